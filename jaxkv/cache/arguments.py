@@ -1,0 +1,49 @@
+"""What a verb's arguments must look like, checked when it is traced."""
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def check_array(
+  name: str, value: Array, shape: tuple[int | str, ...], dtype: jnp.dtype | type
+) -> None:
+  """Raises ValueError unless an argument has the shape and dtype given.
+
+  Args:
+    name: the argument's name, for the message.
+    value: the argument.
+    shape: its sizes; a letter stands for any size.
+    dtype: its dtype.
+  """
+  letters = ", ".join(str(size) for size in shape)
+  wanted = f"{jnp.dtype(dtype).name}[{letters}]"
+  found_shape = getattr(value, "shape", None)
+  found_dtype = getattr(value, "dtype", None)
+  if found_shape is None or found_dtype is None:
+    raise ValueError(
+      f"{name} must be an array {wanted}, got {type(value).__name__}. "
+      f"Wrap it in jnp.asarray(..., jnp.{jnp.dtype(dtype).name})."
+    )
+  fits = len(found_shape) == len(shape) and all(
+    isinstance(size, str) or size == found
+    for size, found in zip(shape, found_shape, strict=True)
+  )
+  if not fits or found_dtype != jnp.dtype(dtype):
+    sizes = ", ".join(str(size) for size in found_shape)
+    raise ValueError(f"{name} must be {wanted}, got {found_dtype}[{sizes}].")
+
+
+def check_sequences(tokens: Array, lengths: Array, salts: Array | None) -> None:
+  """Checks the arguments that name R token sequences."""
+  check_array("tokens", tokens, ("R", "T"), jnp.int32)
+  check_array("lengths", lengths, (tokens.shape[0],), jnp.int32)
+  if salts is not None:
+    check_array("salts", salts, (tokens.shape[0], 4), jnp.uint32)
+
+
+def mask_or_all(mask: Array | None, num_rows: int, letter: str) -> Array:
+  """The mask bool[num_rows], all True for None."""
+  if mask is None:
+    return jnp.ones((num_rows,), bool)
+  check_array(f"mask (a row of it for each {letter})", mask, (num_rows,), bool)
+  return mask

@@ -1,0 +1,96 @@
+"""reset_prefix_cache and new_epoch: nothing cached so far may hit again."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.cache import prefix_index
+from jaxkv.cache.codes import Code
+from jaxkv.cache.codes import first_code
+from jaxkv.cache.codes import is_failure
+from jaxkv.cache.codes import sticky
+from jaxkv.cache.state import CacheState
+from jaxkv.cache.state import counted
+
+
+class Reset(NamedTuple):
+  """What `reset_prefix_cache` did.
+
+  Attributes:
+    code: int32[], a `Code`.
+  """
+
+  code: Array
+
+  @property
+  def ok(self) -> Array:
+    """bool[]: whether the prefix cache is empty now."""
+    return self.code == Code.OK
+
+
+@jax.jit
+def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Reset]:
+  """Drops every key, if no page is referenced; the queue keeps its order.
+
+  The one verb whose cost grows with the pool. Inside a loop `new_epoch` does
+  the same for lookups at once.
+
+  Args:
+    state: the cache.
+
+  Returns:
+    The cache, and OK or STILL_HELD.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> state, out = jaxkv.reset_prefix_cache(state)
+    >>> bool(out.ok)
+    True
+  """
+  pool = state.pool
+  held = pool.queue.num_free < state.config.num_pages - 1
+  code = first_code((held, Code.STILL_HELD))
+  if pool.index is not None:
+    index = jax.tree.map(
+      lambda old, new: jnp.where(held, old, new),
+      pool.index,
+      prefix_index.clear(pool.index),
+    )
+    pool = dataclasses.replace(pool, index=index)
+  state = dataclasses.replace(
+    state,
+    pool=pool,
+    stats=counted(state.stats, failed=is_failure(code)),
+    error=sticky(state.error, code),
+  )
+  return state, Reset(code)
+
+
+@jax.jit
+def new_epoch(state: CacheState) -> CacheState:
+  """Makes every page cached so far unreachable, at once.
+
+  For a change of weights: K/V computed with the old ones must not be hit.
+  Running sequences keep their pages, and what they publish from now on stays
+  unreachable too, since it rests on old K/V. Old pages are evicted as they
+  come up in the free queue.
+
+  Args:
+    state: the cache.
+
+  Returns:
+    The cache.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> int(jaxkv.new_epoch(state).epoch)
+    1
+  """
+  return dataclasses.replace(state, epoch=state.epoch + jnp.uint32(1))

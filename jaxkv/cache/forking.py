@@ -1,0 +1,217 @@
+"""fork: sequences that go on from a common past."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.cache import grants
+from jaxkv.cache import indexing
+from jaxkv.cache import page_pool
+from jaxkv.cache import page_table
+from jaxkv.cache import ragged
+from jaxkv.cache.arguments import check_array
+from jaxkv.cache.arguments import mask_or_all
+from jaxkv.cache.codes import Code
+from jaxkv.cache.codes import first_code
+from jaxkv.cache.codes import is_failure
+from jaxkv.cache.codes import sticky
+from jaxkv.cache.duplicates import named_before
+from jaxkv.cache.page_pool import PagePool
+from jaxkv.cache.ragged import Items
+from jaxkv.cache.state import CacheState
+from jaxkv.cache.state import SlotHashes
+from jaxkv.cache.state import counted
+from jaxkv.cache.state import in_range
+from jaxkv.cache.state import is_empty
+from jaxkv.cache.state import pages_for
+
+
+class Copies(NamedTuple):
+  """Copies of page contents that the caller owes, before the next write.
+
+  One copy's source may be another one's destination: read all sources before
+  any destination is written, as `jaxkv.kv.copy` does.
+
+  Attributes:
+    src: int32[X], pages to read; NO_PAGE where nothing is owed.
+    dst: int32[X], pages to write; NO_PAGE where nothing is owed.
+  """
+
+  src: Array
+  dst: Array
+
+
+class Forked(NamedTuple):
+  """What `fork` did.
+
+  Attributes:
+    code: int32[R], a `Code` a row.
+    copies: R * G copies of page contents that the caller owes.
+  """
+
+  code: Array
+  copies: Copies
+
+  @property
+  def ok(self) -> Array:
+    """bool[R]: whether the row's sequence was forked."""
+    return self.code == Code.OK
+
+
+@jax.jit
+def fork(
+  state: CacheState, src: Array, dst: Array, mask: Array | None = None
+) -> tuple[CacheState, Forked]:
+  """Makes empty slots go on from other slots' sequences.
+
+  `dst` shares the full pages of `src`. A page that is only partly full will be
+  written by both, so `dst` gets a fresh one and a copy of its contents is
+  owed. Pages that `src` was allocated ahead are not shared.
+
+  Does not copy contents; apply `copies` (`jaxkv.kv.copy`) before writing.
+
+  All-or-nothing per row, in row order. The batch differs from one call after
+  the other: sources are read as they were before the call.
+
+  Args:
+    state: the cache.
+    src: int32[R], slots with at least one committed token; repeats allowed.
+    dst: int32[R], empty slots.
+    mask: bool[R], the rows that count; None for all.
+
+  Returns:
+    The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_EMPTY (`src`),
+    SLOT_IN_USE (`dst`, also when named twice) or OUT_OF_PAGES.
+
+  Examples:
+    >>> import jax.numpy as jnp, jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=2, pages_per_slot=4))
+    >>> three = jnp.asarray([3, 0], jnp.int32)
+    >>> state, _ = jaxkv.allocate(state, three)
+    >>> state, _ = jaxkv.commit(state, jnp.zeros((2, 3), jnp.int32), three)
+    >>> zero, one = jnp.asarray([0], jnp.int32), jnp.asarray([1], jnp.int32)
+    >>> state, out = jaxkv.fork(state, zero, one)
+    >>> state.page_table[0].tolist(), out.copies.src.tolist()
+    ([[1, 2, 8, 8], [1, 3, 8, 8]], [2])
+  """
+  config = state.config
+  check_array("src", src, ("R",), jnp.int32)
+  check_array("dst", dst, src.shape, jnp.int32)
+  mask = mask_or_all(mask, src.shape[0], "row")
+  length = indexing.take(state.length, src)
+  code = _static_code(state, src, dst, length, mask)
+  partial = length % config.page_size > 0
+  need = partial.astype(jnp.int32) * config.num_groups
+  granted = grants.in_order(need, code == Code.OK, state.pool.queue.num_free)
+  code = jnp.where(
+    (code == Code.OK) & ~granted, jnp.int32(Code.OUT_OF_PAGES), code
+  )
+  full = jnp.where(granted, length // config.page_size, 0)
+  partial &= granted
+  state = _shared(state, src, dst, full)
+  columns = jnp.broadcast_to(full[:, None], (*full.shape, config.num_groups))
+  pool, table, evicted = page_table.grow(
+    state.pool,
+    state.page_table,
+    page_table.rows_of(
+      dst, columns, columns + partial[:, None].astype(jnp.int32)
+    ),
+  )
+  place = indexing.where_valid(granted, dst)
+  total = pages_for(config, jnp.where(granted, length, 0))
+  copies = _owed(config.no_page, table, src, dst, full, partial)
+  state = dataclasses.replace(
+    state,
+    page_table=table,
+    num_pages=state.num_pages.at[:, place].set(total, mode="drop"),
+    length=indexing.put(state.length, place, values=length),
+    hashes=_copied(state.hashes, src, place),
+    pool=pool,
+    stats=counted(
+      state.stats,
+      popped=jnp.where(partial, need, 0),
+      evicted=evicted,
+      failed=is_failure(code),
+    ),
+    error=sticky(state.error, code),
+  )
+  return state, Forked(code, copies)
+
+
+def _static_code(
+  state: CacheState, src: Array, dst: Array, length: Array, mask: Array
+) -> Array:
+  """Codes of the rows that can be refused without looking at the pool."""
+  code = first_code(
+    (~mask, Code.SKIPPED),
+    (~in_range(state, src) | ~in_range(state, dst), Code.BAD_SLOT),
+    (is_empty(state, src) | (length == 0), Code.SLOT_EMPTY),
+    (~is_empty(state, dst), Code.SLOT_IN_USE),
+  )
+  taken = named_before(dst, code == Code.OK)
+  return jnp.where((code == Code.OK) & taken, jnp.int32(Code.SLOT_IN_USE), code)
+
+
+def _shared(
+  state: CacheState, src: Array, dst: Array, full: Array
+) -> CacheState:
+  """Attaches the first `full` pages of `src` to `dst`, group by group."""
+  groups = state.config.num_groups
+  counts = jnp.repeat(full, groups)
+
+  def read(table: Array, items: Items) -> Array:
+    column = indexing.where_valid(items.valid, items.offset)
+    slot = indexing.take(src, items.row // groups)
+    return indexing.take(table, items.row % groups, slot, column)
+
+  def hold(pool: PagePool, items: Items) -> PagePool:
+    return page_pool.hold(pool, read(state.page_table, items), items.valid)
+
+  def attach(table: Array, items: Items) -> Array:
+    column = indexing.where_valid(items.valid, items.offset)
+    slot = indexing.take(dst, items.row // groups, fill=indexing.NOWHERE)
+    return indexing.put(
+      table, items.row % groups, slot, column, values=read(table, items)
+    )
+
+  pool = ragged.for_each(counts, hold, state.pool)
+  # The table is read by one whole loop, and by the next one that writes it.
+  counts = jnp.where(pool.queue.num_free >= 0, counts, 0)
+  table = ragged.for_each(counts, attach, state.page_table)
+  return dataclasses.replace(state, pool=pool, page_table=table)
+
+
+def _owed(
+  no_page: int,
+  table: Array,
+  src: Array,
+  dst: Array,
+  column: Array,
+  partial: Array,
+) -> Copies:
+  """The partial pages in `column` of `src`, to be copied to those of `dst`."""
+  groups = jnp.arange(table.shape[0], dtype=jnp.int32)[None, :]
+  column = indexing.where_valid(partial, column)[:, None]
+  return Copies(
+    src=indexing.take(
+      table, groups, src[:, None], column, fill=no_page
+    ).reshape(-1),
+    dst=indexing.take(
+      table, groups, dst[:, None], column, fill=no_page
+    ).reshape(-1),
+  )
+
+
+def _copied(
+  hashes: SlotHashes | None, src: Array, place: Array
+) -> SlotHashes | None:
+  if hashes is None:
+    return None
+  return jax.tree.map(
+    lambda rows: indexing.put(rows, place, values=indexing.take(rows, src)),
+    hashes,
+  )

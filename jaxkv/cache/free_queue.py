@@ -1,0 +1,235 @@
+"""The free pages in eviction order: a ring with lazy deletion.
+
+`ring[q]` is an entry; it is live iff its page still points back at it,
+`position[ring[q]] == q`. Taking a page out of the middle only forgets its
+position, so that nothing moves and no operation depends on the number of
+pages. Stale entries are skipped when they reach the front, and swept out when
+they fill the ring, once in many pushes.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv.cache import indexing
+from jaxkv.cache.indexing import NOWHERE
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FreeQueue:
+  """The free pages, in the order in which they will be taken.
+
+  C is the ring's capacity, a power of two of at least 2 N.
+
+  Attributes:
+    ring: page numbers; C of them, those in `head .. head + span` (modulo C)
+      are entries.  # int32[C]
+    position: where a page's live entry is, NOWHERE for a page in use and for
+      the null page.  # int32[N]
+    head: place of the first entry.  # int32[]
+    span: entries, stale ones included.  # int32[]
+    num_free: live entries.  # int32[]
+  """
+
+  ring: Array
+  position: Array
+  head: Array
+  span: Array
+  num_free: Array
+
+
+class Popped(NamedTuple):
+  """A window over the front of the queue.
+
+  Attributes:
+    pages: int32[W].
+    rank: int32[W], the how-manieth popped page this is.
+    valid: bool[W], whether the entry was popped.
+  """
+
+  pages: Array
+  rank: Array
+  valid: Array
+
+
+def init(num_pages: int) -> FreeQueue:
+  """All pages but the null page, in order of their numbers."""
+  capacity = 2 << (num_pages - 1).bit_length()
+  pages = jnp.arange(1, capacity + 1, dtype=jnp.int32)
+  numbers = jnp.arange(num_pages, dtype=jnp.int32)
+  return FreeQueue(
+    ring=jnp.where(pages < num_pages, pages, jnp.int32(0)),
+    position=jnp.where(numbers > 0, numbers - 1, jnp.int32(NOWHERE)),
+    head=jnp.int32(0),
+    span=jnp.int32(num_pages - 1),
+    num_free=jnp.int32(num_pages - 1),
+  )
+
+
+def pop(
+  queue: FreeQueue, wanted: Array, *, window: int
+) -> tuple[FreeQueue, Popped]:
+  """Takes up to `wanted` pages among the first `window` entries.
+
+  Returns fewer when stale entries stand between; the caller goes on until it
+  has all. With `wanted <= num_free` that ends.
+  """
+  lanes = jnp.arange(window, dtype=jnp.int32)
+  place = _wrap(queue, queue.head + lanes)
+  pages = indexing.take(queue.ring, place)
+  live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (
+    lanes < queue.span
+  )
+  count = jnp.cumsum(live.astype(jnp.int32))
+  valid = live & (count <= wanted)
+  num_popped = count[-1] - jnp.maximum(count[-1] - wanted, 0)
+  # Everything before the first entry that stays is done with.
+  stays = (live & ~valid) | (lanes >= queue.span)
+  passed = jnp.where(jnp.any(stays), jnp.argmax(stays), window)
+  passed = passed.astype(jnp.int32)
+  queue = dataclasses.replace(
+    queue,
+    position=indexing.put(
+      queue.position, indexing.where_valid(valid, pages), values=NOWHERE
+    ),
+    head=_wrap(queue, queue.head + passed),
+    span=queue.span - passed,
+    num_free=queue.num_free - num_popped,
+  )
+  return queue, Popped(pages, count - 1, valid)
+
+
+def remove(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
+  """Takes pages out of wherever they stand.
+
+  Args:
+    queue: the queue.
+    pages: int32[W]; a page may be named more than once, and pages that are
+      not in the queue stay outside.
+    valid: bool[W].
+  """
+  inside = valid & is_free(queue, pages)
+  position, last = mark_last(queue.position, pages, inside)
+  count = jnp.sum(last, dtype=jnp.int32)
+  place = indexing.after(count, indexing.where_valid(inside, pages))
+  return dataclasses.replace(
+    queue,
+    position=indexing.put(position, place, values=NOWHERE),
+    num_free=queue.num_free - count,
+  )
+
+
+def push_back(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
+  """Appends pages in the order given; room must have been reserved."""
+  rank = jnp.cumsum(valid.astype(jnp.int32))
+  queue = _write(queue, queue.head + queue.span + rank - 1, pages, valid)
+  return _grown(queue, rank[-1])
+
+
+def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
+  """Puts pages before all others, one after the other: the last is first."""
+  rank = jnp.cumsum(valid.astype(jnp.int32))
+  queue = _write(queue, queue.head - rank, pages, valid)
+  return _grown(
+    dataclasses.replace(queue, head=_wrap(queue, queue.head - rank[-1])),
+    rank[-1],
+  )
+
+
+def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
+  """Makes room for `count` pushes, sweeping the ring if it is too full.
+
+  A loop of at most one trip, because XLA runs a loop's body in place where it
+  would copy the operands of a conditional.
+  """
+  capacity = queue.ring.shape[0]
+
+  def sweep(loop: tuple[Array, FreeQueue]) -> tuple[Array, FreeQueue]:
+    tight, queue = loop
+    ring = in_order(queue)
+    lanes = jnp.arange(capacity, dtype=jnp.int32)
+    listed = indexing.where_valid(lanes < queue.num_free, ring)
+    queue = dataclasses.replace(
+      queue,
+      ring=ring,
+      position=indexing.put(queue.position, listed, values=lanes),
+      head=queue.head - queue.head,
+      span=queue.num_free,
+    )
+    return tight & False, queue
+
+  tight = queue.span + count > capacity
+  return lax.while_loop(lambda loop: loop[0], sweep, (tight, queue))[1]
+
+
+def mark_last(
+  position: Array, pages: Array, valid: Array
+) -> tuple[Array, Array]:
+  """Finds the last of several items that name one page.
+
+  Uses `position` for its notes: the caller overwrites the position of every
+  valid page afterwards.
+
+  Args:
+    position: int32[N]; at valid pages a place in the ring or NOWHERE.
+    pages: int32[W].
+    valid: bool[W].
+
+  Returns:
+    The scribbled-on positions, and bool[W]: valid and no later valid item
+    names the same page.
+  """
+  note = NOWHERE + 1 + jnp.arange(pages.shape[0], dtype=jnp.int32)
+  place = indexing.where_valid(valid, pages)
+  position = indexing.put_max(position, place, values=note)
+  return position, valid & (indexing.take(position, place) == note)
+
+
+def is_free(queue: FreeQueue, pages: Array) -> Array:
+  """bool[...]: whether pages stand in the queue."""
+  return indexing.take(queue.position, pages, fill=NOWHERE) < NOWHERE
+
+
+def in_order(queue: FreeQueue) -> Array:
+  """int32[C]: the free pages in the order they will be taken, then zeros."""
+  capacity = queue.ring.shape[0]
+  lanes = jnp.arange(capacity, dtype=jnp.int32)
+  place = _wrap(queue, queue.head + lanes)
+  pages = indexing.take(queue.ring, place)
+  live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (
+    lanes < queue.span
+  )
+  rank = jnp.cumsum(live.astype(jnp.int32)) - 1
+  return indexing.put(
+    jnp.zeros_like(queue.ring), indexing.where_valid(live, rank), values=pages
+  )
+
+
+def _write(
+  queue: FreeQueue, place: Array, pages: Array, valid: Array
+) -> FreeQueue:
+  place = _wrap(queue, place)
+  return dataclasses.replace(
+    queue,
+    ring=indexing.put(
+      queue.ring, indexing.where_valid(valid, place), values=pages
+    ),
+    position=indexing.put(
+      queue.position, indexing.where_valid(valid, pages), values=place
+    ),
+  )
+
+
+def _grown(queue: FreeQueue, count: Array) -> FreeQueue:
+  return dataclasses.replace(
+    queue, span=queue.span + count, num_free=queue.num_free + count
+  )
+
+
+def _wrap(queue: FreeQueue, place: Array) -> Array:
+  return place & jnp.int32(queue.ring.shape[0] - 1)

@@ -1,0 +1,173 @@
+"""The laws of a cache, checked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv.cache import free_queue
+from jaxkv.cache import hashing
+from jaxkv.cache import indexing
+from jaxkv.cache import prefix_index
+from jaxkv.cache.codes import Code
+from jaxkv.cache.state import CacheState
+
+
+class CacheError(RuntimeError):
+  """A cache that broke a law or recorded a misuse; see `check`."""
+
+
+def check(state: CacheState) -> None:
+  """Raises if the cache broke a law or a call misused it. On the host.
+
+  Running out of pages is no misuse; see `stats(state).failed`.
+
+  Args:
+    state: the cache.
+
+  Raises:
+    CacheError: names the laws that do not hold, or the first misuse.
+
+  Examples:
+    >>> import jaxkv
+    >>> jaxkv.check(jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4)))
+  """
+  laws = check_invariants(state)
+  broken = [name for name, holds in laws.items() if not np.all(holds)]
+  if broken:
+    raise CacheError(
+      f"The cache broke its laws {', '.join(broken)}. See CacheState for what "
+      "they say; this is a bug in jaxkv, or the state was edited by hand."
+    )
+  error = Code(int(state.error))
+  if error not in (Code.OK, Code.OUT_OF_PAGES):
+    raise CacheError(
+      f"A call failed with {error.name}, which was recorded in state.error. "
+      "See jaxkv.Code for its meaning and the `code` of the calls for the row."
+    )
+
+
+@jax.jit
+def check_invariants(state: CacheState) -> dict[str, Array]:
+  """Tests every law of `CacheState`. Cost grows with the pool.
+
+  Args:
+    state: the cache.
+
+  Returns:
+    bool[] by the law's name.
+
+  Examples:
+    >>> import jaxkv
+    >>> laws = jaxkv.check_invariants(jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4)))
+    >>> sorted(laws), all(laws.values())
+    (['free', 'index', 'keys', 'lengths', 'refs', 'tables'], True)
+  """
+  room = jnp.min(state.num_pages, axis=0) * state.config.page_size
+  return {
+    "tables": _tables(state),
+    "lengths": jnp.all((state.length >= 0) & (state.length <= room)),
+    "refs": _refs(state),
+    "free": _free(state),
+    "index": _index(state),
+    "keys": _keys(state),
+  }
+
+
+def _tables(state: CacheState) -> Array:
+  column = jnp.arange(state.config.pages_per_slot, dtype=jnp.int32)
+  held = column[None, None] < state.num_pages[..., None]
+  table = state.page_table
+  no_page = state.config.no_page
+  return (
+    jnp.all(jnp.where(held, (table >= 0) & (table < no_page), table == no_page))
+    & jnp.all(state.num_pages >= 0)
+    & jnp.all(state.num_pages <= state.config.pages_per_slot)
+  )
+
+
+def _refs(state: CacheState) -> Array:
+  entries = state.page_table.reshape(-1)
+  entries = indexing.where_valid(entries > 0, entries)
+  named = indexing.add(jnp.zeros_like(state.pool.ref_count), entries, values=1)
+  pins = state.pool.pin_count
+  return (
+    jnp.all(state.pool.ref_count == named + pins)
+    & jnp.all(pins >= 0)
+    & (state.pool.ref_count[0] == 0)
+  )
+
+
+def _free(state: CacheState) -> Array:
+  queue = state.pool.queue
+  pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
+  free = (state.pool.ref_count == 0) & (pages > 0)
+  place = queue.position
+  capacity = queue.ring.shape[0]
+  offset = (place - queue.head) & (capacity - 1)
+  live = (
+    (place >= 0)
+    & (place < capacity)
+    & (offset < queue.span)
+    & (indexing.take(queue.ring, place) == pages)
+  )
+  return (
+    jnp.all(live == free)
+    & jnp.all(live | (place == indexing.NOWHERE))
+    & (queue.num_free == jnp.sum(free))
+    & (jnp.sum(free_queue.in_order(queue) > 0) == queue.num_free)
+    & (queue.span <= capacity)
+  )
+
+
+def _index(state: CacheState) -> Array:
+  index = state.pool.index
+  if index is None:
+    return jnp.bool_(True)
+  pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
+  cached = prefix_index.contains(index, pages)
+  entries = index.buckets.reshape(-1)
+  places = jnp.arange(entries.shape[0], dtype=jnp.int32)
+  listed = indexing.take(index.slot, entries, fill=-1) == places
+  first = prefix_index.lookup(index, index.key, index.tokens)
+  same = indexing.take(index.key, first) == index.key
+  overflow, bucket_of = prefix_index.recount(index, cached)
+  return (
+    jnp.all(
+      jnp.where(cached, indexing.take(entries, index.slot) == pages, True)
+    )
+    & jnp.all((entries == 0) | listed)
+    & jnp.all(~cached | ((first > 0) & jnp.all(same, axis=1)))
+    & jnp.all(~cached | bucket_of)
+    & jnp.all(overflow == index.overflow)
+    & ~cached[0]
+  )
+
+
+def _keys(state: CacheState) -> Array:
+  config, hashes, index = state.config, state.hashes, state.pool.index
+  if hashes is None or index is None:
+    return jnp.bool_(True)
+  column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)
+  full = state.length // config.page_size
+  inside = column[None] < full[:, None]
+  groups = jnp.arange(config.num_groups, dtype=jnp.int32)[:, None, None]
+  tokens = indexing.take(index.tokens, state.page_table[0])
+  digests = hashing.page_digests(config, tokens)
+  chain = hashing.chain_keys(hashes.root, digests)
+  expected = hashing.group_key(
+    config,
+    jnp.broadcast_to(chain, (config.num_groups, *chain.shape)),
+    jnp.broadcast_to(groups, state.page_table.shape),
+  )
+  keys = indexing.take(index.key, state.page_table)
+  right = jnp.all(keys == expected, axis=-1)
+  last = jnp.maximum(full - 1, 0)[:, None, None]
+  end = jnp.take_along_axis(chain, last, axis=1)[:, 0]
+  end = jnp.where(full[:, None] > 0, end, hashes.root)
+  occupied = state.num_pages[0] > 0
+  return jnp.all(right | ~inside[None]) & jnp.all(
+    jnp.all(hashes.chain == end, axis=1) | ~occupied
+  )

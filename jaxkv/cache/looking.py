@@ -1,0 +1,122 @@
+"""Looking at a cache without changing it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv.cache import free_queue
+from jaxkv.cache import page_pool
+from jaxkv.cache.state import CacheState
+from jaxkv.cache.state import Stats
+
+
+def stats(state: CacheState) -> Stats:
+  """The counters; subtract two readings to get an interval.
+
+  Args:
+    state: the cache.
+
+  Returns:
+    uint32[] counters, which wrap around.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> int(jaxkv.stats(state).evicted)
+    0
+  """
+  return state.stats
+
+
+@jax.jit
+def usage(state: CacheState) -> Array:
+  """The part of the pool that is referenced; the null page does not count.
+
+  Args:
+    state: the cache.
+
+  Returns:
+    float32[], 0 .. 1.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> float(jaxkv.usage(state))
+    0.0
+  """
+  pages = state.config.num_pages - 1
+  used = pages - state.pool.queue.num_free
+  return used.astype(jnp.float32) / pages
+
+
+@jax.jit
+def num_common_prefix_pages(state: CacheState) -> Array:
+  """Leading pages that all sequences share.
+
+  Compares the page tables themselves: reference counts alone would also count
+  pages shared by some sequences only.
+
+  Args:
+    state: the cache.
+
+  Returns:
+    int32[G]; 0 where no slot holds a page, all its pages where one does.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> jaxkv.num_common_prefix_pages(state).tolist()
+    [0]
+  """
+  active = state.num_pages > 0
+  first = jnp.argmax(active, axis=1)[:, None, None]
+  sample = jnp.take_along_axis(state.page_table, first, axis=1)
+  same = (state.page_table == sample) | ~active[..., None]
+  here = (sample[:, 0] > 0) & (sample[:, 0] < state.config.no_page)
+  common = jnp.all(same, axis=1) & here & jnp.any(active, axis=1)[:, None]
+  return jnp.sum(jnp.cumprod(common.astype(jnp.int32), axis=1), axis=1)
+
+
+def free_pages(state: CacheState) -> list[int]:
+  """The free pages in the order in which they will be taken. On the host.
+
+  Args:
+    state: the cache.
+
+  Returns:
+    Page numbers.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=4, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> jaxkv.free_pages(state)
+    [1, 2, 3]
+  """
+  count = int(state.pool.queue.num_free)
+  return np.asarray(free_queue.in_order(state.pool.queue))[:count].tolist()
+
+
+def cached_pages(state: CacheState) -> list[int]:
+  """The pages that are cached, in ascending order. On the host.
+
+  Args:
+    state: the cache.
+
+  Returns:
+    Page numbers.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=4, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> jaxkv.cached_pages(state)
+    []
+  """
+  pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
+  cached = np.asarray(page_pool.is_cached(state.pool, pages))
+  return np.flatnonzero(cached).tolist()

@@ -1,0 +1,200 @@
+"""The page pool: references, the free queue and the index kept in step.
+
+Three movements, and each keeps the laws: `pop` (free -> in use), `hold` (one
+more reference), `drop` (one reference less, and back to the queue at none).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.cache import free_queue
+from jaxkv.cache import indexing
+from jaxkv.cache import prefix_index
+from jaxkv.cache.config import CacheConfig
+from jaxkv.cache.free_queue import FreeQueue
+from jaxkv.cache.prefix_index import PrefixIndex
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagePool:
+  """Every page, and what is known of it.
+
+  Attributes:
+    ref_count: page-table entries that name the page, plus its pins; 0 for the
+      null page.  # int32[N]
+    pin_count: references held by `pin` and `touch`.  # int32[N]
+    queue: the free pages in eviction order.
+    index: the cached pages; None without prefix caching.
+  """
+
+  ref_count: Array
+  pin_count: Array
+  queue: FreeQueue
+  index: PrefixIndex | None
+
+
+class Popped(NamedTuple):
+  """Pages that `pop` took.
+
+  Attributes:
+    pages: int32[W].
+    rank: int32[W], the how-manieth popped page this is.
+    valid: bool[W].
+    num_evicted: int32[], those of them that were cached until now.
+  """
+
+  pages: Array
+  rank: Array
+  valid: Array
+  num_evicted: Array
+
+
+def init(config: CacheConfig) -> PagePool:
+  """All pages free, none cached."""
+  index = None
+  if config.prefix_caching:
+    index = prefix_index.init(config.num_pages, config.page_size)
+  return PagePool(
+    ref_count=jnp.zeros((config.num_pages,), jnp.int32),
+    pin_count=jnp.zeros((config.num_pages,), jnp.int32),
+    queue=free_queue.init(config.num_pages),
+    index=index,
+  )
+
+
+def pop(
+  pool: PagePool, wanted: Array, *, window: int
+) -> tuple[PagePool, Popped]:
+  """Takes up to `wanted` free pages, evicting what they cached.
+
+  As `free_queue.pop`, it may return fewer; the caller goes on.
+  """
+  queue, popped = free_queue.pop(pool.queue, wanted, window=window)
+  pages, _, valid = popped
+  pool, num_evicted = unpublish(pool, pages, valid)
+  pool = dataclasses.replace(
+    pool,
+    ref_count=indexing.put(
+      pool.ref_count, indexing.where_valid(valid, pages), values=1
+    ),
+    queue=queue,
+  )
+  return pool, Popped(*popped, num_evicted)
+
+
+def hold(pool: PagePool, pages: Array, valid: Array) -> PagePool:
+  """One more reference a valid item; free pages leave the queue.
+
+  Args:
+    pool: the pool.
+    pages: int32[W], repeats allowed.
+    valid: bool[W].
+  """
+  return dataclasses.replace(
+    pool,
+    ref_count=indexing.add(
+      pool.ref_count, indexing.where_valid(valid, pages), values=1
+    ),
+    queue=free_queue.remove(pool.queue, pages, valid),
+  )
+
+
+def drop(
+  pool: PagePool,
+  pages: Array,
+  owner: Array,
+  valid: Array,
+  *,
+  unhashed_first: bool,
+) -> tuple[PagePool, Array]:
+  """One reference less a valid item; unreferenced pages go to the back.
+
+  Args:
+    pool: the pool, with room reserved in its queue.
+    pages: int32[W], repeats allowed; every valid one is referenced.
+    owner: int32[W], who gives the reference back.
+    valid: bool[W].
+    unhashed_first: whether pages without a key are left out of the queue for
+      the caller, who gives them to `to_front` in the opposite order.
+
+  Returns:
+    The pool, and bool[W]: the items left out.
+  """
+  place = indexing.where_valid(valid, pages)
+  ref_count = indexing.add(pool.ref_count, place, values=-1)
+  unreferenced = valid & (indexing.take(ref_count, pages, fill=1) == 0)
+  position, last = free_queue.mark_last(
+    pool.queue.position, pages, unreferenced
+  )
+  left = jnp.zeros_like(last)
+  if unhashed_first:
+    left = last & ~is_cached(pool, pages)
+    position = indexing.put(
+      position, indexing.where_valid(left, pages), values=_left_by(owner)
+    )
+  queue = dataclasses.replace(pool.queue, position=position)
+  queue = free_queue.push_back(queue, pages, last & ~left)
+  return dataclasses.replace(pool, ref_count=ref_count, queue=queue), left
+
+
+def to_front(
+  pool: PagePool, pages: Array, owner: Array, valid: Array
+) -> PagePool:
+  """Puts pages that `drop` left out before all others; the last is first.
+
+  Args:
+    pool: the pool.
+    pages: int32[W]; those that this owner did not leave out are passed over,
+      and of several items that name one page all but the first.
+    owner: int32[W], as given to `drop`.
+    valid: bool[W].
+  """
+  left = indexing.take(pool.queue.position, pages) == _left_by(owner)
+  left = valid & left
+  position = indexing.put(
+    pool.queue.position,
+    indexing.where_valid(left, pages),
+    values=indexing.NOWHERE,
+  )
+  position, first = free_queue.mark_last(position, pages[::-1], left[::-1])
+  queue = dataclasses.replace(pool.queue, position=position)
+  queue = free_queue.push_front(queue, pages, first[::-1])
+  return dataclasses.replace(pool, queue=queue)
+
+
+def reserve(pool: PagePool, num_references: Array) -> PagePool:
+  """Makes room in the queue before so many references are dropped."""
+  in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
+  count = jnp.minimum(num_references, in_use)
+  return dataclasses.replace(pool, queue=free_queue.reserve(pool.queue, count))
+
+
+def unpublish(
+  pool: PagePool, pages: Array, valid: Array
+) -> tuple[PagePool, Array]:
+  """Takes valid pages, all different, out of the index, nothing else.
+
+  Returns:
+    The pool, and int32[]: how many of the pages were cached.
+  """
+  if pool.index is None:
+    return pool, jnp.int32(0)
+  index, count = prefix_index.remove(pool.index, pages, valid)
+  return dataclasses.replace(pool, index=index), count
+
+
+def is_cached(pool: PagePool, pages: Array) -> Array:
+  """bool[...]: whether pages have a key under which they can be found."""
+  if pool.index is None:
+    return jnp.zeros(pages.shape, bool)
+  return prefix_index.contains(pool.index, pages)
+
+
+def _left_by(owner: Array) -> Array:
+  """The note in a page's queue position while it is in neither place."""
+  return indexing.NOWHERE + 1 + owner

@@ -1,0 +1,284 @@
+"""The prefix index: from a page's key to the pages that carry it.
+
+A hash table of buckets, eight page numbers each. A key starts at one bucket;
+where that is full the page goes on to the next bucket of its key's probe
+sequence, and the bucket it passed counts it in `overflow`. A lookup goes on
+past a bucket only while that count is not zero, and taking a page out counts
+down again: there are no tombstones, and any number of pages may carry one key.
+(The scheme of F14: Bronson and Shi, "Open-sourcing F14 for faster, more
+memory-efficient hash tables", 2019.)
+
+The buckets have room for four times the pages of the pool, so that less than
+one bucket in a thousand ever overflows.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv.cache import indexing
+from jaxkv.cache.hashing import KEY_WORDS
+from jaxkv.cache.indexing import NOWHERE
+
+BUCKET_PAGES = 8
+INSERT_WINDOW = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixIndex:
+  """Which pages are cached, and under which key.
+
+  K is the number of buckets, a power of two of at least N / 2.
+
+  Attributes:
+    buckets: page numbers, 0 where nothing is.  # int32[K, 8]
+    overflow: pages that found this bucket full.  # int32[K]
+    slot: where a page is in the flattened buckets; NOWHERE for a page that is
+      not cached.  # int32[N]
+    key: the key of a full page; outlives its place in the index until the page
+      is filled again.  # uint32[N, 4]
+    tokens: the tokens of a full page, likewise.  # int32[N, S]
+    stamp: the value of `clock` when the page was published.  # uint32[N]
+    clock: pages published so far, modulo 2**32.  # uint32[]
+  """
+
+  buckets: Array
+  overflow: Array
+  slot: Array
+  key: Array
+  tokens: Array
+  stamp: Array
+  clock: Array
+
+
+def init(num_pages: int, page_size: int) -> PrefixIndex:
+  """An index of nothing."""
+  num_buckets = 1 << (-(-num_pages // 2) - 1).bit_length()
+  return PrefixIndex(
+    buckets=jnp.zeros((num_buckets, BUCKET_PAGES), jnp.int32),
+    overflow=jnp.zeros((num_buckets,), jnp.int32),
+    slot=jnp.full((num_pages,), NOWHERE, jnp.int32),
+    key=jnp.zeros((num_pages, KEY_WORDS), jnp.uint32),
+    tokens=jnp.zeros((num_pages, page_size), jnp.int32),
+    stamp=jnp.zeros((num_pages,), jnp.uint32),
+    clock=jnp.uint32(0),
+  )
+
+
+def contains(index: PrefixIndex, pages: Array) -> Array:
+  """bool[...]: whether pages are cached."""
+  return indexing.take(index.slot, pages, fill=NOWHERE) < NOWHERE
+
+
+def lookup(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
+  """Finds cached pages.
+
+  Args:
+    index: the index.
+    keys: uint32[X, 4].
+    tokens: int32[X, S], what the pages must hold. A page with the key and
+      other tokens is a collision and no hit.
+
+  Returns:
+    int32[X]: of the pages with this key the one published first, 0 for none.
+  """
+
+  def visit(loop):
+    bucket, going, best, best_age = loop
+    candidates = indexing.take(
+      index.buckets, indexing.where_valid(going, bucket)
+    )
+    found = jnp.all(
+      indexing.take(index.key, candidates) == keys[:, None, :], axis=-1
+    ) & (candidates > 0)
+    # Ages instead of stamps: the clock may have wrapped around.
+    age = index.clock - indexing.take(index.stamp, candidates)
+    age = jnp.where(found, age, jnp.uint32(0))
+    oldest = jnp.argmax(age, axis=-1).astype(jnp.int32)[:, None]
+    page = jnp.take_along_axis(candidates, oldest, axis=-1)[:, 0]
+    age = jnp.take_along_axis(age, oldest, axis=-1)[:, 0]
+    better = age > best_age
+    following = _next_bucket(index, keys, bucket)
+    going = going & (indexing.take(index.overflow, bucket) > 0)
+    going = going & (following != first)  # All buckets were seen.
+    return (
+      following,
+      going,
+      jnp.where(better, page, best),
+      jnp.where(better, age, best_age),
+    )
+
+  first = _first_bucket(index, keys)
+  start = (first, first >= 0, first & 0, keys[:, 0] & jnp.uint32(0))
+  _, _, page, _ = lax.while_loop(lambda loop: jnp.any(loop[1]), visit, start)
+  same = jnp.all(indexing.take(index.tokens, page) == tokens, axis=-1)
+  return jnp.where(same, page, 0)
+
+
+def insert(
+  index: PrefixIndex, pages: Array, keys: Array, tokens: Array, valid: Array
+) -> PrefixIndex:
+  """Publishes pages, in the order given.
+
+  Args:
+    index: the index.
+    pages: int32[X], all different, none of them cached. The cost grows with
+      the square of X; callers keep to INSERT_WINDOW.
+    keys: uint32[X, 4].
+    tokens: int32[X, S].
+    valid: bool[X].
+  """
+  order = jnp.cumsum(valid.astype(jnp.uint32))
+  place = indexing.where_valid(valid, pages)
+  index = dataclasses.replace(
+    index,
+    key=indexing.put(index.key, place, values=keys),
+    tokens=indexing.put(index.tokens, place, values=tokens),
+    stamp=indexing.put(index.stamp, place, values=index.clock + order - 1),
+    clock=index.clock + order[-1],
+  )
+  earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
+
+  def settle(loop):
+    buckets, overflow, slot, bucket, pending = loop
+    here = indexing.where_valid(pending, bucket)
+    vacant = indexing.take(buckets, here) == 0
+    # Pages that meet in one bucket take its vacant places in their order.
+    rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
+    turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
+    nth = jnp.cumsum(vacant.astype(jnp.int32), axis=1) - 1
+    chosen = vacant & (nth == turn[:, None])
+    fits = pending & jnp.any(chosen, axis=1)
+    way = jnp.argmax(chosen, axis=1).astype(jnp.int32)
+    buckets = indexing.put(
+      buckets, indexing.where_valid(fits, bucket), way, values=pages
+    )
+    slot = indexing.put(
+      slot,
+      indexing.where_valid(fits, pages),
+      values=bucket * BUCKET_PAGES + way,
+    )
+    pending = pending & ~fits
+    overflow = indexing.add(
+      overflow, indexing.where_valid(pending, bucket), values=1
+    )
+    return buckets, overflow, slot, _next_bucket(index, keys, bucket), pending
+
+  bucket = _first_bucket(index, keys)
+  buckets, overflow, slot, _, _ = lax.while_loop(
+    lambda loop: jnp.any(loop[4]),
+    settle,
+    (index.buckets, index.overflow, index.slot, bucket, valid),
+  )
+  return dataclasses.replace(
+    index, buckets=buckets, overflow=overflow, slot=slot
+  )
+
+
+def remove(
+  index: PrefixIndex, pages: Array, valid: Array
+) -> tuple[PrefixIndex, Array]:
+  """Takes pages out; their keys and tokens stay readable.
+
+  Args:
+    index: the index.
+    pages: int32[X], the valid ones all different.
+    valid: bool[X]; a page that is not cached stays as it is.
+
+  Returns:
+    The index, and int32[]: how many of the pages were cached.
+  """
+  slot = indexing.take(
+    index.slot, indexing.where_valid(valid, pages), fill=NOWHERE
+  )
+  valid = slot < NOWHERE
+  count = jnp.sum(valid, dtype=jnp.int32)
+  home, way = slot // BUCKET_PAGES, slot % BUCKET_PAGES
+  keys = indexing.take(index.key, pages)
+
+  def walk(loop):
+    overflow, bucket = loop
+    passed = indexing.where_valid(valid & (bucket != home), bucket)
+    overflow = indexing.add(overflow, passed, values=-1)
+    going = valid & (bucket != home)
+    return overflow, jnp.where(going, _next_bucket(index, keys, bucket), bucket)
+
+  overflow, _ = lax.while_loop(
+    lambda loop: jnp.any(valid & (loop[1] != home)),
+    walk,
+    (index.overflow, _first_bucket(index, keys)),
+  )
+  place = indexing.after(count, indexing.where_valid(valid, pages))
+  index = dataclasses.replace(
+    index,
+    buckets=indexing.put(
+      index.buckets, indexing.where_valid(valid, home), way, values=0
+    ),
+    overflow=overflow,
+    slot=indexing.put(index.slot, place, values=NOWHERE),
+  )
+  return index, count
+
+
+def clear(index: PrefixIndex) -> PrefixIndex:
+  """Takes every page out. Cost grows with the pool."""
+  return dataclasses.replace(
+    index,
+    buckets=jnp.zeros_like(index.buckets),
+    overflow=jnp.zeros_like(index.overflow),
+    slot=jnp.full_like(index.slot, NOWHERE),
+  )
+
+
+def recount(index: PrefixIndex, cached: Array) -> tuple[Array, Array]:
+  """The overflow counts that the pages' places imply, and who has none.
+
+  Args:
+    index: the index.
+    cached: bool[N], the pages to count.
+
+  Returns:
+    int32[K] and bool[N]: whether a page is in its key's probe sequence at all.
+  """
+  home = index.slot // BUCKET_PAGES
+
+  def walk(loop):
+    overflow, bucket, trips = loop
+    going = cached & (bucket != home)
+    overflow = indexing.add(
+      overflow, indexing.where_valid(going, bucket), values=1
+    )
+    following = _next_bucket(index, index.key, bucket)
+    return overflow, jnp.where(going, following, bucket), trips + 1
+
+  overflow, bucket, _ = lax.while_loop(
+    lambda loop: (
+      jnp.any(cached & (loop[1] != home)) & (loop[2] < index.overflow.shape[0])
+    ),
+    walk,
+    (
+      index.overflow & 0,
+      _first_bucket(index, index.key),
+      index.overflow[0] & 0,
+    ),
+  )
+  return overflow, bucket == home
+
+
+def _first_bucket(index: PrefixIndex, keys: Array) -> Array:
+  return _bucket(index, keys[:, 0])
+
+
+def _next_bucket(index: PrefixIndex, keys: Array, bucket: Array) -> Array:
+  """The probe sequence: an odd stride visits every one of 2**k buckets."""
+  stride = keys[:, 1] | jnp.uint32(1)
+  return _bucket(index, bucket.astype(jnp.uint32) + stride)
+
+
+def _bucket(index: PrefixIndex, number: Array) -> Array:
+  mask = jnp.uint32(index.buckets.shape[0] - 1)
+  return (number & mask).astype(jnp.int32)

@@ -1,0 +1,281 @@
+"""free and truncate: pages go back."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.cache import grants
+from jaxkv.cache import hashing
+from jaxkv.cache import indexing
+from jaxkv.cache import page_pool
+from jaxkv.cache import page_table
+from jaxkv.cache.arguments import check_array
+from jaxkv.cache.arguments import mask_or_all
+from jaxkv.cache.codes import Code
+from jaxkv.cache.codes import first_code
+from jaxkv.cache.codes import is_failure
+from jaxkv.cache.codes import sticky
+from jaxkv.cache.duplicates import num_earlier
+from jaxkv.cache.forking import Copies
+from jaxkv.cache.state import CacheState
+from jaxkv.cache.state import SlotHashes
+from jaxkv.cache.state import counted
+from jaxkv.cache.state import in_range
+from jaxkv.cache.state import is_empty
+from jaxkv.cache.state import pages_for
+
+
+class Freed(NamedTuple):
+  """What `free` did.
+
+  Attributes:
+    code: int32[R] (or int32[B] for a mask), a `Code` a row.
+  """
+
+  code: Array
+
+  @property
+  def ok(self) -> Array:
+    """bool[R]: whether the row's sequence was released."""
+    return self.code == Code.OK
+
+
+class Truncated(NamedTuple):
+  """What `truncate` did.
+
+  Attributes:
+    code: int32[B], a `Code` a slot.
+    copies: B * G copies of page contents that the caller owes.
+  """
+
+  code: Array
+  copies: Copies
+
+  @property
+  def ok(self) -> Array:
+    """bool[B]: whether the slot has the length asked for."""
+    return self.code == Code.OK
+
+
+@jax.jit
+def free(state: CacheState, slots: Array) -> tuple[CacheState, Freed]:
+  """Releases sequences; their slots become empty.
+
+  Every page loses one reference, the last page of a sequence first, group by
+  group; pages that nothing references go to the free queue and stay cached
+  until they are taken from it. So a prefix outlives its tail.
+
+  Args:
+    state: the cache.
+    slots: int32[R], slots in the order in which to release them, or bool[B],
+      True for the slots to release.
+
+  Returns:
+    The cache, and per row OK, SKIPPED (masked out), BAD_SLOT or SLOT_EMPTY
+    (also for a slot named twice).
+
+  Examples:
+    >>> import jax.numpy as jnp, jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=2, pages_per_slot=4))
+    >>> state, _ = jaxkv.allocate(state, jnp.asarray([3, 0], jnp.int32))
+    >>> state, out = jaxkv.free(state, jnp.asarray([True, False]))
+    >>> out.ok.tolist(), int(state.pool.queue.num_free)
+    ([True, False], 7)
+  """
+  config = state.config
+  if slots.dtype == jnp.bool_:
+    check_array("slots", slots, (config.num_slots,), bool)
+    numbers, mask = jnp.arange(config.num_slots, dtype=jnp.int32), slots
+    again = jnp.zeros_like(mask)
+  else:
+    check_array("slots", slots, ("R",), jnp.int32)
+    numbers, mask = slots, jnp.ones(slots.shape, bool)
+    again = num_earlier(slots) > 0
+  code = first_code(
+    (~mask, Code.SKIPPED),
+    (~in_range(state, numbers), Code.BAD_SLOT),
+    (is_empty(state, numbers) | again, Code.SLOT_EMPTY),
+  )
+  place = indexing.where_valid(code == Code.OK, numbers)
+  held = state.num_pages.at[:, place].get(mode="fill", fill_value=0).T
+  pool, table = page_table.shrink(
+    state.pool,
+    state.page_table,
+    page_table.rows_of(place, jnp.zeros_like(held), held),
+    unhashed_first=config.unhashed_first,
+  )
+  state = dataclasses.replace(
+    state,
+    page_table=table,
+    num_pages=state.num_pages.at[:, place].set(0, mode="drop"),
+    length=indexing.put(state.length, place, values=0),
+    pool=pool,
+    stats=counted(state.stats, failed=is_failure(code)),
+    error=sticky(state.error, code),
+  )
+  return state, Freed(code)
+
+
+@jax.jit
+def truncate(
+  state: CacheState, lengths: Array, mask: Array | None = None
+) -> tuple[CacheState, Truncated]:
+  """Rolls sequences back to fewer tokens.
+
+  Whole pages past the end go back, tail first, also those that were allocated
+  ahead. Truncating to 0 empties the slot, as `free` does.
+
+  The new last page may have been full, and so be cached or shared. It will be
+  written again, therefore:
+
+  | the page is           | what happens                                     |
+  |-----------------------|--------------------------------------------------|
+  | referenced only here  | it is taken out of the prefix index              |
+  | shared or pinned      | a fresh page replaces it, and a copy is owed     |
+
+  Does not copy contents; apply `copies` (`jaxkv.kv.copy`) before writing.
+
+  All-or-nothing per slot. The batch differs from one call after the other:
+  whether a page is shared, and whether a fresh page is there, is judged by the
+  cache as it was before the call, and all pages are given back, in slot
+  order, before the fresh ones are taken, in slot order.
+
+  Args:
+    state: the cache.
+    lengths: int32[B], 0 .. `state.length[b]`.
+    mask: bool[B], the slots that count; None for all.
+
+  Returns:
+    The cache, and per slot OK, SKIPPED, SLOT_EMPTY, BAD_LENGTH (negative or
+    more than there is: truncate never grows) or OUT_OF_PAGES.
+
+  Examples:
+    >>> import jax.numpy as jnp, jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> five = jnp.asarray([5], jnp.int32)
+    >>> state, _ = jaxkv.allocate(state, five)
+    >>> state, _ = jaxkv.commit(state, jnp.zeros((1, 5), jnp.int32), five)
+    >>> state, out = jaxkv.truncate(state, jnp.asarray([3], jnp.int32))
+    >>> int(state.length[0]), int(state.num_pages[0, 0])
+    (3, 2)
+  """
+  config = state.config
+  check_array("lengths", lengths, (config.num_slots,), jnp.int32)
+  mask = mask_or_all(mask, config.num_slots, "slot")
+  slots = jnp.arange(config.num_slots, dtype=jnp.int32)
+  code = first_code(
+    (~mask, Code.SKIPPED),
+    (is_empty(state, slots), Code.SLOT_EMPTY),
+    ((lengths < 0) | (lengths > state.length), Code.BAD_LENGTH),
+  )
+  full = lengths // config.page_size
+  reopens = (lengths % config.page_size > 0) & (
+    full < state.length // config.page_size
+  )
+  groups = jnp.arange(config.num_groups, dtype=jnp.int32)[None, :]
+  pages = indexing.take(state.page_table, groups, slots[:, None], full[:, None])
+  shared = indexing.take(state.pool.ref_count, pages) > 1
+  shared &= reopens[:, None]
+  granted = grants.in_order(
+    jnp.sum(shared, axis=1, dtype=jnp.int32),
+    code == Code.OK,
+    state.pool.queue.num_free,
+  )
+  code = jnp.where(
+    (code == Code.OK) & ~granted, jnp.int32(Code.OUT_OF_PAGES), code
+  )
+  shared &= granted[:, None]
+  reopens &= granted
+  keep = pages_for(config, jnp.where(granted, lengths, 0))
+  hashes = _rolled_back(state, lengths, granted, reopens, pages[:, 0])
+  state, copies = _shortened(
+    state, granted, keep, shared, pages, reopens[:, None] & ~shared
+  )
+  state = dataclasses.replace(
+    state,
+    num_pages=jnp.where(granted[None], keep[None], state.num_pages),
+    length=jnp.where(granted, lengths, state.length),
+    hashes=hashes,
+    stats=counted(state.stats, failed=is_failure(code)),
+    error=sticky(state.error, code),
+  )
+  return state, Truncated(code, copies)
+
+
+def _shortened(
+  state: CacheState,
+  granted: Array,
+  keep: Array,
+  shared: Array,
+  pages: Array,
+  reopened: Array,
+) -> tuple[CacheState, Copies]:
+  """Gives pages past `keep` back and replaces shared last pages.
+
+  Args:
+    state: the cache.
+    granted: bool[B].
+    keep: int32[B], columns that remain.
+    shared: bool[B, G], where the last of them gets a fresh page.
+    pages: int32[B, G], the pages in that column.
+    reopened: bool[B, G], where it loses its key.
+  """
+  config = state.config
+  slots = jnp.arange(config.num_slots, dtype=jnp.int32)
+  held = state.num_pages.T
+  fresh = shared.astype(jnp.int32)
+  start = jnp.where(granted[:, None], keep[:, None] - fresh, held)
+  pool, _ = page_pool.unpublish(
+    state.pool, pages.reshape(-1), reopened.reshape(-1)
+  )
+  pool, table = page_table.shrink(
+    pool,
+    state.page_table,
+    page_table.rows_of(slots, start, held),
+    unhashed_first=config.unhashed_first,
+  )
+  pool, table, evicted = page_table.grow(
+    pool, table, page_table.rows_of(slots, start, start + fresh)
+  )
+  groups = jnp.arange(config.num_groups, dtype=jnp.int32)[None, :]
+  taken = indexing.take(table, groups, slots[:, None], start)
+  no_page = jnp.int32(config.no_page)
+  copies = Copies(
+    src=jnp.where(shared, pages, no_page).reshape(-1),
+    dst=jnp.where(shared, taken, no_page).reshape(-1),
+  )
+  stats = counted(state.stats, popped=shared, evicted=evicted)
+  state = dataclasses.replace(state, pool=pool, page_table=table, stats=stats)
+  return state, copies
+
+
+def _rolled_back(
+  state: CacheState,
+  lengths: Array,
+  granted: Array,
+  reopens: Array,
+  pages: Array,
+) -> SlotHashes | None:
+  """The chain and the tail as they were at the shorter length."""
+  config, hashes, index = state.config, state.hashes, state.pool.index
+  if hashes is None or index is None:
+    return None
+  slots = jnp.arange(config.num_slots, dtype=jnp.int32)
+  zeros = jnp.zeros_like(slots)
+  full = lengths // config.page_size
+  last = indexing.take(state.page_table, zeros, slots, full - 1)
+  key = hashing.group_key(config, indexing.take(index.key, last), zeros)
+  chain = jnp.where((full == 0)[:, None], hashes.root, key)
+  moved = granted & (full < state.length // config.page_size)
+  return dataclasses.replace(
+    hashes,
+    chain=jnp.where(moved[:, None], chain, hashes.chain),
+    tail=jnp.where(
+      reopens[:, None], indexing.take(index.tokens, pages), hashes.tail
+    ),
+  )

@@ -1,0 +1,169 @@
+"""The state of a cache: one immutable pytree of fixed-shape arrays.
+
+Letters: G groups, B slots, R rows of one call, M pages a slot, N pages in the
+pool, S tokens a page, T tokens, P full pages.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.cache import hashing
+from jaxkv.cache import indexing
+from jaxkv.cache import page_pool
+from jaxkv.cache.config import CacheConfig
+from jaxkv.cache.page_pool import PagePool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotHashes:
+  """What is needed to go on hashing each slot's tokens.
+
+  Attributes:
+    root: the key before the slot's first page.  # uint32[B, 4]
+    chain: the key of its last full page, `root` before there is one.
+      # uint32[B, 4]
+    tail: the tokens after that page; of row b, `length[b] % S` count.
+      # int32[B, S]
+  """
+
+  root: Array
+  chain: Array
+  tail: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+  """What happened since `init`; every counter is a uint32[] and wraps around.
+
+  The difference of two readings is right across a wrap.
+
+  Attributes:
+    queries: tokens of admitted sequences, looked up in the index.
+    hits: those of them whose K/V was there.
+    popped: pages taken from the free queue.
+    evicted: those of them that were cached until then.
+    published: pages hashed and cached.
+    merged: pages replaced by an equal one.
+    failed: rows that asked for something and did not get it.
+  """
+
+  queries: Array
+  hits: Array
+  popped: Array
+  evicted: Array
+  published: Array
+  merged: Array
+  failed: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheState:
+  """A cache. Every verb takes one and returns another; none is changed.
+
+  Invariants, each tested by `check_invariants`:
+    tables: row (g, b) holds `num_pages[g, b]` pages, then NO_PAGE.
+    lengths: the pages of a slot have room for its tokens.
+    refs: `ref_count` is the number of entries that name a page plus its pins.
+    free: a page is live in the queue exactly once iff nothing references it.
+    index: a page is found under its key iff it is cached.
+    keys: a slot's pages carry the chained keys of the tokens they hold.
+
+  Attributes:
+    config: the static sizes and options.
+    page_table: page numbers; 0 is the null page, NO_PAGE = N where no page
+      was ever attached.  # int32[G, B, M]
+    num_pages: pages attached to each slot; a slot without any is empty.
+      # int32[G, B]
+    length: tokens whose K/V is final.  # int32[B]
+    hashes: None without prefix caching.
+    pool: the pages.
+    stats: what happened.
+    epoch: the version of the weights that pages are valid for.  # uint32[]
+    error: the first failure's Code; see `codes.sticky`.  # int32[]
+  """
+
+  config: CacheConfig = dataclasses.field(metadata={"static": True})
+  page_table: Array
+  num_pages: Array
+  length: Array
+  hashes: SlotHashes | None
+  pool: PagePool
+  stats: Stats
+  epoch: Array
+  error: Array
+
+
+def init(config: CacheConfig) -> CacheState:
+  """An empty cache.
+
+  Args:
+    config: the sizes.
+
+  Returns:
+    A state whose every array is a buffer of its own, so that it can be donated.
+
+  Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
+    >>> state = jaxkv.init(config)
+    >>> state.page_table.shape
+    (1, 2, 4)
+  """
+  groups, slots = config.num_groups, config.num_slots
+  hashes = None
+  if config.prefix_caching:
+    hashes = SlotHashes(
+      root=jnp.zeros((slots, hashing.KEY_WORDS), jnp.uint32),
+      chain=jnp.zeros((slots, hashing.KEY_WORDS), jnp.uint32),
+      tail=jnp.zeros((slots, config.page_size), jnp.int32),
+    )
+  counters = {
+    field.name: jnp.zeros((), jnp.uint32) for field in dataclasses.fields(Stats)
+  }
+  return CacheState(
+    config=config,
+    page_table=jnp.full(
+      (groups, slots, config.pages_per_slot), config.no_page, jnp.int32
+    ),
+    num_pages=jnp.zeros((groups, slots), jnp.int32),
+    length=jnp.zeros((slots,), jnp.int32),
+    hashes=hashes,
+    pool=page_pool.init(config),
+    stats=Stats(**counters),
+    epoch=jnp.zeros((), jnp.uint32),
+    error=jnp.zeros((), jnp.int32),
+  )
+
+
+def is_empty(state: CacheState, slots: Array) -> Array:
+  """bool[R]: whether slots hold no page (True for slots out of range)."""
+  return indexing.take(state.num_pages[0], slots) == 0
+
+
+def in_range(state: CacheState, slots: Array) -> Array:
+  """bool[R]: whether slot numbers name a slot."""
+  return (slots >= 0) & (slots < state.config.num_slots)
+
+
+def pages_for(config: CacheConfig, tokens: Array) -> Array:
+  """int32[...]: pages that hold so many tokens."""
+  return (tokens + (config.page_size - 1)) // config.page_size
+
+
+def counted(stats: Stats, **amounts: Array) -> Stats:
+  """The counters with int32[] amounts added to those named."""
+  return dataclasses.replace(
+    stats,
+    **{
+      name: getattr(stats, name) + jnp.sum(amount, dtype=jnp.uint32)
+      for name, amount in amounts.items()
+    },
+  )

@@ -1,0 +1,145 @@
+"""What `python -m jaxkv rollout` found: collected, and shown."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxkv.models import CharacterModel
+from jaxkv.rollout import RolloutState
+
+_SHOWN = 8
+
+
+def collect(
+  state: RolloutState,
+  model: CharacterModel,
+  *,
+  num_samples: int,
+  seconds: float,
+  compile_seconds: float,
+  dense_seconds: float,
+  equals_dense: bool,
+) -> dict[str, Any]:
+  """The figures and texts of a finished rollout.
+
+  Args:
+    state: the end of the rollout.
+    model: decodes its tokens.
+    num_samples: sequences of each prompt.
+    seconds: the loop's time, without compilation.
+    compile_seconds: the compilation's.
+    dense_seconds: the dense run's, without compilation.
+    equals_dense: whether every token is the dense run's.
+
+  Returns:
+    What goes into the JSON file.
+  """
+  cache, counters, stats = state.cache, state.counters, state.cache.stats
+  sizes = cache.config
+  kv_bytes = state.kv.k.nbytes + state.kv.v.nbytes
+  page_bytes = kv_bytes // sizes.num_pages
+  queries, hits = int(stats.queries), int(stats.hits)
+  generated = int(counters.generated)
+  return {
+    "sequences": int(state.sequences.length.shape[0]),
+    "slots": sizes.num_slots,
+    "pages": sizes.num_pages,
+    "page_size": sizes.page_size,
+    "steps": int(counters.steps),
+    "generated_tokens": generated,
+    "seconds": seconds,
+    "compile_seconds": compile_seconds,
+    "tokens_per_second": generated / seconds,
+    "dense_seconds": dense_seconds,
+    "prompt_tokens": int(np.sum(state.sequences.prompt_length)),
+    "prefilled_tokens": int(counters.prefilled),
+    "forked_sequences": int(counters.forked),
+    "queried_tokens": queries,
+    "hit_tokens": hits,
+    "hit_rate": hits / queries if queries else 0.0,
+    "pages_published": int(stats.published),
+    "pages_shared": int(counters.peak_shared),
+    "pages_evicted": int(stats.evicted),
+    "preempted": int(counters.preempted),
+    "kv_bytes_used": int(counters.peak_pages) * page_bytes,
+    "kv_bytes_dense": sizes.num_slots * sizes.pages_per_slot * page_bytes,
+    "equals_dense": equals_dense,
+    "texts": _texts(state, model, num_samples),
+  }
+
+
+def show(result: dict[str, Any]) -> None:
+  """Prints texts, then the table of what the cache did."""
+  for text in result["texts"][:_SHOWN]:
+    print(f"--- prompt {text['prompt_number']}, sample {text['sample']}")
+    print(f"...{text['prompt'][-60:]}[{text['completion']}]")
+  if len(result["texts"]) > _SHOWN:
+    print(f"--- and {len(result['texts']) - _SHOWN} more (--json has all)")
+  print()
+  rows = _rows(result)
+  width = max(len(name) for name, _ in rows)
+  for name, value in rows:
+    print(f"{name:<{width}}  {value}")
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+  used, dense = result["kv_bytes_used"], result["kv_bytes_dense"]
+  return [
+    (
+      "sequences",
+      f"{result['sequences']} in {result['slots']} slots, "
+      f"{result['steps']} steps",
+    ),
+    (
+      "tokens/s",
+      f"{result['tokens_per_second']:,.0f} ({result['generated_tokens']:,} in "
+      f"{result['seconds']:.2f} s; compiled in "
+      f"{result['compile_seconds']:.1f} s)",
+    ),
+    (
+      "prefix hit rate",
+      f"{result['hit_rate']:.1%} of {result['queried_tokens']:,} tokens "
+      "looked up",
+    ),
+    (
+      "prompt tokens",
+      f"{result['prompt_tokens']:,}, of which {result['prefilled_tokens']:,} "
+      f"were computed; {result['forked_sequences']} sequences forked",
+    ),
+    ("pages published", f"{result['pages_published']:,}"),
+    ("pages shared", f"{result['pages_shared']:,} at the peak"),
+    ("pages evicted", f"{result['pages_evicted']:,}"),
+    ("preempted", f"{result['preempted']:,}"),
+    (
+      "K/V bytes used",
+      f"{used:,} at the peak; a dense cache: {dense:,} ({used / dense:.0%})",
+    ),
+    (
+      "equals dense run",
+      "yes, token by token" if result["equals_dense"] else "NO",
+    ),
+  ]
+
+
+def _texts(
+  state: RolloutState, model: CharacterModel, num_samples: int
+) -> list[dict[str, Any]]:
+  sequences = state.sequences
+  tokens = np.asarray(sequences.tokens)
+  begins = np.asarray(sequences.prompt_length)
+  ends = np.asarray(sequences.length)
+  log_probs = np.asarray(sequences.log_probs, np.float64)
+  texts = []
+  rows = zip(tokens, begins, ends, log_probs, strict=True)
+  for number, (row, begin, end, scores) in enumerate(rows):
+    texts.append(
+      {
+        "prompt_number": number // num_samples,
+        "sample": number % num_samples,
+        "prompt": model.vocabulary.decode(row[:begin]),
+        "completion": model.vocabulary.decode(row[begin:end]),
+        "tokens": row[begin:end].tolist(),
+        "log_probs": scores[: end - begin].tolist(),
+      }
+    )
+  return texts

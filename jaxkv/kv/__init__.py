@@ -1,0 +1,35 @@
+"""K/V memory: the pages themselves, a second pytree beside the cache state.
+
+The cache state (which page belongs to whom) is small and may be kept as a
+snapshot; this is large and is meant to be donated. A `View` joins the two
+for one call.
+
+| function | what it does |
+|---|---|
+| `init` | empty pages for all layers |
+| `write` | stores the keys and values of new tokens |
+| `attend` | causal attention of new queries over all tokens so far |
+| `copy` | page contents, in every layer: what a fork or a swap owes |
+| `gather` | sequences as dense arrays |
+
+All are pure, take the pages first and donate nothing: donate in your own
+`jit`, or carry the pages through a loop, and every write is in place.
+"""
+
+from jaxkv.kv.attend import attend
+from jaxkv.kv.pages import KVPages
+from jaxkv.kv.pages import copy
+from jaxkv.kv.pages import gather
+from jaxkv.kv.pages import init
+from jaxkv.kv.view import View
+from jaxkv.kv.write import write
+
+__all__ = [
+  "KVPages",
+  "View",
+  "attend",
+  "copy",
+  "gather",
+  "init",
+  "write",
+]

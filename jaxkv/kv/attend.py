@@ -1,0 +1,103 @@
+"""Attention of new tokens over everything their sequences hold."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv_kernels as kernels
+from jaxkv.kv.pages import KVPages
+from jaxkv.kv.pages import check_layer
+from jaxkv.kv.view import View
+from jaxkv.kv.view import check_rows
+
+
+def attend(
+  kv: KVPages,
+  view: View,
+  layer: jax.Array | int,
+  q: jax.Array,
+  *,
+  scale: jax.Array | float | None = None,
+  soft_cap: float | None = None,
+  window: jax.Array | int | None = None,
+  sinks: jax.Array | None = None,
+  return_lse: bool = False,
+  backend: str = "auto",
+) -> Any:
+  """Causal attention over positions 0 .. starts + counts - 1 of one layer.
+
+  Write the new tokens first. Positions whose page was given back (behind a
+  sliding window) must lie outside `window`: they are read as they are.
+
+  Args:
+    kv: the pages.
+    view: where the rows live and which columns are tokens.
+    layer: int32[], 0..L-1.
+    q: [B, T, H, D], H a multiple of K.
+    scale: factor of the logits; 1 / sqrt(D) if None.
+    soft_cap: c > 0 turns a logit x into c * tanh(x / c).
+    window: a query at position p sees positions p - window + 1 .. p.
+    sinks: float[H], one logit per head without a value.
+    return_lse: also return the log-sum-exp (natural log, sink included).
+    backend: see `jaxkv.kernels.BACKENDS`.
+
+  Returns:
+    [B, T, H, D] in q's dtype, and float32[B, T, H] with `return_lse`; zeros
+    and -inf in columns past `view.counts`.
+
+  Raises:
+    ValueError: an argument has a shape, dtype or value that is not supported.
+    NotImplementedError: there is no such backend.
+  """
+  if q.ndim != 4:
+    raise ValueError(f"q has shape {q.shape}; it must be [B, T, H, D]")
+  check_rows(view, "q", q.shape)
+  check_layer(kv, layer)
+  options = {
+    "scale": scale,
+    "soft_cap": soft_cap,
+    "window": window,
+    "sinks": sinks,
+    "backend": backend,
+  }
+  traced = {
+    name: value
+    for name, value in options.items()
+    if isinstance(value, (jax.Array, np.ndarray))
+  }
+  static = tuple(item for item in options.items() if item[0] not in traced)
+  layer = jnp.asarray(layer, jnp.int32)
+  out, lse = _attend(kv, view, layer, q, traced, static=static)
+  return (out, lse) if return_lse else out
+
+
+@functools.partial(jax.jit, static_argnames="static", inline=True)
+def _attend(
+  kv: KVPages,
+  view: View,
+  layer: jax.Array,
+  q: jax.Array,
+  traced: dict[str, jax.Array],
+  *,
+  static: tuple[tuple[str, Any], ...],
+) -> tuple[jax.Array, jax.Array]:
+  options = {
+    "page_offset": layer * kv.num_pages,
+    "return_lse": True,
+    **traced,
+    **dict(static),
+  }
+  if q.shape[1] > 1:
+    return kernels.paged_attention_padded(
+      q, kv.k, kv.v, view.page_table, view.starts, view.counts, **options
+    )
+  active = view.counts > 0
+  lengths = jnp.where(active, view.starts + 1, 0)
+  out, lse = kernels.paged_decode(
+    q[:, 0], kv.k, kv.v, view.page_table, lengths, **options
+  )
+  lse = jnp.where(active[:, None], lse, -jnp.inf)
+  return out[:, None], lse[:, None]

@@ -1,0 +1,205 @@
+"""The pages that hold keys and values, and operations on whole pages."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv_kernels as kernels
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVPages:
+  """Keys and values of all layers, in pages.
+
+  Layers are flattened into the page axis: page p of layer l is row l * N + p.
+  (As leaves of a scan over layers the pools would be copied at each step.)
+  Page 0 of each layer is the null page: never written, never attended to.
+
+  Attributes:
+    k: keys, in the storage dtype. [L * N, K, S, D]
+    v: values, likewise, in a buffer of their own. [L * N, K, S, D]
+    num_layers: L.
+    dtype: the number format of keys and values, such as "bfloat16"; on a CPU
+      bfloat16 is stored as its bits in uint16.
+  """
+
+  k: jax.Array  # storage dtype[L * N, K, S, D]
+  v: jax.Array  # storage dtype[L * N, K, S, D]
+  num_layers: int = dataclasses.field(metadata={"static": True})
+  dtype: str = dataclasses.field(metadata={"static": True})
+
+  @property
+  def num_pages(self) -> int:
+    """N, the pages of one layer."""
+    return self.k.shape[0] // self.num_layers
+
+  @property
+  def num_kv_heads(self) -> int:
+    """K."""
+    return self.k.shape[1]
+
+  @property
+  def page_size(self) -> int:
+    """S, tokens per page."""
+    return self.k.shape[2]
+
+  @property
+  def head_dim(self) -> int:
+    """D."""
+    return self.k.shape[3]
+
+
+def init(
+  *,
+  num_layers: int,
+  num_pages: int,
+  page_size: int,
+  num_kv_heads: int,
+  head_dim: int,
+  dtype=jnp.bfloat16,
+  storage_dtype=None,
+) -> KVPages:
+  """Pages of zeros.
+
+  Takes 2 * L * N * K * S * D elements.
+
+  Args:
+    num_layers: L.
+    num_pages: N per layer, the null page included.
+    page_size: S, tokens per page.
+    num_kv_heads: K.
+    head_dim: D.
+    dtype: float32, bfloat16 or float16.
+    storage_dtype: dtype of the buffers. None: uint16 for bfloat16 if the
+      default backend is a CPU, where a bfloat16 buffer would be rewritten
+      whole at each write; `dtype` otherwise.
+
+  Returns:
+    The pages.
+
+  Raises:
+    ValueError: a size below 1, or dtypes that do not go together.
+
+  Examples:
+    >>> kv = init(
+    ...   num_layers=2, num_pages=5, page_size=4, num_kv_heads=2, head_dim=8,
+    ...   dtype="float32",
+    ... )
+    >>> kv.k.shape, kv.num_pages
+    ((10, 2, 4, 8), 5)
+  """
+  sizes = {
+    "num_layers": num_layers,
+    "num_pages": num_pages,
+    "page_size": page_size,
+    "num_kv_heads": num_kv_heads,
+    "head_dim": head_dim,
+  }
+  for name, size in sizes.items():
+    if not isinstance(size, (int, np.integer)) or size < 1:
+      raise ValueError(f"{name}={size!r}; it must be an integer of at least 1")
+  if num_layers * num_pages > np.iinfo(np.int32).max:
+    raise ValueError(
+      f"num_layers={num_layers} times num_pages={num_pages} does not fit int32"
+    )
+  dtype = np.dtype(dtype)
+  if dtype.name not in ("float32", "bfloat16", "float16"):
+    raise ValueError(
+      f"dtype={dtype.name}; supported are float32, bfloat16, float16"
+    )
+  if storage_dtype is None:
+    as_bits = dtype.name == "bfloat16" and jax.default_backend() == "cpu"
+    storage_dtype = jnp.uint16 if as_bits else dtype
+  if kernels.logical_dtype(storage_dtype) != dtype:
+    raise ValueError(
+      f"storage_dtype={np.dtype(storage_dtype).name} does not hold"
+      f" {dtype.name}; use {dtype.name}, or uint16 for bfloat16"
+    )
+  shape = (num_layers * num_pages, num_kv_heads, page_size, head_dim)
+  return KVPages(
+    k=jnp.zeros(shape, storage_dtype),
+    v=jnp.zeros(shape, storage_dtype),
+    num_layers=int(num_layers),
+    dtype=dtype.name,
+  )
+
+
+def copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
+  """Copies page `src[r]` over page `dst[r]`, in every layer.
+
+  All sources are read before any destination is written. Skipped: pairs with
+  an id out of range, and those whose destination is the null page. Costs
+  nothing when all pairs are skipped (but under `vmap` always its full cost).
+
+  Args:
+    kv: the pages.
+    src: int32[R], ids 0..N-1.
+    dst: int32[R], without duplicates.
+
+  Returns:
+    The pages.
+  """
+  return _copy(kv, src, dst)
+
+
+@functools.partial(jax.jit, inline=True)
+def _copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
+  dst = jnp.where(dst == 0, kv.num_pages, dst)
+  return dataclasses.replace(
+    kv,
+    k=kernels.copy_pages(kv.k, src, dst, num_layers=kv.num_layers),
+    v=kernels.copy_pages(kv.v, src, dst, num_layers=kv.num_layers),
+  )
+
+
+def gather(
+  kv: KVPages, layer: jax.Array | int, page_table: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """One layer's keys and values of some sequences, as dense arrays.
+
+  Args:
+    kv: the pages.
+    layer: int32[], 0..L-1.
+    page_table: int32[B, M]; an id out of range reads as a page of zeros.
+
+  Returns:
+    Two arrays [B, M * S, K, D] in the format `kv.dtype`. Slots past a
+    sequence's length are whatever they hold.
+  """
+  check_layer(kv, layer)
+  return _gather(kv, jnp.asarray(layer, jnp.int32), page_table)
+
+
+@functools.partial(jax.jit, inline=True)
+def _gather(
+  kv: KVPages, layer: jax.Array, page_table: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  ids = in_layer(kv, page_table)
+  offset = layer * kv.num_pages
+  return (
+    kernels.gather_pages(kv.k, ids, page_offset=offset),
+    kernels.gather_pages(kv.v, ids, page_offset=offset),
+  )
+
+
+def check_layer(kv: KVPages, layer: jax.Array | int) -> None:
+  """Raises `ValueError` for a Python int that is no layer.
+
+  A traced one cannot be checked: nothing is written to, and what is read from
+  it means nothing.
+  """
+  if isinstance(layer, int) and not 0 <= layer < kv.num_layers:
+    raise ValueError(f"layer={layer}; there are {kv.num_layers} layers")
+
+
+def in_layer(kv: KVPages, page_ids: jax.Array) -> jax.Array:
+  """Page ids with those that are none of a layer's N replaced by L * N.
+
+  An id between N and L * N would name another layer's page.
+  """
+  fits = (page_ids >= 0) & (page_ids < kv.num_pages)
+  return jnp.where(fits, page_ids, kv.k.shape[0])

@@ -1,0 +1,84 @@
+"""Storing the keys and values of new tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv_kernels as kernels
+from jaxkv.kv.pages import KVPages
+from jaxkv.kv.pages import check_layer
+from jaxkv.kv.pages import in_layer
+from jaxkv.kv.view import View
+from jaxkv.kv.view import check_rows
+from jaxkv.kv.view import positions
+
+
+def write(
+  kv: KVPages,
+  view: View,
+  layer: jax.Array | int,
+  k: jax.Array,
+  v: jax.Array,
+) -> KVPages:
+  """Stores the new tokens' keys and values in one layer.
+
+  Dropped, and never landing in another page or layer: columns past
+  `view.counts`, and positions whose table entry is the null page, out of
+  range, or past the table's end. Allocate before writing; the allocator
+  reports what it could not give.
+
+  Args:
+    kv: the pages.
+    view: where the rows live and which columns are tokens.
+    layer: int32[], 0..L-1.
+    k: [B, T, K, D], rounded to the format `kv.dtype`.
+    v: [B, T, K, D].
+
+  Returns:
+    The pages.
+
+  Raises:
+    ValueError: a shape or dtype that does not fit.
+  """
+  for name, new in (("k", k), ("v", v)):
+    wanted = (kv.num_kv_heads, kv.head_dim)
+    if new.ndim != 4 or new.shape[2:] != wanted or new.shape != k.shape:
+      raise ValueError(
+        f"{name} has shape {new.shape}; it must be"
+        f" [B, T, {wanted[0]}, {wanted[1]}], k and v alike"
+      )
+  check_rows(view, "k", k.shape)
+  check_layer(kv, layer)
+  return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
+
+
+@functools.partial(jax.jit, inline=True)
+def _write(
+  kv: KVPages, view: View, layer: jax.Array, k: jax.Array, v: jax.Array
+) -> KVPages:
+  ids, offsets = locate(kv, view, positions(view, k.shape[1]))
+  k_pages, v_pages = kernels.append_kv(
+    kv.k,
+    kv.v,
+    k.reshape(-1, *k.shape[2:]),
+    v.reshape(-1, *v.shape[2:]),
+    ids.reshape(-1),
+    offsets.reshape(-1),
+    page_offset=layer * kv.num_pages,
+  )
+  return dataclasses.replace(kv, k=k_pages, v=v_pages)
+
+
+def locate(
+  kv: KVPages, view: View, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Page id (out of range for nowhere) and offset of int32[B, T] positions."""
+  column = jnp.where(
+    position >= 0, position // kv.page_size, view.page_table.shape[1]
+  )
+  row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
+  ids = view.page_table.at[row, column].get(mode="fill", fill_value=0)
+  ids = jnp.where(ids == 0, kv.num_pages, ids)
+  return in_layer(kv, ids), position % kv.page_size

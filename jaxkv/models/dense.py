@@ -1,0 +1,187 @@
+"""Dense key-value memory and plain softmax attention: the baseline.
+
+The definition that paged decoding is compared with, token by token: one
+contiguous stretch of `max_len` tokens for each row, scores of all of it,
+a mask, a float32 softmax. Depends on jax alone.
+
+On a CPU a bfloat16 memory is rewritten whole by XLA at every write; compare
+speeds there in float32.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseCache:
+  """Keys and values, `max_len` tokens for every row and layer.
+
+  Attributes:
+    k: keys. [L, B, max_len, K, D]
+    v: values. [L, B, max_len, K, D]
+  """
+
+  k: jax.Array
+  v: jax.Array
+
+  @property
+  def max_len(self) -> int:
+    """Tokens that fit in a row."""
+    return self.k.shape[2]
+
+
+def init(
+  *,
+  num_layers: int,
+  batch_size: int,
+  max_len: int,
+  num_kv_heads: int,
+  head_dim: int,
+  dtype: Any = jnp.float32,
+) -> DenseCache:
+  """An empty memory, all zeros.
+
+  Args:
+    num_layers: L.
+    batch_size: B, rows.
+    max_len: tokens that fit in a row.
+    num_kv_heads: K.
+    head_dim: D.
+    dtype: of keys and values.
+
+  Returns:
+    A `DenseCache`.
+
+  Examples:
+    >>> init(num_layers=1, batch_size=2, max_len=8, num_kv_heads=1,
+    ...      head_dim=4).k.shape
+    (1, 2, 8, 1, 4)
+  """
+  shape = (num_layers, batch_size, max_len, num_kv_heads, head_dim)
+  if min(shape) < 1:
+    raise ValueError(
+      "num_layers, batch_size, max_len, num_kv_heads and head_dim must each "
+      f"be at least 1, not {shape}."
+    )
+  return DenseCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+
+
+def write(
+  cache: DenseCache,
+  layer: jax.Array | int,
+  starts: jax.Array,
+  counts: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+) -> DenseCache:
+  """Writes one layer's new tokens, each row at its own offset.
+
+  In place inside a jitted loop that carries the cache. What does not fit in
+  `max_len` is dropped.
+
+  Args:
+    cache: the memory.
+    layer: int32[], which layer.
+    starts: int32[B], offset of each row's first new token.
+    counts: int32[B], how many of each row's T tokens are written.
+    k: [B, T, K, D] keys.
+    v: [B, T, K, D] values.
+
+  Returns:
+    The memory after the write.
+  """
+  num_rows, num_tokens = k.shape[:2]
+  steps = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+  rows = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+  where = jnp.where(
+    steps < counts[:, None], starts[:, None] + steps, cache.max_len
+  )
+
+  def put(memory: jax.Array, new: jax.Array) -> jax.Array:
+    return memory.at[layer, rows, where].set(
+      new.astype(memory.dtype), mode="drop", wrap_negative_indices=False
+    )
+
+  return DenseCache(k=put(cache.k, k), v=put(cache.v, v))
+
+
+def attend(
+  cache: DenseCache,
+  layer: jax.Array | int,
+  starts: jax.Array,
+  q: jax.Array,
+) -> jax.Array:
+  """Attends to one layer's memory, after its `write`.
+
+  Args:
+    cache: the memory.
+    layer: int32[], which layer.
+    starts: int32[B]; query t of row b sees the tokens up to `starts[b] + t`.
+    q: [B, T, H, D] queries.
+
+  Returns:
+    [B, T, H, D]; NaN for a query that stands past `max_len`.
+  """
+  k, v = (
+    jax.lax.dynamic_index_in_dim(memory, layer, keepdims=False)
+    for memory in (cache.k, cache.v)
+  )
+  steps = jnp.arange(q.shape[1], dtype=jnp.int32)
+  places = starts[:, None] + steps[None, :]
+  keys = jnp.arange(cache.max_len, dtype=jnp.int32)
+  seen = keys[None, None, :] <= places[:, :, None]
+  out = _masked_attention(q, k, v, seen)
+  fits = (places < cache.max_len)[:, :, None, None]
+  return jnp.where(fits, out, jnp.array(jnp.nan, out.dtype))
+
+
+def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+  """Causal attention among the tokens given, without any memory.
+
+  Args:
+    q: [B, T, H, D] queries.
+    k: [B, T, K, D] keys; K divides H.
+    v: [B, T, K, D] values.
+
+  Returns:
+    [B, T, H, D].
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((1, 3, 2, 4))
+    >>> attend_causal(x, x[:, :, :1], x[:, :, :1]).shape
+    (1, 3, 2, 4)
+  """
+  steps = jnp.arange(q.shape[1], dtype=jnp.int32)
+  seen = (steps[None, :] <= steps[:, None])[None]
+  return _masked_attention(q, k, v, seen)
+
+
+def _masked_attention(
+  q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
+) -> jax.Array:
+  """Softmax attention of q [B, T, H, D] to k, v [B, N, K, D].
+
+  `seen`, bool[B or 1, T, N], holds at least one True for every query.
+  """
+  num_kv_heads, head_dim = k.shape[2:]
+  grouped = q.reshape(*q.shape[:2], num_kv_heads, -1, head_dim)
+  scores = jnp.einsum(
+    "btkgd,bnkd->bkgtn",
+    grouped,
+    k.astype(q.dtype),
+    preferred_element_type=jnp.float32,
+  )
+  scores = jnp.where(seen[:, None, None], scores * head_dim**-0.5, -jnp.inf)
+  weights = jax.nn.softmax(scores, axis=-1)
+  out = jnp.einsum(
+    "bkgtn,bnkd->btkgd",
+    weights.astype(q.dtype),
+    v.astype(q.dtype),
+    preferred_element_type=jnp.float32,
+  )
+  return out.reshape(q.shape).astype(q.dtype)

@@ -1,0 +1,109 @@
+"""Weights in one .npz file that is either whole and as asked for, or refused.
+
+A file holds every leaf under its path in the tree, and a JSON record: the
+facts the weights depend on, and a sha256 over all leaves.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_RECORD = "record"
+
+
+class UnusableFileError(Exception):
+  """A weights file is damaged, or is not the one asked for."""
+
+
+def save(path: pathlib.Path, facts: dict[str, Any], params: Any) -> None:
+  """Writes weights so that a reader sees the old file or the whole new one.
+
+  Args:
+    path: the file; its folder is made where there is none.
+    facts: what the weights depend on, JSON values only.
+    params: a tree of arrays of types that numpy itself has.
+  """
+  leaves = {name: np.asarray(leaf) for name, leaf in _named(params)}
+  record = {"facts": facts, "leaves_sha256": _sha256(leaves)}
+  path.parent.mkdir(parents=True, exist_ok=True)
+  handle, temporary = tempfile.mkstemp(
+    dir=path.parent, prefix=path.stem, suffix=".tmp"
+  )
+  try:
+    with os.fdopen(handle, "wb") as file:
+      arrays: dict[str, Any] = {_RECORD: np.array(json.dumps(record)), **leaves}
+      np.savez(file, **arrays)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(temporary, path)
+  except BaseException:
+    pathlib.Path(temporary).unlink(missing_ok=True)
+    raise
+
+
+def load(path: pathlib.Path, facts: dict[str, Any], like: Any) -> Any:
+  """Reads weights back, refusing any that differ from what is asked for.
+
+  Args:
+    path: the file.
+    facts: what the weights must depend on.
+    like: a tree of arrays, or of shapes and types, as the result must be.
+
+  Returns:
+    A tree as `like`, of jax arrays.
+
+  Raises:
+    UnusableFileError: with the reason, for a file that cannot be read, whose
+      digest does not match, or that holds other facts, names, shapes or
+      types.
+  """
+  record, leaves = _read(path)
+  if record.get("facts") != facts:
+    raise UnusableFileError("it was made from another text or recipe")
+  if record.get("leaves_sha256") != _sha256(leaves):
+    raise UnusableFileError("its checksum does not match its contents")
+  wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in _named(like)}
+  held = {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+  if wanted != held:
+    raise UnusableFileError("it holds arrays of other names, shapes or types")
+  ordered = [jnp.asarray(leaves[name]) for name, _ in _named(like)]
+  return jax.tree.unflatten(jax.tree.structure(like), ordered)
+
+
+def _read(
+  path: pathlib.Path,
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  try:
+    with open(path, "rb") as file, np.load(file) as arrays:
+      leaves = {name: arrays[name] for name in arrays.files}
+    record = json.loads(str(leaves.pop(_RECORD)))
+  # Damage shows in whichever layer meets it first: zip, header, JSON, ...
+  except Exception as error:
+    raise UnusableFileError(f"it cannot be read: {error}") from error
+  if not isinstance(record, dict):
+    raise UnusableFileError("its record is not a JSON object")
+  return record, leaves
+
+
+def _named(params: Any) -> list[tuple[str, Any]]:
+  """(path, leaf) for every leaf, such as ("layers.query", ...)."""
+  return [
+    (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+  ]
+
+
+def _sha256(leaves: dict[str, np.ndarray]) -> str:
+  digest = hashlib.sha256()
+  for name in sorted(leaves):
+    leaf = leaves[name]
+    digest.update(f"{name}:{leaf.dtype.str}:{leaf.shape};".encode())
+    digest.update(np.ascontiguousarray(leaf).tobytes())
+  return digest.hexdigest()

@@ -1,0 +1,35 @@
+"""The static options of a rollout."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+  """Everything about a rollout that is fixed when it is compiled.
+
+  Attributes:
+    num_samples: sequences generated for each prompt. Those that are admitted
+      together prefill it once and fork.
+    max_new_tokens: tokens after which a sequence ends without a stop token.
+    stop_token: the token that ends a sequence; -1 for none.
+    prefill_chunk: C, prompt tokens of a row that one model call takes.
+    admissions: R, sequences admitted in one step at most.
+
+  Raises:
+    ValueError: a number is out of range.
+  """
+
+  num_samples: int = 1
+  max_new_tokens: int = 128
+  stop_token: int = -1
+  prefill_chunk: int = 64
+  admissions: int = 16
+
+  def __post_init__(self):
+    positive = ("num_samples", "max_new_tokens", "prefill_chunk", "admissions")
+    for name in positive:
+      value = getattr(self, name)
+      if value < 1:
+        raise ValueError(
+          f"RolloutConfig.{name} must be at least 1, got {value}."
+        )

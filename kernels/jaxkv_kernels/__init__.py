@@ -1,0 +1,30 @@
+"""Paged attention and page operations on plain arrays.
+
+Nothing here knows about caches, requests or slots: pools of pages, tables of
+page ids and lengths go in, arrays come out. `jaxkv` builds on it; it never
+imports `jaxkv`.
+"""
+
+from jaxkv_kernels.api import BACKENDS
+from jaxkv_kernels.api import paged_attention
+from jaxkv_kernels.api import paged_attention_padded
+from jaxkv_kernels.api import paged_decode
+from jaxkv_kernels.append import append_kv
+from jaxkv_kernels.pages import copy_pages
+from jaxkv_kernels.pages import gather_pages
+from jaxkv_kernels.storage import load
+from jaxkv_kernels.storage import logical_dtype
+from jaxkv_kernels.storage import store
+
+__all__ = [
+  "BACKENDS",
+  "append_kv",
+  "copy_pages",
+  "gather_pages",
+  "load",
+  "logical_dtype",
+  "paged_attention",
+  "paged_attention_padded",
+  "paged_decode",
+  "store",
+]

@@ -1,0 +1,130 @@
+"""Checks of arguments when they are traced: shapes, dtypes, static values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv_kernels.storage import logical_dtype
+
+_QUERY_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def queries(name: str, q: jax.Array, letters: str) -> None:
+  """The queries have one axis per letter, and a float dtype."""
+  if q.ndim != len(letters):
+    raise ValueError(
+      f"{name} has shape {q.shape}; it must be [{', '.join(letters)}]"
+    )
+  if q.dtype.name not in _QUERY_DTYPES:
+    raise ValueError(
+      f"{name} is {q.dtype}; supported are {', '.join(_QUERY_DTYPES)}"
+    )
+
+
+def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
+  """K and V pools fit each other and q."""
+  pool("k_pages", k_pages)
+  pool("v_pages", v_pages)
+  if k_pages.dtype != v_pages.dtype:
+    raise ValueError(
+      f"k_pages is {k_pages.dtype} but v_pages is {v_pages.dtype}; give both"
+      " the same dtype"
+    )
+  if k_pages.shape[:3] != v_pages.shape[:3]:
+    raise ValueError(
+      f"k_pages has shape {k_pages.shape} but v_pages {v_pages.shape}; all but"
+      " the last axis must agree"
+    )
+  heads, dim = q.shape[-2:]
+  kv_heads = k_pages.shape[1]
+  if k_pages.shape[3] != dim:
+    raise ValueError(
+      f"k_pages has head size {k_pages.shape[3]} but q has {dim}; they must"
+      " agree"
+    )
+  if heads % kv_heads != 0:
+    raise ValueError(
+      f"q has {heads} heads and k_pages {kv_heads}; the first must be a"
+      " multiple of the second"
+    )
+
+
+def pool(name: str, pages: jax.Array) -> None:
+  """[P, K, S, D], no axis empty, in a dtype that pools may have."""
+  if pages.ndim != 4 or 0 in pages.shape:
+    raise ValueError(
+      f"{name} has shape {pages.shape}; it must be [P, K, S, D], none of them 0"
+    )
+  try:
+    logical_dtype(pages.dtype)
+  except ValueError as error:
+    raise ValueError(f"{name}: {error}") from None
+
+
+def table(page_table: jax.Array, batch: int) -> None:
+  """int32[B, M], M at least 1."""
+  integers("page_table", page_table)
+  shape = page_table.shape
+  if len(shape) != 2 or shape[0] != batch or shape[1] == 0:
+    raise ValueError(
+      f"page_table has shape {shape}; it must be [{batch}, M] with M >= 1"
+    )
+
+
+def vector(name: str, values: jax.Array, size: int) -> None:
+  """int32[size]."""
+  integers(name, values)
+  if values.shape != (size,):
+    raise ValueError(f"{name} has shape {values.shape}; it must be [{size}]")
+
+
+def integers(name: str, values: jax.Array) -> None:
+  """int32."""
+  if values.dtype != jnp.int32:
+    raise ValueError(f"{name} is {values.dtype}; it must be int32")
+
+
+def max_query_len(value: int | None, rows: int) -> int:
+  """The longest query run, at least 1."""
+  if value is None:
+    return max(rows, 1)
+  if not isinstance(value, int) or value < 1:
+    raise ValueError(
+      f"max_query_len={value!r}; it must be a Python int of at least 1, or None"
+    )
+  return value
+
+
+def options(page_offset, scale, soft_cap, window, sinks, heads: int) -> None:
+  """The keyword arguments that all attention functions share."""
+  scalar("page_offset", page_offset, np.integer)
+  if scale is not None:
+    scalar("scale", scale, np.floating)
+  if soft_cap is not None and (
+    not isinstance(soft_cap, (int, float)) or not soft_cap > 0
+  ):
+    raise ValueError(
+      f"soft_cap={soft_cap!r}; it must be a Python number above 0, or None"
+    )
+  if window is not None:
+    scalar("window", window, np.integer)
+    if isinstance(window, int) and window < 1:
+      raise ValueError(f"window={window}; it must be at least 1, or None")
+  if sinks is not None and (
+    sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)
+  ):
+    raise ValueError(
+      f"sinks is {sinks.dtype}{list(sinks.shape)}; it must be float[{heads}],"
+      " one per query head"
+    )
+
+
+def scalar(name: str, value, kind) -> None:
+  """A Python number, or an array scalar of this kind."""
+  if isinstance(value, (int, float)):
+    fits = isinstance(value, int) or kind is np.floating
+  else:
+    fits = jnp.ndim(value) == 0 and jnp.issubdtype(jnp.result_type(value), kind)
+  if not fits:
+    wanted = "an integer" if kind is np.integer else "a float"
+    raise ValueError(f"{name}={value!r}; it must be {wanted} scalar")

@@ -1,0 +1,94 @@
+"""One configuration of jax, hypothesis and pytest for every test.
+
+Read before any test file, and so before jax makes its first device.
+
+| environment | effect |
+|---|---|
+| `JAXKV_TEST_PLATFORM` | `cuda`: run on a GPU; default `cpu`, 8 devices |
+| `CI` | hypothesis tries the same examples every time |
+"""
+
+import os
+
+_PLATFORM = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
+_DEVICE_FLAG = "--xla_force_host_platform_device_count"
+
+
+def _set_environment() -> None:
+  """For this process, and for those that tests start."""
+  flags = os.environ.get("XLA_FLAGS", "")
+  if _DEVICE_FLAG not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} {_DEVICE_FLAG}=8".strip()
+  # Beside a GPU tests still need the CPU, to compare with.
+  with_cpu = _PLATFORM if _PLATFORM == "cpu" else f"{_PLATFORM},cpu"
+  os.environ["JAX_PLATFORMS"] = with_cpu
+  # Several test processes share one GPU.
+  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  # A cache from an earlier run could hide a compilation that now fails.
+  os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+
+_set_environment()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+# Again for jax, which a plugin may have imported before.
+jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+jax.config.update("jax_enable_compilation_cache", False)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# A first example includes compilation, so a deadline means nothing.
+hypothesis.settings.register_profile(
+  "default",
+  deadline=None,
+  derandomize=bool(os.environ.get("CI")),
+  # Its files would stay in the checkout; a failure prints how to repeat it.
+  database=None,
+  print_blob=True,
+)
+# 100,000 steps of a state machine.
+hypothesis.settings.register_profile(
+  "deep",
+  hypothesis.settings.get_profile("default"),
+  max_examples=1000,
+  stateful_step_count=100,
+  derandomize=False,
+)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+  """A character model of 25 steps, trained once for all tests."""
+  from tests import small_model
+
+  return small_model.trained_in(tmp_path_factory.mktemp("models"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption(
+    "--deep",
+    action="store_true",
+    help="also run tests marked deep, and hypothesis' profile deep",
+  )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  if config.getoption("--deep"):
+    hypothesis.settings.load_profile("deep")
+
+
+def pytest_collection_modifyitems(
+  config: pytest.Config, items: list[pytest.Item]
+) -> None:
+  """Skips what this run or this machine cannot do, with the reason."""
+  deep = config.getoption("--deep")
+  for item in items:
+    if item.get_closest_marker("deep") and not deep:
+      item.add_marker(pytest.mark.skip(reason="deep: runs with --deep"))
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+      reason = "gpu: runs with JAXKV_TEST_PLATFORM=cuda, where there is a GPU"
+      item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,55 @@
+"""Small K/V memories for the tests of `jaxkv.kv`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import kv as memory
+
+LAYERS, PAGES, SIZE, KV_HEADS, DIM = 3, 24, 4, 2, 32
+HEADS = 8
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+def make(dtype="float32", **changes):
+  """Small pages."""
+  sizes = {
+    "num_layers": LAYERS,
+    "num_pages": PAGES,
+    "page_size": SIZE,
+    "num_kv_heads": KV_HEADS,
+    "head_dim": DIM,
+  }
+  return memory.init(dtype=dtype, **{**sizes, **changes})
+
+
+def poisoned(dtype="float32"):
+  """Pages that hold NaN everywhere."""
+  kv = make(dtype)
+  nan = np.full(kv.k.shape, np.nan, jnp.dtype(dtype)).view(kv.k.dtype)
+  return dataclasses.replace(kv, k=jnp.asarray(nan), v=jnp.asarray(nan) + 0)
+
+
+def view(table, starts, counts):
+  """A view from lists."""
+  return memory.View(
+    page_table=jnp.asarray(table, jnp.int32),
+    starts=jnp.asarray(starts, jnp.int32),
+    counts=jnp.asarray(counts, jnp.int32),
+  )
+
+
+def draw(seed, *shape, dtype="float32"):
+  """Normal draws."""
+  values = np.random.default_rng(seed).standard_normal(shape)
+  return jnp.asarray(values, dtype)
+
+
+write = jax.jit(memory.write)
+attend = jax.jit(
+  memory.attend, static_argnames=("soft_cap", "window", "return_lse")
+)
+
+TABLE = [[5, 9, 2, 24, 24], [7, 1, 24, 24, 24], [24] * 5]

@@ -1,0 +1,317 @@
+"""Broken caches: one small mistake each, such as people make.
+
+A mutant is a function of the library with a piece of its text replaced. The
+tests must tell every one from the real cache (`test_mutants.py`); one that they
+cannot tell shows a behaviour that nothing checks.
+"""
+
+from tests.mutation import DUPLICATES
+from tests.mutation import Mutant
+
+FREE = ("free_mask",)
+LOOK = ("match",)
+
+MUTANTS = {
+  # --- the free queue --------------------------------------------------------
+  "pop does not count": Mutant(
+    "free_queue:pop",
+    "queue.num_free - num_popped",
+    "queue.num_free",
+    ("allocate",),
+  ),
+  "head advances one too few": Mutant(
+    "free_queue:pop",
+    "queue.head + passed",
+    "queue.head + passed - 1",
+    ("allocate",),
+  ),
+  "stale entries are popped": Mutant(
+    "free_queue:pop",
+    "fill=NOWHERE) == place",
+    "fill=NOWHERE) < NOWHERE",
+    ("allocate",),
+  ),
+  "a page touched twice leaves twice": Mutant(
+    "free_queue:remove", "jnp.sum(last", "jnp.sum(inside", ("touch", "admit")
+  ),
+  "pushed to the back in the wrong order": Mutant(
+    "free_queue:push_back", "+ rank - 1", "+ rank[-1] - rank", FREE, DUPLICATES
+  ),
+  "pushed to the front in the wrong order": Mutant(
+    "free_queue:push_front",
+    "queue.head - rank, pages",
+    "queue.head - rank[-1] - 1 + rank, pages",
+    FREE,
+  ),
+  "the sweep drops an entry": Mutant(
+    "free_queue:reserve", "span=queue.num_free", "span=queue.num_free - 1", FREE
+  ),
+  "the sweep turns the order around": Mutant(
+    "free_queue:reserve",
+    "ring = in_order(queue)",
+    "ring = jnp.roll(in_order(queue)[::-1], queue.num_free)",
+    FREE,
+  ),
+  "the ring is never swept": Mutant(
+    "free_queue:reserve",
+    "tight = queue.span + count > capacity",
+    "tight = queue.span + count < 0",
+    FREE,
+  ),
+  # --- the pool --------------------------------------------------------------
+  "a popped page has two references": Mutant(
+    "page_pool:pop", "values=1", "values=2", ("allocate",)
+  ),
+  "an evicted page keeps its key": Mutant(
+    "page_pool:pop",
+    "pool, num_evicted =",
+    "_, num_evicted =",
+    ("allocate", "admit"),
+  ),
+  "a hold counts twice": Mutant(
+    "page_pool:hold", "values=1", "values=2", ("fork",)
+  ),
+  "a touched page stays in the queue": Mutant(
+    "page_pool:hold",
+    "free_queue.remove(pool.queue, pages, valid)",
+    "pool.queue",
+    ("touch", "admit"),
+  ),
+  "free at one reference": Mutant(
+    "page_pool:drop", "fill=1) == 0", "fill=2) <= 1", FREE
+  ),
+  "un-hashed pages go to the back": Mutant(
+    "page_pool:drop", "left = last & ~is_cached(pool, pages)", "pass", FREE
+  ),
+  "hashed pages go to the front": Mutant(
+    "page_pool:drop", "last & ~is_cached(pool, pages)", "last", FREE
+  ),
+  "a page released twice is freed twice": Mutant(
+    "page_pool:drop", "pages, last & ~left", "pages, unreferenced & ~left", FREE
+  ),
+  # --- page tables -----------------------------------------------------------
+  "the head of a sequence is released first": Mutant(
+    "page_table:shrink",
+    "where = _where(rows, items, descending=True)\n    pages",
+    "where = _where(rows, items, descending=False)\n    pages",
+    FREE,
+    DUPLICATES,
+  ),
+  "the groups share one table": Mutant(
+    "page_table:rows_of",
+    "jnp.arange(num_groups, dtype=jnp.int32)",
+    "jnp.zeros((num_groups,), jnp.int32)",
+    ("allocate",),
+  ),
+  # --- the prefix index ------------------------------------------------------
+  "tokens are not stored": Mutant(
+    "prefix_index:insert",
+    "index.tokens, place, values=tokens",
+    "index.tokens, place, values=tokens - tokens",
+    ("commit",),
+  ),
+  "the newest duplicate is the hit": Mutant(
+    "prefix_index:lookup",
+    "index.clock - indexing.take(index.stamp, candidates)",
+    "indexing.take(index.stamp, candidates) + jnp.uint32(1)",
+    LOOK,
+    DUPLICATES,
+  ),
+  "the clock stands still": Mutant(
+    "prefix_index:insert",
+    "index.clock + order[-1]",
+    "index.clock",
+    ("commit",),
+    DUPLICATES,
+  ),
+  "a lookup ends at the first bucket": Mutant(
+    "prefix_index:lookup",
+    "(indexing.take(index.overflow, bucket) > 0)",
+    "False",
+    LOOK,
+    DUPLICATES,
+  ),
+  "overflow is not counted": Mutant(
+    "prefix_index:insert",
+    "indexing.where_valid(pending, bucket), values=1",
+    "indexing.where_valid(pending, bucket), values=0",
+    ("commit",),
+    DUPLICATES,
+  ),
+  "overflow is not counted down": Mutant(
+    "prefix_index:remove",
+    "passed, values=-1",
+    "passed, values=0",
+    ("evict", "allocate", "admit"),
+    DUPLICATES,
+  ),
+  "a removed page stays in its bucket": Mutant(
+    "prefix_index:remove", "way, values=0", "way, values=pages", ("evict",)
+  ),
+  "two pages take one place in a bucket": Mutant(
+    "prefix_index:insert", "nth == turn[:, None]", "nth == 0", ("commit",)
+  ),
+  # --- keys ------------------------------------------------------------------
+  "the salt is ignored": Mutant(
+    "hashing:root_key",
+    "_unstack(salts)",
+    "_unstack(salts - salts)",
+    ("match", "admit"),
+  ),
+  "the epoch is ignored": Mutant(
+    "hashing:root_key",
+    "(epoch, zero",
+    "(zero, zero",
+    ("match", "admit", "allocate"),
+  ),
+  "the group is ignored": Mutant(
+    "hashing:group_key", "config.num_groups == 1", "True", ("commit",)
+  ),
+  "the prefix is ignored": Mutant(
+    "hashing:chain_keys", "_unstack(key)", "_unstack(key ^ key)", ("commit",)
+  ),
+  # --- match -----------------------------------------------------------------
+  "the whole sequence may be cached": Mutant(
+    "prefix:find", "(lengths - 1) // size", "lengths // size", LOOK
+  ),
+  "one group is enough for a hit": Mutant(
+    "prefix:find",
+    "jnp.all(pages > 0, axis=0)",
+    "jnp.any(pages > 0, axis=0)",
+    LOOK,
+  ),
+  "hits go on after a miss": Mutant(
+    "prefix:find",
+    "jnp.cumprod(hit.astype(jnp.int32), axis=1)",
+    "hit.astype(jnp.int32)",
+    LOOK,
+    DUPLICATES,
+  ),
+  # --- allocate and admit ----------------------------------------------------
+  "a slot is full one token early": Mutant(
+    "allocating:allocate",
+    "num_tokens > config.slot_tokens",
+    "num_tokens >= config.slot_tokens",
+    ("allocate",),
+  ),
+  "a new sequence goes on from the old keys": Mutant(
+    "allocating:allocate", "held[:, 0] == 0", "held[:, 0] < 0", ("allocate",)
+  ),
+  "later rows are not served": Mutant(
+    "grants:in_order", "before | (need <= left)", "before", ("allocate",)
+  ),
+  "a slot is given twice": Mutant(
+    "admitting:_static_code",
+    "named_before(slots, code == Code.OK)",
+    "False",
+    ("admit",),
+  ),
+  "a hit shared in one call is paid twice": Mutant(
+    "admitting:_grant", "- free[row, touched]", "", ("admit",)
+  ),
+  "a failed row moves the length": Mutant(
+    "admitting:admit",
+    "state.length, place,",
+    "state.length, slots,",
+    ("admit",),
+  ),
+  # --- commit ----------------------------------------------------------------
+  "the first token of a page is lost": Mutant(
+    "committing:_new_tail", "new >= 0", "new > 0", ("commit",)
+  ),
+  "room is not checked": Mutant(
+    "committing:commit",
+    "counts > held * config.page_size",
+    "counts > (held + 1) * config.page_size",
+    ("commit",),
+  ),
+  "the chain stops after one page": Mutant(
+    "committing:_published",
+    "num_full - 1, 0",
+    "num_full - num_full, 0",
+    ("commit",),
+    DUPLICATES,
+  ),
+  "a merged page stays in the table": Mutant(
+    "committing:_insert",
+    "column, values=first",
+    "column, values=pages",
+    ("commit",),
+  ),
+  # --- fork ------------------------------------------------------------------
+  "a fork shares the partial page": Mutant(
+    "forking:_shared",
+    "jnp.repeat(full, groups)",
+    "jnp.repeat(full + (src >= 0), groups)",
+    ("fork",),
+  ),
+  "a fork forgets its keys": Mutant(
+    "forking:fork",
+    "_copied(state.hashes, src, place)",
+    "state.hashes",
+    ("fork",),
+  ),
+  "a copy goes the wrong way": Mutant(
+    "forking:_owed", "src[:, None], column", "dst[:, None], column", ("fork",)
+  ),
+  # --- truncate and free -----------------------------------------------------
+  "truncate keeps a page": Mutant(
+    "releasing:truncate",
+    "jnp.where(granted, lengths, 0))\n  hashes",
+    "jnp.where(granted, lengths + 1, 0))\n  hashes",
+    ("truncate",),
+  ),
+  "a page that is written again keeps its key": Mutant(
+    "releasing:truncate",
+    "reopens[:, None] & ~shared",
+    "reopens[:, None] & (lengths < 0)[:, None]",
+    ("truncate",),
+  ),
+  "a shared page is written again": Mutant(
+    "releasing:truncate", "pages) > 1", "pages) > 9", ("truncate",)
+  ),
+  "the tail of an earlier page is forgotten": Mutant(
+    "releasing:_rolled_back",
+    "reopens[:, None], indexing",
+    "reopens[:, None] & False, indexing",
+    ("truncate",),
+  ),
+  "a slot is freed twice": Mutant(
+    "releasing:free",
+    "num_earlier(slots) > 0",
+    "num_earlier(slots) > 1",
+    ("free_slots",),
+  ),
+  "a freed slot keeps its length": Mutant(
+    "releasing:free",
+    "state.length, place, values=0",
+    "state.length, place - place - 1, values=0",
+    FREE,
+  ),
+  # --- failures --------------------------------------------------------------
+  "the last failure sticks": Mutant(
+    "codes:sticky",
+    "open_ & jnp.any(mistake)",
+    "jnp.any(mistake)",
+    ("commit", "free_slots"),
+  ),
+  "pressure hides a mistake": Mutant(
+    "codes:sticky", "| (error == Code.OUT_OF_PAGES)", "", ("allocate", "commit")
+  ),
+  # --- pins, evict, reset ----------------------------------------------------
+  "a pin is not counted": Mutant(
+    "pinning:_pinned", "names), values=1", "names), values=0", ("touch", "pin")
+  ),
+  "one pin too many is given back": Mutant(
+    "pinning:unpin", "earlier >= pins", "earlier > pins", ("unpin",)
+  ),
+  "a page nobody knows is pinned": Mutant(
+    "pinning:touch", "~known", "names < 0", ("touch",)
+  ),
+  "reset while pages are held": Mutant(
+    "forgetting:reset_prefix_cache",
+    "state.config.num_pages - 1",
+    "0",
+    ("reset_prefix_cache",),
+  ),
+}

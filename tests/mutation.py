@@ -1,0 +1,76 @@
+"""Puts a small mistake into the library, for the time of a test."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+
+import jax
+import pytest
+
+from tests.pair import VERBS
+from tests.setups import Setup
+
+CURRENT = small(201, 2, groups=2, window=3, worse="crowded tight", **MERGE)
+DUPLICATES = small(202, 2, window=3, worse="crowded tight", **CLASSIC)
+
+quick = functools.partial(
+  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+  """One mistake.
+
+  Attributes:
+    place: "module:function" in `jaxkv.cache`.
+    old: a piece of the function's text; every occurrence is replaced.
+    new: what stands there instead.
+    verbs: which verbs get the mistake, enough to see it. Each is compiled
+      again, all others are not.
+    setup: the cache in which it shows.
+  """
+
+  place: str
+  old: str
+  new: str
+  verbs: tuple[str, ...]
+  setup: Setup = CURRENT
+
+  @contextlib.contextmanager
+  def verbs_with_it(self):
+    """The table of verbs, with the mistake in some of them."""
+    name, function = self.place.split(":")
+    module = sys.modules[f"jaxkv.cache.{name}"]
+    right = getattr(module, function)
+    wrong = self._rewritten(right)
+    with pytest.MonkeyPatch.context() as patch:
+      for user in list(sys.modules.values()):
+        if user.__name__.startswith("jaxkv.cache."):
+          for alias, value in list(vars(user).items()):
+            if value is right:
+              patch.setattr(user, alias, wrong)
+      fresh = {
+        verb: _compiled_anew(wrong if VERBS[verb] is right else VERBS[verb])
+        for verb in self.verbs
+      }
+      yield VERBS | fresh
+
+  def _rewritten(self, function: Callable) -> Callable:
+    text = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    if self.old not in text:
+      pytest.fail(f"{self.place} does not contain {self.old!r} any more")
+    module = sys.modules[inspect.unwrap(function).__module__]
+    namespace = dict(vars(module))
+    exec(text.replace(self.old, self.new), namespace)
+    return namespace[inspect.unwrap(function).__name__]
+
+
+def _compiled_anew(verb: Callable) -> Callable:
+  """A jitted verb that remembers nothing of earlier traces."""
+  plain = inspect.unwrap(verb)
+  return quick(lambda *arguments: plain(*arguments))

@@ -1,0 +1,14 @@
+"""A character model that is trained in seconds, for tests."""
+
+import pathlib
+
+from jaxkv import models
+
+TEXT = "".join(f"{i} is {i % 7} modulo seven.\n\n" for i in range(200))
+
+
+def trained_in(folder: pathlib.Path) -> models.CharacterModel:
+  """A character model of 25 steps: bad, but sure of its best token."""
+  return models.character_model(
+    steps=25, text=TEXT, folder=folder, progress=False
+  )

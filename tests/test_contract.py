@@ -1,0 +1,325 @@
+"""What every verb promises, whatever it does: one table of all verbs."""
+
+import functools
+import inspect
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec
+
+import jaxkv
+from tests.moves import ARGUMENTS
+from tests.moves import Moves
+from tests.oracle import differences
+from tests.pair import QUERIES
+from tests.pair import VERBS
+from tests.pair import Pair
+from tests.pair import Seeded
+from tests.pair import arrays
+from tests.pair import wander
+from tests.setups import small
+
+SETUP = small(100, size=2, groups=2, merge_duplicates=True)
+
+TABLE = VERBS | {
+  "usage": jaxkv.usage,
+  "check_invariants": jaxkv.check_invariants,
+}
+"""Every public function of a state that can be traced."""
+
+CHANGING = [name for name in VERBS if name not in QUERIES]
+ON_HOST = {"init", "salt", "check", "free_pages", "cached_pages", "stats"}
+
+quick = functools.partial(
+  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+"""`jit` for programs that are run once: two thirds of the time to compile."""
+
+COLLECTIVES = (
+  "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+)
+
+
+@functools.cache
+def busy(seed: int) -> Pair:
+  """A cache in the middle of its life, in which every verb has work to do."""
+  pair = Pair(SETUP)
+  while not all(legal(pair, verb) for verb in ARGUMENTS if ARGUMENTS[verb]):
+    wander(pair, seed, 20)
+    seed += 100
+  return pair
+
+
+def legal(pair: Pair, verb: str) -> tuple | None:
+  """Lists for a legal call, the same ones each time; None if there is none."""
+  return Moves(Seeded(7), pair.oracle, pair.setup).make(verb)
+
+
+def example(verb: str, seed: int = 0) -> tuple[jaxkv.CacheState, tuple]:
+  """A state and the arrays of a legal call."""
+  pair = busy(seed)
+  if not ARGUMENTS.get(verb):
+    return pair.state, ()
+  lists = legal(pair, verb) or ()
+  return pair.state, tuple(map(jnp.asarray, arrays(verb, lists)))
+
+
+def assert_same(got, wanted):
+  """Same structure, and same bits, types included."""
+  assert jax.tree.structure(got) == jax.tree.structure(wanted)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def state_of(verb: str, out):
+  """The state among a verb's results."""
+  return out if verb == "new_epoch" else out[0]
+
+
+def test_table_is_complete():
+  public = {
+    name
+    for name, value in vars(jaxkv).items()
+    if callable(value) and not inspect.isclass(value)
+  }
+  listed = {name.split("_slots")[0].split("_mask")[0] for name in TABLE}
+  assert public - ON_HOST == listed
+
+
+@pytest.mark.parametrize("verb", TABLE)
+class TestEveryVerb:
+  def test_without_jit(self, verb):
+    state, args = example(verb)
+    with jax.disable_jit():
+      plain = TABLE[verb](state, *args)
+    assert_same(TABLE[verb](state, *args), plain)
+
+  def test_shapes_without_running(self, verb):
+    state, args = example(verb)
+    shapes = jax.eval_shape(TABLE[verb], state, *args)
+    out = TABLE[verb](state, *args)
+    described = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out
+    )
+    assert shapes == described
+
+  def test_one_trace_whatever_the_values(self, verb):
+    state, args = example(verb)
+    traces = []
+
+    @jax.jit
+    def counted(state, *args):
+      traces.append(verb)
+      return TABLE[verb](state, *args)
+
+    counted.trace(state, *args)
+    counted.trace(jaxkv.init(SETUP.config), *jax.tree.map(jnp.zeros_like, args))
+    if verb in CHANGING:
+      counted.trace(state_of(verb, TABLE[verb](state, *args)), *args)
+    assert len(traces) == 1
+
+  def test_vmap_is_one_by_one(self, verb):
+    calls = [example(verb, seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
+    together = quick(jax.vmap(TABLE[verb]))(stacked[0], *stacked[1])
+    for i, (state, args) in enumerate(calls):
+      alone = TABLE[verb](state, *args)
+      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+
+  def test_a_cache_a_device(self, verb):
+    """One cache on each of eight devices; no device waits for another."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    calls = [example(verb, seed % 3) for seed in range(8)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
+
+    def local(call):
+      state, args = jax.tree.map(lambda leaf: leaf[0], call)
+      out = TABLE[verb](state, *args)
+      return jax.tree.map(lambda leaf: leaf[None], out)
+
+    spec = PartitionSpec("data")
+    sharded = quick(
+      jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    )
+    compiled = sharded.lower(stacked).compile()
+    assert not re.search(COLLECTIVES, compiled.as_text())
+    out = compiled(jax.device_put(stacked, jax.NamedSharding(mesh, spec)))
+    for i, (state, args) in enumerate(calls):
+      alone = TABLE[verb](state, *args)
+      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], out), alone)
+
+
+@pytest.mark.parametrize("verb", CHANGING)
+class TestEveryChange:
+  def test_same_type_out(self, verb):
+    """Weak types too: what comes out may go in again."""
+    state, args = example(verb)
+    out = state_of(verb, TABLE[verb](state, *args))
+    assert jax.tree.structure(out) == jax.tree.structure(state)
+    before = jax.tree.map(jax.typeof, state)
+    assert jax.tree.map(jax.typeof, out) == before
+
+  def test_the_old_state_stays(self, verb):
+    state, args = example(verb)
+    before = jax.device_get(state)
+    TABLE[verb](state, *args)
+    assert_same(state, before)
+
+  def test_donation(self, verb):
+    """Every buffer of the state is used again, and none is left unusable."""
+    state, args = example(verb)
+    wanted = TABLE[verb](state, *args)
+    donated = jax.tree.map(jnp.copy, state)
+    step = jax.jit(lambda *call: TABLE[verb](*call), donate_argnums=0)
+    with warnings.catch_warnings():
+      warnings.simplefilter("error")
+      compiled = step.lower(donated, *args).compile()
+    leaves = jax.tree.leaves(state)
+    aliases = re.search(
+      r"input_output_alias=\{(.*)\}, entry", compiled.as_text()
+    )
+    assert aliases and len(re.findall(r"-alias\)", aliases[1])) == len(leaves)
+    size = sum(leaf.nbytes for leaf in leaves)
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    assert_same(compiled(donated, *args), wanted)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+
+  def test_inside_control_flow(self, verb):
+    """A scan in a conditional in a while loop in a jit."""
+    state, args = example(verb)
+
+    def once(state):
+      return state_of(verb, TABLE[verb](state, *args))
+
+    def scanned(state):
+      return jax.lax.scan(lambda s, _: (once(s), None), state, length=2)[0]
+
+    def step(loop):
+      trip, state = loop
+      state = jax.lax.cond(trip == 1, scanned, lambda s: s, state)
+      return trip + 1, state
+
+    @quick
+    def program(state):
+      start = (jnp.int32(0), state)
+      return jax.lax.while_loop(lambda loop: loop[0] < 3, step, start)[1]
+
+    assert_same(program(state), once(once(state)))
+
+  def test_nothing_asked_nothing_changed(self, verb):
+    """Masked out, or zero of it: bit by bit the same state."""
+    state, args = example(verb)
+    names = ARGUMENTS[verb]
+    idle = {
+      "counts": jnp.zeros_like,
+      "num_tokens": jnp.zeros_like,
+      "mask": jnp.zeros_like,
+      "pages": lambda x: jnp.full_like(x, SETUP.config.no_page),
+    }
+    if not set(names) & set(idle):
+      pytest.skip("has no way to ask for nothing")
+    args = [
+      idle.get(name, lambda x: x)(arg)
+      for name, arg in zip(names, args, strict=True)
+    ]
+    assert_same(TABLE[verb](state, *args)[0], state)
+
+
+# --- totals -------------------------------------------------------------------
+
+EXTREMES = np.array([-(2**31), -(2**31) + 1, -1, 0, 1, 2**30, 2**31 - 1])
+
+
+def garbage(rng, array):
+  """Any numbers of the same shape and dtype."""
+  if array.dtype == np.bool_:
+    return jnp.asarray(rng.random(array.shape) < 0.8)
+  near = rng.integers(-3, SETUP.config.num_pages + 3, array.shape)
+  far = rng.choice(EXTREMES, array.shape)
+  wild = rng.integers(-(2**31), 2**31, array.shape)
+  kind = rng.random(array.shape)
+  mixed = np.where(kind < 0.5, near, np.where(kind < 0.75, far, wild))
+  return jnp.asarray(mixed.astype(np.int64).astype(np.uint32).view(array.dtype))
+
+
+def slot_rows(state, slot):
+  """Everything that belongs to one slot."""
+  parts = (state.page_table[:, slot], state.num_pages[:, slot])
+  return [*parts, state.length[slot]] + [
+    leaf[slot] for leaf in jax.tree.leaves(state.hashes)
+  ]
+
+
+def changed_slots(verb, args, code):
+  """The slots that a call may have changed."""
+  ok = np.flatnonzero(np.asarray(code) == jaxkv.Code.OK)
+  if verb in ("touch", "pin", "unpin", "evict", "reset_prefix_cache"):
+    return set()
+  named = {"admit": 0, "fork": 1, "free_slots": 0}
+  if verb in named:
+    return set(np.asarray(args[named[verb]])[ok].tolist())
+  return set(ok.tolist())
+
+
+@pytest.mark.parametrize("verb", [v for v in CHANGING if v != "new_epoch"])
+def test_no_input_corrupts(verb):
+  """Laws hold and the other slots do not change, whatever the numbers."""
+  rng = np.random.default_rng(0)
+  for trial in range(150):
+    state, args = example(verb, trial % 3)
+    args = [garbage(rng, arg) for arg in args]
+    after, out = TABLE[verb](state, *args)
+    laws = jax.device_get(jaxkv.check_invariants(after))
+    assert all(laws.values()), (laws, args)
+    before, after = jax.device_get((state, after))
+    for slot in set(range(4)) - changed_slots(verb, args, out.code):
+      for was, now in zip(
+        slot_rows(before, slot), slot_rows(after, slot), strict=True
+      ):
+        np.testing.assert_array_equal(now, was)
+
+
+# --- helpers on the host ------------------------------------------------------
+
+
+class TestHost:
+  def test_free_and_cached_pages(self):
+    pair = busy(0)
+    assert differences(pair.oracle, pair.state) == []
+    assert jaxkv.free_pages(pair.state) == pair.oracle.pool.free
+    assert jaxkv.cached_pages(pair.state) == sorted(pair.oracle.pool.keys)
+
+  def test_usage(self):
+    pair = busy(0)
+    in_use = sum(refs > 0 for refs in pair.oracle.pool.refs)
+    usage = float(jaxkv.usage(pair.state))
+    assert usage == pytest.approx(in_use / (SETUP.config.num_pages - 1))
+
+  def test_none_is_no_mask_and_no_salt(self):
+    for verb in ("match", "admit", "pin"):
+      state, args = example(verb)
+      places = dict(zip(ARGUMENTS[verb], args, strict=True))
+      places["salts"] = jnp.zeros_like(places["salts"])
+      if "mask" in places:
+        places["mask"] = jnp.ones_like(places["mask"])
+      explicit = TABLE[verb](state, *places.values())
+      bare = [places[name] for name in places if name not in ("salts", "mask")]
+      assert_same(TABLE[verb](state, *bare), explicit)
+
+  def test_wrong_arguments_are_named(self):
+    state, args = example("admit")
+    slots, tokens, lengths, *_ = args
+    with pytest.raises(ValueError, match="slots"):
+      jaxkv.admit(state, slots[:-1], tokens, lengths)
+    with pytest.raises(ValueError, match="tokens"):
+      jaxkv.admit(state, slots, tokens.astype(jnp.float32), lengths)
+    with pytest.raises(ValueError, match="lengths"):
+      jaxkv.admit(state, slots, tokens, lengths[:, None])
+    with pytest.raises(ValueError, match="num_tokens"):
+      jaxkv.allocate(state, 3)

@@ -1,0 +1,199 @@
+"""Who may import whom, and how large a file or a function may be."""
+
+import ast
+import graphlib
+import pathlib
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# Highest first. A file imports from its own layer and from lower ones; two
+# layers on one line know nothing of each other.
+_LAYERS = (
+  ("jaxkv.__main__",),
+  ("jaxkv.commands",),
+  ("jaxkv",),  # jaxkv/__init__.py, through which commands see the verbs
+  ("jaxkv.host",),
+  ("jaxkv.models", "jaxkv.rollout"),
+  ("jaxkv.kv",),
+  ("jaxkv.cache",),
+  ("jaxkv.kernels",),
+  ("jaxkv_kernels",),
+)
+_RANK = {layer: rank for rank, row in enumerate(_LAYERS) for layer in row}
+
+# In jaxkv/cache verbs import mechanisms, never the other way. What is not a
+# mechanism is a verb.
+_CACHE_MECHANISMS = {
+  "arguments",
+  "codes",
+  "config",
+  "duplicates",
+  "free_queue",
+  "grants",
+  "hashing",
+  "indexing",
+  "page_pool",
+  "page_table",
+  "prefix",
+  "prefix_index",
+  "ragged",
+  "state",
+}
+# The cache's other imports, beside the standard library and itself.
+_CACHE_IMPORTS = {"chex", "jax", "numpy"}
+
+_MAX_FILE = 400
+_MAX_FUNCTION = 60
+_NAMELESS = {"helpers.py", "misc.py", "util.py", "utils.py", "common.py"}
+
+
+def _files(*folders: str) -> list[pathlib.Path]:
+  return sorted(p for f in folders for p in (_ROOT / f).rglob("*.py"))
+
+
+def _module(path: pathlib.Path) -> str:
+  parts = path.relative_to(_ROOT).with_suffix("").parts
+  parts = parts[1:] if parts[0] == "kernels" else parts
+  return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+_PACKAGES = {_module(path): path for path in _files("jaxkv", "kernels")}
+_ALL_FILES = _files("jaxkv", "kernels", "tests", "benchmarks")
+_TREES = {path: ast.parse(path.read_text("utf-8")) for path in _ALL_FILES}
+
+
+def _by_name(path: pathlib.Path) -> str:
+  return str(path.relative_to(_ROOT))
+
+
+over_modules = pytest.mark.parametrize("module", _PACKAGES)
+over_files = pytest.mark.parametrize("path", _ALL_FILES, ids=_by_name)
+
+
+def _imports(module: str) -> Iterator[str]:
+  """Every module that one imports, wherever in the file it does so."""
+  path = _PACKAGES[module]
+  package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+  for node in ast.walk(_TREES[path]):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      yield from _from(node, package)
+
+
+def _from(node: ast.ImportFrom, package: str) -> Iterator[str]:
+  """`from a import b` means module a.b where there is one, else module a."""
+  source = node.module or ""
+  if node.level:
+    parents = package.split(".")[: len(package.split(".")) + 1 - node.level]
+    source = ".".join([*parents, *source.split(".")]).strip(".")
+  for alias in node.names:
+    inner = f"{source}.{alias.name}"
+    yield inner if inner in _PACKAGES else source
+
+
+def _layer(module: str) -> str | None:
+  """The layer of one of our modules; None for anybody else's."""
+  name = ".".join(module.split(".")[:2])
+  if name.startswith("jaxkv_kernels"):
+    return "jaxkv_kernels"
+  return name if re.match(r"jaxkv(\.|$)", name) else None
+
+
+@over_modules
+def test_every_module_has_a_layer(module):
+  assert _layer(module) in _RANK, "name its layer in _LAYERS"
+
+
+@over_modules
+def test_imports_only_downwards(module):
+  own = _layer(module)
+  for imported in _imports(module):
+    layer = _layer(imported)
+    if layer is None or layer == own:
+      continue
+    assert _RANK[layer] > _RANK[own], f"{module} imports {imported}"
+
+
+def test_no_import_cycle():
+  graph = {name: set(_imports(name)) - {name} for name in _PACKAGES}
+  graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_imports_are_the_dependencies():
+  """Whoever installs the project gets what it imports, and nothing else."""
+  project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))
+  declared = {
+    re.split(r"[<>=!~\[; ]", requirement)[0].replace("-", "_")
+    for requirement in project["project"]["dependencies"]
+  }
+  imported = {
+    name.partition(".")[0] for module in _PACKAGES for name in _imports(module)
+  }
+  ours = {"jaxkv", "jaxkv_kernels"}
+  assert imported - set(sys.stdlib_module_names) - ours == declared
+
+
+_CACHE = [name for name in _PACKAGES if name.startswith("jaxkv.cache.")]
+
+
+class TestCache:
+  @pytest.mark.parametrize("module", ["jaxkv.cache", *_CACHE])
+  def test_depends_on_jax_alone(self, module):
+    known = _CACHE_IMPORTS | set(sys.stdlib_module_names)
+    others = {
+      name for name in _imports(module) if not name.startswith("jaxkv.cache")
+    }
+    assert {name.partition(".")[0] for name in others} - known == set()
+
+  @pytest.mark.parametrize("name", sorted(_CACHE_MECHANISMS))
+  def test_mechanisms_know_no_verb(self, name):
+    for imported in _imports(f"jaxkv.cache.{name}"):
+      if _layer(imported) == "jaxkv.cache":
+        part = imported.removeprefix("jaxkv.cache").removeprefix(".")
+        assert part.partition(".")[0] in _CACHE_MECHANISMS, (
+          f"{imported} is a verb, or is missing in _CACHE_MECHANISMS"
+        )
+
+
+@over_files
+def test_files_are_short(path):
+  lines = len(path.read_text("utf-8").splitlines())
+  assert lines <= _MAX_FILE, f"{lines} lines: which two things is it about?"
+
+
+def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+  lines = (function.end_lineno or 0) - function.lineno + 1
+  if ast.get_docstring(function) is not None:
+    docstring = function.body[0]
+    lines -= (docstring.end_lineno or 0) - docstring.lineno + 1
+  return lines
+
+
+@over_files
+def test_functions_are_short(path):
+  """Docstrings not counted: those of public functions may be long."""
+  functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+  lengths = {
+    f"{node.name}, line {node.lineno}": _code_lines(node)
+    for node in ast.walk(_TREES[path])
+    if isinstance(node, functions)
+  }
+  too_long = {name: n for name, n in lengths.items() if n > _MAX_FUNCTION}
+  assert not too_long, f"over {_MAX_FUNCTION} lines"
+
+
+@over_files
+def test_files_have_a_name_of_their_own(path):
+  assert path.name not in _NAMELESS, "call it by what is in it"
+
+
+def test_kernels_folder_is_no_package():
+  """It would be a top-level package `kernels`, which others are called."""
+  assert not (_ROOT / "kernels" / "__init__.py").exists()

@@ -1,0 +1,132 @@
+"""The jitted cache against the oracle, move by move.
+
+`pytest --deep` takes all setups and 100,000 moves.
+"""
+
+import dataclasses
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis.stateful import precondition
+from hypothesis.stateful import rule
+from hypothesis.stateful import run_state_machine_as_test
+
+import jaxkv
+from tests.moves import WEIGHTS
+from tests.moves import Moves
+from tests.pair import Pair
+from tests.pair import wander
+from tests.setups import DEFAULT
+from tests.setups import SETUPS
+from tests.setups import Setup
+
+DEEP_STEPS = 100_000
+"""Moves of a run with `--deep`, all setups together."""
+
+VERBS = [verb for verb, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+  """Draws from hypothesis."""
+
+  data: st.DataObject
+
+  def integer(self, low: int, high: int) -> int:
+    """An integer from low to high, both included."""
+    return self.data.draw(st.integers(low, high))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """A state that was kept, and what it was."""
+
+  state: jaxkv.CacheState
+  leaves: list[np.ndarray]
+  oracle: object
+
+
+class Machine(RuleBasedStateMachine):
+  """Every move is made by the cache and by the oracle, and compared."""
+
+  def __init__(self, setup: Setup):
+    super().__init__()
+    self.pair = Pair(setup)
+    self.kept: list[Kept] = []
+
+  @rule(verb=st.sampled_from(VERBS), data=st.data())
+  def move(self, verb, data):
+    """A legal move; nothing if there is none."""
+    moves = Moves(Chosen(data), self.pair.oracle, self.pair.setup)
+    arguments = moves.make(verb)
+    if arguments is not None:
+      self.pair.move(verb, arguments)
+
+  @rule(verb=st.sampled_from(VERBS), data=st.data())
+  def misuse(self, verb, data):
+    """A move with a bad argument."""
+    moves = Moves(Chosen(data), self.pair.oracle, self.pair.setup)
+    arguments = moves.make(verb)
+    if arguments is not None:
+      self.pair.move(verb, moves.spoiled(verb, arguments))
+
+  @precondition(lambda self: self.pair.oracle.error)
+  @rule()
+  def forgive(self):
+    """Lets the next failure be the first one."""
+    self.pair.forgive()
+
+  @rule()
+  def keep(self):
+    """Keeps a state, as a user does who may want to go back."""
+    state = self.pair.state
+    self.kept.append(Kept(state, _leaves(state), self.pair.oracle.copy()))
+
+  @precondition(lambda self: self.kept)
+  @rule(data=st.data())
+  def roll_back(self, data):
+    """Goes on from a kept state, which no move since has changed."""
+    kept = data.draw(st.sampled_from(range(len(self.kept))))
+    kept = self.kept[kept]
+    for was, now in zip(kept.leaves, _leaves(kept.state), strict=True):
+      np.testing.assert_array_equal(now, was)
+    self.pair.state, self.pair.oracle = kept.state, kept.oracle.copy()
+
+
+def _leaves(state):
+  return [np.array(leaf) for leaf in jax.tree.leaves(state)]
+
+
+NAMES = [
+  name if name in DEFAULT else pytest.param(name, marks=pytest.mark.deep)
+  for name in SETUPS
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_machine(name, request):
+  deep = request.config.getoption("--deep")
+  settings = hypothesis.settings(
+    max_examples=DEEP_STEPS // 100 // len(SETUPS) if deep else 12,
+    stateful_step_count=100 if deep else 40,
+    suppress_health_check=list(hypothesis.HealthCheck),
+  )
+  with SETUPS[name].patched():
+    run_state_machine_as_test(lambda: Machine(SETUPS[name]), settings=settings)
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_every_code_is_reached(name):
+  """The moves above say nothing about a failure that they never meet."""
+  setup = SETUPS[name]
+  codes = set()
+  with setup.patched():
+    for seed in range(20):
+      pair = Pair(setup)
+      wander(pair, seed, 100)
+      codes |= pair.codes
+  assert set(jaxkv.Code) - codes == set()
