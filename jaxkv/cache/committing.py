@@ -24,7 +24,7 @@ from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import SlotHashes
 from jaxkv.cache.state import counted
 
-_SLOT_WINDOW = 64
+_SLOT_WINDOW = 32
 
 
 class Committed(NamedTuple):

@@ -24,7 +24,7 @@ from jaxkv.cache.hashing import KEY_WORDS
 from jaxkv.cache.indexing import NOWHERE
 
 BUCKET_PAGES = 8
-INSERT_WINDOW = 64
+INSERT_WINDOW = 32
 
 
 @jax.tree_util.register_dataclass

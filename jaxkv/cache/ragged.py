@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxkv.cache import indexing
 
-WINDOW = 256
+WINDOW = 128
 """Items handled at once: enough that one window is the common case."""
 
 Carry = TypeVar("Carry")

@@ -48,6 +48,10 @@ from jaxkv.commands.trace import Request
 _SPAN = 512
 """Requests in one call of the compiled scan."""
 
+# XLA:CPU splits a small gather or scatter over threads when the array behind it
+# is large; the hand-over costs more than the work.
+_CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
+
 
 class _Work(NamedTuple):
   """Requests as arrays, on the host at first; scalars inside the scan.
@@ -225,7 +229,8 @@ def _timed_spans(
     for first in range(0, count, _SPAN)
   ]
   state = jaxkv.init(config)
-  program = jax.jit(_span, donate_argnums=0)
+  options = _CPU_OPTIONS if jax.default_backend() == "cpu" else None
+  program = jax.jit(_span, donate_argnums=0, compiler_options=options)
   program = program.lower(state, tokens, spans[0]).compile()
   parts, seconds = [], 0.0
   with tqdm.tqdm(total=count, desc="replay", unit="request") as bar:

@@ -1,16 +1,16 @@
 """Decoders in plain JAX that read and write through the cache."""
 
-from jaxkv.models import dense as dense
-from jaxkv.models.characters import CharacterModel as CharacterModel
-from jaxkv.models.characters import character_model as character_model
-from jaxkv.models.config import LlamaConfig as LlamaConfig
-from jaxkv.models.dense import DenseCache as DenseCache
-from jaxkv.models.llama import forward as forward
-from jaxkv.models.llama import forward_dense as forward_dense
-from jaxkv.models.llama import forward_uncached as forward_uncached
-from jaxkv.models.llama import init_params as init_params
-from jaxkv.models.vocabulary import Vocabulary as Vocabulary
-from jaxkv.models.vocabulary import reference_text as reference_text
+from jaxkv.models import dense
+from jaxkv.models.characters import CharacterModel
+from jaxkv.models.characters import character_model
+from jaxkv.models.config import LlamaConfig
+from jaxkv.models.dense import DenseCache
+from jaxkv.models.llama import forward
+from jaxkv.models.llama import forward_dense
+from jaxkv.models.llama import forward_uncached
+from jaxkv.models.llama import init_params
+from jaxkv.models.vocabulary import Vocabulary
+from jaxkv.models.vocabulary import reference_text
 
 __all__ = [
   "CharacterModel",
