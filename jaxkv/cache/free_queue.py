@@ -124,17 +124,28 @@ def remove(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
   )
 
 
-def push_back(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
-  """Appends pages in the order given; room must have been reserved."""
+def push_back(
+  queue: FreeQueue, pages: Array, valid: Array, *, notes: Array, noted: Array
+) -> FreeQueue:
+  """Appends pages in the order given; room must have been reserved.
+
+  Args:
+    queue: the queue.
+    pages: int32[W].
+    valid: bool[W], the pages to append, all different.
+    notes: int32[W], what to leave as position of the pages noted.
+    noted: bool[W], pages to be left outside, none of them valid.
+  """
   rank = jnp.cumsum(valid.astype(jnp.int32))
-  queue = _write(queue, queue.head + queue.span + rank - 1, pages, valid)
-  return _grown(queue, rank[-1])
+  place = _wrap(queue, queue.head + queue.span + rank - 1)
+  return _grown(_write(queue, place, pages, valid, notes, noted), rank[-1])
 
 
 def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
   """Puts pages before all others, one after the other: the last is first."""
   rank = jnp.cumsum(valid.astype(jnp.int32))
-  queue = _write(queue, queue.head - rank, pages, valid)
+  place = _wrap(queue, queue.head - rank)
+  queue = _write(queue, place, pages, valid, place, valid & False)
   return _grown(
     dataclasses.replace(queue, head=_wrap(queue, queue.head - rank[-1])),
     rank[-1],
@@ -211,16 +222,22 @@ def in_order(queue: FreeQueue) -> Array:
 
 
 def _write(
-  queue: FreeQueue, place: Array, pages: Array, valid: Array
+  queue: FreeQueue,
+  place: Array,
+  pages: Array,
+  valid: Array,
+  notes: Array,
+  noted: Array,
 ) -> FreeQueue:
-  place = _wrap(queue, place)
   return dataclasses.replace(
     queue,
     ring=indexing.put(
       queue.ring, indexing.where_valid(valid, place), values=pages
     ),
     position=indexing.put(
-      queue.position, indexing.where_valid(valid, pages), values=place
+      queue.position,
+      indexing.where_valid(valid | noted, pages),
+      values=jnp.where(valid, place, notes),
     ),
   )
 

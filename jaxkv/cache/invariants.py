@@ -133,14 +133,13 @@ def _index(state: CacheState) -> Array:
   listed = indexing.take(index.slot, entries, fill=-1) == places
   first = prefix_index.lookup(index, index.key, index.tokens)
   same = indexing.take(index.key, first) == index.key
-  overflow, bucket_of = prefix_index.recount(index, cached)
+  overflow = prefix_index.recount(index, cached)
   return (
     jnp.all(
       jnp.where(cached, indexing.take(entries, index.slot) == pages, True)
     )
     & jnp.all((entries == 0) | listed)
     & jnp.all(~cached | ((first > 0) & jnp.all(same, axis=1)))
-    & jnp.all(~cached | bucket_of)
     & jnp.all(overflow == index.overflow)
     & ~cached[0]
   )

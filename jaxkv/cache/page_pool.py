@@ -134,11 +134,10 @@ def drop(
   left = jnp.zeros_like(last)
   if unhashed_first:
     left = last & ~is_cached(pool, pages)
-    position = indexing.put(
-      position, indexing.where_valid(left, pages), values=_left_by(owner)
-    )
   queue = dataclasses.replace(pool.queue, position=position)
-  queue = free_queue.push_back(queue, pages, last & ~left)
+  queue = free_queue.push_back(
+    queue, pages, last & ~left, notes=_left_by(owner), noted=left
+  )
   return dataclasses.replace(pool, ref_count=ref_count, queue=queue), left
 
 
@@ -149,21 +148,13 @@ def to_front(
 
   Args:
     pool: the pool.
-    pages: int32[W]; those that this owner did not leave out are passed over,
-      and of several items that name one page all but the first.
+    pages: int32[W], the valid ones all different; those that this owner did
+      not leave out are passed over.
     owner: int32[W], as given to `drop`.
     valid: bool[W].
   """
   left = indexing.take(pool.queue.position, pages) == _left_by(owner)
-  left = valid & left
-  position = indexing.put(
-    pool.queue.position,
-    indexing.where_valid(left, pages),
-    values=indexing.NOWHERE,
-  )
-  position, first = free_queue.mark_last(position, pages[::-1], left[::-1])
-  queue = dataclasses.replace(pool.queue, position=position)
-  queue = free_queue.push_front(queue, pages, first[::-1])
+  queue = free_queue.push_front(pool.queue, pages, valid & left)
   return dataclasses.replace(pool, queue=queue)
 
 

@@ -177,19 +177,28 @@ def unpin(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
   config = state.config
   columns = pages.shape[-1] if pages.ndim else 1
   table = pages.reshape(-1, columns)
+  names = table.reshape(-1)
+  # In the order of release, which is that of the rows, each from its end.
   backwards = table[:, ::-1].reshape(-1)
   earlier = num_earlier(backwards).reshape(table.shape)[:, ::-1].reshape(-1)
-  names = table.reshape(-1)
+  later = num_earlier(backwards[::-1])[::-1]
+  later = later.reshape(table.shape)[:, ::-1].reshape(-1)
   pins = indexing.take(state.pool.pin_count, names)
   code = _page_code(state, names, (earlier >= pins, Code.NOT_PINNED))
   given = code == Code.OK
+  # Of several pins of a page only the last one given back can set it free.
+  last = given & ((later == 0) | (earlier == pins - 1))
+  place = indexing.where_valid(given, names)
   pool = dataclasses.replace(
     state.pool,
-    pin_count=indexing.add(
-      state.pool.pin_count, indexing.where_valid(given, names), values=-1
+    pin_count=indexing.add(state.pool.pin_count, place, values=-1),
+    ref_count=indexing.add(
+      state.pool.ref_count,
+      indexing.where_valid(given & ~last, names),
+      values=-1,
     ),
   )
-  table = jnp.where(given, names, jnp.int32(config.no_page))
+  table = jnp.where(last, names, jnp.int32(config.no_page))
   given = jnp.any(given.reshape(-1, columns), axis=1)
   zeros = jnp.zeros(given.shape, jnp.int32)
   rows = Rows(

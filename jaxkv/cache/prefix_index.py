@@ -144,7 +144,7 @@ def insert(
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
 
   def settle(loop):
-    buckets, overflow, slot, bucket, pending = loop
+    buckets, slot, bucket, pending = loop
     here = indexing.where_valid(pending, bucket)
     vacant = indexing.take(buckets, here) == 0
     # Pages that meet in one bucket take its vacant places in their order.
@@ -157,25 +157,19 @@ def insert(
     buckets = indexing.put(
       buckets, indexing.where_valid(fits, bucket), way, values=pages
     )
-    slot = indexing.put(
-      slot,
-      indexing.where_valid(fits, pages),
-      values=bucket * BUCKET_PAGES + way,
-    )
-    pending = pending & ~fits
-    overflow = indexing.add(
-      overflow, indexing.where_valid(pending, bucket), values=1
-    )
-    return buckets, overflow, slot, _next_bucket(index, keys, bucket), pending
+    slot = jnp.where(fits, bucket * BUCKET_PAGES + way, slot)
+    return buckets, slot, _next_bucket(index, keys, bucket), pending & ~fits
 
-  bucket = _first_bucket(index, keys)
-  buckets, overflow, slot, _, _ = lax.while_loop(
-    lambda loop: jnp.any(loop[4]),
+  buckets, slot, _, _ = lax.while_loop(
+    lambda loop: jnp.any(loop[3]),
     settle,
-    (index.buckets, index.overflow, index.slot, bucket, valid),
+    (index.buckets, place, _first_bucket(index, keys), valid),
   )
   return dataclasses.replace(
-    index, buckets=buckets, overflow=overflow, slot=slot
+    index,
+    buckets=buckets,
+    overflow=_count_passed(index, keys, slot, valid, 1),
+    slot=indexing.put(index.slot, place, values=slot),
   )
 
 
@@ -199,26 +193,13 @@ def remove(
   count = jnp.sum(valid, dtype=jnp.int32)
   home, way = slot // BUCKET_PAGES, slot % BUCKET_PAGES
   keys = indexing.take(index.key, pages)
-
-  def walk(loop):
-    overflow, bucket = loop
-    passed = indexing.where_valid(valid & (bucket != home), bucket)
-    overflow = indexing.add(overflow, passed, values=-1)
-    going = valid & (bucket != home)
-    return overflow, jnp.where(going, _next_bucket(index, keys, bucket), bucket)
-
-  overflow, _ = lax.while_loop(
-    lambda loop: jnp.any(valid & (loop[1] != home)),
-    walk,
-    (index.overflow, _first_bucket(index, keys)),
-  )
   place = indexing.after(count, indexing.where_valid(valid, pages))
   index = dataclasses.replace(
     index,
     buckets=indexing.put(
       index.buckets, indexing.where_valid(valid, home), way, values=0
     ),
-    overflow=overflow,
+    overflow=_count_passed(index, keys, slot, valid, -1),
     slot=indexing.put(index.slot, place, values=NOWHERE),
   )
   return index, count
@@ -234,39 +215,44 @@ def clear(index: PrefixIndex) -> PrefixIndex:
   )
 
 
-def recount(index: PrefixIndex, cached: Array) -> tuple[Array, Array]:
-  """The overflow counts that the pages' places imply, and who has none.
+def recount(index: PrefixIndex, cached: Array) -> Array:
+  """int32[K]: the overflow counts that the places of cached pages imply."""
+  nothing = dataclasses.replace(index, overflow=index.overflow & 0)
+  return _count_passed(nothing, index.key, index.slot, cached, 1)
+
+
+def _count_passed(
+  index: PrefixIndex, keys: Array, slot: Array, valid: Array, amount: int
+) -> Array:
+  """The overflow counts with an amount added wherever a page went on.
 
   Args:
     index: the index.
-    cached: bool[N], the pages to count.
+    keys: uint32[X, 4], of the pages.
+    slot: int32[X], where they are.
+    valid: bool[X].
+    amount: 1 for pages that come, -1 for pages that go.
 
   Returns:
-    int32[K] and bool[N]: whether a page is in its key's probe sequence at all.
+    int32[K].
   """
-  home = index.slot // BUCKET_PAGES
+  home = slot // BUCKET_PAGES
+  first = _first_bucket(index, keys)
 
   def walk(loop):
-    overflow, bucket, trips = loop
-    going = cached & (bucket != home)
+    overflow, bucket, going = loop
     overflow = indexing.add(
-      overflow, indexing.where_valid(going, bucket), values=1
+      overflow, indexing.where_valid(going, bucket), values=amount
     )
-    following = _next_bucket(index, index.key, bucket)
-    return overflow, jnp.where(going, following, bucket), trips + 1
+    bucket = _next_bucket(index, keys, bucket)
+    # The second condition ends the walk of a page that is not on its way.
+    return overflow, bucket, going & (bucket != home) & (bucket != first)
 
-  overflow, bucket, _ = lax.while_loop(
-    lambda loop: (
-      jnp.any(cached & (loop[1] != home)) & (loop[2] < index.overflow.shape[0])
-    ),
+  return lax.while_loop(
+    lambda loop: jnp.any(loop[2]),
     walk,
-    (
-      index.overflow & 0,
-      _first_bucket(index, index.key),
-      index.overflow[0] & 0,
-    ),
-  )
-  return overflow, bucket == home
+    (index.overflow, first, valid & (first != home)),
+  )[0]
 
 
 def _first_bucket(index: PrefixIndex, keys: Array) -> Array:
