@@ -246,7 +246,9 @@ def evict(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
   again = num_earlier(names) > 0
   missing = ~page_pool.is_cached(state.pool, names) | again
   code = _page_code(state, names, (missing, Code.NOT_CACHED))
-  pool, _ = page_pool.unpublish(state.pool, names, code == Code.OK)
+  # Earlier verbs that read the index leave their mark in the queue's count.
+  place = indexing.after(state.pool.queue.num_free, names)
+  pool, _ = page_pool.unpublish(state.pool, place, code == Code.OK)
   return _finished(state, pool, code), PageCodes(code.reshape(pages.shape))
 
 
