@@ -17,6 +17,8 @@ steps none ends. all_hit: 255 of 256 pages are found, standing in the free
 queue, and one is taken (the last token is never found). none_hit: nothing is
 found. none_hit_evicting: 256 pages are taken. All pages of a pool are cached
 before anything is timed, so that every page taken evicts one, in every op.
+unsplit: compiled without the pass of XLA:CPU that splits a small gather or
+scatter over threads because the array behind it is large, which costs more.
 
 How. A timed call is one `fori_loop` whose trip count is an argument, the state
 its donated carry; the same program with no trips is timed next to it and
@@ -24,7 +26,7 @@ subtracted (minimum from minimum, median from median), so that dispatch does not
 count. No step undoes another one's work: every `admit` fills a slot of its own
 with a prompt of its own, every `free` takes other slots, and the state is made
 ready between calls, untimed. Where a pool is small there are fewer steps. All
-pool sizes alternate in every round.
+sizes alternate in every round.
 
 Not measured: dispatch from Python, compilation, K/V memory and the model,
 sweeps of the free queue's ring (after hits, once in at least as many releases
@@ -57,6 +59,7 @@ SLOTS = (64, 256, 1024)
 PAGES = (4096, 65536, 262144)
 STEPS = 512
 SHORT, LONG = 128, 1008  # tokens of a sequence in decode_step
+UNSPLIT = {"xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
 FREED = 16
 FREED_PAGES = 64
 
@@ -225,7 +228,7 @@ def free_op(config: jaxkv.CacheConfig) -> Op:
   return Op("free_16", "cached", steps, prepare, step, steps * FREED)
 
 
-def compiled(step):
+def compiled(step, options: dict[str, str] | None):
   """A timed call: so many steps over a donated state."""
 
   def run(state, inputs, count):
@@ -236,18 +239,11 @@ def compiled(step):
 
     return lax.fori_loop(jnp.int32(0), count, body, (state, jnp.int32(0)))
 
-  return jax.jit(run, donate_argnums=0)
+  return jax.jit(run, donate_argnums=0, compiler_options=options)
 
 
 class Side:
-  """One op at one size: its program, its state, and its samples.
-
-  Attributes:
-    config: the sizes.
-    op: what is timed.
-    samples: microseconds of timed calls with all trips.
-    idle: the same without any.
-  """
+  """One op at one size: its program, its state, its samples (us a call)."""
 
   def __init__(self, config, op, run, state, rng):
     """Takes a copy of the state."""
@@ -260,9 +256,8 @@ class Side:
     state, inputs = self.op.prepare(self._state, self._rng)
     state, inputs = jax.block_until_ready((state, inputs))
     before = int(state.stats.evicted), int(state.stats.popped)
-    none, all_ = jnp.int32(0), jnp.int32(self.op.steps)
-    state, empty, _ = timed(self._run, state, inputs, none)
-    state, full, total = timed(self._run, state, inputs, all_)
+    state, empty, _ = timed(self._run, state, inputs, 0)
+    state, full, total = timed(self._run, state, inputs, self.op.steps)
     assert self.op.expected in (None, int(total)), (self.op.name, int(total))
     assert int(state.error) == 0
     evicted = int(state.stats.evicted) - before[0]
@@ -289,7 +284,7 @@ class Side:
 
 
 def timed(run, state, inputs, count):
-  begin = time.perf_counter()
+  count, begin = jnp.int32(count), time.perf_counter()
   state, total = jax.block_until_ready(run(state, inputs, count))
   return state, time.perf_counter() - begin, total
 
@@ -311,28 +306,32 @@ def sides_of(slots: int, pages: int) -> list[Side]:
     if op.steps < 2:
       print(f"skipped, pool too small: {op.name} {op.mode} {slots} {pages}")
       continue
-    run = programs.setdefault(op.step, compiled(op.step))
-    sides.append(Side(config, op, run, state, rng))
+    on_cpu = jax.default_backend() == "cpu"
+    for options in (None, UNSPLIT) if on_cpu else (None,):
+      mode = f"{op.mode} unsplit".strip() if options else op.mode
+      run = compiled(op.step, options)
+      run = programs.setdefault((op.step, options is None), run)
+      sides.append(Side(config, op._replace(mode=mode), run, state, rng))
   return sides
 
 
-def growth_row(rows: list[dict[str, Any]], slots: int) -> dict[str, Any]:
+def growth_row(rows, slots: int, mode: str) -> dict[str, Any]:
   """decode_step at the largest pool over that at the smallest."""
+  wanted = ("decode_step", mode, slots)
   times = {
     row["pages"]: row
     for row in rows
-    if (row["op"], row["mode"], row["slots"]) == ("decode_step", "short", slots)
+    if (row["op"], row["mode"], row["slots"]) == wanted
   }
   small, large = times[min(times)], times[max(times)]
   ratios = {key: large[key] / small[key] for key in ("us_median", "us_min")}
-  mode = f"ratio to {small['pages']} pages"
-  return {**large, "op": "growth", "mode": mode, **ratios}
+  return {**large, "op": "growth", **ratios}
 
 
 def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
   """All rows, printed as they come."""
   print(
-    f"\n{'op':12} {'mode':20} {'slots':>5} {'pages':>7} {'page':>4}"
+    f"\n{'op':12} {'mode':25} {'slots':>5} {'pages':>7} {'page':>4}"
     f" {'us min':>9} {'median':>9}"
   )
   rows: list[dict[str, Any]] = []
@@ -345,11 +344,12 @@ def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
       (side.row() for side in sides),
       key=lambda row: (row["op"], row["mode"]),
     )
-    new.append(growth_row(new, slots))
+    modes = {row["mode"] for row in new} & {"short", "short unsplit"}
+    new += [growth_row(new, slots, mode) for mode in sorted(modes)]
     for row in new:
       digits = 2 if row["op"] == "growth" else 1
       print(
-        f"{row['op']:12} {row['mode']:20} {row['slots']:5} {row['pages']:7}"
+        f"{row['op']:12} {row['mode']:25} {row['slots']:5} {row['pages']:7}"
         f" {row['page_size']:4} {row['us_min']:9.{digits}f}"
         f" {row['us_median']:9.{digits}f}",
         flush=True,

@@ -13,6 +13,7 @@ from jaxkv.cache.committing import Committed
 from jaxkv.cache.committing import commit
 from jaxkv.cache.config import CacheConfig
 from jaxkv.cache.forgetting import Reset
+from jaxkv.cache.forgetting import clear_error
 from jaxkv.cache.forgetting import new_epoch
 from jaxkv.cache.forgetting import reset_prefix_cache
 from jaxkv.cache.forking import Copies
@@ -63,6 +64,7 @@ __all__ = [
   "cached_pages",
   "check",
   "check_invariants",
+  "clear_error",
   "commit",
   "evict",
   "fork",

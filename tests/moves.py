@@ -77,6 +77,24 @@ class Moves:
     """Arguments of a legal move; None where there is none."""
     return getattr(self, verb)()
 
+  def possible(self, verb: str) -> bool:
+    """Whether `make` can be worth a try."""
+    running, pool = self._slots(empty=False), self.oracle.pool
+    needs = {
+      "commit": running,
+      "admit": self._slots(empty=True),
+      "touch": running or pool.keys,
+      "pin": pool.keys,
+      "unpin": any(pool.pins),
+      "evict": pool.keys,
+      "fork": running and self._slots(empty=True),
+      "truncate": running,
+      "free_slots": len(running) >= FREED,
+      "free_mask": running,
+      "reset_prefix_cache": not any(pool.refs),
+    }
+    return bool(needs.get(verb, True))
+
   # --- choices ---------------------------------------------------------------
 
   def _choose(self, items):
@@ -174,8 +192,8 @@ class Moves:
 
   def free_mask(self):
     """Ends some sequences."""
-    chosen = self._some(self._slots(empty=False), 2)
     slots = range(self.setup.config.num_slots)
+    chosen = self._some(self._slots(empty=False), max(2, len(slots) // 2))
     return ([slot in chosen for slot in slots],) if chosen else None
 
   # --- verbs over named slots ------------------------------------------------

@@ -168,7 +168,10 @@ MUTANTS = {
     "hashing:group_key", "config.num_groups == 1", "True", ("commit",)
   ),
   "the prefix is ignored": Mutant(
-    "hashing:chain_keys", "_unstack(key)", "_unstack(key ^ key)", ("commit",)
+    "hashing:chain_keys",
+    "_mixed(key, _unstack(digest))",
+    "_unstack(digest)",
+    ("commit",),
   ),
   # --- match -----------------------------------------------------------------
   "the whole sequence may be cached": Mutant(
@@ -264,7 +267,7 @@ MUTANTS = {
   "a page that is written again keeps its key": Mutant(
     "releasing:truncate",
     "reopens[:, None] & ~shared",
-    "reopens[:, None] & (lengths < 0)[:, None]",
+    "shared & ~shared",
     ("truncate",),
   ),
   "a shared page is written again": Mutant(

@@ -12,7 +12,10 @@ import jax
 import pytest
 
 from tests.pair import VERBS
+from tests.setups import CLASSIC
+from tests.setups import MERGE
 from tests.setups import Setup
+from tests.setups import small
 
 CURRENT = small(201, 2, groups=2, window=3, worse="crowded tight", **MERGE)
 DUPLICATES = small(202, 2, window=3, worse="crowded tight", **CLASSIC)

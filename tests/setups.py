@@ -42,7 +42,6 @@ class Setup:
     with pytest.MonkeyPatch.context() as patch:
       if self.window is not None:
         patch.setattr(ragged, "WINDOW", self.window)
-        patch.setitem(ragged.for_each.__kwdefaults__, "window", self.window)
         patch.setattr(prefix_index, "INSERT_WINDOW", self.window)
         patch.setattr(committing, "_SLOT_WINDOW", self.window)
       if self.crowded:
@@ -115,3 +114,17 @@ SETUPS = {
 
 DEFAULT = ("plain", "merge", "groups", "no_caching")
 """The setups of the default run; `--deep` takes them all."""
+
+# More rows than any window of the library is wide.
+WIDE = Setup(
+  CacheConfig(
+    num_pages=900,
+    page_size=2,
+    num_slots=160,
+    pages_per_slot=4,
+    num_groups=2,
+    seed=301,
+  ),
+  rows=150,
+  columns=9,
+)

@@ -38,7 +38,7 @@ def decode(state, tokens):
 
 
 def branching(state, tokens):
-  """One step of search: branch off, roll back, pin, let go, forget."""
+  """One step of search: branch off, roll back, hold a prefix and let go."""
   rows = jnp.arange(ROWS, dtype=jnp.int32)
   prompts = jnp.broadcast_to(tokens[:1, None], (ROWS, TOKENS))
   lengths = jnp.full((ROWS,), TOKENS, jnp.int32)
@@ -47,8 +47,15 @@ def branching(state, tokens):
   state, out = jaxkv.pin(state, prompts, lengths)
   state, _ = jaxkv.unpin(state, out.pages)
   state, _ = jaxkv.touch(state, out.pages)
-  state, _ = jaxkv.evict(state, out.pages)
   return jaxkv.new_epoch(state)
+
+
+def forgetting(state, tokens):
+  """One step that gives pages back and drops them from the index."""
+  state, _ = jaxkv.free(state, tokens == STOP)
+  state, _ = jaxkv.unpin(state, tokens)
+  state, _ = jaxkv.evict(state, tokens)
+  return state
 
 
 def scanned(step, state, tokens):
@@ -100,6 +107,7 @@ CASES = {
     {"merge_duplicates": True, "num_groups": 2, "unhashed_first": False},
   ),
   "branching": (branching, scanned, {}),
+  "forgetting": (forgetting, scanned, {}),
 }
 
 

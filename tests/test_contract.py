@@ -149,7 +149,9 @@ class TestEveryVerb:
     )
     compiled = sharded.lower(stacked).compile()
     assert not re.search(COLLECTIVES, compiled.as_text())
-    out = compiled(jax.device_put(stacked, jax.NamedSharding(mesh, spec)))
+    # Fetched first: to index what is sharded would itself be a collective.
+    placed = jax.device_put(stacked, jax.NamedSharding(mesh, spec))
+    out = jax.device_get(compiled(placed))
     for i, (state, args) in enumerate(calls):
       alone = TABLE[verb](state, *args)
       assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], out), alone)

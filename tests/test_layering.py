@@ -44,6 +44,7 @@ _CACHE_MECHANISMS = {
   "prefix_index",
   "ragged",
   "state",
+  "verbs",
 }
 # The cache's other imports, beside the standard library and itself.
 _CACHE_IMPORTS = {"chex", "jax", "numpy"}

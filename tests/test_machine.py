@@ -16,12 +16,17 @@ from hypothesis.stateful import rule
 from hypothesis.stateful import run_state_machine_as_test
 
 import jaxkv
+from jaxkv.cache import prefix_index
+from jaxkv.cache import ragged
 from tests.moves import WEIGHTS
 from tests.moves import Moves
 from tests.pair import Pair
 from tests.pair import wander
+from tests.setups import CLASSIC
 from tests.setups import DEFAULT
+from tests.setups import MERGE
 from tests.setups import SETUPS
+from tests.setups import WIDE
 from tests.setups import Setup
 
 DEEP_STEPS = 100_000
@@ -34,7 +39,7 @@ VERBS = [verb for verb, weight in WEIGHTS.items() for _ in range(weight)]
 class Chosen:
   """Draws from hypothesis."""
 
-  data: st.DataObject
+  data: st.DataObject | None
 
   def integer(self, low: int, high: int) -> int:
     """An integer from low to high, both included."""
@@ -51,28 +56,26 @@ class Kept:
 
 
 class Machine(RuleBasedStateMachine):
-  """Every move is made by the cache and by the oracle, and compared."""
+  """Every move is made by the cache and by the oracle, and compared.
+
+  The moves themselves, a rule or more for each verb, are added below.
+  """
 
   def __init__(self, setup: Setup):
     super().__init__()
     self.pair = Pair(setup)
     self.kept: list[Kept] = []
 
-  @rule(verb=st.sampled_from(VERBS), data=st.data())
-  def move(self, verb, data):
-    """A legal move; nothing if there is none."""
-    moves = Moves(Chosen(data), self.pair.oracle, self.pair.setup)
-    arguments = moves.make(verb)
-    if arguments is not None:
-      self.pair.move(verb, arguments)
+  def moves(self, data=None) -> Moves:
+    """Legal moves from where the oracle is."""
+    return Moves(Chosen(data), self.pair.oracle, self.pair.setup)
 
   @rule(verb=st.sampled_from(VERBS), data=st.data())
   def misuse(self, verb, data):
     """A move with a bad argument."""
-    moves = Moves(Chosen(data), self.pair.oracle, self.pair.setup)
-    arguments = moves.make(verb)
+    arguments = self.moves(data).make(verb)
     if arguments is not None:
-      self.pair.move(verb, moves.spoiled(verb, arguments))
+      self.pair.move(verb, self.moves(data).spoiled(verb, arguments))
 
   @precondition(lambda self: self.pair.oracle.error)
   @rule()
@@ -97,6 +100,22 @@ class Machine(RuleBasedStateMachine):
     self.pair.state, self.pair.oracle = kept.state, kept.oracle.copy()
 
 
+def _rule_for(verb):
+  @precondition(lambda self: self.moves().possible(verb))
+  @rule(data=st.data())
+  def move(self, data):
+    arguments = self.moves(data).make(verb)
+    if arguments is not None:
+      self.pair.move(verb, arguments)
+
+  return move
+
+
+for _verb, _weight in WEIGHTS.items():
+  for _copy in range(-(-_weight // 3)):
+    setattr(Machine, f"{_verb}_{_copy}", _rule_for(_verb))
+
+
 def _leaves(state):
   return [np.array(leaf) for leaf in jax.tree.leaves(state)]
 
@@ -117,6 +136,18 @@ def test_machine(name, request):
   )
   with SETUPS[name].patched():
     run_state_machine_as_test(lambda: Machine(SETUPS[name]), settings=settings)
+
+
+@pytest.mark.parametrize("options", [{}, MERGE, CLASSIC])
+def test_more_rows_than_a_window(options):
+  """What small caches do in small windows, in those of real life."""
+  config = dataclasses.replace(WIDE.config, **options)
+  setup = dataclasses.replace(WIDE, config=config)
+  pair = Pair(setup)
+  wander(pair, seed=0, steps=60)
+  assert pair.oracle.pool.evicted > 0
+  wide = max(ragged.WINDOW, prefix_index.INSERT_WINDOW)
+  assert min(setup.rows, config.num_slots) > wide
 
 
 @pytest.mark.parametrize("name", DEFAULT)

@@ -77,15 +77,11 @@ def _initial(model, slots, pages, page_size, samples) -> rollout.RolloutState:
   )
 
 
-def _program(model, samples: int) -> Any:
+def _program(model) -> Any:
   forward = functools.partial(
     models.forward, config=model.config, logits="last"
   )
-  return jax.jit(
-    functools.partial(
-      rollout.run, model=forward, config=_config(model, samples)
-    )
-  )
+  return jax.jit(functools.partial(rollout.run, model=forward))
 
 
 @functools.cache
@@ -122,7 +118,7 @@ def dense_run(small_model):
 @pytest.fixture(scope="module")
 def program(small_model):
   """One compiled rollout for the tests that need no other."""
-  return _program(small_model, 1)
+  return _program(small_model)
 
 
 class TestTokens:
@@ -130,7 +126,7 @@ class TestTokens:
   def test_equal_the_dense_run(self, name, small_model, dense_run):
     slots, pages, page_size, samples, temperature = _RUNS[name]
     state = _initial(small_model, slots, pages, page_size, samples)
-    end = _program(small_model, samples)(
+    end = _program(small_model)(
       small_model.params, state, jnp.float32(temperature), jnp.int32(0)
     )
     expected = dense_run(samples, temperature)
@@ -236,6 +232,45 @@ class TestSpans:
     assert "callback" not in text
 
 
+class TestHopelessSequences:
+  def test_pages_that_others_hold(self, small_model, program):
+    """A sequence that can never run is given up; the rest is done."""
+    state = _initial(small_model, 3, 40, 8, 1)
+    cache, _ = jaxkv.allocate(state.cache, jnp.asarray([96, 96, 32], jnp.int32))
+    cache, _ = jaxkv.touch(cache, cache.page_table[0])
+    cache, _ = jaxkv.free(cache, jnp.ones((3,), bool))
+    state = dataclasses.replace(state, cache=cache)
+    end = program(small_model.params, state, jnp.float32(1), jnp.int32(0))
+    status = end.sequences.status.tolist()
+    assert rollout.FAILED in status
+    assert rollout.DONE in status
+    failed = end.sequences.status == rollout.FAILED
+    expected = jnp.where(failed, jaxkv.Code.OUT_OF_PAGES, jaxkv.Code.OK)
+    assert end.sequences.code.tolist() == expected.tolist()
+    held = jnp.sum(cache.pool.pin_count)
+    assert int(end.cache.pool.queue.num_free) == 39 - int(held)
+
+  def test_a_length_that_no_prompt_has(self, small_model, program):
+    state = _initial(small_model, 3, 40, 8, 1)
+    lengths = state.sequences.length.at[1].set(0).at[2].set(500)
+    sequences = dataclasses.replace(state.sequences, length=lengths)
+    state = dataclasses.replace(state, sequences=sequences)
+    end = program(small_model.params, state, jnp.float32(1), jnp.int32(0))
+    assert end.sequences.status.tolist() == [
+      rollout.DONE, rollout.FAILED, rollout.FAILED, *[rollout.DONE] * 3,
+    ]  # fmt: skip
+    assert end.sequences.code[1] == jaxkv.Code.BAD_LENGTH
+    assert end.sequences.code[2] == jaxkv.Code.BAD_LENGTH
+
+  def test_no_number_of_steps_is_too_large(self, small_model, program):
+    run = functools.partial(program, small_model.params)
+    state = _initial(small_model, 3, 40, 8, 1)
+    state = run(state, jnp.float32(1), jnp.int32(3))
+    assert int(state.counters.steps) == 3
+    state = run(state, jnp.float32(1), jnp.int32(2**31 - 1))
+    assert bool(rollout.is_done(state))
+
+
 class TestArguments:
   @pytest.mark.parametrize(
     "name",
@@ -244,6 +279,30 @@ class TestArguments:
   def test_numbers_out_of_range(self, name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
       rollout.RolloutConfig(**{name: 0})
+
+  def test_a_memory_of_other_pages(self, small_model):
+    state = _initial(small_model, 2, 40, 8, 1)
+    other = _initial(small_model, 2, 40, 16, 1)
+    with pytest.raises(ValueError, match=r"kv has 40 pages of 16 tokens and"):
+      rollout.init(
+        state.cache,
+        other.kv,
+        *_prompts(small_model),
+        jax.random.key(0),
+        _config(small_model, 1),
+      )
+
+  def test_a_cache_in_use(self, small_model):
+    state = _initial(small_model, 2, 40, 8, 1)
+    cache, _ = jaxkv.allocate(state.cache, jnp.asarray([1, 0], jnp.int32))
+    with pytest.raises(ValueError, match="slots in use"):
+      rollout.init(
+        cache,
+        state.kv,
+        *_prompts(small_model),
+        jax.random.key(0),
+        _config(small_model, 1),
+      )
 
   def test_a_sequence_that_cannot_fit(self, small_model):
     with pytest.raises(ValueError, match=r"needs 12 pages and the pool has 7"):

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
@@ -31,6 +30,7 @@ from jaxkv.cache.state import counted
 from jaxkv.cache.state import in_range
 from jaxkv.cache.state import is_empty
 from jaxkv.cache.state import pages_for
+from jaxkv.cache.verbs import verb
 
 
 class Matched(NamedTuple):
@@ -63,7 +63,7 @@ class Admitted(NamedTuple):
     return self.code == Code.OK
 
 
-@jax.jit
+@verb
 def match(
   state: CacheState, tokens: Array, lengths: Array, salts: Array | None = None
 ) -> Matched:
@@ -110,7 +110,7 @@ def match(
   return Matched(found.num_pages * config.page_size, pages)
 
 
-@jax.jit
+@verb
 def admit(
   state: CacheState,
   slots: Array,
@@ -127,10 +127,11 @@ def admit(
 
   All-or-nothing per sequence, in row order; one that does not fit changes
   nothing, and a later one that needs fewer pages may still be served. The
-  batch differs from one call after the other in two ways: all lookups see the
-  cache as it was before the call, and the hits of all sequences that are
-  served are touched before any page is taken, so that none evicts what
-  another one hits.
+  batch differs from one call after the other in three ways: all lookups see
+  the cache as it was before the call; the hits of all sequences that are
+  served are touched before any page is taken, so that none evicts what another
+  one hits; and a slot named twice is refused the second time even if the first
+  sequence found no pages.
 
   Args:
     state: the cache.
@@ -235,7 +236,9 @@ def _grant(
   columns = jnp.arange(found.pages.shape[-1], dtype=jnp.int32)
   hit = columns[None] < jnp.where(asked, found.num_pages, 0)[:, None]
   free = hit[None] & free_queue.is_free(state.pool.queue, found.pages)
-  free = jnp.cumsum(jnp.sum(free, axis=0, dtype=jnp.int32), axis=1)
+  free = jnp.cumsum(
+    jnp.sum(free, axis=0, dtype=jnp.int32), axis=1, dtype=jnp.int32
+  )
   free = jnp.pad(free, ((0, 0), (1, 0)))
   upper = need + free[:, -1]
 
@@ -258,7 +261,7 @@ def _grant(
     (granted, _), _ = lax.scan(serve, (asked & False, available), rows)
     return granted
 
-  all_fit = jnp.sum(jnp.where(asked, upper, 0)) <= available
+  all_fit = jnp.sum(jnp.where(asked, upper, 0), dtype=jnp.int32) <= available
   return lax.cond(all_fit, lambda: asked, one_by_one)
 
 
@@ -266,7 +269,7 @@ def _attached(
   state: CacheState, slots: Array, found: Prefix | None, hits: Array
 ) -> CacheState:
   """Touches the hits and writes them into the page table."""
-  if found is None:
+  if found is None or found.pages.shape[-1] == 0:
     return state
   groups = state.config.num_groups
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -19,6 +18,7 @@ from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import SlotHashes
 from jaxkv.cache.state import counted
 from jaxkv.cache.state import pages_for
+from jaxkv.cache.verbs import verb
 
 
 class Allocated(NamedTuple):
@@ -38,7 +38,7 @@ class Allocated(NamedTuple):
     return self.code == Code.OK
 
 
-@jax.jit
+@verb
 def allocate(
   state: CacheState, num_tokens: Array
 ) -> tuple[CacheState, Allocated]:
@@ -81,7 +81,7 @@ def allocate(
   code = first_code(
     (num_tokens < 0, Code.BAD_LENGTH), (too_many, Code.SLOT_FULL)
   )
-  total = jnp.sum(need, axis=1)
+  total = jnp.sum(need, axis=1, dtype=jnp.int32)
   granted = grants.in_order(total, code == Code.OK, state.pool.queue.num_free)
   code = jnp.where(
     (code == Code.OK) & ~granted, jnp.int32(Code.OUT_OF_PAGES), code
@@ -93,7 +93,7 @@ def allocate(
     state.page_table,
     page_table.rows_of(slots, held, held + need),
   )
-  total = jnp.sum(need, axis=1)
+  total = jnp.sum(need, axis=1, dtype=jnp.int32)
   state = dataclasses.replace(
     state,
     page_table=table,

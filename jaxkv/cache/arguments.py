@@ -12,7 +12,7 @@ def check_array(
   Args:
     name: the argument's name, for the message.
     value: the argument.
-    shape: its sizes; a letter stands for any size.
+    shape: its sizes; a letter stands for any size but 0.
     dtype: its dtype.
   """
   letters = ", ".join(str(size) for size in shape)
@@ -25,7 +25,7 @@ def check_array(
       f"Wrap it in jnp.asarray(..., jnp.{jnp.dtype(dtype).name})."
     )
   fits = len(found_shape) == len(shape) and all(
-    isinstance(size, str) or size == found
+    found > 0 if isinstance(size, str) else size == found
     for size, found in zip(shape, found_shape, strict=True)
   )
   if not fits or found_dtype != jnp.dtype(dtype):

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -23,6 +22,7 @@ from jaxkv.cache.ragged import Items
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import SlotHashes
 from jaxkv.cache.state import counted
+from jaxkv.cache.verbs import verb
 
 _SLOT_WINDOW = 32
 
@@ -60,7 +60,7 @@ class _Index(NamedTuple):
   merged: Array
 
 
-@jax.jit
+@verb
 def commit(
   state: CacheState, tokens: Array, counts: Array
 ) -> tuple[CacheState, Committed]:
@@ -217,7 +217,9 @@ def _with_room(config: CacheConfig, pool: PagePool, full: _Full) -> PagePool:
   """Room in the free queue for every page that merging may give back."""
   if not config.merge_duplicates:
     return pool
-  return page_pool.reserve(pool, jnp.sum(full.num_pages) * config.num_groups)
+  return page_pool.reserve(
+    pool, jnp.sum(full.num_pages, dtype=jnp.int32) * config.num_groups
+  )
 
 
 def _insert(

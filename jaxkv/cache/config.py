@@ -65,10 +65,10 @@ class CacheConfig:
         raise ValueError(
           f"CacheConfig.{name} must be at least {least}, got {value}."
         )
-    if max(self.num_pages, self.slot_tokens) >= 2**29:
+    if max(self.num_pages, self.slot_tokens) > 2**28:
       raise ValueError(
-        "CacheConfig.num_pages and pages_per_slot * page_size must be below "
-        f"2**29 (indices are int32), got {self.num_pages} and "
+        "CacheConfig.num_pages and pages_per_slot * page_size must be at most "
+        f"2**28 (every index is below 2**30), got {self.num_pages} and "
         f"{self.slot_tokens}."
       )
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:

@@ -1,4 +1,4 @@
-"""reset_prefix_cache and new_epoch: nothing cached so far may hit again."""
+"""reset_prefix_cache, new_epoch, clear_error: what was no longer counts."""
 
 import dataclasses
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import counted
+from jaxkv.cache.verbs import verb
 
 
 class Reset(NamedTuple):
@@ -31,7 +32,7 @@ class Reset(NamedTuple):
     return self.code == Code.OK
 
 
-@jax.jit
+@verb
 def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Reset]:
   """Drops every key, if no page is referenced; the queue keeps its order.
 
@@ -71,14 +72,15 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Reset]:
   return state, Reset(code)
 
 
-@jax.jit
+@verb
 def new_epoch(state: CacheState) -> CacheState:
   """Makes every page cached so far unreachable, at once.
 
   For a change of weights: K/V computed with the old ones must not be hit.
   Running sequences keep their pages, and what they publish from now on stays
-  unreachable too, since it rests on old K/V. Old pages are evicted as they
-  come up in the free queue.
+  unreachable too, since it rests on old K/V; a sequence runs from its admission
+  on, with or without a committed token. Old pages are evicted as they come up
+  in the free queue.
 
   Args:
     state: the cache.
@@ -94,3 +96,23 @@ def new_epoch(state: CacheState) -> CacheState:
     1
   """
   return dataclasses.replace(state, epoch=state.epoch + jnp.uint32(1))
+
+
+@verb
+def clear_error(state: CacheState) -> CacheState:
+  """Forgets the recorded failure, once it was dealt with.
+
+  Args:
+    state: the cache.
+
+  Returns:
+    The cache, with `error` OK.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
+    >>> int(jaxkv.clear_error(state).error)
+    0
+  """
+  return dataclasses.replace(state, error=state.error & 0)

@@ -27,6 +27,7 @@ from jaxkv.cache.state import counted
 from jaxkv.cache.state import in_range
 from jaxkv.cache.state import is_empty
 from jaxkv.cache.state import pages_for
+from jaxkv.cache.verbs import verb
 
 
 class Copies(NamedTuple):
@@ -61,7 +62,7 @@ class Forked(NamedTuple):
     return self.code == Code.OK
 
 
-@jax.jit
+@verb
 def fork(
   state: CacheState, src: Array, dst: Array, mask: Array | None = None
 ) -> tuple[CacheState, Forked]:
@@ -74,7 +75,9 @@ def fork(
   Does not copy contents; apply `copies` (`jaxkv.kv.copy`) before writing.
 
   All-or-nothing per row, in row order. The batch differs from one call after
-  the other: sources are read as they were before the call.
+  the other in two ways: sources are read as they were before the call, and a
+  `dst` named twice is refused the second time even if the first row found no
+  page.
 
   Args:
     state: the cache.

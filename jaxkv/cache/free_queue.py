@@ -85,7 +85,7 @@ def pop(
   live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (
     lanes < queue.span
   )
-  count = jnp.cumsum(live.astype(jnp.int32))
+  count = jnp.cumsum(live, dtype=jnp.int32)
   valid = live & (count <= wanted)
   num_popped = count[-1] - jnp.maximum(count[-1] - wanted, 0)
   # Everything before the first entry that stays is done with.
@@ -136,14 +136,14 @@ def push_back(
     notes: int32[W], what to leave as position of the pages noted.
     noted: bool[W], pages to be left outside, none of them valid.
   """
-  rank = jnp.cumsum(valid.astype(jnp.int32))
+  rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = _wrap(queue, queue.head + queue.span + rank - 1)
   return _grown(_write(queue, place, pages, valid, notes, noted), rank[-1])
 
 
 def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
   """Puts pages before all others, one after the other: the last is first."""
-  rank = jnp.cumsum(valid.astype(jnp.int32))
+  rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = _wrap(queue, queue.head - rank)
   queue = _write(queue, place, pages, valid, place, valid & False)
   return _grown(
@@ -215,7 +215,7 @@ def in_order(queue: FreeQueue) -> Array:
   live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (
     lanes < queue.span
   )
-  rank = jnp.cumsum(live.astype(jnp.int32)) - 1
+  rank = jnp.cumsum(live, dtype=jnp.int32) - 1
   return indexing.put(
     jnp.zeros_like(queue.ring), indexing.where_valid(live, rank), values=pages
   )

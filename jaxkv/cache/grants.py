@@ -25,13 +25,15 @@ def in_order(need: Array, asked: Array, available: Array) -> Array:
   need = jnp.minimum(need, available)
 
   def overdrawn(granted: Array) -> Array:
-    taken = jnp.cumsum(jnp.where(granted, need, 0))
+    taken = jnp.cumsum(jnp.where(granted, need, 0), dtype=jnp.int32)
     return granted & (taken > available)
 
   def refuse(granted: Array) -> Array:
     first = jnp.argmax(overdrawn(granted))
     before = jnp.arange(need.shape[0]) < first
-    left = available - jnp.sum(jnp.where(granted & before, need, 0))
+    left = available - jnp.sum(
+      jnp.where(granted & before, need, 0), dtype=jnp.int32
+    )
     return granted & (before | (need <= left))
 
   return lax.while_loop(

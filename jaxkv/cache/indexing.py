@@ -1,10 +1,11 @@
 """Gathers and scatters that know what is nowhere.
 
 JAX wraps negative indices to the end of an array and clamps large ones to its
-edge; either turns a sentinel into somebody else's page. Every access of the
-cache goes through these functions instead: an index outside of an axis, on
-either side, reads as `fill` and writes nothing.
+edge; either turns a sentinel into somebody else's page. With these functions
+an index outside of an axis, on either side, reads as `fill` and writes nothing.
 """
+
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array
@@ -72,8 +73,5 @@ def put_min(array: Array, *index: Array, values) -> Array:
   )
 
 
-def _forward(index: tuple[Array, ...]) -> tuple[Array, ...] | Array:
-  if len(index) > 1:
-    return index
-  (only,) = index
-  return only
+def _forward(index: Sequence[Array]) -> tuple[Array, ...] | Array:
+  return tuple(index) if len(index) > 1 else index[0]

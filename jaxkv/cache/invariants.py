@@ -1,6 +1,5 @@
 """The laws of a cache, checked."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -11,6 +10,8 @@ from jaxkv.cache import indexing
 from jaxkv.cache import prefix_index
 from jaxkv.cache.codes import Code
 from jaxkv.cache.state import CacheState
+from jaxkv.cache.state import check_single
+from jaxkv.cache.verbs import verb
 
 
 class CacheError(RuntimeError):
@@ -33,6 +34,7 @@ def check(state: CacheState) -> None:
     >>> jaxkv.check(jaxkv.init(jaxkv.CacheConfig(
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4)))
   """
+  check_single(state)
   laws = check_invariants(state)
   broken = [name for name, holds in laws.items() if not np.all(holds)]
   if broken:
@@ -44,11 +46,12 @@ def check(state: CacheState) -> None:
   if error not in (Code.OK, Code.OUT_OF_PAGES):
     raise CacheError(
       f"A call failed with {error.name}, which was recorded in state.error. "
-      "See jaxkv.Code for its meaning and the `code` of the calls for the row."
+      "See jaxkv.Code for its meaning and the `code` of the calls for the row; "
+      "jaxkv.clear_error forgets it."
     )
 
 
-@jax.jit
+@verb
 def check_invariants(state: CacheState) -> dict[str, Array]:
   """Tests every law of `CacheState`. Cost grows with the pool.
 
@@ -116,8 +119,10 @@ def _free(state: CacheState) -> Array:
   return (
     jnp.all(live == free)
     & jnp.all(live | (place == indexing.NOWHERE))
-    & (queue.num_free == jnp.sum(free))
-    & (jnp.sum(free_queue.in_order(queue) > 0) == queue.num_free)
+    & (queue.num_free == jnp.sum(free, dtype=jnp.int32))
+    & (
+      jnp.sum(free_queue.in_order(queue) > 0, dtype=jnp.int32) == queue.num_free
+    )
     & (queue.span <= capacity)
   )
 

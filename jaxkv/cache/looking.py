@@ -9,8 +9,11 @@ from jaxkv.cache import free_queue
 from jaxkv.cache import page_pool
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import Stats
+from jaxkv.cache.state import check_single
+from jaxkv.cache.verbs import verb
 
 
+@verb
 def stats(state: CacheState) -> Stats:
   """The counters; subtract two readings to get an interval.
 
@@ -27,10 +30,11 @@ def stats(state: CacheState) -> Stats:
     >>> int(jaxkv.stats(state).evicted)
     0
   """
-  return state.stats
+  # New buffers: a reading outlives the state, which may be donated.
+  return jax.tree.map(lambda counter: counter + jnp.uint32(0), state.stats)
 
 
-@jax.jit
+@verb
 def usage(state: CacheState) -> Array:
   """The part of the pool that is referenced; the null page does not count.
 
@@ -52,7 +56,7 @@ def usage(state: CacheState) -> Array:
   return used.astype(jnp.float32) / pages
 
 
-@jax.jit
+@verb
 def num_common_prefix_pages(state: CacheState) -> Array:
   """Leading pages that all sequences share.
 
@@ -78,7 +82,9 @@ def num_common_prefix_pages(state: CacheState) -> Array:
   same = (state.page_table == sample) | ~active[..., None]
   here = (sample[:, 0] > 0) & (sample[:, 0] < state.config.no_page)
   common = jnp.all(same, axis=1) & here & jnp.any(active, axis=1)[:, None]
-  return jnp.sum(jnp.cumprod(common.astype(jnp.int32), axis=1), axis=1)
+  return jnp.sum(
+    jnp.cumprod(common, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32
+  )
 
 
 def free_pages(state: CacheState) -> list[int]:
@@ -97,6 +103,7 @@ def free_pages(state: CacheState) -> list[int]:
     >>> jaxkv.free_pages(state)
     [1, 2, 3]
   """
+  check_single(state)
   count = int(state.pool.queue.num_free)
   return np.asarray(free_queue.in_order(state.pool.queue))[:count].tolist()
 
@@ -117,6 +124,7 @@ def cached_pages(state: CacheState) -> list[int]:
     >>> jaxkv.cached_pages(state)
     []
   """
+  check_single(state)
   pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
   cached = np.asarray(page_pool.is_cached(state.pool, pages))
   return np.flatnonzero(cached).tolist()

@@ -65,7 +65,7 @@ def grow(
     The pool, the table, and int32[]: how many of the pages were cached.
   """
   counts = rows.stop - rows.start
-  total = jnp.sum(counts)
+  total = jnp.sum(counts, dtype=jnp.int32)
 
   def step(loop):
     done, evicted, pool, table = loop
@@ -131,7 +131,7 @@ def shrink(
     where = _where(rows, items, descending=True)
     return indexing.put(table, *where, values=pool.ref_count.shape[0])
 
-  pool = page_pool.reserve(pool, jnp.sum(counts))
+  pool = page_pool.reserve(pool, jnp.sum(counts, dtype=jnp.int32))
   pool, first_left = ragged.for_each(counts, give_back, (pool, rows.stop))
   rest = rows._replace(start=first_left)
   if unhashed_first:

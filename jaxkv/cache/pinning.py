@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -23,6 +22,7 @@ from jaxkv.cache.page_pool import PagePool
 from jaxkv.cache.page_table import Rows
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import counted
+from jaxkv.cache.verbs import verb
 
 
 class PageCodes(NamedTuple):
@@ -59,7 +59,7 @@ class Pinned(NamedTuple):
     return self.code == Code.OK
 
 
-@jax.jit
+@verb
 def touch(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
   """Takes one reference (a pin) on every page named.
 
@@ -84,6 +84,8 @@ def touch(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
     'NOT_CACHED'
   """
   _check_pages(pages)
+  if pages.size == 0:
+    return state, PageCodes(pages)
   names = pages.reshape(-1)
   known = (indexing.take(state.pool.ref_count, names) > 0) | (
     page_pool.is_cached(state.pool, names)
@@ -93,7 +95,7 @@ def touch(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
   return state, PageCodes(code.reshape(pages.shape))
 
 
-@jax.jit
+@verb
 def pin(
   state: CacheState,
   tokens: Array,
@@ -150,7 +152,7 @@ def pin(
   return state, Pinned(code, hits * config.page_size, held)
 
 
-@jax.jit
+@verb
 def unpin(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
   """Gives back one pin on every page named.
 
@@ -174,6 +176,8 @@ def unpin(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
     'NOT_PINNED'
   """
   _check_pages(pages)
+  if pages.size == 0:
+    return state, PageCodes(pages)
   config = state.config
   columns = pages.shape[-1] if pages.ndim else 1
   table = pages.reshape(-1, columns)
@@ -216,7 +220,7 @@ def unpin(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
   return _finished(state, pool, code), PageCodes(code.reshape(pages.shape))
 
 
-@jax.jit
+@verb
 def evict(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
   """Drops pages from the prefix index: they can no longer be hit.
 
@@ -242,6 +246,8 @@ def evict(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
     ([True], [])
   """
   _check_pages(pages)
+  if pages.size == 0:
+    return state, PageCodes(pages)
   names = pages.reshape(-1)
   again = num_earlier(names) > 0
   missing = ~page_pool.is_cached(state.pool, names) | again
@@ -253,7 +259,7 @@ def evict(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
 
 
 def _check_pages(pages: Array) -> None:
-  shape = tuple("..." for _ in getattr(pages, "shape", ()))
+  shape = getattr(pages, "shape", ())
   check_array("pages", pages, shape, jnp.int32)
 
 

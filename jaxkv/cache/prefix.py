@@ -88,7 +88,9 @@ def find(
     ).reshape(shape)
     column = jnp.arange(columns, dtype=jnp.int32)
     hit = jnp.all(pages > 0, axis=0) & (column[None] < possible[:, None])
-    found = jnp.sum(jnp.cumprod(hit.astype(jnp.int32), axis=1), axis=1)
+    found = jnp.sum(
+      jnp.cumprod(hit, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32
+    )
     last = jnp.maximum(found - 1, 0)[:, None, None]
     chain = jnp.take_along_axis(keys, last, axis=1)[:, 0]
     chain = jnp.where(found[:, None] > 0, chain, root)

@@ -150,7 +150,7 @@ def insert(
     # Pages that meet in one bucket take its vacant places in their order.
     rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
     turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
-    nth = jnp.cumsum(vacant.astype(jnp.int32), axis=1) - 1
+    nth = jnp.cumsum(vacant, axis=1, dtype=jnp.int32) - 1
     chosen = vacant & (nth == turn[:, None])
     fits = pending & jnp.any(chosen, axis=1)
     way = jnp.argmax(chosen, axis=1).astype(jnp.int32)

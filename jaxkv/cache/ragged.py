@@ -43,7 +43,7 @@ def locate(counts: Array, item: Array) -> Items:
     counts: int32[X], items in each row.
     item: int32[W], running numbers.
   """
-  ends = jnp.cumsum(counts)
+  ends = jnp.cumsum(counts, dtype=jnp.int32)
   row = jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
   begin = indexing.take(ends, row) - indexing.take(counts, row)
   return Items(row, item - begin, (item >= 0) & (item < ends[-1]))
@@ -65,7 +65,7 @@ def for_each(
     window: items in a window; None for WINDOW.
   """
   width = window or WINDOW
-  total = jnp.sum(counts)
+  total = jnp.sum(counts, dtype=jnp.int32)
   lanes = jnp.arange(width, dtype=jnp.int32)
 
   def step(loop):

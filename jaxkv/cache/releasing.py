@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -26,6 +25,7 @@ from jaxkv.cache.state import counted
 from jaxkv.cache.state import in_range
 from jaxkv.cache.state import is_empty
 from jaxkv.cache.state import pages_for
+from jaxkv.cache.verbs import verb
 
 
 class Freed(NamedTuple):
@@ -60,7 +60,7 @@ class Truncated(NamedTuple):
     return self.code == Code.OK
 
 
-@jax.jit
+@verb
 def free(state: CacheState, slots: Array) -> tuple[CacheState, Freed]:
   """Releases sequences; their slots become empty.
 
@@ -87,7 +87,7 @@ def free(state: CacheState, slots: Array) -> tuple[CacheState, Freed]:
     ([True, False], 7)
   """
   config = state.config
-  if slots.dtype == jnp.bool_:
+  if getattr(slots, "dtype", None) == jnp.bool_:
     check_array("slots", slots, (config.num_slots,), bool)
     numbers, mask = jnp.arange(config.num_slots, dtype=jnp.int32), slots
     again = jnp.zeros_like(mask)
@@ -120,7 +120,7 @@ def free(state: CacheState, slots: Array) -> tuple[CacheState, Freed]:
   return state, Freed(code)
 
 
-@jax.jit
+@verb
 def truncate(
   state: CacheState, lengths: Array, mask: Array | None = None
 ) -> tuple[CacheState, Truncated]:

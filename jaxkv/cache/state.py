@@ -40,7 +40,7 @@ class SlotHashes:
 class Stats:
   """What happened since `init`; every counter is a uint32[] and wraps around.
 
-  The difference of two readings is right across a wrap.
+  The difference of two readings, `later - earlier`, is right across a wrap.
 
   Attributes:
     queries: tokens of admitted sequences, looked up in the index.
@@ -59,6 +59,10 @@ class Stats:
   published: Array
   merged: Array
   failed: Array
+
+  def __sub__(self, earlier: "Stats") -> "Stats":
+    """What happened between two readings."""
+    return jax.tree.map(lambda late, early: late - early, self, earlier)
 
 
 @jax.tree_util.register_dataclass
@@ -141,6 +145,15 @@ def init(config: CacheConfig) -> CacheState:
     epoch=jnp.zeros((), jnp.uint32),
     error=jnp.zeros((), jnp.int32),
   )
+
+
+def check_single(state: CacheState) -> None:
+  """Raises ValueError for a stack of caches, as `vmap` makes them."""
+  if state.length.ndim != 1:
+    raise ValueError(
+      f"state is a stack of caches of shape {state.length.shape[:-1]}; take "
+      "one out of it with jax.tree.map(lambda leaf: leaf[0], state)."
+    )
 
 
 def is_empty(state: CacheState, slots: Array) -> Array:

@@ -259,12 +259,13 @@ def _served(
   """Serves one request: in, computed, out."""
   width = state.config.slot_tokens
   slot = jnp.zeros((1,), jnp.int32)
-  real = (request.length > 0)[None]
+  length = jnp.asarray(request.length)[None]
+  real = length > 0
   state, admitted = jaxkv.admit(
     state,
     slot,
     lax.dynamic_slice(tokens, (request.begin,), (width,))[None],
-    request.length[None],
+    length,
     mask=real,
   )
   # A request of full blocks only gets its page that is never cached here.

@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import functools
 import math
+import os
+import sys
 import time
 from typing import Any
 from typing import NamedTuple
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
       num_samples=args.samples,
       max_new_tokens=args.max_tokens,
       stop_token=model.vocabulary.stop_token,
-      prefill_chunk=min(64, SLOT_TOKENS),
+      prefill_chunk=64,
     )
     paged = _paged(args, model, prompts, config)
     dense = _dense(args, model, prompts, config)
@@ -139,10 +141,16 @@ def _check(args: argparse.Namespace) -> None:
       raise CommandError(
         f"{flag} must be at least {value}, not {getattr(args, name)}"
       )
+  _check_sizes(args)
   if args.seed >= 2**32:
     raise CommandError(f"--seed must be below 2**32, not {args.seed}")
   if not math.isfinite(args.temperature):
     raise CommandError(f"--temperature must be finite, not {args.temperature}")
+  if args.json and args.prompts and _same_file(args.json, args.prompts):
+    raise CommandError(f"--json {args.json} would overwrite the prompts")
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
   if args.max_tokens >= SLOT_TOKENS:
     raise CommandError(
       f"--max-tokens must be below {SLOT_TOKENS}, the tokens of a slot, not "
@@ -153,6 +161,14 @@ def _check(args: argparse.Namespace) -> None:
       f"--page-size must be at most {SLOT_TOKENS}, the tokens of a slot, not "
       f"{args.page_size}"
     )
+  try:
+    _sizes(args)
+  except ValueError as error:
+    raise CommandError(str(error).rstrip(".")) from error
+
+
+def _same_file(a: str, b: str) -> bool:
+  return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
 
 
 def _prompts(args: argparse.Namespace, model: CharacterModel) -> Prompts:
@@ -185,9 +201,10 @@ def _paged(
   forward = functools.partial(
     models.forward, config=model.config, logits="last"
   )
-  program = functools.partial(rollout.run, model=forward, config=config)
+  program = functools.partial(rollout.run, model=forward)
   temperature = jnp.float32(args.temperature)
   span = jnp.int32(args.span)
+  print("compiling the loop ...", file=sys.stderr, flush=True)
   begin = time.perf_counter()
   compiled = (
     jax.jit(program, donate_argnums=1)
@@ -199,7 +216,7 @@ def _paged(
   with tqdm.tqdm(total=total, desc="rollout", unit="seq") as bar:
     while True:
       state = compiled(model.params, state, temperature, span)
-      done = int(jnp.sum(state.sequences.status == rollout.DONE))
+      done = int(jnp.sum(state.sequences.status >= rollout.DONE))
       bar.update(done - bar.n)
       if done == total:
         break
@@ -213,15 +230,6 @@ def _initial(
   prompts: Prompts,
   config: RolloutConfig,
 ) -> RolloutState:
-  pages_per_slot = -(-SLOT_TOKENS // args.page_size)
-  cache = jaxkv.init(
-    jaxkv.CacheConfig(
-      num_pages=args.pages,
-      page_size=args.page_size,
-      num_slots=args.slots,
-      pages_per_slot=pages_per_slot,
-    )
-  )
   kv = kv_memory.init(
     num_layers=model.config.num_layers,
     num_pages=args.pages,
@@ -230,7 +238,17 @@ def _initial(
     head_dim=model.config.head_dim,
     dtype=model.config.dtype,
   )
+  cache = jaxkv.init(_sizes(args))
   return rollout.init(cache, kv, *_arrays(args, prompts), config)
+
+
+def _sizes(args: argparse.Namespace) -> jaxkv.CacheConfig:
+  return jaxkv.CacheConfig(
+    num_pages=args.pages,
+    page_size=args.page_size,
+    num_slots=args.slots,
+    pages_per_slot=-(-SLOT_TOKENS // args.page_size),
+  )
 
 
 def _arrays(

@@ -6,6 +6,7 @@ from jaxkv.rollout.loop import run
 from jaxkv.rollout.options import RolloutConfig
 from jaxkv.rollout.sampling import sample
 from jaxkv.rollout.sequences import DONE
+from jaxkv.rollout.sequences import FAILED
 from jaxkv.rollout.sequences import RUNNING
 from jaxkv.rollout.sequences import WAITING
 from jaxkv.rollout.sequences import Sequences
@@ -17,6 +18,7 @@ from jaxkv.rollout.state import is_done
 
 __all__ = [
   "DONE",
+  "FAILED",
   "RUNNING",
   "WAITING",
   "Counters",

@@ -12,6 +12,7 @@ from jax import Array
 from jax import lax
 
 from jaxkv.cache import indexing
+from jaxkv.cache.verbs import alike
 from jaxkv.rollout import sampling
 from jaxkv.rollout import sequences as queue
 from jaxkv.rollout.options import RolloutConfig
@@ -46,6 +47,9 @@ def run_dense(
   Returns:
     The sequences, all done.
   """
+  params, memory, sequences, temperature = alike(
+    (params, memory, sequences, temperature)
+  )
   total = sequences.length.shape[0]
   width = sequences.tokens.shape[1] - config.max_new_tokens
 
@@ -85,5 +89,7 @@ def run_dense(
     return begin + batch_size, memory, sequences
 
   return lax.while_loop(
-    lambda loop: loop[0] < total, batch, (jnp.int32(0), memory, sequences)
+    lambda loop: loop[0] < total,
+    batch,
+    (sequences.length[0] & 0, memory, sequences),
   )[2]

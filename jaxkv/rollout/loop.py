@@ -27,10 +27,13 @@ from jaxkv import kv as kv_memory
 from jaxkv.cache import indexing
 from jaxkv.cache.admitting import admit
 from jaxkv.cache.allocating import allocate
+from jaxkv.cache.codes import Code
+from jaxkv.cache.codes import is_failure
 from jaxkv.cache.committing import commit
 from jaxkv.cache.forking import fork
 from jaxkv.cache.releasing import free
 from jaxkv.cache.state import CacheState
+from jaxkv.cache.verbs import alike
 from jaxkv.kv import KVPages
 from jaxkv.kv import View
 from jaxkv.rollout import sampling
@@ -54,12 +57,16 @@ def run(
   max_steps: Array,
   *,
   model: Model,
-  config: RolloutConfig,
 ) -> RolloutState:
   """Runs until every sequence is done, or for so many steps.
 
-  One `while_loop`, nothing of it on the host. Jit it with `model` and `config`
-  static and the state donated; the K/V memory is then updated in place.
+  One `while_loop`, nothing of it on the host. Jit it with the state donated,
+  `jax.jit(functools.partial(run, model=model), donate_argnums=1)`, and the K/V
+  memory is updated in place.
+
+  Generated are `tokens[q, prompt_length[q] : length[q]]` of the state's
+  sequences. One that can never run, because other holders leave it too few
+  pages, is given up: its status is FAILED and its `code` says why.
 
   Args:
     params: the model's.
@@ -67,29 +74,29 @@ def run(
     temperature: float32[], 0 for greedy.
     max_steps: int32[], steps of this call; 0 for no limit.
     model: see `Model`.
-    config: the options given to `init`.
 
   Returns:
     The state; `is_done` tells whether it is the end.
   """
-  end = state.counters.steps + max_steps
+  params, state, temperature, max_steps = alike(
+    (params, state, temperature, max_steps)
+  )
+  begin = state.counters.steps
 
   def unfinished(state: RolloutState) -> Array:
-    within = (max_steps == 0) | (state.counters.steps < end)
+    within = (max_steps == 0) | (state.counters.steps - begin < max_steps)
     return within & ~is_done(state)
 
   def step(state: RolloutState) -> RolloutState:
-    state = _entered(params, state, model=model, config=config)
-    return _decoded(params, state, temperature, model=model, config=config)
+    state = _entered(params, state, model=model)
+    return _decoded(params, state, temperature, model=model)
 
   return lax.while_loop(unfinished, step, state)
 
 
-def _entered(
-  params: Any, state: RolloutState, *, model: Model, config: RolloutConfig
-) -> RolloutState:
+def _entered(params: Any, state: RolloutState, *, model: Model) -> RolloutState:
   """Admits waiting sequences, prefills them and forks their siblings."""
-  sequences, cache = state.sequences, state.cache
+  sequences, cache, config = state.sequences, state.cache, state.config
   none = sequences.length.shape[0]
   rows = min(config.admissions, cache.config.num_slots)
   numbers = queue.first_of(sequences.status == queue.WAITING, rows)
@@ -108,11 +115,16 @@ def _entered(
   cache, forked = fork(cache, slots[leader], slots, mask=follows)
   kv = kv_memory.copy(kv, *forked.copies)
   enters = admitted.ok | forked.ok
+  idle = ~jnp.any(enters) & jnp.all(state.running == none)
+  hopeless = is_failure(admitted.code) & (
+    idle | (admitted.code != Code.OUT_OF_PAGES)
+  )
+  sequences = queue.with_status(sequences, numbers, enters, queue.RUNNING)
   return dataclasses.replace(
     state,
     cache=cache,
     kv=kv,
-    sequences=queue.with_status(sequences, numbers, enters, queue.RUNNING),
+    sequences=queue.failed(sequences, numbers, hopeless, admitted.code),
     running=indexing.put(
       state.running, indexing.where_valid(enters, slots), values=numbers
     ),
@@ -191,7 +203,7 @@ def _prefilled(
     )
     return cache, kv, missing - counts
 
-  total = jnp.sum(missing)
+  total = jnp.sum(missing, dtype=jnp.int32)
   cache, kv, _ = lax.while_loop(
     lambda loop: jnp.any(loop[2] > 0), chunk, (cache, kv, missing)
   )
@@ -204,7 +216,6 @@ def _decoded(
   temperature: Array,
   *,
   model: Model,
-  config: RolloutConfig,
 ) -> RolloutState:
   """One token for every running slot that has room for it."""
   none = state.sequences.length.shape[0]
@@ -232,7 +243,7 @@ def _decoded(
   )
   cache, _ = commit(state.cache, tokens, view.counts)
   sequences, ended = queue.appended(
-    sequences, numbers, runs, drawn, log_probs, config
+    sequences, numbers, runs, drawn, log_probs, state.config
   )
   counters = _counted(state.counters, cache, runs)
   cache, _ = free(cache, ended)
@@ -249,19 +260,25 @@ def _decoded(
 
 
 def _preempted(state: RolloutState, starved: Array) -> RolloutState:
-  """If a slot found no page, the youngest sequence makes room and waits."""
+  """If a slot found no page, the youngest sequence makes room and waits.
+
+  One that is alone has all pages there are; it is given up.
+  """
   none = state.sequences.length.shape[0]
   age = jnp.where(state.running < none, state.running, -1)
   slots = jnp.arange(age.shape[0], dtype=jnp.int32)
   victim = jnp.any(starved) & (slots == jnp.argmax(age)) & (age >= 0)
+  alone = jnp.sum(age >= 0, dtype=jnp.int32) == 1
   cache, _ = free(state.cache, victim)
-  count = jnp.sum(victim, dtype=jnp.int32)
+  sequences = queue.with_status(
+    state.sequences, state.running, victim, queue.WAITING
+  )
+  code = jnp.full_like(slots, Code.OUT_OF_PAGES)
+  count = jnp.sum(victim & ~alone, dtype=jnp.int32)
   return dataclasses.replace(
     state,
     cache=cache,
-    sequences=queue.with_status(
-      state.sequences, state.running, victim, queue.WAITING
-    ),
+    sequences=queue.failed(sequences, state.running, victim & alone, code),
     running=jnp.where(victim, none, state.running),
     paused=state.paused | (count > 0),
     counters=dataclasses.replace(
@@ -272,7 +289,7 @@ def _preempted(state: RolloutState, starved: Array) -> RolloutState:
 
 def _counted(counters: Counters, cache: CacheState, runs: Array) -> Counters:
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
-  shared = jnp.sum(cache.num_pages) - in_use
+  shared = jnp.sum(cache.num_pages, dtype=jnp.int32) - in_use
   return dataclasses.replace(
     counters,
     steps=counters.steps + 1,

@@ -13,7 +13,7 @@ from jax import Array
 from jaxkv.cache import indexing
 from jaxkv.rollout.options import RolloutConfig
 
-WAITING, RUNNING, DONE = 0, 1, 2
+WAITING, RUNNING, DONE, FAILED = 0, 1, 2, 3
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +26,8 @@ class Sequences:
     prompt_length: tokens of the prompt.  # int32[Q]
     length: tokens in all.  # int32[Q]
     log_probs: of the generated tokens, then 0.  # float32[Q, T]
-    status: WAITING, RUNNING or DONE.  # int32[Q]
+    status: WAITING, RUNNING, DONE or FAILED.  # int32[Q]
+    code: why a sequence failed, a `jaxkv.Code`.  # int32[Q]
     keys: each sequence's own.  # key[Q]
   """
 
@@ -35,6 +36,7 @@ class Sequences:
   length: Array
   log_probs: Array
   status: Array
+  code: Array
   keys: Array
 
 
@@ -61,6 +63,7 @@ def from_prompts(
     length=lengths + 0,
     log_probs=jnp.zeros((num_sequences, config.max_new_tokens), jnp.float32),
     status=jnp.full((num_sequences,), WAITING, jnp.int32),
+    code=jnp.zeros((num_sequences,), jnp.int32),
     keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers),
   )
 
@@ -81,7 +84,7 @@ def first_of(condition: Array, count: int) -> Array:
     int32[count], filled up with X.
   """
   size = condition.shape[0]
-  rank = jnp.cumsum(condition.astype(jnp.int32)) - 1
+  rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
   return indexing.put(
     jnp.full((count,), size, jnp.int32),
     indexing.where_valid(condition, rank),
@@ -97,6 +100,17 @@ def with_status(
   return dataclasses.replace(
     sequences,
     status=indexing.put(sequences.status, place, values=status),
+  )
+
+
+def failed(
+  sequences: Sequences, numbers: Array, mask: Array, code: Array
+) -> Sequences:
+  """The sequences with those named and masked given up, and why."""
+  sequences = with_status(sequences, numbers, mask, FAILED)
+  place = indexing.where_valid(mask, numbers)
+  return dataclasses.replace(
+    sequences, code=indexing.put(sequences.code, place, values=code)
   )
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxkv.cache.arguments import check_array
 from jaxkv.cache.config import CacheConfig
 from jaxkv.cache.state import CacheState
 from jaxkv.kv import KVPages
@@ -49,11 +50,13 @@ class RolloutState:
     cache: who owns which pages.
     kv: their contents.
     sequences: the queue and the results.
+    config: the options.
     running: the sequence in each slot, Q for none.  # int32[B]
     paused: no admissions, after a preemption, until a sequence ends.  # bool[]
     counters: what was done.
   """
 
+  config: RolloutConfig = dataclasses.field(metadata={"static": True})
   cache: CacheState
   kv: KVPages
   sequences: Sequences
@@ -74,7 +77,7 @@ def init(
 
   Args:
     cache: an empty cache, or one that still holds prefixes of earlier
-      rollouts; no slot in use.
+      rollouts, after `new_epoch` if the weights are new; no slot in use.
     kv: the K/V memory of its pages.
     prompts: int32[P, L], padded at the end.
     lengths: int32[P], 1 .. L.
@@ -85,15 +88,22 @@ def init(
     The state, to be given to `run`.
 
   Raises:
-    ValueError: L + max_new_tokens tokens do not fit into a slot, a prompt is
-      empty or longer than L, or the longest sequence does not fit into the
-      pool. (Under a transformation the lengths cannot be looked at.)
+    ValueError: an argument has the wrong shape or dtype, the cache has several
+      groups or a slot in use, the memory has other pages than the cache,
+      L + max_new_tokens tokens do not fit into a slot, a prompt is empty or
+      longer than L, or the longest sequence does not fit into the pool. Under
+      a transformation lengths and slots cannot be looked at; such sequences
+      fail one by one, see `Sequences.code`.
   """
+  check_array("prompts", prompts, ("P", "L"), jnp.int32)
+  check_array("lengths", lengths, prompts.shape[:1], jnp.int32)
+  _check_memory(cache, kv)
   _check_fits(cache.config, prompts, lengths, config)
   sizes = cache.config
   sequences = queue.from_prompts(prompts, lengths, key, config)
   none = sequences.length.shape[0]
   return RolloutState(
+    config=config,
     cache=cache,
     kv=kv,
     sequences=sequences,
@@ -109,8 +119,26 @@ def init(
 
 
 def is_done(state: RolloutState) -> Array:
-  """bool[]: whether every sequence has ended."""
-  return jnp.all(state.sequences.status == queue.DONE)
+  """bool[]: whether every sequence is DONE or FAILED."""
+  return jnp.all(state.sequences.status >= queue.DONE)
+
+
+def _check_memory(cache: CacheState, kv: KVPages) -> None:
+  sizes = cache.config
+  if sizes.num_groups != 1:
+    raise ValueError(
+      f"CacheConfig.num_groups is {sizes.num_groups}; a rollout's model has "
+      "one page table, so it must be 1."
+    )
+  if (kv.num_pages, kv.page_size) != (sizes.num_pages, sizes.page_size):
+    raise ValueError(
+      f"kv has {kv.num_pages} pages of {kv.page_size} tokens and the cache "
+      f"{sizes.num_pages} of {sizes.page_size}; they must be equal."
+    )
+  if isinstance(cache.num_pages, jax.core.Tracer):
+    return
+  if np.any(np.asarray(cache.num_pages)):
+    raise ValueError("cache has slots in use; free them before a rollout.")
 
 
 def _check_fits(
