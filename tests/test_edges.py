@@ -53,7 +53,7 @@ class TestShapes:
   def test_the_smallest_cache(self):
     config = _config(num_pages=2, page_size=1, num_slots=1, pages_per_slot=1)
     state = jaxkv.init(config)
-    state, out = jaxkv.allocate(state, _ints(1))
+    state, _ = jaxkv.allocate(state, _ints(1))
     state, _ = jaxkv.commit(state, _ints([5]), _ints(1))
     state, full = jaxkv.allocate(state, _ints(1))
     assert full.code.tolist() == [jaxkv.Code.SLOT_FULL]
