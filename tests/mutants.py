@@ -6,9 +6,11 @@ cannot tell shows a behaviour that nothing checks.
 """
 
 from tests.mutation import DUPLICATES
+from tests.mutation import ONE_WINDOW
 from tests.mutation import Mutant
 
 FREE = ("free_mask",)
+SWEEPS = ("free_mask", "free_slots", "truncate", "unpin")
 LOOK = ("match",)
 
 MUTANTS = {
@@ -39,24 +41,30 @@ MUTANTS = {
   ),
   "pushed to the front in the wrong order": Mutant(
     "free_queue:push_front",
-    "queue.head - rank, pages",
-    "queue.head - rank[-1] - 1 + rank, pages",
+    "place = _wrap(queue, queue.head - rank)",
+    "place = _wrap(queue, queue.head - rank[-1] - 1 + rank)",
     FREE,
   ),
   "the sweep drops an entry": Mutant(
-    "free_queue:reserve", "span=queue.num_free", "span=queue.num_free - 1", FREE
+    "free_queue:reserve",
+    "span=queue.num_free",
+    "span=queue.num_free - 1",
+    SWEEPS,
+    ONE_WINDOW,
   ),
   "the sweep turns the order around": Mutant(
     "free_queue:reserve",
     "ring = in_order(queue)",
     "ring = jnp.roll(in_order(queue)[::-1], queue.num_free)",
-    FREE,
+    SWEEPS,
+    ONE_WINDOW,
   ),
   "the ring is never swept": Mutant(
     "free_queue:reserve",
     "tight = queue.span + count > capacity",
     "tight = queue.span + count < 0",
-    FREE,
+    SWEEPS,
+    ONE_WINDOW,
   ),
   # --- the pool --------------------------------------------------------------
   "a popped page has two references": Mutant(
@@ -87,7 +95,11 @@ MUTANTS = {
     "page_pool:drop", "last & ~is_cached(pool, pages)", "last", FREE
   ),
   "a page released twice is freed twice": Mutant(
-    "page_pool:drop", "pages, last & ~left", "pages, unreferenced & ~left", FREE
+    "page_pool:drop",
+    "pages, last & ~left,",
+    "pages, unreferenced & ~left,",
+    FREE,
+    ONE_WINDOW,
   ),
   # --- page tables -----------------------------------------------------------
   "the head of a sequence is released first": Mutant(
@@ -133,15 +145,15 @@ MUTANTS = {
   ),
   "overflow is not counted": Mutant(
     "prefix_index:insert",
-    "indexing.where_valid(pending, bucket), values=1",
-    "indexing.where_valid(pending, bucket), values=0",
+    "slot, valid, 1)",
+    "slot, valid, 0)",
     ("commit",),
     DUPLICATES,
   ),
   "overflow is not counted down": Mutant(
     "prefix_index:remove",
-    "passed, values=-1",
-    "passed, values=0",
+    "slot, valid, -1)",
+    "slot, valid, 0)",
     ("evict", "allocate", "admit"),
     DUPLICATES,
   ),
@@ -185,7 +197,7 @@ MUTANTS = {
   ),
   "hits go on after a miss": Mutant(
     "prefix:find",
-    "jnp.cumprod(hit.astype(jnp.int32), axis=1)",
+    "jnp.cumprod(hit, axis=1, dtype=jnp.int32)",
     "hit.astype(jnp.int32)",
     LOOK,
     DUPLICATES,
@@ -245,7 +257,7 @@ MUTANTS = {
   "a fork shares the partial page": Mutant(
     "forking:_shared",
     "jnp.repeat(full, groups)",
-    "jnp.repeat(full + (src >= 0), groups)",
+    "jnp.repeat(full + (src >= 0).astype(jnp.int32), groups)",
     ("fork",),
   ),
   "a fork forgets its keys": Mutant(

@@ -19,6 +19,8 @@ from tests.setups import small
 
 CURRENT = small(201, 2, groups=2, window=3, worse="crowded tight", **MERGE)
 DUPLICATES = small(202, 2, window=3, worse="crowded tight", **CLASSIC)
+# Half a ring of 16 entries for 15 pages: swept at every turn.
+ONE_WINDOW = small(203, 2, worse="tight", num_pages=16, **CLASSIC)
 
 quick = functools.partial(
   jax.jit, compiler_options={"xla_backend_optimization_level": 0}

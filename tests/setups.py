@@ -68,6 +68,7 @@ def small(
   window: int | None = None,
   *,
   worse: str = "",
+  num_pages: int | None = None,
   **options: bool,
 ) -> Setup:
   """Four slots of four pages, and pages for little more than two of them.
@@ -78,10 +79,11 @@ def small(
     groups: of layers.
     window: see `Setup`.
     worse: names of flags of `Setup`.
+    num_pages: N, where it is another one.
     **options: of the config.
   """
   config = CacheConfig(
-    num_pages=10 * groups + 2,
+    num_pages=num_pages or 10 * groups + 2,
     page_size=size,
     num_slots=4,
     pages_per_slot=4,
@@ -99,7 +101,7 @@ NO_CACHING = {"prefix_caching": False}
 
 SETUPS = {
   # Seen in every run: both policies, merging, groups, no caching.
-  "plain": small(1, 2, worse="tight"),
+  "plain": small(1, 2, worse="tight", num_pages=16),
   "merge": small(2, 1, window=2, **MERGE, **CLASSIC),
   "groups": small(3, 2, groups=2, worse="crowded", **MERGE),
   "no_caching": small(4, 4, window=3, worse="tight", **NO_CACHING),
