@@ -7,6 +7,7 @@ cannot tell shows a behaviour that nothing checks.
 
 from tests.mutation import DUPLICATES
 from tests.mutation import ONE_WINDOW
+from tests.mutation import SCARCE
 from tests.mutation import Mutant
 
 FREE = ("free_mask",)
@@ -199,7 +200,7 @@ MUTANTS = {
     "prefix:find",
     "jnp.cumprod(hit, axis=1, dtype=jnp.int32)",
     "hit.astype(jnp.int32)",
-    LOOK,
+    ("match", "admit"),
     DUPLICATES,
   ),
   # --- allocate and admit ----------------------------------------------------
@@ -222,7 +223,7 @@ MUTANTS = {
     ("admit",),
   ),
   "a hit shared in one call is paid twice": Mutant(
-    "admitting:_grant", "- free[row, touched]", "", ("admit",)
+    "admitting:_grant", "- free[row, touched]", "", ("admit",), SCARCE
   ),
   "a failed row moves the length": Mutant(
     "admitting:admit",

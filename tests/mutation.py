@@ -1,6 +1,5 @@
 """Puts a small mistake into the library, for the time of a test."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -21,6 +20,8 @@ CURRENT = small(201, 2, groups=2, window=3, worse="crowded tight", **MERGE)
 DUPLICATES = small(202, 2, window=3, worse="crowded tight", **CLASSIC)
 # Half a ring of 16 entries for 15 pages: swept at every turn.
 ONE_WINDOW = small(203, 2, worse="tight", num_pages=16, **CLASSIC)
+# Nine pages for four slots of four: sequences are refused at every turn.
+SCARCE = small(204, 2, num_pages=10)
 
 quick = functools.partial(
   jax.jit, compiler_options={"xla_backend_optimization_level": 0}
@@ -46,24 +47,24 @@ class Mutant:
   verbs: tuple[str, ...]
   setup: Setup = CURRENT
 
-  @contextlib.contextmanager
-  def verbs_with_it(self):
+  def verbs_with_it(self) -> dict[str, Callable]:
     """The table of verbs, with the mistake in some of them."""
     name, function = self.place.split(":")
-    module = sys.modules[f"jaxkv.cache.{name}"]
-    right = getattr(module, function)
+    right = getattr(sys.modules[f"jaxkv.cache.{name}"], function)
     wrong = self._rewritten(right)
-    with pytest.MonkeyPatch.context() as patch:
-      for user in list(sys.modules.values()):
-        if user.__name__.startswith("jaxkv.cache."):
-          for alias, value in list(vars(user).items()):
-            if value is right:
-              patch.setattr(user, alias, wrong)
-      fresh = {
-        verb: _compiled_anew(wrong if VERBS[verb] is right else VERBS[verb])
-        for verb in self.verbs
-      }
-      yield VERBS | fresh
+    places = [
+      (module, alias)
+      for module in list(sys.modules.values())
+      if module.__name__.startswith("jaxkv.cache.")
+      for alias, value in vars(module).items()
+      if value is right
+    ]
+    return VERBS | {
+      verb: _compiled_anew(
+        wrong if VERBS[verb] is right else VERBS[verb], places, wrong
+      )
+      for verb in self.verbs
+    }
 
   def _rewritten(self, function: Callable) -> Callable:
     text = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
@@ -75,7 +76,15 @@ class Mutant:
     return namespace[inspect.unwrap(function).__name__]
 
 
-def _compiled_anew(verb: Callable) -> Callable:
-  """A jitted verb that remembers nothing of earlier traces."""
+def _compiled_anew(verb: Callable, places: list, wrong: Callable) -> Callable:
+  """A verb that is traced with the mistake, as no other verb is."""
   plain = inspect.unwrap(verb)
-  return quick(lambda *arguments: plain(*arguments))
+  compiled = quick(lambda *arguments: plain(*arguments))
+
+  def call(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+      for module, alias in places:
+        patch.setattr(module, alias, wrong)
+      return compiled(*arguments)
+
+  return call

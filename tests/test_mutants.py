@@ -1,7 +1,5 @@
 """Would the tests notice? Every mutant must do something wrong somewhere."""
 
-import contextlib
-
 import pytest
 
 from tests.mutants import MUTANTS
@@ -30,11 +28,8 @@ def test_the_real_cache_lives(setup):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_dies(name):
   mutant = MUTANTS[name]
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(mutant.setup.patched())
-    verbs = stack.enter_context(mutant.verbs_with_it())
-    with pytest.raises(Mismatch):
-      walk(mutant.setup, verbs)
+  with mutant.setup.patched(), pytest.raises(Mismatch):
+    walk(mutant.setup, mutant.verbs_with_it())
 
 
 def test_there_are_enough():
