@@ -35,7 +35,7 @@ MUTANTS = {
     ("allocate",),
   ),
   "a page touched twice leaves twice": Mutant(
-    "free_queue:remove", "jnp.sum(last", "jnp.sum(inside", ("touch", "admit")
+    "free_queue:remove", "jnp.sum(last", "jnp.sum(valid", ("touch", "admit")
   ),
   "pushed to the back in the wrong order": Mutant(
     "free_queue:push_back", "+ rank - 1", "+ rank[-1] - rank", FREE, DUPLICATES
@@ -82,8 +82,9 @@ MUTANTS = {
   ),
   "a touched page stays in the queue": Mutant(
     "page_pool:hold",
-    "free_queue.remove(pool.queue, pages, valid)",
-    "pool.queue",
+    "free_queue.remove(\n    pool.queue, pages, valid & is_free(pool, pages)\n"
+    "  )",
+    "pool.queue, jnp.int32(0)",
     ("touch", "admit"),
   ),
   "free at one reference": Mutant(
@@ -125,8 +126,8 @@ MUTANTS = {
   ),
   "the newest duplicate is the hit": Mutant(
     "prefix_index:lookup",
-    "index.clock - indexing.take(index.stamp, candidates)",
-    "indexing.take(index.stamp, candidates) + jnp.uint32(1)",
+    "index.clock - stamp",
+    "stamp + jnp.uint32(1)",
     LOOK,
     DUPLICATES,
   ),

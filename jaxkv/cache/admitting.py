@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv.cache import free_queue
 from jaxkv.cache import grants
 from jaxkv.cache import indexing
 from jaxkv.cache import page_pool
@@ -235,7 +234,7 @@ def _grant(
     return grants.in_order(need, asked, available)
   columns = jnp.arange(found.pages.shape[-1], dtype=jnp.int32)
   hit = columns[None] < jnp.where(asked, found.num_pages, 0)[:, None]
-  free = hit[None] & free_queue.is_free(state.pool.queue, found.pages)
+  free = hit[None] & page_pool.is_free(state.pool, found.pages)
   free = jnp.cumsum(
     jnp.sum(free, axis=0, dtype=jnp.int32), axis=1, dtype=jnp.int32
   )

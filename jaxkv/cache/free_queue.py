@@ -29,8 +29,8 @@ class FreeQueue:
   Attributes:
     ring: page numbers; C of them, those in `head .. head + span` (modulo C)
       are entries.  # int32[C]
-    position: where a page's live entry is, NOWHERE for a page in use and for
-      the null page.  # int32[N]
+    position: where a page's live entry is; for a page in use some place where
+      it is not, and NOWHERE for the null page.  # int32[N]
     head: place of the first entry.  # int32[]
     span: entries, stale ones included.  # int32[]
     num_free: live entries.  # int32[]
@@ -92,11 +92,9 @@ def pop(
   stays = (live & ~valid) | (lanes >= queue.span)
   passed = jnp.where(jnp.any(stays), jnp.argmax(stays), window)
   passed = passed.astype(jnp.int32)
+  # The head passes every entry that is popped, so positions can stay.
   queue = dataclasses.replace(
     queue,
-    position=indexing.put(
-      queue.position, indexing.where_valid(valid, pages), values=NOWHERE
-    ),
     head=_wrap(queue, queue.head + passed),
     span=queue.span - passed,
     num_free=queue.num_free - num_popped,
@@ -104,24 +102,28 @@ def pop(
   return queue, Popped(pages, count - 1, valid)
 
 
-def remove(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
+def remove(
+  queue: FreeQueue, pages: Array, valid: Array
+) -> tuple[FreeQueue, Array]:
   """Takes pages out of wherever they stand.
 
   Args:
     queue: the queue.
-    pages: int32[W]; a page may be named more than once, and pages that are
-      not in the queue stay outside.
-    valid: bool[W].
+    pages: int32[W]; a page may be named more than once.
+    valid: bool[W], pages that stand in the queue.
+
+  Returns:
+    The queue, and int32[]: how many different pages were taken out.
   """
-  inside = valid & is_free(queue, pages)
-  position, last = mark_last(queue.position, pages, inside)
+  position, last = mark_last(queue.position, pages, valid)
   count = jnp.sum(last, dtype=jnp.int32)
-  place = indexing.after(count, indexing.where_valid(inside, pages))
-  return dataclasses.replace(
+  place = indexing.after(count, indexing.where_valid(valid, pages))
+  queue = dataclasses.replace(
     queue,
     position=indexing.put(position, place, values=NOWHERE),
     num_free=queue.num_free - count,
   )
+  return queue, count
 
 
 def push_back(
@@ -199,11 +201,6 @@ def mark_last(
   place = indexing.where_valid(valid, pages)
   position = indexing.put_max(position, place, values=note)
   return position, valid & (indexing.take(position, place) == note)
-
-
-def is_free(queue: FreeQueue, pages: Array) -> Array:
-  """bool[...]: whether pages stand in the queue."""
-  return indexing.take(queue.position, pages, fill=NOWHERE) < NOWHERE
 
 
 def in_order(queue: FreeQueue) -> Array:

@@ -118,7 +118,7 @@ def _free(state: CacheState) -> Array:
   )
   return (
     jnp.all(live == free)
-    & jnp.all(live | (place == indexing.NOWHERE))
+    & jnp.all(place <= indexing.NOWHERE)
     & (queue.num_free == jnp.sum(free, dtype=jnp.int32))
     & (
       jnp.sum(free_queue.in_order(queue) > 0, dtype=jnp.int32) == queue.num_free
@@ -135,14 +135,16 @@ def _index(state: CacheState) -> Array:
   cached = prefix_index.contains(index, pages)
   entries = index.buckets.reshape(-1)
   places = jnp.arange(entries.shape[0], dtype=jnp.int32)
-  listed = indexing.take(index.slot, entries, fill=-1) == places
-  first = prefix_index.lookup(index, index.key, index.tokens)
-  same = indexing.take(index.key, first) == index.key
+  slot, keys = (
+    prefix_index.slot_of(index, pages),
+    prefix_index.key_of(index, pages),
+  )
+  listed = indexing.take(slot, entries, fill=-1) == places
+  first = prefix_index.lookup(index, keys, index.tokens)
+  same = prefix_index.key_of(index, first) == keys
   overflow = prefix_index.recount(index, cached)
   return (
-    jnp.all(
-      jnp.where(cached, indexing.take(entries, index.slot) == pages, True)
-    )
+    jnp.all(jnp.where(cached, indexing.take(entries, slot) == pages, True))
     & jnp.all((entries == 0) | listed)
     & jnp.all(~cached | ((first > 0) & jnp.all(same, axis=1)))
     & jnp.all(overflow == index.overflow)
@@ -166,7 +168,7 @@ def _keys(state: CacheState) -> Array:
     jnp.broadcast_to(chain, (config.num_groups, *chain.shape)),
     jnp.broadcast_to(groups, state.page_table.shape),
   )
-  keys = indexing.take(index.key, state.page_table)
+  keys = prefix_index.key_of(index, state.page_table)
   right = jnp.all(keys == expected, axis=-1)
   last = jnp.maximum(full - 1, 0)[:, None, None]
   end = jnp.take_along_axis(chain, last, axis=1)[:, 0]

@@ -95,12 +95,12 @@ def hold(pool: PagePool, pages: Array, valid: Array) -> PagePool:
     pages: int32[W], repeats allowed.
     valid: bool[W].
   """
+  queue, count = free_queue.remove(
+    pool.queue, pages, valid & is_free(pool, pages)
+  )
+  place = indexing.after(count, indexing.where_valid(valid, pages))
   return dataclasses.replace(
-    pool,
-    ref_count=indexing.add(
-      pool.ref_count, indexing.where_valid(valid, pages), values=1
-    ),
-    queue=free_queue.remove(pool.queue, pages, valid),
+    pool, ref_count=indexing.add(pool.ref_count, place, values=1), queue=queue
   )
 
 
@@ -177,6 +177,11 @@ def unpublish(
     return pool, jnp.int32(0)
   index, count = prefix_index.remove(pool.index, pages, valid)
   return dataclasses.replace(pool, index=index), count
+
+
+def is_free(pool: PagePool, pages: Array) -> Array:
+  """bool[...]: whether pages, not the null page, stand in the queue."""
+  return indexing.take(pool.ref_count, pages, fill=1) == 0
 
 
 def is_cached(pool: PagePool, pages: Array) -> Array:

@@ -25,6 +25,7 @@ from jaxkv.cache.indexing import NOWHERE
 
 BUCKET_PAGES = 8
 INSERT_WINDOW = 32
+_SLOT = KEY_WORDS + 1  # Column of an entry.
 
 
 @jax.tree_util.register_dataclass
@@ -37,21 +38,18 @@ class PrefixIndex:
   Attributes:
     buckets: page numbers, 0 where nothing is.  # int32[K, 8]
     overflow: pages that found this bucket full.  # int32[K]
-    slot: where a page is in the flattened buckets; NOWHERE for a page that is
-      not cached.  # int32[N]
-    key: the key of a full page; outlives its place in the index until the page
-      is filled again.  # uint32[N, 4]
-    tokens: the tokens of a full page, likewise.  # int32[N, S]
-    stamp: the value of `clock` when the page was published.  # uint32[N]
+    entry: a page's key, the value of `clock` when it was published, and its
+      place in the flattened buckets, NOWHERE if it is not cached; one row, so
+      that publishing writes them at once.  # uint32[N, 6]
+    tokens: the tokens of a full page; they and its key outlive its place in
+      the index until the page is filled again.  # int32[N, S]
     clock: pages published so far, modulo 2**32.  # uint32[]
   """
 
   buckets: Array
   overflow: Array
-  slot: Array
-  key: Array
+  entry: Array
   tokens: Array
-  stamp: Array
   clock: Array
 
 
@@ -61,17 +59,28 @@ def init(num_pages: int, page_size: int) -> PrefixIndex:
   return PrefixIndex(
     buckets=jnp.zeros((num_buckets, BUCKET_PAGES), jnp.int32),
     overflow=jnp.zeros((num_buckets,), jnp.int32),
-    slot=jnp.full((num_pages,), NOWHERE, jnp.int32),
-    key=jnp.zeros((num_pages, KEY_WORDS), jnp.uint32),
+    entry=_nowhere(jnp.zeros((num_pages, _SLOT + 1), jnp.uint32)),
     tokens=jnp.zeros((num_pages, page_size), jnp.int32),
-    stamp=jnp.zeros((num_pages,), jnp.uint32),
     clock=jnp.uint32(0),
   )
 
 
 def contains(index: PrefixIndex, pages: Array) -> Array:
   """bool[...]: whether pages are cached."""
-  return indexing.take(index.slot, pages, fill=NOWHERE) < NOWHERE
+  return slot_of(index, pages) < NOWHERE
+
+
+def slot_of(index: PrefixIndex, pages: Array) -> Array:
+  """int32[...]: places in the flattened buckets; NOWHERE if not cached."""
+  column = jnp.int32(_SLOT)
+  return indexing.take(index.entry, pages, column, fill=NOWHERE).astype(
+    jnp.int32
+  )
+
+
+def key_of(index: PrefixIndex, pages: Array) -> Array:
+  """uint32[..., 4]: keys of full pages."""
+  return _split(indexing.take(index.entry, pages))[0]
 
 
 def lookup(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
@@ -92,11 +101,10 @@ def lookup(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
     candidates = indexing.take(
       index.buckets, indexing.where_valid(going, bucket)
     )
-    found = jnp.all(
-      indexing.take(index.key, candidates) == keys[:, None, :], axis=-1
-    ) & (candidates > 0)
+    key, stamp, _ = _split(indexing.take(index.entry, candidates))
+    found = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
     # Ages instead of stamps: the clock may have wrapped around.
-    age = index.clock - indexing.take(index.stamp, candidates)
+    age = index.clock - stamp
     age = jnp.where(found, age, jnp.uint32(0))
     oldest = jnp.argmax(age, axis=-1).astype(jnp.int32)[:, None]
     page = jnp.take_along_axis(candidates, oldest, axis=-1)[:, 0]
@@ -134,13 +142,6 @@ def insert(
   """
   order = jnp.cumsum(valid.astype(jnp.uint32))
   place = indexing.where_valid(valid, pages)
-  index = dataclasses.replace(
-    index,
-    key=indexing.put(index.key, place, values=keys),
-    tokens=indexing.put(index.tokens, place, values=tokens),
-    stamp=indexing.put(index.stamp, place, values=index.clock + order - 1),
-    clock=index.clock + order[-1],
-  )
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
 
   def settle(loop):
@@ -165,11 +166,17 @@ def insert(
     settle,
     (index.buckets, place, _first_bucket(index, keys), valid),
   )
+  stamp = index.clock + order - 1
+  entry = jnp.concatenate(
+    [keys, stamp[:, None], slot.astype(jnp.uint32)[:, None]], axis=1
+  )
   return dataclasses.replace(
     index,
     buckets=buckets,
     overflow=_count_passed(index, keys, slot, valid, 1),
-    slot=indexing.put(index.slot, place, values=slot),
+    entry=indexing.put(index.entry, place, values=entry),
+    tokens=indexing.put(index.tokens, place, values=tokens),
+    clock=index.clock + order[-1],
   )
 
 
@@ -186,13 +193,12 @@ def remove(
   Returns:
     The index, and int32[]: how many of the pages were cached.
   """
-  slot = indexing.take(
-    index.slot, indexing.where_valid(valid, pages), fill=NOWHERE
+  keys, _, slot = _split(
+    indexing.take(index.entry, indexing.where_valid(valid, pages), fill=NOWHERE)
   )
   valid = slot < NOWHERE
   count = jnp.sum(valid, dtype=jnp.int32)
   home, way = slot // BUCKET_PAGES, slot % BUCKET_PAGES
-  keys = indexing.take(index.key, pages)
   place = indexing.after(count, indexing.where_valid(valid, pages))
   index = dataclasses.replace(
     index,
@@ -200,7 +206,9 @@ def remove(
       index.buckets, indexing.where_valid(valid, home), way, values=0
     ),
     overflow=_count_passed(index, keys, slot, valid, -1),
-    slot=indexing.put(index.slot, place, values=NOWHERE),
+    entry=indexing.put(
+      index.entry, place, jnp.int32(_SLOT), values=jnp.uint32(NOWHERE)
+    ),
   )
   return index, count
 
@@ -211,14 +219,15 @@ def clear(index: PrefixIndex) -> PrefixIndex:
     index,
     buckets=jnp.zeros_like(index.buckets),
     overflow=jnp.zeros_like(index.overflow),
-    slot=jnp.full_like(index.slot, NOWHERE),
+    entry=_nowhere(index.entry),
   )
 
 
 def recount(index: PrefixIndex, cached: Array) -> Array:
   """int32[K]: the overflow counts that the places of cached pages imply."""
   nothing = dataclasses.replace(index, overflow=index.overflow & 0)
-  return _count_passed(nothing, index.key, index.slot, cached, 1)
+  key, _, slot = _split(index.entry)
+  return _count_passed(nothing, key, slot, cached, 1)
 
 
 def _count_passed(
@@ -253,6 +262,16 @@ def _count_passed(
     walk,
     (index.overflow, first, valid & (first != home)),
   )[0]
+
+
+def _split(entry: Array) -> tuple[Array, Array, Array]:
+  """Key uint32[..., 4], stamp uint32[...] and slot int32[...] of entries."""
+  slot = entry[..., _SLOT].astype(jnp.int32)
+  return entry[..., :KEY_WORDS], entry[..., KEY_WORDS], slot
+
+
+def _nowhere(entry: Array) -> Array:
+  return entry.at[:, _SLOT].set(jnp.uint32(NOWHERE))
 
 
 def _first_bucket(index: PrefixIndex, keys: Array) -> Array:

@@ -11,6 +11,7 @@ from jaxkv.cache import hashing
 from jaxkv.cache import indexing
 from jaxkv.cache import page_pool
 from jaxkv.cache import page_table
+from jaxkv.cache import prefix_index
 from jaxkv.cache.arguments import check_array
 from jaxkv.cache.arguments import mask_or_all
 from jaxkv.cache.codes import Code
@@ -192,7 +193,8 @@ def truncate(
   shared &= granted[:, None]
   reopens &= granted
   keep = pages_for(config, jnp.where(granted, lengths, 0))
-  hashes = _rolled_back(state, lengths, granted, reopens, pages[:, 0])
+  hashes, read = _rolled_back(state, lengths, granted, reopens, pages[:, 0])
+  pages = indexing.after(read, pages)
   state, copies = _shortened(
     state, granted, keep, shared, pages, reopens[:, None] & ~shared
   )
@@ -260,22 +262,27 @@ def _rolled_back(
   granted: Array,
   reopens: Array,
   pages: Array,
-) -> SlotHashes | None:
-  """The chain and the tail as they were at the shorter length."""
+) -> tuple[SlotHashes | None, Array]:
+  """The chain and the tail as they were at the shorter length.
+
+  Returns:
+    They, and int32[], not negative: made of the keys that were read.
+  """
   config, hashes, index = state.config, state.hashes, state.pool.index
   if hashes is None or index is None:
-    return None
+    return None, jnp.int32(0)
   slots = jnp.arange(config.num_slots, dtype=jnp.int32)
   zeros = jnp.zeros_like(slots)
   full = lengths // config.page_size
   last = indexing.take(state.page_table, zeros, slots, full - 1)
-  key = hashing.group_key(config, indexing.take(index.key, last), zeros)
+  key = hashing.group_key(config, prefix_index.key_of(index, last), zeros)
   chain = jnp.where((full == 0)[:, None], hashes.root, key)
   moved = granted & (full < state.length // config.page_size)
-  return dataclasses.replace(
+  hashes = dataclasses.replace(
     hashes,
     chain=jnp.where(moved[:, None], chain, hashes.chain),
     tail=jnp.where(
       reopens[:, None], indexing.take(index.tokens, pages), hashes.tail
     ),
   )
+  return hashes, jnp.max(key >> 1).astype(jnp.int32)
