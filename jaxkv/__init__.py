@@ -12,6 +12,11 @@ from jaxkv.cache.codes import Code
 from jaxkv.cache.committing import Committed
 from jaxkv.cache.committing import commit
 from jaxkv.cache.config import CacheConfig
+from jaxkv.cache.events import Cleared
+from jaxkv.cache.events import Drained
+from jaxkv.cache.events import Removed
+from jaxkv.cache.events import Stored
+from jaxkv.cache.events import drain_events
 from jaxkv.cache.forgetting import Reset
 from jaxkv.cache.forgetting import clear_error
 from jaxkv.cache.forgetting import new_epoch
@@ -23,6 +28,11 @@ from jaxkv.cache.hashing import salt
 from jaxkv.cache.invariants import CacheError
 from jaxkv.cache.invariants import check
 from jaxkv.cache.invariants import check_invariants
+from jaxkv.cache.kinds import ChunkedLocal
+from jaxkv.cache.kinds import FullAttention
+from jaxkv.cache.kinds import GroupKind
+from jaxkv.cache.kinds import Recurrent
+from jaxkv.cache.kinds import SlidingWindow
 from jaxkv.cache.looking import cached_pages
 from jaxkv.cache.looking import free_pages
 from jaxkv.cache.looking import num_common_prefix_pages
@@ -34,6 +44,8 @@ from jaxkv.cache.pinning import evict
 from jaxkv.cache.pinning import pin
 from jaxkv.cache.pinning import touch
 from jaxkv.cache.pinning import unpin
+from jaxkv.cache.recycling import Recycled
+from jaxkv.cache.recycling import recycle
 from jaxkv.cache.releasing import Freed
 from jaxkv.cache.releasing import Truncated
 from jaxkv.cache.releasing import free
@@ -41,6 +53,7 @@ from jaxkv.cache.releasing import truncate
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import Stats
 from jaxkv.cache.state import init
+from jaxkv.cache.zeroing import take_new_pages
 
 __all__ = [
   "Admitted",
@@ -48,16 +61,26 @@ __all__ = [
   "CacheConfig",
   "CacheError",
   "CacheState",
+  "ChunkedLocal",
+  "Cleared",
   "Code",
   "Committed",
   "Copies",
+  "Drained",
   "Forked",
   "Freed",
+  "FullAttention",
+  "GroupKind",
   "Matched",
   "PageCodes",
   "Pinned",
+  "Recurrent",
+  "Recycled",
+  "Removed",
   "Reset",
+  "SlidingWindow",
   "Stats",
+  "Stored",
   "Truncated",
   "admit",
   "allocate",
@@ -66,6 +89,7 @@ __all__ = [
   "check_invariants",
   "clear_error",
   "commit",
+  "drain_events",
   "evict",
   "fork",
   "free",
@@ -76,10 +100,12 @@ __all__ = [
   "new_epoch",
   "num_common_prefix_pages",
   "pin",
+  "recycle",
   "reset_prefix_cache",
   "rollout",
   "salt",
   "stats",
+  "take_new_pages",
   "touch",
   "truncate",
   "unpin",

@@ -60,6 +60,41 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("default")
 
 
+_MANY_MAPS = 48_000
+_compiled: list[str] = []
+
+
+def _note(event: str, _: float, **__: object) -> None:
+  if "backend_compile" in event:
+    _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs():
+  """Drops compiled programs before there are too many.
+
+  Each is some memory maps, of which Linux allows a process 65,530. To count
+  them takes long, so that is done after some compilations only.
+  """
+  yield
+  if len(_compiled) >= 10:
+    _compiled.clear()
+    if _memory_maps() > _MANY_MAPS:
+      jax.clear_caches()
+
+
+def _memory_maps() -> int:
+  """How many this process has; 0 where the system does not tell."""
+  try:
+    with open("/proc/self/maps", "rb") as maps:
+      return maps.read().count(b"\n")
+  except OSError:
+    return 0
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
   """A character model of 25 steps, trained once for all tests."""

@@ -6,6 +6,7 @@ illegal by putting a bad number, or a number twice, into one place.
 """
 
 import dataclasses
+from typing import Any
 from typing import Protocol
 
 from tests.oracle import Oracle
@@ -14,15 +15,18 @@ from tests.setups import Setup
 
 ARGUMENTS = {
   "allocate": ("num_tokens",),
+  "allocate_slots": ("num_tokens", "slots"),
   "commit": ("tokens", "counts"),
+  "commit_slots": ("tokens", "counts", "slots"),
   "match": ("tokens", "lengths", "salts"),
-  "admit": ("slots", "tokens", "lengths", "salts", "mask"),
+  "admit": ("slots", "tokens", "lengths", "salts", "mask", "room"),
   "touch": ("pages",),
   "pin": ("tokens", "lengths", "salts", "mask"),
   "unpin": ("pages",),
   "evict": ("pages",),
   "fork": ("src", "dst", "mask"),
   "truncate": ("lengths", "mask"),
+  "recycle": ("lengths",),
   "free_slots": ("slots",),
   "free_mask": ("mask",),
   "reset_prefix_cache": (),
@@ -31,8 +35,10 @@ ARGUMENTS = {
 }
 
 WEIGHTS = {
-  "allocate": 5,
-  "commit": 8,
+  "allocate": 4,
+  "allocate_slots": 2,
+  "commit": 6,
+  "commit_slots": 3,
   "match": 2,
   "admit": 8,
   "touch": 2,
@@ -41,6 +47,7 @@ WEIGHTS = {
   "evict": 1,
   "fork": 4,
   "truncate": 4,
+  "recycle": 4,
   "free_slots": 3,
   "free_mask": 3,
   "reset_prefix_cache": 1,
@@ -82,6 +89,7 @@ class Moves:
     running, pool = self._slots(empty=False), self.oracle.pool
     needs = {
       "commit": running,
+      "commit_slots": running,
       "admit": self._slots(empty=True),
       "touch": running or pool.keys,
       "pin": pool.keys,
@@ -89,6 +97,7 @@ class Moves:
       "evict": pool.keys,
       "fork": running and self._slots(empty=True),
       "truncate": running,
+      "recycle": running,
       "free_slots": len(running) >= FREED,
       "free_mask": running,
       "reset_prefix_cache": not any(pool.refs),
@@ -116,9 +125,9 @@ class Moves:
     return [slot for slot, sequence in slots if sequence.empty == empty]
 
   def _token(self, text, index) -> int:
-    """Texts branch at every page, so that prefixes are often shared."""
-    page = index // self.setup.config.page_size
-    return 10 * (text >> page % 3 & 1) + index % 3
+    """Texts branch wherever a hit may end, so that prefixes are shared."""
+    branch = index // self.setup.config.alignment
+    return 10 * (text >> branch % 3 & 1) + index % 3
 
   def _text(self, tokens) -> int:
     """A text that begins with some tokens, most of the time."""
@@ -155,26 +164,25 @@ class Moves:
 
   def allocate(self):
     """Room for a few tokens here and there."""
-    counts = []
-    for sequence in self.oracle.slots:
-      room = self.setup.config.slot_tokens - len(sequence.tokens)
-      wanted = self.draws.integer(-2, self.setup.config.page_size * 2)
-      counts.append(max(0, min(wanted, room)))
-    return (counts,)
+    return ([self._wanted(sequence) for sequence in self.oracle.slots],)
+
+  def _wanted(self, sequence: Sequence) -> int:
+    room = self.setup.config.slot_tokens - len(sequence.tokens)
+    most = max(self.setup.config.page_sizes) * 2
+    return max(0, min(self.draws.integer(-2, most), room))
 
   def commit(self):
     """Some of the tokens that there is room for."""
-    rows, counts = [], []
-    for sequence in self.oracle.slots:
-      row, count = self._continued(sequence)
-      rows.append(row)
-      counts.append(count)
-    return rows, counts
+    return self._all_continued(range(self.setup.config.num_slots))
 
-  def _continued(self, sequence: Sequence):
-    columns, size = self.setup.columns, self.setup.config.page_size
+  def _all_continued(self, slots):
+    done = [self._continued(slot) for slot in slots]
+    return [row for row, _ in done], [count for _, count in done]
+
+  def _continued(self, slot: int):
+    sequence, columns = self.oracle.slots[slot], self.setup.columns
     held = len(sequence.tokens)
-    room = min(columns, len(sequence.pages[0]) * size - held)
+    room = min(columns, self.oracle.room(slot) - held)
     count = 0
     if room:
       count = max(0, min(room, self.draws.integer(-1, columns)))
@@ -190,6 +198,15 @@ class Moves:
       mask.append(not sequence.empty and self._often())
     return (lengths, mask) if any(mask) else None
 
+  def recycle(self):
+    """Mostly up to where sequences are, else anywhere, also out of range."""
+    most, lengths = self.setup.config.slot_tokens + 2, []
+    for sequence in self.oracle.slots:
+      length = len(sequence.tokens)
+      elsewhere = self.draws.integer(-2, most)
+      lengths.append(length if self._often() else elsewhere)
+    return (lengths,)
+
   def free_mask(self):
     """Ends some sequences."""
     slots = range(self.setup.config.num_slots)
@@ -197,6 +214,24 @@ class Moves:
     return ([slot in chosen for slot in slots],) if chosen else None
 
   # --- verbs over named slots ------------------------------------------------
+
+  def _order(self) -> list[int]:
+    """R different slots, in any order."""
+    slots = list(range(self.setup.config.num_slots))
+    return [
+      slots.pop(self.draws.integer(0, len(slots) - 1))
+      for _ in range(self.setup.rows)
+    ]
+
+  def allocate_slots(self):
+    """Room for a few tokens, slots in any order."""
+    slots = self._order()
+    return [self._wanted(self.oracle.slots[slot]) for slot in slots], slots
+
+  def commit_slots(self):
+    """Some of the tokens that there is room for, slots in any order."""
+    slots = self._order()
+    return *self._all_continued(slots), slots
 
   def match(self):
     """Asks for prompts."""
@@ -210,7 +245,12 @@ class Moves:
     slots = self._some(free, self.setup.rows)
     mask = [row < len(slots) for row in range(self.setup.rows)]
     slots += [free[0]] * (self.setup.rows - len(slots))
-    return slots, *self._prompts(), mask
+    tokens, lengths, salts = self._prompts()
+    room = [
+      length if self._often() else self.draws.integer(1, length)
+      for length in lengths
+    ]
+    return slots, tokens, lengths, salts, mask, room
 
   def pin(self):
     """Pins prompts that are cached."""
@@ -297,11 +337,16 @@ class Moves:
     if isinstance(array[row], list):
       array = array[row]
       row = self.draws.integer(0, len(array) - 1)
-    array[row] = self._choose(values if self._often() else array)
+    if self._often():
+      # One too many and one too few of what is legal, too.
+      near = [array[row] - 1, array[row] + 1]
+      array[row] = self._choose((*values, *near, *near))
+    else:
+      array[row] = self._choose(array)
     return tuple(named.values())
 
 
-def _copied(nested):
+def _copied(nested: Any) -> Any:
   if isinstance(nested, list):
     return [_copied(item) for item in nested]
   return nested

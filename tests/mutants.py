@@ -5,6 +5,7 @@ tests must tell every one from the real cache (`test_mutants.py`); one that they
 cannot tell shows a behaviour that nothing checks.
 """
 
+from tests.mutants_windows import WINDOW_MUTANTS
 from tests.mutation import DUPLICATES
 from tests.mutation import ONE_WINDOW
 from tests.mutation import SCARCE
@@ -13,6 +14,9 @@ from tests.mutation import Mutant
 FREE = ("free_mask",)
 SWEEPS = ("free_mask", "free_slots", "truncate", "unpin")
 LOOK = ("match",)
+# Many sequences come and go, and what they leave is cached.
+SHARING = (("admit", 20), ("commit", 12), ("free_mask", 16))
+SHARING += (("evict", 0), ("new_epoch", 0), ("touch", 0), ("pin", 0))
 
 MUTANTS = {
   # --- the free queue --------------------------------------------------------
@@ -106,8 +110,8 @@ MUTANTS = {
   # --- page tables -----------------------------------------------------------
   "the head of a sequence is released first": Mutant(
     "page_table:shrink",
-    "where = _where(rows, items, descending=True)\n    pages",
-    "where = _where(rows, items, descending=False)\n    pages",
+    "where = place_of(rows, items, descending=True)\n    pages",
+    "where = place_of(rows, items, descending=False)\n    pages",
     FREE,
     DUPLICATES,
   ),
@@ -147,8 +151,8 @@ MUTANTS = {
   ),
   "overflow is not counted": Mutant(
     "prefix_index:insert",
-    "slot, valid, 1)",
-    "slot, valid, 0)",
+    "slot, listed, 1)",
+    "slot, listed, 0)",
     ("commit",),
     DUPLICATES,
   ),
@@ -189,18 +193,15 @@ MUTANTS = {
   ),
   # --- match -----------------------------------------------------------------
   "the whole sequence may be cached": Mutant(
-    "prefix:find", "(lengths - 1) // size", "lengths // size", LOOK
+    "prefix:find", "lengths - 1, 0", "lengths, 0", LOOK
   ),
   "one group is enough for a hit": Mutant(
-    "prefix:find",
-    "jnp.all(pages > 0, axis=0)",
-    "jnp.any(pages > 0, axis=0)",
-    LOOK,
+    "prefix:_agreed", "jnp.all(cached[", "jnp.any(cached[", LOOK
   ),
   "hits go on after a miss": Mutant(
-    "prefix:find",
-    "jnp.cumprod(hit, axis=1, dtype=jnp.int32)",
-    "hit.astype(jnp.int32)",
+    "kinds:GroupKind.longest_hit",
+    "whole = misses == jnp.take_along_axis(misses, begin, axis=1)",
+    "whole = jnp.pad(hits, ((0, 0), (1, 0)))",
     ("match", "admit"),
     DUPLICATES,
   ),
@@ -224,7 +225,7 @@ MUTANTS = {
     ("admit",),
   ),
   "a hit shared in one call is paid twice": Mutant(
-    "admitting:_grant", "- free[row, touched]", "", ("admit",), SCARCE
+    "admitting:_grant", "& ~touched", "", ("admit",), SCARCE, SHARING
   ),
   "a failed row moves the length": Mutant(
     "admitting:admit",
@@ -234,23 +235,23 @@ MUTANTS = {
   ),
   # --- commit ----------------------------------------------------------------
   "the first token of a page is lost": Mutant(
-    "committing:_new_tail", "new >= 0", "new > 0", ("commit",)
+    "publishing:_new_tail", "new >= 0", "new > 0", ("commit",)
   ),
   "room is not checked": Mutant(
     "committing:commit",
-    "counts > held * config.page_size",
-    "counts > (held + 1) * config.page_size",
+    "counts > room - length",
+    "counts > room + config.page_size - length",
     ("commit",),
   ),
   "the chain stops after one page": Mutant(
-    "committing:_published",
-    "num_full - 1, 0",
-    "num_full - num_full, 0",
+    "publishing:_publish",
+    "moved * steps - 1, 0",
+    "moved - moved, 0",
     ("commit",),
     DUPLICATES,
   ),
   "a merged page stays in the table": Mutant(
-    "committing:_insert",
+    "publishing:_merged",
     "column, values=first",
     "column, values=pages",
     ("commit",),
@@ -258,8 +259,8 @@ MUTANTS = {
   # --- fork ------------------------------------------------------------------
   "a fork shares the partial page": Mutant(
     "forking:_shared",
-    "jnp.repeat(full, groups)",
-    "jnp.repeat(full + (src >= 0).astype(jnp.int32), groups)",
+    "rows_of(src, first, full)",
+    "rows_of(src, first, full + 1)",
     ("fork",),
   ),
   "a fork forgets its keys": Mutant(
@@ -280,8 +281,8 @@ MUTANTS = {
   ),
   "a page that is written again keeps its key": Mutant(
     "releasing:truncate",
-    "reopens[:, None] & ~shared",
-    "shared & ~shared",
+    "reopens & ~shared\n",
+    "shared & ~shared\n",
     ("truncate",),
   ),
   "a shared page is written again": Mutant(
@@ -289,8 +290,8 @@ MUTANTS = {
   ),
   "the tail of an earlier page is forgotten": Mutant(
     "releasing:_rolled_back",
-    "reopens[:, None], indexing",
-    "reopens[:, None] & False, indexing",
+    "moved, tail",
+    "moved & False, tail",
     ("truncate",),
   ),
   "a slot is freed twice": Mutant(
@@ -331,4 +332,4 @@ MUTANTS = {
     "0",
     ("reset_prefix_cache",),
   ),
-}
+} | WINDOW_MUTANTS

@@ -1,31 +1,57 @@
 """Puts a small mistake into the library, for the time of a test."""
 
 import dataclasses
-import functools
 import inspect
 import sys
 import textwrap
 from collections.abc import Callable
 
-import jax
 import pytest
 
+from tests.pair import QUICK
 from tests.pair import VERBS
+from tests.pair import quick
 from tests.setups import CLASSIC
+from tests.setups import CLASSIC_PREFIXES
+from tests.setups import DRAFT
+from tests.setups import LONG
 from tests.setups import MERGE
+from tests.setups import Chunk
+from tests.setups import Full
 from tests.setups import Setup
+from tests.setups import Window
 from tests.setups import small
 
 CURRENT = small(201, 2, groups=2, window=3, worse="crowded tight", **MERGE)
 DUPLICATES = small(202, 2, window=3, worse="crowded tight", **CLASSIC)
 # Half a ring of 16 entries for 15 pages: swept at every turn.
 ONE_WINDOW = small(203, 2, worse="tight", num_pages=16, **CLASSIC)
-# Nine pages for four slots of four: sequences are refused at every turn.
-SCARCE = small(204, 2, num_pages=10)
-
-quick = functools.partial(
-  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+# Eight pages for four slots of four: sequences are refused at every turn.
+SCARCE = small(204, 2, num_pages=9)
+SLIDING = small(205, 2, (Window(4),), **LONG)
+# A page more than the window: rolled back within it, keys may be gone.
+NARROW = small(210, 4, (Window(2),))
+# Neither size divides the other: hits end at every sixth token.
+HYBRID = small(
+  206, 1, (Full(page_size=2), Window(4, page_size=3)), pages_per_slot=12
 )
+PUBLISHED = small(
+  211, 2, (Window(3), Full(page_size=4)), **LONG, **CLASSIC_PREFIXES
+)
+DRAFTED = small(207, 1, (Window(3), Full(page_size=2)), **LONG, **DRAFT)
+# No full attention, so that kinds shorten a hit more than once. No page is ever
+# lost or held twice, so that `evict` makes holes in what is cached.
+WINDOWS = small(
+  208,
+  1,
+  (Window(2), Window(5)),
+  num_pages=300,
+  pages_per_slot=12,
+  **DRAFT,
+  **MERGE,
+)
+KEPT = small(212, 2, (Window(3), Full(page_size=4)), retention=0, **LONG)
+CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +59,13 @@ class Mutant:
   """One mistake.
 
   Attributes:
-    place: "module:function" in `jaxkv.cache`.
+    place: "module:function" or "module:Class.method" in `jaxkv.cache`.
     old: a piece of the function's text; every occurrence is replaced.
     new: what stands there instead.
     verbs: which verbs get the mistake, enough to see it. Each is compiled
       again, all others are not.
     setup: the cache in which it shows.
+    others: weights of other verbs in the walks, where that helps it to show.
   """
 
   place: str
@@ -46,20 +73,25 @@ class Mutant:
   new: str
   verbs: tuple[str, ...]
   setup: Setup = CURRENT
+  others: tuple[tuple[str, int], ...] = ()
 
   def verbs_with_it(self) -> dict[str, Callable]:
     """The table of verbs, with the mistake in some of them."""
     name, function = self.place.split(":")
-    right = getattr(sys.modules[f"jaxkv.cache.{name}"], function)
+    home, _, attribute = f"{name}.{function}".rpartition(".")
+    owner = sys.modules[f"jaxkv.cache.{name}"]
+    if home != name:
+      owner = getattr(owner, home.removeprefix(f"{name}."))
+    right = getattr(owner, attribute)
     wrong = self._rewritten(right)
-    places = [
+    places = [(owner, attribute)] + [
       (module, alias)
       for module in list(sys.modules.values())
       if module.__name__.startswith("jaxkv.cache.")
       for alias, value in vars(module).items()
       if value is right
     ]
-    return VERBS | {
+    return QUICK | {
       verb: _compiled_anew(
         wrong if VERBS[verb] is right else VERBS[verb], places, wrong
       )

@@ -7,6 +7,7 @@ so that the batch law is how these files are written, not something they check.
 """
 
 import copy
+import dataclasses
 import itertools
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 from jaxkv import CacheState
 from jaxkv import Code
-from tests.oracle_sequences import Sequence
+from tests.oracle_pool import NULL
 from tests.oracle_sequences import Sequences
 
 
@@ -38,11 +39,11 @@ class Oracle(Sequences):
       owed = self._nothing_owed()
       if code == Code.OK:
         named.add(target)
-        partial = len(before[source].tokens) % self.config.page_size > 0
-        if partial and self.config.num_groups > len(self.pool.free):
+        partial = self._partial(len(before[source].tokens))
+        if sum(partial) > len(self.pool.free):
           code = Code.OUT_OF_PAGES
         else:
-          owed = self._share(before[source], target, partial) or owed
+          owed = self._share(before[source], target, partial)
       codes.append(code)
       copies.append(owed)
     return {"code": self._note(codes), "copies": _columns(copies)}
@@ -56,18 +57,26 @@ class Oracle(Sequences):
       return Code.SLOT_IN_USE
     return Code.OK
 
+  def _partial(self, tokens):
+    """For each group whether the last page is not full."""
+    return [tokens % group.size > 0 for group in self.groups]
+
   def _share(self, source, target, partial):
-    """Fills a slot from another; the copies owed, nothing without any."""
-    full = len(source.tokens) // self.config.page_size
-    tables, owed = [], []
-    for pages in source.pages:
+    """Fills a slot from another; the copies owed."""
+    tables, owed = [], self._nothing_owed()
+    for number, group in enumerate(self.groups):
+      pages, full = source.pages[number], group.full_pages(len(source.tokens))
       for page in pages[:full]:
-        self.pool.hold(page)
+        if page != NULL:
+          self.pool.hold(page)
       tables.append(pages[:full])
-      if partial:
-        owed.append((pages[full], self.pool.pop()))
-        tables[-1].append(owed[-1][1])
-    self.slots[target] = Sequence(tables, list(source.tokens), source.root)
+    for number, pages in enumerate(tables):
+      if partial[number]:
+        owed[number] = (source.pages[number][len(pages)], self.pool.pop())
+        pages.append(owed[number][1])
+    self.slots[target] = dataclasses.replace(
+      source, pages=tables, tokens=list(source.tokens)
+    )
     return owed
 
   def _nothing_owed(self):
@@ -102,31 +111,56 @@ class Oracle(Sequences):
   def _check_truncate(self, slot, length):
     if self.slots[slot].empty:
       return Code.SLOT_EMPTY
-    in_range = 0 <= length <= len(self.slots[slot].tokens)
-    return Code.OK if in_range else Code.BAD_LENGTH
+    if not 0 <= length <= len(self.slots[slot].tokens):
+      return Code.BAD_LENGTH
+    lost = length > 0 and self._lost(self.slots[slot], length)
+    return Code.RECYCLED if lost else Code.OK
+
+  def _lost(self, sequence, length):
+    """Whether a shorter sequence would need a page that was given back."""
+    config, gone = self.config, sequence.num_null()
+    for group, missing in zip(self.groups, gone, strict=True):
+      if group.skipped_pages(length) < missing:
+        return True
+    # Keys go on from the last place where all groups end a page. If that moves
+    # back, the key there and the tokens behind are read from one group's pages.
+    align = config.alignment
+    if (
+      not config.prefix_caching
+      or length // align == len(sequence.tokens) // align
+    ):
+      return False
+    aligned, text = length // align * align, config.text_group
+    return max(aligned - 1, 0) // self.groups[text].size < gone[text]
 
   def _reopens(self, slot, length):
-    """Whether the new last page was full and will be written again."""
-    size, before = self.config.page_size, len(self.slots[slot].tokens)
-    return length % size > 0 and length // size < before // size
+    """For each group whether the last page was full and is written again."""
+    before = len(self.slots[slot].tokens)
+    return [
+      partial and group.full_pages(length) < group.full_pages(before)
+      for group, partial in zip(self.groups, self._partial(length), strict=True)
+    ]
 
   def _shared_groups(self, slot, length):
     """For each group whether somebody else needs the page that is reopened."""
-    last = length // self.config.page_size
+    tables, reopens = self.slots[slot].pages, self._reopens(slot, length)
     return [
-      self._reopens(slot, length) and self.pool.refs[pages[last]] > 1
-      for pages in self.slots[slot].pages
+      reopens[number]
+      and self.pool.refs[tables[number][group.full_pages(length)]] > 1
+      for number, group in enumerate(self.groups)
     ]
 
   def _cut(self, slot, length, shared):
     """Gives pages back; a shared last page too, but it stays in the table."""
-    sequence, keep = self.slots[slot], self._pages_for(length)
+    sequence, keeps = self.slots[slot], self._pages_for(length)
     reopens = self._reopens(slot, length)
-    for pages, copied in zip(sequence.pages, shared, strict=True):
-      self.pool.release(pages[keep - copied :][::-1])
+    for number, pages in enumerate(sequence.pages):
+      keep, copied = keeps[number], shared[number]
+      if reopens[number] and not copied:
+        self.pool.keys.pop(pages[keep - 1], None)
+      back = [page for page in pages[keep - copied :][::-1] if page != NULL]
+      self.pool.release(back)
       pages[keep:] = []
-      if reopens and not copied:
-        self.pool.keys.pop(pages[-1], None)
     sequence.tokens = sequence.tokens[:length]
 
   def _copied(self, slot, length, shared):
@@ -166,19 +200,19 @@ class Oracle(Sequences):
     rows = self._rows(tokens, lengths, salts)
     for index, (row, length, salt) in enumerate(rows):
       hit = self._match(row, length, salt)
-      code = Code.OK if hit[0] else Code.NOT_CACHED
+      code = Code.OK if hit.tokens else Code.NOT_CACHED
       if not 1 <= length <= len(row):
         code = Code.BAD_LENGTH
       if mask is not None and not mask[index]:
-        code, hit = Code.SKIPPED, [[] for _ in hit]
+        code, hit = Code.SKIPPED, self._miss()
       codes.append(code)
       hits.append(hit)
     for hit in hits:
-      for page in itertools.chain(*hit):
+      for page in hit.all_pages():
         self.pool.touch(page)
     return {
       "code": self._note(codes),
-      "num_cached": [len(hit[0]) * self.config.page_size for hit in hits],
+      "num_cached": [hit.tokens for hit in hits],
       "pages": self._padded(hits, len(tokens[0]) // self.config.page_size),
     }
 
@@ -199,7 +233,9 @@ class Oracle(Sequences):
     common = []
     for tables in zip(*running, strict=True):
       columns = zip(*tables, strict=False)
-      same = [len(set(column)) == 1 for column in columns]
+      same = [
+        len(set(column)) == 1 and NULL not in column for column in columns
+      ]
       common.append([*same, False].index(False))
     return common or [0] * self.config.num_groups
 
@@ -239,6 +275,7 @@ def _expected(oracle):
       [len(slot.pages[g]) for slot in oracle.slots]
       for g in range(config.num_groups)
     ],
+    "first_page": _transposed([slot.num_null() for slot in oracle.slots]),
     "length": [len(slot.tokens) for slot in oracle.slots],
     "ref_count": pool.refs,
     "pin_count": pool.pins,
@@ -256,11 +293,16 @@ def _expected(oracle):
   }
 
 
+def _transposed(rows):
+  return [list(column) for column in zip(*rows, strict=True)]
+
+
 def _found(state):
   host = jax.device_get(state)
   found = {
     "page_table": host.page_table,
     "num_pages": host.num_pages,
+    "first_page": host.first_page,
     "length": host.length,
     "ref_count": host.pool.ref_count,
     "pin_count": host.pool.pin_count,

@@ -3,6 +3,9 @@
 from jaxkv import CacheConfig
 from jaxkv import Code
 
+NULL = 0
+"""The page that stands in a table where none is needed any more."""
+
 
 class Pool:
   """Which pages are free, in which order, and what can be found in them.

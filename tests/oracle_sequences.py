@@ -2,15 +2,14 @@
 
 import dataclasses
 import itertools
+from typing import NamedTuple
 
 from jaxkv import CacheConfig
 from jaxkv import Code
+from tests.oracle_groups import groups_of
+from tests.oracle_lookup import longest_prefix
+from tests.oracle_pool import NULL
 from tests.oracle_pool import Pool
-
-
-def ceil_div(numerator: int, denominator: int) -> int:
-  """Quotient rounded up."""
-  return -(-numerator // denominator)
 
 
 @dataclasses.dataclass
@@ -18,25 +17,55 @@ class Sequence:
   """What one slot holds.
 
   Attributes:
-    pages: page ids in order, one list a group.
+    pages: page ids in order, one list a group; the null page where a window
+      or a chunk has moved on.
     tokens: the committed tokens.
     root: what its keys begin with: the epoch it started in and its salt.
+    prompt: tokens that it was admitted with.
+    junction: where it turned off from what was cached in some groups.
   """
 
   pages: list[list[int]]
   tokens: list[int]
   root: tuple
+  prompt: int = 0
+  junction: int = 0
 
   @property
   def empty(self) -> bool:
     """Whether the slot can be given to a new sequence."""
     return not self.pages[0]
 
+  def num_null(self) -> list[int]:
+    """For each group how many pages are not there any more."""
+    return [pages.count(NULL) for pages in self.pages]
+
+
+class Hit(NamedTuple):
+  """A cached prefix.
+
+  Attributes:
+    tokens: how long it is.
+    first: for each group, the columns of it that are not needed.
+    pages: for each group, those that are.
+    junction: see `Sequence`.
+  """
+
+  tokens: int
+  first: list[int]
+  pages: list[list[int]]
+  junction: int = 0
+
+  def all_pages(self) -> list[int]:
+    """Of all groups, group by group."""
+    return list(itertools.chain(*self.pages))
+
 
 class Sequences:
   """See `oracle.Oracle`, which adds the rarer verbs.
 
   Attributes:
+    groups: of layers.
     pool: the pages.
     slots: one `Sequence` a slot.
     epoch, error: as in `CacheState`.
@@ -46,6 +75,7 @@ class Sequences:
 
   def __init__(self, config: CacheConfig):
     self.config = config
+    self.groups = groups_of(config)
     self.pool = Pool(config)
     self.epoch = 0
     self.error = Code.OK
@@ -54,15 +84,22 @@ class Sequences:
 
   def _start(self, salt) -> Sequence:
     """A sequence of nothing; without a salt it has that of zeros."""
-    groups = range(self.config.num_groups)
     salt = (0, 0, 0, 0) if salt is None else tuple(salt)
-    return Sequence([[] for _ in groups], [], (self.epoch, salt))
+    return Sequence([[] for _ in self.groups], [], (self.epoch, salt))
 
-  def _pages_for(self, tokens: int) -> int:
-    return ceil_div(tokens, self.config.page_size)
+  def _pages_for(self, tokens: int) -> list[int]:
+    """Pages for so many tokens, for each group."""
+    return [group.pages_for(tokens) for group in self.groups]
 
   def _in_range(self, slot: int) -> bool:
     return 0 <= slot < self.config.num_slots
+
+  def _first_named(self, slots) -> list[bool]:
+    """Whether each slot is one, and no earlier row names it."""
+    return [
+      self._in_range(slot) and slot not in slots[:row]
+      for row, slot in enumerate(slots)
+    ]
 
   def _note(self, codes: list[Code]) -> list[Code]:
     """Counts failures and makes the first stick; a misuse replaces pressure."""
@@ -80,7 +117,16 @@ class Sequences:
 
   def allocate(self, num_tokens):
     """Room for so many more tokens, slot by slot, group by group."""
-    done = [self._allocate(*row) for row in enumerate(num_tokens)]
+    return self.allocate_slots(num_tokens, range(self.config.num_slots))
+
+  def allocate_slots(self, num_tokens, slots):
+    """`jaxkv.allocate` with slot numbers."""
+    done = [
+      self._allocate(slot, count) if first else (Code.BAD_SLOT, 0)
+      for slot, count, first in zip(
+        slots, num_tokens, self._first_named(slots), strict=True
+      )
+    ]
     codes = self._note([code for code, _ in done])
     return {"code": codes, "num_new_pages": [new for _, new in done]}
 
@@ -90,57 +136,82 @@ class Sequences:
       return Code.BAD_LENGTH, 0
     if count == 0:
       return Code.OK, 0
-    wanted = self._pages_for(len(sequence.tokens) + count)
-    if wanted > self.config.pages_per_slot:
+    if len(sequence.tokens) + count > self.config.slot_tokens:
       return Code.SLOT_FULL, 0
-    need = max(wanted - len(sequence.pages[0]), 0)
-    if need * self.config.num_groups > len(self.pool.free):
+    wanted = self._pages_for(len(sequence.tokens) + count)
+    need = [
+      max(pages - len(held), 0)
+      for pages, held in zip(wanted, sequence.pages, strict=True)
+    ]
+    if sum(need) > len(self.pool.free):
       return Code.OUT_OF_PAGES, 0
     if sequence.empty:
       sequence = self.slots[slot] = self._start(None)
-    for pages in sequence.pages:
-      pages.extend(self.pool.pop() for _ in range(need))
-    return Code.OK, need * self.config.num_groups
+    for pages, count in zip(sequence.pages, need, strict=True):
+      pages.extend(self.pool.pop() for _ in range(count))
+    return Code.OK, sum(need)
 
   def commit(self, tokens, counts):
     """Makes tokens final and publishes the pages that became full."""
+    return self.commit_slots(tokens, counts, range(self.config.num_slots))
+
+  def commit_slots(self, tokens, counts, slots):
+    """`jaxkv.commit` with slot numbers."""
     done = [
-      self._commit(slot, row, count)
-      for slot, (row, count) in enumerate(zip(tokens, counts, strict=True))
+      self._commit(slot, row, count) if first else (Code.BAD_SLOT, 0)
+      for slot, row, count, first in zip(
+        slots, tokens, counts, self._first_named(slots), strict=True
+      )
     ]
     codes = self._note([code for code, _ in done])
     return {"code": codes, "num_published": [n for _, n in done]}
 
+  def room(self, slot: int) -> int:
+    """Tokens for which every group of a slot has pages."""
+    held = zip(self.groups, self.slots[slot].pages, strict=True)
+    return min(len(pages) * group.size for group, pages in held)
+
   def _commit(self, slot, row, count):
-    sequence, size = self.slots[slot], self.config.page_size
+    sequence = self.slots[slot]
     if count != 0 and sequence.empty:
       return Code.SLOT_EMPTY, 0
     if not 0 <= count <= len(row):
       return Code.BAD_LENGTH, 0
-    if len(sequence.tokens) + count > len(sequence.pages[0]) * size:
+    if len(sequence.tokens) + count > self.room(slot):
       return Code.NO_ROOM, 0
-    before = len(sequence.tokens) // size
+    before = len(sequence.tokens)
     sequence.tokens = sequence.tokens + list(row[:count])
-    if not self.config.prefix_caching:
-      return Code.OK, 0
-    full = range(before, len(sequence.tokens) // size)
-    for index in full:
-      prefix = tuple(sequence.tokens[: (index + 1) * size])
-      for group, pages in enumerate(sequence.pages):
-        self._publish(pages, index, (sequence.root, group, prefix))
-    return Code.OK, len(full) * self.config.num_groups
+    published = self.pool.published
+    if self.config.prefix_caching:
+      for number in range(self.config.num_groups):
+        self._settle(sequence, number, before)
+    return Code.OK, self.pool.published - published
 
-  def _publish(self, pages, index, key):
+  def _settle(self, sequence, number, before):
+    """Publishes what can be of use of one group's pages."""
+    group, pages = self.groups[number], sequence.pages[number]
+    start = group.settled_pages(before)
+    for column in range(start, group.settled_pages(len(sequence.tokens))):
+      prefix = tuple(sequence.tokens[: (column + 1) * group.size])
+      useful = group.is_published(column, sequence.prompt, sequence.junction)
+      if pages[column] != NULL and useful:
+        self._publish(pages, column, (sequence.root, number, prefix))
+
+  def _publish(self, pages, column, key):
     """Makes a page findable, or puts an older equal one in its place."""
+    if pages[column] in self.pool.keys:
+      # A fork that shares it came here first, or it was rolled back to.
+      assert self.pool.keys[pages[column]] == key
+      return
     older = self.pool.find(key)
     self.pool.published += 1
     if self.config.merge_duplicates and older is not None:
       self.pool.merged += 1
       self.pool.hold(older)
-      self.pool.release([pages[index]])
-      pages[index] = older
+      self.pool.release([pages[column]])
+      pages[column] = older
     else:
-      self.pool.publish(pages[index], key)
+      self.pool.publish(pages[column], key)
 
   # --- finding ---------------------------------------------------------------
 
@@ -148,96 +219,142 @@ class Sequences:
     """Longest cached prefix of each row; changes nothing."""
     hits = [self._match(*row) for row in self._rows(tokens, lengths, salts)]
     return {
-      "num_cached": [len(hit[0]) * self.config.page_size for hit in hits],
+      "num_cached": [hit.tokens for hit in hits],
       "pages": self._padded(hits, len(tokens[0]) // self.config.page_size),
     }
 
   def _match(self, row, length, salt):
-    """Pages of the longest prefix that every group has, one list a group.
+    """The longest prefix from which every group can go on.
 
     At least one token is left over: its query is needed for the next one.
     """
-    root, size = self._start(salt).root, self.config.page_size
-    hit: list[list[int]] = [[] for _ in range(self.config.num_groups)]
     if not 1 <= length <= len(row):
-      return hit
-    for end in range(size, length, size):
-      found = [
-        self.pool.find((root, group, tuple(row[:end])))
-        for group in range(self.config.num_groups)
+      return self._miss()
+    root = self._start(salt).root
+    known = {
+      (number, column): self.pool.find(
+        (root, number, tuple(row[: (column + 1) * group.size]))
+      )
+      for number, group in enumerate(self.groups)
+      for column in range(group.full_pages(length))
+    }
+
+    def cached(number: int, column: int) -> bool:
+      return known.get((number, column)) is not None
+
+    tokens, junction = longest_prefix(self.groups, cached, length)
+    first = [group.skipped_pages(tokens) for group in self.groups]
+    pages = [
+      [
+        known[number, column]
+        for column in range(begin, group.full_pages(tokens))
       ]
-      if None in found:
-        break
-      for pages, page in zip(hit, found, strict=True):
-        pages.append(page)
-    return hit
+      for number, (group, begin) in enumerate(
+        zip(self.groups, first, strict=True)
+      )
+    ]
+    return Hit(tokens, first, pages, junction)
+
+  def _miss(self):
+    return Hit(0, [0 for _ in self.groups], [[] for _ in self.groups])
 
   def _rows(self, tokens, lengths, salts):
     return zip(tokens, lengths, salts or [None] * len(tokens), strict=True)
 
   def _padded(self, hits, columns):
-    """Pages as [G, R, columns], NO_PAGE behind each hit."""
+    """Pages as [G, R, columns], NO_PAGE before and behind those needed."""
     no_page = self.config.no_page
-    return [
-      [hit[g] + [no_page] * (columns - len(hit[g])) for hit in hits]
-      for g in range(self.config.num_groups)
-    ]
+    padded = []
+    for number in range(self.config.num_groups):
+      padded.append([])
+      for hit in hits:
+        pages = [no_page] * hit.first[number] + hit.pages[number]
+        padded[-1].append(pages + [no_page] * (columns - len(pages)))
+    return padded
 
-  def admit(self, slots, tokens, lengths, salts=None, mask=None):
+  def admit(self, slots, tokens, lengths, salts=None, mask=None, room=None):
     """Starts sequences; every lookup sees the cache before the call."""
     codes, plans, named = [], {}, set()
-    room, woken = len(self.pool.free), set()
+    left, woken = len(self.pool.free), set()
     rows = list(self._rows(tokens, lengths, salts))
+    room = room or lengths
     for index, (row, length, salt) in enumerate(rows):
-      code = self._check_admit(slots[index], length, len(row), named)
+      fits = 1 <= length <= len(row) and room[index] >= 1
+      code = self._check_admit(slots[index], length, fits, named)
       if mask is not None and not mask[index]:
         code = Code.SKIPPED
       if code == Code.OK:
         named.add(slots[index])
         hit = self._match(row, length, salt)
-        need, wakes = self._cost(hit, length, woken)
-        if need + len(wakes) > room:
+        begun = min(hit.tokens + room[index], length)
+        need, wakes = self._cost(hit, begun, woken)
+        if need + len(wakes) > left:
           code = Code.OUT_OF_PAGES
         else:
-          room -= need + len(wakes)
+          left -= need + len(wakes)
           woken |= wakes
-          plans[index] = hit
+          plans[index] = hit, begun
       codes.append(code)
-    for hit in plans.values():
-      for page in itertools.chain(*hit):
+    for hit, _ in plans.values():
+      for page in hit.all_pages():
         self.pool.hold(page)
     cached = [0] * len(rows)
-    for index, hit in plans.items():
-      cached[index] = self._attach(slots[index], hit, *rows[index])
+    for index, (hit, begun) in plans.items():
+      row, length, salt = rows[index]
+      self._attach(slots[index], hit, row, begun, salt)
+      self.slots[slots[index]].prompt = length
+      self.queries += length
+      self.hits += hit.tokens
+      cached[index] = hit.tokens
     return {"code": self._note(codes), "num_cached": cached}
 
-  def _cost(self, hit, length, woken):
+  def _cost(self, hit, begun, woken):
     """Pages to pop, and free pages among the hits that nobody woke before."""
-    need = sum(self._pages_for(length) - len(found) for found in hit)
-    hits = set(itertools.chain(*hit))
+    need = sum(
+      group.pages_for(begun) - group.full_pages(hit.tokens)
+      for group in self.groups
+    )
+    hits = set(hit.all_pages())
     return need, {page for page in hits if not self.pool.refs[page]} - woken
 
-  def _check_admit(self, slot, length, columns, named):
+  def _check_admit(self, slot, length, fits, named):
     if not self._in_range(slot):
       return Code.BAD_SLOT
     if not self.slots[slot].empty or slot in named:
       return Code.SLOT_IN_USE
-    if not 1 <= length <= columns:
+    if not fits:
       return Code.BAD_LENGTH
-    full = self._pages_for(length) > self.config.pages_per_slot
-    return Code.SLOT_FULL if full else Code.OK
+    return Code.SLOT_FULL if length > self.config.slot_tokens else Code.OK
 
-  def _attach(self, slot, hit, row, length, salt):
-    """Fills a slot with a hit and fresh pages; the tokens that are there."""
-    cached = len(hit[0]) * self.config.page_size
+  def _attach(self, slot, hit, row, begun, salt):
+    """Fills a slot with a hit and fresh pages for the first tokens behind."""
     sequence = self.slots[slot] = self._start(salt)
-    sequence.tokens = list(row[:cached])
-    for table, found in zip(sequence.pages, hit, strict=True):
-      fresh = self._pages_for(length) - len(found)
-      table += found + [self.pool.pop() for _ in range(fresh)]
-    self.queries += length
-    self.hits += cached
-    return cached
+    sequence.tokens = list(row[: hit.tokens])
+    sequence.junction = hit.junction
+    for number, group in enumerate(self.groups):
+      pages = [NULL] * hit.first[number] + hit.pages[number]
+      fresh = group.pages_for(begun) - len(pages)
+      sequence.pages[number] = pages + [self.pool.pop() for _ in range(fresh)]
+
+  # --- moving on -------------------------------------------------------------
+
+  def recycle(self, lengths=None):
+    """Gives back what windows and chunks left behind, the last page first."""
+    if lengths is None:
+      lengths = [len(sequence.tokens) for sequence in self.slots]
+    given = [self._recycle(*row) for row in enumerate(lengths)]
+    return {"num_pages": given}
+
+  def _recycle(self, slot, length):
+    """The same for one slot; no sequence is longer than its slot."""
+    length, given = min(max(length, 0), self.config.slot_tokens), 0
+    for group, pages in zip(self.groups, self.slots[slot].pages, strict=True):
+      behind = min(group.skipped_pages(length), len(pages))
+      gone = [page for page in pages[:behind] if page != NULL]
+      self.pool.release(gone[::-1])
+      pages[:behind] = [NULL] * behind
+      given += len(gone)
+    return given
 
   # --- ending ----------------------------------------------------------------
 
@@ -259,6 +376,6 @@ class Sequences:
     if self.slots[slot].empty:
       return Code.SLOT_EMPTY
     for pages in self.slots[slot].pages:
-      self.pool.release(pages[::-1])
+      self.pool.release([page for page in pages[::-1] if page != NULL])
     self.slots[slot] = self._start(None)
     return Code.OK

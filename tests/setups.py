@@ -7,9 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import CacheConfig
-from jaxkv.cache import committing
+from jaxkv import ChunkedLocal
+from jaxkv import FullAttention
+from jaxkv import GroupKind
+from jaxkv import SlidingWindow
 from jaxkv.cache import free_queue
 from jaxkv.cache import prefix_index
+from jaxkv.cache import publishing
 from jaxkv.cache import ragged
 
 
@@ -43,7 +47,7 @@ class Setup:
       if self.window is not None:
         patch.setattr(ragged, "WINDOW", self.window)
         patch.setattr(prefix_index, "INSERT_WINDOW", self.window)
-        patch.setattr(committing, "_SLOT_WINDOW", self.window)
+        patch.setattr(publishing, "SLOT_WINDOW", self.window)
       if self.crowded:
         patch.setattr(
           prefix_index,
@@ -64,30 +68,36 @@ def _half_a_ring(num_pages: int, init=free_queue.init) -> free_queue.FreeQueue:
 def small(
   seed: int,
   size: int,
-  groups: int = 1,
+  groups: int | tuple[GroupKind, ...] = 1,
   window: int | None = None,
   *,
   worse: str = "",
   num_pages: int | None = None,
-  **options: bool,
+  pages_per_slot: int = 4,
+  **options: bool | int,
 ) -> Setup:
   """Four slots of four pages, and pages for little more than two of them.
 
   Args:
     seed: of the config.
     size: tokens a page.
-    groups: of layers.
+    groups: of layers; a number for so many of full attention.
     window: see `Setup`.
     worse: names of flags of `Setup`.
     num_pages: N, where it is another one.
+    pages_per_slot: M, where it is another one.
     **options: of the config.
   """
+  kinds = groups
+  if isinstance(kinds, int):
+    kinds = (FullAttention(),) * kinds
+  a_slot = sum(pages_per_slot * size // (k.page_size or size) for k in kinds)
   config = CacheConfig(
-    num_pages=num_pages or 10 * groups + 2,
+    num_pages=num_pages or 5 * a_slot // 2 + 2,
     page_size=size,
     num_slots=4,
-    pages_per_slot=4,
-    num_groups=groups,
+    pages_per_slot=pages_per_slot,
+    groups=kinds,
     seed=seed,
     **options,
   )
@@ -98,6 +108,11 @@ def small(
 MERGE = {"merge_duplicates": True}
 CLASSIC = {"unhashed_first": False}
 NO_CACHING = {"prefix_caching": False}
+DRAFT = {"draft_model": True}
+CLASSIC_PREFIXES = {"classic": True}
+LONG = {"pages_per_slot": 8}
+
+Full, Window, Chunk = FullAttention, SlidingWindow, ChunkedLocal
 
 SETUPS = {
   # Seen in every run: both policies, merging, groups, no caching.
@@ -112,9 +127,87 @@ SETUPS = {
   "windows": small(8, 2, groups=2, window=3, worse="crowded tight"),
   "classic_no_caching": small(9, 2, groups=2, **NO_CACHING, **CLASSIC),
   "one_token_pages": small(10, 1, window=1),
+  # Pages that are left behind, and pages of different sizes. Seen in every run:
+  "sliding": small(11, 2, (Window(4),), window=3, **LONG, **MERGE),
+  "hybrid": small(
+    12, 1, (Full(page_size=2), Window(4, page_size=3)), pages_per_slot=12
+  ),
+  "draft": small(
+    13, 2, (Window(3), Full(page_size=4)), worse="tight", **LONG, **DRAFT
+  ),
+  # And the rest.
+  "three_kinds": small(
+    14,
+    1,
+    (Window(5), Chunk(4, page_size=2), Full(page_size=2)),
+    window=2,
+    worse="crowded",
+    **LONG,
+    **MERGE,
+  ),
+  "chunks": small(15, 2, (Full(), Chunk(4)), **LONG, **CLASSIC),
+  "odd_chunks": small(16, 2, (Chunk(3), Full(page_size=4)), **LONG, **MERGE),
+  "draft_chunks": small(17, 2, (Chunk(6), Full()), window=1, **LONG, **DRAFT),
+  "a_chunk_alone": small(18, 2, (Chunk(6),), worse="tight", **LONG),
+  "two_windows": small(
+    19, 2, (Window(2), Window(7, page_size=4)), **LONG, **CLASSIC
+  ),
+  "draft_windows": small(
+    20,
+    2,
+    (Window(3), Window(6, page_size=4), Full(), Window(3)),
+    worse="crowded",
+    **LONG,
+    **DRAFT,
+    **MERGE,
+  ),
+  "draft_sliding": small(21, 2, (Window(4),), **LONG, **DRAFT, **CLASSIC),
+  "published": small(
+    22, 2, (Full(page_size=4), Window(1)), window=2, **LONG, **CLASSIC_PREFIXES
+  ),
+  "draft_published": small(
+    23,
+    1,
+    (Window(3), Full(page_size=2)),
+    worse="tight",
+    num_pages=50,
+    pages_per_slot=12,
+    **DRAFT,
+    **CLASSIC_PREFIXES,
+  ),
+  "window_of_one": small(24, 1, (Full(), Window(1)), **LONG, **MERGE),
+  "one_alone": small(25, 2, (Window(1),), worse="tight", **LONG),
+  "wide_window": small(26, 2, (Window(100),), **LONG, **MERGE, **CLASSIC),
+  "sliding_no_caching": small(
+    27, 2, (Window(3), Full(page_size=4)), **LONG, **NO_CACHING, **CLASSIC
+  ),
+  "latest_kept": small(
+    29, 2, (Window(3), Full(page_size=4)), worse="tight", retention=0, **LONG
+  ),
+  "some_kept": small(
+    30,
+    1,
+    (Window(3), Full(page_size=2), Window(5)),
+    num_pages=80,
+    pages_per_slot=12,
+    retention=4,
+    **DRAFT,
+    **MERGE,
+  ),
+  "mixed_sizes": small(
+    28, 1, (Full(page_size=4), Full(page_size=2)), window=2, **LONG, **MERGE
+  ),
 }
 
-DEFAULT = ("plain", "merge", "groups", "no_caching")
+DEFAULT = (
+  "plain",
+  "merge",
+  "groups",
+  "no_caching",
+  "sliding",
+  "hybrid",
+  "draft",
+)
 """The setups of the default run; `--deep` takes them all."""
 
 # More rows than any window of the library is wide.
@@ -124,7 +217,7 @@ WIDE = Setup(
     page_size=2,
     num_slots=160,
     pages_per_slot=4,
-    num_groups=2,
+    groups=(FullAttention(),) * 2,
     seed=301,
   ),
   rows=150,

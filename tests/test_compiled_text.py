@@ -37,6 +37,12 @@ def decode(state, tokens):
   return state
 
 
+def sliding(state, tokens):
+  """A step that first gives back what fell behind."""
+  state, _ = jaxkv.recycle(state)
+  return decode(state, tokens)
+
+
 def branching(state, tokens):
   """One step of search: branch off, roll back, hold a prefix and let go."""
   rows = jnp.arange(ROWS, dtype=jnp.int32)
@@ -98,15 +104,31 @@ def pool_sized(num_pages: int) -> int:
   return num_pages // 2
 
 
+HYBRID = {
+  "groups": (
+    jaxkv.FullAttention(),
+    jaxkv.SlidingWindow(9, page_size=8),
+    jaxkv.ChunkedLocal(16),
+  ),
+  "merge_duplicates": True,
+  "event_log": 64,
+}
+
 CASES = {
   "decode_scan": (decode, scanned, {}),
   "decode_while": (decode, looped, {}),
   "decode_merge_groups": (
     decode,
     scanned,
-    {"merge_duplicates": True, "num_groups": 2, "unhashed_first": False},
+    {
+      "merge_duplicates": True,
+      "groups": (jaxkv.FullAttention(),) * 2,
+      "unhashed_first": False,
+    },
   ),
+  "decode_hybrid": (sliding, scanned, HYBRID),
   "branching": (branching, scanned, {}),
+  "branching_hybrid": (branching, scanned, HYBRID),
   "forgetting": (forgetting, scanned, {}),
 }
 

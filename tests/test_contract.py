@@ -21,10 +21,15 @@ from tests.pair import VERBS
 from tests.pair import Pair
 from tests.pair import Seeded
 from tests.pair import arrays
+from tests.pair import quick
 from tests.pair import wander
+from tests.setups import LONG
+from tests.setups import MERGE
+from tests.setups import Full
+from tests.setups import Window
 from tests.setups import small
 
-SETUP = small(100, size=2, groups=2, merge_duplicates=True)
+SETUP = small(100, 2, (Window(3), Full(page_size=4)), **LONG, **MERGE)
 
 TABLE = VERBS | {
   "usage": jaxkv.usage,
@@ -33,13 +38,16 @@ TABLE = VERBS | {
 """Every public function of a state that can be traced."""
 
 CHANGING = [name for name in VERBS if name not in QUERIES]
-ON_HOST = {"init", "salt", "check", "free_pages", "cached_pages", "stats"}
-ELSEWHERE = {"clear_error"}  # tests/test_edges.py
-
-quick = functools.partial(
-  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
-"""`jit` for programs that are run once: two thirds of the time to compile."""
+ON_HOST = {
+  "init",
+  "salt",
+  "check",
+  "free_pages",
+  "cached_pages",
+  "stats",
+  "drain_events",
+}
+ELSEWHERE = {"clear_error", "take_new_pages"}  # test_edges, test_new_pages
 
 COLLECTIVES = (
   "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -219,6 +227,9 @@ class TestEveryChange:
     """Masked out, or zero of it: bit by bit the same state."""
     state, args = example(verb)
     names = ARGUMENTS[verb]
+    if verb == "recycle":
+      assert_same(TABLE[verb](state, args[0] * 0 - 1)[0], state)
+      return
     idle = {
       "counts": jnp.zeros_like,
       "num_tokens": jnp.zeros_like,
@@ -253,18 +264,23 @@ def garbage(rng, array):
 
 def slot_rows(state, slot):
   """Everything that belongs to one slot."""
-  parts = (state.page_table[:, slot], state.num_pages[:, slot])
-  return [*parts, state.length[slot]] + [
-    leaf[slot] for leaf in jax.tree.leaves(state.hashes)
-  ]
+  parts = (state.page_table, state.num_pages, state.first_page)
+  return (
+    [part[:, slot] for part in parts]
+    + [state.length[slot]]
+    + [leaf[slot] for leaf in jax.tree.leaves(state.hashes)]
+  )
 
 
-def changed_slots(verb, args, code):
+def changed_slots(verb, args, out):
   """The slots that a call may have changed."""
-  ok = np.flatnonzero(np.asarray(code) == jaxkv.Code.OK)
+  if verb == "recycle":
+    return set(np.flatnonzero(np.asarray(out.num_pages)).tolist())
+  ok = np.flatnonzero(np.asarray(out.code) == jaxkv.Code.OK)
   if verb in ("touch", "pin", "unpin", "evict", "reset_prefix_cache"):
     return set()
   named = {"admit": 0, "fork": 1, "free_slots": 0}
+  named |= {"allocate_slots": 1, "commit_slots": 2}
   if verb in named:
     return set(np.asarray(args[named[verb]])[ok].tolist())
   return set(ok.tolist())
@@ -281,7 +297,7 @@ def test_no_input_corrupts(verb):
     laws = jax.device_get(jaxkv.check_invariants(after))
     assert all(laws.values()), (laws, args)
     before, after = jax.device_get((state, after))
-    for slot in set(range(4)) - changed_slots(verb, args, out.code):
+    for slot in set(range(4)) - changed_slots(verb, args, out):
       for was, now in zip(
         slot_rows(before, slot), slot_rows(after, slot), strict=True
       ):
@@ -304,16 +320,22 @@ class TestHost:
     usage = float(jaxkv.usage(pair.state))
     assert usage == pytest.approx(in_use / (SETUP.config.num_pages - 1))
 
-  def test_none_is_no_mask_and_no_salt(self):
+  def test_none_is_as_documented(self):
+    """No mask, no salt, room for all, and all that was committed."""
     for verb in ("match", "admit", "pin"):
       state, args = example(verb)
       places = dict(zip(ARGUMENTS[verb], args, strict=True))
       places["salts"] = jnp.zeros_like(places["salts"])
       if "mask" in places:
         places["mask"] = jnp.ones_like(places["mask"])
+      if "room" in places:
+        places["room"] = places["lengths"]
       explicit = TABLE[verb](state, *places.values())
-      bare = [places[name] for name in places if name not in ("salts", "mask")]
+      options = ("salts", "mask", "room")
+      bare = [places[name] for name in places if name not in options]
       assert_same(TABLE[verb](state, *bare), explicit)
+    state, _ = example("recycle")
+    assert_same(jaxkv.recycle(state), jaxkv.recycle(state, state.length))
 
   def test_wrong_arguments_are_named(self):
     state, args = example("admit")
@@ -324,5 +346,13 @@ class TestHost:
       jaxkv.admit(state, slots, tokens.astype(jnp.float32), lengths)
     with pytest.raises(ValueError, match="lengths"):
       jaxkv.admit(state, slots, tokens, lengths[:, None])
+    with pytest.raises(ValueError, match=r"room must be int32\[3\]"):
+      jaxkv.admit(state, slots, tokens, lengths, room=lengths[:-1])
+    with pytest.raises(ValueError, match=r"room must be int32\[3\]"):
+      jaxkv.admit(state, slots, tokens, lengths, room=lengths > 0)
     with pytest.raises(ValueError, match="num_tokens"):
       jaxkv.allocate(state, 3)
+    with pytest.raises(ValueError, match=r"lengths must be int32\[4\]"):
+      jaxkv.recycle(state, lengths)
+    with pytest.raises(ValueError, match=r"lengths must be int32\[4\]"):
+      jaxkv.recycle(state, state.length.astype(jnp.float32))

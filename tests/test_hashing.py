@@ -291,7 +291,7 @@ class TestSeparation:
     )
 
   def test_groups(self):
-    cfg = config(num_groups=3)
+    cfg = config(groups=(jaxkv.FullAttention(),) * 3)
     self.all_differ(*(self.keys(cfg, group=g) for g in range(3)))
 
   def test_epoch_is_not_a_salt(self):

@@ -2,35 +2,53 @@
 
 import pytest
 
+from tests.moves import WEIGHTS
 from tests.mutants import MUTANTS
+from tests.mutation import CHUNKED
 from tests.mutation import CURRENT
+from tests.mutation import DRAFTED
 from tests.mutation import DUPLICATES
-from tests.pair import VERBS
+from tests.mutation import HYBRID
+from tests.mutation import KEPT
+from tests.mutation import NARROW
+from tests.mutation import ONE_WINDOW
+from tests.mutation import PUBLISHED
+from tests.mutation import SCARCE
+from tests.mutation import SLIDING
+from tests.mutation import WINDOWS
+from tests.pair import QUICK
 from tests.pair import Mismatch
 from tests.pair import Pair
 from tests.pair import wander
 
+pytestmark = pytest.mark.once
+
 WALKS, STEPS = 30, 60
+REAL = [CURRENT, DUPLICATES, ONE_WINDOW, SCARCE]
+REAL += [SLIDING, NARROW, HYBRID, PUBLISHED, DRAFTED, WINDOWS, CHUNKED, KEPT]
 
 
-def walk(setup, verbs):
-  """The same random walks for every mutant."""
+def walk(setup, verbs, favoured=(), others=()):
+  """Random walks, the favoured verbs more often than usual."""
+  weights = WEIGHTS | {verb: 4 * WEIGHTS[verb] for verb in favoured}
+  weights |= dict(others)
   for seed in range(WALKS):
-    wander(Pair(setup, verbs), seed, STEPS)
+    wander(Pair(setup, verbs), seed, STEPS, weights)
 
 
-@pytest.mark.parametrize("setup", [CURRENT, DUPLICATES])
+@pytest.mark.parametrize("setup", REAL)
 def test_the_real_cache_lives(setup):
   with setup.patched():
-    walk(setup, VERBS)
+    walk(setup, QUICK)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_dies(name):
   mutant = MUTANTS[name]
   with mutant.setup.patched(), pytest.raises(Mismatch):
-    walk(mutant.setup, mutant.verbs_with_it())
+    verbs = mutant.verbs_with_it()
+    walk(mutant.setup, verbs, mutant.verbs, mutant.others)
 
 
 def test_there_are_enough():
-  assert len(MUTANTS) >= 50
+  assert len(MUTANTS) >= 85

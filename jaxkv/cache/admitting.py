@@ -12,7 +12,7 @@ from jaxkv.cache import indexing
 from jaxkv.cache import page_pool
 from jaxkv.cache import page_table
 from jaxkv.cache import prefix as prefixes
-from jaxkv.cache import ragged
+from jaxkv.cache import snapshots
 from jaxkv.cache.arguments import check_array
 from jaxkv.cache.arguments import check_sequences
 from jaxkv.cache.arguments import mask_or_all
@@ -21,14 +21,15 @@ from jaxkv.cache.codes import first_code
 from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
 from jaxkv.cache.duplicates import named_before
+from jaxkv.cache.groups import overfull
+from jaxkv.cache.groups import pages_for
+from jaxkv.cache.page_pool import PagePool
 from jaxkv.cache.prefix import Prefix
-from jaxkv.cache.ragged import Items
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import SlotHashes
 from jaxkv.cache.state import counted
 from jaxkv.cache.state import in_range
 from jaxkv.cache.state import is_empty
-from jaxkv.cache.state import pages_for
 from jaxkv.cache.verbs import verb
 
 
@@ -37,7 +38,8 @@ class Matched(NamedTuple):
 
   Attributes:
     num_cached: int32[R], tokens of the longest cached prefix.
-    pages: int32[G, R, P], its pages, then NO_PAGE.
+    pages: int32[G, R, P], its pages; NO_PAGE behind it, and before it where a
+      window or a chunk needs none.
   """
 
   num_cached: Array
@@ -69,8 +71,9 @@ def match(
   """Finds the longest cached prefix of every sequence.
 
   Only full pages are cached, and at most `length - 1` tokens are found, since
-  one must be computed to give logits. A page counts only if every group has
-  it. Changes nothing and counts nothing.
+  one must be computed to give logits. All groups must be able to go on from the
+  prefix: a sliding window needs only the pages of its last window. Changes
+  nothing and counts nothing.
 
   Args:
     state: the cache.
@@ -103,10 +106,7 @@ def match(
       (config.num_groups, rows, columns), config.no_page, jnp.int32
     )
     return Matched(jnp.zeros((rows,), jnp.int32), pages)
-  column = jnp.arange(columns, dtype=jnp.int32)
-  inside = column[None] < found.num_pages[:, None]
-  pages = jnp.where(inside[None], found.pages, jnp.int32(config.no_page))
-  return Matched(found.num_pages * config.page_size, pages)
+  return Matched(found.num_cached, prefixes.attached(config, found))
 
 
 @verb
@@ -117,6 +117,7 @@ def admit(
   lengths: Array,
   salts: Array | None = None,
   mask: Array | None = None,
+  room: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
   """Puts sequences into empty slots, on top of what is cached of them.
 
@@ -139,10 +140,14 @@ def admit(
     lengths: int32[R], 1 .. T.
     salts: uint32[R, 4], see `salt`; None for no salt.
     mask: bool[R], the rows that count; None for all.
+    room: int32[R], at least 1: tokens behind the cached prefix that get pages
+      now, where a prompt is computed in chunks and `allocate` makes room for
+      the later ones; None for all.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_IN_USE (also for a slot
-    named twice), BAD_LENGTH, SLOT_FULL or OUT_OF_PAGES.
+    named twice), BAD_LENGTH (of the length or the room), SLOT_FULL or
+    OUT_OF_PAGES.
 
   Examples:
     >>> import jax.numpy as jnp, jaxkv
@@ -159,36 +164,39 @@ def admit(
   check_sequences(tokens, lengths, salts)
   check_array("slots", slots, (tokens.shape[0],), jnp.int32)
   mask = mask_or_all(mask, tokens.shape[0], "sequence")
-  code = _static_code(state, slots, tokens, lengths, mask)
+  room = lengths if room is None else room
+  check_array("room", room, (tokens.shape[0],), jnp.int32)
+  code = _static_code(state, slots, tokens, lengths, room, mask)
   found = prefixes.find(state, tokens, lengths, salts, code == Code.OK)
-  hits = jnp.zeros_like(lengths) if found is None else found.num_pages
-  total = pages_for(config, jnp.where(code == Code.OK, lengths, 0))
-  need = (total - hits) * config.num_groups
+  num_cached = lengths & 0 if found is None else found.num_cached
+  # The smaller of the two sums, without computing one that may not fit.
+  begun = num_cached + jnp.minimum(room, lengths - num_cached)
+  total = pages_for(config, jnp.where(code == Code.OK, begun, 0))
+  full = (code == Code.OK) & overfull(config, total)
+  code = jnp.where(full, jnp.int32(Code.SLOT_FULL), code)
+  hits = total & 0 if found is None else found.stop
+  fresh = snapshots.first_fresh(config, hits, total, jnp.ones_like(full))
+  need = jnp.sum(jnp.maximum(total - fresh, 0), axis=1, dtype=jnp.int32)
   granted = _grant(state, found, need, code == Code.OK)
   code = jnp.where(
     (code == Code.OK) & ~granted, jnp.int32(Code.OUT_OF_PAGES), code
   )
-  hits, total = jnp.where(granted, hits, 0), jnp.where(granted, total, 0)
   need = jnp.where(granted, need, 0)
-  state = _attached(state, slots, found, hits)
-  columns = (slots.shape[0], config.num_groups)
-  pool, table, evicted = page_table.grow(
-    state.pool,
-    state.page_table,
-    page_table.rows_of(
-      slots,
-      jnp.broadcast_to(hits[:, None], columns),
-      jnp.broadcast_to(total[:, None], columns),
-    ),
+  hits, total = (
+    jnp.where(granted[:, None], columns, 0) for columns in (hits, total)
   )
   place = indexing.where_valid(granted, slots)
-  num_cached = hits * config.page_size
+  state = _attached(state, slots, found, granted)
+  first = hits if found is None else found.first
+  pool, table, evicted = _grown(state, place, hits, total)
+  num_cached = jnp.where(granted, num_cached, 0)
   state = dataclasses.replace(
     state,
     page_table=table,
-    num_pages=state.num_pages.at[:, place].set(total, mode="drop"),
+    num_pages=state.num_pages.at[:, place].set(total.T, mode="drop"),
+    first_page=state.first_page.at[:, place].set(first.T, mode="drop"),
     length=indexing.put(state.length, place, values=num_cached),
-    hashes=_started(state, place, found),
+    hashes=_started(state, place, lengths, found),
     pool=pool,
     stats=counted(
       state.stats,
@@ -204,16 +212,21 @@ def admit(
 
 
 def _static_code(
-  state: CacheState, slots: Array, tokens: Array, lengths: Array, mask: Array
+  state: CacheState,
+  slots: Array,
+  tokens: Array,
+  lengths: Array,
+  room: Array,
+  mask: Array,
 ) -> Array:
   """Codes of the rows that can be refused without looking at the pool."""
   config = state.config
-  too_long = lengths > tokens.shape[1]
+  bad_length = (lengths < 1) | (lengths > tokens.shape[1]) | (room < 1)
   code = first_code(
     (~mask, Code.SKIPPED),
     (~in_range(state, slots), Code.BAD_SLOT),
     (~is_empty(state, slots), Code.SLOT_IN_USE),
-    ((lengths < 1) | too_long, Code.BAD_LENGTH),
+    (bad_length, Code.BAD_LENGTH),
     (lengths > config.slot_tokens, Code.SLOT_FULL),
   )
   taken = mask & named_before(slots, code == Code.OK)
@@ -227,32 +240,21 @@ def _grant(
 
   A row costs the pages it pops and those of its hits that stand in the free
   queue, unless an earlier row that is served takes them out of it already.
-  Rows share hits from the left, so that counting columns tells how many.
   """
   available = state.pool.queue.num_free
   if found is None or found.pages.shape[-1] == 0:
     return grants.in_order(need, asked, available)
-  columns = jnp.arange(found.pages.shape[-1], dtype=jnp.int32)
-  hit = columns[None] < jnp.where(asked, found.num_pages, 0)[:, None]
-  free = hit[None] & page_pool.is_free(state.pool, found.pages)
-  free = jnp.cumsum(
-    jnp.sum(free, axis=0, dtype=jnp.int32), axis=1, dtype=jnp.int32
-  )
-  free = jnp.pad(free, ((0, 0), (1, 0)))
-  upper = need + free[:, -1]
+  hit = prefixes.inside(found) & asked[None, :, None]
+  free = hit & page_pool.is_free(state.pool, found.pages)
+  upper = need + jnp.sum(free, axis=(0, 2), dtype=jnp.int32)
 
   def one_by_one() -> Array:
-    pages = found.pages[0]
-    shared = jnp.sum(
-      hit[:, None] & hit[None] & (pages[:, None] == pages[None]),
-      axis=-1,
-      dtype=jnp.int32,
-    )
-
     def serve(carry, row):
       granted, left = carry
-      touched = jnp.max(jnp.where(granted, shared[row], 0))
-      cost = need[row] + free[row, -1] - free[row, touched]
+      # A page is the same column of every sequence that hits it.
+      same = hit & (found.pages == found.pages[:, row][:, None])
+      touched = jnp.any(same & granted[None, :, None], axis=1)
+      cost = need[row] + jnp.sum(free[:, row] & ~touched, dtype=jnp.int32)
       ok = asked[row] & (cost <= left)
       return (granted.at[row].set(ok), left - jnp.where(ok, cost, 0)), None
 
@@ -265,36 +267,51 @@ def _grant(
 
 
 def _attached(
-  state: CacheState, slots: Array, found: Prefix | None, hits: Array
+  state: CacheState, slots: Array, found: Prefix | None, granted: Array
 ) -> CacheState:
   """Touches the hits and writes them into the page table."""
   if found is None or found.pages.shape[-1] == 0:
     return state
-  groups = state.config.num_groups
-
-  def attach(carry, items: Items):
-    pool, table = carry
-    row, group = items.row // groups, items.row % groups
-    offset = indexing.where_valid(items.valid, items.offset)
-    pages = indexing.take(found.pages, group, row, offset)
-    slot = indexing.take(slots, row, fill=indexing.NOWHERE)
-    table = indexing.put(table, group, slot, offset, values=pages)
-    return page_pool.hold(pool, pages, items.valid), table
-
-  pool, table = ragged.for_each(
-    jnp.repeat(hits, groups), attach, (state.pool, state.page_table)
+  first, stop = (
+    jnp.where(granted[:, None], columns, 0)
+    for columns in (found.first, found.stop)
   )
+  pool, table = page_table.attach(
+    state.pool, state.page_table, slots, first, stop, found.pages
+  )
+  if state.config.recycles:
+    skipped = page_table.rows_of(slots, jnp.zeros_like(first), first)
+    table = page_table.fill(table, skipped, 0)
   return dataclasses.replace(state, pool=pool, page_table=table)
 
 
+def _grown(
+  state: CacheState, place: Array, hits: Array, total: Array
+) -> tuple[PagePool, Array, Array]:
+  """Pages behind the hits; the pool, the table, and how many were cached."""
+  config, begins = state.config, jnp.ones(place.shape, bool)
+  fresh = snapshots.first_fresh(config, hits, total, begins)
+  table = snapshots.spread(config, state.page_table, place, hits, total, begins)
+  rows = page_table.rows_of(place, fresh, total)
+  return page_table.grow(state.pool, table, rows)
+
+
 def _started(
-  state: CacheState, place: Array, found: Prefix | None
+  state: CacheState, place: Array, lengths: Array, found: Prefix | None
 ) -> SlotHashes | None:
   """The hashes with admitted slots at the end of their cached prefix."""
-  if state.hashes is None or found is None:
+  hashes = state.hashes
+  if hashes is None or found is None:
     return None
+  hashes = dataclasses.replace(
+    hashes,
+    root=indexing.put(hashes.root, place, values=found.root),
+    chain=indexing.put(hashes.chain, place, values=found.chain),
+  )
+  if hashes.prompt is None or hashes.junction is None:
+    return hashes
   return dataclasses.replace(
-    state.hashes,
-    root=indexing.put(state.hashes.root, place, values=found.root),
-    chain=indexing.put(state.hashes.chain, place, values=found.chain),
+    hashes,
+    prompt=indexing.put(hashes.prompt, place, values=lengths),
+    junction=indexing.put(hashes.junction, place, values=found.junction),
   )

@@ -8,16 +8,21 @@ from jax import Array
 
 from jaxkv.cache import grants
 from jaxkv.cache import hashing
+from jaxkv.cache import indexing
 from jaxkv.cache import page_table
+from jaxkv.cache import snapshots
 from jaxkv.cache.arguments import check_array
 from jaxkv.cache.codes import Code
 from jaxkv.cache.codes import first_code
 from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
+from jaxkv.cache.duplicates import num_earlier
+from jaxkv.cache.groups import overfull
+from jaxkv.cache.groups import pages_for
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import SlotHashes
 from jaxkv.cache.state import counted
-from jaxkv.cache.state import pages_for
+from jaxkv.cache.state import in_range
 from jaxkv.cache.verbs import verb
 
 
@@ -25,7 +30,7 @@ class Allocated(NamedTuple):
   """What `allocate` did.
 
   Attributes:
-    code: int32[B], a `Code` a slot.
+    code: int32[B] (int32[R] for named slots), a `Code` a slot.
     num_new_pages: int32[B], pages attached, all groups together.
   """
 
@@ -40,7 +45,7 @@ class Allocated(NamedTuple):
 
 @verb
 def allocate(
-  state: CacheState, num_tokens: Array
+  state: CacheState, num_tokens: Array, slots: Array | None = None
 ) -> tuple[CacheState, Allocated]:
   """Makes room for more tokens in every slot.
 
@@ -56,10 +61,12 @@ def allocate(
     state: the cache.
     num_tokens: int32[B], tokens past `length` that there must be room for,
       drafts included; 0 asks for nothing.
+    slots: int32[R], the slots to serve, in this order, where there are R rows
+      of `num_tokens` for some slots only; None for all B slots in order.
 
   Returns:
-    The cache, and per slot OK, BAD_LENGTH (negative), SLOT_FULL or
-    OUT_OF_PAGES.
+    The cache, and per slot OK, BAD_LENGTH (negative), SLOT_FULL, OUT_OF_PAGES
+    or BAD_SLOT (out of range, or named by an earlier row).
 
   Examples:
     >>> import jax.numpy as jnp, jaxkv
@@ -70,35 +77,55 @@ def allocate(
     ([[2, 0]], [True, True])
   """
   config = state.config
-  check_array("num_tokens", num_tokens, (config.num_slots,), jnp.int32)
-  too_many = num_tokens > config.slot_tokens - state.length
+  length, held = state.length, state.num_pages.T
+  bad_slot = jnp.bool_(False)
+  if slots is None:
+    place = jnp.arange(config.num_slots, dtype=jnp.int32)
+  else:
+    check_array("slots", slots, ("R",), jnp.int32)
+    bad_slot = ~in_range(state, slots) | (num_earlier(slots) > 0)
+    place = indexing.where_valid(~bad_slot, slots)
+    length, held = (indexing.take(values, place) for values in (length, held))
+  check_array("num_tokens", num_tokens, place.shape, jnp.int32)
+  too_many = num_tokens > config.slot_tokens - length
   target = pages_for(
-    config, state.length + jnp.where(too_many, 0, jnp.maximum(num_tokens, 0))
+    config, length + jnp.where(too_many, 0, jnp.maximum(num_tokens, 0))
   )
-  held = state.num_pages.T
-  need = jnp.maximum(target[:, None] - held, 0)
-  need = jnp.where(num_tokens[:, None] > 0, need, 0)
+  target = jnp.where(num_tokens[:, None] > 0, target, 0)
+  target, begins = jnp.maximum(target, held), held[:, 0] == 0
+  fresh = snapshots.first_fresh(config, held, target, begins)
+  need = target - fresh
   code = first_code(
-    (num_tokens < 0, Code.BAD_LENGTH), (too_many, Code.SLOT_FULL)
+    (bad_slot, Code.BAD_SLOT),
+    (num_tokens < 0, Code.BAD_LENGTH),
+    (too_many | overfull(config, target), Code.SLOT_FULL),
   )
   total = jnp.sum(need, axis=1, dtype=jnp.int32)
   granted = grants.in_order(total, code == Code.OK, state.pool.queue.num_free)
   code = jnp.where(
     (code == Code.OK) & ~granted, jnp.int32(Code.OUT_OF_PAGES), code
   )
-  need = jnp.where(granted[:, None], need, 0)
-  slots = jnp.arange(config.num_slots, dtype=jnp.int32)
-  pool, table, evicted = page_table.grow(
-    state.pool,
-    state.page_table,
-    page_table.rows_of(slots, held, held + need),
+  target, fresh = (
+    jnp.where(granted[:, None], columns, held) for columns in (target, fresh)
   )
-  total = jnp.sum(need, axis=1, dtype=jnp.int32)
+  table = snapshots.spread(
+    config, state.page_table, place, held, target, begins
+  )
+  pool, table, evicted = page_table.grow(
+    state.pool, table, page_table.rows_of(place, fresh, target)
+  )
+  total = jnp.where(granted, total, 0)
+  starts, grown = begins & (total > 0), target - held
+  if slots is not None:
+    nobody = jnp.zeros((config.num_slots,), bool)
+    starts = indexing.put(nobody, place, values=starts)
+    nothing = jnp.zeros_like(state.num_pages.T)
+    grown = indexing.put(nothing, place, values=grown)
   state = dataclasses.replace(
     state,
     page_table=table,
-    num_pages=state.num_pages + need.T,
-    hashes=_started(state, (held[:, 0] == 0) & (total > 0)),
+    num_pages=state.num_pages + grown.T,
+    hashes=_started(state, starts),
     pool=pool,
     stats=counted(
       state.stats, popped=total, evicted=evicted, failed=is_failure(code)
@@ -112,9 +139,17 @@ def _started(state: CacheState, starts: Array) -> SlotHashes | None:
   """Slots that start a sequence begin at the epoch's unsalted root."""
   if state.hashes is None:
     return None
+  hashes = state.hashes
   root = hashing.root_key(state.config, state.epoch, None)
+  hashes = dataclasses.replace(
+    hashes,
+    root=jnp.where(starts[:, None], root[None], hashes.root),
+    chain=jnp.where(starts[:, None], root[None], hashes.chain),
+  )
+  if hashes.prompt is None or hashes.junction is None:
+    return hashes
   return dataclasses.replace(
-    state.hashes,
-    root=jnp.where(starts[:, None], root[None], state.hashes.root),
-    chain=jnp.where(starts[:, None], root[None], state.hashes.chain),
+    hashes,
+    prompt=jnp.where(starts, 0, hashes.prompt),
+    junction=jnp.where(starts, 0, hashes.junction),
   )

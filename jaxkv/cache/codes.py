@@ -23,6 +23,7 @@ class Code(enum.IntEnum):
   NOT_CACHED: no page, or not this one, is in the prefix index.
   NOT_PINNED: the page has no pin to give back.
   STILL_HELD: some page is still referenced.
+  RECYCLED: a page that would be needed was given back by `recycle`.
   """
 
   OK = 0
@@ -38,6 +39,7 @@ class Code(enum.IntEnum):
   NOT_CACHED = 10
   NOT_PINNED = 11
   STILL_HELD = 12
+  RECYCLED = 13
 
 
 def first_code(*cases: tuple[Array, Code]) -> Array:

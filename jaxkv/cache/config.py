@@ -1,6 +1,10 @@
 """The static sizes and options of a cache."""
 
 import dataclasses
+import math
+
+from jaxkv.cache.kinds import FullAttention
+from jaxkv.cache.kinds import GroupKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,12 +17,13 @@ class CacheConfig:
   Attributes:
     num_pages: N, pages in the pool; page 0 is the null page and is never
       handed out, so `num_pages - 1` can be used.
-    page_size: S, tokens a page.
+    page_size: S, tokens a page. Where groups have pages of their own sizes,
+      those are multiples of it, and it is the step in which keys are made.
     num_slots: B, sequences that can be held at once.
-    pages_per_slot: M, pages that one sequence can hold in one group; a slot
-      has room for `pages_per_slot * page_size` tokens.
-    num_groups: G, groups of layers. Every group has a page table of its own
-      and all draw from one pool.
+    pages_per_slot: M, pages of that size for which one sequence has room in
+      each group: `pages_per_slot * page_size` tokens.
+    groups: the kinds of G groups of layers. Every group has a page table of
+      its own and all draw from one pool.
     prefix_caching: whether full pages are hashed and found again. Switched
       off, the state has no keys, no tokens and no index at all.
     unhashed_first: where a page without a key goes when its last reference is
@@ -27,6 +32,19 @@ class CacheConfig:
     merge_duplicates: whether a page that becomes full while an equal one is
       already cached is replaced by that one in its page table, so that it
       goes back to the pool at once.
+    draft_model: whether hits leave out the last page found, because a draft
+      model (EAGLE) needs its hidden states computed again.
+    classic: whether prefixes are handled as vLLM did before 0.25: full pages
+      are published even where no hit can use them (before the window at the
+      end of an aligned prefix), and every kind of group leaves a page out for
+      the draft model whenever it shortens a prefix.
+    retention: which of the prefixes that a window could go on from are kept.
+      None, all; 0, the latest: those at the end of the prompt, and where an
+      earlier sequence turned off; k, those and every k tokens.
+    event_log: events that are kept until `drain_events` reads them: pages
+      published and taken out. 0 for no log.
+    track_new_pages: whether `take_new_pages` tells which pages were handed
+      out.
     seed: the secret of the page keys. Whoever does not know it cannot make
       two prefixes collide.
 
@@ -39,10 +57,15 @@ class CacheConfig:
   page_size: int
   num_slots: int
   pages_per_slot: int
-  num_groups: int = 1
+  groups: tuple[GroupKind, ...] = (FullAttention(),)
   prefix_caching: bool = True
   unhashed_first: bool = True
   merge_duplicates: bool = False
+  draft_model: bool = False
+  classic: bool = False
+  retention: int | None = None
+  event_log: int = 0
+  track_new_pages: bool = False
   seed: int = 0
 
   def __post_init__(self):
@@ -51,7 +74,7 @@ class CacheConfig:
       "page_size": 1,
       "num_slots": 1,
       "pages_per_slot": 1,
-      "num_groups": 1,
+      "event_log": 0,
       "seed": 0,
     }
     for name, least in smallest.items():
@@ -65,6 +88,7 @@ class CacheConfig:
         raise ValueError(
           f"CacheConfig.{name} must be at least {least}, got {value}."
         )
+    self._check_groups()
     if max(self.num_pages, self.slot_tokens) > 2**28:
       raise ValueError(
         "CacheConfig.num_pages and pages_per_slot * page_size must be at most "
@@ -73,14 +97,97 @@ class CacheConfig:
       )
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:
       raise ValueError(
-        "CacheConfig.num_groups * num_slots * pages_per_slot must be below "
-        "2**31 (pages are counted in int32); make slots shorter or fewer."
+        "CacheConfig.num_slots * pages_per_slot must be below 2**31 for all "
+        "groups together (pages are counted in int32); make slots shorter or "
+        "fewer."
       )
+    self._check_retention()
     if self.merge_duplicates and not self.prefix_caching:
       raise ValueError(
         "CacheConfig.merge_duplicates needs prefix_caching=True: without keys "
         "no two pages are known to be equal."
       )
+    if self.event_log and not self.prefix_caching:
+      raise ValueError(
+        "CacheConfig.event_log needs prefix_caching=True: nothing is ever "
+        "published without it."
+      )
+
+  def _check_groups(self):
+    if not isinstance(self.groups, tuple) or not self.groups:
+      raise TypeError(
+        "CacheConfig.groups must be a tuple of group kinds, one or more, got "
+        f"{self.groups!r}."
+      )
+    for kind in self.groups:
+      if not isinstance(kind, GroupKind):
+        raise TypeError(
+          f"CacheConfig.groups holds {kind!r}, which is no GroupKind; use "
+          "FullAttention(), SlidingWindow(window) or a kind of your own."
+        )
+    for size in self.page_sizes:
+      if size % self.page_size or self.slot_tokens % size:
+        raise ValueError(
+          f"A group's page_size must be a multiple of CacheConfig.page_size "
+          f"({self.page_size}) and a divisor of the slot's {self.slot_tokens} "
+          f"tokens, got {size}."
+        )
+
+  def _check_retention(self):
+    if self.retention is None:
+      return
+    if isinstance(self.retention, bool) or not isinstance(self.retention, int):
+      raise TypeError(
+        f"CacheConfig.retention must be None or an int, got {self.retention!r}."
+      )
+    if self.retention < 0 or self.retention % self.alignment:
+      raise ValueError(
+        f"CacheConfig.retention must be a multiple of {self.alignment}, the "
+        f"tokens of which every hit is one, got {self.retention}."
+      )
+    if self.classic:
+      raise ValueError(
+        "CacheConfig.retention and classic contradict each other; choose one."
+      )
+
+  @property
+  def num_groups(self) -> int:
+    """G, how many groups there are."""
+    return len(self.groups)
+
+  @property
+  def page_sizes(self) -> tuple[int, ...]:
+    """Tokens a page, by group."""
+    return tuple(kind.page_size or self.page_size for kind in self.groups)
+
+  @property
+  def alignment(self) -> int:
+    """Tokens of which every hit is a multiple: whole pages in all groups."""
+    return math.lcm(*self.page_sizes)
+
+  @property
+  def text_group(self) -> int:
+    """The group whose pages tell what a sequence's tokens were.
+
+    One that never leaves pages behind, if there is one.
+    """
+    keeps = [
+      type(kind).num_skipped is GroupKind.num_skipped for kind in self.groups
+    ]
+    return keeps.index(True) if True in keeps else 0
+
+  @property
+  def holds_states(self) -> bool:
+    """Whether some group holds states instead of tokens."""
+    return any(kind.holds_states for kind in self.groups)
+
+  @property
+  def recycles(self) -> bool:
+    """Whether some group leaves pages behind while a sequence runs."""
+    return any(
+      type(kind).num_skipped is not GroupKind.num_skipped
+      for kind in self.groups
+    )
 
   @property
   def no_page(self) -> int:

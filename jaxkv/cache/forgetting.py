@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv.cache import event_log
 from jaxkv.cache import prefix_index
 from jaxkv.cache.codes import Code
 from jaxkv.cache.codes import first_code
@@ -63,6 +64,9 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Reset]:
       prefix_index.clear(pool.index),
     )
     pool = dataclasses.replace(pool, index=index)
+  if pool.events is not None:
+    events = event_log.cleared(pool.events, ~held)
+    pool = dataclasses.replace(pool, events=events)
   state = dataclasses.replace(
     state,
     pool=pool,

@@ -19,6 +19,9 @@ from jaxkv.cache.codes import first_code
 from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
 from jaxkv.cache.duplicates import named_before
+from jaxkv.cache.groups import check_tokens_held
+from jaxkv.cache.groups import full_pages
+from jaxkv.cache.groups import pages_for
 from jaxkv.cache.page_pool import PagePool
 from jaxkv.cache.ragged import Items
 from jaxkv.cache.state import CacheState
@@ -26,7 +29,6 @@ from jaxkv.cache.state import SlotHashes
 from jaxkv.cache.state import counted
 from jaxkv.cache.state import in_range
 from jaxkv.cache.state import is_empty
-from jaxkv.cache.state import pages_for
 from jaxkv.cache.verbs import verb
 
 
@@ -73,6 +75,7 @@ def fork(
   owed. Pages that `src` was allocated ahead are not shared.
 
   Does not copy contents; apply `copies` (`jaxkv.kv.copy`) before writing.
+  Caches with groups that hold states are refused when traced.
 
   All-or-nothing per row, in row order. The batch differs from one call after
   the other in two ways: sources are read as they were before the call, and a
@@ -102,41 +105,40 @@ def fork(
     ([[1, 2, 8, 8], [1, 3, 8, 8]], [2])
   """
   config = state.config
+  check_tokens_held("fork", config)
   check_array("src", src, ("R",), jnp.int32)
   check_array("dst", dst, src.shape, jnp.int32)
   mask = mask_or_all(mask, src.shape[0], "row")
   length = indexing.take(state.length, src)
   code = _static_code(state, src, dst, length, mask)
-  partial = length % config.page_size > 0
-  need = partial.astype(jnp.int32) * config.num_groups
+  full, total = full_pages(config, length), pages_for(config, length)
+  need = jnp.sum(total - full, axis=1, dtype=jnp.int32)
   granted = grants.in_order(need, code == Code.OK, state.pool.queue.num_free)
   code = jnp.where(
     (code == Code.OK) & ~granted, jnp.int32(Code.OUT_OF_PAGES), code
   )
-  full = jnp.where(granted, length // config.page_size, 0)
-  partial &= granted
-  state = _shared(state, src, dst, full)
-  columns = jnp.broadcast_to(full[:, None], (*full.shape, config.num_groups))
+  full, total = (
+    jnp.where(granted[:, None], columns, 0) for columns in (full, total)
+  )
+  first = state.first_page.at[:, src].get(mode="fill", fill_value=0).T
+  first = jnp.minimum(first, full)
+  state = _shared(state, src, dst, first, full)
   pool, table, evicted = page_table.grow(
-    state.pool,
-    state.page_table,
-    page_table.rows_of(
-      dst, columns, columns + partial[:, None].astype(jnp.int32)
-    ),
+    state.pool, state.page_table, page_table.rows_of(dst, full, total)
   )
   place = indexing.where_valid(granted, dst)
-  total = pages_for(config, jnp.where(granted, length, 0))
-  copies = _owed(config.no_page, table, src, dst, full, partial)
+  copies = _owed(config.no_page, table, src, dst, full, total > full)
   state = dataclasses.replace(
     state,
     page_table=table,
-    num_pages=state.num_pages.at[:, place].set(total, mode="drop"),
+    num_pages=state.num_pages.at[:, place].set(total.T, mode="drop"),
+    first_page=state.first_page.at[:, place].set(first.T, mode="drop"),
     length=indexing.put(state.length, place, values=length),
     hashes=_copied(state.hashes, src, place),
     pool=pool,
     stats=counted(
       state.stats,
-      popped=jnp.where(partial, need, 0),
+      popped=total - full,
       evicted=evicted,
       failed=is_failure(code),
     ),
@@ -160,31 +162,30 @@ def _static_code(
 
 
 def _shared(
-  state: CacheState, src: Array, dst: Array, full: Array
+  state: CacheState, src: Array, dst: Array, first: Array, full: Array
 ) -> CacheState:
-  """Attaches the first `full` pages of `src` to `dst`, group by group."""
-  groups = state.config.num_groups
-  counts = jnp.repeat(full, groups)
+  """Attaches the pages `first .. full` of `src` to `dst`, group by group."""
+  source = page_table.rows_of(src, first, full)
+  target = page_table.rows_of(dst, first, full)
+  counts = source.stop - source.start
 
   def read(table: Array, items: Items) -> Array:
-    column = indexing.where_valid(items.valid, items.offset)
-    slot = indexing.take(src, items.row // groups)
-    return indexing.take(table, items.row % groups, slot, column)
+    return indexing.take(table, *page_table.place_of(source, items))
 
   def hold(pool: PagePool, items: Items) -> PagePool:
     return page_pool.hold(pool, read(state.page_table, items), items.valid)
 
   def attach(table: Array, items: Items) -> Array:
-    column = indexing.where_valid(items.valid, items.offset)
-    slot = indexing.take(dst, items.row // groups, fill=indexing.NOWHERE)
-    return indexing.put(
-      table, items.row % groups, slot, column, values=read(table, items)
-    )
+    place = page_table.place_of(target, items)
+    return indexing.put(table, *place, values=read(table, items))
 
   pool = ragged.for_each(counts, hold, state.pool)
   # The table is read by one whole loop, and by the next one that writes it.
   counts = jnp.where(pool.queue.num_free >= 0, counts, 0)
   table = ragged.for_each(counts, attach, state.page_table)
+  if state.config.recycles:
+    skipped = page_table.rows_of(dst, jnp.zeros_like(first), first)
+    table = page_table.fill(table, skipped, 0)
   return dataclasses.replace(state, pool=pool, page_table=table)
 
 
@@ -198,7 +199,7 @@ def _owed(
 ) -> Copies:
   """The partial pages in `column` of `src`, to be copied to those of `dst`."""
   groups = jnp.arange(table.shape[0], dtype=jnp.int32)[None, :]
-  column = indexing.where_valid(partial, column)[:, None]
+  column = indexing.where_valid(partial, column)
   return Copies(
     src=indexing.take(
       table, groups, src[:, None], column, fill=no_page

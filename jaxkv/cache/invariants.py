@@ -5,6 +5,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv.cache import free_queue
+from jaxkv.cache import groups
 from jaxkv.cache import hashing
 from jaxkv.cache import indexing
 from jaxkv.cache import prefix_index
@@ -68,7 +69,8 @@ def check_invariants(state: CacheState) -> dict[str, Array]:
     >>> sorted(laws), all(laws.values())
     (['free', 'index', 'keys', 'lengths', 'refs', 'tables'], True)
   """
-  room = jnp.min(state.num_pages, axis=0) * state.config.page_size
+  sizes = jnp.asarray(state.config.page_sizes, jnp.int32)[:, None]
+  room = jnp.min(state.num_pages * sizes, axis=0)
   return {
     "tables": _tables(state),
     "lengths": jnp.all((state.length >= 0) & (state.length <= room)),
@@ -82,10 +84,16 @@ def check_invariants(state: CacheState) -> dict[str, Array]:
 def _tables(state: CacheState) -> Array:
   column = jnp.arange(state.config.pages_per_slot, dtype=jnp.int32)
   held = column[None, None] < state.num_pages[..., None]
+  skipped = column[None, None] < state.first_page[..., None]
   table = state.page_table
   no_page = state.config.no_page
+  states = jnp.asarray([kind.holds_states for kind in state.config.groups])
   return (
     jnp.all(jnp.where(held, (table >= 0) & (table < no_page), table == no_page))
+    & jnp.all(~skipped | (table == 0))
+    & jnp.all(skipped | (table > 0) | states[:, None, None])
+    & jnp.all(state.first_page >= 0)
+    & jnp.all(state.first_page <= state.num_pages)
     & jnp.all(state.num_pages >= 0)
     & jnp.all(state.num_pages <= state.config.pages_per_slot)
   )
@@ -156,24 +164,35 @@ def _keys(state: CacheState) -> Array:
   config, hashes, index = state.config, state.hashes, state.pool.index
   if hashes is None or index is None:
     return jnp.bool_(True)
-  column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)
-  full = state.length // config.page_size
-  inside = column[None] < full[:, None]
-  groups = jnp.arange(config.num_groups, dtype=jnp.int32)[:, None, None]
-  tokens = indexing.take(index.tokens, state.page_table[0])
-  digests = hashing.page_digests(config, tokens)
+  text, size = config.text_group, config.page_sizes[config.text_group]
+  final = groups.final_pages(config, state.length)
+  # What a window left behind, or no state was kept of, cannot be read back.
+  column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)[None]
+  read = column < final[:, text, None]
+  whole = jnp.all(~read | (state.page_table[text] > 0), axis=1)
+  whole &= state.num_pages[0] > 0
+  tokens = indexing.take(index.tokens, state.page_table[text])[..., :size]
+  slots, step = config.num_slots, size // config.page_size
+  stream = tokens[:, : config.pages_per_slot // step]
+  stream = stream.reshape(slots, config.pages_per_slot, config.page_size)
+  digests = hashing.page_digests(config, stream)
   chain = hashing.chain_keys(hashes.root, digests)
-  expected = hashing.group_key(
-    config,
-    jnp.broadcast_to(chain, (config.num_groups, *chain.shape)),
-    jnp.broadcast_to(groups, state.page_table.shape),
-  )
-  keys = prefix_index.key_of(index, state.page_table)
-  right = jnp.all(keys == expected, axis=-1)
-  last = jnp.maximum(full - 1, 0)[:, None, None]
+  right = jnp.bool_(True)
+  known = final[:, text] * size
+  for group, size in enumerate(config.page_sizes):
+    step = size // config.page_size
+    own = chain[:, step - 1 :: step]
+    columns = jnp.arange(own.shape[1], dtype=jnp.int32)[None]
+    numbers = jnp.full(own.shape[:2], group, jnp.int32)
+    pages = state.page_table[group, :, : own.shape[1]]
+    keys = prefix_index.key_of(index, pages)
+    same = hashing.group_key(config, keys, numbers) == own
+    stop = jnp.minimum(final[:, group], known // size)[:, None]
+    inside = (columns < stop) & (pages > 0)
+    right &= jnp.all(jnp.all(same, axis=-1) | ~(inside & whole[:, None]))
+  steps = config.alignment // config.page_size
+  aligned = state.length // config.alignment * steps
+  last = jnp.maximum(aligned - 1, 0)[:, None, None]
   end = jnp.take_along_axis(chain, last, axis=1)[:, 0]
-  end = jnp.where(full[:, None] > 0, end, hashes.root)
-  occupied = state.num_pages[0] > 0
-  return jnp.all(right | ~inside[None]) & jnp.all(
-    jnp.all(hashes.chain == end, axis=1) | ~occupied
-  )
+  end = jnp.where(aligned[:, None] > 0, end, hashes.root)
+  return right & jnp.all(jnp.all(hashes.chain == end, axis=1) | ~whole)

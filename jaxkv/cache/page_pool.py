@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv.cache import event_log
 from jaxkv.cache import free_queue
 from jaxkv.cache import indexing
 from jaxkv.cache import prefix_index
 from jaxkv.cache.config import CacheConfig
+from jaxkv.cache.event_log import EventLog
 from jaxkv.cache.free_queue import FreeQueue
 from jaxkv.cache.prefix_index import PrefixIndex
 
@@ -30,12 +32,16 @@ class PagePool:
     pin_count: references held by `pin` and `touch`.  # int32[N]
     queue: the free pages in eviction order.
     index: the cached pages; None without prefix caching.
+    events: what entered and left the index; None if nobody wants to know.
+    new: pages popped since `take_new_pages`; None likewise.  # bool[N]
   """
 
   ref_count: Array
   pin_count: Array
   queue: FreeQueue
   index: PrefixIndex | None
+  events: EventLog | None = None
+  new: Array | None = None
 
 
 class Popped(NamedTuple):
@@ -58,12 +64,16 @@ def init(config: CacheConfig) -> PagePool:
   """All pages free, none cached."""
   index = None
   if config.prefix_caching:
-    index = prefix_index.init(config.num_pages, config.page_size)
+    index = prefix_index.init(config.num_pages, max(config.page_sizes))
   return PagePool(
     ref_count=jnp.zeros((config.num_pages,), jnp.int32),
     pin_count=jnp.zeros((config.num_pages,), jnp.int32),
     queue=free_queue.init(config.num_pages),
     index=index,
+    events=event_log.init(config) if config.event_log else None,
+    new=jnp.zeros((config.num_pages,), bool)
+    if config.track_new_pages
+    else None,
   )
 
 
@@ -77,12 +87,14 @@ def pop(
   queue, popped = free_queue.pop(pool.queue, wanted, window=window)
   pages, _, valid = popped
   pool, num_evicted = unpublish(pool, pages, valid)
+  place, new = indexing.where_valid(valid, pages), pool.new
+  if new is not None:
+    new = indexing.put(new, place, values=True)
   pool = dataclasses.replace(
     pool,
-    ref_count=indexing.put(
-      pool.ref_count, indexing.where_valid(valid, pages), values=1
-    ),
+    ref_count=indexing.put(pool.ref_count, place, values=1),
     queue=queue,
+    new=new,
   )
   return pool, Popped(*popped, num_evicted)
 
@@ -175,8 +187,12 @@ def unpublish(
   """
   if pool.index is None:
     return pool, jnp.int32(0)
-  index, count = prefix_index.remove(pool.index, pages, valid)
-  return dataclasses.replace(pool, index=index), count
+  index, taken = prefix_index.remove(pool.index, pages, valid)
+  events = pool.events
+  if events is not None:
+    events = event_log.removed(events, taken.valid, pages, taken.keys)
+  pool = dataclasses.replace(pool, index=index, events=events)
+  return pool, taken.total
 
 
 def is_free(pool: PagePool, pages: Array) -> Array:

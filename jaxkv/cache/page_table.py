@@ -51,6 +51,39 @@ def rows_of(slots: Array, start: Array, stop: Array) -> Rows:
   )
 
 
+def attach(
+  pool: PagePool,
+  table: Array,
+  slots: Array,
+  start: Array,
+  stop: Array,
+  pages: Array,
+) -> tuple[PagePool, Array]:
+  """Writes pages into rows of sequences, one more reference each.
+
+  Args:
+    pool: the pool.
+    table: int32[G, B, M].
+    slots: int32[R].
+    start: int32[R, G], the first column to fill; none of them holds a page.
+    stop: int32[R, G], one past the last.
+    pages: int32[G, R, P], what to put into the same columns.
+
+  Returns:
+    The pool and the table.
+  """
+  rows, num_groups = rows_of(slots, start, stop), start.shape[1]
+
+  def step(carry, items: Items):
+    pool, table = carry
+    where = place_of(rows, items)
+    held = indexing.take(pages, where[0], items.row // num_groups, where[2])
+    table = indexing.put(table, *where, values=held)
+    return page_pool.hold(pool, held, items.valid), table
+
+  return ragged.for_each(rows.stop - rows.start, step, (pool, table))
+
+
 def grow(
   pool: PagePool, table: Array, rows: Rows
 ) -> tuple[PagePool, Array, Array]:
@@ -73,7 +106,7 @@ def grow(
     items = ragged.locate(counts, done + popped.rank)
     table = indexing.put(
       table,
-      *_where(rows, items._replace(valid=popped.valid), descending=False),
+      *place_of(rows, items._replace(valid=popped.valid)),
       values=popped.pages,
     )
     done = done + jnp.sum(popped.valid, dtype=jnp.int32)
@@ -87,7 +120,12 @@ def grow(
 
 
 def shrink(
-  pool: PagePool, table: Array, rows: Rows, *, unhashed_first: bool
+  pool: PagePool,
+  table: Array,
+  rows: Rows,
+  *,
+  unhashed_first: bool,
+  cleared: int,
 ) -> tuple[PagePool, Array]:
   """Drops the pages of every column of every row and clears the columns.
 
@@ -101,6 +139,7 @@ def shrink(
     table: int32[G, B, M]; null pages and NO_PAGE in it are passed over.
     rows: the columns to clear, no column named twice.
     unhashed_first: `CacheConfig.unhashed_first`.
+    cleared: what the columns hold afterwards.
 
   Returns:
     The pool and the table.
@@ -109,7 +148,7 @@ def shrink(
 
   def give_back(loop, items: Items):
     pool, first_left = loop
-    where = _where(rows, items, descending=True)
+    where = place_of(rows, items, descending=True)
     pages = indexing.take(table, *where)
     pool, left = page_pool.drop(
       pool,
@@ -124,12 +163,8 @@ def shrink(
     return pool, first_left
 
   def push_front(pool: PagePool, items: Items) -> PagePool:
-    pages = indexing.take(table, *_where(rest, items, descending=False))
+    pages = indexing.take(table, *place_of(rest, items))
     return page_pool.to_front(pool, pages, items.row, _is_page(pool, pages))
-
-  def clear(table: Array, items: Items) -> Array:
-    where = _where(rows, items, descending=True)
-    return indexing.put(table, *where, values=pool.ref_count.shape[0])
 
   pool = page_pool.reserve(pool, jnp.sum(counts, dtype=jnp.int32))
   pool, first_left = ragged.for_each(counts, give_back, (pool, rows.stop))
@@ -138,15 +173,21 @@ def shrink(
     pool = ragged.for_each(rest.stop - rest.start, push_front, pool)
   # The table is read by whole loops and written by one that waits for them.
   counts = jnp.where(pool.queue.num_free >= 0, counts, 0)
-  return pool, ragged.for_each(counts, clear, table)
+  rows = rows._replace(stop=rows.start + counts)
+  return pool, fill(table, rows, cleared)
 
 
-def _is_page(pool: PagePool, pages: Array) -> Array:
-  return (pages > 0) & (pages < pool.ref_count.shape[0])
+def fill(table: Array, rows: Rows, page: int) -> Array:
+  """The table with one page number in every column of every row."""
+
+  def write(table: Array, items: Items) -> Array:
+    return indexing.put(table, *place_of(rows, items), values=page)
+
+  return ragged.for_each(rows.stop - rows.start, write, table)
 
 
-def _where(
-  rows: Rows, items: Items, *, descending: bool
+def place_of(
+  rows: Rows, items: Items, *, descending: bool = False
 ) -> tuple[Array, Array, Array]:
   """Group, slot and column of items, NOWHERE for those not valid."""
   if descending:
@@ -158,3 +199,7 @@ def _where(
     indexing.take(rows.slot, items.row, fill=indexing.NOWHERE),
     indexing.where_valid(items.valid, column),
   )
+
+
+def _is_page(pool: PagePool, pages: Array) -> Array:
+  return (pages > 0) & (pages < pool.ref_count.shape[0])

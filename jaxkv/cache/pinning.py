@@ -46,7 +46,7 @@ class Pinned(NamedTuple):
   Attributes:
     code: int32[R], a `Code` a sequence.
     num_cached: int32[R], tokens of the prefix that is held now.
-    pages: int32[G, R, P], its pages, then NO_PAGE: what `unpin` takes.
+    pages: int32[G, R, P], its pages, NO_PAGE elsewhere: what `unpin` takes.
   """
 
   code: Array
@@ -137,19 +137,20 @@ def pin(
   mask = mask_or_all(mask, rows, "sequence")
   bad = (lengths < 1) | (lengths > tokens.shape[1])
   found = prefixes.find(state, tokens, lengths, salts, mask & ~bad)
-  hits = jnp.zeros_like(lengths) if found is None else found.num_pages
+  num_cached = lengths & 0 if found is None else found.num_cached
   code = first_code(
-    (~mask, Code.SKIPPED), (bad, Code.BAD_LENGTH), (hits == 0, Code.NOT_CACHED)
+    (~mask, Code.SKIPPED),
+    (bad, Code.BAD_LENGTH),
+    (num_cached == 0, Code.NOT_CACHED),
   )
   shape = (config.num_groups, rows, columns)
   held = jnp.full(shape, config.no_page, jnp.int32)
   if found is not None:
-    inside = jnp.arange(columns, dtype=jnp.int32)[None] < hits[:, None]
-    held = jnp.where(inside[None], found.pages, held)
+    held = prefixes.attached(config, found)
   names = held.reshape(-1)
   pool = _pinned(state.pool, names, names < config.no_page)
   state = _finished(state, pool, code)
-  return state, Pinned(code, hits * config.page_size, held)
+  return state, Pinned(code, num_cached, held)
 
 
 @verb
@@ -216,6 +217,7 @@ def unpin(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
     table.reshape(1, -1, columns),
     rows,
     unhashed_first=config.unhashed_first,
+    cleared=config.no_page,
   )
   return _finished(state, pool, code), PageCodes(code.reshape(pages.shape))
 

@@ -13,6 +13,7 @@ one bucket in a thousand ever overflows.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +42,9 @@ class PrefixIndex:
     entry: a page's key, the value of `clock` when it was published, and its
       place in the flattened buckets, NOWHERE if it is not cached; one row, so
       that publishing writes them at once.  # uint32[N, 6]
-    tokens: the tokens of a full page; they and its key outlive its place in
-      the index until the page is filled again.  # int32[N, S]
+    tokens: the tokens of a full page, zeros after them where another group's
+      pages are larger; they and its key outlive its place in the index until
+      the page is filled again.  # int32[N, S]
     clock: pages published so far, modulo 2**32.  # uint32[]
   """
 
@@ -51,6 +53,20 @@ class PrefixIndex:
   entry: Array
   tokens: Array
   clock: Array
+
+
+class Taken(NamedTuple):
+  """What `remove` took out.
+
+  Attributes:
+    valid: bool[X], the pages that were cached.
+    keys: uint32[X, 4], their keys.
+    total: int32[], how many they are.
+  """
+
+  valid: Array
+  keys: Array
+  total: Array
 
 
 def init(num_pages: int, page_size: int) -> PrefixIndex:
@@ -83,7 +99,14 @@ def key_of(index: PrefixIndex, pages: Array) -> Array:
   return _split(indexing.take(index.entry, pages))[0]
 
 
-def lookup(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
+def stamp_of(index: PrefixIndex, pages: Array) -> Array:
+  """uint32[...]: values of the clock when cached pages were published."""
+  return _split(indexing.take(index.entry, pages))[1]
+
+
+def lookup(
+  index: PrefixIndex, keys: Array, tokens: Array, *, newest: bool = False
+) -> Array:
   """Finds cached pages.
 
   Args:
@@ -91,6 +114,7 @@ def lookup(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
     keys: uint32[X, 4].
     tokens: int32[X, S], what the pages must hold. A page with the key and
       other tokens is a collision and no hit.
+    newest: whether to find the page published last instead of first.
 
   Returns:
     int32[X]: of the pages with this key the one published first, 0 for none.
@@ -104,7 +128,8 @@ def lookup(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
     key, stamp, _ = _split(indexing.take(index.entry, candidates))
     found = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
     # Ages instead of stamps: the clock may have wrapped around.
-    age = index.clock - stamp
+    # At least 1: the clock has moved on since.
+    age = stamp - index.clock if newest else index.clock - stamp
     age = jnp.where(found, age, jnp.uint32(0))
     oldest = jnp.argmax(age, axis=-1).astype(jnp.int32)[:, None]
     page = jnp.take_along_axis(candidates, oldest, axis=-1)[:, 0]
@@ -128,7 +153,12 @@ def lookup(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
 
 
 def insert(
-  index: PrefixIndex, pages: Array, keys: Array, tokens: Array, valid: Array
+  index: PrefixIndex,
+  pages: Array,
+  keys: Array,
+  tokens: Array,
+  valid: Array,
+  listed: Array,
 ) -> PrefixIndex:
   """Publishes pages, in the order given.
 
@@ -139,7 +169,9 @@ def insert(
     keys: uint32[X, 4].
     tokens: int32[X, S].
     valid: bool[X].
+    listed: bool[X]; the other valid ones get a key but no place in the index.
   """
+  listed &= valid
   order = jnp.cumsum(valid.astype(jnp.uint32))
   place = indexing.where_valid(valid, pages)
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
@@ -164,7 +196,12 @@ def insert(
   buckets, slot, _, _ = lax.while_loop(
     lambda loop: jnp.any(loop[3]),
     settle,
-    (index.buckets, place, _first_bucket(index, keys), valid),
+    (
+      index.buckets,
+      jnp.full_like(place, NOWHERE),
+      _first_bucket(index, keys),
+      listed,
+    ),
   )
   stamp = index.clock + order - 1
   entry = jnp.concatenate(
@@ -173,7 +210,7 @@ def insert(
   return dataclasses.replace(
     index,
     buckets=buckets,
-    overflow=_count_passed(index, keys, slot, valid, 1),
+    overflow=_count_passed(index, keys, slot, listed, 1),
     entry=indexing.put(index.entry, place, values=entry),
     tokens=indexing.put(index.tokens, place, values=tokens),
     clock=index.clock + order[-1],
@@ -182,7 +219,7 @@ def insert(
 
 def remove(
   index: PrefixIndex, pages: Array, valid: Array
-) -> tuple[PrefixIndex, Array]:
+) -> tuple[PrefixIndex, Taken]:
   """Takes pages out; their keys and tokens stay readable.
 
   Args:
@@ -191,7 +228,7 @@ def remove(
     valid: bool[X]; a page that is not cached stays as it is.
 
   Returns:
-    The index, and int32[]: how many of the pages were cached.
+    The index, and what was taken out of it.
   """
   keys, _, slot = _split(
     indexing.take(index.entry, indexing.where_valid(valid, pages), fill=NOWHERE)
@@ -210,7 +247,7 @@ def remove(
       index.entry, place, jnp.int32(_SLOT), values=jnp.uint32(NOWHERE)
     ),
   )
-  return index, count
+  return index, Taken(valid, keys, count)
 
 
 def clear(index: PrefixIndex) -> PrefixIndex:

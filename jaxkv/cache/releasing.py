@@ -20,12 +20,15 @@ from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
 from jaxkv.cache.duplicates import num_earlier
 from jaxkv.cache.forking import Copies
+from jaxkv.cache.groups import check_tokens_held
+from jaxkv.cache.groups import full_pages
+from jaxkv.cache.groups import pages_for
+from jaxkv.cache.groups import skipped_pages
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import SlotHashes
 from jaxkv.cache.state import counted
 from jaxkv.cache.state import in_range
 from jaxkv.cache.state import is_empty
-from jaxkv.cache.state import pages_for
 from jaxkv.cache.verbs import verb
 
 
@@ -102,17 +105,25 @@ def free(state: CacheState, slots: Array) -> tuple[CacheState, Freed]:
     (is_empty(state, numbers) | again, Code.SLOT_EMPTY),
   )
   place = indexing.where_valid(code == Code.OK, numbers)
-  held = state.num_pages.at[:, place].get(mode="fill", fill_value=0).T
+  first, held = (
+    columns.at[:, place].get(mode="fill", fill_value=0).T
+    for columns in (state.first_page, state.num_pages)
+  )
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
-    page_table.rows_of(place, jnp.zeros_like(held), held),
+    page_table.rows_of(place, first, held),
     unhashed_first=config.unhashed_first,
+    cleared=config.no_page,
   )
+  if config.recycles:
+    skipped = page_table.rows_of(place, jnp.zeros_like(first), first)
+    table = page_table.fill(table, skipped, config.no_page)
   state = dataclasses.replace(
     state,
     page_table=table,
     num_pages=state.num_pages.at[:, place].set(0, mode="drop"),
+    first_page=state.first_page.at[:, place].set(0, mode="drop"),
     length=indexing.put(state.length, place, values=0),
     pool=pool,
     stats=counted(state.stats, failed=is_failure(code)),
@@ -140,6 +151,13 @@ def truncate(
 
   Does not copy contents; apply `copies` (`jaxkv.kv.copy`) before writing.
 
+  Groups that hold states cannot go back to any token, so caches with such
+  groups are refused when traced.
+
+  Pages that `recycle` gave back do not return: where a window would need one
+  of them, the slot is refused. (To try tokens out, recycle after they were
+  accepted, or keep the state.)
+
   All-or-nothing per slot. The batch differs from one call after the other:
   whether a page is shared, and whether a fresh page is there, is judged by the
   cache as it was before the call, and all pages are given back, in slot
@@ -152,7 +170,7 @@ def truncate(
 
   Returns:
     The cache, and per slot OK, SKIPPED, SLOT_EMPTY, BAD_LENGTH (negative or
-    more than there is: truncate never grows) or OUT_OF_PAGES.
+    more than there is: truncate never grows), RECYCLED or OUT_OF_PAGES.
 
   Examples:
     >>> import jax.numpy as jnp, jaxkv
@@ -166,6 +184,7 @@ def truncate(
     (3, 2)
   """
   config = state.config
+  check_tokens_held("truncate", config)
   check_array("lengths", lengths, (config.num_slots,), jnp.int32)
   mask = mask_or_all(mask, config.num_slots, "slot")
   slots = jnp.arange(config.num_slots, dtype=jnp.int32)
@@ -173,15 +192,16 @@ def truncate(
     (~mask, Code.SKIPPED),
     (is_empty(state, slots), Code.SLOT_EMPTY),
     ((lengths < 0) | (lengths > state.length), Code.BAD_LENGTH),
+    (_needs_recycled(state, lengths), Code.RECYCLED),
   )
-  full = lengths // config.page_size
-  reopens = (lengths % config.page_size > 0) & (
-    full < state.length // config.page_size
+  full = full_pages(config, lengths)
+  reopens = (pages_for(config, lengths) > full) & (
+    full < full_pages(config, state.length)
   )
   groups = jnp.arange(config.num_groups, dtype=jnp.int32)[None, :]
-  pages = indexing.take(state.page_table, groups, slots[:, None], full[:, None])
+  pages = indexing.take(state.page_table, groups, slots[:, None], full)
   shared = indexing.take(state.pool.ref_count, pages) > 1
-  shared &= reopens[:, None]
+  shared &= reopens
   granted = grants.in_order(
     jnp.sum(shared, axis=1, dtype=jnp.int32),
     code == Code.OK,
@@ -191,16 +211,19 @@ def truncate(
     (code == Code.OK) & ~granted, jnp.int32(Code.OUT_OF_PAGES), code
   )
   shared &= granted[:, None]
-  reopens &= granted
+  reopens &= granted[:, None]
   keep = pages_for(config, jnp.where(granted, lengths, 0))
-  hashes, read = _rolled_back(state, lengths, granted, reopens, pages[:, 0])
+  hashes, read = _rolled_back(state, lengths, granted)
   pages = indexing.after(read, pages)
   state, copies = _shortened(
-    state, granted, keep, shared, pages, reopens[:, None] & ~shared
+    state, granted, keep, shared, pages, reopens & ~shared
   )
   state = dataclasses.replace(
     state,
-    num_pages=jnp.where(granted[None], keep[None], state.num_pages),
+    num_pages=jnp.where(granted[None], keep.T, state.num_pages),
+    first_page=jnp.where(
+      granted[None], jnp.minimum(state.first_page, keep.T), state.first_page
+    ),
     length=jnp.where(granted, lengths, state.length),
     hashes=hashes,
     stats=counted(state.stats, failed=is_failure(code)),
@@ -222,7 +245,7 @@ def _shortened(
   Args:
     state: the cache.
     granted: bool[B].
-    keep: int32[B], columns that remain.
+    keep: int32[B, G], columns that remain.
     shared: bool[B, G], where the last of them gets a fresh page.
     pages: int32[B, G], the pages in that column.
     reopened: bool[B, G], where it loses its key.
@@ -231,7 +254,7 @@ def _shortened(
   slots = jnp.arange(config.num_slots, dtype=jnp.int32)
   held = state.num_pages.T
   fresh = shared.astype(jnp.int32)
-  start = jnp.where(granted[:, None], keep[:, None] - fresh, held)
+  start = jnp.where(granted[:, None], keep - fresh, held)
   pool, _ = page_pool.unpublish(
     state.pool, pages.reshape(-1), reopened.reshape(-1)
   )
@@ -240,6 +263,7 @@ def _shortened(
     state.page_table,
     page_table.rows_of(slots, start, held),
     unhashed_first=config.unhashed_first,
+    cleared=config.no_page,
   )
   pool, table, evicted = page_table.grow(
     pool, table, page_table.rows_of(slots, start, start + fresh)
@@ -256,12 +280,27 @@ def _shortened(
   return state, copies
 
 
+def _needs_recycled(state: CacheState, lengths: Array) -> Array:
+  """bool[B]: whether a shorter sequence would need a page that is gone."""
+  config = state.config
+  if not config.recycles:
+    return lengths < 0
+  lengths = jnp.clip(lengths, 0, state.length)
+  gone = state.first_page.T
+  needed = skipped_pages(config, lengths) < gone
+  needed = (lengths > 0) & jnp.any(needed, axis=1)
+  if state.hashes is None:
+    return needed
+  # Its last tokens are read back from the pages of one group.
+  aligned = lengths // config.alignment * config.alignment
+  group = config.text_group
+  begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
+  moved = aligned < state.length // config.alignment * config.alignment
+  return needed | ((lengths > 0) & moved & (begin < gone[:, group]))
+
+
 def _rolled_back(
-  state: CacheState,
-  lengths: Array,
-  granted: Array,
-  reopens: Array,
-  pages: Array,
+  state: CacheState, lengths: Array, granted: Array
 ) -> tuple[SlotHashes | None, Array]:
   """The chain and the tail as they were at the shorter length.
 
@@ -272,17 +311,22 @@ def _rolled_back(
   if hashes is None or index is None:
     return None, jnp.int32(0)
   slots = jnp.arange(config.num_slots, dtype=jnp.int32)
-  zeros = jnp.zeros_like(slots)
-  full = lengths // config.page_size
-  last = indexing.take(state.page_table, zeros, slots, full - 1)
-  key = hashing.group_key(config, prefix_index.key_of(index, last), zeros)
-  chain = jnp.where((full == 0)[:, None], hashes.root, key)
-  moved = granted & (full < state.length // config.page_size)
+  group, size = config.text_group, config.page_sizes[config.text_group]
+  group = jnp.full_like(slots, group)
+  aligned = lengths // config.alignment
+  first = aligned * (config.alignment // size)
+  last = indexing.take(state.page_table, group, slots, first - 1)
+  key = hashing.group_key(config, prefix_index.key_of(index, last), group)
+  chain = jnp.where((aligned == 0)[:, None], hashes.root, key)
+  columns = jnp.arange(config.alignment // size, dtype=jnp.int32)[None]
+  pages = indexing.take(
+    state.page_table, group[:, None], slots[:, None], first[:, None] + columns
+  )
+  tail = indexing.take(index.tokens, pages)[..., :size]
+  moved = (granted & (aligned < state.length // config.alignment))[:, None]
   hashes = dataclasses.replace(
     hashes,
-    chain=jnp.where(moved[:, None], chain, hashes.chain),
-    tail=jnp.where(
-      reopens[:, None], indexing.take(index.tokens, pages), hashes.tail
-    ),
+    chain=jnp.where(moved, chain, hashes.chain),
+    tail=jnp.where(moved, tail.reshape(hashes.tail.shape), hashes.tail),
   )
   return hashes, jnp.max(key >> 1).astype(jnp.int32)

@@ -24,15 +24,21 @@ class SlotHashes:
 
   Attributes:
     root: the key before the slot's first page.  # uint32[B, 4]
-    chain: the key of its last full page, `root` before there is one.
-      # uint32[B, 4]
-    tail: the tokens after that page; of row b, `length[b] % S` count.
-      # int32[B, S]
+    chain: the key at the last place where all groups end a page, `root`
+      before there is one. A is `CacheConfig.alignment`.  # uint32[B, 4]
+    tail: the tokens after it; of row b, `length[b] % A` count.
+      # int32[B, A]
+    prompt: tokens of the prompt that a slot was admitted with; None unless
+      `CacheConfig.retention` is set.  # int32[B]
+    junction: tokens that some groups had cached of it when not all had; None
+      likewise.  # int32[B]
   """
 
   root: Array
   chain: Array
   tail: Array
+  prompt: Array | None = None
+  junction: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +77,8 @@ class CacheState:
   """A cache. Every verb takes one and returns another; none is changed.
 
   Invariants, each tested by `check_invariants`:
-    tables: row (g, b) holds `num_pages[g, b]` pages, then NO_PAGE.
+    tables: row (g, b) holds `first_page[g, b]` null pages, then pages up to
+      `num_pages[g, b]`, then NO_PAGE.
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` is the number of entries that name a page plus its pins.
     free: a page is live in the queue exactly once iff nothing references it.
@@ -82,8 +89,9 @@ class CacheState:
     config: the static sizes and options.
     page_table: page numbers; 0 is the null page, NO_PAGE = N where no page
       was ever attached.  # int32[G, B, M]
-    num_pages: pages attached to each slot; a slot without any is empty.
+    num_pages: columns in use of each row; a slot without any is empty.
       # int32[G, B]
+    first_page: columns that a window or a chunk has left behind.  # int32[G, B]
     length: tokens whose K/V is final.  # int32[B]
     hashes: None without prefix caching.
     pool: the pages.
@@ -95,6 +103,7 @@ class CacheState:
   config: CacheConfig = dataclasses.field(metadata={"static": True})
   page_table: Array
   num_pages: Array
+  first_page: Array
   length: Array
   hashes: SlotHashes | None
   pool: PagePool
@@ -127,8 +136,14 @@ def init(config: CacheConfig) -> CacheState:
     hashes = SlotHashes(
       root=jnp.zeros((slots, hashing.KEY_WORDS), jnp.uint32),
       chain=jnp.zeros((slots, hashing.KEY_WORDS), jnp.uint32),
-      tail=jnp.zeros((slots, config.page_size), jnp.int32),
+      tail=jnp.zeros((slots, config.alignment), jnp.int32),
     )
+    if config.retention is not None:
+      hashes = dataclasses.replace(
+        hashes,
+        prompt=jnp.zeros((slots,), jnp.int32),
+        junction=jnp.zeros((slots,), jnp.int32),
+      )
   counters = {
     field.name: jnp.zeros((), jnp.uint32) for field in dataclasses.fields(Stats)
   }
@@ -138,6 +153,7 @@ def init(config: CacheConfig) -> CacheState:
       (groups, slots, config.pages_per_slot), config.no_page, jnp.int32
     ),
     num_pages=jnp.zeros((groups, slots), jnp.int32),
+    first_page=jnp.zeros((groups, slots), jnp.int32),
     length=jnp.zeros((slots,), jnp.int32),
     hashes=hashes,
     pool=page_pool.init(config),
@@ -164,11 +180,6 @@ def is_empty(state: CacheState, slots: Array) -> Array:
 def in_range(state: CacheState, slots: Array) -> Array:
   """bool[R]: whether slot numbers name a slot."""
   return (slots >= 0) & (slots < state.config.num_slots)
-
-
-def pages_for(config: CacheConfig, tokens: Array) -> Array:
-  """int32[...]: pages that hold so many tokens."""
-  return (tokens + (config.page_size - 1)) // config.page_size
 
 
 def counted(stats: Stats, **amounts: Array) -> Stats:

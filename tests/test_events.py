@@ -1,0 +1,156 @@
+"""The event log: whoever replays it knows what is cached."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv.cache import prefix_index
+from tests.pair import Pair
+from tests.pair import wander
+from tests.setups import MERGE
+from tests.setups import SETUPS
+from tests.setups import Setup
+
+
+class Mirror:
+  """What is cached, as told by events alone: page -> (group, key)."""
+
+  def __init__(self):
+    self.pages: dict[int, tuple[int, bytes]] = {}
+    self.seen: set[type] = set()
+
+  def follow(self, events):
+    """Takes events in, each of which must make sense."""
+    for event in events:
+      self.seen.add(type(event))
+      match event:
+        case jaxkv.Stored(page, group, key):
+          assert page not in self.pages
+          self.pages[page] = (group, key)
+        case jaxkv.Removed(page, group, key):
+          assert self.pages.pop(page) == (group, key)
+        case jaxkv.Cleared():
+          self.pages.clear()
+
+
+def cached(state):
+  """Page -> key, as the state has it."""
+  pages = jaxkv.cached_pages(state)
+  keys = prefix_index.key_of(state.pool.index, jnp.asarray(pages, jnp.int32))
+  keys = jax.device_get(keys).astype("<u4")
+  return {page: key.tobytes() for page, key in zip(pages, keys, strict=True)}
+
+
+def logged(name: str, size: int, **options) -> Setup:
+  """A setup whose cache keeps events."""
+  setup = SETUPS[name]
+  config = dataclasses.replace(setup.config, event_log=size, **options)
+  return dataclasses.replace(setup, config=config)
+
+
+@pytest.mark.parametrize(
+  "setup",
+  [
+    pytest.param(logged("plain", 500, **MERGE), id="plain"),
+    pytest.param(
+      logged("hybrid", 500, **MERGE), id="hybrid", marks=pytest.mark.deep
+    ),
+    pytest.param(logged("draft", 500), id="draft", marks=pytest.mark.deep),
+  ],
+)
+def test_replaying_tells_what_is_cached(setup):
+  mirror = Mirror()
+  with setup.patched():
+    for seed in range(2):
+      pair = Pair(setup)
+      mirror.pages.clear()
+      for step in range(12):
+        wander(pair, 100 * seed + step, 8)
+        pair.state, drained = jaxkv.drain_events(pair.state)
+        assert drained.num_lost == 0
+        mirror.follow(drained.events)
+        keys = {page: key for page, (_, key) in mirror.pages.items()}
+        assert keys == cached(pair.state)
+  assert mirror.seen >= {jaxkv.Stored, jaxkv.Removed}
+
+
+CONFIG = jaxkv.CacheConfig(
+  num_pages=8,
+  page_size=2,
+  num_slots=2,
+  pages_per_slot=4,
+  groups=(jaxkv.FullAttention(), jaxkv.SlidingWindow(3)),
+  event_log=5,
+)
+TOKENS = jnp.asarray([[1, 2, 3, 4, 5, 6]] * 2, jnp.int32)
+
+
+def committed(counts, state=None):
+  """A cache in which slots hold so many of TOKENS."""
+  state = jaxkv.init(CONFIG) if state is None else state
+  counts = jnp.asarray(counts, jnp.int32)
+  state, out = jaxkv.allocate(state, counts)
+  assert out.ok.all()
+  return jaxkv.commit(state, TOKENS, counts)[0]
+
+
+class TestStored:
+  def test_pages_name_their_parents(self):
+    _, drained = jaxkv.drain_events(committed([4, 0]))
+    first, second, window_first, window_second = drained.events
+    assert [event.page for event in drained.events] == [1, 2, 3, 4]
+    assert [event.group for event in drained.events] == [0, 0, 1, 1]
+    assert first.parent is None and second.parent == first.key
+    assert window_second.parent == window_first.key
+    assert first.tokens == (1, 2) and second.tokens == (3, 4)
+    assert len({event.key for event in drained.events}) == 4
+
+  def test_the_parent_of_an_earlier_call_is_known(self):
+    state, before = jaxkv.drain_events(committed([2, 0]))
+    state, after = jaxkv.drain_events(committed([2, 0], state))
+    assert after.events[0].parent == before.events[0].key
+
+  def test_the_root_tells_salts_apart(self):
+    roots = set()
+    for name in ("a", "b"):
+      state, _ = jaxkv.admit(
+        jaxkv.init(CONFIG),
+        jnp.zeros((1,), jnp.int32),
+        TOKENS[:1],
+        jnp.asarray([3], jnp.int32),
+        jaxkv.salt(name)[None],
+      )
+      state, _ = jaxkv.commit(state, TOKENS, jnp.asarray([3, 0], jnp.int32))
+      _, drained = jaxkv.drain_events(state)
+      roots |= {event.root for event in drained.events}
+    assert len(roots) == 2
+
+
+class TestOverflow:
+  def test_lost_events_are_counted_and_the_first_ones_stay(self):
+    state = committed([6, 0])
+    _, drained = jaxkv.drain_events(state)
+    assert [event.page for event in drained.events] == [1, 2, 3, 4, 5]
+    assert drained.num_lost == 1
+
+  def test_a_reading_makes_room(self):
+    state, _ = jaxkv.drain_events(committed([6, 0]))
+    state, _ = jaxkv.free(state, jnp.asarray([0], jnp.int32))
+    state, out = jaxkv.reset_prefix_cache(state)
+    assert out.ok
+    _, drained = jaxkv.drain_events(state)
+    assert drained == ([jaxkv.Cleared()], 0)
+
+
+def test_a_cache_without_a_log_says_so():
+  config = dataclasses.replace(CONFIG, event_log=0)
+  with pytest.raises(ValueError, match="event_log"):
+    jaxkv.drain_events(jaxkv.init(config))
+
+
+def test_a_log_needs_prefix_caching():
+  with pytest.raises(ValueError, match="prefix_caching"):
+    dataclasses.replace(CONFIG, prefix_caching=False)

@@ -1,0 +1,134 @@
+"""Groups that hold states: where the snapshots and scratch pages stand."""
+
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+
+ALONE = jaxkv.CacheConfig(
+  num_pages=20,
+  page_size=2,
+  num_slots=2,
+  pages_per_slot=8,
+  groups=(jaxkv.Recurrent(num_speculative=2),),
+)
+NO_PAGE = ALONE.no_page
+
+
+def ints(*values):
+  return jnp.asarray(values, jnp.int32)
+
+
+def grown(state, count, first=0):
+  """Slot 0 recycles, allocates and commits so many tokens more."""
+  state, _ = jaxkv.recycle(state)
+  state, out = jaxkv.allocate(state, ints(count, 0))
+  assert out.ok.all()
+  tokens = jnp.arange(first, first + count, dtype=jnp.int32)
+  state, out = jaxkv.commit(state, tokens[None], ints(count), ints(0))
+  assert out.ok.all()
+  jaxkv.check(state)
+  return state
+
+
+def columns(state, slot=0):
+  """Pages of a slot, without what is behind them."""
+  row = state.page_table[0, slot].tolist()
+  return row[: int(state.num_pages[0, slot])]
+
+
+class TestColumns:
+  def test_only_the_running_state_and_scratch_have_pages(self):
+    state = grown(jaxkv.init(ALONE), 5)
+    # Tokens 0-4 end in column 2; two scratch pages stand behind it.
+    assert columns(state) == [0, 0, 1, 2, 3]
+    assert state.pool.queue.num_free == 16
+
+  def test_a_step_inside_the_page_takes_none(self):
+    state = grown(jaxkv.init(ALONE), 5)
+    assert columns(grown(state, 1, 5)) == [0, 0, 1, 2, 3]
+
+  def test_scratch_pages_move_along(self):
+    state = grown(jaxkv.init(ALONE), 5)
+    # One page more: the first scratch page is the running state now.
+    state = grown(state, 2, 5)
+    assert columns(state) == [0, 0, 1, 2, 3, 4]
+    # Two more: one scratch page stands where the running state will be, the
+    # other moves behind it. The state of column 2 was left behind.
+    state = grown(state, 4, 7)
+    assert columns(state) == [0, 0, 0, 2, 0, 4, 3, 5]
+
+  def test_all_pages_come_back(self):
+    state = grown(grown(jaxkv.init(ALONE), 5), 6, 5)
+    state, out = jaxkv.free(state, ints(0))
+    assert out.ok.all()
+    jaxkv.check(state)
+    assert state.pool.queue.num_free == ALONE.num_pages - 1
+
+  def test_scratch_pages_count_towards_a_full_slot(self):
+    state, out = jaxkv.allocate(jaxkv.init(ALONE), ints(13, 12))
+    assert out.code.tolist() == [jaxkv.Code.SLOT_FULL, jaxkv.Code.OK]
+    assert jaxkv.usage(state) > 0
+    tokens = jnp.zeros((1, 13), jnp.int32)
+    _, entered = jaxkv.admit(jaxkv.init(ALONE), ints(0), tokens, ints(13))
+    assert entered.code.tolist() == [jaxkv.Code.SLOT_FULL]
+
+
+class TestHits:
+  def test_a_sequence_goes_on_from_the_last_state(self):
+    state = grown(grown(jaxkv.init(ALONE), 4), 4, 4)
+    held = columns(state)
+    assert held[1] > 0 and held[3] > 0
+    tokens = jnp.arange(9, dtype=jnp.int32)[None]
+    found = jaxkv.match(state, tokens, ints(9))
+    assert found.num_cached.tolist() == [8]
+    # Only the state where the prefix ends is needed.
+    assert found.pages[0, 0].tolist() == [NO_PAGE] * 3 + [held[3]]
+    found = jaxkv.match(state, tokens, ints(8))
+    assert found.num_cached.tolist() == [4]
+
+  def test_what_is_found_is_shared_and_the_rest_allocated(self):
+    state = grown(jaxkv.init(ALONE), 4)
+    tokens = jnp.arange(9, dtype=jnp.int32)[None]
+    state, out = jaxkv.admit(state, ints(1), tokens, ints(9))
+    assert out.num_cached.tolist() == [4]
+    jaxkv.check(state)
+    mine, theirs = columns(state), columns(state, 1)
+    assert theirs[:2] == [0, mine[1]]
+    assert theirs[2:4] == [0, 0] and len(theirs) == 7
+    assert state.pool.ref_count[mine[1]] == 2
+
+
+HYBRID = jaxkv.CacheConfig(
+  num_pages=40,
+  page_size=2,
+  num_slots=2,
+  pages_per_slot=8,
+  groups=(jaxkv.FullAttention(page_size=4), jaxkv.Recurrent()),
+)
+
+
+def test_a_hybrid_hits_where_both_can_go_on():
+  state = jaxkv.init(HYBRID)
+  for first, count in ((0, 4), (4, 2), (6, 2), (8, 3)):
+    state = grown(state, count, first)
+  tokens = jnp.arange(12, dtype=jnp.int32)[None]
+  found = jaxkv.match(state, tokens, ints(12))
+  assert found.num_cached.tolist() == [8]
+  state, _ = jaxkv.evict(state, state.page_table[1, :1, 3])
+  found = jaxkv.match(state, tokens, ints(12))
+  assert found.num_cached.tolist() == [4]
+
+
+@pytest.mark.parametrize("verb", [jaxkv.fork, jaxkv.truncate])
+def test_states_cannot_be_had_at_any_token(verb):
+  with pytest.raises(NotImplementedError, match="Recurrent"):
+    verb(
+      jaxkv.init(ALONE), ints(0, 0), ints(1, 1) if verb is jaxkv.fork else None
+    )
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True])
+def test_bad_numbers_of_scratch_pages(count):
+  with pytest.raises((TypeError, ValueError), match="num_speculative"):
+    jaxkv.Recurrent(num_speculative=count)
