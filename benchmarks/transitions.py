@@ -4,7 +4,8 @@
 |-------------|--------------------------------------------------------------|
 | decode_step | `allocate` a token in every slot, `commit` it (1/16 of the   |
 |             | slots take a page, as many hash and publish one), `free` the |
-|             | sequences that end, `admit` with all rows masked out         |
+|             | sequences that end, `admit` with all rows masked out; with   |
+|             | windows, `recycle` before                                    |
 | allocate    | one more token in every slot, 1/16 of them take a page       |
 | match_4096  | `match`, one prompt of 4,096 tokens                          |
 | admit_4096  | `admit`, one prompt of 4,096 tokens, hashing included        |
@@ -13,12 +14,15 @@
 
 Modes. short: sequences end at 128 tokens (48 at 1,024 slots, so that every pool
 holds them), at 256 slots two in a step. long: at 1,008 tokens, so that in most
-steps none ends. all_hit: 255 of 256 pages are found, standing in the free
-queue, and one is taken (the last token is never found). none_hit: nothing is
-found. none_hit_evicting: 256 pages are taken. All pages of a pool are cached
-before anything is timed, so that every page taken evicts one, in every op.
-unsplit: compiled without the pass of XLA:CPU that splits a small gather or
-scatter over threads because the array behind it is large, which costs more.
+steps none ends. hybrid: one group of full attention and five of a sliding
+window of 1,024 tokens; 96 of 256 sequences have 1,024 to 1,536 tokens, so that
+six give pages back in a step, the others end at 128. all_hit: 255 of 256 pages
+are found, standing in the free queue, and one is taken (the last token is never
+found). none_hit: nothing is found. none_hit_evicting: 256 pages are taken. All
+pages of a pool are cached before anything is timed, so that every page taken
+evicts one, in every op. unsplit: compiled without the pass of XLA:CPU that
+splits a small gather or scatter over threads because the array behind it is
+large, which costs more.
 
 How. A timed call is one `fori_loop` whose trip count is an argument, the state
 its donated carry; the same program with no trips is timed next to it and
@@ -36,196 +40,28 @@ as there are pages), an accelerator unless jax runs on one.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+import transition_ops as ops
 from jax import lax
+from transition_ops import PAGE_SIZE
+from transition_ops import PAGES
+from transition_ops import PROMPT
 
 import jaxkv
 
-PAGE_SIZE = 16
-PROMPT = 4096
 SLOTS = (64, 256, 1024)
-PAGES = (4096, 65536, 262144)
-STEPS = 512
-SHORT, LONG = 128, 1008  # tokens of a sequence in decode_step
+HYBRID = (256, 65536)  # slots and pages
 UNSPLIT = {"xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
-FREED = 16
-FREED_PAGES = 64
-
-
-class Op(NamedTuple):
-  """A transition to be timed at one size.
-
-  Attributes:
-    name: the row's `op`.
-    mode: the row's `mode`.
-    steps: trips of a timed call.
-    prepare: (state, rng) -> (state, inputs), untimed.
-    step: (state, inputs, trip number) -> (state, int32[]); the numbers are
-      added up.
-    expected: what they add up to; None where it varies.
-  """
-
-  name: str
-  mode: str
-  steps: int
-  prepare: Callable[..., tuple[jaxkv.CacheState, Any]]
-  step: Callable[..., tuple[jaxkv.CacheState, Array]]
-  expected: int | None
-
-
-def random_tokens(rng, shape) -> Array:
-  return jnp.asarray(rng.integers(0, 2**31 - 1, shape, np.int32))
-
-
-def filled(state, tokens, lengths):
-  """The state with new sequences of those lengths in its first slots."""
-  counts = np.zeros(state.config.num_slots, np.int32)
-  counts[: len(lengths)] = lengths
-  state, allocated = jaxkv.allocate(state, jnp.asarray(counts))
-  state, committed = jaxkv.commit(state, tokens, jnp.asarray(counts))
-  assert allocated.ok.all() and committed.ok.all()
-  return state
-
-
-def released(state, rng):
-  """The state with all slots empty and every page they had cached."""
-  room = state.num_pages[0] * state.config.page_size - state.length
-  tokens = random_tokens(rng, (state.config.num_slots, PROMPT))
-  state, committed = jaxkv.commit(state, tokens, room)
-  assert committed.ok.all()
-  return jaxkv.free(state, state.num_pages[0] > 0)[0]
-
-
-def aged(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
-  """A cache in which every page is cached and free."""
-  state = jaxkv.init(config)
-  left = config.num_pages - 1
-  while left > 0:
-    lengths = []
-    while left > 0 and len(lengths) < config.num_slots:
-      lengths.append(min(left, config.pages_per_slot) * config.page_size)
-      left -= lengths[-1] // config.page_size
-    tokens = random_tokens(rng, (config.num_slots, PROMPT))
-    state = released(filled(state, tokens, lengths), rng)
-  assert len(jaxkv.cached_pages(state)) == config.num_pages - 1
-  return state
-
-
-def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
-  """Short sequences are equally long in every pool; long ones may not fit."""
-  slots, size = config.num_slots, config.page_size
-  longest = min(SHORT, (PAGES[0] - 1) // slots * size)
-  longest = LONG if mode == "long" else longest
-  steps = STEPS if slots * longest < config.num_pages * size else 0
-  nobody = jnp.zeros((4,), jnp.int32)
-
-  def prepare(state, rng):
-    lengths = np.arange(slots) % size
-    lengths += size * rng.integers(0, longest // size, slots)
-    tokens = random_tokens(rng, (slots, PROMPT))
-    return filled(released(state, rng), tokens, lengths), tokens[:, 0]
-
-  def step(state, first, trip):
-    tokens = first * (2 * trip + 1)
-    state, allocated = jaxkv.allocate(state, jnp.ones((slots,), jnp.int32))
-    state, _ = jaxkv.commit(
-      state, tokens[:, None], allocated.ok.astype(jnp.int32)
-    )
-    state, _ = jaxkv.free(state, state.length >= longest)
-    state, _ = jaxkv.admit(
-      state,
-      nobody,
-      jnp.zeros((4, 256), jnp.int32),
-      nobody,
-      mask=jnp.zeros((4,), bool),
-    )
-    return state, jnp.sum(allocated.ok, dtype=jnp.int32)
-
-  return Op("decode_step", mode, steps, prepare, step, steps * slots)
-
-
-def allocate_op(config: jaxkv.CacheConfig) -> Op:
-  slots, size = config.num_slots, config.page_size
-  free = config.num_pages - 1 - slots
-  steps = min(STEPS, free * size // slots - size)
-
-  def prepare(state, rng):
-    state, _ = jaxkv.allocate(
-      released(state, rng), jnp.ones((slots,), jnp.int32)
-    )
-    lengths = jnp.arange(slots, dtype=jnp.int32) % size
-    tokens = random_tokens(rng, (slots, PROMPT))
-    return jaxkv.commit(state, tokens, lengths)[0], ()
-
-  def step(state, _, trip):
-    state, out = jaxkv.allocate(state, jnp.full((slots,), trip + 1, jnp.int32))
-    return state, jnp.sum(out.ok, dtype=jnp.int32)
-
-  return Op("allocate", "", steps, prepare, step, steps * slots)
-
-
-def prompt_ops(config: jaxkv.CacheConfig) -> list[Op]:
-  """Match and admit, with prompts that are cached and others that are not."""
-  slots = config.num_slots
-  columns = PROMPT // config.page_size
-  steps = min(slots, (config.num_pages - 1) // (columns + 1), 64)
-
-  def cached(state, rng):
-    state = released(state, rng)
-    tokens = random_tokens(rng, (slots, PROMPT))
-    state = filled(state, tokens, [PROMPT] * steps)
-    return released(state, rng), tokens[:steps, None]
-
-  def unknown(state, rng):
-    return released(state, rng), random_tokens(rng, (steps, 1, PROMPT))
-
-  def match(state, prompts, trip):
-    out = jaxkv.match(state, prompts[trip], jnp.full((1,), PROMPT, jnp.int32))
-    # Without a use of the pages, finding them would be compiled away.
-    used = jnp.sum(out.pages < 0, dtype=jnp.int32)
-    return state, out.num_cached[0] + used
-
-  def admit(state, prompts, trip):
-    length = jnp.full((1,), PROMPT, jnp.int32)
-    state, out = jaxkv.admit(state, trip[None], prompts[trip], length)
-    return state, out.num_cached[0] - (~out.ok[0]).astype(jnp.int32)
-
-  hits = steps * (PROMPT - config.page_size)
-  return [
-    Op("match_4096", "all_hit", steps, cached, match, hits),
-    Op("match_4096", "none_hit", steps, unknown, match, 0),
-    Op("admit_4096", "all_hit", steps, cached, admit, hits),
-    Op("admit_4096", "none_hit_evicting", steps, unknown, admit, 0),
-  ]
-
-
-def free_op(config: jaxkv.CacheConfig) -> Op:
-  held = min(config.num_slots, (config.num_pages - 1) // FREED_PAGES)
-  steps = held // FREED
-
-  def prepare(state, rng):
-    tokens = random_tokens(rng, (config.num_slots, PROMPT))
-    lengths = [FREED_PAGES * config.page_size] * (steps * FREED)
-    return filled(released(state, rng), tokens, lengths), ()
-
-  def step(state, _, trip):
-    slots = trip * FREED + jnp.arange(FREED, dtype=jnp.int32)
-    state, out = jaxkv.free(state, slots)
-    return state, jnp.sum(out.ok, dtype=jnp.int32)
-
-  return Op("free_16", "cached", steps, prepare, step, steps * FREED)
 
 
 def compiled(step, options: dict[str, str] | None):
@@ -297,12 +133,22 @@ def sides_of(slots: int, pages: int) -> list[Side]:
     num_slots=slots,
     pages_per_slot=PROMPT // PAGE_SIZE,
   )
+  steps = [ops.decode_op(config, mode) for mode in ("short", "long")]
+  others = [ops.allocate_op(config), *ops.prompt_ops(config)]
+  sides = sides_with(config, [*steps, *others, ops.free_op(config)])
+  if (slots, pages) == HYBRID:
+    config = dataclasses.replace(config, groups=ops.WINDOWS)
+    sides += sides_with(config, [ops.decode_op(config, "hybrid")])
+  return sides
+
+
+def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
+  """These ops over one state, with and without UNSPLIT."""
+  slots, pages = config.num_slots, config.num_pages
   rng = np.random.default_rng(slots + pages)
-  state = aged(config, rng)
-  ops = [decode_op(config, "short"), decode_op(config, "long")]
-  ops += [allocate_op(config), *prompt_ops(config), free_op(config)]
+  state = ops.aged(config, rng)
   programs, sides = {}, []
-  for op in ops:
+  for op in all_ops:
     if op.steps < 2:
       print(f"skipped, pool too small: {op.name} {op.mode} {slots} {pages}")
       continue

@@ -1,0 +1,230 @@
+"""What a Python scheduler waits for `jaxkv.host.CacheManager`.
+
+| op             | one call                                                   |
+|----------------|------------------------------------------------------------|
+| step_256       | `step`: one token for each of 256 running requests; 1/16   |
+|                | of them take a page in every group, as many publish one    |
+| allocate_slots | the same for one of these requests alone                   |
+| admit_4096     | `get_computed_pages` and `allocate_slots`, one prompt of   |
+|                | 4,096 tokens                                               |
+| free_4096      | `free`, one request of 4,096 tokens                        |
+
+Modes. full: one group of full attention. hybrid: that and five groups of a
+sliding window of 1,024 tokens. hit: all pages but the last are found, standing
+in the free queue. miss: none is found. Running are 96 requests of 1,024 to
+1,536 tokens, whose windows move on, and 160 of at most 128, so that all six
+groups have room in 65,536 pages of 16 tokens.
+
+How. A sample is one call, from Python to Python: a call that only changes the
+state is waited for until its result is there. Both modes alternate in every
+round, appending tokens and the scheduler's own counts are not timed, and the
+calls are made once before anything is timed. Several samples of a row are
+taken in a round; the median and the minimum are over all of them.
+
+Not measured: compilation, K/V memory and the model, an accelerator unless jax
+runs on one. The managers of vllm and easydel are not timed beside it.
+
+  python benchmarks/host_manager.py [--quick] [--json FILE]
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkv
+from jaxkv.host import CacheManager
+from jaxkv.host import Request
+
+PAGES = 65536
+PAGE_SIZE = 16
+PROMPT = 4096
+RUNNING = 256
+LONG_ONES = 96
+LONG = (1024, 1536)  # tokens of a long request at first
+SHORT = 128
+WINDOW = 1024
+STEPS = 16  # samples of a step in a round: everybody takes a page once
+FULL = jaxkv.FullAttention(page_size=PAGE_SIZE)
+MODES = {
+  "full": (FULL,),
+  "hybrid": (FULL, *[jaxkv.SlidingWindow(WINDOW, page_size=PAGE_SIZE)] * 5),
+}
+PEERS = ("vllm", "easydel")
+
+
+class Side:
+  """One manager with its running requests, and samples (us) by row."""
+
+  def __init__(self, mode: str):
+    """Admits all running requests."""
+    self.mode, self.samples = mode, {}
+    self._rng = np.random.default_rng(len(mode))
+    self._manager = CacheManager(
+      PAGES, MODES[mode], PROMPT, max_requests=RUNNING + 1
+    )
+    lengths = self._rng.integers(*LONG, RUNNING)
+    lengths[LONG_ONES:] = self._rng.integers(1, SHORT, RUNNING - LONG_ONES)
+    self._running = [self._request(f"r{n}", c) for n, c in enumerate(lengths)]
+    for request in self._running:
+      self._admit(request)
+    self._known = self._tokens(PROMPT)
+
+  def round(self) -> None:
+    """Takes samples of all rows; checks what the calls answer."""
+    for _ in range(STEPS):
+      self._append(self._running)
+      answers = self._timed("step_256", self._step)
+      assert None not in answers
+      self._computed(self._running)
+    for request in self._running[:: RUNNING // STEPS]:
+      self._append([request])
+      answer = self._timed(
+        "allocate_slots", lambda one=request: self._allocate(one)
+      )
+      assert answer is not None
+      self._computed([request])
+    self._prompt(None, self._known)  # cached from here on
+    wanted = PROMPT - PAGE_SIZE  # the last token's page is never found
+    assert self._prompt("hit", self._known) == wanted
+    assert self._prompt("miss", self._tokens(PROMPT)) == 0
+
+  def _prompt(self, mode: str | None, tokens: list[int]) -> int:
+    """Admits and frees a prompt; tokens found."""
+    request = Request("prompt", list(tokens))
+    found = self._timed(
+      mode and f"admit_4096 {mode}", lambda: self._admit(request)
+    )
+    self._timed(mode and "free_4096", lambda: self._free(request))
+    return found
+
+  def _timed(self, row: str | None, call: Callable[[], Any]) -> Any:
+    """The answer; its time counts for the row, if there is one."""
+    begin = time.perf_counter()
+    answer = call()
+    if row:
+      took = time.perf_counter() - begin
+      self.samples.setdefault(row, []).append(took * 1e6)
+    return answer
+
+  def _step(self):
+    return self._waited(self._manager.step(self._running))
+
+  def _allocate(self, request):
+    return self._waited(self._manager.allocate_slots(request, 1))
+
+  def _free(self, request):
+    return self._waited(self._manager.free(request))
+
+  def _admit(self, request):
+    """Tokens found."""
+    pages, found = self._manager.get_computed_pages(request)
+    new = request.num_tokens - found
+    answer = self._manager.allocate_slots(request, new, found, pages)
+    assert answer is not None
+    request.num_computed_tokens = request.num_tokens
+    request.status = "running"
+    return self._waited(found)
+
+  def _waited(self, answer):
+    jax.block_until_ready(self._manager.state)
+    return answer
+
+  def _append(self, requests):
+    for request in requests:
+      request.token_ids.append(len(request.token_ids))
+
+  def _computed(self, requests):
+    for request in requests:
+      request.num_computed_tokens += 1
+
+  def _request(self, name, length):
+    return Request(name, self._tokens(length))
+
+  def _tokens(self, count):
+    return self._rng.integers(0, 2**31 - 1, count).tolist()
+
+
+def measured(rounds: int) -> list[dict[str, Any]]:
+  """All rows, printed when they are there."""
+  sides = [Side(mode) for mode in MODES]
+  for number in range(rounds + 1):
+    for side in sides:
+      side.round()
+      if number == 0:
+        side.samples.clear()
+  print(
+    f"\n{'op':14} {'mode':12} {'running':>7} {'pages':>7} {'page':>4}"
+    f" {'us min':>9} {'median':>9}"
+  )
+  rows = []
+  for name in sorted(sides[0].samples):
+    for side in sides:
+      op, _, found = name.partition(" ")
+      row = {
+        "op": op,
+        "running": RUNNING,
+        "pages": PAGES,
+        "page_size": PAGE_SIZE,
+        "mode": f"{side.mode} {found}".strip(),
+        "us_median": statistics.median(side.samples[name]),
+        "us_min": min(side.samples[name]),
+      }
+      print(
+        f"{row['op']:14} {row['mode']:12} {RUNNING:7} {PAGES:7} {PAGE_SIZE:4}"
+        f" {row['us_min']:9.1f} {row['us_median']:9.1f}",
+        flush=True,
+      )
+      rows.append(row)
+  return rows
+
+
+def main() -> None:
+  """Runs all, prints a table, writes JSON if asked to."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--json", metavar="FILE", help="also write rows here")
+  parser.add_argument("--quick", action="store_true", help="fewer rounds")
+  options = parser.parse_args()
+  rounds = 3 if options.quick else 10
+  device = jax.devices()[0]
+  before = os.getloadavg()
+  print(
+    f"{device.device_kind} ({device.platform}), {platform.machine()},"
+    f" {os.cpu_count()} cores, jax {jax.__version__}, {rounds} rounds, load"
+    f" average {before[0]:.1f}"
+  )
+  for peer in PEERS:
+    here = importlib.util.find_spec(peer) is not None
+    state = "importable, but not timed here" if here else "not importable"
+    print(f"{peer}: {state}, so there is no second side")
+  rows = measured(rounds)
+  after = os.getloadavg()
+  print(
+    f"\nload average now {after[0]:.1f}"
+    "\nnot measured: compilation, K/V memory, the model, accelerators, other"
+    " managers"
+  )
+  if options.json:
+    result = {
+      "device": device.device_kind,
+      "jax": jax.__version__,
+      "rounds": rounds,
+      "load_average": [before, after],
+      "rows": rows,
+    }
+    with open(options.json, "w") as file:
+      json.dump(result, file, indent=1)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,199 @@
+"""Transitions of the cache to be timed, and states to time them on.
+
+What is what, and how it is timed, is in `transitions.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import jaxkv
+
+PAGE_SIZE = 16
+PROMPT = 4096
+PAGES = (4096, 65536, 262144)
+STEPS = 512
+SHORT, LONG = 128, 1008  # tokens of a sequence in decode_step
+WINDOWS = (jaxkv.FullAttention(), *[jaxkv.SlidingWindow(1024)] * 5)
+LONG_ONES = 96  # sequences of a hybrid that outgrow the window
+OUTGROWN = (1024, 1536)
+FREED = 16
+FREED_PAGES = 64
+
+
+class Op(NamedTuple):
+  """A transition to be timed at one size.
+
+  Attributes:
+    name: the row's `op`.
+    mode: the row's `mode`.
+    steps: trips of a timed call.
+    prepare: (state, rng) -> (state, inputs), untimed.
+    step: (state, inputs, trip number) -> (state, int32[]); the numbers are
+      added up.
+    expected: what they add up to; None where it varies.
+  """
+
+  name: str
+  mode: str
+  steps: int
+  prepare: Callable[..., tuple[jaxkv.CacheState, Any]]
+  step: Callable[..., tuple[jaxkv.CacheState, Array]]
+  expected: int | None
+
+
+def random_tokens(rng, shape) -> Array:
+  return jnp.asarray(rng.integers(0, 2**31 - 1, shape, np.int32))
+
+
+def filled(state, tokens, lengths):
+  """The state with new sequences of those lengths in its first slots."""
+  counts = np.zeros(state.config.num_slots, np.int32)
+  counts[: len(lengths)] = lengths
+  state, allocated = jaxkv.allocate(state, jnp.asarray(counts))
+  state, committed = jaxkv.commit(state, tokens, jnp.asarray(counts))
+  assert allocated.ok.all() and committed.ok.all()
+  return state
+
+
+def released(state, rng):
+  """The state with all slots empty and every page they had cached."""
+  room = state.num_pages[0] * state.config.page_size - state.length
+  tokens = random_tokens(rng, (state.config.num_slots, PROMPT))
+  state, committed = jaxkv.commit(state, tokens, room)
+  assert committed.ok.all()
+  return jaxkv.free(state, state.num_pages[0] > 0)[0]
+
+
+def aged(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
+  """A cache in which every page is cached and free."""
+  state = jaxkv.init(config)
+  # All groups take equally many; what is left over is handed out first.
+  usable = (config.num_pages - 1) // config.num_groups
+  left = usable
+  while left > 0:
+    lengths = []
+    while left > 0 and len(lengths) < config.num_slots:
+      lengths.append(min(left, config.pages_per_slot) * config.page_size)
+      left -= lengths[-1] // config.page_size
+    tokens = random_tokens(rng, (config.num_slots, PROMPT))
+    state = released(filled(state, tokens, lengths), rng)
+  assert len(jaxkv.cached_pages(state)) == usable * config.num_groups
+  return state
+
+
+def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
+  """Short sequences are equally long in every pool; long ones may not fit."""
+  slots, size = config.num_slots, config.page_size
+  begin, end = np.zeros((2, slots), np.int32)
+  end[:] = (
+    LONG if mode == "long" else min(SHORT, (PAGES[0] - 1) // slots * size)
+  )
+  if config.recycles:
+    begin[:LONG_ONES], end[:LONG_ONES] = OUTGROWN
+  fits = config.num_groups * end.sum() < config.num_pages * size
+  longest = jnp.asarray(end)
+  nobody = jnp.zeros((4,), jnp.int32)
+
+  def prepare(state, rng):
+    lengths = np.arange(slots) % size
+    lengths += size * rng.integers(begin // size, end // size, slots)
+    tokens = random_tokens(rng, (slots, PROMPT))
+    state = filled(released(state, rng), tokens, lengths)
+    return jaxkv.recycle(state)[0], tokens[:, 0]
+
+  def step(state, first, trip):
+    tokens = first * (2 * trip + 1)
+    state, _ = jaxkv.recycle(state)
+    state, allocated = jaxkv.allocate(state, jnp.ones((slots,), jnp.int32))
+    state, _ = jaxkv.commit(
+      state, tokens[:, None], allocated.ok.astype(jnp.int32)
+    )
+    state, _ = jaxkv.free(state, state.length >= longest)
+    state, _ = jaxkv.admit(
+      state,
+      nobody,
+      jnp.zeros((4, 256), jnp.int32),
+      nobody,
+      mask=jnp.zeros((4,), bool),
+    )
+    return state, jnp.sum(allocated.ok, dtype=jnp.int32)
+
+  steps = STEPS if fits else 0
+  return Op("decode_step", mode, steps, prepare, step, steps * slots)
+
+
+def allocate_op(config: jaxkv.CacheConfig) -> Op:
+  slots, size = config.num_slots, config.page_size
+  free = config.num_pages - 1 - slots
+  steps = min(STEPS, free * size // slots - size)
+
+  def prepare(state, rng):
+    state, _ = jaxkv.allocate(
+      released(state, rng), jnp.ones((slots,), jnp.int32)
+    )
+    lengths = jnp.arange(slots, dtype=jnp.int32) % size
+    tokens = random_tokens(rng, (slots, PROMPT))
+    return jaxkv.commit(state, tokens, lengths)[0], ()
+
+  def step(state, _, trip):
+    state, out = jaxkv.allocate(state, jnp.full((slots,), trip + 1, jnp.int32))
+    return state, jnp.sum(out.ok, dtype=jnp.int32)
+
+  return Op("allocate", "", steps, prepare, step, steps * slots)
+
+
+def prompt_ops(config: jaxkv.CacheConfig) -> list[Op]:
+  """Match and admit, with prompts that are cached and others that are not."""
+  slots = config.num_slots
+  columns = PROMPT // config.page_size
+  steps = min(slots, (config.num_pages - 1) // (columns + 1), 64)
+
+  def cached(state, rng):
+    state = released(state, rng)
+    tokens = random_tokens(rng, (slots, PROMPT))
+    state = filled(state, tokens, [PROMPT] * steps)
+    return released(state, rng), tokens[:steps, None]
+
+  def unknown(state, rng):
+    return released(state, rng), random_tokens(rng, (steps, 1, PROMPT))
+
+  def match(state, prompts, trip):
+    out = jaxkv.match(state, prompts[trip], jnp.full((1,), PROMPT, jnp.int32))
+    # Without a use of the pages, finding them would be compiled away.
+    used = jnp.sum(out.pages < 0, dtype=jnp.int32)
+    return state, out.num_cached[0] + used
+
+  def admit(state, prompts, trip):
+    length = jnp.full((1,), PROMPT, jnp.int32)
+    state, out = jaxkv.admit(state, trip[None], prompts[trip], length)
+    return state, out.num_cached[0] - (~out.ok[0]).astype(jnp.int32)
+
+  hits = steps * (PROMPT - config.page_size)
+  return [
+    Op("match_4096", "all_hit", steps, cached, match, hits),
+    Op("match_4096", "none_hit", steps, unknown, match, 0),
+    Op("admit_4096", "all_hit", steps, cached, admit, hits),
+    Op("admit_4096", "none_hit_evicting", steps, unknown, admit, 0),
+  ]
+
+
+def free_op(config: jaxkv.CacheConfig) -> Op:
+  held = min(config.num_slots, (config.num_pages - 1) // FREED_PAGES)
+  steps = held // FREED
+
+  def prepare(state, rng):
+    tokens = random_tokens(rng, (config.num_slots, PROMPT))
+    lengths = [FREED_PAGES * config.page_size] * (steps * FREED)
+    return filled(released(state, rng), tokens, lengths), ()
+
+  def step(state, _, trip):
+    slots = trip * FREED + jnp.arange(FREED, dtype=jnp.int32)
+    state, out = jaxkv.free(state, slots)
+    return state, jnp.sum(out.ok, dtype=jnp.int32)
+
+  return Op("free_16", "cached", steps, prepare, step, steps * FREED)

@@ -1,0 +1,343 @@
+"""Requests in and out of the state: arrays for the device, lists for Python."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv.cache import events
+from jaxkv.cache import state as states
+from jaxkv.cache import zeroing
+from jaxkv.cache.config import CacheConfig
+from jaxkv.cache.events import Drained
+from jaxkv.cache.kinds import FullAttention
+from jaxkv.host import allocation
+from jaxkv.host import requests
+from jaxkv.host import transitions
+from jaxkv.host.allocation import Allocated
+from jaxkv.host.pages import CachePages
+from jaxkv.host.planning import Call
+from jaxkv.host.requests import tokens_of
+from jaxkv.host.slots import Slots
+from jaxkv.host.transitions import Found
+
+_EVICTED_AT_ONCE = 64
+
+
+class PoppedPages(NamedTuple):
+  """Pages of a request that is gone, still in the slot where it stood.
+
+  Attributes:
+    slot: that one.
+    pages: their ids by group.
+  """
+
+  slot: int
+  pages: tuple[list[int], ...]
+
+
+class Driver:
+  """A state, the names of the sequences in it, and how to move it on.
+
+  Args:
+    config: sizes of the state.
+    caps: most pages by group that one sequence ever holds.
+    max_requests: requests that may hold pages at once.
+
+  Attributes:
+    state: the cache; every call replaces it.
+    slots: where requests stand.
+  """
+
+  def __init__(
+    self, config: CacheConfig, caps: tuple[int, ...], max_requests: int
+  ):
+    self.state = states.init(config)
+    self.slots = Slots(config, max_requests)
+    self._config = config
+    self._caps = caps
+    self._popped: dict[int, PoppedPages] = {}
+    self._step_clock = 0
+
+  def new_step(self) -> None:
+    """States published from now on count as not written yet."""
+    index = self.state.pool.index
+    if self._config.holds_states and index is not None:
+      self._step_clock = int(np.asarray(index.clock).view(np.int32))
+
+  def look_up(self, request: Any) -> Found:
+    """What is cached of a request, as numpy arrays."""
+    length = len(tokens_of(request))
+    return jax.device_get(
+      transitions.look_up(
+        self.state,
+        self.slots.padded(request, 0, length),
+        np.asarray([length], np.int32),
+        requests.salt_of(request)[None],
+      )
+    )
+
+  def advance(
+    self,
+    request: Any,
+    slot: int | None,
+    hit: CachePages | None = None,
+    **fields: int,
+  ) -> Allocated | None:
+    """Moves one request on; one without a slot gets one if it is served.
+
+    Args:
+      request: any object with the attributes of `Request`; None for a slot of
+        which nothing is published.
+      slot: where it stands, None for a newcomer.
+      hit: pages that a newcomer begins with.
+      **fields: of `Call`; 0 where not given.
+
+    Returns:
+      What became of it; None if no page can be free because every one is
+      some request's.
+
+    Raises:
+      ValueError: the hit does not hold the request's tokens.
+      RuntimeError: there are `max_requests` already.
+    """
+    place = self.slots.vacant() if slot is None else slot
+    if place is None:
+      return None
+    publish, sent = fields.get("publish", 0), int(self.slots.sent[place])
+    tokens = self.slots.padded(request, sent, max(publish, sent))
+    salt = np.zeros((4,), np.uint32)
+    if slot is None:
+      salt = requests.salt_of(request)
+      fields["prompt"] = requests.num_prompt_tokens(request)
+      fields["junction"] = getattr(request, "shared_prefix_boundary", 0)
+    fields["since"] = self._step_clock
+    call = _columns(slots=np.asarray([place], np.int32), **fields)
+    begin = (*self._padded_hit(hit), salt[None])
+    self.state, out = allocation.allocate(
+      self.state, call, begin, tokens, caps=self._caps
+    )
+    out = allocation.unpacked(out, 1, self._config.num_groups)
+    if not out.sound[0]:
+      raise ValueError(
+        f"new_computed_pages {hit} do not hold the tokens that "
+        f"{request.request_id!r} begins with; look it up again."
+      )
+    if out.ok[0]:
+      self.slots.sent[place] = out.length[0]
+      if slot is None:
+        self.slots.hold(request, place)
+    return out
+
+  def advance_all(
+    self,
+    running: Sequence[Any],
+    num_new_tokens: Sequence[int] | int,
+    lookahead: int,
+    most: int,
+  ) -> list[CachePages | None]:
+    """Moves many running requests on in one call.
+
+    Args:
+      running: R requests.
+      num_new_tokens: new tokens of each, or of every one.
+      lookahead: tokens to have room for behind them.
+      most: tokens of the longest sequence.
+
+    Returns:
+      New pages of each request, None where there was no room.
+
+    Raises:
+      KeyError: a request holds no page.
+      ValueError: a number is too small, a sequence too long, or a request
+        named twice.
+    """
+    num_new = np.asarray(num_new_tokens)
+    if not np.issubdtype(num_new.dtype, np.integer):
+      raise TypeError(f"num_new_tokens must be ints, got {num_new_tokens!r}.")
+    num_new = num_new.astype(np.int32)
+    by_name, sent = self.slots.by_name, self.slots.sent
+    names = map(operator.attrgetter("request_id"), running)
+    slots = np.array(list(map(by_name.__getitem__, names)), np.int32)
+    computed = map(operator.attrgetter("num_computed_tokens"), running)
+    computed = np.array(list(computed), np.int32)
+    tokens = list(map(tokens_of, running))
+    _check_step(running, slots, num_new, lookahead)
+    total = computed + num_new
+    if total.max() > most:
+      name = running[int(np.argmax(total))].request_id
+      raise ValueError(
+        f"{name!r} would have {total.max()} tokens, more than {most}."
+      )
+    publish = np.minimum(total, np.array(list(map(len, tokens)), np.int32))
+    call = np.zeros((len(Call._fields), self._config.num_slots), np.int32)
+    call[0] = self._config.num_slots
+    room = np.minimum(total + lookahead, most)
+    call[:, : len(running)] = _columns(
+      slots=slots, behind=computed, room=room, tokens=total, publish=publish
+    )
+    padded = self.slots.padded_all(running, tokens, sent[slots], publish)
+    self.state, out = allocation.allocate(
+      self.state, call, None, padded, caps=self._caps
+    )
+    out = allocation.unpacked(
+      out, self._config.num_slots, self._config.num_groups
+    )
+    sent[slots] = out.length[: len(running)]
+    return self._answers(slots, out)
+
+  def free(self, request_id: str) -> None:
+    """Releases a request, if it holds anything."""
+    slot = self.slots.forget(request_id)
+    if slot is not None:
+      self._free(slot)
+
+  def pop(self, request_id: str) -> PoppedPages | None:
+    """Forgets a request but keeps its pages; None if it holds nothing."""
+    pages = self.pages_of(request_id)
+    slot = self.slots.forget(request_id)
+    if slot is None:
+      return None
+    self._popped[slot] = PoppedPages(slot, pages)
+    return self._popped[slot]
+
+  def free_popped(self, popped: PoppedPages) -> None:
+    """Releases what was popped.
+
+    Raises:
+      ValueError: it was released before.
+    """
+    if self._popped.get(popped.slot) is not popped:
+      raise ValueError(f"{popped} were given back already.")
+    self._free(self._popped.pop(popped.slot).slot)
+
+  def _free(self, slot: int) -> None:
+    self.slots.release(slot)
+    self.state = transitions.free(self.state, np.asarray([slot], np.int32))
+
+  def drain_events(self) -> Drained:
+    """Events since the last reading."""
+    self.state, drained = events.drain_events(self.state)
+    return drained
+
+  def take_new_pages(self) -> list[int]:
+    """Pages handed out since the last call."""
+    self.state, new = zeroing.take_new_pages(self.state)
+    return np.flatnonzero(np.asarray(new)).tolist()
+
+  def evict(self, pages: list[int]) -> None:
+    """Takes pages, all different and in order, out of the index."""
+    if pages and not 0 <= pages[0] <= pages[-1] < self._config.num_pages:
+      raise ValueError(
+        f"page_ids must be 0 to {self._config.num_pages - 1}, got {pages}."
+      )
+    for begin in range(0, len(pages), _EVICTED_AT_ONCE):
+      part = pages[begin : begin + _EVICTED_AT_ONCE]
+      padded = np.zeros((_EVICTED_AT_ONCE,), np.int32)
+      padded[: len(part)] = part
+      self.state = transitions.evict(self.state, padded)
+
+  def reset(self) -> bool:
+    """Takes all pages out of the index unless one is held; whether it did."""
+    if int(self.state.pool.queue.num_free) < self._config.num_pages - 1:
+      return False
+    self.state = transitions.reset(self.state)
+    return True
+
+  def pages_of(self, request_id: str) -> tuple[list[int], ...]:
+    """A request's page table by group; empty for one that holds nothing."""
+    slot = self.slots.by_name.get(request_id)
+    if slot is None:
+      return tuple([] for _ in self._config.groups)
+    table = np.asarray(self.state.page_table)[:, slot].tolist()
+    counts = np.asarray(self.state.num_pages)[:, slot].tolist()
+    return tuple(row[:count] for row, count in zip(table, counts, strict=True))
+
+  def num_common(self, request_id: str) -> list[int]:
+    """Leading pages of a request that all requests hold; 0 for windows."""
+    holders = len(self.slots.by_name)
+    refs = np.asarray(self.state.pool.ref_count)
+    common = []
+    for kind, pages in zip(
+      self._config.groups, self.pages_of(request_id), strict=True
+    ):
+      shared = np.cumprod(refs[pages] == holders)
+      whole = isinstance(kind, FullAttention)
+      common.append(int(np.sum(shared)) if whole else 0)
+    return common
+
+  def _padded_hit(
+    self, hit: CachePages | None
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """int32[G, 1, M], int32[1, G]: pages, and how many."""
+    shape = (self._config.num_groups, 1, self._config.pages_per_slot)
+    pages, stop = np.zeros(shape, np.int32), np.zeros((1, shape[0]), np.int32)
+    for group, column in enumerate(hit.pages if hit else ()):
+      pages[group, 0, : len(column)] = column
+      stop[0, group] = len(column)
+    return pages, stop
+
+  def _answers(
+    self, slots: np.ndarray, out: Allocated
+  ) -> list[CachePages | None]:
+    """New pages of each row; only few rows have any in a step."""
+    nothing = CachePages(tuple([] for _ in self._config.groups))
+    answers: list[CachePages | None] = [nothing] * len(slots)
+    counts = out.stop - out.begin
+    rows = np.flatnonzero(np.any(counts, axis=1))
+    pages, begin = out.pages[:, rows], counts[rows] * 0
+    if counts.max() > allocation.NEW_PAGES:
+      pages = np.asarray(self.state.page_table)[:, slots[rows]]
+      begin = out.begin[rows]
+    found = zip(
+      rows.tolist(),
+      pages.swapaxes(0, 1).tolist(),
+      begin.tolist(),
+      (begin + counts[rows]).tolist(),
+      strict=True,
+    )
+    for row, columns, first, stop in found:
+      answers[row] = new_pages(columns, first, stop)
+    for row in np.flatnonzero(~out.ok[: len(slots)]):
+      answers[row] = None
+    return answers
+
+
+def new_pages(
+  pages: list[list[int]], begin: list[int], stop: list[int]
+) -> CachePages:
+  """Columns begin to stop of each group's pages, none of them cached yet."""
+  columns = zip(pages, begin, stop, strict=True)
+  new = tuple([row[first:last] for row, first, last in columns])
+  return CachePages(new, new)
+
+
+def _columns(**fields: int | np.ndarray) -> np.ndarray:
+  """int32[F, R]: the fields of `Call`; what is not given is 0."""
+  size = np.asarray(fields["slots"]).size
+  call = np.zeros((len(Call._fields), size), np.int32)
+  for name, values in fields.items():
+    call[Call._fields.index(name)] = values
+  return call
+
+
+def _check_step(
+  running: Sequence[Any], slots: np.ndarray, num_new: np.ndarray, lookahead: int
+) -> None:
+  if num_new.shape not in ((), slots.shape):
+    raise ValueError(
+      f"num_new_tokens must be one number or one for each of {len(slots)} "
+      f"requests, got {num_new.shape[0]}."
+    )
+  if lookahead < 0 or num_new.min() < 1:
+    raise ValueError(
+      "step needs at least 1 new token for every request and no negative "
+      f"lookahead, got {num_new.min()} and {lookahead}."
+    )
+  if len(set(slots.tolist())) < len(slots):
+    names = [request.request_id for request in running]
+    again = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"step was given {again!r} twice.")

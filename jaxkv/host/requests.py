@@ -1,0 +1,141 @@
+"""What a cache manager needs to know of a request."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+
+class MultimodalItem(NamedTuple):
+  """An image or the like, whose tokens are mere placeholders.
+
+  Attributes:
+    identifier: what it is, such as a hash of its contents.
+    offset: the first of its places in the sequence.
+    length: how many there are.
+  """
+
+  identifier: str
+  offset: int
+  length: int
+
+
+@dataclasses.dataclass
+class Request:
+  """A sequence, as its scheduler sees it.
+
+  Managers take any object with `request_id`, `token_ids` and
+  `num_computed_tokens`; what else an object lacks counts as its default here.
+
+  Attributes:
+    request_id: its name.
+    token_ids: prompt and output.
+    num_prompt_tokens: how many of them are the prompt; None for those there
+      are at first.
+    num_computed_tokens: how many of them have their K/V; the scheduler's
+      count.
+    status: "waiting", "running" or "preempted".
+    cache_salt: requests with different salts share nothing.
+    lora_name: nor do those with different adapters.
+    mm: items whose placeholders stand among the tokens.
+    prompt_logprobs: whether the whole prompt must be computed, so that
+      nothing of it is looked up. It is still cached for others.
+    shared_prefix_boundary: tokens that some groups had cached of it when not
+      all had; the last lookup sets it.
+  """
+
+  request_id: str
+  token_ids: list[int]
+  num_prompt_tokens: int | None = None
+  num_computed_tokens: int = 0
+  status: str = "waiting"
+  cache_salt: str | None = None
+  lora_name: str | None = None
+  mm: Sequence[MultimodalItem] = ()
+  prompt_logprobs: bool = False
+  shared_prefix_boundary: int = 0
+
+  def __post_init__(self):
+    if self.num_prompt_tokens is None:
+      self.num_prompt_tokens = len(self.token_ids)
+
+  @property
+  def num_tokens(self) -> int:
+    """Tokens known so far."""
+    return len(self.token_ids)
+
+
+def tokens_of(request: Any) -> Sequence[int]:
+  """All tokens of a request."""
+  try:
+    return request.token_ids
+  except AttributeError:
+    return request.all_token_ids
+
+
+def num_prompt_tokens(request: Any) -> int:
+  """Tokens of the prompt; all that are known for a request that has none."""
+  count = getattr(request, "num_prompt_tokens", None)
+  return len(tokens_of(request)) if count is None else count
+
+
+def skips_lookup(request: Any) -> bool:
+  """Whether all of a request must be computed."""
+  return bool(getattr(request, "prompt_logprobs", None))
+
+
+def status_of(request: Any) -> str:
+  """The status in small letters, of a string or of a member of an enum."""
+  status = getattr(request, "status", "running")
+  return str(getattr(status, "name", status)).lower()
+
+
+def content(request: Any, start: int, stop: int) -> np.ndarray:
+  """int32[stop - start]: what identifies tokens, placeholders included.
+
+  A placeholder is replaced by 32 bits of a hash of its item and its place in
+  it, so that two images in the same place are different contents.
+  """
+  try:
+    tokens = np.array(tokens_of(request)[start:stop], np.int32)
+  except (OverflowError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"The tokens {start} to {stop} of {request.request_id!r} are not all "
+      f"32-bit integers: {error}."
+    ) from error
+  for item in getattr(request, "mm", None) or ():
+    begin = max(item.offset, start)
+    end = min(item.offset + item.length, stop)
+    if begin < end:
+      stream = _bits(item.identifier, item.length)
+      tokens[begin - start : end - start] = stream[
+        begin - item.offset : end - item.offset
+      ]
+  return tokens
+
+
+def _bits(identifier: str, length: int) -> np.ndarray:
+  stream = hashlib.shake_256(identifier.encode()).digest(4 * length)
+  return np.frombuffer(stream, "<i4")
+
+
+def salt_of(request: Any) -> np.ndarray:
+  """uint32[4], what keeps a request apart from others; zeros for nothing.
+
+  Salt and adapter are tagged and their lengths counted, so that no salt equals
+  the name of an adapter.
+  """
+  parts = [
+    (tag, getattr(request, tag, None)) for tag in ("cache_salt", "lora_name")
+  ]
+  if all(not value for _, value in parts):
+    return np.zeros((4,), np.uint32)
+  digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-request")
+  for tag, value in parts:
+    if value:
+      data = str(value).encode()
+      digest.update(f"{tag}:{len(data)}:".encode() + data)
+  return np.frombuffer(digest.digest(), "<u4").astype(np.uint32)

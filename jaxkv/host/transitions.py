@@ -1,0 +1,77 @@
+"""What else a manager asks of the device; the state is donated."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.cache import forgetting
+from jaxkv.cache import page_pool
+from jaxkv.cache import prefix as prefixes
+from jaxkv.cache import releasing
+from jaxkv.cache.state import CacheState
+
+
+class Found(NamedTuple):
+  """What is cached of a request.
+
+  Attributes:
+    num_tokens: int32[].
+    junction: int32[].
+    first: int32[G], columns that are not needed.
+    stop: int32[G].
+    pages: int32[G, P].
+  """
+
+  num_tokens: Array
+  junction: Array
+  first: Array
+  stop: Array
+  pages: Array
+
+
+@jax.jit
+def look_up(
+  state: CacheState, tokens: Array, length: Array, salt: Array
+) -> Found:
+  """Finds the longest cached prefix of one request.
+
+  Args:
+    state: a cache with prefix caching.
+    tokens: int32[1, T].
+    length: int32[1].
+    salt: uint32[1, 4].
+  """
+  found = prefixes.find(state, tokens, length, salt, length > 0)
+  assert found is not None
+  pages = jnp.where(prefixes.inside(found), found.pages, 0)
+  return Found(
+    num_tokens=found.num_cached[0],
+    junction=found.junction[0],
+    first=found.first[0],
+    stop=found.stop[0],
+    pages=pages[:, 0],
+  )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def free(state: CacheState, slots: Array) -> CacheState:
+  """Releases the sequences in slots int32[R], in order."""
+  return releasing.free(state, slots)[0]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def evict(state: CacheState, pages: Array) -> CacheState:
+  """Takes pages int32[X], all different, out of the index if they are in it."""
+  valid = (pages > 0) & (pages < state.config.num_pages)
+  pool, _ = page_pool.unpublish(state.pool, pages, valid)
+  return dataclasses.replace(state, pool=pool)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def reset(state: CacheState) -> CacheState:
+  """Takes all pages out of the index, of a cache in which none is held."""
+  return forgetting.reset_prefix_cache(state)[0]

@@ -1,0 +1,71 @@
+"""What a scheduler does with a cache manager, for tests that tell traces."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxkv import FullAttention
+from jaxkv import SlidingWindow
+from jaxkv.host import Request
+
+PAGE = 4
+FULL = FullAttention(page_size=PAGE)
+WINDOW = SlidingWindow(window=2 * PAGE, page_size=PAGE)
+HYBRID = (FULL, WINDOW, WINDOW)
+LONGEST = 64
+"""Tokens of a sequence. Few sizes, since each is compiled for a while."""
+
+
+def single(make: Any, **options: Any) -> Any:
+  """A manager of one group with 10 pages to use."""
+  return make(11, (FULL,), LONGEST, **options)
+
+
+def hybrid(make: Any, **options: Any) -> Any:
+  """A manager of three groups with 24 pages to use."""
+  return make(25, HYBRID, LONGEST, **options)
+
+
+def request(name, tokens, **fields):
+  return Request(name, list(tokens), **fields)
+
+
+def admit(cache, request, new=None, **options):
+  """Lookup and allocation; (hit ids, new ids or None)."""
+  pages, hit = cache.get_computed_pages(request)
+  external = options.get("num_external_computed_tokens", 0)
+  if new is None:
+    new = request.num_tokens - hit - external
+  out = cache.allocate_slots(request, new, hit, pages, **options)
+  if out is None:
+    return ids(pages), None
+  request.num_computed_tokens += hit + external + new
+  request.status = "running"
+  return ids(pages), ids(out)
+
+
+def decode(cache, request, tokens, **options):
+  """Appends tokens and allocates for what is not computed; new ids."""
+  request.token_ids.extend(tokens)
+  new = request.num_tokens - request.num_computed_tokens
+  out = cache.allocate_slots(request, new, **options)
+  if out is None:
+    return None
+  request.num_computed_tokens += new
+  return ids(out)
+
+
+def hit_of(cache, request):
+  pages, tokens = cache.get_computed_pages(request)
+  return ids(pages), tokens
+
+
+def ids(pages):
+  return [list(map(int, column)) for column in pages.get_page_ids()]
+
+
+def references(cache, pages):
+  """How often pages are held."""
+  pool = getattr(cache, "pool", None)
+  counts = cache.state.pool.ref_count if pool is None else pool.refs
+  return np.asarray(counts)[list(pages)].tolist()

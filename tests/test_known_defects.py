@@ -1,0 +1,165 @@
+"""Faults that the reference systems were seen to have, and this one has not.
+
+Each is told by what goes wrong there; SEMANTICS section 9 lists them. Sequences
+are smaller than where the faults were found.
+"""
+
+import pytest
+
+from jaxkv import ChunkedLocal
+from jaxkv import FullAttention
+from jaxkv import Recurrent
+from jaxkv import SlidingWindow
+from jaxkv.host import CacheManager
+from jaxkv.host import MultimodalItem
+from jaxkv.host import Request
+
+FULL_AND_WINDOW = (
+  FullAttention(page_size=8),
+  SlidingWindow(6, page_size=4),
+)
+
+
+def manager(groups=FULL_AND_WINDOW, num_pages=40, **options):
+  return CacheManager(num_pages, groups, 64, **options)
+
+
+def run(cache, request, new=None, **options):
+  """Looks a request up and allocates for it; the tokens that were found."""
+  pages, found = 0, 0
+  if request.num_computed_tokens == 0:
+    pages, found = cache.get_computed_pages(request)
+    options |= {"num_new_computed_tokens": found, "new_computed_pages": pages}
+  behind = request.num_computed_tokens + found
+  new = request.num_tokens - behind if new is None else new
+  assert cache.allocate_slots(request, new, **options) is not None
+  request.num_computed_tokens = behind + new
+  request.status = "running"
+  return found
+
+
+def decode(cache, request, tokens):
+  """Appends and computes tokens one by one."""
+  for token in tokens:
+    request.token_ids.append(token)
+    run(cache, request, 1)
+
+
+class TestVllm:
+  def test_external_states_are_counted(self):
+    """A page too few was reserved, and the allocation raised."""
+    cache = manager((Recurrent(page_size=4),), num_pages=2)
+    request = Request("a", list(range(9)))
+    answer = cache.allocate_slots(request, 1, num_external_computed_tokens=8)
+    assert answer is None
+    assert cache.num_free_pages == 1
+
+  def test_no_event_without_a_page(self):
+    """What retention leaves out was announced, with tokens but no key."""
+    cache = manager((SlidingWindow(5, page_size=4),), retention=0, num_events=9)
+    request = Request("a", list(range(9)))
+    run(cache, request)
+    decode(cache, request, range(100, 120))
+    events = cache.take_events().events
+    assert [event.tokens for event in events] == [(4, 5, 6, 7)]
+    assert {event.page for event in events} == cache.cached_page_ids()
+
+  def test_the_end_of_a_prompt_is_not_published(self):
+    """A page with less than its tokens was, and changed the free order."""
+    cache = manager()
+    request = Request("a", list(range(13)))
+    run(cache, request)
+    first, second = cache.get_page_ids("a")[0]
+    assert first in cache.cached_page_ids()
+    assert second not in cache.cached_page_ids()
+
+  def test_a_chunk_alone_does_not_hit_an_empty_cache(self):
+    """Skipped chunks were reported as found."""
+    cache = manager((ChunkedLocal(8, page_size=4),))
+    pages, found = cache.get_computed_pages(Request("a", list(range(30))))
+    assert found == 0 and pages.pages == ([],)
+
+  def test_a_deferred_free_has_the_order_of_a_free(self):
+    """Of several groups the last one went first."""
+    queues = []
+    for deferred in (False, True):
+      cache = manager()
+      request = Request("a", list(range(20)))
+      run(cache, request)
+      if deferred:
+        cache.free_pages(cache.pop_pages_for_free(request))
+      else:
+        cache.free(request)
+      queues.append(cache.free_queue())
+    assert queues[0] == queues[1]
+
+
+class TestESurge:
+  def test_what_was_never_a_prefix_is_no_hit(self):
+    """Behind a window the chain of keys began anew."""
+    cache = manager((SlidingWindow(4, page_size=4),))
+    request = Request("a", list(range(8)))
+    run(cache, request)
+    decode(cache, request, range(8, 28))
+    tokens = list(request.token_ids)
+    cache.free(request)
+    for start in range(4, 24, 4):
+      middle = Request("b", tokens[start:])
+      assert cache.get_computed_pages(middle)[1] == 0
+    turn = Request("c", [*tokens, 1, 2, 3])
+    assert cache.get_computed_pages(turn)[1] == 28
+
+  def test_half_a_large_page_is_no_hit(self):
+    """Large pages were found under the key of their first small one."""
+    cache = manager()
+    run(cache, Request("a", list(range(17))))
+    other = [*range(4), *range(50, 63)]
+    assert cache.get_computed_pages(Request("b", other))[1] == 0
+
+  def test_a_failed_allocation_takes_nothing(self):
+    """The first group kept its pages when the second found none."""
+    cache = manager(num_pages=7)
+    run(cache, Request("a", list(range(8))))
+    before = cache.free_queue()
+    assert len(before) == 3
+    assert cache.allocate_slots(Request("b", list(range(50, 64))), 14) is None
+    assert cache.free_queue() == before
+    assert cache.get_page_ids("b") == ([], [])
+
+  def test_pages_decoded_after_an_image_hit(self):
+    """They were keyed as if there were no image."""
+    cache = manager()
+    image = (MultimodalItem("cat", 2, 4),)
+    request = Request("a", list(range(9)), mm=image)
+    run(cache, request)
+    decode(cache, request, range(100, 116))
+    tokens = [*request.token_ids, 7]
+    assert cache.get_computed_pages(Request("b", tokens, mm=image))[1] == 24
+    assert cache.get_computed_pages(Request("c", tokens))[1] == 0
+
+  def test_common_pages_are_those_of_all(self):
+    """Pages of two of three requests were counted."""
+    cache = manager()
+    shared = list(range(24))
+    for name, tokens in {"a": shared, "b": shared, "x": [60] * 24}.items():
+      run(cache, Request(name, [*tokens, 1]))
+    assert cache.get_num_common_prefix_pages("a") == [0, 0]
+    cache.free(Request("x", []))
+    assert cache.get_num_common_prefix_pages("a") == [3, 0]
+
+  def test_an_empty_pool_is_not_used(self):
+    """The null page counted, and its references went below zero."""
+    cache = manager()
+    assert cache.usage == 0
+    request = Request("a", list(range(30)))
+    run(cache, request)
+    decode(cache, request, range(8))
+    cache.free(request)
+    assert cache.usage == 0
+    assert cache.page_pool.ref_count(0) == 0
+
+  @pytest.mark.parametrize("seed", ["random", -1])
+  def test_a_bad_seed_is_named(self, seed):
+    """It ended in an error about something else."""
+    with pytest.raises((TypeError, ValueError), match="seed"):
+      manager(seed=seed)
