@@ -219,8 +219,8 @@ WINDOW_MUTANTS = {
   # --- sizes -----------------------------------------------------------------
   "all groups have pages of one size": Mutant(
     "groups:pages_for",
-    "(tokens + (size - 1)) // size",
-    "(tokens + (config.page_size - 1)) // config.page_size",
+    "kind.num_columns(tokens, size)",
+    "kind.num_columns(tokens, config.page_size)",
     ("allocate",),
     HYBRID,
   ),
