@@ -1,6 +1,5 @@
 """Requests in and out of the state: arrays for the device, lists for Python."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -25,6 +24,8 @@ from jaxkv.host.slots import Slots
 from jaxkv.host.transitions import Found
 
 _EVICTED_AT_ONCE = 64
+_ROW_OF = {name: row for row, name in enumerate(Call._fields)}
+_NOWHERE = np.iinfo(np.int32).max
 
 
 class PoppedPages(NamedTuple):
@@ -115,7 +116,7 @@ class Driver:
       fields["prompt"] = requests.num_prompt_tokens(request)
       fields["junction"] = getattr(request, "shared_prefix_boundary", 0)
     fields["since"] = self._step_clock
-    call = _columns(slots=np.asarray([place], np.int32), **fields)
+    call = _columns(1, slots=place, **fields)
     begin = (*self._padded_hit(hit), salt[None])
     self.state, out = allocation.allocate(
       self.state, call, begin, tokens, caps=self._caps
@@ -155,29 +156,24 @@ class Driver:
       ValueError: a number is too small, a sequence too long, or a request
         named twice.
     """
-    num_new = np.asarray(num_new_tokens)
-    if not np.issubdtype(num_new.dtype, np.integer):
-      raise TypeError(f"num_new_tokens must be ints, got {num_new_tokens!r}.")
-    num_new = num_new.astype(np.int32)
-    by_name, sent = self.slots.by_name, self.slots.sent
-    names = map(operator.attrgetter("request_id"), running)
-    slots = np.array(list(map(by_name.__getitem__, names)), np.int32)
-    computed = map(operator.attrgetter("num_computed_tokens"), running)
-    computed = np.array(list(computed), np.int32)
-    tokens = list(map(tokens_of, running))
-    _check_step(running, slots, num_new, lookahead)
-    total = computed + num_new
+    slots, sent = self.slots.of(running), self.slots.sent
+    num_new = _checked_step(num_new_tokens, lookahead, len(slots))
+    computed = [request.num_computed_tokens for request in running]
+    tokens = requests.tokens_of_all(running)
+    total = np.array(computed, np.int32) + num_new
     if total.max() > most:
-      name = running[int(np.argmax(total))].request_id
+      name = running[int(total.argmax())].request_id
       raise ValueError(
         f"{name!r} would have {total.max()} tokens, more than {most}."
       )
-    publish = np.minimum(total, np.array(list(map(len, tokens)), np.int32))
-    call = np.zeros((len(Call._fields), self._config.num_slots), np.int32)
-    call[0] = self._config.num_slots
-    room = np.minimum(total + lookahead, most)
-    call[:, : len(running)] = _columns(
-      slots=slots, behind=computed, room=room, tokens=total, publish=publish
+    publish = np.minimum(total, np.array([*map(len, tokens)], np.int32))
+    call = _columns(
+      self._config.num_slots,
+      slots=slots,
+      behind=total - num_new,
+      room=np.minimum(total + lookahead, most),
+      tokens=total,
+      publish=publish,
     )
     padded = self.slots.padded_all(running, tokens, sent[slots], publish)
     self.state, out = allocation.allocate(
@@ -186,7 +182,7 @@ class Driver:
     out = allocation.unpacked(
       out, self._config.num_slots, self._config.num_groups
     )
-    sent[slots] = out.length[: len(running)]
+    sent[slots] = out.length[: len(slots)]
     return self._answers(slots, out)
 
   def free(self, request_id: str) -> None:
@@ -287,7 +283,7 @@ class Driver:
     nothing = CachePages(tuple([] for _ in self._config.groups))
     answers: list[CachePages | None] = [nothing] * len(slots)
     counts = out.stop - out.begin
-    rows = np.flatnonzero(np.any(counts, axis=1))
+    rows = counts.any(axis=1).nonzero()[0]
     pages, begin = out.pages[:, rows], counts[rows] * 0
     if counts.max() > allocation.NEW_PAGES:
       pages = np.asarray(self.state.page_table)[:, slots[rows]]
@@ -315,21 +311,28 @@ def new_pages(
   return CachePages(new, new)
 
 
-def _columns(**fields: int | np.ndarray) -> np.ndarray:
-  """int32[F, R]: the fields of `Call`; what is not given is 0."""
-  size = np.asarray(fields["slots"]).size
-  call = np.zeros((len(Call._fields), size), np.int32)
+def _columns(num_rows: int, **fields: int | np.ndarray) -> np.ndarray:
+  """int32[F, R]: the fields of `Call`; what is not given is 0.
+
+  Rows past the slots given are none: no slot has their number.
+  """
+  call = np.zeros((len(Call._fields), num_rows), np.int32)
+  call[_ROW_OF["slots"]] = _NOWHERE
   for name, values in fields.items():
-    call[Call._fields.index(name)] = values
+    call[_ROW_OF[name], : np.size(values)] = values
   return call
 
 
-def _check_step(
-  running: Sequence[Any], slots: np.ndarray, num_new: np.ndarray, lookahead: int
-) -> None:
-  if num_new.shape not in ((), slots.shape):
+def _checked_step(
+  num_new_tokens: Sequence[int] | int, lookahead: int, num_running: int
+) -> np.ndarray:
+  """int32[R] or int32[]: new tokens of each request, or of every one."""
+  num_new = np.asarray(num_new_tokens)
+  if num_new.dtype.kind not in "iu":
+    raise TypeError(f"num_new_tokens must be ints, got {num_new_tokens!r}.")
+  if num_new.shape not in ((), (num_running,)):
     raise ValueError(
-      f"num_new_tokens must be one number or one for each of {len(slots)} "
+      f"num_new_tokens must be one number or one for each of {num_running} "
       f"requests, got {num_new.shape[0]}."
     )
   if lookahead < 0 or num_new.min() < 1:
@@ -337,7 +340,4 @@ def _check_step(
       "step needs at least 1 new token for every request and no negative "
       f"lookahead, got {num_new.min()} and {lookahead}."
     )
-  if len(set(slots.tolist())) < len(slots):
-    names = [request.request_id for request in running]
-    again = next(name for name in names if names.count(name) > 1)
-    raise ValueError(f"step was given {again!r} twice.")
+  return num_new.astype(np.int32)

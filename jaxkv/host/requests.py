@@ -76,6 +76,14 @@ def tokens_of(request: Any) -> Sequence[int]:
     return request.all_token_ids
 
 
+def tokens_of_all(running: Sequence[Any]) -> list[Sequence[int]]:
+  """All tokens of each request."""
+  try:
+    return [request.token_ids for request in running]
+  except AttributeError:
+    return [tokens_of(request) for request in running]
+
+
 def num_prompt_tokens(request: Any) -> int:
   """Tokens of the prompt; all that are known for a request that has none."""
   count = getattr(request, "num_prompt_tokens", None)

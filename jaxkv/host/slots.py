@@ -1,5 +1,6 @@
 """Names of requests, the slots they stand in, and what the device was sent."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from jaxkv.cache.config import CacheConfig
 from jaxkv.host import requests
 
 _SIZES = (64, 4096, 65536)
-"""Numbers of tokens for which calls are compiled, up to the longest."""
+"""Numbers of tokens for which calls are compiled, up to the longest; and 1,
+where many requests decode together."""
 
 
 class Slots:
@@ -27,6 +29,7 @@ class Slots:
     self.sent = np.zeros((config.num_slots,), np.int32)
     self.with_items: set[int] = set()
     self._max_requests = max_requests
+    self._standing: tuple[tuple[Any, ...], np.ndarray] | None = None
     self._free = list(range(config.num_slots))[::-1]
     sizes = [size for size in _SIZES if size < config.slot_tokens]
     self._sizes = (*sizes, config.slot_tokens)
@@ -55,8 +58,33 @@ class Slots:
     if getattr(request, "mm", None):
       self.with_items.add(slot)
 
+  def of(self, running: Sequence[Any]) -> np.ndarray:
+    """int32[R]: where requests stand.
+
+    Asked about the same requests again, it gives the same array: a scheduler
+    asks at every step.
+
+    Raises:
+      KeyError: a request holds no page.
+      ValueError: a request is named twice.
+    """
+    if self._standing is not None:
+      before, slots = self._standing
+      if len(before) == len(running) and all(
+        map(operator.is_, before, running)
+      ):
+        return slots
+    names = [request.request_id for request in running]
+    if len(set(names)) < len(names):
+      again = next(name for name in names if names.count(name) > 1)
+      raise ValueError(f"step was given {again!r} twice.")
+    slots = np.array([self.by_name[name] for name in names], np.int32)
+    self._standing = (tuple(running), slots)
+    return slots
+
   def forget(self, name: str) -> int | None:
     """Takes a request out; its slot, which stays in use, or None."""
+    self._standing = None
     return self.by_name.pop(name, None)
 
   def release(self, slot: int) -> None:
@@ -89,12 +117,13 @@ class Slots:
     """
     counts = stop - start
     most = int(counts.max())
-    padded = np.zeros((len(self.sent), self._width(most)), np.int32)
-    if most == 1 and not self.with_items:
+    if most <= 1 and not self.with_items:
       # Decoding: the newest token of each, for which a loop is too slow.
+      newest = np.zeros((len(self.sent), 1), np.int32)
       ends = zip(tokens, stop.tolist(), strict=True)
-      padded[: len(running), 0] = [known[end - 1] for known, end in ends]
-      return padded
+      newest[: len(running), 0] = [known[end - 1] for known, end in ends]
+      return newest
+    padded = np.zeros((len(self.sent), self._width(most)), np.int32)
     for row in np.flatnonzero(counts > 0).tolist():
       request, begin, end = running[row], int(start[row]), int(stop[row])
       padded[row, : end - begin] = requests.content(request, begin, end)
