@@ -35,22 +35,30 @@ WINDOW_MUTANTS = {
     CHUNKED,
   ),
   "a page left behind is no null page": Mutant(
-    "recycling:recycle", "cleared=0", "cleared=config.no_page", RECYCLE, SLIDING
+    "recycling:drop_behind",
+    "cleared=0",
+    "cleared=config.no_page",
+    RECYCLE,
+    SLIDING,
   ),
   "more is left behind than there is": Mutant(
-    "recycling:recycle", "state.num_pages.T)", "99)", RECYCLE, SLIDING
+    "recycling:drop_behind",
+    "skipped_pages(config, lengths), held)",
+    "skipped_pages(config, lengths), 99)",
+    RECYCLE,
+    SLIDING,
   ),
   "what was left behind comes back": Mutant(
-    "recycling:recycle",
+    "recycling:drop_behind",
     "jnp.maximum(first, behind)",
     "jnp.maximum(0, behind)",
     RECYCLE,
     SLIDING,
   ),
   "nobody notes what was left behind": Mutant(
-    "recycling:recycle",
-    "first_page=behind.T",
-    "first_page=state.first_page",
+    "recycling:drop_behind",
+    "first_page = behind.T",
+    "first_page = state.first_page",
     RECYCLE,
     SLIDING,
   ),
@@ -225,7 +233,7 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "the largest room counts": Mutant(
-    "committing:_room", "jnp.min(", "jnp.max(", COMMIT, HYBRID
+    "groups:tokens_with_room", "jnp.min(", "jnp.max(", COMMIT, HYBRID
   ),
   "a small page holds the tokens behind it too": Mutant(
     "publishing:_held",

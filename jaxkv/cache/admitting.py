@@ -30,6 +30,7 @@ from jaxkv.cache.state import SlotHashes
 from jaxkv.cache.state import counted
 from jaxkv.cache.state import in_range
 from jaxkv.cache.state import is_empty
+from jaxkv.cache.state import with_sequences
 from jaxkv.cache.verbs import verb
 
 
@@ -280,8 +281,7 @@ def _attached(
     state.pool, state.page_table, slots, first, stop, found.pages
   )
   if state.config.recycles:
-    skipped = page_table.rows_of(slots, jnp.zeros_like(first), first)
-    table = page_table.fill(table, skipped, 0)
+    table = page_table.fill_before(table, slots, first, 0)
   return dataclasses.replace(state, pool=pool, page_table=table)
 
 
@@ -300,18 +300,13 @@ def _started(
   state: CacheState, place: Array, lengths: Array, found: Prefix | None
 ) -> SlotHashes | None:
   """The hashes with admitted slots at the end of their cached prefix."""
-  hashes = state.hashes
-  if hashes is None or found is None:
+  if state.hashes is None or found is None:
     return None
-  hashes = dataclasses.replace(
-    hashes,
-    root=indexing.put(hashes.root, place, values=found.root),
-    chain=indexing.put(hashes.chain, place, values=found.chain),
-  )
-  if hashes.prompt is None or hashes.junction is None:
-    return hashes
-  return dataclasses.replace(
-    hashes,
-    prompt=indexing.put(hashes.prompt, place, values=lengths),
-    junction=indexing.put(hashes.junction, place, values=found.junction),
+  return with_sequences(
+    state.hashes,
+    place,
+    root=found.root,
+    chain=found.chain,
+    prompt=lengths,
+    junction=found.junction,
   )

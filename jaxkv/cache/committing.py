@@ -13,6 +13,7 @@ from jaxkv.cache.codes import first_code
 from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
 from jaxkv.cache.duplicates import num_earlier
+from jaxkv.cache.groups import tokens_with_room
 from jaxkv.cache.publishing import publish
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import counted
@@ -76,7 +77,8 @@ def commit(
   config = state.config
   rows = config.num_slots
   bad_slot = jnp.bool_(False)
-  room, length = _room(state), state.length
+  room = tokens_with_room(config, state.num_pages.T)
+  length = state.length
   if slots is not None:
     check_array("slots", slots, ("R",), jnp.int32)
     rows = slots.shape[0]
@@ -101,9 +103,3 @@ def commit(
     error=sticky(state.error, code),
   )
   return state, Committed(code, published)
-
-
-def _room(state: CacheState) -> Array:
-  """int32[B]: tokens for which every group of a slot has pages."""
-  sizes = jnp.asarray(state.config.page_sizes, jnp.int32)
-  return jnp.min(state.num_pages * sizes[:, None], axis=0)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv.cache import event_log
 from jaxkv.cache.event_log import EventLog
+from jaxkv.cache.hashing import key_bytes
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import check_single
 
@@ -104,13 +105,9 @@ def _event(
   if kind == event_log.CLEARED:
     return Cleared()
   page, group = int(log.page[row]), int(log.group[row])
-  key = _bytes(log.key[row])
+  key = key_bytes(log.key[row])
   if kind == event_log.REMOVED:
     return Removed(page, group, key)
-  parent = _bytes(log.parent[row]) if log.column[row] > 0 else None
+  parent = key_bytes(log.parent[row]) if log.column[row] > 0 else None
   tokens = tuple(np.asarray(log.tokens[row])[: sizes[group]].tolist())
-  return Stored(page, group, key, parent, _bytes(log.root[row]), tokens)
-
-
-def _bytes(words) -> bytes:
-  return np.asarray(words).astype("<u4").tobytes()
+  return Stored(page, group, key, parent, key_bytes(log.root[row]), tokens)

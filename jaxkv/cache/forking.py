@@ -184,8 +184,7 @@ def _shared(
   counts = jnp.where(pool.queue.num_free >= 0, counts, 0)
   table = ragged.for_each(counts, attach, state.page_table)
   if state.config.recycles:
-    skipped = page_table.rows_of(dst, jnp.zeros_like(first), first)
-    table = page_table.fill(table, skipped, 0)
+    table = page_table.fill_before(table, dst, first, 0)
   return dataclasses.replace(state, pool=pool, page_table=table)
 
 

@@ -46,6 +46,12 @@ def pages_for(config: CacheConfig, tokens: Array) -> Array:
   return by_group(config, lambda kind, size: kind.num_columns(tokens, size))
 
 
+def tokens_with_room(config: CacheConfig, columns: Array) -> Array:
+  """int32[R]: tokens for which every group has pages, int32[R, G]."""
+  sizes = jnp.asarray(config.page_sizes, jnp.int32)[None]
+  return jnp.min(columns * sizes, axis=1)
+
+
 def overfull(config: CacheConfig, columns: Array) -> Array:
   """bool[R]: whether so many columns, int32[R, G], are more than there are.
 

@@ -127,6 +127,41 @@ def page_digests(config: CacheConfig, tokens: Array) -> Array:
   return _stack(lax.scan(absorb, start, blocks)[0])
 
 
+def row_keys(config: CacheConfig, previous: Array, pages: Array) -> Array:
+  """Keys of rows of pages of tokens.
+
+  Args:
+    config: the cache's sizes; its seed is used.
+    previous: uint32[R, 4], the keys before the first page.
+    pages: int32[R, P, S].
+
+  Returns:
+    uint32[R, P, 4], the key after each page.
+  """
+  return chain_keys(previous, page_digests(config, pages))
+
+
+def keys_of_group(config: CacheConfig, chain: Array, group: int) -> Array:
+  """Keys of a group's pages, which may span several of the cache's.
+
+  Args:
+    config: the cache's groups.
+    chain: uint32[R, P, 4], the key after every `page_size` tokens.
+    group: its number.
+
+  Returns:
+    uint32[R, Q, 4], of its Q whole pages.
+  """
+  step = config.page_sizes[group] // config.page_size
+  own = chain[:, step - 1 :: step]
+  return group_key(config, own, jnp.full(own.shape[:2], group, jnp.int32))
+
+
+def key_bytes(words) -> bytes:
+  """A key uint32[4] as 16 bytes, the lowest first."""
+  return np.asarray(words).astype("<u4").tobytes()
+
+
 def chain_keys(previous: Array, digests: Array) -> Array:
   """Keys of consecutive pages.
 

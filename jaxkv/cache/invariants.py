@@ -69,8 +69,7 @@ def check_invariants(state: CacheState) -> dict[str, Array]:
     >>> sorted(laws), all(laws.values())
     (['free', 'index', 'keys', 'lengths', 'refs', 'tables'], True)
   """
-  sizes = jnp.asarray(state.config.page_sizes, jnp.int32)[:, None]
-  room = jnp.min(state.num_pages * sizes, axis=0)
+  room = groups.tokens_with_room(state.config, state.num_pages.T)
   return {
     "tables": _tables(state),
     "lengths": jnp.all((state.length >= 0) & (state.length <= room)),
@@ -175,18 +174,14 @@ def _keys(state: CacheState) -> Array:
   slots, step = config.num_slots, size // config.page_size
   stream = tokens[:, : config.pages_per_slot // step]
   stream = stream.reshape(slots, config.pages_per_slot, config.page_size)
-  digests = hashing.page_digests(config, stream)
-  chain = hashing.chain_keys(hashes.root, digests)
+  chain = hashing.row_keys(config, hashes.root, stream)
   right = jnp.bool_(True)
   known = final[:, text] * size
   for group, size in enumerate(config.page_sizes):
-    step = size // config.page_size
-    own = chain[:, step - 1 :: step]
+    own = hashing.keys_of_group(config, chain, group)
     columns = jnp.arange(own.shape[1], dtype=jnp.int32)[None]
-    numbers = jnp.full(own.shape[:2], group, jnp.int32)
     pages = state.page_table[group, :, : own.shape[1]]
-    keys = prefix_index.key_of(index, pages)
-    same = hashing.group_key(config, keys, numbers) == own
+    same = prefix_index.key_of(index, pages) == own
     stop = jnp.minimum(final[:, group], known // size)[:, None]
     inside = (columns < stop) & (pages > 0)
     right &= jnp.all(jnp.all(same, axis=-1) | ~(inside & whole[:, None]))

@@ -186,6 +186,11 @@ def fill(table: Array, rows: Rows, page: int) -> Array:
   return ragged.for_each(rows.stop - rows.start, write, table)
 
 
+def fill_before(table: Array, slots: Array, first: Array, page: int) -> Array:
+  """The table with one page number before columns int32[R, G] of slots."""
+  return fill(table, rows_of(slots, jnp.zeros_like(first), first), page)
+
+
 def place_of(
   rows: Rows, items: Items, *, descending: bool = False
 ) -> tuple[Array, Array, Array]:

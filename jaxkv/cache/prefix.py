@@ -87,7 +87,7 @@ def find(
   def search() -> Prefix:
     held = tokens[:, : columns * config.page_size]
     held = held.reshape(rows, columns, config.page_size)
-    keys = hashing.chain_keys(root, hashing.page_digests(config, held))
+    keys = hashing.row_keys(config, root, held)
     pages = _looked_up(config, index, keys, held)
     found, longest = _agreed(config, pages > 0, possible)
     first = groups.skipped_pages(config, found)
@@ -135,10 +135,9 @@ def _looked_up(
   queries, contents, shapes = [], [], []
   for group, size in enumerate(config.page_sizes):
     step = size // config.page_size
-    own = keys[:, step - 1 :: step]
+    own = hashing.keys_of_group(config, keys, group)
     rows, columns = own.shape[:2]
-    group_number = jnp.full((rows, columns), group, jnp.int32)
-    queries.append(hashing.group_key(config, own, group_number))
+    queries.append(own)
     held = tokens[:, : columns * step].reshape(rows, columns, size)
     contents.append(jnp.pad(held, ((0, 0), (0, 0), (0, width - size))))
     shapes.append((rows, columns))

@@ -165,7 +165,7 @@ def _publish(
   slots = indexing.take(settling.slots, window, fill=indexing.NOWHERE)
   pages = _page_tokens(config, settling, window)
   before = indexing.take(carry.chain, slots)
-  keys = hashing.chain_keys(before, hashing.page_digests(config, pages))
+  keys = hashing.row_keys(config, before, pages)
   steps = config.alignment // config.page_size
   moved = indexing.take(settling.moved, window)
   last = jnp.maximum(moved * steps - 1, 0)[:, None, None]

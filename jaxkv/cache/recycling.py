@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv.cache import indexing
 from jaxkv.cache import page_table
 from jaxkv.cache.arguments import check_array
 from jaxkv.cache.groups import skipped_pages
@@ -56,24 +57,47 @@ def recycle(
     >>> out.num_pages.tolist(), state.page_table[0].tolist()
     ([2], [[0, 0, 3, 4]])
   """
-  config = state.config
   lengths = state.length if lengths is None else lengths
-  check_array("lengths", lengths, (config.num_slots,), jnp.int32)
+  check_array("lengths", lengths, (state.config.num_slots,), jnp.int32)
+  state, num_pages = drop_behind(state, lengths)
+  return state, Recycled(num_pages)
+
+
+def drop_behind(
+  state: CacheState, lengths: Array, slots: Array | None = None
+) -> tuple[CacheState, Array]:
+  """The same for some slots, or all.
+
+  Args:
+    state: the cache.
+    lengths: int32[R].
+    slots: int32[R], all different, NOWHERE for a row that is none; None for
+      all slots in order, R = B.
+
+  Returns:
+    The cache, and int32[R]: pages given back.
+  """
+  config, held, first = state.config, state.num_pages.T, state.first_page.T
   if not config.recycles:
-    return state, Recycled(jnp.zeros_like(lengths))
+    return state, jnp.zeros_like(lengths)
+  place = jnp.arange(config.num_slots, dtype=jnp.int32)
+  if slots is not None:
+    place = slots
+    held, first = (indexing.take(columns, slots) for columns in (held, first))
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
-  first = state.first_page.T
-  behind = jnp.minimum(skipped_pages(config, lengths), state.num_pages.T)
+  behind = jnp.minimum(skipped_pages(config, lengths), held)
   behind = jnp.maximum(first, behind)
-  slots = jnp.arange(config.num_slots, dtype=jnp.int32)
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
-    page_table.rows_of(slots, first, behind),
+    page_table.rows_of(place, first, behind),
     unhashed_first=config.unhashed_first,
     cleared=0,
   )
+  first_page = behind.T
+  if slots is not None:
+    first_page = state.first_page.at[:, slots].set(first_page, mode="drop")
   state = dataclasses.replace(
-    state, page_table=table, first_page=behind.T, pool=pool
+    state, page_table=table, first_page=first_page, pool=pool
   )
-  return state, Recycled(jnp.sum(behind - first, axis=1, dtype=jnp.int32))
+  return state, jnp.sum(behind - first, axis=1, dtype=jnp.int32)

@@ -117,8 +117,7 @@ def free(state: CacheState, slots: Array) -> tuple[CacheState, Freed]:
     cleared=config.no_page,
   )
   if config.recycles:
-    skipped = page_table.rows_of(place, jnp.zeros_like(first), first)
-    table = page_table.fill(table, skipped, config.no_page)
+    table = page_table.fill_before(table, place, first, config.no_page)
   state = dataclasses.replace(
     state,
     page_table=table,

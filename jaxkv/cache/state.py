@@ -182,6 +182,33 @@ def in_range(state: CacheState, slots: Array) -> Array:
   return (slots >= 0) & (slots < state.config.num_slots)
 
 
+def with_sequences(
+  hashes: SlotHashes,
+  slots: Array,
+  *,
+  root: Array,
+  chain: Array,
+  prompt: Array,
+  junction: Array,
+) -> SlotHashes:
+  """The hashes with sequences begun in slots int32[R].
+
+  `tail` is left: they begin where all groups end a page.
+  """
+  hashes = dataclasses.replace(
+    hashes,
+    root=indexing.put(hashes.root, slots, values=root),
+    chain=indexing.put(hashes.chain, slots, values=chain),
+  )
+  if hashes.prompt is None or hashes.junction is None:
+    return hashes
+  return dataclasses.replace(
+    hashes,
+    prompt=indexing.put(hashes.prompt, slots, values=prompt),
+    junction=indexing.put(hashes.junction, slots, values=junction),
+  )
+
+
 def counted(stats: Stats, **amounts: Array) -> Stats:
   """The counters with int32[] amounts added to those named."""
   return dataclasses.replace(

@@ -19,10 +19,12 @@ from jaxkv.cache import hashing
 from jaxkv.cache import indexing
 from jaxkv.cache import page_table
 from jaxkv.cache import publishing
+from jaxkv.cache import recycling
 from jaxkv.cache import snapshots
 from jaxkv.cache.page_table import Rows
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import counted
+from jaxkv.cache.state import with_sequences
 from jaxkv.host.planning import Call
 from jaxkv.host.planning import Hits
 from jaxkv.host.planning import Plan
@@ -91,7 +93,8 @@ def allocate(
   served = fits(state, call, hits, held, begins, caps)
   holds = sound(state, call, hits, tokens)
   served &= holds
-  state = _recycled(state, call, held, served & ~begins)
+  running = indexing.where_valid(served & ~begins, call.slots)
+  state, _ = recycling.drop_behind(state, call.behind, running)
   columns = columns_for(config, call.room, call.tokens)
   plan = planned(state, call, hits, held, begins, columns)
   ok = grants.in_order(
@@ -151,29 +154,6 @@ def unpacked(packed: Array, num_rows: int, num_groups: int) -> Allocated:
   )
 
 
-def _recycled(
-  state: CacheState, call: Call, held: Array, asked: Array
-) -> CacheState:
-  """Gives back what nothing behind the computed tokens looks at."""
-  config = state.config
-  if not config.recycles:
-    return state
-  first = indexing.take(state.first_page.T, call.slots)
-  behind = jnp.minimum(groups.skipped_pages(config, call.behind), held)
-  behind = jnp.where(asked[:, None], jnp.maximum(first, behind), first)
-  pool, table = page_table.shrink(
-    state.pool,
-    state.page_table,
-    page_table.rows_of(call.slots, first, behind),
-    unhashed_first=config.unhashed_first,
-    cleared=0,
-  )
-  first_page = state.first_page.at[:, call.slots].set(behind.T, mode="drop")
-  return dataclasses.replace(
-    state, page_table=table, first_page=first_page, pool=pool
-  )
-
-
 def _begun(
   state: CacheState,
   call: Call,
@@ -188,23 +168,19 @@ def _begun(
   pool, table = page_table.attach(
     state.pool, state.page_table, slots, plan.null, stop, hits.pages
   )
-  null = page_table.rows_of(slots, jnp.zeros_like(plan.null), plan.null)
-  table = page_table.fill(table, null, 0)
+  table = page_table.fill_before(table, slots, plan.null, 0)
   first_page = state.first_page.at[:, slots].set(plan.null.T, mode="drop")
   hashes = state.hashes
   if hashes is not None:
     root = hashing.root_key(state.config, state.epoch, hits.salts)
-    hashes = dataclasses.replace(
+    hashes = with_sequences(
       hashes,
-      root=indexing.put(hashes.root, slots, values=root),
-      chain=indexing.put(hashes.chain, slots, values=root),
+      slots,
+      root=root,
+      chain=root,
+      prompt=call.prompt,
+      junction=call.junction,
     )
-    if hashes.prompt is not None and hashes.junction is not None:
-      hashes = dataclasses.replace(
-        hashes,
-        prompt=indexing.put(hashes.prompt, slots, values=call.prompt),
-        junction=indexing.put(hashes.junction, slots, values=call.junction),
-      )
   return dataclasses.replace(
     state, page_table=table, first_page=first_page, hashes=hashes, pool=pool
   )
@@ -220,8 +196,7 @@ def _published(
 ) -> CacheState:
   """Publishes rows up to where the call says."""
   length = indexing.take(state.length, slots)
-  sizes = jnp.asarray(state.config.page_sizes, jnp.int32)[None]
-  room = jnp.min(plan.stop * sizes, axis=1)
+  room = groups.tokens_with_room(state.config, plan.stop)
   counts = jnp.minimum(call.publish, room) - length
   counts = jnp.clip(counts, 0, tokens.shape[1])
   counts = jnp.where(slots < state.config.num_slots, counts, 0)

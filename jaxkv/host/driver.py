@@ -283,7 +283,7 @@ class Driver:
     nothing = CachePages(tuple([] for _ in self._config.groups))
     answers: list[CachePages | None] = [nothing] * len(slots)
     counts = out.stop - out.begin
-    rows = counts.any(axis=1).nonzero()[0]
+    rows = np.flatnonzero(counts.any(axis=1))
     pages, begin = out.pages[:, rows], counts[rows] * 0
     if counts.max() > allocation.NEW_PAGES:
       pages = np.asarray(self.state.page_table)[:, slots[rows]]

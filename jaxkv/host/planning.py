@@ -199,13 +199,10 @@ def sound(
     held = tokens[:, : columns * config.page_size]
     held = held.reshape(-1, columns, config.page_size)
     root = hashing.root_key(config, state.epoch, hits.salts)
-    chain = hashing.chain_keys(root, hashing.page_digests(config, held))
+    chain = hashing.row_keys(config, root, held)
     sound = call.slots >= 0
-    for group, size in enumerate(config.page_sizes):
-      step = size // config.page_size
-      keys = chain[:, step - 1 :: step]
-      number = jnp.full(keys.shape[:2], group, jnp.int32)
-      keys = hashing.group_key(config, keys, number)
+    for group in range(config.num_groups):
+      keys = hashing.keys_of_group(config, chain, group)
       width = min(hits.pages.shape[2], keys.shape[1])
       pages, own = hits.pages[group, :, :width], used[group, :, :width]
       same = prefix_index.key_of(index, pages) == keys[:, :width]

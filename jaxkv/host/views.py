@@ -14,6 +14,7 @@ from jaxkv.cache import hashing
 from jaxkv.cache import looking
 from jaxkv.cache import prefix_index
 from jaxkv.cache.config import CacheConfig
+from jaxkv.cache.hashing import key_bytes
 from jaxkv.cache.prefix_index import PrefixIndex
 from jaxkv.cache.state import CacheState
 from jaxkv.host import requests
@@ -104,17 +105,18 @@ def _hashed(
   root = hashing.root_key(config, jnp.uint32(epoch), jnp.asarray(salt)[None])
   start = root if before is None else jnp.asarray(before)[None]
   held = jnp.asarray(tokens, jnp.int32).reshape(1, -1, config.page_size)
-  chain = hashing.chain_keys(start, hashing.page_digests(config, held))[0]
+  chain = hashing.row_keys(config, start, held)
+  keys = hashing.keys_of_group(config, chain, group)[0]
   size = config.page_sizes[group]
   step = size // config.page_size
-  chain = chain[step - 1 :: step]
-  numbers = jnp.full(chain.shape[:1], group, jnp.int32)
-  keys = hashing.group_key(config, chain, numbers)
   pages = np.asarray(tokens).reshape(-1, size).tolist()
   return [
-    PageHash(_bytes(key), tuple(page), group, _bytes(link))
+    PageHash(key_bytes(key), tuple(page), group, key_bytes(link))
     for key, page, link in zip(
-      np.asarray(keys), pages, np.asarray(chain), strict=True
+      np.asarray(keys),
+      pages,
+      np.asarray(chain[0, step - 1 :: step]),
+      strict=True,
     )
   ]
 
@@ -194,7 +196,3 @@ def _looked_up(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
 
 def _words(key: bytes) -> np.ndarray:
   return np.frombuffer(key, "<u4").astype(np.uint32)
-
-
-def _bytes(words: np.ndarray) -> bytes:
-  return words.astype("<u4").tobytes()
