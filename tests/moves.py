@@ -19,7 +19,15 @@ ARGUMENTS = {
   "commit": ("tokens", "counts"),
   "commit_slots": ("tokens", "counts", "slots"),
   "match": ("tokens", "lengths", "salts"),
-  "admit": ("slots", "tokens", "lengths", "salts", "mask", "room"),
+  "admit": (
+    "slots",
+    "tokens",
+    "lengths",
+    "salts",
+    "mask",
+    "room",
+    "keep_free",
+  ),
   "touch": ("pages",),
   "pin": ("tokens", "lengths", "salts", "mask"),
   "unpin": ("pages",),
@@ -250,7 +258,11 @@ class Moves:
       length if self._often() else self.draws.integer(1, length)
       for length in lengths
     ]
-    return slots, tokens, lengths, salts, mask, room
+    keep = [
+      0 if self._often() else self.draws.integer(0, self.setup.config.num_pages)
+      for _ in lengths
+    ]
+    return slots, tokens, lengths, salts, mask, room, keep
 
   def pin(self):
     """Pins prompts that are cached."""

@@ -9,6 +9,7 @@ from tests.mutants_windows import WINDOW_MUTANTS
 from tests.mutation import DUPLICATES
 from tests.mutation import ONE_WINDOW
 from tests.mutation import SCARCE
+from tests.mutation import UNCACHED
 from tests.mutation import Mutant
 
 FREE = ("free_mask",)
@@ -216,7 +217,7 @@ MUTANTS = {
     "allocating:allocate", "held[:, 0] == 0", "held[:, 0] < 0", ("allocate",)
   ),
   "later rows are not served": Mutant(
-    "grants:in_order", "before | (need <= left)", "before", ("allocate",)
+    "grants:in_order", "before | (need <= left - keep)", "before", ("allocate",)
   ),
   "a slot is given twice": Mutant(
     "admitting:_static_code",
@@ -226,6 +227,20 @@ MUTANTS = {
   ),
   "a hit shared in one call is paid twice": Mutant(
     "admitting:_grant", "& ~touched", "", ("admit",), SCARCE, SHARING
+  ),
+  "hits may use what others were promised": Mutant(
+    "admitting:_grant",
+    "cost <= left - keep[row]",
+    "cost <= left",
+    ("admit",),
+    SCARCE,
+    SHARING,
+  ),
+  "newcomers may use what others were promised": Mutant(
+    "grants:in_order", "available - keep", "available", ("admit",), UNCACHED
+  ),
+  "a promise counts for the first row only": Mutant(
+    "admitting:_grant", "most = jnp.max", "most = jnp.min", ("admit",), SCARCE
   ),
   "a failed row moves the length": Mutant(
     "admitting:admit",

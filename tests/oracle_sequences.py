@@ -272,14 +272,23 @@ class Sequences:
         padded[-1].append(pages + [no_page] * (columns - len(pages)))
     return padded
 
-  def admit(self, slots, tokens, lengths, salts=None, mask=None, room=None):
+  def admit(
+    self,
+    slots,
+    tokens,
+    lengths,
+    salts=None,
+    mask=None,
+    room=None,
+    keep_free=None,
+  ):
     """Starts sequences; every lookup sees the cache before the call."""
     codes, plans, named = [], {}, set()
     left, woken = len(self.pool.free), set()
     rows = list(self._rows(tokens, lengths, salts))
-    room = room or lengths
+    room, keep = room or lengths, keep_free or [0] * len(rows)
     for index, (row, length, salt) in enumerate(rows):
-      fits = 1 <= length <= len(row) and room[index] >= 1
+      fits = 1 <= length <= len(row) and room[index] >= 1 and keep[index] >= 0
       code = self._check_admit(slots[index], length, fits, named)
       if mask is not None and not mask[index]:
         code = Code.SKIPPED
@@ -288,7 +297,7 @@ class Sequences:
         hit = self._match(row, length, salt)
         begun = min(hit.tokens + room[index], length)
         need, wakes = self._cost(hit, begun, woken)
-        if need + len(wakes) > left:
+        if need + len(wakes) > left - keep[index]:
           code = Code.OUT_OF_PAGES
         else:
           left -= need + len(wakes)

@@ -331,7 +331,9 @@ class TestHost:
       if "room" in places:
         places["room"] = places["lengths"]
       explicit = TABLE[verb](state, *places.values())
-      options = ("salts", "mask", "room")
+      if "keep_free" in places:
+        places["keep_free"] = jnp.zeros_like(places["lengths"])
+      options = ("salts", "mask", "room", "keep_free")
       bare = [places[name] for name in places if name not in options]
       assert_same(TABLE[verb](state, *bare), explicit)
     state, _ = example("recycle")
@@ -350,6 +352,8 @@ class TestHost:
       jaxkv.admit(state, slots, tokens, lengths, room=lengths[:-1])
     with pytest.raises(ValueError, match=r"room must be int32\[3\]"):
       jaxkv.admit(state, slots, tokens, lengths, room=lengths > 0)
+    with pytest.raises(ValueError, match=r"keep_free must be int32\[3\]"):
+      jaxkv.admit(state, slots, tokens, lengths, keep_free=lengths[:-1])
     with pytest.raises(ValueError, match="num_tokens"):
       jaxkv.allocate(state, 3)
     with pytest.raises(ValueError, match=r"lengths must be int32\[4\]"):

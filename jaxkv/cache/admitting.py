@@ -119,6 +119,7 @@ def admit(
   salts: Array | None = None,
   mask: Array | None = None,
   room: Array | None = None,
+  keep_free: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
   """Puts sequences into empty slots, on top of what is cached of them.
 
@@ -144,10 +145,14 @@ def admit(
     room: int32[R], at least 1: tokens behind the cached prefix that get pages
       now, where a prompt is computed in chunks and `allocate` makes room for
       the later ones; None for all.
+    keep_free: int32[R], not negative: pages that must still be free when the
+      sequence has its own, for those that run already (a watermark), for the
+      rest of a prompt that begins with less room, or for anybody else; None
+      for none.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_IN_USE (also for a slot
-    named twice), BAD_LENGTH (of the length or the room), SLOT_FULL or
+    named twice), BAD_LENGTH (of length, room or keep_free), SLOT_FULL or
     OUT_OF_PAGES.
 
   Examples:
@@ -167,7 +172,9 @@ def admit(
   mask = mask_or_all(mask, tokens.shape[0], "sequence")
   room = lengths if room is None else room
   check_array("room", room, (tokens.shape[0],), jnp.int32)
-  code = _static_code(state, slots, tokens, lengths, room, mask)
+  keep_free = jnp.zeros_like(room) if keep_free is None else keep_free
+  check_array("keep_free", keep_free, (tokens.shape[0],), jnp.int32)
+  code = _static_code(state, slots, tokens, lengths, room, keep_free, mask)
   found = prefixes.find(state, tokens, lengths, salts, code == Code.OK)
   num_cached = lengths & 0 if found is None else found.num_cached
   # The smaller of the two sums, without computing one that may not fit.
@@ -178,11 +185,10 @@ def admit(
   hits = total & 0 if found is None else found.stop
   fresh = snapshots.first_fresh(config, hits, total, jnp.ones_like(full))
   need = jnp.sum(jnp.maximum(total - fresh, 0), axis=1, dtype=jnp.int32)
-  granted = _grant(state, found, need, code == Code.OK)
+  granted = _grant(state, found, need, code == Code.OK, keep_free)
   code = jnp.where(
     (code == Code.OK) & ~granted, jnp.int32(Code.OUT_OF_PAGES), code
   )
-  need = jnp.where(granted, need, 0)
   hits, total = (
     jnp.where(granted[:, None], columns, 0) for columns in (hits, total)
   )
@@ -203,7 +209,7 @@ def admit(
       state.stats,
       queries=jnp.where(granted, lengths, 0),
       hits=num_cached,
-      popped=need,
+      popped=jnp.where(granted, need, 0),
       evicted=evicted,
       failed=is_failure(code),
     ),
@@ -218,24 +224,28 @@ def _static_code(
   tokens: Array,
   lengths: Array,
   room: Array,
+  keep_free: Array,
   mask: Array,
 ) -> Array:
   """Codes of the rows that can be refused without looking at the pool."""
-  config = state.config
-  bad_length = (lengths < 1) | (lengths > tokens.shape[1]) | (room < 1)
+  bad_length = (lengths < 1) | (lengths > tokens.shape[1])
   code = first_code(
     (~mask, Code.SKIPPED),
     (~in_range(state, slots), Code.BAD_SLOT),
     (~is_empty(state, slots), Code.SLOT_IN_USE),
-    (bad_length, Code.BAD_LENGTH),
-    (lengths > config.slot_tokens, Code.SLOT_FULL),
+    (bad_length | (room < 1) | (keep_free < 0), Code.BAD_LENGTH),
+    (lengths > state.config.slot_tokens, Code.SLOT_FULL),
   )
   taken = mask & named_before(slots, code == Code.OK)
   return jnp.where(taken, jnp.int32(Code.SLOT_IN_USE), code)
 
 
 def _grant(
-  state: CacheState, found: Prefix | None, need: Array, asked: Array
+  state: CacheState,
+  found: Prefix | None,
+  need: Array,
+  asked: Array,
+  keep: Array,
 ) -> Array:
   """bool[R]: the rows served, one after the other.
 
@@ -244,7 +254,7 @@ def _grant(
   """
   available = state.pool.queue.num_free
   if found is None or found.pages.shape[-1] == 0:
-    return grants.in_order(need, asked, available)
+    return grants.in_order(need, asked, available, keep)
   hit = prefixes.inside(found) & asked[None, :, None]
   free = hit & page_pool.is_free(state.pool, found.pages)
   upper = need + jnp.sum(free, axis=(0, 2), dtype=jnp.int32)
@@ -256,14 +266,16 @@ def _grant(
       same = hit & (found.pages == found.pages[:, row][:, None])
       touched = jnp.any(same & granted[None, :, None], axis=1)
       cost = need[row] + jnp.sum(free[:, row] & ~touched, dtype=jnp.int32)
-      ok = asked[row] & (cost <= left)
+      ok = asked[row] & (cost <= left - keep[row])
       return (granted.at[row].set(ok), left - jnp.where(ok, cost, 0)), None
 
     rows = jnp.arange(need.shape[0], dtype=jnp.int32)
     (granted, _), _ = lax.scan(serve, (asked & False, available), rows)
     return granted
 
-  all_fit = jnp.sum(jnp.where(asked, upper, 0), dtype=jnp.int32) <= available
+  most = jnp.max(jnp.where(asked, keep, 0))
+  total = jnp.sum(jnp.where(asked, upper, 0), dtype=jnp.int32)
+  all_fit = total <= available - most
   return lax.cond(all_fit, lambda: asked, one_by_one)
 
 
