@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels import reference
+from jaxkv_kernels.attention import definition
 from tests.kernels_shapes import SHAPES
 from tests.kernels_shapes import Shape
 from tests.kernels_shapes import assert_matches
@@ -49,7 +49,7 @@ class TestDefinition:
     shape = SHAPES[name]
     case = problem(shape)
     q = queries(case, shape, len(shape.lengths))
-    wanted = reference.paged_decode(
+    wanted = definition.paged_decode(
       q, *case.pools, case.lengths, **case.options
     )
     out, lse = run_decode(case, q)
@@ -79,7 +79,7 @@ class TestDefinition:
     q = queries(case, shape, len(counts), columns)
     for b, count in enumerate(counts):
       q[b, count:] = np.nan  # padding may be anything
-    wanted = reference.paged_attention_padded(
+    wanted = definition.paged_attention_padded(
       q, *case.pools, starts, counts, **case.options
     )
     out, lse = padded(
@@ -99,7 +99,7 @@ class TestDefinition:
     q = queries(case, shape, int(ends[-1]) + 3)
     q[ends[-1] :] = np.nan
     arguments = (q, *case.pools, case.lengths, ends)
-    wanted = reference.paged_attention(*arguments, **case.options)
+    wanted = definition.paged_attention(*arguments, **case.options)
     out, lse = packed(
       *put(*arguments),
       return_lse=True,
@@ -128,11 +128,11 @@ class TestDefinition:
     shape = Shape(heads=(8, 2), head_dim=32, page_size=4, lengths=(40, 9))
     case = problem(shape)
     q = queries(case, shape, 2)
-    out, _ = reference.paged_decode(q, *case.pools, case.lengths)
+    out, _ = definition.paged_decode(q, *case.pools, case.lengths)
     dense = np.zeros((2, 2, 40, 2, 32), np.float32)
     for b, length in enumerate(case.lengths):
       for side, pool in enumerate(case.pools[:2]):
-        dense[side, b, :length] = reference.sequence(
+        dense[side, b, :length] = definition.sequence(
           pool, case.page_table[b], length
         )
     wanted = jax.nn.dot_product_attention(
@@ -247,7 +247,7 @@ class TestProperties:
     case = problem(FULL)
     row, length, chunk = 6, 150, 19
     q = queries(case, FULL, length)
-    wanted, wanted_lse = reference.paged_attention_padded(
+    wanted, wanted_lse = definition.paged_attention_padded(
       q[None],
       *case.pools[:2],
       case.page_table[row : row + 1],
@@ -305,7 +305,7 @@ class TestNumerics:
     arguments = (q, keys, values.astype(np.float32), table)
     lengths = np.array([40, 33], np.int32)
     options = {"scale": 1.0}
-    wanted = reference.paged_decode(*arguments, lengths, **options)
+    wanted = definition.paged_decode(*arguments, lengths, **options)
     out, lse = decode(*put(*arguments, lengths), return_lse=True, **options)
     np.testing.assert_allclose(out, wanted[0], atol=1e-6)
     np.testing.assert_allclose(lse, wanted[1], rtol=1e-6)
@@ -330,7 +330,7 @@ class TestNumerics:
     values = rng.standard_normal((3, 2, 16, 48)).astype(np.float32)
     arguments = (q, keys, values, np.array([[2, 0]], np.int32))
     lengths = np.array([20], np.int32)
-    wanted = reference.paged_decode(*arguments, lengths)
+    wanted = definition.paged_decode(*arguments, lengths)
     out, lse = decode(*put(*arguments, lengths), return_lse=True)
     assert_matches(out, lse, *wanted, np.float32)
 

@@ -5,11 +5,13 @@ page ids and lengths go in, arrays come out. `jaxkv` builds on it; it never
 imports `jaxkv`.
 """
 
-from jaxkv_kernels.api import BACKENDS
-from jaxkv_kernels.api import paged_attention
-from jaxkv_kernels.api import paged_attention_padded
-from jaxkv_kernels.api import paged_decode
 from jaxkv_kernels.append import append_kv
+from jaxkv_kernels.attention.api import paged_attention
+from jaxkv_kernels.attention.api import paged_attention_padded
+from jaxkv_kernels.attention.api import paged_decode
+from jaxkv_kernels.attention.backends import BACKENDS
+from jaxkv_kernels.attention.plan import Plan
+from jaxkv_kernels.attention.plan import plan_decode
 from jaxkv_kernels.pages import copy_pages
 from jaxkv_kernels.pages import gather_pages
 from jaxkv_kernels.storage import load
@@ -18,6 +20,7 @@ from jaxkv_kernels.storage import store
 
 __all__ = [
   "BACKENDS",
+  "Plan",
   "append_kv",
   "copy_pages",
   "gather_pages",
@@ -26,5 +29,6 @@ __all__ = [
   "paged_attention",
   "paged_attention_padded",
   "paged_decode",
+  "plan_decode",
   "store",
 ]

@@ -95,28 +95,66 @@ def max_query_len(value: int | None, rows: int) -> int:
   return value
 
 
-def options(page_offset, scale, soft_cap, window, sinks, heads: int) -> None:
-  """The keyword arguments that all attention functions share."""
-  scalar("page_offset", page_offset, np.integer)
-  if scale is not None:
-    scalar("scale", scale, np.floating)
-  if soft_cap is not None and (
-    not isinstance(soft_cap, (int, float)) or not soft_cap > 0
+def window(value: jax.Array | int | None) -> None:
+  """An integer scalar of at least 1, or None."""
+  if value is None:
+    return
+  scalar("window", value, np.integer)
+  if isinstance(value, int) and value < 1:
+    raise ValueError(f"window={value}; it must be at least 1, or None")
+
+
+def soft_cap(value: float | None) -> None:
+  """A Python number above 0, or None."""
+  if value is not None and (
+    not isinstance(value, (int, float)) or not value > 0
   ):
     raise ValueError(
-      f"soft_cap={soft_cap!r}; it must be a Python number above 0, or None"
+      f"soft_cap={value!r}; it must be a Python number above 0, or None"
     )
-  if window is not None:
-    scalar("window", window, np.integer)
-    if isinstance(window, int) and window < 1:
-      raise ValueError(f"window={window}; it must be at least 1, or None")
-  if sinks is not None and (
-    sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)
+
+
+def per_head(name: str, values: jax.Array | None, heads: int) -> None:
+  """float[heads], or None."""
+  if values is not None and (
+    values.shape != (heads,) or not jnp.issubdtype(values.dtype, jnp.floating)
   ):
     raise ValueError(
-      f"sinks is {sinks.dtype}{list(sinks.shape)}; it must be float[{heads}],"
-      " one per query head"
+      f"{name} is {values.dtype}{list(values.shape)}; it must be"
+      f" float[{heads}], one per query head"
     )
+
+
+def scales(name: str, values: jax.Array | None, pages: jax.Array) -> None:
+  """float32[K] or float32[P, K, S] for a pool [P, K, S, D]; or None."""
+  if values is None:
+    return
+  shapes = (pages.shape[1:2], pages.shape[:3])
+  if values.dtype != jnp.float32 or values.shape not in shapes:
+    raise ValueError(
+      f"{name} is {values.dtype}{list(values.shape)}; it must be"
+      f" float32{list(shapes[0])}, a factor a head, or float32"
+      f"{list(shapes[1])}, one a token and head"
+    )
+
+
+def tree_mask(mask: jax.Array | None, leading: tuple[int, ...]) -> None:
+  """bool[*leading, N], N at least 1; or None."""
+  if mask is None:
+    return
+  fits = mask.ndim == len(leading) + 1 and mask.shape[:-1] == leading
+  if mask.dtype != jnp.bool_ or not fits or mask.shape[-1] == 0:
+    sizes = ", ".join(map(str, leading))
+    raise ValueError(
+      f"tree_mask is {mask.dtype}{list(mask.shape)}; it must be"
+      f" bool[{sizes}, N] with N >= 1"
+    )
+
+
+def count(name: str, value: int) -> None:
+  """A Python integer of at least 1."""
+  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    raise ValueError(f"{name}={value!r}; it must be an int of at least 1")
 
 
 def scalar(name: str, value, kind) -> None:

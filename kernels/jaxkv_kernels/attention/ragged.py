@@ -22,6 +22,7 @@ class Tiles(NamedTuple):
     sequences: the sequence a tile belongs to. int32[N]
     starts: absolute position of its first query. int32[N]
     counts: how many queries it holds. int32[N]
+    run_starts: absolute position of its sequence's first query. int32[N]
     source: rows of the packed array, T where there is none. int32[N, Q]
     flat: tile * Q + column of each packed row, N * Q for none. int32[T]
   """
@@ -29,6 +30,7 @@ class Tiles(NamedTuple):
   sequences: jax.Array
   starts: jax.Array
   counts: jax.Array
+  run_starts: jax.Array
   source: jax.Array
   flat: jax.Array
 
@@ -69,18 +71,20 @@ def tile(
   owner = jnp.searchsorted(cu_q_lens[1:], row, side="right").astype(jnp.int32)
   at = row - cu_q_lens[jnp.minimum(owner, batch - 1)]
   flat = begins[jnp.minimum(owner, batch - 1)] * size + at
+  run_start = kv_lens[sequence] - runs[sequence]
   found = (owner < batch) & (at >= 0) & (at < max_query_len)
   return Tiles(
     sequences=sequence,
-    starts=kv_lens[sequence] - runs[sequence] + done,
+    starts=run_start + done,
     counts=count,
+    run_starts=run_start,
     source=source,
     flat=jnp.where(found, flat, num * size),
   )
 
 
 def pack(q: jax.Array, tiles: Tiles) -> jax.Array:
-  """Packed [T, H, D] to tiles [N, Q, H, D], zeros where there is no query."""
+  """Packed [T, ...] to tiles [N, Q, ...], zeros where there is no query."""
   return q.at[tiles.source].get(mode="fill", fill_value=0)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.options import Options
+from jaxkv_kernels.attention.options import Options
 from jaxkv_kernels.storage import load
 
 # Tokens per block. Fixed, so that results do not depend on the page size as
@@ -127,6 +127,21 @@ def decode(
     options,
   )
   return out[:, 0], lse[:, 0]
+
+
+def unsupported(
+  platform: str,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: Options,
+) -> str | None:
+  """Why it does not serve a call; None if it does."""
+  del platform, q, k_pages, v_pages
+  for name in ("alibi_slopes", "k_scale", "v_scale", "tree_mask"):
+    if getattr(options, name) is not None:
+      return f"{name} must be None"
+  return None
 
 
 def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:

@@ -1,0 +1,14 @@
+"""Paged attention: one definition, one interface, several backends.
+
+| file | what it is |
+|---|---|
+| `definition` | what is right, in float64 NumPy |
+| `api` | the public functions: they check arguments, and choose a backend |
+| `options` | what a backend is told besides its arrays |
+| `backends` | which backend serves a call |
+| `ragged` | packed queries as rows of a rectangle |
+| `plan` | equal pieces of decode work |
+| `xla` | a backend: a scan over blocks of tokens, for any platform |
+
+A backend is a module with three functions, `backends.Backend`.
+"""

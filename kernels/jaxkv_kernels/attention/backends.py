@@ -1,0 +1,229 @@
+"""Which backend serves a call.
+
+| platform | `backend="auto"` tries, in this order |
+|---|---|
+| cuda, Hopper | mosaic_gpu, triton, xla |
+| cuda, others | triton, xla |
+| tpu | mosaic_tpu, xla |
+| any other | xla |
+
+The platform is that of the abstract mesh in use, if it names its device, else
+of jax's default device, else of the default backend. Tracing cannot know where
+`jit` is going to place a computation, so code that is compiled ahead of time
+for another platform, or placed on another device, names its backend; naming
+one names the platform that it is for. What a named backend cannot do is an
+error, never another backend's work.
+"""
+
+import functools
+import importlib
+import logging
+from typing import Any
+from typing import Protocol
+from typing import cast
+
+import jax
+
+from jaxkv_kernels.attention.options import Options
+
+_logger = logging.getLogger(__name__)
+
+# The platforms that a backend is for, the first of which is meant when it is
+# named; None: all. A backend is imported when it is first asked for.
+_PLATFORMS: dict[str, tuple[str, ...] | None] = {
+  "xla": None,
+}
+_ORDER = {
+  "cuda": ("mosaic_gpu", "triton", "xla"),
+  "tpu": ("mosaic_tpu", "xla"),
+}
+
+BACKENDS = ("auto", *_PLATFORMS)
+
+
+class Backend(Protocol):
+  """What the module of a backend defines.
+
+  Arguments have been checked by `api`. All three are called while tracing.
+  """
+
+  def decode(
+    self,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    options: Options,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Attention of one query per sequence; see `api.paged_decode`.
+
+    Args:
+      q: [B, H, D].
+      k_pages: [P, K, S, D].
+      v_pages: [P, K, S, Dv].
+      page_table: int32[B, M], any numbers where a row has no page.
+      lengths: int32[B], negative for none, or more than M * S.
+      options: the rest, with defaults filled in.
+
+    Returns:
+      (float32[B, H, Dv], float32[B, H]).
+    """
+    ...
+
+  def padded(
+    self,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    starts: jax.Array,
+    counts: jax.Array,
+    options: Options,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Attention of a rectangle; see `api.paged_attention_padded`.
+
+    Args:
+      q: [B, T, H, D].
+      k_pages: [P, K, S, D].
+      v_pages: [P, K, S, Dv].
+      page_table: int32[B, M].
+      starts: int32[B].
+      counts: int32[B].
+      options: the rest, with defaults filled in.
+
+    Returns:
+      (float32[B, T, H, Dv], float32[B, T, H]).
+    """
+    ...
+
+  def unsupported(
+    self,
+    platform: str,
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    options: Options,
+  ) -> str | None:
+    """Why this backend does not serve a call.
+
+    Args:
+      platform: "cpu", "cuda", "tpu" ...: what is compiled for.
+      q: [B, H, D] for a decode, [B, T, H, D] for a rectangle. Of this and the
+        pools only shapes and dtypes may be looked at.
+      k_pages: [P, K, S, D].
+      v_pages: [P, K, S, Dv].
+      options: likewise; static values, such as `soft_cap`, are there.
+
+    Returns:
+      One sentence that names the argument and what is supported, or None if
+      it serves.
+    """
+    ...
+
+
+def choose(
+  operation: str,
+  backend: str,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: Options,
+) -> Backend:
+  """The backend for a call.
+
+  Args:
+    operation: what it is for, for the log.
+    backend: one of `BACKENDS`.
+    q: as for `Backend.unsupported`.
+    k_pages: likewise.
+    v_pages: likewise.
+    options: likewise.
+
+  Returns:
+    Its module.
+
+  Raises:
+    NotImplementedError: there is no such backend, or it does not serve.
+    ValueError: `interpret` without the name of a backend that interprets.
+  """
+  if backend not in BACKENDS:
+    raise NotImplementedError(
+      f"backend={backend!r} does not exist; there are {', '.join(BACKENDS)}"
+    )
+  if options.interpret and _PLATFORMS.get(backend) is None:
+    raise ValueError(
+      f"interpret={options.interpret!r} with backend={backend!r}; name one of"
+      f" {', '.join(name for name, own in _PLATFORMS.items() if own) or '-'}"
+    )
+  if backend != "auto":
+    return _named(operation, backend, q, k_pages, v_pages, options)
+  here = platform()
+  passed_over = []
+  for name in _order(here):
+    module = _load(name)
+    reason = module.unsupported(here, q, k_pages, v_pages, options)
+    if reason is None:
+      _report(operation, name, here, "; ".join(passed_over))
+      return module
+    passed_over.append(f"{name}: {reason}")
+  raise NotImplementedError(
+    f"no backend serves {operation} on {here}: {'; '.join(passed_over)}"
+  )
+
+
+def platform() -> str:
+  """The platform that this process traces for, as far as it can know.
+
+  Returns:
+    "cpu", "cuda", "rocm", "tpu" or another of jax's names.
+  """
+  described = jax.sharding.get_abstract_mesh().abstract_device
+  if described is not None and described.platform:
+    return "cuda" if described.platform == "gpu" else described.platform
+  default: Any = jax.config.jax_default_device  # pyright: ignore
+  if default is None:
+    default = jax.devices()[0]
+  elif isinstance(default, str):
+    default = jax.devices(default)[0]
+  if default.platform != "gpu":
+    return default.platform
+  version = getattr(default.client, "platform_version", "")
+  return "rocm" if "rocm" in version.lower() else "cuda"
+
+
+def _named(operation, backend, q, k_pages, v_pages, options) -> Backend:
+  module = _load(backend)
+  own = _PLATFORMS[backend]
+  target = platform() if own is None else own[0]
+  reason = module.unsupported(target, q, k_pages, v_pages, options)
+  if reason is not None:
+    raise NotImplementedError(
+      f"backend={backend!r} does not serve {operation}: {reason}"
+    )
+  return module
+
+
+def _order(here: str) -> tuple[str, ...]:
+  names = _ORDER.get(here, ("xla",))
+  if here == "cuda" and not _hopper():
+    names = tuple(name for name in names if name != "mosaic_gpu")
+  return tuple(name for name in names if name in _PLATFORMS)
+
+
+def _hopper() -> bool:
+  """Whether the GPU at hand, if any, runs code for sm_90a."""
+  devices = [d for d in jax.local_devices() if d.platform == "gpu"]
+  return any(getattr(d, "compute_capability", "") == "9.0" for d in devices)
+
+
+def _load(name: str) -> Backend:
+  module: Any = importlib.import_module(f"jaxkv_kernels.attention.{name}")
+  return cast(Backend, module)
+
+
+@functools.cache
+def _report(operation: str, name: str, here: str, passed_over: str) -> None:
+  """Once for each distinct choice."""
+  why = f" ({passed_over})" if passed_over else ""
+  _logger.info("%s on %s: backend %s%s", operation, here, name, why)

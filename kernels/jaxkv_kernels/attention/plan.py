@@ -1,0 +1,103 @@
+"""Equal pieces of decode work, for kernels that give each core one piece."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels import check
+
+
+class Plan(NamedTuple):
+  """Pieces of the rows' contexts, none longer than `tokens`, in row order.
+
+  Item i stands for tokens `first[i] <= p < end[i]` of row `row[i]`. The items
+  of row b are `begins[b] <= i < begins[b + 1]`: together its whole context,
+  each token once, ascending. A row of length 0 has no item. Items from
+  `begins[B]` on are idle: row 0, no tokens.
+
+  I, the number of items, is static; the rest are values. An item's first
+  token is a multiple of the plan's `block`.
+
+  Attributes:
+    row: int32[I]
+    first: int32[I]
+    end: int32[I]
+    begins: int32[B + 1]
+    tokens: the most tokens of an item. int32[]
+  """
+
+  row: jax.Array
+  first: jax.Array
+  end: jax.Array
+  begins: jax.Array
+  tokens: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames=("workers", "block"))
+def plan_decode(
+  lengths: jax.Array,
+  *,
+  workers: int,
+  block: int = 64,
+  window: jax.Array | int | None = None,
+) -> Plan:
+  """Cuts the contexts of a decode step into equal pieces.
+
+  Call it once a step and hand the plan to `paged_decode` in every layer. With
+  W workers there are I = B + W items, enough for pieces of ceil(n / W) blocks
+  where n is the number of blocks in all rows: no piece is longer than a
+  worker's fair share, to a block. The pieces follow from all lengths, so with
+  a plan the last bits of a row's result depend on its neighbours.
+
+  Args:
+    lengths: int32[B], tokens of each sequence, as for `paged_decode`.
+    workers: W, pieces to aim at: cores that work at once, divided by the K/V
+      heads if each head's piece is a core's.
+    block: tokens; pieces begin at multiples of it. A multiple of the page
+      size lets a kernel read whole pages.
+    window: the window that the layers using this plan attend through; tokens
+      behind it are in no piece. None: none. Layers with another window need
+      another plan.
+
+  Returns:
+    The plan.
+
+  Raises:
+    ValueError: an argument has a shape, dtype or value that is not supported.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> lengths = jnp.asarray([512, 0, 64], jnp.int32)
+    >>> plan = plan_decode(lengths, workers=3)
+    >>> int(plan.tokens), plan.begins.tolist()
+    (192, [0, 3, 3, 4])
+    >>> plan.first.tolist(), plan.end.tolist()
+    ([0, 192, 384, 0, 0, 0], [192, 384, 512, 64, 0, 0])
+  """
+  batch = lengths.size
+  check.vector("lengths", lengths, batch)
+  check.count("workers", workers)
+  check.count("block", block)
+  check.window(window)
+  lengths = jnp.maximum(lengths, 0)
+  skipped = jnp.zeros_like(lengths)
+  if window is not None:
+    skipped = jnp.maximum(lengths - window, 0) // block
+  blocks = (lengths + block - 1) // block - skipped
+  share = jnp.maximum((jnp.sum(blocks) + workers - 1) // workers, 1)
+  ends = jnp.cumsum((blocks + share - 1) // share)
+  begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+  item = jnp.arange(batch + workers, dtype=jnp.int32)
+  row = jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+  real = row < batch
+  row = jnp.where(real, row, 0)
+  piece = skipped[row] + (item - begins[row]) * share
+  return Plan(
+    row=row,
+    first=jnp.where(real, piece * block, 0),
+    end=jnp.where(real, jnp.minimum((piece + share) * block, lengths[row]), 0),
+    begins=begins,
+    tokens=share * block,
+  )
