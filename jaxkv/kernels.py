@@ -1,7 +1,10 @@
 """The kernels' public names; see `jaxkv_kernels`."""
 
 from jaxkv_kernels import BACKENDS
+from jaxkv_kernels import Plan
 from jaxkv_kernels import append_kv
+from jaxkv_kernels import append_pages
+from jaxkv_kernels import append_quantized
 from jaxkv_kernels import copy_pages
 from jaxkv_kernels import gather_pages
 from jaxkv_kernels import load
@@ -9,11 +12,16 @@ from jaxkv_kernels import logical_dtype
 from jaxkv_kernels import paged_attention
 from jaxkv_kernels import paged_attention_padded
 from jaxkv_kernels import paged_decode
+from jaxkv_kernels import plan_decode
+from jaxkv_kernels import quantize
 from jaxkv_kernels import store
 
 __all__ = [
   "BACKENDS",
+  "Plan",
   "append_kv",
+  "append_pages",
+  "append_quantized",
   "copy_pages",
   "gather_pages",
   "load",
@@ -21,5 +29,7 @@ __all__ = [
   "paged_attention",
   "paged_attention_padded",
   "paged_decode",
+  "plan_decode",
+  "quantize",
   "store",
 ]

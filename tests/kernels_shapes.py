@@ -14,6 +14,27 @@ import numpy as np
 BF16 = np.dtype(ml_dtypes.bfloat16)
 NOWHERE = 2**31 - 7  # what a table holds where there is no page
 
+# Formats by name: of the numbers, and of the bits that pools of them hold.
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_NUMBERS = {
+  "float32": np.dtype(np.float32),
+  "float16": np.dtype(np.float16),
+  "bfloat16": BF16,
+  "bits": BF16,
+  "int8": np.dtype(np.int8),
+  "float8_e4m3fn": _E4M3,
+  "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+  "bits8": _E4M3,
+}
+_BITS = {"bits": np.dtype(np.uint16), "bits8": np.dtype(np.uint8)}
+EVERYTHING = {
+  "scale": 0.2,
+  "window": 37,
+  "soft_cap": 30.0,
+  "sinks": True,
+  "alibi_slopes": True,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -24,8 +45,13 @@ class Shape:
     head_dim: D.
     page_size: S.
     lengths: tokens of each sequence.
-    dtype: number format; "bits" is bfloat16 in uint16.
-    options: keyword arguments of the call; `sinks=True` draws some.
+    dtype: number format of the pools, and of queries if it has 16 bits or
+      more; "bits" is bfloat16 in uint16, "bits8" float8_e4m3fn in uint8.
+    query_dtype: of queries to 8-bit pools.
+    value_dim: Dv, D if None.
+    scales: "token" or "head": draws factors of 8-bit numbers.
+    options: keyword arguments of the call; `sinks=True` draws some, and so
+      does `alibi_slopes=True`.
   """
 
   heads: tuple[int, int]
@@ -33,6 +59,9 @@ class Shape:
   page_size: int
   lengths: tuple[int, ...]
   dtype: str = "float32"
+  query_dtype: str = "float32"
+  value_dim: int | None = None
+  scales: str | None = None
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -64,6 +93,16 @@ SHAPES = {
   "head_dim_80": Shape(
     heads=(4, 4), head_dim=80, page_size=16, lengths=edges(16)
   ),
+  "head_dim_96_values_of_160": Shape(
+    heads=(4, 2),
+    head_dim=96,
+    page_size=16,
+    lengths=edges(16),
+    value_dim=160,
+  ),
+  "page32_gqa2_d256": Shape(
+    heads=(4, 2), head_dim=256, page_size=32, lengths=edges(32)
+  ),
   # number formats
   "bits_gqa4": Shape(
     heads=(8, 2), head_dim=64, page_size=16, lengths=edges(16), dtype="bits"
@@ -73,6 +112,49 @@ SHAPES = {
   ),
   "float16_gqa8": Shape(
     heads=(8, 1), head_dim=128, page_size=16, lengths=edges(16), dtype="float16"
+  ),
+  "int8_scale_per_token": Shape(
+    heads=(8, 2),
+    head_dim=64,
+    page_size=16,
+    lengths=edges(16),
+    dtype="int8",
+    query_dtype="bfloat16",
+    scales="token",
+  ),
+  "int8_scale_per_head": Shape(
+    heads=(8, 2),
+    head_dim=128,
+    page_size=8,
+    lengths=edges(8),
+    dtype="int8",
+    scales="head",
+  ),
+  "e4m3_scale_per_token": Shape(
+    heads=(4, 1),
+    head_dim=64,
+    page_size=16,
+    lengths=edges(16),
+    dtype="float8_e4m3fn",
+    query_dtype="bfloat16",
+    scales="token",
+  ),
+  "e4m3_bits_scale_per_head": Shape(
+    heads=(8, 2),
+    head_dim=64,
+    page_size=16,
+    lengths=edges(16),
+    dtype="bits8",
+    query_dtype="bfloat16",
+    scales="head",
+  ),
+  "e5m2_without_scale": Shape(
+    heads=(4, 2),
+    head_dim=64,
+    page_size=16,
+    lengths=edges(16),
+    dtype="float8_e5m2",
+    query_dtype="float16",
   ),
   # options, alone and together
   "scale": Shape(
@@ -125,12 +207,29 @@ SHAPES = {
     lengths=edges(16),
     options={"sinks": True},
   ),
+  "alibi": Shape(
+    heads=(8, 2),
+    head_dim=64,
+    page_size=16,
+    lengths=edges(16),
+    options={"alibi_slopes": True},
+  ),
   "everything": Shape(
     heads=(8, 2),
     head_dim=64,
     page_size=16,
     lengths=edges(16),
-    options={"scale": 0.2, "window": 37, "soft_cap": 30.0, "sinks": True},
+    options=EVERYTHING,
+  ),
+  "everything_int8": Shape(
+    heads=(8, 2),
+    head_dim=64,
+    page_size=16,
+    lengths=edges(16),
+    dtype="int8",
+    query_dtype="bfloat16",
+    scales="token",
+    options=EVERYTHING,
   ),
   "everything_bits": Shape(
     heads=(8, 1),
@@ -138,7 +237,7 @@ SHAPES = {
     page_size=8,
     lengths=edges(8),
     dtype="bits",
-    options={"scale": 0.2, "window": 37, "soft_cap": 30.0, "sinks": True},
+    options=EVERYTHING,
   ),
 }
 
@@ -161,39 +260,69 @@ class Problem:
 
 
 def problem(shape: Shape, *, seed: int = 0, poison: float = np.nan) -> Problem:
-  """Random sequences in randomly chosen pages of a poisoned pool."""
+  """Random sequences in randomly chosen pages of a poisoned pool.
+
+  A format without NaN, int8, has its scales poisoned where there are some.
+  """
   rng = np.random.default_rng(seed)
-  heads, kv_heads = shape.heads
-  size, dim = shape.page_size, shape.head_dim
+  size = shape.page_size
   lengths = np.asarray(shape.lengths, np.int32)
   needed = -(-lengths // size)
-  columns = int(needed.max()) + 1
   total = int(needed.sum()) + 3
-  dtype = BF16 if shape.dtype in ("bits", "bfloat16") else np.dtype(shape.dtype)
-  pools = [np.full((total, kv_heads, size, dim), poison, dtype) for _ in "kv"]
   free = list(rng.permutation(total))
-  table = np.full((len(lengths), columns), NOWHERE, np.int32)
+  table = np.full((len(lengths), int(needed.max()) + 1), NOWHERE, np.int32)
   table[::2] = -5
+  filled = np.zeros((total, size), bool)
   for b, length in enumerate(lengths):
     for column in range(needed[b]):
       page = table[b, column] = free.pop()
-      filled = min(size, length - column * size)
-      for pool in pools:
-        tile = rng.standard_normal((kv_heads, filled, dim))
-        pool[page, :, :filled] = tile.astype(dtype)
+      filled[page, : min(size, length - column * size)] = True
+  dtype = _NUMBERS[shape.dtype]
+  dims = (shape.head_dim, shape.value_dim or shape.head_dim)
+  pools = [_pool(rng, shape, dtype, dim, filled, poison) for dim in dims]
+  k_pages, v_pages = (
+    pool.view(_BITS.get(shape.dtype, dtype)) for pool in pools
+  )
+  return Problem(
+    k_pages=k_pages,
+    v_pages=v_pages,
+    page_table=table,
+    lengths=lengths,
+    options=_draw_options(rng, shape, filled, poison),
+    dtype=_NUMBERS[shape.query_dtype] if dtype.itemsize == 1 else dtype,
+  )
+
+
+def _pool(rng, shape, dtype, dim, filled, poison) -> np.ndarray:
+  """[P, K, S, dim], random where `filled` bool[P, S], else poison."""
+  kv_heads = shape.heads[1]
+  tokens = rng.standard_normal((*filled.shape, kv_heads, dim))
+  if dtype == np.int8:
+    tokens = np.clip(np.round(tokens * 40), -127, 127)
+    poison = 127
+  tokens = np.where(filled[:, :, None, None], tokens, poison)
+  with np.errstate(invalid="ignore"):
+    return np.ascontiguousarray(tokens.swapaxes(1, 2).astype(dtype))
+
+
+def _draw_options(rng, shape, filled, poison) -> dict[str, Any]:
+  heads, kv_heads = shape.heads
   options = dict(shape.options)
   if options.get("sinks"):
     options["sinks"] = rng.standard_normal(heads).astype(np.float32)
-  if shape.dtype == "bits":
-    pools = [pool.view(np.uint16) for pool in pools]
-  return Problem(
-    k_pages=pools[0],
-    v_pages=pools[1],
-    page_table=table,
-    lengths=lengths,
-    options=options,
-    dtype=dtype,
-  )
+  if options.get("alibi_slopes"):
+    options["alibi_slopes"] = 2.0 ** -np.arange(1, heads + 1, dtype=np.float32)
+  small = 0.025 if shape.dtype == "int8" else 1.0
+  for name in ("k_scale", "v_scale") if shape.scales else ():
+    if shape.scales == "head":
+      factors = rng.uniform(0.5, 2, kv_heads)
+    else:
+      factors = rng.uniform(
+        0.5, 2, (filled.shape[0], kv_heads, filled.shape[1])
+      )
+      factors = np.where(filled[:, None], factors, poison)
+    options[name] = (small * factors).astype(np.float32)
+  return options
 
 
 def queries(case: Problem, shape: Shape, *leading: int, seed: int = 1):
@@ -208,14 +337,16 @@ def put(*arrays):
   return tuple(jnp.asarray(array) for array in arrays)
 
 
-def assert_matches(out, lse, wanted, wanted_lse, dtype) -> None:
+def assert_matches(
+  out, lse, wanted, wanted_lse, dtype, float32_l2=1e-6
+) -> None:
   """Compares with the definition, at the tolerance of the number format."""
   out = np.asarray(out).astype(np.float64)
   # Relative L2 over everything, largest error as a share of the largest value
   # (4 or so for normal draws), and largest error of lse. Rounding the output
   # alone is 2^-9 (bfloat16) and 2^-12 (float16) relative.
   l2, largest, lse_error = {
-    "float32": (1e-6, 1e-5, 1e-5),
+    "float32": (float32_l2, 1e-5, 1e-5),
     "bfloat16": (4e-3, 2e-2, 1e-3),
     "float16": (1e-3, 5e-3, 1e-3),
   }[np.dtype(dtype).name]

@@ -29,7 +29,6 @@ class TestErrors:
       ({"q": jnp.ones((2, 4, 6))}, "head size 8 but q has 6"),
       ({"k_pages": jnp.ones((2, 4, 8))}, "k_pages has shape"),
       ({"k_pages": jnp.ones((0, 2, 4, 8))}, "k_pages has shape"),
-      ({"k_pages": jnp.ones((5, 2, 4, 8), jnp.uint8)}, "uint8 is reserved"),
       ({"k_pages": jnp.ones((5, 2, 4, 8), jnp.int32)}, "pool dtype int32"),
       ({"v_pages": jnp.ones((5, 2, 4, 8), jnp.float16)}, "v_pages is float16"),
       ({"v_pages": jnp.ones((4, 2, 4, 8))}, "all but the last axis"),
@@ -44,6 +43,10 @@ class TestErrors:
       ({"window": 0}, "window=0"),
       ({"window": 2.0}, "window=2.0"),
       ({"sinks": jnp.ones(2)}, r"sinks is float32\[2\]"),
+      ({"alibi_slopes": jnp.ones(2)}, r"alibi_slopes is float32\[2\]"),
+      ({"k_scale": jnp.ones(2)}, "k_scale and v_scale: give both"),
+      ({"k_scale": jnp.ones(4)}, r"k_scale is float32\[4\].*float32\[2\]"),
+      ({"v_scale": jnp.ones(2, jnp.int8)}, r"v_scale is int8"),
     ],
   )
   def test_bad_arguments(self, changes, message):
@@ -52,7 +55,39 @@ class TestErrors:
 
   def test_unknown_backend(self):
     with pytest.raises(NotImplementedError, match="there are auto, xla"):
-      kernels.paged_decode(**arguments(), backend="triton")
+      kernels.paged_decode(**arguments(), backend="cudnn")
+
+  @pytest.mark.parametrize("backend", ["auto", "xla"])
+  def test_interpret_needs_something_to_interpret(self, backend):
+    with pytest.raises(ValueError, match="interpret=True with backend"):
+      kernels.paged_decode(**arguments(), backend=backend, interpret=True)
+
+  @pytest.mark.parametrize(
+    "mask",
+    [
+      jnp.ones((2, 1, 3), jnp.int32),
+      jnp.ones((2, 3), bool),
+      jnp.ones((2, 2, 3), bool),
+      jnp.ones((2, 1, 0), bool),
+    ],
+  )
+  def test_bad_tree_mask(self, mask):
+    call = arguments(q=jnp.ones((2, 1, 4, 8)), starts=jnp.ones(2, jnp.int32))
+    call["counts"] = call.pop("lengths")
+    with pytest.raises(ValueError, match=r"tree_mask is .* bool"):
+      kernels.paged_attention_padded(**call, tree_mask=mask)
+
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"workers": 0}, "workers=0"),
+      ({"workers": 1, "block": 2.0}, "block=2.0"),
+      ({"workers": 1, "window": 0}, "window=0"),
+    ],
+  )
+  def test_bad_plan(self, changes, message):
+    with pytest.raises(ValueError, match=message):
+      kernels.plan_decode(jnp.ones(2, jnp.int32), **changes)
 
   @pytest.mark.parametrize("longest", [0, 2.5])
   def test_bad_max_query_len(self, longest):

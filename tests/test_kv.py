@@ -56,7 +56,7 @@ class TestInit:
       ({"num_pages": 2**30}, "does not fit int32"),
       ({"dtype": "int8"}, "dtype=int8"),
       ({"dtype": "float32", "storage_dtype": "uint16"}, "does not hold"),
-      ({"dtype": "bfloat16", "storage_dtype": "uint8"}, "reserved for 8-bit"),
+      ({"dtype": "bfloat16", "storage_dtype": "uint8"}, "does not hold"),
     ],
   )
   def test_bad_arguments(self, changes, message):

@@ -6,6 +6,8 @@ imports `jaxkv`.
 """
 
 from jaxkv_kernels.append import append_kv
+from jaxkv_kernels.append import append_pages
+from jaxkv_kernels.append import append_quantized
 from jaxkv_kernels.attention.api import paged_attention
 from jaxkv_kernels.attention.api import paged_attention_padded
 from jaxkv_kernels.attention.api import paged_decode
@@ -16,12 +18,15 @@ from jaxkv_kernels.pages import copy_pages
 from jaxkv_kernels.pages import gather_pages
 from jaxkv_kernels.storage import load
 from jaxkv_kernels.storage import logical_dtype
+from jaxkv_kernels.storage import quantize
 from jaxkv_kernels.storage import store
 
 __all__ = [
   "BACKENDS",
   "Plan",
   "append_kv",
+  "append_pages",
+  "append_quantized",
   "copy_pages",
   "gather_pages",
   "load",
@@ -30,5 +35,6 @@ __all__ = [
   "paged_attention_padded",
   "paged_decode",
   "plan_decode",
+  "quantize",
   "store",
 ]

@@ -1,9 +1,22 @@
-"""Writing new tokens into their pages."""
+"""Writing new tokens into their pages.
+
+| function | pools |
+|---|---|
+| `append_kv` | keys and values; optionally with one fixed scale a head |
+| `append_quantized` | 8-bit ones whose scales, one a token and head, follow |
+| `append_pages` | one pool, such as that of latent vectors |
+
+All write token t to slot `offsets[t]` of page `page_ids[t]`, in place when the
+pools are donated or carried by a loop (on a CPU: see `storage`). A token is
+dropped if its page id, with or without `page_offset`, or its offset is out of
+range. Two tokens for one place: either may win.
+"""
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels import check
+from jaxkv_kernels.storage import quantize
 from jaxkv_kernels.storage import store
 
 
@@ -16,13 +29,10 @@ def append_kv(
   offsets: jax.Array,
   *,
   page_offset: jax.Array | int = 0,
+  k_scale: jax.Array | None = None,
+  v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Writes token t to slot `offsets[t]` of page `page_ids[t]`.
-
-  In place when the pools are donated or carried by a loop (bfloat16 on a CPU:
-  only as uint16 bits, see `storage`). A token is dropped if its page id, with
-  or without `page_offset`, or its offset is out of range. Two tokens for one
-  place: either may win.
+  """Writes the keys and values of new tokens.
 
   Args:
     k_pages: [P, K, S, D].
@@ -32,6 +42,9 @@ def append_kv(
     page_ids: int32[T]; an id out of range drops the token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
+    k_scale: float32[K], by which `k_new` is divided first: the scales that
+      the attention functions multiply by. 8-bit formats saturate.
+    v_scale: float32[K], likewise.
 
   Returns:
     (k_pages, v_pages).
@@ -53,23 +66,147 @@ def append_kv(
     >>> k_pages[1, 0, 2], float(k_pages.sum())
     (Array([1., 1.], dtype=float32), 2.0)
   """
+  _check_sides(k_pages, v_pages, k_new, v_new, page_ids)
+  where = _where(k_pages, page_ids, offsets, page_offset)
+  k_new = _divided("k_scale", k_new, k_scale)
+  v_new = _divided("v_scale", v_new, v_scale)
+  return (
+    _put(k_pages, store(k_new, k_pages.dtype), where, offsets),
+    _put(v_pages, store(v_new, v_pages.dtype), where, offsets),
+  )
+
+
+def append_quantized(
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  k_scale: jax.Array,
+  v_scale: jax.Array,
+  k_new: jax.Array,
+  v_new: jax.Array,
+  page_ids: jax.Array,
+  offsets: jax.Array,
+  *,
+  page_offset: jax.Array | int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Writes new tokens into 8-bit pools, and their scales beside them.
+
+  The scale of a token and head makes its largest number the format's largest,
+  so nothing saturates.
+
+  Args:
+    k_pages: [P, K, S, D], 8-bit.
+    v_pages: [P, K, S, Dv], 8-bit.
+    k_scale: float32[P, K, S].
+    v_scale: float32[P, K, S].
+    k_new: [T, K, D].
+    v_new: [T, K, Dv].
+    page_ids: int32[T]; an id out of range drops the token.
+    offsets: int32[T], 0..S-1.
+    page_offset: int32[], added to every page id.
+
+  Returns:
+    (k_pages, v_pages, k_scale, v_scale).
+
+  Raises:
+    ValueError: an argument has a shape or dtype that is not supported.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
+    >>> scale = jnp.zeros((2, 1, 4))
+    >>> new = jnp.asarray([[[3.0, -6.0]]])
+    >>> page, offset = jnp.asarray([1], jnp.int32), jnp.asarray([0], jnp.int32)
+    >>> pages, _, scale, _ = append_quantized(
+    ...   pages, pages, scale, scale, new, new, page, offset
+    ... )
+    >>> pages[1, 0, 0].tolist(), round(float(scale[1, 0, 0]) * 127, 4)
+    ([64, -127], 6.0)
+  """
+  _check_sides(k_pages, v_pages, k_new, v_new, page_ids)
+  for name, scale, pages in (
+    ("k_scale", k_scale, k_pages),
+    ("v_scale", v_scale, v_pages),
+  ):
+    if scale.shape != pages.shape[:3] or scale.dtype != jnp.float32:
+      raise ValueError(
+        f"{name} is {scale.dtype}{list(scale.shape)}; it must be"
+        f" float32{list(pages.shape[:3])}"
+      )
+  where = _where(k_pages, page_ids, offsets, page_offset)
+  k_stored, k_factor = quantize(k_new, k_pages.dtype)
+  v_stored, v_factor = quantize(v_new, v_pages.dtype)
+  return (
+    _put(k_pages, k_stored, where, offsets),
+    _put(v_pages, v_stored, where, offsets),
+    _put(k_scale, k_factor, where, offsets),
+    _put(v_scale, v_factor, where, offsets),
+  )
+
+
+def append_pages(
+  pages: jax.Array,
+  new: jax.Array,
+  page_ids: jax.Array,
+  offsets: jax.Array,
+  *,
+  page_offset: jax.Array | int = 0,
+) -> jax.Array:
+  """Writes new tokens into one pool.
+
+  Args:
+    pages: [P, K, S, D].
+    new: [T, K, D], rounded to the pool's format.
+    page_ids: int32[T]; an id out of range drops the token.
+    offsets: int32[T], 0..S-1.
+    page_offset: int32[], added to every page id.
+
+  Returns:
+    The pool.
+
+  Raises:
+    ValueError: an argument has a shape or dtype that is not supported.
+  """
+  check.pool("pages", pages)
+  _check_new("new", new, pages, page_ids.size)
+  where = _where(pages, page_ids, offsets, page_offset)
+  return _put(pages, store(new, pages.dtype), where, offsets)
+
+
+def _where(
+  pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, page_offset
+) -> jax.Array:
+  """Each token's page of the pool, P for nowhere: int32[T]."""
+  check.vector("page_ids", page_ids, page_ids.size)
+  check.vector("offsets", offsets, page_ids.size)
+  check.scalar("page_offset", page_offset, jnp.integer)
+  total, page_size = pages.shape[0], pages.shape[2]
+  where = page_ids + jnp.asarray(page_offset, jnp.int32)
+  fits = (page_ids >= 0) & (page_ids < total) & (where >= 0)
+  fits &= (offsets >= 0) & (offsets < page_size)
+  return jnp.where(fits, where, total)
+
+
+def _put(pages, new, where, offsets) -> jax.Array:
+  return pages.at[where, :, offsets].set(new, mode="drop")
+
+
+def _divided(name: str, new: jax.Array, scale: jax.Array | None) -> jax.Array:
+  if scale is None:
+    return new
+  if scale.shape != new.shape[1:2] or scale.dtype != jnp.float32:
+    raise ValueError(
+      f"{name} is {scale.dtype}{list(scale.shape)}; it must be"
+      f" float32{list(new.shape[1:2])}, a factor a head (scales for each token:"
+      " append_quantized)"
+    )
+  return new.astype(jnp.float32) / scale[None, :, None]
+
+
+def _check_sides(k_pages, v_pages, k_new, v_new, page_ids) -> None:
   check.pool("k_pages", k_pages)
   check.pool("v_pages", v_pages)
-  tokens = page_ids.size
-  check.vector("page_ids", page_ids, tokens)
-  check.vector("offsets", offsets, tokens)
-  check.scalar("page_offset", page_offset, jnp.integer)
-  _check_new("k_new", k_new, k_pages, tokens)
-  _check_new("v_new", v_new, v_pages, tokens)
-  pages, page_size = k_pages.shape[0], k_pages.shape[2]
-  where = page_ids + jnp.asarray(page_offset, jnp.int32)
-  fits = (page_ids >= 0) & (page_ids < pages) & (where >= 0)
-  fits &= (offsets >= 0) & (offsets < page_size)
-  where = jnp.where(fits, where, pages)
-  return (
-    k_pages.at[where, :, offsets].set(store(k_new, k_pages.dtype), mode="drop"),
-    v_pages.at[where, :, offsets].set(store(v_new, v_pages.dtype), mode="drop"),
-  )
+  _check_new("k_new", k_new, k_pages, page_ids.size)
+  _check_new("v_new", v_new, v_pages, page_ids.size)
 
 
 def _check_new(

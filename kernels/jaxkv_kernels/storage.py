@@ -1,14 +1,18 @@
 """What the bits of a page pool mean.
 
-XLA on a CPU rewrites a whole bfloat16 array to update one element of it, so
-bfloat16 pools travel there as the same bits in uint16. Only what is read or
-written is ever reinterpreted, never the pool.
+XLA on a CPU rewrites a whole bfloat16 or 8-bit float array to update one
+element of it, so such pools travel there as the same bits in an integer type.
+Only what is read or written is ever reinterpreted, never the pool.
 
 | pool dtype | elements mean |
 |---|---|
 | float32, float16, bfloat16 | themselves |
 | uint16 | bfloat16 bits |
-| uint8 | reserved for 8-bit floats; not supported yet |
+| float8_e4m3fn, float8_e5m2 | themselves, times a scale if there is one |
+| uint8 | float8_e4m3fn bits |
+| int8 | integers from -127 to 127, times a scale |
+
+float8_e5m2 has no form in bits: on a CPU a write costs a pass over its pool.
 """
 
 import jax
@@ -16,12 +20,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+_E4M3 = np.dtype(jnp.float8_e4m3fn)
+_E5M2 = np.dtype(jnp.float8_e5m2)
 _MEANING = {
   np.dtype(np.float32): np.dtype(np.float32),
   np.dtype(np.float16): np.dtype(np.float16),
   np.dtype(jnp.bfloat16): np.dtype(jnp.bfloat16),
   np.dtype(np.uint16): np.dtype(jnp.bfloat16),
+  _E4M3: _E4M3,
+  np.dtype(np.uint8): _E4M3,
+  _E5M2: _E5M2,
+  np.dtype(np.int8): np.dtype(np.int8),
 }
+# The largest numbers of the formats that are stored saturated.
+_LARGEST = {np.dtype(np.int8): 127.0, _E4M3: 448.0, _E5M2: 57344.0}
 
 
 def logical_dtype(pool_dtype) -> np.dtype:
@@ -43,29 +55,73 @@ def logical_dtype(pool_dtype) -> np.dtype:
   dtype = np.dtype(pool_dtype)
   if dtype in _MEANING:
     return _MEANING[dtype]
-  hint = ""
-  if dtype == np.dtype(np.uint8):
-    hint = "; uint8 is reserved for 8-bit floats, which are not supported yet"
   raise ValueError(
-    f"pool dtype {dtype} is not supported: use float32, float16, bfloat16, or"
-    f" uint16 for bfloat16 bits{hint}"
+    f"pool dtype {dtype} is not supported: use float32, float16, bfloat16,"
+    " float8_e4m3fn, float8_e5m2, int8, or bits: uint16 of bfloat16, uint8 of"
+    " float8_e4m3fn"
   )
 
 
 def load(stored: jax.Array) -> jax.Array:
-  """Elements of a pool as the numbers they are; same shape.
+  """Elements of a pool as the numbers they are; same shape, no scale applied.
 
   Call it on what was gathered from a pool, not on the pool: on a CPU the
   conversion of a pool costs a pass over all of it.
   """
-  if stored.dtype == jnp.uint16:
-    return lax.bitcast_convert_type(stored, jnp.bfloat16)
-  return stored
+  meaning = logical_dtype(stored.dtype)
+  if stored.dtype == meaning:
+    return stored
+  return lax.bitcast_convert_type(stored, meaning)
 
 
 def store(values: jax.Array, pool_dtype) -> jax.Array:
-  """Numbers as elements of a pool of this dtype, rounded to its format."""
-  rounded = values.astype(logical_dtype(pool_dtype))
-  if np.dtype(pool_dtype) == np.dtype(np.uint16):
-    return lax.bitcast_convert_type(rounded, jnp.uint16)
-  return rounded
+  """Numbers as elements of a pool of this dtype, rounded to its format.
+
+  Eight-bit formats saturate: what is larger than their largest number becomes
+  that number.
+  """
+  meaning = logical_dtype(pool_dtype)
+  if meaning in _LARGEST:
+    values = values.astype(jnp.float32)
+    largest = jnp.float32(_LARGEST[meaning])
+    values = jnp.clip(values, -largest, largest)
+    if meaning == np.dtype(np.int8):
+      values = jnp.round(values)
+  rounded = values.astype(meaning)
+  if np.dtype(pool_dtype) == meaning:
+    return rounded
+  return lax.bitcast_convert_type(rounded, np.dtype(pool_dtype))
+
+
+def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
+  """Numbers as elements of an 8-bit pool, and what to multiply those by.
+
+  Each vector (the last axis) has a scale of its own, with which its largest
+  number becomes the format's largest. A vector of zeros has scale 1.
+
+  Args:
+    values: float[..., D].
+    pool_dtype: int8, float8_e4m3fn, float8_e5m2 or uint8.
+
+  Returns:
+    (pool dtype[..., D], float32[...]).
+
+  Raises:
+    ValueError: the pool's format has more than 8 bits.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> stored, scale = quantize(jnp.asarray([2.0, -4.0, 1.0]), "int8")
+    >>> stored.tolist(), round(float(scale) * 127, 4)
+    ([64, -127, 32], 4.0)
+  """
+  meaning = logical_dtype(pool_dtype)
+  if meaning not in _LARGEST:
+    raise ValueError(
+      f"a pool of {meaning} takes no scales: use int8, float8_e4m3fn,"
+      " float8_e5m2, or uint8 for the bits of float8_e4m3fn"
+    )
+  values = values.astype(jnp.float32)
+  largest = jnp.max(jnp.abs(values), axis=-1)
+  scale = jnp.where(largest > 0, largest / _LARGEST[meaning], jnp.float32(1))
+  return store(values / scale[..., None], pool_dtype), scale

@@ -4,14 +4,20 @@ Slow and obvious on purpose: one sequence, one head and one query at a time.
 Every backend is tested against this file. It validates nothing.
 
 A query at absolute position p sees the keys at positions 0..p, or with
-`window=w` at positions p-w+1..p. `sinks` adds, for each head, one logit that
-takes part in the softmax's denominator and has no value. `soft_cap=c` turns a
-logit x into `c * tanh(x / c)`. A query that sees no key gives zeros, and a
-log-sum-exp of -inf (or of its sink).
+`window=w` at positions p-w+1..p. `soft_cap=c` turns a logit x into
+`c * tanh(x / c)`; `alibi_slopes` then add, for each head, slope * (j - p) to
+the logit of the key at position j. `sinks` adds, for each head, one logit that
+takes part in the softmax's denominator and has no value. A query that sees no
+key gives zeros, and a log-sum-exp of -inf (or of its sink).
 """
 
 import ml_dtypes
 import numpy as np
+
+_BITS = {
+  np.dtype(np.uint16): ml_dtypes.bfloat16,
+  np.dtype(np.uint8): ml_dtypes.float8_e4m3fn,
+}
 
 
 def paged_attention_padded(
@@ -27,12 +33,16 @@ def paged_attention_padded(
   soft_cap=None,
   window=None,
   sinks=None,
+  alibi_slopes=None,
+  k_scale=None,
+  v_scale=None,
+  tree_mask=None,
 ):
   """Queries in a rectangle: row b holds `counts[b]` of them.
 
   Args:
     q: [B, T, H, D].
-    k_pages: [P, K, S, D]; uint16 means bfloat16 bits.
+    k_pages: [P, K, S, D]; uint16 means bfloat16 bits, uint8 float8_e4m3fn.
     v_pages: [P, K, S, Dv].
     page_table: int[B, M].
     starts: int[B], absolute position of row b's first query.
@@ -42,6 +52,11 @@ def paged_attention_padded(
     soft_cap: float or None.
     window: int or None.
     sinks: float[H] or None.
+    alibi_slopes: float[H] or None.
+    k_scale: factors of the pool's numbers, float[K] or float[P, K, S]; or None.
+    v_scale: likewise.
+    tree_mask: bool[B, T, N] or None: whether query t of row b sees the key at
+      position `starts[b] + j`, j < N.
 
   Returns:
     (float64[B, T, H, Dv], float64[B, T, H] natural-log log-sum-exp).
@@ -53,19 +68,22 @@ def paged_attention_padded(
   out = np.zeros((batch, columns, heads, v_pages.shape[-1]))
   lse = np.full((batch, columns, heads), -np.inf)
   for b in range(batch):
-    length = int(starts[b]) + int(counts[b])
-    keys = sequence(k_pages, page_table[b], length, page_offset)
-    values = sequence(v_pages, page_table[b], length, page_offset)
-    for t in range(int(counts[b])):
-      position = int(starts[b]) + t
-      first = 0 if window is None else max(0, position - int(window) + 1)
+    start, count = int(starts[b]), int(counts[b])
+    end = start + count
+    keys = sequence(k_pages, page_table[b], end, page_offset, k_scale)
+    values = sequence(v_pages, page_table[b], end, page_offset, v_scale)
+    for t in range(count):
+      mask = None if tree_mask is None else tree_mask[b, t]
+      seen = _seen(start + t, start, window, mask)
       for h in range(heads):
-        out[b, t, h], lse[b, t, h] = _one_query(
-          q[b, t, h] * scale,
-          keys[first : position + 1, h // group],
-          values[first : position + 1, h // group],
-          soft_cap,
-          None if sinks is None else float(sinks[h]),
+        logits = keys[seen, h // group] @ (q[b, t, h] * scale)
+        if soft_cap is not None:
+          logits = soft_cap * np.tanh(logits / soft_cap)
+        if alibi_slopes is not None:
+          logits = logits + float(alibi_slopes[h]) * (seen - (start + t))
+        sink = None if sinks is None else float(sinks[h])
+        out[b, t, h], lse[b, t, h] = _softmax(
+          logits, values[seen, h // group], sink
         )
   return out, lse
 
@@ -98,7 +116,15 @@ def paged_decode(q, k_pages, v_pages, page_table, lengths, **options):
 
 
 def paged_attention(
-  q, k_pages, v_pages, page_table, kv_lens, cu_q_lens, **options
+  q,
+  k_pages,
+  v_pages,
+  page_table,
+  kv_lens,
+  cu_q_lens,
+  *,
+  tree_mask=None,
+  **options,
 ):
   """Queries of all sequences packed one after another.
 
@@ -110,6 +136,8 @@ def paged_attention(
     page_table: int[B, M].
     kv_lens: int[B].
     cu_q_lens: int[B + 1].
+    tree_mask: bool[T, N] or None: whether row t sees the key of its sequence's
+      j-th query, j < N.
     **options: as for `paged_attention_padded`.
 
   Returns:
@@ -130,30 +158,83 @@ def paged_attention(
       np.asarray(page_table)[b : b + 1],
       [int(kv_lens[b]) - count],
       [count],
+      tree_mask=None if tree_mask is None else tree_mask[None, first:last],
       **options,
     )
     out[first:last], lse[first:last] = rows[0], row_lse[0]
   return out, lse
 
 
-def sequence(pages, table_row, length, page_offset=0):
+def latent_decode(q, pages, page_table, lengths, *, value_dim, **options):
+  """One query per sequence over one pool of latent vectors.
+
+  Args:
+    q: [B, H, D].
+    pages: [P, 1, S, D]; the values are the first `value_dim` of D elements.
+    page_table: int[B, M].
+    lengths: int[B].
+    value_dim: Dv.
+    **options: as for `paged_attention_padded`; no `v_scale`.
+
+  Returns:
+    (float64[B, H, Dv], float64[B, H]).
+  """
+  values = pages[..., :value_dim]
+  options["v_scale"] = options.get("k_scale")
+  return paged_decode(q, pages, values, page_table, lengths, **options)
+
+
+def merge_states(out, lse):
+  """Attention over the union of disjoint sets of keys, from that over each.
+
+  Args:
+    out: [n, ..., H, Dv].
+    lse: [n, ..., H]; -inf for a part without keys.
+
+  Returns:
+    (float64[..., H, Dv], float64[..., H]).
+  """
+  out, lse = (np.asarray(x).astype(np.float64) for x in (out, lse))
+  top = lse.max(axis=0)
+  top = np.where(np.isfinite(top), top, 0)
+  weights = np.exp(lse - top)
+  total = weights.sum(axis=0)
+  merged = (weights[..., None] * out).sum(axis=0)
+  merged /= np.where(total == 0, 1, total)[..., None]
+  with np.errstate(divide="ignore"):
+    return merged, top + np.log(total)
+
+
+def sequence(pages, table_row, length, page_offset=0, scale=None):
   """One sequence's K or V, token by token, as float64[length, K, D]."""
   pages = np.asarray(pages)
-  if pages.dtype == np.uint16:
-    pages = pages.view(ml_dtypes.bfloat16)
+  pages = pages.view(_BITS.get(pages.dtype, pages.dtype))
+  factors = np.ones(pages.shape[1]) if scale is None else np.asarray(scale)
   size = pages.shape[2]
   tokens = np.zeros((max(length, 0), pages.shape[1], pages.shape[3]))
   for position in range(length):
     page = int(table_row[position // size]) + int(page_offset)
-    tokens[position] = pages[page, :, position % size]
+    factor = factors
+    if factors.ndim == 3:
+      factor = factors[page, :, position % size]
+    token = pages[page, :, position % size].astype(np.float64)
+    tokens[position] = token * factor[:, None]
   return tokens
 
 
-def _one_query(scaled_query, keys, values, soft_cap, sink):
-  """Attention of one head's query; (float64[Dv], its log-sum-exp)."""
-  logits = keys @ scaled_query
-  if soft_cap is not None:
-    logits = soft_cap * np.tanh(logits / soft_cap)
+def _seen(position, start, window, mask):
+  """Positions of the keys that a query at `position` sees."""
+  first = 0 if window is None else max(0, position - int(window) + 1)
+  seen = np.arange(first, position + 1)
+  if mask is None:
+    return seen
+  node = seen - start
+  inside = (node >= 0) & (node < len(mask))
+  return seen[~inside | mask[np.where(inside, node, 0)]]
+
+
+def _softmax(logits, values, sink):
+  """Values weighted by their logits; (float64[Dv], the log-sum-exp)."""
   all_logits = logits if sink is None else np.append(logits, sink)
   if all_logits.size == 0:
     return np.zeros(values.shape[-1]), -np.inf

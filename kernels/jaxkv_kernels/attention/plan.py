@@ -35,7 +35,6 @@ class Plan(NamedTuple):
   tokens: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("workers", "block"))
 def plan_decode(
   lengths: jax.Array,
   *,
@@ -76,11 +75,16 @@ def plan_decode(
     >>> plan.first.tolist(), plan.end.tolist()
     ([0, 192, 384, 0, 0, 0], [192, 384, 512, 64, 0, 0])
   """
-  batch = lengths.size
-  check.vector("lengths", lengths, batch)
+  check.vector("lengths", lengths, lengths.size)
   check.count("workers", workers)
   check.count("block", block)
   check.window(window)
+  return _plan(lengths, window, workers=workers, block=block)
+
+
+@functools.partial(jax.jit, static_argnames=("workers", "block"), inline=True)
+def _plan(lengths: jax.Array, window, *, workers: int, block: int) -> Plan:
+  batch = lengths.size
   lengths = jnp.maximum(lengths, 0)
   skipped = jnp.zeros_like(lengths)
   if window is not None:

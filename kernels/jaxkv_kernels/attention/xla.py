@@ -10,6 +10,7 @@ NaN included: logits are replaced after the product, and value rows that no
 query of the sequence sees are replaced before theirs.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -52,6 +53,24 @@ class _Reach(NamedTuple):
   end: jax.Array
 
 
+class _Block(NamedTuple):
+  """N tokens of every sequence.
+
+  Attributes:
+    positions: of the tokens, the same in all sequences. int32[N]
+    keys: float32[B, K, N, D]
+    values: float32[B, K, N, Dv]
+    k_scale: factors of the keys, or None. float32[B, K, N]
+    v_scale: factors of the values, or None. float32[B, K, N]
+  """
+
+  positions: jax.Array
+  keys: jax.Array
+  values: jax.Array
+  k_scale: jax.Array | None
+  v_scale: jax.Array | None
+
+
 def padded(
   q: jax.Array,
   k_pages: jax.Array,
@@ -75,8 +94,91 @@ def padded(
   Returns:
     (float32[B, T, H, Dv], float32[B, T, H]).
   """
+
+  def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _read(k_pages, ids), _read(v_pages, ids)
+
+  involved = (k_pages, v_pages)
+  return _attention(
+    q, read, involved, v_pages.shape[-1], page_table, starts, counts, options
+  )
+
+
+def decode(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  lengths: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """One query per sequence: float32[B, H, Dv], float32[B, H]."""
+  ones = jnp.ones_like(lengths)
+  out, lse = padded(
+    q[:, None], k_pages, v_pages, page_table, lengths - 1, ones, options
+  )
+  return out[:, 0], lse[:, 0]
+
+
+def latent_decode(
+  q: jax.Array,
+  pages: jax.Array,
+  page_table: jax.Array,
+  lengths: jax.Array,
+  value_dim: int,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """One query per sequence over one pool, read once.
+
+  Args:
+    q: [B, H, D].
+    pages: [P, 1, S, D].
+    page_table: int32[B, M].
+    lengths: int32[B].
+    value_dim: Dv, the first elements of a key, which are its value.
+    options: the rest, with defaults filled in.
+
+  Returns:
+    (float32[B, H, Dv], float32[B, H]).
+  """
+
+  def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    keys = _read(pages, ids)
+    return keys, keys[..., :value_dim]
+
+  starts, ones = lengths - 1, jnp.ones_like(lengths)
+  q = q[:, None]
+  out, lse = _attention(
+    q, read, (pages,), value_dim, page_table, starts, ones, options
+  )
+  return out[:, 0], lse[:, 0]
+
+
+def unsupported(
+  platform: str,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: Options,
+) -> str | None:
+  """It serves whatever `api` lets through, on every platform."""
+  del platform, q, k_pages, v_pages, options
+  return None
+
+
+def _attention(
+  q: jax.Array,
+  read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+  pools: tuple[jax.Array, ...],
+  value_dim: int,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """As `padded`, with a function that reads keys and values of pages."""
   batch, columns, heads, dim = q.shape
-  kv_heads, page_size = k_pages.shape[1:3]
+  total_pages, kv_heads, page_size = pools[0].shape[:3]
   pages_per_block = max(1, BLOCK_TOKENS // page_size)
   block = pages_per_block * page_size
   reach = _reach(starts, counts, columns, page_table.shape[1] * page_size)
@@ -95,53 +197,33 @@ def padded(
     ids = lax.dynamic_slice_in_dim(
       table, index * pages_per_block, pages_per_block, axis=1
     )
-    keys = _read(k_pages, ids, options.page_offset)
-    values = _read(v_pages, ids, options.page_offset)
-    positions = index * block + jnp.arange(block, dtype=jnp.int32)
-    return _absorb(
-      carry, scaled, keys, values, positions, reach, options.soft_cap
+    ids = jnp.clip(ids + options.page_offset, 0, total_pages - 1)
+    keys, values = read(ids)
+    tokens = _Block(
+      positions=index * block + jnp.arange(block, dtype=jnp.int32),
+      keys=keys,
+      values=values,
+      k_scale=_read_scale(options.k_scale, ids, page_size),
+      v_scale=_read_scale(options.v_scale, ids, page_size),
     )
+    return _absorb(carry, scaled, tokens, reach, starts, options)
 
-  involved = (scaled, k_pages, v_pages, page_table, reach, options.page_offset)
-  carry = _start(scaled.shape[:3], v_pages.shape[-1], involved)
+  involved = (scaled, pools, page_table, reach, _arrays(options))
+  carry = _start(scaled.shape[:3], value_dim, involved)
   carry = lax.fori_loop(first_block, end_block, step, carry)
   return _finish(carry, columns, options.sinks, counts)
 
 
-def decode(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  options: Options,
-) -> tuple[jax.Array, jax.Array]:
-  """One query per sequence: float32[B, H, Dv], float32[B, H]."""
-  out, lse = padded(
-    q[:, None],
-    k_pages,
-    v_pages,
-    page_table,
-    lengths - 1,
-    jnp.ones_like(lengths),
-    options,
+def _arrays(options: Options) -> tuple[jax.Array | None, ...]:
+  """What the scan reads of the options, of any shape."""
+  return (
+    options.page_offset,
+    options.alibi_slopes,
+    options.k_scale,
+    options.v_scale,
+    options.tree_mask,
+    options.tree_starts,
   )
-  return out[:, 0], lse[:, 0]
-
-
-def unsupported(
-  platform: str,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  options: Options,
-) -> str | None:
-  """Why it does not serve a call; None if it does."""
-  del platform, q, k_pages, v_pages
-  for name in ("alibi_slopes", "k_scale", "v_scale", "tree_mask"):
-    if getattr(options, name) is not None:
-      return f"{name} must be None"
-  return None
 
 
 def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:
@@ -178,9 +260,8 @@ def _blocks(reach: _Reach, block: int) -> tuple[jax.Array, jax.Array]:
   return first // block, (end + block - 1) // block
 
 
-def _read(pages: jax.Array, ids: jax.Array, page_offset) -> jax.Array:
-  """Pages `ids` int32[B, P] as float32[B, K, P * S, D]; ids are clamped."""
-  ids = jnp.clip(ids + page_offset, 0, pages.shape[0] - 1)
+def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
+  """Pages `ids` int32[B, P], in range, as float32[B, K, P * S, D]."""
   # [B, K, P, S, D]: the gather itself puts heads before pages.
   tiles = lax.gather(
     pages,
@@ -196,27 +277,46 @@ def _read(pages: jax.Array, ids: jax.Array, page_offset) -> jax.Array:
   return load(tiles).astype(jnp.float32)
 
 
+def _read_scale(
+  scale: jax.Array | None, ids: jax.Array, page_size: int
+) -> jax.Array | None:
+  """Factors of the tokens of pages `ids` int32[B, P]: float32[B, K, P * S]."""
+  if scale is None:
+    return None
+  batch, num = ids.shape
+  if scale.ndim == 1:
+    shape = (batch, scale.shape[0], num * page_size)
+    return jnp.broadcast_to(scale[None, :, None], shape)
+  tiles = scale.at[ids].get(mode="promise_in_bounds")  # [B, P, K, S]
+  return tiles.swapaxes(1, 2).reshape(batch, scale.shape[1], -1)
+
+
 def _absorb(
   carry: _Carry,
   scaled: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
-  positions: jax.Array,
+  block: _Block,
   reach: _Reach,
-  soft_cap: float | None,
+  starts: jax.Array,
+  options: Options,
 ) -> _Carry:
-  """One more block of keys and values, float32[B, K, block, D]."""
+  """One more block of tokens."""
   batch, kv_heads, rows, _ = scaled.shape
   columns = reach.end.shape[1]
-  position = positions[None, None]
-  seen = position >= reach.first[:, :, None]
-  seen &= position < reach.end[:, :, None]  # bool[B, T, block]
+  seen = _seen(block.positions, reach, options)  # bool[B, T, N]
   logits = jnp.einsum(
-    "bkrd,bktd->bkrt", scaled, keys, precision=lax.Precision.HIGHEST
+    "bkrd,bktd->bkrt", scaled, block.keys, precision=lax.Precision.HIGHEST
   )
-  if soft_cap is not None:
-    logits = soft_cap * jnp.tanh(logits / soft_cap)
+  if block.k_scale is not None:
+    logits = logits * block.k_scale[:, :, None]
+  if options.soft_cap is not None:
+    logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
   logits = logits.reshape(batch, kv_heads, columns, rows // columns, -1)
+  if options.alibi_slopes is not None:
+    slopes = options.alibi_slopes.reshape(1, kv_heads, 1, -1, 1)
+    column = jnp.arange(columns, dtype=jnp.int32)
+    position = starts[:, None] + column[None]
+    away = block.positions[None, None] - position[:, :, None]
+    logits = logits + slopes * away.astype(jnp.float32)[:, None, :, None]
   logits = jnp.where(seen[:, None, :, None], logits, -jnp.inf)
   logits = logits.reshape(batch, kv_heads, rows, -1)
   # `top` starts finite: a block in which a row sees nothing changes no bit
@@ -224,17 +324,36 @@ def _absorb(
   top = jnp.maximum(carry.top, jnp.max(logits, axis=-1))
   shrink = jnp.exp(carry.top - top)
   weights = jnp.exp(logits - top[..., None])
+  total = carry.total * shrink + jnp.sum(weights, axis=-1)
   # 0 * NaN is NaN: a weight of zero does not keep a value out.
-  used = jnp.any(seen, axis=1)[:, None, :, None]
-  values = jnp.where(used, values, jnp.float32(0))
+  used = jnp.any(seen, axis=1)[:, None, :]
+  values = jnp.where(used[..., None], block.values, jnp.float32(0))
+  if block.v_scale is not None:
+    factor = jnp.where(used, block.v_scale, jnp.float32(0))
+    weights = weights * factor[:, :, None]
   update = jnp.einsum(
     "bkrt,bktd->bkrd", weights, values, precision=lax.Precision.HIGHEST
   )
-  return _Carry(
-    top=top,
-    total=carry.total * shrink + jnp.sum(weights, axis=-1),
-    weighted=carry.weighted * shrink[..., None] + update,
+  weighted = carry.weighted * shrink[..., None] + update
+  return _Carry(top=top, total=total, weighted=weighted)
+
+
+def _seen(positions: jax.Array, reach: _Reach, options: Options) -> jax.Array:
+  """Which of the tokens at int32[N] each query sees: bool[B, T, N]."""
+  position = positions[None, None]
+  seen = position >= reach.first[:, :, None]
+  seen &= position < reach.end[:, :, None]
+  if options.tree_mask is None or options.tree_starts is None:
+    return seen
+  nodes = options.tree_mask.shape[-1]
+  node = positions[None] - options.tree_starts[:, None]  # [B, N]
+  inside = (node >= 0) & (node < nodes)
+  node = jnp.where(inside, node, 0)[:, None]
+  shape = (*seen.shape[:2], node.shape[-1])
+  allowed = jnp.take_along_axis(
+    options.tree_mask, jnp.broadcast_to(node, shape), axis=-1
   )
+  return seen & (allowed | ~inside[:, None])
 
 
 def _finish(

@@ -1,0 +1,111 @@
+"""How each attention backend is run by the tests.
+
+A backend joins by a line in `RUNNERS`. What it does not serve is skipped with
+its own reason; the shapes that it must serve are named.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv_kernels as kernels
+from tests.kernels_shapes import SHAPES
+
+_STATIC = (
+  "scale",
+  "soft_cap",
+  "window",
+  "return_lse",
+  "backend",
+  "max_query_len",
+  "interpret",
+)
+# Shapes that every backend serves.
+COMMON = ("page16_gqa4_d128", "bits_gqa4")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runner:
+  """One backend, and how tests on this platform run it.
+
+  Attributes:
+    backend: its name.
+    interpret: as the attention functions take it.
+    shapes: names of the shapes to try; fewer for a slow interpreter.
+    serves: those of them that must not be skipped.
+    float32_l2: relative L2 error allowed for float32.
+    marks: pytest marks, such as `pytest.mark.gpu`.
+    required: what it does not serve is a failure, not a skip.
+  """
+
+  backend: str
+  interpret: Any = False
+  shapes: tuple[str, ...] = tuple(SHAPES)
+  serves: tuple[str, ...] = COMMON
+  float32_l2: float = 2e-6
+  marks: tuple[pytest.MarkDecorator, ...] = ()
+  required: bool = False
+
+  def __call__(self, name: str, *arguments, **options):
+    """Calls a jitted attention function; (output, log-sum-exp) as NumPy.
+
+    Skips the test where the backend says that it does not serve the call.
+    """
+    options = {
+      key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+      for key, value in options.items()
+    }
+    if self.interpret:
+      options["interpret"] = self.interpret
+    try:
+      out = _jitted(name)(
+        *(jnp.asarray(array) for array in arguments),
+        return_lse=True,
+        backend=self.backend,
+        **options,
+      )
+    except NotImplementedError as error:
+      if self.required:
+        raise
+      pytest.skip(str(error))
+    return [np.asarray(x) for x in out]
+
+
+@functools.cache
+def _jitted(name: str):
+  function = getattr(kernels, name)
+  static = [n for n in _STATIC if n in function.__kwdefaults__]
+  return jax.jit(function, static_argnames=static)
+
+
+RUNNERS = {
+  "xla": Runner(backend="xla", serves=tuple(SHAPES), float32_l2=1e-6),
+}
+
+
+def cases(*names: str):
+  """Parameters (runner, shape name): all backends over some or all shapes."""
+  return [
+    pytest.param(
+      dataclasses.replace(runner, required=name in runner.serves),
+      name,
+      marks=runner.marks,
+      id=f"{key}-{name}",
+    )
+    for key, runner in RUNNERS.items()
+    for name in (names or SHAPES)
+    if name in runner.shapes
+  ]
+
+
+def backends():
+  """Parameters (runner): all backends."""
+  return [
+    pytest.param(runner, marks=runner.marks, id=key)
+    for key, runner in RUNNERS.items()
+  ]
