@@ -2,34 +2,44 @@
 
 from jaxkv_kernels import BACKENDS
 from jaxkv_kernels import Plan
+from jaxkv_kernels import SharedPrefix
 from jaxkv_kernels import append_kv
 from jaxkv_kernels import append_pages
 from jaxkv_kernels import append_quantized
 from jaxkv_kernels import copy_pages
 from jaxkv_kernels import gather_pages
+from jaxkv_kernels import latent_decode
 from jaxkv_kernels import load
 from jaxkv_kernels import logical_dtype
+from jaxkv_kernels import merge_states
 from jaxkv_kernels import paged_attention
 from jaxkv_kernels import paged_attention_padded
 from jaxkv_kernels import paged_decode
 from jaxkv_kernels import plan_decode
+from jaxkv_kernels import plan_shared_prefix
 from jaxkv_kernels import quantize
+from jaxkv_kernels import shared_prefix_decode
 from jaxkv_kernels import store
 
 __all__ = [
   "BACKENDS",
   "Plan",
+  "SharedPrefix",
   "append_kv",
   "append_pages",
   "append_quantized",
   "copy_pages",
   "gather_pages",
+  "latent_decode",
   "load",
   "logical_dtype",
+  "merge_states",
   "paged_attention",
   "paged_attention_padded",
   "paged_decode",
   "plan_decode",
+  "plan_shared_prefix",
   "quantize",
+  "shared_prefix_decode",
   "store",
 ]

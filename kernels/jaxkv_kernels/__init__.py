@@ -12,8 +12,13 @@ from jaxkv_kernels.attention.api import paged_attention
 from jaxkv_kernels.attention.api import paged_attention_padded
 from jaxkv_kernels.attention.api import paged_decode
 from jaxkv_kernels.attention.backends import BACKENDS
+from jaxkv_kernels.attention.latent import latent_decode
+from jaxkv_kernels.attention.merge import merge_states
 from jaxkv_kernels.attention.plan import Plan
 from jaxkv_kernels.attention.plan import plan_decode
+from jaxkv_kernels.attention.prefix import SharedPrefix
+from jaxkv_kernels.attention.prefix import plan_shared_prefix
+from jaxkv_kernels.attention.prefix import shared_prefix_decode
 from jaxkv_kernels.pages import copy_pages
 from jaxkv_kernels.pages import gather_pages
 from jaxkv_kernels.storage import load
@@ -24,17 +29,22 @@ from jaxkv_kernels.storage import store
 __all__ = [
   "BACKENDS",
   "Plan",
+  "SharedPrefix",
   "append_kv",
   "append_pages",
   "append_quantized",
   "copy_pages",
   "gather_pages",
+  "latent_decode",
   "load",
   "logical_dtype",
+  "merge_states",
   "paged_attention",
   "paged_attention_padded",
   "paged_decode",
   "plan_decode",
+  "plan_shared_prefix",
   "quantize",
+  "shared_prefix_decode",
   "store",
 ]

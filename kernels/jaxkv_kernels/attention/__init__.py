@@ -7,6 +7,9 @@
 | `options` | what a backend is told besides its arrays |
 | `backends` | which backend serves a call |
 | `ragged` | packed queries as rows of a rectangle |
+| `merge` | attention over parts of the keys, put together |
+| `prefix` | rows that begin with the same pages |
+| `latent` | multi-head latent attention |
 | `plan` | equal pieces of decode work |
 | `xla` | a backend: a scan over blocks of tokens, for any platform |
 
