@@ -54,7 +54,7 @@ class TestInit:
       ({"num_layers": 0}, "num_layers=0"),
       ({"page_size": 2.0}, "page_size=2.0"),
       ({"num_pages": 2**30}, "does not fit int32"),
-      ({"dtype": "int8"}, "dtype=int8"),
+      ({"dtype": "int16"}, "dtype=int16"),
       ({"dtype": "float32", "storage_dtype": "uint16"}, "does not hold"),
       ({"dtype": "bfloat16", "storage_dtype": "uint8"}, "does not hold"),
     ],

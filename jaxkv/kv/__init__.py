@@ -8,6 +8,7 @@ for one call.
 |---|---|
 | `init` | empty pages for all layers |
 | `write` | stores the keys and values of new tokens |
+| `share` | finds the pages that rows have in common, to be read once |
 | `attend` | causal attention of new queries over all tokens so far |
 | `copy` | page contents, in every layer: what a fork or a swap owes |
 | `gather` | sequences as dense arrays |
@@ -21,6 +22,7 @@ from jaxkv.kv.pages import KVPages
 from jaxkv.kv.pages import copy
 from jaxkv.kv.pages import gather
 from jaxkv.kv.pages import init
+from jaxkv.kv.share import share
 from jaxkv.kv.view import View
 from jaxkv.kv.write import write
 
@@ -31,5 +33,6 @@ __all__ = [
   "copy",
   "gather",
   "init",
+  "share",
   "write",
 ]

@@ -24,6 +24,8 @@ def attend(
   soft_cap: float | None = None,
   window: jax.Array | int | None = None,
   sinks: jax.Array | None = None,
+  alibi_slopes: jax.Array | None = None,
+  tree_mask: jax.Array | None = None,
   return_lse: bool = False,
   backend: str = "auto",
 ) -> Any:
@@ -31,6 +33,9 @@ def attend(
 
   Write the new tokens first. Positions whose page was given back (behind a
   sliding window) must lie outside `window`: they are read as they are.
+
+  With one column, no window, and a view of `share`, pages that rows have in
+  common are read once. That rounds differently, but no less precisely.
 
   Args:
     kv: the pages.
@@ -41,6 +46,10 @@ def attend(
     soft_cap: c > 0 turns a logit x into c * tanh(x / c).
     window: a query at position p sees positions p - window + 1 .. p.
     sinks: float[H], one logit per head without a value.
+    alibi_slopes: float[H]; a query at position p adds slope * (j - p) to its
+      logit with the key at j.
+    tree_mask: bool[B, T, T], for drafts: column t sees column j <= t only if
+      `tree_mask[b, t, j]`; earlier tokens as usual.
     return_lse: also return the log-sum-exp (natural log, sink included).
     backend: see `jaxkv.kernels.BACKENDS`.
 
@@ -50,7 +59,7 @@ def attend(
 
   Raises:
     ValueError: an argument has a shape, dtype or value that is not supported.
-    NotImplementedError: there is no such backend.
+    NotImplementedError: there is no such backend, or it does not serve.
   """
   if q.ndim != 4:
     raise ValueError(f"q has shape {q.shape}; it must be [B, T, H, D]")
@@ -61,6 +70,8 @@ def attend(
     "soft_cap": soft_cap,
     "window": window,
     "sinks": sinks,
+    "alibi_slopes": alibi_slopes,
+    "tree_mask": tree_mask,
     "backend": backend,
   }
   traced = {
@@ -87,17 +98,26 @@ def _attend(
   options = {
     "page_offset": layer * kv.num_pages,
     "return_lse": True,
+    "k_scale": kv.k_scale,
+    "v_scale": kv.v_scale,
     **traced,
     **dict(static),
   }
-  if q.shape[1] > 1:
+  if q.shape[1] > 1 or options["tree_mask"] is not None:
     return kernels.paged_attention_padded(
       q, kv.k, kv.v, view.page_table, view.starts, view.counts, **options
     )
+  del options["tree_mask"]
   active = view.counts > 0
-  lengths = jnp.where(active, view.starts + 1, 0)
-  out, lse = kernels.paged_decode(
-    q[:, 0], kv.k, kv.v, view.page_table, lengths, **options
-  )
+  if view.shared is not None and options["window"] is None:
+    del options["window"]
+    out, lse = kernels.shared_prefix_decode(
+      q[:, 0], kv.k, kv.v, view.shared, **options
+    )
+  else:
+    lengths = jnp.where(active, view.starts + 1, 0)
+    out, lse = kernels.paged_decode(
+      q[:, 0], kv.k, kv.v, view.page_table, lengths, **options
+    )
   lse = jnp.where(active[:, None], lse, -jnp.inf)
   return out[:, None], lse[:, None]

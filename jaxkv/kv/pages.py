@@ -9,6 +9,16 @@ import numpy as np
 
 import jaxkv_kernels as kernels
 
+# Formats, and the dtype of their bits where a CPU stores those.
+_BITS = {
+  "float32": None,
+  "bfloat16": "uint16",
+  "float16": None,
+  "float8_e4m3fn": "uint8",
+  "float8_e5m2": None,
+  "int8": None,
+}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,13 +34,18 @@ class KVPages:
     v: values, likewise, in a buffer of their own. [L * N, K, S, D]
     num_layers: L.
     dtype: the number format of keys and values, such as "bfloat16"; on a CPU
-      bfloat16 is stored as its bits in uint16.
+      bfloat16 is stored as its bits in uint16, float8_e4m3fn in uint8.
+    k_scale: for 8-bit formats, what the numbers of each token and head are to
+      be multiplied by; None for others. float32[L * N, K, S]
+    v_scale: likewise.
   """
 
   k: jax.Array  # storage dtype[L * N, K, S, D]
   v: jax.Array  # storage dtype[L * N, K, S, D]
   num_layers: int = dataclasses.field(metadata={"static": True})
   dtype: str = dataclasses.field(metadata={"static": True})
+  k_scale: jax.Array | None = None  # float32[L * N, K, S]
+  v_scale: jax.Array | None = None  # float32[L * N, K, S]
 
   @property
   def num_pages(self) -> int:
@@ -65,7 +80,8 @@ def init(
 ) -> KVPages:
   """Pages of zeros.
 
-  Takes 2 * L * N * K * S * D elements.
+  Takes 2 * L * N * K * S * D elements, and for 8-bit formats one float32 more
+  for every D of them.
 
   Args:
     num_layers: L.
@@ -73,10 +89,12 @@ def init(
     page_size: S, tokens per page.
     num_kv_heads: K.
     head_dim: D.
-    dtype: float32, bfloat16 or float16.
-    storage_dtype: dtype of the buffers. None: uint16 for bfloat16 if the
-      default backend is a CPU, where a bfloat16 buffer would be rewritten
-      whole at each write; `dtype` otherwise.
+    dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
+      the last three each token and head has a scale, set when it is written.
+    storage_dtype: dtype of the buffers. None: uint16 for bfloat16 and uint8
+      for float8_e4m3fn if the default backend is a CPU, where a buffer of
+      those formats would be rewritten whole at each write (as one of
+      float8_e5m2 is); `dtype` otherwise.
 
   Returns:
     The pages.
@@ -107,17 +125,17 @@ def init(
       f"num_layers={num_layers} times num_pages={num_pages} does not fit int32"
     )
   dtype = np.dtype(dtype)
-  if dtype.name not in ("float32", "bfloat16", "float16"):
-    raise ValueError(
-      f"dtype={dtype.name}; supported are float32, bfloat16, float16"
-    )
+  if dtype.name not in _BITS:
+    raise ValueError(f"dtype={dtype.name}; supported are {', '.join(_BITS)}")
+  bits = _BITS[dtype.name]
   if storage_dtype is None:
-    as_bits = dtype.name == "bfloat16" and jax.default_backend() == "cpu"
-    storage_dtype = jnp.uint16 if as_bits else dtype
+    as_bits = bits is not None and jax.default_backend() == "cpu"
+    storage_dtype = bits if as_bits else dtype
   if kernels.logical_dtype(storage_dtype) != dtype:
+    also = "" if bits is None else f", or {bits}, which holds its bits"
     raise ValueError(
       f"storage_dtype={np.dtype(storage_dtype).name} does not hold"
-      f" {dtype.name}; use {dtype.name}, or uint16 for bfloat16"
+      f" {dtype.name}; use {dtype.name}{also}"
     )
   shape = (num_layers * num_pages, num_kv_heads, page_size, head_dim)
   return KVPages(
@@ -125,6 +143,8 @@ def init(
     v=jnp.zeros(shape, storage_dtype),
     num_layers=int(num_layers),
     dtype=dtype.name,
+    k_scale=jnp.ones(shape[:3], jnp.float32) if dtype.itemsize == 1 else None,
+    v_scale=jnp.ones(shape[:3], jnp.float32) if dtype.itemsize == 1 else None,
   )
 
 
@@ -149,10 +169,20 @@ def copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
 @functools.partial(jax.jit, inline=True)
 def _copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
   dst = jnp.where(dst == 0, kv.num_pages, dst)
+
+  def copied(pages: jax.Array | None) -> jax.Array | None:
+    if pages is None:
+      return None
+    every = pages.reshape(*pages.shape[:3], -1)  # a scale is a token's only one
+    every = kernels.copy_pages(every, src, dst, num_layers=kv.num_layers)
+    return every.reshape(pages.shape)
+
   return dataclasses.replace(
     kv,
-    k=kernels.copy_pages(kv.k, src, dst, num_layers=kv.num_layers),
-    v=kernels.copy_pages(kv.v, src, dst, num_layers=kv.num_layers),
+    k=copied(kv.k),
+    v=copied(kv.v),
+    k_scale=copied(kv.k_scale),
+    v_scale=copied(kv.v_scale),
   )
 
 
@@ -167,8 +197,9 @@ def gather(
     page_table: int32[B, M]; an id out of range reads as a page of zeros.
 
   Returns:
-    Two arrays [B, M * S, K, D] in the format `kv.dtype`. Slots past a
-    sequence's length are whatever they hold.
+    Two arrays [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit formats
+    float32, scales applied. Slots past a sequence's length are whatever they
+    hold.
   """
   check_layer(kv, layer)
   return _gather(kv, jnp.asarray(layer, jnp.int32), page_table)
@@ -180,10 +211,15 @@ def _gather(
 ) -> tuple[jax.Array, jax.Array]:
   ids = in_layer(kv, page_table)
   offset = layer * kv.num_pages
-  return (
-    kernels.gather_pages(kv.k, ids, page_offset=offset),
-    kernels.gather_pages(kv.v, ids, page_offset=offset),
-  )
+
+  def dense(pages: jax.Array, scale: jax.Array | None) -> jax.Array:
+    tokens = kernels.gather_pages(pages, ids, page_offset=offset)
+    if scale is None:
+      return tokens
+    factors = kernels.gather_pages(scale[..., None], ids, page_offset=offset)
+    return tokens.astype(jnp.float32) * factors
+
+  return dense(kv.k, kv.k_scale), dense(kv.v, kv.v_scale)
 
 
 def check_layer(kv: KVPages, layer: jax.Array | int) -> None:

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+import jaxkv_kernels as kernels
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,11 +21,13 @@ class View:
       (null page) or an id out of range where there is none. int32[B, M]
     starts: position of the first new token. int32[B]
     counts: how many columns are tokens; 0 for an idle row. int32[B]
+    shared: pages that rows have in common, as `share` finds them; or None.
   """
 
   page_table: jax.Array  # int32[B, M]
   starts: jax.Array  # int32[B]
   counts: jax.Array  # int32[B]
+  shared: kernels.SharedPrefix | None = None
 
 
 def positions(view: View, columns: int) -> jax.Array:

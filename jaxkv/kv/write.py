@@ -33,7 +33,8 @@ def write(
     kv: the pages.
     view: where the rows live and which columns are tokens.
     layer: int32[], 0..L-1.
-    k: [B, T, K, D], rounded to the format `kv.dtype`.
+    k: [B, T, K, D], rounded to the format `kv.dtype`, 8-bit ones with a scale
+      for each token and head.
     v: [B, T, K, D].
 
   Returns:
@@ -59,16 +60,20 @@ def _write(
   kv: KVPages, view: View, layer: jax.Array, k: jax.Array, v: jax.Array
 ) -> KVPages:
   ids, offsets = locate(kv, view, positions(view, k.shape[1]))
-  k_pages, v_pages = kernels.append_kv(
-    kv.k,
-    kv.v,
-    k.reshape(-1, *k.shape[2:]),
-    v.reshape(-1, *v.shape[2:]),
-    ids.reshape(-1),
-    offsets.reshape(-1),
-    page_offset=layer * kv.num_pages,
+  new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
+  where = (ids.reshape(-1), offsets.reshape(-1))
+  offset = layer * kv.num_pages
+  if kv.k_scale is None or kv.v_scale is None:
+    k_pages, v_pages = kernels.append_kv(
+      kv.k, kv.v, *new, *where, page_offset=offset
+    )
+    return dataclasses.replace(kv, k=k_pages, v=v_pages)
+  k_pages, v_pages, k_scale, v_scale = kernels.append_quantized(
+    kv.k, kv.v, kv.k_scale, kv.v_scale, *new, *where, page_offset=offset
   )
-  return dataclasses.replace(kv, k=k_pages, v=v_pages)
+  return dataclasses.replace(
+    kv, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale
+  )
 
 
 def locate(
