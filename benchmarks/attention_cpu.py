@@ -7,6 +7,8 @@ bfloat16 cache is also timed as uint16 bits ("dense bits"), since XLA rewrites
 a whole bfloat16 array on a CPU to update it, and that is not attention's fault.
 Sides alternate within each round. A ratio below 1 means that paged is faster.
 
+Shared prefixes: see `shared_prefix_cpu`.
+
 Writes: one page per row, reused, so that all pool sizes touch as much memory.
 
 Not measured: writes to memory that is in no cache of the processor, prefill,
@@ -26,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import shared_prefix_cpu
 from jax import lax
 
 from jaxkv import kv as memory
@@ -322,6 +325,12 @@ def main() -> None:
     f" {jax.__version__}, {rounds} rounds"
   )
   attention = print_attention(attention_rows(shapes, rounds))
+  groups = shared_prefix_cpu.SHAPES
+  if options.quick:
+    groups = [groups[i] for i in shared_prefix_cpu.QUICK]
+  shared = shared_prefix_cpu.print_rows(
+    shared_prefix_cpu.rows(groups, rounds, timed_rounds)
+  )
   writes = print_writes(write_rows(rounds))
   worst = max(attention, key=lambda row: row["ratio_min"])
   print(
@@ -338,6 +347,7 @@ def main() -> None:
           "device": device.device_kind,
           "jax": jax.__version__,
           "attention": attention,
+          "shared_prefix": shared,
           "writes": writes,
         },
         file,

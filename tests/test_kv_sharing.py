@@ -53,6 +53,7 @@ def forked():
 
 def next_tokens(state, kv, steps):
   """A view of one more token a row after some, its keys written."""
+  view = None
   for step in range(steps):
     ones = jnp.ones((6,), jnp.int32)
     state, room = jaxkv.allocate(state, ones)
