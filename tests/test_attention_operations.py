@@ -226,7 +226,9 @@ class TestSharedPrefix:
     shared, _ = decode(case, queries(case, shape, len(LENGTHS)))
     assert sorted(shared.tokens.tolist()) == [16, 64]
 
-  def test_what_saves_little_is_not_shared(self):
+  def test_what_saves_little_is_not_shared(self, monkeypatch):
+    """Not with these lengths, though tables of this size might."""
+    monkeypatch.setitem(prefix_module._LEAST_SAVING, "cpu", 2**20)
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     q = queries(case, shape, len(LENGTHS))
     plain = kernels.paged_decode(
@@ -237,6 +239,14 @@ class TestSharedPrefix:
     np.testing.assert_array_equal(shared.own_tokens, case.lengths)
     for a, b in zip(plain, out, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-6)
+
+  def test_no_plan_where_it_never_pays(self):
+    table, lengths = jnp.ones((4, 2), jnp.int32), jnp.ones(4, jnp.int32)
+    pool = jnp.zeros((3, 2, 16, 32))
+    plan = kernels.plan_shared_prefix(
+      table, lengths, pool, pool, num_groups=2, group_size=2
+    )
+    assert plan is None
 
   @pytest.mark.parametrize("lockstep", [False, True])
   def test_the_gate_counts_what_is_read(self, lockstep):

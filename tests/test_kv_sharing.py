@@ -112,8 +112,11 @@ class TestShare:
     out = memory.attend(kv, shared, 1, q, window=40)
     np.testing.assert_array_equal(out, wanted)
 
-  def test_little_is_not_shared(self, forked):
+  def test_little_is_not_shared(self, forked, monkeypatch):
     view, kv = next_tokens(*forked, 1)
+    never = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    assert never.shared is None
+    monkeypatch.setitem(prefix._LEAST_SAVING, "cpu", 180_000)
     shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
     np.testing.assert_array_equal(shared.shared.tokens, 0)
     q = draw(9, 6, 1, HEADS, DIM)

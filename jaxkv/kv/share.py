@@ -39,7 +39,7 @@ def share(
     backend: as `attend` will be told.
 
   Returns:
-    The view, with `shared`.
+    The view, with `shared`; as it was if sharing could never pay.
 
   Raises:
     ValueError: an argument has a shape, dtype or value that is not supported.

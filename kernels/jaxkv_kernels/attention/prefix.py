@@ -56,7 +56,7 @@ def plan_shared_prefix(
   group_size: int,
   groups: jax.Array | None = None,
   backend: str = "auto",
-) -> SharedPrefix:
+) -> SharedPrefix | None:
   """Finds what rows share, and where it pays to read that once.
 
   Call it once a step and hand the result to `shared_prefix_decode` in every
@@ -64,7 +64,8 @@ def plan_shared_prefix(
   as far as they are full without the row's last token. Rows of length 0 are in
   no group. Rows in no group, and those past `group_size` in one, are decoded
   alone: that costs time, never a wrong result. If fewer bytes would be saved
-  than sharing costs, no group shares anything.
+  than sharing costs, no group shares anything; and if tables of this size could
+  never save enough, there is no plan: use `paged_decode`.
 
   Args:
     page_table: int32[B, M], page ids in sequence order.
@@ -80,7 +81,7 @@ def plan_shared_prefix(
     backend: as the decode will be told.
 
   Returns:
-    The plan.
+    The plan, or None.
 
   Raises:
     ValueError: an argument has a shape, dtype or value that is not supported.
@@ -116,18 +117,27 @@ def plan_shared_prefix(
       f"backend={backend!r} does not exist; there are"
       f" {', '.join(backends.BACKENDS)}"
     )
+  batch, columns = page_table.shape
+  page_size, itemsize = k_pages.shape[2], k_pages.dtype.itemsize
   here = "cpu" if backends.platform() == "cpu" else "other"
-  itemsize = k_pages.dtype.itemsize
+  lockstep = backend == "xla" or here == "cpu"
   token = k_pages.shape[1] * (k_pages.shape[3] + v_pages.shape[3]) * itemsize
+  least = -(-_LEAST_SAVING[here] // token)
+  if lockstep:
+    rows = batch - num_groups
+  else:
+    rows = min(batch, num_groups * group_size) - 1
+  if rows * columns * page_size < least:
+    return None
   return _plan(
     page_table,
     lengths,
     groups,
     num_groups=num_groups,
     group_size=group_size,
-    page_size=k_pages.shape[2],
-    least=-(-_LEAST_SAVING[here] // token),
-    lockstep=backend == "xla" or here == "cpu",
+    page_size=page_size,
+    least=least,
+    lockstep=lockstep,
   )
 
 
