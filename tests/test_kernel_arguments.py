@@ -1,5 +1,6 @@
 """What the attention functions refuse, and what they say."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -52,6 +53,14 @@ class TestErrors:
   def test_bad_arguments(self, changes, message):
     with pytest.raises(ValueError, match=message):
       kernels.paged_decode(**arguments(**changes))
+
+  @pytest.mark.parametrize("name", ["k_pages", "page_table", "lengths"])
+  def test_devices(self, name):
+    cpus = jax.devices("cpu")
+    call = jax.device_put(arguments(), cpus[0])
+    call[name] = jax.device_put(call[name], cpus[1])
+    with pytest.raises(ValueError, match=f"{name} is on .*:1 but q on"):
+      kernels.paged_decode(**call)
 
   def test_unknown_backend(self):
     with pytest.raises(NotImplementedError, match="there are auto, xla"):

@@ -1,8 +1,11 @@
 """Checks of arguments when they are traced: shapes, dtypes, static values."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from jaxkv_kernels.storage import logical_dtype
 
@@ -25,6 +28,7 @@ def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
   """K and V pools fit each other and q."""
   pool("k_pages", k_pages)
   pool("v_pages", v_pages)
+  beside(q, k_pages=k_pages, v_pages=v_pages)
   if k_pages.dtype != v_pages.dtype:
     raise ValueError(
       f"k_pages is {k_pages.dtype} but v_pages is {v_pages.dtype}; give both"
@@ -59,6 +63,32 @@ def pool(name: str, pages: jax.Array) -> None:
     logical_dtype(pages.dtype)
   except ValueError as error:
     raise ValueError(f"{name}: {error}") from None
+
+
+def beside(q: jax.Array, **arrays: jax.Array) -> None:
+  """Arrays that were put on devices are on those of q.
+
+  Of what is traced nothing is known; there jax says it itself, without names.
+  """
+  wanted = _placed(q)
+  for name, array in arrays.items():
+    devices = _placed(array)
+    if wanted is not None and devices is not None and devices != wanted:
+      raise ValueError(
+        f"{name} is on {_names(devices)} but q on {_names(wanted)}; put both on"
+        " the same devices"
+      )
+
+
+def _placed(array) -> set[Any] | None:
+  """The devices that an array is committed to; None if it is to none."""
+  if isinstance(array, core.Tracer) or not isinstance(array, jax.Array):
+    return None
+  return array.devices() if array.committed else None
+
+
+def _names(devices: set[Any]) -> str:
+  return ", ".join(sorted(map(str, devices)))
 
 
 def table(page_table: jax.Array, batch: int) -> None:

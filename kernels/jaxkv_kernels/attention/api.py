@@ -103,6 +103,7 @@ def paged_decode(
   check.pools(q, k_pages, v_pages)
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
+  check.beside(q, page_table=page_table, lengths=lengths)
   options = checked(
     q,
     k_pages,
@@ -191,6 +192,7 @@ def paged_attention_padded(
   check.table(page_table, q.shape[0])
   check.vector("starts", starts, q.shape[0])
   check.vector("counts", counts, q.shape[0])
+  check.beside(q, page_table=page_table, starts=starts, counts=counts)
   check.tree_mask(tree_mask, q.shape[:2])
   options = checked(
     q,
@@ -281,10 +283,10 @@ def paged_attention(
   """
   check.queries("q", q, "THD")
   check.pools(q, k_pages, v_pages)
-  batch = page_table.shape[0]
-  check.table(page_table, batch)
-  check.vector("kv_lens", kv_lens, batch)
-  check.vector("cu_q_lens", cu_q_lens, batch + 1)
+  check.table(page_table, page_table.shape[0])
+  check.vector("kv_lens", kv_lens, page_table.shape[0])
+  check.vector("cu_q_lens", cu_q_lens, kv_lens.size + 1)
+  check.beside(q, page_table=page_table, kv_lens=kv_lens)
   check.tree_mask(tree_mask, q.shape[:1])
   longest = check.max_query_len(max_query_len, q.shape[0])
   options = checked(
