@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import jaxkv
+import jaxkv_kernels as kernels
 from jaxkv import kv as kv_memory
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv_kernels.attention import prefix
 from tests import small_model as texts
 
 _PROMPT_WIDTH = 72
@@ -140,6 +142,28 @@ class TestTokens:
     jaxkv.check(end.cache)
     assert int(end.cache.pool.queue.num_free) == pages - 1
     self._check_what_happened(name, end)
+
+  def test_pages_read_once_give_the_same_tokens(
+    self, monkeypatch, small_model, dense_run
+  ):
+    """As if it always paid, however small the model."""
+    least = dict.fromkeys(prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(prefix, "_LEAST_SAVING", least)
+    slots, pages, page_size, samples, temperature = _RUNS["sampled"]
+    state = _initial(small_model, slots, pages, page_size, samples)
+    arguments = (state, jnp.float32(temperature), jnp.int32(0))
+    with monkeypatch.context() as patch:
+      calls = []
+      decode = kernels.shared_prefix_decode
+      patch.setattr(
+        kernels,
+        "shared_prefix_decode",
+        lambda *a, **k: calls.append(1) or decode(*a, **k),
+      )
+      end = _program(small_model)(small_model.params, *arguments)
+    assert calls
+    expected = dense_run(samples, temperature)
+    np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
 
   def _check_what_happened(self, name: str, end: rollout.RolloutState) -> None:
     counters, stats = end.counters, jaxkv.stats(end.cache)

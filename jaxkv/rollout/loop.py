@@ -232,6 +232,12 @@ def _decoded(
     starts=state.cache.length,
     counts=runs.astype(jnp.int32),
   )
+  slots, samples = active.shape[0], state.config.num_samples
+  if samples > 1:
+    # Forks of a prompt read its pages once, where that pays.
+    view = kv_memory.share(
+      state.kv, view, num_groups=-(-slots // samples), group_size=samples
+    )
   logits, kv = model(
     params, tokens, state.cache.length[:, None], state.kv, view
   )
