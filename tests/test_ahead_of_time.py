@@ -1,0 +1,159 @@
+"""What is compiled for machines that are not here, without running it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+import jaxkv_kernels as kernels
+from tests.ahead_of_time import TARGETS
+from tests.ahead_of_time import compile_for
+from tests.ahead_of_time import needs
+from tests.pool_copies import pool_sized_rewrites
+
+LAYERS, PAGES, KV_HEADS, SIZE, DIM = 4, 512, 8, 16, 128
+SLOTS, HEADS, COLUMNS = 8, 32, 16
+
+
+def over(targets):
+  """A test for each target; those that have no compiler here are skipped."""
+  cases = [pytest.param(name, marks=needs(name)) for name in targets]
+  return pytest.mark.parametrize("target", cases)
+
+
+class TestHarness:
+  @over(["h200"])
+  @pytest.mark.filterwarnings("ignore:The Pallas Triton")
+  def test_spilled_registers_are_an_error(self, target):
+    def kernel(x_ref, y_ref, out_ref):
+      out_ref[...] = jnp.dot(
+        x_ref[...], y_ref[...], preferred_element_type=jnp.float32
+      )
+
+    def product(x, y):
+      return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((128, 256), jnp.float32),
+        compiler_params=triton.CompilerParams(num_warps=1),
+      )(x, y)
+
+    x = jax.ShapeDtypeStruct((128, 32), jnp.bfloat16)
+    y = jax.ShapeDtypeStruct((32, 256), jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="spill"):
+      compile_for(target, jax.jit(product), x, y)
+    compile_for(target, jax.jit(product), x, y, may_spill=True)
+
+  @over(TARGETS)
+  def test_devices_here_stay_what_they_are(self, target):
+    before = jax.devices()
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    program = compile_for(target, jax.jit(lambda x: x + 1, donate_argnums=0), x)
+    assert program.aliased == x.size * 4
+    assert jax.devices() == before
+    assert jnp.ones(3).devices() <= set(before)
+
+  def test_an_unknown_target_is_refused(self):
+    with pytest.raises(ValueError, match="one of"):
+      compile_for("v4", jax.jit(jnp.sin), jnp.ones(3))
+
+
+def append_and_attend(pools, tokens, layer):
+  """A layer's part of a step on pools of all layers."""
+  k_pages, v_pages = kernels.append_kv(
+    *pools,
+    tokens["new"],
+    tokens["new"],
+    tokens["pages"],
+    tokens["offsets"],
+    page_offset=layer * PAGES,
+  )
+  out = kernels.paged_decode(
+    tokens["q"],
+    k_pages,
+    v_pages,
+    tokens["table"],
+    tokens["lengths"],
+    page_offset=layer * PAGES,
+    backend="xla",
+  )
+  return (k_pages, v_pages), jnp.sum(out.astype(jnp.float32))
+
+
+def in_layers(pools, tokens):
+  """A loop over layers, which share the pools."""
+
+  def body(pools, layer):
+    return append_and_attend(pools, tokens, layer)
+
+  return jax.lax.scan(body, pools, jnp.arange(LAYERS, dtype=jnp.int32))
+
+
+def in_jit(pools, tokens):
+  return append_and_attend(pools, tokens, jnp.int32(1))
+
+
+def in_scan(pools, tokens):
+  """Steps of a decode loop, each over all layers."""
+
+  def body(pools, _):
+    return in_layers(pools, tokens)
+
+  return jax.lax.scan(body, pools, None, length=3)
+
+
+def in_while(pools, tokens):
+  def body(carry):
+    step, pools, total = carry
+    pools, outs = in_layers(pools, tokens)
+    return step + 1, pools, total + jnp.sum(outs)
+
+  start = (jnp.int32(0), pools, jnp.float32(0))
+  return jax.lax.while_loop(lambda carry: carry[0] < 3, body, start)
+
+
+LOOPS = (in_jit, in_layers, in_scan, in_while)
+
+
+def step_arguments(dtype):
+  pool = jax.ShapeDtypeStruct((LAYERS * PAGES, KV_HEADS, SIZE, DIM), dtype)
+  shape = jax.ShapeDtypeStruct
+  tokens = {
+    "new": shape((SLOTS, KV_HEADS, DIM), jnp.bfloat16),
+    "q": shape((SLOTS, HEADS, DIM), jnp.bfloat16),
+    "pages": shape((SLOTS,), jnp.int32),
+    "offsets": shape((SLOTS,), jnp.int32),
+    "table": shape((SLOTS, COLUMNS), jnp.int32),
+    "lengths": shape((SLOTS,), jnp.int32),
+  }
+  return (pool, pool), tokens
+
+
+def assert_in_place(compiled, pools):
+  """Aliased, nothing made that has the size of one, temporaries under 5 %."""
+  bytes_of_all = sum(p.size * np.dtype(p.dtype).itemsize for p in pools)
+  memory = compiled.memory_analysis()
+  assert pool_sized_rewrites(compiled, pools[0].shape) == []
+  assert memory.alias_size_in_bytes >= bytes_of_all
+  assert memory.temp_size_in_bytes < bytes_of_all * 0.05
+
+
+class TestInPlace:
+  """A step writes its tokens into the donated pools, and copies neither."""
+
+  @pytest.mark.parametrize("loop", LOOPS)
+  @pytest.mark.parametrize("dtype", ["float32", "uint16"])
+  def test_on_this_cpu(self, loop, dtype):
+    pools, tokens = step_arguments(dtype)
+    jitted = jax.jit(loop, donate_argnums=0)
+    assert_in_place(jitted.lower(pools, tokens).compile(), pools)
+
+  @over(TARGETS)
+  @pytest.mark.parametrize("loop", LOOPS)
+  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+  def test_elsewhere(self, target, loop, dtype):
+    pools, tokens = step_arguments(dtype)
+    jitted = jax.jit(loop, donate_argnums=0)
+    program = compile_for(target, jitted, pools, tokens)
+    assert_in_place(program.compiled, pools)
