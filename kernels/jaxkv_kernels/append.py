@@ -187,7 +187,18 @@ def _where(
 
 
 def _put(pages, new, where, offsets) -> jax.Array:
-  return pages.at[where, :, offsets].set(new, mode="drop")
+  """Writes `new` [T, K, ...] into [P, K, S, ...]; page P drops the token.
+
+  Head by head: a window over heads that skips the slots between them would
+  make XLA for a TPU transpose the whole pool around a loop.
+  """
+  kv_heads = pages.shape[1]
+  heads = jnp.arange(kv_heads, dtype=jnp.int32)[None]
+  tiles = pages.reshape(-1, *pages.shape[2:])
+  tiles = tiles.at[where[:, None] * kv_heads + heads, offsets[:, None]].set(
+    new, mode="drop"
+  )
+  return tiles.reshape(pages.shape)
 
 
 def _divided(name: str, new: jax.Array, scale: jax.Array | None) -> jax.Array:
