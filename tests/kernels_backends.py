@@ -85,6 +85,7 @@ def _jitted(name: str):
 
 RUNNERS = {
   "xla": Runner(backend="xla", serves=tuple(SHAPES), float32_l2=1e-6),
+  "triton": Runner(backend="triton", interpret=True, serves=tuple(SHAPES)),
 }
 
 

@@ -12,6 +12,7 @@
 | `latent` | multi-head latent attention |
 | `plan` | equal pieces of decode work |
 | `xla` | a backend: a scan over blocks of tokens, for any platform |
+| `triton`, `triton_kernel` | a backend: Pallas-Triton, for NVIDIA GPUs |
 
 A backend is a module with three functions, `backends.Backend`.
 """

@@ -1,0 +1,266 @@
+"""Paged attention in Pallas-Triton, for NVIDIA GPUs from sm_80.
+
+A program takes up to 64 of the query rows that share a K/V head, as one tile
+for the tensor cores, and a part of their keys. It reads keys and values token
+by token through the page table, so any page size will do, and none twice.
+Where there would be too few programs, or one would have too much to do, the
+keys of a row are split; every part is normalised, in float32, and the parts
+are put together by their log-sum-exp.
+
+jax deprecated this way to a GPU in 0.11: it is kept for what Mosaic GPU does
+not serve, and because its numbers can be checked on a CPU.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jaxkv_kernels.attention.options import Options
+from jaxkv_kernels.attention.triton_kernel import Sizes
+from jaxkv_kernels.attention.triton_kernel import kernel
+from jaxkv_kernels.attention.triton_kernel import power_of_two
+from jaxkv_kernels.storage import logical_dtype
+
+# Query rows of a program: the least a tensor core multiplies, and the most
+# whose sums stay in registers.
+_LEAST_ROWS, _MOST_ROWS = 16, 64
+# Bytes of K, and of V, in a block: three stages of both leave room for two
+# programs in a core's 227 KB.
+_BLOCK_BYTES = 16 * 1024
+_MOST_BLOCK = 128
+# Programs wanted at once: two on each of an H100's or H200's 132 cores.
+_PROGRAMS = 264
+_MOST_SPLITS = 64
+# Tokens of a program: a long row beside short ones is split so that they end
+# together; less than the least takes as long to begin as to do.
+_MOST_TOKENS, _LEAST_TOKENS = 4096, 1024
+_LARGEST_HEAD = 256
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def decode(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  lengths: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """One query per sequence: float32[B, H, Dv], float32[B, H]."""
+  out, lse = _attend(
+    q[:, None], k_pages, v_pages, page_table, lengths, None, options
+  )
+  return out[:, 0], lse[:, 0]
+
+
+def padded(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """A rectangle of queries: float32[B, T, H, Dv], float32[B, T, H]."""
+  return _attend(q, k_pages, v_pages, page_table, starts, counts, options)
+
+
+def unsupported(
+  platform: str,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: Options,
+) -> str | None:
+  """Why it does not serve a call; None if it does."""
+  del options
+  if platform != "cuda":
+    return f"the platform is {platform}; supported is cuda"
+  for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+    if pages.shape[3] > _LARGEST_HEAD:
+      return (
+        f"{name} has head size {pages.shape[3]}; supported is up to"
+        f" {_LARGEST_HEAD}"
+      )
+    # Pallas-Triton counts elements in 32 bits, with a sign, up to 4 GiB.
+    if pages.dtype.itemsize == 1 and 2**31 < pages.size <= 2**32:
+      return (
+        f"{name} has {pages.size} elements of 8 bits; supported are up to 2^31,"
+        " and more than 2^32"
+      )
+  e4m3 = logical_dtype(k_pages.dtype).name == "float8_e4m3fn"
+  least = 89 if e4m3 else 80
+  oldest = _oldest_architecture()
+  if oldest is not None and oldest < least:
+    return (
+      f"k_pages is {k_pages.dtype} and the GPU is sm_{oldest}; supported is"
+      f" sm_{least} and later"
+    )
+  return None
+
+
+@functools.cache
+def _oldest_architecture() -> int | None:
+  """86 for a GPU of sm_86, the oldest at hand; None without a GPU."""
+  found = [
+    int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
+    for device in jax.local_devices()
+    if device.platform == "gpu"
+  ]
+  return min(found, default=None)
+
+
+def _attend(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array | None,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of [B, T, H, D].
+
+  Without `counts` there is one query a row, and `starts` holds lengths.
+  """
+  sizes = _sizes(q, k_pages, v_pages, page_table)
+  window = options.window
+  inputs = {
+    "q": q,
+    "k": k_pages,
+    "v": v_pages,
+    "table": page_table,
+    "starts": starts,
+    "counts": counts,
+    "page_offset": options.page_offset.reshape(1),
+    "scale": jnp.asarray(options.scale, jnp.float32).reshape(1),
+    "window": _one_int32(window),
+    "slopes": options.alibi_slopes,
+    "k_scale": options.k_scale,
+    "v_scale": options.v_scale,
+    # Triton has no pointers to single bits.
+    "tree": _as_int8(options.tree_mask),
+    "tree_starts": options.tree_starts,
+  }
+  shape = (sizes.splits, sizes.batch, sizes.columns, sizes.heads)
+  call = pl.pallas_call(
+    functools.partial(kernel, sizes=sizes, soft_cap=options.soft_cap),
+    grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
+    out_shape=(
+      jax.ShapeDtypeStruct((*shape, sizes.dims[1]), jnp.float32),
+      jax.ShapeDtypeStruct(shape, jnp.float32),
+    ),
+    compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+    interpret=options.interpret,
+    name="jaxkv_paged_attention",
+  )
+  # Raised when this is lowered, which is after this call, so there is no
+  # narrower place for it. jax 0.11 and later.
+  warnings.filterwarnings(
+    "ignore",
+    message="The Pallas Triton backend is deprecated",
+    category=DeprecationWarning,
+  )
+  parts, parts_lse = call(inputs)
+  real = None
+  if counts is not None:
+    column = jnp.arange(sizes.columns, dtype=jnp.int32)
+    real = (column[None] < counts[:, None])[:, :, None]
+  return _together(parts, parts_lse, options.sinks, real)
+
+
+def _one_int32(value: jax.Array | int | None) -> jax.Array | None:
+  if value is None:
+    return None
+  return jnp.asarray(value, jnp.int32).reshape(1)
+
+
+def _as_int8(mask: jax.Array | None) -> jax.Array | None:
+  return None if mask is None else mask.astype(jnp.int8)
+
+
+def _sizes(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+) -> Sizes:
+  """How the work is cut, from shapes alone."""
+  batch, columns, heads, dim = q.shape
+  pages, kv_heads, page_size, _ = k_pages.shape
+  capacity = page_table.shape[1] * page_size
+  in_all = columns * heads // kv_heads
+  rows = min(max(power_of_two(in_all), _LEAST_ROWS), _MOST_ROWS)
+  tiles = -(-in_all // rows)
+  widest = power_of_two(max(dim, v_pages.shape[3]))
+  numbers = _numbers(q.dtype, logical_dtype(k_pages.dtype))
+  # Whole numbers of 8 bits widen to `numbers` in registers.
+  width = widest * max(k_pages.dtype.itemsize, numbers.itemsize // 2)
+  block = min(max(_BLOCK_BYTES // width, 16), _MOST_BLOCK)
+  programs = batch * kv_heads * tiles
+  idle = programs < _PROGRAMS
+  splits = max(-(-_PROGRAMS // programs), -(-capacity // _MOST_TOKENS))
+  splits = min(splits, _MOST_SPLITS, -(-capacity // block))
+  return Sizes(
+    batch=batch,
+    columns=columns,
+    heads=heads,
+    kv_heads=kv_heads,
+    dims=(dim, v_pages.shape[3]),
+    pages=pages,
+    page_size=page_size,
+    capacity=capacity,
+    rows=rows,
+    tiles=tiles,
+    block=block,
+    splits=splits,
+    least=1 if idle else -(-_LEAST_TOKENS // block),
+    numbers=numbers,
+  )
+
+
+def _numbers(query, stored) -> np.dtype:
+  """The format in which queries meet keys, and weights values.
+
+  8-bit numbers are exact in all others; a pair of different wider formats
+  meets in float32.
+  """
+  query, stored = np.dtype(query), np.dtype(stored)
+  if stored.itemsize == 1 or stored == query:
+    return query
+  return np.dtype(np.float32)
+
+
+def _together(
+  parts: jax.Array,
+  parts_lse: jax.Array,
+  sinks: jax.Array | None,
+  real: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Merges parts [N, B, T, H, Dv], [N, B, T, H]; then the sinks join in.
+
+  `real` bool[B, T, 1] says which are queries, all if None: a sink adds to a
+  query that sees no key, but not to padding.
+  """
+  top = jnp.max(parts_lse, axis=0)
+  if sinks is not None:
+    top = jnp.maximum(top, sinks[None, None])
+  top = jnp.maximum(top, jnp.float32(_LOWEST))
+  weights = jnp.exp(parts_lse - top[None])
+  total = jnp.sum(weights, axis=0)
+  if sinks is not None:
+    total = total + jnp.exp(sinks[None, None] - top)
+  empty = total == 0
+  safe = jnp.where(empty, jnp.float32(1), total)
+  out = jnp.sum(parts * (weights / safe[None])[..., None], axis=0)
+  lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+  if real is not None:
+    lse = jnp.where(real, lse, -jnp.inf)
+  return out, lse

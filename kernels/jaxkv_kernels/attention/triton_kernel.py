@@ -1,0 +1,303 @@
+"""The kernel of the backend `triton`: a tile of queries, a part of its keys.
+
+Written for Pallas-Triton: arrays of a power of two, offsets computed by hand,
+masks for all that is not there. It runs in Pallas's interpreter as it stands.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jaxkv_kernels.storage import load
+
+_LOG2_E = math.log2(math.e)
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+  """Static sizes of a call.
+
+  Attributes:
+    batch: B.
+    columns: T, queries of a row.
+    heads: H.
+    kv_heads: K.
+    dims: D and Dv.
+    pages: P.
+    page_size: S.
+    capacity: M * S, tokens of a table's row.
+    rows: query rows of a program, a power of two.
+    tiles: programs that share a K/V head's T * G query rows.
+    block: tokens of a step, a power of two.
+    splits: programs that share a row's keys.
+    least: blocks that a program has at least, while there are any.
+    numbers: what the tensor cores multiply.
+  """
+
+  batch: int
+  columns: int
+  heads: int
+  kv_heads: int
+  dims: tuple[int, int]
+  pages: int
+  page_size: int
+  capacity: int
+  rows: int
+  tiles: int
+  block: int
+  splits: int
+  least: int
+  numbers: np.dtype
+
+  @property
+  def group(self) -> int:
+    """G, the query heads of a K/V head."""
+    return self.heads // self.kv_heads
+
+
+def power_of_two(number: int) -> int:
+  """The smallest that is not below."""
+  return 1 << (number - 1).bit_length()
+
+
+def kernel(refs, out_ref, lse_ref, *, sizes: Sizes, soft_cap: float | None):
+  """One tile of query rows over one part of its keys.
+
+  Args:
+    refs: whole arrays, None where an option is absent.
+      q [B, T, H, D], k [P, K, S, D], v [P, K, S, Dv], table int32[B, M],
+      starts int32[B], counts int32[B], page_offset int32[1], scale float32[1],
+      window int32[1], slopes float32[H], k_scale and v_scale float32[K] or
+      float32[P, K, S], tree int8[B, T, N], tree_starts int32[B].
+    out_ref: float32[splits, B, T, H, Dv].
+    lse_ref: float32[splits, B, T, H].
+    sizes: static sizes.
+    soft_cap: or None.
+  """
+  rows = _rows(refs, sizes)
+  first_block, end_block = _blocks(rows, sizes)
+  q = _read(refs["q"], rows.place, rows.real, sizes.dims[0])
+  q = q.astype(sizes.numbers)
+
+  def step(index, carry):
+    return _step(refs, rows, q, index, carry, sizes, soft_cap)
+
+  value_dim = power_of_two(sizes.dims[1])
+  top, total, weighted = lax.fori_loop(
+    first_block,
+    end_block,
+    step,
+    (
+      jnp.full((sizes.rows,), _LOWEST, jnp.float32),
+      jnp.zeros((sizes.rows,), jnp.float32),
+      jnp.zeros((sizes.rows, value_dim), jnp.float32),
+    ),
+  )
+  empty = total == 0
+  safe = jnp.where(empty, 1.0, total)
+  lse = jnp.where(empty, -jnp.inf, top / _LOG2_E + jnp.log(safe))
+  place = (pl.program_id(1), *rows.place)
+  plt.store(lse_ref.at[place], lse, mask=rows.real)
+  _write(out_ref, place, rows.real, sizes.dims[1], weighted / safe[:, None])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rows:
+  """The query rows of a program, each a query and a head of one K/V head.
+
+  Attributes:
+    batch: the row of the batch. int32[]
+    kv_head: int32[]
+    column: the query. int32[R]
+    head: int32[R]
+    real: false beyond the T * G rows. bool[R]
+    position: absolute, of the query. int32[R]
+    first: the first key it sees. int32[R]
+    end: one past the last, 0 for padding. int32[R]
+    reach: the first of all, and one past the last of all. int32[], int32[]
+  """
+
+  batch: jax.Array
+  kv_head: jax.Array
+  column: jax.Array
+  head: jax.Array
+  real: jax.Array
+  position: jax.Array
+  first: jax.Array
+  end: jax.Array
+  reach: tuple[jax.Array, jax.Array]
+
+  @property
+  def place(self):
+    """Where they stand in an array [B, T, H, ...]."""
+    return self.batch, self.column, self.head
+
+
+def _rows(refs, sizes: Sizes) -> _Rows:
+  """What this program is about."""
+  program = pl.program_id(0)
+  tile = lax.rem(program, sizes.tiles)
+  kv_head = lax.rem(lax.div(program, sizes.tiles), sizes.kv_heads)
+  batch = lax.div(program, sizes.tiles * sizes.kv_heads)
+  row = tile * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
+  column = _divide(row, sizes.group)
+  head = kv_head * sizes.group + row - column * sizes.group
+  start = refs["starts"][batch]
+  if refs["counts"] is None:
+    start, count = start - 1, jnp.int32(1)
+  else:
+    count = jnp.minimum(refs["counts"][batch], sizes.columns)
+
+  def end_of(column):
+    return jnp.clip(start + column + 1, 0, sizes.capacity)
+
+  def first_of(end):
+    if refs["window"] is None:
+      return jnp.zeros_like(end)
+    return jnp.maximum(end - refs["window"][0], 0)
+
+  lowest = lax.div(tile * sizes.rows, sizes.group)
+  highest = lax.div((tile + 1) * sizes.rows - 1, sizes.group)
+  highest = jnp.minimum(highest, count - 1)
+  end = jnp.where(column < count, end_of(column), 0)
+  reach_end = jnp.where(highest >= lowest, end_of(highest), 0)
+  return _Rows(
+    batch=batch,
+    kv_head=kv_head,
+    column=column,
+    head=head,
+    real=row < sizes.columns * sizes.group,
+    position=start + column,
+    first=first_of(end),
+    end=end,
+    reach=(first_of(end_of(lowest)), reach_end),
+  )
+
+
+def _blocks(rows: _Rows, sizes: Sizes):
+  """This part's blocks of keys, first and one past the last."""
+  first = lax.div(rows.reach[0], sizes.block)
+  end = lax.div(rows.reach[1] + sizes.block - 1, sizes.block)
+  share = lax.div(end - first + sizes.splits - 1, sizes.splits)
+  share = jnp.maximum(share, sizes.least)
+  first += pl.program_id(1) * share
+  return first, jnp.minimum(first + share, end)
+
+
+def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
+  """One more block of keys: the online softmax, in powers of two."""
+  top, total, weighted = carry
+  position = index * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
+  inside = (position >= rows.reach[0]) & (position < rows.reach[1])
+  place = _place(refs, rows, position, inside, sizes)
+  keys = _read(refs["k"], place, inside, sizes.dims[0])
+  logits = jnp.dot(
+    q,
+    load(keys).astype(sizes.numbers).T,
+    precision=_precision(sizes.numbers),
+    preferred_element_type=jnp.float32,
+  )
+  if refs["k_scale"] is not None:
+    logits *= _scale(refs["k_scale"], place, inside)[None]
+  logits = _shaped(refs, rows, logits * refs["scale"][0], position, soft_cap)
+  seen = (position[None] >= rows.first[:, None]) & (
+    position[None] < rows.end[:, None]
+  )
+  if refs["tree"] is not None:
+    seen &= _allowed(refs, rows, position)
+    inside &= jnp.max(seen.astype(jnp.int32), axis=0) > 0
+  logits = jnp.where(seen, logits, -jnp.inf)
+  highest = jnp.maximum(top, jnp.max(logits, axis=1))
+  shrink = jnp.exp2(top - highest)
+  weights = jnp.exp2(logits - highest[:, None])
+  total = total * shrink + jnp.sum(weights, axis=1)
+  # Zeros where nothing is read: a weight of zero does not keep NaN out.
+  values = _read(refs["v"], place, inside, sizes.dims[1])
+  if refs["v_scale"] is not None:
+    weights *= _scale(refs["v_scale"], place, inside)[None]
+  update = jnp.dot(
+    weights.astype(sizes.numbers),
+    load(values).astype(sizes.numbers),
+    precision=_precision(sizes.numbers),
+    preferred_element_type=jnp.float32,
+  )
+  return highest, total, weighted * shrink[:, None] + update
+
+
+def _place(refs, rows: _Rows, position, inside, sizes: Sizes):
+  """Page, head and slot of each token of a block."""
+  column = _divide(position, sizes.page_size)
+  page = plt.load(refs["table"].at[rows.batch, column], mask=inside, other=0)
+  page = jnp.clip(page + refs["page_offset"][0], 0, sizes.pages - 1)
+  return page, rows.kv_head, position - column * sizes.page_size
+
+
+def _read(ref, place, inside, dim: int):
+  """Vectors at some places, zeros outside; their size a power of two."""
+  place, inside = _with_columns(place, inside, dim)
+  return plt.load(ref.at[place], mask=inside, other=jnp.zeros((), ref.dtype))
+
+
+def _write(ref, place, inside, dim: int, values) -> None:
+  """The reverse of `_read`."""
+  place, inside = _with_columns(place, inside, dim)
+  plt.store(ref.at[place], values, mask=inside)
+
+
+def _with_columns(place, inside, dim: int):
+  """Places and their mask with one more axis, for the columns of vectors."""
+  width = power_of_two(dim)
+  column = jnp.arange(width, dtype=jnp.int32)[None]
+  place = tuple(x[:, None] if x.ndim else x for x in place)
+  inside = jnp.broadcast_to(inside[:, None], (inside.size, width))
+  return (*place, column), inside & (column < dim)
+
+
+def _scale(ref, place, inside):
+  """The scale of each token of a block, 0 outside."""
+  if ref.ndim == 1:
+    return jnp.where(inside, ref[place[1]], 0.0)
+  return plt.load(ref.at[place], mask=inside, other=0.0)
+
+
+def _shaped(refs, rows: _Rows, logits, position, soft_cap: float | None):
+  """Soft cap and ALiBi; then as powers of two."""
+  if soft_cap is not None:
+    logits = soft_cap * jnp.tanh(logits / soft_cap)
+  if refs["slopes"] is not None:
+    slopes = plt.load(refs["slopes"].at[rows.head], mask=rows.real, other=0.0)
+    away = position[None] - rows.position[:, None]
+    logits += slopes[:, None] * away.astype(jnp.float32)
+  return logits * _LOG2_E
+
+
+def _allowed(refs, rows: _Rows, position):
+  """What the tree's mask leaves of each row's keys: bool[R, block]."""
+  nodes = refs["tree"].shape[2]
+  node = position[None] - refs["tree_starts"][rows.batch]
+  inside = (node >= 0) & (node < nodes)
+  mask = rows.real[:, None] & inside
+  allowed = plt.load(
+    refs["tree"].at[rows.batch, rows.column[:, None], node],
+    mask=mask,
+    other=jnp.int8(1),
+  )
+  return allowed != 0
+
+
+def _divide(numbers, by: int):
+  """Of what is not negative."""
+  return lax.div(numbers, jnp.full_like(numbers, by))
+
+
+def _precision(numbers: np.dtype):
+  """float32 stays float32, which by itself would become tf32."""
+  is_float32 = numbers == np.dtype(np.float32)
+  return lax.Precision.HIGHEST if is_float32 else None
