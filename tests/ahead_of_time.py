@@ -28,6 +28,8 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
+import jaxkv_kernels as kernels
+
 # XLA asks these of a device. From NVIDIA's data sheet of the H200 SXM and its
 # table of compute capability 9.0; bytes, and bytes a second.
 _H200 = """
@@ -135,6 +137,12 @@ def needs(*targets: str) -> pytest.MarkDecorator:
   """Skips a test, with the reason, where one of the targets has no compiler."""
   reasons = [reason for target in targets if (reason := why_not(target))]
   return pytest.mark.skipif(bool(reasons), reason="; ".join(reasons))
+
+
+def for_target(target: str) -> tuple[str, ...]:
+  """Names of the attention backends that can be compiled for a target."""
+  pallas = ("mosaic_gpu", "triton") if target == "h200" else ("mosaic_tpu",)
+  return ("xla", *(name for name in pallas if name in kernels.BACKENDS))
 
 
 def compile_for(

@@ -25,6 +25,8 @@ _STATIC = (
   "max_query_len",
   "interpret",
 )
+# With JAXKV_TEST_PLATFORM=cuda; see conftest.py.
+_ON_CUDA = jax.default_backend() == "gpu"
 # Shapes that every backend serves.
 COMMON = ("page16_gqa4_d128", "bits_gqa4")
 
@@ -85,7 +87,9 @@ def _jitted(name: str):
 
 RUNNERS = {
   "xla": Runner(backend="xla", serves=tuple(SHAPES), float32_l2=1e-6),
-  "triton": Runner(backend="triton", interpret=True, serves=tuple(SHAPES)),
+  "triton": Runner(
+    backend="triton", interpret=not _ON_CUDA, serves=tuple(SHAPES)
+  ),
 }
 
 

@@ -7,10 +7,14 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+import jaxkv
 import jaxkv_kernels as kernels
+from jaxkv.cache import free_queue
 from tests.ahead_of_time import TARGETS
 from tests.ahead_of_time import compile_for
+from tests.ahead_of_time import for_target
 from tests.ahead_of_time import needs
+from tests.compiled_loops import work_in_loops
 from tests.pool_copies import pool_sized_rewrites
 
 LAYERS, PAGES, KV_HEADS, SIZE, DIM = 4, 512, 8, 16, 128
@@ -21,6 +25,15 @@ def over(targets):
   """A test for each target; those that have no compiler here are skipped."""
   cases = [pytest.param(name, marks=needs(name)) for name in targets]
   return pytest.mark.parametrize("target", cases)
+
+
+# Which backend a target's chooser may take, the XLA one beside them.
+BACKENDS = [
+  pytest.param(target, name, marks=needs(target), id=f"{target}-{name}")
+  for target in TARGETS
+  for name in for_target(target)
+]
+over_backends = pytest.mark.parametrize(("target", "backend"), BACKENDS)
 
 
 class TestHarness:
@@ -59,7 +72,7 @@ class TestHarness:
       compile_for("v4", jax.jit(jnp.sin), jnp.ones(3))
 
 
-def append_and_attend(pools, tokens, layer):
+def append_and_attend(pools, tokens, layer, backend):
   """A layer's part of a step on pools of all layers."""
   k_pages, v_pages = kernels.append_kv(
     *pools,
@@ -76,37 +89,37 @@ def append_and_attend(pools, tokens, layer):
     tokens["table"],
     tokens["lengths"],
     page_offset=layer * PAGES,
-    backend="xla",
+    backend=backend,
   )
   return (k_pages, v_pages), jnp.sum(out.astype(jnp.float32))
 
 
-def in_layers(pools, tokens):
+def in_jit(pools, tokens, *, backend):
+  return append_and_attend(pools, tokens, jnp.int32(1), backend)
+
+
+def in_layers(pools, tokens, *, backend):
   """A loop over layers, which share the pools."""
 
   def body(pools, layer):
-    return append_and_attend(pools, tokens, layer)
+    return append_and_attend(pools, tokens, layer, backend)
 
   return jax.lax.scan(body, pools, jnp.arange(LAYERS, dtype=jnp.int32))
 
 
-def in_jit(pools, tokens):
-  return append_and_attend(pools, tokens, jnp.int32(1))
-
-
-def in_scan(pools, tokens):
+def in_scan(pools, tokens, *, backend):
   """Steps of a decode loop, each over all layers."""
 
   def body(pools, _):
-    return in_layers(pools, tokens)
+    return in_layers(pools, tokens, backend=backend)
 
   return jax.lax.scan(body, pools, None, length=3)
 
 
-def in_while(pools, tokens):
+def in_while(pools, tokens, *, backend):
   def body(carry):
     step, pools, total = carry
-    pools, outs = in_layers(pools, tokens)
+    pools, outs = in_layers(pools, tokens, backend=backend)
     return step + 1, pools, total + jnp.sum(outs)
 
   start = (jnp.int32(0), pools, jnp.float32(0))
@@ -139,6 +152,10 @@ def assert_in_place(compiled, pools):
   assert memory.temp_size_in_bytes < bytes_of_all * 0.05
 
 
+def jitted(loop):
+  return jax.jit(loop, donate_argnums=0, static_argnames="backend")
+
+
 class TestInPlace:
   """A step writes its tokens into the donated pools, and copies neither."""
 
@@ -146,14 +163,55 @@ class TestInPlace:
   @pytest.mark.parametrize("dtype", ["float32", "uint16"])
   def test_on_this_cpu(self, loop, dtype):
     pools, tokens = step_arguments(dtype)
-    jitted = jax.jit(loop, donate_argnums=0)
-    assert_in_place(jitted.lower(pools, tokens).compile(), pools)
+    lowered = jitted(loop).lower(pools, tokens, backend="xla")
+    assert_in_place(lowered.compile(), pools)
+
+  @over_backends
+  @pytest.mark.parametrize("loop", LOOPS)
+  def test_elsewhere(self, target, backend, loop):
+    pools, tokens = step_arguments("bfloat16")
+    program = compile_for(target, jitted(loop), pools, tokens, backend=backend)
+    assert_in_place(program.compiled, pools)
 
   @over(TARGETS)
-  @pytest.mark.parametrize("loop", LOOPS)
-  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-  def test_elsewhere(self, target, loop, dtype):
+  @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "int8"])
+  def test_formats(self, target, dtype):
     pools, tokens = step_arguments(dtype)
-    jitted = jax.jit(loop, donate_argnums=0)
-    program = compile_for(target, jitted, pools, tokens)
+    program = compile_for(
+      target, jitted(in_layers), pools, tokens, backend="xla"
+    )
     assert_in_place(program.compiled, pools)
+
+
+class TestTransitions:
+  @over(["h200"])
+  def test_a_decode_loop_of_the_cache_is_in_place(self, target, monkeypatch):
+    """Without the sweep of the free queue, once in many pushes; as on a CPU."""
+    monkeypatch.setattr(free_queue, "reserve", lambda queue, count: queue)
+    config = jaxkv.CacheConfig(
+      num_pages=65_536,
+      page_size=16,
+      num_slots=64,
+      pages_per_slot=256,
+      seed=5,  # A patched verb must not be found in jit's cache.
+    )
+    state = jax.eval_shape(lambda: jaxkv.init(config))
+
+    def step(state, tokens):
+      ones = jnp.ones((config.num_slots,), jnp.int32)
+      state, _ = jaxkv.allocate(state, ones)
+      state, _ = jaxkv.commit(state, tokens[:, None], ones)
+      state, _ = jaxkv.free(state, tokens == 7)
+      return state, None
+
+    def loop(state, tokens):
+      return jax.lax.scan(step, state, tokens)[0]
+
+    tokens = jax.ShapeDtypeStruct((8, config.num_slots), jnp.int32)
+    jitted = jax.jit(loop, donate_argnums=0)
+    program = compile_for(target, jitted, state, tokens)
+    leaves = jax.tree.leaves(state)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert program.aliased >= size
+    assert program.temporary < size * 0.05
+    assert work_in_loops(program.text, config.num_pages // 2) == {}

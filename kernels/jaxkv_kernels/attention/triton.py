@@ -157,7 +157,11 @@ def _attend(
       jax.ShapeDtypeStruct((*shape, sizes.dims[1]), jnp.float32),
       jax.ShapeDtypeStruct(shape, jnp.float32),
     ),
-    compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+    compiler_params=plt.CompilerParams(
+      # Twice the threads for twice the sums: none spills its registers.
+      num_warps=4 if sizes.rows == _LEAST_ROWS else 8,
+      num_stages=3,
+    ),
     interpret=options.interpret,
     name="jaxkv_paged_attention",
   )
@@ -197,13 +201,17 @@ def _sizes(
   pages, kv_heads, page_size, _ = k_pages.shape
   capacity = page_table.shape[1] * page_size
   in_all = columns * heads // kv_heads
-  rows = min(max(power_of_two(in_all), _LEAST_ROWS), _MOST_ROWS)
+  numbers = _numbers(q.dtype, logical_dtype(k_pages.dtype))
+  # float32 is multiplied outside the tensor cores, in many more registers.
+  most = _MOST_ROWS if numbers.itemsize == 2 else _LEAST_ROWS
+  rows = min(max(power_of_two(in_all), _LEAST_ROWS), most)
   tiles = -(-in_all // rows)
   widest = power_of_two(max(dim, v_pages.shape[3]))
-  numbers = _numbers(q.dtype, logical_dtype(k_pages.dtype))
-  # Whole numbers of 8 bits widen to `numbers` in registers.
-  width = widest * max(k_pages.dtype.itemsize, numbers.itemsize // 2)
-  block = min(max(_BLOCK_BYTES // width, 16), _MOST_BLOCK)
+  # Numbers of 8 bits widen in registers, of which many rows leave few.
+  few = rows == _LEAST_ROWS
+  width = max(k_pages.dtype.itemsize, numbers.itemsize // (2 if few else 1))
+  most = _MOST_BLOCK if few else _MOST_BLOCK // 2
+  block = min(max(_BLOCK_BYTES // (widest * width), 16), most)
   programs = batch * kv_heads * tiles
   idle = programs < _PROGRAMS
   splits = max(-(-_PROGRAMS // programs), -(-capacity // _MOST_TOKENS))

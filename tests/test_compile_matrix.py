@@ -1,0 +1,173 @@
+"""Every Pallas kernel compiles for its machines, over shapes and formats.
+
+A compiler that refuses, one spilled register of a CUDA kernel, or a temporary
+that grows with the pool fails here. A backend names what it serves; what it
+does not it has to refuse with a reason.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv_kernels as kernels
+from tests.ahead_of_time import TARGETS
+from tests.ahead_of_time import compile_for
+from tests.ahead_of_time import for_target
+from tests.ahead_of_time import needs
+
+BATCH, HEADS, KV_HEADS, TOKENS, PAGE_TOKENS = 8, 32, 8, 4096, 2**18
+# The formats of pools that a backend must serve.
+FORMATS = {
+  "triton": ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8"),
+  "mosaic_gpu": ("bfloat16", "float16"),
+  "mosaic_tpu": ("bfloat16", "float32", "float8_e4m3fn"),
+}
+DIMS = (64, 128, 256)
+SIZES = (8, 16, 64)
+WIDE = ("bfloat16", "float16", "float32")
+
+
+def matrix():
+  """Head sizes, page sizes and formats of every backend on every target.
+
+  8-bit pools for one page size: a kernel sees that in its table's index alone.
+  """
+  for target in TARGETS:
+    for backend in for_target(target)[1:]:
+      for dtype in FORMATS[backend]:
+        for size in SIZES if dtype in WIDE else SIZES[1:2]:
+          for dim in DIMS:
+            yield pytest.param(
+              target,
+              backend,
+              dtype,
+              size,
+              dim,
+              marks=[needs(target), *_once(dim, size)],
+              id=f"{target}-{backend}-{dtype}-{size}-{dim}",
+            )
+
+
+def _once(dim: int, size: int):
+  """A second Python compiles one size of each."""
+  return [] if (dim, size) == (128, 16) else [pytest.mark.once]
+
+
+def pools_and_table(dtype, size, dim):
+  shape = jax.ShapeDtypeStruct
+  pool = shape((PAGE_TOKENS // size, KV_HEADS, size, dim), dtype)
+  return pool, pool, shape((BATCH, TOKENS // size), jnp.int32)
+
+
+def query_dtype(dtype):
+  return jnp.bfloat16 if jnp.dtype(dtype).itemsize == 1 else dtype
+
+
+def assert_small(program, *pools):
+  """Temporaries under 5 % of the pools."""
+  size = sum(pool.size * jnp.dtype(pool.dtype).itemsize for pool in pools)
+  assert program.temporary < size * 0.05
+
+
+class TestDecode:
+  @pytest.mark.parametrize(
+    ("target", "backend", "dtype", "size", "dim"), list(matrix())
+  )
+  def test_compiles(self, target, backend, dtype, size, dim):
+    decode = jax.jit(
+      functools.partial(kernels.paged_decode, backend=backend, return_lse=True)
+    )
+    pools = pools_and_table(dtype, size, dim)
+    program = compile_for(
+      target,
+      decode,
+      jax.ShapeDtypeStruct((BATCH, HEADS, dim), query_dtype(dtype)),
+      *pools,
+      jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+    )
+    assert_small(program, *pools[:2])
+
+
+class TestTriton:
+  """Whatever the definition knows, for any group and head size."""
+
+  def compile(self, function, heads, dims, dtype, *rest, **options):
+    dim, value_dim = dims
+    shape = jax.ShapeDtypeStruct
+    k_pages = shape((PAGE_TOKENS // 16, KV_HEADS, 16, dim), dtype)
+    v_pages = shape((PAGE_TOKENS // 16, KV_HEADS, 16, value_dim), dtype)
+    table = shape((BATCH, TOKENS // 16), jnp.int32)
+    leading = rest[0]
+    q = shape((*leading, heads, dim), query_dtype(dtype))
+    arrays = {
+      name: value
+      for name, value in options.items()
+      if isinstance(value, jax.ShapeDtypeStruct)
+    }
+    names = tuple(arrays)
+    static = {k: v for k, v in options.items() if k not in arrays}
+
+    def call(*arguments):
+      positional = arguments[: len(arguments) - len(names)]
+      given = dict(zip(names, arguments[len(positional) :], strict=True))
+      return function(*positional, backend="triton", **static, **given)
+
+    program = compile_for(
+      "h200",
+      jax.jit(call),
+      q,
+      k_pages,
+      v_pages,
+      table,
+      *rest[1:],
+      *arrays.values(),
+    )
+    assert_small(program, k_pages, v_pages)
+
+  @needs("h200")
+  @pytest.mark.once
+  @pytest.mark.parametrize("heads", [8, 32, 64, 256])
+  @pytest.mark.parametrize("dims", [(80, 80), (96, 160), (192, 128)])
+  def test_groups_and_head_sizes(self, heads, dims):
+    lengths = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    self.compile(
+      kernels.paged_decode, heads, dims, "bfloat16", (BATCH,), lengths
+    )
+
+  @needs("h200")
+  @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+  def test_all_options(self, dtype):
+    shape = jax.ShapeDtypeStruct
+    vector = shape((BATCH,), jnp.int32)
+    options = {
+      "scale": 0.1,
+      "soft_cap": 30.0,
+      "window": shape((), jnp.int32),
+      "page_offset": shape((), jnp.int32),
+      "sinks": shape((HEADS,), jnp.float32),
+      "alibi_slopes": shape((HEADS,), jnp.float32),
+    }
+    if dtype == "int8":
+      scales = shape((PAGE_TOKENS // 16, KV_HEADS, 16), jnp.float32)
+      options |= {"k_scale": scales, "v_scale": scales}
+    sizes = (HEADS, (128, 128), dtype)
+    self.compile(kernels.paged_decode, *sizes, (BATCH,), vector, **options)
+    self.compile(
+      kernels.paged_attention_padded,
+      *sizes,
+      (BATCH, 8),
+      vector,
+      vector,
+      tree_mask=shape((BATCH, 8, 8), jnp.bool_),
+      **options,
+    )
+    self.compile(
+      kernels.paged_attention,
+      *sizes,
+      (64,),
+      vector,
+      shape((BATCH + 1,), jnp.int32),
+      **options,
+    )
