@@ -1,0 +1,158 @@
+"""Decode-attention problems to be timed, and their arrays.
+
+What is what, and how it is timed, is in `attention.py`.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Four times the second-level cache of an H200: no call finds in it what an
+# earlier one left there.
+COLD_BYTES = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One attention layer of a decode step.
+
+  Attributes:
+    model: whose heads these are.
+    heads: H.
+    kv_heads: K.
+    head_dim: D.
+    batch: B.
+    context: tokens of the longest sequence.
+    page_size: S.
+    dtype: of the pool.
+    ragged: lengths follow Zipf's law down from `context`; else all are equal.
+  """
+
+  model: str
+  heads: int
+  kv_heads: int
+  head_dim: int
+  batch: int
+  context: int
+  page_size: int = 16
+  dtype: str = "bfloat16"
+  ragged: bool = False
+
+  @property
+  def name(self) -> str:
+    """Names it in a file of results."""
+    shape = f"B{self.batch} {'<=' if self.ragged else ''}{self.context}"
+    heads = f"{self.heads}/{self.kv_heads}x{self.head_dim}"
+    return f"{self.model} {heads} {shape} page {self.page_size} {self.dtype}"
+
+  def lengths(self) -> np.ndarray:
+    """int32[B], in an order that is not sorted."""
+    if not self.ragged:
+      return np.full(self.batch, self.context, np.int32)
+    ranks = 1 + np.arange(self.batch)
+    lengths = np.maximum(self.context // ranks, 16)
+    return np.random.default_rng(1).permutation(lengths).astype(np.int32)
+
+  def bytes_read(self) -> int:
+    """The fewest bytes of K and V that a call must read."""
+    token = 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+    return int(self.lengths().sum()) * token
+
+
+HEADS = (
+  ("Llama-3.1-8B", 32, 8, 128),
+  ("Llama-3.1-70B", 64, 8, 128),
+  ("Qwen2.5-3B", 16, 2, 128),
+  ("Llama-2-7B", 32, 32, 128),
+  ("Llama-3.2-1B", 32, 8, 64),
+)
+# Tokens of all sequences of a case, at most: 8 GB of K and V for 8 heads of
+# 128 in bfloat16.
+MOST_TOKENS = 2**21
+
+
+def all_cases() -> list[Case]:
+  """The whole matrix, what matters most first."""
+  first = HEADS[0]
+  main = [
+    Case(*first, batch, context)
+    for context in (4096, 512, 16_384, 65_536)
+    for batch in (64, 1, 8, 32, 128, 256)
+  ]
+  main += [Case(*first, 64, 16_384, ragged=True)]
+  main += [
+    Case(*first, batch, 4096, dtype=dtype)
+    for dtype in ("float8_e4m3fn", "int8")
+    for batch in (64, 8, 256)
+  ]
+  main += [Case(*first, batch, 4096, page_size=64) for batch in (64, 1, 256)]
+  main += [
+    Case(*heads, batch, context)
+    for heads in HEADS[1:]
+    for batch, context in ((64, 4096), (8, 16_384), (1, 4096))
+  ]
+  main += [Case(*first, 128, 32_768, ragged=True, page_size=64)]
+  return [c for c in main if c.batch * c.context <= MOST_TOKENS or c.ragged]
+
+
+def quick_cases() -> list[Case]:
+  """For a machine without an accelerator: does it run?"""
+  return [
+    Case("tiny", 8, 2, 64, 2, 128),
+    Case("tiny", 8, 2, 64, 3, 100, ragged=True, page_size=8, dtype="int8"),
+  ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrays:
+  """A case's arrays. Pages are shuffled over the pool.
+
+  Attributes:
+    q: [B, H, D].
+    k_pages: [P, K, S, D].
+    v_pages: [P, K, S, D].
+    tables: R tables that share no page, so that R calls read more than
+      COLD_BYTES. int32[R, B, M]
+    lengths: int32[B].
+  """
+
+  q: jax.Array
+  k_pages: jax.Array
+  v_pages: jax.Array
+  tables: jax.Array
+  lengths: jax.Array
+
+
+def arrays(case: Case, cold_bytes: int = COLD_BYTES) -> Arrays:
+  """Draws them; never zeros, which some hardware multiplies faster."""
+  lengths = case.lengths()
+  needed = -(-lengths // case.page_size)
+  rotations = max(1, math.ceil(cold_bytes / max(case.bytes_read(), 1)))
+  rotations = min(rotations, 64)
+  pages = int(needed.sum()) * rotations
+  shuffled = np.random.default_rng(2).permutation(pages).astype(np.int32)
+  tables = np.zeros((rotations, case.batch, int(needed.max())), np.int32)
+  used = 0
+  for rotation in range(rotations):
+    for row, count in enumerate(needed):
+      tables[rotation, row, :count] = shuffled[used : used + count]
+      used += count
+  keys = jax.random.split(jax.random.key(0), 3)
+  shape = (pages, case.kv_heads, case.page_size, case.head_dim)
+  query = "bfloat16" if jnp.dtype(case.dtype).itemsize == 1 else case.dtype
+  return Arrays(
+    q=_draw(keys[0], (case.batch, case.heads, case.head_dim), query),
+    k_pages=_draw(keys[1], shape, case.dtype),
+    v_pages=_draw(keys[2], shape, case.dtype),
+    tables=jnp.asarray(tables),
+    lengths=jnp.asarray(lengths),
+  )
+
+
+def _draw(key, shape, dtype) -> jax.Array:
+  if dtype == "int8":
+    return jax.random.randint(key, shape, -127, 128, jnp.int8)
+  return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)

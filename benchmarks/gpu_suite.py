@@ -1,0 +1,249 @@
+"""All that is to be shown on a GPU, in one command, within ten minutes.
+
+| stage | what it does |
+|---|---|
+| numerics | `tests/test_paged_attention.py` on the GPU: every backend that
+  serves it against the float64 definition, over all shapes |
+| launches | kernels in the body of a compiled loop of cache steps |
+| matrix | `attention.py --torch`: bandwidth of a copy, every case, every side |
+| small | `transitions.py --quick`: the cache's own verbs; not with `--quick`,
+  since on a CPU they take minutes |
+
+Each stage writes its results to the folder, and one that is already there is
+not run again; the matrix goes on where it ended. So when the time is over, run
+the same command again. The exit code is 0 when all has been done and passed.
+
+  python benchmarks/gpu_suite.py [--quick] [--minutes 10] [--out FOLDER]
+
+With `--quick`, and no GPU, it runs itself through on a CPU with tiny sizes.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_BENCHMARKS = _ROOT / "benchmarks"
+
+# Seconds that the matrix leaves to the stage after it.
+_FOR_TRANSITIONS = 150
+
+# Instructions of XLA for a GPU that start no kernel.
+_FREE = {
+  "bitcast",
+  "call",
+  "conditional",
+  "constant",
+  "get-tuple-element",
+  "parameter",
+  "tuple",
+  "while",
+}
+
+
+class Stage(NamedTuple):
+  """One part of the suite.
+
+  Attributes:
+    name: of it and of its file of results, `name`.json.
+    run: (file, seconds left, quick) -> whether it is complete and passed.
+  """
+
+  name: str
+  run: Callable[[pathlib.Path, float, bool], bool]
+
+
+def numerics(path: pathlib.Path, seconds: float, quick: bool) -> bool:
+  """The backends' test class, on this device."""
+  platform = "cpu" if quick else "cuda"
+  command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+  command += ["-n", "0", "-rs", "tests/test_paged_attention.py"]
+  if quick:
+    command += ["-k", "TestNumerics and xla"]
+  done = _output(command, seconds, JAXKV_TEST_PLATFORM=platform)
+  if done is None:
+    return False
+  lines = done.stdout.splitlines()
+  passed = done.returncode == 0
+  print("\n".join(lines[-1:] if passed else lines[-60:]))
+  report = {"passed": passed, "summary": lines[-1], "output": lines[-200:]}
+  # A failure is kept beside, so that the next run tries again.
+  kept = path if passed else path.with_suffix(".failed.json")
+  kept.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+  return passed
+
+
+def small(path: pathlib.Path, seconds: float, quick: bool) -> bool:
+  """Transitions of the cache, in their own quick sizes."""
+  if quick:
+    return True
+  command = [sys.executable, "benchmarks/transitions.py", "--quick"]
+  done = _output([*command, "--json", str(path)], seconds)
+  if done is None:
+    return False
+  print(done.stdout if done.returncode == 0 else done.stderr[-3000:])
+  return done.returncode == 0
+
+
+def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
+  """The attention matrix, as far as it comes."""
+  command = [sys.executable, "benchmarks/attention.py", "--json", str(path)]
+  command += ["--quick"] if quick else ["--torch"]
+  if not quick:
+    seconds -= _FOR_TRANSITIONS
+  # One case may be under way when its time is over.
+  command += ["--minutes", str(max(seconds - 30, 5) / 60)]
+  done = subprocess.run(command, cwd=_ROOT, env=_environment())
+  return done.returncode == 0 and _complete(path, quick)
+
+
+def _complete(path: pathlib.Path, quick: bool) -> bool:
+  import attention_cases
+
+  cases = (
+    attention_cases.quick_cases() if quick else attention_cases.all_cases()
+  )
+  report = json.loads(path.read_text("utf-8"))
+  missing = [case.name for case in cases if case.name not in report["cases"]]
+  if missing:
+    print(f"{len(missing)} cases are left: {', '.join(missing[:4])} ...")
+  return not missing
+
+
+def launches(path: pathlib.Path, seconds: float, quick: bool) -> bool:
+  """Counts kernels of a decode step of the cache in its compiled text."""
+  del seconds
+  import jax
+  import jax.numpy as jnp
+
+  import jaxkv
+
+  slots = 8 if quick else 256
+  config = jaxkv.CacheConfig(
+    num_pages=64 * slots, page_size=16, num_slots=slots, pages_per_slot=64
+  )
+
+  def step(state, tokens):
+    ones = jnp.ones((slots,), jnp.int32)
+    state, _ = jaxkv.allocate(state, ones)
+    state, _ = jaxkv.commit(state, tokens[:, None], ones)
+    state, _ = jaxkv.free(state, tokens == 7)
+    return state, None
+
+  program = jax.jit(
+    lambda state, tokens: jax.lax.scan(step, state, tokens)[0],
+    donate_argnums=0,
+  )
+  tokens = jnp.zeros((4, slots), jnp.int32)
+  text = program.lower(jaxkv.init(config), tokens).compile().as_text() or ""
+  count = kernels_in_largest_loop(text)
+  print(f"{count} kernels in a step of {slots} slots")
+  path.write_text(json.dumps({"slots": slots, "kernels": count}) + "\n")
+  return True
+
+
+def kernels_in_largest_loop(text: str) -> int:
+  """Instructions that start a kernel, in the body of the largest loop.
+
+  Args:
+    text: of a compiled program.
+
+  Returns:
+    Their number; loops inside are counted by none of theirs.
+  """
+  bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+  counts, inside = {}, ""
+  for line in text.splitlines():
+    header = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
+    if header:
+      inside = header[1]
+      continue
+    found = re.match(r"\s+(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)
+    if found and found[1] not in _FREE and inside in bodies:
+      counts[inside] = counts.get(inside, 0) + 1
+  return max(counts.values(), default=0)
+
+
+STAGES = (
+  Stage("numerics", numerics),
+  Stage("launches", launches),
+  Stage("matrix", matrix),
+  Stage("small", small),
+)
+
+
+def _environment(**more: str) -> dict[str, str]:
+  """This process's, with the checkout on Python's path."""
+  path = [str(_ROOT), str(_ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+  joined = os.pathsep.join(part for part in path if part)
+  # Several processes take turns on one GPU, and torch needs room beside jax.
+  defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  return {**defaults, **os.environ, "PYTHONPATH": joined, **more}
+
+
+def _output(
+  command: list[str], seconds: float, **environment: str
+) -> subprocess.CompletedProcess[str] | None:
+  """Runs a command to its end; None, after saying so, if it takes too long."""
+  try:
+    return subprocess.run(
+      command,
+      cwd=_ROOT,
+      env=_environment(**environment),
+      capture_output=True,
+      text=True,
+      timeout=seconds,
+    )
+  except subprocess.TimeoutExpired:
+    print(f"stopped after {seconds:.0f} s: {' '.join(command)}")
+    return None
+
+
+def run(out: pathlib.Path, minutes: float, quick: bool) -> bool:
+  """Runs what has no results yet; whether all are there and passed."""
+  out.mkdir(parents=True, exist_ok=True)
+  end = time.monotonic() + minutes * 60
+  complete = True
+  for stage in STAGES:
+    path = out / f"{stage.name}.json"
+    left = end - time.monotonic()
+    if stage.run is not matrix and path.exists():
+      print(f"[{stage.name}] done before")
+      continue
+    if left < 10:
+      print(f"[{stage.name}] no time left")
+      complete = False
+      continue
+    print(f"[{stage.name}] {left:.0f} s left", flush=True)
+    complete &= stage.run(path, left, quick)
+  return complete
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description="numerics, bandwidth, matrix, transitions"
+  )
+  parser.add_argument(
+    "--quick", action="store_true", help="tiny, on any device"
+  )
+  parser.add_argument("--minutes", type=float, default=10)
+  parser.add_argument(
+    "--out",
+    type=pathlib.Path,
+    default=_BENCHMARKS / "results" / "gpu",
+    metavar="FOLDER",
+  )
+  arguments = parser.parse_args()
+  out = arguments.out.resolve()
+  sys.exit(0 if run(out, arguments.minutes, arguments.quick) else 1)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,85 @@
+"""The logic of the benchmarks that no figure shows."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+_FOLDER = pathlib.Path(__file__).resolve().parents[1] / "benchmarks"
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_can_be_imported(monkeypatch):
+  monkeypatch.syspath_prepend(str(_FOLDER))
+
+
+def test_tables_share_no_page():
+  import attention_cases
+
+  case = attention_cases.Case("tiny", 4, 2, 32, 3, 100, ragged=True)
+  arrays = attention_cases.arrays(case, 5 * case.bytes_read())
+  needed = -(-case.lengths() // case.page_size)
+  used = [
+    page
+    for table in np.asarray(arrays.tables)
+    for row, count in zip(table, needed, strict=True)
+    for page in row[:count]
+  ]
+  assert len(arrays.tables) == 5
+  assert sorted(used) == list(range(len(arrays.k_pages)))
+
+
+def test_every_case_has_a_name_of_its_own():
+  import attention_cases
+
+  names = [case.name for case in attention_cases.all_cases()]
+  assert len(set(names)) == len(names)
+
+
+def test_a_second_run_goes_on_where_the_first_ended(tmp_path, capsys):
+  import attention
+
+  path = tmp_path / "attention.json"
+  first = attention.measure(path, quick=True, minutes=0, with_torch=False)
+  assert first["cases"] == {}
+  second = attention.measure(path, quick=True, minutes=5, with_torch=False)
+  assert attention.failures(second) == []
+  for row in second["cases"].values():
+    assert row["sides"]["xla"]["error"] == 0
+    assert all(side["error"] < 0.02 for side in row["sides"].values())
+  third = attention.measure(path, quick=True, minutes=0, with_torch=False)
+  assert third["cases"] == second["cases"]
+  assert "run it again" in capsys.readouterr().out
+
+
+def test_a_backend_that_fails_is_told_from_one_that_refuses():
+  import attention
+
+  rows = {
+    "refused": {"xla": "NotImplementedError: page size"},
+    "another's": {"cudnn dense": "RuntimeError: no"},
+    "failed": {"xla": "ValueError: no"},
+  }
+  cases = {name: {"not timed": reasons} for name, reasons in rows.items()}
+  assert attention.failures({"cases": cases}) == ["failed, xla: ValueError: no"]
+
+
+def test_kernels_of_a_loop_are_counted():
+  import gpu_suite
+
+  text = """
+%body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  %z = f32[8]{0} custom-call(%y), custom_call_target="kernel"
+  ROOT %t = (s32[], f32[8]) tuple(%i, %z)
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %w = (s32[], f32[8]) while(%a), condition=%cond.1, body=%body.1
+  ROOT %r = f32[8]{0} fusion(%w), kind=kLoop, calls=%fused
+}
+"""
+  assert gpu_suite.kernels_in_largest_loop(text) == 2
