@@ -154,8 +154,8 @@ def _attend(
     functools.partial(kernel, sizes=sizes, soft_cap=options.soft_cap),
     grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
     out_shape=(
-      jax.ShapeDtypeStruct((*shape, sizes.dims[1]), jnp.float32),
-      jax.ShapeDtypeStruct(shape, jnp.float32),
+      _float32((*shape, sizes.dims[1]), inputs),
+      _float32(shape, inputs),
     ),
     compiler_params=plt.CompilerParams(
       # Twice the threads for twice the sums: none spills its registers.
@@ -178,6 +178,16 @@ def _attend(
     column = jnp.arange(sizes.columns, dtype=jnp.int32)
     real = (column[None] < counts[:, None])[:, :, None]
   return _together(parts, parts_lse, options.sinks, real)
+
+
+def _float32(shape: tuple[int, ...], inputs) -> jax.ShapeDtypeStruct:
+  """A result; under `shard_map` it varies over the axes that an input does."""
+  zero = sum(
+    jnp.zeros_like(array, jnp.float32, shape=())
+    for array in jax.tree.leaves(inputs)
+  )
+  axes = jax.typeof(zero).manual_axis_type
+  return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes)
 
 
 def _one_int32(value: jax.Array | int | None) -> jax.Array | None:
