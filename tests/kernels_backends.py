@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 import jaxkv_kernels as kernels
 from tests.kernels_shapes import SHAPES
@@ -85,12 +86,30 @@ def _jitted(name: str):
   return jax.jit(function, static_argnames=static)
 
 
+# Of those that Mosaic serves, as many as its interpreters have time for.
+_MOSAIC_TPU = (
+  "page16_gqa4_d128",
+  "page32_gqa2_d256",
+  "bfloat16_page128_d256",
+  "int8_scale_per_head",
+  "e4m3_scale_per_head_d128",
+  "everything_bfloat16_d128",
+  "everything_int8_d128",
+)
+
 RUNNERS = {
   "xla": Runner(backend="xla", serves=tuple(SHAPES), float32_l2=1e-6),
   "triton": Runner(
     backend="triton", interpret=not _ON_CUDA, serves=tuple(SHAPES)
   ),
 }
+if not _ON_CUDA:
+  RUNNERS["mosaic_tpu"] = Runner(
+    backend="mosaic_tpu",
+    interpret=pltpu.InterpretParams(detect_races=True),
+    shapes=_MOSAIC_TPU,
+    serves=_MOSAIC_TPU,
+  )
 
 
 def cases(*names: str):

@@ -110,6 +110,13 @@ SHAPES = {
   "bfloat16_mqa": Shape(
     heads=(4, 1), head_dim=64, page_size=8, lengths=edges(8), dtype="bfloat16"
   ),
+  "bfloat16_page128_d256": Shape(
+    heads=(4, 2),
+    head_dim=256,
+    page_size=128,
+    lengths=edges(128),
+    dtype="bfloat16",
+  ),
   "float16_gqa8": Shape(
     heads=(8, 1), head_dim=128, page_size=16, lengths=edges(16), dtype="float16"
   ),
@@ -145,6 +152,15 @@ SHAPES = {
     page_size=16,
     lengths=edges(16),
     dtype="bits8",
+    query_dtype="bfloat16",
+    scales="head",
+  ),
+  "e4m3_scale_per_head_d128": Shape(
+    heads=(4, 2),
+    head_dim=128,
+    page_size=8,
+    lengths=edges(8),
+    dtype="float8_e4m3fn",
     query_dtype="bfloat16",
     scales="head",
   ),
@@ -226,6 +242,24 @@ SHAPES = {
     head_dim=64,
     page_size=16,
     lengths=edges(16),
+    dtype="int8",
+    query_dtype="bfloat16",
+    scales="token",
+    options=EVERYTHING,
+  ),
+  "everything_bfloat16_d128": Shape(
+    heads=(8, 2),
+    head_dim=128,
+    page_size=16,
+    lengths=edges(16),
+    dtype="bfloat16",
+    options=EVERYTHING,
+  ),
+  "everything_int8_d128": Shape(
+    heads=(4, 1),
+    head_dim=128,
+    page_size=32,
+    lengths=edges(32),
     dtype="int8",
     query_dtype="bfloat16",
     scales="token",

@@ -63,7 +63,7 @@ class TestErrors:
       kernels.paged_decode(**call)
 
   def test_unknown_backend(self):
-    with pytest.raises(NotImplementedError, match="there are auto, xla"):
+    with pytest.raises(NotImplementedError, match="there are auto, mosaic"):
       kernels.paged_decode(**arguments(), backend="cudnn")
 
   @pytest.mark.parametrize("backend", ["auto", "xla"])

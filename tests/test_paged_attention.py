@@ -34,7 +34,13 @@ RECTANGLES = pytest.mark.parametrize(
   ),
 )
 over_few_shapes = pytest.mark.parametrize(
-  ("runner", "name"), cases("page16_gqa4_d128", "everything", "everything_int8")
+  ("runner", "name"),
+  cases(
+    "page16_gqa4_d128",
+    "everything",
+    "everything_int8",
+    "everything_bfloat16_d128",
+  ),
 )
 over_backends = pytest.mark.parametrize("runner", backends())
 
@@ -100,7 +106,13 @@ class TestRectangle:
 
 class TestPacked:
   @pytest.mark.parametrize(
-    ("runner", "name"), cases("page8_mqa_d64", "everything", "everything_int8")
+    ("runner", "name"),
+    cases(
+      "page8_mqa_d64",
+      "everything",
+      "everything_int8",
+      "everything_bfloat16_d128",
+    ),
   )
   @pytest.mark.parametrize("longest", [None, 70])
   def test_equals_the_definition(self, runner, name, longest):
