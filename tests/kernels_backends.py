@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import tpu as pltpu
 
 import jaxkv_kernels as kernels
@@ -28,6 +29,9 @@ _STATIC = (
 )
 # With JAXKV_TEST_PLATFORM=cuda; see conftest.py.
 _ON_CUDA = jax.default_backend() == "gpu"
+_ON_HOPPER = _ON_CUDA and any(
+  getattr(device, "compute_capability", "") == "9.0" for device in jax.devices()
+)
 # Shapes that every backend serves.
 COMMON = ("page16_gqa4_d128", "bits_gqa4")
 
@@ -96,6 +100,12 @@ _MOSAIC_TPU = (
   "everything_bfloat16_d128",
   "everything_int8_d128",
 )
+_MOSAIC_GPU = (
+  "bfloat16_mqa",
+  "bfloat16_page128_d256",
+  "float16_gqa8",
+  "everything_bfloat16_d128",
+)
 
 RUNNERS = {
   "xla": Runner(backend="xla", serves=tuple(SHAPES), float32_l2=1e-6),
@@ -109,6 +119,16 @@ if not _ON_CUDA:
     interpret=pltpu.InterpretParams(detect_races=True),
     shapes=_MOSAIC_TPU,
     serves=_MOSAIC_TPU,
+  )
+if _ON_HOPPER:
+  RUNNERS["mosaic_gpu"] = Runner(backend="mosaic_gpu", serves=_MOSAIC_GPU)
+elif not _ON_CUDA and jax.__version_info__ >= (0, 11):
+  # Before, this interpreter takes minutes; tests/test_mosaic.py has a case.
+  RUNNERS["mosaic_gpu"] = Runner(
+    backend="mosaic_gpu",
+    interpret=InterpretGPUParams(detect_races=True),
+    shapes=_MOSAIC_GPU,
+    serves=_MOSAIC_GPU,
   )
 
 

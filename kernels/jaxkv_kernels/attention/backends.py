@@ -31,6 +31,7 @@ _logger = logging.getLogger(__name__)
 # The platforms that a backend is for, the first of which is meant when it is
 # named; None: all. A backend is imported when it is first asked for.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
+  "mosaic_gpu": ("cuda",),
   "mosaic_tpu": ("tpu",),
   "triton": ("cuda",),
   "xla": None,

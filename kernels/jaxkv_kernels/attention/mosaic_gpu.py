@@ -1,0 +1,320 @@
+"""Paged attention for Hopper GPUs: work lists and merges around the kernel.
+
+A tile of queries attends to its keys in pieces, which are items of work for
+`mosaic_gpu_kernel`; their results are merged by their log-sum-exps. Pieces
+follow from a row's own length, so a row's result does not depend on its
+neighbours, unless a plan says otherwise.
+
+Compiled for an H200, not run on one. A CPU interprets all of it, with race
+detection, but for the products on tensor cores, which are plain ones there.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels.attention import mosaic_gpu_kernel
+from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention import whole_heads
+from jaxkv_kernels.attention.mosaic_gpu_work import RESULT
+from jaxkv_kernels.attention.mosaic_gpu_work import ROWS
+from jaxkv_kernels.attention.mosaic_gpu_work import TOKENS
+from jaxkv_kernels.attention.mosaic_gpu_work import Item
+from jaxkv_kernels.attention.mosaic_gpu_work import Static
+from jaxkv_kernels.attention.options import Options
+
+# Multiprocessors of an H100 or H200 SXM. Other numbers work too, less evenly.
+_BLOCKS = 132
+# As many as show streams taking turns.
+_INTERPRETED_BLOCKS = 2
+# Items for each stream where contexts fill their tables: enough to be even.
+_ITEMS_PER_STREAM = 4
+# Tokens. A shorter piece spends more on its output than it saves in waiting.
+_SHORTEST = 128
+_SHORTEST_PER_ROW = 16
+# Shared memory of a block of threads, less what barriers and sums take.
+_SHARED = 227 * 2**10 - 2 * 2**10
+_MOST_STAGES = 4
+_NO_WINDOW = 2**30
+
+_FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def decode(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  lengths: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """One query per sequence: float32[B, H, Dv], float32[B, H]."""
+  out, lse = padded(
+    q[:, None],
+    k_pages,
+    v_pages,
+    page_table,
+    lengths - 1,
+    jnp.ones_like(lengths),
+    options,
+  )
+  return out[:, 0], lse[:, 0]
+
+
+def padded(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
+  batch, columns, heads, _ = q.shape
+  num_pages, kv_heads, page_size, dim = k_pages.shape
+  group = heads // kv_heads
+  capacity = page_table.shape[1] * page_size
+  size = min(columns, ROWS // group)
+  reach = query_tiles.reach(starts, counts, columns, capacity, options.window)
+  tiles = query_tiles.tile(q, reach, kv_heads=kv_heads, size=size, multiple=8)
+  k_stages, v_stages = stages(dim)
+  static = Static(
+    kv_heads=kv_heads,
+    group=group,
+    page_size=page_size,
+    streams=streams(dim),
+    k_stages=k_stages,
+    v_stages=v_stages,
+    blocks=_INTERPRETED_BLOCKS if options.interpret else _BLOCKS,
+    causal=size > 1,
+    soft_cap=options.soft_cap,
+    alibi=options.alibi_slopes is not None,
+    tree=options.tree_mask is not None,
+    interpreted=bool(options.interpret),
+  )
+  tree, tree_first = _trees(options, batch, group, size)
+  items, begins, most = work_list(tiles, tree_first, capacity, static, options)
+  rows = tiles.q.shape[2]
+  out, lse = mosaic_gpu_kernel.call(
+    static,
+    (
+      items,
+      begins[-1:],
+      jnp.clip(page_table + options.page_offset, 0, num_pages - 1),
+      whole_heads.factors(options, heads, kv_heads)[::group],
+      _slopes(options, kv_heads, size),
+      tree,
+      tiles.q.reshape(-1, rows, dim),
+      k_pages.reshape(-1, *k_pages.shape[2:]),
+      v_pages.reshape(-1, *v_pages.shape[2:]),
+    ),
+    options.interpret,
+  )
+  out = out.reshape(-1, kv_heads, *out.shape[1:])
+  lse = lse.reshape(-1, kv_heads, ROWS)[:, :, :rows]
+  out, lse = merge(out, lse, begins, most)
+  out = query_tiles.untile(out, batch, columns, heads, size)
+  lse = query_tiles.untile(lse[..., None], batch, columns, heads, size)[..., 0]
+  seen = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
+  out = jnp.where(seen[..., None, None], out, jnp.float32(0))
+  lse = jnp.where(seen[..., None], lse, -jnp.inf)
+  return whole_heads.finish(out, lse, seen, options)
+
+
+def unsupported(
+  platform: str,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: Options,
+) -> str | None:
+  """Why this backend does not serve a call; None if it does."""
+  kv_heads, size = k_pages.shape[1:3]
+  dims = k_pages.shape[3], v_pages.shape[3]
+  pool = jnp.dtype(k_pages.dtype)
+  reasons = {
+    f"platform={platform!r}; this backend is for cuda": platform != "cuda",
+    f"k_pages is {pool}; bfloat16 and float16 are supported": (
+      pool not in _FLOATS
+    ),
+    f"q is {q.dtype} and k_pages {pool}; equal dtypes are supported": (
+      q.dtype != pool
+    ),
+    f"k_pages has pages of {size} tokens; 8, 16, 32 and multiples of {TOKENS}"
+    " are supported": size not in (8, 16, 32) and size % TOKENS != 0,
+    f"k_pages and v_pages have head sizes {dims}; equal ones of 64, 128, 192"
+    " and 256 are supported": (
+      dims[0] != dims[1] or dims[0] not in (64, 128, 192, 256)
+    ),
+    f"q has {q.shape[-2]} heads, {kv_heads} of keys; up to {ROWS} for each of"
+    " these are supported": q.shape[-2] // kv_heads > ROWS,
+    "k_scale and v_scale of tokens are not supported; those of heads are": any(
+      scale is not None and scale.ndim != 1
+      for scale in (options.k_scale, options.v_scale)
+    ),
+  }
+  return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def streams(dim: int) -> int:
+  """Streams of a block of threads: as many as its registers serve."""
+  return 2 if dim <= 128 else 1
+
+
+def stages(dim: int) -> tuple[int, int]:
+  """Blocks of keys and of values in their rings: what shared memory holds."""
+  queries = ROWS * (dim * 2 + RESULT * 4)
+  room = (_SHARED // streams(dim) - queries) // (TOKENS * dim * 2)
+  return min(_MOST_STAGES, room - room // 2), min(_MOST_STAGES, room // 2)
+
+
+def work_list(
+  tiles: query_tiles.Tiles,
+  tree_first: jax.Array,
+  capacity: int,
+  static: Static,
+  options: Options,
+) -> tuple[jax.Array, jax.Array, int | None]:
+  """Cuts what every tile sees into items of work.
+
+  Args:
+    tiles: of all sequences.
+    tree_first: block in which a sequence's tree begins. int32[B]
+    capacity: tokens that a row of the page table holds.
+    static: of the kernel.
+    options: of the call.
+
+  Returns:
+    (int32[I, 8] of `Item`s, int32[W + 1] where each tile's items begin, the
+    places for results that a tile has or None if they are packed). Items from
+    the last beginning on are idle.
+  """
+  num = tiles.q.shape[0]
+  per_row = num // tree_first.shape[0]
+  if options.plan is not None and per_row == 1 and not static.causal:
+    plan = options.plan
+    tile, begins, most = plan.row, plan.begins, None
+    first, end = plan.first, plan.end
+    where = jnp.arange(tile.shape[0], dtype=jnp.int32)
+  else:
+    rows = tiles.q.shape[2]
+    size = piece(num * static.kv_heads, rows, capacity, static)
+    most = -(-capacity // size)
+    skipped = tiles.first // size
+    pieces = (tiles.end + size - 1) // size - skipped
+    pieces = jnp.where(tiles.end > 0, pieces, 0)
+    ends = jnp.cumsum(pieces)
+    begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+    index = jnp.arange(num * most, dtype=jnp.int32)
+    tile = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    tile = jnp.minimum(tile, num - 1)
+    nth = index - begins[tile]
+    first = (skipped[tile] + nth) * size
+    end = first + size
+    where = tile * most + nth
+  window = _NO_WINDOW if options.window is None else options.window
+  sequence = tile // per_row
+  first = jnp.maximum(first, tiles.first[tile])
+  end = jnp.minimum(end, tiles.end[tile])
+  item = Item(
+    sequence=sequence,
+    tile=tile,
+    # A piece of a plan may be behind the window, or past the table.
+    first=jnp.where(first < end, first, 0),
+    end=jnp.where(first < end, end, 0),
+    position=tiles.position[tile],
+    window=jnp.broadcast_to(jnp.asarray(window, jnp.int32), tile.shape),
+    tree=tree_first[sequence],
+    place=where,
+  )
+  return jnp.stack(item, axis=1), begins, most
+
+
+def piece(contexts: int, rows: int, capacity: int, static: Static) -> int:
+  """Tokens of a piece: a function of shapes, so that neighbours do not matter.
+
+  Args:
+    contexts: W * K, of which each may fill its table.
+    rows: R.
+    capacity: tokens of a context.
+    static: of the kernel.
+
+  Returns:
+    A multiple of 64.
+  """
+  workers = static.blocks * static.streams
+  wanted = -(-_ITEMS_PER_STREAM * workers // contexts)
+  # A piece writes R rows of float32 and reads them again.
+  size = max(_SHORTEST, _SHORTEST_PER_ROW * rows, -(-capacity // wanted))
+  return -(-size // TOKENS) * TOKENS
+
+
+def merge(
+  out: jax.Array, lse: jax.Array, begins: jax.Array, most: int | None
+) -> tuple[jax.Array, jax.Array]:
+  """Results of items to results of tiles.
+
+  Args:
+    out: float32[O, K, R, Dv], anything where no item put its result.
+    lse: float32[O, K, R].
+    begins: int32[W + 1], the difference of which are the items of a tile.
+    most: places of a tile, O = W * most; None: items are packed.
+
+  Returns:
+    (float32[W, K, R, Dv], float32[W, K, R]), 0 and -inf where nothing is.
+  """
+  if most is None:
+    return _merge_packed(out, lse, begins)
+  out = out.reshape(-1, most, *out.shape[1:])
+  lse = lse.reshape(-1, most, *lse.shape[1:])
+  nth = jnp.arange(most, dtype=jnp.int32)[None]
+  mine = nth < (begins[1:] - begins[:-1])[:, None]
+  weights, lse = _weights(jnp.where(mine[..., None, None], lse, -jnp.inf))
+  used = weights[..., None]
+  return jnp.sum(jnp.where(used > 0, out * used, jnp.float32(0)), axis=1), lse
+
+
+def _merge_packed(out, lse, begins):
+  """`merge` by a product: which tiles have many items is not known."""
+  index = jnp.arange(out.shape[0], dtype=jnp.int32)[None]
+  mine = (index >= begins[:-1, None]) & (index < begins[1:, None])
+  weights, merged = _weights(jnp.where(mine[..., None, None], lse, -jnp.inf))
+  real = (index[0] < begins[-1])[:, None, None, None]
+  return jnp.einsum(
+    "wikr,ikrd->wkrd",
+    weights,
+    jnp.where(real, out, jnp.float32(0)),
+    precision=lax.Precision.HIGHEST,
+  ), merged
+
+
+def _weights(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Of log-sum-exps along axis 1: shares, 0 where all are -inf, and theirs."""
+  top = jnp.max(lse, axis=1)
+  top = jnp.where(top == -jnp.inf, jnp.float32(0), top)
+  weights = jnp.exp(lse - top[:, None])
+  total = jnp.sum(weights, axis=1)
+  safe = jnp.where(total == 0, jnp.float32(1), total)
+  return weights / safe[:, None], top + jnp.log(total)
+
+
+def _trees(
+  options: Options, batch: int, group: int, size: int
+) -> tuple[jax.Array, jax.Array]:
+  """Tree masks of tiles, int8[W, E, 64, C], and first blocks, int32[B]."""
+  if options.tree_mask is None:
+    none = jnp.zeros((1, 1, ROWS, TOKENS), jnp.int8)
+    return none, jnp.zeros((batch,), jnp.int32)
+  return query_tiles.trees(
+    options, group=group, size=size, rows=ROWS, tokens=TOKENS
+  )
+
+
+def _slopes(options: Options, kv_heads: int, size: int) -> jax.Array:
+  """ALiBi slopes of a tile's rows, float32[K, 64]."""
+  if options.alibi_slopes is None:
+    return jnp.zeros((kv_heads, ROWS), jnp.float32)
+  slopes = options.alibi_slopes.astype(jnp.float32).reshape(kv_heads, -1)
+  slopes = jnp.tile(slopes, (1, size))
+  return jnp.pad(slopes, ((0, 0), (0, ROWS - slopes.shape[1])))

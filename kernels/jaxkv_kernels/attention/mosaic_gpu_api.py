@@ -1,0 +1,85 @@
+"""Where releases of Pallas' Mosaic GPU dialect differ, from jax 0.10 on.
+
+Its interpreter knows of no layouts in jax 0.10, and of no products of
+registers in any release; `interpreted` says to do without.
+"""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+MATRIX = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+
+_load: Any = plgpu.load
+# Before jax 0.12 it takes an index beside the ref.
+_INDEXED = "idx" in inspect.signature(_load).parameters
+
+
+def load(ref: Any, layout: Any, *, interpreted: bool) -> jax.Array:
+  """All of a ref, in registers, whether or not that is fast."""
+  if interpreted:
+    return ref[...]
+  if _INDEXED:
+    return _load(ref, (), layout=layout, optimized=False)
+  return _load(ref, layout=layout, optimized=False)
+
+
+def full(
+  shape: tuple[int, ...], value: float, layout: Any, *, interpreted: bool
+) -> jax.Array:
+  """One number everywhere, float32."""
+  array = jnp.full(shape, value, jnp.float32)
+  return array if interpreted else plgpu.layout_cast(array, layout)
+
+
+def iota(shape: tuple[int, int], axis: int, *, interpreted: bool) -> jax.Array:
+  """Indices along an axis of a matrix, int32."""
+  if interpreted:
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+  return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX)
+
+
+def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
+  """Of the rows of two refs to shared memory: float32[M, N]."""
+  if interpreted:
+    return _dot(left[...], right[...].T)
+  # The name of a method in jax 0.12.
+  exchanged = (
+    plgpu.transpose_ref(right, (1, 0)) if _INDEXED else right.transpose((1, 0))
+  )
+
+  def multiply(result):
+    plgpu.wgmma(result, left, exchanged)
+    return result[...]
+
+  shape = left.shape[0], right.shape[0]
+  return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def add_product(
+  total: jax.Array, left: jax.Array, right: Any, *, interpreted: bool
+) -> jax.Array:
+  """Adds the product of registers and a ref to registers in float32."""
+  if interpreted:
+    return total + _dot(left, right[...])
+
+  def multiply(result):
+    plgpu.wgmma(result, left, right)
+
+  sums: Any = pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total))
+  return sums
+
+
+def _dot(left, right):
+  """Ordinary reads have to be done before a copy may write there.
+
+  The tensor cores' own see to that themselves.
+  """
+  plgpu.commit_smem()
+  return jnp.dot(left, right, preferred_element_type=jnp.float32)

@@ -1,0 +1,137 @@
+"""What the Hopper kernel of paged attention is told, and how it counts blocks.
+
+| letter | size of |
+|---|---|
+| I | items of work |
+| O | places for their results |
+| W | tiles of queries |
+| R | query rows of a tile, a multiple of 8 up to 64 |
+| C | tokens of a block |
+| X | blocks in a ring, of keys or of values |
+"""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax import lax
+
+# Rows of a product on the tensor cores. A tile that has fewer leaves the rest
+# to chance: no row's result depends on another row.
+ROWS = 64
+# Tokens of a block.
+TOKENS = 64
+# Columns of a result that go through shared memory at a time.
+RESULT = 32
+
+
+class Item(NamedTuple):
+  """What one stream does at a time; a row of int32[I, 8], or scalars.
+
+  Attributes:
+    sequence: row of the page table.
+    tile: of queries.
+    first: first token.
+    end: one past the last.
+    position: of the tile's first query.
+    window: as in `Options`, larger than any context where there is none.
+    tree: block in which the sequence's tree begins.
+    place: of its result.
+  """
+
+  sequence: Any
+  tile: Any
+  first: Any
+  end: Any
+  position: Any
+  window: Any
+  tree: Any
+  place: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Static:
+  """Sizes and choices of one kernel.
+
+  Attributes:
+    kv_heads: K.
+    group: G.
+    page_size: S.
+    streams: of one block of threads.
+    k_stages: X, for keys.
+    v_stages: X, for values.
+    blocks: of threads, one a multiprocessor.
+    causal: whether rows of a tile see different keys.
+    soft_cap: as in `Options`.
+    alibi: whether logits have a bias.
+    tree: whether there is a tree mask.
+    interpreted: whether products are to be plain ones.
+  """
+
+  kv_heads: int
+  group: int
+  page_size: int
+  streams: int
+  k_stages: int
+  v_stages: int
+  blocks: int
+  causal: bool
+  soft_cap: float | None
+  alibi: bool
+  tree: bool
+  interpreted: bool = False
+
+  @property
+  def pages(self) -> int:
+    """Copies that make up a block of tokens, of K or of V."""
+    return max(1, TOKENS // self.page_size)
+
+
+class Refs(NamedTuple):
+  """What the kernel sees."""
+
+  # Input, in device memory
+  items: Any  # int32[I, 8]
+  count: Any  # int32[1], items that are not idle
+  table: Any  # int32[B, M], clamped to the pool
+  factor: Any  # float32[K]
+  slopes: Any  # float32[K, 64]
+  trees: Any  # int8[W, E, 64, C], masks of E blocks
+  q: Any  # [W * K, R, D]
+  k_pages: Any  # [P * K, S, D]
+  v_pages: Any  # [P * K, S, Dv]
+  # Output, in device memory
+  out: Any  # float32[O * K, R, Dv]
+  lse: Any  # float32[O * K, 64]
+  # Scratch, in shared memory, the first index being the stream
+  queries: Any  # [streams, 64, D]
+  result: Any  # float32[streams, 64, 32], some columns at a time
+  sums: Any  # float32[streams, 64]
+  keys: Any  # [streams, X, C, D]
+  values: Any  # [streams, X, C, Dv]
+  # Barriers, one for every place of all rings
+  q_full: Any  # [streams]
+  k_full: Any  # [streams * X]
+  v_full: Any  # [streams * X]
+  k_free: Any  # [streams * X]
+  v_free: Any  # [streams * X]
+
+
+def first_block(item: Item) -> jax.Array:
+  """In which an item begins, counted from its sequence's beginning."""
+  return lax.div(item.first, TOKENS)
+
+
+def num_blocks(item: Item) -> jax.Array:
+  """That an item touches."""
+  return lax.div(item.end + TOKENS - 1, TOKENS) - first_block(item)
+
+
+def place(
+  ring: Any, stream: jax.Array, used: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Where a stream's next block goes after `used`: in its ring, in all."""
+  stages = ring.shape[1]
+  slot = lax.rem(used, stages)
+  return slot, stream * stages + slot

@@ -1,0 +1,296 @@
+"""The parts of the Mosaic backends, and what tables of shapes do not reach."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.experimental.pallas import tpu as pltpu
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels.attention import block_softmax
+from jaxkv_kernels.attention import definition
+from jaxkv_kernels.attention import mosaic_gpu
+from jaxkv_kernels.attention import mosaic_tpu
+from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention.mosaic_gpu_work import Item
+from jaxkv_kernels.attention.mosaic_gpu_work import Static
+from jaxkv_kernels.attention.options import Options
+from tests.kernels_shapes import SHAPES
+from tests.kernels_shapes import assert_matches
+from tests.kernels_shapes import problem
+from tests.kernels_shapes import put
+from tests.kernels_shapes import queries
+
+INTERPRETED = {
+  "mosaic_tpu": pltpu.InterpretParams(detect_races=True),
+  "mosaic_gpu": InterpretGPUParams(detect_races=True),
+}
+DTYPES = {"mosaic_tpu": np.float32, "mosaic_gpu": jnp.bfloat16}
+over_backends = pytest.mark.parametrize("backend", INTERPRETED)
+
+
+def decode(backend, *arguments, **options):
+  out = kernels.paged_decode(
+    *put(*arguments),
+    backend=backend,
+    interpret=INTERPRETED[backend],
+    return_lse=True,
+    **options,
+  )
+  return [np.asarray(x) for x in out]
+
+
+@pytest.mark.skipif(
+  jax.default_backend() != "cpu", reason="interpreted, on a CPU"
+)
+class TestKernels:
+  @over_backends
+  def test_extreme_logits(self, backend):
+    """Logits of +-5e5: no overflow, and the largest takes all."""
+    if backend == "mosaic_gpu" and jax.__version_info__ < (0, 11):
+      pytest.skip("the interpreter of this jax takes a minute")
+    dtype = DTYPES[backend]
+    keys = np.zeros((4, 1, 16, 128), dtype)
+    keys[..., 0] = -512.0
+    keys[2, 0, 3, 0] = 512.0
+    values = np.random.default_rng(0).standard_normal(keys.shape).astype(dtype)
+    q = np.zeros((2, 1, 128), dtype)
+    q[:, :, 0] = [[1024.0], [-1024.0]]
+    table = np.array([[0, 2, 3], [1, 3, 0]], np.int32)
+    arguments = (q, keys, values, table, np.array([40, 33], np.int32))
+    wanted = definition.paged_decode(*arguments, scale=1.0)
+    out, lse = decode(backend, *arguments, scale=1.0)
+    assert_matches(out, lse, *wanted, np.dtype(dtype), 2e-6)
+    np.testing.assert_array_equal(out[0, 0], values[2, 0, 3])
+
+  def test_a_plan(self):
+    """Rows in pieces of other sizes, one of them behind the window."""
+    shape = dataclasses.replace(
+      SHAPES["bfloat16_mqa"], lengths=(300, 0, 70, 9), options={"window": 150}
+    )
+    case = problem(shape)
+    q = queries(case, shape, 4)
+    arguments = (q, *case.pools, case.lengths)
+    plan = kernels.plan_decode(jnp.asarray(case.lengths), workers=5)
+    assert int(plan.begins[-1]) > 4
+    wanted = definition.paged_decode(*arguments, **case.options)
+    out, lse = decode("mosaic_gpu", *arguments, plan=plan, **case.options)
+    assert_matches(out, lse, *wanted, case.dtype, 2e-6)
+
+
+class TestBlockSoftmax:
+  def attend(self, products, seen, values, **options):
+    """A row's softmax over blocks of 8 keys, [R, 8 * n]."""
+    top = jnp.full(len(products), block_softmax.LOWEST)
+    total = jnp.zeros(len(products))
+    weighted = jnp.zeros((len(products), values.shape[1]))
+    distance = np.arange(products.shape[1], dtype=np.int32)[None]
+    distance = np.broadcast_to(distance - products.shape[1], products.shape)
+    for start in range(0, products.shape[1], 8):
+      part = slice(start, start + 8)
+      logits = block_softmax.logits(
+        jnp.asarray(products[:, part]),
+        jnp.float32(options.get("factor", 1.0)),
+        jnp.asarray(distance[:, part]),
+        options.get("soft_cap"),
+        options.get("slopes"),
+      )
+      top, total, shrink, weights = block_softmax.absorb(
+        logits, jnp.asarray(seen[:, part]), top, total
+      )
+      weighted = weighted * shrink[:, None] + weights @ values[part]
+    return block_softmax.normalise(top, total, weighted), distance
+
+  @pytest.mark.parametrize("soft_cap", [None, 1.0, 30.0, 50.0])
+  @pytest.mark.parametrize("sloped", [False, True])
+  def test_equals_softmax(self, soft_cap, sloped):
+    rng = np.random.default_rng(0)
+    products = rng.standard_normal((5, 24)).astype(np.float32) * 9
+    seen = rng.random((5, 24)) < 0.5
+    seen[:, :8], seen[1] = False, False
+    products[~seen] = np.nan
+    values = rng.standard_normal((24, 3)).astype(np.float32)
+    slopes = jnp.arange(5, dtype=jnp.float32) / 9 if sloped else None
+    (out, lse), distance = self.attend(
+      products, seen, values, factor=0.3, soft_cap=soft_cap, slopes=slopes
+    )
+    logits = products.astype(np.float64) * 0.3
+    if soft_cap is not None:
+      logits = soft_cap * np.tanh(logits / soft_cap)
+    if sloped:
+      logits += np.arange(5)[:, None] / 9 * distance
+    weights = np.where(seen, np.exp(logits), 0)
+    total = weights.sum(1)
+    rows = total > 0
+    assert rows.tolist() == [True, False, True, True, True]
+    np.testing.assert_allclose(
+      out[rows], (weights @ values)[rows] / total[rows, None], atol=3e-6
+    )
+    np.testing.assert_allclose(lse[rows], np.log(total[rows]), atol=3e-6)
+    np.testing.assert_array_equal(out[1], 0)
+    assert lse[1] == -np.inf
+
+  def test_extremes(self):
+    products = np.array([[-5e5] * 7 + [5e5] + [-5e5] * 8], np.float32)
+    values = np.arange(16, dtype=np.float32)[:, None]
+    seen = np.ones((1, 16), bool)
+    for soft_cap, wanted in ((None, 5e5), (50.0, 50.0)):
+      (out, lse), _ = self.attend(products, seen, values, soft_cap=soft_cap)
+      np.testing.assert_allclose(out, [[7.0]], rtol=1e-6)
+      np.testing.assert_allclose(lse, [wanted], rtol=1e-6)
+
+
+def static(**changes):
+  sizes = {
+    "kv_heads": 2,
+    "group": 4,
+    "page_size": 16,
+    "streams": 2,
+    "k_stages": 3,
+    "v_stages": 2,
+    "blocks": 4,
+    "causal": False,
+    "soft_cap": None,
+    "alibi": False,
+    "tree": False,
+  }
+  return Static(**(sizes | changes))
+
+
+class TestWorkList:
+  @pytest.mark.parametrize("window", [None, 100])
+  @pytest.mark.parametrize("planned", [False, True])
+  def test_every_token_once(self, window, planned):
+    lengths = jnp.asarray([1000, 0, 1, 64, 130, 999], jnp.int32)
+    capacity, batch = 1008, len(lengths)
+    reach = query_tiles.reach(
+      lengths - 1, jnp.ones_like(lengths), 1, capacity, window
+    )
+    q = jnp.zeros((batch, 1, 8, 64))
+    tiles = query_tiles.tile(q, reach, kv_heads=2, size=1, multiple=8)
+    plan = kernels.plan_decode(lengths, workers=7) if planned else None
+    options = Options(
+      page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
+    )
+    items, begins, most = mosaic_gpu.work_list(
+      tiles, jnp.zeros(batch, jnp.int32), capacity, static(), options
+    )
+    assert (most is None) == planned
+    num = int(begins[-1])
+    work = Item(*np.asarray(items)[:num].T)
+    seen = np.zeros((batch, capacity), int)
+    for row, first, end in zip(work.tile, work.first, work.end, strict=True):
+      seen[row, first:end] += 1
+    for row, length in enumerate(np.asarray(lengths)):
+      first = 0 if window is None else max(0, length - window)
+      np.testing.assert_array_equal(seen[row, first:length], 1)
+      assert seen[row].sum() == length - first
+    assert len(set(work.place.tolist())) == num
+    np.testing.assert_array_equal(work.sequence, work.tile)
+
+  @pytest.mark.parametrize("planned", [False, True])
+  def test_merge(self, planned):
+    """Pieces merge to the whole, whatever idle places hold."""
+    rng = np.random.default_rng(0)
+    counts, most = np.array([3, 0, 1, 2]), 4
+    begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    out = np.full((4, most, 2, 3, 5), np.nan, np.float32)
+    lse = np.full((4, most, 2, 3), np.nan, np.float32)
+    for row, count in enumerate(counts):
+      out[row, :count] = rng.standard_normal((count, 2, 3, 5))
+      lse[row, :count] = rng.standard_normal((count, 2, 3)) * 3
+    lse[0, 1, 0] = -np.inf
+    out[0, 1, 0] = 0
+    places = [out.reshape(-1, 2, 3, 5), lse.reshape(-1, 2, 3)]
+    if planned:
+      real = ~np.isnan(places[1][:, 0, 0])
+      places = [np.concatenate([x[real], x[~real]]) for x in places]
+    merged = mosaic_gpu.merge(*put(*places, begins), None if planned else most)
+    for row, count in enumerate(counts):
+      wanted = np.zeros((2, 3, 5)), np.full((2, 3), -np.inf)
+      if count:
+        wanted = definition.merge_states(out[row, :count], lse[row, :count])
+      for a, b in zip(merged, wanted, strict=True):
+        np.testing.assert_allclose(a[row], b, atol=2e-6)
+
+  def test_pieces_follow_from_shapes(self):
+    """Enough for all streams, never so short that output outweighs input."""
+    for contexts in (1, 8, 64, 2048):
+      for rows in (8, 64):
+        for capacity in (512, 4096, 65536):
+          size = mosaic_gpu.piece(contexts, rows, capacity, static())
+          assert size % 64 == 0
+          assert size >= 16 * rows
+
+  @pytest.mark.parametrize("dim", [64, 128, 192, 256])
+  def test_rings_fit_shared_memory(self, dim):
+    k_stages, v_stages = mosaic_gpu.stages(dim)
+    assert k_stages >= v_stages >= 2
+    per_stream = 64 * dim * 2 * (1 + k_stages + v_stages) + 64 * 32 * 4
+    assert per_stream * mosaic_gpu.streams(dim) <= 225 * 1024
+
+
+def call(backend, **changes):
+  """A decode that a backend serves, changed by what it may not serve."""
+  dtype = changes.pop("dtype", jnp.bfloat16)
+  dim, size = changes.pop("dim", 128), changes.pop("size", 16)
+  heads, value_dim = changes.pop("heads", 4), changes.pop("value_dim", dim)
+  q = changes.pop("q", jnp.ones((2, heads, dim), jnp.bfloat16))
+  kernels.paged_decode(
+    q,
+    jnp.ones((3, 2, size, dim), dtype),
+    jnp.ones((3, 2, size, value_dim), dtype),
+    jnp.ones((2, 3), jnp.int32),
+    jnp.ones(2, jnp.int32),
+    backend=backend,
+    **changes,
+  )
+
+
+class TestUnsupported:
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"dtype": jnp.float16}, "k_pages is float16; float32"),
+      ({"dim": 64}, "multiples of 128 are supported"),
+      ({"value_dim": 64}, "multiples of 128 are supported"),
+      ({"size": 4}, "pages of 4 tokens; multiples of 8"),
+      ({"q": jnp.ones((2, 4, 128), jnp.float16)}, "q is float16"),
+      ({"size": 4096, "dim": 1024}, "bytes together; up to"),
+    ],
+  )
+  def test_tpu(self, changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+      call("mosaic_tpu", **changes)
+
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"dtype": jnp.int8}, "k_pages is int8; bfloat16 and float16"),
+      ({"dtype": jnp.float16}, "q is bfloat16 and k_pages float16"),
+      ({"dim": 80}, r"head sizes \(80, 80\).*64, 128, 192"),
+      ({"value_dim": 64}, "equal ones of"),
+      ({"size": 4}, "pages of 4 tokens; 8, 16, 32 and multiples of 64"),
+      ({"size": 96}, "pages of 96 tokens"),
+      ({"heads": 256}, "q has 256 heads, 2 of keys; up to 64"),
+    ],
+  )
+  def test_gpu(self, changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+      call("mosaic_gpu", **changes)
+
+  def test_scales_of_tokens(self):
+    scale = jnp.ones((3, 2, 16))
+    with pytest.raises(NotImplementedError, match="v_scale of tokens"):
+      call("mosaic_gpu", k_scale=scale, v_scale=scale)
+
+  @over_backends
+  def test_other_platforms(self, backend):
+    shape = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.bfloat16)
+    module = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}[backend]
+    options = Options(page_offset=jnp.int32(0), scale=1.0)
+    reason = module.unsupported("cpu", shape, shape, shape, options)
+    assert reason.startswith("platform='cpu'")

@@ -1,0 +1,158 @@
+"""The Mosaic backends compile with every option, beside the plain matrix."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv_kernels as kernels
+from tests.ahead_of_time import compile_for
+from tests.ahead_of_time import needs
+
+BATCH, HEADS, KV_HEADS, SIZE, DIM = 8, 32, 8, 16, 128
+PAGES, COLUMNS = 32_768, 256
+shape = jax.ShapeDtypeStruct
+# The oldest and the newest TPU; the matrix has the third.
+BACKENDS = {"h200": "mosaic_gpu", "v5e": "mosaic_tpu", "v7x": "mosaic_tpu"}
+TPUS = [pytest.param(name, marks=needs(name)) for name in ("v5e", "v7x")]
+over_targets = pytest.mark.parametrize(
+  "target", [pytest.param("h200", marks=needs("h200")), *TPUS]
+)
+over_tpus = pytest.mark.parametrize("target", TPUS)
+pytestmark = pytest.mark.once
+
+
+def compiled(
+  target, function, leading, *vectors, heads=None, may_spill=False, **options
+):
+  """Compiles a call; its temporaries stay under 5 % of the pools."""
+  heads = heads or (HEADS, KV_HEADS)
+  sizes = {"dim": DIM, "size": SIZE, "dtype": "bfloat16"}
+  sizes |= {name: options.pop(name) for name in sizes if name in options}
+  dtype = jnp.dtype(sizes["dtype"])
+  pages = PAGES * SIZE // sizes["size"]
+  pool = shape((pages, heads[1], sizes["size"], sizes["dim"]), dtype)
+  q = shape(
+    (*leading, heads[0], sizes["dim"]),
+    jnp.bfloat16 if dtype.itemsize == 1 else dtype,
+  )
+  arrays = {k: v for k, v in options.items() if isinstance(v, shape)}
+  static = {k: v for k, v in options.items() if k not in arrays}
+
+  def call(arrays, *arguments):
+    return function(
+      *arguments, **arrays, **static, return_lse=True, backend=BACKENDS[target]
+    )
+
+  table = shape((BATCH, COLUMNS), jnp.int32)
+  program = compile_for(
+    target,
+    jax.jit(call),
+    arrays,
+    q,
+    pool,
+    pool,
+    table,
+    *vectors,
+    may_spill=may_spill,
+  )
+  assert program.temporary < 2 * pool.size * dtype.itemsize * 0.05
+
+
+def vector(size=BATCH):
+  return shape((size,), jnp.int32)
+
+
+EVERYTHING = {
+  "scale": shape((), jnp.float32),
+  "soft_cap": 30.0,
+  "window": shape((), jnp.int32),
+  "page_offset": shape((), jnp.int32),
+  "sinks": shape((HEADS,), jnp.float32),
+  "alibi_slopes": shape((HEADS,), jnp.float32),
+}
+PER_HEAD = dict.fromkeys(
+  ("k_scale", "v_scale"), shape((KV_HEADS,), jnp.float32)
+)
+TREE = {"tree_mask": shape((BATCH, 9, 9), jnp.bool_)}
+PER_TOKEN = dict.fromkeys(
+  ("k_scale", "v_scale"), shape((PAGES, KV_HEADS, SIZE), jnp.float32)
+)
+
+
+@over_targets
+class TestAllTargets:
+  @pytest.mark.parametrize("dim", [128, 256])
+  def test_decode(self, target, dim):
+    compiled(
+      target, kernels.paged_decode, (BATCH,), vector(), dim=dim, **EVERYTHING
+    )
+
+  # A tree mask at 256 spills 8 bytes of registers on an H200, 20 with all.
+  @pytest.mark.parametrize(
+    ("dim", "options"),
+    [
+      (128, {**EVERYTHING, **PER_HEAD, **TREE}),
+      (256, {**EVERYTHING, **PER_HEAD}),
+      (256, TREE),
+    ],
+    ids=["all128", "all256", "tree256"],
+  )
+  def test_rectangle(self, target, dim, options):
+    compiled(
+      target,
+      kernels.paged_attention_padded,
+      (BATCH, 9),
+      vector(),
+      vector(),
+      dim=dim,
+      may_spill="tree_mask" in options and dim == 256,
+      **options,
+    )
+
+  def test_packed(self, target):
+    compiled(
+      target,
+      kernels.paged_attention,
+      (200,),
+      vector(),
+      vector(BATCH + 1),
+      **EVERYTHING,
+    )
+
+  @pytest.mark.parametrize("heads", [(8, 1), (64, 1), (32, 32), (24, 3)])
+  def test_groups(self, target, heads):
+    compiled(target, kernels.paged_decode, (BATCH,), vector(), heads=heads)
+
+  @pytest.mark.parametrize("size", [8, 128])
+  def test_page_sizes(self, target, size):
+    compiled(target, kernels.paged_decode, (BATCH,), vector(), size=size)
+
+
+class TestHopper:
+  @needs("h200")
+  def test_head_size_192(self):
+    compiled("h200", kernels.paged_decode, (BATCH,), vector(), dim=192)
+
+  @needs("h200")
+  def test_plan(self):
+    def planned(q, k_pages, v_pages, table, lengths, **options):
+      plan = kernels.plan_decode(lengths, workers=33)
+      arguments = q, k_pages, v_pages, table, lengths
+      return kernels.paged_decode(*arguments, plan=plan, **options)
+
+    compiled("h200", planned, (BATCH,), vector())
+
+
+@over_tpus
+class TestTpu:
+  @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+  @pytest.mark.parametrize(
+    "scales", [PER_HEAD, PER_TOKEN], ids=["head", "token"]
+  )
+  def test_8_bits(self, target, dtype, scales):
+    compiled(
+      target, kernels.paged_decode, (BATCH,), vector(), dtype=dtype, **scales
+    )
+
+  def test_float32(self, target):
+    compiled(target, kernels.paged_decode, (BATCH,), vector(), dtype="float32")
