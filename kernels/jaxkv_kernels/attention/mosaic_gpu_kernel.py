@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.attention import block_softmax
 from jaxkv_kernels.attention import mosaic_gpu_api
+from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention.mosaic_gpu_api import MATRIX
 from jaxkv_kernels.attention.mosaic_gpu_api import ROW
 from jaxkv_kernels.attention.mosaic_gpu_work import RESULT
@@ -79,8 +80,8 @@ def call(
   return plgpu.kernel(
     entry,
     out_type=(
-      jax.ShapeDtypeStruct((num, rows, value_dim), jnp.float32),
-      jax.ShapeDtypeStruct((num, ROWS), jnp.float32),
+      query_tiles.float32((num, rows, value_dim), arrays),
+      query_tiles.float32((num, ROWS), arrays),
     ),
     grid=(static.blocks,),
     grid_names=("block",),

@@ -30,6 +30,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxkv_kernels.attention import query_tiles
+
 # Blocks in the ring. Two keep one copy under way while the other block is
 # used; a third hides the latency of short blocks.
 BUFFERS = 3
@@ -88,8 +90,8 @@ def call(
   """
   num, kv_heads, rows, _ = inputs["q"].shape
   shape = num, kv_heads, rows, inputs["v_pages"].shape[-1]
-  out = jax.ShapeDtypeStruct(shape, jnp.float32)
-  lse = jax.ShapeDtypeStruct((*shape[:-1], 1), jnp.float32)
+  out = query_tiles.float32(shape, inputs)
+  lse = query_tiles.float32((*shape[:-1], 1), inputs)
   specs = _in_specs(static, inputs)
   return pl.pallas_call(
     functools.partial(_kernel, static),

@@ -9,6 +9,7 @@ are multiplied with its keys at once.
 | R | rows of a tile that share a K/V head, padded |
 """
 
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -138,6 +139,16 @@ def trees(
   seen = jnp.repeat(seen.reshape(-1, size, num, tokens), group, axis=1)
   seen = jnp.pad(seen, ((0, 0), (0, rows - size * group), (0, 0), (0, 0)))
   return seen.swapaxes(1, 2).astype(jnp.int8), first
+
+
+def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
+  """A kernel's result; under `shard_map` it varies over an input's axes."""
+  zero = sum(
+    jnp.zeros_like(array, jnp.float32, shape=())
+    for array in jax.tree.leaves(inputs)
+  )
+  axes = jax.typeof(zero).manual_axis_type
+  return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes)
 
 
 def untile(
