@@ -29,6 +29,7 @@ from jaxkv.cache.invariants import CacheError
 from jaxkv.cache.invariants import check
 from jaxkv.cache.invariants import check_invariants
 from jaxkv.cache.kinds import ChunkedLocal
+from jaxkv.cache.kinds import CrossAttention
 from jaxkv.cache.kinds import FullAttention
 from jaxkv.cache.kinds import GroupKind
 from jaxkv.cache.kinds import Recurrent
@@ -66,6 +67,7 @@ __all__ = [
   "Code",
   "Committed",
   "Copies",
+  "CrossAttention",
   "Drained",
   "Forked",
   "Freed",

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from tests.reference_groups import ChunkedLocal
+from tests.reference_groups import CrossAttention
 from tests.reference_groups import FullAttention
 from tests.reference_groups import Recurrent
 from tests.reference_groups import SlidingWindow
@@ -21,6 +22,7 @@ class Setup:
     options: other arguments of the manager.
     drafts: most speculative tokens of a step, also the lookahead.
     external: whether some tokens are computed elsewhere.
+    encoder: most tokens of an encoder.
     policies: which policies have such a manager.
   """
 
@@ -31,25 +33,32 @@ class Setup:
   options: dict[str, Any]
   drafts: int
   external: bool
+  encoder: int
   policies: tuple[str, ...]
 
   def arguments(self, policy: str) -> dict[str, Any]:
     """Arguments of the manager's constructor."""
+    encoder = {"max_encoder_tokens": self.encoder} if self.encoder else {}
     return {
       "num_pages": self.num_pages,
       "groups": list(self.groups),
       "max_model_len": self.max_model_len,
       "policy": policy,
+      **encoder,
       **self.options,
     }
 
 
-_SEVERAL = {"full": FullAttention, "state": Recurrent}
+_SEVERAL = {
+  "full": FullAttention,
+  "state": Recurrent,
+  "cross": CrossAttention,
+}
 _SIZED = {"window": (SlidingWindow, "window"), "chunk": (ChunkedLocal, "chunk")}
 
 
 def _group(text: str) -> Any:
-  """`full/4`, `window6/4`, `chunk8/4`, `state/4` or `state2/4`."""
+  """`full/4`, `cross/4`, `window6/4`, `chunk8/4`, `state/4` or `state2/4`."""
   kind, _, size = text.partition("/")
   letters = kind.rstrip("0123456789")
   number = kind.removeprefix(letters)
@@ -69,6 +78,7 @@ def _setup(
   *,
   drafts: int = 0,
   external: bool = False,
+  encoder: int = 0,
   **options: Any,
 ) -> Setup:
   kinds = groups.split()
@@ -85,6 +95,7 @@ def _setup(
     options=options,
     drafts=drafts,
     external=external,
+    encoder=encoder,
     policies=("current", "classic") if classic else ("current",),
   )
 
@@ -153,6 +164,8 @@ _ALL = (
   _setup("full_state_external", "full/4 state/4", 28, 48, **ELSEWHERE),
   _setup("full_state_latest", "full/4 state/4", 28, 48, retention=0),
   _setup("two_windows", "window5/4 window11/4", 24, 48),
+  _setup("full_cross", "full/4 cross/4", 28, 32, encoder=20, drafts=2, **OFF),
+  _setup("cross_full_sizes", "cross/8 full/4", 24, 32, encoder=60, **OFF),
   # Three.
   _setup("full_two_windows", "full/4 window6/4 window6/4", 44, 48),
   _setup("three_windows", "full/8 window5/2 window12/4", 48, 48),
@@ -168,6 +181,17 @@ _ALL = (
     "full_window_state_eagle", "full/4 window6/4 state/4", 40, 48, **EAGLE
   ),
   _setup("full_window_chunk", "full/4 window6/4 chunk8/4", 44, 48),
+  _setup(
+    "full_window_cross",
+    "full/4 window6/4 cross/4",
+    34,
+    48,
+    encoder=16,
+    watermark=0.1,
+    max_in_flight=12,
+    **OFF,
+    **ELSEWHERE,
+  ),
   _setup("everything", "full/8 window5/4 state1/4", 36, 64, drafts=1),
 )
 

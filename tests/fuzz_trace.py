@@ -41,6 +41,7 @@ class Trace:
     waiting, running: names, in order.
     loading: name -> tokens that are being computed elsewhere.
     targets: name -> tokens at which the request is finished.
+    encoders: name -> tokens of its encoder input.
     scheduled: name -> tokens and drafts of this step.
     refused: steps in which nothing ran and the first in line did not fit.
     finished: token lists for later prompts to begin with.
@@ -53,6 +54,7 @@ class Trace:
     self.running: list[str] = []
     self.loading: dict[str, int] = {}
     self.targets: dict[str, int] = {}
+    self.encoders: dict[str, int] = {}
     self.scheduled: dict[str, tuple[int, int]] = {}
     self.refused = self.count = 0
     self.finished = [self._tokens(setup.max_model_len) for _ in range(3)]
@@ -92,6 +94,9 @@ class Trace:
       longest = self.setup.max_model_len - 1
       tokens = self._prompt()[:longest]
       self.targets[name] = len(tokens) + self.draws.randint(1, longest // 3)
+      if self.setup.encoder:
+        # Texts alone have no encoder input.
+        self.encoders[name] = self.draws.randint(0, self.setup.encoder)
       self.waiting.append(name)
       yield Operation(
         "add",
@@ -183,6 +188,8 @@ class Trace:
       "reserved_pages": self.draws.choice([0, 0, 0, 0, 1, 3]),
       "has_scheduled_requests": bool(self.running) or self._chance(20),
     }
+    if name in self.encoders:
+      arguments["num_encoder_tokens"] = self.encoders[name]
     hit = external = 0
     if request.num_computed_tokens == 0:
       _, hit, _ = yield Operation("lookup", name)

@@ -15,18 +15,13 @@ from tests.setups import Setup
 
 ARGUMENTS = {
   "allocate": ("num_tokens",),
-  "allocate_slots": ("num_tokens", "slots"),
+  "allocate_slots": ("num_tokens", "slots", "num_encoder_tokens"),
   "commit": ("tokens", "counts"),
   "commit_slots": ("tokens", "counts", "slots"),
   "match": ("tokens", "lengths", "salts"),
   "admit": (
-    "slots",
-    "tokens",
-    "lengths",
-    "salts",
-    "mask",
-    "room",
-    "keep_free",
+    *("slots", "tokens", "lengths", "salts", "mask", "room"),
+    *("keep_free", "num_encoder_tokens"),
   ),
   "touch": ("pages",),
   "pin": ("tokens", "lengths", "salts", "mask"),
@@ -234,7 +229,15 @@ class Moves:
   def allocate_slots(self):
     """Room for a few tokens, slots in any order."""
     slots = self._order()
-    return [self._wanted(self.oracle.slots[slot]) for slot in slots], slots
+    wanted = [self._wanted(self.oracle.slots[slot]) for slot in slots]
+    return wanted, slots, self._encoders()
+
+  def _encoders(self) -> list[int] | None:
+    """Tokens of R encoders, where there is a group; at times one too many."""
+    if not self.setup.config.holds_encoder:
+      return None
+    most = self.setup.config.slot_tokens + 1
+    return [self.draws.integer(0, most) for _ in range(self.setup.rows)]
 
   def commit_slots(self):
     """Some of the tokens that there is room for, slots in any order."""
@@ -262,7 +265,7 @@ class Moves:
       0 if self._often() else self.draws.integer(0, self.setup.config.num_pages)
       for _ in lengths
     ]
-    return slots, tokens, lengths, salts, mask, room, keep
+    return slots, tokens, lengths, salts, mask, room, keep, self._encoders()
 
   def pin(self):
     """Pins prompts that are cached."""
@@ -335,7 +338,11 @@ class Moves:
     """The same move with one number made bad, or used twice."""
     config = self.setup.config
     named = dict(zip(ARGUMENTS[verb], arguments, strict=True))
-    places = [name for name in named if name not in ("mask", "salts")]
+    places = [
+      name
+      for name, value in named.items()
+      if name not in ("mask", "salts") and value is not None
+    ]
     if not places:
       return arguments
     if "mask" in named and self._often():

@@ -5,6 +5,7 @@ tests must tell every one from the real cache (`test_mutants.py`); one that they
 cannot tell shows a behaviour that nothing checks.
 """
 
+from tests.mutants_kinds import KIND_MUTANTS
 from tests.mutants_windows import WINDOW_MUTANTS
 from tests.mutation import DUPLICATES
 from tests.mutation import ONE_WINDOW
@@ -208,13 +209,13 @@ MUTANTS = {
   ),
   # --- allocate and admit ----------------------------------------------------
   "a slot is full one token early": Mutant(
-    "allocating:allocate",
+    "allocating:_wanted",
     "num_tokens > config.slot_tokens",
     "num_tokens >= config.slot_tokens",
     ("allocate",),
   ),
   "a new sequence goes on from the old keys": Mutant(
-    "allocating:allocate", "held[:, 0] == 0", "held[:, 0] < 0", ("allocate",)
+    "allocating:allocate", "lead_group] == 0", "lead_group] < 0", ("allocate",)
   ),
   "later rows are not served": Mutant(
     "grants:in_order", "before | (need <= left - keep)", "before", ("allocate",)
@@ -347,4 +348,5 @@ MUTANTS = {
     "0",
     ("reset_prefix_cache",),
   ),
-} | WINDOW_MUTANTS
+}
+MUTANTS |= WINDOW_MUTANTS | KIND_MUTANTS

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from jaxkv import CrossAttention
 from tests.pair import QUICK
 from tests.pair import VERBS
 from tests.pair import quick
@@ -53,6 +54,9 @@ WINDOWS = small(
   **MERGE,
 )
 KEPT = small(212, 2, (Window(3), Full(page_size=4)), retention=0, **LONG)
+ENCODER = small(
+  213, 2, (CrossAttention(page_size=4), Full()), **LONG, **NO_CACHING
+)
 CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 

@@ -59,13 +59,16 @@ class Oracle(Sequences):
 
   def _partial(self, tokens):
     """For each group whether the last page is not full."""
-    return [tokens % group.size > 0 for group in self.groups]
+    return [
+      tokens % group.size > 0 and not group.is_cross for group in self.groups
+    ]
 
   def _share(self, source, target, partial):
     """Fills a slot from another; the copies owed."""
     tables, owed = [], self._nothing_owed()
     for number, group in enumerate(self.groups):
       pages, full = source.pages[number], group.full_pages(len(source.tokens))
+      full = len(pages) if group.is_cross else full
       for page in pages[:full]:
         if page != NULL:
           self.pool.hold(page)
@@ -153,6 +156,9 @@ class Oracle(Sequences):
   def _cut(self, slot, length, shared):
     """Gives pages back; a shared last page too, but it stays in the table."""
     sequence, keeps = self.slots[slot], self._pages_for(length)
+    for number, group in enumerate(self.groups):
+      if group.is_cross and length:
+        keeps[number] = len(sequence.pages[number])
     reopens = self._reopens(slot, length)
     for number, pages in enumerate(sequence.pages):
       keep, copied = keeps[number], shared[number]

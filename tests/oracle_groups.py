@@ -7,6 +7,7 @@ import dataclasses
 import types
 
 from jaxkv import CacheConfig
+from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import GroupKind
 from tests.reference_kinds import Rules
@@ -37,9 +38,14 @@ class Group:
     """Whether it attends to everything."""
     return isinstance(self.kind, FullAttention)
 
-  def pages_for(self, tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return ceil_div(tokens, self.size)
+  @property
+  def is_cross(self) -> bool:
+    """Whether its pages are for an encoder's tokens."""
+    return isinstance(self.kind, CrossAttention)
+
+  def pages_for(self, tokens: int, encoder: int = 0) -> int:
+    """Pages that hold so many tokens, or so many of the encoder."""
+    return ceil_div(encoder if self.is_cross else tokens, self.size)
 
   def full_pages(self, tokens: int) -> int:
     """Pages that so many tokens fill."""

@@ -34,7 +34,7 @@ class Sequence:
   @property
   def empty(self) -> bool:
     """Whether the slot can be given to a new sequence."""
-    return not self.pages[0]
+    return not any(self.pages)
 
   def num_null(self) -> list[int]:
     """For each group how many pages are not there any more."""
@@ -87,9 +87,9 @@ class Sequences:
     salt = (0, 0, 0, 0) if salt is None else tuple(salt)
     return Sequence([[] for _ in self.groups], [], (self.epoch, salt))
 
-  def _pages_for(self, tokens: int) -> list[int]:
+  def _pages_for(self, tokens: int, encoder: int = 0) -> list[int]:
     """Pages for so many tokens, for each group."""
-    return [group.pages_for(tokens) for group in self.groups]
+    return [group.pages_for(tokens, encoder) for group in self.groups]
 
   def _in_range(self, slot: int) -> bool:
     return 0 <= slot < self.config.num_slots
@@ -119,26 +119,27 @@ class Sequences:
     """Room for so many more tokens, slot by slot, group by group."""
     return self.allocate_slots(num_tokens, range(self.config.num_slots))
 
-  def allocate_slots(self, num_tokens, slots):
+  def allocate_slots(self, num_tokens, slots, num_encoder_tokens=None):
     """`jaxkv.allocate` with slot numbers."""
+    encoders = num_encoder_tokens or [0] * len(num_tokens)
+    rows = zip(slots, num_tokens, encoders, strict=True)
     done = [
-      self._allocate(slot, count) if first else (Code.BAD_SLOT, 0)
-      for slot, count, first in zip(
-        slots, num_tokens, self._first_named(slots), strict=True
-      )
+      self._allocate(*row) if first else (Code.BAD_SLOT, 0)
+      for row, first in zip(rows, self._first_named(slots), strict=True)
     ]
     codes = self._note([code for code, _ in done])
     return {"code": codes, "num_new_pages": [new for _, new in done]}
 
-  def _allocate(self, slot, count):
+  def _allocate(self, slot, count, encoder):
     sequence = self.slots[slot]
-    if count < 0:
+    if min(count, encoder) < 0:
       return Code.BAD_LENGTH, 0
+    total = len(sequence.tokens) + count
+    if max(total, encoder) > self.config.slot_tokens:
+      return Code.SLOT_FULL, 0
     if count == 0:
       return Code.OK, 0
-    if len(sequence.tokens) + count > self.config.slot_tokens:
-      return Code.SLOT_FULL, 0
-    wanted = self._pages_for(len(sequence.tokens) + count)
+    wanted = self._pages_for(total, encoder)
     need = [
       max(pages - len(held), 0)
       for pages, held in zip(wanted, sequence.pages, strict=True)
@@ -169,7 +170,9 @@ class Sequences:
   def room(self, slot: int) -> int:
     """Tokens for which every group of a slot has pages."""
     held = zip(self.groups, self.slots[slot].pages, strict=True)
-    return min(len(pages) * group.size for group, pages in held)
+    return min(
+      len(pages) * group.size for group, pages in held if not group.is_cross
+    )
 
   def _commit(self, slot, row, count):
     sequence = self.slots[slot]
@@ -281,48 +284,51 @@ class Sequences:
     mask=None,
     room=None,
     keep_free=None,
+    num_encoder_tokens=None,
   ):
     """Starts sequences; every lookup sees the cache before the call."""
     codes, plans, named = [], {}, set()
     left, woken = len(self.pool.free), set()
     rows = list(self._rows(tokens, lengths, salts))
     room, keep = room or lengths, keep_free or [0] * len(rows)
+    encoders = num_encoder_tokens or [0] * len(rows)
     for index, (row, length, salt) in enumerate(rows):
-      fits = 1 <= length <= len(row) and room[index] >= 1 and keep[index] >= 0
-      code = self._check_admit(slots[index], length, fits, named)
+      encoder = encoders[index]
+      least = min(length - 1, room[index] - 1, keep[index], encoder)
+      fits = least >= 0 and length <= len(row)
+      code = self._check_admit(slots[index], max(length, encoder), fits, named)
       if mask is not None and not mask[index]:
         code = Code.SKIPPED
       if code == Code.OK:
         named.add(slots[index])
         hit = self._match(row, length, salt)
         begun = min(hit.tokens + room[index], length)
-        need, wakes = self._cost(hit, begun, woken)
+        need, wakes = self._cost(hit, begun, encoder, woken)
         if need + len(wakes) > left - keep[index]:
           code = Code.OUT_OF_PAGES
         else:
           left -= need + len(wakes)
           woken |= wakes
-          plans[index] = hit, begun
+          plans[index] = hit, begun, encoder
       codes.append(code)
-    for hit, _ in plans.values():
+    for hit, *_ in plans.values():
       for page in hit.all_pages():
         self.pool.hold(page)
     cached = [0] * len(rows)
-    for index, (hit, begun) in plans.items():
+    for index, (hit, begun, encoder) in plans.items():
       row, length, salt = rows[index]
-      self._attach(slots[index], hit, row, begun, salt)
+      pages = self._pages_for(begun, encoder)
+      self._attach(slots[index], hit, row, pages, salt)
       self.slots[slots[index]].prompt = length
       self.queries += length
       self.hits += hit.tokens
       cached[index] = hit.tokens
     return {"code": self._note(codes), "num_cached": cached}
 
-  def _cost(self, hit, begun, woken):
+  def _cost(self, hit, begun, encoder, woken):
     """Pages to pop, and free pages among the hits that nobody woke before."""
-    need = sum(
-      group.pages_for(begun) - group.full_pages(hit.tokens)
-      for group in self.groups
-    )
+    found = [group.full_pages(hit.tokens) for group in self.groups]
+    need = sum(self._pages_for(begun, encoder)) - sum(found)
     hits = set(hit.all_pages())
     return need, {page for page in hits if not self.pool.refs[page]} - woken
 
@@ -335,14 +341,14 @@ class Sequences:
       return Code.BAD_LENGTH
     return Code.SLOT_FULL if length > self.config.slot_tokens else Code.OK
 
-  def _attach(self, slot, hit, row, begun, salt):
+  def _attach(self, slot, hit, row, total, salt):
     """Fills a slot with a hit and fresh pages for the first tokens behind."""
     sequence = self.slots[slot] = self._start(salt)
     sequence.tokens = list(row[: hit.tokens])
     sequence.junction = hit.junction
-    for number, group in enumerate(self.groups):
-      pages = [NULL] * hit.first[number] + hit.pages[number]
-      fresh = group.pages_for(begun) - len(pages)
+    for number, first in enumerate(hit.first):
+      pages = [NULL] * first + hit.pages[number]
+      fresh = total[number] - len(pages)
       sequence.pages[number] = pages + [self.pool.pop() for _ in range(fresh)]
 
   # --- moving on -------------------------------------------------------------

@@ -28,6 +28,11 @@ class _Recurrent:
   num_speculative: int = 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cross:
+  page_size: int
+
+
 def _kind(name: str, stand_in: type) -> type:
   """What jaxkv calls by this name; a stand-in while there is no such thing."""
   stand_in.__name__ = name
@@ -38,3 +43,4 @@ FullAttention = _kind("FullAttention", _Full)
 SlidingWindow = _kind("SlidingWindow", _Window)
 ChunkedLocal = _kind("ChunkedLocal", _Chunk)
 Recurrent = _kind("Recurrent", _Recurrent)
+CrossAttention = _kind("CrossAttention", _Cross)

@@ -14,6 +14,7 @@ from tests.reference_pool import ReferencePool
 from tests.reference_request import CachePages
 from tests.reference_request import Request
 from tests.reference_request import page_keys
+from tests.reference_tables import CrossTables
 from tests.reference_tables import Demand
 from tests.reference_tables import RecurrentTables
 from tests.reference_tables import Tables
@@ -34,6 +35,7 @@ class ReferenceManager:
     watermark: part of the pages kept free of newcomers.
     max_in_flight: tokens that steps in flight may write; None for
       `max_model_len`.
+    max_encoder_tokens: of the longest encoder input; nothing depends on it.
 
   Raises:
     ValueError: the options do not go together.
@@ -51,6 +53,7 @@ class ReferenceManager:
     retention: int | None = None,
     watermark: float = 0.0,
     max_in_flight: int | None = None,
+    max_encoder_tokens: int | None = None,
   ):
     sizes = [group.page_size for group in groups]
     self.rules = Rules(
@@ -68,10 +71,9 @@ class ReferenceManager:
     self.groups = list(groups)
     self.watermark = watermark
     self.pool = ReferencePool(num_pages, enable_caching, policy == "current")
+    kinds = {"Recurrent": RecurrentTables, "CrossAttention": CrossTables}
     self.tables: list[Tables] = [
-      (RecurrentTables if name(group) == "Recurrent" else Tables)(
-        index, group, self.pool, self.rules
-      )
+      kinds.get(name(group), Tables)(index, group, self.pool, self.rules)
       for index, group in enumerate(groups)
     ]
 
@@ -102,6 +104,7 @@ class ReferenceManager:
     full_sequence_must_fit: bool = False,
     reserved_pages: int = 0,
     has_scheduled_requests: bool = True,
+    num_encoder_tokens: int = 0,
   ) -> CachePages | None:
     """Pages for new tokens; None, and no page taken, if there are too few."""
     external, longest = num_external_computed_tokens, self.rules.max_model_len
@@ -113,13 +116,18 @@ class ReferenceManager:
     slots = min(tokens + num_lookahead_tokens, longest)
     hits = new_computed_pages and new_computed_pages.get_page_ids()
     hits = hits or [[] for _ in self.groups]
-    demands = self._demands(request, hits, behind, external, tokens, slots)
+    encoder = num_encoder_tokens
+    demands = self._demands(
+      request, hits, behind, external, tokens, slots, encoder
+    )
     room = len(self.pool.free)
     if has_scheduled_requests and request.status in ("waiting", "preempted"):
       room -= int(self.watermark * len(self.pool.refs))
     if full_sequence_must_fit:
       whole = min(request.num_tokens, longest)
-      full = self._demands(request, hits, behind, external, whole, whole)
+      full = self._demands(
+        request, hits, behind, external, whole, whole, encoder
+      )
       if self._need(full, capped=True) > room:
         return None
     before = len(self.pool.free)
@@ -136,7 +144,7 @@ class ReferenceManager:
       self._publish(request, min(tokens, request.num_tokens))
     return CachePages(new)
 
-  def _demands(self, request, hits, behind, external, tokens, slots):
+  def _demands(self, request, hits, behind, external, tokens, slots, encoder):
     return [
       Demand(
         request_id=request.request_id,
@@ -145,6 +153,7 @@ class ReferenceManager:
         external=external,
         tokens=tokens,
         slots=slots,
+        encoder=encoder,
       )
       for hit in hits
     ]
@@ -250,6 +259,8 @@ def _check_options(rules, groups, policy):
   kinds = [name(group) for group in groups]
   for group, kind in zip(groups, kinds, strict=True):
     mixed = rules.eagle or group.page_size != rules.align
+    if kind == "CrossAttention" and rules.caching:
+      raise ValueError("encoder-decoders have no prefix cache")
     if kind == "ChunkedLocal" and rules.caching and mixed:
       raise ValueError("chunked groups: no EAGLE, one page size")
     if kind == "Recurrent" and group.page_size != rules.hash_size:

@@ -24,6 +24,7 @@ class Demand:
     external: how many of them are computed elsewhere.
     tokens: behind them and new.
     slots: tokens to have room for, lookahead included.
+    encoder: tokens of the encoder.
   """
 
   request_id: str
@@ -32,6 +33,7 @@ class Demand:
   external: int
   tokens: int
   slots: int
+  encoder: int
 
 
 class Tables:
@@ -153,6 +155,25 @@ class Tables:
         break
       shared += 1
     return shared
+
+
+class CrossTables(Tables):
+  """Pages of an encoder's tokens, taken once and never cached (3.4)."""
+
+  def need(self, demand: Demand, capped: bool = False) -> int:
+    """As in `Tables`."""
+    held = len(self.tables.get(demand.request_id, []))
+    return max(ceil_div(demand.encoder, self.size) - held, 0)
+
+  def attach_external(self, demand: Demand) -> None:
+    """Tokens from elsewhere are those of the decoder."""
+
+  def grow(self, demand: Demand) -> list[int]:
+    """As in `Tables`."""
+    table = self.tables.setdefault(demand.request_id, [])
+    new = self.pool.pop(self.need(demand))
+    table += new
+    return new
 
 
 class RecurrentTables(Tables):

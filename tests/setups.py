@@ -8,6 +8,7 @@ import pytest
 
 from jaxkv import CacheConfig
 from jaxkv import ChunkedLocal
+from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import GroupKind
 from jaxkv import SlidingWindow
@@ -193,6 +194,14 @@ SETUPS = {
     retention=4,
     **DRAFT,
     **MERGE,
+  ),
+  "encoder": small(
+    31,
+    2,
+    (CrossAttention(page_size=4), Full(), Window(3)),
+    worse="tight",
+    **LONG,
+    **NO_CACHING,
   ),
   "mixed_sizes": small(
     28, 1, (Full(page_size=4), Full(page_size=2)), window=2, **LONG, **MERGE

@@ -256,6 +256,17 @@ class TestReadings:
     assert cache.take_new_page_ids() == [3]
     assert cache.take_new_page_ids() == []
 
+  def test_new_pages_of_some_groups(self):
+    """What another request found is left to whoever got it first."""
+    cache = hybrid(CacheManager, track_new_pages=True)
+    one, two = request("0", range(17)), request("1", range(20))
+    admit(cache, one, skip_zeroing_group_ids=[2])
+    assert admit(cache, two, skip_zeroing_group_ids=[0, 1]) == (
+      [[1, 2, 3, 4], [0, 0, 8, 9], [0, 0, 13, 14]],
+      [[16], [17], [18]],
+    )
+    assert cache.take_new_page_ids() == [*range(1, 11), 18]
+
 
 class TestRequests:
   @pytest.mark.parametrize("field", ["token_ids", "all_token_ids"])

@@ -328,3 +328,18 @@ def test_a_failed_call_leaves_the_request_alone(cache):
   with pytest.raises(ValueError, match="'a'"):
     cache.allocate_slots(one, 60)
   assert vars(one) == before
+
+
+@pytest.mark.parametrize(
+  "shards", [{"dp_shard_hint": 1}, {"data_parallel_size": 2}]
+)
+def test_a_manager_is_one_shard(cache, shards):
+  with unchanged(cache), pytest.raises(ValueError, match="is one shard"):
+    cache.allocate_slots(NEW, 9, **shards)
+  alone = {"dp_shard_hint": 0, "data_parallel_size": 1}
+  assert cache.allocate_slots(NEW, 9, **alone) is not None
+
+
+def test_groups_that_are_not_zeroed_exist(cache):
+  with unchanged(cache), pytest.raises(ValueError, match="skip_zeroing"):
+    cache.allocate_slots(NEW, 9, skip_zeroing_group_ids=[1])

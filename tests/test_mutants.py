@@ -8,6 +8,7 @@ from tests.mutation import CHUNKED
 from tests.mutation import CURRENT
 from tests.mutation import DRAFTED
 from tests.mutation import DUPLICATES
+from tests.mutation import ENCODER
 from tests.mutation import HYBRID
 from tests.mutation import KEPT
 from tests.mutation import NARROW
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.once
 WALKS, STEPS = 30, 60
 REAL = [CURRENT, DUPLICATES, ONE_WINDOW, SCARCE]
 REAL += [SLIDING, NARROW, HYBRID, PUBLISHED, DRAFTED, WINDOWS, CHUNKED, KEPT]
+REAL += [ENCODER]
 
 
 def walk(setup, verbs, favoured=(), others=()):

@@ -21,6 +21,7 @@ from jaxkv.cache.codes import first_code
 from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
 from jaxkv.cache.duplicates import named_before
+from jaxkv.cache.groups import encoder_or_none
 from jaxkv.cache.groups import overfull
 from jaxkv.cache.groups import pages_for
 from jaxkv.cache.page_pool import PagePool
@@ -120,6 +121,7 @@ def admit(
   mask: Array | None = None,
   room: Array | None = None,
   keep_free: Array | None = None,
+  num_encoder_tokens: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
   """Puts sequences into empty slots, on top of what is cached of them.
 
@@ -149,11 +151,13 @@ def admit(
       sequence has its own, for those that run already (a watermark), for the
       rest of a prompt that begins with less room, or for anybody else; None
       for none.
+    num_encoder_tokens: int32[R], tokens of the encoder, for groups of
+      `CrossAttention`; None for none.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_IN_USE (also for a slot
-    named twice), BAD_LENGTH (of length, room or keep_free), SLOT_FULL or
-    OUT_OF_PAGES.
+    named twice), BAD_LENGTH (of length, room, keep_free or the encoder's
+    tokens), SLOT_FULL or OUT_OF_PAGES.
 
   Examples:
     >>> import jax.numpy as jnp, jaxkv
@@ -171,15 +175,18 @@ def admit(
   check_array("slots", slots, (tokens.shape[0],), jnp.int32)
   mask = mask_or_all(mask, tokens.shape[0], "sequence")
   room = lengths if room is None else room
-  check_array("room", room, (tokens.shape[0],), jnp.int32)
+  check_array("room", room, slots.shape, jnp.int32)
   keep_free = jnp.zeros_like(room) if keep_free is None else keep_free
-  check_array("keep_free", keep_free, (tokens.shape[0],), jnp.int32)
-  code = _static_code(state, slots, tokens, lengths, room, keep_free, mask)
+  check_array("keep_free", keep_free, slots.shape, jnp.int32)
+  encoder = encoder_or_none(config, num_encoder_tokens, slots.shape)
+  least = jnp.minimum(jnp.minimum(lengths, room) - 1, keep_free)
+  code = _static_code(state, slots, tokens, lengths, least, encoder, mask)
   found = prefixes.find(state, tokens, lengths, salts, code == Code.OK)
   num_cached = lengths & 0 if found is None else found.num_cached
   # The smaller of the two sums, without computing one that may not fit.
   begun = num_cached + jnp.minimum(room, lengths - num_cached)
-  total = pages_for(config, jnp.where(code == Code.OK, begun, 0))
+  begun, encoder = (jnp.where(code == Code.OK, n, 0) for n in (begun, encoder))
+  total = pages_for(config, begun, encoder)
   full = (code == Code.OK) & overfull(config, total)
   code = jnp.where(full, jnp.int32(Code.SLOT_FULL), code)
   hits = total & 0 if found is None else found.stop
@@ -223,18 +230,18 @@ def _static_code(
   slots: Array,
   tokens: Array,
   lengths: Array,
-  room: Array,
-  keep_free: Array,
+  least: Array,
+  encoder: Array,
   mask: Array,
 ) -> Array:
   """Codes of the rows that can be refused without looking at the pool."""
-  bad_length = (lengths < 1) | (lengths > tokens.shape[1])
+  bad_length = (jnp.minimum(least, encoder) < 0) | (lengths > tokens.shape[1])
   code = first_code(
     (~mask, Code.SKIPPED),
     (~in_range(state, slots), Code.BAD_SLOT),
     (~is_empty(state, slots), Code.SLOT_IN_USE),
-    (bad_length | (room < 1) | (keep_free < 0), Code.BAD_LENGTH),
-    (lengths > state.config.slot_tokens, Code.SLOT_FULL),
+    (bad_length, Code.BAD_LENGTH),
+    (jnp.maximum(lengths, encoder) > state.config.slot_tokens, Code.SLOT_FULL),
   )
   taken = mask & named_before(slots, code == Code.OK)
   return jnp.where(taken, jnp.int32(Code.SLOT_IN_USE), code)

@@ -16,7 +16,9 @@ from jaxkv.cache.codes import Code
 from jaxkv.cache.codes import first_code
 from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
+from jaxkv.cache.config import CacheConfig
 from jaxkv.cache.duplicates import num_earlier
+from jaxkv.cache.groups import encoder_or_none
 from jaxkv.cache.groups import overfull
 from jaxkv.cache.groups import pages_for
 from jaxkv.cache.state import CacheState
@@ -45,7 +47,10 @@ class Allocated(NamedTuple):
 
 @verb
 def allocate(
-  state: CacheState, num_tokens: Array, slots: Array | None = None
+  state: CacheState,
+  num_tokens: Array,
+  slots: Array | None = None,
+  num_encoder_tokens: Array | None = None,
 ) -> tuple[CacheState, Allocated]:
   """Makes room for more tokens in every slot.
 
@@ -63,6 +68,9 @@ def allocate(
       drafts included; 0 asks for nothing.
     slots: int32[R], the slots to serve, in this order, where there are R rows
       of `num_tokens` for some slots only; None for all B slots in order.
+    num_encoder_tokens: int32[B] (int32[R] for named slots), tokens of the
+      encoder for which slots that ask for room get pages too, if they have
+      fewer; None for none.
 
   Returns:
     The cache, and per slot OK, BAD_LENGTH (negative), SLOT_FULL, OUT_OF_PAGES
@@ -87,20 +95,12 @@ def allocate(
     place = indexing.where_valid(~bad_slot, slots)
     length, held = (indexing.take(values, place) for values in (length, held))
   check_array("num_tokens", num_tokens, place.shape, jnp.int32)
-  too_many = num_tokens > config.slot_tokens - length
-  target = pages_for(
-    config, length + jnp.where(too_many, 0, jnp.maximum(num_tokens, 0))
-  )
-  target = jnp.where(num_tokens[:, None] > 0, target, 0)
-  target, begins = jnp.maximum(target, held), held[:, 0] == 0
+  encoder = encoder_or_none(config, num_encoder_tokens, place.shape)
+  target, code = _wanted(config, length, num_tokens, encoder)
+  target, begins = jnp.maximum(target, held), held[:, config.lead_group] == 0
   fresh = snapshots.first_fresh(config, held, target, begins)
-  need = target - fresh
-  code = first_code(
-    (bad_slot, Code.BAD_SLOT),
-    (num_tokens < 0, Code.BAD_LENGTH),
-    (too_many | overfull(config, target), Code.SLOT_FULL),
-  )
-  total = jnp.sum(need, axis=1, dtype=jnp.int32)
+  code = jnp.where(bad_slot, jnp.int32(Code.BAD_SLOT), code)
+  total = jnp.sum(target - fresh, axis=1, dtype=jnp.int32)
   granted = grants.in_order(total, code == Code.OK, state.pool.queue.num_free)
   code = jnp.where(
     (code == Code.OK) & ~granted, jnp.int32(Code.OUT_OF_PAGES), code
@@ -133,6 +133,24 @@ def allocate(
     error=sticky(state.error, code),
   )
   return state, Allocated(code, total)
+
+
+def _wanted(
+  config: CacheConfig, length: Array, num_tokens: Array, encoder: Array
+) -> tuple[Array, Array]:
+  """Columns that rows ask for, int32[R, G], and codes of those that may not."""
+  too_many = num_tokens > config.slot_tokens - length
+  too_many |= encoder > config.slot_tokens
+  more, encoded = (
+    jnp.where(too_many, 0, jnp.maximum(n, 0)) for n in (num_tokens, encoder)
+  )
+  target = pages_for(config, length + more, encoded)
+  target = jnp.where(num_tokens[:, None] > 0, target, 0)
+  code = first_code(
+    ((num_tokens < 0) | (encoder < 0), Code.BAD_LENGTH),
+    (too_many | overfull(config, target), Code.SLOT_FULL),
+  )
+  return target, code
 
 
 def _started(state: CacheState, starts: Array) -> SlotHashes | None:

@@ -89,6 +89,7 @@ class CacheConfig:
           f"CacheConfig.{name} must be at least {least}, got {value}."
         )
     self._check_groups()
+    self._check_encoder()
     if max(self.num_pages, self.slot_tokens) > 2**28:
       raise ValueError(
         "CacheConfig.num_pages and pages_per_slot * page_size must be at most "
@@ -133,6 +134,20 @@ class CacheConfig:
           f"tokens, got {size}."
         )
 
+  def _check_encoder(self):
+    encoders = [kind for kind in self.groups if kind.holds_encoder]
+    if encoders and self.prefix_caching:
+      raise ValueError(
+        f"CacheConfig.groups holds {encoders[0]}, which needs "
+        "prefix_caching=False: what a decoder computes depends on the "
+        "encoder's input, of which page keys know nothing."
+      )
+    if len(encoders) == self.num_groups:
+      raise ValueError(
+        f"CacheConfig.groups holds {encoders[0]} and no group for the tokens "
+        "of the sequences themselves; add one, such as FullAttention()."
+      )
+
   def _check_retention(self):
     if self.retention is None:
       return
@@ -172,14 +187,25 @@ class CacheConfig:
     One that never leaves pages behind, if there is one.
     """
     keeps = [
-      type(kind).num_skipped is GroupKind.num_skipped for kind in self.groups
+      type(kind).num_skipped is GroupKind.num_skipped and not kind.holds_encoder
+      for kind in self.groups
     ]
-    return keeps.index(True) if True in keeps else 0
+    return keeps.index(True) if True in keeps else self.lead_group
+
+  @property
+  def lead_group(self) -> int:
+    """The first group that has a page of every sequence."""
+    return [kind.holds_encoder for kind in self.groups].index(False)
 
   @property
   def holds_states(self) -> bool:
     """Whether some group holds states instead of tokens."""
     return any(kind.holds_states for kind in self.groups)
+
+  @property
+  def holds_encoder(self) -> bool:
+    """Whether some group holds tokens of an encoder."""
+    return any(kind.holds_encoder for kind in self.groups)
 
   @property
   def recycles(self) -> bool:

@@ -21,6 +21,7 @@ from jaxkv.cache.codes import sticky
 from jaxkv.cache.duplicates import named_before
 from jaxkv.cache.groups import check_tokens_held
 from jaxkv.cache.groups import full_pages
+from jaxkv.cache.groups import or_encoder
 from jaxkv.cache.groups import pages_for
 from jaxkv.cache.page_pool import PagePool
 from jaxkv.cache.ragged import Items
@@ -72,7 +73,8 @@ def fork(
 
   `dst` shares the full pages of `src`. A page that is only partly full will be
   written by both, so `dst` gets a fresh one and a copy of its contents is
-  owed. Pages that `src` was allocated ahead are not shared.
+  owed. Pages that `src` was allocated ahead are not shared; those of an
+  encoder are, all of them.
 
   Does not copy contents; apply `copies` (`jaxkv.kv.copy`) before writing.
   Caches with groups that hold states are refused when traced.
@@ -111,7 +113,11 @@ def fork(
   mask = mask_or_all(mask, src.shape[0], "row")
   length = indexing.take(state.length, src)
   code = _static_code(state, src, dst, length, mask)
-  full, total = full_pages(config, length), pages_for(config, length)
+  held = indexing.take(state.num_pages.T, src)
+  full, total = (
+    or_encoder(config, pages(config, length), held)
+    for pages in (full_pages, pages_for)
+  )
   need = jnp.sum(total - full, axis=1, dtype=jnp.int32)
   granted = grants.in_order(need, code == Code.OK, state.pool.queue.num_free)
   code = jnp.where(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv.cache.arguments import check_array
 from jaxkv.cache.config import CacheConfig
 from jaxkv.cache.kinds import GroupKind
 
@@ -41,15 +42,78 @@ def check_tokens_held(verb: str, config: CacheConfig) -> None:
       )
 
 
-def pages_for(config: CacheConfig, tokens: Array) -> Array:
-  """int32[..., G]: pages that hold so many tokens, int32[...]."""
-  return by_group(config, lambda kind, size: kind.num_columns(tokens, size))
+def pages_for(
+  config: CacheConfig, tokens: Array, encoder: Array | None = None
+) -> Array:
+  """Pages that hold so many tokens.
+
+  Args:
+    config: the cache's groups.
+    tokens: int32[...].
+    encoder: int32[...], tokens of their encoders; None for none.
+
+  Returns:
+    int32[..., G].
+  """
+
+  def columns(kind: GroupKind, size: int) -> Array:
+    if not kind.holds_encoder:
+      return kind.num_columns(tokens, size)
+    counts = jnp.zeros_like(tokens) if encoder is None else encoder
+    return kind.num_columns(counts, size)
+
+  return by_group(config, columns)
+
+
+def encoder_or_none(
+  config: CacheConfig, counts: Array | None, shape: tuple[int, ...]
+) -> Array:
+  """int32[R]: the argument `num_encoder_tokens`, or zeros for None.
+
+  Raises:
+    ValueError: it is not int32 of this shape, or no group holds such tokens.
+  """
+  if counts is None:
+    return jnp.zeros(shape, jnp.int32)
+  check_array("num_encoder_tokens", counts, shape, jnp.int32)
+  if not config.holds_encoder:
+    raise ValueError(
+      "num_encoder_tokens is for caches with a CrossAttention group, and "
+      f"CacheConfig.groups is {config.groups}."
+    )
+  return counts
+
+
+def or_encoder(config: CacheConfig, columns: Array, held: Array) -> Array:
+  """int32[..., G]: columns, but for groups of an encoder those that are held.
+
+  Args:
+    config: the cache's groups.
+    columns: int32[..., G], by the sequences' own tokens.
+    held: int32[..., G], columns in use.
+  """
+  if not config.holds_encoder:
+    return columns
+  return jnp.where(holds_encoder(config, columns.shape), held, columns)
 
 
 def tokens_with_room(config: CacheConfig, columns: Array) -> Array:
-  """int32[R]: tokens for which every group has pages, int32[R, G]."""
-  sizes = jnp.asarray(config.page_sizes, jnp.int32)[None]
-  return jnp.min(columns * sizes, axis=1)
+  """int32[...]: tokens for which all groups have these columns int32[..., G].
+
+  Groups of an encoder do not count: they hold none of them.
+  """
+  sizes = jnp.asarray(config.page_sizes, jnp.int32)
+  tokens = columns * jnp.broadcast_to(sizes, columns.shape)
+  if config.holds_encoder:
+    most = jnp.int32(jnp.iinfo(jnp.int32).max)
+    tokens = jnp.where(holds_encoder(config, columns.shape), most, tokens)
+  return jnp.min(tokens, axis=-1)
+
+
+def holds_encoder(config: CacheConfig, shape: tuple[int, ...]) -> Array:
+  """bool[..., G] of a shape: the groups that hold an encoder's tokens."""
+  held = jnp.asarray([kind.holds_encoder for kind in config.groups])
+  return jnp.broadcast_to(held, shape)
 
 
 def overfull(config: CacheConfig, columns: Array) -> Array:

@@ -30,6 +30,9 @@ class GroupKind:
   holds_states: ClassVar[bool] = False
   """Whether a page holds the state after its last token, not its tokens."""
 
+  holds_encoder: ClassVar[bool] = False
+  """Whether a page holds tokens of an encoder, not those of the sequence."""
+
   num_speculative: ClassVar[int] = 0
   """Scratch pages behind the last one."""
 
@@ -262,3 +265,16 @@ class Recurrent(GroupKind):
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
     """See `GroupKind`. The table has a column for every page of tokens."""
     return -(-longest // page_size) + self.num_speculative
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossAttention(GroupKind):
+  """Layers that attend to the output of an encoder.
+
+  A sequence gets their pages once, for all of the encoder's tokens, and keeps
+  them while it runs; its own length has no part in it. They are never cached,
+  and in a cache with such a group nothing is: what a decoder computes depends
+  on the encoder's input, of which page keys know nothing.
+  """
+
+  holds_encoder: ClassVar[bool] = True

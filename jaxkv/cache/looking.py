@@ -76,7 +76,8 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     >>> jaxkv.num_common_prefix_pages(state).tolist()
     [0]
   """
-  active = state.num_pages > 0
+  lead = state.num_pages[state.config.lead_group]
+  active = jnp.broadcast_to(lead > 0, state.num_pages.shape)
   first = jnp.argmax(active, axis=1)[:, None, None]
   sample = jnp.take_along_axis(state.page_table, first, axis=1)
   same = (state.page_table == sample) | ~active[..., None]

@@ -22,6 +22,7 @@ from jaxkv.cache.duplicates import num_earlier
 from jaxkv.cache.forking import Copies
 from jaxkv.cache.groups import check_tokens_held
 from jaxkv.cache.groups import full_pages
+from jaxkv.cache.groups import or_encoder
 from jaxkv.cache.groups import pages_for
 from jaxkv.cache.groups import skipped_pages
 from jaxkv.cache.state import CacheState
@@ -150,6 +151,8 @@ def truncate(
 
   Does not copy contents; apply `copies` (`jaxkv.kv.copy`) before writing.
 
+  Pages of an encoder stay until the slot is empty.
+
   Groups that hold states cannot go back to any token, so caches with such
   groups are refused when traced.
 
@@ -193,10 +196,12 @@ def truncate(
     ((lengths < 0) | (lengths > state.length), Code.BAD_LENGTH),
     (_needs_recycled(state, lengths), Code.RECYCLED),
   )
-  full = full_pages(config, lengths)
-  reopens = (pages_for(config, lengths) > full) & (
-    full < full_pages(config, state.length)
+  held = state.num_pages.T
+  keep, full = (
+    or_encoder(config, pages(config, lengths), held)
+    for pages in (pages_for, full_pages)
   )
+  reopens = (keep > full) & (full < full_pages(config, state.length))
   groups = jnp.arange(config.num_groups, dtype=jnp.int32)[None, :]
   pages = indexing.take(state.page_table, groups, slots[:, None], full)
   shared = indexing.take(state.pool.ref_count, pages) > 1
@@ -211,7 +216,7 @@ def truncate(
   )
   shared &= granted[:, None]
   reopens &= granted[:, None]
-  keep = pages_for(config, jnp.where(granted, lengths, 0))
+  keep = jnp.where((granted & (lengths > 0))[:, None], keep, 0)
   hashes, read = _rolled_back(state, lengths, granted)
   pages = indexing.after(read, pages)
   state, copies = _shortened(

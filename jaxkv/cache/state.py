@@ -174,7 +174,8 @@ def check_single(state: CacheState) -> None:
 
 def is_empty(state: CacheState, slots: Array) -> Array:
   """bool[R]: whether slots hold no page (True for slots out of range)."""
-  return indexing.take(state.num_pages[0], slots) == 0
+  lead = state.config.lead_group
+  return indexing.take(state.num_pages[lead], slots) == 0
 
 
 def in_range(state: CacheState, slots: Array) -> Array:

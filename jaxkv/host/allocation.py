@@ -89,13 +89,13 @@ def allocate(
   config, call = state.config, Call(*fields)
   hits = None if begin is None else Hits(*begin)
   held = indexing.take(state.num_pages.T, call.slots)
-  begins = (held[:, 0] == 0) & (call.slots < config.num_slots)
+  begins = (held[:, config.lead_group] == 0) & (call.slots < config.num_slots)
   served = fits(state, call, hits, held, begins, caps)
   holds = sound(state, call, hits, tokens)
   served &= holds
   running = indexing.where_valid(served & ~begins, call.slots)
   state, _ = recycling.drop_behind(state, call.behind, running)
-  columns = columns_for(config, call.room, call.tokens)
+  columns = columns_for(config, call, call.room, call.tokens)
   plan = planned(state, call, hits, held, begins, columns)
   ok = grants.in_order(
     jnp.sum(plan.need, axis=1, dtype=jnp.int32) + call.spare,

@@ -1,5 +1,6 @@
 """Requests in and out of the state: arrays for the device, lists for Python."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from jaxkv.host.requests import tokens_of
 from jaxkv.host.slots import Slots
 from jaxkv.host.transitions import Found
 
-_EVICTED_AT_ONCE = 64
+_PAGES_AT_ONCE = 64
 _ROW_OF = {name: row for row, name in enumerate(Call._fields)}
 _NOWHERE = np.iinfo(np.int32).max
 
@@ -224,17 +225,19 @@ class Driver:
     self.state, new = zeroing.take_new_pages(self.state)
     return np.flatnonzero(np.asarray(new)).tolist()
 
+  def forget_new(self, pages: list[int]) -> None:
+    """Leaves pages out of what `take_new_pages` tells."""
+    for part in _parts(pages):
+      self.state = transitions.forget_new(self.state, part)
+
   def evict(self, pages: list[int]) -> None:
     """Takes pages, all different and in order, out of the index."""
     if pages and not 0 <= pages[0] <= pages[-1] < self._config.num_pages:
       raise ValueError(
         f"page_ids must be 0 to {self._config.num_pages - 1}, got {pages}."
       )
-    for begin in range(0, len(pages), _EVICTED_AT_ONCE):
-      part = pages[begin : begin + _EVICTED_AT_ONCE]
-      padded = np.zeros((_EVICTED_AT_ONCE,), np.int32)
-      padded[: len(part)] = part
-      self.state = transitions.evict(self.state, padded)
+    for part in _parts(pages):
+      self.state = transitions.evict(self.state, part)
 
   def reset(self) -> bool:
     """Takes all pages out of the index unless one is held; whether it did."""
@@ -309,6 +312,15 @@ def new_pages(
   columns = zip(pages, begin, stop, strict=True)
   new = tuple([row[first:last] for row, first, last in columns])
   return CachePages(new, new)
+
+
+def _parts(pages: list[int]) -> Iterator[np.ndarray]:
+  """int32[_PAGES_AT_ONCE] each, the null page behind the last."""
+  for begin in range(0, len(pages), _PAGES_AT_ONCE):
+    part = pages[begin : begin + _PAGES_AT_ONCE]
+    padded = np.zeros((_PAGES_AT_ONCE,), np.int32)
+    padded[: len(part)] = part
+    yield padded
 
 
 def _columns(num_rows: int, **fields: int | np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from jaxkv.cache import looking
 from jaxkv.cache.events import Drained
 from jaxkv.cache.kinds import GroupKind
 from jaxkv.cache.state import CacheState
+from jaxkv.host import demand
 from jaxkv.host.checks import check_counts
 from jaxkv.host.checks import check_hit
 from jaxkv.host.checks import check_length
@@ -19,7 +20,6 @@ from jaxkv.host.options import make_config
 from jaxkv.host.options import make_limits
 from jaxkv.host.pages import CachePages
 from jaxkv.host.requests import skips_lookup
-from jaxkv.host.requests import status_of
 from jaxkv.host.requests import tokens_of
 from jaxkv.host.statistics import PrefixCacheStats
 from jaxkv.host.views import PagePool
@@ -44,6 +44,8 @@ class CacheManager:
     watermark: part of the pages that newcomers leave free while others run.
     max_in_flight: tokens that can be scheduled at once, for the check whether
       a whole sequence fits; None for `max_model_len`.
+    max_encoder_tokens: tokens of the longest encoder input, where a group is
+      `CrossAttention`; None for `max_model_len`.
     max_requests: requests that hold pages at once.
     num_events: events kept until `take_events`; 0 for none.
     track_new_pages: whether `take_new_page_ids` is used.
@@ -83,6 +85,7 @@ class CacheManager:
     retention: int | None = None,
     watermark: float = 0.0,
     max_in_flight: int | None = None,
+    max_encoder_tokens: int | None = None,
     max_requests: int = 256,
     num_events: int = 0,
     track_new_pages: bool = False,
@@ -91,6 +94,7 @@ class CacheManager:
     self.config = make_config(
       groups,
       max_model_len,
+      max_encoder_tokens,
       num_pages=num_pages,
       max_requests=max_requests,
       policy=policy,
@@ -104,7 +108,7 @@ class CacheManager:
       ),
     )
     self._limits = make_limits(
-      self.config, max_model_len, watermark, max_in_flight
+      self.config, max_model_len, watermark, max_in_flight, max_encoder_tokens
     )
     self._driver = Driver(self.config, self._limits.most_pages, max_requests)
     self._statistics = PrefixCacheStats()
@@ -114,8 +118,6 @@ class CacheManager:
   def state(self) -> CacheState:
     """The cache itself; every call replaces it."""
     return self._driver.state
-
-  # --- lookup ----------------------------------------------------------------
 
   def get_computed_pages(self, request: Any) -> tuple[CachePages, int]:
     """The longest cached prefix that leaves a token to compute.
@@ -142,8 +144,6 @@ class CacheManager:
     )
     return CachePages(pages), int(found.num_tokens)
 
-  # --- allocation ------------------------------------------------------------
-
   def allocate_slots(
     self,
     request: Any,
@@ -156,6 +156,10 @@ class CacheManager:
     full_sequence_must_fit: bool = False,
     reserved_pages: int = 0,
     has_scheduled_requests: bool = True,
+    num_encoder_tokens: int = 0,
+    skip_zeroing_group_ids: Sequence[int] = (),
+    dp_shard_hint: int | None = None,
+    data_parallel_size: int | None = None,
   ) -> CachePages | None:
     """Makes room for tokens of a request, and publishes those that are known.
 
@@ -175,6 +179,12 @@ class CacheManager:
         have room, though only some are asked for.
       reserved_pages: pages promised to others.
       has_scheduled_requests: whether the watermark holds.
+      num_encoder_tokens: tokens of the encoder that groups of `CrossAttention`
+        have pages for, if they have fewer.
+      skip_zeroing_group_ids: groups whose new pages `take_new_page_ids` leaves
+        out.
+      dp_shard_hint: None or 0.
+      data_parallel_size: None or 1: every shard has a manager of its own.
 
     Returns:
       The new pages behind those found and those for external tokens; None,
@@ -185,48 +195,37 @@ class CacheManager:
         too long, or pages were found for a request that holds some.
       RuntimeError: there are `max_requests` already.
     """
-    found, external = num_new_computed_tokens, num_external_computed_tokens
-    check_counts(
-      num_new_tokens=num_new_tokens,
-      num_new_computed_tokens=found,
-      num_lookahead_tokens=num_lookahead_tokens,
-      num_external_computed_tokens=external,
-      reserved_pages=reserved_pages,
-      num_computed_tokens=request.num_computed_tokens,
-    )
-    if num_new_tokens + found + external == 0:
-      raise ValueError(
-        f"allocate_slots for {request.request_id!r} asks for nothing: new, "
-        "found and external tokens are all 0."
-      )
-    slot = self._driver.slots.by_name.get(request.request_id)
-    check_hit(self.config, request, slot, found, new_computed_pages)
-    known = len(tokens_of(request))
-    behind = request.num_computed_tokens + found + external
-    total = behind + num_new_tokens
-    check_length(request, total, self._limits.max_model_len)
-    newcomer = status_of(request) in ("waiting", "preempted")
-    out = self._driver.advance(
+    demand.check_shard(dp_shard_hint, data_parallel_size)
+    skipped = demand.unzeroed_groups(self.config, skip_zeroing_group_ids)
+    fields = demand.fields_of(
       request,
-      slot,
-      new_computed_pages,
-      behind=behind,
-      external=external,
-      room=min(total + num_lookahead_tokens, self._limits.max_model_len),
-      tokens=total,
-      whole=min(known, self._limits.max_model_len)
-      if full_sequence_must_fit
-      else 0,
-      spare=self._limits.spare if newcomer and has_scheduled_requests else 0,
+      self._limits,
+      new=num_new_tokens,
+      found=num_new_computed_tokens,
+      external=num_external_computed_tokens,
+      lookahead=num_lookahead_tokens,
+      encoder=num_encoder_tokens,
       reserved=reserved_pages,
-      publish=found if delay_cache_pages else min(total, known),
+      delayed=delay_cache_pages,
+      whole=full_sequence_must_fit,
+      others_run=has_scheduled_requests,
     )
+    slot = self._driver.slots.by_name.get(request.request_id)
+    found, hit = num_new_computed_tokens, new_computed_pages
+    check_hit(self.config, request, slot, found, hit)
+    out = self._driver.advance(request, slot, hit, **fields)
     if out is None or not out.ok[0]:
       return None
     if slot is None and self.config.prefix_caching:
-      self._statistics.record(request, known, found)
+      self._statistics.record(request, len(tokens_of(request)), found)
     pages = out.pages[:, 0].tolist()
-    return new_pages(pages, out.begin[0].tolist(), out.stop[0].tolist())
+    begin, stop = out.begin[0].tolist(), out.stop[0].tolist()
+    # Behind what was found, which another request may have got as new.
+    for group in skipped:
+      known = hit.pages[group] if hit and hit.pages else ()
+      first = len(known) if slot is None else begin[group]
+      self._driver.forget_new(pages[group][first : stop[group]])
+    return new_pages(pages, begin, stop)
 
   def step(
     self,
@@ -259,8 +258,6 @@ class CacheManager:
     return self._driver.advance_all(
       running, num_new_tokens, num_lookahead_tokens, self._limits.max_model_len
     )
-
-  # --- publication and release -----------------------------------------------
 
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
     """Publishes the full pages of a request's first tokens.
@@ -344,8 +341,6 @@ class CacheManager:
   def new_step_starts(self) -> None:
     """A new step begins: what was published before is written now."""
     self._driver.new_step()
-
-  # --- looking ---------------------------------------------------------------
 
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
     """Pages of a request by group; empty lists for one that holds none."""

@@ -25,11 +25,13 @@ class Limits(NamedTuple):
 
   Attributes:
     max_model_len: tokens of the longest sequence.
+    max_encoder_tokens: tokens of the longest encoder input.
     spare: pages that newcomers leave free while others run.
     most_pages: by group, pages that one sequence ever holds.
   """
 
   max_model_len: int
+  max_encoder_tokens: int
   spare: int
   most_pages: tuple[int, ...]
 
@@ -37,6 +39,7 @@ class Limits(NamedTuple):
 def make_config(
   groups: Sequence[GroupKind],
   max_model_len: int,
+  max_encoder_tokens: int | None,
   *,
   num_pages: int,
   max_requests: int,
@@ -45,17 +48,7 @@ def make_config(
   options: Options,
 ) -> CacheConfig:
   """Sizes for so many requests of so many tokens; see `CacheManager`."""
-  if not isinstance(groups, Sequence):
-    raise TypeError(f"groups must be a list of kinds, got {groups!r}.")
-  sized = [
-    isinstance(group, GroupKind) and group.page_size is not None
-    for group in groups
-  ]
-  if not groups or not all(sized):
-    raise ValueError(
-      "groups must be one or more kinds, each with its page_size, such as "
-      f"[FullAttention(page_size=16)]; got {groups}."
-    )
+  _check_kinds(groups, options["prefix_caching"])
   at_least("max_model_len", max_model_len, 1)
   at_least("max_requests", max_requests, 1)
   if policy not in ("current", "classic"):
@@ -76,7 +69,9 @@ def make_config(
         f"{group} must have the smallest pages, of {page_size} tokens."
       )
   scratch = max(group.num_speculative for group in groups) * page_size
-  slot_tokens = -(-(max_model_len + scratch) // alignment) * alignment
+  longest = _longest_encoder(groups, max_model_len, max_encoder_tokens)
+  longest = max(longest, max_model_len + scratch)
+  slot_tokens = -(-longest // alignment) * alignment
   return CacheConfig(
     num_pages=num_pages,
     page_size=page_size,
@@ -95,17 +90,58 @@ def make_limits(
   max_model_len: int,
   watermark: float,
   max_in_flight: int | None,
+  max_encoder_tokens: int | None,
 ) -> Limits:
   """See `CacheManager`."""
   if not 0 <= watermark < 1:
     raise ValueError(f"watermark must be in 0 .. 1, got {watermark}.")
   in_flight = max_model_len if max_in_flight is None else max_in_flight
   at_least("max_in_flight", in_flight, 1)
+  encoder = _longest_encoder(config.groups, max_model_len, max_encoder_tokens)
   return Limits(
     max_model_len=max_model_len,
+    max_encoder_tokens=encoder,
     spare=int(watermark * config.num_pages),
     most_pages=tuple(
-      kind.most_pages(size, in_flight, max_model_len)
+      kind.most_pages(
+        size, in_flight, encoder if kind.holds_encoder else max_model_len
+      )
       for kind, size in zip(config.groups, config.page_sizes, strict=True)
     ),
   )
+
+
+def _longest_encoder(
+  groups: Sequence[GroupKind], max_model_len: int, most: int | None
+) -> int:
+  """Tokens of the longest encoder input; 0 where no group holds any."""
+  if not any(group.holds_encoder for group in groups):
+    if most is not None:
+      raise ValueError(
+        f"max_encoder_tokens={most} is for CrossAttention, and there is none."
+      )
+    return 0
+  return at_least(
+    "max_encoder_tokens", max_model_len if most is None else most, 1
+  )
+
+
+def _check_kinds(groups: Sequence[GroupKind], caching: bool) -> None:
+  """Raises for what is no list of sized kinds, or never cached."""
+  if not isinstance(groups, Sequence):
+    raise TypeError(f"groups must be a list of kinds, got {groups!r}.")
+  sized = [
+    isinstance(group, GroupKind) and group.page_size is not None
+    for group in groups
+  ]
+  if not groups or not all(sized):
+    raise ValueError(
+      "groups must be one or more kinds, each with its page_size, such as "
+      f"[FullAttention(page_size=16)]; got {groups}."
+    )
+  if caching and any(kind.holds_encoder for kind in groups):
+    raise ValueError(
+      "enable_caching must be False with CrossAttention: what a decoder "
+      "computes depends on the encoder's input, of which page keys know "
+      "nothing."
+    )

@@ -13,6 +13,7 @@ from jaxkv.cache import page_pool
 from jaxkv.cache import prefix_index
 from jaxkv.cache import snapshots
 from jaxkv.cache.config import CacheConfig
+from jaxkv.cache.kinds import GroupKind
 from jaxkv.cache.state import CacheState
 
 
@@ -25,6 +26,7 @@ class Call(NamedTuple):
     external: those of them that come from elsewhere.
     room: tokens to have room for.
     tokens: those of them that states are for, without lookahead.
+    encoder: tokens of the encoder to have pages for.
     whole: tokens for which there must be pages now, or nothing is done; 0 for
       no such wish.
     spare: pages that must stay free, even for a whole sequence.
@@ -40,6 +42,7 @@ class Call(NamedTuple):
   external: Array
   room: Array
   tokens: Array
+  encoder: Array
   whole: Array
   spare: Array
   reserved: Array
@@ -95,7 +98,7 @@ def fits(
   asked = call.slots < state.config.num_slots
   if hits is None:
     return asked
-  columns = columns_for(state.config, call.whole, call.whole)
+  columns = columns_for(state.config, call, call.whole, call.whole)
   columns = jnp.minimum(columns, jnp.asarray(caps, jnp.int32)[None])
   plan = planned(state, call, hits, held, begins, columns)
   need = jnp.sum(plan.need, axis=1, dtype=jnp.int32) + call.spare
@@ -126,6 +129,7 @@ def planned(
     config, lambda kind, _: call.behind > kind.num_skipped(call.behind)
   )
   arriving &= attaches & (call.external > 0)[:, None]
+  arriving &= ~groups.holds_encoder(config, arriving.shape)
   reached = groups.by_group(config, lambda _, size: -(-call.behind // size))
   external = jnp.where(arriving, jnp.maximum(hit, reached), hit)
   covered = jnp.where(begins[:, None], jnp.maximum(skipped, hit), held)
@@ -144,14 +148,17 @@ def planned(
   return Plan(null, hit, external, fresh, stop, need + waking)
 
 
-def columns_for(config: CacheConfig, room: Array, tokens: Array) -> Array:
+def columns_for(
+  config: CacheConfig, call: Call, room: Array, tokens: Array
+) -> Array:
   """int32[R, G]: columns for so much room, or tokens in groups with states."""
-  return groups.by_group(
-    config,
-    lambda kind, size: kind.num_columns(
-      tokens if kind.holds_states else room, size
-    ),
-  )
+
+  def columns(kind: GroupKind, size: int) -> Array:
+    if kind.holds_encoder:
+      return kind.num_columns(call.encoder, size)
+    return kind.num_columns(tokens if kind.holds_states else room, size)
+
+  return groups.by_group(config, columns)
 
 
 def _unwritten(state: CacheState, call: Call, hits: Hits) -> Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv.cache import forgetting
+from jaxkv.cache import indexing
 from jaxkv.cache import page_pool
 from jaxkv.cache import prefix as prefixes
 from jaxkv.cache import releasing
@@ -69,6 +70,18 @@ def evict(state: CacheState, pages: Array) -> CacheState:
   valid = (pages > 0) & (pages < state.config.num_pages)
   pool, _ = page_pool.unpublish(state.pool, pages, valid)
   return dataclasses.replace(state, pool=pool)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def forget_new(state: CacheState, pages: Array) -> CacheState:
+  """Takes pages int32[X] out of what `take_new_pages` tells."""
+  if state.pool.new is None:
+    return state
+  place = indexing.where_valid(pages > 0, pages)
+  new = indexing.put(state.pool.new, place, values=False)
+  return dataclasses.replace(
+    state, pool=dataclasses.replace(state.pool, new=new)
+  )
 
 
 @functools.partial(jax.jit, donate_argnums=0)
