@@ -37,6 +37,7 @@ from jaxkv.cache.kinds import SlidingWindow
 from jaxkv.cache.looking import cached_pages
 from jaxkv.cache.looking import free_pages
 from jaxkv.cache.looking import num_common_prefix_pages
+from jaxkv.cache.looking import residency
 from jaxkv.cache.looking import stats
 from jaxkv.cache.looking import usage
 from jaxkv.cache.pinning import PageCodes
@@ -51,6 +52,7 @@ from jaxkv.cache.releasing import Freed
 from jaxkv.cache.releasing import Truncated
 from jaxkv.cache.releasing import free
 from jaxkv.cache.releasing import truncate
+from jaxkv.cache.residency import Residency
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import Stats
 from jaxkv.cache.state import init
@@ -80,6 +82,7 @@ __all__ = [
   "Recycled",
   "Removed",
   "Reset",
+  "Residency",
   "SlidingWindow",
   "Stats",
   "Stored",
@@ -104,6 +107,7 @@ __all__ = [
   "pin",
   "recycle",
   "reset_prefix_cache",
+  "residency",
   "rollout",
   "salt",
   "stats",

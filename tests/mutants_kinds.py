@@ -1,5 +1,6 @@
-"""Mistakes about groups that hold something else than their own tokens."""
+"""Mistakes about encoders, and about the ages of pages."""
 
+from tests.mutation import AGED
 from tests.mutation import ENCODER
 from tests.mutation import Mutant
 
@@ -53,5 +54,22 @@ KIND_MUTANTS = {
     "state.num_pages[0]",
     ("free_mask",),
     ENCODER,
+  ),
+  # --- ages ------------------------------------------------------------------
+  "age is counted from the first page on": Mutant(
+    "residency:evicted", "clock - stamps", "clock", ("allocate",), AGED
+  ),
+  "pages are idle from when they were published": Mutant(
+    "residency:evicted", "clock - since", "clock - stamps", ("allocate",), AGED
+  ),
+  "pages without a key have an age": Mutant(
+    "page_pool:_aged", "taken.valid", "pages > 0", ("allocate",), AGED
+  ),
+  "it is not noted when pages are given back": Mutant(
+    "residency:released",
+    "ages.released, place",
+    "ages.released, place * 0 - 1",
+    ("free_mask",),
+    AGED,
   ),
 }

@@ -57,6 +57,7 @@ KEPT = small(212, 2, (Window(3), Full(page_size=4)), retention=0, **LONG)
 ENCODER = small(
   213, 2, (CrossAttention(page_size=4), Full()), **LONG, **NO_CACHING
 )
+AGED = small(214, 2, num_pages=12, track_residency=True)
 CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 

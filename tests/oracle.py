@@ -267,6 +267,7 @@ def differences(oracle: Oracle, state: CacheState) -> list[str]:
 
 def _expected(oracle):
   pool, config = oracle.pool, oracle.config
+  aged = config.track_residency
   tables = [
     [
       slot.pages[g]
@@ -296,6 +297,7 @@ def _expected(oracle):
     "published": pool.published,
     "merged": pool.merged,
     "failed": oracle.failed,
+    **({"lifetime": pool.lifetime, "idle": pool.idle} if aged else {}),
   }
 
 
@@ -318,6 +320,8 @@ def _found(state):
     "error": host.error,
   }
   found |= {name: getattr(host.stats, name) for name in vars(host.stats)}
+  if host.pool.ages is not None:
+    found |= vars(host.pool.ages.evicted)
   return {name: np.asarray(value).tolist() for name, value in found.items()}
 
 

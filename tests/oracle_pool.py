@@ -15,6 +15,10 @@ class Pool:
     refs, pins: a count for every page; a pin is one of the references.
     keys: page -> key, in the order of publication.
     popped, evicted, published, merged: as in `Stats`.
+    clock: pages that got a key, of use or not.
+    born: page -> value of the clock when it got its key.
+    released: value of the clock when each page was last given back.
+    lifetime, idle: evicted pages by the bits of their age.
   """
 
   def __init__(self, config: CacheConfig):
@@ -24,6 +28,9 @@ class Pool:
     self.pins = [0] * config.num_pages
     self.keys: dict[int, tuple] = {}
     self.popped = self.evicted = self.published = self.merged = 0
+    self.clock, self.born = 0, {}
+    self.released = [0] * config.num_pages
+    self.lifetime, self.idle = [0] * 33, [0] * 33
 
   def pop(self) -> int:
     """Takes the first free page; whatever was cached in it is lost."""
@@ -31,6 +38,8 @@ class Pool:
     self.popped += 1
     if self.keys.pop(page, None) is not None:
       self.evicted += 1
+      self.lifetime[(self.clock - self.born[page]).bit_length()] += 1
+      self.idle[(self.clock - self.released[page]).bit_length()] += 1
     self.refs[page] = 1
     return page
 
@@ -47,6 +56,7 @@ class Pool:
       self.refs[page] -= 1
       if self.refs[page] == 0:
         freed.append(page)
+        self.released[page] = self.clock
     front = []
     if self.config.unhashed_first:
       front = [page for page in freed if page not in self.keys]

@@ -197,7 +197,11 @@ class Sequences:
     for column in range(start, group.settled_pages(len(sequence.tokens))):
       prefix = tuple(sequence.tokens[: (column + 1) * group.size])
       useful = group.is_published(column, sequence.prompt, sequence.junction)
-      if pages[column] != NULL and useful:
+      page = pages[column]
+      if page != NULL and page not in self.pool.keys:
+        self.pool.born[page] = self.pool.clock
+        self.pool.clock += 1
+      if page != NULL and useful:
         self._publish(pages, column, (sequence.root, number, prefix))
 
   def _publish(self, pages, column, key):

@@ -111,13 +111,14 @@ CLASSIC = {"unhashed_first": False}
 NO_CACHING = {"prefix_caching": False}
 DRAFT = {"draft_model": True}
 CLASSIC_PREFIXES = {"classic": True}
+AGES = {"track_residency": True}
 LONG = {"pages_per_slot": 8}
 
 Full, Window, Chunk = FullAttention, SlidingWindow, ChunkedLocal
 
 SETUPS = {
   # Seen in every run: both policies, merging, groups, no caching.
-  "plain": small(1, 2, worse="tight", num_pages=16),
+  "plain": small(1, 2, worse="tight", num_pages=16, **AGES),
   "merge": small(2, 1, window=2, **MERGE, **CLASSIC),
   "groups": small(3, 2, groups=2, worse="crowded", **MERGE),
   "no_caching": small(4, 4, window=3, worse="tight", **NO_CACHING),
@@ -145,6 +146,7 @@ SETUPS = {
     worse="crowded",
     **LONG,
     **MERGE,
+    **AGES,
   ),
   "chunks": small(15, 2, (Full(), Chunk(4)), **LONG, **CLASSIC),
   "odd_chunks": small(16, 2, (Chunk(3), Full(page_size=4)), **LONG, **MERGE),

@@ -112,6 +112,7 @@ HYBRID = {
   ),
   "merge_duplicates": True,
   "event_log": 64,
+  "track_residency": True,
 }
 
 CASES = {

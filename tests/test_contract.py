@@ -47,7 +47,8 @@ ON_HOST = {
   "stats",
   "drain_events",
 }
-ELSEWHERE = {"clear_error", "take_new_pages"}  # test_edges, test_new_pages
+# test_edges, test_new_pages, test_residency
+ELSEWHERE = {"clear_error", "take_new_pages", "residency"}
 
 COLLECTIVES = (
   "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"

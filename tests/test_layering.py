@@ -47,6 +47,7 @@ _CACHE_MECHANISMS = {
   "prefix_index",
   "publishing",
   "ragged",
+  "residency",
   "snapshots",
   "state",
   "verbs",

@@ -45,6 +45,7 @@ class CacheConfig:
       published and taken out. 0 for no log.
     track_new_pages: whether `take_new_pages` tells which pages were handed
       out.
+    track_residency: whether `residency` tells how old evicted pages were.
     seed: the secret of the page keys. Whoever does not know it cannot make
       two prefixes collide.
 
@@ -66,6 +67,7 @@ class CacheConfig:
   retention: int | None = None
   event_log: int = 0
   track_new_pages: bool = False
+  track_residency: bool = False
   seed: int = 0
 
   def __post_init__(self):
@@ -103,16 +105,7 @@ class CacheConfig:
         "fewer."
       )
     self._check_retention()
-    if self.merge_duplicates and not self.prefix_caching:
-      raise ValueError(
-        "CacheConfig.merge_duplicates needs prefix_caching=True: without keys "
-        "no two pages are known to be equal."
-      )
-    if self.event_log and not self.prefix_caching:
-      raise ValueError(
-        "CacheConfig.event_log needs prefix_caching=True: nothing is ever "
-        "published without it."
-      )
+    self._check_caching()
 
   def _check_groups(self):
     if not isinstance(self.groups, tuple) or not self.groups:
@@ -132,6 +125,18 @@ class CacheConfig:
           f"A group's page_size must be a multiple of CacheConfig.page_size "
           f"({self.page_size}) and a divisor of the slot's {self.slot_tokens} "
           f"tokens, got {size}."
+        )
+
+  def _check_caching(self):
+    needs_keys = {
+      "merge_duplicates": "without keys no two pages are known to be equal",
+      "event_log": "nothing is ever published without it",
+      "track_residency": "nothing is ever evicted without it",
+    }
+    for name, reason in needs_keys.items():
+      if getattr(self, name) and not self.prefix_caching:
+        raise ValueError(
+          f"CacheConfig.{name} needs prefix_caching=True: {reason}."
         )
 
   def _check_encoder(self):

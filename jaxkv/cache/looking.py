@@ -7,6 +7,7 @@ from jax import Array
 
 from jaxkv.cache import free_queue
 from jaxkv.cache import page_pool
+from jaxkv.cache.residency import Residency
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import Stats
 from jaxkv.cache.state import check_single
@@ -32,6 +33,40 @@ def stats(state: CacheState) -> Stats:
   """
   # New buffers: a reading outlives the state, which may be donated.
   return jax.tree.map(lambda counter: counter + jnp.uint32(0), state.stats)
+
+
+@verb
+def residency(state: CacheState) -> Residency:
+  """How old the evicted pages were; subtract two readings for an interval.
+
+  Only what makes room for something new is evicted: pages that `evict`,
+  `truncate` or a reset take out of the index do not count.
+
+  Args:
+    state: a cache with `CacheConfig.track_residency`.
+
+  Returns:
+    Counts by age.
+
+  Raises:
+    ValueError: the cache does not keep them.
+
+  Examples:
+    >>> import jaxkv
+    >>> state = jaxkv.init(jaxkv.CacheConfig(num_pages=8, page_size=2,
+    ...   num_slots=1, pages_per_slot=4, track_residency=True))
+    >>> int(jaxkv.residency(state).idle.sum())
+    0
+  """
+  if state.pool.ages is None:
+    raise ValueError(
+      "The cache does not keep the ages of its pages; make it with "
+      "CacheConfig(track_residency=True)."
+    )
+  # New buffers: a reading outlives the state, which may be donated.
+  return jax.tree.map(
+    lambda bins: bins + jnp.uint32(0), state.pool.ages.evicted
+  )
 
 
 @verb

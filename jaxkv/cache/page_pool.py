@@ -15,10 +15,13 @@ from jaxkv.cache import event_log
 from jaxkv.cache import free_queue
 from jaxkv.cache import indexing
 from jaxkv.cache import prefix_index
+from jaxkv.cache import residency
 from jaxkv.cache.config import CacheConfig
 from jaxkv.cache.event_log import EventLog
 from jaxkv.cache.free_queue import FreeQueue
 from jaxkv.cache.prefix_index import PrefixIndex
+from jaxkv.cache.prefix_index import Taken
+from jaxkv.cache.residency import Ages
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +37,7 @@ class PagePool:
     index: the cached pages; None without prefix caching.
     events: what entered and left the index; None if nobody wants to know.
     new: pages popped since `take_new_pages`; None likewise.  # bool[N]
+    ages: how long pages stay cached; None likewise.
   """
 
   ref_count: Array
@@ -42,6 +46,7 @@ class PagePool:
   index: PrefixIndex | None
   events: EventLog | None = None
   new: Array | None = None
+  ages: Ages | None = None
 
 
 class Popped(NamedTuple):
@@ -74,6 +79,7 @@ def init(config: CacheConfig) -> PagePool:
     new=jnp.zeros((config.num_pages,), bool)
     if config.track_new_pages
     else None,
+    ages=residency.init(config.num_pages) if config.track_residency else None,
   )
 
 
@@ -86,7 +92,8 @@ def pop(
   """
   queue, popped = free_queue.pop(pool.queue, wanted, window=window)
   pages, _, valid = popped
-  pool, num_evicted = unpublish(pool, pages, valid)
+  pool, taken = _unpublished(pool, pages, valid)
+  num_evicted = jnp.int32(0) if taken is None else taken.total
   place, new = indexing.where_valid(valid, pages), pool.new
   if new is not None:
     new = indexing.put(new, place, values=True)
@@ -95,6 +102,7 @@ def pop(
     ref_count=indexing.put(pool.ref_count, place, values=1),
     queue=queue,
     new=new,
+    ages=_aged(pool, pages, taken),
   )
   return pool, Popped(*popped, num_evicted)
 
@@ -146,11 +154,15 @@ def drop(
   left = jnp.zeros_like(last)
   if unhashed_first:
     left = last & ~is_cached(pool, pages)
+  ages = pool.ages
+  if ages is not None and pool.index is not None:
+    ages = residency.released(ages, pages, last, pool.index.clock)
   queue = dataclasses.replace(pool.queue, position=position)
   queue = free_queue.push_back(
     queue, pages, last & ~left, notes=_left_by(owner), noted=left
   )
-  return dataclasses.replace(pool, ref_count=ref_count, queue=queue), left
+  pool = dataclasses.replace(pool, ref_count=ref_count, queue=queue, ages=ages)
+  return pool, left
 
 
 def to_front(
@@ -185,14 +197,29 @@ def unpublish(
   Returns:
     The pool, and int32[]: how many of the pages were cached.
   """
+  pool, taken = _unpublished(pool, pages, valid)
+  return pool, jnp.int32(0) if taken is None else taken.total
+
+
+def _unpublished(
+  pool: PagePool, pages: Array, valid: Array
+) -> tuple[PagePool, Taken | None]:
+  """The same, and what was taken out; None without an index."""
   if pool.index is None:
-    return pool, jnp.int32(0)
+    return pool, None
   index, taken = prefix_index.remove(pool.index, pages, valid)
   events = pool.events
   if events is not None:
     events = event_log.removed(events, taken.valid, pages, taken.keys)
-  pool = dataclasses.replace(pool, index=index, events=events)
-  return pool, taken.total
+  return dataclasses.replace(pool, index=index, events=events), taken
+
+
+def _aged(pool: PagePool, pages: Array, taken: Taken | None) -> Ages | None:
+  """The ages with those of the pages that were taken out of the index."""
+  ages, index = pool.ages, pool.index
+  if ages is None or index is None or taken is None:
+    return ages
+  return residency.evicted(ages, pages, taken.valid, taken.stamps, index.clock)
 
 
 def is_free(pool: PagePool, pages: Array) -> Array:

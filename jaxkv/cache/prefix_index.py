@@ -61,11 +61,13 @@ class Taken(NamedTuple):
   Attributes:
     valid: bool[X], the pages that were cached.
     keys: uint32[X, 4], their keys.
+    stamps: uint32[X], values of the clock when they were published.
     total: int32[], how many they are.
   """
 
   valid: Array
   keys: Array
+  stamps: Array
   total: Array
 
 
@@ -230,7 +232,7 @@ def remove(
   Returns:
     The index, and what was taken out of it.
   """
-  keys, _, slot = _split(
+  keys, stamps, slot = _split(
     indexing.take(index.entry, indexing.where_valid(valid, pages), fill=NOWHERE)
   )
   valid = slot < NOWHERE
@@ -247,7 +249,7 @@ def remove(
       index.entry, place, jnp.int32(_SLOT), values=jnp.uint32(NOWHERE)
     ),
   )
-  return index, Taken(valid, keys, count)
+  return index, Taken(valid, keys, stamps, count)
 
 
 def clear(index: PrefixIndex) -> PrefixIndex:

@@ -14,6 +14,7 @@ from jaxkv.cache import zeroing
 from jaxkv.cache.config import CacheConfig
 from jaxkv.cache.events import Drained
 from jaxkv.cache.kinds import FullAttention
+from jaxkv.cache.residency import NUM_BINS
 from jaxkv.host import allocation
 from jaxkv.host import requests
 from jaxkv.host import transitions
@@ -63,6 +64,7 @@ class Driver:
     self._caps = caps
     self._popped: dict[int, PoppedPages] = {}
     self._step_clock = 0
+    self._ages = np.zeros((2, NUM_BINS), np.uint32)
 
   def new_step(self) -> None:
     """States published from now on count as not written yet."""
@@ -224,6 +226,18 @@ class Driver:
     """Pages handed out since the last call."""
     self.state, new = zeroing.take_new_pages(self.state)
     return np.flatnonzero(np.asarray(new)).tolist()
+
+  def take_ages(self) -> tuple[list[int], list[int]]:
+    """Lifetimes and idle times of the pages evicted since the last call."""
+    ages = self.state.pool.ages
+    if ages is None:
+      return [], []
+    before, self._ages = (
+      self._ages,
+      np.stack(jax.device_get((ages.evicted.lifetime, ages.evicted.idle))),
+    )
+    lifetime, idle = (self._ages - before).tolist()
+    return lifetime, idle
 
   def forget_new(self, pages: list[int]) -> None:
     """Leaves pages out of what `take_new_pages` tells."""

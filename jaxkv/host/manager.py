@@ -49,6 +49,7 @@ class CacheManager:
     max_requests: requests that hold pages at once.
     num_events: events kept until `take_events`; 0 for none.
     track_new_pages: whether `take_new_page_ids` is used.
+    track_residency: whether statistics tell how old evicted pages were.
     seed: the secret of the page keys; see `CacheConfig.seed`.
 
   Attributes:
@@ -89,6 +90,7 @@ class CacheManager:
     max_requests: int = 256,
     num_events: int = 0,
     track_new_pages: bool = False,
+    track_residency: bool = False,
     seed: int = 0,
   ):
     self.config = make_config(
@@ -104,6 +106,7 @@ class CacheManager:
         draft_model=use_eagle,
         event_log=num_events,
         track_new_pages=track_new_pages,
+        track_residency=track_residency,
         seed=seed,
       ),
     )
@@ -355,8 +358,9 @@ class CacheManager:
     return self._driver.num_common(request_id)
 
   def make_prefix_cache_stats(self) -> PrefixCacheStats:
-    """What was looked up and found since the last call."""
+    """What was looked up, found and evicted since the last call."""
     taken, self._statistics = self._statistics, PrefixCacheStats()
+    taken.lifetime, taken.idle = self._driver.take_ages()
     return taken
 
   def take_events(self) -> Drained:

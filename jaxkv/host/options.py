@@ -17,6 +17,7 @@ class Options(TypedDict):
   draft_model: bool
   event_log: int
   track_new_pages: bool
+  track_residency: bool
   seed: int
 
 

@@ -1,4 +1,4 @@
-"""How often requests found something of themselves in the cache."""
+"""How often requests found something of themselves, and what was evicted."""
 
 import dataclasses
 from typing import Any
@@ -18,6 +18,8 @@ class PrefixCacheStats:
     preempted_requests, preempted_queries, preempted_hits: the same of requests
       that had been preempted, which are not counted above.
     reset: whether the cache was reset in between.
+    lifetime, idle: pages evicted in between by their ages, see
+      `jaxkv.Residency`; empty without `track_residency`.
   """
 
   requests: int = 0
@@ -27,6 +29,8 @@ class PrefixCacheStats:
   preempted_queries: int = 0
   preempted_hits: int = 0
   reset: bool = False
+  lifetime: list[int] = dataclasses.field(default_factory=list)
+  idle: list[int] = dataclasses.field(default_factory=list)
 
   def record(self, request: Any, num_tokens: int, num_hits: int) -> None:
     """Counts a request, unless nothing of it is ever looked up."""
