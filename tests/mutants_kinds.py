@@ -1,7 +1,8 @@
-"""Mistakes about encoders, and about the ages of pages."""
+"""Mistakes about encoders, states, and the ages of pages."""
 
 from tests.mutation import AGED
 from tests.mutation import ENCODER
+from tests.mutation import SCRATCH
 from tests.mutation import Mutant
 
 KIND_MUTANTS = {
@@ -54,6 +55,51 @@ KIND_MUTANTS = {
     "state.num_pages[0]",
     ("free_mask",),
     ENCODER,
+  ),
+  # --- states ----------------------------------------------------------------
+  "a fork copies no state": Mutant(
+    "groups:open_pages", "tokens % size > 0", "tokens < 0", ("fork",), SCRATCH
+  ),
+  "a fork holds the null page": Mutant(
+    "forking:_shared", "& (pages > 0)", "", ("fork",), SCRATCH
+  ),
+  "states can be had at any token": Mutant(
+    "snapshots:can_go_on",
+    "if not config.holds_states:",
+    "if True:",
+    ("fork", "truncate"),
+    SCRATCH,
+  ),
+  "a state is rolled back to inside a page": Mutant(
+    "snapshots:can_go_on", "& ~inside", "", ("truncate",), SCRATCH
+  ),
+  "scratch pages stay behind": Mutant(
+    "snapshots:drawn_back",
+    "if not config.holds_states:",
+    "if True:",
+    ("truncate",),
+    SCRATCH,
+  ),
+  "scratch pages are given back": Mutant(
+    "snapshots:num_scratch",
+    "jnp.clip(held - keep, 0, scratch)",
+    "scratch * 0",
+    ("truncate",),
+    SCRATCH,
+  ),
+  "null pages between states are given back": Mutant(
+    "recycling:_num_held",
+    "if config.holds_states:",
+    "if False:",
+    ("recycle",),
+    SCRATCH,
+  ),
+  "scratch pages do not move along": Mutant(
+    "snapshots:_growth",
+    "jnp.where(moves, moved, 0)",
+    "moved * 0",
+    ("allocate",),
+    SCRATCH,
   ),
   # --- ages ------------------------------------------------------------------
   "age is counted from the first page on": Mutant(

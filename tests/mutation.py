@@ -21,6 +21,7 @@ from tests.setups import NO_CACHING
 from tests.setups import Chunk
 from tests.setups import Full
 from tests.setups import Setup
+from tests.setups import State
 from tests.setups import Window
 from tests.setups import small
 
@@ -58,6 +59,9 @@ ENCODER = small(
   213, 2, (CrossAttention(page_size=4), Full()), **LONG, **NO_CACHING
 )
 AGED = small(214, 2, num_pages=12, track_residency=True)
+SCRATCH = small(
+  215, 2, (State(num_speculative=2), Full()), num_pages=60, **LONG
+)
 CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 

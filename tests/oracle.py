@@ -1,6 +1,6 @@
 """The cache in Python lists: slow, obvious, the definition of correct.
 
-Every verb of `jaxkv` stands here or in `Sequences` with the same arguments as
+Every verb of `jaxkv` stands here or in a class below with the same arguments as
 lists, and gives a dict of what the real one must return. Keys are tuples of the
 tokens themselves, the free queue is a list, and rows are worked off one by one,
 so that the batch law is how these files are written, not something they check.
@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxkv import CacheState
 from jaxkv import Code
+from tests.oracle_arrivals import Arrivals
 from tests.oracle_pool import NULL
-from tests.oracle_sequences import Sequences
 
 
-class Oracle(Sequences):
+class Oracle(Arrivals):
   """A whole cache; SEMANTICS 4.1 to 4.12 are the rules it follows."""
 
   def copy(self) -> "Oracle":
@@ -39,8 +39,12 @@ class Oracle(Sequences):
       owed = self._nothing_owed()
       if code == Code.OK:
         named.add(target)
-        partial = self._partial(len(before[source].tokens))
-        if sum(partial) > len(self.pool.free):
+        tokens = len(before[source].tokens)
+        partial = self._partial(tokens)
+        scratch = sum(group.scratch for group in self.groups)
+        if self._stateless(before[source], tokens):
+          code = Code.RECYCLED
+        elif sum(partial) + scratch > len(self.pool.free):
           code = Code.OUT_OF_PAGES
         else:
           owed = self._share(before[source], target, partial)
@@ -77,10 +81,23 @@ class Oracle(Sequences):
       if partial[number]:
         owed[number] = (source.pages[number][len(pages)], self.pool.pop())
         pages.append(owed[number][1])
+      scratch = range(self.groups[number].scratch)
+      pages.extend(self.pool.pop() for _ in scratch)
     self.slots[target] = dataclasses.replace(
-      source, pages=tables, tokens=list(source.tokens)
+      source, pages=tables, tokens=list(source.tokens), gone=list(source.gone)
     )
     return owed
+
+  def _stateless(self, sequence, length):
+    """Whether some state after so many tokens is not in its page."""
+    for group, pages in zip(self.groups, sequence.pages, strict=True):
+      if not group.holds_states or length == 0:
+        continue
+      if pages[(length - 1) // group.size] == NULL:
+        return True
+      if length < len(sequence.tokens) and length % group.size:
+        return True
+    return False
 
   def _nothing_owed(self):
     return [(self.config.no_page,) * 2] * self.config.num_groups
@@ -121,7 +138,9 @@ class Oracle(Sequences):
 
   def _lost(self, sequence, length):
     """Whether a shorter sequence would need a page that was given back."""
-    config, gone = self.config, sequence.num_null()
+    config, gone = self.config, sequence.gone
+    if self._stateless(sequence, length):
+      return True
     for group, missing in zip(self.groups, gone, strict=True):
       if group.skipped_pages(length) < missing:
         return True
@@ -134,6 +153,8 @@ class Oracle(Sequences):
     ):
       return False
     aligned, text = length // align * align, config.text_group
+    if self.groups[text].holds_states:
+      return aligned < length
     return max(aligned - 1, 0) // self.groups[text].size < gone[text]
 
   def _reopens(self, slot, length):
@@ -155,19 +176,30 @@ class Oracle(Sequences):
 
   def _cut(self, slot, length, shared):
     """Gives pages back; a shared last page too, but it stays in the table."""
-    sequence, keeps = self.slots[slot], self._pages_for(length)
-    for number, group in enumerate(self.groups):
-      if group.is_cross and length:
-        keeps[number] = len(sequence.pages[number])
+    sequence = self.slots[slot]
+    keeps = [self._kept(sequence, number, length) for number in self._numbers()]
     reopens = self._reopens(slot, length)
     for number, pages in enumerate(sequence.pages):
-      keep, copied = keeps[number], shared[number]
+      (keep, scratch), copied = keeps[number], shared[number]
+      end = len(pages) - scratch
       if reopens[number] and not copied:
         self.pool.keys.pop(pages[keep - 1], None)
-      back = [page for page in pages[keep - copied :][::-1] if page != NULL]
-      self.pool.release(back)
-      pages[keep:] = []
+      back = [page for page in pages[keep - copied : end] if page != NULL]
+      self.pool.release(back[::-1])
+      pages[keep:end] = []
+      sequence.gone[number] = min(sequence.gone[number], keep)
     sequence.tokens = sequence.tokens[:length]
+
+  def _numbers(self):
+    return range(len(self.groups))
+
+  def _kept(self, sequence, number, length):
+    """Columns that a shorter sequence keeps, and scratch pages behind."""
+    group, held = self.groups[number], len(sequence.pages[number])
+    if length == 0 or group.is_cross:
+      return (held if length else 0), 0
+    keep = group.pages_for(length) - group.scratch
+    return keep, min(group.scratch, held - keep)
 
   def _copied(self, slot, length, shared):
     """Fresh last pages instead of shared ones; the copies owed."""
@@ -282,7 +314,7 @@ def _expected(oracle):
       [len(slot.pages[g]) for slot in oracle.slots]
       for g in range(config.num_groups)
     ],
-    "first_page": _transposed([slot.num_null() for slot in oracle.slots]),
+    "first_page": _transposed([slot.gone for slot in oracle.slots]),
     "length": [len(slot.tokens) for slot in oracle.slots],
     "ref_count": pool.refs,
     "pin_count": pool.pins,

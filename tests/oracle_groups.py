@@ -10,6 +10,8 @@ from jaxkv import CacheConfig
 from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import GroupKind
+from jaxkv import Recurrent
+from tests.oracle_pool import NULL
 from tests.reference_kinds import Rules
 from tests.reference_kinds import ceil_div
 from tests.reference_kinds import reachable
@@ -43,9 +45,36 @@ class Group:
     """Whether its pages are for an encoder's tokens."""
     return isinstance(self.kind, CrossAttention)
 
+  @property
+  def scratch(self) -> int:
+    """Scratch pages behind the last one."""
+    return getattr(self.kind, "num_speculative", 0)
+
+  @property
+  def holds_states(self) -> bool:
+    """Whether a page is a snapshot where it ends."""
+    return isinstance(self.kind, Recurrent)
+
   def pages_for(self, tokens: int, encoder: int = 0) -> int:
-    """Pages that hold so many tokens, or so many of the encoder."""
-    return ceil_div(encoder if self.is_cross else tokens, self.size)
+    """Columns for so many tokens, or so many of the encoder."""
+    columns = ceil_div(encoder if self.is_cross else tokens, self.size)
+    return columns + self.scratch
+
+  def grown(self, pages: list[int], stop: int, begins: bool) -> list[int]:
+    """The table before its last columns up to `stop` are popped.
+
+    Of states only the running one has a page, and behind it stand the scratch
+    pages, those there are before the new ones (4.9).
+    """
+    if not self.holds_states or stop <= len(pages):
+      return list(pages)
+    running, before = stop - self.scratch - 1, len(pages)
+    table = pages + [NULL] * (running - before)
+    if not begins:
+      for column in range(before - self.scratch, min(before, running)):
+        table.append(table[column])
+        table[column] = NULL
+    return table
 
   def full_pages(self, tokens: int) -> int:
     """Pages that so many tokens fill."""
@@ -53,7 +82,7 @@ class Group:
 
   def skipped_pages(self, tokens: int) -> int:
     """Leading pages that nothing behind so many tokens looks at."""
-    return skipped_tokens(self.kind, tokens) // self.size
+    return max(skipped_tokens(self.kind, tokens) // self.size, 0)
 
   def settled_pages(self, tokens: int) -> int:
     """Pages whose turn to be published has come (4.8).

@@ -72,6 +72,7 @@ class _Search:
     With `drop` a page behind it must be cached too, within the bound.
     """
     kind = group.kind
+    drop &= not group.holds_states
     if drop and isinstance(kind, SlidingWindow) and kind.window > 1:
       return self._scanned(group, bound)
     last = group.full_pages(bound) - drop
@@ -121,7 +122,7 @@ class _Search:
       drop = self.draft and group not in self.verified
       # The classic rule looks no further, and leaves a page out every time.
       bound = current
-      if drop and not self.classic:
+      if drop and not self.classic and not group.holds_states:
         bound = min(current + group.size, self.known)
       found = self.longest(group, bound, drop)
       if drop and not self.classic:

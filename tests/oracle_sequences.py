@@ -1,13 +1,10 @@
 """The slots of the oracle: sequences that start, are found, grow and end."""
 
 import dataclasses
-import itertools
-from typing import NamedTuple
 
 from jaxkv import CacheConfig
 from jaxkv import Code
 from tests.oracle_groups import groups_of
-from tests.oracle_lookup import longest_prefix
 from tests.oracle_pool import NULL
 from tests.oracle_pool import Pool
 
@@ -23,6 +20,7 @@ class Sequence:
     root: what its keys begin with: the epoch it started in and its salt.
     prompt: tokens that it was admitted with.
     junction: where it turned off from what was cached in some groups.
+    gone: for each group, the columns that were given back.
   """
 
   pages: list[list[int]]
@@ -30,35 +28,12 @@ class Sequence:
   root: tuple
   prompt: int = 0
   junction: int = 0
+  gone: list[int] = dataclasses.field(default_factory=list)
 
   @property
   def empty(self) -> bool:
     """Whether the slot can be given to a new sequence."""
     return not any(self.pages)
-
-  def num_null(self) -> list[int]:
-    """For each group how many pages are not there any more."""
-    return [pages.count(NULL) for pages in self.pages]
-
-
-class Hit(NamedTuple):
-  """A cached prefix.
-
-  Attributes:
-    tokens: how long it is.
-    first: for each group, the columns of it that are not needed.
-    pages: for each group, those that are.
-    junction: see `Sequence`.
-  """
-
-  tokens: int
-  first: list[int]
-  pages: list[list[int]]
-  junction: int = 0
-
-  def all_pages(self) -> list[int]:
-    """Of all groups, group by group."""
-    return list(itertools.chain(*self.pages))
 
 
 class Sequences:
@@ -85,7 +60,12 @@ class Sequences:
   def _start(self, salt) -> Sequence:
     """A sequence of nothing; without a salt it has that of zeros."""
     salt = (0, 0, 0, 0) if salt is None else tuple(salt)
-    return Sequence([[] for _ in self.groups], [], (self.epoch, salt))
+    return Sequence(
+      [[] for _ in self.groups],
+      [],
+      (self.epoch, salt),
+      gone=[0 for _ in self.groups],
+    )
 
   def _pages_for(self, tokens: int, encoder: int = 0) -> list[int]:
     """Pages for so many tokens, for each group."""
@@ -135,22 +115,41 @@ class Sequences:
     if min(count, encoder) < 0:
       return Code.BAD_LENGTH, 0
     total = len(sequence.tokens) + count
-    if max(total, encoder) > self.config.slot_tokens:
+    wanted = self._pages_for(total, encoder)
+    if max(total, encoder) > self.config.slot_tokens or (
+      count and self._overfull(wanted)
+    ):
       return Code.SLOT_FULL, 0
     if count == 0:
       return Code.OK, 0
-    wanted = self._pages_for(total, encoder)
-    need = [
-      max(pages - len(held), 0)
-      for pages, held in zip(wanted, sequence.pages, strict=True)
-    ]
-    if sum(need) > len(self.pool.free):
+    tables = self._grown(sequence.pages, wanted, sequence.empty)
+    need = self._missing(tables, wanted)
+    if need > len(self.pool.free):
       return Code.OUT_OF_PAGES, 0
     if sequence.empty:
       sequence = self.slots[slot] = self._start(None)
-    for pages, count in zip(sequence.pages, need, strict=True):
-      pages.extend(self.pool.pop() for _ in range(count))
-    return Code.OK, sum(need)
+    sequence.pages = self._filled(tables, wanted)
+    return Code.OK, need
+
+  def _overfull(self, wanted: list[int]) -> bool:
+    """Whether scratch pages do not fit into the table."""
+    most = [self.config.slot_tokens // group.size for group in self.groups]
+    return any(n > m for n, m in zip(wanted, most, strict=True))
+
+  def _grown(self, tables, wanted, begins):
+    rows = zip(self.groups, tables, wanted, strict=True)
+    return [group.grown(pages, stop, begins) for group, pages, stop in rows]
+
+  def _missing(self, tables, wanted) -> int:
+    rows = zip(tables, wanted, strict=True)
+    return sum(max(stop - len(pages), 0) for pages, stop in rows)
+
+  def _filled(self, tables, wanted):
+    """Tables with fresh pages up to the columns wanted."""
+    return [
+      pages + [self.pool.pop() for _ in range(stop - len(pages))]
+      for pages, stop in zip(tables, wanted, strict=True)
+    ]
 
   def commit(self, tokens, counts):
     """Makes tokens final and publishes the pages that became full."""
@@ -171,7 +170,9 @@ class Sequences:
     """Tokens for which every group of a slot has pages."""
     held = zip(self.groups, self.slots[slot].pages, strict=True)
     return min(
-      len(pages) * group.size for group, pages in held if not group.is_cross
+      max(len(pages) - group.scratch, 0) * group.size
+      for group, pages in held
+      if not group.is_cross
     )
 
   def _commit(self, slot, row, count):
@@ -220,141 +221,6 @@ class Sequences:
     else:
       self.pool.publish(pages[column], key)
 
-  # --- finding ---------------------------------------------------------------
-
-  def match(self, tokens, lengths, salts=None):
-    """Longest cached prefix of each row; changes nothing."""
-    hits = [self._match(*row) for row in self._rows(tokens, lengths, salts)]
-    return {
-      "num_cached": [hit.tokens for hit in hits],
-      "pages": self._padded(hits, len(tokens[0]) // self.config.page_size),
-    }
-
-  def _match(self, row, length, salt):
-    """The longest prefix from which every group can go on.
-
-    At least one token is left over: its query is needed for the next one.
-    """
-    if not 1 <= length <= len(row):
-      return self._miss()
-    root = self._start(salt).root
-    known = {
-      (number, column): self.pool.find(
-        (root, number, tuple(row[: (column + 1) * group.size]))
-      )
-      for number, group in enumerate(self.groups)
-      for column in range(group.full_pages(length))
-    }
-
-    def cached(number: int, column: int) -> bool:
-      return known.get((number, column)) is not None
-
-    tokens, junction = longest_prefix(self.groups, cached, length)
-    first = [group.skipped_pages(tokens) for group in self.groups]
-    pages = [
-      [
-        known[number, column]
-        for column in range(begin, group.full_pages(tokens))
-      ]
-      for number, (group, begin) in enumerate(
-        zip(self.groups, first, strict=True)
-      )
-    ]
-    return Hit(tokens, first, pages, junction)
-
-  def _miss(self):
-    return Hit(0, [0 for _ in self.groups], [[] for _ in self.groups])
-
-  def _rows(self, tokens, lengths, salts):
-    return zip(tokens, lengths, salts or [None] * len(tokens), strict=True)
-
-  def _padded(self, hits, columns):
-    """Pages as [G, R, columns], NO_PAGE before and behind those needed."""
-    no_page = self.config.no_page
-    padded = []
-    for number in range(self.config.num_groups):
-      padded.append([])
-      for hit in hits:
-        pages = [no_page] * hit.first[number] + hit.pages[number]
-        padded[-1].append(pages + [no_page] * (columns - len(pages)))
-    return padded
-
-  def admit(
-    self,
-    slots,
-    tokens,
-    lengths,
-    salts=None,
-    mask=None,
-    room=None,
-    keep_free=None,
-    num_encoder_tokens=None,
-  ):
-    """Starts sequences; every lookup sees the cache before the call."""
-    codes, plans, named = [], {}, set()
-    left, woken = len(self.pool.free), set()
-    rows = list(self._rows(tokens, lengths, salts))
-    room, keep = room or lengths, keep_free or [0] * len(rows)
-    encoders = num_encoder_tokens or [0] * len(rows)
-    for index, (row, length, salt) in enumerate(rows):
-      encoder = encoders[index]
-      least = min(length - 1, room[index] - 1, keep[index], encoder)
-      fits = least >= 0 and length <= len(row)
-      code = self._check_admit(slots[index], max(length, encoder), fits, named)
-      if mask is not None and not mask[index]:
-        code = Code.SKIPPED
-      if code == Code.OK:
-        named.add(slots[index])
-        hit = self._match(row, length, salt)
-        begun = min(hit.tokens + room[index], length)
-        need, wakes = self._cost(hit, begun, encoder, woken)
-        if need + len(wakes) > left - keep[index]:
-          code = Code.OUT_OF_PAGES
-        else:
-          left -= need + len(wakes)
-          woken |= wakes
-          plans[index] = hit, begun, encoder
-      codes.append(code)
-    for hit, *_ in plans.values():
-      for page in hit.all_pages():
-        self.pool.hold(page)
-    cached = [0] * len(rows)
-    for index, (hit, begun, encoder) in plans.items():
-      row, length, salt = rows[index]
-      pages = self._pages_for(begun, encoder)
-      self._attach(slots[index], hit, row, pages, salt)
-      self.slots[slots[index]].prompt = length
-      self.queries += length
-      self.hits += hit.tokens
-      cached[index] = hit.tokens
-    return {"code": self._note(codes), "num_cached": cached}
-
-  def _cost(self, hit, begun, encoder, woken):
-    """Pages to pop, and free pages among the hits that nobody woke before."""
-    found = [group.full_pages(hit.tokens) for group in self.groups]
-    need = sum(self._pages_for(begun, encoder)) - sum(found)
-    hits = set(hit.all_pages())
-    return need, {page for page in hits if not self.pool.refs[page]} - woken
-
-  def _check_admit(self, slot, length, fits, named):
-    if not self._in_range(slot):
-      return Code.BAD_SLOT
-    if not self.slots[slot].empty or slot in named:
-      return Code.SLOT_IN_USE
-    if not fits:
-      return Code.BAD_LENGTH
-    return Code.SLOT_FULL if length > self.config.slot_tokens else Code.OK
-
-  def _attach(self, slot, hit, row, total, salt):
-    """Fills a slot with a hit and fresh pages for the first tokens behind."""
-    sequence = self.slots[slot] = self._start(salt)
-    sequence.tokens = list(row[: hit.tokens])
-    sequence.junction = hit.junction
-    for number, first in enumerate(hit.first):
-      pages = [NULL] * first + hit.pages[number]
-      fresh = total[number] - len(pages)
-      sequence.pages[number] = pages + [self.pool.pop() for _ in range(fresh)]
-
   # --- moving on -------------------------------------------------------------
 
   def recycle(self, lengths=None):
@@ -367,8 +233,12 @@ class Sequences:
   def _recycle(self, slot, length):
     """The same for one slot; no sequence is longer than its slot."""
     length, given = min(max(length, 0), self.config.slot_tokens), 0
-    for group, pages in zip(self.groups, self.slots[slot].pages, strict=True):
+    sequence = self.slots[slot]
+    for number, (group, pages) in enumerate(
+      zip(self.groups, sequence.pages, strict=True)
+    ):
       behind = min(group.skipped_pages(length), len(pages))
+      sequence.gone[number] = max(sequence.gone[number], behind)
       gone = [page for page in pages[:behind] if page != NULL]
       self.pool.release(gone[::-1])
       pages[:behind] = [NULL] * behind

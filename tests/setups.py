@@ -11,6 +11,7 @@ from jaxkv import ChunkedLocal
 from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import GroupKind
+from jaxkv import Recurrent
 from jaxkv import SlidingWindow
 from jaxkv.cache import free_queue
 from jaxkv.cache import prefix_index
@@ -115,6 +116,7 @@ AGES = {"track_residency": True}
 LONG = {"pages_per_slot": 8}
 
 Full, Window, Chunk = FullAttention, SlidingWindow, ChunkedLocal
+State = Recurrent
 
 SETUPS = {
   # Seen in every run: both policies, merging, groups, no caching.
@@ -205,6 +207,26 @@ SETUPS = {
     **LONG,
     **NO_CACHING,
   ),
+  "states": small(32, 2, (State(),), window=2, num_pages=16, **LONG),
+  "scratch": small(
+    33,
+    2,
+    (Full(page_size=4), State(num_speculative=2)),
+    worse="tight",
+    num_pages=30,
+    **LONG,
+    **MERGE,
+  ),
+  "kept_states": small(
+    34,
+    1,
+    (State(num_speculative=1), Window(3, page_size=2)),
+    num_pages=24,
+    pages_per_slot=10,
+    retention=4,
+    **DRAFT,
+    **CLASSIC,
+  ),
   "mixed_sizes": small(
     28, 1, (Full(page_size=4), Full(page_size=2)), window=2, **LONG, **MERGE
   ),
@@ -218,6 +240,7 @@ DEFAULT = (
   "sliding",
   "hybrid",
   "draft",
+  "scratch",
 )
 """The setups of the default run; `--deep` takes them all."""
 

@@ -4,6 +4,7 @@ import pytest
 
 from tests.moves import WEIGHTS
 from tests.mutants import MUTANTS
+from tests.mutation import AGED
 from tests.mutation import CHUNKED
 from tests.mutation import CURRENT
 from tests.mutation import DRAFTED
@@ -15,6 +16,7 @@ from tests.mutation import NARROW
 from tests.mutation import ONE_WINDOW
 from tests.mutation import PUBLISHED
 from tests.mutation import SCARCE
+from tests.mutation import SCRATCH
 from tests.mutation import SLIDING
 from tests.mutation import WINDOWS
 from tests.pair import QUICK
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.once
 WALKS, STEPS = 30, 60
 REAL = [CURRENT, DUPLICATES, ONE_WINDOW, SCARCE]
 REAL += [SLIDING, NARROW, HYBRID, PUBLISHED, DRAFTED, WINDOWS, CHUNKED, KEPT]
-REAL += [ENCODER]
+REAL += [ENCODER, AGED, SCRATCH]
 
 
 def walk(setup, verbs, favoured=(), others=()):

@@ -120,12 +120,88 @@ def test_a_hybrid_hits_where_both_can_go_on():
   assert found.num_cached.tolist() == [4]
 
 
-@pytest.mark.parametrize("verb", [jaxkv.fork, jaxkv.truncate])
-def test_states_cannot_be_had_at_any_token(verb):
-  with pytest.raises(NotImplementedError, match="Recurrent"):
-    verb(
-      jaxkv.init(ALONE), ints(0, 0), ints(1, 1) if verb is jaxkv.fork else None
-    )
+class TestFork:
+  def test_a_state_inside_a_page_is_copied(self):
+    state, out = jaxkv.fork(grown(jaxkv.init(ALONE), 5), ints(0), ints(1))
+    assert columns(state) == [0, 0, 1, 2, 3]
+    assert columns(state, 1) == [0, 0, 4, 5, 6]
+    assert (out.copies.src.tolist(), out.copies.dst.tolist()) == ([1], [4])
+    jaxkv.check(state)
+
+  def test_a_state_at_the_end_of_a_page_is_shared(self):
+    state, out = jaxkv.fork(grown(jaxkv.init(ALONE), 6), ints(0), ints(1))
+    assert columns(state, 1) == [0, 0, 1, 4, 5]
+    assert out.copies.src.tolist() == [NO_PAGE]
+    assert int(state.pool.ref_count[1]) == 2
+
+  def test_pages_ahead_are_not_shared(self):
+    state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
+    assert columns(state) == [0, 0, 1, 0, 3, 2, 4]
+    state, _ = jaxkv.fork(state, ints(0), ints(1))
+    assert columns(state, 1) == [0, 0, 5, 6, 7]
+
+  def test_a_state_that_was_never_kept(self):
+    """Room for five tokens has one page, where the fifth ends."""
+    state, _ = jaxkv.allocate(jaxkv.init(ALONE), ints(5, 0))
+    token = jnp.zeros((1, 1), jnp.int32)
+    state, _ = jaxkv.commit(state, token, ints(1), ints(0))
+    after, out = jaxkv.fork(state, ints(0), ints(1))
+    assert out.code.tolist() == [jaxkv.Code.RECYCLED]
+    assert columns(after, 1) == []
+
+
+class TestTruncate:
+  def cut(self, state, length):
+    state, out = jaxkv.truncate(state, ints(length, 0), jnp.asarray([1, 0]) > 0)
+    jaxkv.check(state)
+    return state, jaxkv.Code(int(out.code[0]))
+
+  def twice_grown(self):
+    """States after 4 and after 8 tokens, nothing recycled."""
+    state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 4), ints(4, 0))
+    tokens = jnp.arange(4, 8, dtype=jnp.int32)[None]
+    state, _ = jaxkv.commit(state, tokens, ints(4), ints(0))
+    assert columns(state) == [0, 1, 0, 3, 2, 4]
+    return state
+
+  def test_back_to_a_state(self):
+    state, code = self.cut(self.twice_grown(), 4)
+    assert (code, columns(state)) == (jaxkv.Code.OK, [0, 1, 2, 4])
+    # And on again, with the same keys.
+    again = grown(state, 4, 4)
+    tokens = jnp.arange(9, dtype=jnp.int32)[None]
+    assert jaxkv.match(again, tokens, ints(9)).num_cached.tolist() == [8]
+
+  @pytest.mark.parametrize("length", [1, 2, 3, 5, 6, 7])
+  def test_where_no_state_is(self, length):
+    before = self.twice_grown()
+    state, code = self.cut(before, length)
+    assert code == jaxkv.Code.RECYCLED
+    assert columns(state) == columns(before)
+
+  def test_what_is_ahead_goes_back(self):
+    state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
+    state, code = self.cut(state, 5)
+    assert (code, columns(state)) == (jaxkv.Code.OK, [0, 0, 1, 2, 4])
+
+  def test_to_nothing(self):
+    state, code = self.cut(self.twice_grown(), 0)
+    assert (code, columns(state)) == (jaxkv.Code.OK, [])
+    assert int(state.pool.queue.num_free) == ALONE.num_pages - 1
+
+
+def test_scratch_pages_are_no_room_for_tokens():
+  """Else the next growth would move a page on that is published."""
+  state, _ = jaxkv.allocate(jaxkv.init(ALONE), ints(1, 0))
+  tokens = jnp.zeros((1, 3), jnp.int32)
+  _, out = jaxkv.commit(state, tokens, ints(3), ints(0))
+  assert out.code.tolist() == [jaxkv.Code.NO_ROOM]
+
+
+def test_null_pages_are_not_given_back():
+  state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
+  state, out = jaxkv.recycle(state, ints(9, 0))
+  assert out.num_pages.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True])

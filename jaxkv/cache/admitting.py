@@ -179,8 +179,10 @@ def admit(
   keep_free = jnp.zeros_like(room) if keep_free is None else keep_free
   check_array("keep_free", keep_free, slots.shape, jnp.int32)
   encoder = encoder_or_none(config, num_encoder_tokens, slots.shape)
-  least = jnp.minimum(jnp.minimum(lengths, room) - 1, keep_free)
-  code = _static_code(state, slots, tokens, lengths, least, encoder, mask)
+  bad = (jnp.minimum(lengths, room) < 1) | (lengths > tokens.shape[1])
+  bad |= jnp.minimum(keep_free, encoder) < 0
+  longest = jnp.maximum(lengths, encoder)
+  code = _static_code(state, slots, bad, longest, mask)
   found = prefixes.find(state, tokens, lengths, salts, code == Code.OK)
   num_cached = lengths & 0 if found is None else found.num_cached
   # The smaller of the two sums, without computing one that may not fit.
@@ -228,20 +230,17 @@ def admit(
 def _static_code(
   state: CacheState,
   slots: Array,
-  tokens: Array,
-  lengths: Array,
-  least: Array,
-  encoder: Array,
+  bad_length: Array,
+  longest: Array,
   mask: Array,
 ) -> Array:
   """Codes of the rows that can be refused without looking at the pool."""
-  bad_length = (jnp.minimum(least, encoder) < 0) | (lengths > tokens.shape[1])
   code = first_code(
     (~mask, Code.SKIPPED),
     (~in_range(state, slots), Code.BAD_SLOT),
     (~is_empty(state, slots), Code.SLOT_IN_USE),
     (bad_length, Code.BAD_LENGTH),
-    (jnp.maximum(lengths, encoder) > state.config.slot_tokens, Code.SLOT_FULL),
+    (longest > state.config.slot_tokens, Code.SLOT_FULL),
   )
   taken = mask & named_before(slots, code == Code.OK)
   return jnp.where(taken, jnp.int32(Code.SLOT_IN_USE), code)

@@ -23,7 +23,8 @@ class Code(enum.IntEnum):
   NOT_CACHED: no page, or not this one, is in the prefix index.
   NOT_PINNED: the page has no pin to give back.
   STILL_HELD: some page is still referenced.
-  RECYCLED: a page that would be needed was given back by `recycle`.
+  RECYCLED: a page that would be needed was given back by `recycle`, or is one
+    of a state that was never kept.
   """
 
   OK = 0
@@ -42,11 +43,11 @@ class Code(enum.IntEnum):
   RECYCLED = 13
 
 
-def first_code(*cases: tuple[Array, Code]) -> Array:
+def first_code(*cases: tuple[Array, Code | Array]) -> Array:
   """The code of the first condition that holds, row by row, else OK."""
   code = jnp.int32(Code.OK)
   for condition, value in reversed(cases):
-    code = jnp.where(condition, jnp.int32(value), code)
+    code = jnp.where(condition, jnp.asarray(value, jnp.int32), code)
   return code
 
 

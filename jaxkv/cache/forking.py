@@ -12,6 +12,7 @@ from jaxkv.cache import indexing
 from jaxkv.cache import page_pool
 from jaxkv.cache import page_table
 from jaxkv.cache import ragged
+from jaxkv.cache import snapshots
 from jaxkv.cache.arguments import check_array
 from jaxkv.cache.arguments import mask_or_all
 from jaxkv.cache.codes import Code
@@ -19,8 +20,8 @@ from jaxkv.cache.codes import first_code
 from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
 from jaxkv.cache.duplicates import named_before
-from jaxkv.cache.groups import check_tokens_held
 from jaxkv.cache.groups import full_pages
+from jaxkv.cache.groups import open_pages
 from jaxkv.cache.groups import or_encoder
 from jaxkv.cache.groups import pages_for
 from jaxkv.cache.page_pool import PagePool
@@ -76,8 +77,11 @@ def fork(
   owed. Pages that `src` was allocated ahead are not shared; those of an
   encoder are, all of them.
 
+  Of a group that holds states, `dst` gets the state after the last token, which
+  must stand in that token's page: shared where the page ends with it, else
+  copied as a partial page is. Scratch pages are its own, with nothing in them.
+
   Does not copy contents; apply `copies` (`jaxkv.kv.copy`) before writing.
-  Caches with groups that hold states are refused when traced.
 
   All-or-nothing per row, in row order. The batch differs from one call after
   the other in two ways: sources are read as they were before the call, and a
@@ -92,7 +96,8 @@ def fork(
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_EMPTY (`src`),
-    SLOT_IN_USE (`dst`, also when named twice) or OUT_OF_PAGES.
+    SLOT_IN_USE (`dst`, also when named twice), RECYCLED (a state is not there)
+    or OUT_OF_PAGES.
 
   Examples:
     >>> import jax.numpy as jnp, jaxkv
@@ -107,7 +112,6 @@ def fork(
     ([[1, 2, 8, 8], [1, 3, 8, 8]], [2])
   """
   config = state.config
-  check_tokens_held("fork", config)
   check_array("src", src, ("R",), jnp.int32)
   check_array("dst", dst, src.shape, jnp.int32)
   mask = mask_or_all(mask, src.shape[0], "row")
@@ -133,7 +137,8 @@ def fork(
     state.pool, state.page_table, page_table.rows_of(dst, full, total)
   )
   place = indexing.where_valid(granted, dst)
-  copies = _owed(config.no_page, table, src, dst, full, total > full)
+  partial = open_pages(config, length) & granted[:, None]
+  copies = _owed(config.no_page, table, src, dst, full, partial)
   state = dataclasses.replace(
     state,
     page_table=table,
@@ -164,7 +169,14 @@ def _static_code(
     (~is_empty(state, dst), Code.SLOT_IN_USE),
   )
   taken = named_before(dst, code == Code.OK)
-  return jnp.where((code == Code.OK) & taken, jnp.int32(Code.SLOT_IN_USE), code)
+  kept = snapshots.can_go_on(
+    state.config, state.page_table, src, length, length
+  )
+  return first_code(
+    (code != Code.OK, code),
+    (taken, Code.SLOT_IN_USE),
+    (~kept, Code.RECYCLED),
+  )
 
 
 def _shared(
@@ -179,7 +191,8 @@ def _shared(
     return indexing.take(table, *page_table.place_of(source, items))
 
   def hold(pool: PagePool, items: Items) -> PagePool:
-    return page_pool.hold(pool, read(state.page_table, items), items.valid)
+    pages = read(state.page_table, items)
+    return page_pool.hold(pool, pages, items.valid & (pages > 0))
 
   def attach(table: Array, items: Items) -> Array:
     place = page_table.place_of(target, items)

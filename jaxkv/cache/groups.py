@@ -32,16 +32,6 @@ def by_group(
   return jnp.stack([results[group] for group in groups], axis=-1)
 
 
-def check_tokens_held(verb: str, config: CacheConfig) -> None:
-  """Raises NotImplementedError for groups that hold states, not tokens."""
-  for kind in config.groups:
-    if kind.holds_states:
-      raise NotImplementedError(
-        f"{verb} is for groups that hold every token, and {kind} holds states "
-        "at the ends of pages only; keep the cache as it was before instead."
-      )
-
-
 def pages_for(
   config: CacheConfig, tokens: Array, encoder: Array | None = None
 ) -> Array:
@@ -100,8 +90,12 @@ def or_encoder(config: CacheConfig, columns: Array, held: Array) -> Array:
 def tokens_with_room(config: CacheConfig, columns: Array) -> Array:
   """int32[...]: tokens for which all groups have these columns int32[..., G].
 
-  Groups of an encoder do not count: they hold none of them.
+  Scratch pages are no room, and groups of an encoder hold none of the tokens.
   """
+  if config.holds_states:
+    scratch = [kind.num_speculative for kind in config.groups]
+    scratch = jnp.broadcast_to(jnp.asarray(scratch, jnp.int32), columns.shape)
+    columns = jnp.maximum(columns - scratch, 0)
   sizes = jnp.asarray(config.page_sizes, jnp.int32)
   tokens = columns * jnp.broadcast_to(sizes, columns.shape)
   if config.holds_encoder:
@@ -130,6 +124,13 @@ def overfull(config: CacheConfig, columns: Array) -> Array:
 def full_pages(config: CacheConfig, tokens: Array) -> Array:
   """int32[..., G]: pages that so many tokens, int32[...], fill."""
   return by_group(config, lambda _, size: tokens // size)
+
+
+def open_pages(config: CacheConfig, tokens: Array) -> Array:
+  """bool[..., G]: whether tokens, int32[...], end inside a page."""
+  return by_group(
+    config, lambda kind, size: (tokens % size > 0) & (not kind.holds_encoder)
+  )
 
 
 def skipped_pages(config: CacheConfig, tokens: Array) -> Array:

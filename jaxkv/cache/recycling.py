@@ -87,6 +87,7 @@ def drop_behind(
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
   behind = jnp.minimum(skipped_pages(config, lengths), held)
   behind = jnp.maximum(first, behind)
+  num_pages = _num_held(state, place, first, behind)
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
@@ -100,4 +101,22 @@ def drop_behind(
   state = dataclasses.replace(
     state, page_table=table, first_page=first_page, pool=pool
   )
-  return state, jnp.sum(behind - first, axis=1, dtype=jnp.int32)
+  return state, num_pages
+
+
+def _num_held(
+  state: CacheState, place: Array, first: Array, behind: Array
+) -> Array:
+  """int32[R]: pages in columns first .. behind, int32[R, G] both, of slots."""
+  config = state.config
+  counts = behind - first
+  if config.holds_states:
+    # Between two states there are only null pages.
+    shape = (*first.shape, config.pages_per_slot)
+    column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)
+    column = jnp.broadcast_to(column, shape)
+    rows = state.page_table.swapaxes(0, 1)
+    rows = rows.at[place].get(mode="fill", fill_value=0)
+    inside = (column >= first[..., None]) & (column < behind[..., None])
+    counts = jnp.sum(inside & (rows > 0), axis=2, dtype=jnp.int32)
+  return jnp.sum(counts, axis=1, dtype=jnp.int32)

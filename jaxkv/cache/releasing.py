@@ -12,6 +12,7 @@ from jaxkv.cache import indexing
 from jaxkv.cache import page_pool
 from jaxkv.cache import page_table
 from jaxkv.cache import prefix_index
+from jaxkv.cache import snapshots
 from jaxkv.cache.arguments import check_array
 from jaxkv.cache.arguments import mask_or_all
 from jaxkv.cache.codes import Code
@@ -20,10 +21,9 @@ from jaxkv.cache.codes import is_failure
 from jaxkv.cache.codes import sticky
 from jaxkv.cache.duplicates import num_earlier
 from jaxkv.cache.forking import Copies
-from jaxkv.cache.groups import check_tokens_held
 from jaxkv.cache.groups import full_pages
+from jaxkv.cache.groups import open_pages
 from jaxkv.cache.groups import or_encoder
-from jaxkv.cache.groups import pages_for
 from jaxkv.cache.groups import skipped_pages
 from jaxkv.cache.state import CacheState
 from jaxkv.cache.state import SlotHashes
@@ -151,14 +151,13 @@ def truncate(
 
   Does not copy contents; apply `copies` (`jaxkv.kv.copy`) before writing.
 
-  Pages of an encoder stay until the slot is empty.
+  Pages of an encoder stay until the slot is empty. Groups that hold states go
+  back to the end of a page whose state they still hold, or stay where they are
+  and give back what was allocated ahead; their scratch pages move along.
 
-  Groups that hold states cannot go back to any token, so caches with such
-  groups are refused when traced.
-
-  Pages that `recycle` gave back do not return: where a window would need one
-  of them, the slot is refused. (To try tokens out, recycle after they were
-  accepted, or keep the state.)
+  Pages that `recycle` gave back do not return: where a window or a state would
+  be needed from one of them, the slot is refused. (To try tokens out, recycle
+  after they were accepted, or keep the cache as it was.)
 
   All-or-nothing per slot. The batch differs from one call after the other:
   whether a page is shared, and whether a fresh page is there, is judged by the
@@ -186,7 +185,6 @@ def truncate(
     (3, 2)
   """
   config = state.config
-  check_tokens_held("truncate", config)
   check_array("lengths", lengths, (config.num_slots,), jnp.int32)
   mask = mask_or_all(mask, config.num_slots, "slot")
   slots = jnp.arange(config.num_slots, dtype=jnp.int32)
@@ -196,12 +194,9 @@ def truncate(
     ((lengths < 0) | (lengths > state.length), Code.BAD_LENGTH),
     (_needs_recycled(state, lengths), Code.RECYCLED),
   )
-  held = state.num_pages.T
-  keep, full = (
-    or_encoder(config, pages(config, lengths), held)
-    for pages in (pages_for, full_pages)
-  )
-  reopens = (keep > full) & (full < full_pages(config, state.length))
+  held, full = state.num_pages.T, full_pages(config, lengths)
+  partial = open_pages(config, lengths)
+  reopens = partial & (full < full_pages(config, state.length))
   groups = jnp.arange(config.num_groups, dtype=jnp.int32)[None, :]
   pages = indexing.take(state.page_table, groups, slots[:, None], full)
   shared = indexing.take(state.pool.ref_count, pages) > 1
@@ -216,18 +211,20 @@ def truncate(
   )
   shared &= granted[:, None]
   reopens &= granted[:, None]
-  keep = jnp.where((granted & (lengths > 0))[:, None], keep, 0)
+  keep = or_encoder(config, full + partial.astype(jnp.int32), held)
+  keep = jnp.where((lengths > 0)[:, None], keep, 0)
+  keep = jnp.where(granted[:, None], keep, held)
+  scratch = snapshots.num_scratch(config, held, keep)
+  scratch = jnp.where((lengths > 0)[:, None], scratch, 0)
   hashes, read = _rolled_back(state, lengths, granted)
   pages = indexing.after(read, pages)
   state, copies = _shortened(
-    state, granted, keep, shared, pages, reopens & ~shared
+    state, keep, scratch, shared, pages, reopens & ~shared
   )
   state = dataclasses.replace(
     state,
-    num_pages=jnp.where(granted[None], keep.T, state.num_pages),
-    first_page=jnp.where(
-      granted[None], jnp.minimum(state.first_page, keep.T), state.first_page
-    ),
+    num_pages=(keep + scratch).T,
+    first_page=jnp.minimum(state.first_page, keep.T),
     length=jnp.where(granted, lengths, state.length),
     hashes=hashes,
     stats=counted(state.stats, failed=is_failure(code)),
@@ -238,8 +235,8 @@ def truncate(
 
 def _shortened(
   state: CacheState,
-  granted: Array,
   keep: Array,
+  scratch: Array,
   shared: Array,
   pages: Array,
   reopened: Array,
@@ -248,8 +245,8 @@ def _shortened(
 
   Args:
     state: the cache.
-    granted: bool[B].
     keep: int32[B, G], columns that remain.
+    scratch: int32[B, G], columns at the end that remain behind them.
     shared: bool[B, G], where the last of them gets a fresh page.
     pages: int32[B, G], the pages in that column.
     reopened: bool[B, G], where it loses its key.
@@ -258,17 +255,18 @@ def _shortened(
   slots = jnp.arange(config.num_slots, dtype=jnp.int32)
   held = state.num_pages.T
   fresh = shared.astype(jnp.int32)
-  start = jnp.where(granted[:, None], keep - fresh, held)
+  start = keep - fresh
   pool, _ = page_pool.unpublish(
     state.pool, pages.reshape(-1), reopened.reshape(-1)
   )
   pool, table = page_table.shrink(
     pool,
     state.page_table,
-    page_table.rows_of(slots, start, held),
+    page_table.rows_of(slots, start, held - scratch),
     unhashed_first=config.unhashed_first,
     cleared=config.no_page,
   )
+  table = snapshots.drawn_back(config, table, held, keep, scratch)
   pool, table, evicted = page_table.grow(
     pool, table, page_table.rows_of(slots, start, start + fresh)
   )
@@ -293,6 +291,10 @@ def _needs_recycled(state: CacheState, lengths: Array) -> Array:
   gone = state.first_page.T
   needed = skipped_pages(config, lengths) < gone
   needed = (lengths > 0) & jnp.any(needed, axis=1)
+  slots = jnp.arange(config.num_slots, dtype=jnp.int32)
+  needed |= ~snapshots.can_go_on(
+    config, state.page_table, slots, state.length, lengths
+  )
   if state.hashes is None:
     return needed
   # Its last tokens are read back from the pages of one group.
@@ -300,7 +302,11 @@ def _needs_recycled(state: CacheState, lengths: Array) -> Array:
   group = config.text_group
   begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
   moved = aligned < state.length // config.alignment * config.alignment
-  return needed | ((lengths > 0) & moved & (begin < gone[:, group]))
+  lost = begin < gone[:, group]
+  if config.groups[group].holds_states:
+    # Between two states nothing was kept, and at one there is no more to read.
+    lost = aligned < lengths
+  return needed | ((lengths > 0) & moved & lost)
 
 
 def _rolled_back(

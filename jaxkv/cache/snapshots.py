@@ -8,6 +8,7 @@ pages as there are speculative tokens; they move along when a sequence grows.
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv.cache import groups
 from jaxkv.cache import indexing
 from jaxkv.cache import page_table
 from jaxkv.cache.config import CacheConfig
@@ -72,6 +73,67 @@ def spread(
     table = indexing.put(table, numbers, slots[:, None], target, values=pages)
     table = indexing.put(table, numbers, slots[:, None], source, values=0)
   return table
+
+
+def drawn_back(
+  config: CacheConfig,
+  table: Array,
+  held: Array,
+  keep: Array,
+  left: Array,
+) -> Array:
+  """Puts the scratch pages behind column `keep`, where nothing is any more.
+
+  Args:
+    config: the cache's groups.
+    table: int32[G, B, M].
+    held: int32[B, G], columns in use, those of the scratch pages the last.
+    keep: int32[B, G].
+    left: int32[B, G], how many of the scratch pages remain.
+
+  Returns:
+    The table.
+  """
+  if not config.holds_states:
+    return table
+  numbers = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
+  slots = jnp.arange(config.num_slots, dtype=jnp.int32)[:, None]
+  for place in range(max(kind.num_speculative for kind in config.groups)):
+    moves = (place < left) & (keep + left < held)
+    source = indexing.where_valid(moves, held - left + place)
+    target = indexing.where_valid(moves, keep + place)
+    pages = indexing.take(table, numbers, slots, source)
+    table = indexing.put(table, numbers, slots, target, values=pages)
+    table = indexing.put(table, numbers, slots, source, values=config.no_page)
+  return table
+
+
+def num_scratch(config: CacheConfig, held: Array, keep: Array) -> Array:
+  """int32[R, G]: scratch pages among the columns `keep .. held`."""
+  scratch = jnp.broadcast_to(_scratch(config), held.shape)
+  return jnp.clip(held - keep, 0, scratch)
+
+
+def can_go_on(
+  config: CacheConfig, table: Array, slots: Array, length: Array, tokens: Array
+) -> Array:
+  """bool[R]: whether all states after so many tokens are kept.
+
+  Args:
+    config: the cache's groups.
+    table: int32[G, B, M].
+    slots: int32[R].
+    length: int32[R], tokens of the sequences: the last state.
+    tokens: int32[R], 0 .. length; before it, only ends of pages have a state.
+  """
+  if not config.holds_states:
+    return tokens >= 0
+  last = groups.by_group(config, lambda _, size: (tokens - 1) // size)
+  numbers = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
+  page = indexing.take(table, numbers, slots[:, None], last)
+  inside = groups.open_pages(config, tokens) & (tokens < length)[:, None]
+  kept = ((page > 0) & ~inside) | ~jnp.broadcast_to(_states(config), page.shape)
+  return (tokens == 0) | jnp.all(kept, axis=1)
 
 
 def _growth(
