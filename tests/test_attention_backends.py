@@ -36,8 +36,8 @@ def particular(monkeypatch):
   """A backend for CPUs, tried first there; its output is all 7."""
   module = types.ModuleType("jaxkv_kernels.attention.particular")
   module.unsupported = unsupported
-  module.decode = lambda *arguments: tuple(
-    jnp.full_like(x, 7) for x in xla.decode(*arguments)
+  module.attend = lambda *arguments: tuple(
+    jnp.full_like(x, 7) for x in xla.attend(*arguments)
   )
   monkeypatch.setitem(sys.modules, module.__name__, module)
   monkeypatch.setitem(backends._PLATFORMS, "particular", ("cpu",))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxkv_kernels import check
 from jaxkv_kernels.attention import ragged
 from jaxkv_kernels.attention.backends import choose
+from jaxkv_kernels.attention.backends import decode
 from jaxkv_kernels.attention.options import checked
 from jaxkv_kernels.attention.plan import Plan
 
@@ -120,7 +121,7 @@ def paged_decode(
     interpret=interpret,
   )
   chosen = choose("paged_decode", backend, q, k_pages, v_pages, options)
-  out, lse = chosen.decode(q, k_pages, v_pages, page_table, lengths, options)
+  out, lse = decode(chosen, q, k_pages, v_pages, page_table, lengths, options)
   out = out.astype(q.dtype)
   return (out, lse) if return_lse else out
 
@@ -213,7 +214,7 @@ def paged_attention_padded(
   chosen = choose(
     "paged_attention_padded", backend, q, k_pages, v_pages, options
   )
-  out, lse = chosen.padded(
+  out, lse = chosen.attend(
     q, k_pages, v_pages, page_table, starts, counts, options
   )
   out = out.astype(q.dtype)
@@ -313,7 +314,7 @@ def paged_attention(
   rows = ragged.pack(q, tiles)
   table = jnp.take(page_table, tiles.sequences, axis=0, mode="clip")
   chosen = choose("paged_attention", backend, rows, k_pages, v_pages, options)
-  out, lse = chosen.padded(
+  out, lse = chosen.attend(
     rows, k_pages, v_pages, table, tiles.starts, tiles.counts, options
   )
   out, lse = ragged.unpack(out, lse, tiles)

@@ -23,6 +23,7 @@ from typing import Protocol
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv_kernels.attention.options import Options
 
@@ -49,34 +50,10 @@ BACKENDS = ("auto", *_PLATFORMS)
 class Backend(Protocol):
   """What the module of a backend defines.
 
-  Arguments have been checked by `api`. All three are called while tracing.
+  Arguments have been checked by `api`. Both are called while tracing.
   """
 
-  def decode(
-    self,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    lengths: jax.Array,
-    options: Options,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Attention of one query per sequence; see `api.paged_decode`.
-
-    Args:
-      q: [B, H, D].
-      k_pages: [P, K, S, D].
-      v_pages: [P, K, S, Dv].
-      page_table: int32[B, M], any numbers where a row has no page.
-      lengths: int32[B], negative for none, or more than M * S.
-      options: the rest, with defaults filled in.
-
-    Returns:
-      (float32[B, H, Dv], float32[B, H]).
-    """
-    ...
-
-  def padded(
+  def attend(
     self,
     q: jax.Array,
     k_pages: jax.Array,
@@ -92,8 +69,8 @@ class Backend(Protocol):
       q: [B, T, H, D].
       k_pages: [P, K, S, D].
       v_pages: [P, K, S, Dv].
-      page_table: int32[B, M].
-      starts: int32[B].
+      page_table: int32[B, M], any numbers where a row has no page.
+      starts: int32[B], -1 where a row sees no key, or past M * S.
       counts: int32[B].
       options: the rest, with defaults filled in.
 
@@ -175,6 +152,36 @@ def choose(
   raise NotImplementedError(
     f"no backend serves {operation} on {here}: {'; '.join(passed_over)}"
   )
+
+
+def decode(
+  chosen: Backend,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  lengths: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """One query per sequence, a rectangle of one column.
+
+  Args:
+    chosen: the backend.
+    q: [B, H, D].
+    k_pages: [P, K, S, D].
+    v_pages: [P, K, S, Dv].
+    page_table: int32[B, M].
+    lengths: int32[B].
+    options: the rest, with defaults filled in.
+
+  Returns:
+    (float32[B, H, Dv], float32[B, H]).
+  """
+  starts, counts = lengths - 1, jnp.ones_like(lengths)
+  out, lse = chosen.attend(
+    q[:, None], k_pages, v_pages, page_table, starts, counts, options
+  )
+  return out[:, 0], lse[:, 0]
 
 
 def platform() -> str:

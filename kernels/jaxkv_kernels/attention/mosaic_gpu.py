@@ -40,28 +40,7 @@ _NO_WINDOW = 2**30
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
-def decode(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  options: Options,
-) -> tuple[jax.Array, jax.Array]:
-  """One query per sequence: float32[B, H, Dv], float32[B, H]."""
-  out, lse = padded(
-    q[:, None],
-    k_pages,
-    v_pages,
-    page_table,
-    lengths - 1,
-    jnp.ones_like(lengths),
-    options,
-  )
-  return out[:, 0], lse[:, 0]
-
-
-def padded(
+def attend(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,

@@ -313,7 +313,9 @@ def shared_prefix_decode(
   )
   pools = (k_pages, v_pages)
   chosen = backends.choose("paged_decode", backend, q, *pools, options)
-  own = chosen.decode(q, *pools, shared.own_table, shared.own_tokens, options)
+  own = backends.decode(
+    chosen, q, *pools, shared.own_table, shared.own_tokens, options
+  )
 
   def with_prefix(own):
     prefix = _prefix_states(q, *pools, shared, options, backend)
@@ -367,8 +369,14 @@ def _prefix_states(
   chosen = backends.choose(
     "paged_decode", backend, queries, k_pages, v_pages, options
   )
-  out, lse = chosen.decode(
-    queries, k_pages, v_pages, shared.prefix_table, shared.tokens, options
+  out, lse = backends.decode(
+    chosen,
+    queries,
+    k_pages,
+    v_pages,
+    shared.prefix_table,
+    shared.tokens,
+    options,
   )
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if own_slopes is not None:

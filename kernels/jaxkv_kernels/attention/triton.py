@@ -44,22 +44,7 @@ _LARGEST_HEAD = 256
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def decode(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  options: Options,
-) -> tuple[jax.Array, jax.Array]:
-  """One query per sequence: float32[B, H, Dv], float32[B, H]."""
-  out, lse = _attend(
-    q[:, None], k_pages, v_pages, page_table, lengths, None, options
-  )
-  return out[:, 0], lse[:, 0]
-
-
-def padded(
+def attend(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
@@ -69,7 +54,52 @@ def padded(
   options: Options,
 ) -> tuple[jax.Array, jax.Array]:
   """A rectangle of queries: float32[B, T, H, Dv], float32[B, T, H]."""
-  return _attend(q, k_pages, v_pages, page_table, starts, counts, options)
+  sizes = _sizes(q, k_pages, v_pages, page_table)
+  window = options.window
+  inputs = {
+    "q": q,
+    "k": k_pages,
+    "v": v_pages,
+    "table": page_table,
+    "starts": starts,
+    "counts": counts,
+    "page_offset": options.page_offset.reshape(1),
+    "scale": jnp.asarray(options.scale, jnp.float32).reshape(1),
+    "window": _one_int32(window),
+    "slopes": options.alibi_slopes,
+    "k_scale": options.k_scale,
+    "v_scale": options.v_scale,
+    # Triton has no pointers to single bits.
+    "tree": _as_int8(options.tree_mask),
+    "tree_starts": options.tree_starts,
+  }
+  shape = (sizes.splits, sizes.batch, sizes.columns, sizes.heads)
+  call = pl.pallas_call(
+    functools.partial(kernel, sizes=sizes, soft_cap=options.soft_cap),
+    grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
+    out_shape=(
+      _float32((*shape, sizes.dims[1]), inputs),
+      _float32(shape, inputs),
+    ),
+    compiler_params=plt.CompilerParams(
+      # Twice the threads for twice the sums: none spills its registers.
+      num_warps=4 if sizes.rows == _LEAST_ROWS else 8,
+      num_stages=3,
+    ),
+    interpret=options.interpret,
+    name="jaxkv_paged_attention",
+  )
+  # Raised when this is lowered, which is after this call, so there is no
+  # narrower place for it. jax 0.11 and later.
+  warnings.filterwarnings(
+    "ignore",
+    message="The Pallas Triton backend is deprecated",
+    category=DeprecationWarning,
+  )
+  parts, parts_lse = call(inputs)
+  column = jnp.arange(sizes.columns, dtype=jnp.int32)
+  real = (column[None] < counts[:, None])[:, :, None]
+  return _together(parts, parts_lse, options.sinks, real)
 
 
 def unsupported(
@@ -115,69 +145,6 @@ def _oldest_architecture() -> int | None:
     if device.platform == "gpu"
   ]
   return min(found, default=None)
-
-
-def _attend(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array | None,
-  options: Options,
-) -> tuple[jax.Array, jax.Array]:
-  """Attention of [B, T, H, D].
-
-  Without `counts` there is one query a row, and `starts` holds lengths.
-  """
-  sizes = _sizes(q, k_pages, v_pages, page_table)
-  window = options.window
-  inputs = {
-    "q": q,
-    "k": k_pages,
-    "v": v_pages,
-    "table": page_table,
-    "starts": starts,
-    "counts": counts,
-    "page_offset": options.page_offset.reshape(1),
-    "scale": jnp.asarray(options.scale, jnp.float32).reshape(1),
-    "window": _one_int32(window),
-    "slopes": options.alibi_slopes,
-    "k_scale": options.k_scale,
-    "v_scale": options.v_scale,
-    # Triton has no pointers to single bits.
-    "tree": _as_int8(options.tree_mask),
-    "tree_starts": options.tree_starts,
-  }
-  shape = (sizes.splits, sizes.batch, sizes.columns, sizes.heads)
-  call = pl.pallas_call(
-    functools.partial(kernel, sizes=sizes, soft_cap=options.soft_cap),
-    grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
-    out_shape=(
-      _float32((*shape, sizes.dims[1]), inputs),
-      _float32(shape, inputs),
-    ),
-    compiler_params=plt.CompilerParams(
-      # Twice the threads for twice the sums: none spills its registers.
-      num_warps=4 if sizes.rows == _LEAST_ROWS else 8,
-      num_stages=3,
-    ),
-    interpret=options.interpret,
-    name="jaxkv_paged_attention",
-  )
-  # Raised when this is lowered, which is after this call, so there is no
-  # narrower place for it. jax 0.11 and later.
-  warnings.filterwarnings(
-    "ignore",
-    message="The Pallas Triton backend is deprecated",
-    category=DeprecationWarning,
-  )
-  parts, parts_lse = call(inputs)
-  real = None
-  if counts is not None:
-    column = jnp.arange(sizes.columns, dtype=jnp.int32)
-    real = (column[None] < counts[:, None])[:, :, None]
-  return _together(parts, parts_lse, options.sinks, real)
 
 
 def _float32(shape: tuple[int, ...], inputs) -> jax.ShapeDtypeStruct:
@@ -260,12 +227,12 @@ def _together(
   parts: jax.Array,
   parts_lse: jax.Array,
   sinks: jax.Array | None,
-  real: jax.Array | None,
+  real: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Merges parts [N, B, T, H, Dv], [N, B, T, H]; then the sinks join in.
 
-  `real` bool[B, T, 1] says which are queries, all if None: a sink adds to a
-  query that sees no key, but not to padding.
+  `real` bool[B, T, 1] says which are queries: a sink adds to one that sees no
+  key, but not to padding.
   """
   top = jnp.max(parts_lse, axis=0)
   if sinks is not None:
@@ -279,6 +246,4 @@ def _together(
   safe = jnp.where(empty, jnp.float32(1), total)
   out = jnp.sum(parts * (weights / safe[None])[..., None], axis=0)
   lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
-  if real is not None:
-    lse = jnp.where(real, lse, -jnp.inf)
-  return out, lse
+  return out, jnp.where(real, lse, -jnp.inf)

@@ -150,10 +150,7 @@ def _rows(refs, sizes: Sizes) -> _Rows:
   column = _divide(row, sizes.group)
   head = kv_head * sizes.group + row - column * sizes.group
   start = refs["starts"][batch]
-  if refs["counts"] is None:
-    start, count = start - 1, jnp.int32(1)
-  else:
-    count = jnp.minimum(refs["counts"][batch], sizes.columns)
+  count = jnp.minimum(refs["counts"][batch], sizes.columns)
 
   def end_of(column):
     return jnp.clip(start + column + 1, 0, sizes.capacity)

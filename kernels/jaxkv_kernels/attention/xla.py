@@ -71,7 +71,7 @@ class _Block(NamedTuple):
   v_scale: jax.Array | None
 
 
-def padded(
+def attend(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
@@ -102,22 +102,6 @@ def padded(
   return _attention(
     q, read, involved, v_pages.shape[-1], page_table, starts, counts, options
   )
-
-
-def decode(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  options: Options,
-) -> tuple[jax.Array, jax.Array]:
-  """One query per sequence: float32[B, H, Dv], float32[B, H]."""
-  ones = jnp.ones_like(lengths)
-  out, lse = padded(
-    q[:, None], k_pages, v_pages, page_table, lengths - 1, ones, options
-  )
-  return out[:, 0], lse[:, 0]
 
 
 def latent_decode(
@@ -176,7 +160,7 @@ def _attention(
   counts: jax.Array,
   options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-  """As `padded`, with a function that reads keys and values of pages."""
+  """As `attend`, with a function that reads keys and values of pages."""
   batch, columns, heads, dim = q.shape
   total_pages, kv_heads, page_size = pools[0].shape[:3]
   pages_per_block = max(1, BLOCK_TOKENS // page_size)
