@@ -43,7 +43,7 @@ KIND_MUTANTS = {
     ENCODER,
   ),
   "an encoder may be of any length": Mutant(
-    "admitting:_static_code",
+    "admitting:admit",
     "jnp.maximum(lengths, encoder)",
     "lengths",
     ("admit",),

@@ -77,6 +77,9 @@ class Oracle(Arrivals):
         if page != NULL:
           self.pool.hold(page)
       tables.append(pages[:full])
+    gone = [
+      min(n, len(pages)) for n, pages in zip(source.gone, tables, strict=True)
+    ]
     for number, pages in enumerate(tables):
       if partial[number]:
         owed[number] = (source.pages[number][len(pages)], self.pool.pop())
@@ -84,7 +87,7 @@ class Oracle(Arrivals):
       scratch = range(self.groups[number].scratch)
       pages.extend(self.pool.pop() for _ in scratch)
     self.slots[target] = dataclasses.replace(
-      source, pages=tables, tokens=list(source.tokens), gone=list(source.gone)
+      source, pages=tables, tokens=list(source.tokens), gone=gone
     )
     return owed
 

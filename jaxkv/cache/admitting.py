@@ -172,17 +172,11 @@ def admit(
   """
   config = state.config
   check_sequences(tokens, lengths, salts)
-  check_array("slots", slots, (tokens.shape[0],), jnp.int32)
   mask = mask_or_all(mask, tokens.shape[0], "sequence")
-  room = lengths if room is None else room
-  check_array("room", room, slots.shape, jnp.int32)
-  keep_free = jnp.zeros_like(room) if keep_free is None else keep_free
-  check_array("keep_free", keep_free, slots.shape, jnp.int32)
+  room, keep_free = _checked(slots, lengths, room, keep_free)
   encoder = encoder_or_none(config, num_encoder_tokens, slots.shape)
-  bad = (jnp.minimum(lengths, room) < 1) | (lengths > tokens.shape[1])
-  bad |= jnp.minimum(keep_free, encoder) < 0
-  longest = jnp.maximum(lengths, encoder)
-  code = _static_code(state, slots, bad, longest, mask)
+  bad = _bad_length(tokens, lengths, room, keep_free, encoder)
+  code = _static_code(state, slots, bad, jnp.maximum(lengths, encoder), mask)
   found = prefixes.find(state, tokens, lengths, salts, code == Code.OK)
   num_cached = lengths & 0 if found is None else found.num_cached
   # The smaller of the two sums, without computing one that may not fit.
@@ -225,6 +219,30 @@ def admit(
     error=sticky(state.error, code),
   )
   return state, Admitted(code, num_cached)
+
+
+def _bad_length(
+  tokens: Array,
+  lengths: Array,
+  room: Array,
+  keep_free: Array,
+  encoder: Array,
+) -> Array:
+  """bool[R]: rows of which a number is out of its range."""
+  bad = (jnp.minimum(lengths, room) < 1) | (lengths > tokens.shape[1])
+  return bad | (jnp.minimum(keep_free, encoder) < 0)
+
+
+def _checked(
+  slots: Array, lengths: Array, room: Array | None, keep_free: Array | None
+) -> tuple[Array, Array]:
+  """Room and pages to keep, int32[R] both, as given or not."""
+  check_array("slots", slots, lengths.shape, jnp.int32)
+  room = lengths if room is None else room
+  check_array("room", room, lengths.shape, jnp.int32)
+  keep_free = jnp.zeros_like(lengths) if keep_free is None else keep_free
+  check_array("keep_free", keep_free, lengths.shape, jnp.int32)
+  return room, keep_free
 
 
 def _static_code(
