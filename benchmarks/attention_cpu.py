@@ -17,14 +17,12 @@ projections, sampling, allocation of pages, any accelerator.
   python benchmarks/attention_cpu.py [--quick] [--json FILE]
 """
 
-import argparse
 import dataclasses
-import json
-import platform
 import statistics
 import time
 from typing import Any
 
+import command
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -309,25 +307,13 @@ def print_writes(rows) -> list[dict]:
   return done
 
 
-def main() -> None:
-  """Runs all, prints a table, writes JSON if asked to."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--json", metavar="FILE", help="also write rows here")
-  parser.add_argument("--quick", action="store_true", help="fewer rows, rounds")
-  options = parser.parse_args()
-  shapes = [SHAPES[i] for i in QUICK] if options.quick else SHAPES
-  rounds = 3 if options.quick else 9
-  device = jax.devices()[0]
-  print(
-    f"{device.device_kind} ({device.platform}), {platform.machine()}, jax"
-    f" {jax.__version__}, {rounds} rounds"
-  )
-  attention = print_attention(attention_rows(shapes, rounds))
+def main(quick: bool, rounds: int) -> dict[str, Any]:
+  """Prints all tables and what is worst in them; their rows."""
+  shapes = [SHAPES[i] for i in QUICK] if quick else SHAPES
   groups = shared_prefix_cpu.SHAPES
-  if options.quick:
+  if quick:
     groups = [groups[i] for i in shared_prefix_cpu.QUICK]
+  attention = print_attention(attention_rows(shapes, rounds))
   shared = shared_prefix_cpu.print_rows(
     shared_prefix_cpu.rows(groups, rounds, timed_rounds)
   )
@@ -337,23 +323,16 @@ def main() -> None:
     f"\nslowest paged row: {worst['ratio_min']:.2f}x dense; writes: at most"
     f" {max(row['ratio'] for row in writes):.2f}x from"
     f" {POOL_MEGABYTES[0]} to {POOL_MEGABYTES[-1]} MB"
-    "\nnot measured: prefill, projections, sampling, page allocation,"
-    " accelerators"
   )
-  if options.json:
-    with open(options.json, "w") as file:
-      json.dump(
-        {
-          "device": device.device_kind,
-          "jax": jax.__version__,
-          "attention": attention,
-          "shared_prefix": shared,
-          "writes": writes,
-        },
-        file,
-        indent=1,
-      )
+  return {"attention": attention, "shared_prefix": shared, "writes": writes}
 
 
 if __name__ == "__main__":
-  main()
+  command.run(
+    __doc__,
+    main,
+    rounds=9,
+    quick_rounds=3,
+    not_measured="prefill, projections, sampling, page allocation,"
+    " accelerators",
+  )

@@ -27,16 +27,13 @@ runs on one. The managers of vllm and easydel are not timed beside it.
   python benchmarks/host_manager.py [--quick] [--json FILE]
 """
 
-import argparse
 import importlib.util
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import command
 import jax
 import numpy as np
 
@@ -187,44 +184,22 @@ def measured(rounds: int) -> list[dict[str, Any]]:
   return rows
 
 
-def main() -> None:
-  """Runs all, prints a table, writes JSON if asked to."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--json", metavar="FILE", help="also write rows here")
-  parser.add_argument("--quick", action="store_true", help="fewer rounds")
-  options = parser.parse_args()
-  rounds = 3 if options.quick else 10
-  device = jax.devices()[0]
-  before = os.getloadavg()
-  print(
-    f"{device.device_kind} ({device.platform}), {platform.machine()},"
-    f" {os.cpu_count()} cores, jax {jax.__version__}, {rounds} rounds, load"
-    f" average {before[0]:.1f}"
-  )
+def main(quick: bool, rounds: int) -> dict[str, Any]:
+  """All rows; whether others could stand beside them is said first."""
+  del quick
   for peer in PEERS:
     here = importlib.util.find_spec(peer) is not None
     state = "importable, but not timed here" if here else "not importable"
     print(f"{peer}: {state}, so there is no second side")
-  rows = measured(rounds)
-  after = os.getloadavg()
-  print(
-    f"\nload average now {after[0]:.1f}"
-    "\nnot measured: compilation, K/V memory, the model, accelerators, other"
-    " managers"
-  )
-  if options.json:
-    result = {
-      "device": device.device_kind,
-      "jax": jax.__version__,
-      "rounds": rounds,
-      "load_average": [before, after],
-      "rows": rows,
-    }
-    with open(options.json, "w") as file:
-      json.dump(result, file, indent=1)
+  return {"rows": measured(rounds)}
 
 
 if __name__ == "__main__":
-  main()
+  command.run(
+    __doc__,
+    main,
+    rounds=10,
+    quick_rounds=3,
+    not_measured="compilation, K/V memory, the model, accelerators, other"
+    " managers",
+  )

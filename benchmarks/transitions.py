@@ -39,15 +39,12 @@ as there are pages), an accelerator unless jax runs on one.
   python benchmarks/transitions.py [--quick] [--json FILE]
 """
 
-import argparse
 import dataclasses
-import json
-import os
-import platform
 import statistics
 import time
 from typing import Any
 
+import command
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,42 +201,14 @@ def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
   return rows
 
 
-def main() -> None:
-  """Runs all, prints a table, writes JSON if asked to."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--json", metavar="FILE", help="also write rows here")
-  parser.add_argument(
-    "--quick", action="store_true", help="256 slots only, fewer rounds"
-  )
-  options = parser.parse_args()
-  rounds = 5 if options.quick else 15
-  device = jax.devices()[0]
-  before = os.getloadavg()
-  print(
-    f"{device.device_kind} ({device.platform}), {platform.machine()},"
-    f" {os.cpu_count()} cores, jax {jax.__version__}, {rounds} rounds, load"
-    f" average {before[0]:.1f}"
-  )
-  rows = measured((256,) if options.quick else SLOTS, rounds)
-  after = os.getloadavg()
-  print(
-    f"\nload average now {after[0]:.1f}"
-    "\nnot measured: dispatch, compilation, K/V memory, sweeps of the ring,"
-    " accelerators"
-  )
-  if options.json:
-    result = {
-      "device": device.device_kind,
-      "jax": jax.__version__,
-      "rounds": rounds,
-      "load_average": [before, after],
-      "rows": rows,
-    }
-    with open(options.json, "w") as file:
-      json.dump(result, file, indent=1)
-
-
 if __name__ == "__main__":
-  main()
+  command.run(
+    __doc__,
+    lambda quick, rounds: {
+      "rows": measured((256,) if quick else SLOTS, rounds)
+    },
+    rounds=15,
+    quick_rounds=5,
+    not_measured="dispatch, compilation, K/V memory, sweeps of the ring,"
+    " accelerators",
+  )

@@ -1,0 +1,58 @@
+"""The command line of a benchmark: `[--quick] [--json FILE]`."""
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def run(
+  description: str | None,
+  measured: Callable[[bool, int], dict[str, Any]],
+  *,
+  rounds: int,
+  quick_rounds: int,
+  not_measured: str,
+) -> None:
+  """Says where it runs, measures, and writes what was asked for.
+
+  Args:
+    description: the help text.
+    measured: takes whether to be quick, and the rounds; prints its tables and
+      returns their rows by name.
+    rounds: samples of everything.
+    quick_rounds: the same with `--quick`.
+    not_measured: the last line.
+  """
+  parser = argparse.ArgumentParser(
+    description=description,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("--json", metavar="FILE", help="also write rows here")
+  parser.add_argument("--quick", action="store_true", help="fewer rows, rounds")
+  options = parser.parse_args()
+  rounds = quick_rounds if options.quick else rounds
+  device = jax.devices()[0]
+  before = os.getloadavg()
+  print(
+    f"{device.device_kind} ({device.platform}), {platform.machine()},"
+    f" {os.cpu_count()} cores, jax {jax.__version__}, {rounds} rounds, load"
+    f" average {before[0]:.1f}"
+  )
+  rows = measured(options.quick, rounds)
+  after = os.getloadavg()
+  print(f"\nload average now {after[0]:.1f}\nnot measured: {not_measured}")
+  if options.json:
+    result = {
+      "device": device.device_kind,
+      "jax": jax.__version__,
+      "rounds": rounds,
+      "load_average": [before, after],
+      **rows,
+    }
+    with open(options.json, "w") as file:
+      json.dump(result, file, indent=1)
