@@ -76,7 +76,7 @@ def example(verb: str, seed: int = 0) -> tuple[jaxkv.CacheState, tuple]:
   if not ARGUMENTS.get(verb):
     return pair.state, ()
   lists = legal(pair, verb) or ()
-  return pair.state, tuple(map(jnp.asarray, arrays(verb, lists)))
+  return pair.state, jax.tree.map(jnp.asarray, tuple(arrays(verb, lists)))
 
 
 def assert_same(got, wanted):
@@ -293,7 +293,7 @@ def test_no_input_corrupts(verb):
   rng = np.random.default_rng(0)
   for trial in range(150):
     state, args = example(verb, trial % 3)
-    args = [garbage(rng, arg) for arg in args]
+    args = [jax.tree.map(lambda a: garbage(rng, a), arg) for arg in args]
     after, out = TABLE[verb](state, *args)
     laws = jax.device_get(jaxkv.check_invariants(after))
     assert all(laws.values()), (laws, args)
@@ -334,7 +334,7 @@ class TestHost:
       explicit = TABLE[verb](state, *places.values())
       if "keep_free" in places:
         places["keep_free"] = jnp.zeros_like(places["lengths"])
-      options = ("salts", "mask", "room", "keep_free")
+      options = ("salts", "mask", "room", "keep_free", "num_encoder_tokens")
       bare = [places[name] for name in places if name not in options]
       assert_same(TABLE[verb](state, *bare), explicit)
     state, _ = example("recycle")
