@@ -151,9 +151,8 @@ class TestRecycling:
   def test_need(self, group, nulls, need):
     cache = manager(40, (group,))
     hit = [0] * nulls + [*range(1, 11 - nulls)]
-    demand = Demand(
-      request_id="0", hit=hit, behind=0, external=0, tokens=40, slots=40
-    )
+    sizes = {"behind": 0, "external": 0, "encoder": 0, "tokens": 40}
+    demand = Demand(request_id="0", hit=hit, slots=40, **sizes)
     assert cache.tables[0].need(demand) == need
 
   def test_uncached_pages_of_a_window_are_used_first(self):
@@ -197,6 +196,23 @@ class TestRetention:
     admit(cache, second)
     third = request("2", [*range(8), *range(300, 312)])
     assert hit_of(cache, third)[1] == 8
+
+  def test_junction_of_states_is_kept(self):
+    groups = (FullAttention(page_size=4), Recurrent(page_size=4))
+    cache = manager(60, groups, retention=0)
+    found = []
+    for name in range(3):
+      one = request(str(name), [*range(8), *range(100 * name, 100 * name + 9)])
+      found.append(hit_of(cache, one)[1])
+      # As schedulers do: a chunk ends where a state is to be kept.
+      for end in (8, 16, 17):
+        cache.new_step_starts()
+        pages, hit = cache.get_computed_pages(one)
+        held = one.num_computed_tokens
+        pages, hit = (None, 0) if held else (pages, hit)
+        assert cache.allocate_slots(one, end - held - hit, hit, pages)
+        one.num_computed_tokens = end
+    assert found == [0, 0, 8]
 
   @pytest.mark.parametrize(
     ("groups", "retention"),
@@ -243,6 +259,9 @@ class TestState:
     assert admit(cache, second) == ([[0, 1]], None)
     cache.new_step_starts()
     assert admit(cache, second) == ([[0, 1]], [[2]])
+    # What an earlier step computed serves any number in one step.
+    third = request("2", [*range(8), 30])
+    assert admit(cache, third) == ([[0, 1]], [[3]])
 
   def test_external_state_is_counted(self):
     """The reference counts one page and pops two."""
