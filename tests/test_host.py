@@ -143,6 +143,24 @@ class TestStatistics:
     admit(cache, request("1", range(9), prompt_logprobs=True))
     assert cache.make_prefix_cache_stats() == PrefixCacheStats()
 
+  def test_a_refused_request_is_counted_when_it_is_admitted(self, cache):
+    first, holder = request("0", range(9)), request("1", range(100, 120))
+    admit(cache, first)
+    admit(cache, holder)
+    cache.make_prefix_cache_stats()
+    late = request("2", [*range(9), *range(200, 211)])
+    for _ in range(2):
+      assert admit(cache, late) == ([[1, 2]], None)
+    cache.free(holder)
+    assert admit(cache, late)[1] is not None
+    wanted = PrefixCacheStats(requests=1, queries=20, hits=8)
+    assert cache.make_prefix_cache_stats() == wanted
+
+  def test_nothing_is_counted_where_nothing_is_cached(self):
+    cache = single(CacheManager, enable_caching=False)
+    assert admit(cache, request("0", range(9))) == ([[]], [[1, 2, 3]])
+    assert cache.make_prefix_cache_stats() == PrefixCacheStats()
+
   def test_reset_is_marked_when_it_was_done(self, cache):
     one = request("0", range(9))
     admit(cache, one)
@@ -174,6 +192,13 @@ class TestPages:
     assert both.get_unhashed_page_ids() == [4]
     assert both.get_unhashed_page_ids_all_groups() == ([4],)
 
+  def test_pages_that_were_not_cached_by_group(self):
+    found = CachePages(([1, 2], [0, 3]))
+    new = CachePages(([4], []), unhashed=([4], []))
+    assert found.get_unhashed_page_ids_all_groups() == ([], [])
+    assert (found + new).get_unhashed_page_ids_all_groups() == ([4], [])
+    assert (new + found).get_unhashed_page_ids() == [4]
+
   def test_empty(self):
     cache = hybrid(CacheManager)
     empty = cache.create_empty_page_list()
@@ -202,6 +227,15 @@ class TestDeferredFree:
     cache.free_pages(popped)
     assert cache.free_queue() == [3, 6, 8, 9, 10, 5, 4]
     jaxkv.check(cache.state)
+
+  def test_room_comes_with_the_pages(self, cache):
+    one, two = self._two(cache)
+    popped = [cache.pop_pages_for_free(name) for name in (one, two)]
+    late = request("late", range(500, 540))
+    for pages in popped:
+      assert admit(cache, late) == ([[]], None)
+      cache.free_pages(pages)
+    assert admit(cache, late) == ([[]], [[6, 3, 7, 8, 9, 10, 2, 1, 5, 4]])
 
   def test_order_is_that_of_free(self):
     queues = []

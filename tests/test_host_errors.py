@@ -315,6 +315,10 @@ def test_options(change, error, text):
     CacheManager(**options)
 
 
+def test_no_retention_is_no_error_of_full_attention():
+  assert CacheManager(11, [FULL], 64, retention=0).config.retention == 0
+
+
 def test_retention_of_chunks_is_refused():
   groups = [FULL, ChunkedLocal(8, page_size=4)]
   with pytest.raises(ValueError, match="retention"):

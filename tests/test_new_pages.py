@@ -50,6 +50,14 @@ def test_a_page_handed_out_again_is_new_again():
   assert taken(admitted(state, 0))[1] == [1, 2, 3]
 
 
+def test_pages_of_every_kind_are_told():
+  kinds = jaxkv.FullAttention(), jaxkv.SlidingWindow(3), jaxkv.ChunkedLocal(4)
+  state = jaxkv.init(dataclasses.replace(CONFIG, groups=kinds, num_pages=12))
+  state, out = jaxkv.allocate(state, jnp.asarray([5, 0], jnp.int32))
+  assert out.ok.all()
+  assert taken(state)[1] == [*range(1, 10)]
+
+
 def test_a_cache_that_does_not_track_them_says_so():
   state = jaxkv.init(dataclasses.replace(CONFIG, track_new_pages=False))
   with pytest.raises(ValueError, match="track_new_pages"):
