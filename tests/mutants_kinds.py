@@ -1,7 +1,8 @@
-"""Mistakes about encoders, states, and the ages of pages."""
+"""Mistakes about encoders, states, the ages of pages, and events."""
 
 from tests.mutation import AGED
 from tests.mutation import ENCODER
+from tests.mutation import LOGGED
 from tests.mutation import SCRATCH
 from tests.mutation import Mutant
 
@@ -117,5 +118,58 @@ KIND_MUTANTS = {
     "ages.released, place * 0 - 1",
     ("free_mask",),
     AGED,
+  ),
+  # --- events ----------------------------------------------------------------
+  "it is not noted in which group a page was stored": Mutant(
+    "event_log:stored",
+    "indexing.put(log.group_of, place, values=group)",
+    "log.group_of",
+    ("commit",),
+    LOGGED,
+  ),
+  "a later window of events is written over the first": Mutant(
+    "event_log:_pushed", "log.count + rank - 1", "rank - 1", ("commit",), LOGGED
+  ),
+  "events of a later window are not counted": Mutant(
+    "event_log:_pushed",
+    "indexing.NOWHERE - rank[-1]) + rank[-1]",
+    "indexing.NOWHERE - rank[-1]) | rank[-1]",
+    ("commit",),
+    LOGGED,
+  ),
+  "pages that were never cached are told to be taken out": Mutant(
+    "page_pool:_unpublished",
+    "events, taken.valid, pages",
+    "events, valid, pages",
+    ("allocate",),
+    LOGGED,
+  ),
+  "pages of no use are told of": Mutant(
+    "publishing:_insert",
+    "listed & ~again,\n      pages,",
+    "valid & ~again,\n      pages,",
+    ("commit",),
+    LOGGED,
+  ),
+  "a refused reset is told as done": Mutant(
+    "event_log:cleared",
+    "done[None]",
+    "done[None] | True",
+    ("reset_prefix_cache",),
+    LOGGED,
+  ),
+  "a page is its own parent": Mutant(
+    "publishing:_insert",
+    "parent=settled.parents",
+    "parent=settled.keys",
+    ("commit",),
+    LOGGED,
+  ),
+  "all sequences have one root": Mutant(
+    "publishing:_insert",
+    "root=settled.roots",
+    "root=settled.roots * 0",
+    ("commit",),
+    LOGGED,
   ),
 }

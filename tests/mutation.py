@@ -62,6 +62,15 @@ AGED = small(214, 2, num_pages=12, track_residency=True)
 SCRATCH = small(
   215, 2, (State(num_speculative=2), Full()), num_pages=60, **LONG
 )
+LOGGED = small(
+  216,
+  1,
+  (Full(page_size=4), Window(2)),
+  window=2,
+  event_log=300,
+  **LONG,
+  **MERGE,
+)
 CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 

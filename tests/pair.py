@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from tests.mirror import Mirror
 from tests.moves import ARGUMENTS
 from tests.moves import WEIGHTS
 from tests.moves import Moves
 from tests.oracle import Oracle
 from tests.oracle import differences
 from tests.setups import Setup
+
+_BETWEEN_READINGS = 3
+"""Moves whose events are read together, where the cache keeps any."""
 
 DTYPES = {"salts": np.uint32, "mask": np.bool_}
 
@@ -53,6 +57,8 @@ class Pair:
     verbs: what to call for each move; tests of broken caches replace some.
     oracle, state: the two.
     codes: every code that a move was answered with.
+    mirror: what is cached, as told by events.
+    moves: how many were made.
   """
 
   def __init__(self, setup: Setup, verbs: dict[str, Callable] = VERBS):
@@ -61,6 +67,7 @@ class Pair:
     self.oracle = Oracle(setup.config)
     self.state = jaxkv.init(setup.config)
     self.codes: set[jaxkv.Code] = set()
+    self.mirror, self.moves = Mirror(), 0
 
   def move(self, verb: str, arguments: tuple) -> dict:
     """Makes one move with both; raises `Mismatch`, else the oracle's answer."""
@@ -75,11 +82,20 @@ class Pair:
     found = _differing(wanted, out) + differences(self.oracle, self.state)
     laws = jax.device_get(invariants(self.state))
     found += [f"{name} is broken" for name, holds in laws.items() if not holds]
+    self.moves += 1
+    if self.setup.config.event_log and self.moves % _BETWEEN_READINGS == 0:
+      found += self._told()
     if isinstance(wanted, dict):
       self.codes.update(np.ravel(wanted.get("code", [])).tolist())
     if found:
       raise Mismatch(f"{verb}{arguments}:\n" + "\n".join(found))
     return wanted
+
+  def _told(self) -> list[str]:
+    """In what events differ from the oracle."""
+    self.state, drained = jaxkv.drain_events(self.state)
+    found = self.mirror.follow(drained)
+    return found + self.mirror.differences(self.oracle.pool)
 
   def forgive(self) -> None:
     """Forgets the sticky error of both."""

@@ -12,6 +12,7 @@ from tests.mutation import DUPLICATES
 from tests.mutation import ENCODER
 from tests.mutation import HYBRID
 from tests.mutation import KEPT
+from tests.mutation import LOGGED
 from tests.mutation import NARROW
 from tests.mutation import ONE_WINDOW
 from tests.mutation import PUBLISHED
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.once
 WALKS, STEPS = 30, 60
 REAL = [CURRENT, DUPLICATES, ONE_WINDOW, SCARCE]
 REAL += [SLIDING, NARROW, HYBRID, PUBLISHED, DRAFTED, WINDOWS, CHUNKED, KEPT]
-REAL += [ENCODER, AGED, SCRATCH]
+REAL += [ENCODER, AGED, SCRATCH, LOGGED]
 
 
 def walk(setup, verbs, favoured=(), others=()):
