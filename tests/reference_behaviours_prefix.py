@@ -28,6 +28,10 @@ _REPEAT = f"{_FULL}test_aligned_repeat_computes_its_last_page_again"
 _BOUNDARY = f"{_KINDS}TestLookup::test_boundary_page_of_a_window_with_eagle"
 _LATEST = f"{_KINDS}TestRetention::test_latest_and_every"
 _JUNCTION = f"{_KINDS}TestRetention::test_junction_is_kept"
+_EAGLE_STATE = (
+  "test_manager_traces.py::TestStates::"
+  "test_a_draft_model_finds_the_state_before_the_last_page"
+)
 _HELD = (
   f"{_MODEL}TestHybrid::"
   "test_hits_of_all_groups_are_held_before_any_page_is_taken"
@@ -153,7 +157,7 @@ PREFIX_CACHING = {
   "fuzz:window_kept_eagle fuzz:full_window_kept_eagle": (
     "test_hybrid_local_kv_retention_mtp_reuses_latest_boundary"
   ),
-  "fuzz:full_state_kept_eagle": (
+  f"{_EAGLE_STATE} fuzz:full_state_kept_eagle": (
     "test_hybrid_mamba_retention_mtp_resend_of_aligned_prompt"
   ),
   f"{_LATEST} fuzz:window_kept": """
@@ -264,7 +268,7 @@ PARTIAL_HITS = {
     test_eagle_block_aligned_checkpoint_replaces_newer_hash
     test_prompt_end_checkpoint_survives_sparse_retention_with_coarse_hash
     test_checkpoint_reservation_matches_worker""",
-  "fuzz:full_state_kept_eagle fuzz:full_state_eagle": (
+  f"{_EAGLE_STATE} fuzz:full_state_eagle": (
     "test_mamba_coarse_checkpoint_retained_below_eagle_proof_boundary"
   ),
   SCHEDULER: """

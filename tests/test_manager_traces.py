@@ -6,8 +6,10 @@ model in plain lists and the library's manager tell each of them.
 
 import pytest
 
+from jaxkv import Recurrent
 from jaxkv.host import CacheManager
 from tests.reference_manager import ReferenceManager
+from tests.scheduling import FULL
 from tests.scheduling import LONGEST
 from tests.scheduling import PAGE
 from tests.scheduling import admit
@@ -168,7 +170,9 @@ class TestFull:
     cache = single(make, watermark=0.2)  # 2 of 11 pages
     one = request("0", range(9 * PAGE))
     assert admit(cache, one)[1] is None
-    assert admit(cache, one, has_scheduled_requests=False, reserved_pages=1)[1]
+    alone = {"has_scheduled_requests": False}
+    assert admit(cache, one, reserved_pages=2, **alone)[1] is None
+    assert admit(cache, one, reserved_pages=1, **alone)[1]
     assert decode(cache, one, [1]) == [[10]]
 
   def test_whole_sequence_must_fit(self, make):
@@ -303,3 +307,26 @@ class TestHybrid:
     assert cache.get_page_ids("1")[1][:6] == [0] * 6
     assert [len(column) for column in new] == [1, 1, 1]
     assert len(cache.get_page_ids("1")[0]) * PAGE < LONGEST
+
+
+class TestStates:
+  def test_a_draft_model_finds_the_state_before_the_last_page(self, make):
+    groups = FULL, Recurrent(page_size=PAGE)
+    cache = make(31, groups, LONGEST, use_eagle=True, retention=0)
+    # A prompt that ends with a page, and one that ends just behind it.
+    for first, length, shorter in ((0, 16, 8), (100, 17, 0)):
+      text = range(first, first + 30)
+      one = request(str(first), text[:length])
+      admit(cache, one, PAGE)
+      while one.num_computed_tokens < length:
+        cache.new_step_starts()
+        left = length - one.num_computed_tokens
+        assert cache.allocate_slots(one, min(PAGE, left)) is not None
+        one.num_computed_tokens += min(PAGE, left)
+      cache.free(one)
+      cache.new_step_starts()
+      # The fourth page is left out, whether the same comes again or more. The
+      # state before it is kept for both; for the first, whose last token must
+      # be computed, the one before that too.
+      for tokens, found in ((length, 12), (22, 12), (12, shorter)):
+        assert hit_of(cache, request("x", text[:tokens]))[1] == found
