@@ -14,6 +14,7 @@ range. Two tokens for one place: either may win.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv_kernels import check
 from jaxkv_kernels.storage import quantize
@@ -187,18 +188,25 @@ def _where(
 
 
 def _put(pages, new, where, offsets) -> jax.Array:
-  """Writes `new` [T, K, ...] into [P, K, S, ...]; page P drops the token.
-
-  Head by head: a window over heads that skips the slots between them would
-  make XLA for a TPU transpose the whole pool around a loop.
-  """
-  kv_heads = pages.shape[1]
-  heads = jnp.arange(kv_heads, dtype=jnp.int32)[None]
-  tiles = pages.reshape(-1, *pages.shape[2:])
-  tiles = tiles.at[where[:, None] * kv_heads + heads, offsets[:, None]].set(
-    new, mode="drop"
+  """Writes `new` [T, K, ...] into [P, K, S, ...]; page P drops the token."""
+  return lax.platform_dependent(
+    pages, new, where, offsets, tpu=_put_by_head, default=_put_all_heads
   )
-  return tiles.reshape(pages.shape)
+
+
+def _put_all_heads(pages, new, where, offsets) -> jax.Array:
+  """Heads may lie on a mesh: the compiler adds no collective."""
+  return pages.at[where, :, offsets].set(new, mode="drop")
+
+
+def _put_by_head(pages, new, where, offsets) -> jax.Array:
+  """The same for a TPU; over a mesh, in `shard_map`.
+
+  A window over heads skips the slots between them, and for that XLA for a TPU
+  would transpose the whole pool around a loop.
+  """
+  heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
+  return pages.at[where[:, None], heads, offsets[:, None]].set(new, mode="drop")
 
 
 def _divided(name: str, new: jax.Array, scale: jax.Array | None) -> jax.Array:
