@@ -235,9 +235,7 @@ SETUPS = {
 DEFAULT = (
   "plain",
   "merge",
-  "groups",
   "no_caching",
-  "sliding",
   "hybrid",
   "draft",
   "scratch",

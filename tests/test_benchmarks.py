@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 _FOLDER = pathlib.Path(__file__).resolve().parents[1] / "benchmarks"
-pytestmark = pytest.mark.once
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,6 @@ from tests import fuzz
 from tests.fuzz_setups import SETUPS
 from tests.fuzz_trace import Trace
 
-pytestmark = pytest.mark.once
-
 _DEFAULT = {"full", "full_window_sizes", "full_window_kept"}
 _OPERATIONS = 150
 _DEEP_OPERATIONS = 300

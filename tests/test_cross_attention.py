@@ -12,8 +12,6 @@ from jaxkv.host import Request
 from tests.scheduling import admit
 from tests.scheduling import decode
 
-pytestmark = pytest.mark.once
-
 CROSS = jaxkv.CrossAttention(page_size=4)
 FULL = jaxkv.FullAttention(page_size=4)
 CONFIG = jaxkv.CacheConfig(

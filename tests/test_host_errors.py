@@ -17,8 +17,6 @@ from tests.scheduling import admit
 from tests.scheduling import request
 from tests.scheduling import single
 
-pytestmark = pytest.mark.once
-
 NEW = request("new", range(9))
 LONG = request("long", range(70))
 

@@ -14,8 +14,6 @@ from tests.scheduling import admit
 from tests.scheduling import request
 from tests.scheduling import single
 
-pytestmark = pytest.mark.once
-
 # Two groups of pages of 4 tokens, one of 8.
 CONFIG = CacheConfig(
   num_pages=8,

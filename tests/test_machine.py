@@ -36,7 +36,7 @@ from tests.setups import Setup
 
 WEIGHTED = [verb for verb, weight in WEIGHTS.items() for _ in range(weight)]
 
-OPTIMIZED = ("plain", "hybrid")
+OPTIMIZED = ("plain",)
 """Setups that are run as users run them; to compile so takes long."""
 
 

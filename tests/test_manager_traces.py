@@ -20,8 +20,6 @@ from tests.scheduling import references
 from tests.scheduling import request
 from tests.scheduling import single
 
-pytestmark = pytest.mark.once
-
 _MANAGERS = {"reference": ReferenceManager, "host": CacheManager}
 
 

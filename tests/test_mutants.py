@@ -25,9 +25,7 @@ from tests.pair import Mismatch
 from tests.pair import Pair
 from tests.pair import wander
 
-pytestmark = pytest.mark.once
-
-WALKS, STEPS = 30, 60
+WALKS, STEPS, EVERY = 30, 60, 8
 REAL = [CURRENT, DUPLICATES, ONE_WINDOW, SCARCE]
 REAL += [SLIDING, NARROW, HYBRID, PUBLISHED, DRAFTED, WINDOWS, CHUNKED, KEPT]
 REAL += [ENCODER, AGED, SCRATCH, LOGGED]
@@ -41,18 +39,32 @@ def walk(setup, verbs, favoured=(), others=()):
     wander(Pair(setup, verbs), seed, STEPS, weights)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("setup", REAL)
 def test_the_real_cache_lives(setup):
   with setup.patched():
     walk(setup, QUICK)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+# A few in every run; all, which takes a quarter of an hour, with --deep.
+NAMES = [
+  pytest.param(name, marks=[] if at % EVERY == 0 else pytest.mark.deep)
+  for at, name in enumerate(MUTANTS)
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_dies(name):
   mutant = MUTANTS[name]
   with mutant.setup.patched(), pytest.raises(Mismatch):
     verbs = mutant.verbs_with_it()
     walk(mutant.setup, verbs, mutant.verbs, mutant.others)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_can_be_made(name):
+  """The text that it changes is there."""
+  MUTANTS[name].verbs_with_it()
 
 
 def test_there_are_enough():

@@ -16,8 +16,6 @@ from tests.oracle_groups import groups_of
 from tests.oracle_lookup import longest_prefix
 from tests.reference_lookup import longest_hit
 
-pytestmark = pytest.mark.once
-
 SLOT = 24
 
 

@@ -13,8 +13,6 @@ from tests.reference_behaviours_scheduling import ESURGE
 from tests.reference_reasons import MISSING
 from tests.reference_reasons import REASONS
 
-pytestmark = pytest.mark.once
-
 _HERE = pathlib.Path(__file__).parent
 _FILES = {**VLLM, **ESURGE}
 

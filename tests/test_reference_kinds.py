@@ -19,8 +19,6 @@ from tests.scheduling import hit_of
 from tests.scheduling import request
 from tests.test_reference_manager import manager
 
-pytestmark = pytest.mark.once
-
 WINDOW = SlidingWindow(window=4, page_size=2)
 CHUNK = ChunkedLocal(chunk=4, page_size=2)
 

@@ -16,8 +16,6 @@ from tests.scheduling import admit
 from tests.scheduling import hit_of
 from tests.scheduling import request
 
-pytestmark = pytest.mark.once
-
 
 def manager(num_pages=11, groups=(FULL,), max_model_len=8192, **options):
   return ReferenceManager(num_pages, groups, max_model_len, **options)

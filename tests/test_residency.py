@@ -11,8 +11,6 @@ from tests.scheduling import admit
 from tests.scheduling import request
 from tests.scheduling import single
 
-pytestmark = pytest.mark.once
-
 CONFIG = jaxkv.CacheConfig(
   num_pages=4,
   page_size=2,
