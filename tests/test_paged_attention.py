@@ -305,3 +305,24 @@ class TestNumerics:
     clipped = np.array([32, 32], np.int32)
     want = runner("paged_decode", *arguments, clipped)
     same(want, runner("paged_decode", *arguments, case.lengths))
+
+  @pytest.mark.parametrize(
+    ("runner", "name"),
+    cases("page16_gqa4_d128", "bfloat16_mqa", "alibi", "everything"),
+  )
+  @pytest.mark.parametrize("columns", [1, 3])
+  def test_a_window_counts_from_the_query(self, runner, name, columns):
+    """Also where the query stands behind the last token of the table."""
+    size = SHAPES[name].page_size
+    lengths = (size + 1, 2 * size, 2 * size + 5, 3 * size)
+    shape = dataclasses.replace(SHAPES[name], lengths=lengths)
+    case = problem(shape)
+    pools = (*case.pools[:2], case.page_table[:, :2])
+    counts = np.full(len(lengths), columns, np.int32)
+    q = queries(case, shape, len(lengths), columns)
+    arguments = (q, *pools, case.lengths - columns, counts)
+    # The last row of 3 * size tokens sees nothing that is there.
+    options = {**case.options, "window": size}
+    wanted = definition.paged_attention_padded(*arguments, **options)
+    out = runner("paged_attention_padded", *arguments, **options)
+    assert_matches(*out, *wanted, case.dtype, runner.float32_l2)

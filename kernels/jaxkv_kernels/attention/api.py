@@ -49,7 +49,8 @@ def paged_decode(
   hold anything, NaN included, and so may their scales. Page ids are clamped to
   the pool, so a table entry that is not used may be any number; an entry that
   is used and names no page of the pool is the caller's error and reads some
-  other page. Tokens past the table's M * S do not exist.
+  other page. Tokens past the table's M * S do not exist; windows and ALiBi
+  still count from the query's position.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.

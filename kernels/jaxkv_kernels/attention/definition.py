@@ -8,7 +8,9 @@ A query at absolute position p sees the keys at positions 0..p, or with
 `c * tanh(x / c)`; `alibi_slopes` then add, for each head, slope * (j - p) to
 the logit of the key at position j. `sinks` adds, for each head, one logit that
 takes part in the softmax's denominator and has no value. A query that sees no
-key gives zeros, and a log-sum-exp of -inf (or of its sink).
+key gives zeros, and a log-sum-exp of -inf (or of its sink). Tokens past the
+M * S that a row of the page table holds do not exist, which moves no window:
+that counts from the query's own position.
 """
 
 import ml_dtypes
@@ -67,14 +69,16 @@ def paged_attention_padded(
   scale = dim**-0.5 if scale is None else scale
   out = np.zeros((batch, columns, heads, v_pages.shape[-1]))
   lse = np.full((batch, columns, heads), -np.inf)
+  capacity = np.shape(page_table)[1] * k_pages.shape[2]
   for b in range(batch):
     start, count = int(starts[b]), int(counts[b])
-    end = start + count
+    end = min(start + count, capacity)
     keys = sequence(k_pages, page_table[b], end, page_offset, k_scale)
     values = sequence(v_pages, page_table[b], end, page_offset, v_scale)
     for t in range(count):
       mask = None if tree_mask is None else tree_mask[b, t]
       seen = _seen(start + t, start, window, mask)
+      seen = seen[seen < capacity]
       for h in range(heads):
         logits = keys[seen, h // group] @ (q[b, t, h] * scale)
         if soft_cap is not None:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention.options import Options
 from jaxkv_kernels.storage import load
 
@@ -165,10 +166,8 @@ def _attention(
   total_pages, kv_heads, page_size = pools[0].shape[:3]
   pages_per_block = max(1, BLOCK_TOKENS // page_size)
   block = pages_per_block * page_size
-  reach = _reach(starts, counts, columns, page_table.shape[1] * page_size)
-  if options.window is not None:
-    first = jnp.maximum(reach.end - options.window, 0)
-    reach = reach._replace(first=first)
+  capacity = page_table.shape[1] * page_size
+  reach = _reach(starts, counts, columns, capacity, options.window)
   first_block, end_block = _blocks(reach, block)
   spare = -page_table.shape[1] % pages_per_block
   table = jnp.pad(page_table, ((0, 0), (0, spare)))
@@ -228,13 +227,15 @@ def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:
 
 
 def _reach(
-  starts: jax.Array, counts: jax.Array, columns: int, capacity: int
+  starts: jax.Array,
+  counts: jax.Array,
+  columns: int,
+  capacity: int,
+  window: jax.Array | int | None,
 ) -> _Reach:
   """Causal reach. Tokens past the table's capacity do not exist."""
-  column = jnp.arange(columns, dtype=jnp.int32)[None]
-  end = jnp.clip(starts[:, None] + column + 1, 0, capacity)
-  end = jnp.where(column < counts[:, None], end, 0)
-  return _Reach(first=jnp.zeros_like(end), end=end)
+  reach = query_tiles.reach(starts, counts, columns, capacity, window)
+  return _Reach(first=reach[..., 0], end=reach[..., 1])
 
 
 def _blocks(reach: _Reach, block: int) -> tuple[jax.Array, jax.Array]:
