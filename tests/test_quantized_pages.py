@@ -18,6 +18,7 @@ FORMATS = {
   "uint8": (ml_dtypes.float8_e4m3fn, 448.0, 2**-4),
   "float8_e5m2": (ml_dtypes.float8_e5m2, 57344.0, 2**-3),
 }
+SIDES = ("k_pages", "v_pages")
 PLACES = {
   "page_ids": jnp.asarray([3, 0, 12, 2, 1], jnp.int32),  # 12: nowhere
   "offsets": jnp.asarray([1, 0, 3, 2, 2], jnp.int32),
@@ -70,6 +71,24 @@ class TestQuantize:
     stored, scale = kernels.quantize(jnp.zeros((3, 4)), storage)
     np.testing.assert_array_equal(numbers(stored), 0)
     np.testing.assert_array_equal(scale, 1)
+
+  @over_storage
+  @pytest.mark.parametrize("size", [1e-35, 1e-37, 3e-38])
+  def test_tiny_numbers_stay_numbers(self, storage, size):
+    """Where largest / 448 is no normal number, digits are lost, not all."""
+    values = np.array([size, 0, -size / 2], np.float32)
+    stored, scale = kernels.quantize(jnp.asarray(values), storage)
+    assert scale >= np.finfo(np.float32).tiny
+    back = numbers(stored) * float(scale)
+    step = max(size * FORMATS[storage][2], np.finfo(np.float32).tiny)
+    np.testing.assert_allclose(back, values, rtol=0, atol=step)
+
+  @over_storage
+  @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+  def test_what_is_not_finite_is_not_hidden(self, storage, bad):
+    values = jnp.asarray([[1.0, bad, 2.0], [1.0, 3.0, 2.0]])
+    _, scale = kernels.quantize(values, storage)
+    assert np.isnan(scale).tolist() == [True, False]
 
   def test_formats_without_scales(self):
     with pytest.raises(ValueError, match="takes no scales"):
@@ -142,7 +161,8 @@ class TestAppend:
     [
       ({"k_scale": jnp.ones(2)}, r"k_scale is float32\[2\]; it must be"),
       ({"v_scale": jnp.ones(POOL[:3], jnp.bfloat16)}, "v_scale is bfloat16"),
-      ({"k_pages": jnp.ones(POOL)}, "takes no scales"),
+      ({"k_pages": jnp.ones(POOL)}, "give both the same dtype"),
+      (dict.fromkeys(SIDES, jnp.ones(POOL)), "takes no scales"),
       ({"k_new": jnp.ones((5, 2, 7))}, "k_new is float32"),
     ],
   )

@@ -97,7 +97,9 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   """Numbers as elements of an 8-bit pool, and what to multiply those by.
 
   Each vector (the last axis) has a scale of its own, with which its largest
-  number becomes the format's largest. A vector of zeros has scale 1.
+  number becomes the format's largest. A vector of zeros has scale 1. A scale is
+  no smaller than float32's smallest normal number, so numbers below some 1e-36
+  lose digits. Of a vector with a NaN or an infinity the scale is NaN.
 
   Args:
     values: float[..., D].
@@ -123,5 +125,9 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
     )
   values = values.astype(jnp.float32)
   largest = jnp.max(jnp.abs(values), axis=-1)
-  scale = jnp.where(largest > 0, largest / _LARGEST[meaning], jnp.float32(1))
+  # A subnormal scale would be flushed to 0, and 0 / 0 stored.
+  tiny = jnp.finfo(jnp.float32).tiny
+  scale = jnp.maximum(largest / _LARGEST[meaning], tiny)
+  scale = jnp.where(largest > 0, scale, jnp.float32(1))
+  scale = jnp.where(jnp.isfinite(largest), scale, jnp.float32(jnp.nan))
   return store(values / scale[..., None], pool_dtype), scale
