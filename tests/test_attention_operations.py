@@ -1,6 +1,4 @@
-"""Merging, shared prefixes, equal-work plans and latent attention."""
-
-import dataclasses
+"""Merging, equal-work plans and latent attention."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +7,6 @@ import pytest
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels.attention import definition
-from jaxkv_kernels.attention import prefix as prefix_module
-from tests.kernels_shapes import SHAPES
 from tests.kernels_shapes import Shape
 from tests.kernels_shapes import assert_matches
 from tests.kernels_shapes import problem
@@ -95,6 +91,15 @@ class TestPlan:
       blocks += -(-len(held) // 64)
     assert plan.tokens == max(1, -(-blocks // workers)) * 64
 
+  def test_with_64_bit_types(self):
+    with jax.enable_x64(True):
+      lengths = jnp.asarray([100, 0, 7], jnp.int32)
+      plan = kernels.plan_decode(lengths, workers=2)
+    assert {x.dtype for x in plan} == {np.dtype(np.int32)}
+    same = kernels.plan_decode(lengths, workers=2)
+    for a, b in zip(plan, same, strict=True):
+      np.testing.assert_array_equal(a, b)
+
   def test_values_do_not_retrace(self):
     traces = []
 
@@ -106,187 +111,6 @@ class TestPlan:
     for length in (4, 9):
       step(jnp.full((3,), length, jnp.int32), jnp.int32(length))
     assert len(traces) == 1
-
-
-# Rows 0, 1, 3 and 6 share two pages of 16; 2 and 5 share four; 4 is alone.
-GROUPS = {0: ([0, 1, 3, 6], 2), 1: ([2, 5], 4)}
-LENGTHS = (33, 40, 150, 47, 80, 65, 38)
-
-
-def sharing(shape, **changes):
-  """A problem whose rows begin with the same pages, group by group."""
-  shape = dataclasses.replace(shape, lengths=LENGTHS, page_size=16, **changes)
-  case = problem(shape)
-  for rows, pages in GROUPS.values():
-    case.page_table[rows, :pages] = case.page_table[rows[0], :pages]
-  return shape, case
-
-
-def decode(case, q, **changes):
-  """`shared_prefix_decode` of a case, jitted with its plan."""
-  groups = changes.pop("groups", None)
-
-  @jax.jit
-  def run(q, k_pages, v_pages, table, lengths, groups, options):
-    shared = kernels.plan_shared_prefix(
-      table,
-      lengths,
-      k_pages,
-      v_pages,
-      groups=groups,
-      num_groups=changes.get("num_groups", 2),
-      group_size=changes.get("group_size", 4),
-    )
-    out = kernels.shared_prefix_decode(
-      q,
-      k_pages,
-      v_pages,
-      shared,
-      return_lse=True,
-      soft_cap=case.options.get("soft_cap"),
-      **options,
-    )
-    return shared, out
-
-  options = {
-    key: jnp.asarray(value)
-    for key, value in case.options.items()
-    if isinstance(value, np.ndarray)
-  }
-  return run(*put(q, *case.pools, case.lengths), groups, options)
-
-
-class TestSharedPrefix:
-  @pytest.fixture
-  def always(self, monkeypatch):
-    """Sharing always pays."""
-    least = dict.fromkeys(prefix_module._LEAST_SAVING, -(2**40))
-    monkeypatch.setattr(prefix_module, "_LEAST_SAVING", least)
-
-  @pytest.mark.parametrize(
-    "name",
-    [
-      "page16_gqa4_d128",
-      "bits_gqa4",
-      "int8_scale_per_token",
-      "e4m3_bits_scale_per_head",
-      "soft_cap50_bits",
-      "sinks",
-      "alibi",
-    ],
-  )
-  def test_equals_the_definition(self, always, name):
-    shape, case = sharing(SHAPES[name])
-    q = queries(case, shape, len(LENGTHS))
-    wanted = definition.paged_decode(
-      q, *case.pools, case.lengths, **case.options
-    )
-    shared, (out, lse) = decode(case, q)
-    assert sorted(shared.tokens.tolist()) == [32, 64]
-    assert out.dtype == case.dtype
-    assert_matches(out, lse, *wanted, case.dtype)
-
-  def test_groups_may_be_told(self, always):
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    q = queries(case, shape, len(LENGTHS))
-    groups = jnp.asarray([1, 1, 0, 1, 7, 0, -1], jnp.int32)
-    wanted = definition.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(case, q, groups=groups)
-    np.testing.assert_array_equal(shared.members, [[2, 5, 7, 7], [0, 1, 3, 7]])
-    np.testing.assert_array_equal(shared.tokens, [64, 32])
-    np.testing.assert_array_equal(shared.own_tokens, [1, 8, 86, 15, 80, 1, 38])
-    assert_matches(*out, *wanted, np.float32)
-
-  @pytest.mark.parametrize(
-    ("num_groups", "group_size"), [(1, 4), (2, 2), (7, 7), (1, 1)]
-  )
-  def test_rows_that_do_not_fit_are_decoded_alone(
-    self, always, num_groups, group_size
-  ):
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    q = queries(case, shape, len(LENGTHS))
-    wanted = definition.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(case, q, num_groups=num_groups, group_size=group_size)
-    assert shared.members.shape == (num_groups, group_size)
-    assert_matches(*out, *wanted, np.float32)
-
-  def test_idle_rows_are_in_no_group(self, always):
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    case.lengths[[0, 4]] = 0
-    q = queries(case, shape, len(LENGTHS))
-    wanted = definition.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(case, q)
-    assert sorted(shared.tokens.tolist()) == [32, 64]
-    assert_matches(*out, *wanted, np.float32)
-
-  def test_the_last_token_is_never_shared(self, always):
-    """Rows whose pages are all the same still have one of their own."""
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    case.lengths[[0, 1, 3, 6]] = 32
-    shared, _ = decode(case, queries(case, shape, len(LENGTHS)))
-    assert sorted(shared.tokens.tolist()) == [16, 64]
-
-  def test_what_saves_little_is_not_shared(self, monkeypatch):
-    """Not with these lengths, though tables of this size might."""
-    monkeypatch.setitem(prefix_module._LEAST_SAVING, "cpu", 2**20)
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    q = queries(case, shape, len(LENGTHS))
-    plain = kernels.paged_decode(
-      *put(q, *case.pools, case.lengths), return_lse=True
-    )
-    shared, out = decode(case, q)
-    np.testing.assert_array_equal(shared.tokens, 0)
-    np.testing.assert_array_equal(shared.own_tokens, case.lengths)
-    for a, b in zip(plain, out, strict=True):
-      np.testing.assert_allclose(a, b, atol=1e-6)
-
-  def test_no_plan_where_it_never_pays(self):
-    table, lengths = jnp.ones((4, 2), jnp.int32), jnp.ones(4, jnp.int32)
-    pool = jnp.zeros((3, 2, 16, 32))
-    plan = kernels.plan_shared_prefix(
-      table, lengths, pool, pool, num_groups=2, group_size=2
-    )
-    assert plan is None
-
-  @pytest.mark.parametrize("lockstep", [False, True])
-  def test_the_gate_counts_what_is_read(self, lockstep):
-    lengths, shared = np.array([70, 80, 200]), np.array([64, 64, 0])
-    tokens = np.array([64, 0])
-    saved = prefix_module._saved(*put(lengths, tokens, shared), lockstep)
-    # In lockstep the third row keeps all reading 200 tokens, and 2 groups more.
-    assert int(saved) == (-128 if lockstep else 64)
-
-  @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-      ({"num_groups": 0}, "num_groups=0"),
-      ({"group_size": 2.0}, "group_size=2.0"),
-      ({"groups": jnp.ones(3, jnp.int32)}, "groups has shape"),
-      ({"lengths": jnp.ones(2)}, "lengths is float32"),
-    ],
-  )
-  def test_bad_arguments(self, changes, message):
-    call = {
-      "page_table": jnp.ones((2, 3), jnp.int32),
-      "lengths": jnp.ones(2, jnp.int32),
-      "k_pages": jnp.ones((5, 2, 4, 8)),
-      "v_pages": jnp.ones((5, 2, 4, 8)),
-      "num_groups": 1,
-      "group_size": 2,
-      **changes,
-    }
-    with pytest.raises(ValueError, match=message):
-      kernels.plan_shared_prefix(**call)
-
-  def test_unknown_backend(self):
-    case = sharing(SHAPES["page16_gqa4_d128"])[1]
-    with pytest.raises(NotImplementedError, match="there are auto, "):
-      kernels.plan_shared_prefix(
-        *put(case.page_table, case.lengths, *case.pools[:2]),
-        num_groups=1,
-        group_size=2,
-        backend="cudnn",
-      )
 
 
 class TestLatent:
@@ -348,3 +172,17 @@ class TestLatent:
     }
     with pytest.raises(error, match=message):
       kernels.latent_decode(**call)
+
+  @pytest.mark.parametrize("name", ["pages", "page_table", "lengths"])
+  def test_devices(self, name):
+    cpus = jax.devices("cpu")
+    call = {
+      "q": jnp.ones((2, 4, 8)),
+      "pages": jnp.ones((5, 1, 4, 8)),
+      "page_table": jnp.ones((2, 3), jnp.int32),
+      "lengths": jnp.ones(2, jnp.int32),
+    }
+    call = jax.device_put(call, cpus[0])
+    call[name] = jax.device_put(call[name], cpus[1])
+    with pytest.raises(ValueError, match=f"{name} is on .*:1 but q on"):
+      kernels.latent_decode(**call, value_dim=6, scale=1.0)

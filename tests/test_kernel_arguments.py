@@ -20,6 +20,18 @@ def arguments(**changes):
   }
 
 
+def plan_of(rows):
+  return kernels.plan_decode(jnp.ones(rows, jnp.int32), workers=2)
+
+
+def packed(**changes):
+  """A valid call with packed queries, changed."""
+  call = arguments(q=jnp.ones((3, 4, 8)))
+  call["kv_lens"] = call.pop("lengths")
+  call["cu_q_lens"] = jnp.asarray([0, 1, 3], jnp.int32)
+  return {**call, **changes}
+
+
 class TestErrors:
   @pytest.mark.parametrize(
     ("changes", "message"),
@@ -43,6 +55,21 @@ class TestErrors:
       ({"soft_cap": 0.0}, "soft_cap=0.0"),
       ({"window": 0}, "window=0"),
       ({"window": 2.0}, "window=2.0"),
+      ({"window": np.int32(0)}, "window=0"),
+      ({"window": True}, "window=True"),
+      ({"window": 2**31}, "window=2147483648"),
+      ({"soft_cap": np.inf}, "soft_cap=inf"),
+      ({"soft_cap": np.nan}, "soft_cap=nan"),
+      ({"soft_cap": True}, "soft_cap=True"),
+      ({"page_offset": 2**31}, "page_offset=2147483648"),
+      ({"sinks": [1.0] * 4}, "sinks is of type list"),
+      ({"page_table": [[1]]}, "page_table is of type list"),
+      ({"k_scale": 1.0, "v_scale": 1.0}, "k_scale is of type float"),
+      ({"plan": "junk"}, "plan is str; it must be what plan_decode gives"),
+      ({"plan": plan_of(3)}, "plan is for 3 rows but q has 2"),
+      ({"plan": plan_of(2)._replace(row=jnp.ones(3))}, "plan.row is float32"),
+      ({"q": jnp.ones((0, 4, 8))}, r"q has shape \(0, 4, 8\)"),
+      ({"q": jnp.ones((2, 0, 8))}, r"q has shape \(2, 0, 8\)"),
       ({"sinks": jnp.ones(2)}, r"sinks is float32\[2\]"),
       ({"alibi_slopes": jnp.ones(2)}, r"alibi_slopes is float32\[2\]"),
       ({"k_scale": jnp.ones(2)}, "k_scale and v_scale: give both"),
@@ -54,10 +81,35 @@ class TestErrors:
     with pytest.raises(ValueError, match=message):
       kernels.paged_decode(**arguments(**changes))
 
-  @pytest.mark.parametrize("name", ["k_pages", "page_table", "lengths"])
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"q": jnp.ones((0, 4, 8))}, "q has shape"),
+      ({"page_table": jnp.int32(1)}, r"page_table has shape \(\)"),
+      ({"page_table": jnp.ones((0, 3), jnp.int32)}, "page_table has shape"),
+      ({"kv_lens": jnp.ones(3, jnp.int32)}, "kv_lens has shape"),
+      ({"cu_q_lens": jnp.ones(2, jnp.int32)}, "cu_q_lens has shape"),
+    ],
+  )
+  def test_bad_packed_arguments(self, changes, message):
+    with pytest.raises(ValueError, match=message):
+      kernels.paged_attention(**packed(**changes))
+
+  def test_devices_of_packed_arguments(self):
+    cpus = jax.devices("cpu")
+    call = jax.device_put(packed(), cpus[0])
+    call["cu_q_lens"] = jax.device_put(call["cu_q_lens"], cpus[1])
+    with pytest.raises(ValueError, match=r"cu_q_lens is on .*:1 but q on"):
+      kernels.paged_attention(**call)
+
+  @pytest.mark.parametrize(
+    "name", ["k_pages", "page_table", "lengths", "sinks", "v_scale"]
+  )
   def test_devices(self, name):
     cpus = jax.devices("cpu")
-    call = jax.device_put(arguments(), cpus[0])
+    scales = {"k_scale": jnp.ones(2), "v_scale": jnp.ones(2)}
+    call = arguments(sinks=jnp.ones(4), **scales)
+    call = jax.device_put(call, cpus[0])
     call[name] = jax.device_put(call[name], cpus[1])
     with pytest.raises(ValueError, match=f"{name} is on .*:1 but q on"):
       kernels.paged_decode(**call)
@@ -100,15 +152,14 @@ class TestErrors:
 
   @pytest.mark.parametrize("longest", [0, 2.5])
   def test_bad_max_query_len(self, longest):
-    call = arguments(q=jnp.ones((3, 4, 8)))
-    call["kv_lens"] = call.pop("lengths")
     with pytest.raises(ValueError, match="max_query_len"):
-      kernels.paged_attention(
-        **call,
-        cu_q_lens=jnp.asarray([0, 1, 3], jnp.int32),
-        max_query_len=longest,
-      )
+      kernels.paged_attention(**packed(), max_query_len=longest)
+
+  @pytest.mark.parametrize("lengths", [jnp.zeros((0,), jnp.int32), [1, 2]])
+  def test_a_plan_of_no_rows(self, lengths):
+    with pytest.raises(ValueError, match="lengths "):
+      kernels.plan_decode(lengths, workers=1)
 
   def test_good_arguments(self):
-    out = kernels.paged_decode(**arguments())
+    out = kernels.paged_decode(**arguments(), plan=plan_of(2))
     np.testing.assert_array_equal(out, np.ones((2, 4, 8)))

@@ -100,6 +100,51 @@ class TestAppend:
         pool, pool, k_new, jnp.ones((2, 2, 8)), ids, jnp.zeros(2, jnp.int32)
       )
 
+  @pytest.mark.parametrize(
+    ("v_pages", "message"),
+    [
+      # A token for nowhere, page 12, would have a place in the second pool;
+      # one that has a place in the first, slot 3, would have none here.
+      (jnp.zeros((13, 2, 4, 8)), "all but the last axis must agree"),
+      (jnp.zeros((12, 2, 2, 8)), "all but the last axis must agree"),
+      (jnp.zeros(POOL, jnp.float16), "v_pages is float16"),
+    ],
+  )
+  def test_pools_that_differ(self, v_pages, message):
+    new, ids = jnp.ones((1, 2, 8)), jnp.asarray([12], jnp.int32)
+    with pytest.raises(ValueError, match=message):
+      kernels.append_kv(jnp.zeros(POOL), v_pages, new, new, ids, ids % 4)
+
+  def test_pools_may_differ_in_head_size(self):
+    k_new, v_new = jnp.ones((1, 2, 8)), jnp.ones((1, 2, 3))
+    ids = jnp.asarray([5], jnp.int32)
+    v_pages = jnp.zeros((12, 2, 4, 3))
+    k_pages, v_pages = kernels.append_kv(
+      jnp.zeros(POOL), v_pages, k_new, v_new, ids, ids % 4
+    )
+    assert float(k_pages[5, :, 1].sum()) == 16
+    assert float(v_pages[5, :, 1].sum()) == 6
+
+  @pytest.mark.parametrize(
+    "name", ["v_pages", "k_new", "v_new", "page_ids", "offsets", "v_scale"]
+  )
+  def test_devices(self, name):
+    cpus = jax.devices("cpu")
+    call = {
+      "k_pages": jnp.zeros(POOL),
+      "v_pages": jnp.zeros(POOL),
+      "k_new": jnp.ones((1, 2, 8)),
+      "v_new": jnp.ones((1, 2, 8)),
+      "page_ids": jnp.zeros(1, jnp.int32),
+      "offsets": jnp.zeros(1, jnp.int32),
+      "k_scale": jnp.ones(2),
+      "v_scale": jnp.ones(2),
+    }
+    call = jax.device_put(call, cpus[0])
+    call[name] = jax.device_put(call[name], cpus[1])
+    with pytest.raises(ValueError, match=rf"{name} is on .*:1 but k_pages on"):
+      kernels.append_kv(**call)
+
 
 class TestCopy:
   # src, dst of one call over N = 4 pages

@@ -18,7 +18,7 @@ from jaxkv_kernels.attention.plan import Plan
 from jaxkv_kernels.attention.plan import plan_decode
 from jaxkv_kernels.attention.prefix import SharedPrefix
 from jaxkv_kernels.attention.prefix import plan_shared_prefix
-from jaxkv_kernels.attention.prefix import shared_prefix_decode
+from jaxkv_kernels.attention.prefix_decode import shared_prefix_decode
 from jaxkv_kernels.pages import copy_pages
 from jaxkv_kernels.pages import gather_pages
 from jaxkv_kernels.storage import load

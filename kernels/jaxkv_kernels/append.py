@@ -67,7 +67,16 @@ def append_kv(
     >>> k_pages[1, 0, 2], float(k_pages.sum())
     (Array([1., 1.], dtype=float32), 2.0)
   """
-  _check_sides(k_pages, v_pages, k_new, v_new, page_ids)
+  _check_sides(
+    k_pages,
+    v_pages,
+    k_new,
+    v_new,
+    page_ids=page_ids,
+    offsets=offsets,
+    k_scale=k_scale,
+    v_scale=v_scale,
+  )
   where = _where(k_pages, page_ids, offsets, page_offset)
   k_new = _divided("k_scale", k_new, k_scale)
   v_new = _divided("v_scale", v_new, v_scale)
@@ -92,7 +101,7 @@ def append_quantized(
   """Writes new tokens into 8-bit pools, and their scales beside them.
 
   The scale of a token and head makes its largest number the format's largest,
-  so nothing saturates.
+  so nothing saturates; that of a NaN or an infinity is NaN.
 
   Args:
     k_pages: [P, K, S, D], 8-bit.
@@ -123,11 +132,21 @@ def append_quantized(
     >>> pages[1, 0, 0].tolist(), round(float(scale[1, 0, 0]) * 127, 4)
     ([64, -127], 6.0)
   """
-  _check_sides(k_pages, v_pages, k_new, v_new, page_ids)
+  _check_sides(
+    k_pages,
+    v_pages,
+    k_new,
+    v_new,
+    page_ids=page_ids,
+    offsets=offsets,
+    k_scale=k_scale,
+    v_scale=v_scale,
+  )
   for name, scale, pages in (
     ("k_scale", k_scale, k_pages),
     ("v_scale", v_scale, v_pages),
   ):
+    check.is_array(name, scale)
     if scale.shape != pages.shape[:3] or scale.dtype != jnp.float32:
       raise ValueError(
         f"{name} is {scale.dtype}{list(scale.shape)}; it must be"
@@ -168,6 +187,8 @@ def append_pages(
     ValueError: an argument has a shape or dtype that is not supported.
   """
   check.pool("pages", pages)
+  check.integers("page_ids", page_ids)
+  check.beside("pages", pages, new=new, page_ids=page_ids, offsets=offsets)
   _check_new("new", new, pages, page_ids.size)
   where = _where(pages, page_ids, offsets, page_offset)
   return _put(pages, store(new, pages.dtype), where, offsets)
@@ -212,6 +233,7 @@ def _put_by_head(pages, new, where, offsets) -> jax.Array:
 def _divided(name: str, new: jax.Array, scale: jax.Array | None) -> jax.Array:
   if scale is None:
     return new
+  check.is_array(name, scale)
   if scale.shape != new.shape[1:2] or scale.dtype != jnp.float32:
     raise ValueError(
       f"{name} is {scale.dtype}{list(scale.shape)}; it must be"
@@ -221,9 +243,27 @@ def _divided(name: str, new: jax.Array, scale: jax.Array | None) -> jax.Array:
   return new.astype(jnp.float32) / scale[None, :, None]
 
 
-def _check_sides(k_pages, v_pages, k_new, v_new, page_ids) -> None:
-  check.pool("k_pages", k_pages)
-  check.pool("v_pages", v_pages)
+def _check_sides(
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  k_new: jax.Array,
+  v_new: jax.Array,
+  *,
+  page_ids: jax.Array,
+  **others: jax.Array | None,
+) -> None:
+  """Pools and tokens fit each other, and all are on the same devices."""
+  check.alike(k_pages, v_pages)
+  check.integers("page_ids", page_ids)
+  check.beside(
+    "k_pages",
+    k_pages,
+    v_pages=v_pages,
+    k_new=k_new,
+    v_new=v_new,
+    page_ids=page_ids,
+    **others,
+  )
   _check_new("k_new", k_new, k_pages, page_ids.size)
   _check_new("v_new", v_new, v_pages, page_ids.size)
 
@@ -231,6 +271,7 @@ def _check_sides(k_pages, v_pages, k_new, v_new, page_ids) -> None:
 def _check_new(
   name: str, new: jax.Array, pages: jax.Array, tokens: int
 ) -> None:
+  check.is_array(name, new)
   wanted = (tokens, pages.shape[1], pages.shape[3])
   if new.shape != wanted or not jnp.issubdtype(new.dtype, jnp.floating):
     raise ValueError(

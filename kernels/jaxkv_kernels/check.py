@@ -1,5 +1,6 @@
 """Checks of arguments when they are traced: shapes, dtypes, static values."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,14 +10,17 @@ from jax import core
 
 from jaxkv_kernels.storage import logical_dtype
 
+_INT32_MAX = np.iinfo(np.int32).max
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def queries(name: str, q: jax.Array, letters: str) -> None:
-  """The queries have one axis per letter, and a float dtype."""
-  if q.ndim != len(letters):
+  """The queries have one axis per letter, none empty, and a float dtype."""
+  is_array(name, q)
+  if q.ndim != len(letters) or 0 in q.shape:
     raise ValueError(
-      f"{name} has shape {q.shape}; it must be [{', '.join(letters)}]"
+      f"{name} has shape {q.shape}; it must be [{', '.join(letters)}], none of"
+      " them 0"
     )
   if q.dtype.name not in _QUERY_DTYPES:
     raise ValueError(
@@ -24,21 +28,19 @@ def queries(name: str, q: jax.Array, letters: str) -> None:
     )
 
 
+def is_array(name: str, value: Any) -> None:
+  """A JAX or NumPy array, traced or not."""
+  if not isinstance(value, (jax.Array, np.ndarray)):
+    raise ValueError(
+      f"{name} is of type {type(value).__name__}; it must be an array: wrap it"
+      " in jnp.asarray"
+    )
+
+
 def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
   """K and V pools fit each other and q."""
-  pool("k_pages", k_pages)
-  pool("v_pages", v_pages)
-  beside(q, k_pages=k_pages, v_pages=v_pages)
-  if k_pages.dtype != v_pages.dtype:
-    raise ValueError(
-      f"k_pages is {k_pages.dtype} but v_pages is {v_pages.dtype}; give both"
-      " the same dtype"
-    )
-  if k_pages.shape[:3] != v_pages.shape[:3]:
-    raise ValueError(
-      f"k_pages has shape {k_pages.shape} but v_pages {v_pages.shape}; all but"
-      " the last axis must agree"
-    )
+  alike(k_pages, v_pages)
+  beside("q", q, k_pages=k_pages, v_pages=v_pages)
   heads, dim = q.shape[-2:]
   kv_heads = k_pages.shape[1]
   if k_pages.shape[3] != dim:
@@ -53,8 +55,25 @@ def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
     )
 
 
+def alike(k_pages: jax.Array, v_pages: jax.Array) -> None:
+  """Pools that differ in their head size alone: a page id means both."""
+  pool("k_pages", k_pages)
+  pool("v_pages", v_pages)
+  if k_pages.dtype != v_pages.dtype:
+    raise ValueError(
+      f"k_pages is {k_pages.dtype} but v_pages is {v_pages.dtype}; give both"
+      " the same dtype"
+    )
+  if k_pages.shape[:3] != v_pages.shape[:3]:
+    raise ValueError(
+      f"k_pages has shape {k_pages.shape} but v_pages {v_pages.shape}; all but"
+      " the last axis must agree"
+    )
+
+
 def pool(name: str, pages: jax.Array) -> None:
   """[P, K, S, D], no axis empty, in a dtype that pools may have."""
+  is_array(name, pages)
   if pages.ndim != 4 or 0 in pages.shape:
     raise ValueError(
       f"{name} has shape {pages.shape}; it must be [P, K, S, D], none of them 0"
@@ -65,18 +84,18 @@ def pool(name: str, pages: jax.Array) -> None:
     raise ValueError(f"{name}: {error}") from None
 
 
-def beside(q: jax.Array, **arrays: jax.Array) -> None:
-  """Arrays that were put on devices are on those of q.
+def beside(name: str, array: jax.Array, **others: Any) -> None:
+  """Arrays that were put on devices are on those of the one named first.
 
   Of what is traced nothing is known; there jax says it itself, without names.
   """
-  wanted = _placed(q)
-  for name, array in arrays.items():
-    devices = _placed(array)
+  wanted = _placed(array)
+  for other, value in others.items():
+    devices = _placed(value)
     if wanted is not None and devices is not None and devices != wanted:
       raise ValueError(
-        f"{name} is on {_names(devices)} but q on {_names(wanted)}; put both on"
-        " the same devices"
+        f"{other} is on {_names(devices)} but {name} on {_names(wanted)}; put"
+        " both on the same devices"
       )
 
 
@@ -91,13 +110,17 @@ def _names(devices: set[Any]) -> str:
   return ", ".join(sorted(map(str, devices)))
 
 
-def table(page_table: jax.Array, batch: int) -> None:
-  """int32[B, M], M at least 1."""
-  integers("page_table", page_table)
+def table(
+  page_table: jax.Array, batch: int | None, name: str = "page_table"
+) -> None:
+  """int32[B, M], neither of them 0; any B if `batch` is None."""
+  integers(name, page_table)
   shape = page_table.shape
-  if len(shape) != 2 or shape[0] != batch or shape[1] == 0:
+  rows = shape[:1] if batch is None else (batch,)
+  if len(shape) != 2 or shape[:1] != rows or 0 in shape:
+    wanted = "B >= 1" if batch is None else batch
     raise ValueError(
-      f"page_table has shape {shape}; it must be [{batch}, M] with M >= 1"
+      f"{name} has shape {shape}; it must be [{wanted}, M] with M >= 1"
     )
 
 
@@ -110,6 +133,7 @@ def vector(name: str, values: jax.Array, size: int) -> None:
 
 def integers(name: str, values: jax.Array) -> None:
   """int32."""
+  is_array(name, values)
   if values.dtype != jnp.int32:
     raise ValueError(f"{name} is {values.dtype}; it must be int32")
 
@@ -126,29 +150,34 @@ def max_query_len(value: int | None, rows: int) -> int:
 
 
 def window(value: jax.Array | int | None) -> None:
-  """An integer scalar of at least 1, or None."""
+  """An integer scalar of at least 1 that fits int32, or None."""
   if value is None:
     return
   scalar("window", value, np.integer)
-  if isinstance(value, int) and value < 1:
-    raise ValueError(f"window={value}; it must be at least 1, or None")
+  if isinstance(value, (int, np.integer)) and not 1 <= value <= _INT32_MAX:
+    raise ValueError(
+      f"window={value}; it must be at least 1 and fit int32, or None"
+    )
 
 
 def soft_cap(value: float | None) -> None:
-  """A Python number above 0, or None."""
-  if value is not None and (
-    not isinstance(value, (int, float)) or not value > 0
-  ):
+  """A finite Python number above 0, or None."""
+  if value is None:
+    return
+  number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  if not number or not 0 < value < math.inf:
     raise ValueError(
-      f"soft_cap={value!r}; it must be a Python number above 0, or None"
+      f"soft_cap={value!r}; it must be a finite Python number above 0, or None"
     )
 
 
 def per_head(name: str, values: jax.Array | None, heads: int) -> None:
   """float[heads], or None."""
-  if values is not None and (
-    values.shape != (heads,) or not jnp.issubdtype(values.dtype, jnp.floating)
-  ):
+  if values is None:
+    return
+  is_array(name, values)
+  floats = jnp.issubdtype(values.dtype, jnp.floating)
+  if values.shape != (heads,) or not floats:
     raise ValueError(
       f"{name} is {values.dtype}{list(values.shape)}; it must be"
       f" float[{heads}], one per query head"
@@ -159,6 +188,7 @@ def scales(name: str, values: jax.Array | None, pages: jax.Array) -> None:
   """float32[K] or float32[P, K, S] for a pool [P, K, S, D]; or None."""
   if values is None:
     return
+  is_array(name, values)
   shapes = (pages.shape[1:2], pages.shape[:3])
   if values.dtype != jnp.float32 or values.shape not in shapes:
     raise ValueError(
@@ -172,6 +202,7 @@ def tree_mask(mask: jax.Array | None, leading: tuple[int, ...]) -> None:
   """bool[*leading, N], N at least 1; or None."""
   if mask is None:
     return
+  is_array("tree_mask", mask)
   fits = mask.ndim == len(leading) + 1 and mask.shape[:-1] == leading
   if mask.dtype != jnp.bool_ or not fits or mask.shape[-1] == 0:
     sizes = ", ".join(map(str, leading))
@@ -188,11 +219,15 @@ def count(name: str, value: int) -> None:
 
 
 def scalar(name: str, value, kind) -> None:
-  """A Python number, or an array scalar of this kind."""
-  if isinstance(value, (int, float)):
+  """A Python number, or an array scalar of this kind; an integer fits int32."""
+  if isinstance(value, bool):
+    fits = False
+  elif isinstance(value, (int, float)):
     fits = isinstance(value, int) or kind is np.floating
   else:
     fits = jnp.ndim(value) == 0 and jnp.issubdtype(jnp.result_type(value), kind)
+  if isinstance(value, int) and kind is np.integer:
+    fits &= -_INT32_MAX <= value <= _INT32_MAX
   if not fits:
-    wanted = "an integer" if kind is np.integer else "a float"
+    wanted = "an integer (int32)" if kind is np.integer else "a float"
     raise ValueError(f"{name}={value!r}; it must be {wanted} scalar")

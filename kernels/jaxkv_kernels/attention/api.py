@@ -105,7 +105,7 @@ def paged_decode(
   check.pools(q, k_pages, v_pages)
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
-  check.beside(q, page_table=page_table, lengths=lengths)
+  check.beside("q", q, page_table=page_table, lengths=lengths)
   options = checked(
     q,
     k_pages,
@@ -194,7 +194,7 @@ def paged_attention_padded(
   check.table(page_table, q.shape[0])
   check.vector("starts", starts, q.shape[0])
   check.vector("counts", counts, q.shape[0])
-  check.beside(q, page_table=page_table, starts=starts, counts=counts)
+  check.beside("q", q, page_table=page_table, starts=starts, counts=counts)
   check.tree_mask(tree_mask, q.shape[:2])
   options = checked(
     q,
@@ -285,10 +285,7 @@ def paged_attention(
   """
   check.queries("q", q, "THD")
   check.pools(q, k_pages, v_pages)
-  check.table(page_table, page_table.shape[0])
-  check.vector("kv_lens", kv_lens, page_table.shape[0])
-  check.vector("cu_q_lens", cu_q_lens, kv_lens.size + 1)
-  check.beside(q, page_table=page_table, kv_lens=kv_lens)
+  _check_runs(q, page_table, kv_lens, cu_q_lens)
   check.tree_mask(tree_mask, q.shape[:1])
   longest = check.max_query_len(max_query_len, q.shape[0])
   options = checked(
@@ -321,3 +318,18 @@ def paged_attention(
   out, lse = ragged.unpack(out, lse, tiles)
   out = out.astype(q.dtype)
   return (out, lse) if return_lse else out
+
+
+def _check_runs(
+  q: jax.Array,
+  page_table: jax.Array,
+  kv_lens: jax.Array,
+  cu_q_lens: jax.Array,
+) -> None:
+  """What says whose queries the rows of a packed q are."""
+  check.table(page_table, None)
+  check.vector("kv_lens", kv_lens, page_table.shape[0])
+  check.vector("cu_q_lens", cu_q_lens, page_table.shape[0] + 1)
+  check.beside(
+    "q", q, page_table=page_table, kv_lens=kv_lens, cu_q_lens=cu_q_lens
+  )

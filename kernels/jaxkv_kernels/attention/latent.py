@@ -91,6 +91,14 @@ def latent_decode(
     )
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
+  check.beside(
+    "q",
+    q,
+    pages=pages,
+    page_table=page_table,
+    lengths=lengths,
+    latent_scale=latent_scale,
+  )
   check.scales("latent_scale", latent_scale, pages)
   options = checked(
     q,

@@ -93,6 +93,16 @@ def checked(
   check.per_head("alibi_slopes", alibi_slopes, heads)
   check.scales("k_scale", others.get("k_scale"), k_pages)
   check.scales("v_scale", others.get("v_scale"), v_pages)
+  _check_plan(others.get("plan"), q)
+  check.beside(
+    "q",
+    q,
+    page_offset=page_offset,
+    scale=scale,
+    sinks=sinks,
+    alibi_slopes=alibi_slopes,
+    **others,
+  )
   if (others.get("k_scale") is None) != (others.get("v_scale") is None):
     raise ValueError("k_scale and v_scale: give both or neither")
   return Options(
@@ -102,6 +112,26 @@ def checked(
     alibi_slopes=_float32(alibi_slopes),
     **others,
   )
+
+
+def _check_plan(plan: Plan | None, q: jax.Array) -> None:
+  """A plan for as many rows as q has, or None."""
+  if plan is None:
+    return
+  if not isinstance(plan, Plan):
+    raise ValueError(
+      f"plan is {type(plan).__name__}; it must be what plan_decode gives, or"
+      " None"
+    )
+  items = plan.row.size
+  for name in ("row", "first", "end"):
+    check.vector(f"plan.{name}", getattr(plan, name), items)
+  check.integers("plan.begins", plan.begins)
+  if plan.begins.shape != (q.shape[0] + 1,):
+    raise ValueError(
+      f"plan is for {plan.begins.size - 1} rows but q has {q.shape[0]}; make it"
+      " from the lengths of this call"
+    )
 
 
 def _float32(values: jax.Array | None) -> jax.Array | None:

@@ -75,7 +75,11 @@ def plan_decode(
     >>> plan.first.tolist(), plan.end.tolist()
     ([0, 192, 384, 0, 0, 0], [192, 384, 512, 64, 0, 0])
   """
-  check.vector("lengths", lengths, lengths.size)
+  check.integers("lengths", lengths)
+  if lengths.ndim != 1 or lengths.size == 0:
+    raise ValueError(
+      f"lengths has shape {lengths.shape}; it must be [B] with B >= 1"
+    )
   check.count("workers", workers)
   check.count("block", block)
   check.window(window)
@@ -90,8 +94,9 @@ def _plan(lengths: jax.Array, window, *, workers: int, block: int) -> Plan:
   if window is not None:
     skipped = jnp.maximum(lengths - window, 0) // block
   blocks = (lengths + block - 1) // block - skipped
-  share = jnp.maximum((jnp.sum(blocks) + workers - 1) // workers, 1)
-  ends = jnp.cumsum((blocks + share - 1) // share)
+  total = jnp.sum(blocks, dtype=jnp.int32)
+  share = jnp.maximum((total + workers - 1) // workers, 1)
+  ends = jnp.cumsum((blocks + share - 1) // share, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
   item = jnp.arange(batch + workers, dtype=jnp.int32)
   row = jnp.searchsorted(ends, item, side="right").astype(jnp.int32)

@@ -56,7 +56,7 @@ def tile(
   runs = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
   kept = jnp.minimum(runs, max_query_len)
   per_run = (kept + size - 1) // size
-  ends = jnp.cumsum(per_run)
+  ends = jnp.cumsum(per_run, dtype=jnp.int32)
   begins = ends - per_run
   index = jnp.arange(num, dtype=jnp.int32)
   sequence = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
