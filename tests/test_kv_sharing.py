@@ -142,6 +142,47 @@ class TestShare:
       now = dataclasses.replace(view, starts=view.starts - back)
       np.testing.assert_allclose(out, memory.attend(kv, now, 1, q), atol=1e-6)
 
+  @pytest.mark.parametrize("change", ["later", "earlier", "idle", "other"])
+  def test_a_view_that_is_older_than_its_rows(self, always, forked, change):
+    """What rows no longer share is not read for them."""
+    view, kv = next_tokens(*forked, 3)
+    at = dataclasses.replace(view, starts=view.starts - 2)
+    at = memory.share(kv, at, num_groups=2, group_size=SAMPLES)
+    some = jnp.asarray([False, True, False, False, True, True])
+    changes = {
+      "later": {"starts": view.starts},
+      # To inside of what was shared; row 1 to the end of it.
+      "earlier": {"starts": jnp.where(some, 20, at.starts).at[1].set(63)},
+      "idle": {"counts": jnp.where(some, 0, at.counts)},
+      "other": {
+        "page_table": jnp.where(some[:, None], view.page_table[::-1], 63)
+        .at[0]
+        .set(view.page_table[0])
+      },
+    }[change]
+    if change == "other":  # page 63 belongs to nobody and holds NaN
+      changes["counts"] = at.counts.at[jnp.array([2, 3])].set(0)
+    moved = dataclasses.replace(at, **changes)
+    q = draw(9, 6, 1, HEADS, DIM)
+    slopes = jnp.asarray([0.5, 0.25, 0.1, 0.05])
+    options = {"return_lse": True, "alibi_slopes": slopes}
+    alone = dataclasses.replace(moved, shared=None)
+    wanted = memory.attend(kv, alone, 1, q, **options)
+    assert np.isfinite(wanted[0]).all()
+    out, lse = memory.attend(kv, moved, 1, q, **options)
+    np.testing.assert_allclose(out, wanted[0], atol=1e-6)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
+    np.testing.assert_array_equal(out[moved.counts == 0], 0)
+
+  def test_a_plan_for_tables_of_another_width(self, always, forked):
+    view, kv = next_tokens(*forked, 1)
+    view = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    narrow = dataclasses.replace(view, page_table=view.page_table[:, :10])
+    with pytest.raises(ValueError, match=r"view.shared is for .* \(6, 12\)"):
+      memory.attend(kv, narrow, 1, draw(9, 6, 1, HEADS, DIM))
+    again = memory.share(kv, narrow, num_groups=2, group_size=SAMPLES)
+    assert again.shared.own_table.shape == (6, 10)
+
   def test_bad_arguments(self, forked):
     view, kv = next_tokens(*forked, 1)
     with pytest.raises(ValueError, match="num_groups=0"):

@@ -35,7 +35,9 @@ def attend(
   sliding window) must lie outside `window`: they are read as they are.
 
   With one column, no window, and a view of `share`, pages that rows have in
-  common are read once. That rounds differently, but no less precisely.
+  common are read once. That rounds differently, but no less precisely. A row
+  whose table or position has changed since, so that it no longer begins with
+  those pages, is read alone.
 
   Args:
     kv: the pages.
@@ -109,13 +111,17 @@ def _attend(
     )
   del options["tree_mask"]
   active = view.counts > 0
+  lengths = jnp.where(active, view.starts + 1, 0)
   if view.shared is not None and options["window"] is None:
     del options["window"]
+    # Of an older view these rows may be; all layers ask the same, once.
+    shared = view.shared.fitted(
+      view.page_table, lengths, page_size=kv.page_size
+    )
     out, lse = kernels.shared_prefix_decode(
-      q[:, 0], kv.k, kv.v, view.shared, **options
+      q[:, 0], kv.k, kv.v, shared, **options
     )
   else:
-    lengths = jnp.where(active, view.starts + 1, 0)
     out, lse = kernels.paged_decode(
       q[:, 0], kv.k, kv.v, view.page_table, lengths, **options
     )

@@ -39,7 +39,7 @@ def share(
     backend: as `attend` will be told.
 
   Returns:
-    The view, with `shared`; as it was if sharing could never pay.
+    The view, with `shared`; that is None if sharing could never pay.
 
   Raises:
     ValueError: an argument has a shape, dtype or value that is not supported.
@@ -60,6 +60,7 @@ def share(
     >>> view.shared.tokens  # three pages, read once for both
     Array([768], dtype=int32)
   """
+  view = dataclasses.replace(view, shared=None)
   check_rows(view, "view", view.page_table.shape)
   lengths = jnp.where(view.counts > 0, view.starts + 1, 0)
   shared = kernels.plan_shared_prefix(

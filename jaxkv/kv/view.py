@@ -21,7 +21,8 @@ class View:
       (null page) or an id out of range where there is none. int32[B, M]
     starts: position of the first new token. int32[B]
     counts: how many columns are tokens; 0 for an idle row. int32[B]
-    shared: pages that rows have in common, as `share` finds them; or None.
+    shared: pages that rows have in common, as `share` finds them; or None. A
+      view that is stepped on may keep it: what no longer holds is not used.
   """
 
   page_table: jax.Array  # int32[B, M]
@@ -54,6 +55,11 @@ def check_rows(view: View, name: str, shape: tuple[int, ...]) -> None:
       raise ValueError(
         f"view.{field} has shape {values.shape}; it must be [{rows}]"
       )
+  if view.shared is not None and view.shared.own_table.shape != table:
+    raise ValueError(
+      f"view.shared is for a page_table of shape {view.shared.own_table.shape}"
+      f" but view.page_table has shape {table}; call share again"
+    )
   for field in ("page_table", "starts", "counts"):
     dtype = getattr(view, field).dtype
     if dtype != jnp.int32:
