@@ -38,6 +38,25 @@ class Tiles(NamedTuple):
   position: jax.Array
 
 
+def span(
+  position: jax.Array, capacity: int, window: jax.Array | int | None
+) -> tuple[jax.Array, jax.Array]:
+  """The keys that a query at `position` sees: the first, and one past the last.
+
+  Args:
+    position: int32[...], -1 for a query without keys, or past the capacity.
+    capacity: tokens that a row of the page table holds; others do not exist.
+    window: as in `Options`; it ends at the position, wherever the table does.
+
+  Returns:
+    int32[...] each.
+  """
+  end = jnp.clip(position + 1, 0, capacity)
+  if window is None:
+    return jnp.zeros_like(end), end
+  return jnp.clip(position + 1 - window, 0, end), end
+
+
 def reach(
   starts: jax.Array,
   counts: jax.Array,
@@ -59,11 +78,9 @@ def reach(
   """
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   position = starts[:, None] + column
-  end = jnp.clip(position + 1, 0, capacity)
-  end = jnp.where(column < counts[:, None], end, 0)
-  first = jnp.zeros_like(end)
-  if window is not None:
-    first = jnp.clip(position + 1 - window, 0, end)
+  first, end = span(position, capacity, window)
+  real = column < counts[:, None]
+  first, end = (jnp.where(real, x, 0) for x in (first, end))
   return jnp.stack([first, end, position], axis=-1)
 
 

@@ -12,7 +12,6 @@ not serve, and because its numbers can be checked on a CPU.
 """
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention.block_softmax import LOWEST
 from jaxkv_kernels.attention.options import Options
 from jaxkv_kernels.attention.triton_kernel import Sizes
 from jaxkv_kernels.attention.triton_kernel import kernel
@@ -39,9 +40,10 @@ _MOST_SPLITS = 64
 # Tokens of a program: a long row beside short ones is split so that they end
 # together; less than the least takes as long to begin as to do.
 _MOST_TOKENS, _LEAST_TOKENS = 4096, 1024
+# Bytes that the parts may take, float32 copies of the output as they are, if
+# there are programs enough without them.
+_PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
-
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def attend(
@@ -78,8 +80,8 @@ def attend(
     functools.partial(kernel, sizes=sizes, soft_cap=options.soft_cap),
     grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
     out_shape=(
-      _float32((*shape, sizes.dims[1]), inputs),
-      _float32(shape, inputs),
+      query_tiles.float32((*shape, sizes.dims[1]), inputs),
+      query_tiles.float32(shape, inputs),
     ),
     compiler_params=plt.CompilerParams(
       # Twice the threads for twice the sums: none spills its registers.
@@ -88,13 +90,6 @@ def attend(
     ),
     interpret=options.interpret,
     name="jaxkv_paged_attention",
-  )
-  # Raised when this is lowered, which is after this call, so there is no
-  # narrower place for it. jax 0.11 and later.
-  warnings.filterwarnings(
-    "ignore",
-    message="The Pallas Triton backend is deprecated",
-    category=DeprecationWarning,
   )
   parts, parts_lse = call(inputs)
   column = jnp.arange(sizes.columns, dtype=jnp.int32)
@@ -147,16 +142,6 @@ def _oldest_architecture() -> int | None:
   return min(found, default=None)
 
 
-def _float32(shape: tuple[int, ...], inputs) -> jax.ShapeDtypeStruct:
-  """A result; under `shard_map` it varies over the axes that an input does."""
-  zero = sum(
-    jnp.zeros_like(array, jnp.float32, shape=())
-    for array in jax.tree.leaves(inputs)
-  )
-  axes = jax.typeof(zero).manual_axis_type
-  return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes)
-
-
 def _one_int32(value: jax.Array | int | None) -> jax.Array | None:
   if value is None:
     return None
@@ -191,7 +176,9 @@ def _sizes(
   block = min(max(_BLOCK_BYTES // (widest * width), 16), most)
   programs = batch * kv_heads * tiles
   idle = programs < _PROGRAMS
-  splits = max(-(-_PROGRAMS // programs), -(-capacity // _MOST_TOKENS))
+  part = batch * columns * heads * v_pages.shape[3] * 4
+  wanted = min(-(-capacity // _MOST_TOKENS), _PART_BYTES // part)
+  splits = max(-(-_PROGRAMS // programs), wanted)
   splits = min(splits, _MOST_SPLITS, -(-capacity // block))
   return Sizes(
     batch=batch,
@@ -237,7 +224,7 @@ def _together(
   top = jnp.max(parts_lse, axis=0)
   if sinks is not None:
     top = jnp.maximum(top, sinks[None, None])
-  top = jnp.maximum(top, jnp.float32(_LOWEST))
+  top = jnp.maximum(top, jnp.float32(LOWEST))
   weights = jnp.exp(parts_lse - top[None])
   total = jnp.sum(weights, axis=0)
   if sinks is not None:

@@ -14,10 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention.block_softmax import LOWEST
 from jaxkv_kernels.storage import load
 
 _LOG2_E = math.log2(math.e)
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def kernel(refs, out_ref, lse_ref, *, sizes: Sizes, soft_cap: float | None):
     end_block,
     step,
     (
-      jnp.full((sizes.rows,), _LOWEST, jnp.float32),
+      jnp.full((sizes.rows,), LOWEST, jnp.float32),
       jnp.zeros((sizes.rows,), jnp.float32),
       jnp.zeros((sizes.rows, value_dim), jnp.float32),
     ),
@@ -143,28 +144,25 @@ class _Rows:
 def _rows(refs, sizes: Sizes) -> _Rows:
   """What this program is about."""
   program = pl.program_id(0)
-  tile = lax.rem(program, sizes.tiles)
-  kv_head = lax.rem(lax.div(program, sizes.tiles), sizes.kv_heads)
-  batch = lax.div(program, sizes.tiles * sizes.kv_heads)
+  of_tiles = _divide(program, sizes.tiles)
+  tile = program - of_tiles * sizes.tiles
+  batch = _divide(of_tiles, sizes.kv_heads)
+  kv_head = of_tiles - batch * sizes.kv_heads
   row = tile * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
   column = _divide(row, sizes.group)
   head = kv_head * sizes.group + row - column * sizes.group
   start = refs["starts"][batch]
   count = jnp.minimum(refs["counts"][batch], sizes.columns)
 
-  def end_of(column):
-    return jnp.clip(start + column + 1, 0, sizes.capacity)
+  window = None if refs["window"] is None else refs["window"][0]
 
-  def first_of(end):
-    if refs["window"] is None:
-      return jnp.zeros_like(end)
-    return jnp.maximum(end - refs["window"][0], 0)
+  def span(column):
+    return query_tiles.span(start + column, sizes.capacity, window)
 
-  lowest = lax.div(tile * sizes.rows, sizes.group)
-  highest = lax.div((tile + 1) * sizes.rows - 1, sizes.group)
+  lowest = _divide(tile * sizes.rows, sizes.group)
+  highest = _divide((tile + 1) * sizes.rows - 1, sizes.group)
   highest = jnp.minimum(highest, count - 1)
-  end = jnp.where(column < count, end_of(column), 0)
-  reach_end = jnp.where(highest >= lowest, end_of(highest), 0)
+  first, end = span(column)
   return _Rows(
     batch=batch,
     kv_head=kv_head,
@@ -172,17 +170,20 @@ def _rows(refs, sizes: Sizes) -> _Rows:
     head=head,
     real=row < sizes.columns * sizes.group,
     position=start + column,
-    first=first_of(end),
-    end=end,
-    reach=(first_of(end_of(lowest)), reach_end),
+    first=first,
+    end=jnp.where(column < count, end, 0),
+    reach=(
+      span(lowest)[0],
+      jnp.where(highest >= lowest, span(highest)[1], 0),
+    ),
   )
 
 
 def _blocks(rows: _Rows, sizes: Sizes):
   """This part's blocks of keys, first and one past the last."""
-  first = lax.div(rows.reach[0], sizes.block)
-  end = lax.div(rows.reach[1] + sizes.block - 1, sizes.block)
-  share = lax.div(end - first + sizes.splits - 1, sizes.splits)
+  first = _divide(rows.reach[0], sizes.block)
+  end = _divide(rows.reach[1] + sizes.block - 1, sizes.block)
+  share = _divide(end - first + sizes.splits - 1, sizes.splits)
   share = jnp.maximum(share, sizes.least)
   first += pl.program_id(1) * share
   return first, jnp.minimum(first + share, end)
@@ -216,16 +217,31 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   weights = jnp.exp2(logits - highest[:, None])
   total = total * shrink + jnp.sum(weights, axis=1)
   # Zeros where nothing is read: a weight of zero does not keep NaN out.
-  values = _read(refs["v"], place, inside, sizes.dims[1])
+  values = load(_read(refs["v"], place, inside, sizes.dims[1]))
   if refs["v_scale"] is not None:
     weights *= _scale(refs["v_scale"], place, inside)[None]
-  update = jnp.dot(
+  update = _weighted(weights, values, sizes, refs["v_scale"] is not None)
+  return highest, total, weighted * shrink[:, None] + update
+
+
+def _weighted(weights, values, sizes: Sizes, scaled: bool):
+  """Sums of a block's values: float32[R, Dv].
+
+  A weight times a scale has no range that float16 is sure to hold: there it is
+  a share of the row's largest.
+  """
+  largest = None
+  if scaled and sizes.numbers == np.dtype(np.float16):
+    largest = jnp.max(jnp.abs(weights), axis=1)
+    largest = jnp.where(largest == 0, 1.0, largest)
+    weights /= largest[:, None]
+  sums = jnp.dot(
     weights.astype(sizes.numbers),
-    load(values).astype(sizes.numbers),
+    values.astype(sizes.numbers),
     precision=_precision(sizes.numbers),
     preferred_element_type=jnp.float32,
   )
-  return highest, total, weighted * shrink[:, None] + update
+  return sums if largest is None else sums * largest[:, None]
 
 
 def _place(refs, rows: _Rows, position, inside, sizes: Sizes):
