@@ -38,7 +38,6 @@ over_backends = pytest.mark.parametrize(("target", "backend"), BACKENDS)
 
 class TestHarness:
   @over(["h200"])
-  @pytest.mark.filterwarnings("ignore:The Pallas Triton")
   def test_spilled_registers_are_an_error(self, target):
     def kernel(x_ref, y_ref, out_ref):
       out_ref[...] = jnp.dot(
