@@ -15,6 +15,7 @@ from jaxkv_kernels.attention import definition
 from jaxkv_kernels.attention import mosaic_gpu
 from jaxkv_kernels.attention import mosaic_tpu
 from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention import whole_heads
 from jaxkv_kernels.attention.mosaic_gpu_work import Item
 from jaxkv_kernels.attention.mosaic_gpu_work import Static
 from jaxkv_kernels.attention.options import Options
@@ -79,6 +80,45 @@ class TestKernels:
     wanted = definition.paged_decode(*arguments, **case.options)
     out, lse = decode("mosaic_gpu", *arguments, plan=plan, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, 2e-6)
+
+  @over_backends
+  def test_a_sink_of_minus_infinity(self, backend):
+    """A row without keys stays zeros; others are as without a sink."""
+    if backend == "mosaic_gpu" and jax.__version_info__ < (0, 11):
+      pytest.skip("the interpreter of this jax takes a minute")
+    case = problem(SHAPES["everything_bfloat16_d128"])
+    dtype = DTYPES[backend]
+    pools = (pages.astype(dtype) for pages in case.pools[:2])
+    lengths = case.lengths[:2]
+    assert lengths.tolist() == [0, 1]
+    q = np.ones((2, 8, 128), dtype)
+    arguments = (q, *pools, case.page_table[:2], lengths)
+    plain = decode(backend, *arguments)
+    sinks = jnp.full(8, -jnp.inf)
+    out, lse = decode(backend, *arguments, sinks=sinks)
+    np.testing.assert_array_equal(out[0], 0)
+    np.testing.assert_array_equal(lse[0], -np.inf)
+    np.testing.assert_array_equal(out, plain[0])
+    np.testing.assert_array_equal(lse, plain[1])
+
+
+class TestWholeHeads:
+  def test_sinks(self):
+    """Of -inf, of a number, for rows with keys, without, and for padding."""
+    out = jnp.asarray([[[1.0], [1.0]], [[0.0], [0.0]], [[0.0], [0.0]]])
+    lse = jnp.asarray([[0.0, 0.0], [-jnp.inf, -jnp.inf], [-jnp.inf, -jnp.inf]])
+    options = Options(
+      page_offset=jnp.int32(0),
+      scale=1.0,
+      sinks=jnp.asarray([-jnp.inf, 0.0]),
+    )
+    seen = jnp.asarray([True, True, False])
+    out, lse = whole_heads.finish(out, lse, seen, options)
+    np.testing.assert_allclose(out[..., 0], [[1, 0.5], [0, 0], [0, 0]])
+    two, none = np.log(2), -np.inf
+    np.testing.assert_allclose(
+      lse, [[0, two], [none, 0], [none, none]], rtol=1e-6
+    )
 
 
 class TestBlockSoftmax:
@@ -215,6 +255,24 @@ class TestWorkList:
         wanted = definition.merge_states(out[row, :count], lse[row, :count])
       for a, b in zip(merged, wanted, strict=True):
         np.testing.assert_allclose(a[row], b, atol=2e-6)
+
+  @pytest.mark.parametrize("planned", [False, True])
+  @pytest.mark.parametrize("bad", [np.nan, np.inf])
+  def test_merge_keeps_a_tile_s_nan(self, planned, bad):
+    """It is in all of its own result, and in nobody else's."""
+    rng = np.random.default_rng(0)
+    begins = np.array([0, 2, 4, 6], np.int32)
+    out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
+    lse = rng.standard_normal((6, 1, 1)).astype(np.float32)
+    most = None if planned else 2
+    before = mosaic_gpu.merge(*put(out, lse, begins), most)
+    out[2] = bad
+    if np.isnan(bad):
+      lse[2] = bad
+    after = mosaic_gpu.merge(*put(out, lse, begins), most)
+    assert not np.isfinite(after[0][1]).any()
+    for a, b in zip(before, after, strict=True):
+      np.testing.assert_array_equal(a[::2], b[::2])
 
   def test_pieces_follow_from_shapes(self):
     """Enough for all streams, never so short that output outweighs input."""

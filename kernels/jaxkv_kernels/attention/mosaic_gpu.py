@@ -251,21 +251,35 @@ def merge(
   mine = nth < (begins[1:] - begins[:-1])[:, None]
   weights, lse = _weights(jnp.where(mine[..., None, None], lse, -jnp.inf))
   used = weights[..., None]
-  return jnp.sum(jnp.where(used > 0, out * used, jnp.float32(0)), axis=1), lse
+  return jnp.sum(jnp.where(used == 0, jnp.float32(0), out * used), axis=1), lse
 
 
 def _merge_packed(out, lse, begins):
-  """`merge` by a product: which tiles have many items is not known."""
-  index = jnp.arange(out.shape[0], dtype=jnp.int32)[None]
-  mine = (index >= begins[:-1, None]) & (index < begins[1:, None])
-  weights, merged = _weights(jnp.where(mine[..., None, None], lse, -jnp.inf))
-  real = (index[0] < begins[-1])[:, None, None, None]
-  return jnp.einsum(
-    "wikr,ikrd->wkrd",
-    weights,
-    jnp.where(real, out, jnp.float32(0)),
-    precision=lax.Precision.HIGHEST,
-  ), merged
+  """`merge` by a scan: which tiles have many items is not known.
+
+  Its order is fixed, and what an item holds stays in its tile, NaN too.
+  """
+  index = jnp.arange(out.shape[0], dtype=jnp.int32)
+  tile = jnp.searchsorted(begins[1:], index, side="right").astype(jnp.int32)
+
+  def join(before, item):
+    mine = (before[0] == item[0])[:, None, None]
+    lses = jnp.where(mine, before[1], -jnp.inf), item[1]
+    weights, lse = _weights(jnp.stack(lses, axis=1))
+    parts = zip(
+      (before[2], item[2]), jnp.split(weights, 2, axis=1), strict=True
+    )
+    first, last = (
+      jnp.where(share[:, 0, ..., None] == 0, 0.0, out * share[:, 0, ..., None])
+      for out, share in parts
+    )
+    return item[0], lse, first + last
+
+  _, lse, out = lax.associative_scan(join, (tile, lse, out))
+  last = jnp.maximum(begins[1:] - 1, 0)
+  some = (begins[1:] > begins[:-1])[:, None, None]
+  lse = jnp.where(some, lse[last], -jnp.inf)
+  return jnp.where(some[..., None], out[last], jnp.float32(0)), lse
 
 
 def _weights(lse: jax.Array) -> tuple[jax.Array, jax.Array]:

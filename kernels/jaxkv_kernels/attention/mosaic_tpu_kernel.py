@@ -31,14 +31,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention.block_softmax import LOWEST
 
 # Blocks in the ring. Two keep one copy under way while the other block is
 # used; a third hides the latency of short blocks.
 BUFFERS = 3
 # What the compiler may take of the 64 MiB of the smallest memory (v7x).
 _MEMORY_BYTES = 48 * 2**20
-
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 _POOLS = ("k_pages", "v_pages")
 _SCALES = ("k_scale", "v_scale")
@@ -217,7 +216,7 @@ def _kernel(static: Static, firsts, ends, inputs, out, lse, scratch) -> None:
   def _(block):
     fetch(here, block, slot(block))
 
-  scratch["top"][...] = jnp.full_like(scratch["top"], _LOWEST)
+  scratch["top"][...] = jnp.full_like(scratch["top"], LOWEST)
   scratch["total"][...] = jnp.zeros_like(scratch["total"])
   out[...] = jnp.zeros_like(out)
 

@@ -50,5 +50,7 @@ def finish(
   sinks = options.sinks.astype(jnp.float32)
   sinks = sinks.reshape(*(1,) * (lse.ndim - 1), -1)
   whole = jnp.logaddexp(lse, sinks)
-  out = out * jnp.exp(lse - whole)[..., None]
+  # A sink of -inf leaves a row without keys as it is.
+  share = jnp.exp(lse - jnp.where(whole == -jnp.inf, jnp.float32(0), whole))
+  out = out * share[..., None]
   return out, jnp.where(seen[..., None], whole, -jnp.inf)
