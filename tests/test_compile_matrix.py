@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv_kernels as kernels
+from jaxkv_kernels.attention import mosaic_gpu
 from tests.ahead_of_time import TARGETS
 from tests.ahead_of_time import compile_for
 from tests.ahead_of_time import for_target
@@ -93,6 +94,56 @@ class TestDecode:
       jax.ShapeDtypeStruct((BATCH,), jnp.int32),
     )
     assert_small(program, *pools[:2])
+    assert len(program.mosaic_kernels) == (backend == "mosaic_gpu")
+    for kernel in program.mosaic_kernels:
+      # Of all warpgroups together, as many as there are.
+      threads = 2 * 128 * mosaic_gpu.streams(dim)
+      assert kernel.registers * threads <= 65_536
+
+
+class Test64Bits:
+  """Where integers have 64 bits unless something says otherwise."""
+
+  @pytest.mark.once
+  @pytest.mark.parametrize(
+    ("target", "backend"),
+    [
+      pytest.param(target, backend, marks=needs(target))
+      for target, backend in (
+        ("h200", "triton"),
+        ("h200", "mosaic_gpu"),
+        ("v5e", "mosaic_tpu"),
+      )
+    ],
+  )
+  def test_compiles(self, target, backend):
+    shape = jax.ShapeDtypeStruct
+    vector = shape((BATCH,), jnp.int32)
+    pools = pools_and_table("bfloat16", 16, 128)
+    options = {
+      "window": shape((), jnp.int32),
+      "tree_mask": shape((BATCH, 9, 9), jnp.bool_),
+      "sinks": shape((HEADS,), jnp.float32),
+      "alibi_slopes": shape((HEADS,), jnp.float32),
+    }
+
+    def both(q, rectangle, options, *arguments):
+      decode = kernels.paged_decode(q, *arguments[:-1], backend=backend)
+      return decode, kernels.paged_attention_padded(
+        rectangle, *arguments, backend=backend, **options
+      )
+
+    with jax.enable_x64(True):
+      compile_for(
+        target,
+        jax.jit(both),
+        shape((BATCH, HEADS, 128), jnp.bfloat16),
+        shape((BATCH, 9, HEADS, 128), jnp.bfloat16),
+        options,
+        *pools,
+        vector,
+        vector,
+      )
 
 
 class TestTriton:
@@ -140,6 +191,23 @@ class TestTriton:
     self.compile(
       kernels.paged_decode, heads, dims, "bfloat16", (BATCH,), lengths
     )
+
+  @needs("h200")
+  @pytest.mark.once
+  def test_a_long_prompt_and_a_long_table(self):
+    """No copy of the output for each part that a table might be cut into."""
+    shape = jax.ShapeDtypeStruct
+    q = shape((1, 4096, HEADS, 128), jnp.bfloat16)
+    pool = shape((PAGE_TOKENS // 16, KV_HEADS, 16, 128), jnp.bfloat16)
+    table, one = shape((1, 8192), jnp.int32), shape((1,), jnp.int32)
+    attention = functools.partial(
+      kernels.paged_attention_padded, backend="triton"
+    )
+    program = compile_for(
+      "h200", jax.jit(attention), q, pool, pool, table, one, one
+    )
+    # One in float32 and its log-sum-exps.
+    assert program.temporary < q.size * 4 * 1.1
 
   @needs("h200")
   @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])

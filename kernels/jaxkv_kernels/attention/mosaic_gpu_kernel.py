@@ -31,6 +31,8 @@ from jaxkv_kernels.attention.mosaic_gpu_work import Static
 from jaxkv_kernels.attention.mosaic_gpu_work import first_block
 from jaxkv_kernels.attention.mosaic_gpu_work import num_blocks
 from jaxkv_kernels.attention.mosaic_gpu_work import place
+from jaxkv_kernels.attention.mosaic_gpu_work import quotient
+from jaxkv_kernels.attention.mosaic_gpu_work import remainder
 
 
 def call(
@@ -98,7 +100,7 @@ def _kernel(static: Static, refs: Refs) -> None:
   """One block of threads: the first half multiplies, the second copies."""
   warpgroup = lax.axis_index("warpgroup")
   multiplies = warpgroup < static.streams
-  stream = lax.rem(warpgroup, static.streams)
+  stream = remainder(warpgroup, static.streams)
   # All registers there are; a single stream has enough without asking.
   ask = static.streams == 2
 
@@ -133,13 +135,13 @@ def _each_item(static: Static, refs: Refs, stream, work) -> jax.Array:
 
   def body(turn_of_stream, turn):
     index = first + turn_of_stream * step
-    head = lax.rem(index, static.kv_heads)
-    row = lax.div(index, static.kv_heads)
+    head = remainder(index, static.kv_heads)
+    row = quotient(index, static.kv_heads)
     item = Item(*(refs.items[row, i] for i in range(len(Item._fields))))
     work(stream, head, item, turn)
     return turn + num_blocks(item)
 
-  turns = lax.div(jnp.maximum(num - first + step - 1, 0), step)
+  turns = quotient(jnp.maximum(num - first + step - 1, 0), step)
   return lax.fori_loop(0, turns, body, jnp.int32(0))
 
 
@@ -156,7 +158,7 @@ def _await_all(ring, free, stream, copied) -> None:
 def _copy(static: Static, refs: Refs, stream, head, item, turn) -> None:
   """Fills the ring with an item's blocks; `turn` blocks went before."""
   size, dims = static.page_size, range(static.pages)
-  last = lax.div(item.end - 1, size)
+  last = quotient(item.end - 1, size)
   within = pl.ds(0, size)
 
   def body(block, _):
@@ -164,11 +166,11 @@ def _copy(static: Static, refs: Refs, stream, head, item, turn) -> None:
     # Before the wait, so that the ids arrive meanwhile. Past the end the last
     # page is read once more: a barrier counts copies.
     ids = [
-      refs.table[item.sequence, jnp.minimum(lax.div(base, size) + i, last)]
+      refs.table[item.sequence, jnp.minimum(quotient(base, size) + i, last)]
       for i in dims
     ]
     used = turn + block
-    source = within if size <= TOKENS else pl.ds(lax.rem(base, size), TOKENS)
+    source = within if size <= TOKENS else pl.ds(remainder(base, size), TOKENS)
     for pages, ring, full, free in (
       (refs.k_pages, refs.keys, refs.k_full, refs.k_free),
       (refs.v_pages, refs.values, refs.v_full, refs.v_free),
@@ -224,7 +226,7 @@ def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
       products, factor, distance, static.soft_cap, slopes
     )
     if static.tree:
-      seen &= _in_tree(static, refs, item, lax.div(base, TOKENS))
+      seen &= _in_tree(static, refs, item, quotient(base, TOKENS))
     top, total, shrink, weights = block_softmax.absorb(logits, seen, top, total)
     weighted *= lax.broadcast_in_dim(shrink, weighted.shape, [0])
     slot, at = place(refs.values, stream, turn + block)
@@ -261,7 +263,7 @@ def _visible(static: Static, item: Item, base):
   seen = (key >= item.first) & (key < item.end)
   if not static.causal:
     return seen, key - item.position
-  distance = key - item.position - lax.div(iota(0), static.group)
+  distance = key - item.position - quotient(iota(0), static.group)
   return seen & (distance <= 0) & (distance > -item.window), distance
 
 

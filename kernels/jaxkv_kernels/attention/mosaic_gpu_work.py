@@ -15,6 +15,7 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 
 # Rows of a product on the tensor cores. A tile that has fewer leaves the rest
@@ -118,14 +119,24 @@ class Refs(NamedTuple):
   v_free: Any  # [streams * X]
 
 
+def quotient(number: Any, by: int) -> jax.Array:
+  """Of an int32 that is not negative; also where integers have 64 bits."""
+  return lax.div(number, np.int32(by))
+
+
+def remainder(number: Any, by: int) -> jax.Array:
+  """Likewise."""
+  return lax.rem(number, np.int32(by))
+
+
 def first_block(item: Item) -> jax.Array:
   """In which an item begins, counted from its sequence's beginning."""
-  return lax.div(item.first, TOKENS)
+  return quotient(item.first, TOKENS)
 
 
 def num_blocks(item: Item) -> jax.Array:
   """That an item touches."""
-  return lax.div(item.end + TOKENS - 1, TOKENS) - first_block(item)
+  return quotient(item.end + TOKENS - 1, TOKENS) - first_block(item)
 
 
 def place(
@@ -133,5 +144,5 @@ def place(
 ) -> tuple[jax.Array, jax.Array]:
   """Where a stream's next block goes after `used`: in its ring, in all."""
   stages = ring.shape[1]
-  slot = lax.rem(used, stages)
+  slot = remainder(used, stages)
   return slot, stream * stages + slot

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -38,6 +39,9 @@ from jaxkv_kernels.attention.block_softmax import LOWEST
 BUFFERS = 3
 # What the compiler may take of the 64 MiB of the smallest memory (v7x).
 _MEMORY_BYTES = 48 * 2**20
+
+# Of an index: where integers have 64 bits, 0 would be one, which a TPU has not.
+_ZERO = np.int32(0)
 
 _POOLS = ("k_pages", "v_pages")
 _SCALES = ("k_scale", "v_scale")
@@ -116,13 +120,16 @@ def _in_specs(static: Static, inputs: dict[str, jax.Array]) -> dict[str, Any]:
   """Which block of each input a grid step sees."""
   num, columns = inputs["q"].shape[0], inputs["table"].shape[2]
   in_place = pl.BlockSpec(memory_space=pl.ANY)
-  whole = pl.BlockSpec(memory_space=pltpu.VMEM)
 
   def table(step: int) -> pl.BlockSpec:
     """The page table's row of the step that is `step` ahead."""
     return pl.BlockSpec(
       (1, 1, columns),
-      lambda w, *_: (jnp.minimum(w + step, num - 1) // static.tiles, 0, 0),
+      lambda w, *_: (
+        lax.div(jnp.minimum(w + step, num - 1), np.int32(static.tiles)),
+        _ZERO,
+        _ZERO,
+      ),
       memory_space=pltpu.SMEM,
     )
 
@@ -131,8 +138,8 @@ def _in_specs(static: Static, inputs: dict[str, jax.Array]) -> dict[str, Any]:
     "next_table": table(1),  # int32[B, 1, M] as [1, 1, M]
     "q": _one_a_step(inputs["q"].shape),  # [W, K, R, D] as [1, K, R, D]
     "reach": _one_a_step(inputs["reach"].shape),  # int32[W, R, 3] as [1, R, 3]
-    "factor": whole,  # float32[K, R, 1]
-    "slopes": whole,  # float32[K, R, 1]
+    "factor": _whole(inputs["factor"].shape),  # float32[K, R, 1]
+    "slopes": _whole(inputs["factor"].shape),  # float32[K, R, 1]
     "k_pages": in_place,  # [P, K, S, D]
     "v_pages": in_place,  # [P, K, S, Dv]
     "k_scale": in_place,  # float32[B, N, K, C]
@@ -141,16 +148,22 @@ def _in_specs(static: Static, inputs: dict[str, jax.Array]) -> dict[str, Any]:
   if "tree" in inputs:  # int8[W, E, R, C] as [1, E, R, C], E blocks
     specs["tree"] = _one_a_step(inputs["tree"].shape)
     # int32[B]
-    specs["tree_first"] = pl.BlockSpec(memory_space=pltpu.SMEM)
+    specs["tree_first"] = _whole(inputs["tree_first"].shape, pltpu.SMEM)
   return specs
 
 
 def _one_a_step(shape: tuple[int, ...]) -> pl.BlockSpec:
   """Row w of an array, in grid step w."""
-  zeros = (0,) * (len(shape) - 1)
+  zeros = (_ZERO,) * (len(shape) - 1)
   return pl.BlockSpec(
     (1, *shape[1:]), lambda w, *_: (w, *zeros), memory_space=pltpu.VMEM
   )
+
+
+def _whole(shape: tuple[int, ...], memory: Any = pltpu.VMEM) -> pl.BlockSpec:
+  """All of an array, in every grid step."""
+  zeros = (_ZERO,) * len(shape)
+  return pl.BlockSpec(shape, lambda *_: zeros, memory_space=memory)
 
 
 def _scratch(static: Static, inputs: dict[str, jax.Array]) -> dict[str, Any]:
