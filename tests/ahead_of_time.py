@@ -74,6 +74,11 @@ _TPU_ENVIRONMENT = {
 }
 
 
+# What was said of Mosaic's kernels, by their hashes. It keeps what it compiled
+# and says nothing of a kernel the second time.
+_reports: dict[str, tuple["Kernel", ...]] = {}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
   """What the assembler says of one CUDA kernel.
@@ -82,14 +87,11 @@ class Kernel:
     name: its entry point.
     registers: per thread.
     spilled: bytes of registers stored to memory, per thread.
-    static_shared: bytes of shared memory known when compiled, per block; what
-      is asked for at launch is not among them.
   """
 
   name: str
   registers: int
   spilled: int
-  static_shared: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,8 +100,9 @@ class Program:
 
   Attributes:
     compiled: what jax calls `jax.stages.Compiled`.
-    mosaic_kernels: the Mosaic GPU kernels in it; the compiler says nothing of
-      others but whether they spill.
+    mosaic_kernels: the Mosaic GPU kernels in it, or more if some of these were
+      compiled with others; of other kernels the compiler says nothing but
+      whether they spill.
   """
 
   compiled: Any
@@ -168,6 +171,7 @@ def compile_for(
   Raises:
     jax.errors.JaxRuntimeError: the target's compiler refuses the program, one
       that spills without `may_spill` included.
+    ValueError: what the assembler says of a Mosaic GPU kernel is not found.
   """
   mesh = Mesh(np.array([_device(target)]), ("device",))
   there = NamedSharding(mesh, PartitionSpec())
@@ -183,7 +187,7 @@ def compile_for(
     options["xla_gpu_fail_ptx_compilation_on_register_spilling"] = True
   with _mosaic_assembler_output() as output:
     compiled = lowered.compile(compiler_options=options)
-  kernels = _kernels("".join(output))
+  kernels = _mosaic_kernels(lowered.as_text(), "".join(output))
   spilling = [kernel for kernel in kernels if kernel.spilled]
   if spilling and not may_spill:
     raise jax.errors.JaxRuntimeError(f"registers are spilled: {spilling}")
@@ -240,6 +244,21 @@ def _variable(name: str) -> Iterator[None]:
       os.environ[name] = before
 
 
+def _mosaic_kernels(lowered: str, output: str) -> tuple[Kernel, ...]:
+  """The kernels that a program calls; no report of one is an error."""
+  hashes = set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered))
+  if "custom_call @mosaic_gpu" in lowered and not hashes:
+    raise ValueError("a call of a Mosaic GPU kernel is not understood")
+  new = hashes - _reports.keys()
+  report = _kernels(output)
+  if len(report) != len(new):
+    raise ValueError(
+      f"the assembler reports {len(report)} of {len(new)} new Mosaic kernels"
+    )
+  _reports.update(dict.fromkeys(new, report))
+  return tuple({k: None for name in hashes for k in _reports[name]})
+
+
 def _kernels(output: str) -> tuple[Kernel, ...]:
   """Reads `ptxas -v`."""
   found = []
@@ -247,7 +266,6 @@ def _kernels(output: str) -> tuple[Kernel, ...]:
     name = re.match(r"'([^']*)'", block)
     registers = re.search(r"Used (\d+) registers", block)
     spilled = re.search(r"(\d+) bytes spill stores", block)
-    shared = re.search(r"(\d+) bytes smem", block)
     if name is None or registers is None or spilled is None:
       raise ValueError(f"the assembler's report is not understood: {block}")
     found.append(
@@ -255,7 +273,6 @@ def _kernels(output: str) -> tuple[Kernel, ...]:
         name=name[1],
         registers=int(registers[1]),
         spilled=int(spilled[1]),
-        static_shared=int(shared[1]) if shared else 0,
       )
     )
   return tuple(found)

@@ -1,15 +1,21 @@
 """What is compiled for machines that are not here, without running it."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton
 
 import jaxkv
 import jaxkv_kernels as kernels
 from jaxkv.cache import free_queue
+from jaxkv_kernels.attention import mosaic_gpu_api
+from tests import ahead_of_time
 from tests.ahead_of_time import TARGETS
 from tests.ahead_of_time import compile_for
 from tests.ahead_of_time import for_target
@@ -36,6 +42,18 @@ BACKENDS = [
 over_backends = pytest.mark.parametrize(("target", "backend"), BACKENDS)
 
 
+def by_its_sums(columns):
+  """A Mosaic GPU kernel that holds a whole matrix in registers; its shape."""
+
+  def kernel(x_ref, out_ref):
+    x = mosaic_gpu_api.load(x_ref, mosaic_gpu_api.MATRIX, interpreted=False)
+    out_ref[...] = x * lax.broadcast_in_dim(jnp.sum(x, axis=1), x.shape, [0])
+
+  shape = jax.ShapeDtypeStruct((64, columns), jnp.float32)
+  scale = plgpu.kernel(kernel, out_type=shape, grid=(1,), grid_names=("block",))
+  return scale, shape
+
+
 class TestHarness:
   @over(["h200"])
   def test_spilled_registers_are_an_error(self, target):
@@ -56,6 +74,31 @@ class TestHarness:
     with pytest.raises(jax.errors.JaxRuntimeError, match="spill"):
       compile_for(target, jax.jit(product), x, y)
     compile_for(target, jax.jit(product), x, y, may_spill=True)
+
+  @over(["h200"])
+  def test_spilled_registers_of_mosaic_are_an_error(self, target):
+    """Also where Mosaic has compiled the kernel before, and is silent."""
+    scale, shape = by_its_sums(1024)  # All at once: 512 registers.
+    for _ in range(2):
+      with pytest.raises(jax.errors.JaxRuntimeError, match="spilled"):
+        compile_for(target, jax.jit(scale), shape)
+    program = compile_for(target, jax.jit(scale), shape, may_spill=True)
+    assert [kernel.spilled > 0 for kernel in program.mosaic_kernels] == [True]
+
+  @over(["h200"])
+  def test_an_assembler_that_says_nothing_is_an_error(
+    self, target, monkeypatch
+  ):
+    @contextlib.contextmanager
+    def silent():
+      yield []
+
+    monkeypatch.setattr(ahead_of_time, "_mosaic_assembler_output", silent)
+    monkeypatch.setattr(ahead_of_time, "_reports", {})
+    # Of a shape that no other test has: Mosaic keeps what it compiles.
+    scale, shape = by_its_sums(64)
+    with pytest.raises(ValueError, match="reports 0 of 1"):
+      compile_for(target, jax.jit(scale), shape)
 
   @over(TARGETS)
   def test_devices_here_stay_what_they_are(self, target):
