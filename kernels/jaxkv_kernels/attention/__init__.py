@@ -11,8 +11,15 @@
 | `prefix` | rows that begin with the same pages |
 | `latent` | multi-head latent attention |
 | `plan` | equal pieces of decode work |
+| `query_tiles` | rectangles of queries as tiles of rows; what each row sees |
+| `block_softmax` | the online softmax of one block |
+| `whole_heads` | options that act on a whole head, around a kernel |
 | `xla` | a backend: a scan over blocks of tokens, for any platform |
 | `triton`, `triton_kernel` | a backend: Pallas-Triton, for NVIDIA GPUs |
+| `mosaic_gpu`, `mosaic_gpu_kernel` | a backend: Pallas, for Hopper GPUs |
+| `mosaic_gpu_work` | what that kernel is told, and how it counts |
+| `mosaic_gpu_api` | where releases of its dialect differ |
+| `mosaic_tpu`, `mosaic_tpu_kernel` | a backend: Pallas, for TPUs |
 
-A backend is a module with three functions, `backends.Backend`.
+A backend is a module with two functions, `backends.Backend`.
 """
