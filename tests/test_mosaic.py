@@ -101,6 +101,31 @@ class TestKernels:
     np.testing.assert_array_equal(out, plain[0])
     np.testing.assert_array_equal(lse, plain[1])
 
+  def test_a_node_that_nobody_sees(self):
+    """It may hold anything: NaN stays out, with a node too late to be seen."""
+    rng = np.random.default_rng(0)
+    pools = rng.standard_normal((2, 2, 1, 8, 128)).astype(np.float32)
+    q = rng.standard_normal((1, 3, 1, 128)).astype(np.float32)
+    mask = np.ones((1, 3, 3), bool)
+    mask[:, :, 1] = False
+    mask[:, 2, 2] = False  # Allowed to queries before it alone.
+    results = []
+    for bad in (0.0, np.nan):
+      pools[:, 0, 0, 3:5] = bad
+      results.append(
+        kernels.paged_attention_padded(
+          *put(q, *pools, np.zeros((1, 1), np.int32)),
+          jnp.array([2], jnp.int32),
+          jnp.array([3], jnp.int32),
+          tree_mask=jnp.asarray(mask),
+          backend="mosaic_tpu",
+          interpret=INTERPRETED["mosaic_tpu"],
+          return_lse=True,
+        )
+      )
+    for a, b in zip(*results, strict=True):
+      np.testing.assert_array_equal(a, b)
+
 
 class TestWholeHeads:
   def test_sinks(self):
@@ -316,8 +341,10 @@ class TestUnsupported:
       ({"dim": 64}, "multiples of 128 are supported"),
       ({"value_dim": 64}, "multiples of 128 are supported"),
       ({"size": 4}, "pages of 4 tokens; multiples of 8"),
+      ({"size": 24}, "k_pages is bfloat16 and has pages of 24 tokens; 8 and"),
       ({"q": jnp.ones((2, 4, 128), jnp.float16)}, "q is float16"),
       ({"size": 4096, "dim": 1024}, "bytes together; up to"),
+      ({"heads": 2**14}, "q has 16384 heads and k_pages 2: one query takes"),
     ],
   )
   def test_tpu(self, changes, message):

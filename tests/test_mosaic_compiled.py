@@ -32,7 +32,8 @@ def compiled(
   sizes = {"dim": DIM, "size": SIZE, "dtype": "bfloat16"}
   sizes |= {name: options.pop(name) for name in sizes if name in options}
   dtype = jnp.dtype(sizes["dtype"])
-  pages = PAGES * SIZE // sizes["size"]
+  # Pools of one size, whatever their shape.
+  pages = PAGES * SIZE * KV_HEADS // (sizes["size"] * heads[1])
   pool = shape((pages, heads[1], sizes["size"], sizes["dim"]), dtype)
   q = shape(
     (*leading, heads[0], sizes["dim"]),
@@ -159,6 +160,31 @@ class TestTpu:
   def test_8_bits(self, target, dtype, scales):
     compiled(
       target, kernels.paged_decode, (BATCH,), vector(), dtype=dtype, **scales
+    )
+
+  @pytest.mark.parametrize("heads", [40, 64])
+  def test_prompts_of_many_heads_of_keys(self, target, heads):
+    """Tiles and blocks are smaller then: a chip has so much memory."""
+    compiled(
+      target,
+      kernels.paged_attention_padded,
+      (BATCH, 128),
+      vector(),
+      vector(),
+      heads=(heads, heads),
+    )
+
+  @pytest.mark.parametrize("dtype", ["float32", "int8"])
+  def test_pages_of_24_tokens(self, target, dtype):
+    compiled(
+      target,
+      kernels.paged_attention_padded,
+      (BATCH, 9),
+      vector(),
+      vector(),
+      size=24,
+      dtype=dtype,
+      **TREE,
     )
 
   def test_float32(self, target):

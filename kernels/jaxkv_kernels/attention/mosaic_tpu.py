@@ -10,11 +10,15 @@ from jaxkv_kernels.attention import mosaic_tpu_kernel
 from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention import whole_heads
 from jaxkv_kernels.attention.mosaic_tpu_kernel import BUFFERS
+from jaxkv_kernels.attention.mosaic_tpu_kernel import MEMORY_BYTES
 from jaxkv_kernels.attention.mosaic_tpu_kernel import Static
 from jaxkv_kernels.attention.options import Options
 
-# Query rows of a tile: the matrix unit takes 128 at once.
-_ROWS = 128
+# Query rows of a tile: the matrix unit takes 128 at once. Whole sublanes, of
+# pairs of rows where these are 16 bits.
+_ROWS, _MULTIPLE = 128, 16
+# A number for each row takes that many.
+_LANES = 128
 # Tokens of a block, where the pages of one fit.
 _TOKENS = 256
 # What the ring may take of the 64 MiB of the smallest memory (v7x).
@@ -42,10 +46,11 @@ def attend(
   num_pages, kv_heads, page_size = k_pages.shape[:3]
   group = heads // kv_heads
   capacity = page_table.shape[1] * page_size
-  size = min(columns, max(1, _ROWS // group))
+  size = _queries(q, k_pages, v_pages, options)
   reach = query_tiles.reach(starts, counts, columns, capacity, options.window)
-  # Whole sublanes, of pairs of rows where these are 16 bits.
-  tiles = query_tiles.tile(q, reach, kv_heads=kv_heads, size=size, multiple=16)
+  tiles = query_tiles.tile(
+    q, reach, kv_heads=kv_heads, size=size, multiple=_MULTIPLE
+  )
   static = Static(
     tiles=-(-columns // size),
     pages=_pages_per_block(k_pages, v_pages),
@@ -93,6 +98,7 @@ def unsupported(
   dims = k_pages.shape[3], v_pages.shape[3]
   pool = jnp.dtype(k_pages.dtype)
   block = _pages_per_block(k_pages, v_pages) * _page_bytes(k_pages, v_pages)
+  least = _memory(1, q, k_pages, v_pages, options)
   reasons = {
     f"platform={platform!r}; this backend is for tpu": platform != "tpu",
     f"q is {q.dtype}; float32 and bfloat16 are supported": (
@@ -103,11 +109,18 @@ def unsupported(
     f"k_pages has pages of {size} tokens; multiples of 8 are supported": (
       size % 8 != 0
     ),
+    # What v7x copies of 16-bit numbers is whole tiles of 16 tokens.
+    f"k_pages is {pool} and has pages of {size} tokens; 8 and multiples of 16"
+    " are supported": pool.itemsize == 2 and size > 8 and size % 16 != 0,
     f"k_pages and v_pages have head sizes {dims}; multiples of 128 are"
     " supported": any(dim % 128 for dim in dims),
     f"k_pages and v_pages have pages of {_page_bytes(k_pages, v_pages)} bytes"
     f" together; up to {_RING_BYTES // BUFFERS} are supported": (
       block * BUFFERS > _RING_BYTES
+    ),
+    f"q has {q.shape[-2]} heads and k_pages {k_pages.shape[1]}: one query takes"
+    f" {least} bytes; up to {MEMORY_BYTES} are supported": (
+      least > MEMORY_BYTES
     ),
   }
   return next((reason for reason, holds in reasons.items() if holds), None)
@@ -134,8 +147,10 @@ def _of_tokens(
 ) -> dict[str, jax.Array]:
   """Scales of tokens, as float32[B, N, K, C] for the N blocks of the table.
 
-  They are a thirtieth of the pages or less, so they are gathered beforehand:
-  the kernel's copies cannot place numbers within a row of 128.
+  They are gathered beforehand, as the kernel's copies cannot place numbers
+  within a row of 128. That is 8 * K bytes for each token that the table could
+  hold, whatever the lengths: in a call with long tables for a small pool it is
+  more than the pool.
   """
   result = {}
   for name in ("k_scale", "v_scale"):
@@ -154,6 +169,44 @@ def _of_tokens(
   return result
 
 
+def _queries(
+  q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, options: Options
+) -> int:
+  """Of a tile: as many as fill the matrix unit, fewer if memory is short."""
+  size = min(q.shape[1], max(1, _ROWS * k_pages.shape[1] // q.shape[2]))
+  while size > 1 and (
+    _memory(size, q, k_pages, v_pages, options) > MEMORY_BYTES
+  ):
+    size = -(-size // 2)
+  return size
+
+
+def _memory(
+  size: int,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: Options,
+) -> int:
+  """Bytes that tiles of `size` queries take, if the compiler shares none."""
+  kv_heads, page_size, dim = k_pages.shape[1:]
+  value_dim = v_pages.shape[3]
+  pages = _pages_per_block(k_pages, v_pages)
+  tokens = pages * page_size
+  ring = BUFFERS * pages * _page_bytes(k_pages, v_pages)
+  values = kv_heads * tokens * value_dim * 4
+  # What a grid step reads or writes is there twice. Of a row: query, output;
+  # log-sum-exp, factor and slope; top and total; logits and weights.
+  row = 2 * (dim * q.dtype.itemsize + value_dim * 4)
+  row += (2 * 3 + 2) * _LANES * 4 + 2 * tokens * 4
+  tree = 0
+  if options.tree_mask is not None:
+    tree = 2 * (options.tree_mask.shape[-1] + 2 * tokens)
+  rows = size * (q.shape[-2] // kv_heads)
+  rows += -rows % _MULTIPLE
+  return ring + values + rows * (kv_heads * row + tree)
+
+
 def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
   """Bytes of one page, keys and values."""
   return sum(
@@ -163,8 +216,12 @@ def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
 
 
 def _pages_per_block(k_pages: jax.Array, v_pages: jax.Array) -> int:
-  """As many as make a block of the wanted size, if the ring holds them."""
-  fit = _RING_BYTES // (BUFFERS * _page_bytes(k_pages, v_pages))
+  """As many as make a block of the wanted size, if there is room for them.
+
+  In the ring, and beside it for one block's values in float32.
+  """
+  values = 4 * v_pages.size // v_pages.shape[0]
+  fit = _RING_BYTES // (BUFFERS * _page_bytes(k_pages, v_pages) + values)
   return max(1, min(_TOKENS // k_pages.shape[2], fit))
 
 

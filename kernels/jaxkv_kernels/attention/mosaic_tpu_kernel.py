@@ -38,7 +38,7 @@ from jaxkv_kernels.attention.block_softmax import LOWEST
 # used; a third hides the latency of short blocks.
 BUFFERS = 3
 # What the compiler may take of the 64 MiB of the smallest memory (v7x).
-_MEMORY_BYTES = 48 * 2**20
+MEMORY_BYTES = 48 * 2**20
 
 # Of an index: where integers have 64 bits, 0 would be one, which a TPU has not.
 _ZERO = np.int32(0)
@@ -109,7 +109,7 @@ def call(
     compiler_params=pltpu.CompilerParams(
       # In order: a step fetches for the next one.
       dimension_semantics=("arbitrary",),
-      vmem_limit_bytes=_MEMORY_BYTES,
+      vmem_limit_bytes=MEMORY_BYTES,
     ),
     interpret=interpret,
     name="paged_attention",
@@ -308,8 +308,10 @@ def _absorb(static: Static, row, block, at, inputs, out, scratch) -> None:
   base = block * static.tokens
   position = base + lax.broadcasted_iota(jnp.int32, (rows, static.tokens), 1)
   seen = (position >= first) & (position < end)
+  hidden = None
   if "tree" in inputs:
     seen &= _in_tree(block - inputs["tree_first"][row], inputs["tree"])
+    hidden = _hidden(seen)
   seen = seen[None]
   logits = _dot(static, inputs["q"][0], scratch["k_pages"][at], 2)
   if "k_scale" in inputs:
@@ -333,7 +335,7 @@ def _absorb(static: Static, row, block, at, inputs, out, scratch) -> None:
   if "v_scale" in inputs:
     scale = scratch["v_scale"][at][:, None]
     weights = jnp.where(seen, weights * scale, jnp.float32(0))
-  values = _values(base, first, end, scratch["v_pages"].at[at])
+  values = _values(base, first, end, scratch["v_pages"].at[at], hidden)
   out[0] = out[0] * shrink + _dot(static, weights, values, 1)
 
 
@@ -345,7 +347,23 @@ def _in_tree(block, tree):
   return (seen + outside.astype(jnp.int32)) > 0
 
 
-def _values(base, first, end, ref):
+def _hidden(seen):
+  """Tokens that no row of bool[R, C] sees, as bool[1, C, 1].
+
+  By a product, which turns lanes into sublanes.
+  """
+  ones = jnp.ones((seen.shape[0], 128), jnp.float32)
+  seen = seen.astype(jnp.int32).astype(jnp.float32)
+  rows = lax.dot_general(
+    seen,
+    ones,
+    (((0,), (0,)), ((), ())),
+    preferred_element_type=jnp.float32,
+  )
+  return (rows[:, :1] == 0)[None]
+
+
+def _values(base, first, end, ref, hidden):
   """A block's values, 0 where no row sees them.
 
   0 * NaN is NaN: a weight of zero does not keep a value out.
@@ -356,7 +374,8 @@ def _values(base, first, end, ref):
   position = base + lax.broadcasted_iota(jnp.int32, values.shape, 1)
   lowest = jnp.min(jnp.where(end > 0, first, jnp.max(end)))
   used = (position >= lowest) & (position < jnp.max(end))
-  return jnp.where(used, values.astype(jnp.float32), jnp.float32(0))
+  values = jnp.where(used, values.astype(jnp.float32), jnp.float32(0))
+  return values if hidden is None else jnp.where(hidden, 0.0, values)
 
 
 def _dot(static: Static, left, right, contracted: int):
