@@ -79,8 +79,8 @@ MUTANTS = {
   ),
   "an evicted page keeps its key": Mutant(
     "page_pool:pop",
-    "pool, num_evicted =",
-    "_, num_evicted =",
+    "pool, taken =",
+    "_, taken =",
     ("allocate", "admit"),
   ),
   "a hold counts twice": Mutant(
@@ -291,8 +291,8 @@ MUTANTS = {
   # --- truncate and free -----------------------------------------------------
   "truncate keeps a page": Mutant(
     "releasing:truncate",
-    "jnp.where(granted, lengths, 0))\n  hashes",
-    "jnp.where(granted, lengths + 1, 0))\n  hashes",
+    "full + partial.astype(jnp.int32), held",
+    "full + 1, held",
     ("truncate",),
   ),
   "a page that is written again keeps its key": Mutant(

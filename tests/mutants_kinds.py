@@ -38,8 +38,8 @@ KIND_MUTANTS = {
   ),
   "an encoder's pages outlive the sequence": Mutant(
     "releasing:truncate",
-    "(granted & (lengths > 0))",
-    "(granted & (lengths >= 0))",
+    "keep = jnp.where((lengths > 0)",
+    "keep = jnp.where((lengths >= 0)",
     ("truncate",),
     ENCODER,
   ),

@@ -86,8 +86,8 @@ WINDOW_MUTANTS = {
   ),
   "truncate reads keys that are gone": Mutant(
     "releasing:_needs_recycled",
-    "moved & (begin",
-    "(moved & False) & (begin",
+    "moved & lost)",
+    "moved & lost & False)",
     ("truncate",),
     NARROW,
     (("recycle", 12),),

@@ -169,11 +169,6 @@ def in_while(pools, tokens, *, backend):
 
 
 LOOPS = (in_jit, in_layers, in_scan, in_while)
-# On a second Python the one that has the others in it.
-LOOPS_ELSEWHERE = [
-  pytest.param(loop, marks=[] if loop is in_scan else pytest.mark.once)
-  for loop in LOOPS
-]
 
 
 def step_arguments(dtype):
@@ -214,13 +209,12 @@ class TestInPlace:
     assert_in_place(lowered.compile(), pools)
 
   @over_backends
-  @pytest.mark.parametrize("loop", LOOPS_ELSEWHERE)
+  @pytest.mark.parametrize("loop", LOOPS)
   def test_elsewhere(self, target, backend, loop):
     pools, tokens = step_arguments("bfloat16")
     program = compile_for(target, jitted(loop), pools, tokens, backend=backend)
     assert_in_place(program.compiled, pools)
 
-  @pytest.mark.once
   @over(TARGETS)
   @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "int8"])
   def test_formats(self, target, dtype):

@@ -51,14 +51,9 @@ def matrix():
               dtype,
               size,
               dim,
-              marks=[needs(target), *_once(dim, size)],
+              marks=needs(target),
               id=f"{target}-{backend}-{dtype}-{size}-{dim}",
             )
-
-
-def _once(dim: int, size: int):
-  """A second Python compiles one size of each."""
-  return [] if (dim, size) == (128, 16) else [pytest.mark.once]
 
 
 def pools_and_table(dtype, size, dim):
@@ -104,7 +99,6 @@ class TestDecode:
 class Test64Bits:
   """Where integers have 64 bits unless something says otherwise."""
 
-  @pytest.mark.once
   @pytest.mark.parametrize(
     ("target", "backend"),
     [
@@ -183,7 +177,6 @@ class TestTriton:
     assert_small(program, k_pages, v_pages)
 
   @needs("h200")
-  @pytest.mark.once
   @pytest.mark.parametrize("heads", [8, 32, 64, 256])
   @pytest.mark.parametrize("dims", [(80, 80), (96, 160), (192, 128)])
   def test_groups_and_head_sizes(self, heads, dims):
@@ -193,7 +186,6 @@ class TestTriton:
     )
 
   @needs("h200")
-  @pytest.mark.once
   def test_a_long_prompt_and_a_long_table(self):
     """No copy of the output for each part that a table might be cut into."""
     shape = jax.ShapeDtypeStruct

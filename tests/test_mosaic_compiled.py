@@ -18,7 +18,6 @@ over_targets = pytest.mark.parametrize(
   "target", [pytest.param("h200", marks=needs("h200")), *TPUS]
 )
 over_tpus = pytest.mark.parametrize("target", TPUS)
-pytestmark = pytest.mark.once
 
 
 def compiled(

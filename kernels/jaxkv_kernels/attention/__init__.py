@@ -8,7 +8,7 @@
 | `backends` | which backend serves a call |
 | `ragged` | packed queries as rows of a rectangle |
 | `merge` | attention over parts of the keys, put together |
-| `prefix` | rows that begin with the same pages |
+| `prefix`, `prefix_decode` | pages that rows share, read once |
 | `latent` | multi-head latent attention |
 | `plan` | equal pieces of decode work |
 | `query_tiles` | rectangles of queries as tiles of rows; what each row sees |
