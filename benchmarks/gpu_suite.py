@@ -11,7 +11,8 @@
 
 Each stage writes its results to the folder, and one that is already there is
 not run again; the matrix goes on where it ended. So when the time is over, run
-the same command again. The exit code is 0 when all has been done and passed.
+the same command again. Results of other code or another jax are not mixed with:
+that is an error. The exit code is 0 when all has been done and passed.
 
   python benchmarks/gpu_suite.py [--quick] [--minutes 10] [--out FOLDER]
 
@@ -19,6 +20,8 @@ With `--quick`, and no GPU, it runs itself through on a CPU with tiny sizes.
 """
 
 import argparse
+import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -34,6 +37,9 @@ _BENCHMARKS = _ROOT / "benchmarks"
 
 # Seconds that the matrix leaves to the stage after it.
 _FOR_TRANSITIONS = 150
+
+# Several processes take turns on one GPU, and torch needs room beside jax.
+_ROOM = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 # Instructions of XLA for a GPU that start no kernel.
 _FREE = {
@@ -120,6 +126,7 @@ def _complete(path: pathlib.Path, quick: bool) -> bool:
 def launches(path: pathlib.Path, seconds: float, quick: bool) -> bool:
   """Counts kernels of a decode step of the cache in its compiled text."""
   del seconds
+  os.environ.update(_ROOM)
   import jax
   import jax.numpy as jnp
 
@@ -183,9 +190,7 @@ def _environment(**more: str) -> dict[str, str]:
   """This process's, with the checkout on Python's path."""
   path = [str(_ROOT), str(_ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
   joined = os.pathsep.join(part for part in path if part)
-  # Several processes take turns on one GPU, and torch needs room beside jax.
-  defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-  return {**defaults, **os.environ, "PYTHONPATH": joined, **more}
+  return {**os.environ, **_ROOM, "PYTHONPATH": joined, **more}
 
 
 def _output(
@@ -206,9 +211,32 @@ def _output(
     return None
 
 
+def tested() -> dict[str, str]:
+  """What results are about: the code, by a hash of it, and jax's version."""
+  digest = hashlib.sha256()
+  for folder in ("kernels", "jaxkv", "benchmarks", "tests"):
+    for path in sorted((_ROOT / folder).rglob("*.py")):
+      digest.update(path.read_bytes())
+  version = importlib.metadata.version("jax")
+  return {"code": digest.hexdigest()[:16], "jax": version}
+
+
+def check_same(path: pathlib.Path) -> None:
+  """Leaves `tested` in a new folder; exits where another's results are."""
+  text = json.dumps(tested(), indent=1) + "\n"
+  if not path.exists():
+    path.write_text(text, "utf-8")
+  elif path.read_text("utf-8") != text:
+    sys.exit(
+      f"{path.parent} has results of other code or another jax; name a new"
+      " folder with --out"
+    )
+
+
 def run(out: pathlib.Path, minutes: float, quick: bool) -> bool:
   """Runs what has no results yet; whether all are there and passed."""
   out.mkdir(parents=True, exist_ok=True)
+  check_same(out / "tested.json")
   end = time.monotonic() + minutes * 60
   complete = True
   for stage in STAGES:

@@ -2,8 +2,7 @@
 
 | platform | `backend="auto"` tries, in this order |
 |---|---|
-| cuda, Hopper | triton, mosaic_gpu, xla |
-| cuda, others | triton, xla |
+| cuda | triton, xla |
 | tpu | mosaic_tpu, xla |
 | any other | xla |
 
@@ -38,9 +37,9 @@ _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "xla": None,
 }
 _ORDER = {
-  # No kernel has run on a GPU yet, and triton is the simpler one: mosaic_gpu is
-  # for those who name it, until somebody has checked and timed it on a Hopper.
-  "cuda": ("triton", "mosaic_gpu", "xla"),
+  # mosaic_gpu is for those who name it, until it has been checked and timed on
+  # a Hopper, where it is to come first.
+  "cuda": ("triton", "xla"),
   "tpu": ("mosaic_tpu", "xla"),
 }
 
@@ -142,7 +141,7 @@ def choose(
     return _named(operation, backend, q, k_pages, v_pages, options)
   here = platform()
   passed_over = []
-  for name in _order(here):
+  for name in _ORDER.get(here, ("xla",)):
     module = _load(name)
     reason = module.unsupported(here, q, k_pages, v_pages, options)
     if reason is None:
@@ -214,19 +213,6 @@ def _named(operation, backend, q, k_pages, v_pages, options) -> Backend:
       f"backend={backend!r} does not serve {operation}: {reason}"
     )
   return module
-
-
-def _order(here: str) -> tuple[str, ...]:
-  names = _ORDER.get(here, ("xla",))
-  if here == "cuda" and not _hopper():
-    names = tuple(name for name in names if name != "mosaic_gpu")
-  return tuple(name for name in names if name in _PLATFORMS)
-
-
-def _hopper() -> bool:
-  """Whether the GPU at hand, if any, runs code for sm_90a."""
-  devices = [d for d in jax.local_devices() if d.platform == "gpu"]
-  return any(getattr(d, "compute_capability", "") == "9.0" for d in devices)
 
 
 def _load(name: str) -> Backend:
