@@ -156,8 +156,15 @@ class Trace:
   def _schedule(self, name: str, new: int, drafts: int) -> Steps:
     computed = self._request(name).num_computed_tokens + new
     self.scheduled[name] = (new, drafts)
+    flying = self.draws.randint(0, new) if self._chance(30) else 0
     yield Operation(
-      "update", name, {"num_computed_tokens": computed, "status": "running"}
+      "update",
+      name,
+      {
+        "num_computed_tokens": computed,
+        "num_in_flight_tokens": flying,
+        "status": "running",
+      },
     )
 
   def _preempt(self, name: str) -> Steps:
@@ -165,7 +172,13 @@ class Trace:
     self.waiting.insert(0, name)
     yield Operation("free", name)
     yield Operation(
-      "update", name, {"num_computed_tokens": 0, "status": "preempted"}
+      "update",
+      name,
+      {
+        "num_computed_tokens": 0,
+        "num_in_flight_tokens": 0,
+        "status": "preempted",
+      },
     )
 
   # --- waiting requests ------------------------------------------------------

@@ -10,7 +10,6 @@ from tests.reference_reasons import ENCODER_OUTPUTS
 from tests.reference_reasons import KINDS
 from tests.reference_reasons import LAYOUT
 from tests.reference_reasons import LOOKAHEAD
-from tests.reference_reasons import MISSING
 from tests.reference_reasons import PARTIAL
 from tests.reference_reasons import PLANNING
 from tests.reference_reasons import REPLAY
@@ -49,10 +48,10 @@ IN_FLIGHT = {
   f"{_CAP} fuzz:chunk": (
     "test_chunked_local_admission_cap_accounts_for_overlapping_batches"
   ),
-  # A manager gives back up to num_computed_tokens at every allocation.
-  MISSING: """
-    test_swa_free_waits_for_in_flight_step
-    test_chunked_local_free_waits_for_in_flight_step""",
+  "test_manager_traces.py::TestHybrid::test_windows_wait_for_steps_in_flight": (
+    "test_swa_free_waits_for_in_flight_step"
+  ),
+  "fuzz:chunk": "test_chunked_local_free_waits_for_in_flight_step",
   SCHEDULER: "test_num_in_flight_tokens_accounting",
   CONNECTOR: "test_connector_finish_frees_on_settled_basis",
 }

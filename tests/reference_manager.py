@@ -131,7 +131,8 @@ class ReferenceManager:
       if self._need(full, capped=True) > room:
         return None
     before = len(self.pool.free)
-    self.remove_skipped_pages(request.request_id, total)
+    settled = max(0, total - request.num_in_flight_tokens)
+    self.remove_skipped_pages(request.request_id, settled)
     room += len(self.pool.free) - before
     if self._need(demands) > room - reserved_pages:
       return None

@@ -27,6 +27,3 @@ OBJECTS = "about the inside of their objects"
 REASONS = frozenset(
   value for name, value in list(vars().items()) if name.isupper()
 )
-
-MISSING = "not tested here"
-"""It applies, and no test of ours holds it."""

@@ -13,6 +13,7 @@ class Request:
     token_ids: prompt and output.
     num_prompt_tokens: how many of them are the prompt.
     num_computed_tokens: how many of them have their keys and values.
+    num_in_flight_tokens: those of them that a step still computes.
     status: waiting, running or preempted.
     cache_salt, lora_name: requests that differ in one share no page.
     mm: not used.
@@ -24,6 +25,7 @@ class Request:
   token_ids: list[int]
   num_prompt_tokens: int
   num_computed_tokens: int = 0
+  num_in_flight_tokens: int = 0
   status: str = "waiting"
   cache_salt: str | None = None
   lora_name: str | None = None

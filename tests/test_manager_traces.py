@@ -218,6 +218,19 @@ class TestFull:
 
 
 class TestHybrid:
+  def test_windows_wait_for_steps_in_flight(self, make):
+    cache = hybrid(make)
+    one = request("0", range(16))
+    admit(cache, one)
+    one.num_in_flight_tokens = 9  # one more than lies behind the window
+    decode(cache, one, [1])
+    assert all(map(all, cache.get_page_ids("0")))
+    one.num_in_flight_tokens = 0
+    decode(cache, one, [2])
+    full, *windows = cache.get_page_ids("0")
+    assert all(full)
+    assert [pages[:3].count(0) for pages in windows] == [2, 2]
+
   def _filled(self, make):
     cache = hybrid(make)
     first = request("0", [*range(12), *range(100, 103)])

@@ -52,6 +52,7 @@ def fields_of(
     num_encoder_tokens=encoder,
     reserved_pages=reserved,
     num_computed_tokens=request.num_computed_tokens,
+    num_in_flight_tokens=getattr(request, "num_in_flight_tokens", 0),
   )
   if new + found + external == 0:
     raise ValueError(

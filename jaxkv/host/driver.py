@@ -118,6 +118,10 @@ class Driver:
       salt = requests.salt_of(request)
       fields["prompt"] = requests.num_prompt_tokens(request)
       fields["junction"] = getattr(request, "shared_prefix_boundary", 0)
+    elif request is not None:
+      fields["behind"] = requests.settled_tokens(
+        request, fields.get("behind", 0)
+      )
     fields["since"] = self._step_clock
     call = _columns(1, slots=place, **fields)
     begin = (*self._padded_hit(hit), salt[None])
@@ -173,7 +177,7 @@ class Driver:
     call = _columns(
       self._config.num_slots,
       slots=slots,
-      behind=total - num_new,
+      behind=self._behind(running, computed),
       room=np.minimum(total + lookahead, most),
       tokens=total,
       publish=publish,
@@ -187,6 +191,13 @@ class Driver:
     )
     sent[slots] = out.length[: len(slots)]
     return self._answers(slots, out)
+
+  def _behind(self, running: Sequence[Any], computed: list[int]) -> list[int]:
+    """Tokens behind which requests look no more, where a window moves."""
+    if not self._config.recycles:
+      return computed
+    pairs = zip(running, computed, strict=True)
+    return [requests.settled_tokens(*pair) for pair in pairs]
 
   def free(self, request_id: str) -> None:
     """Releases a request, if it holds anything."""

@@ -37,6 +37,8 @@ class Request:
       are at first.
     num_computed_tokens: how many of them have their K/V; the scheduler's
       count.
+    num_in_flight_tokens: those of them that a step computes which is not over:
+      what it reads behind a window is not given back yet.
     status: "waiting", "running" or "preempted".
     cache_salt: requests with different salts share nothing.
     lora_name: nor do those with different adapters.
@@ -51,6 +53,7 @@ class Request:
   token_ids: list[int]
   num_prompt_tokens: int | None = None
   num_computed_tokens: int = 0
+  num_in_flight_tokens: int = 0
   status: str = "waiting"
   cache_salt: str | None = None
   lora_name: str | None = None
@@ -88,6 +91,11 @@ def num_prompt_tokens(request: Any) -> int:
   """Tokens of the prompt; all that are known for a request that has none."""
   count = getattr(request, "num_prompt_tokens", None)
   return len(tokens_of(request)) if count is None else count
+
+
+def settled_tokens(request: Any, computed: int) -> int:
+  """Computed tokens without those of steps that are not over."""
+  return max(computed - getattr(request, "num_in_flight_tokens", 0), 0)
 
 
 def skips_lookup(request: Any) -> bool:
