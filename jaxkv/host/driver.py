@@ -177,7 +177,7 @@ class Driver:
     call = _columns(
       self._config.num_slots,
       slots=slots,
-      behind=self._behind(running, computed),
+      behind=np.array(self._behind(running, computed), np.int32),
       room=np.minimum(total + lookahead, most),
       tokens=total,
       publish=publish,
