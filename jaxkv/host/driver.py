@@ -118,7 +118,7 @@ class Driver:
       salt = requests.salt_of(request)
       fields["prompt"] = requests.num_prompt_tokens(request)
       fields["junction"] = getattr(request, "shared_prefix_boundary", 0)
-    elif request is not None:
+    else:
       fields["behind"] = requests.settled_tokens(
         request, fields.get("behind", 0)
       )
