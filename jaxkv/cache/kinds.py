@@ -222,7 +222,8 @@ class Recurrent(GroupKind):
   """Layers with a state instead of keys and values, such as Mamba's.
 
   A page is a snapshot of the state where the page ends; a sequence goes on
-  from the last one that is cached.
+  from the last one that is cached. A page is published when tokens are
+  committed past its end, so who computes across one writes the state there.
 
   Attributes:
     num_speculative: tokens that are computed on trial, a scratch page each.
