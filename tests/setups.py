@@ -235,9 +235,7 @@ SETUPS = {
 DEFAULT = (
   "plain",
   "merge",
-  "no_caching",
   "hybrid",
-  "draft",
   "scratch",
 )
 """The setups of the default run; `--deep` takes them all."""

@@ -134,7 +134,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Those whose parts the others have too.
+DEEP = ("decode_merge_groups", "branching_hybrid")
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(case, marks=pytest.mark.deep) if case in DEEP else case
+    for case in CASES
+  ],
+)
 class TestLoops:
   def test_nothing_of_the_pools_size_in_a_loop(self, case):
     step, loop, options = CASES[case]

@@ -25,7 +25,7 @@ from tests.pair import Mismatch
 from tests.pair import Pair
 from tests.pair import wander
 
-WALKS, STEPS, EVERY = 30, 60, 8
+WALKS, STEPS, EVERY = 30, 60, 16
 REAL = [CURRENT, DUPLICATES, ONE_WINDOW, SCARCE]
 REAL += [SLIDING, NARROW, HYBRID, PUBLISHED, DRAFTED, WINDOWS, CHUNKED, KEPT]
 REAL += [ENCODER, AGED, SCRATCH, LOGGED]
