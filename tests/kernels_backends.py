@@ -46,7 +46,6 @@ class Runner:
     shapes: names of the shapes to try; fewer for a slow interpreter.
     serves: those of them that must not be skipped.
     float32_l2: relative L2 error allowed for float32.
-    marks: pytest marks, such as `pytest.mark.gpu`.
     required: what it does not serve is a failure, not a skip.
   """
 
@@ -55,7 +54,6 @@ class Runner:
   shapes: tuple[str, ...] = tuple(SHAPES)
   serves: tuple[str, ...] = COMMON
   float32_l2: float = 2e-6
-  marks: tuple[pytest.MarkDecorator, ...] = ()
   required: bool = False
 
   def __call__(self, name: str, *arguments, **options):
@@ -163,7 +161,6 @@ def cases(*names: str):
     pytest.param(
       dataclasses.replace(runner, required=name in runner.serves),
       name,
-      marks=runner.marks,
       id=f"{key}-{name}",
     )
     for key, runner in RUNNERS.items()
@@ -174,7 +171,4 @@ def cases(*names: str):
 
 def backends():
   """Parameters (runner): all backends."""
-  return [
-    pytest.param(runner, marks=runner.marks, id=key)
-    for key, runner in RUNNERS.items()
-  ]
+  return [pytest.param(runner, id=key) for key, runner in RUNNERS.items()]

@@ -63,16 +63,7 @@ def spread(
   states = _states(config)
   gap = jnp.where(states & (stop > held), jnp.maximum(held, running), held)
   table = page_table.fill(table, page_table.rows_of(slots, held, gap), 0)
-  numbers = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
-  scratch = _scratch(config)
-  for place in range(max(kind.num_speculative for kind in config.groups)):
-    moves = place < moved
-    source = indexing.where_valid(moves, held - scratch + place)
-    target = indexing.where_valid(moves, gap + place)
-    pages = indexing.take(table, numbers, slots[:, None], source)
-    table = indexing.put(table, numbers, slots[:, None], target, values=pages)
-    table = indexing.put(table, numbers, slots[:, None], source, values=0)
-  return table
+  return _moved(config, table, slots, moved, held - _scratch(config), gap, 0)
 
 
 def drawn_back(
@@ -96,16 +87,9 @@ def drawn_back(
   """
   if not config.holds_states:
     return table
-  numbers = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
-  slots = jnp.arange(config.num_slots, dtype=jnp.int32)[:, None]
-  for place in range(max(kind.num_speculative for kind in config.groups)):
-    moves = (place < left) & (keep + left < held)
-    source = indexing.where_valid(moves, held - left + place)
-    target = indexing.where_valid(moves, keep + place)
-    pages = indexing.take(table, numbers, slots, source)
-    table = indexing.put(table, numbers, slots, target, values=pages)
-    table = indexing.put(table, numbers, slots, source, values=config.no_page)
-  return table
+  slots = jnp.arange(config.num_slots, dtype=jnp.int32)
+  moved = jnp.where(keep + left < held, left, 0)
+  return _moved(config, table, slots, moved, held - left, keep, config.no_page)
 
 
 def num_scratch(config: CacheConfig, held: Array, keep: Array) -> Array:
@@ -146,6 +130,40 @@ def _growth(
   moved = jnp.clip(moved, 0, scratch)
   moves = _states(config) & (stop > held) & ~begins[:, None]
   return running, jnp.where(moves, moved, 0)
+
+
+def _moved(
+  config: CacheConfig,
+  table: Array,
+  slots: Array,
+  counts: Array,
+  source: Array,
+  target: Array,
+  left: int,
+) -> Array:
+  """Moves pages to other columns of their rows, and puts `left` behind them.
+
+  Args:
+    config: the cache's groups.
+    table: int32[G, B, M].
+    slots: int32[R], out of range for rows that do not count.
+    counts: int32[R, G], pages to move, no more than are speculative.
+    source: int32[R, G], the column of the first.
+    target: int32[R, G], where it goes.
+    left: a page number.
+
+  Returns:
+    The table.
+  """
+  row = (jnp.arange(config.num_groups, dtype=jnp.int32)[None], slots[:, None])
+  for place in range(max(kind.num_speculative for kind in config.groups)):
+    moves = place < counts
+    old = indexing.where_valid(moves, source + place)
+    new = indexing.where_valid(moves, target + place)
+    pages = indexing.take(table, *row, old)
+    table = indexing.put(table, *row, new, values=pages)
+    table = indexing.put(table, *row, old, values=left)
+  return table
 
 
 def _scratch(config: CacheConfig) -> Array:

@@ -22,14 +22,12 @@ class Found(NamedTuple):
   Attributes:
     num_tokens: int32[].
     junction: int32[].
-    first: int32[G], columns that are not needed.
     stop: int32[G].
     pages: int32[G, P].
   """
 
   num_tokens: Array
   junction: Array
-  first: Array
   stop: Array
   pages: Array
 
@@ -52,7 +50,6 @@ def look_up(
   return Found(
     num_tokens=found.num_cached[0],
     junction=found.junction[0],
-    first=found.first[0],
     stop=found.stop[0],
     pages=pages[:, 0],
   )
