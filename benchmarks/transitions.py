@@ -55,10 +55,10 @@ from transition_ops import PAGES
 from transition_ops import PROMPT
 
 import jaxkv
+from jaxkv.compiling import UNSPLIT
 
 SLOTS = (64, 256, 1024)
 HYBRID = (256, 65536)  # slots and pages
-UNSPLIT = {"xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
 
 
 def compiled(step, options: dict[str, str] | None):

@@ -22,7 +22,7 @@ _LAYERS = (
   ("jaxkv.models", "jaxkv.rollout"),
   ("jaxkv.kv",),
   ("jaxkv.cache",),
-  ("jaxkv.kernels",),
+  ("jaxkv.kernels", "jaxkv.compiling"),
   ("jaxkv_kernels",),
 )
 _RANK = {layer: rank for rank, row in enumerate(_LAYERS) for layer in row}

@@ -44,7 +44,8 @@ def locate(counts: Array, item: Array) -> Items:
     item: int32[W], running numbers.
   """
   ends = jnp.cumsum(counts, dtype=jnp.int32)
-  row = jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+  row = jnp.searchsorted(ends, item, side="right", method="scan_unrolled")
+  row = row.astype(jnp.int32)
   begin = indexing.take(ends, row) - indexing.take(counts, row)
   return Items(row, item - begin, (item >= 0) & (item < ends[-1]))
 

@@ -44,13 +44,10 @@ from jaxkv.commands import trace
 from jaxkv.commands.errors import CommandError
 from jaxkv.commands.trace import BLOCK_TOKENS
 from jaxkv.commands.trace import Request
+from jaxkv.compiling import UNSPLIT
 
 _SPAN = 512
 """Requests in one call of the compiled scan."""
-
-# XLA:CPU splits a small gather or scatter over threads when the array behind it
-# is large; the hand-over costs more than the work.
-_CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
 
 
 class _Work(NamedTuple):
@@ -229,8 +226,7 @@ def _timed_spans(
     for first in range(0, count, _SPAN)
   ]
   state = jaxkv.init(config)
-  options = _CPU_OPTIONS if jax.default_backend() == "cpu" else None
-  program = jax.jit(_span, donate_argnums=0, compiler_options=options)
+  program = jax.jit(_span, donate_argnums=0, compiler_options=UNSPLIT)
   program = program.lower(state, tokens, spans[0]).compile()
   parts, seconds = [], 0.0
   with tqdm.tqdm(total=count, desc="replay", unit="request") as bar:

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -32,6 +31,9 @@ from jaxkv.host.planning import columns_for
 from jaxkv.host.planning import fits
 from jaxkv.host.planning import planned
 from jaxkv.host.planning import sound
+from jaxkv.host.transitions import transition
+
+_POLLS = 2000
 
 NEW_PAGES = 2
 """New pages of a group and a request that come back from the device at once."""
@@ -58,7 +60,7 @@ class Allocated(NamedTuple):
   pages: np.ndarray
 
 
-@functools.partial(jax.jit, static_argnames="caps", donate_argnums=0)
+@functools.partial(transition, static_argnames="caps")
 def allocate(
   state: CacheState,
   fields: Array,
@@ -139,7 +141,14 @@ def allocate(
 
 
 def unpacked(packed: Array, num_rows: int, num_groups: int) -> Allocated:
-  """What `allocate` packed, on the host."""
+  """What `allocate` packed, on the host.
+
+  Stays awake for a while: a thread that falls asleep and is woken loses as much
+  time as a decode step takes on a CPU.
+  """
+  for _ in range(_POLLS):
+    if packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
+      break
   flat, pairs = np.asarray(packed), num_rows * num_groups
   rows, pages = flat[: 3 * num_rows], flat[3 * num_rows + 2 * pairs :]
   columns = flat[3 * num_rows : 3 * num_rows + 2 * pairs]

@@ -123,7 +123,7 @@ class Driver:
         request, fields.get("behind", 0)
       )
     fields["since"] = self._step_clock
-    call = _columns(1, slots=place, **fields)
+    call = _columns(1, 1, slots=place, **fields)
     begin = (*self._padded_hit(hit), salt[None])
     self.state, out = allocation.allocate(
       self.state, call, begin, tokens, caps=self._caps
@@ -176,6 +176,7 @@ class Driver:
     publish = np.minimum(total, np.array([*map(len, tokens)], np.int32))
     call = _columns(
       self._config.num_slots,
+      len(slots),
       slots=slots,
       behind=np.array(self._behind(running, computed), np.int32),
       room=np.minimum(total + lookahead, most),
@@ -312,31 +313,24 @@ class Driver:
     answers: list[CachePages | None] = [nothing] * len(slots)
     counts = out.stop - out.begin
     rows = np.flatnonzero(counts.any(axis=1))
-    pages, begin = out.pages[:, rows], counts[rows] * 0
-    if counts.max() > allocation.NEW_PAGES:
-      pages = np.asarray(self.state.page_table)[:, slots[rows]]
-      begin = out.begin[rows]
-    found = zip(
+    counts, most = counts[rows], counts.max()
+    pages = out.pages[:, rows, :most]
+    if most > pages.shape[2]:
+      table = np.asarray(self.state.page_table)[:, slots[rows]]
+      columns = out.begin[rows].T[..., None] + np.arange(most)
+      columns = np.minimum(columns, table.shape[2] - 1)
+      pages = np.take_along_axis(table, columns, axis=2)
+    for row, groups, count in zip(
       rows.tolist(),
       pages.swapaxes(0, 1).tolist(),
-      begin.tolist(),
-      (begin + counts[rows]).tolist(),
+      counts.tolist(),
       strict=True,
-    )
-    for row, columns, first, stop in found:
-      answers[row] = new_pages(columns, first, stop)
+    ):
+      new = tuple([own[:n] for own, n in zip(groups, count, strict=True)])
+      answers[row] = CachePages(new, new)
     for row in np.flatnonzero(~out.ok[: len(slots)]):
       answers[row] = None
     return answers
-
-
-def new_pages(
-  pages: list[list[int]], begin: list[int], stop: list[int]
-) -> CachePages:
-  """Columns begin to stop of each group's pages, none of them cached yet."""
-  columns = zip(pages, begin, stop, strict=True)
-  new = tuple([row[first:last] for row, first, last in columns])
-  return CachePages(new, new)
 
 
 def _parts(pages: list[int]) -> Iterator[np.ndarray]:
@@ -348,15 +342,17 @@ def _parts(pages: list[int]) -> Iterator[np.ndarray]:
     yield padded
 
 
-def _columns(num_rows: int, **fields: int | np.ndarray) -> np.ndarray:
+def _columns(
+  num_rows: int, num_asked: int, **fields: int | np.ndarray
+) -> np.ndarray:
   """int32[F, R]: the fields of `Call`; what is not given is 0.
 
-  Rows past the slots given are none: no slot has their number.
+  Rows past those asked for are none: no slot has their number.
   """
   call = np.zeros((len(Call._fields), num_rows), np.int32)
   call[_ROW_OF["slots"]] = _NOWHERE
   for name, values in fields.items():
-    call[_ROW_OF[name], : np.size(values)] = values
+    call[_ROW_OF[name], :num_asked] = values
   return call
 
 

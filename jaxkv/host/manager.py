@@ -14,11 +14,11 @@ from jaxkv.host.checks import check_hit
 from jaxkv.host.checks import check_length
 from jaxkv.host.driver import Driver
 from jaxkv.host.driver import PoppedPages
-from jaxkv.host.driver import new_pages
 from jaxkv.host.options import Options
 from jaxkv.host.options import make_config
 from jaxkv.host.options import make_limits
 from jaxkv.host.pages import CachePages
+from jaxkv.host.pages import new_pages
 from jaxkv.host.requests import skips_lookup
 from jaxkv.host.requests import tokens_of
 from jaxkv.host.statistics import PrefixCacheStats

@@ -49,6 +49,15 @@ class CachePages:
     return self.unhashed or tuple([] for _ in self.pages)
 
 
+def new_pages(
+  pages: list[list[int]], begin: list[int], stop: list[int]
+) -> CachePages:
+  """Columns begin to stop of each group's pages, none of them cached yet."""
+  columns = zip(pages, begin, stop, strict=True)
+  new = tuple([row[first:last] for row, first, last in columns])
+  return CachePages(new, new)
+
+
 def _joined(
   one: tuple[list[int], ...], other: tuple[list[int], ...]
 ) -> tuple[list[int], ...]:

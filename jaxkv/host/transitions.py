@@ -14,6 +14,12 @@ from jaxkv.cache import page_pool
 from jaxkv.cache import prefix as prefixes
 from jaxkv.cache import releasing
 from jaxkv.cache.state import CacheState
+from jaxkv.compiling import UNSPLIT
+
+transition = functools.partial(
+  jax.jit, donate_argnums=0, compiler_options=UNSPLIT
+)
+"""Compiles a function of a state, its first argument, which it consumes."""
 
 
 class Found(NamedTuple):
@@ -32,7 +38,7 @@ class Found(NamedTuple):
   pages: Array
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=UNSPLIT)
 def look_up(
   state: CacheState, tokens: Array, length: Array, salt: Array
 ) -> Found:
@@ -55,13 +61,13 @@ def look_up(
   )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@transition
 def free(state: CacheState, slots: Array) -> CacheState:
   """Releases the sequences in slots int32[R], in order."""
   return releasing.free(state, slots)[0]
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@transition
 def evict(state: CacheState, pages: Array) -> CacheState:
   """Takes pages int32[X], all different, out of the index if they are in it."""
   valid = (pages > 0) & (pages < state.config.num_pages)
@@ -69,7 +75,7 @@ def evict(state: CacheState, pages: Array) -> CacheState:
   return dataclasses.replace(state, pool=pool)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@transition
 def forget_new(state: CacheState, pages: Array) -> CacheState:
   """Takes pages int32[X] out of what `take_new_pages` tells."""
   if state.pool.new is None:
@@ -81,7 +87,7 @@ def forget_new(state: CacheState, pages: Array) -> CacheState:
   )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@transition
 def reset(state: CacheState) -> CacheState:
   """Takes all pages out of the index, of a cache in which none is held."""
   return forgetting.reset_prefix_cache(state)[0]
