@@ -25,7 +25,6 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import time
@@ -40,18 +39,6 @@ _FOR_TRANSITIONS = 150
 
 # Several processes take turns on one GPU, and torch needs room beside jax.
 _ROOM = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-
-# Instructions of XLA for a GPU that start no kernel.
-_FREE = {
-  "bitcast",
-  "call",
-  "conditional",
-  "constant",
-  "get-tuple-element",
-  "parameter",
-  "tuple",
-  "while",
-}
 
 
 class Stage(NamedTuple):
@@ -129,6 +116,7 @@ def launches(path: pathlib.Path, seconds: float, quick: bool) -> bool:
   os.environ.update(_ROOM)
   import jax
   import jax.numpy as jnp
+  from launches import in_largest_loop
 
   import jaxkv
 
@@ -150,32 +138,10 @@ def launches(path: pathlib.Path, seconds: float, quick: bool) -> bool:
   )
   tokens = jnp.zeros((4, slots), jnp.int32)
   text = program.lower(jaxkv.init(config), tokens).compile().as_text() or ""
-  count = kernels_in_largest_loop(text)
-  print(f"{count} kernels in a step of {slots} slots")
-  path.write_text(json.dumps({"slots": slots, "kernels": count}) + "\n")
+  counts = in_largest_loop(text)
+  print(f"{counts} in a step of {slots} slots")
+  path.write_text(json.dumps({"slots": slots, **counts._asdict()}) + "\n")
   return True
-
-
-def kernels_in_largest_loop(text: str) -> int:
-  """Instructions that start a kernel, in the body of the largest loop.
-
-  Args:
-    text: of a compiled program.
-
-  Returns:
-    Their number; loops inside are counted by none of theirs.
-  """
-  bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
-  counts, inside = {}, ""
-  for line in text.splitlines():
-    header = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-    if header:
-      inside = header[1]
-      continue
-    found = re.match(r"\s+(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)
-    if found and found[1] not in _FREE and inside in bodies:
-      counts[inside] = counts.get(inside, 0) + 1
-  return max(counts.values(), default=0)
 
 
 STAGES = (

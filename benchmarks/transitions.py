@@ -22,7 +22,8 @@ found). none_hit: nothing is found. none_hit_evicting: 256 pages are taken. All
 pages of a pool are cached before anything is timed, so that every page taken
 evicts one, in every op. unsplit: compiled without the pass of XLA:CPU that
 splits a small gather or scatter over threads because the array behind it is
-large, which costs more.
+large, which costs more. graphs: on a GPU, compiled so that loops whose number
+of trips depends on data are part of a CUDA graph too.
 
 How. A timed call is one `fori_loop` whose trip count is an argument, the state
 its donated carry; the same program with no trips is timed next to it and
@@ -59,9 +60,15 @@ from jaxkv.compiling import UNSPLIT
 
 SLOTS = (64, 256, 1024)
 HYBRID = (256, 65536)  # slots and pages
+GRAPHS = {
+  "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,CONDITIONAL",
+  "xla_gpu_graph_min_graph_size": 1,
+}
+WAYS = {"cpu": {"unsplit": UNSPLIT}, "gpu": {"graphs": GRAPHS}}
+"""Compiler options, beside none, by platform and mode."""
 
 
-def compiled(step, options: dict[str, str] | None):
+def compiled(step, options: dict[str, Any] | None):
   """A timed call: so many steps over a donated state."""
 
   def run(state, inputs, count):
@@ -140,7 +147,7 @@ def sides_of(slots: int, pages: int) -> list[Side]:
 
 
 def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
-  """These ops over one state, with and without UNSPLIT."""
+  """These ops over one state, with and without a platform's options."""
   slots, pages = config.num_slots, config.num_pages
   rng = np.random.default_rng(slots + pages)
   state = ops.aged(config, rng)
@@ -149,11 +156,11 @@ def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
     if op.steps < 2:
       print(f"skipped, pool too small: {op.name} {op.mode} {slots} {pages}")
       continue
-    on_cpu = jax.default_backend() == "cpu"
-    for options in (None, UNSPLIT) if on_cpu else (None,):
-      mode = f"{op.mode} unsplit".strip() if options else op.mode
+    ways = {"": None, **WAYS.get(jax.default_backend(), {})}
+    for way, options in ways.items():
+      mode = f"{op.mode} {way}".strip()
       run = compiled(op.step, options)
-      run = programs.setdefault((op.step, options is None), run)
+      run = programs.setdefault((op.step, way), run)
       sides.append(Side(config, op._replace(mode=mode), run, state, rng))
   return sides
 
@@ -187,8 +194,9 @@ def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
       (side.row() for side in sides),
       key=lambda row: (row["op"], row["mode"]),
     )
-    modes = {row["mode"] for row in new} & {"short", "short unsplit"}
-    new += [growth_row(new, slots, mode) for mode in sorted(modes)]
+    modes = {row["mode"] for row in new if row["op"] == "decode_step"}
+    short = sorted(mode for mode in modes if mode.startswith("short"))
+    new += [growth_row(new, slots, mode) for mode in short]
     for row in new:
       digits = 2 if row["op"] == "growth" else 1
       print(

@@ -1,6 +1,7 @@
 """What is compiled for machines that are not here, without running it."""
 
 import contextlib
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from tests.pool_copies import pool_sized_rewrites
 
 LAYERS, PAGES, KV_HEADS, SIZE, DIM = 4, 512, 8, 16, 128
 SLOTS, HEADS, COLUMNS = 8, 32, 16
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 def over(targets):
@@ -225,35 +227,52 @@ class TestInPlace:
     assert_in_place(program.compiled, pools)
 
 
+def decode_loop(target, seed):
+  """A state, and the program of eight steps without a model."""
+  config = jaxkv.CacheConfig(
+    num_pages=65_536,
+    page_size=16,
+    num_slots=64,
+    pages_per_slot=256,
+    seed=seed,
+  )
+  state = jax.eval_shape(lambda: jaxkv.init(config))
+
+  def step(state, tokens):
+    ones = jnp.ones((config.num_slots,), jnp.int32)
+    state, _ = jaxkv.allocate(state, ones)
+    state, _ = jaxkv.commit(state, tokens[:, None], ones)
+    state, _ = jaxkv.free(state, tokens == 7)
+    return state, None
+
+  def loop(state, tokens):
+    return jax.lax.scan(step, state, tokens)[0]
+
+  tokens = jax.ShapeDtypeStruct((8, config.num_slots), jnp.int32)
+  jitted = jax.jit(loop, donate_argnums=0)
+  return state, compile_for(target, jitted, state, tokens)
+
+
 class TestTransitions:
+  @over(["h200"])
+  def test_a_decode_step_is_few_kernels(self, target, monkeypatch):
+    """No loop over bits or rounds; see `benchmarks/launches.py`."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from launches import in_largest_loop
+
+    _, program = decode_loop(target, seed=4)
+    launches = in_largest_loop(program.text)
+    assert 0 < launches.kernels < 190
+    assert launches.questions <= 22
+
   @over(["h200"])
   def test_a_decode_loop_of_the_cache_is_in_place(self, target, monkeypatch):
     """Without the sweep of the free queue, once in many pushes; as on a CPU."""
     monkeypatch.setattr(free_queue, "reserve", lambda queue, count: queue)
-    config = jaxkv.CacheConfig(
-      num_pages=65_536,
-      page_size=16,
-      num_slots=64,
-      pages_per_slot=256,
-      seed=5,  # A patched verb must not be found in jit's cache.
-    )
-    state = jax.eval_shape(lambda: jaxkv.init(config))
-
-    def step(state, tokens):
-      ones = jnp.ones((config.num_slots,), jnp.int32)
-      state, _ = jaxkv.allocate(state, ones)
-      state, _ = jaxkv.commit(state, tokens[:, None], ones)
-      state, _ = jaxkv.free(state, tokens == 7)
-      return state, None
-
-    def loop(state, tokens):
-      return jax.lax.scan(step, state, tokens)[0]
-
-    tokens = jax.ShapeDtypeStruct((8, config.num_slots), jnp.int32)
-    jitted = jax.jit(loop, donate_argnums=0)
-    program = compile_for(target, jitted, state, tokens)
+    # A patched verb must not be found in jit's cache: a seed of its own.
+    state, program = decode_loop(target, seed=5)
     leaves = jax.tree.leaves(state)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     assert program.aliased >= size
     assert program.temporary < size * 0.05
-    assert work_in_loops(program.text, config.num_pages // 2) == {}
+    assert work_in_loops(program.text, state.config.num_pages // 2) == {}

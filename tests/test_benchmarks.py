@@ -64,15 +64,28 @@ def test_a_backend_that_fails_is_told_from_one_that_refuses():
   assert attention.failures({"cases": cases}) == ["failed, xla: ValueError: no"]
 
 
-def test_kernels_of_a_loop_are_counted():
-  import gpu_suite
+def test_launches_of_a_loop_are_counted():
+  from launches import in_largest_loop
 
   text = """
+%inner.1 (q: s32[]) -> s32[] {
+  %q = s32[] parameter(0)
+  ROOT %n = s32[] fusion(%q), kind=kLoop, calls=%fused
+}
+
+%cond.1 (c: s32[]) -> pred[] {
+  %c = s32[] parameter(0)
+  ROOT %l = pred[] fusion(%c), kind=kLoop, calls=%fused
+}
+
 %body.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %p = (s32[], f32[8]) parameter(0)
   %x = f32[8]{0} get-tuple-element(%p), index=1
   %y = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
   %z = f32[8]{0} custom-call(%y), custom_call_target="kernel"
+  %o = s32[] while(%y), condition=%cond.1, body=%inner.1
+  %i = s32[] while(%o), condition=%cond.1, body=%inner.1, \
+backend_config={"known_trip_count":{"n":"5"}}
   ROOT %t = (s32[], f32[8]) tuple(%i, %z)
 }
 
@@ -81,4 +94,5 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   ROOT %r = f32[8]{0} fusion(%w), kind=kLoop, calls=%fused
 }
 """
-  assert gpu_suite.kernels_in_largest_loop(text) == 2
+  # Two of its own; one trip and two questions; five trips without any.
+  assert in_largest_loop(text) == (2 + 1 + 2 + 5, 2)

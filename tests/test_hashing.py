@@ -384,3 +384,11 @@ def _counters(start, count):
   tokens = np.zeros((count, 4), np.int32)
   tokens[:, 0] = np.arange(start, start + count)
   return tokens
+
+
+def test_every_platform_makes_the_same_keys():
+  words = np.random.default_rng(3).integers(0, 2**32, (4, 64), np.uint32)
+  words = tuple(jnp.asarray(words))
+  looped = jax.jit(hashing._permute_in_loop)(words)
+  straight = jax.jit(hashing._permute_in_one_kernel)(words)
+  np.testing.assert_array_equal(looped, straight)

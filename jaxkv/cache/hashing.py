@@ -14,7 +14,9 @@ no hit rests on the key alone (see `prefix_index.py`).
 
 A key is `uint32[..., 4]` outside and a tuple of four `uint32[...]` inside:
 XLA compiles the tuple form to straight code, while stacking between rounds
-makes it recompute earlier rounds for every word.
+makes it recompute earlier rounds for every word. XLA:CPU, which makes one
+result at a time, recomputes them in straight code too, so there the rounds are
+a loop; elsewhere a loop would be a dozen launches in place of one.
 """
 
 import hashlib
@@ -182,10 +184,22 @@ def chain_keys(previous: Array, digests: Array) -> Array:
 
 
 def _permute(words: Words) -> Words:
+  return lax.platform_dependent(
+    words, cpu=_permute_in_loop, default=_permute_in_one_kernel
+  )
+
+
+def _permute_in_loop(words: Words) -> Words:
   def four_rounds(_, words: Words) -> Words:
     return _round(_round(_round(_round(words))))
 
   return lax.fori_loop(0, _ROUNDS // 4, four_rounds, words)
+
+
+def _permute_in_one_kernel(words: Words) -> Words:
+  for _ in range(_ROUNDS):
+    words = _round(words)
+  return words
 
 
 def _mixed(a: Words, b: Words) -> Words:

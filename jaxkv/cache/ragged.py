@@ -44,10 +44,22 @@ def locate(counts: Array, item: Array) -> Items:
     item: int32[W], running numbers.
   """
   ends = jnp.cumsum(counts, dtype=jnp.int32)
-  row = jnp.searchsorted(ends, item, side="right", method="scan_unrolled")
-  row = row.astype(jnp.int32)
+  row = lax.platform_dependent(
+    ends, item, cpu=_row_in_loop, default=_row_in_one_kernel
+  )
   begin = indexing.take(ends, row) - indexing.take(counts, row)
   return Items(row, item - begin, (item >= 0) & (item < ends[-1]))
+
+
+def _row_in_loop(ends: Array, item: Array) -> Array:
+  """int32[W]: the row of each item; each user of a row reads it."""
+  return jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+
+
+def _row_in_one_kernel(ends: Array, item: Array) -> Array:
+  """The same; XLA:CPU would search again for each user of a row."""
+  row = jnp.searchsorted(ends, item, side="right", method="scan_unrolled")
+  return row.astype(jnp.int32)
 
 
 def for_each(
