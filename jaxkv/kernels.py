@@ -7,6 +7,7 @@ from jaxkv_kernels import append_kv
 from jaxkv_kernels import append_pages
 from jaxkv_kernels import append_quantized
 from jaxkv_kernels import copy_pages
+from jaxkv_kernels import decode_workers
 from jaxkv_kernels import gather_pages
 from jaxkv_kernels import latent_decode
 from jaxkv_kernels import load
@@ -29,6 +30,7 @@ __all__ = [
   "append_pages",
   "append_quantized",
   "copy_pages",
+  "decode_workers",
   "gather_pages",
   "latent_decode",
   "load",

@@ -77,19 +77,35 @@ class TestPlan:
     )
     plan = kernels.Plan(*map(np.asarray, plan))
     assert len(plan.row) == 17 + workers
-    sizes = plan.end - plan.first
-    assert sizes.max() <= plan.tokens
+    assert plan.begins[-1] <= len(plan.row)
     assert (plan.first % 64 == 0).all()
-    assert (sizes[plan.begins[-1] :] == 0).all()
+    assert (plan.end[plan.begins[-1] :] == 0).all()
     blocks = 0
     for b, length in enumerate(lengths):
       items = range(plan.begins[b], plan.begins[b + 1])
       assert (plan.row[items] == b).all()
-      held = [p for i in items for p in range(plan.first[i], plan.end[i])]
-      first = 0 if window is None else max(0, length - window)
-      assert held == list(range(first // 64 * 64, length))
-      blocks += -(-len(held) // 64)
+      assert plan.first[items[0]] == 0
+      assert plan.end[items[-1]] == np.iinfo(np.int32).max
+      np.testing.assert_array_equal(plan.first[items[1:]], plan.end[items[:-1]])
+      seen = 0 if window is None else max(0, length - window) // 64 * 64
+      sizes = np.minimum(plan.end[items], length) - np.maximum(
+        plan.first[items], seen
+      )
+      assert sizes.max() <= plan.tokens
+      blocks += -(-max(length - seen, 0) // 64)
     assert plan.tokens == max(1, -(-blocks // workers)) * 64
+
+  def test_workers(self):
+    """Of the pieces that a backend has in hand, those of one head of keys."""
+    for kv_heads, workers in ((8, 33), (1, 264), (1000, 1)):
+      pool = jnp.zeros((1, kv_heads, 8, 64), jnp.bfloat16)
+      assert kernels.decode_workers(pool, backend="mosaic_gpu") == workers
+      for backend in ("xla", "triton", "mosaic_tpu", "auto"):
+        assert kernels.decode_workers(pool, backend=backend) is None
+    with pytest.raises(NotImplementedError, match="'cuda' does not exist"):
+      kernels.decode_workers(pool, backend="cuda")
+    with pytest.raises(ValueError, match="k_pages has shape"):
+      kernels.decode_workers(jnp.zeros(3), backend="xla")
 
   def test_with_64_bit_types(self):
     with jax.enable_x64(True):

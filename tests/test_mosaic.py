@@ -67,16 +67,17 @@ class TestKernels:
     assert_matches(out, lse, *wanted, np.dtype(dtype), 2e-6)
     np.testing.assert_array_equal(out[0, 0], values[2, 0, 3])
 
-  def test_a_plan(self):
-    """Rows in pieces of other sizes, one of them behind the window."""
+  @pytest.mark.parametrize("planned", [(300, 0, 70, 9), (140, 8, 400, 0)])
+  def test_a_plan(self, planned):
+    """Pieces of other sizes, one behind the window; and those of older rows."""
     shape = dataclasses.replace(
       SHAPES["bfloat16_mqa"], lengths=(300, 0, 70, 9), options={"window": 150}
     )
     case = problem(shape)
     q = queries(case, shape, 4)
     arguments = (q, *case.pools, case.lengths)
-    plan = kernels.plan_decode(jnp.asarray(case.lengths), workers=5)
-    assert int(plan.begins[-1]) > 4
+    plan = kernels.plan_decode(jnp.asarray(planned, jnp.int32), workers=5)
+    assert int(plan.begins[-1]) > 5
     wanted = definition.paged_decode(*arguments, **case.options)
     out, lse = decode("mosaic_gpu", *arguments, plan=plan, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, 2e-6)

@@ -12,6 +12,7 @@ from jaxkv_kernels.attention.api import paged_attention
 from jaxkv_kernels.attention.api import paged_attention_padded
 from jaxkv_kernels.attention.api import paged_decode
 from jaxkv_kernels.attention.backends import BACKENDS
+from jaxkv_kernels.attention.backends import decode_workers
 from jaxkv_kernels.attention.latent import latent_decode
 from jaxkv_kernels.attention.merge import merge_states
 from jaxkv_kernels.attention.plan import Plan
@@ -34,6 +35,7 @@ __all__ = [
   "append_pages",
   "append_quantized",
   "copy_pages",
+  "decode_workers",
   "gather_pages",
   "latent_decode",
   "load",

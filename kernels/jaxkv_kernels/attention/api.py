@@ -72,7 +72,8 @@ def paged_decode(
     k_scale: what the pool's keys are to be multiplied by: float32[K], a factor
       a head, or float32[P, K, S], one a token and head. None: by nothing.
     v_scale: the same for values.
-    plan: of `plan_decode`, once for all layers; for backends that use it.
+    plan: of `plan_decode`, once for all layers; for backends that use it. It
+      says how the work is cut: with one for other lengths the result is right.
     return_lse: also return the log-sum-exp (natural log, sink included).
     backend: "auto", or the name of one; see `attention.backends`.
     interpret: run a Pallas backend, named with `backend`, in its interpreter:

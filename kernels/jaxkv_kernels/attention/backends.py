@@ -24,6 +24,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels import check
 from jaxkv_kernels.attention.options import Options
 
 _logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ _ORDER = {
   "cuda": ("triton", "xla"),
   "tpu": ("mosaic_tpu", "xla"),
 }
+# Pieces of decode work that a backend has in hand at once: two on each
+# multiprocessor of an H100 or H200 SXM. One without a line takes no plan.
+_AT_ONCE = {"mosaic_gpu": 264}
 
 BACKENDS = ("auto", *_PLATFORMS)
 
@@ -128,10 +132,7 @@ def choose(
     NotImplementedError: there is no such backend, or it does not serve.
     ValueError: `interpret` without the name of a backend that interprets.
   """
-  if backend not in BACKENDS:
-    raise NotImplementedError(
-      f"backend={backend!r} does not exist; there are {', '.join(BACKENDS)}"
-    )
+  check_name(backend)
   if options.interpret and _PLATFORMS.get(backend) is None:
     raise ValueError(
       f"interpret={options.interpret!r} with backend={backend!r}; name one of"
@@ -181,6 +182,44 @@ def decode(
     q[:, None], k_pages, v_pages, page_table, starts, counts, options
   )
   return out[:, 0], lse[:, 0]
+
+
+def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
+  """Pieces that `plan_decode` is to aim at for a backend.
+
+  Args:
+    k_pages: [P, K, S, D]; looked at for its shape alone.
+    backend: as `paged_decode` will be told. "auto": whichever of those that it
+      tries here takes plans; the others ignore one.
+
+  Returns:
+    The number; None if no plan would be used.
+
+  Raises:
+    ValueError: k_pages is no pool.
+    NotImplementedError: there is no such backend.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> k_pages = jnp.zeros((9, 8, 16, 128), jnp.bfloat16)
+    >>> decode_workers(k_pages, backend="mosaic_gpu")
+    33
+    >>> decode_workers(k_pages, backend="triton") is None
+    True
+  """
+  check.pool("k_pages", k_pages)
+  check_name(backend)
+  tried = _ORDER.get(platform(), ()) if backend == "auto" else (backend,)
+  at_once = max(_AT_ONCE.get(name, 0) for name in (*tried, ""))
+  return max(at_once // k_pages.shape[1], 1) if at_once else None
+
+
+def check_name(backend: str) -> None:
+  """Raises `NotImplementedError` unless there is such a backend."""
+  if backend not in BACKENDS:
+    raise NotImplementedError(
+      f"backend={backend!r} does not exist; there are {', '.join(BACKENDS)}"
+    )
 
 
 def platform() -> str:

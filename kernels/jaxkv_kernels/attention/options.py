@@ -130,7 +130,7 @@ def _check_plan(plan: Plan | None, q: jax.Array) -> None:
   if plan.begins.shape != (q.shape[0] + 1,):
     raise ValueError(
       f"plan is for {plan.begins.size - 1} rows but q has {q.shape[0]}; make it"
-      " from the lengths of this call"
+      " for these"
     )
 
 

@@ -138,11 +138,7 @@ def plan_shared_prefix(
     check.vector("groups", groups, page_table.shape[0])
   check.count("num_groups", num_groups)
   check.count("group_size", group_size)
-  if backend not in backends.BACKENDS:
-    raise NotImplementedError(
-      f"backend={backend!r} does not exist; there are"
-      f" {', '.join(backends.BACKENDS)}"
-    )
+  backends.check_name(backend)
   batch, columns = page_table.shape
   page_size, itemsize = k_pages.shape[2], k_pages.dtype.itemsize
   here = "cpu" if backends.platform() == "cpu" else "other"
