@@ -1,6 +1,7 @@
 """Rows that share pages, read once; and drafts in trees."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,14 @@ import pytest
 
 import jaxkv
 from jaxkv import kv as memory
+from jaxkv.models.config import LlamaConfig
+from jaxkv.models.llama import forward
+from jaxkv.models.llama import init_params
 from jaxkv_kernels.attention import prefix
 from tests.kernels_shapes import assert_matches
 from tests.kv_memory import draw
+from tests.traced_loops import equations
+from tests.traced_loops import in_loops
 
 SAMPLES, PROMPT, SIZE, HEADS, KV_HEADS, DIM = 3, 70, 8, 4, 2, 32
 SIZES = jaxkv.CacheConfig(
@@ -190,6 +196,90 @@ class TestShare:
     with pytest.raises(ValueError, match="groups has shape"):
       groups = jnp.zeros(5, jnp.int32)
       memory.share(kv, view, num_groups=1, group_size=2, groups=groups)
+
+
+class TestFit:
+  @pytest.fixture
+  def shared(self, forked, monkeypatch):
+    """A view of rows that share, as many of them as there are."""
+    least = dict.fromkeys(prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(prefix, "_LEAST_SAVING", least)
+    view, kv = next_tokens(*forked, 1)
+    return memory.share(kv, view, num_groups=2, group_size=SAMPLES), kv
+
+  def test_exact_is_one_view_alone(self, shared):
+    """Not what is made from it: that may have other rows."""
+    view, kv = shared
+    assert view.exact
+    assert memory.fit(kv, view) is view
+    made = {
+      "replace": dataclasses.replace(view, starts=view.starts),
+      "tree": jax.tree.map(lambda x: x, view),
+      "jit": jax.jit(lambda view: view)(view),
+      "scan": jax.lax.scan(lambda at, _: (at, None), view, None, 1)[0],
+    }
+    for name, other in made.items():
+      assert not other.exact, name
+      fitted = memory.fit(kv, other)
+      assert fitted.exact, name
+      jax.tree.map(np.testing.assert_array_equal, fitted, view)
+    alone = dataclasses.replace(view, shared=None)
+    assert memory.fit(kv, alone) is alone
+
+  def test_rows_that_left(self, shared):
+    view, kv = shared
+    some = jnp.asarray([True, False, False, True, True, True])
+    moved = dataclasses.replace(view, counts=jnp.where(some, 0, view.counts))
+    fitted = memory.fit(kv, moved)
+    np.testing.assert_array_equal(fitted.shared.tokens, [PROMPT // 8 * 8, 0])
+    np.testing.assert_array_equal(fitted.shared.own_tokens > 0, ~some)
+    q = draw(9, 6, 1, HEADS, DIM)
+    np.testing.assert_array_equal(
+      memory.attend(kv, fitted, 1, q), memory.attend(kv, moved, 1, q)
+    )
+
+  @pytest.mark.parametrize("fit", [True, False])
+  def test_layers_do_not_look_at_tables(self, shared, fit):
+    """XLA leaves in the loop what is there, for a GPU and for a TPU."""
+    view, kv = shared
+
+    def layers(kv, view, q):
+      view = memory.fit(kv, view) if fit else view
+
+      def layer(q, index):
+        return q + memory.attend(kv, view, index, q), None
+
+      return jax.lax.scan(layer, q, jnp.arange(2, dtype=jnp.int32))[0]
+
+    q = draw(9, 6, 1, HEADS, DIM)
+    assert compares_tables(in_loops(layers, kv, view, q), view) != fit
+
+  def test_a_model_s_layers_do_not(self, shared):
+    view, kv = shared
+    config = LlamaConfig(
+      vocab_size=11,
+      num_layers=2,
+      embed_dim=8,
+      num_heads=HEADS,
+      num_kv_heads=KV_HEADS,
+      head_dim=DIM,
+      mlp_dim=16,
+    )
+    params = init_params(jax.random.key(0), config)
+    tokens = jnp.ones((6, 1), jnp.int32)
+    decode = functools.partial(forward, config=config)
+    arguments = (params, tokens, view.starts[:, None], kv, view)
+    assert compares_tables(equations(decode, *arguments), view)
+    assert not compares_tables(in_loops(decode, *arguments), view)
+
+
+def compares_tables(found, view):
+  """Whether page tables are compared, page by page."""
+  return any(
+    one.primitive.name == "eq"
+    and one.outvars[0].aval.shape == view.page_table.shape
+    for one in found
+  )
 
 
 class TestTree:

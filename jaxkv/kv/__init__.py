@@ -9,6 +9,8 @@ for one call.
 | `init` | empty pages for all layers |
 | `write` | stores the keys and values of new tokens |
 | `share` | finds the pages that rows have in common, to be read once |
+| `fit` | finds what of that still holds, once for all layers |
+| `plan` | cuts a decode step's work, once for all layers |
 | `attend` | causal attention of new queries over all tokens so far |
 | `copy` | page contents, in every layer: what a fork or a swap owes |
 | `gather` | sequences as dense arrays |
@@ -22,6 +24,8 @@ from jaxkv.kv.pages import KVPages
 from jaxkv.kv.pages import copy
 from jaxkv.kv.pages import gather
 from jaxkv.kv.pages import init
+from jaxkv.kv.plan import plan
+from jaxkv.kv.share import fit
 from jaxkv.kv.share import share
 from jaxkv.kv.view import View
 from jaxkv.kv.write import write
@@ -31,8 +35,10 @@ __all__ = [
   "View",
   "attend",
   "copy",
+  "fit",
   "gather",
   "init",
+  "plan",
   "share",
   "write",
 ]

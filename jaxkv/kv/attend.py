@@ -12,6 +12,7 @@ from jaxkv.kv.pages import KVPages
 from jaxkv.kv.pages import check_layer
 from jaxkv.kv.view import View
 from jaxkv.kv.view import check_rows
+from jaxkv.kv.view import decode_lengths
 
 
 def attend(
@@ -37,7 +38,8 @@ def attend(
   With one column, no window, and a view of `share`, pages that rows have in
   common are read once. That rounds differently, but no less precisely. A row
   whose table or position has changed since, so that it no longer begins with
-  those pages, is read alone.
+  those pages, is read alone; `fit` finds that out once for all layers. What
+  `plan` made is handed to backends that take it.
 
   Args:
     kv: the pages.
@@ -83,11 +85,13 @@ def attend(
   }
   static = tuple(item for item in options.items() if item[0] not in traced)
   layer = jnp.asarray(layer, jnp.int32)
-  out, lse = _attend(kv, view, layer, q, traced, static=static)
+  out, lse = _attend(
+    kv, view, layer, q, traced, static=static, exact=view.exact
+  )
   return (out, lse) if return_lse else out
 
 
-@functools.partial(jax.jit, static_argnames="static", inline=True)
+@functools.partial(jax.jit, static_argnames=("static", "exact"), inline=True)
 def _attend(
   kv: KVPages,
   view: View,
@@ -96,6 +100,7 @@ def _attend(
   traced: dict[str, jax.Array],
   *,
   static: tuple[tuple[str, Any], ...],
+  exact: bool,
 ) -> tuple[jax.Array, jax.Array]:
   options = {
     "page_offset": layer * kv.num_pages,
@@ -110,20 +115,24 @@ def _attend(
       q, kv.k, kv.v, view.page_table, view.starts, view.counts, **options
     )
   del options["tree_mask"]
-  active = view.counts > 0
-  lengths = jnp.where(active, view.starts + 1, 0)
+  lengths = decode_lengths(view)
   if view.shared is not None and options["window"] is None:
     del options["window"]
-    # Of an older view these rows may be; all layers ask the same, once.
-    shared = view.shared.fitted(
-      view.page_table, lengths, page_size=kv.page_size
-    )
+    shared = view.shared
+    if not exact:  # The rows may have been stepped on.
+      shared = shared.fitted(view.page_table, lengths, page_size=kv.page_size)
     out, lse = kernels.shared_prefix_decode(
       q[:, 0], kv.k, kv.v, shared, **options
     )
   else:
     out, lse = kernels.paged_decode(
-      q[:, 0], kv.k, kv.v, view.page_table, lengths, **options
+      q[:, 0],
+      kv.k,
+      kv.v,
+      view.page_table,
+      lengths,
+      plan=view.plan,
+      **options,
     )
-  lse = jnp.where(active[:, None], lse, -jnp.inf)
+  lse = jnp.where((view.counts > 0)[:, None], lse, -jnp.inf)
   return out[:, None], lse[:, None]

@@ -1,6 +1,7 @@
 """What one call needs to know of the cache state."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,32 @@ class View:
     counts: how many columns are tokens; 0 for an idle row. int32[B]
     shared: pages that rows have in common, as `share` finds them; or None. A
       view that is stepped on may keep it: what no longer holds is not used.
+    plan: pieces into which a decode is cut, as `plan` makes it; or None. A view
+      that is stepped on may keep it: it is less even then, and as right.
+    exact: whether `shared` is known to hold for these very arrays. So it is in
+      what `share` and `fit` return, but not in what is made from that with
+      `replace`, nor behind a `jit`, `scan` or `while_loop`.
   """
 
   page_table: jax.Array  # int32[B, M]
   starts: jax.Array  # int32[B]
   counts: jax.Array  # int32[B]
   shared: kernels.SharedPrefix | None = None
+  plan: kernels.Plan | None = None
+  # Of one object, neither a field nor a leaf, so that whatever makes another
+  # view of this one makes it False.
+  exact: ClassVar[bool] = False
+
+
+def mark_exact(view: View) -> View:
+  """The view, whose `shared` was just made from its other fields."""
+  object.__setattr__(view, "exact", True)
+  return view
+
+
+def decode_lengths(view: View) -> jax.Array:
+  """Tokens of each row with its one new token, 0 for idle rows: int32[B]."""
+  return jnp.where(view.counts > 0, view.starts + 1, 0)
 
 
 def positions(view: View, columns: int) -> jax.Array:

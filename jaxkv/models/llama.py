@@ -118,7 +118,8 @@ def forward(
   Writes the keys and values of the first `view.counts[b]` tokens of row b
   behind its `view.starts[b]` cached ones, and lets each token attend to
   those up to itself. Prefill, chunked prefill and decode are this one call
-  with different T and counts. A row's logits do not depend on other rows.
+  with different T and counts. A row's logits do not depend on other rows, but
+  for rounding where a view has `shared` pages or a `plan`.
 
   Never donates: outside of a `jit` of the caller's own each call copies the
   pages.
@@ -157,6 +158,8 @@ def forward(
     >>> logits.shape
     (1, 3, 11)
   """
+  if tokens.shape[1:] == (1,):
+    view = paged.fit(kv, view)
 
   def attention(
     layer: jax.Array,
