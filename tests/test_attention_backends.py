@@ -97,6 +97,15 @@ class TestPlatform:
     with jax.default_device(jax.devices("cpu")[1]):
       assert backends.platform() == "cpu"
 
+  def test_of_arrays_that_were_put_somewhere(self, monkeypatch):
+    """They stay there, wherever others would go."""
+    there = jax.device_put(jnp.ones(3), jax.devices("cpu")[1])
+    monkeypatch.setattr(backends, "_platform_of", lambda device: str(device.id))
+    first = str(jax.devices()[0].id)
+    assert backends.platform(jnp.ones(3), there) == "1" != first
+    assert backends.platform(jnp.ones(3)) == first
+    assert jax.jit(lambda x: jnp.int32(backends.platform(x)))(there) == 0
+
   def test_of_the_abstract_mesh(self):
     device = jax.sharding.AbstractDevice(
       device_kind="TPU v6 lite", num_cores=1, platform="tpu"

@@ -1,6 +1,7 @@
 """Decodes of rows that begin with the same pages."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import jaxkv_kernels as kernels
 from jaxkv_kernels.attention import definition
 from jaxkv_kernels.attention import prefix as prefix_module
+from jaxkv_kernels.attention import xla
 from tests.kernels_shapes import SHAPES
 from tests.kernels_shapes import assert_matches
 from tests.kernels_shapes import problem
@@ -104,6 +106,83 @@ class TestSharedPrefix:
     np.testing.assert_array_equal(shared.tokens, [64, 32])
     np.testing.assert_array_equal(shared.own_tokens, [1, 8, 86, 15, 80, 1, 38])
     assert_matches(*out, *wanted, np.float32)
+
+  @pytest.mark.parametrize("most", [1, 2, 3])
+  @pytest.mark.parametrize("name", ["page16_gqa4_d128", "alibi"])
+  def test_parts_of_groups_that_a_backend_serves(
+    self, always, monkeypatch, name, most
+  ):
+    """Those of 4 rows are cut where it serves the heads of fewer."""
+    shape, case = sharing(SHAPES[name])
+    q = queries(case, shape, len(LENGTHS))
+    wanted = definition.paged_decode(
+      q, *case.pools, case.lengths, **case.options
+    )
+    heads, attend, asked = q.shape[1], xla.attend, set()
+
+    def unsupported(platform, queries, *rest):
+      return "too many" if queries.shape[1] > most * heads else None
+
+    def recorded(queries, *rest):
+      asked.add(queries.shape[:3])
+      return attend(queries, *rest)
+
+    monkeypatch.setattr(xla, "unsupported", unsupported)
+    monkeypatch.setattr(xla, "attend", recorded)
+    _, (out, lse) = decode(case, q)
+    rows = min(most, 2)
+    assert asked == {(7, 1, heads), (8 // rows, 1, rows * heads)}
+    assert_matches(out, lse, *wanted, case.dtype)
+
+  @pytest.mark.parametrize(("dim", "rows"), [(64, 3), (128, 1)])
+  def test_pays_by_what_will_serve(self, dim, rows):
+    """On a TPU `xla` has head sizes of 64; there all rows read as one."""
+    device = jax.sharding.AbstractDevice(
+      device_kind="TPU v6 lite", num_cores=1, platform="tpu"
+    )
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    shape = jax.ShapeDtypeStruct
+    pool = shape((1, 8, 256, dim), jnp.bfloat16)
+    least = prefix_module._LEAST_SAVING["other"] // (2 * 8 * 256 * dim * 2)
+
+    def planned(columns):
+      with jax.sharding.use_abstract_mesh(mesh):
+        return jax.eval_shape(
+          functools.partial(
+            kernels.plan_shared_prefix, num_groups=1, group_size=2
+          ),
+          shape((4, columns), jnp.int32),
+          shape((4,), jnp.int32),
+          pool,
+          pool,
+        )
+
+    assert planned(least // rows - 1) is None
+    assert planned(least // rows + 1) is not None
+
+  @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton", "mosaic_tpu"])
+  def test_samples_of_many_heads_a_head_of_keys(self, always, backend):
+    """16 samples with 8 query heads each: more rows than a tile may have."""
+    shape = jax.ShapeDtypeStruct
+    pool = shape((64, 1, 16, 128), jnp.bfloat16)
+
+    def run(q, k_pages, v_pages, table, lengths):
+      shared = kernels.plan_shared_prefix(
+        table, lengths, k_pages, v_pages, num_groups=2, group_size=16
+      )
+      return kernels.shared_prefix_decode(
+        q, k_pages, v_pages, shared, backend=backend
+      )
+
+    out = jax.eval_shape(
+      run,
+      shape((32, 8, 128), jnp.bfloat16),
+      pool,
+      pool,
+      shape((32, 9), jnp.int32),
+      shape((32,), jnp.int32),
+    )
+    assert out.shape == (32, 8, 128)
 
   @pytest.mark.parametrize(
     ("num_groups", "group_size"), [(1, 4), (2, 2), (7, 7), (1, 1)]

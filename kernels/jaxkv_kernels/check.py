@@ -89,9 +89,9 @@ def beside(name: str, array: jax.Array, **others: Any) -> None:
 
   Of what is traced nothing is known; there jax says it itself, without names.
   """
-  wanted = _placed(array)
+  wanted = placed(array)
   for other, value in others.items():
-    devices = _placed(value)
+    devices = placed(value)
     if wanted is not None and devices is not None and devices != wanted:
       raise ValueError(
         f"{other} is on {_names(devices)} but {name} on {_names(wanted)}; put"
@@ -99,8 +99,8 @@ def beside(name: str, array: jax.Array, **others: Any) -> None:
       )
 
 
-def _placed(array) -> set[Any] | None:
-  """The devices that an array is committed to; None if it is to none."""
+def placed(array) -> set[Any] | None:
+  """The devices that an array was put on; None if on none, or traced."""
   if isinstance(array, core.Tracer) or not isinstance(array, jax.Array):
     return None
   return array.devices() if array.committed else None

@@ -6,8 +6,9 @@
 | tpu | mosaic_tpu, xla |
 | any other | xla |
 
-The platform is that of the abstract mesh in use, if it names its device, else
-of jax's default device, else of the default backend. Tracing cannot know where
+The platform is that of the arrays, if they were put on a device, else of the
+abstract mesh in use, if it names its device, else of jax's default device, else
+of the default backend. Tracing cannot know where
 `jit` is going to place a computation, so code that is compiled ahead of time
 for another platform, or placed on another device, names its backend; naming
 one names the platform that it is for. What a named backend cannot do is an
@@ -140,7 +141,7 @@ def choose(
     )
   if backend != "auto":
     return _named(operation, backend, q, k_pages, v_pages, options)
-  here = platform()
+  here = platform(q, k_pages)
   passed_over = []
   for name in _ORDER.get(here, ("xla",)):
     module = _load(name)
@@ -209,7 +210,7 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
   """
   check.pool("k_pages", k_pages)
   check_name(backend)
-  tried = _ORDER.get(platform(), ()) if backend == "auto" else (backend,)
+  tried = _ORDER.get(platform(k_pages), ()) if backend == "auto" else (backend,)
   at_once = max(_AT_ONCE.get(name, 0) for name in (*tried, ""))
   return max(at_once // k_pages.shape[1], 1) if at_once else None
 
@@ -222,12 +223,31 @@ def check_name(backend: str) -> None:
     )
 
 
-def platform() -> str:
-  """The platform that this process traces for, as far as it can know.
+def name_of(chosen: Backend) -> str:
+  """What a backend is called in `BACKENDS`."""
+  module: Any = chosen
+  return module.__name__.rpartition(".")[2]
+
+
+def target(backend: str, *arrays: Any) -> str:
+  """The platform that a call is compiled for: a named backend's own one."""
+  own = _PLATFORMS.get(backend)
+  return platform(*arrays) if own is None else own[0]
+
+
+def platform(*arrays: Any) -> str:
+  """The platform that a call runs on, as far as can be known.
+
+  Args:
+    *arrays: of the call, traced or not.
 
   Returns:
     "cpu", "cuda", "rocm", "tpu" or another of jax's names.
   """
+  for array in arrays:
+    devices = check.placed(array)
+    if devices:
+      return _platform_of(next(iter(devices)))
   described = jax.sharding.get_abstract_mesh().abstract_device
   if described is not None and described.platform:
     return "cuda" if described.platform == "gpu" else described.platform
@@ -236,17 +256,20 @@ def platform() -> str:
     default = jax.devices()[0]
   elif isinstance(default, str):
     default = jax.devices(default)[0]
-  if default.platform != "gpu":
-    return default.platform
-  version = getattr(default.client, "platform_version", "")
+  return _platform_of(default)
+
+
+def _platform_of(device: Any) -> str:
+  if device.platform != "gpu":
+    return device.platform
+  version = getattr(device.client, "platform_version", "")
   return "rocm" if "rocm" in version.lower() else "cuda"
 
 
 def _named(operation, backend, q, k_pages, v_pages, options) -> Backend:
   module = _load(backend)
-  own = _PLATFORMS[backend]
-  target = platform() if own is None else own[0]
-  reason = module.unsupported(target, q, k_pages, v_pages, options)
+  here = target(backend, q, k_pages)
+  reason = module.unsupported(here, q, k_pages, v_pages, options)
   if reason is not None:
     raise NotImplementedError(
       f"backend={backend!r} does not serve {operation}: {reason}"

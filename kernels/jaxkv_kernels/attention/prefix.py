@@ -4,6 +4,7 @@ Found once a step, from page tables and lengths alone; `prefix_decode` is told.
 """
 
 import functools
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 
 from jaxkv_kernels import check
 from jaxkv_kernels.attention import backends
+from jaxkv_kernels.attention.options import Options
+from jaxkv_kernels.storage import logical_dtype
 
 # What sharing must save, in bytes read of K and V in one layer's call, to make
 # up for the second pass and the merge: on a CPU measured with
@@ -141,8 +144,8 @@ def plan_shared_prefix(
   backends.check_name(backend)
   batch, columns = page_table.shape
   page_size, itemsize = k_pages.shape[2], k_pages.dtype.itemsize
-  here = "cpu" if backends.platform() == "cpu" else "other"
-  lockstep = backend == "xla" or here == "cpu"
+  here = "cpu" if backends.platform(k_pages) == "cpu" else "other"
+  lockstep = here == "cpu" or _serves(backend, k_pages, v_pages) == "xla"
   token = k_pages.shape[1] * (k_pages.shape[3] + v_pages.shape[3]) * itemsize
   least = -(-_LEAST_SAVING[here] // token)
   if lockstep:
@@ -161,6 +164,24 @@ def plan_shared_prefix(
     least=least,
     lockstep=lockstep,
   )
+
+
+def _serves(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
+  """The name of the backend that will decode from these pools, most likely."""
+  if backend != "auto":
+    return backend
+  dtype = logical_dtype(k_pages.dtype)
+  # A query that fits: the real ones are not known here.
+  query = jax.ShapeDtypeStruct(
+    (1, k_pages.shape[1], k_pages.shape[3]),
+    dtype if dtype.itemsize > 1 else jnp.bfloat16,
+  )
+  options: Any = Options(page_offset=jnp.int32(0), scale=1.0)
+  like: Any = query
+  chosen = backends.choose(
+    "plan_shared_prefix", "auto", like, k_pages, v_pages, options
+  )
+  return backends.name_of(chosen)
 
 
 @functools.partial(

@@ -17,6 +17,7 @@ from jax import lax
 from jaxkv_kernels import check
 from jaxkv_kernels.attention import backends
 from jaxkv_kernels.attention.merge import merge_states
+from jaxkv_kernels.attention.options import Options
 from jaxkv_kernels.attention.options import checked
 from jaxkv_kernels.attention.prefix import SharedPrefix
 
@@ -41,7 +42,9 @@ def shared_prefix_decode(
   """What `paged_decode` gives, with prefixes that rows share read once.
 
   There is no window: behind one, rows of different length see different parts
-  of a prefix. The result differs from `paged_decode`'s in rounding.
+  of a prefix. The result differs from `paged_decode`'s in rounding. Where a
+  backend does not serve the query heads of a whole group at once, a prefix is
+  read once for each of as few equal parts of the group as it does serve.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
@@ -90,11 +93,13 @@ def shared_prefix_decode(
   )
 
   def with_prefix(own):
-    prefix = _prefix_states(q, *pools, shared, options, backend)
+    here = backends.target(backend, q, k_pages)
+    parts = _parts(q, *pools, shared, options, chosen, here)
+    prefix = _prefix_states(q, *pools, parts, options, chosen)
     parts = zip(own, prefix, strict=True)
     return merge_states(*(jnp.stack(part) for part in parts))
 
-  if backends.platform() == "cpu":
+  if backends.platform(q, k_pages) == "cpu":
     # Elsewhere a branch costs more than a pass over no tokens and a merge.
     out, lse = lax.cond(
       jnp.any(shared.tokens > 0), with_prefix, lambda own: own, own
@@ -118,13 +123,49 @@ def _check_shared(q: jax.Array, shared: SharedPrefix | None) -> None:
   check.beside("q", q, **{f"shared.{name}": value for name, value in fields})
 
 
+def _parts(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  shared: SharedPrefix,
+  options: Options,
+  chosen: backends.Backend,
+  here: str,
+) -> SharedPrefix:
+  """Groups no larger than the backend serves: at least one row, as q has."""
+  groups, size = shared.members.shape
+  batch, heads, dim = q.shape
+
+  def served(rows):
+    side_by_side = (-(-size // rows) * groups, rows * heads, dim)
+    queries: Any = jax.ShapeDtypeStruct(side_by_side, q.dtype)
+    reason = chosen.unsupported(here, queries, k_pages, v_pages, options)
+    return reason is None
+
+  rows = size
+  while rows > 1 and not served(rows):
+    rows = -(-rows // 2)
+  parts = -(-size // rows)
+  if parts == 1:
+    return shared
+  spare = ((0, 0), (0, parts * rows - size))
+  members = jnp.pad(shared.members, spare, constant_values=batch)
+  members = members.reshape(groups * parts, rows)
+  some = jnp.any(members < batch, axis=1)
+  return shared._replace(
+    members=members,
+    tokens=jnp.where(some, jnp.repeat(shared.tokens, parts), 0),
+    prefix_table=jnp.repeat(shared.prefix_table, parts, axis=0),
+  )
+
+
 def _prefix_states(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
   shared: SharedPrefix,
-  options: Any,
-  backend: str,
+  options: Options,
+  chosen: backends.Backend,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention over what rows share: float32[B, H, Dv], float32[B, H]."""
   batch, heads, dim = q.shape
@@ -151,9 +192,6 @@ def _prefix_states(
   options = dataclasses.replace(options, sinks=None, alibi_slopes=slopes)
   members = q.at[shared.members].get(mode="fill", fill_value=0)
   queries = side_by_side(members.reshape(*apart, dim))
-  chosen = backends.choose(
-    "paged_decode", backend, queries, k_pages, v_pages, options
-  )
   out, lse = backends.decode(
     chosen,
     queries,
