@@ -377,8 +377,9 @@ def assert_matches(
   """Compares with the definition, at the tolerance of the number format."""
   out = np.asarray(out).astype(np.float64)
   # Relative L2 over everything, largest error as a share of the largest value
-  # (4 or so for normal draws), and largest error of lse. Rounding the output
-  # alone is 2^-9 (bfloat16) and 2^-12 (float16) relative.
+  # there is, and largest error of lse. The values drawn reach 4 to 6, whatever
+  # the format, and 4 is taken for all: no test is easier for its values.
+  # Rounding the output alone is 2^-9 (bfloat16) and 2^-12 (float16) relative.
   l2, largest, lse_error = {
     "float32": (float32_l2, 1e-5, 1e-5),
     "bfloat16": (4e-3, 2e-2, 1e-3),

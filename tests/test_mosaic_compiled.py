@@ -161,6 +161,25 @@ class TestTpu:
       target, kernels.paged_decode, (BATCH,), vector(), dtype=dtype, **scales
     )
 
+  @pytest.mark.parametrize("size", [8, 40])
+  def test_8_bits_in_small_pages(self, target, size):
+    compiled(
+      target, kernels.paged_decode, (BATCH,), vector(), size=size, dtype="int8"
+    )
+
+  def test_trees_with_scales_of_tokens(self, target):
+    compiled(
+      target,
+      kernels.paged_attention_padded,
+      (BATCH, 9),
+      vector(),
+      vector(),
+      dtype="int8",
+      **EVERYTHING,
+      **PER_TOKEN,
+      **TREE,
+    )
+
   @pytest.mark.parametrize("heads", [40, 64])
   def test_prompts_of_many_heads_of_keys(self, target, heads):
     """Tiles and blocks are smaller then: a chip has so much memory."""

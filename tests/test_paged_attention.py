@@ -31,6 +31,7 @@ RECTANGLES = pytest.mark.parametrize(
     "everything",
     "everything_bits",
     "everything_int8",
+    "everything_int8_d128",
   ),
 )
 over_few_shapes = pytest.mark.parametrize(
@@ -82,7 +83,16 @@ class TestRectangle:
     out, lse = runner("paged_attention_padded", *arguments, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
-  @over_few_shapes
+  @pytest.mark.parametrize(
+    ("runner", "name"),
+    cases(
+      "page16_gqa4_d128",
+      "everything",
+      "everything_int8",
+      "everything_int8_d128",
+      "everything_bfloat16_d128",
+    ),
+  )
   @pytest.mark.parametrize("nodes", [7, 5])
   def test_tree(self, runner, name, nodes):
     """Drafts of 7 tokens in trees; fewer nodes: the others are as usual."""
