@@ -44,6 +44,7 @@ from attention_cases import Case
 from jax import lax
 
 import jaxkv_kernels as kernels
+from jaxkv_kernels.attention import backends
 
 CALLS = 48
 ROUNDS = 7
@@ -102,7 +103,7 @@ def rows_of(case: Case, quick: bool, speed: float) -> dict[str, Any]:
   rotations = arrays.tables.shape[0]
   results, reasons = {}, {}
   wanted = np.full(arrays.q.shape, np.nan, np.float32)
-  sides = attention_sides.sides(device_platform())
+  sides = attention_sides.sides(backends.platform())
   # XLA's result first: the others are compared with it.
   for name in sorted(sides, key=lambda name: name != "xla"):
     try:
@@ -132,15 +133,6 @@ def figures(case: Case, seconds: float, speed: float) -> dict[str, float]:
     "GB/s": rate / 1e9,
     "share of copy": rate / speed,
   }
-
-
-def device_platform() -> str:
-  """cpu, cuda, rocm or tpu."""
-  device = jax.devices()[0]
-  if device.platform != "gpu":
-    return device.platform
-  version = getattr(device.client, "platform_version", "")
-  return "rocm" if "rocm" in version.lower() else "cuda"
 
 
 def facts() -> dict[str, str]:

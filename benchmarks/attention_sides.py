@@ -17,6 +17,7 @@ from attention_cases import Arrays
 from attention_cases import Case
 
 import jaxkv_kernels as kernels
+from jaxkv_kernels.attention import backends
 
 
 class Call(NamedTuple):
@@ -152,7 +153,8 @@ def cudnn_paged(case: Case, arrays: Arrays) -> Call:
 def sides(platform: str) -> dict[str, Callable[[Case, Arrays], Call]]:
   """All there are on a platform, ours first."""
   named: dict[str, Callable[[Case, Arrays], Call]] = {
-    backend: functools.partial(ours, backend) for backend in _ours_on(platform)
+    backend: functools.partial(ours, backend)
+    for backend in backends.for_platform(platform)
   }
   named["xla gather"] = gathered
   named["xla dense"] = functools.partial(dense, "xla")
@@ -162,12 +164,6 @@ def sides(platform: str) -> dict[str, Callable[[Case, Arrays], Call]]:
     for splits in (1, 4, 16):
       named[f"jax pallas {splits}"] = functools.partial(jax_pallas, splits)
   return named
-
-
-def _ours_on(platform: str) -> tuple[str, ...]:
-  pallas = {"cuda": ("mosaic_gpu", "triton"), "tpu": ("mosaic_tpu",)}
-  there = (*pallas.get(platform, ()), "xla")
-  return tuple(name for name in there if name in kernels.BACKENDS)
 
 
 def _only_wide(case: Case) -> None:

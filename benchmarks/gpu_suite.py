@@ -2,8 +2,8 @@
 
 | stage | what it does |
 |---|---|
-| numerics | `tests/test_paged_attention.py` on the GPU: every backend that
-  serves it against the float64 definition, over all shapes |
+| numerics | attention, shared prefixes, writes and 8-bit pages on the GPU:
+  every backend that serves it against the float64 definition, over all shapes |
 | launches | kernels in the body of a compiled loop of cache steps |
 | matrix | `attention.py --torch`: bandwidth of a copy, every case, every side |
 | small | `transitions.py --quick`: the cache's own verbs; not with `--quick`,
@@ -27,12 +27,21 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import NamedTuple
+from xml.etree import ElementTree
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _BENCHMARKS = _ROOT / "benchmarks"
+_NUMERICS = (
+  "tests/test_paged_attention.py",
+  "tests/test_shared_prefix.py",
+  "tests/test_quantized_pages.py",
+  "tests/test_pages.py",
+)
+_NOT_PASSED = ("error", "failure", "skipped")
 
 # Seconds that the matrix leaves to the stage after it.
 _FOR_TRANSITIONS = 150
@@ -54,23 +63,52 @@ class Stage(NamedTuple):
 
 
 def numerics(path: pathlib.Path, seconds: float, quick: bool) -> bool:
-  """The backends' test class, on this device."""
+  """The kernels' tests on this device; a backend that only skips has failed."""
   platform = "cpu" if quick else "cuda"
   command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-  command += ["-n", "0", "-rs", "tests/test_paged_attention.py"]
+  command += ["-n", "0", "-rs", *_NUMERICS]
   if quick:
     command += ["-k", "TestNumerics and xla"]
-  done = _output(command, seconds, JAXKV_TEST_PLATFORM=platform)
-  if done is None:
-    return False
+  with tempfile.TemporaryDirectory() as folder:
+    results = pathlib.Path(folder) / "results.xml"
+    command += [f"--junitxml={results}"]
+    done = _output(command, seconds, JAXKV_TEST_PLATFORM=platform)
+    if done is None:
+      return False
+    text = results.read_text("utf-8") if results.exists() else ""
+  counts = passed_of_backends(text)
+  wanted = {"xla"} if quick else {"triton", "xla"}
+  idle = sorted((wanted | counts.keys()) - {n for n in counts if counts[n]})
+  passed = done.returncode == 0 and not idle
   lines = done.stdout.splitlines()
-  passed = done.returncode == 0
   print("\n".join(lines[-1:] if passed else lines[-60:]))
-  report = {"passed": passed, "summary": lines[-1], "output": lines[-200:]}
+  print(f"tests passed: {counts}; none of: {', '.join(idle) or '-'}")
+  report = {"passed": passed, "tests": counts, "output": lines[-200:]}
   # A failure is kept beside, so that the next run tries again.
   kept = path if passed else path.with_suffix(".failed.json")
   kept.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
   return passed
+
+
+def passed_of_backends(text: str) -> dict[str, int]:
+  """How many tests each attention backend passed.
+
+  Args:
+    text: pytest's results as XML, or nothing.
+
+  Returns:
+    The number by name, 0 for a backend whose tests failed or were skipped.
+  """
+  from jaxkv_kernels import BACKENDS
+
+  counts: dict[str, int] = {}
+  cases = ElementTree.fromstring(text).iter("testcase") if text else ()
+  for case in cases:
+    parts = re.split(r"[\[\]-]", case.get("name", ""))
+    bad = any(case.find(kind) is not None for kind in _NOT_PASSED)
+    for name in set(parts) & set(BACKENDS):
+      counts[name] = counts.get(name, 0) + (not bad)
+  return counts
 
 
 def small(path: pathlib.Path, seconds: float, quick: bool) -> bool:
@@ -93,7 +131,14 @@ def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
     seconds -= _FOR_TRANSITIONS
   # One case may be under way when its time is over.
   command += ["--minutes", str(max(seconds - 30, 5) / 60)]
-  done = subprocess.run(command, cwd=_ROOT, env=_environment())
+  # A side that hangs must not take the time of all that follows.
+  try:
+    done = subprocess.run(
+      command, cwd=_ROOT, env=_environment(), timeout=max(seconds, 60)
+    )
+  except subprocess.TimeoutExpired as error:
+    print(f"stopped after {error.timeout:.0f} s, in the case after the last")
+    return False
   return done.returncode == 0 and _complete(path, quick)
 
 

@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
-import jaxkv_kernels as kernels
+from jaxkv_kernels.attention import backends
 
 # XLA asks these of a device. From NVIDIA's data sheet of the H200 SXM and its
 # table of compute capability 9.0; bytes, and bytes a second.
@@ -144,8 +144,7 @@ def needs(*targets: str) -> pytest.MarkDecorator:
 
 def for_target(target: str) -> tuple[str, ...]:
   """Names of the attention backends that can be compiled for a target."""
-  pallas = ("mosaic_gpu", "triton") if target == "h200" else ("mosaic_tpu",)
-  return ("xla", *(name for name in pallas if name in kernels.BACKENDS))
+  return backends.for_platform("cuda" if target == "h200" else "tpu")
 
 
 def compile_for(

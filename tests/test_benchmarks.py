@@ -1,6 +1,7 @@
 """The logic of the benchmarks that no figure shows."""
 
 import pathlib
+import subprocess
 
 import numpy as np
 import pytest
@@ -62,6 +63,32 @@ def test_a_backend_that_fails_is_told_from_one_that_refuses():
   }
   cases = {name: {"not timed": reasons} for name, reasons in rows.items()}
   assert attention.failures({"cases": cases}) == ["failed, xla: ValueError: no"]
+
+
+def test_a_backend_that_only_skips_is_seen():
+  import gpu_suite
+
+  text = """<testsuites><testsuite>
+    <testcase name="test_tree[7-triton-everything]"/>
+    <testcase name="test_tree[5-triton-everything]"><failure/></testcase>
+    <testcase name="test_extreme_logits[xla]"/>
+    <testcase name="test_extreme_logits[mosaic_gpu]"><skipped/></testcase>
+    <testcase name="test_a_copy"/>
+  </testsuite></testsuites>"""
+  counts = gpu_suite.passed_of_backends(text)
+  assert counts == {"triton": 1, "xla": 1, "mosaic_gpu": 0}
+  assert gpu_suite.passed_of_backends("") == {}
+
+
+def test_a_matrix_that_hangs_is_stopped(tmp_path, monkeypatch, capsys):
+  import gpu_suite
+
+  def run(command, *, timeout, **options):
+    raise subprocess.TimeoutExpired(command, timeout)
+
+  monkeypatch.setattr(gpu_suite.subprocess, "run", run)
+  assert not gpu_suite.matrix(tmp_path / "matrix.json", 400, quick=False)
+  assert "stopped after 250 s" in capsys.readouterr().out
 
 
 def test_launches_of_a_loop_are_counted():

@@ -157,7 +157,8 @@ def paged_attention_padded(
 
   With a tree mask the queries of a row are the nodes of a tree of drafted
   tokens, parents before children, one slot after the other. Windows and ALiBi
-  still count slots, not the depth in the tree.
+  still count slots, not the depth in the tree. A node that no query sees may
+  hold anything, NaN included; one that some query of its sequence sees may not.
 
   Args:
     q: [B, T, H, D], float32, bfloat16 or float16.

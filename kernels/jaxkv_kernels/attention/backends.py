@@ -215,6 +215,13 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
   return max(at_once // k_pages.shape[1], 1) if at_once else None
 
 
+def for_platform(platform: str) -> tuple[str, ...]:
+  """The backends that can be named on "cpu", "cuda", "tpu" or another."""
+  return tuple(
+    name for name, own in _PLATFORMS.items() if own is None or platform in own
+  )
+
+
 def check_name(backend: str) -> None:
   """Raises `NotImplementedError` unless there is such a backend."""
   if backend not in BACKENDS:

@@ -5,9 +5,8 @@ the online softmax of FlashAttention (Dao et al. 2022, algorithm 1) in float32.
 A block small enough for a core's cache beats both a gather of the whole table
 and a dense cache on a CPU; any device XLA knows can run it.
 
-What is not a key of the query never reaches the result, whatever it holds,
-NaN included: logits are replaced after the product, and value rows that no
-query of the sequence sees are replaced before theirs.
+That unused memory may hold NaN (`api`) takes two replacements: of logits after
+the product, and of value rows that no query of the sequence sees before theirs.
 """
 
 from collections.abc import Callable
