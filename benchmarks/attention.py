@@ -17,7 +17,8 @@ the median of some rounds, in which sides take turns.
 Sides: our backends; jax's own Pallas kernel with 1, 4 and 16 splits; cuDNN
 through jax, paged where its wrapper allows and on a dense cache; XLA on a dense
 cache, and on one gathered from pages on every call. With `--torch`, in the same
-run: torch's SDPA on a dense cache and FlashInfer, where they are installed.
+run: torch's SDPA on a dense cache, its FlexAttention on pages, and FlashInfer,
+where they are installed.
 
 Not measured: prefill, writes, allocation, a model around it, shared prefixes.
 

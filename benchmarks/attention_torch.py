@@ -1,11 +1,13 @@
 """torch's and FlashInfer's decode attention on the problems of `attention.py`.
 
 Each is timed with the events of its own library, replaying a CUDA graph of
-many calls where it can be captured, on arrays of the same shapes. Both read
-the same pages or slots again in every call, so a case smaller than the cache
-flatters them; the row says how large it is.
+many calls where it can be captured, on arrays of the same shapes. All read the
+same pages or slots again in every call, so a case smaller than the cache
+flatters them; the row says how large it is. What FlexAttention is told has been
+compared with a plain softmax on a CPU (torch 2.13), and not run on a GPU.
 """
 
+import importlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +25,12 @@ def add(case: Case, row: dict[str, Any], speed: float) -> None:
     row: of `attention.rows_of`; changed.
     speed: bytes a second of the run's copy.
   """
-  for name, side in (("torch sdpa", sdpa), ("flashinfer", flashinfer)):
+  sides = {
+    "torch sdpa": sdpa,
+    "torch flex paged": flex_paged,
+    "flashinfer": flashinfer,
+  }
+  for name, side in sides.items():
     try:
       seconds = side(case)
     except Exception as error:
@@ -63,6 +70,76 @@ def sdpa(case: Case) -> float:
     )
 
   return _seconds(torch, call)
+
+
+def flex_paged(case: Case) -> float:
+  """Seconds a call of FlexAttention, the blocks of its mask being pages."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  return _seconds(torch, flex_call(torch, case, "cuda")[0])
+
+
+def flex_call(
+  torch: Any, case: Case, device: str
+) -> tuple[Callable[[], Any], tuple[Any, ...]]:
+  """A compiled call over shuffled pages, and what it reads.
+
+  All pages stand one after another as the keys of a single sequence, and the
+  mask says which of them are whose, as in torch's own, private, PagedAttention.
+
+  Args:
+    torch: the module.
+    case: the problem.
+    device: where its arrays are.
+
+  Returns:
+    The call, which gives [B, H, 1, D], and q [B, H, 1, D], k and v
+    [1, K, P * S, D], int32[B, M] page ids, int64[B] lengths.
+  """
+  flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+  dtype, size = _dtype(torch, case), case.page_size
+  lengths = torch.as_tensor(case.lengths(), device=device).long()
+  needed = (lengths + size - 1) // size
+  pages, most = int(needed.sum()), int(needed.max())
+  column = torch.arange(most, device=device)[None]
+  used = column < needed[:, None]
+  table = torch.zeros(used.shape, dtype=torch.int32, device=device)
+  table[used] = torch.randperm(pages, device=device).to(torch.int32)
+  # Where in its sequence a page stands; -1: it is another's.
+  place = torch.full((case.batch, pages), -1, device=device)
+  row = torch.arange(case.batch, device=device)[:, None].expand_as(used)
+  place[row[used], table[used].long()] = column.expand_as(used)[used]
+
+  def visible(b, h, q, key):
+    logical = place[b, key // size]
+    return (logical >= 0) & (logical * size + key % size < lengths[b])
+
+  # Pages that are full need no mask; the last one of a row is looked at.
+  full = lengths // size
+  partial = table.gather(1, (needed - 1)[:, None])
+  mask = flex.BlockMask.from_kv_blocks(
+    (needed - full).to(torch.int32)[:, None, None],
+    torch.nn.functional.pad(partial, (0, pages - 1))[:, None, None],
+    full.to(torch.int32)[:, None, None],
+    torch.nn.functional.pad(table, (0, pages - most))[:, None, None],
+    BLOCK_SIZE=(128, size),
+    mask_mod=visible,
+    seq_lengths=(1, pages * size),
+    compute_q_blocks=False,
+  )
+  q = torch.randn(
+    (case.batch, case.heads, 1, case.head_dim), device=device, dtype=dtype
+  )
+  shape = (1, case.kv_heads, pages * size, case.head_dim)
+  k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+  # Else it would compile for sizes that vary, and after some cases not at all.
+  torch.compiler.reset()
+  compiled = torch.compile(flex.flex_attention, dynamic=False)
+
+  def call():
+    return compiled(q, k, v, block_mask=mask, enable_gqa=True)
+
+  return call, (q, k, v, table, lengths)
 
 
 def flashinfer(case: Case) -> float:
