@@ -72,7 +72,7 @@ def attend(
     tree=options.tree_mask is not None,
     interpreted=bool(options.interpret),
   )
-  tree, tree_first = _trees(options, batch, group, size)
+  tree, shown, tree_first = _trees(options, tiles, batch, group, size)
   items, begins, most = work_list(tiles, tree_first, capacity, static, options)
   rows = tiles.q.shape[2]
   out, lse = mosaic_gpu_kernel.call(
@@ -84,6 +84,7 @@ def attend(
       whole_heads.factors(options, heads, kv_heads)[::group],
       _slopes(options, kv_heads, size),
       tree,
+      shown,
       tiles.q.reshape(-1, rows, dim),
       k_pages.reshape(-1, *k_pages.shape[2:]),
       v_pages.reshape(-1, *v_pages.shape[2:]),
@@ -293,15 +294,29 @@ def _weights(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _trees(
-  options: Options, batch: int, group: int, size: int
-) -> tuple[jax.Array, jax.Array]:
-  """Tree masks of tiles, int8[W, E, 64, C], and first blocks, int32[B]."""
+  options: Options, tiles: query_tiles.Tiles, batch: int, group: int, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """What trees let be seen.
+
+  Returns:
+    (int8[W, E, 64, C], by each row; int32[W, E, C], by any row that is not
+    padding, itself and window included; int32[B], in which block each tree
+    begins).
+  """
   if options.tree_mask is None:
     none = jnp.zeros((1, 1, ROWS, TOKENS), jnp.int8)
-    return none, jnp.zeros((batch,), jnp.int32)
-  return query_tiles.trees(
+    shown = jnp.zeros((1, 1, TOKENS), jnp.int32)
+    return none, shown, jnp.zeros((batch,), jnp.int32)
+  mask, first = query_tiles.trees(
     options, group=group, size=size, rows=ROWS, tokens=TOKENS
   )
+  blocks = jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
+  blocks = blocks + jnp.repeat(first, mask.shape[0] // batch)[:, None]
+  token = jnp.arange(TOKENS, dtype=jnp.int32)[None, None, None]
+  key = blocks[:, :, None, None] * TOKENS + token
+  begin, end = (tiles.reach[:, None, :, i, None] for i in (0, 1))
+  seen = (key >= begin) & (key < end) & (mask[:, :, : end.shape[2]] != 0)
+  return mask, jnp.any(seen, axis=2).astype(jnp.int32), first
 
 
 def _slopes(options: Options, kv_heads: int, size: int) -> jax.Array:

@@ -38,11 +38,17 @@ def full(
   return array if interpreted else plgpu.layout_cast(array, layout)
 
 
-def iota(shape: tuple[int, int], axis: int, *, interpreted: bool) -> jax.Array:
-  """Indices along an axis of a matrix, int32."""
+def iota(
+  shape: tuple[int, ...],
+  axis: int,
+  *,
+  layout: Any = MATRIX,
+  interpreted: bool,
+) -> jax.Array:
+  """Indices along an axis, int32."""
   if interpreted:
     return lax.broadcasted_iota(jnp.int32, shape, axis)
-  return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX)
+  return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
 def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:

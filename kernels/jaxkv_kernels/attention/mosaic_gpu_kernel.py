@@ -51,7 +51,7 @@ def call(
     (float32[I * K, R, Dv], float32[I * K, 64]), normalised and natural, in the
     places that the items name; what no item names is not written.
   """
-  items, q, v_pages = arrays[0], arrays[6], arrays[8]
+  items, q, v_pages = arrays[0], arrays[7], arrays[9]
   num = items.shape[0] * static.kv_heads
   rows, dim = q.shape[1:]
   value_dim = v_pages.shape[-1]
@@ -226,13 +226,13 @@ def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
       products, factor, distance, static.soft_cap, slopes
     )
     if static.tree:
-      seen &= _in_tree(static, refs, item, quotient(base, TOKENS))
+      seen &= _in_tree(static, refs.trees, item, base, MATRIX) > 0
     top, total, shrink, weights = block_softmax.absorb(logits, seen, top, total)
     weighted *= lax.broadcast_in_dim(shrink, weighted.shape, [0])
     slot, at = place(refs.values, stream, turn + block)
     plgpu.barrier_wait(refs.v_full.at[at])
     values = refs.values.at[stream, slot]
-    _clear_unused(static, item, base, values)
+    _clear_unused(static, refs, item, base, values)
     weights = weights.astype(refs.q.dtype)
     weighted = mosaic_gpu_api.add_product(
       weighted, weights, values, interpreted=interpreted
@@ -267,30 +267,40 @@ def _visible(static: Static, item: Item, base):
   return seen & (distance <= 0) & (distance > -item.window), distance
 
 
-def _in_tree(static: Static, refs: Refs, item: Item, block):
-  """What a tree lets be seen of a block, bool[64, C]; without one, all."""
-  blocks = refs.trees.shape[1]
-  index = block - item.tree
+def _in_tree(static: Static, masks, item: Item, base, layout):
+  """A tree's mask of a block in int32, not 0 where there is no tree."""
+  blocks = masks.shape[1]
+  index = quotient(base, TOKENS) - item.tree
   outside = jnp.where((index < 0) | (index >= blocks), 1, 0)
   mask = mosaic_gpu_api.load(
-    refs.trees.at[item.tile, jnp.clip(index, 0, blocks - 1)],
-    MATRIX,
+    masks.at[item.tile, jnp.clip(index, 0, blocks - 1)],
+    layout,
     interpreted=static.interpreted,
   )
-  return mask.astype(jnp.int32) + outside > 0
+  return mask.astype(jnp.int32) + outside
 
 
-def _clear_unused(static: Static, item: Item, base, values) -> None:
-  """Zeros for the values of a block that are not the item's.
+def _clear_unused(static: Static, refs: Refs, item: Item, base, values) -> None:
+  """Zeros for the values of a block that no row of the item sees.
 
   0 * NaN is NaN: a weight of zero does not keep a value out.
   """
+  some = (base < item.first) | (base + TOKENS > item.end)
+  if static.tree:
+    index = quotient(base, TOKENS) - item.tree
+    some |= (index >= 0) & (index < refs.shown.shape[1])
 
-  @pl.when((base < item.first) | (base + TOKENS > item.end))
+  @pl.when(some)
   def _():
     interpreted = static.interpreted
-    key = base + mosaic_gpu_api.iota((TOKENS, 64), 0, interpreted=interpreted)
+    key = base + mosaic_gpu_api.iota(
+      (TOKENS,), 0, layout=ROW, interpreted=interpreted
+    )
     used = (key >= item.first) & (key < item.end)
+    if static.tree:
+      used &= _in_tree(static, refs.shown, item, base, ROW) > 0
+    used = jnp.where(used, jnp.int32(1), jnp.int32(0))
+    used = lax.broadcast_in_dim(used, (TOKENS, 64), [0]) > 0
     # Some columns at a time, for want of registers.
     for start in range(0, values.shape[1], 64):
       part = values.at[:, pl.ds(start, 64)]

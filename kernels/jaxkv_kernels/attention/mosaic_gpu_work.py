@@ -99,6 +99,7 @@ class Refs(NamedTuple):
   factor: Any  # float32[K]
   slopes: Any  # float32[K, 64]
   trees: Any  # int8[W, E, 64, C], masks of E blocks
+  shown: Any  # int32[W, E, C], 0 where no row sees a token
   q: Any  # [W * K, R, D]
   k_pages: Any  # [P * K, S, D]
   v_pages: Any  # [P * K, S, Dv]
