@@ -102,7 +102,12 @@ _MOSAIC_GPU = (
   "bfloat16_mqa",
   "bfloat16_page128_d256",
   "float16_gqa8",
+  "int8_scale_per_token",
+  "e4m3_scale_per_token",
+  "e4m3_scale_per_head_d128",
+  "e5m2_without_scale",
   "everything_bfloat16_d128",
+  "everything_int8_d128",
 )
 
 # All that Triton serves, each at least once; the rest on a GPU.

@@ -14,10 +14,7 @@ from jaxkv_kernels.attention import block_softmax
 from jaxkv_kernels.attention import definition
 from jaxkv_kernels.attention import mosaic_gpu
 from jaxkv_kernels.attention import mosaic_tpu
-from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention import whole_heads
-from jaxkv_kernels.attention.mosaic_gpu_work import Item
-from jaxkv_kernels.attention.mosaic_gpu_work import Static
 from jaxkv_kernels.attention.options import Options
 from tests.kernels_shapes import SHAPES
 from tests.kernels_shapes import assert_matches
@@ -66,6 +63,35 @@ class TestKernels:
     out, lse = decode(backend, *arguments, scale=1.0)
     assert_matches(out, lse, *wanted, np.dtype(dtype), 2e-6)
     np.testing.assert_array_equal(out[0, 0], values[2, 0, 3])
+
+  @pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the interpreter takes a minute"
+  )
+  @pytest.mark.parametrize("factor", [1e3, 1e-12])
+  def test_float16_keeps_values_of_any_size(self, factor):
+    """A weight times a token's scale may be outside of float16's range."""
+    rng = np.random.default_rng(0)
+    pools = rng.integers(-127, 128, (2, 8, 1, 16, 64)).astype(np.int8)
+    q = rng.standard_normal((1, 2, 64)).astype(np.float16)
+    table = np.arange(8, dtype=np.int32)[None]
+    lengths = np.array([120], np.int32)
+    scales = {
+      "k_scale": np.full((8, 1, 16), 0.01, np.float32),
+      "v_scale": (rng.uniform(0.5, 2, (8, 1, 16)) * factor).astype(np.float32),
+    }
+    wanted, _ = definition.paged_decode(q, *pools, table, lengths, **scales)
+    options = Options(
+      page_offset=jnp.int32(0),
+      scale=64**-0.5,
+      interpret=INTERPRETED["mosaic_gpu"],
+      **{name: jnp.asarray(value) for name, value in scales.items()},
+    )
+    out, _ = mosaic_gpu.attend(
+      *put(q[:, None], *pools, table, lengths - 1, np.ones(1, np.int32)),
+      options,
+    )
+    error = np.linalg.norm(np.asarray(out, np.float64)[:, 0] - wanted)
+    assert error < 1e-3 * np.linalg.norm(wanted)
 
   @pytest.mark.parametrize("planned", [(300, 0, 70, 9), (140, 8, 400, 0)])
   def test_a_plan(self, planned):
@@ -219,114 +245,6 @@ class TestBlockSoftmax:
       np.testing.assert_allclose(lse, [wanted], rtol=1e-6)
 
 
-def static(**changes):
-  sizes = {
-    "kv_heads": 2,
-    "group": 4,
-    "page_size": 16,
-    "streams": 2,
-    "k_stages": 3,
-    "v_stages": 2,
-    "blocks": 4,
-    "causal": False,
-    "soft_cap": None,
-    "alibi": False,
-    "tree": False,
-  }
-  return Static(**(sizes | changes))
-
-
-class TestWorkList:
-  @pytest.mark.parametrize("window", [None, 100])
-  @pytest.mark.parametrize("planned", [False, True])
-  def test_every_token_once(self, window, planned):
-    lengths = jnp.asarray([1000, 0, 1, 64, 130, 999], jnp.int32)
-    capacity, batch = 1008, len(lengths)
-    reach = query_tiles.reach(
-      lengths - 1, jnp.ones_like(lengths), 1, capacity, window
-    )
-    q = jnp.zeros((batch, 1, 8, 64))
-    tiles = query_tiles.tile(q, reach, kv_heads=2, size=1, multiple=8)
-    plan = kernels.plan_decode(lengths, workers=7) if planned else None
-    options = Options(
-      page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
-    )
-    items, begins, most = mosaic_gpu.work_list(
-      tiles, jnp.zeros(batch, jnp.int32), capacity, static(), options
-    )
-    assert (most is None) == planned
-    num = int(begins[-1])
-    work = Item(*np.asarray(items)[:num].T)
-    seen = np.zeros((batch, capacity), int)
-    for row, first, end in zip(work.tile, work.first, work.end, strict=True):
-      seen[row, first:end] += 1
-    for row, length in enumerate(np.asarray(lengths)):
-      first = 0 if window is None else max(0, length - window)
-      np.testing.assert_array_equal(seen[row, first:length], 1)
-      assert seen[row].sum() == length - first
-    assert len(set(work.place.tolist())) == num
-    np.testing.assert_array_equal(work.sequence, work.tile)
-
-  @pytest.mark.parametrize("planned", [False, True])
-  def test_merge(self, planned):
-    """Pieces merge to the whole, whatever idle places hold."""
-    rng = np.random.default_rng(0)
-    counts, most = np.array([3, 0, 1, 2]), 4
-    begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    out = np.full((4, most, 2, 3, 5), np.nan, np.float32)
-    lse = np.full((4, most, 2, 3), np.nan, np.float32)
-    for row, count in enumerate(counts):
-      out[row, :count] = rng.standard_normal((count, 2, 3, 5))
-      lse[row, :count] = rng.standard_normal((count, 2, 3)) * 3
-    lse[0, 1, 0] = -np.inf
-    out[0, 1, 0] = 0
-    places = [out.reshape(-1, 2, 3, 5), lse.reshape(-1, 2, 3)]
-    if planned:
-      real = ~np.isnan(places[1][:, 0, 0])
-      places = [np.concatenate([x[real], x[~real]]) for x in places]
-    merged = mosaic_gpu.merge(*put(*places, begins), None if planned else most)
-    for row, count in enumerate(counts):
-      wanted = np.zeros((2, 3, 5)), np.full((2, 3), -np.inf)
-      if count:
-        wanted = definition.merge_states(out[row, :count], lse[row, :count])
-      for a, b in zip(merged, wanted, strict=True):
-        np.testing.assert_allclose(a[row], b, atol=2e-6)
-
-  @pytest.mark.parametrize("planned", [False, True])
-  @pytest.mark.parametrize("bad", [np.nan, np.inf])
-  def test_merge_keeps_a_tile_s_nan(self, planned, bad):
-    """It is in all of its own result, and in nobody else's."""
-    rng = np.random.default_rng(0)
-    begins = np.array([0, 2, 4, 6], np.int32)
-    out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
-    lse = rng.standard_normal((6, 1, 1)).astype(np.float32)
-    most = None if planned else 2
-    before = mosaic_gpu.merge(*put(out, lse, begins), most)
-    out[2] = bad
-    if np.isnan(bad):
-      lse[2] = bad
-    after = mosaic_gpu.merge(*put(out, lse, begins), most)
-    assert not np.isfinite(after[0][1]).any()
-    for a, b in zip(before, after, strict=True):
-      np.testing.assert_array_equal(a[::2], b[::2])
-
-  def test_pieces_follow_from_shapes(self):
-    """Enough for all streams, never so short that output outweighs input."""
-    for contexts in (1, 8, 64, 2048):
-      for rows in (8, 64):
-        for capacity in (512, 4096, 65536):
-          size = mosaic_gpu.piece(contexts, rows, capacity, static())
-          assert size % 64 == 0
-          assert size >= 16 * rows
-
-  @pytest.mark.parametrize("dim", [64, 128, 192, 256])
-  def test_rings_fit_shared_memory(self, dim):
-    k_stages, v_stages = mosaic_gpu.stages(dim)
-    assert k_stages >= v_stages >= 2
-    per_stream = 64 * dim * 2 * (1 + k_stages + v_stages) + 64 * 32 * 4
-    assert per_stream * mosaic_gpu.streams(dim) <= 225 * 1024
-
-
 def call(backend, **changes):
   """A decode that a backend serves, changed by what it may not serve."""
   dtype = changes.pop("dtype", jnp.bfloat16)
@@ -365,8 +283,13 @@ class TestUnsupported:
   @pytest.mark.parametrize(
     ("changes", "message"),
     [
-      ({"dtype": jnp.int8}, "k_pages is int8; bfloat16 and float16"),
+      ({"dtype": jnp.float32}, "k_pages is float32; bfloat16, float16, int8"),
       ({"dtype": jnp.float16}, "q is bfloat16 and k_pages float16"),
+      (
+        {"dtype": jnp.int8, "q": jnp.ones((2, 4, 128))},
+        "q is float32 and k_pages int8; .* beside 8 bits",
+      ),
+      ({"dtype": jnp.int8, "dim": 256}, "head size 256; 64 and 128"),
       ({"dim": 80}, r"head sizes \(80, 80\).*64, 128, 192"),
       ({"value_dim": 64}, "equal ones of"),
       ({"size": 4}, "pages of 4 tokens; 8, 16, 32 and multiples of 64"),
@@ -378,10 +301,10 @@ class TestUnsupported:
     with pytest.raises(NotImplementedError, match=message):
       call("mosaic_gpu", **changes)
 
-  def test_scales_of_tokens(self):
-    scale = jnp.ones((3, 2, 16))
-    with pytest.raises(NotImplementedError, match="v_scale of tokens"):
-      call("mosaic_gpu", k_scale=scale, v_scale=scale)
+  def test_scales_of_tokens_in_small_pages(self):
+    scale = jnp.ones((3, 2, 8))
+    with pytest.raises(NotImplementedError, match=r"pages of 8 .* have scales"):
+      call("mosaic_gpu", dtype=jnp.int8, size=8, k_scale=scale, v_scale=scale)
 
   @over_backends
   def test_other_platforms(self, backend):

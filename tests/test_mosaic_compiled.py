@@ -126,6 +126,43 @@ class TestAllTargets:
 
 class TestHopper:
   @needs("h200")
+  @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+  @pytest.mark.parametrize("dim", [64, 128])
+  @pytest.mark.parametrize("size", [8, 16, 64])
+  def test_8_bits(self, dtype, dim, size):
+    tokens = PAGES * SIZE // size, KV_HEADS, size
+    of = (KV_HEADS,) if size == 8 else tokens
+    scales = shape(of, jnp.float32)
+    sizes = {"dtype": dtype, "dim": dim, "size": size}
+    compiled(
+      "h200",
+      kernels.paged_attention_padded,
+      (BATCH, 9),
+      vector(),
+      vector(),
+      **sizes,
+      **EVERYTHING,
+      **TREE,
+      k_scale=scales,
+      v_scale=scales,
+    )
+
+  @needs("h200")
+  @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+  @pytest.mark.parametrize(
+    "scales", [PER_HEAD, PER_TOKEN], ids=["head", "token"]
+  )
+  def test_8_bits_for_float16(self, dtype, scales):
+    query = shape((BATCH, HEADS, DIM), jnp.float16)
+
+    def decode(_, *arguments, **options):
+      return kernels.paged_decode(
+        jnp.zeros(query.shape, query.dtype), *arguments, **options
+      )
+
+    compiled("h200", decode, (BATCH,), vector(), dtype=dtype, **scales)
+
+  @needs("h200")
   def test_head_size_192(self):
     compiled("h200", kernels.paged_decode, (BATCH,), vector(), dim=192)
 

@@ -9,6 +9,8 @@ Compiled for an H200, not run on one. A CPU interprets all of it, with race
 detection, but for the products on tensor cores, which are plain ones there.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +23,7 @@ from jaxkv_kernels.attention.mosaic_gpu_work import ROWS
 from jaxkv_kernels.attention.mosaic_gpu_work import TOKENS
 from jaxkv_kernels.attention.mosaic_gpu_work import Item
 from jaxkv_kernels.attention.mosaic_gpu_work import Static
+from jaxkv_kernels.attention.mosaic_gpu_work import scales_of_block
 from jaxkv_kernels.attention.options import Options
 
 # Multiprocessors of an H100 or H200 SXM. Other numbers work too, less evenly.
@@ -38,6 +41,12 @@ _MOST_STAGES = 4
 _NO_WINDOW = 2**30
 
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+_POOLS = (
+  *_FLOATS,
+  jnp.dtype(jnp.int8),
+  jnp.dtype(jnp.float8_e4m3fn),
+  jnp.dtype(jnp.float8_e5m2),
+)
 
 
 def attend(
@@ -57,38 +66,25 @@ def attend(
   size = min(columns, ROWS // group)
   reach = query_tiles.reach(starts, counts, columns, capacity, options.window)
   tiles = query_tiles.tile(q, reach, kv_heads=kv_heads, size=size, multiple=8)
-  k_stages, v_stages = stages(dim)
-  static = Static(
-    kv_heads=kv_heads,
-    group=group,
-    page_size=page_size,
-    streams=streams(dim),
-    k_stages=k_stages,
-    v_stages=v_stages,
-    blocks=_INTERPRETED_BLOCKS if options.interpret else _BLOCKS,
-    causal=size > 1,
-    soft_cap=options.soft_cap,
-    alibi=options.alibi_slopes is not None,
-    tree=options.tree_mask is not None,
-    interpreted=bool(options.interpret),
-  )
+  static = _static(k_pages, group, size, options)
   tree, shown, tree_first = _trees(options, tiles, batch, group, size)
   items, begins, most = work_list(tiles, tree_first, capacity, static, options)
   rows = tiles.q.shape[2]
   out, lse = mosaic_gpu_kernel.call(
     static,
-    (
-      items,
-      begins[-1:],
-      jnp.clip(page_table + options.page_offset, 0, num_pages - 1),
-      whole_heads.factors(options, heads, kv_heads)[::group],
-      _slopes(options, kv_heads, size),
-      tree,
-      shown,
-      tiles.q.reshape(-1, rows, dim),
-      k_pages.reshape(-1, *k_pages.shape[2:]),
-      v_pages.reshape(-1, *v_pages.shape[2:]),
-    ),
+    {
+      "items": items,
+      "count": begins[-1:],
+      "table": jnp.clip(page_table + options.page_offset, 0, num_pages - 1),
+      "factor": whole_heads.factors(options, heads, kv_heads)[::group],
+      "slopes": _slopes(options, kv_heads, size),
+      "trees": tree,
+      "shown": shown,
+      "q": tiles.q.reshape(-1, rows, dim),
+      "k_pages": k_pages.reshape(-1, *k_pages.shape[2:]),
+      "v_pages": v_pages.reshape(-1, *v_pages.shape[2:]),
+      **_token_scales(options),
+    },
     options.interpret,
   )
   out = out.reshape(-1, kv_heads, *out.shape[1:])
@@ -115,11 +111,12 @@ def unsupported(
   pool = jnp.dtype(k_pages.dtype)
   reasons = {
     f"platform={platform!r}; this backend is for cuda": platform != "cuda",
-    f"k_pages is {pool}; bfloat16 and float16 are supported": (
-      pool not in _FLOATS
+    f"k_pages is {pool}; {', '.join(map(str, _POOLS))} are supported": (
+      pool not in _POOLS
     ),
-    f"q is {q.dtype} and k_pages {pool}; equal dtypes are supported": (
-      q.dtype != pool
+    f"q is {q.dtype} and k_pages {pool}; equal dtypes are supported, and"
+    " bfloat16 or float16 beside 8 bits": (
+      q.dtype != pool and (pool in _FLOATS or q.dtype not in _FLOATS)
     ),
     f"k_pages has pages of {size} tokens; 8, 16, 32 and multiples of {TOKENS}"
     " are supported": size not in (8, 16, 32) and size % TOKENS != 0,
@@ -127,14 +124,39 @@ def unsupported(
     " and 256 are supported": (
       dims[0] != dims[1] or dims[0] not in (64, 128, 192, 256)
     ),
+    # Sums of more columns leave no registers to widen numbers in: some spill.
+    f"k_pages is {pool} and has head size {dims[0]}; 64 and 128 are supported"
+    " for 8 bits": pool not in _FLOATS and dims[0] not in (64, 128),
+    # Eight copies of scales beside those of pages have too few registers too.
+    f"k_pages has pages of {size} tokens that have scales; 16, 32 and multiples"
+    f" of {TOKENS} are supported": size == 8 and bool(_token_scales(options)),
     f"q has {q.shape[-2]} heads, {kv_heads} of keys; up to {ROWS} for each of"
     " these are supported": q.shape[-2] // kv_heads > ROWS,
-    "k_scale and v_scale of tokens are not supported; those of heads are": any(
-      scale is not None and scale.ndim != 1
-      for scale in (options.k_scale, options.v_scale)
-    ),
   }
   return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _static(
+  k_pages: jax.Array, group: int, size: int, options: Options
+) -> Static:
+  """What the kernel is told, for tiles of `size` queries."""
+  _, kv_heads, page_size, dim = k_pages.shape
+  scaled = page_size if _token_scales(options) else None
+  k_stages, v_stages = stages(dim, k_pages.dtype.itemsize, scaled)
+  return Static(
+    kv_heads=kv_heads,
+    group=group,
+    page_size=page_size,
+    streams=streams(dim),
+    k_stages=k_stages,
+    v_stages=v_stages,
+    blocks=_INTERPRETED_BLOCKS if options.interpret else _BLOCKS,
+    causal=size > 1,
+    soft_cap=options.soft_cap,
+    alibi=options.alibi_slopes is not None,
+    tree=options.tree_mask is not None,
+    interpreted=bool(options.interpret),
+  )
 
 
 def streams(dim: int) -> int:
@@ -142,10 +164,26 @@ def streams(dim: int) -> int:
   return 2 if dim <= 128 else 1
 
 
-def stages(dim: int) -> tuple[int, int]:
-  """Blocks of keys and of values in their rings: what shared memory holds."""
-  queries = ROWS * (dim * 2 + RESULT * 4)
-  room = (_SHARED // streams(dim) - queries) // (TOKENS * dim * 2)
+def stages(
+  dim: int, itemsize: int = 2, scaled: int | None = None
+) -> tuple[int, int]:
+  """Blocks of keys and of values in their rings: what shared memory holds.
+
+  Args:
+    dim: D.
+    itemsize: bytes of a number in the pools.
+    scaled: S, if tokens have scales.
+  """
+  room = _SHARED // streams(dim) - ROWS * (dim * 2 + RESULT * 4)
+  block = TOKENS * dim * itemsize
+  if itemsize == 1:
+    # One block of each as 16-bit numbers.
+    room -= 2 * TOKENS * dim * 2
+  if scaled is not None:
+    # Those of a block in one piece, and what all begins at: 1,024 bytes.
+    room -= 2 * 1024
+    block += math.prod(scales_of_block(scaled)) * 4
+  room //= block
   return min(_MOST_STAGES, room - room // 2), min(_MOST_STAGES, room // 2)
 
 
@@ -317,6 +355,21 @@ def _trees(
   begin, end = (tiles.reach[:, None, :, i, None] for i in (0, 1))
   seen = (key >= begin) & (key < end) & (mask[:, :, : end.shape[2]] != 0)
   return mask, jnp.any(seen, axis=2).astype(jnp.int32), first
+
+
+def _token_scales(options: Options) -> dict[str, jax.Array]:
+  """Scales of tokens, float32[P * K, S], if there are some."""
+  scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
+  rows = {
+    name: scale.reshape(-1, scale.shape[2])
+    for name, scale in scales.items()
+    if scale is not None and scale.ndim == 3
+  }
+  # A copy of a row may take the one after it too.
+  return {
+    name: jnp.pad(scale, ((0, max(0, 2 - len(scale))), (0, 0)))
+    for name, scale in rows.items()
+  }
 
 
 def _slopes(options: Options, kv_heads: int, size: int) -> jax.Array:

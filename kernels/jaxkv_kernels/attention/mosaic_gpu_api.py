@@ -15,10 +15,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 MATRIX = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+# Of 8-bit numbers, which it reads four at a time.
+UPCAST = plgpu.Layout.WGMMA_UPCAST_2X
 
 _load: Any = plgpu.load
 # Before jax 0.12 it takes an index beside the ref.
 _INDEXED = "idx" in inspect.signature(_load).parameters
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+  """Shared memory for the rows of a product's operands."""
+  size = jnp.dtype(dtype).itemsize
+  width = swizzle(shape[-1] * size)
+  tile = plgpu.TilingTransform((8, width // size))
+  return plgpu.SMEM(
+    shape, dtype, transforms=(tile, plgpu.SwizzleTransform(width))
+  )
+
+
+def swizzle(row: int) -> int:
+  """Bytes of a row of `row` bytes that a swizzle takes together."""
+  return 128 if row % 128 == 0 else 64
+
+
+def least_rows(tokens: int, interpreted: bool) -> int:
+  """Rows of float32[tokens] that a copy has at least.
+
+  Of those after the first nothing is used, and past an array's end they are
+  zeros, except in the interpreter. Before jax 0.12 fewer than 128 bytes are
+  not copied.
+  """
+  return max(1, 32 // tokens) if _INDEXED and not interpreted else 1
 
 
 def load(ref: Any, layout: Any, *, interpreted: bool) -> jax.Array:

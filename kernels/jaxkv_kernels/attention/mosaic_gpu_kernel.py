@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.attention import block_softmax
 from jaxkv_kernels.attention import mosaic_gpu_api
+from jaxkv_kernels.attention import mosaic_gpu_narrow
 from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention.mosaic_gpu_api import MATRIX
 from jaxkv_kernels.attention.mosaic_gpu_api import ROW
@@ -27,57 +28,40 @@ from jaxkv_kernels.attention.mosaic_gpu_work import ROWS
 from jaxkv_kernels.attention.mosaic_gpu_work import TOKENS
 from jaxkv_kernels.attention.mosaic_gpu_work import Item
 from jaxkv_kernels.attention.mosaic_gpu_work import Refs
+from jaxkv_kernels.attention.mosaic_gpu_work import Side
 from jaxkv_kernels.attention.mosaic_gpu_work import Static
 from jaxkv_kernels.attention.mosaic_gpu_work import first_block
 from jaxkv_kernels.attention.mosaic_gpu_work import num_blocks
 from jaxkv_kernels.attention.mosaic_gpu_work import place
 from jaxkv_kernels.attention.mosaic_gpu_work import quotient
 from jaxkv_kernels.attention.mosaic_gpu_work import remainder
+from jaxkv_kernels.attention.mosaic_gpu_work import scales_of_block
 
 
 def call(
   static: Static,
-  arrays: tuple[jax.Array, ...],
+  arrays: dict[str, jax.Array],
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Runs the kernel.
 
   Args:
     static: sizes.
-    arrays: the inputs of `Refs`, in that order.
+    arrays: the inputs of `Refs`; those of its sides as `k_pages`, `v_pages`
+      and, where tokens have scales, `k_scale` and `v_scale`.
     interpret: as in `Options`.
 
   Returns:
     (float32[I * K, R, Dv], float32[I * K, 64]), normalised and natural, in the
     places that the items name; what no item names is not written.
   """
-  items, q, v_pages = arrays[0], arrays[7], arrays[9]
-  num = items.shape[0] * static.kv_heads
-  rows, dim = q.shape[1:]
-  value_dim = v_pages.shape[-1]
-  streams = static.streams
-  tiled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-  keys = streams * static.k_stages
-  values = streams * static.v_stages
-
-  def memory(*shape: int):
-    return plgpu.SMEM((streams, *shape), q.dtype, transforms=tiled)
+  q = arrays["q"]
+  num = arrays["items"].shape[0] * static.kv_heads
+  rows, value_dim = q.shape[1], arrays["v_pages"].shape[-1]
 
   def entry(*refs):
-    pl.run_scoped(
-      lambda *scratch: _kernel(static, Refs(*refs, *scratch)),
-      memory(ROWS, dim),
-      plgpu.SMEM((streams, ROWS, RESULT), jnp.float32),
-      plgpu.SMEM((streams, ROWS), jnp.float32),
-      memory(static.k_stages, TOKENS, dim),
-      memory(static.v_stages, TOKENS, value_dim),
-      plgpu.Barrier(num_barriers=streams),
-      plgpu.Barrier(num_arrivals=static.pages, num_barriers=keys),
-      plgpu.Barrier(num_arrivals=static.pages, num_barriers=values),
-      plgpu.Barrier(num_barriers=keys),
-      plgpu.Barrier(num_barriers=values),
-      collective_axes="warpgroup",
-    )
+    given = dict(zip((*arrays, "out", "lse"), refs, strict=True))
+    _with_scratch(static, q.dtype, given)
 
   return plgpu.kernel(
     entry,
@@ -87,13 +71,70 @@ def call(
     ),
     grid=(static.blocks,),
     grid_names=("block",),
-    num_threads=2 * streams,
+    num_threads=2 * static.streams,
     thread_name="warpgroup",
     compiler_params=plgpu.CompilerParams(
       approx_math=True, reduction_scratch_bytes=1024
     ),
     **({} if not interpret else {"interpret": interpret}),
-  )(*arrays)
+  )(*arrays.values())
+
+
+def _with_scratch(static: Static, dtype, given: dict[str, Any]) -> None:
+  """Runs the kernel on inputs and outputs by name, with memory of its own."""
+  sides = [
+    {name: given.pop(f"{side}_{name}", None) for name in ("pages", "scale")}
+    for side in "kv"
+  ]
+  streams, dim = static.streams, given["q"].shape[2]
+
+  def scoped(queries, result, sums, rings, q_full, full, free, narrow):
+    own = zip(sides, rings, full, free, narrow, strict=True)
+    k, v = (
+      Side(**side, ring=ring, full=full, free=free, **narrow)
+      for side, ring, full, free, narrow in own
+    )
+    given.update(queries=queries, result=result, sums=sums, q_full=q_full)
+    _kernel(static, Refs(**given, k=k, v=v))
+
+  rings, full, free, narrow = zip(
+    _memory(static, static.k_stages, dtype, **sides[0]),
+    _memory(static, static.v_stages, dtype, **sides[1]),
+    strict=True,
+  )
+  # The order is that of addresses, and moves how registers are assigned.
+  pl.run_scoped(
+    scoped,
+    mosaic_gpu_api.tiled((streams, ROWS, dim), dtype),
+    plgpu.SMEM((streams, ROWS, RESULT), jnp.float32),
+    plgpu.SMEM((streams, ROWS), jnp.float32),
+    rings,
+    plgpu.Barrier(num_barriers=streams),
+    full,
+    free,
+    narrow,
+    collective_axes="warpgroup",
+  )
+
+
+def _memory(static: Static, stages: int, dtype, *, pages, scale) -> tuple:
+  """What a `Side` has in shared memory: (ring, full, free, all the rest)."""
+  streams, dim = static.streams, pages.shape[-1]
+  places = streams * stages
+  copies = static.pages * (1 if scale is None else 2)
+  memory: dict[str, Any] = {}
+  if pages.dtype != dtype:
+    memory["wide"] = mosaic_gpu_api.tiled((streams, TOKENS, dim), dtype)
+  if scale is not None:
+    shape = streams, stages, *scales_of_block(static.page_size)
+    memory["scales"] = plgpu.SMEM(shape, jnp.float32)
+    memory["factors"] = plgpu.SMEM((streams, TOKENS), jnp.float32)
+  return (
+    mosaic_gpu_api.tiled((streams, stages, TOKENS, dim), pages.dtype),
+    plgpu.Barrier(num_arrivals=copies, num_barriers=places),
+    plgpu.Barrier(num_barriers=places),
+    memory,
+  )
 
 
 def _kernel(static: Static, refs: Refs) -> None:
@@ -117,11 +158,8 @@ def _kernel(static: Static, refs: Refs) -> None:
     copied = _each_item(
       static, refs, stream, functools.partial(_copy, static, refs)
     )
-    for ring, free in (
-      (refs.keys, refs.k_free),
-      (refs.values, refs.v_free),
-    ):
-      _await_all(ring, free, stream, copied)
+    for side in (refs.k, refs.v):
+      _await_all(side, stream, copied)
 
 
 def _each_item(static: Static, refs: Refs, stream, work) -> jax.Array:
@@ -145,19 +183,20 @@ def _each_item(static: Static, refs: Refs, stream, work) -> jax.Array:
   return lax.fori_loop(0, turns, body, jnp.int32(0))
 
 
-def _await_all(ring, free, stream, copied) -> None:
+def _await_all(side: Side, stream, copied) -> None:
   """Waits until the last blocks are used: no completion goes unseen."""
-  stages = ring.shape[1]
+  stages = side.ring.shape[1]
   for slot in range(stages):
 
     @pl.when(copied > slot)
     def _(at=stream * stages + slot):
-      plgpu.barrier_wait(free.at[at])
+      plgpu.barrier_wait(side.free.at[at])
 
 
 def _copy(static: Static, refs: Refs, stream, head, item, turn) -> None:
   """Fills the ring with an item's blocks; `turn` blocks went before."""
   size, dims = static.page_size, range(static.pages)
+  rows = min(size, TOKENS)
   last = quotient(item.end - 1, size)
   within = pl.ds(0, size)
 
@@ -171,23 +210,27 @@ def _copy(static: Static, refs: Refs, stream, head, item, turn) -> None:
     ]
     used = turn + block
     source = within if size <= TOKENS else pl.ds(remainder(base, size), TOKENS)
-    for pages, ring, full, free in (
-      (refs.k_pages, refs.keys, refs.k_full, refs.k_free),
-      (refs.v_pages, refs.values, refs.v_full, refs.v_free),
-    ):
-      slot, at = place(ring, stream, used)
+    for side in (refs.k, refs.v):
+      slot, at = place(side.ring, stream, used)
 
-      @pl.when(used >= ring.shape[1])
-      def _(free=free, at=at):
+      @pl.when(used >= side.ring.shape[1])
+      def _(free=side.free, at=at):
         plgpu.barrier_wait(free.at[at])
 
       for i, page in enumerate(ids):
-        rows = min(size, TOKENS)
+        row = page * static.kv_heads + head
         plgpu.copy_gmem_to_smem(
-          pages.at[page * static.kv_heads + head, source],
-          ring.at[stream, slot, pl.ds(i * rows, rows)],
-          full.at[at],
+          side.pages.at[row, source],
+          side.ring.at[stream, slot, pl.ds(i * rows, rows)],
+          side.full.at[at],
         )
+        if side.scale is not None:
+          more = mosaic_gpu_api.least_rows(rows, static.interpreted)
+          plgpu.copy_gmem_to_smem(
+            side.scale.at[pl.ds(row, more), source],
+            side.scales.at[stream, slot, i, pl.ds(0, more)],
+            side.full.at[at],
+          )
     return ()
 
   lax.fori_loop(0, num_blocks(item), body, ())
@@ -196,7 +239,7 @@ def _copy(static: Static, refs: Refs, stream, head, item, turn) -> None:
 def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
   """Attention of one tile of queries over an item's blocks."""
   rows = refs.q.shape[1]
-  value_dim = refs.v_pages.shape[2]
+  value_dim = refs.v.pages.shape[2]
   interpreted = static.interpreted
   plgpu.copy_gmem_to_smem(
     refs.q.at[item.tile * static.kv_heads + head],
@@ -214,13 +257,12 @@ def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
   def body(block, carry):
     top, total, weighted = carry
     base = (first_block(item) + block) * TOKENS
-    slot, at = place(refs.keys, stream, turn + block)
-    plgpu.barrier_wait(refs.k_full.at[at])
-    keys = refs.keys.at[stream, slot]
+    keys, factors = _block(static, refs.k, stream, turn + block)
     products = mosaic_gpu_api.products(
       refs.queries.at[stream], keys, interpreted=interpreted
     )
-    plgpu.barrier_arrive(refs.k_free.at[at])
+    _release(refs.k, stream, turn + block)
+    products = mosaic_gpu_narrow.scaled(products, factors)
     seen, distance = _visible(static, item, base)
     logits = block_softmax.logits(
       products, factor, distance, static.soft_cap, slopes
@@ -229,15 +271,19 @@ def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
       seen &= _in_tree(static, refs.trees, item, base, MATRIX) > 0
     top, total, shrink, weights = block_softmax.absorb(logits, seen, top, total)
     weighted *= lax.broadcast_in_dim(shrink, weighted.shape, [0])
-    slot, at = place(refs.values, stream, turn + block)
-    plgpu.barrier_wait(refs.v_full.at[at])
-    values = refs.values.at[stream, slot]
-    _clear_unused(static, refs, item, base, values)
-    weights = weights.astype(refs.q.dtype)
-    weighted = mosaic_gpu_api.add_product(
-      weighted, weights, values, interpreted=interpreted
+    values, factors = _block(static, refs.v, stream, turn + block)
+    weights, largest = mosaic_gpu_narrow.scaled_weights(
+      weights, seen, factors, refs.q.dtype
     )
-    plgpu.barrier_arrive(refs.v_free.at[at])
+    if largest is not None:
+      weighted /= lax.broadcast_in_dim(largest, weighted.shape, [0])
+    _clear_unused(static, refs, item, base, values)
+    weighted = mosaic_gpu_api.add_product(
+      weighted, weights.astype(refs.q.dtype), values, interpreted=interpreted
+    )
+    _release(refs.v, stream, turn + block)
+    if largest is not None:
+      weighted *= lax.broadcast_in_dim(largest, weighted.shape, [0])
     return top, total, weighted
 
   row = functools.partial(
@@ -249,6 +295,23 @@ def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
   carry = row(block_softmax.LOWEST), row(0.0), nothing
   carry = lax.fori_loop(0, num_blocks(item), body, carry)
   _write(refs, stream, item.place * static.kv_heads + head, *carry)
+
+
+def _block(static: Static, side: Side, stream, used):
+  """Waits for a block: its numbers as queries have them, and its scales."""
+  slot, at = place(side.ring, stream, used)
+  plgpu.barrier_wait(side.full.at[at])
+  block, factors = mosaic_gpu_narrow.unpack(static, side, stream, slot)
+  if side.wide is not None:
+    plgpu.barrier_arrive(side.free.at[at])
+  return block, factors
+
+
+def _release(side: Side, stream, used) -> None:
+  """Lets a block's place be filled anew, if that is not done already."""
+  if side.wide is None:
+    _, at = place(side.ring, stream, used)
+    plgpu.barrier_arrive(side.free.at[at])
 
 
 def _visible(static: Static, item: Item, base):
@@ -285,6 +348,8 @@ def _clear_unused(static: Static, refs: Refs, item: Item, base, values) -> None:
 
   0 * NaN is NaN: a weight of zero does not keep a value out.
   """
+  if jnp.issubdtype(refs.v.pages.dtype, jnp.integer):
+    return
   some = (base < item.first) | (base + TOKENS > item.end)
   if static.tree:
     index = quotient(base, TOKENS) - item.tree

@@ -86,7 +86,25 @@ class Static:
   @property
   def pages(self) -> int:
     """Copies that make up a block of tokens, of K or of V."""
-    return max(1, TOKENS // self.page_size)
+    return scales_of_block(self.page_size)[0]
+
+
+class Side(NamedTuple):
+  """Keys or values: where they come from, and their ring."""
+
+  # Input, in device memory
+  pages: Any  # [P * K, S, D]
+  scale: Any  # float32[P * K, S] of tokens, or None
+  # Scratch, in shared memory, the first index being the stream
+  ring: Any  # [streams, X, C, D], of the pages' format
+  # Barriers, one for every place of all rings
+  full: Any  # [streams * X]
+  free: Any  # [streams * X]
+  # Scratch for pages of 8 bits, else None
+  wide: Any = None  # [streams, C, D], of the queries' format
+  # Scratch for scales of tokens, else None; a copy begins at 128 bytes
+  scales: Any = None  # float32[streams, X, *scales_of_block(S)]
+  factors: Any = None  # float32[streams, C]
 
 
 class Refs(NamedTuple):
@@ -101,8 +119,6 @@ class Refs(NamedTuple):
   trees: Any  # int8[W, E, 64, C], masks of E blocks
   shown: Any  # int32[W, E, C], 0 where no row sees a token
   q: Any  # [W * K, R, D]
-  k_pages: Any  # [P * K, S, D]
-  v_pages: Any  # [P * K, S, Dv]
   # Output, in device memory
   out: Any  # float32[O * K, R, Dv]
   lse: Any  # float32[O * K, 64]
@@ -110,14 +126,20 @@ class Refs(NamedTuple):
   queries: Any  # [streams, 64, D]
   result: Any  # float32[streams, 64, 32], some columns at a time
   sums: Any  # float32[streams, 64]
-  keys: Any  # [streams, X, C, D]
-  values: Any  # [streams, X, C, Dv]
-  # Barriers, one for every place of all rings
-  q_full: Any  # [streams]
-  k_full: Any  # [streams * X]
-  v_full: Any  # [streams * X]
-  k_free: Any  # [streams * X]
-  v_free: Any  # [streams * X]
+  q_full: Any  # Barriers [streams]
+  # All of the keys, and all of the values
+  k: Side
+  v: Side
+
+
+def scales_of_block(page_size: int) -> tuple[int, int, int]:
+  """Places for a block's scales of tokens: pages, rows of each, tokens.
+
+  A copy to shared memory begins at a multiple of 128 bytes; the first of a
+  page's rows counts.
+  """
+  tokens = min(page_size, TOKENS)
+  return TOKENS // tokens, max(1, 32 // tokens), tokens
 
 
 def quotient(number: Any, by: int) -> jax.Array:
