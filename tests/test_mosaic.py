@@ -93,6 +93,34 @@ class TestKernels:
     error = np.linalg.norm(np.asarray(out, np.float64)[:, 0] - wanted)
     assert error < 1e-3 * np.linalg.norm(wanted)
 
+  @pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the interpreter takes a minute"
+  )
+  @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
+  def test_scales_of_tokens_beside_scales_of_heads(self, dtype):
+    """With a tree, a node of which nobody sees: its scale and value are NaN."""
+    rng = np.random.default_rng(0)
+    pools = rng.standard_normal((2, 3, 1, 16, 128)).astype(dtype)
+    q = rng.standard_normal((1, 3, 2, 128)).astype(jnp.bfloat16)
+    rest = np.array([[2, 0]], np.int32), *np.array([[17], [3]], np.int32)
+    mask = np.ones((1, 3, 3), bool)
+    mask[:, :, 1] = False
+    options = {
+      "k_scale": np.array([1.5], np.float32),
+      "v_scale": rng.uniform(0.5, 2, (3, 1, 16)).astype(np.float32),
+      "tree_mask": mask,
+    }
+    wanted = definition.paged_attention_padded(q, *pools, *rest, **options)
+    pools[:, 0, 0, 2] = options["v_scale"][0, 0, 2] = np.nan
+    out, lse = kernels.paged_attention_padded(
+      *put(q, *pools, *rest),
+      **{name: jnp.asarray(value) for name, value in options.items()},
+      backend="mosaic_gpu",
+      interpret=INTERPRETED["mosaic_gpu"],
+      return_lse=True,
+    )
+    assert_matches(out, lse, *wanted, q.dtype, 2e-6)
+
   @pytest.mark.parametrize("planned", [(300, 0, 70, 9), (140, 8, 400, 0)])
   def test_a_plan(self, planned):
     """Pieces of other sizes, one behind the window; and those of older rows."""
