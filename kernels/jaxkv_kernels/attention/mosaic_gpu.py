@@ -25,6 +25,7 @@ from jaxkv_kernels.attention.mosaic_gpu_work import Item
 from jaxkv_kernels.attention.mosaic_gpu_work import Static
 from jaxkv_kernels.attention.mosaic_gpu_work import scales_of_block
 from jaxkv_kernels.attention.options import Options
+from jaxkv_kernels.attention.ragged import row_of
 
 # Multiprocessors of an H100 or H200 SXM. Other numbers work too, less evenly.
 _BLOCKS = 132
@@ -225,7 +226,7 @@ def work_list(
     ends = jnp.cumsum(pieces)
     begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     index = jnp.arange(num * most, dtype=jnp.int32)
-    tile = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+    tile = row_of(ends, index)
     tile = jnp.minimum(tile, num - 1)
     nth = index - begins[tile]
     first = (skipped[tile] + nth) * size
@@ -299,7 +300,7 @@ def _merge_packed(out, lse, begins):
   Its order is fixed, and what an item holds stays in its tile, NaN too.
   """
   index = jnp.arange(out.shape[0], dtype=jnp.int32)
-  tile = jnp.searchsorted(begins[1:], index, side="right").astype(jnp.int32)
+  tile = row_of(begins[1:], index)
 
   def join(before, item):
     mine = (before[0] == item[0])[:, None, None]

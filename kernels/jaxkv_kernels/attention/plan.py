@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv_kernels import check
+from jaxkv_kernels.attention.ragged import row_of
 
 _NO_END = np.iinfo(np.int32).max
 
@@ -112,7 +113,7 @@ def _plan(lengths: jax.Array, window, *, workers: int, block: int) -> Plan:
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
   item = jnp.arange(batch + workers, dtype=jnp.int32)
-  row = jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+  row = row_of(ends, item)
   real = row < batch
   row = jnp.where(real, row, 0)
   begin = skipped[row] + (item - begins[row]) * share

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxkv_kernels import check
 from jaxkv_kernels.attention import backends
 from jaxkv_kernels.attention.options import Options
+from jaxkv_kernels.attention.ragged import row_of
 from jaxkv_kernels.storage import logical_dtype
 
 # What sharing must save, in bytes read of K and V in one layer's call, to make
@@ -263,7 +264,7 @@ def _members(
   group = jnp.where(fits, groups, num_groups)
   order = jnp.argsort(group, stable=True).astype(jnp.int32)
   group = group[order]
-  begin = jnp.searchsorted(group, group, side="left").astype(jnp.int32)
+  begin = row_of(group, group - 1)
   place = jnp.arange(batch, dtype=jnp.int32) - begin
   members = jnp.full((num_groups, group_size), batch, jnp.int32)
   return members.at[group, place].set(order, mode="drop")

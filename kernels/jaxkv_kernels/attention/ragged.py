@@ -35,6 +35,20 @@ class Tiles(NamedTuple):
   flat: jax.Array
 
 
+def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
+  """int32[I]: the row of each item, where rows stand one after the other.
+
+  Unrolled, the search is one kernel; as a loop it would be some for every bit
+  of B.
+
+  Args:
+    ends: int32[B], one past each row's last item, ascending.
+    items: int32[I]; B comes out for one past all rows.
+  """
+  row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
+  return row.astype(jnp.int32)
+
+
 def tile(
   kv_lens: jax.Array, cu_q_lens: jax.Array, rows: int, max_query_len: int
 ) -> Tiles:
@@ -59,7 +73,7 @@ def tile(
   ends = jnp.cumsum(per_run, dtype=jnp.int32)
   begins = ends - per_run
   index = jnp.arange(num, dtype=jnp.int32)
-  sequence = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
+  sequence = row_of(ends, index)
   real = sequence < batch
   sequence = jnp.minimum(sequence, batch - 1)
   done = (index - begins[sequence]) * size
@@ -68,7 +82,7 @@ def tile(
   source = (cu_q_lens[sequence] + done)[:, None] + column
   source = jnp.where(column < count[:, None], source, rows)
   row = jnp.arange(rows, dtype=jnp.int32)
-  owner = jnp.searchsorted(cu_q_lens[1:], row, side="right").astype(jnp.int32)
+  owner = row_of(cu_q_lens[1:], row)
   at = row - cu_q_lens[jnp.minimum(owner, batch - 1)]
   flat = begins[jnp.minimum(owner, batch - 1)] * size + at
   run_start = kv_lens[sequence] - runs[sequence]
