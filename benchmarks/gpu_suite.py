@@ -41,6 +41,7 @@ _NUMERICS = (
   "tests/test_shared_prefix.py",
   "tests/test_quantized_pages.py",
   "tests/test_pages.py",
+  "tests/test_latent.py",
 )
 _NOT_PASSED = ("error", "failure", "skipped")
 

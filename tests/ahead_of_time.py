@@ -1,4 +1,4 @@
-"""Compiles for machines that are not here: an H200, TPUs v5e, v6e and v7x.
+"""Compiles for machines that are not here: GPUs, and TPUs v5e, v6e and v7x.
 
 XLA's own compilers for them are in the wheels of the `aot` extra, and need no
 such device, driver or toolkit. What comes out is real machine code, so what a
@@ -30,38 +30,67 @@ from jax.sharding import PartitionSpec
 
 from jaxkv_kernels.attention import backends
 
-# XLA asks these of a device. From NVIDIA's data sheet of the H200 SXM and its
-# table of compute capability 9.0; bytes, and bytes a second.
-_H200 = """
+# XLA asks these of a device. From NVIDIA's data sheets of the H200 SXM, the
+# A100 SXM of 80 GB and the L40S, and its table of compute capabilities; bytes,
+# and bytes a second.
+_GPU = """
 gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
+  cuda_compute_capability { major: %(major)d minor: %(minor)d }
+  core_count: %(cores)d
+  fpus_per_core: %(lanes)d
+  clock_rate_ghz: %(clock)s
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
+  threads_per_core_limit: %(threads)d
   registers_per_block_limit: 65536
   registers_per_core_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  l2_cache_size: 62914560
-  device_memory_size: 151397597184
-  memory_bandwidth: 4800000000000
+  shared_memory_per_block_optin: %(shared)d
+  shared_memory_per_core: %(shared_core)d
+  l2_cache_size: %(l2)d
+  device_memory_size: %(memory)d
+  memory_bandwidth: %(bandwidth)d
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
+device_description_str: "%(name)s"
 """
+
+
+def _gpu(name, capability, cores, lanes, clock, threads, *memory) -> str:
+  """What XLA asks, filled in; memory: KB a core, MB of L2, GB, TB a second."""
+  shared, l2, size, bandwidth = memory
+  return _GPU % {
+    "name": name,
+    "major": capability[0],
+    "minor": capability[1],
+    "cores": cores,
+    "lanes": lanes,
+    "clock": clock,
+    "threads": threads,
+    # A block may have all but 1 KB of a core's.
+    "shared": (shared - 1) * 1024,
+    "shared_core": shared * 1024,
+    "l2": l2 * 2**20,
+    "memory": size * 2**30,
+    "bandwidth": int(bandwidth * 1e12),
+  }
+
+
+_GPUS = {
+  "h200": _gpu("H200", (9, 0), 132, 128, 1.98, 2048, 228, 60, 141, 4.8),
+  "a100": _gpu("A100", (8, 0), 108, 64, 1.41, 2048, 164, 40, 80, 2.039),
+  "l40s": _gpu("L40S", (8, 9), 142, 128, 2.52, 1536, 100, 96, 48, 0.864),
+}
 
 # Named as jax names the topologies; one chip of each is compiled for.
 _TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 
 TARGETS = ("h200", *_TPUS)
+OLDER_GPUS = ("a100", "l40s")
 
 # Read when the TPU compiler is loaded. It would ask a metadata server where it
 # runs, keep a second process out by a file in /tmp, and log there.
@@ -126,7 +155,7 @@ class Program:
 
 def why_not(target: str) -> str | None:
   """Why nothing can be compiled for this target here; None if it can."""
-  module = "jax_plugins.xla_cuda13" if target == "h200" else "libtpu"
+  module = "jax_plugins.xla_cuda13" if target in _GPUS else "libtpu"
   try:
     found = importlib.util.find_spec(module)
   except ModuleNotFoundError:
@@ -144,7 +173,7 @@ def needs(*targets: str) -> pytest.MarkDecorator:
 
 def for_target(target: str) -> tuple[str, ...]:
   """Names of the attention backends that can be compiled for a target."""
-  return backends.for_platform("cuda" if target == "h200" else "tpu")
+  return backends.for_platform("cuda" if target in _GPUS else "tpu")
 
 
 def compile_for(
@@ -157,7 +186,7 @@ def compile_for(
   """Compiles a jitted function for one device of a target.
 
   Args:
-    target: one of `TARGETS`.
+    target: one of `TARGETS` or `OLDER_GPUS`.
     function: what `jax.jit` returned.
     *arguments: arrays, or `jax.ShapeDtypeStruct`, in any tree. Only shapes and
       dtypes are looked at.
@@ -182,8 +211,10 @@ def compile_for(
   with jax.set_mesh(mesh):
     lowered = function.trace(*shapes, **keywords).lower()
   options = {}
-  if target == "h200" and not may_spill:
-    options["xla_gpu_fail_ptx_compilation_on_register_spilling"] = True
+  if target in _GPUS:
+    # Whatever conftest.py says of code for the CPU.
+    options["xla_backend_optimization_level"] = 3
+    options["xla_gpu_fail_ptx_compilation_on_register_spilling"] = not may_spill
   with _mosaic_assembler_output() as output:
     compiled = lowered.compile(compiler_options=options)
   kernels = _mosaic_kernels(lowered.as_text(), "".join(output))
@@ -195,15 +226,16 @@ def compile_for(
 
 def _device(target: str) -> Any:
   """A device of the target that can only be compiled for."""
-  if target == "h200":
+  if target in _GPUS:
     topology = topologies.get_topology_desc(
-      platform="cuda", target_config=_H200, topology="1x1x1"
+      platform="cuda", target_config=_GPUS[target], topology="1x1x1"
     )
   elif target in _TPUS:
     os.environ.update(_TPU_ENVIRONMENT)
     topology = topologies.get_topology_desc(_TPUS[target], platform="tpu")
   else:
-    raise ValueError(f"target={target!r}; it must be one of {TARGETS}")
+    known = (*_GPUS, *_TPUS)
+    raise ValueError(f"target={target!r}; it must be one of {known}")
   return topology.devices[0]
 
 

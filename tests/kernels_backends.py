@@ -6,6 +6,7 @@ its own reason; the shapes that it must serve are named.
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ _STATIC = (
   "window",
   "return_lse",
   "backend",
+  "value_dim",
   "max_query_len",
   "interpret",
 )
@@ -84,7 +86,7 @@ class Runner:
 @functools.cache
 def _jitted(name: str):
   function = getattr(kernels, name)
-  static = [n for n in _STATIC if n in function.__kwdefaults__]
+  static = [n for n in _STATIC if n in inspect.signature(function).parameters]
   return jax.jit(function, static_argnames=static)
 
 

@@ -1,4 +1,4 @@
-"""Merging, equal-work plans and latent attention."""
+"""Merging and equal-work plans."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,7 @@ import pytest
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels.attention import definition
-from tests.kernels_shapes import Shape
-from tests.kernels_shapes import assert_matches
-from tests.kernels_shapes import problem
 from tests.kernels_shapes import put
-from tests.kernels_shapes import queries
 
 
 class TestMerge:
@@ -127,78 +123,3 @@ class TestPlan:
     for length in (4, 9):
       step(jnp.full((3,), length, jnp.int32), jnp.int32(length))
     assert len(traces) == 1
-
-
-class TestLatent:
-  @pytest.mark.parametrize(
-    ("dtype", "scales"),
-    [("float32", None), ("bits", None), ("bits8", "token"), ("int8", "head")],
-  )
-  def test_equals_the_definition(self, dtype, scales):
-    shape = Shape(
-      heads=(16, 1),
-      head_dim=576,
-      page_size=16,
-      lengths=(0, 1, 15, 16, 17, 100),
-      dtype=dtype,
-      scales=scales,
-    )
-    case = problem(shape)
-    q = queries(case, shape, 6)
-    arguments = put(q, case.k_pages, case.page_table, case.lengths)
-    options = {"value_dim": 512, "scale": 192**-0.5, "window": 50}
-    factors = case.options.get("k_scale")
-    wanted = definition.latent_decode(
-      q,
-      case.k_pages,
-      case.page_table,
-      case.lengths,
-      k_scale=factors,
-      **options,
-    )
-    out, lse = kernels.latent_decode(
-      *arguments,
-      latent_scale=None if factors is None else jnp.asarray(factors),
-      return_lse=True,
-      **options,
-    )
-    assert out.shape == (6, 16, 512)
-    assert_matches(out, lse, *wanted, case.dtype)
-
-  @pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-      ({"value_dim": 9}, ValueError, "value_dim=9"),
-      ({"value_dim": 0}, ValueError, "value_dim=0"),
-      ({"pages": jnp.ones((5, 2, 4, 8))}, ValueError, "pages has shape"),
-      ({"pages": jnp.ones((5, 1, 4, 6))}, ValueError, "pages has shape"),
-      ({"latent_scale": jnp.ones(2)}, ValueError, "latent_scale is float32"),
-      ({"backend": "triton"}, NotImplementedError, "supported are auto, xla"),
-    ],
-  )
-  def test_bad_arguments(self, changes, error, message):
-    call = {
-      "q": jnp.ones((2, 4, 8)),
-      "pages": jnp.ones((5, 1, 4, 8)),
-      "page_table": jnp.ones((2, 3), jnp.int32),
-      "lengths": jnp.ones(2, jnp.int32),
-      "value_dim": 6,
-      "scale": 1.0,
-      **changes,
-    }
-    with pytest.raises(error, match=message):
-      kernels.latent_decode(**call)
-
-  @pytest.mark.parametrize("name", ["pages", "page_table", "lengths"])
-  def test_devices(self, name):
-    cpus = jax.devices("cpu")
-    call = {
-      "q": jnp.ones((2, 4, 8)),
-      "pages": jnp.ones((5, 1, 4, 8)),
-      "page_table": jnp.ones((2, 3), jnp.int32),
-      "lengths": jnp.ones(2, jnp.int32),
-    }
-    call = jax.device_put(call, cpus[0])
-    call[name] = jax.device_put(call[name], cpus[1])
-    with pytest.raises(ValueError, match=f"{name} is on .*:1 but q on"):
-      kernels.latent_decode(**call, value_dim=6, scale=1.0)

@@ -13,6 +13,8 @@ import pytest
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels.attention import mosaic_gpu
+from jaxkv_kernels.attention import triton
+from tests.ahead_of_time import OLDER_GPUS
 from tests.ahead_of_time import TARGETS
 from tests.ahead_of_time import compile_for
 from tests.ahead_of_time import for_target
@@ -238,4 +240,80 @@ class TestTriton:
       vector,
       shape((BATCH + 1,), jnp.int32),
       **options,
+    )
+
+  @needs("h200")
+  @pytest.mark.parametrize("heads", [16, 128])
+  @pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
+  )
+  def test_latent_attention(self, dtype, heads):
+    """512 + 64 elements, as DeepSeek-V2 and V3 have them."""
+    shape = jax.ShapeDtypeStruct
+    # A pool of 1.2 GB and more, beside parts for 264 programs in float32.
+    pages = shape((8 * PAGE_TOKENS // 16, 1, 16, 576), dtype)
+    decode = functools.partial(
+      kernels.latent_decode, value_dim=512, scale=192**-0.5, backend="triton"
+    )
+    program = compile_for(
+      "h200",
+      jax.jit(decode),
+      shape((BATCH, heads, 576), query_dtype(dtype)),
+      pages,
+      shape((BATCH, TOKENS // 16), jnp.int32),
+      shape((BATCH,), jnp.int32),
+    )
+    assert_small(program, pages)
+
+
+class TestOlderGpus:
+  """Triton is for GPUs before Hopper too, which have less shared memory."""
+
+  @pytest.mark.parametrize("dim", DIMS["triton"])
+  @pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=needs(t)) for t in OLDER_GPUS]
+  )
+  def test_decode(self, target, dim):
+    pools = pools_and_table("bfloat16", 16, dim)
+    compile_for(
+      target,
+      jax.jit(functools.partial(kernels.paged_decode, backend="triton")),
+      jax.ShapeDtypeStruct((BATCH, HEADS, dim), jnp.bfloat16),
+      *pools,
+      jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+    )
+
+  @pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=needs(t)) for t in OLDER_GPUS]
+  )
+  def test_prefill_of_int8(self, target):
+    shape = jax.ShapeDtypeStruct
+    pools = pools_and_table("int8", 16, 128)
+    compile_for(
+      target,
+      jax.jit(
+        functools.partial(kernels.paged_attention_padded, backend="triton")
+      ),
+      shape((BATCH, 64, HEADS, 128), jnp.bfloat16),
+      *pools,
+      shape((BATCH,), jnp.int32),
+      shape((BATCH,), jnp.int32),
+    )
+
+  @pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=needs(t)) for t in OLDER_GPUS]
+  )
+  def test_latent_attention(self, target, monkeypatch):
+    monkeypatch.setattr(triton, "_oldest_architecture", lambda: 80)
+    shape = jax.ShapeDtypeStruct
+    decode = functools.partial(
+      kernels.latent_decode, value_dim=512, scale=192**-0.5, backend="triton"
+    )
+    compile_for(
+      target,
+      jax.jit(decode),
+      shape((BATCH, 128, 576), jnp.bfloat16),
+      shape((PAGE_TOKENS // 16, 1, 16, 576), jnp.bfloat16),
+      shape((BATCH, TOKENS // 16), jnp.int32),
+      shape((BATCH,), jnp.int32),
     )

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 
 from jaxkv_kernels import check
-from jaxkv_kernels.attention import xla
+from jaxkv_kernels.attention.backends import choose
+from jaxkv_kernels.attention.backends import decode
 from jaxkv_kernels.attention.options import checked
 
 
@@ -23,6 +24,7 @@ def latent_decode(
   latent_scale: jax.Array | None = None,
   return_lse: bool = False,
   backend: str = "auto",
+  interpret: Any = False,
 ) -> Any:
   """Attention of one query per sequence over one pool of latent vectors.
 
@@ -31,8 +33,6 @@ def latent_decode(
   absorbed, that is multiplied by the up-projection of the keys, with their
   rotated part behind; the up-projection of the values is applied to what comes
   out. The vectors are read once for all heads. Write them with `append_pages`.
-
-  Only the XLA backend serves it so far.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
@@ -48,7 +48,8 @@ def latent_decode(
     latent_scale: what the pool's numbers are to be multiplied by: float32[1]
       or float32[P, 1, S]. None: by nothing.
     return_lse: also return the natural-log log-sum-exp.
-    backend: "auto" or "xla".
+    backend: "auto", or the name of one; `triton` and `xla` serve it.
+    interpret: as for `paged_decode`.
 
   Returns:
     [B, H, Dv] in q's dtype, and float32[B, H] with `return_lse`. A sequence
@@ -56,7 +57,7 @@ def latent_decode(
 
   Raises:
     ValueError: an argument has a shape, dtype or value that is not supported.
-    NotImplementedError: the backend does not serve it.
+    NotImplementedError: there is no such backend, or it does not serve.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -71,11 +72,6 @@ def latent_decode(
     >>> out.shape, round(float(out.max()), 3)
     ((1, 16, 512), 1.0)
   """
-  if backend not in ("auto", "xla"):
-    raise NotImplementedError(
-      f"backend={backend!r} does not serve latent_decode; supported are auto,"
-      " xla"
-    )
   check.queries("q", q, "BHD")
   check.pool("pages", pages)
   if pages.shape[1] != 1 or pages.shape[3] != q.shape[2]:
@@ -110,9 +106,10 @@ def latent_decode(
     window=window,
     k_scale=latent_scale,
     v_scale=latent_scale,
+    value_dim=value_dim,
+    interpret=interpret,
   )
-  out, lse = xla.latent_decode(
-    q, pages, page_table, lengths, value_dim, options
-  )
+  chosen = choose("latent_decode", backend, q, pages, pages, options)
+  out, lse = decode(chosen, q, pages, pages, page_table, lengths, options)
   out = out.astype(q.dtype)
   return (out, lse) if return_lse else out

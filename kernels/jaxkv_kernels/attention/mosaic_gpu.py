@@ -111,6 +111,9 @@ def unsupported(
   dims = k_pages.shape[3], v_pages.shape[3]
   pool = jnp.dtype(k_pages.dtype)
   reasons = {
+    "value_dim is given; keys and values of two pools are supported": (
+      options.value_dim is not None
+    ),
     f"platform={platform!r}; this backend is for cuda": platform != "cuda",
     f"k_pages is {pool}; {', '.join(map(str, _POOLS))} are supported": (
       pool not in _POOLS

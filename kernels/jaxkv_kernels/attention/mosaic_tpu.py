@@ -100,6 +100,9 @@ def unsupported(
   block = _pages_per_block(k_pages, v_pages) * _page_bytes(k_pages, v_pages)
   least = _memory(1, q, k_pages, v_pages, options)
   reasons = {
+    "value_dim is given; keys and values of two pools are supported": (
+      options.value_dim is not None
+    ),
     f"platform={platform!r}; this backend is for tpu": platform != "tpu",
     f"q is {q.dtype}; float32 and bfloat16 are supported": (
       q.dtype not in _FLOATS

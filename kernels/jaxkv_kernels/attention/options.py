@@ -37,6 +37,8 @@ class Options:
     tree_starts: see `tree_mask`; None where that is None. int32[B]
     plan: decode only: equal pieces of work, see `plan.Plan`; or None. A
       backend without use for it ignores it.
+    value_dim: of latent attention: Dv, the first elements of a key, which are
+      its value; `v_pages` is `k_pages` then. None for any other.
     interpret: what a Pallas backend hands to `pallas_call(interpret=...)`.
   """
 
@@ -51,6 +53,7 @@ class Options:
   tree_mask: jax.Array | None = None
   tree_starts: jax.Array | None = None
   plan: Plan | None = None
+  value_dim: int | None = None
   interpret: Any = False
 
 

@@ -12,6 +12,8 @@ not serve, and because its numbers can be checked on a CPU.
 """
 
 import functools
+import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,8 @@ _MOST_TOKENS, _LEAST_TOKENS = 4096, 1024
 # there are programs enough without them.
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
+# Elements of a latent vector that are its value, and those behind them.
+_LARGEST_LATENT = (512, 64)
 
 
 def attend(
@@ -56,12 +60,13 @@ def attend(
   options: Options,
 ) -> tuple[jax.Array, jax.Array]:
   """A rectangle of queries: float32[B, T, H, Dv], float32[B, T, H]."""
-  sizes = _sizes(q, k_pages, v_pages, page_table)
+  value_dim = options.value_dim
+  sizes = _sizes(q, k_pages, v_pages, page_table, value_dim)
   window = options.window
   inputs = {
     "q": q,
     "k": k_pages,
-    "v": v_pages,
+    "v": v_pages if value_dim is None else None,
     "table": page_table,
     "starts": starts,
     "counts": counts,
@@ -75,17 +80,18 @@ def attend(
     "tree": _as_int8(options.tree_mask),
     "tree_starts": options.tree_starts,
   }
+  few = sizes.rows == _LEAST_ROWS and value_dim is None
   shape = (sizes.splits, sizes.batch, sizes.columns, sizes.heads)
   call = pl.pallas_call(
     functools.partial(kernel, sizes=sizes, soft_cap=options.soft_cap),
     grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
     out_shape=(
-      query_tiles.float32((*shape, sizes.dims[1]), inputs),
+      query_tiles.float32((*shape, sizes.value_dim), inputs),
       query_tiles.float32(shape, inputs),
     ),
     compiler_params=plt.CompilerParams(
       # Twice the threads for twice the sums: none spills its registers.
-      num_warps=4 if sizes.rows == _LEAST_ROWS else 8,
+      num_warps=4 if few else 8,
       num_stages=3,
     ),
     interpret=options.interpret,
@@ -105,11 +111,35 @@ def unsupported(
   options: Options,
 ) -> str | None:
   """Why it does not serve a call; None if it does."""
-  del options
   if platform != "cuda":
     return f"the platform is {platform}; supported is cuda"
+  reason = _too_large(q, k_pages, v_pages, options.value_dim)
+  if reason is not None:
+    return reason
+  e4m3 = logical_dtype(k_pages.dtype).name == "float8_e4m3fn"
+  least = 89 if e4m3 else 80
+  oldest = _oldest_architecture()
+  if oldest is not None and oldest < least:
+    return (
+      f"k_pages is {k_pages.dtype} and the GPU is sm_{oldest}; supported is"
+      f" sm_{least} and later"
+    )
+  return None
+
+
+def _too_large(
+  q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, latent: int | None
+) -> str | None:
+  """Which vectors or pools are; None if none are."""
+  if latent is not None:
+    sizes = latent, q.shape[-1] - latent
+    if any(map(operator.gt, sizes, _LARGEST_LATENT)):
+      return (
+        f"value_dim is {latent} and {sizes[1]} elements follow; supported are"
+        f" up to {_LARGEST_LATENT[0]} and {_LARGEST_LATENT[1]}"
+      )
   for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-    if pages.shape[3] > _LARGEST_HEAD:
+    if latent is None and pages.shape[3] > _LARGEST_HEAD:
       return (
         f"{name} has head size {pages.shape[3]}; supported is up to"
         f" {_LARGEST_HEAD}"
@@ -120,14 +150,6 @@ def unsupported(
         f"{name} has {pages.size} elements of 8 bits; supported are up to 2^31,"
         " and more than 2^32"
       )
-  e4m3 = logical_dtype(k_pages.dtype).name == "float8_e4m3fn"
-  least = 89 if e4m3 else 80
-  oldest = _oldest_architecture()
-  if oldest is not None and oldest < least:
-    return (
-      f"k_pages is {k_pages.dtype} and the GPU is sm_{oldest}; supported is"
-      f" sm_{least} and later"
-    )
   return None
 
 
@@ -157,26 +179,25 @@ def _sizes(
   k_pages: jax.Array,
   v_pages: jax.Array,
   page_table: jax.Array,
+  latent: int | None = None,
 ) -> Sizes:
-  """How the work is cut, from shapes alone."""
+  """How the work is cut, from shapes alone; `latent` is `value_dim`."""
   batch, columns, heads, dim = q.shape
+  value_dim = latent or v_pages.shape[3]
+  cuts = (0, dim) if latent in (None, dim) else (0, latent, dim)
+  parts = tuple((a, b - a) for a, b in itertools.pairwise(cuts))
   pages, kv_heads, page_size, _ = k_pages.shape
   capacity = page_table.shape[1] * page_size
   in_all = columns * heads // kv_heads
   numbers = _numbers(q.dtype, logical_dtype(k_pages.dtype))
-  # float32 is multiplied outside the tensor cores, in many more registers.
-  most = _MOST_ROWS if numbers.itemsize == 2 else _LEAST_ROWS
-  rows = min(max(power_of_two(in_all), _LEAST_ROWS), most)
+  rows = max(power_of_two(in_all), _LEAST_ROWS)
+  rows = min(rows, _most_rows(numbers, latent))
   tiles = -(-in_all // rows)
-  widest = power_of_two(max(dim, v_pages.shape[3]))
-  # Numbers of 8 bits widen in registers, of which many rows leave few.
-  few = rows == _LEAST_ROWS
-  width = max(k_pages.dtype.itemsize, numbers.itemsize // (2 if few else 1))
-  most = _MOST_BLOCK if few else _MOST_BLOCK // 2
-  block = min(max(_BLOCK_BYTES // (widest * width), 16), most)
+  widest = power_of_two(max(value_dim, *(size for _, size in parts)))
+  block = _block(rows, widest, k_pages.dtype, numbers, latent is not None)
   programs = batch * kv_heads * tiles
   idle = programs < _PROGRAMS
-  part = batch * columns * heads * v_pages.shape[3] * 4
+  part = batch * columns * heads * value_dim * 4
   wanted = min(-(-capacity // _MOST_TOKENS), _PART_BYTES // part)
   splits = max(-(-_PROGRAMS // programs), wanted)
   splits = min(splits, _MOST_SPLITS, -(-capacity // block))
@@ -185,7 +206,8 @@ def _sizes(
     columns=columns,
     heads=heads,
     kv_heads=kv_heads,
-    dims=(dim, v_pages.shape[3]),
+    key_parts=parts,
+    value_dim=value_dim,
     pages=pages,
     page_size=page_size,
     capacity=capacity,
@@ -196,6 +218,31 @@ def _sizes(
     least=1 if idle else -(-_LEAST_TOKENS // block),
     numbers=numbers,
   )
+
+
+def _most_rows(numbers: np.dtype, latent: int | None) -> int:
+  """Query rows that a program has registers for."""
+  # float32 is multiplied outside the tensor cores, in many more registers.
+  if numbers.itemsize > 2:
+    return _LEAST_ROWS
+  # Before Hopper a tensor core's operands stand in registers too.
+  if latent is not None and (_oldest_architecture() or 90) < 90:
+    return _MOST_ROWS // 2
+  return _MOST_ROWS
+
+
+def _block(
+  rows: int, widest: int, stored: np.dtype, numbers: np.dtype, latent: bool
+) -> int:
+  """Tokens of a step."""
+  if latent:
+    # What is key and value at once takes the room of both.
+    return max(2 * _BLOCK_BYTES // (widest * numbers.itemsize), 16)
+  # Numbers of 8 bits widen in registers, of which many rows leave few.
+  few = rows == _LEAST_ROWS
+  width = max(stored.itemsize, numbers.itemsize // (2 if few else 1))
+  most = _MOST_BLOCK if few else _MOST_BLOCK // 2
+  return min(max(_BLOCK_BYTES // (widest * width), 16), most)
 
 
 def _numbers(query, stored) -> np.dtype:

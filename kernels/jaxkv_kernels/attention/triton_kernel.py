@@ -5,6 +5,7 @@ masks for all that is not there. It runs in Pallas's interpreter as it stands.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -30,7 +31,9 @@ class Sizes:
     columns: T, queries of a row.
     heads: H.
     kv_heads: K.
-    dims: D and Dv.
+    key_parts: where parts of a query or key begin and how many elements they
+      have. One of D; of latent attention the first is the value.
+    value_dim: Dv.
     pages: P.
     page_size: S.
     capacity: M * S, tokens of a table's row.
@@ -46,7 +49,8 @@ class Sizes:
   columns: int
   heads: int
   kv_heads: int
-  dims: tuple[int, int]
+  key_parts: tuple[tuple[int, int], ...]
+  value_dim: int
   pages: int
   page_size: int
   capacity: int
@@ -68,15 +72,21 @@ def power_of_two(number: int) -> int:
   return 1 << (number - 1).bit_length()
 
 
+def _width(dim: int) -> int:
+  """Columns for vectors of a size: what tensor cores multiply."""
+  return max(power_of_two(dim), 16)
+
+
 def kernel(refs, out_ref, lse_ref, *, sizes: Sizes, soft_cap: float | None):
   """One tile of query rows over one part of its keys.
 
   Args:
     refs: whole arrays, None where an option is absent.
-      q [B, T, H, D], k [P, K, S, D], v [P, K, S, Dv], table int32[B, M],
-      starts int32[B], counts int32[B], page_offset int32[1], scale float32[1],
-      window int32[1], slopes float32[H], k_scale and v_scale float32[K] or
-      float32[P, K, S], tree int8[B, T, N], tree_starts int32[B].
+      q [B, T, H, D], k [P, K, S, D], v [P, K, S, Dv] or None if that is the
+      first part of k, table int32[B, M], starts int32[B], counts int32[B],
+      page_offset int32[1], scale float32[1], window int32[1], slopes
+      float32[H], k_scale and v_scale float32[K] or float32[P, K, S], tree
+      int8[B, T, N], tree_starts int32[B].
     out_ref: float32[splits, B, T, H, Dv].
     lse_ref: float32[splits, B, T, H].
     sizes: static sizes.
@@ -84,13 +94,15 @@ def kernel(refs, out_ref, lse_ref, *, sizes: Sizes, soft_cap: float | None):
   """
   rows = _rows(refs, sizes)
   first_block, end_block = _blocks(rows, sizes)
-  q = _read(refs["q"], rows.place, rows.real, sizes.dims[0])
-  q = q.astype(sizes.numbers)
+  q = [
+    _read(refs["q"], rows.place, rows.real, *part).astype(sizes.numbers)
+    for part in sizes.key_parts
+  ]
 
   def step(index, carry):
     return _step(refs, rows, q, index, carry, sizes, soft_cap)
 
-  value_dim = power_of_two(sizes.dims[1])
+  value_dim = _width(sizes.value_dim)
   top, total, weighted = lax.fori_loop(
     first_block,
     end_block,
@@ -106,7 +118,7 @@ def kernel(refs, out_ref, lse_ref, *, sizes: Sizes, soft_cap: float | None):
   lse = jnp.where(empty, -jnp.inf, top / _LOG2_E + jnp.log(safe))
   place = (pl.program_id(1), *rows.place)
   plt.store(lse_ref.at[place], lse, mask=rows.real)
-  _write(out_ref, place, rows.real, sizes.dims[1], weighted / safe[:, None])
+  _write(out_ref, place, rows.real, sizes.value_dim, weighted / safe[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,13 +207,10 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   position = index * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
   inside = (position >= rows.reach[0]) & (position < rows.reach[1])
   place = _place(refs, rows, position, inside, sizes)
-  keys = _read(refs["k"], place, inside, sizes.dims[0])
-  logits = jnp.dot(
-    q,
-    load(keys).astype(sizes.numbers).T,
-    precision=_precision(sizes.numbers),
-    preferred_element_type=jnp.float32,
-  )
+  keys = [
+    load(_read(refs["k"], place, inside, *part)) for part in sizes.key_parts
+  ]
+  logits = sum(map(functools.partial(_logits, sizes), q, keys))
   if refs["k_scale"] is not None:
     logits *= _scale(refs["k_scale"], place, inside)[None]
   logits = _shaped(refs, rows, logits * refs["scale"][0], position, soft_cap)
@@ -217,11 +226,23 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   weights = jnp.exp2(logits - highest[:, None])
   total = total * shrink + jnp.sum(weights, axis=1)
   # Zeros where nothing is read: a weight of zero does not keep NaN out.
-  values = load(_read(refs["v"], place, inside, sizes.dims[1]))
+  values = keys[0]
+  if refs["v"] is not None:
+    values = load(_read(refs["v"], place, inside, 0, sizes.value_dim))
   if refs["v_scale"] is not None:
     weights *= _scale(refs["v_scale"], place, inside)[None]
   update = _weighted(weights, values, sizes, refs["v_scale"] is not None)
   return highest, total, weighted * shrink[:, None] + update
+
+
+def _logits(sizes: Sizes, q, keys):
+  """Products of a part of the queries with that of a block's keys."""
+  return jnp.dot(
+    q,
+    keys.astype(sizes.numbers).T,
+    precision=_precision(sizes.numbers),
+    preferred_element_type=jnp.float32,
+  )
 
 
 def _weighted(weights, values, sizes: Sizes, scaled: bool):
@@ -252,25 +273,25 @@ def _place(refs, rows: _Rows, position, inside, sizes: Sizes):
   return page, rows.kv_head, position - column * sizes.page_size
 
 
-def _read(ref, place, inside, dim: int):
-  """Vectors at some places, zeros outside; their size a power of two."""
-  place, inside = _with_columns(place, inside, dim)
+def _read(ref, place, inside, begin: int, dim: int):
+  """Elements of vectors, zeros outside; as many as a power of two."""
+  place, inside = _with_columns(place, inside, begin, dim)
   return plt.load(ref.at[place], mask=inside, other=jnp.zeros((), ref.dtype))
 
 
 def _write(ref, place, inside, dim: int, values) -> None:
   """The reverse of `_read`."""
-  place, inside = _with_columns(place, inside, dim)
+  place, inside = _with_columns(place, inside, 0, dim)
   plt.store(ref.at[place], values, mask=inside)
 
 
-def _with_columns(place, inside, dim: int):
+def _with_columns(place, inside, begin: int, dim: int):
   """Places and their mask with one more axis, for the columns of vectors."""
-  width = power_of_two(dim)
+  width = _width(dim)
   column = jnp.arange(width, dtype=jnp.int32)[None]
   place = tuple(x[:, None] if x.ndim else x for x in place)
   inside = jnp.broadcast_to(inside[:, None], (inside.size, width))
-  return (*place, column), inside & (column < dim)
+  return (*place, begin + column), inside & (column < dim)
 
 
 def _scale(ref, place, inside):

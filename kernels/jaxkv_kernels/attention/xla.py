@@ -96,46 +96,16 @@ def attend(
   """
 
   def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _read(k_pages, ids), _read(v_pages, ids)
+    keys = _read(k_pages, ids)
+    if options.value_dim is not None:
+      return keys, keys[..., : options.value_dim]
+    return keys, _read(v_pages, ids)
 
   involved = (k_pages, v_pages)
+  value_dim = options.value_dim or v_pages.shape[-1]
   return _attention(
-    q, read, involved, v_pages.shape[-1], page_table, starts, counts, options
+    q, read, involved, value_dim, page_table, starts, counts, options
   )
-
-
-def latent_decode(
-  q: jax.Array,
-  pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  value_dim: int,
-  options: Options,
-) -> tuple[jax.Array, jax.Array]:
-  """One query per sequence over one pool, read once.
-
-  Args:
-    q: [B, H, D].
-    pages: [P, 1, S, D].
-    page_table: int32[B, M].
-    lengths: int32[B].
-    value_dim: Dv, the first elements of a key, which are its value.
-    options: the rest, with defaults filled in.
-
-  Returns:
-    (float32[B, H, Dv], float32[B, H]).
-  """
-
-  def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    keys = _read(pages, ids)
-    return keys, keys[..., :value_dim]
-
-  starts, ones = lengths - 1, jnp.ones_like(lengths)
-  q = q[:, None]
-  out, lse = _attention(
-    q, read, (pages,), value_dim, page_table, starts, ones, options
-  )
-  return out[:, 0], lse[:, 0]
 
 
 def unsupported(
