@@ -5,12 +5,16 @@ Read before any test file, and so before jax makes its first device.
 | environment | effect |
 |---|---|
 | `JAXKV_TEST_PLATFORM` | `cuda`: run on a GPU; default `cpu`, 8 devices |
+| `JAXKV_TEST_OPTIMIZED` | `1`: code for a CPU is optimised by LLVM, as users'
+  is; by default it is not, and the tests take half as long |
 | `CI` | hypothesis tries the same examples every time |
 """
 
 import os
 
 _PLATFORM = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
+_OPTIMIZED = os.environ.get("JAXKV_TEST_OPTIMIZED") == "1"
+_LEVEL_FLAG = "--xla_backend_optimization_level"
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -18,7 +22,10 @@ def _set_environment() -> None:
   """For this process, and for those that tests start."""
   flags = os.environ.get("XLA_FLAGS", "")
   if _DEVICE_FLAG not in flags:
-    os.environ["XLA_FLAGS"] = f"{flags} {_DEVICE_FLAG}=8".strip()
+    flags += f" {_DEVICE_FLAG}=8"
+  if _PLATFORM == "cpu" and not _OPTIMIZED and _LEVEL_FLAG not in flags:
+    flags += f" {_LEVEL_FLAG}=0"
+  os.environ["XLA_FLAGS"] = flags.strip()
   # Beside a GPU tests still need the CPU, to compare with.
   with_cpu = _PLATFORM if _PLATFORM == "cpu" else f"{_PLATFORM},cpu"
   os.environ["JAX_PLATFORMS"] = with_cpu

@@ -6,12 +6,11 @@ import sys
 import textwrap
 from collections.abc import Callable
 
+import jax
 import pytest
 
 from jaxkv import CrossAttention
-from tests.pair import QUICK
 from tests.pair import VERBS
-from tests.pair import quick
 from tests.setups import CLASSIC
 from tests.setups import CLASSIC_PREFIXES
 from tests.setups import DRAFT
@@ -111,7 +110,7 @@ class Mutant:
       for alias, value in vars(module).items()
       if value is right
     ]
-    return QUICK | {
+    return VERBS | {
       verb: _compiled_anew(
         wrong if VERBS[verb] is right else VERBS[verb], places, wrong
       )
@@ -131,7 +130,7 @@ class Mutant:
 def _compiled_anew(verb: Callable, places: list, wrong: Callable) -> Callable:
   """A verb that is traced with the mistake, as no other verb is."""
   plain = inspect.unwrap(verb)
-  compiled = quick(lambda *arguments: plain(*arguments))
+  compiled = jax.jit(lambda *arguments: plain(*arguments))
 
   def call(*arguments):
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,6 @@
 """A cache and its oracle, moved together and compared after every move."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -28,21 +27,10 @@ VERBS = {
 }
 """Public verbs; `free` stands here twice because it has two kinds of input."""
 
-quick = functools.partial(
-  jax.jit, compiler_options={"xla_backend_optimization_level": 0}
-)
-"""`jit` for programs that are run once: two thirds of the time to compile."""
-
-QUICK = {
-  verb: quick(lambda *arguments, right=right: right(*arguments))
-  for verb, right in VERBS.items()
-}
-"""The same, compiled quickly."""
-
 QUERIES = ("match", "num_common_prefix_pages")
 """Verbs that return an answer and no state."""
 
-invariants = quick(jaxkv.check_invariants)
+invariants = jax.jit(jaxkv.check_invariants)
 
 
 class Mismatch(AssertionError):

@@ -233,7 +233,6 @@ SETUPS = {
 }
 
 DEFAULT = (
-  "plain",
   "merge",
   "hybrid",
   "scratch",

@@ -135,7 +135,7 @@ CASES = {
 
 
 # Those whose parts the others have too.
-DEEP = ("decode_merge_groups", "branching_hybrid")
+DEEP = ("decode_while", "decode_merge_groups", "branching_hybrid")
 
 
 @pytest.mark.parametrize(

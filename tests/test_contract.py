@@ -21,7 +21,6 @@ from tests.pair import VERBS
 from tests.pair import Pair
 from tests.pair import Seeded
 from tests.pair import arrays
-from tests.pair import quick
 from tests.pair import wander
 from tests.setups import LONG
 from tests.setups import MERGE
@@ -102,14 +101,26 @@ def test_table_is_complete():
   assert public - ON_HOST - ELSEWHERE == listed
 
 
+# Operation by operation, each compiled by itself: the others with --deep.
+WITHOUT_JIT = ("commit", "pin", "fork", "recycle", "free_mask", "usage")
+
+
+@pytest.mark.parametrize(
+  "verb",
+  [
+    verb if verb in WITHOUT_JIT else pytest.param(verb, marks=pytest.mark.deep)
+    for verb in TABLE
+  ],
+)
+def test_without_jit(verb):
+  state, args = example(verb)
+  with jax.disable_jit():
+    plain = TABLE[verb](state, *args)
+  assert_same(TABLE[verb](state, *args), plain)
+
+
 @pytest.mark.parametrize("verb", TABLE)
 class TestEveryVerb:
-  def test_without_jit(self, verb):
-    state, args = example(verb)
-    with jax.disable_jit():
-      plain = TABLE[verb](state, *args)
-    assert_same(TABLE[verb](state, *args), plain)
-
   def test_shapes_without_running(self, verb):
     state, args = example(verb)
     shapes = jax.eval_shape(TABLE[verb], state, *args)
@@ -137,7 +148,7 @@ class TestEveryVerb:
   def test_vmap_is_one_by_one(self, verb):
     calls = [example(verb, seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
-    together = quick(jax.vmap(TABLE[verb]))(stacked[0], *stacked[1])
+    together = jax.jit(jax.vmap(TABLE[verb]))(stacked[0], *stacked[1])
     for i, (state, args) in enumerate(calls):
       alone = TABLE[verb](state, *args)
       assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
@@ -154,7 +165,7 @@ class TestEveryVerb:
       return jax.tree.map(lambda leaf: leaf[None], out)
 
     spec = PartitionSpec("data")
-    sharded = quick(
+    sharded = jax.jit(
       jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
     )
     compiled = sharded.lower(stacked).compile()
@@ -217,7 +228,7 @@ class TestEveryChange:
       state = jax.lax.cond(trip == 1, scanned, lambda s: s, state)
       return trip + 1, state
 
-    @quick
+    @jax.jit
     def program(state):
       start = (jnp.int32(0), state)
       return jax.lax.while_loop(lambda loop: loop[0] < 3, step, start)[1]

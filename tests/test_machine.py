@@ -5,7 +5,6 @@ can shrink, and 10,000 at random, in each.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import hypothesis
 import jax
@@ -23,8 +22,6 @@ from jaxkv.cache import ragged
 from tests.moves import WEIGHTS
 from tests.moves import Moves
 from tests.oracle_groups import groups_of
-from tests.pair import QUICK
-from tests.pair import VERBS
 from tests.pair import Pair
 from tests.pair import wander
 from tests.setups import CLASSIC
@@ -35,9 +32,6 @@ from tests.setups import WIDE
 from tests.setups import Setup
 
 WEIGHTED = [verb for verb, weight in WEIGHTS.items() for _ in range(weight)]
-
-OPTIMIZED = ("plain",)
-"""Setups that are run as users run them; to compile so takes long."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +60,9 @@ class Machine(RuleBasedStateMachine):
   The moves themselves, a rule or more for each verb, are added below.
   """
 
-  def __init__(self, setup: Setup, verbs: dict[str, Callable]):
+  def __init__(self, setup: Setup):
     super().__init__()
-    self.pair = Pair(setup, verbs)
+    self.pair = Pair(setup)
     self.kept: list[Kept] = []
 
   def moves(self, data=None) -> Moves:
@@ -135,15 +129,14 @@ NAMES = [
 def test_machine(name, request):
   """Both walks in one test, because compiling is most of either."""
   deep, setup = request.config.getoption("--deep"), SETUPS[name]
-  verbs = VERBS if name in OPTIMIZED else QUICK
   settings = hypothesis.settings(
     max_examples=60 if deep else 20,
     stateful_step_count=200 if deep else 40,
     suppress_health_check=list(hypothesis.HealthCheck),
   )
   with setup.patched():
-    run_state_machine_as_test(lambda: Machine(setup, verbs), settings=settings)
-    codes = walk(setup, verbs, 100 if deep else 20)
+    run_state_machine_as_test(lambda: Machine(setup), settings=settings)
+    codes = walk(setup, 100 if deep else 20)
   # The moves say nothing about a failure that they never meet.
   assert set(jaxkv.Code) - codes == never_met(setup.config)
 
@@ -155,11 +148,11 @@ def never_met(config: jaxkv.CacheConfig) -> set[jaxkv.Code]:
   return set() if leaves else {jaxkv.Code.RECYCLED}
 
 
-def walk(setup: Setup, verbs: dict[str, Callable], walks: int) -> set[int]:
+def walk(setup: Setup, walks: int) -> set[int]:
   """Random moves, 100 a walk, and the codes that they were answered with."""
   codes = set()
   for seed in range(walks):
-    pair = Pair(setup, verbs)
+    pair = Pair(setup)
     wander(pair, seed, 100)
     codes |= pair.codes
   return codes

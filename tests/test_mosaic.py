@@ -27,7 +27,14 @@ INTERPRETED = {
   "mosaic_gpu": InterpretGPUParams(detect_races=True),
 }
 DTYPES = {"mosaic_tpu": np.float32, "mosaic_gpu": jnp.bfloat16}
-over_backends = pytest.mark.parametrize("backend", INTERPRETED)
+quickly_interpreted = pytest.mark.skipif(
+  jax.__version_info__ < (0, 11),
+  reason="before jax 0.11 the interpreter of mosaic_gpu takes a minute",
+)
+over_backends = pytest.mark.parametrize(
+  "backend",
+  ["mosaic_tpu", pytest.param("mosaic_gpu", marks=quickly_interpreted)],
+)
 
 
 def decode(backend, *arguments, **options):
@@ -48,8 +55,6 @@ class TestKernels:
   @over_backends
   def test_extreme_logits(self, backend):
     """Logits of +-5e5: no overflow, and the largest takes all."""
-    if backend == "mosaic_gpu" and jax.__version_info__ < (0, 11):
-      pytest.skip("the interpreter of this jax takes a minute")
     dtype = DTYPES[backend]
     keys = np.zeros((4, 1, 16, 128), dtype)
     keys[..., 0] = -512.0
@@ -64,9 +69,7 @@ class TestKernels:
     assert_matches(out, lse, *wanted, np.dtype(dtype), 2e-6)
     np.testing.assert_array_equal(out[0, 0], values[2, 0, 3])
 
-  @pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the interpreter takes a minute"
-  )
+  @quickly_interpreted
   @pytest.mark.parametrize("factor", [1e3, 1e-12])
   def test_float16_keeps_values_of_any_size(self, factor):
     """A weight times a token's scale may be outside of float16's range."""
@@ -93,9 +96,7 @@ class TestKernels:
     error = np.linalg.norm(np.asarray(out, np.float64)[:, 0] - wanted)
     assert error < 1e-3 * np.linalg.norm(wanted)
 
-  @pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the interpreter takes a minute"
-  )
+  @quickly_interpreted
   @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
   def test_scales_of_tokens_beside_scales_of_heads(self, dtype):
     """With a tree, a node of which nobody sees: its scale and value are NaN."""
@@ -121,7 +122,13 @@ class TestKernels:
     )
     assert_matches(out, lse, *wanted, q.dtype, 2e-6)
 
-  @pytest.mark.parametrize("planned", [(300, 0, 70, 9), (140, 8, 400, 0)])
+  @pytest.mark.parametrize(
+    "planned",
+    [
+      pytest.param((300, 0, 70, 9), marks=quickly_interpreted),
+      (140, 8, 400, 0),
+    ],
+  )
   def test_a_plan(self, planned):
     """Pieces of other sizes, one behind the window; and those of older rows."""
     shape = dataclasses.replace(
@@ -139,8 +146,6 @@ class TestKernels:
   @over_backends
   def test_a_sink_of_minus_infinity(self, backend):
     """A row without keys stays zeros; others are as without a sink."""
-    if backend == "mosaic_gpu" and jax.__version_info__ < (0, 11):
-      pytest.skip("the interpreter of this jax takes a minute")
     case = problem(SHAPES["everything_bfloat16_d128"])
     dtype = DTYPES[backend]
     pools = (pages.astype(dtype) for pages in case.pools[:2])
@@ -160,8 +165,6 @@ class TestKernels:
   @pytest.mark.parametrize("window", [None, 2])
   def test_a_node_that_nobody_sees(self, backend, window):
     """It may hold anything: NaN stays out, with a node too late to be seen."""
-    if backend == "mosaic_gpu" and jax.__version_info__ < (0, 11):
-      pytest.skip("the interpreter of this jax takes a minute")
     dtype = DTYPES[backend]
     rng = np.random.default_rng(0)
     pools = rng.standard_normal((2, 2, 1, 8, 128)).astype(dtype)

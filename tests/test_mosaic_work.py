@@ -1,5 +1,6 @@
 """How the Hopper backend cuts its work, merges results, fills memory."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,6 +30,9 @@ def static(**changes):
     "tree": False,
   }
   return Static(**(sizes | changes))
+
+
+merge = jax.jit(mosaic_gpu.merge, static_argnums=3)
 
 
 class TestWorkList:
@@ -79,7 +83,7 @@ class TestWorkList:
     if planned:
       real = ~np.isnan(places[1][:, 0, 0])
       places = [np.concatenate([x[real], x[~real]]) for x in places]
-    merged = mosaic_gpu.merge(*put(*places, begins), None if planned else most)
+    merged = merge(*put(*places, begins), None if planned else most)
     for row, count in enumerate(counts):
       wanted = np.zeros((2, 3, 5)), np.full((2, 3), -np.inf)
       if count:
@@ -96,11 +100,11 @@ class TestWorkList:
     out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
     lse = rng.standard_normal((6, 1, 1)).astype(np.float32)
     most = None if planned else 2
-    before = mosaic_gpu.merge(*put(out, lse, begins), most)
+    before = merge(*put(out, lse, begins), most)
     out[2] = bad
     if np.isnan(bad):
       lse[2] = bad
-    after = mosaic_gpu.merge(*put(out, lse, begins), most)
+    after = merge(*put(out, lse, begins), most)
     assert not np.isfinite(after[0][1]).any()
     for a, b in zip(before, after, strict=True):
       np.testing.assert_array_equal(a[::2], b[::2])

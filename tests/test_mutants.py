@@ -20,12 +20,12 @@ from tests.mutation import SCARCE
 from tests.mutation import SCRATCH
 from tests.mutation import SLIDING
 from tests.mutation import WINDOWS
-from tests.pair import QUICK
+from tests.pair import VERBS
 from tests.pair import Mismatch
 from tests.pair import Pair
 from tests.pair import wander
 
-WALKS, STEPS, EVERY = 30, 60, 16
+WALKS, STEPS, EVERY = 30, 60, 32
 REAL = [CURRENT, DUPLICATES, ONE_WINDOW, SCARCE]
 REAL += [SLIDING, NARROW, HYBRID, PUBLISHED, DRAFTED, WINDOWS, CHUNKED, KEPT]
 REAL += [ENCODER, AGED, SCRATCH, LOGGED]
@@ -43,7 +43,7 @@ def walk(setup, verbs, favoured=(), others=()):
 @pytest.mark.parametrize("setup", REAL)
 def test_the_real_cache_lives(setup):
   with setup.patched():
-    walk(setup, QUICK)
+    walk(setup, VERBS)
 
 
 # A few in every run; all, which takes a quarter of an hour, with --deep.
