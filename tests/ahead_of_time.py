@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from jaxkv_kernels.attention import backends
 
 # XLA asks these of a device. From NVIDIA's data sheets of the H200 SXM, the
-# A100 SXM of 80 GB and the L40S, and its table of compute capabilities; bytes,
+# A100 SXM of 80 GB and the L40, and its table of compute capabilities; bytes,
 # and bytes a second.
 _GPU = """
 gpu_device_info {
@@ -81,16 +81,18 @@ def _gpu(name, capability, cores, lanes, clock, threads, *memory) -> str:
 
 
 _GPUS = {
-  "h200": _gpu("H200", (9, 0), 132, 128, 1.98, 2048, 228, 60, 141, 4.8),
-  "a100": _gpu("A100", (8, 0), 108, 64, 1.41, 2048, 164, 40, 80, 2.039),
-  "l40s": _gpu("L40S", (8, 9), 142, 128, 2.52, 1536, 100, 96, 48, 0.864),
+  "h200": _gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 2048, 228, 60, 141, 4.8),
+  "a100": _gpu(
+    "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 2048, 164, 40, 80, 2.039
+  ),
+  "l40": _gpu("NVIDIA L40", (8, 9), 142, 128, 2.49, 1536, 100, 96, 48, 0.864),
 }
 
 # Named as jax names the topologies; one chip of each is compiled for.
 _TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 
 TARGETS = ("h200", *_TPUS)
-OLDER_GPUS = ("a100", "l40s")
+OLDER_GPUS = ("a100", "l40")
 
 # Read when the TPU compiler is loaded. It would ask a metadata server where it
 # runs, keep a second process out by a file in /tmp, and log there.

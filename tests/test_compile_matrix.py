@@ -13,7 +13,6 @@ import pytest
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels.attention import mosaic_gpu
-from jaxkv_kernels.attention import triton
 from tests.ahead_of_time import OLDER_GPUS
 from tests.ahead_of_time import TARGETS
 from tests.ahead_of_time import compile_for
@@ -303,8 +302,7 @@ class TestOlderGpus:
   @pytest.mark.parametrize(
     "target", [pytest.param(t, marks=needs(t)) for t in OLDER_GPUS]
   )
-  def test_latent_attention(self, target, monkeypatch):
-    monkeypatch.setattr(triton, "_oldest_architecture", lambda: 80)
+  def test_latent_attention(self, target):
     shape = jax.ShapeDtypeStruct
     decode = functools.partial(
       kernels.latent_decode, value_dim=512, scale=192**-0.5, backend="triton"

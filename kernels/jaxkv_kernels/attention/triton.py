@@ -225,10 +225,7 @@ def _most_rows(numbers: np.dtype, latent: int | None) -> int:
   # float32 is multiplied outside the tensor cores, in many more registers.
   if numbers.itemsize > 2:
     return _LEAST_ROWS
-  # Before Hopper a tensor core's operands stand in registers too.
-  if latent is not None and (_oldest_architecture() or 90) < 90:
-    return _MOST_ROWS // 2
-  return _MOST_ROWS
+  return _MOST_ROWS if latent is None else _MOST_ROWS // 2
 
 
 def _block(
