@@ -123,8 +123,17 @@ def program(small_model):
   return _program(small_model)
 
 
+_DEEP = ("one slot", "pages of 32 tokens")
+
+
 class TestTokens:
-  @pytest.mark.parametrize("name", _RUNS)
+  @pytest.mark.parametrize(
+    "name",
+    [
+      pytest.param(name, marks=pytest.mark.deep) if name in _DEEP else name
+      for name in _RUNS
+    ],
+  )
   def test_equal_the_dense_run(self, name, small_model, dense_run):
     slots, pages, page_size, samples, temperature = _RUNS[name]
     state = _initial(small_model, slots, pages, page_size, samples)
