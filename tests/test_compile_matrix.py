@@ -76,6 +76,25 @@ def assert_small(program, *pools):
   assert program.temporary < size * 0.05
 
 
+def compile_latent(target, dtype, heads):
+  """As DeepSeek-V2 and V3: 512 + 64 elements, in 1.2 GB or more."""
+  shape = jax.ShapeDtypeStruct
+  pages = shape((8 * PAGE_TOKENS // 16, 1, 16, 576), dtype)
+  decode = functools.partial(
+    kernels.latent_decode, value_dim=512, scale=192**-0.5, backend="triton"
+  )
+  program = compile_for(
+    target,
+    jax.jit(decode),
+    shape((BATCH, heads, 576), query_dtype(dtype)),
+    pages,
+    shape((BATCH, TOKENS // 16), jnp.int32),
+    shape((BATCH,), jnp.int32),
+  )
+  # Parts for 264 programs in float32.
+  assert_small(program, pages)
+
+
 class TestDecode:
   @pytest.mark.parametrize(
     ("target", "backend", "dtype", "size", "dim"), list(matrix())
@@ -247,31 +266,19 @@ class TestTriton:
     "dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]
   )
   def test_latent_attention(self, dtype, heads):
-    """512 + 64 elements, as DeepSeek-V2 and V3 have them."""
-    shape = jax.ShapeDtypeStruct
-    # A pool of 1.2 GB and more, beside parts for 264 programs in float32.
-    pages = shape((8 * PAGE_TOKENS // 16, 1, 16, 576), dtype)
-    decode = functools.partial(
-      kernels.latent_decode, value_dim=512, scale=192**-0.5, backend="triton"
-    )
-    program = compile_for(
-      "h200",
-      jax.jit(decode),
-      shape((BATCH, heads, 576), query_dtype(dtype)),
-      pages,
-      shape((BATCH, TOKENS // 16), jnp.int32),
-      shape((BATCH,), jnp.int32),
-    )
-    assert_small(program, pages)
+    compile_latent("h200", dtype, heads)
+
+
+on_older_gpus = pytest.mark.parametrize(
+  "target", [pytest.param(t, marks=needs(t)) for t in OLDER_GPUS]
+)
 
 
 class TestOlderGpus:
   """Triton is for GPUs before Hopper too, which have less shared memory."""
 
   @pytest.mark.parametrize("dim", DIMS["triton"])
-  @pytest.mark.parametrize(
-    "target", [pytest.param(t, marks=needs(t)) for t in OLDER_GPUS]
-  )
+  @on_older_gpus
   def test_decode(self, target, dim):
     pools = pools_and_table("bfloat16", 16, dim)
     compile_for(
@@ -282,9 +289,7 @@ class TestOlderGpus:
       jax.ShapeDtypeStruct((BATCH,), jnp.int32),
     )
 
-  @pytest.mark.parametrize(
-    "target", [pytest.param(t, marks=needs(t)) for t in OLDER_GPUS]
-  )
+  @on_older_gpus
   def test_prefill_of_int8(self, target):
     shape = jax.ShapeDtypeStruct
     pools = pools_and_table("int8", 16, 128)
@@ -299,19 +304,6 @@ class TestOlderGpus:
       shape((BATCH,), jnp.int32),
     )
 
-  @pytest.mark.parametrize(
-    "target", [pytest.param(t, marks=needs(t)) for t in OLDER_GPUS]
-  )
+  @on_older_gpus
   def test_latent_attention(self, target):
-    shape = jax.ShapeDtypeStruct
-    decode = functools.partial(
-      kernels.latent_decode, value_dim=512, scale=192**-0.5, backend="triton"
-    )
-    compile_for(
-      target,
-      jax.jit(decode),
-      shape((BATCH, 128, 576), jnp.bfloat16),
-      shape((PAGE_TOKENS // 16, 1, 16, 576), jnp.bfloat16),
-      shape((BATCH, TOKENS // 16), jnp.int32),
-      shape((BATCH,), jnp.int32),
-    )
+    compile_latent(target, "bfloat16", 128)

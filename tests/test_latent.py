@@ -34,6 +34,13 @@ def backends():
   return [pytest.param(RUNNERS[name], id=name) for name in ("xla", "triton")]
 
 
+def three_rows(*lengths):
+  """A problem of DeepSeek's size in float32, and its queries."""
+  shape = Shape(heads=(16, 1), head_dim=576, page_size=16, lengths=lengths)
+  case = problem(shape)
+  return case, queries(case, shape, 3)
+
+
 class TestDecode:
   @pytest.mark.parametrize("runner", backends())
   @pytest.mark.parametrize("name", CASES)
@@ -66,11 +73,7 @@ class TestDecode:
 
   @pytest.mark.parametrize("runner", backends())
   def test_where_pages_lie_changes_nothing(self, runner):
-    shape = Shape(
-      heads=(16, 1), head_dim=576, page_size=16, lengths=(33, 0, 80)
-    )
-    case = problem(shape)
-    q = queries(case, shape, 3)
+    case, q = three_rows(33, 0, 80)
     order = np.random.default_rng(2).permutation(len(case.k_pages))
     moved = np.empty_like(case.k_pages)
     moved[order] = case.k_pages
@@ -89,11 +92,7 @@ class TestDecode:
   @pytest.mark.parametrize("runner", backends())
   def test_neighbours_do_not_matter(self, runner):
     """A row alone, in the same batch otherwise empty, gives the same bits."""
-    shape = Shape(
-      heads=(16, 1), head_dim=576, page_size=16, lengths=(33, 17, 80)
-    )
-    case = problem(shape)
-    q = queries(case, shape, 3)
+    case, q = three_rows(33, 17, 80)
     options = {"value_dim": 512, "scale": 0.1}
     together, _ = runner(
       "latent_decode", q, case.k_pages, case.page_table, case.lengths, **options

@@ -13,7 +13,6 @@ not serve, and because its numbers can be checked on a CPU.
 
 import functools
 import itertools
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ _MOST_TOKENS, _LEAST_TOKENS = 4096, 1024
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
 # Elements of a latent vector that are its value, and those behind them.
-_LARGEST_LATENT = (512, 64)
+_LARGEST_VALUE, _LARGEST_BEHIND = 512, 64
 
 
 def attend(
@@ -132,11 +131,11 @@ def _too_large(
 ) -> str | None:
   """Which vectors or pools are; None if none are."""
   if latent is not None:
-    sizes = latent, q.shape[-1] - latent
-    if any(map(operator.gt, sizes, _LARGEST_LATENT)):
+    behind = q.shape[-1] - latent
+    if latent > _LARGEST_VALUE or behind > _LARGEST_BEHIND:
       return (
-        f"value_dim is {latent} and {sizes[1]} elements follow; supported are"
-        f" up to {_LARGEST_LATENT[0]} and {_LARGEST_LATENT[1]}"
+        f"value_dim is {latent} and {behind} elements follow; supported are up"
+        f" to {_LARGEST_VALUE} and {_LARGEST_BEHIND}"
       )
   for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
     if latent is None and pages.shape[3] > _LARGEST_HEAD:
