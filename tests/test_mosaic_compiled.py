@@ -1,5 +1,7 @@
 """The Mosaic backends compile with every option, beside the plain matrix."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ import jaxkv_kernels as kernels
 from tests.ahead_of_time import compile_for
 from tests.ahead_of_time import needs
 
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks"
 BATCH, HEADS, KV_HEADS, SIZE, DIM = 8, 32, 8, 16, 128
 PAGES, COLUMNS = 32_768, 256
 shape = jax.ShapeDtypeStruct
@@ -174,6 +177,41 @@ class TestHopper:
       return kernels.paged_decode(*arguments, plan=plan, **options)
 
     compiled("h200", planned, (BATCH,), vector())
+
+  @needs("h200")
+  @pytest.mark.parametrize(("planned", "most"), [(True, 9), (False, 13)])
+  def test_a_layer_is_few_kernels(self, planned, most, monkeypatch):
+    """Attention, a merge, and what only XLA does; see `merge_kernel`."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from launches import in_largest_loop
+
+    def layers(q, k_pages, v_pages, table, lengths):
+      plan = kernels.plan_decode(lengths, workers=33) if planned else None
+
+      def layer(index, q):
+        out = kernels.paged_decode(
+          q,
+          k_pages,
+          v_pages,
+          table,
+          lengths,
+          page_offset=index * (PAGES // 4),
+          plan=plan,
+          backend="mosaic_gpu",
+        )
+        return q + out
+
+      return jax.lax.fori_loop(0, 4, layer, q)
+
+    pool = shape((PAGES, KV_HEADS, SIZE, DIM), jnp.bfloat16)
+    q = shape((BATCH, HEADS, DIM), jnp.bfloat16)
+    table = shape((BATCH, COLUMNS), jnp.int32)
+    program = compile_for(
+      "h200", jax.jit(layers), q, pool, pool, table, vector()
+    )
+    launches = in_largest_loop(program.text)
+    assert 3 < launches.kernels <= most
+    assert launches.questions == 0
 
 
 @over_tpus

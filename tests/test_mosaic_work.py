@@ -1,5 +1,7 @@
 """How the Hopper backend cuts its work, merges results, fills memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import jaxkv_kernels as kernels
 from jaxkv_kernels.attention import definition
 from jaxkv_kernels.attention import mosaic_gpu
 from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention.merge_kernel import merge_pieces
 from jaxkv_kernels.attention.mosaic_gpu_work import Item
 from jaxkv_kernels.attention.mosaic_gpu_work import Static
 from jaxkv_kernels.attention.options import Options
@@ -32,7 +35,10 @@ def static(**changes):
   return Static(**(sizes | changes))
 
 
-merge = jax.jit(mosaic_gpu.merge, static_argnums=3)
+merge = jax.jit(
+  functools.partial(merge_pieces, interpret=True),
+  static_argnames=("most", "rows"),
+)
 
 
 class TestWorkList:
@@ -66,49 +72,6 @@ class TestWorkList:
     assert len(set(work.place.tolist())) == num
     np.testing.assert_array_equal(work.sequence, work.tile)
 
-  @pytest.mark.parametrize("planned", [False, True])
-  def test_merge(self, planned):
-    """Pieces merge to the whole, whatever idle places hold."""
-    rng = np.random.default_rng(0)
-    counts, most = np.array([3, 0, 1, 2]), 4
-    begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    out = np.full((4, most, 2, 3, 5), np.nan, np.float32)
-    lse = np.full((4, most, 2, 3), np.nan, np.float32)
-    for row, count in enumerate(counts):
-      out[row, :count] = rng.standard_normal((count, 2, 3, 5))
-      lse[row, :count] = rng.standard_normal((count, 2, 3)) * 3
-    lse[0, 1, 0] = -np.inf
-    out[0, 1, 0] = 0
-    places = [out.reshape(-1, 2, 3, 5), lse.reshape(-1, 2, 3)]
-    if planned:
-      real = ~np.isnan(places[1][:, 0, 0])
-      places = [np.concatenate([x[real], x[~real]]) for x in places]
-    merged = merge(*put(*places, begins), None if planned else most)
-    for row, count in enumerate(counts):
-      wanted = np.zeros((2, 3, 5)), np.full((2, 3), -np.inf)
-      if count:
-        wanted = definition.merge_states(out[row, :count], lse[row, :count])
-      for a, b in zip(merged, wanted, strict=True):
-        np.testing.assert_allclose(a[row], b, atol=2e-6)
-
-  @pytest.mark.parametrize("planned", [False, True])
-  @pytest.mark.parametrize("bad", [np.nan, np.inf])
-  def test_merge_keeps_a_tile_s_nan(self, planned, bad):
-    """It is in all of its own result, and in nobody else's."""
-    rng = np.random.default_rng(0)
-    begins = np.array([0, 2, 4, 6], np.int32)
-    out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
-    lse = rng.standard_normal((6, 1, 1)).astype(np.float32)
-    most = None if planned else 2
-    before = merge(*put(out, lse, begins), most)
-    out[2] = bad
-    if np.isnan(bad):
-      lse[2] = bad
-    after = merge(*put(out, lse, begins), most)
-    assert not np.isfinite(after[0][1]).any()
-    for a, b in zip(before, after, strict=True):
-      np.testing.assert_array_equal(a[::2], b[::2])
-
   def test_pieces_follow_from_shapes(self):
     """Enough for all streams, never so short that output outweighs input."""
     for contexts in (1, 8, 64, 2048):
@@ -135,3 +98,55 @@ class TestWorkList:
     wide = 64 * dim * 2
     per_stream = (k_stages + v_stages) * block + 3 * wide + 64 * 32 * 4
     assert per_stream * mosaic_gpu.streams(dim) <= 221 * 1024
+
+
+class TestMerge:
+  """Pieces of work put together."""
+
+  @pytest.mark.parametrize("dim", [5, 192])
+  @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (40, 16, 17, 0), (1, 0, 1)])
+  @pytest.mark.parametrize("planned", [False, True])
+  def test_is_attention_to_the_whole(self, planned, counts, dim):
+    """Whatever idle places hold, and rows that are padding."""
+    rng = np.random.default_rng(0)
+    tiles, most, rows = len(counts), max(counts), 3
+    begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    out = np.full((tiles, most, 2, 4, dim), np.nan, np.float32)
+    lse = np.full((tiles, most, 2, 7), np.nan, np.float32)
+    for tile, count in enumerate(counts):
+      out[tile, :count, :, :rows] = rng.standard_normal((count, 2, rows, dim))
+      lse[tile, :count, :, :rows] = rng.standard_normal((count, 2, rows)) * 3
+    lse[0, -1, 0] = -np.inf
+    places = [x.reshape(-1, *x.shape[2:]) for x in (out, lse)]
+    if planned:
+      order = np.argsort(np.isnan(places[1][:, 1, 0]), kind="stable")
+      places = [x[order] for x in places]
+    merged = merge(
+      *put(*places, begins), most=None if planned else most, rows=rows
+    )
+    for tile, count in enumerate(counts):
+      wanted = np.zeros((2, rows, dim)), np.full((2, rows), -np.inf)
+      if count:
+        wanted = definition.merge_states(
+          out[tile, :count, :, :rows], lse[tile, :count, :, :rows]
+        )
+      for a, b in zip(merged, wanted, strict=True):
+        np.testing.assert_allclose(a[tile], b, atol=2e-6)
+
+  @pytest.mark.parametrize("planned", [False, True])
+  @pytest.mark.parametrize("bad", [np.nan, np.inf])
+  def test_keeps_a_tile_s_nan(self, planned, bad):
+    """It is in all of its own result, and in nobody else's."""
+    rng = np.random.default_rng(0)
+    begins = np.array([0, 2, 4, 6], np.int32)
+    out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
+    lse = rng.standard_normal((6, 1, 1)).astype(np.float32)
+    most = None if planned else 2
+    before = merge(*put(out, lse, begins), most=most, rows=1)
+    out[2] = bad
+    if np.isnan(bad):
+      lse[2] = bad
+    after = merge(*put(out, lse, begins), most=most, rows=1)
+    assert not np.isfinite(after[0][1]).any()
+    for a, b in zip(before, after, strict=True):
+      np.testing.assert_array_equal(a[::2], b[::2])

@@ -19,6 +19,7 @@
 | `mosaic_gpu`, `mosaic_gpu_kernel` | a backend: Pallas, for Hopper GPUs |
 | `mosaic_gpu_work` | what that kernel is told, and how it counts |
 | `mosaic_gpu_narrow` | numbers of 8 bits in it, and scales of tokens |
+| `merge_kernel` | its pieces of work, put together |
 | `mosaic_gpu_api` | where releases of its dialect differ |
 | `mosaic_tpu`, `mosaic_tpu_kernel` | a backend: Pallas, for TPUs |
 

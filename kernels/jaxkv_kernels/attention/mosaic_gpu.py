@@ -13,11 +13,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxkv_kernels.attention import mosaic_gpu_kernel
 from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention import whole_heads
+from jaxkv_kernels.attention.merge_kernel import merge_pieces
 from jaxkv_kernels.attention.mosaic_gpu_work import RESULT
 from jaxkv_kernels.attention.mosaic_gpu_work import ROWS
 from jaxkv_kernels.attention.mosaic_gpu_work import TOKENS
@@ -68,29 +68,33 @@ def attend(
   reach = query_tiles.reach(starts, counts, columns, capacity, options.window)
   tiles = query_tiles.tile(q, reach, kv_heads=kv_heads, size=size, multiple=8)
   static = _static(k_pages, group, size, options)
-  tree, shown, tree_first = _trees(options, tiles, batch, group, size)
+  trees, tree_first = _trees(options, tiles, batch, group, size)
   items, begins, most = work_list(tiles, tree_first, capacity, static, options)
   rows = tiles.q.shape[2]
   out, lse = mosaic_gpu_kernel.call(
     static,
     {
       "items": items,
-      "count": begins[-1:],
+      "begins": begins,
       "table": jnp.clip(page_table + options.page_offset, 0, num_pages - 1),
       "factor": whole_heads.factors(options, heads, kv_heads)[::group],
-      "slopes": _slopes(options, kv_heads, size),
-      "trees": tree,
-      "shown": shown,
       "q": tiles.q.reshape(-1, rows, dim),
       "k_pages": k_pages.reshape(-1, *k_pages.shape[2:]),
       "v_pages": v_pages.reshape(-1, *v_pages.shape[2:]),
       **_token_scales(options),
+      **_slopes(options, kv_heads, size),
+      **trees,
     },
     options.interpret,
   )
-  out = out.reshape(-1, kv_heads, *out.shape[1:])
-  lse = lse.reshape(-1, kv_heads, ROWS)[:, :, :rows]
-  out, lse = merge(out, lse, begins, most)
+  out, lse = merge_pieces(
+    out.reshape(-1, kv_heads, *out.shape[1:]),
+    lse.reshape(-1, kv_heads, ROWS),
+    begins,
+    most=most,
+    rows=size * group,
+    interpret=options.interpret,
+  )
   out = query_tiles.untile(out, batch, columns, heads, size)
   lse = query_tiles.untile(lse[..., None], batch, columns, heads, size)[..., 0]
   seen = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
@@ -272,83 +276,18 @@ def piece(contexts: int, rows: int, capacity: int, static: Static) -> int:
   return -(-size // TOKENS) * TOKENS
 
 
-def merge(
-  out: jax.Array, lse: jax.Array, begins: jax.Array, most: int | None
-) -> tuple[jax.Array, jax.Array]:
-  """Results of items to results of tiles.
-
-  Args:
-    out: float32[O, K, R, Dv], anything where no item put its result.
-    lse: float32[O, K, R].
-    begins: int32[W + 1], the difference of which are the items of a tile.
-    most: places of a tile, O = W * most; None: items are packed.
-
-  Returns:
-    (float32[W, K, R, Dv], float32[W, K, R]), 0 and -inf where nothing is.
-  """
-  if most is None:
-    return _merge_packed(out, lse, begins)
-  out = out.reshape(-1, most, *out.shape[1:])
-  lse = lse.reshape(-1, most, *lse.shape[1:])
-  nth = jnp.arange(most, dtype=jnp.int32)[None]
-  mine = nth < (begins[1:] - begins[:-1])[:, None]
-  weights, lse = _weights(jnp.where(mine[..., None, None], lse, -jnp.inf))
-  used = weights[..., None]
-  return jnp.sum(jnp.where(used == 0, jnp.float32(0), out * used), axis=1), lse
-
-
-def _merge_packed(out, lse, begins):
-  """`merge` by a scan: which tiles have many items is not known.
-
-  Its order is fixed, and what an item holds stays in its tile, NaN too.
-  """
-  index = jnp.arange(out.shape[0], dtype=jnp.int32)
-  tile = row_of(begins[1:], index)
-
-  def join(before, item):
-    mine = (before[0] == item[0])[:, None, None]
-    lses = jnp.where(mine, before[1], -jnp.inf), item[1]
-    weights, lse = _weights(jnp.stack(lses, axis=1))
-    parts = zip(
-      (before[2], item[2]), jnp.split(weights, 2, axis=1), strict=True
-    )
-    first, last = (
-      jnp.where(share[:, 0, ..., None] == 0, 0.0, out * share[:, 0, ..., None])
-      for out, share in parts
-    )
-    return item[0], lse, first + last
-
-  _, lse, out = lax.associative_scan(join, (tile, lse, out))
-  last = jnp.maximum(begins[1:] - 1, 0)
-  some = (begins[1:] > begins[:-1])[:, None, None]
-  lse = jnp.where(some, lse[last], -jnp.inf)
-  return jnp.where(some[..., None], out[last], jnp.float32(0)), lse
-
-
-def _weights(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Of log-sum-exps along axis 1: shares, 0 where all are -inf, and theirs."""
-  top = jnp.max(lse, axis=1)
-  top = jnp.where(top == -jnp.inf, jnp.float32(0), top)
-  weights = jnp.exp(lse - top[:, None])
-  total = jnp.sum(weights, axis=1)
-  safe = jnp.where(total == 0, jnp.float32(1), total)
-  return weights / safe[:, None], top + jnp.log(total)
-
-
 def _trees(
   options: Options, tiles: query_tiles.Tiles, batch: int, group: int, size: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """What trees let be seen.
+) -> tuple[dict[str, jax.Array], jax.Array]:
+  """What trees let be seen, if there are some.
 
   Returns:
-    (int8[W, E, 64, C], by each row; int32[W, E, C], by any row that is not
-    padding, itself and window included; int32[B], in which block each tree
-    begins).
+    ({"trees": int8[W, E, 64, C], by each row, "shown": int32[W, E, C], by any
+    row that is not padding, itself and window included}, int32[B], in which
+    block each tree begins).
   """
   if options.tree_mask is None:
-    none = jnp.zeros((1, 1, ROWS, TOKENS), jnp.int8)
-    shown = jnp.zeros((1, 1, TOKENS), jnp.int32)
-    return none, shown, jnp.zeros((batch,), jnp.int32)
+    return {}, jnp.zeros((batch,), jnp.int32)
   mask, first = query_tiles.trees(
     options, group=group, size=size, rows=ROWS, tokens=TOKENS
   )
@@ -358,7 +297,8 @@ def _trees(
   key = blocks[:, :, None, None] * TOKENS + token
   begin, end = (tiles.reach[:, None, :, i, None] for i in (0, 1))
   seen = (key >= begin) & (key < end) & (mask[:, :, : end.shape[2]] != 0)
-  return mask, jnp.any(seen, axis=2).astype(jnp.int32), first
+  shown = jnp.any(seen, axis=2).astype(jnp.int32)
+  return {"trees": mask, "shown": shown}, first
 
 
 def _token_scales(options: Options) -> dict[str, jax.Array]:
@@ -376,10 +316,11 @@ def _token_scales(options: Options) -> dict[str, jax.Array]:
   }
 
 
-def _slopes(options: Options, kv_heads: int, size: int) -> jax.Array:
-  """ALiBi slopes of a tile's rows, float32[K, 64]."""
+def _slopes(options: Options, kv_heads: int, size: int) -> dict[str, jax.Array]:
+  """ALiBi slopes of a tile's rows, float32[K, 64], if there are some."""
   if options.alibi_slopes is None:
-    return jnp.zeros((kv_heads, ROWS), jnp.float32)
+    return {}
   slopes = options.alibi_slopes.astype(jnp.float32).reshape(kv_heads, -1)
   slopes = jnp.tile(slopes, (1, size))
-  return jnp.pad(slopes, ((0, 0), (0, ROWS - slopes.shape[1])))
+  spare = ROWS - slopes.shape[1]
+  return {"slopes": jnp.pad(slopes, ((0, 0), (0, spare)))}

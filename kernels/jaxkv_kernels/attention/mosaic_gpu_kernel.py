@@ -169,7 +169,7 @@ def _each_item(static: Static, refs: Refs, stream, work) -> jax.Array:
   """
   first = lax.axis_index("block") * static.streams + stream
   step = static.blocks * static.streams
-  num = refs.count[0] * static.kv_heads
+  num = refs.begins[refs.begins.shape[0] - 1] * static.kv_heads
 
   def body(turn_of_stream, turn):
     index = first + turn_of_stream * step

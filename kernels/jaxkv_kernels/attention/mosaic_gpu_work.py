@@ -112,12 +112,9 @@ class Refs(NamedTuple):
 
   # Input, in device memory
   items: Any  # int32[I, 8]
-  count: Any  # int32[1], items that are not idle
+  begins: Any  # int32[W + 1], of each tile's items; from the last on are idle
   table: Any  # int32[B, M], clamped to the pool
   factor: Any  # float32[K]
-  slopes: Any  # float32[K, 64]
-  trees: Any  # int8[W, E, 64, C], masks of E blocks
-  shown: Any  # int32[W, E, C], 0 where no row sees a token
   q: Any  # [W * K, R, D]
   # Output, in device memory
   out: Any  # float32[O * K, R, Dv]
@@ -130,6 +127,10 @@ class Refs(NamedTuple):
   # All of the keys, and all of the values
   k: Side
   v: Side
+  # Input, in device memory, or None
+  slopes: Any = None  # float32[K, 64]
+  trees: Any = None  # int8[W, E, 64, C], masks of E blocks
+  shown: Any = None  # int32[W, E, C], 0 where no row sees a token
 
 
 def scales_of_block(page_size: int) -> tuple[int, int, int]:

@@ -1,0 +1,124 @@
+"""Results of pieces of work put together, as one small kernel.
+
+In XLA a merge whose pieces are counted at run time is a scan, a kernel or more
+for each of its steps. Here a program has one row of queries and reads the
+pieces that there are. Pallas-Triton: the interpreter runs it as it stands.
+
+| letter | size of |
+|---|---|
+| O | places for results of pieces |
+| W | tiles of queries |
+| R | query rows of a tile |
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention.block_softmax import LOWEST
+
+# Pieces that a program reads at once, so that it waits for memory once.
+_PIECES = 16
+
+
+def merge_pieces(
+  out: jax.Array,
+  lse: jax.Array,
+  begins: jax.Array,
+  *,
+  most: int | None,
+  rows: int,
+  interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Results of pieces to results of tiles, by their log-sum-exps.
+
+  A tile's pieces are put together in their order, and what they hold stays in
+  the tile, NaN too.
+
+  Args:
+    out: float32[O, K, >=R, Dv], anything where no piece put its result.
+    lse: float32[O, K, >=R].
+    begins: int32[W + 1], the differences of which are the pieces of a tile.
+    most: places of a tile, O = W * most, the first of which are its pieces';
+      None: a tile's pieces are in its places begins[w] <= o < begins[w + 1].
+    rows: R.
+    interpret: anything that is true runs it in Pallas's interpreter.
+
+  Returns:
+    (float32[W, K, R, Dv], float32[W, K, R]), 0 and -inf where nothing is.
+  """
+  tiles, (kv_heads, _, dim) = begins.size - 1, out.shape[1:]
+  if most == 1:
+    some = (begins[1:] > begins[:-1])[:, None, None]
+    lse = jnp.where(some, lse[:, :, :rows], -jnp.inf)
+    some = (lse != -jnp.inf)[..., None]
+    return jnp.where(some, out[:, :, :rows], jnp.float32(0)), lse
+  inputs = out, lse, begins
+  call = pl.pallas_call(
+    functools.partial(_kernel, most=most),
+    grid=(tiles * kv_heads, rows),
+    out_shape=(
+      query_tiles.float32((tiles, kv_heads, rows, dim), inputs),
+      query_tiles.float32((tiles, kv_heads, rows), inputs),
+    ),
+    compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+    interpret=bool(interpret),
+    name="jaxkv_merge",
+  )
+  return call(*inputs)
+
+
+def _kernel(
+  pieces_ref, lses_ref, begins_ref, out_ref, lse_ref, *, most: int | None
+) -> None:
+  """One row of queries: all of its pieces, some at a time."""
+  dim = pieces_ref.shape[3]
+  kv_heads = jnp.int32(pieces_ref.shape[1])
+  tile = lax.div(pl.program_id(0), kv_heads)
+  head = lax.rem(pl.program_id(0), kv_heads)
+  row = pl.program_id(1)
+  begin = begins_ref[tile]
+  end = begins_ref[tile + 1]
+  first = begin if most is None else tile * most
+  index = jnp.arange(_PIECES, dtype=jnp.int32)
+  column = jnp.arange(pl.next_power_of_2(dim), dtype=jnp.int32)
+  inside = column < dim
+
+  def step(turn, carry):
+    top, total, weighted = carry
+    nth = turn * _PIECES + index
+    real = nth < end - begin
+    place = jnp.where(real, first + nth, 0)
+    lse = plt.load(
+      lses_ref.at[place, head, row], mask=real, other=jnp.float32(-jnp.inf)
+    )
+    higher = jnp.maximum(top, jnp.max(lse))
+    shrink = jnp.exp(top - higher)
+    weights = jnp.exp(lse - higher)
+    # A weight of zero does not keep NaN out.
+    pieces = plt.load(
+      pieces_ref.at[place[:, None], head, row, column[None]],
+      mask=(weights != 0)[:, None] & inside[None],
+      other=0.0,
+    )
+    total = total * shrink + jnp.sum(weights)
+    update = jnp.sum(weights[:, None] * pieces, axis=0)
+    return higher, total, weighted * shrink + update
+
+  carry = (
+    jnp.float32(LOWEST),
+    jnp.float32(0),
+    jnp.zeros(column.shape, jnp.float32),
+  )
+  turns = lax.div(end - begin + (_PIECES - 1), jnp.int32(_PIECES))
+  top, total, weighted = lax.fori_loop(0, turns, step, carry)
+  empty = total == 0
+  safe = jnp.where(empty, 1.0, total)
+  lse_ref[tile, head, row] = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+  plt.store(out_ref.at[tile, head, row, column], weighted / safe, mask=inside)
