@@ -9,18 +9,21 @@ the median of some rounds, in which sides take turns.
 | column | what it is |
 |---|---|
 | us | microseconds a call |
-| GB/s | K and V of all tokens, once, over that time |
+| GB/s | K and V of all tokens, or latents, once, over that time; pages that
+  rows share count once, whoever reads them more often |
 | of copy | the same as a share of what a copy of 1 GB moves, reads and writes
   counted, in the same run |
 | error | relative L2 distance from the XLA backend's result, same case |
 
-Sides: our backends; jax's own Pallas kernel with 1, 4 and 16 splits; cuDNN
-through jax, paged where its wrapper allows and on a dense cache; XLA on a dense
-cache, and on one gathered from pages on every call. With `--torch`, in the same
-run: torch's SDPA on a dense cache, its FlexAttention on pages, and FlashInfer,
-where they are installed.
+Sides: our backends, once more with shared pages read once where there are some;
+jax's own Pallas kernel with 1, 4 and 16 splits; cuDNN through jax, paged where
+its wrapper allows and on a dense cache; XLA on a dense cache, and on one
+gathered from pages on every call. With `--torch`, in the same run: torch's SDPA
+on a dense cache, its FlexAttention on pages, and FlashInfer, where they are
+installed. Plans of work and who shares what are made once, as for all layers of
+a step, and not timed.
 
-Not measured: prefill, writes, allocation, a model around it, shared prefixes.
+Not measured: prefill, writes, allocation, a model around it.
 
   python benchmarks/attention.py [--quick] [--torch] [--minutes M] [--json FILE]
 
@@ -28,6 +31,7 @@ With `--json` a run goes on where an earlier one with the same file ended.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import platform
@@ -67,14 +71,17 @@ def looped(function, calls: int, rotations: int):
   return jax.jit(run)
 
 
-def median_seconds(call: Callable[[], Any], rounds: int) -> float:
-  """Of a call that has been made before."""
-  samples = []
+def median_seconds(
+  calls: dict[str, Callable[[], Any]], rounds: int
+) -> dict[str, float]:
+  """Of calls that have been made before, which take turns."""
+  samples: dict[str, list[float]] = {name: [] for name in calls}
   for _ in range(rounds):
-    begin = time.perf_counter()
-    jax.block_until_ready(call())
-    samples.append(time.perf_counter() - begin)
-  return statistics.median(samples)
+    for name, call in calls.items():
+      begin = time.perf_counter()
+      jax.block_until_ready(call())
+      samples[name].append(time.perf_counter() - begin)
+  return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
 def copy_speed(size: int, rounds: int) -> float:
@@ -102,28 +109,32 @@ def rows_of(case: Case, quick: bool, speed: float) -> dict[str, Any]:
     case, 2**16 if quick else attention_cases.COLD_BYTES
   )
   rotations = arrays.tables.shape[0]
-  results, reasons = {}, {}
-  wanted = np.full(arrays.q.shape, np.nan, np.float32)
   sides = attention_sides.sides(backends.platform())
-  # XLA's result first: the others are compared with it.
-  for name in sorted(sides, key=lambda name: name != "xla"):
+  outs, timed, reasons = {}, {}, {}
+  for name, side in sides.items():
     try:
-      call = sides[name](case, arrays)
+      call = side(case, arrays)
       once = jax.jit(call.function)
-      out = np.asarray(once(arrays.q, 0, *call.inputs), np.float32)
-      wanted = out if name == "xla" else wanted
+      outs[name] = np.asarray(once(arrays.q, 0, *call.inputs), np.float32)
       run = looped(call.function, calls, rotations)
       jax.block_until_ready(run(arrays.q, *call.inputs))
-      taken = median_seconds(lambda: run(arrays.q, *call.inputs), rounds)  # noqa: B023
     except Exception as error:
       # A refusal is a result, and a failure not the end of a run: `failures`.
       reasons[name] = f"{type(error).__name__}: {error}"[:300]
       continue
+    timed[name] = functools.partial(run, arrays.q, *call.inputs)
+  results = {}
+  for name, taken in median_seconds(timed, rounds).items():
     results[name] = figures(case, taken / calls, speed)
-    results[name]["error"] = float(
-      np.linalg.norm(out - wanted) / np.linalg.norm(wanted)
-    )
+    results[name]["error"] = distance(outs[name], outs.get("xla"))
   return {"sides": results, "not timed": reasons, "rotations": rotations}
+
+
+def distance(out: np.ndarray, wanted: np.ndarray | None) -> float:
+  """Relative L2 distance; NaN where there is nothing to compare with."""
+  if wanted is None:
+    return float("nan")
+  return float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
 
 
 def figures(case: Case, seconds: float, speed: float) -> dict[str, float]:
@@ -151,7 +162,8 @@ def failures(report: dict[str, Any]) -> list[str]:
     f"{case}, {side}: {reason}"
     for case, row in report["cases"].items()
     for side, reason in row["not timed"].items()
-    if side in kernels.BACKENDS and not reason.startswith("NotImplementedError")
+    if side.removesuffix(" shared") in kernels.BACKENDS
+    and not reason.startswith("NotImplementedError")
   ]
 
 

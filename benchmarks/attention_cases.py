@@ -29,6 +29,10 @@ class Case:
     page_size: S.
     dtype: of the pool.
     ragged: lengths follow Zipf's law down from `context`; else all are equal.
+    samples: so many rows after each other begin with the same pages.
+    prefix: tokens of those pages, whole pages.
+    value_dim: elements of a latent vector that are its value; None: there is a
+      pool of values.
   """
 
   model: str
@@ -40,11 +44,16 @@ class Case:
   page_size: int = 16
   dtype: str = "bfloat16"
   ragged: bool = False
+  samples: int = 1
+  prefix: int = 0
+  value_dim: int | None = None
 
   @property
   def name(self) -> str:
     """Names it in a file of results."""
     shape = f"B{self.batch} {'<=' if self.ragged else ''}{self.context}"
+    if self.prefix:
+      shape += f", {self.samples} share {self.prefix},"
     heads = f"{self.heads}/{self.kv_heads}x{self.head_dim}"
     return f"{self.model} {heads} {shape} page {self.page_size} {self.dtype}"
 
@@ -57,9 +66,11 @@ class Case:
     return np.random.default_rng(1).permutation(lengths).astype(np.int32)
 
   def bytes_read(self) -> int:
-    """The fewest bytes of K and V that a call must read."""
-    token = 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
-    return int(self.lengths().sum()) * token
+    """The fewest bytes of K and V, or of latents, that a call must read."""
+    numbers = self.kv_heads * self.head_dim * (1 if self.value_dim else 2)
+    again = (self.batch - self.batch // self.samples) * self.prefix
+    tokens = int(self.lengths().sum()) - again
+    return tokens * numbers * jnp.dtype(self.dtype).itemsize
 
 
 HEADS = (
@@ -69,6 +80,7 @@ HEADS = (
   ("Llama-2-7B", 32, 32, 128),
   ("Llama-3.2-1B", 32, 8, 64),
 )
+LATENT = ("DeepSeek-V3", 128, 1, 576)
 # Tokens of all sequences of a case, at most: 8 GB of K and V for 8 heads of
 # 128 in bfloat16.
 MOST_TOKENS = 2**21
@@ -78,15 +90,36 @@ def all_cases() -> list[Case]:
   """The whole matrix, what matters most first."""
   first = HEADS[0]
   main = [
+    Case(*first, 64, 4096),
+    Case(*first, 64, 16_384, ragged=True),
+    Case(*first, 64, 4096, dtype="float8_e4m3fn"),
+    Case(*first, 64, 4096, samples=8, prefix=3072),
+    Case(*LATENT, 64, 4096, value_dim=512),
+    Case(*first, 1, 4096),
+  ]
+  main += [
     Case(*first, batch, context)
     for context in (4096, 512, 16_384, 65_536)
     for batch in (64, 1, 8, 32, 128, 256)
+    if (batch, context) not in ((64, 4096), (1, 4096))
   ]
-  main += [Case(*first, 64, 16_384, ragged=True)]
   main += [
     Case(*first, batch, 4096, dtype=dtype)
     for dtype in ("float8_e4m3fn", "int8")
     for batch in (64, 8, 256)
+    if (batch, dtype) != (64, "float8_e4m3fn")
+  ]
+  main += [
+    Case(*first, batch, prefix + 512, samples=samples, prefix=prefix)
+    for batch, samples, prefix in (
+      (64, 16, 2048),
+      (32, 2, 512),
+      (256, 64, 4096),
+    )
+  ]
+  main += [
+    Case(*LATENT, batch, context, page_size=64, value_dim=512)
+    for batch, context in ((1, 4096), (64, 16_384), (256, 4096))
   ]
   main += [Case(*first, batch, 4096, page_size=64) for batch in (64, 1, 256)]
   main += [
@@ -103,6 +136,8 @@ def quick_cases() -> list[Case]:
   return [
     Case("tiny", 8, 2, 64, 2, 128),
     Case("tiny", 8, 2, 64, 3, 100, ragged=True, page_size=8, dtype="int8"),
+    Case("tiny", 8, 2, 64, 16, 528, samples=8, prefix=512),
+    Case("tiny", 8, 1, 80, 2, 128, value_dim=64),
   ]
 
 
@@ -113,7 +148,7 @@ class Arrays:
   Attributes:
     q: [B, H, D].
     k_pages: [P, K, S, D].
-    v_pages: [P, K, S, D].
+    v_pages: [P, K, S, D]; for latents `k_pages`.
     tables: R tables that share no page, so that R calls read more than
       COLD_BYTES. int32[R, B, M]
     lengths: int32[B].
@@ -128,28 +163,41 @@ class Arrays:
 
 def arrays(case: Case, cold_bytes: int = COLD_BYTES) -> Arrays:
   """Draws them; never zeros, which some hardware multiplies faster."""
-  lengths = case.lengths()
-  needed = -(-lengths // case.page_size)
   rotations = max(1, math.ceil(cold_bytes / max(case.bytes_read(), 1)))
-  rotations = min(rotations, 64)
-  pages = int(needed.sum()) * rotations
+  tables, pages = _tables(case, min(rotations, 64))
+  keys = jax.random.split(jax.random.key(0), 3)
+  shape = (pages, case.kv_heads, case.page_size, case.head_dim)
+  query = "bfloat16" if jnp.dtype(case.dtype).itemsize == 1 else case.dtype
+  k_pages = _draw(keys[1], shape, case.dtype)
+  return Arrays(
+    q=_draw(keys[0], (case.batch, case.heads, case.head_dim), query),
+    k_pages=k_pages,
+    v_pages=_draw(keys[2], shape, case.dtype)
+    if case.value_dim is None
+    else k_pages,
+    tables=jnp.asarray(tables),
+    lengths=jnp.asarray(case.lengths()),
+  )
+
+
+def _tables(case: Case, rotations: int) -> tuple[np.ndarray, int]:
+  """Shuffled pages in int32[R, B, M], and how many there are."""
+  needed = -(-case.lengths() // case.page_size)
+  common = case.prefix // case.page_size
+  first = np.arange(case.batch) // case.samples * case.samples
+  shared = first != np.arange(case.batch)
+  pages = rotations * int((needed - shared * common).sum())
   shuffled = np.random.default_rng(2).permutation(pages).astype(np.int32)
   tables = np.zeros((rotations, case.batch, int(needed.max())), np.int32)
   used = 0
   for rotation in range(rotations):
     for row, count in enumerate(needed):
-      tables[rotation, row, :count] = shuffled[used : used + count]
-      used += count
-  keys = jax.random.split(jax.random.key(0), 3)
-  shape = (pages, case.kv_heads, case.page_size, case.head_dim)
-  query = "bfloat16" if jnp.dtype(case.dtype).itemsize == 1 else case.dtype
-  return Arrays(
-    q=_draw(keys[0], (case.batch, case.heads, case.head_dim), query),
-    k_pages=_draw(keys[1], shape, case.dtype),
-    v_pages=_draw(keys[2], shape, case.dtype),
-    tables=jnp.asarray(tables),
-    lengths=jnp.asarray(lengths),
-  )
+      begin = common if shared[row] else 0
+      tables[rotation, row, :begin] = tables[rotation, first[row], :begin]
+      end = used + count - begin
+      tables[rotation, row, begin:count] = shuffled[used:end]
+      used = end
+  return tables, pages
 
 
 def _draw(key, shape, dtype) -> jax.Array:

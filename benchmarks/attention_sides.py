@@ -33,27 +33,96 @@ class Call(NamedTuple):
 
 
 def ours(backend: str, case: Case, arrays: Arrays) -> Call:
-  """`paged_decode` with a backend; scales where the pool has 8 bits."""
-  scales: dict[str, Any] = {}
-  if case.dtype == "int8":
-    factor = jnp.full((case.kv_heads,), 1 / 64, jnp.float32)
-    scales = {"k_scale": factor, "v_scale": factor}
+  """Our attention with a backend; scales where the pool has 8 bits.
 
-  def function(q, rotation, k_pages, v_pages, tables, lengths):
+  Where a backend takes plans it has one, made once, as for all layers of a
+  step.
+  """
+  if case.value_dim is not None:
+    return _latent(backend, case, arrays)
+  workers = kernels.decode_workers(arrays.k_pages, backend=backend)
+  plan = None
+  if workers is not None:
+    plan = kernels.plan_decode(arrays.lengths, workers=workers)
+
+  def function(q, rotation, k_pages, v_pages, tables, lengths, plan):
     return kernels.paged_decode(
-      q, k_pages, v_pages, tables[rotation], lengths, backend=backend, **scales
+      q,
+      k_pages,
+      v_pages,
+      tables[rotation],
+      lengths,
+      plan=plan,
+      backend=backend,
+      **_scales(case),
     )
 
-  return Call(
-    function, (arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths)
-  )
+  inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths, plan
+  return Call(function, inputs)
+
+
+def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
+  """The same, with what rows share read once; who shares what is found once."""
+  if not case.prefix:
+    raise NotImplementedError("nothing is shared")
+  shared = [
+    kernels.plan_shared_prefix(
+      table,
+      arrays.lengths,
+      arrays.k_pages,
+      arrays.v_pages,
+      num_groups=case.batch // case.samples,
+      group_size=case.samples,
+      backend=backend,
+    )
+    for table in arrays.tables
+  ]
+  if shared[0] is None or not jnp.any(shared[0].tokens > 0):
+    raise NotImplementedError("too little is shared to pay")
+
+  def function(q, rotation, k_pages, v_pages, shared):
+    shared = jax.tree.map(lambda x: x[rotation], shared)
+    return kernels.shared_prefix_decode(
+      q, k_pages, v_pages, shared, backend=backend
+    )
+
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), *shared)
+  return Call(function, (arrays.k_pages, arrays.v_pages, stacked))
+
+
+def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
+  """`latent_decode`; zeros stand behind its values, as the next query."""
+  value_dim = case.value_dim
+  assert value_dim is not None
+  spare = ((0, 0), (0, 0), (0, case.head_dim - value_dim))
+
+  def function(q, rotation, pages, tables, lengths):
+    out = kernels.latent_decode(
+      q,
+      pages,
+      tables[rotation],
+      lengths,
+      value_dim=value_dim,
+      scale=case.head_dim**-0.5,
+      backend=backend,
+    )
+    return jnp.pad(out, spare)
+
+  return Call(function, (arrays.k_pages, arrays.tables, arrays.lengths))
+
+
+def _scales(case: Case) -> dict[str, Any]:
+  if case.dtype != "int8":
+    return {}
+  factor = jnp.full((case.kv_heads,), 1 / 64, jnp.float32)
+  return {"k_scale": factor, "v_scale": factor}
 
 
 def jax_pallas(splits: int, case: Case, arrays: Arrays) -> Call:
   """Jax's own Pallas-Triton kernel, whose pools have heads first."""
   from jax.experimental.pallas.ops.gpu import paged_attention
 
-  _only_wide(case)
+  _only_plain(case)
   columns = arrays.tables.shape[-1]
   per_block = max(1, 64 // case.page_size)
   spare = -columns % (splits * per_block)
@@ -78,7 +147,7 @@ def dense(
   implementation: Literal["xla", "cudnn"], case: Case, arrays: Arrays
 ) -> Call:
   """`jax.nn.dot_product_attention` on a cache that has no pages."""
-  _only_wide(case)
+  _only_plain(case)
   table = arrays.tables[0]
   keys, values = (
     kernels.gather_pages(pages, table)
@@ -100,7 +169,7 @@ def dense(
 
 def gathered(case: Case, arrays: Arrays) -> Call:
   """Pages gathered into a dense cache on every call, then attention."""
-  _only_wide(case)
+  _only_plain(case)
 
   def function(q, rotation, k_pages, v_pages, tables, lengths):
     table = tables[rotation]
@@ -123,7 +192,7 @@ def cudnn_paged(case: Case, arrays: Arrays) -> Call:
   """
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-  _only_wide(case)
+  _only_plain(case)
   if case.ragged or arrays.tables.shape[0] > 1:
     raise NotImplementedError("wants a pool of exactly B * M pages")
   table = arrays.tables[0][:, None, :, None]
@@ -152,10 +221,10 @@ def cudnn_paged(case: Case, arrays: Arrays) -> Call:
 
 def sides(platform: str) -> dict[str, Callable[[Case, Arrays], Call]]:
   """All there are on a platform, ours first."""
-  named: dict[str, Callable[[Case, Arrays], Call]] = {
-    backend: functools.partial(ours, backend)
-    for backend in backends.for_platform(platform)
-  }
+  named: dict[str, Callable[[Case, Arrays], Call]] = {}
+  for backend in backends.for_platform(platform):
+    named[backend] = functools.partial(ours, backend)
+    named[f"{backend} shared"] = functools.partial(ours_shared, backend)
   named["xla gather"] = gathered
   named["xla dense"] = functools.partial(dense, "xla")
   if platform == "cuda":
@@ -166,6 +235,8 @@ def sides(platform: str) -> dict[str, Callable[[Case, Arrays], Call]]:
   return named
 
 
-def _only_wide(case: Case) -> None:
+def _only_plain(case: Case) -> None:
   if jnp.dtype(case.dtype).itemsize == 1:
     raise NotImplementedError("not timed with 8-bit pools")
+  if case.value_dim is not None:
+    raise NotImplementedError("not timed with latents")

@@ -20,11 +20,15 @@ CALLS, ROUNDS = 48, 7
 def add(case: Case, row: dict[str, Any], speed: float) -> None:
   """Puts figures, or why there are none, beside those of the other sides.
 
+  Latents and shared prefixes are not timed.
+
   Args:
     case: the problem.
     row: of `attention.rows_of`; changed.
     speed: bytes a second of the run's copy.
   """
+  if case.value_dim is not None or case.prefix:
+    return
   sides = {
     "torch sdpa": sdpa,
     "torch flex paged": flex_paged,

@@ -30,6 +30,21 @@ def test_tables_share_no_page():
   assert sorted(used) == list(range(len(arrays.k_pages)))
 
 
+def test_rows_of_a_group_begin_with_the_same_pages():
+  import attention_cases
+
+  case = attention_cases.Case(
+    "tiny", 4, 2, 32, 6, 100, page_size=8, samples=3, prefix=64
+  )
+  arrays = attention_cases.arrays(case, 2 * case.bytes_read())
+  groups = np.asarray(arrays.tables).reshape(2, 2, 3, 13)
+  assert (groups[..., :8] == groups[:, :, :1, :8]).all()
+  used = [*groups[:, :, 0, :8].ravel(), *groups[..., 8:].ravel()]
+  assert sorted(used) == list(range(len(arrays.k_pages)))
+  token = 2 * 2 * 32 * 2
+  assert case.bytes_read() == (2 * 64 + 6 * 36) * token
+
+
 def test_every_case_has_a_name_of_its_own():
   import attention_cases
 
