@@ -17,6 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import tpu as pltpu
 
 import jaxkv_kernels as kernels
+from jaxkv_kernels import check
 from tests.kernels_shapes import SHAPES
 
 _STATIC = (
@@ -31,9 +32,7 @@ _STATIC = (
 )
 # With JAXKV_TEST_PLATFORM=cuda; see conftest.py.
 _ON_CUDA = jax.default_backend() == "gpu"
-_ON_HOPPER = _ON_CUDA and any(
-  getattr(device, "compute_capability", "") == "9.0" for device in jax.devices()
-)
+ON_HOPPER = check.architectures() == {90}
 _NEW_JAX = jax.__version_info__ >= (0, 11)
 # Shapes that every backend serves.
 COMMON = ("page16_gqa4_d128", "bits_gqa4")
@@ -49,6 +48,7 @@ class Runner:
     shapes: names of the shapes to try; fewer for a slow interpreter.
     serves: those of them that must not be skipped.
     float32_l2: relative L2 error allowed for float32.
+    dtype: of tests in which the format does not matter.
     required: what it does not serve is a failure, not a skip.
   """
 
@@ -57,6 +57,7 @@ class Runner:
   shapes: tuple[str, ...] = tuple(SHAPES)
   serves: tuple[str, ...] = COMMON
   float32_l2: float = 2e-6
+  dtype: Any = np.float32
   required: bool = False
 
   def __call__(self, name: str, *arguments, **options):
@@ -103,6 +104,7 @@ _MOSAIC_TPU = (
 )
 _MOSAIC_GPU = (
   "bfloat16_mqa",
+  "bfloat16_page64_d192",
   "bfloat16_page128_d256",
   "float16_gqa8",
   "int8_scale_per_token",
@@ -152,8 +154,10 @@ if not _ON_CUDA:
     shapes=_MOSAIC_TPU if _NEW_JAX else _MOSAIC_TPU[::3],
     serves=_MOSAIC_TPU,
   )
-if _ON_HOPPER:
-  RUNNERS["mosaic_gpu"] = Runner(backend="mosaic_gpu", serves=_MOSAIC_GPU)
+if ON_HOPPER:
+  RUNNERS["mosaic_gpu"] = Runner(
+    backend="mosaic_gpu", serves=_MOSAIC_GPU, dtype=jnp.bfloat16
+  )
 elif not _ON_CUDA and _NEW_JAX:
   # Before, this interpreter takes minutes; tests/test_mosaic.py has a case.
   RUNNERS["mosaic_gpu"] = Runner(
@@ -161,6 +165,7 @@ elif not _ON_CUDA and _NEW_JAX:
     interpret=InterpretGPUParams(detect_races=True),
     shapes=_MOSAIC_GPU,
     serves=_MOSAIC_GPU,
+    dtype=jnp.bfloat16,
   )
 
 

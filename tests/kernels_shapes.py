@@ -117,6 +117,13 @@ SHAPES = {
     lengths=edges(128),
     dtype="bfloat16",
   ),
+  "bfloat16_page64_d192": Shape(
+    heads=(4, 2),
+    head_dim=192,
+    page_size=64,
+    lengths=edges(64),
+    dtype="bfloat16",
+  ),
   "float16_gqa8": Shape(
     heads=(8, 1), head_dim=128, page_size=16, lengths=edges(16), dtype="float16"
   ),

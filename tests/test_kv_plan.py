@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,8 @@ class TestPlan:
       kernels.paged_decode, interpret=InterpretGPUParams(detect_races=True)
     )
     monkeypatch.setattr(kernels, "paged_decode", interpreted)
+    # What was traced before would not be again.
+    importlib.import_module("jaxkv.kv.attend")._attend.clear_cache()
     view = dataclasses.replace(view, plan=pieces)
     options = {"return_lse": True, "backend": "mosaic_gpu"}
     out, lse = memory.attend(kv, view, 1, q, **options)

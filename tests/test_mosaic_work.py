@@ -41,45 +41,83 @@ merge = jax.jit(
 )
 
 
+def work_of(lengths, columns, *, window=None, plan=None):
+  """Work lists of decoding: (real items, where tiles begin, places)."""
+  lengths = jnp.asarray(lengths, jnp.int32)
+  reach = query_tiles.reach(
+    lengths - 1, jnp.ones_like(lengths), 1, columns * 16, window
+  )
+  q = jnp.zeros((len(lengths), 1, 8, 64))
+  tiles = query_tiles.tile(q, reach, kv_heads=2, size=1, multiple=8)
+  options = Options(
+    page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
+  )
+  none = jnp.zeros_like(lengths)
+  items, begins, most = mosaic_gpu.work_list(
+    tiles, none, columns * 16, static(), options
+  )
+  return Item(*np.asarray(items)[: int(begins[-1])].T), begins, most
+
+
 class TestWorkList:
   @pytest.mark.parametrize("window", [None, 100])
   @pytest.mark.parametrize("planned", [False, True])
   def test_every_token_once(self, window, planned):
-    lengths = jnp.asarray([1000, 0, 1, 64, 130, 999], jnp.int32)
-    capacity, batch = 1008, len(lengths)
-    reach = query_tiles.reach(
-      lengths - 1, jnp.ones_like(lengths), 1, capacity, window
-    )
-    q = jnp.zeros((batch, 1, 8, 64))
-    tiles = query_tiles.tile(q, reach, kv_heads=2, size=1, multiple=8)
-    plan = kernels.plan_decode(lengths, workers=7) if planned else None
-    options = Options(
-      page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
-    )
-    items, begins, most = mosaic_gpu.work_list(
-      tiles, jnp.zeros(batch, jnp.int32), capacity, static(), options
-    )
+    lengths, columns = np.array([1000, 0, 1, 64, 130, 999]), 63
+    plan = None
+    if planned:
+      plan = kernels.plan_decode(jnp.asarray(lengths, jnp.int32), workers=7)
+    work, begins, most = work_of(lengths, columns, window=window, plan=plan)
     assert (most is None) == planned
-    num = int(begins[-1])
-    work = Item(*np.asarray(items)[:num].T)
-    seen = np.zeros((batch, capacity), int)
+    seen = np.zeros((len(lengths), columns * 16), int)
     for row, first, end in zip(work.tile, work.first, work.end, strict=True):
       seen[row, first:end] += 1
-    for row, length in enumerate(np.asarray(lengths)):
+    for row, length in enumerate(lengths):
       first = 0 if window is None else max(0, length - window)
       np.testing.assert_array_equal(seen[row, first:length], 1)
       assert seen[row].sum() == length - first
-    assert len(set(work.place.tolist())) == num
+    assert len(set(work.place.tolist())) == int(begins[-1])
     np.testing.assert_array_equal(work.sequence, work.tile)
 
-  def test_pieces_follow_from_shapes(self):
-    """Enough for all streams, never so short that output outweighs input."""
-    for contexts in (1, 8, 64, 2048):
-      for rows in (8, 64):
-        for capacity in (512, 4096, 65536):
-          size = mosaic_gpu.piece(contexts, rows, capacity, static())
-          assert size % 64 == 0
-          assert size >= 16 * rows
+  @pytest.mark.parametrize(
+    ("lengths", "window", "pieces"),
+    [
+      # Four for each of 8 contexts, four for each of 8 streams; none shorter
+      # than two blocks.
+      ((2048, 4096, 64, 0), None, (4, 4, 1, 0)),
+      ((2048, 4096, 200, 129), 500, (4, 4, 2, 2)),
+      # The more rows, the fewer.
+      ((2048,) * 9, None, (2,) * 9),
+      ((2048,) * 16, None, (1,) * 16),
+    ],
+  )
+  def test_a_row_is_cut_by_what_it_sees(self, lengths, window, pieces):
+    """Not by its table's width, which here is 64 times the longest row."""
+    work, begins, most = work_of(lengths, 2**14, window=window)
+    assert np.diff(begins).tolist() == list(pieces)
+    assert most is not None and max(pieces) <= most
+    size = work.end - work.first
+    for row, count in enumerate(pieces):
+      mine = size[work.tile == row]
+      assert count == 0 or mine.max() <= max(128, mine.mean() + 64)
+
+  def test_a_row_s_pieces_do_not_depend_on_others(self):
+    alone, together = (
+      work_of(lengths, 256)[0] for lengths in ((4000, 0, 0), (4000, 77, 2000))
+    )
+    for name in ("first", "end", "place"):
+      a, b = (getattr(work, name)[work.tile == 0] for work in (alone, together))
+      np.testing.assert_array_equal(a, b)
+
+  @pytest.mark.parametrize("rows", [8, 64])
+  @pytest.mark.parametrize("capacity", [512, 4096, 65536])
+  def test_output_does_not_outweigh_input(self, rows, capacity):
+    for num in (1, 4, 32, 1024):
+      q = jnp.zeros((num, 2, rows, 64))
+      tiles = query_tiles.Tiles(q, *(jnp.zeros(()),) * 4)
+      least, most = mosaic_gpu.cuts(tiles, capacity, static())
+      assert least * 64 >= 16 * rows
+      assert most * least * 64 < capacity + least * 64
 
   @pytest.mark.parametrize("dim", [64, 128, 192, 256])
   def test_rings_fit_shared_memory(self, dim):

@@ -10,6 +10,7 @@ from jaxkv_kernels.attention import definition
 from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention import triton
 from jaxkv_kernels.attention.options import Options
+from tests.kernels_shapes import assert_matches
 from tests.kernels_shapes import put
 
 pytestmark = pytest.mark.skipif(
@@ -124,3 +125,24 @@ class TestParts:
     assert batch * 8 * sizes.splits >= 264
     assert sizes.splits >= 16
     assert sizes.splits * batch * 32 * 128 * 4 <= 64 * 2**20
+
+  @pytest.mark.parametrize("splits", [1, 2, 3, 8, 16])
+  @pytest.mark.parametrize("window", [None, 300])
+  def test_any_number_of_them(self, monkeypatch, splits, window):
+    """Programs of many blocks, and of one; some have nothing to do."""
+    monkeypatch.setattr(triton, "_PROGRAMS", splits)
+    rng = np.random.default_rng(0)
+    pools = rng.standard_normal((2, 64, 1, 16, 64)).astype(np.float32)
+    q = rng.standard_normal((1, 2, 64)).astype(np.float32)
+    table = rng.permutation(64).astype(np.int32)[None]
+    arguments = (q, *pools, table, np.array([1000], np.int32))
+    assert triton._sizes(*put(q[:, None], *pools, table)).splits == splits
+    out, lse = kernels.paged_decode(
+      *put(*arguments),
+      window=window,
+      return_lse=True,
+      backend="triton",
+      interpret=True,
+    )
+    wanted = definition.paged_decode(*arguments, window=window)
+    assert_matches(out, lse, *wanted, np.float32, 2e-6)

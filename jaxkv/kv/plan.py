@@ -22,10 +22,10 @@ def plan(
   """A view whose decode work is cut by what its rows hold, for all layers.
 
   Call it once a decode step, before the layers. Without a plan a backend cuts
-  by the size of the page table alone, in every layer. With one `attend` gives
-  the same but for last bits, and those of a row depend on its neighbours. A
-  plan plays no part for several columns, nor where `attend` reads `shared`
-  pages.
+  each row by itself, in every layer, and a long row has longer pieces. With one
+  `attend` gives the same but for last bits, and those of a row depend on its
+  neighbours. A plan plays no part for several columns, nor where `attend` reads
+  `shared` pages.
 
   Args:
     kv: the pages; looked at for its shape alone.

@@ -1,5 +1,6 @@
 """Checks of arguments when they are traced: shapes, dtypes, static values."""
 
+import functools
 import math
 from typing import Any
 
@@ -97,6 +98,16 @@ def beside(name: str, array: jax.Array, **others: Any) -> None:
         f"{other} is on {_names(devices)} but {name} on {_names(wanted)}; put"
         " both on the same devices"
       )
+
+
+@functools.cache
+def architectures() -> frozenset[int]:
+  """Of the GPUs at hand, 90 for one of sm_90; none without a GPU."""
+  return frozenset(
+    int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
+    for device in jax.local_devices()
+    if device.platform == "gpu"
+  )
 
 
 def placed(array) -> set[Any] | None:

@@ -16,6 +16,7 @@
 | `whole_heads` | options that act on a whole head, around a kernel |
 | `xla` | a backend: a scan over blocks of tokens, for any platform |
 | `triton`, `triton_kernel` | a backend: Pallas-Triton, for NVIDIA GPUs |
+| `triton_api` | the one place that calls Pallas-Triton |
 | `mosaic_gpu`, `mosaic_gpu_kernel` | a backend: Pallas, for Hopper GPUs |
 | `mosaic_gpu_work` | what that kernel is told, and how it counts |
 | `mosaic_gpu_narrow` | numbers of 8 bits in it, and scales of tokens |

@@ -44,9 +44,6 @@ _ORDER = {
   "cuda": ("triton", "xla"),
   "tpu": ("mosaic_tpu", "xla"),
 }
-# Pieces of decode work that a backend has in hand at once: two on each
-# multiprocessor of an H100 or H200 SXM. One without a line takes no plan.
-_AT_ONCE = {"mosaic_gpu": 264}
 
 BACKENDS = ("auto", *_PLATFORMS)
 
@@ -54,7 +51,9 @@ BACKENDS = ("auto", *_PLATFORMS)
 class Backend(Protocol):
   """What the module of a backend defines.
 
-  Arguments have been checked by `api`. Both are called while tracing.
+  Arguments have been checked by `api`. Both are called while tracing. One that
+  takes plans has `at_once(k_pages)` too: the pieces of work that it has in
+  hand at once, whatever their heads of keys.
   """
 
   def attend(
@@ -211,8 +210,11 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
   check.pool("k_pages", k_pages)
   check_name(backend)
   tried = _ORDER.get(platform(k_pages), ()) if backend == "auto" else (backend,)
-  at_once = max(_AT_ONCE.get(name, 0) for name in (*tried, ""))
-  return max(at_once // k_pages.shape[1], 1) if at_once else None
+  for name in tried:
+    at_once = getattr(_load(name), "at_once", None)
+    if at_once is not None:
+      return max(at_once(k_pages) // k_pages.shape[1], 1)
+  return None
 
 
 def for_platform(platform: str) -> tuple[str, ...]:

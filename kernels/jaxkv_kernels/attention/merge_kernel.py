@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention import triton_api
 from jaxkv_kernels.attention.block_softmax import LOWEST
 
 # Pieces that a program reads at once, so that it waits for memory once.
@@ -60,24 +61,24 @@ def merge_pieces(
     some = (lse != -jnp.inf)[..., None]
     return jnp.where(some, out[:, :, :rows], jnp.float32(0)), lse
   inputs = out, lse, begins
-  call = pl.pallas_call(
+  return triton_api.call(
     functools.partial(_kernel, most=most),
+    inputs,
+    name="jaxkv_merge",
     grid=(tiles * kv_heads, rows),
     out_shape=(
       query_tiles.float32((tiles, kv_heads, rows, dim), inputs),
       query_tiles.float32((tiles, kv_heads, rows), inputs),
     ),
-    compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
-    interpret=bool(interpret),
-    name="jaxkv_merge",
+    num_warps=4,
+    num_stages=2,
+    interpret=interpret,
   )
-  return call(*inputs)
 
 
-def _kernel(
-  pieces_ref, lses_ref, begins_ref, out_ref, lse_ref, *, most: int | None
-) -> None:
+def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
   """One row of queries: all of its pieces, some at a time."""
+  pieces_ref, lses_ref, begins_ref = refs
   dim = pieces_ref.shape[3]
   kv_heads = jnp.int32(pieces_ref.shape[1])
   tile = lax.div(pl.program_id(0), kv_heads)

@@ -14,6 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels import check
 from jaxkv_kernels.attention import mosaic_gpu_kernel
 from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention import whole_heads
@@ -27,6 +28,8 @@ from jaxkv_kernels.attention.mosaic_gpu_work import scales_of_block
 from jaxkv_kernels.attention.options import Options
 from jaxkv_kernels.attention.ragged import row_of
 
+# Hopper's, which alone has these products on the tensor cores.
+_ARCHITECTURE = 90
 # Multiprocessors of an H100 or H200 SXM. Other numbers work too, less evenly.
 _BLOCKS = 132
 # As many as show streams taking turns.
@@ -114,11 +117,14 @@ def unsupported(
   kv_heads, size = k_pages.shape[1:3]
   dims = k_pages.shape[3], v_pages.shape[3]
   pool = jnp.dtype(k_pages.dtype)
+  others = check.architectures() - {_ARCHITECTURE}
   reasons = {
     "value_dim is given; keys and values of two pools are supported": (
       options.value_dim is not None
     ),
     f"platform={platform!r}; this backend is for cuda": platform != "cuda",
+    f"a GPU is sm_{min(others, default=0)}; this backend is for"
+    f" sm_{_ARCHITECTURE}": bool(others),
     f"k_pages is {pool}; {', '.join(map(str, _POOLS))} are supported": (
       pool not in _POOLS
     ),
@@ -142,6 +148,11 @@ def unsupported(
     " these are supported": q.shape[-2] // kv_heads > ROWS,
   }
   return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def at_once(k_pages: jax.Array) -> int:
+  """Items that a GPU works on at once; see `backends.decode_workers`."""
+  return _BLOCKS * streams(k_pages.shape[3])
 
 
 def _static(
@@ -224,20 +235,17 @@ def work_list(
     first, end = plan.first, plan.end
     where = jnp.arange(tile.shape[0], dtype=jnp.int32)
   else:
-    rows = tiles.q.shape[2]
-    size = piece(num * static.kv_heads, rows, capacity, static)
-    most = -(-capacity // size)
-    skipped = tiles.first // size
-    pieces = (tiles.end + size - 1) // size - skipped
-    pieces = jnp.where(tiles.end > 0, pieces, 0)
-    ends = jnp.cumsum(pieces)
+    least, most = cuts(tiles, capacity, static)
+    begin = tiles.first // TOKENS
+    blocks = jnp.maximum((tiles.end + TOKENS - 1) // TOKENS - begin, 0)
+    share = jnp.maximum((blocks + most - 1) // most, least)
+    ends = jnp.cumsum((blocks + share - 1) // share)
     begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
     index = jnp.arange(num * most, dtype=jnp.int32)
-    tile = row_of(ends, index)
-    tile = jnp.minimum(tile, num - 1)
+    tile = jnp.minimum(row_of(ends, index), num - 1)
     nth = index - begins[tile]
-    first = (skipped[tile] + nth) * size
-    end = first + size
+    first = (begin[tile] + nth * share[tile]) * TOKENS
+    end = first + share[tile] * TOKENS
     where = tile * most + nth
   window = _NO_WINDOW if options.window is None else options.window
   sequence = tile // per_row
@@ -257,23 +265,28 @@ def work_list(
   return jnp.stack(item, axis=1), begins, most
 
 
-def piece(contexts: int, rows: int, capacity: int, static: Static) -> int:
-  """Tokens of a piece: a function of shapes, so that neighbours do not matter.
+def cuts(
+  tiles: query_tiles.Tiles, capacity: int, static: Static
+) -> tuple[int, int]:
+  """How contexts are cut where no plan says so.
+
+  A function of shapes: with it, what a tile sees alone decides its pieces.
 
   Args:
-    contexts: W * K, of which each may fill its table.
-    rows: R.
+    tiles: W of them, of R rows.
     capacity: tokens of a context.
     static: of the kernel.
 
   Returns:
-    A multiple of 64.
+    (blocks of a piece, if there are so many, pieces of a context at most).
   """
+  contexts, rows = tiles.q.shape[0] * static.kv_heads, tiles.q.shape[2]
   workers = static.blocks * static.streams
   wanted = -(-_ITEMS_PER_STREAM * workers // contexts)
   # A piece writes R rows of float32 and reads them again.
-  size = max(_SHORTEST, _SHORTEST_PER_ROW * rows, -(-capacity // wanted))
-  return -(-size // TOKENS) * TOKENS
+  least = -(-max(_SHORTEST, _SHORTEST_PER_ROW * rows) // TOKENS)
+  blocks = -(-capacity // TOKENS)
+  return least, min(wanted, -(-blocks // least))
 
 
 def _trees(

@@ -20,8 +20,9 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 UPCAST = plgpu.Layout.WGMMA_UPCAST_2X
 
 _load: Any = plgpu.load
-# Before jax 0.12 it takes an index beside the ref.
-_INDEXED = "idx" in inspect.signature(_load).parameters
+# Before jax 0.11 it takes an index beside the ref; 0.11 would rather not.
+_index = inspect.signature(_load).parameters.get("idx")
+_INDEXED = _index is not None and _index.default is inspect.Parameter.empty
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -43,7 +44,7 @@ def least_rows(tokens: int, interpreted: bool) -> int:
   """Rows of float32[tokens] that a copy has at least.
 
   Of those after the first nothing is used, and past an array's end they are
-  zeros, except in the interpreter. Before jax 0.12 fewer than 128 bytes are
+  zeros, except in the interpreter. Before jax 0.11 fewer than 128 bytes are
   not copied.
   """
   return max(1, 32 // tokens) if _INDEXED and not interpreted else 1
@@ -83,7 +84,7 @@ def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
   """Of the rows of two refs to shared memory: float32[M, N]."""
   if interpreted:
     return _dot(left[...], right[...].T)
-  # The name of a method in jax 0.12.
+  # The name of a method since jax 0.11.
   exchanged = (
     plgpu.transpose_ref(right, (1, 0)) if _INDEXED else right.transpose((1, 0))
   )

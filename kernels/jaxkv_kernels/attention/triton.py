@@ -6,9 +6,6 @@ by token through the page table, so any page size will do, and none twice.
 Where there would be too few programs, or one would have too much to do, the
 keys of a row are split; every part is normalised, in float32, and the parts
 are put together by their log-sum-exp.
-
-jax deprecated this way to a GPU in 0.11: it is kept for what Mosaic GPU does
-not serve, and because its numbers can be checked on a CPU.
 """
 
 import functools
@@ -17,10 +14,10 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from jaxkv_kernels import check
 from jaxkv_kernels.attention import query_tiles
+from jaxkv_kernels.attention import triton_api
 from jaxkv_kernels.attention.block_softmax import LOWEST
 from jaxkv_kernels.attention.options import Options
 from jaxkv_kernels.attention.triton_kernel import Sizes
@@ -81,22 +78,20 @@ def attend(
   }
   few = sizes.rows == _LEAST_ROWS and value_dim is None
   shape = (sizes.splits, sizes.batch, sizes.columns, sizes.heads)
-  call = pl.pallas_call(
+  parts, parts_lse = triton_api.call(
     functools.partial(kernel, sizes=sizes, soft_cap=options.soft_cap),
+    inputs,
+    name="jaxkv_paged_attention",
     grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
     out_shape=(
       query_tiles.float32((*shape, sizes.value_dim), inputs),
       query_tiles.float32(shape, inputs),
     ),
-    compiler_params=plt.CompilerParams(
-      # Twice the threads for twice the sums: none spills its registers.
-      num_warps=4 if few else 8,
-      num_stages=3,
-    ),
+    # Twice the threads for twice the sums: none spills its registers.
+    num_warps=4 if few else 8,
+    num_stages=3,
     interpret=options.interpret,
-    name="jaxkv_paged_attention",
   )
-  parts, parts_lse = call(inputs)
   column = jnp.arange(sizes.columns, dtype=jnp.int32)
   real = (column[None] < counts[:, None])[:, :, None]
   return _together(parts, parts_lse, options.sinks, real)
@@ -117,8 +112,8 @@ def unsupported(
     return reason
   e4m3 = logical_dtype(k_pages.dtype).name == "float8_e4m3fn"
   least = 89 if e4m3 else 80
-  oldest = _oldest_architecture()
-  if oldest is not None and oldest < least:
+  oldest = min(check.architectures(), default=least)
+  if oldest < least:
     return (
       f"k_pages is {k_pages.dtype} and the GPU is sm_{oldest}; supported is"
       f" sm_{least} and later"
@@ -150,17 +145,6 @@ def _too_large(
         " and more than 2^32"
       )
   return None
-
-
-@functools.cache
-def _oldest_architecture() -> int | None:
-  """86 for a GPU of sm_86, the oldest at hand; None without a GPU."""
-  found = [
-    int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
-    for device in jax.local_devices()
-    if device.platform == "gpu"
-  ]
-  return min(found, default=None)
 
 
 def _one_int32(value: jax.Array | int | None) -> jax.Array | None:
