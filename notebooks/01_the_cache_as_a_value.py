@@ -5,6 +5,8 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -226,7 +228,8 @@ assert all(jax.tree.leaves(same))
 
 # %% [markdown]
 # From the same value the same verbs lead to the same value, to the last page
-# number.
+# number. The keys and values themselves are in another pytree, which a loop
+# overwrites: keep that of the same time too, or `truncate`.
 #
 # ## Truncate
 #

@@ -1,5 +1,6 @@
 """The README's code does what it says, however often it is run."""
 
+import dataclasses
 import pathlib
 import re
 from typing import Any
@@ -61,4 +62,17 @@ def test_the_scheduler_steps():
   assert [len(new) for new in names["answers"][0].get_page_ids()] == [0, 0]
   assert names["found"] == 24
   assert names["pages"].get_page_ids()[1][:4] == [0] * 4
+  assert names["full"][0] == 1 and names["window"][:4] == [0] * 4
+  assert names["view"].page_table.tolist() == [names["full"]]
+  assert len(names["full"]) == len(names["window"]) == -(-27 // 4)
   jaxkv.check(names["manager"].state)
+
+
+def test_the_loop_ends_where_pages_run_out():
+  """What finds no page is given up, and its pages go to others."""
+  names = _names_of("In a loop of your own")
+  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    small = jaxkv.init(dataclasses.replace(names["sizes"], num_pages=14))
+    after, _ = jax.jit(names["generate"])(small, names["kv"])
+  assert int(after.pool.queue.num_free) == 13
+  jaxkv.check(after)
