@@ -3,9 +3,12 @@
 A side makes, from a case and its arrays, a function of `(q, rotation)` and of
 the arrays that it is to be jitted with. One that does not serve a case says
 why, with NotImplementedError. What is not installed is no side.
+`Timed` runs one, as `attention.py` says.
 """
 
 import functools
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 from typing import Literal
@@ -13,11 +16,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from attention_cases import Arrays
 from attention_cases import Case
+from jax import lax
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels.attention import backends
+
+CALLS = 16
+MOST_RUNS = 64
+ROUNDS = 7
+ROUND_SECONDS = 0.2
 
 
 class Call(NamedTuple):
@@ -26,23 +36,80 @@ class Call(NamedTuple):
   Attributes:
     function: (q, rotation, *inputs) -> [B, H, D].
     inputs: its arrays.
+    rotations: `rotation` is below it: so many caches are read in turn.
   """
 
   function: Callable[..., jax.Array]
   inputs: tuple[Any, ...]
+  rotations: int
 
 
-def ours(backend: str, case: Case, arrays: Arrays) -> Call:
+def looped(call: Call, calls: int):
+  """So many calls as a jitted function of `(q, first rotation, *inputs)`.
+
+  The result is the last call's.
+  """
+
+  def run(q, first, *inputs):
+    def body(index, carry):
+      q, _ = carry
+      rotation = lax.rem(first + index, jnp.int32(call.rotations))
+      out = call.function(q, rotation, *inputs).astype(q.dtype)
+      q = q + out * jnp.asarray(0.01, q.dtype)
+      return q * jnp.asarray(0.99, q.dtype), out
+
+    begin = q, jnp.zeros_like(q)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(calls), body, begin)[1]
+
+  return jax.jit(run)
+
+
+class Timed:
+  """A side that runs: how often, and what came of it."""
+
+  def __init__(self, call: Call, q: jax.Array, quick: bool):
+    """Compiles, runs it twice, and chooses the number of runs and rounds."""
+    self.calls = 2 if quick else CALLS
+    self.rotations = call.rotations
+    self._run, self._q, self._inputs = looped(call, self.calls), q, call.inputs
+    self._firsts = [jnp.int32(0)]
+    self.outs, self.samples = [], []
+    for _ in range(2):
+      self.round()
+    seconds = self.samples[-1]
+    runs = 1 if quick else min(int(ROUND_SECONDS / seconds), MOST_RUNS)
+    self._firsts = [jnp.int32(self.calls * run) for run in range(max(runs, 1))]
+    slow = quick or seconds > ROUND_SECONDS
+    self.rounds = 2 if slow else ROUNDS
+    self.samples = []
+
+  def round(self) -> None:
+    """Times all runs; keeps the first and the last result of the first run."""
+    begin = time.perf_counter()
+    outs = [self._run(self._q, at, *self._inputs) for at in self._firsts]
+    jax.block_until_ready(outs)
+    self.samples.append(time.perf_counter() - begin)
+    self.outs = [*self.outs[:1], np.asarray(outs[0], np.float32)]
+
+  def seconds(self) -> float:
+    """Of a call."""
+    return statistics.median(self.samples) / (len(self._firsts) * self.calls)
+
+
+def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
   """Our attention with a backend; scales where the pool has 8 bits.
 
-  Where a backend takes plans it has one, made once, as for all layers of a
-  step.
+  A plan is made once, as for all layers of a step.
   """
   if case.value_dim is not None:
+    if planned:
+      raise NotImplementedError("latents take no plan")
     return _latent(backend, case, arrays)
-  workers = kernels.decode_workers(arrays.k_pages, backend=backend)
   plan = None
-  if workers is not None:
+  if planned:
+    workers = kernels.decode_workers(arrays.k_pages, backend=backend)
+    if workers is None:
+      raise NotImplementedError(f"{backend} takes no plan")
     plan = kernels.plan_decode(arrays.lengths, workers=workers)
 
   def function(q, rotation, k_pages, v_pages, tables, lengths, plan):
@@ -58,13 +125,11 @@ def ours(backend: str, case: Case, arrays: Arrays) -> Call:
     )
 
   inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths, plan
-  return Call(function, inputs)
+  return Call(function, inputs, len(arrays.tables))
 
 
 def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
   """The same, with what rows share read once; who shares what is found once."""
-  if not case.prefix:
-    raise NotImplementedError("nothing is shared")
   shared = [
     kernels.plan_shared_prefix(
       table,
@@ -87,7 +152,8 @@ def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
     )
 
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *shared)
-  return Call(function, (arrays.k_pages, arrays.v_pages, stacked))
+  inputs = arrays.k_pages, arrays.v_pages, stacked
+  return Call(function, inputs, len(arrays.tables))
 
 
 def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
@@ -108,7 +174,8 @@ def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
     )
     return jnp.pad(out, spare)
 
-  return Call(function, (arrays.k_pages, arrays.tables, arrays.lengths))
+  inputs = arrays.k_pages, arrays.tables, arrays.lengths
+  return Call(function, inputs, len(arrays.tables))
 
 
 def _scales(case: Case) -> dict[str, Any]:
@@ -140,13 +207,16 @@ def jax_pallas(splits: int, case: Case, arrays: Arrays) -> Call:
     )
 
   pools = (x.swapaxes(0, 1) for x in (arrays.k_pages, arrays.v_pages))
-  return Call(function, (*pools, tables, arrays.lengths))
+  return Call(function, (*pools, tables, arrays.lengths), len(tables))
 
 
 def dense(
   implementation: Literal["xla", "cudnn"], case: Case, arrays: Arrays
 ) -> Call:
-  """`jax.nn.dot_product_attention` on a cache that has no pages."""
+  """`jax.nn.dot_product_attention` on a cache that has no pages.
+
+  Always the same one: to choose among several would copy it in every call.
+  """
   _only_plain(case)
   table = arrays.tables[0]
   keys, values = (
@@ -164,7 +234,7 @@ def dense(
       implementation=implementation,
     )[:, 0]
 
-  return Call(function, (keys, values, arrays.lengths))
+  return Call(function, (keys, values, arrays.lengths), 1)
 
 
 def gathered(case: Case, arrays: Arrays) -> Call:
@@ -180,9 +250,8 @@ def gathered(case: Case, arrays: Arrays) -> Call:
       key_value_seq_lengths=lengths,
     )[:, 0]
 
-  return Call(
-    function, (arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths)
-  )
+  inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths
+  return Call(function, inputs, len(arrays.tables))
 
 
 def cudnn_paged(case: Case, arrays: Arrays) -> Call:
@@ -203,28 +272,35 @@ def cudnn_paged(case: Case, arrays: Arrays) -> Call:
   def function(q, rotation, k_pages, v_pages, table, ones, lengths):
     del rotation
     return attention(
-      q[:, None],
-      k_pages.swapaxes(1, 2),
-      v_pages.swapaxes(1, 2),
+      q[:, :, None],
+      k_pages,
+      v_pages,
       ones,
       lengths,
       table,
       table,
       scale=case.head_dim**-0.5,
       mask_type=cudnn.MaskType.PADDING,
-    )[:, 0]
+      qkv_layout="BNTH",
+    )[:, :, 0]
 
-  return Call(
-    function, (arrays.k_pages, arrays.v_pages, table, ones, arrays.lengths)
-  )
+  inputs = arrays.k_pages, arrays.v_pages, table, ones, arrays.lengths
+  return Call(function, inputs, 1)
 
 
-def sides(platform: str) -> dict[str, Callable[[Case, Arrays], Call]]:
-  """All there are on a platform, ours first."""
+def sides(
+  platform: str, case: Case
+) -> dict[str, Callable[[Case, Arrays], Call]]:
+  """All that are timed at a case on a platform, ours first."""
   named: dict[str, Callable[[Case, Arrays], Call]] = {}
   for backend in backends.for_platform(platform):
-    named[backend] = functools.partial(ours, backend)
-    named[f"{backend} shared"] = functools.partial(ours_shared, backend)
+    named[backend] = functools.partial(ours, backend, False)
+    if case.prefix:
+      named[f"{backend} shared"] = functools.partial(ours_shared, backend)
+  if platform == "cuda":
+    named["mosaic_gpu planned"] = functools.partial(ours, "mosaic_gpu", True)
+  if not case.main:
+    return named
   named["xla gather"] = gathered
   named["xla dense"] = functools.partial(dense, "xla")
   if platform == "cuda":

@@ -1,91 +1,67 @@
 """torch's and FlashInfer's decode attention on the problems of `attention.py`.
 
 Each is timed with the events of its own library, replaying a CUDA graph of
-many calls where it can be captured, on arrays of the same shapes. All read the
-same pages or slots again in every call, so a case smaller than the cache
-flatters them; the row says how large it is. What FlexAttention is told has been
-compared with a plain softmax on a CPU (torch 2.13), and not run on a GPU.
+many calls where it can be captured, on arrays of the same shapes that are drawn
+anew, so that results are not compared. As in `attention.py`, calls read other
+caches in turn. What FlexAttention is told has been compared with a plain
+softmax on a CPU (torch 2.13), and not run on a GPU.
 """
 
 import importlib
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
 
+from attention_cases import COLD_BYTES
 from attention_cases import Case
 
-CALLS, ROUNDS = 48, 7
+CALLS, ROUNDS = 16, 7
 
 
-def add(case: Case, row: dict[str, Any], speed: float) -> None:
-  """Puts figures, or why there are none, beside those of the other sides.
+def sdpa(case: Case) -> tuple[float, int]:
+  """A dense cache, masked where lengths differ.
 
-  Latents and shared prefixes are not timed.
-
-  Args:
-    case: the problem.
-    row: of `attention.rows_of`; changed.
-    speed: bytes a second of the run's copy.
+  Returns:
+    (Seconds a call, caches in turn); so do the others.
   """
-  if case.value_dim is not None or case.prefix:
-    return
-  sides = {
-    "torch sdpa": sdpa,
-    "torch flex paged": flex_paged,
-    "flashinfer": flashinfer,
-  }
-  for name, side in sides.items():
-    try:
-      seconds = side(case)
-    except Exception as error:
-      # Not installed, not on this device, or not for this case.
-      row["not timed"][name] = f"{type(error).__name__}: {error}"[:300]
-      continue
-    rate = case.bytes_read() / seconds
-    row["sides"][name] = {
-      "us": seconds * 1e6,
-      "GB/s": rate / 1e9,
-      "share of copy": rate / speed,
-      # Its arrays are others: not compared here.
-      "error": float("nan"),
-    }
-
-
-def sdpa(case: Case) -> float:
-  """Seconds a call on a dense cache, masked where lengths differ."""
   import torch  # pyright: ignore[reportMissingImports]
 
   dtype = _dtype(torch, case)
   rows = (case.batch, case.heads, 1, case.head_dim)
   cache = (case.batch, case.kv_heads, case.context, case.head_dim)
-  q, k, v = (
-    torch.randn(shape, device="cuda", dtype=dtype)
-    for shape in (rows, cache, cache)
-  )
+  q = torch.randn(rows, device="cuda", dtype=dtype)
+  caches = [
+    [torch.randn(cache, device="cuda", dtype=dtype) for _ in range(2)]
+    for _ in range(_rotations(case))
+  ]
   mask = None
   if case.ragged:
     lengths = torch.as_tensor(case.lengths(), device="cuda")
     mask = torch.arange(case.context, device="cuda")[None] < lengths[:, None]
     mask = mask[:, None, None]
 
-  def call():
+  def call(k, v):
     torch.nn.functional.scaled_dot_product_attention(
       q, k, v, attn_mask=mask, enable_gqa=True
     )
 
-  return _seconds(torch, call)
+  return _seconds(torch, call, caches)
 
 
-def flex_paged(case: Case) -> float:
-  """Seconds a call of FlexAttention, the blocks of its mask being pages."""
+def flex_paged(case: Case) -> tuple[float, int]:
+  """FlexAttention, the blocks of its mask being pages."""
   import torch  # pyright: ignore[reportMissingImports]
 
-  return _seconds(torch, flex_call(torch, case, "cuda")[0])
+  call, (_, k, v, *_) = flex_call(torch, case, "cuda")
+  more = range(_rotations(case) - 1)
+  pools = [(k, v), *[(torch.randn_like(k), torch.randn_like(v)) for _ in more]]
+  return _seconds(torch, call, pools)
 
 
 def flex_call(
   torch: Any, case: Case, device: str
-) -> tuple[Callable[[], Any], tuple[Any, ...]]:
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
   """A compiled call over shuffled pages, and what it reads.
 
   All pages stand one after another as the keys of a single sequence, and the
@@ -97,7 +73,7 @@ def flex_call(
     device: where its arrays are.
 
   Returns:
-    The call, which gives [B, H, 1, D], and q [B, H, 1, D], k and v
+    The call of (k, v), which gives [B, H, 1, D], and q [B, H, 1, D], k and v
     [1, K, P * S, D], int32[B, M] page ids, int64[B] lengths.
   """
   flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
@@ -140,14 +116,14 @@ def flex_call(
   torch.compiler.reset()
   compiled = torch.compile(flex.flex_attention, dynamic=False)
 
-  def call():
+  def call(k, v):
     return compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
   return call, (q, k, v, table, lengths)
 
 
-def flashinfer(case: Case) -> float:
-  """Seconds a call of FlashInfer's batch decode, heads before slots."""
+def flashinfer(case: Case) -> tuple[float, int]:
+  """FlashInfer's batch decode, heads before slots."""
   import flashinfer  # pyright: ignore[reportMissingImports]
   import torch  # pyright: ignore[reportMissingImports]
 
@@ -160,7 +136,10 @@ def flashinfer(case: Case) -> float:
   order = torch.randperm(pages, device="cuda").to(torch.int32)
   last = (lengths - (needed - 1) * case.page_size).to(torch.int32)
   shape = (pages, 2, case.kv_heads, case.page_size, case.head_dim)
-  pool = torch.randn(shape, device="cuda", dtype=dtype)
+  pools = [
+    [torch.randn(shape, device="cuda", dtype=dtype)]
+    for _ in range(_rotations(case))
+  ]
   q = torch.randn(
     (case.batch, case.heads, case.head_dim), device="cuda", dtype=dtype
   )
@@ -179,7 +158,18 @@ def flashinfer(case: Case) -> float:
     q_data_type=dtype,
     kv_data_type=dtype,
   )
-  return _seconds(torch, lambda: wrapper.run(q, pool))
+  return _seconds(torch, lambda pool: wrapper.run(q, pool), pools)
+
+
+SIDES = {
+  "torch sdpa": sdpa,
+  "torch flex paged": flex_paged,
+  "flashinfer": flashinfer,
+}
+
+
+def _rotations(case: Case) -> int:
+  return math.ceil(COLD_BYTES / case.bytes_read())
 
 
 def _dtype(torch: Any, case: Case) -> Any:
@@ -188,17 +178,22 @@ def _dtype(torch: Any, case: Case) -> Any:
   return torch.bfloat16
 
 
-def _seconds(torch: Any, call: Callable[[], object]) -> float:
-  """Median seconds a call, from events around a graph of CALLS of them."""
+def _seconds(
+  torch: Any, call: Callable[..., object], caches: list[Any]
+) -> tuple[float, int]:
+  """Median seconds a call, from events around a graph of many of them."""
+  # What the side before has left.
+  torch.cuda.empty_cache()
+  calls = max(CALLS, len(caches))
   stream = torch.cuda.Stream()
   with torch.cuda.stream(stream):
     for _ in range(3):
-      call()
+      call(*caches[0])
   torch.cuda.synchronize()
   graph = torch.cuda.CUDAGraph()
   with torch.cuda.graph(graph):
-    for _ in range(CALLS):
-      call()
+    for index in range(calls):
+      call(*caches[index % len(caches)])
   graph.replay()
   samples = []
   for _ in range(ROUNDS):
@@ -207,5 +202,5 @@ def _seconds(torch: Any, call: Callable[[], object]) -> float:
     graph.replay()
     end.record()
     torch.cuda.synchronize()
-    samples.append(begin.elapsed_time(end) * 1e-3 / CALLS)
-  return statistics.median(samples)
+    samples.append(begin.elapsed_time(end) * 1e-3 / calls)
+  return statistics.median(samples), len(caches)

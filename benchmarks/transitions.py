@@ -38,9 +38,13 @@ sweeps of the free queue's ring (after hits, once in at least as many releases
 as there are pages), an accelerator unless jax runs on one.
 
   python benchmarks/transitions.py [--quick] [--json FILE]
+
+`gpu_suite.py` calls `by_row` instead, which writes each row at once.
 """
 
 import dataclasses
+import json
+import pathlib
 import statistics
 import time
 from typing import Any
@@ -165,6 +169,43 @@ def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
   return sides
 
 
+def by_row(name: str, rounds: int = 5) -> None:
+  """Times 256 slots, one side after another; a second call goes on.
+
+  What matters most comes first: all ops with 65,536 pages, then decode_step
+  with the smallest and the largest pool.
+
+  Args:
+    name: the file, of which each row is a part as soon as it is measured.
+    rounds: samples of everything.
+  """
+  path = pathlib.Path(name)
+  report: dict[str, Any] = {"rounds": rounds, "rows": []}
+  if path.exists():
+    report = json.loads(path.read_text("utf-8"))
+  keys = ("op", "mode", "pages")
+  done = {tuple(row[key] for key in keys) for row in report["rows"]}
+  for pages in (HYBRID[1], PAGES[0], PAGES[-1]):
+    for side in sides_of(HYBRID[0], pages):
+      op = side.op
+      elsewhere = pages != HYBRID[1] and op.name != "decode_step"
+      if elsewhere or (op.name, op.mode, pages) in done:
+        continue
+      for number in range(rounds + 1):
+        side.round(record=number > 0)
+      report["rows"].append(side.row())
+      print_row(report["rows"][-1])
+      write(path, report)
+  write(path, {**report, "complete": True})
+
+
+def write(path: pathlib.Path, report: dict[str, Any]) -> None:
+  """Never half a file."""
+  beside = path.with_suffix(".part")
+  beside.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+  beside.replace(path)
+
+
 def growth_row(rows, slots: int, mode: str) -> dict[str, Any]:
   """decode_step at the largest pool over that at the smallest."""
   wanted = ("decode_step", mode, slots)
@@ -198,15 +239,19 @@ def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
     short = sorted(mode for mode in modes if mode.startswith("short"))
     new += [growth_row(new, slots, mode) for mode in short]
     for row in new:
-      digits = 2 if row["op"] == "growth" else 1
-      print(
-        f"{row['op']:12} {row['mode']:25} {row['slots']:5} {row['pages']:7}"
-        f" {row['page_size']:4} {row['us_min']:9.{digits}f}"
-        f" {row['us_median']:9.{digits}f}",
-        flush=True,
-      )
+      print_row(row)
     rows += new
   return rows
+
+
+def print_row(row: dict[str, Any]) -> None:
+  digits = 2 if row["op"] == "growth" else 1
+  print(
+    f"{row['op']:12} {row['mode']:25} {row['slots']:5} {row['pages']:7}"
+    f" {row['page_size']:4} {row['us_min']:9.{digits}f}"
+    f" {row['us_median']:9.{digits}f}",
+    flush=True,
+  )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """The logic of the benchmarks that no figure shows."""
 
+import contextlib
 import pathlib
 import subprocess
+import sys
+import types
 
+import jax
 import numpy as np
 import pytest
 
-_FOLDER = pathlib.Path(__file__).resolve().parents[1] / "benchmarks"
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_FOLDER = _ROOT / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
@@ -52,58 +57,311 @@ def test_every_case_has_a_name_of_its_own():
   assert len(set(names)) == len(names)
 
 
-def test_a_second_run_goes_on_where_the_first_ended(tmp_path, capsys):
-  import attention
+class TestAttention:
+  def test_a_second_run_goes_on_where_the_first_ended(
+    self, tmp_path, monkeypatch, capsys
+  ):
+    import attention
+    import attention_cases
 
-  path = tmp_path / "attention.json"
-  first = attention.measure(path, quick=True, minutes=0, with_torch=False)
-  assert first["cases"] == {}
-  second = attention.measure(path, quick=True, minutes=5, with_torch=False)
-  assert attention.failures(second) == []
-  for row in second["cases"].values():
-    assert row["sides"]["xla"]["error"] == 0
-    assert all(side["error"] < 0.02 for side in row["sides"].values())
-  third = attention.measure(path, quick=True, minutes=0, with_torch=False)
-  assert third["cases"] == second["cases"]
-  assert "run it again" in capsys.readouterr().out
+    cases = attention_cases.quick_cases()
+    monkeypatch.setattr(
+      attention_cases, "quick_cases", lambda: [cases[0], cases[-1]]
+    )
+    path = tmp_path / "attention.json"
+    first = attention.measure(path, quick=True, minutes=0, with_torch=False)
+    assert first["cases"] == {}
+    assert attention.earlier(path, quick=True) == first
+    second = attention.measure(path, quick=True, minutes=5, with_torch=False)
+    assert attention.failures(second) == []
+    assert second["begun"] == {}
+    for row in second["cases"].values():
+      assert row["bytes"] > 0
+      assert row["sides"]["xla"]["error"] == 0
+      assert all(side["error"] < 0.02 for side in row["sides"].values())
+    third = attention.measure(path, quick=True, minutes=0, with_torch=False)
+    assert third["cases"] == second["cases"]
+    assert "run it again" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="name a new file"):
+      attention.earlier(path, quick=False)
+
+  def test_a_wrong_result_is_a_failure(self):
+    import attention
+
+    rows = {
+      "refused": {"not timed": {"xla": "NotImplementedError: page size"}},
+      "another's": {"not timed": {"cudnn dense": "RuntimeError: no"}},
+      "raised": {"not timed": {"triton shared": "ValueError: no"}},
+      "racing": {"sides": {"mosaic_gpu planned": {"error": 0.3}}},
+      "not finite": {"sides": {"xla": {"error": None}}},
+      "right": {"sides": {"xla": {"error": 2e-3}, "xla dense": {"error": 1.0}}},
+    }
+    cases = {
+      n: {"sides": {}, "not timed": {}, **row} for n, row in rows.items()
+    }
+    assert attention.failures({"cases": cases}) == [
+      "raised, triton shared: ValueError: no",
+      "racing, mosaic_gpu planned: error 0.3",
+      "not finite, xla: error None",
+    ]
+
+  def test_errors_are_numbers_or_none(self, tmp_path):
+    import attention
+
+    right, bad = np.ones(4), np.array([1.0, 1.0, np.nan, 1.0])
+    assert attention.distance([right, 2 * right], right) == 1
+    assert attention.distance([right, bad], right) is None
+    with pytest.raises(ValueError, match="JSON"):
+      attention.save(tmp_path / "x.json", {"error": np.nan})
+
+  def test_a_side_that_fails_in_a_round_has_a_reason(self, monkeypatch):
+    import attention
+    import attention_cases
+    import attention_sides
+
+    class Fake:
+      rounds, rotations = 7, 1
+
+      def __init__(self, call, q, quick):
+        self.left = call
+
+      def round(self):
+        self.left -= 1
+        if not self.left:
+          raise RuntimeError("in a round")
+
+    reasons, begun = {}, {}
+    sides = {"a": lambda *_: 3, "b": lambda *_: 99}
+    monkeypatch.setattr(attention, "Timed", Fake)
+    monkeypatch.setattr(attention_sides, "sides", lambda *_: sides)
+    timed = attention.measured(
+      attention_cases.quick_cases()[0],
+      True,
+      lambda side: attention.watched(lambda: None, begun, reasons, side),
+      reasons,
+    )
+    assert (timed.keys(), timed["b"].left, begun) == ({"b"}, 92, {})
+    assert reasons == {"a": "RuntimeError: in a round"}
+
+  def test_a_side_that_twice_ends_the_run_is_passed_over(self, monkeypatch):
+    import attention
+
+    begun, reasons = {}, {}
+
+    def lost(_):
+      raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(attention.jax, "block_until_ready", lost)
+    for _ in range(2):
+      assert attention.gone(begun) == {}
+      with (
+        pytest.raises(RuntimeError, match="the device"),
+        attention.watched(lambda: None, begun, reasons, "triton"),
+      ):
+        raise ValueError("illegal address")
+    reason = "twice ended the run: ValueError: illegal address"
+    assert attention.gone(begun) == {"triton": reason}
 
 
-def test_a_backend_that_fails_is_told_from_one_that_refuses():
-  import attention
+class TestSuite:
+  @pytest.fixture
+  def gpu_suite(self):
+    import gpu_suite
 
-  rows = {
-    "refused": {"xla": "NotImplementedError: page size"},
-    "another's": {"cudnn dense": "RuntimeError: no"},
-    "failed": {"xla": "ValueError: no"},
-  }
-  cases = {name: {"not timed": reasons} for name, reasons in rows.items()}
-  assert attention.failures({"cases": cases}) == ["failed, xla: ValueError: no"]
+    return gpu_suite
+
+  @pytest.fixture
+  def pytest_says(self, gpu_suite, monkeypatch):
+    """Tests are not run: (output, exit code) in turn; gives the commands."""
+    commands, answers = [], []
+
+    def run(command, seconds, output, **environment):
+      commands.append(command)
+      text, code = answers.pop(0)
+      output.write(text)
+      return code
+
+    monkeypatch.setattr(gpu_suite, "_run", run)
+    return commands, answers
+
+  def test_output_of_pytest_is_read(self, gpu_suite):
+    text = """
+tests/test_a.py::TestX::test_y[1-two words]
+[gw0] [  5%] PASSED tests/test_a.py::TestX::test_y[1-two words]
+[gw11] [100%] FAILED tests/test_a.py::test_z
+[gw1] [ 50%] SKIPPED tests/test_a.py::test_s
+tests/test_b.py::test_u[a] PASSED                     [ 50%]
+tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
+"""
+    assert gpu_suite.results(text, "PASSED") == [
+      "tests/test_a.py::TestX::test_y[1-two words]",
+      "tests/test_b.py::test_u[a]",
+    ]
+    assert len(gpu_suite.results(text, "SKIPPED")) == 2
+
+  def test_parts_are_there(self, gpu_suite, monkeypatch):
+    device = types.SimpleNamespace(compute_capability="9.0")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    parts = gpu_suite.parts(quick=False)
+    assert "mosaic_gpu" in parts
+    for part in parts.values():
+      assert all((_ROOT / file).exists() for file in part.files)
+    text = (_ROOT / "tests" / "test_mosaic.py").read_text("utf-8")
+    assert f"class {parts['mosaic'].wanted}:" in text
+    device.compute_capability = "8.0"
+    assert "mosaic_gpu" not in gpu_suite.parts(quick=False)
+
+  def test_a_backend_that_only_skips_is_seen(self, gpu_suite, pytest_says):
+    _, answers = pytest_says
+    answers += [
+      ("tests/a.py::test_x[triton] SKIPPED\ntests/a.py::test_y PASSED", 0),
+      ("tests/a.py::test_x[5-triton] PASSED", 0),
+      ("tests/a.py::test_x[5-triton] PASSED", 1),
+      ("", 5),
+    ]
+    part = gpu_suite.Part(("tests/a.py",), "", "triton")
+    ended = [gpu_suite.tried(part, {}, 9, quick=True) for _ in range(4)]
+    assert [e["complete"] for e in ended] == [False, True, False, False]
+    assert "1 skipped; none of triton" in ended[0]["result"]
+    assert "exit code 5" in ended[3]["result"]
+
+  def test_what_failed_once_has_failed(self, gpu_suite, pytest_says):
+    _, answers = pytest_says
+    answers += [("tests/a.py::test_x FAILED", None), ("", 0)]
+    part = gpu_suite.Part(("tests/a.py",))
+    first = gpu_suite.tried(part, {}, 9, quick=True)
+    second = gpu_suite.tried(part, first, 9, quick=True)
+    assert (first["ended"], second["ended"]) == (False, True)
+    assert second["failed"] == ["tests/a.py::test_x"]
+    assert not second["complete"]
+
+  def test_tests_that_passed_are_kept(
+    self, gpu_suite, tmp_path, monkeypatch, pytest_says
+  ):
+    parts = {n: gpu_suite.Part((f"tests/{n}.py",)) for n in "abc"}
+    monkeypatch.setattr(gpu_suite, "parts", lambda quick: parts)
+    commands, answers = pytest_says
+    path = tmp_path / "numerics.json"
+    stopped = "tests/a.py::test_x[1] PASSED\ntests/a.py::test_x PASSED\n"
+    answers += [(stopped, None), ("tests/b.py::test_x PASSED", 0), ("", 2)]
+    assert not gpu_suite.numerics(path, 400, quick=True)
+    answers += [("", 5), ("", 0)]
+    assert gpu_suite.numerics(path, 400, quick=True)
+    assert gpu_suite.numerics(path, 400, quick=True)
+    files = [c for command in commands for c in command if c[:6] == "tests/"]
+    again = ["tests/a.py", "tests/a.py::test_x[1]", "tests/c.py"]
+    assert files == ["tests/a.py", "tests/b.py", "tests/c.py", *again]
+
+  def test_what_hangs_is_stopped(self, gpu_suite, capsys):
+    hangs = "import time; time.sleep(60)"
+    assert gpu_suite._run([sys.executable, "-c", hangs], 0.1) is None
+    assert "stopped after 0 s" in capsys.readouterr().out
+
+  def test_the_matrix_goes_on_beside_a_side_that_ends_it(
+    self, gpu_suite, tmp_path, monkeypatch
+  ):
+    import attention_cases
+
+    path, given = tmp_path / "matrix.json", []
+    names = [case.name for case in attention_cases.all_cases()]
+    ends = [
+      (1, {"begun": {"a": {}}, "cases": {}}),
+      (1, {"begun": {"a": {"b": ["no"]}}, "cases": {}}),
+      (0, {"begun": {}, "cases": dict.fromkeys(names)}),
+    ]
+
+    def run(command, seconds):
+      given.append(seconds)
+      code, report = ends[len(given) - 1]
+      gpu_suite._write(path, report)
+      return code
+
+    monkeypatch.setattr(gpu_suite, "_run", run)
+    assert gpu_suite.matrix(path, 400, quick=False)
+    assert len(given) == 3
+    gpu_suite._write(tmp_path / "transitions.json", {"complete": True})
+    given.clear()
+    # The last of them changed nothing.
+    ends[:] = [ends[0], ends[0]]
+    assert not gpu_suite.matrix(path, 400, quick=False)
+    assert len(given) == 2
+    assert 395 < given[0] <= 400
+
+  def test_a_matrix_without_results(
+    self, gpu_suite, tmp_path, monkeypatch, capsys
+  ):
+    given = []
+    monkeypatch.setattr(gpu_suite, "_run", lambda _, s: given.append(s))
+    assert not gpu_suite.matrix(tmp_path / "matrix.json", 400, quick=False)
+    assert len(given) == 1
+    assert 245 < given[0] <= 250
+    assert "cases are left" in capsys.readouterr().out
+
+  def test_an_exception_does_not_end_the_suite(
+    self, gpu_suite, tmp_path, monkeypatch, capsys
+  ):
+    ran = []
+    stages = [
+      gpu_suite.Stage("one", lambda *_: 1 // 0),
+      gpu_suite.Stage("two", lambda *_: not ran.append(1)),
+    ]
+    monkeypatch.setattr(gpu_suite, "STAGES", stages)
+    assert not gpu_suite.run(tmp_path, 1, quick=True)
+    assert ran == [1]
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="name a new folder"):
+      gpu_suite.run(tmp_path, 1, quick=False)
+
+  def test_a_bare_checkout_is_enough(self, gpu_suite):
+    program = f"""
+import importlib.util, runpy
+runpy.run_path({str(_FOLDER / "gpu_suite.py")!r})
+for name in ("jaxkv", "jaxkv_kernels", "attention_cases", "transitions"):
+  origin = importlib.util.find_spec(name).origin
+  assert origin.startswith({str(_ROOT)!r}), origin
+"""
+    subprocess.run([sys.executable, "-I", "-c", program], check=True)
 
 
-def test_a_backend_that_only_skips_is_seen():
-  import gpu_suite
+def test_transitions_are_written_row_by_row(tmp_path, monkeypatch):
+  import transitions
 
-  text = """<testsuites><testsuite>
-    <testcase name="test_tree[7-triton-everything]"/>
-    <testcase name="test_tree[5-triton-everything]"><failure/></testcase>
-    <testcase name="test_extreme_logits[xla]"/>
-    <testcase name="test_extreme_logits[mosaic_gpu]"><skipped/></testcase>
-    <testcase name="test_a_copy"/>
-  </testsuite></testsuites>"""
-  counts = gpu_suite.passed_of_backends(text)
-  assert counts == {"triton": 1, "xla": 1, "mosaic_gpu": 0}
-  assert gpu_suite.passed_of_backends("") == {}
+  timed = []
 
+  class Fake:
+    def __init__(self, op, pages):
+      self.op = types.SimpleNamespace(name=op, mode="")
+      self.pages = pages
 
-def test_a_matrix_that_hangs_is_stopped(tmp_path, monkeypatch, capsys):
-  import gpu_suite
+    def round(self, *, record):
+      if (self.op.name, self.pages, len(timed)) == ("free_16", 65536, 1):
+        raise KeyboardInterrupt
 
-  def run(command, *, timeout, **options):
-    raise subprocess.TimeoutExpired(command, timeout)
+    def row(self):
+      timed.append((self.op.name, self.pages))
+      number = dict.fromkeys(("slots", "page_size", "us_min", "us_median"), 1)
+      row = {"op": self.op.name, "mode": "", "pages": self.pages}
+      return {**number, **row}
 
-  monkeypatch.setattr(gpu_suite.subprocess, "run", run)
-  assert not gpu_suite.matrix(tmp_path / "matrix.json", 400, quick=False)
-  assert "stopped after 250 s" in capsys.readouterr().out
+  monkeypatch.setattr(
+    transitions,
+    "sides_of",
+    lambda slots, pages: [Fake(op, pages) for op in ("decode_step", "free_16")],
+  )
+  path = tmp_path / "transitions.json"
+  with contextlib.suppress(KeyboardInterrupt):
+    transitions.by_row(str(path))
+  assert "complete" not in path.read_text("utf-8")
+  timed.append(None)
+  transitions.by_row(str(path))
+  assert '"complete": true' in path.read_text("utf-8")
+  assert timed == [
+    ("decode_step", 65536),
+    None,
+    ("free_16", 65536),
+    ("decode_step", 4096),
+    ("decode_step", 262144),
+  ]
 
 
 def test_launches_of_a_loop_are_counted():
