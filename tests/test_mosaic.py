@@ -225,7 +225,8 @@ class TestBlockSoftmax:
         logits, jnp.asarray(seen[:, part]), top, total
       )
       weighted = weighted * shrink[:, None] + weights @ values[part]
-    return block_softmax.normalise(top, total, weighted), distance
+    out = block_softmax.normalise(total, weighted)
+    return (out, block_softmax.log_sum_exp(top, total)), distance
 
   @pytest.mark.parametrize("soft_cap", [None, 1.0, 30.0, 50.0])
   @pytest.mark.parametrize("sloped", [False, True])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
+from jaxkv_kernels.attention import block_softmax
 from jaxkv_kernels.attention import definition
 from jaxkv_kernels.attention import mosaic_gpu
 from jaxkv_kernels.attention import query_tiles
@@ -144,21 +145,30 @@ class TestMerge:
   @pytest.mark.parametrize("dim", [5, 192])
   @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (40, 16, 17, 0), (1, 0, 1)])
   @pytest.mark.parametrize("planned", [False, True])
-  def test_is_attention_to_the_whole(self, planned, counts, dim):
-    """Whatever idle places hold, and rows that are padding."""
+  @pytest.mark.parametrize("large", [0, 2**20])
+  def test_is_attention_to_the_whole(self, large, planned, counts, dim):
+    """Whatever idle places hold, and rows that are padding.
+
+    Large logits leave no digits of a log-sum-exp to the sums.
+    """
     rng = np.random.default_rng(0)
     tiles, most, rows = len(counts), max(counts), 3
     begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     out = np.full((tiles, most, 2, 4, dim), np.nan, np.float32)
-    lse = np.full((tiles, most, 2, 7), np.nan, np.float32)
+    totals = np.full((tiles, most, 2, 2, 7), np.nan, np.float32)
     for tile, count in enumerate(counts):
       out[tile, :count, :, :rows] = rng.standard_normal((count, 2, rows, dim))
-      lse[tile, :count, :, :rows] = rng.standard_normal((count, 2, rows)) * 3
-    lse[0, -1, 0] = -np.inf
-    places = [x.reshape(-1, *x.shape[2:]) for x in (out, lse)]
+      tops = rng.standard_normal((count, 2, rows)) * 3 + large
+      totals[tile, :count, :, 0, :rows] = tops
+      totals[tile, :count, :, 1, :rows] = rng.uniform(1, 9, tops.shape)
+    totals[0, 0, 0] = [[block_softmax.LOWEST], [0]]
+    places = [x.reshape(-1, *x.shape[2:]) for x in (out, totals)]
     if planned:
-      order = np.argsort(np.isnan(places[1][:, 1, 0]), kind="stable")
+      order = np.argsort(np.isnan(places[1][:, 1, 0, 0]), kind="stable")
       places = [x[order] for x in places]
+    tops, sums = np.moveaxis(totals.astype(np.float64), 3, 0)
+    with np.errstate(divide="ignore"):
+      lse = tops * np.log(2) + np.log(sums)
     merged = merge(
       *put(*places, begins), most=None if planned else most, rows=rows
     )
@@ -169,7 +179,7 @@ class TestMerge:
           out[tile, :count, :, :rows], lse[tile, :count, :, :rows]
         )
       for a, b in zip(merged, wanted, strict=True):
-        np.testing.assert_allclose(a[tile], b, atol=2e-6)
+        np.testing.assert_allclose(a[tile], b, rtol=2e-7, atol=2e-6)
 
   @pytest.mark.parametrize("planned", [False, True])
   @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -178,13 +188,13 @@ class TestMerge:
     rng = np.random.default_rng(0)
     begins = np.array([0, 2, 4, 6], np.int32)
     out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
-    lse = rng.standard_normal((6, 1, 1)).astype(np.float32)
+    totals = rng.uniform(1, 9, (6, 1, 2, 1)).astype(np.float32)
     most = None if planned else 2
-    before = merge(*put(out, lse, begins), most=most, rows=1)
+    before = merge(*put(out, totals, begins), most=most, rows=1)
     out[2] = bad
     if np.isnan(bad):
-      lse[2] = bad
-    after = merge(*put(out, lse, begins), most=most, rows=1)
+      totals[2] = bad
+    after = merge(*put(out, totals, begins), most=most, rows=1)
     assert not np.isfinite(after[0][1]).any()
     for a, b in zip(before, after, strict=True):
       np.testing.assert_array_equal(a[::2], b[::2])

@@ -13,7 +13,7 @@ from jax import lax
 # Below every logit, and finite: what a row has seen when it has seen nothing.
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 def logits(
@@ -36,16 +36,16 @@ def logits(
     float32[R, C].
   """
   if soft_cap is None and slopes is None:
-    return products * (factor * _LOG2_E)
+    return products * (factor * LOG2_E)
   result = products * factor
   if soft_cap is not None:
     # tanh(x) = 1 - 2 / (1 + e^2x); the hardware's own tanh has 11 bits.
-    power = jnp.exp2(result * (2 * _LOG2_E / soft_cap))
+    power = jnp.exp2(result * (2 * LOG2_E / soft_cap))
     result = soft_cap * (1 - 2 / (1 + power))
   if slopes is not None:
     slopes = lax.broadcast_in_dim(slopes, result.shape, [0])
     result += slopes * distance.astype(jnp.float32)
-  return result * _LOG2_E
+  return result * LOG2_E
 
 
 def absorb(
@@ -71,22 +71,26 @@ def absorb(
   return higher, total, shrink, weights
 
 
-def normalise(
-  top: jax.Array, total: jax.Array, weighted: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Ends the softmax.
+def normalise(total: jax.Array, weighted: jax.Array) -> jax.Array:
+  """The output.
 
   Args:
-    top: float32[R].
     total: float32[R].
     weighted: sums of weights times values. float32[R, D]
 
   Returns:
-    (output, natural log-sum-exp): float32[R, D] and float32[R], 0 and -inf
-    for a row that saw nothing.
+    float32[R, D], 0 for a row that saw nothing.
+  """
+  safe = jnp.where(total == 0, 1.0, total)
+  return weighted / lax.broadcast_in_dim(safe, weighted.shape, [0])
+
+
+def log_sum_exp(top: jax.Array, total: jax.Array) -> jax.Array:
+  """The natural log-sum-exp, of the shape of both; -inf where total is 0.
+
+  A large `top` swallows digits of the sum: parts of a row are put together by
+  the two numbers themselves.
   """
   empty = total == 0
   safe = jnp.where(empty, 1.0, total)
-  lse = (top + jnp.log2(safe)) / _LOG2_E
-  out = weighted / lax.broadcast_in_dim(safe, weighted.shape, [0])
-  return out, jnp.where(empty, -jnp.inf, lse)
+  return jnp.where(empty, -jnp.inf, top / LOG2_E + jnp.log(safe))

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jaxkv_kernels.attention import block_softmax
 from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention import triton_api
 from jaxkv_kernels.attention.block_softmax import LOWEST
@@ -30,21 +31,21 @@ _PIECES = 16
 
 def merge_pieces(
   out: jax.Array,
-  lse: jax.Array,
+  totals: jax.Array,
   begins: jax.Array,
   *,
   most: int | None,
   rows: int,
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Results of pieces to results of tiles, by their log-sum-exps.
+  """Results of pieces to results of tiles, by the sums of their softmaxes.
 
   A tile's pieces are put together in their order, and what they hold stays in
   the tile, NaN too.
 
   Args:
     out: float32[O, K, >=R, Dv], anything where no piece put its result.
-    lse: float32[O, K, >=R].
+    totals: `top` and `total` of `block_softmax`. float32[O, K, 2, >=R]
     begins: int32[W + 1], the differences of which are the pieces of a tile.
     most: places of a tile, O = W * most, the first of which are its pieces';
       None: a tile's pieces are in its places begins[w] <= o < begins[w + 1].
@@ -52,15 +53,18 @@ def merge_pieces(
     interpret: anything that is true runs it in Pallas's interpreter.
 
   Returns:
-    (float32[W, K, R, Dv], float32[W, K, R]), 0 and -inf where nothing is.
+    (float32[W, K, R, Dv], float32[W, K, R], natural log-sum-exps), 0 and -inf
+    where nothing is.
   """
   tiles, (kv_heads, _, dim) = begins.size - 1, out.shape[1:]
   if most == 1:
     some = (begins[1:] > begins[:-1])[:, None, None]
-    lse = jnp.where(some, lse[:, :, :rows], -jnp.inf)
-    some = (lse != -jnp.inf)[..., None]
-    return jnp.where(some, out[:, :, :rows], jnp.float32(0)), lse
-  inputs = out, lse, begins
+    top, total = totals[:, :, 0, :rows], totals[:, :, 1, :rows]
+    total = jnp.where(some, total, jnp.float32(0))
+    some = (total != 0)[..., None]
+    out = jnp.where(some, out[:, :, :rows], jnp.float32(0))
+    return out, block_softmax.log_sum_exp(top, total)
+  inputs = out, totals, begins
   return triton_api.call(
     functools.partial(_kernel, most=most),
     inputs,
@@ -78,7 +82,7 @@ def merge_pieces(
 
 def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
   """One row of queries: all of its pieces, some at a time."""
-  pieces_ref, lses_ref, begins_ref = refs
+  pieces_ref, totals_ref, begins_ref = refs
   dim = pieces_ref.shape[3]
   kv_heads = jnp.int32(pieces_ref.shape[1])
   tile = lax.div(pl.program_id(0), kv_heads)
@@ -96,12 +100,13 @@ def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
     nth = turn * _PIECES + index
     real = nth < end - begin
     place = jnp.where(real, first + nth, 0)
-    lse = plt.load(
-      lses_ref.at[place, head, row], mask=real, other=jnp.float32(-jnp.inf)
+    tops, shares = (
+      plt.load(totals_ref.at[place, head, i, row], mask=real, other=other)
+      for i, other in ((0, LOWEST), (1, 0.0))
     )
-    higher = jnp.maximum(top, jnp.max(lse))
-    shrink = jnp.exp(top - higher)
-    weights = jnp.exp(lse - higher)
+    higher = jnp.maximum(top, jnp.max(tops))
+    shrink = jnp.exp2(top - higher)
+    weights = shares * jnp.exp2(tops - higher)
     # A weight of zero does not keep NaN out.
     pieces = plt.load(
       pieces_ref.at[place[:, None], head, row, column[None]],
@@ -119,7 +124,6 @@ def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
   )
   turns = lax.div(end - begin + (_PIECES - 1), jnp.int32(_PIECES))
   top, total, weighted = lax.fori_loop(0, turns, step, carry)
-  empty = total == 0
-  safe = jnp.where(empty, 1.0, total)
-  lse_ref[tile, head, row] = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
-  plt.store(out_ref.at[tile, head, row, column], weighted / safe, mask=inside)
+  lse_ref[tile, head, row] = block_softmax.log_sum_exp(top, total)
+  out = weighted / jnp.where(total == 0, 1.0, total)
+  plt.store(out_ref.at[tile, head, row, column], out, mask=inside)

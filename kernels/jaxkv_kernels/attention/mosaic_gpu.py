@@ -1,8 +1,8 @@
 """Paged attention for Hopper GPUs: work lists and merges around the kernel.
 
 A tile of queries attends to its keys in pieces, which are items of work for
-`mosaic_gpu_kernel`; their results are merged by their log-sum-exps. Pieces
-follow from a row's own length, so a row's result does not depend on its
+`mosaic_gpu_kernel`; their results are merged by the sums of their softmaxes.
+Pieces follow from a row's own length, so a row's result does not depend on its
 neighbours, unless a plan says otherwise.
 
 Compiled for an H200, not run on one. A CPU interprets all of it, with race
@@ -74,7 +74,7 @@ def attend(
   trees, tree_first = _trees(options, tiles, batch, group, size)
   items, begins, most = work_list(tiles, tree_first, capacity, static, options)
   rows = tiles.q.shape[2]
-  out, lse = mosaic_gpu_kernel.call(
+  out, totals = mosaic_gpu_kernel.call(
     static,
     {
       "items": items,
@@ -92,7 +92,7 @@ def attend(
   )
   out, lse = merge_pieces(
     out.reshape(-1, kv_heads, *out.shape[1:]),
-    lse.reshape(-1, kv_heads, ROWS),
+    totals.reshape(-1, kv_heads, 2, ROWS),
     begins,
     most=most,
     rows=size * group,

@@ -52,22 +52,23 @@ def call(
     interpret: as in `Options`.
 
   Returns:
-    (float32[I * K, R, Dv], float32[I * K, 64]), normalised and natural, in the
-    places that the items name; what no item names is not written.
+    (float32[I * K, R, Dv], normalised, and float32[I * K, 2, 64], `top` and
+    `total` of `block_softmax`), in the places that the items name; what no item
+    names is not written.
   """
   q = arrays["q"]
   num = arrays["items"].shape[0] * static.kv_heads
   rows, value_dim = q.shape[1], arrays["v_pages"].shape[-1]
 
   def entry(*refs):
-    given = dict(zip((*arrays, "out", "lse"), refs, strict=True))
+    given = dict(zip((*arrays, "out", "totals"), refs, strict=True))
     _with_scratch(static, q.dtype, given)
 
   return plgpu.kernel(
     entry,
     out_type=(
       query_tiles.float32((num, rows, value_dim), arrays),
-      query_tiles.float32((num, ROWS), arrays),
+      query_tiles.float32((num, 2, ROWS), arrays),
     ),
     grid=(static.blocks,),
     grid_names=("block",),
@@ -107,7 +108,7 @@ def _with_scratch(static: Static, dtype, given: dict[str, Any]) -> None:
     scoped,
     mosaic_gpu_api.tiled((streams, ROWS, dim), dtype),
     plgpu.SMEM((streams, ROWS, RESULT), jnp.float32),
-    plgpu.SMEM((streams, ROWS), jnp.float32),
+    plgpu.SMEM((streams, 2, ROWS), jnp.float32),
     rings,
     plgpu.Barrier(num_barriers=streams),
     full,
@@ -376,9 +377,10 @@ def _clear_unused(static: Static, refs: Refs, item: Item, base, values) -> None:
 
 def _write(refs: Refs, stream, index, top, total, weighted) -> None:
   """An item's output, by way of shared memory: only R rows of 64 count."""
-  out, lse = block_softmax.normalise(top, total, weighted)
+  out = block_softmax.normalise(total, weighted)
   rows, value_dim = refs.out.shape[1:]
-  refs.sums[stream] = lse
+  refs.sums[stream, 0] = top
+  refs.sums[stream, 1] = total
   for start in range(0, value_dim, RESULT):
     refs.result[stream] = out[:, start : start + RESULT]
     plgpu.commit_smem()
@@ -387,5 +389,5 @@ def _write(refs: Refs, stream, index, top, total, weighted) -> None:
       refs.out.at[index, :, pl.ds(start, RESULT)],
     )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-  plgpu.copy_smem_to_gmem(refs.sums.at[stream], refs.lse.at[index])
+  plgpu.copy_smem_to_gmem(refs.sums.at[stream], refs.totals.at[index])
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -118,11 +118,11 @@ class Refs(NamedTuple):
   q: Any  # [W * K, R, D]
   # Output, in device memory
   out: Any  # float32[O * K, R, Dv]
-  lse: Any  # float32[O * K, 64]
+  totals: Any  # float32[O * K, 2, 64], the softmax's top and total
   # Scratch, in shared memory, the first index being the stream
   queries: Any  # [streams, 64, D]
   result: Any  # float32[streams, 64, 32], some columns at a time
-  sums: Any  # float32[streams, 64]
+  sums: Any  # float32[streams, 2, 64]
   q_full: Any  # Barriers [streams]
   # All of the keys, and all of the values
   k: Side

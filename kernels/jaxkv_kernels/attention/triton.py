@@ -5,7 +5,7 @@ for the tensor cores, and a part of their keys. It reads keys and values token
 by token through the page table, so any page size will do, and none twice.
 Where there would be too few programs, or one would have too much to do, the
 keys of a row are split; every part is normalised, in float32, and the parts
-are put together by their log-sum-exp.
+are put together by the sums of their softmaxes.
 """
 
 import functools
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv_kernels import check
+from jaxkv_kernels.attention import block_softmax
 from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention import triton_api
-from jaxkv_kernels.attention.block_softmax import LOWEST
 from jaxkv_kernels.attention.options import Options
 from jaxkv_kernels.attention.triton_kernel import Sizes
 from jaxkv_kernels.attention.triton_kernel import kernel
@@ -78,14 +78,14 @@ def attend(
   }
   few = sizes.rows == _LEAST_ROWS and value_dim is None
   shape = (sizes.splits, sizes.batch, sizes.columns, sizes.heads)
-  parts, parts_lse = triton_api.call(
+  parts, totals = triton_api.call(
     functools.partial(kernel, sizes=sizes, soft_cap=options.soft_cap),
     inputs,
     name="jaxkv_paged_attention",
     grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
     out_shape=(
       query_tiles.float32((*shape, sizes.value_dim), inputs),
-      query_tiles.float32(shape, inputs),
+      query_tiles.float32((2, *shape), inputs),
     ),
     # Twice the threads for twice the sums: none spills its registers.
     num_warps=4 if few else 8,
@@ -94,7 +94,7 @@ def attend(
   )
   column = jnp.arange(sizes.columns, dtype=jnp.int32)
   real = (column[None] < counts[:, None])[:, :, None]
-  return _together(parts, parts_lse, options.sinks, real)
+  return _together(parts, totals, options.sinks, real)
 
 
 def unsupported(
@@ -239,25 +239,25 @@ def _numbers(query, stored) -> np.dtype:
 
 def _together(
   parts: jax.Array,
-  parts_lse: jax.Array,
+  totals: jax.Array,
   sinks: jax.Array | None,
   real: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Merges parts [N, B, T, H, Dv], [N, B, T, H]; then the sinks join in.
+  """Merges parts [N, B, T, H, Dv]; then the sinks join in.
 
-  `real` bool[B, T, 1] says which are queries: a sink adds to one that sees no
-  key, but not to padding.
+  `totals` float32[2, N, B, T, H] are the kernel's. `real` bool[B, T, 1] says
+  which are queries: a sink adds to one that sees no key, but not to padding.
   """
-  top = jnp.max(parts_lse, axis=0)
+  tops, sums = totals
+  top = jnp.max(tops, axis=0)
   if sinks is not None:
-    top = jnp.maximum(top, sinks[None, None])
-  top = jnp.maximum(top, jnp.float32(LOWEST))
-  weights = jnp.exp(parts_lse - top[None])
+    sinks = (sinks * block_softmax.LOG2_E)[None, None]
+    top = jnp.maximum(top, sinks)
+  weights = sums * jnp.exp2(tops - top[None])
   total = jnp.sum(weights, axis=0)
   if sinks is not None:
-    total = total + jnp.exp(sinks[None, None] - top)
-  empty = total == 0
-  safe = jnp.where(empty, jnp.float32(1), total)
+    total = total + jnp.exp2(sinks - top)
+  safe = jnp.where(total == 0, jnp.float32(1), total)
   out = jnp.sum(parts * (weights / safe[None])[..., None], axis=0)
-  lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+  lse = block_softmax.log_sum_exp(top, total)
   return out, jnp.where(real, lse, -jnp.inf)

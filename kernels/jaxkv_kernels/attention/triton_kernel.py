@@ -6,7 +6,6 @@ masks for all that is not there. It runs in Pallas's interpreter as it stands.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jaxkv_kernels.attention import block_softmax
 from jaxkv_kernels.attention import query_tiles
 from jaxkv_kernels.attention.block_softmax import LOWEST
 from jaxkv_kernels.storage import load
-
-_LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ def _width(dim: int) -> int:
   return max(power_of_two(dim), 16)
 
 
-def kernel(refs, out_ref, lse_ref, *, sizes: Sizes, soft_cap: float | None):
+def kernel(refs, out_ref, totals_ref, *, sizes: Sizes, soft_cap: float | None):
   """One tile of query rows over one part of its keys.
 
   Args:
@@ -88,7 +86,7 @@ def kernel(refs, out_ref, lse_ref, *, sizes: Sizes, soft_cap: float | None):
       float32[H], k_scale and v_scale float32[K] or float32[P, K, S], tree
       int8[B, T, N], tree_starts int32[B].
     out_ref: float32[splits, B, T, H, Dv].
-    lse_ref: float32[splits, B, T, H].
+    totals_ref: top and total of `block_softmax`. float32[2, splits, B, T, H]
     sizes: static sizes.
     soft_cap: or None.
   """
@@ -113,12 +111,11 @@ def kernel(refs, out_ref, lse_ref, *, sizes: Sizes, soft_cap: float | None):
       jnp.zeros((sizes.rows, value_dim), jnp.float32),
     ),
   )
-  empty = total == 0
-  safe = jnp.where(empty, 1.0, total)
-  lse = jnp.where(empty, -jnp.inf, top / _LOG2_E + jnp.log(safe))
   place = (pl.program_id(1), *rows.place)
-  plt.store(lse_ref.at[place], lse, mask=rows.real)
-  _write(out_ref, place, rows.real, sizes.value_dim, weighted / safe[:, None])
+  for index, sums in enumerate((top, total)):
+    plt.store(totals_ref.at[(index, *place)], sums, mask=rows.real)
+  out = block_softmax.normalise(total, weighted)
+  _write(out_ref, place, rows.real, sizes.value_dim, out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -309,7 +306,7 @@ def _shaped(refs, rows: _Rows, logits, position, soft_cap: float | None):
     slopes = plt.load(refs["slopes"].at[rows.head], mask=rows.real, other=0.0)
     away = position[None] - rows.position[:, None]
     logits += slopes[:, None] * away.astype(jnp.float32)
-  return logits * _LOG2_E
+  return logits * block_softmax.LOG2_E
 
 
 def _allowed(refs, rows: _Rows, position):
