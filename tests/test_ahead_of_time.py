@@ -176,8 +176,10 @@ LOOPS = (in_jit, in_layers, in_scan, in_while)
 def step_arguments(dtype):
   pool = jax.ShapeDtypeStruct((LAYERS * PAGES, KV_HEADS, SIZE, DIM), dtype)
   shape = jax.ShapeDtypeStruct
+  # int8 takes what is quantized already.
+  new = dtype if dtype == "int8" else "bfloat16"
   tokens = {
-    "new": shape((SLOTS, KV_HEADS, DIM), jnp.bfloat16),
+    "new": shape((SLOTS, KV_HEADS, DIM), jnp.dtype(new)),
     "q": shape((SLOTS, HEADS, DIM), jnp.bfloat16),
     "pages": shape((SLOTS,), jnp.int32),
     "offsets": shape((SLOTS,), jnp.int32),

@@ -40,7 +40,7 @@ def particular(monkeypatch):
     jnp.full_like(x, 7) for x in xla.attend(*arguments)
   )
   monkeypatch.setitem(sys.modules, module.__name__, module)
-  monkeypatch.setitem(backends._PLATFORMS, "particular", ("cpu",))
+  monkeypatch.setitem(backends._PLATFORMS, "particular", ("cpu", "cuda"))
   monkeypatch.setitem(backends._ORDER, "cpu", ("particular", "xla"))
   monkeypatch.setattr(backends, "BACKENDS", ("auto", "xla", "particular"))
   backends._report.cache_clear()

@@ -184,4 +184,12 @@ class TestAppend:
   def test_bad_scale_per_head(self):
     pool, new = jnp.ones(POOL, jnp.int8), jnp.ones((5, 2, 8))
     with pytest.raises(ValueError, match=r"v_scale is float32\[3\]"):
-      kernels.append_kv(pool, pool, new, new, **PLACES, v_scale=jnp.ones(3))
+      kernels.append_kv(
+        pool,
+        pool,
+        new,
+        new,
+        **PLACES,
+        k_scale=jnp.ones(2),
+        v_scale=jnp.ones(3),
+      )

@@ -10,6 +10,10 @@ All write token t to slot `offsets[t]` of page `page_ids[t]`, in place when the
 pools are donated or carried by a loop (on a CPU: see `storage`). A token is
 dropped if its page id, with or without `page_offset`, or its offset is out of
 range. Two tokens for one place: either may win.
+
+`append_kv` and `append_pages` take floats, which they round to the pool's
+format, and elements of the pool in its own dtype, such as `quantize` gives,
+which they store as they are. Floats without a scale do not go into int8.
 """
 
 import jax
@@ -18,6 +22,7 @@ from jax import lax
 
 from jaxkv_kernels import check
 from jaxkv_kernels.storage import quantize
+from jaxkv_kernels.storage import scaled_dtype
 from jaxkv_kernels.storage import store
 
 
@@ -38,13 +43,13 @@ def append_kv(
   Args:
     k_pages: [P, K, S, D].
     v_pages: [P, K, S, Dv].
-    k_new: [T, K, D], rounded to the pool's format.
-    v_new: [T, K, Dv].
+    k_new: [T, K, D], floats or elements of the pool.
+    v_new: [T, K, Dv], likewise.
     page_ids: int32[T]; an id out of range drops the token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
-    k_scale: float32[K], by which `k_new` is divided first: the scales that
-      the attention functions multiply by. 8-bit formats saturate.
+    k_scale: float32[K], by which `k_new`, floats, is divided first: the scales
+      that the attention functions multiply by. 8-bit formats saturate.
     v_scale: float32[K], likewise.
 
   Returns:
@@ -74,15 +79,16 @@ def append_kv(
     v_new,
     page_ids=page_ids,
     offsets=offsets,
+    page_offset=page_offset,
     k_scale=k_scale,
     v_scale=v_scale,
   )
   where = _where(k_pages, page_ids, offsets, page_offset)
-  k_new = _divided("k_scale", k_new, k_scale)
-  v_new = _divided("v_scale", v_new, v_scale)
+  k_stored = _elements("k_", k_new, k_pages, k_scale)
+  v_stored = _elements("v_", v_new, v_pages, v_scale)
   return (
-    _put(k_pages, store(k_new, k_pages.dtype), where, offsets),
-    _put(v_pages, store(v_new, v_pages.dtype), where, offsets),
+    _put(k_pages, k_stored, where, offsets),
+    _put(v_pages, v_stored, where, offsets),
   )
 
 
@@ -108,8 +114,8 @@ def append_quantized(
     v_pages: [P, K, S, Dv], 8-bit.
     k_scale: float32[P, K, S].
     v_scale: float32[P, K, S].
-    k_new: [T, K, D].
-    v_new: [T, K, Dv].
+    k_new: float[T, K, D].
+    v_new: float[T, K, Dv].
     page_ids: int32[T]; an id out of range drops the token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
@@ -139,18 +145,18 @@ def append_quantized(
     v_new,
     page_ids=page_ids,
     offsets=offsets,
+    page_offset=page_offset,
     k_scale=k_scale,
     v_scale=v_scale,
   )
-  for name, scale, pages in (
-    ("k_scale", k_scale, k_pages),
-    ("v_scale", v_scale, v_pages),
-  ):
-    check.is_array(name, scale)
-    if scale.shape != pages.shape[:3] or scale.dtype != jnp.float32:
+  scaled_dtype("k_pages", k_pages.dtype)
+  for side, new, scale in (("k", k_new, k_scale), ("v", v_new, v_scale)):
+    _check_floats(f"{side}_new", new)
+    check.is_array(f"{side}_scale", scale)
+    if scale.shape != k_pages.shape[:3] or scale.dtype != jnp.float32:
       raise ValueError(
-        f"{name} is {scale.dtype}{list(scale.shape)}; it must be"
-        f" float32{list(pages.shape[:3])}"
+        f"{side}_scale is {scale.dtype}{list(scale.shape)}; it must be"
+        f" float32{list(k_pages.shape[:3])}"
       )
   where = _where(k_pages, page_ids, offsets, page_offset)
   k_stored, k_factor = quantize(k_new, k_pages.dtype)
@@ -175,7 +181,7 @@ def append_pages(
 
   Args:
     pages: [P, K, S, D].
-    new: [T, K, D], rounded to the pool's format.
+    new: [T, K, D], floats or elements of the pool.
     page_ids: int32[T]; an id out of range drops the token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
@@ -185,20 +191,41 @@ def append_pages(
 
   Raises:
     ValueError: an argument has a shape or dtype that is not supported.
+
+  Examples:
+    Latent vectors in 8 bits; their scales are a pool of vectors of one number.
+
+    >>> import jax.numpy as jnp
+    >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
+    >>> latent_scale = jnp.zeros((2, 1, 4))  # as latent_decode takes it
+    >>> place = jnp.asarray([1], jnp.int32), jnp.asarray([3], jnp.int32)
+    >>> stored, scale = quantize(jnp.asarray([[[3.0, -6.0]]]), "int8")
+    >>> pages = append_pages(pages, stored, *place)
+    >>> latent_scale = append_pages(
+    ...   latent_scale[..., None], scale[..., None], *place
+    ... )[..., 0]
+    >>> pages[1, 0, 3].tolist(), round(float(latent_scale[1, 0, 3]) * 127, 4)
+    ([64, -127], 6.0)
   """
   check.pool("pages", pages)
-  check.integers("page_ids", page_ids)
-  check.beside("pages", pages, new=new, page_ids=page_ids, offsets=offsets)
+  check.vector("page_ids", page_ids, None)
+  check.beside(
+    "pages",
+    pages,
+    new=new,
+    page_ids=page_ids,
+    offsets=offsets,
+    page_offset=page_offset,
+  )
   _check_new("new", new, pages, page_ids.size)
   where = _where(pages, page_ids, offsets, page_offset)
-  return _put(pages, store(new, pages.dtype), where, offsets)
+  return _put(pages, _elements("", new, pages), where, offsets)
 
 
 def _where(
   pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, page_offset
 ) -> jax.Array:
   """Each token's page of the pool, P for nowhere: int32[T]."""
-  check.vector("page_ids", page_ids, page_ids.size)
   check.vector("offsets", offsets, page_ids.size)
   check.scalar("page_offset", page_offset, jnp.integer)
   total, page_size = pages.shape[0], pages.shape[2]
@@ -210,6 +237,7 @@ def _where(
 
 def _put(pages, new, where, offsets) -> jax.Array:
   """Writes `new` [T, K, ...] into [P, K, S, ...]; page P drops the token."""
+  pages, offsets = jnp.asarray(pages), jnp.asarray(offsets)
   return lax.platform_dependent(
     pages, new, where, offsets, tpu=_put_by_head, default=_put_all_heads
   )
@@ -230,17 +258,46 @@ def _put_by_head(pages, new, where, offsets) -> jax.Array:
   return pages.at[where[:, None], heads, offsets[:, None]].set(new, mode="drop")
 
 
-def _divided(name: str, new: jax.Array, scale: jax.Array | None) -> jax.Array:
-  if scale is None:
-    return new
+def _elements(
+  prefix: str,
+  new: jax.Array,
+  pages: jax.Array,
+  scale: jax.Array | None = None,
+) -> jax.Array:
+  """What is to be written for [T, K, D] where the names begin so."""
+  if scale is not None:
+    _check_floats(f"{prefix}new", new)
+    _check_factors(f"{prefix}scale", scale, pages.shape[1])
+    new = jnp.asarray(new, jnp.float32) / scale[None, :, None]
+  elif new.dtype == pages.dtype:
+    return jnp.asarray(new)
+  elif pages.dtype == jnp.int8:
+    raise ValueError(
+      f"{prefix}new is {new.dtype} and would be rounded to the integers that an"
+      " int8 pool holds: `quantize` it first, which gives its scales too (both"
+      " for keys and values: append_quantized, or append_kv with k_scale and"
+      " v_scale)"
+    )
+  return store(new, pages.dtype)
+
+
+def _check_factors(name: str, scale: jax.Array, kv_heads: int) -> None:
+  """float32[K]."""
   check.is_array(name, scale)
-  if scale.shape != new.shape[1:2] or scale.dtype != jnp.float32:
+  if scale.shape != (kv_heads,) or scale.dtype != jnp.float32:
     raise ValueError(
       f"{name} is {scale.dtype}{list(scale.shape)}; it must be"
-      f" float32{list(new.shape[1:2])}, a factor a head (scales for each token:"
+      f" float32[{kv_heads}], a factor a head (scales for each token:"
       " append_quantized)"
     )
-  return new.astype(jnp.float32) / scale[None, :, None]
+
+
+def _check_floats(name: str, new: jax.Array) -> None:
+  """Numbers, not elements of a pool; already checked to be one of these."""
+  if not jnp.issubdtype(new.dtype, jnp.floating):
+    raise ValueError(
+      f"{name} is {new.dtype}, elements of the pool already; scales need floats"
+    )
 
 
 def _check_sides(
@@ -250,11 +307,11 @@ def _check_sides(
   v_new: jax.Array,
   *,
   page_ids: jax.Array,
-  **others: jax.Array | None,
+  **others: jax.Array | int | None,
 ) -> None:
   """Pools and tokens fit each other, and all are on the same devices."""
   check.alike(k_pages, v_pages)
-  check.integers("page_ids", page_ids)
+  check.vector("page_ids", page_ids, None)
   check.beside(
     "k_pages",
     k_pages,
@@ -271,10 +328,12 @@ def _check_sides(
 def _check_new(
   name: str, new: jax.Array, pages: jax.Array, tokens: int
 ) -> None:
+  """[T, K, D], floats or elements of the pool."""
   check.is_array(name, new)
   wanted = (tokens, pages.shape[1], pages.shape[3])
-  if new.shape != wanted or not jnp.issubdtype(new.dtype, jnp.floating):
+  floats = jnp.issubdtype(new.dtype, jnp.floating)
+  if new.shape != wanted or not (floats or new.dtype == pages.dtype):
     raise ValueError(
-      f"{name} is {new.dtype}{list(new.shape)}; it must be"
-      f" float{list(wanted)} for a pool of shape {pages.shape}"
+      f"{name} is {new.dtype}{list(new.shape)}; it must be float{list(wanted)}"
+      f" or {pages.dtype} for a pool of {pages.dtype}{list(pages.shape)}"
     )

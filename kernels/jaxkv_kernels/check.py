@@ -9,10 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from jaxkv_kernels.storage import logical_dtype
-
 _INT32_MAX = np.iinfo(np.int32).max
 _QUERY_DTYPES = ("float32", "bfloat16", "float16")
+_POOL_DTYPES = (
+  "float32",
+  "float16",
+  "bfloat16",
+  "float8_e4m3fn",
+  "float8_e5m2",
+  "int8",
+  "uint16",
+  "uint8",
+)
 
 
 def queries(name: str, q: jax.Array, letters: str) -> None:
@@ -79,10 +87,29 @@ def pool(name: str, pages: jax.Array) -> None:
     raise ValueError(
       f"{name} has shape {pages.shape}; it must be [P, K, S, D], none of them 0"
     )
+  pool_dtype(name, pages.dtype)
+
+
+def pool_dtype(name: str, value: Any) -> np.dtype:
+  """The dtype that this is or is the name of; pools may have it."""
   try:
-    logical_dtype(pages.dtype)
-  except ValueError as error:
-    raise ValueError(f"{name}: {error}") from None
+    dtype = None if value is None else np.dtype(value)
+  except (TypeError, ValueError):
+    dtype = None
+  if dtype is None or dtype.name not in _POOL_DTYPES:
+    raise ValueError(
+      f"{name} is {dtype or repr(value)}; a pool is {', '.join(_POOL_DTYPES)};"
+      " uint16 for the bits of bfloat16, uint8 for those of float8_e4m3fn"
+    )
+  return dtype
+
+
+def real(name: str, values: jax.Array) -> None:
+  """An array of floats or integers."""
+  is_array(name, values)
+  kinds = (jnp.floating, jnp.integer)
+  if not any(jnp.issubdtype(values.dtype, kind) for kind in kinds):
+    raise ValueError(f"{name} is {values.dtype}; it must be floats or integers")
 
 
 def beside(name: str, array: jax.Array, **others: Any) -> None:
@@ -135,11 +162,12 @@ def table(
     )
 
 
-def vector(name: str, values: jax.Array, size: int) -> None:
-  """int32[size]."""
+def vector(name: str, values: jax.Array, size: int | None) -> None:
+  """int32[size]; of any size if None."""
   integers(name, values)
-  if values.shape != (size,):
-    raise ValueError(f"{name} has shape {values.shape}; it must be [{size}]")
+  if values.ndim != 1 or size not in (None, values.size):
+    wanted = "a vector" if size is None else f"[{size}]"
+    raise ValueError(f"{name} has shape {values.shape}; it must be {wanted}")
 
 
 def integers(name: str, values: jax.Array) -> None:
@@ -236,8 +264,9 @@ def scalar(name: str, value, kind) -> None:
   elif isinstance(value, (int, float)):
     fits = isinstance(value, int) or kind is np.floating
   else:
-    fits = jnp.ndim(value) == 0 and jnp.issubdtype(jnp.result_type(value), kind)
-  if isinstance(value, int) and kind is np.integer:
+    array = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    fits = array and value.ndim == 0 and jnp.issubdtype(value.dtype, kind)
+  if isinstance(value, (int, np.integer)) and kind is np.integer:
     fits &= -_INT32_MAX <= value <= _INT32_MAX
   if not fits:
     wanted = "an integer (int32)" if kind is np.integer else "a float"

@@ -41,12 +41,14 @@ def copy_pages(
   """
   check.pool("pages", pages)
   total = pages.shape[0]
-  if num_layers < 1 or total % num_layers != 0:
+  check.count("num_layers", num_layers)
+  if total % num_layers != 0:
     raise ValueError(
       f"num_layers={num_layers} does not divide the {total} pages of the pool"
     )
-  check.vector("src", src, src.size)
+  check.vector("src", src, None)
   check.vector("dst", dst, src.size)
+  check.beside("pages", pages, src=src, dst=dst)
   per_layer = total // num_layers
   fits = (src >= 0) & (src < per_layer) & (dst >= 0) & (dst < per_layer)
 
@@ -59,7 +61,7 @@ def copy_pages(
 
   # A loop of no steps, not a `cond`: a branch would copy the pool.
   steps = jnp.where(jnp.any(fits), num_layers, 0).astype(jnp.int32)
-  return lax.fori_loop(0, steps, copy_layer, pages)
+  return lax.fori_loop(0, steps, copy_layer, jnp.asarray(pages))
 
 
 def gather_pages(
@@ -82,8 +84,10 @@ def gather_pages(
     ValueError: an argument has a shape or dtype that is not supported.
   """
   check.pool("pages", pages)
-  check.table(page_table, page_table.shape[0])
+  check.table(page_table, None)
   check.scalar("page_offset", page_offset, jnp.integer)
+  check.beside("pages", pages, page_table=page_table, page_offset=page_offset)
+  pages = jnp.asarray(pages)
   total, kv_heads, _, dim = pages.shape
   where = page_table + jnp.asarray(page_offset, jnp.int32)
   fits = (page_table >= 0) & (page_table < total) & (where >= 0)

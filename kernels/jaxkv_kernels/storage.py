@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxkv_kernels import check
+
 _E4M3 = np.dtype(jnp.float8_e4m3fn)
 _E5M2 = np.dtype(jnp.float8_e5m2)
 _MEANING = {
@@ -52,14 +54,19 @@ def logical_dtype(pool_dtype) -> np.dtype:
     >>> logical_dtype("uint16")
     dtype(bfloat16)
   """
-  dtype = np.dtype(pool_dtype)
-  if dtype in _MEANING:
-    return _MEANING[dtype]
-  raise ValueError(
-    f"pool dtype {dtype} is not supported: use float32, float16, bfloat16,"
-    " float8_e4m3fn, float8_e5m2, int8, or bits: uint16 of bfloat16, uint8 of"
-    " float8_e4m3fn"
-  )
+  return _MEANING[check.pool_dtype("pool_dtype", pool_dtype)]
+
+
+def scaled_dtype(name: str, pool_dtype) -> np.dtype:
+  """`logical_dtype` of a pool that has scales; others are refused by name."""
+  meaning = _MEANING[check.pool_dtype(name, pool_dtype)]
+  if meaning not in _LARGEST:
+    raise ValueError(
+      f"{name} is {np.dtype(pool_dtype)}, and a pool of {meaning} takes no"
+      " scales: use int8, float8_e4m3fn, float8_e5m2, or uint8 for the bits of"
+      " float8_e4m3fn"
+    )
+  return meaning
 
 
 def load(stored: jax.Array) -> jax.Array:
@@ -68,9 +75,10 @@ def load(stored: jax.Array) -> jax.Array:
   Call it on what was gathered from a pool, not on the pool: on a CPU the
   conversion of a pool costs a pass over all of it.
   """
-  meaning = logical_dtype(stored.dtype)
+  check.is_array("stored", stored)
+  meaning = _MEANING[check.pool_dtype("stored", stored.dtype)]
   if stored.dtype == meaning:
-    return stored
+    return jnp.asarray(stored)
   return lax.bitcast_convert_type(stored, meaning)
 
 
@@ -80,7 +88,9 @@ def store(values: jax.Array, pool_dtype) -> jax.Array:
   Eight-bit formats saturate: what is larger than their largest number becomes
   that number.
   """
+  check.real("values", values)
   meaning = logical_dtype(pool_dtype)
+  values = jnp.asarray(values)
   if meaning in _LARGEST:
     values = values.astype(jnp.float32)
     largest = jnp.float32(_LARGEST[meaning])
@@ -109,7 +119,7 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
     (pool dtype[..., D], float32[...]).
 
   Raises:
-    ValueError: the pool's format has more than 8 bits.
+    ValueError: the pool's format has more than 8 bits, or there is no number.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -117,13 +127,13 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
     >>> stored.tolist(), round(float(scale) * 127, 4)
     ([64, -127, 32], 4.0)
   """
-  meaning = logical_dtype(pool_dtype)
-  if meaning not in _LARGEST:
+  check.real("values", values)
+  if values.shape[-1:] in ((), (0,)):
     raise ValueError(
-      f"a pool of {meaning} takes no scales: use int8, float8_e4m3fn,"
-      " float8_e5m2, or uint8 for the bits of float8_e4m3fn"
+      f"values has shape {values.shape}; it must be [..., D] with D >= 1"
     )
-  values = values.astype(jnp.float32)
+  meaning = scaled_dtype("pool_dtype", pool_dtype)
+  values = jnp.asarray(values, jnp.float32)
   largest = jnp.max(jnp.abs(values), axis=-1)
   # A subnormal scale would be flushed to 0, and 0 / 0 stored.
   tiny = jnp.finfo(jnp.float32).tiny

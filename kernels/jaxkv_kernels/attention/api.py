@@ -289,6 +289,7 @@ def paged_attention(
   check.pools(q, k_pages, v_pages)
   _check_runs(q, page_table, kv_lens, cu_q_lens)
   check.tree_mask(tree_mask, q.shape[:1])
+  check.beside("q", q, tree_mask=tree_mask)
   longest = check.max_query_len(max_query_len, q.shape[0])
   options = checked(
     q,
@@ -304,6 +305,7 @@ def paged_attention(
     v_scale=v_scale,
     interpret=interpret,
   )
+  kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
   tiles = ragged.tile(kv_lens, cu_q_lens, q.shape[0], longest)
   if tree_mask is not None:
     options = dataclasses.replace(

@@ -12,7 +12,8 @@ of the default backend. Tracing cannot know where
 `jit` is going to place a computation, so code that is compiled ahead of time
 for another platform, or placed on another device, names its backend; naming
 one names the platform that it is for. What a named backend cannot do is an
-error, never another backend's work.
+error, never another backend's work; so is, outside a trace, running it on a
+platform that it is not for.
 """
 
 import functools
@@ -24,6 +25,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jax import core
 
 from jaxkv_kernels import check
 from jaxkv_kernels.attention.options import Options
@@ -279,11 +281,32 @@ def _named(operation, backend, q, k_pages, v_pages, options) -> Backend:
   module = _load(backend)
   here = target(backend, q, k_pages)
   reason = module.unsupported(here, q, k_pages, v_pages, options)
+  if reason is None and not options.interpret:
+    reason = _elsewhere(backend, q, k_pages)
   if reason is not None:
     raise NotImplementedError(
       f"backend={backend!r} does not serve {operation}: {reason}"
     )
   return module
+
+
+def _elsewhere(backend: str, *arrays: Any) -> str | None:
+  """Why it cannot run where the arrays are; None if it can, or in a trace.
+
+  What is traced may be compiled for another platform than the arrays' one,
+  even if all of them are constants.
+  """
+  own, here = _PLATFORMS[backend], platform(*arrays)
+  if own is None or here in own:
+    return None
+  # In a trace what is made of constants alone is traced too.
+  traced = any(isinstance(array, core.Tracer) for array in arrays)
+  if traced or isinstance(jnp.zeros(()), core.Tracer):
+    return None
+  return (
+    f"the platform is {here}; supported is {', '.join(own)}, or any with"
+    " interpret=True; backend='auto' chooses one that serves"
+  )
 
 
 def _load(name: str) -> Backend:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv_kernels import check
 from jaxkv_kernels.attention.backends import choose
@@ -32,7 +33,8 @@ def latent_decode(
   such as 512 + 64 elements; the latent is key and value at once. Queries come
   absorbed, that is multiplied by the up-projection of the keys, with their
   rotated part behind; the up-projection of the values is applied to what comes
-  out. The vectors are read once for all heads. Write them with `append_pages`.
+  out. The vectors are read once for all heads. Write them with `append_pages`,
+  those of 8 bits by `quantize` first; its example shows where the scales go.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
@@ -85,6 +87,7 @@ def latent_decode(
       f"value_dim={value_dim}; it must be at most the {q.shape[2]} elements of"
       " a vector"
     )
+  check.scalar("scale", scale, np.floating)  # here without a default
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
   check.beside(

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels import check
+
 
 def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Attention over all keys, from that over each of n disjoint parts of them.
@@ -29,6 +31,8 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     >>> round(float(out[0, 0]), 3), round(float(jnp.exp(lse[0])), 3)
     (2.0, 3.0)
   """
+  check.is_array("out", out)
+  check.is_array("lse", lse)
   if not jnp.issubdtype(out.dtype, jnp.floating) or out.ndim < 2:
     raise ValueError(
       f"out is {out.dtype}{list(out.shape)}; it must be float[n, ..., H, Dv]"
@@ -40,6 +44,8 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
   if out.shape[0] == 0:
     raise ValueError(f"out has shape {out.shape}; there must be a part")
+  check.beside("out", out, lse=lse)
+  out, lse = jnp.asarray(out), jnp.asarray(lse)
   top = jnp.max(lse, axis=0)
   empty = top == -jnp.inf
   weights = jnp.exp(lse - jnp.where(empty, jnp.float32(0), top)[None])

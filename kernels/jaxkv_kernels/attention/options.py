@@ -108,6 +108,8 @@ def checked(
   )
   if (others.get("k_scale") is None) != (others.get("v_scale") is None):
     raise ValueError("k_scale and v_scale: give both or neither")
+  for name in ("k_scale", "v_scale"):
+    others[name] = _float32(others.get(name))
   return Options(
     page_offset=jnp.asarray(page_offset, jnp.int32),
     scale=dim**-0.5 if scale is None else scale,

@@ -99,7 +99,7 @@ def tile(
 
 def pack(q: jax.Array, tiles: Tiles) -> jax.Array:
   """Packed [T, ...] to tiles [N, Q, ...], zeros where there is no query."""
-  return q.at[tiles.source].get(mode="fill", fill_value=0)
+  return jnp.asarray(q).at[tiles.source].get(mode="fill", fill_value=0)
 
 
 def unpack(
