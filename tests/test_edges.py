@@ -114,6 +114,8 @@ class TestArguments:
     [
       ({"page_size": 2.5}, r"page_size must be an int, got 2.5"),
       ({"retention": True}, "retention must be None or an int, got True"),
+      ({"prefix_caching": "no"}, "prefix_caching must be True or False, got "),
+      ({"classic": 1}, "classic must be True or False, got 1"),
       ({"groups": ()}, r"must be a tuple of group kinds, .* got \(\)"),
       ({"groups": [FullAttention()]}, "must be a tuple of group kinds"),
       ({"groups": (FullAttention,)}, "which is no GroupKind; use"),
@@ -145,6 +147,23 @@ class TestArguments:
   def test_a_list_says_what_to_do(self):
     with pytest.raises(ValueError, match=r"Wrap it in jnp.asarray"):
       arguments.check_array("slots", [0], ("R",), jnp.int32)
+
+  @pytest.mark.parametrize("verb", ["touch", "unpin", "evict"])
+  @pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+      ([1], r"pages must be an array int32\[...\], got list"),
+      (jnp.ones((1,)), r"pages must be int32\[...\], got float32\[1\]"),
+    ],
+  )
+  def test_pages_have_any_shape(self, verb, pages, message):
+    with pytest.raises(ValueError, match=message):
+      getattr(jaxkv, verb)(jaxkv.init(_config()), pages)
+
+  @pytest.mark.parametrize("text", [3, None, ["a"]])
+  def test_a_salt_is_of_text(self, text):
+    with pytest.raises(TypeError, match="text must be a str or bytes, got"):
+      jaxkv.salt(text)
 
   def test_another_dtype_is_named(self):
     state = jaxkv.init(_config())
@@ -261,12 +280,6 @@ class TestKinds:
 
 
 class TestHost:
-  def test_a_stack_of_caches_is_refused(self):
-    stack = jax.tree.map(lambda x: jnp.stack([x, x]), jaxkv.init(_config()))
-    for look in (jaxkv.check, jaxkv.free_pages, jaxkv.cached_pages):
-      with pytest.raises(ValueError, match=r"stack of caches of shape \(2,\)"):
-        look(stack)
-
   def test_a_reading_outlives_a_donated_state(self):
     state = jaxkv.init(_config())
     before = jaxkv.stats(state)

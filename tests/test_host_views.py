@@ -100,6 +100,11 @@ class TestKeys:
     with pytest.raises(ValueError, match=f"a page of 4 .* got {count}"):
       hash_page_tokens(CONFIG, None, np.arange(count))
 
+  @pytest.mark.parametrize("tokens", [[0.0] * 4, "0123", [0, 1, 2, 2**31]])
+  def test_tokens_are_integers(self, tokens):
+    with pytest.raises(ValueError, match="not all 32-bit integers"):
+      hash_page_tokens(CONFIG, None, tokens)
+
 
 class TestPool:
   @pytest.fixture

@@ -5,17 +5,20 @@ from jax import Array
 
 
 def check_array(
-  name: str, value: Array, shape: tuple[int | str, ...], dtype: jnp.dtype | type
+  name: str,
+  value: Array,
+  shape: tuple[int | str, ...] | None,
+  dtype: jnp.dtype | type,
 ) -> None:
   """Raises ValueError unless an argument has the shape and dtype given.
 
   Args:
     name: the argument's name, for the message.
     value: the argument.
-    shape: its sizes; a letter stands for any size but 0.
+    shape: its sizes, a letter for any size but 0; None for any shape.
     dtype: its dtype.
   """
-  letters = ", ".join(str(size) for size in shape)
+  letters = "..." if shape is None else ", ".join(map(str, shape))
   wanted = f"{jnp.dtype(dtype).name}[{letters}]"
   found_shape = getattr(value, "shape", None)
   found_dtype = getattr(value, "dtype", None)
@@ -24,13 +27,18 @@ def check_array(
       f"{name} must be an array {wanted}, got {type(value).__name__}. "
       f"Wrap it in jnp.asarray(..., jnp.{jnp.dtype(dtype).name})."
     )
-  fits = len(found_shape) == len(shape) and all(
-    found > 0 if isinstance(size, str) else size == found
-    for size, found in zip(shape, found_shape, strict=True)
-  )
-  if not fits or found_dtype != jnp.dtype(dtype):
+  if not _fits(found_shape, shape) or found_dtype != jnp.dtype(dtype):
     sizes = ", ".join(str(size) for size in found_shape)
     raise ValueError(f"{name} must be {wanted}, got {found_dtype}[{sizes}].")
+
+
+def _fits(found: tuple[int, ...], wanted: tuple[int | str, ...] | None) -> bool:
+  if wanted is None:
+    return True
+  return len(found) == len(wanted) and all(
+    size > 0 if isinstance(least, str) else size == least
+    for size, least in zip(found, wanted, strict=True)
+  )
 
 
 def check_sequences(tokens: Array, lengths: Array, salts: Array | None) -> None:

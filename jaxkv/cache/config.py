@@ -50,7 +50,7 @@ class CacheConfig:
       two prefixes collide.
 
   Raises:
-    TypeError: a size is not an int.
+    TypeError: a size is not an int, or a switch not a bool.
     ValueError: a size is too small.
   """
 
@@ -89,6 +89,12 @@ class CacheConfig:
       if value < least:
         raise ValueError(
           f"CacheConfig.{name} must be at least {least}, got {value}."
+        )
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if field.type is bool and not isinstance(value, bool):
+        raise TypeError(
+          f"CacheConfig.{field.name} must be True or False, got {value!r}."
         )
     self._check_groups()
     self._check_encoder()

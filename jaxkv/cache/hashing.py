@@ -45,12 +45,20 @@ def salt(text: str | bytes) -> Array:
   Returns:
     uint32[4].
 
+  Raises:
+    TypeError: it is neither.
+
   Examples:
     >>> import jaxkv
     >>> jaxkv.salt("tenant-a").shape
     (4,)
   """
-  data = text.encode() if isinstance(text, str) else text
+  if not isinstance(text, (str, bytes, bytearray)):
+    raise TypeError(
+      f"text must be a str or bytes, got {text!r} of type "
+      f"{type(text).__name__}; write str(...) around it."
+    )
+  data = text.encode() if isinstance(text, str) else bytes(text)
   return jnp.asarray(_words(b"salt", data))
 
 

@@ -83,7 +83,7 @@ def touch(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
     >>> jaxkv.Code(int(out.code[0])).name
     'NOT_CACHED'
   """
-  _check_pages(pages)
+  check_array("pages", pages, None, jnp.int32)
   if pages.size == 0:
     return state, PageCodes(pages)
   names = pages.reshape(-1)
@@ -176,7 +176,7 @@ def unpin(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
     >>> jaxkv.Code(int(out.code[0])).name
     'NOT_PINNED'
   """
-  _check_pages(pages)
+  check_array("pages", pages, None, jnp.int32)
   if pages.size == 0:
     return state, PageCodes(pages)
   config = state.config
@@ -247,7 +247,7 @@ def evict(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
     >>> out.ok.tolist(), jaxkv.cached_pages(state)
     ([True], [])
   """
-  _check_pages(pages)
+  check_array("pages", pages, None, jnp.int32)
   if pages.size == 0:
     return state, PageCodes(pages)
   names = pages.reshape(-1)
@@ -258,11 +258,6 @@ def evict(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
   place = indexing.after(state.pool.queue.num_free, names)
   pool, _ = page_pool.unpublish(state.pool, place, code == Code.OK)
   return _finished(state, pool, code), PageCodes(code.reshape(pages.shape))
-
-
-def _check_pages(pages: Array) -> None:
-  shape = getattr(pages, "shape", ())
-  check_array("pages", pages, shape, jnp.int32)
 
 
 def _page_code(

@@ -5,6 +5,7 @@ pool, S tokens a page, T tokens, P full pages.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,9 @@ def init(config: CacheConfig) -> CacheState:
   Returns:
     A state whose every array is a buffer of its own, so that it can be donated.
 
+  Raises:
+    TypeError: the config is no CacheConfig.
+
   Examples:
     >>> import jaxkv
     >>> config = jaxkv.CacheConfig(
@@ -130,6 +134,11 @@ def init(config: CacheConfig) -> CacheState:
     >>> state.page_table.shape
     (1, 2, 4)
   """
+  if not isinstance(config, CacheConfig):
+    raise TypeError(
+      f"config must be a CacheConfig, got {type(config).__name__}; make one "
+      "with jaxkv.CacheConfig(...)."
+    )
   groups, slots = config.num_groups, config.num_slots
   hashes = None
   if config.prefix_caching:
@@ -163,12 +172,25 @@ def init(config: CacheConfig) -> CacheState:
   )
 
 
-def check_single(state: CacheState) -> None:
-  """Raises ValueError for a stack of caches, as `vmap` makes them."""
+def check_single(state: Any) -> None:
+  """Raises unless it is one cache.
+
+  Raises:
+    TypeError: it is none, such as all that a verb returned.
+    ValueError: it is a stack of caches, as `vmap` makes them.
+  """
+  if not isinstance(state, CacheState):
+    hint = "make one with jaxkv.init."
+    if isinstance(state, tuple):
+      hint = "did you mean `state, out = ...` where a verb returned it?"
+    raise TypeError(
+      f"state must be a CacheState, got {type(state).__name__}; {hint}"
+    )
   if state.length.ndim != 1:
     raise ValueError(
-      f"state is a stack of caches of shape {state.length.shape[:-1]}; take "
-      "one out of it with jax.tree.map(lambda leaf: leaf[0], state)."
+      f"state is a stack of caches of shape {state.length.shape[:-1]}; call "
+      "under jax.vmap, or on the host take one out of it with "
+      "jax.tree.map(lambda leaf: leaf[0], state)."
     )
 
 

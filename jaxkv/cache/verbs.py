@@ -9,6 +9,8 @@ from typing import TypeVar
 import jax
 from jax import lax
 
+from jaxkv.cache.state import check_single
+
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
 
@@ -17,11 +19,14 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   """Jits a function; inside `shard_map` its arguments vary alike.
 
   Jitted once, here, and never donating: the old state stays usable, and inside
-  the caller's own jit the verb is inlined and the caller donates.
+  the caller's own jit the verb is inlined and the caller donates. What is not
+  one cache is refused when the verb is traced.
   """
 
   @functools.wraps(function)
   def aligned(*args: Args.args, **kwargs: Args.kwargs) -> Out:
+    if args or "state" in kwargs:
+      check_single(args[0] if args else kwargs["state"])
     args, kwargs = alike((args, kwargs))
     return function(*args, **kwargs)
 

@@ -1,10 +1,14 @@
 """Arguments of a manager's calls, refused before anything is changed."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxkv.cache.config import CacheConfig
 from jaxkv.host.pages import CachePages
+from jaxkv.host.requests import int32s
 
 
 def at_least(name: str, value: int, least: int) -> int:
@@ -29,6 +33,62 @@ def check_counts(**counts: int) -> None:
   """Raises for numbers that are not ints, or negative."""
   for name, count in counts.items():
     at_least(name, count, 0)
+
+
+def checked_step(
+  num_new_tokens: Sequence[int] | int, lookahead: int, num_running: int
+) -> np.ndarray:
+  """int64[R] or int64[]: new tokens of each request, or of every one.
+
+  Raises:
+    TypeError: a number is no int.
+    ValueError: one is too small, or there are not as many as requests.
+  """
+  at_least("num_lookahead_tokens", lookahead, 0)
+  if isinstance(num_new_tokens, int):
+    return np.asarray(at_least("num_new_tokens", num_new_tokens, 1), np.int64)
+  num_new = np.asarray(num_new_tokens)
+  if num_new.dtype.kind not in "iu":
+    raise TypeError(f"num_new_tokens must be ints, got {num_new_tokens!r}.")
+  if num_new.shape not in ((), (num_running,)):
+    raise ValueError(
+      f"num_new_tokens must be one number or one for each of {num_running} "
+      f"requests, got an array of shape {num_new.shape}."
+    )
+  at_least("num_new_tokens", num_new.min(), 1)
+  return num_new.astype(np.int64)
+
+
+def checked_progress(
+  running: Sequence[Any], recycles: bool
+) -> tuple[np.ndarray, np.ndarray]:
+  """int32[R] each: computed tokens, and those behind which no request looks.
+
+  Args:
+    running: R requests.
+    recycles: whether a window moves on; if not, both are the same.
+
+  Raises:
+    TypeError: a count is no int.
+  """
+  try:
+    ready = int32s([request.num_computed_tokens for request in running])
+    if not recycles:
+      return ready, ready
+    in_flight = [getattr(one, "num_in_flight_tokens", 0) for one in running]
+    return ready, np.maximum(ready - int32s(in_flight), 0)
+  except TypeError:
+    for request in running:
+      check_progress(request)
+    raise
+
+
+def check_progress(request: Any) -> None:
+  """Raises for counts of a request that are not ints, or negative."""
+  check_counts(
+    num_computed_tokens=request.num_computed_tokens,
+    num_in_flight_tokens=getattr(request, "num_in_flight_tokens", 0),
+  )
 
 
 def check_length(request: Any, length: int, longest: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from jaxkv.cache.config import CacheConfig
 from jaxkv.host.checks import check_counts
 from jaxkv.host.checks import check_length
+from jaxkv.host.checks import check_progress
 from jaxkv.host.options import Limits
 from jaxkv.host.requests import status_of
 from jaxkv.host.requests import tokens_of
@@ -51,9 +52,8 @@ def fields_of(
     num_external_computed_tokens=external,
     num_encoder_tokens=encoder,
     reserved_pages=reserved,
-    num_computed_tokens=request.num_computed_tokens,
-    num_in_flight_tokens=getattr(request, "num_in_flight_tokens", 0),
   )
+  check_progress(request)
   if new + found + external == 0:
     raise ValueError(
       f"allocate_slots for {request.request_id!r} asks for nothing: new, "

@@ -1,5 +1,6 @@
 """Requests in and out of the state: arrays for the device, lists for Python."""
 
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,10 @@ from jaxkv.host import allocation
 from jaxkv.host import requests
 from jaxkv.host import transitions
 from jaxkv.host.allocation import Allocated
+from jaxkv.host.checks import at_least
+from jaxkv.host.checks import check_length
+from jaxkv.host.checks import checked_progress
+from jaxkv.host.checks import checked_step
 from jaxkv.host.pages import CachePages
 from jaxkv.host.planning import Call
 from jaxkv.host.requests import tokens_of
@@ -160,25 +165,23 @@ class Driver:
 
     Raises:
       KeyError: a request holds no page.
+      TypeError: a number is no int.
       ValueError: a number is too small, a sequence too long, or a request
         named twice.
     """
     slots, sent = self.slots.of(running), self.slots.sent
-    num_new = _checked_step(num_new_tokens, lookahead, len(slots))
-    computed = [request.num_computed_tokens for request in running]
+    num_new = checked_step(num_new_tokens, lookahead, len(slots))
+    computed, behind = checked_progress(running, self._config.recycles)
     tokens = requests.tokens_of_all(running)
-    total = np.array(computed, np.int32) + num_new
+    total = computed + num_new
     if total.max() > most:
-      name = running[int(total.argmax())].request_id
-      raise ValueError(
-        f"{name!r} would have {total.max()} tokens, more than {most}."
-      )
+      check_length(running[int(total.argmax())], int(total.max()), most)
     publish = np.minimum(total, np.array([*map(len, tokens)], np.int32))
     call = _columns(
       self._config.num_slots,
       len(slots),
       slots=slots,
-      behind=np.array(self._behind(running, computed), np.int32),
+      behind=behind,
       room=np.minimum(total + lookahead, most),
       tokens=total,
       publish=publish,
@@ -192,13 +195,6 @@ class Driver:
     )
     sent[slots] = out.length[: len(slots)]
     return self._answers(slots, out)
-
-  def _behind(self, running: Sequence[Any], computed: list[int]) -> list[int]:
-    """Tokens behind which requests look no more, where a window moves."""
-    if not self._config.recycles:
-      return computed
-    pairs = zip(running, computed, strict=True)
-    return [requests.settled_tokens(*pair) for pair in pairs]
 
   def free(self, request_id: str) -> None:
     """Releases a request, if it holds anything."""
@@ -231,11 +227,22 @@ class Driver:
 
   def drain_events(self) -> Drained:
     """Events since the last reading."""
+    if not self._config.event_log:
+      raise ValueError(
+        "The manager keeps no events; make it with "
+        "CacheManager(num_events=...), the number of events between two "
+        "readings."
+      )
     self.state, drained = events.drain_events(self.state)
     return drained
 
   def take_new_pages(self) -> list[int]:
     """Pages handed out since the last call."""
+    if not self._config.track_new_pages:
+      raise ValueError(
+        "The manager does not keep its new pages; make it with "
+        "CacheManager(track_new_pages=True)."
+      )
     self.state, new = zeroing.take_new_pages(self.state)
     return np.flatnonzero(np.asarray(new)).tolist()
 
@@ -256,9 +263,10 @@ class Driver:
     for part in _parts(pages):
       self.state = transitions.forget_new(self.state, part)
 
-  def evict(self, pages: list[int]) -> None:
-    """Takes pages, all different and in order, out of the index."""
-    if pages and not 0 <= pages[0] <= pages[-1] < self._config.num_pages:
+  def evict(self, page_ids: Iterable[int]) -> None:
+    """Takes pages out of the index."""
+    pages = sorted({at_least("page_ids", page, 0) for page in page_ids})
+    if pages and pages[-1] >= self._config.num_pages:
       raise ValueError(
         f"page_ids must be 0 to {self._config.num_pages - 1}, got {pages}."
       )
@@ -354,23 +362,3 @@ def _columns(
   for name, values in fields.items():
     call[_ROW_OF[name], :num_asked] = values
   return call
-
-
-def _checked_step(
-  num_new_tokens: Sequence[int] | int, lookahead: int, num_running: int
-) -> np.ndarray:
-  """int32[R] or int32[]: new tokens of each request, or of every one."""
-  num_new = np.asarray(num_new_tokens)
-  if num_new.dtype.kind not in "iu":
-    raise TypeError(f"num_new_tokens must be ints, got {num_new_tokens!r}.")
-  if num_new.shape not in ((), (num_running,)):
-    raise ValueError(
-      f"num_new_tokens must be one number or one for each of {num_running} "
-      f"requests, got {num_new.shape[0]}."
-    )
-  if lookahead < 0 or num_new.min() < 1:
-    raise ValueError(
-      "step needs at least 1 new token for every request and no negative "
-      f"lookahead, got {num_new.min()} and {lookahead}."
-    )
-  return num_new.astype(np.int32)

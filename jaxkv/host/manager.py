@@ -8,15 +8,11 @@ from jaxkv.cache import looking
 from jaxkv.cache.events import Drained
 from jaxkv.cache.kinds import GroupKind
 from jaxkv.cache.state import CacheState
+from jaxkv.host import checks
 from jaxkv.host import demand
-from jaxkv.host.checks import check_counts
-from jaxkv.host.checks import check_hit
-from jaxkv.host.checks import check_length
+from jaxkv.host import options
 from jaxkv.host.driver import Driver
 from jaxkv.host.driver import PoppedPages
-from jaxkv.host.options import Options
-from jaxkv.host.options import make_config
-from jaxkv.host.options import make_limits
 from jaxkv.host.pages import CachePages
 from jaxkv.host.pages import new_pages
 from jaxkv.host.requests import skips_lookup
@@ -31,6 +27,10 @@ class CacheManager:
   The methods are those that schedulers written for vLLM's `KVCacheManager` or
   eSurge's `CacheManager` call, and give the same page ids, hits and order. The
   state is a `jaxkv.CacheState`; a call is a jitted transition of it.
+
+  The first request of each width (64, 4,096 or 65,536 tokens, or the longest)
+  is compiled for: some 9 s on a CPU. To warm up, send one of each through all
+  calls that will be made, free it, and then call `reset_prefix_cache`.
 
   Args:
     num_pages: pages of the pool, the null page 0 counted; ids begin at 1.
@@ -93,7 +93,7 @@ class CacheManager:
     track_residency: bool = False,
     seed: int = 0,
   ):
-    self.config = make_config(
+    self.config = options.make_config(
       groups,
       max_model_len,
       max_encoder_tokens,
@@ -101,7 +101,7 @@ class CacheManager:
       max_requests=max_requests,
       policy=policy,
       retention=retention,
-      options=Options(
+      options=options.Options(
         prefix_caching=enable_caching,
         draft_model=use_eagle,
         event_log=num_events,
@@ -110,7 +110,7 @@ class CacheManager:
         seed=seed,
       ),
     )
-    self._limits = make_limits(
+    self._limits = options.make_limits(
       self.config, max_model_len, watermark, max_in_flight, max_encoder_tokens
     )
     self._driver = Driver(self.config, self._limits.most_pages, max_requests)
@@ -119,7 +119,7 @@ class CacheManager:
 
   @property
   def state(self) -> CacheState:
-    """The cache itself; every call replaces it."""
+    """The cache itself. The next call takes its arrays: copy what you keep."""
     return self._driver.state
 
   def get_computed_pages(self, request: Any) -> tuple[CachePages, int]:
@@ -137,7 +137,7 @@ class CacheManager:
     if not self.config.prefix_caching or skips_lookup(request):
       return self.create_empty_page_list(), 0
     length = len(tokens_of(request))
-    check_length(request, length, self._limits.max_model_len)
+    checks.check_length(request, length, self._limits.max_model_len)
     found = self._driver.look_up(request)
     if not self.config.classic:
       request.shared_prefix_boundary = int(found.junction)
@@ -215,7 +215,7 @@ class CacheManager:
     )
     slot = self._driver.slots.by_name.get(request.request_id)
     found, hit = num_new_computed_tokens, new_computed_pages
-    check_hit(self.config, request, slot, found, hit)
+    checks.check_hit(self.config, request, slot, found, hit)
     out = self._driver.advance(request, slot, hit, **fields)
     if out is None or not out.ok[0]:
       return None
@@ -253,6 +253,7 @@ class CacheManager:
 
     Raises:
       KeyError: a request holds no page.
+      TypeError: a number is no int.
       ValueError: a number is too small, a sequence too long, or a request
         named twice.
     """
@@ -275,8 +276,8 @@ class CacheManager:
       KeyError: the request holds no page.
       ValueError: the number is negative.
     """
-    slot = self._driver.slots.by_name[request.request_id]
-    check_counts(num_computed_tokens=num_computed_tokens)
+    slot = self._driver.slots.place_of(request.request_id)
+    checks.check_counts(num_computed_tokens=num_computed_tokens)
     publish = min(num_computed_tokens, len(tokens_of(request)))
     self._driver.advance(request, slot, publish=publish)
 
@@ -327,9 +328,10 @@ class CacheManager:
       page_ids: pages, cached or not.
 
     Raises:
+      TypeError: an id is no int.
       ValueError: there is no such page.
     """
-    self._driver.evict(sorted(set(page_ids)))
+    self._driver.evict(page_ids)
 
   def reset_prefix_cache(self) -> bool:
     """Takes every page out of the cache, unless some request holds one.

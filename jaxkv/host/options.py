@@ -49,6 +49,7 @@ def make_config(
   options: Options,
 ) -> CacheConfig:
   """Sizes for so many requests of so many tokens; see `CacheManager`."""
+  _check_options(options)
   _check_kinds(groups, options["prefix_caching"])
   at_least("max_model_len", max_model_len, 1)
   at_least("max_requests", max_requests, 1)
@@ -125,6 +126,23 @@ def _longest_encoder(
   return at_least(
     "max_encoder_tokens", max_model_len if most is None else most, 1
   )
+
+
+def _check_options(options: Options) -> None:
+  """Raises for what a manager calls by another name, and by that name."""
+  caching, events = options["prefix_caching"], options["event_log"]
+  for name, value in (
+    ("enable_caching", caching),
+    ("use_eagle", options["draft_model"]),
+  ):
+    if not isinstance(value, bool):
+      raise TypeError(f"{name} must be True or False, got {value!r}.")
+  at_least("num_events", events, 0)
+  if not caching and (events or options["track_residency"]):
+    raise ValueError(
+      "num_events and track_residency need enable_caching=True: nothing is "
+      "published or evicted without it."
+    )
 
 
 def _check_kinds(groups: Sequence[GroupKind], caching: bool) -> None:

@@ -1,5 +1,6 @@
 """What a cache manager needs to know of a request."""
 
+import array
 import dataclasses
 import hashlib
 from collections.abc import Sequence
@@ -105,7 +106,7 @@ def skips_lookup(request: Any) -> bool:
 
 def status_of(request: Any) -> str:
   """The status in small letters, of a string or of a member of an enum."""
-  status = getattr(request, "status", "running")
+  status = getattr(request, "status", "waiting")
   return str(getattr(status, "name", status)).lower()
 
 
@@ -116,8 +117,8 @@ def content(request: Any, start: int, stop: int) -> np.ndarray:
   it, so that two images in the same place are different contents.
   """
   try:
-    tokens = np.array(tokens_of(request)[start:stop], np.int32)
-  except (OverflowError, TypeError, ValueError) as error:
+    tokens = int32s(tokens_of(request)[start:stop])
+  except (OverflowError, TypeError) as error:
     raise ValueError(
       f"The tokens {start} to {stop} of {request.request_id!r} are not all "
       f"32-bit integers: {error}."
@@ -131,6 +132,20 @@ def content(request: Any, start: int, stop: int) -> np.ndarray:
         begin - item.offset : end - item.offset
       ]
   return tokens
+
+
+def int32s(values: Sequence[int]) -> np.ndarray:
+  """int32[len(values)]: integers, none of them rounded or wrapped around.
+
+  As fast as numpy, which would cast floats and strings of digits.
+
+  Raises:
+    TypeError: one is no integer.
+    OverflowError: one does not fit.
+  """
+  if not isinstance(values, list):
+    values = values.tolist() if isinstance(values, np.ndarray) else list(values)
+  return np.asarray(array.array("i", values))
 
 
 def _bits(identifier: str, length: int) -> np.ndarray:

@@ -58,6 +58,16 @@ class Slots:
     if getattr(request, "mm", None):
       self.with_items.add(slot)
 
+  def place_of(self, name: str) -> int:
+    """The slot of a request that holds pages.
+
+    Raises:
+      KeyError: it holds none.
+    """
+    if name not in self.by_name:
+      raise KeyError(f"{name!r} holds no page; call allocate_slots for it.")
+    return self.by_name[name]
+
   def of(self, running: Sequence[Any]) -> np.ndarray:
     """int32[R]: where requests stand.
 
@@ -78,7 +88,7 @@ class Slots:
     if len(set(names)) < len(names):
       again = next(name for name in names if names.count(name) > 1)
       raise ValueError(f"step was given {again!r} twice.")
-    slots = np.array([self.by_name[name] for name in names], np.int32)
+    slots = np.array([self.place_of(name) for name in names], np.int32)
     self._standing = (tuple(running), slots)
     return slots
 
@@ -121,8 +131,12 @@ class Slots:
       # Decoding: the newest token of each, for which a loop is too slow.
       newest = np.zeros((len(self.sent), 1), np.int32)
       ends = zip(tokens, stop.tolist(), strict=True)
-      newest[: len(running), 0] = [known[end - 1] for known, end in ends]
-      return newest
+      last = [known[end - 1] for known, end in ends]
+      try:
+        newest[: len(running), 0] = requests.int32s(last)
+        return newest
+      except (OverflowError, TypeError):
+        pass  # What is no token is named below, if it counts.
     padded = np.zeros((len(self.sent), self._width(most)), np.int32)
     for row in np.flatnonzero(counts > 0).tolist():
       request, begin, end = running[row], int(start[row]), int(stop[row])

@@ -59,15 +59,19 @@ def hash_page_tokens(
     The key.
 
   Raises:
-    ValueError: the tokens are no whole page.
+    ValueError: the tokens are no whole page, or not 32-bit integers.
   """
   size = config.page_sizes[group]
   if len(tokens) != size:
     raise ValueError(
       f"tokens must be a page of {size} for group {group}, got {len(tokens)}."
     )
+  try:
+    held = requests.int32s(tokens)
+  except (OverflowError, TypeError) as error:
+    raise ValueError(f"tokens are not all 32-bit integers: {error}.") from error
   before = None if parent is None else _words(parent.chain)
-  return _hashed(config, before, np.asarray(tokens), group, salt, epoch)[0]
+  return _hashed(config, before, held, group, salt, epoch)[0]
 
 
 def hash_request_tokens(

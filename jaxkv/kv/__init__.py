@@ -14,12 +14,17 @@ for one call.
 | `attend` | causal attention of new queries over all tokens so far |
 | `copy` | page contents, in every layer: what a fork or a swap owes |
 | `gather` | sequences as dense arrays |
+| `check` | that the memory has the pages of a cache |
 
 All are pure, take the pages first and donate nothing: donate in your own
 `jit`, or carry the pages through a loop, and every write is in place.
+
+An old cache state is right only with the pages of its time, or with later ones
+as long as no page that it holds or has cached was given to somebody else since.
 """
 
 from jaxkv.kv.attend import attend
+from jaxkv.kv.check import check
 from jaxkv.kv.pages import KVPages
 from jaxkv.kv.pages import copy
 from jaxkv.kv.pages import gather
@@ -34,6 +39,7 @@ __all__ = [
   "KVPages",
   "View",
   "attend",
+  "check",
   "copy",
   "fit",
   "gather",

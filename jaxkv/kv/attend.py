@@ -13,6 +13,7 @@ from jaxkv.kv.pages import check_layer
 from jaxkv.kv.view import View
 from jaxkv.kv.view import check_rows
 from jaxkv.kv.view import decode_lengths
+from jaxkv_kernels import check
 
 
 def attend(
@@ -41,6 +42,8 @@ def attend(
   those pages, is read alone; `fit` finds that out once for all layers. What
   `plan` made is handed to backends that take it.
 
+  Not differentiable: a gradient is zeros or jax's own error.
+
   Args:
     kv: the pages.
     view: where the rows live and which columns are tokens.
@@ -53,7 +56,8 @@ def attend(
     alibi_slopes: float[H]; a query at position p adds slope * (j - p) to its
       logit with the key at j.
     tree_mask: bool[B, T, T], for drafts: column t sees column j <= t only if
-      `tree_mask[b, t, j]`; earlier tokens as usual.
+      `tree_mask[b, t, j]`, so a token sees itself only where the diagonal is
+      True; earlier tokens as usual.
     return_lse: also return the log-sum-exp (natural log, sink included).
     backend: see `jaxkv.kernels.BACKENDS`.
 
@@ -65,9 +69,9 @@ def attend(
     ValueError: an argument has a shape, dtype or value that is not supported.
     NotImplementedError: there is no such backend, or it does not serve.
   """
+  check_rows(view, "q", q)
   if q.ndim != 4:
     raise ValueError(f"q has shape {q.shape}; it must be [B, T, H, D]")
-  check_rows(view, "q", q.shape)
   check_layer(kv, layer)
   options = {
     "scale": scale,
@@ -81,8 +85,10 @@ def attend(
   traced = {
     name: value
     for name, value in options.items()
-    if isinstance(value, (jax.Array, np.ndarray))
+    if not isinstance(value, (int, float, str, np.generic, type(None)))
   }
+  for name, value in traced.items():
+    check.is_array(name, value)
   static = tuple(item for item in options.items() if item[0] not in traced)
   layer = jnp.asarray(layer, jnp.int32)
   out, lse = _attend(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv_kernels as kernels
+from jaxkv_kernels import check
 
 # Formats, and the dtype of their bits where a CPU stores those.
 _BITS = {
@@ -81,12 +82,14 @@ def init(
   """Pages of zeros.
 
   Takes 2 * L * N * K * S * D elements, and for 8-bit formats one float32 more
-  for every D of them.
+  for every D of them. Groups of one cache never have a page in common, so
+  layers of different groups may share one layer of memory: L is then the
+  number of layers of the largest group.
 
   Args:
     num_layers: L.
-    num_pages: N per layer, the null page included.
-    page_size: S, tokens per page.
+    num_pages: N per layer, `CacheConfig.num_pages`: the null page counts.
+    page_size: S, tokens per page, `CacheConfig.page_size` or that of the group.
     num_kv_heads: K.
     head_dim: D.
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
@@ -162,7 +165,12 @@ def copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
 
   Returns:
     The pages.
+
+  Raises:
+    ValueError: an argument has a shape or dtype that is not supported.
   """
+  check.integers("src", src)
+  check.integers("dst", dst)
   return _copy(kv, src, dst)
 
 
@@ -200,8 +208,12 @@ def gather(
     Two arrays [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit formats
     float32, scales applied. Slots past a sequence's length are whatever they
     hold.
+
+  Raises:
+    ValueError: an argument has a shape, dtype or value that is not supported.
   """
   check_layer(kv, layer)
+  check.table(page_table, None)
   return _gather(kv, jnp.asarray(layer, jnp.int32), page_table)
 
 
@@ -223,12 +235,13 @@ def _gather(
 
 
 def check_layer(kv: KVPages, layer: jax.Array | int) -> None:
-  """Raises `ValueError` for a Python int that is no layer.
+  """Raises `ValueError` for what is no integer, or known to be no layer.
 
-  A traced one cannot be checked: nothing is written to, and what is read from
-  it means nothing.
+  Of a JAX array the value is not looked at: if there is no such layer, nothing
+  is written, and what is read means nothing.
   """
-  if isinstance(layer, int) and not 0 <= layer < kv.num_layers:
+  check.scalar("layer", layer, np.integer)
+  if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:
     raise ValueError(f"layer={layer}; there are {kv.num_layers} layers")
 
 

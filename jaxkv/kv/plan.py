@@ -7,7 +7,7 @@ import jax
 import jaxkv_kernels as kernels
 from jaxkv.kv.pages import KVPages
 from jaxkv.kv.view import View
-from jaxkv.kv.view import check_rows
+from jaxkv.kv.view import check_view
 from jaxkv.kv.view import decode_lengths
 from jaxkv.kv.view import mark_exact
 
@@ -56,7 +56,7 @@ def plan(
     >>> view.plan.row[:5].tolist(), view.plan.first[:5].tolist()
     ([0, 0, 0, 0, 1], [0, 64, 128, 192, 0])
   """
-  check_rows(view, "view", view.page_table.shape)
+  check_view(view)
   workers = kernels.decode_workers(kv.k, backend=backend)
   pieces = None
   if workers is not None:

@@ -7,7 +7,7 @@ import jax
 import jaxkv_kernels as kernels
 from jaxkv.kv.pages import KVPages
 from jaxkv.kv.view import View
-from jaxkv.kv.view import check_rows
+from jaxkv.kv.view import check_view
 from jaxkv.kv.view import decode_lengths
 from jaxkv.kv.view import mark_exact
 
@@ -62,7 +62,7 @@ def share(
     Array([768], dtype=int32)
   """
   view = dataclasses.replace(view, shared=None)
-  check_rows(view, "view", view.page_table.shape)
+  check_view(view)
   shared = kernels.plan_shared_prefix(
     view.page_table,
     decode_lengths(view),
@@ -111,7 +111,7 @@ def fit(kv: KVPages, view: View) -> View:
     >>> memory.fit(kv, ended).shared.tokens
     Array([0], dtype=int32)
   """
-  check_rows(view, "view", view.page_table.shape)
+  check_view(view)
   if view.exact or view.shared is None:
     return view
   shared = view.shared.fitted(

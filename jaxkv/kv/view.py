@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
+from jaxkv_kernels import check
 
 
 @jax.tree_util.register_dataclass
@@ -59,29 +60,26 @@ def positions(view: View, columns: int) -> jax.Array:
   return jnp.where(real, view.starts[:, None] + column, -1)
 
 
-def check_rows(view: View, name: str, shape: tuple[int, ...]) -> None:
-  """Raises `ValueError` unless the view has as many rows as an argument."""
-  rows = shape[0] if shape else None
-  table = view.page_table.shape
-  if len(table) != 2 or table[1] == 0:
-    raise ValueError(f"view.page_table has shape {table}; it must be [B, M]")
-  if table[0] != rows:
-    raise ValueError(
-      f"{name} has shape {shape} but view.page_table {table}; both must have B"
-      " rows"
-    )
-  for field in ("starts", "counts"):
-    values = getattr(view, field)
-    if values.shape != (rows,):
-      raise ValueError(
-        f"view.{field} has shape {values.shape}; it must be [{rows}]"
-      )
-  if view.shared is not None and view.shared.own_table.shape != table:
+def check_view(view: View) -> None:
+  """Raises `ValueError` unless the fields of a view fit each other."""
+  check.table(view.page_table, None, "view.page_table")
+  shape = view.page_table.shape
+  check.vector("view.starts", view.starts, shape[0])
+  check.vector("view.counts", view.counts, shape[0])
+  if view.shared is not None and view.shared.own_table.shape != shape:
     raise ValueError(
       f"view.shared is for a page_table of shape {view.shared.own_table.shape}"
-      f" but view.page_table has shape {table}; call share again"
+      f" but view.page_table has shape {shape}; call share again"
     )
-  for field in ("page_table", "starts", "counts"):
-    dtype = getattr(view, field).dtype
-    if dtype != jnp.int32:
-      raise ValueError(f"view.{field} is {dtype}; it must be int32")
+
+
+def check_rows(view: View, name: str, array: jax.Array) -> None:
+  """Raises `ValueError` unless a view has as many rows as an array."""
+  check_view(view)
+  check.is_array(name, array)
+  table = view.page_table.shape
+  if array.shape[:1] != table[:1]:
+    raise ValueError(
+      f"{name} has shape {array.shape} but view.page_table {table}; both must"
+      " have B rows"
+    )

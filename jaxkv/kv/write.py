@@ -13,6 +13,7 @@ from jaxkv.kv.pages import in_layer
 from jaxkv.kv.view import View
 from jaxkv.kv.view import check_rows
 from jaxkv.kv.view import positions
+from jaxkv_kernels import check
 
 
 def write(
@@ -27,7 +28,8 @@ def write(
   Dropped, and never landing in another page or layer: columns past
   `view.counts`, and positions whose table entry is the null page, out of
   range, or past the table's end. Allocate before writing; the allocator
-  reports what it could not give.
+  reports what it could not give. Not differentiable: what is stored as bits
+  has a gradient of zeros, and no error says so.
 
   Args:
     kv: the pages.
@@ -41,16 +43,17 @@ def write(
     The pages.
 
   Raises:
-    ValueError: a shape or dtype that does not fit.
+    ValueError: an argument has a shape, dtype or value that is not supported.
   """
   for name, new in (("k", k), ("v", v)):
+    check.is_array(name, new)
     wanted = (kv.num_kv_heads, kv.head_dim)
     if new.ndim != 4 or new.shape[2:] != wanted or new.shape != k.shape:
       raise ValueError(
         f"{name} has shape {new.shape}; it must be"
         f" [B, T, {wanted[0]}, {wanted[1]}], k and v alike"
       )
-  check_rows(view, "k", k.shape)
+  check_rows(view, "k", k)
   check_layer(kv, layer)
   return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
 

@@ -11,7 +11,9 @@ from jax import Array
 from jaxkv.cache.arguments import check_array
 from jaxkv.cache.config import CacheConfig
 from jaxkv.cache.state import CacheState
+from jaxkv.cache.state import check_single
 from jaxkv.kv import KVPages
+from jaxkv.kv import check
 from jaxkv.rollout import sequences as queue
 from jaxkv.rollout.options import RolloutConfig
 from jaxkv.rollout.sequences import Sequences
@@ -124,17 +126,14 @@ def is_done(state: RolloutState) -> Array:
 
 
 def _check_memory(cache: CacheState, kv: KVPages) -> None:
+  check_single(cache)
   sizes = cache.config
   if sizes.num_groups != 1:
     raise ValueError(
       f"CacheConfig.num_groups is {sizes.num_groups}; a rollout's model has "
       "one page table, so it must be 1."
     )
-  if (kv.num_pages, kv.page_size) != (sizes.num_pages, sizes.page_size):
-    raise ValueError(
-      f"kv has {kv.num_pages} pages of {kv.page_size} tokens and the cache "
-      f"{sizes.num_pages} of {sizes.page_size}; they must be equal."
-    )
+  check(kv, sizes)
   if isinstance(cache.num_pages, jax.core.Tracer):
     return
   if np.any(np.asarray(cache.num_pages)):
@@ -159,7 +158,7 @@ def _check_fits(
         f"lengths[{row}] is {length}; a prompt has 1 .. {width} tokens."
       )
   longest = int(np.max(lengths)) + config.max_new_tokens
-  needed = -(-longest // sizes.page_size) * sizes.num_groups
+  needed = -(-longest // sizes.page_sizes[0])
   if needed > sizes.num_pages - 1:
     raise ValueError(
       f"the longest sequence, {longest} tokens, needs {needed} pages and the "
