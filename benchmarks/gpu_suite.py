@@ -52,7 +52,7 @@ _FOR_NUMERICS = 0.5
 # they are not done; in which a case ends that was begun.
 _LONGEST_PART = 150
 _FOR_TRANSITIONS = 150
-_LAST_CASE = 60
+_LAST_CASE = 130
 
 # Each has a context on the GPU, of about half a GB.
 _MOST_PROCESSES = 12

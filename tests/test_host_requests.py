@@ -2,6 +2,7 @@
 
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -85,6 +86,29 @@ def test_counts_of_a_request_are_ints(fields):
       cache.allocate_slots(wrong, 1)
 
 
+@pytest.mark.parametrize(
+  ("fields", "step", "message"),
+  [
+    ({"num_computed_tokens": -3}, (1,), "num_computed_tokens must be at least"),
+    ({"num_computed_tokens": 2**40}, (1,), "counts of more than 32 bits"),
+    ({}, (2**63 - 1,), "num_new_tokens must be at most"),
+    ({}, ([2**63 - 1],), "num_new_tokens must be at most"),
+    ({}, ([2**40],), "would have 1099511627785 tokens"),
+    ({}, (1, 2**63 - 1), "num_lookahead_tokens must be at most"),
+  ],
+)
+def test_counts_of_a_step_fit(cache, fields, step, message):
+  with unchanged(cache), pytest.raises(ValueError, match=message):
+    cache.step([running(**fields)], *step)
+
+
+def test_tokens_in_an_array_of_jax(cache):
+  one = running()
+  one.request_id, one.num_computed_tokens = "other", 0
+  one.token_ids = jnp.asarray([*range(8), 100], jnp.int32)
+  assert cache.get_computed_pages(one)[1] == 8
+
+
 @pytest.mark.parametrize("pages", [[1.9], ["1"], "12", [None]])
 def test_evicted_pages_are_ints(cache, pages):
   with unchanged(cache), pytest.raises(TypeError, match="page_ids must be"):
@@ -92,7 +116,7 @@ def test_evicted_pages_are_ints(cache, pages):
 
 
 def test_newcomers_without_a_status_leave_pages_free():
-  """As those that wait: what an object lacks is the default of `Request`."""
+  """As those that wait, until they have computed tokens."""
   cache = single(CacheManager, watermark=0.2)
   one = types.SimpleNamespace(
     request_id="new", token_ids=[*range(36)], num_computed_tokens=0
@@ -101,3 +125,13 @@ def test_newcomers_without_a_status_leave_pages_free():
     assert cache.allocate_slots(one, 36) is None
   one.status = "running"
   assert cache.allocate_slots(one, 36) is not None
+
+
+def test_a_running_request_without_a_status_takes_them():
+  cache = single(CacheManager, watermark=0.2)
+  one = types.SimpleNamespace(
+    request_id="new", token_ids=[*range(36)], num_computed_tokens=0
+  )
+  assert cache.allocate_slots(one, 4) is not None
+  one.num_computed_tokens = 4
+  assert cache.allocate_slots(one, 32) is not None

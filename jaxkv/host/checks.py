@@ -10,6 +10,9 @@ from jaxkv.cache.config import CacheConfig
 from jaxkv.host.pages import CachePages
 from jaxkv.host.requests import int32s
 
+# Two of them are less than an int64.
+_MOST_TOKENS = 2**61
+
 
 def at_least(name: str, value: int, least: int) -> int:
   """The value as an int.
@@ -42,11 +45,12 @@ def checked_step(
 
   Raises:
     TypeError: a number is no int.
-    ValueError: one is too small, or there are not as many as requests.
+    ValueError: one is too small or too large, or there are not as many as
+      requests.
   """
-  at_least("num_lookahead_tokens", lookahead, 0)
+  _within("num_lookahead_tokens", lookahead, 0)
   if isinstance(num_new_tokens, int):
-    return np.asarray(at_least("num_new_tokens", num_new_tokens, 1), np.int64)
+    return np.asarray(_within("num_new_tokens", num_new_tokens, 1), np.int64)
   num_new = np.asarray(num_new_tokens)
   if num_new.dtype.kind not in "iu":
     raise TypeError(f"num_new_tokens must be ints, got {num_new_tokens!r}.")
@@ -55,7 +59,8 @@ def checked_step(
       f"num_new_tokens must be one number or one for each of {num_running} "
       f"requests, got an array of shape {num_new.shape}."
     )
-  at_least("num_new_tokens", num_new.min(), 1)
+  _within("num_new_tokens", num_new.min(), 1)
+  _within("num_new_tokens", num_new.max(), 1)
   return num_new.astype(np.int64)
 
 
@@ -70,17 +75,21 @@ def checked_progress(
 
   Raises:
     TypeError: a count is no int.
+    ValueError: one is negative, or has more than 32 bits.
   """
   try:
     ready = int32s([request.num_computed_tokens for request in running])
-    if not recycles:
-      return ready, ready
-    in_flight = [getattr(one, "num_in_flight_tokens", 0) for one in running]
-    return ready, np.maximum(ready - int32s(in_flight), 0)
-  except TypeError:
-    for request in running:
-      check_progress(request)
-    raise
+    behind = ready
+    if recycles:
+      in_flight = [getattr(one, "num_in_flight_tokens", 0) for one in running]
+      behind = np.maximum(ready - int32s(in_flight), 0)
+    if not ready.size or ready.min() >= 0:
+      return ready, behind
+  except (OverflowError, TypeError):
+    pass  # Told below, by name.
+  for request in running:
+    check_progress(request)
+  raise ValueError("A request has counts of more than 32 bits.")
 
 
 def check_progress(request: Any) -> None:
@@ -89,6 +98,14 @@ def check_progress(request: Any) -> None:
     num_computed_tokens=request.num_computed_tokens,
     num_in_flight_tokens=getattr(request, "num_in_flight_tokens", 0),
   )
+
+
+def _within(name: str, value: int, least: int) -> int:
+  """As `at_least`, and so that sums of it do not overflow."""
+  number = at_least(name, value, least)
+  if number > _MOST_TOKENS:
+    raise ValueError(f"{name} must be at most {_MOST_TOKENS}, got {number}.")
+  return number
 
 
 def check_length(request: Any, length: int, longest: int) -> None:

@@ -29,7 +29,8 @@ class Request:
   """A sequence, as its scheduler sees it.
 
   Managers take any object with `request_id`, `token_ids` and
-  `num_computed_tokens`; what else an object lacks counts as its default here.
+  `num_computed_tokens`; what else an object lacks counts as its default here,
+  but that without a `status` it is running as soon as it has computed tokens.
 
   Attributes:
     request_id: its name.
@@ -105,8 +106,12 @@ def skips_lookup(request: Any) -> bool:
 
 
 def status_of(request: Any) -> str:
-  """The status in small letters, of a string or of a member of an enum."""
-  status = getattr(request, "status", "waiting")
+  """The status in small letters, of a string or of a member of an enum.
+
+  An object without one waits until it has computed tokens.
+  """
+  begun = "running" if request.num_computed_tokens else "waiting"
+  status = getattr(request, "status", begun)
   return str(getattr(status, "name", status)).lower()
 
 
@@ -137,14 +142,15 @@ def content(request: Any, start: int, stop: int) -> np.ndarray:
 def int32s(values: Sequence[int]) -> np.ndarray:
   """int32[len(values)]: integers, none of them rounded or wrapped around.
 
-  As fast as numpy, which would cast floats and strings of digits.
+  As fast for lists as numpy, which would cast floats and strings of digits.
 
   Raises:
     TypeError: one is no integer.
     OverflowError: one does not fit.
   """
   if not isinstance(values, list):
-    values = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    # Of another library's array each element would be an array.
+    values = getattr(values, "tolist", lambda: list(values))()
   return np.asarray(array.array("i", values))
 
 

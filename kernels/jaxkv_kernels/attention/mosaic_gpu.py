@@ -124,7 +124,7 @@ def unsupported(
     ),
     f"platform={platform!r}; this backend is for cuda": platform != "cuda",
     f"a GPU is sm_{min(others, default=0)}; this backend is for"
-    f" sm_{_ARCHITECTURE}": bool(others),
+    f" sm_{_ARCHITECTURE}": bool(others) and not options.interpret,
     f"k_pages is {pool}; {', '.join(map(str, _POOLS))} are supported": (
       pool not in _POOLS
     ),
