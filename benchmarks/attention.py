@@ -61,6 +61,7 @@ from typing import Any
 
 import attention_cases
 import attention_sides
+import command
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -291,13 +292,9 @@ def print_case(name: str, row: dict[str, Any]) -> None:
 
 
 def save(path: pathlib.Path | None, report: Report) -> None:
-  """Writes all so far; never half a file."""
-  if path is None:
-    return
-  beside = path.with_suffix(".part")
-  text = json.dumps(report, indent=1, allow_nan=False)
-  beside.write_text(text + "\n", "utf-8")
-  beside.replace(path)
+  """Writes all so far, if there is a file for it."""
+  if path is not None:
+    command.write(path, report)
 
 
 def earlier(path: pathlib.Path | None, quick: bool) -> Report:

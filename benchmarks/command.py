@@ -1,8 +1,9 @@
-"""The command line of a benchmark: `[--quick] [--json FILE]`."""
+"""What benchmarks share: the command line, and how results are written."""
 
 import argparse
 import json
 import os
+import pathlib
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,9 @@ def run(
   quick_rounds: int,
   not_measured: str,
 ) -> None:
-  """Says where it runs, measures, and writes what was asked for.
+  """The command line `[--quick] [--json FILE]`.
+
+  Says where it runs, measures, and writes what was asked for.
 
   Args:
     description: the help text.
@@ -54,5 +57,12 @@ def run(
       "load_average": [before, after],
       **rows,
     }
-    with open(options.json, "w") as file:
-      json.dump(result, file, indent=1)
+    write(pathlib.Path(options.json), result)
+
+
+def write(path: pathlib.Path, report: Any) -> None:
+  """Writes a report as JSON; never half a file."""
+  text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+  beside = path.with_suffix(".part")
+  beside.write_text(text, "utf-8")
+  beside.replace(path)

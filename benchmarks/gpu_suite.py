@@ -296,10 +296,10 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _write(path: pathlib.Path, report: dict[str, Any]) -> None:
-  """Never half a file."""
-  beside = path.with_suffix(".part")
-  beside.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-  beside.replace(path)
+  # Not above: it can be found only after the checkout is on Python's path.
+  import command
+
+  command.write(path, report)
 
 
 def _complete(report: dict[str, Any]) -> bool:

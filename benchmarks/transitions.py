@@ -195,15 +195,8 @@ def by_row(name: str, rounds: int = 5) -> None:
         side.round(record=number > 0)
       report["rows"].append(side.row())
       print_row(report["rows"][-1])
-      write(path, report)
-  write(path, {**report, "complete": True})
-
-
-def write(path: pathlib.Path, report: dict[str, Any]) -> None:
-  """Never half a file."""
-  beside = path.with_suffix(".part")
-  beside.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-  beside.replace(path)
+      command.write(path, report)
+  command.write(path, {**report, "complete": True})
 
 
 def growth_row(rows, slots: int, mode: str) -> dict[str, Any]:

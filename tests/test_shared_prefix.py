@@ -12,6 +12,7 @@ import jaxkv_kernels as kernels
 from jaxkv_kernels.attention import definition
 from jaxkv_kernels.attention import prefix as prefix_module
 from jaxkv_kernels.attention import xla
+from tests.kernels_backends import RUNNERS
 from tests.kernels_shapes import SHAPES
 from tests.kernels_shapes import assert_matches
 from tests.kernels_shapes import problem
@@ -35,7 +36,7 @@ def sharing(shape, **changes):
 # On a CPU "auto" is all that is quick; test_attention_backends has the others.
 BACKENDS, FLOAT32_L2 = ("auto",), 1e-6
 if jax.default_backend() == "gpu":
-  BACKENDS, FLOAT32_L2 = ("xla", "triton", "mosaic_gpu"), 2e-6
+  BACKENDS, FLOAT32_L2 = tuple(RUNNERS), 2e-6
 
 
 def decode(case, q, **changes):

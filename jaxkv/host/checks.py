@@ -59,7 +59,7 @@ def checked_step(
       f"num_new_tokens must be one number or one for each of {num_running} "
       f"requests, got an array of shape {num_new.shape}."
     )
-  _within("num_new_tokens", num_new.min(), 1)
+  at_least("num_new_tokens", num_new.min(), 1)
   _within("num_new_tokens", num_new.max(), 1)
   return num_new.astype(np.int64)
 

@@ -152,12 +152,7 @@ def append_quantized(
   scaled_dtype("k_pages", k_pages.dtype)
   for side, new, scale in (("k", k_new, k_scale), ("v", v_new, v_scale)):
     _check_floats(f"{side}_new", new)
-    check.is_array(f"{side}_scale", scale)
-    if scale.shape != k_pages.shape[:3] or scale.dtype != jnp.float32:
-      raise ValueError(
-        f"{side}_scale is {scale.dtype}{list(scale.shape)}; it must be"
-        f" float32{list(k_pages.shape[:3])}"
-      )
+    _check_scale(f"{side}_scale", scale, k_pages.shape[:3])
   where = _where(k_pages, page_ids, offsets, page_offset)
   k_stored, k_factor = quantize(k_new, k_pages.dtype)
   v_stored, v_factor = quantize(v_new, v_pages.dtype)
@@ -267,7 +262,8 @@ def _elements(
   """What is to be written for [T, K, D] where the names begin so."""
   if scale is not None:
     _check_floats(f"{prefix}new", new)
-    _check_factors(f"{prefix}scale", scale, pages.shape[1])
+    hint = ", a factor a head (scales for each token: append_quantized)"
+    _check_scale(f"{prefix}scale", scale, pages.shape[1:2], hint)
     new = jnp.asarray(new, jnp.float32) / scale[None, :, None]
   elif new.dtype == pages.dtype:
     return jnp.asarray(new)
@@ -281,14 +277,15 @@ def _elements(
   return store(new, pages.dtype)
 
 
-def _check_factors(name: str, scale: jax.Array, kv_heads: int) -> None:
-  """float32[K]."""
+def _check_scale(
+  name: str, scale: jax.Array, wanted: tuple[int, ...], hint: str = ""
+) -> None:
+  """float32 of that shape."""
   check.is_array(name, scale)
-  if scale.shape != (kv_heads,) or scale.dtype != jnp.float32:
+  if scale.shape != wanted or scale.dtype != jnp.float32:
     raise ValueError(
       f"{name} is {scale.dtype}{list(scale.shape)}; it must be"
-      f" float32[{kv_heads}], a factor a head (scales for each token:"
-      " append_quantized)"
+      f" float32{list(wanted)}{hint}"
     )
 
 

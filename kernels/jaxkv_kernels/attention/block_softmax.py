@@ -75,14 +75,15 @@ def normalise(total: jax.Array, weighted: jax.Array) -> jax.Array:
   """The output.
 
   Args:
-    total: float32[R].
-    weighted: sums of weights times values. float32[R, D]
+    total: float32[...], one or more rows.
+    weighted: sums of weights times values. float32[..., D]
 
   Returns:
-    float32[R, D], 0 for a row that saw nothing.
+    float32[..., D], 0 for a row that saw nothing.
   """
   safe = jnp.where(total == 0, 1.0, total)
-  return weighted / lax.broadcast_in_dim(safe, weighted.shape, [0])
+  axes = tuple(range(total.ndim))
+  return weighted / lax.broadcast_in_dim(safe, weighted.shape, axes)
 
 
 def log_sum_exp(top: jax.Array, total: jax.Array) -> jax.Array:

@@ -125,5 +125,5 @@ def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
   turns = lax.div(end - begin + (_PIECES - 1), jnp.int32(_PIECES))
   top, total, weighted = lax.fori_loop(0, turns, step, carry)
   lse_ref[tile, head, row] = block_softmax.log_sum_exp(top, total)
-  out = weighted / jnp.where(total == 0, 1.0, total)
+  out = block_softmax.normalise(total, weighted)
   plt.store(out_ref.at[tile, head, row, column], out, mask=inside)
