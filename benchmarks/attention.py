@@ -71,7 +71,7 @@ from attention_sides import Timed
 from jax import lax
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels.attention import backends
+from jaxkv_kernels._src.attention import choose as backends
 
 LONGEST = 120  # seconds, to compile a side and run it once
 COPY_BYTES = 2**30

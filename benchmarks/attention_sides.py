@@ -22,7 +22,7 @@ from attention_cases import Case
 from jax import lax
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels.attention import backends
+from jaxkv_kernels._src.attention import choose as backends
 
 CALLS = 16
 MOST_RUNS = 64

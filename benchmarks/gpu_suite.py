@@ -90,17 +90,21 @@ def parts(quick: bool) -> dict[str, Part]:
   """Numerics by name, the kernels' own first."""
   import jax
 
-  attention = ("tests/test_paged_attention.py",)
+  attention = ("tests/kernels/test_paged_attention.py",)
   if quick:
     return {"xla": Part(attention, "TestNumerics and xla", "xla")}
   found = {
-    "many blocks": Part(("tests/test_many_blocks.py",), "", "TestManyBlocks"),
+    "many blocks": Part(
+      ("tests/kernels/test_many_blocks.py",), "", "TestManyBlocks"
+    ),
     "triton": Part(attention, "triton", "triton"),
     "mosaic_gpu": Part(attention, "mosaic_gpu", "mosaic_gpu"),
-    "mosaic": Part(("tests/test_mosaic.py",), "", "TestKernels"),
-    "prefix": Part(("tests/test_shared_prefix.py",)),
-    "latent": Part(("tests/test_latent.py",)),
-    "pages": Part(("tests/test_quantized_pages.py", "tests/test_pages.py")),
+    "mosaic": Part(("tests/kernels/test_mosaic.py",), "", "TestKernels"),
+    "prefix": Part(("tests/kernels/test_shared_prefix.py",)),
+    "latent": Part(("tests/kernels/test_mla.py",)),
+    "pages": Part(
+      ("tests/kernels/test_quantized_pages.py", "tests/kernels/test_pages.py")
+    ),
     "xla": Part(attention, "not triton and not mosaic_gpu", "xla"),
   }
   if getattr(jax.devices()[0], "compute_capability", "") != "9.0":

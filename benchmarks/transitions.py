@@ -60,7 +60,7 @@ from transition_ops import PAGES
 from transition_ops import PROMPT
 
 import jaxkv
-from jaxkv.compiling import UNSPLIT
+from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
 
 SLOTS = (64, 256, 1024)
 HYBRID = (256, 65536)  # slots and pages
@@ -68,7 +68,7 @@ GRAPHS = {
   "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,CONDITIONAL",
   "xla_gpu_graph_min_graph_size": 1,
 }
-WAYS = {"cpu": {"unsplit": UNSPLIT}, "gpu": {"graphs": GRAPHS}}
+WAYS = {"cpu": {"unsplit": CPU_COMPILER_OPTIONS}, "gpu": {"graphs": GRAPHS}}
 """Compiler options, beside none, by platform and mode."""
 
 

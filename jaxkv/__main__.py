@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from jaxkv.commands import replay
-from jaxkv.commands import rollout
-from jaxkv.commands.errors import CommandError
+from jaxkv._src.commands import replay
+from jaxkv._src.commands import rollout
+from jaxkv._src.commands.errors import CommandError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -105,7 +105,7 @@ def _memory_maps() -> int:
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
   """A character model of 25 steps, trained once for all tests."""
-  from tests import small_model
+  from tests.models import small_model
 
   return small_model.trained_in(tmp_path_factory.mktemp("models"))
 

@@ -1,10 +1,10 @@
 """The host cache manager against the reference model, on random traces.
 
 `python -m tests.fuzz --operations N --policy current|classic --seed I` makes N
-random operations, shared out among the configurations of `tests.fuzz_setups`,
-or in the one of `--config NAME`, with both managers, and compares everything
-after every one. The first difference is printed and ends the run with exit
-code 1.
+random operations, shared out among the configurations of
+`tests.host.fuzz_setups`, or in the one of `--config NAME`, with both managers,
+and compares everything after every one. The first difference is printed and
+ends the run with exit code 1.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from typing import Any
 
 import jax
 
-from tests.fuzz_setups import SETUPS
-from tests.fuzz_setups import Setup
-from tests.fuzz_trace import Operation
-from tests.fuzz_trace import Trace
-from tests.reference_manager import ReferenceManager
-from tests.reference_request import Request
+from tests.host.fuzz_setups import SETUPS
+from tests.host.fuzz_setups import Setup
+from tests.host.fuzz_trace import Operation
+from tests.host.fuzz_trace import Trace
+from tests.model_of_the_cache.reference_manager import ReferenceManager
+from tests.model_of_the_cache.reference_request import Request
 
 _EXPECTED_ERRORS = (ValueError, KeyError)
 _SHOWN = 10

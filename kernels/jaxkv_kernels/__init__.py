@@ -5,27 +5,27 @@ page ids and lengths go in, arrays come out. `jaxkv` builds on it; it never
 imports `jaxkv`.
 """
 
-from jaxkv_kernels.append import append_kv
-from jaxkv_kernels.append import append_pages
-from jaxkv_kernels.append import append_quantized
-from jaxkv_kernels.attention.api import paged_attention
-from jaxkv_kernels.attention.api import paged_attention_padded
-from jaxkv_kernels.attention.api import paged_decode
-from jaxkv_kernels.attention.backends import BACKENDS
-from jaxkv_kernels.attention.backends import decode_workers
-from jaxkv_kernels.attention.latent import latent_decode
-from jaxkv_kernels.attention.merge import merge_states
-from jaxkv_kernels.attention.plan import Plan
-from jaxkv_kernels.attention.plan import plan_decode
-from jaxkv_kernels.attention.prefix import SharedPrefix
-from jaxkv_kernels.attention.prefix import plan_shared_prefix
-from jaxkv_kernels.attention.prefix_decode import shared_prefix_decode
-from jaxkv_kernels.pages import copy_pages
-from jaxkv_kernels.pages import gather_pages
-from jaxkv_kernels.storage import load
-from jaxkv_kernels.storage import logical_dtype
-from jaxkv_kernels.storage import quantize
-from jaxkv_kernels.storage import store
+from jaxkv_kernels._src.append import append_kv
+from jaxkv_kernels._src.append import append_pages
+from jaxkv_kernels._src.append import append_quantized
+from jaxkv_kernels._src.attention.api import paged_attention
+from jaxkv_kernels._src.attention.api import paged_attention_padded
+from jaxkv_kernels._src.attention.api import paged_decode
+from jaxkv_kernels._src.attention.cascade import shared_prefix_decode
+from jaxkv_kernels._src.attention.choose import BACKENDS
+from jaxkv_kernels._src.attention.choose import decode_workers
+from jaxkv_kernels._src.attention.decode_plan import Plan
+from jaxkv_kernels._src.attention.decode_plan import plan_decode
+from jaxkv_kernels._src.attention.merge import merge_states
+from jaxkv_kernels._src.attention.mla import latent_decode
+from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
+from jaxkv_kernels._src.attention.shared_prefix import plan_shared_prefix
+from jaxkv_kernels._src.formats import load
+from jaxkv_kernels._src.formats import logical_dtype
+from jaxkv_kernels._src.formats import quantize
+from jaxkv_kernels._src.formats import store
+from jaxkv_kernels._src.pages import copy_pages
+from jaxkv_kernels._src.pages import gather_pages
 
 __all__ = [
   "BACKENDS",

@@ -1,0 +1,1 @@
+"""The implementation. Import from `jaxkv` and its public modules instead."""

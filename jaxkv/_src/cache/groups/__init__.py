@@ -1,0 +1,1 @@
+"""Layer groups: their kinds, their sizes in pages, recurrent states."""

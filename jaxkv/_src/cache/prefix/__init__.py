@@ -1,0 +1,1 @@
+"""The prefix cache: page keys, the index, lookup and publication."""

@@ -1,0 +1,255 @@
+"""Page keys: 128-bit, seeded, chained page by page.
+
+The one primitive is the Chaskey permutation of four 32-bit words with 8 rounds
+(Mouha et al., "Chaskey: An Efficient MAC Algorithm for 32-bit
+Microcontrollers", SAC 2014). A page's tokens are absorbed four words at a time
+into a secret start value, all pages in parallel; the digests are then chained:
+
+    digest_i = absorb(secret, tokens of page i)
+    key_i    = permute(key_{i-1} ^ digest_i),    key_{-1} = root(epoch, salt)
+
+The chain is the only sequential part, one permutation a page. Since the digest
+depends on a secret, nobody without the seed can steer two chains together; and
+no hit rests on the key alone (see `prefix_index.py`).
+
+A key is `uint32[..., 4]` outside and a tuple of four `uint32[...]` inside:
+XLA compiles the tuple form to straight code, while stacking between rounds
+makes it recompute earlier rounds for every word. XLA:CPU, which makes one
+result at a time, recomputes them in straight code too, so there the rounds are
+a loop; elsewhere a loop would be a dozen launches in place of one.
+"""
+
+import hashlib
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax import lax
+
+from jaxkv._src.cache.config import CacheConfig
+
+KEY_WORDS = 4
+_ROUNDS = 8
+
+Words = tuple[Array, Array, Array, Array]
+
+
+def salt(text: str | bytes) -> Array:
+  """A salt for `admit`, `match` and `pin` made from a tenant's name.
+
+  Sequences with different salts never share a page.
+
+  Args:
+    text: any text or bytes.
+
+  Returns:
+    uint32[4].
+
+  Raises:
+    TypeError: it is neither.
+
+  Examples:
+    >>> import jaxkv
+    >>> jaxkv.salt("tenant-a").shape
+    (4,)
+  """
+  if not isinstance(text, (str, bytes, bytearray)):
+    raise TypeError(
+      f"text must be a str or bytes, got {text!r} of type "
+      f"{type(text).__name__}; write str(...) around it."
+    )
+  data = text.encode() if isinstance(text, str) else bytes(text)
+  return jnp.asarray(_words(b"salt", data))
+
+
+def root_key(config: CacheConfig, epoch: Array, salts: Array | None) -> Array:
+  """The key before the first page.
+
+  Args:
+    config: the cache's sizes; its seed is used.
+    epoch: uint32[].
+    salts: uint32[R, 4], or None for sequences without a salt.
+
+  Returns:
+    uint32[R, 4], or uint32[4] without salts.
+  """
+  secret = jnp.asarray(_secret(config, b"root"))
+  zero = epoch ^ epoch
+  versions = (epoch, zero, zero, zero)
+  root = _stack(_permute(_mixed(_unstack(secret), versions)))
+  if salts is None:
+    salts = jnp.zeros((KEY_WORDS,), jnp.uint32)
+  root = jnp.broadcast_to(root, salts.shape)
+  return _stack(_permute(_mixed(_unstack(root), _unstack(salts))))
+
+
+def group_key(config: CacheConfig, chain: Array, group: Array) -> Array:
+  """The key of a page in one group, from the chain's key (and back).
+
+  Args:
+    config: the cache's sizes; its seed is used.
+    chain: uint32[..., 4].
+    group: int32[...], group numbers.
+
+  Returns:
+    uint32[..., 4]. Applied twice it gives the chain's key back.
+  """
+  if config.num_groups == 1:
+    return chain
+  masks = np.stack(
+    [
+      _words(b"group", _seed_bytes(config) + g.to_bytes(4, "little"))
+      for g in range(config.num_groups)
+    ]
+  )
+  return chain ^ jnp.asarray(masks).at[group].get(mode="clip")
+
+
+def page_digests(config: CacheConfig, tokens: Array) -> Array:
+  """Digests of pages of tokens, each on its own.
+
+  Args:
+    config: the cache's sizes; its seed is used.
+    tokens: int32[..., S].
+
+  Returns:
+    uint32[..., 4].
+  """
+  batch, size = tokens.shape[:-1], tokens.shape[-1]
+  padding = -size % KEY_WORDS
+  words = lax.bitcast_convert_type(tokens, jnp.uint32)
+  words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])
+  blocks = jnp.moveaxis(words.reshape(*batch, -1, KEY_WORDS), (-2, -1), (0, 1))
+  zero = blocks[0, 0] ^ blocks[0, 0]
+  secret = jnp.asarray(_secret(config, b"digest"))
+  start = (
+    zero ^ secret[0],
+    zero ^ secret[1],
+    zero ^ secret[2],
+    zero ^ secret[3],
+  )
+
+  def absorb(state: Words, block: Array) -> tuple[Words, None]:
+    return _permute(
+      _mixed(state, (block[0], block[1], block[2], block[3]))
+    ), None
+
+  return _stack(lax.scan(absorb, start, blocks)[0])
+
+
+def row_keys(config: CacheConfig, previous: Array, pages: Array) -> Array:
+  """Keys of rows of pages of tokens.
+
+  Args:
+    config: the cache's sizes; its seed is used.
+    previous: uint32[R, 4], the keys before the first page.
+    pages: int32[R, P, S].
+
+  Returns:
+    uint32[R, P, 4], the key after each page.
+  """
+  return chain_keys(previous, page_digests(config, pages))
+
+
+def keys_of_group(config: CacheConfig, chain: Array, group: int) -> Array:
+  """Keys of a group's pages, which may span several of the cache's.
+
+  Args:
+    config: the cache's groups.
+    chain: uint32[R, P, 4], the key after every `page_size` tokens.
+    group: its number.
+
+  Returns:
+    uint32[R, Q, 4], of its Q whole pages.
+  """
+  step = config.page_sizes[group] // config.page_size
+  own = chain[:, step - 1 :: step]
+  return group_key(config, own, jnp.full(own.shape[:2], group, jnp.int32))
+
+
+def key_bytes(words) -> bytes:
+  """A key uint32[4] as 16 bytes, the lowest first."""
+  return np.asarray(words).astype("<u4").tobytes()
+
+
+def chain_keys(previous: Array, digests: Array) -> Array:
+  """Keys of consecutive pages.
+
+  Args:
+    previous: uint32[R, 4], the keys before the first page.
+    digests: uint32[R, P, 4].
+
+  Returns:
+    uint32[R, P, 4], the key after each page.
+  """
+
+  def link(key: Words, digest: Array) -> tuple[Words, Words]:
+    key = _permute(_mixed(key, _unstack(digest)))
+    return key, key
+
+  _, keys = lax.scan(link, _unstack(previous), jnp.moveaxis(digests, 1, 0))
+  return jnp.moveaxis(_stack(keys), 0, 1)
+
+
+def _permute(words: Words) -> Words:
+  return lax.platform_dependent(
+    words, cpu=_permute_in_loop, default=_permute_in_one_kernel
+  )
+
+
+def _permute_in_loop(words: Words) -> Words:
+  def four_rounds(_, words: Words) -> Words:
+    return _round(_round(_round(_round(words))))
+
+  return lax.fori_loop(0, _ROUNDS // 4, four_rounds, words)
+
+
+def _permute_in_one_kernel(words: Words) -> Words:
+  for _ in range(_ROUNDS):
+    words = _round(words)
+  return words
+
+
+def _mixed(a: Words, b: Words) -> Words:
+  return a[0] ^ b[0], a[1] ^ b[1], a[2] ^ b[2], a[3] ^ b[3]
+
+
+def _round(words: Words) -> Words:
+  v0, v1, v2, v3 = words
+  v0 = v0 + v1
+  v1 = _rotate(v1, 5) ^ v0
+  v0 = _rotate(v0, 16)
+  v2 = v2 + v3
+  v3 = _rotate(v3, 8) ^ v2
+  v0 = v0 + v3
+  v3 = _rotate(v3, 13) ^ v0
+  v2 = v2 + v1
+  v1 = _rotate(v1, 7) ^ v2
+  v2 = _rotate(v2, 16)
+  return v0, v1, v2, v3
+
+
+def _rotate(x: Array, bits: int) -> Array:
+  return (x << jnp.uint32(bits)) | (x >> jnp.uint32(32 - bits))
+
+
+def _stack(words: Words) -> Array:
+  return jnp.stack(words, axis=-1)
+
+
+def _unstack(key: Array) -> Words:
+  return key[..., 0], key[..., 1], key[..., 2], key[..., 3]
+
+
+def _secret(config: CacheConfig, purpose: bytes) -> np.ndarray:
+  return _words(purpose, _seed_bytes(config))
+
+
+def _seed_bytes(config: CacheConfig) -> bytes:
+  length = max(1, (config.seed.bit_length() + 7) // 8)
+  return config.seed.to_bytes(length, "little")
+
+
+def _words(purpose: bytes, data: bytes) -> np.ndarray:
+  digest = hashlib.blake2b(data, digest_size=16, person=b"jaxkv-" + purpose)
+  return np.frombuffer(digest.digest(), dtype="<u4").astype(np.uint32)

@@ -1,0 +1,324 @@
+"""The prefix index: from a page's key to the pages that carry it.
+
+A hash table of buckets, eight page numbers each. A key starts at one bucket;
+where that is full the page goes on to the next bucket of its key's probe
+sequence, and the bucket it passed counts it in `overflow`. A lookup goes on
+past a bucket only while that count is not zero, and taking a page out counts
+down again: there are no tombstones, and any number of pages may carry one key.
+(The scheme of F14: Bronson and Shi, "Open-sourcing F14 for faster, more
+memory-efficient hash tables", 2019.)
+
+The buckets have room for four times the pages of the pool, so that less than
+one bucket in a thousand ever overflows.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.cache import masked
+from jaxkv._src.cache.masked import NOWHERE
+from jaxkv._src.cache.prefix.hashing import KEY_WORDS
+
+BUCKET_PAGES = 8
+INSERT_WINDOW = 32
+_SLOT = KEY_WORDS + 1  # Column of an entry.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixIndex:
+  """Which pages are cached, and under which key.
+
+  K is the number of buckets, a power of two of at least N / 2.
+
+  Attributes:
+    buckets: page numbers, 0 where nothing is.  # int32[K, 8]
+    overflow: pages that found this bucket full.  # int32[K]
+    entry: a page's key, the value of `clock` when it was published, and its
+      place in the flattened buckets, NOWHERE if it is not cached; one row, so
+      that publishing writes them at once.  # uint32[N, 6]
+    tokens: the tokens of a full page, zeros after them where another group's
+      pages are larger; they and its key outlive its place in the index until
+      the page is filled again.  # int32[N, S]
+    clock: pages published so far, modulo 2**32.  # uint32[]
+  """
+
+  buckets: Array
+  overflow: Array
+  entry: Array
+  tokens: Array
+  clock: Array
+
+
+class Taken(NamedTuple):
+  """What `remove` took out.
+
+  Attributes:
+    valid: bool[X], the pages that were cached.
+    keys: uint32[X, 4], their keys.
+    stamps: uint32[X], values of the clock when they were published.
+    total: int32[], how many they are.
+  """
+
+  valid: Array
+  keys: Array
+  stamps: Array
+  total: Array
+
+
+def init(num_pages: int, page_size: int) -> PrefixIndex:
+  """An index of nothing."""
+  num_buckets = 1 << (-(-num_pages // 2) - 1).bit_length()
+  return PrefixIndex(
+    buckets=jnp.zeros((num_buckets, BUCKET_PAGES), jnp.int32),
+    overflow=jnp.zeros((num_buckets,), jnp.int32),
+    entry=_nowhere(jnp.zeros((num_pages, _SLOT + 1), jnp.uint32)),
+    tokens=jnp.zeros((num_pages, page_size), jnp.int32),
+    clock=jnp.uint32(0),
+  )
+
+
+def contains(index: PrefixIndex, pages: Array) -> Array:
+  """bool[...]: whether pages are cached."""
+  return slot_of(index, pages) < NOWHERE
+
+
+def slot_of(index: PrefixIndex, pages: Array) -> Array:
+  """int32[...]: places in the flattened buckets; NOWHERE if not cached."""
+  column = jnp.int32(_SLOT)
+  return masked.take(index.entry, pages, column, fill=NOWHERE).astype(jnp.int32)
+
+
+def key_of(index: PrefixIndex, pages: Array) -> Array:
+  """uint32[..., 4]: keys of full pages."""
+  return _split(masked.take(index.entry, pages))[0]
+
+
+def stamp_of(index: PrefixIndex, pages: Array) -> Array:
+  """uint32[...]: values of the clock when cached pages were published."""
+  return _split(masked.take(index.entry, pages))[1]
+
+
+def lookup(
+  index: PrefixIndex, keys: Array, tokens: Array, *, newest: bool = False
+) -> Array:
+  """Finds cached pages.
+
+  Args:
+    index: the index.
+    keys: uint32[X, 4].
+    tokens: int32[X, S], what the pages must hold. A page with the key and
+      other tokens is a collision and no hit.
+    newest: whether to find the page published last instead of first.
+
+  Returns:
+    int32[X]: of the pages with this key the one published first, 0 for none.
+  """
+
+  def visit(loop):
+    bucket, going, best, best_age = loop
+    candidates = masked.take(index.buckets, masked.where_valid(going, bucket))
+    key, stamp, _ = _split(masked.take(index.entry, candidates))
+    found = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
+    # Ages instead of stamps: the clock may have wrapped around.
+    # At least 1: the clock has moved on since.
+    age = stamp - index.clock if newest else index.clock - stamp
+    age = jnp.where(found, age, jnp.uint32(0))
+    oldest = jnp.argmax(age, axis=-1).astype(jnp.int32)[:, None]
+    page = jnp.take_along_axis(candidates, oldest, axis=-1)[:, 0]
+    age = jnp.take_along_axis(age, oldest, axis=-1)[:, 0]
+    better = age > best_age
+    following = _next_bucket(index, keys, bucket)
+    going = going & (masked.take(index.overflow, bucket) > 0)
+    going = going & (following != first)  # All buckets were seen.
+    return (
+      following,
+      going,
+      jnp.where(better, page, best),
+      jnp.where(better, age, best_age),
+    )
+
+  first = _first_bucket(index, keys)
+  start = (first, first >= 0, first & 0, keys[:, 0] & jnp.uint32(0))
+  _, _, page, _ = lax.while_loop(lambda loop: jnp.any(loop[1]), visit, start)
+  same = jnp.all(masked.take(index.tokens, page) == tokens, axis=-1)
+  return jnp.where(same, page, 0)
+
+
+def insert(
+  index: PrefixIndex,
+  pages: Array,
+  keys: Array,
+  tokens: Array,
+  valid: Array,
+  listed: Array,
+) -> PrefixIndex:
+  """Publishes pages, in the order given.
+
+  Args:
+    index: the index.
+    pages: int32[X], all different, none of them cached. The cost grows with
+      the square of X; callers keep to INSERT_WINDOW.
+    keys: uint32[X, 4].
+    tokens: int32[X, S].
+    valid: bool[X].
+    listed: bool[X]; the other valid ones get a key but no place in the index.
+  """
+  listed &= valid
+  order = jnp.cumsum(valid.astype(jnp.uint32))
+  place = masked.where_valid(valid, pages)
+  earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
+
+  def settle(loop):
+    buckets, slot, bucket, pending = loop
+    here = masked.where_valid(pending, bucket)
+    vacant = masked.take(buckets, here) == 0
+    # Pages that meet in one bucket take its vacant places in their order.
+    rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
+    turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
+    nth = jnp.cumsum(vacant, axis=1, dtype=jnp.int32) - 1
+    chosen = vacant & (nth == turn[:, None])
+    fits = pending & jnp.any(chosen, axis=1)
+    way = jnp.argmax(chosen, axis=1).astype(jnp.int32)
+    buckets = masked.put(
+      buckets, masked.where_valid(fits, bucket), way, values=pages
+    )
+    slot = jnp.where(fits, bucket * BUCKET_PAGES + way, slot)
+    return buckets, slot, _next_bucket(index, keys, bucket), pending & ~fits
+
+  buckets, slot, _, _ = lax.while_loop(
+    lambda loop: jnp.any(loop[3]),
+    settle,
+    (
+      index.buckets,
+      jnp.full_like(place, NOWHERE),
+      _first_bucket(index, keys),
+      listed,
+    ),
+  )
+  stamp = index.clock + order - 1
+  entry = jnp.concatenate(
+    [keys, stamp[:, None], slot.astype(jnp.uint32)[:, None]], axis=1
+  )
+  return dataclasses.replace(
+    index,
+    buckets=buckets,
+    overflow=_count_passed(index, keys, slot, listed, 1),
+    entry=masked.put(index.entry, place, values=entry),
+    tokens=masked.put(index.tokens, place, values=tokens),
+    clock=index.clock + order[-1],
+  )
+
+
+def remove(
+  index: PrefixIndex, pages: Array, valid: Array
+) -> tuple[PrefixIndex, Taken]:
+  """Takes pages out; their keys and tokens stay readable.
+
+  Args:
+    index: the index.
+    pages: int32[X], the valid ones all different.
+    valid: bool[X]; a page that is not cached stays as it is.
+
+  Returns:
+    The index, and what was taken out of it.
+  """
+  keys, stamps, slot = _split(
+    masked.take(index.entry, masked.where_valid(valid, pages), fill=NOWHERE)
+  )
+  valid = slot < NOWHERE
+  count = jnp.sum(valid, dtype=jnp.int32)
+  home, way = slot // BUCKET_PAGES, slot % BUCKET_PAGES
+  place = masked.after(count, masked.where_valid(valid, pages))
+  index = dataclasses.replace(
+    index,
+    buckets=masked.put(
+      index.buckets, masked.where_valid(valid, home), way, values=0
+    ),
+    overflow=_count_passed(index, keys, slot, valid, -1),
+    entry=masked.put(
+      index.entry, place, jnp.int32(_SLOT), values=jnp.uint32(NOWHERE)
+    ),
+  )
+  return index, Taken(valid, keys, stamps, count)
+
+
+def clear(index: PrefixIndex) -> PrefixIndex:
+  """Takes every page out. Cost grows with the pool."""
+  return dataclasses.replace(
+    index,
+    buckets=jnp.zeros_like(index.buckets),
+    overflow=jnp.zeros_like(index.overflow),
+    entry=_nowhere(index.entry),
+  )
+
+
+def recount(index: PrefixIndex, cached: Array) -> Array:
+  """int32[K]: the overflow counts that the places of cached pages imply."""
+  nothing = dataclasses.replace(index, overflow=index.overflow & 0)
+  key, _, slot = _split(index.entry)
+  return _count_passed(nothing, key, slot, cached, 1)
+
+
+def _count_passed(
+  index: PrefixIndex, keys: Array, slot: Array, valid: Array, amount: int
+) -> Array:
+  """The overflow counts with an amount added wherever a page went on.
+
+  Args:
+    index: the index.
+    keys: uint32[X, 4], of the pages.
+    slot: int32[X], where they are.
+    valid: bool[X].
+    amount: 1 for pages that come, -1 for pages that go.
+
+  Returns:
+    int32[K].
+  """
+  home = slot // BUCKET_PAGES
+  first = _first_bucket(index, keys)
+
+  def walk(loop):
+    overflow, bucket, going = loop
+    overflow = masked.add(
+      overflow, masked.where_valid(going, bucket), values=amount
+    )
+    bucket = _next_bucket(index, keys, bucket)
+    # The second condition ends the walk of a page that is not on its way.
+    return overflow, bucket, going & (bucket != home) & (bucket != first)
+
+  return lax.while_loop(
+    lambda loop: jnp.any(loop[2]),
+    walk,
+    (index.overflow, first, valid & (first != home)),
+  )[0]
+
+
+def _split(entry: Array) -> tuple[Array, Array, Array]:
+  """Key uint32[..., 4], stamp uint32[...] and slot int32[...] of entries."""
+  slot = entry[..., _SLOT].astype(jnp.int32)
+  return entry[..., :KEY_WORDS], entry[..., KEY_WORDS], slot
+
+
+def _nowhere(entry: Array) -> Array:
+  return entry.at[:, _SLOT].set(jnp.uint32(NOWHERE))
+
+
+def _first_bucket(index: PrefixIndex, keys: Array) -> Array:
+  return _bucket(index, keys[:, 0])
+
+
+def _next_bucket(index: PrefixIndex, keys: Array, bucket: Array) -> Array:
+  """The probe sequence: an odd stride visits every one of 2**k buckets."""
+  stride = keys[:, 1] | jnp.uint32(1)
+  return _bucket(index, bucket.astype(jnp.uint32) + stride)
+
+
+def _bucket(index: PrefixIndex, number: Array) -> Array:
+  mask = jnp.uint32(index.buckets.shape[0] - 1)
+  return (number & mask).astype(jnp.int32)

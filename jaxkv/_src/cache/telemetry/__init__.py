@@ -1,0 +1,1 @@
+"""What observers read from a cache: events, page ages, new pages."""

@@ -1,0 +1,102 @@
+"""How old cached pages are when they are handed out again.
+
+Time is counted in pages published, by `PrefixIndex.clock`: what a cache of
+another size would have kept does not depend on how fast its pages fill.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.cache import masked
+
+NUM_BINS = 33
+"""Numbers of bits that a uint32 can have, none included."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residency:
+  """Ages of the pages evicted since `init`, in pages published meanwhile.
+
+  Ages are counted by their number of bits: entry 0 is for age 0, entry i for
+  ages of `2**(i - 1)` to `2**i - 1`. The difference of two readings, `later -
+  earlier`, tells of the time between them.
+
+  Attributes:
+    lifetime: pages by their time since publication.  # uint32[33]
+    idle: pages by their time in the free queue.  # uint32[33]
+  """
+
+  lifetime: Array
+  idle: Array
+
+  def __sub__(self, earlier: "Residency") -> "Residency":
+    """What happened between two readings."""
+    return jax.tree.map(lambda late, early: late - early, self, earlier)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ages:
+  """What is kept of every page for that.
+
+  Attributes:
+    released: value of the clock when a page's last reference was given back.
+      # uint32[N]
+    evicted: the ages so far.
+  """
+
+  released: Array
+  evicted: Residency
+
+
+def init(num_pages: int) -> Ages:
+  """No page was evicted yet."""
+  lifetime, idle = (jnp.zeros((NUM_BINS,), jnp.uint32) for _ in range(2))
+  return Ages(
+    released=jnp.zeros((num_pages,), jnp.uint32),
+    evicted=Residency(lifetime=lifetime, idle=idle),
+  )
+
+
+def released(ages: Ages, pages: Array, valid: Array, clock: Array) -> Ages:
+  """Notes when valid pages int32[W], all different, went to the free queue."""
+  # The ages were read from here before; see `masked.after`.
+  count = (ages.evicted.idle[0] >> 1).astype(jnp.int32)
+  place = masked.after(count, masked.where_valid(valid, pages))
+  return dataclasses.replace(
+    ages, released=masked.put(ages.released, place, values=clock)
+  )
+
+
+def evicted(
+  ages: Ages, pages: Array, valid: Array, stamps: Array, clock: Array
+) -> Ages:
+  """Counts the ages of pages that are handed out again.
+
+  Args:
+    ages: those so far.
+    pages: int32[W], from the free queue.
+    valid: bool[W], those that were cached until now.
+    stamps: uint32[W], values of the clock when they were published.
+    clock: uint32[], its value now.
+  """
+  since = masked.take(ages.released, pages)
+  counts = ages.evicted
+  return dataclasses.replace(
+    ages,
+    evicted=Residency(
+      lifetime=_counted(counts.lifetime, clock - stamps, valid),
+      idle=_counted(counts.idle, clock - since, valid),
+    ),
+  )
+
+
+def _counted(counts: Array, age: Array, valid: Array) -> Array:
+  bits = jnp.int32(32) - lax.clz(age).astype(jnp.int32)
+  place = masked.where_valid(valid, bits)
+  return masked.add(counts, place, values=jnp.uint32(1))

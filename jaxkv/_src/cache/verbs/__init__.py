@@ -1,0 +1,1 @@
+"""The public functions of a cache, a file for each verb or close family."""

@@ -1,0 +1,62 @@
+"""A JSON file that is written whole or not at all."""
+
+import contextlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+from jaxkv._src.commands.errors import CommandError
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[Callable[[Any], None]]:
+  """Makes sure that a JSON file can be written, before there is anything.
+
+  What is given to the function yielded stands in the file when the block
+  ends. When the block raises, or never calls it, the file stays as it was.
+
+  Args:
+    path: the file, which is replaced where it exists.
+
+  Yields:
+    A function that takes the value to write.
+
+  Raises:
+    CommandError: the file cannot be written.
+  """
+  target = pathlib.Path(path)
+  if target.is_dir():
+    raise CommandError(f"cannot write {target}: it is a folder")
+  if target.exists() and not os.access(target, os.W_OK):
+    raise CommandError(f"cannot write {target}: permission denied")
+  try:
+    handle, name = tempfile.mkstemp(
+      dir=target.parent, prefix=f".{target.name}.", suffix=".part"
+    )
+  except OSError as error:
+    raise CommandError(f"cannot write {target}: {error.strerror}") from error
+  os.close(handle)
+  part = pathlib.Path(name)
+  values: list[Any] = []
+  try:
+    yield values.append
+    if values:
+      _replace(target, part, json.dumps(values[-1], indent=1) + "\n")
+  finally:
+    part.unlink(missing_ok=True)
+
+
+def _replace(target: pathlib.Path, part: pathlib.Path, text: str) -> None:
+  # mkstemp makes files for its user alone; a result is an ordinary file.
+  mask = os.umask(0)
+  os.umask(mask)
+  try:
+    part.write_text(text, encoding="utf-8")
+    part.chmod(0o666 & ~mask)
+    os.replace(part, target)
+  except OSError as error:
+    raise CommandError(f"cannot write {target}: {error.strerror}") from error

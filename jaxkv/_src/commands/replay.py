@@ -1,0 +1,297 @@
+"""`python -m jaxkv replay`: a real request trace through the cache's verbs.
+
+Requests are served one at a time, in the order of the file: admit (with
+whatever of the prompt is cached), commit the rest, free. All of it happens in
+a compiled scan over requests; the host only cuts the trace into equal spans,
+so that a progress bar can move.
+
+A page holds one "token", which stands for a block of 512: its hash id. The
+two rules:
+
+| rule | blocks that are cached     | blocks that can be hit              |
+|------|----------------------------|-------------------------------------|
+| full | `input_length // 512`      | `(input_length - 1) // 512` of them |
+| all  | every id, the partial last | all of them                         |
+
+A full last block that may not be hit, because its last token must be computed
+for its logits, takes a page of its own and is cached once more.
+
+Every request also holds one page that is never cached: what comes after the
+last cached block stands in it, and `admit`, which never finds a whole
+sequence, can find all of its blocks. As a page without a key it goes back to
+the front of the free queue and is the first one taken by the next request.
+The pool has this page on top of the pages asked for, which are therefore all
+there for blocks. Outputs are not cached.
+"""
+
+import argparse
+import contextlib
+import os
+import time
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+from jax import Array
+from jax import lax
+
+import jaxkv
+from jaxkv._src.commands import json_file
+from jaxkv._src.commands import trace
+from jaxkv._src.commands.errors import CommandError
+from jaxkv._src.commands.trace import BLOCK_TOKENS
+from jaxkv._src.commands.trace import Request
+from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
+
+_SPAN = 512
+"""Requests in one call of the compiled scan."""
+
+
+class _Work(NamedTuple):
+  """Requests as arrays, on the host at first; scalars inside the scan.
+
+  Attributes:
+    begin: int32[X], the first block of a request among all blocks.
+    blocks: int32[X], its blocks that are cached.
+    length: int32[X], what is admitted; at most `length - 1` blocks are hit. 0
+      for a request that is only there to fill a span.
+  """
+
+  begin: Array | np.ndarray
+  blocks: Array | np.ndarray
+  length: Array | np.ndarray
+
+
+class _Served(NamedTuple):
+  """What became of requests.
+
+  Attributes:
+    ok: bool[X].
+    hits: int32[X], blocks found.
+  """
+
+  ok: Array
+  hits: Array
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the command's arguments to its parser."""
+  parser.add_argument(
+    "trace",
+    metavar="TRACE",
+    help="JSON lines with timestamp, input_length, output_length, hash_ids",
+  )
+  parser.add_argument(
+    "--pages",
+    metavar="N",
+    type=int,
+    required=True,
+    help="blocks that the cache has room for; 0 for as many as there are",
+  )
+  parser.add_argument(
+    "--rule",
+    choices=("full", "all"),
+    default="full",
+    help="cache full blocks only (default), or every block id",
+  )
+  parser.add_argument(
+    "--json", metavar="FILE", help="also write the result here"
+  )
+
+
+def run(args: argparse.Namespace) -> int:
+  """Replays a trace, prints a table and writes JSON if asked to.
+
+  Args:
+    args: what `add_arguments` describes.
+
+  Returns:
+    The exit code, 0.
+
+  Raises:
+    CommandError: the trace cannot be replayed, or the file not be written.
+  """
+  if args.pages < 0:
+    raise CommandError(f"--pages must be at least 0, not {args.pages}")
+  requests = trace.read(args.trace)
+  if args.pages > 0:
+    _check_fits(args.trace, requests, args.rule, args.pages)
+  if args.json is not None and os.path.exists(args.json):
+    if os.path.samefile(args.json, args.trace):
+      raise CommandError(f"--json {args.json} would overwrite the trace")
+  with contextlib.ExitStack() as stack:
+    write = None
+    if args.json is not None:
+      write = stack.enter_context(json_file.opened(args.json))
+    result = _replayed(requests, args.rule, args.pages)
+    if write is not None:
+      write(result)
+  _print_table(args, result)
+  return 0
+
+
+def _check_fits(
+  path: str, requests: list[Request], rule: str, pages: int
+) -> None:
+  for request in requests:
+    blocks = _num_blocks(request, rule)
+    if blocks > pages:
+      raise CommandError(
+        f"{path}, line {request.line}: the request needs {blocks} pages, "
+        f"--pages is {pages}"
+      )
+
+
+def _num_blocks(request: Request, rule: str) -> int:
+  """How many of a request's blocks are cached."""
+  if rule == "all":
+    return len(request.hash_ids)
+  return request.input_length // BLOCK_TOKENS
+
+
+def _replayed(requests: list[Request], rule: str, pages: int) -> dict[str, Any]:
+  """Replays requests; the numbers that are printed and written."""
+  ids = [request.hash_ids[: _num_blocks(request, rule)] for request in requests]
+  # The last full block of these may not be hit, and may be cached twice.
+  capped = np.asarray(
+    [
+      rule == "full" and request.input_length % BLOCK_TOKENS == 0
+      for request in requests
+    ]
+  )
+  # More pages than there can be cached blocks change nothing.
+  most = max(1, _num_distinct(ids) + int(capped.sum()))
+  config = jaxkv.CacheConfig(
+    num_pages=2 + (min(pages, most) if pages else most),
+    page_size=1,
+    num_slots=1,
+    pages_per_slot=1 + max(len(row) for row in ids),
+  )
+  blocks = np.asarray([len(row) for row in ids])
+  work = _Work(
+    begin=np.cumsum(blocks) - blocks,
+    blocks=blocks,
+    length=np.where(capped & (blocks > 0), blocks, blocks + 1),
+  )
+  state, served, seconds = _timed_spans(config, _tokens(ids, config), work)
+  failed = np.flatnonzero(~served.ok)
+  if failed.size or int(state.error):
+    raise RuntimeError(
+      f"requests {failed.tolist()[:9]} were not served, the cache's error is "
+      f"{jaxkv.Code(int(state.error)).name}: a mistake in the replay."
+    )
+  hits, total = int(np.sum(served.hits)), int(np.sum(blocks))
+  return {
+    "requests": len(requests),
+    "blocks": total,
+    "hit_blocks": hits,
+    "hit_rate": hits / max(total, 1),
+    "evicted": int(state.stats.evicted),
+    "seconds": seconds,
+    "us_per_request": seconds / len(requests) * 1e6,
+  }
+
+
+def _num_distinct(ids: list[tuple[int, ...]]) -> int:
+  """Blocks that differ in their id or in anything before them."""
+  nodes: dict[tuple[int, int], int] = {}
+  for row in ids:
+    node = 0
+    for name in row:
+      node = nodes.setdefault((node, name), len(nodes) + 1)
+  return len(nodes)
+
+
+def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
+  """int32[X]: all blocks one after the other, and one slot's width of zeros.
+
+  Ids may be wider than a token, so they are numbered as they come.
+  """
+  numbers: dict[int, int] = {}
+  flat = [numbers.setdefault(name, len(numbers)) for row in ids for name in row]
+  return jnp.asarray(flat + [0] * config.slot_tokens, jnp.int32)
+
+
+def _timed_spans(
+  config: jaxkv.CacheConfig, tokens: Array, work: _Work
+) -> tuple[jaxkv.CacheState, _Served, float]:
+  """Runs all requests; seconds without the compilation."""
+  count = work.begin.shape[0]
+  padded = [np.pad(column, (0, -count % _SPAN)) for column in work]
+  spans = [
+    _Work(*(jnp.asarray(c[first : first + _SPAN], jnp.int32) for c in padded))
+    for first in range(0, count, _SPAN)
+  ]
+  state = jaxkv.init(config)
+  program = jax.jit(
+    _span, donate_argnums=0, compiler_options=CPU_COMPILER_OPTIONS
+  )
+  program = program.lower(state, tokens, spans[0]).compile()
+  parts, seconds = [], 0.0
+  with tqdm.tqdm(total=count, desc="replay", unit="request") as bar:
+    for number, span in enumerate(spans):
+      begin = time.perf_counter()
+      state, out = jax.block_until_ready(program(state, tokens, span))
+      seconds += time.perf_counter() - begin
+      parts.append(out)
+      bar.update(min(_SPAN, count - number * _SPAN))
+  served = jax.tree.map(lambda *some: np.concatenate(some)[:count], *parts)
+  return state, served, seconds
+
+
+def _span(
+  state: jaxkv.CacheState, tokens: Array, work: _Work
+) -> tuple[jaxkv.CacheState, _Served]:
+  """Serves requests, one after the other."""
+  return lax.scan(
+    lambda state, request: _served(state, tokens, request), state, work
+  )
+
+
+def _served(
+  state: jaxkv.CacheState, tokens: Array, request: _Work
+) -> tuple[jaxkv.CacheState, _Served]:
+  """Serves one request: in, computed, out."""
+  width = state.config.slot_tokens
+  slot = jnp.zeros((1,), jnp.int32)
+  length = jnp.asarray(request.length)[None]
+  real = length > 0
+  state, admitted = jaxkv.admit(
+    state,
+    slot,
+    lax.dynamic_slice(tokens, (request.begin,), (width,))[None],
+    length,
+    mask=real,
+  )
+  # A request of full blocks only gets its page that is never cached here.
+  state, allocated = jaxkv.allocate(
+    state,
+    jnp.where(real, request.blocks + 1 - admitted.num_cached, 0),
+  )
+  first = request.begin + admitted.num_cached[0]
+  state, committed = jaxkv.commit(
+    state,
+    lax.dynamic_slice(tokens, (first,), (width,))[None],
+    jnp.where(real, request.blocks - admitted.num_cached, 0),
+  )
+  state, freed = jaxkv.free(state, real)
+  ok = admitted.ok & allocated.ok & committed.ok & freed.ok
+  return state, _Served((ok | ~real)[0], admitted.num_cached[0])
+
+
+def _print_table(args: argparse.Namespace, result: dict[str, Any]) -> None:
+  pages = f"{args.pages:,}" if args.pages else "unlimited"
+  rows = (
+    ("requests", f"{result['requests']:,}"),
+    (f"blocks (rule {args.rule})", f"{result['blocks']:,}"),
+    ("pages", pages),
+    ("hits", f"{result['hit_blocks']:,}"),
+    ("hit rate", f"{result['hit_rate']:.2%}"),
+    ("evictions", f"{result['evicted']:,}"),
+    ("time a request", f"{result['us_per_request']:.1f} us"),
+  )
+  for name, value in rows:
+    print(f"{name:18} {value:>12}")

@@ -1,0 +1,291 @@
+"""`python -m jaxkv rollout`: real prompts through the jitted loop.
+
+A small character model, trained once on this machine, continues prompts that
+share a preamble. Pages are allocated, shared, published, hit, evicted and
+released inside compiled spans of a `while_loop`; the same is then done with a
+dense cache, and the tokens are compared one by one.
+"""
+
+import argparse
+import contextlib
+import functools
+import math
+import os
+import sys
+import time
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+from jax import Array
+
+import jaxkv
+from jaxkv import kv as kv_memory
+from jaxkv import models
+from jaxkv import rollout
+from jaxkv._src.commands import json_file
+from jaxkv._src.commands import prompts as prompt_files
+from jaxkv._src.commands import report
+from jaxkv._src.commands.errors import CommandError
+from jaxkv._src.commands.prompts import Prompts
+from jaxkv.models import CharacterModel
+from jaxkv.rollout import RolloutConfig
+from jaxkv.rollout import RolloutState
+
+SLOT_TOKENS = 512
+"""Tokens of a prompt and its continuation together, at most."""
+
+
+class _Timed(NamedTuple):
+  """A result, and how long it took.
+
+  Attributes:
+    value: the result.
+    seconds: without compilation.
+    compile_seconds: the compilation.
+  """
+
+  value: Any
+  seconds: float
+  compile_seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the command's arguments to its parser."""
+  add = parser.add_argument
+  add("--prompts", metavar="FILE", help="one prompt a line; default: real text")
+  add(
+    "--samples", metavar="G", type=int, default=4, help="a prompt (%(default)s)"
+  )
+  add("--slots", metavar="B", type=int, default=8, help="batch (%(default)s)")
+  add("--pages", metavar="N", type=int, default=160, help="pool (%(default)s)")
+  add("--page-size", metavar="S", type=int, default=16, help="(%(default)s)")
+  add("--max-tokens", metavar="T", type=int, default=96, help="(%(default)s)")
+  add("--seed", metavar="I", type=int, default=0, help="(%(default)s)")
+  add(
+    "--temperature", type=float, default=0.8, help="0 is greedy (%(default)s)"
+  )
+  add(
+    "--span",
+    metavar="STEPS",
+    type=int,
+    default=200,
+    help="steps between progress reports; 0 runs in one call (%(default)s)",
+  )
+  add("--json", metavar="FILE", help="also write texts and figures here")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Generates, prints texts and a table, and compares with a dense cache.
+
+  Args:
+    args: what `add_arguments` describes.
+
+  Returns:
+    The exit code: 0, or 1 where the tokens differ from the dense cache's.
+
+  Raises:
+    CommandError: an argument or a prompt cannot be used.
+  """
+  _check(args)
+  with contextlib.ExitStack() as stack:
+    write = (
+      stack.enter_context(json_file.opened(args.json)) if args.json else None
+    )
+    model = models.character_model()
+    prompts = _prompts(args, model)
+    config = RolloutConfig(
+      num_samples=args.samples,
+      max_new_tokens=args.max_tokens,
+      stop_token=model.vocabulary.stop_token,
+      prefill_chunk=64,
+    )
+    paged = _paged(args, model, prompts, config)
+    dense = _dense(args, model, prompts, config)
+    jaxkv.check(paged.value.cache)
+    equal = bool(
+      np.array_equal(paged.value.sequences.tokens, dense.value.tokens)
+    )
+    result = report.collect(
+      paged.value,
+      model,
+      num_samples=args.samples,
+      seconds=paged.seconds,
+      compile_seconds=paged.compile_seconds,
+      dense_seconds=dense.seconds,
+      equals_dense=equal,
+    )
+    report.show(result)
+    if write:
+      write(result)
+  return 0 if equal else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+  least = {
+    "samples": 1,
+    "slots": 1,
+    "pages": 2,
+    "page_size": 1,
+    "max_tokens": 1,
+    "seed": 0,
+    "temperature": 0,
+    "span": 0,
+  }
+  for name, value in least.items():
+    if not getattr(args, name) >= value:
+      flag = "--" + name.replace("_", "-")
+      raise CommandError(
+        f"{flag} must be at least {value}, not {getattr(args, name)}"
+      )
+  _check_sizes(args)
+  if args.seed >= 2**32:
+    raise CommandError(f"--seed must be below 2**32, not {args.seed}")
+  if not math.isfinite(args.temperature):
+    raise CommandError(f"--temperature must be finite, not {args.temperature}")
+  if args.json and args.prompts and _same_file(args.json, args.prompts):
+    raise CommandError(f"--json {args.json} would overwrite the prompts")
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+  if args.max_tokens >= SLOT_TOKENS:
+    raise CommandError(
+      f"--max-tokens must be below {SLOT_TOKENS}, the tokens of a slot, not "
+      f"{args.max_tokens}"
+    )
+  if args.page_size > SLOT_TOKENS:
+    raise CommandError(
+      f"--page-size must be at most {SLOT_TOKENS}, the tokens of a slot, not "
+      f"{args.page_size}"
+    )
+  try:
+    _sizes(args)
+  except ValueError as error:
+    raise CommandError(str(error).rstrip(".")) from error
+
+
+def _same_file(a: str, b: str) -> bool:
+  return os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
+
+
+def _prompts(args: argparse.Namespace, model: CharacterModel) -> Prompts:
+  if args.prompts is None:
+    text = models.reference_text()
+    encoded = prompt_files.default(text, model.vocabulary)
+  else:
+    encoded = prompt_files.read(args.prompts, model.vocabulary)
+  width = SLOT_TOKENS - args.max_tokens
+  prompts = prompt_files.padded(encoded, width, args.prompts)
+  longest = int(prompts.lengths.max()) + args.max_tokens
+  needed = -(-longest // args.page_size)
+  if needed > args.pages - 1:
+    raise CommandError(
+      f"the longest sequence, {longest} tokens, needs {needed} pages of "
+      f"{args.page_size} and --pages {args.pages} leaves {args.pages - 1} "
+      "beside the null page"
+    )
+  return prompts
+
+
+def _paged(
+  args: argparse.Namespace,
+  model: CharacterModel,
+  prompts: Prompts,
+  config: RolloutConfig,
+) -> _Timed:
+  """Runs the loop in spans, with a progress bar over sequences."""
+  state = _initial(args, model, prompts, config)
+  forward = functools.partial(
+    models.forward, config=model.config, logits="last"
+  )
+  program = functools.partial(rollout.run, model=forward)
+  temperature = jnp.float32(args.temperature)
+  span = jnp.int32(args.span)
+  print("compiling the loop ...", file=sys.stderr, flush=True)
+  begin = time.perf_counter()
+  compiled = (
+    jax.jit(program, donate_argnums=1)
+    .lower(model.params, state, temperature, span)
+    .compile()
+  )
+  ready = time.perf_counter()
+  total = int(state.sequences.length.shape[0])
+  with tqdm.tqdm(total=total, desc="rollout", unit="seq") as bar:
+    while True:
+      state = compiled(model.params, state, temperature, span)
+      done = int(jnp.sum(state.sequences.status >= rollout.DONE))
+      bar.update(done - bar.n)
+      if done == total:
+        break
+  seconds = time.perf_counter() - ready
+  return _Timed(state, seconds, ready - begin)
+
+
+def _initial(
+  args: argparse.Namespace,
+  model: CharacterModel,
+  prompts: Prompts,
+  config: RolloutConfig,
+) -> RolloutState:
+  kv = kv_memory.init(
+    num_layers=model.config.num_layers,
+    num_pages=args.pages,
+    page_size=args.page_size,
+    num_kv_heads=model.config.num_kv_heads,
+    head_dim=model.config.head_dim,
+    dtype=model.config.dtype,
+  )
+  cache = jaxkv.init(_sizes(args))
+  return rollout.init(cache, kv, *_arrays(args, prompts), config)
+
+
+def _sizes(args: argparse.Namespace) -> jaxkv.CacheConfig:
+  return jaxkv.CacheConfig(
+    num_pages=args.pages,
+    page_size=args.page_size,
+    num_slots=args.slots,
+    pages_per_slot=-(-SLOT_TOKENS // args.page_size),
+  )
+
+
+def _arrays(
+  args: argparse.Namespace, prompts: Prompts
+) -> tuple[Array, Array, Array]:
+  return (
+    jnp.asarray(prompts.tokens),
+    jnp.asarray(prompts.lengths),
+    jax.random.key(args.seed),
+  )
+
+
+def _dense(
+  args: argparse.Namespace,
+  model: CharacterModel,
+  prompts: Prompts,
+  config: RolloutConfig,
+) -> _Timed:
+  """The same sequences with a dense cache."""
+  sequences = rollout.from_prompts(*_arrays(args, prompts), config)
+  memory = models.dense.init(
+    num_layers=model.config.num_layers,
+    batch_size=args.slots,
+    max_len=SLOT_TOKENS,
+    num_kv_heads=model.config.num_kv_heads,
+    head_dim=model.config.head_dim,
+    dtype=model.config.dtype,
+  )
+  forward = functools.partial(
+    models.forward_dense, config=model.config, logits="last"
+  )
+  program = functools.partial(
+    rollout.run_dense, batch_size=args.slots, model=forward, config=config
+  )
+  inputs = (model.params, memory, sequences, jnp.float32(args.temperature))
+  begin = time.perf_counter()
+  compiled = jax.jit(program).lower(*inputs).compile()
+  ready = time.perf_counter()
+  sequences = jax.block_until_ready(compiled(*inputs))
+  return _Timed(sequences, time.perf_counter() - ready, ready - begin)

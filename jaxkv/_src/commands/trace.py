@@ -1,0 +1,112 @@
+"""A request trace: JSON lines, one request each, prompts as block hashes.
+
+The format of the Mooncake traces (Qin et al., "Mooncake: Trading More Storage
+for Less Computation", FAST 2025): `timestamp`, `input_length` and
+`output_length` in tokens, and `hash_ids`, one for every 512 tokens of the
+prompt or part of them. An id names its block and all that comes before it.
+"""
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+from jaxkv._src.commands.errors import CommandError
+
+BLOCK_TOKENS = 512
+
+_COUNTS = ("timestamp", "input_length", "output_length")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """One line of a trace.
+
+  Attributes:
+    line: its number, from 1.
+    input_length: tokens of the prompt.
+    hash_ids: its blocks.
+  """
+
+  line: int
+  input_length: int
+  hash_ids: tuple[int, ...]
+
+
+def read(path: str | os.PathLike[str]) -> list[Request]:
+  """Reads and checks a whole trace; blank lines are passed over.
+
+  Args:
+    path: the file.
+
+  Returns:
+    At least one request, in the order of the file.
+
+  Raises:
+    CommandError: the file or one of its lines cannot be used.
+  """
+  try:
+    with open(path, "rb") as file:
+      lines = file.read().splitlines()
+  except OSError as error:
+    raise CommandError(f"cannot read {path}: {error.strerror}") from error
+  requests = [
+    _request(f"{path}, line {number}", number, line)
+    for number, line in enumerate(lines, start=1)
+    if line.strip()
+  ]
+  if not requests:
+    raise CommandError(f"{path} holds no request")
+  return requests
+
+
+def _request(where: str, number: int, line: bytes) -> Request:
+  record = _record(where, line)
+  for key in _COUNTS:
+    if not _is_count(record[key]):
+      raise CommandError(
+        f"{where}: {key} must be a whole number of at least 0, not "
+        f"{_shown(record[key])}"
+      )
+  ids = record["hash_ids"]
+  if not isinstance(ids, list):
+    raise CommandError(f"{where}: hash_ids must be a list, not {_shown(ids)}")
+  for value in ids:
+    if not _is_count(value):
+      raise CommandError(
+        f"{where}: hash_ids must hold whole numbers of at least 0, not "
+        f"{_shown(value)}"
+      )
+  wanted = -(-record["input_length"] // BLOCK_TOKENS)
+  if len(ids) != wanted:
+    raise CommandError(
+      f"{where}: input_length {_shown(record['input_length'])} makes "
+      f"{_shown(wanted)} blocks of {BLOCK_TOKENS} tokens, but hash_ids has "
+      f"{len(ids)}"
+    )
+  return Request(number, record["input_length"], tuple(ids))
+
+
+def _record(where: str, line: bytes) -> dict[str, Any]:
+  """The JSON object of a line, all keys there."""
+  try:
+    record = json.loads(line)
+  except (ValueError, RecursionError) as error:
+    reason = str(error).splitlines()[0]
+    raise CommandError(f"{where}: not JSON ({reason})") from error
+  if not isinstance(record, dict):
+    raise CommandError(f"{where}: not a JSON object but {_shown(record)}")
+  for key in (*_COUNTS, "hash_ids"):
+    if key not in record:
+      raise CommandError(f"{where}: {key} is missing")
+  return record
+
+
+def _is_count(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _shown(value: Any) -> str:
+  """A value as JSON, cut where it is long."""
+  text = json.dumps(value)
+  return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,1 @@
+"""The cache manager for schedulers in Python."""

@@ -1,0 +1,1 @@
+"""The K/V memory."""

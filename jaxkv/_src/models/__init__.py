@@ -1,0 +1,1 @@
+"""Decoders in plain JAX over the cache."""

@@ -1,0 +1,397 @@
+"""Llama-family decoder in plain JAX, its attention injected.
+
+One core (`_decode`) holds all arithmetic but attention: embedding, RMSNorm,
+rotary positions, projections, SwiGLU and logits. Three functions give it
+their attention, and so agree up to the rounding of attention alone:
+
+| function           | keys and values                   | used for         |
+|--------------------|-----------------------------------|------------------|
+| `forward`          | paged memory (`jaxkv.kv`)         | decoding         |
+| `forward_dense`    | `DenseCache`                      | the baseline     |
+| `forward_uncached` | those of the same call, no memory | training         |
+
+The layer loop carries the whole key-value memory, never a slice of it per
+layer: as inputs and outputs of a scan it would be copied at every token.
+
+Dimension letters besides the project's own (B rows, T tokens, H query heads,
+K key-value heads, D head size, L layers): E width, F inner width of the MLP,
+V vocabulary.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import kv as paged
+from jaxkv._src.models import dense
+from jaxkv._src.models.config import LlamaConfig
+
+Params = dict[str, Any]
+Wanted = Literal["all", "last", "none"]
+# (layer, q[B, T, H, D], k[B, T, K, D], v[B, T, K, D], memory)
+#   -> (output[B, T, H, D], memory)
+_Attention = Callable[
+  [jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]
+]
+
+
+def init_params(key: jax.Array, config: LlamaConfig) -> Params:
+  """Random parameters; every array under "layers" has a leading L axis.
+
+  Args:
+    key: random key.
+    config: the decoder's sizes.
+
+  Returns:
+    A dict: "embed" [V, E], "final_norm" [E], "unembed" [E, V] where the
+    embeddings are not tied, and "layers", a dict of "attention_norm" [L, E],
+    "query" [L, E, H, D], "key" and "value" [L, E, K, D], "output"
+    [L, H, D, E], "mlp_norm" [L, E], "gate" and "up" [L, E, F], "down"
+    [L, F, E]; all of `config.dtype`.
+
+  Examples:
+    >>> import jax
+    >>> config = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8,
+    ...                      num_heads=4, num_kv_heads=2, head_dim=2,
+    ...                      mlp_dim=16)
+    >>> init_params(jax.random.key(0), config)["layers"]["key"].shape
+    (2, 8, 2, 2)
+  """
+  c = config
+  n, e, f, d = c.num_layers, c.embed_dim, c.mlp_dim, c.head_dim
+  h, k = c.num_heads, c.num_kv_heads
+  residual = (2 * n) ** -0.5
+  # One draw, cut up: drawn one by one, each shape costs a compilation.
+  size = 2 * c.vocab_size * e + n * e * (2 * (h + k) * d + 3 * f)
+  noise = jax.random.normal(key, (size,), jnp.float32)
+  used = 0
+
+  def normal(*shape: int, fan_in: int, gain: float = 1.0) -> jax.Array:
+    nonlocal used
+    begin, used = used, used + math.prod(shape)
+    drawn = noise[begin:used].reshape(shape)
+    return (drawn * (gain * fan_in**-0.5)).astype(c.dtype)
+
+  def ones(*shape: int) -> jax.Array:
+    return jnp.ones(shape, c.dtype)
+
+  params: Params = {
+    "embed": normal(c.vocab_size, e, fan_in=e),
+    "final_norm": ones(e),
+    "layers": {
+      "attention_norm": ones(n, e),
+      "query": normal(n, e, h, d, fan_in=e),
+      "key": normal(n, e, k, d, fan_in=e),
+      "value": normal(n, e, k, d, fan_in=e),
+      "output": normal(n, h, d, e, fan_in=h * d, gain=residual),
+      "mlp_norm": ones(n, e),
+      "gate": normal(n, e, f, fan_in=e),
+      "up": normal(n, e, f, fan_in=e),
+      "down": normal(n, f, e, fan_in=f, gain=residual),
+    },
+  }
+  if not c.tied_embeddings:
+    params["unembed"] = normal(e, c.vocab_size, fan_in=e)
+  return params
+
+
+@functools.partial(jax.jit, static_argnames=("config", "logits", "backend"))
+def forward(
+  params: Params,
+  tokens: jax.Array,
+  positions: jax.Array,
+  kv: paged.KVPages,
+  view: paged.View,
+  *,
+  config: LlamaConfig,
+  logits: Wanted = "all",
+  backend: str = "auto",
+) -> tuple[jax.Array, paged.KVPages]:
+  """Runs tokens through the decoder with keys and values in pages.
+
+  Writes the keys and values of the first `view.counts[b]` tokens of row b
+  behind its `view.starts[b]` cached ones, and lets each token attend to
+  those up to itself. Prefill, chunked prefill and decode are this one call
+  with different T and counts. A row's logits do not depend on other rows, but
+  for rounding where a view has `shared` pages or a `plan`.
+
+  Never donates: outside of a `jit` of the caller's own each call copies the
+  pages.
+
+  Args:
+    params: as `init_params` returns.
+    tokens: int32[B, T]. One outside the vocabulary makes logits of its row
+      NaN; past the row's count it does nothing.
+    positions: int32[B, T]; for row b of an ordinary sequence
+      `view.starts[b] + arange(T)`.
+    kv: the pages.
+    view: where each row's pages are and what is written.
+    config: static; the decoder's sizes.
+    logits: static; which tokens get logits. "all" T; "last", the one at
+      `view.counts[b] - 1` (of a row that counts nothing: its first, which
+      means nothing); "none", as for a prompt's earlier chunks.
+    backend: static; see `jaxkv.kv.attend`.
+
+  Returns:
+    (logits, kv): float32[B, P, V], where P is T, 1 or 0 for "all", "last"
+    and "none"; the logits of tokens past a row's count mean nothing.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> config = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8,
+    ...                      num_heads=4, num_kv_heads=2, head_dim=2,
+    ...                      mlp_dim=16)
+    >>> kv = paged.init(num_layers=2, num_pages=3, page_size=4,
+    ...                 num_kv_heads=2, head_dim=2, dtype=jnp.float32)
+    >>> view = paged.View(page_table=jnp.array([[2, 1]]),
+    ...                   starts=jnp.array([0]), counts=jnp.array([3]))
+    >>> logits, kv = forward(
+    ...   init_params(jax.random.key(0), config),
+    ...   jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]]), kv, view,
+    ...   config=config)
+    >>> logits.shape
+    (1, 3, 11)
+  """
+  if tokens.shape[1:] == (1,):
+    view = paged.fit(kv, view)
+
+  def attention(
+    layer: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    memory: paged.KVPages,
+  ) -> tuple[Any, paged.KVPages]:
+    memory = paged.write(memory, view, layer, k, v)
+    out = paged.attend(memory, view, layer, q, backend=backend)
+    return out, memory
+
+  return _decode(
+    params, tokens, positions, kv, attention, view.counts, logits, config
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "logits"))
+def forward_dense(
+  params: Params,
+  tokens: jax.Array,
+  positions: jax.Array,
+  cache: dense.DenseCache,
+  starts: jax.Array,
+  counts: jax.Array,
+  *,
+  config: LlamaConfig,
+  logits: Wanted = "all",
+) -> tuple[jax.Array, dense.DenseCache]:
+  """As `forward`, with one contiguous stretch of memory per row.
+
+  The baseline: no pages, no kernel. Tokens past `cache.max_len` are not
+  kept, and get NaN logits. Never donates.
+
+  Args:
+    params: as `init_params` returns.
+    tokens: int32[B, T].
+    positions: int32[B, T].
+    cache: the memory.
+    starts: int32[B], tokens of each row cached before.
+    counts: int32[B], tokens of each row to keep, of the T given.
+    config: static; the decoder's sizes.
+    logits: static; as in `forward`.
+
+  Returns:
+    (logits, cache): float32[B, P, V] as in `forward`.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> config = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8,
+    ...                      num_heads=4, num_kv_heads=2, head_dim=2,
+    ...                      mlp_dim=16)
+    >>> cache = dense.init(num_layers=2, batch_size=1, max_len=8,
+    ...                    num_kv_heads=2, head_dim=2)
+    >>> logits, cache = forward_dense(
+    ...   init_params(jax.random.key(0), config),
+    ...   jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]]), cache,
+    ...   jnp.array([0]), jnp.array([3]), config=config, logits="last")
+    >>> logits.shape
+    (1, 1, 11)
+  """
+
+  def attention(
+    layer: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    memory: dense.DenseCache,
+  ) -> tuple[jax.Array, dense.DenseCache]:
+    memory = dense.write(memory, layer, starts, counts, k, v)
+    return dense.attend(memory, layer, starts, q), memory
+
+  return _decode(
+    params, tokens, positions, cache, attention, counts, logits, config
+  )
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def forward_uncached(
+  params: Params,
+  tokens: jax.Array,
+  positions: jax.Array,
+  *,
+  config: LlamaConfig,
+) -> jax.Array:
+  """Runs whole sequences, each token attending to those before and itself.
+
+  Differentiable in `params`: this is the function to train.
+
+  Args:
+    params: as `init_params` returns.
+    tokens: int32[B, T], each in 0 ... V - 1.
+    positions: int32[B, T]; what attends to what follows the order in T, not
+      these.
+    config: static; the decoder's sizes.
+
+  Returns:
+    float32[B, T, V] logits.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> config = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8,
+    ...                      num_heads=4, num_kv_heads=2, head_dim=2,
+    ...                      mlp_dim=16)
+    >>> forward_uncached(init_params(jax.random.key(0), config),
+    ...                  jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]]),
+    ...                  config=config).shape
+    (1, 3, 11)
+  """
+
+  def attention(
+    layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: None
+  ) -> tuple[jax.Array, None]:
+    del layer
+    return dense.attend_causal(q, k, v), memory
+
+  return _decode(
+    params, tokens, positions, None, attention, None, "all", config
+  )[0]
+
+
+def _decode(
+  params: Params,
+  tokens: jax.Array,
+  positions: jax.Array,
+  memory: Any,
+  attention: _Attention,
+  counts: jax.Array | None,
+  wanted: Wanted,
+  config: LlamaConfig,
+) -> tuple[jax.Array, Any]:
+  """All of the decoder but attention: (float32[B, P, V] logits, memory)."""
+  _check_inputs(params, tokens, positions, counts, wanted, config)
+  rotation = _rotation(positions, config)
+
+  def block(carry: Any, inputs: Any) -> tuple[Any, None]:
+    x, memory = carry
+    layer, weights = inputs
+    y = _rms_norm(x, weights["attention_norm"], config)
+    q = _rotate(jnp.einsum("bte,ehd->bthd", y, weights["query"]), rotation)
+    k = _rotate(jnp.einsum("bte,ekd->btkd", y, weights["key"]), rotation)
+    v = jnp.einsum("bte,ekd->btkd", y, weights["value"])
+    out, memory = attention(layer, q, k, v, memory)
+    x = x + jnp.einsum("bthd,hde->bte", out.astype(x.dtype), weights["output"])
+    y = _rms_norm(x, weights["mlp_norm"], config)
+    gate = jax.nn.silu(jnp.einsum("bte,ef->btf", y, weights["gate"]))
+    up = jnp.einsum("bte,ef->btf", y, weights["up"])
+    x = x + jnp.einsum("btf,fe->bte", gate * up, weights["down"])
+    return (x, memory), None
+
+  x = (
+    params["embed"]
+    .at[tokens]
+    .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+  )
+  layers = jnp.arange(config.num_layers, dtype=jnp.int32)
+  (x, memory), _ = jax.lax.scan(block, (x, memory), (layers, params["layers"]))
+  x = _rms_norm(_pick(x, counts, wanted), params["final_norm"], config)
+  unembed = params["embed"].T if config.tied_embeddings else params["unembed"]
+  logits = jnp.einsum(
+    "bte,ev->btv", x, unembed, preferred_element_type=jnp.float32
+  )
+  return logits, memory
+
+
+def _pick(x: jax.Array, counts: jax.Array | None, wanted: Wanted) -> jax.Array:
+  """[B, T, E] to [B, P, E]: the tokens that get logits."""
+  if wanted == "all" or counts is None:
+    return x
+  if wanted == "none":
+    return x[:, :0]
+  last = jnp.maximum(counts - 1, 0)[:, None, None]
+  return jnp.take_along_axis(x, last, axis=1, mode="fill")
+
+
+def _rms_norm(
+  x: jax.Array, weight: jax.Array, config: LlamaConfig
+) -> jax.Array:
+  wide = x.astype(jnp.float32)
+  scale = jax.lax.rsqrt(
+    jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.norm_eps
+  )
+  return (wide * scale).astype(x.dtype) * weight[None, None]
+
+
+def _rotation(
+  positions: jax.Array, config: LlamaConfig
+) -> tuple[jax.Array, jax.Array]:
+  """Cosine and sine of each pair's angle, float32[B, T, 1, D // 2]."""
+  half = config.head_dim // 2
+  exponents = np.arange(half, dtype=np.float32) / half
+  frequencies = jnp.asarray(config.rope_base**-exponents, jnp.float32)
+  angles = (
+    positions.astype(jnp.float32)[:, :, None, None]
+    * frequencies[None, None, None]
+  )
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """Turns element i with element i + D / 2, as published checkpoints do."""
+  cos, sin = rotation
+  low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  turned = (low * cos - high * sin, high * cos + low * sin)
+  return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _check_inputs(
+  params: Params,
+  tokens: jax.Array,
+  positions: jax.Array,
+  counts: jax.Array | None,
+  wanted: Wanted,
+  config: LlamaConfig,
+) -> None:
+  if tokens.ndim != 2:
+    raise ValueError(f"tokens must be [B, T], not of shape {tokens.shape}.")
+  if positions.shape != tokens.shape:
+    raise ValueError(
+      f"positions must be of the shape of tokens {tokens.shape}, not "
+      f"{positions.shape}."
+    )
+  if counts is not None and counts.shape != tokens.shape[:1]:
+    raise ValueError(
+      f"counts must be of shape {tokens.shape[:1]}, not {counts.shape}."
+    )
+  if wanted not in ("all", "last", "none"):
+    raise ValueError(f'logits must be "all", "last" or "none", not {wanted!r}.')
+  embed = (config.vocab_size, config.embed_dim)
+  if params["embed"].shape != embed or params["embed"].dtype != config.dtype:
+    raise ValueError(
+      f'params["embed"] is {params["embed"].dtype.name}'
+      f"{list(params['embed'].shape)}, but config asks for "
+      f"{config.dtype.name}{list(embed)}."
+    )

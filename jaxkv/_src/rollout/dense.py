@@ -1,0 +1,95 @@
+"""The same rollout with a dense cache: what the paged one is compared with.
+
+One static batch after the other, every sequence in a row of its own, nothing
+shared and nothing refilled.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.cache import masked
+from jaxkv._src.cache.verb import alike
+from jaxkv._src.rollout import sampling
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.sequences import Sequences
+
+DenseModel = Callable[..., tuple[Array, Any]]
+"""`(params, tokens int32[B, T], positions int32[B, T], memory, starts int32[B],
+counts int32[B]) -> (logits float32[B, X, V], memory)`."""
+
+
+def run_dense(
+  params: Any,
+  memory: Any,
+  sequences: Sequences,
+  temperature: Array,
+  *,
+  batch_size: int,
+  model: DenseModel,
+  config: RolloutConfig,
+) -> Sequences:
+  """Generates every sequence with a dense cache.
+
+  Args:
+    params: the model's.
+    memory: a dense cache of `batch_size` rows.
+    sequences: from `sequences.from_prompts`.
+    temperature: float32[], 0 for greedy.
+    batch_size: B, rows of the dense cache.
+    model: see `DenseModel`.
+    config: the options.
+
+  Returns:
+    The sequences, all done.
+  """
+  params, memory, sequences, temperature = alike(
+    (params, memory, sequences, temperature)
+  )
+  total = sequences.length.shape[0]
+  width = sequences.tokens.shape[1] - config.max_new_tokens
+
+  def batch(loop):
+    begin, memory, sequences = loop
+    numbers = begin + jnp.arange(batch_size, dtype=jnp.int32)
+    inside = numbers < total
+    prompt = masked.take(sequences.tokens, numbers)[:, :width]
+    zeros = jnp.zeros((batch_size,), jnp.int32)
+    positions = jnp.broadcast_to(
+      jnp.arange(width, dtype=jnp.int32)[None], prompt.shape
+    )
+    counts = jnp.where(inside, masked.take(sequences.length, numbers) - 1, 0)
+    _, memory = model(params, prompt, positions, memory, zeros, counts)
+
+    def step(loop):
+      memory, sequences, going = loop
+      last = masked.take(sequences.length, numbers) - 1
+      tokens = masked.take(sequences.tokens, numbers, last)[:, None]
+      logits, memory = model(
+        params, tokens, last[:, None], memory, last, going.astype(jnp.int32)
+      )
+      drawn, log_probs = sampling.sample(
+        sequences.keys[jnp.minimum(numbers, total - 1)],
+        masked.take(queue.num_generated(sequences), numbers),
+        logits[:, -1],
+        temperature,
+      )
+      sequences, ended = queue.appended(
+        sequences, numbers, going, drawn, log_probs, config
+      )
+      return memory, sequences, going & ~ended
+
+    memory, sequences, _ = lax.while_loop(
+      lambda loop: jnp.any(loop[2]), step, (memory, sequences, inside)
+    )
+    return begin + batch_size, memory, sequences
+
+  return lax.while_loop(
+    lambda loop: loop[0] < total,
+    batch,
+    (sequences.length[0] & 0, memory, sequences),
+  )[2]

@@ -1,0 +1,151 @@
+"""The sequences of a rollout: the queue, the results, and their order.
+
+One buffer holds a sequence's prompt and what was generated after it, so that a
+sequence that lost its slot is admitted again exactly as a new one is.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache import masked
+from jaxkv._src.rollout.config import RolloutConfig
+
+WAITING, RUNNING, DONE, FAILED = 0, 1, 2, 3
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sequences:
+  """Q sequences of up to W tokens; sequence p * G + g is sample g of prompt p.
+
+  Attributes:
+    tokens: prompt, then generated tokens, then 0.  # int32[Q, W]
+    prompt_length: tokens of the prompt.  # int32[Q]
+    length: tokens in all.  # int32[Q]
+    log_probs: of the generated tokens, then 0.  # float32[Q, T]
+    status: WAITING, RUNNING, DONE or FAILED.  # int32[Q]
+    code: why a sequence failed, a `jaxkv.Code`.  # int32[Q]
+    keys: each sequence's own.  # key[Q]
+  """
+
+  tokens: Array
+  prompt_length: Array
+  length: Array
+  log_probs: Array
+  status: Array
+  code: Array
+  keys: Array
+
+
+def from_prompts(
+  prompts: Array, lengths: Array, key: Array, config: RolloutConfig
+) -> Sequences:
+  """All samples of all prompts, waiting.
+
+  Args:
+    prompts: int32[P, L], padded at the end.
+    lengths: int32[P], 1 .. L.
+    key: key[], from which every sequence's own is made.
+    config: how many samples, of how many tokens.
+  """
+  num_sequences = prompts.shape[0] * config.num_samples
+  tokens = jnp.repeat(prompts, config.num_samples, axis=0)
+  lengths = jnp.repeat(lengths, config.num_samples)
+  column = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None]
+  tokens = jnp.where(column < lengths[:, None], tokens, 0)
+  numbers = jnp.arange(num_sequences, dtype=jnp.int32)
+  return Sequences(
+    tokens=jnp.pad(tokens, ((0, 0), (0, config.max_new_tokens))),
+    prompt_length=lengths,
+    length=lengths + 0,
+    log_probs=jnp.zeros((num_sequences, config.max_new_tokens), jnp.float32),
+    status=jnp.full((num_sequences,), WAITING, jnp.int32),
+    code=jnp.zeros((num_sequences,), jnp.int32),
+    keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers),
+  )
+
+
+def num_generated(sequences: Sequences) -> Array:
+  """int32[Q]: tokens generated so far."""
+  return sequences.length - sequences.prompt_length
+
+
+def first_of(condition: Array, count: int) -> Array:
+  """The first places where a condition holds.
+
+  Args:
+    condition: bool[X].
+    count: how many places to give.
+
+  Returns:
+    int32[count], filled up with X.
+  """
+  size = condition.shape[0]
+  rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
+  return masked.put(
+    jnp.full((count,), size, jnp.int32),
+    masked.where_valid(condition, rank),
+    values=jnp.arange(size, dtype=jnp.int32),
+  )
+
+
+def with_status(
+  sequences: Sequences, numbers: Array, mask: Array, status: int
+) -> Sequences:
+  """The sequences with those named and masked in another status."""
+  place = masked.where_valid(mask, numbers)
+  return dataclasses.replace(
+    sequences,
+    status=masked.put(sequences.status, place, values=status),
+  )
+
+
+def failed(
+  sequences: Sequences, numbers: Array, mask: Array, code: Array
+) -> Sequences:
+  """The sequences with those named and masked given up, and why."""
+  sequences = with_status(sequences, numbers, mask, FAILED)
+  place = masked.where_valid(mask, numbers)
+  return dataclasses.replace(
+    sequences, code=masked.put(sequences.code, place, values=code)
+  )
+
+
+def appended(
+  sequences: Sequences,
+  numbers: Array,
+  mask: Array,
+  tokens: Array,
+  log_probs: Array,
+  config: RolloutConfig,
+) -> tuple[Sequences, Array]:
+  """Adds a token to each of the sequences named, and ends those that are over.
+
+  Args:
+    sequences: all of them.
+    numbers: int32[B], which ones.
+    mask: bool[B], those that got a token.
+    tokens: int32[B].
+    log_probs: float32[B].
+    config: the stop token and the most tokens.
+
+  Returns:
+    The sequences, and bool[B]: those that ended.
+  """
+  place = masked.where_valid(mask, numbers)
+  length = masked.take(sequences.length, place)
+  generated = masked.take(num_generated(sequences), place)
+  ended = tokens == config.stop_token
+  ended = mask & (ended | (generated + 1 >= config.max_new_tokens))
+  sequences = dataclasses.replace(
+    sequences,
+    tokens=masked.put(sequences.tokens, place, length, values=tokens),
+    length=masked.add(sequences.length, place, values=1),
+    log_probs=masked.put(
+      sequences.log_probs, place, generated, values=log_probs
+    ),
+  )
+  return with_status(sequences, numbers, ended, DONE), ended

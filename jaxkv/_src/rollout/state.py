@@ -1,0 +1,166 @@
+"""A rollout as a value: the cache, its memory, and the sequences."""
+
+import dataclasses
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv._src.cache.checks import check_array
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import check_single
+from jaxkv._src.kv.check import check
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.sequences import Sequences
+from jaxkv.kv import KVPages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counters:
+  """What a rollout did so far, each an int32[].
+
+  Attributes:
+    steps: trips of the loop.
+    generated: tokens drawn.
+    prefilled: tokens computed before the first draw.
+    forked: samples that shared another one's prefill.
+    preempted: times a sequence lost its slot.
+    peak_pages: most pages in use at once.
+    peak_shared: most page-table entries, at once, beyond one for each page.
+  """
+
+  steps: Array
+  generated: Array
+  prefilled: Array
+  forked: Array
+  preempted: Array
+  peak_pages: Array
+  peak_shared: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutState:
+  """A rollout in the middle of its work: a value, to keep or to go on from.
+
+  Attributes:
+    cache: who owns which pages.
+    kv: their contents.
+    sequences: the queue and the results.
+    config: the options.
+    running: the sequence in each slot, Q for none.  # int32[B]
+    paused: no admissions, after a preemption, until a sequence ends.  # bool[]
+    counters: what was done.
+  """
+
+  config: RolloutConfig = dataclasses.field(metadata={"static": True})
+  cache: CacheState
+  kv: KVPages
+  sequences: Sequences
+  running: Array
+  paused: Array
+  counters: Counters
+
+
+def init(
+  cache: CacheState,
+  kv: KVPages,
+  prompts: Array,
+  lengths: Array,
+  key: Array,
+  config: RolloutConfig,
+) -> RolloutState:
+  """A rollout that has not begun.
+
+  Args:
+    cache: an empty cache, or one that still holds prefixes of earlier
+      rollouts, after `new_epoch` if the weights are new; no slot in use.
+    kv: the K/V memory of its pages.
+    prompts: int32[P, L], padded at the end.
+    lengths: int32[P], 1 .. L.
+    key: key[]; equal keys give equal samples.
+    config: the options.
+
+  Returns:
+    The state, to be given to `run`.
+
+  Raises:
+    ValueError: an argument has the wrong shape or dtype, the cache has several
+      groups or a slot in use, the memory has other pages than the cache,
+      L + max_new_tokens tokens do not fit into a slot, a prompt is empty or
+      longer than L, or the longest sequence does not fit into the pool. Under
+      a transformation lengths and slots cannot be looked at; such sequences
+      fail one by one, see `Sequences.code`.
+  """
+  check_array("prompts", prompts, ("P", "L"), jnp.int32)
+  check_array("lengths", lengths, prompts.shape[:1], jnp.int32)
+  _check_memory(cache, kv)
+  _check_fits(cache.config, prompts, lengths, config)
+  sizes = cache.config
+  sequences = queue.from_prompts(prompts, lengths, key, config)
+  none = sequences.length.shape[0]
+  return RolloutState(
+    config=config,
+    cache=cache,
+    kv=kv,
+    sequences=sequences,
+    running=jnp.full((sizes.num_slots,), none, jnp.int32),
+    paused=jnp.zeros((), bool),
+    counters=Counters(
+      **{
+        field.name: jnp.zeros((), jnp.int32)
+        for field in dataclasses.fields(Counters)
+      }
+    ),
+  )
+
+
+def is_done(state: RolloutState) -> Array:
+  """bool[]: whether every sequence is DONE or FAILED."""
+  return jnp.all(state.sequences.status >= queue.DONE)
+
+
+def _check_memory(cache: CacheState, kv: KVPages) -> None:
+  check_single(cache)
+  sizes = cache.config
+  if sizes.num_groups != 1:
+    raise ValueError(
+      f"CacheConfig.num_groups is {sizes.num_groups}; a rollout's model has "
+      "one page table, so it must be 1."
+    )
+  check(kv, sizes)
+  if isinstance(cache.num_pages, jax.core.Tracer):
+    return
+  if np.any(np.asarray(cache.num_pages)):
+    raise ValueError("cache has slots in use; free them before a rollout.")
+
+
+def _check_fits(
+  sizes: CacheConfig, prompts: Array, lengths: Array, config: RolloutConfig
+) -> None:
+  width = prompts.shape[1]
+  if width + config.max_new_tokens > sizes.slot_tokens:
+    raise ValueError(
+      f"prompts of {width} columns and max_new_tokens={config.max_new_tokens} "
+      f"do not fit into a slot of {sizes.slot_tokens} tokens; raise "
+      "CacheConfig.pages_per_slot."
+    )
+  if isinstance(lengths, jax.core.Tracer):
+    return
+  for row, length in enumerate(np.asarray(lengths).tolist()):
+    if not 1 <= length <= width:
+      raise ValueError(
+        f"lengths[{row}] is {length}; a prompt has 1 .. {width} tokens."
+      )
+  longest = int(np.max(lengths)) + config.max_new_tokens
+  needed = -(-longest // sizes.page_sizes[0])
+  if needed > sizes.num_pages - 1:
+    raise ValueError(
+      f"the longest sequence, {longest} tokens, needs {needed} pages and the "
+      f"pool has {sizes.num_pages - 1}; raise CacheConfig.num_pages."
+    )

@@ -1,0 +1,35 @@
+"""The jitted generation loop over the cache, generic over a model function."""
+
+from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.dense import run_dense
+from jaxkv._src.rollout.loop import Model
+from jaxkv._src.rollout.loop import run
+from jaxkv._src.rollout.sampling import sample
+from jaxkv._src.rollout.sequences import DONE
+from jaxkv._src.rollout.sequences import FAILED
+from jaxkv._src.rollout.sequences import RUNNING
+from jaxkv._src.rollout.sequences import WAITING
+from jaxkv._src.rollout.sequences import Sequences
+from jaxkv._src.rollout.sequences import from_prompts
+from jaxkv._src.rollout.state import Counters
+from jaxkv._src.rollout.state import RolloutState
+from jaxkv._src.rollout.state import init
+from jaxkv._src.rollout.state import is_done
+
+__all__ = [
+  "DONE",
+  "FAILED",
+  "RUNNING",
+  "WAITING",
+  "Counters",
+  "Model",
+  "RolloutConfig",
+  "RolloutState",
+  "Sequences",
+  "from_prompts",
+  "init",
+  "is_done",
+  "run",
+  "run_dense",
+  "sample",
+]

@@ -1,0 +1,1 @@
+"""The implementation; users import from `jaxkv_kernels`."""

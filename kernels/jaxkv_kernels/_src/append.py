@@ -1,0 +1,336 @@
+"""Writing new tokens into their pages.
+
+| function | pools |
+|---|---|
+| `append_kv` | keys and values; optionally with one fixed scale a head |
+| `append_quantized` | 8-bit ones whose scales, one a token and head, follow |
+| `append_pages` | one pool, such as that of latent vectors |
+
+All write token t to slot `offsets[t]` of page `page_ids[t]`, in place when the
+pools are donated or carried by a loop (on a CPU: see `storage`). A token is
+dropped if its page id, with or without `page_offset`, or its offset is out of
+range. Two tokens for one place: either may win.
+
+`append_kv` and `append_pages` take floats, which they round to the pool's
+format, and elements of the pool in its own dtype, such as `quantize` gives,
+which they store as they are. Floats without a scale do not go into int8.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels._src import check
+from jaxkv_kernels._src.formats import quantize
+from jaxkv_kernels._src.formats import scaled_dtype
+from jaxkv_kernels._src.formats import store
+
+
+def append_kv(
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  k_new: jax.Array,
+  v_new: jax.Array,
+  page_ids: jax.Array,
+  offsets: jax.Array,
+  *,
+  page_offset: jax.Array | int = 0,
+  k_scale: jax.Array | None = None,
+  v_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Writes the keys and values of new tokens.
+
+  Args:
+    k_pages: [P, K, S, D].
+    v_pages: [P, K, S, Dv].
+    k_new: [T, K, D], floats or elements of the pool.
+    v_new: [T, K, Dv], likewise.
+    page_ids: int32[T]; an id out of range drops the token.
+    offsets: int32[T], 0..S-1.
+    page_offset: int32[], added to every page id.
+    k_scale: float32[K], by which `k_new`, floats, is divided first: the scales
+      that the attention functions multiply by. 8-bit formats saturate.
+    v_scale: float32[K], likewise.
+
+  Returns:
+    (k_pages, v_pages).
+
+  Raises:
+    ValueError: an argument has a shape or dtype that is not supported.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> zeros = jnp.zeros((3, 1, 4, 2))
+    >>> k_pages, _ = append_kv(
+    ...   zeros,
+    ...   zeros,
+    ...   jnp.ones((2, 1, 2)),
+    ...   jnp.ones((2, 1, 2)),
+    ...   jnp.asarray([1, 3], jnp.int32),  # page 3 does not exist
+    ...   jnp.asarray([2, 0], jnp.int32),
+    ... )
+    >>> k_pages[1, 0, 2], float(k_pages.sum())
+    (Array([1., 1.], dtype=float32), 2.0)
+  """
+  _check_sides(
+    k_pages,
+    v_pages,
+    k_new,
+    v_new,
+    page_ids=page_ids,
+    offsets=offsets,
+    page_offset=page_offset,
+    k_scale=k_scale,
+    v_scale=v_scale,
+  )
+  where = _where(k_pages, page_ids, offsets, page_offset)
+  k_stored = _elements("k_", k_new, k_pages, k_scale)
+  v_stored = _elements("v_", v_new, v_pages, v_scale)
+  return (
+    _put(k_pages, k_stored, where, offsets),
+    _put(v_pages, v_stored, where, offsets),
+  )
+
+
+def append_quantized(
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  k_scale: jax.Array,
+  v_scale: jax.Array,
+  k_new: jax.Array,
+  v_new: jax.Array,
+  page_ids: jax.Array,
+  offsets: jax.Array,
+  *,
+  page_offset: jax.Array | int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Writes new tokens into 8-bit pools, and their scales beside them.
+
+  The scale of a token and head makes its largest number the format's largest,
+  so nothing saturates; that of a NaN or an infinity is NaN.
+
+  Args:
+    k_pages: [P, K, S, D], 8-bit.
+    v_pages: [P, K, S, Dv], 8-bit.
+    k_scale: float32[P, K, S].
+    v_scale: float32[P, K, S].
+    k_new: float[T, K, D].
+    v_new: float[T, K, Dv].
+    page_ids: int32[T]; an id out of range drops the token.
+    offsets: int32[T], 0..S-1.
+    page_offset: int32[], added to every page id.
+
+  Returns:
+    (k_pages, v_pages, k_scale, v_scale).
+
+  Raises:
+    ValueError: an argument has a shape or dtype that is not supported.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
+    >>> scale = jnp.zeros((2, 1, 4))
+    >>> new = jnp.asarray([[[3.0, -6.0]]])
+    >>> page, offset = jnp.asarray([1], jnp.int32), jnp.asarray([0], jnp.int32)
+    >>> pages, _, scale, _ = append_quantized(
+    ...   pages, pages, scale, scale, new, new, page, offset
+    ... )
+    >>> pages[1, 0, 0].tolist(), round(float(scale[1, 0, 0]) * 127, 4)
+    ([64, -127], 6.0)
+  """
+  _check_sides(
+    k_pages,
+    v_pages,
+    k_new,
+    v_new,
+    page_ids=page_ids,
+    offsets=offsets,
+    page_offset=page_offset,
+    k_scale=k_scale,
+    v_scale=v_scale,
+  )
+  scaled_dtype("k_pages", k_pages.dtype)
+  for side, new, scale in (("k", k_new, k_scale), ("v", v_new, v_scale)):
+    _check_floats(f"{side}_new", new)
+    _check_scale(f"{side}_scale", scale, k_pages.shape[:3])
+  where = _where(k_pages, page_ids, offsets, page_offset)
+  k_stored, k_factor = quantize(k_new, k_pages.dtype)
+  v_stored, v_factor = quantize(v_new, v_pages.dtype)
+  return (
+    _put(k_pages, k_stored, where, offsets),
+    _put(v_pages, v_stored, where, offsets),
+    _put(k_scale, k_factor, where, offsets),
+    _put(v_scale, v_factor, where, offsets),
+  )
+
+
+def append_pages(
+  pages: jax.Array,
+  new: jax.Array,
+  page_ids: jax.Array,
+  offsets: jax.Array,
+  *,
+  page_offset: jax.Array | int = 0,
+) -> jax.Array:
+  """Writes new tokens into one pool.
+
+  Args:
+    pages: [P, K, S, D].
+    new: [T, K, D], floats or elements of the pool.
+    page_ids: int32[T]; an id out of range drops the token.
+    offsets: int32[T], 0..S-1.
+    page_offset: int32[], added to every page id.
+
+  Returns:
+    The pool.
+
+  Raises:
+    ValueError: an argument has a shape or dtype that is not supported.
+
+  Examples:
+    Latent vectors in 8 bits; their scales are a pool of vectors of one number.
+
+    >>> import jax.numpy as jnp
+    >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
+    >>> latent_scale = jnp.zeros((2, 1, 4))  # as latent_decode takes it
+    >>> place = jnp.asarray([1], jnp.int32), jnp.asarray([3], jnp.int32)
+    >>> stored, scale = quantize(jnp.asarray([[[3.0, -6.0]]]), "int8")
+    >>> pages = append_pages(pages, stored, *place)
+    >>> latent_scale = append_pages(
+    ...   latent_scale[..., None], scale[..., None], *place
+    ... )[..., 0]
+    >>> pages[1, 0, 3].tolist(), round(float(latent_scale[1, 0, 3]) * 127, 4)
+    ([64, -127], 6.0)
+  """
+  check.pool("pages", pages)
+  check.vector("page_ids", page_ids, None)
+  check.beside(
+    "pages",
+    pages,
+    new=new,
+    page_ids=page_ids,
+    offsets=offsets,
+    page_offset=page_offset,
+  )
+  _check_new("new", new, pages, page_ids.size)
+  where = _where(pages, page_ids, offsets, page_offset)
+  return _put(pages, _elements("", new, pages), where, offsets)
+
+
+def _where(
+  pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, page_offset
+) -> jax.Array:
+  """Each token's page of the pool, P for nowhere: int32[T]."""
+  check.vector("offsets", offsets, page_ids.size)
+  check.scalar("page_offset", page_offset, jnp.integer)
+  total, page_size = pages.shape[0], pages.shape[2]
+  where = page_ids + jnp.asarray(page_offset, jnp.int32)
+  fits = (page_ids >= 0) & (page_ids < total) & (where >= 0)
+  fits &= (offsets >= 0) & (offsets < page_size)
+  return jnp.where(fits, where, total)
+
+
+def _put(pages, new, where, offsets) -> jax.Array:
+  """Writes `new` [T, K, ...] into [P, K, S, ...]; page P drops the token."""
+  pages, offsets = jnp.asarray(pages), jnp.asarray(offsets)
+  return lax.platform_dependent(
+    pages, new, where, offsets, tpu=_put_by_head, default=_put_all_heads
+  )
+
+
+def _put_all_heads(pages, new, where, offsets) -> jax.Array:
+  """Heads may lie on a mesh: the compiler adds no collective."""
+  return pages.at[where, :, offsets].set(new, mode="drop")
+
+
+def _put_by_head(pages, new, where, offsets) -> jax.Array:
+  """The same for a TPU; over a mesh, in `shard_map`.
+
+  A window over heads skips the slots between them, and for that XLA for a TPU
+  would transpose the whole pool around a loop.
+  """
+  heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
+  return pages.at[where[:, None], heads, offsets[:, None]].set(new, mode="drop")
+
+
+def _elements(
+  prefix: str,
+  new: jax.Array,
+  pages: jax.Array,
+  scale: jax.Array | None = None,
+) -> jax.Array:
+  """What is to be written for [T, K, D] where the names begin so."""
+  if scale is not None:
+    _check_floats(f"{prefix}new", new)
+    hint = ", a factor a head (scales for each token: append_quantized)"
+    _check_scale(f"{prefix}scale", scale, pages.shape[1:2], hint)
+    new = jnp.asarray(new, jnp.float32) / scale[None, :, None]
+  elif new.dtype == pages.dtype:
+    return jnp.asarray(new)
+  elif pages.dtype == jnp.int8:
+    raise ValueError(
+      f"{prefix}new is {new.dtype} and would be rounded to the integers that an"
+      " int8 pool holds: `quantize` it first, which gives its scales too (both"
+      " for keys and values: append_quantized, or append_kv with k_scale and"
+      " v_scale)"
+    )
+  return store(new, pages.dtype)
+
+
+def _check_scale(
+  name: str, scale: jax.Array, wanted: tuple[int, ...], hint: str = ""
+) -> None:
+  """float32 of that shape."""
+  check.is_array(name, scale)
+  if scale.shape != wanted or scale.dtype != jnp.float32:
+    raise ValueError(
+      f"{name} is {scale.dtype}{list(scale.shape)}; it must be"
+      f" float32{list(wanted)}{hint}"
+    )
+
+
+def _check_floats(name: str, new: jax.Array) -> None:
+  """Numbers, not elements of a pool; already checked to be one of these."""
+  if not jnp.issubdtype(new.dtype, jnp.floating):
+    raise ValueError(
+      f"{name} is {new.dtype}, elements of the pool already; scales need floats"
+    )
+
+
+def _check_sides(
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  k_new: jax.Array,
+  v_new: jax.Array,
+  *,
+  page_ids: jax.Array,
+  **others: jax.Array | int | None,
+) -> None:
+  """Pools and tokens fit each other, and all are on the same devices."""
+  check.alike(k_pages, v_pages)
+  check.vector("page_ids", page_ids, None)
+  check.beside(
+    "k_pages",
+    k_pages,
+    v_pages=v_pages,
+    k_new=k_new,
+    v_new=v_new,
+    page_ids=page_ids,
+    **others,
+  )
+  _check_new("k_new", k_new, k_pages, page_ids.size)
+  _check_new("v_new", v_new, v_pages, page_ids.size)
+
+
+def _check_new(
+  name: str, new: jax.Array, pages: jax.Array, tokens: int
+) -> None:
+  """[T, K, D], floats or elements of the pool."""
+  check.is_array(name, new)
+  wanted = (tokens, pages.shape[1], pages.shape[3])
+  floats = jnp.issubdtype(new.dtype, jnp.floating)
+  if new.shape != wanted or not (floats or new.dtype == pages.dtype):
+    raise ValueError(
+      f"{name} is {new.dtype}{list(new.shape)}; it must be float{list(wanted)}"
+      f" or {pages.dtype} for a pool of {pages.dtype}{list(pages.shape)}"
+    )

@@ -1,0 +1,1 @@
+"""Backend `mosaic_gpu`: Pallas Mosaic for Hopper GPUs."""

@@ -1,0 +1,395 @@
+"""The Hopper kernel of paged attention, in Pallas' Mosaic GPU dialect.
+
+A block of threads has streams, each a pair of warpgroups: one copies pages
+into a ring in shared memory, one multiplies. Streams take items of work in
+turn, and a copying warpgroup runs ahead of its partner, into the next item
+too, as far as the ring is long. The arithmetic is that of FlashAttention 3
+(Shah et al. 2024) without its overlap of two products: decoding waits for
+memory.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels._src.attention import online_softmax as block_softmax
+from jaxkv_kernels._src.attention import query_tiles
+from jaxkv_kernels._src.attention.mosaic_gpu import compat as mosaic_gpu_api
+from jaxkv_kernels._src.attention.mosaic_gpu import (
+  quantized as mosaic_gpu_narrow,
+)
+from jaxkv_kernels._src.attention.mosaic_gpu.compat import MATRIX
+from jaxkv_kernels._src.attention.mosaic_gpu.compat import ROW
+from jaxkv_kernels._src.attention.mosaic_gpu.work import RESULT
+from jaxkv_kernels._src.attention.mosaic_gpu.work import ROWS
+from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
+from jaxkv_kernels._src.attention.mosaic_gpu.work import Item
+from jaxkv_kernels._src.attention.mosaic_gpu.work import Refs
+from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
+from jaxkv_kernels._src.attention.mosaic_gpu.work import Static
+from jaxkv_kernels._src.attention.mosaic_gpu.work import first_block
+from jaxkv_kernels._src.attention.mosaic_gpu.work import num_blocks
+from jaxkv_kernels._src.attention.mosaic_gpu.work import place
+from jaxkv_kernels._src.attention.mosaic_gpu.work import quotient
+from jaxkv_kernels._src.attention.mosaic_gpu.work import remainder
+from jaxkv_kernels._src.attention.mosaic_gpu.work import scales_of_block
+
+
+def call(
+  static: Static,
+  arrays: dict[str, jax.Array],
+  interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Runs the kernel.
+
+  Args:
+    static: sizes.
+    arrays: the inputs of `Refs`; those of its sides as `k_pages`, `v_pages`
+      and, where tokens have scales, `k_scale` and `v_scale`.
+    interpret: as in `Options`.
+
+  Returns:
+    (float32[I * K, R, Dv], normalised, and float32[I * K, 2, 64], `top` and
+    `total` of `block_softmax`), in the places that the items name; what no item
+    names is not written.
+  """
+  q = arrays["q"]
+  num = arrays["items"].shape[0] * static.kv_heads
+  rows, value_dim = q.shape[1], arrays["v_pages"].shape[-1]
+
+  def entry(*refs):
+    given = dict(zip((*arrays, "out", "totals"), refs, strict=True))
+    _with_scratch(static, q.dtype, given)
+
+  return plgpu.kernel(
+    entry,
+    out_type=(
+      query_tiles.float32((num, rows, value_dim), arrays),
+      query_tiles.float32((num, 2, ROWS), arrays),
+    ),
+    grid=(static.blocks,),
+    grid_names=("block",),
+    num_threads=2 * static.streams,
+    thread_name="warpgroup",
+    compiler_params=plgpu.CompilerParams(
+      approx_math=True, reduction_scratch_bytes=1024
+    ),
+    **({} if not interpret else {"interpret": interpret}),
+  )(*arrays.values())
+
+
+def _with_scratch(static: Static, dtype, given: dict[str, Any]) -> None:
+  """Runs the kernel on inputs and outputs by name, with memory of its own."""
+  sides = [
+    {name: given.pop(f"{side}_{name}", None) for name in ("pages", "scale")}
+    for side in "kv"
+  ]
+  streams, dim = static.streams, given["q"].shape[2]
+
+  def scoped(queries, result, sums, rings, q_full, full, free, narrow):
+    own = zip(sides, rings, full, free, narrow, strict=True)
+    k, v = (
+      Side(**side, ring=ring, full=full, free=free, **narrow)
+      for side, ring, full, free, narrow in own
+    )
+    given.update(queries=queries, result=result, sums=sums, q_full=q_full)
+    _kernel(static, Refs(**given, k=k, v=v))
+
+  rings, full, free, narrow = zip(
+    _memory(static, static.k_stages, dtype, **sides[0]),
+    _memory(static, static.v_stages, dtype, **sides[1]),
+    strict=True,
+  )
+  # The order is that of addresses, and moves how registers are assigned.
+  pl.run_scoped(
+    scoped,
+    mosaic_gpu_api.tiled((streams, ROWS, dim), dtype),
+    plgpu.SMEM((streams, ROWS, RESULT), jnp.float32),
+    plgpu.SMEM((streams, 2, ROWS), jnp.float32),
+    rings,
+    plgpu.Barrier(num_barriers=streams),
+    full,
+    free,
+    narrow,
+    collective_axes="warpgroup",
+  )
+
+
+def _memory(static: Static, stages: int, dtype, *, pages, scale) -> tuple:
+  """What a `Side` has in shared memory: (ring, full, free, all the rest)."""
+  streams, dim = static.streams, pages.shape[-1]
+  places = streams * stages
+  copies = static.pages * (1 if scale is None else 2)
+  memory: dict[str, Any] = {}
+  if pages.dtype != dtype:
+    memory["wide"] = mosaic_gpu_api.tiled((streams, TOKENS, dim), dtype)
+  if scale is not None:
+    shape = streams, stages, *scales_of_block(static.page_size)
+    memory["scales"] = plgpu.SMEM(shape, jnp.float32)
+    memory["factors"] = plgpu.SMEM((streams, TOKENS), jnp.float32)
+  return (
+    mosaic_gpu_api.tiled((streams, stages, TOKENS, dim), pages.dtype),
+    plgpu.Barrier(num_arrivals=copies, num_barriers=places),
+    plgpu.Barrier(num_barriers=places),
+    memory,
+  )
+
+
+def _kernel(static: Static, refs: Refs) -> None:
+  """One block of threads: the first half multiplies, the second copies."""
+  warpgroup = lax.axis_index("warpgroup")
+  multiplies = warpgroup < static.streams
+  stream = remainder(warpgroup, static.streams)
+  # All registers there are; a single stream has enough without asking.
+  ask = static.streams == 2
+
+  @pl.when(multiplies)
+  def _():
+    if ask:
+      plgpu.set_max_registers(216, action="increase")
+    _each_item(static, refs, stream, functools.partial(_multiply, static, refs))
+
+  @pl.when(jnp.logical_not(multiplies))
+  def _():
+    if ask:
+      plgpu.set_max_registers(40, action="decrease")
+    copied = _each_item(
+      static, refs, stream, functools.partial(_copy, static, refs)
+    )
+    for side in (refs.k, refs.v):
+      _await_all(side, stream, copied)
+
+
+def _each_item(static: Static, refs: Refs, stream, work) -> jax.Array:
+  """Calls work(stream, head, item, turn) for a stream's items.
+
+  A turn is the number of blocks that went before, and that of all is returned.
+  """
+  first = lax.axis_index("block") * static.streams + stream
+  step = static.blocks * static.streams
+  num = refs.begins[refs.begins.shape[0] - 1] * static.kv_heads
+
+  def body(turn_of_stream, turn):
+    index = first + turn_of_stream * step
+    head = remainder(index, static.kv_heads)
+    row = quotient(index, static.kv_heads)
+    item = Item(*(refs.items[row, i] for i in range(len(Item._fields))))
+    work(stream, head, item, turn)
+    return turn + num_blocks(item)
+
+  turns = quotient(jnp.maximum(num - first + step - 1, 0), step)
+  return lax.fori_loop(0, turns, body, jnp.int32(0))
+
+
+def _await_all(side: Side, stream, copied) -> None:
+  """Waits until the last blocks are used: no completion goes unseen."""
+  stages = side.ring.shape[1]
+  for slot in range(stages):
+
+    @pl.when(copied > slot)
+    def _(at=stream * stages + slot):
+      plgpu.barrier_wait(side.free.at[at])
+
+
+def _copy(static: Static, refs: Refs, stream, head, item, turn) -> None:
+  """Fills the ring with an item's blocks; `turn` blocks went before."""
+  size, dims = static.page_size, range(static.pages)
+  rows = min(size, TOKENS)
+  last = quotient(item.end - 1, size)
+  within = pl.ds(0, size)
+
+  def body(block, _):
+    base = (first_block(item) + block) * TOKENS
+    # Before the wait, so that the ids arrive meanwhile. Past the end the last
+    # page is read once more: a barrier counts copies.
+    ids = [
+      refs.table[item.sequence, jnp.minimum(quotient(base, size) + i, last)]
+      for i in dims
+    ]
+    used = turn + block
+    source = within if size <= TOKENS else pl.ds(remainder(base, size), TOKENS)
+    for side in (refs.k, refs.v):
+      slot, at = place(side.ring, stream, used)
+
+      @pl.when(used >= side.ring.shape[1])
+      def _(free=side.free, at=at):
+        plgpu.barrier_wait(free.at[at])
+
+      for i, page in enumerate(ids):
+        row = page * static.kv_heads + head
+        plgpu.copy_gmem_to_smem(
+          side.pages.at[row, source],
+          side.ring.at[stream, slot, pl.ds(i * rows, rows)],
+          side.full.at[at],
+        )
+        if side.scale is not None:
+          more = mosaic_gpu_api.least_rows(rows, static.interpreted)
+          plgpu.copy_gmem_to_smem(
+            side.scale.at[pl.ds(row, more), source],
+            side.scales.at[stream, slot, i, pl.ds(0, more)],
+            side.full.at[at],
+          )
+    return ()
+
+  lax.fori_loop(0, num_blocks(item), body, ())
+
+
+def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
+  """Attention of one tile of queries over an item's blocks."""
+  rows = refs.q.shape[1]
+  value_dim = refs.v.pages.shape[2]
+  interpreted = static.interpreted
+  plgpu.copy_gmem_to_smem(
+    refs.q.at[item.tile * static.kv_heads + head],
+    refs.queries.at[stream, pl.ds(0, rows)],
+    refs.q_full.at[stream],
+  )
+  plgpu.barrier_wait(refs.q_full.at[stream])
+  factor = refs.factor[head]
+  slopes = None
+  if static.alibi:
+    slopes = mosaic_gpu_api.load(
+      refs.slopes.at[head], ROW, interpreted=interpreted
+    )
+
+  def body(block, carry):
+    top, total, weighted = carry
+    base = (first_block(item) + block) * TOKENS
+    keys, factors = _block(static, refs.k, stream, turn + block)
+    products = mosaic_gpu_api.products(
+      refs.queries.at[stream], keys, interpreted=interpreted
+    )
+    _release(refs.k, stream, turn + block)
+    products = mosaic_gpu_narrow.scaled(products, factors)
+    seen, distance = _visible(static, item, base)
+    logits = block_softmax.logits(
+      products, factor, distance, static.soft_cap, slopes
+    )
+    if static.tree:
+      seen &= _in_tree(static, refs.trees, item, base, MATRIX) > 0
+    top, total, shrink, weights = block_softmax.absorb(logits, seen, top, total)
+    weighted *= lax.broadcast_in_dim(shrink, weighted.shape, [0])
+    values, factors = _block(static, refs.v, stream, turn + block)
+    weights, largest = mosaic_gpu_narrow.scaled_weights(
+      weights, seen, factors, refs.q.dtype
+    )
+    if largest is not None:
+      weighted /= lax.broadcast_in_dim(largest, weighted.shape, [0])
+    _clear_unused(static, refs, item, base, values)
+    weighted = mosaic_gpu_api.add_product(
+      weighted, weights.astype(refs.q.dtype), values, interpreted=interpreted
+    )
+    _release(refs.v, stream, turn + block)
+    if largest is not None:
+      weighted *= lax.broadcast_in_dim(largest, weighted.shape, [0])
+    return top, total, weighted
+
+  row = functools.partial(
+    mosaic_gpu_api.full, (ROWS,), layout=ROW, interpreted=interpreted
+  )
+  nothing = mosaic_gpu_api.full(
+    (ROWS, value_dim), 0.0, MATRIX, interpreted=interpreted
+  )
+  carry = row(block_softmax.LOWEST), row(0.0), nothing
+  carry = lax.fori_loop(0, num_blocks(item), body, carry)
+  _write(refs, stream, item.place * static.kv_heads + head, *carry)
+
+
+def _block(static: Static, side: Side, stream, used):
+  """Waits for a block: its numbers as queries have them, and its scales."""
+  slot, at = place(side.ring, stream, used)
+  plgpu.barrier_wait(side.full.at[at])
+  block, factors = mosaic_gpu_narrow.unpack(static, side, stream, slot)
+  if side.wide is not None:
+    plgpu.barrier_arrive(side.free.at[at])
+  return block, factors
+
+
+def _release(side: Side, stream, used) -> None:
+  """Lets a block's place be filled anew, if that is not done already."""
+  if side.wide is None:
+    _, at = place(side.ring, stream, used)
+    plgpu.barrier_arrive(side.free.at[at])
+
+
+def _visible(static: Static, item: Item, base):
+  """Which keys of a block a row sees, bool[64, C], and how far they are.
+
+  A distance, int32[64, C], is that of the key from the query; never above 0.
+  """
+  iota = functools.partial(
+    mosaic_gpu_api.iota, (ROWS, TOKENS), interpreted=static.interpreted
+  )
+  key = base + iota(1)
+  seen = (key >= item.first) & (key < item.end)
+  if not static.causal:
+    return seen, key - item.position
+  distance = key - item.position - quotient(iota(0), static.group)
+  return seen & (distance <= 0) & (distance > -item.window), distance
+
+
+def _in_tree(static: Static, masks, item: Item, base, layout):
+  """A tree's mask of a block in int32, not 0 where there is no tree."""
+  blocks = masks.shape[1]
+  index = quotient(base, TOKENS) - item.tree
+  outside = jnp.where((index < 0) | (index >= blocks), 1, 0)
+  mask = mosaic_gpu_api.load(
+    masks.at[item.tile, jnp.clip(index, 0, blocks - 1)],
+    layout,
+    interpreted=static.interpreted,
+  )
+  return mask.astype(jnp.int32) + outside
+
+
+def _clear_unused(static: Static, refs: Refs, item: Item, base, values) -> None:
+  """Zeros for the values of a block that no row of the item sees.
+
+  0 * NaN is NaN: a weight of zero does not keep a value out.
+  """
+  if jnp.issubdtype(refs.v.pages.dtype, jnp.integer):
+    return
+  some = (base < item.first) | (base + TOKENS > item.end)
+  if static.tree:
+    index = quotient(base, TOKENS) - item.tree
+    some |= (index >= 0) & (index < refs.shown.shape[1])
+
+  @pl.when(some)
+  def _():
+    interpreted = static.interpreted
+    key = base + mosaic_gpu_api.iota(
+      (TOKENS,), 0, layout=ROW, interpreted=interpreted
+    )
+    used = (key >= item.first) & (key < item.end)
+    if static.tree:
+      used &= _in_tree(static, refs.shown, item, base, ROW) > 0
+    used = jnp.where(used, jnp.int32(1), jnp.int32(0))
+    used = lax.broadcast_in_dim(used, (TOKENS, 64), [0]) > 0
+    # Some columns at a time, for want of registers.
+    for start in range(0, values.shape[1], 64):
+      part = values.at[:, pl.ds(start, 64)]
+      held = mosaic_gpu_api.load(part, MATRIX, interpreted=interpreted)
+      part[...] = jnp.where(used, held, jnp.zeros_like(held))
+    plgpu.commit_smem()
+
+
+def _write(refs: Refs, stream, index, top, total, weighted) -> None:
+  """An item's output, by way of shared memory: only R rows of 64 count."""
+  out = block_softmax.normalise(total, weighted)
+  rows, value_dim = refs.out.shape[1:]
+  refs.sums[stream, 0] = top
+  refs.sums[stream, 1] = total
+  for start in range(0, value_dim, RESULT):
+    refs.result[stream] = out[:, start : start + RESULT]
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(
+      refs.result.at[stream, pl.ds(0, rows)],
+      refs.out.at[index, :, pl.ds(start, RESULT)],
+    )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+  plgpu.copy_smem_to_gmem(refs.sums.at[stream], refs.totals.at[index])
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,1 @@
+"""Backend `mosaic_tpu`: Pallas Mosaic for TPUs."""

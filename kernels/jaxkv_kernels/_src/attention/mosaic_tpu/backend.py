@@ -1,0 +1,235 @@
+"""Paged attention for TPUs: tiles of queries around the kernel.
+
+Interpreted on a CPU and compiled for v5e, v6e and v7x; not timed.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels._src.attention import head_epilogue as whole_heads
+from jaxkv_kernels._src.attention import query_tiles
+from jaxkv_kernels._src.attention.mosaic_tpu import kernel as mosaic_tpu_kernel
+from jaxkv_kernels._src.attention.mosaic_tpu.kernel import BUFFERS
+from jaxkv_kernels._src.attention.mosaic_tpu.kernel import MEMORY_BYTES
+from jaxkv_kernels._src.attention.mosaic_tpu.kernel import Static
+from jaxkv_kernels._src.attention.options import Options
+
+# Query rows of a tile: the matrix unit takes 128 at once. Whole sublanes, of
+# pairs of rows where these are 16 bits.
+_ROWS, _MULTIPLE = 128, 16
+# A number for each row takes that many.
+_LANES = 128
+# Tokens of a block, where the pages of one fit.
+_TOKENS = 256
+# What the ring may take of the 64 MiB of the smallest memory (v7x).
+_RING_BYTES = 24 * 2**20
+
+_FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+_BYTES = (
+  jnp.dtype(jnp.int8),
+  jnp.dtype(jnp.float8_e4m3fn),
+  jnp.dtype(jnp.float8_e5m2),
+)
+
+
+def attend(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
+  batch, columns, heads, _ = q.shape
+  num_pages, kv_heads, page_size = k_pages.shape[:3]
+  group = heads // kv_heads
+  capacity = page_table.shape[1] * page_size
+  size = _queries(q, k_pages, v_pages, options)
+  reach = query_tiles.reach(starts, counts, columns, capacity, options.window)
+  tiles = query_tiles.tile(
+    q, reach, kv_heads=kv_heads, size=size, multiple=_MULTIPLE
+  )
+  static = Static(
+    tiles=-(-columns // size),
+    pages=_pages_per_block(k_pages, v_pages),
+    page_size=page_size,
+    soft_cap=options.soft_cap,
+    dtype=_compute_dtype(q, k_pages),
+  )
+  table = jnp.clip(page_table + options.page_offset, 0, num_pages - 1)
+  inputs = {
+    "table": table[:, None],
+    "next_table": table[:, None],
+    "q": tiles.q,
+    "reach": tiles.reach,
+    "k_pages": k_pages,
+    "v_pages": v_pages,
+    **_of_heads(options, heads, kv_heads, size, tiles.q.shape[2]),
+    **_of_tokens(options, table, static),
+  }
+  if options.tree_mask is not None:
+    inputs["tree"], inputs["tree_first"] = query_tiles.trees(
+      options,
+      group=group,
+      size=size,
+      rows=tiles.q.shape[2],
+      tokens=static.tokens,
+    )
+  out, lse = mosaic_tpu_kernel.call(
+    static, tiles.first, tiles.end, inputs, options.interpret
+  )
+  out = query_tiles.untile(out, batch, columns, heads, size)
+  lse = query_tiles.untile(lse, batch, columns, heads, size)[..., 0]
+  seen = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
+  return whole_heads.finish(out, lse, seen, options)
+
+
+def unsupported(
+  platform: str,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: Options,
+) -> str | None:
+  """Why this backend does not serve a call; None if it does."""
+  size = k_pages.shape[2]
+  dims = k_pages.shape[3], v_pages.shape[3]
+  pool = jnp.dtype(k_pages.dtype)
+  block = _pages_per_block(k_pages, v_pages) * _page_bytes(k_pages, v_pages)
+  least = _memory(1, q, k_pages, v_pages, options)
+  reasons = {
+    "value_dim is given; keys and values of two pools are supported": (
+      options.value_dim is not None
+    ),
+    f"platform={platform!r}; this backend is for tpu": platform != "tpu",
+    f"q is {q.dtype}; float32 and bfloat16 are supported": (
+      q.dtype not in _FLOATS
+    ),
+    f"k_pages is {pool}; float32, bfloat16, int8, float8_e4m3fn and"
+    " float8_e5m2 are supported": pool not in (*_FLOATS, *_BYTES),
+    f"k_pages has pages of {size} tokens; multiples of 8 are supported": (
+      size % 8 != 0
+    ),
+    # What v7x copies of 16-bit numbers is whole tiles of 16 tokens.
+    f"k_pages is {pool} and has pages of {size} tokens; 8 and multiples of 16"
+    " are supported": pool.itemsize == 2 and size > 8 and size % 16 != 0,
+    f"k_pages and v_pages have head sizes {dims}; multiples of 128 are"
+    " supported": any(dim % 128 for dim in dims),
+    f"k_pages and v_pages have pages of {_page_bytes(k_pages, v_pages)} bytes"
+    f" together; up to {_RING_BYTES // BUFFERS} are supported": (
+      block * BUFFERS > _RING_BYTES
+    ),
+    f"q has {q.shape[-2]} heads and k_pages {k_pages.shape[1]}: one query takes"
+    f" {least} bytes; up to {MEMORY_BYTES} are supported": (
+      least > MEMORY_BYTES
+    ),
+  }
+  return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _of_heads(
+  options: Options, heads: int, kv_heads: int, size: int, rows: int
+) -> dict[str, jax.Array]:
+  """What is one number per query head, as float32[K, R, 1]."""
+
+  def spread(values: jax.Array) -> jax.Array:
+    values = jnp.tile(values.reshape(kv_heads, -1), (1, size))
+    idle = rows - values.shape[1]
+    return jnp.pad(values, ((0, 0), (0, idle)))[..., None]
+
+  result = {"factor": spread(whole_heads.factors(options, heads, kv_heads))}
+  if options.alibi_slopes is not None:
+    result["slopes"] = spread(options.alibi_slopes.astype(jnp.float32))
+  return result
+
+
+def _of_tokens(
+  options: Options, table: jax.Array, static: Static
+) -> dict[str, jax.Array]:
+  """Scales of tokens, as float32[B, N, K, C] for the N blocks of the table.
+
+  They are gathered beforehand, as the kernel's copies cannot place numbers
+  within a row of 128. That is 8 * K bytes for each token that the table could
+  hold, whatever the lengths: in a call with long tables for a small pool it is
+  more than the pool.
+  """
+  result = {}
+  for name in ("k_scale", "v_scale"):
+    scale = getattr(options, name)
+    if scale is None or scale.ndim == 1:
+      continue
+    spare = -table.shape[1] % static.pages
+    ids = jnp.pad(table, ((0, 0), (0, spare)))
+    batch, kv_heads = ids.shape[0], scale.shape[1]
+    # Long rows: a TPU would first lay out short ones anew, all of them.
+    tokens = scale.reshape(scale.shape[0], -1)[ids]
+    tokens = tokens.reshape(batch, -1, kv_heads, static.page_size)
+    tokens = tokens.swapaxes(1, 2)  # [B, K, M, S]
+    tokens = tokens.reshape(batch, kv_heads, -1, static.tokens)
+    result[name] = tokens.swapaxes(1, 2).astype(jnp.float32)
+  return result
+
+
+def _queries(
+  q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, options: Options
+) -> int:
+  """Of a tile: as many as fill the matrix unit, fewer if memory is short."""
+  size = min(q.shape[1], max(1, _ROWS * k_pages.shape[1] // q.shape[2]))
+  while size > 1 and (
+    _memory(size, q, k_pages, v_pages, options) > MEMORY_BYTES
+  ):
+    size = -(-size // 2)
+  return size
+
+
+def _memory(
+  size: int,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: Options,
+) -> int:
+  """Bytes that tiles of `size` queries take, if the compiler shares none."""
+  kv_heads, page_size, dim = k_pages.shape[1:]
+  value_dim = v_pages.shape[3]
+  pages = _pages_per_block(k_pages, v_pages)
+  tokens = pages * page_size
+  ring = BUFFERS * pages * _page_bytes(k_pages, v_pages)
+  values = kv_heads * tokens * value_dim * 4
+  # What a grid step reads or writes is there twice. Of a row: query, output;
+  # log-sum-exp, factor and slope; top and total; logits and weights.
+  row = 2 * (dim * q.dtype.itemsize + value_dim * 4)
+  row += (2 * 3 + 2) * _LANES * 4 + 2 * tokens * 4
+  tree = 0
+  if options.tree_mask is not None:
+    tree = 2 * (options.tree_mask.shape[-1] + 2 * tokens)
+  rows = size * (q.shape[-2] // kv_heads)
+  rows += -rows % _MULTIPLE
+  return ring + values + rows * (kv_heads * row + tree)
+
+
+def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
+  """Bytes of one page, keys and values."""
+  return sum(
+    pages.size // pages.shape[0] * pages.dtype.itemsize
+    for pages in (k_pages, v_pages)
+  )
+
+
+def _pages_per_block(k_pages: jax.Array, v_pages: jax.Array) -> int:
+  """As many as make a block of the wanted size, if there is room for them.
+
+  In the ring, and beside it for one block's values in float32.
+  """
+  values = 4 * v_pages.size // v_pages.shape[0]
+  fit = _RING_BYTES // (BUFFERS * _page_bytes(k_pages, v_pages) + values)
+  return max(1, min(_TOKENS // k_pages.shape[2], fit))
+
+
+def _compute_dtype(q: jax.Array, k_pages: jax.Array) -> jnp.dtype:
+  """bfloat16 holds 8-bit numbers exactly; float32 queries ask for more."""
+  if jnp.dtype(jnp.float32) in (q.dtype, k_pages.dtype):
+    return jnp.dtype(jnp.float32)
+  return jnp.dtype(jnp.bfloat16)

@@ -1,0 +1,179 @@
+"""Rectangles of queries as tiles of rows, each knowing what it sees.
+
+A row is one query head of one query. The rows of a tile that share a K/V head
+are multiplied with its keys at once.
+
+| letter | size of |
+|---|---|
+| W | tiles, all sequences |
+| R | rows of a tile that share a K/V head, padded |
+"""
+
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels._src.attention.options import Options
+
+
+class Tiles(NamedTuple):
+  """Queries as a kernel takes them, and what each of them sees.
+
+  Attributes:
+    q: row t * G + g of a tile is query t, query head g of the K/V head's own;
+      what follows is padding. [W, K, R, D]
+    reach: of each row its first key, one past its last, and its own position;
+      0, 0, 0 for padding. int32[W, R, 3]
+    first: first key that a row of the tile sees. int32[W]
+    end: one past the last, 0 where none sees any. int32[W]
+    position: of the first query. int32[W]
+  """
+
+  q: jax.Array
+  reach: jax.Array
+  first: jax.Array
+  end: jax.Array
+  position: jax.Array
+
+
+def span(
+  position: jax.Array, capacity: int, window: jax.Array | int | None
+) -> tuple[jax.Array, jax.Array]:
+  """The keys that a query at `position` sees: the first, and one past the last.
+
+  Args:
+    position: int32[...], -1 for a query without keys, or past the capacity.
+    capacity: tokens that a row of the page table holds; others do not exist.
+    window: as in `Options`; it ends at the position, wherever the table does.
+
+  Returns:
+    int32[...] each.
+  """
+  end = jnp.clip(position + 1, 0, capacity)
+  if window is None:
+    return jnp.zeros_like(end), end
+  return jnp.clip(position + 1 - window, 0, end), end
+
+
+def reach(
+  starts: jax.Array,
+  counts: jax.Array,
+  columns: int,
+  capacity: int,
+  window: jax.Array | int | None,
+) -> jax.Array:
+  """First key, end and own position of every query.
+
+  Args:
+    starts: int32[B].
+    counts: int32[B].
+    columns: T.
+    capacity: tokens that a row of the page table holds.
+    window: as in `Options`.
+
+  Returns:
+    int32[B, T, 3]; first and end are 0 where there is no query.
+  """
+  column = jnp.arange(columns, dtype=jnp.int32)[None]
+  position = starts[:, None] + column
+  first, end = span(position, capacity, window)
+  real = column < counts[:, None]
+  first, end = (jnp.where(real, x, 0) for x in (first, end))
+  return jnp.stack([first, end, position], axis=-1)
+
+
+def tile(
+  q: jax.Array,
+  reach: jax.Array,
+  *,
+  kv_heads: int,
+  size: int,
+  multiple: int,
+) -> Tiles:
+  """Cuts a rectangle into tiles.
+
+  Args:
+    q: [B, T, H, D].
+    reach: int32[B, T, 3].
+    kv_heads: K.
+    size: queries of a tile.
+    multiple: of which R is the smallest that fits.
+
+  Returns:
+    The tiles, those of a sequence one after another.
+  """
+  columns, heads, dim = q.shape[1:]
+  group = heads // kv_heads
+  spare = -columns % size
+  q = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, 0)))
+  reach = jnp.pad(reach, ((0, 0), (0, spare), (0, 0)))
+  q = q.reshape(-1, size, kv_heads, group, dim).swapaxes(1, 2)
+  q = q.reshape(-1, kv_heads, size * group, dim)
+  reach = reach.reshape(-1, size, 3)
+  first, end = reach[..., 0], reach[..., 1]
+  position = reach[:, 0, 2]
+  last = jnp.max(end, axis=1)
+  idle = -(size * group) % multiple
+  reach = jnp.repeat(reach, group, axis=1)
+  return Tiles(
+    q=jnp.pad(q, ((0, 0), (0, 0), (0, idle), (0, 0))),
+    reach=jnp.pad(reach, ((0, 0), (0, idle), (0, 0))),
+    first=jnp.min(jnp.where(end > 0, first, last[:, None]), axis=1),
+    end=last,
+    position=position,
+  )
+
+
+def trees(
+  options: Options, *, group: int, size: int, rows: int, tokens: int
+) -> tuple[jax.Array, jax.Array]:
+  """A tree mask cut into tiles of rows and blocks of keys.
+
+  Args:
+    options: of a call with a tree mask.
+    group: G.
+    size: queries of a tile.
+    rows: R.
+    tokens: C, keys of a block.
+
+  Returns:
+    (int8[W, N, R, C], 0 where a row does not see a key; int32[B], the first of
+    the N blocks that a sequence's tree touches).
+  """
+  mask, starts = options.tree_mask, options.tree_starts
+  assert mask is not None and starts is not None
+  columns, nodes = mask.shape[1:]
+  num = -(-nodes // tokens) + 1
+  first = jnp.maximum(starts, 0) // tokens
+  key = jnp.arange(num * tokens, dtype=jnp.int32)[None]
+  key = first[:, None] * tokens + key
+  node = (key - starts[:, None])[:, None]
+  known = jnp.take_along_axis(mask, jnp.clip(node, 0, nodes - 1), axis=2)
+  seen = known | (node < 0) | (node >= nodes)
+  seen = jnp.pad(seen, ((0, 0), (0, -columns % size), (0, 0)))
+  seen = jnp.repeat(seen.reshape(-1, size, num, tokens), group, axis=1)
+  seen = jnp.pad(seen, ((0, 0), (0, rows - size * group), (0, 0), (0, 0)))
+  return seen.swapaxes(1, 2).astype(jnp.int8), first
+
+
+def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
+  """A kernel's result; under `shard_map` it varies over an input's axes."""
+  zero = sum(
+    jnp.zeros_like(array, jnp.float32, shape=())
+    for array in jax.tree.leaves(inputs)
+  )
+  axes = jax.typeof(zero).manual_axis_type
+  return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes)
+
+
+def untile(
+  rows: jax.Array, batch: int, columns: int, heads: int, size: int
+) -> jax.Array:
+  """Rows [W, K, R, N] of tiles of `size` queries back to [B, T, H, N]."""
+  kv_heads, last = rows.shape[1], rows.shape[3]
+  group = heads // kv_heads
+  rows = rows[:, :, : size * group]
+  rows = rows.reshape(-1, kv_heads, size, group, last).swapaxes(1, 2)
+  return rows.reshape(batch, -1, heads, last)[:, :columns]

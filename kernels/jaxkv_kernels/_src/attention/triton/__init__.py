@@ -1,0 +1,1 @@
+"""Backend `triton`: Pallas-Triton for NVIDIA GPUs from sm_80."""

@@ -1,0 +1,334 @@
+"""The kernel of the backend `triton`: a tile of queries, a part of its keys.
+
+Written for Pallas-Triton: arrays of a power of two, offsets computed by hand,
+masks for all that is not there. It runs in Pallas's interpreter as it stands.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jaxkv_kernels._src.attention import online_softmax as block_softmax
+from jaxkv_kernels._src.attention import query_tiles
+from jaxkv_kernels._src.attention.online_softmax import LOWEST
+from jaxkv_kernels._src.formats import load
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+  """Static sizes of a call.
+
+  Attributes:
+    batch: B.
+    columns: T, queries of a row.
+    heads: H.
+    kv_heads: K.
+    key_parts: where parts of a query or key begin and how many elements they
+      have. One of D; of latent attention the first is the value.
+    value_dim: Dv.
+    pages: P.
+    page_size: S.
+    capacity: M * S, tokens of a table's row.
+    rows: query rows of a program, a power of two.
+    tiles: programs that share a K/V head's T * G query rows.
+    block: tokens of a step, a power of two.
+    splits: programs that share a row's keys.
+    least: blocks that a program has at least, while there are any.
+    numbers: what the tensor cores multiply.
+  """
+
+  batch: int
+  columns: int
+  heads: int
+  kv_heads: int
+  key_parts: tuple[tuple[int, int], ...]
+  value_dim: int
+  pages: int
+  page_size: int
+  capacity: int
+  rows: int
+  tiles: int
+  block: int
+  splits: int
+  least: int
+  numbers: np.dtype
+
+  @property
+  def group(self) -> int:
+    """G, the query heads of a K/V head."""
+    return self.heads // self.kv_heads
+
+
+def power_of_two(number: int) -> int:
+  """The smallest that is not below."""
+  return 1 << (number - 1).bit_length()
+
+
+def _width(dim: int) -> int:
+  """Columns for vectors of a size: what tensor cores multiply."""
+  return max(power_of_two(dim), 16)
+
+
+def kernel(refs, out_ref, totals_ref, *, sizes: Sizes, soft_cap: float | None):
+  """One tile of query rows over one part of its keys.
+
+  Args:
+    refs: whole arrays, None where an option is absent.
+      q [B, T, H, D], k [P, K, S, D], v [P, K, S, Dv] or None if that is the
+      first part of k, table int32[B, M], starts int32[B], counts int32[B],
+      page_offset int32[1], scale float32[1], window int32[1], slopes
+      float32[H], k_scale and v_scale float32[K] or float32[P, K, S], tree
+      int8[B, T, N], tree_starts int32[B].
+    out_ref: float32[splits, B, T, H, Dv].
+    totals_ref: top and total of `block_softmax`. float32[2, splits, B, T, H]
+    sizes: static sizes.
+    soft_cap: or None.
+  """
+  rows = _rows(refs, sizes)
+  first_block, end_block = _blocks(rows, sizes)
+  q = [
+    _read(refs["q"], rows.place, rows.real, *part).astype(sizes.numbers)
+    for part in sizes.key_parts
+  ]
+
+  def step(index, carry):
+    return _step(refs, rows, q, index, carry, sizes, soft_cap)
+
+  value_dim = _width(sizes.value_dim)
+  top, total, weighted = lax.fori_loop(
+    first_block,
+    end_block,
+    step,
+    (
+      jnp.full((sizes.rows,), LOWEST, jnp.float32),
+      jnp.zeros((sizes.rows,), jnp.float32),
+      jnp.zeros((sizes.rows, value_dim), jnp.float32),
+    ),
+  )
+  place = (pl.program_id(1), *rows.place)
+  for index, sums in enumerate((top, total)):
+    plt.store(totals_ref.at[(index, *place)], sums, mask=rows.real)
+  out = block_softmax.normalise(total, weighted)
+  _write(out_ref, place, rows.real, sizes.value_dim, out)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rows:
+  """The query rows of a program, each a query and a head of one K/V head.
+
+  Attributes:
+    batch: the row of the batch. int32[]
+    kv_head: int32[]
+    column: the query. int32[R]
+    head: int32[R]
+    real: false beyond the T * G rows. bool[R]
+    position: absolute, of the query. int32[R]
+    first: the first key it sees. int32[R]
+    end: one past the last, 0 for padding. int32[R]
+    reach: the first of all, and one past the last of all. int32[], int32[]
+  """
+
+  batch: jax.Array
+  kv_head: jax.Array
+  column: jax.Array
+  head: jax.Array
+  real: jax.Array
+  position: jax.Array
+  first: jax.Array
+  end: jax.Array
+  reach: tuple[jax.Array, jax.Array]
+
+  @property
+  def place(self):
+    """Where they stand in an array [B, T, H, ...]."""
+    return self.batch, self.column, self.head
+
+
+def _rows(refs, sizes: Sizes) -> _Rows:
+  """What this program is about."""
+  program = pl.program_id(0)
+  of_tiles = _divide(program, sizes.tiles)
+  tile = program - of_tiles * sizes.tiles
+  batch = _divide(of_tiles, sizes.kv_heads)
+  kv_head = of_tiles - batch * sizes.kv_heads
+  row = tile * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
+  column = _divide(row, sizes.group)
+  head = kv_head * sizes.group + row - column * sizes.group
+  start = refs["starts"][batch]
+  count = jnp.minimum(refs["counts"][batch], sizes.columns)
+
+  window = None if refs["window"] is None else refs["window"][0]
+
+  def span(column):
+    return query_tiles.span(start + column, sizes.capacity, window)
+
+  lowest = _divide(tile * sizes.rows, sizes.group)
+  highest = _divide((tile + 1) * sizes.rows - 1, sizes.group)
+  highest = jnp.minimum(highest, count - 1)
+  first, end = span(column)
+  return _Rows(
+    batch=batch,
+    kv_head=kv_head,
+    column=column,
+    head=head,
+    real=row < sizes.columns * sizes.group,
+    position=start + column,
+    first=first,
+    end=jnp.where(column < count, end, 0),
+    reach=(
+      span(lowest)[0],
+      jnp.where(highest >= lowest, span(highest)[1], 0),
+    ),
+  )
+
+
+def _blocks(rows: _Rows, sizes: Sizes):
+  """This part's blocks of keys, first and one past the last."""
+  first = _divide(rows.reach[0], sizes.block)
+  end = _divide(rows.reach[1] + sizes.block - 1, sizes.block)
+  share = _divide(end - first + sizes.splits - 1, sizes.splits)
+  share = jnp.maximum(share, sizes.least)
+  first += pl.program_id(1) * share
+  return first, jnp.minimum(first + share, end)
+
+
+def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
+  """One more block of keys: the online softmax, in powers of two."""
+  top, total, weighted = carry
+  position = index * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
+  inside = (position >= rows.reach[0]) & (position < rows.reach[1])
+  place = _place(refs, rows, position, inside, sizes)
+  keys = [
+    load(_read(refs["k"], place, inside, *part)) for part in sizes.key_parts
+  ]
+  logits = sum(map(functools.partial(_logits, sizes), q, keys))
+  if refs["k_scale"] is not None:
+    logits *= _scale(refs["k_scale"], place, inside)[None]
+  logits = _shaped(refs, rows, logits * refs["scale"][0], position, soft_cap)
+  seen = (position[None] >= rows.first[:, None]) & (
+    position[None] < rows.end[:, None]
+  )
+  if refs["tree"] is not None:
+    seen &= _allowed(refs, rows, position)
+    inside &= jnp.max(seen.astype(jnp.int32), axis=0) > 0
+  logits = jnp.where(seen, logits, -jnp.inf)
+  highest = jnp.maximum(top, jnp.max(logits, axis=1))
+  shrink = jnp.exp2(top - highest)
+  weights = jnp.exp2(logits - highest[:, None])
+  total = total * shrink + jnp.sum(weights, axis=1)
+  # Zeros where nothing is read: a weight of zero does not keep NaN out.
+  values = keys[0]
+  if refs["v"] is not None:
+    values = load(_read(refs["v"], place, inside, 0, sizes.value_dim))
+  if refs["v_scale"] is not None:
+    weights *= _scale(refs["v_scale"], place, inside)[None]
+  update = _weighted(weights, values, sizes, refs["v_scale"] is not None)
+  return highest, total, weighted * shrink[:, None] + update
+
+
+def _logits(sizes: Sizes, q, keys):
+  """Products of a part of the queries with that of a block's keys."""
+  return jnp.dot(
+    q,
+    keys.astype(sizes.numbers).T,
+    precision=_precision(sizes.numbers),
+    preferred_element_type=jnp.float32,
+  )
+
+
+def _weighted(weights, values, sizes: Sizes, scaled: bool):
+  """Sums of a block's values: float32[R, Dv].
+
+  A weight times a scale has no range that float16 is sure to hold: there it is
+  a share of the row's largest.
+  """
+  largest = None
+  if scaled and sizes.numbers == np.dtype(np.float16):
+    largest = jnp.max(jnp.abs(weights), axis=1)
+    largest = jnp.where(largest == 0, 1.0, largest)
+    weights /= largest[:, None]
+  sums = jnp.dot(
+    weights.astype(sizes.numbers),
+    values.astype(sizes.numbers),
+    precision=_precision(sizes.numbers),
+    preferred_element_type=jnp.float32,
+  )
+  return sums if largest is None else sums * largest[:, None]
+
+
+def _place(refs, rows: _Rows, position, inside, sizes: Sizes):
+  """Page, head and slot of each token of a block."""
+  column = _divide(position, sizes.page_size)
+  page = plt.load(refs["table"].at[rows.batch, column], mask=inside, other=0)
+  page = jnp.clip(page + refs["page_offset"][0], 0, sizes.pages - 1)
+  return page, rows.kv_head, position - column * sizes.page_size
+
+
+def _read(ref, place, inside, begin: int, dim: int):
+  """Elements of vectors, zeros outside; as many as a power of two."""
+  place, inside = _with_columns(place, inside, begin, dim)
+  return plt.load(ref.at[place], mask=inside, other=jnp.zeros((), ref.dtype))
+
+
+def _write(ref, place, inside, dim: int, values) -> None:
+  """The reverse of `_read`."""
+  place, inside = _with_columns(place, inside, 0, dim)
+  plt.store(ref.at[place], values, mask=inside)
+
+
+def _with_columns(place, inside, begin: int, dim: int):
+  """Places and their mask with one more axis, for the columns of vectors."""
+  width = _width(dim)
+  column = jnp.arange(width, dtype=jnp.int32)[None]
+  place = tuple(x[:, None] if x.ndim else x for x in place)
+  inside = jnp.broadcast_to(inside[:, None], (inside.size, width))
+  return (*place, begin + column), inside & (column < dim)
+
+
+def _scale(ref, place, inside):
+  """The scale of each token of a block, 0 outside."""
+  if ref.ndim == 1:
+    return jnp.where(inside, ref[place[1]], 0.0)
+  return plt.load(ref.at[place], mask=inside, other=0.0)
+
+
+def _shaped(refs, rows: _Rows, logits, position, soft_cap: float | None):
+  """Soft cap and ALiBi; then as powers of two."""
+  if soft_cap is not None:
+    logits = soft_cap * jnp.tanh(logits / soft_cap)
+  if refs["slopes"] is not None:
+    slopes = plt.load(refs["slopes"].at[rows.head], mask=rows.real, other=0.0)
+    away = position[None] - rows.position[:, None]
+    logits += slopes[:, None] * away.astype(jnp.float32)
+  return logits * block_softmax.LOG2_E
+
+
+def _allowed(refs, rows: _Rows, position):
+  """What the tree's mask leaves of each row's keys: bool[R, block]."""
+  nodes = refs["tree"].shape[2]
+  node = position[None] - refs["tree_starts"][rows.batch]
+  inside = (node >= 0) & (node < nodes)
+  mask = rows.real[:, None] & inside
+  allowed = plt.load(
+    refs["tree"].at[rows.batch, rows.column[:, None], node],
+    mask=mask,
+    other=jnp.int8(1),
+  )
+  return allowed != 0
+
+
+def _divide(numbers, by: int):
+  """Of what is not negative."""
+  return lax.div(numbers, jnp.full_like(numbers, by))
+
+
+def _precision(numbers: np.dtype):
+  """float32 stays float32, which by itself would become tf32."""
+  is_float32 = numbers == np.dtype(np.float32)
+  return lax.Precision.HIGHEST if is_float32 else None

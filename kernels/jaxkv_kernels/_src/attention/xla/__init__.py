@@ -1,0 +1,1 @@
+"""Backend `xla`: a scan over blocks of tokens, for every platform."""

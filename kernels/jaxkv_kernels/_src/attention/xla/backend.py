@@ -1,0 +1,339 @@
+"""Paged attention as plain XLA: a scan over blocks of tokens.
+
+All sequences advance in lockstep over blocks of a fixed number of tokens, with
+the online softmax of FlashAttention (Dao et al. 2022, algorithm 1) in float32.
+A block small enough for a core's cache beats both a gather of the whole table
+and a dense cache on a CPU; any device XLA knows can run it.
+
+That unused memory may hold NaN (`api`) takes two replacements: of logits after
+the product, and of value rows that no query of the sequence sees before theirs.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels._src.attention import query_tiles
+from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.formats import load
+
+# Tokens per block. Fixed, so that results do not depend on the page size as
+# long as it divides this; 64 is within 5 % of the best on every shape timed.
+BLOCK_TOKENS = 64
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class _Carry(NamedTuple):
+  """Online softmax of R = T * G query rows per K/V head.
+
+  Attributes:
+    top: largest logit so far. float32[B, K, R]
+    total: sum of exp(logit - top). float32[B, K, R]
+    weighted: the same sum, times the values. float32[B, K, R, Dv]
+  """
+
+  top: jax.Array
+  total: jax.Array
+  weighted: jax.Array
+
+
+class _Reach(NamedTuple):
+  """Which keys each query may see, as absolute positions, first <= p < end.
+
+  Attributes:
+    first: int32[B, T]
+    end: int32[B, T]
+  """
+
+  first: jax.Array
+  end: jax.Array
+
+
+class _Block(NamedTuple):
+  """N tokens of every sequence.
+
+  Attributes:
+    positions: of the tokens, the same in all sequences. int32[N]
+    keys: float32[B, K, N, D]
+    values: float32[B, K, N, Dv]
+    k_scale: factors of the keys, or None. float32[B, K, N]
+    v_scale: factors of the values, or None. float32[B, K, N]
+  """
+
+  positions: jax.Array
+  keys: jax.Array
+  values: jax.Array
+  k_scale: jax.Array | None
+  v_scale: jax.Array | None
+
+
+def attend(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of a rectangle of queries; see `api.paged_attention_padded`.
+
+  Args:
+    q: [B, T, H, D].
+    k_pages: [P, K, S, D].
+    v_pages: [P, K, S, Dv].
+    page_table: int32[B, M].
+    starts: int32[B].
+    counts: int32[B].
+    options: the rest, with defaults filled in.
+
+  Returns:
+    (float32[B, T, H, Dv], float32[B, T, H]).
+  """
+
+  def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    keys = _read(k_pages, ids)
+    if options.value_dim is not None:
+      return keys, keys[..., : options.value_dim]
+    return keys, _read(v_pages, ids)
+
+  involved = (k_pages, v_pages)
+  value_dim = options.value_dim or v_pages.shape[-1]
+  return _attention(
+    q, read, involved, value_dim, page_table, starts, counts, options
+  )
+
+
+def unsupported(
+  platform: str,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: Options,
+) -> str | None:
+  """It serves whatever `api` lets through, on every platform."""
+  del platform, q, k_pages, v_pages, options
+  return None
+
+
+def _attention(
+  q: jax.Array,
+  read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+  pools: tuple[jax.Array, ...],
+  value_dim: int,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  options: Options,
+) -> tuple[jax.Array, jax.Array]:
+  """As `attend`, with a function that reads keys and values of pages."""
+  batch, columns, heads, dim = q.shape
+  total_pages, kv_heads, page_size = pools[0].shape[:3]
+  pages_per_block = max(1, BLOCK_TOKENS // page_size)
+  block = pages_per_block * page_size
+  capacity = page_table.shape[1] * page_size
+  reach = _reach(starts, counts, columns, capacity, options.window)
+  first_block, end_block = _blocks(reach, block)
+  spare = -page_table.shape[1] % pages_per_block
+  table = jnp.pad(page_table, ((0, 0), (0, spare)))
+  # float32[B, K, T * G, D]: the query rows that share a K/V head.
+  scaled = q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
+  scaled = scaled.reshape(batch, columns, kv_heads, heads // kv_heads, dim)
+  scaled = scaled.swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
+
+  def step(index: jax.Array, carry: _Carry) -> _Carry:
+    ids = lax.dynamic_slice_in_dim(
+      table, index * pages_per_block, pages_per_block, axis=1
+    )
+    ids = jnp.clip(ids + options.page_offset, 0, total_pages - 1)
+    keys, values = read(ids)
+    tokens = _Block(
+      positions=index * block + jnp.arange(block, dtype=jnp.int32),
+      keys=keys,
+      values=values,
+      k_scale=_read_scale(options.k_scale, ids, page_size),
+      v_scale=_read_scale(options.v_scale, ids, page_size),
+    )
+    return _absorb(carry, scaled, tokens, reach, starts, options)
+
+  involved = (scaled, pools, page_table, reach, _arrays(options))
+  carry = _start(scaled.shape[:3], value_dim, involved)
+  carry = lax.fori_loop(first_block, end_block, step, carry)
+  return _finish(carry, columns, options.sinks, counts)
+
+
+def _arrays(options: Options) -> tuple[jax.Array | None, ...]:
+  """What the scan reads of the options, of any shape."""
+  return (
+    options.page_offset,
+    options.alibi_slopes,
+    options.k_scale,
+    options.v_scale,
+    options.tree_mask,
+    options.tree_starts,
+  )
+
+
+def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:
+  """Nothing seen yet: rows `shape` = [B, K, R].
+
+  Under `shard_map` a loop's carry must say from the start over which mesh axes
+  it differs: over those of anything involved, as zeros made from it do.
+  """
+  zero = sum(
+    jnp.zeros_like(array, jnp.float32, shape=())
+    for array in jax.tree.leaves(involved)
+  )
+  return _Carry(
+    top=jnp.full(shape, _LOWEST, jnp.float32) + zero,
+    total=jnp.zeros(shape, jnp.float32) + zero,
+    weighted=jnp.zeros((*shape, value_dim), jnp.float32) + zero,
+  )
+
+
+def _reach(
+  starts: jax.Array,
+  counts: jax.Array,
+  columns: int,
+  capacity: int,
+  window: jax.Array | int | None,
+) -> _Reach:
+  """Causal reach. Tokens past the table's capacity do not exist."""
+  reach = query_tiles.reach(starts, counts, columns, capacity, window)
+  return _Reach(first=reach[..., 0], end=reach[..., 1])
+
+
+def _blocks(reach: _Reach, block: int) -> tuple[jax.Array, jax.Array]:
+  """First block that some query sees, and one past the last."""
+  end = jnp.max(reach.end)
+  first = jnp.min(jnp.where(reach.end > 0, reach.first, end))
+  return first // block, (end + block - 1) // block
+
+
+def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
+  """Pages `ids` int32[B, P], in range, as float32[B, K, P * S, D]."""
+  # [B, K, P, S, D]: the gather itself puts heads before pages.
+  tiles = lax.gather(
+    pages,
+    ids[..., None],
+    lax.GatherDimensionNumbers(
+      offset_dims=(1, 3, 4), collapsed_slice_dims=(0,), start_index_map=(0,)
+    ),
+    slice_sizes=(1, *pages.shape[1:]),
+    mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+  )
+  batch, kv_heads, num, size, dim = tiles.shape
+  tiles = tiles.reshape(batch, kv_heads, num * size, dim)
+  return load(tiles).astype(jnp.float32)
+
+
+def _read_scale(
+  scale: jax.Array | None, ids: jax.Array, page_size: int
+) -> jax.Array | None:
+  """Factors of the tokens of pages `ids` int32[B, P]: float32[B, K, P * S]."""
+  if scale is None:
+    return None
+  batch, num = ids.shape
+  if scale.ndim == 1:
+    shape = (batch, scale.shape[0], num * page_size)
+    return jnp.broadcast_to(scale[None, :, None], shape)
+  tiles = scale.at[ids].get(mode="promise_in_bounds")  # [B, P, K, S]
+  return tiles.swapaxes(1, 2).reshape(batch, scale.shape[1], -1)
+
+
+def _absorb(
+  carry: _Carry,
+  scaled: jax.Array,
+  block: _Block,
+  reach: _Reach,
+  starts: jax.Array,
+  options: Options,
+) -> _Carry:
+  """One more block of tokens."""
+  batch, kv_heads, rows, _ = scaled.shape
+  columns = reach.end.shape[1]
+  seen = _seen(block.positions, reach, options)  # bool[B, T, N]
+  logits = jnp.einsum(
+    "bkrd,bktd->bkrt", scaled, block.keys, precision=lax.Precision.HIGHEST
+  )
+  if block.k_scale is not None:
+    logits = logits * block.k_scale[:, :, None]
+  if options.soft_cap is not None:
+    logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+  logits = logits.reshape(batch, kv_heads, columns, rows // columns, -1)
+  if options.alibi_slopes is not None:
+    slopes = options.alibi_slopes.reshape(1, kv_heads, 1, -1, 1)
+    column = jnp.arange(columns, dtype=jnp.int32)
+    position = starts[:, None] + column[None]
+    away = block.positions[None, None] - position[:, :, None]
+    logits = logits + slopes * away.astype(jnp.float32)[:, None, :, None]
+  logits = jnp.where(seen[:, None, :, None], logits, -jnp.inf)
+  logits = logits.reshape(batch, kv_heads, rows, -1)
+  # `top` starts finite: a block in which a row sees nothing changes no bit
+  # of that row, so a row's result does not depend on its neighbours' lengths.
+  top = jnp.maximum(carry.top, jnp.max(logits, axis=-1))
+  shrink = jnp.exp(carry.top - top)
+  weights = jnp.exp(logits - top[..., None])
+  total = carry.total * shrink + jnp.sum(weights, axis=-1)
+  # 0 * NaN is NaN: a weight of zero does not keep a value out.
+  used = jnp.any(seen, axis=1)[:, None, :]
+  values = jnp.where(used[..., None], block.values, jnp.float32(0))
+  if block.v_scale is not None:
+    factor = jnp.where(used, block.v_scale, jnp.float32(0))
+    weights = weights * factor[:, :, None]
+  update = jnp.einsum(
+    "bkrt,bktd->bkrd", weights, values, precision=lax.Precision.HIGHEST
+  )
+  weighted = carry.weighted * shrink[..., None] + update
+  return _Carry(top=top, total=total, weighted=weighted)
+
+
+def _seen(positions: jax.Array, reach: _Reach, options: Options) -> jax.Array:
+  """Which of the tokens at int32[N] each query sees: bool[B, T, N]."""
+  position = positions[None, None]
+  seen = position >= reach.first[:, :, None]
+  seen &= position < reach.end[:, :, None]
+  if options.tree_mask is None or options.tree_starts is None:
+    return seen
+  nodes = options.tree_mask.shape[-1]
+  node = positions[None] - options.tree_starts[:, None]  # [B, N]
+  inside = (node >= 0) & (node < nodes)
+  node = jnp.where(inside, node, 0)[:, None]
+  shape = (*seen.shape[:2], node.shape[-1])
+  allowed = jnp.take_along_axis(
+    options.tree_mask, jnp.broadcast_to(node, shape), axis=-1
+  )
+  return seen & (allowed | ~inside[:, None])
+
+
+def _finish(
+  carry: _Carry,
+  columns: int,
+  sinks: jax.Array | None,
+  counts: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Normalises; float32[B, T, H, Dv] and float32[B, T, H]."""
+  batch, kv_heads, rows, value_dim = carry.weighted.shape
+  shape = (batch, kv_heads, columns, rows // columns)
+  top = carry.top.reshape(shape)
+  total = carry.total.reshape(shape)
+  weighted = carry.weighted.reshape(*shape, value_dim)
+  if sinks is not None:
+    sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1)
+    highest = jnp.maximum(top, sink)
+    shrink = jnp.exp(top - highest)
+    total = total * shrink + jnp.exp(sink - highest)
+    weighted = weighted * shrink[..., None]
+    top = highest
+  empty = total == 0
+  safe = jnp.where(empty, jnp.float32(1), total)
+  out = weighted / safe[..., None]
+  lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
+  real = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
+  lse = jnp.where(real[:, None, :, None], lse, -jnp.inf)
+  out = out.swapaxes(1, 2).reshape(batch, columns, -1, value_dim)
+  return out, lse.swapaxes(1, 2).reshape(batch, columns, -1)

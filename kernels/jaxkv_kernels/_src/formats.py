@@ -1,0 +1,143 @@
+"""What the bits of a page pool mean.
+
+XLA on a CPU rewrites a whole bfloat16 or 8-bit float array to update one
+element of it, so such pools travel there as the same bits in an integer type.
+Only what is read or written is ever reinterpreted, never the pool.
+
+| pool dtype | elements mean |
+|---|---|
+| float32, float16, bfloat16 | themselves |
+| uint16 | bfloat16 bits |
+| float8_e4m3fn, float8_e5m2 | themselves, times a scale if there is one |
+| uint8 | float8_e4m3fn bits |
+| int8 | integers from -127 to 127, times a scale |
+
+float8_e5m2 has no form in bits: on a CPU a write costs a pass over its pool.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxkv_kernels._src import check
+
+_E4M3 = np.dtype(jnp.float8_e4m3fn)
+_E5M2 = np.dtype(jnp.float8_e5m2)
+_MEANING = {
+  np.dtype(np.float32): np.dtype(np.float32),
+  np.dtype(np.float16): np.dtype(np.float16),
+  np.dtype(jnp.bfloat16): np.dtype(jnp.bfloat16),
+  np.dtype(np.uint16): np.dtype(jnp.bfloat16),
+  _E4M3: _E4M3,
+  np.dtype(np.uint8): _E4M3,
+  _E5M2: _E5M2,
+  np.dtype(np.int8): np.dtype(np.int8),
+}
+# The largest numbers of the formats that are stored saturated.
+_LARGEST = {np.dtype(np.int8): 127.0, _E4M3: 448.0, _E5M2: 57344.0}
+
+
+def logical_dtype(pool_dtype) -> np.dtype:
+  """The number format that a pool of this dtype holds.
+
+  Args:
+    pool_dtype: dtype of a page pool.
+
+  Returns:
+    The dtype its elements have once loaded.
+
+  Raises:
+    ValueError: the dtype is not one a pool may have.
+
+  Examples:
+    >>> logical_dtype("uint16")
+    dtype(bfloat16)
+  """
+  return _MEANING[check.pool_dtype("pool_dtype", pool_dtype)]
+
+
+def scaled_dtype(name: str, pool_dtype) -> np.dtype:
+  """`logical_dtype` of a pool that has scales; others are refused by name."""
+  meaning = _MEANING[check.pool_dtype(name, pool_dtype)]
+  if meaning not in _LARGEST:
+    raise ValueError(
+      f"{name} is {np.dtype(pool_dtype)}, and a pool of {meaning} takes no"
+      " scales: use int8, float8_e4m3fn, float8_e5m2, or uint8 for the bits of"
+      " float8_e4m3fn"
+    )
+  return meaning
+
+
+def load(stored: jax.Array) -> jax.Array:
+  """Elements of a pool as the numbers they are; same shape, no scale applied.
+
+  Call it on what was gathered from a pool, not on the pool: on a CPU the
+  conversion of a pool costs a pass over all of it.
+  """
+  check.is_array("stored", stored)
+  meaning = _MEANING[check.pool_dtype("stored", stored.dtype)]
+  if stored.dtype == meaning:
+    return jnp.asarray(stored)
+  return lax.bitcast_convert_type(stored, meaning)
+
+
+def store(values: jax.Array, pool_dtype) -> jax.Array:
+  """Numbers as elements of a pool of this dtype, rounded to its format.
+
+  Eight-bit formats saturate: what is larger than their largest number becomes
+  that number.
+  """
+  check.real("values", values)
+  meaning = logical_dtype(pool_dtype)
+  values = jnp.asarray(values)
+  if meaning in _LARGEST:
+    values = values.astype(jnp.float32)
+    largest = jnp.float32(_LARGEST[meaning])
+    values = jnp.clip(values, -largest, largest)
+    if meaning == np.dtype(np.int8):
+      values = jnp.round(values)
+  rounded = values.astype(meaning)
+  if np.dtype(pool_dtype) == meaning:
+    return rounded
+  return lax.bitcast_convert_type(rounded, np.dtype(pool_dtype))
+
+
+def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
+  """Numbers as elements of an 8-bit pool, and what to multiply those by.
+
+  Each vector (the last axis) has a scale of its own, with which its largest
+  number becomes the format's largest. A vector of zeros has scale 1. A scale is
+  no smaller than float32's smallest normal number, so numbers below some 1e-36
+  lose digits. Of a vector with a NaN or an infinity the scale is NaN.
+
+  Args:
+    values: float[..., D].
+    pool_dtype: int8, float8_e4m3fn, float8_e5m2 or uint8.
+
+  Returns:
+    (pool dtype[..., D], float32[...]).
+
+  Raises:
+    ValueError: the pool's format has more than 8 bits, or there is no number.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> stored, scale = quantize(jnp.asarray([2.0, -4.0, 1.0]), "int8")
+    >>> stored.tolist(), round(float(scale) * 127, 4)
+    ([64, -127, 32], 4.0)
+  """
+  check.real("values", values)
+  if values.shape[-1:] in ((), (0,)):
+    raise ValueError(
+      f"values has shape {values.shape}; it must be [..., D] with D >= 1"
+    )
+  meaning = scaled_dtype("pool_dtype", pool_dtype)
+  values = jnp.asarray(values, jnp.float32)
+  largest = jnp.max(jnp.abs(values), axis=-1)
+  # A subnormal scale would be flushed to 0, and 0 / 0 stored.
+  tiny = jnp.finfo(jnp.float32).tiny
+  scale = jnp.maximum(largest / _LARGEST[meaning], tiny)
+  scale = jnp.where(largest > 0, scale, jnp.float32(1))
+  scale = jnp.where(jnp.isfinite(largest), scale, jnp.float32(jnp.nan))
+  return store(values / scale[..., None], pool_dtype), scale

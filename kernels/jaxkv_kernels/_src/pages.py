@@ -1,0 +1,97 @@
+"""Whole pages: copying them within a pool, gathering them out of it."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels._src import check
+from jaxkv_kernels._src.formats import load
+
+
+def copy_pages(
+  pages: jax.Array, src: jax.Array, dst: jax.Array, *, num_layers: int = 1
+) -> jax.Array:
+  """Copies page `src[r]` over page `dst[r]`, in every layer.
+
+  All sources are read before any destination is written. In place when the
+  pool is donated or carried by a loop; costs nothing when there is nothing to
+  copy (but under `vmap` always its full cost). A pair with either id out of
+  range is skipped; equal destinations: any of them may win.
+
+  Args:
+    pages: [L * N, K, S, D].
+    src: int32[R], ids 0..N-1.
+    dst: int32[R].
+    num_layers: L.
+
+  Returns:
+    The pool.
+
+  Raises:
+    ValueError: an argument has a shape or dtype that is not supported.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> pool = jnp.arange(4.0).reshape(4, 1, 1, 1)
+    >>> copied = copy_pages(
+    ...   pool, jnp.asarray([3, 1], jnp.int32), jnp.asarray([1, 9], jnp.int32)
+    ... )
+    >>> copied.ravel()
+    Array([0., 3., 2., 3.], dtype=float32)
+  """
+  check.pool("pages", pages)
+  total = pages.shape[0]
+  check.count("num_layers", num_layers)
+  if total % num_layers != 0:
+    raise ValueError(
+      f"num_layers={num_layers} does not divide the {total} pages of the pool"
+    )
+  check.vector("src", src, None)
+  check.vector("dst", dst, src.size)
+  check.beside("pages", pages, src=src, dst=dst)
+  per_layer = total // num_layers
+  fits = (src >= 0) & (src < per_layer) & (dst >= 0) & (dst < per_layer)
+
+  def copy_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
+    first = layer * per_layer
+    content = pool.at[src + first].get(mode="clip")
+    return pool.at[jnp.where(fits, dst + first, total)].set(
+      content, mode="drop"
+    )
+
+  # A loop of no steps, not a `cond`: a branch would copy the pool.
+  steps = jnp.where(jnp.any(fits), num_layers, 0).astype(jnp.int32)
+  return lax.fori_loop(0, steps, copy_layer, jnp.asarray(pages))
+
+
+def gather_pages(
+  pages: jax.Array,
+  page_table: jax.Array,
+  *,
+  page_offset: jax.Array | int = 0,
+) -> jax.Array:
+  """The sequences' tokens as one dense array, as numbers (never as bits).
+
+  Args:
+    pages: [P, K, S, D].
+    page_table: int32[B, M]; an id out of range reads as a page of zeros.
+    page_offset: int32[], added to every page id.
+
+  Returns:
+    [B, M * S, K, D]. Slots past a sequence's length are whatever they hold.
+
+  Raises:
+    ValueError: an argument has a shape or dtype that is not supported.
+  """
+  check.pool("pages", pages)
+  check.table(page_table, None)
+  check.scalar("page_offset", page_offset, jnp.integer)
+  check.beside("pages", pages, page_table=page_table, page_offset=page_offset)
+  pages = jnp.asarray(pages)
+  total, kv_heads, _, dim = pages.shape
+  where = page_table + jnp.asarray(page_offset, jnp.int32)
+  fits = (page_table >= 0) & (page_table < total) & (where >= 0)
+  tiles = load(
+    pages.at[jnp.where(fits, where, total)].get(mode="fill", fill_value=0)
+  )
+  return tiles.swapaxes(2, 3).reshape(page_table.shape[0], -1, kv_heads, dim)

@@ -1,0 +1,371 @@
+"""Moves for a cache: legal ones drawn from the oracle's own state, and others.
+
+Random slots and pages would mostly be refused, and what is refused tests
+little. So every legal move names what is really there. `spoiled` makes a move
+illegal by putting a bad number, or a number twice, into one place.
+"""
+
+import dataclasses
+from typing import Any
+from typing import Protocol
+
+from tests.cache.setups import Setup
+from tests.model_of_the_cache.oracle import Oracle
+from tests.model_of_the_cache.oracle_sequences import Sequence
+
+ARGUMENTS = {
+  "allocate": ("num_tokens",),
+  "allocate_slots": ("num_tokens", "slots", "num_encoder_tokens"),
+  "commit": ("tokens", "counts"),
+  "commit_slots": ("tokens", "counts", "slots"),
+  "match": ("tokens", "lengths", "salts"),
+  "admit": (
+    *("slots", "tokens", "lengths", "salts", "mask", "room"),
+    *("keep_free", "num_encoder_tokens"),
+  ),
+  "touch": ("pages",),
+  "pin": ("tokens", "lengths", "salts", "mask"),
+  "unpin": ("pages",),
+  "evict": ("pages",),
+  "fork": ("src", "dst", "mask"),
+  "truncate": ("lengths", "mask"),
+  "recycle": ("lengths",),
+  "free_slots": ("slots",),
+  "free_mask": ("mask",),
+  "reset_prefix_cache": (),
+  "new_epoch": (),
+  "num_common_prefix_pages": (),
+}
+
+WEIGHTS = {
+  "allocate": 4,
+  "allocate_slots": 2,
+  "commit": 6,
+  "commit_slots": 3,
+  "match": 2,
+  "admit": 8,
+  "touch": 2,
+  "pin": 2,
+  "unpin": 3,
+  "evict": 1,
+  "fork": 4,
+  "truncate": 4,
+  "recycle": 4,
+  "free_slots": 3,
+  "free_mask": 3,
+  "reset_prefix_cache": 1,
+  "new_epoch": 1,
+  "num_common_prefix_pages": 1,
+}
+
+PAGES = (2, 3)
+"""Shape of the pages that `touch`, `unpin` and `evict` are given."""
+
+FREED = 2
+"""Slots that `free` is given by number."""
+
+SALTS = ((0, 0, 0, 0), (0, 0, 0, 1), (7, 2**32 - 1, 0, 5))
+
+
+class Draws(Protocol):
+  """Where choices come from: hypothesis or a seeded generator."""
+
+  def integer(self, low: int, high: int) -> int:
+    """An integer from low to high, both included."""
+    ...
+
+
+@dataclasses.dataclass
+class Moves:
+  """Draws arguments, as lists, for the verb that a method is named after."""
+
+  draws: Draws
+  oracle: Oracle
+  setup: Setup
+
+  def make(self, verb: str) -> tuple | None:
+    """Arguments of a legal move; None where there is none."""
+    return getattr(self, verb)()
+
+  def possible(self, verb: str) -> bool:
+    """Whether `make` can be worth a try."""
+    running, pool = self._slots(empty=False), self.oracle.pool
+    needs = {
+      "commit": running,
+      "commit_slots": running,
+      "admit": self._slots(empty=True),
+      "touch": running or pool.keys,
+      "pin": pool.keys,
+      "unpin": any(pool.pins),
+      "evict": pool.keys,
+      "fork": running and self._slots(empty=True),
+      "truncate": running,
+      "recycle": running,
+      "free_slots": len(running) >= FREED,
+      "free_mask": running,
+      "reset_prefix_cache": not any(pool.refs),
+    }
+    return bool(needs.get(verb, True))
+
+  # --- choices ---------------------------------------------------------------
+
+  def _choose(self, items):
+    return items[self.draws.integer(0, len(items) - 1)]
+
+  def _often(self) -> bool:
+    return self.draws.integer(0, 3) > 0
+
+  def _some(self, items, count) -> list:
+    """Up to `count` different items."""
+    items, chosen = list(items), []
+    for _ in range(self.draws.integer(min(1, len(items)), count)):
+      if items:
+        chosen.append(items.pop(self.draws.integer(0, len(items) - 1)))
+    return chosen
+
+  def _slots(self, empty: bool) -> list[int]:
+    slots = enumerate(self.oracle.slots)
+    return [slot for slot, sequence in slots if sequence.empty == empty]
+
+  def _token(self, text, index) -> int:
+    """Texts branch wherever a hit may end, so that prefixes are shared."""
+    branch = index // self.setup.config.alignment
+    return 10 * (text >> branch % 3 & 1) + index % 3
+
+  def _text(self, tokens) -> int:
+    """A text that begins with some tokens, most of the time."""
+    fits = [
+      text
+      for text in range(8)
+      if all(self._token(text, i) == token for i, token in enumerate(tokens))
+    ]
+    if fits and self._often():
+      return self._choose(fits)
+    return self.draws.integer(0, 7)
+
+  def _prompts(self):
+    """Tokens, lengths and salts of R rows."""
+    rows, columns = self.setup.rows, self.setup.columns
+    texts = [self.draws.integer(0, 7) for _ in range(rows)]
+    most = min(columns, self.setup.config.slot_tokens)
+    return (
+      [[self._token(text, i) for i in range(columns)] for text in texts],
+      [self.draws.integer(1, most) for _ in range(rows)],
+      [SALTS[max(0, self.draws.integer(-6, 2))] for _ in range(rows)],
+    )
+
+  def _grid(self, pages) -> list[list[int]]:
+    """Pages put into the shape PAGES, at random places."""
+    rows, columns = PAGES
+    grid = [[self.setup.config.no_page] * columns for _ in range(rows)]
+    for page in pages:
+      row = self.draws.integer(0, rows - 1)
+      grid[row][self.draws.integer(0, columns - 1)] = page
+    return grid
+
+  # --- verbs over all slots --------------------------------------------------
+
+  def allocate(self):
+    """Room for a few tokens here and there."""
+    return ([self._wanted(sequence) for sequence in self.oracle.slots],)
+
+  def _wanted(self, sequence: Sequence) -> int:
+    room = self.setup.config.slot_tokens - len(sequence.tokens)
+    most = max(self.setup.config.page_sizes) * 2
+    return max(0, min(self.draws.integer(-2, most), room))
+
+  def commit(self):
+    """Some of the tokens that there is room for."""
+    return self._all_continued(range(self.setup.config.num_slots))
+
+  def _all_continued(self, slots):
+    done = [self._continued(slot) for slot in slots]
+    return [row for row, _ in done], [count for _, count in done]
+
+  def _continued(self, slot: int):
+    sequence, columns = self.oracle.slots[slot], self.setup.columns
+    held = len(sequence.tokens)
+    room = min(columns, self.oracle.room(slot) - held)
+    count = 0
+    if room:
+      count = max(0, min(room, self.draws.integer(-1, columns)))
+    text = self._text(sequence.tokens) if count else 0
+    return [self._token(text, held + i) for i in range(columns)], count
+
+  def truncate(self):
+    """Rolls some slots back."""
+    lengths, mask = [], []
+    for sequence in self.oracle.slots:
+      length = self.draws.integer(0, len(sequence.tokens))
+      lengths.append(length)
+      mask.append(not sequence.empty and self._often())
+    return (lengths, mask) if any(mask) else None
+
+  def recycle(self):
+    """Mostly up to where sequences are, else anywhere, also out of range."""
+    most, lengths = self.setup.config.slot_tokens + 2, []
+    for sequence in self.oracle.slots:
+      length = len(sequence.tokens)
+      elsewhere = self.draws.integer(-2, most)
+      lengths.append(length if self._often() else elsewhere)
+    return (lengths,)
+
+  def free_mask(self):
+    """Ends some sequences."""
+    slots = range(self.setup.config.num_slots)
+    chosen = self._some(self._slots(empty=False), max(2, len(slots) // 2))
+    return ([slot in chosen for slot in slots],) if chosen else None
+
+  # --- verbs over named slots ------------------------------------------------
+
+  def _order(self) -> list[int]:
+    """R different slots, in any order."""
+    slots = list(range(self.setup.config.num_slots))
+    return [
+      slots.pop(self.draws.integer(0, len(slots) - 1))
+      for _ in range(self.setup.rows)
+    ]
+
+  def allocate_slots(self):
+    """Room for a few tokens, slots in any order."""
+    slots = self._order()
+    wanted = [self._wanted(self.oracle.slots[slot]) for slot in slots]
+    return wanted, slots, self._encoders()
+
+  def _encoders(self) -> list[int] | None:
+    """Tokens of R encoders, where there is a group; at times one too many."""
+    if not self.setup.config.holds_encoder:
+      return None
+    most = self.setup.config.slot_tokens + 1
+    return [self.draws.integer(0, most) for _ in range(self.setup.rows)]
+
+  def commit_slots(self):
+    """Some of the tokens that there is room for, slots in any order."""
+    slots = self._order()
+    return *self._all_continued(slots), slots
+
+  def match(self):
+    """Asks for prompts."""
+    return self._prompts()
+
+  def admit(self):
+    """Starts sequences in empty slots."""
+    free = self._slots(empty=True)
+    if not free:
+      return None
+    slots = self._some(free, self.setup.rows)
+    mask = [row < len(slots) for row in range(self.setup.rows)]
+    slots += [free[0]] * (self.setup.rows - len(slots))
+    tokens, lengths, salts = self._prompts()
+    room = [
+      length if self._often() else self.draws.integer(1, length)
+      for length in lengths
+    ]
+    keep = [
+      0 if self._often() else self.draws.integer(0, self.setup.config.num_pages)
+      for _ in lengths
+    ]
+    return slots, tokens, lengths, salts, mask, room, keep, self._encoders()
+
+  def pin(self):
+    """Pins prompts that are cached."""
+    tokens, lengths, salts = self._prompts()
+    found = self.oracle.match(tokens, lengths, salts)["num_cached"]
+    mask = [hit > 0 and self._often() for hit in found]
+    return (tokens, lengths, salts, mask) if any(mask) else None
+
+  def fork(self):
+    """Branches sequences off."""
+    sources, targets = self._slots(empty=False), self._slots(empty=True)
+    if not sources or not targets:
+      return None
+    dst = self._some(targets, self.setup.rows)
+    mask = [row < len(dst) for row in range(self.setup.rows)]
+    dst += [targets[0]] * (self.setup.rows - len(dst))
+    src = [self._choose(sources) for _ in range(self.setup.rows)]
+    return src, dst, mask
+
+  def free_slots(self):
+    """Ends sequences in any order."""
+    slots = self._some(self._slots(empty=False), FREED)
+    return (slots,) if len(slots) == FREED else None
+
+  # --- verbs over named pages ------------------------------------------------
+
+  def touch(self):
+    """Pins pages that are held or cached."""
+    pool = self.oracle.pool
+    pages = [
+      page
+      for page in range(1, self.setup.config.num_pages)
+      if pool.refs[page] or page in pool.keys
+    ]
+    return (self._grid(self._some(pages, 3)),) if pages else None
+
+  def unpin(self):
+    """Gives back pins that there are."""
+    pins = [
+      page
+      for page, pins in enumerate(self.oracle.pool.pins)
+      for _ in range(pins)
+    ]
+    return (self._grid(self._some(pins, 4)),) if pins else None
+
+  def evict(self):
+    """Drops keys that there are."""
+    pages = sorted(self.oracle.pool.keys)
+    return (self._grid(self._some(pages, 2)),) if pages else None
+
+  # --- verbs over everything -------------------------------------------------
+
+  def reset_prefix_cache(self):
+    """Forgets everything; now and then although something is held."""
+    if any(self.oracle.pool.refs) and self._often():
+      return None
+    return ()
+
+  def new_epoch(self):
+    """New weights."""
+    return ()
+
+  def num_common_prefix_pages(self):
+    """A look."""
+    return ()
+
+  # --- illegal moves ---------------------------------------------------------
+
+  def spoiled(self, verb: str, arguments: tuple) -> tuple:
+    """The same move with one number made bad, or used twice."""
+    config = self.setup.config
+    named = dict(zip(ARGUMENTS[verb], arguments, strict=True))
+    places = [
+      name
+      for name, value in named.items()
+      if name not in ("mask", "salts") and value is not None
+    ]
+    if not places:
+      return arguments
+    if "mask" in named and self._often():
+      named["mask"] = [True] * len(named["mask"])
+    values = (-(2**31), -1, 0, 1, 2, config.num_slots, config.num_pages - 1)
+    values += (config.num_pages, self.setup.columns, config.slot_tokens)
+    values += (self.setup.columns + 1, config.num_pages + 1, 2**30, 2**31 - 1)
+    name = self._choose(places)
+    array = named[name] = _copied(named[name])
+    row = self.draws.integer(0, len(array) - 1)
+    if isinstance(array[row], list):
+      array = array[row]
+      row = self.draws.integer(0, len(array) - 1)
+    if self._often():
+      # One too many and one too few of what is legal, too.
+      near = [array[row] - 1, array[row] + 1]
+      array[row] = self._choose((*values, *near, *near))
+    else:
+      array[row] = self._choose(array)
+    return tuple(named.values())
+
+
+def _copied(nested: Any) -> Any:
+  if isinstance(nested, list):
+    return [_copied(item) for item in nested]
+  return nested

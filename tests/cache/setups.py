@@ -1,0 +1,254 @@
+"""Small caches for random tests, and what is made worse about them."""
+
+import contextlib
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from jaxkv import CacheConfig
+from jaxkv import ChunkedLocal
+from jaxkv import CrossAttention
+from jaxkv import FullAttention
+from jaxkv import GroupKind
+from jaxkv import Recurrent
+from jaxkv import SlidingWindow
+from jaxkv._src.cache import work_items as ragged
+from jaxkv._src.cache.pool import free_queue
+from jaxkv._src.cache.prefix import prefix_index
+from jaxkv._src.cache.prefix import publish as publishing
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """A cache and the shapes of all calls, so that each verb compiles once.
+
+  Attributes:
+    config: the cache's sizes. Its seed is its own, so that no compiled verb is
+      shared with a cache that is patched otherwise.
+    rows: R.
+    columns: T, one more than fit into a slot.
+    window: items handled at once, where it is not as many as usual; everything
+      that is done in several windows is never done in these small caches.
+    crowded: all pages begin at one bucket of the prefix index, so that it
+      overflows.
+    tight: the free queue's ring has half its size, so that it is swept often.
+  """
+
+  config: CacheConfig
+  rows: int
+  columns: int
+  window: int | None = None
+  crowded: bool = False
+  tight: bool = False
+
+  @contextlib.contextmanager
+  def patched(self):
+    """The library as this cache wants it, while its verbs are traced."""
+    with pytest.MonkeyPatch.context() as patch:
+      if self.window is not None:
+        patch.setattr(ragged, "WINDOW", self.window)
+        patch.setattr(prefix_index, "INSERT_WINDOW", self.window)
+        patch.setattr(publishing, "SLOT_WINDOW", self.window)
+      if self.crowded:
+        patch.setattr(
+          prefix_index,
+          "_first_bucket",
+          lambda index, keys: jnp.zeros(keys.shape[:1], jnp.int32),
+        )
+      if self.tight:
+        patch.setattr(free_queue, "init", _half_a_ring)
+      yield
+
+
+def _half_a_ring(num_pages: int, init=free_queue.init) -> free_queue.FreeQueue:
+  """A queue that still has room for all pages, but for few stale entries."""
+  queue = init(num_pages)
+  return dataclasses.replace(queue, ring=queue.ring[: queue.ring.size // 2])
+
+
+def small(
+  seed: int,
+  size: int,
+  groups: int | tuple[GroupKind, ...] = 1,
+  window: int | None = None,
+  *,
+  worse: str = "",
+  num_pages: int | None = None,
+  pages_per_slot: int = 4,
+  **options: bool | int,
+) -> Setup:
+  """Four slots of four pages, and pages for little more than two of them.
+
+  Args:
+    seed: of the config.
+    size: tokens a page.
+    groups: of layers; a number for so many of full attention.
+    window: see `Setup`.
+    worse: names of flags of `Setup`.
+    num_pages: N, where it is another one.
+    pages_per_slot: M, where it is another one.
+    **options: of the config.
+  """
+  kinds = groups
+  if isinstance(kinds, int):
+    kinds = (FullAttention(),) * kinds
+  a_slot = sum(pages_per_slot * size // (k.page_size or size) for k in kinds)
+  config = CacheConfig(
+    num_pages=num_pages or 5 * a_slot // 2 + 2,
+    page_size=size,
+    num_slots=4,
+    pages_per_slot=pages_per_slot,
+    groups=kinds,
+    seed=seed,
+    **options,
+  )
+  flags = dict.fromkeys(worse.split(), True)
+  return Setup(config, 3, config.slot_tokens + 1, window, **flags)
+
+
+MERGE = {"merge_duplicates": True}
+CLASSIC = {"unhashed_first": False}
+NO_CACHING = {"prefix_caching": False}
+DRAFT = {"draft_model": True}
+CLASSIC_PREFIXES = {"classic": True}
+AGES = {"track_residency": True}
+LONG = {"pages_per_slot": 8}
+
+Full, Window, Chunk = FullAttention, SlidingWindow, ChunkedLocal
+State = Recurrent
+
+SETUPS = {
+  # Seen in every run: both policies, merging, groups, no caching.
+  "plain": small(1, 2, worse="tight", num_pages=16, **AGES),
+  "merge": small(2, 1, window=2, **MERGE, **CLASSIC),
+  "groups": small(3, 2, groups=2, worse="crowded", **MERGE),
+  "no_caching": small(4, 4, window=3, worse="tight", **NO_CACHING),
+  # The rest of the ways to combine them.
+  "classic": small(5, 4, worse="crowded tight", **CLASSIC),
+  "classic_groups": small(6, 1, groups=2, **CLASSIC),
+  "merge_pages": small(7, 4, window=1, worse="tight", **MERGE),
+  "windows": small(8, 2, groups=2, window=3, worse="crowded tight"),
+  "classic_no_caching": small(9, 2, groups=2, **NO_CACHING, **CLASSIC),
+  "one_token_pages": small(10, 1, window=1),
+  # Pages that are left behind, and pages of different sizes. Seen in every run:
+  "sliding": small(11, 2, (Window(4),), window=3, **LONG, **MERGE),
+  "hybrid": small(
+    12, 1, (Full(page_size=2), Window(4, page_size=3)), pages_per_slot=12
+  ),
+  "draft": small(
+    13, 2, (Window(3), Full(page_size=4)), worse="tight", **LONG, **DRAFT
+  ),
+  # And the rest.
+  "three_kinds": small(
+    14,
+    1,
+    (Window(5), Chunk(4, page_size=2), Full(page_size=2)),
+    window=2,
+    worse="crowded",
+    **LONG,
+    **MERGE,
+    **AGES,
+  ),
+  "chunks": small(15, 2, (Full(), Chunk(4)), **LONG, **CLASSIC),
+  "odd_chunks": small(16, 2, (Chunk(3), Full(page_size=4)), **LONG, **MERGE),
+  "draft_chunks": small(17, 2, (Chunk(6), Full()), window=1, **LONG, **DRAFT),
+  "a_chunk_alone": small(18, 2, (Chunk(6),), worse="tight", **LONG),
+  "two_windows": small(
+    19, 2, (Window(2), Window(7, page_size=4)), **LONG, **CLASSIC
+  ),
+  "draft_windows": small(
+    20,
+    2,
+    (Window(3), Window(6, page_size=4), Full(), Window(3)),
+    worse="crowded",
+    **LONG,
+    **DRAFT,
+    **MERGE,
+  ),
+  "draft_sliding": small(21, 2, (Window(4),), **LONG, **DRAFT, **CLASSIC),
+  "published": small(
+    22, 2, (Full(page_size=4), Window(1)), window=2, **LONG, **CLASSIC_PREFIXES
+  ),
+  "draft_published": small(
+    23,
+    1,
+    (Window(3), Full(page_size=2)),
+    worse="tight",
+    num_pages=50,
+    pages_per_slot=12,
+    **DRAFT,
+    **CLASSIC_PREFIXES,
+  ),
+  "window_of_one": small(24, 1, (Full(), Window(1)), **LONG, **MERGE),
+  "one_alone": small(25, 2, (Window(1),), worse="tight", **LONG),
+  "wide_window": small(26, 2, (Window(100),), **LONG, **MERGE, **CLASSIC),
+  "sliding_no_caching": small(
+    27, 2, (Window(3), Full(page_size=4)), **LONG, **NO_CACHING, **CLASSIC
+  ),
+  "latest_kept": small(
+    29, 2, (Window(3), Full(page_size=4)), worse="tight", retention=0, **LONG
+  ),
+  "some_kept": small(
+    30,
+    1,
+    (Window(3), Full(page_size=2), Window(5)),
+    num_pages=80,
+    pages_per_slot=12,
+    retention=4,
+    **DRAFT,
+    **MERGE,
+  ),
+  "encoder": small(
+    31,
+    2,
+    (CrossAttention(page_size=4), Full(), Window(3)),
+    worse="tight",
+    **LONG,
+    **NO_CACHING,
+  ),
+  "states": small(32, 2, (State(),), window=2, num_pages=16, **LONG),
+  "scratch": small(
+    33,
+    2,
+    (Full(page_size=4), State(num_speculative=2)),
+    worse="tight",
+    num_pages=30,
+    **LONG,
+    **MERGE,
+  ),
+  "kept_states": small(
+    34,
+    1,
+    (State(num_speculative=1), Window(3, page_size=2)),
+    num_pages=24,
+    pages_per_slot=10,
+    retention=4,
+    **DRAFT,
+    **CLASSIC,
+  ),
+  "mixed_sizes": small(
+    28, 1, (Full(page_size=4), Full(page_size=2)), window=2, **LONG, **MERGE
+  ),
+}
+
+DEFAULT = (
+  "merge",
+  "hybrid",
+  "scratch",
+)
+"""The setups of the default run; `--deep` takes them all."""
+
+# More rows than any window of the library is wide.
+WIDE = Setup(
+  CacheConfig(
+    num_pages=900,
+    page_size=2,
+    num_slots=160,
+    pages_per_slot=4,
+    groups=(FullAttention(),) * 2,
+    seed=301,
+  ),
+  rows=150,
+  columns=9,
+)

@@ -1,0 +1,222 @@
+"""A decode loop copies nothing of the pool's size: read off the compiled text.
+
+The one exception is the sweep of the free queue, a loop of its own that runs
+once in many pushes. `without_sweep` takes it out, and then nothing may be left.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv._src.cache.pool import free_queue
+from tests.tools.compiled_loops import work_in_loops
+
+SIZES = (16_384, 65_536)
+SLOTS, ROWS, TOKENS = 8, 2, 24
+STOP, BEGIN = 7, 3
+
+
+def decode(state, tokens):
+  """One step: room, commit, the finished leave, and the next ones enter."""
+  ones = jnp.ones((SLOTS,), jnp.int32)
+  state, _ = jaxkv.allocate(state, ones)
+  state, _ = jaxkv.commit(state, tokens[:, None], ones)
+  state, _ = jaxkv.free(state, tokens == STOP)
+  state, _ = jaxkv.admit(
+    state,
+    jnp.arange(ROWS, dtype=jnp.int32),
+    jnp.broadcast_to(tokens[:1, None], (ROWS, TOKENS)),
+    jnp.full((ROWS,), TOKENS, jnp.int32),
+    None,
+    tokens[:ROWS] == BEGIN,
+  )
+  return state
+
+
+def sliding(state, tokens):
+  """A step that first gives back what fell behind."""
+  state, _ = jaxkv.recycle(state)
+  return decode(state, tokens)
+
+
+def branching(state, tokens):
+  """One step of search: branch off, roll back, hold a prefix and let go."""
+  rows = jnp.arange(ROWS, dtype=jnp.int32)
+  prompts = jnp.broadcast_to(tokens[:1, None], (ROWS, TOKENS))
+  lengths = jnp.full((ROWS,), TOKENS, jnp.int32)
+  state, _ = jaxkv.fork(state, rows, rows + ROWS, tokens[:ROWS] == BEGIN)
+  state, _ = jaxkv.truncate(state, state.length // 2, tokens == STOP)
+  state, out = jaxkv.pin(state, prompts, lengths)
+  state, _ = jaxkv.unpin(state, out.pages)
+  state, _ = jaxkv.touch(state, out.pages)
+  return jaxkv.new_epoch(state)
+
+
+def forgetting(state, tokens):
+  """One step that gives pages back and drops them from the index."""
+  state, _ = jaxkv.free(state, tokens == STOP)
+  state, _ = jaxkv.unpin(state, tokens)
+  state, _ = jaxkv.evict(state, tokens)
+  return state
+
+
+def scanned(step, state, tokens):
+  """Steps in a `scan`."""
+  return jax.lax.scan(lambda s, t: (step(s, t), None), state, tokens)[0]
+
+
+def looped(step, state, tokens):
+  """Steps in a `while_loop`."""
+
+  def body(carry):
+    trip, state = carry
+    return trip + 1, step(state, tokens[trip])
+
+  start = (jnp.int32(0), state)
+  return jax.lax.while_loop(lambda c: c[0] < tokens.shape[0], body, start)[1]
+
+
+@functools.cache
+def compiled(step, loop, num_pages: int, sweep: bool, **options):
+  """The program that a user gets who jits the loop and donates the state."""
+  config = jaxkv.CacheConfig(
+    num_pages=num_pages,
+    page_size=4,
+    num_slots=SLOTS,
+    pages_per_slot=16,
+    seed=2 + sweep,  # A patched verb must not be found in jit's cache.
+    **options,
+  )
+  with pytest.MonkeyPatch.context() as patch:
+    if not sweep:
+      patch.setattr(free_queue, "reserve", lambda queue, count: queue)
+    program = jax.jit(functools.partial(loop, step), donate_argnums=0)
+    state = jaxkv.init(config)
+    return program.lower(state, jnp.zeros((5, SLOTS), jnp.int32)).compile()
+
+
+def pool_sized(num_pages: int) -> int:
+  """Elements of the smallest array that grows with the pool: the buckets'."""
+  return num_pages // 2
+
+
+HYBRID = {
+  "groups": (
+    jaxkv.FullAttention(),
+    jaxkv.SlidingWindow(9, page_size=8),
+    jaxkv.ChunkedLocal(16),
+  ),
+  "merge_duplicates": True,
+  "event_log": 64,
+  "track_residency": True,
+}
+
+CASES = {
+  "decode_scan": (decode, scanned, {}),
+  "decode_while": (decode, looped, {}),
+  "decode_merge_groups": (
+    decode,
+    scanned,
+    {
+      "merge_duplicates": True,
+      "groups": (jaxkv.FullAttention(),) * 2,
+      "unhashed_first": False,
+    },
+  ),
+  "decode_hybrid": (sliding, scanned, HYBRID),
+  "branching": (branching, scanned, {}),
+  "branching_hybrid": (branching, scanned, HYBRID),
+  "forgetting": (forgetting, scanned, {}),
+}
+
+
+# Those whose parts the others have too.
+DEEP = ("decode_while", "decode_merge_groups", "branching_hybrid")
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(case, marks=pytest.mark.deep) if case in DEEP else case
+    for case in CASES
+  ],
+)
+class TestLoops:
+  def test_nothing_of_the_pools_size_in_a_loop(self, case):
+    step, loop, options = CASES[case]
+    for num_pages in SIZES:
+      program = compiled(step, loop, num_pages, sweep=False, **options)
+      work = work_in_loops(program.as_text(), pool_sized(num_pages))
+      assert work == {}
+
+  def test_temporaries_do_not_grow(self, case):
+    step, loop, options = CASES[case]
+    small, large = (
+      compiled(step, loop, num_pages, sweep=False, **options)
+      .memory_analysis()
+      .temp_size_in_bytes
+      for num_pages in SIZES
+    )
+    assert abs(large - small) < 1024
+
+
+class TestSweep:
+  @pytest.mark.parametrize("num_pages", SIZES)
+  def test_only_the_sweep_visits_all_pages(self, num_pages):
+    """It is the loop that counts through the ring."""
+    text = compiled(decode, scanned, num_pages, sweep=True).as_text()
+    work = work_in_loops(text, pool_sized(num_pages))
+    capacity = free_queue.init(num_pages).ring.size
+    assert len(work) == 1
+    (lines,) = work.values()
+    assert any(re.search(rf"\[{capacity}\]\S* iota\(", line) for line in lines)
+
+  @pytest.mark.parametrize("loop", [scanned, looped])
+  def test_every_buffer_is_donated(self, loop):
+    program = compiled(decode, loop, SIZES[0], sweep=True)
+    state = jaxkv.init(
+      jaxkv.CacheConfig(
+        num_pages=SIZES[0], page_size=4, num_slots=SLOTS, pages_per_slot=16
+      )
+    )
+    leaves = jax.tree.leaves(state)
+    aliases = re.search(
+      r"input_output_alias=\{(.*)\}, entry", program.as_text()
+    )
+    assert aliases
+    assert len(re.findall(r"-alias\)", aliases[1])) == len(leaves)
+    size = sum(leaf.nbytes for leaf in leaves)
+    assert program.memory_analysis().alias_size_in_bytes >= size
+
+
+def test_the_reader_sees_a_copy():
+  """A loop that copies and one that does not, so that the test can fail."""
+
+  def loop(body):
+    def run(x):
+      return jax.lax.fori_loop(0, 5, body, (x, jnp.int32(0)))
+
+    program = jax.jit(run, donate_argnums=0)
+    return program.lower(jnp.zeros((4096,), jnp.int32)).compile().as_text()
+
+  def in_place(i, carry):
+    x, total = carry
+    after = x.at[i].set(total)
+    return after, after[i + 1]
+
+  def rewritten(i, carry):
+    x, total = carry
+    return x + i, total
+
+  def read_too_late(i, carry):
+    x, total = carry
+    after = x.at[i].set(total)
+    return after, x[after[i + 1]]
+
+  assert work_in_loops(loop(in_place), 4096) == {}
+  assert work_in_loops(loop(rewritten), 4096) != {}
+  assert work_in_loops(loop(read_too_late), 4096) != {}

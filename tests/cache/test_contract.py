@@ -1,0 +1,374 @@
+"""What every verb promises, whatever it does: one table of all verbs."""
+
+import functools
+import inspect
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec
+
+import jaxkv
+from tests.cache.moves import ARGUMENTS
+from tests.cache.moves import Moves
+from tests.cache.pair import QUERIES
+from tests.cache.pair import VERBS
+from tests.cache.pair import Pair
+from tests.cache.pair import Seeded
+from tests.cache.pair import arrays
+from tests.cache.pair import wander
+from tests.cache.setups import LONG
+from tests.cache.setups import MERGE
+from tests.cache.setups import Full
+from tests.cache.setups import Window
+from tests.cache.setups import small
+from tests.model_of_the_cache.oracle import differences
+
+SETUP = small(100, 2, (Window(3), Full(page_size=4)), **LONG, **MERGE)
+
+TABLE = VERBS | {
+  "usage": jaxkv.usage,
+  "check_invariants": jaxkv.check_invariants,
+}
+"""Every public function of a state that can be traced."""
+
+CHANGING = [name for name in VERBS if name not in QUERIES]
+ON_HOST = {
+  "init",
+  "salt",
+  "check",
+  "free_pages",
+  "cached_pages",
+  "stats",
+  "drain_events",
+}
+# test_edges, test_new_pages, test_residency
+ELSEWHERE = {"clear_error", "take_new_pages", "residency"}
+
+COLLECTIVES = (
+  "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+)
+
+
+@functools.cache
+def busy(seed: int) -> Pair:
+  """A cache in the middle of its life, in which every verb has work to do."""
+  pair = Pair(SETUP)
+  while not all(legal(pair, verb) for verb in ARGUMENTS if ARGUMENTS[verb]):
+    wander(pair, seed, 20)
+    seed += 100
+  return pair
+
+
+def legal(pair: Pair, verb: str) -> tuple | None:
+  """Lists for a legal call, the same ones each time; None if there is none."""
+  return Moves(Seeded(7), pair.oracle, pair.setup).make(verb)
+
+
+def example(verb: str, seed: int = 0) -> tuple[jaxkv.CacheState, tuple]:
+  """A state and the arrays of a legal call."""
+  pair = busy(seed)
+  if not ARGUMENTS.get(verb):
+    return pair.state, ()
+  lists = legal(pair, verb) or ()
+  return pair.state, jax.tree.map(jnp.asarray, tuple(arrays(verb, lists)))
+
+
+def assert_same(got, wanted):
+  """Same structure, and same bits, types included."""
+  assert jax.tree.structure(got) == jax.tree.structure(wanted)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def state_of(verb: str, out):
+  """The state among a verb's results."""
+  return out if verb == "new_epoch" else out[0]
+
+
+def test_table_is_complete():
+  public = {
+    name
+    for name, value in vars(jaxkv).items()
+    if callable(value) and not inspect.isclass(value)
+  }
+  listed = {name.split("_slots")[0].split("_mask")[0] for name in TABLE}
+  assert public - ON_HOST - ELSEWHERE == listed
+
+
+# Operation by operation, each compiled by itself: the others with --deep.
+WITHOUT_JIT = ("commit", "pin", "fork", "recycle", "free_mask", "usage")
+
+
+@pytest.mark.parametrize(
+  "verb",
+  [
+    verb if verb in WITHOUT_JIT else pytest.param(verb, marks=pytest.mark.deep)
+    for verb in TABLE
+  ],
+)
+def test_without_jit(verb):
+  state, args = example(verb)
+  with jax.disable_jit():
+    plain = TABLE[verb](state, *args)
+  assert_same(TABLE[verb](state, *args), plain)
+
+
+@pytest.mark.parametrize("verb", TABLE)
+class TestEveryVerb:
+  def test_shapes_without_running(self, verb):
+    state, args = example(verb)
+    shapes = jax.eval_shape(TABLE[verb], state, *args)
+    out = TABLE[verb](state, *args)
+    described = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out
+    )
+    assert shapes == described
+
+  def test_one_trace_whatever_the_values(self, verb):
+    state, args = example(verb)
+    traces = []
+
+    @jax.jit
+    def counted(state, *args):
+      traces.append(verb)
+      return TABLE[verb](state, *args)
+
+    counted.trace(state, *args)
+    counted.trace(jaxkv.init(SETUP.config), *jax.tree.map(jnp.zeros_like, args))
+    if verb in CHANGING:
+      counted.trace(state_of(verb, TABLE[verb](state, *args)), *args)
+    assert len(traces) == 1
+
+  def test_vmap_is_one_by_one(self, verb):
+    calls = [example(verb, seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
+    together = jax.jit(jax.vmap(TABLE[verb]))(stacked[0], *stacked[1])
+    for i, (state, args) in enumerate(calls):
+      alone = TABLE[verb](state, *args)
+      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+
+  def test_a_cache_a_device(self, verb):
+    """One cache on each of eight devices; no device waits for another."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    calls = [example(verb, seed % 3) for seed in range(8)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
+
+    def local(call):
+      state, args = jax.tree.map(lambda leaf: leaf[0], call)
+      out = TABLE[verb](state, *args)
+      return jax.tree.map(lambda leaf: leaf[None], out)
+
+    spec = PartitionSpec("data")
+    sharded = jax.jit(
+      jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    )
+    compiled = sharded.lower(stacked).compile()
+    assert not re.search(COLLECTIVES, compiled.as_text())
+    # Fetched first: to index what is sharded would itself be a collective.
+    placed = jax.device_put(stacked, jax.NamedSharding(mesh, spec))
+    out = jax.device_get(compiled(placed))
+    for i, (state, args) in enumerate(calls):
+      alone = TABLE[verb](state, *args)
+      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], out), alone)
+
+
+@pytest.mark.parametrize("verb", CHANGING)
+class TestEveryChange:
+  def test_same_type_out(self, verb):
+    """Weak types too: what comes out may go in again."""
+    state, args = example(verb)
+    out = state_of(verb, TABLE[verb](state, *args))
+    assert jax.tree.structure(out) == jax.tree.structure(state)
+    before = jax.tree.map(jax.typeof, state)
+    assert jax.tree.map(jax.typeof, out) == before
+
+  def test_the_old_state_stays(self, verb):
+    state, args = example(verb)
+    before = jax.device_get(state)
+    TABLE[verb](state, *args)
+    assert_same(state, before)
+
+  def test_donation(self, verb):
+    """Every buffer of the state is used again, and none is left unusable."""
+    state, args = example(verb)
+    wanted = TABLE[verb](state, *args)
+    donated = jax.tree.map(jnp.copy, state)
+    step = jax.jit(lambda *call: TABLE[verb](*call), donate_argnums=0)
+    with warnings.catch_warnings():
+      warnings.simplefilter("error")
+      compiled = step.lower(donated, *args).compile()
+    leaves = jax.tree.leaves(state)
+    aliases = re.search(
+      r"input_output_alias=\{(.*)\}, entry", compiled.as_text()
+    )
+    assert aliases and len(re.findall(r"-alias\)", aliases[1])) == len(leaves)
+    size = sum(leaf.nbytes for leaf in leaves)
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    assert_same(compiled(donated, *args), wanted)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+
+  def test_inside_control_flow(self, verb):
+    """A scan in a conditional in a while loop in a jit."""
+    state, args = example(verb)
+
+    def once(state):
+      return state_of(verb, TABLE[verb](state, *args))
+
+    def scanned(state):
+      return jax.lax.scan(lambda s, _: (once(s), None), state, length=2)[0]
+
+    def step(loop):
+      trip, state = loop
+      state = jax.lax.cond(trip == 1, scanned, lambda s: s, state)
+      return trip + 1, state
+
+    @jax.jit
+    def program(state):
+      start = (jnp.int32(0), state)
+      return jax.lax.while_loop(lambda loop: loop[0] < 3, step, start)[1]
+
+    assert_same(program(state), once(once(state)))
+
+  def test_nothing_asked_nothing_changed(self, verb):
+    """Masked out, or zero of it: bit by bit the same state."""
+    state, args = example(verb)
+    names = ARGUMENTS[verb]
+    if verb == "recycle":
+      assert_same(TABLE[verb](state, args[0] * 0 - 1)[0], state)
+      return
+    idle = {
+      "counts": jnp.zeros_like,
+      "num_tokens": jnp.zeros_like,
+      "mask": jnp.zeros_like,
+      "pages": lambda x: jnp.full_like(x, SETUP.config.no_page),
+    }
+    if not set(names) & set(idle):
+      pytest.skip("has no way to ask for nothing")
+    args = [
+      idle.get(name, lambda x: x)(arg)
+      for name, arg in zip(names, args, strict=True)
+    ]
+    assert_same(TABLE[verb](state, *args)[0], state)
+
+
+# --- totals -------------------------------------------------------------------
+
+EXTREMES = np.array([-(2**31), -(2**31) + 1, -1, 0, 1, 2**30, 2**31 - 1])
+
+
+def garbage(rng, array):
+  """Any numbers of the same shape and dtype."""
+  if array.dtype == np.bool_:
+    return jnp.asarray(rng.random(array.shape) < 0.8)
+  near = rng.integers(-3, SETUP.config.num_pages + 3, array.shape)
+  far = rng.choice(EXTREMES, array.shape)
+  wild = rng.integers(-(2**31), 2**31, array.shape)
+  kind = rng.random(array.shape)
+  mixed = np.where(kind < 0.5, near, np.where(kind < 0.75, far, wild))
+  return jnp.asarray(mixed.astype(np.int64).astype(np.uint32).view(array.dtype))
+
+
+def slot_rows(state, slot):
+  """Everything that belongs to one slot."""
+  parts = (state.page_table, state.num_pages, state.first_page)
+  return (
+    [part[:, slot] for part in parts]
+    + [state.length[slot]]
+    + [leaf[slot] for leaf in jax.tree.leaves(state.hashes)]
+  )
+
+
+def changed_slots(verb, args, out):
+  """The slots that a call may have changed."""
+  if verb == "recycle":
+    return set(np.flatnonzero(np.asarray(out.num_pages)).tolist())
+  ok = np.flatnonzero(np.asarray(out.code) == jaxkv.Code.OK)
+  if verb in ("touch", "pin", "unpin", "evict", "reset_prefix_cache"):
+    return set()
+  named = {"admit": 0, "fork": 1, "free_slots": 0}
+  named |= {"allocate_slots": 1, "commit_slots": 2}
+  if verb in named:
+    return set(np.asarray(args[named[verb]])[ok].tolist())
+  return set(ok.tolist())
+
+
+@pytest.mark.parametrize("verb", [v for v in CHANGING if v != "new_epoch"])
+def test_no_input_corrupts(verb):
+  """Laws hold and the other slots do not change, whatever the numbers."""
+  rng = np.random.default_rng(0)
+  for trial in range(150):
+    state, args = example(verb, trial % 3)
+    args = [jax.tree.map(lambda a: garbage(rng, a), arg) for arg in args]
+    after, out = TABLE[verb](state, *args)
+    laws = jax.device_get(jaxkv.check_invariants(after))
+    assert all(laws.values()), (laws, args)
+    before, after = jax.device_get((state, after))
+    for slot in set(range(4)) - changed_slots(verb, args, out):
+      for was, now in zip(
+        slot_rows(before, slot), slot_rows(after, slot), strict=True
+      ):
+        np.testing.assert_array_equal(now, was)
+
+
+# --- helpers on the host ------------------------------------------------------
+
+
+class TestHost:
+  def test_free_and_cached_pages(self):
+    pair = busy(0)
+    assert differences(pair.oracle, pair.state) == []
+    assert jaxkv.free_pages(pair.state) == pair.oracle.pool.free
+    assert jaxkv.cached_pages(pair.state) == sorted(pair.oracle.pool.keys)
+
+  def test_usage(self):
+    pair = busy(0)
+    in_use = sum(refs > 0 for refs in pair.oracle.pool.refs)
+    usage = float(jaxkv.usage(pair.state))
+    assert usage == pytest.approx(in_use / (SETUP.config.num_pages - 1))
+
+  def test_none_is_as_documented(self):
+    """No mask, no salt, room for all, and all that was committed."""
+    for verb in ("match", "admit", "pin"):
+      state, args = example(verb)
+      places = dict(zip(ARGUMENTS[verb], args, strict=True))
+      places["salts"] = jnp.zeros_like(places["salts"])
+      if "mask" in places:
+        places["mask"] = jnp.ones_like(places["mask"])
+      if "room" in places:
+        places["room"] = places["lengths"]
+      explicit = TABLE[verb](state, *places.values())
+      if "keep_free" in places:
+        places["keep_free"] = jnp.zeros_like(places["lengths"])
+      options = ("salts", "mask", "room", "keep_free", "num_encoder_tokens")
+      bare = [places[name] for name in places if name not in options]
+      assert_same(TABLE[verb](state, *bare), explicit)
+    state, _ = example("recycle")
+    assert_same(jaxkv.recycle(state), jaxkv.recycle(state, state.length))
+
+  def test_wrong_arguments_are_named(self):
+    state, args = example("admit")
+    slots, tokens, lengths, *_ = args
+    with pytest.raises(ValueError, match="slots"):
+      jaxkv.admit(state, slots[:-1], tokens, lengths)
+    with pytest.raises(ValueError, match="tokens"):
+      jaxkv.admit(state, slots, tokens.astype(jnp.float32), lengths)
+    with pytest.raises(ValueError, match="lengths"):
+      jaxkv.admit(state, slots, tokens, lengths[:, None])
+    with pytest.raises(ValueError, match=r"room must be int32\[3\]"):
+      jaxkv.admit(state, slots, tokens, lengths, room=lengths[:-1])
+    with pytest.raises(ValueError, match=r"room must be int32\[3\]"):
+      jaxkv.admit(state, slots, tokens, lengths, room=lengths > 0)
+    with pytest.raises(ValueError, match=r"keep_free must be int32\[3\]"):
+      jaxkv.admit(state, slots, tokens, lengths, keep_free=lengths[:-1])
+    with pytest.raises(ValueError, match="num_tokens"):
+      jaxkv.allocate(state, 3)
+    with pytest.raises(ValueError, match=r"lengths must be int32\[4\]"):
+      jaxkv.recycle(state, lengths)
+    with pytest.raises(ValueError, match=r"lengths must be int32\[4\]"):
+      jaxkv.recycle(state, state.length.astype(jnp.float32))

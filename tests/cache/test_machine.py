@@ -1,0 +1,178 @@
+"""The jitted cache against the oracle, move by move.
+
+`pytest --deep` takes all setups: some 6,000 moves that hypothesis chooses and
+can shrink, and 10,000 at random, in each.
+"""
+
+import dataclasses
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis.stateful import precondition
+from hypothesis.stateful import rule
+from hypothesis.stateful import run_state_machine_as_test
+
+import jaxkv
+from jaxkv._src.cache import work_items as ragged
+from jaxkv._src.cache.prefix import prefix_index
+from tests.cache.moves import WEIGHTS
+from tests.cache.moves import Moves
+from tests.cache.pair import Pair
+from tests.cache.pair import wander
+from tests.cache.setups import CLASSIC
+from tests.cache.setups import DEFAULT
+from tests.cache.setups import MERGE
+from tests.cache.setups import SETUPS
+from tests.cache.setups import WIDE
+from tests.cache.setups import Setup
+from tests.model_of_the_cache.oracle_groups import groups_of
+
+WEIGHTED = [verb for verb, weight in WEIGHTS.items() for _ in range(weight)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+  """Draws from hypothesis."""
+
+  data: st.DataObject | None
+
+  def integer(self, low: int, high: int) -> int:
+    """An integer from low to high, both included."""
+    return self.data.draw(st.integers(low, high))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """A state that was kept, and what it was."""
+
+  state: jaxkv.CacheState
+  leaves: list[np.ndarray]
+  oracle: object
+
+
+class Machine(RuleBasedStateMachine):
+  """Every move is made by the cache and by the oracle, and compared.
+
+  The moves themselves, a rule or more for each verb, are added below.
+  """
+
+  def __init__(self, setup: Setup):
+    super().__init__()
+    self.pair = Pair(setup)
+    self.kept: list[Kept] = []
+
+  def moves(self, data=None) -> Moves:
+    """Legal moves from where the oracle is."""
+    return Moves(Chosen(data), self.pair.oracle, self.pair.setup)
+
+  @rule(verb=st.sampled_from(WEIGHTED), data=st.data())
+  def misuse(self, verb, data):
+    """A move with a bad argument."""
+    arguments = self.moves(data).make(verb)
+    if arguments is not None:
+      self.pair.move(verb, self.moves(data).spoiled(verb, arguments))
+
+  @precondition(lambda self: self.pair.oracle.error)
+  @rule()
+  def forgive(self):
+    """Lets the next failure be the first one."""
+    self.pair.forgive()
+
+  @rule()
+  def keep(self):
+    """Keeps a state, as a user does who may want to go back."""
+    state = self.pair.state
+    self.kept.append(Kept(state, _leaves(state), self.pair.oracle.copy()))
+
+  @precondition(lambda self: self.kept)
+  @rule(data=st.data())
+  def roll_back(self, data):
+    """Goes on from a kept state, which no move since has changed."""
+    kept = data.draw(st.sampled_from(range(len(self.kept))))
+    kept = self.kept[kept]
+    for was, now in zip(kept.leaves, _leaves(kept.state), strict=True):
+      np.testing.assert_array_equal(now, was)
+    self.pair.state, self.pair.oracle = kept.state, kept.oracle.copy()
+
+
+def _rule_for(verb):
+  @precondition(lambda self: self.moves().possible(verb))
+  @rule(data=st.data())
+  def move(self, data):
+    arguments = self.moves(data).make(verb)
+    if arguments is not None:
+      self.pair.move(verb, arguments)
+
+  return move
+
+
+for _verb, _weight in WEIGHTS.items():
+  for _copy in range(-(-_weight // 3)):
+    setattr(Machine, f"{_verb}_{_copy}", _rule_for(_verb))
+
+
+def _leaves(state):
+  return [np.array(leaf) for leaf in jax.tree.leaves(state)]
+
+
+NAMES = [
+  name if name in DEFAULT else pytest.param(name, marks=pytest.mark.deep)
+  for name in SETUPS
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_machine(name, request):
+  """Both walks in one test, because compiling is most of either."""
+  deep, setup = request.config.getoption("--deep"), SETUPS[name]
+  settings = hypothesis.settings(
+    max_examples=60 if deep else 20,
+    stateful_step_count=200 if deep else 40,
+    suppress_health_check=list(hypothesis.HealthCheck),
+  )
+  with setup.patched():
+    run_state_machine_as_test(lambda: Machine(setup), settings=settings)
+    codes = walk(setup, 100 if deep else 20)
+  # The moves say nothing about a failure that they never meet.
+  assert set(jaxkv.Code) - codes == never_met(setup.config)
+
+
+def never_met(config: jaxkv.CacheConfig) -> set[jaxkv.Code]:
+  """Codes for which there is no occasion."""
+  slot = config.slot_tokens
+  leaves = any(group.skipped_pages(slot) for group in groups_of(config))
+  return set() if leaves else {jaxkv.Code.RECYCLED}
+
+
+def walk(setup: Setup, walks: int) -> set[int]:
+  """Random moves, 100 a walk, and the codes that they were answered with."""
+  codes = set()
+  for seed in range(walks):
+    pair = Pair(setup)
+    wander(pair, seed, 100)
+    codes |= pair.codes
+  return codes
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {},
+    pytest.param(MERGE, marks=pytest.mark.deep),
+    pytest.param(CLASSIC, marks=pytest.mark.deep),
+  ],
+)
+def test_more_rows_than_a_window(options):
+  """What small caches do in small windows, in those of real life."""
+  config = dataclasses.replace(WIDE.config, **options)
+  setup = dataclasses.replace(WIDE, config=config)
+  pair = Pair(setup)
+  wander(pair, seed=0, steps=60)
+  assert pair.oracle.hits > 0
+  assert pair.oracle.pool.evicted + pair.oracle.pool.merged > 0
+  wide = max(ragged.WINDOW, prefix_index.INSERT_WINDOW)
+  assert min(setup.rows, config.num_slots) > wide

@@ -1,0 +1,207 @@
+"""Small caches for `tests.fuzz`: few pages, so that they are always short."""
+
+import dataclasses
+from typing import Any
+
+from tests.model_of_the_cache.reference_groups import ChunkedLocal
+from tests.model_of_the_cache.reference_groups import CrossAttention
+from tests.model_of_the_cache.reference_groups import FullAttention
+from tests.model_of_the_cache.reference_groups import Recurrent
+from tests.model_of_the_cache.reference_groups import SlidingWindow
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+  """A manager and what its scheduler does.
+
+  Attributes:
+    name: of the configuration.
+    groups: kinds with their page sizes.
+    num_pages: the null page counted.
+    max_model_len: tokens of the longest sequence.
+    options: other arguments of the manager.
+    drafts: most speculative tokens of a step, also the lookahead.
+    external: whether some tokens are computed elsewhere.
+    encoder: most tokens of an encoder.
+    policies: which policies have such a manager.
+  """
+
+  name: str
+  groups: tuple[Any, ...]
+  num_pages: int
+  max_model_len: int
+  options: dict[str, Any]
+  drafts: int
+  external: bool
+  encoder: int
+  policies: tuple[str, ...]
+
+  def arguments(self, policy: str) -> dict[str, Any]:
+    """Arguments of the manager's constructor."""
+    encoder = {"max_encoder_tokens": self.encoder} if self.encoder else {}
+    return {
+      "num_pages": self.num_pages,
+      "groups": list(self.groups),
+      "max_model_len": self.max_model_len,
+      "policy": policy,
+      **encoder,
+      **self.options,
+    }
+
+
+_SEVERAL = {
+  "full": FullAttention,
+  "state": Recurrent,
+  "cross": CrossAttention,
+}
+_SIZED = {"window": (SlidingWindow, "window"), "chunk": (ChunkedLocal, "chunk")}
+
+
+def _group(text: str) -> Any:
+  """`full/4`, `cross/4`, `window6/4`, `chunk8/4`, `state/4` or `state2/4`."""
+  kind, _, size = text.partition("/")
+  letters = kind.rstrip("0123456789")
+  number = kind.removeprefix(letters)
+  if letters in _SIZED:
+    make, field = _SIZED[letters]
+    return make(page_size=int(size), **{field: int(number)})
+  if number:
+    return Recurrent(page_size=int(size), num_speculative=int(number))
+  return _SEVERAL[letters](page_size=int(size))
+
+
+def _setup(
+  name: str,
+  groups: str,
+  num_pages: int,
+  max_model_len: int,
+  *,
+  drafts: int = 0,
+  external: bool = False,
+  encoder: int = 0,
+  **options: Any,
+) -> Setup:
+  kinds = groups.split()
+  # With a draft model and pages of several sizes classic finds prefixes whose
+  # windows are not there.
+  sizes = {kind.partition("/")[2] for kind in kinds}
+  classic = "retention" not in options
+  classic &= len(sizes) == 1 or "use_eagle" not in options
+  return Setup(
+    name=name,
+    groups=tuple(_group(text) for text in kinds),
+    num_pages=num_pages,
+    max_model_len=max_model_len,
+    options=options,
+    drafts=drafts,
+    external=external,
+    encoder=encoder,
+    policies=("current", "classic") if classic else ("current",),
+  )
+
+
+OFF = {"enable_caching": False}
+EAGLE = {"use_eagle": True}
+ELSEWHERE = {"external": True}
+
+_ALL = (
+  # One kind.
+  _setup("full", "full/4", 20, 40),
+  _setup("full_one_token", "full/1", 30, 24),
+  _setup("full_drafts", "full/4", 20, 40, drafts=3),
+  _setup("full_eagle", "full/4", 20, 40, drafts=2, **EAGLE),
+  _setup("full_external", "full/4", 20, 40, **ELSEWHERE),
+  _setup("full_watermark", "full/4", 14, 40, watermark=0.25),
+  _setup("full_off", "full/4", 20, 40, drafts=2, **OFF),
+  _setup("full_off_external", "full/4", 20, 40, **OFF, **ELSEWHERE),
+  _setup("window", "window6/2", 20, 40),
+  _setup("window_cap", "window5/2", 16, 60, max_in_flight=8),
+  _setup("window_small", "window3/4", 14, 60, max_in_flight=12),
+  _setup("window_eagle", "window8/4", 16, 48, drafts=2, **EAGLE),
+  _setup("window_external", "window7/2", 20, 40, **ELSEWHERE),
+  _setup("window_latest", "window6/2", 20, 40, retention=0),
+  _setup("window_kept", "window6/2", 20, 40, retention=10),
+  _setup("window_kept_eagle", "window6/2", 24, 40, retention=12, **EAGLE),
+  _setup("chunk", "chunk8/4", 12, 48, max_in_flight=12),
+  _setup("chunk_external", "chunk12/4", 13, 48, **ELSEWHERE),
+  _setup("chunk_uneven", "chunk10/4", 13, 48, **ELSEWHERE),
+  _setup("chunk_off", "chunk8/4", 13, 48, drafts=2, **OFF),
+  _setup("state", "state/4", 6, 48),
+  _setup("state_drafts", "state2/4", 12, 48, drafts=2),
+  _setup("state_external", "state1/4", 9, 48, **ELSEWHERE),
+  _setup("state_latest", "state/4", 6, 48, retention=0),
+  _setup("state_kept", "state/4", 6, 48, retention=8),
+  # Two kinds, or twice the same.
+  _setup("two_full", "full/4 full/4", 36, 40),
+  _setup("two_full_sizes", "full/2 full/4", 44, 40),
+  _setup("two_full_eagle", "full/2 full/4", 44, 40, drafts=2, **EAGLE),
+  _setup("full_window", "full/4 window6/4", 32, 48),
+  _setup("full_window_cap", "full/4 window6/4", 30, 48, max_in_flight=8),
+  _setup("full_window_sizes", "full/8 window6/2", 34, 48),
+  _setup("window_full_sizes", "window9/8 full/4", 30, 48),
+  _setup("full_window_eagle", "full/4 window6/4", 32, 48, drafts=2, **EAGLE),
+  _setup("full_window_sizes_eagle", "full/8 window5/2", 34, 48, **EAGLE),
+  _setup("full_window_external", "full/4 window6/4", 32, 48, **ELSEWHERE),
+  _setup("full_window_latest", "full/8 window5/2", 34, 48, retention=0),
+  _setup("full_window_kept", "full/8 window5/2", 34, 48, retention=16),
+  _setup(
+    "full_window_kept_eagle",
+    "full/8 window5/2",
+    34,
+    48,
+    retention=16,
+    drafts=2,
+    **EAGLE,
+  ),
+  _setup("full_window_watermark", "full/4 window6/4", 32, 48, watermark=0.1),
+  _setup("full_window_off", "full/4 window6/4", 30, 48, drafts=2, **OFF),
+  _setup("full_chunk", "full/4 chunk8/4", 32, 48),
+  _setup("full_chunk_external", "full/4 chunk12/4", 32, 48, **ELSEWHERE),
+  _setup("full_state", "full/4 state/4", 28, 48),
+  _setup("full_state_sizes", "full/8 state/4", 18, 48),
+  _setup("full_state_drafts", "full/4 state2/4", 32, 48, drafts=2),
+  _setup("full_state_eagle", "full/4 state1/4", 30, 48, drafts=1, **EAGLE),
+  _setup("full_state_external", "full/4 state/4", 28, 48, **ELSEWHERE),
+  _setup("full_state_latest", "full/4 state/4", 28, 48, retention=0),
+  _setup(
+    "full_state_kept_eagle",
+    "full/4 state1/4",
+    30,
+    48,
+    retention=8,
+    drafts=1,
+    **EAGLE,
+  ),
+  _setup("two_windows", "window5/4 window11/4", 24, 48),
+  _setup("full_cross", "full/4 cross/4", 28, 32, encoder=20, drafts=2, **OFF),
+  _setup("cross_full_sizes", "cross/8 full/4", 24, 32, encoder=60, **OFF),
+  # Three.
+  _setup("full_two_windows", "full/4 window6/4 window6/4", 44, 48),
+  _setup("three_windows", "full/8 window5/2 window12/4", 48, 48),
+  _setup("three_windows_eagle", "full/8 window5/2 window12/4", 48, 48, **EAGLE),
+  _setup("three_eagle", "full/2 window3/2 window8/2", 60, 24, **EAGLE),
+  _setup("two_full_window", "full/4 full/8 window6/4", 40, 48),
+  _setup("three_external", "full/4 window6/4 window10/4", 44, 48, **ELSEWHERE),
+  _setup(
+    "three_latest", "full/8 window5/2 window12/4", 60, 48, retention=0, drafts=2
+  ),
+  _setup("full_window_state", "full/4 window6/4 state1/4", 44, 48, drafts=1),
+  _setup(
+    "full_window_state_eagle", "full/4 window6/4 state/4", 40, 48, **EAGLE
+  ),
+  _setup("full_window_chunk", "full/4 window6/4 chunk8/4", 44, 48),
+  _setup(
+    "full_window_cross",
+    "full/4 window6/4 cross/4",
+    34,
+    48,
+    encoder=16,
+    watermark=0.1,
+    max_in_flight=12,
+    **OFF,
+    **ELSEWHERE,
+  ),
+  _setup("everything", "full/8 window5/4 state1/4", 36, 64, drafts=1),
+)
+
+SETUPS = {setup.name: setup for setup in _ALL}

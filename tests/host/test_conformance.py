@@ -1,0 +1,64 @@
+"""The host manager against the reference model, and what it compiles."""
+
+import jax
+import pytest
+
+from tests import fuzz
+from tests.host.fuzz_setups import SETUPS
+from tests.host.fuzz_trace import Trace
+
+_DEFAULT = {"full", "full_window_sizes", "full_window_kept"}
+_OPERATIONS = 150
+_DEEP_OPERATIONS = 300
+_PAIRS = [
+  (name, policy) for name, setup in SETUPS.items() for policy in setup.policies
+]
+
+_compiled: list[str] = []
+
+
+def _note(event, _, **metadata):
+  if "backend_compile" in event:
+    _compiled.append(str(metadata.get("fun_name", event)))
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
+
+@pytest.mark.parametrize(
+  ("name", "policy", "operations"),
+  [
+    pytest.param(*pair, _OPERATIONS, id="-".join(pair))
+    for pair in _PAIRS
+    if pair[0] in _DEFAULT
+  ]
+  + [
+    pytest.param(
+      *pair,
+      _DEEP_OPERATIONS,
+      id="-".join((*pair, "deep")),
+      marks=[pytest.mark.deep],
+    )
+    for pair in _PAIRS
+  ],
+)
+def test_equals_the_reference(name, policy, operations):
+  seen = fuzz.run(SETUPS[name], policy, 0, operations, fuzz.host())
+  assert seen["operations"] == operations
+  assert seen["hits"] > 0 or name not in _DEFAULT
+
+
+def test_compiles_little():
+  """A manager's first calls wait for the compiler, the later ones do not."""
+  setup = SETUPS["full_window_latest"]
+  oracle = fuzz.REFERENCE.make(setup, "current")
+  tested = fuzz.host().make(setup, "current")
+  before, counts = len(_compiled), []
+  steps = Trace(setup, oracle, "compilations").operations()
+  operation = next(steps)
+  for _ in range(500):
+    answer = oracle.apply(operation)
+    assert tested.apply(operation) == answer
+    counts.append(len(_compiled) - before)
+    operation = steps.send(answer)
+  assert 0 < counts[-1] <= 8, _compiled[before:]

@@ -1,0 +1,355 @@
+"""Bad calls of the host manager: an error that says which, and no change."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import ChunkedLocal
+from jaxkv import FullAttention
+from jaxkv import SlidingWindow
+from jaxkv.host import CacheManager
+from jaxkv.host import CachePages
+from tests.host.scheduling import FULL
+from tests.host.scheduling import WINDOW
+from tests.host.scheduling import admit
+from tests.host.scheduling import request
+from tests.host.scheduling import single
+
+NEW = request("new", range(9))
+LONG = request("long", range(70))
+
+
+@contextlib.contextmanager
+def unchanged(cache):
+  """Nothing of the manager's state differs behind the block."""
+  before = [np.array(leaf) for leaf in jax.tree.leaves(cache.state)]
+  pages = [cache.get_page_ids(name) for name in "abc"]
+  yield
+  after = [np.array(leaf) for leaf in jax.tree.leaves(cache.state)]
+  for old, now in zip(before, after, strict=True):
+    np.testing.assert_array_equal(old, now)
+  assert pages == [cache.get_page_ids(name) for name in "abc"]
+
+
+@pytest.fixture
+def cache():
+  """Request a runs, b was freed and is cached, 7 of 10 pages are free."""
+  cache = single(CacheManager)
+  one, other = request("a", range(9)), request("b", range(100, 110))
+  admit(cache, one)
+  admit(cache, other)
+  cache.free(other)
+  assert (cache.num_free_pages, cache.cached_page_ids()) == (7, {1, 2, 4, 5})
+  return cache
+
+
+def running(name="a", **fields):
+  """The running request, as its scheduler has it."""
+  fields = {"num_computed_tokens": 9, "status": "running", **fields}
+  return request(name, range(9), **fields)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    ({"num_new_tokens": 0}, "'new' asks for nothing"),
+    ({"num_new_tokens": -1}, "num_new_tokens .* -1"),
+    ({"num_new_computed_tokens": -4}, "num_new_computed_tokens .* -4"),
+    ({"num_lookahead_tokens": -2}, "num_lookahead_tokens .* -2"),
+    ({"num_external_computed_tokens": -3}, "num_external_computed_tokens"),
+    ({"reserved_pages": -1}, "reserved_pages .* -1"),
+    ({"num_new_tokens": 65}, "'new' would have 65 tokens"),
+    ({"num_external_computed_tokens": 64}, "'new' would have 65 tokens"),
+  ],
+)
+def test_counts(cache, arguments, text):
+  with unchanged(cache), pytest.raises(ValueError, match=text):
+    cache.allocate_slots(NEW, **{"num_new_tokens": 1, **arguments})
+  assert admit(cache, request("new", range(9))) == ([[1, 2]], [[6]])
+
+
+def test_sequences_that_are_too_long(cache):
+  with unchanged(cache):
+    with pytest.raises(ValueError, match="'long' would have 70 tokens"):
+      cache.get_computed_pages(LONG)
+    with pytest.raises(ValueError, match="'a' would have 65 tokens"):
+      cache.allocate_slots(running(), 56)
+
+
+def test_unknown_requests(cache):
+  with unchanged(cache):
+    with pytest.raises(KeyError, match="'new' holds no page"):
+      cache.cache_pages(NEW, 4)
+    with pytest.raises(KeyError, match="'new' holds no page"):
+      cache.step([running(), NEW])
+    # What only gives back has nothing to give.
+    cache.free(NEW)
+    cache.remove_skipped_pages("new", 9)
+    assert cache.get_page_ids("new") == ([],)
+    assert cache.get_num_common_prefix_pages("new") == [0]
+
+
+def test_freed_twice(cache):
+  one = running()
+  cache.free(one)
+  with unchanged(cache):
+    cache.free(one)
+    with pytest.raises(KeyError, match="a"):
+      cache.cache_pages(one, 9)
+    with pytest.raises(KeyError, match="a"):
+      cache.step([one])
+
+
+def test_hits_for_a_request_that_runs(cache):
+  with unchanged(cache), pytest.raises(ValueError, match="'a' holds pages"):
+    cache.allocate_slots(running(), 1, 4, CachePages(([4],)))
+
+
+@pytest.mark.parametrize(
+  ("pages", "tokens"),
+  [
+    pytest.param(pages and CachePages(pages), tokens, id=name)
+    for name, pages, tokens in (
+      ("none", None, 4),
+      ("two groups", ([1], [2]), 4),
+      ("no group", (), 4),
+      ("no page", ([],), 4),
+      ("beyond the pool", ([11],), 4),
+      ("far beyond the pool", ([2**31 - 1],), 4),
+      ("negative", ([-1],), 4),
+      ("the null page", ([0],), 4),
+      ("not cached", ([7],), 4),
+      ("twice", ([1, 1],), 8),
+      ("in the wrong order", ([2, 1],), 8),
+      ("of another request", ([4, 5],), 8),
+      ("more than a slot has", (list(range(1, 18)),), 8),
+      ("more than tokens", ([1, 2],), 4),
+      ("pages for no tokens", ([1, 2],), 0),
+      ("fewer than tokens", ([1],), 8),
+      ("half a page", ([1],), 6),
+    )
+  ],
+)
+def test_hits_that_no_lookup_found(cache, pages, tokens):
+  with unchanged(cache), pytest.raises(ValueError, match="'new'"):
+    cache.allocate_slots(NEW, 1, tokens, pages)
+  assert admit(cache, request("new", range(9))) == ([[1, 2]], [[6]])
+
+
+@pytest.mark.parametrize("salt", ["a", None])
+def test_hits_under_another_salt(cache, salt):
+  first = request("c", range(9), cache_salt=None if salt else "a")
+  admit(cache, first)
+  found, tokens = cache.get_computed_pages(first)
+  other = request("new", range(9), cache_salt=salt)
+  with unchanged(cache), pytest.raises(ValueError, match="'new'"):
+    cache.allocate_slots(other, 1, tokens, found)
+
+
+def test_a_hit_that_is_no_longer_cached(cache):
+  found, tokens = cache.get_computed_pages(request("b", range(100, 110)))
+  holder = request("c", range(500, 528))
+  admit(cache, holder)
+  cache.free(holder)
+  with unchanged(cache), pytest.raises(ValueError, match="'b'"):
+    cache.allocate_slots(request("b", range(100, 110)), 2, tokens, found)
+
+
+@pytest.mark.parametrize("computed", [-5, 9])
+def test_computed_tokens_of_a_newcomer(cache, computed):
+  one = request("new", range(12), num_computed_tokens=computed)
+  text = f"num_computed_tokens .* {computed}"
+  with unchanged(cache), pytest.raises(ValueError, match=text):
+    cache.allocate_slots(one, 6)
+
+
+@pytest.mark.parametrize("count", [1.5, "1", None])
+def test_counts_are_ints(cache, count):
+  with unchanged(cache):
+    with pytest.raises(TypeError, match="num_new_tokens"):
+      cache.allocate_slots(NEW, count)
+    with pytest.raises(TypeError, match="num_new_tokens"):
+      cache.step([running()], [count])
+    with pytest.raises(TypeError, match="num_lookahead_tokens"):
+      cache.step([running()], 1, count)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "text"),
+  [
+    ({"num_new_tokens": 0}, "num_new_tokens must be at least 1, got 0"),
+    ({"num_new_tokens": [-1]}, "num_new_tokens must be at least 1, got -1"),
+    ({"num_new_tokens": [1, 2]}, r"each of 1 requests, got .* \(2,\)"),
+    ({"num_new_tokens": [[1]]}, r"each of 1 requests, got .* \(1, 1\)"),
+    ({"num_lookahead_tokens": -1}, "num_lookahead_tokens must be at least 0"),
+    ({"num_new_tokens": 56}, "'a' would have 65 .* max_model_len, 64"),
+    ({"num_new_tokens": [2**32 + 1]}, "'a' would have 4294967306 tokens"),
+  ],
+)
+def test_step(cache, arguments, text):
+  with unchanged(cache), pytest.raises(ValueError, match=text):
+    cache.step([running()], **arguments)
+
+
+def test_step_names_a_request_twice(cache):
+  with unchanged(cache), pytest.raises(ValueError, match="'a' twice"):
+    cache.step([running(), running()])
+
+
+def test_deferred_pages_are_given_back_once(cache):
+  popped = cache.pop_pages_for_free(running())
+  cache.free_pages(popped)
+  with unchanged(cache):
+    with pytest.raises(ValueError, match="back already"):
+      cache.free_pages(popped)
+    assert cache.pop_pages_for_free(running()) is None
+    cache.free_pages(None)
+
+
+def test_what_was_not_asked_for_is_not_kept(cache):
+  with unchanged(cache):
+    with pytest.raises(ValueError, match=r"CacheManager\(num_events="):
+      cache.take_events()
+    with pytest.raises(ValueError, match=r"CacheManager\(track_new_pages="):
+      cache.take_new_page_ids()
+
+
+def test_step_of_nothing(cache):
+  with unchanged(cache):
+    assert cache.step([]) == []
+
+
+def test_cache_pages(cache):
+  with unchanged(cache), pytest.raises(ValueError, match="-1"):
+    cache.cache_pages(running(), -1)
+  # Tokens that are not known, or have no page, are left for later.
+  cache.cache_pages(running(), 1000)
+  with unchanged(cache):
+    cache.cache_pages(request("a", range(70)), 9)
+    cache.cache_pages(running(), 1000)
+    cache.cache_pages(running(), 4)
+
+
+@pytest.mark.parametrize("pages", [[11], [-1], [1, 99], [2**40]])
+def test_evicted_pages_exist(cache, pages):
+  with unchanged(cache), pytest.raises(ValueError, match=str(pages[-1])):
+    cache.evict_pages(pages)
+
+
+def test_evicting_what_is_not_cached(cache):
+  with unchanged(cache):
+    cache.evict_pages([])
+    cache.evict_pages([0, 3, 10])
+  cache.evict_pages([4, 4])
+  assert cache.cached_page_ids() == {1, 2, 5}
+
+
+def test_too_few_pages_are_no_error(cache):
+  with unchanged(cache):
+    assert cache.allocate_slots(request("c", range(40)), 40) is None
+    assert cache.allocate_slots(running(), 40) is None
+    assert cache.step([running()], 40) == [None]
+
+
+def test_a_refused_reset(cache):
+  with unchanged(cache):
+    assert not cache.reset_prefix_cache()
+
+
+def test_more_requests_than_slots():
+  cache = single(CacheManager, max_requests=1)
+  one = request("a", range(9))
+  admit(cache, one)
+  other = request("b", range(9))
+  with unchanged(cache), pytest.raises(RuntimeError, match="max_requests"):
+    cache.allocate_slots(other, 9)
+  cache.free(one)
+  assert admit(cache, other) == ([[1, 2]], [[3]])
+
+
+def test_more_requests_than_pages(cache):
+  cache.free(running())
+  for number in range(10):
+    assert cache.allocate_slots(request(str(number), [number]), 1)
+  with unchanged(cache):
+    assert cache.allocate_slots(request("c", [11]), 1) is None
+
+
+@pytest.mark.parametrize(
+  ("change", "error", "text"),
+  [
+    ({"groups": ()}, ValueError, "groups"),
+    ({"groups": FULL}, TypeError, "groups .* FullAttention"),
+    ({"groups": ["full"]}, ValueError, "groups .*'full'"),
+    ({"groups": [FullAttention()]}, ValueError, "page_size"),
+    ({"groups": [FULL, SlidingWindow(8)]}, ValueError, "page_size"),
+    ({"num_pages": 1}, ValueError, "num_pages must be at least 2, got 1"),
+    ({"num_pages": 8.0}, TypeError, "num_pages .* 8.0"),
+    ({"max_model_len": 0}, ValueError, "max_model_len .* 0"),
+    ({"max_model_len": 6.5}, TypeError, "max_model_len .* 6.5"),
+    ({"max_requests": 0}, ValueError, "max_requests .* 0"),
+    ({"max_in_flight": 0}, ValueError, "max_in_flight .* 0"),
+    ({"policy": "newest"}, ValueError, "policy .* 'newest'"),
+    ({"watermark": 1}, ValueError, "watermark .* 1"),
+    ({"watermark": -0.1}, ValueError, "watermark .* -0.1"),
+    ({"retention": 8}, ValueError, "retention"),
+    ({"groups": [WINDOW], "retention": 3}, ValueError, "retention .* 3"),
+    ({"groups": [WINDOW], "retention": -4}, ValueError, "retention .* -4"),
+    (
+      {"groups": [WINDOW], "retention": 0, "policy": "classic"},
+      ValueError,
+      "retention and classic",
+    ),
+    ({"seed": -1}, ValueError, "seed .* -1"),
+    ({"enable_caching": "yes"}, TypeError, "enable_caching .* 'yes'"),
+    ({"use_eagle": 1}, TypeError, "use_eagle must be True or False, got 1"),
+    ({"track_new_pages": "no"}, TypeError, "track_new_pages .* 'no'"),
+    ({"num_events": -1}, ValueError, "num_events .* -1"),
+    ({"num_events": 2.0}, TypeError, "num_events .* 2.0"),
+    (
+      {"num_events": 9, "enable_caching": False},
+      ValueError,
+      "num_events .* need enable_caching=True",
+    ),
+  ],
+)
+def test_options(change, error, text):
+  options = {"num_pages": 11, "groups": [FULL], "max_model_len": 64, **change}
+  with pytest.raises(error, match=text):
+    CacheManager(**options)
+
+
+def test_no_retention_is_no_error_of_full_attention():
+  assert CacheManager(11, [FULL], 64, retention=0).config.retention == 0
+
+
+def test_retention_of_chunks_is_refused():
+  groups = [FULL, ChunkedLocal(8, page_size=4)]
+  with pytest.raises(ValueError, match="retention"):
+    CacheManager(11, groups, 64, retention=8)
+
+
+def test_a_failed_call_leaves_the_request_alone(cache):
+  """The scheduler's counts are its own; only the junction is written."""
+  one = running()
+  before = vars(one).copy()
+  with pytest.raises(ValueError, match="'a'"):
+    cache.allocate_slots(one, 60)
+  assert vars(one) == before
+
+
+@pytest.mark.parametrize(
+  "shards", [{"dp_shard_hint": 1}, {"data_parallel_size": 2}]
+)
+def test_a_manager_is_one_shard(cache, shards):
+  with unchanged(cache), pytest.raises(ValueError, match="is one shard"):
+    cache.allocate_slots(NEW, 9, **shards)
+  alone = {"dp_shard_hint": 0, "data_parallel_size": 1}
+  assert cache.allocate_slots(NEW, 9, **alone) is not None
+
+
+def test_groups_that_are_not_zeroed_exist(cache):
+  with unchanged(cache), pytest.raises(ValueError, match="skip_zeroing"):
+    cache.allocate_slots(NEW, 9, skip_zeroing_group_ids=[1])

@@ -1,0 +1,330 @@
+"""The reference model's kinds of groups: windows, chunks, states, retention."""
+
+import pytest
+
+from tests import fuzz
+from tests.host.fuzz_setups import SETUPS
+from tests.host.scheduling import admit
+from tests.host.scheduling import decode
+from tests.host.scheduling import hit_of
+from tests.host.scheduling import request
+from tests.host.test_reference_manager import manager
+from tests.model_of_the_cache.reference_groups import ChunkedLocal
+from tests.model_of_the_cache.reference_groups import FullAttention
+from tests.model_of_the_cache.reference_groups import Recurrent
+from tests.model_of_the_cache.reference_groups import SlidingWindow
+from tests.model_of_the_cache.reference_kinds import admission_cap
+from tests.model_of_the_cache.reference_kinds import lookup
+from tests.model_of_the_cache.reference_manager import ReferenceManager
+from tests.model_of_the_cache.reference_request import Request
+from tests.model_of_the_cache.reference_tables import Demand
+
+WINDOW = SlidingWindow(window=4, page_size=2)
+CHUNK = ChunkedLocal(chunk=4, page_size=2)
+
+
+def _found(group, cached, tail=0):
+  """Pages of the hit, where the letters T are cached pages."""
+  rules = manager(2, (group,)).rules
+  find = [
+    [place + 1] if letter == "T" else None
+    for place, letter in enumerate(cached)
+  ]
+  limit = len(cached) * 2 + tail
+  return lookup(group, lambda place: find[place], limit, False, rules)
+
+
+class TestLookup:
+  @pytest.mark.parametrize(
+    ("cached", "pages"),
+    [
+      ("TTF", 2),
+      ("TTT", 3),
+      ("TTFT", 2),
+      ("TTFTFFTTFTTT", 12),
+      ("TTFTFFTTFFF", 8),
+      ("TFF", 1),
+      ("FFT", 0),
+    ],
+  )
+  def test_window(self, cached, pages):
+    found = _found(WINDOW, cached)
+    assert len(found) == pages
+    assert all(column is None for column in found[:-2])
+
+  @pytest.mark.parametrize(
+    ("cached", "tail", "pages"),
+    [
+      ("TF", 0, 2),
+      ("TF", 1, 2),
+      ("TTT", 0, 3),
+      ("FFT", 0, 3),
+      ("FFF", 0, 2),
+      ("FFFFFFFFTF", 1, 10),
+      ("FFFFFFFFTFT", 1, 11),
+    ],
+  )
+  def test_chunk(self, cached, tail, pages):
+    assert len(_found(CHUNK, cached, tail)) == pages
+
+  def test_chunk_alone_finds_nothing_in_an_empty_cache(self):
+    cache = manager(40, (ChunkedLocal(chunk=48, page_size=16),))
+    one = request("0", range(100))
+    assert hit_of(cache, one) == ([[]], 0)
+    admit(cache, one)
+    # Tokens 96 to 99 are in a page that is not full, so nothing is found.
+    assert hit_of(cache, request("1", range(100))) == ([[]], 0)
+    hit, tokens = hit_of(cache, request("1", range(90)))
+    assert (hit, tokens) == ([[0, 0, 0, 4, 5]], 80)
+
+  def test_chunk_beside_full(self):
+    groups = (FullAttention(page_size=16), ChunkedLocal(chunk=48, page_size=16))
+    cache = manager(40, groups)
+    admit(cache, request("0", range(100)))
+    hit, tokens = hit_of(cache, request("1", range(100)))
+    assert tokens == 96
+    assert hit == [[1, 2, 3, 4, 5, 6], [0] * 6]
+
+  def test_state(self):
+    state = Recurrent(page_size=2)
+    assert _found(state, "TFTFF") == [None, None, [3]]
+    assert _found(state, "FF") == []
+
+  def test_boundary_page_of_a_window_with_eagle(self):
+    """Page 3 ends the segment, page 4 is looked at and dropped."""
+    groups = (
+      FullAttention(page_size=32),
+      SlidingWindow(window=8, page_size=8),
+    )
+    cache = manager(30, groups, use_eagle=True)
+    admit(cache, request("0", range(72)))
+    windows = cache.get_page_ids("0")[1]
+    assert windows == [*range(4, 13)]
+    kept = [
+      place for place, page in enumerate(windows) if page in cache.pool.key
+    ]
+    assert kept == [3, 4, 7, 8]
+    assert hit_of(cache, request("1", range(72)))[1] == 32
+
+
+class TestRecycling:
+  @pytest.mark.parametrize(
+    ("group", "tokens", "nulls"),
+    [
+      *(
+        (WINDOW, n, k)
+        for n, k in ((0, 0), (4, 0), (5, 1), (6, 1), (7, 2), (11, 4))
+      ),
+      *((CHUNK, n, k) for n, k in ((0, 0), (4, 2), (6, 2), (12, 6))),
+    ],
+  )
+  def test_null_pages(self, group, tokens, nulls):
+    cache = manager(20, (group,))
+    admit(cache, request("0", range(20)))
+    cache.remove_skipped_pages("0", tokens)
+    assert cache.get_page_ids("0") == ([0] * nulls + [*range(nulls + 1, 11)],)
+    # The last of them is the first to be used again.
+    assert cache.free_queue() == [*range(11, 20), *range(nulls, 0, -1)]
+
+  def test_frees_stay_when_there_is_no_room(self):
+    cache = manager(5, (WINDOW,))
+    one = request("0", range(8))
+    admit(cache, one)
+    assert decode(cache, one, range(20)) is None
+    assert cache.get_page_ids("0") == ([0, 0, 3, 4],)
+    assert cache.free_queue() == [2, 1]
+
+  def test_admission_cap(self):
+    cache = manager(10, (WINDOW,), max_in_flight=6, max_model_len=100)
+    assert admission_cap(WINDOW, cache.rules) == 6  # ceil(9 / 2) + 1
+    assert admission_cap(CHUNK, cache.rules) == 5
+    one = request("0", range(60))
+    assert admit(cache, one, 6, full_sequence_must_fit=True)[1] == [[1, 2, 3]]
+    tight = manager(6, (WINDOW,), max_in_flight=6, max_model_len=100)
+    one = request("0", range(60))
+    assert admit(tight, one, 6, full_sequence_must_fit=True)[1] is None
+
+  @pytest.mark.parametrize("group", [WINDOW, CHUNK])
+  @pytest.mark.parametrize(("nulls", "need"), [(0, 20), (5, 15)])
+  def test_need(self, group, nulls, need):
+    cache = manager(40, (group,))
+    hit = [0] * nulls + [*range(1, 11 - nulls)]
+    sizes = {"behind": 0, "external": 0, "encoder": 0, "tokens": 40}
+    demand = Demand(request_id="0", hit=hit, slots=40, **sizes)
+    assert cache.tables[0].need(demand) == need
+
+  def test_uncached_pages_of_a_window_are_used_first(self):
+    cache = manager(20, (WINDOW,), retention=0)
+    one = request("0", range(12), num_prompt_tokens=7)
+    admit(cache, one)
+    # Only the window before token 6 is kept: places 1 and 2.
+    assert cache.cached_page_ids() == {2, 3}
+    cache.free(one)
+    assert cache.free_queue()[:4] == [6, 5, 4, 1]
+    assert cache.free_queue()[-2:] == [3, 2]
+
+
+class TestRetention:
+  def test_latest_and_every(self):
+    window = SlidingWindow(window=3, page_size=2)
+    for retention, kept in ((None, [*range(10)]), (0, [9]), (8, [3, 7, 9])):
+      cache = manager(30, (window,), retention=retention)
+      admit(cache, request("0", [*range(21)]))
+      assert cache.cached_page_ids() == {place + 1 for place in kept}
+
+  def test_states(self):
+    for retention, kept in ((None, [0, 1, 2, 3]), (0, [3]), (8, [1, 3])):
+      cache = manager(30, (Recurrent(page_size=4),), retention=retention)
+      one = request("0", range(18))
+      pages = []
+      for new in (4, 4, 4, 4, 2):
+        cache.new_step_starts()
+        pages += cache.allocate_slots(one, new).get_page_ids()[0]
+        one.num_computed_tokens += new
+      assert cache.cached_page_ids() == {pages[place] for place in kept}
+
+  def test_junction_is_kept(self):
+    window = SlidingWindow(window=3, page_size=2)
+    groups = (FullAttention(page_size=2), window)
+    cache = manager(60, groups, retention=0)
+    admit(cache, request("0", [*range(8), *range(100, 112)]))
+    second = request("1", [*range(8), *range(200, 212)])
+    assert hit_of(cache, second)[1] == 0
+    assert second.shared_prefix_boundary == 8
+    admit(cache, second)
+    third = request("2", [*range(8), *range(300, 312)])
+    assert hit_of(cache, third)[1] == 8
+
+  def test_junction_of_states_is_kept(self):
+    groups = (FullAttention(page_size=4), Recurrent(page_size=4))
+    cache = manager(60, groups, retention=0)
+    found = []
+    for name in range(3):
+      one = request(str(name), [*range(8), *range(100 * name, 100 * name + 9)])
+      found.append(hit_of(cache, one)[1])
+      # As schedulers do: a chunk ends where a state is to be kept.
+      for end in (8, 16, 17):
+        cache.new_step_starts()
+        pages, hit = cache.get_computed_pages(one)
+        held = one.num_computed_tokens
+        pages, hit = (None, 0) if held else (pages, hit)
+        assert cache.allocate_slots(one, end - held - hit, hit, pages)
+        one.num_computed_tokens = end
+    assert found == [0, 0, 8]
+
+  @pytest.mark.parametrize(
+    ("groups", "retention"),
+    [((WINDOW,), 3), ((WINDOW,), -2), ((FullAttention(page_size=2),), 2)],
+  )
+  def test_refused(self, groups, retention):
+    with pytest.raises(ValueError, match="retention"):
+      manager(10, groups, retention=retention)
+    manager(10, groups, retention=0)
+
+
+class TestState:
+  def test_table(self):
+    cache = manager(12, (Recurrent(page_size=4),))
+    one = request("0", range(30))
+    tables = []
+    for new in (4, 4, 12, 2):
+      cache.new_step_starts()
+      assert cache.allocate_slots(one, new)
+      one.num_computed_tokens += new
+      tables.append(cache.get_page_ids("0")[0])
+    assert tables == [
+      [1],
+      [1, 2],
+      [0, 2, 0, 0, 3],
+      # The chunk passed 8 tokens, so nothing is found at 12 or 16.
+      [0, 0, 0, 0, 3, 4],
+    ]
+    assert cache.cached_page_ids() == {1, 2, 3}
+    again = request("1", range(30))
+    assert hit_of(cache, again) == ([[0, 0, 0, 0, 3]], 20)
+
+  def test_scratch_pages_move(self):
+    cache = manager(12, (Recurrent(page_size=4, num_speculative=2),))
+    one = request("0", range(30))
+    assert admit(cache, one, 4)[1] == [[1, 2, 3]]
+    assert cache.allocate_slots(one, 12).get_page_ids() == ([2, 3, 4],)
+    assert cache.get_page_ids("0") == ([1, 0, 0, 2, 3, 4],)
+
+  def test_same_step_hit_waits(self):
+    cache = manager(12, (Recurrent(page_size=4),))
+    admit(cache, request("0", range(8)))
+    second = request("1", range(10))
+    assert admit(cache, second) == ([[0, 1]], None)
+    cache.new_step_starts()
+    assert admit(cache, second) == ([[0, 1]], [[2]])
+    # What an earlier step computed serves any number in one step.
+    third = request("2", [*range(8), 30])
+    assert admit(cache, third) == ([[0, 1]], [[3]])
+
+  def test_external_state_is_counted(self):
+    """The reference counts one page and pops two."""
+    for free, fits in ((1, False), (2, True)):
+      cache = manager(free + 1, (Recurrent(page_size=4),))
+      external = {"num_external_computed_tokens": 8}
+      new = admit(cache, request("0", range(10)), 2, **external)[1]
+      assert new == ([[2]] if fits else None)
+      assert len(cache.free_queue()) == (0 if fits else free)
+
+
+def inconsistencies(cache):
+  """What no manager may ever come to."""
+  pool = cache.pool
+  counts = [0] * len(pool.refs)
+  for table in cache.tables:
+    for pages in table.tables.values():
+      for page in pages:
+        counts[page] += page != 0
+  found = []
+  if counts != pool.refs:
+    found.append("references are not those of the tables")
+  free = [page for page in range(1, len(counts)) if counts[page] == 0]
+  if sorted(pool.free) != free:
+    found.append("free pages are not those that nobody holds")
+  pairs = {(page, key) for key, pages in pool.pages.items() for page in pages}
+  if pairs != set(pool.key.items()):
+    found.append("keys and pages do not agree")
+  return found
+
+
+class Checked(ReferenceManager):
+  """Looks at itself whenever it is looked at."""
+
+  def free_queue(self):
+    assert inconsistencies(self) == []
+    return super().free_queue()
+
+
+class Forgetful(ReferenceManager):
+  """Frees the first page last."""
+
+  def free(self, request):
+    for table in self.tables:
+      table.tables.get(request.request_id, []).reverse()
+    super().free(request)
+
+
+class TestFuzz:
+  @pytest.mark.parametrize("policy", ["current", "classic"])
+  @pytest.mark.parametrize("name", SETUPS)
+  def test_model_agrees_with_itself(self, name, policy):
+    setup = SETUPS[name]
+    if policy not in setup.policies:
+      pytest.skip("no such manager")
+    checked = fuzz.Factory(Checked, Request)
+    seen = fuzz.run(setup, policy, 1, 300, checked)
+    assert seen["operations"] == 300
+
+  def test_a_difference_is_found(self):
+    broken = fuzz.Factory(Forgetful, Request)
+    with pytest.raises(fuzz.Mismatch, match="free_queue"):
+      fuzz.run(SETUPS["full_window"], "current", 1, 300, broken)
+
+  def test_command(self, capsys):
+    arguments = ["--against", "reference", "--operations", "50"]
+    assert fuzz.main([*arguments, "--config", "everything"]) == 0
+    assert capsys.readouterr().out.startswith("everything: operations 50")

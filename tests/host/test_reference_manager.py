@@ -1,0 +1,139 @@
+"""The reference model alone, where the library's manager is not asked too.
+
+The traces that both tell are in `tests.host.test_manager_traces`.
+"""
+
+import pytest
+
+from jaxkv import FullAttention
+from jaxkv import SlidingWindow
+from tests.host.scheduling import FULL
+from tests.host.scheduling import HYBRID
+from tests.host.scheduling import PAGE
+from tests.host.scheduling import WINDOW
+from tests.host.scheduling import admit
+from tests.host.scheduling import hit_of
+from tests.host.scheduling import request
+from tests.model_of_the_cache.reference_manager import ReferenceManager
+
+
+def manager(num_pages=11, groups=(FULL,), max_model_len=8192, **options):
+  return ReferenceManager(num_pages, groups, max_model_len, **options)
+
+
+class TestFull:
+  def test_reused_page_has_no_key(self):
+    cache = manager(3)
+    first = request("0", range(8))
+    admit(cache, first)
+    cache.free(first)
+    second = request("1", range(100, 105))
+    assert admit(cache, second) == ([[]], [[2, 1]])
+    assert cache.cached_page_ids() == {2}
+
+  def test_computed_pages_are_not_evicted(self):
+    cache = manager(4)
+    first, other = request("0", range(4)), request("1", range(100, 104))
+    admit(cache, first)
+    admit(cache, other)
+    cache.free(first)
+    cache.free(other)
+    assert cache.free_queue() == [3, 1, 2]
+    again = request("2", range(8))
+    assert admit(cache, again) == ([[1]], [[3]])
+
+  def test_caching_off(self):
+    cache = manager(5, enable_caching=False)
+    one = request("0", range(10))
+    assert admit(cache, one) == ([[]], [[1, 2, 3]])
+    assert cache.cached_page_ids() == set()
+    cache.free(one)
+    assert cache.free_queue() == [3, 2, 1, 4]
+
+  def test_eagle_drops_a_page(self):
+    cache = manager(use_eagle=True)
+    admit(cache, request("0", range(15)))
+    assert hit_of(cache, request("1", range(15))) == ([[1, 2]], 8)
+
+  def test_usage_of_no_pages(self):
+    assert manager(1).usage == 0
+
+
+class TestHybrid:
+  def _filled(self, **options):
+    cache = manager(21, HYBRID, **options)
+    first = request("0", [*range(12), *range(100, 103)])
+    assert admit(cache, first)[1] == [
+      [1, 2, 3, 4],
+      [5, 6, 7, 8],
+      [9, 10, 11, 12],
+    ]
+    return cache, request("1", [*range(12), *range(200, 202)])
+
+  @pytest.mark.parametrize(
+    ("evicted", "pages"),
+    [([], 2), ([5], 0), ([7], 1), ([3], 1), ([4, 8, 12], 2), ([1], 0)],
+  )
+  def test_eagle(self, evicted, pages):
+    cache, second = self._filled(use_eagle=True)
+    cache.evict_pages(evicted)
+    assert hit_of(cache, second)[1] == pages * PAGE
+
+  def test_eagle_resend_of_an_aligned_prompt(self):
+    for policy, tokens in (("current", 12), ("classic", 8)):
+      cache = manager(21, (FULL, FULL), use_eagle=True, policy=policy)
+      admit(cache, request("0", range(16)))
+      assert hit_of(cache, request("1", range(16)))[1] == tokens
+
+  def test_three_kinds_and_eagle(self):
+    """Classic drops a page in every round until nothing is left."""
+    groups = (FULL, WINDOW, SlidingWindow(window=12, page_size=PAGE))
+    for policy, tokens in (("current", 12), ("classic", 0)):
+      cache = manager(31, groups, use_eagle=True, policy=policy)
+      admit(cache, request("0", range(18)))
+      assert hit_of(cache, request("1", range(18)))[1] == tokens
+
+  def test_shorter_candidate_is_verified_again(self):
+    """Worked by hand: 18, 12, 8 and 2 tokens are tried."""
+    windows = [SlidingWindow(window=size, page_size=2) for size in (3, 5)]
+    cache = manager(40, (FullAttention(page_size=2), *windows), use_eagle=True)
+    one = request("0", range(21))
+    admit(cache, one)
+    _, first, second = cache.get_page_ids("0")
+    cache.evict_pages([first[place] for place in (2, 4, 5, 6, 7)])
+    cache.evict_pages([second[place] for place in (7, 8, 9)])
+    assert hit_of(cache, request("1", range(21)))[1] == 2
+
+  def test_classic_has_no_junction(self):
+    cache, second = self._filled(policy="classic")
+    cache.evict_pages([7])
+    hit_of(cache, second)
+    assert second.shared_prefix_boundary == 0
+
+  def test_page_sizes(self):
+    small = SlidingWindow(window=8, page_size=4)
+    cache = manager(21, (FullAttention(page_size=8), small))
+    one = request("0", range(27))
+    assert admit(cache, one)[1] == [[1, 2, 3, 4], [*range(5, 12)]]
+    # Only whole multiples of 8 tokens; the prompt's end is left alone.
+    assert cache.cached_page_ids() == {1, 2, 3, 5, 6, 7, 8, 9, 10}
+    again = request("1", range(27))
+    assert hit_of(cache, again) == ([[1, 2, 3], [0, 0, 0, 0, 9, 10]], 24)
+    cache.evict_pages([10])
+    assert hit_of(cache, again) == ([[1, 2], [0, 0, 7, 8]], 16)
+
+  @pytest.mark.parametrize("policy", ["current", "classic"])
+  def test_hits_of_all_groups_are_held_before_any_page_is_taken(self, policy):
+    """Classic took page 3 for the first group and gave it to the second too."""
+    cache = manager(13, (FULL, FULL), policy=policy)
+    for name, tokens in (("0", range(8)), ("1", range(500, 516))):
+      filler = request(name, tokens)
+      admit(cache, filler)
+      cache.free(filler)
+    assert cache.free_queue()[:4] == [2, 1, 4, 3]
+    cache.evict_pages([2, 4])
+    external = {"num_external_computed_tokens": 12}
+    hit, new = admit(cache, request("2", range(20)), 1, **external)
+    assert hit == [[1], [3]]
+    assert new == [[12], [11]]
+    assert cache.get_page_ids("2") == ([1, 2, 4, 8, 12], [3, 7, 6, 5, 11])

@@ -1,0 +1,137 @@
+"""Requests as others make them: what counts as a token, a count, a status."""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.host import CacheManager
+from jaxkv.host import CachePages
+from jaxkv.host import Request
+from tests.host.scheduling import WINDOW
+from tests.host.scheduling import admit
+from tests.host.scheduling import request
+from tests.host.scheduling import single
+from tests.host.test_errors import running
+from tests.host.test_errors import unchanged
+
+
+@pytest.fixture
+def cache():
+  """Request a runs, 7 of 10 pages are free."""
+  cache = single(CacheManager)
+  admit(cache, request("a", range(9)))
+  return cache
+
+
+@pytest.mark.parametrize(
+  "tokens",
+  [
+    [2**40],
+    ["x"],
+    [None],
+    "0123",
+    [0, 1, 2.0, 3],
+    [[0], [1]],
+    np.arange(4.0),
+    np.asarray([0, 1, 2, 2**31], np.uint32),
+  ],
+)
+def test_tokens_are_numbers(cache, tokens):
+  """Cast, several of these would be the tokens that request a began with."""
+  one = Request("new", tokens)
+  with unchanged(cache):
+    with pytest.raises(ValueError, match="'new' are not all 32-bit integers"):
+      cache.get_computed_pages(one)
+    with pytest.raises(ValueError, match="'new' are not all 32-bit integers"):
+      cache.allocate_slots(one, len(tokens))
+
+
+@pytest.mark.parametrize(
+  "tokens",
+  [
+    tuple(range(9)),
+    bytes(range(9)),
+    np.arange(9, dtype=np.uint8),
+    [*np.arange(9)],
+  ],
+)
+def test_integers_of_any_type_are_tokens(cache, tokens):
+  assert cache.get_computed_pages(Request("new", tokens))[1] == 8
+
+
+@pytest.mark.parametrize("token", [9.0, "9", None, 2**31])
+def test_decoded_tokens_are_numbers(cache, token):
+  one = running()
+  one.token_ids.append(token)
+  with unchanged(cache), pytest.raises(ValueError, match="9 to 10 of 'a'"):
+    cache.step([one])
+  one.token_ids[9] = 9
+  assert cache.step([one]) == [CachePages(([],))]
+
+
+@pytest.mark.parametrize(
+  "fields", [{"num_computed_tokens": 9.0}, {"num_in_flight_tokens": 0.5}]
+)
+def test_counts_of_a_request_are_ints(fields):
+  cache = CacheManager(11, [WINDOW], 64)
+  one = request("a", range(9))
+  admit(cache, one)
+  with unchanged(cache):
+    wrong = running(**fields)
+    with pytest.raises(TypeError, match=f"{next(iter(fields))} must be an int"):
+      cache.step([wrong])
+    with pytest.raises(TypeError, match=f"{next(iter(fields))} must be an int"):
+      cache.allocate_slots(wrong, 1)
+
+
+@pytest.mark.parametrize(
+  ("fields", "step", "message"),
+  [
+    ({"num_computed_tokens": -3}, (1,), "num_computed_tokens must be at least"),
+    ({"num_computed_tokens": 2**40}, (1,), "counts of more than 32 bits"),
+    ({}, (2**63 - 1,), "num_new_tokens must be at most"),
+    ({}, ([2**63 - 1],), "num_new_tokens must be at most"),
+    ({}, ([2**40],), "would have 1099511627785 tokens"),
+    ({}, (1, 2**63 - 1), "num_lookahead_tokens must be at most"),
+  ],
+)
+def test_counts_of_a_step_fit(cache, fields, step, message):
+  with unchanged(cache), pytest.raises(ValueError, match=message):
+    cache.step([running(**fields)], *step)
+
+
+def test_tokens_in_an_array_of_jax(cache):
+  one = running()
+  one.request_id, one.num_computed_tokens = "other", 0
+  one.token_ids = jnp.asarray([*range(8), 100], jnp.int32)
+  assert cache.get_computed_pages(one)[1] == 8
+
+
+@pytest.mark.parametrize("pages", [[1.9], ["1"], "12", [None]])
+def test_evicted_pages_are_ints(cache, pages):
+  with unchanged(cache), pytest.raises(TypeError, match="page_ids must be"):
+    cache.evict_pages(pages)
+
+
+def test_newcomers_without_a_status_leave_pages_free():
+  """As those that wait, until they have computed tokens."""
+  cache = single(CacheManager, watermark=0.2)
+  one = types.SimpleNamespace(
+    request_id="new", token_ids=[*range(36)], num_computed_tokens=0
+  )
+  with unchanged(cache):
+    assert cache.allocate_slots(one, 36) is None
+  one.status = "running"
+  assert cache.allocate_slots(one, 36) is not None
+
+
+def test_a_running_request_without_a_status_takes_them():
+  cache = single(CacheManager, watermark=0.2)
+  one = types.SimpleNamespace(
+    request_id="new", token_ids=[*range(36)], num_computed_tokens=0
+  )
+  assert cache.allocate_slots(one, 4) is not None
+  one.num_computed_tokens = 4
+  assert cache.allocate_slots(one, 32) is not None

@@ -1,0 +1,237 @@
+"""`step`: many running requests in one call, as if one after the other."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.host import CacheManager
+from jaxkv.host import MultimodalItem
+from tests.host.scheduling import admit
+from tests.host.scheduling import hit_of
+from tests.host.scheduling import hybrid
+from tests.host.scheduling import ids
+from tests.host.scheduling import request
+from tests.host.scheduling import single
+
+
+class Pair:
+  """The same requests in two managers, one of which steps.
+
+  Attributes:
+    alone, together: a manager and its requests.
+  """
+
+  def __init__(self, make, prompts, **fields):
+    self.alone, self.together = (
+      (cache, [request(str(n), p, **fields) for n, p in enumerate(prompts)])
+      for cache in (make(CacheManager), make(CacheManager))
+    )
+    for cache, requests in (self.alone, self.together):
+      for one in requests:
+        assert admit(cache, one)[1] is not None
+
+  def step(self, new=1, lookahead=0, tokens=()):
+    """What each got, one after the other and together; ids or None."""
+    rows = range(len(self.alone[1]))
+    counts = [new] * len(rows) if isinstance(new, int) else new
+    for _, requests in (self.alone, self.together):
+      for row in rows:
+        known = tokens or [row] * counts[row]
+        requests[row].token_ids.extend(known)
+    cache, requests = self.alone
+    wanted = [
+      cache.allocate_slots(one, count, num_lookahead_tokens=lookahead)
+      for one, count in zip(requests, counts, strict=True)
+    ]
+    cache, requests = self.together
+    got = cache.step(requests, new, lookahead)
+    for _, requests in (self.alone, self.together):
+      for row in rows:
+        if wanted[row] is not None:
+          requests[row].num_computed_tokens += counts[row]
+    return [[out and ids(out) for out in side] for side in (wanted, got)]
+
+  def pages(self):
+    """Tables by request, of both."""
+    return [
+      [cache.get_page_ids(one.request_id) for one in requests]
+      for cache, requests in (self.alone, self.together)
+    ]
+
+
+def assert_equal_states(one, other):
+  for old, new in zip(
+    jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True
+  ):
+    np.testing.assert_array_equal(old, new)
+
+
+class TestFull:
+  def test_decode(self):
+    pair = Pair(single, [range(5), range(50, 57), range(90, 98)])
+    for _ in range(6):
+      wanted, got = pair.step()
+      assert wanted == got
+    assert_equal_states(pair.alone[0], pair.together[0])
+    jaxkv.check(pair.together[0].state)
+
+  def test_exact_pages(self):
+    cache = single(CacheManager)
+    one, two = request("0", range(4)), request("1", range(50, 53))
+    admit(cache, one)
+    admit(cache, two)
+    for running in (one, two):
+      running.token_ids.append(9)
+    # The order is that of the call, not of the slots.
+    assert [ids(p) for p in cache.step([two, one])] == [[[]], [[3]]]
+    assert cache.cached_page_ids() == {1, 2}
+
+  def test_those_without_room_get_none_and_later_ones_are_served(self):
+    # 9 of 10 pages are held.
+    pair = Pair(single, [range(12), range(50, 62), range(90, 101)])
+    answers = [[[[10]], None, [[]]]] * 2
+    assert pair.step() == answers
+    tables = pair.pages()
+    assert tables[0] == tables[1]
+    assert pair.together[0].num_free_pages == 0
+    assert hit_of(pair.together[0], request("x", range(90, 101)))[1] == 8
+    jaxkv.check(pair.together[0].state)
+
+  def test_who_was_refused_is_served_later(self):
+    pair = Pair(single, [range(16), range(50, 66), range(90, 98)])
+    for side in pair.step():
+      assert side == [None, None, None]
+    for cache, requests in (pair.alone, pair.together):
+      cache.free(requests.pop())
+    # The refused tokens are still to be computed.
+    assert pair.step() == [[[[10]], [[9]]]] * 2
+    jaxkv.check(pair.together[0].state)
+
+  def test_chunks_of_many_pages(self):
+    pair = Pair(single, [range(3), range(50, 54)])
+    wanted, got = pair.step([15, 8])
+    assert wanted == got == [[[3, 4, 5, 6]], [[7, 8]]]
+    assert_equal_states(pair.alone[0], pair.together[0])
+
+  def test_drafts_and_lookahead(self):
+    """Room for tokens that are not known; they are not published."""
+    pair = Pair(single, [range(5), range(50, 58)])
+    for one in (*pair.alone[1], *pair.together[1]):
+      one.token_ids.append(1)
+    cache, requests = pair.alone
+    wanted = [
+      ids(cache.allocate_slots(one, 3, num_lookahead_tokens=2))
+      for one in requests
+    ]
+    cache, requests = pair.together
+    got = [ids(out) for out in cache.step(requests, 3, 2)]
+    assert wanted == got == [[[5]], [[6, 7]]]
+    assert_equal_states(pair.alone[0], pair.together[0])
+    assert cache.cached_page_ids() == {1, 3, 4}
+    requests[0].token_ids.extend([2, 3])
+    cache.cache_pages(requests[0], 8)
+    assert cache.cached_page_ids() == {1, 2, 3, 4}
+
+  def test_lookahead_ends_with_the_longest_sequence(self):
+    cache = single(CacheManager)
+    one = request("0", range(35))
+    admit(cache, one)
+    assert ids(cache.step([one], 1, 100)[0] or cache.create_empty_page_list())
+    assert cache.get_page_ids("0") == ([*range(1, 10)],)
+
+  def test_items(self):
+    """Placeholders of a later chunk are content too."""
+    tokens = [1, 2, 9, 9, 9, 9, 9, 3, 4, 5, 6, 7, 8]
+    image = MultimodalItem("image", 2, 5)
+    cache = single(CacheManager)
+    one = request("0", tokens, mm=[image])
+    plain = request("1", range(50, 54))
+    admit(cache, one, 3)
+    admit(cache, plain)
+    plain.token_ids.extend([54, 55])
+    assert cache.step([one, plain], [7, 2]) is not None
+    one.num_computed_tokens = 10
+    for new in (1, 1, 1):
+      cache.step([one], new)
+      one.num_computed_tokens += new
+    again = request("2", tokens, mm=[image])
+    assert hit_of(cache, again)[1] == 12
+    other = [image._replace(identifier="another")]
+    assert hit_of(cache, request("3", tokens, mm=other))[1] == 0
+    assert hit_of(cache, request("4", tokens))[1] == 0
+
+  def test_several_requests_publish_the_same(self):
+    """Two copies of one page, of which the first in the call is found."""
+    cache = single(CacheManager)
+    one, two = request("0", range(3)), request("1", range(3))
+    admit(cache, one)
+    admit(cache, two)
+    for running in (one, two):
+      running.token_ids.append(3)
+    cache.step([two, one])
+    assert cache.cached_page_ids() == {1, 2}
+    assert hit_of(cache, request("2", range(5))) == ([[2]], 4)
+
+
+class TestHybrid:
+  def test_same_pages_and_the_same_number_free(self):
+    """Only the ids differ: all give back before any takes."""
+    pair = Pair(hybrid, [range(6), range(50, 61)])
+    for number in range(16):
+      wanted, got = pair.step()
+      shapes = [
+        [answer and list(map(len, answer)) for answer in side]
+        for side in (wanted, got)
+      ]
+      assert shapes[0] == shapes[1], number
+      held = [
+        [[list(map(bool, column)) for column in pages] for pages in tables]
+        for tables in pair.pages()
+      ]
+      assert held[0] == held[1], number
+      free = [side[0].num_free_pages for side in (pair.alone, pair.together)]
+      assert free[0] == free[1], number
+    jaxkv.check(pair.together[0].state)
+
+  def test_all_give_back_before_any_takes(self):
+    """A page behind the second window serves the first request."""
+    cache = hybrid(CacheManager)
+    one, two = request("0", range(16)), request("1", range(50, 66))
+    admit(cache, one)
+    admit(cache, two)
+    assert cache.num_free_pages == 0
+    for running in (one, two):
+      running.token_ids.append(0)
+    # Each request gives 2 pages back in both windows, and takes 3.
+    assert [list(map(len, ids(out))) for out in cache.step([one, two])] == [
+      [1, 1, 1]
+    ] * 2
+    assert cache.num_free_pages == 2
+
+  def test_a_refused_request_still_gives_windows_back(self):
+    cache = hybrid(CacheManager)
+    one = request("0", range(16))
+    admit(cache, one)
+    assert cache.step([one], 48) == [None]
+    assert cache.get_page_ids("0") == (
+      [1, 2, 3, 4],
+      [0, 0, 7, 8],
+      [0, 0, 11, 12],
+    )
+    assert cache.num_free_pages == 16
+    jaxkv.check(cache.state)
+
+
+@pytest.mark.parametrize("make", [single, hybrid])
+def test_a_step_of_all_slots(make):
+  cache = make(CacheManager)
+  running = [request(str(n), [n]) for n in range(cache.config.num_slots // 3)]
+  for one in running:
+    admit(cache, one)
+    one.token_ids.append(0)
+  answers = cache.step(running)
+  assert [len(answer.get_page_ids()[0]) for answer in answers] == [0] * len(
+    running
+  )
+  jaxkv.check(cache.state)

@@ -1,0 +1,188 @@
+"""How each attention backend is run by the tests.
+
+A backend joins by a line in `RUNNERS`. What it does not serve is skipped with
+its own reason; the shapes that it must serve are named.
+"""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.experimental.pallas import tpu as pltpu
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels._src import check
+from tests.kernels.shapes import SHAPES
+
+_STATIC = (
+  "scale",
+  "soft_cap",
+  "window",
+  "return_lse",
+  "backend",
+  "value_dim",
+  "max_query_len",
+  "interpret",
+)
+# With JAXKV_TEST_PLATFORM=cuda; see conftest.py.
+_ON_CUDA = jax.default_backend() == "gpu"
+ON_HOPPER = check.architectures() == {90}
+_NEW_JAX = jax.__version_info__ >= (0, 11)
+# Shapes that every backend serves.
+COMMON = ("page16_gqa4_d128", "bits_gqa4")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Runner:
+  """One backend, and how tests on this platform run it.
+
+  Attributes:
+    backend: its name.
+    interpret: as the attention functions take it.
+    shapes: names of the shapes to try; fewer for a slow interpreter.
+    serves: those of them that must not be skipped.
+    float32_l2: relative L2 error allowed for float32.
+    dtype: of tests in which the format does not matter.
+    required: what it does not serve is a failure, not a skip.
+  """
+
+  backend: str
+  interpret: Any = False
+  shapes: tuple[str, ...] = tuple(SHAPES)
+  serves: tuple[str, ...] = COMMON
+  float32_l2: float = 2e-6
+  dtype: Any = np.float32
+  required: bool = False
+
+  def __call__(self, name: str, *arguments, **options):
+    """Calls a jitted attention function; (output, log-sum-exp) as NumPy.
+
+    Skips the test where the backend says that it does not serve the call.
+    """
+    options = {
+      key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+      for key, value in options.items()
+    }
+    if self.interpret:
+      options["interpret"] = self.interpret
+    try:
+      out = _jitted(name)(
+        *(jnp.asarray(array) for array in arguments),
+        return_lse=True,
+        backend=self.backend,
+        **options,
+      )
+    except NotImplementedError as error:
+      if self.required:
+        raise
+      pytest.skip(str(error))
+    return [np.asarray(x) for x in out]
+
+
+@functools.cache
+def _jitted(name: str):
+  function = getattr(kernels, name)
+  static = [n for n in _STATIC if n in inspect.signature(function).parameters]
+  return jax.jit(function, static_argnames=static)
+
+
+# Of those that Mosaic serves, as many as its interpreters have time for.
+_MOSAIC_TPU = (
+  "page16_gqa4_d128",
+  "page32_gqa2_d256",
+  "bfloat16_page128_d256",
+  "int8_scale_per_head",
+  "e4m3_scale_per_head_d128",
+  "everything_bfloat16_d128",
+  "everything_int8_d128",
+)
+_MOSAIC_GPU = (
+  "bfloat16_mqa",
+  "bfloat16_page64_d192",
+  "bfloat16_page128_d256",
+  "float16_gqa8",
+  "int8_scale_per_token",
+  "e4m3_scale_per_token",
+  "e4m3_scale_per_head_d128",
+  "e5m2_without_scale",
+  "everything_bfloat16_d128",
+  "everything_int8_d128",
+)
+
+# All that Triton serves, each at least once; the rest on a GPU.
+_TRITON = (
+  "page1_mha_d32",
+  "page16_gqa4_d128",
+  "page24_not_dividing_a_block",
+  "head_dim_96_values_of_160",
+  "page32_gqa2_d256",
+  "bits_gqa4",
+  "bfloat16_mqa",
+  "float16_gqa8",
+  "int8_scale_per_token",
+  "e4m3_bits_scale_per_head",
+  "e5m2_without_scale",
+  "window20",
+  "window_without_short_rows",
+  "soft_cap1",
+  "alibi",
+  "everything",
+  "everything_int8",
+  "everything_bits",
+)
+
+RUNNERS = {
+  "xla": Runner(backend="xla", serves=tuple(SHAPES), float32_l2=1e-6),
+  "triton": Runner(
+    backend="triton",
+    interpret=not _ON_CUDA,
+    shapes=tuple(SHAPES) if _ON_CUDA else _TRITON,
+    serves=tuple(SHAPES),
+  ),
+}
+if not _ON_CUDA:
+  RUNNERS["mosaic_tpu"] = Runner(
+    backend="mosaic_tpu",
+    interpret=pltpu.InterpretParams(detect_races=True),
+    # CI tries all of them with the newest jax.
+    shapes=_MOSAIC_TPU if _NEW_JAX else _MOSAIC_TPU[::3],
+    serves=_MOSAIC_TPU,
+  )
+if ON_HOPPER:
+  RUNNERS["mosaic_gpu"] = Runner(
+    backend="mosaic_gpu", serves=_MOSAIC_GPU, dtype=jnp.bfloat16
+  )
+elif not _ON_CUDA and _NEW_JAX:
+  # Before, this interpreter takes minutes; test_mosaic.py has a case.
+  RUNNERS["mosaic_gpu"] = Runner(
+    backend="mosaic_gpu",
+    interpret=InterpretGPUParams(detect_races=True),
+    shapes=_MOSAIC_GPU,
+    serves=_MOSAIC_GPU,
+    dtype=jnp.bfloat16,
+  )
+
+
+def cases(*names: str):
+  """Parameters (runner, shape name): all backends over some or all shapes."""
+  return [
+    pytest.param(
+      dataclasses.replace(runner, required=name in runner.serves),
+      name,
+      id=f"{key}-{name}",
+    )
+    for key, runner in RUNNERS.items()
+    for name in (names or SHAPES)
+    if name in runner.shapes
+  ]
+
+
+def backends():
+  """Parameters (runner): all backends."""
+  return [pytest.param(runner, id=key) for key, runner in RUNNERS.items()]

@@ -1,0 +1,280 @@
+"""What is compiled for machines that are not here, without running it."""
+
+import contextlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton
+
+import jaxkv
+import jaxkv_kernels as kernels
+from jaxkv._src.cache.pool import free_queue
+from jaxkv_kernels._src.attention.mosaic_gpu import compat as mosaic_gpu_api
+from tests.tools import ahead_of_time
+from tests.tools.ahead_of_time import TARGETS
+from tests.tools.ahead_of_time import compile_for
+from tests.tools.ahead_of_time import for_target
+from tests.tools.ahead_of_time import needs
+from tests.tools.compiled_loops import work_in_loops
+from tests.tools.pool_copies import pool_sized_rewrites
+
+LAYERS, PAGES, KV_HEADS, SIZE, DIM = 4, 512, 8, 16, 128
+SLOTS, HEADS, COLUMNS = 8, 32, 16
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def over(targets):
+  """A test for each target; those that have no compiler here are skipped."""
+  cases = [pytest.param(name, marks=needs(name)) for name in targets]
+  return pytest.mark.parametrize("target", cases)
+
+
+# Which backend a target's chooser may take, the XLA one beside them.
+BACKENDS = [
+  pytest.param(target, name, marks=needs(target), id=f"{target}-{name}")
+  for target in TARGETS
+  for name in for_target(target)
+]
+over_backends = pytest.mark.parametrize(("target", "backend"), BACKENDS)
+
+
+def by_its_sums(columns):
+  """A Mosaic GPU kernel that holds a whole matrix in registers; its shape."""
+
+  def kernel(x_ref, out_ref):
+    x = mosaic_gpu_api.load(x_ref, mosaic_gpu_api.MATRIX, interpreted=False)
+    out_ref[...] = x * lax.broadcast_in_dim(jnp.sum(x, axis=1), x.shape, [0])
+
+  shape = jax.ShapeDtypeStruct((64, columns), jnp.float32)
+  scale = plgpu.kernel(kernel, out_type=shape, grid=(1,), grid_names=("block",))
+  return scale, shape
+
+
+class TestHarness:
+  @over(["h200"])
+  def test_spilled_registers_are_an_error(self, target):
+    def kernel(x_ref, y_ref, out_ref):
+      out_ref[...] = jnp.dot(
+        x_ref[...], y_ref[...], preferred_element_type=jnp.float32
+      )
+
+    def product(x, y):
+      return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((128, 256), jnp.float32),
+        compiler_params=triton.CompilerParams(num_warps=1),
+      )(x, y)
+
+    x = jax.ShapeDtypeStruct((128, 32), jnp.bfloat16)
+    y = jax.ShapeDtypeStruct((32, 256), jnp.bfloat16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="spill"):
+      compile_for(target, jax.jit(product), x, y)
+    compile_for(target, jax.jit(product), x, y, may_spill=True)
+
+  @over(["h200"])
+  def test_spilled_registers_of_mosaic_are_an_error(self, target):
+    """Also where Mosaic has compiled the kernel before, and is silent."""
+    scale, shape = by_its_sums(1024)  # All at once: 512 registers.
+    for _ in range(2):
+      with pytest.raises(jax.errors.JaxRuntimeError, match="spilled"):
+        compile_for(target, jax.jit(scale), shape)
+    program = compile_for(target, jax.jit(scale), shape, may_spill=True)
+    assert [kernel.spilled > 0 for kernel in program.mosaic_kernels] == [True]
+
+  @over(["h200"])
+  def test_an_assembler_that_says_nothing_is_an_error(
+    self, target, monkeypatch
+  ):
+    @contextlib.contextmanager
+    def silent():
+      yield []
+
+    monkeypatch.setattr(ahead_of_time, "_mosaic_assembler_output", silent)
+    monkeypatch.setattr(ahead_of_time, "_reports", {})
+    # Of a shape that no other test has: Mosaic keeps what it compiles.
+    scale, shape = by_its_sums(64)
+    with pytest.raises(ValueError, match="reports 0 of 1"):
+      compile_for(target, jax.jit(scale), shape)
+
+  @over(TARGETS)
+  def test_devices_here_stay_what_they_are(self, target):
+    before = jax.devices()
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    program = compile_for(target, jax.jit(lambda x: x + 1, donate_argnums=0), x)
+    assert program.aliased == x.size * 4
+    assert jax.devices() == before
+    assert jnp.ones(3).devices() <= set(before)
+
+  def test_an_unknown_target_is_refused(self):
+    with pytest.raises(ValueError, match="one of"):
+      compile_for("v4", jax.jit(jnp.sin), jnp.ones(3))
+
+
+def append_and_attend(pools, tokens, layer, backend):
+  """A layer's part of a step on pools of all layers."""
+  k_pages, v_pages = kernels.append_kv(
+    *pools,
+    tokens["new"],
+    tokens["new"],
+    tokens["pages"],
+    tokens["offsets"],
+    page_offset=layer * PAGES,
+  )
+  out = kernels.paged_decode(
+    tokens["q"],
+    k_pages,
+    v_pages,
+    tokens["table"],
+    tokens["lengths"],
+    page_offset=layer * PAGES,
+    backend=backend,
+  )
+  return (k_pages, v_pages), jnp.sum(out.astype(jnp.float32))
+
+
+def in_jit(pools, tokens, *, backend):
+  return append_and_attend(pools, tokens, jnp.int32(1), backend)
+
+
+def in_layers(pools, tokens, *, backend):
+  """A loop over layers, which share the pools."""
+
+  def body(pools, layer):
+    return append_and_attend(pools, tokens, layer, backend)
+
+  return jax.lax.scan(body, pools, jnp.arange(LAYERS, dtype=jnp.int32))
+
+
+def in_scan(pools, tokens, *, backend):
+  """Steps of a decode loop, each over all layers."""
+
+  def body(pools, _):
+    return in_layers(pools, tokens, backend=backend)
+
+  return jax.lax.scan(body, pools, None, length=3)
+
+
+def in_while(pools, tokens, *, backend):
+  def body(carry):
+    step, pools, total = carry
+    pools, outs = in_layers(pools, tokens, backend=backend)
+    return step + 1, pools, total + jnp.sum(outs)
+
+  start = (jnp.int32(0), pools, jnp.float32(0))
+  return jax.lax.while_loop(lambda carry: carry[0] < 3, body, start)
+
+
+LOOPS = (in_jit, in_layers, in_scan, in_while)
+
+
+def step_arguments(dtype):
+  pool = jax.ShapeDtypeStruct((LAYERS * PAGES, KV_HEADS, SIZE, DIM), dtype)
+  shape = jax.ShapeDtypeStruct
+  # int8 takes what is quantized already.
+  new = dtype if dtype == "int8" else "bfloat16"
+  tokens = {
+    "new": shape((SLOTS, KV_HEADS, DIM), jnp.dtype(new)),
+    "q": shape((SLOTS, HEADS, DIM), jnp.bfloat16),
+    "pages": shape((SLOTS,), jnp.int32),
+    "offsets": shape((SLOTS,), jnp.int32),
+    "table": shape((SLOTS, COLUMNS), jnp.int32),
+    "lengths": shape((SLOTS,), jnp.int32),
+  }
+  return (pool, pool), tokens
+
+
+def assert_in_place(compiled, pools):
+  """Aliased, nothing made that has the size of one, temporaries under 5 %."""
+  bytes_of_all = sum(p.size * np.dtype(p.dtype).itemsize for p in pools)
+  memory = compiled.memory_analysis()
+  assert pool_sized_rewrites(compiled, pools[0].shape) == []
+  assert memory.alias_size_in_bytes >= bytes_of_all
+  assert memory.temp_size_in_bytes < bytes_of_all * 0.05
+
+
+def jitted(loop):
+  return jax.jit(loop, donate_argnums=0, static_argnames="backend")
+
+
+class TestInPlace:
+  """A step writes its tokens into the donated pools, and copies neither."""
+
+  @pytest.mark.parametrize("loop", LOOPS)
+  @pytest.mark.parametrize("dtype", ["float32", "uint16"])
+  def test_on_this_cpu(self, loop, dtype):
+    pools, tokens = step_arguments(dtype)
+    lowered = jitted(loop).lower(pools, tokens, backend="xla")
+    assert_in_place(lowered.compile(), pools)
+
+  @over_backends
+  @pytest.mark.parametrize("loop", LOOPS)
+  def test_elsewhere(self, target, backend, loop):
+    pools, tokens = step_arguments("bfloat16")
+    program = compile_for(target, jitted(loop), pools, tokens, backend=backend)
+    assert_in_place(program.compiled, pools)
+
+  @over(TARGETS)
+  @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "int8"])
+  def test_formats(self, target, dtype):
+    pools, tokens = step_arguments(dtype)
+    program = compile_for(
+      target, jitted(in_layers), pools, tokens, backend="xla"
+    )
+    assert_in_place(program.compiled, pools)
+
+
+def decode_loop(target, seed):
+  """A state, and the program of eight steps without a model."""
+  config = jaxkv.CacheConfig(
+    num_pages=65_536,
+    page_size=16,
+    num_slots=64,
+    pages_per_slot=256,
+    seed=seed,
+  )
+  state = jax.eval_shape(lambda: jaxkv.init(config))
+
+  def step(state, tokens):
+    ones = jnp.ones((config.num_slots,), jnp.int32)
+    state, _ = jaxkv.allocate(state, ones)
+    state, _ = jaxkv.commit(state, tokens[:, None], ones)
+    state, _ = jaxkv.free(state, tokens == 7)
+    return state, None
+
+  def loop(state, tokens):
+    return jax.lax.scan(step, state, tokens)[0]
+
+  tokens = jax.ShapeDtypeStruct((8, config.num_slots), jnp.int32)
+  jitted = jax.jit(loop, donate_argnums=0)
+  return state, compile_for(target, jitted, state, tokens)
+
+
+class TestTransitions:
+  @over(["h200"])
+  def test_a_decode_step_is_few_kernels(self, target, monkeypatch):
+    """No loop over bits or rounds; see `benchmarks/launches.py`."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from launches import in_largest_loop
+
+    _, program = decode_loop(target, seed=4)
+    launches = in_largest_loop(program.text)
+    assert 0 < launches.kernels < 190
+    assert launches.questions <= 22
+
+  @over(["h200"])
+  def test_a_decode_loop_of_the_cache_is_in_place(self, target, monkeypatch):
+    """Without the sweep of the free queue, once in many pushes; as on a CPU."""
+    monkeypatch.setattr(free_queue, "reserve", lambda queue, count: queue)
+    # A patched verb must not be found in jit's cache: a seed of its own.
+    state, program = decode_loop(target, seed=5)
+    leaves = jax.tree.leaves(state)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert program.aliased >= size
+    assert program.temporary < size * 0.05
+    assert work_in_loops(program.text, state.config.num_pages // 2) == {}

@@ -1,0 +1,115 @@
+"""Which backend serves a call, and what is said about it."""
+
+import logging
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import choose as backends
+from jaxkv_kernels._src.attention.xla import backend as xla
+
+ARGUMENTS = {
+  "q": jnp.ones((2, 4, 8)),
+  "k_pages": jnp.ones((5, 2, 4, 8)),
+  "v_pages": jnp.ones((5, 2, 4, 8)),
+  "page_table": jnp.ones((2, 3), jnp.int32),
+  "lengths": jnp.ones(2, jnp.int32),
+}
+
+
+def unsupported(platform, q, k_pages, v_pages, options):
+  """Serves float32 without a soft cap."""
+  if q.dtype != jnp.float32:
+    return f"q is {q.dtype}; supported is float32"
+  if options.soft_cap is not None:
+    return f"soft_cap={options.soft_cap}; supported is None"
+  return None
+
+
+@pytest.fixture
+def particular(monkeypatch):
+  """A backend for CPUs, tried first there; its output is all 7."""
+  module = types.ModuleType("jaxkv_kernels._src.attention.particular.backend")
+  module.unsupported = unsupported
+  module.attend = lambda *arguments: tuple(
+    jnp.full_like(x, 7) for x in xla.attend(*arguments)
+  )
+  monkeypatch.setitem(sys.modules, module.__name__, module)
+  monkeypatch.setitem(backends._PLATFORMS, "particular", ("cpu", "cuda"))
+  monkeypatch.setitem(backends._ORDER, "cpu", ("particular", "xla"))
+  monkeypatch.setattr(backends, "BACKENDS", ("auto", "xla", "particular"))
+  backends._report.cache_clear()
+  yield
+  backends._report.cache_clear()
+
+
+@pytest.mark.skipif(
+  jax.default_backend() != "cpu", reason="about the choice on a CPU"
+)
+class TestAuto:
+  def test_the_first_that_serves(self, particular):
+    assert (kernels.paged_decode(**ARGUMENTS) == 7).all()
+
+  def test_passes_over_what_does_not_serve_and_says_why(
+    self, particular, caplog
+  ):
+    with caplog.at_level(logging.INFO, "jaxkv_kernels"):
+      kernels.paged_decode(**ARGUMENTS, soft_cap=30.0)
+      out = kernels.paged_decode(**ARGUMENTS, soft_cap=30.0)
+    np.testing.assert_array_equal(out, 1)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+      "paged_decode on cpu: backend xla (particular: soft_cap=30.0; supported"
+      " is None)"
+    ]
+
+  def test_nothing_serves(self, particular, monkeypatch):
+    monkeypatch.setitem(backends._ORDER, "cpu", ("particular",))
+    with pytest.raises(NotImplementedError, match=r"on cpu: particular: soft"):
+      kernels.paged_decode(**ARGUMENTS, soft_cap=30.0)
+
+
+class TestNamed:
+  def test_it_is_taken(self, particular):
+    out = kernels.paged_decode(**ARGUMENTS, backend="particular")
+    np.testing.assert_array_equal(out, 7)
+
+  def test_it_is_not_replaced(self, particular):
+    q = ARGUMENTS["q"].astype(jnp.bfloat16)
+    with pytest.raises(
+      NotImplementedError,
+      match="backend='particular' does not serve paged_decode: q is bfloat16",
+    ):
+      kernels.paged_decode(**{**ARGUMENTS, "q": q}, backend="particular")
+
+
+class TestPlatform:
+  def test_of_the_default_backend(self):
+    wanted = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    assert backends.platform() == wanted
+
+  def test_of_the_default_device(self):
+    with jax.default_device(jax.devices("cpu")[1]):
+      assert backends.platform() == "cpu"
+
+  def test_of_arrays_that_were_put_somewhere(self, monkeypatch):
+    """They stay there, wherever others would go."""
+    there = jax.device_put(jnp.ones(3), jax.devices("cpu")[1])
+    monkeypatch.setattr(backends, "_platform_of", lambda device: str(device.id))
+    first = str(jax.devices()[0].id)
+    assert backends.platform(jnp.ones(3), there) == "1" != first
+    assert backends.platform(jnp.ones(3)) == first
+    assert jax.jit(lambda x: jnp.int32(backends.platform(x)))(there) == 0
+
+  def test_of_the_abstract_mesh(self):
+    device = jax.sharding.AbstractDevice(
+      device_kind="TPU v6 lite", num_cores=1, platform="tpu"
+    )
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+      assert backends.platform() == "tpu"

@@ -1,0 +1,79 @@
+"""Enough work that kernels on a GPU go round their rings, item after item.
+
+An interpreter reaches that with far less: see `_INTERPRETED_BLOCKS` of
+`mosaic_gpu`, and `TestParts` of `triton`'s tests.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import reference as definition
+from tests.kernels.backends import backends
+from tests.kernels.shapes import Shape
+from tests.kernels.shapes import assert_matches
+from tests.kernels.shapes import problem
+from tests.kernels.shapes import queries
+
+pytestmark = pytest.mark.gpu
+over_backends = pytest.mark.parametrize("runner", backends())
+# Head size, page size, format of the pools, scales.
+LARGE = {
+  "bfloat16_d64": (64, 64, "bfloat16", None),
+  "bfloat16_d128": (128, 16, "bfloat16", None),
+  "float16_d192": (192, 8, "float16", None),
+  "bfloat16_d256": (256, 32, "bfloat16", None),
+  "int8_scale_per_head": (128, 16, "int8", "head"),
+  "e4m3_scale_per_token": (128, 16, "float8_e4m3fn", "token"),
+}
+
+
+class TestManyBlocks:
+  @over_backends
+  @pytest.mark.parametrize("name", LARGE)
+  @pytest.mark.parametrize("planned", [False, True])
+  def test_equals_the_definition(self, runner, name, planned):
+    dim, size, dtype, scales = LARGE[name]
+    lengths = (1, 4000, *np.random.default_rng(0).integers(2, 4000, 22))
+    shape = Shape(
+      heads=(32, 8),
+      head_dim=dim,
+      page_size=size,
+      lengths=tuple(map(int, lengths)),
+      dtype=dtype,
+      query_dtype="bfloat16",
+      scales=scales,
+    )
+    case = problem(shape)
+    q = queries(case, shape, len(lengths))
+    arguments = (q, *case.pools, case.lengths)
+    options = dict(case.options)
+    workers = kernels.decode_workers(case.k_pages, backend=runner.backend)
+    if planned and workers is None:
+      pytest.skip(f"{runner.backend} takes no plans")
+    if planned:
+      options["plan"] = kernels.plan_decode(
+        jnp.asarray(case.lengths), workers=workers
+      )
+    wanted = definition.paged_decode(*arguments, **case.options)
+    out, lse = runner("paged_decode", *arguments, **options)
+    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+
+  @over_backends
+  def test_a_prompt(self, runner):
+    """700 queries of 16 heads a head of keys, behind 3,000 tokens."""
+    shape = Shape(
+      heads=(16, 1),
+      head_dim=128,
+      page_size=16,
+      lengths=(3700,),
+      dtype="bfloat16",
+    )
+    case = problem(shape)
+    counts = np.array([700], np.int32)
+    q = queries(case, shape, 1, 700)
+    arguments = (q, *case.pools, case.lengths - counts, counts)
+    wanted = definition.paged_attention_padded(*arguments)
+    out, lse = runner("paged_attention_padded", *arguments)
+    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)

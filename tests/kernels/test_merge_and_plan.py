@@ -1,0 +1,125 @@
+"""Merging and equal-work plans."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import reference as definition
+from tests.kernels.shapes import put
+
+
+class TestMerge:
+  def test_equals_the_definition(self):
+    rng = np.random.default_rng(0)
+    out = rng.standard_normal((4, 3, 5, 2, 8)).astype(np.float32)
+    lse = (rng.standard_normal(out.shape[:-1]) * 20).astype(np.float32)
+    lse[rng.random(lse.shape) < 0.4] = -np.inf
+    lse[:, 1, 2] = -np.inf
+    out[lse == -np.inf] = np.nan  # a part without keys
+    wanted = definition.merge_states(np.nan_to_num(out), lse)
+    merged, total = jax.jit(kernels.merge_states)(*put(out, lse))
+    np.testing.assert_allclose(merged, wanted[0], atol=1e-6)
+    np.testing.assert_allclose(total, wanted[1], rtol=1e-6)
+    np.testing.assert_array_equal(merged[1, 2], 0)
+    np.testing.assert_array_equal(total[1, 2], -np.inf)
+
+  def test_parts_may_be_merged_in_steps(self):
+    rng = np.random.default_rng(1)
+    out, lse = put(
+      rng.standard_normal((3, 2, 4)).astype(np.float32),
+      rng.standard_normal((3, 2)).astype(np.float32),
+    )
+    first = kernels.merge_states(out[:2], lse[:2])
+    second = kernels.merge_states(
+      jnp.stack([first[0], out[2]]), jnp.stack([first[1], lse[2]])
+    )
+    whole = kernels.merge_states(out, lse)
+    for a, b in zip(second, whole, strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-6)
+
+  def test_extreme_log_sum_exps(self):
+    out, lse = put(
+      np.array([[[1.0]], [[2.0]]], np.float32),
+      np.array([[5e5], [-5e5]], np.float32),
+    )
+    merged, total = kernels.merge_states(out, lse)
+    assert (float(merged[0, 0]), float(total[0])) == (1.0, 5e5)
+
+  @pytest.mark.parametrize(
+    ("out", "lse", "message"),
+    [
+      (jnp.ones((2, 3, 4)), jnp.ones((2, 4)), "lse is float32"),
+      (jnp.ones((2, 3, 4)), jnp.ones((2, 3), jnp.bfloat16), "lse is bfloat16"),
+      (jnp.ones((2, 3, 4), jnp.int32), jnp.ones((2, 3)), "out is int32"),
+      (jnp.ones((0, 3, 4)), jnp.ones((0, 3)), "there must be a part"),
+    ],
+  )
+  def test_bad_arguments(self, out, lse, message):
+    with pytest.raises(ValueError, match=message):
+      kernels.merge_states(out, lse)
+
+
+class TestPlan:
+  @pytest.mark.parametrize("workers", [1, 5, 64])
+  @pytest.mark.parametrize("window", [None, 100, 5000])
+  def test_pieces_cover_every_token_once(self, workers, window):
+    rng = np.random.default_rng(workers)
+    lengths = rng.integers(-3, 3000, 17).astype(np.int32)
+    lengths[::5] = [0, 1, 64, 65]
+    plan = kernels.plan_decode(
+      jnp.asarray(lengths), workers=workers, window=window
+    )
+    plan = kernels.Plan(*map(np.asarray, plan))
+    assert len(plan.row) == 17 + workers
+    assert plan.begins[-1] <= len(plan.row)
+    assert (plan.first % 64 == 0).all()
+    assert (plan.end[plan.begins[-1] :] == 0).all()
+    blocks = 0
+    for b, length in enumerate(lengths):
+      items = range(plan.begins[b], plan.begins[b + 1])
+      assert (plan.row[items] == b).all()
+      assert plan.first[items[0]] == 0
+      assert plan.end[items[-1]] == np.iinfo(np.int32).max
+      np.testing.assert_array_equal(plan.first[items[1:]], plan.end[items[:-1]])
+      seen = 0 if window is None else max(0, length - window) // 64 * 64
+      sizes = np.minimum(plan.end[items], length) - np.maximum(
+        plan.first[items], seen
+      )
+      assert sizes.max() <= plan.tokens
+      blocks += -(-max(length - seen, 0) // 64)
+    assert plan.tokens == max(1, -(-blocks // workers)) * 64
+
+  def test_workers(self):
+    """Of the pieces that a backend has in hand, those of one head of keys."""
+    for kv_heads, workers in ((8, 33), (1, 264), (1000, 1)):
+      pool = jnp.zeros((1, kv_heads, 8, 64), jnp.bfloat16)
+      assert kernels.decode_workers(pool, backend="mosaic_gpu") == workers
+      for backend in ("xla", "triton", "mosaic_tpu", "auto"):
+        assert kernels.decode_workers(pool, backend=backend) is None
+    with pytest.raises(NotImplementedError, match="'cuda' does not exist"):
+      kernels.decode_workers(pool, backend="cuda")
+    with pytest.raises(ValueError, match="k_pages has shape"):
+      kernels.decode_workers(jnp.zeros(3), backend="xla")
+
+  def test_with_64_bit_types(self):
+    with jax.enable_x64(True):
+      lengths = jnp.asarray([100, 0, 7], jnp.int32)
+      plan = kernels.plan_decode(lengths, workers=2)
+    assert {x.dtype for x in plan} == {np.dtype(np.int32)}
+    same = kernels.plan_decode(lengths, workers=2)
+    for a, b in zip(plan, same, strict=True):
+      np.testing.assert_array_equal(a, b)
+
+  def test_values_do_not_retrace(self):
+    traces = []
+
+    @jax.jit
+    def step(lengths, window):
+      traces.append(1)
+      return kernels.plan_decode(lengths, workers=3, window=window)
+
+    for length in (4, 9):
+      step(jnp.full((3,), length, jnp.int32), jnp.int32(length))
+    assert len(traces) == 1

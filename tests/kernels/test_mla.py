@@ -1,0 +1,179 @@
+"""Multi-head latent attention: every backend that serves it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import reference as definition
+from tests.kernels.backends import RUNNERS
+from tests.kernels.shapes import Shape
+from tests.kernels.shapes import assert_matches
+from tests.kernels.shapes import edges
+from tests.kernels.shapes import problem
+from tests.kernels.shapes import queries
+
+# DeepSeek-V2 and V3 (512 + 64 elements), and MiniCPM3 (256 + 32).
+DEEPSEEK, MINICPM3 = (576, 512), (288, 256)
+# Heads, elements of a vector and of its value, page size, format, scales,
+# window, soft cap.
+CASES = {
+  "float32": (16, DEEPSEEK, 16, "float32", None, None, None),
+  "bfloat16_window": (16, DEEPSEEK, 64, "bfloat16", None, 50, None),
+  "bits_of_many_heads": (128, DEEPSEEK, 16, "bits", None, None, None),
+  "float16_soft_cap": (5, MINICPM3, 24, "float16", None, None, 30.0),
+  "bits8_scale_per_token": (16, DEEPSEEK, 16, "bits8", "token", 50, None),
+  "int8_scale_per_head": (40, MINICPM3, 1, "int8", "head", None, 1.0),
+  "nothing_behind_the_value": (4, (64, 64), 8, "float32", None, 3, None),
+}
+
+
+def backends():
+  """Those that serve it."""
+  return [pytest.param(RUNNERS[name], id=name) for name in ("xla", "triton")]
+
+
+def three_rows(*lengths):
+  """A problem of DeepSeek's size in float32, and its queries."""
+  shape = Shape(heads=(16, 1), head_dim=576, page_size=16, lengths=lengths)
+  case = problem(shape)
+  return case, queries(case, shape, 3)
+
+
+class TestDecode:
+  @pytest.mark.parametrize("runner", backends())
+  @pytest.mark.parametrize("name", CASES)
+  def test_equals_the_definition(self, runner, name):
+    heads, (dim, value_dim), size, dtype, scales, window, soft_cap = CASES[name]
+    shape = Shape(
+      heads=(heads, 1),
+      head_dim=dim,
+      page_size=size,
+      lengths=(*edges(size), 100),
+      dtype=dtype,
+      scales=scales,
+    )
+    case = problem(shape)
+    arguments = (
+      queries(case, shape, len(shape.lengths)),
+      case.k_pages,
+      case.page_table,
+      case.lengths,
+    )
+    options = {"value_dim": value_dim, "scale": 192**-0.5}
+    options |= {"window": window, "soft_cap": soft_cap}
+    factors = case.options.get("k_scale")
+    wanted = definition.latent_decode(*arguments, k_scale=factors, **options)
+    if factors is not None:
+      options["latent_scale"] = factors
+    out, lse = runner("latent_decode", *arguments, **options)
+    assert out.shape == (len(shape.lengths), heads, value_dim)
+    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+
+  @pytest.mark.parametrize("runner", backends())
+  def test_where_pages_lie_changes_nothing(self, runner):
+    case, q = three_rows(33, 0, 80)
+    order = np.random.default_rng(2).permutation(len(case.k_pages))
+    moved = np.empty_like(case.k_pages)
+    moved[order] = case.k_pages
+    known = (case.page_table >= 0) & (case.page_table < len(order))
+    table = np.where(
+      known, order[np.where(known, case.page_table, 0)], case.page_table
+    ).astype(np.int32)
+    options = {"value_dim": 512, "scale": 0.1}
+    a = runner(
+      "latent_decode", q, case.k_pages, case.page_table, case.lengths, **options
+    )
+    b = runner("latent_decode", q, moved, table, case.lengths, **options)
+    for x, y in zip(a, b, strict=True):
+      np.testing.assert_array_equal(x, y)
+
+  @pytest.mark.parametrize("runner", backends())
+  def test_neighbours_do_not_matter(self, runner):
+    """A row alone, in the same batch otherwise empty, gives the same bits."""
+    case, q = three_rows(33, 17, 80)
+    options = {"value_dim": 512, "scale": 0.1}
+    together, _ = runner(
+      "latent_decode", q, case.k_pages, case.page_table, case.lengths, **options
+    )
+    alone, _ = runner(
+      "latent_decode",
+      q,
+      case.k_pages,
+      case.page_table,
+      np.where(np.arange(3) == 1, case.lengths, 0).astype(np.int32),
+      **options,
+    )
+    np.testing.assert_array_equal(together[1], alone[1])
+
+  def test_latents_written_in_8_bits(self):
+    """With their scales, as the example of `append_pages` does."""
+    rng = np.random.default_rng(3)
+    latents = jnp.asarray(rng.standard_normal((5, 1, 24)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((1, 4, 24)), jnp.float32)
+    ids = jnp.asarray([2, 2, 2, 2, 0], jnp.int32)
+    offsets = jnp.asarray([0, 1, 2, 3, 0], jnp.int32)
+    stored, factors = kernels.quantize(latents, "int8")
+    pools = [
+      kernels.append_pages(pool, new, ids, offsets)
+      for pool, new in (
+        (jnp.zeros((3, 1, 4, 24)), latents),
+        (jnp.zeros((3, 1, 4, 24), jnp.int8), stored),
+        (jnp.zeros((3, 1, 4, 1)), factors[..., None]),
+      )
+    ]
+    wanted, out = (
+      kernels.latent_decode(
+        q,
+        pages,
+        jnp.asarray([[2, 0]], jnp.int32),
+        jnp.asarray([5], jnp.int32),
+        value_dim=20,
+        scale=0.2,
+        latent_scale=scale,
+      )
+      for pages, scale in ((pools[0], None), (pools[1], pools[2][..., 0]))
+    )
+    # Half a step of 1 / 127 for numbers of up to 4, in logits and values.
+    np.testing.assert_allclose(out, wanted, atol=0.05)
+
+  def test_too_large_for_triton(self):
+    with pytest.raises(NotImplementedError, match="value_dim is 576 and 0"):
+      kernels.latent_decode(
+        jnp.ones((1, 4, 576)),
+        jnp.ones((2, 1, 8, 576)),
+        jnp.ones((1, 1), jnp.int32),
+        jnp.ones(1, jnp.int32),
+        value_dim=576,
+        scale=1.0,
+        backend="triton",
+      )
+
+
+class TestArguments:
+  @pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+      ({"value_dim": 9}, ValueError, "value_dim=9"),
+      ({"value_dim": 0}, ValueError, "value_dim=0"),
+      ({"pages": jnp.ones((5, 2, 4, 8))}, ValueError, "pages has shape"),
+      ({"pages": jnp.ones((5, 1, 4, 6))}, ValueError, "pages has shape"),
+      ({"latent_scale": jnp.ones(2)}, ValueError, "latent_scale is float32"),
+      ({"backend": "mosaic_tpu"}, NotImplementedError, "value_dim is given"),
+      ({"backend": "mosaic_gpu"}, NotImplementedError, "value_dim is given"),
+      ({"backend": "cuda"}, NotImplementedError, "'cuda' does not exist"),
+      ({"interpret": True}, ValueError, "interpret=True with backend='auto'"),
+    ],
+  )
+  def test_bad_arguments(self, changes, error, message):
+    call = {
+      "q": jnp.ones((2, 4, 8)),
+      "pages": jnp.ones((5, 1, 4, 8)),
+      "page_table": jnp.ones((2, 3), jnp.int32),
+      "lengths": jnp.ones(2, jnp.int32),
+      "value_dim": 6,
+      "scale": 1.0,
+      **changes,
+    }
+    with pytest.raises(error, match=message):
+      kernels.latent_decode(**call)

@@ -1,0 +1,337 @@
+"""The parts of the Mosaic backends, and what tables of shapes do not reach."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax.experimental.pallas import tpu as pltpu
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import head_epilogue as whole_heads
+from jaxkv_kernels._src.attention import online_softmax as block_softmax
+from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
+from jaxkv_kernels._src.attention.mosaic_tpu import backend as mosaic_tpu
+from jaxkv_kernels._src.attention.options import Options
+from tests.kernels.backends import ON_HOPPER
+from tests.kernels.shapes import SHAPES
+from tests.kernels.shapes import assert_matches
+from tests.kernels.shapes import problem
+from tests.kernels.shapes import put
+from tests.kernels.shapes import queries
+
+# On a Hopper `mosaic_gpu` is not interpreted.
+INTERPRETED: dict[str, Any] = {
+  "mosaic_tpu": pltpu.InterpretParams(detect_races=True),
+  "mosaic_gpu": not ON_HOPPER and InterpretGPUParams(detect_races=True),
+}
+DTYPES = {"mosaic_tpu": np.float32, "mosaic_gpu": jnp.bfloat16}
+quickly_interpreted = pytest.mark.skipif(
+  jax.__version_info__ < (0, 11),
+  reason="before jax 0.11 the interpreter of mosaic_gpu takes a minute",
+)
+over_backends = pytest.mark.parametrize(
+  "backend",
+  [
+    *(() if ON_HOPPER else ("mosaic_tpu",)),
+    pytest.param("mosaic_gpu", marks=quickly_interpreted),
+  ],
+)
+
+
+def decode(backend, *arguments, **options):
+  out = kernels.paged_decode(
+    *put(*arguments),
+    backend=backend,
+    interpret=INTERPRETED[backend],
+    return_lse=True,
+    **options,
+  )
+  return [np.asarray(x) for x in out]
+
+
+@pytest.mark.skipif(
+  jax.default_backend() != "cpu" and not ON_HOPPER,
+  reason="interpreted on a CPU, or run on a Hopper",
+)
+class TestKernels:
+  @quickly_interpreted
+  @pytest.mark.parametrize("factor", [1e3, 1e-12])
+  def test_float16_keeps_values_of_any_size(self, factor):
+    """A weight times a token's scale may be outside of float16's range."""
+    rng = np.random.default_rng(0)
+    pools = rng.integers(-127, 128, (2, 8, 1, 16, 64)).astype(np.int8)
+    q = rng.standard_normal((1, 2, 64)).astype(np.float16)
+    table = np.arange(8, dtype=np.int32)[None]
+    lengths = np.array([120], np.int32)
+    scales = {
+      "k_scale": np.full((8, 1, 16), 0.01, np.float32),
+      "v_scale": (rng.uniform(0.5, 2, (8, 1, 16)) * factor).astype(np.float32),
+    }
+    wanted, _ = definition.paged_decode(q, *pools, table, lengths, **scales)
+    options = Options(
+      page_offset=jnp.int32(0),
+      scale=64**-0.5,
+      interpret=INTERPRETED["mosaic_gpu"],
+      **{name: jnp.asarray(value) for name, value in scales.items()},
+    )
+    out, _ = mosaic_gpu.attend(
+      *put(q[:, None], *pools, table, lengths - 1, np.ones(1, np.int32)),
+      options,
+    )
+    error = np.linalg.norm(np.asarray(out, np.float64)[:, 0] - wanted)
+    assert error < 1e-3 * np.linalg.norm(wanted)
+
+  @quickly_interpreted
+  @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
+  def test_scales_of_tokens_beside_scales_of_heads(self, dtype):
+    """With a tree, a node of which nobody sees: its scale and value are NaN."""
+    rng = np.random.default_rng(0)
+    pools = rng.standard_normal((2, 3, 1, 16, 128)).astype(dtype)
+    q = rng.standard_normal((1, 3, 2, 128)).astype(jnp.bfloat16)
+    rest = np.array([[2, 0]], np.int32), *np.array([[17], [3]], np.int32)
+    mask = np.ones((1, 3, 3), bool)
+    mask[:, :, 1] = False
+    options = {
+      "k_scale": np.array([1.5], np.float32),
+      "v_scale": rng.uniform(0.5, 2, (3, 1, 16)).astype(np.float32),
+      "tree_mask": mask,
+    }
+    wanted = definition.paged_attention_padded(q, *pools, *rest, **options)
+    pools[:, 0, 0, 2] = options["v_scale"][0, 0, 2] = np.nan
+    out, lse = kernels.paged_attention_padded(
+      *put(q, *pools, *rest),
+      **{name: jnp.asarray(value) for name, value in options.items()},
+      backend="mosaic_gpu",
+      interpret=INTERPRETED["mosaic_gpu"],
+      return_lse=True,
+    )
+    assert_matches(out, lse, *wanted, q.dtype, 2e-6)
+
+  @pytest.mark.parametrize(
+    "planned",
+    [
+      pytest.param((300, 0, 70, 9), marks=quickly_interpreted),
+      (140, 8, 400, 0),
+    ],
+  )
+  def test_a_plan(self, planned):
+    """Pieces of other sizes, one behind the window; and those of older rows."""
+    shape = dataclasses.replace(
+      SHAPES["bfloat16_mqa"], lengths=(300, 0, 70, 9), options={"window": 150}
+    )
+    case = problem(shape)
+    q = queries(case, shape, 4)
+    arguments = (q, *case.pools, case.lengths)
+    plan = kernels.plan_decode(jnp.asarray(planned, jnp.int32), workers=5)
+    assert int(plan.begins[-1]) > 5
+    wanted = definition.paged_decode(*arguments, **case.options)
+    out, lse = decode("mosaic_gpu", *arguments, plan=plan, **case.options)
+    assert_matches(out, lse, *wanted, case.dtype, 2e-6)
+
+  @over_backends
+  def test_a_sink_of_minus_infinity(self, backend):
+    """A row without keys stays zeros; others are as without a sink."""
+    case = problem(SHAPES["everything_bfloat16_d128"])
+    dtype = DTYPES[backend]
+    pools = (pages.astype(dtype) for pages in case.pools[:2])
+    lengths = case.lengths[:2]
+    assert lengths.tolist() == [0, 1]
+    q = np.ones((2, 8, 128), dtype)
+    arguments = (q, *pools, case.page_table[:2], lengths)
+    plain = decode(backend, *arguments)
+    sinks = jnp.full(8, -jnp.inf)
+    out, lse = decode(backend, *arguments, sinks=sinks)
+    np.testing.assert_array_equal(out[0], 0)
+    np.testing.assert_array_equal(lse[0], -np.inf)
+    np.testing.assert_array_equal(out, plain[0])
+    np.testing.assert_array_equal(lse, plain[1])
+
+  @over_backends
+  @pytest.mark.parametrize("window", [None, 2])
+  def test_a_node_that_nobody_sees(self, backend, window):
+    """It may hold anything: NaN stays out, with a node too late to be seen."""
+    dtype = DTYPES[backend]
+    rng = np.random.default_rng(0)
+    pools = rng.standard_normal((2, 2, 1, 8, 128)).astype(dtype)
+    q = rng.standard_normal((1, 4, 1, 128)).astype(dtype)
+    mask = np.ones((1, 4, 4), bool)
+    mask[:, :, 1] = False
+    mask[:, 2, 2] = False  # Allowed to queries before it, and to padding.
+    first = 1
+    if window is not None:
+      mask[:, :2, 0] = False  # The third query is too far from it.
+      first = 0
+    results = []
+    for bad in (0.0, np.nan):
+      pools[:, 0, 0, 2 + first : 5] = bad
+      results.append(
+        kernels.paged_attention_padded(
+          *put(q, *pools, np.zeros((1, 1), np.int32)),
+          jnp.array([2], jnp.int32),
+          jnp.array([3], jnp.int32),
+          tree_mask=jnp.asarray(mask),
+          window=window,
+          backend=backend,
+          interpret=INTERPRETED[backend],
+          return_lse=True,
+        )
+      )
+    for a, b in zip(*results, strict=True):
+      np.testing.assert_array_equal(a, b)
+
+
+class TestWholeHeads:
+  def test_sinks(self):
+    """Of -inf, of a number, for rows with keys, without, and for padding."""
+    out = jnp.asarray([[[1.0], [1.0]], [[0.0], [0.0]], [[0.0], [0.0]]])
+    lse = jnp.asarray([[0.0, 0.0], [-jnp.inf, -jnp.inf], [-jnp.inf, -jnp.inf]])
+    options = Options(
+      page_offset=jnp.int32(0),
+      scale=1.0,
+      sinks=jnp.asarray([-jnp.inf, 0.0]),
+    )
+    seen = jnp.asarray([True, True, False])
+    out, lse = whole_heads.finish(out, lse, seen, options)
+    np.testing.assert_allclose(out[..., 0], [[1, 0.5], [0, 0], [0, 0]])
+    two, none = np.log(2), -np.inf
+    np.testing.assert_allclose(
+      lse, [[0, two], [none, 0], [none, none]], rtol=1e-6
+    )
+
+
+class TestBlockSoftmax:
+  def attend(self, products, seen, values, **options):
+    """A row's softmax over blocks of 8 keys, [R, 8 * n]."""
+    top = jnp.full(len(products), block_softmax.LOWEST)
+    total = jnp.zeros(len(products))
+    weighted = jnp.zeros((len(products), values.shape[1]))
+    distance = np.arange(products.shape[1], dtype=np.int32)[None]
+    distance = np.broadcast_to(distance - products.shape[1], products.shape)
+    for start in range(0, products.shape[1], 8):
+      part = slice(start, start + 8)
+      logits = block_softmax.logits(
+        jnp.asarray(products[:, part]),
+        jnp.float32(options.get("factor", 1.0)),
+        jnp.asarray(distance[:, part]),
+        options.get("soft_cap"),
+        options.get("slopes"),
+      )
+      top, total, shrink, weights = block_softmax.absorb(
+        logits, jnp.asarray(seen[:, part]), top, total
+      )
+      weighted = weighted * shrink[:, None] + weights @ values[part]
+    out = block_softmax.normalise(total, weighted)
+    return (out, block_softmax.log_sum_exp(top, total)), distance
+
+  @pytest.mark.parametrize("soft_cap", [None, 1.0, 30.0, 50.0])
+  @pytest.mark.parametrize("sloped", [False, True])
+  def test_equals_softmax(self, soft_cap, sloped):
+    rng = np.random.default_rng(0)
+    products = rng.standard_normal((5, 24)).astype(np.float32) * 9
+    seen = rng.random((5, 24)) < 0.5
+    seen[:, :8], seen[1] = False, False
+    products[~seen] = np.nan
+    values = rng.standard_normal((24, 3)).astype(np.float32)
+    slopes = jnp.arange(5, dtype=jnp.float32) / 9 if sloped else None
+    (out, lse), distance = self.attend(
+      products, seen, values, factor=0.3, soft_cap=soft_cap, slopes=slopes
+    )
+    logits = products.astype(np.float64) * 0.3
+    if soft_cap is not None:
+      logits = soft_cap * np.tanh(logits / soft_cap)
+    if sloped:
+      logits += np.arange(5)[:, None] / 9 * distance
+    weights = np.where(seen, np.exp(logits), 0)
+    total = weights.sum(1)
+    rows = total > 0
+    assert rows.tolist() == [True, False, True, True, True]
+    np.testing.assert_allclose(
+      out[rows], (weights @ values)[rows] / total[rows, None], atol=3e-6
+    )
+    np.testing.assert_allclose(lse[rows], np.log(total[rows]), atol=3e-6)
+    np.testing.assert_array_equal(out[1], 0)
+    assert lse[1] == -np.inf
+
+  def test_extremes(self):
+    products = np.array([[-5e5] * 7 + [5e5] + [-5e5] * 8], np.float32)
+    values = np.arange(16, dtype=np.float32)[:, None]
+    seen = np.ones((1, 16), bool)
+    for soft_cap, wanted in ((None, 5e5), (50.0, 50.0)):
+      (out, lse), _ = self.attend(products, seen, values, soft_cap=soft_cap)
+      np.testing.assert_allclose(out, [[7.0]], rtol=1e-6)
+      np.testing.assert_allclose(lse, [wanted], rtol=1e-6)
+
+
+def call(backend, **changes):
+  """A decode that a backend serves, changed by what it may not serve."""
+  dtype = changes.pop("dtype", jnp.bfloat16)
+  dim, size = changes.pop("dim", 128), changes.pop("size", 16)
+  heads, value_dim = changes.pop("heads", 4), changes.pop("value_dim", dim)
+  q = changes.pop("q", jnp.ones((2, heads, dim), jnp.bfloat16))
+  kernels.paged_decode(
+    q,
+    jnp.ones((3, 2, size, dim), dtype),
+    jnp.ones((3, 2, size, value_dim), dtype),
+    jnp.ones((2, 3), jnp.int32),
+    jnp.ones(2, jnp.int32),
+    backend=backend,
+    **changes,
+  )
+
+
+class TestUnsupported:
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"dtype": jnp.float16}, "k_pages is float16; float32"),
+      ({"dim": 64}, "multiples of 128 are supported"),
+      ({"value_dim": 64}, "multiples of 128 are supported"),
+      ({"size": 4}, "pages of 4 tokens; multiples of 8"),
+      ({"size": 24}, "k_pages is bfloat16 and has pages of 24 tokens; 8 and"),
+      ({"q": jnp.ones((2, 4, 128), jnp.float16)}, "q is float16"),
+      ({"size": 4096, "dim": 1024}, "bytes together; up to"),
+      ({"heads": 2**14}, "q has 16384 heads and k_pages 2: one query takes"),
+    ],
+  )
+  def test_tpu(self, changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+      call("mosaic_tpu", **changes)
+
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"dtype": jnp.float32}, "k_pages is float32; bfloat16, float16, int8"),
+      ({"dtype": jnp.float16}, "q is bfloat16 and k_pages float16"),
+      (
+        {"dtype": jnp.int8, "q": jnp.ones((2, 4, 128))},
+        "q is float32 and k_pages int8; .* beside 8 bits",
+      ),
+      ({"dtype": jnp.int8, "dim": 256}, "head size 256; 64 and 128"),
+      ({"dim": 80}, r"head sizes \(80, 80\).*64, 128, 192"),
+      ({"value_dim": 64}, "equal ones of"),
+      ({"size": 4}, "pages of 4 tokens; 8, 16, 32 and multiples of 64"),
+      ({"size": 96}, "pages of 96 tokens"),
+      ({"heads": 256}, "q has 256 heads, 2 of keys; up to 64"),
+    ],
+  )
+  def test_gpu(self, changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+      call("mosaic_gpu", **changes)
+
+  def test_scales_of_tokens_in_small_pages(self):
+    scale = jnp.ones((3, 2, 8))
+    with pytest.raises(NotImplementedError, match=r"pages of 8 .* have scales"):
+      call("mosaic_gpu", dtype=jnp.int8, size=8, k_scale=scale, v_scale=scale)
+
+  @over_backends
+  def test_other_platforms(self, backend):
+    shape = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.bfloat16)
+    module = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}[backend]
+    options = Options(page_offset=jnp.int32(0), scale=1.0)
+    reason = module.unsupported("cpu", shape, shape, shape, options)
+    assert reason.startswith("platform='cpu'")

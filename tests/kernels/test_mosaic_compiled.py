@@ -1,0 +1,273 @@
+"""The Mosaic backends compile with every option, beside the plain matrix."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv_kernels as kernels
+from tests.tools.ahead_of_time import compile_for
+from tests.tools.ahead_of_time import needs
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+BATCH, HEADS, KV_HEADS, SIZE, DIM = 8, 32, 8, 16, 128
+PAGES, COLUMNS = 32_768, 256
+shape = jax.ShapeDtypeStruct
+# The oldest and the newest TPU; the matrix has the third.
+BACKENDS = {"h200": "mosaic_gpu", "v5e": "mosaic_tpu", "v7x": "mosaic_tpu"}
+TPUS = [pytest.param(name, marks=needs(name)) for name in ("v5e", "v7x")]
+over_targets = pytest.mark.parametrize(
+  "target", [pytest.param("h200", marks=needs("h200")), *TPUS]
+)
+over_tpus = pytest.mark.parametrize("target", TPUS)
+
+
+def compiled(target, function, leading, *vectors, heads=None, **options):
+  """Compiles a call without spills, temporaries under 5 % of the pools."""
+  heads = heads or (HEADS, KV_HEADS)
+  sizes = {"dim": DIM, "size": SIZE, "dtype": "bfloat16"}
+  sizes |= {name: options.pop(name) for name in sizes if name in options}
+  dtype = jnp.dtype(sizes["dtype"])
+  # Pools of one size, whatever their shape.
+  pages = PAGES * SIZE * KV_HEADS // (sizes["size"] * heads[1])
+  pool = shape((pages, heads[1], sizes["size"], sizes["dim"]), dtype)
+  q = shape(
+    (*leading, heads[0], sizes["dim"]),
+    jnp.bfloat16 if dtype.itemsize == 1 else dtype,
+  )
+  arrays = {k: v for k, v in options.items() if isinstance(v, shape)}
+  static = {k: v for k, v in options.items() if k not in arrays}
+
+  def call(arrays, *arguments):
+    return function(
+      *arguments, **arrays, **static, return_lse=True, backend=BACKENDS[target]
+    )
+
+  table = shape((BATCH, COLUMNS), jnp.int32)
+  program = compile_for(
+    target,
+    jax.jit(call),
+    arrays,
+    q,
+    pool,
+    pool,
+    table,
+    *vectors,
+  )
+  assert program.temporary < 2 * pool.size * dtype.itemsize * 0.05
+  assert len(program.mosaic_kernels) == (target == "h200")
+
+
+def vector(size=BATCH):
+  return shape((size,), jnp.int32)
+
+
+EVERYTHING = {
+  "scale": shape((), jnp.float32),
+  "soft_cap": 30.0,
+  "window": shape((), jnp.int32),
+  "page_offset": shape((), jnp.int32),
+  "sinks": shape((HEADS,), jnp.float32),
+  "alibi_slopes": shape((HEADS,), jnp.float32),
+}
+PER_HEAD = dict.fromkeys(
+  ("k_scale", "v_scale"), shape((KV_HEADS,), jnp.float32)
+)
+TREE = {"tree_mask": shape((BATCH, 9, 9), jnp.bool_)}
+PER_TOKEN = dict.fromkeys(
+  ("k_scale", "v_scale"), shape((PAGES, KV_HEADS, SIZE), jnp.float32)
+)
+
+
+@over_targets
+class TestAllTargets:
+  @pytest.mark.parametrize("dim", [128, 256])
+  def test_decode(self, target, dim):
+    compiled(
+      target, kernels.paged_decode, (BATCH,), vector(), dim=dim, **EVERYTHING
+    )
+
+  @pytest.mark.parametrize(
+    ("dim", "options"),
+    [
+      (128, {**EVERYTHING, **PER_HEAD, **TREE}),
+      (256, {**EVERYTHING, **PER_HEAD}),
+      (256, TREE),
+    ],
+    ids=["all128", "all256", "tree256"],
+  )
+  def test_rectangle(self, target, dim, options):
+    compiled(
+      target,
+      kernels.paged_attention_padded,
+      (BATCH, 9),
+      vector(),
+      vector(),
+      dim=dim,
+      **options,
+    )
+
+  def test_packed(self, target):
+    compiled(
+      target,
+      kernels.paged_attention,
+      (200,),
+      vector(),
+      vector(BATCH + 1),
+      **EVERYTHING,
+    )
+
+  @pytest.mark.parametrize("heads", [(8, 1), (64, 1), (32, 32), (24, 3)])
+  def test_groups(self, target, heads):
+    compiled(target, kernels.paged_decode, (BATCH,), vector(), heads=heads)
+
+  @pytest.mark.parametrize("size", [8, 128])
+  def test_page_sizes(self, target, size):
+    compiled(target, kernels.paged_decode, (BATCH,), vector(), size=size)
+
+
+class TestHopper:
+  @needs("h200")
+  @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+  @pytest.mark.parametrize("dim", [64, 128])
+  @pytest.mark.parametrize("size", [8, 16, 64])
+  def test_8_bits(self, dtype, dim, size):
+    tokens = PAGES * SIZE // size, KV_HEADS, size
+    of = (KV_HEADS,) if size == 8 else tokens
+    scales = shape(of, jnp.float32)
+    sizes = {"dtype": dtype, "dim": dim, "size": size}
+    compiled(
+      "h200",
+      kernels.paged_attention_padded,
+      (BATCH, 9),
+      vector(),
+      vector(),
+      **sizes,
+      **EVERYTHING,
+      **TREE,
+      k_scale=scales,
+      v_scale=scales,
+    )
+
+  @needs("h200")
+  @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+  @pytest.mark.parametrize(
+    "scales", [PER_HEAD, PER_TOKEN], ids=["head", "token"]
+  )
+  def test_8_bits_for_float16(self, dtype, scales):
+    query = shape((BATCH, HEADS, DIM), jnp.float16)
+
+    def decode(_, *arguments, **options):
+      return kernels.paged_decode(
+        jnp.zeros(query.shape, query.dtype), *arguments, **options
+      )
+
+    compiled("h200", decode, (BATCH,), vector(), dtype=dtype, **scales)
+
+  @needs("h200")
+  def test_head_size_192(self):
+    compiled("h200", kernels.paged_decode, (BATCH,), vector(), dim=192)
+
+  @needs("h200")
+  def test_plan(self):
+    def planned(q, k_pages, v_pages, table, lengths, **options):
+      plan = kernels.plan_decode(lengths, workers=33)
+      arguments = q, k_pages, v_pages, table, lengths
+      return kernels.paged_decode(*arguments, plan=plan, **options)
+
+    compiled("h200", planned, (BATCH,), vector())
+
+  @needs("h200")
+  @pytest.mark.parametrize(("planned", "most"), [(True, 9), (False, 13)])
+  def test_a_layer_is_few_kernels(self, planned, most, monkeypatch):
+    """Attention, a merge, and what only XLA does; see `merge_kernel`."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from launches import in_largest_loop
+
+    def layers(q, k_pages, v_pages, table, lengths):
+      plan = kernels.plan_decode(lengths, workers=33) if planned else None
+
+      def layer(index, q):
+        out = kernels.paged_decode(
+          q,
+          k_pages,
+          v_pages,
+          table,
+          lengths,
+          page_offset=index * (PAGES // 4),
+          plan=plan,
+          backend="mosaic_gpu",
+        )
+        return q + out
+
+      return jax.lax.fori_loop(0, 4, layer, q)
+
+    pool = shape((PAGES, KV_HEADS, SIZE, DIM), jnp.bfloat16)
+    q = shape((BATCH, HEADS, DIM), jnp.bfloat16)
+    table = shape((BATCH, COLUMNS), jnp.int32)
+    program = compile_for(
+      "h200", jax.jit(layers), q, pool, pool, table, vector()
+    )
+    launches = in_largest_loop(program.text)
+    assert 3 < launches.kernels <= most
+    assert launches.questions == 0
+
+
+@over_tpus
+class TestTpu:
+  @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+  @pytest.mark.parametrize(
+    "scales", [PER_HEAD, PER_TOKEN], ids=["head", "token"]
+  )
+  def test_8_bits(self, target, dtype, scales):
+    compiled(
+      target, kernels.paged_decode, (BATCH,), vector(), dtype=dtype, **scales
+    )
+
+  @pytest.mark.parametrize("size", [8, 40])
+  def test_8_bits_in_small_pages(self, target, size):
+    compiled(
+      target, kernels.paged_decode, (BATCH,), vector(), size=size, dtype="int8"
+    )
+
+  def test_trees_with_scales_of_tokens(self, target):
+    compiled(
+      target,
+      kernels.paged_attention_padded,
+      (BATCH, 9),
+      vector(),
+      vector(),
+      dtype="int8",
+      **EVERYTHING,
+      **PER_TOKEN,
+      **TREE,
+    )
+
+  @pytest.mark.parametrize("heads", [40, 64])
+  def test_prompts_of_many_heads_of_keys(self, target, heads):
+    """Tiles and blocks are smaller then: a chip has so much memory."""
+    compiled(
+      target,
+      kernels.paged_attention_padded,
+      (BATCH, 128),
+      vector(),
+      vector(),
+      heads=(heads, heads),
+    )
+
+  @pytest.mark.parametrize("dtype", ["float32", "int8"])
+  def test_pages_of_24_tokens(self, target, dtype):
+    compiled(
+      target,
+      kernels.paged_attention_padded,
+      (BATCH, 9),
+      vector(),
+      vector(),
+      size=24,
+      dtype=dtype,
+      **TREE,
+    )
+
+  def test_float32(self, target):
+    compiled(target, kernels.paged_decode, (BATCH,), vector(), dtype="float32")

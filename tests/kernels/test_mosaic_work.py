@@ -1,0 +1,200 @@
+"""How the Hopper backend cuts its work, merges results, fills memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import online_softmax as block_softmax
+from jaxkv_kernels._src.attention import query_tiles
+from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
+from jaxkv_kernels._src.attention.mosaic_gpu.work import Item
+from jaxkv_kernels._src.attention.mosaic_gpu.work import Static
+from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.triton.merge_pieces import merge_pieces
+from tests.kernels.shapes import put
+
+
+def static(**changes):
+  sizes = {
+    "kv_heads": 2,
+    "group": 4,
+    "page_size": 16,
+    "streams": 2,
+    "k_stages": 3,
+    "v_stages": 2,
+    "blocks": 4,
+    "causal": False,
+    "soft_cap": None,
+    "alibi": False,
+    "tree": False,
+  }
+  return Static(**(sizes | changes))
+
+
+merge = jax.jit(
+  functools.partial(merge_pieces, interpret=True),
+  static_argnames=("most", "rows"),
+)
+
+
+def work_of(lengths, columns, *, window=None, plan=None):
+  """Work lists of decoding: (real items, where tiles begin, places)."""
+  lengths = jnp.asarray(lengths, jnp.int32)
+  reach = query_tiles.reach(
+    lengths - 1, jnp.ones_like(lengths), 1, columns * 16, window
+  )
+  q = jnp.zeros((len(lengths), 1, 8, 64))
+  tiles = query_tiles.tile(q, reach, kv_heads=2, size=1, multiple=8)
+  options = Options(
+    page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
+  )
+  none = jnp.zeros_like(lengths)
+  items, begins, most = mosaic_gpu.work_list(
+    tiles, none, columns * 16, static(), options
+  )
+  return Item(*np.asarray(items)[: int(begins[-1])].T), begins, most
+
+
+class TestWorkList:
+  @pytest.mark.parametrize("window", [None, 100])
+  @pytest.mark.parametrize("planned", [False, True])
+  def test_every_token_once(self, window, planned):
+    lengths, columns = np.array([1000, 0, 1, 64, 130, 999]), 63
+    plan = None
+    if planned:
+      plan = kernels.plan_decode(jnp.asarray(lengths, jnp.int32), workers=7)
+    work, begins, most = work_of(lengths, columns, window=window, plan=plan)
+    assert (most is None) == planned
+    seen = np.zeros((len(lengths), columns * 16), int)
+    for row, first, end in zip(work.tile, work.first, work.end, strict=True):
+      seen[row, first:end] += 1
+    for row, length in enumerate(lengths):
+      first = 0 if window is None else max(0, length - window)
+      np.testing.assert_array_equal(seen[row, first:length], 1)
+      assert seen[row].sum() == length - first
+    assert len(set(work.place.tolist())) == int(begins[-1])
+    np.testing.assert_array_equal(work.sequence, work.tile)
+
+  @pytest.mark.parametrize(
+    ("lengths", "window", "pieces"),
+    [
+      # Four for each of 8 contexts, four for each of 8 streams; none shorter
+      # than two blocks.
+      ((2048, 4096, 64, 0), None, (4, 4, 1, 0)),
+      ((2048, 4096, 200, 129), 500, (4, 4, 2, 2)),
+      # The more rows, the fewer.
+      ((2048,) * 9, None, (2,) * 9),
+      ((2048,) * 16, None, (1,) * 16),
+    ],
+  )
+  def test_a_row_is_cut_by_what_it_sees(self, lengths, window, pieces):
+    """Not by its table's width, which here is 64 times the longest row."""
+    work, begins, most = work_of(lengths, 2**14, window=window)
+    assert np.diff(begins).tolist() == list(pieces)
+    assert most is not None and max(pieces) <= most
+    size = work.end - work.first
+    for row, count in enumerate(pieces):
+      mine = size[work.tile == row]
+      assert count == 0 or mine.max() <= max(128, mine.mean() + 64)
+
+  def test_a_row_s_pieces_do_not_depend_on_others(self):
+    alone, together = (
+      work_of(lengths, 256)[0] for lengths in ((4000, 0, 0), (4000, 77, 2000))
+    )
+    for name in ("first", "end", "place"):
+      a, b = (getattr(work, name)[work.tile == 0] for work in (alone, together))
+      np.testing.assert_array_equal(a, b)
+
+  @pytest.mark.parametrize("rows", [8, 64])
+  @pytest.mark.parametrize("capacity", [512, 4096, 65536])
+  def test_output_does_not_outweigh_input(self, rows, capacity):
+    for num in (1, 4, 32, 1024):
+      q = jnp.zeros((num, 2, rows, 64))
+      tiles = query_tiles.Tiles(q, *(jnp.zeros(()),) * 4)
+      least, most = mosaic_gpu.cuts(tiles, capacity, static())
+      assert least * 64 >= 16 * rows
+      assert most * least * 64 < capacity + least * 64
+
+  @pytest.mark.parametrize("dim", [64, 128, 192, 256])
+  def test_rings_fit_shared_memory(self, dim):
+    k_stages, v_stages = mosaic_gpu.stages(dim)
+    assert k_stages >= v_stages >= 2
+    per_stream = 64 * dim * 2 * (1 + k_stages + v_stages) + 64 * 32 * 4
+    assert per_stream * mosaic_gpu.streams(dim) <= 225 * 1024
+
+  @pytest.mark.parametrize("dim", [64, 128])
+  @pytest.mark.parametrize("size", [16, 32, 64, 128])
+  def test_rings_of_8_bits_fit_shared_memory(self, dim, size):
+    """As many bytes are on their way as of 16 bits, or four blocks are."""
+    k_stages, v_stages = mosaic_gpu.stages(dim, 1, size)
+    assert k_stages >= v_stages >= 3
+    block = 64 * dim + (64 // min(size, 64)) * max(min(size, 64) * 4, 128)
+    wide = 64 * dim * 2
+    per_stream = (k_stages + v_stages) * block + 3 * wide + 64 * 32 * 4
+    assert per_stream * mosaic_gpu.streams(dim) <= 221 * 1024
+
+
+class TestMerge:
+  """Pieces of work put together."""
+
+  @pytest.mark.parametrize("dim", [5, 192])
+  @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (40, 16, 17, 0), (1, 0, 1)])
+  @pytest.mark.parametrize("planned", [False, True])
+  @pytest.mark.parametrize("large", [0, 2**20])
+  def test_is_attention_to_the_whole(self, large, planned, counts, dim):
+    """Whatever idle places hold, and rows that are padding.
+
+    Large logits leave no digits of a log-sum-exp to the sums.
+    """
+    rng = np.random.default_rng(0)
+    tiles, most, rows = len(counts), max(counts), 3
+    begins = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    out = np.full((tiles, most, 2, 4, dim), np.nan, np.float32)
+    totals = np.full((tiles, most, 2, 2, 7), np.nan, np.float32)
+    for tile, count in enumerate(counts):
+      out[tile, :count, :, :rows] = rng.standard_normal((count, 2, rows, dim))
+      tops = rng.standard_normal((count, 2, rows)) * 3 + large
+      totals[tile, :count, :, 0, :rows] = tops
+      totals[tile, :count, :, 1, :rows] = rng.uniform(1, 9, tops.shape)
+    totals[0, 0, 0] = [[block_softmax.LOWEST], [0]]
+    places = [x.reshape(-1, *x.shape[2:]) for x in (out, totals)]
+    if planned:
+      order = np.argsort(np.isnan(places[1][:, 1, 0, 0]), kind="stable")
+      places = [x[order] for x in places]
+    tops, sums = np.moveaxis(totals.astype(np.float64), 3, 0)
+    with np.errstate(divide="ignore"):
+      lse = tops * np.log(2) + np.log(sums)
+    merged = merge(
+      *put(*places, begins), most=None if planned else most, rows=rows
+    )
+    for tile, count in enumerate(counts):
+      wanted = np.zeros((2, rows, dim)), np.full((2, rows), -np.inf)
+      if count:
+        wanted = definition.merge_states(
+          out[tile, :count, :, :rows], lse[tile, :count, :, :rows]
+        )
+      for a, b in zip(merged, wanted, strict=True):
+        np.testing.assert_allclose(a[tile], b, rtol=2e-7, atol=2e-6)
+
+  @pytest.mark.parametrize("planned", [False, True])
+  @pytest.mark.parametrize("bad", [np.nan, np.inf])
+  def test_keeps_a_tile_s_nan(self, planned, bad):
+    """It is in all of its own result, and in nobody else's."""
+    rng = np.random.default_rng(0)
+    begins = np.array([0, 2, 4, 6], np.int32)
+    out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
+    totals = rng.uniform(1, 9, (6, 1, 2, 1)).astype(np.float32)
+    most = None if planned else 2
+    before = merge(*put(out, totals, begins), most=most, rows=1)
+    out[2] = bad
+    if np.isnan(bad):
+      totals[2] = bad
+    after = merge(*put(out, totals, begins), most=most, rows=1)
+    assert not np.isfinite(after[0][1]).any()
+    for a, b in zip(before, after, strict=True):
+      np.testing.assert_array_equal(a[::2], b[::2])

@@ -1,0 +1,238 @@
+"""Appending tokens to pages, copying pages, gathering them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxkv_kernels as kernels
+from tests.kernels.shapes import BF16
+from tests.tools.pool_copies import assert_in_place
+from tests.tools.pool_copies import pool_sized_rewrites
+
+POOL = (12, 2, 4, 8)  # L * N = 3 * 4
+STORAGE = ["float32", "float16", "uint16"]
+
+
+def numbers(pages):
+  """A pool as float64."""
+  pages = np.asarray(pages)
+  return pages.view(BF16 if pages.dtype == np.uint16 else pages.dtype).astype(
+    np.float64
+  )
+
+
+def random_pool(storage, seed=0, shape=POOL):
+  """A pool of normal draws."""
+  values = np.random.default_rng(seed).standard_normal(shape)
+  return kernels.store(jnp.asarray(values, jnp.float32), storage)
+
+
+append = jax.jit(kernels.append_kv)
+
+
+class TestAppend:
+  @pytest.mark.parametrize("storage", [*STORAGE, "bfloat16"])
+  @pytest.mark.parametrize("new", ["float32", "bfloat16"])
+  def test_tokens_land_where_told(self, storage, new):
+    rng = np.random.default_rng(1)
+    k_pages, v_pages = random_pool(storage, 1), random_pool(storage, 2)
+    k_new, v_new = (
+      jnp.asarray(rng.standard_normal((5, 2, 8)), new) for _ in "kv"
+    )
+    ids = np.array([3, 0, 3, 2, 1], np.int32)
+    offsets = np.array([1, 0, 3, 2, 2], np.int32)
+    wanted = [numbers(k_pages), numbers(v_pages)]
+    for pool, tokens in zip(wanted, (k_new, v_new), strict=True):
+      rounded = np.asarray(tokens.astype(kernels.logical_dtype(storage)))
+      for token, page, offset in zip(rounded, ids, offsets, strict=True):
+        pool[page + 4, :, offset] = token.astype(np.float64)
+    out = append(
+      k_pages, v_pages, k_new, v_new, ids, offsets, page_offset=jnp.int32(4)
+    )
+    for a, b in zip(out, wanted, strict=True):
+      assert a.dtype == storage
+      np.testing.assert_array_equal(numbers(a), b)
+
+  # page id, offset, page_offset: none of these is a place in the pool
+  @pytest.mark.parametrize(
+    ("page", "offset", "page_offset"),
+    [
+      (12, 0, 0),
+      (4, 0, 8),
+      (-1, 0, 0),
+      (-1, 0, 4),  # not the page before, either
+      (2, 4, 0),
+      (2, -1, 0),
+      (0, 0, -1),
+      (2**31 - 1, 0, 8),
+      (-(2**31), 0, 8),
+    ],
+  )
+  def test_tokens_for_nowhere_are_dropped(self, page, offset, page_offset):
+    pool = random_pool("float32")
+    out = append(
+      pool,
+      pool,
+      *(jnp.ones((1, 2, 8)) for _ in "kv"),
+      jnp.asarray([page], jnp.int32),
+      jnp.asarray([offset], jnp.int32),
+      page_offset=page_offset,
+    )
+    for pages in out:
+      np.testing.assert_array_equal(pages, pool)
+
+  @pytest.mark.parametrize(
+    ("k_new", "ids", "message"),
+    [
+      (jnp.ones((2, 2, 7)), jnp.zeros(2, jnp.int32), "k_new is float32"),
+      (jnp.ones((3, 2, 8)), jnp.zeros(2, jnp.int32), "k_new is float32"),
+      (jnp.ones((2, 2, 8), jnp.int32), jnp.zeros(2, jnp.int32), "k_new is int"),
+      (jnp.ones((2, 2, 8)), jnp.zeros((2, 1), jnp.int32), "page_ids has shape"),
+      (jnp.ones((2, 2, 8)), jnp.zeros(2), "page_ids is float32"),
+    ],
+  )
+  def test_bad_arguments(self, k_new, ids, message):
+    pool = random_pool("float32")
+    with pytest.raises(ValueError, match=message):
+      kernels.append_kv(
+        pool, pool, k_new, jnp.ones((2, 2, 8)), ids, jnp.zeros(2, jnp.int32)
+      )
+
+  @pytest.mark.parametrize(
+    ("v_pages", "message"),
+    [
+      # A token for nowhere, page 12, would have a place in the second pool;
+      # one that has a place in the first, slot 3, would have none here.
+      (jnp.zeros((13, 2, 4, 8)), "all but the last axis must agree"),
+      (jnp.zeros((12, 2, 2, 8)), "all but the last axis must agree"),
+      (jnp.zeros(POOL, jnp.float16), "v_pages is float16"),
+    ],
+  )
+  def test_pools_that_differ(self, v_pages, message):
+    new, ids = jnp.ones((1, 2, 8)), jnp.asarray([12], jnp.int32)
+    with pytest.raises(ValueError, match=message):
+      kernels.append_kv(jnp.zeros(POOL), v_pages, new, new, ids, ids % 4)
+
+  @pytest.mark.parametrize("storage", ["uint16", "uint8", "int8"])
+  def test_elements_of_the_pool_are_stored_as_they_are(self, storage):
+    rng = np.random.default_rng(2)
+    new = rng.integers(0, 256, (2, 2, 16), np.uint8).view(storage)[..., :8]
+    pool, ids = jnp.zeros(POOL, storage), jnp.asarray([5, 7], jnp.int32)
+    both = kernels.append_kv(pool, pool, new, new, ids, ids % 4)
+    for pages in (*both, kernels.append_pages(pool, new, ids, ids % 4)):
+      np.testing.assert_array_equal(pages[ids, :, ids % 4], new)
+
+  def test_pools_may_differ_in_head_size(self):
+    k_new, v_new = jnp.ones((1, 2, 8)), jnp.ones((1, 2, 3))
+    ids = jnp.asarray([5], jnp.int32)
+    v_pages = jnp.zeros((12, 2, 4, 3))
+    k_pages, v_pages = kernels.append_kv(
+      jnp.zeros(POOL), v_pages, k_new, v_new, ids, ids % 4
+    )
+    assert float(k_pages[5, :, 1].sum()) == 16
+    assert float(v_pages[5, :, 1].sum()) == 6
+
+
+class TestCopy:
+  # src, dst of one call over N = 4 pages
+  @pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+      ([1], [2]),
+      ([1, 2, 3], [2, 3, 1]),  # a rotation: read before written
+      ([1, 0, 2], [4, 3, 9]),  # only the middle one
+      ([4, -1], [1, 2]),
+      ([1], [-1]),
+      ([], []),
+    ],
+  )
+  def test_copies_in_every_layer(self, src, dst):
+    pool = random_pool("uint16")
+    before = numbers(pool).reshape(3, 4, *POOL[1:])
+    wanted = before.copy()
+    for source, target in zip(src, dst, strict=True):
+      if 0 <= source < 4 and 0 <= target < 4:
+        wanted[:, target] = before[:, source]
+    out = kernels.copy_pages(
+      pool,
+      jnp.asarray(src, jnp.int32),
+      jnp.asarray(dst, jnp.int32),
+      num_layers=3,
+    )
+    np.testing.assert_array_equal(numbers(out), wanted.reshape(POOL))
+
+  def test_layers_must_divide_the_pool(self):
+    none = jnp.zeros(0, jnp.int32)
+    with pytest.raises(ValueError, match="num_layers=5"):
+      kernels.copy_pages(random_pool("float32"), none, none, num_layers=5)
+
+
+class TestGather:
+  @pytest.mark.parametrize("storage", STORAGE)
+  def test_dense(self, storage):
+    pool = random_pool(storage)
+    table = np.array([[1, 3], [12, 0], [-1, 2**31 - 1]], np.int32)
+    out = kernels.gather_pages(pool, jnp.asarray(table), page_offset=4)
+    assert out.dtype == kernels.logical_dtype(storage)
+    wanted = np.zeros((3, 2, 4, 2, 8))
+    for place in ((0, 0), (0, 1), (1, 1)):
+      page = numbers(pool)[table[place] + 4]
+      wanted[place] = page.swapaxes(0, 1)
+    np.testing.assert_array_equal(
+      np.asarray(out).astype(np.float64), wanted.reshape(3, 8, 2, 8)
+    )
+
+
+class TestInPlace:
+  """On the program's text: no pool is copied or converted."""
+
+  big = (600, 2, 16, 32)
+
+  def step(self, carry, token):
+    k_pages, v_pages = carry
+    ids = jnp.full((3,), token, jnp.int32)
+    new = jnp.full((3, 2, 32), token, jnp.float32)
+    offsets = jnp.arange(3, dtype=jnp.int32)
+    k_pages, v_pages = kernels.append_kv(
+      k_pages, v_pages, new, new, ids, offsets
+    )
+    k_pages = kernels.copy_pages(k_pages, ids + offsets, ids + 20 + offsets)
+    return k_pages, v_pages
+
+  @pytest.mark.parametrize("storage", STORAGE)
+  def test_in_a_scan(self, storage):
+    def loop(k_pages, v_pages):
+      return lax.scan(
+        lambda carry, token: (self.step(carry, token), None),
+        (k_pages, v_pages),
+        jnp.arange(9, dtype=jnp.int32),
+      )[0]
+
+    pools = [jnp.zeros(self.big, storage) for _ in "kv"]
+    compiled = jax.jit(loop, donate_argnums=(0, 1)).lower(*pools).compile()
+    assert_in_place(compiled, pools)
+
+  @pytest.mark.parametrize("storage", STORAGE)
+  def test_in_one_call(self, storage):
+    pools = [jnp.zeros(self.big, storage) for _ in "kv"]
+    once = jax.jit(
+      lambda k_pages, v_pages, token: self.step((k_pages, v_pages), token),
+      donate_argnums=(0, 1),
+    )
+    assert_in_place(once.lower(*pools, jnp.int32(3)).compile(), pools)
+
+  def test_the_test_sees_a_copy(self):
+    pools = [jnp.zeros(self.big, jnp.float32) for _ in "kv"]
+
+    def guarded(k_pages, v_pages, token):
+      written = self.step((k_pages, v_pages), token)
+      return lax.cond(token > 0, lambda: written, lambda: (k_pages, v_pages))
+
+    compiled = (
+      jax.jit(guarded, donate_argnums=(0, 1))
+      .lower(*pools, jnp.int32(3))
+      .compile()
+    )
+    assert pool_sized_rewrites(compiled, self.big)

@@ -1,0 +1,338 @@
+"""Decodes of rows that begin with the same pages."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import shared_prefix as prefix_module
+from jaxkv_kernels._src.attention.xla import backend as xla
+from tests.kernels.backends import RUNNERS
+from tests.kernels.shapes import SHAPES
+from tests.kernels.shapes import assert_matches
+from tests.kernels.shapes import problem
+from tests.kernels.shapes import put
+from tests.kernels.shapes import queries
+
+# Rows 0, 1, 3 and 6 share two pages of 16; 2 and 5 share four; 4 is alone.
+GROUPS = {0: ([0, 1, 3, 6], 2), 1: ([2, 5], 4)}
+LENGTHS = (33, 40, 150, 47, 80, 65, 38)
+
+
+def sharing(shape, **changes):
+  """A problem whose rows begin with the same pages, group by group."""
+  shape = dataclasses.replace(shape, lengths=LENGTHS, page_size=16, **changes)
+  case = problem(shape)
+  for rows, pages in GROUPS.values():
+    case.page_table[rows, :pages] = case.page_table[rows[0], :pages]
+  return shape, case
+
+
+# On a CPU "auto" is all that is quick; test_attention_backends has the others.
+BACKENDS, FLOAT32_L2 = ("auto",), 1e-6
+if jax.default_backend() == "gpu":
+  BACKENDS, FLOAT32_L2 = tuple(RUNNERS), 2e-6
+
+
+def decode(case, q, **changes):
+  """`shared_prefix_decode` of a case, jitted with its plan."""
+  groups = changes.pop("groups", None)
+  backend = changes.pop("backend", "auto")
+
+  @jax.jit
+  def run(q, k_pages, v_pages, table, lengths, groups, options):
+    shared = kernels.plan_shared_prefix(
+      table,
+      lengths,
+      k_pages,
+      v_pages,
+      groups=groups,
+      num_groups=changes.get("num_groups", 2),
+      group_size=changes.get("group_size", 4),
+      backend=backend,
+    )
+    out = kernels.shared_prefix_decode(
+      q,
+      k_pages,
+      v_pages,
+      shared,
+      return_lse=True,
+      soft_cap=case.options.get("soft_cap"),
+      backend=backend,
+      **options,
+    )
+    return shared, out
+
+  options = {
+    key: jnp.asarray(value)
+    for key, value in case.options.items()
+    if isinstance(value, np.ndarray)
+  }
+  return run(*put(q, *case.pools, case.lengths), groups, options)
+
+
+class TestSharedPrefix:
+  @pytest.fixture
+  def always(self, monkeypatch):
+    """Sharing always pays."""
+    least = dict.fromkeys(prefix_module._LEAST_SAVING, -(2**40))
+    monkeypatch.setattr(prefix_module, "_LEAST_SAVING", least)
+
+  @pytest.mark.parametrize("backend", BACKENDS)
+  @pytest.mark.parametrize(
+    "name",
+    [
+      "page16_gqa4_d128",
+      "bits_gqa4",
+      "float16_gqa8",
+      "bfloat16_page128_d256",
+      "int8_scale_per_token",
+      "e4m3_bits_scale_per_head",
+      "soft_cap50_bits",
+      "sinks",
+      "alibi",
+    ],
+  )
+  def test_equals_the_definition(self, always, backend, name):
+    shape, case = sharing(SHAPES[name])
+    q = queries(case, shape, len(LENGTHS))
+    wanted = definition.paged_decode(
+      q, *case.pools, case.lengths, **case.options
+    )
+    try:
+      shared, (out, lse) = decode(case, q, backend=backend)
+    except NotImplementedError as error:
+      pytest.skip(str(error))
+    assert sorted(shared.tokens.tolist()) == [32, 64]
+    assert out.dtype == case.dtype
+    assert_matches(out, lse, *wanted, case.dtype, FLOAT32_L2)
+
+  def test_groups_may_be_told(self, always):
+    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    q = queries(case, shape, len(LENGTHS))
+    groups = jnp.asarray([1, 1, 0, 1, 7, 0, -1], jnp.int32)
+    wanted = definition.paged_decode(q, *case.pools, case.lengths)
+    shared, out = decode(case, q, groups=groups)
+    np.testing.assert_array_equal(shared.members, [[2, 5, 7, 7], [0, 1, 3, 7]])
+    np.testing.assert_array_equal(shared.tokens, [64, 32])
+    np.testing.assert_array_equal(shared.own_tokens, [1, 8, 86, 15, 80, 1, 38])
+    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
+
+  @pytest.mark.parametrize("most", [1, 2, 3])
+  @pytest.mark.parametrize("name", ["page16_gqa4_d128", "alibi"])
+  def test_parts_of_groups_that_a_backend_serves(
+    self, always, monkeypatch, name, most
+  ):
+    """Those of 4 rows are cut where it serves the heads of fewer."""
+    shape, case = sharing(SHAPES[name])
+    q = queries(case, shape, len(LENGTHS))
+    wanted = definition.paged_decode(
+      q, *case.pools, case.lengths, **case.options
+    )
+    heads, attend, asked = q.shape[1], xla.attend, set()
+
+    def unsupported(platform, queries, *rest):
+      return "too many" if queries.shape[1] > most * heads else None
+
+    def recorded(queries, *rest):
+      asked.add(queries.shape[:3])
+      return attend(queries, *rest)
+
+    monkeypatch.setattr(xla, "unsupported", unsupported)
+    monkeypatch.setattr(xla, "attend", recorded)
+    _, (out, lse) = decode(case, q, backend="xla")
+    rows = min(most, 2)
+    assert asked == {(7, 1, heads), (8 // rows, 1, rows * heads)}
+    assert_matches(out, lse, *wanted, case.dtype)
+
+  @pytest.mark.parametrize(("dim", "rows"), [(64, 3), (128, 1)])
+  def test_pays_by_what_will_serve(self, dim, rows):
+    """On a TPU `xla` has head sizes of 64; there all rows read as one."""
+    device = jax.sharding.AbstractDevice(
+      device_kind="TPU v6 lite", num_cores=1, platform="tpu"
+    )
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    shape = jax.ShapeDtypeStruct
+    pool = shape((1, 8, 256, dim), jnp.bfloat16)
+    least = prefix_module._LEAST_SAVING["other"] // (2 * 8 * 256 * dim * 2)
+
+    def planned(columns):
+      with jax.sharding.use_abstract_mesh(mesh):
+        return jax.eval_shape(
+          functools.partial(
+            kernels.plan_shared_prefix, num_groups=1, group_size=2
+          ),
+          shape((4, columns), jnp.int32),
+          shape((4,), jnp.int32),
+          pool,
+          pool,
+        )
+
+    assert planned(least // rows - 1) is None
+    assert planned(least // rows + 1) is not None
+
+  @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton", "mosaic_tpu"])
+  def test_samples_of_many_heads_a_head_of_keys(self, always, backend):
+    """16 samples with 8 query heads each: more rows than a tile may have."""
+    shape = jax.ShapeDtypeStruct
+    pool = shape((64, 1, 16, 128), jnp.bfloat16)
+
+    def run(q, k_pages, v_pages, table, lengths):
+      shared = kernels.plan_shared_prefix(
+        table, lengths, k_pages, v_pages, num_groups=2, group_size=16
+      )
+      return kernels.shared_prefix_decode(
+        q, k_pages, v_pages, shared, backend=backend
+      )
+
+    out = jax.eval_shape(
+      run,
+      shape((32, 8, 128), jnp.bfloat16),
+      pool,
+      pool,
+      shape((32, 9), jnp.int32),
+      shape((32,), jnp.int32),
+    )
+    assert out.shape == (32, 8, 128)
+
+  @pytest.mark.parametrize(
+    ("num_groups", "group_size"), [(1, 4), (2, 2), (7, 7), (1, 1)]
+  )
+  def test_rows_that_do_not_fit_are_decoded_alone(
+    self, always, num_groups, group_size
+  ):
+    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    q = queries(case, shape, len(LENGTHS))
+    wanted = definition.paged_decode(q, *case.pools, case.lengths)
+    shared, out = decode(case, q, num_groups=num_groups, group_size=group_size)
+    assert shared.members.shape == (num_groups, group_size)
+    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
+
+  def test_idle_rows_are_in_no_group(self, always):
+    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    case.lengths[[0, 4]] = 0
+    q = queries(case, shape, len(LENGTHS))
+    wanted = definition.paged_decode(q, *case.pools, case.lengths)
+    shared, out = decode(case, q)
+    assert sorted(shared.tokens.tolist()) == [32, 64]
+    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
+
+  @pytest.mark.parametrize("name", ["page16_gqa4_d128", "sinks", "alibi"])
+  def test_a_table_smaller_than_the_length(self, always, name):
+    """Tokens past the table do not exist, in what is shared or not."""
+    shape, case = sharing(SHAPES[name])
+    case = dataclasses.replace(case, page_table=case.page_table[:, :3])
+    case.lengths[5] = 48  # and row 2, of the same group, has 150
+    q = queries(case, shape, len(LENGTHS))
+    wanted = definition.paged_decode(
+      q, *case.pools, case.lengths, **case.options
+    )
+    shared, out = decode(case, q)
+    np.testing.assert_array_equal(shared.own_tokens, [1, 8, 150, 15, 80, 48, 6])
+    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
+
+  def test_the_last_token_is_never_shared(self, always):
+    """Rows whose pages are all the same still have one of their own."""
+    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    case.lengths[[0, 1, 3, 6]] = 32
+    shared, _ = decode(case, queries(case, shape, len(LENGTHS)))
+    assert sorted(shared.tokens.tolist()) == [16, 64]
+
+  def test_what_saves_little_is_not_shared(self, monkeypatch):
+    """Not with these lengths, though tables of this size might."""
+    for platform in prefix_module._LEAST_SAVING:
+      monkeypatch.setitem(prefix_module._LEAST_SAVING, platform, 2**20)
+    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    q = queries(case, shape, len(LENGTHS))
+    plain = kernels.paged_decode(
+      *put(q, *case.pools, case.lengths), return_lse=True
+    )
+    shared, out = decode(case, q)
+    np.testing.assert_array_equal(shared.tokens, 0)
+    np.testing.assert_array_equal(shared.own_tokens, case.lengths)
+    for a, b in zip(plain, out, strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-6)
+
+  def test_no_plan_where_it_never_pays(self):
+    """And a decode says what to do with none."""
+    table, lengths = jnp.ones((4, 2), jnp.int32), jnp.ones(4, jnp.int32)
+    pool = jnp.zeros((3, 2, 16, 32))
+    plan = kernels.plan_shared_prefix(
+      table, lengths, pool, pool, num_groups=2, group_size=2
+    )
+    assert plan is None
+    with pytest.raises(ValueError, match=r"NoneType.*use paged_decode"):
+      kernels.shared_prefix_decode(jnp.ones((4, 2, 32)), pool, pool, plan)
+
+  @pytest.mark.parametrize("lockstep", [False, True])
+  def test_the_gate_counts_what_is_read(self, lockstep):
+    lengths, shared = np.array([70, 80, 200]), np.array([64, 64, 0])
+    tokens = np.array([64, 0])
+    saved = prefix_module._saved(*put(lengths, tokens, shared), lockstep)
+    # In lockstep the third row keeps all reading 200 tokens, and 2 groups more.
+    assert int(saved) == (-128 if lockstep else 64)
+
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"num_groups": 0}, "num_groups=0"),
+      ({"group_size": 2.0}, "group_size=2.0"),
+      ({"groups": jnp.ones(3, jnp.int32)}, "groups has shape"),
+      ({"lengths": jnp.ones(2)}, "lengths is float32"),
+    ],
+  )
+  def test_bad_arguments(self, changes, message):
+    call = {
+      "page_table": jnp.ones((2, 3), jnp.int32),
+      "lengths": jnp.ones(2, jnp.int32),
+      "k_pages": jnp.ones((5, 2, 4, 8)),
+      "v_pages": jnp.ones((5, 2, 4, 8)),
+      "num_groups": 1,
+      "group_size": 2,
+      **changes,
+    }
+    with pytest.raises(ValueError, match=message):
+      kernels.plan_shared_prefix(**call)
+
+  def test_with_64_bit_types(self, always):
+    shape, case = sharing(SHAPES["alibi"])
+    q = queries(case, shape, len(LENGTHS))
+    wanted = decode(case, q)[1]
+    with jax.enable_x64(True):
+      shared, out = decode(case, q)
+    assert {x.dtype for x in shared} == {np.dtype(np.int32)}
+    for a, b in zip(out, wanted, strict=True):
+      assert a.dtype == jnp.float32
+      np.testing.assert_allclose(a, b, atol=1e-6)
+
+  def test_devices(self, always):
+    case = sharing(SHAPES["page16_gqa4_d128"])[1]
+    cpus = jax.devices("cpu")
+    call = [case.page_table, case.lengths, *case.pools[:2]]
+    table, lengths, *pools = jax.device_put(call, cpus[0])
+    sizes = {"num_groups": 2, "group_size": 4}
+    away = jax.device_put(lengths, cpus[1])
+    with pytest.raises(ValueError, match=r"lengths is on .*:1 but page_table"):
+      kernels.plan_shared_prefix(table, away, *pools, **sizes)
+    shared = kernels.plan_shared_prefix(table, lengths, *pools, **sizes)
+    q = jax.device_put(jnp.ones((7, 8, 128)), cpus[1])
+    with pytest.raises(ValueError, match=r"k_pages is on .*:0 but q on"):
+      kernels.shared_prefix_decode(q, *pools, shared)
+    pools = jax.device_put(pools, cpus[1])
+    with pytest.raises(ValueError, match=r"shared.members is on .*:0 but q on"):
+      kernels.shared_prefix_decode(q, *pools, shared)
+
+  def test_unknown_backend(self):
+    case = sharing(SHAPES["page16_gqa4_d128"])[1]
+    with pytest.raises(NotImplementedError, match="there are auto, "):
+      kernels.plan_shared_prefix(
+        *put(case.page_table, case.lengths, *case.pools[:2]),
+        num_groups=1,
+        group_size=2,
+        backend="cudnn",
+      )

@@ -1,0 +1,148 @@
+"""What tables of shapes do not reach of the backend `triton`, interpreted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import query_tiles
+from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.triton import backend as triton
+from tests.kernels.shapes import assert_matches
+from tests.kernels.shapes import put
+
+pytestmark = pytest.mark.skipif(
+  jax.default_backend() != "cpu", reason="interpreted, on a CPU"
+)
+
+
+class TestScales:
+  @pytest.mark.parametrize("per_head", [False, True])
+  @pytest.mark.parametrize("factor", [1e3, 1e-2, 1e-6, 1e-12])
+  def test_float16_keeps_values_of_any_size(self, factor, per_head):
+    """The output in float32 is as exact for tiny values as for others."""
+    rng = np.random.default_rng(0)
+    pools = rng.integers(-127, 128, (2, 8, 1, 16, 64)).astype(np.int8)
+    q = rng.standard_normal((1, 2, 64)).astype(np.float16)
+    table = np.arange(8, dtype=np.int32)[None]
+    lengths = np.array([120], np.int32)
+    shape = (1,) if per_head else (8, 1, 16)
+    scales = {
+      "k_scale": np.full(shape, 0.01, np.float32),
+      "v_scale": (rng.uniform(0.5, 2, shape) * factor).astype(np.float32),
+    }
+    wanted, _ = definition.paged_decode(q, *pools, table, lengths, **scales)
+    options = Options(
+      page_offset=jnp.int32(0),
+      scale=64**-0.5,
+      interpret=True,
+      **{name: jnp.asarray(value) for name, value in scales.items()},
+    )
+    out, _ = triton.attend(
+      *put(q[:, None], *pools, table, lengths - 1, np.ones(1, np.int32)),
+      options,
+    )
+    error = np.linalg.norm(np.asarray(out, np.float64)[:, 0] - wanted)
+    assert error < 1e-3 * np.linalg.norm(wanted)
+
+
+class TestReach:
+  def test_a_window_ends_at_the_query_and_not_at_the_table(self):
+    """Queries from 14 on, of which a table of 16 tokens holds two."""
+    rng = np.random.default_rng(0)
+    keys, values = rng.standard_normal((2, 2, 1, 8, 32)).astype(np.float32)
+    q = rng.standard_normal((1, 8, 2, 32)).astype(np.float32)
+    out, lse = kernels.paged_attention_padded(
+      *put(q, keys, values, np.array([[0, 1]], np.int32)),
+      jnp.array([14], jnp.int32),
+      jnp.array([8], jnp.int32),
+      window=6,
+      backend="triton",
+      interpret=True,
+      return_lse=True,
+    )
+    keys, values = (
+      x.astype(np.float64).reshape(16, 32) for x in (keys, values)
+    )
+    for column, position in enumerate(range(14, 22)):
+      seen = slice(position - 5, min(position + 1, 16))
+      weights = np.exp(keys[seen] @ q[0, column].T * 32**-0.5)
+      if weights.size:
+        wanted = weights.T @ values[seen] / weights.sum(0)[:, None]
+        np.testing.assert_allclose(out[0, column], wanted, atol=2e-6)
+      else:
+        np.testing.assert_array_equal(out[0, column], 0)
+      with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(
+          lse[0, column], np.log(weights.sum(0)), atol=2e-6
+        )
+
+  @pytest.mark.parametrize(
+    ("position", "window", "wanted"),
+    [
+      (5, None, (0, 6)),
+      (5, 2, (4, 6)),
+      (5, 9, (0, 6)),
+      (-1, None, (0, 0)),
+      (-1, 3, (0, 0)),
+      (19, None, (0, 16)),
+      (19, 10, (10, 16)),
+      (19, 4, (16, 16)),
+      (40, 4, (16, 16)),
+      (19, 2**31 - 1, (0, 16)),
+    ],
+  )
+  def test_span(self, position, window, wanted):
+    span = query_tiles.span(jnp.int32(position), 16, window)
+    assert tuple(int(x) for x in span) == wanted
+
+
+class TestParts:
+  def sizes(self, batch, columns, heads, kv_heads, pages_a_row):
+    shape = jax.ShapeDtypeStruct
+    pool = shape((1000, kv_heads, 16, 128), jnp.bfloat16)
+    q = shape((batch, columns, heads, 128), jnp.bfloat16)
+    table = shape((batch, pages_a_row), jnp.int32)
+    return triton._sizes(q, pool, pool, table)
+
+  @pytest.mark.parametrize(
+    ("batch", "columns", "heads"), [(1, 8192, 32), (8, 1024, 64), (1, 2048, 32)]
+  )
+  def test_a_prompt_of_many_programs_is_no_matter_of_splits(
+    self, batch, columns, heads
+  ):
+    """Each part is as large as the output, so there is little room for them."""
+    sizes = self.sizes(batch, columns, heads, 8, 8192)
+    output = batch * columns * heads * 128 * 4
+    assert sizes.splits == max(1, 64 * 2**20 // output)
+
+  @pytest.mark.parametrize("batch", [1, 8, 64, 256])
+  def test_long_rows_of_a_decode_are_split(self, batch):
+    """Enough for all cores; no program has the whole of 128k tokens."""
+    sizes = self.sizes(batch, 1, 32, 8, 8192)
+    assert batch * 8 * sizes.splits >= 264
+    assert sizes.splits >= 16
+    assert sizes.splits * batch * 32 * 128 * 4 <= 64 * 2**20
+
+  @pytest.mark.parametrize("splits", [1, 2, 3, 8, 16])
+  @pytest.mark.parametrize("window", [None, 300])
+  def test_any_number_of_them(self, monkeypatch, splits, window):
+    """Programs of many blocks, and of one; some have nothing to do."""
+    monkeypatch.setattr(triton, "_PROGRAMS", splits)
+    rng = np.random.default_rng(0)
+    pools = rng.standard_normal((2, 64, 1, 16, 64)).astype(np.float32)
+    q = rng.standard_normal((1, 2, 64)).astype(np.float32)
+    table = rng.permutation(64).astype(np.int32)[None]
+    arguments = (q, *pools, table, np.array([1000], np.int32))
+    assert triton._sizes(*put(q[:, None], *pools, table)).splits == splits
+    out, lse = kernels.paged_decode(
+      *put(*arguments),
+      window=window,
+      return_lse=True,
+      backend="triton",
+      interpret=True,
+    )
+    wanted = definition.paged_decode(*arguments, window=window)
+    assert_matches(out, lse, *wanted, np.float32, 2e-6)

@@ -1,0 +1,151 @@
+"""A decode step's pieces of work, made once and handed on to every layer."""
+
+import dataclasses
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+import jaxkv_kernels as kernels
+from jaxkv import kv as memory
+from tests.kv.memory import draw
+from tests.tools.traced_loops import equations
+from tests.tools.traced_loops import in_loops
+
+LAYERS, HEADS, KV_HEADS, DIM, SIZE = 2, 4, 2, 64, 16
+
+
+@pytest.fixture(scope="module")
+def step():
+  """Memory of bfloat16, a view of four rows, and queries."""
+  kv = memory.init(
+    num_layers=LAYERS,
+    num_pages=32,
+    page_size=SIZE,
+    num_kv_heads=KV_HEADS,
+    head_dim=DIM,
+    dtype=jnp.bfloat16,
+    storage_dtype=jnp.bfloat16,
+  )
+  k, v = (draw(seed, *kv.k.shape, dtype="bfloat16") for seed in (0, 1))
+  kv = dataclasses.replace(kv, k=k, v=v)
+  tables = np.random.default_rng(2).permutation(32).reshape(4, 8)
+  view = memory.View(
+    page_table=jnp.asarray(tables, jnp.int32),
+    starts=jnp.asarray([120, 10, 0, 70], jnp.int32),
+    counts=jnp.asarray([1, 0, 1, 1], jnp.int32),
+  )
+  return kv, view, draw(3, 4, 1, HEADS, DIM, dtype="bfloat16")
+
+
+def layers(kv, view, q, backend):
+  def layer(q, index):
+    return q + memory.attend(kv, view, index, q, backend=backend), None
+
+  return jax.lax.scan(layer, q, jnp.arange(LAYERS, dtype=jnp.int32))[0]
+
+
+class TestPlan:
+  @pytest.mark.skipif(
+    jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11),
+    reason="interpreted on a CPU; before jax 0.11 that takes a minute",
+  )
+  @pytest.mark.parametrize(
+    ("starts", "counts"),
+    [([120, 10, 0, 70], [1, 0, 1, 1]), ([5, 40, 127, 71], [1, 1, 1, 0])],
+    ids=["its own", "later"],
+  )
+  def test_attention_through_a_plan(self, step, monkeypatch, starts, counts):
+    """Of these rows, or of those they once were."""
+    kv, view, q = step
+    pieces = memory.plan(kv, view, backend="mosaic_gpu").plan
+    assert pieces is not None
+    view = dataclasses.replace(
+      view,
+      starts=jnp.asarray(starts, jnp.int32),
+      counts=jnp.asarray(counts, jnp.int32),
+    )
+    wanted = memory.attend(kv, view, 1, q, return_lse=True, backend="xla")
+    given = []
+
+    def interpreted(*arguments, plan, **options):
+      given.append(plan)
+      return paged_decode(*arguments, plan=plan, **options)
+
+    paged_decode = functools.partial(
+      kernels.paged_decode, interpret=InterpretGPUParams(detect_races=True)
+    )
+    monkeypatch.setattr(kernels, "paged_decode", interpreted)
+    # What was traced before would not be again.
+    importlib.import_module("jaxkv.kv.attend")._attend.clear_cache()
+    view = dataclasses.replace(view, plan=pieces)
+    options = {"return_lse": True, "backend": "mosaic_gpu"}
+    out, lse = memory.attend(kv, view, 1, q, **options)
+    assert [plan is not None for plan in given] == [True]
+    np.testing.assert_allclose(
+      np.asarray(out, np.float32),
+      np.asarray(wanted[0], np.float32),
+      atol=2e-2,  # Two roundings to bfloat16 of numbers up to 2.
+    )
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-4)
+
+  def test_layers_cut_nothing(self, step):
+    """With a plan no layer counts up the pieces of all rows."""
+    kv, view, q = step
+    for planned in (False, True):
+      if planned:
+        view = memory.plan(kv, view, backend="mosaic_gpu")
+      decode = functools.partial(layers, backend="mosaic_gpu")
+      names = {one.primitive.name for one in in_loops(decode, kv, view, q)}
+      assert ("cumsum" in names) != planned
+
+  @pytest.mark.parametrize("backend", ["xla", "triton", "mosaic_tpu", "auto"])
+  def test_backends_without_one(self, step, backend):
+    kv, view, _ = step
+    assert memory.plan(kv, view, backend=backend).plan is None
+
+  def test_costs_those_who_ignore_it_nothing(self, step):
+    kv, view, q = step
+    planned = memory.plan(kv, view, backend="mosaic_gpu")
+    without, given = (
+      [str(one.primitive) for one in equations(memory.attend, kv, at, 1, q)]
+      for at in (view, planned)
+    )
+    assert without == given
+    np.testing.assert_array_equal(
+      memory.attend(kv, planned, 1, q), memory.attend(kv, view, 1, q)
+    )
+
+  def test_only_a_decode_uses_it(self, step):
+    """Several columns are attended to without."""
+    kv, view, q = step
+    planned = memory.plan(kv, view, backend="mosaic_gpu")
+    wide = jnp.broadcast_to(q, (4, 3, HEADS, DIM))
+    np.testing.assert_array_equal(
+      memory.attend(kv, planned, 1, wide), memory.attend(kv, view, 1, wide)
+    )
+
+  def test_what_is_shared_stays_exact(self, step):
+    kv, view, _ = step
+    shared = memory.share(kv, view, num_groups=1, group_size=2)
+    assert shared.exact
+    assert memory.plan(kv, shared, backend="mosaic_gpu").exact
+    assert not memory.plan(kv, view, backend="mosaic_gpu").exact
+
+  def test_bad_arguments(self, step):
+    kv, view, q = step
+    with pytest.raises(NotImplementedError, match="'cuda' does not exist"):
+      memory.plan(kv, view, backend="cuda")
+    with pytest.raises(ValueError, match="window=0"):
+      memory.plan(kv, view, window=0, backend="mosaic_gpu")
+    planned = memory.plan(kv, view, backend="mosaic_gpu")
+    fewer = {
+      name: getattr(view, name)[:3]
+      for name in ("page_table", "starts", "counts")
+    }
+    with pytest.raises(ValueError, match="plan is for 4 rows but q has 3"):
+      memory.attend(kv, dataclasses.replace(planned, **fewer), 1, q[:3])

@@ -1,0 +1,225 @@
+"""K/V memory: writes, attention, copies."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxkv import kv as memory
+from jaxkv_kernels._src.attention import reference as definition
+from tests.kernels.shapes import assert_matches
+from tests.kv.memory import DIM
+from tests.kv.memory import DTYPES
+from tests.kv.memory import HEADS
+from tests.kv.memory import KV_HEADS
+from tests.kv.memory import LAYERS
+from tests.kv.memory import PAGES
+from tests.kv.memory import SIZE
+from tests.kv.memory import TABLE
+from tests.kv.memory import attend
+from tests.kv.memory import draw
+from tests.kv.memory import make
+from tests.kv.memory import poisoned
+from tests.kv.memory import view
+from tests.kv.memory import write
+
+
+class TestInit:
+  def test_storage_on_a_cpu(self):
+    """bfloat16 travels as bits; everything else as itself."""
+    assert make("bfloat16").k.dtype == np.uint16
+    assert make("bfloat16").dtype == "bfloat16"
+    assert make("float16").k.dtype == np.float16
+    assert make("bfloat16", storage_dtype="bfloat16").k.dtype == jnp.bfloat16
+
+  def test_sizes(self):
+    kv = make()
+    assert kv.k.shape == (LAYERS * PAGES, KV_HEADS, SIZE, DIM)
+    assert (kv.num_pages, kv.page_size) == (PAGES, SIZE)
+    assert (kv.num_kv_heads, kv.head_dim) == (KV_HEADS, DIM)
+
+  def test_no_shared_buffer(self):
+    kv = make()
+    donated = jax.jit(lambda kv: kv, donate_argnums=0)(kv)
+    assert kv.k.is_deleted()
+    assert kv.v.is_deleted()
+    np.testing.assert_array_equal(donated.k, 0)
+
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"num_layers": 0}, "num_layers=0"),
+      ({"page_size": 2.0}, "page_size=2.0"),
+      ({"num_pages": 2**30}, "does not fit int32"),
+      ({"dtype": "int16"}, "dtype=int16"),
+      ({"dtype": "float32", "storage_dtype": "uint16"}, "does not hold"),
+      ({"dtype": "bfloat16", "storage_dtype": "uint8"}, "does not hold"),
+    ],
+  )
+  def test_bad_arguments(self, changes, message):
+    with pytest.raises(ValueError, match=message):
+      make(**changes)
+
+  def test_it_is_a_pytree_of_two_leaves(self):
+    kv = make()
+    leaves, structure = jax.tree.flatten(kv)
+    assert len(leaves) == 2
+    assert jax.tree.unflatten(structure, leaves).dtype == "float32"
+
+
+class TestWrite:
+  @pytest.mark.parametrize("dtype", DTYPES)
+  def test_tokens_land_in_their_pages_and_nowhere_else(self, dtype):
+    kv = make(dtype)
+    where = view(TABLE, [6, 3, 0], [5, 2, 3])
+    k, v = (draw(seed, 3, 5, KV_HEADS, DIM, dtype=dtype) for seed in (0, 1))
+    out = write(kv, where, jnp.int32(1), k, v)
+    for new, pages in ((k, out.k), (v, out.v)):
+      wanted = np.zeros(kv.k.shape, new.dtype)
+      for row, start, count in ((0, 6, 5), (1, 3, 2)):  # row 2 has no pages
+        for column in range(count):
+          position = start + column
+          page = TABLE[row][position // SIZE] + PAGES
+          wanted[page, :, position % SIZE] = new[row, column]
+      np.testing.assert_array_equal(pages, wanted.view(kv.k.dtype))
+
+  # a table entry that is no place to write to, and a position
+  @pytest.mark.parametrize(
+    ("entry", "start"),
+    [
+      (0, 0),  # the null page
+      (PAGES, 0),  # would be the next layer's null page
+      (PAGES + 3, 0),  # would be the next layer's page 3
+      (LAYERS * PAGES, 0),
+      (-1, 0),  # would be the layer before's last page
+      (-(2**31), 0),
+      (2**31 - 1, 0),
+      (3, SIZE),  # past the table's end
+      (3, 2**31 - 2),
+      (3, -2),  # before the sequence
+    ],
+  )
+  def test_nothing_lands_elsewhere(self, entry, start):
+    kv = make()
+    new = jnp.ones((1, 1, KV_HEADS, DIM))
+    out = write(kv, view([[entry]], [start], [1]), jnp.int32(1), new, new)
+    np.testing.assert_array_equal(out.k, 0)
+    np.testing.assert_array_equal(out.v, 0)
+
+  def test_a_layer_that_is_none(self):
+    kv = make()
+    new = jnp.ones((1, 1, KV_HEADS, DIM))
+    where = view([[3]], [0], [1])
+    with pytest.raises(ValueError, match="layer=3; there are 3 layers"):
+      memory.write(kv, where, 3, new, new)
+    for layer in (3, -1):
+      out = write(kv, where, jnp.int32(layer), new, new)
+      np.testing.assert_array_equal(out.k, 0)
+
+  @pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+      ((1, 1, KV_HEADS, 5), "k has shape"),
+      ((1, KV_HEADS, DIM), "k has shape"),
+      ((2, 1, KV_HEADS, DIM), "B rows"),
+    ],
+  )
+  def test_bad_shapes(self, shape, message):
+    new = jnp.ones(shape)
+    with pytest.raises(ValueError, match=message):
+      memory.write(make(), view([[3]], [0], [1]), 0, new, new)
+
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"page_table": jnp.ones((1, 1))}, "view.page_table is float32"),
+      ({"starts": jnp.ones(2, jnp.int32)}, "view.starts has shape"),
+      ({"counts": jnp.ones(1, jnp.int16)}, "view.counts is int16"),
+    ],
+  )
+  def test_bad_views(self, changes, message):
+    new = jnp.ones((1, 1, KV_HEADS, DIM))
+    where = dataclasses.replace(view([[3]], [0], [1]), **changes)
+    with pytest.raises(ValueError, match=message):
+      memory.write(make(), where, 0, new, new)
+
+
+class TestAttend:
+  @pytest.mark.parametrize("dtype", DTYPES)
+  def test_written_tokens_are_attended_to(self, dtype):
+    kv = poisoned(dtype)
+    table = jnp.asarray(TABLE, jnp.int32)
+    k, v = (draw(seed, 3, 11, KV_HEADS, DIM, dtype=dtype) for seed in (0, 1))
+    kv = write(kv, view(TABLE, [0] * 3, [11, 7, 0]), jnp.int32(2), k, v)
+    where = view(table, [6, 5, 0], [5, 2, 0])
+    q = draw(2, 3, 5, HEADS, DIM, dtype=dtype)
+    wanted = definition.paged_attention_padded(
+      np.asarray(q),
+      np.asarray(kv.k),
+      np.asarray(kv.v),
+      np.asarray(table),
+      np.asarray(where.starts),
+      np.asarray(where.counts),
+      page_offset=2 * PAGES,
+    )
+    out, lse = attend(kv, where, jnp.int32(2), q, return_lse=True)
+    assert out.dtype == dtype
+    assert_matches(out, lse, *wanted, dtype)
+
+  def test_one_column_equals_the_first_of_two(self):
+    """The decode path and the general one, idle rows and sinks included."""
+    kv = poisoned()
+    k, v = (draw(seed, 3, 11, KV_HEADS, DIM) for seed in (0, 1))
+    kv = write(kv, view(TABLE, [0] * 3, [11, 7, 0]), jnp.int32(0), k, v)
+    q = draw(2, 3, 2, HEADS, DIM)
+    options = {"return_lse": True, "sinks": draw(3, HEADS), "window": 6}
+    where = view(TABLE, [10, 6, 0], [1, 0, 0])
+    one = attend(kv, where, jnp.int32(0), q[:, :1], **options)
+    two = attend(kv, where, jnp.int32(0), q, **options)
+    for a, b in zip(one, two, strict=True):
+      np.testing.assert_array_equal(a[:, 0], b[:, 0])
+    np.testing.assert_array_equal(one[0][1:], 0)
+    np.testing.assert_array_equal(one[1][1:], -np.inf)
+
+  def test_bad_arguments(self):
+    kv, where = make(), view([[3]], [0], [1])
+    with pytest.raises(ValueError, match="q has shape"):
+      memory.attend(kv, where, 0, jnp.ones((1, HEADS, DIM)))
+    with pytest.raises(ValueError, match="B rows"):
+      memory.attend(kv, where, 0, jnp.ones((2, 1, HEADS, DIM)))
+    with pytest.raises(NotImplementedError, match="backend='cuda'"):
+      memory.attend(kv, where, 0, jnp.ones((1, 1, HEADS, DIM)), backend="cuda")
+
+
+class TestCopyAndGather:
+  def test_copy(self):
+    kv = make("bfloat16")
+    everything = draw(0, *kv.k.shape, dtype="bfloat16")
+    kv = dataclasses.replace(
+      kv, k=lax.bitcast_convert_type(everything, jnp.uint16)
+    )
+    src = jnp.asarray([3, 4, 5, 6, 7], jnp.int32)
+    dst = jnp.asarray([4, 5, 0, PAGES, -1], jnp.int32)
+    out = jax.jit(memory.copy)(kv, src, dst)
+    before = np.asarray(kv.k).reshape(LAYERS, PAGES, -1)
+    wanted = before.copy()
+    wanted[:, 4], wanted[:, 5] = before[:, 3], before[:, 4]
+    np.testing.assert_array_equal(out.k, wanted.reshape(kv.k.shape))
+    np.testing.assert_array_equal(out.v, 0)
+
+  @pytest.mark.parametrize("dtype", DTYPES)
+  def test_gather(self, dtype):
+    k, v = (draw(seed, 3, 7, KV_HEADS, DIM, dtype=dtype) for seed in (0, 1))
+    kv = memory.write(
+      make(dtype), view(TABLE, [0] * 3, [7, 5, 0]), jnp.int32(1), k, v
+    )
+    out = memory.gather(kv, jnp.int32(1), jnp.asarray(TABLE, jnp.int32))
+    for dense, new in zip(out, (k, v), strict=True):
+      assert dense.dtype == dtype
+      assert dense.shape == (3, 20, KV_HEADS, DIM)
+      wanted = np.zeros(dense.shape, new.dtype)
+      wanted[0, :7], wanted[1, :5] = new[0], new[1, :5]
+      np.testing.assert_array_equal(dense, wanted)

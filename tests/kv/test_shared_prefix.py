@@ -1,0 +1,316 @@
+"""Rows that share pages, read once; and drafts in trees."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import kv as memory
+from jaxkv._src.models.config import LlamaConfig
+from jaxkv._src.models.llama import forward
+from jaxkv._src.models.llama import init_params
+from jaxkv_kernels._src.attention import shared_prefix as prefix
+from tests.kernels.shapes import assert_matches
+from tests.kv.memory import draw
+from tests.tools.traced_loops import equations
+from tests.tools.traced_loops import in_loops
+
+SAMPLES, PROMPT, SIZE, HEADS, KV_HEADS, DIM = 3, 70, 8, 4, 2, 32
+SIZES = jaxkv.CacheConfig(
+  num_pages=64, page_size=SIZE, num_slots=6, pages_per_slot=12
+)
+
+
+@pytest.fixture(scope="module")
+def forked():
+  """Two prompts in slots 0 and 3, each forked twice; and poisoned memory."""
+  state = jaxkv.init(SIZES)
+  prompts = jnp.arange(6 * PROMPT, dtype=jnp.int32).reshape(6, PROMPT)
+  leaders = jnp.asarray([True, False, False, True, False, False])
+  lengths = jnp.where(leaders, PROMPT, 0)
+  slots = jnp.arange(6, dtype=jnp.int32)
+  state, entered = jaxkv.admit(state, slots, prompts, lengths, mask=leaders)
+  assert entered.ok.tolist() == leaders.tolist()
+  kv = memory.init(
+    num_layers=2,
+    num_pages=64,
+    page_size=SIZE,
+    num_kv_heads=KV_HEADS,
+    head_dim=DIM,
+    dtype=jnp.float32,
+  )
+  kv = jax.tree.map(lambda x: jnp.full_like(x, np.nan), kv)
+  view = memory.View(
+    page_table=state.page_table[0], starts=state.length, counts=lengths
+  )
+  k, v = (draw(seed, 6, PROMPT, KV_HEADS, DIM) for seed in (0, 1))
+  kv = memory.write(kv, view, 1, k, v)
+  state, _ = jaxkv.commit(state, prompts, lengths)
+  state, forks = jaxkv.fork(
+    state, jnp.asarray([0, 0, 3, 3]), jnp.asarray([1, 2, 4, 5])
+  )
+  assert forks.ok.all()
+  return state, memory.copy(kv, *forks.copies)
+
+
+def next_tokens(state, kv, steps):
+  """A view of one more token a row after some, its keys written."""
+  view = None
+  for step in range(steps):
+    ones = jnp.ones((6,), jnp.int32)
+    state, room = jaxkv.allocate(state, ones)
+    assert room.ok.all()
+    view = memory.View(
+      page_table=state.page_table[0], starts=state.length, counts=ones
+    )
+    k, v = (draw(2 * step + s, 6, 1, KV_HEADS, DIM) for s in (4, 5))
+    kv = memory.write(kv, view, 1, k, v)
+    state, _ = jaxkv.commit(state, jnp.full((6, 1), step, jnp.int32), ones)
+  return view, kv
+
+
+class TestShare:
+  @pytest.fixture
+  def always(self, monkeypatch):
+    """Sharing always pays."""
+    least = dict.fromkeys(prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(prefix, "_LEAST_SAVING", least)
+
+  @pytest.mark.parametrize("steps", [1, 3])
+  def test_forks_are_found_and_attention_stays_the_same(
+    self, always, forked, steps
+  ):
+    view, kv = next_tokens(*forked, steps)
+    shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    np.testing.assert_array_equal(
+      np.sort(shared.shared.members, axis=0), [[0, 1, 2], [3, 4, 5]]
+    )
+    np.testing.assert_array_equal(shared.shared.tokens, PROMPT // SIZE * SIZE)
+    q = draw(9, 6, 1, HEADS, DIM)
+    options = {"return_lse": True, "sinks": draw(10, HEADS)}
+    wanted = memory.attend(kv, view, 1, q, **options)
+    out, lse = memory.attend(kv, shared, 1, q, **options)
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out, wanted[0], atol=1e-6)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
+
+  def test_idle_rows_give_nothing(self, always, forked):
+    view, kv = next_tokens(*forked, 1)
+    counts = jnp.asarray([1, 0, 1, 0, 0, 1], jnp.int32)
+    view = dataclasses.replace(view, counts=counts)
+    shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    q = draw(9, 6, 1, HEADS, DIM)
+    options = {"return_lse": True, "sinks": draw(10, HEADS)}
+    wanted = memory.attend(kv, view, 1, q, **options)
+    out, lse = memory.attend(kv, shared, 1, q, **options)
+    np.testing.assert_allclose(out, wanted[0], atol=1e-6)
+    np.testing.assert_array_equal(lse[counts == 0], -np.inf)
+
+  def test_a_window_is_attended_to_without_sharing(self, always, forked):
+    view, kv = next_tokens(*forked, 1)
+    shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    q = draw(9, 6, 1, HEADS, DIM)
+    wanted = memory.attend(kv, view, 1, q, window=40)
+    out = memory.attend(kv, shared, 1, q, window=40)
+    np.testing.assert_array_equal(out, wanted)
+
+  def test_little_is_not_shared(self, forked, monkeypatch):
+    view, kv = next_tokens(*forked, 1)
+    never = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    assert never.shared is None
+    monkeypatch.setitem(prefix._LEAST_SAVING, "cpu", 180_000)
+    shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    np.testing.assert_array_equal(shared.shared.tokens, 0)
+    q = draw(9, 6, 1, HEADS, DIM)
+    np.testing.assert_array_equal(
+      memory.attend(kv, shared, 1, q), memory.attend(kv, view, 1, q)
+    )
+
+  def test_lives_in_a_loop(self, always, forked):
+    """Built and used inside of jit, with lengths that change."""
+    view, kv = next_tokens(*forked, 2)
+
+    @jax.jit
+    def steps(kv, view, q):
+      def step(carry, back):
+        now = dataclasses.replace(view, starts=view.starts - back)
+        now = memory.share(kv, now, num_groups=2, group_size=SAMPLES)
+        return carry, memory.attend(kv, now, 1, q)
+
+      return jax.lax.scan(step, 0, jnp.arange(2, dtype=jnp.int32))[1]
+
+    q = draw(9, 6, 1, HEADS, DIM)
+    for back, out in enumerate(steps(kv, view, q)):
+      now = dataclasses.replace(view, starts=view.starts - back)
+      np.testing.assert_allclose(out, memory.attend(kv, now, 1, q), atol=1e-6)
+
+  @pytest.mark.parametrize("change", ["later", "earlier", "idle", "other"])
+  def test_a_view_that_is_older_than_its_rows(self, always, forked, change):
+    """What rows no longer share is not read for them."""
+    view, kv = next_tokens(*forked, 3)
+    at = dataclasses.replace(view, starts=view.starts - 2)
+    at = memory.share(kv, at, num_groups=2, group_size=SAMPLES)
+    some = jnp.asarray([False, True, False, False, True, True])
+    changes = {
+      "later": {"starts": view.starts},
+      # To inside of what was shared; row 1 to the end of it.
+      "earlier": {"starts": jnp.where(some, 20, at.starts).at[1].set(63)},
+      "idle": {"counts": jnp.where(some, 0, at.counts)},
+      "other": {
+        "page_table": jnp.where(some[:, None], view.page_table[::-1], 63)
+        .at[0]
+        .set(view.page_table[0])
+      },
+    }[change]
+    if change == "other":  # page 63 belongs to nobody and holds NaN
+      changes["counts"] = at.counts.at[jnp.array([2, 3])].set(0)
+    moved = dataclasses.replace(at, **changes)
+    q = draw(9, 6, 1, HEADS, DIM)
+    slopes = jnp.asarray([0.5, 0.25, 0.1, 0.05])
+    options = {"return_lse": True, "alibi_slopes": slopes}
+    alone = dataclasses.replace(moved, shared=None)
+    wanted = memory.attend(kv, alone, 1, q, **options)
+    assert np.isfinite(wanted[0]).all()
+    out, lse = memory.attend(kv, moved, 1, q, **options)
+    np.testing.assert_allclose(out, wanted[0], atol=1e-6)
+    np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
+    np.testing.assert_array_equal(out[moved.counts == 0], 0)
+
+  def test_a_plan_for_tables_of_another_width(self, always, forked):
+    view, kv = next_tokens(*forked, 1)
+    view = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    narrow = dataclasses.replace(view, page_table=view.page_table[:, :10])
+    with pytest.raises(ValueError, match=r"view.shared is for .* \(6, 12\)"):
+      memory.attend(kv, narrow, 1, draw(9, 6, 1, HEADS, DIM))
+    again = memory.share(kv, narrow, num_groups=2, group_size=SAMPLES)
+    assert again.shared.own_table.shape == (6, 10)
+
+  def test_bad_arguments(self, forked):
+    view, kv = next_tokens(*forked, 1)
+    with pytest.raises(ValueError, match="num_groups=0"):
+      memory.share(kv, view, num_groups=0, group_size=2)
+    with pytest.raises(ValueError, match="groups has shape"):
+      groups = jnp.zeros(5, jnp.int32)
+      memory.share(kv, view, num_groups=1, group_size=2, groups=groups)
+
+
+class TestFit:
+  @pytest.fixture
+  def shared(self, forked, monkeypatch):
+    """A view of rows that share, as many of them as there are."""
+    least = dict.fromkeys(prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(prefix, "_LEAST_SAVING", least)
+    view, kv = next_tokens(*forked, 1)
+    return memory.share(kv, view, num_groups=2, group_size=SAMPLES), kv
+
+  def test_exact_is_one_view_alone(self, shared):
+    """Not what is made from it: that may have other rows."""
+    view, kv = shared
+    assert view.exact
+    assert memory.fit(kv, view) is view
+    made = {
+      "replace": dataclasses.replace(view, starts=view.starts),
+      "tree": jax.tree.map(lambda x: x, view),
+      "jit": jax.jit(lambda view: view)(view),
+      "scan": jax.lax.scan(lambda at, _: (at, None), view, None, 1)[0],
+    }
+    for name, other in made.items():
+      assert not other.exact, name
+      fitted = memory.fit(kv, other)
+      assert fitted.exact, name
+      jax.tree.map(np.testing.assert_array_equal, fitted, view)
+    alone = dataclasses.replace(view, shared=None)
+    assert memory.fit(kv, alone) is alone
+
+  def test_rows_that_left(self, shared):
+    view, kv = shared
+    some = jnp.asarray([True, False, False, True, True, True])
+    moved = dataclasses.replace(view, counts=jnp.where(some, 0, view.counts))
+    fitted = memory.fit(kv, moved)
+    np.testing.assert_array_equal(fitted.shared.tokens, [PROMPT // 8 * 8, 0])
+    np.testing.assert_array_equal(fitted.shared.own_tokens > 0, ~some)
+    q = draw(9, 6, 1, HEADS, DIM)
+    np.testing.assert_array_equal(
+      memory.attend(kv, fitted, 1, q), memory.attend(kv, moved, 1, q)
+    )
+
+  @pytest.mark.parametrize("fit", [True, False])
+  def test_layers_do_not_look_at_tables(self, shared, fit):
+    """XLA leaves in the loop what is there, for a GPU and for a TPU."""
+    view, kv = shared
+
+    def layers(kv, view, q):
+      view = memory.fit(kv, view) if fit else view
+
+      def layer(q, index):
+        return q + memory.attend(kv, view, index, q), None
+
+      return jax.lax.scan(layer, q, jnp.arange(2, dtype=jnp.int32))[0]
+
+    q = draw(9, 6, 1, HEADS, DIM)
+    assert compares_tables(in_loops(layers, kv, view, q), view) != fit
+
+  def test_a_model_s_layers_do_not(self, shared):
+    view, kv = shared
+    config = LlamaConfig(
+      vocab_size=11,
+      num_layers=2,
+      embed_dim=8,
+      num_heads=HEADS,
+      num_kv_heads=KV_HEADS,
+      head_dim=DIM,
+      mlp_dim=16,
+    )
+    params = init_params(jax.random.key(0), config)
+    tokens = jnp.ones((6, 1), jnp.int32)
+    decode = functools.partial(forward, config=config)
+    arguments = (params, tokens, view.starts[:, None], kv, view)
+    assert compares_tables(equations(decode, *arguments), view)
+    assert not compares_tables(in_loops(decode, *arguments), view)
+
+
+def compares_tables(found, view):
+  """Whether page tables are compared, page by page."""
+  return any(
+    one.primitive.name == "eq"
+    and one.outvars[0].aval.shape == view.page_table.shape
+    for one in found
+  )
+
+
+class TestTree:
+  def test_a_branch_equals_its_own_sequence(self, forked):
+    """Two drafts in one call: each as if the other were not there."""
+    state, kv = forked
+    counts = jnp.asarray([4, 0, 0, 0, 0, 0], jnp.int32)
+    state, _ = jaxkv.allocate(state, counts)
+    view = memory.View(
+      page_table=state.page_table[0], starts=state.length, counts=counts
+    )
+    k, v = (draw(seed, 6, 4, KV_HEADS, DIM) for seed in (4, 5))
+    q = draw(6, 6, 4, HEADS, DIM)
+    # Branches 0, 1 and 2, 3.
+    mask = jnp.asarray(np.kron(np.eye(2), np.tri(2)), bool)
+    tree = memory.attend(
+      memory.write(kv, view, 1, k, v),
+      view,
+      1,
+      q,
+      tree_mask=jnp.broadcast_to(mask, (6, 4, 4)),
+      return_lse=True,
+    )
+    short = dataclasses.replace(view, counts=jnp.minimum(counts, 2))
+    for branch in (slice(0, 2), slice(2, 4)):
+      alone = memory.attend(
+        memory.write(kv, short, 1, k[:, branch], v[:, branch]),
+        short,
+        1,
+        q[:, branch],
+        return_lse=True,
+      )
+      wanted = [np.asarray(x[:1], np.float64) for x in alone]
+      assert_matches(*(x[:1, branch] for x in tree), *wanted, np.float32)

@@ -1,0 +1,1 @@
+"""The cache in Python lists: slow, obvious, the definition of correct."""

@@ -1,0 +1,373 @@
+"""The loop: the same tokens as a dense cache, whatever the cache does."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import jaxkv_kernels as kernels
+from jaxkv import kv as kv_memory
+from jaxkv import models
+from jaxkv import rollout
+from jaxkv_kernels._src.attention import shared_prefix as prefix
+from tests.models import small_model as texts
+
+_PROMPT_WIDTH = 72
+_NEW = 24
+# name: slots, pages, page size, samples, temperature
+_RUNS = {
+  "greedy": (4, 200, 8, 3, 0.0),
+  "sampled": (4, 200, 8, 3, 1.0),
+  "one slot": (1, 200, 8, 3, 1.0),
+  "pages of one token": (16, 800, 1, 3, 1.0),
+  "pages of 32 tokens": (3, 40, 32, 3, 1.0),
+  "a pool that preempts": (6, 24, 8, 3, 1.0),
+}
+
+
+def _prompts(model: models.CharacterModel) -> tuple[jax.Array, jax.Array]:
+  """Six prompts with a shared beginning; one of them a single token."""
+  encoded = [
+    model.vocabulary.encode(texts.TEXT[:36] + texts.TEXT[begin : begin + count])
+    for begin, count in ((100, 3), (200, 9), (300, 30), (400, 14), (500, 4))
+  ]
+  encoded.append(model.vocabulary.encode("7"))
+  tokens = np.zeros((len(encoded), _PROMPT_WIDTH), np.int32)
+  for row, prompt in zip(tokens, encoded, strict=True):
+    row[: len(prompt)] = prompt
+  lengths = np.asarray([len(prompt) for prompt in encoded], np.int32)
+  return jnp.asarray(tokens), jnp.asarray(lengths)
+
+
+def _config(model, samples: int) -> rollout.RolloutConfig:
+  return rollout.RolloutConfig(
+    num_samples=samples,
+    max_new_tokens=_NEW,
+    stop_token=model.vocabulary.stop_token,
+    prefill_chunk=16,
+    admissions=4,
+  )
+
+
+def _initial(model, slots, pages, page_size, samples) -> rollout.RolloutState:
+  cache = jaxkv.init(
+    jaxkv.CacheConfig(
+      num_pages=pages,
+      page_size=page_size,
+      num_slots=slots,
+      pages_per_slot=-(-(_PROMPT_WIDTH + _NEW) // page_size),
+    )
+  )
+  kv = kv_memory.init(
+    num_layers=model.config.num_layers,
+    num_pages=pages,
+    page_size=page_size,
+    num_kv_heads=model.config.num_kv_heads,
+    head_dim=model.config.head_dim,
+    dtype=model.config.dtype,
+  )
+  # Whatever an unused page holds must not reach a logit.
+  kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
+  return rollout.init(
+    cache, kv, *_prompts(model), jax.random.key(3), _config(model, samples)
+  )
+
+
+def _program(model) -> Any:
+  forward = functools.partial(
+    models.forward, config=model.config, logits="last"
+  )
+  return jax.jit(functools.partial(rollout.run, model=forward))
+
+
+@functools.cache
+def _dense_run(config, samples: int, temperature: float, get_model) -> Any:
+  model = get_model()
+  options = _config(model, samples)
+  memory = models.dense.init(
+    num_layers=config.num_layers,
+    batch_size=5,
+    max_len=_PROMPT_WIDTH + _NEW,
+    num_kv_heads=config.num_kv_heads,
+    head_dim=config.head_dim,
+  )
+  forward = functools.partial(
+    models.forward_dense, config=config, logits="last"
+  )
+  sequences = rollout.from_prompts(*_prompts(model), jax.random.key(3), options)
+  run = functools.partial(
+    rollout.run_dense, batch_size=5, model=forward, config=options
+  )
+  return jax.jit(run)(model.params, memory, sequences, jnp.float32(temperature))
+
+
+@pytest.fixture(scope="module")
+def dense_run(small_model):
+  def get_model():
+    return small_model
+
+  return lambda samples, temperature: _dense_run(
+    small_model.config, samples, temperature, get_model
+  )
+
+
+@pytest.fixture(scope="module")
+def program(small_model):
+  """One compiled rollout for the tests that need no other."""
+  return _program(small_model)
+
+
+_DEEP = ("one slot", "pages of 32 tokens")
+
+
+class TestTokens:
+  @pytest.mark.parametrize(
+    "name",
+    [
+      pytest.param(name, marks=pytest.mark.deep) if name in _DEEP else name
+      for name in _RUNS
+    ],
+  )
+  def test_equal_the_dense_run(self, name, small_model, dense_run):
+    slots, pages, page_size, samples, temperature = _RUNS[name]
+    state = _initial(small_model, slots, pages, page_size, samples)
+    end = _program(small_model)(
+      small_model.params, state, jnp.float32(temperature), jnp.int32(0)
+    )
+    expected = dense_run(samples, temperature)
+    np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
+    np.testing.assert_array_equal(end.sequences.length, expected.length)
+    # float32, summed in another order.
+    np.testing.assert_allclose(
+      end.sequences.log_probs, expected.log_probs, atol=2e-4
+    )
+    assert bool(rollout.is_done(end))
+    jaxkv.check(end.cache)
+    assert int(end.cache.pool.queue.num_free) == pages - 1
+    self._check_what_happened(name, end)
+
+  def test_pages_read_once_give_the_same_tokens(
+    self, monkeypatch, small_model, dense_run
+  ):
+    """As if it always paid, however small the model."""
+    least = dict.fromkeys(prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(prefix, "_LEAST_SAVING", least)
+    slots, pages, page_size, samples, temperature = _RUNS["sampled"]
+    state = _initial(small_model, slots, pages, page_size, samples)
+    arguments = (state, jnp.float32(temperature), jnp.int32(0))
+    with monkeypatch.context() as patch:
+      calls = []
+      decode = kernels.shared_prefix_decode
+      patch.setattr(
+        kernels,
+        "shared_prefix_decode",
+        lambda *a, **k: calls.append(1) or decode(*a, **k),
+      )
+      end = _program(small_model)(small_model.params, *arguments)
+    assert calls
+    expected = dense_run(samples, temperature)
+    np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
+
+  def _check_what_happened(self, name: str, end: rollout.RolloutState) -> None:
+    counters, stats = end.counters, jaxkv.stats(end.cache)
+    if name == "a pool that preempts":
+      assert int(counters.preempted) > 0
+      assert int(stats.evicted) > 0
+    if name == "sampled":
+      assert int(counters.forked) > 0
+      prompt_tokens = int(jnp.sum(end.sequences.prompt_length))
+      assert int(counters.prefilled) < prompt_tokens // 2
+
+  def test_a_sequence_alone(self, small_model, program):
+    """Neither its slot nor its neighbours change what it says."""
+    everyone = _initial(small_model, 3, 40, 8, 1)
+    run = functools.partial(program, small_model.params)
+    together = run(everyone, jnp.float32(1), jnp.int32(0)).sequences
+    for number in (0, 3, 5):
+      status = jnp.full_like(everyone.sequences.status, rollout.DONE)
+      sequences = dataclasses.replace(
+        everyone.sequences, status=status.at[number].set(rollout.WAITING)
+      )
+      alone = dataclasses.replace(everyone, sequences=sequences)
+      alone = run(alone, jnp.float32(1), jnp.int32(0)).sequences
+      np.testing.assert_array_equal(
+        alone.tokens[number], together.tokens[number]
+      )
+
+  def test_log_probs_are_the_models(self, small_model, program):
+    """Those of a forward pass without any cache."""
+    state = _initial(small_model, 3, 40, 8, 1)
+    end = program(small_model.params, state, jnp.float32(0.7), jnp.int32(0))
+    tokens = end.sequences.tokens
+    positions = jnp.broadcast_to(
+      jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
+    )
+    logits = models.forward_uncached(
+      small_model.params, tokens, positions, config=small_model.config
+    )
+    expected = jax.nn.log_softmax(logits / 0.7, axis=-1)
+    for row in range(tokens.shape[0]):
+      begin = int(end.sequences.prompt_length[row])
+      stop = int(end.sequences.length[row])
+      drawn = np.asarray(tokens[row, begin:stop])
+      wanted = np.asarray(expected[row, begin - 1 : stop - 1])
+      np.testing.assert_allclose(
+        end.sequences.log_probs[row, : stop - begin],
+        wanted[np.arange(stop - begin), drawn],
+        atol=2e-4,
+      )
+
+
+class TestSpans:
+  def test_any_span_gives_the_same_state(self, small_model, program):
+    """Also what a checkpoint in the middle gives back: bitwise."""
+    run = functools.partial(program, small_model.params)
+    state = _initial(small_model, 3, 40, 8, 1)
+    whole = run(state, jnp.float32(1), jnp.int32(0))
+    while not bool(rollout.is_done(state)):
+      state = _through_host_memory(run(state, jnp.float32(1), jnp.int32(7)))
+    for a, b in zip(
+      jax.tree.leaves(_numbers(whole)),
+      jax.tree.leaves(_numbers(state)),
+      strict=True,
+    ):
+      np.testing.assert_array_equal(a, b)
+
+  def test_compiled_once_whatever_the_lengths(self, small_model, program):
+    state = _initial(small_model, 3, 40, 8, 1)
+    for lengths in ((5, 7, 9, 11, 13, 15), (1, 1, 1, 1, 1, 40)):
+      sequences = rollout.from_prompts(
+        _prompts(small_model)[0],
+        jnp.asarray(lengths, jnp.int32),
+        jax.random.key(0),
+        _config(small_model, 1),
+      )
+      begun = dataclasses.replace(state, sequences=sequences)
+      for steps in (3, 0):
+        begun = program(
+          small_model.params, begun, jnp.float32(1), jnp.int32(steps)
+        )
+    assert program._cache_size() == 1
+
+  def test_the_program_never_asks_the_host(self, small_model, program):
+    state = _initial(small_model, 3, 40, 8, 1)
+    compiled = program.lower(
+      small_model.params, state, jnp.float32(1), jnp.int32(0)
+    ).compile()
+    text = compiled.as_text()
+    assert re.search(r"\b(infeed|outfeed|send|recv)\(", text) is None
+    assert "callback" not in text
+
+
+class TestHopelessSequences:
+  def test_pages_that_others_hold(self, small_model, program):
+    """A sequence that can never run is given up; the rest is done."""
+    state = _initial(small_model, 3, 40, 8, 1)
+    cache, _ = jaxkv.allocate(state.cache, jnp.asarray([96, 96, 32], jnp.int32))
+    cache, _ = jaxkv.touch(cache, cache.page_table[0])
+    cache, _ = jaxkv.free(cache, jnp.ones((3,), bool))
+    state = dataclasses.replace(state, cache=cache)
+    end = program(small_model.params, state, jnp.float32(1), jnp.int32(0))
+    status = end.sequences.status.tolist()
+    assert rollout.FAILED in status
+    assert rollout.DONE in status
+    failed = end.sequences.status == rollout.FAILED
+    expected = jnp.where(failed, jaxkv.Code.OUT_OF_PAGES, jaxkv.Code.OK)
+    assert end.sequences.code.tolist() == expected.tolist()
+    held = jnp.sum(cache.pool.pin_count)
+    assert int(end.cache.pool.queue.num_free) == 39 - int(held)
+
+  def test_a_length_that_no_prompt_has(self, small_model, program):
+    state = _initial(small_model, 3, 40, 8, 1)
+    lengths = state.sequences.length.at[1].set(0).at[2].set(500)
+    sequences = dataclasses.replace(state.sequences, length=lengths)
+    state = dataclasses.replace(state, sequences=sequences)
+    end = program(small_model.params, state, jnp.float32(1), jnp.int32(0))
+    assert end.sequences.status.tolist() == [
+      rollout.DONE, rollout.FAILED, rollout.FAILED, *[rollout.DONE] * 3,
+    ]  # fmt: skip
+    assert end.sequences.code[1] == jaxkv.Code.BAD_LENGTH
+    assert end.sequences.code[2] == jaxkv.Code.BAD_LENGTH
+
+  def test_no_number_of_steps_is_too_large(self, small_model, program):
+    run = functools.partial(program, small_model.params)
+    state = _initial(small_model, 3, 40, 8, 1)
+    state = run(state, jnp.float32(1), jnp.int32(3))
+    assert int(state.counters.steps) == 3
+    state = run(state, jnp.float32(1), jnp.int32(2**31 - 1))
+    assert bool(rollout.is_done(state))
+
+
+class TestArguments:
+  @pytest.mark.parametrize(
+    "name",
+    ["num_samples", "max_new_tokens", "prefill_chunk", "admissions"],
+  )
+  def test_numbers_out_of_range(self, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+      rollout.RolloutConfig(**{name: 0})
+
+  def test_a_memory_of_other_pages(self, small_model):
+    state = _initial(small_model, 2, 40, 8, 1)
+    other = _initial(small_model, 2, 40, 16, 1)
+    with pytest.raises(ValueError, match=r"kv has 40 pages of 16 tokens and"):
+      rollout.init(
+        state.cache,
+        other.kv,
+        *_prompts(small_model),
+        jax.random.key(0),
+        _config(small_model, 1),
+      )
+
+  def test_a_cache_in_use(self, small_model):
+    state = _initial(small_model, 2, 40, 8, 1)
+    cache, _ = jaxkv.allocate(state.cache, jnp.asarray([1, 0], jnp.int32))
+    with pytest.raises(ValueError, match="slots in use"):
+      rollout.init(
+        cache,
+        state.kv,
+        *_prompts(small_model),
+        jax.random.key(0),
+        _config(small_model, 1),
+      )
+
+  def test_a_sequence_that_cannot_fit(self, small_model):
+    with pytest.raises(ValueError, match=r"needs 12 pages and the pool has 7"):
+      _initial(small_model, 2, 8, 8, 1)
+    state = _initial(small_model, 2, 40, 8, 1)
+    wide = jnp.zeros((1, 100), jnp.int32)
+    with pytest.raises(ValueError, match=r"do not fit into a slot of 96"):
+      rollout.init(
+        state.cache,
+        state.kv,
+        wide,
+        jnp.ones((1,), jnp.int32),
+        jax.random.key(0),
+        _config(small_model, 1),
+      )
+
+
+def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:
+  """The state with keys as numbers."""
+  sequences = state.sequences
+  return dataclasses.replace(
+    state,
+    sequences=dataclasses.replace(
+      sequences, keys=jax.random.key_data(sequences.keys)
+    ),
+  )
+
+
+def _through_host_memory(state: rollout.RolloutState) -> rollout.RolloutState:
+  """A checkpoint: the state as numpy arrays, and back."""
+  kept = jax.tree.map(np.array, _numbers(state))
+  state = jax.tree.map(jnp.asarray, kept)
+  keys = jax.random.wrap_key_data(state.sequences.keys)
+  sequences = dataclasses.replace(state.sequences, keys=keys)
+  return dataclasses.replace(state, sequences=sequences)

@@ -1,0 +1,1 @@
+"""What tests read programs with: compiled text, jaxprs, other machines."""
