@@ -41,6 +41,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import draw  # noqa: E402
+
 # Again for jax, which a plugin may have imported before.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_enable_compilation_cache", False)
@@ -116,11 +118,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     action="store_true",
     help="also run tests marked deep, and hypothesis' profile deep",
   )
+  parser.addoption(
+    "--draw",
+    metavar="HASH",
+    help="run those tests marked drawn whose turn it was at this commit, or "
+    "in the turn of this number; default: the commit checked out",
+  )
 
 
 def pytest_configure(config: pytest.Config) -> None:
   if config.getoption("--deep"):
     hypothesis.settings.load_profile("deep")
+  # Worker processes get the options as they are now: all draw the same.
+  config.option.draw = str(draw.turn_of(config.option.draw))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+  """How to repeat the draw of this run."""
+  return f"draw: repeat with --draw {config.option.draw}"
 
 
 def pytest_collection_modifyitems(
@@ -131,6 +146,29 @@ def pytest_collection_modifyitems(
   for item in items:
     if item.get_closest_marker("deep") and not deep:
       item.add_marker(pytest.mark.skip(reason="deep: runs with --deep"))
+    if not deep and not _its_turn(item):
+      reason = "drawn: runs at another commit (--draw), by name, or with --deep"
+      item.add_marker(pytest.mark.skip(reason=reason))
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
       reason = "gpu: runs with JAXKV_TEST_PLATFORM=cuda, where there is a GPU"
       item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _its_turn(item: pytest.Item) -> bool:
+  """Whether a test is not drawn, has its turn, or was asked for by name."""
+  marker = item.get_closest_marker("drawn")
+  if marker is None:
+    return True
+  names = draw.drawn(
+    *marker.args, **marker.kwargs, turn=int(item.config.option.draw)
+  )
+  return _is_named(item) or item.callspec.params["name"] in names
+
+
+def _is_named(item: pytest.Item) -> bool:
+  """Whether the command line names a test down to its parameters."""
+  return any(
+    word.endswith(item.nodeid) or item.nodeid.endswith(word)
+    for word in item.config.args
+    if word.endswith("]")
+  )

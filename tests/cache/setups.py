@@ -119,7 +119,7 @@ Full, Window, Chunk = FullAttention, SlidingWindow, ChunkedLocal
 State = Recurrent
 
 SETUPS = {
-  # Seen in every run: both policies, merging, groups, no caching.
+  # Both policies, merging, groups, no caching.
   "plain": small(1, 2, worse="tight", num_pages=16, **AGES),
   "merge": small(2, 1, window=2, **MERGE, **CLASSIC),
   "groups": small(3, 2, groups=2, worse="crowded", **MERGE),
@@ -131,7 +131,7 @@ SETUPS = {
   "windows": small(8, 2, groups=2, window=3, worse="crowded tight"),
   "classic_no_caching": small(9, 2, groups=2, **NO_CACHING, **CLASSIC),
   "one_token_pages": small(10, 1, window=1),
-  # Pages that are left behind, and pages of different sizes. Seen in every run:
+  # Pages that are left behind, and pages of different sizes.
   "sliding": small(11, 2, (Window(4),), window=3, **LONG, **MERGE),
   "hybrid": small(
     12, 1, (Full(page_size=2), Window(4, page_size=3)), pages_per_slot=12
@@ -231,13 +231,6 @@ SETUPS = {
     28, 1, (Full(page_size=4), Full(page_size=2)), window=2, **LONG, **MERGE
   ),
 }
-
-DEFAULT = (
-  "merge",
-  "hybrid",
-  "scratch",
-)
-"""The setups of the default run; `--deep` takes them all."""
 
 # More rows than any window of the library is wide.
 WIDE = Setup(

@@ -1,7 +1,8 @@
 """The jitted cache against the oracle, move by move.
 
-`pytest --deep` takes all setups: some 6,000 moves that hypothesis chooses and
-can shrink, and 10,000 at random, in each.
+Every commit draws two or three setups (`tests/draw.py`). `pytest --deep` takes
+all: some 6,000 moves that hypothesis chooses and can shrink, and 10,000 at
+random, in each.
 """
 
 import dataclasses
@@ -24,7 +25,6 @@ from tests.cache.moves import Moves
 from tests.cache.pair import Pair
 from tests.cache.pair import wander
 from tests.cache.setups import CLASSIC
-from tests.cache.setups import DEFAULT
 from tests.cache.setups import MERGE
 from tests.cache.setups import SETUPS
 from tests.cache.setups import WIDE
@@ -119,13 +119,8 @@ def _leaves(state):
   return [np.array(leaf) for leaf in jax.tree.leaves(state)]
 
 
-NAMES = [
-  name if name in DEFAULT else pytest.param(name, marks=pytest.mark.deep)
-  for name in SETUPS
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.drawn(SETUPS, every=12)
+@pytest.mark.parametrize("name", SETUPS)
 def test_machine(name, request):
   """Both walks in one test, because compiling is most of either."""
   deep, setup = request.config.getoption("--deep"), SETUPS[name]

@@ -25,7 +25,7 @@ from tests.cache.pair import Mismatch
 from tests.cache.pair import Pair
 from tests.cache.pair import wander
 
-WALKS, STEPS, EVERY = 30, 60, 32
+WALKS, STEPS = 30, 60
 REAL = [CURRENT, DUPLICATES, ONE_WINDOW, SCARCE]
 REAL += [SLIDING, NARROW, HYBRID, PUBLISHED, DRAFTED, WINDOWS, CHUNKED, KEPT]
 REAL += [ENCODER, AGED, SCRATCH, LOGGED]
@@ -46,14 +46,8 @@ def test_the_real_cache_lives(setup):
     walk(setup, VERBS)
 
 
-# A few in every run; all, which takes a quarter of an hour, with --deep.
-NAMES = [
-  pytest.param(name, marks=[] if at % EVERY == 0 else pytest.mark.deep)
-  for at, name in enumerate(MUTANTS)
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.drawn(MUTANTS, every=32)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_dies(name):
   mutant = MUTANTS[name]
   with mutant.setup.patched(), pytest.raises(Mismatch):
