@@ -22,8 +22,8 @@ from tests.host.fuzz_setups import SETUPS
 from tests.host.fuzz_setups import Setup
 from tests.host.fuzz_trace import Operation
 from tests.host.fuzz_trace import Trace
-from tests.model_of_the_cache.reference_manager import ReferenceManager
-from tests.model_of_the_cache.reference_request import Request
+from tests.model_of_the_cache.manager import ReferenceManager
+from tests.model_of_the_cache.manager import Request
 
 _EXPECTED_ERRORS = (ValueError, KeyError)
 _SHOWN = 10

@@ -5,7 +5,7 @@ from jaxkv import Cleared
 from jaxkv import Drained
 from jaxkv import Removed
 from jaxkv import Stored
-from tests.model_of_the_cache.oracle_pool import Pool
+from tests.model_of_the_cache.pool import Pool
 
 
 class Mirror:
@@ -42,7 +42,7 @@ class Mirror:
           self.pages.clear()
     return found
 
-  def differences(self, pool: Pool) -> list[str]:
+  def differences(self, pool: Pool, config: jaxkv.CacheConfig) -> list[str]:
     """In what this is not what the oracle knows, one line a difference."""
     if self.pages.keys() != pool.keys.keys():
       told, wanted = sorted(self.pages), sorted(pool.keys)
@@ -50,7 +50,7 @@ class Mirror:
     found = [
       f"{event}: the oracle's key is {pool.keys[page]}"
       for page, event in self.pages.items()
-      if not self._agree(event, pool.keys[page], pool.config)
+      if not self._agree(event, pool.keys[page], config)
     ]
     for names in (self.keys, self.roots):
       if len(set(names.values())) < len(names):

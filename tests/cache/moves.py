@@ -10,8 +10,8 @@ from typing import Any
 from typing import Protocol
 
 from tests.cache.setups import Setup
-from tests.model_of_the_cache.oracle import Oracle
-from tests.model_of_the_cache.oracle_sequences import Sequence
+from tests.model_of_the_cache.sequences import Sequence
+from tests.model_of_the_cache.verbs import Oracle
 
 ARGUMENTS = {
   "allocate": ("num_tokens",),

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from tests.cache.differences import differences
 from tests.cache.mirror import Mirror
 from tests.cache.moves import ARGUMENTS
 from tests.cache.moves import WEIGHTS
 from tests.cache.moves import Moves
 from tests.cache.setups import Setup
-from tests.model_of_the_cache.oracle import Oracle
-from tests.model_of_the_cache.oracle import differences
+from tests.model_of_the_cache.verbs import Oracle
 
 _BETWEEN_READINGS = 3
 """Moves whose events are read together, where the cache keeps any."""
@@ -83,7 +83,8 @@ class Pair:
     """In what events differ from the oracle."""
     self.state, drained = jaxkv.drain_events(self.state)
     found = self.mirror.follow(drained)
-    return found + self.mirror.differences(self.oracle.pool)
+    pool, config = self.oracle.pool, self.setup.config
+    return found + self.mirror.differences(pool, config)
 
   def forgive(self) -> None:
     """Forgets the sticky error of both."""

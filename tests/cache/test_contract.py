@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec
 
 import jaxkv
+from tests.cache.differences import differences
 from tests.cache.moves import ARGUMENTS
 from tests.cache.moves import Moves
 from tests.cache.pair import QUERIES
@@ -26,7 +27,6 @@ from tests.cache.setups import MERGE
 from tests.cache.setups import Full
 from tests.cache.setups import Window
 from tests.cache.setups import small
-from tests.model_of_the_cache.oracle import differences
 
 SETUP = small(100, 2, (Window(3), Full(page_size=4)), **LONG, **MERGE)
 

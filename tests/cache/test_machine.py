@@ -29,7 +29,7 @@ from tests.cache.setups import MERGE
 from tests.cache.setups import SETUPS
 from tests.cache.setups import WIDE
 from tests.cache.setups import Setup
-from tests.model_of_the_cache.oracle_groups import groups_of
+from tests.model_of_the_cache.slots import groups_of
 
 WEIGHTED = [verb for verb, weight in WEIGHTS.items() for _ in range(weight)]
 

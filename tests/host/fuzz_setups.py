@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-from tests.model_of_the_cache.reference_groups import ChunkedLocal
-from tests.model_of_the_cache.reference_groups import CrossAttention
-from tests.model_of_the_cache.reference_groups import FullAttention
-from tests.model_of_the_cache.reference_groups import Recurrent
-from tests.model_of_the_cache.reference_groups import SlidingWindow
+from jaxkv import ChunkedLocal
+from jaxkv import CrossAttention
+from jaxkv import FullAttention
+from jaxkv import Recurrent
+from jaxkv import SlidingWindow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

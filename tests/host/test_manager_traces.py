@@ -18,7 +18,7 @@ from tests.host.scheduling import hybrid
 from tests.host.scheduling import references
 from tests.host.scheduling import request
 from tests.host.scheduling import single
-from tests.model_of_the_cache.reference_manager import ReferenceManager
+from tests.model_of_the_cache.manager import ReferenceManager
 
 _MANAGERS = {"reference": ReferenceManager, "host": CacheManager}
 

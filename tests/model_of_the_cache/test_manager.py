@@ -14,7 +14,7 @@ from tests.host.scheduling import WINDOW
 from tests.host.scheduling import admit
 from tests.host.scheduling import hit_of
 from tests.host.scheduling import request
-from tests.model_of_the_cache.reference_manager import ReferenceManager
+from tests.model_of_the_cache.manager import ReferenceManager
 
 
 def manager(num_pages=11, groups=(FULL,), max_model_len=8192, **options):

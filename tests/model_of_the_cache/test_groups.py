@@ -2,36 +2,32 @@
 
 import pytest
 
+from jaxkv import ChunkedLocal
+from jaxkv import FullAttention
+from jaxkv import Recurrent
+from jaxkv import SlidingWindow
 from tests import fuzz
 from tests.host.fuzz_setups import SETUPS
 from tests.host.scheduling import admit
 from tests.host.scheduling import decode
 from tests.host.scheduling import hit_of
 from tests.host.scheduling import request
-from tests.host.test_reference_manager import manager
-from tests.model_of_the_cache.reference_groups import ChunkedLocal
-from tests.model_of_the_cache.reference_groups import FullAttention
-from tests.model_of_the_cache.reference_groups import Recurrent
-from tests.model_of_the_cache.reference_groups import SlidingWindow
-from tests.model_of_the_cache.reference_kinds import admission_cap
-from tests.model_of_the_cache.reference_kinds import lookup
-from tests.model_of_the_cache.reference_manager import ReferenceManager
-from tests.model_of_the_cache.reference_request import Request
-from tests.model_of_the_cache.reference_tables import Demand
+from tests.model_of_the_cache.lookup import Search
+from tests.model_of_the_cache.manager import Demand
+from tests.model_of_the_cache.manager import ReferenceManager
+from tests.model_of_the_cache.manager import Request
+from tests.model_of_the_cache.test_manager import manager
 
 WINDOW = SlidingWindow(window=4, page_size=2)
 CHUNK = ChunkedLocal(chunk=4, page_size=2)
 
 
-def _found(group, cached, tail=0):
-  """Pages of the hit, where the letters T are cached pages."""
-  rules = manager(2, (group,)).rules
-  find = [
-    [place + 1] if letter == "T" else None
-    for place, letter in enumerate(cached)
-  ]
-  limit = len(cached) * 2 + tail
-  return lookup(group, lambda place: find[place], limit, False, rules)
+def _found(kind, cached, tail=0):
+  """Pages of the longest hit, where the letters T are cached pages."""
+  group = manager(2, (kind,)).groups[0]
+  limit = len(cached) * group.size + tail
+  search = Search([group], lambda _, column: cached[column] == "T", limit + 1)
+  return search.longest(group, limit, drop=False) // group.size
 
 
 class TestLookup:
@@ -48,9 +44,7 @@ class TestLookup:
     ],
   )
   def test_window(self, cached, pages):
-    found = _found(WINDOW, cached)
-    assert len(found) == pages
-    assert all(column is None for column in found[:-2])
+    assert _found(WINDOW, cached) == pages
 
   @pytest.mark.parametrize(
     ("cached", "tail", "pages"),
@@ -65,7 +59,7 @@ class TestLookup:
     ],
   )
   def test_chunk(self, cached, tail, pages):
-    assert len(_found(CHUNK, cached, tail)) == pages
+    assert _found(CHUNK, cached, tail) == pages
 
   def test_chunk_alone_finds_nothing_in_an_empty_cache(self):
     cache = manager(40, (ChunkedLocal(chunk=48, page_size=16),))
@@ -87,8 +81,8 @@ class TestLookup:
 
   def test_state(self):
     state = Recurrent(page_size=2)
-    assert _found(state, "TFTFF") == [None, None, [3]]
-    assert _found(state, "FF") == []
+    assert _found(state, "TFTFF") == 3
+    assert _found(state, "FF") == 0
 
   def test_boundary_page_of_a_window_with_eagle(self):
     """Page 3 ends the segment, page 4 is looked at and dropped."""
@@ -101,7 +95,7 @@ class TestLookup:
     windows = cache.get_page_ids("0")[1]
     assert windows == [*range(4, 13)]
     kept = [
-      place for place, page in enumerate(windows) if page in cache.pool.key
+      place for place, page in enumerate(windows) if page in cache.pool.keys
     ]
     assert kept == [3, 4, 7, 8]
     assert hit_of(cache, request("1", range(72)))[1] == 32
@@ -136,8 +130,9 @@ class TestRecycling:
 
   def test_admission_cap(self):
     cache = manager(10, (WINDOW,), max_in_flight=6, max_model_len=100)
-    assert admission_cap(WINDOW, cache.rules) == 6  # ceil(9 / 2) + 1
-    assert admission_cap(CHUNK, cache.rules) == 5
+    window, chunk = manager(10, (WINDOW, CHUNK), enable_caching=False).groups
+    assert window.most_pages(longest=100, in_flight=6) == 6  # ceil(9 / 2) + 1
+    assert chunk.most_pages(longest=100, in_flight=6) == 5
     one = request("0", range(60))
     assert admit(cache, one, 6, full_sequence_must_fit=True)[1] == [[1, 2, 3]]
     tight = manager(6, (WINDOW,), max_in_flight=6, max_model_len=100)
@@ -150,8 +145,8 @@ class TestRecycling:
     cache = manager(40, (group,))
     hit = [0] * nulls + [*range(1, 11 - nulls)]
     sizes = {"behind": 0, "external": 0, "encoder": 0, "tokens": 40}
-    demand = Demand(request_id="0", hit=hit, slots=40, **sizes)
-    assert cache.tables[0].need(demand) == need
+    demand = Demand(hits=[hit], slots=40, **sizes)
+    assert cache.need("0", demand) == need
 
   def test_uncached_pages_of_a_window_are_used_first(self):
     cache = manager(20, (WINDOW,), retention=0)
@@ -275,8 +270,8 @@ def inconsistencies(cache):
   """What no manager may ever come to."""
   pool = cache.pool
   counts = [0] * len(pool.refs)
-  for table in cache.tables:
-    for pages in table.tables.values():
+  for held in cache.held.values():
+    for pages in held.sequence.pages:
       for page in pages:
         counts[page] += page != 0
   found = []
@@ -285,9 +280,6 @@ def inconsistencies(cache):
   free = [page for page in range(1, len(counts)) if counts[page] == 0]
   if sorted(pool.free) != free:
     found.append("free pages are not those that nobody holds")
-  pairs = {(page, key) for key, pages in pool.pages.items() for page in pages}
-  if pairs != set(pool.key.items()):
-    found.append("keys and pages do not agree")
   return found
 
 
@@ -303,8 +295,8 @@ class Forgetful(ReferenceManager):
   """Frees the first page last."""
 
   def free(self, request):
-    for table in self.tables:
-      table.tables.get(request.request_id, []).reverse()
+    for pages in self.held[request.request_id].sequence.pages:
+      pages.reverse()
     super().free(request)
 
 

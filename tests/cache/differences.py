@@ -1,0 +1,92 @@
+"""In what a state differs from what the oracle says."""
+
+import jax
+import numpy as np
+
+from jaxkv import CacheState
+from tests.model_of_the_cache.verbs import Oracle
+
+
+def differences(oracle: Oracle, state: CacheState) -> list[str]:
+  """Everything in which a state is not what the oracle says."""
+  wanted, got = _expected(oracle), _found(state)
+  return [
+    f"{name}: oracle {wanted[name]}, state {got[name]}"
+    for name in wanted
+    if wanted[name] != got[name]
+  ]
+
+
+def _expected(oracle):
+  pool, config = oracle.pool, oracle.config
+  aged = config.track_residency
+  tables = [
+    [
+      slot.pages[g]
+      + [config.no_page] * (config.pages_per_slot - len(slot.pages[g]))
+      for slot in oracle.slots
+    ]
+    for g in range(config.num_groups)
+  ]
+  return {
+    "page_table": tables,
+    "num_pages": [
+      [len(slot.pages[g]) for slot in oracle.slots]
+      for g in range(config.num_groups)
+    ],
+    "first_page": _transposed([slot.gone for slot in oracle.slots]),
+    "length": [len(slot.tokens) for slot in oracle.slots],
+    "ref_count": pool.refs,
+    "pin_count": pool.pins,
+    "free_pages": pool.free,
+    "cached_pages": sorted(pool.keys),
+    "epoch": oracle.epoch,
+    "error": int(oracle.error),
+    "queries": oracle.queries,
+    "hits": oracle.hits,
+    "popped": pool.popped,
+    "evicted": pool.evicted,
+    "published": pool.published,
+    "merged": pool.merged,
+    "failed": oracle.failed,
+    **({"lifetime": pool.lifetime, "idle": pool.idle} if aged else {}),
+  }
+
+
+def _transposed(rows):
+  return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _found(state):
+  host = jax.device_get(state)
+  found = {
+    "page_table": host.page_table,
+    "num_pages": host.num_pages,
+    "first_page": host.first_page,
+    "length": host.length,
+    "ref_count": host.pool.ref_count,
+    "pin_count": host.pool.pin_count,
+    "free_pages": _in_order(host.pool.queue),
+    "cached_pages": _cached(host.pool.index),
+    "epoch": host.epoch,
+    "error": host.error,
+  }
+  found |= {name: getattr(host.stats, name) for name in vars(host.stats)}
+  if host.pool.ages is not None:
+    found |= vars(host.pool.ages.evicted)
+  return {name: np.asarray(value).tolist() for name, value in found.items()}
+
+
+def _in_order(queue):
+  """Live entries of the ring: those that their page points back at."""
+  places = (queue.head + np.arange(queue.span)) % len(queue.ring)
+  return [
+    queue.ring[place]
+    for place in places
+    if queue.position[queue.ring[place]] == place
+  ]
+
+
+def _cached(index):
+  """Pages that stand in a bucket."""
+  return [] if index is None else np.sort(index.buckets[index.buckets > 0])

@@ -1,0 +1,207 @@
+"""What a layer group skips, keeps, publishes and asks for."""
+
+import dataclasses
+
+from jaxkv import ChunkedLocal
+from jaxkv import CrossAttention
+from jaxkv import FullAttention
+from jaxkv import GroupKind
+from jaxkv import Recurrent
+from jaxkv import SlidingWindow
+from tests.model_of_the_cache.pool import NULL
+
+_NOWHERE = 2**40
+"""The end of a prompt that there is none of, behind all pages."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+  """What all groups of a cache share.
+
+  Attributes:
+    page_size: tokens a key; page sizes are its multiples.
+    align: tokens at whose multiples all groups end a page.
+    classic: whether the older rules hold for what is found and published.
+    draft: whether a draft model needs the last page computed again.
+    retention: what is kept of windows and states. None: every place where a
+      hit can end; 0: the latest; k: every k tokens and the latest.
+  """
+
+  page_size: int
+  align: int
+  classic: bool = False
+  draft: bool = False
+  retention: int | None = None
+
+
+def ceil_div(tokens: int, size: int) -> int:
+  """Pages of `size` for so many tokens."""
+  return -(-tokens // size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """A group of layers; equal ones are looked up together.
+
+  Attributes:
+    kind: its kind. The type and its sizes count, not its methods.
+    size: tokens a page.
+    rules: of the cache that it belongs to.
+  """
+
+  kind: GroupKind
+  size: int
+  rules: Rules
+
+  @property
+  def is_full(self) -> bool:
+    """Whether it attends to everything."""
+    return isinstance(self.kind, FullAttention)
+
+  @property
+  def is_cross(self) -> bool:
+    """Whether its pages are for an encoder's tokens."""
+    return isinstance(self.kind, CrossAttention)
+
+  @property
+  def holds_states(self) -> bool:
+    """Whether a page is a snapshot where it ends."""
+    return isinstance(self.kind, Recurrent)
+
+  @property
+  def scratch(self) -> int:
+    """Scratch pages behind the last one."""
+    return self.kind.num_speculative if isinstance(self.kind, Recurrent) else 0
+
+  # --- columns of a table ----------------------------------------------------
+
+  def pages_for(self, tokens: int, encoder: int = 0) -> int:
+    """Columns for so many tokens, or so many of the encoder."""
+    columns = ceil_div(encoder if self.is_cross else tokens, self.size)
+    return columns + self.scratch
+
+  def full_pages(self, tokens: int) -> int:
+    """Pages that so many tokens fill."""
+    return tokens // self.size
+
+  def grown(self, pages: list[int], stop: int, begins: bool) -> list[int]:
+    """The table before its last columns up to `stop` are popped.
+
+    Of states only the running one has a page, and behind it stand the scratch
+    pages, those there are before the new ones.
+    """
+    if not self.holds_states or stop <= len(pages):
+      return list(pages)
+    running, before = stop - self.scratch - 1, len(pages)
+    table = pages + [NULL] * (running - before)
+    if not begins:
+      for column in range(before - self.scratch, min(before, running)):
+        table.append(table[column])
+        table[column] = NULL
+    return table
+
+  def most_pages(self, longest: int, in_flight: int) -> int | None:
+    """Most pages that a sequence holds at once; None for no such bound.
+
+    Args:
+      longest: tokens of the longest sequence.
+      in_flight: tokens that steps in flight may still write.
+    """
+    match self.kind:
+      case SlidingWindow(window=window):
+        tokens = min(window - 1 + in_flight, longest)
+        return ceil_div(tokens, self.size) + 1
+      case ChunkedLocal(chunk=chunk):
+        return ceil_div(min(chunk + in_flight, longest), self.size)
+      case _:
+        return None
+
+  # --- what is left behind ---------------------------------------------------
+
+  def skipped_tokens(self, tokens: int) -> int:
+    """Leading tokens that nothing behind the first `tokens` looks at."""
+    match self.kind:
+      case SlidingWindow(window=window):
+        return max(0, tokens - window + 1)
+      case ChunkedLocal(chunk=chunk):
+        return tokens // chunk * chunk
+      case Recurrent():
+        return max(0, tokens - 1)
+      case _:
+        return 0
+
+  def skipped_pages(self, tokens: int) -> int:
+    """Leading pages that nothing behind so many tokens looks at."""
+    return self.skipped_tokens(tokens) // self.size
+
+  # --- what is published -----------------------------------------------------
+
+  def settled_pages(self, tokens: int) -> int:
+    """Pages whose turn to be published has come.
+
+    Hits end where all groups have whole pages, so no page behind the last such
+    place is of use yet, but for the one that a draft model asks for.
+    """
+    if self.rules.classic:
+      return self.full_pages(tokens)
+    aligned = tokens // self.rules.align * self.rules.align
+    if self.rules.draft and aligned > 0:
+      return self.full_pages(min(tokens, aligned + self.size))
+    return self.full_pages(aligned)
+
+  def is_published(self, column: int, prompt: int, junction: int) -> bool:
+    """Whether a page can ever be part of a hit.
+
+    Args:
+      column: of the page.
+      prompt: tokens that the sequence was admitted with; 0 for no prompt.
+      junction: where it turned off from what some groups had; 0 for nowhere.
+    """
+    if self.rules.classic:
+      return True
+    ends = self._kept_ends(prompt or _NOWHERE, junction)
+    match self.kind:
+      case SlidingWindow():
+        return self._window_is_published(column, ends)
+      case Recurrent():
+        return self._state_is_published(column, ends)
+      case _:
+        return True
+
+  @property
+  def window_pages(self) -> int:
+    """Pages before a token that its window can reach into."""
+    return ceil_div(self.kind.window - 1, self.size)
+
+  def _window_is_published(self, column, ends):
+    shift, retention = int(self.rules.draft), self.rules.retention
+    need = self.window_pages + shift
+    segment = self.rules.align if retention is None else retention
+    if segment:
+      period = segment // self.size
+      if need >= period:
+        return True
+      if column >= shift and (column - shift) % period >= period - need:
+        return True
+    if retention is None:
+      return False
+    return any(end + shift - need <= column < end + shift for end in ends)
+
+  def _state_is_published(self, column, ends):
+    retention = self.rules.retention
+    if retention is None:
+      return True
+    if retention and (column + 1) * self.size % retention == 0:
+      return True
+    return any(column == end - 1 for end in ends)
+
+  def _kept_ends(self, prompt, junction):
+    """Pages where the same or a longer prompt, or a shared one, would go on."""
+    align = self.rules.align
+    tokens = [prompt - 1] + [junction] * (junction > 0)
+    if self.rules.draft:
+      again = (prompt - 1) // align * align
+      extended = prompt // align * align
+      tokens = [max(again - align, 0), max(extended - align, 0)]
+      tokens += [junction, junction - self.size] * (junction > 0)
+    return [length // align * align // self.size for length in tokens]

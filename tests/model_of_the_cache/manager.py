@@ -1,0 +1,447 @@
+"""The reference systems' cache manager, request by request.
+
+vLLM 0.33.0 is followed in what it does, not in its defects: there the right
+thing is done instead, and a comment says so.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence as Listed
+from typing import Any
+
+from jaxkv import ChunkedLocal
+from jaxkv import CrossAttention
+from jaxkv import GroupKind
+from jaxkv import Recurrent
+from jaxkv import SlidingWindow
+from tests.model_of_the_cache import lookup
+from tests.model_of_the_cache import sequences
+from tests.model_of_the_cache.groups import Group
+from tests.model_of_the_cache.groups import Rules
+from tests.model_of_the_cache.groups import ceil_div
+from tests.model_of_the_cache.pool import NULL
+from tests.model_of_the_cache.pool import Pool
+from tests.model_of_the_cache.sequences import Sequence
+
+
+@dataclasses.dataclass
+class Request:
+  """A sequence as its scheduler sees it.
+
+  Attributes:
+    request_id: its name.
+    token_ids: prompt and output.
+    num_prompt_tokens: how many of them are the prompt.
+    num_computed_tokens: how many of them have their keys and values.
+    num_in_flight_tokens: those of them that a step still computes.
+    status: waiting, running or preempted.
+    cache_salt, lora_name: requests that differ in one share no page.
+    mm: not used.
+    prompt_logprobs: the whole prompt is computed, so that nothing can hit.
+    shared_prefix_boundary: junction of the last lookup.
+  """
+
+  request_id: str
+  token_ids: list[int]
+  num_prompt_tokens: int
+  num_computed_tokens: int = 0
+  num_in_flight_tokens: int = 0
+  status: str = "waiting"
+  cache_salt: str | None = None
+  lora_name: str | None = None
+  mm: Any = None
+  prompt_logprobs: bool = False
+  shared_prefix_boundary: int = 0
+
+  @property
+  def num_tokens(self) -> int:
+    """Tokens known so far."""
+    return len(self.token_ids)
+
+
+@dataclasses.dataclass
+class CachePages:
+  """Pages by group; 0 is no page."""
+
+  pages: tuple[list[int], ...]
+
+  def get_page_ids(self) -> tuple[list[int], ...]:
+    """Page ids by group."""
+    return self.pages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demand:
+  """What one allocation asks for.
+
+  Attributes:
+    hits: pages found by the lookup, by group.
+    behind: tokens computed, here or elsewhere, before the new ones.
+    external: how many of them are computed elsewhere.
+    tokens: behind them and new.
+    slots: tokens to have room for, lookahead included.
+    encoder: tokens of the encoder.
+  """
+
+  hits: Listed[list[int]]
+  behind: int
+  external: int
+  tokens: int
+  slots: int
+  encoder: int
+
+
+@dataclasses.dataclass
+class Held:
+  """What a request has.
+
+  Attributes:
+    sequence: its pages and the tokens of their keys.
+    considered: for each group, the leading columns whose turn to be published
+      has come; None until the first hit or the first full page.
+    grew: whether room was made for it before.
+  """
+
+  sequence: Sequence
+  considered: list[int | None]
+  grew: bool = False
+
+
+class ReferenceManager:
+  """Which pages requests hold and which can be found.
+
+  Args:
+    num_pages: pages, the null page 0 counted.
+    groups: kinds, each with its page size.
+    max_model_len: tokens of the longest sequence.
+    enable_caching: whether pages are published and found.
+    use_eagle: whether a draft model needs the last page computed again.
+    policy: "current" or "classic".
+    retention: see `Rules`.
+    watermark: part of the pages kept free of newcomers.
+    max_in_flight: tokens that steps in flight may write; None for
+      `max_model_len`.
+    max_encoder_tokens: of the longest encoder input; nothing depends on it.
+
+  Raises:
+    ValueError: the options do not go together.
+  """
+
+  def __init__(
+    self,
+    num_pages: int,
+    groups: Listed[GroupKind],
+    max_model_len: int,
+    enable_caching: bool = True,
+    use_eagle: bool = False,
+    *,
+    policy: str = "current",
+    retention: int | None = None,
+    watermark: float = 0.0,
+    max_in_flight: int | None = None,
+    max_encoder_tokens: int | None = None,
+  ):
+    sizes = [group.page_size for group in groups]
+    self.rules = Rules(
+      page_size=math.gcd(*sizes),
+      align=math.lcm(*sizes),
+      classic=policy == "classic",
+      draft=use_eagle,
+      retention=retention,
+    )
+    _check_options(self.rules, groups, policy, enable_caching)
+    self.groups = [Group(kind, kind.page_size, self.rules) for kind in groups]
+    self.pool = Pool(num_pages, unhashed_first=policy == "current")
+    self.caching, self.watermark = enable_caching, watermark
+    self.longest = max_model_len
+    self.in_flight = max_model_len if max_in_flight is None else max_in_flight
+    self.held: dict[str, Held] = {}
+    # Keys published in this step, whose states are not there yet.
+    self.written: set[tuple] = set()
+
+  def _held(self, request_id: str) -> Held:
+    """What a request has; an unknown one has nothing."""
+    nothing = Sequence([[] for _ in self.groups], [], ())
+    return self.held.get(request_id, Held(nothing, [None for _ in self.groups]))
+
+  # --- lookup ----------------------------------------------------------------
+
+  def get_computed_pages(self, request: Request) -> tuple[CachePages, int]:
+    """The longest cached prefix that leaves a token to compute."""
+    request.shared_prefix_boundary = 0
+    if not self.caching or request.prompt_logprobs:
+      return CachePages(tuple([] for _ in self.groups)), 0
+    tokens = request.token_ids
+    hit = lookup.find(self.groups, self.pool, _root(request), tokens)
+    if not self.rules.classic:
+      request.shared_prefix_boundary = hit.junction
+    return CachePages(tuple(hit.tables())), hit.tokens
+
+  # --- allocation ------------------------------------------------------------
+
+  def allocate_slots(
+    self,
+    request: Request,
+    num_new_tokens: int,
+    num_new_computed_tokens: int = 0,
+    new_computed_pages: CachePages | None = None,
+    num_lookahead_tokens: int = 0,
+    num_external_computed_tokens: int = 0,
+    delay_cache_pages: bool = False,
+    full_sequence_must_fit: bool = False,
+    reserved_pages: int = 0,
+    has_scheduled_requests: bool = True,
+    num_encoder_tokens: int = 0,
+  ) -> CachePages | None:
+    """Pages for new tokens; None, and no page taken, if there are too few."""
+    external, longest = num_external_computed_tokens, self.longest
+    if num_new_tokens + external + num_new_computed_tokens == 0:
+      raise ValueError("nothing to allocate for")
+    behind = request.num_computed_tokens + num_new_computed_tokens + external
+    total = min(behind, longest)
+    tokens = total + num_new_tokens
+    hits = new_computed_pages and new_computed_pages.get_page_ids()
+    demand = Demand(
+      hits=hits or [[] for _ in self.groups],
+      behind=behind,
+      external=external,
+      tokens=tokens,
+      slots=min(tokens + num_lookahead_tokens, longest),
+      encoder=num_encoder_tokens,
+    )
+    room = len(self.pool.free)
+    if has_scheduled_requests and request.status in ("waiting", "preempted"):
+      room -= int(self.watermark * len(self.pool.refs))
+    name = request.request_id
+    if full_sequence_must_fit:
+      whole = min(request.num_tokens, longest)
+      full = dataclasses.replace(demand, tokens=whole, slots=whole)
+      if self.need(name, full, capped=True) > room:
+        return None
+    before = len(self.pool.free)
+    settled = max(0, total - request.num_in_flight_tokens)
+    self.remove_skipped_pages(name, settled)
+    room += len(self.pool.free) - before
+    if self.need(name, demand) > room - reserved_pages:
+      return None
+    held = self.held.setdefault(name, self._held(name))
+    self._attach(held, demand)
+    new = self._grow(held, demand)
+    if not delay_cache_pages:
+      self._publish(request, min(tokens, request.num_tokens))
+    return CachePages(new)
+
+  def need(self, request_id: str, demand: Demand, capped: bool = False) -> int:
+    """Pages that leave the free queue if the demand is met.
+
+    Args:
+      request_id: whose.
+      demand: what it asks for.
+      capped: whether no group counts more than it can hold at once.
+    """
+    held, total = self._held(request_id), 0
+    for number, group in enumerate(self.groups):
+      if group.is_cross:
+        pages = held.sequence.pages[number]
+        total += max(group.pages_for(0, demand.encoder) - len(pages), 0)
+      elif group.holds_states:
+        total += self._needed_states(number, held, demand)
+      else:
+        total += self._needed_pages(number, held, demand, capped)
+    return total
+
+  def _needed_pages(self, number, held, demand, capped):
+    group, hit = self.groups[number], demand.hits[number]
+    required = group.pages_for(demand.slots)
+    most = group.most_pages(self.longest, self.in_flight)
+    if capped and most is not None:
+      required = min(required, most)
+    count = len(held.sequence.pages[number])
+    if held.considered[number] is not None:
+      return max(required - count, 0)
+    skipped = group.skipped_pages(demand.behind)
+    have = max(skipped, len(hit) + count)
+    return max(required - have, 0) + self._unheld(hit[skipped:])
+
+  def _needed_states(self, number, held, demand):
+    """More than there is when the hit is not written yet."""
+    group, hit = self.groups[number], demand.hits[number]
+    if hit and self.pool.keys.get(hit[-1]) in self.written:
+      return len(self.pool.refs) + 1
+    most = 1 if held.grew else 1 + group.scratch
+    have = len(hit) + len(held.sequence.pages[number])
+    external = 0
+    if demand.external and held.considered[number] is None:
+      # Defect 1: the page of the external state counts too, and a hit state
+      # before it is not attached.
+      skipped = group.skipped_pages(demand.behind)
+      have, hit = max(skipped, have), hit[skipped:]
+      external = ceil_div(demand.behind, group.size) - have
+      have += external
+    growth = group.pages_for(demand.tokens) - have
+    growth = min(growth, most) if growth > 0 else growth
+    return external + growth + self._unheld(hit)
+
+  def _unheld(self, pages):
+    return sum(page != NULL and self.pool.refs[page] == 0 for page in pages)
+
+  def _attach(self, held, demand):
+    """The hit and the pages of external tokens, once for each request."""
+    if not any(demand.hits) and not demand.external:
+      return
+    if any(considered is not None for considered in held.considered):
+      return
+    # Classic goes group by group, and may pop what a later group would touch.
+    for number, group in enumerate(self.groups):
+      skipped = group.skipped_pages(demand.behind)
+      pages = demand.hits[number][skipped:]
+      self.pool.hold(pages)
+      held.sequence.pages[number] = [NULL] * skipped + pages
+      held.considered[number] = skipped + len(pages)
+    for group, pages in zip(self.groups, held.sequence.pages, strict=True):
+      unseen = demand.behind - group.skipped_tokens(demand.behind)
+      # An encoder's pages are not for tokens of the decoder.
+      if not group.is_cross and min(unseen, demand.external) > 0:
+        stop = ceil_div(demand.behind, group.size)
+        sequences.fill(self.pool, pages, stop)
+
+  def _grow(self, held, demand):
+    """Pages for the new tokens and the lookahead; what was appended."""
+    begins, new = not held.grew, []
+    held.grew = True
+    for number, group in enumerate(self.groups):
+      # Where states stand, the lookahead is in scratch pages.
+      tokens = demand.tokens if group.holds_states else demand.slots
+      stop = group.pages_for(tokens, demand.encoder)
+      before = len(held.sequence.pages[number])
+      pages = group.grown(held.sequence.pages[number], stop, begins)
+      sequences.fill(self.pool, pages, stop)
+      held.sequence.pages[number] = pages
+      new.append(pages[before:])
+    return tuple(new)
+
+  # --- publication -----------------------------------------------------------
+
+  def cache_pages(self, request: Request, num_computed_tokens: int) -> None:
+    """Publishes the full pages of so many tokens."""
+    if request.request_id not in self.held:
+      raise KeyError(request.request_id)
+    self._publish(request, num_computed_tokens)
+
+  def _publish(self, request, tokens):
+    # Defect 3: no partial entry for the end of a prompt in larger pages.
+    if not self.caching:
+      return
+    held = self.held[request.request_id]
+    sequence = held.sequence
+    sequence.root, sequence.tokens = _root(request), list(request.token_ids)
+    sequence.prompt = request.num_prompt_tokens
+    sequence.junction = request.shared_prefix_boundary
+    for number, group in enumerate(self.groups):
+      start = held.considered[number] or 0
+      stop = group.settled_pages(min(tokens, request.num_tokens))
+      if start >= stop:
+        continue
+      columns = range(start, stop)
+      before = set(self.pool.keys)
+      sequences.publish(self.pool, group, number, sequence, columns)
+      if group.holds_states:
+        new = self.pool.keys.keys() - before
+        self.written |= {self.pool.keys[page] for page in new}
+      held.considered[number] = stop
+
+  # --- release ---------------------------------------------------------------
+
+  def remove_skipped_pages(
+    self, request_id: str, num_computed_tokens: int
+  ) -> None:
+    """Gives back what nothing behind so many tokens looks at."""
+    tables = self._held(request_id).sequence.pages
+    for group, pages in zip(self.groups, tables, strict=True):
+      sequences.recycle(self.pool, group, pages, max(0, num_computed_tokens))
+
+  def free(self, request: Request) -> None:
+    """Gives everything of a request back."""
+    sequences.release(self.pool, self._held(request.request_id).sequence)
+    self.held.pop(request.request_id, None)
+
+  def evict_pages(self, page_ids: list[int]) -> None:
+    """Drops the keys of pages."""
+    for page in page_ids:
+      self.pool.forget(page)
+
+  def reset_prefix_cache(self) -> bool:
+    """Drops all keys if no page is held."""
+    return self.pool.reset()
+
+  def new_step_starts(self) -> None:
+    """A new step begins: what was published before is written now."""
+    self.written.clear()
+
+  # --- what there is ---------------------------------------------------------
+
+  def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
+    """Pages of a request by group; of an unknown one, none."""
+    tables = self._held(request_id).sequence.pages
+    return tuple(list(pages) for pages in tables)
+
+  def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
+    """By group, leading pages that all hold; only full attention has any."""
+    common = []
+    for number, pages in enumerate(self.get_page_ids(request_id)):
+      tables = [held.sequence.pages[number] for held in self.held.values()]
+      holders = sum(map(bool, tables))
+      all_hold = [self.pool.refs[page] == holders for page in pages]
+      is_full = self.groups[number].is_full
+      common.append([*all_hold, False].index(False) if is_full else 0)
+    return common
+
+  def free_queue(self) -> list[int]:
+    """Free pages in the order in which they will be popped."""
+    return list(self.pool.free)
+
+  def cached_page_ids(self) -> set[int]:
+    """Pages that can be found."""
+    return set(self.pool.keys)
+
+  @property
+  def num_free_pages(self) -> int:
+    """How many pages are free."""
+    return len(self.pool.free)
+
+  @property
+  def usage(self) -> float:
+    """Part of the pages that is held, the null page not counted."""
+    usable = len(self.pool.refs) - 1
+    return 1 - len(self.pool.free) / usable if usable else 0.0
+
+
+def _root(request: Any) -> tuple:
+  """What the keys of a request begin with."""
+  return request.cache_salt or None, request.lora_name or None
+
+
+def _check_options(rules, kinds, policy, caching):
+  if policy not in ("current", "classic"):
+    raise ValueError(f"policy must be current or classic, got {policy!r}")
+  for kind in kinds:
+    mixed = rules.draft or kind.page_size != rules.align
+    if isinstance(kind, CrossAttention) and caching:
+      raise ValueError("encoder-decoders have no prefix cache")
+    if isinstance(kind, ChunkedLocal) and caching and mixed:
+      raise ValueError("chunked groups: no EAGLE, one page size")
+    if isinstance(kind, Recurrent) and kind.page_size != rules.page_size:
+      raise ValueError("recurrent groups have the smallest page size")
+  if rules.retention is not None:
+    _check_retention(rules, kinds)
+
+
+def _check_retention(rules, kinds):
+  retention = rules.retention
+  if rules.classic:
+    raise ValueError("the classic policy has no retention")
+  if retention < 0 or retention % rules.align:
+    raise ValueError(f"retention must be a multiple of {rules.align}")
+  bounded = any(isinstance(kind, SlidingWindow | Recurrent) for kind in kinds)
+  if retention and not bounded:
+    raise ValueError("retention needs a window or a state")

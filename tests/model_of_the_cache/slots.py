@@ -1,0 +1,125 @@
+"""Sequences in slots, and what every verb needs."""
+
+import dataclasses
+
+from jaxkv import CacheConfig
+from jaxkv import Code
+from tests.model_of_the_cache import sequences
+from tests.model_of_the_cache.groups import Group
+from tests.model_of_the_cache.groups import Rules
+from tests.model_of_the_cache.pool import NULL
+from tests.model_of_the_cache.pool import Pool
+from tests.model_of_the_cache.sequences import Sequence
+
+
+def groups_of(config: CacheConfig) -> list[Group]:
+  """The groups of a cache."""
+  rules = Rules(
+    page_size=config.page_size,
+    align=config.alignment,
+    classic=config.classic,
+    draft=config.draft_model,
+    retention=config.retention,
+  )
+  return [
+    Group(dataclasses.replace(kind, page_size=size), size, rules)
+    for kind, size in zip(config.groups, config.page_sizes, strict=True)
+  ]
+
+
+class Slots:
+  """Sequences in slots, and what all verbs need.
+
+  Attributes:
+    groups: of layers.
+    pool: the pages.
+    slots: one `Sequence` a slot.
+    epoch, error: as in `CacheState`.
+    queries, hits: tokens that `admit` was asked for, and found.
+    failed: rows that did not get what they asked for.
+  """
+
+  def __init__(self, config: CacheConfig):
+    self.config = config
+    self.groups = groups_of(config)
+    self.pool = Pool(config.num_pages, config.unhashed_first)
+    self.epoch = 0
+    self.error = Code.OK
+    self.queries = self.hits = self.failed = 0
+    self.slots = [self._start(None) for _ in range(config.num_slots)]
+
+  def _start(self, salt) -> Sequence:
+    """A sequence of nothing; without a salt it has that of zeros."""
+    salt = (0, 0, 0, 0) if salt is None else tuple(salt)
+    return Sequence(
+      [[] for _ in self.groups],
+      [],
+      (self.epoch, salt),
+      gone=[0 for _ in self.groups],
+    )
+
+  def room(self, slot: int) -> int:
+    """Tokens for which every group of a slot has pages."""
+    held = zip(self.groups, self.slots[slot].pages, strict=True)
+    return min(
+      max(len(pages) - group.scratch, 0) * group.size
+      for group, pages in held
+      if not group.is_cross
+    )
+
+  def _in_range(self, slot: int) -> bool:
+    return 0 <= slot < self.config.num_slots
+
+  def _first_named(self, slots) -> list[bool]:
+    """Whether each slot is one, and no earlier row names it."""
+    return [
+      self._in_range(slot) and slot not in slots[:row]
+      for row, slot in enumerate(slots)
+    ]
+
+  def _note(self, codes: list[Code]) -> list[Code]:
+    """Counts failures and makes the first stick; a misuse replaces pressure."""
+    for code in codes:
+      if code in (Code.OK, Code.SKIPPED):
+        continue
+      self.failed += 1
+      if self.error == Code.OK or (
+        self.error == Code.OUT_OF_PAGES and code != Code.OUT_OF_PAGES
+      ):
+        self.error = code
+    return codes
+
+  # --- columns ---------------------------------------------------------------
+
+  def _pages_for(self, tokens: int, encoder: int = 0) -> list[int]:
+    """Columns for so many tokens, for each group."""
+    return [group.pages_for(tokens, encoder) for group in self.groups]
+
+  def _overfull(self, wanted: list[int]) -> bool:
+    """Whether scratch pages do not fit into the table."""
+    most = [self.config.slot_tokens // group.size for group in self.groups]
+    return any(n > m for n, m in zip(wanted, most, strict=True))
+
+  def _grown(self, tables, wanted, begins):
+    """The tables before their last columns are popped."""
+    rows = zip(self.groups, tables, wanted, strict=True)
+    return [group.grown(pages, stop, begins) for group, pages, stop in rows]
+
+  def _fill(self, tables, wanted):
+    for pages, stop in zip(tables, wanted, strict=True):
+      sequences.fill(self.pool, pages, stop)
+    return tables
+
+  def _nothing_owed(self):
+    return [(self.config.no_page,) * 2] * self.config.num_groups
+
+  def _stateless(self, sequence, length):
+    """Whether some state after so many tokens is not in its page."""
+    for group, pages in zip(self.groups, sequence.pages, strict=True):
+      if not group.holds_states or length == 0:
+        continue
+      if pages[(length - 1) // group.size] == NULL:
+        return True
+      if length < len(sequence.tokens) and length % group.size:
+        return True
+    return False

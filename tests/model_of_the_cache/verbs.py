@@ -1,0 +1,526 @@
+"""The verbs of `jaxkv`, over slots: what every one must return and leave.
+
+A verb has the same arguments as the real one, as lists, and gives a dict of
+what that must return. Keys are tuples of the tokens themselves, the free queue
+is a list, and rows are worked off one by one, so that the batch law is how
+this file is written, not something it checks.
+"""
+
+import copy
+import dataclasses
+import itertools
+
+from jaxkv import Code
+from tests.model_of_the_cache import lookup
+from tests.model_of_the_cache import sequences
+from tests.model_of_the_cache.lookup import Hit
+from tests.model_of_the_cache.pool import NULL
+from tests.model_of_the_cache.slots import Slots
+
+
+class Arriving(Slots):
+  """match, admit, pin: sequences that come, with whatever of them is cached."""
+
+  def match(self, tokens, lengths, salts=None):
+    """Longest cached prefix of each row; changes nothing."""
+    hits = [self._match(*row) for row in self._rows(tokens, lengths, salts)]
+    return {
+      "num_cached": [hit.tokens for hit in hits],
+      "pages": self._padded(hits, len(tokens[0]) // self.config.page_size),
+    }
+
+  def _rows(self, tokens, lengths, salts):
+    return zip(tokens, lengths, salts or [None] * len(tokens), strict=True)
+
+  def _match(self, row, length, salt) -> Hit:
+    if not 1 <= length <= len(row):
+      return lookup.miss(self.groups)
+    root = self._start(salt).root
+    return lookup.find(self.groups, self.pool, root, row[:length])
+
+  def _padded(self, hits, columns):
+    """Pages as [G, R, columns], NO_PAGE before and behind those needed."""
+    no_page = self.config.no_page
+    padded = []
+    for number in range(self.config.num_groups):
+      padded.append([])
+      for hit in hits:
+        pages = [no_page] * hit.first[number] + hit.pages[number]
+        padded[-1].append(pages + [no_page] * (columns - len(pages)))
+    return padded
+
+  def admit(
+    self,
+    slots,
+    tokens,
+    lengths,
+    salts=None,
+    mask=None,
+    room=None,
+    keep_free=None,
+    num_encoder_tokens=None,
+  ):
+    """Starts sequences; every lookup sees the cache before the call."""
+    codes, plans, named = [], {}, set()
+    left, woken = len(self.pool.free), set()
+    rows = list(self._rows(tokens, lengths, salts))
+    room, keep = room or lengths, keep_free or [0] * len(rows)
+    encoders = num_encoder_tokens or [0] * len(rows)
+    for index, (row, length, salt) in enumerate(rows):
+      encoder = encoders[index]
+      least = min(length - 1, room[index] - 1, keep[index], encoder)
+      fits = least >= 0 and length <= len(row)
+      code = self._check_admit(slots[index], max(length, encoder), fits, named)
+      if mask is not None and not mask[index]:
+        code = Code.SKIPPED
+      if code == Code.OK:
+        named.add(slots[index])
+        hit = self._match(row, length, salt)
+        begun = min(hit.tokens + room[index], length)
+        pages = self._pages_for(begun, encoder)
+        code, cost = self._price(hit, pages, left - keep[index], woken)
+        if code == Code.OK:
+          left -= cost
+          plans[index] = hit, pages
+      codes.append(code)
+    # All hits are held before any page is popped.
+    tables = {
+      index: sequences.attach(self.pool, hit)
+      for index, (hit, _) in plans.items()
+    }
+    cached = [0] * len(rows)
+    for index, (hit, wanted) in plans.items():
+      row, length, salt = rows[index]
+      sequence = self.slots[slots[index]] = self._start(salt)
+      sequence.tokens = list(row[: hit.tokens])
+      sequence.prompt, sequence.junction = length, hit.junction
+      sequence.gone = list(hit.first)
+      grown = self._grown(tables[index], wanted, True)
+      sequence.pages = self._fill(grown, wanted)
+      self.queries += length
+      self.hits += hit.tokens
+      cached[index] = hit.tokens
+    return {"code": self._note(codes), "num_cached": cached}
+
+  def _check_admit(self, slot, length, fits, named):
+    if not self._in_range(slot):
+      return Code.BAD_SLOT
+    if not self.slots[slot].empty or slot in named:
+      return Code.SLOT_IN_USE
+    if not fits:
+      return Code.BAD_LENGTH
+    return Code.SLOT_FULL if length > self.config.slot_tokens else Code.OK
+
+  def _price(self, hit, wanted, left, woken):
+    """Whether there is room, and what leaves the free list then.
+
+    That are pages to pop, and hits in it that no earlier row woke.
+    """
+    if self._overfull(wanted):
+      return Code.SLOT_FULL, 0
+    tables = self._grown(hit.tables(), wanted, True)
+    need = sequences.missing(tables, wanted)
+    hits = set(hit.all_pages())
+    wakes = {page for page in hits if not self.pool.refs[page]} - woken
+    if need + len(wakes) > left:
+      return Code.OUT_OF_PAGES, 0
+    woken |= wakes
+    return Code.OK, need + len(wakes)
+
+  def pin(self, tokens, lengths, salts=None, mask=None):
+    """Pins the longest cached prefix of each row."""
+    codes, hits = [], []
+    rows = self._rows(tokens, lengths, salts)
+    for index, (row, length, salt) in enumerate(rows):
+      hit = self._match(row, length, salt)
+      code = Code.OK if hit.tokens else Code.NOT_CACHED
+      if not 1 <= length <= len(row):
+        code = Code.BAD_LENGTH
+      if mask is not None and not mask[index]:
+        code, hit = Code.SKIPPED, lookup.miss(self.groups)
+      codes.append(code)
+      hits.append(hit)
+    for hit in hits:
+      for page in hit.all_pages():
+        self.pool.hold([page])
+        self.pool.pins[page] += 1
+    return {
+      "code": self._note(codes),
+      "num_cached": [hit.tokens for hit in hits],
+      "pages": self._padded(hits, len(tokens[0]) // self.config.page_size),
+    }
+
+
+class Growing(Slots):
+  """allocate, commit: sequences that get longer."""
+
+  def allocate(self, num_tokens):
+    """Room for so many more tokens, slot by slot, group by group."""
+    return self.allocate_slots(num_tokens, range(self.config.num_slots))
+
+  def allocate_slots(self, num_tokens, slots, num_encoder_tokens=None):
+    """`jaxkv.allocate` with slot numbers."""
+    encoders = num_encoder_tokens or [0] * len(num_tokens)
+    rows = zip(slots, num_tokens, encoders, strict=True)
+    done = [
+      self._allocate(*row) if first else (Code.BAD_SLOT, 0)
+      for row, first in zip(rows, self._first_named(slots), strict=True)
+    ]
+    codes = self._note([code for code, _ in done])
+    return {"code": codes, "num_new_pages": [new for _, new in done]}
+
+  def _allocate(self, slot, count, encoder):
+    sequence = self.slots[slot]
+    if min(count, encoder) < 0:
+      return Code.BAD_LENGTH, 0
+    total = len(sequence.tokens) + count
+    wanted = self._pages_for(total, encoder)
+    if max(total, encoder) > self.config.slot_tokens or (
+      count and self._overfull(wanted)
+    ):
+      return Code.SLOT_FULL, 0
+    if count == 0:
+      return Code.OK, 0
+    tables = self._grown(sequence.pages, wanted, sequence.empty)
+    need = sequences.missing(tables, wanted)
+    if need > len(self.pool.free):
+      return Code.OUT_OF_PAGES, 0
+    if sequence.empty:
+      sequence = self.slots[slot] = self._start(None)
+    sequence.pages = self._fill(tables, wanted)
+    return Code.OK, need
+
+  def commit(self, tokens, counts):
+    """Makes tokens final and publishes the pages that became full."""
+    return self.commit_slots(tokens, counts, range(self.config.num_slots))
+
+  def commit_slots(self, tokens, counts, slots):
+    """`jaxkv.commit` with slot numbers."""
+    done = [
+      self._commit(slot, row, count) if first else (Code.BAD_SLOT, 0)
+      for slot, row, count, first in zip(
+        slots, tokens, counts, self._first_named(slots), strict=True
+      )
+    ]
+    codes = self._note([code for code, _ in done])
+    return {"code": codes, "num_published": [n for _, n in done]}
+
+  def _commit(self, slot, row, count):
+    sequence = self.slots[slot]
+    if count != 0 and sequence.empty:
+      return Code.SLOT_EMPTY, 0
+    if not 0 <= count <= len(row):
+      return Code.BAD_LENGTH, 0
+    if len(sequence.tokens) + count > self.room(slot):
+      return Code.NO_ROOM, 0
+    before = len(sequence.tokens)
+    sequence.tokens = sequence.tokens + list(row[:count])
+    published = self.pool.published
+    if self.config.prefix_caching:
+      for number, group in enumerate(self.groups):
+        columns = range(
+          group.settled_pages(before),
+          group.settled_pages(len(sequence.tokens)),
+        )
+        merge = self.config.merge_duplicates
+        sequences.publish(self.pool, group, number, sequence, columns, merge)
+    return Code.OK, self.pool.published - published
+
+
+class Branching(Slots):
+  """fork, truncate: sequences that share pages, and go back."""
+
+  def fork(self, src, dst, mask=None):
+    """Shares full pages; sources are read as they were before the call."""
+    before = copy.deepcopy(self.slots)
+    codes, copies, named = [], [], set()
+    for index, (source, target) in enumerate(zip(src, dst, strict=True)):
+      code = self._check_fork(before, source, target, named)
+      if mask is not None and not mask[index]:
+        code = Code.SKIPPED
+      owed = self._nothing_owed()
+      if code == Code.OK:
+        named.add(target)
+        tokens = len(before[source].tokens)
+        partial = self._partial(tokens)
+        scratch = sum(group.scratch for group in self.groups)
+        if self._stateless(before[source], tokens):
+          code = Code.RECYCLED
+        elif sum(partial) + scratch > len(self.pool.free):
+          code = Code.OUT_OF_PAGES
+        else:
+          owed = self._share(before[source], target, partial)
+      codes.append(code)
+      copies.append(owed)
+    return {"code": self._note(codes), "copies": _columns(copies)}
+
+  def _check_fork(self, before, source, target, named):
+    if not (self._in_range(source) and self._in_range(target)):
+      return Code.BAD_SLOT
+    if before[source].empty or not before[source].tokens:
+      return Code.SLOT_EMPTY
+    if not before[target].empty or target in named:
+      return Code.SLOT_IN_USE
+    return Code.OK
+
+  def _partial(self, tokens):
+    """For each group whether the last page is not full."""
+    return [
+      tokens % group.size > 0 and not group.is_cross for group in self.groups
+    ]
+
+  def _share(self, source, target, partial):
+    """Fills a slot from another; the copies owed."""
+    tables, owed = [], self._nothing_owed()
+    for number, group in enumerate(self.groups):
+      pages, full = source.pages[number], group.full_pages(len(source.tokens))
+      full = len(pages) if group.is_cross else full
+      self.pool.hold(pages[:full])
+      tables.append(pages[:full])
+    gone = [
+      min(n, len(pages)) for n, pages in zip(source.gone, tables, strict=True)
+    ]
+    for number, pages in enumerate(tables):
+      if partial[number]:
+        owed[number] = (source.pages[number][len(pages)], self.pool.pop())
+        pages.append(owed[number][1])
+      scratch = self.groups[number].scratch
+      sequences.fill(self.pool, pages, len(pages) + scratch)
+    self.slots[target] = dataclasses.replace(
+      source, pages=tables, tokens=list(source.tokens), gone=gone
+    )
+    return owed
+
+  def truncate(self, lengths, mask=None):
+    """Rolls back; all releases come before any copy is given a page."""
+    room, codes, plans = len(self.pool.free), [], {}
+    for slot, length in enumerate(lengths):
+      code = self._check_truncate(slot, length)
+      if mask is not None and not mask[slot]:
+        code = Code.SKIPPED
+      if code == Code.OK:
+        shared = self._shared_groups(slot, length)
+        if sum(shared) > room:
+          code = Code.OUT_OF_PAGES
+        else:
+          room -= sum(shared)
+          plans[slot] = length, shared
+      codes.append(code)
+    for slot, (length, shared) in plans.items():
+      self._cut(slot, length, shared)
+    copies = [
+      pair
+      for slot in range(len(codes))
+      for pair in self._copied(slot, *plans.get(slot, (0, [])))
+    ]
+    return {"code": self._note(codes), "copies": _columns([copies])}
+
+  def _check_truncate(self, slot, length):
+    if self.slots[slot].empty:
+      return Code.SLOT_EMPTY
+    if not 0 <= length <= len(self.slots[slot].tokens):
+      return Code.BAD_LENGTH
+    lost = length > 0 and self._lost(self.slots[slot], length)
+    return Code.RECYCLED if lost else Code.OK
+
+  def _lost(self, sequence, length):
+    """Whether a shorter sequence would need a page that was given back."""
+    config, gone = self.config, sequence.gone
+    if self._stateless(sequence, length):
+      return True
+    for group, missing in zip(self.groups, gone, strict=True):
+      if group.skipped_pages(length) < missing:
+        return True
+    # Keys go on from the last place where all groups end a page. If that moves
+    # back, the key there and the tokens behind are read from one group's pages.
+    align = config.alignment
+    if (
+      not config.prefix_caching
+      or length // align == len(sequence.tokens) // align
+    ):
+      return False
+    aligned, text = length // align * align, config.text_group
+    if self.groups[text].holds_states:
+      return aligned < length
+    return max(aligned - 1, 0) // self.groups[text].size < gone[text]
+
+  def _reopens(self, slot, length):
+    """For each group whether the last page was full and is written again."""
+    before = len(self.slots[slot].tokens)
+    return [
+      partial and group.full_pages(length) < group.full_pages(before)
+      for group, partial in zip(self.groups, self._partial(length), strict=True)
+    ]
+
+  def _shared_groups(self, slot, length):
+    """For each group whether somebody else needs the page that is reopened."""
+    tables, reopens = self.slots[slot].pages, self._reopens(slot, length)
+    return [
+      reopens[number]
+      and self.pool.refs[tables[number][group.full_pages(length)]] > 1
+      for number, group in enumerate(self.groups)
+    ]
+
+  def _cut(self, slot, length, shared):
+    """Gives pages back; a shared last page too, but it stays in the table."""
+    sequence, numbers = self.slots[slot], range(len(self.groups))
+    keeps = [self._kept(sequence, number, length) for number in numbers]
+    reopens = self._reopens(slot, length)
+    for number, pages in enumerate(sequence.pages):
+      (keep, scratch), copied = keeps[number], shared[number]
+      end = len(pages) - scratch
+      if reopens[number] and not copied:
+        self.pool.forget(pages[keep - 1])
+      self.pool.release(pages[keep - copied : end][::-1])
+      pages[keep:end] = []
+      sequence.gone[number] = min(sequence.gone[number], keep)
+    sequence.tokens = sequence.tokens[:length]
+
+  def _kept(self, sequence, number, length):
+    """Columns that a shorter sequence keeps, and scratch pages behind."""
+    group, held = self.groups[number], len(sequence.pages[number])
+    if length == 0 or group.is_cross:
+      return (held if length else 0), 0
+    keep = group.pages_for(length) - group.scratch
+    return keep, min(group.scratch, held - keep)
+
+  def _copied(self, slot, length, shared):
+    """Fresh last pages instead of shared ones; the copies owed."""
+    owed = self._nothing_owed()
+    for group, copied in enumerate(shared):
+      if copied:
+        pages = self.slots[slot].pages[group]
+        owed[group] = (pages[-1], self.pool.pop())
+        pages[-1] = owed[group][1]
+    return owed
+
+
+class Ending(Slots):
+  """recycle, free, unpin, evict and the rest: pages that come back."""
+
+  def recycle(self, lengths=None):
+    """Gives back what windows and chunks left behind, the last page first."""
+    if lengths is None:
+      lengths = [len(sequence.tokens) for sequence in self.slots]
+    given = [self._recycle(*row) for row in enumerate(lengths)]
+    return {"num_pages": given}
+
+  def _recycle(self, slot, length):
+    """The same for one slot; no sequence is longer than its slot."""
+    length, given = min(max(length, 0), self.config.slot_tokens), 0
+    sequence = self.slots[slot]
+    for number, group in enumerate(self.groups):
+      pages = sequence.pages[number]
+      behind = min(group.skipped_pages(length), len(pages))
+      sequence.gone[number] = max(sequence.gone[number], behind)
+      given += sequences.recycle(self.pool, group, pages, length)
+    return given
+
+  def free_slots(self, slots):
+    """`jaxkv.free` with slot numbers."""
+    return {"code": self._note([self._free(slot) for slot in slots])}
+
+  def free_mask(self, mask):
+    """`jaxkv.free` with a mask over all slots."""
+    codes = [
+      self._free(slot) if named else Code.SKIPPED
+      for slot, named in enumerate(mask)
+    ]
+    return {"code": self._note(codes)}
+
+  def _free(self, slot):
+    if not self._in_range(slot):
+      return Code.BAD_SLOT
+    if self.slots[slot].empty:
+      return Code.SLOT_EMPTY
+    sequences.release(self.pool, self.slots[slot])
+    self.slots[slot] = self._start(None)
+    return Code.OK
+
+  def touch(self, pages):
+    """Pins pages, given as [X][P], that are held or cached."""
+    return self._by_page(pages, self._touch)
+
+  def _touch(self, page):
+    if not self.pool.refs[page] and page not in self.pool.keys:
+      return Code.NOT_CACHED
+    self.pool.hold([page])
+    self.pool.pins[page] += 1
+    return Code.OK
+
+  def evict(self, pages):
+    """Drops the keys of pages; they stay where they are."""
+    return self._by_page(pages, self._evict)
+
+  def _evict(self, page):
+    if page not in self.pool.keys:
+      return Code.NOT_CACHED
+    self.pool.forget(page)
+    return Code.OK
+
+  def unpin(self, pages):
+    """Gives pins back, in each row the last page first."""
+    codes = []
+    for row in pages:
+      backwards = [self._named(page, self._unpin) for page in row[::-1]]
+      codes.append(backwards[::-1])
+      given = zip(row, codes[-1], strict=True)
+      ok = [page for page, code in given if code == Code.OK]
+      self.pool.release(ok[::-1])
+    self._note(list(itertools.chain(*codes)))
+    return {"code": codes}
+
+  def _unpin(self, page):
+    """Takes a pin away, but not yet its reference."""
+    if self.pool.pins[page] == 0:
+      return Code.NOT_PINNED
+    self.pool.pins[page] -= 1
+    return Code.OK
+
+  def _by_page(self, pages, verb):
+    codes = [[self._named(page, verb) for page in row] for row in pages]
+    self._note(list(itertools.chain(*codes)))
+    return {"code": codes}
+
+  def _named(self, page, verb):
+    if page == self.config.no_page:
+      return Code.SKIPPED
+    if not 0 < page < self.config.num_pages:
+      return Code.BAD_PAGE
+    return verb(page)
+
+  def reset_prefix_cache(self):
+    """Forgets all cached pages if none is held."""
+    code = Code.OK if self.pool.reset() else Code.STILL_HELD
+    return {"code": self._note([code])[0]}
+
+  def new_epoch(self):
+    """Nothing published so far will be found again."""
+    self.epoch += 1
+    return {}
+
+  def num_common_prefix_pages(self):
+    """Leading pages that all sequences share, for each group."""
+    running = [slot.pages for slot in self.slots if not slot.empty]
+    common = []
+    for tables in zip(*running, strict=True):
+      columns = zip(*tables, strict=False)
+      same = [
+        len(set(column)) == 1 and NULL not in column for column in columns
+      ]
+      common.append([*same, False].index(False))
+    return common or [0] * self.config.num_groups
+
+
+class Oracle(Arriving, Growing, Branching, Ending):
+  """A whole cache."""
+
+  def copy(self) -> "Oracle":
+    """A cache that shares nothing with this one."""
+    return copy.deepcopy(self)
+
+
+def _columns(rows):
+  """Copies owed by rows, as `Copies(src, dst)` lists them."""
+  pairs = list(itertools.chain(*rows))
+  return {"src": [s for s, _ in pairs], "dst": [d for _, d in pairs]}
