@@ -306,6 +306,11 @@ class TestSeparation:
   def test_text_and_bytes_give_one_salt(self):
     assert np.array_equal(hashing.salt("ä"), hashing.salt("ä".encode()))
 
+  @pytest.mark.parametrize("text", [3, None, ["a"]])
+  def test_a_salt_is_of_text(self, text):
+    with pytest.raises(TypeError, match="text must be a str or bytes, got"):
+      jaxkv.salt(text)
+
 
 # --- what if two keys were equal ----------------------------------------------
 

@@ -6,10 +6,6 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.host import CacheManager
-from tests.host.scheduling import admit
-from tests.host.scheduling import request
-from tests.host.scheduling import single
 
 CONFIG = jaxkv.CacheConfig(
   num_pages=4,
@@ -64,21 +60,3 @@ def test_the_default_keeps_nothing():
     jaxkv.residency(state)
   with pytest.raises(ValueError, match="track_residency needs"):
     dataclasses.replace(CONFIG, prefix_caching=False)
-
-
-def test_a_manager_tells_them_once():
-  cache = single(CacheManager, track_residency=True)
-  for name in range(3):
-    one = request(str(name), range(100 * name, 100 * name + 20))
-    admit(cache, one)
-    cache.free(one)
-  # Ten pages for three times five: the first text was evicted after ten.
-  taken = cache.make_prefix_cache_stats()
-  assert (sum(taken.lifetime), sum(taken.idle), taken.reset) == (5, 5, False)
-  # Published at 0 to 4 and given back at 5; the clock stood at 10.
-  assert {bits: n for bits, n in enumerate(taken.lifetime) if n} == {3: 2, 4: 3}
-  assert {bits: n for bits, n in enumerate(taken.idle) if n} == {3: 5}
-  cache.reset_prefix_cache()
-  taken = cache.make_prefix_cache_stats()
-  assert (sum(taken.lifetime), taken.reset) == (0, True)
-  assert single(CacheManager).make_prefix_cache_stats().lifetime == []

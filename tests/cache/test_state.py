@@ -1,4 +1,4 @@
-"""Verbs that are given something else than one cache."""
+"""The state, and verbs that are given something else than one state."""
 
 import dataclasses
 
@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+from tests.cache.by_hand import ints
+from tests.cache.test_config import config
 
 CONFIG = jaxkv.CacheConfig(
   num_pages=16, page_size=4, num_slots=2, pages_per_slot=4
@@ -47,3 +49,24 @@ class TestStates:
 def test_sizes_are_a_config():
   with pytest.raises(TypeError, match="must be a CacheConfig, got dict"):
     jaxkv.init(dataclasses.asdict(CONFIG))
+
+
+def test_the_smallest_cache():
+  sizes = config(num_pages=2, page_size=1, num_slots=1, pages_per_slot=1)
+  state = jaxkv.init(sizes)
+  state, _ = jaxkv.allocate(state, ints(1))
+  state, _ = jaxkv.commit(state, ints([5]), ints(1))
+  state, full = jaxkv.allocate(state, ints(1))
+  assert full.code.tolist() == [jaxkv.Code.SLOT_FULL]
+  state, _ = jaxkv.free(state, ints(0))
+  found = jaxkv.match(state, ints([5, 6]), ints(2))
+  assert found.num_cached.tolist() == [1]
+
+
+def test_metadata_is_small():
+  large = jaxkv.CacheConfig(
+    num_pages=65536, page_size=16, num_slots=256, pages_per_slot=4096
+  )
+  state = jax.eval_shape(lambda: jaxkv.init(large))
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+  assert size <= 16 * 2**20

@@ -1,0 +1,120 @@
+"""States for examples whose page numbers a reader can follow.
+
+Pages are handed out in the order 1, 2, 3 ..., slot by slot, and within a slot
+group by group.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+
+# --- a tiny cache -------------------------------------------------------------
+
+SLOTS, COLUMNS = 3, 8
+
+
+def tiny(*groups, **options) -> jaxkv.CacheState:
+  """An empty cache: 3 slots, pages of 2 tokens, 1 to 7; 8 is NO_PAGE."""
+  sizes = {"num_pages": 8, "page_size": 2, "num_slots": SLOTS}
+  sizes |= {"pages_per_slot": 4}
+  if groups:
+    sizes["groups"] = groups
+  return jaxkv.init(jaxkv.CacheConfig(**(sizes | options)))
+
+
+def write(state: jaxkv.CacheState, slot: int, *tokens) -> jaxkv.CacheState:
+  """Makes room for tokens in a slot and commits them."""
+  counts = [0] * SLOTS
+  counts[slot] = len(tokens)
+  state, room = jaxkv.allocate(state, ints(*counts))
+  state, done = jaxkv.commit(state, rows({slot: tokens}), ints(*counts))
+  assert bool(room.ok[slot]) and bool(done.ok[slot])
+  return state
+
+
+def rows(texts: dict[int, tuple]) -> jax.Array:
+  """int32[3, 8]: tokens of some slots, zeros elsewhere."""
+  table = [[0] * COLUMNS for _ in range(SLOTS)]
+  for slot, tokens in texts.items():
+    table[slot][: len(tokens)] = tokens
+  return ints(*table)
+
+
+def prompt(*tokens) -> tuple[jax.Array, jax.Array]:
+  """One prompt as verbs want it: int32[1, 8] and int32[1]."""
+  padded = [*tokens, *([0] * (COLUMNS - len(tokens)))]
+  return ints(padded), ints(len(tokens))
+
+
+def pages(state: jaxkv.CacheState, slot: int, group: int = 0) -> list[int]:
+  """What stands in a slot's table."""
+  return table(state, slot)[group]
+
+
+def references(state: jaxkv.CacheState, *numbers) -> list[int]:
+  """How many hold each of some pages."""
+  return state.pool.ref_count[ints(*numbers)].tolist()
+
+
+# --- one text in a larger cache -----------------------------------------------
+
+PAGES = 32
+NONE = PAGES
+"""NO_PAGE."""
+
+
+def ints(*values) -> jax.Array:
+  return jnp.asarray(values, jnp.int32)
+
+
+def text(start: int = 0) -> jax.Array:
+  """int32[1, 16]: the same tokens each time, from one of them on."""
+  return jnp.arange(100 + start, 116 + start, dtype=jnp.int32)[None]
+
+
+def empty(*groups, **options) -> jaxkv.CacheState:
+  """One slot of eight pages of two tokens."""
+  sizes = {"num_pages": PAGES, "page_size": 2, "num_slots": 1}
+  sizes |= {"pages_per_slot": 8, "groups": groups}
+  return jaxkv.init(jaxkv.CacheConfig(**(sizes | options)))
+
+
+def held(length: int, *groups, **options) -> jaxkv.CacheState:
+  """A cache that holds a text."""
+  state, slot = empty(*groups, **options), ints(0)
+  state, room = jaxkv.allocate(state, ints(length), slot)
+  state, done = jaxkv.commit(state, text(), ints(length), slot)
+  assert bool(room.ok[0] & done.ok[0])
+  return state
+
+
+def freed(length: int, *groups, **options) -> jaxkv.CacheState:
+  """A cache that held a text."""
+  return jaxkv.free(held(length, *groups, **options), ints(0))[0]
+
+
+def without(state: jaxkv.CacheState, *pages) -> jaxkv.CacheState:
+  """The cache with some pages out of the index."""
+  padding = [NONE] * (8 - len(pages))
+  state, out = jaxkv.evict(state, ints(*pages, *padding))
+  assert int(jnp.sum(out.ok)) == len(pages)
+  return state
+
+
+def match(state: jaxkv.CacheState, length: int) -> tuple[int, list]:
+  """Tokens found of a text, and for each group the pages up to there."""
+  found = jaxkv.match(state, text(), ints(length))
+  tokens, pages = int(found.num_cached[0]), found.pages[:, 0].tolist()
+  return tokens, [
+    row[: tokens // size]
+    for row, size in zip(pages, state.config.page_sizes, strict=True)
+  ]
+
+
+def table(state: jaxkv.CacheState, slot: int = 0) -> list[list[int]]:
+  """A slot's page table, without what was never attached."""
+  rows = state.page_table[:, slot].tolist()
+  return [
+    [page for page in row if page != state.config.no_page] for row in rows
+  ]

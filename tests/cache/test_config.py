@@ -1,0 +1,110 @@
+"""CacheConfig: sizes and options that do not go together are refused."""
+
+import dataclasses
+
+import pytest
+
+import jaxkv
+from jaxkv import CrossAttention
+from jaxkv import FullAttention
+from jaxkv import SlidingWindow
+
+
+def config(**changes) -> jaxkv.CacheConfig:
+  sizes = {"num_pages": 16, "page_size": 4, "num_slots": 2}
+  return jaxkv.CacheConfig(**(sizes | {"pages_per_slot": 4} | changes))
+
+
+def test_groups_share_the_smallest_page_size():
+  """Sizes 4 and 6 in a slot of 12 tokens: hits end at multiples of 12."""
+  two = config(
+    page_size=2,
+    pages_per_slot=6,
+    groups=(FullAttention(page_size=4), SlidingWindow(3, page_size=6)),
+  )
+  assert two.page_sizes == (4, 6)
+  assert two.alignment == 12
+  assert two.slot_tokens == 12
+  assert two.no_page == two.num_pages == 16
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"num_pages": 1}, "num_pages must be at least 2, got 1"),
+    ({"page_size": 0}, "page_size must be at least 1, got 0"),
+    ({"num_pages": 2**28 + 1}, r"must be at most 2\*\*28"),
+    (
+      {"num_slots": 2**20, "pages_per_slot": 2**12},
+      r"num_slots \* pages_per_slot must be below 2\*\*31",
+    ),
+    (
+      {"prefix_caching": False, "merge_duplicates": True},
+      "merge_duplicates needs prefix_caching",
+    ),
+    (
+      {"groups": (FullAttention(page_size=6),)},
+      r"multiple of CacheConfig.page_size \(4\) .* got 6",
+    ),
+    (
+      {"groups": (FullAttention(), SlidingWindow(3, page_size=12))},
+      "a divisor of the slot's 16 tokens, got 12",
+    ),
+    (
+      {"groups": (FullAttention(page_size=8),), "retention": 4},
+      "retention must be a multiple of 8, .* got 4",
+    ),
+    ({"retention": -4}, "retention must be a multiple of 4, .* got -4"),
+    ({"retention": 0, "classic": True}, "retention and classic contradict"),
+  ],
+)
+def test_sizes_out_of_range(changes, message):
+  with pytest.raises(ValueError, match=message):
+    config(**changes)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"page_size": 2.5}, r"page_size must be an int, got 2.5"),
+    ({"retention": True}, "retention must be None or an int, got True"),
+    ({"prefix_caching": "no"}, "prefix_caching must be True or False, got "),
+    ({"classic": 1}, "classic must be True or False, got 1"),
+    ({"groups": ()}, r"must be a tuple of group kinds, .* got \(\)"),
+    ({"groups": [FullAttention()]}, "must be a tuple of group kinds"),
+    ({"groups": (FullAttention,)}, "which is no GroupKind; use"),
+    ({"groups": (4,)}, "holds 4, which is no GroupKind; use"),
+  ],
+)
+def test_sizes_of_another_type(changes, message):
+  with pytest.raises(TypeError, match=message):
+    config(**changes)
+
+
+@pytest.mark.parametrize(
+  ("options", "text"),
+  [
+    ({"groups": (FullAttention(), CrossAttention())}, "prefix_caching=False"),
+    (
+      {"groups": (CrossAttention(),), "prefix_caching": False},
+      "no group for the tokens",
+    ),
+  ],
+)
+def test_encoders_have_no_prefix_cache(options, text):
+  with pytest.raises(ValueError, match=text):
+    config(**options)
+
+
+@pytest.mark.parametrize(
+  "options", [{"track_residency": True}, {"event_log": 5}]
+)
+def test_what_is_told_of_cached_pages_needs_some(options):
+  config(**options)
+  with pytest.raises(ValueError, match=f"{next(iter(options))} needs"):
+    config(prefix_caching=False, **options)
+
+
+def test_equal_configs_are_equal_keys():
+  assert config() == config() and hash(config()) == hash(config())
+  assert config() != dataclasses.replace(config(), seed=1)

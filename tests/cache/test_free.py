@@ -1,0 +1,55 @@
+"""free: a sequence ends, and its pages come back in the order of eviction."""
+
+import jaxkv
+from jaxkv import Code
+from jaxkv import FullAttention
+from jaxkv import SlidingWindow
+from tests.cache.by_hand import PAGES
+from tests.cache.by_hand import freed
+from tests.cache.by_hand import ints
+from tests.cache.by_hand import prompt
+from tests.cache.by_hand import references
+from tests.cache.by_hand import tiny
+from tests.cache.by_hand import write
+
+
+def test_what_nobody_can_find_is_used_first():
+  """Slot 0 held 1 2 | 3 4 | 5 in pages 1, 2, 3; page 3 was never full.
+
+  It goes to the front. Cached pages go to the back, the last one first: its
+  loss shortens the prefix that can be found, but leaves the rest.
+  """
+  state = write(tiny(), 0, 1, 2, 3, 4, 5)
+  state, out = jaxkv.free(state, ints(0))
+  assert out.code.tolist() == [Code.OK]
+  assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
+  assert jaxkv.match(state, *prompt(1, 2, 3, 4, 5)).num_cached.tolist() == [4]
+
+
+def test_without_that_order_all_go_to_the_back():
+  state = write(tiny(unhashed_first=False), 0, 1, 2, 3, 4, 5)
+  state, _ = jaxkv.free(state, ints(0))
+  assert jaxkv.free_pages(state) == [4, 5, 6, 7, 3, 2, 1]
+
+
+def test_pages_that_others_share_stay():
+  """Slots 0 and 1 share page 1; pages 2 and 3 are their own."""
+  state = write(tiny(), 0, 0, 1, 2)
+  state, _ = jaxkv.fork(state, ints(0), ints(1))
+  state, _ = jaxkv.free(state, ints(0))
+  assert references(state, 1, 2, 3) == [1, 0, 1]
+  assert jaxkv.free_pages(state) == [2, 4, 5, 6, 7]
+
+
+def test_a_slot_is_freed_once():
+  state = write(tiny(), 0, 1, 2)
+  state, out = jaxkv.free(state, ints(0, 0, 9))
+  assert out.code.tolist() == [Code.OK, Code.SLOT_EMPTY, Code.BAD_SLOT]
+  assert jaxkv.free_pages(state) == [2, 3, 4, 5, 6, 7, 1]
+
+
+def test_unhashed_pages_are_used_first():
+  """The example of SEMANTICS 4.7."""
+  state = freed(13, FullAttention(), SlidingWindow(20))
+  wanted = [14, 7, *range(15, PAGES), 6, 5, 4, 3, 2, 1, 13, 12, 11, 10, 9, 8]
+  assert jaxkv.free_pages(state) == wanted

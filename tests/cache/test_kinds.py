@@ -1,0 +1,156 @@
+"""Kinds of groups: what a window, a chunk or somebody's own kind keeps."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv import ChunkedLocal
+from jaxkv import FullAttention
+from jaxkv import SlidingWindow
+from tests.cache.by_hand import ints
+from tests.cache.test_config import config
+
+
+@pytest.mark.parametrize(
+  ("kind", "skipped"),
+  # Tokens behind 0, 1, 2 ... 8 tokens that the next one does not look at.
+  [
+    (FullAttention(), [0, 0, 0, 0, 0, 0, 0, 0, 0]),
+    # A window of 4: the next token and three before it.
+    (SlidingWindow(4), [0, 0, 0, 0, 1, 2, 3, 4, 5]),
+    # Chunks of 4: a chunk that is over is looked at by nobody.
+    (ChunkedLocal(4), [0, 0, 0, 0, 4, 4, 4, 4, 8]),
+    # Only the state of the last token is needed.
+    (jaxkv.Recurrent(), [0, 0, 1, 2, 3, 4, 5, 6, 7]),
+  ],
+)
+def test_tokens_that_are_left_behind(kind, skipped):
+  assert kind.num_skipped(ints(*range(9))).tolist() == skipped
+
+
+@dataclasses.dataclass(frozen=True)
+class LastPages(jaxkv.GroupKind):
+  """Somebody's own kind: the page of four tokens at hand, and some before.
+
+  Attributes:
+    keep: pages before it that are kept.
+  """
+
+  keep: int
+
+  def num_skipped(self, num_tokens: jax.Array) -> jax.Array:
+    """Whole pages of four tokens."""
+    return jnp.maximum(num_tokens // 4 - self.keep, 0) * 4
+
+
+def _filled(*groups, **changes):
+  """A cache with 14 tokens in slot 0, and the tokens."""
+  state = jaxkv.init(config(groups=groups, **changes))
+  tokens = jnp.arange(16, dtype=jnp.int32)[None]
+  state, _ = jaxkv.allocate(state, ints(14, 0))
+  state, _ = jaxkv.commit(state, jnp.tile(tokens, (2, 1)), ints(14, 0))
+  return state, tokens
+
+
+def _table(state, group=0):
+  return state.page_table[group, 0].tolist()
+
+
+class TestKinds:
+  def test_a_window_of_one_token(self):
+    """It looks at nothing that was: every full page is left behind."""
+    state, tokens = _filled(SlidingWindow(1))
+    state, out = jaxkv.recycle(state)
+    assert out.num_pages.tolist() == [3, 0]
+    assert _table(state) == [0, 0, 0, 4]
+    # A hit on nothing is none.
+    assert jaxkv.match(state, tokens, ints(14)).num_cached.tolist() == [0]
+    state, room = jaxkv.allocate(state, ints(2, 0))
+    state, done = jaxkv.commit(state, tokens[:, 14:].repeat(2, 0), ints(2, 0))
+    assert room.ok.all() and done.ok.all()
+    state, out = jaxkv.recycle(state)
+    assert _table(state) == [0, 0, 0, 0]
+    # No page is left, but the slot is not empty: it can be freed, once.
+    assert state.num_pages.tolist() == [[4, 0]]
+    state, out = jaxkv.free(state, ints(0, 0))
+    assert out.code.tolist() == [jaxkv.Code.OK, jaxkv.Code.SLOT_EMPTY]
+    assert int(state.pool.queue.num_free) == 15
+    jaxkv.check(jaxkv.clear_error(state))
+
+  def test_a_window_of_one_token_beside_full_attention(self):
+    state, tokens = _filled(FullAttention(), SlidingWindow(1))
+    # Pages that nobody will look at are not even published.
+    assert jaxkv.cached_pages(state) == [1, 2, 3]
+    state, out = jaxkv.admit(state, ints(1), tokens, ints(14))
+    assert out.num_cached.tolist() == [12]
+    assert state.page_table[:, 1].tolist() == [[1, 2, 3, 9], [0, 0, 0, 10]]
+
+  def test_a_window_larger_than_the_slot(self):
+    state, tokens = _filled(SlidingWindow(2**31 - 1))
+    state, out = jaxkv.recycle(state, ints(2**31 - 1, 2**31 - 1))
+    assert out.num_pages.tolist() == [0, 0]
+    assert jaxkv.match(state, tokens, ints(14)).pages.tolist() == [
+      [[1, 2, 3, 16]]
+    ]
+
+  def test_a_chunk_larger_than_the_slot(self):
+    state, tokens = _filled(ChunkedLocal(2**31 - 1))
+    state, out = jaxkv.recycle(state, ints(2**31 - 1, 0))
+    assert out.num_pages.tolist() == [0, 0]
+    assert jaxkv.match(state, tokens, ints(14)).num_cached.tolist() == [12]
+
+  def test_a_chunk_that_ends_inside_of_a_page(self):
+    """Chunks of 6 in pages of 4: a page stays while any of it is needed."""
+    state, tokens = _filled(FullAttention(), ChunkedLocal(6))
+    for length, behind in ((5, 0), (6, 1), (11, 1), (12, 3)):
+      later, _ = jaxkv.recycle(state, ints(length, 0))
+      assert _table(later, 1) == [0] * behind + list(range(5 + behind, 9))
+    # Twelve tokens need no page of the chunk, eight need the second one.
+    state, _ = jaxkv.evict(state, ints(5, 7))
+    assert jaxkv.match(state, tokens, ints(13)).num_cached.tolist() == [12]
+    assert jaxkv.match(state, tokens, ints(12)).num_cached.tolist() == [8]
+    assert jaxkv.match(state, tokens, ints(8)).num_cached.tolist() == [0]
+
+  def test_somebody_s_own_kind(self):
+    state, tokens = _filled(LastPages(2), FullAttention(page_size=8))
+    state, out = jaxkv.recycle(state)
+    assert out.num_pages.tolist() == [1, 0]
+    assert _table(state) == [0, 2, 3, 4]
+    # Four tokens wait for the page of eight; page 3 has no key yet.
+    assert jaxkv.cached_pages(state) == [1, 2, 5]
+    found = jaxkv.match(state, tokens, ints(14))
+    assert found.num_cached.tolist() == [8]
+    assert found.pages.tolist() == [[[1, 2, 16, 16]], [[5, 16, 16, 16]]]
+    state, out = jaxkv.truncate(state, ints(7, 0), jnp.asarray([True, False]))
+    assert out.code.tolist() == [jaxkv.Code.RECYCLED, jaxkv.Code.SKIPPED]
+    jaxkv.check(jaxkv.clear_error(state))
+
+  def test_equal_kinds_said_in_two_ways(self):
+    """A page size that is the default one changes nothing."""
+    bare, tokens = _filled(FullAttention(), SlidingWindow(3))
+    said, _ = _filled(
+      FullAttention(page_size=4), SlidingWindow(window=3, page_size=4)
+    )
+    for state in (bare, said):
+      found = jaxkv.match(state, tokens, ints(14))
+      assert found.pages[:, 0].tolist() == [[1, 2, 3, 16], [16, 16, 7, 16]]
+
+
+def test_kinds_check_their_sizes():
+  with pytest.raises(ValueError, match=r"SlidingWindow.window must be at le"):
+    SlidingWindow(0)
+  with pytest.raises(ValueError, match=r"ChunkedLocal.chunk must be at least"):
+    ChunkedLocal(-1)
+  with pytest.raises(ValueError, match=r"FullAttention.page_size must be at"):
+    FullAttention(page_size=0)
+  with pytest.raises(TypeError, match=r"window must be an int, got True of"):
+    SlidingWindow(True)
+  with pytest.raises(TypeError, match=r"chunk must be an int, got None of"):
+    ChunkedLocal(None)
+  with pytest.raises(TypeError, match=r"page_size must be an int, got 2.0"):
+    SlidingWindow(4, page_size=2.0)
+  with pytest.raises(ValueError, match=r"LastPages.keep must be at least 1"):
+    LastPages(0)

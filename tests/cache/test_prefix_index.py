@@ -1,0 +1,100 @@
+"""The prefix index: from keys to pages, through buckets of eight."""
+
+import jax.numpy as jnp
+
+from jaxkv._src.cache.prefix import prefix_index
+from tests.cache.by_hand import ints
+
+TOKENS = {1: (10, 11), 2: (20, 21), 3: (10, 11)}
+"""What stands in pages 1, 2 and 3; the first and the third are equal."""
+
+
+def keys(*numbers):
+  """A key for each number; the first word says where its page begins."""
+  return jnp.asarray([[n, 1, n, n] for n in numbers], jnp.uint32)
+
+
+def published(index, *pages, key=None):
+  """The index with pages under the keys of their numbers."""
+  return prefix_index.insert(
+    index,
+    ints(*pages),
+    keys(*(key or pages)),
+    ints(*(TOKENS.get(page, (0, 0)) for page in pages)),
+    jnp.ones((len(pages),), bool),
+    jnp.ones((len(pages),), bool),
+  )
+
+
+def found(index, *numbers, tokens=None):
+  """Pages found under some keys, 0 where there is none."""
+  asked = tokens or [TOKENS.get(number, (0, 0)) for number in numbers]
+  return prefix_index.lookup(index, keys(*numbers), ints(*asked)).tolist()
+
+
+def removed(index, *pages):
+  """The index without pages."""
+  index, taken = prefix_index.remove(
+    index, ints(*pages), jnp.ones((len(pages),), bool)
+  )
+  return index, int(taken.total)
+
+
+def test_a_page_is_found_by_its_key():
+  """Pages 1 and 2 are in, page 3 is not."""
+  index = published(prefix_index.init(16, 2), 1, 2)
+  assert found(index, 1, 2, 3) == [1, 2, 0]
+  assert prefix_index.contains(index, ints(1, 2, 3)).tolist() == [
+    True,
+    True,
+    False,
+  ]
+
+
+def test_a_page_with_other_tokens_is_no_hit():
+  """The key of page 1 was asked for, but not its tokens 10 11."""
+  index = published(prefix_index.init(16, 2), 1)
+  assert found(index, 1, tokens=[(10, 99)]) == [0]
+
+
+def test_the_page_published_first_is_found():
+  """Pages 3 and 1 carry one key: page 3 came first, until it is taken out."""
+  index = published(prefix_index.init(16, 2), 3, key=(7,))
+  index = published(index, 1, key=(7,))
+  assert found(index, 7, tokens=[(10, 11)]) == [3]
+  index, count = removed(index, 3)
+  assert count == 1
+  assert found(index, 7, tokens=[(10, 11)]) == [1]
+
+
+def test_what_is_not_in_cannot_be_taken_out():
+  index = published(prefix_index.init(16, 2), 1)
+  index, count = removed(index, 2, 1)
+  assert count == 1
+  assert found(index, 1) == [0]
+  assert removed(index, 1)[1] == 0
+
+
+def test_a_full_bucket_sends_pages_on():
+  """Of 8 buckets all eleven keys begin at bucket 1, which has room for eight.
+
+  Pages 10, 11 and 12 go on to bucket 2, and bucket 1 counts three that passed.
+  """
+  pages = range(2, 13)
+  index = published(
+    prefix_index.init(16, 2), *pages, key=[1 + 8 * p for p in pages]
+  )
+  assert index.buckets[1].tolist() == [*range(2, 10)]
+  assert index.buckets[2].tolist() == [10, 11, 12, 0, 0, 0, 0, 0]
+  assert index.overflow.tolist() == [0, 3, 0, 0, 0, 0, 0, 0]
+  assert found(index, 1 + 8 * 12, tokens=[(0, 0)]) == [12]
+  # Taking one of them out leaves no mark behind.
+  index, _ = removed(index, 11)
+  assert index.overflow.tolist() == [0, 2, 0, 0, 0, 0, 0, 0]
+  assert found(index, 1 + 8 * 12, tokens=[(0, 0)]) == [12]
+
+
+def test_a_cleared_index_has_nothing():
+  index = prefix_index.clear(published(prefix_index.init(16, 2), 1, 2))
+  assert found(index, 1, 2) == [0, 0]
+  assert not index.buckets.any() and not index.overflow.any()

@@ -1,0 +1,113 @@
+"""recycle: what windows and chunks left behind is given back."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv import ChunkedLocal
+from jaxkv import FullAttention
+from jaxkv import SlidingWindow
+from tests.cache.by_hand import PAGES
+from tests.cache.by_hand import held
+from tests.cache.by_hand import ints
+from tests.cache.by_hand import pages
+from tests.cache.by_hand import table
+from tests.cache.by_hand import tiny
+from tests.cache.by_hand import write
+
+
+def test_a_page_behind_the_window_becomes_the_null_page():
+  """A window of 3 tokens: the next query, token 5, looks at tokens 3 and 4.
+
+  Slot 0 holds 0 1 | 2 3 | 4 in pages 1, 2, 3: page 1 is not needed any more.
+  Its column stays, so that token 3 is still in column 3 // 2.
+  """
+  state = write(tiny(SlidingWindow(3)), 0, 0, 1, 2, 3, 4)
+  state, out = jaxkv.recycle(state)
+  assert out.num_pages.tolist() == [1, 0, 0]
+  assert pages(state, 0) == [0, 2, 3]
+  # It is still cached, so it goes to the back.
+  assert jaxkv.free_pages(state) == [4, 5, 6, 7, 1]
+
+
+def test_full_attention_leaves_nothing_behind():
+  state = write(tiny(), 0, 0, 1, 2, 3, 4)
+  state, out = jaxkv.recycle(state)
+  assert out.num_pages.tolist() == [0, 0, 0]
+  assert pages(state, 0) == [1, 2, 3]
+
+
+class TestRecycle:
+  @pytest.mark.parametrize(
+    ("tokens", "behind"),
+    # A window of 4 looks back at 3 tokens; two tokens make a page.
+    [(0, 0), (3, 0), (4, 0), (5, 1), (6, 1), (7, 2), (11, 4), (12, 4)],
+  )
+  def test_a_window_moves_on(self, tokens, behind):
+    state = held(12, SlidingWindow(4))
+    state, out = jaxkv.recycle(state, ints(tokens))
+    assert out.num_pages.tolist() == [behind]
+    assert table(state) == [[0] * behind + list(range(behind + 1, 7))]
+    # The last one left behind is used first.
+    back = list(range(7, PAGES)) + list(range(behind, 0, -1))
+    assert jaxkv.free_pages(state) == back
+
+  @pytest.mark.parametrize(
+    ("tokens", "behind"), [(5, 0), (6, 3), (11, 3), (12, 6)]
+  )
+  def test_a_chunk_ends(self, tokens, behind):
+    state = held(12, ChunkedLocal(6))
+    state, _ = jaxkv.recycle(state, ints(tokens))
+    assert table(state) == [[0] * behind + list(range(behind + 1, 7))]
+
+  def test_it_goes_on_where_it_was(self):
+    state = held(12, SlidingWindow(4))
+    state, _ = jaxkv.recycle(state, ints(7))
+    state, out = jaxkv.recycle(state, ints(5))
+    assert out.num_pages.tolist() == [0]
+    state, out = jaxkv.recycle(state)
+    assert out.num_pages.tolist() == [2]
+    assert table(state) == [[0, 0, 0, 0, 5, 6]]
+    assert jaxkv.free_pages(state)[-4:] == [2, 1, 4, 3]
+
+  def test_full_attention_keeps_everything(self):
+    state = held(12, FullAttention(), SlidingWindow(4))
+    state, out = jaxkv.recycle(state)
+    assert out.num_pages.tolist() == [4]
+    assert table(state) == [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 11, 12]]
+
+  def test_a_long_sequence_in_few_pages(self):
+    """100,000 tokens, a prompt in chunks and the rest one by one."""
+    window, size, tokens = 1024, 16, 100_000
+    most = -(-(window - 1) // size) + 2
+    config = jaxkv.CacheConfig(
+      num_pages=most + 1,
+      page_size=size,
+      num_slots=1,
+      pages_per_slot=tokens // size,
+      groups=(SlidingWindow(window),),
+    )
+
+    def step(carry, new):
+      state, most_held = carry
+      state, _ = jaxkv.recycle(state)
+      state, room = jaxkv.allocate(state, jnp.full((1,), new.size, jnp.int32))
+      state, done = jaxkv.commit(state, new[None], ints(new.size))
+      held = state.num_pages[0, 0] - state.first_page[0, 0]
+      most_held = jnp.maximum(most_held, held)
+      return (state, most_held), room.ok[0] & done.ok[0]
+
+    @jax.jit
+    def run(stream):
+      prompt, rest = stream[:2000].reshape(-1, size), stream[2000:]
+      carry, fine = jax.lax.scan(step, (jaxkv.init(config), 0), prompt)
+      carry, ok = jax.lax.scan(step, carry, rest[:, None])
+      return carry, jnp.all(fine) & jnp.all(ok)
+
+    stream = jnp.arange(tokens, dtype=jnp.int32) % 97
+    (state, most_held), ok = run(stream)
+    assert bool(ok)
+    assert int(most_held) <= most
+    assert state.length.tolist() == [tokens]
+    jaxkv.check(state)
