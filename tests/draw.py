@@ -1,9 +1,9 @@
 """Which of the many costly tests run at this commit.
 
-All mutants take a quarter of an hour, all setups of the state machine a
-quarter more, which is too long for every commit. A fixed few would leave the
-rest to whoever thinks of `--deep`. So commits take turns: a test marked
-`drawn(names, every=N)` runs at one commit of N.
+All mutants take a quarter of an hour, and so do all setups of the state
+machine: too long for every commit. A fixed few would leave the rest to whoever
+thinks of `--deep`. So commits take turns: a test marked
+`drawn("name", names, every=N)` runs at one commit of N for each `name`.
 
 Turns are counted, not hashed: commit number t of the history runs the names
 whose rank is t modulo N, so that N commits in a row run every name exactly

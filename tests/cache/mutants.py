@@ -1,10 +1,16 @@
 """Broken caches: one small mistake each, such as people make.
 
-A mutant is a function of the library with a piece of its text replaced. The
-tests must tell every one from the real cache (`test_mutants.py`); one that they
-cannot tell shows a behaviour that nothing checks.
+A mutant is a function of the library with wrong arguments, a wrong result, or a
+piece of its text replaced (`mutation.py`). The tests must tell every one from
+the real cache (`test_mutants.py`); one that they cannot tell shows a behaviour
+that nothing checks.
 """
 
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jaxkv import Code
 from tests.cache.mutants_kinds import KIND_MUTANTS
 from tests.cache.mutants_windows import WINDOW_MUTANTS
 from tests.cache.mutation import DUPLICATES
@@ -12,6 +18,9 @@ from tests.cache.mutation import ONE_WINDOW
 from tests.cache.mutation import SCARCE
 from tests.cache.mutation import UNCACHED
 from tests.cache.mutation import Mutant
+from tests.cache.mutation import given
+from tests.cache.mutation import returned
+from tests.cache.mutation import text
 
 FREE = ("free_mask",)
 SWEEPS = ("free_mask", "free_slots", "truncate", "unpin")
@@ -20,364 +29,390 @@ LOOK = ("match",)
 SHARING = (("admit", 20), ("commit", 12), ("free_mask", 16))
 SHARING += (("evict", 0), ("new_epoch", 0), ("touch", 0), ("pin", 0))
 
+
+def _every_item_leaves(out, g):
+  """Items count as pages that leave the queue, also those named twice."""
+  queue, count = out[0], jnp.sum(g.valid, dtype=jnp.int32)
+  return replace(queue, num_free=g.queue.num_free - count), count
+
+
+def _one_entry_less_if_swept(queue, g):
+  """The last entry is behind the end."""
+  swept = queue.span < g.queue.span
+  return replace(queue, span=jnp.where(swept, queue.span - 1, queue.span))
+
+
+def _counted_twice(pool, g):
+  """References that a call added count twice."""
+  return replace(pool, ref_count=2 * pool.ref_count - g.pool.ref_count)
+
+
+def _each_page_alone(chain_keys):
+  """Every page has the key that it would have as the first one."""
+
+  def call(previous, digests):
+    alone = digests.reshape(-1, 1, digests.shape[-1])
+    root = jnp.zeros((alone.shape[0], previous.shape[-1]), previous.dtype)
+    return chain_keys(root, alone).reshape(digests.shape)
+
+  return call
+
+
+def _up_to_the_last(hits):
+  """A page counts as cached if it or one behind it is."""
+  behind = jnp.cumsum(hits[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
+  return behind > 0
+
+
+def _served_up_to_the_first_refusal(granted, g):
+  refused = g.asked & ~granted
+  return granted & (jnp.cumsum(refused, dtype=jnp.int32) == 0)
+
+
+def _last_sticks(sticky):
+  """A mistake replaces an earlier one."""
+
+  def call(error, code):
+    fresh = sticky(error * 0, code)
+    is_mistake = (fresh != Code.OK) & (fresh != Code.OUT_OF_PAGES)
+    return jnp.where(is_mistake, fresh, sticky(error, code))
+
+  return call
+
+
+def _pressure_stays(sticky):
+  """Once pages ran out, no mistake is recorded any more."""
+
+  def call(error, code):
+    now = (error == Code.OK) & jnp.any(code == Code.OUT_OF_PAGES)
+    stays = now | (error == Code.OUT_OF_PAGES)
+    pressure = jnp.int32(Code.OUT_OF_PAGES)
+    return jnp.where(stays, pressure, sticky(error, code))
+
+  return call
+
+
 MUTANTS = {
   # --- the free queue --------------------------------------------------------
   "pop does not count": Mutant(
     "pool.free_queue:pop",
-    "queue.num_free - num_popped",
-    "queue.num_free",
+    returned(
+      lambda out, g: (replace(out[0], num_free=g.queue.num_free), out[1])
+    ),
     ("allocate",),
   ),
   "head advances one too few": Mutant(
     "pool.free_queue:pop",
-    "queue.head + passed",
-    "queue.head + passed - 1",
+    returned(
+      lambda out, g: (
+        replace(out[0], head=(out[0].head - 1) % g.queue.ring.size),
+        out[1],
+      )
+    ),
     ("allocate",),
   ),
   "stale entries are popped": Mutant(
     "pool.free_queue:pop",
-    "fill=NOWHERE) == place",
-    "fill=NOWHERE) < NOWHERE",
+    text("fill=NOWHERE) == place", "fill=NOWHERE) < NOWHERE"),
     ("allocate",),
   ),
   "a page touched twice leaves twice": Mutant(
-    "pool.free_queue:remove",
-    "jnp.sum(last",
-    "jnp.sum(valid",
-    ("touch", "admit"),
+    "pool.free_queue:remove", returned(_every_item_leaves), ("touch", "admit")
   ),
   "pushed to the back in the wrong order": Mutant(
     "pool.free_queue:push_back",
-    "+ rank - 1",
-    "+ rank[-1] - rank",
+    given(
+      pages=lambda g: g.pages[::-1],
+      valid=lambda g: g.valid[::-1],
+      notes=lambda g: g.notes[::-1],
+      noted=lambda g: g.noted[::-1],
+    ),
     FREE,
     DUPLICATES,
   ),
   "pushed to the front in the wrong order": Mutant(
     "pool.free_queue:push_front",
-    "place = _wrap(queue, queue.head - rank)",
-    "place = _wrap(queue, queue.head - rank[-1] - 1 + rank)",
+    given(pages=lambda g: g.pages[::-1], valid=lambda g: g.valid[::-1]),
     FREE,
   ),
   "the sweep drops an entry": Mutant(
     "pool.free_queue:reserve",
-    "span=queue.num_free",
-    "span=queue.num_free - 1",
+    returned(_one_entry_less_if_swept),
     SWEEPS,
     ONE_WINDOW,
   ),
   "the sweep turns the order around": Mutant(
-    "pool.free_queue:reserve",
-    "ring = in_order(queue)",
-    "ring = jnp.roll(in_order(queue)[::-1], queue.num_free)",
+    "pool.free_queue:in_order",
+    returned(lambda out, g: jnp.roll(out[::-1], g.queue.num_free)),
     SWEEPS,
     ONE_WINDOW,
   ),
   "the ring is never swept": Mutant(
     "pool.free_queue:reserve",
-    "tight = queue.span + count > capacity",
-    "tight = queue.span + count < 0",
+    returned(lambda out, g: g.queue),
     SWEEPS,
     ONE_WINDOW,
   ),
   # --- the pool --------------------------------------------------------------
   "a popped page has two references": Mutant(
-    "pool.page_pool:pop", "values=1", "values=2", ("allocate",)
+    "pool.page_pool:pop",
+    returned(lambda out, g: (_counted_twice(out[0], g), out[1])),
+    ("allocate",),
   ),
   "an evicted page keeps its key": Mutant(
-    "pool.page_pool:pop",
-    "pool, taken =",
-    "_, taken =",
+    "pool.page_pool:_unpublished",
+    returned(lambda out, g: (g.pool, out[1])),
     ("allocate", "admit"),
   ),
   "a hold counts twice": Mutant(
-    "pool.page_pool:hold", "values=1", "values=2", ("fork",)
+    "pool.page_pool:hold",
+    returned(lambda out, g: _counted_twice(out, g)),
+    ("fork",),
   ),
   "a touched page stays in the queue": Mutant(
     "pool.page_pool:hold",
-    "free_queue.remove(\n    pool.queue, pages, valid & is_free(pool, pages)\n"
-    "  )",
-    "pool.queue, jnp.int32(0)",
+    returned(lambda out, g: replace(out, queue=g.pool.queue)),
     ("touch", "admit"),
   ),
   "free at one reference": Mutant(
-    "pool.page_pool:drop", "fill=1) == 0", "fill=2) <= 1", FREE
+    "pool.page_pool:drop", text("fill=1) == 0", "fill=2) <= 1"), FREE
   ),
   "un-hashed pages go to the back": Mutant(
-    "pool.page_pool:drop", "left = last & ~is_cached(pool, pages)", "pass", FREE
+    "pool.page_pool:drop", given(unhashed_first=lambda g: False), FREE
   ),
   "hashed pages go to the front": Mutant(
-    "pool.page_pool:drop", "last & ~is_cached(pool, pages)", "last", FREE
+    "pool.page_pool:is_cached", returned(lambda out, g: out & False), FREE
   ),
   "a page released twice is freed twice": Mutant(
     "pool.page_pool:drop",
-    "pages, last & ~left,",
-    "pages, unreferenced & ~left,",
+    text("pages, last & ~left,", "pages, unreferenced & ~left,"),
     FREE,
     ONE_WINDOW,
   ),
   # --- page tables -----------------------------------------------------------
   "the head of a sequence is released first": Mutant(
-    "pool.page_table:shrink",
-    "where = place_of(rows, items, descending=True)\n    pages",
-    "where = place_of(rows, items, descending=False)\n    pages",
+    "pool.page_table:place_of",
+    given(descending=lambda g: False),
     FREE,
     DUPLICATES,
   ),
   "the groups share one table": Mutant(
     "pool.page_table:rows_of",
-    "jnp.arange(num_groups, dtype=jnp.int32)",
-    "jnp.zeros((num_groups,), jnp.int32)",
+    returned(lambda out, g: out._replace(group=out.group * 0)),
     ("allocate",),
   ),
   # --- the prefix index ------------------------------------------------------
   "tokens are not stored": Mutant(
     "prefix.prefix_index:insert",
-    "index.tokens, place, values=tokens",
-    "index.tokens, place, values=tokens - tokens",
+    given(tokens=lambda g: g.tokens * 0),
     ("commit",),
   ),
   "the newest duplicate is the hit": Mutant(
-    "prefix.prefix_index:lookup",
-    "index.clock - stamp",
-    "stamp + jnp.uint32(1)",
-    LOOK,
-    DUPLICATES,
+    "prefix.prefix_index:lookup", given(newest=lambda g: True), LOOK, DUPLICATES
   ),
   "the clock stands still": Mutant(
     "prefix.prefix_index:insert",
-    "index.clock + order[-1]",
-    "index.clock",
+    returned(lambda out, g: replace(out, clock=g.index.clock)),
     ("commit",),
     DUPLICATES,
   ),
   "a lookup ends at the first bucket": Mutant(
     "prefix.prefix_index:lookup",
-    "(masked.take(index.overflow, bucket) > 0)",
-    "False",
+    given(index=lambda g: replace(g.index, overflow=g.index.overflow * 0)),
     LOOK,
     DUPLICATES,
   ),
   "overflow is not counted": Mutant(
     "prefix.prefix_index:insert",
-    "slot, listed, 1)",
-    "slot, listed, 0)",
+    returned(lambda out, g: replace(out, overflow=g.index.overflow)),
     ("commit",),
     DUPLICATES,
   ),
   "overflow is not counted down": Mutant(
     "prefix.prefix_index:remove",
-    "slot, valid, -1)",
-    "slot, valid, 0)",
+    returned(
+      lambda out, g: (replace(out[0], overflow=g.index.overflow), out[1])
+    ),
     ("evict", "allocate", "admit"),
     DUPLICATES,
   ),
   "a removed page stays in its bucket": Mutant(
     "prefix.prefix_index:remove",
-    "way, values=0",
-    "way, values=pages",
+    returned(lambda out, g: (replace(out[0], buckets=g.index.buckets), out[1])),
     ("evict",),
   ),
   "two pages take one place in a bucket": Mutant(
     "prefix.prefix_index:insert",
-    "nth == turn[:, None]",
-    "nth == 0",
+    text("nth == turn[:, None]", "nth == 0"),
     ("commit",),
   ),
   # --- keys ------------------------------------------------------------------
   "the salt is ignored": Mutant(
     "prefix.hashing:root_key",
-    "_unstack(salts)",
-    "_unstack(salts - salts)",
+    given(salts=lambda g: None if g.salts is None else g.salts * 0),
     ("match", "admit"),
   ),
   "the epoch is ignored": Mutant(
     "prefix.hashing:root_key",
-    "(epoch, zero",
-    "(zero, zero",
+    given(epoch=lambda g: g.epoch * 0),
     ("match", "admit", "allocate"),
   ),
   "the group is ignored": Mutant(
-    "prefix.hashing:group_key", "config.num_groups == 1", "True", ("commit",)
+    "prefix.hashing:group_key", returned(lambda out, g: g.chain), ("commit",)
   ),
   "the prefix is ignored": Mutant(
-    "prefix.hashing:chain_keys",
-    "_mixed(key, _unstack(digest))",
-    "_unstack(digest)",
-    ("commit",),
+    "prefix.hashing:chain_keys", _each_page_alone, ("commit",)
   ),
   # --- match -----------------------------------------------------------------
   "the whole sequence may be cached": Mutant(
-    "prefix.longest_prefix:find", "lengths - 1, 0", "lengths, 0", LOOK
+    "prefix.longest_prefix:find", text("lengths - 1, 0", "lengths, 0"), LOOK
   ),
   "one group is enough for a hit": Mutant(
-    "prefix.longest_prefix:_agreed", "jnp.all(cached[", "jnp.any(cached[", LOOK
+    "prefix.longest_prefix:_agreed",
+    text("jnp.all(cached[", "jnp.any(cached["),
+    LOOK,
   ),
   "hits go on after a miss": Mutant(
     "groups.kinds:GroupKind.longest_hit",
-    "whole = misses == jnp.take_along_axis(misses, begin, axis=1)",
-    "whole = jnp.pad(hits, ((0, 0), (1, 0)))",
+    given(hits=lambda g: _up_to_the_last(g.hits)),
     ("match", "admit"),
     DUPLICATES,
   ),
   # --- allocate and admit ----------------------------------------------------
   "a slot is full one token early": Mutant(
     "verbs.allocate:_wanted",
-    "num_tokens > config.slot_tokens",
-    "num_tokens >= config.slot_tokens",
+    text("num_tokens > config.slot_tokens", "num_tokens >= config.slot_tokens"),
     ("allocate",),
   ),
   "a new sequence goes on from the old keys": Mutant(
     "verbs.allocate:allocate",
-    "lead_group] == 0",
-    "lead_group] < 0",
+    text("lead_group] == 0", "lead_group] < 0"),
     ("allocate",),
   ),
   "later rows are not served": Mutant(
     "pool.reserve:in_order",
-    "before | (need <= left - keep)",
-    "before",
+    returned(_served_up_to_the_first_refusal),
     ("allocate",),
   ),
   "a slot is given twice": Mutant(
     "verbs.admit:_static_code",
-    "named_before(slots, code == Code.OK)",
-    "False",
+    text("named_before(slots, code == Code.OK)", "False"),
     ("admit",),
   ),
   "a hit shared in one call is paid twice": Mutant(
-    "verbs.admit:_grant", "& ~touched", "", ("admit",), SCARCE, SHARING
+    "verbs.admit:_grant", text("& ~touched", ""), ("admit",), SCARCE, SHARING
   ),
   "hits may use what others were promised": Mutant(
     "verbs.admit:_grant",
-    "cost <= left - keep[row]",
-    "cost <= left",
+    text("cost <= left - keep[row]", "cost <= left"),
     ("admit",),
     SCARCE,
     SHARING,
   ),
   "newcomers may use what others were promised": Mutant(
-    "pool.reserve:in_order",
-    "available - keep",
-    "available",
-    ("admit",),
-    UNCACHED,
+    "pool.reserve:in_order", given(keep=lambda g: None), ("admit",), UNCACHED
   ),
   "a promise counts for the first row only": Mutant(
-    "verbs.admit:_grant", "most = jnp.max", "most = jnp.min", ("admit",), SCARCE
+    "verbs.admit:_grant",
+    text("most = jnp.max", "most = jnp.min"),
+    ("admit",),
+    SCARCE,
   ),
   "a failed row moves the length": Mutant(
     "verbs.admit:admit",
-    "state.length, place,",
-    "state.length, slots,",
+    text("state.length, place,", "state.length, slots,"),
     ("admit",),
   ),
   # --- commit ----------------------------------------------------------------
   "the first token of a page is lost": Mutant(
-    "prefix.publish:_new_tail", "new >= 0", "new > 0", ("commit",)
+    "prefix.publish:_new_tail", text("new >= 0", "new > 0"), ("commit",)
   ),
   "room is not checked": Mutant(
     "verbs.commit:commit",
-    "counts > room - length",
-    "counts > room + config.page_size - length",
+    text("counts > room - length", "counts > room + config.page_size - length"),
     ("commit",),
   ),
   "the chain stops after one page": Mutant(
     "prefix.publish:_publish",
-    "moved * steps - 1, 0",
-    "moved - moved, 0",
+    text("moved * steps - 1, 0", "moved - moved, 0"),
     ("commit",),
     DUPLICATES,
   ),
   "a merged page stays in the table": Mutant(
     "prefix.publish:_merged",
-    "column, values=first",
-    "column, values=pages",
+    text("column, values=first", "column, values=pages"),
     ("commit",),
   ),
   # --- fork ------------------------------------------------------------------
   "a fork shares the partial page": Mutant(
     "verbs.fork:_shared",
-    "rows_of(src, first, full)",
-    "rows_of(src, first, full + 1)",
+    text("rows_of(src, first, full)", "rows_of(src, first, full + 1)"),
     ("fork",),
   ),
   "a fork forgets its keys": Mutant(
     "verbs.fork:fork",
-    "_copied(state.hashes, src, place)",
-    "state.hashes",
+    text("_copied(state.hashes, src, place)", "state.hashes"),
     ("fork",),
   ),
   "a copy goes the wrong way": Mutant(
     "verbs.fork:_owed",
-    "src[:, None], column",
-    "dst[:, None], column",
+    text("src[:, None], column", "dst[:, None], column"),
     ("fork",),
   ),
   # --- truncate and free -----------------------------------------------------
   "truncate keeps a page": Mutant(
     "verbs.free:truncate",
-    "full + partial.astype(jnp.int32), held",
-    "full + 1, held",
+    text("full + partial.astype(jnp.int32), held", "full + 1, held"),
     ("truncate",),
   ),
   "a page that is written again keeps its key": Mutant(
     "verbs.free:truncate",
-    "reopens & ~shared\n",
-    "shared & ~shared\n",
+    text("reopens & ~shared\n", "shared & ~shared\n"),
     ("truncate",),
   ),
   "a shared page is written again": Mutant(
-    "verbs.free:truncate", "pages) > 1", "pages) > 9", ("truncate",)
+    "verbs.free:truncate", text("pages) > 1", "pages) > 9"), ("truncate",)
   ),
   "the tail of an earlier page is forgotten": Mutant(
     "verbs.free:_rolled_back",
-    "moved, tail",
-    "moved & False, tail",
+    text("moved, tail", "moved & False, tail"),
     ("truncate",),
   ),
   "a slot is freed twice": Mutant(
     "verbs.free:free",
-    "num_earlier(slots) > 0",
-    "num_earlier(slots) > 1",
+    text("num_earlier(slots) > 0", "num_earlier(slots) > 1"),
     ("free_slots",),
   ),
   "a freed slot keeps its length": Mutant(
     "verbs.free:free",
-    "state.length, place, values=0",
-    "state.length, place - place - 1, values=0",
+    text(
+      "state.length, place, values=0",
+      "state.length, place - place - 1, values=0",
+    ),
     FREE,
   ),
   # --- failures --------------------------------------------------------------
   "the last failure sticks": Mutant(
-    "status:sticky",
-    "open_ & jnp.any(mistake)",
-    "jnp.any(mistake)",
-    ("commit", "free_slots"),
+    "status:sticky", _last_sticks, ("commit", "free_slots")
   ),
   "pressure hides a mistake": Mutant(
-    "status:sticky",
-    "| (error == Code.OUT_OF_PAGES)",
-    "",
-    ("allocate", "commit"),
+    "status:sticky", _pressure_stays, ("allocate", "commit")
   ),
   # --- pins, evict, reset ----------------------------------------------------
   "a pin is not counted": Mutant(
     "verbs.pin:_pinned",
-    "names), values=1",
-    "names), values=0",
+    text("names), values=1", "names), values=0"),
     ("touch", "pin"),
   ),
   "one pin too many is given back": Mutant(
-    "verbs.pin:unpin", "earlier >= pins", "earlier > pins", ("unpin",)
+    "verbs.pin:unpin", text("earlier >= pins", "earlier > pins"), ("unpin",)
   ),
   "a page nobody knows is pinned": Mutant(
-    "verbs.pin:touch", "~known", "names < 0", ("touch",)
+    "verbs.pin:touch", text("~known", "names < 0"), ("touch",)
   ),
   "reset while pages are held": Mutant(
     "verbs.reset:reset_prefix_cache",
-    "state.config.num_pages - 1",
-    "0",
+    text("state.config.num_pages - 1", "0"),
     ("reset_prefix_cache",),
   ),
 }

@@ -4,7 +4,9 @@ import dataclasses
 import inspect
 import sys
 import textwrap
+import types
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import pytest
@@ -73,14 +75,18 @@ LOGGED = small(
 CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 
+Wrong = Callable[[Callable], Callable]
+"""Makes a wrong function from the right one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Mutant:
   """One mistake.
 
   Attributes:
     place: "module:function" or "module:Class.method" in `jaxkv._src.cache`.
-    old: a piece of the function's text; every occurrence is replaced.
-    new: what stands there instead.
+    wrong: makes the function with the mistake: one of `given`, `returned` and
+      `text`, or a function of its own.
     verbs: which verbs get the mistake, enough to see it. Each is compiled
       again, all others are not.
     setup: the cache in which it shows.
@@ -88,8 +94,7 @@ class Mutant:
   """
 
   place: str
-  old: str
-  new: str
+  wrong: Wrong
   verbs: tuple[str, ...]
   setup: Setup = CURRENT
   others: tuple[tuple[str, int], ...] = ()
@@ -102,7 +107,7 @@ class Mutant:
     if home != name:
       owner = getattr(owner, home.removeprefix(f"{name}."))
     right = getattr(owner, attribute)
-    wrong = self._rewritten(right)
+    wrong = self.wrong(right)
     places = [(owner, attribute)] + [
       (module, alias)
       for module in list(sys.modules.values())
@@ -117,14 +122,73 @@ class Mutant:
       for verb in self.verbs
     }
 
-  def _rewritten(self, function: Callable) -> Callable:
-    text = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-    if self.old not in text:
-      pytest.fail(f"{self.place} does not contain {self.old!r} any more")
-    module = sys.modules[inspect.unwrap(function).__module__]
-    namespace = dict(vars(module))
-    exec(text.replace(self.old, self.new), namespace)
-    return namespace[inspect.unwrap(function).__name__]
+
+def given(**changes: Callable[[types.SimpleNamespace], object]) -> Wrong:
+  """The right function with wrong arguments.
+
+  Args:
+    **changes: for some parameters a function of all arguments, which are
+      attributes named after their parameters.
+  """
+
+  def wrong(right: Callable) -> Callable:
+    if not changes.keys() <= inspect.signature(right).parameters.keys():
+      pytest.fail(
+        f"{right.__qualname__} has no parameters {[*changes]} any more"
+      )
+
+    def call(*args, **kwargs):
+      arguments, bound = _bound(right, args, kwargs)
+      changed = {name: change(arguments) for name, change in changes.items()}
+      bound.arguments |= changed
+      return right(*bound.args, **bound.kwargs)
+
+    return call
+
+  return wrong
+
+
+def returned(change: Callable[[Any, types.SimpleNamespace], object]) -> Wrong:
+  """The right function, whose result is then made wrong.
+
+  Args:
+    change: takes the result and all arguments, as for `given`.
+  """
+
+  def wrong(right: Callable) -> Callable:
+    def call(*args, **kwargs):
+      arguments, _ = _bound(right, args, kwargs)
+      return change(right(*args, **kwargs), arguments)
+
+    return call
+
+  return wrong
+
+
+def _bound(function, args, kwargs):
+  """Arguments by the names of their parameters, defaults included."""
+  bound = inspect.signature(function).bind(*args, **kwargs)
+  bound.apply_defaults()
+  return types.SimpleNamespace(**bound.arguments), bound
+
+
+def text(old: str, new: str) -> Wrong:
+  """A function with a piece of its text replaced, at every occurrence.
+
+  For a mistake inside of a function that no argument and no result shows. It
+  has to be said again when that function is written in another way.
+  """
+
+  def wrong(right: Callable) -> Callable:
+    plain = inspect.unwrap(right)
+    source = textwrap.dedent(inspect.getsource(plain))
+    if old not in source:
+      pytest.fail(f"{plain.__qualname__} does not contain {old!r} any more")
+    namespace = dict(vars(sys.modules[plain.__module__]))
+    exec(source.replace(old, new), namespace)
+    return namespace[plain.__name__]
+
+  return wrong
 
 
 def _compiled_anew(verb: Callable, places: list, wrong: Callable) -> Callable:

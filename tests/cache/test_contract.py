@@ -5,6 +5,7 @@ import inspect
 import re
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +47,7 @@ ON_HOST = {
   "stats",
   "drain_events",
 }
-# test_edges, test_new_pages, test_residency
+# test_reset, test_new_pages, test_residency
 ELSEWHERE = {"clear_error", "take_new_pages", "residency"}
 
 COLLECTIVES = (
@@ -78,12 +79,8 @@ def example(verb: str, seed: int = 0) -> tuple[jaxkv.CacheState, tuple]:
   return pair.state, jax.tree.map(jnp.asarray, tuple(arrays(verb, lists)))
 
 
-def assert_same(got, wanted):
-  """Same structure, and same bits, types included."""
-  assert jax.tree.structure(got) == jax.tree.structure(wanted)
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-    assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+# Same structure, shapes, types and bits.
+assert_same = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 def state_of(verb: str, out):
@@ -101,22 +98,23 @@ def test_table_is_complete():
   assert public - ON_HOST - ELSEWHERE == listed
 
 
-# Operation by operation, each compiled by itself: the others with --deep.
-WITHOUT_JIT = ("commit", "pin", "fork", "recycle", "free_mask", "usage")
-
-
-@pytest.mark.parametrize(
-  "verb",
-  [
-    verb if verb in WITHOUT_JIT else pytest.param(verb, marks=pytest.mark.deep)
-    for verb in TABLE
-  ],
-)
+# Operation by operation, each compiled by itself: three at a commit.
+@pytest.mark.drawn("verb", TABLE, every=7)
+@pytest.mark.parametrize("verb", TABLE)
 def test_without_jit(verb):
   state, args = example(verb)
   with jax.disable_jit():
     plain = TABLE[verb](state, *args)
   assert_same(TABLE[verb](state, *args), plain)
+
+
+def test_a_second_trace_is_seen():
+  """So that `test_one_trace_whatever_the_values` can fail."""
+  chex.clear_trace_counter()
+  counted = jax.jit(chex.assert_max_traces(lambda *_: None, n=1))
+  counted.trace(jnp.zeros((2,)))
+  with pytest.raises(AssertionError, match="traced > 1 times"):
+    counted.trace(jnp.zeros((3,)))
 
 
 @pytest.mark.parametrize("verb", TABLE)
@@ -125,25 +123,21 @@ class TestEveryVerb:
     state, args = example(verb)
     shapes = jax.eval_shape(TABLE[verb], state, *args)
     out = TABLE[verb](state, *args)
-    described = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out
-    )
-    assert shapes == described
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, out)
 
   def test_one_trace_whatever_the_values(self, verb):
     state, args = example(verb)
-    traces = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def counted(state, *args):
-      traces.append(verb)
       return TABLE[verb](state, *args)
 
     counted.trace(state, *args)
     counted.trace(jaxkv.init(SETUP.config), *jax.tree.map(jnp.zeros_like, args))
     if verb in CHANGING:
       counted.trace(state_of(verb, TABLE[verb](state, *args)), *args)
-    assert len(traces) == 1
 
   def test_vmap_is_one_by_one(self, verb):
     calls = [example(verb, seed) for seed in range(3)]
@@ -184,7 +178,7 @@ class TestEveryChange:
     """Weak types too: what comes out may go in again."""
     state, args = example(verb)
     out = state_of(verb, TABLE[verb](state, *args))
-    assert jax.tree.structure(out) == jax.tree.structure(state)
+    chex.assert_trees_all_equal_structs(out, state)
     before = jax.tree.map(jax.typeof, state)
     assert jax.tree.map(jax.typeof, out) == before
 

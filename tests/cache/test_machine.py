@@ -7,6 +7,7 @@ random, in each.
 
 import dataclasses
 
+import chex
 import hypothesis
 import jax
 import numpy as np
@@ -94,8 +95,7 @@ class Machine(RuleBasedStateMachine):
     """Goes on from a kept state, which no move since has changed."""
     kept = data.draw(st.sampled_from(range(len(self.kept))))
     kept = self.kept[kept]
-    for was, now in zip(kept.leaves, _leaves(kept.state), strict=True):
-      np.testing.assert_array_equal(now, was)
+    chex.assert_trees_all_equal(_leaves(kept.state), kept.leaves, strict=True)
     self.pair.state, self.pair.oracle = kept.state, kept.oracle.copy()
 
 
@@ -119,7 +119,7 @@ def _leaves(state):
   return [np.array(leaf) for leaf in jax.tree.leaves(state)]
 
 
-@pytest.mark.drawn(SETUPS, every=12)
+@pytest.mark.drawn("name", SETUPS, every=12)
 @pytest.mark.parametrize("name", SETUPS)
 def test_machine(name, request):
   """Both walks in one test, because compiling is most of either."""

@@ -33,8 +33,13 @@ def _life(state, tokens, lengths):
   return state, (out.ok, cut.ok, found.num_cached)
 
 
+FRESH = ("state", "tokens", "neither")
+"""What is made inside of a shard, where it varies over no axis at first."""
+
+
 class TestPlaces:
-  @pytest.mark.parametrize("fresh", ["state", "tokens", "neither"])
+  @pytest.mark.drawn("fresh", FRESH, every=3)
+  @pytest.mark.parametrize("fresh", FRESH)
   def test_inside_a_shard(self, fresh):
     """A state or tokens made inside vary over no axis, until they must."""
     mesh = jax.make_mesh(

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -24,12 +25,10 @@ LONG = request("long", range(70))
 @contextlib.contextmanager
 def unchanged(cache):
   """Nothing of the manager's state differs behind the block."""
-  before = [np.array(leaf) for leaf in jax.tree.leaves(cache.state)]
+  before = jax.tree.map(np.array, cache.state)
   pages = [cache.get_page_ids(name) for name in "abc"]
   yield
-  after = [np.array(leaf) for leaf in jax.tree.leaves(cache.state)]
-  for old, now in zip(before, after, strict=True):
-    np.testing.assert_array_equal(old, now)
+  chex.assert_trees_all_equal(jax.device_get(cache.state), before, strict=True)
   assert pages == [cache.get_page_ids(name) for name in "abc"]
 
 

@@ -1,7 +1,6 @@
 """`step`: many running requests in one call, as if one after the other."""
 
-import jax
-import numpy as np
+import chex
 import pytest
 
 import jaxkv
@@ -61,10 +60,7 @@ class Pair:
 
 
 def assert_equal_states(one, other):
-  for old, new in zip(
-    jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True
-  ):
-    np.testing.assert_array_equal(old, new)
+  chex.assert_trees_all_equal(one.state, other.state, strict=True)
 
 
 class TestFull:

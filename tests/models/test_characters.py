@@ -5,6 +5,7 @@ import functools
 import json
 import os
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,7 +122,7 @@ class TestKeptWeights:
   def test_is_trained_once(self, trainings, tmp_path):
     first, second = self._model(tmp_path), self._model(tmp_path)
     assert len(trainings) == 1
-    jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
+    chex.assert_trees_all_equal(first.params, second.params)
     self._model(tmp_path, text=_TEXT + "more")
     self._model(tmp_path, steps=7)
     assert len(trainings) == 3
@@ -153,7 +154,7 @@ class TestKeptWeights:
     assert len(trainings) == 2
     kept = self._model(tmp_path)
     assert len(trainings) == 2
-    jax.tree.map(np.testing.assert_array_equal, again.params, kept.params)
+    chex.assert_trees_all_equal(again.params, kept.params)
 
   @pytest.mark.parametrize(
     ("change", "reason"),

@@ -5,6 +5,7 @@ import functools
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,12 +233,7 @@ class TestSpans:
     whole = run(state, jnp.float32(1), jnp.int32(0))
     while not bool(rollout.is_done(state)):
       state = _through_host_memory(run(state, jnp.float32(1), jnp.int32(7)))
-    for a, b in zip(
-      jax.tree.leaves(_numbers(whole)),
-      jax.tree.leaves(_numbers(state)),
-      strict=True,
-    ):
-      np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(_numbers(state), _numbers(whole))
 
   def test_compiled_once_whatever_the_lengths(self, small_model, program):
     state = _initial(small_model, 3, 40, 8, 1)
