@@ -34,7 +34,7 @@ _CACHE_PACKAGE = "jaxkv._src.cache"
 # The cache's other imports, beside the standard library and itself.
 _CACHE_IMPORTS = {"chex", "jax", "numpy"}
 
-_MAX_FILE = 400
+_MAX_FILE = 500
 _MAX_FUNCTION = 60
 _NAMELESS = {"helpers.py", "misc.py", "util.py", "utils.py", "common.py"}
 

@@ -7,7 +7,8 @@
 | `lookup.py` | the longest prefix from which every group can go on |
 | `sequences.py` | pages of one sequence: grow, publish, recycle, release |
 | `slots.py` | sequences in slots, and what every verb needs |
-| `verbs.py` | the verbs of `jaxkv`: batches of slots, failures as codes |
+| `branching.py` | fork and truncate |
+| `verbs.py` | all verbs of `jaxkv`: batches of slots, failures as codes |
 | `manager.py` | the manager of the reference systems: one request a call |
 
 `verbs.py` and `manager.py` are two faces of the rules in the others. Of the

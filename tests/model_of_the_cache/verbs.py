@@ -7,12 +7,12 @@ this file is written, not something it checks.
 """
 
 import copy
-import dataclasses
 import itertools
 
 from jaxkv import Code
 from tests.model_of_the_cache import lookup
 from tests.model_of_the_cache import sequences
+from tests.model_of_the_cache.branching import Branching
 from tests.model_of_the_cache.lookup import Hit
 from tests.model_of_the_cache.pool import NULL
 from tests.model_of_the_cache.slots import Slots
@@ -227,174 +227,6 @@ class Growing(Slots):
     return Code.OK, self.pool.published - published
 
 
-class Branching(Slots):
-  """fork, truncate: sequences that share pages, and go back."""
-
-  def fork(self, src, dst, mask=None):
-    """Shares full pages; sources are read as they were before the call."""
-    before = copy.deepcopy(self.slots)
-    codes, copies, named = [], [], set()
-    for index, (source, target) in enumerate(zip(src, dst, strict=True)):
-      code = self._check_fork(before, source, target, named)
-      if mask is not None and not mask[index]:
-        code = Code.SKIPPED
-      owed = self._nothing_owed()
-      if code == Code.OK:
-        named.add(target)
-        tokens = len(before[source].tokens)
-        partial = self._partial(tokens)
-        scratch = sum(group.scratch for group in self.groups)
-        if self._stateless(before[source], tokens):
-          code = Code.RECYCLED
-        elif sum(partial) + scratch > len(self.pool.free):
-          code = Code.OUT_OF_PAGES
-        else:
-          owed = self._share(before[source], target, partial)
-      codes.append(code)
-      copies.append(owed)
-    return {"code": self._note(codes), "copies": _columns(copies)}
-
-  def _check_fork(self, before, source, target, named):
-    if not (self._in_range(source) and self._in_range(target)):
-      return Code.BAD_SLOT
-    if before[source].empty or not before[source].tokens:
-      return Code.SLOT_EMPTY
-    if not before[target].empty or target in named:
-      return Code.SLOT_IN_USE
-    return Code.OK
-
-  def _partial(self, tokens):
-    """For each group whether the last page is not full."""
-    return [
-      tokens % group.size > 0 and not group.is_cross for group in self.groups
-    ]
-
-  def _share(self, source, target, partial):
-    """Fills a slot from another; the copies owed."""
-    tables, owed = [], self._nothing_owed()
-    for number, group in enumerate(self.groups):
-      pages, full = source.pages[number], group.full_pages(len(source.tokens))
-      full = len(pages) if group.is_cross else full
-      self.pool.hold(pages[:full])
-      tables.append(pages[:full])
-    gone = [
-      min(n, len(pages)) for n, pages in zip(source.gone, tables, strict=True)
-    ]
-    for number, pages in enumerate(tables):
-      if partial[number]:
-        owed[number] = (source.pages[number][len(pages)], self.pool.pop())
-        pages.append(owed[number][1])
-      scratch = self.groups[number].scratch
-      sequences.fill(self.pool, pages, len(pages) + scratch)
-    self.slots[target] = dataclasses.replace(
-      source, pages=tables, tokens=list(source.tokens), gone=gone
-    )
-    return owed
-
-  def truncate(self, lengths, mask=None):
-    """Rolls back; all releases come before any copy is given a page."""
-    room, codes, plans = len(self.pool.free), [], {}
-    for slot, length in enumerate(lengths):
-      code = self._check_truncate(slot, length)
-      if mask is not None and not mask[slot]:
-        code = Code.SKIPPED
-      if code == Code.OK:
-        shared = self._shared_groups(slot, length)
-        if sum(shared) > room:
-          code = Code.OUT_OF_PAGES
-        else:
-          room -= sum(shared)
-          plans[slot] = length, shared
-      codes.append(code)
-    for slot, (length, shared) in plans.items():
-      self._cut(slot, length, shared)
-    copies = [
-      pair
-      for slot in range(len(codes))
-      for pair in self._copied(slot, *plans.get(slot, (0, [])))
-    ]
-    return {"code": self._note(codes), "copies": _columns([copies])}
-
-  def _check_truncate(self, slot, length):
-    if self.slots[slot].empty:
-      return Code.SLOT_EMPTY
-    if not 0 <= length <= len(self.slots[slot].tokens):
-      return Code.BAD_LENGTH
-    lost = length > 0 and self._lost(self.slots[slot], length)
-    return Code.RECYCLED if lost else Code.OK
-
-  def _lost(self, sequence, length):
-    """Whether a shorter sequence would need a page that was given back."""
-    config, gone = self.config, sequence.gone
-    if self._stateless(sequence, length):
-      return True
-    for group, missing in zip(self.groups, gone, strict=True):
-      if group.skipped_pages(length) < missing:
-        return True
-    # Keys go on from the last place where all groups end a page. If that moves
-    # back, the key there and the tokens behind are read from one group's pages.
-    align = config.alignment
-    if (
-      not config.prefix_caching
-      or length // align == len(sequence.tokens) // align
-    ):
-      return False
-    aligned, text = length // align * align, config.text_group
-    if self.groups[text].holds_states:
-      return aligned < length
-    return max(aligned - 1, 0) // self.groups[text].size < gone[text]
-
-  def _reopens(self, slot, length):
-    """For each group whether the last page was full and is written again."""
-    before = len(self.slots[slot].tokens)
-    return [
-      partial and group.full_pages(length) < group.full_pages(before)
-      for group, partial in zip(self.groups, self._partial(length), strict=True)
-    ]
-
-  def _shared_groups(self, slot, length):
-    """For each group whether somebody else needs the page that is reopened."""
-    tables, reopens = self.slots[slot].pages, self._reopens(slot, length)
-    return [
-      reopens[number]
-      and self.pool.refs[tables[number][group.full_pages(length)]] > 1
-      for number, group in enumerate(self.groups)
-    ]
-
-  def _cut(self, slot, length, shared):
-    """Gives pages back; a shared last page too, but it stays in the table."""
-    sequence, numbers = self.slots[slot], range(len(self.groups))
-    keeps = [self._kept(sequence, number, length) for number in numbers]
-    reopens = self._reopens(slot, length)
-    for number, pages in enumerate(sequence.pages):
-      (keep, scratch), copied = keeps[number], shared[number]
-      end = len(pages) - scratch
-      if reopens[number] and not copied:
-        self.pool.forget(pages[keep - 1])
-      self.pool.release(pages[keep - copied : end][::-1])
-      pages[keep:end] = []
-      sequence.gone[number] = min(sequence.gone[number], keep)
-    sequence.tokens = sequence.tokens[:length]
-
-  def _kept(self, sequence, number, length):
-    """Columns that a shorter sequence keeps, and scratch pages behind."""
-    group, held = self.groups[number], len(sequence.pages[number])
-    if length == 0 or group.is_cross:
-      return (held if length else 0), 0
-    keep = group.pages_for(length) - group.scratch
-    return keep, min(group.scratch, held - keep)
-
-  def _copied(self, slot, length, shared):
-    """Fresh last pages instead of shared ones; the copies owed."""
-    owed = self._nothing_owed()
-    for group, copied in enumerate(shared):
-      if copied:
-        pages = self.slots[slot].pages[group]
-        owed[group] = (pages[-1], self.pool.pop())
-        pages[-1] = owed[group][1]
-    return owed
-
-
 class Ending(Slots):
   """recycle, free, unpin, evict and the rest: pages that come back."""
 
@@ -518,9 +350,3 @@ class Oracle(Arriving, Growing, Branching, Ending):
   def copy(self) -> "Oracle":
     """A cache that shares nothing with this one."""
     return copy.deepcopy(self)
-
-
-def _columns(rows):
-  """Copies owed by rows, as `Copies(src, dst)` lists them."""
-  pairs = list(itertools.chain(*rows))
-  return {"src": [s for s, _ in pairs], "dst": [d for _, d in pairs]}
