@@ -71,7 +71,7 @@ from attention_sides import Timed
 from jax import lax
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import choose as backends
+from jaxkv_kernels._src.attention import choose
 
 LONGEST = 120  # seconds, to compile a side and run it once
 COPY_BYTES = 2**30
@@ -152,7 +152,7 @@ def measured(
     )
   if arrays is None:
     return {}
-  for name, side in attention_sides.sides(backends.platform(), case).items():
+  for name, side in attention_sides.sides(choose.platform(), case).items():
     if name not in reasons:
       with watch(name):
         timed[name] = Timed(side(case, arrays), arrays.q, quick)

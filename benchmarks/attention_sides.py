@@ -22,7 +22,7 @@ from attention_cases import Case
 from jax import lax
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import choose as backends
+from jaxkv_kernels._src.attention import choose
 
 CALLS = 16
 MOST_RUNS = 64
@@ -147,9 +147,7 @@ def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
 
   def function(q, rotation, k_pages, v_pages, shared):
     shared = jax.tree.map(lambda x: x[rotation], shared)
-    return kernels.shared_prefix_decode(
-      q, k_pages, v_pages, shared, backend=backend
-    )
+    return kernels.cascade_decode(q, k_pages, v_pages, shared, backend=backend)
 
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *shared)
   inputs = arrays.k_pages, arrays.v_pages, stacked
@@ -157,13 +155,13 @@ def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
 
 
 def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
-  """`latent_decode`; zeros stand behind its values, as the next query."""
+  """`mla_decode`; zeros stand behind its values, as the next query."""
   value_dim = case.value_dim
   assert value_dim is not None
   spare = ((0, 0), (0, 0), (0, case.head_dim - value_dim))
 
   def function(q, rotation, pages, tables, lengths):
-    out = kernels.latent_decode(
+    out = kernels.mla_decode(
       q,
       pages,
       tables[rotation],
@@ -293,7 +291,7 @@ def sides(
 ) -> dict[str, Callable[[Case, Arrays], Call]]:
   """All that are timed at a case on a platform, ours first."""
   named: dict[str, Callable[[Case, Arrays], Call]] = {}
-  for backend in backends.for_platform(platform):
+  for backend in choose.for_platform(platform):
     named[backend] = functools.partial(ours, backend, False)
     if case.prefix:
       named[f"{backend} shared"] = functools.partial(ours_shared, backend)

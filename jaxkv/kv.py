@@ -9,8 +9,8 @@ for one call.
 | `init` | empty pages for all layers |
 | `write` | stores the keys and values of new tokens |
 | `share` | finds the pages that rows have in common, to be read once |
-| `fit` | finds what of that still holds, once for all layers |
-| `plan` | cuts a decode step's work, once for all layers |
+| `refresh_shared` | drops what no longer holds of that, once for all layers |
+| `plan_decode` | cuts a decode step's work, once for all layers |
 | `attend` | causal attention of new queries over all tokens so far |
 | `copy` | page contents, in every layer: what a fork or a swap owes |
 | `gather` | sequences as dense arrays |
@@ -26,12 +26,12 @@ as long as no page that it holds or has cached was given to somebody else since.
 from jaxkv._src.kv.append import write
 from jaxkv._src.kv.attention import attend
 from jaxkv._src.kv.check import check
-from jaxkv._src.kv.decode_plan import plan
+from jaxkv._src.kv.decode_plan import plan_decode
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import copy
 from jaxkv._src.kv.memory import gather
 from jaxkv._src.kv.memory import init
-from jaxkv._src.kv.shared_prefix import fit
+from jaxkv._src.kv.shared_prefix import refresh_shared
 from jaxkv._src.kv.shared_prefix import share
 from jaxkv._src.kv.view import View
 
@@ -41,10 +41,10 @@ __all__ = [
   "attend",
   "check",
   "copy",
-  "fit",
   "gather",
   "init",
-  "plan",
+  "plan_decode",
+  "refresh_shared",
   "share",
   "write",
 ]

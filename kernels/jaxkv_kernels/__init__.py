@@ -11,13 +11,13 @@ from jaxkv_kernels._src.append import append_quantized
 from jaxkv_kernels._src.attention.api import paged_attention
 from jaxkv_kernels._src.attention.api import paged_attention_padded
 from jaxkv_kernels._src.attention.api import paged_decode
-from jaxkv_kernels._src.attention.cascade import shared_prefix_decode
+from jaxkv_kernels._src.attention.cascade import cascade_decode
 from jaxkv_kernels._src.attention.choose import BACKENDS
 from jaxkv_kernels._src.attention.choose import decode_workers
-from jaxkv_kernels._src.attention.decode_plan import Plan
+from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 from jaxkv_kernels._src.attention.decode_plan import plan_decode
 from jaxkv_kernels._src.attention.merge import merge_states
-from jaxkv_kernels._src.attention.mla import latent_decode
+from jaxkv_kernels._src.attention.mla import mla_decode
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 from jaxkv_kernels._src.attention.shared_prefix import plan_shared_prefix
 from jaxkv_kernels._src.formats import load
@@ -29,24 +29,24 @@ from jaxkv_kernels._src.pages import gather_pages
 
 __all__ = [
   "BACKENDS",
-  "Plan",
+  "DecodePlan",
   "SharedPrefix",
   "append_kv",
   "append_pages",
   "append_quantized",
+  "cascade_decode",
   "copy_pages",
   "decode_workers",
   "gather_pages",
-  "latent_decode",
   "load",
   "logical_dtype",
   "merge_states",
+  "mla_decode",
   "paged_attention",
   "paged_attention_padded",
   "paged_decode",
   "plan_decode",
   "plan_shared_prefix",
   "quantize",
-  "shared_prefix_decode",
   "store",
 ]

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton
 import jaxkv
 import jaxkv_kernels as kernels
 from jaxkv._src.cache.pool import free_queue
-from jaxkv_kernels._src.attention.mosaic_gpu import compat as mosaic_gpu_api
+from jaxkv_kernels._src.attention.mosaic_gpu import compat
 from tests.tools import ahead_of_time
 from tests.tools.ahead_of_time import TARGETS
 from tests.tools.ahead_of_time import compile_for
@@ -48,7 +48,7 @@ def by_its_sums(columns):
   """A Mosaic GPU kernel that holds a whole matrix in registers; its shape."""
 
   def kernel(x_ref, out_ref):
-    x = mosaic_gpu_api.load(x_ref, mosaic_gpu_api.MATRIX, interpreted=False)
+    x = compat.load(x_ref, compat.MATRIX, interpreted=False)
     out_ref[...] = x * lax.broadcast_in_dim(jnp.sum(x, axis=1), x.shape, [0])
 
   shape = jax.ShapeDtypeStruct((64, columns), jnp.float32)

@@ -69,7 +69,7 @@ CALLS = {
   "merge_states": {"out": NEW, "lse": NEW[..., 0]},
   "quantize": {"values": NEW, "pool_dtype": "uint8"},
   "store": {"values": NEW, "pool_dtype": "uint16"},
-  "latent_decode": {
+  "mla_decode": {
     "q": jnp.ones((2, 4, 8)),
     "pages": jnp.ones((5, 1, 4, 8)),
     "page_table": jnp.ones((2, 3), jnp.int32),

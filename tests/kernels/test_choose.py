@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import choose as backends
+from jaxkv_kernels._src.attention import choose
 from jaxkv_kernels._src.attention.xla import backend as xla
 
 ARGUMENTS = {
@@ -40,12 +40,12 @@ def particular(monkeypatch):
     jnp.full_like(x, 7) for x in xla.attend(*arguments)
   )
   monkeypatch.setitem(sys.modules, module.__name__, module)
-  monkeypatch.setitem(backends._PLATFORMS, "particular", ("cpu", "cuda"))
-  monkeypatch.setitem(backends._ORDER, "cpu", ("particular", "xla"))
-  monkeypatch.setattr(backends, "BACKENDS", ("auto", "xla", "particular"))
-  backends._report.cache_clear()
+  monkeypatch.setitem(choose._PLATFORMS, "particular", ("cpu", "cuda"))
+  monkeypatch.setitem(choose._ORDER, "cpu", ("particular", "xla"))
+  monkeypatch.setattr(choose, "BACKENDS", ("auto", "xla", "particular"))
+  choose._report.cache_clear()
   yield
-  backends._report.cache_clear()
+  choose._report.cache_clear()
 
 
 @pytest.mark.skipif(
@@ -69,7 +69,7 @@ class TestAuto:
     ]
 
   def test_nothing_serves(self, particular, monkeypatch):
-    monkeypatch.setitem(backends._ORDER, "cpu", ("particular",))
+    monkeypatch.setitem(choose._ORDER, "cpu", ("particular",))
     with pytest.raises(NotImplementedError, match=r"on cpu: particular: soft"):
       kernels.paged_decode(**ARGUMENTS, soft_cap=30.0)
 
@@ -91,20 +91,20 @@ class TestNamed:
 class TestPlatform:
   def test_of_the_default_backend(self):
     wanted = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    assert backends.platform() == wanted
+    assert choose.platform() == wanted
 
   def test_of_the_default_device(self):
     with jax.default_device(jax.devices("cpu")[1]):
-      assert backends.platform() == "cpu"
+      assert choose.platform() == "cpu"
 
   def test_of_arrays_that_were_put_somewhere(self, monkeypatch):
     """They stay there, wherever others would go."""
     there = jax.device_put(jnp.ones(3), jax.devices("cpu")[1])
-    monkeypatch.setattr(backends, "_platform_of", lambda device: str(device.id))
+    monkeypatch.setattr(choose, "_platform_of", lambda device: str(device.id))
     first = str(jax.devices()[0].id)
-    assert backends.platform(jnp.ones(3), there) == "1" != first
-    assert backends.platform(jnp.ones(3)) == first
-    assert jax.jit(lambda x: jnp.int32(backends.platform(x)))(there) == 0
+    assert choose.platform(jnp.ones(3), there) == "1" != first
+    assert choose.platform(jnp.ones(3)) == first
+    assert jax.jit(lambda x: jnp.int32(choose.platform(x)))(there) == 0
 
   def test_of_the_abstract_mesh(self):
     device = jax.sharding.AbstractDevice(
@@ -112,4 +112,4 @@ class TestPlatform:
     )
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-      assert backends.platform() == "tpu"
+      assert choose.platform() == "tpu"

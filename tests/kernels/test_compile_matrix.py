@@ -81,7 +81,7 @@ def compile_latent(target, dtype, heads):
   shape = jax.ShapeDtypeStruct
   pages = shape((8 * PAGE_TOKENS // 16, 1, 16, 576), dtype)
   decode = functools.partial(
-    kernels.latent_decode, value_dim=512, scale=192**-0.5, backend="triton"
+    kernels.mla_decode, value_dim=512, scale=192**-0.5, backend="triton"
   )
   program = compile_for(
     target,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import reference
 from tests.kernels.backends import backends
 from tests.kernels.shapes import Shape
 from tests.kernels.shapes import assert_matches
@@ -56,7 +56,7 @@ class TestManyBlocks:
       options["plan"] = kernels.plan_decode(
         jnp.asarray(case.lengths), workers=workers
       )
-    wanted = definition.paged_decode(*arguments, **case.options)
+    wanted = reference.paged_decode(*arguments, **case.options)
     out, lse = runner("paged_decode", *arguments, **options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
@@ -74,6 +74,6 @@ class TestManyBlocks:
     counts = np.array([700], np.int32)
     q = queries(case, shape, 1, 700)
     arguments = (q, *case.pools, case.lengths - counts, counts)
-    wanted = definition.paged_attention_padded(*arguments)
+    wanted = reference.paged_attention_padded(*arguments)
     out, lse = runner("paged_attention_padded", *arguments)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)

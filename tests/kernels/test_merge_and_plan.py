@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import reference
 from tests.kernels.shapes import put
 
 
@@ -18,7 +18,7 @@ class TestMerge:
     lse[rng.random(lse.shape) < 0.4] = -np.inf
     lse[:, 1, 2] = -np.inf
     out[lse == -np.inf] = np.nan  # a part without keys
-    wanted = definition.merge_states(np.nan_to_num(out), lse)
+    wanted = reference.merge_states(np.nan_to_num(out), lse)
     merged, total = jax.jit(kernels.merge_states)(*put(out, lse))
     np.testing.assert_allclose(merged, wanted[0], atol=1e-6)
     np.testing.assert_allclose(total, wanted[1], rtol=1e-6)
@@ -71,7 +71,7 @@ class TestPlan:
     plan = kernels.plan_decode(
       jnp.asarray(lengths), workers=workers, window=window
     )
-    plan = kernels.Plan(*map(np.asarray, plan))
+    plan = kernels.DecodePlan(*map(np.asarray, plan))
     assert len(plan.row) == 17 + workers
     assert plan.begins[-1] <= len(plan.row)
     assert (plan.first % 64 == 0).all()

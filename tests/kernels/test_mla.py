@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import reference
 from tests.kernels.backends import RUNNERS
 from tests.kernels.shapes import Shape
 from tests.kernels.shapes import assert_matches
@@ -63,10 +63,10 @@ class TestDecode:
     options = {"value_dim": value_dim, "scale": 192**-0.5}
     options |= {"window": window, "soft_cap": soft_cap}
     factors = case.options.get("k_scale")
-    wanted = definition.latent_decode(*arguments, k_scale=factors, **options)
+    wanted = reference.mla_decode(*arguments, k_scale=factors, **options)
     if factors is not None:
       options["latent_scale"] = factors
-    out, lse = runner("latent_decode", *arguments, **options)
+    out, lse = runner("mla_decode", *arguments, **options)
     assert out.shape == (len(shape.lengths), heads, value_dim)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
@@ -82,9 +82,9 @@ class TestDecode:
     ).astype(np.int32)
     options = {"value_dim": 512, "scale": 0.1}
     a = runner(
-      "latent_decode", q, case.k_pages, case.page_table, case.lengths, **options
+      "mla_decode", q, case.k_pages, case.page_table, case.lengths, **options
     )
-    b = runner("latent_decode", q, moved, table, case.lengths, **options)
+    b = runner("mla_decode", q, moved, table, case.lengths, **options)
     for x, y in zip(a, b, strict=True):
       np.testing.assert_array_equal(x, y)
 
@@ -94,10 +94,10 @@ class TestDecode:
     case, q = three_rows(33, 17, 80)
     options = {"value_dim": 512, "scale": 0.1}
     together, _ = runner(
-      "latent_decode", q, case.k_pages, case.page_table, case.lengths, **options
+      "mla_decode", q, case.k_pages, case.page_table, case.lengths, **options
     )
     alone, _ = runner(
-      "latent_decode",
+      "mla_decode",
       q,
       case.k_pages,
       case.page_table,
@@ -123,7 +123,7 @@ class TestDecode:
       )
     ]
     wanted, out = (
-      kernels.latent_decode(
+      kernels.mla_decode(
         q,
         pages,
         jnp.asarray([[2, 0]], jnp.int32),
@@ -139,7 +139,7 @@ class TestDecode:
 
   def test_too_large_for_triton(self):
     with pytest.raises(NotImplementedError, match="value_dim is 576 and 0"):
-      kernels.latent_decode(
+      kernels.mla_decode(
         jnp.ones((1, 4, 576)),
         jnp.ones((2, 1, 8, 576)),
         jnp.ones((1, 1), jnp.int32),
@@ -176,4 +176,4 @@ class TestArguments:
       **changes,
     }
     with pytest.raises(error, match=message):
-      kernels.latent_decode(**call)
+      kernels.mla_decode(**call)

@@ -11,12 +11,12 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import tpu as pltpu
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import head_epilogue as whole_heads
-from jaxkv_kernels._src.attention import online_softmax as block_softmax
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import head_epilogue
+from jaxkv_kernels._src.attention import online_softmax
+from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
 from jaxkv_kernels._src.attention.mosaic_tpu import backend as mosaic_tpu
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.options import CallOptions
 from tests.kernels.backends import ON_HOPPER
 from tests.kernels.shapes import SHAPES
 from tests.kernels.shapes import assert_matches
@@ -72,8 +72,8 @@ class TestKernels:
       "k_scale": np.full((8, 1, 16), 0.01, np.float32),
       "v_scale": (rng.uniform(0.5, 2, (8, 1, 16)) * factor).astype(np.float32),
     }
-    wanted, _ = definition.paged_decode(q, *pools, table, lengths, **scales)
-    options = Options(
+    wanted, _ = reference.paged_decode(q, *pools, table, lengths, **scales)
+    options = CallOptions(
       page_offset=jnp.int32(0),
       scale=64**-0.5,
       interpret=INTERPRETED["mosaic_gpu"],
@@ -101,7 +101,7 @@ class TestKernels:
       "v_scale": rng.uniform(0.5, 2, (3, 1, 16)).astype(np.float32),
       "tree_mask": mask,
     }
-    wanted = definition.paged_attention_padded(q, *pools, *rest, **options)
+    wanted = reference.paged_attention_padded(q, *pools, *rest, **options)
     pools[:, 0, 0, 2] = options["v_scale"][0, 0, 2] = np.nan
     out, lse = kernels.paged_attention_padded(
       *put(q, *pools, *rest),
@@ -129,7 +129,7 @@ class TestKernels:
     arguments = (q, *case.pools, case.lengths)
     plan = kernels.plan_decode(jnp.asarray(planned, jnp.int32), workers=5)
     assert int(plan.begins[-1]) > 5
-    wanted = definition.paged_decode(*arguments, **case.options)
+    wanted = reference.paged_decode(*arguments, **case.options)
     out, lse = decode("mosaic_gpu", *arguments, plan=plan, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, 2e-6)
 
@@ -190,13 +190,13 @@ class TestWholeHeads:
     """Of -inf, of a number, for rows with keys, without, and for padding."""
     out = jnp.asarray([[[1.0], [1.0]], [[0.0], [0.0]], [[0.0], [0.0]]])
     lse = jnp.asarray([[0.0, 0.0], [-jnp.inf, -jnp.inf], [-jnp.inf, -jnp.inf]])
-    options = Options(
+    options = CallOptions(
       page_offset=jnp.int32(0),
       scale=1.0,
       sinks=jnp.asarray([-jnp.inf, 0.0]),
     )
     seen = jnp.asarray([True, True, False])
-    out, lse = whole_heads.finish(out, lse, seen, options)
+    out, lse = head_epilogue.finish(out, lse, seen, options)
     np.testing.assert_allclose(out[..., 0], [[1, 0.5], [0, 0], [0, 0]])
     two, none = np.log(2), -np.inf
     np.testing.assert_allclose(
@@ -207,26 +207,26 @@ class TestWholeHeads:
 class TestBlockSoftmax:
   def attend(self, products, seen, values, **options):
     """A row's softmax over blocks of 8 keys, [R, 8 * n]."""
-    top = jnp.full(len(products), block_softmax.LOWEST)
+    top = jnp.full(len(products), online_softmax.LOWEST)
     total = jnp.zeros(len(products))
     weighted = jnp.zeros((len(products), values.shape[1]))
     distance = np.arange(products.shape[1], dtype=np.int32)[None]
     distance = np.broadcast_to(distance - products.shape[1], products.shape)
     for start in range(0, products.shape[1], 8):
       part = slice(start, start + 8)
-      logits = block_softmax.logits(
+      logits = online_softmax.logits(
         jnp.asarray(products[:, part]),
         jnp.float32(options.get("factor", 1.0)),
         jnp.asarray(distance[:, part]),
         options.get("soft_cap"),
         options.get("slopes"),
       )
-      top, total, shrink, weights = block_softmax.absorb(
+      top, total, shrink, weights = online_softmax.absorb(
         logits, jnp.asarray(seen[:, part]), top, total
       )
       weighted = weighted * shrink[:, None] + weights @ values[part]
-    out = block_softmax.normalise(total, weighted)
-    return (out, block_softmax.log_sum_exp(top, total)), distance
+    out = online_softmax.normalise(total, weighted)
+    return (out, online_softmax.log_sum_exp(top, total)), distance
 
   @pytest.mark.parametrize("soft_cap", [None, 1.0, 30.0, 50.0])
   @pytest.mark.parametrize("sloped", [False, True])
@@ -332,6 +332,6 @@ class TestUnsupported:
   def test_other_platforms(self, backend):
     shape = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.bfloat16)
     module = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}[backend]
-    options = Options(page_offset=jnp.int32(0), scale=1.0)
+    options = CallOptions(page_offset=jnp.int32(0), scale=1.0)
     reason = module.unsupported("cpu", shape, shape, shape, options)
     assert reason.startswith("platform='cpu'")

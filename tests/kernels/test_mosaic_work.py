@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import online_softmax as block_softmax
+from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
+from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Item
-from jaxkv_kernels._src.attention.mosaic_gpu.work import Static
-from jaxkv_kernels._src.attention.options import Options
-from jaxkv_kernels._src.attention.triton.merge_pieces import merge_pieces
+from jaxkv_kernels._src.attention.options import CallOptions
+from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 from tests.kernels.shapes import put
 
 
@@ -33,7 +33,7 @@ def static(**changes):
     "alibi": False,
     "tree": False,
   }
-  return Static(**(sizes | changes))
+  return GpuStatic(**(sizes | changes))
 
 
 merge = jax.jit(
@@ -50,7 +50,7 @@ def work_of(lengths, columns, *, window=None, plan=None):
   )
   q = jnp.zeros((len(lengths), 1, 8, 64))
   tiles = query_tiles.tile(q, reach, kv_heads=2, size=1, multiple=8)
-  options = Options(
+  options = CallOptions(
     page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
   )
   none = jnp.zeros_like(lengths)
@@ -161,7 +161,7 @@ class TestMerge:
       tops = rng.standard_normal((count, 2, rows)) * 3 + large
       totals[tile, :count, :, 0, :rows] = tops
       totals[tile, :count, :, 1, :rows] = rng.uniform(1, 9, tops.shape)
-    totals[0, 0, 0] = [[block_softmax.LOWEST], [0]]
+    totals[0, 0, 0] = [[online_softmax.LOWEST], [0]]
     places = [x.reshape(-1, *x.shape[2:]) for x in (out, totals)]
     if planned:
       order = np.argsort(np.isnan(places[1][:, 1, 0, 0]), kind="stable")
@@ -175,7 +175,7 @@ class TestMerge:
     for tile, count in enumerate(counts):
       wanted = np.zeros((2, rows, dim)), np.full((2, rows), -np.inf)
       if count:
-        wanted = definition.merge_states(
+        wanted = reference.merge_states(
           out[tile, :count, :, :rows], lse[tile, :count, :, :rows]
         )
       for a, b in zip(merged, wanted, strict=True):

@@ -1,11 +1,11 @@
-"""Every attention backend against the float64 definition."""
+"""Every attention backend against the float64 reference."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import reference
 from tests.kernels.backends import backends
 from tests.kernels.backends import cases
 from tests.kernels.shapes import SHAPES
@@ -57,7 +57,7 @@ class TestDecode:
     shape = SHAPES[name]
     case = problem(shape)
     q = queries(case, shape, len(shape.lengths))
-    wanted = definition.paged_decode(
+    wanted = reference.paged_decode(
       q, *case.pools, case.lengths, **case.options
     )
     out, lse = runner(
@@ -79,7 +79,7 @@ class TestRectangle:
     for b, count in enumerate(counts):
       q[b, count:] = np.nan  # padding may be anything
     arguments = (q, *case.pools, case.lengths - counts, counts)
-    wanted = definition.paged_attention_padded(*arguments, **case.options)
+    wanted = reference.paged_attention_padded(*arguments, **case.options)
     out, lse = runner("paged_attention_padded", *arguments, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
@@ -109,7 +109,7 @@ class TestRectangle:
     mask[3] = False  # sees none of its row's queries, itself included
     arguments = (q, *case.pools, case.lengths - counts, counts)
     options = {**case.options, "tree_mask": mask}
-    wanted = definition.paged_attention_padded(*arguments, **options)
+    wanted = reference.paged_attention_padded(*arguments, **options)
     out, lse = runner("paged_attention_padded", *arguments, **options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
@@ -133,7 +133,7 @@ class TestPacked:
     q = queries(case, shape, int(ends[-1]) + 3)
     q[ends[-1] :] = np.nan
     arguments = (q, *case.pools, case.lengths, ends)
-    wanted = definition.paged_attention(*arguments, **case.options)
+    wanted = reference.paged_attention(*arguments, **case.options)
     out, lse = runner(
       "paged_attention", *arguments, max_query_len=longest, **case.options
     )
@@ -151,7 +151,7 @@ class TestPacked:
     mask[: ends[-2]] = True
     arguments = (q, *case.pools, case.lengths, ends)
     options = {**case.options, "tree_mask": mask}
-    wanted = definition.paged_attention(*arguments, **options)
+    wanted = reference.paged_attention(*arguments, **options)
     out, lse = runner("paged_attention", *arguments, **options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
@@ -266,7 +266,7 @@ class TestNumerics:
     q[:, :, 0] = [[1024.0], [-1024.0]]
     table = np.array([[0, 2, 3], [1, 3, 0]], np.int32)
     arguments = (q, keys, values, table, np.array([40, 33], np.int32))
-    wanted = definition.paged_decode(*arguments, scale=1.0)
+    wanted = reference.paged_decode(*arguments, scale=1.0)
     out, lse = runner("paged_decode", *arguments, scale=1.0)
     assert_matches(out, lse, *wanted, runner.dtype)
     np.testing.assert_array_equal(out[0, 0], values[2, 0, 3])
@@ -304,7 +304,7 @@ class TestNumerics:
     second = runner(
       "paged_decode", q, *case.pools[:2], moved, case.lengths - cut
     )
-    out, lse = definition.merge_states(
+    out, lse = reference.merge_states(
       *(np.stack(part) for part in zip(first, second, strict=True))
     )
     # Three results are rounded, where the tolerances are for one.
@@ -346,6 +346,6 @@ class TestNumerics:
     arguments = (q, *pools, case.lengths - columns, counts)
     # The last row of 3 * size tokens sees nothing that is there.
     options = {**case.options, "window": size}
-    wanted = definition.paged_attention_padded(*arguments, **options)
+    wanted = reference.paged_attention_padded(*arguments, **options)
     out = runner("paged_attention_padded", *arguments, **options)
     assert_matches(*out, *wanted, case.dtype, runner.float32_l2)

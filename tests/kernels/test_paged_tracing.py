@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import reference
 from tests.kernels.shapes import SHAPES
 from tests.kernels.shapes import Shape
 from tests.kernels.shapes import assert_matches
@@ -48,11 +48,11 @@ class TestDefinition:
     shape = Shape(heads=(8, 2), head_dim=32, page_size=4, lengths=(40, 9))
     case = problem(shape)
     q = queries(case, shape, 2)
-    out, _ = definition.paged_decode(q, *case.pools, case.lengths)
+    out, _ = reference.paged_decode(q, *case.pools, case.lengths)
     dense = np.zeros((2, 2, 40, 2, 32), np.float32)
     for b, length in enumerate(case.lengths):
       for side, pool in enumerate(case.pools[:2]):
-        dense[side, b, :length] = definition.sequence(
+        dense[side, b, :length] = reference.sequence(
           pool, case.page_table[b], length
         )
     wanted = jax.nn.dot_product_attention(
@@ -98,7 +98,7 @@ class TestBits:
     case = problem(FULL)
     row, length, chunk = 6, 150, 19
     q = queries(case, FULL, length)
-    wanted, wanted_lse = definition.paged_attention_padded(
+    wanted, wanted_lse = reference.paged_attention_padded(
       q[None],
       *case.pools[:2],
       case.page_table[row : row + 1],

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
-from jaxkv_kernels._src.attention import reference as definition
-from jaxkv_kernels._src.attention import shared_prefix as prefix_module
+from jaxkv_kernels._src.attention import reference
+from jaxkv_kernels._src.attention import shared_prefix
 from jaxkv_kernels._src.attention.xla import backend as xla
 from tests.kernels.backends import RUNNERS
 from tests.kernels.shapes import SHAPES
@@ -40,7 +40,7 @@ if jax.default_backend() == "gpu":
 
 
 def decode(case, q, **changes):
-  """`shared_prefix_decode` of a case, jitted with its plan."""
+  """`cascade_decode` of a case, jitted with its plan."""
   groups = changes.pop("groups", None)
   backend = changes.pop("backend", "auto")
 
@@ -56,7 +56,7 @@ def decode(case, q, **changes):
       group_size=changes.get("group_size", 4),
       backend=backend,
     )
-    out = kernels.shared_prefix_decode(
+    out = kernels.cascade_decode(
       q,
       k_pages,
       v_pages,
@@ -80,8 +80,8 @@ class TestSharedPrefix:
   @pytest.fixture
   def always(self, monkeypatch):
     """Sharing always pays."""
-    least = dict.fromkeys(prefix_module._LEAST_SAVING, -(2**40))
-    monkeypatch.setattr(prefix_module, "_LEAST_SAVING", least)
+    least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**40))
+    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
 
   @pytest.mark.parametrize("backend", BACKENDS)
   @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ class TestSharedPrefix:
   def test_equals_the_definition(self, always, backend, name):
     shape, case = sharing(SHAPES[name])
     q = queries(case, shape, len(LENGTHS))
-    wanted = definition.paged_decode(
+    wanted = reference.paged_decode(
       q, *case.pools, case.lengths, **case.options
     )
     try:
@@ -116,7 +116,7 @@ class TestSharedPrefix:
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     q = queries(case, shape, len(LENGTHS))
     groups = jnp.asarray([1, 1, 0, 1, 7, 0, -1], jnp.int32)
-    wanted = definition.paged_decode(q, *case.pools, case.lengths)
+    wanted = reference.paged_decode(q, *case.pools, case.lengths)
     shared, out = decode(case, q, groups=groups)
     np.testing.assert_array_equal(shared.members, [[2, 5, 7, 7], [0, 1, 3, 7]])
     np.testing.assert_array_equal(shared.tokens, [64, 32])
@@ -131,7 +131,7 @@ class TestSharedPrefix:
     """Those of 4 rows are cut where it serves the heads of fewer."""
     shape, case = sharing(SHAPES[name])
     q = queries(case, shape, len(LENGTHS))
-    wanted = definition.paged_decode(
+    wanted = reference.paged_decode(
       q, *case.pools, case.lengths, **case.options
     )
     heads, attend, asked = q.shape[1], xla.attend, set()
@@ -159,7 +159,7 @@ class TestSharedPrefix:
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
     shape = jax.ShapeDtypeStruct
     pool = shape((1, 8, 256, dim), jnp.bfloat16)
-    least = prefix_module._LEAST_SAVING["other"] // (2 * 8 * 256 * dim * 2)
+    least = shared_prefix._LEAST_SAVING["other"] // (2 * 8 * 256 * dim * 2)
 
     def planned(columns):
       with jax.sharding.use_abstract_mesh(mesh):
@@ -186,7 +186,7 @@ class TestSharedPrefix:
       shared = kernels.plan_shared_prefix(
         table, lengths, k_pages, v_pages, num_groups=2, group_size=16
       )
-      return kernels.shared_prefix_decode(
+      return kernels.cascade_decode(
         q, k_pages, v_pages, shared, backend=backend
       )
 
@@ -208,7 +208,7 @@ class TestSharedPrefix:
   ):
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     q = queries(case, shape, len(LENGTHS))
-    wanted = definition.paged_decode(q, *case.pools, case.lengths)
+    wanted = reference.paged_decode(q, *case.pools, case.lengths)
     shared, out = decode(case, q, num_groups=num_groups, group_size=group_size)
     assert shared.members.shape == (num_groups, group_size)
     assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
@@ -217,7 +217,7 @@ class TestSharedPrefix:
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     case.lengths[[0, 4]] = 0
     q = queries(case, shape, len(LENGTHS))
-    wanted = definition.paged_decode(q, *case.pools, case.lengths)
+    wanted = reference.paged_decode(q, *case.pools, case.lengths)
     shared, out = decode(case, q)
     assert sorted(shared.tokens.tolist()) == [32, 64]
     assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
@@ -229,7 +229,7 @@ class TestSharedPrefix:
     case = dataclasses.replace(case, page_table=case.page_table[:, :3])
     case.lengths[5] = 48  # and row 2, of the same group, has 150
     q = queries(case, shape, len(LENGTHS))
-    wanted = definition.paged_decode(
+    wanted = reference.paged_decode(
       q, *case.pools, case.lengths, **case.options
     )
     shared, out = decode(case, q)
@@ -245,8 +245,8 @@ class TestSharedPrefix:
 
   def test_what_saves_little_is_not_shared(self, monkeypatch):
     """Not with these lengths, though tables of this size might."""
-    for platform in prefix_module._LEAST_SAVING:
-      monkeypatch.setitem(prefix_module._LEAST_SAVING, platform, 2**20)
+    for platform in shared_prefix._LEAST_SAVING:
+      monkeypatch.setitem(shared_prefix._LEAST_SAVING, platform, 2**20)
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     q = queries(case, shape, len(LENGTHS))
     plain = kernels.paged_decode(
@@ -267,13 +267,13 @@ class TestSharedPrefix:
     )
     assert plan is None
     with pytest.raises(ValueError, match=r"NoneType.*use paged_decode"):
-      kernels.shared_prefix_decode(jnp.ones((4, 2, 32)), pool, pool, plan)
+      kernels.cascade_decode(jnp.ones((4, 2, 32)), pool, pool, plan)
 
   @pytest.mark.parametrize("lockstep", [False, True])
   def test_the_gate_counts_what_is_read(self, lockstep):
     lengths, shared = np.array([70, 80, 200]), np.array([64, 64, 0])
     tokens = np.array([64, 0])
-    saved = prefix_module._saved(*put(lengths, tokens, shared), lockstep)
+    saved = shared_prefix._saved(*put(lengths, tokens, shared), lockstep)
     # In lockstep the third row keeps all reading 200 tokens, and 2 groups more.
     assert int(saved) == (-128 if lockstep else 64)
 
@@ -322,10 +322,10 @@ class TestSharedPrefix:
     shared = kernels.plan_shared_prefix(table, lengths, *pools, **sizes)
     q = jax.device_put(jnp.ones((7, 8, 128)), cpus[1])
     with pytest.raises(ValueError, match=r"k_pages is on .*:0 but q on"):
-      kernels.shared_prefix_decode(q, *pools, shared)
+      kernels.cascade_decode(q, *pools, shared)
     pools = jax.device_put(pools, cpus[1])
     with pytest.raises(ValueError, match=r"shared.members is on .*:0 but q on"):
-      kernels.shared_prefix_decode(q, *pools, shared)
+      kernels.cascade_decode(q, *pools, shared)
 
   def test_unknown_backend(self):
     case = sharing(SHAPES["page16_gqa4_d128"])[1]

@@ -7,8 +7,8 @@ import pytest
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention import reference as definition
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention import reference
+from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.triton import backend as triton
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import put
@@ -33,8 +33,8 @@ class TestScales:
       "k_scale": np.full(shape, 0.01, np.float32),
       "v_scale": (rng.uniform(0.5, 2, shape) * factor).astype(np.float32),
     }
-    wanted, _ = definition.paged_decode(q, *pools, table, lengths, **scales)
-    options = Options(
+    wanted, _ = reference.paged_decode(q, *pools, table, lengths, **scales)
+    options = CallOptions(
       page_offset=jnp.int32(0),
       scale=64**-0.5,
       interpret=True,
@@ -144,5 +144,5 @@ class TestParts:
       backend="triton",
       interpret=True,
     )
-    wanted = definition.paged_decode(*arguments, window=window)
+    wanted = reference.paged_decode(*arguments, window=window)
     assert_matches(out, lse, *wanted, np.float32, 2e-6)

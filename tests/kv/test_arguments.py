@@ -65,8 +65,8 @@ USES = {
   "write": lambda where: memory.write(KV, where, 0, NEW, NEW),
   "attend": lambda where: memory.attend(KV, where, 0, Q),
   "share": share,
-  "fit": functools.partial(memory.fit, KV),
-  "plan": functools.partial(memory.plan, KV),
+  "refresh_shared": functools.partial(memory.refresh_shared, KV),
+  "plan_decode": functools.partial(memory.plan_decode, KV),
 }
 
 

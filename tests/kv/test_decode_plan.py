@@ -62,7 +62,7 @@ class TestPlan:
   def test_attention_through_a_plan(self, step, monkeypatch, starts, counts):
     """Of these rows, or of those they once were."""
     kv, view, q = step
-    pieces = memory.plan(kv, view, backend="mosaic_gpu").plan
+    pieces = memory.plan_decode(kv, view, backend="mosaic_gpu").plan
     assert pieces is not None
     view = dataclasses.replace(
       view,
@@ -81,7 +81,7 @@ class TestPlan:
     )
     monkeypatch.setattr(kernels, "paged_decode", interpreted)
     # What was traced before would not be again.
-    importlib.import_module("jaxkv.kv.attend")._attend.clear_cache()
+    importlib.import_module("jaxkv._src.kv.attention")._attend.clear_cache()
     view = dataclasses.replace(view, plan=pieces)
     options = {"return_lse": True, "backend": "mosaic_gpu"}
     out, lse = memory.attend(kv, view, 1, q, **options)
@@ -98,7 +98,7 @@ class TestPlan:
     kv, view, q = step
     for planned in (False, True):
       if planned:
-        view = memory.plan(kv, view, backend="mosaic_gpu")
+        view = memory.plan_decode(kv, view, backend="mosaic_gpu")
       decode = functools.partial(layers, backend="mosaic_gpu")
       names = {one.primitive.name for one in in_loops(decode, kv, view, q)}
       assert ("cumsum" in names) != planned
@@ -106,11 +106,11 @@ class TestPlan:
   @pytest.mark.parametrize("backend", ["xla", "triton", "mosaic_tpu", "auto"])
   def test_backends_without_one(self, step, backend):
     kv, view, _ = step
-    assert memory.plan(kv, view, backend=backend).plan is None
+    assert memory.plan_decode(kv, view, backend=backend).plan is None
 
   def test_costs_those_who_ignore_it_nothing(self, step):
     kv, view, q = step
-    planned = memory.plan(kv, view, backend="mosaic_gpu")
+    planned = memory.plan_decode(kv, view, backend="mosaic_gpu")
     without, given = (
       [str(one.primitive) for one in equations(memory.attend, kv, at, 1, q)]
       for at in (view, planned)
@@ -123,7 +123,7 @@ class TestPlan:
   def test_only_a_decode_uses_it(self, step):
     """Several columns are attended to without."""
     kv, view, q = step
-    planned = memory.plan(kv, view, backend="mosaic_gpu")
+    planned = memory.plan_decode(kv, view, backend="mosaic_gpu")
     wide = jnp.broadcast_to(q, (4, 3, HEADS, DIM))
     np.testing.assert_array_equal(
       memory.attend(kv, planned, 1, wide), memory.attend(kv, view, 1, wide)
@@ -133,16 +133,16 @@ class TestPlan:
     kv, view, _ = step
     shared = memory.share(kv, view, num_groups=1, group_size=2)
     assert shared.exact
-    assert memory.plan(kv, shared, backend="mosaic_gpu").exact
-    assert not memory.plan(kv, view, backend="mosaic_gpu").exact
+    assert memory.plan_decode(kv, shared, backend="mosaic_gpu").exact
+    assert not memory.plan_decode(kv, view, backend="mosaic_gpu").exact
 
   def test_bad_arguments(self, step):
     kv, view, q = step
     with pytest.raises(NotImplementedError, match="'cuda' does not exist"):
-      memory.plan(kv, view, backend="cuda")
+      memory.plan_decode(kv, view, backend="cuda")
     with pytest.raises(ValueError, match="window=0"):
-      memory.plan(kv, view, window=0, backend="mosaic_gpu")
-    planned = memory.plan(kv, view, backend="mosaic_gpu")
+      memory.plan_decode(kv, view, window=0, backend="mosaic_gpu")
+    planned = memory.plan_decode(kv, view, backend="mosaic_gpu")
     fewer = {
       name: getattr(view, name)[:3]
       for name in ("page_table", "starts", "counts")

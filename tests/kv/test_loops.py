@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv import kv as memory
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import reference
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import DIM
 from tests.kv.memory import DTYPES
@@ -63,7 +63,7 @@ class TestDecodeLoop:
     bits = [np.asarray(x).astype(np.float64) for x in (q, k, v)]
     for row, count in enumerate(counts):
       np.testing.assert_array_equal(out[row, count:], 0)
-      wanted, lse = definition.paged_attention_padded(
+      wanted, lse = reference.paged_attention_padded(
         bits[0][row : row + 1, :count],
         bits[1][row].swapaxes(0, 1)[None],
         bits[2][row].swapaxes(0, 1)[None],

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jaxkv import kv as memory
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import reference
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import DIM
 from tests.kv.memory import DTYPES
@@ -156,7 +156,7 @@ class TestAttend:
     kv = write(kv, view(TABLE, [0] * 3, [11, 7, 0]), jnp.int32(2), k, v)
     where = view(table, [6, 5, 0], [5, 2, 0])
     q = draw(2, 3, 5, HEADS, DIM, dtype=dtype)
-    wanted = definition.paged_attention_padded(
+    wanted = reference.paged_attention_padded(
       np.asarray(q),
       np.asarray(kv.k),
       np.asarray(kv.v),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv import kv as memory
-from jaxkv_kernels._src.attention import reference as definition
+from jaxkv_kernels._src.attention import reference
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import DIM
 from tests.kv.memory import HEADS
@@ -60,7 +60,7 @@ class TestUse:
     kv, _, _ = filled(dtype)
     where = view(TABLE, [6, 5, 0], [5, 2, 0])
     q = draw(2, 3, 5, HEADS, DIM)
-    wanted = definition.paged_attention_padded(
+    wanted = reference.paged_attention_padded(
       *map(np.asarray, (q, kv.k, kv.v)),
       *map(np.asarray, (where.page_table, where.starts, where.counts)),
       page_offset=2 * PAGES,

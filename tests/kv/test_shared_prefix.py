@@ -13,7 +13,7 @@ from jaxkv import kv as memory
 from jaxkv._src.models.config import LlamaConfig
 from jaxkv._src.models.llama import forward
 from jaxkv._src.models.llama import init_params
-from jaxkv_kernels._src.attention import shared_prefix as prefix
+from jaxkv_kernels._src.attention import shared_prefix
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import draw
 from tests.tools.traced_loops import equations
@@ -77,8 +77,8 @@ class TestShare:
   @pytest.fixture
   def always(self, monkeypatch):
     """Sharing always pays."""
-    least = dict.fromkeys(prefix._LEAST_SAVING, -(2**20))
-    monkeypatch.setattr(prefix, "_LEAST_SAVING", least)
+    least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
 
   @pytest.mark.parametrize("steps", [1, 3])
   def test_forks_are_found_and_attention_stays_the_same(
@@ -122,7 +122,7 @@ class TestShare:
     view, kv = next_tokens(*forked, 1)
     never = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
     assert never.shared is None
-    monkeypatch.setitem(prefix._LEAST_SAVING, "cpu", 180_000)
+    monkeypatch.setitem(shared_prefix._LEAST_SAVING, "cpu", 180_000)
     shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
     np.testing.assert_array_equal(shared.shared.tokens, 0)
     q = draw(9, 6, 1, HEADS, DIM)
@@ -202,8 +202,8 @@ class TestFit:
   @pytest.fixture
   def shared(self, forked, monkeypatch):
     """A view of rows that share, as many of them as there are."""
-    least = dict.fromkeys(prefix._LEAST_SAVING, -(2**20))
-    monkeypatch.setattr(prefix, "_LEAST_SAVING", least)
+    least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
     view, kv = next_tokens(*forked, 1)
     return memory.share(kv, view, num_groups=2, group_size=SAMPLES), kv
 
@@ -211,7 +211,7 @@ class TestFit:
     """Not what is made from it: that may have other rows."""
     view, kv = shared
     assert view.exact
-    assert memory.fit(kv, view) is view
+    assert memory.refresh_shared(kv, view) is view
     made = {
       "replace": dataclasses.replace(view, starts=view.starts),
       "tree": jax.tree.map(lambda x: x, view),
@@ -220,17 +220,17 @@ class TestFit:
     }
     for name, other in made.items():
       assert not other.exact, name
-      fitted = memory.fit(kv, other)
+      fitted = memory.refresh_shared(kv, other)
       assert fitted.exact, name
       jax.tree.map(np.testing.assert_array_equal, fitted, view)
     alone = dataclasses.replace(view, shared=None)
-    assert memory.fit(kv, alone) is alone
+    assert memory.refresh_shared(kv, alone) is alone
 
   def test_rows_that_left(self, shared):
     view, kv = shared
     some = jnp.asarray([True, False, False, True, True, True])
     moved = dataclasses.replace(view, counts=jnp.where(some, 0, view.counts))
-    fitted = memory.fit(kv, moved)
+    fitted = memory.refresh_shared(kv, moved)
     np.testing.assert_array_equal(fitted.shared.tokens, [PROMPT // 8 * 8, 0])
     np.testing.assert_array_equal(fitted.shared.own_tokens > 0, ~some)
     q = draw(9, 6, 1, HEADS, DIM)
@@ -244,7 +244,7 @@ class TestFit:
     view, kv = shared
 
     def layers(kv, view, q):
-      view = memory.fit(kv, view) if fit else view
+      view = memory.refresh_shared(kv, view) if fit else view
 
       def layer(q, index):
         return q + memory.attend(kv, view, index, q), None

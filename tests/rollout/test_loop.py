@@ -16,7 +16,7 @@ import jaxkv_kernels as kernels
 from jaxkv import kv as kv_memory
 from jaxkv import models
 from jaxkv import rollout
-from jaxkv_kernels._src.attention import shared_prefix as prefix
+from jaxkv_kernels._src.attention import shared_prefix
 from tests.models import small_model as texts
 
 _PROMPT_WIDTH = 72
@@ -157,17 +157,17 @@ class TestTokens:
     self, monkeypatch, small_model, dense_run
   ):
     """As if it always paid, however small the model."""
-    least = dict.fromkeys(prefix._LEAST_SAVING, -(2**20))
-    monkeypatch.setattr(prefix, "_LEAST_SAVING", least)
+    least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
+    monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
     slots, pages, page_size, samples, temperature = _RUNS["sampled"]
     state = _initial(small_model, slots, pages, page_size, samples)
     arguments = (state, jnp.float32(temperature), jnp.int32(0))
     with monkeypatch.context() as patch:
       calls = []
-      decode = kernels.shared_prefix_decode
+      decode = kernels.cascade_decode
       patch.setattr(
         kernels,
-        "shared_prefix_decode",
+        "cascade_decode",
         lambda *a, **k: calls.append(1) or decode(*a, **k),
       )
       end = _program(small_model)(small_model.params, *arguments)

@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
-from jaxkv_kernels._src.attention import choose as backends
+from jaxkv_kernels._src.attention import choose
 
 # XLA asks these of a device. From NVIDIA's data sheets of the H200 SXM, the
 # A100 SXM of 80 GB and the L40, and its table of compute capabilities; bytes,
@@ -175,7 +175,7 @@ def needs(*targets: str) -> pytest.MarkDecorator:
 
 def for_target(target: str) -> tuple[str, ...]:
   """Names of the attention backends that can be compiled for a target."""
-  return backends.for_platform("cuda" if target in _GPUS else "tpu")
+  return choose.for_platform("cuda" if target in _GPUS else "tpu")
 
 
 def compile_for(

@@ -127,9 +127,7 @@ def _attend(
     shared = view.shared
     if not exact:  # The rows may have been stepped on.
       shared = shared.fitted(view.page_table, lengths, page_size=kv.page_size)
-    out, lse = kernels.shared_prefix_decode(
-      q[:, 0], kv.k, kv.v, shared, **options
-    )
+    out, lse = kernels.cascade_decode(q[:, 0], kv.k, kv.v, shared, **options)
   else:
     out, lse = kernels.paged_decode(
       q[:, 0],

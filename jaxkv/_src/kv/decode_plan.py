@@ -12,7 +12,7 @@ from jaxkv._src.kv.view import decode_lengths
 from jaxkv._src.kv.view import mark_exact
 
 
-def plan(
+def plan_decode(
   kv: KVPages,
   view: View,
   *,
@@ -52,7 +52,7 @@ def plan(
     ...   starts=jnp.asarray([200, 30], jnp.int32),
     ...   counts=jnp.asarray([1, 1], jnp.int32),
     ... )
-    >>> view = memory.plan(kv, view, backend="mosaic_gpu")
+    >>> view = memory.plan_decode(kv, view, backend="mosaic_gpu")
     >>> view.plan.row[:5].tolist(), view.plan.first[:5].tolist()
     ([0, 0, 0, 0, 1], [0, 64, 128, 192, 0])
   """

@@ -23,9 +23,10 @@ def share(
 ) -> View:
   """A view by which `attend` reads the pages that rows share only once.
 
-  Call it once a decode step, before the layers; see also `fit`. Forks of one
-  prompt share its full pages, and so do rows that found the same prefix in the
-  cache: what counts is that their page tables begin alike. If too little would
+  Call it once a decode step, before the layers; see also `refresh_shared`.
+  Forks of one prompt share its full pages, and so do rows that found the same
+  prefix in the cache: what counts is that their page tables begin alike. If
+  too little would
   be read less to make up for the effort, `attend` does what it does without; so
   it does for several columns, and with a window.
 
@@ -76,7 +77,7 @@ def share(
   return mark_exact(dataclasses.replace(view, shared=shared))
 
 
-def fit(kv: KVPages, view: View) -> View:
+def refresh_shared(kv: KVPages, view: View) -> View:
   """A view of which only what still holds is `shared`.
 
   `attend` looks at that itself, in every layer, unless it has the very view
@@ -108,7 +109,7 @@ def fit(kv: KVPages, view: View) -> View:
     ... )
     >>> view = memory.share(kv, view, num_groups=1, group_size=2)
     >>> ended = dataclasses.replace(view, counts=jnp.zeros((2,), jnp.int32))
-    >>> memory.fit(kv, ended).shared.tokens
+    >>> memory.refresh_shared(kv, ended).shared.tokens
     Array([0], dtype=int32)
   """
   check_view(view)

@@ -36,7 +36,7 @@ class View:
   starts: jax.Array  # int32[B]
   counts: jax.Array  # int32[B]
   shared: kernels.SharedPrefix | None = None
-  plan: kernels.Plan | None = None
+  plan: kernels.DecodePlan | None = None
   # Of one object, neither a field nor a leaf, so that whatever makes another
   # view of this one makes it False.
   exact: ClassVar[bool] = False

@@ -159,7 +159,7 @@ def forward(
     (1, 3, 11)
   """
   if tokens.shape[1:] == (1,):
-    view = paged.fit(kv, view)
+    view = paged.refresh_shared(kv, view)
 
   def attention(
     layer: jax.Array,

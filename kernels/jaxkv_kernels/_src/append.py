@@ -7,7 +7,7 @@
 | `append_pages` | one pool, such as that of latent vectors |
 
 All write token t to slot `offsets[t]` of page `page_ids[t]`, in place when the
-pools are donated or carried by a loop (on a CPU: see `storage`). A token is
+pools are donated or carried by a loop (on a CPU: see `formats`). A token is
 dropped if its page id, with or without `page_offset`, or its offset is out of
 range. Two tokens for one place: either may win.
 
@@ -192,7 +192,7 @@ def append_pages(
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
-    >>> latent_scale = jnp.zeros((2, 1, 4))  # as latent_decode takes it
+    >>> latent_scale = jnp.zeros((2, 1, 4))  # as mla_decode takes it
     >>> place = jnp.asarray([1], jnp.int32), jnp.asarray([3], jnp.int32)
     >>> stored, scale = quantize(jnp.asarray([[[3.0, -6.0]]]), "int8")
     >>> pages = append_pages(pages, stored, *place)

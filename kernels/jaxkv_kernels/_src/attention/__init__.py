@@ -1,28 +1,45 @@
-"""Paged attention: one definition, one interface, several backends.
+"""Paged attention: one reference, one interface, several backends.
 
-| file | what it is |
+| module | what it holds |
 |---|---|
-| `definition` | what is right, in float64 NumPy |
-| `api` | the public functions: they check arguments, and choose a backend |
-| `options` | what a backend is told besides its arrays |
-| `backends` | which backend serves a call |
-| `ragged` | packed queries as rows of a rectangle |
-| `merge` | attention over parts of the keys, put together |
-| `prefix`, `prefix_decode` | pages that rows share, read once |
-| `latent` | multi-head latent attention |
-| `plan` | equal pieces of decode work |
-| `query_tiles` | rectangles of queries as tiles of rows; what each row sees |
-| `block_softmax` | the online softmax of one block |
-| `whole_heads` | options that act on a whole head, around a kernel |
-| `xla` | a backend: a scan over blocks of tokens, for any platform |
-| `triton`, `triton_kernel` | a backend: Pallas-Triton, for NVIDIA GPUs |
-| `triton_api` | the one place that calls Pallas-Triton |
-| `mosaic_gpu`, `mosaic_gpu_kernel` | a backend: Pallas, for Hopper GPUs |
-| `mosaic_gpu_work` | what that kernel is told, and how it counts |
-| `mosaic_gpu_narrow` | numbers of 8 bits in it, and scales of tokens |
-| `merge_kernel` | its pieces of work, put together |
-| `mosaic_gpu_api` | where releases of its dialect differ |
-| `mosaic_tpu`, `mosaic_tpu_kernel` | a backend: Pallas, for TPUs |
+| `reference` | the definition, in float64 NumPy |
+| `api` | `paged_decode`, `paged_attention_padded`, `paged_attention` |
+| `cascade`, `shared_prefix` | decoding rows that share pages; which do |
+| `mla` | multi-head latent attention |
+| `options` | the options of a call, as given and as checked |
+| `choose` | which backend serves a call |
+| `decode_plan` | equal pieces of decode work |
+| `merge` | attention over disjoint parts of the keys, merged |
+| `query_packing` | packed queries to a rectangle of tiles, and back |
+| `query_tiles` | a rectangle of queries to tiles of rows, and back |
+| `online_softmax` | the online softmax of one block of keys |
+| `head_epilogue` | per-head scales and sinks, outside a kernel |
+| `xla` | backend: a scan over blocks of tokens, for every platform |
+| `triton` | backend: Pallas-Triton, for NVIDIA GPUs from sm_80 |
+| `mosaic_gpu` | backend: Pallas Mosaic GPU, for Hopper |
+| `mosaic_tpu` | backend: Pallas Mosaic, for TPUs |
 
-A backend is a module with two functions, `backends.Backend`.
+The folder of a backend has a module `backend`, which implements
+`choose.Backend`; those written in Pallas have a module `kernel`, and `compat`
+where releases of Pallas differ.
+
+Letters, in all of these modules:
+
+| letter | size of |
+|---|---|
+| B | sequences: rows of the page table |
+| T | queries: of a row in a rectangle, of the call if they are packed |
+| H, K | query heads, key-value heads |
+| D, Dv | elements of a key, of a value |
+| N | pages of a pool, those of all layers that share it |
+| S | tokens of a page |
+| M | pages of a row of the page table |
+| A | tokens of a block of keys, the unit of an online softmax step |
+| J | blocks of keys: of a row of the page table, or of a tree |
+| Z | tiles of queries, of all sequences |
+| Y | rows of a tile that share a K/V head: H / K for each query, padded |
+| U | units of work: pieces of rows' contexts |
+| O | results of units of work |
+| F | stages of a ring buffer |
+| X | any length |
 """

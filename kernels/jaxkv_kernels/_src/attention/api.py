@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention import query_packing as ragged
-from jaxkv_kernels._src.attention.choose import choose
+from jaxkv_kernels._src.attention import query_packing
+from jaxkv_kernels._src.attention.choose import choose_backend
 from jaxkv_kernels._src.attention.choose import decode
-from jaxkv_kernels._src.attention.decode_plan import Plan
+from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 from jaxkv_kernels._src.attention.options import checked
 
 
@@ -36,7 +36,7 @@ def paged_decode(
   alibi_slopes: jax.Array | None = None,
   k_scale: jax.Array | None = None,
   v_scale: jax.Array | None = None,
-  plan: Plan | None = None,
+  plan: DecodePlan | None = None,
   return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
@@ -54,7 +54,7 @@ def paged_decode(
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
-    k_pages: [P, K, S, D], in one of the formats of `storage`. H is a multiple
+    k_pages: [P, K, S, D], in one of the formats of `formats`. H is a multiple
       of K; query head h reads K/V head h // (H // K).
     v_pages: [P, K, S, Dv], same dtype.
     page_table: int32[B, M], page ids in sequence order.
@@ -122,7 +122,7 @@ def paged_decode(
     plan=plan,
     interpret=interpret,
   )
-  chosen = choose("paged_decode", backend, q, k_pages, v_pages, options)
+  chosen = choose_backend("paged_decode", backend, q, k_pages, v_pages, options)
   out, lse = decode(chosen, q, k_pages, v_pages, page_table, lengths, options)
   out = out.astype(q.dtype)
   return (out, lse) if return_lse else out
@@ -214,7 +214,7 @@ def paged_attention_padded(
     tree_starts=None if tree_mask is None else starts,
     interpret=interpret,
   )
-  chosen = choose(
+  chosen = choose_backend(
     "paged_attention_padded", backend, q, k_pages, v_pages, options
   )
   out, lse = chosen.attend(
@@ -306,20 +306,22 @@ def paged_attention(
     interpret=interpret,
   )
   kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
-  tiles = ragged.tile(kv_lens, cu_q_lens, q.shape[0], longest)
+  tiles = query_packing.tile(kv_lens, cu_q_lens, q.shape[0], longest)
   if tree_mask is not None:
     options = dataclasses.replace(
       options,
-      tree_mask=ragged.pack(tree_mask, tiles),
+      tree_mask=query_packing.pack(tree_mask, tiles),
       tree_starts=tiles.run_starts,
     )
-  rows = ragged.pack(q, tiles)
+  rows = query_packing.pack(q, tiles)
   table = jnp.take(page_table, tiles.sequences, axis=0, mode="clip")
-  chosen = choose("paged_attention", backend, rows, k_pages, v_pages, options)
+  chosen = choose_backend(
+    "paged_attention", backend, rows, k_pages, v_pages, options
+  )
   out, lse = chosen.attend(
     rows, k_pages, v_pages, table, tiles.starts, tiles.counts, options
   )
-  out, lse = ragged.unpack(out, lse, tiles)
+  out, lse = query_packing.unpack(out, lse, tiles)
   out = out.astype(q.dtype)
   return (out, lse) if return_lse else out
 

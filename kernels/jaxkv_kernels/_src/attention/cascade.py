@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention import choose as backends
+from jaxkv_kernels._src.attention import choose
 from jaxkv_kernels._src.attention.merge import merge_states
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import checked
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 
 
-def shared_prefix_decode(
+def cascade_decode(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
@@ -87,19 +87,19 @@ def shared_prefix_decode(
     interpret=interpret,
   )
   pools = (k_pages, v_pages)
-  chosen = backends.choose("paged_decode", backend, q, *pools, options)
-  own = backends.decode(
+  chosen = choose.choose_backend("paged_decode", backend, q, *pools, options)
+  own = choose.decode(
     chosen, q, *pools, shared.own_table, shared.own_tokens, options
   )
 
   def with_prefix(own):
-    here = backends.target(backend, q, k_pages)
+    here = choose.target(backend, q, k_pages)
     parts = _parts(q, *pools, shared, options, chosen, here)
     prefix = _prefix_states(q, *pools, parts, options, chosen)
     parts = zip(own, prefix, strict=True)
     return merge_states(*(jnp.stack(part) for part in parts))
 
-  if backends.platform(q, k_pages) == "cpu":
+  if choose.platform(q, k_pages) == "cpu":
     # Elsewhere a branch costs more than a pass over no tokens and a merge.
     out, lse = lax.cond(
       jnp.any(shared.tokens > 0), with_prefix, lambda own: own, own
@@ -128,8 +128,8 @@ def _parts(
   k_pages: jax.Array,
   v_pages: jax.Array,
   shared: SharedPrefix,
-  options: Options,
-  chosen: backends.Backend,
+  options: CallOptions,
+  chosen: choose.Backend,
   here: str,
 ) -> SharedPrefix:
   """Groups no larger than the backend serves: at least one row, as q has."""
@@ -164,8 +164,8 @@ def _prefix_states(
   k_pages: jax.Array,
   v_pages: jax.Array,
   shared: SharedPrefix,
-  options: Options,
-  chosen: backends.Backend,
+  options: CallOptions,
+  chosen: choose.Backend,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention over what rows share: float32[B, H, Dv], float32[B, H]."""
   batch, heads, dim = q.shape
@@ -192,7 +192,7 @@ def _prefix_states(
   options = dataclasses.replace(options, sinks=None, alibi_slopes=slopes)
   members = q.at[shared.members].get(mode="fill", fill_value=0)
   queries = side_by_side(members.reshape(*apart, dim))
-  out, lse = backends.decode(
+  out, lse = choose.decode(
     chosen,
     queries,
     k_pages,

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import core
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.options import CallOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Backend(Protocol):
     page_table: jax.Array,
     starts: jax.Array,
     counts: jax.Array,
-    options: Options,
+    options: CallOptions,
   ) -> tuple[jax.Array, jax.Array]:
     """Attention of a rectangle; see `api.paged_attention_padded`.
 
@@ -90,7 +90,7 @@ class Backend(Protocol):
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    options: Options,
+    options: CallOptions,
   ) -> str | None:
     """Why this backend does not serve a call.
 
@@ -109,13 +109,13 @@ class Backend(Protocol):
     ...
 
 
-def choose(
+def choose_backend(
   operation: str,
   backend: str,
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> Backend:
   """The backend for a call.
 
@@ -163,7 +163,7 @@ def decode(
   v_pages: jax.Array,
   page_table: jax.Array,
   lengths: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
   """One query per sequence, a rectangle of one column.
 

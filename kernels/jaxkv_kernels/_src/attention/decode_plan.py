@@ -16,7 +16,7 @@ from jaxkv_kernels._src.attention.query_packing import row_of
 _NO_END = np.iinfo(np.int32).max
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
   """Pieces of the rows' contexts, in row order.
 
   Item i stands for those tokens of row `row[i]` with `first[i] <= p < end[i]`
@@ -51,7 +51,7 @@ def plan_decode(
   workers: int,
   block: int = 64,
   window: jax.Array | int | None = None,
-) -> Plan:
+) -> DecodePlan:
   """Cuts the contexts of a decode step into equal pieces.
 
   Call it once a step and hand the plan to `paged_decode` in every layer. With
@@ -100,7 +100,9 @@ def plan_decode(
 
 
 @functools.partial(jax.jit, static_argnames=("workers", "block"), inline=True)
-def _plan(lengths: jax.Array, window, *, workers: int, block: int) -> Plan:
+def _plan(
+  lengths: jax.Array, window, *, workers: int, block: int
+) -> DecodePlan:
   batch = lengths.size
   lengths = jnp.maximum(lengths, 0)
   skipped = jnp.zeros_like(lengths)
@@ -119,7 +121,7 @@ def _plan(lengths: jax.Array, window, *, workers: int, block: int) -> Plan:
   begin = skipped[row] + (item - begins[row]) * share
   opens, closes = item == begins[row], item == begins[row + 1] - 1
   end = jnp.where(closes, _NO_END, (begin + share) * block)
-  return Plan(
+  return DecodePlan(
     row=row,
     first=jnp.where(real & ~opens, begin * block, 0),
     end=jnp.where(real, end, 0),

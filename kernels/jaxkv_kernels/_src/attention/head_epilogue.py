@@ -1,4 +1,4 @@
-"""Options that act on a whole head, before a kernel and after it.
+"""CallOptions that act on a whole head, before a kernel and after it.
 
 A kernel that leaves them to this file knows of one factor per head, and its
 outputs are those of a plain softmax.
@@ -7,10 +7,10 @@ outputs are those of a plain softmax.
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.options import CallOptions
 
 
-def factors(options: Options, heads: int, kv_heads: int) -> jax.Array:
+def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
   """What multiplies the logits of each query head, before the soft cap.
 
   Args:
@@ -28,7 +28,7 @@ def factors(options: Options, heads: int, kv_heads: int) -> jax.Array:
 
 
 def finish(
-  out: jax.Array, lse: jax.Array, seen: jax.Array, options: Options
+  out: jax.Array, lse: jax.Array, seen: jax.Array, options: CallOptions
 ) -> tuple[jax.Array, jax.Array]:
   """Scales values by head and lets sinks take part.
 

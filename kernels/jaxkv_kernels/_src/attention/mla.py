@@ -6,12 +6,12 @@ import jax
 import numpy as np
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention.choose import choose
+from jaxkv_kernels._src.attention.choose import choose_backend
 from jaxkv_kernels._src.attention.choose import decode
 from jaxkv_kernels._src.attention.options import checked
 
 
-def latent_decode(
+def mla_decode(
   q: jax.Array,
   pages: jax.Array,
   page_table: jax.Array,
@@ -38,7 +38,7 @@ def latent_decode(
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
-    pages: [P, 1, S, D], in one of the formats of `storage`.
+    pages: [P, 1, S, D], in one of the formats of `formats`.
     page_table: int32[B, M], page ids in sequence order.
     lengths: int32[B], tokens of each sequence, the query's own included.
     value_dim: Dv, the first elements of a vector that are its value: 512.
@@ -63,7 +63,7 @@ def latent_decode(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> out = latent_decode(
+    >>> out = mla_decode(
     ...   jnp.ones((1, 16, 576)),
     ...   jnp.ones((4, 1, 8, 576)),
     ...   jnp.asarray([[2, 1]], jnp.int32),
@@ -112,7 +112,7 @@ def latent_decode(
     value_dim=value_dim,
     interpret=interpret,
   )
-  chosen = choose("latent_decode", backend, q, pages, pages, options)
+  chosen = choose_backend("mla_decode", backend, q, pages, pages, options)
   out, lse = decode(chosen, q, pages, pages, page_table, lengths, options)
   out = out.astype(q.dtype)
   return (out, lse) if return_lse else out

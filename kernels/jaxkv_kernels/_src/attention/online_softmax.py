@@ -29,7 +29,7 @@ def logits(
     products: float32[R, C].
     factor: float32[].
     distance: position of a key less that of the query. int32[R, C]
-    soft_cap: as in `Options`.
+    soft_cap: as in `CallOptions`.
     slopes: of ALiBi, or None. float32[R]
 
   Returns:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention.decode_plan import Plan
+from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-  """Options of one attention call, checked, with defaults filled in.
+class CallOptions:
+  """CallOptions of one attention call, checked, with defaults filled in.
 
   A logit goes through scale, soft cap and ALiBi in this order; then what the
   query does not see is left out.
@@ -35,7 +35,7 @@ class Options:
       `tree_mask[b, t, j]`, later ones than itself never; keys before and after
       these N as usual. Or None. bool[B, T, N]
     tree_starts: see `tree_mask`; None where that is None. int32[B]
-    plan: decode only: equal pieces of work, see `plan.Plan`; or None. A
+    plan: decode only: equal pieces of work, see `DecodePlan`; or None. A
       backend without use for it ignores it.
     value_dim: of latent attention: Dv, the first elements of a key, which are
       its value; `v_pages` is `k_pages` then. None for any other.
@@ -52,7 +52,7 @@ class Options:
   v_scale: jax.Array | None = None
   tree_mask: jax.Array | None = None
   tree_starts: jax.Array | None = None
-  plan: Plan | None = None
+  plan: DecodePlan | None = None
   value_dim: int | None = None
   interpret: Any = False
 
@@ -67,8 +67,8 @@ def checked(
   sinks: jax.Array | None = None,
   alibi_slopes: jax.Array | None = None,
   **others: Any,
-) -> Options:
-  """Options from keyword arguments of a public function.
+) -> CallOptions:
+  """CallOptions from keyword arguments of a public function.
 
   Args:
     q: [..., H, D], already checked.
@@ -78,10 +78,10 @@ def checked(
     scale: a float scalar; None for 1 / sqrt(D).
     sinks: float[H] or None.
     alibi_slopes: float[H] or None.
-    **others: the other fields of `Options`; masks are already checked.
+    **others: the other fields of `CallOptions`; masks are already checked.
 
   Returns:
-    The options, arrays in the dtypes that `Options` names.
+    The options, arrays in the dtypes that `CallOptions` names.
 
   Raises:
     ValueError: an argument has a shape, dtype or value that is not supported.
@@ -110,7 +110,7 @@ def checked(
     raise ValueError("k_scale and v_scale: give both or neither")
   for name in ("k_scale", "v_scale"):
     others[name] = _float32(others.get(name))
-  return Options(
+  return CallOptions(
     page_offset=jnp.asarray(page_offset, jnp.int32),
     scale=dim**-0.5 if scale is None else scale,
     sinks=_float32(sinks),
@@ -119,11 +119,11 @@ def checked(
   )
 
 
-def _check_plan(plan: Plan | None, q: jax.Array) -> None:
+def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:
   """A plan for as many rows as q has, or None."""
   if plan is None:
     return
-  if not isinstance(plan, Plan):
+  if not isinstance(plan, DecodePlan):
     raise ValueError(
       f"plan is {type(plan).__name__}; it must be what plan_decode gives, or"
       " None"

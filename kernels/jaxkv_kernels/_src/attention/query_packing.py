@@ -15,7 +15,7 @@ import jax.numpy as jnp
 TILE = 32
 
 
-class Tiles(NamedTuple):
+class Packing(NamedTuple):
   """Which queries each tile holds, and where each query went.
 
   Attributes:
@@ -51,7 +51,7 @@ def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
 
 def tile(
   kv_lens: jax.Array, cu_q_lens: jax.Array, rows: int, max_query_len: int
-) -> Tiles:
+) -> Packing:
   """Cuts the runs `cu_q_lens` of T = `rows` packed queries into tiles.
 
   Args:
@@ -87,7 +87,7 @@ def tile(
   flat = begins[jnp.minimum(owner, batch - 1)] * size + at
   run_start = kv_lens[sequence] - runs[sequence]
   found = (owner < batch) & (at >= 0) & (at < max_query_len)
-  return Tiles(
+  return Packing(
     sequences=sequence,
     starts=run_start + done,
     counts=count,
@@ -97,15 +97,15 @@ def tile(
   )
 
 
-def pack(q: jax.Array, tiles: Tiles) -> jax.Array:
+def pack(q: jax.Array, tiles: Packing) -> jax.Array:
   """Packed [T, ...] to tiles [N, Q, ...], zeros where there is no query."""
   return jnp.asarray(q).at[tiles.source].get(mode="fill", fill_value=0)
 
 
 def unpack(
-  out: jax.Array, lse: jax.Array, tiles: Tiles
+  out: jax.Array, lse: jax.Array, tiles: Packing
 ) -> tuple[jax.Array, jax.Array]:
-  """Tiles [N, Q, H, Dv], [N, Q, H] back to packed [T, H, Dv], [T, H]."""
+  """Packing [N, Q, H, Dv], [N, Q, H] back to packed [T, H, Dv], [T, H]."""
   out = out.reshape(-1, *out.shape[2:])
   lse = lse.reshape(-1, *lse.shape[2:])
   return (

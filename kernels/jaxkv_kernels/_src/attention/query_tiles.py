@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.options import CallOptions
 
 
 class Tiles(NamedTuple):
@@ -46,7 +46,7 @@ def span(
   Args:
     position: int32[...], -1 for a query without keys, or past the capacity.
     capacity: tokens that a row of the page table holds; others do not exist.
-    window: as in `Options`; it ends at the position, wherever the table does.
+    window: as in `CallOptions`; it ends at the position, even past the table.
 
   Returns:
     int32[...] each.
@@ -71,7 +71,7 @@ def reach(
     counts: int32[B].
     columns: T.
     capacity: tokens that a row of the page table holds.
-    window: as in `Options`.
+    window: as in `CallOptions`.
 
   Returns:
     int32[B, T, 3]; first and end are 0 where there is no query.
@@ -127,7 +127,7 @@ def tile(
 
 
 def trees(
-  options: Options, *, group: int, size: int, rows: int, tokens: int
+  options: CallOptions, *, group: int, size: int, rows: int, tokens: int
 ) -> tuple[jax.Array, jax.Array]:
   """A tree mask cut into tiles of rows and blocks of keys.
 

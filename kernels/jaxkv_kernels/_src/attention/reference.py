@@ -169,7 +169,7 @@ def paged_attention(
   return out, lse
 
 
-def latent_decode(q, pages, page_table, lengths, *, value_dim, **options):
+def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
   """One query per sequence over one pool of latent vectors.
 
   Args:

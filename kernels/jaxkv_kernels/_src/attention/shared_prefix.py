@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention import choose as backends
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention import choose
+from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.formats import logical_dtype
 
@@ -88,7 +88,7 @@ def plan_shared_prefix(
 ) -> SharedPrefix | None:
   """Finds what rows share, and where it pays to read that once.
 
-  Call it once a step and hand the result to `shared_prefix_decode` in every
+  Call it once a step and hand the result to `cascade_decode` in every
   layer. A group shares the pages with which the tables of all its rows begin,
   as far as they are full without the row's last token. Rows of length 0, or of
   more tokens than the table holds, are in no group. Rows in no group, and those
@@ -142,10 +142,10 @@ def plan_shared_prefix(
     check.vector("groups", groups, page_table.shape[0])
   check.count("num_groups", num_groups)
   check.count("group_size", group_size)
-  backends.check_name(backend)
+  choose.check_name(backend)
   batch, columns = page_table.shape
   page_size, itemsize = k_pages.shape[2], k_pages.dtype.itemsize
-  here = "cpu" if backends.platform(k_pages) == "cpu" else "other"
+  here = "cpu" if choose.platform(k_pages) == "cpu" else "other"
   lockstep = here == "cpu" or _serves(backend, k_pages, v_pages) == "xla"
   token = k_pages.shape[1] * (k_pages.shape[3] + v_pages.shape[3]) * itemsize
   least = -(-_LEAST_SAVING[here] // token)
@@ -177,12 +177,12 @@ def _serves(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
     (1, k_pages.shape[1], k_pages.shape[3]),
     dtype if dtype.itemsize > 1 else jnp.bfloat16,
   )
-  options: Any = Options(page_offset=jnp.int32(0), scale=1.0)
+  options: Any = CallOptions(page_offset=jnp.int32(0), scale=1.0)
   like: Any = query
-  chosen = backends.choose(
+  chosen = choose.choose_backend(
     "plan_shared_prefix", "auto", like, k_pages, v_pages, options
   )
-  return backends.name_of(chosen)
+  return choose.name_of(chosen)
 
 
 @functools.partial(

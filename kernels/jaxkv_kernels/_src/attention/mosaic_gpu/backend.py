@@ -1,7 +1,7 @@
 """Paged attention for Hopper GPUs: work lists and merges around the kernel.
 
 A tile of queries attends to its keys in pieces, which are items of work for
-`mosaic_gpu_kernel`; their results are merged by the sums of their softmaxes.
+`mosaic_gpu.kernel`; their results are merged by the sums of their softmaxes.
 Pieces follow from a row's own length, so a row's result does not depend on its
 neighbours, unless a plan says otherwise.
 
@@ -15,18 +15,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention import head_epilogue as whole_heads
+from jaxkv_kernels._src.attention import head_epilogue
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention.mosaic_gpu import kernel as mosaic_gpu_kernel
+from jaxkv_kernels._src.attention.mosaic_gpu import kernel
 from jaxkv_kernels._src.attention.mosaic_gpu.work import RESULT
 from jaxkv_kernels._src.attention.mosaic_gpu.work import ROWS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
+from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Item
-from jaxkv_kernels._src.attention.mosaic_gpu.work import Static
 from jaxkv_kernels._src.attention.mosaic_gpu.work import scales_of_block
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.query_packing import row_of
-from jaxkv_kernels._src.attention.triton.merge_pieces import merge_pieces
+from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 
 # Hopper's, which alone has these products on the tensor cores.
 _ARCHITECTURE = 90
@@ -60,7 +60,7 @@ def attend(
   page_table: jax.Array,
   starts: jax.Array,
   counts: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
   batch, columns, heads, _ = q.shape
@@ -74,13 +74,13 @@ def attend(
   trees, tree_first = _trees(options, tiles, batch, group, size)
   items, begins, most = work_list(tiles, tree_first, capacity, static, options)
   rows = tiles.q.shape[2]
-  out, totals = mosaic_gpu_kernel.call(
+  out, totals = kernel.call(
     static,
     {
       "items": items,
       "begins": begins,
       "table": jnp.clip(page_table + options.page_offset, 0, num_pages - 1),
-      "factor": whole_heads.factors(options, heads, kv_heads)[::group],
+      "factor": head_epilogue.factors(options, heads, kv_heads)[::group],
       "q": tiles.q.reshape(-1, rows, dim),
       "k_pages": k_pages.reshape(-1, *k_pages.shape[2:]),
       "v_pages": v_pages.reshape(-1, *v_pages.shape[2:]),
@@ -103,7 +103,7 @@ def attend(
   seen = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
   out = jnp.where(seen[..., None, None], out, jnp.float32(0))
   lse = jnp.where(seen[..., None], lse, -jnp.inf)
-  return whole_heads.finish(out, lse, seen, options)
+  return head_epilogue.finish(out, lse, seen, options)
 
 
 def unsupported(
@@ -111,7 +111,7 @@ def unsupported(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> str | None:
   """Why this backend does not serve a call; None if it does."""
   kv_heads, size = k_pages.shape[1:3]
@@ -156,13 +156,13 @@ def at_once(k_pages: jax.Array) -> int:
 
 
 def _static(
-  k_pages: jax.Array, group: int, size: int, options: Options
-) -> Static:
+  k_pages: jax.Array, group: int, size: int, options: CallOptions
+) -> GpuStatic:
   """What the kernel is told, for tiles of `size` queries."""
   _, kv_heads, page_size, dim = k_pages.shape
   scaled = page_size if _token_scales(options) else None
   k_stages, v_stages = stages(dim, k_pages.dtype.itemsize, scaled)
-  return Static(
+  return GpuStatic(
     kv_heads=kv_heads,
     group=group,
     page_size=page_size,
@@ -210,8 +210,8 @@ def work_list(
   tiles: query_tiles.Tiles,
   tree_first: jax.Array,
   capacity: int,
-  static: Static,
-  options: Options,
+  static: GpuStatic,
+  options: CallOptions,
 ) -> tuple[jax.Array, jax.Array, int | None]:
   """Cuts what every tile sees into items of work.
 
@@ -266,7 +266,7 @@ def work_list(
 
 
 def cuts(
-  tiles: query_tiles.Tiles, capacity: int, static: Static
+  tiles: query_tiles.Tiles, capacity: int, static: GpuStatic
 ) -> tuple[int, int]:
   """How contexts are cut where no plan says so.
 
@@ -290,7 +290,11 @@ def cuts(
 
 
 def _trees(
-  options: Options, tiles: query_tiles.Tiles, batch: int, group: int, size: int
+  options: CallOptions,
+  tiles: query_tiles.Tiles,
+  batch: int,
+  group: int,
+  size: int,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
   """What trees let be seen, if there are some.
 
@@ -314,7 +318,7 @@ def _trees(
   return {"trees": mask, "shown": shown}, first
 
 
-def _token_scales(options: Options) -> dict[str, jax.Array]:
+def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
   """Scales of tokens, float32[P * K, S], if there are some."""
   scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
   rows = {
@@ -329,7 +333,9 @@ def _token_scales(options: Options) -> dict[str, jax.Array]:
   }
 
 
-def _slopes(options: Options, kv_heads: int, size: int) -> dict[str, jax.Array]:
+def _slopes(
+  options: CallOptions, kv_heads: int, size: int
+) -> dict[str, jax.Array]:
   """ALiBi slopes of a tile's rows, float32[K, 64], if there are some."""
   if options.alibi_slopes is None:
     return {}

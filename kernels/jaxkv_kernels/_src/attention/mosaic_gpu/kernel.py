@@ -17,21 +17,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels._src.attention import online_softmax as block_softmax
+from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention.mosaic_gpu import compat as mosaic_gpu_api
-from jaxkv_kernels._src.attention.mosaic_gpu import (
-  quantized as mosaic_gpu_narrow,
-)
+from jaxkv_kernels._src.attention.mosaic_gpu import compat
+from jaxkv_kernels._src.attention.mosaic_gpu import quantized
 from jaxkv_kernels._src.attention.mosaic_gpu.compat import MATRIX
 from jaxkv_kernels._src.attention.mosaic_gpu.compat import ROW
 from jaxkv_kernels._src.attention.mosaic_gpu.work import RESULT
 from jaxkv_kernels._src.attention.mosaic_gpu.work import ROWS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
+from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Item
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Refs
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
-from jaxkv_kernels._src.attention.mosaic_gpu.work import Static
 from jaxkv_kernels._src.attention.mosaic_gpu.work import first_block
 from jaxkv_kernels._src.attention.mosaic_gpu.work import num_blocks
 from jaxkv_kernels._src.attention.mosaic_gpu.work import place
@@ -41,7 +39,7 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import scales_of_block
 
 
 def call(
-  static: Static,
+  static: GpuStatic,
   arrays: dict[str, jax.Array],
   interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -51,12 +49,12 @@ def call(
     static: sizes.
     arrays: the inputs of `Refs`; those of its sides as `k_pages`, `v_pages`
       and, where tokens have scales, `k_scale` and `v_scale`.
-    interpret: as in `Options`.
+    interpret: as in `CallOptions`.
 
   Returns:
     (float32[I * K, R, Dv], normalised, and float32[I * K, 2, 64], `top` and
-    `total` of `block_softmax`), in the places that the items name; what no item
-    names is not written.
+    `total` of `online_softmax`), in the places that the items name; what no
+    item names is not written.
   """
   q = arrays["q"]
   num = arrays["items"].shape[0] * static.kv_heads
@@ -83,7 +81,7 @@ def call(
   )(*arrays.values())
 
 
-def _with_scratch(static: Static, dtype, given: dict[str, Any]) -> None:
+def _with_scratch(static: GpuStatic, dtype, given: dict[str, Any]) -> None:
   """Runs the kernel on inputs and outputs by name, with memory of its own."""
   sides = [
     {name: given.pop(f"{side}_{name}", None) for name in ("pages", "scale")}
@@ -108,7 +106,7 @@ def _with_scratch(static: Static, dtype, given: dict[str, Any]) -> None:
   # The order is that of addresses, and moves how registers are assigned.
   pl.run_scoped(
     scoped,
-    mosaic_gpu_api.tiled((streams, ROWS, dim), dtype),
+    compat.tiled((streams, ROWS, dim), dtype),
     plgpu.SMEM((streams, ROWS, RESULT), jnp.float32),
     plgpu.SMEM((streams, 2, ROWS), jnp.float32),
     rings,
@@ -120,27 +118,27 @@ def _with_scratch(static: Static, dtype, given: dict[str, Any]) -> None:
   )
 
 
-def _memory(static: Static, stages: int, dtype, *, pages, scale) -> tuple:
+def _memory(static: GpuStatic, stages: int, dtype, *, pages, scale) -> tuple:
   """What a `Side` has in shared memory: (ring, full, free, all the rest)."""
   streams, dim = static.streams, pages.shape[-1]
   places = streams * stages
   copies = static.pages * (1 if scale is None else 2)
   memory: dict[str, Any] = {}
   if pages.dtype != dtype:
-    memory["wide"] = mosaic_gpu_api.tiled((streams, TOKENS, dim), dtype)
+    memory["wide"] = compat.tiled((streams, TOKENS, dim), dtype)
   if scale is not None:
     shape = streams, stages, *scales_of_block(static.page_size)
     memory["scales"] = plgpu.SMEM(shape, jnp.float32)
     memory["factors"] = plgpu.SMEM((streams, TOKENS), jnp.float32)
   return (
-    mosaic_gpu_api.tiled((streams, stages, TOKENS, dim), pages.dtype),
+    compat.tiled((streams, stages, TOKENS, dim), pages.dtype),
     plgpu.Barrier(num_arrivals=copies, num_barriers=places),
     plgpu.Barrier(num_barriers=places),
     memory,
   )
 
 
-def _kernel(static: Static, refs: Refs) -> None:
+def _kernel(static: GpuStatic, refs: Refs) -> None:
   """One block of threads: the first half multiplies, the second copies."""
   warpgroup = lax.axis_index("warpgroup")
   multiplies = warpgroup < static.streams
@@ -165,7 +163,7 @@ def _kernel(static: Static, refs: Refs) -> None:
       _await_all(side, stream, copied)
 
 
-def _each_item(static: Static, refs: Refs, stream, work) -> jax.Array:
+def _each_item(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   """Calls work(stream, head, item, turn) for a stream's items.
 
   A turn is the number of blocks that went before, and that of all is returned.
@@ -196,7 +194,7 @@ def _await_all(side: Side, stream, copied) -> None:
       plgpu.barrier_wait(side.free.at[at])
 
 
-def _copy(static: Static, refs: Refs, stream, head, item, turn) -> None:
+def _copy(static: GpuStatic, refs: Refs, stream, head, item, turn) -> None:
   """Fills the ring with an item's blocks; `turn` blocks went before."""
   size, dims = static.page_size, range(static.pages)
   rows = min(size, TOKENS)
@@ -228,7 +226,7 @@ def _copy(static: Static, refs: Refs, stream, head, item, turn) -> None:
           side.full.at[at],
         )
         if side.scale is not None:
-          more = mosaic_gpu_api.least_rows(rows, static.interpreted)
+          more = compat.least_rows(rows, static.interpreted)
           plgpu.copy_gmem_to_smem(
             side.scale.at[pl.ds(row, more), source],
             side.scales.at[stream, slot, i, pl.ds(0, more)],
@@ -239,7 +237,7 @@ def _copy(static: Static, refs: Refs, stream, head, item, turn) -> None:
   lax.fori_loop(0, num_blocks(item), body, ())
 
 
-def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
+def _multiply(static: GpuStatic, refs: Refs, stream, head, item, turn) -> None:
   """Attention of one tile of queries over an item's blocks."""
   rows = refs.q.shape[1]
   value_dim = refs.v.pages.shape[2]
@@ -253,35 +251,35 @@ def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
   factor = refs.factor[head]
   slopes = None
   if static.alibi:
-    slopes = mosaic_gpu_api.load(
-      refs.slopes.at[head], ROW, interpreted=interpreted
-    )
+    slopes = compat.load(refs.slopes.at[head], ROW, interpreted=interpreted)
 
   def body(block, carry):
     top, total, weighted = carry
     base = (first_block(item) + block) * TOKENS
     keys, factors = _block(static, refs.k, stream, turn + block)
-    products = mosaic_gpu_api.products(
+    products = compat.products(
       refs.queries.at[stream], keys, interpreted=interpreted
     )
     _release(refs.k, stream, turn + block)
-    products = mosaic_gpu_narrow.scaled(products, factors)
+    products = quantized.scaled(products, factors)
     seen, distance = _visible(static, item, base)
-    logits = block_softmax.logits(
+    logits = online_softmax.logits(
       products, factor, distance, static.soft_cap, slopes
     )
     if static.tree:
       seen &= _in_tree(static, refs.trees, item, base, MATRIX) > 0
-    top, total, shrink, weights = block_softmax.absorb(logits, seen, top, total)
+    top, total, shrink, weights = online_softmax.absorb(
+      logits, seen, top, total
+    )
     weighted *= lax.broadcast_in_dim(shrink, weighted.shape, [0])
     values, factors = _block(static, refs.v, stream, turn + block)
-    weights, largest = mosaic_gpu_narrow.scaled_weights(
+    weights, largest = quantized.scaled_weights(
       weights, seen, factors, refs.q.dtype
     )
     if largest is not None:
       weighted /= lax.broadcast_in_dim(largest, weighted.shape, [0])
     _clear_unused(static, refs, item, base, values)
-    weighted = mosaic_gpu_api.add_product(
+    weighted = compat.add_product(
       weighted, weights.astype(refs.q.dtype), values, interpreted=interpreted
     )
     _release(refs.v, stream, turn + block)
@@ -290,21 +288,19 @@ def _multiply(static: Static, refs: Refs, stream, head, item, turn) -> None:
     return top, total, weighted
 
   row = functools.partial(
-    mosaic_gpu_api.full, (ROWS,), layout=ROW, interpreted=interpreted
+    compat.full, (ROWS,), layout=ROW, interpreted=interpreted
   )
-  nothing = mosaic_gpu_api.full(
-    (ROWS, value_dim), 0.0, MATRIX, interpreted=interpreted
-  )
-  carry = row(block_softmax.LOWEST), row(0.0), nothing
+  nothing = compat.full((ROWS, value_dim), 0.0, MATRIX, interpreted=interpreted)
+  carry = row(online_softmax.LOWEST), row(0.0), nothing
   carry = lax.fori_loop(0, num_blocks(item), body, carry)
   _write(refs, stream, item.place * static.kv_heads + head, *carry)
 
 
-def _block(static: Static, side: Side, stream, used):
+def _block(static: GpuStatic, side: Side, stream, used):
   """Waits for a block: its numbers as queries have them, and its scales."""
   slot, at = place(side.ring, stream, used)
   plgpu.barrier_wait(side.full.at[at])
-  block, factors = mosaic_gpu_narrow.unpack(static, side, stream, slot)
+  block, factors = quantized.unpack(static, side, stream, slot)
   if side.wide is not None:
     plgpu.barrier_arrive(side.free.at[at])
   return block, factors
@@ -317,13 +313,13 @@ def _release(side: Side, stream, used) -> None:
     plgpu.barrier_arrive(side.free.at[at])
 
 
-def _visible(static: Static, item: Item, base):
+def _visible(static: GpuStatic, item: Item, base):
   """Which keys of a block a row sees, bool[64, C], and how far they are.
 
   A distance, int32[64, C], is that of the key from the query; never above 0.
   """
   iota = functools.partial(
-    mosaic_gpu_api.iota, (ROWS, TOKENS), interpreted=static.interpreted
+    compat.iota, (ROWS, TOKENS), interpreted=static.interpreted
   )
   key = base + iota(1)
   seen = (key >= item.first) & (key < item.end)
@@ -333,12 +329,12 @@ def _visible(static: Static, item: Item, base):
   return seen & (distance <= 0) & (distance > -item.window), distance
 
 
-def _in_tree(static: Static, masks, item: Item, base, layout):
+def _in_tree(static: GpuStatic, masks, item: Item, base, layout):
   """A tree's mask of a block in int32, not 0 where there is no tree."""
   blocks = masks.shape[1]
   index = quotient(base, TOKENS) - item.tree
   outside = jnp.where((index < 0) | (index >= blocks), 1, 0)
-  mask = mosaic_gpu_api.load(
+  mask = compat.load(
     masks.at[item.tile, jnp.clip(index, 0, blocks - 1)],
     layout,
     interpreted=static.interpreted,
@@ -346,7 +342,9 @@ def _in_tree(static: Static, masks, item: Item, base, layout):
   return mask.astype(jnp.int32) + outside
 
 
-def _clear_unused(static: Static, refs: Refs, item: Item, base, values) -> None:
+def _clear_unused(
+  static: GpuStatic, refs: Refs, item: Item, base, values
+) -> None:
   """Zeros for the values of a block that no row of the item sees.
 
   0 * NaN is NaN: a weight of zero does not keep a value out.
@@ -361,9 +359,7 @@ def _clear_unused(static: Static, refs: Refs, item: Item, base, values) -> None:
   @pl.when(some)
   def _():
     interpreted = static.interpreted
-    key = base + mosaic_gpu_api.iota(
-      (TOKENS,), 0, layout=ROW, interpreted=interpreted
-    )
+    key = base + compat.iota((TOKENS,), 0, layout=ROW, interpreted=interpreted)
     used = (key >= item.first) & (key < item.end)
     if static.tree:
       used &= _in_tree(static, refs.shown, item, base, ROW) > 0
@@ -372,14 +368,14 @@ def _clear_unused(static: Static, refs: Refs, item: Item, base, values) -> None:
     # Some columns at a time, for want of registers.
     for start in range(0, values.shape[1], 64):
       part = values.at[:, pl.ds(start, 64)]
-      held = mosaic_gpu_api.load(part, MATRIX, interpreted=interpreted)
+      held = compat.load(part, MATRIX, interpreted=interpreted)
       part[...] = jnp.where(used, held, jnp.zeros_like(held))
     plgpu.commit_smem()
 
 
 def _write(refs: Refs, stream, index, top, total, weighted) -> None:
   """An item's output, by way of shared memory: only R rows of 64 count."""
-  out = block_softmax.normalise(total, weighted)
+  out = online_softmax.normalise(total, weighted)
   rows, value_dim = refs.out.shape[1:]
   refs.sums[stream, 0] = top
   refs.sums[stream, 1] = total

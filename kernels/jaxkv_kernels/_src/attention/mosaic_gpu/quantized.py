@@ -14,19 +14,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels._src.attention.mosaic_gpu import compat as mosaic_gpu_api
+from jaxkv_kernels._src.attention.mosaic_gpu import compat
 from jaxkv_kernels._src.attention.mosaic_gpu.compat import COLUMN
 from jaxkv_kernels._src.attention.mosaic_gpu.compat import UPCAST
 from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
+from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
-from jaxkv_kernels._src.attention.mosaic_gpu.work import Static
 
 # Far below any share of a row that float16 could hold of its values.
 _LEAST = 2.0**-60
 
 
 def unpack(
-  static: Static, side: Side, stream: jax.Array, slot: jax.Array
+  static: GpuStatic, side: Side, stream: jax.Array, slot: jax.Array
 ) -> tuple[Any, jax.Array | None]:
   """A block of 16-bit numbers, and what its tokens are scaled by.
 
@@ -43,7 +43,7 @@ def unpack(
   if side.scales is not None:
     rows = min(static.page_size, TOKENS)
     for i in range(static.pages):
-      side.factors[stream, pl.ds(i * rows, rows)] = mosaic_gpu_api.load(
+      side.factors[stream, pl.ds(i * rows, rows)] = compat.load(
         side.scales.at[stream, slot, i, 0],
         COLUMN,
         interpreted=static.interpreted,
@@ -54,15 +54,15 @@ def unpack(
     plgpu.commit_smem()
   factors = None
   if side.scales is not None:
-    factors = mosaic_gpu_api.load(
+    factors = compat.load(
       side.factors.at[stream], COLUMN, interpreted=static.interpreted
     )
   return narrow if side.wide is None else side.wide.at[stream], factors
 
 
-def _widen(static: Static, narrow: Any, wide: Any) -> None:
+def _widen(static: GpuStatic, narrow: Any, wide: Any) -> None:
   """Both are [C, D]."""
-  held = mosaic_gpu_api.load(narrow, UPCAST, interpreted=static.interpreted)
+  held = compat.load(narrow, UPCAST, interpreted=static.interpreted)
   if jnp.issubdtype(held.dtype, jnp.floating):
     # The hardware turns these into float16 alone, which float32 follows.
     held = held.astype(jnp.float32)

@@ -36,7 +36,7 @@ class Item(NamedTuple):
     first: first token.
     end: one past the last.
     position: of the tile's first query.
-    window: as in `Options`, larger than any context where there is none.
+    window: as in `CallOptions`, larger than any context where there is none.
     tree: block in which the sequence's tree begins.
     place: of its result.
   """
@@ -52,7 +52,7 @@ class Item(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Static:
+class GpuStatic:
   """Sizes and choices of one kernel.
 
   Attributes:
@@ -64,7 +64,7 @@ class Static:
     v_stages: X, for values.
     blocks: of threads, one a multiprocessor.
     causal: whether rows of a tile see different keys.
-    soft_cap: as in `Options`.
+    soft_cap: as in `CallOptions`.
     alibi: whether logits have a bias.
     tree: whether there is a tree mask.
     interpreted: whether products are to be plain ones.

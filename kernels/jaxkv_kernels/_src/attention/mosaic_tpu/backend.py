@@ -6,13 +6,13 @@ Interpreted on a CPU and compiled for v5e, v6e and v7x; not timed.
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels._src.attention import head_epilogue as whole_heads
+from jaxkv_kernels._src.attention import head_epilogue
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention.mosaic_tpu import kernel as mosaic_tpu_kernel
+from jaxkv_kernels._src.attention.mosaic_tpu import kernel
 from jaxkv_kernels._src.attention.mosaic_tpu.kernel import BUFFERS
 from jaxkv_kernels._src.attention.mosaic_tpu.kernel import MEMORY_BYTES
-from jaxkv_kernels._src.attention.mosaic_tpu.kernel import Static
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.mosaic_tpu.kernel import TpuStatic
+from jaxkv_kernels._src.attention.options import CallOptions
 
 # Query rows of a tile: the matrix unit takes 128 at once. Whole sublanes, of
 # pairs of rows where these are 16 bits.
@@ -39,7 +39,7 @@ def attend(
   page_table: jax.Array,
   starts: jax.Array,
   counts: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
   batch, columns, heads, _ = q.shape
@@ -51,7 +51,7 @@ def attend(
   tiles = query_tiles.tile(
     q, reach, kv_heads=kv_heads, size=size, multiple=_MULTIPLE
   )
-  static = Static(
+  static = TpuStatic(
     tiles=-(-columns // size),
     pages=_pages_per_block(k_pages, v_pages),
     page_size=page_size,
@@ -77,13 +77,13 @@ def attend(
       rows=tiles.q.shape[2],
       tokens=static.tokens,
     )
-  out, lse = mosaic_tpu_kernel.call(
+  out, lse = kernel.call(
     static, tiles.first, tiles.end, inputs, options.interpret
   )
   out = query_tiles.untile(out, batch, columns, heads, size)
   lse = query_tiles.untile(lse, batch, columns, heads, size)[..., 0]
   seen = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
-  return whole_heads.finish(out, lse, seen, options)
+  return head_epilogue.finish(out, lse, seen, options)
 
 
 def unsupported(
@@ -91,7 +91,7 @@ def unsupported(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> str | None:
   """Why this backend does not serve a call; None if it does."""
   size = k_pages.shape[2]
@@ -130,7 +130,7 @@ def unsupported(
 
 
 def _of_heads(
-  options: Options, heads: int, kv_heads: int, size: int, rows: int
+  options: CallOptions, heads: int, kv_heads: int, size: int, rows: int
 ) -> dict[str, jax.Array]:
   """What is one number per query head, as float32[K, R, 1]."""
 
@@ -139,14 +139,14 @@ def _of_heads(
     idle = rows - values.shape[1]
     return jnp.pad(values, ((0, 0), (0, idle)))[..., None]
 
-  result = {"factor": spread(whole_heads.factors(options, heads, kv_heads))}
+  result = {"factor": spread(head_epilogue.factors(options, heads, kv_heads))}
   if options.alibi_slopes is not None:
     result["slopes"] = spread(options.alibi_slopes.astype(jnp.float32))
   return result
 
 
 def _of_tokens(
-  options: Options, table: jax.Array, static: Static
+  options: CallOptions, table: jax.Array, static: TpuStatic
 ) -> dict[str, jax.Array]:
   """Scales of tokens, as float32[B, N, K, C] for the N blocks of the table.
 
@@ -173,7 +173,7 @@ def _of_tokens(
 
 
 def _queries(
-  q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, options: Options
+  q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, options: CallOptions
 ) -> int:
   """Of a tile: as many as fill the matrix unit, fewer if memory is short."""
   size = min(q.shape[1], max(1, _ROWS * k_pages.shape[1] // q.shape[2]))
@@ -189,7 +189,7 @@ def _memory(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> int:
   """Bytes that tiles of `size` queries take, if the compiler shares none."""
   kv_heads, page_size, dim = k_pages.shape[1:]

@@ -48,14 +48,14 @@ _SCALES = ("k_scale", "v_scale")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Static:
+class TpuStatic:
   """Sizes and choices of one kernel.
 
   Attributes:
     tiles: of one sequence.
     pages: pages of a block.
     page_size: S.
-    soft_cap: as in `Options`.
+    soft_cap: as in `CallOptions`.
     dtype: what the matrix unit multiplies.
   """
 
@@ -72,7 +72,7 @@ class Static:
 
 
 def call(
-  static: Static,
+  static: TpuStatic,
   firsts: jax.Array,
   ends: jax.Array,
   inputs: dict[str, jax.Array],
@@ -86,7 +86,7 @@ def call(
     ends: one past the last, 0 for none. int32[W]
     inputs: those of `_in_specs`; scales of tokens, slopes and a tree may be
       left out.
-    interpret: as in `Options`.
+    interpret: as in `CallOptions`.
 
   Returns:
     (float32[W, K, R, Dv], float32[W, K, R, 1]), normalised and natural.
@@ -116,7 +116,9 @@ def call(
   )(firsts, ends, inputs)
 
 
-def _in_specs(static: Static, inputs: dict[str, jax.Array]) -> dict[str, Any]:
+def _in_specs(
+  static: TpuStatic, inputs: dict[str, jax.Array]
+) -> dict[str, Any]:
   """Which block of each input a grid step sees."""
   num, columns = inputs["q"].shape[0], inputs["table"].shape[2]
   in_place = pl.BlockSpec(memory_space=pl.ANY)
@@ -166,7 +168,7 @@ def _whole(shape: tuple[int, ...], memory: Any = pltpu.VMEM) -> pl.BlockSpec:
   return pl.BlockSpec(shape, lambda *_: zeros, memory_space=memory)
 
 
-def _scratch(static: Static, inputs: dict[str, jax.Array]) -> dict[str, Any]:
+def _scratch(static: TpuStatic, inputs: dict[str, jax.Array]) -> dict[str, Any]:
   """Scratch; what is copied into has the name of the input."""
   kv_heads, rows = inputs["q"].shape[1:3]
   block = BUFFERS, kv_heads, static.tokens
@@ -205,7 +207,7 @@ class _Step(NamedTuple):
   num: Any
 
 
-def _kernel(static: Static, firsts, ends, inputs, out, lse, scratch) -> None:
+def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
   """One tile of queries; refs as in `_in_specs` and `_scratch`."""
   index = pl.program_id(0)
   here = _step(static, index, firsts, ends, inputs["table"])
@@ -256,7 +258,7 @@ def _kernel(static: Static, firsts, ends, inputs, out, lse, scratch) -> None:
   lse[0] = jnp.where(empty, -jnp.inf, scratch["top"][...] + jnp.log(safe))
 
 
-def _step(static: Static, index, firsts, ends, table) -> _Step:
+def _step(static: TpuStatic, index, firsts, ends, table) -> _Step:
   """The blocks of any grid step; none before the first and after the last."""
   last = pl.num_programs(0) - 1
   real = (index >= 0) & (index <= last)
@@ -276,7 +278,7 @@ def _step(static: Static, index, firsts, ends, table) -> _Step:
 
 
 def _copies(
-  static: Static, step: _Step, block, at, inputs, scratch, do
+  static: TpuStatic, step: _Step, block, at, inputs, scratch, do
 ) -> None:
   """Starts or awaits the copies of a step's block into place `at`."""
   arrived = scratch["arrived"].at[at]
@@ -300,7 +302,7 @@ def _copies(
       do(pltpu.make_async_copy(source, scratch[name].at[at], arrived))
 
 
-def _absorb(static: Static, row, block, at, inputs, out, scratch) -> None:
+def _absorb(static: TpuStatic, row, block, at, inputs, out, scratch) -> None:
   """One more block of sequence `row`, from place `at` of the ring."""
   reach = inputs["reach"]
   first, end, own = (reach[0, :, i : i + 1] for i in range(3))
@@ -378,7 +380,7 @@ def _values(base, first, end, ref, hidden):
   return values if hidden is None else jnp.where(hidden, 0.0, values)
 
 
-def _dot(static: Static, left, right, contracted: int):
+def _dot(static: TpuStatic, left, right, contracted: int):
   """[K, R, N] times [K, C, N] or [K, N, E], summed in float32."""
   exact = static.dtype == jnp.float32
   return lax.dot_general(

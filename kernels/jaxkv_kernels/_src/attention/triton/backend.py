@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention import online_softmax as block_softmax
+from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention.options import Options
-from jaxkv_kernels._src.attention.triton import compat as triton_api
+from jaxkv_kernels._src.attention.options import CallOptions
+from jaxkv_kernels._src.attention.triton import compat
 from jaxkv_kernels._src.attention.triton.kernel import Sizes
-from jaxkv_kernels._src.attention.triton.kernel import kernel
+from jaxkv_kernels._src.attention.triton.kernel import attention_kernel
 from jaxkv_kernels._src.attention.triton.kernel import power_of_two
 from jaxkv_kernels._src.formats import logical_dtype
 
@@ -53,7 +53,7 @@ def attend(
   page_table: jax.Array,
   starts: jax.Array,
   counts: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
   """A rectangle of queries: float32[B, T, H, Dv], float32[B, T, H]."""
   value_dim = options.value_dim
@@ -78,8 +78,8 @@ def attend(
   }
   few = sizes.rows == _LEAST_ROWS and value_dim is None
   shape = (sizes.splits, sizes.batch, sizes.columns, sizes.heads)
-  parts, totals = triton_api.call(
-    functools.partial(kernel, sizes=sizes, soft_cap=options.soft_cap),
+  parts, totals = compat.call(
+    functools.partial(attention_kernel, sizes=sizes, soft_cap=options.soft_cap),
     inputs,
     name="jaxkv_paged_attention",
     grid=(sizes.batch * sizes.kv_heads * sizes.tiles, sizes.splits),
@@ -102,7 +102,7 @@ def unsupported(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> str | None:
   """Why it does not serve a call; None if it does."""
   if platform != "cuda":
@@ -251,7 +251,7 @@ def _together(
   tops, sums = totals
   top = jnp.max(tops, axis=0)
   if sinks is not None:
-    sinks = (sinks * block_softmax.LOG2_E)[None, None]
+    sinks = (sinks * online_softmax.LOG2_E)[None, None]
     top = jnp.maximum(top, sinks)
   weights = sums * jnp.exp2(tops - top[None])
   total = jnp.sum(weights, axis=0)
@@ -259,5 +259,5 @@ def _together(
     total = total + jnp.exp2(sinks - top)
   safe = jnp.where(total == 0, jnp.float32(1), total)
   out = jnp.sum(parts * (weights / safe[None])[..., None], axis=0)
-  lse = block_softmax.log_sum_exp(top, total)
+  lse = online_softmax.log_sum_exp(top, total)
   return out, jnp.where(real, lse, -jnp.inf)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jaxkv_kernels._src.attention import online_softmax as block_softmax
+from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
 from jaxkv_kernels._src.formats import load
@@ -75,7 +75,9 @@ def _width(dim: int) -> int:
   return max(power_of_two(dim), 16)
 
 
-def kernel(refs, out_ref, totals_ref, *, sizes: Sizes, soft_cap: float | None):
+def attention_kernel(
+  refs, out_ref, totals_ref, *, sizes: Sizes, soft_cap: float | None
+):
   """One tile of query rows over one part of its keys.
 
   Args:
@@ -86,7 +88,7 @@ def kernel(refs, out_ref, totals_ref, *, sizes: Sizes, soft_cap: float | None):
       float32[H], k_scale and v_scale float32[K] or float32[P, K, S], tree
       int8[B, T, N], tree_starts int32[B].
     out_ref: float32[splits, B, T, H, Dv].
-    totals_ref: top and total of `block_softmax`. float32[2, splits, B, T, H]
+    totals_ref: top and total of `online_softmax`. float32[2, splits, B, T, H]
     sizes: static sizes.
     soft_cap: or None.
   """
@@ -114,7 +116,7 @@ def kernel(refs, out_ref, totals_ref, *, sizes: Sizes, soft_cap: float | None):
   place = (pl.program_id(1), *rows.place)
   for index, sums in enumerate((top, total)):
     plt.store(totals_ref.at[(index, *place)], sums, mask=rows.real)
-  out = block_softmax.normalise(total, weighted)
+  out = online_softmax.normalise(total, weighted)
   _write(out_ref, place, rows.real, sizes.value_dim, out)
 
 
@@ -306,7 +308,7 @@ def _shaped(refs, rows: _Rows, logits, position, soft_cap: float | None):
     slopes = plt.load(refs["slopes"].at[rows.head], mask=rows.real, other=0.0)
     away = position[None] - rows.position[:, None]
     logits += slopes[:, None] * away.astype(jnp.float32)
-  return logits * block_softmax.LOG2_E
+  return logits * online_softmax.LOG2_E
 
 
 def _allowed(refs, rows: _Rows, position):

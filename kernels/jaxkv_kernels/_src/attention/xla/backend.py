@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention.options import Options
+from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.formats import load
 
 # Tokens per block. Fixed, so that results do not depend on the page size as
@@ -78,7 +78,7 @@ def attend(
   page_table: jax.Array,
   starts: jax.Array,
   counts: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention of a rectangle of queries; see `api.paged_attention_padded`.
 
@@ -113,7 +113,7 @@ def unsupported(
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> str | None:
   """It serves whatever `api` lets through, on every platform."""
   del platform, q, k_pages, v_pages, options
@@ -128,7 +128,7 @@ def _attention(
   page_table: jax.Array,
   starts: jax.Array,
   counts: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
   """As `attend`, with a function that reads keys and values of pages."""
   batch, columns, heads, dim = q.shape
@@ -166,7 +166,7 @@ def _attention(
   return _finish(carry, columns, options.sinks, counts)
 
 
-def _arrays(options: Options) -> tuple[jax.Array | None, ...]:
+def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
   """What the scan reads of the options, of any shape."""
   return (
     options.page_offset,
@@ -251,7 +251,7 @@ def _absorb(
   block: _Block,
   reach: _Reach,
   starts: jax.Array,
-  options: Options,
+  options: CallOptions,
 ) -> _Carry:
   """One more block of tokens."""
   batch, kv_heads, rows, _ = scaled.shape
@@ -292,7 +292,9 @@ def _absorb(
   return _Carry(top=top, total=total, weighted=weighted)
 
 
-def _seen(positions: jax.Array, reach: _Reach, options: Options) -> jax.Array:
+def _seen(
+  positions: jax.Array, reach: _Reach, options: CallOptions
+) -> jax.Array:
   """Which of the tokens at int32[N] each query sees: bool[B, T, N]."""
   position = positions[None, None]
   seen = position >= reach.first[:, :, None]

@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jaxkv_kernels._src.attention import online_softmax as block_softmax
+from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
-from jaxkv_kernels._src.attention.triton import compat as triton_api
+from jaxkv_kernels._src.attention.triton import compat
 
 # Pieces that a program reads at once, so that it waits for memory once.
 _PIECES = 16
@@ -45,7 +45,7 @@ def merge_pieces(
 
   Args:
     out: float32[O, K, >=R, Dv], anything where no piece put its result.
-    totals: `top` and `total` of `block_softmax`. float32[O, K, 2, >=R]
+    totals: `top` and `total` of `online_softmax`. float32[O, K, 2, >=R]
     begins: int32[W + 1], the differences of which are the pieces of a tile.
     most: places of a tile, O = W * most, the first of which are its pieces';
       None: a tile's pieces are in its places begins[w] <= o < begins[w + 1].
@@ -63,9 +63,9 @@ def merge_pieces(
     total = jnp.where(some, total, jnp.float32(0))
     some = (total != 0)[..., None]
     out = jnp.where(some, out[:, :, :rows], jnp.float32(0))
-    return out, block_softmax.log_sum_exp(top, total)
+    return out, online_softmax.log_sum_exp(top, total)
   inputs = out, totals, begins
-  return triton_api.call(
+  return compat.call(
     functools.partial(_kernel, most=most),
     inputs,
     name="jaxkv_merge",
@@ -124,6 +124,6 @@ def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
   )
   turns = lax.div(end - begin + (_PIECES - 1), jnp.int32(_PIECES))
   top, total, weighted = lax.fori_loop(0, turns, step, carry)
-  lse_ref[tile, head, row] = block_softmax.log_sum_exp(top, total)
-  out = block_softmax.normalise(total, weighted)
+  lse_ref[tile, head, row] = online_softmax.log_sum_exp(top, total)
+  out = online_softmax.normalise(total, weighted)
   plt.store(out_ref.at[tile, head, row, column], out, mask=inside)
