@@ -29,6 +29,7 @@ import numpy as np
 import shared_prefix_cpu
 from jax import lax
 
+import jaxkv
 from jaxkv import kv as memory
 
 STEPS = 4  # decode steps in one timed call
@@ -104,10 +105,15 @@ def paged_side(shape: Shape, dtype):
   table = jnp.asarray(
     1 + rng.permutation(total).reshape(shape.batch, columns), jnp.int32
   )
-  cache = memory.init(
-    num_layers=1,
+  config = jaxkv.CacheConfig(
     num_pages=total + 1,
     page_size=shape.page_size,
+    num_slots=shape.batch,
+    pages_per_slot=columns,
+  )
+  cache = memory.init(
+    config,
+    num_layers=1,
     num_kv_heads=shape.kv_heads,
     head_dim=shape.head_dim,
     dtype=dtype,
@@ -248,10 +254,15 @@ def write_side(megabytes: int, dtype, layers: int, batch: int = 16):
   kv_heads, page_size, head_dim = 8, 16, 64
   page = 2 * kv_heads * page_size * head_dim * np.dtype(dtype).itemsize
   num_pages = megabytes * 2**20 // page // layers
-  cache = memory.init(
-    num_layers=layers,
+  config = jaxkv.CacheConfig(
     num_pages=num_pages,
     page_size=page_size,
+    num_slots=batch,
+    pages_per_slot=1,
+  )
+  cache = memory.init(
+    config,
+    num_layers=layers,
     num_kv_heads=kv_heads,
     head_dim=head_dim,
     dtype=dtype,
@@ -310,12 +321,12 @@ def print_writes(rows) -> list[dict]:
 def main(quick: bool, rounds: int) -> dict[str, Any]:
   """Prints all tables and what is worst in them; their rows."""
   shapes = [SHAPES[i] for i in QUICK] if quick else SHAPES
-  groups = shared_prefix_cpu.SHAPES
+  prompts = shared_prefix_cpu.SHAPES
   if quick:
-    groups = [groups[i] for i in shared_prefix_cpu.QUICK]
+    prompts = [prompts[i] for i in shared_prefix_cpu.QUICK]
   attention = print_attention(attention_rows(shapes, rounds))
   shared = shared_prefix_cpu.print_rows(
-    shared_prefix_cpu.rows(groups, rounds, timed_rounds)
+    shared_prefix_cpu.rows(prompts, rounds, timed_rounds)
   )
   writes = print_writes(write_rows(rounds))
   worst = max(attention, key=lambda row: row["ratio_min"])

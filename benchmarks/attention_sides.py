@@ -119,9 +119,9 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
       v_pages,
       tables[rotation],
       lengths,
+      options=_scales(case),
       plan=plan,
       backend=backend,
-      **_scales(case),
     )
 
   inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths, plan
@@ -136,8 +136,8 @@ def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
       arrays.lengths,
       arrays.k_pages,
       arrays.v_pages,
-      num_groups=case.batch // case.samples,
-      group_size=case.samples,
+      num_clusters=case.batch // case.samples,
+      cluster_size=case.samples,
       backend=backend,
     )
     for table in arrays.tables
@@ -167,7 +167,7 @@ def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
       tables[rotation],
       lengths,
       value_dim=value_dim,
-      scale=case.head_dim**-0.5,
+      options=kernels.AttentionOptions(scale=case.head_dim**-0.5),
       backend=backend,
     )
     return jnp.pad(out, spare)
@@ -176,11 +176,11 @@ def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
   return Call(function, inputs, len(arrays.tables))
 
 
-def _scales(case: Case) -> dict[str, Any]:
+def _scales(case: Case) -> kernels.AttentionOptions | None:
   if case.dtype != "int8":
-    return {}
+    return None
   factor = jnp.full((case.kv_heads,), 1 / 64, jnp.float32)
-  return {"k_scale": factor, "v_scale": factor}
+  return kernels.AttentionOptions(k_scale=factor, v_scale=factor)
 
 
 def jax_pallas(splits: int, case: Case, arrays: Arrays) -> Call:

@@ -1,10 +1,10 @@
 """Shared-prefix decode against plain decode, over the same pages.
 
-Groups of rows begin with the same pages, as forks of one prompt do. Both sides
-attend with one new query a row in all layers of a loop; the shared side also
-finds the groups, once a call. Sides alternate within each round. A ratio above
-1 means that sharing is faster. The last rows are such that it does not pay:
-there the gate should cost nothing.
+Clusters of rows begin with the same pages, as forks of one prompt do. Both
+sides attend with one new query a row in all layers of a loop; the shared side
+also finds the clusters, once a call. Sides alternate within each round. A ratio
+above 1 means that sharing is faster. In the last rows it does not pay; there
+the gate should cost nothing.
 """
 
 import dataclasses
@@ -16,20 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import jaxkv
 from jaxkv import kv as memory
 
 LAYERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
-  """One row: a model's attention layer, and what its sequences share."""
+class Prompts:
+  """One row: a model's attention layer, and the prompts of its sequences."""
 
   model: str
   heads: int
   kv_heads: int
   head_dim: int
-  groups: int
+  prompts: int
   samples: int
   prefix: int
   suffix: int
@@ -37,33 +38,38 @@ class Groups:
 
 
 SHAPES = (
-  Groups("Llama-3.2-1B", 32, 8, 64, 4, 8, 1024, 128),
-  Groups("Qwen2.5-0.5B", 14, 2, 64, 4, 8, 1024, 128),
-  Groups("Llama-3.1-8B", 32, 8, 128, 4, 8, 1024, 128),
-  Groups("Llama-3.2-1B", 32, 8, 64, 2, 16, 2048, 256),
-  Groups("Llama-3.2-1B", 32, 8, 64, 16, 2, 512, 512),
-  Groups("Llama-3.2-1B", 32, 8, 64, 8, 2, 64, 512),
-  Groups("Llama-3.2-1B", 32, 8, 64, 8, 1, 512, 128),
-  Groups("Qwen2.5-0.5B", 14, 2, 64, 4, 2, 32, 96),
+  Prompts("Llama-3.2-1B", 32, 8, 64, 4, 8, 1024, 128),
+  Prompts("Qwen2.5-0.5B", 14, 2, 64, 4, 8, 1024, 128),
+  Prompts("Llama-3.1-8B", 32, 8, 128, 4, 8, 1024, 128),
+  Prompts("Llama-3.2-1B", 32, 8, 64, 2, 16, 2048, 256),
+  Prompts("Llama-3.2-1B", 32, 8, 64, 16, 2, 512, 512),
+  Prompts("Llama-3.2-1B", 32, 8, 64, 8, 2, 64, 512),
+  Prompts("Llama-3.2-1B", 32, 8, 64, 8, 1, 512, 128),
+  Prompts("Qwen2.5-0.5B", 14, 2, 64, 4, 2, 32, 96),
 )
 QUICK = (0, 1, 6)
 
 
-def problem(shape: Groups, dtype) -> tuple[memory.KVPages, tuple]:
+def problem(shape: Prompts, dtype) -> tuple[memory.KVPages, tuple]:
   """Pages of noise; and the queries, page table and positions of the rows."""
   rng = np.random.default_rng(0)
-  batch = shape.groups * shape.samples
+  batch = shape.prompts * shape.samples
   shared = shape.prefix // shape.page_size
   own = -(-shape.suffix // shape.page_size)
-  total = shape.groups * shared + batch * own
+  total = shape.prompts * shared + batch * own
   ids = jnp.asarray(1 + rng.permutation(total), jnp.int32)
-  first, rest = jnp.split(ids, [shape.groups * shared])
-  first = jnp.repeat(first.reshape(shape.groups, -1), shape.samples, axis=0)
+  first, rest = jnp.split(ids, [shape.prompts * shared])
+  first = jnp.repeat(first.reshape(shape.prompts, -1), shape.samples, axis=0)
   table = jnp.concatenate([first, rest.reshape(batch, -1)], axis=1)
-  kv = memory.init(
-    num_layers=LAYERS,
+  config = jaxkv.CacheConfig(
     num_pages=total + 1,
     page_size=shape.page_size,
+    num_slots=batch,
+    pages_per_slot=table.shape[1],
+  )
+  kv = memory.init(
+    config,
+    num_layers=LAYERS,
     num_kv_heads=shape.kv_heads,
     head_dim=shape.head_dim,
     dtype=dtype,
@@ -77,7 +83,7 @@ def problem(shape: Groups, dtype) -> tuple[memory.KVPages, tuple]:
   return kv, (jnp.asarray(q, dtype), table, starts)
 
 
-def side(shape: Groups, share: bool):
+def side(shape: Prompts, share: bool):
   """A jitted call: all layers of one decode step."""
 
   def run(kv, q, table, starts):
@@ -86,11 +92,12 @@ def side(shape: Groups, share: bool):
     )
     if share:
       view = memory.share(
-        kv, view, num_groups=shape.groups, group_size=shape.samples
+        kv, view, num_clusters=shape.prompts, cluster_size=shape.samples
       )
+    fresh = memory.refresh_shared(kv, view)
 
     def layer(index, q):
-      out = memory.attend(kv, view, index, q)
+      out = memory.attend(kv, fresh, index, q)
       return (q + out * 0.001).astype(q.dtype)
 
     return kv, lax.fori_loop(0, LAYERS, layer, q)
@@ -127,7 +134,7 @@ def print_rows(rows) -> list[dict]:
   """Prints rows as they come, and returns them."""
   print(
     "\nms per layer of a decode step, min (median); shared prefixes\n"
-    f"{'model':13} {'dtype':8} {'groups':>6} {'prefix':>6} {'suffix':>6}"
+    f"{'model':13} {'dtype':8} {'prompts':>7} {'prefix':>6} {'suffix':>6}"
     f" {'plain':>16} {'shared':>16} {'ratio':>6} {'median':>6}"
   )
   done = []
@@ -136,9 +143,9 @@ def print_rows(rows) -> list[dict]:
       f"{row[name + '_min_ms']:7.2f} ({row[name + '_median_ms']:6.2f})"
       for name in ("plain", "shared")
     ]
-    groups = f"{row['groups']}x{row['samples']}"
+    prompts = f"{row['prompts']}x{row['samples']}"
     print(
-      f"{row['model']:13} {row['dtype']:8} {groups:>6} {row['prefix']:6}"
+      f"{row['model']:13} {row['dtype']:8} {prompts:>7} {row['prefix']:6}"
       f" {row['suffix']:6} {cells[0]:>16} {cells[1]:>16}"
       f" {row['ratio_min']:6.2f} {row['ratio_median']:6.2f}",
       flush=True,

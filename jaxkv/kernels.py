@@ -1,6 +1,7 @@
 """The kernels' public names; see `jaxkv_kernels`."""
 
 from jaxkv_kernels import BACKENDS
+from jaxkv_kernels import AttentionOptions
 from jaxkv_kernels import DecodePlan
 from jaxkv_kernels import SharedPrefix
 from jaxkv_kernels import append_kv
@@ -24,6 +25,7 @@ from jaxkv_kernels import store
 
 __all__ = [
   "BACKENDS",
+  "AttentionOptions",
   "DecodePlan",
   "SharedPrefix",
   "append_kv",

@@ -208,7 +208,7 @@ tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
     assert "mosaic_gpu" in parts
     for part in parts.values():
       assert all((_ROOT / file).exists() for file in part.files)
-    text = (_ROOT / "tests" / "test_mosaic.py").read_text("utf-8")
+    text = (_ROOT / "tests" / "kernels" / "test_mosaic.py").read_text("utf-8")
     assert f"class {parts['mosaic'].wanted}:" in text
     device.compute_capability = "8.0"
     assert "mosaic_gpu" not in gpu_suite.parts(quick=False)

@@ -1,8 +1,8 @@
 """Paged attention and page operations on plain arrays.
 
-Nothing here knows about caches, requests or slots: pools of pages, tables of
-page ids and lengths go in, arrays come out. `jaxkv` builds on it; it never
-imports `jaxkv`.
+Pools of pages, tables of page ids and lengths go in, arrays come out. The
+package knows nothing of caches, requests or slots. `jaxkv` builds on it and is
+never imported by it.
 """
 
 from jaxkv_kernels._src.append import append_kv
@@ -18,6 +18,7 @@ from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 from jaxkv_kernels._src.attention.decode_plan import plan_decode
 from jaxkv_kernels._src.attention.merge import merge_states
 from jaxkv_kernels._src.attention.mla import mla_decode
+from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 from jaxkv_kernels._src.attention.shared_prefix import plan_shared_prefix
 from jaxkv_kernels._src.formats import load
@@ -29,6 +30,7 @@ from jaxkv_kernels._src.pages import gather_pages
 
 __all__ = [
   "BACKENDS",
+  "AttentionOptions",
   "DecodePlan",
   "SharedPrefix",
   "append_kv",

@@ -123,12 +123,7 @@ def test_a_decoder_sees_all_of_the_encoder():
   state, draws = admitted(10), np.random.default_rng(0)
   k, v, q = (draws.normal(size=(10, 2, 8)).astype(np.float32) for _ in range(3))
   kv = jaxkv.kv.init(
-    num_layers=1,
-    num_pages=16,
-    page_size=4,
-    num_kv_heads=2,
-    head_dim=8,
-    dtype=jnp.float32,
+    state.config, num_layers=1, num_kv_heads=2, head_dim=8, dtype=jnp.float32
   )
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
   table = state.page_table[1, :1]

@@ -6,7 +6,6 @@ its own reason; the shapes that it must serve are named.
 
 import dataclasses
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -85,11 +84,23 @@ class Runner:
     return [np.asarray(x) for x in out]
 
 
+def call_of(**keywords) -> dict[str, Any]:
+  """Keyword arguments of a call, those of `AttentionOptions` in one object."""
+  names = {field.name for field in dataclasses.fields(kernels.AttentionOptions)}
+  options = {name: keywords.pop(name) for name in names & keywords.keys()}
+  if options:
+    keywords["options"] = kernels.AttentionOptions(**options)
+  return keywords
+
+
 @functools.cache
 def _jitted(name: str):
-  function = getattr(kernels, name)
-  static = [n for n in _STATIC if n in inspect.signature(function).parameters]
-  return jax.jit(function, static_argnames=static)
+  """The function, jitted; it takes the options by their names."""
+
+  def function(*arguments, **keywords):
+    return getattr(kernels, name)(*arguments, **call_of(**keywords))
+
+  return jax.jit(function, static_argnames=_STATIC)
 
 
 # Of those that Mosaic serves, as many as its interpreters have time for.

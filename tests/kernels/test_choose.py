@@ -20,14 +20,15 @@ ARGUMENTS = {
   "page_table": jnp.ones((2, 3), jnp.int32),
   "lengths": jnp.ones(2, jnp.int32),
 }
+CAPPED = kernels.AttentionOptions(soft_cap=30.0)
 
 
 def unsupported(platform, q, k_pages, v_pages, options):
   """Serves float32 without a soft cap."""
   if q.dtype != jnp.float32:
-    return f"q is {q.dtype}; supported is float32"
+    return f"`q` must be float32, got {q.dtype}"
   if options.soft_cap is not None:
-    return f"soft_cap={options.soft_cap}; supported is None"
+    return f"`soft_cap` must be None, got {options.soft_cap}"
   return None
 
 
@@ -59,19 +60,19 @@ class TestAuto:
     self, particular, caplog
   ):
     with caplog.at_level(logging.INFO, "jaxkv_kernels"):
-      kernels.paged_decode(**ARGUMENTS, soft_cap=30.0)
-      out = kernels.paged_decode(**ARGUMENTS, soft_cap=30.0)
+      kernels.paged_decode(**ARGUMENTS, options=CAPPED)
+      out = kernels.paged_decode(**ARGUMENTS, options=CAPPED)
     np.testing.assert_array_equal(out, 1)
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [
-      "paged_decode on cpu: backend xla (particular: soft_cap=30.0; supported"
-      " is None)"
+      "paged_decode on cpu: backend xla (particular: `soft_cap` must be"
+      " None, got 30.0)"
     ]
 
   def test_nothing_serves(self, particular, monkeypatch):
     monkeypatch.setitem(choose._ORDER, "cpu", ("particular",))
-    with pytest.raises(NotImplementedError, match=r"on cpu: particular: soft"):
-      kernels.paged_decode(**ARGUMENTS, soft_cap=30.0)
+    with pytest.raises(NotImplementedError, match=r"on cpu: particular: `soft"):
+      kernels.paged_decode(**ARGUMENTS, options=CAPPED)
 
 
 class TestNamed:
@@ -83,7 +84,7 @@ class TestNamed:
     q = ARGUMENTS["q"].astype(jnp.bfloat16)
     with pytest.raises(
       NotImplementedError,
-      match="backend='particular' does not serve paged_decode: q is bfloat16",
+      match=r"'particular' does not serve paged_decode: `q` must .* bfloat16",
     ):
       kernels.paged_decode(**{**ARGUMENTS, "q": q}, backend="particular")
 

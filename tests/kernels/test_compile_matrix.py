@@ -13,6 +13,7 @@ import pytest
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
+from tests.kernels.backends import call_of
 from tests.tools.ahead_of_time import OLDER_GPUS
 from tests.tools.ahead_of_time import TARGETS
 from tests.tools.ahead_of_time import compile_for
@@ -81,7 +82,10 @@ def compile_latent(target, dtype, heads):
   shape = jax.ShapeDtypeStruct
   pages = shape((8 * PAGE_TOKENS // 16, 1, 16, 576), dtype)
   decode = functools.partial(
-    kernels.mla_decode, value_dim=512, scale=192**-0.5, backend="triton"
+    kernels.mla_decode,
+    value_dim=512,
+    options=kernels.AttentionOptions(scale=192**-0.5),
+    backend="triton",
   )
   program = compile_for(
     target,
@@ -147,7 +151,7 @@ class Test64Bits:
     def both(q, rectangle, options, *arguments):
       decode = kernels.paged_decode(q, *arguments[:-1], backend=backend)
       return decode, kernels.paged_attention_padded(
-        rectangle, *arguments, backend=backend, **options
+        rectangle, *arguments, backend=backend, **call_of(**options)
       )
 
     with jax.enable_x64(True):
@@ -185,7 +189,9 @@ class TestTriton:
     def call(*arguments):
       positional = arguments[: len(arguments) - len(names)]
       given = dict(zip(names, arguments[len(positional) :], strict=True))
-      return function(*positional, backend="triton", **static, **given)
+      return function(
+        *positional, backend="triton", **call_of(**static, **given)
+      )
 
     program = compile_for(
       "h200",

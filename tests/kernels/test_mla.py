@@ -7,6 +7,7 @@ import pytest
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import reference
 from tests.kernels.backends import RUNNERS
+from tests.kernels.backends import call_of
 from tests.kernels.shapes import Shape
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import edges
@@ -65,7 +66,7 @@ class TestDecode:
     factors = case.options.get("k_scale")
     wanted = reference.mla_decode(*arguments, k_scale=factors, **options)
     if factors is not None:
-      options["latent_scale"] = factors
+      options["k_scale"] = factors
     out, lse = runner("mla_decode", *arguments, **options)
     assert out.shape == (len(shape.lengths), heads, value_dim)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
@@ -129,8 +130,7 @@ class TestDecode:
         jnp.asarray([[2, 0]], jnp.int32),
         jnp.asarray([5], jnp.int32),
         value_dim=20,
-        scale=0.2,
-        latent_scale=scale,
+        options=kernels.AttentionOptions(scale=0.2, k_scale=scale),
       )
       for pages, scale in ((pools[0], None), (pools[1], pools[2][..., 0]))
     )
@@ -138,14 +138,14 @@ class TestDecode:
     np.testing.assert_allclose(out, wanted, atol=0.05)
 
   def test_too_large_for_triton(self):
-    with pytest.raises(NotImplementedError, match="value_dim is 576 and 0"):
+    with pytest.raises(NotImplementedError, match=r"`value_dim` .* 576 and 0"):
       kernels.mla_decode(
         jnp.ones((1, 4, 576)),
         jnp.ones((2, 1, 8, 576)),
         jnp.ones((1, 1), jnp.int32),
         jnp.ones(1, jnp.int32),
         value_dim=576,
-        scale=1.0,
+        options=kernels.AttentionOptions(scale=1.0),
         backend="triton",
       )
 
@@ -154,15 +154,30 @@ class TestArguments:
   @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-      ({"value_dim": 9}, ValueError, "value_dim=9"),
-      ({"value_dim": 0}, ValueError, "value_dim=0"),
-      ({"pages": jnp.ones((5, 2, 4, 8))}, ValueError, "pages has shape"),
-      ({"pages": jnp.ones((5, 1, 4, 6))}, ValueError, "pages has shape"),
-      ({"latent_scale": jnp.ones(2)}, ValueError, "latent_scale is float32"),
-      ({"backend": "mosaic_tpu"}, NotImplementedError, "value_dim is given"),
-      ({"backend": "mosaic_gpu"}, NotImplementedError, "value_dim is given"),
-      ({"backend": "cuda"}, NotImplementedError, "'cuda' does not exist"),
-      ({"interpret": True}, ValueError, "interpret=True with backend='auto'"),
+      ({"value_dim": 9}, ValueError, "`value_dim` must be at most 8, .*got 9"),
+      ({"value_dim": 0}, ValueError, "`value_dim` .* at least 1, got 0"),
+      ({"pages": jnp.ones((5, 2, 4, 8))}, ValueError, "`pages` must be"),
+      ({"pages": jnp.ones((5, 1, 4, 6))}, ValueError, "`pages` must be"),
+      ({"scale": None}, TypeError, "`options.scale` must be a float .*None"),
+      ({"k_scale": jnp.ones(2)}, ValueError, "`options.k_scale` .*got float32"),
+      ({"v_scale": jnp.ones(1)}, ValueError, "`options.v_scale` must be N"),
+      ({"sinks": jnp.ones(4)}, ValueError, "`options.sinks` must be No"),
+      (
+        {"backend": "mosaic_tpu"},
+        NotImplementedError,
+        "`value_dim` must be No",
+      ),
+      (
+        {"backend": "mosaic_gpu"},
+        NotImplementedError,
+        "`value_dim` must be No",
+      ),
+      (
+        {"backend": "cuda"},
+        NotImplementedError,
+        "`backend` must .* got 'cuda'",
+      ),
+      ({"interpret": True}, ValueError, "`interpret` .* backend='auto', got"),
     ],
   )
   def test_bad_arguments(self, changes, error, message):
@@ -176,4 +191,4 @@ class TestArguments:
       **changes,
     }
     with pytest.raises(error, match=message):
-      kernels.mla_decode(**call)
+      kernels.mla_decode(**call_of(**call))

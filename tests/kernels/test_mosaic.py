@@ -18,6 +18,7 @@ from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
 from jaxkv_kernels._src.attention.mosaic_tpu import backend as mosaic_tpu
 from jaxkv_kernels._src.attention.options import CallOptions
 from tests.kernels.backends import ON_HOPPER
+from tests.kernels.backends import call_of
 from tests.kernels.shapes import SHAPES
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import problem
@@ -49,7 +50,7 @@ def decode(backend, *arguments, **options):
     backend=backend,
     interpret=INTERPRETED[backend],
     return_lse=True,
-    **options,
+    **call_of(**options),
   )
   return [np.asarray(x) for x in out]
 
@@ -105,7 +106,7 @@ class TestKernels:
     pools[:, 0, 0, 2] = options["v_scale"][0, 0, 2] = np.nan
     out, lse = kernels.paged_attention_padded(
       *put(q, *pools, *rest),
-      **{name: jnp.asarray(value) for name, value in options.items()},
+      **call_of(**jax.tree.map(jnp.asarray, options)),
       backend="mosaic_gpu",
       interpret=INTERPRETED["mosaic_gpu"],
       return_lse=True,
@@ -174,8 +175,9 @@ class TestKernels:
           *put(q, *pools, np.zeros((1, 1), np.int32)),
           jnp.array([2], jnp.int32),
           jnp.array([3], jnp.int32),
-          tree_mask=jnp.asarray(mask),
-          window=window,
+          options=kernels.AttentionOptions(
+            tree_mask=jnp.asarray(mask), window=window
+          ),
           backend=backend,
           interpret=INTERPRETED[backend],
           return_lse=True,
@@ -185,7 +187,7 @@ class TestKernels:
       np.testing.assert_array_equal(a, b)
 
 
-class TestWholeHeads:
+class TestHeadEpilogue:
   def test_sinks(self):
     """Of -inf, of a number, for rows with keys, without, and for padding."""
     out = jnp.asarray([[[1.0], [1.0]], [[0.0], [0.0]], [[0.0], [0.0]]])
@@ -204,7 +206,7 @@ class TestWholeHeads:
     )
 
 
-class TestBlockSoftmax:
+class TestOnlineSoftmax:
   def attend(self, products, seen, values, **options):
     """A row's softmax over blocks of 8 keys, [R, 8 * n]."""
     top = jnp.full(len(products), online_softmax.LOWEST)
@@ -280,7 +282,7 @@ def call(backend, **changes):
     jnp.ones((2, 3), jnp.int32),
     jnp.ones(2, jnp.int32),
     backend=backend,
-    **changes,
+    **call_of(**changes),
   )
 
 
@@ -288,14 +290,17 @@ class TestUnsupported:
   @pytest.mark.parametrize(
     ("changes", "message"),
     [
-      ({"dtype": jnp.float16}, "k_pages is float16; float32"),
-      ({"dim": 64}, "multiples of 128 are supported"),
-      ({"value_dim": 64}, "multiples of 128 are supported"),
-      ({"size": 4}, "pages of 4 tokens; multiples of 8"),
-      ({"size": 24}, "k_pages is bfloat16 and has pages of 24 tokens; 8 and"),
-      ({"q": jnp.ones((2, 4, 128), jnp.float16)}, "q is float16"),
-      ({"size": 4096, "dim": 1024}, "bytes together; up to"),
-      ({"heads": 2**14}, "q has 16384 heads and k_pages 2: one query takes"),
+      ({"dtype": jnp.float16}, "`k_pages` must be float32, .* got float16"),
+      ({"dim": 64}, r"multiples of 128, got \(64, 64\)"),
+      ({"value_dim": 64}, r"multiples of 128, got \(128, 64\)"),
+      ({"size": 4}, "`k_pages` must have pages of a multiple of 8 .* got 4"),
+      (
+        {"size": 24},
+        "pages of 8 or a multiple of 16 tokens .* got 24",
+      ),
+      ({"q": jnp.ones((2, 4, 128), jnp.float16)}, "`q` must .* got float16"),
+      ({"size": 4096, "dim": 1024}, "bytes together, got"),
+      ({"heads": 2**14}, "`q` must have few enough heads .* got 16384 heads"),
     ],
   )
   def test_tpu(self, changes, message):
@@ -305,18 +310,18 @@ class TestUnsupported:
   @pytest.mark.parametrize(
     ("changes", "message"),
     [
-      ({"dtype": jnp.float32}, "k_pages is float32; bfloat16, float16, int8"),
-      ({"dtype": jnp.float16}, "q is bfloat16 and k_pages float16"),
+      ({"dtype": jnp.float32}, "`k_pages` must be one of .* got float32"),
+      ({"dtype": jnp.float16}, "`q` must be of the dtype of k_pages, float16"),
       (
         {"dtype": jnp.int8, "q": jnp.ones((2, 4, 128))},
-        "q is float32 and k_pages int8; .* beside 8 bits",
+        "`q` must be .* for 8-bit pages, got float32",
       ),
-      ({"dtype": jnp.int8, "dim": 256}, "head size 256; 64 and 128"),
-      ({"dim": 80}, r"head sizes \(80, 80\).*64, 128, 192"),
-      ({"value_dim": 64}, "equal ones of"),
-      ({"size": 4}, "pages of 4 tokens; 8, 16, 32 and multiples of 64"),
-      ({"size": 96}, "pages of 96 tokens"),
-      ({"heads": 256}, "q has 256 heads, 2 of keys; up to 64"),
+      ({"dtype": jnp.int8, "dim": 256}, "head size of 64 or 128 .* got 256"),
+      ({"dim": 80}, r"`k_pages` and `v_pages` .* got \(80, 80\)"),
+      ({"value_dim": 64}, r"must have equal head sizes .* got \(128, 64\)"),
+      ({"size": 4}, "pages of 8, 16, 32 or a multiple of 64 tokens, got 4"),
+      ({"size": 96}, "`k_pages` must have pages of .* got 96"),
+      ({"heads": 256}, "at most 64 heads for each of the 2 K/V heads, got 256"),
     ],
   )
   def test_gpu(self, changes, message):
@@ -325,7 +330,7 @@ class TestUnsupported:
 
   def test_scales_of_tokens_in_small_pages(self):
     scale = jnp.ones((3, 2, 8))
-    with pytest.raises(NotImplementedError, match=r"pages of 8 .* have scales"):
+    with pytest.raises(NotImplementedError, match="scales of tokens, got 8"):
       call("mosaic_gpu", dtype=jnp.int8, size=8, k_scale=scale, v_scale=scale)
 
   @over_backends
@@ -334,4 +339,4 @@ class TestUnsupported:
     module = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}[backend]
     options = CallOptions(page_offset=jnp.int32(0), scale=1.0)
     reason = module.unsupported("cpu", shape, shape, shape, options)
-    assert reason.startswith("platform='cpu'")
+    assert reason.startswith("the platform must be")

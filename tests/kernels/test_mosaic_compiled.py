@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv_kernels as kernels
+from tests.kernels.backends import call_of
 from tests.tools.ahead_of_time import compile_for
 from tests.tools.ahead_of_time import needs
 
@@ -41,7 +42,10 @@ def compiled(target, function, leading, *vectors, heads=None, **options):
 
   def call(arrays, *arguments):
     return function(
-      *arguments, **arrays, **static, return_lse=True, backend=BACKENDS[target]
+      *arguments,
+      **call_of(**arrays, **static),
+      return_lse=True,
+      backend=BACKENDS[target],
     )
 
   table = shape((BATCH, COLUMNS), jnp.int32)
@@ -181,7 +185,7 @@ class TestHopper:
   @needs("h200")
   @pytest.mark.parametrize(("planned", "most"), [(True, 9), (False, 13)])
   def test_a_layer_is_few_kernels(self, planned, most, monkeypatch):
-    """Attention, a merge, and what only XLA does; see `merge_kernel`."""
+    """Attention, a merge, and what only XLA does; see `triton.merge`."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from launches import in_largest_loop
 

@@ -13,7 +13,7 @@ from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
 from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
-from jaxkv_kernels._src.attention.mosaic_gpu.work import Item
+from jaxkv_kernels._src.attention.mosaic_gpu.work import Unit
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 from tests.kernels.shapes import put
@@ -22,7 +22,7 @@ from tests.kernels.shapes import put
 def static(**changes):
   sizes = {
     "kv_heads": 2,
-    "group": 4,
+    "per_kv_head": 4,
     "page_size": 16,
     "streams": 2,
     "k_stages": 3,
@@ -43,7 +43,7 @@ merge = jax.jit(
 
 
 def work_of(lengths, columns, *, window=None, plan=None):
-  """Work lists of decoding: (real items, where tiles begin, places)."""
+  """Work lists of decoding: (real units, where tiles begin, most results)."""
   lengths = jnp.asarray(lengths, jnp.int32)
   reach = query_tiles.reach(
     lengths - 1, jnp.ones_like(lengths), 1, columns * 16, window
@@ -54,10 +54,10 @@ def work_of(lengths, columns, *, window=None, plan=None):
     page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
   )
   none = jnp.zeros_like(lengths)
-  items, begins, most = mosaic_gpu.work_list(
+  units, begins, most = mosaic_gpu.work_list(
     tiles, none, columns * 16, static(), options
   )
-  return Item(*np.asarray(items)[: int(begins[-1])].T), begins, most
+  return Unit(*np.asarray(units)[: int(begins[-1])].T), begins, most
 
 
 class TestWorkList:
@@ -77,7 +77,7 @@ class TestWorkList:
       first = 0 if window is None else max(0, length - window)
       np.testing.assert_array_equal(seen[row, first:length], 1)
       assert seen[row].sum() == length - first
-    assert len(set(work.place.tolist())) == int(begins[-1])
+    assert len(set(work.result.tolist())) == int(begins[-1])
     np.testing.assert_array_equal(work.sequence, work.tile)
 
   @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ class TestWorkList:
     alone, together = (
       work_of(lengths, 256)[0] for lengths in ((4000, 0, 0), (4000, 77, 2000))
     )
-    for name in ("first", "end", "place"):
+    for name in ("first", "end", "result"):
       a, b = (getattr(work, name)[work.tile == 0] for work in (alone, together))
       np.testing.assert_array_equal(a, b)
 
@@ -140,14 +140,14 @@ class TestWorkList:
 
 
 class TestMerge:
-  """Pieces of work put together."""
+  """Results of pieces, merged."""
 
   @pytest.mark.parametrize("dim", [5, 192])
   @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (40, 16, 17, 0), (1, 0, 1)])
   @pytest.mark.parametrize("planned", [False, True])
   @pytest.mark.parametrize("large", [0, 2**20])
   def test_is_attention_to_the_whole(self, large, planned, counts, dim):
-    """Whatever idle places hold, and rows that are padding.
+    """Whatever unused results and padding rows hold.
 
     Large logits leave no digits of a log-sum-exp to the sums.
     """

@@ -6,6 +6,7 @@ import numpy as np
 
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import reference
+from tests.kernels.backends import call_of
 from tests.kernels.shapes import SHAPES
 from tests.kernels.shapes import Shape
 from tests.kernels.shapes import assert_matches
@@ -14,11 +15,20 @@ from tests.kernels.shapes import put
 from tests.kernels.shapes import queries
 
 STATIC = ("scale", "soft_cap", "window", "return_lse")
-decode = jax.jit(kernels.paged_decode, static_argnames=STATIC)
-padded = jax.jit(kernels.paged_attention_padded, static_argnames=STATIC)
-packed = jax.jit(
-  kernels.paged_attention, static_argnames=(*STATIC, "max_query_len")
-)
+
+
+def jitted(function, *static):
+  """The function, jitted; it takes its options by their names."""
+
+  def call(*arguments, **keywords):
+    return function(*arguments, **call_of(**keywords))
+
+  return jax.jit(call, static_argnames=(*STATIC, *static))
+
+
+decode = jitted(kernels.paged_decode)
+padded = jitted(kernels.paged_attention_padded)
+packed = jitted(kernels.paged_attention, "max_query_len")
 
 PLAIN = SHAPES["page16_gqa4_d128"]
 FULL = SHAPES["everything"]
@@ -166,7 +176,7 @@ class TestTracing:
         table,
         lengths,
         page_offset=offset,
-        window=window,
+        options=kernels.AttentionOptions(window=window),
       )
 
     case = problem(PLAIN)
@@ -181,7 +191,8 @@ class TestTracing:
     case = problem(shape)
     q = queries(case, shape, len(shape.lengths))
     traced = jax.jit(kernels.paged_decode)(
-      *put(q, *case.pools, case.lengths), window=jnp.int32(20)
+      *put(q, *case.pools, case.lengths),
+      options=kernels.AttentionOptions(window=20),
     )
     np.testing.assert_array_equal(run_decode(case, q)[0], traced)
 

@@ -58,7 +58,10 @@ class TestTracing:
   def test_with_64_bit_types(self, backend):
     def decode(*arguments):
       return kernels.paged_decode(
-        *arguments, backend=backend, return_lse=True, window=7, soft_cap=30.0
+        *arguments,
+        options=kernels.AttentionOptions(window=7, soft_cap=30.0),
+        backend=backend,
+        return_lse=True,
       )
 
     with jax.enable_x64(True):

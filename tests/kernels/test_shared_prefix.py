@@ -13,6 +13,7 @@ from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention import shared_prefix
 from jaxkv_kernels._src.attention.xla import backend as xla
 from tests.kernels.backends import RUNNERS
+from tests.kernels.backends import call_of
 from tests.kernels.shapes import SHAPES
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import problem
@@ -20,15 +21,15 @@ from tests.kernels.shapes import put
 from tests.kernels.shapes import queries
 
 # Rows 0, 1, 3 and 6 share two pages of 16; 2 and 5 share four; 4 is alone.
-GROUPS = {0: ([0, 1, 3, 6], 2), 1: ([2, 5], 4)}
+CLUSTERS = {0: ([0, 1, 3, 6], 2), 1: ([2, 5], 4)}
 LENGTHS = (33, 40, 150, 47, 80, 65, 38)
 
 
 def sharing(shape, **changes):
-  """A problem whose rows begin with the same pages, group by group."""
+  """A problem whose rows begin with the same pages, cluster by cluster."""
   shape = dataclasses.replace(shape, lengths=LENGTHS, page_size=16, **changes)
   case = problem(shape)
-  for rows, pages in GROUPS.values():
+  for rows, pages in CLUSTERS.values():
     case.page_table[rows, :pages] = case.page_table[rows[0], :pages]
   return shape, case
 
@@ -41,19 +42,19 @@ if jax.default_backend() == "gpu":
 
 def decode(case, q, **changes):
   """`cascade_decode` of a case, jitted with its plan."""
-  groups = changes.pop("groups", None)
+  clusters = changes.pop("clusters", None)
   backend = changes.pop("backend", "auto")
 
   @jax.jit
-  def run(q, k_pages, v_pages, table, lengths, groups, options):
+  def run(q, k_pages, v_pages, table, lengths, clusters, options):
     shared = kernels.plan_shared_prefix(
       table,
       lengths,
       k_pages,
       v_pages,
-      groups=groups,
-      num_groups=changes.get("num_groups", 2),
-      group_size=changes.get("group_size", 4),
+      clusters=clusters,
+      num_clusters=changes.get("num_clusters", 2),
+      cluster_size=changes.get("cluster_size", 4),
       backend=backend,
     )
     out = kernels.cascade_decode(
@@ -62,9 +63,8 @@ def decode(case, q, **changes):
       v_pages,
       shared,
       return_lse=True,
-      soft_cap=case.options.get("soft_cap"),
       backend=backend,
-      **options,
+      **call_of(soft_cap=case.options.get("soft_cap"), **options),
     )
     return shared, out
 
@@ -73,7 +73,7 @@ def decode(case, q, **changes):
     for key, value in case.options.items()
     if isinstance(value, np.ndarray)
   }
-  return run(*put(q, *case.pools, case.lengths), groups, options)
+  return run(*put(q, *case.pools, case.lengths), clusters, options)
 
 
 class TestSharedPrefix:
@@ -112,12 +112,12 @@ class TestSharedPrefix:
     assert out.dtype == case.dtype
     assert_matches(out, lse, *wanted, case.dtype, FLOAT32_L2)
 
-  def test_groups_may_be_told(self, always):
+  def test_clusters_may_be_given(self, always):
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     q = queries(case, shape, len(LENGTHS))
-    groups = jnp.asarray([1, 1, 0, 1, 7, 0, -1], jnp.int32)
+    clusters = jnp.asarray([1, 1, 0, 1, 7, 0, -1], jnp.int32)
     wanted = reference.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(case, q, groups=groups)
+    shared, out = decode(case, q, clusters=clusters)
     np.testing.assert_array_equal(shared.members, [[2, 5, 7, 7], [0, 1, 3, 7]])
     np.testing.assert_array_equal(shared.tokens, [64, 32])
     np.testing.assert_array_equal(shared.own_tokens, [1, 8, 86, 15, 80, 1, 38])
@@ -125,7 +125,7 @@ class TestSharedPrefix:
 
   @pytest.mark.parametrize("most", [1, 2, 3])
   @pytest.mark.parametrize("name", ["page16_gqa4_d128", "alibi"])
-  def test_parts_of_groups_that_a_backend_serves(
+  def test_parts_of_clusters_that_a_backend_serves(
     self, always, monkeypatch, name, most
   ):
     """Those of 4 rows are cut where it serves the heads of fewer."""
@@ -165,7 +165,7 @@ class TestSharedPrefix:
       with jax.sharding.use_abstract_mesh(mesh):
         return jax.eval_shape(
           functools.partial(
-            kernels.plan_shared_prefix, num_groups=1, group_size=2
+            kernels.plan_shared_prefix, num_clusters=1, cluster_size=2
           ),
           shape((4, columns), jnp.int32),
           shape((4,), jnp.int32),
@@ -184,7 +184,7 @@ class TestSharedPrefix:
 
     def run(q, k_pages, v_pages, table, lengths):
       shared = kernels.plan_shared_prefix(
-        table, lengths, k_pages, v_pages, num_groups=2, group_size=16
+        table, lengths, k_pages, v_pages, num_clusters=2, cluster_size=16
       )
       return kernels.cascade_decode(
         q, k_pages, v_pages, shared, backend=backend
@@ -201,19 +201,21 @@ class TestSharedPrefix:
     assert out.shape == (32, 8, 128)
 
   @pytest.mark.parametrize(
-    ("num_groups", "group_size"), [(1, 4), (2, 2), (7, 7), (1, 1)]
+    ("num_clusters", "cluster_size"), [(1, 4), (2, 2), (7, 7), (1, 1)]
   )
   def test_rows_that_do_not_fit_are_decoded_alone(
-    self, always, num_groups, group_size
+    self, always, num_clusters, cluster_size
   ):
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     q = queries(case, shape, len(LENGTHS))
     wanted = reference.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(case, q, num_groups=num_groups, group_size=group_size)
-    assert shared.members.shape == (num_groups, group_size)
+    shared, out = decode(
+      case, q, num_clusters=num_clusters, cluster_size=cluster_size
+    )
+    assert shared.members.shape == (num_clusters, cluster_size)
     assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
-  def test_idle_rows_are_in_no_group(self, always):
+  def test_idle_rows_are_in_no_cluster(self, always):
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     case.lengths[[0, 4]] = 0
     q = queries(case, shape, len(LENGTHS))
@@ -227,7 +229,7 @@ class TestSharedPrefix:
     """Tokens past the table do not exist, in what is shared or not."""
     shape, case = sharing(SHAPES[name])
     case = dataclasses.replace(case, page_table=case.page_table[:, :3])
-    case.lengths[5] = 48  # and row 2, of the same group, has 150
+    case.lengths[5] = 48  # and row 2, of the same cluster, has 150
     q = queries(case, shape, len(LENGTHS))
     wanted = reference.paged_decode(
       q, *case.pools, case.lengths, **case.options
@@ -263,10 +265,10 @@ class TestSharedPrefix:
     table, lengths = jnp.ones((4, 2), jnp.int32), jnp.ones(4, jnp.int32)
     pool = jnp.zeros((3, 2, 16, 32))
     plan = kernels.plan_shared_prefix(
-      table, lengths, pool, pool, num_groups=2, group_size=2
+      table, lengths, pool, pool, num_clusters=2, cluster_size=2
     )
     assert plan is None
-    with pytest.raises(ValueError, match=r"NoneType.*use paged_decode"):
+    with pytest.raises(TypeError, match=r"NoneType.*use paged_decode"):
       kernels.cascade_decode(jnp.ones((4, 2, 32)), pool, pool, plan)
 
   @pytest.mark.parametrize("lockstep", [False, True])
@@ -274,16 +276,16 @@ class TestSharedPrefix:
     lengths, shared = np.array([70, 80, 200]), np.array([64, 64, 0])
     tokens = np.array([64, 0])
     saved = shared_prefix._saved(*put(lengths, tokens, shared), lockstep)
-    # In lockstep the third row keeps all reading 200 tokens, and 2 groups more.
+    # In lockstep all rows read the third row's 200 tokens, and 2 clusters more.
     assert int(saved) == (-128 if lockstep else 64)
 
   @pytest.mark.parametrize(
     ("changes", "message"),
     [
-      ({"num_groups": 0}, "num_groups=0"),
-      ({"group_size": 2.0}, "group_size=2.0"),
-      ({"groups": jnp.ones(3, jnp.int32)}, "groups has shape"),
-      ({"lengths": jnp.ones(2)}, "lengths is float32"),
+      ({"num_clusters": 0}, "`num_clusters` .* at least 1, got 0"),
+      ({"cluster_size": 2.0}, "`cluster_size` must be a Python int .*got 2.0"),
+      ({"clusters": jnp.ones(3, jnp.int32)}, r"`clusters` .* int32\[2\], got"),
+      ({"lengths": jnp.ones(2)}, "`lengths` must be int32, got float32"),
     ],
   )
   def test_bad_arguments(self, changes, message):
@@ -292,11 +294,11 @@ class TestSharedPrefix:
       "lengths": jnp.ones(2, jnp.int32),
       "k_pages": jnp.ones((5, 2, 4, 8)),
       "v_pages": jnp.ones((5, 2, 4, 8)),
-      "num_groups": 1,
-      "group_size": 2,
+      "num_clusters": 1,
+      "cluster_size": 2,
       **changes,
     }
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
       kernels.plan_shared_prefix(**call)
 
   def test_with_64_bit_types(self, always):
@@ -315,24 +317,24 @@ class TestSharedPrefix:
     cpus = jax.devices("cpu")
     call = [case.page_table, case.lengths, *case.pools[:2]]
     table, lengths, *pools = jax.device_put(call, cpus[0])
-    sizes = {"num_groups": 2, "group_size": 4}
+    sizes = {"num_clusters": 2, "cluster_size": 4}
     away = jax.device_put(lengths, cpus[1])
-    with pytest.raises(ValueError, match=r"lengths is on .*:1 but page_table"):
+    with pytest.raises(ValueError, match=r"`lengths` .*:0 like page"):
       kernels.plan_shared_prefix(table, away, *pools, **sizes)
     shared = kernels.plan_shared_prefix(table, lengths, *pools, **sizes)
     q = jax.device_put(jnp.ones((7, 8, 128)), cpus[1])
-    with pytest.raises(ValueError, match=r"k_pages is on .*:0 but q on"):
+    with pytest.raises(ValueError, match=r"`k_pages` .*:1 like q"):
       kernels.cascade_decode(q, *pools, shared)
     pools = jax.device_put(pools, cpus[1])
-    with pytest.raises(ValueError, match=r"shared.members is on .*:0 but q on"):
+    with pytest.raises(ValueError, match=r"`shared.members` .*:1 like"):
       kernels.cascade_decode(q, *pools, shared)
 
   def test_unknown_backend(self):
     case = sharing(SHAPES["page16_gqa4_d128"])[1]
-    with pytest.raises(NotImplementedError, match="there are auto, "):
+    with pytest.raises(NotImplementedError, match="must be one of auto, "):
       kernels.plan_shared_prefix(
         *put(case.page_table, case.lengths, *case.pools[:2]),
-        num_groups=1,
-        group_size=2,
+        num_clusters=1,
+        cluster_size=2,
         backend="cudnn",
       )

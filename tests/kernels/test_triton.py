@@ -58,7 +58,7 @@ class TestReach:
       *put(q, keys, values, np.array([[0, 1]], np.int32)),
       jnp.array([14], jnp.int32),
       jnp.array([8], jnp.int32),
-      window=6,
+      options=kernels.AttentionOptions(window=6),
       backend="triton",
       interpret=True,
       return_lse=True,
@@ -139,7 +139,7 @@ class TestParts:
     assert triton._sizes(*put(q[:, None], *pools, table)).splits == splits
     out, lse = kernels.paged_decode(
       *put(*arguments),
-      window=window,
+      options=kernels.AttentionOptions(window=window),
       return_lse=True,
       backend="triton",
       interpret=True,

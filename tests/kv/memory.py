@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxkv
 from jaxkv import kv as memory
+from tests.kernels.backends import call_of
 
 LAYERS, PAGES, SIZE, KV_HEADS, DIM = 3, 24, 4, 2, 32
 HEADS = 8
@@ -15,14 +17,11 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 def make(dtype="float32", **changes):
   """Small pages."""
-  sizes = {
-    "num_layers": LAYERS,
-    "num_pages": PAGES,
-    "page_size": SIZE,
-    "num_kv_heads": KV_HEADS,
-    "head_dim": DIM,
-  }
-  return memory.init(dtype=dtype, **{**sizes, **changes})
+  pages = {"num_pages": PAGES, "page_size": SIZE}
+  pages |= {name: changes.pop(name) for name in pages if name in changes}
+  config = jaxkv.CacheConfig(num_slots=1, pages_per_slot=1, **pages)
+  sizes = {"num_layers": LAYERS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
+  return memory.init(config, dtype=dtype, **{**sizes, **changes})
 
 
 def poisoned(dtype="float32"):
@@ -48,8 +47,15 @@ def draw(seed, *shape, dtype="float32"):
 
 
 write = jax.jit(memory.write)
+
+
+def attend_by_name(kv, view, layer, q, **options):
+  """`attend`, which takes the options by their names."""
+  return memory.attend(kv, view, layer, q, **call_of(**options))
+
+
 attend = jax.jit(
-  memory.attend, static_argnames=("soft_cap", "window", "return_lse")
+  attend_by_name, static_argnames=("soft_cap", "window", "return_lse")
 )
 
 TABLE = [[5, 9, 2, 24, 24], [7, 1, 24, 24, 24], [24] * 5]

@@ -16,6 +16,7 @@ from tests.kv.memory import KV_HEADS
 from tests.kv.memory import LAYERS
 from tests.kv.memory import PAGES
 from tests.kv.memory import SIZE
+from tests.kv.memory import attend_by_name
 from tests.kv.memory import make
 from tests.kv.memory import view
 
@@ -25,7 +26,7 @@ Q = jnp.ones((1, 1, HEADS, DIM))
 TABLE = jnp.asarray([[3]], jnp.int32)
 ID = jnp.asarray([1], jnp.int32)
 
-attend = functools.partial(memory.attend, KV, VIEW, 0, Q)
+attend = functools.partial(attend_by_name, KV, VIEW, 0, Q)
 
 
 def replaced(**fields):
@@ -33,31 +34,38 @@ def replaced(**fields):
 
 
 def share(where):
-  return memory.share(KV, where, num_groups=1, group_size=2)
+  return memory.share(KV, where, num_clusters=1, cluster_size=2)
 
 
 @pytest.mark.parametrize(
   ("call", "message"),
   [
-    (lambda: memory.write(KV, VIEW, 0, NEW.tolist(), NEW), "k is of type list"),
-    (lambda: memory.write(KV, VIEW, 0, NEW, None), "v is of type NoneType"),
-    (lambda: memory.attend(KV, VIEW, 0, Q.tolist()), "q is of type list"),
-    (lambda: attend(sinks=[0.0] * HEADS), "sinks is of type list"),
-    (lambda: attend(alibi_slopes=(0.0,)), "alibi_slopes is of type tuple"),
-    (lambda: attend(tree_mask=[[[True]]]), "tree_mask is of type list"),
-    (lambda: attend(window=[3]), "window is of type list"),
-    (lambda: attend(scale=1j), "scale is of type complex"),
-    (lambda: memory.copy(KV, [1], ID), "src is of type list"),
-    (lambda: memory.copy(KV, ID, [2]), "dst is of type list"),
-    (lambda: memory.copy(KV, ID, 2), "dst is of type int"),
-    (lambda: memory.copy(KV, ID, ID.astype(jnp.float32)), "dst is float32"),
-    (lambda: memory.gather(KV, 0, None), "page_table is of type NoneType"),
-    (lambda: memory.gather(KV, 0, [[3]]), "page_table is of type list"),
-    (lambda: memory.gather(KV, 0, ID), r"page_table has shape \(1,\)"),
+    (lambda: memory.write(KV, VIEW, 0, NEW.tolist(), NEW), "`k` .* got list"),
+    (lambda: memory.write(KV, VIEW, 0, NEW, None), "`v` .* got NoneType"),
+    (lambda: memory.attend(KV, VIEW, 0, Q.tolist()), "`q` .* got list"),
+    (lambda: attend(sinks=[0.0] * HEADS), "`options.sinks` .* got list"),
+    (
+      lambda: attend(alibi_slopes=(0.0,)),
+      "`options.alibi_slopes` .* tuple",
+    ),
+    (lambda: attend(tree_mask=[[[True]]]), "`options.tree_mask` .* got list"),
+    (lambda: attend(window=[3]), "`options.window` must be .* got list"),
+    (lambda: attend(window=0), "`options.window` must be at least 1.* got 0"),
+    (lambda: attend(scale=1j), "`options.scale` must be .* got complex"),
+    (lambda: attend(k_scale=jnp.ones(2)), "`options.k_scale` must be None"),
+    (lambda: attend(options=3), "`options` must be an AttentionOptions"),
+    (lambda: memory.attend(KV, None, 0, Q), "`view` must be a View, got None"),
+    (lambda: memory.copy(KV, [1], ID), "`src` must be an array, got list"),
+    (lambda: memory.copy(KV, ID, [2]), "`dst` must be an array, got list"),
+    (lambda: memory.copy(KV, ID, 2), "`dst` must be an array, got int"),
+    (lambda: memory.copy(KV, ID, ID.astype(jnp.float32)), "`dst` .* float32"),
+    (lambda: memory.gather(KV, 0, None), "`page_table` .* got NoneType"),
+    (lambda: memory.gather(KV, 0, [[3]]), "`page_table` .* got list"),
+    (lambda: memory.gather(KV, 0, ID), r"`page_table` .* got int32\[1\]"),
   ],
 )
 def test_what_is_no_array(call, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((TypeError, ValueError), match=message):
     call()
 
 
@@ -74,17 +82,17 @@ USES = {
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({"page_table": [[1, 2]]}, "view.page_table is of type list"),
-    ({"page_table": None}, "view.page_table is of type NoneType"),
-    ({"page_table": ID}, r"view.page_table has shape \(1,\)"),
-    ({"starts": [0]}, "view.starts is of type list"),
-    ({"starts": 0}, "view.starts is of type int"),
-    ({"counts": [1]}, "view.counts is of type list"),
-    ({"counts": jnp.ones(1)}, "view.counts is float32"),
+    ({"page_table": [[1, 2]]}, "`view.page_table` must be an array, got list"),
+    ({"page_table": None}, "`view.page_table` must be .* got NoneType"),
+    ({"page_table": ID}, r"`view.page_table` must be .* got int32\[1\]"),
+    ({"starts": [0]}, "`view.starts` must be an array, got list"),
+    ({"starts": 0}, "`view.starts` must be an array, got int"),
+    ({"counts": [1]}, "`view.counts` must be an array, got list"),
+    ({"counts": jnp.ones(1)}, "`view.counts` must be int32, got float32"),
   ],
 )
 def test_what_is_no_view(use, fields, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((TypeError, ValueError), match=message):
     use(replaced(**fields))
 
 
@@ -100,24 +108,25 @@ class TestLayers:
   @pytest.mark.parametrize(
     ("layer", "message"),
     [
-      (0.9, "layer=0.9; it must be an integer"),
-      (1.0, "layer=1.0; it must be an integer"),
-      ("1", "layer='1'; it must be an integer"),
-      (None, "layer=None; it must be an integer"),
-      (True, "layer=True; it must be an integer"),
-      ([1], r"layer=\[1\]; it must be an integer"),
-      (np.float32(1), "it must be an integer"),
-      (jnp.float32(1), "it must be an integer"),
-      (jnp.asarray([1]), "it must be an integer"),
-      (-1, "layer=-1; there are 3 layers"),
-      (LAYERS, "layer=3; there are 3 layers"),
-      (np.int64(5), "layer=5; there are 3 layers"),
-      (np.uint8(3), "layer=3; there are 3 layers"),
-      (np.asarray(-1), "layer=-1; there are 3 layers"),
+      (0.9, "an integer scalar, got 0.9"),
+      (1.0, "an integer scalar, got 1.0"),
+      ("1", "an integer scalar, got '1'"),
+      (None, "an integer scalar, got None"),
+      (True, "an integer scalar, got True"),
+      ([1], r"an integer scalar, got \[1\]"),
+      (np.float32(1), "an integer scalar, got"),
+      (jnp.float32(1), "an integer scalar, got float32"),
+      (jnp.asarray([1]), r"an integer scalar, got int32\[1\]"),
+      (-1, "from 0 to 2, got -1"),
+      (LAYERS, "from 0 to 2, got 3"),
+      (np.int64(5), "from 0 to 2, got 5"),
+      (np.uint8(3), "from 0 to 2, got 3"),
+      (np.asarray(-1), "from 0 to 2, got -1"),
     ],
   )
   def test_what_is_no_layer(self, verb, layer, message):
-    with pytest.raises(ValueError, match=message):
+    message = f"^`layer` must be {message}"
+    with pytest.raises((TypeError, ValueError), match=message):
       verb(layer)
 
   @pytest.mark.parametrize(
@@ -144,14 +153,14 @@ class TestCheck:
     config = self.config(groups=groups)
     memory.check(KV, config)
     memory.check(make(page_size=2 * SIZE), config)
-    with pytest.raises(ValueError, match=r"of 16 tokens and .* of 4 or 8"):
+    with pytest.raises(ValueError, match=r"of 4 or 8 tokens, .* of 16; make"):
       memory.check(make(page_size=4 * SIZE), config)
 
   @pytest.mark.parametrize(
     "changes", [{"num_pages": PAGES - 1}, {"page_size": 2}]
   )
   def test_other_pages(self, changes):
-    with pytest.raises(ValueError, match="kv has 24 pages of 4 tokens and the"):
+    with pytest.raises(ValueError, match=r"`kv` must .* got 24 of 4; make"):
       memory.check(KV, self.config(**changes))
 
   def test_a_state_is_no_config(self):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+import jaxkv
 import jaxkv_kernels as kernels
 from jaxkv import kv as memory
 from tests.kv.memory import draw
@@ -22,10 +23,12 @@ LAYERS, HEADS, KV_HEADS, DIM, SIZE = 2, 4, 2, 64, 16
 @pytest.fixture(scope="module")
 def step():
   """Memory of bfloat16, a view of four rows, and queries."""
+  config = jaxkv.CacheConfig(
+    num_pages=32, page_size=SIZE, num_slots=4, pages_per_slot=8
+  )
   kv = memory.init(
+    config,
     num_layers=LAYERS,
-    num_pages=32,
-    page_size=SIZE,
     num_kv_heads=KV_HEADS,
     head_dim=DIM,
     dtype=jnp.bfloat16,
@@ -129,23 +132,21 @@ class TestPlan:
       memory.attend(kv, planned, 1, wide), memory.attend(kv, view, 1, wide)
     )
 
-  def test_what_is_shared_stays_exact(self, step):
+  def test_keeps_what_is_shared(self, step):
     kv, view, _ = step
-    shared = memory.share(kv, view, num_groups=1, group_size=2)
-    assert shared.exact
-    assert memory.plan_decode(kv, shared, backend="mosaic_gpu").exact
-    assert not memory.plan_decode(kv, view, backend="mosaic_gpu").exact
+    view = memory.share(kv, view, num_clusters=1, cluster_size=2)
+    assert memory.plan_decode(kv, view).shared is view.shared
 
   def test_bad_arguments(self, step):
     kv, view, q = step
-    with pytest.raises(NotImplementedError, match="'cuda' does not exist"):
+    with pytest.raises(NotImplementedError, match=r"`backend` .* got 'cuda'"):
       memory.plan_decode(kv, view, backend="cuda")
-    with pytest.raises(ValueError, match="window=0"):
+    with pytest.raises(ValueError, match="`window` must be at least 1"):
       memory.plan_decode(kv, view, window=0, backend="mosaic_gpu")
     planned = memory.plan_decode(kv, view, backend="mosaic_gpu")
     fewer = {
       name: getattr(view, name)[:3]
       for name in ("page_table", "starts", "counts")
     }
-    with pytest.raises(ValueError, match="plan is for 4 rows but q has 3"):
+    with pytest.raises(ValueError, match="`plan` must be for the 3 rows"):
       memory.attend(kv, dataclasses.replace(planned, **fewer), 1, q[:3])

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxkv_kernels as kernels
 from jaxkv import kv as memory
 from jaxkv_kernels._src.attention import reference
 from tests.kernels.shapes import assert_matches
@@ -28,6 +29,8 @@ from tests.kv.memory import view
 from tests.kv.memory import write
 from tests.tools.pool_copies import assert_in_place
 from tests.tools.pool_copies import pool_sized_rewrites
+
+WINDOW = kernels.AttentionOptions(window=40)
 
 
 class TestDecodeLoop:
@@ -125,7 +128,7 @@ class TestInPlace:
       kv, x = carry
       new = x[:, :, :KV_HEADS]
       kv = memory.write(kv, where, index, new, new)
-      return kv, x + memory.attend(kv, where, index, x, window=40)
+      return kv, x + memory.attend(kv, where, index, x, options=WINDOW)
 
     kv, x = lax.fori_loop(0, LAYERS, layer, (kv, x))
     return memory.copy(kv, where.starts, where.starts + 30), x
@@ -196,7 +199,9 @@ class TestMeshes:
       new = x[:, :, ::4]
       kv = memory.write(kv, where, 1, new, new)
       sinks = jnp.zeros(x.shape[2])
-      out = memory.attend(kv, where, 1, x, window=3, sinks=sinks)
+      out = memory.attend(
+        kv, where, 1, x, options=kernels.AttentionOptions(window=3, sinks=sinks)
+      )
       return memory.copy(kv, where.starts, where.starts + 9), out
 
     return step

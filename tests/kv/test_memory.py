@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import jaxkv
 from jaxkv import kv as memory
 from jaxkv_kernels._src.attention import reference
 from tests.kernels.shapes import assert_matches
@@ -51,17 +52,40 @@ class TestInit:
   @pytest.mark.parametrize(
     ("changes", "message"),
     [
-      ({"num_layers": 0}, "num_layers=0"),
-      ({"page_size": 2.0}, "page_size=2.0"),
-      ({"num_pages": 2**30}, "does not fit int32"),
-      ({"dtype": "int16"}, "dtype=int16"),
-      ({"dtype": "float32", "storage_dtype": "uint16"}, "does not hold"),
-      ({"dtype": "bfloat16", "storage_dtype": "uint8"}, "does not hold"),
+      ({"num_layers": 0}, "`num_layers` must be .* at least 1, got 0"),
+      ({"head_dim": 2.0}, "`head_dim` must be an integer .* got 2.0"),
+      ({"num_layers": 2**30}, "`num_layers` .* fits int32, got 1073741824"),
+      ({"group": 1}, "`group` must be from 0 to 0, got 1"),
+      ({"group": True}, "`group` must be a Python int, got True"),
+      ({"dtype": "int16"}, "`dtype` must be one of .* got int16"),
+      (
+        {"dtype": "float32", "storage_dtype": "uint16"},
+        "`storage_dtype` must be float32, got uint16",
+      ),
+      (
+        {"dtype": "bfloat16", "storage_dtype": "uint8"},
+        "`storage_dtype` must be bfloat16 or uint16, .* got uint8",
+      ),
     ],
   )
   def test_bad_arguments(self, changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
       make(**changes)
+
+  def test_takes_a_config(self):
+    with pytest.raises(TypeError, match="`config` must be a CacheConfig, got"):
+      memory.init({}, num_layers=1, num_kv_heads=1, head_dim=8)
+
+  def test_the_page_size_of_a_group(self):
+    groups = (jaxkv.FullAttention(page_size=8), jaxkv.SlidingWindow(3))
+    config = jaxkv.CacheConfig(
+      num_pages=9, page_size=4, num_slots=1, pages_per_slot=2, groups=groups
+    )
+    sizes = {"num_layers": 1, "num_kv_heads": 2, "head_dim": 8}
+    for group, page_size in enumerate((8, 4)):
+      kv = memory.init(config, group=group, **sizes)
+      assert (kv.num_pages, kv.page_size) == (9, page_size)
+      memory.check(kv, config)
 
   def test_it_is_a_pytree_of_two_leaves(self):
     kv = make()
@@ -113,7 +137,7 @@ class TestWrite:
     kv = make()
     new = jnp.ones((1, 1, KV_HEADS, DIM))
     where = view([[3]], [0], [1])
-    with pytest.raises(ValueError, match="layer=3; there are 3 layers"):
+    with pytest.raises(ValueError, match="`layer` must be from 0 to 2, got 3"):
       memory.write(kv, where, 3, new, new)
     for layer in (3, -1):
       out = write(kv, where, jnp.int32(layer), new, new)
@@ -122,9 +146,9 @@ class TestWrite:
   @pytest.mark.parametrize(
     ("shape", "message"),
     [
-      ((1, 1, KV_HEADS, 5), "k has shape"),
-      ((1, KV_HEADS, DIM), "k has shape"),
-      ((2, 1, KV_HEADS, DIM), "B rows"),
+      ((1, 1, KV_HEADS, 5), "`k` must be"),
+      ((1, KV_HEADS, DIM), "`k` must be"),
+      ((2, 1, KV_HEADS, DIM), r"`k` must be \[1, ...\], with the rows"),
     ],
   )
   def test_bad_shapes(self, shape, message):
@@ -135,15 +159,15 @@ class TestWrite:
   @pytest.mark.parametrize(
     ("changes", "message"),
     [
-      ({"page_table": jnp.ones((1, 1))}, "view.page_table is float32"),
-      ({"starts": jnp.ones(2, jnp.int32)}, "view.starts has shape"),
-      ({"counts": jnp.ones(1, jnp.int16)}, "view.counts is int16"),
+      ({"page_table": jnp.ones((1, 1))}, "`view.page_table` must be int32"),
+      ({"starts": jnp.ones(2, jnp.int32)}, "`view.starts` must be"),
+      ({"counts": jnp.ones(1, jnp.int16)}, "`view.counts` .* got int16"),
     ],
   )
   def test_bad_views(self, changes, message):
     new = jnp.ones((1, 1, KV_HEADS, DIM))
     where = dataclasses.replace(view([[3]], [0], [1]), **changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
       memory.write(make(), where, 0, new, new)
 
 
@@ -186,11 +210,11 @@ class TestAttend:
 
   def test_bad_arguments(self):
     kv, where = make(), view([[3]], [0], [1])
-    with pytest.raises(ValueError, match="q has shape"):
+    with pytest.raises(ValueError, match=r"`q` must be \[B, T, H, D\]"):
       memory.attend(kv, where, 0, jnp.ones((1, HEADS, DIM)))
-    with pytest.raises(ValueError, match="B rows"):
+    with pytest.raises(ValueError, match=r"`q` must be \[1, ...\], with"):
       memory.attend(kv, where, 0, jnp.ones((2, 1, HEADS, DIM)))
-    with pytest.raises(NotImplementedError, match="backend='cuda'"):
+    with pytest.raises(NotImplementedError, match=r"`backend` .* got 'cuda'"):
       memory.attend(kv, where, 0, jnp.ones((1, 1, HEADS, DIM)), backend="cuda")
 
 

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 import jaxkv
+import jaxkv_kernels as kernels
 from jaxkv import kv as memory
 from jaxkv._src.models.config import LlamaConfig
 from jaxkv._src.models.llama import forward
 from jaxkv._src.models.llama import init_params
 from jaxkv_kernels._src.attention import shared_prefix
+from tests.kernels.backends import call_of
 from tests.kernels.shapes import assert_matches
 from tests.kv.memory import draw
 from tests.tools.traced_loops import equations
 from tests.tools.traced_loops import in_loops
 
+WINDOW = kernels.AttentionOptions(window=40)
 SAMPLES, PROMPT, SIZE, HEADS, KV_HEADS, DIM = 3, 70, 8, 4, 2, 32
 SIZES = jaxkv.CacheConfig(
   num_pages=64, page_size=SIZE, num_slots=6, pages_per_slot=12
@@ -36,9 +39,8 @@ def forked():
   state, entered = jaxkv.admit(state, slots, prompts, lengths, mask=leaders)
   assert entered.ok.tolist() == leaders.tolist()
   kv = memory.init(
+    SIZES,
     num_layers=2,
-    num_pages=64,
-    page_size=SIZE,
     num_kv_heads=KV_HEADS,
     head_dim=DIM,
     dtype=jnp.float32,
@@ -85,13 +87,13 @@ class TestShare:
     self, always, forked, steps
   ):
     view, kv = next_tokens(*forked, steps)
-    shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     np.testing.assert_array_equal(
       np.sort(shared.shared.members, axis=0), [[0, 1, 2], [3, 4, 5]]
     )
     np.testing.assert_array_equal(shared.shared.tokens, PROMPT // SIZE * SIZE)
     q = draw(9, 6, 1, HEADS, DIM)
-    options = {"return_lse": True, "sinks": draw(10, HEADS)}
+    options = call_of(return_lse=True, sinks=draw(10, HEADS))
     wanted = memory.attend(kv, view, 1, q, **options)
     out, lse = memory.attend(kv, shared, 1, q, **options)
     assert np.isfinite(out).all()
@@ -102,9 +104,9 @@ class TestShare:
     view, kv = next_tokens(*forked, 1)
     counts = jnp.asarray([1, 0, 1, 0, 0, 1], jnp.int32)
     view = dataclasses.replace(view, counts=counts)
-    shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     q = draw(9, 6, 1, HEADS, DIM)
-    options = {"return_lse": True, "sinks": draw(10, HEADS)}
+    options = call_of(return_lse=True, sinks=draw(10, HEADS))
     wanted = memory.attend(kv, view, 1, q, **options)
     out, lse = memory.attend(kv, shared, 1, q, **options)
     np.testing.assert_allclose(out, wanted[0], atol=1e-6)
@@ -112,18 +114,18 @@ class TestShare:
 
   def test_a_window_is_attended_to_without_sharing(self, always, forked):
     view, kv = next_tokens(*forked, 1)
-    shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     q = draw(9, 6, 1, HEADS, DIM)
-    wanted = memory.attend(kv, view, 1, q, window=40)
-    out = memory.attend(kv, shared, 1, q, window=40)
+    wanted = memory.attend(kv, view, 1, q, options=WINDOW)
+    out = memory.attend(kv, shared, 1, q, options=WINDOW)
     np.testing.assert_array_equal(out, wanted)
 
   def test_little_is_not_shared(self, forked, monkeypatch):
     view, kv = next_tokens(*forked, 1)
-    never = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    never = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     assert never.shared is None
     monkeypatch.setitem(shared_prefix._LEAST_SAVING, "cpu", 180_000)
-    shared = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     np.testing.assert_array_equal(shared.shared.tokens, 0)
     q = draw(9, 6, 1, HEADS, DIM)
     np.testing.assert_array_equal(
@@ -138,7 +140,7 @@ class TestShare:
     def steps(kv, view, q):
       def step(carry, back):
         now = dataclasses.replace(view, starts=view.starts - back)
-        now = memory.share(kv, now, num_groups=2, group_size=SAMPLES)
+        now = memory.share(kv, now, num_clusters=2, cluster_size=SAMPLES)
         return carry, memory.attend(kv, now, 1, q)
 
       return jax.lax.scan(step, 0, jnp.arange(2, dtype=jnp.int32))[1]
@@ -153,7 +155,7 @@ class TestShare:
     """What rows no longer share is not read for them."""
     view, kv = next_tokens(*forked, 3)
     at = dataclasses.replace(view, starts=view.starts - 2)
-    at = memory.share(kv, at, num_groups=2, group_size=SAMPLES)
+    at = memory.share(kv, at, num_clusters=2, cluster_size=SAMPLES)
     some = jnp.asarray([False, True, False, False, True, True])
     changes = {
       "later": {"starts": view.starts},
@@ -171,7 +173,7 @@ class TestShare:
     moved = dataclasses.replace(at, **changes)
     q = draw(9, 6, 1, HEADS, DIM)
     slopes = jnp.asarray([0.5, 0.25, 0.1, 0.05])
-    options = {"return_lse": True, "alibi_slopes": slopes}
+    options = call_of(return_lse=True, alibi_slopes=slopes)
     alone = dataclasses.replace(moved, shared=None)
     wanted = memory.attend(kv, alone, 1, q, **options)
     assert np.isfinite(wanted[0]).all()
@@ -182,77 +184,114 @@ class TestShare:
 
   def test_a_plan_for_tables_of_another_width(self, always, forked):
     view, kv = next_tokens(*forked, 1)
-    view = memory.share(kv, view, num_groups=2, group_size=SAMPLES)
+    view = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     narrow = dataclasses.replace(view, page_table=view.page_table[:, :10])
-    with pytest.raises(ValueError, match=r"view.shared is for .* \(6, 12\)"):
+    with pytest.raises(ValueError, match=r"`view.shared` .* one for \(6, 12\)"):
       memory.attend(kv, narrow, 1, draw(9, 6, 1, HEADS, DIM))
-    again = memory.share(kv, narrow, num_groups=2, group_size=SAMPLES)
+    again = memory.share(kv, narrow, num_clusters=2, cluster_size=SAMPLES)
     assert again.shared.own_table.shape == (6, 10)
 
   def test_bad_arguments(self, forked):
     view, kv = next_tokens(*forked, 1)
-    with pytest.raises(ValueError, match="num_groups=0"):
-      memory.share(kv, view, num_groups=0, group_size=2)
-    with pytest.raises(ValueError, match="groups has shape"):
-      groups = jnp.zeros(5, jnp.int32)
-      memory.share(kv, view, num_groups=1, group_size=2, groups=groups)
+    with pytest.raises(ValueError, match=r"`num_clusters` .* got 0"):
+      memory.share(kv, view, num_clusters=0, cluster_size=2)
+    with pytest.raises(ValueError, match="`clusters` must be"):
+      clusters = jnp.zeros(5, jnp.int32)
+      memory.share(kv, view, num_clusters=1, cluster_size=2, clusters=clusters)
 
 
-class TestFit:
+class TestRefreshShared:
   @pytest.fixture
   def shared(self, forked, monkeypatch):
     """A view of rows that share, as many of them as there are."""
     least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
     view, kv = next_tokens(*forked, 1)
-    return memory.share(kv, view, num_groups=2, group_size=SAMPLES), kv
+    return memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES), kv
 
-  def test_exact_is_one_view_alone(self, shared):
-    """Not what is made from it: that may have other rows."""
+  def test_a_fresh_view_stays_one(self, shared):
+    """Whatever passes it on; what is left to check is in its type."""
     view, kv = shared
-    assert view.exact
-    assert memory.refresh_shared(kv, view) is view
-    made = {
-      "replace": dataclasses.replace(view, starts=view.starts),
-      "tree": jax.tree.map(lambda x: x, view),
-      "jit": jax.jit(lambda view: view)(view),
-      "scan": jax.lax.scan(lambda at, _: (at, None), view, None, 1)[0],
+    fresh = memory.refresh_shared(kv, view)
+    jax.tree.map(np.testing.assert_array_equal, fresh.view, view)
+    passed = {
+      "tree": jax.tree.map(lambda x: x, fresh),
+      "jit": jax.jit(lambda fresh: fresh)(fresh),
+      "scan": jax.lax.scan(lambda at, _: (at, None), fresh, None, 1)[0],
     }
-    for name, other in made.items():
-      assert not other.exact, name
-      fitted = memory.refresh_shared(kv, other)
-      assert fitted.exact, name
-      jax.tree.map(np.testing.assert_array_equal, fitted, view)
+    for name, other in passed.items():
+      assert isinstance(other, memory.FreshView), name
+
+  def test_a_fresh_view_is_not_stepped_on(self, shared):
+    """Its rows are those that were checked; a step begins with its view."""
+    view, kv = shared
+    fresh = memory.refresh_shared(kv, view)
+    with pytest.raises(TypeError, match="starts"):
+      dataclasses.replace(fresh, starts=view.starts + 1)
+    assert isinstance(fresh.view, memory.View)
+    with pytest.raises(TypeError, match="`view` must be a View, got FreshView"):
+      memory.refresh_shared(kv, fresh)
+
+  def test_a_view_without_shared_pages(self, shared):
+    view, kv = shared
     alone = dataclasses.replace(view, shared=None)
-    assert memory.refresh_shared(kv, alone) is alone
+    q = draw(9, 6, 1, HEADS, DIM)
+    fresh = memory.refresh_shared(kv, alone)
+    np.testing.assert_array_equal(
+      memory.attend(kv, fresh, 1, q), memory.attend(kv, alone, 1, q)
+    )
+
+  def test_stepping_in_a_loop(self, shared):
+    """Rows that end and move on in a loop; shared pages found before it."""
+    view, kv = shared
+
+    @functools.partial(jax.jit, static_argnames="checked")
+    def steps(kv, view, q, checked):
+      def step(view, _):
+        rows = memory.refresh_shared(kv, view) if checked else view
+        out = memory.attend(kv, rows, 1, q)
+        view = dataclasses.replace(
+          view, counts=view.counts.at[0].set(0), starts=view.starts - 1
+        )
+        return view, out
+
+      return jax.lax.scan(step, view, None, length=3)[1]
+
+    q = draw(9, 6, 1, HEADS, DIM)
+    alone = dataclasses.replace(view, shared=None)
+    wanted = steps(kv, alone, q, checked=False)
+    for checked in (False, True):
+      out = steps(kv, view, q, checked=checked)
+      np.testing.assert_allclose(out, wanted, atol=1e-6)
 
   def test_rows_that_left(self, shared):
     view, kv = shared
     some = jnp.asarray([True, False, False, True, True, True])
     moved = dataclasses.replace(view, counts=jnp.where(some, 0, view.counts))
-    fitted = memory.refresh_shared(kv, moved)
-    np.testing.assert_array_equal(fitted.shared.tokens, [PROMPT // 8 * 8, 0])
-    np.testing.assert_array_equal(fitted.shared.own_tokens > 0, ~some)
+    fresh = memory.refresh_shared(kv, moved)
+    found = fresh.view.shared
+    np.testing.assert_array_equal(found.tokens, [PROMPT // 8 * 8, 0])
+    np.testing.assert_array_equal(found.own_tokens > 0, ~some)
     q = draw(9, 6, 1, HEADS, DIM)
     np.testing.assert_array_equal(
-      memory.attend(kv, fitted, 1, q), memory.attend(kv, moved, 1, q)
+      memory.attend(kv, fresh, 1, q), memory.attend(kv, moved, 1, q)
     )
 
-  @pytest.mark.parametrize("fit", [True, False])
-  def test_layers_do_not_look_at_tables(self, shared, fit):
-    """XLA leaves in the loop what is there, for a GPU and for a TPU."""
+  @pytest.mark.parametrize("fresh", [True, False])
+  def test_layers_do_not_compare_tables(self, shared, fresh):
+    """XLA for a GPU or a TPU would leave that in the loop."""
     view, kv = shared
 
     def layers(kv, view, q):
-      view = memory.refresh_shared(kv, view) if fit else view
+      rows = memory.refresh_shared(kv, view) if fresh else view
 
       def layer(q, index):
-        return q + memory.attend(kv, view, index, q), None
+        return q + memory.attend(kv, rows, index, q), None
 
       return jax.lax.scan(layer, q, jnp.arange(2, dtype=jnp.int32))[0]
 
     q = draw(9, 6, 1, HEADS, DIM)
-    assert compares_tables(in_loops(layers, kv, view, q), view) != fit
+    assert compares_tables(in_loops(layers, kv, view, q), view) != fresh
 
   def test_a_model_s_layers_do_not(self, shared):
     view, kv = shared
@@ -300,7 +339,9 @@ class TestTree:
       view,
       1,
       q,
-      tree_mask=jnp.broadcast_to(mask, (6, 4, 4)),
+      options=kernels.AttentionOptions(
+        tree_mask=jnp.broadcast_to(mask, (6, 4, 4))
+      ),
       return_lse=True,
     )
     short = dataclasses.replace(view, counts=jnp.minimum(counts, 2))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv import kv as paged
 from jaxkv import models
 from jaxkv._src.models import dense
@@ -67,10 +68,15 @@ def _pages(
   """Poisoned pages, and a table that hands them out in scattered order."""
   per_row = -(-max_len // page_size)
   num_pages = num_rows * per_row + 5
-  kv = paged.init(
-    num_layers=config.num_layers,
+  sizes = jaxkv.CacheConfig(
     num_pages=num_pages,
     page_size=page_size,
+    num_slots=num_rows,
+    pages_per_slot=per_row,
+  )
+  kv = paged.init(
+    sizes,
+    num_layers=config.num_layers,
     num_kv_heads=config.num_kv_heads,
     head_dim=config.head_dim,
     dtype=config.dtype,

@@ -66,9 +66,8 @@ def _initial(model, slots, pages, page_size, samples) -> rollout.RolloutState:
     )
   )
   kv = kv_memory.init(
+    cache.config,
     num_layers=model.config.num_layers,
-    num_pages=pages,
-    page_size=page_size,
     num_kv_heads=model.config.num_kv_heads,
     head_dim=model.config.head_dim,
     dtype=model.config.dtype,
@@ -312,7 +311,7 @@ class TestArguments:
   def test_a_memory_of_other_pages(self, small_model):
     state = _initial(small_model, 2, 40, 8, 1)
     other = _initial(small_model, 2, 40, 16, 1)
-    with pytest.raises(ValueError, match=r"kv has 40 pages of 16 tokens and"):
+    with pytest.raises(ValueError, match=r"`kv` must have .* got 40 of 16"):
       rollout.init(
         state.cache,
         other.kv,

@@ -230,15 +230,15 @@ def _initial(
   prompts: Prompts,
   config: RolloutConfig,
 ) -> RolloutState:
+  sizes = _sizes(args)
   kv = kv_memory.init(
+    sizes,
     num_layers=model.config.num_layers,
-    num_pages=args.pages,
-    page_size=args.page_size,
     num_kv_heads=model.config.num_kv_heads,
     head_dim=model.config.head_dim,
     dtype=model.config.dtype,
   )
-  cache = jaxkv.init(_sizes(args))
+  cache = jaxkv.init(sizes)
   return rollout.init(cache, kv, *_arrays(args, prompts), config)
 
 

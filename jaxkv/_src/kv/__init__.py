@@ -1,1 +1,1 @@
-"""The K/V memory."""
+"""The K/V memory; users import from `jaxkv.kv`."""

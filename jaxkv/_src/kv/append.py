@@ -1,8 +1,9 @@
-"""Storing the keys and values of new tokens."""
+"""Writing the keys and values of new tokens."""
 
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -10,32 +11,34 @@ import jaxkv_kernels as kernels
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.memory import in_layer
+from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.view import positions
+from jaxkv._src.kv.view import rows_of
 from jaxkv_kernels._src import check
 
 
 def write(
   kv: KVPages,
-  view: View,
+  view: View | FreshView,
   layer: jax.Array | int,
   k: jax.Array,
   v: jax.Array,
 ) -> KVPages:
-  """Stores the new tokens' keys and values in one layer.
+  """Writes the new tokens' keys and values in one layer.
 
-  Dropped, and never landing in another page or layer: columns past
-  `view.counts`, and positions whose table entry is the null page, out of
-  range, or past the table's end. Allocate before writing; the allocator
-  reports what it could not give. Not differentiable: what is stored as bits
-  has a gradient of zeros, and no error says so.
+  Columns past `view.counts` are dropped, and so are positions whose table entry
+  is the null page, out of range, or past the table's end. A dropped token never
+  lands in another page or layer. Allocate before writing: `allocate` reports
+  what it could not grant. Not differentiable: pages stored as bits have a
+  gradient of zeros, without an error.
 
   Args:
     kv: the pages.
     view: where the rows live and which columns are tokens.
     layer: int32[], 0..L-1.
-    k: [B, T, K, D], rounded to the format `kv.dtype`, 8-bit ones with a scale
+    k: [B, T, K, D], rounded to the format `kv.dtype`; 8-bit formats get a scale
       for each token and head.
     v: [B, T, K, D].
 
@@ -43,19 +46,19 @@ def write(
     The pages.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
   """
+  rows = rows_of(view)
   for name, new in (("k", k), ("v", v)):
     check.is_array(name, new)
-    wanted = (kv.num_kv_heads, kv.head_dim)
-    if new.ndim != 4 or new.shape[2:] != wanted or new.shape != k.shape:
-      raise ValueError(
-        f"{name} has shape {new.shape}; it must be"
-        f" [B, T, {wanted[0]}, {wanted[1]}], k and v alike"
-      )
-  check_rows(view, "k", k)
+    sizes = (kv.num_kv_heads, kv.head_dim)
+    if new.ndim != 4 or new.shape[2:] != sizes or new.shape != k.shape:
+      wanted = f"[B, T, {sizes[0]}, {sizes[1]}], k and v alike"
+      check.refuse(ValueError, name, wanted, new)
+  check_rows(rows, "k", k)
   check_layer(kv, layer)
-  return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
+  return _write(kv, rows, jnp.asarray(layer, jnp.int32), k, v)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -82,7 +85,17 @@ def _write(
 def locate(
   kv: KVPages, view: View, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Page id (out of range for nowhere) and offset of int32[B, T] positions."""
+  """Page and offset of positions.
+
+  Args:
+    kv: the pages.
+    view: the rows.
+    position: int32[B, T], -1 for none.
+
+  Returns:
+    (int32[B, T], page ids, out of range where there is no page; int32[B, T]).
+  """
+  chex.assert_equal_shape_prefix([position, view.page_table], 1)
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )

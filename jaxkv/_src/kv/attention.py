@@ -1,142 +1,179 @@
-"""Attention of new tokens over everything their sequences hold."""
+"""Attention of new tokens over all tokens of their sequences."""
 
+import dataclasses
 import functools
 from typing import Any
+from typing import Literal
+from typing import overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import check_layer
+from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.view import decode_lengths
+from jaxkv._src.kv.view import rows_of
 from jaxkv_kernels._src import check
+from jaxkv_kernels._src.attention.options import given
+from jaxkv_kernels._src.attention.options import refuse_options
+
+
+@overload
+def attend(
+  kv: KVPages,
+  view: View | FreshView,
+  layer: jax.Array | int,
+  q: jax.Array,
+  *,
+  options: kernels.AttentionOptions | None = ...,
+  return_lse: Literal[False] = ...,
+  backend: str = ...,
+) -> jax.Array: ...
+
+
+@overload
+def attend(
+  kv: KVPages,
+  view: View | FreshView,
+  layer: jax.Array | int,
+  q: jax.Array,
+  *,
+  options: kernels.AttentionOptions | None = ...,
+  return_lse: Literal[True],
+  backend: str = ...,
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def attend(
   kv: KVPages,
-  view: View,
+  view: View | FreshView,
   layer: jax.Array | int,
   q: jax.Array,
   *,
-  scale: jax.Array | float | None = None,
-  soft_cap: float | None = None,
-  window: jax.Array | int | None = None,
-  sinks: jax.Array | None = None,
-  alibi_slopes: jax.Array | None = None,
-  tree_mask: jax.Array | None = None,
+  options: kernels.AttentionOptions | None = None,
   return_lse: bool = False,
   backend: str = "auto",
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
   """Causal attention over positions 0 .. starts + counts - 1 of one layer.
 
   Write the new tokens first. Positions whose page was given back (behind a
-  sliding window) must lie outside `window`: they are read as they are.
+  sliding window) must lie outside the window of `options`: their table entries
+  are read like any other.
 
-  With one column, no window, and a view of `share`, pages that rows have in
+  With one column, no window and a view from `share`, pages that rows have in
   common are read once. That rounds differently, but no less precisely. A row
-  whose table or position has changed since, so that it no longer begins with
-  those pages, is read alone; `fit` finds that out once for all layers. What
-  `plan` made is handed to backends that take it.
+  whose table or position has changed, so that it no longer begins with those
+  pages, is read alone; `refresh_shared` checks that once for all layers. The
+  plan of `plan_decode` goes to backends that take one.
 
-  Not differentiable: a gradient is zeros or jax's own error.
+  Not differentiable: a gradient is zeros, or an error of jax.
 
   Args:
     kv: the pages.
     view: where the rows live and which columns are tokens.
     layer: int32[], 0..L-1.
     q: [B, T, H, D], H a multiple of K.
-    scale: factor of the logits; 1 / sqrt(D) if None.
-    soft_cap: c > 0 turns a logit x into c * tanh(x / c).
-    window: a query at position p sees positions p - window + 1 .. p.
-    sinks: float[H], one logit per head without a value.
-    alibi_slopes: float[H]; a query at position p adds slope * (j - p) to its
-      logit with the key at j.
-    tree_mask: bool[B, T, T], for drafts: column t sees column j <= t only if
-      `tree_mask[b, t, j]`, so a token sees itself only where the diagonal is
-      True; earlier tokens as usual.
+    options: all but `k_scale` and `v_scale`, which `kv` has. A tree mask is
+      bool[B, T, X], for drafts: column t sees column j <= t only if
+      `tree_mask[b, t, j]`.
     return_lse: also return the log-sum-exp (natural log, sink included).
-    backend: see `jaxkv.kernels.BACKENDS`.
+    backend: one of `jaxkv.kernels.BACKENDS`.
 
   Returns:
     [B, T, H, D] in q's dtype, and float32[B, T, H] with `return_lse`; zeros
     and -inf in columns past `view.counts`.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
-    NotImplementedError: there is no such backend, or it does not serve.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+    NotImplementedError: the backend does not exist, or does not serve the call.
   """
-  check_rows(view, "q", q)
+  check_rows(rows_of(view), "q", q)
   if q.ndim != 4:
-    raise ValueError(f"q has shape {q.shape}; it must be [B, T, H, D]")
+    check.refuse(ValueError, "q", "[B, T, H, D]", q)
   check_layer(kv, layer)
-  options = {
-    "scale": scale,
-    "soft_cap": soft_cap,
-    "window": window,
-    "sinks": sinks,
-    "alibi_slopes": alibi_slopes,
-    "tree_mask": tree_mask,
-    "backend": backend,
-  }
-  traced = {
-    name: value
-    for name, value in options.items()
-    if not isinstance(value, (int, float, str, np.generic, type(None)))
-  }
-  for name, value in traced.items():
-    check.is_array(name, value)
-  static = tuple(item for item in options.items() if item[0] not in traced)
-  layer = jnp.asarray(layer, jnp.int32)
+  options = given(options)
+  refuse_options(options, "kv has its own scales", "k_scale", "v_scale")
+  # Python numbers stay static under the `jit` below, and so are checked.
+  numbers = options.numbers()
+  arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
+  for name, value in vars(arrays).items():
+    if value is not None:
+      check.is_array(f"options.{name}", value)
   out, lse = _attend(
-    kv, view, layer, q, traced, static=static, exact=view.exact
+    kv,
+    view,
+    jnp.asarray(layer, jnp.int32),
+    q,
+    arrays,
+    numbers=tuple(numbers.items()),
+    backend=backend,
   )
   return (out, lse) if return_lse else out
 
 
-@functools.partial(jax.jit, static_argnames=("static", "exact"), inline=True)
+@functools.partial(jax.jit, static_argnames=("numbers", "backend"), inline=True)
 def _attend(
   kv: KVPages,
-  view: View,
+  view: View | FreshView,
   layer: jax.Array,
   q: jax.Array,
-  traced: dict[str, jax.Array],
+  arrays: kernels.AttentionOptions,
   *,
-  static: tuple[tuple[str, Any], ...],
-  exact: bool,
+  numbers: tuple[tuple[str, Any], ...],
+  backend: str,
 ) -> tuple[jax.Array, jax.Array]:
-  options = {
-    "page_offset": layer * kv.num_pages,
-    "return_lse": True,
-    "k_scale": kv.k_scale,
-    "v_scale": kv.v_scale,
-    **traced,
-    **dict(static),
-  }
-  if q.shape[1] > 1 or options["tree_mask"] is not None:
+  rows = rows_of(view)
+  options = dataclasses.replace(
+    arrays, k_scale=kv.k_scale, v_scale=kv.v_scale, **dict(numbers)
+  )
+  offset = layer * kv.num_pages
+  if q.shape[1] > 1 or options.tree_mask is not None:
     return kernels.paged_attention_padded(
-      q, kv.k, kv.v, view.page_table, view.starts, view.counts, **options
+      q,
+      kv.k,
+      kv.v,
+      rows.page_table,
+      rows.starts,
+      rows.counts,
+      options=options,
+      page_offset=offset,
+      return_lse=True,
+      backend=backend,
     )
-  del options["tree_mask"]
-  lengths = decode_lengths(view)
-  if view.shared is not None and options["window"] is None:
-    del options["window"]
-    shared = view.shared
-    if not exact:  # The rows may have been stepped on.
-      shared = shared.fitted(view.page_table, lengths, page_size=kv.page_size)
-    out, lse = kernels.cascade_decode(q[:, 0], kv.k, kv.v, shared, **options)
+  lengths = decode_lengths(rows)
+  if rows.shared is not None and options.window is None:
+    shared = rows.shared
+    if not isinstance(view, FreshView):  # The rows may have been stepped on.
+      shared = shared.refreshed(
+        rows.page_table, lengths, page_size=kv.page_size
+      )
+    out, lse = kernels.cascade_decode(
+      q[:, 0],
+      kv.k,
+      kv.v,
+      shared,
+      options=options,
+      page_offset=offset,
+      return_lse=True,
+      backend=backend,
+    )
   else:
     out, lse = kernels.paged_decode(
       q[:, 0],
       kv.k,
       kv.v,
-      view.page_table,
+      rows.page_table,
       lengths,
-      plan=view.plan,
-      **options,
+      options=options,
+      page_offset=offset,
+      plan=rows.plan,
+      return_lse=True,
+      backend=backend,
     )
-  lse = jnp.where((view.counts > 0)[:, None], lse, -jnp.inf)
+  lse = jnp.where((rows.counts > 0)[:, None], lse, -jnp.inf)
   return out[:, None], lse[:, None]

@@ -1,4 +1,4 @@
-"""Equal pieces of a decode step's work, for the backends that take them."""
+"""Equal pieces of a decode step's work, for backends that take a plan."""
 
 import dataclasses
 
@@ -9,7 +9,6 @@ from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_view
 from jaxkv._src.kv.view import decode_lengths
-from jaxkv._src.kv.view import mark_exact
 
 
 def plan_decode(
@@ -19,40 +18,41 @@ def plan_decode(
   window: jax.Array | int | None = None,
   backend: str = "auto",
 ) -> View:
-  """A view whose decode work is cut by what its rows hold, for all layers.
+  """A view whose decode work is cut into equal pieces, for all layers.
 
   Call it once a decode step, before the layers. Without a plan a backend cuts
-  each row by itself, in every layer, and a long row has longer pieces. With one
-  `attend` gives the same but for last bits, and those of a row depend on its
-  neighbours. A plan plays no part for several columns, nor where `attend` reads
-  `shared` pages.
+  each row by itself, in every layer, and long rows have longer pieces. With one
+  `attend` gives the same but for the last bits, which then depend on other
+  rows. A plan is not used for several columns, nor with `shared` pages.
 
   Args:
-    kv: the pages; looked at for its shape alone.
-    view: the rows, one new token each at most.
-    window: the one that most layers attend through, None for none. In others
-      the pieces are less equal.
-    backend: as `attend` will be told.
+    kv: the pages; only their shape is used.
+    view: the rows, with at most one new token each.
+    window: the window of most layers, None for none. In layers with another
+      window the pieces are less equal.
+    backend: as given to `attend`.
 
   Returns:
     The view, with a `plan`; that is None if the backend takes none.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
-    NotImplementedError: there is no such backend.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+    NotImplementedError: the backend does not exist.
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from jaxkv import kv as memory
-    >>> kv = memory.init(
-    ...   num_layers=4, num_pages=32, page_size=64, num_kv_heads=8, head_dim=64
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=32, page_size=64, num_slots=2, pages_per_slot=4
     ... )
-    >>> view = memory.View(
+    >>> kv = jaxkv.kv.init(config, num_layers=4, num_kv_heads=8, head_dim=64)
+    >>> view = jaxkv.kv.View(
     ...   page_table=jnp.asarray([[5, 6, 7, 8], [9, 0, 0, 0]], jnp.int32),
     ...   starts=jnp.asarray([200, 30], jnp.int32),
     ...   counts=jnp.asarray([1, 1], jnp.int32),
     ... )
-    >>> view = memory.plan_decode(kv, view, backend="mosaic_gpu")
+    >>> view = jaxkv.kv.plan_decode(kv, view, backend="mosaic_gpu")
     >>> view.plan.row[:5].tolist(), view.plan.first[:5].tolist()
     ([0, 0, 0, 0, 1], [0, 64, 128, 192, 0])
   """
@@ -63,5 +63,4 @@ def plan_decode(
     pieces = kernels.plan_decode(
       decode_lengths(view), workers=workers, window=window
     )
-  planned = dataclasses.replace(view, plan=pieces)
-  return mark_exact(planned) if view.exact else planned
+  return dataclasses.replace(view, plan=pieces)

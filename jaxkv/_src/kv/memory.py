@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv_kernels as kernels
+from jaxkv._src.cache.config import CacheConfig
 from jaxkv_kernels._src import check
 
-# Formats, and the dtype of their bits where a CPU stores those.
+# Formats, and the integer dtype in which a CPU stores their bits.
 _BITS = {
   "float32": None,
   "bfloat16": "uint16",
@@ -27,18 +28,18 @@ class KVPages:
   """Keys and values of all layers, in pages.
 
   Layers are flattened into the page axis: page p of layer l is row l * N + p.
-  (As leaves of a scan over layers the pools would be copied at each step.)
+  (If a scan over layers had the pools as inputs, each step would copy them.)
   Page 0 of each layer is the null page: never written, never attended to.
 
   Attributes:
-    k: keys, in the storage dtype. [L * N, K, S, D]
-    v: values, likewise, in a buffer of their own. [L * N, K, S, D]
+    k: keys, in the storage dtype.
+    v: values, in the storage dtype, in a buffer of their own.
     num_layers: L.
     dtype: the number format of keys and values, such as "bfloat16"; on a CPU
       bfloat16 is stored as its bits in uint16, float8_e4m3fn in uint8.
-    k_scale: for 8-bit formats, what the numbers of each token and head are to
-      be multiplied by; None for others. float32[L * N, K, S]
-    v_scale: likewise.
+    k_scale: for 8-bit formats, the factor of the numbers of each token and
+      head; None for others.
+    v_scale: the same for values.
   """
 
   k: jax.Array  # storage dtype[L * N, K, S, D]
@@ -70,16 +71,16 @@ class KVPages:
 
 
 def init(
+  config: CacheConfig,
   *,
   num_layers: int,
-  num_pages: int,
-  page_size: int,
   num_kv_heads: int,
   head_dim: int,
   dtype=jnp.bfloat16,
+  group: int = 0,
   storage_dtype=None,
 ) -> KVPages:
-  """Pages of zeros.
+  """Pages of zeros for a cache.
 
   Takes 2 * L * N * K * S * D elements, and for 8-bit formats one float32 more
   for every D of them. Groups of one cache never have a page in common, so
@@ -87,60 +88,61 @@ def init(
   number of layers of the largest group.
 
   Args:
+    config: of the cache. It gives N, the pages of a layer including the null
+      page, and S, the tokens of a page.
     num_layers: L.
-    num_pages: N per layer, `CacheConfig.num_pages`: the null page counts.
-    page_size: S, tokens per page, `CacheConfig.page_size` or that of the group.
     num_kv_heads: K.
     head_dim: D.
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
       the last three each token and head has a scale, set when it is written.
-    storage_dtype: dtype of the buffers. None: uint16 for bfloat16 and uint8
-      for float8_e4m3fn if the default backend is a CPU, where a buffer of
-      those formats would be rewritten whole at each write (as one of
-      float8_e5m2 is); `dtype` otherwise.
+    group: the layer group whose page size to use, if groups have their own.
+    storage_dtype: dtype of the buffers. None: uint16 for bfloat16 and uint8 for
+      float8_e4m3fn if the default backend is a CPU, where each write would
+      rewrite a whole buffer of those formats (as it does for float8_e5m2);
+      `dtype` otherwise.
 
   Returns:
     The pages.
 
   Raises:
-    ValueError: a size below 1, or dtypes that do not go together.
+    TypeError: `config` is not a CacheConfig, or a size is not an integer.
+    ValueError: a size below 1, no such group, or dtypes that do not go
+      together.
 
   Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=5, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
     >>> kv = init(
-    ...   num_layers=2, num_pages=5, page_size=4, num_kv_heads=2, head_dim=8,
-    ...   dtype="float32",
+    ...   config, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32"
     ... )
     >>> kv.k.shape, kv.num_pages
     ((10, 2, 4, 8), 5)
   """
-  sizes = {
-    "num_layers": num_layers,
-    "num_pages": num_pages,
-    "page_size": page_size,
-    "num_kv_heads": num_kv_heads,
-    "head_dim": head_dim,
-  }
-  for name, size in sizes.items():
-    if not isinstance(size, (int, np.integer)) or size < 1:
-      raise ValueError(f"{name}={size!r}; it must be an integer of at least 1")
-  if num_layers * num_pages > np.iinfo(np.int32).max:
+  check_config(config)
+  _check_size("num_layers", num_layers)
+  _check_size("num_kv_heads", num_kv_heads)
+  _check_size("head_dim", head_dim)
+  check_group(config, group)
+  pages = num_layers * config.num_pages
+  if pages > np.iinfo(np.int32).max:
     raise ValueError(
-      f"num_layers={num_layers} times num_pages={num_pages} does not fit int32"
+      "`num_layers` must be such that num_layers * num_pages fits int32, got"
+      f" {num_layers} * {config.num_pages}."
     )
   dtype = np.dtype(dtype)
   if dtype.name not in _BITS:
-    raise ValueError(f"dtype={dtype.name}; supported are {', '.join(_BITS)}")
+    wanted = f"one of {', '.join(_BITS)}"
+    check.refuse(ValueError, "dtype", wanted, dtype)
   bits = _BITS[dtype.name]
   if storage_dtype is None:
     as_bits = bits is not None and jax.default_backend() == "cpu"
     storage_dtype = bits if as_bits else dtype
   if kernels.logical_dtype(storage_dtype) != dtype:
-    also = "" if bits is None else f", or {bits}, which holds its bits"
-    raise ValueError(
-      f"storage_dtype={np.dtype(storage_dtype).name} does not hold"
-      f" {dtype.name}; use {dtype.name}{also}"
-    )
-  shape = (num_layers * num_pages, num_kv_heads, page_size, head_dim)
+    wanted = dtype.name if bits is None else f"{dtype.name} or {bits}, its bits"
+    check.refuse(ValueError, "storage_dtype", wanted, np.dtype(storage_dtype))
+  shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
   return KVPages(
     k=jnp.zeros(shape, storage_dtype),
     v=jnp.zeros(shape, storage_dtype),
@@ -154,9 +156,10 @@ def init(
 def copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
   """Copies page `src[r]` over page `dst[r]`, in every layer.
 
-  All sources are read before any destination is written. Skipped: pairs with
-  an id out of range, and those whose destination is the null page. Costs
-  nothing when all pairs are skipped (but under `vmap` always its full cost).
+  All sources are read before any destination is written. Pairs with an id out
+  of range are skipped, and so are those whose destination is the null page. It
+  costs nothing when all pairs are skipped, except under `vmap`, where it always
+  has its full cost.
 
   Args:
     kv: the pages.
@@ -167,7 +170,8 @@ def copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
     The pages.
 
   Raises:
-    ValueError: an argument has a shape or dtype that is not supported.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape that is not supported.
   """
   check.integers("src", src)
   check.integers("dst", dst)
@@ -176,12 +180,12 @@ def copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
 
 @functools.partial(jax.jit, inline=True)
 def _copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
-  dst = jnp.where(dst == 0, kv.num_pages, dst)
+  dst = jnp.where(dst == 0, kv.num_pages, dst)  # Never the null page.
 
   def copied(pages: jax.Array | None) -> jax.Array | None:
     if pages is None:
       return None
-    every = pages.reshape(*pages.shape[:3], -1)  # a scale is a token's only one
+    every = pages.reshape(*pages.shape[:3], -1)  # A scale is one number.
     every = kernels.copy_pages(every, src, dst, num_layers=kv.num_layers)
     return every.reshape(pages.shape)
 
@@ -205,12 +209,13 @@ def gather(
     page_table: int32[B, M]; an id out of range reads as a page of zeros.
 
   Returns:
-    Two arrays [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit formats
-    float32, scales applied. Slots past a sequence's length are whatever they
-    hold.
+    (keys, values), each [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit
+    formats in float32 with scales applied. Tokens past a sequence's length are
+    whatever the pages hold.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
   """
   check_layer(kv, layer)
   check.table(page_table, None)
@@ -234,21 +239,48 @@ def _gather(
   return dense(kv.k, kv.k_scale), dense(kv.v, kv.v_scale)
 
 
-def check_layer(kv: KVPages, layer: jax.Array | int) -> None:
-  """Raises `ValueError` for what is no integer, or known to be no layer.
+def check_config(config: CacheConfig) -> None:
+  """Raises `TypeError` unless `config` is a CacheConfig."""
+  if not isinstance(config, CacheConfig):
+    raise TypeError(
+      f"`config` must be a CacheConfig, got {type(config).__name__}; that of a"
+      " state is state.config."
+    )
 
-  Of a JAX array the value is not looked at: if there is no such layer, nothing
-  is written, and what is read means nothing.
+
+def check_group(config: CacheConfig, group: int) -> None:
+  """Raises unless `group` is a layer group of a cache."""
+  if not isinstance(group, int) or isinstance(group, bool):
+    check.refuse(TypeError, "group", "a Python int", group)
+  if not 0 <= group < config.num_groups:
+    wanted = f"from 0 to {config.num_groups - 1}"
+    check.refuse(ValueError, "group", wanted, group)
+
+
+def _check_size(name: str, size: int) -> None:
+  """Raises unless `size` is an integer of at least 1."""
+  if not isinstance(size, (int, np.integer)) or isinstance(size, bool):
+    check.refuse(TypeError, name, "an integer of at least 1", size)
+  if size < 1:
+    check.refuse(ValueError, name, "an integer of at least 1", size)
+
+
+def check_layer(kv: KVPages, layer: jax.Array | int) -> None:
+  """Raises unless `layer` is an integer, and a layer if its value is known.
+
+  The value of a JAX array is not checked: if there is no such layer, nothing is
+  written, and what is read is meaningless.
   """
   check.scalar("layer", layer, np.integer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:
-    raise ValueError(f"layer={layer}; there are {kv.num_layers} layers")
+    wanted = f"from 0 to {kv.num_layers - 1}"
+    check.refuse(ValueError, "layer", wanted, int(layer))
 
 
 def in_layer(kv: KVPages, page_ids: jax.Array) -> jax.Array:
-  """Page ids with those that are none of a layer's N replaced by L * N.
+  """Page ids, with those out of a layer's range replaced by L * N.
 
-  An id between N and L * N would name another layer's page.
+  An id between N and L * N would be a page of another layer.
   """
   fits = (page_ids >= 0) & (page_ids < kv.num_pages)
   return jnp.where(fits, page_ids, kv.k.shape[0])

@@ -6,116 +6,119 @@ import jax
 
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_view
 from jaxkv._src.kv.view import decode_lengths
-from jaxkv._src.kv.view import mark_exact
 
 
 def share(
   kv: KVPages,
   view: View,
   *,
-  num_groups: int,
-  group_size: int,
-  groups: jax.Array | None = None,
+  num_clusters: int,
+  cluster_size: int,
+  clusters: jax.Array | None = None,
   backend: str = "auto",
 ) -> View:
-  """A view by which `attend` reads the pages that rows share only once.
+  """A view with which `attend` reads pages that rows share only once.
 
-  Call it once a decode step, before the layers; see also `refresh_shared`.
-  Forks of one prompt share its full pages, and so do rows that found the same
-  prefix in the cache: what counts is that their page tables begin alike. If
-  too little would
-  be read less to make up for the effort, `attend` does what it does without; so
-  it does for several columns, and with a window.
+  Call it once a decode step, and `refresh_shared` in front of the layers. Rows
+  share pages where their page tables begin alike: forks of one prompt share its
+  full pages, and so do rows that found the same prefix in the cache. If sharing
+  would save too little, `attend` reads each row alone. It also does so for
+  several columns, and with a window.
 
   Args:
-    kv: the pages; looked at for its shape alone.
-    view: the rows, one new token each at most.
-    num_groups: the most groups of rows. The work is that of `num_groups *
-      group_size` rows, so keep that near B: B / samples and samples, say.
-    group_size: the most rows of a group; others are read alone.
-    groups: int32[B], a number below `num_groups` for each row, out of range
-      for none. None: rows with the same first page are a group.
-    backend: as `attend` will be told.
+    kv: the pages; only their shape is used.
+    view: the rows, with at most one new token each.
+    num_clusters: the most clusters, which are rows that share pages. The work
+      is that of `num_clusters * cluster_size` rows, so keep that near B: for
+      example B / samples and samples.
+    cluster_size: the most rows of a cluster; others are read alone.
+    clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`, or any
+      other number for none. None: rows with the same first page are a cluster.
+    backend: as given to `attend`.
 
   Returns:
     The view, with `shared`; that is None if sharing could never pay.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
-    NotImplementedError: there is no such backend.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+    NotImplementedError: the backend does not exist.
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> from jaxkv import kv as memory
-    >>> kv = memory.init(
-    ...   num_layers=1, num_pages=32, page_size=256, num_kv_heads=8, head_dim=64
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=32, page_size=256, num_slots=2, pages_per_slot=4
     ... )
-    >>> view = memory.View(
+    >>> kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=8, head_dim=64)
+    >>> view = jaxkv.kv.View(
     ...   page_table=jnp.asarray([[5, 6, 7, 8], [5, 6, 7, 9]], jnp.int32),
     ...   starts=jnp.asarray([800, 900], jnp.int32),
     ...   counts=jnp.asarray([1, 1], jnp.int32),
     ... )
-    >>> view = memory.share(kv, view, num_groups=1, group_size=2)
+    >>> view = jaxkv.kv.share(kv, view, num_clusters=1, cluster_size=2)
     >>> view.shared.tokens  # three pages, read once for both
     Array([768], dtype=int32)
   """
-  view = dataclasses.replace(view, shared=None)
-  check_view(view)
+  check_view(dataclasses.replace(view, shared=None))
   shared = kernels.plan_shared_prefix(
     view.page_table,
     decode_lengths(view),
     kv.k,
     kv.v,
-    num_groups=num_groups,
-    group_size=group_size,
-    groups=groups,
+    num_clusters=num_clusters,
+    cluster_size=cluster_size,
+    clusters=clusters,
     backend=backend,
   )
-  return mark_exact(dataclasses.replace(view, shared=shared))
+  return dataclasses.replace(view, shared=shared)
 
 
-def refresh_shared(kv: KVPages, view: View) -> View:
-  """A view of which only what still holds is `shared`.
+def refresh_shared(kv: KVPages, view: View) -> FreshView:
+  """Checks once for all layers which rows still share pages.
 
-  `attend` looks at that itself, in every layer, unless it has the very view
-  that this or `share` returned. XLA takes it out of a loop over layers for a
-  CPU, but not for a GPU or a TPU. So a function with such a loop that is given
-  a view begins with this; the results are the same.
+  `attend` checks that in every layer if it is given a `View`: the rows may have
+  been stepped on since `share`. XLA for a CPU moves the check out of a loop
+  over layers; XLA for a GPU or a TPU does not. So a function with such a loop
+  begins with this and gives the result to `attend`. Outputs are the same.
 
   Args:
-    kv: the pages; looked at for its shape alone.
-    view: the rows, one new token each at most.
+    kv: the pages; only their shape is used.
+    view: the rows, with at most one new token each.
 
   Returns:
-    The view, or the same if there is nothing to look at.
+    The view, with the rows in `shared` that still share pages.
 
   Raises:
-    ValueError: a field of the view has a shape or dtype that is not supported.
+    TypeError: a field of the view has a type or dtype that is not supported.
+    ValueError: a field of the view has a shape that is not supported.
 
   Examples:
     >>> import dataclasses
     >>> import jax.numpy as jnp
-    >>> from jaxkv import kv as memory
-    >>> kv = memory.init(
-    ...   num_layers=1, num_pages=32, page_size=256, num_kv_heads=8, head_dim=64
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=32, page_size=256, num_slots=2, pages_per_slot=4
     ... )
-    >>> view = memory.View(
+    >>> kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=8, head_dim=64)
+    >>> view = jaxkv.kv.View(
     ...   page_table=jnp.asarray([[5, 6, 7, 8], [5, 6, 7, 9]], jnp.int32),
     ...   starts=jnp.asarray([800, 900], jnp.int32),
     ...   counts=jnp.asarray([1, 1], jnp.int32),
     ... )
-    >>> view = memory.share(kv, view, num_groups=1, group_size=2)
+    >>> view = jaxkv.kv.share(kv, view, num_clusters=1, cluster_size=2)
     >>> ended = dataclasses.replace(view, counts=jnp.zeros((2,), jnp.int32))
-    >>> memory.refresh_shared(kv, ended).shared.tokens
+    >>> jaxkv.kv.refresh_shared(kv, ended).view.shared.tokens
     Array([0], dtype=int32)
   """
   check_view(view)
-  if view.exact or view.shared is None:
-    return view
-  shared = view.shared.fitted(
+  if view.shared is None:
+    return FreshView(view=view)
+  shared = view.shared.refreshed(
     view.page_table, decode_lengths(view), page_size=kv.page_size
   )
-  return mark_exact(dataclasses.replace(view, shared=shared))
+  return FreshView(view=dataclasses.replace(view, shared=shared))

@@ -1,13 +1,19 @@
-"""What one call needs to know of the cache state."""
+"""The part of the cache state that one call to the K/V memory needs."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxkv_kernels as kernels
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import check_single
+from jaxkv._src.kv.memory import check_group
 from jaxkv_kernels._src import check
+
+_INT32_MAX = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -15,21 +21,22 @@ from jaxkv_kernels._src import check
 class View:
   """Where B sequences live, and which of their tokens are new in this call.
 
-  A call brings T columns per row; the first `counts` of them are tokens at
-  positions `starts`, `starts + 1` ..., the others are padding.
+  A call has T columns in each row. The first `counts` of them are tokens at
+  positions `starts`, `starts + 1` ...; the others are padding. Make one with
+  `jaxkv.view`.
+
+  To step, replace `starts` and `counts`, and keep `shared` and `plan`. `attend`
+  checks which rows still begin with the pages in `shared` and reads the others
+  alone; `refresh_shared` does that once for all layers. With an old plan the
+  work is less balanced; results are right.
 
   Attributes:
-    page_table: page ids of each row's sequence, in order, of one group; 0
-      (null page) or an id out of range where there is none. int32[B, M]
-    starts: position of the first new token. int32[B]
-    counts: how many columns are tokens; 0 for an idle row. int32[B]
-    shared: pages that rows have in common, as `share` finds them; or None. A
-      view that is stepped on may keep it: what no longer holds is not used.
-    plan: pieces into which a decode is cut, as `plan` makes it; or None. A view
-      that is stepped on may keep it: it is less even then, and as right.
-    exact: whether `shared` is known to hold for these very arrays. So it is in
-      what `share` and `fit` return, but not in what is made from that with
-      `replace`, nor behind a `jit`, `scan` or `while_loop`.
+    page_table: page ids of each row's sequence, in order, of one layer group; 0
+      (null page) or an id out of range where there is no page.
+    starts: position of the first new token.
+    counts: how many columns are tokens; 0 for an idle row.
+    shared: pages that rows have in common, from `share`; or None.
+    plan: pieces into which a decode is cut, from `plan_decode`; or None.
   """
 
   page_table: jax.Array  # int32[B, M]
@@ -37,15 +44,80 @@ class View:
   counts: jax.Array  # int32[B]
   shared: kernels.SharedPrefix | None = None
   plan: kernels.DecodePlan | None = None
-  # Of one object, neither a field nor a leaf, so that whatever makes another
-  # view of this one makes it False.
-  exact: ClassVar[bool] = False
 
 
-def mark_exact(view: View) -> View:
-  """The view, whose `shared` was just made from its other fields."""
-  object.__setattr__(view, "exact", True)
-  return view
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FreshView:
+  """A view whose `shared` holds for its rows, so that `attend` need not check.
+
+  Made by `refresh_shared`; `write` and `attend` take it in place of the view.
+  It serves the layers of one step and cannot be stepped on: step on `view`, and
+  refresh that again.
+
+  Attributes:
+    view: the view, `shared` refreshed.
+  """
+
+  view: View
+
+
+def view(state: CacheState, *, group: int = 0, counts: Any) -> View:
+  """The view of all slots of a cache, for the layers of one group.
+
+  Call it after `allocate`, and before `commit`.
+
+  Args:
+    state: the cache.
+    group: the layer group, 0..G-1.
+    counts: int32[B], the new tokens of each slot in this call; 0 for an idle
+      slot. Any integer array or list is cast.
+
+  Returns:
+    The view; `starts` is the length of each slot.
+
+  Raises:
+    TypeError: `state` is not a CacheState, or `counts` does not hold integers.
+    ValueError: `state` is a stack of states, there is no such group, or
+      `counts` has a shape or value that is not supported.
+
+  Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
+    >>> view(jaxkv.init(config), counts=[3, 0]).starts
+    Array([0, 0], dtype=int32)
+  """
+  check_single(state)
+  check_group(state.config, group)
+  return View(
+    page_table=state.page_table[group],
+    starts=state.length,
+    counts=_as_counts(counts, state.config.num_slots),
+  )
+
+
+def _as_counts(counts: Any, num_slots: int) -> jax.Array:
+  """Integers as int32[B]."""
+  if not isinstance(counts, jax.Array):
+    try:
+      counts = np.asarray(counts)
+    except jax.errors.TracerArrayConversionError:
+      counts = jnp.asarray(counts)
+  wanted = f"int32[{num_slots}], one number for each slot"
+  if not jnp.issubdtype(counts.dtype, np.integer):
+    check.refuse(TypeError, "counts", wanted, counts)
+  if counts.shape != (num_slots,):
+    check.refuse(ValueError, "counts", wanted, counts)
+  if isinstance(counts, np.ndarray) and counts.max() > _INT32_MAX:
+    check.refuse(ValueError, "counts", "numbers that fit int32", counts.max())
+  return jnp.asarray(counts, jnp.int32)
+
+
+def rows_of(view: View | FreshView) -> View:
+  """The view, fresh or not."""
+  return view.view if isinstance(view, FreshView) else view
 
 
 def decode_lengths(view: View) -> jax.Array:
@@ -61,25 +133,28 @@ def positions(view: View, columns: int) -> jax.Array:
 
 
 def check_view(view: View) -> None:
-  """Raises `ValueError` unless the fields of a view fit each other."""
+  """Raises unless `view` is a View whose fields go together."""
+  if not isinstance(view, View):
+    raise TypeError(
+      f"`view` must be a View, got {type(view).__name__}; make one with"
+      " jaxkv.view."
+    )
   check.table(view.page_table, None, "view.page_table")
   shape = view.page_table.shape
   check.vector("view.starts", view.starts, shape[0])
   check.vector("view.counts", view.counts, shape[0])
   if view.shared is not None and view.shared.own_table.shape != shape:
     raise ValueError(
-      f"view.shared is for a page_table of shape {view.shared.own_table.shape}"
-      f" but view.page_table has shape {shape}; call share again"
+      f"`view.shared` must be for a page_table of shape {shape}, got one for"
+      f" {view.shared.own_table.shape}; call share again."
     )
 
 
 def check_rows(view: View, name: str, array: jax.Array) -> None:
-  """Raises `ValueError` unless a view has as many rows as an array."""
+  """Raises unless an array has as many rows as a view."""
   check_view(view)
   check.is_array(name, array)
-  table = view.page_table.shape
-  if array.shape[:1] != table[:1]:
-    raise ValueError(
-      f"{name} has shape {array.shape} but view.page_table {table}; both must"
-      " have B rows"
-    )
+  batch = view.page_table.shape[0]
+  if array.shape[:1] != (batch,):
+    wanted = f"[{batch}, ...], with the rows of view.page_table"
+    check.refuse(ValueError, name, wanted, array)

@@ -143,12 +143,14 @@ def forward(
     and "none"; the logits of tokens past a row's count mean nothing.
 
   Examples:
-    >>> import jax, jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp, jaxkv
     >>> config = LlamaConfig(vocab_size=11, num_layers=2, embed_dim=8,
     ...                      num_heads=4, num_kv_heads=2, head_dim=2,
     ...                      mlp_dim=16)
-    >>> kv = paged.init(num_layers=2, num_pages=3, page_size=4,
-    ...                 num_kv_heads=2, head_dim=2, dtype=jnp.float32)
+    >>> cache = jaxkv.CacheConfig(num_pages=3, page_size=4, num_slots=1,
+    ...                           pages_per_slot=2)
+    >>> kv = paged.init(cache, num_layers=2, num_kv_heads=2, head_dim=2,
+    ...                 dtype=jnp.float32)
     >>> view = paged.View(page_table=jnp.array([[2, 1]]),
     ...                   starts=jnp.array([0]), counts=jnp.array([3]))
     >>> logits, kv = forward(
@@ -158,8 +160,9 @@ def forward(
     >>> logits.shape
     (1, 3, 11)
   """
+  rows = view
   if tokens.shape[1:] == (1,):
-    view = paged.refresh_shared(kv, view)
+    rows = paged.refresh_shared(kv, view)
 
   def attention(
     layer: jax.Array,
@@ -168,8 +171,8 @@ def forward(
     v: jax.Array,
     memory: paged.KVPages,
   ) -> tuple[Any, paged.KVPages]:
-    memory = paged.write(memory, view, layer, k, v)
-    out = paged.attend(memory, view, layer, q, backend=backend)
+    memory = paged.write(memory, rows, layer, k, v)
+    out = paged.attend(memory, rows, layer, q, backend=backend)
     return out, memory
 
   return _decode(

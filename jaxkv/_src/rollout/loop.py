@@ -236,7 +236,7 @@ def _decoded(
   if samples > 1:
     # Forks of a prompt read its pages once, where that pays.
     view = kv_memory.share(
-      state.kv, view, num_groups=-(-slots // samples), group_size=samples
+      state.kv, view, num_clusters=-(-slots // samples), cluster_size=samples
     )
   logits, kv = model(
     params, tokens, state.cache.length[:, None], state.kv, view

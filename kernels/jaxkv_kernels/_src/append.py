@@ -1,21 +1,22 @@
-"""Writing new tokens into their pages.
+"""Writing the K/V of new tokens into pages.
 
 | function | pools |
 |---|---|
-| `append_kv` | keys and values; optionally with one fixed scale a head |
-| `append_quantized` | 8-bit ones whose scales, one a token and head, follow |
+| `append_kv` | keys and values; optionally with one fixed scale for each head |
+| `append_quantized` | 8-bit keys and values, and a scale of each token |
 | `append_pages` | one pool, such as that of latent vectors |
 
-All write token t to slot `offsets[t]` of page `page_ids[t]`, in place when the
-pools are donated or carried by a loop (on a CPU: see `formats`). A token is
+All write token t to page `page_ids[t]` at offset `offsets[t]`, in place when
+the pools are donated or carried by a loop (on a CPU: see `formats`). A token is
 dropped if its page id, with or without `page_offset`, or its offset is out of
-range. Two tokens for one place: either may win.
+range. If two tokens have the same page and offset, either may win.
 
 `append_kv` and `append_pages` take floats, which they round to the pool's
-format, and elements of the pool in its own dtype, such as `quantize` gives,
-which they store as they are. Floats without a scale do not go into int8.
+format, and elements of the pool in its own dtype, such as `quantize` returns,
+which they store unchanged. An int8 pool does not take floats without a scale.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,22 +42,23 @@ def append_kv(
   """Writes the keys and values of new tokens.
 
   Args:
-    k_pages: [P, K, S, D].
-    v_pages: [P, K, S, Dv].
+    k_pages: [N, K, S, D].
+    v_pages: [N, K, S, Dv].
     k_new: [T, K, D], floats or elements of the pool.
-    v_new: [T, K, Dv], likewise.
+    v_new: [T, K, Dv], floats or elements of the pool.
     page_ids: int32[T]; an id out of range drops the token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
-    k_scale: float32[K], by which `k_new`, floats, is divided first: the scales
-      that the attention functions multiply by. 8-bit formats saturate.
-    v_scale: float32[K], likewise.
+    k_scale: float32[K], by which `k_new` is divided, which must be floats then.
+      Give the same to `AttentionOptions`. 8-bit formats saturate.
+    v_scale: float32[K], the same for `v_new`.
 
   Returns:
     (k_pages, v_pages).
 
   Raises:
-    ValueError: an argument has a shape or dtype that is not supported.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -104,16 +106,16 @@ def append_quantized(
   *,
   page_offset: jax.Array | int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Writes new tokens into 8-bit pools, and their scales beside them.
+  """Writes new tokens into 8-bit pools, and their scales into pools of scales.
 
-  The scale of a token and head makes its largest number the format's largest,
-  so nothing saturates; that of a NaN or an infinity is NaN.
+  The scale of a token and head maps its largest number to the format's largest,
+  so nothing saturates. It is NaN if there is a NaN or an infinity.
 
   Args:
-    k_pages: [P, K, S, D], 8-bit.
-    v_pages: [P, K, S, Dv], 8-bit.
-    k_scale: float32[P, K, S].
-    v_scale: float32[P, K, S].
+    k_pages: [N, K, S, D], 8-bit.
+    v_pages: [N, K, S, Dv], 8-bit.
+    k_scale: float32[N, K, S].
+    v_scale: float32[N, K, S].
     k_new: float[T, K, D].
     v_new: float[T, K, Dv].
     page_ids: int32[T]; an id out of range drops the token.
@@ -124,7 +126,8 @@ def append_quantized(
     (k_pages, v_pages, k_scale, v_scale).
 
   Raises:
-    ValueError: an argument has a shape or dtype that is not supported.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -175,7 +178,7 @@ def append_pages(
   """Writes new tokens into one pool.
 
   Args:
-    pages: [P, K, S, D].
+    pages: [N, K, S, D].
     new: [T, K, D], floats or elements of the pool.
     page_ids: int32[T]; an id out of range drops the token.
     offsets: int32[T], 0..S-1.
@@ -185,21 +188,22 @@ def append_pages(
     The pool.
 
   Raises:
-    ValueError: an argument has a shape or dtype that is not supported.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
 
   Examples:
     Latent vectors in 8 bits; their scales are a pool of vectors of one number.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
-    >>> latent_scale = jnp.zeros((2, 1, 4))  # as mla_decode takes it
-    >>> place = jnp.asarray([1], jnp.int32), jnp.asarray([3], jnp.int32)
+    >>> k_scale = jnp.zeros((2, 1, 4))  # for the options of mla_decode
+    >>> where = jnp.asarray([1], jnp.int32), jnp.asarray([3], jnp.int32)
     >>> stored, scale = quantize(jnp.asarray([[[3.0, -6.0]]]), "int8")
-    >>> pages = append_pages(pages, stored, *place)
-    >>> latent_scale = append_pages(
-    ...   latent_scale[..., None], scale[..., None], *place
+    >>> pages = append_pages(pages, stored, *where)
+    >>> k_scale = append_pages(
+    ...   k_scale[..., None], scale[..., None], *where
     ... )[..., 0]
-    >>> pages[1, 0, 3].tolist(), round(float(latent_scale[1, 0, 3]) * 127, 4)
+    >>> pages[1, 0, 3].tolist(), round(float(k_scale[1, 0, 3]) * 127, 4)
     ([64, -127], 6.0)
   """
   check.pool("pages", pages)
@@ -220,10 +224,11 @@ def append_pages(
 def _where(
   pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, page_offset
 ) -> jax.Array:
-  """Each token's page of the pool, P for nowhere: int32[T]."""
+  """The page of each token in the pool, N to drop the token: int32[T]."""
   check.vector("offsets", offsets, page_ids.size)
   check.scalar("page_offset", page_offset, jnp.integer)
   total, page_size = pages.shape[0], pages.shape[2]
+  chex.assert_equal_shape([page_ids, offsets])
   where = page_ids + jnp.asarray(page_offset, jnp.int32)
   fits = (page_ids >= 0) & (page_ids < total) & (where >= 0)
   fits &= (offsets >= 0) & (offsets < page_size)
@@ -231,7 +236,8 @@ def _where(
 
 
 def _put(pages, new, where, offsets) -> jax.Array:
-  """Writes `new` [T, K, ...] into [P, K, S, ...]; page P drops the token."""
+  """Writes `new` [T, K, ...] into [N, K, S, ...]; page N drops the token."""
+  chex.assert_shape(new, (*where.shape, pages.shape[1], *pages.shape[3:]))
   pages, offsets = jnp.asarray(pages), jnp.asarray(offsets)
   return lax.platform_dependent(
     pages, new, where, offsets, tpu=_put_by_head, default=_put_all_heads
@@ -239,14 +245,14 @@ def _put(pages, new, where, offsets) -> jax.Array:
 
 
 def _put_all_heads(pages, new, where, offsets) -> jax.Array:
-  """Heads may lie on a mesh: the compiler adds no collective."""
+  """One scatter for all heads: with heads sharded, it needs no collective."""
   return pages.at[where, :, offsets].set(new, mode="drop")
 
 
 def _put_by_head(pages, new, where, offsets) -> jax.Array:
-  """The same for a TPU; over a mesh, in `shard_map`.
+  """One index for each head, for a TPU; with heads sharded, in `shard_map`.
 
-  A window over heads skips the slots between them, and for that XLA for a TPU
+  A scatter window over heads is strided in memory, for which XLA for a TPU
   would transpose the whole pool around a loop.
   """
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
@@ -259,42 +265,39 @@ def _elements(
   pages: jax.Array,
   scale: jax.Array | None = None,
 ) -> jax.Array:
-  """What is to be written for [T, K, D] where the names begin so."""
+  """`new` in the pool's storage format; `prefix` names arguments in errors."""
   if scale is not None:
     _check_floats(f"{prefix}new", new)
-    hint = ", a factor a head (scales for each token: append_quantized)"
+    hint = "for scales of each token use append_quantized"
     _check_scale(f"{prefix}scale", scale, pages.shape[1:2], hint)
     new = jnp.asarray(new, jnp.float32) / scale[None, :, None]
   elif new.dtype == pages.dtype:
     return jnp.asarray(new)
   elif pages.dtype == jnp.int8:
-    raise ValueError(
-      f"{prefix}new is {new.dtype} and would be rounded to the integers that an"
-      " int8 pool holds: `quantize` it first, which gives its scales too (both"
-      " for keys and values: append_quantized, or append_kv with k_scale and"
-      " v_scale)"
+    hint = (
+      "`quantize` it first, which returns its scales; for keys and values use"
+      " append_quantized, or append_kv with k_scale and v_scale"
     )
+    wanted = "int8 for an int8 pool"
+    check.refuse(TypeError, f"{prefix}new", wanted, new.dtype, hint)
   return store(new, pages.dtype)
 
 
 def _check_scale(
-  name: str, scale: jax.Array, wanted: tuple[int, ...], hint: str = ""
+  name: str, scale: jax.Array, shape: tuple[int, ...], hint: str = ""
 ) -> None:
-  """float32 of that shape."""
-  check.is_array(name, scale)
-  if scale.shape != wanted or scale.dtype != jnp.float32:
-    raise ValueError(
-      f"{name} is {scale.dtype}{list(scale.shape)}; it must be"
-      f" float32{list(wanted)}{hint}"
-    )
+  """float32 of a shape."""
+  wanted = f"float32{list(shape)}"
+  check.float32(name, scale, wanted)
+  if scale.shape != shape:
+    check.refuse(ValueError, name, wanted, scale, hint)
 
 
 def _check_floats(name: str, new: jax.Array) -> None:
-  """Numbers, not elements of a pool; already checked to be one of these."""
+  """Floats, not elements of a pool; `_check_new` has let only these through."""
   if not jnp.issubdtype(new.dtype, jnp.floating):
-    raise ValueError(
-      f"{name} is {new.dtype}, elements of the pool already; scales need floats"
-    )
+    hint = "elements of the pool cannot be scaled"
+    check.refuse(TypeError, name, "floats", new.dtype, hint)
 
 
 def _check_sides(
@@ -306,7 +309,7 @@ def _check_sides(
   page_ids: jax.Array,
   **others: jax.Array | int | None,
 ) -> None:
-  """Pools and tokens fit each other, and all are on the same devices."""
+  """Checks that pools and tokens go together and are on the same devices."""
   check.alike(k_pages, v_pages)
   check.vector("page_ids", page_ids, None)
   check.beside(
@@ -327,10 +330,10 @@ def _check_new(
 ) -> None:
   """[T, K, D], floats or elements of the pool."""
   check.is_array(name, new)
-  wanted = (tokens, pages.shape[1], pages.shape[3])
+  shape = (tokens, pages.shape[1], pages.shape[3])
+  wanted = f"floats or {pages.dtype}, {list(shape)}"
   floats = jnp.issubdtype(new.dtype, jnp.floating)
-  if new.shape != wanted or not (floats or new.dtype == pages.dtype):
-    raise ValueError(
-      f"{name} is {new.dtype}{list(new.shape)}; it must be float{list(wanted)}"
-      f" or {pages.dtype} for a pool of {pages.dtype}{list(pages.shape)}"
-    )
+  if not floats and new.dtype != pages.dtype:
+    check.refuse(TypeError, name, wanted, new)
+  if new.shape != shape:
+    check.refuse(ValueError, name, wanted, new)

@@ -1,8 +1,13 @@
-"""Checks of arguments when they are traced: shapes, dtypes, static values."""
+"""Checks of arguments when they are traced: types, shapes, static values.
+
+A wrong type or dtype is a `TypeError`; a wrong shape or value a `ValueError`.
+All say "`name` must be X, got Y; do Z.".
+"""
 
 import functools
 import math
 from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -23,84 +28,96 @@ _POOL_DTYPES = (
 )
 
 
-def queries(name: str, q: jax.Array, letters: str) -> None:
-  """The queries have one axis per letter, none empty, and a float dtype."""
-  is_array(name, q)
-  if q.ndim != len(letters) or 0 in q.shape:
-    raise ValueError(
-      f"{name} has shape {q.shape}; it must be [{', '.join(letters)}], none of"
-      " them 0"
-    )
-  if q.dtype.name not in _QUERY_DTYPES:
-    raise ValueError(
-      f"{name} is {q.dtype}; supported are {', '.join(_QUERY_DTYPES)}"
-    )
+def refuse(
+  error: type[Exception], name: str, wanted: str, got: Any, hint: str = ""
+) -> NoReturn:
+  """Raises `error` in the one voice of this library.
+
+  Args:
+    error: `TypeError` or `ValueError`.
+    name: of the argument.
+    wanted: what it must be.
+    got: the value; an array is described by its dtype and shape.
+    hint: what to do, where that is not plain.
+  """
+  tail = f"; {hint}." if hint else "."
+  raise error(f"`{name}` must be {wanted}, got {described(got)}{tail}")
+
+
+def described(value: Any) -> str:
+  """A value for a message: arrays as `dtype[shape]`, others by `repr`."""
+  if isinstance(value, np.dtype):
+    return value.name
+  if isinstance(value, (jax.Array, np.ndarray)):
+    return f"{value.dtype}{list(value.shape)}"
+  return repr(value)
 
 
 def is_array(name: str, value: Any) -> None:
   """A JAX or NumPy array, traced or not."""
   if not isinstance(value, (jax.Array, np.ndarray)):
-    raise ValueError(
-      f"{name} is of type {type(value).__name__}; it must be an array: wrap it"
-      " in jnp.asarray"
+    raise TypeError(
+      f"`{name}` must be an array, got {type(value).__name__}; wrap it in"
+      " jnp.asarray."
     )
+
+
+def queries(name: str, q: jax.Array, letters: str) -> None:
+  """Queries: one axis for each letter, none empty, a float dtype."""
+  is_array(name, q)
+  if q.ndim != len(letters) or 0 in q.shape:
+    wanted = f"[{', '.join(letters)}] with no axis of size 0"
+    refuse(ValueError, name, wanted, q)
+  if q.dtype.name not in _QUERY_DTYPES:
+    refuse(TypeError, name, _one_of(_QUERY_DTYPES), q.dtype)
 
 
 def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
-  """K and V pools fit each other and q."""
+  """K and V pools that go together, and with the queries."""
   alike(k_pages, v_pages)
   beside("q", q, k_pages=k_pages, v_pages=v_pages)
   heads, dim = q.shape[-2:]
-  kv_heads = k_pages.shape[1]
-  if k_pages.shape[3] != dim:
-    raise ValueError(
-      f"k_pages has head size {k_pages.shape[3]} but q has {dim}; they must"
-      " agree"
-    )
+  _, kv_heads, page_size, found = k_pages.shape
+  if found != dim:
+    wanted = f"[N, {kv_heads}, {page_size}, {dim}], with the head size of q"
+    refuse(ValueError, "k_pages", wanted, k_pages)
   if heads % kv_heads != 0:
     raise ValueError(
-      f"q has {heads} heads and k_pages {kv_heads}; the first must be a"
-      " multiple of the second"
+      f"`q` must have a multiple of the {kv_heads} heads of k_pages, got"
+      f" {heads}."
     )
 
 
 def alike(k_pages: jax.Array, v_pages: jax.Array) -> None:
-  """Pools that differ in their head size alone: a page id means both."""
+  """Two pools in which a page id means the same: only D may differ."""
   pool("k_pages", k_pages)
   pool("v_pages", v_pages)
   if k_pages.dtype != v_pages.dtype:
-    raise ValueError(
-      f"k_pages is {k_pages.dtype} but v_pages is {v_pages.dtype}; give both"
-      " the same dtype"
-    )
+    wanted = f"{k_pages.dtype}, the dtype of k_pages"
+    refuse(TypeError, "v_pages", wanted, v_pages.dtype)
   if k_pages.shape[:3] != v_pages.shape[:3]:
-    raise ValueError(
-      f"k_pages has shape {k_pages.shape} but v_pages {v_pages.shape}; all but"
-      " the last axis must agree"
-    )
+    sizes = ", ".join(map(str, k_pages.shape[:3]))
+    refuse(ValueError, "v_pages", f"[{sizes}, Dv], as k_pages is", v_pages)
 
 
 def pool(name: str, pages: jax.Array) -> None:
-  """[P, K, S, D], no axis empty, in a dtype that pools may have."""
+  """[N, K, S, D], no axis empty, in a dtype that pools may have."""
   is_array(name, pages)
   if pages.ndim != 4 or 0 in pages.shape:
-    raise ValueError(
-      f"{name} has shape {pages.shape}; it must be [P, K, S, D], none of them 0"
-    )
+    refuse(ValueError, name, "[N, K, S, D] with no axis of size 0", pages)
   pool_dtype(name, pages.dtype)
 
 
 def pool_dtype(name: str, value: Any) -> np.dtype:
-  """The dtype that this is or is the name of; pools may have it."""
+  """The dtype given or named by `value`, one that pools may have."""
   try:
     dtype = None if value is None else np.dtype(value)
   except (TypeError, ValueError):
     dtype = None
   if dtype is None or dtype.name not in _POOL_DTYPES:
-    raise ValueError(
-      f"{name} is {dtype or repr(value)}; a pool is {', '.join(_POOL_DTYPES)};"
-      " uint16 for the bits of bfloat16, uint8 for those of float8_e4m3fn"
-    )
+    hint = "use uint16 for the bits of bfloat16, uint8 for float8_e4m3fn"
+    found = value if dtype is None else dtype
+    refuse(TypeError, name, _one_of(_POOL_DTYPES), found, hint)
   return dtype
 
 
@@ -109,27 +126,28 @@ def real(name: str, values: jax.Array) -> None:
   is_array(name, values)
   kinds = (jnp.floating, jnp.integer)
   if not any(jnp.issubdtype(values.dtype, kind) for kind in kinds):
-    raise ValueError(f"{name} is {values.dtype}; it must be floats or integers")
+    refuse(TypeError, name, "floats or integers", values)
 
 
 def beside(name: str, array: jax.Array, **others: Any) -> None:
-  """Arrays that were put on devices are on those of the one named first.
+  """Arrays on the same devices as the one named first.
 
-  Of what is traced nothing is known; there jax says it itself, without names.
+  Arrays that were not put on a device are not checked, and neither are traced
+  ones: their placement is unknown until lowering, where jax checks it.
   """
   wanted = placed(array)
   for other, value in others.items():
     devices = placed(value)
     if wanted is not None and devices is not None and devices != wanted:
       raise ValueError(
-        f"{other} is on {_names(devices)} but {name} on {_names(wanted)}; put"
-        " both on the same devices"
+        f"`{other}` must be on {_names(wanted)} like {name}, got"
+        f" {_names(devices)}; move one of them with jax.device_put."
       )
 
 
 @functools.cache
 def architectures() -> frozenset[int]:
-  """Of the GPUs at hand, 90 for one of sm_90; none without a GPU."""
+  """Compute capabilities of the local GPUs, 90 for sm_90; empty without one."""
   return frozenset(
     int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
     for device in jax.local_devices()
@@ -156,58 +174,52 @@ def table(
   shape = page_table.shape
   rows = shape[:1] if batch is None else (batch,)
   if len(shape) != 2 or shape[:1] != rows or 0 in shape:
-    wanted = "B >= 1" if batch is None else batch
-    raise ValueError(
-      f"{name} has shape {shape}; it must be [{wanted}, M] with M >= 1"
-    )
+    sizes = "B, M] with B >= 1 and" if batch is None else f"{batch}, M] with"
+    refuse(ValueError, name, f"int32[{sizes} M >= 1", page_table)
 
 
 def vector(name: str, values: jax.Array, size: int | None) -> None:
   """int32[size]; of any size if None."""
   integers(name, values)
   if values.ndim != 1 or size not in (None, values.size):
-    wanted = "a vector" if size is None else f"[{size}]"
-    raise ValueError(f"{name} has shape {values.shape}; it must be {wanted}")
+    wanted = "a vector" if size is None else f"int32[{size}]"
+    refuse(ValueError, name, wanted, values)
 
 
 def integers(name: str, values: jax.Array) -> None:
-  """int32."""
+  """An int32 array."""
   is_array(name, values)
   if values.dtype != jnp.int32:
-    raise ValueError(f"{name} is {values.dtype}; it must be int32")
+    hint = f"cast it with {name}.astype(jnp.int32)"
+    refuse(TypeError, name, "int32", values.dtype, hint)
 
 
 def max_query_len(value: int | None, rows: int) -> int:
-  """The longest query run, at least 1."""
+  """The longest run of queries, at least 1; `rows` for None."""
   if value is None:
     return max(rows, 1)
-  if not isinstance(value, int) or value < 1:
-    raise ValueError(
-      f"max_query_len={value!r}; it must be a Python int of at least 1, or None"
-    )
+  count("max_query_len", value)
   return value
 
 
-def window(value: jax.Array | int | None) -> None:
-  """An integer scalar of at least 1 that fits int32, or None."""
+def window(value: jax.Array | int | None, name: str = "window") -> None:
+  """An integer scalar from 1 to 2**31 - 1, or None."""
   if value is None:
     return
-  scalar("window", value, np.integer)
-  if isinstance(value, (int, np.integer)) and not 1 <= value <= _INT32_MAX:
-    raise ValueError(
-      f"window={value}; it must be at least 1 and fit int32, or None"
-    )
+  scalar(name, value, np.integer)
+  if isinstance(value, (int, np.integer)) and value < 1:
+    refuse(ValueError, name, "at least 1, or None", value)
 
 
-def soft_cap(value: float | None) -> None:
+def soft_cap(value: float | None, name: str = "soft_cap") -> None:
   """A finite Python number above 0, or None."""
   if value is None:
     return
-  number = isinstance(value, (int, float)) and not isinstance(value, bool)
-  if not number or not 0 < value < math.inf:
-    raise ValueError(
-      f"soft_cap={value!r}; it must be a finite Python number above 0, or None"
-    )
+  wanted = "a finite Python number above 0, or None"
+  if not isinstance(value, (int, float)) or isinstance(value, bool):
+    refuse(TypeError, name, wanted, value)
+  if not 0 < value < math.inf:
+    refuse(ValueError, name, wanted, value)
 
 
 def per_head(name: str, values: jax.Array | None, heads: int) -> None:
@@ -215,59 +227,74 @@ def per_head(name: str, values: jax.Array | None, heads: int) -> None:
   if values is None:
     return
   is_array(name, values)
-  floats = jnp.issubdtype(values.dtype, jnp.floating)
-  if values.shape != (heads,) or not floats:
-    raise ValueError(
-      f"{name} is {values.dtype}{list(values.shape)}; it must be"
-      f" float[{heads}], one per query head"
-    )
+  wanted = f"float[{heads}], one number for each query head"
+  if not jnp.issubdtype(values.dtype, jnp.floating):
+    refuse(TypeError, name, wanted, values)
+  if values.shape != (heads,):
+    refuse(ValueError, name, wanted, values)
 
 
 def scales(name: str, values: jax.Array | None, pages: jax.Array) -> None:
-  """float32[K] or float32[P, K, S] for a pool [P, K, S, D]; or None."""
+  """float32[K] or float32[N, K, S] for a pool [N, K, S, D]; or None."""
   if values is None:
     return
+  head, token = list(pages.shape[1:2]), list(pages.shape[:3])
+  wanted = (
+    f"float32{head}, one for each head, or float32{token}, one for each token"
+    " and head"
+  )
+  float32(name, values, wanted)
+  if list(values.shape) not in (head, token):
+    refuse(ValueError, name, wanted, values)
+
+
+def float32(name: str, values: jax.Array, wanted: str = "float32") -> None:
+  """A float32 array."""
   is_array(name, values)
-  shapes = (pages.shape[1:2], pages.shape[:3])
-  if values.dtype != jnp.float32 or values.shape not in shapes:
-    raise ValueError(
-      f"{name} is {values.dtype}{list(values.shape)}; it must be"
-      f" float32{list(shapes[0])}, a factor a head, or float32"
-      f"{list(shapes[1])}, one a token and head"
-    )
+  if values.dtype != jnp.float32:
+    refuse(TypeError, name, wanted, values)
 
 
-def tree_mask(mask: jax.Array | None, leading: tuple[int, ...]) -> None:
-  """bool[*leading, N], N at least 1; or None."""
+def tree_mask(
+  mask: jax.Array | None, leading: tuple[int, ...], name: str = "tree_mask"
+) -> None:
+  """bool[*leading, X], X at least 1; or None."""
   if mask is None:
     return
-  is_array("tree_mask", mask)
-  fits = mask.ndim == len(leading) + 1 and mask.shape[:-1] == leading
-  if mask.dtype != jnp.bool_ or not fits or mask.shape[-1] == 0:
-    sizes = ", ".join(map(str, leading))
-    raise ValueError(
-      f"tree_mask is {mask.dtype}{list(mask.shape)}; it must be"
-      f" bool[{sizes}, N] with N >= 1"
-    )
+  is_array(name, mask)
+  wanted = f"bool[{', '.join(map(str, leading))}, X] with X >= 1"
+  if mask.dtype != jnp.bool_:
+    refuse(TypeError, name, wanted, mask)
+  if mask.ndim == 0 or mask.shape[:-1] != leading or mask.shape[-1] == 0:
+    refuse(ValueError, name, wanted, mask)
 
 
 def count(name: str, value: int) -> None:
   """A Python integer of at least 1."""
-  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-    raise ValueError(f"{name}={value!r}; it must be an int of at least 1")
+  if not isinstance(value, int) or isinstance(value, bool):
+    refuse(TypeError, name, "a Python int of at least 1", value)
+  if value < 1:
+    refuse(ValueError, name, "a Python int of at least 1", value)
 
 
 def scalar(name: str, value, kind) -> None:
-  """A Python number, or an array scalar of this kind; an integer fits int32."""
+  """A Python number or an array scalar of a kind; integers fit int32."""
+  wanted = "an integer scalar" if kind is np.integer else "a float scalar"
   if isinstance(value, bool):
     fits = False
   elif isinstance(value, (int, float)):
     fits = isinstance(value, int) or kind is np.floating
   else:
     array = isinstance(value, (jax.Array, np.ndarray, np.generic))
-    fits = array and value.ndim == 0 and jnp.issubdtype(value.dtype, kind)
-  if isinstance(value, (int, np.integer)) and kind is np.integer:
-    fits &= -_INT32_MAX <= value <= _INT32_MAX
+    fits = array and jnp.issubdtype(value.dtype, kind)
   if not fits:
-    wanted = "an integer (int32)" if kind is np.integer else "a float"
-    raise ValueError(f"{name}={value!r}; it must be {wanted} scalar")
+    refuse(TypeError, name, wanted, value)
+  if np.ndim(value) != 0:
+    refuse(ValueError, name, wanted, value)
+  if kind is np.integer and isinstance(value, (int, np.integer)):
+    if not -_INT32_MAX <= value <= _INT32_MAX:
+      refuse(ValueError, name, f"{wanted} that fits int32", value)
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+  return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -1,18 +1,18 @@
-"""What the bits of a page pool mean.
+"""Number formats of page pools.
 
 XLA on a CPU rewrites a whole bfloat16 or 8-bit float array to update one
-element of it, so such pools travel there as the same bits in an integer type.
-Only what is read or written is ever reinterpreted, never the pool.
+element of it, so there such pools hold the same bits in an integer type. Only
+elements that are read or written are reinterpreted, never the pool.
 
-| pool dtype | elements mean |
+| pool dtype | its elements |
 |---|---|
-| float32, float16, bfloat16 | themselves |
+| float32, float16, bfloat16 | numbers |
 | uint16 | bfloat16 bits |
-| float8_e4m3fn, float8_e5m2 | themselves, times a scale if there is one |
+| float8_e4m3fn, float8_e5m2 | numbers, times a scale if there is one |
 | uint8 | float8_e4m3fn bits |
 | int8 | integers from -127 to 127, times a scale |
 
-float8_e5m2 has no form in bits: on a CPU a write costs a pass over its pool.
+float8_e5m2 has no integer form: on a CPU a write costs a pass over its pool.
 """
 
 import jax
@@ -34,7 +34,7 @@ _MEANING = {
   _E5M2: _E5M2,
   np.dtype(np.int8): np.dtype(np.int8),
 }
-# The largest numbers of the formats that are stored saturated.
+# The largest numbers of the 8-bit formats, which saturate.
 _LARGEST = {np.dtype(np.int8): 127.0, _E4M3: 448.0, _E5M2: 57344.0}
 
 
@@ -45,10 +45,10 @@ def logical_dtype(pool_dtype) -> np.dtype:
     pool_dtype: dtype of a page pool.
 
   Returns:
-    The dtype its elements have once loaded.
+    The dtype of its elements once loaded.
 
   Raises:
-    ValueError: the dtype is not one a pool may have.
+    TypeError: a pool cannot have this dtype.
 
   Examples:
     >>> logical_dtype("uint16")
@@ -58,22 +58,19 @@ def logical_dtype(pool_dtype) -> np.dtype:
 
 
 def scaled_dtype(name: str, pool_dtype) -> np.dtype:
-  """`logical_dtype` of a pool that has scales; others are refused by name."""
+  """`logical_dtype` of a pool with scales; raises for other formats."""
   meaning = _MEANING[check.pool_dtype(name, pool_dtype)]
   if meaning not in _LARGEST:
-    raise ValueError(
-      f"{name} is {np.dtype(pool_dtype)}, and a pool of {meaning} takes no"
-      " scales: use int8, float8_e4m3fn, float8_e5m2, or uint8 for the bits of"
-      " float8_e4m3fn"
-    )
+    wanted = "int8, float8_e4m3fn, float8_e5m2 or uint8 to have scales"
+    check.refuse(TypeError, name, wanted, np.dtype(pool_dtype))
   return meaning
 
 
 def load(stored: jax.Array) -> jax.Array:
-  """Elements of a pool as the numbers they are; same shape, no scale applied.
+  """Elements of a pool as numbers, in the same shape. No scale is applied.
 
-  Call it on what was gathered from a pool, not on the pool: on a CPU the
-  conversion of a pool costs a pass over all of it.
+  Call it on elements gathered from a pool, not on the pool: on a CPU converting
+  a pool costs a pass over all of it.
   """
   check.is_array("stored", stored)
   meaning = _MEANING[check.pool_dtype("stored", stored.dtype)]
@@ -85,8 +82,7 @@ def load(stored: jax.Array) -> jax.Array:
 def store(values: jax.Array, pool_dtype) -> jax.Array:
   """Numbers as elements of a pool of this dtype, rounded to its format.
 
-  Eight-bit formats saturate: what is larger than their largest number becomes
-  that number.
+  8-bit formats saturate: numbers beyond their largest become the largest.
   """
   check.real("values", values)
   meaning = logical_dtype(pool_dtype)
@@ -104,12 +100,12 @@ def store(values: jax.Array, pool_dtype) -> jax.Array:
 
 
 def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
-  """Numbers as elements of an 8-bit pool, and what to multiply those by.
+  """Numbers as elements of an 8-bit pool, and the scales to multiply them by.
 
-  Each vector (the last axis) has a scale of its own, with which its largest
-  number becomes the format's largest. A vector of zeros has scale 1. A scale is
-  no smaller than float32's smallest normal number, so numbers below some 1e-36
-  lose digits. Of a vector with a NaN or an infinity the scale is NaN.
+  Each vector (the last axis) has its own scale, which maps its largest number
+  to the format's largest. A vector of zeros has scale 1. A scale is never below
+  the smallest normal number of float32, so numbers below about 1e-36 lose
+  digits. A vector with a NaN or an infinity has the scale NaN.
 
   Args:
     values: float[..., D].
@@ -119,7 +115,8 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
     (pool dtype[..., D], float32[...]).
 
   Raises:
-    ValueError: the pool's format has more than 8 bits, or there is no number.
+    TypeError: the pool's format has more than 8 bits.
+    ValueError: `values` has no numbers.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -129,9 +126,7 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   """
   check.real("values", values)
   if values.shape[-1:] in ((), (0,)):
-    raise ValueError(
-      f"values has shape {values.shape}; it must be [..., D] with D >= 1"
-    )
+    check.refuse(ValueError, "values", "[..., D] with D >= 1", values)
   meaning = scaled_dtype("pool_dtype", pool_dtype)
   values = jnp.asarray(values, jnp.float32)
   largest = jnp.max(jnp.abs(values), axis=-1)

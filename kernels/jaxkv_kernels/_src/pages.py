@@ -1,4 +1,4 @@
-"""Whole pages: copying them within a pool, gathering them out of it."""
+"""Copying whole pages within a pool, and gathering them out of it."""
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,24 @@ def copy_pages(
 ) -> jax.Array:
   """Copies page `src[r]` over page `dst[r]`, in every layer.
 
-  All sources are read before any destination is written. In place when the
-  pool is donated or carried by a loop; costs nothing when there is nothing to
-  copy (but under `vmap` always its full cost). A pair with either id out of
-  range is skipped; equal destinations: any of them may win.
+  All sources are read before any destination is written. The copy is in place
+  when the pool is donated or carried by a loop. It costs nothing when there is
+  nothing to copy, except under `vmap`, where it always has its full cost. A
+  pair with either id out of range is skipped. Of equal destinations any may
+  win.
 
   Args:
     pages: [L * N, K, S, D].
     src: int32[R], ids 0..N-1.
-    dst: int32[R].
+    dst: int32[R], ids 0..N-1.
     num_layers: L.
 
   Returns:
     The pool.
 
   Raises:
-    ValueError: an argument has a shape or dtype that is not supported.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -43,9 +45,8 @@ def copy_pages(
   total = pages.shape[0]
   check.count("num_layers", num_layers)
   if total % num_layers != 0:
-    raise ValueError(
-      f"num_layers={num_layers} does not divide the {total} pages of the pool"
-    )
+    wanted = f"a divisor of the pool's {total} pages"
+    check.refuse(ValueError, "num_layers", wanted, num_layers)
   check.vector("src", src, None)
   check.vector("dst", dst, src.size)
   check.beside("pages", pages, src=src, dst=dst)
@@ -59,7 +60,7 @@ def copy_pages(
       content, mode="drop"
     )
 
-  # A loop of no steps, not a `cond`: a branch would copy the pool.
+  # A loop without steps instead of a `cond`: a branch would copy the pool.
   steps = jnp.where(jnp.any(fits), num_layers, 0).astype(jnp.int32)
   return lax.fori_loop(0, steps, copy_layer, jnp.asarray(pages))
 
@@ -70,18 +71,20 @@ def gather_pages(
   *,
   page_offset: jax.Array | int = 0,
 ) -> jax.Array:
-  """The sequences' tokens as one dense array, as numbers (never as bits).
+  """The sequences' tokens as one dense array of numbers (never bits).
 
   Args:
-    pages: [P, K, S, D].
+    pages: [N, K, S, D].
     page_table: int32[B, M]; an id out of range reads as a page of zeros.
     page_offset: int32[], added to every page id.
 
   Returns:
-    [B, M * S, K, D]. Slots past a sequence's length are whatever they hold.
+    [B, M * S, K, D]. Tokens past a sequence's length are whatever the pages
+    hold.
 
   Raises:
-    ValueError: an argument has a shape or dtype that is not supported.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
   """
   check.pool("pages", pages)
   check.table(page_table, None)

@@ -1,15 +1,19 @@
-"""Decoding many sequences that begin with the same pages: the decode.
+"""Decoding rows that begin with the same pages, those pages read once.
 
-Samples of one prompt share its pages. Attention over those is computed for all
-samples of a group at once, their queries side by side as if they were heads of
-one sequence, so that each key and value is read once a group. Attention over
-the rest is each row's own, and the two are merged by their log-sum-exps
-(cascade inference; Ye et al. 2024, and Juravsky et al. 2024, section 3).
+Samples of one prompt share its pages. Attention over shared pages is computed
+for all rows of a cluster at once, their queries side by side as if they were
+heads of one sequence, so that each key and value is read once for a cluster.
+Attention over the remaining pages is computed for each row. The two are merged
+by their log-sum-exps (cascade inference; Ye et al. 2024, and Juravsky et al.
+2024, section 3). `shared_prefix` finds the clusters.
 """
 
 import dataclasses
 from typing import Any
+from typing import Literal
+from typing import overload
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,9 +21,41 @@ from jax import lax
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import choose
 from jaxkv_kernels._src.attention.merge import merge_states
+from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.options import CallOptions
-from jaxkv_kernels._src.attention.options import checked
+from jaxkv_kernels._src.attention.options import check_options
+from jaxkv_kernels._src.attention.options import refuse_options
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
+
+
+@overload
+def cascade_decode(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  shared: SharedPrefix,
+  *,
+  options: AttentionOptions | None = ...,
+  page_offset: jax.Array | int = ...,
+  return_lse: Literal[False] = ...,
+  backend: str = ...,
+  interpret: Any = ...,
+) -> jax.Array: ...
+
+
+@overload
+def cascade_decode(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  shared: SharedPrefix,
+  *,
+  options: AttentionOptions | None = ...,
+  page_offset: jax.Array | int = ...,
+  return_lse: Literal[True],
+  backend: str = ...,
+  interpret: Any = ...,
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def cascade_decode(
@@ -28,79 +64,63 @@ def cascade_decode(
   v_pages: jax.Array,
   shared: SharedPrefix,
   *,
+  options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
-  scale: jax.Array | float | None = None,
-  soft_cap: float | None = None,
-  sinks: jax.Array | None = None,
-  alibi_slopes: jax.Array | None = None,
-  k_scale: jax.Array | None = None,
-  v_scale: jax.Array | None = None,
   return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
-) -> Any:
-  """What `paged_decode` gives, with prefixes that rows share read once.
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+  """`paged_decode` with the pages that rows share read once.
 
-  There is no window: behind one, rows of different length see different parts
-  of a prefix. The result differs from `paged_decode`'s in rounding. Where a
-  backend does not serve the query heads of a whole group at once, a prefix is
-  read once for each of as few equal parts of the group as it does serve.
+  The result differs from that of `paged_decode` in rounding only. A window is
+  not supported: behind one, rows of different length see different parts of a
+  prefix. Where a backend does not serve the query heads of a whole cluster at
+  once, the cluster is halved until it does, and a prefix is read once for each
+  part.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
-    k_pages: [P, K, S, D], as for `paged_decode`.
-    v_pages: [P, K, S, Dv], same dtype.
-    shared: of `plan_shared_prefix`, from the tables and lengths that the B
-      rows have in this call; for others first see `SharedPrefix.fitted`.
-    page_offset: as for `paged_decode`, like all that follow.
-    scale: factor of the logits; 1 / sqrt(D) if None.
-    soft_cap: c > 0 turns a logit x into c * tanh(x / c).
-    sinks: float[H], one logit per head without a value.
-    alibi_slopes: float[H].
-    k_scale: float32[K] or float32[P, K, S].
-    v_scale: float32[K] or float32[P, K, S].
+    k_pages: [N, K, S, D], as for `paged_decode`.
+    v_pages: [N, K, S, Dv], same dtype.
+    shared: from `plan_shared_prefix`, for the tables and lengths that the B
+      rows have in this call; if they may have changed, first call
+      `SharedPrefix.refreshed`.
+    options: all but `window` and `tree_mask`.
+    page_offset: as for `paged_decode`.
     return_lse: also return the log-sum-exp (natural log, sink included).
-    backend: "auto", or the name of one.
+    backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
     [B, H, Dv] in q's dtype, and float32[B, H] with `return_lse`.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
-    NotImplementedError: there is no such backend, or it does not serve.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+    NotImplementedError: the backend does not exist, or does not serve the call.
   """
   check.queries("q", q, "BHD")
   check.pools(q, k_pages, v_pages)
   _check_shared(q, shared)
-  options = checked(
-    q,
-    k_pages,
-    v_pages,
-    page_offset=page_offset,
-    scale=scale,
-    soft_cap=soft_cap,
-    sinks=sinks,
-    alibi_slopes=alibi_slopes,
-    k_scale=k_scale,
-    v_scale=v_scale,
-    interpret=interpret,
+  refuse_options(options, "use paged_decode instead", "window", "tree_mask")
+  call = check_options(
+    options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
   pools = (k_pages, v_pages)
-  chosen = choose.choose_backend("paged_decode", backend, q, *pools, options)
+  chosen = choose.choose_backend("paged_decode", backend, q, *pools, call)
   own = choose.decode(
-    chosen, q, *pools, shared.own_table, shared.own_tokens, options
+    chosen, q, *pools, shared.own_table, shared.own_tokens, call
   )
 
   def with_prefix(own):
     here = choose.target(backend, q, k_pages)
-    parts = _parts(q, *pools, shared, options, chosen, here)
-    prefix = _prefix_states(q, *pools, parts, options, chosen)
-    parts = zip(own, prefix, strict=True)
-    return merge_states(*(jnp.stack(part) for part in parts))
+    parts = _parts(q, *pools, shared, call, chosen, here)
+    prefix = _prefix_states(q, *pools, parts, call, chosen)
+    pairs = zip(own, prefix, strict=True)
+    return merge_states(*(jnp.stack(pair) for pair in pairs))
 
   if choose.platform(q, k_pages) == "cpu":
-    # Elsewhere a branch costs more than a pass over no tokens and a merge.
+    # On other platforms a branch costs more than an empty pass and a merge.
     out, lse = lax.cond(
       jnp.any(shared.tokens > 0), with_prefix, lambda own: own, own
     )
@@ -110,12 +130,12 @@ def cascade_decode(
   return (out, lse) if return_lse else out
 
 
-def _check_shared(q: jax.Array, shared: SharedPrefix | None) -> None:
-  """A plan for as many rows as q has."""
+def _check_shared(q: jax.Array, shared: SharedPrefix) -> None:
+  """A SharedPrefix for as many rows as q has."""
   if not isinstance(shared, SharedPrefix):
-    raise ValueError(
-      f"shared is {type(shared).__name__}; it must be a SharedPrefix; where"
-      " plan_shared_prefix gives None, use paged_decode"
+    raise TypeError(
+      f"`shared` must be a SharedPrefix, got {type(shared).__name__}; where"
+      " plan_shared_prefix returns None, use paged_decode."
     )
   check.table(shared.own_table, q.shape[0], name="shared.own_table")
   check.vector("shared.own_tokens", shared.own_tokens, q.shape[0])
@@ -132,12 +152,15 @@ def _parts(
   chosen: choose.Backend,
   here: str,
 ) -> SharedPrefix:
-  """Groups no larger than the backend serves: at least one row, as q has."""
-  groups, size = shared.members.shape
+  """Clusters cut into equal parts, as few as the backend serves.
+
+  A part of one row has as many query heads as q, which the backend serves.
+  """
+  clusters, size = shared.members.shape
   batch, heads, dim = q.shape
 
   def served(rows):
-    side_by_side = (-(-size // rows) * groups, rows * heads, dim)
+    side_by_side = (-(-size // rows) * clusters, rows * heads, dim)
     queries: Any = jax.ShapeDtypeStruct(side_by_side, q.dtype)
     reason = chosen.unsupported(here, queries, k_pages, v_pages, options)
     return reason is None
@@ -150,7 +173,7 @@ def _parts(
     return shared
   spare = ((0, 0), (0, parts * rows - size))
   members = jnp.pad(shared.members, spare, constant_values=batch)
-  members = members.reshape(groups * parts, rows)
+  members = members.reshape(clusters * parts, rows)
   some = jnp.any(members < batch, axis=1)
   return shared._replace(
     members=members,
@@ -167,31 +190,37 @@ def _prefix_states(
   options: CallOptions,
   chosen: choose.Backend,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention over what rows share: float32[B, H, Dv], float32[B, H]."""
+  """Attention over shared pages: float32[B, H, Dv], float32[B, H].
+
+  The heads of a cluster's call are ordered K/V head first, then row, then query
+  head of the K/V head, so that the backend's own rule (query head h reads K/V
+  head h // (H // K)) holds for them.
+  """
   batch, heads, dim = q.shape
   kv_heads = k_pages.shape[1]
-  groups, size = shared.members.shape
-  apart = (groups, size, kv_heads, heads // kv_heads)
-  together = (groups, size * heads)
+  clusters, size = shared.members.shape
 
   def side_by_side(rows):
-    """[G, N, K, H / K, ...] as [G, K * N * H / K, ...]."""
-    return rows.swapaxes(1, 2).reshape(*together, *rows.shape[4:])
+    """[clusters, size, H, ...] as [clusters, size * H, ...]."""
+    rest = rows.shape[3:]
+    rows = rows.reshape(clusters, size, kv_heads, -1, *rest).swapaxes(1, 2)
+    return rows.reshape(clusters, size * heads, *rest)
 
   def to_rows(states, empty):
-    """[G, K * N * H / K, ...] as [B, H, ...], `empty` for rows in no group."""
+    """[clusters, size * H, ...] as [B, H, ...], `empty` outside clusters."""
+    chex.assert_equal_shape_prefix([states, queries], 2)
     rest = states.shape[2:]
-    states = states.reshape(groups, kv_heads, size, -1, *rest).swapaxes(1, 2)
+    states = states.reshape(clusters, kv_heads, size, -1, *rest).swapaxes(1, 2)
+    states = states.reshape(clusters, size, heads, *rest)
     rows = jnp.full((batch, heads, *rest), empty, jnp.float32)
-    states = states.reshape(groups, size, heads, *rest)
     return rows.at[shared.members].set(states, mode="drop")
 
   slopes = own_slopes = options.alibi_slopes
   if slopes is not None:
     slopes = jnp.tile(slopes.reshape(kv_heads, 1, -1), (1, size, 1)).ravel()
   options = dataclasses.replace(options, sinks=None, alibi_slopes=slopes)
-  members = q.at[shared.members].get(mode="fill", fill_value=0)
-  queries = side_by_side(members.reshape(*apart, dim))
+  queries = side_by_side(q.at[shared.members].get(mode="fill", fill_value=0))
+  chex.assert_shape(queries, (clusters, size * heads, dim))
   out, lse = choose.decode(
     chosen,
     queries,
@@ -203,7 +232,7 @@ def _prefix_states(
   )
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if own_slopes is not None:
-    # Computed as if the queries stood at the prefix's end.
+    # ALiBi was computed as if the queries stood at the end of the prefix.
     away = shared.own_tokens.astype(jnp.float32)[:, None]
     lse = lse - own_slopes[None] * away
   return out, lse

@@ -6,14 +6,13 @@
 | tpu | mosaic_tpu, xla |
 | any other | xla |
 
-The platform is that of the arrays, if they were put on a device, else of the
-abstract mesh in use, if it names its device, else of jax's default device, else
-of the default backend. Tracing cannot know where
-`jit` is going to place a computation, so code that is compiled ahead of time
-for another platform, or placed on another device, names its backend; naming
-one names the platform that it is for. What a named backend cannot do is an
-error, never another backend's work; so is, outside a trace, running it on a
-platform that it is not for.
+The platform is the first that is known of: the device that the arrays were put
+on, the device of the abstract mesh in use, jax's default device, the default
+backend. Tracing cannot know where `jit` will place a computation, so code that
+is compiled ahead of time for another platform, or placed on another device,
+must name its backend; that also names the platform. A call that a named backend
+does not serve is an error and never goes to another backend. Outside a trace it
+is also an error to run a backend on a platform that it is not for.
 """
 
 import functools
@@ -32,8 +31,8 @@ from jaxkv_kernels._src.attention.options import CallOptions
 
 _logger = logging.getLogger(__name__)
 
-# The platforms that a backend is for, the first of which is meant when it is
-# named; None: all. A backend is imported when it is first asked for.
+# Platforms of each backend; None for all. Naming a backend means the first of
+# its platforms. A backend is imported on first use.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "mosaic_gpu": ("cuda",),
   "mosaic_tpu": ("tpu",),
@@ -41,8 +40,8 @@ _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "xla": None,
 }
 _ORDER = {
-  # mosaic_gpu is for those who name it, until it has been checked and timed on
-  # a Hopper, where it is to come first.
+  # mosaic_gpu must be named until it has been checked and timed on a Hopper;
+  # it will come first there.
   "cuda": ("triton", "xla"),
   "tpu": ("mosaic_tpu", "xla"),
 }
@@ -51,11 +50,11 @@ BACKENDS = ("auto", *_PLATFORMS)
 
 
 class Backend(Protocol):
-  """What the module of a backend defines.
+  """Interface of a backend's module.
 
-  Arguments have been checked by `api`. Both are called while tracing. One that
-  takes plans has `at_once(k_pages)` too: the pieces of work that it has in
-  hand at once, whatever their heads of keys.
+  `api` has checked the arguments. Both functions are called while tracing. A
+  backend that takes plans also has `at_once(k_pages)`: how many pieces of work
+  it processes at once, over all K/V heads.
   """
 
   def attend(
@@ -72,12 +71,12 @@ class Backend(Protocol):
 
     Args:
       q: [B, T, H, D].
-      k_pages: [P, K, S, D].
-      v_pages: [P, K, S, Dv].
+      k_pages: [N, K, S, D].
+      v_pages: [N, K, S, Dv].
       page_table: int32[B, M], any numbers where a row has no page.
-      starts: int32[B], -1 where a row sees no key, or past M * S.
+      starts: int32[B], -1 where a row sees no key; may be past M * S.
       counts: int32[B].
-      options: the rest, with defaults filled in.
+      options: checked, with defaults filled in.
 
     Returns:
       (float32[B, T, H, Dv], float32[B, T, H]).
@@ -96,15 +95,14 @@ class Backend(Protocol):
 
     Args:
       platform: "cpu", "cuda", "tpu" ...: what is compiled for.
-      q: [B, H, D] for a decode, [B, T, H, D] for a rectangle. Of this and the
-        pools only shapes and dtypes may be looked at.
-      k_pages: [P, K, S, D].
-      v_pages: [P, K, S, Dv].
-      options: likewise; static values, such as `soft_cap`, are there.
+      q: [B, H, D] for a decode, [B, T, H, D] for a rectangle; only shape and
+        dtype may be used.
+      k_pages: [N, K, S, D]; only shape and dtype.
+      v_pages: [N, K, S, Dv]; only shape and dtype.
+      options: only static values, such as `soft_cap`, shapes and dtypes.
 
     Returns:
-      One sentence that names the argument and what is supported, or None if
-      it serves.
+      "`name` must be X, got Y" without a period, or None if it serves.
     """
     ...
 
@@ -120,25 +118,26 @@ def choose_backend(
   """The backend for a call.
 
   Args:
-    operation: what it is for, for the log.
+    operation: the public function called, for the log.
     backend: one of `BACKENDS`.
     q: as for `Backend.unsupported`.
-    k_pages: likewise.
-    v_pages: likewise.
-    options: likewise.
+    k_pages: as for `Backend.unsupported`.
+    v_pages: as for `Backend.unsupported`.
+    options: as for `Backend.unsupported`.
 
   Returns:
-    Its module.
+    The backend's module.
 
   Raises:
-    NotImplementedError: there is no such backend, or it does not serve.
-    ValueError: `interpret` without the name of a backend that interprets.
+    NotImplementedError: the backend does not exist, or does not serve the call.
+    ValueError: `interpret` without the name of a Pallas backend.
   """
   check_name(backend)
   if options.interpret and _PLATFORMS.get(backend) is None:
+    pallas = ", ".join(name for name, own in _PLATFORMS.items() if own)
     raise ValueError(
-      f"interpret={options.interpret!r} with backend={backend!r}; name one of"
-      f" {', '.join(name for name, own in _PLATFORMS.items() if own) or '-'}"
+      f"`interpret` must be False with backend={backend!r}, got"
+      f" {options.interpret!r}; name the backend to interpret: {pallas}."
     )
   if backend != "auto":
     return _named(operation, backend, q, k_pages, v_pages, options)
@@ -152,7 +151,7 @@ def choose_backend(
       return module
     passed_over.append(f"{name}: {reason}")
   raise NotImplementedError(
-    f"no backend serves {operation} on {here}: {'; '.join(passed_over)}"
+    f"no backend serves {operation} on {here}: {'; '.join(passed_over)}."
   )
 
 
@@ -170,11 +169,11 @@ def decode(
   Args:
     chosen: the backend.
     q: [B, H, D].
-    k_pages: [P, K, S, D].
-    v_pages: [P, K, S, Dv].
+    k_pages: [N, K, S, D].
+    v_pages: [N, K, S, Dv].
     page_table: int32[B, M].
     lengths: int32[B].
-    options: the rest, with defaults filled in.
+    options: checked, with defaults filled in.
 
   Returns:
     (float32[B, H, Dv], float32[B, H]).
@@ -187,19 +186,20 @@ def decode(
 
 
 def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
-  """Pieces that `plan_decode` is to aim at for a backend.
+  """The number of workers to give to `plan_decode` for a backend.
 
   Args:
-    k_pages: [P, K, S, D]; looked at for its shape alone.
-    backend: as `paged_decode` will be told. "auto": whichever of those that it
-      tries here takes plans; the others ignore one.
+    k_pages: [N, K, S, D]; only shape and dtype are used.
+    backend: as given to `paged_decode`. "auto": the first backend that takes
+      plans among those tried on this platform; the others ignore a plan.
 
   Returns:
     The number; None if no plan would be used.
 
   Raises:
-    ValueError: k_pages is no pool.
-    NotImplementedError: there is no such backend.
+    TypeError: `k_pages` has a dtype that is not supported.
+    ValueError: `k_pages` has a shape that is not supported.
+    NotImplementedError: the backend does not exist.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -230,18 +230,18 @@ def check_name(backend: str) -> None:
   """Raises `NotImplementedError` unless there is such a backend."""
   if backend not in BACKENDS:
     raise NotImplementedError(
-      f"backend={backend!r} does not exist; there are {', '.join(BACKENDS)}"
+      f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}."
     )
 
 
 def name_of(chosen: Backend) -> str:
-  """What a backend is called in `BACKENDS`."""
+  """The name of a backend in `BACKENDS`."""
   module: Any = chosen
   return module.__name__.split(".")[-2]
 
 
 def target(backend: str, *arrays: Any) -> str:
-  """The platform that a call is compiled for: a named backend's own one."""
+  """The platform that a call is compiled for; a named backend has its own."""
   own = _PLATFORMS.get(backend)
   return platform(*arrays) if own is None else own[0]
 
@@ -250,7 +250,7 @@ def platform(*arrays: Any) -> str:
   """The platform that a call runs on, as far as can be known.
 
   Args:
-    *arrays: of the call, traced or not.
+    *arrays: arguments of the call, traced or not.
 
   Returns:
     "cpu", "cuda", "rocm", "tpu" or another of jax's names.
@@ -285,27 +285,27 @@ def _named(operation, backend, q, k_pages, v_pages, options) -> Backend:
     reason = _elsewhere(backend, q, k_pages)
   if reason is not None:
     raise NotImplementedError(
-      f"backend={backend!r} does not serve {operation}: {reason}"
+      f"backend {backend!r} does not serve {operation}: {reason}."
     )
   return module
 
 
 def _elsewhere(backend: str, *arrays: Any) -> str | None:
-  """Why it cannot run where the arrays are; None if it can, or in a trace.
+  """Why a backend cannot run where the arrays are; None if it can.
 
-  What is traced may be compiled for another platform than the arrays' one,
-  even if all of them are constants.
+  None in a trace: a traced function may be compiled for another platform than
+  that of the arrays, even if all of them are constants.
   """
   own, here = _PLATFORMS[backend], platform(*arrays)
   if own is None or here in own:
     return None
-  # In a trace what is made of constants alone is traced too.
+  # In a trace, operations on constants are traced too.
   traced = any(isinstance(array, core.Tracer) for array in arrays)
   if traced or isinstance(jnp.zeros(()), core.Tracer):
     return None
   return (
-    f"the platform is {here}; supported is {', '.join(own)}, or any with"
-    " interpret=True; backend='auto' chooses one that serves"
+    f"the platform must be {', '.join(own)}, got {here}; use backend='auto', or"
+    " interpret=True"
   )
 
 
@@ -318,6 +318,6 @@ def _load(name: str) -> Backend:
 
 @functools.cache
 def _report(operation: str, name: str, here: str, passed_over: str) -> None:
-  """Once for each distinct choice."""
+  """Logs a choice, once for each distinct one."""
   why = f" ({passed_over})" if passed_over else ""
   _logger.info("%s on %s: backend %s%s", operation, here, name, why)

@@ -1,6 +1,6 @@
 """Equal pieces of decode work, for kernels that give each core one piece.
 
-A plan says where contexts are cut, never what a row attends to.
+A plan determines where contexts are cut, never what a row attends to.
 """
 
 import functools
@@ -17,32 +17,32 @@ _NO_END = np.iinfo(np.int32).max
 
 
 class DecodePlan(NamedTuple):
-  """Pieces of the rows' contexts, in row order.
+  """Pieces of the rows' contexts, in row order. Made by `plan_decode`.
 
-  Item i stands for those tokens of row `row[i]` with `first[i] <= p < end[i]`
-  that the row attends to. The items of row b are `begins[b] <= i <
-  begins[b + 1]`, one at least, and ascend from token 0; the last has no end.
-  So they hold each token once, whatever the length and the window: for others
-  than it was made from, a plan is less even, and as right. Items from
+  Unit i is the part `first[i] <= position < end[i]` of what row `row[i]`
+  attends to. The units of row b are `begins[b] <= i < begins[b + 1]`, at least
+  one, and ascend from token 0; the last has no end. So they hold each token
+  once, whatever the length and the window: for lengths other than those it was
+  made from, a plan is less even, and results are still right. Units from
   `begins[B]` on are idle: row 0, no tokens.
 
-  I, the number of items, is static; the rest are values. An item's first
-  token is a multiple of the plan's `block`.
+  U, the number of units, is static; the rest are values. A unit begins at a
+  multiple of the `block` given to `plan_decode`.
 
   Attributes:
-    row: int32[I]
-    first: int32[I]
-    end: int32[I]
-    begins: int32[B + 1]
-    tokens: the most that an item holds of the lengths and the window that
-      the plan was made from. int32[]
+    row: row of each unit.
+    first: first position of each unit.
+    end: one past its last position.
+    begins: where each row's units begin.
+    tokens: the most tokens in a unit, for the lengths and the window that the
+      plan was made from.
   """
 
-  row: jax.Array
-  first: jax.Array
-  end: jax.Array
-  begins: jax.Array
-  tokens: jax.Array
+  row: jax.Array  # int32[U]
+  first: jax.Array  # int32[U]
+  end: jax.Array  # int32[U]
+  begins: jax.Array  # int32[B + 1]
+  tokens: jax.Array  # int32[]
 
 
 def plan_decode(
@@ -54,28 +54,29 @@ def plan_decode(
 ) -> DecodePlan:
   """Cuts the contexts of a decode step into equal pieces.
 
-  Call it once a step and hand the plan to `paged_decode` in every layer. With
-  W workers there are I = B + W items, enough for pieces of ceil(n / W) blocks
-  where n is the number of blocks in all rows: no piece is longer than a
-  worker's fair share, to a block. The pieces follow from all lengths, so with
-  a plan the last bits of a row's result depend on its neighbours.
-  `decode_workers` says whether a backend takes plans, and of what size.
+  Call it once a step and hand the plan to `paged_decode` in every layer. There
+  are U = B + workers units, enough for pieces of ceil(X / workers) blocks where
+  X is the number of blocks in all rows: no piece is longer than a worker's fair
+  share, rounded up to a block. The pieces depend on all lengths, so with a plan
+  the last bits of a row's result depend on its neighbours. `decode_workers`
+  says whether a backend takes plans, and for how many workers.
 
   Args:
     lengths: int32[B], tokens of each sequence, as for `paged_decode`.
-    workers: W, pieces to aim at: cores that work at once, divided by the K/V
-      heads if each head's piece is a core's.
+    workers: pieces to aim at: cores that work at once, divided by K if a core
+      works on one K/V head.
     block: tokens; pieces begin at multiples of it. A multiple of the page
       size lets a kernel read whole pages.
-    window: the window that the layers using this plan attend through: what is
-      behind it counts for nothing. None: none. For layers with another window
-      the pieces are less even.
+    window: the window of the layers that use this plan; tokens behind it are
+      not counted. None for no window. For layers with another window the pieces
+      are less even.
 
   Returns:
     The plan.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -90,9 +91,7 @@ def plan_decode(
   """
   check.integers("lengths", lengths)
   if lengths.ndim != 1 or lengths.size == 0:
-    raise ValueError(
-      f"lengths has shape {lengths.shape}; it must be [B] with B >= 1"
-    )
+    check.refuse(ValueError, "lengths", "int32[B] with B >= 1", lengths)
   check.count("workers", workers)
   check.count("block", block)
   check.window(window)
@@ -114,12 +113,12 @@ def _plan(
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-  item = jnp.arange(batch + workers, dtype=jnp.int32)
-  row = row_of(ends, item)
+  unit = jnp.arange(batch + workers, dtype=jnp.int32)
+  row = row_of(ends, unit)
   real = row < batch
   row = jnp.where(real, row, 0)
-  begin = skipped[row] + (item - begins[row]) * share
-  opens, closes = item == begins[row], item == begins[row + 1] - 1
+  begin = skipped[row] + (unit - begins[row]) * share
+  opens, closes = unit == begins[row], unit == begins[row + 1] - 1
   end = jnp.where(closes, _NO_END, (begin + share) * block)
   return DecodePlan(
     row=row,

@@ -1,4 +1,4 @@
-"""Putting attention over parts of the keys together."""
+"""Merging attention over disjoint parts of the keys."""
 
 import jax
 import jax.numpy as jnp
@@ -7,21 +7,22 @@ from jaxkv_kernels._src import check
 
 
 def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Attention over all keys, from that over each of n disjoint parts of them.
+  """Attention over all keys, given attention over X disjoint parts of them.
 
-  Parts may be merged in any grouping. What a part without keys (a log-sum-exp
-  of -inf) has for an output does not matter. A sink belongs to one part only.
+  Parts may be merged in any order and in steps. The output of a part without
+  keys (a log-sum-exp of -inf) does not matter. A sink belongs to one part only.
 
   Args:
-    out: [n, ..., H, Dv], a float dtype.
-    lse: float32[n, ..., H], natural-log log-sum-exps, as `return_lse` gives.
+    out: [X, ..., H, Dv], a float dtype.
+    lse: float32[X, ..., H], natural-log log-sum-exps, as `return_lse` gives.
 
   Returns:
     ([..., H, Dv] in out's dtype, float32[..., H]); zeros and -inf where no
     part has a key.
 
   Raises:
-    ValueError: shapes or dtypes that do not go together.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: the shapes do not go together, or there is no part.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -32,18 +33,14 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     (2.0, 3.0)
   """
   check.is_array("out", out)
-  check.is_array("lse", lse)
-  if not jnp.issubdtype(out.dtype, jnp.floating) or out.ndim < 2:
-    raise ValueError(
-      f"out is {out.dtype}{list(out.shape)}; it must be float[n, ..., H, Dv]"
-    )
-  if lse.shape != out.shape[:-1] or lse.dtype != jnp.float32:
-    raise ValueError(
-      f"lse is {lse.dtype}{list(lse.shape)}; it must be"
-      f" float32{list(out.shape[:-1])} for out of shape {out.shape}"
-    )
-  if out.shape[0] == 0:
-    raise ValueError(f"out has shape {out.shape}; there must be a part")
+  if not jnp.issubdtype(out.dtype, jnp.floating):
+    check.refuse(TypeError, "out", "float[X, ..., H, Dv]", out)
+  if out.ndim < 2 or out.shape[0] == 0:
+    check.refuse(ValueError, "out", "[X, ..., H, Dv] with X >= 1", out)
+  wanted = f"float32{list(out.shape[:-1])}, as out is"
+  check.float32("lse", lse, wanted)
+  if lse.shape != out.shape[:-1]:
+    check.refuse(ValueError, "lse", wanted, lse)
   check.beside("out", out, lse=lse)
   out, lse = jnp.asarray(out), jnp.asarray(lse)
   top = jnp.max(lse, axis=0)

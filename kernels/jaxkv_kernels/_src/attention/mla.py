@@ -1,6 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2, section 2.1) over paged latents."""
 
+import dataclasses
 from typing import Any
+from typing import Literal
+from typing import overload
 
 import jax
 import numpy as np
@@ -8,7 +11,42 @@ import numpy as np
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention.choose import choose_backend
 from jaxkv_kernels._src.attention.choose import decode
-from jaxkv_kernels._src.attention.options import checked
+from jaxkv_kernels._src.attention.options import AttentionOptions
+from jaxkv_kernels._src.attention.options import check_options
+from jaxkv_kernels._src.attention.options import given
+from jaxkv_kernels._src.attention.options import refuse_options
+
+
+@overload
+def mla_decode(
+  q: jax.Array,
+  pages: jax.Array,
+  page_table: jax.Array,
+  lengths: jax.Array,
+  *,
+  value_dim: int,
+  options: AttentionOptions,
+  page_offset: jax.Array | int = ...,
+  return_lse: Literal[False] = ...,
+  backend: str = ...,
+  interpret: Any = ...,
+) -> jax.Array: ...
+
+
+@overload
+def mla_decode(
+  q: jax.Array,
+  pages: jax.Array,
+  page_table: jax.Array,
+  lengths: jax.Array,
+  *,
+  value_dim: int,
+  options: AttentionOptions,
+  page_offset: jax.Array | int = ...,
+  return_lse: Literal[True],
+  backend: str = ...,
+  interpret: Any = ...,
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def mla_decode(
@@ -18,39 +56,34 @@ def mla_decode(
   lengths: jax.Array,
   *,
   value_dim: int,
-  scale: jax.Array | float,
+  options: AttentionOptions,
   page_offset: jax.Array | int = 0,
-  soft_cap: float | None = None,
-  window: jax.Array | int | None = None,
-  latent_scale: jax.Array | None = None,
   return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
-) -> Any:
-  """Attention of one query per sequence over one pool of latent vectors.
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+  """Attention of one query for each sequence over one pool of latent vectors.
 
   A token's vector is its compressed latent followed by its rotated key part,
-  such as 512 + 64 elements; the latent is key and value at once. Queries come
-  absorbed, that is multiplied by the up-projection of the keys, with their
-  rotated part behind; the up-projection of the values is applied to what comes
-  out. The vectors are read once for all heads. Write them with `append_pages`,
-  those of 8 bits by `quantize` first; its example shows where the scales go.
+  such as 512 + 64 elements; the latent is both key and value. Queries are
+  absorbed: multiplied by the up-projection of the keys, with their rotated part
+  appended. Apply the up-projection of the values to the output. The vectors are
+  read once for all heads. Write them with `append_pages`; apply `quantize`
+  first for 8-bit pools, as the example of `append_pages` shows.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
-    pages: [P, 1, S, D], in one of the formats of `formats`.
+    pages: [N, 1, S, D], in one of the formats of `formats`.
     page_table: int32[B, M], page ids in sequence order.
     lengths: int32[B], tokens of each sequence, the query's own included.
-    value_dim: Dv, the first elements of a vector that are its value: 512.
-    scale: factor of the logits. Not 1 / sqrt(D) here, but that of the heads
-      before absorption, such as 1 / sqrt(128 + 64).
+    value_dim: Dv, the leading elements of a vector that are its value: 512.
+    options: `scale` is required. It is not 1 / sqrt(D) here but that of the
+      heads before absorption, such as 1 / sqrt(128 + 64). `k_scale` scales the
+      latents, float32[1] or float32[N, 1, S]. `soft_cap` and `window` may be
+      given, no others.
     page_offset: int32[], added to every page id.
-    soft_cap: c > 0 turns a logit x into c * tanh(x / c).
-    window: a query at position p sees positions p - window + 1 .. p.
-    latent_scale: what the pool's numbers are to be multiplied by: float32[1]
-      or float32[P, 1, S]. None: by nothing.
     return_lse: also return the natural-log log-sum-exp.
-    backend: "auto", or the name of one; `triton` and `xla` serve it.
+    backend: "auto", or one of `BACKENDS`; `triton` and `xla` serve it.
     interpret: as for `paged_decode`.
 
   Returns:
@@ -58,8 +91,9 @@ def mla_decode(
     of length 0 gives zeros and -inf.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
-    NotImplementedError: there is no such backend, or it does not serve.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+    NotImplementedError: the backend does not exist, or does not serve the call.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -69,7 +103,7 @@ def mla_decode(
     ...   jnp.asarray([[2, 1]], jnp.int32),
     ...   jnp.asarray([11], jnp.int32),
     ...   value_dim=512,
-    ...   scale=192**-0.5,
+    ...   options=AttentionOptions(scale=192**-0.5),
     ... )
     >>> out.shape, round(float(out.max()), 3)
     ((1, 16, 512), 1.0)
@@ -77,42 +111,35 @@ def mla_decode(
   check.queries("q", q, "BHD")
   check.pool("pages", pages)
   if pages.shape[1] != 1 or pages.shape[3] != q.shape[2]:
-    raise ValueError(
-      f"pages has shape {pages.shape}; it must be [P, 1, S, {q.shape[2]}] for q"
-      f" of shape {q.shape}"
-    )
+    wanted = f"[N, 1, S, {q.shape[2]}], one head of the size of q's"
+    check.refuse(ValueError, "pages", wanted, pages)
   check.count("value_dim", value_dim)
   if value_dim > q.shape[2]:
-    raise ValueError(
-      f"value_dim={value_dim}; it must be at most the {q.shape[2]} elements of"
-      " a vector"
-    )
-  check.scalar("scale", scale, np.floating)  # here without a default
+    wanted = f"at most {q.shape[2]}, the elements of a vector"
+    check.refuse(ValueError, "value_dim", wanted, value_dim)
+  options = given(options)
+  check.scalar("options.scale", options.scale, np.floating)  # No default here.
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
-  check.beside(
-    "q",
-    q,
-    pages=pages,
-    page_table=page_table,
-    lengths=lengths,
-    latent_scale=latent_scale,
+  check.beside("q", q, pages=pages, page_table=page_table, lengths=lengths)
+  refuse_options(options, "k_scale scales keys and values", "v_scale")
+  refuse_options(
+    options,
+    "mla_decode has no use for it",
+    "sinks",
+    "alibi_slopes",
+    "tree_mask",
   )
-  check.scales("latent_scale", latent_scale, pages)
-  options = checked(
+  call = check_options(
+    dataclasses.replace(options, v_scale=options.k_scale),
     q,
     pages,
     pages,
     page_offset=page_offset,
-    scale=scale,
-    soft_cap=soft_cap,
-    window=window,
-    k_scale=latent_scale,
-    v_scale=latent_scale,
     value_dim=value_dim,
     interpret=interpret,
   )
-  chosen = choose_backend("mla_decode", backend, q, pages, pages, options)
-  out, lse = decode(chosen, q, pages, pages, page_table, lengths, options)
+  chosen = choose_backend("mla_decode", backend, q, pages, pages, call)
+  out, lse = decode(chosen, q, pages, pages, page_table, lengths, call)
   out = out.astype(q.dtype)
   return (out, lse) if return_lse else out

@@ -1,16 +1,17 @@
-"""The online softmax of one block, to the base of 2, as a kernel needs it.
+"""The online softmax of one block of keys, to the base of 2, for kernels.
 
-FlashAttention's (Dao et al. 2022, algorithm 1), on arrays in registers; plain
-`jax.numpy`, so that it can be tested by itself. R rows see C keys.
+That of FlashAttention (Dao et al. 2022, algorithm 1), on arrays in registers,
+in plain `jax.numpy`, so that it can be tested alone. Y rows see A keys.
 """
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Below every logit, and finite: what a row has seen when it has seen nothing.
+# The largest logit of a row that has seen no key: below all logits, but finite.
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 LOG2_E = math.log2(math.e)
@@ -26,14 +27,14 @@ def logits(
   """Products of queries and keys as logits to the base of 2.
 
   Args:
-    products: float32[R, C].
-    factor: float32[].
-    distance: position of a key less that of the query. int32[R, C]
+    products: float32[Y, A].
+    factor: float32[], of all logits.
+    distance: int32[Y, A], position of the key minus that of the query.
     soft_cap: as in `CallOptions`.
-    slopes: of ALiBi, or None. float32[R]
+    slopes: float32[Y], of ALiBi; or None.
 
   Returns:
-    float32[R, C].
+    float32[Y, A].
   """
   if soft_cap is None and slopes is None:
     return products * (factor * LOG2_E)
@@ -51,18 +52,20 @@ def logits(
 def absorb(
   logits: jax.Array, seen: jax.Array, top: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """One more block.
+  """Adds one more block to the softmax.
 
   Args:
-    logits: float32[R, C].
-    seen: bool[R, C].
-    top: largest logit so far, never -inf. float32[R]
-    total: sum of 2 ** (logit - top). float32[R]
+    logits: float32[Y, A].
+    seen: bool[Y, A].
+    top: float32[Y], largest logit so far, never -inf.
+    total: float32[Y], sum of 2 ** (logit - top).
 
   Returns:
-    (top, total, shrink, weights): the two, what the sums so far are to be
-    multiplied by, float32[R], and 2 ** (logit - top), float32[R, C].
+    (top, total, shrink, weights): the new top and total; the factor float32[Y]
+    for earlier sums; and 2 ** (logit - top), float32[Y, A].
   """
+  chex.assert_equal_shape([logits, seen])
+  chex.assert_equal_shape([top, total])
   logits = jnp.where(seen, logits, -jnp.inf)
   higher = jnp.maximum(top, jnp.max(logits, axis=1))
   shrink = jnp.exp2(top - higher)
@@ -72,25 +75,26 @@ def absorb(
 
 
 def normalise(total: jax.Array, weighted: jax.Array) -> jax.Array:
-  """The output.
+  """The output of rows, from their sums.
 
   Args:
-    total: float32[...], one or more rows.
-    weighted: sums of weights times values. float32[..., D]
+    total: float32[...], sums of weights.
+    weighted: float32[..., D], sums of weights times values.
 
   Returns:
     float32[..., D], 0 for a row that saw nothing.
   """
+  chex.assert_shape(weighted, (*total.shape, None))
   safe = jnp.where(total == 0, 1.0, total)
   axes = tuple(range(total.ndim))
   return weighted / lax.broadcast_in_dim(safe, weighted.shape, axes)
 
 
 def log_sum_exp(top: jax.Array, total: jax.Array) -> jax.Array:
-  """The natural log-sum-exp, of the shape of both; -inf where total is 0.
+  """The natural log-sum-exp, elementwise; -inf where total is 0.
 
-  A large `top` swallows digits of the sum: parts of a row are put together by
-  the two numbers themselves.
+  A large `top` absorbs digits of the sum. Merge parts of a row by `top` and
+  `total`, not by this number.
   """
   empty = total == 0
   safe = jnp.where(empty, 1.0, total)

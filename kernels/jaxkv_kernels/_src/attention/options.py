@@ -1,4 +1,4 @@
-"""What every attention backend is told besides its arrays."""
+"""The options of an attention call: as given by the caller, and as checked."""
 
 import dataclasses
 from typing import Any
@@ -11,112 +11,201 @@ from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CallOptions:
-  """CallOptions of one attention call, checked, with defaults filled in.
+class AttentionOptions:
+  """What a caller may choose about attention. All of it is optional.
 
-  A logit goes through scale, soft cap and ALiBi in this order; then what the
-  query does not see is left out.
+  A logit passes `scale`, `soft_cap` and `alibi_slopes` in this order; then keys
+  that the query must not see are left out.
+
+  A pytree: `soft_cap` is static, all other fields are leaves. `scale` and
+  `window` may be Python numbers; they stay static unless the options are an
+  argument of a `jit` of yours, where they become arrays.
 
   Attributes:
-    page_offset: added to every page id. int32[]
-    scale: factor of every logit, before the soft cap. float or float32[]
-    soft_cap: c of c * tanh(logit / c), or None for no cap.
-    window: keys a query sees, itself included; None for all. int or int32[]
-    sinks: a logit per head with no value, or None. float32[H]
+    scale: factor of the logits; 1 / sqrt(D) if None.
+    soft_cap: c > 0 turns a logit x into c * tanh(x / c).
+    window: a query at position p sees positions p - window + 1 .. p.
+    sinks: one logit for each head that joins the softmax's denominator and has
+      no value.
     alibi_slopes: a query at position p adds slope * (j - p) to its logit with
-      the key at position j; or None. float32[H]
-    k_scale: what the numbers of the K pool are to be multiplied by, a factor a
-      head or a token and head (indexed like the pool, `page_offset` included);
-      or None. float32[K] or float32[P, K, S]
-    v_scale: the same of the V pool; None where `k_scale` is None.
-    tree_mask: for multi-query calls: of the N keys at positions
-      `tree_starts[b] + j` query t of row b sees only those with
-      `tree_mask[b, t, j]`, later ones than itself never; keys before and after
-      these N as usual. Or None. bool[B, T, N]
-    tree_starts: see `tree_mask`; None where that is None. int32[B]
-    plan: decode only: equal pieces of work, see `DecodePlan`; or None. A
-      backend without use for it ignores it.
-    value_dim: of latent attention: Dv, the first elements of a key, which are
-      its value; `v_pages` is `k_pages` then. None for any other.
-    interpret: what a Pallas backend hands to `pallas_call(interpret=...)`.
+      the key at position j.
+    k_scale: factors of the numbers in the K pool, one for each head, or one for
+      each token and head. The latter are indexed like the pool. None: no
+      scaling. Given together with `v_scale`.
+    v_scale: the same for the V pool.
+    tree_mask: for several queries in a row: query t of row b sees the key of
+      its row's j-th query, j < X, only if `tree_mask[b, t, j]`, and never if
+      j > t. Whether a query sees its own key is on the diagonal. Keys before
+      the first query are seen as usual. X is usually T.
+
+  Examples:
+    >>> AttentionOptions(window=4096, soft_cap=50.0).window
+    4096
   """
 
-  page_offset: jax.Array
-  scale: jax.Array | float
+  scale: jax.Array | float | None = None  # float or float32[]
+  soft_cap: float | None = dataclasses.field(
+    default=None, metadata={"static": True}
+  )
+  window: jax.Array | int | None = None  # int or int32[]
+  sinks: jax.Array | None = None  # float[H]
+  alibi_slopes: jax.Array | None = None  # float[H]
+  k_scale: jax.Array | None = None  # float32[K] or float32[N, K, S]
+  v_scale: jax.Array | None = None  # float32[K] or float32[N, K, S]
+  tree_mask: jax.Array | None = None  # bool[B, T, X]; packed: bool[T, X]
+
+  def numbers(self) -> dict[str, Any]:
+    """The fields that hold Python numbers, by name."""
+    fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+    kinds = (int, float, np.generic)
+    return {name: value for name, value in fields if isinstance(value, kinds)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallOptions:
+  """Checked options of one call, with defaults filled in: what backends read.
+
+  Attributes:
+    page_offset: added to every page id.
+    scale: as in `AttentionOptions`, like all fields up to `tree_mask`.
+    soft_cap: static.
+    window: at least 1 if static.
+    sinks: or None.
+    alibi_slopes: or None.
+    k_scale: or None.
+    v_scale: None where `k_scale` is None.
+    tree_mask: or None. Its first key is at position `tree_starts[b]`.
+    tree_starts: None where `tree_mask` is None.
+    plan: for a decode: equal pieces of work, or None. A backend without use for
+      it ignores it.
+    value_dim: for latent attention: Dv, the leading elements of a key that are
+      its value; `v_pages` is `k_pages` then. None otherwise.
+    interpret: for `pallas_call(interpret=...)`.
+  """
+
+  page_offset: jax.Array  # int32[]
+  scale: jax.Array | float  # float or float32[]
   soft_cap: float | None = None
-  window: jax.Array | int | None = None
-  sinks: jax.Array | None = None
-  alibi_slopes: jax.Array | None = None
-  k_scale: jax.Array | None = None
-  v_scale: jax.Array | None = None
-  tree_mask: jax.Array | None = None
-  tree_starts: jax.Array | None = None
+  window: jax.Array | int | None = None  # int or int32[]
+  sinks: jax.Array | None = None  # float32[H]
+  alibi_slopes: jax.Array | None = None  # float32[H]
+  k_scale: jax.Array | None = None  # float32[K] or float32[N, K, S]
+  v_scale: jax.Array | None = None  # float32[K] or float32[N, K, S]
+  tree_mask: jax.Array | None = None  # bool[B, T, X]
+  tree_starts: jax.Array | None = None  # int32[B]
   plan: DecodePlan | None = None
   value_dim: int | None = None
   interpret: Any = False
 
 
-def checked(
+def check_options(
+  options: AttentionOptions | None,
   q: jax.Array,
   k_pages: jax.Array,
   v_pages: jax.Array,
   *,
-  page_offset: jax.Array | int = 0,
-  scale: jax.Array | float | None = None,
-  sinks: jax.Array | None = None,
-  alibi_slopes: jax.Array | None = None,
-  **others: Any,
+  page_offset: jax.Array | int,
+  plan: DecodePlan | None = None,
+  value_dim: int | None = None,
+  interpret: Any = False,
 ) -> CallOptions:
-  """CallOptions from keyword arguments of a public function.
+  """Checks the options of a call and fills in defaults.
+
+  `tree_mask` is copied as it is: its shape depends on the function called,
+  which checks it with `check_tree_mask`.
 
   Args:
-    q: [..., H, D], already checked.
-    k_pages: [P, K, S, D], likewise.
-    v_pages: [P, K, S, Dv], likewise.
+    options: of the caller.
+    q: [..., H, D], checked.
+    k_pages: [N, K, S, D], checked.
+    v_pages: [N, K, S, Dv], checked.
     page_offset: an integer scalar.
-    scale: a float scalar; None for 1 / sqrt(D).
-    sinks: float[H] or None.
-    alibi_slopes: float[H] or None.
-    **others: the other fields of `CallOptions`; masks are already checked.
+    plan: for as many rows as q has, or None.
+    value_dim: checked.
+    interpret: passed on.
 
   Returns:
     The options, arrays in the dtypes that `CallOptions` names.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
+    TypeError: an option has a type or dtype that is not supported.
+    ValueError: an option has a shape or value that is not supported.
   """
+  options = given(options)
   heads, dim = q.shape[-2:]
   check.scalar("page_offset", page_offset, np.integer)
-  if scale is not None:
-    check.scalar("scale", scale, np.floating)
-  check.soft_cap(others.get("soft_cap"))
-  check.window(others.get("window"))
-  check.per_head("sinks", sinks, heads)
-  check.per_head("alibi_slopes", alibi_slopes, heads)
-  check.scales("k_scale", others.get("k_scale"), k_pages)
-  check.scales("v_scale", others.get("v_scale"), v_pages)
-  _check_plan(others.get("plan"), q)
+  if options.scale is not None:
+    check.scalar("options.scale", options.scale, np.floating)
+  check.soft_cap(options.soft_cap, "options.soft_cap")
+  check.window(options.window, "options.window")
+  check.per_head("options.sinks", options.sinks, heads)
+  check.per_head("options.alibi_slopes", options.alibi_slopes, heads)
+  check.scales("options.k_scale", options.k_scale, k_pages)
+  check.scales("options.v_scale", options.v_scale, v_pages)
+  _check_plan(plan, q)
+  fields = {
+    f.name: getattr(options, f.name) for f in dataclasses.fields(options)
+  }
   check.beside(
     "q",
     q,
     page_offset=page_offset,
-    scale=scale,
-    sinks=sinks,
-    alibi_slopes=alibi_slopes,
-    **others,
+    **{f"options.{name}": value for name, value in fields.items()},
   )
-  if (others.get("k_scale") is None) != (others.get("v_scale") is None):
-    raise ValueError("k_scale and v_scale: give both or neither")
-  for name in ("k_scale", "v_scale"):
-    others[name] = _float32(others.get(name))
+  if (options.k_scale is None) != (options.v_scale is None):
+    missing = "k_scale" if options.k_scale is None else "v_scale"
+    hint = "give both scales, or neither"
+    check.refuse(ValueError, f"options.{missing}", "an array", None, hint)
+  for name in ("sinks", "alibi_slopes", "k_scale", "v_scale"):
+    fields[name] = _float32(fields[name])
+  fields["scale"] = dim**-0.5 if options.scale is None else options.scale
   return CallOptions(
     page_offset=jnp.asarray(page_offset, jnp.int32),
-    scale=dim**-0.5 if scale is None else scale,
-    sinks=_float32(sinks),
-    alibi_slopes=_float32(alibi_slopes),
-    **others,
+    plan=plan,
+    value_dim=value_dim,
+    interpret=interpret,
+    **fields,
   )
+
+
+def given(options: AttentionOptions | None) -> AttentionOptions:
+  """The caller's options; the defaults for None."""
+  if options is None:
+    return AttentionOptions()
+  if not isinstance(options, AttentionOptions):
+    raise TypeError(
+      "`options` must be an AttentionOptions or None, got"
+      f" {type(options).__name__}; make one with AttentionOptions(...)."
+    )
+  return options
+
+
+def refuse_options(
+  options: AttentionOptions | None, why: str, *names: str
+) -> None:
+  """Raises `ValueError` if one of the options named is given.
+
+  Args:
+    options: of the caller.
+    why: why the function called does not take them.
+    *names: of fields.
+  """
+  options = given(options)
+  for name in names:
+    value = getattr(options, name)
+    if value is not None:
+      check.refuse(ValueError, f"options.{name}", "None", value, why)
+
+
+def check_tree_mask(
+  options: AttentionOptions | None, leading: tuple[int, ...]
+) -> jax.Array | None:
+  """The tree mask, bool[*leading, X]; None if there is none."""
+  mask = given(options).tree_mask
+  check.tree_mask(mask, leading, "options.tree_mask")
+  return mask
 
 
 def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:
@@ -124,18 +213,17 @@ def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:
   if plan is None:
     return
   if not isinstance(plan, DecodePlan):
-    raise ValueError(
-      f"plan is {type(plan).__name__}; it must be what plan_decode gives, or"
-      " None"
+    raise TypeError(
+      f"`plan` must be a DecodePlan or None, got {type(plan).__name__}; make"
+      " one with plan_decode."
     )
-  items = plan.row.size
   for name in ("row", "first", "end"):
-    check.vector(f"plan.{name}", getattr(plan, name), items)
+    check.vector(f"plan.{name}", getattr(plan, name), plan.row.size)
   check.integers("plan.begins", plan.begins)
   if plan.begins.shape != (q.shape[0] + 1,):
     raise ValueError(
-      f"plan is for {plan.begins.size - 1} rows but q has {q.shape[0]}; make it"
-      " for these"
+      f"`plan` must be for the {q.shape[0]} rows of q, got one for"
+      f" {plan.begins.size - 1}; make it with plan_decode for these lengths."
     )
 
 

@@ -1,17 +1,19 @@
 """Packed queries as rows of a rectangle, and back.
 
-A sequence's run of queries is cut into tiles of Q queries, each of which
-becomes one row that attends on its own. N tiles always suffice:
-`ceil(T / Q) + B - 1`, since every sequence wastes less than one tile.
+A sequence's run of queries is cut into tiles of `size` queries. Each tile
+becomes one row of the rectangle. Z = `ceil(T / size) + B - 1` tiles always
+suffice, since every sequence wastes less than one tile.
 """
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
-# A tile reads its sequence's whole context, so a larger one reads less often;
-# a single decode token occupies one too, so a smaller one wastes less.
+# The most queries of a tile. A tile reads its sequence's whole context, so
+# large tiles read less often. A single decode token occupies a whole tile, so
+# small tiles waste less.
 TILE = 32
 
 
@@ -19,31 +21,34 @@ class Packing(NamedTuple):
   """Which queries each tile holds, and where each query went.
 
   Attributes:
-    sequences: the sequence a tile belongs to. int32[N]
-    starts: absolute position of its first query. int32[N]
-    counts: how many queries it holds. int32[N]
-    run_starts: absolute position of its sequence's first query. int32[N]
-    source: rows of the packed array, T where there is none. int32[N, Q]
-    flat: tile * Q + column of each packed row, N * Q for none. int32[T]
+    sequences: the sequence that each tile belongs to.
+    starts: absolute position of the tile's first query.
+    counts: how many queries the tile holds.
+    run_starts: absolute position of the first query of the tile's sequence.
+    source: row of the packed array for each column of a tile; T for padding.
+    flat: tile * size + column of each packed row; Z * size for none.
   """
 
-  sequences: jax.Array
-  starts: jax.Array
-  counts: jax.Array
-  run_starts: jax.Array
-  source: jax.Array
-  flat: jax.Array
+  sequences: jax.Array  # int32[Z]
+  starts: jax.Array  # int32[Z]
+  counts: jax.Array  # int32[Z]
+  run_starts: jax.Array  # int32[Z]
+  source: jax.Array  # int32[Z, size]
+  flat: jax.Array  # int32[T]
 
 
 def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
-  """int32[I]: the row of each item, where rows stand one after the other.
+  """The row of each item; the items of rows are numbered one row after another.
 
-  Unrolled, the search is one kernel; as a loop it would be some for every bit
-  of B.
+  The search is unrolled, which makes it one kernel; a loop would be several
+  kernels for each bit of B.
 
   Args:
     ends: int32[B], one past each row's last item, ascending.
-    items: int32[I]; B comes out for one past all rows.
+    items: int32[X].
+
+  Returns:
+    int32[X]; B for an item past all rows.
   """
   row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
   return row.astype(jnp.int32)
@@ -58,7 +63,7 @@ def tile(
     kv_lens: int32[B].
     cu_q_lens: int32[B + 1].
     rows: T.
-    max_query_len: queries of a run past this many are left out.
+    max_query_len: queries of a run past this number are left out.
 
   Returns:
     The tiles.
@@ -98,14 +103,15 @@ def tile(
 
 
 def pack(q: jax.Array, tiles: Packing) -> jax.Array:
-  """Packed [T, ...] to tiles [N, Q, ...], zeros where there is no query."""
+  """Packed [T, ...] to tiles [Z, size, ...], zeros where there is no query."""
   return jnp.asarray(q).at[tiles.source].get(mode="fill", fill_value=0)
 
 
 def unpack(
   out: jax.Array, lse: jax.Array, tiles: Packing
 ) -> tuple[jax.Array, jax.Array]:
-  """Packing [N, Q, H, Dv], [N, Q, H] back to packed [T, H, Dv], [T, H]."""
+  """Tiles [Z, size, H, Dv], [Z, size, H] to packed [T, H, Dv], [T, H]."""
+  chex.assert_equal_shape_prefix([out, lse], 3)
   out = out.reshape(-1, *out.shape[2:])
   lse = lse.reshape(-1, *lse.shape[2:])
   return (

@@ -1,17 +1,13 @@
-"""Rectangles of queries as tiles of rows, each knowing what it sees.
+"""Rectangles of queries as tiles of rows, and which keys each row sees.
 
-A row is one query head of one query. The rows of a tile that share a K/V head
+A row is one query head of one query. The Y rows of a tile that share a K/V head
 are multiplied with its keys at once.
-
-| letter | size of |
-|---|---|
-| W | tiles, all sequences |
-| R | rows of a tile that share a K/V head, padded |
 """
 
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -19,32 +15,32 @@ from jaxkv_kernels._src.attention.options import CallOptions
 
 
 class Tiles(NamedTuple):
-  """Queries as a kernel takes them, and what each of them sees.
+  """Queries in tiles, and which keys they see.
 
   Attributes:
-    q: row t * G + g of a tile is query t, query head g of the K/V head's own;
-      what follows is padding. [W, K, R, D]
-    reach: of each row its first key, one past its last, and its own position;
-      0, 0, 0 for padding. int32[W, R, 3]
-    first: first key that a row of the tile sees. int32[W]
-    end: one past the last, 0 where none sees any. int32[W]
-    position: of the first query. int32[W]
+    q: row t * H / K + h of a tile is query t and the h-th query head of the K/V
+      head; the rows after those are padding.
+    reach: for each row its first key, one past its last key, and its own
+      position; 0, 0, 0 for padding.
+    first: first key that any row of the tile sees.
+    end: one past the last, 0 if no row sees a key.
+    position: position of the tile's first query.
   """
 
-  q: jax.Array
-  reach: jax.Array
-  first: jax.Array
-  end: jax.Array
-  position: jax.Array
+  q: jax.Array  # [Z, K, Y, D]
+  reach: jax.Array  # int32[Z, Y, 3]
+  first: jax.Array  # int32[Z]
+  end: jax.Array  # int32[Z]
+  position: jax.Array  # int32[Z]
 
 
 def span(
   position: jax.Array, capacity: int, window: jax.Array | int | None
 ) -> tuple[jax.Array, jax.Array]:
-  """The keys that a query at `position` sees: the first, and one past the last.
+  """First key that a query at `position` sees, and one past the last.
 
   Args:
-    position: int32[...], -1 for a query without keys, or past the capacity.
+    position: int32[...], -1 for a query without keys; may exceed the capacity.
     capacity: tokens that a row of the page table holds; others do not exist.
     window: as in `CallOptions`; it ends at the position, even past the table.
 
@@ -99,24 +95,25 @@ def tile(
     reach: int32[B, T, 3].
     kv_heads: K.
     size: queries of a tile.
-    multiple: of which R is the smallest that fits.
+    multiple: Y is the smallest multiple of it that fits.
 
   Returns:
-    The tiles, those of a sequence one after another.
+    The tiles; those of one sequence are consecutive.
   """
   columns, heads, dim = q.shape[1:]
-  group = heads // kv_heads
+  chex.assert_shape(reach, (q.shape[0], columns, 3))
+  per_kv_head = heads // kv_heads
   spare = -columns % size
   q = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, 0)))
   reach = jnp.pad(reach, ((0, 0), (0, spare), (0, 0)))
-  q = q.reshape(-1, size, kv_heads, group, dim).swapaxes(1, 2)
-  q = q.reshape(-1, kv_heads, size * group, dim)
+  q = q.reshape(-1, size, kv_heads, per_kv_head, dim).swapaxes(1, 2)
+  q = q.reshape(-1, kv_heads, size * per_kv_head, dim)
   reach = reach.reshape(-1, size, 3)
   first, end = reach[..., 0], reach[..., 1]
   position = reach[:, 0, 2]
   last = jnp.max(end, axis=1)
-  idle = -(size * group) % multiple
-  reach = jnp.repeat(reach, group, axis=1)
+  idle = -(size * per_kv_head) % multiple
+  reach = jnp.repeat(reach, per_kv_head, axis=1)
   return Tiles(
     q=jnp.pad(q, ((0, 0), (0, 0), (0, idle), (0, 0))),
     reach=jnp.pad(reach, ((0, 0), (0, idle), (0, 0))),
@@ -127,20 +124,20 @@ def tile(
 
 
 def trees(
-  options: CallOptions, *, group: int, size: int, rows: int, tokens: int
+  options: CallOptions, *, per_kv_head: int, size: int, rows: int, tokens: int
 ) -> tuple[jax.Array, jax.Array]:
   """A tree mask cut into tiles of rows and blocks of keys.
 
   Args:
     options: of a call with a tree mask.
-    group: G.
+    per_kv_head: H / K.
     size: queries of a tile.
-    rows: R.
-    tokens: C, keys of a block.
+    rows: Y.
+    tokens: A, keys of a block.
 
   Returns:
-    (int8[W, N, R, C], 0 where a row does not see a key; int32[B], the first of
-    the N blocks that a sequence's tree touches).
+    (int8[Z, J, Y, A], 0 where a row does not see a key; int32[B], the first of
+    the J blocks that a sequence's tree touches).
   """
   mask, starts = options.tree_mask, options.tree_starts
   assert mask is not None and starts is not None
@@ -153,13 +150,13 @@ def trees(
   known = jnp.take_along_axis(mask, jnp.clip(node, 0, nodes - 1), axis=2)
   seen = known | (node < 0) | (node >= nodes)
   seen = jnp.pad(seen, ((0, 0), (0, -columns % size), (0, 0)))
-  seen = jnp.repeat(seen.reshape(-1, size, num, tokens), group, axis=1)
-  seen = jnp.pad(seen, ((0, 0), (0, rows - size * group), (0, 0), (0, 0)))
+  seen = jnp.repeat(seen.reshape(-1, size, num, tokens), per_kv_head, axis=1)
+  seen = jnp.pad(seen, ((0, 0), (0, rows - size * per_kv_head), (0, 0), (0, 0)))
   return seen.swapaxes(1, 2).astype(jnp.int8), first
 
 
 def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
-  """A kernel's result; under `shard_map` it varies over an input's axes."""
+  """Type of a kernel's float32 output; varies over the inputs' mesh axes."""
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)
@@ -171,9 +168,9 @@ def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
 def untile(
   rows: jax.Array, batch: int, columns: int, heads: int, size: int
 ) -> jax.Array:
-  """Rows [W, K, R, N] of tiles of `size` queries back to [B, T, H, N]."""
+  """Rows [Z, K, Y, X] of tiles of `size` queries back to [B, T, H, X]."""
   kv_heads, last = rows.shape[1], rows.shape[3]
-  group = heads // kv_heads
-  rows = rows[:, :, : size * group]
-  rows = rows.reshape(-1, kv_heads, size, group, last).swapaxes(1, 2)
+  per_kv_head = heads // kv_heads
+  rows = rows[:, :, : size * per_kv_head]
+  rows = rows.reshape(-1, kv_heads, size, per_kv_head, last).swapaxes(1, 2)
   return rows.reshape(batch, -1, heads, last)[:, :columns]

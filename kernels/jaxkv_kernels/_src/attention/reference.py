@@ -1,7 +1,7 @@
-"""The definition of paged attention, in float64 NumPy.
+"""The reference for paged attention, in float64 NumPy.
 
 Slow and obvious on purpose: one sequence, one head and one query at a time.
-Every backend is tested against this file. It validates nothing.
+Every backend is tested against it. Arguments are not checked.
 
 A query at absolute position p sees the keys at positions 0..p, or with
 `window=w` at positions p-w+1..p. `soft_cap=c` turns a logit x into
@@ -9,8 +9,8 @@ A query at absolute position p sees the keys at positions 0..p, or with
 the logit of the key at position j. `sinks` adds, for each head, one logit that
 takes part in the softmax's denominator and has no value. A query that sees no
 key gives zeros, and a log-sum-exp of -inf (or of its sink). Tokens past the
-M * S that a row of the page table holds do not exist, which moves no window:
-that counts from the query's own position.
+M * S that a row of the page table holds do not exist; windows still count from
+the query's own position.
 """
 
 import ml_dtypes
@@ -44,8 +44,8 @@ def paged_attention_padded(
 
   Args:
     q: [B, T, H, D].
-    k_pages: [P, K, S, D]; uint16 means bfloat16 bits, uint8 float8_e4m3fn.
-    v_pages: [P, K, S, Dv].
+    k_pages: [N, K, S, D]; uint16 means bfloat16 bits, uint8 float8_e4m3fn.
+    v_pages: [N, K, S, Dv].
     page_table: int[B, M].
     starts: int[B], absolute position of row b's first query.
     counts: int[B], queries in row b; the columns after them are padding.
@@ -55,17 +55,17 @@ def paged_attention_padded(
     window: int or None.
     sinks: float[H] or None.
     alibi_slopes: float[H] or None.
-    k_scale: factors of the pool's numbers, float[K] or float[P, K, S]; or None.
-    v_scale: likewise.
-    tree_mask: bool[B, T, N] or None: whether query t of row b sees the key at
-      position `starts[b] + j`, j < N.
+    k_scale: factors of the pool's numbers, float[K] or float[N, K, S]; or None.
+    v_scale: the same for values.
+    tree_mask: bool[B, T, X] or None: whether query t of row b sees the key at
+      position `starts[b] + j`, j < X.
 
   Returns:
     (float64[B, T, H, Dv], float64[B, T, H] natural-log log-sum-exp).
   """
   q = np.asarray(q).astype(np.float64)
   batch, columns, heads, dim = q.shape
-  group = heads // k_pages.shape[1]
+  per_kv_head = heads // k_pages.shape[1]
   scale = dim**-0.5 if scale is None else scale
   out = np.zeros((batch, columns, heads, v_pages.shape[-1]))
   lse = np.full((batch, columns, heads), -np.inf)
@@ -80,14 +80,14 @@ def paged_attention_padded(
       seen = _seen(start + t, start, window, mask)
       seen = seen[seen < capacity]
       for h in range(heads):
-        logits = keys[seen, h // group] @ (q[b, t, h] * scale)
+        logits = keys[seen, h // per_kv_head] @ (q[b, t, h] * scale)
         if soft_cap is not None:
           logits = soft_cap * np.tanh(logits / soft_cap)
         if alibi_slopes is not None:
           logits = logits + float(alibi_slopes[h]) * (seen - (start + t))
         sink = None if sinks is None else float(sinks[h])
         out[b, t, h], lse[b, t, h] = _softmax(
-          logits, values[seen, h // group], sink
+          logits, values[seen, h // per_kv_head], sink
         )
   return out, lse
 
@@ -97,8 +97,8 @@ def paged_decode(q, k_pages, v_pages, page_table, lengths, **options):
 
   Args:
     q: [B, H, D].
-    k_pages: [P, K, S, D].
-    v_pages: [P, K, S, Dv].
+    k_pages: [N, K, S, D].
+    v_pages: [N, K, S, Dv].
     page_table: int[B, M].
     lengths: int[B].
     **options: as for `paged_attention_padded`.
@@ -135,13 +135,13 @@ def paged_attention(
   Args:
     q: [T, H, D]; rows `cu_q_lens[b]:cu_q_lens[b + 1]` are the last tokens of
       sequence b's `kv_lens[b]`.
-    k_pages: [P, K, S, D].
-    v_pages: [P, K, S, Dv].
+    k_pages: [N, K, S, D].
+    v_pages: [N, K, S, Dv].
     page_table: int[B, M].
     kv_lens: int[B].
     cu_q_lens: int[B + 1].
-    tree_mask: bool[T, N] or None: whether row t sees the key of its sequence's
-      j-th query, j < N.
+    tree_mask: bool[T, X] or None: whether row t sees the key of its sequence's
+      j-th query, j < X.
     **options: as for `paged_attention_padded`.
 
   Returns:
@@ -174,7 +174,7 @@ def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
 
   Args:
     q: [B, H, D].
-    pages: [P, 1, S, D]; the values are the first `value_dim` of D elements.
+    pages: [N, 1, S, D]; the values are the first `value_dim` of D elements.
     page_table: int[B, M].
     lengths: int[B].
     value_dim: Dv.
@@ -189,11 +189,11 @@ def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
 
 
 def merge_states(out, lse):
-  """Attention over the union of disjoint sets of keys, from that over each.
+  """Attention over the union of X disjoint sets of keys, given that over each.
 
   Args:
-    out: [n, ..., H, Dv].
-    lse: [n, ..., H]; -inf for a part without keys.
+    out: [X, ..., H, Dv].
+    lse: [X, ..., H]; -inf for a part without keys.
 
   Returns:
     (float64[..., H, Dv], float64[..., H]).

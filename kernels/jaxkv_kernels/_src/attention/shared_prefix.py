@@ -1,12 +1,13 @@
-"""Decoding many sequences that begin with the same pages: who shares what.
+"""Finding the rows that begin with the same pages.
 
-Found once a step, from page tables and lengths alone; `prefix_decode` is told.
+Found once a step, from page tables and lengths alone; `cascade` uses it.
 """
 
 import functools
 from typing import Any
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -16,48 +17,52 @@ from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.formats import logical_dtype
 
-# What sharing must save, in bytes read of K and V in one layer's call, to make
-# up for the second pass and the merge: on a CPU measured with
-# benchmarks/attention_cpu.py, elsewhere 10 us of a copy at 4 TB/s.
+# Bytes of K and V that sharing must save in one layer's call to pay for the
+# second pass and the merge: on a CPU measured with benchmarks/attention_cpu.py,
+# on other platforms 10 us of a copy at 4 TB/s.
 _LEAST_SAVING = {"cpu": 2**20, "other": 40 * 2**20}
 
 
 class SharedPrefix(NamedTuple):
-  """Which rows begin with the same pages; made by `plan_shared_prefix`.
+  """Clusters of rows that begin with the same pages.
+
+  Made by `plan_shared_prefix`. Rows in no cluster share nothing.
 
   Attributes:
-    members: rows of each group; B where there is none. int32[G, N]
-    tokens: how many tokens the group shares, in whole pages; 0 where sharing
-      does not pay. int32[G]
-    prefix_table: the pages of the group's first row. int32[G, M]
-    own_tokens: tokens of each row behind what it shares. int32[B]
-    own_table: their pages. int32[B, M]
+    members: the rows of each cluster; B for no row.
+    tokens: how many tokens a cluster shares, in whole pages; 0 where sharing
+      does not pay.
+    prefix_table: the pages of the cluster's first row.
+    own_tokens: tokens of each row behind those it shares.
+    own_table: the pages of those tokens.
   """
 
-  members: jax.Array
-  tokens: jax.Array
-  prefix_table: jax.Array
-  own_tokens: jax.Array
-  own_table: jax.Array
+  members: jax.Array  # int32[clusters, size]
+  tokens: jax.Array  # int32[clusters]
+  prefix_table: jax.Array  # int32[clusters, M]
+  own_tokens: jax.Array  # int32[B]
+  own_table: jax.Array  # int32[B, M]
 
-  def fitted(
+  def refreshed(
     self, page_table: jax.Array, lengths: jax.Array, *, page_size: int
   ) -> "SharedPrefix":
-    """The plan for rows that may have changed since it was made.
+    """The clusters that still hold for rows that may have changed.
 
-    A row stays in its group where its table still begins with the group's
+    A row stays in its cluster if its table still begins with the cluster's
     pages, its last token is behind them, and its table holds all its tokens.
     Any other row is decoded alone, from the whole of its table.
 
     Args:
-      page_table: int32[B, M], as wide as the one it was made from.
+      page_table: int32[B, M], as wide as the one `self` was made from.
       lengths: int32[B].
       page_size: S.
 
     Returns:
-      The plan, right for these tables and lengths.
+      The clusters, right for these tables and lengths.
     """
     batch, columns = page_table.shape
+    chex.assert_shape(self.own_table, (batch, columns))
+    chex.assert_shape(lengths, (batch,))
     shared = _of_rows(self.members, self.tokens, batch)
     begins = _of_rows(self.members, self.prefix_table, batch)
     column = jnp.arange(columns, dtype=jnp.int32)[None]
@@ -81,41 +86,42 @@ def plan_shared_prefix(
   k_pages: jax.Array,
   v_pages: jax.Array,
   *,
-  num_groups: int,
-  group_size: int,
-  groups: jax.Array | None = None,
+  num_clusters: int,
+  cluster_size: int,
+  clusters: jax.Array | None = None,
   backend: str = "auto",
 ) -> SharedPrefix | None:
   """Finds what rows share, and where it pays to read that once.
 
-  Call it once a step and hand the result to `cascade_decode` in every
-  layer. A group shares the pages with which the tables of all its rows begin,
-  as far as they are full without the row's last token. Rows of length 0, or of
-  more tokens than the table holds, are in no group. Rows in no group, and those
-  past `group_size` in one, are decoded alone: that costs time, never a wrong
-  result. If fewer bytes would be saved than sharing costs, no group shares
-  anything; and if tables of this size could never save enough, there is no
-  plan: use `paged_decode`.
+  Call it once a step and hand the result to `cascade_decode` in every layer. A
+  cluster shares the pages with which the tables of all its rows begin, as far
+  as they are full without the row's last token. Rows of length 0, or of more
+  tokens than the table holds, are in no cluster. Rows in no cluster, and those
+  past `cluster_size` in one, are decoded alone: that costs time, never a wrong
+  result. If sharing saves fewer bytes than it costs, no cluster shares
+  anything. If tables of this size could never save enough, the result is None:
+  use `paged_decode`.
 
   Args:
     page_table: int32[B, M], page ids in sequence order.
     lengths: int32[B], tokens of each sequence, the query's own included.
-    k_pages: [P, K, S, D]; looked at for its shape alone.
-    v_pages: [P, K, S, Dv]; likewise.
-    num_groups: G, the most groups. The work over prefixes is that of G * N
-      rows, so keep G * N near B.
-    group_size: N, the most rows of a group.
-    groups: int32[B], a number 0..G-1 for each row, out of range for none.
-      None: rows that begin with the same page are a group; those of one row
-      do not count.
-    backend: as the decode will be told.
+    k_pages: [N, K, S, D]; only shape and dtype are used.
+    v_pages: [N, K, S, Dv]; only shape and dtype are used.
+    num_clusters: the most clusters. The work over prefixes is that of
+      `num_clusters * cluster_size` rows, so keep that near B.
+    cluster_size: the most rows of a cluster.
+    clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`, or any
+      other number for none. None: rows that begin with the same page are a
+      cluster, if there are at least two.
+    backend: as given to the decode.
 
   Returns:
-    The plan, or None.
+    The clusters, or None.
 
   Raises:
-    ValueError: an argument has a shape, dtype or value that is not supported.
-    NotImplementedError: there is no such backend.
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+    NotImplementedError: the backend does not exist.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -126,8 +132,8 @@ def plan_shared_prefix(
     ...   jnp.asarray([700, 300, 600], jnp.int32),
     ...   pool,
     ...   pool,
-    ...   num_groups=1,
-    ...   group_size=2,
+    ...   num_clusters=1,
+    ...   cluster_size=2,
     ... )
     >>> shared.members.tolist(), shared.tokens.tolist()
     ([[0, 2]], [512])
@@ -137,11 +143,11 @@ def plan_shared_prefix(
   check.alike(k_pages, v_pages)
   check.table(page_table, None)
   check.vector("lengths", lengths, page_table.shape[0])
-  check.beside("page_table", page_table, lengths=lengths, groups=groups)
-  if groups is not None:
-    check.vector("groups", groups, page_table.shape[0])
-  check.count("num_groups", num_groups)
-  check.count("group_size", group_size)
+  check.beside("page_table", page_table, lengths=lengths, clusters=clusters)
+  if clusters is not None:
+    check.vector("clusters", clusters, page_table.shape[0])
+  check.count("num_clusters", num_clusters)
+  check.count("cluster_size", cluster_size)
   choose.check_name(backend)
   batch, columns = page_table.shape
   page_size, itemsize = k_pages.shape[2], k_pages.dtype.itemsize
@@ -150,17 +156,17 @@ def plan_shared_prefix(
   token = k_pages.shape[1] * (k_pages.shape[3] + v_pages.shape[3]) * itemsize
   least = -(-_LEAST_SAVING[here] // token)
   if lockstep:
-    rows = batch - num_groups
+    rows = batch - num_clusters
   else:
-    rows = min(batch, num_groups * group_size) - 1
+    rows = min(batch, num_clusters * cluster_size) - 1
   if rows * columns * page_size < least:
     return None
-  return _plan(
+  return _find(
     page_table,
     lengths,
-    groups,
-    num_groups=num_groups,
-    group_size=group_size,
+    clusters,
+    num_clusters=num_clusters,
+    cluster_size=cluster_size,
     page_size=page_size,
     least=least,
     lockstep=lockstep,
@@ -168,11 +174,11 @@ def plan_shared_prefix(
 
 
 def _serves(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
-  """The name of the backend that will decode from these pools, most likely."""
+  """The name of the backend that most likely decodes from these pools."""
   if backend != "auto":
     return backend
   dtype = logical_dtype(k_pages.dtype)
-  # A query that fits: the real ones are not known here.
+  # The real queries are not known here; this one fits the pools.
   query = jax.ShapeDtypeStruct(
     (1, k_pages.shape[1], k_pages.shape[3]),
     dtype if dtype.itemsize > 1 else jnp.bfloat16,
@@ -188,32 +194,32 @@ def _serves(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
 @functools.partial(
   jax.jit,
   static_argnames=(
-    "num_groups",
-    "group_size",
+    "num_clusters",
+    "cluster_size",
     "page_size",
     "least",
     "lockstep",
   ),
   inline=True,
 )
-def _plan(
+def _find(
   page_table: jax.Array,
   lengths: jax.Array,
-  groups: jax.Array | None,
+  clusters: jax.Array | None,
   *,
-  num_groups: int,
-  group_size: int,
+  num_clusters: int,
+  cluster_size: int,
   page_size: int,
   least: int,
   lockstep: bool,
 ) -> SharedPrefix:
   batch, columns = page_table.shape
-  # Behind the table's end a row's position and what there is to read differ;
-  # in two parts they could not.
+  # A row longer than its table has fewer tokens than its position says. Split
+  # in two parts, it could not have both numbers.
   alive = (lengths > 0) & (lengths <= columns * page_size)
-  if groups is None:
-    groups = _by_first_page(page_table[:, 0], alive)
-  members = _members(groups, alive, num_groups, group_size)
+  if clusters is None:
+    clusters = _by_first_page(page_table[:, 0], alive)
+  members = _members(clusters, alive, num_clusters, cluster_size)
   tables = page_table.at[members].get(mode="fill", fill_value=0)
   present = members < batch
   prefix_table = tables[:, 0]
@@ -229,18 +235,21 @@ def _plan(
   shared = _of_rows(members, tokens, batch)
   held = jnp.minimum(lengths, columns * page_size)
   pays = _saved(held, tokens, shared, lockstep) >= float(least)
-  plan = SharedPrefix(
+  found = SharedPrefix(
     members=members,
     tokens=jnp.where(pays, tokens, 0),
     prefix_table=prefix_table,
     own_tokens=lengths,
     own_table=page_table,
   )
-  return plan.fitted(page_table, lengths, page_size=page_size)
+  return found.refreshed(page_table, lengths, page_size=page_size)
 
 
 def _by_first_page(first: jax.Array, alive: jax.Array) -> jax.Array:
-  """Numbers for the rows int32[B] of which another has the same first page."""
+  """Clusters of rows that have the same first page, at least two: int32[B].
+
+  Clusters are numbered in the order of their first pages; B for no cluster.
+  """
   batch = first.shape[0]
   order = jnp.lexsort((first, ~alive)).astype(jnp.int32)
   page = first[order]
@@ -256,22 +265,32 @@ def _by_first_page(first: jax.Array, alive: jax.Array) -> jax.Array:
 
 
 def _members(
-  groups: jax.Array, alive: jax.Array, num_groups: int, group_size: int
+  clusters: jax.Array, alive: jax.Array, num_clusters: int, cluster_size: int
 ) -> jax.Array:
-  """Rows of each group, ascending, B for none: int32[G, N]."""
-  batch = groups.shape[0]
-  fits = (groups >= 0) & (groups < num_groups) & alive
-  group = jnp.where(fits, groups, num_groups)
-  order = jnp.argsort(group, stable=True).astype(jnp.int32)
-  group = group[order]
-  begin = row_of(group, group - 1)
-  place = jnp.arange(batch, dtype=jnp.int32) - begin
-  members = jnp.full((num_groups, group_size), batch, jnp.int32)
-  return members.at[group, place].set(order, mode="drop")
+  """Rows of each cluster, ascending, B for none: int32[clusters, size]."""
+  batch = clusters.shape[0]
+  fits = (clusters >= 0) & (clusters < num_clusters) & alive
+  cluster = jnp.where(fits, clusters, num_clusters)
+  order = jnp.argsort(cluster, stable=True).astype(jnp.int32)
+  cluster = cluster[order]
+  begin = row_of(cluster, cluster - 1)
+  rank = jnp.arange(batch, dtype=jnp.int32) - begin
+  members = jnp.full((num_clusters, cluster_size), batch, jnp.int32)
+  return members.at[cluster, rank].set(order, mode="drop")
 
 
 def _of_rows(members: jax.Array, values: jax.Array, batch: int) -> jax.Array:
-  """Each row's group's values int32[G, ...], 0 for rows in none: [B, ...]."""
+  """Values of clusters for their rows, 0 for rows in no cluster.
+
+  Args:
+    members: int32[clusters, size].
+    values: int32[clusters, ...].
+    batch: B.
+
+  Returns:
+    int32[B, ...].
+  """
+  chex.assert_equal_shape_prefix([members, values], 1)
   rest = values.shape[1:]
   spread = jnp.broadcast_to(values[:, None], (*members.shape, *rest))
   rows = jnp.zeros((batch, *rest), jnp.int32)
@@ -281,9 +300,15 @@ def _of_rows(members: jax.Array, values: jax.Array, batch: int) -> jax.Array:
 def _saved(
   lengths: jax.Array, tokens: jax.Array, shared: jax.Array, lockstep: bool
 ) -> jax.Array:
-  """Tokens of K and V that need not be read, float32[], as it may be many.
+  """Tokens of K and V that need not be read: float32[], as int32 may overflow.
 
-  In lockstep all rows read as many blocks as the longest needs.
+  A backend in lockstep reads for all rows as many blocks as the longest needs.
+
+  Args:
+    lengths: int32[B].
+    tokens: int32[clusters].
+    shared: int32[B].
+    lockstep: whether the backend works in lockstep.
   """
   lengths, tokens, shared = (
     x.astype(jnp.float32) for x in (lengths, tokens, shared)

@@ -1,12 +1,12 @@
 """Paged attention for Hopper GPUs: work lists and merges around the kernel.
 
-A tile of queries attends to its keys in pieces, which are items of work for
-`mosaic_gpu.kernel`; their results are merged by the sums of their softmaxes.
-Pieces follow from a row's own length, so a row's result does not depend on its
-neighbours, unless a plan says otherwise.
+A tile of queries attends to its keys in pieces, the units of work of the
+kernel. Their results are merged by the sums of their softmaxes. Without a plan
+the pieces depend only on a row's own length, so a row's result does not depend
+on its neighbours.
 
-Compiled for an H200, not run on one. A CPU interprets all of it, with race
-detection, but for the products on tensor cores, which are plain ones there.
+Compiled for an H200, not run on one. A CPU interprets all of it with race
+detection, except that products on tensor cores become plain ones.
 """
 
 import math
@@ -22,24 +22,24 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import RESULT
 from jaxkv_kernels._src.attention.mosaic_gpu.work import ROWS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
-from jaxkv_kernels._src.attention.mosaic_gpu.work import Item
+from jaxkv_kernels._src.attention.mosaic_gpu.work import Unit
 from jaxkv_kernels._src.attention.mosaic_gpu.work import scales_of_block
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 
-# Hopper's, which alone has these products on the tensor cores.
+# sm_90, Hopper; only it has these tensor core products.
 _ARCHITECTURE = 90
-# Multiprocessors of an H100 or H200 SXM. Other numbers work too, less evenly.
+# Multiprocessors of an H100 or H200 SXM. Others work too, less evenly.
 _BLOCKS = 132
-# As many as show streams taking turns.
+# Enough that streams take turns.
 _INTERPRETED_BLOCKS = 2
-# Items for each stream where contexts fill their tables: enough to be even.
-_ITEMS_PER_STREAM = 4
-# Tokens. A shorter piece spends more on its output than it saves in waiting.
+# Units for each stream if contexts fill their tables: enough for even work.
+_UNITS_PER_STREAM = 4
+# Tokens of a piece. A shorter one spends more on its output than it saves.
 _SHORTEST = 128
 _SHORTEST_PER_ROW = 16
-# Shared memory of a block of threads, less what barriers and sums take.
+# Shared memory of a block of threads, minus that of barriers and sums.
 _SHARED = 227 * 2**10 - 2 * 2**10
 _MOST_STAGES = 4
 _NO_WINDOW = 2**30
@@ -65,22 +65,22 @@ def attend(
   """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
   batch, columns, heads, _ = q.shape
   num_pages, kv_heads, page_size, dim = k_pages.shape
-  group = heads // kv_heads
+  per_kv_head = heads // kv_heads
   capacity = page_table.shape[1] * page_size
-  size = min(columns, ROWS // group)
+  size = min(columns, ROWS // per_kv_head)
   reach = query_tiles.reach(starts, counts, columns, capacity, options.window)
   tiles = query_tiles.tile(q, reach, kv_heads=kv_heads, size=size, multiple=8)
-  static = _static(k_pages, group, size, options)
-  trees, tree_first = _trees(options, tiles, batch, group, size)
-  items, begins, most = work_list(tiles, tree_first, capacity, static, options)
+  static = _static(k_pages, per_kv_head, size, options)
+  trees, tree_first = _trees(options, tiles, batch, per_kv_head, size)
+  units, begins, most = work_list(tiles, tree_first, capacity, static, options)
   rows = tiles.q.shape[2]
   out, totals = kernel.call(
     static,
     {
-      "items": items,
+      "units": units,
       "begins": begins,
       "table": jnp.clip(page_table + options.page_offset, 0, num_pages - 1),
-      "factor": head_epilogue.factors(options, heads, kv_heads)[::group],
+      "factor": head_epilogue.factors(options, heads, kv_heads)[::per_kv_head],
       "q": tiles.q.reshape(-1, rows, dim),
       "k_pages": k_pages.reshape(-1, *k_pages.shape[2:]),
       "v_pages": v_pages.reshape(-1, *v_pages.shape[2:]),
@@ -95,7 +95,7 @@ def attend(
     totals.reshape(-1, kv_heads, 2, ROWS),
     begins,
     most=most,
-    rows=size * group,
+    rows=size * per_kv_head,
     interpret=options.interpret,
   )
   out = query_tiles.untile(out, batch, columns, heads, size)
@@ -119,52 +119,54 @@ def unsupported(
   pool = jnp.dtype(k_pages.dtype)
   others = check.architectures() - {_ARCHITECTURE}
   reasons = {
-    "value_dim is given; keys and values of two pools are supported": (
+    f"`value_dim` must be None, got {options.value_dim}": (
       options.value_dim is not None
     ),
-    f"platform={platform!r}; this backend is for cuda": platform != "cuda",
-    f"a GPU is sm_{min(others, default=0)}; this backend is for"
-    f" sm_{_ARCHITECTURE}": bool(others) and not options.interpret,
-    f"k_pages is {pool}; {', '.join(map(str, _POOLS))} are supported": (
+    f"the platform must be cuda, got {platform}": platform != "cuda",
+    f"the GPU must be sm_{_ARCHITECTURE}, got sm_{min(others, default=0)}": (
+      bool(others) and not options.interpret
+    ),
+    f"`k_pages` must be one of {', '.join(map(str, _POOLS))}, got {pool}": (
       pool not in _POOLS
     ),
-    f"q is {q.dtype} and k_pages {pool}; equal dtypes are supported, and"
-    " bfloat16 or float16 beside 8 bits": (
+    f"`q` must be of the dtype of k_pages, {pool}, or bfloat16 or float16 for"
+    f" 8-bit pages, got {q.dtype}": (
       q.dtype != pool and (pool in _FLOATS or q.dtype not in _FLOATS)
     ),
-    f"k_pages has pages of {size} tokens; 8, 16, 32 and multiples of {TOKENS}"
-    " are supported": size not in (8, 16, 32) and size % TOKENS != 0,
-    f"k_pages and v_pages have head sizes {dims}; equal ones of 64, 128, 192"
-    " and 256 are supported": (
-      dims[0] != dims[1] or dims[0] not in (64, 128, 192, 256)
+    f"`k_pages` must have pages of 8, 16, 32 or a multiple of {TOKENS} tokens,"
+    f" got {size}": size not in (8, 16, 32) and size % TOKENS != 0,
+    "`k_pages` and `v_pages` must have equal head sizes of 64, 128, 192 or 256,"
+    f" got {dims}": dims[0] != dims[1] or dims[0] not in (64, 128, 192, 256),
+    # Sums of more columns leave too few registers for widening: some spill.
+    f"`k_pages` must have a head size of 64 or 128 for 8 bits, got {dims[0]}": (
+      pool not in _FLOATS and dims[0] not in (64, 128)
     ),
-    # Sums of more columns leave no registers to widen numbers in: some spill.
-    f"k_pages is {pool} and has head size {dims[0]}; 64 and 128 are supported"
-    " for 8 bits": pool not in _FLOATS and dims[0] not in (64, 128),
-    # Eight copies of scales beside those of pages have too few registers too.
-    f"k_pages has pages of {size} tokens that have scales; 16, 32 and multiples"
-    f" of {TOKENS} are supported": size == 8 and bool(_token_scales(options)),
-    f"q has {q.shape[-2]} heads, {kv_heads} of keys; up to {ROWS} for each of"
-    " these are supported": q.shape[-2] // kv_heads > ROWS,
+    # Eight copies of scales beside those of pages take too many registers.
+    f"`k_pages` must have pages of 16, 32 or a multiple of {TOKENS} tokens"
+    f" with scales of tokens, got {size}": (
+      size == 8 and bool(_token_scales(options))
+    ),
+    f"`q` must have at most {ROWS} heads for each of the {kv_heads} K/V heads,"
+    f" got {q.shape[-2]}": q.shape[-2] // kv_heads > ROWS,
   }
   return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def at_once(k_pages: jax.Array) -> int:
-  """Items that a GPU works on at once; see `backends.decode_workers`."""
+  """Units that a GPU works on at once; see `choose.decode_workers`."""
   return _BLOCKS * streams(k_pages.shape[3])
 
 
 def _static(
-  k_pages: jax.Array, group: int, size: int, options: CallOptions
+  k_pages: jax.Array, per_kv_head: int, size: int, options: CallOptions
 ) -> GpuStatic:
-  """What the kernel is told, for tiles of `size` queries."""
+  """Sizes and choices of the kernel, for tiles of `size` queries."""
   _, kv_heads, page_size, dim = k_pages.shape
   scaled = page_size if _token_scales(options) else None
   k_stages, v_stages = stages(dim, k_pages.dtype.itemsize, scaled)
   return GpuStatic(
     kv_heads=kv_heads,
-    group=group,
+    per_kv_head=per_kv_head,
     page_size=page_size,
     streams=streams(dim),
     k_stages=k_stages,
@@ -179,27 +181,27 @@ def _static(
 
 
 def streams(dim: int) -> int:
-  """Streams of a block of threads: as many as its registers serve."""
+  """Streams of a block of threads: as many as its registers allow."""
   return 2 if dim <= 128 else 1
 
 
 def stages(
   dim: int, itemsize: int = 2, scaled: int | None = None
 ) -> tuple[int, int]:
-  """Blocks of keys and of values in their rings: what shared memory holds.
+  """F of the rings of keys and of values: as many as shared memory holds.
 
   Args:
     dim: D.
     itemsize: bytes of a number in the pools.
-    scaled: S, if tokens have scales.
+    scaled: S if tokens have scales, else None.
   """
   room = _SHARED // streams(dim) - ROWS * (dim * 2 + RESULT * 4)
   block = TOKENS * dim * itemsize
   if itemsize == 1:
-    # One block of each as 16-bit numbers.
+    # One block of keys and one of values, widened to 16-bit numbers.
     room -= 2 * TOKENS * dim * 2
   if scaled is not None:
-    # Those of a block in one piece, and what all begins at: 1,024 bytes.
+    # The factors of a block, with an alignment of 1,024 bytes.
     room -= 2 * 1024
     block += math.prod(scales_of_block(scaled)) * 4
   room //= block
@@ -213,19 +215,19 @@ def work_list(
   static: GpuStatic,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array, int | None]:
-  """Cuts what every tile sees into items of work.
+  """Cuts the keys that each tile sees into units of work.
 
   Args:
     tiles: of all sequences.
-    tree_first: block in which a sequence's tree begins. int32[B]
+    tree_first: int32[B], block in which a sequence's tree begins.
     capacity: tokens that a row of the page table holds.
     static: of the kernel.
     options: of the call.
 
   Returns:
-    (int32[I, 8] of `Item`s, int32[W + 1] where each tile's items begin, the
-    places for results that a tile has or None if they are packed). Items from
-    the last beginning on are idle.
+    (int32[U, 8], rows of `Unit`s; int32[Z + 1], where each tile's units begin;
+    the most results of a tile, or None if results are packed). Units from the
+    last beginning on are idle.
   """
   num = tiles.q.shape[0]
   per_row = num // tree_first.shape[0]
@@ -233,7 +235,7 @@ def work_list(
     plan = options.plan
     tile, begins, most = plan.row, plan.begins, None
     first, end = plan.first, plan.end
-    where = jnp.arange(tile.shape[0], dtype=jnp.int32)
+    result = jnp.arange(tile.shape[0], dtype=jnp.int32)
   else:
     least, most = cuts(tiles, capacity, static)
     begin = tiles.first // TOKENS
@@ -246,44 +248,45 @@ def work_list(
     nth = index - begins[tile]
     first = (begin[tile] + nth * share[tile]) * TOKENS
     end = first + share[tile] * TOKENS
-    where = tile * most + nth
+    result = tile * most + nth
   window = _NO_WINDOW if options.window is None else options.window
   sequence = tile // per_row
   first = jnp.maximum(first, tiles.first[tile])
   end = jnp.minimum(end, tiles.end[tile])
-  item = Item(
+  unit = Unit(
     sequence=sequence,
     tile=tile,
-    # A piece of a plan may be behind the window, or past the table.
+    # A piece of a plan may lie behind the window or past the table.
     first=jnp.where(first < end, first, 0),
     end=jnp.where(first < end, end, 0),
     position=tiles.position[tile],
     window=jnp.broadcast_to(jnp.asarray(window, jnp.int32), tile.shape),
     tree=tree_first[sequence],
-    place=where,
+    result=result,
   )
-  return jnp.stack(item, axis=1), begins, most
+  return jnp.stack(unit, axis=1), begins, most
 
 
 def cuts(
   tiles: query_tiles.Tiles, capacity: int, static: GpuStatic
 ) -> tuple[int, int]:
-  """How contexts are cut where no plan says so.
+  """How contexts are cut without a plan.
 
-  A function of shapes: with it, what a tile sees alone decides its pieces.
+  A function of shapes alone, so that a tile's pieces depend only on the keys
+  that it sees.
 
   Args:
-    tiles: W of them, of R rows.
+    tiles: of all sequences.
     capacity: tokens of a context.
     static: of the kernel.
 
   Returns:
-    (blocks of a piece, if there are so many, pieces of a context at most).
+    (the fewest blocks of a piece, the most pieces of a context).
   """
   contexts, rows = tiles.q.shape[0] * static.kv_heads, tiles.q.shape[2]
   workers = static.blocks * static.streams
-  wanted = -(-_ITEMS_PER_STREAM * workers // contexts)
-  # A piece writes R rows of float32 and reads them again.
+  wanted = -(-_UNITS_PER_STREAM * workers // contexts)
+  # A piece writes Y rows of float32, and the merge reads them.
   least = -(-max(_SHORTEST, _SHORTEST_PER_ROW * rows) // TOKENS)
   blocks = -(-capacity // TOKENS)
   return least, min(wanted, -(-blocks // least))
@@ -293,20 +296,20 @@ def _trees(
   options: CallOptions,
   tiles: query_tiles.Tiles,
   batch: int,
-  group: int,
+  per_kv_head: int,
   size: int,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-  """What trees let be seen, if there are some.
+  """Masks of trees, if there are any.
 
   Returns:
-    ({"trees": int8[W, E, 64, C], by each row, "shown": int32[W, E, C], by any
-    row that is not padding, itself and window included}, int32[B], in which
-    block each tree begins).
+    ({"trees": int8[Z, J, 64, A], tree mask of each row; "shown": int32[Z, J,
+    A], whether any real row sees the key, by its tree, its own position and its
+    window}, int32[B], the block in which each tree begins).
   """
   if options.tree_mask is None:
     return {}, jnp.zeros((batch,), jnp.int32)
   mask, first = query_tiles.trees(
-    options, group=group, size=size, rows=ROWS, tokens=TOKENS
+    options, per_kv_head=per_kv_head, size=size, rows=ROWS, tokens=TOKENS
   )
   blocks = jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
   blocks = blocks + jnp.repeat(first, mask.shape[0] // batch)[:, None]
@@ -319,14 +322,14 @@ def _trees(
 
 
 def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
-  """Scales of tokens, float32[P * K, S], if there are some."""
+  """Scales of tokens, float32[N * K, S], if there are any."""
   scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
   rows = {
     name: scale.reshape(-1, scale.shape[2])
     for name, scale in scales.items()
     if scale is not None and scale.ndim == 3
   }
-  # A copy of a row may take the one after it too.
+  # A copy of a row may read the row after it.
   return {
     name: jnp.pad(scale, ((0, max(0, 2 - len(scale))), (0, 0)))
     for name, scale in rows.items()
@@ -336,7 +339,7 @@ def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
 def _slopes(
   options: CallOptions, kv_heads: int, size: int
 ) -> dict[str, jax.Array]:
-  """ALiBi slopes of a tile's rows, float32[K, 64], if there are some."""
+  """ALiBi slopes of a tile's rows, float32[K, 64], if there are any."""
   if options.alibi_slopes is None:
     return {}
   slopes = options.alibi_slopes.astype(jnp.float32).reshape(kv_heads, -1)

@@ -1,7 +1,7 @@
 """Where releases of Pallas' Mosaic GPU dialect differ, from jax 0.10 on.
 
-Its interpreter knows of no layouts in jax 0.10, and of no products of
-registers in any release; `interpreted` says to do without.
+Its interpreter does not support layouts in jax 0.10, nor products of registers
+in any release. With `interpreted` these functions do without.
 """
 
 import inspect
@@ -16,17 +16,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 MATRIX = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-# Of 8-bit numbers, which it reads four at a time.
+# For 8-bit numbers, read four at a time.
 UPCAST = plgpu.Layout.WGMMA_UPCAST_2X
 
 _load: Any = plgpu.load
-# Before jax 0.11 it takes an index beside the ref; 0.11 would rather not.
+# Before jax 0.11 it requires an index beside the ref; 0.11 deprecates that.
 _index = inspect.signature(_load).parameters.get("idx")
 _INDEXED = _index is not None and _index.default is inspect.Parameter.empty
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-  """Shared memory for the rows of a product's operands."""
+  """Shared memory for an operand of a product, tiled and swizzled."""
   size = jnp.dtype(dtype).itemsize
   width = swizzle(shape[-1] * size)
   tile = plgpu.TilingTransform((8, width // size))
@@ -36,22 +36,21 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def swizzle(row: int) -> int:
-  """Bytes of a row of `row` bytes that a swizzle takes together."""
+  """Bytes of the swizzle for rows of `row` bytes."""
   return 128 if row % 128 == 0 else 64
 
 
 def least_rows(tokens: int, interpreted: bool) -> int:
-  """Rows of float32[tokens] that a copy has at least.
+  """The fewest rows of float32[tokens] that one copy may have.
 
-  Of those after the first nothing is used, and past an array's end they are
-  zeros, except in the interpreter. Before jax 0.11 fewer than 128 bytes are
-  not copied.
+  Before jax 0.11 a copy has at least 128 bytes. Rows after the first are not
+  used; past an array's end they read as zeros, except in the interpreter.
   """
   return max(1, 32 // tokens) if _INDEXED and not interpreted else 1
 
 
 def load(ref: Any, layout: Any, *, interpreted: bool) -> jax.Array:
-  """All of a ref, in registers, whether or not that is fast."""
+  """Loads all of a ref into registers, even where that is slow."""
   if interpreted:
     return ref[...]
   if _INDEXED:
@@ -62,7 +61,7 @@ def load(ref: Any, layout: Any, *, interpreted: bool) -> jax.Array:
 def full(
   shape: tuple[int, ...], value: float, layout: Any, *, interpreted: bool
 ) -> jax.Array:
-  """One number everywhere, float32."""
+  """A float32 array of one value."""
   array = jnp.full(shape, value, jnp.float32)
   return array if interpreted else plgpu.layout_cast(array, layout)
 
@@ -74,17 +73,17 @@ def iota(
   layout: Any = MATRIX,
   interpreted: bool,
 ) -> jax.Array:
-  """Indices along an axis, int32."""
+  """Indices along an axis, in int32."""
   if interpreted:
     return lax.broadcasted_iota(jnp.int32, shape, axis)
   return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
 def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
-  """Of the rows of two refs to shared memory: float32[M, N]."""
+  """Products of the rows of two refs in shared memory: [X, D], [A, D]."""
   if interpreted:
     return _dot(left[...], right[...].T)
-  # The name of a method since jax 0.11.
+  # A method since jax 0.11, a function before.
   exchanged = (
     plgpu.transpose_ref(right, (1, 0)) if _INDEXED else right.transpose((1, 0))
   )
@@ -100,7 +99,7 @@ def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
 def add_product(
   total: jax.Array, left: jax.Array, right: Any, *, interpreted: bool
 ) -> jax.Array:
-  """Adds the product of registers and a ref to registers in float32."""
+  """Adds the product of registers and a ref to registers, in float32."""
   if interpreted:
     return total + _dot(left, right[...])
 
@@ -112,9 +111,10 @@ def add_product(
 
 
 def _dot(left, right):
-  """Ordinary reads have to be done before a copy may write there.
+  """A plain product, for the interpreter.
 
-  The tensor cores' own see to that themselves.
+  Its reads must finish before a copy may overwrite the memory. The reads of
+  tensor cores ensure that themselves.
   """
   plgpu.commit_smem()
   return jnp.dot(left, right, preferred_element_type=jnp.float32)

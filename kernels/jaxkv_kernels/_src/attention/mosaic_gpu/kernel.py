@@ -1,11 +1,10 @@
 """The Hopper kernel of paged attention, in Pallas' Mosaic GPU dialect.
 
 A block of threads has streams, each a pair of warpgroups: one copies pages
-into a ring in shared memory, one multiplies. Streams take items of work in
-turn, and a copying warpgroup runs ahead of its partner, into the next item
-too, as far as the ring is long. The arithmetic is that of FlashAttention 3
-(Shah et al. 2024) without its overlap of two products: decoding waits for
-memory.
+into a ring in shared memory, one multiplies. Streams take units of work in
+turn. A copying warpgroup runs ahead of its partner by up to the length of the
+ring, also into the next unit. The arithmetic is that of FlashAttention 3 (Shah
+et al. 2024) without its overlap of two products: decoding is bound by memory.
 """
 
 import functools
@@ -27,15 +26,15 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import RESULT
 from jaxkv_kernels._src.attention.mosaic_gpu.work import ROWS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
-from jaxkv_kernels._src.attention.mosaic_gpu.work import Item
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Refs
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
+from jaxkv_kernels._src.attention.mosaic_gpu.work import Unit
 from jaxkv_kernels._src.attention.mosaic_gpu.work import first_block
 from jaxkv_kernels._src.attention.mosaic_gpu.work import num_blocks
-from jaxkv_kernels._src.attention.mosaic_gpu.work import place
 from jaxkv_kernels._src.attention.mosaic_gpu.work import quotient
 from jaxkv_kernels._src.attention.mosaic_gpu.work import remainder
 from jaxkv_kernels._src.attention.mosaic_gpu.work import scales_of_block
+from jaxkv_kernels._src.attention.mosaic_gpu.work import stage_of
 
 
 def call(
@@ -47,17 +46,17 @@ def call(
 
   Args:
     static: sizes.
-    arrays: the inputs of `Refs`; those of its sides as `k_pages`, `v_pages`
-      and, where tokens have scales, `k_scale` and `v_scale`.
+    arrays: the inputs of `Refs` by name; those of its sides as `k_pages`,
+      `v_pages` and, where tokens have scales, `k_scale` and `v_scale`.
     interpret: as in `CallOptions`.
 
   Returns:
     (float32[I * K, R, Dv], normalised, and float32[I * K, 2, 64], `top` and
-    `total` of `online_softmax`), in the places that the items name; what no
-    item names is not written.
+    `total` of `online_softmax`), in the places that the units name; what no
+    unit names is not written.
   """
   q = arrays["q"]
-  num = arrays["items"].shape[0] * static.kv_heads
+  num = arrays["units"].shape[0] * static.kv_heads
   rows, value_dim = q.shape[1], arrays["v_pages"].shape[-1]
 
   def entry(*refs):
@@ -82,7 +81,7 @@ def call(
 
 
 def _with_scratch(static: GpuStatic, dtype, given: dict[str, Any]) -> None:
-  """Runs the kernel on inputs and outputs by name, with memory of its own."""
+  """Allocates scratch memory and runs the kernel on arrays by name."""
   sides = [
     {name: given.pop(f"{side}_{name}", None) for name in ("pages", "scale")}
     for side in "kv"
@@ -103,7 +102,7 @@ def _with_scratch(static: GpuStatic, dtype, given: dict[str, Any]) -> None:
     _memory(static, static.v_stages, dtype, **sides[1]),
     strict=True,
   )
-  # The order is that of addresses, and moves how registers are assigned.
+  # The order determines addresses, and affects how registers are assigned.
   pl.run_scoped(
     scoped,
     compat.tiled((streams, ROWS, dim), dtype),
@@ -119,7 +118,7 @@ def _with_scratch(static: GpuStatic, dtype, given: dict[str, Any]) -> None:
 
 
 def _memory(static: GpuStatic, stages: int, dtype, *, pages, scale) -> tuple:
-  """What a `Side` has in shared memory: (ring, full, free, all the rest)."""
+  """Shared memory of a `Side`: (ring, full, free, other fields by name)."""
   streams, dim = static.streams, pages.shape[-1]
   places = streams * stages
   copies = static.pages * (1 if scale is None else 2)
@@ -143,76 +142,76 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
   warpgroup = lax.axis_index("warpgroup")
   multiplies = warpgroup < static.streams
   stream = remainder(warpgroup, static.streams)
-  # All registers there are; a single stream has enough without asking.
+  # Two streams share all registers; a single stream has enough by default.
   ask = static.streams == 2
 
   @pl.when(multiplies)
   def _():
     if ask:
       plgpu.set_max_registers(216, action="increase")
-    _each_item(static, refs, stream, functools.partial(_multiply, static, refs))
+    _each_unit(static, refs, stream, functools.partial(_multiply, static, refs))
 
   @pl.when(jnp.logical_not(multiplies))
   def _():
     if ask:
       plgpu.set_max_registers(40, action="decrease")
-    copied = _each_item(
+    copied = _each_unit(
       static, refs, stream, functools.partial(_copy, static, refs)
     )
     for side in (refs.k, refs.v):
       _await_all(side, stream, copied)
 
 
-def _each_item(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
-  """Calls work(stream, head, item, turn) for a stream's items.
+def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
+  """Calls work(stream, head, unit, used) for each unit of a stream.
 
-  A turn is the number of blocks that went before, and that of all is returned.
+  `used` is the number of blocks in the units before. Returns that of all units.
   """
   first = lax.axis_index("block") * static.streams + stream
   step = static.blocks * static.streams
   num = refs.begins[refs.begins.shape[0] - 1] * static.kv_heads
 
-  def body(turn_of_stream, turn):
-    index = first + turn_of_stream * step
+  def body(turn, used):
+    index = first + turn * step
     head = remainder(index, static.kv_heads)
     row = quotient(index, static.kv_heads)
-    item = Item(*(refs.items[row, i] for i in range(len(Item._fields))))
-    work(stream, head, item, turn)
-    return turn + num_blocks(item)
+    unit = Unit(*(refs.units[row, i] for i in range(len(Unit._fields))))
+    work(stream, head, unit, used)
+    return used + num_blocks(unit)
 
   turns = quotient(jnp.maximum(num - first + step - 1, 0), step)
   return lax.fori_loop(0, turns, body, jnp.int32(0))
 
 
 def _await_all(side: Side, stream, copied) -> None:
-  """Waits until the last blocks are used: no completion goes unseen."""
+  """Waits until the last blocks are used, so that every barrier is awaited."""
   stages = side.ring.shape[1]
-  for slot in range(stages):
+  for stage in range(stages):
 
-    @pl.when(copied > slot)
-    def _(at=stream * stages + slot):
+    @pl.when(copied > stage)
+    def _(at=stream * stages + stage):
       plgpu.barrier_wait(side.free.at[at])
 
 
-def _copy(static: GpuStatic, refs: Refs, stream, head, item, turn) -> None:
-  """Fills the ring with an item's blocks; `turn` blocks went before."""
-  size, dims = static.page_size, range(static.pages)
+def _copy(static: GpuStatic, refs: Refs, stream, head, unit, before) -> None:
+  """Fills the ring with a unit's blocks; `before` blocks preceded them."""
+  size, pieces = static.page_size, range(static.pages)
   rows = min(size, TOKENS)
-  last = quotient(item.end - 1, size)
+  last = quotient(unit.end - 1, size)
   within = pl.ds(0, size)
 
   def body(block, _):
-    base = (first_block(item) + block) * TOKENS
-    # Before the wait, so that the ids arrive meanwhile. Past the end the last
-    # page is read once more: a barrier counts copies.
+    base = (first_block(unit) + block) * TOKENS
+    # Read before the wait, to hide the latency. Past the end, the last page is
+    # copied again: a barrier counts a fixed number of copies.
     ids = [
-      refs.table[item.sequence, jnp.minimum(quotient(base, size) + i, last)]
-      for i in dims
+      refs.table[unit.sequence, jnp.minimum(quotient(base, size) + i, last)]
+      for i in pieces
     ]
-    used = turn + block
+    used = before + block
     source = within if size <= TOKENS else pl.ds(remainder(base, size), TOKENS)
     for side in (refs.k, refs.v):
-      slot, at = place(side.ring, stream, used)
+      stage, at = stage_of(side.ring, stream, used)
 
       @pl.when(used >= side.ring.shape[1])
       def _(free=side.free, at=at):
@@ -222,28 +221,30 @@ def _copy(static: GpuStatic, refs: Refs, stream, head, item, turn) -> None:
         row = page * static.kv_heads + head
         plgpu.copy_gmem_to_smem(
           side.pages.at[row, source],
-          side.ring.at[stream, slot, pl.ds(i * rows, rows)],
+          side.ring.at[stream, stage, pl.ds(i * rows, rows)],
           side.full.at[at],
         )
         if side.scale is not None:
           more = compat.least_rows(rows, static.interpreted)
           plgpu.copy_gmem_to_smem(
             side.scale.at[pl.ds(row, more), source],
-            side.scales.at[stream, slot, i, pl.ds(0, more)],
+            side.scales.at[stream, stage, i, pl.ds(0, more)],
             side.full.at[at],
           )
     return ()
 
-  lax.fori_loop(0, num_blocks(item), body, ())
+  lax.fori_loop(0, num_blocks(unit), body, ())
 
 
-def _multiply(static: GpuStatic, refs: Refs, stream, head, item, turn) -> None:
-  """Attention of one tile of queries over an item's blocks."""
+def _multiply(
+  static: GpuStatic, refs: Refs, stream, head, unit, before
+) -> None:
+  """Attention of one tile of queries over a unit's blocks."""
   rows = refs.q.shape[1]
   value_dim = refs.v.pages.shape[2]
   interpreted = static.interpreted
   plgpu.copy_gmem_to_smem(
-    refs.q.at[item.tile * static.kv_heads + head],
+    refs.q.at[unit.tile * static.kv_heads + head],
     refs.queries.at[stream, pl.ds(0, rows)],
     refs.q_full.at[stream],
   )
@@ -255,34 +256,34 @@ def _multiply(static: GpuStatic, refs: Refs, stream, head, item, turn) -> None:
 
   def body(block, carry):
     top, total, weighted = carry
-    base = (first_block(item) + block) * TOKENS
-    keys, factors = _block(static, refs.k, stream, turn + block)
+    base = (first_block(unit) + block) * TOKENS
+    keys, factors = _block(static, refs.k, stream, before + block)
     products = compat.products(
       refs.queries.at[stream], keys, interpreted=interpreted
     )
-    _release(refs.k, stream, turn + block)
+    _release(refs.k, stream, before + block)
     products = quantized.scaled(products, factors)
-    seen, distance = _visible(static, item, base)
+    seen, distance = _visible(static, unit, base)
     logits = online_softmax.logits(
       products, factor, distance, static.soft_cap, slopes
     )
     if static.tree:
-      seen &= _in_tree(static, refs.trees, item, base, MATRIX) > 0
+      seen &= _in_tree(static, refs.trees, unit, base, MATRIX) > 0
     top, total, shrink, weights = online_softmax.absorb(
       logits, seen, top, total
     )
     weighted *= lax.broadcast_in_dim(shrink, weighted.shape, [0])
-    values, factors = _block(static, refs.v, stream, turn + block)
+    values, factors = _block(static, refs.v, stream, before + block)
     weights, largest = quantized.scaled_weights(
       weights, seen, factors, refs.q.dtype
     )
     if largest is not None:
       weighted /= lax.broadcast_in_dim(largest, weighted.shape, [0])
-    _clear_unused(static, refs, item, base, values)
+    _clear_unused(static, refs, unit, base, values)
     weighted = compat.add_product(
       weighted, weights.astype(refs.q.dtype), values, interpreted=interpreted
     )
-    _release(refs.v, stream, turn + block)
+    _release(refs.v, stream, before + block)
     if largest is not None:
       weighted *= lax.broadcast_in_dim(largest, weighted.shape, [0])
     return top, total, weighted
@@ -292,50 +293,52 @@ def _multiply(static: GpuStatic, refs: Refs, stream, head, item, turn) -> None:
   )
   nothing = compat.full((ROWS, value_dim), 0.0, MATRIX, interpreted=interpreted)
   carry = row(online_softmax.LOWEST), row(0.0), nothing
-  carry = lax.fori_loop(0, num_blocks(item), body, carry)
-  _write(refs, stream, item.place * static.kv_heads + head, *carry)
+  carry = lax.fori_loop(0, num_blocks(unit), body, carry)
+  _write(refs, stream, unit.result * static.kv_heads + head, *carry)
 
 
 def _block(static: GpuStatic, side: Side, stream, used):
-  """Waits for a block: its numbers as queries have them, and its scales."""
-  slot, at = place(side.ring, stream, used)
+  """Waits for a block; returns it in the queries' format, and its scales."""
+  stage, at = stage_of(side.ring, stream, used)
   plgpu.barrier_wait(side.full.at[at])
-  block, factors = quantized.unpack(static, side, stream, slot)
+  block, factors = quantized.unpack(static, side, stream, stage)
   if side.wide is not None:
     plgpu.barrier_arrive(side.free.at[at])
   return block, factors
 
 
 def _release(side: Side, stream, used) -> None:
-  """Lets a block's place be filled anew, if that is not done already."""
+  """Frees a block's stage of the ring, unless `_block` has done so."""
   if side.wide is None:
-    _, at = place(side.ring, stream, used)
+    _, at = stage_of(side.ring, stream, used)
     plgpu.barrier_arrive(side.free.at[at])
 
 
-def _visible(static: GpuStatic, item: Item, base):
-  """Which keys of a block a row sees, bool[64, C], and how far they are.
+def _visible(static: GpuStatic, unit: Unit, base):
+  """Which keys of a block a row sees, and their distances.
 
-  A distance, int32[64, C], is that of the key from the query; never above 0.
+  Returns:
+    (bool[64, A], int32[64, A]), the distance being the key's position minus the
+    query's; at most 0 for keys that are seen.
   """
   iota = functools.partial(
     compat.iota, (ROWS, TOKENS), interpreted=static.interpreted
   )
   key = base + iota(1)
-  seen = (key >= item.first) & (key < item.end)
+  seen = (key >= unit.first) & (key < unit.end)
   if not static.causal:
-    return seen, key - item.position
-  distance = key - item.position - quotient(iota(0), static.group)
-  return seen & (distance <= 0) & (distance > -item.window), distance
+    return seen, key - unit.position
+  distance = key - unit.position - quotient(iota(0), static.per_kv_head)
+  return seen & (distance <= 0) & (distance > -unit.window), distance
 
 
-def _in_tree(static: GpuStatic, masks, item: Item, base, layout):
-  """A tree's mask of a block in int32, not 0 where there is no tree."""
+def _in_tree(static: GpuStatic, masks, unit: Unit, base, layout):
+  """The tree mask of a block, int32, not 0 if seen or outside the tree."""
   blocks = masks.shape[1]
-  index = quotient(base, TOKENS) - item.tree
+  index = quotient(base, TOKENS) - unit.tree
   outside = jnp.where((index < 0) | (index >= blocks), 1, 0)
   mask = compat.load(
-    masks.at[item.tile, jnp.clip(index, 0, blocks - 1)],
+    masks.at[unit.tile, jnp.clip(index, 0, blocks - 1)],
     layout,
     interpreted=static.interpreted,
   )
@@ -343,29 +346,29 @@ def _in_tree(static: GpuStatic, masks, item: Item, base, layout):
 
 
 def _clear_unused(
-  static: GpuStatic, refs: Refs, item: Item, base, values
+  static: GpuStatic, refs: Refs, unit: Unit, base, values
 ) -> None:
-  """Zeros for the values of a block that no row of the item sees.
+  """Writes zeros over the values of a block that no row of the unit sees.
 
   0 * NaN is NaN: a weight of zero does not keep a value out.
   """
   if jnp.issubdtype(refs.v.pages.dtype, jnp.integer):
     return
-  some = (base < item.first) | (base + TOKENS > item.end)
+  some = (base < unit.first) | (base + TOKENS > unit.end)
   if static.tree:
-    index = quotient(base, TOKENS) - item.tree
+    index = quotient(base, TOKENS) - unit.tree
     some |= (index >= 0) & (index < refs.shown.shape[1])
 
   @pl.when(some)
   def _():
     interpreted = static.interpreted
     key = base + compat.iota((TOKENS,), 0, layout=ROW, interpreted=interpreted)
-    used = (key >= item.first) & (key < item.end)
+    used = (key >= unit.first) & (key < unit.end)
     if static.tree:
-      used &= _in_tree(static, refs.shown, item, base, ROW) > 0
+      used &= _in_tree(static, refs.shown, unit, base, ROW) > 0
     used = jnp.where(used, jnp.int32(1), jnp.int32(0))
     used = lax.broadcast_in_dim(used, (TOKENS, 64), [0]) > 0
-    # Some columns at a time, for want of registers.
+    # 64 columns at a time, to save registers.
     for start in range(0, values.shape[1], 64):
       part = values.at[:, pl.ds(start, 64)]
       held = compat.load(part, MATRIX, interpreted=interpreted)
@@ -374,7 +377,7 @@ def _clear_unused(
 
 
 def _write(refs: Refs, stream, index, top, total, weighted) -> None:
-  """An item's output, by way of shared memory: only R rows of 64 count."""
+  """Writes a unit's output through shared memory: Y of the 64 rows."""
   out = online_softmax.normalise(total, weighted)
   rows, value_dim = refs.out.shape[1:]
   refs.sums[stream, 0] = top

@@ -1,9 +1,9 @@
 """Blocks of 8-bit numbers in the Hopper kernel.
 
-Pages arrive as they are, in half the bytes. A block is widened by way of
-registers into the format of the queries, in which every such number is exact,
-and its place in the ring is free before the product. Scales of tokens come
-with the pages, and multiply logits and weights in float32.
+Pages are copied unchanged, in half the bytes. A block is widened in registers
+to the format of the queries, in which every 8-bit number is exact, and its
+stage of the ring is free before the product. Scales of tokens are copied with
+the pages and multiply logits and weights in float32.
 """
 
 from typing import Any
@@ -21,30 +21,31 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
 
-# Far below any share of a row that float16 could hold of its values.
+# Far below any share of a row's largest value that float16 can represent.
 _LEAST = 2.0**-60
 
 
 def unpack(
-  static: GpuStatic, side: Side, stream: jax.Array, slot: jax.Array
+  static: GpuStatic, side: Side, stream: jax.Array, stage: jax.Array
 ) -> tuple[Any, jax.Array | None]:
-  """A block of 16-bit numbers, and what its tokens are scaled by.
+  """A block in 16-bit numbers, and the scales of its tokens.
 
-  What has 8 bits in its ring has left it afterwards, scales included. Between
-  two blocks of one side all threads meet: what is written here has been used.
+  Afterwards the stage of an 8-bit block is no longer needed, nor are its
+  scales. All threads synchronise between two blocks of one side, so the memory
+  written here is no longer in use.
 
   Returns:
-    (ref [C, D], float32[C] or None).
+    (ref [A, D], float32[A] or None).
   """
-  narrow = side.ring.at[stream, slot]
+  narrow = side.ring.at[stream, stage]
   if side.scales is not None and side.wide is None:
-    # Where the other side is plain, they meet nowhere else.
+    # With 16-bit pages there is no other synchronisation.
     plgpu.commit_smem()
   if side.scales is not None:
     rows = min(static.page_size, TOKENS)
     for i in range(static.pages):
       side.factors[stream, pl.ds(i * rows, rows)] = compat.load(
-        side.scales.at[stream, slot, i, 0],
+        side.scales.at[stream, stage, i, 0],
         COLUMN,
         interpreted=static.interpreted,
       )
@@ -61,16 +62,16 @@ def unpack(
 
 
 def _widen(static: GpuStatic, narrow: Any, wide: Any) -> None:
-  """Both are [C, D]."""
+  """Converts a block [A, D] to the format of `wide` [A, D]."""
   held = compat.load(narrow, UPCAST, interpreted=static.interpreted)
   if jnp.issubdtype(held.dtype, jnp.floating):
-    # The hardware turns these into float16 alone, which float32 follows.
+    # The hardware converts these to float16 only, which then becomes float32.
     held = held.astype(jnp.float32)
   wide[...] = held.astype(wide.dtype)
 
 
 def scaled(numbers: jax.Array, factors: jax.Array | None) -> jax.Array:
-  """Columns times their factors: float32[R, C], float32[C]."""
+  """Columns float32[Y, A] times their factors float32[A], if any."""
   if factors is None:
     return numbers
   return numbers * lax.broadcast_in_dim(factors, numbers.shape, [1])
@@ -81,17 +82,17 @@ def scaled_weights(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Weights times scales of values.
 
-  Such a product has no range that float16 is sure to hold: there it becomes a
-  share of its row's largest.
+  Such a product may be outside the range of float16. There it is divided by the
+  largest of its row.
 
   Args:
-    weights: float32[R, C].
-    seen: whether a row sees a key; scales of others may be NaN. bool[R, C]
-    factors: float32[C], or None.
-    dtype: in which they are to be multiplied, bfloat16 or float16.
+    weights: float32[Y, A].
+    seen: bool[Y, A], whether a row sees a key; scales of others may be NaN.
+    factors: float32[A], or None.
+    dtype: format of the product with values, bfloat16 or float16.
 
   Returns:
-    (float32[R, C], what to multiply its rows by: float32[R], or None).
+    (float32[Y, A], float32[Y] to multiply its rows by, or None).
   """
   if factors is None:
     return weights, None

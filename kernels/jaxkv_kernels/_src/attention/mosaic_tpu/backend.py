@@ -14,14 +14,14 @@ from jaxkv_kernels._src.attention.mosaic_tpu.kernel import MEMORY_BYTES
 from jaxkv_kernels._src.attention.mosaic_tpu.kernel import TpuStatic
 from jaxkv_kernels._src.attention.options import CallOptions
 
-# Query rows of a tile: the matrix unit takes 128 at once. Whole sublanes, of
-# pairs of rows where these are 16 bits.
+# Query rows of a tile: the matrix unit takes 128 at once. A multiple of 16 is
+# whole sublanes, also for pairs of 16-bit rows.
 _ROWS, _MULTIPLE = 128, 16
-# A number for each row takes that many.
+# Lanes: one number for each row occupies this many.
 _LANES = 128
-# Tokens of a block, where the pages of one fit.
+# Tokens of a block, if its pages fit in memory.
 _TOKENS = 256
-# What the ring may take of the 64 MiB of the smallest memory (v7x).
+# Bytes of the ring, of the 64 MiB of the smallest memory (v7x).
 _RING_BYTES = 24 * 2**20
 
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
@@ -44,7 +44,7 @@ def attend(
   """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
   batch, columns, heads, _ = q.shape
   num_pages, kv_heads, page_size = k_pages.shape[:3]
-  group = heads // kv_heads
+  per_kv_head = heads // kv_heads
   capacity = page_table.shape[1] * page_size
   size = _queries(q, k_pages, v_pages, options)
   reach = query_tiles.reach(starts, counts, columns, capacity, options.window)
@@ -66,13 +66,13 @@ def attend(
     "reach": tiles.reach,
     "k_pages": k_pages,
     "v_pages": v_pages,
-    **_of_heads(options, heads, kv_heads, size, tiles.q.shape[2]),
-    **_of_tokens(options, table, static),
+    **_per_head(options, heads, kv_heads, size, tiles.q.shape[2]),
+    **_token_scales(options, table, static),
   }
   if options.tree_mask is not None:
     inputs["tree"], inputs["tree_first"] = query_tiles.trees(
       options,
-      group=group,
+      per_kv_head=per_kv_head,
       size=size,
       rows=tiles.q.shape[2],
       tokens=static.tokens,
@@ -100,39 +100,35 @@ def unsupported(
   block = _pages_per_block(k_pages, v_pages) * _page_bytes(k_pages, v_pages)
   least = _memory(1, q, k_pages, v_pages, options)
   reasons = {
-    "value_dim is given; keys and values of two pools are supported": (
+    f"`value_dim` must be None, got {options.value_dim}": (
       options.value_dim is not None
     ),
-    f"platform={platform!r}; this backend is for tpu": platform != "tpu",
-    f"q is {q.dtype}; float32 and bfloat16 are supported": (
-      q.dtype not in _FLOATS
-    ),
-    f"k_pages is {pool}; float32, bfloat16, int8, float8_e4m3fn and"
-    " float8_e5m2 are supported": pool not in (*_FLOATS, *_BYTES),
-    f"k_pages has pages of {size} tokens; multiples of 8 are supported": (
+    f"the platform must be tpu, got {platform}": platform != "tpu",
+    f"`q` must be float32 or bfloat16, got {q.dtype}": q.dtype not in _FLOATS,
+    "`k_pages` must be float32, bfloat16, int8, float8_e4m3fn or float8_e5m2,"
+    f" got {pool}": pool not in (*_FLOATS, *_BYTES),
+    f"`k_pages` must have pages of a multiple of 8 tokens, got {size}": (
       size % 8 != 0
     ),
-    # What v7x copies of 16-bit numbers is whole tiles of 16 tokens.
-    f"k_pages is {pool} and has pages of {size} tokens; 8 and multiples of 16"
-    " are supported": pool.itemsize == 2 and size > 8 and size % 16 != 0,
-    f"k_pages and v_pages have head sizes {dims}; multiples of 128 are"
-    " supported": any(dim % 128 for dim in dims),
-    f"k_pages and v_pages have pages of {_page_bytes(k_pages, v_pages)} bytes"
-    f" together; up to {_RING_BYTES // BUFFERS} are supported": (
-      block * BUFFERS > _RING_BYTES
-    ),
-    f"q has {q.shape[-2]} heads and k_pages {k_pages.shape[1]}: one query takes"
-    f" {least} bytes; up to {MEMORY_BYTES} are supported": (
-      least > MEMORY_BYTES
-    ),
+    # v7x copies 16-bit numbers in whole tiles of 16 tokens.
+    "`k_pages` must have pages of 8 or a multiple of 16 tokens for 16-bit"
+    f" numbers, got {size}": pool.itemsize == 2 and size > 8 and size % 16 != 0,
+    "`k_pages` and `v_pages` must have head sizes that are multiples of 128,"
+    f" got {dims}": any(dim % 128 for dim in dims),
+    "`k_pages` and `v_pages` must have pages of at most"
+    f" {_RING_BYTES // BUFFERS} bytes together, got"
+    f" {_page_bytes(k_pages, v_pages)}": block * BUFFERS > _RING_BYTES,
+    f"`q` must have few enough heads that a query takes {MEMORY_BYTES} bytes,"
+    f" got {q.shape[-2]} heads for {k_pages.shape[1]} of k_pages, which take"
+    f" {least}": least > MEMORY_BYTES,
   }
   return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _of_heads(
+def _per_head(
   options: CallOptions, heads: int, kv_heads: int, size: int, rows: int
 ) -> dict[str, jax.Array]:
-  """What is one number per query head, as float32[K, R, 1]."""
+  """Options with one number for each query head, as float32[K, Y, 1]."""
 
   def spread(values: jax.Array) -> jax.Array:
     values = jnp.tile(values.reshape(kv_heads, -1), (1, size))
@@ -145,14 +141,14 @@ def _of_heads(
   return result
 
 
-def _of_tokens(
+def _token_scales(
   options: CallOptions, table: jax.Array, static: TpuStatic
 ) -> dict[str, jax.Array]:
-  """Scales of tokens, as float32[B, N, K, C] for the N blocks of the table.
+  """Scales of tokens, as float32[B, J, K, A] for the J blocks of a table row.
 
-  They are gathered beforehand, as the kernel's copies cannot place numbers
-  within a row of 128. That is 8 * K bytes for each token that the table could
-  hold, whatever the lengths: in a call with long tables for a small pool it is
+  They are gathered before the kernel, whose copies cannot write into part of a
+  row of 128 numbers. The result has 8 * K bytes for each token that the table
+  can hold, whatever the lengths. With long tables for a small pool, that is
   more than the pool.
   """
   result = {}
@@ -163,7 +159,7 @@ def _of_tokens(
     spare = -table.shape[1] % static.pages
     ids = jnp.pad(table, ((0, 0), (0, spare)))
     batch, kv_heads = ids.shape[0], scale.shape[1]
-    # Long rows: a TPU would first lay out short ones anew, all of them.
+    # Gather long rows: a TPU would first copy all short ones to a new layout.
     tokens = scale.reshape(scale.shape[0], -1)[ids]
     tokens = tokens.reshape(batch, -1, kv_heads, static.page_size)
     tokens = tokens.swapaxes(1, 2)  # [B, K, M, S]
@@ -175,7 +171,7 @@ def _of_tokens(
 def _queries(
   q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, options: CallOptions
 ) -> int:
-  """Of a tile: as many as fill the matrix unit, fewer if memory is short."""
+  """Queries of a tile: enough for the matrix unit, fewer if memory is short."""
   size = min(q.shape[1], max(1, _ROWS * k_pages.shape[1] // q.shape[2]))
   while size > 1 and (
     _memory(size, q, k_pages, v_pages, options) > MEMORY_BYTES
@@ -191,15 +187,15 @@ def _memory(
   v_pages: jax.Array,
   options: CallOptions,
 ) -> int:
-  """Bytes that tiles of `size` queries take, if the compiler shares none."""
+  """Bytes of memory for tiles of `size` queries, if no buffers are shared."""
   kv_heads, page_size, dim = k_pages.shape[1:]
   value_dim = v_pages.shape[3]
   pages = _pages_per_block(k_pages, v_pages)
   tokens = pages * page_size
   ring = BUFFERS * pages * _page_bytes(k_pages, v_pages)
   values = kv_heads * tokens * value_dim * 4
-  # What a grid step reads or writes is there twice. Of a row: query, output;
-  # log-sum-exp, factor and slope; top and total; logits and weights.
+  # Inputs and outputs of a grid step are double-buffered. For each row: query,
+  # output; log-sum-exp, factor and slope; top and total; logits and weights.
   row = 2 * (dim * q.dtype.itemsize + value_dim * 4)
   row += (2 * 3 + 2) * _LANES * 4 + 2 * tokens * 4
   tree = 0
@@ -211,7 +207,7 @@ def _memory(
 
 
 def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
-  """Bytes of one page, keys and values."""
+  """Bytes of one page of keys and one of values."""
   return sum(
     pages.size // pages.shape[0] * pages.dtype.itemsize
     for pages in (k_pages, v_pages)
@@ -219,9 +215,10 @@ def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
 
 
 def _pages_per_block(k_pages: jax.Array, v_pages: jax.Array) -> int:
-  """As many as make a block of the wanted size, if there is room for them.
+  """Pages that make a block of the wanted size, fewer if memory is short.
 
-  In the ring, and beside it for one block's values in float32.
+  A block takes memory in each stage of the ring and once for its values in
+  float32.
   """
   values = 4 * v_pages.size // v_pages.shape[0]
   fit = _RING_BYTES // (BUFFERS * _page_bytes(k_pages, v_pages) + values)
@@ -229,7 +226,7 @@ def _pages_per_block(k_pages: jax.Array, v_pages: jax.Array) -> int:
 
 
 def _compute_dtype(q: jax.Array, k_pages: jax.Array) -> jnp.dtype:
-  """bfloat16 holds 8-bit numbers exactly; float32 queries ask for more."""
+  """bfloat16, which holds 8-bit numbers exactly; float32 if any input is."""
   if jnp.dtype(jnp.float32) in (q.dtype, k_pages.dtype):
     return jnp.dtype(jnp.float32)
   return jnp.dtype(jnp.bfloat16)

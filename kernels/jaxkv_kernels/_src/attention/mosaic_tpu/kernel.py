@@ -1,22 +1,13 @@
 """The TPU kernel of paged attention, in Pallas' Mosaic dialect.
 
 One grid step serves one tile of queries: it walks over the blocks of pages
-that the tile sees, with a ring of buffers into which pages are copied, one
-copy per page for all heads. The last turns of a step already fetch the first
-blocks of the next step, so the ring drains only at the end of the grid. The
-softmax is the online one of FlashAttention (Dao et al. 2022, algorithm 1) in
-float32.
+that the tile sees. Pages are copied into a ring of buffers, one copy per page
+for all heads. The last blocks of a step already fetch the first blocks of the
+next step, so the ring drains only at the end of the grid. The softmax is the
+online softmax of FlashAttention (Dao et al. 2022, algorithm 1) in float32.
 
 Only features that the TPU interpreter runs are used, so that a CPU can check
-the numbers and the races.
-
-| letter | size of |
-|---|---|
-| W | tiles of queries, all sequences |
-| R | query rows of a tile that share a K/V head, padded |
-| C | tokens of a block |
-| N | blocks of a row of the page table |
-| X | blocks in the ring |
+the numbers and the races. See `attention` for the letters.
 """
 
 import dataclasses
@@ -34,13 +25,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
 
-# Blocks in the ring. Two keep one copy under way while the other block is
-# used; a third hides the latency of short blocks.
+# F, stages of the ring. With two, one block is copied while the other is used.
+# A third hides the latency of short blocks.
 BUFFERS = 3
-# What the compiler may take of the 64 MiB of the smallest memory (v7x).
+# Bytes that the compiler may use, of the 64 MiB of the smallest memory (v7x).
 MEMORY_BYTES = 48 * 2**20
 
-# Of an index: where integers have 64 bits, 0 would be one, which a TPU has not.
+# For block indices. A Python 0 would be int64 in 64-bit mode, unknown to a TPU.
 _ZERO = np.int32(0)
 
 _POOLS = ("k_pages", "v_pages")
@@ -52,11 +43,11 @@ class TpuStatic:
   """Sizes and choices of one kernel.
 
   Attributes:
-    tiles: of one sequence.
+    tiles: tiles of one sequence.
     pages: pages of a block.
     page_size: S.
     soft_cap: as in `CallOptions`.
-    dtype: what the matrix unit multiplies.
+    dtype: the format that the matrix unit multiplies.
   """
 
   tiles: int
@@ -67,7 +58,7 @@ class TpuStatic:
 
   @property
   def tokens(self) -> int:
-    """C."""
+    """A, tokens of a block."""
     return self.pages * self.page_size
 
 
@@ -82,14 +73,14 @@ def call(
 
   Args:
     static: sizes.
-    firsts: first token that a tile sees. int32[W]
-    ends: one past the last, 0 for none. int32[W]
-    inputs: those of `_in_specs`; scales of tokens, slopes and a tree may be
-      left out.
+    firsts: int32[Z], first token that a tile sees.
+    ends: int32[Z], one past the last, 0 for none.
+    inputs: those of `_in_specs`; scales of tokens, slopes and a tree are
+      optional.
     interpret: as in `CallOptions`.
 
   Returns:
-    (float32[W, K, R, Dv], float32[W, K, R, 1]), normalised and natural.
+    (float32[Z, K, Y, Dv], float32[Z, K, Y, 1] natural log-sum-exp).
   """
   num, kv_heads, rows, _ = inputs["q"].shape
   shape = num, kv_heads, rows, inputs["v_pages"].shape[-1]
@@ -119,16 +110,16 @@ def call(
 def _in_specs(
   static: TpuStatic, inputs: dict[str, jax.Array]
 ) -> dict[str, Any]:
-  """Which block of each input a grid step sees."""
+  """The block of each input that a grid step sees."""
   num, columns = inputs["q"].shape[0], inputs["table"].shape[2]
   in_place = pl.BlockSpec(memory_space=pl.ANY)
 
   def table(step: int) -> pl.BlockSpec:
-    """The page table's row of the step that is `step` ahead."""
+    """The page table's row of the grid step that is `step` ahead."""
     return pl.BlockSpec(
       (1, 1, columns),
-      lambda w, *_: (
-        lax.div(jnp.minimum(w + step, num - 1), np.int32(static.tiles)),
+      lambda z, *_: (
+        lax.div(jnp.minimum(z + step, num - 1), np.int32(static.tiles)),
         _ZERO,
         _ZERO,
       ),
@@ -138,16 +129,16 @@ def _in_specs(
   specs = {
     "table": table(0),  # int32[B, 1, M] as [1, 1, M]
     "next_table": table(1),  # int32[B, 1, M] as [1, 1, M]
-    "q": _one_a_step(inputs["q"].shape),  # [W, K, R, D] as [1, K, R, D]
-    "reach": _one_a_step(inputs["reach"].shape),  # int32[W, R, 3] as [1, R, 3]
-    "factor": _whole(inputs["factor"].shape),  # float32[K, R, 1]
-    "slopes": _whole(inputs["factor"].shape),  # float32[K, R, 1]
-    "k_pages": in_place,  # [P, K, S, D]
-    "v_pages": in_place,  # [P, K, S, Dv]
-    "k_scale": in_place,  # float32[B, N, K, C]
-    "v_scale": in_place,  # float32[B, N, K, C]
+    "q": _one_a_step(inputs["q"].shape),  # [Z, K, Y, D] as [1, K, Y, D]
+    "reach": _one_a_step(inputs["reach"].shape),  # int32[Z, Y, 3] as [1, Y, 3]
+    "factor": _whole(inputs["factor"].shape),  # float32[K, Y, 1]
+    "slopes": _whole(inputs["factor"].shape),  # float32[K, Y, 1]
+    "k_pages": in_place,  # [N, K, S, D]
+    "v_pages": in_place,  # [N, K, S, Dv]
+    "k_scale": in_place,  # float32[B, J, K, A]
+    "v_scale": in_place,  # float32[B, J, K, A]
   }
-  if "tree" in inputs:  # int8[W, E, R, C] as [1, E, R, C], E blocks
+  if "tree" in inputs:  # int8[Z, J, Y, A] as [1, J, Y, A]
     specs["tree"] = _one_a_step(inputs["tree"].shape)
     # int32[B]
     specs["tree_first"] = _whole(inputs["tree_first"].shape, pltpu.SMEM)
@@ -155,10 +146,10 @@ def _in_specs(
 
 
 def _one_a_step(shape: tuple[int, ...]) -> pl.BlockSpec:
-  """Row w of an array, in grid step w."""
+  """Row z of an array, in grid step z."""
   zeros = (_ZERO,) * (len(shape) - 1)
   return pl.BlockSpec(
-    (1, *shape[1:]), lambda w, *_: (w, *zeros), memory_space=pltpu.VMEM
+    (1, *shape[1:]), lambda z, *_: (z, *zeros), memory_space=pltpu.VMEM
   )
 
 
@@ -169,7 +160,7 @@ def _whole(shape: tuple[int, ...], memory: Any = pltpu.VMEM) -> pl.BlockSpec:
 
 
 def _scratch(static: TpuStatic, inputs: dict[str, jax.Array]) -> dict[str, Any]:
-  """Scratch; what is copied into has the name of the input."""
+  """Scratch memory; a ring has the name of the input copied into it."""
   kv_heads, rows = inputs["q"].shape[1:3]
   block = BUFFERS, kv_heads, static.tokens
   scratch: dict[str, Any] = {
@@ -178,10 +169,10 @@ def _scratch(static: TpuStatic, inputs: dict[str, jax.Array]) -> dict[str, Any]:
     "top": pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
     "total": pltpu.VMEM((kv_heads, rows, 1), jnp.float32),
   }
-  for name in _POOLS:  # [X, K, C, D]
+  for name in _POOLS:  # [F, K, A, D]
     shape = *block, inputs[name].shape[-1]
     scratch[name] = pltpu.VMEM(shape, inputs[name].dtype)
-  for name in _SCALES:  # float32[X, K, C]
+  for name in _SCALES:  # float32[F, K, A]
     if name in inputs:
       scratch[name] = pltpu.VMEM(block, jnp.float32)
   return scratch
@@ -191,24 +182,24 @@ class _Step(NamedTuple):
   """The blocks of one grid step.
 
   Attributes:
-    table: int32[1, 1, M], the ids of its sequence's pages.
-    row: b.
-    first_page: first page seen, in the sequence. int32[]
-    end_page: one past the last. int32[]
-    first: first block. int32[]
-    num: blocks, 0 where the tile sees nothing. int32[]
+    table: page ids of the step's sequence.
+    row: the sequence.
+    first_page: first page seen, counted within the sequence.
+    end_page: one past the last.
+    first: first block.
+    num: number of blocks, 0 if the tile sees nothing.
   """
 
-  table: Any
-  row: Any
-  first_page: Any
-  end_page: Any
-  first: Any
-  num: Any
+  table: Any  # int32[1, 1, M]
+  row: Any  # int32[]
+  first_page: Any  # int32[]
+  end_page: Any  # int32[]
+  first: Any  # int32[]
+  num: Any  # int32[]
 
 
 def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
-  """One tile of queries; refs as in `_in_specs` and `_scratch`."""
+  """Serves one tile of queries; refs as in `_in_specs` and `_scratch`."""
   index = pl.program_id(0)
   here = _step(static, index, firsts, ends, inputs["table"])
   after = _step(static, index + 1, firsts, ends, inputs["next_table"])
@@ -220,16 +211,16 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
 
   ring = scratch["ring"][0]
 
-  def slot(block):
+  def stage(block):
     return (ring + block) % BUFFERS
 
   def fetch(step: _Step, block, at) -> None:
     _copies(static, step, block, at, inputs, scratch, lambda c: c.start())
 
-  # The step before fetched the rest, while it had blocks of its own.
+  # The previous step fetched the others, as many as it had blocks.
   @pl.loop(0, jnp.clip(BUFFERS - before.num, 0, here.num))
   def _(block):
-    fetch(here, block, slot(block))
+    fetch(here, block, stage(block))
 
   scratch["top"][...] = jnp.full_like(scratch["top"], LOWEST)
   scratch["total"][...] = jnp.zeros_like(scratch["total"])
@@ -237,7 +228,7 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
 
   @pl.loop(0, here.num)
   def _(block):
-    at = slot(block)
+    at = stage(block)
     _copies(static, here, block, at, inputs, scratch, lambda c: c.wait())
     _absorb(static, here.row, here.first + block, at, inputs, out, scratch)
     ahead = block + BUFFERS
@@ -250,7 +241,7 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
     def _():
       fetch(after, ahead - here.num, at)
 
-  scratch["ring"][0] = slot(here.num)
+  scratch["ring"][0] = stage(here.num)
   total = scratch["total"][...]
   empty = total == 0
   safe = jnp.where(empty, jnp.float32(1), total)
@@ -259,7 +250,7 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
 
 
 def _step(static: TpuStatic, index, firsts, ends, table) -> _Step:
-  """The blocks of any grid step; none before the first and after the last."""
+  """The blocks of a grid step; none before the first and after the last."""
   last = pl.num_programs(0) - 1
   real = (index >= 0) & (index <= last)
   index = jnp.clip(index, 0, last)
@@ -280,7 +271,7 @@ def _step(static: TpuStatic, index, firsts, ends, table) -> _Step:
 def _copies(
   static: TpuStatic, step: _Step, block, at, inputs, scratch, do
 ) -> None:
-  """Starts or awaits the copies of a step's block into place `at`."""
+  """Starts or awaits the copies of a step's block into stage `at`."""
   arrived = scratch["arrived"].at[at]
   base = (step.first + block) * static.pages
   size = static.page_size
@@ -303,7 +294,7 @@ def _copies(
 
 
 def _absorb(static: TpuStatic, row, block, at, inputs, out, scratch) -> None:
-  """One more block of sequence `row`, from place `at` of the ring."""
+  """The online softmax of a block of sequence `row`, in stage `at`."""
   reach = inputs["reach"]
   first, end, own = (reach[0, :, i : i + 1] for i in range(3))
   rows = first.shape[0]
@@ -326,7 +317,7 @@ def _absorb(static: TpuStatic, row, block, at, inputs, out, scratch) -> None:
     logits = logits + inputs["slopes"][...] * distance[None]
   logits = jnp.where(seen, logits, -jnp.inf)
   before = scratch["top"][...]
-  # Never -inf: a block without a key of a row changes no bit of that row.
+  # Never -inf: a block in which a row sees no key changes no bit of that row.
   top = jnp.maximum(before, jnp.max(logits, axis=2, keepdims=True))
   shrink = jnp.exp(before - top)
   weights = jnp.exp(logits - top)
@@ -342,7 +333,7 @@ def _absorb(static: TpuStatic, row, block, at, inputs, out, scratch) -> None:
 
 
 def _in_tree(block, tree):
-  """What a tree lets be seen of its block `block`; all, if it has none such."""
+  """The tree mask of block `block`; all True outside the tree."""
   blocks = tree.shape[1]
   outside = (block < 0) | (block >= blocks)
   seen = tree[0, jnp.clip(block, 0, blocks - 1)].astype(jnp.int32)
@@ -350,9 +341,9 @@ def _in_tree(block, tree):
 
 
 def _hidden(seen):
-  """Tokens that no row of bool[R, C] sees, as bool[1, C, 1].
+  """Tokens that no row of `seen` bool[Y, A] sees, as bool[1, A, 1].
 
-  By a product, which turns lanes into sublanes.
+  Computed by a product, which moves lanes to sublanes.
   """
   ones = jnp.ones((seen.shape[0], 128), jnp.float32)
   seen = seen.astype(jnp.int32).astype(jnp.float32)
@@ -366,7 +357,7 @@ def _hidden(seen):
 
 
 def _values(base, first, end, ref, hidden):
-  """A block's values, 0 where no row sees them.
+  """A block's values, with zeros for those that no row sees.
 
   0 * NaN is NaN: a weight of zero does not keep a value out.
   """
@@ -381,7 +372,7 @@ def _values(base, first, end, ref, hidden):
 
 
 def _dot(static: TpuStatic, left, right, contracted: int):
-  """[K, R, N] times [K, C, N] or [K, N, E], summed in float32."""
+  """[K, Y, X] times [K, A, X], or [K, Y, A] times [K, A, X]; float32 sums."""
   exact = static.dtype == jnp.float32
   return lax.dot_general(
     _as(left, static.dtype),
@@ -393,7 +384,7 @@ def _dot(static: TpuStatic, left, right, contracted: int):
 
 
 def _as(values, dtype):
-  """A conversion by way of float32, which every generation has."""
+  """Converts by way of float32, which every TPU generation supports."""
   if values.dtype == dtype:
     return values
   return values.astype(jnp.float32).astype(dtype)

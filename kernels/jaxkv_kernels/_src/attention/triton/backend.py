@@ -1,16 +1,17 @@
 """Paged attention in Pallas-Triton, for NVIDIA GPUs from sm_80.
 
 A program takes up to 64 of the query rows that share a K/V head, as one tile
-for the tensor cores, and a part of their keys. It reads keys and values token
-by token through the page table, so any page size will do, and none twice.
-Where there would be too few programs, or one would have too much to do, the
-keys of a row are split; every part is normalised, in float32, and the parts
-are put together by the sums of their softmaxes.
+for the tensor cores, and a part of their keys. It reads each key and value
+once, token by token through the page table, so any page size is supported.
+Where there would be too few programs, or one would have too much work, the keys
+of a row are split. Each part is normalised in float32, and the parts are merged
+by the sums of their softmaxes.
 """
 
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,8 +26,8 @@ from jaxkv_kernels._src.attention.triton.kernel import attention_kernel
 from jaxkv_kernels._src.attention.triton.kernel import power_of_two
 from jaxkv_kernels._src.formats import logical_dtype
 
-# Query rows of a program: the least a tensor core multiplies, and the most
-# whose sums stay in registers.
+# Query rows of a program: the fewest that a tensor core multiplies, and the
+# most whose sums fit in registers.
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 # Bytes of K, and of V, in a block: three stages of both leave room for two
 # programs in a core's 227 KB.
@@ -35,14 +36,15 @@ _MOST_BLOCK = 128
 # Programs wanted at once: two on each of an H100's or H200's 132 cores.
 _PROGRAMS = 264
 _MOST_SPLITS = 64
-# Tokens of a program: a long row beside short ones is split so that they end
-# together; less than the least takes as long to begin as to do.
+# Tokens of a program. A long row beside short ones is split so that all
+# programs end together. With fewer than the least, starting takes longer than
+# the work.
 _MOST_TOKENS, _LEAST_TOKENS = 4096, 1024
-# Bytes that the parts may take, float32 copies of the output as they are, if
-# there are programs enough without them.
+# Bytes that the parts may take where there are programs enough without a split.
+# A part is a float32 copy of the output.
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
-# Elements of a latent vector that are its value, and those behind them.
+# The most elements of a latent vector's value, and of the rest behind it.
 _LARGEST_VALUE, _LARGEST_BEHIND = 512, 64
 
 
@@ -55,7 +57,7 @@ def attend(
   counts: jax.Array,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """A rectangle of queries: float32[B, T, H, Dv], float32[B, T, H]."""
+  """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
   value_dim = options.value_dim
   sizes = _sizes(q, k_pages, v_pages, page_table, value_dim)
   window = options.window
@@ -87,14 +89,14 @@ def attend(
       query_tiles.float32((*shape, sizes.value_dim), inputs),
       query_tiles.float32((2, *shape), inputs),
     ),
-    # Twice the threads for twice the sums: none spills its registers.
+    # Twice the threads for twice the sums, so that no register spills.
     num_warps=4 if few else 8,
     num_stages=3,
     interpret=options.interpret,
   )
   column = jnp.arange(sizes.columns, dtype=jnp.int32)
   real = (column[None] < counts[:, None])[:, :, None]
-  return _together(parts, totals, options.sinks, real)
+  return _merge(parts, totals, options.sinks, real)
 
 
 def unsupported(
@@ -104,9 +106,9 @@ def unsupported(
   v_pages: jax.Array,
   options: CallOptions,
 ) -> str | None:
-  """Why it does not serve a call; None if it does."""
+  """Why this backend does not serve a call; None if it does."""
   if platform != "cuda":
-    return f"the platform is {platform}; supported is cuda"
+    return f"the platform must be cuda, got {platform}"
   reason = _too_large(q, k_pages, v_pages, options.value_dim)
   if reason is not None:
     return reason
@@ -115,8 +117,8 @@ def unsupported(
   oldest = min(check.architectures(), default=least)
   if oldest < least and not options.interpret:
     return (
-      f"k_pages is {k_pages.dtype} and the GPU is sm_{oldest}; supported is"
-      f" sm_{least} and later"
+      f"the GPU must be sm_{least} or later for pages of {k_pages.dtype}, got"
+      f" sm_{oldest}"
     )
   return None
 
@@ -124,25 +126,25 @@ def unsupported(
 def _too_large(
   q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, latent: int | None
 ) -> str | None:
-  """Which vectors or pools are; None if none are."""
+  """Which vectors or pools are too large; None if none are."""
   if latent is not None:
     behind = q.shape[-1] - latent
     if latent > _LARGEST_VALUE or behind > _LARGEST_BEHIND:
       return (
-        f"value_dim is {latent} and {behind} elements follow; supported are up"
-        f" to {_LARGEST_VALUE} and {_LARGEST_BEHIND}"
+        f"`value_dim` must be at most {_LARGEST_VALUE}, with at most"
+        f" {_LARGEST_BEHIND} elements behind it, got {latent} and {behind}"
       )
   for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
     if latent is None and pages.shape[3] > _LARGEST_HEAD:
       return (
-        f"{name} has head size {pages.shape[3]}; supported is up to"
-        f" {_LARGEST_HEAD}"
+        f"`{name}` must have a head size of at most {_LARGEST_HEAD}, got"
+        f" {pages.shape[3]}"
       )
-    # Pallas-Triton counts elements in 32 bits, with a sign, up to 4 GiB.
+    # Pallas-Triton indexes pools of up to 4 GiB with a signed 32-bit number.
     if pages.dtype.itemsize == 1 and 2**31 < pages.size <= 2**32:
       return (
-        f"{name} has {pages.size} elements of 8 bits; supported are up to 2^31,"
-        " and more than 2^32"
+        f"`{name}` must have at most 2**31 or more than 2**32 elements of 8"
+        f" bits, got {pages.size}"
       )
   return None
 
@@ -164,7 +166,7 @@ def _sizes(
   page_table: jax.Array,
   latent: int | None = None,
 ) -> Sizes:
-  """How the work is cut, from shapes alone; `latent` is `value_dim`."""
+  """Cuts the work into programs, from shapes alone; `latent` is `value_dim`."""
   batch, columns, heads, dim = q.shape
   value_dim = latent or v_pages.shape[3]
   cuts = (0, dim) if latent in (None, dim) else (0, latent, dim)
@@ -205,7 +207,7 @@ def _sizes(
 
 def _most_rows(numbers: np.dtype, latent: int | None) -> int:
   """Query rows that a program has registers for."""
-  # float32 is multiplied outside the tensor cores, in many more registers.
+  # float32 is multiplied outside the tensor cores, which takes more registers.
   if numbers.itemsize > 2:
     return _LEAST_ROWS
   return _MOST_ROWS if latent is None else _MOST_ROWS // 2
@@ -216,9 +218,9 @@ def _block(
 ) -> int:
   """Tokens of a step."""
   if latent:
-    # What is key and value at once takes the room of both.
+    # A latent vector takes the space of a key and of a value.
     return max(2 * _BLOCK_BYTES // (widest * numbers.itemsize), 16)
-  # Numbers of 8 bits widen in registers, of which many rows leave few.
+  # 8-bit numbers are widened in registers, of which many rows leave few.
   few = rows == _LEAST_ROWS
   width = max(stored.itemsize, numbers.itemsize // (2 if few else 1))
   most = _MOST_BLOCK if few else _MOST_BLOCK // 2
@@ -226,10 +228,10 @@ def _block(
 
 
 def _numbers(query, stored) -> np.dtype:
-  """The format in which queries meet keys, and weights values.
+  """The format of the products of queries and keys, and of weights and values.
 
-  8-bit numbers are exact in all others; a pair of different wider formats
-  meets in float32.
+  8-bit numbers are exact in all others; a pair of different wider formats is
+  multiplied in float32.
   """
   query, stored = np.dtype(query), np.dtype(stored)
   if stored.itemsize == 1 or stored == query:
@@ -237,17 +239,24 @@ def _numbers(query, stored) -> np.dtype:
   return np.dtype(np.float32)
 
 
-def _together(
+def _merge(
   parts: jax.Array,
   totals: jax.Array,
   sinks: jax.Array | None,
   real: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Merges parts [N, B, T, H, Dv]; then the sinks join in.
+  """Merges parts and adds the sinks.
 
-  `totals` float32[2, N, B, T, H] are the kernel's. `real` bool[B, T, 1] says
-  which are queries: a sink adds to one that sees no key, but not to padding.
+  Args:
+    parts: float32[splits, B, T, H, Dv], normalised.
+    totals: float32[2, splits, B, T, H], top and total of each part.
+    sinks: float32[H], or None.
+    real: bool[B, T, 1], False for padding, which has no sink.
+
+  Returns:
+    (float32[B, T, H, Dv], float32[B, T, H]).
   """
+  chex.assert_shape(totals, (2, *parts.shape[:-1]))
   tops, sums = totals
   top = jnp.max(tops, axis=0)
   if sinks is not None:

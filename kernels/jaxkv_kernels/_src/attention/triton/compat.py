@@ -1,7 +1,7 @@
 """The one place that calls Pallas-Triton, which jax deprecated in 0.11.
 
-Until jax removes it, it is what serves pages and GPUs that Mosaic GPU does not,
-and what a CPU interprets quickly.
+Until jax removes it, it serves pages and GPUs that Mosaic GPU does not, and a
+CPU interprets it quickly.
 """
 
 import warnings
@@ -12,8 +12,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-# Said when a kernel is lowered, wherever the user does that, about what is not
-# theirs to change.
+# The warning appears when a user's program lowers a kernel, and they cannot act
+# on it.
 warnings.filterwarnings(
   "ignore",
   message="The Pallas Triton backend is deprecated",
@@ -35,14 +35,14 @@ def call(
   """Runs a kernel on whole arrays.
 
   Args:
-    kernel: (inputs, *outputs) -> None, references to arrays.
-    inputs: a tree of arrays, handed to the kernel as it is.
+    kernel: (inputs, *outputs) -> None, on references to arrays.
+    inputs: a tree of arrays, passed to the kernel unchanged.
     name: for profiles.
     grid: programs along each axis.
     out_shape: of the outputs.
-    num_warps: of 32 threads each, a program.
-    num_stages: of a loop's loads that are on their way.
-    interpret: anything that is true runs it in Pallas's interpreter.
+    num_warps: warps of 32 threads in a program.
+    num_stages: steps of a loop whose loads are in flight.
+    interpret: if true, runs in Pallas's interpreter.
 
   Returns:
     The outputs.

@@ -1,7 +1,8 @@
 """The kernel of the backend `triton`: a tile of queries, a part of its keys.
 
-Written for Pallas-Triton: arrays of a power of two, offsets computed by hand,
-masks for all that is not there. It runs in Pallas's interpreter as it stands.
+Written for Pallas-Triton: sizes are powers of two, offsets are computed by
+hand, and masks exclude elements that do not exist. Pallas's interpreter runs it
+unchanged.
 """
 
 import dataclasses
@@ -29,18 +30,18 @@ class Sizes:
     columns: T, queries of a row.
     heads: H.
     kv_heads: K.
-    key_parts: where parts of a query or key begin and how many elements they
-      have. One of D; of latent attention the first is the value.
+    key_parts: (begin, size) of the parts of a query or key. One part of D; for
+      latent attention two, of which the first is the value.
     value_dim: Dv.
-    pages: P.
+    pages: N.
     page_size: S.
-    capacity: M * S, tokens of a table's row.
-    rows: query rows of a program, a power of two.
-    tiles: programs that share a K/V head's T * G query rows.
-    block: tokens of a step, a power of two.
+    capacity: M * S, tokens of a row of the page table.
+    rows: Y, query rows of a program, a power of two.
+    tiles: programs that share the T * H / K query rows of a K/V head.
+    block: A, tokens of a step, a power of two.
     splits: programs that share a row's keys.
-    least: blocks that a program has at least, while there are any.
-    numbers: what the tensor cores multiply.
+    least: blocks of a program, unless fewer remain.
+    numbers: the format that the tensor cores multiply.
   """
 
   batch: int
@@ -60,18 +61,18 @@ class Sizes:
   numbers: np.dtype
 
   @property
-  def group(self) -> int:
-    """G, the query heads of a K/V head."""
+  def per_kv_head(self) -> int:
+    """H / K, the query heads of a K/V head."""
     return self.heads // self.kv_heads
 
 
 def power_of_two(number: int) -> int:
-  """The smallest that is not below."""
+  """The smallest power of two that is not below a number."""
   return 1 << (number - 1).bit_length()
 
 
 def _width(dim: int) -> int:
-  """Columns for vectors of a size: what tensor cores multiply."""
+  """Columns for vectors of a size that tensor cores can multiply."""
   return max(power_of_two(dim), 16)
 
 
@@ -82,20 +83,20 @@ def attention_kernel(
 
   Args:
     refs: whole arrays, None where an option is absent.
-      q [B, T, H, D], k [P, K, S, D], v [P, K, S, Dv] or None if that is the
-      first part of k, table int32[B, M], starts int32[B], counts int32[B],
+      q [B, T, H, D], k [N, K, S, D], v [N, K, S, Dv] or None if the value is
+      the first part of k, table int32[B, M], starts int32[B], counts int32[B],
       page_offset int32[1], scale float32[1], window int32[1], slopes
-      float32[H], k_scale and v_scale float32[K] or float32[P, K, S], tree
-      int8[B, T, N], tree_starts int32[B].
+      float32[H], k_scale and v_scale float32[K] or float32[N, K, S], tree
+      int8[B, T, X], tree_starts int32[B].
     out_ref: float32[splits, B, T, H, Dv].
-    totals_ref: top and total of `online_softmax`. float32[2, splits, B, T, H]
+    totals_ref: float32[2, splits, B, T, H], top and total of `online_softmax`.
     sizes: static sizes.
     soft_cap: or None.
   """
   rows = _rows(refs, sizes)
   first_block, end_block = _blocks(rows, sizes)
   q = [
-    _read(refs["q"], rows.place, rows.real, *part).astype(sizes.numbers)
+    _read(refs["q"], rows.index, rows.real, *part).astype(sizes.numbers)
     for part in sizes.key_parts
   ]
 
@@ -113,11 +114,11 @@ def attention_kernel(
       jnp.zeros((sizes.rows, value_dim), jnp.float32),
     ),
   )
-  place = (pl.program_id(1), *rows.place)
+  where = (pl.program_id(1), *rows.index)
   for index, sums in enumerate((top, total)):
-    plt.store(totals_ref.at[(index, *place)], sums, mask=rows.real)
+    plt.store(totals_ref.at[(index, *where)], sums, mask=rows.real)
   out = online_softmax.normalise(total, weighted)
-  _write(out_ref, place, rows.real, sizes.value_dim, out)
+  _write(out_ref, where, rows.real, sizes.value_dim, out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,43 +126,43 @@ class _Rows:
   """The query rows of a program, each a query and a head of one K/V head.
 
   Attributes:
-    batch: the row of the batch. int32[]
-    kv_head: int32[]
-    column: the query. int32[R]
-    head: int32[R]
-    real: false beyond the T * G rows. bool[R]
-    position: absolute, of the query. int32[R]
-    first: the first key it sees. int32[R]
-    end: one past the last, 0 for padding. int32[R]
-    reach: the first of all, and one past the last of all. int32[], int32[]
+    batch: row of the batch.
+    kv_head: K/V head.
+    column: column of the row's query.
+    head: query head of the row.
+    real: False past the last row.
+    position: absolute position of the query.
+    first: first key that the row sees.
+    end: one past the last, 0 for padding.
+    reach: first key that any row sees, and one past the last.
   """
 
-  batch: jax.Array
-  kv_head: jax.Array
-  column: jax.Array
-  head: jax.Array
-  real: jax.Array
-  position: jax.Array
-  first: jax.Array
-  end: jax.Array
-  reach: tuple[jax.Array, jax.Array]
+  batch: jax.Array  # int32[]
+  kv_head: jax.Array  # int32[]
+  column: jax.Array  # int32[Y]
+  head: jax.Array  # int32[Y]
+  real: jax.Array  # bool[Y]
+  position: jax.Array  # int32[Y]
+  first: jax.Array  # int32[Y]
+  end: jax.Array  # int32[Y]
+  reach: tuple[jax.Array, jax.Array]  # int32[], int32[]
 
   @property
-  def place(self):
-    """Where they stand in an array [B, T, H, ...]."""
+  def index(self):
+    """Their index in an array [B, T, H, ...]."""
     return self.batch, self.column, self.head
 
 
 def _rows(refs, sizes: Sizes) -> _Rows:
-  """What this program is about."""
+  """The rows of this program."""
   program = pl.program_id(0)
   of_tiles = _divide(program, sizes.tiles)
   tile = program - of_tiles * sizes.tiles
   batch = _divide(of_tiles, sizes.kv_heads)
   kv_head = of_tiles - batch * sizes.kv_heads
   row = tile * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
-  column = _divide(row, sizes.group)
-  head = kv_head * sizes.group + row - column * sizes.group
+  column = _divide(row, sizes.per_kv_head)
+  head = kv_head * sizes.per_kv_head + row - column * sizes.per_kv_head
   start = refs["starts"][batch]
   count = jnp.minimum(refs["counts"][batch], sizes.columns)
 
@@ -170,8 +171,8 @@ def _rows(refs, sizes: Sizes) -> _Rows:
   def span(column):
     return query_tiles.span(start + column, sizes.capacity, window)
 
-  lowest = _divide(tile * sizes.rows, sizes.group)
-  highest = _divide((tile + 1) * sizes.rows - 1, sizes.group)
+  lowest = _divide(tile * sizes.rows, sizes.per_kv_head)
+  highest = _divide((tile + 1) * sizes.rows - 1, sizes.per_kv_head)
   highest = jnp.minimum(highest, count - 1)
   first, end = span(column)
   return _Rows(
@@ -179,7 +180,7 @@ def _rows(refs, sizes: Sizes) -> _Rows:
     kv_head=kv_head,
     column=column,
     head=head,
-    real=row < sizes.columns * sizes.group,
+    real=row < sizes.columns * sizes.per_kv_head,
     position=start + column,
     first=first,
     end=jnp.where(column < count, end, 0),
@@ -191,7 +192,7 @@ def _rows(refs, sizes: Sizes) -> _Rows:
 
 
 def _blocks(rows: _Rows, sizes: Sizes):
-  """This part's blocks of keys, first and one past the last."""
+  """First block of keys of this program, and one past the last."""
   first = _divide(rows.reach[0], sizes.block)
   end = _divide(rows.reach[1] + sizes.block - 1, sizes.block)
   share = _divide(end - first + sizes.splits - 1, sizes.splits)
@@ -201,17 +202,17 @@ def _blocks(rows: _Rows, sizes: Sizes):
 
 
 def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
-  """One more block of keys: the online softmax, in powers of two."""
+  """The online softmax of one more block of keys, to the base of 2."""
   top, total, weighted = carry
   position = index * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
   inside = (position >= rows.reach[0]) & (position < rows.reach[1])
-  place = _place(refs, rows, position, inside, sizes)
+  where = _locate(refs, rows, position, inside, sizes)
   keys = [
-    load(_read(refs["k"], place, inside, *part)) for part in sizes.key_parts
+    load(_read(refs["k"], where, inside, *part)) for part in sizes.key_parts
   ]
   logits = sum(map(functools.partial(_logits, sizes), q, keys))
   if refs["k_scale"] is not None:
-    logits *= _scale(refs["k_scale"], place, inside)[None]
+    logits *= _scale(refs["k_scale"], where, inside)[None]
   logits = _shaped(refs, rows, logits * refs["scale"][0], position, soft_cap)
   seen = (position[None] >= rows.first[:, None]) & (
     position[None] < rows.end[:, None]
@@ -224,18 +225,18 @@ def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
   shrink = jnp.exp2(top - highest)
   weights = jnp.exp2(logits - highest[:, None])
   total = total * shrink + jnp.sum(weights, axis=1)
-  # Zeros where nothing is read: a weight of zero does not keep NaN out.
+  # Zeros where no value is read: a weight of zero does not keep NaN out.
   values = keys[0]
   if refs["v"] is not None:
-    values = load(_read(refs["v"], place, inside, 0, sizes.value_dim))
+    values = load(_read(refs["v"], where, inside, 0, sizes.value_dim))
   if refs["v_scale"] is not None:
-    weights *= _scale(refs["v_scale"], place, inside)[None]
+    weights *= _scale(refs["v_scale"], where, inside)[None]
   update = _weighted(weights, values, sizes, refs["v_scale"] is not None)
   return highest, total, weighted * shrink[:, None] + update
 
 
 def _logits(sizes: Sizes, q, keys):
-  """Products of a part of the queries with that of a block's keys."""
+  """Products of a part of the queries with the same part of a block's keys."""
   return jnp.dot(
     q,
     keys.astype(sizes.numbers).T,
@@ -245,10 +246,10 @@ def _logits(sizes: Sizes, q, keys):
 
 
 def _weighted(weights, values, sizes: Sizes, scaled: bool):
-  """Sums of a block's values: float32[R, Dv].
+  """Weighted sums of a block's values: float32[Y, Dv].
 
-  A weight times a scale has no range that float16 is sure to hold: there it is
-  a share of the row's largest.
+  A weight times a scale may be outside the range of float16. There weights are
+  divided by the largest of their row, and the sums multiplied by it.
   """
   largest = None
   if scaled and sizes.numbers == np.dtype(np.float16):
@@ -264,44 +265,44 @@ def _weighted(weights, values, sizes: Sizes, scaled: bool):
   return sums if largest is None else sums * largest[:, None]
 
 
-def _place(refs, rows: _Rows, position, inside, sizes: Sizes):
-  """Page, head and slot of each token of a block."""
+def _locate(refs, rows: _Rows, position, inside, sizes: Sizes):
+  """Page, head and offset of each token of a block."""
   column = _divide(position, sizes.page_size)
   page = plt.load(refs["table"].at[rows.batch, column], mask=inside, other=0)
   page = jnp.clip(page + refs["page_offset"][0], 0, sizes.pages - 1)
   return page, rows.kv_head, position - column * sizes.page_size
 
 
-def _read(ref, place, inside, begin: int, dim: int):
-  """Elements of vectors, zeros outside; as many as a power of two."""
-  place, inside = _with_columns(place, inside, begin, dim)
-  return plt.load(ref.at[place], mask=inside, other=jnp.zeros((), ref.dtype))
+def _read(ref, index, inside, begin: int, dim: int):
+  """Reads vectors, padded with zeros to a power of two; zeros outside."""
+  index, inside = _with_columns(index, inside, begin, dim)
+  return plt.load(ref.at[index], mask=inside, other=jnp.zeros((), ref.dtype))
 
 
-def _write(ref, place, inside, dim: int, values) -> None:
-  """The reverse of `_read`."""
-  place, inside = _with_columns(place, inside, 0, dim)
-  plt.store(ref.at[place], values, mask=inside)
+def _write(ref, index, inside, dim: int, values) -> None:
+  """Writes vectors; the reverse of `_read`."""
+  index, inside = _with_columns(index, inside, 0, dim)
+  plt.store(ref.at[index], values, mask=inside)
 
 
-def _with_columns(place, inside, begin: int, dim: int):
-  """Places and their mask with one more axis, for the columns of vectors."""
+def _with_columns(index, inside, begin: int, dim: int):
+  """An index and its mask with one more axis, for the elements of vectors."""
   width = _width(dim)
   column = jnp.arange(width, dtype=jnp.int32)[None]
-  place = tuple(x[:, None] if x.ndim else x for x in place)
+  index = tuple(x[:, None] if x.ndim else x for x in index)
   inside = jnp.broadcast_to(inside[:, None], (inside.size, width))
-  return (*place, begin + column), inside & (column < dim)
+  return (*index, begin + column), inside & (column < dim)
 
 
-def _scale(ref, place, inside):
+def _scale(ref, index, inside):
   """The scale of each token of a block, 0 outside."""
   if ref.ndim == 1:
-    return jnp.where(inside, ref[place[1]], 0.0)
-  return plt.load(ref.at[place], mask=inside, other=0.0)
+    return jnp.where(inside, ref[index[1]], 0.0)
+  return plt.load(ref.at[index], mask=inside, other=0.0)
 
 
 def _shaped(refs, rows: _Rows, logits, position, soft_cap: float | None):
-  """Soft cap and ALiBi; then as powers of two."""
+  """Logits after soft cap and ALiBi, to the base of 2."""
   if soft_cap is not None:
     logits = soft_cap * jnp.tanh(logits / soft_cap)
   if refs["slopes"] is not None:
@@ -312,7 +313,7 @@ def _shaped(refs, rows: _Rows, logits, position, soft_cap: float | None):
 
 
 def _allowed(refs, rows: _Rows, position):
-  """What the tree's mask leaves of each row's keys: bool[R, block]."""
+  """Which keys of a block the tree mask allows each row: bool[Y, A]."""
   nodes = refs["tree"].shape[2]
   node = position[None] - refs["tree_starts"][rows.batch]
   inside = (node >= 0) & (node < nodes)
@@ -326,11 +327,11 @@ def _allowed(refs, rows: _Rows, position):
 
 
 def _divide(numbers, by: int):
-  """Of what is not negative."""
+  """Integer division of non-negative int32."""
   return lax.div(numbers, jnp.full_like(numbers, by))
 
 
 def _precision(numbers: np.dtype):
-  """float32 stays float32, which by itself would become tf32."""
+  """HIGHEST for float32, whose default precision would be tf32."""
   is_float32 = numbers == np.dtype(np.float32)
   return lax.Precision.HIGHEST if is_float32 else None

@@ -1,19 +1,15 @@
-"""Results of pieces of work put together, as one small kernel.
+"""Merging the results of units of work, as one small kernel.
 
-In XLA a merge whose pieces are counted at run time is a scan, a kernel or more
-for each of its steps. Here a program has one row of queries and reads the
-pieces that there are. Pallas-Triton: the interpreter runs it as it stands.
-
-| letter | size of |
-|---|---|
-| O | places for results of pieces |
-| W | tiles of queries |
-| R | query rows of a tile |
+In XLA, a merge of a number of pieces known only at run time is a scan, with one
+kernel or more for each step. Here a program has one row of queries and reads
+the pieces that exist. Written in Pallas-Triton; the interpreter runs it
+unchanged.
 """
 
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,7 +21,7 @@ from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
 from jaxkv_kernels._src.attention.triton import compat
 
-# Pieces that a program reads at once, so that it waits for memory once.
+# Pieces that a program reads at once, to wait for memory only once.
 _PIECES = 16
 
 
@@ -38,24 +34,26 @@ def merge_pieces(
   rows: int,
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Results of pieces to results of tiles, by the sums of their softmaxes.
+  """Merges the results of pieces into results of tiles.
 
-  A tile's pieces are put together in their order, and what they hold stays in
-  the tile, NaN too.
+  A tile's pieces are merged in their order, by the sums of their softmaxes. A
+  NaN in a piece stays in its tile.
 
   Args:
-    out: float32[O, K, >=R, Dv], anything where no piece put its result.
-    totals: `top` and `total` of `online_softmax`. float32[O, K, 2, >=R]
-    begins: int32[W + 1], the differences of which are the pieces of a tile.
-    most: places of a tile, O = W * most, the first of which are its pieces';
-      None: a tile's pieces are in its places begins[w] <= o < begins[w + 1].
-    rows: R.
-    interpret: anything that is true runs it in Pallas's interpreter.
+    out: float32[O, K, >=Y, Dv], anything where no piece wrote a result.
+    totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
+    begins: int32[Z + 1], where each tile's pieces begin.
+    most: the most pieces of a tile. The pieces of tile z are the first of
+      `z * most <= o < (z + 1) * most`, and O = Z * most. None: they are
+      `begins[z] <= o < begins[z + 1]`.
+    rows: Y.
+    interpret: if true, runs in Pallas's interpreter.
 
   Returns:
-    (float32[W, K, R, Dv], float32[W, K, R], natural log-sum-exps), 0 and -inf
-    where nothing is.
+    (float32[Z, K, Y, Dv], float32[Z, K, Y] natural log-sum-exps), 0 and -inf
+    for rows without keys.
   """
+  chex.assert_shape(totals, (*out.shape[:2], 2, None))
   tiles, (kv_heads, _, dim) = begins.size - 1, out.shape[1:]
   if most == 1:
     some = (begins[1:] > begins[:-1])[:, None, None]
@@ -81,7 +79,7 @@ def merge_pieces(
 
 
 def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
-  """One row of queries: all of its pieces, some at a time."""
+  """Merges all pieces of one row of queries, `_PIECES` at a time."""
   pieces_ref, totals_ref, begins_ref = refs
   dim = pieces_ref.shape[3]
   kv_heads = jnp.int32(pieces_ref.shape[1])
@@ -99,9 +97,9 @@ def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
     top, total, weighted = carry
     nth = turn * _PIECES + index
     real = nth < end - begin
-    place = jnp.where(real, first + nth, 0)
+    piece = jnp.where(real, first + nth, 0)
     tops, shares = (
-      plt.load(totals_ref.at[place, head, i, row], mask=real, other=other)
+      plt.load(totals_ref.at[piece, head, i, row], mask=real, other=other)
       for i, other in ((0, LOWEST), (1, 0.0))
     )
     higher = jnp.maximum(top, jnp.max(tops))
@@ -109,7 +107,7 @@ def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
     weights = shares * jnp.exp2(tops - higher)
     # A weight of zero does not keep NaN out.
     pieces = plt.load(
-      pieces_ref.at[place[:, None], head, row, column[None]],
+      pieces_ref.at[piece[:, None], head, row, column[None]],
       mask=(weights != 0)[:, None] & inside[None],
       other=0.0,
     )

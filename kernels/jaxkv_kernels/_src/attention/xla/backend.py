@@ -5,13 +5,15 @@ the online softmax of FlashAttention (Dao et al. 2022, algorithm 1) in float32.
 A block small enough for a core's cache beats both a gather of the whole table
 and a dense cache on a CPU; any device XLA knows can run it.
 
-That unused memory may hold NaN (`api`) takes two replacements: of logits after
-the product, and of value rows that no query of the sequence sees before theirs.
+Unused memory may hold NaN (see `api`). Two replacements keep it out: of logits
+after their product, and before theirs of values that no query of the sequence
+sees.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,47 +30,42 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class _Carry(NamedTuple):
-  """Online softmax of R = T * G query rows per K/V head.
+  """Online softmax of the Y = T * H / K query rows of each K/V head.
 
   Attributes:
-    top: largest logit so far. float32[B, K, R]
-    total: sum of exp(logit - top). float32[B, K, R]
-    weighted: the same sum, times the values. float32[B, K, R, Dv]
+    top: largest logit so far.
+    total: sum of exp(logit - top).
+    weighted: sum of exp(logit - top) * value.
   """
 
-  top: jax.Array
-  total: jax.Array
-  weighted: jax.Array
+  top: jax.Array  # float32[B, K, Y]
+  total: jax.Array  # float32[B, K, Y]
+  weighted: jax.Array  # float32[B, K, Y, Dv]
 
 
 class _Reach(NamedTuple):
-  """Which keys each query may see, as absolute positions, first <= p < end.
+  """Which keys each query may see, as absolute positions, first <= p < end."""
 
-  Attributes:
-    first: int32[B, T]
-    end: int32[B, T]
-  """
-
-  first: jax.Array
-  end: jax.Array
+  first: jax.Array  # int32[B, T]
+  end: jax.Array  # int32[B, T]
 
 
 class _Block(NamedTuple):
-  """N tokens of every sequence.
+  """A tokens of every sequence.
 
   Attributes:
-    positions: of the tokens, the same in all sequences. int32[N]
-    keys: float32[B, K, N, D]
-    values: float32[B, K, N, Dv]
-    k_scale: factors of the keys, or None. float32[B, K, N]
-    v_scale: factors of the values, or None. float32[B, K, N]
+    positions: of the tokens, the same in all sequences.
+    keys: without their scales.
+    values: without their scales.
+    k_scale: factors of the keys, or None.
+    v_scale: factors of the values, or None.
   """
 
-  positions: jax.Array
-  keys: jax.Array
-  values: jax.Array
-  k_scale: jax.Array | None
-  v_scale: jax.Array | None
+  positions: jax.Array  # int32[A]
+  keys: jax.Array  # float32[B, K, A, D]
+  values: jax.Array  # float32[B, K, A, Dv]
+  k_scale: jax.Array | None  # float32[B, K, A]
+  v_scale: jax.Array | None  # float32[B, K, A]
 
 
 def attend(
@@ -84,12 +81,12 @@ def attend(
 
   Args:
     q: [B, T, H, D].
-    k_pages: [P, K, S, D].
-    v_pages: [P, K, S, Dv].
+    k_pages: [N, K, S, D].
+    v_pages: [N, K, S, Dv].
     page_table: int32[B, M].
     starts: int32[B].
     counts: int32[B].
-    options: the rest, with defaults filled in.
+    options: checked, with defaults filled in.
 
   Returns:
     (float32[B, T, H, Dv], float32[B, T, H]).
@@ -115,7 +112,7 @@ def unsupported(
   v_pages: jax.Array,
   options: CallOptions,
 ) -> str | None:
-  """It serves whatever `api` lets through, on every platform."""
+  """None: this backend serves every checked call on every platform."""
   del platform, q, k_pages, v_pages, options
   return None
 
@@ -130,7 +127,7 @@ def _attention(
   counts: jax.Array,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """As `attend`, with a function that reads keys and values of pages."""
+  """`attend`, given a function that reads the keys and values of pages."""
   batch, columns, heads, dim = q.shape
   total_pages, kv_heads, page_size = pools[0].shape[:3]
   pages_per_block = max(1, BLOCK_TOKENS // page_size)
@@ -140,10 +137,11 @@ def _attention(
   first_block, end_block = _blocks(reach, block)
   spare = -page_table.shape[1] % pages_per_block
   table = jnp.pad(page_table, ((0, 0), (0, spare)))
-  # float32[B, K, T * G, D]: the query rows that share a K/V head.
+  # float32[B, K, Y, D]: the query rows that share a K/V head.
   scaled = q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
   scaled = scaled.reshape(batch, columns, kv_heads, heads // kv_heads, dim)
   scaled = scaled.swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
+  chex.assert_shape(scaled, (None, None, columns * heads // kv_heads, dim))
 
   def step(index: jax.Array, carry: _Carry) -> _Carry:
     ids = lax.dynamic_slice_in_dim(
@@ -167,7 +165,7 @@ def _attention(
 
 
 def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
-  """What the scan reads of the options, of any shape."""
+  """The arrays among the options that the scan reads."""
   return (
     options.page_offset,
     options.alibi_slopes,
@@ -179,10 +177,10 @@ def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
 
 
 def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:
-  """Nothing seen yet: rows `shape` = [B, K, R].
+  """The carry before the first block, for rows of shape [B, K, Y].
 
-  Under `shard_map` a loop's carry must say from the start over which mesh axes
-  it differs: over those of anything involved, as zeros made from it do.
+  Under `shard_map` a loop's carry must vary from the start over all mesh axes
+  that it varies over later. A zero computed from everything involved does.
   """
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
@@ -215,8 +213,8 @@ def _blocks(reach: _Reach, block: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
-  """Pages `ids` int32[B, P], in range, as float32[B, K, P * S, D]."""
-  # [B, K, P, S, D]: the gather itself puts heads before pages.
+  """Pages `ids` int32[B, X], in range, as float32[B, K, X * S, D]."""
+  # [B, K, X, S, D]: the gather itself puts heads before pages.
   tiles = lax.gather(
     pages,
     ids[..., None],
@@ -234,14 +232,14 @@ def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
 def _read_scale(
   scale: jax.Array | None, ids: jax.Array, page_size: int
 ) -> jax.Array | None:
-  """Factors of the tokens of pages `ids` int32[B, P]: float32[B, K, P * S]."""
+  """Scales of the tokens of pages `ids` int32[B, X]: float32[B, K, X * S]."""
   if scale is None:
     return None
   batch, num = ids.shape
   if scale.ndim == 1:
     shape = (batch, scale.shape[0], num * page_size)
     return jnp.broadcast_to(scale[None, :, None], shape)
-  tiles = scale.at[ids].get(mode="promise_in_bounds")  # [B, P, K, S]
+  tiles = scale.at[ids].get(mode="promise_in_bounds")  # [B, X, K, S]
   return tiles.swapaxes(1, 2).reshape(batch, scale.shape[1], -1)
 
 
@@ -253,10 +251,11 @@ def _absorb(
   starts: jax.Array,
   options: CallOptions,
 ) -> _Carry:
-  """One more block of tokens."""
+  """The online softmax of one more block of tokens."""
   batch, kv_heads, rows, _ = scaled.shape
   columns = reach.end.shape[1]
-  seen = _seen(block.positions, reach, options)  # bool[B, T, N]
+  chex.assert_shape([scaled, block.keys], (batch, kv_heads, None, None))
+  seen = _seen(block.positions, reach, options)  # bool[B, T, A]
   logits = jnp.einsum(
     "bkrd,bktd->bkrt", scaled, block.keys, precision=lax.Precision.HIGHEST
   )
@@ -295,14 +294,14 @@ def _absorb(
 def _seen(
   positions: jax.Array, reach: _Reach, options: CallOptions
 ) -> jax.Array:
-  """Which of the tokens at int32[N] each query sees: bool[B, T, N]."""
+  """Which tokens at positions int32[A] each query sees: bool[B, T, A]."""
   position = positions[None, None]
   seen = position >= reach.first[:, :, None]
   seen &= position < reach.end[:, :, None]
   if options.tree_mask is None or options.tree_starts is None:
     return seen
   nodes = options.tree_mask.shape[-1]
-  node = positions[None] - options.tree_starts[:, None]  # [B, N]
+  node = positions[None] - options.tree_starts[:, None]  # [B, A]
   inside = (node >= 0) & (node < nodes)
   node = jnp.where(inside, node, 0)[:, None]
   shape = (*seen.shape[:2], node.shape[-1])
@@ -318,7 +317,7 @@ def _finish(
   sinks: jax.Array | None,
   counts: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Normalises; float32[B, T, H, Dv] and float32[B, T, H]."""
+  """Normalises sums: float32[B, T, H, Dv], float32[B, T, H]."""
   batch, kv_heads, rows, value_dim = carry.weighted.shape
   shape = (batch, kv_heads, columns, rows // columns)
   top = carry.top.reshape(shape)

@@ -1,0 +1,134 @@
+"""`view`: a cache's slots as the rows of one call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv._src.kv.view import View
+from jaxkv._src.kv.view import view
+
+CONFIG = jaxkv.CacheConfig(
+  num_pages=16,
+  page_size=4,
+  num_slots=3,
+  pages_per_slot=4,
+  groups=(jaxkv.FullAttention(), jaxkv.SlidingWindow(4)),
+)
+
+
+@pytest.fixture(scope="module")
+def state():
+  """Slots with 5, 0 and 2 tokens."""
+  counts = jnp.asarray([5, 0, 2], jnp.int32)
+  tokens = jnp.ones((3, 5), jnp.int32)
+  state, _ = jaxkv.allocate(jaxkv.init(CONFIG), counts)
+  return jaxkv.commit(state, tokens, counts)[0]
+
+
+def own_pages(state, group, slot):
+  """Pages of a slot in one group, as the cache says."""
+  table = np.asarray(state.page_table)
+  # The groups' axis is the one of size 2.
+  return np.moveaxis(table, table.shape.index(2), 0)[group, slot]
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_rows_are_the_slots_of_a_group(state, group):
+  rows = view(state, group=group, counts=[1, 0, 3])
+  assert isinstance(rows, View)
+  assert rows.page_table.shape == (3, 4)
+  for slot in range(3):
+    pages = own_pages(state, group, slot)
+    np.testing.assert_array_equal(rows.page_table[slot], pages)
+  np.testing.assert_array_equal(rows.starts, [5, 0, 2])
+  np.testing.assert_array_equal(rows.counts, [1, 0, 3])
+  assert rows.shared is None
+  assert rows.plan is None
+
+
+def test_groups_have_pages_of_their_own(state):
+  tables = [view(state, group=g, counts=[0] * 3).page_table for g in (0, 1)]
+  assert (tables[0][0] != tables[1][0]).any()
+  default = view(state, counts=[0] * 3)
+  np.testing.assert_array_equal(default.page_table, tables[0])
+
+
+@pytest.mark.parametrize(
+  "counts",
+  [
+    [1, 0, 3],
+    (1, 0, 3),
+    np.asarray([1, 0, 3], np.int64),
+    np.asarray([1, 0, 3], np.uint8),
+    jnp.asarray([1, 0, 3], jnp.int8),
+    [np.int16(1), jnp.int32(0), 3],
+  ],
+)
+def test_any_integers_are_counts(state, counts):
+  rows = view(state, counts=counts)
+  assert isinstance(rows.counts, jax.Array)
+  assert rows.counts.dtype == jnp.int32
+  np.testing.assert_array_equal(rows.counts, [1, 0, 3])
+
+
+def test_in_a_trace(state):
+  """The counts may be traced, also one by one."""
+
+  @jax.jit
+  def run(state, counts):
+    listed = view(state, counts=[counts[0], 0, counts[2]])
+    return view(state, counts=counts), listed
+
+  counts = jnp.asarray([1, 0, 3], jnp.int32)
+  for rows in run(state, counts):
+    jax.tree.map(
+      np.testing.assert_array_equal, rows, view(state, counts=counts)
+    )
+
+
+@pytest.mark.parametrize(
+  ("counts", "error", "message"),
+  [
+    ([1.0, 0.0, 3.0], TypeError, r"`counts` must be int32\[3\], .* float64"),
+    (jnp.ones(3), TypeError, r"`counts` must be int32\[3\], .* float32\[3\]"),
+    ([True, False, True], TypeError, r"got bool\[3\]"),
+    (None, TypeError, "`counts` must be"),
+    ([1, 2], ValueError, r"`counts` must be int32\[3\], one .* got int64\[2\]"),
+    (3, ValueError, r"`counts` must be int32\[3\], one number for each slot"),
+    ([1, 2**40, 3], ValueError, "`counts` must be numbers that fit int32"),
+  ],
+)
+def test_what_are_no_counts(state, counts, error, message):
+  with pytest.raises(error, match=message):
+    view(state, counts=counts)
+
+
+@pytest.mark.parametrize(
+  ("group", "error", "message"),
+  [
+    (2, ValueError, "`group` must be from 0 to 1, got 2"),
+    (-1, ValueError, "`group` must be from 0 to 1, got -1"),
+    (0.0, TypeError, "`group` must be a Python int, got 0.0"),
+    (True, TypeError, "`group` must be a Python int, got True"),
+  ],
+)
+def test_what_is_no_group(state, group, error, message):
+  with pytest.raises(error, match=message):
+    view(state, group=group, counts=[1, 0, 0])
+
+
+def test_what_is_no_state(state):
+  with pytest.raises(TypeError, match="CacheState"):
+    view(CONFIG, counts=[1, 0, 0])
+  stack = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+  with pytest.raises(ValueError, match="stack"):
+    view(stack, counts=[1, 0, 0])
+
+
+def test_under_vmap(state):
+  stack = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+  rows = jax.vmap(lambda state: view(state, counts=[1, 0, 3]))(stack)
+  assert rows.page_table.shape == (2, 3, 4)
+  assert rows.counts.shape == (2, 3)
