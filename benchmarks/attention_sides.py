@@ -2,7 +2,7 @@
 
 A side makes, from a case and its arrays, a function of `(q, rotation)` and of
 the arrays that it is to be jitted with. One that does not serve a case says
-why, with NotImplementedError. What is not installed is no side.
+why, with NotImplementedError. A library that is not installed is left out.
 `Timed` runs one, as `attention.py` says.
 """
 

@@ -245,7 +245,7 @@ def launches(path: pathlib.Path, seconds: float, quick: bool) -> bool:
     ones = jnp.ones((slots,), jnp.int32)
     state, _ = jaxkv.allocate(state, ones)
     state, _ = jaxkv.commit(state, tokens[:, None], ones)
-    state, _ = jaxkv.free(state, tokens == 7)
+    state, _ = jaxkv.free(state, mask=tokens == 7)
     return state, None
 
   program = jax.jit(

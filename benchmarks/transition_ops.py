@@ -62,11 +62,11 @@ def filled(state, tokens, lengths):
 
 def released(state, rng):
   """The state with all slots empty and every page they had cached."""
-  room = state.num_pages[0] * state.config.page_size - state.length
+  room = state.num_pages[:, 0] * state.config.page_size - state.length
   tokens = random_tokens(rng, (state.config.num_slots, PROMPT))
   state, committed = jaxkv.commit(state, tokens, room)
   assert committed.ok.all()
-  return jaxkv.free(state, state.num_pages[0] > 0)[0]
+  return jaxkv.free(state, mask=state.num_pages[:, 0] > 0)[0]
 
 
 def aged(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
@@ -86,15 +86,27 @@ def aged(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
   return state
 
 
-def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
-  """Short sequences are equally long in every pool; long ones may not fit."""
+def decode_lengths(
+  config: jaxkv.CacheConfig, mode: str
+) -> tuple[np.ndarray, np.ndarray]:
+  """Fewest tokens of each sequence at first, and tokens at which it ends.
+
+  Short sequences are equally long in every pool.
+  """
   slots, size = config.num_slots, config.page_size
   begin, end = np.zeros((2, slots), np.int32)
   end[:] = (
     LONG if mode == "long" else min(SHORT, (PAGES[0] - 1) // slots * size)
   )
-  if config.recycles:
+  if config.skips_pages:
     begin[:LONG_ONES], end[:LONG_ONES] = OUTGROWN
+  return begin, end
+
+
+def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
+  """A decode step of all slots; no steps where the sequences do not fit."""
+  slots, size = config.num_slots, config.page_size
+  begin, end = decode_lengths(config, mode)
   fits = config.num_groups * end.sum() < config.num_pages * size
   longest = jnp.asarray(end)
   nobody = jnp.zeros((4,), jnp.int32)
@@ -113,7 +125,7 @@ def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
     state, _ = jaxkv.commit(
       state, tokens[:, None], allocated.ok.astype(jnp.int32)
     )
-    state, _ = jaxkv.free(state, state.length >= longest)
+    state, _ = jaxkv.free(state, mask=state.length >= longest)
     state, _ = jaxkv.admit(
       state,
       nobody,
@@ -166,12 +178,12 @@ def prompt_ops(config: jaxkv.CacheConfig) -> list[Op]:
     out = jaxkv.match(state, prompts[trip], jnp.full((1,), PROMPT, jnp.int32))
     # Without a use of the pages, finding them would be compiled away.
     used = jnp.sum(out.pages < 0, dtype=jnp.int32)
-    return state, out.num_cached[0] + used
+    return state, out.num_cached_tokens[0] + used
 
   def admit(state, prompts, trip):
     length = jnp.full((1,), PROMPT, jnp.int32)
     state, out = jaxkv.admit(state, trip[None], prompts[trip], length)
-    return state, out.num_cached[0] - (~out.ok[0]).astype(jnp.int32)
+    return state, out.num_cached_tokens[0] - (~out.ok[0]).astype(jnp.int32)
 
   hits = steps * (PROMPT - config.page_size)
   return [
@@ -193,7 +205,7 @@ def free_op(config: jaxkv.CacheConfig) -> Op:
 
   def step(state, _, trip):
     slots = trip * FREED + jnp.arange(FREED, dtype=jnp.int32)
-    state, out = jaxkv.free(state, slots)
+    state, out = jaxkv.free(state, slots=slots)
     return state, jnp.sum(out.ok, dtype=jnp.int32)
 
   return Op("free_16", "cached", steps, prepare, step, steps * FREED)

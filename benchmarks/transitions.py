@@ -99,13 +99,13 @@ class Side:
     """Prepares, times, checks."""
     state, inputs = self.op.prepare(self._state, self._rng)
     state, inputs = jax.block_until_ready((state, inputs))
-    before = int(state.stats.evicted), int(state.stats.popped)
+    before = int(state.stats.evicted_pages), int(state.stats.popped_pages)
     state, empty, _ = timed(self._run, state, inputs, 0)
     state, full, total = timed(self._run, state, inputs, self.op.steps)
     assert self.op.expected in (None, int(total)), (self.op.name, int(total))
     assert int(state.error) == 0
-    evicted = int(state.stats.evicted) - before[0]
-    assert evicted == int(state.stats.popped) - before[1]
+    evicted = int(state.stats.evicted_pages) - before[0]
+    assert evicted == int(state.stats.popped_pages) - before[1]
     self._state = state
     if record:
       self.samples.append(full * 1e6)

@@ -1,4 +1,137 @@
-"""jaxkv: a functional, JAX-native paged key-value cache."""
+"""A functional, JAX-native paged key-value cache whose whole state is a value.
+
+The verbs run inside your own `jit`, `scan`, `while_loop`, `vmap` or
+`shard_map`, on the device, and never ask the host. An old state stays usable.
+
+| verb | what it does |
+|---|---|
+| `init` | an empty cache |
+| `match` | finds the longest cached prefix of sequences |
+| `admit` | puts sequences into slots, on top of their cached prefixes |
+| `allocate` | makes room for more tokens |
+| `commit` | declares tokens final: advances lengths, publishes full pages |
+| `fork` | slots continue another slot's sequence and share its full pages |
+| `recycle` | gives back the pages that windows and chunks left behind |
+| `truncate` | rolls sequences back |
+| `free` | releases sequences, tail page first |
+| `pin`, `touch`, `unpin` | hold prefixes or pages against eviction |
+| `evict` | drops pages from the prefix index |
+| `new_epoch` | after a change of weights: no older page can be hit again |
+| `reset_prefix_cache` | drops every key, if no page is held |
+| `stats`, `usage`, `num_common_prefix_pages` | read the state, on the device |
+| `free_pages`, `cached_pages`, `show` | read the state, on the host |
+| `check_invariants`, `check` | test the state's invariants |
+| `clear_error` | clears a recorded failure |
+
+A verb takes the state first and returns `(state, out)`; a query returns its
+answer. `out.code` has a `Status` for each row and `out.ok` whether the row was
+done. A row that fails changes nothing. Every optional argument is a keyword.
+Verbs with rows for slots take `slots=None` (all slots in order) and `mask=None`
+(all rows). Integer arguments may be lists or arrays of any integer dtype.
+
+Rows of a batch are served in their order: the result equals one call for each
+row after the other. Where it does not, the docstring of the verb says so.
+
+Guarantees:
+
+- Pages are taken in exact LRU order: in the order in which they were released,
+  a sequence's tail before its prefix. `CacheConfig.free_policy` says where
+  pages without a key go.
+- There is no false hit. Keys are 128 bits, seeded, and chained page by page
+  with the salt and the epoch in the root. A page is a hit only if its stored
+  tokens are those looked up.
+- The cost does not depend on the pool. No verb of a decode loop does work that
+  grows with the number of pages, and the compiled loop copies no array of that
+  size.
+- `fork` and `truncate` may owe copies of partly filled pages: `kv =
+  jaxkv.kv.copy(kv, *out.copies)`.
+
+Kinds of groups (`notebooks/02_groups_windows_states`):
+
+| kind | its layers attend to |
+|---|---|
+| `FullAttention` | every earlier token |
+| `SlidingWindow(window)` | the last `window` tokens |
+| `ChunkedLocal(chunk)` | earlier tokens of their own chunk |
+| `Recurrent` | a state; a page is a snapshot of it where the page ends |
+| `CrossAttention` | an encoder's tokens; its pages are never cached |
+| a subclass of `GroupKind` | your own rule |
+
+Every group has a page table of its own, `state.page_table[:, g]`, and all
+groups draw from one pool. A prefix is a hit only if all groups can continue
+from it.
+
+Packages. `import jaxkv` brings `jaxkv.kv` and `jaxkv.rollout`; import the
+others by name.
+
+| package | what it is |
+|---|---|
+| `jaxkv` | the cache: its state and verbs; it needs no other package here |
+| `jaxkv.results`, `jaxkv.telemetry` | result types; events, page ages |
+| `jaxkv.kv` | the K/V memory, a second pytree, to be donated |
+| `jaxkv.rollout` | the jitted loop: queue, prefill, decode, refill |
+| `jaxkv.models` | a Llama-family decoder in plain JAX: paged, dense, uncached |
+| `jaxkv.host` | a cache manager for schedulers in Python, over the same state |
+| `jaxkv.kernels` | paged attention and page operations on plain arrays |
+
+On a CPU, XLA splits a small gather over threads if the array behind it is
+large, which costs more than it saves. A loop over the cache is faster without
+that pass, and costs the same for any pool:
+
+  generate = jax.jit(generate, compiler_options=jaxkv.CPU_COMPILER_OPTIONS)
+
+Commands (`python -m jaxkv COMMAND --help` has all options):
+
+| command | what it does |
+|---|---|
+| `rollout` | continues prompts with a small character model |
+| `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
+
+`rollout` runs in compiled spans of `--span` steps, with a progress bar between
+them; `--span 0` runs to the end in one call. `replay` reads JSON lines with
+`timestamp, input_length, output_length, hash_ids`, an id for every 512 tokens
+of a prompt, and prints hits, evictions and the time a request takes. Both print
+tables and write `--json FILE`. For input that they cannot use they give the
+reason and exit with code 2.
+
+Words:
+
+| word | meaning |
+|---|---|
+| page | `page_size` tokens of K/V, and its number; page 0 is the null page |
+| null page | stands where a window has moved on; never read, never written |
+| pool | all pages, and the queue of the free ones |
+| slot | a row of the cache that holds one sequence, or is empty |
+| sequence | the tokens of a slot |
+| page table | the page numbers of each slot and group, in order |
+| column | a position in a row of the page table |
+| group | layers with the same cache behaviour; all groups share the pool |
+| row | one entry of a call's batch |
+| prefix | the first tokens of a sequence, up to the end of a page |
+| key | 128 bits that stand for a page's tokens and the prefix before them |
+| published | entered in the prefix index under its key |
+| cached | published, and not evicted since: a lookup finds it |
+| hit | a cached page that a lookup finds |
+| held | referenced by a page-table entry or a pin |
+
+Letters of array shapes:
+
+| letter | size |
+|---|---|
+| G | groups |
+| B | slots |
+| R | rows of one call |
+| M | columns of a page-table row |
+| N | pages in the pool |
+| S | tokens a page |
+| T | tokens |
+| P | pages of a call's longest sequence, T // S |
+| A | tokens after which all groups end a page, the alignment |
+| W | items of a work window |
+| C, Z, E | capacities: of the free queue's ring, of the index, of the log |
+| L, H, K, D | layers, query heads, K/V heads, head size |
+| X | any other size |
+"""
 
 from jaxkv import kv
 from jaxkv import rollout
@@ -14,81 +147,44 @@ from jaxkv._src.cache.invariants import check
 from jaxkv._src.cache.invariants import check_invariants
 from jaxkv._src.cache.prefix.hashing import salt
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Stats
 from jaxkv._src.cache.state import init
-from jaxkv._src.cache.status import Code
-from jaxkv._src.cache.telemetry.events import Cleared
-from jaxkv._src.cache.telemetry.events import Drained
-from jaxkv._src.cache.telemetry.events import Removed
-from jaxkv._src.cache.telemetry.events import Stored
-from jaxkv._src.cache.telemetry.events import drain_events
-from jaxkv._src.cache.telemetry.new_pages import take_new_pages
-from jaxkv._src.cache.telemetry.residency import Residency
-from jaxkv._src.cache.verbs.admit import Admitted
-from jaxkv._src.cache.verbs.admit import Matched
+from jaxkv._src.cache.status import Status
 from jaxkv._src.cache.verbs.admit import admit
 from jaxkv._src.cache.verbs.admit import match
-from jaxkv._src.cache.verbs.allocate import Allocated
 from jaxkv._src.cache.verbs.allocate import allocate
-from jaxkv._src.cache.verbs.commit import Committed
 from jaxkv._src.cache.verbs.commit import commit
-from jaxkv._src.cache.verbs.fork import Copies
-from jaxkv._src.cache.verbs.fork import Forked
 from jaxkv._src.cache.verbs.fork import fork
-from jaxkv._src.cache.verbs.free import Freed
-from jaxkv._src.cache.verbs.free import Truncated
 from jaxkv._src.cache.verbs.free import free
-from jaxkv._src.cache.verbs.free import truncate
 from jaxkv._src.cache.verbs.inspect import cached_pages
 from jaxkv._src.cache.verbs.inspect import free_pages
 from jaxkv._src.cache.verbs.inspect import num_common_prefix_pages
-from jaxkv._src.cache.verbs.inspect import residency
 from jaxkv._src.cache.verbs.inspect import stats
 from jaxkv._src.cache.verbs.inspect import usage
-from jaxkv._src.cache.verbs.pin import PageCodes
-from jaxkv._src.cache.verbs.pin import Pinned
 from jaxkv._src.cache.verbs.pin import evict
 from jaxkv._src.cache.verbs.pin import pin
 from jaxkv._src.cache.verbs.pin import touch
 from jaxkv._src.cache.verbs.pin import unpin
-from jaxkv._src.cache.verbs.recycle import Recycled
 from jaxkv._src.cache.verbs.recycle import recycle
-from jaxkv._src.cache.verbs.reset import Reset
 from jaxkv._src.cache.verbs.reset import clear_error
 from jaxkv._src.cache.verbs.reset import new_epoch
 from jaxkv._src.cache.verbs.reset import reset_prefix_cache
+from jaxkv._src.cache.verbs.truncate import truncate
 from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
+from jaxkv._src.kv.view import view
+from jaxkv._src.show import show
 
 __all__ = [
   "CPU_COMPILER_OPTIONS",
-  "Admitted",
-  "Allocated",
   "CacheConfig",
   "CacheError",
   "CacheState",
   "ChunkedLocal",
-  "Cleared",
-  "Code",
-  "Committed",
-  "Copies",
   "CrossAttention",
-  "Drained",
-  "Forked",
-  "Freed",
   "FullAttention",
   "GroupKind",
-  "Matched",
-  "PageCodes",
-  "Pinned",
   "Recurrent",
-  "Recycled",
-  "Removed",
-  "Reset",
-  "Residency",
   "SlidingWindow",
-  "Stats",
-  "Stored",
-  "Truncated",
+  "Status",
   "admit",
   "allocate",
   "cached_pages",
@@ -96,7 +192,6 @@ __all__ = [
   "check_invariants",
   "clear_error",
   "commit",
-  "drain_events",
   "evict",
   "fork",
   "free",
@@ -109,13 +204,13 @@ __all__ = [
   "pin",
   "recycle",
   "reset_prefix_cache",
-  "residency",
   "rollout",
   "salt",
+  "show",
   "stats",
-  "take_new_pages",
   "touch",
   "truncate",
   "unpin",
   "usage",
+  "view",
 ]

@@ -1,16 +1,63 @@
-"""For schedulers in Python: the reference systems' managers, on the device."""
+"""A cache manager for schedulers in Python, over a state on the device.
 
-from jaxkv._src.host.driver import PoppedPages
+`CacheManager` has the methods of vLLM's `KVCacheManager` and of eSurge's
+`CacheManager`. It gives the same page ids, hits and eviction order. `step`
+makes room for one token of every running request in one call. Any object with
+`request_id`, `token_ids` and `num_computed_tokens` is a request.
+
+The model reads and writes a request's pages through a `jaxkv.kv.View` for each
+group. The null page stands where a window has given pages back. Rows of a batch
+are padded with it to one width. `notebooks/03_a_scheduler_in_python` shows it.
+
+`tests/host/test_conformance.py` runs the manager beside a model of the
+reference systems. It differs from them on purpose in these points:
+
+- hybrid, `policy="classic"`. Here: all full groups are cut to the hit. There:
+  only the first kind is cut, so tokens are computed into pages that others
+  hold.
+- classic, draft model, pages of several sizes. Here: aligned as in the current
+  policy. There: finds prefixes whose window pages are gone.
+- external tokens, classic. Here: all groups hold their hits before any takes a
+  page. There: group by group: one group can take a page that a later group has
+  found.
+- chunks that are no multiple of a page. Here: looks at every page that the last
+  chunk of a prefix needs. There: a shorter prefix may need a page that was not
+  looked at.
+- a prefix of which no page is needed. Here: no hit; a window of 1 needs no
+  page. There: a chunked group alone "hits" in an empty cache.
+- a prompt that ends inside a page. Here: the last page is cached when it is
+  full. There: also cached under a key of its own, in full groups of larger
+  pages.
+- `step`. Here: all requests give back what fell behind their windows, then all
+  take pages, then all publish. There: one request after the other, as
+  `allocate_slots` here.
+- `free_pages` after `pop_pages_for_free`. Here: the order of `free`. There:
+  groups in reverse order.
+- `CrossAttention`. Here: refused with `enable_caching=True`. There: caching is
+  switched off.
+- ages of evicted pages. Here: of all pages, in pages published meanwhile, with
+  `track_residency`. There: of a sample, in seconds.
+- `take_new_page_ids`. Here: includes pages of groups with states. There:
+  attention groups only.
+- `dp_shard_hint`, `data_parallel_size`. Here: one manager for each shard; other
+  values are refused. There: one manager for all shards.
+- `new_computed_pages`. Here: refused unless they hold the request's tokens.
+  There: taken as they are.
+- more tokens than `max_model_len`; computed tokens of a request without pages.
+  Here: `ValueError`. There: cut off; taken as they are.
+"""
+
 from jaxkv._src.host.manager import CacheManager
-from jaxkv._src.host.pages import CachePages
-from jaxkv._src.host.requests import MultimodalItem
-from jaxkv._src.host.requests import Request
-from jaxkv._src.host.statistics import PrefixCacheStats
-from jaxkv._src.host.views import FreeCachePageQueue
-from jaxkv._src.host.views import PageHash
-from jaxkv._src.host.views import PagePool
-from jaxkv._src.host.views import hash_page_tokens
-from jaxkv._src.host.views import hash_request_tokens
+from jaxkv._src.host.request import MultimodalItem
+from jaxkv._src.host.request import Request
+from jaxkv._src.host.types import CachePages
+from jaxkv._src.host.types import FreeCachePageQueue
+from jaxkv._src.host.types import PageHash
+from jaxkv._src.host.types import PagePool
+from jaxkv._src.host.types import PoppedPages
+from jaxkv._src.host.types import PrefixCacheStats
+from jaxkv._src.host.types import hash_page_tokens
+from jaxkv._src.host.types import hash_request_tokens
 
 __all__ = [
   "CacheManager",

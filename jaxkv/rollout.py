@@ -1,9 +1,9 @@
 """The jitted generation loop over the cache, generic over a model function."""
 
 from jaxkv._src.rollout.config import RolloutConfig
-from jaxkv._src.rollout.dense import run_dense
+from jaxkv._src.rollout.dense import generate_dense
 from jaxkv._src.rollout.loop import Model
-from jaxkv._src.rollout.loop import run
+from jaxkv._src.rollout.loop import generate
 from jaxkv._src.rollout.sampling import sample
 from jaxkv._src.rollout.sequences import DONE
 from jaxkv._src.rollout.sequences import FAILED
@@ -27,9 +27,9 @@ __all__ = [
   "RolloutState",
   "Sequences",
   "from_prompts",
+  "generate",
+  "generate_dense",
   "init",
   "is_done",
-  "run",
-  "run_dense",
   "sample",
 ]

@@ -17,152 +17,83 @@
 # # The cache is a value
 #
 # A paged key-value cache keeps the keys and values of every sequence in pages
-# of a few tokens, and knows which page belongs to whom. Usually that knowledge
-# lives in an object which changes under your hands. In `jaxkv` it is a
-# **value**: a pytree of arrays. A verb takes one and returns another, and the
-# one you had is still there.
+# of a few tokens, and it knows which page belongs to which sequence. In most
+# engines that knowledge lives in an object that changes in place. In `jaxkv` it
+# is a **value**: a pytree of arrays. A verb takes a state and returns another
+# one. The old state stays as it was.
 #
-# This notebook shows what that buys: sharing, forking, undoing and comparing
-# futures, with a picture of the pages at each step. It holds no keys and
-# values, only the knowledge of where they would be.
+# This notebook shows what follows from that: sharing, forking, rolling back and
+# comparing futures, with a picture of the pages at each step. It holds no keys
+# and values, only the knowledge of where they would be.
 
 # %%
+import chex
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.patches import Patch
-from matplotlib.patches import Rectangle
 
 import jaxkv
 
 config = jaxkv.CacheConfig(
-  num_pages=33, page_size=4, num_slots=4, pages_per_slot=8
+  num_pages=24, page_size=4, num_slots=4, pages_per_slot=8
 )
 empty = jaxkv.init(config)
 print(len(jax.tree.leaves(empty)), "arrays,", config.num_pages, "pages")
-
-# %% [markdown]
-# ## A picture of the pages
-#
-# Each square is a page (page 0 is never handed out and not shown). A colour is
-# a slot, that is a running sequence; a page that several sequences share shows
-# all their colours. A dot marks a page that is *cached*: it is full, and can be
-# found again by its tokens. Below stand the free pages in the order in which
-# they will be taken, upper left first.
-
-# %%
-SLOTS = ("#4878d0", "#ee854a", "#6acc64", "#956cb4")
-CACHED, FREE, INK = "#f7dc8b", "#eef0f3", "#2b2f36"
-
-
-def owners(state):
-  """The slots whose page table names each page."""
-  found = {}
-  for slot, row in enumerate(np.asarray(state.page_table[0])):
-    for page in row[: int(state.num_pages[0, slot])].tolist():
-      found.setdefault(page, []).append(slot)
-  return found
-
-
-def square(axes, x, y, size, colours, label, dot):
-  for i, colour in enumerate(colours):
-    width = size / len(colours)
-    axes.add_patch(
-      Rectangle((x + i * width, y), width, size, color=colour, lw=0)
-    )
-  ink = "white" if colours[0] in SLOTS else INK
-  axes.add_patch(Rectangle((x, y), size, size, fill=False, ec="white", lw=1))
-  axes.text(
-    x + size / 2, y + size / 2, label, color=ink, size=4 + 5 * size,
-    ha="center", va="center",
-  )  # fmt: skip
-  if dot:
-    axes.plot(x + 0.86 * size, y + 0.16 * size, "o", ms=3.4 * size, color=ink)
-
-
-def draw(state, title, axes):
-  held, cached = owners(state), set(jaxkv.cached_pages(state))
-
-  def colours(page):
-    unused = [CACHED if page in cached else FREE]
-    return [SLOTS[slot] for slot in held.get(page, [])] or unused
-
-  for page in range(1, state.config.num_pages):
-    row, column = divmod(page - 1, 8)
-    square(axes, column, row, 0.92, colours(page), page, page in cached)
-  axes.text(0, 4.55, "free, next one first", size=8, color=INK)
-  for place, page in enumerate(jaxkv.free_pages(state)):
-    row, column = divmod(place, 16)
-    y = 4.7 + row / 2
-    square(axes, column / 2, y, 0.44, colours(page), page, False)
-  axes.set(xlim=(-0.1, 8.1), ylim=(5.8, -0.15), aspect="equal")
-  axes.set_title(title, size=11, color=INK, loc="left")
-  axes.axis("off")
-
-
-def show(**states):
-  """Draws caches side by side, titled by their names."""
-  figure, row = plt.subplots(1, len(states), figsize=(4.6 * len(states), 4))
-  for axes, (name, state) in zip(
-    np.atleast_1d(row), states.items(), strict=True
-  ):
-    draw(state, name.replace("_", " "), axes)
-  keys = [Patch(color=c, label=f"slot {i}") for i, c in enumerate(SLOTS)]
-  keys += [Patch(color=CACHED, label="cached, unused")]
-  keys += [Patch(color=FREE, label="free")]
-  figure.legend(
-    handles=keys, loc="lower center", ncols=6, frameon=False, fontsize=8,
-    handlelength=1, handleheight=1,
-  )  # fmt: skip
-  figure.subplots_adjust(0.01, 0.1, 0.99, 0.93, wspace=0.06)
-  plt.show()
-
+empty
 
 # %% [markdown]
 # ## Allocate and commit
 #
-# A sequence gets room with `allocate`. Once its tokens are final, `commit` says
-# so, and every page they fill becomes findable. Alice's prompt is a preamble
-# that everybody will use, and a question: 14 tokens, so three full pages and
-# half of a fourth.
+# `allocate` takes pages for new tokens. `commit` declares tokens final, and
+# every page that they fill can be found from then on. Alice's prompt is a
+# preamble that everybody will use, and a question: 14 tokens, so three full
+# pages and half of a fourth.
 
 # %%
 PREAMBLE = [100, 101, 102, 103, 104, 105, 106, 107]
 alice = [*PREAMBLE, 1, 2, 3, 4, 5, 6]
 
 
-def write(state, rows):
-  """Appends tokens to slots, given as {slot: tokens}."""
-  tokens = np.zeros((config.num_slots, 32), np.int32)
-  counts = np.zeros(config.num_slots, np.int32)
+def padded(rows):
+  """Tokens of some slots, given as {slot: tokens}, as (tokens, counts)."""
+  tokens, counts = np.zeros((4, 32), np.int32), np.zeros(4, np.int32)
   for slot, row in rows.items():
     tokens[slot, : len(row)], counts[slot] = row, len(row)
-  state, allocated = jaxkv.allocate(state, jnp.asarray(counts))
-  state, committed = jaxkv.commit(
-    state, jnp.asarray(tokens), jnp.asarray(counts)
-  )
+  return tokens, counts
+
+
+def write(state, rows):
+  """Appends tokens to slots, given as {slot: tokens}."""
+  tokens, counts = padded(rows)
+  state, allocated = jaxkv.allocate(state, counts)
+  state, committed = jaxkv.commit(state, tokens, counts)
   assert allocated.ok.all() and committed.ok.all()
   return state
 
 
 with_alice = write(empty, {0: alice})
-show(empty=empty, with_alice=with_alice)
+jaxkv.show(with_alice, title="Alice")
 
 # %% [markdown]
-# `empty` is in the picture because it still exists. Nothing happened to it.
+# Each cell is a page. The slots show the pages of each sequence in order; a bar
+# shows how full the last page is. The pool shows the same pages by number, and
+# the free queue shows the order in which free pages will be taken. A white dot
+# marks a page that is cached: it is full, and its tokens lead to it.
+#
+# `empty` still exists. Nothing happened to it.
 
 # %%
 assert int(empty.length[0]) == 0 and int(with_alice.length[0]) == 14
-assert len(jaxkv.free_pages(empty)) == 32
+assert len(jaxkv.free_pages(empty)) == 23
 assert jaxkv.cached_pages(with_alice) == [1, 2, 3]
+print(with_alice)
 
 # %% [markdown]
 # ## Share a prefix
 #
 # Bob's prompt has the same preamble. `admit` finds its two pages, attaches
-# them and allocates the rest. They are the same pages: two colours. Of Bob's 15
-# tokens only 7 are left to be computed.
+# them and allocates the rest. The two slots now name the same pages, which are
+# drawn as shared. Only 7 of Bob's 15 tokens are left to compute.
 
 # %%
 bob = [*PREAMBLE, 11, 12, 13, 14, 15, 16, 17]
@@ -170,52 +101,46 @@ bob = [*PREAMBLE, 11, 12, 13, 14, 15, 16, 17]
 
 def enter(state, slot, prompt):
   """Puts a prompt into an empty slot; (state, tokens found)."""
-  padded = jnp.asarray([prompt + [0] * (32 - len(prompt))], jnp.int32)
-  place = jnp.asarray([slot], jnp.int32)
-  length = jnp.asarray([len(prompt)], jnp.int32)
-  state, admitted = jaxkv.admit(state, place, padded, length)
+  tokens, counts = padded({0: prompt})
+  state, admitted = jaxkv.admit(state, [slot], tokens[:1], counts[:1])
   assert admitted.ok.all()
-  found = int(admitted.num_cached[0])
+  found = int(admitted.num_cached_tokens[0])
   return write(state, {slot: prompt[found:]}), found
 
 
 with_bob, found = enter(with_alice, 1, bob)
 assert found == len(PREAMBLE)
 assert with_bob.page_table[0, 0, :2].tolist() == [1, 2]
-assert with_bob.page_table[0, 1, :2].tolist() == [1, 2]
-show(with_alice=with_alice, with_bob=with_bob)
+assert with_bob.page_table[1, 0, :2].tolist() == [1, 2]
+jaxkv.show(with_bob, title="Alice and Bob")
 
 # %% [markdown]
 # ## Fork
 #
-# Two more answers to Bob's question: slots 2 and 3 go on from slot 1. Full
-# pages are shared. The last page is only partly full and all three will write
-# to it, so each fork gets a fresh one, and `copies` says which contents to
-# copy (`jaxkv.kv.copy` does it where there are contents).
+# Slots 2 and 3 continue Bob's sequence in two more ways. Full pages are shared.
+# The last page is only partly full, and all three sequences will write to it.
+# So each fork gets a fresh page, and `copies` says which contents to copy.
+# (`jaxkv.kv.copy` copies them where there are contents.)
 
 # %%
-one_one, two_three = (
-  jnp.asarray([1, 1], jnp.int32),
-  jnp.asarray([2, 3], jnp.int32),
-)
-forked, out = jaxkv.fork(with_bob, one_one, two_three)
+forked, out = jaxkv.fork(with_bob, [1, 1], [2, 3])
 print("copy pages", out.copies.src.tolist(), "to", out.copies.dst.tolist())
 assert forked.length.tolist() == [14, 15, 15, 15]
 assert forked.pool.ref_count[1] == 4
-show(with_bob=with_bob, forked=forked)
+jaxkv.show(forked, title="Two forks of Bob's sequence")
 
 # %% [markdown]
 # ## Roll back: keep the old value
 #
-# Let all four sequences run for nine tokens. Then suppose it was a mistake: the
-# wrong temperature, a stop string, an exception. There is no undo to call and
-# no log to replay. The old value is the undo.
+# All four sequences run for nine tokens. Then suppose that this was a mistake:
+# the wrong temperature, a stop string, an exception. There is no undo to call
+# and no log to replay. The old value is the undo.
 
 # %%
 later = forked
 for t in range(9):
   later = write(later, {slot: [50 + 10 * slot + t] for slot in range(4)})
-show(nine_tokens_later=later, rolled_back=forked)
+jaxkv.show(later, title="Nine tokens later")
 
 # %%
 assert later.length.tolist() == [23, 24, 24, 24]
@@ -223,109 +148,116 @@ assert forked.length.tolist() == [14, 15, 15, 15]
 again = forked
 for t in range(9):
   again = write(again, {slot: [50 + 10 * slot + t] for slot in range(4)})
-same = jax.tree.map(lambda a, b: bool((a == b).all()), later, again)
-assert all(jax.tree.leaves(same))
+chex.assert_trees_all_equal(later, again)
 
 # %% [markdown]
-# From the same value the same verbs lead to the same value, to the last page
+# The same verbs on the same value give the same value, down to the last page
 # number. The keys and values themselves are in another pytree, which a loop
-# overwrites: keep that of the same time too, or `truncate`.
+# overwrites. To roll back both, keep both, or use `truncate`.
 #
 # ## Truncate
 #
-# Rolling back *one* sequence while the others go on is a verb: `truncate`.
-# Here slot 1 drafted six tokens and only two were accepted. The page past the
-# end goes back, and the last page, full before, is open again. Nobody else
-# moves.
+# `truncate` rolls back single sequences while the others go on. Here slot 1
+# drafted six tokens, and two of them were accepted. The page past the end goes
+# back to the pool. The last page, which was full, is open again. The other
+# slots do not change.
 
 # %%
 drafted = write(forked, {1: [61, 62, 63, 64, 65, 66]})
-lengths = drafted.length.at[1].set(17)
-accepted, out = jaxkv.truncate(drafted, lengths)
+accepted, out = jaxkv.truncate(drafted, drafted.length.at[1].set(17))
 assert out.ok.all() and accepted.length.tolist() == [14, 17, 15, 15]
-assert drafted.num_pages[0].tolist() == [4, 6, 4, 4]
-assert accepted.num_pages[0].tolist() == [4, 5, 4, 4]
-show(drafted=drafted, accepted=accepted)
+assert drafted.num_pages[:, 0].tolist() == [4, 6, 4, 4]
+assert accepted.num_pages[:, 0].tolist() == [4, 5, 4, 4]
+jaxkv.show(accepted, title="Two of six drafted tokens accepted")
 
 # %% [markdown]
 # ## Free, and find again
 #
-# `free` gives references back. Pages that nobody holds go to the free queue,
-# and those with a key stay cached (yellow) until they are taken from it. Pages
-# without a key are useless, so they stand in front. The last page of a sequence
-# comes before the first: a prefix outlives its tail.
+# `free` gives references back. Pages that nobody holds go to the free queue.
+# Pages with a key stay cached (yellow) until they are taken. Pages without a
+# key cannot be found, so they go to the front of the queue and are taken first.
+# The last page of a sequence comes before the first one: a prefix outlives its
+# tail.
 
 # %%
-done, out = jaxkv.free(forked, jnp.asarray([0, 1, 2, 3], jnp.int32))
-assert out.ok.all() and len(jaxkv.free_pages(done)) == 32
+done, out = jaxkv.free(forked)
+assert out.ok.all() and len(jaxkv.free_pages(done)) == 23
+jaxkv.show(done, title="All sequences freed")
+
+# %%
 back, found = enter(done, 2, alice)
 assert found == 12  # Three full pages; the rest is computed again.
-show(all_done=done, alice_is_back=back)
+jaxkv.show(back, title="Alice is back")
 
 # %% [markdown]
 # ## Eviction
 #
-# Strangers come. The first three take eight pages each from the front of the
-# queue, where pages stand that hold nothing. Then these are used up: the fourth
-# takes six pages, two of them cached, and two more as it goes on. Watch what is
-# left of Alice.
+# New prompts come in, with nothing in common. The first two take 15 pages from
+# the front of the queue, where pages without a key stand. The third takes six
+# pages, two of them cached, and two more as it goes on. Alice's prefix shrinks
+# from its end.
 
 
 # %%
 def found_of(state, prompt):
-  padded = jnp.asarray([prompt + [0] * (32 - len(prompt))], jnp.int32)
-  length = jnp.asarray([len(prompt)], jnp.int32)
-  return int(jaxkv.match(state, padded, length).num_cached[0])
+  tokens, counts = padded({0: prompt})
+  return int(jaxkv.match(state, tokens[:1], counts[:1]).num_cached_tokens[0])
 
 
 crowded, left = done, [found_of(done, alice)]
-for stranger, size in enumerate((32, 32, 32, 24)):
-  prompt = [1000 * (stranger + 1) + i for i in range(size)]
-  crowded, _ = enter(crowded, stranger, prompt)
+for slot, size in enumerate((32, 28, 24)):
+  crowded, _ = enter(
+    crowded, slot, [1000 * (slot + 1) + i for i in range(size)]
+  )
   left.append(found_of(crowded, alice))
-four_strangers = crowded
+three_prompts = crowded
 for t in range(2):
-  crowded = write(crowded, {3: [9000 + 4 * t + i for i in range(4)]})
+  crowded = write(crowded, {2: [9000 + 4 * t + i for i in range(4)]})
   left.append(found_of(crowded, alice))
 print("tokens of Alice that are found:", left)
-assert left == [12, 12, 12, 12, 8, 4, 0]  # Her tail was evicted first.
-assert int(jaxkv.stats(crowded).evicted) == 4
-assert found_of(done, alice) == 12  # `done` still knows.
-show(all_done=done, four_strangers=four_strangers)
+assert left == [12, 12, 12, 8, 4, 0]
+assert int(jaxkv.stats(crowded).evicted_pages) == 4
+assert found_of(done, alice) == 12  # `done` still finds all of them.
+jaxkv.show(three_prompts, title="Three other prompts")
 
 # %% [markdown]
 # ## Many caches at once
 #
-# A value can be stacked, and what works on one works on a stack under `vmap`.
-# Three futures of one present: which of these prompts should be admitted next?
-# All three are tried at once; nothing is committed to.
+# Values can be stacked, and what works on one cache works on a stack under
+# `vmap`. Here are three futures of one present: which of these prompts should
+# be admitted next? All three are tried at once, and none is committed to.
 
 # %%
-candidates = [alice, [7] * 30, bob]
-padded = jnp.asarray([[p + [0] * (32 - len(p))] for p in candidates], jnp.int32)
-lengths = jnp.asarray([[len(p)] for p in candidates], jnp.int32)
-slots = jnp.zeros((3, 1), jnp.int32)
-
+tokens, lengths = padded({0: alice, 1: [7] * 30, 2: bob})
 present = jax.tree.map(lambda x: jnp.stack([x] * 3), done)
-futures, out = jax.vmap(jaxkv.admit)(present, slots, padded, lengths)
+slots = np.zeros((3, 1), np.int32)
+futures, out = jax.vmap(jaxkv.admit)(
+  present, slots, tokens[:3, None], lengths[:3, None]
+)
 usage = jax.vmap(jaxkv.usage)(futures)
-print("found", out.num_cached[:, 0].tolist(), "usage", usage.tolist())
-assert out.num_cached[:, 0].tolist() == [12, 0, 12]
+found = out.num_cached_tokens[:, 0].tolist()
+print("found", found, "usage", usage.tolist())
+assert found == [12, 0, 12]
 
 chosen = jax.tree.map(lambda x: x[2], futures)
 jaxkv.check(chosen)
-show(future_0=jax.tree.map(lambda x: x[0], futures), future_2=chosen)
+jaxkv.show(chosen, title="The third future")
 
 # %% [markdown]
 # ## The whole past
 #
-# And because a state can be the carry of a `scan`, it can be its output too.
-# This loop is one compiled program that decodes twelve tokens in four slots and
-# hands back every moment, any of which can be gone on from.
+# A state can be the carry of a `scan`, so it can be an output of the `scan`
+# too. This loop is one compiled program. It decodes twelve tokens in four slots
+# and returns every moment, and each moment can be continued.
+#
+# `chex.assert_max_traces` raises if the function is compiled a second time.
+# Sequences of other lengths, other prompts and other pages are other values in
+# arrays of the same shapes, so one program serves them all.
 
 
 # %%
 @jax.jit
+@chex.assert_max_traces(n=1)
 def decode(state):
   def step(state, t):
     ones = jnp.ones((config.num_slots,), jnp.int32)
@@ -338,17 +270,35 @@ def decode(state):
 
 
 last, moments = decode(forked)
+other_last, _ = decode(with_alice)
 third = jax.tree.map(lambda x: x[2], moments)
 assert third.length.tolist() == [17, 18, 18, 18]
 assert last.length.tolist() == [26, 27, 27, 27]
-for state in (third, last):
+assert other_last.length.tolist() == [26, 12, 12, 12]
+for state in (third, last, other_last):
   jaxkv.check(state)
-show(third_moment=third, last_moment=last)
+jaxkv.show(third, title="The third moment")
 
 # %% [markdown]
-# `jaxkv.check` raises when a state breaks one of its laws; all that we kept are
-# sound. To make one of them current again, give it a name.
+# `jaxkv.check` raises if a state breaks one of its laws. All states above are
+# sound. To continue one of them, use it.
 #
-# In a real loop the state is donated, so that it is updated in place and no
-# memory is spent on a past that nobody asked for. Whether to keep an old value
-# is your choice, and it is made outside of the cache.
+# A real loop donates its state, so that the arrays are updated in place and no
+# memory is spent on the past. Whether to keep an old value is the caller's
+# choice.
+#
+# ## A picture for the README
+#
+# The picture in the README is the figure below, written with
+# `figure.savefig("pages.svg")`. Slots 0 and 1 are forks of one sequence and
+# share its two full pages. A sequence that has ended left three cached pages,
+# which stand at the end of the free queue.
+
+# %%
+state = write(empty, {0: [*PREAMBLE, 1], 1: list(range(13))})
+state, _ = jaxkv.free(state, slots=[1])
+state, _ = jaxkv.fork(state, [0], [1])
+state = write(state, {0: [2, 3], 1: [4, 5, 6, 7, 8], 2: list(range(50, 57))})
+assert jaxkv.cached_pages(state) == [1, 2, 4, 5, 6, 7, 9]
+figure = jaxkv.show(state)
+figure

@@ -1,78 +1,101 @@
-"""The README's code does what it says, however often it is run."""
+"""The README's programs run as they stand, and what it names exists."""
 
-import dataclasses
+import json
 import pathlib
 import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import pytest
 
 import jaxkv
 
-_README = pathlib.Path(__file__).resolve().parents[1] / "README.md"
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_TEXT = (_ROOT / "README.md").read_text("utf-8")
+_PROGRAMS = re.findall(r"```python\n(.*?)```", _TEXT, re.S)
+
+_RESULTS = _ROOT / "benchmarks" / "results" / "peers_cpu_jax0.10.2.json"
+_FIGURES = {
+  ("decode_step", "full", 64): "decode step, 64 sequences",
+  ("decode_step", "full", 256): "decode step, 256 sequences",
+  ("decode_step", "full", 1024): "decode step, 1,024 sequences",
+  ("decode_step", "hybrid", 256): "decode step, 256 sequences, 6 groups",
+  ("admit_4096", "hit", 256): "prompt of 4,096 tokens, cached",
+  ("admit_4096", "miss", 256): "prompt of 4,096 tokens, not cached",
+  ("free_4096", "", 256): "free a sequence of 4,096 tokens",
+}
 
 
-def _names_of(heading: str) -> dict[str, Any]:
-  """What the first example under a heading defines."""
-  text = _README.read_text("utf-8").partition(f"## {heading}\n")[2]
-  match = re.search(r"```python\n(.*?)```", text, re.S)
-  assert match is not None
-  names = {}
+@pytest.fixture(scope="module")
+def names() -> dict[str, Any]:
+  """What all programs, one after the other, define."""
+  found: dict[str, Any] = {}
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    exec(compile(match[1], "README.md", "exec"), names)
-  return names
+    for program in _PROGRAMS:
+      exec(compile(program, "README.md", "exec"), found)
+  return found
 
 
-def test_the_loop_runs_and_finds_its_own_pages():
-  names = _names_of("In a loop of your own")
-  with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    before, after = names["before"], names["after"]
-    again, _ = names["generate"](after, names["kv"])
-  matched = jaxkv.match(after, names["prompts"], names["lengths"])
-  assert matched.num_cached.tolist() == [8] * 4
-  assert int(jaxkv.stats(after).published) == 20
-  assert jaxkv.free_pages(before)[:3] == [1, 2, 3]
-  # The second time the prompts hit, and nothing is cached that was not run.
-  assert int(jaxkv.stats(again).hits) == 32
-  jaxkv.check(again)
-  assert int(again.pool.queue.num_free) == 63
-  never_run = jnp.concatenate(
-    [names["prompts"][:, :8], names["prompts"][:, :4]], axis=1
-  )
-  never_run = jnp.pad(never_run, ((0, 0), (0, 1)))
-  found = jaxkv.match(again, never_run, jnp.full((4,), 13, jnp.int32))
-  assert found.num_cached.tolist() == [8] * 4
+def test_the_first_program_is_short():
+  assert sum(bool(line) for line in _PROGRAMS[0].splitlines()) <= 20
 
 
-def test_windows_give_pages_back():
-  names = _names_of("Groups")
+def test_the_loop_finds_its_own_pages(names):
   state, tokens = names["state"], names["tokens"]
-  assert names["given_back"].num_pages.tolist() == [3, 3]
-  found = jaxkv.match(state, tokens, names["twenty"])
-  assert found.num_cached.tolist() == [16, 16]
-  assert int(state.pool.queue.num_free) == 63
+  found = jaxkv.match(state, tokens.T, [20, 20]).num_cached_tokens
+  assert found.tolist() == [16, 16]
+  assert int(jaxkv.stats(state).published_pages) == 10
+  assert names["tokens"][0].tolist() == [7, 8]
   jaxkv.check(state)
 
 
-def test_the_scheduler_steps():
-  names = _names_of("For a scheduler in Python")
-  ids = ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
-  assert names["new"].get_page_ids() == ids
-  assert [len(new) for new in names["answers"][0].get_page_ids()] == [0, 0]
-  assert names["found"] == 24
-  assert names["pages"].get_page_ids()[1][:4] == [0] * 4
-  assert names["full"][0] == 1 and names["window"][:4] == [0] * 4
-  assert names["view"].page_table.tolist() == [names["full"]]
-  assert len(names["full"]) == len(names["window"]) == -(-27 // 4)
-  jaxkv.check(names["manager"].state)
+def test_the_old_state_is_still_there(names):
+  free = [len(jaxkv.free_pages(names[name])) for name in ("state", "freed")]
+  assert free == [53, 58]
+  assert names["state"].length.tolist() == [20, 20]
+  assert names["freed"].length.tolist() == [0, 20]
 
 
-def test_the_loop_ends_where_pages_run_out():
-  """What finds no page is given up, and its pages go to others."""
-  names = _names_of("In a loop of your own")
+def test_the_loop_goes_on_from_any_state(names):
+  """Once for a program that was compiled, and bit for bit the same."""
+  carry = names["freed"], names["kv"], names["tokens"][-1]
   with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-    small = jaxkv.init(dataclasses.replace(names["sizes"], num_pages=14))
-    after, _ = jax.jit(names["generate"])(small, names["kv"])
-  assert int(after.pool.queue.num_free) == 13
-  jaxkv.check(after)
+    (state, _, _), tokens = names["decode"](*carry)
+    _, again = names["decode"](*carry)
+  assert state.length.tolist() == [20, 32]
+  assert (tokens == again).all()
+  # Slot 1 is full: its row failed, said so and changed nothing else.
+  assert jaxkv.Status(int(state.error)) == jaxkv.Status.SLOT_FULL
+
+
+@pytest.mark.parametrize(
+  "path",
+  sorted(
+    set(
+      re.findall(r"(?:tests|notebooks|benchmarks)/[\w./]+\w|[A-Z]+\.md", _TEXT)
+    )
+  ),
+)
+def test_paths_exist(path):
+  assert (_ROOT / path).is_file()
+
+
+def test_it_is_short_and_so_is_the_picture():
+  assert len(_TEXT.splitlines()) <= 140
+  assert (_ROOT / "notebooks" / "pages.svg").stat().st_size < 60_000
+
+
+@pytest.mark.parametrize("case", _FIGURES)
+def test_figures_are_those_of_one_run(case):
+  """Medians of `benchmarks/peers.py`, as kept with the benchmarks."""
+  rows = json.loads(_RESULTS.read_text("utf-8"))["rows"]
+  median = {
+    row["side"]: row["us_median"]
+    for row in rows
+    if (row["op"], row["mode"], row["slots"]) == case
+  }
+  theirs, ours = median["vllm"], median["jaxkv"]
+  assert (
+    f"| {_FIGURES[case]} | {theirs:,.0f} | {ours:,.0f} | {theirs / ours:.1f}x |"
+    in _TEXT
+  )

@@ -83,15 +83,15 @@ def empty(*groups, **options) -> jaxkv.CacheState:
 def held(length: int, *groups, **options) -> jaxkv.CacheState:
   """A cache that holds a text."""
   state, slot = empty(*groups, **options), ints(0)
-  state, room = jaxkv.allocate(state, ints(length), slot)
-  state, done = jaxkv.commit(state, text(), ints(length), slot)
+  state, room = jaxkv.allocate(state, ints(length), slots=slot)
+  state, done = jaxkv.commit(state, text(), ints(length), slots=slot)
   assert bool(room.ok[0] & done.ok[0])
   return state
 
 
 def freed(length: int, *groups, **options) -> jaxkv.CacheState:
   """A cache that held a text."""
-  return jaxkv.free(held(length, *groups, **options), ints(0))[0]
+  return jaxkv.free(held(length, *groups, **options), slots=ints(0))[0]
 
 
 def without(state: jaxkv.CacheState, *pages) -> jaxkv.CacheState:
@@ -105,7 +105,7 @@ def without(state: jaxkv.CacheState, *pages) -> jaxkv.CacheState:
 def match(state: jaxkv.CacheState, length: int) -> tuple[int, list]:
   """Tokens found of a text, and for each group the pages up to there."""
   found = jaxkv.match(state, text(), ints(length))
-  tokens, pages = int(found.num_cached[0]), found.pages[:, 0].tolist()
+  tokens, pages = int(found.num_cached_tokens[0]), found.pages[0].tolist()
   return tokens, [
     row[: tokens // size]
     for row, size in zip(pages, state.config.page_sizes, strict=True)
@@ -114,7 +114,7 @@ def match(state: jaxkv.CacheState, length: int) -> tuple[int, list]:
 
 def table(state: jaxkv.CacheState, slot: int = 0) -> list[list[int]]:
   """A slot's page table, without what was never attached."""
-  rows = state.page_table[:, slot].tolist()
+  rows = state.page_table[slot].tolist()
   return [
     [page for page in row if page != state.config.no_page] for row in rows
   ]

@@ -22,19 +22,15 @@ def _expected(oracle):
   aged = config.track_residency
   tables = [
     [
-      slot.pages[g]
-      + [config.no_page] * (config.pages_per_slot - len(slot.pages[g]))
-      for slot in oracle.slots
+      pages + [config.no_page] * (config.pages_per_slot - len(pages))
+      for pages in slot.pages
     ]
-    for g in range(config.num_groups)
+    for slot in oracle.slots
   ]
   return {
     "page_table": tables,
-    "num_pages": [
-      [len(slot.pages[g]) for slot in oracle.slots]
-      for g in range(config.num_groups)
-    ],
-    "first_page": _transposed([slot.gone for slot in oracle.slots]),
+    "num_pages": [[*map(len, slot.pages)] for slot in oracle.slots],
+    "num_skipped_pages": [slot.gone for slot in oracle.slots],
     "length": [len(slot.tokens) for slot in oracle.slots],
     "ref_count": pool.refs,
     "pin_count": pool.pins,
@@ -42,19 +38,15 @@ def _expected(oracle):
     "cached_pages": sorted(pool.keys),
     "epoch": oracle.epoch,
     "error": int(oracle.error),
-    "queries": oracle.queries,
-    "hits": oracle.hits,
-    "popped": pool.popped,
-    "evicted": pool.evicted,
-    "published": pool.published,
-    "merged": pool.merged,
-    "failed": oracle.failed,
+    "queried_tokens": oracle.queries,
+    "hit_tokens": oracle.hits,
+    "popped_pages": pool.popped,
+    "evicted_pages": pool.evicted,
+    "published_pages": pool.published,
+    "merged_pages": pool.merged,
+    "failed_rows": oracle.failed,
     **({"lifetime": pool.lifetime, "idle": pool.idle} if aged else {}),
   }
-
-
-def _transposed(rows):
-  return [list(column) for column in zip(*rows, strict=True)]
 
 
 def _found(state):
@@ -62,7 +54,7 @@ def _found(state):
   found = {
     "page_table": host.page_table,
     "num_pages": host.num_pages,
-    "first_page": host.first_page,
+    "num_skipped_pages": host.num_skipped_pages,
     "length": host.length,
     "ref_count": host.pool.ref_count,
     "pin_count": host.pool.pin_count,

@@ -1,10 +1,10 @@
 """What is cached, as told by events alone, beside what an oracle knows."""
 
 import jaxkv
-from jaxkv import Cleared
-from jaxkv import Drained
-from jaxkv import Removed
-from jaxkv import Stored
+from jaxkv.telemetry import Cleared
+from jaxkv.telemetry import Drained
+from jaxkv.telemetry import Removed
+from jaxkv.telemetry import Stored
 from tests.model_of_the_cache.pool import Pool
 
 

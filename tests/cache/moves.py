@@ -9,28 +9,32 @@ import dataclasses
 from typing import Any
 from typing import Protocol
 
+import numpy as np
+
 from tests.cache.setups import Setup
 from tests.model_of_the_cache.sequences import Sequence
 from tests.model_of_the_cache.verbs import Oracle
 
 ARGUMENTS = {
   "allocate": ("num_tokens",),
-  "allocate_slots": ("num_tokens", "slots", "num_encoder_tokens"),
+  "allocate_slots": ("num_tokens", "slots", "mask", "num_encoder_tokens"),
   "commit": ("tokens", "counts"),
-  "commit_slots": ("tokens", "counts", "slots"),
-  "match": ("tokens", "lengths", "salts"),
+  "commit_slots": ("tokens", "counts", "slots", "mask"),
+  "match": ("tokens", "lengths", "salts", "mask"),
   "admit": (
-    *("slots", "tokens", "lengths", "salts", "mask", "room"),
-    *("keep_free", "num_encoder_tokens"),
+    *("slots", "tokens", "lengths", "salts", "mask"),
+    *("num_tokens", "keep_free", "num_encoder_tokens"),
   ),
-  "touch": ("pages",),
+  "touch": ("pages", "mask"),
   "pin": ("tokens", "lengths", "salts", "mask"),
-  "unpin": ("pages",),
-  "evict": ("pages",),
+  "unpin": ("pages", "mask"),
+  "evict": ("pages", "mask"),
   "fork": ("src", "dst", "mask"),
   "truncate": ("lengths", "mask"),
+  "truncate_slots": ("lengths", "slots", "mask"),
   "recycle": ("lengths",),
-  "free_slots": ("slots",),
+  "recycle_slots": ("lengths", "slots", "mask"),
+  "free_slots": ("slots", "mask"),
   "free_mask": ("mask",),
   "reset_prefix_cache": (),
   "new_epoch": (),
@@ -50,7 +54,9 @@ WEIGHTS = {
   "evict": 1,
   "fork": 4,
   "truncate": 4,
+  "truncate_slots": 2,
   "recycle": 4,
+  "recycle_slots": 2,
   "free_slots": 3,
   "free_mask": 3,
   "reset_prefix_cache": 1,
@@ -100,6 +106,7 @@ class Moves:
       "evict": pool.keys,
       "fork": running and self._slots(empty=True),
       "truncate": running,
+      "truncate_slots": running,
       "recycle": running,
       "free_slots": len(running) >= FREED,
       "free_mask": running,
@@ -163,6 +170,15 @@ class Moves:
       grid[row][self.draws.integer(0, columns - 1)] = page
     return grid
 
+  def _masked_grid(self, pages):
+    """The same, and a mask in which most places count."""
+    rows, columns = PAGES
+    mask = [
+      [self._often() or self._often() for _ in range(columns)]
+      for _ in range(rows)
+    ]
+    return self._grid(pages), mask
+
   # --- verbs over all slots --------------------------------------------------
 
   def allocate(self):
@@ -203,12 +219,13 @@ class Moves:
 
   def recycle(self):
     """Mostly up to where sequences are, else anywhere, also out of range."""
-    most, lengths = self.setup.config.slot_tokens + 2, []
-    for sequence in self.oracle.slots:
-      length = len(sequence.tokens)
-      elsewhere = self.draws.integer(-2, most)
-      lengths.append(length if self._often() else elsewhere)
-    return (lengths,)
+    slots = range(self.setup.config.num_slots)
+    return ([self._left_behind(slot) for slot in slots],)
+
+  def _left_behind(self, slot: int) -> int:
+    most = self.setup.config.slot_tokens + 2
+    elsewhere = self.draws.integer(-2, most)
+    return len(self.oracle.slots[slot].tokens) if self._often() else elsewhere
 
   def free_mask(self):
     """Ends some sequences."""
@@ -230,7 +247,25 @@ class Moves:
     """Room for a few tokens, slots in any order."""
     slots = self._order()
     wanted = [self._wanted(self.oracle.slots[slot]) for slot in slots]
-    return wanted, slots, self._encoders()
+    return wanted, slots, self._mask(), self._encoders()
+
+  def _mask(self) -> list[bool]:
+    """R rows, most of which count."""
+    return [self._often() or self._often() for _ in range(self.setup.rows)]
+
+  def truncate_slots(self):
+    """Rolls slots back, in any order."""
+    slots = self._order()
+    lengths = [
+      self.draws.integer(0, len(self.oracle.slots[slot].tokens))
+      for slot in slots
+    ]
+    return lengths, slots, self._mask()
+
+  def recycle_slots(self):
+    """Gives back what some slots left behind, slots in any order."""
+    slots = self._order()
+    return [self._left_behind(slot) for slot in slots], slots, self._mask()
 
   def _encoders(self) -> list[int] | None:
     """Tokens of R encoders, where there is a group; at times one too many."""
@@ -242,11 +277,11 @@ class Moves:
   def commit_slots(self):
     """Some of the tokens that there is room for, slots in any order."""
     slots = self._order()
-    return *self._all_continued(slots), slots
+    return *self._all_continued(slots), slots, self._mask()
 
   def match(self):
     """Asks for prompts."""
-    return self._prompts()
+    return *self._prompts(), self._mask()
 
   def admit(self):
     """Starts sequences in empty slots."""
@@ -270,7 +305,7 @@ class Moves:
   def pin(self):
     """Pins prompts that are cached."""
     tokens, lengths, salts = self._prompts()
-    found = self.oracle.match(tokens, lengths, salts)["num_cached"]
+    found = self.oracle.match(tokens, lengths, salts)["num_cached_tokens"]
     mask = [hit > 0 and self._often() for hit in found]
     return (tokens, lengths, salts, mask) if any(mask) else None
 
@@ -288,7 +323,9 @@ class Moves:
   def free_slots(self):
     """Ends sequences in any order."""
     slots = self._some(self._slots(empty=False), FREED)
-    return (slots,) if len(slots) == FREED else None
+    if len(slots) < FREED:
+      return None
+    return slots, [True, self._often()]
 
   # --- verbs over named pages ------------------------------------------------
 
@@ -300,7 +337,7 @@ class Moves:
       for page in range(1, self.setup.config.num_pages)
       if pool.refs[page] or page in pool.keys
     ]
-    return (self._grid(self._some(pages, 3)),) if pages else None
+    return self._masked_grid(self._some(pages, 3)) if pages else None
 
   def unpin(self):
     """Gives back pins that there are."""
@@ -309,12 +346,12 @@ class Moves:
       for page, pins in enumerate(self.oracle.pool.pins)
       for _ in range(pins)
     ]
-    return (self._grid(self._some(pins, 4)),) if pins else None
+    return self._masked_grid(self._some(pins, 4)) if pins else None
 
   def evict(self):
     """Drops keys that there are."""
     pages = sorted(self.oracle.pool.keys)
-    return (self._grid(self._some(pages, 2)),) if pages else None
+    return self._masked_grid(self._some(pages, 2)) if pages else None
 
   # --- verbs over everything -------------------------------------------------
 
@@ -346,7 +383,7 @@ class Moves:
     if not places:
       return arguments
     if "mask" in named and self._often():
-      named["mask"] = [True] * len(named["mask"])
+      named["mask"] = np.ones_like(named["mask"]).tolist()
     values = (-(2**31), -1, 0, 1, 2, config.num_slots, config.num_pages - 1)
     values += (config.num_pages, self.setup.columns, config.slot_tokens)
     values += (self.setup.columns + 1, config.num_pages + 1, 2**30, 2**31 - 1)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jaxkv import Code
+from jaxkv import Status
 from tests.cache.mutants_kinds import KIND_MUTANTS
 from tests.cache.mutants_windows import WINDOW_MUTANTS
 from tests.cache.mutation import DUPLICATES
@@ -26,8 +26,9 @@ FREE = ("free_mask",)
 SWEEPS = ("free_mask", "free_slots", "truncate", "unpin")
 LOOK = ("match",)
 # Many sequences come and go, and what they leave is cached.
-SHARING = (("admit", 20), ("commit", 12), ("free_mask", 16))
-SHARING += (("evict", 0), ("new_epoch", 0), ("touch", 0), ("pin", 0))
+SHARING = (("admit", 30), ("commit", 24), ("free_mask", 16), ("free_slots", 16))
+SHARING += (("evict", 0), ("fork", 0), ("new_epoch", 0), ("pin", 0))
+SHARING += (("touch", 0),)
 
 
 def _every_item_leaves(out, g):
@@ -64,6 +65,34 @@ def _up_to_the_last(hits):
   return behind > 0
 
 
+def _by_any_group(g):
+  """A page counts as cached in all groups if it is in one."""
+  some = jnp.any(g.cached, axis=1, keepdims=True)
+  return jnp.broadcast_to(some, g.cached.shape)
+
+
+def _full_when_filled(out, g):
+  """A slot may not be filled to its last token."""
+  fills = g.num_tokens == g.config.slot_tokens - g.length
+  return out[0], jnp.where(fills, jnp.int32(Status.SLOT_FULL), out[1])
+
+
+def _a_page_more_than_held(room, g):
+  """Slots that hold a page have room for a page more."""
+  return jnp.where(room > 0, room + g.config.page_size, room)
+
+
+def _is_length(array):
+  """The lengths are the one array with a single number for each slot."""
+  return array.ndim == 1
+
+
+def _without_the_tail(out, g):
+  """The hash goes back, the tokens behind it do not."""
+  hashes, read = out
+  return replace(hashes, tail=g.state.hashes.tail), read
+
+
 def _served_up_to_the_first_refusal(granted, g):
   refused = g.asked & ~granted
   return granted & (jnp.cumsum(refused, dtype=jnp.int32) == 0)
@@ -74,7 +103,7 @@ def _last_sticks(sticky):
 
   def call(error, code):
     fresh = sticky(error * 0, code)
-    is_mistake = (fresh != Code.OK) & (fresh != Code.OUT_OF_PAGES)
+    is_mistake = (fresh != Status.OK) & (fresh != Status.OUT_OF_PAGES)
     return jnp.where(is_mistake, fresh, sticky(error, code))
 
   return call
@@ -84,9 +113,9 @@ def _pressure_stays(sticky):
   """Once pages ran out, no mistake is recorded any more."""
 
   def call(error, code):
-    now = (error == Code.OK) & jnp.any(code == Code.OUT_OF_PAGES)
-    stays = now | (error == Code.OUT_OF_PAGES)
-    pressure = jnp.int32(Code.OUT_OF_PAGES)
+    now = (error == Status.OK) & jnp.any(code == Status.OUT_OF_PAGES)
+    stays = now | (error == Status.OUT_OF_PAGES)
+    pressure = jnp.int32(Status.OUT_OF_PAGES)
     return jnp.where(stays, pressure, sticky(error, code))
 
   return call
@@ -160,7 +189,7 @@ MUTANTS = {
     ("allocate",),
   ),
   "an evicted page keeps its key": Mutant(
-    "pool.page_pool:_unpublished",
+    "pool.page_pool:_unpublish",
     returned(lambda out, g: (g.pool, out[1])),
     ("allocate", "admit"),
   ),
@@ -178,7 +207,7 @@ MUTANTS = {
     "pool.page_pool:drop", text("fill=1) == 0", "fill=2) <= 1"), FREE
   ),
   "un-hashed pages go to the back": Mutant(
-    "pool.page_pool:drop", given(unhashed_first=lambda g: False), FREE
+    "pool.page_pool:is_cached", returned(lambda out, g: out | True), FREE
   ),
   "hashed pages go to the front": Mutant(
     "pool.page_pool:is_cached", returned(lambda out, g: out & False), FREE
@@ -197,7 +226,7 @@ MUTANTS = {
     DUPLICATES,
   ),
   "the groups share one table": Mutant(
-    "pool.page_table:rows_of",
+    "pool.page_table:ranges",
     returned(lambda out, g: out._replace(group=out.group * 0)),
     ("allocate",),
   ),
@@ -268,9 +297,7 @@ MUTANTS = {
     "prefix.longest_prefix:find", text("lengths - 1, 0", "lengths, 0"), LOOK
   ),
   "one group is enough for a hit": Mutant(
-    "prefix.longest_prefix:_agreed",
-    text("jnp.all(cached[", "jnp.any(cached["),
-    LOOK,
+    "prefix.longest_prefix:_agree", given(cached=_by_any_group), LOOK
   ),
   "hits go on after a miss": Mutant(
     "groups.kinds:GroupKind.longest_hit",
@@ -280,13 +307,13 @@ MUTANTS = {
   ),
   # --- allocate and admit ----------------------------------------------------
   "a slot is full one token early": Mutant(
-    "verbs.allocate:_wanted",
-    text("num_tokens > config.slot_tokens", "num_tokens >= config.slot_tokens"),
+    "verbs.allocate:_columns_wanted",
+    returned(_full_when_filled),
     ("allocate",),
   ),
   "a new sequence goes on from the old keys": Mutant(
-    "verbs.allocate:allocate",
-    text("lead_group] == 0", "lead_group] < 0"),
+    "verbs.allocate:_start_unsalted",
+    given(starts=lambda g: g.starts & False),
     ("allocate",),
   ),
   "later rows are not served": Mutant(
@@ -295,32 +322,39 @@ MUTANTS = {
     ("allocate",),
   ),
   "a slot is given twice": Mutant(
-    "verbs.admit:_static_code",
-    text("named_before(slots, code == Code.OK)", "False"),
+    "masked:any_earlier",
+    returned(lambda out, g: out & False),
     ("admit",),
   ),
   "a hit shared in one call is paid twice": Mutant(
-    "verbs.admit:_grant", text("& ~touched", ""), ("admit",), SCARCE, SHARING
+    "pool.reserve:_with_hits",
+    text("& ~touched", ""),
+    ("admit",),
+    SCARCE,
+    SHARING,
   ),
   "hits may use what others were promised": Mutant(
-    "verbs.admit:_grant",
-    text("cost <= left - keep[row]", "cost <= left"),
+    "pool.reserve:_with_hits",
+    given(keep_free=lambda g: g.keep_free * 0),
     ("admit",),
     SCARCE,
     SHARING,
   ),
   "newcomers may use what others were promised": Mutant(
-    "pool.reserve:in_order", given(keep=lambda g: None), ("admit",), UNCACHED
+    "pool.reserve:in_order",
+    given(keep_free=lambda g: g.keep_free * 0),
+    ("admit",),
+    UNCACHED,
   ),
   "a promise counts for the first row only": Mutant(
-    "verbs.admit:_grant",
+    "pool.reserve:_with_hits",
     text("most = jnp.max", "most = jnp.min"),
     ("admit",),
     SCARCE,
   ),
   "a failed row moves the length": Mutant(
-    "verbs.admit:admit",
-    text("state.length, place,", "state.length, slots,"),
+    "state:Rows.write",
+    given(valid=lambda g: g.valid | _is_length(g.array)),
     ("admit",),
   ),
   # --- commit ----------------------------------------------------------------
@@ -328,67 +362,68 @@ MUTANTS = {
     "prefix.publish:_new_tail", text("new >= 0", "new > 0"), ("commit",)
   ),
   "room is not checked": Mutant(
-    "verbs.commit:commit",
-    text("counts > room - length", "counts > room + config.page_size - length"),
+    "groups.sizes:tokens_with_room",
+    returned(_a_page_more_than_held),
     ("commit",),
   ),
   "the chain stops after one page": Mutant(
-    "prefix.publish:_publish",
-    text("moved * steps - 1, 0", "moved - moved, 0"),
+    "prefix.publish:_publish_rows",
+    text("num_completed * steps - 1", "num_completed * 0"),
     ("commit",),
     DUPLICATES,
   ),
   "a merged page stays in the table": Mutant(
-    "prefix.publish:_merged",
-    text("column, values=first", "column, values=pages"),
+    "prefix.publish:_merge",
+    returned(
+      lambda out, g: (out[0]._replace(page_table=g.done.page_table), out[1])
+    ),
     ("commit",),
   ),
   # --- fork ------------------------------------------------------------------
   "a fork shares the partial page": Mutant(
-    "verbs.fork:_shared",
-    text("rows_of(src, first, full)", "rows_of(src, first, full + 1)"),
+    "pool.reserve:reservation",
+    given(hit=lambda g: g.stop),
     ("fork",),
   ),
   "a fork forgets its keys": Mutant(
-    "verbs.fork:fork",
-    text("_copied(state.hashes, src, place)", "state.hashes"),
+    "prefix.slot_hashes:copy",
+    returned(lambda out, g: g.hashes),
     ("fork",),
   ),
   "a copy goes the wrong way": Mutant(
-    "verbs.fork:_owed",
-    text("src[:, None], column", "dst[:, None], column"),
+    "verbs.fork:Copies",
+    given(src=lambda g: g.dst, dst=lambda g: g.src),
     ("fork",),
   ),
   # --- truncate and free -----------------------------------------------------
   "truncate keeps a page": Mutant(
-    "verbs.free:truncate",
-    text("full + partial.astype(jnp.int32), held", "full + 1, held"),
+    "groups.sizes:keep_encoder",
+    given(columns=lambda g: jnp.minimum(g.columns + 1, g.held)),
     ("truncate",),
   ),
   "a page that is written again keeps its key": Mutant(
-    "verbs.free:truncate",
-    text("reopens & ~shared\n", "shared & ~shared\n"),
+    "verbs.truncate:_give_back",
+    given(reopened=lambda g: g.reopened & False),
     ("truncate",),
   ),
   "a shared page is written again": Mutant(
-    "verbs.free:truncate", text("pages) > 1", "pages) > 9"), ("truncate",)
+    "verbs.truncate:truncate",
+    text("last) > 1", "last) > 9"),
+    ("truncate",),
   ),
   "the tail of an earlier page is forgotten": Mutant(
-    "verbs.free:_rolled_back",
-    text("moved, tail", "moved & False, tail"),
+    "verbs.truncate:_roll_back_hashes",
+    returned(_without_the_tail),
     ("truncate",),
   ),
   "a slot is freed twice": Mutant(
-    "verbs.free:free",
-    text("num_earlier(slots) > 0", "num_earlier(slots) > 1"),
+    "masked:num_earlier",
+    returned(lambda out, g: jnp.maximum(out - 1, 0)),
     ("free_slots",),
   ),
   "a freed slot keeps its length": Mutant(
-    "verbs.free:free",
-    text(
-      "state.length, place, values=0",
-      "state.length, place - place - 1, values=0",
-    ),
+    "state:Rows.write",
+    returned(lambda out, g: g.array if _is_length(g.array) else out),
     FREE,
   ),
   # --- failures --------------------------------------------------------------
@@ -400,8 +435,8 @@ MUTANTS = {
   ),
   # --- pins, evict, reset ----------------------------------------------------
   "a pin is not counted": Mutant(
-    "verbs.pin:_pinned",
-    text("names), values=1", "names), values=0"),
+    "verbs.pin:_hold",
+    returned(lambda out, g: replace(out, pin_count=g.pool.pin_count)),
     ("touch", "pin"),
   ),
   "one pin too many is given back": Mutant(

@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
+
+from jaxkv._src.cache import masked
 from tests.cache.mutation import AGED
 from tests.cache.mutation import ENCODER
 from tests.cache.mutation import LOGGED
@@ -22,11 +25,21 @@ def _written_from_the_start(pushed):
   return call
 
 
+def _first_group_is_empty(empty, g):
+  """Whether slots hold no page of the first group, an encoder's."""
+  return masked.take(g.state.num_pages, g.slots, jnp.int32(0)) == 0
+
+
+def _every_column(counts, g):
+  """All columns count, those of null pages as well."""
+  return jnp.sum(g.stop - g.start, axis=1, dtype=jnp.int32)
+
+
 KIND_MUTANTS = {
   # --- encoders --------------------------------------------------------------
   "an encoder's pages are counted by the decoder's tokens": Mutant(
     "groups.sizes:pages_for",
-    given(encoder=lambda g: g.tokens),
+    given(encoder_tokens=lambda g: g.tokens),
     ("allocate_slots",),
     ENCODER,
   ),
@@ -37,19 +50,19 @@ KIND_MUTANTS = {
     ENCODER,
   ),
   "a fork gets pages of an encoder by its own length": Mutant(
-    "groups.sizes:or_encoder",
+    "groups.sizes:keep_encoder",
     returned(lambda out, g: g.columns),
     ("fork",),
     ENCODER,
   ),
   "rolling back gives an encoder's pages back": Mutant(
-    "groups.sizes:or_encoder",
+    "groups.sizes:keep_encoder",
     returned(lambda out, g: g.columns),
     ("truncate",),
     ENCODER,
   ),
   "an encoder's pages outlive the sequence": Mutant(
-    "verbs.free:truncate",
+    "verbs.truncate:truncate",
     text("keep = jnp.where((lengths > 0)", "keep = jnp.where((lengths >= 0)"),
     ("truncate",),
     ENCODER,
@@ -62,7 +75,7 @@ KIND_MUTANTS = {
   ),
   "a slot without an encoder's pages is empty": Mutant(
     "state:is_empty",
-    text("state.num_pages[lead]", "state.num_pages[0]"),
+    returned(_first_group_is_empty),
     ("free_mask",),
     ENCODER,
   ),
@@ -74,22 +87,22 @@ KIND_MUTANTS = {
     SCRATCH,
   ),
   "a fork holds the null page": Mutant(
-    "verbs.fork:_shared", text("& (pages > 0)", ""), ("fork",), SCRATCH
+    "pool.page_table:attach", text("& (pages > 0)", ""), ("fork",), SCRATCH
   ),
   "states can be had at any token": Mutant(
-    "groups.recurrent:can_go_on",
+    "groups.recurrent:can_continue",
     returned(lambda out, g: g.tokens >= 0),
     ("fork", "truncate"),
     SCRATCH,
   ),
   "a state is rolled back to inside a page": Mutant(
-    "groups.recurrent:can_go_on",
+    "groups.recurrent:can_continue",
     given(length=lambda g: g.tokens),
     ("truncate",),
     SCRATCH,
   ),
   "scratch pages stay behind": Mutant(
-    "groups.recurrent:drawn_back",
+    "groups.recurrent:draw_back",
     returned(lambda out, g: g.table),
     ("truncate",),
     SCRATCH,
@@ -101,8 +114,8 @@ KIND_MUTANTS = {
     SCRATCH,
   ),
   "null pages between states are given back": Mutant(
-    "verbs.recycle:_num_held",
-    text("if config.holds_states:", "if False:"),
+    "groups.recurrent:num_pages",
+    returned(_every_column),
     ("recycle",),
     SCRATCH,
   ),
@@ -139,16 +152,16 @@ KIND_MUTANTS = {
   ),
   # --- events ----------------------------------------------------------------
   "it is not noted in which group a page was stored": Mutant(
-    "telemetry.event_log:stored",
+    "telemetry.events:stored",
     returned(lambda out, g: replace(out, group_of=g.log.group_of)),
     ("commit",),
     LOGGED,
   ),
   "a later window of events is written over the first": Mutant(
-    "telemetry.event_log:_pushed", _written_from_the_start, ("commit",), LOGGED
+    "telemetry.events:_pushed", _written_from_the_start, ("commit",), LOGGED
   ),
   "events of a later window are not counted": Mutant(
-    "telemetry.event_log:_pushed",
+    "telemetry.events:_pushed",
     returned(
       lambda out, g: replace(out, count=g.log.count | (out.count - g.log.count))
     ),
@@ -156,31 +169,31 @@ KIND_MUTANTS = {
     LOGGED,
   ),
   "pages that were never cached are told to be taken out": Mutant(
-    "pool.page_pool:_unpublished",
-    text("events, taken.valid, pages", "events, valid, pages"),
+    "pool.page_pool:_unpublish",
+    text("log, removed.valid, pages", "log, valid, pages"),
     ("allocate",),
     LOGGED,
   ),
   "pages of no use are told of": Mutant(
     "prefix.publish:_insert",
-    text("listed & ~again,\n      pages,", "valid & ~again,\n      pages,"),
+    text("published & ~again,\n      pages,", "valid & ~again,\n      pages,"),
     ("commit",),
     LOGGED,
   ),
   "a refused reset is told as done": Mutant(
-    "telemetry.event_log:cleared",
+    "telemetry.events:cleared",
     given(done=lambda g: g.done | True),
     ("reset_prefix_cache",),
     LOGGED,
   ),
   "a page is its own parent": Mutant(
-    "telemetry.event_log:stored",
+    "telemetry.events:stored",
     given(fields=lambda g: g.fields | {"parent": g.fields["key"]}),
     ("commit",),
     LOGGED,
   ),
   "all sequences have one root": Mutant(
-    "telemetry.event_log:stored",
+    "telemetry.events:stored",
     given(fields=lambda g: g.fields | {"root": g.fields["root"] * 0}),
     ("commit",),
     LOGGED,

@@ -5,6 +5,8 @@ See `mutants.py`.
 
 from dataclasses import replace
 
+import jax.numpy as jnp
+
 from jaxkv._src.cache.groups import sizes
 from tests.cache.mutation import CHUNKED
 from tests.cache.mutation import DRAFTED
@@ -22,25 +24,40 @@ from tests.cache.mutation import text
 LOOK = ("match",)
 RECYCLE = ("recycle",)
 COMMIT = ("commit",)
-HOLES = (("evict", 12), ("new_epoch", 0), ("reset_prefix_cache", 0))
+# Many share a page that waits for its key.
+FORKS = (("fork", 30), ("admit", 2))
+HOLES = (("evict", 24), ("match", 24), ("new_epoch", 0))
+HOLES += (("reset_prefix_cache", 0),)
+
+
+def _as_much_behind(state, g):
+  """The new state, with the leading columns of the old one."""
+  return replace(state, num_skipped_pages=g.state.num_skipped_pages)
+
+
+def _all_at_once(g):
+  """Room for the whole prompt, however little was asked for."""
+  asked = g.num_tokens
+  return None if asked is None else jnp.where(asked > 0, g.lengths, asked)
+
 
 WINDOW_MUTANTS = {
   # --- what is left behind ---------------------------------------------------
   "a window loses its first token": Mutant(
-    "groups.kinds:SlidingWindow.num_skipped",
+    "groups.kinds:SlidingWindow.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     RECYCLE,
     SLIDING,
   ),
   "a chunk is over one token early": Mutant(
-    "groups.kinds:ChunkedLocal.num_skipped",
+    "groups.kinds:ChunkedLocal.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     RECYCLE,
     CHUNKED,
   ),
   "a page left behind is no null page": Mutant(
-    "verbs.recycle:drop_behind",
-    text("cleared=0", "cleared=config.no_page"),
+    "pool.page_table:shrink",
+    given(left=lambda g: g.pool.ref_count.size),
     RECYCLE,
     SLIDING,
   ),
@@ -61,28 +78,31 @@ WINDOW_MUTANTS = {
   ),
   "nobody notes what was left behind": Mutant(
     "verbs.recycle:drop_behind",
-    text("first_page = behind.T", "first_page = state.first_page"),
+    returned(lambda out, g: (_as_much_behind(out[0], g), out[1])),
     RECYCLE,
     SLIDING,
   ),
   "a freed slot keeps null pages": Mutant(
-    "verbs.free:free", text("config.recycles", "False"), ("free_mask",), SLIDING
+    "pool.page_table:fill_before",
+    returned(lambda out, g: g.table),
+    ("free_mask",),
+    SLIDING,
   ),
   "a fork has no null pages": Mutant(
-    "verbs.fork:_shared",
-    text("state.config.recycles", "False"),
+    "pool.page_table:fill_before",
+    returned(lambda out, g: g.table),
     ("fork",),
     SLIDING,
   ),
   "a fork takes null pages for pages": Mutant(
-    "verbs.fork:fork",
-    text("jnp.minimum(first, full)", "full & 0"),
+    "pool.reserve:reservation",
+    given(first=lambda g: g.first * 0),
     ("fork",),
     SLIDING,
   ),
   "an admitted sequence has no null pages": Mutant(
-    "verbs.admit:_attached",
-    text("state.config.recycles", "False"),
+    "pool.page_table:fill_before",
+    returned(lambda out, g: g.table),
     ("admit",),
     SLIDING,
   ),
@@ -90,27 +110,27 @@ WINDOW_MUTANTS = {
     "prefix.publish:_insert", text("pages > 0", "pages >= 0"), COMMIT, SLIDING
   ),
   "truncate needs no page that is gone": Mutant(
-    "verbs.free:_needs_recycled",
-    text("needed = skipped_pages(config, lengths) < gone", "needed = gone < 0"),
+    "groups.sizes:skipped_pages",
+    returned(lambda out, g: out + 99),
     ("truncate",),
     SLIDING,
   ),
   "truncate reads keys that are gone": Mutant(
-    "verbs.free:_needs_recycled",
-    text("moved & lost)", "moved & lost & False)"),
+    "verbs.truncate:_needs_recycled",
+    given(state=lambda g: replace(g.state, hashes=None)),
     ("truncate",),
     NARROW,
     (("recycle", 12),),
   ),
   "a rolled back slot left as much behind": Mutant(
-    "verbs.free:truncate",
-    text("jnp.minimum(state.first_page, keep.T)", "state.first_page"),
+    "verbs.truncate:truncate",
+    returned(lambda out, g: (_as_much_behind(out[0], g), out[1])),
     ("truncate",),
     SLIDING,
   ),
   # --- what is found ---------------------------------------------------------
   "a window is found without its first page": Mutant(
-    "groups.kinds:SlidingWindow.num_skipped",
+    "groups.kinds:SlidingWindow.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     LOOK,
     SLIDING,
@@ -137,11 +157,8 @@ WINDOW_MUTANTS = {
     PUBLISHED,
   ),
   "a hit needs the whole prefix": Mutant(
-    "prefix.longest_prefix:find",
-    text(
-      "first = groups.skipped_pages(config, found)",
-      "first = groups.skipped_pages(config, found & 0)",
-    ),
+    "groups.sizes:skipped_pages",
+    given(tokens=lambda g: g.tokens * 0),
     ("admit",),
     SLIDING,
   ),
@@ -158,28 +175,28 @@ WINDOW_MUTANTS = {
     DRAFTED,
   ),
   "a draft model proves nothing behind a hit": Mutant(
-    "prefix.longest_prefix:_round",
-    text("jnp.minimum(length + spec.size, known)", "length"),
+    "prefix.rules:lookup_bound",
+    returned(lambda out, g: (g.length, out[1])),
     LOOK,
     DRAFTED,
   ),
   "a page is left out in every round": Mutant(
-    "prefix.longest_prefix:_round",
-    text("& ~verified[number]", "& (length >= 0)"),
+    "prefix.rules:lookup_bound",
+    given(dropped=lambda g: g.dropped & False),
     LOOK,
     WINDOWS,
     HOLES,
   ),
   "every kind is asked once": Mutant(
-    "prefix.longest_prefix:_agreed",
-    text("len(specs) <= 2 and specs[0].is_full", "True"),
+    "prefix.longest_prefix:_agree",
+    text("len(kinds) <= 2 and kinds[0].is_full", "True"),
     LOOK,
     WINDOWS,
     HOLES,
   ),
   # --- what is published -----------------------------------------------------
   "pages that no hit can use are published": Mutant(
-    "groups.sizes:reusable",
+    "prefix.rules:published",
     returned(lambda out, g: g.pages >= 0),
     COMMIT,
     HYBRID,
@@ -191,32 +208,32 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "the whole prompt is a prefix of itself": Mutant(
-    "groups.sizes:_kept_prefixes",
-    given(prompt=lambda g: g.prompt + 1),
+    "prefix.rules:_kept_prefixes",
+    given(prompt_length=lambda g: g.prompt_length + 1),
     COMMIT,
     KEPT,
   ),
-  "nobody keeps where sequences turned off": Mutant(
-    "groups.sizes:_kept_prefixes",
-    given(junction=lambda g: g.junction * 0),
+  "nobody keeps where sequences diverged": Mutant(
+    "prefix.rules:_kept_prefixes",
+    given(boundary=lambda g: g.boundary * 0),
     COMMIT,
     KEPT,
   ),
   "every aligned prefix is kept": Mutant(
-    "groups.sizes:reusable",
-    given(config=lambda g: replace(g.config, retention=None)),
+    "prefix.rules:published",
+    given(config=lambda g: replace(g.config, prefix_retention_interval=None)),
     COMMIT,
     KEPT,
   ),
   "pages are published before all groups end one": Mutant(
-    "groups.sizes:final_pages",
+    "prefix.rules:final_pages",
     returned(lambda out, g: sizes.full_pages(g.config, g.tokens)),
     COMMIT,
     HYBRID,
   ),
   "the page behind an aligned prefix is not published": Mutant(
-    "groups.sizes:final_pages",
-    given(config=lambda g: replace(g.config, draft_model=False)),
+    "prefix.rules:final_pages",
+    given(config=lambda g: replace(g.config, use_eagle=False)),
     COMMIT,
     DRAFTED,
   ),
@@ -227,18 +244,16 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "two forks publish one page at once": Mutant(
-    "prefix.publish:_insert",
-    text("again = valid & named_before(pages, valid)", "pass"),
+    "masked:any_earlier",
+    returned(lambda out, g: out & False),
     COMMIT,
     HYBRID,
+    FORKS,
   ),
   # --- sizes -----------------------------------------------------------------
   "all groups have pages of one size": Mutant(
-    "groups.sizes:pages_for",
-    text(
-      "kind.num_columns(tokens, size)",
-      "kind.num_columns(tokens, config.page_size)",
-    ),
+    "groups.kinds:GroupKind.num_columns",
+    given(page_size=lambda g: HYBRID.config.page_size),
     ("allocate",),
     HYBRID,
   ),
@@ -249,17 +264,20 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "a small page holds the tokens behind it too": Mutant(
-    "prefix.publish:_held",
-    text("offset < step[:, None]", "offset >= 0"),
+    "prefix.publish:_page_tokens",
+    given(step=lambda g: g.step * 0 + 99),
     COMMIT,
     HYBRID,
   ),
   "a page's key is that of its first tokens": Mutant(
-    "prefix.publish:_publish", text("begin + step - 1", "begin"), COMMIT, HYBRID
+    "prefix.publish:_publish_rows",
+    text("begin + step - 1", "begin"),
+    COMMIT,
+    HYBRID,
   ),
   "a prompt gets all its pages at once": Mutant(
     "verbs.admit:admit",
-    text("jnp.minimum(room, lengths - num_cached)", "lengths - num_cached"),
+    given(num_tokens=_all_at_once),
     ("admit",),
     SLIDING,
   ),

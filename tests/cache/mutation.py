@@ -55,7 +55,9 @@ WINDOWS = small(
   **DRAFT,
   **MERGE,
 )
-KEPT = small(212, 2, (Window(3), Full(page_size=4)), retention=0, **LONG)
+KEPT = small(
+  212, 2, (Window(3), Full(page_size=4)), prefix_retention_interval=0, **LONG
+)
 ENCODER = small(
   213, 2, (CrossAttention(page_size=4), Full()), **LONG, **NO_CACHING
 )
@@ -194,12 +196,12 @@ def text(old: str, new: str) -> Wrong:
 def _compiled_anew(verb: Callable, places: list, wrong: Callable) -> Callable:
   """A verb that is traced with the mistake, as no other verb is."""
   plain = inspect.unwrap(verb)
-  compiled = jax.jit(lambda *arguments: plain(*arguments))
+  compiled = jax.jit(lambda state, **named: plain(state, **named))
 
-  def call(*arguments):
+  def call(state, **named):
     with pytest.MonkeyPatch.context() as patch:
       for module, alias in places:
         patch.setattr(module, alias, wrong)
-      return compiled(*arguments)
+      return compiled(state, **named)
 
   return call

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+import jaxkv.telemetry
 from tests.cache.differences import differences
 from tests.cache.mirror import Mirror
 from tests.cache.moves import ARGUMENTS
@@ -54,17 +55,15 @@ class Pair:
     self.verbs = verbs
     self.oracle = Oracle(setup.config)
     self.state = jaxkv.init(setup.config)
-    self.codes: set[jaxkv.Code] = set()
+    self.codes: set[jaxkv.Status] = set()
     self.mirror, self.moves = Mirror(), 0
 
   def move(self, verb: str, arguments: tuple) -> dict:
     """Makes one move with both; raises `Mismatch`, else the oracle's answer."""
     wanted = getattr(self.oracle, verb)(*arguments)
-    got = self.verbs[verb](self.state, *arrays(verb, arguments))
+    got = self.verbs[verb](self.state, **arrays(verb, arguments))
     if verb in QUERIES:
       out = got
-    elif verb == "new_epoch":
-      self.state, out = got, {}
     else:
       self.state, out = got
     found = _differing(wanted, out) + differences(self.oracle, self.state)
@@ -81,32 +80,32 @@ class Pair:
 
   def _told(self) -> list[str]:
     """In what events differ from the oracle."""
-    self.state, drained = jaxkv.drain_events(self.state)
+    self.state, drained = jaxkv.telemetry.drain_events(self.state)
     found = self.mirror.follow(drained)
     pool, config = self.oracle.pool, self.setup.config
     return found + self.mirror.differences(pool, config)
 
   def forgive(self) -> None:
     """Forgets the sticky error of both."""
-    self.oracle.error = jaxkv.Code.OK
+    self.oracle.error = jaxkv.Status.OK
     self.state = dataclasses.replace(self.state, error=jnp.int32(0))
 
 
-def arrays(verb: str, arguments: tuple) -> list:
-  """Lists as arrays of the dtypes that the verb wants."""
-  return [
-    argument
-    if argument is None
-    else np.asarray(argument, DTYPES.get(name, np.int32))
+def arrays(verb: str, arguments: tuple) -> dict:
+  """Lists by name, as arrays of the dtypes that the verb wants."""
+  return {
+    name: np.asarray(argument, DTYPES.get(name, np.int32))
     for name, argument in zip(ARGUMENTS[verb], arguments, strict=True)
-  ]
+    if argument is not None
+  }
 
 
 def _differing(wanted, got) -> list[str]:
   """Which fields of an output are not what they should be."""
   if not isinstance(wanted, dict):
     wanted, got = {"answer": wanted}, {"answer": got}
-  got = got if isinstance(got, dict) else got._asdict()
+  if not isinstance(got, dict):
+    got = got._asdict() if hasattr(got, "_asdict") else vars(got)
   found = []
   for name, value in wanted.items():
     if isinstance(value, dict):

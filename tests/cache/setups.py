@@ -49,7 +49,7 @@ class Setup:
       if self.window is not None:
         patch.setattr(ragged, "WINDOW", self.window)
         patch.setattr(prefix_index, "INSERT_WINDOW", self.window)
-        patch.setattr(publishing, "SLOT_WINDOW", self.window)
+        patch.setattr(publishing, "ROWS_AT_ONCE", self.window)
       if self.crowded:
         patch.setattr(
           prefix_index,
@@ -108,10 +108,10 @@ def small(
 
 
 MERGE = {"merge_duplicates": True}
-CLASSIC = {"unhashed_first": False}
+CLASSIC = {"free_policy": "lru"}
 NO_CACHING = {"prefix_caching": False}
-DRAFT = {"draft_model": True}
-CLASSIC_PREFIXES = {"classic": True}
+DRAFT = {"use_eagle": True}
+CLASSIC_PREFIXES = {"prefix_rules": "classic"}
 AGES = {"track_residency": True}
 LONG = {"pages_per_slot": 8}
 
@@ -187,7 +187,12 @@ SETUPS = {
     27, 2, (Window(3), Full(page_size=4)), **LONG, **NO_CACHING, **CLASSIC
   ),
   "latest_kept": small(
-    29, 2, (Window(3), Full(page_size=4)), worse="tight", retention=0, **LONG
+    29,
+    2,
+    (Window(3), Full(page_size=4)),
+    worse="tight",
+    prefix_retention_interval=0,
+    **LONG,
   ),
   "some_kept": small(
     30,
@@ -195,7 +200,7 @@ SETUPS = {
     (Window(3), Full(page_size=2), Window(5)),
     num_pages=80,
     pages_per_slot=12,
-    retention=4,
+    prefix_retention_interval=4,
     **DRAFT,
     **MERGE,
   ),
@@ -223,7 +228,7 @@ SETUPS = {
     (State(num_speculative=1), Window(3, page_size=2)),
     num_pages=24,
     pages_per_slot=10,
-    retention=4,
+    prefix_retention_interval=4,
     **DRAFT,
     **CLASSIC,
   ),

@@ -2,9 +2,9 @@
 
 import jaxkv
 from jaxkv import ChunkedLocal
-from jaxkv import Code
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
+from jaxkv import Status
 from tests.cache.by_hand import NONE
 from tests.cache.by_hand import PAGES
 from tests.cache.by_hand import freed
@@ -24,8 +24,8 @@ from tests.cache.by_hand import write
 def test_a_prompt_gets_pages_for_all_of_its_tokens():
   """Five tokens are three pages of two; none of them is computed yet."""
   state, out = jaxkv.admit(tiny(), ints(0), *prompt(1, 2, 3, 4, 5))
-  assert out.code.tolist() == [Code.OK]
-  assert out.num_cached.tolist() == [0]
+  assert out.code.tolist() == [Status.OK]
+  assert out.num_cached_tokens.tolist() == [0]
   assert pages(state, 0) == [1, 2, 3]
   assert state.length.tolist() == [0, 0, 0]
 
@@ -39,7 +39,7 @@ def test_what_an_earlier_prompt_left_is_shared():
   found = jaxkv.match(state, *prompt(1, 2, 3, 4, 9))
   assert found.pages[0, 0].tolist() == [1, 2, 8, 8]
   state, out = jaxkv.admit(state, ints(1), *prompt(1, 2, 3, 4, 9))
-  assert out.num_cached.tolist() == [4]
+  assert out.num_cached_tokens.tolist() == [4]
   assert pages(state, 1) == [1, 2, 4]
   assert references(state, 1, 2, 3, 4) == [2, 2, 1, 1]
 
@@ -48,7 +48,7 @@ def test_one_token_is_always_left_over():
   """Slot 0 held 1 2 | 3 4. Its query is needed, so 3 4 is computed again."""
   state = write(tiny(), 0, 1, 2, 3, 4)
   state, out = jaxkv.admit(state, ints(1), *prompt(1, 2, 3, 4))
-  assert out.num_cached.tolist() == [2]
+  assert out.num_cached_tokens.tolist() == [2]
   assert pages(state, 1) == [1, 3]
 
 
@@ -56,7 +56,7 @@ def test_a_prompt_that_does_not_fit_changes_nothing():
   """Seven pages: the first takes 1 to 4, the second needs four more."""
   tokens = rows({0: (1,) * 8, 1: (2,) * 8, 2: (3,) * 5})
   state, out = jaxkv.admit(tiny(), ints(0, 1, 2), tokens, ints(8, 8, 5))
-  assert out.code.tolist() == [Code.OK, Code.OUT_OF_PAGES, Code.OK]
+  assert out.code.tolist() == [Status.OK, Status.OUT_OF_PAGES, Status.OK]
   assert pages(state, 0) == [1, 2, 3, 4]
   assert pages(state, 1) == []
   # The third is shorter: rows behind a refused one are served.
@@ -67,7 +67,7 @@ class TestWindows:
   def test_a_hit_has_null_pages(self):
     state = freed(10, SlidingWindow(4))
     state, out = jaxkv.admit(state, ints(0), text(), ints(11))
-    assert out.num_cached.tolist() == [10]
+    assert out.num_cached_tokens.tolist() == [10]
     # Pages 1 to 3 stay in the queue; the first one in it is taken.
     assert table(state) == [[0, 0, 0, 4, 5, 6]]
     assert jaxkv.free_pages(state) == [*range(7, PAGES), 3, 2, 1]
@@ -76,10 +76,10 @@ class TestWindows:
     """Two tokens of the text are computed twice; the middle comes back."""
     state = without(freed(10, SlidingWindow(4)), 2)
     state, out = jaxkv.admit(state, ints(0), text(), ints(7))
-    assert out.num_cached.tolist() == [2]
+    assert out.num_cached_tokens.tolist() == [2]
     assert table(state) == [[1, 6, 7, 8]]
     state, done = jaxkv.commit(state, text(2), ints(5))
-    assert done.num_published.tolist() == [2]
+    assert done.num_published_pages.tolist() == [2]
     # The older of two equal pages is the hit.
     assert match(state, 7) == (6, [[NONE, 6, 3]])
     assert match(state, 11) == (10, [[NONE, NONE, NONE, 4, 5]])
@@ -89,7 +89,7 @@ class TestChunks:
   def test_a_hit_without_pages_of_one_group(self):
     state = without(freed(10, FullAttention(), ChunkedLocal(4)), 10)
     state, out = jaxkv.admit(state, ints(0), text(), ints(11))
-    assert out.num_cached.tolist() == [8]
+    assert out.num_cached_tokens.tolist() == [8]
     # Page 10 has no key any more, but stays where it is in the queue.
     assert table(state) == [[1, 2, 3, 4, 11, 12], [0, 0, 0, 0, 13, 14]]
     jaxkv.check(state)

@@ -1,7 +1,7 @@
 """allocate: pages for the tokens to come."""
 
 import jaxkv
-from jaxkv import Code
+from jaxkv import Status
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import pages
 from tests.cache.by_hand import tiny
@@ -32,7 +32,7 @@ def test_only_what_is_missing_is_taken():
 def test_a_row_gets_all_its_pages_or_none():
   """Seven pages: four, then four of three, then three."""
   state, out = jaxkv.allocate(tiny(), ints(8, 7, 6))
-  assert out.code.tolist() == [Code.OK, Code.OUT_OF_PAGES, Code.OK]
+  assert out.code.tolist() == [Status.OK, Status.OUT_OF_PAGES, Status.OK]
   assert out.num_new_pages.tolist() == [4, 0, 3]
   assert pages(state, 1) == []
   assert jaxkv.free_pages(state) == []
@@ -40,12 +40,12 @@ def test_a_row_gets_all_its_pages_or_none():
 
 def test_slots_are_served_in_the_order_named():
   """Slot 2 comes first and gets page 1."""
-  state, out = jaxkv.allocate(tiny(), ints(1, 1), ints(2, 0))
+  state, out = jaxkv.allocate(tiny(), [1, 1], slots=[2, 0])
   assert out.ok.all()
   assert (pages(state, 2), pages(state, 0)) == ([1], [2])
 
 
 def test_a_slot_holds_four_pages():
   state, out = jaxkv.allocate(tiny(), ints(9, -1, 8))
-  assert out.code.tolist() == [Code.SLOT_FULL, Code.BAD_LENGTH, Code.OK]
+  assert out.code.tolist() == [Status.SLOT_FULL, Status.BAD_LENGTH, Status.OK]
   assert pages(state, 2) == [1, 2, 3, 4]

@@ -1,7 +1,7 @@
 """commit: tokens become final, and full pages can be found."""
 
 import jaxkv
-from jaxkv import Code
+from jaxkv import Status
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import pages
 from tests.cache.by_hand import prompt
@@ -15,10 +15,10 @@ def test_a_page_is_published_when_it_is_full():
   """1 2 | 3 in pages 1 and 2; the next token fills page 2."""
   state, _ = jaxkv.allocate(tiny(), ints(4, 0, 0))
   state, out = jaxkv.commit(state, rows({0: (1, 2, 3)}), ints(3, 0, 0))
-  assert out.num_published.tolist() == [1, 0, 0]
+  assert out.num_published_pages.tolist() == [1, 0, 0]
   assert jaxkv.cached_pages(state) == [1]
   state, out = jaxkv.commit(state, rows({0: (4,)}), ints(1, 0, 0))
-  assert out.num_published.tolist() == [1, 0, 0]
+  assert out.num_published_pages.tolist() == [1, 0, 0]
   assert jaxkv.cached_pages(state) == [1, 2]
   assert state.length.tolist() == [4, 0, 0]
 
@@ -44,5 +44,5 @@ def test_tokens_without_a_page_are_refused():
   """One page has room for two tokens."""
   state, _ = jaxkv.allocate(tiny(), ints(2, 0, 0))
   state, out = jaxkv.commit(state, rows({0: (1, 2, 3)}), ints(3, 1, 0))
-  assert out.code.tolist() == [Code.NO_ROOM, Code.SLOT_EMPTY, Code.OK]
+  assert out.code.tolist() == [Status.NO_ROOM, Status.SLOT_EMPTY, Status.OK]
   assert state.length.tolist() == [0, 0, 0]

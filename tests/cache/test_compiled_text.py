@@ -25,14 +25,14 @@ def decode(state, tokens):
   ones = jnp.ones((SLOTS,), jnp.int32)
   state, _ = jaxkv.allocate(state, ones)
   state, _ = jaxkv.commit(state, tokens[:, None], ones)
-  state, _ = jaxkv.free(state, tokens == STOP)
+  state, _ = jaxkv.free(state, mask=tokens == STOP)
   state, _ = jaxkv.admit(
     state,
     jnp.arange(ROWS, dtype=jnp.int32),
     jnp.broadcast_to(tokens[:1, None], (ROWS, TOKENS)),
     jnp.full((ROWS,), TOKENS, jnp.int32),
-    None,
-    tokens[:ROWS] == BEGIN,
+    salts=None,
+    mask=tokens[:ROWS] == BEGIN,
   )
   return state
 
@@ -48,17 +48,17 @@ def branching(state, tokens):
   rows = jnp.arange(ROWS, dtype=jnp.int32)
   prompts = jnp.broadcast_to(tokens[:1, None], (ROWS, TOKENS))
   lengths = jnp.full((ROWS,), TOKENS, jnp.int32)
-  state, _ = jaxkv.fork(state, rows, rows + ROWS, tokens[:ROWS] == BEGIN)
-  state, _ = jaxkv.truncate(state, state.length // 2, tokens == STOP)
+  state, _ = jaxkv.fork(state, rows, rows + ROWS, mask=tokens[:ROWS] == BEGIN)
+  state, _ = jaxkv.truncate(state, state.length // 2, mask=tokens == STOP)
   state, out = jaxkv.pin(state, prompts, lengths)
   state, _ = jaxkv.unpin(state, out.pages)
   state, _ = jaxkv.touch(state, out.pages)
-  return jaxkv.new_epoch(state)
+  return jaxkv.new_epoch(state)[0]
 
 
 def forgetting(state, tokens):
   """One step that gives pages back and drops them from the index."""
-  state, _ = jaxkv.free(state, tokens == STOP)
+  state, _ = jaxkv.free(state, mask=tokens == STOP)
   state, _ = jaxkv.unpin(state, tokens)
   state, _ = jaxkv.evict(state, tokens)
   return state
@@ -124,7 +124,7 @@ CASES = {
     {
       "merge_duplicates": True,
       "groups": (jaxkv.FullAttention(),) * 2,
-      "unhashed_first": False,
+      "free_policy": "lru",
     },
   ),
   "decode_hybrid": (sliding, scanned, HYBRID),

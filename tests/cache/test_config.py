@@ -31,16 +31,16 @@ def test_groups_share_the_smallest_page_size():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"num_pages": 1}, "num_pages must be at least 2, got 1"),
-    ({"page_size": 0}, "page_size must be at least 1, got 0"),
+    ({"num_pages": 1}, "`CacheConfig.num_pages` must be at least 2, got 1"),
+    ({"page_size": 0}, "page_size` must be at least 1, got 0"),
     ({"num_pages": 2**28 + 1}, r"must be at most 2\*\*28"),
     (
       {"num_slots": 2**20, "pages_per_slot": 2**12},
-      r"num_slots \* pages_per_slot must be below 2\*\*31",
+      r"num_slots \* pages_per_slot` must be below 2\*\*31",
     ),
     (
       {"prefix_caching": False, "merge_duplicates": True},
-      "merge_duplicates needs prefix_caching",
+      "merge_duplicates` needs prefix_caching",
     ),
     (
       {"groups": (FullAttention(page_size=6),)},
@@ -48,14 +48,19 @@ def test_groups_share_the_smallest_page_size():
     ),
     (
       {"groups": (FullAttention(), SlidingWindow(3, page_size=12))},
-      "a divisor of the slot's 16 tokens, got 12",
+      "divide the slot's 16 tokens, got 12",
     ),
     (
-      {"groups": (FullAttention(page_size=8),), "retention": 4},
-      "retention must be a multiple of 8, .* got 4",
+      {"groups": (FullAttention(page_size=8),), "prefix_retention_interval": 4},
+      "retention_interval` must be a multiple of 8, .* got 4",
     ),
-    ({"retention": -4}, "retention must be a multiple of 4, .* got -4"),
-    ({"retention": 0, "classic": True}, "retention and classic contradict"),
+    ({"prefix_retention_interval": -4}, "interval` must be at least 0, got -4"),
+    (
+      {"prefix_retention_interval": 0, "prefix_rules": "classic"},
+      'interval` must be None with prefix_rules="classic", got 0',
+    ),
+    ({"prefix_rules": "new"}, "must be one of .*'classic'.*, got 'new'"),
+    ({"free_policy": 1}, "free_policy` must be one of .*, got 1"),
   ],
 )
 def test_sizes_out_of_range(changes, message):
@@ -66,14 +71,14 @@ def test_sizes_out_of_range(changes, message):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"page_size": 2.5}, r"page_size must be an int, got 2.5"),
-    ({"retention": True}, "retention must be None or an int, got True"),
-    ({"prefix_caching": "no"}, "prefix_caching must be True or False, got "),
-    ({"classic": 1}, "classic must be True or False, got 1"),
-    ({"groups": ()}, r"must be a tuple of group kinds, .* got \(\)"),
-    ({"groups": [FullAttention()]}, "must be a tuple of group kinds"),
-    ({"groups": (FullAttention,)}, "which is no GroupKind; use"),
-    ({"groups": (4,)}, "holds 4, which is no GroupKind; use"),
+    ({"page_size": 2.5}, "page_size` must be an int, got 2.5"),
+    ({"prefix_retention_interval": True}, "must be an int, got True"),
+    ({"prefix_caching": "no"}, "prefix_caching` must be True or False, got "),
+    ({"use_eagle": 1}, "use_eagle` must be True or False, got 1"),
+    ({"groups": ()}, r"must be a tuple of one or more group kinds, got \(\)"),
+    ({"groups": [FullAttention()]}, "must be a tuple of one or more"),
+    ({"groups": (FullAttention,)}, "must hold group kinds, got <class"),
+    ({"groups": (4,)}, "must hold group kinds, got 4; use"),
   ],
 )
 def test_sizes_of_another_type(changes, message):
@@ -84,10 +89,13 @@ def test_sizes_of_another_type(changes, message):
 @pytest.mark.parametrize(
   ("options", "text"),
   [
-    ({"groups": (FullAttention(), CrossAttention())}, "prefix_caching=False"),
+    (
+      {"groups": (FullAttention(), CrossAttention())},
+      "prefix_caching` must be False with Cross",
+    ),
     (
       {"groups": (CrossAttention(),), "prefix_caching": False},
-      "no group for the tokens",
+      "group for the sequences' own tokens",
     ),
   ],
 )
@@ -101,7 +109,7 @@ def test_encoders_have_no_prefix_cache(options, text):
 )
 def test_what_is_told_of_cached_pages_needs_some(options):
   config(**options)
-  with pytest.raises(ValueError, match=f"{next(iter(options))} needs"):
+  with pytest.raises(ValueError, match=f"{next(iter(options))}` needs"):
     config(prefix_caching=False, **options)
 
 

@@ -45,10 +45,11 @@ ON_HOST = {
   "free_pages",
   "cached_pages",
   "stats",
-  "drain_events",
+  "show",
+  "view",
 }
-# test_reset, test_new_pages, test_residency
-ELSEWHERE = {"clear_error", "take_new_pages", "residency"}
+# test_reset
+ELSEWHERE = {"clear_error"}
 
 COLLECTIVES = (
   "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -70,22 +71,17 @@ def legal(pair: Pair, verb: str) -> tuple | None:
   return Moves(Seeded(7), pair.oracle, pair.setup).make(verb)
 
 
-def example(verb: str, seed: int = 0) -> tuple[jaxkv.CacheState, tuple]:
-  """A state and the arrays of a legal call."""
+def example(verb: str, seed: int = 0) -> tuple[jaxkv.CacheState, dict]:
+  """A state and the arrays of a legal call, by name."""
   pair = busy(seed)
   if not ARGUMENTS.get(verb):
-    return pair.state, ()
+    return pair.state, {}
   lists = legal(pair, verb) or ()
-  return pair.state, jax.tree.map(jnp.asarray, tuple(arrays(verb, lists)))
+  return pair.state, jax.tree.map(jnp.asarray, arrays(verb, lists))
 
 
 # Same structure, shapes, types and bits.
 assert_same = functools.partial(chex.assert_trees_all_equal, strict=True)
-
-
-def state_of(verb: str, out):
-  """The state among a verb's results."""
-  return out if verb == "new_epoch" else out[0]
 
 
 def test_table_is_complete():
@@ -104,8 +100,8 @@ def test_table_is_complete():
 def test_without_jit(verb):
   state, args = example(verb)
   with jax.disable_jit():
-    plain = TABLE[verb](state, *args)
-  assert_same(TABLE[verb](state, *args), plain)
+    plain = TABLE[verb](state, **args)
+  assert_same(TABLE[verb](state, **args), plain)
 
 
 def test_a_second_trace_is_seen():
@@ -121,8 +117,8 @@ def test_a_second_trace_is_seen():
 class TestEveryVerb:
   def test_shapes_without_running(self, verb):
     state, args = example(verb)
-    shapes = jax.eval_shape(TABLE[verb], state, *args)
-    out = TABLE[verb](state, *args)
+    shapes = jax.eval_shape(TABLE[verb], state, **args)
+    out = TABLE[verb](state, **args)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, out)
 
   def test_one_trace_whatever_the_values(self, verb):
@@ -131,20 +127,22 @@ class TestEveryVerb:
 
     @jax.jit
     @chex.assert_max_traces(n=1)
-    def counted(state, *args):
-      return TABLE[verb](state, *args)
+    def counted(state, **args):
+      return TABLE[verb](state, **args)
 
-    counted.trace(state, *args)
-    counted.trace(jaxkv.init(SETUP.config), *jax.tree.map(jnp.zeros_like, args))
+    counted.trace(state, **args)
+    counted.trace(
+      jaxkv.init(SETUP.config), **jax.tree.map(jnp.zeros_like, args)
+    )
     if verb in CHANGING:
-      counted.trace(state_of(verb, TABLE[verb](state, *args)), *args)
+      counted.trace(TABLE[verb](state, **args)[0], **args)
 
   def test_vmap_is_one_by_one(self, verb):
     calls = [example(verb, seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
-    together = jax.jit(jax.vmap(TABLE[verb]))(stacked[0], *stacked[1])
+    together = jax.jit(jax.vmap(TABLE[verb]))(stacked[0], **stacked[1])
     for i, (state, args) in enumerate(calls):
-      alone = TABLE[verb](state, *args)
+      alone = TABLE[verb](state, **args)
       assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
 
   def test_a_cache_a_device(self, verb):
@@ -155,7 +153,7 @@ class TestEveryVerb:
 
     def local(call):
       state, args = jax.tree.map(lambda leaf: leaf[0], call)
-      out = TABLE[verb](state, *args)
+      out = TABLE[verb](state, **args)
       return jax.tree.map(lambda leaf: leaf[None], out)
 
     spec = PartitionSpec("data")
@@ -168,7 +166,7 @@ class TestEveryVerb:
     placed = jax.device_put(stacked, jax.NamedSharding(mesh, spec))
     out = jax.device_get(compiled(placed))
     for i, (state, args) in enumerate(calls):
-      alone = TABLE[verb](state, *args)
+      alone = TABLE[verb](state, **args)
       assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], out), alone)
 
 
@@ -177,7 +175,7 @@ class TestEveryChange:
   def test_same_type_out(self, verb):
     """Weak types too: what comes out may go in again."""
     state, args = example(verb)
-    out = state_of(verb, TABLE[verb](state, *args))
+    out = TABLE[verb](state, **args)[0]
     chex.assert_trees_all_equal_structs(out, state)
     before = jax.tree.map(jax.typeof, state)
     assert jax.tree.map(jax.typeof, out) == before
@@ -185,18 +183,20 @@ class TestEveryChange:
   def test_the_old_state_stays(self, verb):
     state, args = example(verb)
     before = jax.device_get(state)
-    TABLE[verb](state, *args)
+    TABLE[verb](state, **args)
     assert_same(state, before)
 
   def test_donation(self, verb):
     """Every buffer of the state is used again, and none is left unusable."""
     state, args = example(verb)
-    wanted = TABLE[verb](state, *args)
+    wanted = TABLE[verb](state, **args)
     donated = jax.tree.map(jnp.copy, state)
-    step = jax.jit(lambda *call: TABLE[verb](*call), donate_argnums=0)
+    step = jax.jit(
+      lambda state, args: TABLE[verb](state, **args), donate_argnums=0
+    )
     with warnings.catch_warnings():
       warnings.simplefilter("error")
-      compiled = step.lower(donated, *args).compile()
+      compiled = step.lower(donated, args).compile()
     leaves = jax.tree.leaves(state)
     aliases = re.search(
       r"input_output_alias=\{(.*)\}, entry", compiled.as_text()
@@ -204,7 +204,7 @@ class TestEveryChange:
     assert aliases and len(re.findall(r"-alias\)", aliases[1])) == len(leaves)
     size = sum(leaf.nbytes for leaf in leaves)
     assert compiled.memory_analysis().alias_size_in_bytes >= size
-    assert_same(compiled(donated, *args), wanted)
+    assert_same(compiled(donated, args), wanted)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
 
   def test_inside_control_flow(self, verb):
@@ -212,7 +212,7 @@ class TestEveryChange:
     state, args = example(verb)
 
     def once(state):
-      return state_of(verb, TABLE[verb](state, *args))
+      return TABLE[verb](state, **args)[0]
 
     def scanned(state):
       return jax.lax.scan(lambda s, _: (once(s), None), state, length=2)[0]
@@ -232,23 +232,18 @@ class TestEveryChange:
   def test_nothing_asked_nothing_changed(self, verb):
     """Masked out, or zero of it: bit by bit the same state."""
     state, args = example(verb)
-    names = ARGUMENTS[verb]
-    if verb == "recycle":
-      assert_same(TABLE[verb](state, args[0] * 0 - 1)[0], state)
-      return
     idle = {
       "counts": jnp.zeros_like,
       "num_tokens": jnp.zeros_like,
       "mask": jnp.zeros_like,
       "pages": lambda x: jnp.full_like(x, SETUP.config.no_page),
     }
-    if not set(names) & set(idle):
+    if verb == "recycle":
+      idle["lengths"] = lambda x: jnp.full_like(x, -1)
+    if not args.keys() & idle.keys():
       pytest.skip("has no way to ask for nothing")
-    args = [
-      idle.get(name, lambda x: x)(arg)
-      for name, arg in zip(names, args, strict=True)
-    ]
-    assert_same(TABLE[verb](state, *args)[0], state)
+    args = {name: idle.get(name, lambda x: x)(x) for name, x in args.items()}
+    assert_same(TABLE[verb](state, **args)[0], state)
 
 
 # --- totals -------------------------------------------------------------------
@@ -270,9 +265,9 @@ def garbage(rng, array):
 
 def slot_rows(state, slot):
   """Everything that belongs to one slot."""
-  parts = (state.page_table, state.num_pages, state.first_page)
+  parts = (state.page_table, state.num_pages, state.num_skipped_pages)
   return (
-    [part[:, slot] for part in parts]
+    [part[slot] for part in parts]
     + [state.length[slot]]
     + [leaf[slot] for leaf in jax.tree.leaves(state.hashes)]
   )
@@ -280,16 +275,11 @@ def slot_rows(state, slot):
 
 def changed_slots(verb, args, out):
   """The slots that a call may have changed."""
-  if verb == "recycle":
-    return set(np.flatnonzero(np.asarray(out.num_pages)).tolist())
-  ok = np.flatnonzero(np.asarray(out.code) == jaxkv.Code.OK)
   if verb in ("touch", "pin", "unpin", "evict", "reset_prefix_cache"):
     return set()
-  named = {"admit": 0, "fork": 1, "free_slots": 0}
-  named |= {"allocate_slots": 1, "commit_slots": 2}
-  if verb in named:
-    return set(np.asarray(args[named[verb]])[ok].tolist())
-  return set(ok.tolist())
+  ok = np.flatnonzero(np.asarray(out.code) == jaxkv.Status.OK)
+  named = args.get("dst", args.get("slots"))
+  return set((ok if named is None else np.asarray(named)[ok]).tolist())
 
 
 @pytest.mark.parametrize("verb", [v for v in CHANGING if v != "new_epoch"])
@@ -298,8 +288,8 @@ def test_no_input_corrupts(verb):
   rng = np.random.default_rng(0)
   for trial in range(150):
     state, args = example(verb, trial % 3)
-    args = [jax.tree.map(lambda a: garbage(rng, a), arg) for arg in args]
-    after, out = TABLE[verb](state, *args)
+    args = {name: garbage(rng, array) for name, array in args.items()}
+    after, out = TABLE[verb](state, **args)
     laws = jax.device_get(jaxkv.check_invariants(after))
     assert all(laws.values()), (laws, args)
     before, after = jax.device_get((state, after))
@@ -330,39 +320,60 @@ class TestHost:
     """No mask, no salt, room for all, and all that was committed."""
     for verb in ("match", "admit", "pin"):
       state, args = example(verb)
-      places = dict(zip(ARGUMENTS[verb], args, strict=True))
-      places["salts"] = jnp.zeros_like(places["salts"])
-      if "mask" in places:
-        places["mask"] = jnp.ones_like(places["mask"])
-      if "room" in places:
-        places["room"] = places["lengths"]
-      explicit = TABLE[verb](state, *places.values())
-      if "keep_free" in places:
-        places["keep_free"] = jnp.zeros_like(places["lengths"])
-      options = ("salts", "mask", "room", "keep_free", "num_encoder_tokens")
-      bare = [places[name] for name in places if name not in options]
-      assert_same(TABLE[verb](state, *bare), explicit)
+      args["salts"] = jnp.zeros_like(args["salts"])
+      args["mask"] = jnp.ones_like(args["mask"])
+      if verb == "admit":
+        args["num_tokens"] = args["lengths"]
+        args["keep_free"] = jnp.zeros_like(args["lengths"])
+      explicit = TABLE[verb](state, **args)
+      options = {"salts", "mask", "num_tokens", "keep_free"}
+      bare = {name: args[name] for name in args.keys() - options}
+      assert_same(TABLE[verb](state, **bare), explicit)
     state, _ = example("recycle")
-    assert_same(jaxkv.recycle(state), jaxkv.recycle(state, state.length))
+    assert_same(
+      jaxkv.recycle(state), jaxkv.recycle(state, lengths=state.length)
+    )
 
   def test_wrong_arguments_are_named(self):
     state, args = example("admit")
-    slots, tokens, lengths, *_ = args
-    with pytest.raises(ValueError, match="slots"):
+    slots, tokens, lengths = args["slots"], args["tokens"], args["lengths"]
+    with pytest.raises(ValueError, match="`slots` must have the shape"):
       jaxkv.admit(state, slots[:-1], tokens, lengths)
-    with pytest.raises(ValueError, match="tokens"):
+    with pytest.raises(TypeError, match="`tokens` must hold integers"):
       jaxkv.admit(state, slots, tokens.astype(jnp.float32), lengths)
-    with pytest.raises(ValueError, match="lengths"):
+    with pytest.raises(ValueError, match="`lengths` must have the shape"):
       jaxkv.admit(state, slots, tokens, lengths[:, None])
-    with pytest.raises(ValueError, match=r"room must be int32\[3\]"):
-      jaxkv.admit(state, slots, tokens, lengths, room=lengths[:-1])
-    with pytest.raises(ValueError, match=r"room must be int32\[3\]"):
-      jaxkv.admit(state, slots, tokens, lengths, room=lengths > 0)
-    with pytest.raises(ValueError, match=r"keep_free must be int32\[3\]"):
-      jaxkv.admit(state, slots, tokens, lengths, keep_free=lengths[:-1])
-    with pytest.raises(ValueError, match="num_tokens"):
+    for name in ("num_tokens", "keep_free"):
+      wanted = rf"`{name}` must have the shape \[3\].*, got \[2\]"
+      with pytest.raises(ValueError, match=wanted):
+        jaxkv.admit(state, slots, tokens, lengths, **{name: lengths[:-1]})
+    with pytest.raises(TypeError, match="`num_tokens` must hold integers"):
+      jaxkv.admit(state, slots, tokens, lengths, num_tokens=lengths > 0)
+    with pytest.raises(ValueError, match="`num_tokens` must have the shape"):
       jaxkv.allocate(state, 3)
-    with pytest.raises(ValueError, match=r"lengths must be int32\[4\]"):
-      jaxkv.recycle(state, lengths)
-    with pytest.raises(ValueError, match=r"lengths must be int32\[4\]"):
-      jaxkv.recycle(state, state.length.astype(jnp.float32))
+    with pytest.raises(
+      ValueError, match=r"`lengths` must have the shape \[4\]"
+    ):
+      jaxkv.recycle(state, lengths=lengths)
+    with pytest.raises(TypeError, match="too many positional"):
+      jaxkv.admit(state, slots, tokens, lengths, *[lengths])
+    with pytest.raises(TypeError, match="room"):
+      jaxkv.admit(state, slots, tokens, lengths, room=lengths)
+
+  def test_lists_and_other_integers_are_cast(self):
+    state, args = example("admit")
+    wanted = TABLE["admit"](state, **args)
+    lists = {
+      name: x if name == "salts" else np.asarray(x).tolist()
+      for name, x in args.items()
+    }
+    assert_same(TABLE["admit"](state, **lists), wanted)
+    wide = {
+      name: np.asarray(x, np.int64) if x.dtype == jnp.int32 else x
+      for name, x in args.items()
+    }
+    assert_same(TABLE["admit"](state, **wide), wanted)
+    with pytest.raises(ValueError, match="`num_tokens` must fit int32"):
+      jaxkv.allocate(state, [2**31, 0, 0, 0])
+    with pytest.raises(TypeError, match="`mask` must hold True and False"):
+      jaxkv.free(state, mask=[1, 0, 0, 0])

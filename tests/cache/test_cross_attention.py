@@ -32,7 +32,7 @@ def admitted(encoder=10, config=CONFIG):
     num_encoder_tokens=ints(encoder),
   )
   assert out.ok.all()
-  state, out = jaxkv.commit(state, TOKENS, ints(6), ints(0))
+  state, out = jaxkv.commit(state, TOKENS, ints(6), slots=ints(0))
   assert out.ok.all()
   return state
 
@@ -42,7 +42,7 @@ def tables(state, slot):
   return [
     row[:count].tolist()
     for row, count in zip(
-      state.page_table[:, slot], state.num_pages[:, slot].tolist(), strict=True
+      state.page_table[slot], state.num_pages[slot].tolist(), strict=True
     )
   ]
 
@@ -59,14 +59,14 @@ class TestVerbs:
 
   def test_a_longer_input_gets_more(self):
     state, out = jaxkv.allocate(
-      admitted(), ints(1), ints(0), num_encoder_tokens=ints(13)
+      admitted(), ints(1), slots=ints(0), num_encoder_tokens=ints(13)
     )
     assert tables(state, 0) == [[1, 2], [3, 4, 5, 6]]
     assert out.num_new_pages.tolist() == [1]
 
   def test_a_shorter_one_keeps_what_there_is(self):
     state, _ = jaxkv.allocate(
-      admitted(), ints(1), ints(0), num_encoder_tokens=ints(1)
+      admitted(), ints(1), slots=ints(0), num_encoder_tokens=ints(1)
     )
     assert tables(state, 0) == [[1, 2], [3, 4, 5]]
 
@@ -75,7 +75,7 @@ class TestVerbs:
     state = admitted(0, dataclasses.replace(CONFIG, groups=groups))
     assert tables(state, 0) == [[], [1, 2]]
     _, out = jaxkv.admit(state, ints(0), TOKENS, ints(6))
-    assert out.code.tolist() == [jaxkv.Code.SLOT_IN_USE]
+    assert out.code.tolist() == [jaxkv.Status.SLOT_IN_USE]
     assert jaxkv.num_common_prefix_pages(state).tolist() == [0, 2]
 
   def test_forks_share_them(self):
@@ -87,10 +87,10 @@ class TestVerbs:
 
   def test_they_stay_until_nothing_is_left(self):
     state, _ = jaxkv.truncate(
-      admitted(), ints(1, 0), jnp.asarray([True, False])
+      admitted(), ints(1, 0), mask=jnp.asarray([True, False])
     )
     assert tables(state, 0) == [[1], [3, 4, 5]]
-    state, _ = jaxkv.truncate(state, ints(0, 0), jnp.asarray([True, False]))
+    state, _ = jaxkv.truncate(state, [0, 0], mask=[True, False])
     assert tables(state, 0) == [[], []]
     assert int(state.pool.queue.num_free) == 15
 
@@ -103,16 +103,16 @@ class TestVerbs:
     after, out = jaxkv.admit(
       state, ints(0), TOKENS, ints(6), num_encoder_tokens=ints(encoder)
     )
-    assert out.code.tolist() == [jaxkv.Code[code]]
+    assert out.code.tolist() == [jaxkv.Status[code]]
     _, out = jaxkv.allocate(
       state, ints(1, 1), num_encoder_tokens=ints(encoder, 4)
     )
-    assert out.code.tolist() == [jaxkv.Code[code], jaxkv.Code.OK]
+    assert out.code.tolist() == [jaxkv.Status[code], jaxkv.Status.OK]
     np.testing.assert_array_equal(after.page_table, state.page_table)
 
   def test_a_cache_without_such_a_group(self):
     config = dataclasses.replace(CONFIG, groups=(FULL,))
-    with pytest.raises(ValueError, match="num_encoder_tokens is for caches"):
+    with pytest.raises(ValueError, match="`num_encoder_tokens` must be None"):
       jaxkv.allocate(
         jaxkv.init(config), ints(1, 1), num_encoder_tokens=ints(1, 1)
       )
@@ -126,7 +126,7 @@ def test_a_decoder_sees_all_of_the_encoder():
     state.config, num_layers=1, num_kv_heads=2, head_dim=8, dtype=jnp.float32
   )
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
-  table = state.page_table[1, :1]
+  table = state.page_table[:1, 1]
   ten = ints(10)
   view = jaxkv.kv.View(page_table=table, starts=ten * 0, counts=ten)
   kv = jaxkv.kv.write(kv, view, 0, jnp.asarray(k)[None], jnp.asarray(v)[None])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+import jaxkv.telemetry
 from jaxkv._src.cache.prefix import prefix_index
 from tests.cache.pair import Pair
 from tests.cache.pair import wander
@@ -50,7 +51,7 @@ def test_replaying_tells_what_is_cached(setup):
       keys = {page: event.key for page, event in pair.mirror.pages.items()}
       assert keys == cached(pair.state)
       seen |= pair.mirror.seen
-  assert seen >= {jaxkv.Stored, jaxkv.Removed}
+  assert seen >= {jaxkv.telemetry.Stored, jaxkv.telemetry.Removed}
 
 
 CONFIG = jaxkv.CacheConfig(
@@ -75,7 +76,7 @@ def committed(counts, state=None):
 
 class TestStored:
   def test_pages_name_their_parents(self):
-    _, drained = jaxkv.drain_events(committed([4, 0]))
+    _, drained = jaxkv.telemetry.drain_events(committed([4, 0]))
     first, second, window_first, window_second = drained.events
     assert [event.page for event in drained.events] == [1, 2, 3, 4]
     assert [event.group for event in drained.events] == [0, 0, 1, 1]
@@ -85,8 +86,8 @@ class TestStored:
     assert len({event.key for event in drained.events}) == 4
 
   def test_the_parent_of_an_earlier_call_is_known(self):
-    state, before = jaxkv.drain_events(committed([2, 0]))
-    state, after = jaxkv.drain_events(committed([2, 0], state))
+    state, before = jaxkv.telemetry.drain_events(committed([2, 0]))
+    state, after = jaxkv.telemetry.drain_events(committed([2, 0], state))
     assert after.events[0].parent == before.events[0].key
 
   def test_the_root_tells_salts_apart(self):
@@ -97,10 +98,10 @@ class TestStored:
         jnp.zeros((1,), jnp.int32),
         TOKENS[:1],
         jnp.asarray([3], jnp.int32),
-        jaxkv.salt(name)[None],
+        salts=jaxkv.salt(name)[None],
       )
       state, _ = jaxkv.commit(state, TOKENS, jnp.asarray([3, 0], jnp.int32))
-      _, drained = jaxkv.drain_events(state)
+      _, drained = jaxkv.telemetry.drain_events(state)
       roots |= {event.root for event in drained.events}
     assert len(roots) == 2
 
@@ -108,23 +109,23 @@ class TestStored:
 class TestOverflow:
   def test_lost_events_are_counted_and_the_first_ones_stay(self):
     state = committed([6, 0])
-    _, drained = jaxkv.drain_events(state)
+    _, drained = jaxkv.telemetry.drain_events(state)
     assert [event.page for event in drained.events] == [1, 2, 3, 4, 5]
     assert drained.num_lost == 1
 
   def test_a_reading_makes_room(self):
-    state, _ = jaxkv.drain_events(committed([6, 0]))
-    state, _ = jaxkv.free(state, jnp.asarray([0], jnp.int32))
+    state, _ = jaxkv.telemetry.drain_events(committed([6, 0]))
+    state, _ = jaxkv.free(state, slots=jnp.asarray([0], jnp.int32))
     state, out = jaxkv.reset_prefix_cache(state)
     assert out.ok
-    _, drained = jaxkv.drain_events(state)
-    assert drained == ([jaxkv.Cleared()], 0)
+    _, drained = jaxkv.telemetry.drain_events(state)
+    assert drained == ([jaxkv.telemetry.Cleared()], 0)
 
 
 def test_a_cache_without_a_log_says_so():
   config = dataclasses.replace(CONFIG, event_log=0)
   with pytest.raises(ValueError, match="event_log"):
-    jaxkv.drain_events(jaxkv.init(config))
+    jaxkv.telemetry.drain_events(jaxkv.init(config))
 
 
 def test_a_log_needs_prefix_caching():

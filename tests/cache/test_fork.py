@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv import Code
+from jaxkv import Status
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import pages
 from tests.cache.by_hand import references
@@ -55,12 +55,12 @@ def test_refused_forks_change_nothing():
   state = write(write(tiny(), 0, 0, 1, 2), 1, 5)
   after, out = jaxkv.fork(state, ints(0, 2, 3, 0), ints(1, 1, 2, 2))
   assert out.code.tolist() == [
-    Code.SLOT_IN_USE,  # Slot 1 holds a sequence.
-    Code.SLOT_EMPTY,  # Slot 2 has nothing to share.
-    Code.BAD_SLOT,  # There is no slot 3.
-    Code.OK,
+    Status.SLOT_IN_USE,  # Slot 1 holds a sequence.
+    Status.SLOT_EMPTY,  # Slot 2 has nothing to share.
+    Status.BAD_SLOT,  # There is no slot 3.
+    Status.OK,
   ]
   assert pages(after, 1) == pages(state, 1) == [3]
-  masked, out = jaxkv.fork(state, ints(0), ints(2), jnp.asarray([False]))
-  assert out.code.tolist() == [Code.SKIPPED]
+  masked, out = jaxkv.fork(state, ints(0), ints(2), mask=jnp.asarray([False]))
+  assert out.code.tolist() == [Status.SKIPPED]
   assert pages(masked, 2) == []

@@ -1,9 +1,9 @@
 """free: a sequence ends, and its pages come back in the order of eviction."""
 
 import jaxkv
-from jaxkv import Code
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
+from jaxkv import Status
 from tests.cache.by_hand import PAGES
 from tests.cache.by_hand import freed
 from tests.cache.by_hand import ints
@@ -20,15 +20,17 @@ def test_what_nobody_can_find_is_used_first():
   loss shortens the prefix that can be found, but leaves the rest.
   """
   state = write(tiny(), 0, 1, 2, 3, 4, 5)
-  state, out = jaxkv.free(state, ints(0))
-  assert out.code.tolist() == [Code.OK]
+  state, out = jaxkv.free(state, slots=ints(0))
+  assert out.code.tolist() == [Status.OK]
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
-  assert jaxkv.match(state, *prompt(1, 2, 3, 4, 5)).num_cached.tolist() == [4]
+  assert jaxkv.match(
+    state, *prompt(1, 2, 3, 4, 5)
+  ).num_cached_tokens.tolist() == [4]
 
 
 def test_without_that_order_all_go_to_the_back():
-  state = write(tiny(unhashed_first=False), 0, 1, 2, 3, 4, 5)
-  state, _ = jaxkv.free(state, ints(0))
+  state = write(tiny(free_policy="lru"), 0, 1, 2, 3, 4, 5)
+  state, _ = jaxkv.free(state, slots=ints(0))
   assert jaxkv.free_pages(state) == [4, 5, 6, 7, 3, 2, 1]
 
 
@@ -36,15 +38,15 @@ def test_pages_that_others_share_stay():
   """Slots 0 and 1 share page 1; pages 2 and 3 are their own."""
   state = write(tiny(), 0, 0, 1, 2)
   state, _ = jaxkv.fork(state, ints(0), ints(1))
-  state, _ = jaxkv.free(state, ints(0))
+  state, _ = jaxkv.free(state, slots=ints(0))
   assert references(state, 1, 2, 3) == [1, 0, 1]
   assert jaxkv.free_pages(state) == [2, 4, 5, 6, 7]
 
 
 def test_a_slot_is_freed_once():
   state = write(tiny(), 0, 1, 2)
-  state, out = jaxkv.free(state, ints(0, 0, 9))
-  assert out.code.tolist() == [Code.OK, Code.SLOT_EMPTY, Code.BAD_SLOT]
+  state, out = jaxkv.free(state, slots=ints(0, 0, 9))
+  assert out.code.tolist() == [Status.OK, Status.SLOT_EMPTY, Status.BAD_SLOT]
   assert jaxkv.free_pages(state) == [2, 3, 4, 5, 6, 7, 1]
 
 

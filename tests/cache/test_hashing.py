@@ -308,7 +308,7 @@ class TestSeparation:
 
   @pytest.mark.parametrize("text", [3, None, ["a"]])
   def test_a_salt_is_of_text(self, text):
-    with pytest.raises(TypeError, match="text must be a str or bytes, got"):
+    with pytest.raises(TypeError, match="text` must be a str or bytes, got"):
       jaxkv.salt(text)
 
 
@@ -334,14 +334,14 @@ class TestCollision:
     tokens = jnp.tile(jnp.asarray([[1, 2, 3, 4]], jnp.int32), (3, 1))
     state, _ = jaxkv.allocate(state, counts)
     state, out = jaxkv.commit(state, tokens, counts)
-    assert out.num_published.tolist() == [2, 0, 0]
+    assert out.num_published_pages.tolist() == [2, 0, 0]
     return state
 
   def cached(self, state, *rows):
     """How many tokens of each row are found."""
     tokens = jnp.asarray(rows, jnp.int32)
     lengths = jnp.full((len(rows),), tokens.shape[1], jnp.int32)
-    return jaxkv.match(state, tokens, lengths).num_cached.tolist()
+    return jaxkv.match(state, tokens, lengths).num_cached_tokens.tolist()
 
   def test_all_digests_equal(self, monkeypatch):
     """Every page has the key of every other page in its place of the chain."""
@@ -368,7 +368,7 @@ class TestCollision:
     state, _ = jaxkv.commit(state, tokens, counts)
     laws = jaxkv.check_invariants(state)
     assert laws["refs"] and laws["free"] and laws["tables"] and laws["keys"]
-    table = state.page_table[0, :, 0].tolist()
+    table = state.page_table[:, 0, 0].tolist()
     assert table[0] == table[2] != table[1]
 
   def test_without_the_check_they_hit(self, monkeypatch):

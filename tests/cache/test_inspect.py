@@ -29,8 +29,8 @@ def test_common_pages_are_those_of_all_sequences():
 def test_statistics_count_from_the_start():
   """Three pages were popped, two of them published."""
   stats = jaxkv.stats(write(tiny(), 0, 1, 2, 3, 4, 5))
-  assert (int(stats.popped), int(stats.published)) == (3, 2)
-  assert (int(stats.evicted), int(stats.failed)) == (0, 0)
+  assert (int(stats.popped_pages), int(stats.published_pages)) == (3, 2)
+  assert (int(stats.evicted_pages), int(stats.failed_rows)) == (0, 0)
 
 
 def test_a_reading_outlives_a_donated_state():
@@ -39,4 +39,4 @@ def test_a_reading_outlives_a_donated_state():
   donating = jax.jit(jaxkv.allocate, donate_argnums=0)
   state, _ = donating(state, ints(3, 0, 0))
   interval = jaxkv.stats(state) - before
-  assert int(interval.popped) == 2
+  assert int(interval.popped_pages) == 2

@@ -28,7 +28,7 @@ from tests.cache.test_config import config
   ],
 )
 def test_tokens_that_are_left_behind(kind, skipped):
-  assert kind.num_skipped(ints(*range(9))).tolist() == skipped
+  assert kind.num_skipped_tokens(ints(*range(9))).tolist() == skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LastPages(jaxkv.GroupKind):
 
   keep: int
 
-  def num_skipped(self, num_tokens: jax.Array) -> jax.Array:
+  def num_skipped_tokens(self, num_tokens: jax.Array) -> jax.Array:
     """Whole pages of four tokens."""
     return jnp.maximum(num_tokens // 4 - self.keep, 0) * 4
 
@@ -56,7 +56,7 @@ def _filled(*groups, **changes):
 
 
 def _table(state, group=0):
-  return state.page_table[group, 0].tolist()
+  return state.page_table[0, group].tolist()
 
 
 class TestKinds:
@@ -64,69 +64,77 @@ class TestKinds:
     """It looks at nothing that was: every full page is left behind."""
     state, tokens = _filled(SlidingWindow(1))
     state, out = jaxkv.recycle(state)
-    assert out.num_pages.tolist() == [3, 0]
+    assert out.num_recycled_pages.tolist() == [3, 0]
     assert _table(state) == [0, 0, 0, 4]
     # A hit on nothing is none.
-    assert jaxkv.match(state, tokens, ints(14)).num_cached.tolist() == [0]
+    assert jaxkv.match(state, tokens, ints(14)).num_cached_tokens.tolist() == [
+      0
+    ]
     state, room = jaxkv.allocate(state, ints(2, 0))
     state, done = jaxkv.commit(state, tokens[:, 14:].repeat(2, 0), ints(2, 0))
     assert room.ok.all() and done.ok.all()
     state, out = jaxkv.recycle(state)
     assert _table(state) == [0, 0, 0, 0]
     # No page is left, but the slot is not empty: it can be freed, once.
-    assert state.num_pages.tolist() == [[4, 0]]
-    state, out = jaxkv.free(state, ints(0, 0))
-    assert out.code.tolist() == [jaxkv.Code.OK, jaxkv.Code.SLOT_EMPTY]
+    assert state.num_pages.tolist() == [[4], [0]]
+    state, out = jaxkv.free(state, slots=ints(0, 0))
+    assert out.code.tolist() == [jaxkv.Status.OK, jaxkv.Status.SLOT_EMPTY]
     assert int(state.pool.queue.num_free) == 15
-    jaxkv.check(jaxkv.clear_error(state))
+    jaxkv.check(jaxkv.clear_error(state)[0])
 
   def test_a_window_of_one_token_beside_full_attention(self):
     state, tokens = _filled(FullAttention(), SlidingWindow(1))
     # Pages that nobody will look at are not even published.
     assert jaxkv.cached_pages(state) == [1, 2, 3]
     state, out = jaxkv.admit(state, ints(1), tokens, ints(14))
-    assert out.num_cached.tolist() == [12]
-    assert state.page_table[:, 1].tolist() == [[1, 2, 3, 9], [0, 0, 0, 10]]
+    assert out.num_cached_tokens.tolist() == [12]
+    assert state.page_table[1].tolist() == [[1, 2, 3, 9], [0, 0, 0, 10]]
 
   def test_a_window_larger_than_the_slot(self):
     state, tokens = _filled(SlidingWindow(2**31 - 1))
-    state, out = jaxkv.recycle(state, ints(2**31 - 1, 2**31 - 1))
-    assert out.num_pages.tolist() == [0, 0]
+    state, out = jaxkv.recycle(state, lengths=ints(2**31 - 1, 2**31 - 1))
+    assert out.num_recycled_pages.tolist() == [0, 0]
     assert jaxkv.match(state, tokens, ints(14)).pages.tolist() == [
       [[1, 2, 3, 16]]
     ]
 
   def test_a_chunk_larger_than_the_slot(self):
     state, tokens = _filled(ChunkedLocal(2**31 - 1))
-    state, out = jaxkv.recycle(state, ints(2**31 - 1, 0))
-    assert out.num_pages.tolist() == [0, 0]
-    assert jaxkv.match(state, tokens, ints(14)).num_cached.tolist() == [12]
+    state, out = jaxkv.recycle(state, lengths=ints(2**31 - 1, 0))
+    assert out.num_recycled_pages.tolist() == [0, 0]
+    assert jaxkv.match(state, tokens, ints(14)).num_cached_tokens.tolist() == [
+      12
+    ]
 
   def test_a_chunk_that_ends_inside_of_a_page(self):
     """Chunks of 6 in pages of 4: a page stays while any of it is needed."""
     state, tokens = _filled(FullAttention(), ChunkedLocal(6))
     for length, behind in ((5, 0), (6, 1), (11, 1), (12, 3)):
-      later, _ = jaxkv.recycle(state, ints(length, 0))
+      later, _ = jaxkv.recycle(state, lengths=ints(length, 0))
       assert _table(later, 1) == [0] * behind + list(range(5 + behind, 9))
     # Twelve tokens need no page of the chunk, eight need the second one.
     state, _ = jaxkv.evict(state, ints(5, 7))
-    assert jaxkv.match(state, tokens, ints(13)).num_cached.tolist() == [12]
-    assert jaxkv.match(state, tokens, ints(12)).num_cached.tolist() == [8]
-    assert jaxkv.match(state, tokens, ints(8)).num_cached.tolist() == [0]
+    assert jaxkv.match(state, tokens, ints(13)).num_cached_tokens.tolist() == [
+      12
+    ]
+    assert jaxkv.match(state, tokens, ints(12)).num_cached_tokens.tolist() == [
+      8
+    ]
+    assert jaxkv.match(state, tokens, ints(8)).num_cached_tokens.tolist() == [0]
 
   def test_somebody_s_own_kind(self):
     state, tokens = _filled(LastPages(2), FullAttention(page_size=8))
     state, out = jaxkv.recycle(state)
-    assert out.num_pages.tolist() == [1, 0]
+    assert out.num_recycled_pages.tolist() == [1, 0]
     assert _table(state) == [0, 2, 3, 4]
     # Four tokens wait for the page of eight; page 3 has no key yet.
     assert jaxkv.cached_pages(state) == [1, 2, 5]
     found = jaxkv.match(state, tokens, ints(14))
-    assert found.num_cached.tolist() == [8]
-    assert found.pages.tolist() == [[[1, 2, 16, 16]], [[5, 16, 16, 16]]]
-    state, out = jaxkv.truncate(state, ints(7, 0), jnp.asarray([True, False]))
-    assert out.code.tolist() == [jaxkv.Code.RECYCLED, jaxkv.Code.SKIPPED]
-    jaxkv.check(jaxkv.clear_error(state))
+    assert found.num_cached_tokens.tolist() == [8]
+    assert found.pages.tolist() == [[[1, 2, 16, 16], [5, 16, 16, 16]]]
+    state, out = jaxkv.truncate(state, [7, 0], mask=[True, False])
+    assert out.code.tolist() == [jaxkv.Status.RECYCLED, jaxkv.Status.SKIPPED]
+    jaxkv.check(jaxkv.clear_error(state)[0])
 
   def test_equal_kinds_said_in_two_ways(self):
     """A page size that is the default one changes nothing."""
@@ -136,21 +144,21 @@ class TestKinds:
     )
     for state in (bare, said):
       found = jaxkv.match(state, tokens, ints(14))
-      assert found.pages[:, 0].tolist() == [[1, 2, 3, 16], [16, 16, 7, 16]]
+      assert found.pages[0].tolist() == [[1, 2, 3, 16], [16, 16, 7, 16]]
 
 
 def test_kinds_check_their_sizes():
-  with pytest.raises(ValueError, match=r"SlidingWindow.window must be at le"):
+  with pytest.raises(ValueError, match=r"SlidingWindow.window` must be at le"):
     SlidingWindow(0)
-  with pytest.raises(ValueError, match=r"ChunkedLocal.chunk must be at least"):
+  with pytest.raises(ValueError, match=r"ChunkedLocal.chunk` must be at least"):
     ChunkedLocal(-1)
-  with pytest.raises(ValueError, match=r"FullAttention.page_size must be at"):
+  with pytest.raises(ValueError, match=r"FullAttention.page_size` must be at"):
     FullAttention(page_size=0)
-  with pytest.raises(TypeError, match=r"window must be an int, got True of"):
+  with pytest.raises(TypeError, match=r"window` must be an int, got True of"):
     SlidingWindow(True)
-  with pytest.raises(TypeError, match=r"chunk must be an int, got None of"):
+  with pytest.raises(TypeError, match=r"chunk` must be an int, got None of"):
     ChunkedLocal(None)
-  with pytest.raises(TypeError, match=r"page_size must be an int, got 2.0"):
+  with pytest.raises(TypeError, match=r"page_size` must be an int, got 2.0"):
     SlidingWindow(4, page_size=2.0)
-  with pytest.raises(ValueError, match=r"LastPages.keep must be at least 1"):
+  with pytest.raises(ValueError, match=r"LastPages.keep` must be at least 1"):
     LastPages(0)

@@ -97,7 +97,7 @@ class TestHybrid:
     assert match(state, 10) == (8, [[1, 2], [NONE, NONE, NONE, 7]])
     assert match(state, 8) == (4, [[1], [NONE, 5]])
     assert match(state, 4) == (0, [[], []])
-    state, _ = jaxkv.free(state, ints(0))
+    state, _ = jaxkv.free(state, slots=ints(0))
     wanted = [8, 6, 4, 3, *range(9, PAGES), 2, 1, 7, 5]
     assert jaxkv.free_pages(state) == wanted
 
@@ -130,13 +130,13 @@ class TestChunks:
 
 class TestDraftModel:
   def test_the_last_page_is_computed_again(self):
-    state = freed(8, FullAttention(), draft_model=True)
+    state = freed(8, FullAttention(), use_eagle=True)
     assert match(state, 9) == (6, [[1, 2, 3]])
     assert match(state, 8) == (4, [[1, 2]])
     assert match(state, 3) == (0, [[]])
 
   def test_a_window_needs_the_page_behind(self):
-    state = freed(8, SlidingWindow(4), draft_model=True)
+    state = freed(8, SlidingWindow(4), use_eagle=True)
     assert match(state, 9) == (6, [[NONE, 2, 3]])
     assert match(without(state, 4), 9) == (4, [[1, 2]])
     assert match(without(state, 1), 9) == (6, [[NONE, 2, 3]])
@@ -144,7 +144,7 @@ class TestDraftModel:
   def test_one_page_for_all_groups_together(self):
     """A page is left out once, not once by each kind."""
     kinds = (FullAttention(), SlidingWindow(4), SlidingWindow(6))
-    state = freed(12, *kinds, draft_model=True)
+    state = freed(12, *kinds, use_eagle=True)
     tokens, pages = match(state, 13)
     assert tokens == 10
     assert pages[0] == [1, 2, 3, 4, 5]

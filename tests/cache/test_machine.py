@@ -133,14 +133,18 @@ def test_machine(name, request):
     run_state_machine_as_test(lambda: Machine(setup), settings=settings)
     codes = walk(setup, 100 if deep else 20)
   # The moves say nothing about a failure that they never meet.
-  assert set(jaxkv.Code) - codes == never_met(setup.config)
+  assert set(jaxkv.Status) - codes == never_met(setup.config)
 
 
-def never_met(config: jaxkv.CacheConfig) -> set[jaxkv.Code]:
+def never_met(config: jaxkv.CacheConfig) -> set[jaxkv.Status]:
   """Codes for which there is no occasion."""
   slot = config.slot_tokens
   leaves = any(group.skipped_pages(slot) for group in groups_of(config))
-  return set() if leaves else {jaxkv.Code.RECYCLED}
+  return set() if leaves else {jaxkv.Status.RECYCLED}
+
+
+# Commits beyond the room there is, and pins given back twice, are rare.
+FAILING = WEIGHTS | {"commit": 8, "unpin": 5}
 
 
 def walk(setup: Setup, walks: int) -> set[int]:
@@ -148,7 +152,7 @@ def walk(setup: Setup, walks: int) -> set[int]:
   codes = set()
   for seed in range(walks):
     pair = Pair(setup)
-    wander(pair, seed, 100)
+    wander(pair, seed, 100, FAILING)
     codes |= pair.codes
   return codes
 

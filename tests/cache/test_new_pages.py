@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+import jaxkv.telemetry
 
 CONFIG = jaxkv.CacheConfig(
   num_pages=8,
@@ -26,7 +27,7 @@ def admitted(state, slot):
 
 def taken(state):
   """The state, and the new pages' numbers."""
-  state, new = jaxkv.take_new_pages(state)
+  state, new = jaxkv.telemetry.take_new_pages(state)
   return state, jnp.flatnonzero(new).tolist()
 
 
@@ -38,7 +39,7 @@ def test_pages_are_told_once():
 
 def test_found_pages_are_not_new():
   state = admitted(jaxkv.init(CONFIG), 0)
-  state, _ = jaxkv.commit(state, TOKENS, jnp.asarray([5], jnp.int32), _first())
+  state, _ = jaxkv.commit(state, TOKENS, [5], slots=[0])
   state, _ = taken(state)
   state, new = taken(admitted(state, 1))
   assert new == [4]
@@ -46,7 +47,7 @@ def test_found_pages_are_not_new():
 
 def test_a_page_handed_out_again_is_new_again():
   state, _ = taken(admitted(jaxkv.init(CONFIG), 0))
-  state, _ = jaxkv.free(state, _first())
+  state, _ = jaxkv.free(state, slots=_first())
   assert taken(admitted(state, 0))[1] == [1, 2, 3]
 
 
@@ -61,7 +62,7 @@ def test_pages_of_every_kind_are_told():
 def test_a_cache_that_does_not_track_them_says_so():
   state = jaxkv.init(dataclasses.replace(CONFIG, track_new_pages=False))
   with pytest.raises(ValueError, match="track_new_pages"):
-    jaxkv.take_new_pages(state)
+    jaxkv.telemetry.take_new_pages(state)
 
 
 def _first():

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv import Code
+from jaxkv import Status
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import prompt
 from tests.cache.by_hand import references
@@ -15,7 +15,7 @@ from tests.cache.by_hand import write
 def cached_pages_1_and_2():
   """Slot 0 held 1 2 | 3 4 in pages 1 and 2, and ended."""
   state = write(tiny(), 0, 1, 2, 3, 4)
-  state, _ = jaxkv.free(state, ints(0))
+  state, _ = jaxkv.free(state, slots=ints(0))
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
   return state
 
@@ -27,7 +27,7 @@ def test_a_pinned_prefix_leaves_the_queue_and_comes_back():
   assert references(state, 1, 2) == [1, 1]
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7]
   state, out = jaxkv.unpin(state, out.pages)
-  assert out.code[0, 0].tolist() == [Code.OK] * 2 + [Code.SKIPPED] * 2
+  assert out.code[0, 0].tolist() == [Status.OK] * 2 + [Status.SKIPPED] * 2
   # The last page of a row is the first to be used again, as by `free`.
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
 
@@ -35,7 +35,7 @@ def test_a_pinned_prefix_leaves_the_queue_and_comes_back():
 def test_touch_pins_pages_by_number():
   """Page 3 is neither held nor cached, so nothing is in it to keep."""
   state, out = jaxkv.touch(cached_pages_1_and_2(), ints(1, 3, 0))
-  assert out.code.tolist() == [Code.OK, Code.NOT_CACHED, Code.BAD_PAGE]
+  assert out.code.tolist() == [Status.OK, Status.NOT_CACHED, Status.BAD_PAGE]
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2]
 
 
@@ -43,15 +43,17 @@ def test_a_pin_is_given_back_once():
   state, _ = jaxkv.touch(cached_pages_1_and_2(), ints(1))
   state, out = jaxkv.unpin(state, ints(1, 1))
   # In a row the last one is worked off first.
-  assert out.code.tolist() == [Code.NOT_PINNED, Code.OK]
+  assert out.code.tolist() == [Status.NOT_PINNED, Status.OK]
   assert references(state, 1) == [0]
 
 
 def test_an_evicted_page_cannot_be_found_but_stays_where_it_is():
   """Without page 2 only 1 2 is found."""
   state, out = jaxkv.evict(cached_pages_1_and_2(), ints(2, 2))
-  assert out.code.tolist() == [Code.OK, Code.NOT_CACHED]
-  assert jaxkv.match(state, *prompt(1, 2, 3, 4, 5)).num_cached.tolist() == [2]
+  assert out.code.tolist() == [Status.OK, Status.NOT_CACHED]
+  assert jaxkv.match(
+    state, *prompt(1, 2, 3, 4, 5)
+  ).num_cached_tokens.tolist() == [2]
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2, 1]
 
 
@@ -63,21 +65,21 @@ def test_a_prompt_shorter_than_a_page():
   state, out = jaxkv.admit(state, ints(0), tokens, ints(3))
   assert bool(out.ok[0])
   state, out = jaxkv.pin(state, tokens, ints(3))
-  assert out.code.tolist() == [Code.NOT_CACHED]
+  assert out.code.tolist() == [Status.NOT_CACHED]
   # What pin gives, unpin takes, also when it is no page at all.
   state, out = jaxkv.unpin(state, out.pages)
   assert out.code.shape == (1, 1, 0)
-  assert jaxkv.match(state, tokens, ints(3)).num_cached.tolist() == [0]
+  assert jaxkv.match(state, tokens, ints(3)).num_cached_tokens.tolist() == [0]
 
 
 @pytest.mark.parametrize("verb", ["touch", "unpin", "evict"])
 @pytest.mark.parametrize(
   ("pages", "message"),
   [
-    ([1], r"pages must be an array int32\[...\], got list"),
-    (jnp.ones((1,)), r"pages must be int32\[...\], got float32\[1\]"),
+    ([1.5], "`pages` must hold integers, got float64"),
+    (jnp.ones((1,)), "`pages` must hold integers, got float32"),
   ],
 )
 def test_pages_have_any_shape(verb, pages, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(TypeError, match=message):
     getattr(jaxkv, verb)(tiny(), pages)

@@ -27,10 +27,10 @@ def _life(state, tokens, lengths):
   state, _ = jaxkv.fork(state, slots, ints(1))
   state, cut = jaxkv.truncate(state, state.length - 1)
   state, held = jaxkv.pin(state, tokens, lengths)
-  state, _ = jaxkv.free(state, state.length > 0)
+  state, _ = jaxkv.free(state, mask=state.length > 0)
   state, _ = jaxkv.unpin(state, held.pages)
   found = jaxkv.match(state, tokens, lengths)
-  return state, (out.ok, cut.ok, found.num_cached)
+  return state, (out.ok, cut.ok, found.num_cached_tokens)
 
 
 FRESH = ("state", "tokens", "neither")

@@ -33,7 +33,7 @@ def test_what_waits_is_published_by_the_next_commit():
   state, _ = jaxkv.allocate(state, ints(2))
   state, done = jaxkv.commit(state, text(6), ints(2))
   assert table(state) == [[1, 2], [3, 4, 5, 6]]
-  assert done.num_published.tolist() == [3]
+  assert done.num_published_pages.tolist() == [3]
 
 
 def test_forks_that_share_a_page_without_a_key():
@@ -45,7 +45,7 @@ def test_forks_that_share_a_page_without_a_key():
   state, _ = jaxkv.allocate(state, ints(1, 1))
   state, done = jaxkv.commit(state, ints([7], [8]), ints(1, 1))
   # Page 1 is published once, by the first.
-  assert done.num_published.tolist() == [3, 2]
+  assert done.num_published_pages.tolist() == [3, 2]
   assert jaxkv.cached_pages(state) == [1, 2, 3, 4, 5]
   jaxkv.check(state)
 
@@ -53,7 +53,7 @@ def test_forks_that_share_a_page_without_a_key():
 def test_the_page_behind_is_published():
   """Pages of 2 tokens beside one of 8: 1-2 and 3-7 for ten tokens."""
   kinds = (FullAttention(page_size=8), SlidingWindow(2))
-  state = held(10, *kinds, draft_model=True)
+  state = held(10, *kinds, use_eagle=True)
   assert table(state) == [[1, 2], [3, 4, 5, 6, 7]]
   # Of the window the last page before eight tokens and the one behind.
   assert jaxkv.cached_pages(state) == [1, 6, 7]

@@ -25,7 +25,7 @@ def grown(state, count, first=0):
   state, out = jaxkv.allocate(state, ints(count, 0))
   assert out.ok.all()
   tokens = jnp.arange(first, first + count, dtype=jnp.int32)
-  state, out = jaxkv.commit(state, tokens[None], ints(count), ints(0))
+  state, out = jaxkv.commit(state, tokens[None], ints(count), slots=ints(0))
   assert out.ok.all()
   jaxkv.check(state)
   return state
@@ -33,8 +33,8 @@ def grown(state, count, first=0):
 
 def columns(state, slot=0):
   """Pages of a slot, without what is behind them."""
-  row = state.page_table[0, slot].tolist()
-  return row[: int(state.num_pages[0, slot])]
+  row = state.page_table[slot, 0].tolist()
+  return row[: int(state.num_pages[slot, 0])]
 
 
 class TestColumns:
@@ -60,18 +60,18 @@ class TestColumns:
 
   def test_all_pages_come_back(self):
     state = grown(grown(jaxkv.init(ALONE), 5), 6, 5)
-    state, out = jaxkv.free(state, ints(0))
+    state, out = jaxkv.free(state, slots=ints(0))
     assert out.ok.all()
     jaxkv.check(state)
     assert state.pool.queue.num_free == ALONE.num_pages - 1
 
   def test_scratch_pages_count_towards_a_full_slot(self):
     state, out = jaxkv.allocate(jaxkv.init(ALONE), ints(13, 12))
-    assert out.code.tolist() == [jaxkv.Code.SLOT_FULL, jaxkv.Code.OK]
+    assert out.code.tolist() == [jaxkv.Status.SLOT_FULL, jaxkv.Status.OK]
     assert jaxkv.usage(state) > 0
     tokens = jnp.zeros((1, 13), jnp.int32)
     _, entered = jaxkv.admit(jaxkv.init(ALONE), ints(0), tokens, ints(13))
-    assert entered.code.tolist() == [jaxkv.Code.SLOT_FULL]
+    assert entered.code.tolist() == [jaxkv.Status.SLOT_FULL]
 
 
 class TestHits:
@@ -81,17 +81,17 @@ class TestHits:
     assert held[1] > 0 and held[3] > 0
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
     found = jaxkv.match(state, tokens, ints(9))
-    assert found.num_cached.tolist() == [8]
+    assert found.num_cached_tokens.tolist() == [8]
     # Only the state where the prefix ends is needed.
     assert found.pages[0, 0].tolist() == [NO_PAGE] * 3 + [held[3]]
     found = jaxkv.match(state, tokens, ints(8))
-    assert found.num_cached.tolist() == [4]
+    assert found.num_cached_tokens.tolist() == [4]
 
   def test_what_is_found_is_shared_and_the_rest_allocated(self):
     state = grown(jaxkv.init(ALONE), 4)
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
     state, out = jaxkv.admit(state, ints(1), tokens, ints(9))
-    assert out.num_cached.tolist() == [4]
+    assert out.num_cached_tokens.tolist() == [4]
     jaxkv.check(state)
     mine, theirs = columns(state), columns(state, 1)
     assert theirs[:2] == [0, mine[1]]
@@ -114,10 +114,10 @@ def test_a_hybrid_hits_where_both_can_go_on():
     state = grown(state, count, first)
   tokens = jnp.arange(12, dtype=jnp.int32)[None]
   found = jaxkv.match(state, tokens, ints(12))
-  assert found.num_cached.tolist() == [8]
-  state, _ = jaxkv.evict(state, state.page_table[1, :1, 3])
+  assert found.num_cached_tokens.tolist() == [8]
+  state, _ = jaxkv.evict(state, state.page_table[:1, 1, 3])
   found = jaxkv.match(state, tokens, ints(12))
-  assert found.num_cached.tolist() == [4]
+  assert found.num_cached_tokens.tolist() == [4]
 
 
 class TestFork:
@@ -144,49 +144,49 @@ class TestFork:
     """Room for five tokens has one page, where the fifth ends."""
     state, _ = jaxkv.allocate(jaxkv.init(ALONE), ints(5, 0))
     token = jnp.zeros((1, 1), jnp.int32)
-    state, _ = jaxkv.commit(state, token, ints(1), ints(0))
+    state, _ = jaxkv.commit(state, token, ints(1), slots=ints(0))
     after, out = jaxkv.fork(state, ints(0), ints(1))
-    assert out.code.tolist() == [jaxkv.Code.RECYCLED]
+    assert out.code.tolist() == [jaxkv.Status.RECYCLED]
     assert columns(after, 1) == []
 
 
 class TestTruncate:
   def cut(self, state, length):
-    state, out = jaxkv.truncate(state, ints(length, 0), jnp.asarray([1, 0]) > 0)
+    state, out = jaxkv.truncate(state, [length, 0], mask=[True, False])
     assert all(jaxkv.check_invariants(state).values())
-    return state, jaxkv.Code(int(out.code[0]))
+    return state, jaxkv.Status(int(out.code[0]))
 
   def twice_grown(self):
     """States after 4 and after 8 tokens, nothing recycled."""
     state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 4), ints(4, 0))
     tokens = jnp.arange(4, 8, dtype=jnp.int32)[None]
-    state, _ = jaxkv.commit(state, tokens, ints(4), ints(0))
+    state, _ = jaxkv.commit(state, tokens, ints(4), slots=ints(0))
     assert columns(state) == [0, 1, 0, 3, 2, 4]
     return state
 
   def test_back_to_a_state(self):
     state, code = self.cut(self.twice_grown(), 4)
-    assert (code, columns(state)) == (jaxkv.Code.OK, [0, 1, 2, 4])
+    assert (code, columns(state)) == (jaxkv.Status.OK, [0, 1, 2, 4])
     # And on again, with the same keys.
     again = grown(state, 4, 4)
     tokens = jnp.arange(9, dtype=jnp.int32)[None]
-    assert jaxkv.match(again, tokens, ints(9)).num_cached.tolist() == [8]
+    assert jaxkv.match(again, tokens, ints(9)).num_cached_tokens.tolist() == [8]
 
   @pytest.mark.parametrize("length", [1, 2, 3, 5, 6, 7])
   def test_where_no_state_is(self, length):
     before = self.twice_grown()
     state, code = self.cut(before, length)
-    assert code == jaxkv.Code.RECYCLED
+    assert code == jaxkv.Status.RECYCLED
     assert columns(state) == columns(before)
 
   def test_what_is_ahead_goes_back(self):
     state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
     state, code = self.cut(state, 5)
-    assert (code, columns(state)) == (jaxkv.Code.OK, [0, 0, 1, 2, 4])
+    assert (code, columns(state)) == (jaxkv.Status.OK, [0, 0, 1, 2, 4])
 
   def test_to_nothing(self):
     state, code = self.cut(self.twice_grown(), 0)
-    assert (code, columns(state)) == (jaxkv.Code.OK, [])
+    assert (code, columns(state)) == (jaxkv.Status.OK, [])
     assert int(state.pool.queue.num_free) == ALONE.num_pages - 1
 
 
@@ -194,14 +194,14 @@ def test_scratch_pages_are_no_room_for_tokens():
   """Else the next growth would move a page on that is published."""
   state, _ = jaxkv.allocate(jaxkv.init(ALONE), ints(1, 0))
   tokens = jnp.zeros((1, 3), jnp.int32)
-  _, out = jaxkv.commit(state, tokens, ints(3), ints(0))
-  assert out.code.tolist() == [jaxkv.Code.NO_ROOM]
+  _, out = jaxkv.commit(state, tokens, ints(3), slots=ints(0))
+  assert out.code.tolist() == [jaxkv.Status.NO_ROOM]
 
 
 def test_null_pages_are_not_given_back():
   state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
-  state, out = jaxkv.recycle(state, ints(9, 0))
-  assert out.num_pages.tolist() == [1, 0]
+  state, out = jaxkv.recycle(state, lengths=ints(9, 0))
+  assert out.num_recycled_pages.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True])

@@ -25,7 +25,7 @@ def test_a_page_behind_the_window_becomes_the_null_page():
   """
   state = write(tiny(SlidingWindow(3)), 0, 0, 1, 2, 3, 4)
   state, out = jaxkv.recycle(state)
-  assert out.num_pages.tolist() == [1, 0, 0]
+  assert out.num_recycled_pages.tolist() == [1, 0, 0]
   assert pages(state, 0) == [0, 2, 3]
   # It is still cached, so it goes to the back.
   assert jaxkv.free_pages(state) == [4, 5, 6, 7, 1]
@@ -34,7 +34,7 @@ def test_a_page_behind_the_window_becomes_the_null_page():
 def test_full_attention_leaves_nothing_behind():
   state = write(tiny(), 0, 0, 1, 2, 3, 4)
   state, out = jaxkv.recycle(state)
-  assert out.num_pages.tolist() == [0, 0, 0]
+  assert out.num_recycled_pages.tolist() == [0, 0, 0]
   assert pages(state, 0) == [1, 2, 3]
 
 
@@ -46,8 +46,8 @@ class TestRecycle:
   )
   def test_a_window_moves_on(self, tokens, behind):
     state = held(12, SlidingWindow(4))
-    state, out = jaxkv.recycle(state, ints(tokens))
-    assert out.num_pages.tolist() == [behind]
+    state, out = jaxkv.recycle(state, lengths=ints(tokens))
+    assert out.num_recycled_pages.tolist() == [behind]
     assert table(state) == [[0] * behind + list(range(behind + 1, 7))]
     # The last one left behind is used first.
     back = list(range(7, PAGES)) + list(range(behind, 0, -1))
@@ -58,23 +58,23 @@ class TestRecycle:
   )
   def test_a_chunk_ends(self, tokens, behind):
     state = held(12, ChunkedLocal(6))
-    state, _ = jaxkv.recycle(state, ints(tokens))
+    state, _ = jaxkv.recycle(state, lengths=ints(tokens))
     assert table(state) == [[0] * behind + list(range(behind + 1, 7))]
 
   def test_it_goes_on_where_it_was(self):
     state = held(12, SlidingWindow(4))
-    state, _ = jaxkv.recycle(state, ints(7))
-    state, out = jaxkv.recycle(state, ints(5))
-    assert out.num_pages.tolist() == [0]
+    state, _ = jaxkv.recycle(state, lengths=ints(7))
+    state, out = jaxkv.recycle(state, lengths=ints(5))
+    assert out.num_recycled_pages.tolist() == [0]
     state, out = jaxkv.recycle(state)
-    assert out.num_pages.tolist() == [2]
+    assert out.num_recycled_pages.tolist() == [2]
     assert table(state) == [[0, 0, 0, 0, 5, 6]]
     assert jaxkv.free_pages(state)[-4:] == [2, 1, 4, 3]
 
   def test_full_attention_keeps_everything(self):
     state = held(12, FullAttention(), SlidingWindow(4))
     state, out = jaxkv.recycle(state)
-    assert out.num_pages.tolist() == [4]
+    assert out.num_recycled_pages.tolist() == [4]
     assert table(state) == [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 11, 12]]
 
   def test_a_long_sequence_in_few_pages(self):
@@ -94,7 +94,7 @@ class TestRecycle:
       state, _ = jaxkv.recycle(state)
       state, room = jaxkv.allocate(state, jnp.full((1,), new.size, jnp.int32))
       state, done = jaxkv.commit(state, new[None], ints(new.size))
-      held = state.num_pages[0, 0] - state.first_page[0, 0]
+      held = state.num_pages[0, 0] - state.num_skipped_pages[0, 0]
       most_held = jnp.maximum(most_held, held)
       return (state, most_held), room.ok[0] & done.ok[0]
 

@@ -1,7 +1,7 @@
 """reset_prefix_cache, new_epoch, clear_error: what was is forgotten."""
 
 import jaxkv
-from jaxkv import Code
+from jaxkv import Status
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import prompt
 from tests.cache.by_hand import tiny
@@ -12,11 +12,11 @@ def test_a_reset_waits_until_nothing_is_held():
   """Slot 0 holds 1 2 in page 1."""
   state = write(tiny(), 0, 1, 2)
   state, out = jaxkv.reset_prefix_cache(state)
-  assert out.code == Code.STILL_HELD
+  assert out.code == Status.STILL_HELD
   assert jaxkv.cached_pages(state) == [1]
-  state, _ = jaxkv.free(state, ints(0))
+  state, _ = jaxkv.free(state, slots=ints(0))
   state, out = jaxkv.reset_prefix_cache(state)
-  assert out.code == Code.OK
+  assert out.code == Status.OK
   assert jaxkv.cached_pages(state) == []
   # The queue keeps its order: page 1 is not moved to the front.
   assert jaxkv.free_pages(state) == [2, 3, 4, 5, 6, 7, 1]
@@ -24,9 +24,9 @@ def test_a_reset_waits_until_nothing_is_held():
 
 def test_a_new_epoch_finds_nothing_of_the_old_one():
   """Page 1 stays cached, but under a key that nobody asks for any more."""
-  state = jaxkv.new_epoch(write(tiny(), 0, 1, 2))
+  state, _ = jaxkv.new_epoch(write(tiny(), 0, 1, 2))
   assert jaxkv.cached_pages(state) == [1]
-  assert jaxkv.match(state, *prompt(1, 2, 3)).num_cached.tolist() == [0]
+  assert jaxkv.match(state, *prompt(1, 2, 3)).num_cached_tokens.tolist() == [0]
   # Slot 1 is new and publishes page 2 under a key of the new epoch.
   state = write(state, 1, 1, 2)
   assert jaxkv.match(state, *prompt(1, 2, 3)).pages[0, 0, 0] == 2
@@ -34,12 +34,14 @@ def test_a_new_epoch_finds_nothing_of_the_old_one():
 
 def test_a_sequence_goes_on_in_the_epoch_it_began_in():
   """Slot 0 computed 1 2 with old weights: 3 4 behind them is no new text."""
-  state = jaxkv.new_epoch(write(tiny(), 0, 1, 2))
+  state, _ = jaxkv.new_epoch(write(tiny(), 0, 1, 2))
   state = write(state, 0, 3, 4)
-  assert jaxkv.match(state, *prompt(1, 2, 3, 4, 5)).num_cached.tolist() == [0]
+  assert jaxkv.match(
+    state, *prompt(1, 2, 3, 4, 5)
+  ).num_cached_tokens.tolist() == [0]
 
 
 def test_a_cleared_error_is_forgotten():
-  state, out = jaxkv.free(tiny(), ints(7))
-  assert out.code.tolist() == [Code.BAD_SLOT] == [int(state.error)]
-  assert int(jaxkv.clear_error(state).error) == Code.OK
+  state, out = jaxkv.free(tiny(), slots=ints(7))
+  assert out.code.tolist() == [Status.BAD_SLOT] == [int(state.error)]
+  assert int(jaxkv.clear_error(state)[0].error) == Status.OK

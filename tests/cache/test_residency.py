@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+import jaxkv.telemetry
 
 CONFIG = jaxkv.CacheConfig(
   num_pages=4,
@@ -22,8 +23,8 @@ def passed(state, text):
   tokens = jnp.arange(6, dtype=jnp.int32)[None] + 10 * text
   state, out = jaxkv.admit(state, ZERO, tokens, SIX)
   assert out.ok.all()
-  state, _ = jaxkv.commit(state, tokens[:, :], SIX - out.num_cached)
-  state, _ = jaxkv.free(state, ZERO)
+  state, _ = jaxkv.commit(state, tokens[:, :], SIX - out.num_cached_tokens)
+  state, _ = jaxkv.free(state, slots=ZERO)
   return state
 
 
@@ -34,14 +35,14 @@ def ages(counts):
 
 def test_ages_of_evicted_pages():
   state = passed(jaxkv.init(CONFIG), 0)
-  before = jaxkv.residency(state)
+  before = jaxkv.telemetry.residency(state)
   assert (ages(before.lifetime), ages(before.idle)) == ({}, {})
   state = passed(state, 1)
   # Pages 1 to 3 were published at 0, 1 and 2, given back and evicted at 3.
-  found = jaxkv.residency(state)
+  found = jaxkv.telemetry.residency(state)
   assert ages(found.lifetime) == {1: 1, 2: 2}
   assert ages(found.idle) == {0: 3}
-  later = jaxkv.residency(passed(state, 2)) - found
+  later = jaxkv.telemetry.residency(passed(state, 2)) - found
   assert (ages(later.lifetime), ages(later.idle)) == ({1: 1, 2: 2}, {0: 3})
 
 
@@ -50,13 +51,13 @@ def test_only_what_makes_room_is_evicted():
   state, _ = jaxkv.evict(state, jnp.asarray([1], jnp.int32))
   state, _ = jaxkv.reset_prefix_cache(state)
   state = passed(state, 1)
-  assert ages(jaxkv.residency(state).lifetime) == {}
+  assert ages(jaxkv.telemetry.residency(state).lifetime) == {}
 
 
 def test_the_default_keeps_nothing():
   state = jaxkv.init(dataclasses.replace(CONFIG, track_residency=False))
   assert state.pool.ages is None
   with pytest.raises(ValueError, match="track_residency=True"):
-    jaxkv.residency(state)
-  with pytest.raises(ValueError, match="track_residency needs"):
+    jaxkv.telemetry.residency(state)
+  with pytest.raises(ValueError, match="track_residency` needs"):
     dataclasses.replace(CONFIG, prefix_caching=False)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
+import jaxkv.telemetry
 from tests.cache.by_hand import ints
 from tests.cache.test_config import config
 
@@ -19,7 +20,7 @@ LOOKS = {
   "check": jaxkv.check,
   "free_pages": jaxkv.free_pages,
   "cached_pages": jaxkv.cached_pages,
-  "drain_events": jaxkv.drain_events,
+  "drain_events": jaxkv.telemetry.drain_events,
   "usage": jaxkv.usage,
   "num_common_prefix_pages": jaxkv.num_common_prefix_pages,
   "allocate": lambda state: jaxkv.allocate(state, TWO),
@@ -36,12 +37,12 @@ class TestStates:
 
   def test_all_that_a_verb_returned_is_refused(self, look):
     both = jaxkv.allocate(jaxkv.init(CONFIG), TWO)
-    with pytest.raises(TypeError, match=r"got tuple; did you mean `state, out"):
+    with pytest.raises(TypeError, match=r"got tuple; unpack .* `state, out"):
       look(both)
 
   @pytest.mark.parametrize("state", [None, {}, [1]])
   def test_what_is_no_cache_is_refused(self, look, state):
-    text = f"state must be a CacheState, got {type(state).__name__}"
+    text = f"`state` must be a CacheState, got {type(state).__name__}"
     with pytest.raises(TypeError, match=text):
       look(state)
 
@@ -57,10 +58,10 @@ def test_the_smallest_cache():
   state, _ = jaxkv.allocate(state, ints(1))
   state, _ = jaxkv.commit(state, ints([5]), ints(1))
   state, full = jaxkv.allocate(state, ints(1))
-  assert full.code.tolist() == [jaxkv.Code.SLOT_FULL]
-  state, _ = jaxkv.free(state, ints(0))
+  assert full.code.tolist() == [jaxkv.Status.SLOT_FULL]
+  state, _ = jaxkv.free(state, slots=ints(0))
   found = jaxkv.match(state, ints([5, 6]), ints(2))
-  assert found.num_cached.tolist() == [1]
+  assert found.num_cached_tokens.tolist() == [1]
 
 
 def test_metadata_is_small():

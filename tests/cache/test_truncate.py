@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 
 import jaxkv
-from jaxkv import Code
 from jaxkv import SlidingWindow
+from jaxkv import Status
 from tests.cache.by_hand import held
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import pages
@@ -19,8 +19,8 @@ FIRST = jnp.asarray([True, False, False])
 def test_pages_behind_the_new_end_are_given_back():
   """Slot 0 held 1 2 | 3 4 | 5 in pages 1, 2, 3 and goes back to two tokens."""
   state = write(tiny(), 0, 1, 2, 3, 4, 5)
-  state, out = jaxkv.truncate(state, ints(2, 0, 0), FIRST)
-  assert out.code.tolist() == [Code.OK, Code.SKIPPED, Code.SKIPPED]
+  state, out = jaxkv.truncate(state, ints(2, 0, 0), mask=FIRST)
+  assert out.code.tolist() == [Status.OK, Status.SKIPPED, Status.SKIPPED]
   assert pages(state, 0) == [1]
   # Page 3 was not full and comes first, page 2 can still be found.
   assert jaxkv.free_pages(state) == [3, 4, 5, 6, 7, 2]
@@ -30,7 +30,7 @@ def test_a_page_that_is_written_again_loses_its_key():
   """Page 1 was full; from one token on it is filled anew."""
   state = write(tiny(), 0, 1, 2)
   assert jaxkv.cached_pages(state) == [1]
-  state, _ = jaxkv.truncate(state, ints(1, 0, 0), FIRST)
+  state, _ = jaxkv.truncate(state, ints(1, 0, 0), mask=FIRST)
   assert pages(state, 0) == [1]
   assert jaxkv.cached_pages(state) == []
 
@@ -39,7 +39,7 @@ def test_a_shared_page_is_copied_before_it_is_written_again():
   """Slots 0 and 1 share page 1. Slot 0 goes back into it: copy 1 -> 2."""
   state = write(tiny(), 0, 1, 2)
   state, _ = jaxkv.fork(state, ints(0), ints(1))
-  state, out = jaxkv.truncate(state, ints(1, 0, 0), FIRST)
+  state, out = jaxkv.truncate(state, ints(1, 0, 0), mask=FIRST)
   assert (out.copies.src.tolist(), out.copies.dst.tolist()) == (
     [1, 8, 8],
     [2, 8, 8],
@@ -53,9 +53,9 @@ def test_lengths_that_a_slot_never_had_are_refused():
   state = write(tiny(), 0, 1, 2)
   state, out = jaxkv.truncate(state, ints(3, 0, 0))
   assert out.code.tolist() == [
-    Code.BAD_LENGTH,
-    Code.SLOT_EMPTY,
-    Code.SLOT_EMPTY,
+    Status.BAD_LENGTH,
+    Status.SLOT_EMPTY,
+    Status.SLOT_EMPTY,
   ]
   assert state.length.tolist() == [2, 0, 0]
 
@@ -63,9 +63,9 @@ def test_lengths_that_a_slot_never_had_are_refused():
 def test_rolled_back_to_where_pages_are_gone():
   state, _ = jaxkv.recycle(held(10, SlidingWindow(4)))
   refused, out = jaxkv.truncate(state, ints(7))
-  assert out.code.tolist() == [jaxkv.Code.RECYCLED]
+  assert out.code.tolist() == [jaxkv.Status.RECYCLED]
   assert table(refused) == [[0, 0, 0, 4, 5]]
   state, out = jaxkv.truncate(state, ints(9))
-  assert out.code.tolist() == [jaxkv.Code.OK]
+  assert out.code.tolist() == [jaxkv.Status.OK]
   assert table(state) == [[0, 0, 0, 4, 5]]
   assert jaxkv.cached_pages(state) == [1, 2, 3, 4]

@@ -85,7 +85,7 @@ def _setup(
   # With a draft model and pages of several sizes classic finds prefixes whose
   # windows are not there.
   sizes = {kind.partition("/")[2] for kind in kinds}
-  classic = "retention" not in options
+  classic = "prefix_retention_interval" not in options
   classic &= len(sizes) == 1 or "use_eagle" not in options
   return Setup(
     name=name,
@@ -119,9 +119,16 @@ _ALL = (
   _setup("window_small", "window3/4", 14, 60, max_in_flight=12),
   _setup("window_eagle", "window8/4", 16, 48, drafts=2, **EAGLE),
   _setup("window_external", "window7/2", 20, 40, **ELSEWHERE),
-  _setup("window_latest", "window6/2", 20, 40, retention=0),
-  _setup("window_kept", "window6/2", 20, 40, retention=10),
-  _setup("window_kept_eagle", "window6/2", 24, 40, retention=12, **EAGLE),
+  _setup("window_latest", "window6/2", 20, 40, prefix_retention_interval=0),
+  _setup("window_kept", "window6/2", 20, 40, prefix_retention_interval=10),
+  _setup(
+    "window_kept_eagle",
+    "window6/2",
+    24,
+    40,
+    prefix_retention_interval=12,
+    **EAGLE,
+  ),
   _setup("chunk", "chunk8/4", 12, 48, max_in_flight=12),
   _setup("chunk_external", "chunk12/4", 13, 48, **ELSEWHERE),
   _setup("chunk_uneven", "chunk10/4", 13, 48, **ELSEWHERE),
@@ -129,8 +136,8 @@ _ALL = (
   _setup("state", "state/4", 6, 48),
   _setup("state_drafts", "state2/4", 12, 48, drafts=2),
   _setup("state_external", "state1/4", 9, 48, **ELSEWHERE),
-  _setup("state_latest", "state/4", 6, 48, retention=0),
-  _setup("state_kept", "state/4", 6, 48, retention=8),
+  _setup("state_latest", "state/4", 6, 48, prefix_retention_interval=0),
+  _setup("state_kept", "state/4", 6, 48, prefix_retention_interval=8),
   # Two kinds, or twice the same.
   _setup("two_full", "full/4 full/4", 36, 40),
   _setup("two_full_sizes", "full/2 full/4", 44, 40),
@@ -142,14 +149,22 @@ _ALL = (
   _setup("full_window_eagle", "full/4 window6/4", 32, 48, drafts=2, **EAGLE),
   _setup("full_window_sizes_eagle", "full/8 window5/2", 34, 48, **EAGLE),
   _setup("full_window_external", "full/4 window6/4", 32, 48, **ELSEWHERE),
-  _setup("full_window_latest", "full/8 window5/2", 34, 48, retention=0),
-  _setup("full_window_kept", "full/8 window5/2", 34, 48, retention=16),
+  _setup(
+    "full_window_latest",
+    "full/8 window5/2",
+    34,
+    48,
+    prefix_retention_interval=0,
+  ),
+  _setup(
+    "full_window_kept", "full/8 window5/2", 34, 48, prefix_retention_interval=16
+  ),
   _setup(
     "full_window_kept_eagle",
     "full/8 window5/2",
     34,
     48,
-    retention=16,
+    prefix_retention_interval=16,
     drafts=2,
     **EAGLE,
   ),
@@ -162,13 +177,15 @@ _ALL = (
   _setup("full_state_drafts", "full/4 state2/4", 32, 48, drafts=2),
   _setup("full_state_eagle", "full/4 state1/4", 30, 48, drafts=1, **EAGLE),
   _setup("full_state_external", "full/4 state/4", 28, 48, **ELSEWHERE),
-  _setup("full_state_latest", "full/4 state/4", 28, 48, retention=0),
+  _setup(
+    "full_state_latest", "full/4 state/4", 28, 48, prefix_retention_interval=0
+  ),
   _setup(
     "full_state_kept_eagle",
     "full/4 state1/4",
     30,
     48,
-    retention=8,
+    prefix_retention_interval=8,
     drafts=1,
     **EAGLE,
   ),
@@ -183,7 +200,12 @@ _ALL = (
   _setup("two_full_window", "full/4 full/8 window6/4", 40, 48),
   _setup("three_external", "full/4 window6/4 window10/4", 44, 48, **ELSEWHERE),
   _setup(
-    "three_latest", "full/8 window5/2 window12/4", 60, 48, retention=0, drafts=2
+    "three_latest",
+    "full/8 window5/2 window12/4",
+    60,
+    48,
+    prefix_retention_interval=0,
+    drafts=2,
   ),
   _setup("full_window_state", "full/4 window6/4 state1/4", 44, 48, drafts=1),
   _setup(

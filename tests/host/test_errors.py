@@ -53,14 +53,14 @@ def running(name="a", **fields):
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"num_new_tokens": 0}, "'new' asks for nothing"),
-    ({"num_new_tokens": -1}, "num_new_tokens .* -1"),
-    ({"num_new_computed_tokens": -4}, "num_new_computed_tokens .* -4"),
-    ({"num_lookahead_tokens": -2}, "num_lookahead_tokens .* -2"),
+    ({"num_new_tokens": 0}, "must not all be 0, as for 'new'"),
+    ({"num_new_tokens": -1}, "num_new_tokens.* -1"),
+    ({"num_new_computed_tokens": -4}, "num_new_computed_tokens.* -4"),
+    ({"num_lookahead_tokens": -2}, "num_lookahead_tokens.* -2"),
     ({"num_external_computed_tokens": -3}, "num_external_computed_tokens"),
-    ({"reserved_pages": -1}, "reserved_pages .* -1"),
-    ({"num_new_tokens": 65}, "'new' would have 65 tokens"),
-    ({"num_external_computed_tokens": 64}, "'new' would have 65 tokens"),
+    ({"reserved_pages": -1}, "reserved_pages.* -1"),
+    ({"num_new_tokens": 65}, "'new' must have .* got 65"),
+    ({"num_external_computed_tokens": 64}, "'new' must have .* got 65"),
   ],
 )
 def test_counts(cache, arguments, text):
@@ -71,9 +71,9 @@ def test_counts(cache, arguments, text):
 
 def test_sequences_that_are_too_long(cache):
   with unchanged(cache):
-    with pytest.raises(ValueError, match="'long' would have 70 tokens"):
+    with pytest.raises(ValueError, match=r"'long' must have .* got 70"):
       cache.get_computed_pages(LONG)
-    with pytest.raises(ValueError, match="'a' would have 65 tokens"):
+    with pytest.raises(ValueError, match=r"'a' must have .* got 65"):
       cache.allocate_slots(running(), 56)
 
 
@@ -102,7 +102,7 @@ def test_freed_twice(cache):
 
 
 def test_hits_for_a_request_that_runs(cache):
-  with unchanged(cache), pytest.raises(ValueError, match="'a' holds pages"):
+  with unchanged(cache), pytest.raises(ValueError, match="'a' must be empty"):
     cache.allocate_slots(running(), 1, 4, CachePages(([4],)))
 
 
@@ -159,7 +159,7 @@ def test_a_hit_that_is_no_longer_cached(cache):
 @pytest.mark.parametrize("computed", [-5, 9])
 def test_computed_tokens_of_a_newcomer(cache, computed):
   one = request("new", range(12), num_computed_tokens=computed)
-  text = f"num_computed_tokens .* {computed}"
+  text = f"num_computed_tokens.* {computed}"
   with unchanged(cache), pytest.raises(ValueError, match=text):
     cache.allocate_slots(one, 6)
 
@@ -178,13 +178,13 @@ def test_counts_are_ints(cache, count):
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"num_new_tokens": 0}, "num_new_tokens must be at least 1, got 0"),
-    ({"num_new_tokens": [-1]}, "num_new_tokens must be at least 1, got -1"),
-    ({"num_new_tokens": [1, 2]}, r"each of 1 requests, got .* \(2,\)"),
-    ({"num_new_tokens": [[1]]}, r"each of 1 requests, got .* \(1, 1\)"),
-    ({"num_lookahead_tokens": -1}, "num_lookahead_tokens must be at least 0"),
-    ({"num_new_tokens": 56}, "'a' would have 65 .* max_model_len, 64"),
-    ({"num_new_tokens": [2**32 + 1]}, "'a' would have 4294967306 tokens"),
+    ({"num_new_tokens": 0}, "num_new_tokens` must be at least 1, got 0"),
+    ({"num_new_tokens": [-1]}, "num_new_tokens` must be at least 1, got -1"),
+    ({"num_new_tokens": [1, 2]}, r"each of 1 requests, got.* \(2,\)"),
+    ({"num_new_tokens": [[1]]}, r"each of 1 requests, got.* \(1, 1\)"),
+    ({"num_lookahead_tokens": -1}, "num_lookahead_tokens` must be at least 0"),
+    ({"num_new_tokens": 56}, "`max_model_len` is 64; 'a' must have .* got 65"),
+    ({"num_new_tokens": [2**32 + 1]}, "'a' must have .* got 4294967306"),
   ],
 )
 def test_step(cache, arguments, text):
@@ -193,7 +193,10 @@ def test_step(cache, arguments, text):
 
 
 def test_step_names_a_request_twice(cache):
-  with unchanged(cache), pytest.raises(ValueError, match="'a' twice"):
+  with (
+    unchanged(cache),
+    pytest.raises(ValueError, match="each request once, got 'a'"),
+  ):
     cache.step([running(), running()])
 
 
@@ -201,7 +204,7 @@ def test_deferred_pages_are_given_back_once(cache):
   popped = cache.pop_pages_for_free(running())
   cache.free_pages(popped)
   with unchanged(cache):
-    with pytest.raises(ValueError, match="back already"):
+    with pytest.raises(ValueError, match="must be given back once"):
       cache.free_pages(popped)
     assert cache.pop_pages_for_free(running()) is None
     cache.free_pages(None)
@@ -209,9 +212,9 @@ def test_deferred_pages_are_given_back_once(cache):
 
 def test_what_was_not_asked_for_is_not_kept(cache):
   with unchanged(cache):
-    with pytest.raises(ValueError, match=r"CacheManager\(num_events="):
+    with pytest.raises(ValueError, match="`num_events` must be at least 1"):
       cache.take_events()
-    with pytest.raises(ValueError, match=r"CacheManager\(track_new_pages="):
+    with pytest.raises(ValueError, match="`track_new_pages` must be True"):
       cache.take_new_page_ids()
 
 
@@ -280,37 +283,45 @@ def test_more_requests_than_pages(cache):
   ("change", "error", "text"),
   [
     ({"groups": ()}, ValueError, "groups"),
-    ({"groups": FULL}, TypeError, "groups .* FullAttention"),
-    ({"groups": ["full"]}, ValueError, "groups .*'full'"),
+    ({"groups": FULL}, TypeError, "groups.* FullAttention"),
+    ({"groups": ["full"]}, ValueError, "groups.*'full'"),
     ({"groups": [FullAttention()]}, ValueError, "page_size"),
     ({"groups": [FULL, SlidingWindow(8)]}, ValueError, "page_size"),
-    ({"num_pages": 1}, ValueError, "num_pages must be at least 2, got 1"),
-    ({"num_pages": 8.0}, TypeError, "num_pages .* 8.0"),
-    ({"max_model_len": 0}, ValueError, "max_model_len .* 0"),
-    ({"max_model_len": 6.5}, TypeError, "max_model_len .* 6.5"),
-    ({"max_requests": 0}, ValueError, "max_requests .* 0"),
-    ({"max_in_flight": 0}, ValueError, "max_in_flight .* 0"),
-    ({"policy": "newest"}, ValueError, "policy .* 'newest'"),
-    ({"watermark": 1}, ValueError, "watermark .* 1"),
-    ({"watermark": -0.1}, ValueError, "watermark .* -0.1"),
-    ({"retention": 8}, ValueError, "retention"),
-    ({"groups": [WINDOW], "retention": 3}, ValueError, "retention .* 3"),
-    ({"groups": [WINDOW], "retention": -4}, ValueError, "retention .* -4"),
+    ({"num_pages": 1}, ValueError, "num_pages` must be at least 2, got 1"),
+    ({"num_pages": 8.0}, TypeError, "num_pages.* 8.0"),
+    ({"max_model_len": 0}, ValueError, "max_model_len.* 0"),
+    ({"max_model_len": 6.5}, TypeError, "max_model_len.* 6.5"),
+    ({"max_requests": 0}, ValueError, "max_requests.* 0"),
+    ({"max_in_flight": 0}, ValueError, "max_in_flight.* 0"),
+    ({"policy": "newest"}, ValueError, "policy.* 'newest'"),
+    ({"watermark": 1}, ValueError, "watermark.* 1"),
+    ({"watermark": -0.1}, ValueError, "watermark.* -0.1"),
+    ({"prefix_retention_interval": 8}, ValueError, "retention"),
     (
-      {"groups": [WINDOW], "retention": 0, "policy": "classic"},
+      {"groups": [WINDOW], "prefix_retention_interval": 3},
       ValueError,
-      "retention and classic",
+      "interval.* 3",
     ),
-    ({"seed": -1}, ValueError, "seed .* -1"),
-    ({"enable_caching": "yes"}, TypeError, "enable_caching .* 'yes'"),
-    ({"use_eagle": 1}, TypeError, "use_eagle must be True or False, got 1"),
-    ({"track_new_pages": "no"}, TypeError, "track_new_pages .* 'no'"),
-    ({"num_events": -1}, ValueError, "num_events .* -1"),
-    ({"num_events": 2.0}, TypeError, "num_events .* 2.0"),
+    (
+      {"groups": [WINDOW], "prefix_retention_interval": -4},
+      ValueError,
+      "interval.* -4",
+    ),
+    (
+      {"groups": [WINDOW], "prefix_retention_interval": 0, "policy": "classic"},
+      ValueError,
+      "prefix_rules=.classic.",
+    ),
+    ({"seed": -1}, ValueError, "seed.* -1"),
+    ({"enable_caching": "yes"}, TypeError, "enable_caching.* 'yes'"),
+    ({"use_eagle": 1}, TypeError, "use_eagle` must be True or False, got 1"),
+    ({"track_new_pages": "no"}, TypeError, "track_new_pages.* 'no'"),
+    ({"num_events": -1}, ValueError, "num_events.* -1"),
+    ({"num_events": 2.0}, TypeError, "num_events.* 2.0"),
     (
       {"num_events": 9, "enable_caching": False},
       ValueError,
-      "num_events .* need enable_caching=True",
+      "num_events.* need enable_caching=True",
     ),
   ],
 )
@@ -321,17 +332,22 @@ def test_options(change, error, text):
 
 
 def test_no_retention_is_no_error_of_full_attention():
-  assert CacheManager(11, [FULL], 64, retention=0).config.retention == 0
+  assert (
+    CacheManager(
+      11, [FULL], 64, prefix_retention_interval=0
+    ).config.prefix_retention_interval
+    == 0
+  )
 
 
 def test_retention_of_chunks_is_refused():
   groups = [FULL, ChunkedLocal(8, page_size=4)]
   with pytest.raises(ValueError, match="retention"):
-    CacheManager(11, groups, 64, retention=8)
+    CacheManager(11, groups, 64, prefix_retention_interval=8)
 
 
 def test_a_failed_call_leaves_the_request_alone(cache):
-  """The scheduler's counts are its own; only the junction is written."""
+  """The scheduler's counts are its own; only the boundary is written."""
   one = running()
   before = vars(one).copy()
   with pytest.raises(ValueError, match="'a'"):
@@ -343,7 +359,10 @@ def test_a_failed_call_leaves_the_request_alone(cache):
   "shards", [{"dp_shard_hint": 1}, {"data_parallel_size": 2}]
 )
 def test_a_manager_is_one_shard(cache, shards):
-  with unchanged(cache), pytest.raises(ValueError, match="is one shard"):
+  with (
+    unchanged(cache),
+    pytest.raises(ValueError, match="`data_parallel_size` must be None or 1"),
+  ):
     cache.allocate_slots(NEW, 9, **shards)
   alone = {"dp_shard_hint": 0, "data_parallel_size": 1}
   assert cache.allocate_slots(NEW, 9, **alone) is not None

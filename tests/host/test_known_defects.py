@@ -56,7 +56,11 @@ class TestVllm:
 
   def test_no_event_without_a_page(self):
     """What retention leaves out was announced, with tokens but no key."""
-    cache = manager((SlidingWindow(5, page_size=4),), retention=0, num_events=9)
+    cache = manager(
+      (SlidingWindow(5, page_size=4),),
+      prefix_retention_interval=0,
+      num_events=9,
+    )
     request = Request("a", list(range(9)))
     run(cache, request)
     decode(cache, request, range(100, 120))

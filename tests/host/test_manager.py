@@ -177,7 +177,9 @@ class TestPages:
     one, other = CachePages(([1], [0, 2])), CachePages(([3], []))
     assert (one + other).get_page_ids() == ([1, 3], [0, 2])
     assert one.get_page_ids() == ([1], [0, 2])
-    with pytest.raises(ValueError, match="2 and 1 groups"):
+    with pytest.raises(
+      ValueError, match="must have 2 groups to be added, got 1"
+    ):
       _ = one + CachePages(([1],))
 
   def test_found_pages_are_cached_and_new_ones_are_not(self, cache):

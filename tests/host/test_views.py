@@ -102,7 +102,7 @@ class TestKeys:
 
   @pytest.mark.parametrize("tokens", [[0.0] * 4, "0123", [0, 1, 2, 2**31]])
   def test_tokens_are_integers(self, tokens):
-    with pytest.raises(ValueError, match="not all 32-bit integers"):
+    with pytest.raises(ValueError, match="`tokens` must be 32-bit integers"):
       hash_page_tokens(CONFIG, None, tokens)
 
 

@@ -244,7 +244,7 @@ def decode_loop(target, seed):
     ones = jnp.ones((config.num_slots,), jnp.int32)
     state, _ = jaxkv.allocate(state, ones)
     state, _ = jaxkv.commit(state, tokens[:, None], ones)
-    state, _ = jaxkv.free(state, tokens == 7)
+    state, _ = jaxkv.free(state, mask=tokens == 7)
     return state, None
 
   def loop(state, tokens):

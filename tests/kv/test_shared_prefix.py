@@ -47,7 +47,7 @@ def forked():
   )
   kv = jax.tree.map(lambda x: jnp.full_like(x, np.nan), kv)
   view = memory.View(
-    page_table=state.page_table[0], starts=state.length, counts=lengths
+    page_table=state.page_table[:, 0], starts=state.length, counts=lengths
   )
   k, v = (draw(seed, 6, PROMPT, KV_HEADS, DIM) for seed in (0, 1))
   kv = memory.write(kv, view, 1, k, v)
@@ -67,7 +67,7 @@ def next_tokens(state, kv, steps):
     state, room = jaxkv.allocate(state, ones)
     assert room.ok.all()
     view = memory.View(
-      page_table=state.page_table[0], starts=state.length, counts=ones
+      page_table=state.page_table[:, 0], starts=state.length, counts=ones
     )
     k, v = (draw(2 * step + s, 6, 1, KV_HEADS, DIM) for s in (4, 5))
     kv = memory.write(kv, view, 1, k, v)
@@ -328,7 +328,7 @@ class TestTree:
     counts = jnp.asarray([4, 0, 0, 0, 0, 0], jnp.int32)
     state, _ = jaxkv.allocate(state, counts)
     view = memory.View(
-      page_table=state.page_table[0], starts=state.length, counts=counts
+      page_table=state.page_table[:, 0], starts=state.length, counts=counts
     )
     k, v = (draw(seed, 6, 4, KV_HEADS, DIM) for seed in (4, 5))
     q = draw(6, 6, 4, HEADS, DIM)

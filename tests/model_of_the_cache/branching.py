@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import itertools
 
-from jaxkv import Code
+from jaxkv import Status
 from tests.model_of_the_cache import sequences
 from tests.model_of_the_cache.slots import Slots
 
@@ -19,17 +19,17 @@ class Branching(Slots):
     for index, (source, target) in enumerate(zip(src, dst, strict=True)):
       code = self._check_fork(before, source, target, named)
       if mask is not None and not mask[index]:
-        code = Code.SKIPPED
+        code = Status.SKIPPED
       owed = self._nothing_owed()
-      if code == Code.OK:
+      if code == Status.OK:
         named.add(target)
         tokens = len(before[source].tokens)
         partial = self._partial(tokens)
         scratch = sum(group.scratch for group in self.groups)
         if self._stateless(before[source], tokens):
-          code = Code.RECYCLED
+          code = Status.RECYCLED
         elif sum(partial) + scratch > len(self.pool.free):
-          code = Code.OUT_OF_PAGES
+          code = Status.OUT_OF_PAGES
         else:
           owed = self._share(before[source], target, partial)
       codes.append(code)
@@ -38,12 +38,12 @@ class Branching(Slots):
 
   def _check_fork(self, before, source, target, named):
     if not (self._in_range(source) and self._in_range(target)):
-      return Code.BAD_SLOT
+      return Status.BAD_SLOT
     if before[source].empty or not before[source].tokens:
-      return Code.SLOT_EMPTY
+      return Status.SLOT_EMPTY
     if not before[target].empty or target in named:
-      return Code.SLOT_IN_USE
-    return Code.OK
+      return Status.SLOT_IN_USE
+    return Status.OK
 
   def _partial(self, tokens):
     """For each group whether the last page is not full."""
@@ -74,36 +74,41 @@ class Branching(Slots):
     return owed
 
   def truncate(self, lengths, mask=None):
+    """Rolls back, slot by slot."""
+    return self.truncate_slots(lengths, range(self.config.num_slots), mask)
+
+  def truncate_slots(self, lengths, slots, mask=None):
     """Rolls back; all releases come before any copy is given a page."""
-    room, codes, plans = len(self.pool.free), [], {}
-    for slot, length in enumerate(lengths):
-      code = self._check_truncate(slot, length)
-      if mask is not None and not mask[slot]:
-        code = Code.SKIPPED
-      if code == Code.OK:
+    room, codes, plans = len(self.pool.free), [], []
+    named = self._named_slots(slots, mask)
+    for slot, length, code in zip(slots, lengths, named, strict=True):
+      code = code or self._check_truncate(slot, length)
+      shared = []
+      if code == Status.OK:
         shared = self._shared_groups(slot, length)
         if sum(shared) > room:
-          code = Code.OUT_OF_PAGES
+          code = Status.OUT_OF_PAGES
         else:
           room -= sum(shared)
-          plans[slot] = length, shared
+          plans.append((slot, length, shared))
       codes.append(code)
-    for slot, (length, shared) in plans.items():
-      self._cut(slot, length, shared)
+    for plan in plans:
+      self._cut(*plan)
+    owed = {slot: self._copied(slot, *rest) for slot, *rest in plans}
     copies = [
       pair
-      for slot in range(len(codes))
-      for pair in self._copied(slot, *plans.get(slot, (0, [])))
+      for slot, code in zip(slots, codes, strict=True)
+      for pair in (self._nothing_owed() if code else owed[slot])
     ]
     return {"code": self._note(codes), "copies": _columns([copies])}
 
   def _check_truncate(self, slot, length):
     if self.slots[slot].empty:
-      return Code.SLOT_EMPTY
+      return Status.SLOT_EMPTY
     if not 0 <= length <= len(self.slots[slot].tokens):
-      return Code.BAD_LENGTH
+      return Status.BAD_LENGTH
     lost = length > 0 and self._lost(self.slots[slot], length)
-    return Code.RECYCLED if lost else Code.OK
+    return Status.RECYCLED if lost else Status.OK
 
   def _lost(self, sequence, length):
     """Whether a shorter sequence would need a page that was given back."""
@@ -121,7 +126,7 @@ class Branching(Slots):
       or length // align == len(sequence.tokens) // align
     ):
       return False
-    aligned, text = length // align * align, config.text_group
+    aligned, text = length // align * align, config.token_group
     if self.groups[text].holds_states:
       return aligned < length
     return max(aligned - 1, 0) // self.groups[text].size < gone[text]

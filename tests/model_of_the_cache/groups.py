@@ -131,7 +131,7 @@ class Group:
         return 0
 
   def skipped_pages(self, tokens: int) -> int:
-    """Leading pages that nothing behind so many tokens looks at."""
+    """Leading pages that no token behind these tokens attends to."""
     return self.skipped_tokens(tokens) // self.size
 
   # --- what is published -----------------------------------------------------
@@ -155,7 +155,7 @@ class Group:
     Args:
       column: of the page.
       prompt: tokens that the sequence was admitted with; 0 for no prompt.
-      junction: where it turned off from what some groups had; 0 for nowhere.
+      junction: where it diverged from tokens that some groups had; 0 for none.
     """
     if self.rules.classic:
       return True

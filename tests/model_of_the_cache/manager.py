@@ -117,7 +117,7 @@ class ReferenceManager:
     enable_caching: whether pages are published and found.
     use_eagle: whether a draft model needs the last page computed again.
     policy: "current" or "classic".
-    retention: see `Rules`.
+    prefix_retention_interval: see `Rules.retention`.
     watermark: part of the pages kept free of newcomers.
     max_in_flight: tokens that steps in flight may write; None for
       `max_model_len`.
@@ -136,7 +136,7 @@ class ReferenceManager:
     use_eagle: bool = False,
     *,
     policy: str = "current",
-    retention: int | None = None,
+    prefix_retention_interval: int | None = None,
     watermark: float = 0.0,
     max_in_flight: int | None = None,
     max_encoder_tokens: int | None = None,
@@ -147,7 +147,7 @@ class ReferenceManager:
       align=math.lcm(*sizes),
       classic=policy == "classic",
       draft=use_eagle,
-      retention=retention,
+      retention=prefix_retention_interval,
     )
     _check_options(self.rules, groups, policy, enable_caching)
     self.groups = [Group(kind, kind.page_size, self.rules) for kind in groups]
@@ -355,7 +355,7 @@ class ReferenceManager:
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
-    """Gives back what nothing behind so many tokens looks at."""
+    """Gives back pages that no token behind these tokens attends to."""
     tables = self._held(request_id).sequence.pages
     for group, pages in zip(self.groups, tables, strict=True):
       sequences.recycle(self.pool, group, pages, max(0, num_computed_tokens))

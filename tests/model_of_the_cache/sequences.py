@@ -19,7 +19,7 @@ class Sequence:
     tokens: those that have their keys and values.
     root: what its keys begin with, such as its salt.
     prompt: tokens that it was admitted with.
-    junction: where it turned off from what was cached in some groups.
+    junction: where it diverged from what was cached in some groups.
     gone: for each group, the columns that were given back.
   """
 
@@ -93,7 +93,7 @@ def publish(
 
 
 def recycle(pool: Pool, group: Group, pages: list[int], tokens: int) -> int:
-  """Gives back what nothing behind so many tokens looks at.
+  """Gives back pages that no token behind these tokens attends to.
 
   The last page of it is the first to be used again.
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxkv import CacheConfig
-from jaxkv import Code
+from jaxkv import Status
 from tests.model_of_the_cache import sequences
 from tests.model_of_the_cache.groups import Group
 from tests.model_of_the_cache.groups import Rules
@@ -17,9 +17,9 @@ def groups_of(config: CacheConfig) -> list[Group]:
   rules = Rules(
     page_size=config.page_size,
     align=config.alignment,
-    classic=config.classic,
-    draft=config.draft_model,
-    retention=config.retention,
+    classic=config.prefix_rules == "classic",
+    draft=config.use_eagle,
+    retention=config.prefix_retention_interval,
   )
   return [
     Group(dataclasses.replace(kind, page_size=size), size, rules)
@@ -42,9 +42,9 @@ class Slots:
   def __init__(self, config: CacheConfig):
     self.config = config
     self.groups = groups_of(config)
-    self.pool = Pool(config.num_pages, config.unhashed_first)
+    self.pool = Pool(config.num_pages, config.free_policy == "unhashed_first")
     self.epoch = 0
-    self.error = Code.OK
+    self.error = Status.OK
     self.queries = self.hits = self.failed = 0
     self.slots = [self._start(None) for _ in range(config.num_slots)]
 
@@ -70,21 +70,26 @@ class Slots:
   def _in_range(self, slot: int) -> bool:
     return 0 <= slot < self.config.num_slots
 
-  def _first_named(self, slots) -> list[bool]:
-    """Whether each slot is one, and no earlier row names it."""
-    return [
-      self._in_range(slot) and slot not in slots[:row]
-      for row, slot in enumerate(slots)
-    ]
+  def _named_slots(self, slots, mask) -> list[Status]:
+    """SKIPPED for rows masked out; BAD_SLOT for slots named before, or none."""
+    codes, named = [], set()
+    for row, slot in enumerate(slots):
+      if mask is not None and not mask[row]:
+        codes.append(Status.SKIPPED)
+        continue
+      good = self._in_range(slot) and slot not in named
+      codes.append(Status.OK if good else Status.BAD_SLOT)
+      named.add(slot)
+    return codes
 
-  def _note(self, codes: list[Code]) -> list[Code]:
+  def _note(self, codes: list[Status]) -> list[Status]:
     """Counts failures and makes the first stick; a misuse replaces pressure."""
     for code in codes:
-      if code in (Code.OK, Code.SKIPPED):
+      if code in (Status.OK, Status.SKIPPED):
         continue
       self.failed += 1
-      if self.error == Code.OK or (
-        self.error == Code.OUT_OF_PAGES and code != Code.OUT_OF_PAGES
+      if self.error == Status.OK or (
+        self.error == Status.OUT_OF_PAGES and code != Status.OUT_OF_PAGES
       ):
         self.error = code
     return codes

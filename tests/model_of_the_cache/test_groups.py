@@ -149,7 +149,7 @@ class TestRecycling:
     assert cache.need("0", demand) == need
 
   def test_uncached_pages_of_a_window_are_used_first(self):
-    cache = manager(20, (WINDOW,), retention=0)
+    cache = manager(20, (WINDOW,), prefix_retention_interval=0)
     one = request("0", range(12), num_prompt_tokens=7)
     admit(cache, one)
     # Only the window before token 6 is kept: places 1 and 2.
@@ -163,13 +163,15 @@ class TestRetention:
   def test_latest_and_every(self):
     window = SlidingWindow(window=3, page_size=2)
     for retention, kept in ((None, [*range(10)]), (0, [9]), (8, [3, 7, 9])):
-      cache = manager(30, (window,), retention=retention)
+      cache = manager(30, (window,), prefix_retention_interval=retention)
       admit(cache, request("0", [*range(21)]))
       assert cache.cached_page_ids() == {place + 1 for place in kept}
 
   def test_states(self):
     for retention, kept in ((None, [0, 1, 2, 3]), (0, [3]), (8, [1, 3])):
-      cache = manager(30, (Recurrent(page_size=4),), retention=retention)
+      cache = manager(
+        30, (Recurrent(page_size=4),), prefix_retention_interval=retention
+      )
       one = request("0", range(18))
       pages = []
       for new in (4, 4, 4, 4, 2):
@@ -181,7 +183,7 @@ class TestRetention:
   def test_junction_is_kept(self):
     window = SlidingWindow(window=3, page_size=2)
     groups = (FullAttention(page_size=2), window)
-    cache = manager(60, groups, retention=0)
+    cache = manager(60, groups, prefix_retention_interval=0)
     admit(cache, request("0", [*range(8), *range(100, 112)]))
     second = request("1", [*range(8), *range(200, 212)])
     assert hit_of(cache, second)[1] == 0
@@ -192,7 +194,7 @@ class TestRetention:
 
   def test_junction_of_states_is_kept(self):
     groups = (FullAttention(page_size=4), Recurrent(page_size=4))
-    cache = manager(60, groups, retention=0)
+    cache = manager(60, groups, prefix_retention_interval=0)
     found = []
     for name in range(3):
       one = request(str(name), [*range(8), *range(100 * name, 100 * name + 9)])
@@ -213,8 +215,8 @@ class TestRetention:
   )
   def test_refused(self, groups, retention):
     with pytest.raises(ValueError, match="retention"):
-      manager(10, groups, retention=retention)
-    manager(10, groups, retention=0)
+      manager(10, groups, prefix_retention_interval=retention)
+    manager(10, groups, prefix_retention_interval=0)
 
 
 class TestState:

@@ -9,7 +9,7 @@ this file is written, not something it checks.
 import copy
 import itertools
 
-from jaxkv import Code
+from jaxkv import Status
 from tests.model_of_the_cache import lookup
 from tests.model_of_the_cache import sequences
 from tests.model_of_the_cache.branching import Branching
@@ -21,11 +21,15 @@ from tests.model_of_the_cache.slots import Slots
 class Arriving(Slots):
   """match, admit, pin: sequences that come, with whatever of them is cached."""
 
-  def match(self, tokens, lengths, salts=None):
+  def match(self, tokens, lengths, salts=None, mask=None):
     """Longest cached prefix of each row; changes nothing."""
-    hits = [self._match(*row) for row in self._rows(tokens, lengths, salts)]
+    rows = self._rows(tokens, lengths, salts)
+    hits = [
+      self._match(*row) if counts else lookup.miss(self.groups)
+      for row, counts in zip(rows, _all(mask, tokens), strict=True)
+    ]
     return {
-      "num_cached": [hit.tokens for hit in hits],
+      "num_cached_tokens": [hit.tokens for hit in hits],
       "pages": self._padded(hits, len(tokens[0]) // self.config.page_size),
     }
 
@@ -39,13 +43,13 @@ class Arriving(Slots):
     return lookup.find(self.groups, self.pool, root, row[:length])
 
   def _padded(self, hits, columns):
-    """Pages as [G, R, columns], NO_PAGE before and behind those needed."""
+    """Pages as [R, G, columns], NO_PAGE before and behind those needed."""
     no_page = self.config.no_page
     padded = []
-    for number in range(self.config.num_groups):
+    for hit in hits:
       padded.append([])
-      for hit in hits:
-        pages = [no_page] * hit.first[number] + hit.pages[number]
+      for first, own in zip(hit.first, hit.pages, strict=True):
+        pages = [no_page] * first + own
         padded[-1].append(pages + [no_page] * (columns - len(pages)))
     return padded
 
@@ -56,7 +60,7 @@ class Arriving(Slots):
     lengths,
     salts=None,
     mask=None,
-    room=None,
+    num_tokens=None,
     keep_free=None,
     num_encoder_tokens=None,
   ):
@@ -64,7 +68,7 @@ class Arriving(Slots):
     codes, plans, named = [], {}, set()
     left, woken = len(self.pool.free), set()
     rows = list(self._rows(tokens, lengths, salts))
-    room, keep = room or lengths, keep_free or [0] * len(rows)
+    room, keep = num_tokens or lengths, keep_free or [0] * len(rows)
     encoders = num_encoder_tokens or [0] * len(rows)
     for index, (row, length, salt) in enumerate(rows):
       encoder = encoders[index]
@@ -72,14 +76,14 @@ class Arriving(Slots):
       fits = least >= 0 and length <= len(row)
       code = self._check_admit(slots[index], max(length, encoder), fits, named)
       if mask is not None and not mask[index]:
-        code = Code.SKIPPED
-      if code == Code.OK:
+        code = Status.SKIPPED
+      if code == Status.OK:
         named.add(slots[index])
         hit = self._match(row, length, salt)
         begun = min(hit.tokens + room[index], length)
         pages = self._pages_for(begun, encoder)
         code, cost = self._price(hit, pages, left - keep[index], woken)
-        if code == Code.OK:
+        if code == Status.OK:
           left -= cost
           plans[index] = hit, pages
       codes.append(code)
@@ -100,16 +104,16 @@ class Arriving(Slots):
       self.queries += length
       self.hits += hit.tokens
       cached[index] = hit.tokens
-    return {"code": self._note(codes), "num_cached": cached}
+    return {"code": self._note(codes), "num_cached_tokens": cached}
 
   def _check_admit(self, slot, length, fits, named):
     if not self._in_range(slot):
-      return Code.BAD_SLOT
+      return Status.BAD_SLOT
     if not self.slots[slot].empty or slot in named:
-      return Code.SLOT_IN_USE
+      return Status.SLOT_IN_USE
     if not fits:
-      return Code.BAD_LENGTH
-    return Code.SLOT_FULL if length > self.config.slot_tokens else Code.OK
+      return Status.BAD_LENGTH
+    return Status.SLOT_FULL if length > self.config.slot_tokens else Status.OK
 
   def _price(self, hit, wanted, left, woken):
     """Whether there is room, and what leaves the free list then.
@@ -117,15 +121,15 @@ class Arriving(Slots):
     That are pages to pop, and hits in it that no earlier row woke.
     """
     if self._overfull(wanted):
-      return Code.SLOT_FULL, 0
+      return Status.SLOT_FULL, 0
     tables = self._grown(hit.tables(), wanted, True)
     need = sequences.missing(tables, wanted)
     hits = set(hit.all_pages())
     wakes = {page for page in hits if not self.pool.refs[page]} - woken
     if need + len(wakes) > left:
-      return Code.OUT_OF_PAGES, 0
+      return Status.OUT_OF_PAGES, 0
     woken |= wakes
-    return Code.OK, need + len(wakes)
+    return Status.OK, need + len(wakes)
 
   def pin(self, tokens, lengths, salts=None, mask=None):
     """Pins the longest cached prefix of each row."""
@@ -133,11 +137,11 @@ class Arriving(Slots):
     rows = self._rows(tokens, lengths, salts)
     for index, (row, length, salt) in enumerate(rows):
       hit = self._match(row, length, salt)
-      code = Code.OK if hit.tokens else Code.NOT_CACHED
+      code = Status.OK if hit.tokens else Status.NOT_CACHED
       if not 1 <= length <= len(row):
-        code = Code.BAD_LENGTH
+        code = Status.BAD_LENGTH
       if mask is not None and not mask[index]:
-        code, hit = Code.SKIPPED, lookup.miss(self.groups)
+        code, hit = Status.SKIPPED, lookup.miss(self.groups)
       codes.append(code)
       hits.append(hit)
     for hit in hits:
@@ -146,7 +150,7 @@ class Arriving(Slots):
         self.pool.pins[page] += 1
     return {
       "code": self._note(codes),
-      "num_cached": [hit.tokens for hit in hits],
+      "num_cached_tokens": [hit.tokens for hit in hits],
       "pages": self._padded(hits, len(tokens[0]) // self.config.page_size),
     }
 
@@ -158,13 +162,15 @@ class Growing(Slots):
     """Room for so many more tokens, slot by slot, group by group."""
     return self.allocate_slots(num_tokens, range(self.config.num_slots))
 
-  def allocate_slots(self, num_tokens, slots, num_encoder_tokens=None):
+  def allocate_slots(
+    self, num_tokens, slots, mask=None, num_encoder_tokens=None
+  ):
     """`jaxkv.allocate` with slot numbers."""
     encoders = num_encoder_tokens or [0] * len(num_tokens)
     rows = zip(slots, num_tokens, encoders, strict=True)
     done = [
-      self._allocate(*row) if first else (Code.BAD_SLOT, 0)
-      for row, first in zip(rows, self._first_named(slots), strict=True)
+      (code, 0) if code else self._allocate(*row)
+      for row, code in zip(rows, self._named_slots(slots, mask), strict=True)
     ]
     codes = self._note([code for code, _ in done])
     return {"code": codes, "num_new_pages": [new for _, new in done]}
@@ -172,47 +178,47 @@ class Growing(Slots):
   def _allocate(self, slot, count, encoder):
     sequence = self.slots[slot]
     if min(count, encoder) < 0:
-      return Code.BAD_LENGTH, 0
+      return Status.BAD_LENGTH, 0
     total = len(sequence.tokens) + count
     wanted = self._pages_for(total, encoder)
     if max(total, encoder) > self.config.slot_tokens or (
       count and self._overfull(wanted)
     ):
-      return Code.SLOT_FULL, 0
+      return Status.SLOT_FULL, 0
     if count == 0:
-      return Code.OK, 0
+      return Status.OK, 0
     tables = self._grown(sequence.pages, wanted, sequence.empty)
     need = sequences.missing(tables, wanted)
     if need > len(self.pool.free):
-      return Code.OUT_OF_PAGES, 0
+      return Status.OUT_OF_PAGES, 0
     if sequence.empty:
       sequence = self.slots[slot] = self._start(None)
     sequence.pages = self._fill(tables, wanted)
-    return Code.OK, need
+    return Status.OK, need
 
   def commit(self, tokens, counts):
     """Makes tokens final and publishes the pages that became full."""
     return self.commit_slots(tokens, counts, range(self.config.num_slots))
 
-  def commit_slots(self, tokens, counts, slots):
+  def commit_slots(self, tokens, counts, slots, mask=None):
     """`jaxkv.commit` with slot numbers."""
     done = [
-      self._commit(slot, row, count) if first else (Code.BAD_SLOT, 0)
-      for slot, row, count, first in zip(
-        slots, tokens, counts, self._first_named(slots), strict=True
+      (code, 0) if code else self._commit(slot, row, count)
+      for slot, row, count, code in zip(
+        slots, tokens, counts, self._named_slots(slots, mask), strict=True
       )
     ]
     codes = self._note([code for code, _ in done])
-    return {"code": codes, "num_published": [n for _, n in done]}
+    return {"code": codes, "num_published_pages": [n for _, n in done]}
 
   def _commit(self, slot, row, count):
     sequence = self.slots[slot]
     if count != 0 and sequence.empty:
-      return Code.SLOT_EMPTY, 0
+      return Status.SLOT_EMPTY, 0
     if not 0 <= count <= len(row):
-      return Code.BAD_LENGTH, 0
+      return Status.BAD_LENGTH, 0
     if len(sequence.tokens) + count > self.room(slot):
-      return Code.NO_ROOM, 0
+      return Status.NO_ROOM, 0
     before = len(sequence.tokens)
     sequence.tokens = sequence.tokens + list(row[:count])
     published = self.pool.published
@@ -224,7 +230,7 @@ class Growing(Slots):
         )
         merge = self.config.merge_duplicates
         sequences.publish(self.pool, group, number, sequence, columns, merge)
-    return Code.OK, self.pool.published - published
+    return Status.OK, self.pool.published - published
 
 
 class Ending(Slots):
@@ -234,8 +240,16 @@ class Ending(Slots):
     """Gives back what windows and chunks left behind, the last page first."""
     if lengths is None:
       lengths = [len(sequence.tokens) for sequence in self.slots]
-    given = [self._recycle(*row) for row in enumerate(lengths)]
-    return {"num_pages": given}
+    return self.recycle_slots(lengths, range(self.config.num_slots))
+
+  def recycle_slots(self, lengths, slots, mask=None):
+    """`jaxkv.recycle` with slot numbers."""
+    codes = self._named_slots(slots, mask)
+    given = [
+      0 if code else self._recycle(slot, length)
+      for slot, length, code in zip(slots, lengths, codes, strict=True)
+    ]
+    return {"code": self._note(codes), "num_recycled_pages": given}
 
   def _recycle(self, slot, length):
     """The same for one slot; no sequence is longer than its slot."""
@@ -248,56 +262,56 @@ class Ending(Slots):
       given += sequences.recycle(self.pool, group, pages, length)
     return given
 
-  def free_slots(self, slots):
+  def free_slots(self, slots, mask=None):
     """`jaxkv.free` with slot numbers."""
-    return {"code": self._note([self._free(slot) for slot in slots])}
-
-  def free_mask(self, mask):
-    """`jaxkv.free` with a mask over all slots."""
     codes = [
-      self._free(slot) if named else Code.SKIPPED
-      for slot, named in enumerate(mask)
+      self._free(slot) if counts else Status.SKIPPED
+      for slot, counts in zip(slots, _all(mask, slots), strict=True)
     ]
     return {"code": self._note(codes)}
 
+  def free_mask(self, mask):
+    """`jaxkv.free` with a mask over all slots."""
+    return self.free_slots(range(self.config.num_slots), mask)
+
   def _free(self, slot):
     if not self._in_range(slot):
-      return Code.BAD_SLOT
+      return Status.BAD_SLOT
     if self.slots[slot].empty:
-      return Code.SLOT_EMPTY
+      return Status.SLOT_EMPTY
     sequences.release(self.pool, self.slots[slot])
     self.slots[slot] = self._start(None)
-    return Code.OK
+    return Status.OK
 
-  def touch(self, pages):
+  def touch(self, pages, mask=None):
     """Pins pages, given as [X][P], that are held or cached."""
-    return self._by_page(pages, self._touch)
+    return self._by_page(self._masked(pages, mask), self._touch)
 
   def _touch(self, page):
     if not self.pool.refs[page] and page not in self.pool.keys:
-      return Code.NOT_CACHED
+      return Status.NOT_CACHED
     self.pool.hold([page])
     self.pool.pins[page] += 1
-    return Code.OK
+    return Status.OK
 
-  def evict(self, pages):
+  def evict(self, pages, mask=None):
     """Drops the keys of pages; they stay where they are."""
-    return self._by_page(pages, self._evict)
+    return self._by_page(self._masked(pages, mask), self._evict)
 
   def _evict(self, page):
     if page not in self.pool.keys:
-      return Code.NOT_CACHED
+      return Status.NOT_CACHED
     self.pool.forget(page)
-    return Code.OK
+    return Status.OK
 
-  def unpin(self, pages):
+  def unpin(self, pages, mask=None):
     """Gives pins back, in each row the last page first."""
     codes = []
-    for row in pages:
+    for row in self._masked(pages, mask):
       backwards = [self._named(page, self._unpin) for page in row[::-1]]
       codes.append(backwards[::-1])
       given = zip(row, codes[-1], strict=True)
-      ok = [page for page, code in given if code == Code.OK]
+      ok = [page for page, code in given if code == Status.OK]
       self.pool.release(ok[::-1])
     self._note(list(itertools.chain(*codes)))
     return {"code": codes}
@@ -305,9 +319,21 @@ class Ending(Slots):
   def _unpin(self, page):
     """Takes a pin away, but not yet its reference."""
     if self.pool.pins[page] == 0:
-      return Code.NOT_PINNED
+      return Status.NOT_PINNED
     self.pool.pins[page] -= 1
-    return Code.OK
+    return Status.OK
+
+  def _masked(self, pages, mask):
+    """The pages, NO_PAGE where they are masked out."""
+    if mask is None:
+      return pages
+    return [
+      [
+        p if counts else self.config.no_page
+        for p, counts in zip(*row, strict=True)
+      ]
+      for row in zip(pages, mask, strict=True)
+    ]
 
   def _by_page(self, pages, verb):
     codes = [[self._named(page, verb) for page in row] for row in pages]
@@ -316,20 +342,20 @@ class Ending(Slots):
 
   def _named(self, page, verb):
     if page == self.config.no_page:
-      return Code.SKIPPED
+      return Status.SKIPPED
     if not 0 < page < self.config.num_pages:
-      return Code.BAD_PAGE
+      return Status.BAD_PAGE
     return verb(page)
 
   def reset_prefix_cache(self):
     """Forgets all cached pages if none is held."""
-    code = Code.OK if self.pool.reset() else Code.STILL_HELD
+    code = Status.OK if self.pool.reset() else Status.STILL_HELD
     return {"code": self._note([code])[0]}
 
   def new_epoch(self):
     """Nothing published so far will be found again."""
     self.epoch += 1
-    return {}
+    return {"epoch": self.epoch}
 
   def num_common_prefix_pages(self):
     """Leading pages that all sequences share, for each group."""
@@ -350,3 +376,8 @@ class Oracle(Arriving, Growing, Branching, Ending):
   def copy(self) -> "Oracle":
     """A cache that shares nothing with this one."""
     return copy.deepcopy(self)
+
+
+def _all(mask, rows):
+  """The mask, all True for None."""
+  return [True] * len(rows) if mask is None else mask

@@ -83,7 +83,7 @@ def _program(model) -> Any:
   forward = functools.partial(
     models.forward, config=model.config, logits="last"
   )
-  return jax.jit(functools.partial(rollout.run, model=forward))
+  return jax.jit(functools.partial(rollout.generate, model=forward))
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def _dense_run(config, samples: int, temperature: float, get_model) -> Any:
   )
   sequences = rollout.from_prompts(*_prompts(model), jax.random.key(3), options)
   run = functools.partial(
-    rollout.run_dense, batch_size=5, model=forward, config=options
+    rollout.generate_dense, batch_size=5, model=forward, config=options
   )
   return jax.jit(run)(model.params, memory, sequences, jnp.float32(temperature))
 
@@ -178,7 +178,7 @@ class TestTokens:
     counters, stats = end.counters, jaxkv.stats(end.cache)
     if name == "a pool that preempts":
       assert int(counters.preempted) > 0
-      assert int(stats.evicted) > 0
+      assert int(stats.evicted_pages) > 0
     if name == "sampled":
       assert int(counters.forked) > 0
       prompt_tokens = int(jnp.sum(end.sequences.prompt_length))
@@ -265,15 +265,15 @@ class TestHopelessSequences:
     """A sequence that can never run is given up; the rest is done."""
     state = _initial(small_model, 3, 40, 8, 1)
     cache, _ = jaxkv.allocate(state.cache, jnp.asarray([96, 96, 32], jnp.int32))
-    cache, _ = jaxkv.touch(cache, cache.page_table[0])
-    cache, _ = jaxkv.free(cache, jnp.ones((3,), bool))
+    cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
+    cache, _ = jaxkv.free(cache, mask=jnp.ones((3,), bool))
     state = dataclasses.replace(state, cache=cache)
     end = program(small_model.params, state, jnp.float32(1), jnp.int32(0))
     status = end.sequences.status.tolist()
     assert rollout.FAILED in status
     assert rollout.DONE in status
     failed = end.sequences.status == rollout.FAILED
-    expected = jnp.where(failed, jaxkv.Code.OUT_OF_PAGES, jaxkv.Code.OK)
+    expected = jnp.where(failed, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK)
     assert end.sequences.code.tolist() == expected.tolist()
     held = jnp.sum(cache.pool.pin_count)
     assert int(end.cache.pool.queue.num_free) == 39 - int(held)
@@ -287,8 +287,8 @@ class TestHopelessSequences:
     assert end.sequences.status.tolist() == [
       rollout.DONE, rollout.FAILED, rollout.FAILED, *[rollout.DONE] * 3,
     ]  # fmt: skip
-    assert end.sequences.code[1] == jaxkv.Code.BAD_LENGTH
-    assert end.sequences.code[2] == jaxkv.Code.BAD_LENGTH
+    assert end.sequences.code[1] == jaxkv.Status.BAD_LENGTH
+    assert end.sequences.code[2] == jaxkv.Status.BAD_LENGTH
 
   def test_no_number_of_steps_is_too_large(self, small_model, program):
     run = functools.partial(program, small_model.params)
@@ -323,7 +323,7 @@ class TestArguments:
   def test_a_cache_in_use(self, small_model):
     state = _initial(small_model, 2, 40, 8, 1)
     cache, _ = jaxkv.allocate(state.cache, jnp.asarray([1, 0], jnp.int32))
-    with pytest.raises(ValueError, match="slots in use"):
+    with pytest.raises(ValueError, match="must have no slot in use"):
       rollout.init(
         cache,
         state.kv,
@@ -333,11 +333,11 @@ class TestArguments:
       )
 
   def test_a_sequence_that_cannot_fit(self, small_model):
-    with pytest.raises(ValueError, match=r"needs 12 pages and the pool has 7"):
+    with pytest.raises(ValueError, match=r"num_pages` must be at least 13 for"):
       _initial(small_model, 2, 8, 8, 1)
     state = _initial(small_model, 2, 40, 8, 1)
     wide = jnp.zeros((1, 100), jnp.int32)
-    with pytest.raises(ValueError, match=r"do not fit into a slot of 96"):
+    with pytest.raises(ValueError, match=r"must fit a slot of 96 tokens"):
       rollout.init(
         state.cache,
         state.kv,
@@ -346,6 +346,28 @@ class TestArguments:
         jax.random.key(0),
         _config(small_model, 1),
       )
+
+
+def test_begun_inside_a_program(small_model):
+  """Prompts that the program closes over are known while it is traced."""
+  state = _initial(small_model, 2, 40, 8, 1)
+  prompts, lengths = _prompts(small_model)
+  key, config = jax.random.key(0), _config(small_model, 1)
+
+  def begin(cache, kv):
+    return rollout.init(cache, kv, prompts, lengths, key, config)
+
+  wanted = begin(state.cache, state.kv)
+  shapes = jax.eval_shape(begin, state.cache, state.kv)
+  chex.assert_trees_all_equal_shapes_and_dtypes(shapes, wanted)
+  begun = jax.jit(begin)(state.cache, state.kv)
+  chex.assert_trees_all_equal(_numbers(begun), _numbers(wanted))
+  none = lengths * 0
+  with pytest.raises(ValueError, match=r"`lengths\[0\]` must be 1 .. 72"):
+    jax.eval_shape(
+      lambda cache: rollout.init(cache, state.kv, prompts, none, key, config),
+      state.cache,
+    )
 
 
 def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:

@@ -1,12 +1,16 @@
 """The cache: its state and the verbs that change it.
 
-Verbs, by file: `admitting` (match, admit), `allocating` (allocate),
-`committing` (commit), `forking` (fork), `releasing` (free, truncate),
-`pinning` (touch, pin, unpin, evict), `forgetting` (reset_prefix_cache,
-new_epoch), `looking` (stats, usage, ...), `invariants` (check, ...).
+Read `config` and `state` first, then `verbs/`, a file for each verb or close
+family. Below the verbs:
 
-Mechanisms below them: `page_table` (rows that grow and shrink), `prefix` (the
-longest cached prefix), `page_pool` (references), `free_queue` (eviction order),
-`prefix_index` (key to pages), `hashing` (keys), `grants` (who gets pages),
-`ragged` (windows over work), `indexing` (gathers and scatters).
+| folder | what it holds |
+|---|---|
+| `groups/` | layer groups: kinds, sizes in pages, recurrent columns |
+| `pool/` | pages: references, eviction order, page-table rows, reservations |
+| `prefix/` | page keys, the index, lookup, publication and its rules |
+| `telemetry/` | the event log, and the ages of evicted pages |
+
+`status` defines how calls fail and `invariants` what holds between calls.
+`masked` has bounds-safe array operations, `work_items` loops whose cost follows
+the work, and `xla` the idioms that XLA needs.
 """

@@ -11,47 +11,43 @@ from jaxkv._src.cache.groups.kinds import GroupKind
 class CacheConfig:
   """Everything about a cache that is fixed when a program is compiled.
 
-  Hashable, so that it can be a static field of the state and a static
-  argument of a jitted function.
+  Hashable: a static field of the state, and a static argument for `jax.jit`.
 
   Attributes:
-    num_pages: N, pages in the pool; page 0 is the null page and is never
+    num_pages: N, pages in the pool. Page 0 is the null page and is never
       handed out, so `num_pages - 1` can be used.
-    page_size: S, tokens a page. Where groups have pages of their own sizes,
-      those are multiples of it, and it is the step in which keys are made.
+    page_size: S, tokens a page. Groups may have larger pages of their own, in
+      multiples of it; then it is the step in which keys are made.
     num_slots: B, sequences that can be held at once.
-    pages_per_slot: M, pages of that size for which one sequence has room in
-      each group: `pages_per_slot * page_size` tokens.
-    groups: the kinds of G groups of layers. Every group has a page table of
-      its own and all draw from one pool.
-    prefix_caching: whether full pages are hashed and found again. Switched
-      off, the state has no keys, no tokens and no index at all.
-    unhashed_first: where a page without a key goes when its last reference is
-      given back: True, to the front of the free queue (it is useless, so it
-      is used first); False, to the back like every other page.
-    merge_duplicates: whether a page that becomes full while an equal one is
-      already cached is replaced by that one in its page table, so that it
-      goes back to the pool at once.
-    draft_model: whether hits leave out the last page found, because a draft
+    pages_per_slot: M, columns of a slot's row in the page table. One sequence
+      has room for `pages_per_slot * page_size` tokens in each group.
+    groups: the kinds of the G layer groups. Every group has a page table of its
+      own; all groups draw from one pool.
+    prefix_caching: whether full pages are hashed and found again. Without it
+      the state has no keys, no tokens and no index.
+    free_policy: where a page without a key goes when its last reference is
+      given back. "unhashed_first": to the front of the free queue, since
+      nothing can find it. "lru": to the back, like every other page.
+    prefix_rules: which full pages are published and found. "current": as in
+      vLLM since 0.25. "classic": as before and in eSurge; full pages are
+      published even where no hit can use them, and every group leaves out a
+      page for the draft model whenever it shortens a prefix.
+    merge_duplicates: whether a page that becomes full while an equal page is
+      cached is replaced by that page, so that it goes back to the pool at once.
+    use_eagle: whether hits leave out the last page found, because a draft
       model (EAGLE) needs its hidden states computed again.
-    classic: whether prefixes are handled as vLLM did before 0.25: full pages
-      are published even where no hit can use them (before the window at the
-      end of an aligned prefix), and every kind of group leaves a page out for
-      the draft model whenever it shortens a prefix.
-    retention: which of the prefixes that a window could go on from are kept.
-      None, all; 0, the latest: those at the end of the prompt, and where an
-      earlier sequence turned off; k, those and every k tokens.
-    event_log: events that are kept until `drain_events` reads them: pages
-      published and taken out. 0 for no log.
-    track_new_pages: whether `take_new_pages` tells which pages were handed
-      out.
+    prefix_retention_interval: which of the prefixes that end in a window stay
+      cached. None: all. 0: the latest, which are the end of the prompt and the
+      place where an earlier prompt diverged. k: those and every k tokens.
+    event_log: events kept until `drain_events` reads them; 0 for no log.
+    track_new_pages: whether `take_new_pages` tells which pages were handed out.
     track_residency: whether `residency` tells how old evicted pages were.
-    seed: the secret of the page keys. Whoever does not know it cannot make
-      two prefixes collide.
+    seed: the secret of the page keys. Without it nobody can construct two
+      prefixes with one key.
 
   Raises:
-    TypeError: a size is not an int, or a switch not a bool.
-    ValueError: a size is too small.
+    TypeError: a field has the wrong type.
+    ValueError: a field is out of range, or two fields contradict each other.
   """
 
   num_pages: int
@@ -60,125 +56,108 @@ class CacheConfig:
   pages_per_slot: int
   groups: tuple[GroupKind, ...] = (FullAttention(),)
   prefix_caching: bool = True
-  unhashed_first: bool = True
+  free_policy: str = "unhashed_first"
+  prefix_rules: str = "current"
   merge_duplicates: bool = False
-  draft_model: bool = False
-  classic: bool = False
-  retention: int | None = None
+  use_eagle: bool = False
+  prefix_retention_interval: int | None = None
   event_log: int = 0
   track_new_pages: bool = False
   track_residency: bool = False
   seed: int = 0
 
   def __post_init__(self):
-    smallest = {
-      "num_pages": 2,
-      "page_size": 1,
-      "num_slots": 1,
-      "pages_per_slot": 1,
-      "event_log": 0,
-      "seed": 0,
-    }
-    for name, least in smallest.items():
-      value = getattr(self, name)
-      if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(
-          f"CacheConfig.{name} must be an int, got {value!r} of type "
-          f"{type(value).__name__}."
-        )
-      if value < least:
-        raise ValueError(
-          f"CacheConfig.{name} must be at least {least}, got {value}."
-        )
+    least = {"num_pages": 2, "event_log": 0, "seed": 0}
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
+      if field.type is int:
+        _check_int(field.name, value, least.get(field.name, 1))
       if field.type is bool and not isinstance(value, bool):
         raise TypeError(
-          f"CacheConfig.{field.name} must be True or False, got {value!r}."
+          f"`CacheConfig.{field.name}` must be True or False, got {value!r}."
         )
+    _check_choice("free_policy", self.free_policy, ("unhashed_first", "lru"))
+    _check_choice("prefix_rules", self.prefix_rules, ("current", "classic"))
     self._check_groups()
-    self._check_encoder()
+    self._check_sizes()
+    self._check_retention()
+    self._check_caching()
+
+  def _check_sizes(self):
     if max(self.num_pages, self.slot_tokens) > 2**28:
       raise ValueError(
-        "CacheConfig.num_pages and pages_per_slot * page_size must be at most "
-        f"2**28 (every index is below 2**30), got {self.num_pages} and "
-        f"{self.slot_tokens}."
+        "`CacheConfig.num_pages` and `pages_per_slot * page_size` must be at "
+        f"most 2**28, got {self.num_pages} and {self.slot_tokens}; indices "
+        "stay below 2**30."
       )
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:
       raise ValueError(
-        "CacheConfig.num_slots * pages_per_slot must be below 2**31 for all "
-        "groups together (pages are counted in int32); make slots shorter or "
-        "fewer."
+        "`CacheConfig.num_slots * pages_per_slot` must be below 2**31 for all "
+        f"groups together, got {self.num_groups} * {self.num_slots} * "
+        f"{self.pages_per_slot}; make slots shorter or fewer."
       )
-    self._check_retention()
-    self._check_caching()
 
   def _check_groups(self):
     if not isinstance(self.groups, tuple) or not self.groups:
       raise TypeError(
-        "CacheConfig.groups must be a tuple of group kinds, one or more, got "
+        "`CacheConfig.groups` must be a tuple of one or more group kinds, got "
         f"{self.groups!r}."
       )
     for kind in self.groups:
       if not isinstance(kind, GroupKind):
         raise TypeError(
-          f"CacheConfig.groups holds {kind!r}, which is no GroupKind; use "
-          "FullAttention(), SlidingWindow(window) or a kind of your own."
+          f"`CacheConfig.groups` must hold group kinds, got {kind!r}; use "
+          "FullAttention(), SlidingWindow(window) or a subclass of GroupKind."
         )
     for size in self.page_sizes:
       if size % self.page_size or self.slot_tokens % size:
         raise ValueError(
-          f"A group's page_size must be a multiple of CacheConfig.page_size "
-          f"({self.page_size}) and a divisor of the slot's {self.slot_tokens} "
+          "`page_size` of a group must be a multiple of CacheConfig.page_size "
+          f"({self.page_size}) and divide the slot's {self.slot_tokens} "
           f"tokens, got {size}."
         )
+    if all(kind.holds_encoder for kind in self.groups):
+      raise ValueError(
+        "`CacheConfig.groups` must have a group for the sequences' own tokens, "
+        f"got {self.groups}; add one, such as FullAttention()."
+      )
 
   def _check_caching(self):
     needs_keys = {
-      "merge_duplicates": "without keys no two pages are known to be equal",
-      "event_log": "nothing is ever published without it",
-      "track_residency": "nothing is ever evicted without it",
+      "merge_duplicates": "equal pages are known by their keys",
+      "event_log": "events tell of published pages",
+      "track_residency": "it tells of cached pages",
     }
     for name, reason in needs_keys.items():
       if getattr(self, name) and not self.prefix_caching:
         raise ValueError(
-          f"CacheConfig.{name} needs prefix_caching=True: {reason}."
+          f"`CacheConfig.{name}` needs prefix_caching=True: {reason}."
         )
-
-  def _check_encoder(self):
-    encoders = [kind for kind in self.groups if kind.holds_encoder]
-    if encoders and self.prefix_caching:
+    if self.prefix_caching and self.holds_encoder:
       raise ValueError(
-        f"CacheConfig.groups holds {encoders[0]}, which needs "
-        "prefix_caching=False: what a decoder computes depends on the "
-        "encoder's input, of which page keys know nothing."
-      )
-    if len(encoders) == self.num_groups:
-      raise ValueError(
-        f"CacheConfig.groups holds {encoders[0]} and no group for the tokens "
-        "of the sequences themselves; add one, such as FullAttention()."
+        "`CacheConfig.prefix_caching` must be False with CrossAttention: K/V "
+        "depends on the encoder's input, which page keys do not cover."
       )
 
   def _check_retention(self):
-    if self.retention is None:
+    interval = self.prefix_retention_interval
+    if interval is None:
       return
-    if isinstance(self.retention, bool) or not isinstance(self.retention, int):
-      raise TypeError(
-        f"CacheConfig.retention must be None or an int, got {self.retention!r}."
-      )
-    if self.retention < 0 or self.retention % self.alignment:
+    _check_int("prefix_retention_interval", interval, 0)
+    if interval % self.alignment:
       raise ValueError(
-        f"CacheConfig.retention must be a multiple of {self.alignment}, the "
-        f"tokens of which every hit is one, got {self.retention}."
+        "`CacheConfig.prefix_retention_interval` must be a multiple of "
+        f"{self.alignment}, as every hit is, got {interval}."
       )
-    if self.classic:
+    if self.prefix_rules == "classic":
       raise ValueError(
-        "CacheConfig.retention and classic contradict each other; choose one."
+        "`CacheConfig.prefix_retention_interval` must be None with "
+        f'prefix_rules="classic", got {interval}.'
       )
 
   @property
   def num_groups(self) -> int:
-    """G, how many groups there are."""
+    """G."""
     return len(self.groups)
 
   @property
@@ -192,26 +171,20 @@ class CacheConfig:
     return math.lcm(*self.page_sizes)
 
   @property
-  def text_group(self) -> int:
-    """The group whose pages tell what a sequence's tokens were.
+  def token_group(self) -> int:
+    """The group from whose pages a sequence's tokens are read back.
 
-    One that never leaves pages behind, if there is one.
+    A group that keeps all its pages, if there is one.
     """
     keeps = [
-      type(kind).num_skipped is GroupKind.num_skipped and not kind.holds_encoder
-      for kind in self.groups
+      not kind.skips_pages and not kind.holds_encoder for kind in self.groups
     ]
-    return keeps.index(True) if True in keeps else self.lead_group
+    return keeps.index(True) if True in keeps else self.first_self_group
 
   @property
-  def lead_group(self) -> int:
-    """The first group that has a page of every sequence."""
+  def first_self_group(self) -> int:
+    """The first group with a page of every sequence: no cross attention."""
     return [kind.holds_encoder for kind in self.groups].index(False)
-
-  @property
-  def holds_states(self) -> bool:
-    """Whether some group holds states instead of tokens."""
-    return any(kind.holds_states for kind in self.groups)
 
   @property
   def holds_encoder(self) -> bool:
@@ -219,19 +192,16 @@ class CacheConfig:
     return any(kind.holds_encoder for kind in self.groups)
 
   @property
-  def recycles(self) -> bool:
+  def skips_pages(self) -> bool:
     """Whether some group leaves pages behind while a sequence runs."""
-    return any(
-      type(kind).num_skipped is not GroupKind.num_skipped
-      for kind in self.groups
-    )
+    return any(kind.skips_pages for kind in self.groups)
 
   @property
   def no_page(self) -> int:
-    """NO_PAGE: what a page table holds where no page was ever attached.
+    """NO_PAGE = N: the entry of a page table where no page was ever attached.
 
-    It is out of range on purpose: a scatter drops it. A negative number would
-    name the last page.
+    It is out of range on purpose: a scatter drops it, where a negative number
+    would name the last page.
     """
     return self.num_pages
 
@@ -239,3 +209,22 @@ class CacheConfig:
   def slot_tokens(self) -> int:
     """Tokens for which one slot has room, M * S."""
     return self.pages_per_slot * self.page_size
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise TypeError(
+      f"`CacheConfig.{name}` must be an int, got {value!r} of type "
+      f"{type(value).__name__}."
+    )
+  if value < least:
+    raise ValueError(
+      f"`CacheConfig.{name}` must be at least {least}, got {value}."
+    )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+  if value not in choices:
+    raise ValueError(
+      f"`CacheConfig.{name}` must be one of {choices}, got {value!r}."
+    )

@@ -1,34 +1,38 @@
-"""The laws of a cache, checked."""
+"""The invariants of a cache, checked."""
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxkv._src.cache import masked
-from jaxkv._src.cache.groups import sizes as groups
+from jaxkv._src.cache.groups import recurrent
+from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
+from jaxkv._src.cache.prefix import rules
+from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
+from jaxkv._src.cache.prefix.slot_hashes import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
-from jaxkv._src.cache.status import Code
-from jaxkv._src.cache.verb import verb
+from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.status import Status
 
 
 class CacheError(RuntimeError):
-  """A cache that broke a law or recorded a misuse; see `check`."""
+  """A cache that broke an invariant or recorded a misuse; see `check`."""
 
 
 def check(state: CacheState) -> None:
-  """Raises if the cache broke a law or a call misused it. On the host.
+  """Raises if the cache broke an invariant or a call misused it. On the host.
 
-  Running out of pages is no misuse; see `stats(state).failed`.
+  Running out of pages is not a misuse; see `stats(state).failed_rows`.
 
   Args:
     state: the cache.
 
   Raises:
-    CacheError: names the laws that do not hold, or the first misuse.
+    CacheError: names the invariants that do not hold, or the first misuse.
 
   Examples:
     >>> import jaxkv
@@ -40,27 +44,27 @@ def check(state: CacheState) -> None:
   broken = [name for name, holds in laws.items() if not np.all(holds)]
   if broken:
     raise CacheError(
-      f"The cache broke its laws {', '.join(broken)}. See CacheState for what "
-      "they say; this is a bug in jaxkv, or the state was edited by hand."
+      f"The cache broke its invariants {', '.join(broken)}, which CacheState "
+      "defines. This is a bug in jaxkv, or the state was edited by hand."
     )
-  error = Code(int(state.error))
-  if error not in (Code.OK, Code.OUT_OF_PAGES):
+  error = Status(int(state.error))
+  if error not in (Status.OK, Status.OUT_OF_PAGES):
     raise CacheError(
-      f"A call failed with {error.name}, which was recorded in state.error. "
-      "See jaxkv.Code for its meaning and the `code` of the calls for the row; "
-      "jaxkv.clear_error forgets it."
+      f"A call failed with {error.name}, and `state.error` recorded it. See "
+      "jaxkv.Status for its meaning and the `code` of the calls for the row; "
+      "jaxkv.clear_error clears it."
     )
 
 
 @verb
 def check_invariants(state: CacheState) -> dict[str, Array]:
-  """Tests every law of `CacheState`. Cost grows with the pool.
+  """Tests every invariant of `CacheState`. The cost grows with the pool.
 
   Args:
     state: the cache.
 
   Returns:
-    bool[] by the law's name.
+    bool[] by the name of the invariant.
 
   Examples:
     >>> import jaxkv
@@ -69,7 +73,7 @@ def check_invariants(state: CacheState) -> dict[str, Array]:
     >>> sorted(laws), all(laws.values())
     (['free', 'index', 'keys', 'lengths', 'refs', 'tables'], True)
   """
-  room = groups.tokens_with_room(state.config, state.num_pages.T)
+  room = sizes.tokens_with_room(state.config, state.num_pages)
   return {
     "tables": _tables(state),
     "lengths": jnp.all((state.length >= 0) & (state.length <= room)),
@@ -83,16 +87,17 @@ def check_invariants(state: CacheState) -> dict[str, Array]:
 def _tables(state: CacheState) -> Array:
   column = jnp.arange(state.config.pages_per_slot, dtype=jnp.int32)
   held = column[None, None] < state.num_pages[..., None]
-  skipped = column[None, None] < state.first_page[..., None]
+  skipped = column[None, None] < state.num_skipped_pages[..., None]
   table = state.page_table
   no_page = state.config.no_page
-  states = jnp.asarray([kind.holds_states for kind in state.config.groups])
+  # Between two states of a recurrent group stand null pages.
+  may_be_null = recurrent.holds_states(state.config)[..., None]
   return (
     jnp.all(jnp.where(held, (table >= 0) & (table < no_page), table == no_page))
     & jnp.all(~skipped | (table == 0))
-    & jnp.all(skipped | (table > 0) | states[:, None, None])
-    & jnp.all(state.first_page >= 0)
-    & jnp.all(state.first_page <= state.num_pages)
+    & jnp.all(skipped | (table > 0) | may_be_null)
+    & jnp.all(state.num_skipped_pages >= 0)
+    & jnp.all(state.num_skipped_pages <= state.num_pages)
     & jnp.all(state.num_pages >= 0)
     & jnp.all(state.num_pages <= state.config.pages_per_slot)
   )
@@ -142,17 +147,15 @@ def _index(state: CacheState) -> Array:
   cached = prefix_index.contains(index, pages)
   entries = index.buckets.reshape(-1)
   places = jnp.arange(entries.shape[0], dtype=jnp.int32)
-  slot, keys = (
-    prefix_index.slot_of(index, pages),
-    prefix_index.key_of(index, pages),
-  )
-  listed = masked.take(slot, entries, fill=-1) == places
+  position = prefix_index.position_of(index, pages)
+  keys = prefix_index.key_of(index, pages)
+  known = masked.take(position, entries, fill=-1) == places
   first = prefix_index.lookup(index, keys, index.tokens)
   same = prefix_index.key_of(index, first) == keys
   overflow = prefix_index.recount(index, cached)
   return (
-    jnp.all(jnp.where(cached, masked.take(entries, slot) == pages, True))
-    & jnp.all((entries == 0) | listed)
+    jnp.all(jnp.where(cached, masked.take(entries, position) == pages, True))
+    & jnp.all((entries == 0) | known)
     & jnp.all(~cached | ((first > 0) & jnp.all(same, axis=1)))
     & jnp.all(overflow == index.overflow)
     & ~cached[0]
@@ -163,31 +166,44 @@ def _keys(state: CacheState) -> Array:
   config, hashes, index = state.config, state.hashes, state.pool.index
   if hashes is None or index is None:
     return jnp.bool_(True)
-  text, size = config.text_group, config.page_sizes[config.text_group]
-  final = groups.final_pages(config, state.length)
-  # What a window left behind, or no state was kept of, cannot be read back.
-  column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)[None]
-  read = column < final[:, text, None]
-  whole = jnp.all(~read | (state.page_table[text] > 0), axis=1)
-  whole &= state.num_pages[0] > 0
-  tokens = masked.take(index.tokens, state.page_table[text])[..., :size]
-  slots, step = config.num_slots, size // config.page_size
-  stream = tokens[:, : config.pages_per_slot // step]
-  stream = stream.reshape(slots, config.pages_per_slot, config.page_size)
-  chain = hashing.row_keys(config, hashes.root, stream)
+  chain, num_read = _chain_read_back(state, hashes, index)
+  complete = num_read >= 0
+  final = rules.final_pages(config, state.length)
   right = jnp.bool_(True)
-  known = final[:, text] * size
   for group, size in enumerate(config.page_sizes):
     own = hashing.keys_of_group(config, chain, group)
     columns = jnp.arange(own.shape[1], dtype=jnp.int32)[None]
-    pages = state.page_table[group, :, : own.shape[1]]
+    pages = state.page_table[:, group, : own.shape[1]]
     same = prefix_index.key_of(index, pages) == own
-    stop = jnp.minimum(final[:, group], known // size)[:, None]
+    stop = jnp.minimum(final[:, group], num_read // size)[:, None]
     inside = (columns < stop) & (pages > 0)
-    right &= jnp.all(jnp.all(same, axis=-1) | ~(inside & whole[:, None]))
+    right &= jnp.all(jnp.all(same, axis=-1) | ~(inside & complete[:, None]))
   steps = config.alignment // config.page_size
   aligned = state.length // config.alignment * steps
   last = jnp.maximum(aligned - 1, 0)[:, None, None]
   end = jnp.take_along_axis(chain, last, axis=1)[:, 0]
   end = jnp.where(aligned[:, None] > 0, end, hashes.root)
-  return right & jnp.all(jnp.all(hashes.chain == end, axis=1) | ~whole)
+  return right & jnp.all(jnp.all(hashes.chain == end, axis=1) | ~complete)
+
+
+def _chain_read_back(
+  state: CacheState, hashes: SlotHashes, index: PrefixIndex
+) -> tuple[Array, Array]:
+  """Keys of each slot, computed anew from the tokens in its pages.
+
+  Returns:
+    uint32[B, P, 4], and int32[B]: the tokens that were read; -1 where pages are
+    missing that a window left behind or a recurrent group never kept.
+  """
+  config, group = state.config, state.config.token_group
+  size, slots = config.page_sizes[group], config.num_slots
+  table = state.page_table[:, group]
+  num_final = rules.final_pages(config, state.length)[:, group]
+  column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)[None]
+  read = column < num_final[:, None]
+  complete = jnp.all(~read | (table > 0), axis=1) & (state.num_pages[:, 0] > 0)
+  tokens = masked.take(index.tokens, table)[..., :size]
+  stream = tokens[:, : config.pages_per_slot // (size // config.page_size)]
+  stream = stream.reshape(slots, config.pages_per_slot, config.page_size)
+  chain = hashing.row_keys(config, hashes.root, stream)
+  return chain, jnp.where(complete, num_final * size, -1)

@@ -1,32 +1,17 @@
-"""Gathers and scatters that know what is nowhere.
+"""Bounds-safe gather and scatter: out-of-range reads fill, writes drop.
 
 JAX wraps negative indices to the end of an array and clamps large ones to its
-edge; either turns a sentinel into somebody else's page. With these functions
-an index outside of an axis, on either side, reads as `fill` and writes nothing.
+edge. Either turns a sentinel into another sequence's page. In these functions
+an index outside of its axis, on either side, reads as `fill` and writes
+nothing.
 """
-
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array
+from jax import lax
 
 NOWHERE = 2**30
 """An index outside of every array of the cache."""
-
-
-def after(count: Array, index: Array) -> Array:
-  """The index, which now depends on a count that is never negative.
-
-  XLA updates an array in place only when all that read it before are known to
-  be done. A reader whose result does not lead to the update's indices is not,
-  and the array is copied whole, at every step of a loop. This makes it lead
-  there; XLA cannot tell that the comparison always holds.
-
-  Args:
-    count: int32[], made by the reader, at least 0.
-    index: int32[...], where the update writes.
-  """
-  return jnp.where(count >= 0, index, jnp.int32(NOWHERE))
 
 
 def where_valid(valid: Array, index: Array) -> Array:
@@ -35,8 +20,8 @@ def where_valid(valid: Array, index: Array) -> Array:
 
 
 def take(array: Array, *index: Array, fill=0) -> Array:
-  """`array[index]`, `fill` where an index is outside of its axis."""
-  return array.at[_forward(index)].get(
+  """`array[index]`, and `fill` for an index outside of its axis."""
+  return array.at[index].get(
     mode="fill", fill_value=fill, wrap_negative_indices=False
   )
 
@@ -44,34 +29,56 @@ def take(array: Array, *index: Array, fill=0) -> Array:
 def put(array: Array, *index: Array, values) -> Array:
   """`array[index] = values`; an index outside of its axis writes nothing.
 
-  Indices that are inside must differ from each other: two writes to one place
-  have no defined winner.
+  Indices inside must differ from each other: two writes to one element have
+  no defined winner.
   """
-  return array.at[_forward(index)].set(
-    values, mode="drop", wrap_negative_indices=False
-  )
+  return array.at[index].set(values, mode="drop", wrap_negative_indices=False)
 
 
 def add(array: Array, *index: Array, values) -> Array:
-  """`array[index] += values`, duplicates added up, outside nothing."""
-  return array.at[_forward(index)].add(
-    values, mode="drop", wrap_negative_indices=False
-  )
+  """`array[index] += values`, duplicates added up."""
+  return array.at[index].add(values, mode="drop", wrap_negative_indices=False)
 
 
 def put_max(array: Array, *index: Array, values) -> Array:
-  """`array[index] = max(array[index], values)`, outside nothing."""
-  return array.at[_forward(index)].max(
-    values, mode="drop", wrap_negative_indices=False
-  )
+  """`array[index] = max(array[index], values)`."""
+  return array.at[index].max(values, mode="drop", wrap_negative_indices=False)
 
 
 def put_min(array: Array, *index: Array, values) -> Array:
-  """`array[index] = min(array[index], values)`, outside nothing."""
-  return array.at[_forward(index)].min(
-    values, mode="drop", wrap_negative_indices=False
-  )
+  """`array[index] = min(array[index], values)`."""
+  return array.at[index].min(values, mode="drop", wrap_negative_indices=False)
 
 
-def _forward(index: Sequence[Array]) -> tuple[Array, ...] | Array:
-  return tuple(index) if len(index) > 1 else index[0]
+def num_earlier(values: Array) -> Array:
+  """The number of earlier elements that are equal to each element.
+
+  Args:
+    values: int32[X].
+
+  Returns:
+    int32[X].
+  """
+  size = values.shape[0]
+  if size == 0:
+    return values
+  order = jnp.argsort(values, stable=True).astype(jnp.int32)
+  ordered = values[order]
+  lanes = jnp.arange(size, dtype=jnp.int32)
+  begins = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+  run = lax.cummax(jnp.where(begins, lanes, 0))
+  return jnp.zeros_like(values).at[order].set(lanes - run)
+
+
+def any_earlier(values: Array, counts: Array) -> Array:
+  """bool[X]: whether an equal element with `counts` stands before each one.
+
+  Compares all pairs; `num_earlier` sorts.
+
+  Args:
+    values: int32[X].
+    counts: bool[X], the elements that later ones are compared with.
+  """
+  same = values[:, None] == values[None, :]
+  earlier = jnp.tril(jnp.ones(same.shape, bool), k=-1)
+  return jnp.any(same & earlier & counts[None, :], axis=1)

@@ -1,45 +1,35 @@
 """The state of a cache: one immutable pytree of fixed-shape arrays.
 
-Letters: G groups, B slots, R rows of one call, M pages a slot, N pages in the
-pool, S tokens a page, T tokens, P full pages.
+`jaxkv` defines the words and the dimension letters.
 """
 
 import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
+from typing import NamedTuple
+from typing import ParamSpec
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax import lax
 
+from jaxkv._src.cache import checks
 from jaxkv._src.cache import masked
+from jaxkv._src.cache import status
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.describe import describe
 from jaxkv._src.cache.pool import page_pool
-from jaxkv._src.cache.pool.page_pool import PagePool
+from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.prefix import slot_hashes
+from jaxkv._src.cache.prefix.slot_hashes import SlotHashes
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotHashes:
-  """What is needed to go on hashing each slot's tokens.
-
-  Attributes:
-    root: the key before the slot's first page.  # uint32[B, 4]
-    chain: the key at the last place where all groups end a page, `root`
-      before there is one. A is `CacheConfig.alignment`.  # uint32[B, 4]
-    tail: the tokens after it; of row b, `length[b] % A` count.
-      # int32[B, A]
-    prompt: tokens of the prompt that a slot was admitted with; None unless
-      `CacheConfig.retention` is set.  # int32[B]
-    junction: tokens that some groups had cached of it when not all had; None
-      likewise.  # int32[B]
-  """
-
-  root: Array
-  chain: Array
-  tail: Array
-  prompt: Array | None = None
-  junction: Array | None = None
+Args = ParamSpec("Args")
+Out = TypeVar("Out")
 
 
 @jax.tree_util.register_dataclass
@@ -50,22 +40,22 @@ class Stats:
   The difference of two readings, `later - earlier`, is right across a wrap.
 
   Attributes:
-    queries: tokens of admitted sequences, looked up in the index.
-    hits: those of them whose K/V was there.
-    popped: pages taken from the free queue.
-    evicted: those of them that were cached until then.
-    published: pages hashed and cached.
-    merged: pages replaced by an equal one.
-    failed: rows that asked for something and did not get it.
+    queried_tokens: tokens of admitted sequences, looked up in the index.
+    hit_tokens: those of them that were cached.
+    popped_pages: pages taken from the free queue.
+    evicted_pages: those of them that were cached until then.
+    published_pages: pages hashed and cached.
+    merged_pages: pages replaced by an equal one.
+    failed_rows: rows that asked for something and did not get it.
   """
 
-  queries: Array
-  hits: Array
-  popped: Array
-  evicted: Array
-  published: Array
-  merged: Array
-  failed: Array
+  queried_tokens: Array
+  hit_tokens: Array
+  popped_pages: Array
+  evicted_pages: Array
+  published_pages: Array
+  merged_pages: Array
+  failed_rows: Array
 
   def __sub__(self, earlier: "Stats") -> "Stats":
     """What happened between two readings."""
@@ -73,57 +63,64 @@ class Stats:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CacheState:
-  """A cache. Every verb takes one and returns another; none is changed.
+  """A cache. Verbs take one and return another; none is ever changed.
 
   Invariants, each tested by `check_invariants`:
-    tables: row (g, b) holds `first_page[g, b]` null pages, then pages up to
-      `num_pages[g, b]`, then NO_PAGE.
+    tables: row (b, g) holds `num_skipped_pages[b, g]` null pages, then pages up
+      to column `num_pages[b, g]`, then NO_PAGE.
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` is the number of entries that name a page plus its pins.
-    free: a page is live in the queue exactly once iff nothing references it.
+    free: a page stands in the queue exactly once iff nothing references it.
     index: a page is found under its key iff it is cached.
     keys: a slot's pages carry the chained keys of the tokens they hold.
 
   Attributes:
     config: the static sizes and options.
     page_table: page numbers; 0 is the null page, NO_PAGE = N where no page
-      was ever attached.  # int32[G, B, M]
+      was ever attached.  # int32[B, G, M]
     num_pages: columns in use of each row; a slot without any is empty.
-      # int32[G, B]
-    first_page: columns that a window or a chunk has left behind.  # int32[G, B]
+      # int32[B, G]
+    num_skipped_pages: leading columns that a window or a chunk has left behind.
+      # int32[B, G]
     length: tokens whose K/V is final.  # int32[B]
+    root: the key before the first page of sequences without a salt in this
+      epoch; None without prefix caching.  # uint32[4]
     hashes: None without prefix caching.
     pool: the pages.
     stats: what happened.
     epoch: the version of the weights that pages are valid for.  # uint32[]
-    error: the first failure's Code; see `codes.sticky`.  # int32[]
+    error: the first failure's `Status`; see `status.sticky`.  # int32[]
   """
 
   config: CacheConfig = dataclasses.field(metadata={"static": True})
   page_table: Array
   num_pages: Array
-  first_page: Array
+  num_skipped_pages: Array
   length: Array
+  root: Array | None
   hashes: SlotHashes | None
-  pool: PagePool
+  pool: PoolState
   stats: Stats
   epoch: Array
   error: Array
+
+  def __repr__(self) -> str:
+    return describe(self)
 
 
 def init(config: CacheConfig) -> CacheState:
   """An empty cache.
 
   Args:
-    config: the sizes.
+    config: the sizes and options.
 
   Returns:
     A state whose every array is a buffer of its own, so that it can be donated.
 
   Raises:
-    TypeError: the config is no CacheConfig.
+    TypeError: `config` is not a CacheConfig.
 
   Examples:
     >>> import jaxkv
@@ -132,39 +129,31 @@ def init(config: CacheConfig) -> CacheState:
     ... )
     >>> state = jaxkv.init(config)
     >>> state.page_table.shape
-    (1, 2, 4)
+    (2, 1, 4)
   """
   if not isinstance(config, CacheConfig):
     raise TypeError(
-      f"config must be a CacheConfig, got {type(config).__name__}; make one "
+      f"`config` must be a CacheConfig, got {type(config).__name__}; make one "
       "with jaxkv.CacheConfig(...)."
     )
-  groups, slots = config.num_groups, config.num_slots
-  hashes = None
-  if config.prefix_caching:
-    hashes = SlotHashes(
-      root=jnp.zeros((slots, hashing.KEY_WORDS), jnp.uint32),
-      chain=jnp.zeros((slots, hashing.KEY_WORDS), jnp.uint32),
-      tail=jnp.zeros((slots, config.alignment), jnp.int32),
-    )
-    if config.retention is not None:
-      hashes = dataclasses.replace(
-        hashes,
-        prompt=jnp.zeros((slots,), jnp.int32),
-        junction=jnp.zeros((slots,), jnp.int32),
-      )
+  rows = (config.num_slots, config.num_groups)
   counters = {
     field.name: jnp.zeros((), jnp.uint32) for field in dataclasses.fields(Stats)
   }
   return CacheState(
     config=config,
     page_table=jnp.full(
-      (groups, slots, config.pages_per_slot), config.no_page, jnp.int32
+      (*rows, config.pages_per_slot), config.no_page, jnp.int32
     ),
-    num_pages=jnp.zeros((groups, slots), jnp.int32),
-    first_page=jnp.zeros((groups, slots), jnp.int32),
-    length=jnp.zeros((slots,), jnp.int32),
-    hashes=hashes,
+    num_pages=jnp.zeros(rows, jnp.int32),
+    num_skipped_pages=jnp.zeros(rows, jnp.int32),
+    length=jnp.zeros((config.num_slots,), jnp.int32),
+    root=(
+      jnp.asarray(hashing.initial_root(config))
+      if config.prefix_caching
+      else None
+    ),
+    hashes=slot_hashes.init(config),
     pool=page_pool.init(config),
     stats=Stats(**counters),
     epoch=jnp.zeros((), jnp.uint32),
@@ -173,31 +162,162 @@ def init(config: CacheConfig) -> CacheState:
 
 
 def check_single(state: Any) -> None:
-  """Raises unless it is one cache.
+  """Raises unless `state` is a single CacheState.
 
   Raises:
-    TypeError: it is none, such as all that a verb returned.
-    ValueError: it is a stack of caches, as `vmap` makes them.
+    TypeError: `state` is not a CacheState (e.g. the whole `(state, out)` pair
+      was passed).
+    ValueError: it is a stack of states, as `vmap` makes them.
   """
   if not isinstance(state, CacheState):
     hint = "make one with jaxkv.init."
     if isinstance(state, tuple):
-      hint = "did you mean `state, out = ...` where a verb returned it?"
+      hint = "unpack what a verb returned: `state, out = ...`."
     raise TypeError(
-      f"state must be a CacheState, got {type(state).__name__}; {hint}"
+      f"`state` must be a CacheState, got {type(state).__name__}; {hint}"
     )
   if state.length.ndim != 1:
     raise ValueError(
-      f"state is a stack of caches of shape {state.length.shape[:-1]}; call "
-      "under jax.vmap, or on the host take one out of it with "
-      "jax.tree.map(lambda leaf: leaf[0], state)."
+      "`state` must be a single cache, got a stack of caches of shape "
+      f"{state.length.shape[:-1]}; call under jax.vmap, or on the host take "
+      "one with jax.tree.map(lambda leaf: leaf[0], state)."
     )
 
 
-def is_empty(state: CacheState, slots: Array) -> Array:
-  """bool[R]: whether slots hold no page (True for slots out of range)."""
-  lead = state.config.lead_group
-  return masked.take(state.num_pages[lead], slots) == 0
+def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
+  """Makes a function of a state public: checks and casts arguments, then jits.
+
+  It is jitted once and never donates: the old state stays usable. Inside the
+  caller's own `jit` the verb is inlined and the caller donates. The argument
+  `mask` is cast to bool and `salts` to uint32; all others must be whole numbers
+  and become int32. Inside `shard_map` all arguments vary over the same axes.
+  """
+  signature = inspect.signature(function)
+  parameters = list(signature.parameters.values())[1:]
+  names = {parameter.name for parameter in parameters}
+  positional = [
+    parameter.name
+    for parameter in parameters
+    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+  ]
+
+  plain: Any = function
+
+  def vary_alike(state: CacheState, arguments: dict[str, Any]) -> Any:
+    state, arguments = alike((state, arguments))
+    return plain(state, **arguments)
+
+  vary_alike.__name__ = plain.__name__  # The verb's name in profiles.
+  jitted = jax.jit(vary_alike)
+
+  @functools.wraps(function)
+  def call(state: CacheState, *args: Any, **kwargs: Any) -> Any:
+    check_single(state)
+    arguments = dict(zip(positional, args, strict=False)) | kwargs
+    known = arguments.keys() <= names
+    if not known or len(arguments) < len(args) + len(kwargs):
+      signature.bind(state, *args, **kwargs)  # Raises TypeError.
+    arguments = {
+      name: value
+      if value is None
+      else _CASTS.get(name, checks.as_int32)(name, value)
+      for name, value in arguments.items()
+    }
+    return jitted(state, arguments)
+
+  public: Any = call
+  public.jitted = jitted  # What `call` calls: `lower` it, count its traces.
+  return public
+
+
+_CASTS = {"mask": checks.as_bool, "salts": checks.as_key}
+
+
+def alike(tree: Any) -> Any:
+  """Makes arrays vary over all mesh axes that any of them varies over.
+
+  Inside `shard_map` the carry of a loop must not start to vary on the way. A
+  state made inside the shard is at first the same on all devices and tokens are
+  not, or the other way round. Outside of `shard_map` nothing is done.
+  """
+  axes = frozenset().union(*map(_axes, jax.tree.leaves(tree)))
+  if not axes:
+    return tree
+
+  def widened(leaf: Any) -> Any:
+    missing = tuple(axes - _axes(leaf))
+    return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+  return jax.tree.map(widened, tree)
+
+
+def _axes(leaf: Any) -> frozenset[str]:
+  return jax.typeof(leaf).manual_axis_type.varying
+
+
+class Rows(NamedTuple):
+  """The slots that the rows of a call are for.
+
+  Attributes:
+    slots: int32[R], any numbers.
+    every: whether the rows are all slots in order, R = B. Reads and writes are
+      whole arrays then, without a gather or a scatter.
+    skipped: bool[R], masked out.
+    bad: bool[R], out of range, or named by an earlier row that counts.
+  """
+
+  slots: Array
+  every: bool
+  skipped: Array
+  bad: Array
+
+  def read(self, array: Array) -> Array:
+    """Each row's entry of an array by slots; zeros for bad rows."""
+    return array if self.every else masked.take(array, self.slots)
+
+  def write(self, array: Array, valid: Array, values: Array) -> Array:
+    """The array by slots, with the entries of valid rows replaced."""
+    if self.every:
+      valid = valid.reshape(-1, *(1,) * (array.ndim - 1))
+      return jnp.where(valid, values, array)
+    return masked.put(array, self.where(valid), values=values)
+
+  def where(self, valid: Array) -> Array:
+    """int32[R]: the slots of valid rows, NOWHERE for the others."""
+    return masked.where_valid(valid, self.slots)
+
+
+def rows_of(state: CacheState, slots: Array | None, mask: Array | None) -> Rows:
+  """The rows of a call with the arguments `slots` and `mask`.
+
+  Args:
+    state: the cache.
+    slots: int32[R], or None for all slots in order.
+    mask: bool[R], the rows that count; None for all.
+
+  Raises:
+    ValueError: they do not have R rows.
+  """
+  num_slots = state.config.num_slots
+  if slots is None:
+    numbers = jnp.arange(num_slots, dtype=jnp.int32)
+  else:
+    checks.check_shape("slots", slots, ("R",))
+    numbers = slots
+  counts = mask_or_all(mask, numbers.shape[0])
+  bad = jnp.zeros_like(counts)
+  if slots is not None:
+    again = masked.num_earlier(masked.where_valid(counts, slots)) > 0
+    bad = (again & counts) | ~in_range(state, slots)
+  return Rows(numbers, slots is None, ~counts, bad)
+
+
+def mask_or_all(mask: Array | None, num_rows: int) -> Array:
+  """bool[num_rows]: the mask, all True for None."""
+  if mask is None:
+    return jnp.ones((num_rows,), bool)
+  checks.check_shape("mask", mask, (num_rows,), ", one for each row")
+  return mask
 
 
 def in_range(state: CacheState, slots: Array) -> Array:
@@ -205,39 +325,44 @@ def in_range(state: CacheState, slots: Array) -> Array:
   return (slots >= 0) & (slots < state.config.num_slots)
 
 
-def with_sequences(
-  hashes: SlotHashes,
-  slots: Array,
-  *,
-  root: Array,
-  chain: Array,
-  prompt: Array,
-  junction: Array,
-) -> SlotHashes:
-  """The hashes with sequences begun in slots int32[R].
+def is_empty(state: CacheState, slots: Array) -> Array:
+  """bool[R]: whether slots hold no page (True for slots out of range)."""
+  group = jnp.int32(state.config.first_self_group)
+  return masked.take(state.num_pages, slots, group) == 0
 
-  `tail` is left: they begin where all groups end a page.
+
+def roots(state: CacheState, salts: Array | None) -> Array:
+  """The keys before the first pages of sequences with these salts.
+
+  Args:
+    state: the cache.
+    salts: uint32[R, 4]; None for none.
+
+  Returns:
+    uint32[R, 4], or uint32[4] without salts.
   """
-  hashes = dataclasses.replace(
-    hashes,
-    root=masked.put(hashes.root, slots, values=root),
-    chain=masked.put(hashes.chain, slots, values=chain),
-  )
-  if hashes.prompt is None or hashes.junction is None:
-    return hashes
-  return dataclasses.replace(
-    hashes,
-    prompt=masked.put(hashes.prompt, slots, values=prompt),
-    junction=masked.put(hashes.junction, slots, values=junction),
-  )
+  if state.root is None:
+    return jnp.zeros((hashing.KEY_WORDS,), jnp.uint32)
+  if salts is None:
+    return state.root
+  return hashing.root_key(state.config, state.epoch, salts)
 
 
 def counted(stats: Stats, **amounts: Array) -> Stats:
-  """The counters with int32[] amounts added to those named."""
+  """The counters with int32[...] amounts added to those named."""
   return dataclasses.replace(
     stats,
     **{
       name: getattr(stats, name) + jnp.sum(amount, dtype=jnp.uint32)
       for name, amount in amounts.items()
     },
+  )
+
+
+def recorded(state: CacheState, code: Array) -> CacheState:
+  """The end of every verb: failed rows are counted, the error is kept."""
+  return dataclasses.replace(
+    state,
+    stats=counted(state.stats, failed_rows=status.is_failure(code)),
+    error=status.sticky(state.error, code),
   )

@@ -1,30 +1,32 @@
-"""Failure is data: a code for every row, a sticky code in the state."""
+"""Failure is data: a status for every row, a sticky status in the state."""
 
+import dataclasses
 import enum
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 
-class Code(enum.IntEnum):
+class Status(enum.IntEnum):
   """What became of one row of a call.
 
   OK: done.
-  SKIPPED: masked out; nothing was asked, so nothing failed.
-  OUT_OF_PAGES: the free pages do not suffice. Pressure rather than a mistake:
-    retry when pages were given back.
-  SLOT_FULL: the sequence would need more pages than a slot holds.
-  BAD_SLOT: a slot number out of range.
+  SKIPPED: masked out. Nothing was asked, so nothing failed.
+  OUT_OF_PAGES: too few pages are free. This is pressure, not a mistake: retry
+    after pages were freed.
+  SLOT_FULL: the sequence needs more pages than a slot holds.
+  BAD_SLOT: a slot number is out of range, or named twice.
   SLOT_IN_USE: the slot holds pages already.
   SLOT_EMPTY: the slot holds no page.
-  BAD_LENGTH: a length or a count that is zero, negative or too large.
-  NO_ROOM: more tokens than the slot's pages have room for.
-  BAD_PAGE: a page number out of range, or the null page.
-  NOT_CACHED: no page, or not this one, is in the prefix index.
+  BAD_LENGTH: a length or a count is zero, negative or too large.
+  NO_ROOM: there are more tokens than the slot's pages have room for.
+  BAD_PAGE: a page number is out of range, or the null page.
+  NOT_CACHED: the page, or every page of the prefix, is missing from the index.
   NOT_PINNED: the page has no pin to give back.
-  STILL_HELD: some page is still referenced.
-  RECYCLED: a page that would be needed was given back by `recycle`, or is one
-    of a state that was never kept.
+  STILL_HELD: a page is still referenced.
+  RECYCLED: a page that is needed was given back by `recycle`, or a recurrent
+    state that is needed was never kept.
   """
 
   OK = 0
@@ -43,9 +45,26 @@ class Code(enum.IntEnum):
   RECYCLED = 13
 
 
-def first_code(*cases: tuple[Array, Code | Array]) -> Array:
-  """The code of the first condition that holds, row by row, else OK."""
-  code = jnp.int32(Code.OK)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  """What a verb did with each row of its call.
+
+  Attributes:
+    code: a `Status` for each row.  # int32[R]
+  """
+
+  code: Array
+
+  @property
+  def ok(self) -> Array:
+    """bool[R]: whether the row was done."""
+    return self.code == Status.OK
+
+
+def first_code(*cases: tuple[Array, Status | Array]) -> Array:
+  """The status of the first condition that holds, row by row, else OK."""
+  code = jnp.int32(Status.OK)
   for condition, value in reversed(cases):
     code = jnp.where(condition, jnp.asarray(value, jnp.int32), code)
   return code
@@ -53,28 +72,30 @@ def first_code(*cases: tuple[Array, Code | Array]) -> Array:
 
 def is_failure(code: Array) -> Array:
   """Whether a row asked for something and did not get it."""
-  return (code != Code.OK) & (code != Code.SKIPPED)
+  return (code != Status.OK) & (code != Status.SKIPPED)
 
 
 def sticky(error: Array, code: Array) -> Array:
-  """The state's error after a call with these row codes.
+  """The state's error after a call.
 
-  The first failure stays, except that a mistake replaces OUT_OF_PAGES:
-  running out of pages is part of normal life, and must not hide a mistake.
+  The first failure stays, except that a mistake replaces OUT_OF_PAGES: running
+  out of pages is part of normal operation and must not hide a mistake.
 
   Args:
     error: int32[], the error so far.
-    code: int32[...], the codes of the call's rows.
+    code: int32[...], the statuses of the call's rows.
 
   Returns:
     int32[].
   """
   code = code.reshape(-1)
-  mistake = is_failure(code) & (code != Code.OUT_OF_PAGES)
-  pressure = code == Code.OUT_OF_PAGES
+  mistake = is_failure(code) & (code != Status.OUT_OF_PAGES)
+  pressure = code == Status.OUT_OF_PAGES
   first_mistake = code[jnp.argmax(mistake)]
   error = jnp.where(
-    (error == Code.OK) & jnp.any(pressure), jnp.int32(Code.OUT_OF_PAGES), error
+    (error == Status.OK) & jnp.any(pressure),
+    jnp.int32(Status.OUT_OF_PAGES),
+    error,
   )
-  open_ = (error == Code.OK) | (error == Code.OUT_OF_PAGES)
-  return jnp.where(open_ & jnp.any(mistake), first_mistake, error)
+  replaceable = (error == Status.OK) | (error == Status.OUT_OF_PAGES)
+  return jnp.where(replaceable & jnp.any(mistake), first_mistake, error)

@@ -1,9 +1,9 @@
-"""Work on rows of different lengths, a fixed number of items at a time.
+"""Work on ranges of different lengths, a fixed number of items at a time.
 
-A call names rows (a range of columns each); its items are the columns of all
-rows, one row after the other. Windows of a fixed width walk over them, so that
-the cost follows the work that is really there and not the largest work that a
-shape would allow. Nothing to do costs one comparison.
+A call gives ranges; its items are the elements of all ranges, one range after
+the other. A window of a fixed width walks over the items, so the cost follows
+the work that is there, not the largest work that the shapes allow. Without any
+work the cost is one comparison.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,10 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import masked
+from jaxkv._src.cache import xla
 
 WINDOW = 128
-"""Items handled at once: enough that one window is the common case."""
+"""Items of one trip, W: enough that one trip is the common case."""
 
 Carry = TypeVar("Carry")
 
@@ -26,8 +27,8 @@ class Items(NamedTuple):
   """A window of items.
 
   Attributes:
-    row: int32[W], the row an item belongs to.
-    offset: int32[W], its place in that row.
+    row: int32[W], the range that the item belongs to.
+    offset: int32[W], its 0-based position in that range.
     valid: bool[W], False past the last item.
   """
 
@@ -37,11 +38,11 @@ class Items(NamedTuple):
 
 
 def locate(counts: Array, item: Array) -> Items:
-  """Finds rows and offsets of items given by their running number.
+  """The ranges and offsets of items.
 
   Args:
-    counts: int32[X], items in each row.
-    item: int32[W], running numbers.
+    counts: int32[X], the items in each range.
+    item: int32[W], 0-based positions among all items.
   """
   ends = jnp.cumsum(counts, dtype=jnp.int32)
   row = lax.platform_dependent(
@@ -52,12 +53,12 @@ def locate(counts: Array, item: Array) -> Items:
 
 
 def _row_in_loop(ends: Array, item: Array) -> Array:
-  """int32[W]: the row of each item; each user of a row reads it."""
+  """int32[W]. XLA:CPU would repeat an unrolled search for each use of `row`."""
   return jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
 
 
 def _row_in_one_kernel(ends: Array, item: Array) -> Array:
-  """The same; XLA:CPU would search again for each user of a row."""
+  """int32[W]. On an accelerator a loop would be one launch for each bit."""
   row = jnp.searchsorted(ends, item, side="right", method="scan_unrolled")
   return row.astype(jnp.int32)
 
@@ -72,20 +73,20 @@ def for_each(
   """Folds `body` over windows of all items, in order.
 
   Args:
-    counts: int32[X], items in each row, none negative.
+    counts: int32[X], the items in each range, none negative.
     body: takes the carry and a window of items, returns the carry.
     carry: any pytree of arrays.
-    window: items in a window; None for WINDOW.
+    window: W, the items of one trip; None for WINDOW.
   """
   width = window or WINDOW
   total = jnp.sum(counts, dtype=jnp.int32)
   lanes = jnp.arange(width, dtype=jnp.int32)
 
-  def step(loop):
+  def trip(loop):
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))
 
   _, carry = lax.while_loop(
-    lambda loop: loop[0] < total, step, (total - total, carry)
+    lambda loop: loop[0] < total, trip, (xla.zeros_like(total), carry)
   )
   return carry

@@ -43,7 +43,7 @@ from jaxkv._src.commands import json_file
 from jaxkv._src.commands import trace
 from jaxkv._src.commands.errors import CommandError
 from jaxkv._src.commands.trace import BLOCK_TOKENS
-from jaxkv._src.commands.trace import Request
+from jaxkv._src.commands.trace import TraceRequest
 from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
 
 _SPAN = 512
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_fits(
-  path: str, requests: list[Request], rule: str, pages: int
+  path: str, requests: list[TraceRequest], rule: str, pages: int
 ) -> None:
   for request in requests:
     blocks = _num_blocks(request, rule)
@@ -145,14 +145,16 @@ def _check_fits(
       )
 
 
-def _num_blocks(request: Request, rule: str) -> int:
+def _num_blocks(request: TraceRequest, rule: str) -> int:
   """How many of a request's blocks are cached."""
   if rule == "all":
     return len(request.hash_ids)
   return request.input_length // BLOCK_TOKENS
 
 
-def _replayed(requests: list[Request], rule: str, pages: int) -> dict[str, Any]:
+def _replayed(
+  requests: list[TraceRequest], rule: str, pages: int
+) -> dict[str, Any]:
   """Replays requests; the numbers that are printed and written."""
   ids = [request.hash_ids[: _num_blocks(request, rule)] for request in requests]
   # The last full block of these may not be hit, and may be cached twice.
@@ -181,7 +183,7 @@ def _replayed(requests: list[Request], rule: str, pages: int) -> dict[str, Any]:
   if failed.size or int(state.error):
     raise RuntimeError(
       f"requests {failed.tolist()[:9]} were not served, the cache's error is "
-      f"{jaxkv.Code(int(state.error)).name}: a mistake in the replay."
+      f"{jaxkv.Status(int(state.error)).name}: a mistake in the replay."
     )
   hits, total = int(np.sum(served.hits)), int(np.sum(blocks))
   return {
@@ -189,7 +191,7 @@ def _replayed(requests: list[Request], rule: str, pages: int) -> dict[str, Any]:
     "blocks": total,
     "hit_blocks": hits,
     "hit_rate": hits / max(total, 1),
-    "evicted": int(state.stats.evicted),
+    "evicted": int(state.stats.evicted_pages),
     "seconds": seconds,
     "us_per_request": seconds / len(requests) * 1e6,
   }
@@ -269,17 +271,17 @@ def _served(
   # A request of full blocks only gets its page that is never cached here.
   state, allocated = jaxkv.allocate(
     state,
-    jnp.where(real, request.blocks + 1 - admitted.num_cached, 0),
+    jnp.where(real, request.blocks + 1 - admitted.num_cached_tokens, 0),
   )
-  first = request.begin + admitted.num_cached[0]
+  first = request.begin + admitted.num_cached_tokens[0]
   state, committed = jaxkv.commit(
     state,
     lax.dynamic_slice(tokens, (first,), (width,))[None],
-    jnp.where(real, request.blocks - admitted.num_cached, 0),
+    jnp.where(real, request.blocks - admitted.num_cached_tokens, 0),
   )
-  state, freed = jaxkv.free(state, real)
+  state, freed = jaxkv.free(state, mask=real)
   ok = admitted.ok & allocated.ok & committed.ok & freed.ok
-  return state, _Served((ok | ~real)[0], admitted.num_cached[0])
+  return state, _Served((ok | ~real)[0], admitted.num_cached_tokens[0])
 
 
 def _print_table(args: argparse.Namespace, result: dict[str, Any]) -> None:

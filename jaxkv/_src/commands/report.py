@@ -38,7 +38,7 @@ def collect(
   sizes = cache.config
   kv_bytes = state.kv.k.nbytes + state.kv.v.nbytes
   page_bytes = kv_bytes // sizes.num_pages
-  queries, hits = int(stats.queries), int(stats.hits)
+  queries, hits = int(stats.queried_tokens), int(stats.hit_tokens)
   generated = int(counters.generated)
   return {
     "sequences": int(state.sequences.length.shape[0]),
@@ -57,9 +57,9 @@ def collect(
     "queried_tokens": queries,
     "hit_tokens": hits,
     "hit_rate": hits / queries if queries else 0.0,
-    "pages_published": int(stats.published),
+    "pages_published": int(stats.published_pages),
     "pages_shared": int(counters.peak_shared),
-    "pages_evicted": int(stats.evicted),
+    "pages_evicted": int(stats.evicted_pages),
     "preempted": int(counters.preempted),
     "kv_bytes_used": int(counters.peak_pages) * page_bytes,
     "kv_bytes_dense": sizes.num_slots * sizes.pages_per_slot * page_bytes,

@@ -201,7 +201,7 @@ def _paged(
   forward = functools.partial(
     models.forward, config=model.config, logits="last"
   )
-  program = functools.partial(rollout.run, model=forward)
+  program = functools.partial(rollout.generate, model=forward)
   temperature = jnp.float32(args.temperature)
   span = jnp.int32(args.span)
   print("compiling the loop ...", file=sys.stderr, flush=True)
@@ -281,7 +281,7 @@ def _dense(
     models.forward_dense, config=model.config, logits="last"
   )
   program = functools.partial(
-    rollout.run_dense, batch_size=args.slots, model=forward, config=config
+    rollout.generate_dense, batch_size=args.slots, model=forward, config=config
   )
   inputs = (model.params, memory, sequences, jnp.float32(args.temperature))
   begin = time.perf_counter()

@@ -19,7 +19,7 @@ _COUNTS = ("timestamp", "input_length", "output_length")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class TraceRequest:
   """One line of a trace.
 
   Attributes:
@@ -33,7 +33,7 @@ class Request:
   hash_ids: tuple[int, ...]
 
 
-def read(path: str | os.PathLike[str]) -> list[Request]:
+def read(path: str | os.PathLike[str]) -> list[TraceRequest]:
   """Reads and checks a whole trace; blank lines are passed over.
 
   Args:
@@ -60,7 +60,7 @@ def read(path: str | os.PathLike[str]) -> list[Request]:
   return requests
 
 
-def _request(where: str, number: int, line: bytes) -> Request:
+def _request(where: str, number: int, line: bytes) -> TraceRequest:
   record = _record(where, line)
   for key in _COUNTS:
     if not _is_count(record[key]):
@@ -84,7 +84,7 @@ def _request(where: str, number: int, line: bytes) -> Request:
       f"{_shown(wanted)} blocks of {BLOCK_TOKENS} tokens, but hash_ids has "
       f"{len(ids)}"
     )
-  return Request(number, record["input_length"], tuple(ids))
+  return TraceRequest(number, record["input_length"], tuple(ids))
 
 
 def _record(where: str, line: bytes) -> dict[str, Any]:

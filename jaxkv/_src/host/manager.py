@@ -4,49 +4,64 @@ from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
+from jaxkv._src.cache import state as cache_state
+from jaxkv._src.cache.groups import recurrent
+from jaxkv._src.cache.groups.kinds import FullAttention
 from jaxkv._src.cache.groups.kinds import GroupKind
+from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.telemetry.events import Drained
-from jaxkv._src.cache.verbs import inspect as looking
-from jaxkv._src.host import checks
-from jaxkv._src.host import demand
+from jaxkv._src.cache.telemetry.residency import NUM_BINS
+from jaxkv._src.cache.verbs import inspect
 from jaxkv._src.host import options
-from jaxkv._src.host.driver import Driver
-from jaxkv._src.host.driver import PoppedPages
-from jaxkv._src.host.pages import CachePages
-from jaxkv._src.host.pages import new_pages
-from jaxkv._src.host.requests import skips_lookup
-from jaxkv._src.host.requests import tokens_of
-from jaxkv._src.host.statistics import PrefixCacheStats
-from jaxkv._src.host.views import PagePool
+from jaxkv._src.host import request as requests
+from jaxkv._src.host import step
+from jaxkv._src.host.arrays import answers
+from jaxkv._src.host.arrays import call_fields
+from jaxkv._src.host.arrays import padded_hit
+from jaxkv._src.host.arrays import page_parts
+from jaxkv._src.host.slots import RequestSlots
+from jaxkv._src.host.step import Advanced
+from jaxkv._src.host.types import CachePages
+from jaxkv._src.host.types import PagePool
+from jaxkv._src.host.types import PoppedPages
+from jaxkv._src.host.types import PrefixCacheStats
+from jaxkv._src.host.types import new_pages
+
+_MOST_PAGES = 2**29
 
 
 class CacheManager:
-  """Which pages requests hold, and which can be found; one pool for all.
+  """Manages the pages of requests, as vLLM's and eSurge's managers do.
 
   The methods are those that schedulers written for vLLM's `KVCacheManager` or
-  eSurge's `CacheManager` call, and give the same page ids, hits and order. The
+  eSurge's `CacheManager` call, with the same page ids, hits and order. The
   state is a `jaxkv.CacheState`; a call is a jitted transition of it.
 
   The first request of each width (64, 4,096 or 65,536 tokens, or the longest)
-  is compiled for: some 9 s on a CPU. To warm up, send one of each through all
-  calls that will be made, free it, and then call `reset_prefix_cache`.
+  is compiled for, which takes some 9 s on a CPU. To warm up, send one of each
+  width through all calls that will be made, free it, and call
+  `reset_prefix_cache`.
 
   Args:
-    num_pages: pages of the pool, the null page 0 counted; ids begin at 1.
-    groups: kinds of layers, each with its `page_size`.
+    num_pages: pages of the pool, the null page 0 included; ids begin at 1.
+    groups: the layer groups, each with its `page_size`.
     max_model_len: tokens of the longest sequence.
     enable_caching: whether pages are published and found.
     use_eagle: whether a draft model needs the last page found computed again.
     policy: "current" for the order of vLLM since 0.25, where pages without a
-      key are used first; "classic" for earlier ones and eSurge.
-    retention: which prefixes a window keeps; see `CacheConfig.retention`.
-    watermark: part of the pages that newcomers leave free while others run.
-    max_in_flight: tokens that can be scheduled at once, for the check whether
-      a whole sequence fits; None for `max_model_len`.
-    max_encoder_tokens: tokens of the longest encoder input, where a group is
+      key are used first; "classic" for earlier versions and eSurge.
+    prefix_retention_interval: which prefixes a window keeps; see `CacheConfig`.
+    watermark: fraction of the pages kept free when waiting requests are
+      admitted.
+    max_in_flight: the most tokens scheduled at once, for the check whether a
+      whole sequence fits; None for `max_model_len`.
+    max_encoder_tokens: tokens of the longest encoder input, for groups of
       `CrossAttention`; None for `max_model_len`.
-    max_requests: requests that hold pages at once.
+    max_requests: the most requests that hold pages at once.
     num_events: events kept until `take_events`; 0 for none.
     track_new_pages: whether `take_new_page_ids` is used.
     track_residency: whether statistics tell how old evicted pages were.
@@ -54,7 +69,8 @@ class CacheManager:
 
   Attributes:
     config: sizes of the state.
-    page_pool: a look at its pages.
+    state: the cache. The next call takes its arrays: copy what you keep.
+    page_pool: a read-only view of its pages.
 
   Raises:
     TypeError: an argument is of the wrong type.
@@ -83,7 +99,7 @@ class CacheManager:
     use_eagle: bool = False,
     *,
     policy: str = "current",
-    retention: int | None = None,
+    prefix_retention_interval: int | None = None,
     watermark: float = 0.0,
     max_in_flight: int | None = None,
     max_encoder_tokens: int | None = None,
@@ -97,30 +113,27 @@ class CacheManager:
       groups,
       max_model_len,
       max_encoder_tokens,
+      max_requests,
+      policy,
       num_pages=num_pages,
-      max_requests=max_requests,
-      policy=policy,
-      retention=retention,
-      options=options.Options(
-        prefix_caching=enable_caching,
-        draft_model=use_eagle,
-        event_log=num_events,
-        track_new_pages=track_new_pages,
-        track_residency=track_residency,
-        seed=seed,
-      ),
+      prefix_caching=enable_caching,
+      use_eagle=use_eagle,
+      prefix_retention_interval=prefix_retention_interval,
+      event_log=num_events,
+      track_new_pages=track_new_pages,
+      track_residency=track_residency,
+      seed=seed,
     )
     self._limits = options.make_limits(
       self.config, max_model_len, watermark, max_in_flight, max_encoder_tokens
     )
-    self._driver = Driver(self.config, self._limits.most_pages, max_requests)
-    self._statistics = PrefixCacheStats()
+    self.state: CacheState = cache_state.init(self.config)
     self.page_pool = PagePool(self)
-
-  @property
-  def state(self) -> CacheState:
-    """The cache itself. The next call takes its arrays: copy what you keep."""
-    return self._driver.state
+    self._slots = RequestSlots(self.config, max_requests)
+    self._statistics = PrefixCacheStats()
+    self._popped: dict[int, PoppedPages] = {}
+    self._step_clock = 0
+    self._ages = np.zeros((2, NUM_BINS), np.uint32)
 
   def get_computed_pages(self, request: Any) -> tuple[CachePages, int]:
     """The longest cached prefix that leaves a token to compute.
@@ -134,13 +147,20 @@ class CacheManager:
       Its pages by group, null pages where a window needs none, and its tokens.
     """
     request.shared_prefix_boundary = 0
-    if not self.config.prefix_caching or skips_lookup(request):
+    if not self.config.prefix_caching or requests.skips_lookup(request):
       return self.create_empty_page_list(), 0
-    length = len(tokens_of(request))
-    checks.check_length(request, length, self._limits.max_model_len)
-    found = self._driver.look_up(request)
-    if not self.config.classic:
-      request.shared_prefix_boundary = int(found.junction)
+    length = len(requests.tokens_of(request))
+    options.check_length(request, length, self._limits)
+    found = jax.device_get(
+      step.look_up(
+        self.state,
+        self._slots.padded(request, 0, length),
+        np.asarray([length], np.int32),
+        requests.salt_of(request)[None],
+      )
+    )
+    if rules.tells_boundary(self.config):
+      request.shared_prefix_boundary = int(found.boundary)
     pages = tuple(
       row[:stop].tolist()
       for row, stop in zip(found.pages, found.stop, strict=True)
@@ -166,24 +186,24 @@ class CacheManager:
   ) -> CachePages | None:
     """Makes room for tokens of a request, and publishes those that are known.
 
-    Gives back what fell behind a window first, also if there is no room then.
+    First gives back what fell behind a window, even if there is no room.
 
     Args:
       request: any object with the attributes of `Request`.
       num_new_tokens: tokens that will be computed, drafts included.
       num_new_computed_tokens: tokens that a lookup found.
-      new_computed_pages: the pages that it found.
-      num_lookahead_tokens: room behind them.
+      new_computed_pages: the pages that a lookup found.
+      num_lookahead_tokens: tokens behind the new ones that must have room too.
       num_external_computed_tokens: tokens behind those found whose K/V comes
         from elsewhere.
       delay_cache_pages: whether publishing waits for `cache_pages`, because
-        their K/V is not there yet.
-      full_sequence_must_fit: refuses a request of which not all known tokens
-        have room, though only some are asked for.
+        the K/V is not there yet.
+      full_sequence_must_fit: whether all known tokens must have room, though
+        only some are asked for.
       reserved_pages: pages promised to others.
-      has_scheduled_requests: whether the watermark holds.
-      num_encoder_tokens: tokens of the encoder that groups of `CrossAttention`
-        have pages for, if they have fewer.
+      has_scheduled_requests: whether the watermark applies.
+      num_encoder_tokens: tokens of the encoder for which groups of
+        `CrossAttention` have pages.
       skip_zeroing_group_ids: groups whose new pages `take_new_page_ids` leaves
         out.
       dp_shard_hint: None or 0.
@@ -194,40 +214,65 @@ class CacheManager:
       with no page taken, if there are too few.
 
     Raises:
+      TypeError: a number is not an int.
       ValueError: nothing is asked for, a number is negative, the sequence is
-        too long, or pages were found for a request that holds some.
+        too long, or a hit is given that no lookup found.
       RuntimeError: there are `max_requests` already.
     """
-    demand.check_shard(dp_shard_hint, data_parallel_size)
-    skipped = demand.unzeroed_groups(self.config, skip_zeroing_group_ids)
-    fields = demand.fields_of(
-      request,
-      self._limits,
-      new=num_new_tokens,
-      found=num_new_computed_tokens,
-      external=num_external_computed_tokens,
-      lookahead=num_lookahead_tokens,
-      encoder=num_encoder_tokens,
-      reserved=reserved_pages,
-      delayed=delay_cache_pages,
-      whole=full_sequence_must_fit,
-      others_run=has_scheduled_requests,
+    options.check_shard(dp_shard_hint, data_parallel_size)
+    options.check_counts(
+      num_new_tokens=num_new_tokens,
+      num_new_computed_tokens=num_new_computed_tokens,
+      num_lookahead_tokens=num_lookahead_tokens,
+      num_external_computed_tokens=num_external_computed_tokens,
+      num_encoder_tokens=num_encoder_tokens,
+      reserved_pages=reserved_pages,
     )
-    slot = self._driver.slots.by_name.get(request.request_id)
+    options.check_progress(request)
+    options.check_groups(self.config, skip_zeroing_group_ids)
+    options.check_encoder(self._limits, num_encoder_tokens)
     found, hit = num_new_computed_tokens, new_computed_pages
-    checks.check_hit(self.config, request, slot, found, hit)
-    out = self._driver.advance(request, slot, hit, **fields)
+    if num_new_tokens + found + num_external_computed_tokens == 0:
+      raise ValueError(
+        "`num_new_tokens`, found and external tokens must not all be 0, as for "
+        f"{request.request_id!r}."
+      )
+    slot = self._slots.by_name.get(request.request_id)
+    options.check_hit(self.config, request, slot, found, hit)
+    known, most = len(requests.tokens_of(request)), self._limits.max_model_len
+    computed = found + num_external_computed_tokens
+    behind = request.num_computed_tokens + computed
+    total = behind + num_new_tokens
+    options.check_length(request, total, self._limits)
+    waits = requests.status_of(request) in ("waiting", "preempted")
+    keep_free = self._limits.keep_free if has_scheduled_requests else 0
+    out = self._advance(
+      request,
+      slot,
+      hit,
+      behind=behind,
+      external=num_external_computed_tokens,
+      room=min(total + num_lookahead_tokens, most),
+      tokens=total,
+      encoder=num_encoder_tokens,
+      whole=min(known, most) if full_sequence_must_fit else 0,
+      keep_free=keep_free if waits else 0,
+      reserved=min(reserved_pages, _MOST_PAGES),
+      publish=found if delay_cache_pages else min(total, known),
+    )
     if out is None or not out.ok[0]:
       return None
     if slot is None and self.config.prefix_caching:
-      self._statistics.record(request, len(tokens_of(request)), found)
-    pages = out.pages[:, 0].tolist()
+      self._statistics.record(request, known, found)
+    pages = out.pages[0].tolist()
     begin, stop = out.begin[0].tolist(), out.stop[0].tolist()
-    # Behind what was found, which another request may have got as new.
-    for group in skipped:
-      known = hit.pages[group] if hit and hit.pages else ()
-      first = len(known) if slot is None else begin[group]
-      self._driver.forget_new(pages[group][first : stop[group]])
+    if self.config.track_new_pages:
+      # Pages found are not new, but another request may have got them as new.
+      for group in skip_zeroing_group_ids:
+        held = hit.pages[group] if hit and hit.pages else ()
+        first = len(held) if slot is None else begin[group]
+        for part in page_parts(pages[group][first : stop[group]]):
+          self.state = step.forget_new(self.state, part)
     return new_pages(pages, begin, stop)
 
   def step(
@@ -238,35 +283,58 @@ class CacheManager:
   ) -> list[CachePages | None]:
     """One scheduling step of many running requests in one call.
 
-    As `allocate_slots` for each of them in order, except that all requests
-    give back what fell behind their windows before any takes a page, and are
-    published when all have theirs.
+    As `allocate_slots` for each request in order, except that all requests give
+    back what fell behind their windows before any takes a page, and all are
+    published after all have taken theirs.
 
     Args:
       running: different requests that hold pages.
       num_new_tokens: tokens of each, at least 1, or one number for all.
-      num_lookahead_tokens: room behind them.
+      num_lookahead_tokens: tokens behind them that must have room too.
 
     Returns:
-      New pages of each request. None where there were too few; later requests
-      that need less may still be served.
+      New pages of each request; None where there were too few. Later requests
+      that need fewer may still be served.
 
     Raises:
       KeyError: a request holds no page.
-      TypeError: a number is no int.
+      TypeError: a number is not an int.
       ValueError: a number is too small, a sequence too long, or a request
         named twice.
     """
     if not running:
       return []
-    return self._driver.advance_all(
-      running, num_new_tokens, num_lookahead_tokens, self._limits.max_model_len
+    slots, sent = self._slots.slots_of(running), self._slots.sent
+    num_new = options.new_tokens(
+      num_new_tokens, num_lookahead_tokens, len(slots)
     )
+    computed, written = options.progress_of(running, self.config.skips_pages)
+    tokens = requests.tokens_of_all(running)
+    total, most = computed + num_new, self._limits.max_model_len
+    longest = int(total.argmax())
+    options.check_length(running[longest], int(total[longest]), self._limits)
+    publish = np.minimum(total, np.array([*map(len, tokens)], np.int32))
+    call = call_fields(
+      self.config.num_slots,
+      len(slots),
+      slots=slots,
+      behind=written,
+      room=np.minimum(total + num_lookahead_tokens, most),
+      tokens=total,
+      publish=publish,
+    )
+    padded = self._slots.padded_all(running, tokens, sent[slots], publish)
+    self.state, out = step.advance(
+      self.state, call, None, padded, caps=self._limits.most_pages
+    )
+    out = step.unpacked(out, self.config.num_slots, self.config.num_groups)
+    sent[slots] = out.length[: len(slots)]
+    return answers(self.state, slots, out)
 
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
     """Publishes the full pages of a request's first tokens.
 
-    For tokens from elsewhere that have arrived, and drafts that were accepted.
+    For external tokens that have arrived, and for accepted drafts.
 
     Args:
       request: one that holds pages.
@@ -276,24 +344,24 @@ class CacheManager:
       KeyError: the request holds no page.
       ValueError: the number is negative.
     """
-    slot = self._driver.slots.place_of(request.request_id)
-    checks.check_counts(num_computed_tokens=num_computed_tokens)
-    publish = min(num_computed_tokens, len(tokens_of(request)))
-    self._driver.advance(request, slot, publish=publish)
+    slot = self._slots.slot_of(request.request_id)
+    options.check_counts(num_computed_tokens=num_computed_tokens)
+    publish = min(num_computed_tokens, len(requests.tokens_of(request)))
+    self._advance(request, slot, publish=publish)
 
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
-    """Gives back what nothing behind so many tokens looks at.
+    """Frees pages outside every window once these tokens are computed.
 
     Args:
       request_id: a request; nothing is done for one that holds no page.
       num_computed_tokens: tokens whose K/V no write in flight still needs.
     """
-    slot = self._driver.slots.by_name.get(request_id)
+    slot = self._slots.by_name.get(request_id)
     if slot is not None and num_computed_tokens > 0:
       behind = min(num_computed_tokens, self.config.slot_tokens)
-      self._driver.advance(None, slot, behind=behind)
+      self._advance(None, slot, behind=behind)
 
   def free(self, request: Any) -> None:
     """Gives all pages of a request back, the last one first.
@@ -301,55 +369,84 @@ class CacheManager:
     They stay cached until they are handed out again. Nothing is done for a
     request that holds none.
     """
-    self._driver.free(request.request_id)
+    slot = self._slots.forget(request.request_id)
+    if slot is not None:
+      self._release(slot)
 
   def pop_pages_for_free(self, request: Any) -> PoppedPages | None:
-    """Forgets a request, whose pages `free_pages` gives back later.
+    """Forgets a request; `free_pages` gives its pages back later.
 
     For a step in flight that may still write them.
 
     Returns:
-      What to give to `free_pages`; None for a request that holds nothing.
+      The argument for `free_pages`; None for a request that holds nothing.
     """
-    return self._driver.pop(request.request_id)
+    pages = self.get_page_ids(request.request_id)
+    slot = self._slots.forget(request.request_id)
+    if slot is None:
+      return None
+    self._popped[slot] = PoppedPages(slot, pages)
+    return self._popped[slot]
 
   def free_pages(self, popped: PoppedPages | None) -> None:
-    """Gives pages back, in the order in which `free` would have."""
-    if popped is not None:
-      self._driver.free_popped(popped)
+    """Gives pages back, in the order of `free`.
+
+    Raises:
+      ValueError: they were given back before.
+    """
+    if popped is None:
+      return
+    if self._popped.get(popped.slot) is not popped:
+      raise ValueError(f"`popped` must be given back once, got {popped} again.")
+    self._release(self._popped.pop(popped.slot).slot)
 
   def free_page_hashes(self, request: Any) -> None:
     """Forgets the page keys of a request; `free` does so already."""
 
   def evict_pages(self, page_ids: Iterable[int]) -> None:
-    """Takes pages out of the cache; who holds them keeps them.
+    """Takes pages out of the prefix cache; requests that hold them keep them.
 
     Args:
       page_ids: pages, cached or not.
 
     Raises:
-      TypeError: an id is no int.
+      TypeError: an id is not an int.
       ValueError: there is no such page.
     """
-    self._driver.evict(page_ids)
+    pages = sorted({options.at_least("page_ids", one, 0) for one in page_ids})
+    if pages and pages[-1] >= self.config.num_pages:
+      raise ValueError(
+        f"`page_ids` must be 0 to {self.config.num_pages - 1}, got {pages}."
+      )
+    for part in page_parts(pages):
+      self.state = step.evict(self.state, part)
 
   def reset_prefix_cache(self) -> bool:
-    """Takes every page out of the cache, unless some request holds one.
+    """Takes every page out of the prefix cache, unless a request holds one.
 
     Returns:
       Whether it was done.
     """
-    done = self._driver.reset()
-    self._statistics.reset |= done
-    return done
+    if self.num_free_pages < self.config.num_pages - 1:
+      return False
+    self.state = step.reset(self.state)
+    self._statistics.reset = True
+    return True
 
   def new_step_starts(self) -> None:
-    """A new step begins: what was published before is written now."""
-    self._driver.new_step()
+    """Starts a scheduling step: states published before are written now."""
+    index = self.state.pool.index
+    if index is not None and recurrent.has_states(self.config):
+      self._step_clock = int(np.asarray(index.clock).view(np.int32))
 
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
     """Pages of a request by group; empty lists for one that holds none."""
-    return self._driver.pages_of(request_id)
+    slot = self._slots.by_name.get(request_id)
+    if slot is None:
+      return self.create_empty_page_list().pages
+    table = np.asarray(self.state.page_table)[slot].tolist()
+    counts = np.asarray(self.state.num_pages)[slot].tolist()
+    return tuple(row[:count] for row, count in zip(table, counts, strict=True))
 
   def create_empty_page_list(self) -> CachePages:
     """No pages, for every group."""
@@ -357,21 +454,42 @@ class CacheManager:
 
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
     """Leading pages of a request that all requests hold; 0 for windows."""
-    return self._driver.num_common(request_id)
+    holders = len(self._slots.by_name)
+    refs = np.asarray(self.state.pool.ref_count)
+    return [
+      int(np.sum(np.cumprod(refs[pages] == holders)))
+      if isinstance(kind, FullAttention)
+      else 0
+      for kind, pages in zip(
+        self.config.groups, self.get_page_ids(request_id), strict=True
+      )
+    ]
 
   def make_prefix_cache_stats(self) -> PrefixCacheStats:
-    """What was looked up, found and evicted since the last call."""
+    """Prefix-cache hits and evictions since the last call."""
     taken, self._statistics = self._statistics, PrefixCacheStats()
-    taken.lifetime, taken.idle = self._driver.take_ages()
+    if self.config.track_residency:
+      evicted = jax.device_get(inspect.residency(self.state))
+      before, self._ages = (
+        self._ages,
+        np.stack([evicted.lifetime, evicted.idle]),
+      )
+      taken.lifetime, taken.idle = (self._ages - before).tolist()
     return taken
 
   def take_events(self) -> Drained:
-    """Pages published and taken out of the cache since the last call.
+    """Pages published and removed since the last call.
 
     Raises:
       ValueError: the manager was made without `num_events`.
     """
-    return self._driver.drain_events()
+    if not self.config.event_log:
+      raise ValueError(
+        "`num_events` must be at least 1 for events; make the CacheManager "
+        "with the number of events between two readings."
+      )
+    self.state, drained = inspect.drain_events(self.state)
+    return drained
 
   def take_new_page_ids(self) -> list[int]:
     """Pages handed out since the last call, in ascending order, to be zeroed.
@@ -379,22 +497,84 @@ class CacheManager:
     Raises:
       ValueError: the manager was made without `track_new_pages`.
     """
-    return self._driver.take_new_pages()
+    if not self.config.track_new_pages:
+      raise ValueError(
+        "`track_new_pages` must be True for new pages; make the CacheManager "
+        "with it."
+      )
+    self.state, new = inspect.take_new_pages(self.state)
+    return np.flatnonzero(np.asarray(new)).tolist()
 
   def free_queue(self) -> list[int]:
-    """Free pages in the order in which they will be handed out."""
-    return looking.free_pages(self.state)
+    """The free pages in eviction order."""
+    return inspect.free_pages(self.state)
 
   def cached_page_ids(self) -> set[int]:
     """Pages that a lookup can find."""
-    return set(looking.cached_pages(self.state))
+    return set(inspect.cached_pages(self.state))
 
   @property
   def num_free_pages(self) -> int:
-    """How many pages are free."""
+    """The number of free pages."""
     return int(self.state.pool.queue.num_free)
 
   @property
   def usage(self) -> float:
-    """The part of the pages that is held; the null page does not count."""
+    """The fraction of the pages that is held, the null page not counted."""
     return 1 - self.num_free_pages / (self.config.num_pages - 1)
+
+  def _advance(
+    self,
+    request: Any,
+    slot: int | None,
+    hit: CachePages | None = None,
+    **fields: int,
+  ) -> Advanced | None:
+    """Moves one request on; a request without a slot gets one if it is served.
+
+    Args:
+      request: any object with the attributes of `Request`; None where nothing
+        is published.
+      slot: its slot, None for a request without one.
+      hit: pages that a request without a slot begins with.
+      **fields: of `step.Call`; 0 where not given.
+
+    Returns:
+      What became of it; None if requests hold all pages.
+    """
+    place = self._slots.vacant() if slot is None else slot
+    if place is None:
+      return None
+    publish, sent = fields.get("publish", 0), int(self._slots.sent[place])
+    tokens = self._slots.padded(request, sent, max(publish, sent))
+    salt = np.zeros((4,), np.uint32)
+    if slot is None:
+      salt = requests.salt_of(request)
+      fields["prompt_length"] = requests.num_prompt_tokens(request)
+      fields["boundary"] = getattr(request, "shared_prefix_boundary", 0)
+    else:
+      behind = fields.get("behind", 0)
+      fields["behind"] = requests.written_tokens(request, behind)
+    call = call_fields(1, 1, slots=place, since=self._step_clock, **fields)
+    self.state, out = step.advance(
+      self.state,
+      call,
+      (*padded_hit(self.config, hit), salt[None]),
+      tokens,
+      caps=self._limits.most_pages,
+    )
+    out = step.unpacked(out, 1, self.config.num_groups)
+    if not out.sound[0]:
+      raise ValueError(
+        "`new_computed_pages` must hold the tokens that "
+        f"{request.request_id!r} begins with, got {hit}; look it up again."
+      )
+    if out.ok[0]:
+      self._slots.sent[place] = out.length[0]
+      if slot is None:
+        self._slots.hold(request, place)
+    return out
+
+  def _release(self, slot: int) -> None:
+    self._slots.release(slot)
+    self.state = step.release(self.state, np.asarray([slot], np.int32))

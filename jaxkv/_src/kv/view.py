@@ -5,15 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxkv_kernels as kernels
+from jaxkv._src.cache.checks import as_int32
+from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.memory import check_group
 from jaxkv_kernels._src import check
-
-_INT32_MAX = np.iinfo(np.int32).max
 
 
 @jax.tree_util.register_dataclass
@@ -91,28 +90,13 @@ def view(state: CacheState, *, group: int = 0, counts: Any) -> View:
   """
   check_single(state)
   check_group(state.config, group)
+  counts = as_int32("counts", counts)
+  check_shape("counts", counts, state.length.shape, ", one for each slot")
   return View(
-    page_table=state.page_table[group],
+    page_table=state.page_table[:, group],
     starts=state.length,
-    counts=_as_counts(counts, state.config.num_slots),
+    counts=jnp.asarray(counts),
   )
-
-
-def _as_counts(counts: Any, num_slots: int) -> jax.Array:
-  """Integers as int32[B]."""
-  if not isinstance(counts, jax.Array):
-    try:
-      counts = np.asarray(counts)
-    except jax.errors.TracerArrayConversionError:
-      counts = jnp.asarray(counts)
-  wanted = f"int32[{num_slots}], one number for each slot"
-  if not jnp.issubdtype(counts.dtype, np.integer):
-    check.refuse(TypeError, "counts", wanted, counts)
-  if counts.shape != (num_slots,):
-    check.refuse(ValueError, "counts", wanted, counts)
-  if isinstance(counts, np.ndarray) and counts.max() > _INT32_MAX:
-    check.refuse(ValueError, "counts", "numbers that fit int32", counts.max())
-  return jnp.asarray(counts, jnp.int32)
 
 
 def rows_of(view: View | FreshView) -> View:

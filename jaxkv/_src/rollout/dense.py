@@ -12,7 +12,7 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import masked
-from jaxkv._src.cache.verb import alike
+from jaxkv._src.cache.state import alike
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
@@ -23,7 +23,7 @@ DenseModel = Callable[..., tuple[Array, Any]]
 counts int32[B]) -> (logits float32[B, X, V], memory)`."""
 
 
-def run_dense(
+def generate_dense(
   params: Any,
   memory: Any,
   sequences: Sequences,

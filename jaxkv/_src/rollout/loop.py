@@ -26,9 +26,9 @@ from jax import lax
 from jaxkv import kv as kv_memory
 from jaxkv._src.cache import masked
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.status import Code
+from jaxkv._src.cache.state import alike
+from jaxkv._src.cache.status import Status
 from jaxkv._src.cache.status import is_failure
-from jaxkv._src.cache.verb import alike
 from jaxkv._src.cache.verbs.admit import admit
 from jaxkv._src.cache.verbs.allocate import allocate
 from jaxkv._src.cache.verbs.commit import commit
@@ -50,7 +50,7 @@ kv)`: stores the K/V of the tokens and attends through `jaxkv.kv`. Logits are
 float32[B, X, V]; those at X - 1 are for each row's last token when T is 1."""
 
 
-def run(
+def generate(
   params: Any,
   state: RolloutState,
   temperature: Array,
@@ -60,9 +60,9 @@ def run(
 ) -> RolloutState:
   """Runs until every sequence is done, or for so many steps.
 
-  One `while_loop`, nothing of it on the host. Jit it with the state donated,
-  `jax.jit(functools.partial(run, model=model), donate_argnums=1)`, and the K/V
-  memory is updated in place.
+  One `while_loop` without a host round trip. Jit it with the state donated, as
+  `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
+  the K/V memory is updated in place.
 
   Generated are `tokens[q, prompt_length[q] : length[q]]` of the state's
   sequences. One that can never run, because other holders leave it too few
@@ -88,13 +88,15 @@ def run(
     return within & ~is_done(state)
 
   def step(state: RolloutState) -> RolloutState:
-    state = _entered(params, state, model=model)
-    return _decoded(params, state, temperature, model=model)
+    state = _admit_waiting(params, state, model=model)
+    return _decode(params, state, temperature, model=model)
 
   return lax.while_loop(unfinished, step, state)
 
 
-def _entered(params: Any, state: RolloutState, *, model: Model) -> RolloutState:
+def _admit_waiting(
+  params: Any, state: RolloutState, *, model: Model
+) -> RolloutState:
   """Admits waiting sequences, prefills them and forks their siblings."""
   sequences, cache, config = state.sequences, state.cache, state.config
   none = sequences.length.shape[0]
@@ -108,7 +110,7 @@ def _entered(params: Any, state: RolloutState, *, model: Model) -> RolloutState:
   tokens = masked.take(sequences.tokens, numbers)
   cache, admitted = admit(cache, slots, tokens, length, mask=leads)
   target = jnp.where(admitted.ok, length - 1, 0)
-  cache, kv, prefilled = _prefilled(
+  cache, kv, prefilled = _prefill(
     params, cache, state.kv, slots, tokens, target, model=model, config=config
   )
   follows = pairs & ~leads & masked.take(admitted.ok, leader)
@@ -117,7 +119,7 @@ def _entered(params: Any, state: RolloutState, *, model: Model) -> RolloutState:
   enters = admitted.ok | forked.ok
   idle = ~jnp.any(enters) & jnp.all(state.running == none)
   hopeless = is_failure(admitted.code) & (
-    idle | (admitted.code != Code.OUT_OF_PAGES)
+    idle | (admitted.code != Status.OUT_OF_PAGES)
   )
   sequences = queue.with_status(sequences, numbers, enters, queue.RUNNING)
   return dataclasses.replace(
@@ -152,7 +154,7 @@ def _leaders(
   return jnp.argmax(same, axis=1).astype(jnp.int32)
 
 
-def _prefilled(
+def _prefill(
   params: Any,
   cache: CacheState,
   kv: KVPages,
@@ -189,18 +191,12 @@ def _prefilled(
     positions = starts[:, None] + column
     place = masked.where_valid(column < counts[:, None], positions)
     chunk_tokens = masked.take(tokens, row, place)
-    table = masked.take(cache.page_table[0], slots, fill=cache.config.no_page)
+    table = masked.take(
+      cache.page_table[:, 0], slots, fill=cache.config.no_page
+    )
     view = View(page_table=table, starts=starts, counts=counts)
     _, kv = model(params, chunk_tokens, positions, kv, view)
-    place = masked.where_valid(counts > 0, slots)
-    all_tokens = jnp.zeros(
-      (cache.config.num_slots, config.prefill_chunk), jnp.int32
-    )
-    cache, _ = commit(
-      cache,
-      masked.put(all_tokens, place, values=chunk_tokens),
-      masked.put(all_tokens[:, 0], place, values=counts),
-    )
+    cache, _ = commit(cache, chunk_tokens, counts, slots=slots, mask=counts > 0)
     return cache, kv, missing - counts
 
   total = jnp.sum(missing, dtype=jnp.int32)
@@ -210,7 +206,7 @@ def _prefilled(
   return cache, kv, total
 
 
-def _decoded(
+def _decode(
   params: Any,
   state: RolloutState,
   temperature: Array,
@@ -222,13 +218,13 @@ def _decoded(
   active = state.running < none
   cache, allocated = allocate(state.cache, active.astype(jnp.int32))
   state = dataclasses.replace(state, cache=cache)
-  state = _preempted(state, active & ~allocated.ok)
+  state, victim = _preempt(state, active & ~allocated.ok)
   sequences, numbers = state.sequences, state.running
   runs = (numbers < none) & allocated.ok
   last = masked.take(sequences.length, numbers) - 1
   tokens = masked.take(sequences.tokens, numbers, last)[:, None]
   view = View(
-    page_table=state.cache.page_table[0],
+    page_table=state.cache.page_table[:, 0],
     starts=state.cache.length,
     counts=runs.astype(jnp.int32),
   )
@@ -251,8 +247,8 @@ def _decoded(
   sequences, ended = queue.appended(
     sequences, numbers, runs, drawn, log_probs, state.config
   )
-  counters = _counted(state.counters, cache, runs)
-  cache, _ = free(cache, ended)
+  counters = _count(state.counters, cache, runs)
+  cache, _ = free(cache, mask=ended | victim)
   running = jnp.where(ended, none, numbers)
   return dataclasses.replace(
     state,
@@ -265,25 +261,26 @@ def _decoded(
   )
 
 
-def _preempted(state: RolloutState, starved: Array) -> RolloutState:
+def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   """If a slot found no page, the youngest sequence makes room and waits.
 
-  One that is alone has all pages there are; it is given up.
+  A sequence that is alone has all pages there are, so it is given up.
+
+  Returns:
+    The state, and bool[B]: the slot that the caller frees at the step's end.
   """
   none = state.sequences.length.shape[0]
   age = jnp.where(state.running < none, state.running, -1)
   slots = jnp.arange(age.shape[0], dtype=jnp.int32)
   victim = jnp.any(starved) & (slots == jnp.argmax(age)) & (age >= 0)
   alone = jnp.sum(age >= 0, dtype=jnp.int32) == 1
-  cache, _ = free(state.cache, victim)
   sequences = queue.with_status(
     state.sequences, state.running, victim, queue.WAITING
   )
-  code = jnp.full_like(slots, Code.OUT_OF_PAGES)
+  code = jnp.full_like(slots, Status.OUT_OF_PAGES)
   count = jnp.sum(victim & ~alone, dtype=jnp.int32)
-  return dataclasses.replace(
+  state = dataclasses.replace(
     state,
-    cache=cache,
     sequences=queue.failed(sequences, state.running, victim & alone, code),
     running=jnp.where(victim, none, state.running),
     paused=state.paused | (count > 0),
@@ -291,9 +288,10 @@ def _preempted(state: RolloutState, starved: Array) -> RolloutState:
       state.counters, preempted=state.counters.preempted + count
     ),
   )
+  return state, victim
 
 
-def _counted(counters: Counters, cache: CacheState, runs: Array) -> Counters:
+def _count(counters: Counters, cache: CacheState, runs: Array) -> Counters:
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
   shared = jnp.sum(cache.num_pages, dtype=jnp.int32) - in_use
   return dataclasses.replace(

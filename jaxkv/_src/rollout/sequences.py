@@ -27,7 +27,7 @@ class Sequences:
     length: tokens in all.  # int32[Q]
     log_probs: of the generated tokens, then 0.  # float32[Q, T]
     status: WAITING, RUNNING, DONE or FAILED.  # int32[Q]
-    code: why a sequence failed, a `jaxkv.Code`.  # int32[Q]
+    code: why a sequence failed, a `jaxkv.Status`.  # int32[Q]
     keys: each sequence's own.  # key[Q]
   """
 

@@ -3,12 +3,13 @@
 import dataclasses
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
-from jaxkv._src.cache.checks import check_array
+from jaxkv._src.cache.checks import as_int32
+from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
@@ -87,18 +88,20 @@ def init(
     config: the options.
 
   Returns:
-    The state, to be given to `run`.
+    The state, for `generate`.
 
   Raises:
-    ValueError: an argument has the wrong shape or dtype, the cache has several
-      groups or a slot in use, the memory has other pages than the cache,
-      L + max_new_tokens tokens do not fit into a slot, a prompt is empty or
-      longer than L, or the longest sequence does not fit into the pool. Under
-      a transformation lengths and slots cannot be looked at; such sequences
-      fail one by one, see `Sequences.code`.
+    TypeError: `prompts` or `lengths` holds no integers.
+    ValueError: an argument has the wrong shape, the cache has several groups or
+      a slot in use, the memory has other pages than the cache, L +
+      max_new_tokens tokens do not fit into a slot, a prompt is empty or longer
+      than L, or the longest sequence does not fit into the pool. Traced lengths
+      and slots are not checked; such sequences fail one by one, see
+      `Sequences.code`.
   """
-  check_array("prompts", prompts, ("P", "L"), jnp.int32)
-  check_array("lengths", lengths, prompts.shape[:1], jnp.int32)
+  prompts, lengths = as_int32("prompts", prompts), as_int32("lengths", lengths)
+  check_shape("prompts", prompts, ("P", "L"))
+  check_shape("lengths", lengths, prompts.shape[:1], ", one for each prompt")
   _check_memory(cache, kv)
   _check_fits(cache.config, prompts, lengths, config)
   sizes = cache.config
@@ -130,14 +133,16 @@ def _check_memory(cache: CacheState, kv: KVPages) -> None:
   sizes = cache.config
   if sizes.num_groups != 1:
     raise ValueError(
-      f"CacheConfig.num_groups is {sizes.num_groups}; a rollout's model has "
-      "one page table, so it must be 1."
+      f"`cache` must have one group, got {sizes.num_groups}: the model of a "
+      "rollout has one page table."
     )
   check(kv, sizes)
-  if isinstance(cache.num_pages, jax.core.Tracer):
+  if isinstance(cache.num_pages, Tracer):
     return
   if np.any(np.asarray(cache.num_pages)):
-    raise ValueError("cache has slots in use; free them before a rollout.")
+    raise ValueError(
+      "`cache` must have no slot in use, got some; free them before a rollout."
+    )
 
 
 def _check_fits(
@@ -146,21 +151,24 @@ def _check_fits(
   width = prompts.shape[1]
   if width + config.max_new_tokens > sizes.slot_tokens:
     raise ValueError(
-      f"prompts of {width} columns and max_new_tokens={config.max_new_tokens} "
-      f"do not fit into a slot of {sizes.slot_tokens} tokens; raise "
+      f"`prompts` and `max_new_tokens` must fit a slot of {sizes.slot_tokens} "
+      f"tokens, got {width} columns and {config.max_new_tokens}; raise "
       "CacheConfig.pages_per_slot."
     )
-  if isinstance(lengths, jax.core.Tracer):
+  if isinstance(lengths, Tracer):
     return
-  for row, length in enumerate(np.asarray(lengths).tolist()):
+  # In a trace numpy computes, where jax would trace even concrete arrays.
+  known = np.asarray(lengths)
+  for row, length in enumerate(known.tolist()):
     if not 1 <= length <= width:
       raise ValueError(
-        f"lengths[{row}] is {length}; a prompt has 1 .. {width} tokens."
+        f"`lengths[{row}]` must be 1 .. {width}, the tokens of a prompt, got "
+        f"{length}."
       )
-  longest = int(np.max(lengths)) + config.max_new_tokens
+  longest = int(known.max()) + config.max_new_tokens
   needed = -(-longest // sizes.page_sizes[0])
   if needed > sizes.num_pages - 1:
     raise ValueError(
-      f"the longest sequence, {longest} tokens, needs {needed} pages and the "
-      f"pool has {sizes.num_pages - 1}; raise CacheConfig.num_pages."
+      f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "
+      f"sequence of {longest} tokens, got {sizes.num_pages}."
     )

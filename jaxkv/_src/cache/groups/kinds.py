@@ -1,8 +1,9 @@
-"""Kinds of layer groups: what a group must keep, and what of it can hit.
+"""Kinds of layer groups: which pages a group keeps, and which of them can hit.
 
-Layers that cache alike form a group. A kind is a small static object with a few
-pure functions over arrays of sequences; a user's own kind is a subclass that
-overrides them. Lengths are tokens, P counts pages of the group's own size.
+Layers with the same cache behaviour form a group. A kind is a small static
+object with a few pure functions over arrays of sequences. A subclass that
+overrides them is a kind of your own. Lengths are in tokens; P counts pages of
+the group's own size.
 """
 
 import dataclasses
@@ -11,10 +12,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.cache import xla
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupKind:
-  """Layers that attend to everything before; the base of every other kind.
+  """Layers that attend to every earlier token; the base of all kinds.
 
   Attributes:
     page_size: tokens a page of this group, a multiple of
@@ -28,13 +31,13 @@ class GroupKind:
   page_size: int | None = dataclasses.field(default=None, kw_only=True)
 
   holds_states: ClassVar[bool] = False
-  """Whether a page holds the state after its last token, not its tokens."""
+  """Whether a page holds the state after its last token, not K/V of tokens."""
 
   holds_encoder: ClassVar[bool] = False
-  """Whether a page holds tokens of an encoder, not those of the sequence."""
+  """Whether pages hold the encoder's tokens, not those of the sequence."""
 
   num_speculative: ClassVar[int] = 0
-  """Scratch pages behind the last one."""
+  """Scratch pages behind the page of the last token."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -43,54 +46,61 @@ class GroupKind:
         continue
       if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
-          f"{name}.{field.name} must be an int, got {value!r} of type "
+          f"`{name}.{field.name}` must be an int, got {value!r} of type "
           f"{type(value).__name__}."
         )
       least = field.metadata.get("least", 1)
       if value < least:
         raise ValueError(
-          f"{name}.{field.name} must be at least {least}, got {value}."
+          f"`{name}.{field.name}` must be at least {least}, got {value}."
         )
 
-  def num_skipped(self, num_tokens: Array) -> Array:
+  @property
+  def skips_pages(self) -> bool:
+    """Whether a running sequence leaves pages behind."""
+    return type(self).num_skipped_tokens is not GroupKind.num_skipped_tokens
+
+  def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """Leading tokens that no token after the first `num_tokens` attends to.
 
     Args:
       num_tokens: int32[...].
 
     Returns:
-      int32[...]. Pages that lie wholly before are not needed any more.
+      int32[...]. Pages with no other tokens are no longer needed.
     """
     return jnp.zeros_like(num_tokens)
 
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
-    """Pages of the longest prefix from which a sequence can go on.
+    """Pages of the longest prefix from which a sequence can continue.
 
-    Of such a prefix only the pages that `num_skipped` leaves must be cached.
+    Only the pages behind `num_skipped_tokens` of such a prefix must be cached.
 
     Args:
       hits: bool[R, P], pages that are cached.
       limit: int32[R], tokens of the longest prefix allowed.
-      drop: bool[R], whether the last page found is left out of the prefix: a
-        draft model needs it computed again.
+      drop: bool[R], whether the prefix leaves out the last page found, which a
+        draft model needs computed again.
       page_size: tokens a page.
-      align: the prefix must end at a multiple of so many pages.
+      align: the prefix ends at a multiple of this many pages.
 
     Returns:
       int32[R].
     """
     end = jnp.arange(hits.shape[1] + 1, dtype=jnp.int32)[None]
     found = end - drop.astype(jnp.int32)[:, None]
-    begin = self.num_skipped(jnp.maximum(found, 0) * page_size) // page_size
+    skipped = self.num_skipped_tokens(jnp.maximum(found, 0) * page_size)
+    begin = xla.quotient(skipped, page_size)
     misses = jnp.cumsum(~hits, axis=1, dtype=jnp.int32)
     misses = jnp.pad(misses, ((0, 0), (1, 0)))
     whole = misses == jnp.take_along_axis(misses, begin, axis=1)
-    whole &= (end <= limit[:, None] // page_size) & (found % align == 0)
+    most = xla.quotient(limit, page_size)[:, None]
+    whole &= (end <= most) & (xla.remainder(found, align) == 0)
     return jnp.max(jnp.where(whole, jnp.maximum(found, 0), 0), axis=1)
 
-  def reusable(
+  def published(
     self,
     pages: Array,
     page_size: int,
@@ -99,17 +109,17 @@ class GroupKind:
     ends: tuple[Array, ...],
     drop: int,
   ) -> Array:
-    """Whether pages can ever be part of a hit, so that they are published.
+    """Whether full pages are published: whether they can be part of a hit.
 
     Args:
-      pages: int32[X], counted from the start of their sequences.
+      pages: int32[X], their columns in the page table.
       page_size: tokens a page.
-      align: prefixes end at multiples of so many pages.
-      every: of those, the ones are kept that end at multiples of so many
-        pages; 0 for none of them, None for all.
-      ends: int32[X], pages of further prefixes that are kept; negative for
-        none. They include the pages left out.
-      drop: pages found that are left out of the prefix, 0 or 1.
+      align: hits end at multiples of this many pages.
+      every: hits are kept that end at multiples of this many pages; 0 for none
+        of them, None for all.
+      ends: int32[X] each, pages of further prefixes that are kept, dropped
+        pages included; negative for none.
+      drop: pages that a hit leaves out at its end, 0 or 1.
 
     Returns:
       bool[X].
@@ -117,26 +127,27 @@ class GroupKind:
     return pages >= 0
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """Pages that one sequence holds at most.
+    """The most pages that one sequence holds.
 
     Args:
       page_size: tokens a page.
-      in_flight: tokens that may be allocated at once.
+      in_flight: the most tokens that are allocated at once.
       longest: tokens of the longest sequence.
     """
     return -(-longest // page_size)
 
   def num_columns(self, num_tokens: Array, page_size: int) -> Array:
-    """Columns of the page table for so many tokens; int32[...] both."""
-    return (num_tokens + (page_size - 1)) // page_size + self.num_speculative
+    """int32[...]: columns of the page table for int32[...] tokens."""
+    pages = xla.quotient(num_tokens + (page_size - 1), page_size)
+    return pages + self.num_speculative
 
 
 @dataclasses.dataclass(frozen=True)
 class FullAttention(GroupKind):
   """Layers that attend to every earlier token.
 
-  Latent attention (MLA) and attention sinks change what a page holds, not
-  which pages a sequence needs: they are this kind, or a window, too.
+  Also for latent attention (MLA) and attention sinks: they change the contents
+  of a page, not which pages a sequence needs.
   """
 
 
@@ -150,7 +161,7 @@ class SlidingWindow(GroupKind):
 
   window: int
 
-  def num_skipped(self, num_tokens: Array) -> Array:
+  def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """See `GroupKind`."""
     return jnp.maximum(num_tokens - (self.window - 1), 0)
 
@@ -159,15 +170,15 @@ class SlidingWindow(GroupKind):
   ) -> Array:
     """See `GroupKind`.
 
-    As in vLLM, a prefix shorter than the window is aligned both before and
-    after the last page found is left out.
+    As in vLLM, a prefix shorter than the window is aligned twice: before and
+    after the last page is left out.
     """
     found = super().longest_hit(hits, limit, drop, page_size, align)
     short = drop & (found * page_size < self.window - 1)
     lost = jnp.where(short, align if align > 1 else 0, 0)
     return jnp.maximum(found - lost, 0)
 
-  def reusable(
+  def published(
     self,
     pages: Array,
     page_size: int,
@@ -176,7 +187,7 @@ class SlidingWindow(GroupKind):
     ends: tuple[Array, ...],
     drop: int,
   ) -> Array:
-    """See `GroupKind`. Only the window at the end of a prefix is."""
+    """See `GroupKind`. Only the window at the end of a prefix is published."""
     needed = self._pages_back(page_size) + drop
     every = align if every is None else every
     if every and needed >= every:
@@ -190,7 +201,7 @@ class SlidingWindow(GroupKind):
     return kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`. The window need not begin where a page does."""
+    """See `GroupKind`. A window may begin inside a page."""
     tokens = min(self.window - 1 + in_flight, longest)
     return -(-tokens // page_size) + 1
 
@@ -208,9 +219,9 @@ class ChunkedLocal(GroupKind):
 
   chunk: int
 
-  def num_skipped(self, num_tokens: Array) -> Array:
+  def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """See `GroupKind`."""
-    return num_tokens // self.chunk * self.chunk
+    return xla.quotient(num_tokens, self.chunk) * self.chunk
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
     """See `GroupKind`."""
@@ -221,12 +232,12 @@ class ChunkedLocal(GroupKind):
 class Recurrent(GroupKind):
   """Layers with a state instead of keys and values, such as Mamba's.
 
-  A page is a snapshot of the state where the page ends; a sequence goes on
-  from the last one that is cached. A page is published when tokens are
-  committed past its end, so who computes across one writes the state there.
+  A page is a snapshot of the state at the page's end. A sequence continues from
+  its last cached snapshot. A page is published when tokens past its end are
+  committed; a model that computes across a page's end writes its state there.
 
   Attributes:
-    num_speculative: tokens that are computed on trial, a scratch page each.
+    num_speculative: draft tokens, with a scratch page each.
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
@@ -234,7 +245,7 @@ class Recurrent(GroupKind):
   )
   holds_states: ClassVar[bool] = True
 
-  def num_skipped(self, num_tokens: Array) -> Array:
+  def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """See `GroupKind`. Only the state of the last token is needed."""
     return jnp.maximum(num_tokens - 1, 0)
 
@@ -244,7 +255,7 @@ class Recurrent(GroupKind):
     """See `GroupKind`. A draft model has no states to compute again."""
     return super().longest_hit(hits, limit, drop & False, page_size, align)
 
-  def reusable(
+  def published(
     self,
     pages: Array,
     page_size: int,
@@ -253,7 +264,7 @@ class Recurrent(GroupKind):
     ends: tuple[Array, ...],
     drop: int,
   ) -> Array:
-    """See `GroupKind`. Of a prefix only its last state is."""
+    """See `GroupKind`. Only the last state of a prefix is published."""
     if every is None:
       return pages >= 0
     kept = pages < 0
@@ -264,7 +275,7 @@ class Recurrent(GroupKind):
     return kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """See `GroupKind`. The table has a column for every page of tokens."""
+    """See `GroupKind`. Every page of tokens has a column."""
     return -(-longest // page_size) + self.num_speculative
 
 
@@ -272,10 +283,10 @@ class Recurrent(GroupKind):
 class CrossAttention(GroupKind):
   """Layers that attend to the output of an encoder.
 
-  A sequence gets their pages once, for all of the encoder's tokens, and keeps
-  them while it runs; its own length has no part in it. They are never cached,
-  and in a cache with such a group nothing is: what a decoder computes depends
-  on the encoder's input, of which page keys know nothing.
+  A sequence gets pages for all of the encoder's tokens once and keeps them
+  while it runs, whatever its own length. A cache with such a group has no
+  prefix cache: page keys do not cover the encoder's input, and K/V depends on
+  it.
   """
 
   holds_encoder: ClassVar[bool] = True

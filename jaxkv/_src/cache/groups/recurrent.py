@@ -1,8 +1,10 @@
-"""Columns of groups that hold states: a few pages, far apart.
+"""Columns of recurrent groups: few pages, far apart.
 
-A state after t tokens stands in the column of token t - 1, and what lies
-between two states is null. Behind the running state stand as many scratch
-pages as there are speculative tokens; they move along when a sequence grows.
+The state after t tokens stands in the column of token t - 1; columns between
+two states hold the null page. Behind the running state stand the scratch pages,
+one for each speculative token; they move along when a sequence grows.
+
+For caches without recurrent groups every function here is the identity.
 """
 
 import jax.numpy as jnp
@@ -10,8 +12,18 @@ from jax import Array
 
 from jaxkv._src.cache import masked
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.groups import sizes as groups
+from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.pool import page_table
+
+
+def has_states(config: CacheConfig) -> bool:
+  """Whether some group is recurrent."""
+  return any(kind.holds_states for kind in config.groups)
+
+
+def holds_states(config: CacheConfig) -> Array:
+  """bool[1, G]: the recurrent groups."""
+  return jnp.asarray([[kind.holds_states for kind in config.groups]])
 
 
 def first_fresh(
@@ -28,11 +40,13 @@ def first_fresh(
   Returns:
     int32[R, G]; `held` itself for groups that hold every token.
   """
-  if not config.holds_states:
+  if not has_states(config):
     return held
   running, moved = _growth(config, held, stop, begins)
   return jnp.where(
-    (stop > held) & _states(config), jnp.maximum(held, running) + moved, held
+    (stop > held) & holds_states(config),
+    jnp.maximum(held, running) + moved,
+    held,
   )
 
 
@@ -48,48 +62,49 @@ def spread(
 
   Args:
     config: the cache's groups.
-    table: int32[G, B, M].
-    slots: int32[R], out of range for rows that do not count.
+    table: int32[B, G, M].
+    slots: int32[R], out of range for rows to leave alone.
     held: int32[R, G], as for `first_fresh`.
-    stop: int32[R, G], likewise.
-    begins: bool[R], likewise.
+    stop: int32[R, G], as for `first_fresh`.
+    begins: bool[R], as for `first_fresh`.
 
   Returns:
     The table.
   """
-  if not config.holds_states:
+  if not has_states(config):
     return table
   running, moved = _growth(config, held, stop, begins)
-  states = _states(config)
+  states = holds_states(config)
   gap = jnp.where(states & (stop > held), jnp.maximum(held, running), held)
-  table = page_table.fill(table, page_table.rows_of(slots, held, gap), 0)
-  return _moved(config, table, slots, moved, held - _scratch(config), gap, 0)
+  table = page_table.fill(table, page_table.ranges(slots, held, gap), 0)
+  return _move(config, table, slots, moved, held - _scratch(config), gap, 0)
 
 
-def drawn_back(
+def draw_back(
   config: CacheConfig,
   table: Array,
+  slots: Array,
   held: Array,
   keep: Array,
   left: Array,
 ) -> Array:
-  """Puts the scratch pages behind column `keep`, where nothing is any more.
+  """Moves the scratch pages to the columns behind `keep`, which are empty.
 
   Args:
     config: the cache's groups.
-    table: int32[G, B, M].
-    held: int32[B, G], columns in use, those of the scratch pages the last.
-    keep: int32[B, G].
-    left: int32[B, G], how many of the scratch pages remain.
+    table: int32[B, G, M].
+    slots: int32[R], out of range for rows to leave alone.
+    held: int32[R, G], columns in use; the last are those of scratch pages.
+    keep: int32[R, G].
+    left: int32[R, G], the number of scratch pages that remain.
 
   Returns:
     The table.
   """
-  if not config.holds_states:
+  if not has_states(config):
     return table
-  slots = jnp.arange(config.num_slots, dtype=jnp.int32)
   moved = jnp.where(keep + left < held, left, 0)
-  return _moved(config, table, slots, moved, held - left, keep, config.no_page)
+  return _move(config, table, slots, moved, held - left, keep, config.no_page)
 
 
 def num_scratch(config: CacheConfig, held: Array, keep: Array) -> Array:
@@ -98,41 +113,63 @@ def num_scratch(config: CacheConfig, held: Array, keep: Array) -> Array:
   return jnp.clip(held - keep, 0, scratch)
 
 
-def can_go_on(
-  config: CacheConfig, table: Array, slots: Array, length: Array, tokens: Array
+def num_pages(
+  config: CacheConfig, table: Array, slots: Array, start: Array, stop: Array
 ) -> Array:
-  """bool[R]: whether all states after so many tokens are kept.
+  """int32[R]: pages in the columns `start .. stop`, null pages not counted.
 
   Args:
     config: the cache's groups.
-    table: int32[G, B, M].
+    table: int32[B, G, M].
+    slots: int32[R].
+    start: int32[R, G].
+    stop: int32[R, G].
+  """
+  counts = stop - start
+  if has_states(config):
+    # Between two states there are only null pages.
+    column = jnp.arange(table.shape[-1], dtype=jnp.int32)[None, None]
+    inside = (column >= start[..., None]) & (column < stop[..., None])
+    held = masked.take(table, slots) > 0
+    counts = jnp.sum(inside & held, axis=2, dtype=jnp.int32)
+  return jnp.sum(counts, axis=1, dtype=jnp.int32)
+
+
+def can_continue(
+  config: CacheConfig, table: Array, slots: Array, length: Array, tokens: Array
+) -> Array:
+  """bool[R]: whether every group holds the state after `tokens` tokens.
+
+  Args:
+    config: the cache's groups.
+    table: int32[B, G, M].
     slots: int32[R].
     length: int32[R], tokens of the sequences: the last state.
     tokens: int32[R], 0 .. length; before it, only ends of pages have a state.
   """
-  if not config.holds_states:
+  if not has_states(config):
     return tokens >= 0
-  last = groups.by_group(config, lambda _, size: (tokens - 1) // size)
-  numbers = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
-  page = masked.take(table, numbers, slots[:, None], last)
-  inside = groups.open_pages(config, tokens) & (tokens < length)[:, None]
-  kept = ((page > 0) & ~inside) | ~jnp.broadcast_to(_states(config), page.shape)
+  last = sizes.by_group(config, lambda _, size: (tokens - 1) // size)
+  group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
+  page = masked.take(table, slots[:, None], group, last)
+  inside = sizes.open_pages(config, tokens) & (tokens < length)[:, None]
+  kept = ((page > 0) & ~inside) | ~holds_states(config)
   return (tokens == 0) | jnp.all(kept, axis=1)
 
 
 def _growth(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> tuple[Array, Array]:
-  """Columns of the running states, and scratch pages that stand before them."""
+  """Columns of the running states, and the scratch pages that move there."""
   scratch = _scratch(config)
   running = stop - scratch - 1
   moved = jnp.minimum(held, running) - (held - scratch)
   moved = jnp.clip(moved, 0, scratch)
-  moves = _states(config) & (stop > held) & ~begins[:, None]
+  moves = holds_states(config) & (stop > held) & ~begins[:, None]
   return running, jnp.where(moves, moved, 0)
 
 
-def _moved(
+def _move(
   config: CacheConfig,
   table: Array,
   slots: Array,
@@ -141,25 +178,25 @@ def _moved(
   target: Array,
   left: int,
 ) -> Array:
-  """Moves pages to other columns of their rows, and puts `left` behind them.
+  """Moves pages to other columns of their rows and leaves `left` behind.
 
   Args:
     config: the cache's groups.
-    table: int32[G, B, M].
-    slots: int32[R], out of range for rows that do not count.
-    counts: int32[R, G], pages to move, no more than are speculative.
+    table: int32[B, G, M].
+    slots: int32[R], out of range for rows to leave alone.
+    counts: int32[R, G], pages to move, at most as many as are speculative.
     source: int32[R, G], the column of the first.
-    target: int32[R, G], where it goes.
+    target: int32[R, G], the column it goes to.
     left: a page number.
 
   Returns:
     The table.
   """
-  row = (jnp.arange(config.num_groups, dtype=jnp.int32)[None], slots[:, None])
-  for place in range(max(kind.num_speculative for kind in config.groups)):
-    moves = place < counts
-    old = masked.where_valid(moves, source + place)
-    new = masked.where_valid(moves, target + place)
+  row = (slots[:, None], jnp.arange(config.num_groups, dtype=jnp.int32)[None])
+  for nth in range(max(kind.num_speculative for kind in config.groups)):
+    moves = nth < counts
+    old = masked.where_valid(moves, source + nth)
+    new = masked.where_valid(moves, target + nth)
     pages = masked.take(table, *row, old)
     table = masked.put(table, *row, new, values=pages)
     table = masked.put(table, *row, old, values=left)
@@ -170,8 +207,3 @@ def _scratch(config: CacheConfig) -> Array:
   """int32[1, G]: scratch pages of a sequence."""
   counts = [kind.num_speculative for kind in config.groups]
   return jnp.asarray([counts], jnp.int32)
-
-
-def _states(config: CacheConfig) -> Array:
-  """bool[1, G]: groups that hold states."""
-  return jnp.asarray([[kind.holds_states for kind in config.groups]])

@@ -10,12 +10,13 @@ they fill the ring, once in many pushes.
 import dataclasses
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax import lax
 
 from jaxkv._src.cache import masked
+from jaxkv._src.cache import xla
 from jaxkv._src.cache.masked import NOWHERE
 
 
@@ -27,11 +28,11 @@ class FreeQueue:
   C is the ring's capacity, a power of two of at least 2 N.
 
   Attributes:
-    ring: page numbers; C of them, those in `head .. head + span` (modulo C)
-      are entries.  # int32[C]
-    position: where a page's live entry is; for a page in use some place where
-      it is not, and NOWHERE for the null page.  # int32[N]
-    head: place of the first entry.  # int32[]
+    ring: page numbers; the entries are those at `head .. head + span`, modulo
+      C.  # int32[C]
+    position: where a page's live entry is. For a page in use: a position where
+      it has no entry. For the null page: NOWHERE.  # int32[N]
+    head: position of the first entry.  # int32[]
     span: entries, stale ones included.  # int32[]
     num_free: live entries.  # int32[]
   """
@@ -43,12 +44,12 @@ class FreeQueue:
   num_free: Array
 
 
-class Popped(NamedTuple):
+class Front(NamedTuple):
   """A window over the front of the queue.
 
   Attributes:
     pages: int32[W].
-    rank: int32[W], the how-manieth popped page this is.
+    rank: int32[W], 0-based position among all pages popped by this call.
     valid: bool[W], whether the entry was popped.
   """
 
@@ -73,11 +74,11 @@ def init(num_pages: int) -> FreeQueue:
 
 def pop(
   queue: FreeQueue, wanted: Array, *, window: int
-) -> tuple[FreeQueue, Popped]:
+) -> tuple[FreeQueue, Front]:
   """Takes up to `wanted` pages among the first `window` entries.
 
-  Returns fewer when stale entries stand between; the caller goes on until it
-  has all. With `wanted <= num_free` that ends.
+  Returns fewer when stale entries stand between them; the caller repeats until
+  it has all, which ends if `wanted <= num_free`.
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
@@ -88,7 +89,6 @@ def pop(
   count = jnp.cumsum(live, dtype=jnp.int32)
   valid = live & (count <= wanted)
   num_popped = count[-1] - jnp.maximum(count[-1] - wanted, 0)
-  # Everything before the first entry that stays is done with.
   stays = (live & ~valid) | (lanes >= queue.span)
   passed = jnp.where(jnp.any(stays), jnp.argmax(stays), window)
   passed = passed.astype(jnp.int32)
@@ -99,13 +99,13 @@ def pop(
     span=queue.span - passed,
     num_free=queue.num_free - num_popped,
   )
-  return queue, Popped(pages, count - 1, valid)
+  return queue, Front(pages, count - 1, valid)
 
 
 def remove(
   queue: FreeQueue, pages: Array, valid: Array
 ) -> tuple[FreeQueue, Array]:
-  """Takes pages out of wherever they stand.
+  """Takes pages out of the queue, wherever they stand.
 
   Args:
     queue: the queue.
@@ -117,7 +117,7 @@ def remove(
   """
   position, last = mark_last(queue.position, pages, valid)
   count = jnp.sum(last, dtype=jnp.int32)
-  place = masked.after(count, masked.where_valid(valid, pages))
+  place = xla.read_before(count, masked.where_valid(valid, pages))
   queue = dataclasses.replace(
     queue,
     position=masked.put(position, place, values=NOWHERE),
@@ -135,19 +135,20 @@ def push_back(
     queue: the queue.
     pages: int32[W].
     valid: bool[W], the pages to append, all different.
-    notes: int32[W], what to leave as position of the pages noted.
-    noted: bool[W], pages to be left outside, none of them valid.
+    notes: int32[W], the positions of noted pages.
+    noted: bool[W], pages that stay outside of the queue, none of them valid.
   """
+  chex.assert_equal_shape([pages, valid, notes, noted])
   rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = _wrap(queue, queue.head + queue.span + rank - 1)
   return _grown(_write(queue, place, pages, valid, notes, noted), rank[-1])
 
 
 def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
-  """Puts pages before all others, one after the other: the last is first."""
+  """Puts pages before all others, one by one: the last one is the first."""
   rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = _wrap(queue, queue.head - rank)
-  queue = _write(queue, place, pages, valid, place, valid & False)
+  queue = _write(queue, place, pages, valid, place, xla.zeros_like(valid))
   return _grown(
     dataclasses.replace(queue, head=_wrap(queue, queue.head - rank[-1])),
     rank[-1],
@@ -155,47 +156,37 @@ def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
 
 
 def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
-  """Makes room for `count` pushes, sweeping the ring if it is too full.
-
-  A loop of at most one trip, because XLA runs a loop's body in place where it
-  would copy the operands of a conditional.
-  """
+  """Makes room for `count` pushes: sweeps the ring if it is too full."""
   capacity = queue.ring.shape[0]
 
-  def sweep(loop: tuple[Array, FreeQueue]) -> tuple[Array, FreeQueue]:
-    tight, queue = loop
+  def sweep(queue: FreeQueue) -> FreeQueue:
     ring = in_order(queue)
     lanes = jnp.arange(capacity, dtype=jnp.int32)
     listed = masked.where_valid(lanes < queue.num_free, ring)
-    queue = dataclasses.replace(
+    return dataclasses.replace(
       queue,
       ring=ring,
       position=masked.put(queue.position, listed, values=lanes),
-      head=queue.head - queue.head,
+      head=xla.zeros_like(queue.head),
       span=queue.num_free,
     )
-    return tight & False, queue
 
-  tight = queue.span + count > capacity
-  return lax.while_loop(lambda loop: loop[0], sweep, (tight, queue))[1]
+  return xla.at_most_once(queue.span + count > capacity, sweep, queue)
 
 
 def mark_last(
   position: Array, pages: Array, valid: Array
 ) -> tuple[Array, Array]:
-  """Finds the last of several items that name one page.
-
-  Uses `position` for its notes: the caller overwrites the position of every
-  valid page afterwards.
+  """Finds the last of several items that name the same page.
 
   Args:
-    position: int32[N]; at valid pages a place in the ring or NOWHERE.
+    position: int32[N]; at valid pages a position in the ring or NOWHERE.
     pages: int32[W].
     valid: bool[W].
 
   Returns:
-    The scribbled-on positions, and bool[W]: valid and no later valid item
-    names the same page.
+    `position` with temporary marks at all valid pages, which the caller
+    overwrites, and bool[W]: valid, and no later valid item names the page.
   """
   note = NOWHERE + 1 + jnp.arange(pages.shape[0], dtype=jnp.int32)
   place = masked.where_valid(valid, pages)
@@ -204,7 +195,7 @@ def mark_last(
 
 
 def in_order(queue: FreeQueue) -> Array:
-  """int32[C]: the free pages in the order they will be taken, then zeros."""
+  """int32[C]: the free pages in eviction order, then zeros."""
   capacity = queue.ring.shape[0]
   lanes = jnp.arange(capacity, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)

@@ -1,7 +1,7 @@
-"""The page pool: references, the free queue and the index kept in step.
+"""The page pool: references, the free queue and the index, kept in step.
 
-Three movements, and each keeps the laws: `pop` (free -> in use), `hold` (one
-more reference), `drop` (one reference less, and back to the queue at none).
+Three operations, and each keeps the laws: `pop` (free to in use), `hold` (one
+more reference), `drop` (one reference less; back to the queue at none).
 """
 
 import dataclasses
@@ -12,41 +12,46 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import masked
+from jaxkv._src.cache import xla
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool.free_queue import FreeQueue
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
-from jaxkv._src.cache.prefix.prefix_index import Taken
-from jaxkv._src.cache.telemetry import event_log
+from jaxkv._src.cache.prefix.prefix_index import RemovedPages
+from jaxkv._src.cache.telemetry import events
 from jaxkv._src.cache.telemetry import residency
-from jaxkv._src.cache.telemetry.event_log import EventLog
-from jaxkv._src.cache.telemetry.residency import Ages
+from jaxkv._src.cache.telemetry.events import EventLog
+from jaxkv._src.cache.telemetry.residency import PageAges
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagePool:
+class PoolState:
   """Every page, and what is known of it.
 
   Attributes:
+    unhashed_first: whether pages without a key go to the front of the queue;
+      see `CacheConfig.free_policy`.
     ref_count: page-table entries that name the page, plus its pins; 0 for the
       null page.  # int32[N]
     pin_count: references held by `pin` and `touch`.  # int32[N]
     queue: the free pages in eviction order.
     index: the cached pages; None without prefix caching.
-    events: what entered and left the index; None if nobody wants to know.
-    new: pages popped since `take_new_pages`; None likewise.  # bool[N]
-    ages: how long pages stay cached; None likewise.
+    events: None unless `CacheConfig.event_log` > 0.
+    new: pages popped since `take_new_pages`; None unless
+      `CacheConfig.track_new_pages`.  # bool[N]
+    ages: None unless `CacheConfig.track_residency`.
   """
 
+  unhashed_first: bool = dataclasses.field(metadata={"static": True})
   ref_count: Array
   pin_count: Array
   queue: FreeQueue
   index: PrefixIndex | None
   events: EventLog | None = None
   new: Array | None = None
-  ages: Ages | None = None
+  ages: PageAges | None = None
 
 
 class Popped(NamedTuple):
@@ -54,7 +59,7 @@ class Popped(NamedTuple):
 
   Attributes:
     pages: int32[W].
-    rank: int32[W], the how-manieth popped page this is.
+    rank: int32[W], 0-based position among all pages popped by this call.
     valid: bool[W].
     num_evicted: int32[], those of them that were cached until now.
   """
@@ -65,35 +70,35 @@ class Popped(NamedTuple):
   num_evicted: Array
 
 
-def init(config: CacheConfig) -> PagePool:
+def init(config: CacheConfig) -> PoolState:
   """All pages free, none cached."""
+  pages = config.num_pages
   index = None
   if config.prefix_caching:
-    index = prefix_index.init(config.num_pages, max(config.page_sizes))
-  return PagePool(
-    ref_count=jnp.zeros((config.num_pages,), jnp.int32),
-    pin_count=jnp.zeros((config.num_pages,), jnp.int32),
-    queue=free_queue.init(config.num_pages),
+    index = prefix_index.init(pages, max(config.page_sizes))
+  return PoolState(
+    unhashed_first=config.free_policy == "unhashed_first",
+    ref_count=jnp.zeros((pages,), jnp.int32),
+    pin_count=jnp.zeros((pages,), jnp.int32),
+    queue=free_queue.init(pages),
     index=index,
-    events=event_log.init(config) if config.event_log else None,
-    new=jnp.zeros((config.num_pages,), bool)
-    if config.track_new_pages
-    else None,
-    ages=residency.init(config.num_pages) if config.track_residency else None,
+    events=events.init(config) if config.event_log else None,
+    new=jnp.zeros((pages,), bool) if config.track_new_pages else None,
+    ages=residency.init(pages) if config.track_residency else None,
   )
 
 
 def pop(
-  pool: PagePool, wanted: Array, *, window: int
-) -> tuple[PagePool, Popped]:
-  """Takes up to `wanted` free pages, evicting what they cached.
+  pool: PoolState, wanted: Array, *, window: int
+) -> tuple[PoolState, Popped]:
+  """Takes up to `wanted` free pages and evicts what they cached.
 
-  As `free_queue.pop`, it may return fewer; the caller goes on.
+  As `free_queue.pop`, it may return fewer; the caller repeats.
   """
   queue, popped = free_queue.pop(pool.queue, wanted, window=window)
   pages, _, valid = popped
-  pool, taken = _unpublished(pool, pages, valid)
-  num_evicted = jnp.int32(0) if taken is None else taken.total
+  pool, removed = _unpublish(pool, pages, valid)
+  num_evicted = jnp.int32(0) if removed is None else removed.total
   place, new = masked.where_valid(valid, pages), pool.new
   if new is not None:
     new = masked.put(new, place, values=True)
@@ -102,12 +107,12 @@ def pop(
     ref_count=masked.put(pool.ref_count, place, values=1),
     queue=queue,
     new=new,
-    ages=_aged(pool, pages, taken),
+    ages=_count_ages(pool, pages, removed),
   )
   return pool, Popped(*popped, num_evicted)
 
 
-def hold(pool: PagePool, pages: Array, valid: Array) -> PagePool:
+def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
   """One more reference a valid item; free pages leave the queue.
 
   Args:
@@ -118,32 +123,28 @@ def hold(pool: PagePool, pages: Array, valid: Array) -> PagePool:
   queue, count = free_queue.remove(
     pool.queue, pages, valid & is_free(pool, pages)
   )
-  place = masked.after(count, masked.where_valid(valid, pages))
+  place = xla.read_before(count, masked.where_valid(valid, pages))
   return dataclasses.replace(
     pool, ref_count=masked.add(pool.ref_count, place, values=1), queue=queue
   )
 
 
 def drop(
-  pool: PagePool,
-  pages: Array,
-  owner: Array,
-  valid: Array,
-  *,
-  unhashed_first: bool,
-) -> tuple[PagePool, Array]:
+  pool: PoolState, pages: Array, owner: Array, valid: Array
+) -> tuple[PoolState, Array]:
   """One reference less a valid item; unreferenced pages go to the back.
+
+  With `unhashed_first`, pages without a key stay outside of the queue: the
+  caller gives them to `to_front`, in the opposite order.
 
   Args:
     pool: the pool, with room reserved in its queue.
     pages: int32[W], repeats allowed; every valid one is referenced.
-    owner: int32[W], who gives the reference back.
+    owner: int32[W], a number for whoever gives the reference back.
     valid: bool[W].
-    unhashed_first: whether pages without a key are left out of the queue for
-      the caller, who gives them to `to_front` in the opposite order.
 
   Returns:
-    The pool, and bool[W]: the items left out.
+    The pool, and bool[W]: the items left outside of the queue.
   """
   place = masked.where_valid(valid, pages)
   ref_count = masked.add(pool.ref_count, place, values=-1)
@@ -152,7 +153,7 @@ def drop(
     pool.queue.position, pages, unreferenced
   )
   left = jnp.zeros_like(last)
-  if unhashed_first:
+  if pool.unhashed_first:
     left = last & ~is_cached(pool, pages)
   ages = pool.ages
   if ages is not None and pool.index is not None:
@@ -166,14 +167,14 @@ def drop(
 
 
 def to_front(
-  pool: PagePool, pages: Array, owner: Array, valid: Array
-) -> PagePool:
-  """Puts pages that `drop` left out before all others; the last is first.
+  pool: PoolState, pages: Array, owner: Array, valid: Array
+) -> PoolState:
+  """Puts pages that `drop` left outside before all others, the last one first.
 
   Args:
     pool: the pool.
-    pages: int32[W], the valid ones all different; those that this owner did
-      not leave out are passed over.
+    pages: int32[W], the valid ones all different. Pages that this owner did
+      not leave outside are passed over.
     owner: int32[W], as given to `drop`.
     valid: bool[W].
   """
@@ -182,7 +183,7 @@ def to_front(
   return dataclasses.replace(pool, queue=queue)
 
 
-def reserve(pool: PagePool, num_references: Array) -> PagePool:
+def reserve(pool: PoolState, num_references: Array) -> PoolState:
   """Makes room in the queue before so many references are dropped."""
   in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
   count = jnp.minimum(num_references, in_use)
@@ -190,50 +191,53 @@ def reserve(pool: PagePool, num_references: Array) -> PagePool:
 
 
 def unpublish(
-  pool: PagePool, pages: Array, valid: Array
-) -> tuple[PagePool, Array]:
-  """Takes valid pages, all different, out of the index, nothing else.
+  pool: PoolState, pages: Array, valid: Array
+) -> tuple[PoolState, Array]:
+  """Takes valid pages, all different, out of the index.
 
   Returns:
     The pool, and int32[]: how many of the pages were cached.
   """
-  pool, taken = _unpublished(pool, pages, valid)
-  return pool, jnp.int32(0) if taken is None else taken.total
+  pool, removed = _unpublish(pool, pages, valid)
+  return pool, jnp.int32(0) if removed is None else removed.total
 
 
-def _unpublished(
-  pool: PagePool, pages: Array, valid: Array
-) -> tuple[PagePool, Taken | None]:
-  """The same, and what was taken out; None without an index."""
+def _unpublish(
+  pool: PoolState, pages: Array, valid: Array
+) -> tuple[PoolState, RemovedPages | None]:
   if pool.index is None:
     return pool, None
-  index, taken = prefix_index.remove(pool.index, pages, valid)
-  events = pool.events
-  if events is not None:
-    events = event_log.removed(events, taken.valid, pages, taken.keys)
-  return dataclasses.replace(pool, index=index, events=events), taken
+  index, removed = prefix_index.remove(pool.index, pages, valid)
+  log = pool.events
+  if log is not None:
+    log = events.removed(log, removed.valid, pages, removed.keys)
+  return dataclasses.replace(pool, index=index, events=log), removed
 
 
-def _aged(pool: PagePool, pages: Array, taken: Taken | None) -> Ages | None:
-  """The ages with those of the pages that were taken out of the index."""
+def _count_ages(
+  pool: PoolState, pages: Array, removed: RemovedPages | None
+) -> PageAges | None:
+  """The ages, with those of the pages that left the index."""
   ages, index = pool.ages, pool.index
-  if ages is None or index is None or taken is None:
+  if ages is None or index is None or removed is None:
     return ages
-  return residency.evicted(ages, pages, taken.valid, taken.stamps, index.clock)
+  return residency.evicted(
+    ages, pages, removed.valid, removed.stamps, index.clock
+  )
 
 
-def is_free(pool: PagePool, pages: Array) -> Array:
+def is_free(pool: PoolState, pages: Array) -> Array:
   """bool[...]: whether pages, not the null page, stand in the queue."""
   return masked.take(pool.ref_count, pages, fill=1) == 0
 
 
-def is_cached(pool: PagePool, pages: Array) -> Array:
-  """bool[...]: whether pages have a key under which they can be found."""
+def is_cached(pool: PoolState, pages: Array) -> Array:
+  """bool[...]: whether pages can be found in the index."""
   if pool.index is None:
     return jnp.zeros(pages.shape, bool)
   return prefix_index.contains(pool.index, pages)
 
 
 def _left_by(owner: Array) -> Array:
-  """The note in a page's queue position while it is in neither place."""
+  """The queue position of a page that `drop` left outside."""
   return masked.NOWHERE + 1 + owner

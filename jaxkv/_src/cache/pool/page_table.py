@@ -1,210 +1,217 @@
-"""Page-table rows that grow and shrink.
+"""Ranges of page-table rows that are attached, filled, grown and shrunk.
 
-Both directions take the columns of many rows at once and walk over them in
-windows (`ragged.py`), in row order.
+Every function takes the columns of many rows at once and walks over them in
+windows (`work_items`), in the order of the rows.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import masked
-from jaxkv._src.cache import work_items as ragged
+from jaxkv._src.cache import work_items
+from jaxkv._src.cache import xla
 from jaxkv._src.cache.pool import page_pool
-from jaxkv._src.cache.pool.page_pool import PagePool
+from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.work_items import Items
 
+ReadPages = Callable[[Array, Array, Array, Array], Array]
+"""`(table, row, group, column) -> int32[W]`: the pages of `attach`'s items."""
 
-class Rows(NamedTuple):
-  """Ranges of columns in rows of a page table.
+
+class Ranges(NamedTuple):
+  """Ranges of columns in rows of the page table.
 
   Attributes:
+    slot: int32[X], out of range for an empty range.
     group: int32[X].
-    slot: int32[X], out of range for a row that is not there.
     start: int32[X], the first column.
-    stop: int32[X], one past the last column; `start` for an empty row.
+    stop: int32[X], one past the last column; `start` for an empty range.
   """
 
-  group: Array
   slot: Array
+  group: Array
   start: Array
   stop: Array
 
+  @property
+  def counts(self) -> Array:
+    """int32[X]: the columns of each range."""
+    return self.stop - self.start
 
-def rows_of(slots: Array, start: Array, stop: Array) -> Rows:
-  """Rows of sequences, group by group within each sequence.
+
+def ranges(slots: Array, start: Array, stop: Array) -> Ranges:
+  """Ranges of sequences, group by group within each sequence.
 
   Args:
     slots: int32[R].
     start: int32[R, G].
-    stop: int32[R, G], raised to `start` where it is less.
+    stop: int32[R, G]; a range is empty where it is less than `start`.
   """
+  chex.assert_equal_shape([start, stop])
+  chex.assert_shape(slots, start.shape[:1])
   num_rows, num_groups = start.shape
   group = jnp.tile(jnp.arange(num_groups, dtype=jnp.int32), num_rows)
-  return Rows(
-    group=group,
+  return Ranges(
     slot=jnp.repeat(slots, num_groups),
+    group=group,
     start=start.reshape(-1),
     stop=jnp.maximum(start, stop).reshape(-1),
   )
 
 
+def joined(one: Ranges, other: Ranges) -> Ranges:
+  """The ranges of both, those of `one` first."""
+  return Ranges(
+    *(jnp.concatenate(parts) for parts in zip(one, other, strict=True))
+  )
+
+
 def attach(
-  pool: PagePool,
+  pool: PoolState,
   table: Array,
   slots: Array,
   start: Array,
   stop: Array,
-  pages: Array,
-) -> tuple[PagePool, Array]:
-  """Writes pages into rows of sequences, one more reference each.
+  read: ReadPages,
+) -> tuple[PoolState, Array]:
+  """Writes pages into rows of the table, one more reference for each.
 
   Args:
     pool: the pool.
-    table: int32[G, B, M].
+    table: int32[B, G, M].
     slots: int32[R].
     start: int32[R, G], the first column to fill; none of them holds a page.
     stop: int32[R, G], one past the last.
-    pages: int32[G, R, P], what to put into the same columns.
+    read: gives the pages; it may read them from the table it is given. Null
+      pages are written without a reference.
 
   Returns:
     The pool and the table.
   """
-  rows, num_groups = rows_of(slots, start, stop), start.shape[1]
+  filled, num_groups = ranges(slots, start, stop), start.shape[1]
 
   def step(carry, items: Items):
     pool, table = carry
-    where = place_of(rows, items)
-    held = masked.take(pages, where[0], items.row // num_groups, where[2])
-    table = masked.put(table, *where, values=held)
-    return page_pool.hold(pool, held, items.valid), table
+    place = place_of(filled, items)
+    pages = read(table, xla.quotient(items.row, num_groups), place[1], place[2])
+    table = masked.put(table, *place, values=pages)
+    return page_pool.hold(pool, pages, items.valid & (pages > 0)), table
 
-  return ragged.for_each(rows.stop - rows.start, step, (pool, table))
+  return work_items.for_each(filled.counts, step, (pool, table))
 
 
 def grow(
-  pool: PagePool, table: Array, rows: Rows
-) -> tuple[PagePool, Array, Array]:
-  """Pops a fresh page for every column of every row.
+  pool: PoolState, table: Array, filled: Ranges
+) -> tuple[PoolState, Array, Array]:
+  """Pops a fresh page for every column of every range.
 
   Args:
-    pool: the pool; it has as many free pages as there are columns.
-    table: int32[G, B, M].
-    rows: the columns to fill, which hold no page.
+    pool: the pool, with at least as many free pages as there are columns.
+    table: int32[B, G, M].
+    filled: the columns to fill, which hold no page.
 
   Returns:
     The pool, the table, and int32[]: how many of the pages were cached.
   """
-  counts = rows.stop - rows.start
-  total = jnp.sum(counts, dtype=jnp.int32)
+  total = jnp.sum(filled.counts, dtype=jnp.int32)
 
-  def step(loop):
+  def trip(loop):
     done, evicted, pool, table = loop
-    pool, popped = page_pool.pop(pool, total - done, window=ragged.WINDOW)
-    items = ragged.locate(counts, done + popped.rank)
-    table = masked.put(
-      table,
-      *place_of(rows, items._replace(valid=popped.valid)),
-      values=popped.pages,
-    )
+    pool, popped = page_pool.pop(pool, total - done, window=work_items.WINDOW)
+    items = work_items.locate(filled.counts, done + popped.rank)
+    place = place_of(filled, items._replace(valid=popped.valid))
+    table = masked.put(table, *place, values=popped.pages)
     done = done + jnp.sum(popped.valid, dtype=jnp.int32)
     return done, evicted + popped.num_evicted, pool, table
 
-  zero = total - total
+  zero = xla.zeros_like(total)
   _, evicted, pool, table = lax.while_loop(
-    lambda loop: loop[0] < total, step, (zero, zero, pool, table)
+    lambda loop: loop[0] < total, trip, (zero, zero, pool, table)
   )
   return pool, table, evicted
 
 
 def shrink(
-  pool: PagePool,
-  table: Array,
-  rows: Rows,
-  *,
-  unhashed_first: bool,
-  cleared: int,
-) -> tuple[PagePool, Array]:
-  """Drops the pages of every column of every row and clears the columns.
+  pool: PoolState, table: Array, cleared: Ranges, *, left: int
+) -> tuple[PoolState, Array]:
+  """Drops the pages of every column of every range and clears the columns.
 
-  A row gives back its last column first, so that a sequence's tail is evicted
-  before its prefix. With `unhashed_first`, the pages that go to the front of
-  the queue are found on this first way and pushed on a second one, in the
-  opposite order, which visits a row only from its first such page on.
+  A range gives back its last column first, so that a sequence's tail is
+  evicted before its prefix. Pages that go to the front of the queue are found
+  on a first pass and pushed on a second one, in the opposite order, which
+  visits a range only from its first such page on.
 
   Args:
     pool: the pool.
-    table: int32[G, B, M]; null pages and NO_PAGE in it are passed over.
-    rows: the columns to clear, no column named twice.
-    unhashed_first: `CacheConfig.unhashed_first`.
-    cleared: what the columns hold afterwards.
+    table: int32[B, G, M]; null pages and NO_PAGE in it are passed over.
+    cleared: the columns to clear, no column named twice.
+    left: what the columns hold afterwards.
 
   Returns:
     The pool and the table.
   """
-  counts = rows.stop - rows.start
 
   def give_back(loop, items: Items):
     pool, first_left = loop
-    where = place_of(rows, items, descending=True)
-    pages = masked.take(table, *where)
-    pool, left = page_pool.drop(
-      pool,
-      pages,
-      items.row,
-      _is_page(pool, pages),
-      unhashed_first=unhashed_first,
+    place = place_of(cleared, items, descending=True)
+    pages = masked.take(table, *place)
+    pool, outside = page_pool.drop(
+      pool, pages, items.row, _is_page(pool, pages)
     )
     first_left = masked.put_min(
-      first_left, masked.where_valid(left, items.row), values=where[2]
+      first_left, masked.where_valid(outside, items.row), values=place[2]
     )
     return pool, first_left
 
-  def push_front(pool: PagePool, items: Items) -> PagePool:
+  def push_front(pool: PoolState, items: Items) -> PoolState:
     pages = masked.take(table, *place_of(rest, items))
     return page_pool.to_front(pool, pages, items.row, _is_page(pool, pages))
 
-  pool = page_pool.reserve(pool, jnp.sum(counts, dtype=jnp.int32))
-  pool, first_left = ragged.for_each(counts, give_back, (pool, rows.stop))
-  rest = rows._replace(start=first_left)
-  if unhashed_first:
-    pool = ragged.for_each(rest.stop - rest.start, push_front, pool)
-  # The table is read by whole loops and written by one that waits for them.
-  counts = jnp.where(pool.queue.num_free >= 0, counts, 0)
-  rows = rows._replace(stop=rows.start + counts)
-  return pool, fill(table, rows, cleared)
+  pool = page_pool.reserve(pool, jnp.sum(cleared.counts, dtype=jnp.int32))
+  pool, first_left = work_items.for_each(
+    cleared.counts, give_back, (pool, cleared.stop)
+  )
+  rest = cleared._replace(start=first_left)
+  if pool.unhashed_first:
+    pool = work_items.for_each(rest.counts, push_front, pool)
+  # The loops above read the table; the one that writes it waits for them.
+  stop = xla.read_before(pool.queue.num_free, cleared.stop)
+  return pool, fill(table, cleared._replace(stop=stop), left)
 
 
-def fill(table: Array, rows: Rows, page: int) -> Array:
-  """The table with one page number in every column of every row."""
+def fill(table: Array, filled: Ranges, page: int) -> Array:
+  """The table with one page number in every column of every range."""
 
   def write(table: Array, items: Items) -> Array:
-    return masked.put(table, *place_of(rows, items), values=page)
+    return masked.put(table, *place_of(filled, items), values=page)
 
-  return ragged.for_each(rows.stop - rows.start, write, table)
+  return work_items.for_each(filled.counts, write, table)
 
 
 def fill_before(table: Array, slots: Array, first: Array, page: int) -> Array:
   """The table with one page number before columns int32[R, G] of slots."""
-  return fill(table, rows_of(slots, jnp.zeros_like(first), first), page)
+  return fill(table, ranges(slots, xla.zeros_like(first), first), page)
 
 
 def place_of(
-  rows: Rows, items: Items, *, descending: bool = False
+  filled: Ranges, items: Items, *, descending: bool = False
 ) -> tuple[Array, Array, Array]:
-  """Group, slot and column of items, NOWHERE for those not valid."""
+  """Slot, group and column of items; NOWHERE as column of invalid items."""
   if descending:
-    column = masked.take(rows.stop, items.row) - 1 - items.offset
+    column = masked.take(filled.stop, items.row) - 1 - items.offset
   else:
-    column = masked.take(rows.start, items.row) + items.offset
+    column = masked.take(filled.start, items.row) + items.offset
   return (
-    masked.take(rows.group, items.row),
-    masked.take(rows.slot, items.row, fill=masked.NOWHERE),
+    masked.take(filled.slot, items.row, fill=masked.NOWHERE),
+    masked.take(filled.group, items.row),
     masked.where_valid(items.valid, column),
   )
 
 
-def _is_page(pool: PagePool, pages: Array) -> Array:
+def _is_page(pool: PoolState, pages: Array) -> Array:
   return (pages > 0) & (pages < pool.ref_count.shape[0])

@@ -8,15 +8,15 @@ into a secret start value, all pages in parallel; the digests are then chained:
     digest_i = absorb(secret, tokens of page i)
     key_i    = permute(key_{i-1} ^ digest_i),    key_{-1} = root(epoch, salt)
 
-The chain is the only sequential part, one permutation a page. Since the digest
-depends on a secret, nobody without the seed can steer two chains together; and
-no hit rests on the key alone (see `prefix_index.py`).
+Only the chain is sequential, one permutation a page. The digest depends on a
+secret, so nobody without the seed can steer two chains together, and no hit
+rests on the key alone (see `prefix_index`).
 
 A key is `uint32[..., 4]` outside and a tuple of four `uint32[...]` inside:
-XLA compiles the tuple form to straight code, while stacking between rounds
-makes it recompute earlier rounds for every word. XLA:CPU, which makes one
-result at a time, recomputes them in straight code too, so there the rounds are
-a loop; elsewhere a loop would be a dozen launches in place of one.
+XLA compiles the tuple form to straight code; stacking between rounds makes it
+recompute earlier rounds for every word. XLA:CPU computes one result at a time
+and recomputes them in straight code too, so there the rounds are a loop.
+Elsewhere a loop would be a dozen launches instead of one.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ import numpy as np
 from jax import Array
 from jax import lax
 
+from jaxkv._src.cache import xla
 from jaxkv._src.cache.config import CacheConfig
 
 KEY_WORDS = 4
@@ -35,7 +36,7 @@ Words = tuple[Array, Array, Array, Array]
 
 
 def salt(text: str | bytes) -> Array:
-  """A salt for `admit`, `match` and `pin` made from a tenant's name.
+  """Makes a salt for `admit`, `match` and `pin`, e.g. from a tenant's name.
 
   Sequences with different salts never share a page.
 
@@ -46,7 +47,7 @@ def salt(text: str | bytes) -> Array:
     uint32[4].
 
   Raises:
-    TypeError: it is neither.
+    TypeError: `text` is neither.
 
   Examples:
     >>> import jaxkv
@@ -55,7 +56,7 @@ def salt(text: str | bytes) -> Array:
   """
   if not isinstance(text, (str, bytes, bytearray)):
     raise TypeError(
-      f"text must be a str or bytes, got {text!r} of type "
+      f"`text` must be a str or bytes, got {text!r} of type "
       f"{type(text).__name__}; write str(...) around it."
     )
   data = text.encode() if isinstance(text, str) else bytes(text)
@@ -66,7 +67,7 @@ def root_key(config: CacheConfig, epoch: Array, salts: Array | None) -> Array:
   """The key before the first page.
 
   Args:
-    config: the cache's sizes; its seed is used.
+    config: with the seed.
     epoch: uint32[].
     salts: uint32[R, 4], or None for sequences without a salt.
 
@@ -74,7 +75,7 @@ def root_key(config: CacheConfig, epoch: Array, salts: Array | None) -> Array:
     uint32[R, 4], or uint32[4] without salts.
   """
   secret = jnp.asarray(_secret(config, b"root"))
-  zero = epoch ^ epoch
+  zero = xla.zeros_like(epoch)
   versions = (epoch, zero, zero, zero)
   root = _stack(_permute(_mixed(_unstack(secret), versions)))
   if salts is None:
@@ -83,16 +84,24 @@ def root_key(config: CacheConfig, epoch: Array, salts: Array | None) -> Array:
   return _stack(_permute(_mixed(_unstack(root), _unstack(salts))))
 
 
+def initial_root(config: CacheConfig) -> np.ndarray:
+  """uint32[4]: `root_key` without salts in epoch 0, computed on the host."""
+  words = tuple(_secret(config, b"root").reshape(KEY_WORDS, 1))
+  for _ in range(2 * _ROUNDS):
+    words = _round(words)  # pyright: ignore[reportArgumentType]
+  return np.concatenate(words)
+
+
 def group_key(config: CacheConfig, chain: Array, group: Array) -> Array:
-  """The key of a page in one group, from the chain's key (and back).
+  """The key of a page in one group, from the chain's key; its own inverse.
 
   Args:
-    config: the cache's sizes; its seed is used.
+    config: with the seed.
     chain: uint32[..., 4].
     group: int32[...], group numbers.
 
   Returns:
-    uint32[..., 4]. Applied twice it gives the chain's key back.
+    uint32[..., 4].
   """
   if config.num_groups == 1:
     return chain
@@ -106,10 +115,10 @@ def group_key(config: CacheConfig, chain: Array, group: Array) -> Array:
 
 
 def page_digests(config: CacheConfig, tokens: Array) -> Array:
-  """Digests of pages of tokens, each on its own.
+  """Digests of the tokens of single pages.
 
   Args:
-    config: the cache's sizes; its seed is used.
+    config: with the seed.
     tokens: int32[..., S].
 
   Returns:
@@ -120,7 +129,7 @@ def page_digests(config: CacheConfig, tokens: Array) -> Array:
   words = lax.bitcast_convert_type(tokens, jnp.uint32)
   words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])
   blocks = jnp.moveaxis(words.reshape(*batch, -1, KEY_WORDS), (-2, -1), (0, 1))
-  zero = blocks[0, 0] ^ blocks[0, 0]
+  zero = xla.zeros_like(blocks[0, 0])
   secret = jnp.asarray(_secret(config, b"digest"))
   start = (
     zero ^ secret[0],
@@ -141,7 +150,7 @@ def row_keys(config: CacheConfig, previous: Array, pages: Array) -> Array:
   """Keys of rows of pages of tokens.
 
   Args:
-    config: the cache's sizes; its seed is used.
+    config: with the seed.
     previous: uint32[R, 4], the keys before the first page.
     pages: int32[R, P, S].
 
@@ -152,7 +161,7 @@ def row_keys(config: CacheConfig, previous: Array, pages: Array) -> Array:
 
 
 def keys_of_group(config: CacheConfig, chain: Array, group: int) -> Array:
-  """Keys of a group's pages, which may span several of the cache's.
+  """Keys of the pages of a group, which may be larger than `page_size`.
 
   Args:
     config: the cache's groups.
@@ -160,7 +169,7 @@ def keys_of_group(config: CacheConfig, chain: Array, group: int) -> Array:
     group: its number.
 
   Returns:
-    uint32[R, Q, 4], of its Q whole pages.
+    uint32[R, X, 4], of its X whole pages.
   """
   step = config.page_sizes[group] // config.page_size
   own = chain[:, step - 1 :: step]
@@ -230,7 +239,7 @@ def _round(words: Words) -> Words:
 
 
 def _rotate(x: Array, bits: int) -> Array:
-  return (x << jnp.uint32(bits)) | (x >> jnp.uint32(32 - bits))
+  return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
 
 
 def _stack(words: Words) -> Array:

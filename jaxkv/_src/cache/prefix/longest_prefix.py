@@ -6,124 +6,116 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+from jaxkv._src.cache import xla
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.groups import sizes as groups
+from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.groups.kinds import FullAttention
 from jaxkv._src.cache.groups.kinds import GroupKind
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
+from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
-from jaxkv._src.cache.state import CacheState
 
 
 class Prefix(NamedTuple):
-  """What is cached of R sequences; P = T // S.
+  """What is cached of R sequences.
+
+  P is T // S; without prefix caching it is 0.
 
   Attributes:
-    num_cached: int32[R], tokens of the prefix.
-    first: int32[R, G], columns of it that a group does not need.
+    num_cached_tokens: int32[R].
+    first: int32[R, G], leading columns of it that a group does not need.
     stop: int32[R, G], columns of it, those included.
-    pages: int32[G, R, P]; only the columns between mean something.
+    pages: int32[R, G, P]; the columns `first .. stop` are the prefix.
     root: uint32[R, 4], the key before the first page.
     chain: uint32[R, 4], the key after the prefix.
-    junction: int32[R], tokens that some groups had cached where not all had;
-      0 where they agreed.
+    boundary: int32[R], tokens that some groups had cached when not all had; 0
+      where they agreed.
   """
 
-  num_cached: Array
+  num_cached_tokens: Array
   first: Array
   stop: Array
   pages: Array
   root: Array
   chain: Array
-  junction: Array
+  boundary: Array
+
+  def attached_pages(self, config: CacheConfig, num_columns: int) -> Array:
+    """int32[R, G, num_columns]: the pages of the prefix, NO_PAGE elsewhere."""
+    column = jnp.arange(self.pages.shape[2], dtype=jnp.int32)[None, None]
+    inside = (column >= self.first[..., None]) & (column < self.stop[..., None])
+    pages = jnp.where(inside, self.pages, jnp.int32(config.no_page))
+    missing = num_columns - pages.shape[2]
+    return jnp.pad(
+      pages, ((0, 0), (0, 0), (0, missing)), constant_values=config.no_page
+    )
 
 
 def find(
-  state: CacheState,
+  config: CacheConfig,
+  index: PrefixIndex | None,
+  roots: Array,
   tokens: Array,
   lengths: Array,
-  salts: Array | None,
   asked: Array,
-) -> Prefix | None:
+) -> Prefix:
   """Looks sequences up.
 
-  At most `length - 1` tokens are found: at least one has to be computed for
-  its logits.
+  At most `length - 1` tokens are found: one must be computed for its logits.
 
   Args:
-    state: the cache.
+    config: the cache's groups.
+    index: its prefix index; nothing is found without one.
+    roots: uint32[R, 4] or uint32[4], see `state.roots`.
     tokens: int32[R, T].
     lengths: int32[R]; a length outside of 1 .. T finds nothing.
-    salts: uint32[R, 4] or None.
-    asked: bool[R], the sequences to look for. Costs nothing when all False.
-
-  Returns:
-    What was found; None without prefix caching.
+    asked: bool[R], the sequences to look for. Costs nothing when all are False.
   """
-  config, index = state.config, state.pool.index
-  if index is None:
-    return None
   rows, columns = tokens.shape[0], tokens.shape[1] // config.page_size
+  columns = 0 if index is None else columns
   possible = jnp.where(
     asked & (lengths >= 1) & (lengths <= tokens.shape[1]), lengths - 1, 0
   )
-  root = hashing.root_key(config, state.epoch, salts)
-  root = jnp.broadcast_to(root, (rows, hashing.KEY_WORDS))
-  no_columns = groups.full_pages(config, possible & 0)
-  nothing = Prefix(
-    num_cached=possible & 0,
-    first=no_columns,
-    stop=no_columns,
-    pages=jnp.zeros((config.num_groups, rows, columns), jnp.int32)
-    + (possible & 0)[None, :, None],
-    root=root,
-    chain=root,
-    junction=possible & 0,
+  zero = xla.zeros_like(possible)
+  root = jnp.broadcast_to(roots, (rows, hashing.KEY_WORDS))
+  no_columns = sizes.full_pages(config, zero)
+  no_pages = jnp.broadcast_to(
+    no_columns[..., None], (*no_columns.shape, columns)
   )
-  if columns == 0:
+  nothing = Prefix(zero, no_columns, no_columns, no_pages, root, root, zero)
+  if index is None or columns == 0:
     return nothing
 
   def search() -> Prefix:
     held = tokens[:, : columns * config.page_size]
     held = held.reshape(rows, columns, config.page_size)
     keys = hashing.row_keys(config, root, held)
-    pages = _looked_up(config, index, keys, held)
-    found, longest = _agreed(config, pages > 0, possible)
-    first = groups.skipped_pages(config, found)
-    stop = groups.full_pages(config, found)
-    # A prefix of which no page is needed would be a hit on nothing.
+    pages = _look_up(config, index, keys, held)
+    found, longest = _agree(config, pages > 0, possible)
+    first = sizes.skipped_pages(config, found)
+    stop = sizes.full_pages(config, found)
+    # A prefix that needs no page would be a hit without anything cached.
     found = jnp.where(jnp.any(first < stop, axis=1), found, 0)
     first, stop = (
       jnp.where((found > 0)[:, None], columns, 0) for columns in (first, stop)
     )
-    last = jnp.maximum(found // config.page_size - 1, 0)[:, None, None]
+    last = jnp.maximum(xla.quotient(found, config.page_size) - 1, 0)
+    last = last[:, None, None]
     chain = jnp.take_along_axis(keys, last, axis=1)[:, 0]
     chain = jnp.where(found[:, None] > 0, chain, root)
-    junction = jnp.where(longest > found, longest, 0)
-    return Prefix(found, first, stop, pages, root, chain, junction)
+    boundary = jnp.where(longest > found, longest, 0)
+    return Prefix(found, first, stop, pages, root, chain, boundary)
 
   return lax.cond(
     jnp.any(possible >= config.page_size), search, lambda: nothing
   )
 
 
-def inside(found: Prefix) -> Array:
-  """bool[G, R, P]: the columns with a page of the prefix."""
-  column = jnp.arange(found.pages.shape[2], dtype=jnp.int32)[None, None]
-  first, stop = found.first.T[..., None], found.stop.T[..., None]
-  return (column >= first) & (column < stop)
-
-
-def attached(config: CacheConfig, found: Prefix) -> Array:
-  """int32[G, R, P]: the pages of the prefix, NO_PAGE elsewhere."""
-  return jnp.where(inside(found), found.pages, jnp.int32(config.no_page))
-
-
-def _looked_up(
+def _look_up(
   config: CacheConfig, index: PrefixIndex, keys: Array, tokens: Array
 ) -> Array:
-  """int32[G, R, P]: the page of every group under every key, 0 for none.
+  """int32[R, G, P]: each group's page under each key, 0 for none.
 
   Args:
     config: the cache's groups.
@@ -137,31 +129,28 @@ def _looked_up(
     step = size // config.page_size
     own = hashing.keys_of_group(config, keys, group)
     rows, columns = own.shape[:2]
-    queries.append(own)
-    held = tokens[:, : columns * step].reshape(rows, columns, size)
-    contents.append(jnp.pad(held, ((0, 0), (0, 0), (0, width - size))))
+    queries.append(own.reshape(-1, hashing.KEY_WORDS))
+    held = tokens[:, : columns * step].reshape(-1, size)
+    contents.append(jnp.pad(held, ((0, 0), (0, width - size))))
     shapes.append((rows, columns))
   found = prefix_index.lookup(
-    index,
-    jnp.concatenate(
-      [query.reshape(-1, hashing.KEY_WORDS) for query in queries]
-    ),
-    jnp.concatenate([content.reshape(-1, width) for content in contents]),
+    index, jnp.concatenate(queries), jnp.concatenate(contents)
   )
   pages, begin = [], 0
   for rows, columns in shapes:
     own = found[begin : begin + rows * columns].reshape(rows, columns)
     begin += rows * columns
     pages.append(jnp.pad(own, ((0, 0), (0, keys.shape[1] - columns))))
-  return jnp.stack(pages)
+  return jnp.stack(pages, axis=1)
 
 
-class _Spec(NamedTuple):
-  """The groups of one kind: they hit together.
+class _Kind(NamedTuple):
+  """The groups of one kind and page size, which hit together.
 
   Attributes:
-    kind, size: theirs; tokens a page.
-    hits: bool[R, P], the pages that all of them have.
+    kind: the kind.
+    size: tokens a page.
+    hits: bool[R, P], the pages that all of the groups have.
   """
 
   kind: GroupKind
@@ -174,16 +163,32 @@ class _Spec(NamedTuple):
     return isinstance(self.kind, FullAttention)
 
 
-def _agreed(
+class _Agreement(NamedTuple):
+  """Where the kinds stand.
+
+  Attributes:
+    length: int32[R], tokens of the prefix so far.
+    dropped: bool[X, R], kinds that dropped their last page at this length.
+    full: int32[X, R], what each kind of full attention has.
+    longest: int32[R], the most that a kind had within what the others have.
+  """
+
+  length: Array
+  dropped: Array
+  full: Array
+  longest: Array
+
+
+def _agree(
   config: CacheConfig, cached: Array, limit: Array
 ) -> tuple[Array, Array]:
-  """The longest prefix from which all groups can go on.
+  """The longest prefix from which all groups can continue.
 
   Each kind in turn shortens the prefix, full attention first, until none does.
 
   Args:
     config: the cache's groups.
-    cached: bool[G, R, P], the pages there are.
+    cached: bool[R, G, P], the pages there are.
     limit: int32[R], tokens of the longest prefix allowed.
 
   Returns:
@@ -194,93 +199,70 @@ def _agreed(
     zip(config.groups, config.page_sizes, strict=True)
   ):
     members.setdefault(key, []).append(group)
-  specs = [
-    _Spec(*key, jnp.all(cached[jnp.asarray(own)], axis=0))
+  kinds = [
+    _Kind(*key, jnp.all(cached[:, jnp.asarray(own)], axis=1))
     for key, own in members.items()
   ]
-  specs.sort(key=lambda spec: not spec.is_full)
+  kinds.sort(key=lambda kind: not kind.is_full)
+  zero = xla.zeros_like(limit)
   if config.num_groups == 1:
-    return _shortened(config, specs[0], limit, limit >= 0), limit & 0
-  found = _Agreement(
-    known=(limit + 1) // config.page_size * config.page_size,
-    length=limit,
-    verified=jnp.zeros((len(specs), *limit.shape), bool),
-    full=(limit,) * len(specs),
-    seen=limit & 0,
-  )
-  start, found = found.length, _round(config, specs, found, first=True)
-  if len(specs) <= 2 and specs[0].is_full:
-    return found.length, found.seen
+    return _shorten(config, kinds[0], limit, limit >= 0), zero
+  each = jnp.broadcast_to(zero, (len(kinds), *limit.shape))
+  before = _Agreement(limit, each > 0, each, zero)
+  num_hashed = (limit + 1) // config.page_size * config.page_size
+  found = _round(config, kinds, num_hashed, before, first=True)
+  if len(kinds) <= 2 and kinds[0].is_full:
+    return found.length, found.longest
 
   def settle(loop):
     going, before = loop
-    after = _round(config, specs, before, first=False)
-    seen = jnp.where(going, after.seen, before.seen)
+    after = _round(config, kinds, num_hashed, before, first=False)
+    longest = jnp.where(going, after.longest, before.longest)
     going &= after.length < before.length
     length = jnp.where(going, after.length, before.length)
-    return going, after._replace(length=length, seen=seen)
+    return going, after._replace(length=length, longest=longest)
 
-  going = found.length < start
+  going = found.length < limit
   _, found = lax.while_loop(
     lambda loop: jnp.any(loop[0]), settle, (going, found)
   )
-  return found.length, found.seen
-
-
-class _Agreement(NamedTuple):
-  """Where the kinds stand.
-
-  Attributes:
-    known: int32[R], tokens that have a key.
-    length: int32[R], tokens of the prefix so far.
-    verified: bool[X, R], kinds that left their last page out at this length.
-    full: int32[R] by kind, what each of full attention has.
-    seen: int32[R], the most that a kind had within what the others have.
-  """
-
-  known: Array
-  length: Array
-  verified: Array
-  full: tuple[Array, ...]
-  seen: Array
+  return found.length, found.longest
 
 
 def _round(
-  config: CacheConfig, specs: list[_Spec], found: _Agreement, *, first: bool
+  config: CacheConfig,
+  kinds: list[_Kind],
+  num_hashed: Array,
+  found: _Agreement,
+  *,
+  first: bool,
 ) -> _Agreement:
-  """Every kind shortens the prefix once.
-
-  With a draft model a kind looks one page beyond the prefix and leaves the
-  last page out, but only once at each length: the page that proves a prefix
-  must not cost one more in every round. (`CacheConfig.classic`: it does.)
-  """
-  known, length, verified, full, seen = found
-  for number, spec in enumerate(specs):
-    if spec.is_full and not first:
+  """Every kind shortens the prefix once; full attention in the first round."""
+  length, dropped, full, longest = found
+  for number, kind in enumerate(kinds):
+    if kind.is_full and not first:
       length = jnp.minimum(length, full[number])
       continue
-    drop = config.draft_model & ~verified[number]
-    beyond = drop & (not spec.kind.holds_states)
-    bound = jnp.where(beyond, jnp.minimum(length + spec.size, known), length)
-    if config.classic:
-      drop, bound = drop | config.draft_model, length
-    shorter = _shortened(config, spec, bound, drop)
+    bound, drop = rules.lookup_bound(
+      config, kind.kind, kind.size, length, num_hashed, dropped[number]
+    )
+    shorter = _shorten(config, kind, bound, drop)
     shrank = ~drop & (shorter < length)
-    verified = jnp.where(shrank[None], False, verified).at[number].max(drop)
-    full = (*full[:number], shorter, *full[number + 1 :])
-    length, seen = shorter, jnp.maximum(seen, shorter)
-  return _Agreement(known, length, verified, full, seen)
+    dropped = jnp.where(shrank[None], False, dropped).at[number].max(drop)
+    full = full.at[number].set(shorter)
+    length, longest = shorter, jnp.maximum(longest, shorter)
+  return _Agreement(length, dropped, full, longest)
 
 
-def _shortened(
-  config: CacheConfig, spec: _Spec, bound: Array, drop: Array
+def _shorten(
+  config: CacheConfig, kind: _Kind, bound: Array, drop: Array
 ) -> Array:
   """int32[R]: tokens of the longest prefix of one kind within a bound."""
-  pages = spec.kind.longest_hit(
-    spec.hits,
+  pages = kind.kind.longest_hit(
+    kind.hits,
     bound,
-    drop & config.draft_model,
-    spec.size,
-    config.alignment // spec.size,
+    rules.drops_last_page(config, drop),
+    kind.size,
+    config.alignment // kind.size,
   )
-  return pages * spec.size
+  return pages * kind.size

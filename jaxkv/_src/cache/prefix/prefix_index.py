@@ -1,32 +1,34 @@
 """The prefix index: from a page's key to the pages that carry it.
 
-A hash table of buckets, eight page numbers each. A key starts at one bucket;
-where that is full the page goes on to the next bucket of its key's probe
-sequence, and the bucket it passed counts it in `overflow`. A lookup goes on
+A hash table of buckets with eight page numbers each. A key starts at one
+bucket. Where that is full, the page moves on to the next bucket of its key's
+probe sequence, and the bucket it passed counts it in `overflow`. A lookup moves
 past a bucket only while that count is not zero, and taking a page out counts
-down again: there are no tombstones, and any number of pages may carry one key.
-(The scheme of F14: Bronson and Shi, "Open-sourcing F14 for faster, more
+down again. So there are no tombstones, and any number of pages may carry one
+key. (The scheme of F14: Bronson and Shi, "Open-sourcing F14 for faster, more
 memory-efficient hash tables", 2019.)
 
-The buckets have room for four times the pages of the pool, so that less than
-one bucket in a thousand ever overflows.
+The buckets have room for four times the pages of the pool, so less than one
+bucket in a thousand ever overflows.
 """
 
 import dataclasses
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import masked
+from jaxkv._src.cache import xla
 from jaxkv._src.cache.masked import NOWHERE
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 
 BUCKET_PAGES = 8
 INSERT_WINDOW = 32
-_SLOT = KEY_WORDS + 1  # Column of an entry.
+_POSITION = KEY_WORDS + 1  # Column of an entry.
 
 
 @jax.tree_util.register_dataclass
@@ -34,17 +36,17 @@ _SLOT = KEY_WORDS + 1  # Column of an entry.
 class PrefixIndex:
   """Which pages are cached, and under which key.
 
-  K is the number of buckets, a power of two of at least N / 2.
+  Z is the number of buckets, a power of two of at least N / 2.
 
   Attributes:
-    buckets: page numbers, 0 where nothing is.  # int32[K, 8]
-    overflow: pages that found this bucket full.  # int32[K]
+    buckets: page numbers, 0 for an empty place.  # int32[Z, 8]
+    overflow: pages that found this bucket full.  # int32[Z]
     entry: a page's key, the value of `clock` when it was published, and its
-      place in the flattened buckets, NOWHERE if it is not cached; one row, so
-      that publishing writes them at once.  # uint32[N, 6]
-    tokens: the tokens of a full page, zeros after them where another group's
-      pages are larger; they and its key outlive its place in the index until
-      the page is filled again.  # int32[N, S]
+      position in the flattened buckets, NOWHERE if it is not cached. One row,
+      so that publishing writes them at once.  # uint32[N, 6]
+    tokens: the tokens of a full page, then zeros where another group's pages
+      are larger. Tokens and key of a page that left the index stay readable
+      until the page is filled again.  # int32[N, S]
     clock: pages published so far, modulo 2**32.  # uint32[]
   """
 
@@ -55,8 +57,8 @@ class PrefixIndex:
   clock: Array
 
 
-class Taken(NamedTuple):
-  """What `remove` took out.
+class RemovedPages(NamedTuple):
+  """Pages that `remove` took out.
 
   Attributes:
     valid: bool[X], the pages that were cached.
@@ -77,7 +79,7 @@ def init(num_pages: int, page_size: int) -> PrefixIndex:
   return PrefixIndex(
     buckets=jnp.zeros((num_buckets, BUCKET_PAGES), jnp.int32),
     overflow=jnp.zeros((num_buckets,), jnp.int32),
-    entry=_nowhere(jnp.zeros((num_pages, _SLOT + 1), jnp.uint32)),
+    entry=_nowhere(jnp.zeros((num_pages, _POSITION + 1), jnp.uint32)),
     tokens=jnp.zeros((num_pages, page_size), jnp.int32),
     clock=jnp.uint32(0),
   )
@@ -85,12 +87,12 @@ def init(num_pages: int, page_size: int) -> PrefixIndex:
 
 def contains(index: PrefixIndex, pages: Array) -> Array:
   """bool[...]: whether pages are cached."""
-  return slot_of(index, pages) < NOWHERE
+  return position_of(index, pages) < NOWHERE
 
 
-def slot_of(index: PrefixIndex, pages: Array) -> Array:
-  """int32[...]: places in the flattened buckets; NOWHERE if not cached."""
-  column = jnp.int32(_SLOT)
+def position_of(index: PrefixIndex, pages: Array) -> Array:
+  """int32[...]: positions in the flattened buckets; NOWHERE if not cached."""
+  column = jnp.int32(_POSITION)
   return masked.take(index.entry, pages, column, fill=NOWHERE).astype(jnp.int32)
 
 
@@ -113,20 +115,22 @@ def lookup(
     index: the index.
     keys: uint32[X, 4].
     tokens: int32[X, S], what the pages must hold. A page with the key and
-      other tokens is a collision and no hit.
+      other tokens is a collision, not a hit.
     newest: whether to find the page published last instead of first.
 
   Returns:
-    int32[X]: of the pages with this key the one published first, 0 for none.
+    int32[X]: the page published first of those with this key, 0 for none.
   """
+  chex.assert_shape(keys, (None, KEY_WORDS))
+  chex.assert_shape(tokens, (keys.shape[0], index.tokens.shape[1]))
 
   def visit(loop):
     bucket, going, best, best_age = loop
     candidates = masked.take(index.buckets, masked.where_valid(going, bucket))
     key, stamp, _ = _split(masked.take(index.entry, candidates))
     found = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
-    # Ages instead of stamps: the clock may have wrapped around.
-    # At least 1: the clock has moved on since.
+    # Ages, not stamps: the clock may have wrapped around. They are at least 1,
+    # since publishing a page advances the clock.
     age = stamp - index.clock if newest else index.clock - stamp
     age = jnp.where(found, age, jnp.uint32(0))
     oldest = jnp.argmax(age, axis=-1).astype(jnp.int32)[:, None]
@@ -135,7 +139,7 @@ def lookup(
     better = age > best_age
     following = _next_bucket(index, keys, bucket)
     going = going & (masked.take(index.overflow, bucket) > 0)
-    going = going & (following != first)  # All buckets were seen.
+    going = going & (following != first)  # Else all buckets were visited.
     return (
       following,
       going,
@@ -144,7 +148,8 @@ def lookup(
     )
 
   first = _first_bucket(index, keys)
-  start = (first, first >= 0, first & 0, keys[:, 0] & jnp.uint32(0))
+  zero = xla.zeros_like(first), xla.zeros_like(keys[:, 0])
+  start = (first, first >= 0, *zero)
   _, _, page, _ = lax.while_loop(lambda loop: jnp.any(loop[1]), visit, start)
   same = jnp.all(masked.take(index.tokens, page) == tokens, axis=-1)
   return jnp.where(same, page, 0)
@@ -156,9 +161,9 @@ def insert(
   keys: Array,
   tokens: Array,
   valid: Array,
-  listed: Array,
+  published: Array,
 ) -> PrefixIndex:
-  """Publishes pages, in the order given.
+  """Gives pages their keys and publishes them, in the order given.
 
   Args:
     index: the index.
@@ -167,18 +172,21 @@ def insert(
     keys: uint32[X, 4].
     tokens: int32[X, S].
     valid: bool[X].
-    listed: bool[X]; the other valid ones get a key but no place in the index.
+    published: bool[X]; the other valid pages get a key, but cannot be found.
   """
-  listed &= valid
+  chex.assert_shape(keys, (pages.size, KEY_WORDS))
+  chex.assert_shape(tokens, (pages.size, index.tokens.shape[1]))
+  chex.assert_shape([pages, valid, published], (pages.size,))
+  published &= valid
   order = jnp.cumsum(valid.astype(jnp.uint32))
   place = masked.where_valid(valid, pages)
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
 
   def settle(loop):
-    buckets, slot, bucket, pending = loop
+    buckets, position, bucket, pending = loop
     here = masked.where_valid(pending, bucket)
     vacant = masked.take(buckets, here) == 0
-    # Pages that meet in one bucket take its vacant places in their order.
+    # Pages that meet in one bucket take its empty places in their order.
     rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
     turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
     nth = jnp.cumsum(vacant, axis=1, dtype=jnp.int32) - 1
@@ -188,27 +196,27 @@ def insert(
     buckets = masked.put(
       buckets, masked.where_valid(fits, bucket), way, values=pages
     )
-    slot = jnp.where(fits, bucket * BUCKET_PAGES + way, slot)
-    return buckets, slot, _next_bucket(index, keys, bucket), pending & ~fits
+    position = jnp.where(fits, bucket * BUCKET_PAGES + way, position)
+    return buckets, position, _next_bucket(index, keys, bucket), pending & ~fits
 
-  buckets, slot, _, _ = lax.while_loop(
+  buckets, position, _, _ = lax.while_loop(
     lambda loop: jnp.any(loop[3]),
     settle,
     (
       index.buckets,
       jnp.full_like(place, NOWHERE),
       _first_bucket(index, keys),
-      listed,
+      published,
     ),
   )
   stamp = index.clock + order - 1
   entry = jnp.concatenate(
-    [keys, stamp[:, None], slot.astype(jnp.uint32)[:, None]], axis=1
+    [keys, stamp[:, None], position.astype(jnp.uint32)[:, None]], axis=1
   )
   return dataclasses.replace(
     index,
     buckets=buckets,
-    overflow=_count_passed(index, keys, slot, listed, 1),
+    overflow=_count_passed(index, keys, position, published, 1),
     entry=masked.put(index.entry, place, values=entry),
     tokens=masked.put(index.tokens, place, values=tokens),
     clock=index.clock + order[-1],
@@ -217,7 +225,7 @@ def insert(
 
 def remove(
   index: PrefixIndex, pages: Array, valid: Array
-) -> tuple[PrefixIndex, Taken]:
+) -> tuple[PrefixIndex, RemovedPages]:
   """Takes pages out; their keys and tokens stay readable.
 
   Args:
@@ -228,24 +236,25 @@ def remove(
   Returns:
     The index, and what was taken out of it.
   """
-  keys, stamps, slot = _split(
+  keys, stamps, position = _split(
     masked.take(index.entry, masked.where_valid(valid, pages), fill=NOWHERE)
   )
-  valid = slot < NOWHERE
+  valid = position < NOWHERE
   count = jnp.sum(valid, dtype=jnp.int32)
-  home, way = slot // BUCKET_PAGES, slot % BUCKET_PAGES
-  place = masked.after(count, masked.where_valid(valid, pages))
+  home = xla.quotient(position, BUCKET_PAGES)
+  way = xla.remainder(position, BUCKET_PAGES)
+  place = xla.read_before(count, masked.where_valid(valid, pages))
   index = dataclasses.replace(
     index,
     buckets=masked.put(
       index.buckets, masked.where_valid(valid, home), way, values=0
     ),
-    overflow=_count_passed(index, keys, slot, valid, -1),
+    overflow=_count_passed(index, keys, position, valid, -1),
     entry=masked.put(
-      index.entry, place, jnp.int32(_SLOT), values=jnp.uint32(NOWHERE)
+      index.entry, place, jnp.int32(_POSITION), values=jnp.uint32(NOWHERE)
     ),
   )
-  return index, Taken(valid, keys, stamps, count)
+  return index, RemovedPages(valid, keys, stamps, count)
 
 
 def clear(index: PrefixIndex) -> PrefixIndex:
@@ -259,28 +268,28 @@ def clear(index: PrefixIndex) -> PrefixIndex:
 
 
 def recount(index: PrefixIndex, cached: Array) -> Array:
-  """int32[K]: the overflow counts that the places of cached pages imply."""
-  nothing = dataclasses.replace(index, overflow=index.overflow & 0)
-  key, _, slot = _split(index.entry)
-  return _count_passed(nothing, key, slot, cached, 1)
+  """int32[Z]: the overflow counts that follow from the positions of pages."""
+  zero = dataclasses.replace(index, overflow=xla.zeros_like(index.overflow))
+  key, _, position = _split(index.entry)
+  return _count_passed(zero, key, position, cached, 1)
 
 
 def _count_passed(
-  index: PrefixIndex, keys: Array, slot: Array, valid: Array, amount: int
+  index: PrefixIndex, keys: Array, position: Array, valid: Array, amount: int
 ) -> Array:
-  """The overflow counts with an amount added wherever a page went on.
+  """The overflow counts, with an amount added for every bucket passed.
 
   Args:
     index: the index.
     keys: uint32[X, 4], of the pages.
-    slot: int32[X], where they are.
+    position: int32[X], in the flattened buckets.
     valid: bool[X].
     amount: 1 for pages that come, -1 for pages that go.
 
   Returns:
-    int32[K].
+    int32[Z].
   """
-  home = slot // BUCKET_PAGES
+  home = xla.quotient(position, BUCKET_PAGES)
   first = _first_bucket(index, keys)
 
   def walk(loop):
@@ -289,7 +298,7 @@ def _count_passed(
       overflow, masked.where_valid(going, bucket), values=amount
     )
     bucket = _next_bucket(index, keys, bucket)
-    # The second condition ends the walk of a page that is not on its way.
+    # A page that is not where its key leads ends after one round.
     return overflow, bucket, going & (bucket != home) & (bucket != first)
 
   return lax.while_loop(
@@ -300,13 +309,13 @@ def _count_passed(
 
 
 def _split(entry: Array) -> tuple[Array, Array, Array]:
-  """Key uint32[..., 4], stamp uint32[...] and slot int32[...] of entries."""
-  slot = entry[..., _SLOT].astype(jnp.int32)
-  return entry[..., :KEY_WORDS], entry[..., KEY_WORDS], slot
+  """Key uint32[..., 4], stamp uint32[...], position int32[...] of entries."""
+  position = entry[..., _POSITION].astype(jnp.int32)
+  return entry[..., :KEY_WORDS], entry[..., KEY_WORDS], position
 
 
 def _nowhere(entry: Array) -> Array:
-  return entry.at[:, _SLOT].set(jnp.uint32(NOWHERE))
+  return entry.at[:, _POSITION].set(jnp.uint32(NOWHERE))
 
 
 def _first_bucket(index: PrefixIndex, keys: Array) -> Array:

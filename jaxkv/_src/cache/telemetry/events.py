@@ -1,29 +1,68 @@
-"""drain_events: what entered and left the prefix index, on the host."""
+"""A fixed-size device log of KV-cache events: pages stored, removed, cleared.
+
+For mirrors of the prefix index elsewhere, such as a router's. Where the log is
+full, further events are counted and lost; the first ones stay.
+"""
 
 import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
+from jaxkv._src.cache import masked
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import key_bytes
-from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import check_single
-from jaxkv._src.cache.telemetry import event_log
-from jaxkv._src.cache.telemetry.event_log import EventLog
+
+STORED, REMOVED, CLEARED = 0, 1, 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EventLog:
+  """The first E events since the last reading, oldest first.
+
+  `column`, `parent`, `root` and `tokens` are those of stored pages only.
+
+  Attributes:
+    kind: STORED, REMOVED or CLEARED.  # int32[E]
+    page: the page's number.  # int32[E]
+    group: its group.  # int32[E]
+    column: its column in the page table.  # int32[E]
+    key: its key.  # uint32[E, 4]
+    parent: the key of the page before it.  # uint32[E, 4]
+    root: the key before the sequence's first page.  # uint32[E, 4]
+    tokens: the tokens it holds.  # int32[E, S]
+    count: events since the last reading, lost ones included.  # int32[]
+    group_of: the group in which each page was stored.  # int32[N]
+  """
+
+  kind: Array
+  page: Array
+  group: Array
+  column: Array
+  key: Array
+  parent: Array
+  root: Array
+  tokens: Array
+  count: Array
+  group_of: Array
 
 
 class Stored(NamedTuple):
   """A page was published.
 
   Attributes:
-    page: its number.
+    page: the page's number.
     group: its group.
-    key: 16 bytes; two pages with the same content and past share it.
+    key: 16 bytes, the same for pages with equal tokens behind equal prefixes.
     parent: the key of the page before it in this group, published or not; None
-      for the first of a sequence.
+      for the first page of a sequence.
     root: 16 bytes, the same for all sequences of one salt and epoch.
-    tokens: what it holds.
+    tokens: the tokens it holds.
   """
 
   page: int
@@ -35,7 +74,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-  """A page was taken out: evicted, dropped, or replaced by an equal one."""
+  """A page left the index: evicted, dropped, or replaced by an equal page."""
 
   page: int
   group: int
@@ -43,70 +82,112 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-  """All pages were taken out."""
+  """All pages left the index."""
 
 
 class Drained(NamedTuple):
-  """What happened since the last reading.
+  """The events since the last reading.
 
   Attributes:
     events: oldest first.
-    num_lost: later ones for which the log had no room. A mirror must start
-      over then, from `cached_pages`.
+    num_lost: later events, for which the log had no room. A mirror then must
+      start again from `cached_pages`.
   """
 
   events: list[Stored | Removed | Cleared]
   num_lost: int
 
 
-def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
-  """Reads the event log and empties it. On the host.
+def init(config: CacheConfig) -> EventLog:
+  """An empty log."""
+  size = config.event_log
+  return EventLog(
+    kind=jnp.zeros((size,), jnp.int32),
+    page=jnp.zeros((size,), jnp.int32),
+    group=jnp.zeros((size,), jnp.int32),
+    column=jnp.zeros((size,), jnp.int32),
+    key=jnp.zeros((size, KEY_WORDS), jnp.uint32),
+    parent=jnp.zeros((size, KEY_WORDS), jnp.uint32),
+    root=jnp.zeros((size, KEY_WORDS), jnp.uint32),
+    tokens=jnp.zeros((size, max(config.page_sizes)), jnp.int32),
+    count=jnp.int32(0),
+    group_of=jnp.zeros((config.num_pages,), jnp.int32),
+  )
+
+
+def stored(
+  log: EventLog, valid: Array, pages: Array, group: Array, **fields: Array
+) -> EventLog:
+  """Logs valid pages that were published, in the order given.
 
   Args:
-    state: a cache with `CacheConfig.event_log`.
-
-  Returns:
-    The cache, and the events.
-
-  Raises:
-    ValueError: the cache has no log.
-
-  Examples:
-    >>> import jax.numpy as jnp, jaxkv
-    >>> state = jaxkv.init(jaxkv.CacheConfig(num_pages=8, page_size=2,
-    ...   num_slots=1, pages_per_slot=4, event_log=16))
-    >>> two = jnp.asarray([2], jnp.int32)
-    >>> state, _ = jaxkv.allocate(state, two)
-    >>> state, _ = jaxkv.commit(state, jnp.asarray([[7, 8]], jnp.int32), two)
-    >>> state, drained = jaxkv.drain_events(state)
-    >>> drained.events[0].page, drained.events[0].tokens
-    (1, (7, 8))
+    log: the log.
+    valid: bool[W].
+    pages: int32[W], the valid ones all different.
+    group: int32[W].
+    **fields: column, key, parent, root and tokens, as in `EventLog`.
   """
-  check_single(state)
-  log = state.pool.events
-  if log is None:
-    raise ValueError(
-      "The cache keeps no events; make it with CacheConfig(event_log=...), the "
-      "number of events between two readings."
-    )
-  sizes = state.config.page_sizes
-  host = jax.device_get(log)
-  count, size = int(host.count), len(host.kind)
-  events = [_event(host, row, sizes) for row in range(min(count, size))]
-  pool = dataclasses.replace(state.pool, events=event_log.emptied(log))
-  state = dataclasses.replace(state, pool=pool)
-  return state, Drained(events, max(count - size, 0))
+  place = masked.where_valid(valid, pages)
+  log = dataclasses.replace(
+    log, group_of=masked.put(log.group_of, place, values=group)
+  )
+  kind = jnp.full_like(pages, STORED)
+  return _pushed(log, valid, kind=kind, page=pages, group=group, **fields)
+
+
+def removed(log: EventLog, valid: Array, pages: Array, keys: Array) -> EventLog:
+  """Logs valid pages that left the index, in the order given."""
+  group = masked.take(log.group_of, pages)
+  kind = jnp.full_like(pages, REMOVED)
+  return _pushed(log, valid, kind=kind, page=pages, group=group, key=keys)
+
+
+def cleared(log: EventLog, done: Array) -> EventLog:
+  """Logs that all pages left the index, if `done`, bool[]."""
+  return _pushed(log, done[None], kind=jnp.full((1,), CLEARED, jnp.int32))
+
+
+def emptied(log: EventLog) -> EventLog:
+  """The log after a reading: empty."""
+  return dataclasses.replace(log, count=jnp.zeros_like(log.count))
+
+
+def _pushed(log: EventLog, valid: Array, **fields: Array) -> EventLog:
+  rank = jnp.cumsum(valid, dtype=jnp.int32)
+  place = masked.where_valid(valid, log.count + rank - 1)
+  written = {
+    name: masked.put(getattr(log, name), place, values=values)
+    for name, values in fields.items()
+  }
+  # Counting stops far beyond the size of any log, so it cannot wrap.
+  count = jnp.minimum(log.count, masked.NOWHERE - rank[-1]) + rank[-1]
+  return dataclasses.replace(log, count=count, **written)
+
+
+def read(log: EventLog, page_sizes: tuple[int, ...]) -> Drained:
+  """The events of a log, on the host.
+
+  Args:
+    log: the log.
+    page_sizes: `CacheConfig.page_sizes`.
+  """
+  log = jax.device_get(log)
+  count, size = int(log.count), len(log.kind)
+  return Drained(
+    [_event(log, row, page_sizes) for row in range(min(count, size))],
+    max(count - size, 0),
+  )
 
 
 def _event(
   log: EventLog, row: int, sizes: tuple[int, ...]
 ) -> Stored | Removed | Cleared:
   kind = int(log.kind[row])
-  if kind == event_log.CLEARED:
+  if kind == CLEARED:
     return Cleared()
   page, group = int(log.page[row]), int(log.group[row])
   key = key_bytes(log.key[row])
-  if kind == event_log.REMOVED:
+  if kind == REMOVED:
     return Removed(page, group, key)
   parent = key_bytes(log.parent[row]) if log.column[row] > 0 else None
   tokens = tuple(np.asarray(log.tokens[row])[: sizes[group]].tolist())

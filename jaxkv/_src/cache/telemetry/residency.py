@@ -1,7 +1,7 @@
-"""How old cached pages are when they are handed out again.
+"""How old cached pages are when they are evicted.
 
-Time is counted in pages published, by `PrefixIndex.clock`: what a cache of
-another size would have kept does not depend on how fast its pages fill.
+The unit of time is a published page (`PrefixIndex.clock`): which pages a cache
+of another size would have kept does not depend on how fast pages fill.
 """
 
 import dataclasses
@@ -12,9 +12,10 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import masked
+from jaxkv._src.cache import xla
 
 NUM_BINS = 33
-"""Numbers of bits that a uint32 can have, none included."""
+"""The numbers of bits that a uint32 can have, 0 to 32."""
 
 
 @jax.tree_util.register_dataclass
@@ -41,49 +42,50 @@ class Residency:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ages:
-  """What is kept of every page for that.
+class PageAges:
+  """Per-page timestamps, and the ages counted so far.
 
   Attributes:
-    released: value of the clock when a page's last reference was given back.
+    released: the clock when a page's last reference was given back.
       # uint32[N]
-    evicted: the ages so far.
+    evicted: the ages of evicted pages.
   """
 
   released: Array
   evicted: Residency
 
 
-def init(num_pages: int) -> Ages:
+def init(num_pages: int) -> PageAges:
   """No page was evicted yet."""
   lifetime, idle = (jnp.zeros((NUM_BINS,), jnp.uint32) for _ in range(2))
-  return Ages(
+  return PageAges(
     released=jnp.zeros((num_pages,), jnp.uint32),
     evicted=Residency(lifetime=lifetime, idle=idle),
   )
 
 
-def released(ages: Ages, pages: Array, valid: Array, clock: Array) -> Ages:
-  """Notes when valid pages int32[W], all different, went to the free queue."""
-  # The ages were read from here before; see `masked.after`.
+def released(
+  ages: PageAges, pages: Array, valid: Array, clock: Array
+) -> PageAges:
+  """Stamps valid pages int32[W], all different, that became free."""
   count = (ages.evicted.idle[0] >> 1).astype(jnp.int32)
-  place = masked.after(count, masked.where_valid(valid, pages))
+  place = xla.read_before(count, masked.where_valid(valid, pages))
   return dataclasses.replace(
     ages, released=masked.put(ages.released, place, values=clock)
   )
 
 
 def evicted(
-  ages: Ages, pages: Array, valid: Array, stamps: Array, clock: Array
-) -> Ages:
-  """Counts the ages of pages that are handed out again.
+  ages: PageAges, pages: Array, valid: Array, stamps: Array, clock: Array
+) -> PageAges:
+  """Counts the ages of evicted pages.
 
   Args:
-    ages: those so far.
+    ages: the ages so far.
     pages: int32[W], from the free queue.
     valid: bool[W], those that were cached until now.
-    stamps: uint32[W], values of the clock when they were published.
-    clock: uint32[], its value now.
+    stamps: uint32[W], the clock when they were published.
+    clock: uint32[], the clock now.
   """
   since = masked.take(ages.released, pages)
   counts = ages.evicted

@@ -1,4 +1,6 @@
-"""Looking at a cache without changing it."""
+"""Reading a cache: counters, pages, events."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,10 @@ from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Stats
 from jaxkv._src.cache.state import check_single
+from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.telemetry import events
+from jaxkv._src.cache.telemetry.events import Drained
 from jaxkv._src.cache.telemetry.residency import Residency
-from jaxkv._src.cache.verb import verb
 
 
 @verb
@@ -28,19 +32,18 @@ def stats(state: CacheState) -> Stats:
     >>> import jaxkv
     >>> state = jaxkv.init(jaxkv.CacheConfig(
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
-    >>> int(jaxkv.stats(state).evicted)
+    >>> int(jaxkv.stats(state).evicted_pages)
     0
   """
-  # New buffers: a reading outlives the state, which may be donated.
-  return jax.tree.map(lambda counter: counter + jnp.uint32(0), state.stats)
+  return _outliving(state.stats)
 
 
 @verb
 def residency(state: CacheState) -> Residency:
   """How old the evicted pages were; subtract two readings for an interval.
 
-  Only what makes room for something new is evicted: pages that `evict`,
-  `truncate` or a reset take out of the index do not count.
+  Only pages that are taken from the free queue count: not those that `evict`,
+  `truncate` or a reset take out of the index.
 
   Args:
     state: a cache with `CacheConfig.track_residency`.
@@ -49,29 +52,26 @@ def residency(state: CacheState) -> Residency:
     Counts by age.
 
   Raises:
-    ValueError: the cache does not keep them.
+    ValueError: the cache does not keep ages.
 
   Examples:
-    >>> import jaxkv
+    >>> import jaxkv.telemetry
     >>> state = jaxkv.init(jaxkv.CacheConfig(num_pages=8, page_size=2,
     ...   num_slots=1, pages_per_slot=4, track_residency=True))
-    >>> int(jaxkv.residency(state).idle.sum())
+    >>> int(jaxkv.telemetry.residency(state).idle.sum())
     0
   """
   if state.pool.ages is None:
     raise ValueError(
-      "The cache does not keep the ages of its pages; make it with "
+      "`state` must keep the ages of its pages; make it with "
       "CacheConfig(track_residency=True)."
     )
-  # New buffers: a reading outlives the state, which may be donated.
-  return jax.tree.map(
-    lambda bins: bins + jnp.uint32(0), state.pool.ages.evicted
-  )
+  return _outliving(state.pool.ages.evicted)
 
 
 @verb
 def usage(state: CacheState) -> Array:
-  """The part of the pool that is referenced; the null page does not count.
+  """The fraction of the pool that is referenced, the null page not counted.
 
   Args:
     state: the cache.
@@ -95,14 +95,14 @@ def usage(state: CacheState) -> Array:
 def num_common_prefix_pages(state: CacheState) -> Array:
   """Leading pages that all sequences share.
 
-  Compares the page tables themselves: reference counts alone would also count
-  pages shared by some sequences only.
+  Compares the page tables: reference counts would also count pages that only
+  some sequences share.
 
   Args:
     state: the cache.
 
   Returns:
-    int32[G]; 0 where no slot holds a page, all its pages where one does.
+    int32[G]; 0 if no slot holds a page, all its pages if only one slot does.
 
   Examples:
     >>> import jaxkv
@@ -111,20 +111,18 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     >>> jaxkv.num_common_prefix_pages(state).tolist()
     [0]
   """
-  lead = state.num_pages[state.config.lead_group]
-  active = jnp.broadcast_to(lead > 0, state.num_pages.shape)
-  first = jnp.argmax(active, axis=1)[:, None, None]
-  sample = jnp.take_along_axis(state.page_table, first, axis=1)
-  same = (state.page_table == sample) | ~active[..., None]
-  here = (sample[:, 0] > 0) & (sample[:, 0] < state.config.no_page)
-  common = jnp.all(same, axis=1) & here & jnp.any(active, axis=1)[:, None]
+  active = state.num_pages[:, state.config.first_self_group] > 0
+  sample = state.page_table[jnp.argmax(active)]
+  same = (state.page_table == sample[None]) | ~active[:, None, None]
+  here = (sample > 0) & (sample < state.config.no_page)
+  common = jnp.all(same, axis=0) & here & jnp.any(active)
   return jnp.sum(
     jnp.cumprod(common, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32
   )
 
 
 def free_pages(state: CacheState) -> list[int]:
-  """The free pages in the order in which they will be taken. On the host.
+  """The free pages in eviction order. On the host.
 
   Args:
     state: the cache.
@@ -145,7 +143,7 @@ def free_pages(state: CacheState) -> list[int]:
 
 
 def cached_pages(state: CacheState) -> list[int]:
-  """The pages that are cached, in ascending order. On the host.
+  """The cached pages in ascending order. On the host.
 
   Args:
     state: the cache.
@@ -164,3 +162,78 @@ def cached_pages(state: CacheState) -> list[int]:
   pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
   cached = np.asarray(page_pool.is_cached(state.pool, pages))
   return np.flatnonzero(cached).tolist()
+
+
+def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
+  """Reads the event log and empties it. On the host.
+
+  Args:
+    state: a cache with `CacheConfig.event_log`.
+
+  Returns:
+    The cache, and the events.
+
+  Raises:
+    ValueError: the cache has no log.
+
+  Examples:
+    >>> import jaxkv.telemetry
+    >>> state = jaxkv.init(jaxkv.CacheConfig(num_pages=8, page_size=2,
+    ...   num_slots=1, pages_per_slot=4, event_log=16))
+    >>> state, _ = jaxkv.allocate(state, [2])
+    >>> state, _ = jaxkv.commit(state, [[7, 8]], [2])
+    >>> state, drained = jaxkv.telemetry.drain_events(state)
+    >>> drained.events[0].page, drained.events[0].tokens
+    (1, (7, 8))
+  """
+  check_single(state)
+  log = state.pool.events
+  if log is None:
+    raise ValueError(
+      "`state` must keep events; make it with CacheConfig(event_log=...), the "
+      "number of events between two readings."
+    )
+  drained = events.read(log, state.config.page_sizes)
+  pool = dataclasses.replace(state.pool, events=events.emptied(log))
+  return dataclasses.replace(state, pool=pool), drained
+
+
+@verb
+def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
+  """Tells which pages were handed out since the last call, and starts over.
+
+  For layers that require zeroed pages, such as recurrent states: zero these
+  pages before the next step. Pages found in the index are not new. The cost
+  grows with the pool.
+
+  Args:
+    state: a cache with `CacheConfig.track_new_pages`.
+
+  Returns:
+    The cache, and bool[N].
+
+  Raises:
+    ValueError: the cache does not keep its new pages.
+
+  Examples:
+    >>> import jaxkv.telemetry
+    >>> state = jaxkv.init(jaxkv.CacheConfig(num_pages=4, page_size=2,
+    ...   num_slots=1, pages_per_slot=2, track_new_pages=True))
+    >>> state, _ = jaxkv.allocate(state, [3])
+    >>> state, new = jaxkv.telemetry.take_new_pages(state)
+    >>> new.tolist()
+    [False, True, True, False]
+  """
+  new = state.pool.new
+  if new is None:
+    raise ValueError(
+      "`state` must keep its new pages; make it with "
+      "CacheConfig(track_new_pages=True)."
+    )
+  pool = dataclasses.replace(state.pool, new=jnp.zeros_like(new))
+  return dataclasses.replace(state, pool=pool), new
+
+
+def _outliving(counters):
+  """The counters in new buffers: the state may be donated."""
+  return jax.tree.map(lambda counter: counter + jnp.uint32(0), counters)

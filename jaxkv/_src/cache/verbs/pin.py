@@ -1,98 +1,82 @@
-"""touch, pin, unpin, evict: single pages against eviction, or for it."""
+"""touch, pin, unpin, evict: single pages are held, let go or dropped."""
 
 import dataclasses
-from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import masked
-from jaxkv._src.cache.checks import check_array
+from jaxkv._src.cache import xla
 from jaxkv._src.cache.checks import check_sequences
-from jaxkv._src.cache.checks import mask_or_all
-from jaxkv._src.cache.duplicates import num_earlier
+from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
-from jaxkv._src.cache.pool.page_pool import PagePool
-from jaxkv._src.cache.pool.page_table import Rows
+from jaxkv._src.cache.pool.page_pool import PoolState
+from jaxkv._src.cache.pool.page_table import Ranges
 from jaxkv._src.cache.prefix import longest_prefix
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import counted
-from jaxkv._src.cache.status import Code
+from jaxkv._src.cache.state import mask_or_all
+from jaxkv._src.cache.state import recorded
+from jaxkv._src.cache.state import roots
+from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.status import Outcome
+from jaxkv._src.cache.status import Status
 from jaxkv._src.cache.status import first_code
-from jaxkv._src.cache.status import is_failure
-from jaxkv._src.cache.status import sticky
-from jaxkv._src.cache.verb import verb
 
 
-class PageCodes(NamedTuple):
-  """What became of every page named.
-
-  Attributes:
-    code: int32[...], a `Code` for each.
-  """
-
-  code: Array
-
-  @property
-  def ok(self) -> Array:
-    """bool[...]: whether it was done."""
-    return self.code == Code.OK
-
-
-class Pinned(NamedTuple):
-  """What `pin` did; P = T // S.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pinned(Outcome):
+  """What `pin` did; P = T // S. A row is OK if a prefix is held.
 
   Attributes:
-    code: int32[R], a `Code` a sequence.
-    num_cached: int32[R], tokens of the prefix that is held now.
-    pages: int32[G, R, P], its pages, NO_PAGE elsewhere: what `unpin` takes.
+    code: a `Status` for each sequence.  # int32[R]
+    num_cached_tokens: tokens of the prefix that is held now.  # int32[R]
+    pages: its pages, NO_PAGE elsewhere: the argument for `unpin`.
+      # int32[R, G, P]
   """
 
-  code: Array
-  num_cached: Array
+  num_cached_tokens: Array
   pages: Array
-
-  @property
-  def ok(self) -> Array:
-    """bool[R]: whether a prefix is held."""
-    return self.code == Code.OK
 
 
 @verb
-def touch(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
+def touch(
+  state: CacheState, pages: Array, *, mask: Array | None = None
+) -> tuple[CacheState, Outcome]:
   """Takes one reference (a pin) on every page named.
 
-  A free page that is cached leaves the free queue, so that it cannot be
-  evicted. `unpin` gives the reference back.
+  A free page that is cached leaves the free queue, so it cannot be evicted.
+  `unpin` gives the reference back.
 
   Args:
     state: the cache.
-    pages: int32[...], pages in use or cached; repeats count. NO_PAGE is
-      passed over.
+    pages: int32[...], pages in use or cached; repeats count. NO_PAGE is passed
+      over.
+    mask: bool[...], the pages that count; None for all.
 
   Returns:
-    The cache, and per page OK, SKIPPED (NO_PAGE), BAD_PAGE or NOT_CACHED
-    (neither in use nor cached).
+    The cache, and per page OK, SKIPPED (masked out, or NO_PAGE), BAD_PAGE or
+    NOT_CACHED (neither in use nor cached).
 
   Examples:
-    >>> import jax.numpy as jnp, jaxkv
+    >>> import jaxkv
     >>> state = jaxkv.init(jaxkv.CacheConfig(
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
-    >>> state, out = jaxkv.touch(state, jnp.asarray([3], jnp.int32))
-    >>> jaxkv.Code(int(out.code[0])).name
+    >>> state, out = jaxkv.touch(state, [3])
+    >>> jaxkv.Status(int(out.code[0])).name
     'NOT_CACHED'
   """
-  check_array("pages", pages, None, jnp.int32)
-  if pages.size == 0:
-    return state, PageCodes(pages)
-  names = pages.reshape(-1)
+  names = _names(state, pages, mask)
+  if names.size == 0:
+    return state, Outcome(code=pages)
   known = (masked.take(state.pool.ref_count, names) > 0) | (
     page_pool.is_cached(state.pool, names)
   )
-  code = _page_code(state, names, (~known, Code.NOT_CACHED))
-  state = _finished(state, _pinned(state.pool, names, code == Code.OK), code)
-  return state, PageCodes(code.reshape(pages.shape))
+  code = _first_code(state, names, (~known, Status.NOT_CACHED))
+  pool = _hold(state.pool, names, code == Status.OK)
+  return _finished(state, pool, code, pages)
 
 
 @verb
@@ -100,13 +84,14 @@ def pin(
   state: CacheState,
   tokens: Array,
   lengths: Array,
+  *,
   salts: Array | None = None,
   mask: Array | None = None,
 ) -> tuple[CacheState, Pinned]:
   """Holds the cached prefixes of sequences against eviction.
 
-  `match` and `touch` in one. A system prompt that must stay is pinned after
-  the first sequence with it was committed.
+  `match` and `touch` in one. Pin a system prompt that must stay after the first
+  sequence with it was committed.
 
   Args:
     state: the cache.
@@ -116,175 +101,189 @@ def pin(
     mask: bool[R], the rows that count; None for all.
 
   Returns:
-    The cache, and per row OK, SKIPPED, BAD_LENGTH or NOT_CACHED (nothing of it
-    is cached). Give `pages` to `unpin` to let go.
+    The cache, and per row OK, SKIPPED, BAD_LENGTH or NOT_CACHED (no page of the
+    sequence is cached). `unpin(state, out.pages)` lets go.
 
   Examples:
-    >>> import jax.numpy as jnp, jaxkv
+    >>> import jaxkv
     >>> state = jaxkv.init(jaxkv.CacheConfig(
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
-    >>> tokens = jnp.asarray([[7, 8, 9]], jnp.int32)
-    >>> three = jnp.asarray([3], jnp.int32)
-    >>> state, _ = jaxkv.allocate(state, three)
-    >>> state, _ = jaxkv.commit(state, tokens, three)
-    >>> state, out = jaxkv.pin(state, tokens, three)
-    >>> out.pages.tolist(), out.num_cached.tolist()
+    >>> state, _ = jaxkv.allocate(state, [3])
+    >>> state, _ = jaxkv.commit(state, [[7, 8, 9]], [3])
+    >>> state, out = jaxkv.pin(state, [[7, 8, 9]], [3])
+    >>> out.pages.tolist(), out.num_cached_tokens.tolist()
     ([[[1]]], [2])
   """
   check_sequences(tokens, lengths, salts)
   config = state.config
-  rows, columns = tokens.shape[0], tokens.shape[1] // config.page_size
-  mask = mask_or_all(mask, rows, "sequence")
+  asked = mask_or_all(mask, tokens.shape[0])
   bad = (lengths < 1) | (lengths > tokens.shape[1])
-  found = longest_prefix.find(state, tokens, lengths, salts, mask & ~bad)
-  num_cached = lengths & 0 if found is None else found.num_cached
-  code = first_code(
-    (~mask, Code.SKIPPED),
-    (bad, Code.BAD_LENGTH),
-    (num_cached == 0, Code.NOT_CACHED),
+  found = longest_prefix.find(
+    config,
+    state.pool.index,
+    roots(state, salts),
+    tokens,
+    lengths,
+    asked & ~bad,
   )
-  shape = (config.num_groups, rows, columns)
-  held = jnp.full(shape, config.no_page, jnp.int32)
-  if found is not None:
-    held = longest_prefix.attached(config, found)
-  names = held.reshape(-1)
-  pool = _pinned(state.pool, names, names < config.no_page)
-  state = _finished(state, pool, code)
-  return state, Pinned(code, num_cached, held)
+  code = first_code(
+    (~asked, Status.SKIPPED),
+    (bad, Status.BAD_LENGTH),
+    (found.num_cached_tokens == 0, Status.NOT_CACHED),
+  )
+  pages = found.attached_pages(config, tokens.shape[1] // config.page_size)
+  names = pages.reshape(-1)
+  pool = _hold(state.pool, names, names < config.no_page)
+  out = Pinned(
+    code=code, num_cached_tokens=found.num_cached_tokens, pages=pages
+  )
+  return recorded(dataclasses.replace(state, pool=pool), code), out
 
 
 @verb
-def unpin(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
+def unpin(
+  state: CacheState, pages: Array, *, mask: Array | None = None
+) -> tuple[CacheState, Outcome]:
   """Gives back one pin on every page named.
 
-  Along the last axis the last page goes first, as `free` does, so that a
-  prefix outlives its tail; the other axes go in order.
+  Along the last axis the last page goes first, as in `free`, so a prefix
+  outlives its tail; the other axes go in order.
 
   Args:
     state: the cache.
     pages: int32[...], such as `Pinned.pages`; repeats count. NO_PAGE is passed
       over.
+    mask: bool[...], the pages that count; None for all.
 
   Returns:
-    The cache, and per page OK, SKIPPED (NO_PAGE), BAD_PAGE or NOT_PINNED.
+    The cache, and per page OK, SKIPPED (masked out, or NO_PAGE), BAD_PAGE or
+    NOT_PINNED.
 
   Examples:
-    >>> import jax.numpy as jnp, jaxkv
+    >>> import jaxkv
     >>> state = jaxkv.init(jaxkv.CacheConfig(
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
-    >>> state, out = jaxkv.unpin(state, jnp.asarray([3], jnp.int32))
-    >>> jaxkv.Code(int(out.code[0])).name
+    >>> state, out = jaxkv.unpin(state, [3])
+    >>> jaxkv.Status(int(out.code[0])).name
     'NOT_PINNED'
   """
-  check_array("pages", pages, None, jnp.int32)
-  if pages.size == 0:
-    return state, PageCodes(pages)
-  config = state.config
+  names = _names(state, pages, mask)
+  if names.size == 0:
+    return state, Outcome(code=pages)
   columns = pages.shape[-1] if pages.ndim else 1
-  table = pages.reshape(-1, columns)
-  names = table.reshape(-1)
-  # In the order of release, which is that of the rows, each from its end.
-  backwards = table[:, ::-1].reshape(-1)
-  earlier = num_earlier(backwards).reshape(table.shape)[:, ::-1].reshape(-1)
-  later = num_earlier(backwards[::-1])[::-1]
-  later = later.reshape(table.shape)[:, ::-1].reshape(-1)
+  earlier, later = _repeats(names, columns)
   pins = masked.take(state.pool.pin_count, names)
-  code = _page_code(state, names, (earlier >= pins, Code.NOT_PINNED))
-  given = code == Code.OK
-  # Of several pins of a page only the last one given back can set it free.
+  code = _first_code(state, names, (earlier >= pins, Status.NOT_PINNED))
+  given = code == Status.OK
+  # Of several pins of one page only the last one given back can free it.
   last = given & ((later == 0) | (earlier == pins - 1))
-  place = masked.where_valid(given, names)
   pool = dataclasses.replace(
     state.pool,
-    pin_count=masked.add(state.pool.pin_count, place, values=-1),
-    ref_count=masked.add(
-      state.pool.ref_count,
-      masked.where_valid(given & ~last, names),
-      values=-1,
-    ),
+    pin_count=_less(state.pool.pin_count, names, given),
+    ref_count=_less(state.pool.ref_count, names, given & ~last),
   )
-  table = jnp.where(last, names, jnp.int32(config.no_page))
-  given = jnp.any(given.reshape(-1, columns), axis=1)
-  zeros = jnp.zeros(given.shape, jnp.int32)
-  rows = Rows(
+  # The pins are released as if they were rows of a page table.
+  table = jnp.where(last, names, jnp.int32(state.config.no_page))
+  table = table.reshape(-1, 1, columns)
+  some = jnp.any(given.reshape(-1, columns), axis=1)
+  zeros = jnp.zeros(some.shape, jnp.int32)
+  ranges = Ranges(
+    slot=jnp.arange(some.shape[0], dtype=jnp.int32),
     group=zeros,
-    slot=jnp.arange(zeros.shape[0], dtype=jnp.int32),
     start=zeros,
-    stop=jnp.where(given, columns, zeros),
+    stop=jnp.where(some, columns, zeros),
   )
-  pool, _ = page_table.shrink(
-    pool,
-    table.reshape(1, -1, columns),
-    rows,
-    unhashed_first=config.unhashed_first,
-    cleared=config.no_page,
-  )
-  return _finished(state, pool, code), PageCodes(code.reshape(pages.shape))
+  pool, _ = page_table.shrink(pool, table, ranges, left=state.config.no_page)
+  return _finished(state, pool, code, pages)
 
 
 @verb
-def evict(state: CacheState, pages: Array) -> tuple[CacheState, PageCodes]:
+def evict(
+  state: CacheState, pages: Array, *, mask: Array | None = None
+) -> tuple[CacheState, Outcome]:
   """Drops pages from the prefix index: they can no longer be hit.
 
-  References stay, and a free page keeps its place in the queue.
+  References stay, and a free page keeps its position in the queue.
 
   Args:
     state: the cache.
     pages: int32[...], cached pages. NO_PAGE is passed over.
+    mask: bool[...], the pages that count; None for all.
 
   Returns:
-    The cache, and per page OK, SKIPPED (NO_PAGE), BAD_PAGE or NOT_CACHED (also
-    for a page named twice).
+    The cache, and per page OK, SKIPPED (masked out, or NO_PAGE), BAD_PAGE or
+    NOT_CACHED (also for a page named twice).
 
   Examples:
-    >>> import jax.numpy as jnp, jaxkv
+    >>> import jaxkv
     >>> state = jaxkv.init(jaxkv.CacheConfig(
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
-    >>> two = jnp.asarray([2], jnp.int32)
-    >>> state, _ = jaxkv.allocate(state, two)
-    >>> state, _ = jaxkv.commit(state, jnp.zeros((1, 2), jnp.int32), two)
-    >>> state, out = jaxkv.evict(state, jnp.asarray([1], jnp.int32))
+    >>> state, _ = jaxkv.allocate(state, [2])
+    >>> state, _ = jaxkv.commit(state, [[7, 8]], [2])
+    >>> state, out = jaxkv.evict(state, [1])
     >>> out.ok.tolist(), jaxkv.cached_pages(state)
     ([True], [])
   """
-  check_array("pages", pages, None, jnp.int32)
-  if pages.size == 0:
-    return state, PageCodes(pages)
-  names = pages.reshape(-1)
-  again = num_earlier(names) > 0
+  names = _names(state, pages, mask)
+  if names.size == 0:
+    return state, Outcome(code=pages)
+  again = masked.num_earlier(names) > 0
   missing = ~page_pool.is_cached(state.pool, names) | again
-  code = _page_code(state, names, (missing, Code.NOT_CACHED))
-  # Earlier verbs that read the index leave their mark in the queue's count.
-  place = masked.after(state.pool.queue.num_free, names)
-  pool, _ = page_pool.unpublish(state.pool, place, code == Code.OK)
-  return _finished(state, pool, code), PageCodes(code.reshape(pages.shape))
+  code = _first_code(state, names, (missing, Status.NOT_CACHED))
+  # The count of free pages depends on whatever earlier verbs read of the index.
+  place = xla.read_before(state.pool.queue.num_free, names)
+  pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
+  return _finished(state, pool, code, pages)
 
 
-def _page_code(
-  state: CacheState, names: Array, last: tuple[Array, Code]
+def _names(state: CacheState, pages: Array, mask: Array | None) -> Array:
+  """int32[X]: the pages in one row, NO_PAGE for those masked out."""
+  if mask is not None:
+    check_shape("mask", mask, pages.shape, ", as `pages`")
+    pages = jnp.where(mask, pages, jnp.int32(state.config.no_page))
+  return pages.reshape(-1)
+
+
+def _first_code(
+  state: CacheState, names: Array, last: tuple[Array, Status]
 ) -> Array:
   no_page = state.config.no_page
   return first_code(
-    (names == no_page, Code.SKIPPED),
-    ((names < 1) | (names > no_page), Code.BAD_PAGE),
+    (names == no_page, Status.SKIPPED),
+    ((names < 1) | (names > no_page), Status.BAD_PAGE),
     last,
   )
 
 
-def _pinned(pool: PagePool, names: Array, valid: Array) -> PagePool:
+def _repeats(names: Array, columns: int) -> tuple[Array, Array]:
+  """int32[X] each: equal names released earlier and later than each one.
+
+  Rows of so many columns are released in order, each from its end.
+  """
+
+  def turned(values: Array) -> Array:
+    return values.reshape(-1, columns)[:, ::-1].reshape(-1)
+
+  released = turned(names)
+  later = masked.num_earlier(released[::-1])[::-1]
+  return turned(masked.num_earlier(released)), turned(later)
+
+
+def _hold(pool: PoolState, names: Array, valid: Array) -> PoolState:
+  place = masked.where_valid(valid, names)
   pool = dataclasses.replace(
-    pool,
-    pin_count=masked.add(
-      pool.pin_count, masked.where_valid(valid, names), values=1
-    ),
+    pool, pin_count=masked.add(pool.pin_count, place, values=1)
   )
   return page_pool.hold(pool, names, valid)
 
 
-def _finished(state: CacheState, pool: PagePool, code: Array) -> CacheState:
-  return dataclasses.replace(
-    state,
-    pool=pool,
-    stats=counted(state.stats, failed=is_failure(code)),
-    error=sticky(state.error, code),
-  )
+def _less(counts: Array, names: Array, valid: Array) -> Array:
+  """int32[N]: the counts, one less for every valid name."""
+  return masked.add(counts, masked.where_valid(valid, names), values=-1)
+
+
+def _finished(
+  state: CacheState, pool: PoolState, code: Array, pages: Array
+) -> tuple[CacheState, Outcome]:
+  state = recorded(dataclasses.replace(state, pool=pool), code)
+  return state, Outcome(code=code.reshape(pages.shape))

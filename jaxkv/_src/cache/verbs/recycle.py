@@ -1,122 +1,115 @@
-"""recycle: pages that fell behind a window go back while a sequence runs."""
+"""recycle: pages behind a window go back while a sequence runs."""
 
 import dataclasses
-from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache.checks import check_array
-from jaxkv._src.cache.groups.sizes import skipped_pages
+from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.cache.groups import recurrent
+from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.verb import verb
+from jaxkv._src.cache.state import Rows
+from jaxkv._src.cache.state import recorded
+from jaxkv._src.cache.state import rows_of
+from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.status import Outcome
+from jaxkv._src.cache.status import Status
+from jaxkv._src.cache.status import first_code
 
 
-class Recycled(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recycled(Outcome):
   """What `recycle` did.
 
   Attributes:
-    num_pages: int32[B], pages that a slot gave back, all groups together.
+    code: a `Status` for each slot.  # int32[R]
+    num_recycled_pages: pages that the slot gave back, all groups together.
+      # int32[R]
   """
 
-  num_pages: Array
+  num_recycled_pages: Array
 
 
 @verb
 def recycle(
-  state: CacheState, lengths: Array | None = None
+  state: CacheState,
+  *,
+  lengths: Array | None = None,
+  slots: Array | None = None,
+  mask: Array | None = None,
 ) -> tuple[CacheState, Recycled]:
   """Gives back pages that no later token of their sequence attends to.
 
-  A sliding window or a chunk leaves pages behind; the null page takes their
-  places in the page table, the last of them first. Published ones stay cached
-  until they are taken from the free queue. Cannot fail, and costs next to
-  nothing where nothing fell behind. Called before `allocate` in a loop, it
-  bounds what a sequence holds: of a window of w tokens, at most
-  `ceil((w - 1) / S) + 1` pages besides those for new tokens.
+  A sliding window or a chunk leaves pages behind. The null page takes their
+  places in the page table, the last of them first. Published pages stay cached
+  until they are taken from the free queue. Costs next to nothing where nothing
+  fell behind. Called before `allocate` in a loop, it bounds what a sequence
+  holds: of a window of w tokens, at most `ceil((w - 1) / S) + 1` pages besides
+  those for new tokens.
 
   Args:
     state: the cache.
-    lengths: int32[B], tokens whose K/V no write in flight still needs; None
+    lengths: int32[R], tokens whose K/V no write in flight still needs; None
       for `state.length`. Negative for none.
+    slots: int32[R], the slots of the rows; None for all B slots in order.
+    mask: bool[R], the rows that count; None for all.
 
   Returns:
-    The cache, and the pages given back.
+    The cache, and per row OK, SKIPPED or BAD_SLOT (out of range, or named by
+    an earlier row).
 
   Examples:
-    >>> import jax.numpy as jnp, jaxkv
+    >>> import jaxkv
     >>> state = jaxkv.init(jaxkv.CacheConfig(
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4,
     ...   groups=(jaxkv.SlidingWindow(3),)))
-    >>> seven = jnp.asarray([7], jnp.int32)
-    >>> state, _ = jaxkv.allocate(state, seven)
-    >>> state, _ = jaxkv.commit(state, jnp.zeros((1, 7), jnp.int32), seven)
+    >>> state, _ = jaxkv.allocate(state, [7])
+    >>> state, _ = jaxkv.commit(state, [[1, 2, 3, 4, 5, 6, 7]], [7])
     >>> state, out = jaxkv.recycle(state)
-    >>> out.num_pages.tolist(), state.page_table[0].tolist()
+    >>> out.num_recycled_pages.tolist(), state.page_table[0].tolist()
     ([2], [[0, 0, 3, 4]])
   """
-  lengths = state.length if lengths is None else lengths
-  check_array("lengths", lengths, (state.config.num_slots,), jnp.int32)
-  state, num_pages = drop_behind(state, lengths)
-  return state, Recycled(num_pages)
+  rows = rows_of(state, slots, mask)
+  lengths = rows.read(state.length) if lengths is None else lengths
+  check_shape("lengths", lengths, rows.slots.shape, ", one for each slot")
+  code = first_code((rows.skipped, Status.SKIPPED), (rows.bad, Status.BAD_SLOT))
+  code = jnp.broadcast_to(code, rows.slots.shape)
+  state, num_pages = drop_behind(state, rows, lengths, code == Status.OK)
+  out = Recycled(code=code, num_recycled_pages=num_pages)
+  return recorded(state, code), out
 
 
 def drop_behind(
-  state: CacheState, lengths: Array, slots: Array | None = None
+  state: CacheState, rows: Rows, lengths: Array, served: Array
 ) -> tuple[CacheState, Array]:
-  """The same for some slots, or all.
-
-  Args:
-    state: the cache.
-    lengths: int32[R].
-    slots: int32[R], all different, NOWHERE for a row that is none; None for
-      all slots in order, R = B.
+  """Gives back what int32[R] tokens of the rows served have left behind.
 
   Returns:
     The cache, and int32[R]: pages given back.
   """
-  config, held, first = state.config, state.num_pages.T, state.first_page.T
-  if not config.recycles:
+  config = state.config
+  if not config.skips_pages:
     return state, jnp.zeros_like(lengths)
-  place = jnp.arange(config.num_slots, dtype=jnp.int32)
-  if slots is not None:
-    place = slots
-    held, first = (masked.take(columns, slots) for columns in (held, first))
+  held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
-  behind = jnp.minimum(skipped_pages(config, lengths), held)
-  behind = jnp.maximum(first, behind)
-  num_pages = _num_held(state, place, first, behind)
+  behind = jnp.minimum(sizes.skipped_pages(config, lengths), held)
+  behind = jnp.where(served[:, None], jnp.maximum(first, behind), first)
+  slots = rows.where(served)
+  num_pages = recurrent.num_pages(
+    config, state.page_table, slots, first, behind
+  )
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
-    page_table.rows_of(place, first, behind),
-    unhashed_first=config.unhashed_first,
-    cleared=0,
+    page_table.ranges(slots, first, behind),
+    left=0,
   )
-  first_page = behind.T
-  if slots is not None:
-    first_page = state.first_page.at[:, slots].set(first_page, mode="drop")
+  skipped = rows.write(state.num_skipped_pages, served, behind)
   state = dataclasses.replace(
-    state, page_table=table, first_page=first_page, pool=pool
+    state, page_table=table, num_skipped_pages=skipped, pool=pool
   )
   return state, num_pages
-
-
-def _num_held(
-  state: CacheState, place: Array, first: Array, behind: Array
-) -> Array:
-  """int32[R]: pages in columns first .. behind, int32[R, G] both, of slots."""
-  config = state.config
-  counts = behind - first
-  if config.holds_states:
-    # Between two states there are only null pages.
-    shape = (*first.shape, config.pages_per_slot)
-    column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)
-    column = jnp.broadcast_to(column, shape)
-    rows = state.page_table.swapaxes(0, 1)
-    rows = rows.at[place].get(mode="fill", fill_value=0)
-    inside = (column >= first[..., None]) & (column < behind[..., None])
-    counts = jnp.sum(inside & (rows > 0), axis=2, dtype=jnp.int32)
-  return jnp.sum(counts, axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""reset_prefix_cache, new_epoch, clear_error: what was no longer counts."""
+"""reset_prefix_cache, new_epoch, clear_error."""
 
 import dataclasses
 from typing import NamedTuple
@@ -7,38 +7,44 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.cache import xla
+from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import counted
-from jaxkv._src.cache.status import Code
+from jaxkv._src.cache.state import recorded
+from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.status import Outcome
+from jaxkv._src.cache.status import Status
 from jaxkv._src.cache.status import first_code
-from jaxkv._src.cache.status import is_failure
-from jaxkv._src.cache.status import sticky
-from jaxkv._src.cache.telemetry import event_log
-from jaxkv._src.cache.verb import verb
+from jaxkv._src.cache.telemetry import events
 
 
-class Reset(NamedTuple):
-  """What `reset_prefix_cache` did.
+class NewEpoch(NamedTuple):
+  """What `new_epoch` did.
 
   Attributes:
-    code: int32[], a `Code`.
+    epoch: uint32[], the version of the weights from now on.
+  """
+
+  epoch: Array
+
+
+class ClearedError(NamedTuple):
+  """What `clear_error` cleared.
+
+  Attributes:
+    code: int32[], the `Status` that was recorded.
   """
 
   code: Array
 
-  @property
-  def ok(self) -> Array:
-    """bool[]: whether the prefix cache is empty now."""
-    return self.code == Code.OK
-
 
 @verb
-def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Reset]:
-  """Drops every key, if no page is referenced; the queue keeps its order.
+def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
+  """Drops every key if no page is referenced; the queue keeps its order.
 
-  The one verb whose cost grows with the pool. Inside a loop `new_epoch` does
-  the same for lookups at once.
+  The cost grows with the pool. Inside a loop, `new_epoch` makes every older
+  page unreachable at no such cost.
 
   Args:
     state: the cache.
@@ -56,7 +62,7 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Reset]:
   """
   pool = state.pool
   held = pool.queue.num_free < state.config.num_pages - 1
-  code = first_code((held, Code.STILL_HELD))
+  code = first_code((held, Status.STILL_HELD))
   if pool.index is not None:
     index = jax.tree.map(
       lambda old, new: jnp.where(held, old, new),
@@ -65,58 +71,62 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Reset]:
     )
     pool = dataclasses.replace(pool, index=index)
   if pool.events is not None:
-    events = event_log.cleared(pool.events, ~held)
-    pool = dataclasses.replace(pool, events=events)
-  state = dataclasses.replace(
-    state,
-    pool=pool,
-    stats=counted(state.stats, failed=is_failure(code)),
-    error=sticky(state.error, code),
-  )
-  return state, Reset(code)
+    log = events.cleared(pool.events, ~held)
+    pool = dataclasses.replace(pool, events=log)
+  state = dataclasses.replace(state, pool=pool)
+  return recorded(state, code), Outcome(code=code)
 
 
 @verb
-def new_epoch(state: CacheState) -> CacheState:
+def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """Makes every page cached so far unreachable, at once.
 
-  For a change of weights: K/V computed with the old ones must not be hit.
-  Running sequences keep their pages, and what they publish from now on stays
-  unreachable too, since it rests on old K/V; a sequence runs from its admission
-  on, with or without a committed token. Old pages are evicted as they come up
-  in the free queue.
+  For a change of weights: K/V computed with the old weights must not be hit.
+  Running sequences keep their pages. What they publish from now on stays
+  unreachable too, since it depends on old K/V. A sequence runs from its
+  admission on, with or without a committed token. Old pages are evicted when
+  they reach the front of the free queue.
 
   Args:
     state: the cache.
 
   Returns:
-    The cache.
+    The cache, and the new epoch.
 
   Examples:
     >>> import jaxkv
     >>> state = jaxkv.init(jaxkv.CacheConfig(
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
-    >>> int(jaxkv.new_epoch(state).epoch)
+    >>> state, out = jaxkv.new_epoch(state)
+    >>> int(out.epoch)
     1
   """
-  return dataclasses.replace(state, epoch=state.epoch + jnp.uint32(1))
+  epoch, root = state.epoch + jnp.uint32(1), state.root
+  if root is not None:
+    # Computed from the old root too, so that a donated buffer is used again.
+    root = xla.zeros_like(root) ^ hashing.root_key(state.config, epoch, None)
+  state = dataclasses.replace(state, epoch=epoch, root=root)
+  return state, NewEpoch(epoch)
 
 
 @verb
-def clear_error(state: CacheState) -> CacheState:
-  """Forgets the recorded failure, once it was dealt with.
+def clear_error(state: CacheState) -> tuple[CacheState, ClearedError]:
+  """Clears the recorded failure.
 
   Args:
     state: the cache.
 
   Returns:
-    The cache, with `error` OK.
+    The cache with `error` OK, and the failure that was recorded.
 
   Examples:
     >>> import jaxkv
     >>> state = jaxkv.init(jaxkv.CacheConfig(
     ...   num_pages=8, page_size=2, num_slots=1, pages_per_slot=4))
-    >>> int(jaxkv.clear_error(state).error)
-    0
+    >>> state, _ = jaxkv.allocate(state, [-1])
+    >>> state, out = jaxkv.clear_error(state)
+    >>> jaxkv.Status(int(out.code)).name, int(state.error)
+    ('BAD_LENGTH', 0)
   """
-  return dataclasses.replace(state, error=state.error & 0)
+  cleared = ClearedError(state.error)
+  return dataclasses.replace(state, error=xla.zeros_like(state.error)), cleared

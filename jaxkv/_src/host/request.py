@@ -1,4 +1,4 @@
-"""What a cache manager needs to know of a request."""
+"""Requests, and what a cache manager reads of them."""
 
 import array
 import dataclasses
@@ -11,12 +11,12 @@ import numpy as np
 
 
 class MultimodalItem(NamedTuple):
-  """An image or the like, whose tokens are mere placeholders.
+  """An image or similar input, for which placeholder tokens stand.
 
   Attributes:
-    identifier: what it is, such as a hash of its contents.
-    offset: the first of its places in the sequence.
-    length: how many there are.
+    identifier: a name of its contents, such as a hash.
+    offset: the position of its first placeholder in the sequence.
+    length: the number of its placeholders.
   """
 
   identifier: str
@@ -29,26 +29,27 @@ class Request:
   """A sequence, as its scheduler sees it.
 
   Managers take any object with `request_id`, `token_ids` and
-  `num_computed_tokens`; what else an object lacks counts as its default here,
-  but that without a `status` it is running as soon as it has computed tokens.
+  `num_computed_tokens`. Other attributes that an object lacks have the defaults
+  given here, except that an object without a `status` is running as soon as it
+  has computed tokens.
 
   Attributes:
     request_id: its name.
     token_ids: prompt and output.
-    num_prompt_tokens: how many of them are the prompt; None for those there
-      are at first.
-    num_computed_tokens: how many of them have their K/V; the scheduler's
+    num_prompt_tokens: how many of them are the prompt; None for all that are
+      there at first.
+    num_computed_tokens: how many of them have their K/V, by the scheduler's
       count.
-    num_in_flight_tokens: those of them that a step computes which is not over:
-      what it reads behind a window is not given back yet.
+    num_in_flight_tokens: how many of those are computed in a step that has not
+      ended: pages that it reads behind a window are not given back yet.
     status: "waiting", "running" or "preempted".
-    cache_salt: requests with different salts share nothing.
-    lora_name: nor do those with different adapters.
+    cache_salt: requests with different salts share no page.
+    lora_name: requests with different adapters share no page.
     mm: items whose placeholders stand among the tokens.
-    prompt_logprobs: whether the whole prompt must be computed, so that
-      nothing of it is looked up. It is still cached for others.
-    shared_prefix_boundary: tokens that some groups had cached of it when not
-      all had; the last lookup sets it.
+    prompt_logprobs: whether the whole prompt must be computed, so that no
+      prefix of it is looked up. It is still cached for others.
+    shared_prefix_boundary: tokens of it that some groups had cached when not
+      all had; set by the last lookup.
   """
 
   request_id: str
@@ -69,7 +70,7 @@ class Request:
 
   @property
   def num_tokens(self) -> int:
-    """Tokens known so far."""
+    """The number of tokens, prompt and output."""
     return len(self.token_ids)
 
 
@@ -95,38 +96,35 @@ def num_prompt_tokens(request: Any) -> int:
   return len(tokens_of(request)) if count is None else count
 
 
-def settled_tokens(request: Any, computed: int) -> int:
-  """Computed tokens without those of steps that are not over."""
+def written_tokens(request: Any, computed: int) -> int:
+  """Computed tokens without those of steps that have not ended."""
   return max(computed - getattr(request, "num_in_flight_tokens", 0), 0)
 
 
 def skips_lookup(request: Any) -> bool:
-  """Whether all of a request must be computed."""
+  """Whether no prefix of a request is looked up."""
   return bool(getattr(request, "prompt_logprobs", None))
 
 
 def status_of(request: Any) -> str:
-  """The status in small letters, of a string or of a member of an enum.
-
-  An object without one waits until it has computed tokens.
-  """
+  """The status in lower case, of a string or of a member of an enum."""
   begun = "running" if request.num_computed_tokens else "waiting"
   status = getattr(request, "status", begun)
   return str(getattr(status, "name", status)).lower()
 
 
 def content(request: Any, start: int, stop: int) -> np.ndarray:
-  """int32[stop - start]: what identifies tokens, placeholders included.
+  """int32[stop - start]: the contents that tokens stand for.
 
-  A placeholder is replaced by 32 bits of a hash of its item and its place in
-  it, so that two images in the same place are different contents.
+  32 bits of a hash of the item and the position in it replace a placeholder, so
+  different images at the same position are different contents.
   """
   try:
     tokens = int32s(tokens_of(request)[start:stop])
   except (OverflowError, TypeError) as error:
     raise ValueError(
-      f"The tokens {start} to {stop} of {request.request_id!r} are not all "
-      f"32-bit integers: {error}."
+      f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
+      f"others from {start} to {stop}: {error}."
     ) from error
   for item in getattr(request, "mm", None) or ():
     begin = max(item.offset, start)
@@ -140,16 +138,16 @@ def content(request: Any, start: int, stop: int) -> np.ndarray:
 
 
 def int32s(values: Sequence[int]) -> np.ndarray:
-  """int32[len(values)]: integers, none of them rounded or wrapped around.
+  """int32[len(values)], without rounding or wrapping.
 
-  As fast for lists as numpy, which would cast floats and strings of digits.
+  For lists as fast as numpy, which would cast floats and strings of digits.
 
   Raises:
-    TypeError: one is no integer.
-    OverflowError: one does not fit.
+    TypeError: a value is not an integer.
+    OverflowError: a value does not fit.
   """
   if not isinstance(values, list):
-    # Of another library's array each element would be an array.
+    # Each element of an array of another library would be an array.
     values = getattr(values, "tolist", lambda: list(values))()
   return np.asarray(array.array("i", values))
 
@@ -160,10 +158,10 @@ def _bits(identifier: str, length: int) -> np.ndarray:
 
 
 def salt_of(request: Any) -> np.ndarray:
-  """uint32[4], what keeps a request apart from others; zeros for nothing.
+  """uint32[4]: a hash of salt and adapter; zeros for neither.
 
-  Salt and adapter are tagged and their lengths counted, so that no salt equals
-  the name of an adapter.
+  Both are tagged and preceded by their length, so no salt equals the name of an
+  adapter.
   """
   parts = [
     (tag, getattr(request, tag, None)) for tag in ("cache_salt", "lora_name")

@@ -1,0 +1,416 @@
+r"""What a transition of the cache costs here and in other cache managers.
+
+| op          | mode         | one call                                        |
+|-------------|--------------|-------------------------------------------------|
+| decode_step | full, hybrid | every sequence gets one token: 1/16 of them     |
+|             |              | take a page and publish one; those that reach   |
+|             |              | their last token are freed, others take their   |
+|             |              | places                                          |
+| admit_4096  | hit          | one prompt of 4,096 tokens, 255 of its 256      |
+|             |              | pages are found in the free queue               |
+| admit_4096  | miss         | the same, no page is found; each page taken     |
+|             |              | evicts one; all 256 are hashed and published    |
+| free_4096   |              | one sequence of 256 cached pages                |
+| free_16     |              | 16 sequences of 64 cached pages                 |
+
+The pool has 65,536 pages of 16 tokens. All pages are cached before anything is
+timed, so every page taken evicts one. full is one group of full attention, with
+sequences of up to 128 tokens (48 at 1,024 slots). hybrid is that and five
+groups of a sliding window of 1,024 tokens, with 96 of 256 sequences between
+1,024 and 1,536 tokens. Hashing is included on all sides.
+
+How. All sides run in one process and take turns in every round, after one round
+of warm-up. A call of jaxkv is a step of a compiled loop over a donated state;
+the same program with no steps is timed next to it and subtracted, as in
+`transitions.py`. On a CPU it is compiled with `jaxkv.CPU_COMPILER_OPTIONS`. A
+call of a Python manager is what a scheduler calls for the same purpose, in a
+plain Python loop, with the garbage collector's heap frozen; requests are made
+beforehand, except in admit_4096, where making them hashes the prompt. Both
+sides get the same lengths and as many steps. Times are microseconds a step;
+medians and minima are over the rounds.
+
+Peers. A peer that cannot be imported is skipped, with the reason.
+
+  vllm  `KVCacheManager` of vLLM 0.33. Without a GPU it is built from its source
+        distribution, which compiles nothing:
+          pip install torch setuptools setuptools_scm cmake ninja wheel jinja2
+          VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0+cpu \
+            pip install --no-deps --no-build-isolation vllm==0.33.0
+        then whatever `import vllm.v1.core.kv_cache_manager` misses, such as
+        transformers, msgspec, cloudpickle, cachetools, pyzmq, xgrammar.
+
+A new peer is a module like `peer_vllm.py` and a line in `PEERS`.
+
+Not measured: the rest of a scheduler; the upload of block tables that a manager
+on the host owes the device at every step; compilation; dispatch from Python;
+K/V memory and the model. A Python manager needs no device; jaxkv here runs on a
+CPU too unless jax has another device.
+
+  python benchmarks/peers.py [--quick] [--json FILE]
+"""
+
+import dataclasses
+import gc
+import importlib
+import statistics
+import time
+from typing import Any
+from typing import NamedTuple
+from typing import Protocol
+
+import command
+import jax
+import jax.numpy as jnp
+import numpy as np
+import transition_ops as ops
+import transitions
+from jax import lax
+from transition_ops import PAGE_SIZE
+from transition_ops import PROMPT
+
+import jaxkv
+
+PAGES = 65536
+PEERS = {"vllm": "peer_vllm"}
+HYBRID = "hybrid"
+
+
+class Case(NamedTuple):
+  """A row of the table."""
+
+  op: str
+  mode: str
+  slots: int
+
+  @property
+  def config(self) -> jaxkv.CacheConfig:
+    """The cache of this row."""
+    config = jaxkv.CacheConfig(
+      num_pages=PAGES,
+      page_size=PAGE_SIZE,
+      num_slots=self.slots,
+      pages_per_slot=PROMPT // PAGE_SIZE,
+    )
+    if self.mode == HYBRID:
+      config = dataclasses.replace(config, groups=ops.WINDOWS)
+    return config
+
+
+CASES = (
+  Case("decode_step", "full", 64),
+  Case("decode_step", "full", 256),
+  Case("decode_step", "full", 1024),
+  Case("decode_step", HYBRID, 256),
+  Case("admit_4096", "hit", 256),
+  Case("admit_4096", "miss", 256),
+  Case("free_4096", "", 256),
+  Case("free_16", "", 256),
+)
+QUICK_CASES = (CASES[0], *CASES[4:])
+
+
+class Peer(Protocol):
+  """A cache manager in Python, called as its own scheduler calls it.
+
+  A request has `num_tokens`.
+  """
+
+  def __init__(
+    self,
+    num_pages: int,
+    page_size: int,
+    windows: list[int | None],
+    max_tokens: int,
+  ): ...
+
+  def new(self, tokens: list[int]) -> Any:
+    """A request with these tokens, hashed; no pages are taken."""
+    ...
+
+  def start(self, request: Any) -> int:
+    """Finds, takes and publishes its pages; the tokens found."""
+    ...
+
+  def extend(self, request: Any, tokens: list[int]) -> None:
+    """Appends tokens to a started request; hashes, takes and publishes."""
+    ...
+
+  def free(self, request: Any) -> None:
+    """Gives back the request's pages, its tail first."""
+    ...
+
+
+def jaxkv_op(case: Case) -> ops.Op:
+  """What is timed of jaxkv."""
+  config = case.config
+  if case.op == "decode_step":
+    return ops.decode_op(config, "short")
+  if case.op == "free_16":
+    return ops.free_op(config)
+  _, _, hit, miss = ops.prompt_ops(config)
+  if case.op == "admit_4096":
+    return _admit_op(hit if case.mode == "hit" else miss)
+  return _free_one_op(config, hit.steps)
+
+
+def _admit_op(admit: ops.Op) -> ops.Op:
+  """`admit`, and `commit` of the tokens that were not found."""
+
+  def step(state, prompts, trip):
+    length = jnp.full((1,), PROMPT, jnp.int32)
+    state, out = jaxkv.admit(state, trip[None], prompts[trip], length)
+    found = out.num_cached_tokens
+    rest = lax.dynamic_slice(
+      jnp.pad(prompts[trip], ((0, 0), (0, PROMPT))),
+      (jnp.int32(0), found[0]),
+      (1, PROMPT),
+    )
+    state, done = jaxkv.commit(state, rest, length - found, slots=trip[None])
+    failed = ~(out.ok[0] & done.ok[0])
+    return state, found[0] - failed.astype(jnp.int32)
+
+  return admit._replace(step=step)
+
+
+def _free_one_op(config: jaxkv.CacheConfig, steps: int) -> ops.Op:
+  def prepare(state, rng):
+    tokens = ops.random_tokens(rng, (config.num_slots, PROMPT))
+    lengths = [PROMPT] * steps
+    return ops.filled(ops.released(state, rng), tokens, lengths), ()
+
+  def step(state, _, trip):
+    state, out = jaxkv.free(state, slots=trip[None])
+    return state, jnp.sum(out.ok, dtype=jnp.int32)
+
+  return ops.Op("free_4096", "", steps, prepare, step, steps)
+
+
+class JaxSide:
+  """jaxkv in one case."""
+
+  name = "jaxkv"
+
+  def __init__(self, case: Case, state: jaxkv.CacheState):
+    """Takes a copy of the state."""
+    platform = jax.default_backend()
+    options = jaxkv.CPU_COMPILER_OPTIONS if platform == "cpu" else None
+    op = jaxkv_op(case)
+    run = transitions.compiled(op.step, options)
+    rng = np.random.default_rng(case.slots)
+    self.case, self.steps = case, op.steps
+    self._side = transitions.Side(case.config, op, run, state, rng)
+
+  def round(self, *, record: bool) -> None:
+    """Prepares, times, checks."""
+    self._side.round(record=record)
+
+  def times(self) -> dict[str, float]:
+    """Microseconds a step."""
+    row = self._side.row()
+    return {key: row[key] for key in ("us_median", "us_min")}
+
+
+class PeerSide:
+  """A peer in one case: its manager, and samples (us a step)."""
+
+  def __init__(self, name: str, peer: type[Peer], case: Case, steps: int):
+    """Makes a manager whose every page is cached and free."""
+    config = case.config
+    windows = [getattr(kind, "window", None) for kind in config.groups]
+    self.name, self.case, self.steps = name, case, steps
+    self.samples: list[float] = []
+    self._manager = peer(config.num_pages, PAGE_SIZE, windows, PROMPT)
+    self._rng = np.random.default_rng(case.slots)
+    self._running: list[Any] = []
+    self._age()
+
+  def round(self, *, record: bool) -> None:
+    """Prepares, times, checks, gives everything back."""
+    kind = self.case.op.partition("_")[0]
+    run = getattr(self, f"_{kind}")()
+    begin = time.perf_counter()
+    run()
+    took = time.perf_counter() - begin
+    self._release()
+    if record:
+      self.samples.append(took * 1e6 / self.steps)
+
+  def times(self) -> dict[str, float]:
+    """Microseconds a step."""
+    return {
+      "us_median": statistics.median(self.samples),
+      "us_min": min(self.samples),
+    }
+
+  def _decode(self):
+    config, manager, running = self.case.config, self._manager, self._running
+    slots = config.num_slots
+    begin, end = ops.decode_lengths(config, "short")
+    lengths = np.arange(slots) % PAGE_SIZE
+    lengths += PAGE_SIZE * self._rng.integers(
+      begin // PAGE_SIZE, end // PAGE_SIZE, slots
+    )
+    lengths = np.maximum(lengths, 1)
+    self._fill(lengths)
+    # Every sequence that ends is replaced by one of these.
+    ends = int(np.sum(self.steps // end + 2))
+    spares = [manager.new([token]) for token in self._tokens(ends)]
+    tokens = self._tokens(self.steps)
+    lengths, ends = lengths.tolist(), end.tolist()
+
+    def run():
+      for token in tokens:
+        for slot in range(slots):
+          if lengths[slot]:
+            manager.extend(running[slot], [token + slot])
+          else:
+            running[slot] = spares.pop()
+            manager.start(running[slot])
+          lengths[slot] += 1
+          if lengths[slot] == ends[slot]:
+            manager.free(running[slot])
+            lengths[slot] = 0
+      self._running = [r for r, n in zip(running, lengths, strict=True) if n]
+
+    return run
+
+  def _admit(self):
+    manager = self._manager
+    prompts = [self._tokens(PROMPT) for _ in range(self.steps)]
+    wanted = 0
+    if self.case.mode == "hit":
+      wanted = PROMPT - PAGE_SIZE  # the last token's page is never found
+      for prompt in prompts:
+        self._start(prompt)
+      self._release()
+
+    def run():
+      for prompt in prompts:
+        request = manager.new(prompt)
+        assert manager.start(request) == wanted
+        self._running.append(request)
+
+    return run
+
+  def _free(self):
+    count, length = 1, PROMPT
+    if self.case.op == "free_16":
+      count, length = ops.FREED, ops.FREED_PAGES * PAGE_SIZE
+    self._fill([length] * (count * self.steps))
+    requests, self._running = self._running, []
+    free = self._manager.free
+
+    def run():
+      for request in requests:
+        free(request)
+
+    return run
+
+  def _start(self, tokens: list[int]) -> None:
+    self._running.append(self._manager.new(tokens))
+    self._manager.start(self._running[-1])
+
+  def _fill(self, lengths) -> None:
+    for length in lengths:
+      self._start(self._tokens(int(length)))
+
+  def _release(self) -> None:
+    """Frees what runs; partly filled pages are filled up and cached before."""
+    for request in self._running:
+      missing = -request.num_tokens % PAGE_SIZE
+      if missing:
+        self._manager.extend(request, self._tokens(missing))
+      self._manager.free(request)
+    self._running = []
+
+  def _age(self) -> None:
+    config = self.case.config
+    left = (PAGES - 1) // config.num_groups * PAGE_SIZE
+    while left > 0:
+      self._fill([min(left, PROMPT)])
+      left -= PROMPT
+    self._release()
+
+  def _tokens(self, count: int) -> list[int]:
+    return self._rng.integers(0, 2**30, count).tolist()
+
+
+def found_peers() -> tuple[dict[str, Any], dict[str, str]]:
+  """Modules of the peers that are here; a version or a reason of each."""
+  modules, said = {}, {}
+  for name, module in PEERS.items():
+    try:
+      modules[name] = importlib.import_module(module)
+      said[name] = modules[name].VERSION
+    except ImportError as error:
+      said[name] = f"skipped: {error}"
+    print(f"{name}: {said[name]}")
+  return modules, said
+
+
+def measured(quick: bool, rounds: int) -> dict[str, Any]:
+  """All rows, printed as they come, and the peers."""
+  modules, said = found_peers()
+  cases = QUICK_CASES if quick else CASES
+  print(
+    f"\n{'op':12} {'mode':7} {'slots':>5} {'side':8} {'us min':>9}"
+    f" {'median':>9} {'of jaxkv':>8}"
+  )
+  rows, states = [], {}
+  for case in cases:
+    config = case.config
+    if config not in states:
+      # One at a time: a state of every size would be kept for nothing.
+      states = {config: ops.aged(config, np.random.default_rng(case.slots))}
+    ours = JaxSide(case, states[config])
+    peers = [
+      PeerSide(name, module.Manager, case, ours.steps)
+      for name, module in modules.items()
+    ]
+    new = timed([ours, *peers], rounds)
+    for row in new:
+      print_row(row, new[0])
+    rows += new
+  return {"peers": said, "rows": rows}
+
+
+def timed(sides: list[Any], rounds: int) -> list[dict[str, Any]]:
+  """Rows of sides that take turns."""
+  for side in sides:
+    side.round(record=False)
+  gc.collect()
+  gc.freeze()
+  for _ in range(rounds):
+    for side in sides:
+      side.round(record=True)
+  gc.unfreeze()
+  return [
+    {
+      **side.case._asdict(),
+      "pages": PAGES,
+      "page_size": PAGE_SIZE,
+      "side": side.name,
+      **side.times(),
+    }
+    for side in sides
+  ]
+
+
+def print_row(row: dict[str, Any], ours: dict[str, Any]) -> None:
+  ratio = row["us_median"] / ours["us_median"]
+  print(
+    f"{row['op']:12} {row['mode']:7} {row['slots']:5} {row['side']:8}"
+    f" {row['us_min']:9.1f} {row['us_median']:9.1f} {ratio:8.1f}",
+    flush=True,
+  )
+
+
+if __name__ == "__main__":
+  command.run(
+    __doc__,
+    measured,
+    rounds=15,
+    quick_rounds=3,
+    not_measured="the rest of a scheduler, uploads of block tables,"
+    " compilation, dispatch, K/V memory, the model",
+  )

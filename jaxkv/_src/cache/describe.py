@@ -1,0 +1,93 @@
+"""A cache state in one line, for `repr` and for titles."""
+
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+
+from jaxkv._src.cache.status import Status
+
+
+def describe(state: Any) -> str:
+  """One line about a cache: what it holds, or only its sizes.
+
+  The line says what the cache holds where the values are there to be read.
+  It says the sizes where they are not: under `jit` and `vmap`, for
+  `jax.eval_shape`, for a stack of caches, for donated buffers, and for trees
+  of the same structure whose leaves are something else. It never raises.
+
+  Args:
+    state: a CacheState, or a tree of its structure.
+
+  Returns:
+    For instance `CacheState(5 of 63 pages in use, 12 free pages cached; 2 of 4
+    slots, 30 tokens; FullAttention; OK)`.
+  """
+  config = state.config
+  kinds = ", ".join(_kind_names(config.groups))
+  why = _why_unreadable(state)
+  if why:
+    return (
+      f"CacheState({config.num_pages - 1} pages of {config.page_size} tokens;"
+      f" {config.num_slots} slots; {kinds}; {why})"
+    )
+  # Group 0 may belong to an encoder, so a slot counts if any group has a page.
+  running = np.asarray(state.num_pages).max(axis=1) > 0
+  pages = [f"{_num_in_use(state)} of {config.num_pages - 1} pages in use"]
+  if state.pool.index is not None:
+    pages.append(f"{_num_free_cached(state)} free pages cached")
+  error = int(state.error)
+  return (
+    f"CacheState({', '.join(pages)};"
+    f" {np.count_nonzero(running)} of {config.num_slots} slots,"
+    f" {np.asarray(state.length).sum()} tokens; {kinds};"
+    f" {Status(error).name if error in list(Status) else error})"
+  )
+
+
+def _num_in_use(state: Any) -> int:
+  return state.config.num_pages - 1 - int(state.pool.queue.num_free)
+
+
+def _num_free_cached(state: Any) -> int:
+  buckets = np.asarray(state.pool.index.buckets)
+  held = np.asarray(state.pool.ref_count)[buckets[buckets > 0]] > 0
+  return int(np.count_nonzero(~held))
+
+
+def _kind_names(groups: tuple[Any, ...]) -> list[str]:
+  """Names of kinds in the order of the groups; equal ones are counted."""
+  names = [type(kind).__name__ for kind in groups]
+  found = dict.fromkeys(names)
+  return [
+    name if names.count(name) == 1 else f"{names.count(name)} {name}"
+    for name in found
+  ]
+
+
+def _why_unreadable(state: Any) -> str:
+  """What the leaves are if values cannot be read; empty if they can."""
+  leaves = jax.tree.leaves(state)
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    return f"traced{_stack(state.length)}"
+  if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+    return f"shapes only{_stack(state.length)}"
+  if not leaves or not all(
+    isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves
+  ):
+    return "leaves are not arrays"
+  if _stack(state.length):
+    return _stack(state.length).lstrip(", ")
+  arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+  if any(leaf.is_deleted() for leaf in arrays):
+    return "donated"
+  if not all(leaf.is_fully_addressable for leaf in arrays):
+    return "on several hosts"
+  return ""
+
+
+def _stack(length: Any) -> str:
+  """How many caches are stacked; empty for one."""
+  lead = tuple(getattr(length, "shape", ())[:-1])
+  return f", a stack of {lead}" if lead else ""

@@ -1,0 +1,310 @@
+"""What schedulers get from a manager: pages, keys, statistics, views."""
+
+import dataclasses
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.prefix import prefix_index
+from jaxkv._src.cache.prefix.hashing import key_bytes
+from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
+from jaxkv._src.cache.verbs import inspect
+from jaxkv._src.host.request import content
+from jaxkv._src.host.request import int32s
+from jaxkv._src.host.request import salt_of
+from jaxkv._src.host.request import skips_lookup
+from jaxkv._src.host.request import status_of
+from jaxkv._src.host.request import tokens_of
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePages:
+  """Page ids by group; the null page 0 where a window has moved on.
+
+  Attributes:
+    pages: a list of page ids for each group.
+    unhashed: the ids that were not cached when they were handed out.
+  """
+
+  pages: tuple[list[int], ...]
+  unhashed: tuple[list[int], ...] = dataclasses.field(
+    default=(), compare=False, repr=False
+  )
+
+  def __add__(self, other: "CachePages") -> "CachePages":
+    """Pages of both, group by group."""
+    if len(self.pages) != len(other.pages):
+      raise ValueError(
+        f"CachePages must have {len(self.pages)} groups to be added, got "
+        f"{len(other.pages)}."
+      )
+    return CachePages(
+      _joined(self.pages, other.pages), _joined(self._new(), other._new())
+    )
+
+  def get_page_ids(self) -> tuple[list[int], ...]:
+    """Page ids by group."""
+    return self.pages
+
+  def get_unhashed_page_ids(self) -> list[int]:
+    """Ids of the first group's pages that were not cached when handed out."""
+    new = self._new()
+    return list(new[0]) if new else []
+
+  def get_unhashed_page_ids_all_groups(self) -> tuple[list[int], ...]:
+    """Ids that were not cached when handed out, by group."""
+    return self._new()
+
+  def new_empty(self) -> "CachePages":
+    """No pages, for as many groups."""
+    return CachePages(tuple([] for _ in self.pages))
+
+  def _new(self) -> tuple[list[int], ...]:
+    return self.unhashed or tuple([] for _ in self.pages)
+
+
+def new_pages(
+  pages: Sequence[list[int]], begin: list[int], stop: list[int]
+) -> CachePages:
+  """Columns `begin .. stop` of each group's pages, none of them cached yet."""
+  columns = zip(pages, begin, stop, strict=True)
+  new = tuple([row[first:last] for row, first, last in columns])
+  return CachePages(new, new)
+
+
+def _joined(
+  one: tuple[list[int], ...], other: tuple[list[int], ...]
+) -> tuple[list[int], ...]:
+  return tuple(a + b for a, b in zip(one, other, strict=True))
+
+
+class PoppedPages(NamedTuple):
+  """Pages of a request that is gone, still in the slot where it stood.
+
+  Attributes:
+    slot: the slot.
+    pages: page ids by group.
+  """
+
+  slot: int
+  pages: tuple[list[int], ...]
+
+
+@dataclasses.dataclass
+class PrefixCacheStats:
+  """Prefix-cache hits of the requests admitted since the last reading.
+
+  Attributes:
+    requests: requests that got their first pages.
+    queries: tokens that they were looked up with.
+    hits: those of them that were cached.
+    preempted_requests, preempted_queries, preempted_hits: the same for requests
+      that had been preempted, which are not counted above.
+    reset: whether the cache was reset.
+    lifetime, idle: evicted pages by age, see `jaxkv.telemetry.Residency`; empty
+      without `track_residency`.
+  """
+
+  requests: int = 0
+  queries: int = 0
+  hits: int = 0
+  preempted_requests: int = 0
+  preempted_queries: int = 0
+  preempted_hits: int = 0
+  reset: bool = False
+  lifetime: list[int] = dataclasses.field(default_factory=list)
+  idle: list[int] = dataclasses.field(default_factory=list)
+
+  def record(self, request: Any, num_tokens: int, num_hits: int) -> None:
+    """Counts a request, unless it skips the lookup."""
+    if skips_lookup(request):
+      return
+    if status_of(request) == "preempted":
+      self.preempted_requests += 1
+      self.preempted_queries += num_tokens
+      self.preempted_hits += num_hits
+    else:
+      self.requests += 1
+      self.queries += num_tokens
+      self.hits += num_hits
+
+
+class PageHash(NamedTuple):
+  """The key of a page, as in the index and in events.
+
+  Attributes:
+    key: 16 bytes.
+    tokens: the tokens of the page; a hit must hold equal tokens.
+    group: the group that the key is for.
+    chain: 16 bytes, the same for all groups: where the next page's key starts.
+  """
+
+  key: bytes
+  tokens: tuple[int, ...]
+  group: int
+  chain: bytes
+
+
+def hash_page_tokens(
+  config: CacheConfig,
+  parent: PageHash | None,
+  tokens: Sequence[int],
+  *,
+  group: int = 0,
+  salt: np.ndarray | None = None,
+  epoch: int = 0,
+) -> PageHash:
+  """The key of one page.
+
+  Args:
+    config: with the seed of the keys.
+    parent: the page before it, None for the first of a sequence.
+    tokens: a whole page of the group.
+    group: the group's number.
+    salt: uint32[4] of the sequence; only the first page needs it.
+    epoch: of the state; only the first page needs it.
+
+  Returns:
+    The key.
+
+  Raises:
+    ValueError: the tokens are not a whole page of 32-bit integers.
+  """
+  size = config.page_sizes[group]
+  if len(tokens) != size:
+    raise ValueError(
+      f"`tokens` must be a page of {size} for group {group}, got {len(tokens)}."
+    )
+  try:
+    held = int32s(tokens)
+  except (OverflowError, TypeError) as error:
+    raise ValueError(f"`tokens` must be 32-bit integers: {error}.") from error
+  before = None if parent is None else _words(parent.chain)
+  return _hashed(config, before, held, group, salt, epoch)[0]
+
+
+def hash_request_tokens(
+  config: CacheConfig, request: Any, *, group: int = 0, epoch: int = 0
+) -> list[PageHash]:
+  """The keys of all full pages of a request.
+
+  Args:
+    config: with the seed of the keys.
+    request: any object with the attributes of `Request`.
+    group: the group's number.
+    epoch: of the state.
+
+  Returns:
+    A key for each full page of the group.
+  """
+  size = config.page_sizes[group]
+  full = len(tokens_of(request)) // size * size
+  if full == 0:
+    return []
+  tokens = content(request, 0, full)
+  salt = salt_of(request)
+  return _hashed(config, None, tokens, group, salt, epoch)
+
+
+def _hashed(
+  config: CacheConfig,
+  before: np.ndarray | None,
+  tokens: np.ndarray,
+  group: int,
+  salt: np.ndarray | None,
+  epoch: int,
+) -> list[PageHash]:
+  salt = np.zeros((hashing.KEY_WORDS,), np.uint32) if salt is None else salt
+  root = hashing.root_key(config, jnp.uint32(epoch), jnp.asarray(salt)[None])
+  start = root if before is None else jnp.asarray(before)[None]
+  held = jnp.asarray(tokens, jnp.int32).reshape(1, -1, config.page_size)
+  chain = hashing.row_keys(config, start, held)
+  keys = hashing.keys_of_group(config, chain, group)[0]
+  size = config.page_sizes[group]
+  step = size // config.page_size
+  pages = np.asarray(tokens).reshape(-1, size).tolist()
+  return [
+    PageHash(key_bytes(key), tuple(page), group, key_bytes(link))
+    for key, page, link in zip(
+      np.asarray(keys),
+      pages,
+      np.asarray(chain[0, step - 1 :: step]),
+      strict=True,
+    )
+  ]
+
+
+class PagePool:
+  """A read-only view of the pages of a manager's newest state."""
+
+  def __init__(self, manager: Any):
+    self._manager = manager
+    self.free_page_queue = FreeCachePageQueue(manager)
+
+  @property
+  def num_pages(self) -> int:
+    """The number of pages, the null page included."""
+    return self._manager.config.num_pages
+
+  def get_num_free_pages(self) -> int:
+    """The number of free pages."""
+    return self._manager.num_free_pages
+
+  def get_usage(self) -> float:
+    """The fraction of the pages that is held, the null page not counted."""
+    return self._manager.usage
+
+  def ref_count(self, page_id: int) -> int:
+    """The number of references to a page."""
+    return int(self._manager.state.pool.ref_count[page_id])
+
+  def get_cached_page(self, page_hash: PageHash) -> int | None:
+    """The page published first under a key; None if no page is cached."""
+    index = self._manager.state.pool.index
+    if index is None:
+      return None
+    width = index.tokens.shape[1]
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, : len(page_hash.tokens)] = page_hash.tokens
+    return (
+      int(_looked_up(index, _words(page_hash.key)[None], tokens)[0]) or None
+    )
+
+
+class FreeCachePageQueue:
+  """A read-only view of the free pages, in eviction order."""
+
+  def __init__(self, manager: Any):
+    self._manager = manager
+
+  @property
+  def num_free_pages(self) -> int:
+    """The number of free pages."""
+    return self._manager.num_free_pages
+
+  def get_all_free_pages(self) -> list[int]:
+    """The free pages, the next one first."""
+    return inspect.free_pages(self._manager.state)
+
+  def __len__(self) -> int:
+    return self.num_free_pages
+
+  def __iter__(self) -> Iterator[int]:
+    return iter(self.get_all_free_pages())
+
+
+@jax.jit
+def _looked_up(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
+  return prefix_index.lookup(index, keys, tokens)
+
+
+def _words(key: bytes) -> np.ndarray:
+  return np.frombuffer(key, "<u4").astype(np.uint32)

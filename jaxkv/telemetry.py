@@ -1,0 +1,21 @@
+"""What observers read from a cache: events, ages of pages, new pages."""
+
+from jaxkv._src.cache.telemetry.events import Cleared
+from jaxkv._src.cache.telemetry.events import Drained
+from jaxkv._src.cache.telemetry.events import Removed
+from jaxkv._src.cache.telemetry.events import Stored
+from jaxkv._src.cache.telemetry.residency import Residency
+from jaxkv._src.cache.verbs.inspect import drain_events
+from jaxkv._src.cache.verbs.inspect import residency
+from jaxkv._src.cache.verbs.inspect import take_new_pages
+
+__all__ = [
+  "Cleared",
+  "Drained",
+  "Removed",
+  "Residency",
+  "Stored",
+  "drain_events",
+  "residency",
+  "take_new_pages",
+]

@@ -1,0 +1,255 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Groups: windows, chunks, states and encoders
+#
+# Layers that cache alike form a **group**. Layers with full attention need
+# every earlier page. Layers with a sliding window need the last few. Recurrent
+# layers need one state. A model with several kinds of layers has a group for
+# each kind.
+#
+# Every group has a page table of its own. All groups draw from one pool, so a
+# page that one group gives back can serve another one. This notebook goes
+# through the kinds, with a picture of the pages where it helps.
+
+# %%
+import dataclasses
+
+import jax.numpy as jnp
+
+import jaxkv
+
+config = jaxkv.CacheConfig(
+  num_pages=40,
+  page_size=4,
+  num_slots=2,
+  pages_per_slot=8,
+  groups=(jaxkv.FullAttention(), jaxkv.SlidingWindow(8)),
+)
+TOKENS = jnp.arange(64, dtype=jnp.int32).reshape(2, 32)
+
+
+def grow(state, count):
+  """Appends the next `count` of TOKENS to both slots."""
+  state, out = jaxkv.allocate(state, [count, count])
+  assert out.ok.all()
+  columns = (state.length[:, None] + jnp.arange(32)) % 32
+  tokens = jnp.take_along_axis(TOKENS, columns, axis=1)
+  return jaxkv.commit(state, tokens, [count, count])[0]
+
+
+twenty = grow(jaxkv.init(config), 20)
+jaxkv.show(twenty, title="Full attention, and a window of 8 tokens")
+
+# %% [markdown]
+# ## Recycle
+#
+# A token sees 8 tokens back in group 1, so of its five pages only two are
+# needed. `recycle` gives the others back while the sequences run. The null page
+# takes their places in the page table, so that columns still count tokens.
+
+# %%
+recycled, out = jaxkv.recycle(twenty)
+assert out.num_recycled_pages.tolist() == [3, 3]
+assert recycled.page_table[0, 1, :3].tolist() == [0, 0, 0]
+jaxkv.show(recycled, title="After recycle")
+
+# %% [markdown]
+# In a loop, `recycle` comes before every `allocate`. Then a sequence never
+# holds more than the window and the new tokens need, however long it gets.
+
+# %%
+state, pages = recycled, []
+for _ in range(12):
+  state, _ = jaxkv.recycle(state)
+  state = grow(state, 1)
+  held = state.num_pages - state.num_skipped_pages
+  pages.append(held[0].tolist())
+print("pages of slot 0 by group:", pages)
+assert max(window for _, window in pages) == 3
+
+# %% [markdown]
+# ## A prefix is a hit if all groups can continue from it
+#
+# The pages that the window left behind stay cached until somebody takes them.
+# A new sequence needs all full-attention pages of a prefix, but only the window
+# before its end. Evicting one page of a window shortens the hit to the longest
+# prefix that all groups can still continue from.
+
+# %%
+last_of_window = int(state.page_table[0, 1, 6])
+freed, _ = jaxkv.free(state)
+lengths = [32, 32]
+found = jaxkv.match(freed, TOKENS, lengths).num_cached_tokens
+assert found.tolist() == [28, 28]
+evicted, _ = jaxkv.evict(freed, [last_of_window])
+found = jaxkv.match(evicted, TOKENS, lengths).num_cached_tokens
+print("found after one page of slot 0's window is evicted:", found.tolist())
+assert found.tolist() == [24, 28]
+
+# %% [markdown]
+# ## Layers and groups
+#
+# A layer reads and writes through a `View` of its group. No two groups hold the
+# same page at a time, so a layer of each group can share one layer of the K/V
+# memory. A memory needs as many layers as the largest group has.
+
+# %%
+kv = jaxkv.kv.init(config, num_layers=1, num_kv_heads=2, head_dim=8)
+state, _ = jaxkv.allocate(jaxkv.init(config), [3, 3])
+x = jnp.ones((2, 3, 2, 8), jnp.bfloat16)
+for group in range(config.num_groups):
+  view = jaxkv.view(state, group=group, counts=[3, 3])
+  kv = jaxkv.kv.write(kv, view, 0, x, x)
+  assert jaxkv.kv.attend(kv, view, 0, x).shape == x.shape
+
+# %% [markdown]
+# A layer with a window passes it on: `attend(..., window=8)`.
+#
+# ## Chunks
+#
+# `ChunkedLocal(chunk)` attends to earlier tokens of its own chunk. Where a
+# chunk ends, all of its pages go back at once.
+
+# %%
+chunked = dataclasses.replace(
+  config, groups=(jaxkv.FullAttention(), jaxkv.ChunkedLocal(16))
+)
+state = grow(jaxkv.init(chunked), 15)
+_, out = jaxkv.recycle(state)
+assert out.num_recycled_pages.tolist() == [0, 0]
+state, out = jaxkv.recycle(grow(state, 1))
+assert out.num_recycled_pages.tolist() == [4, 4]
+
+# %% [markdown]
+# ## Recurrent states
+#
+# `Recurrent` is for layers with a state instead of keys and values, such as
+# Mamba's. A page is a snapshot of the state after the page's last token, and a
+# sequence continues from the last snapshot that is cached. Prefill therefore
+# goes in chunks that end where a page ends. `num_speculative`
+# scratch pages stand behind the running state, for tokens that are computed on
+# trial. `truncate` can go back only to the end of a page whose state is still
+# there.
+
+# %%
+recurrent = dataclasses.replace(
+  config,
+  groups=(jaxkv.FullAttention(), jaxkv.Recurrent(num_speculative=1)),
+)
+state = jaxkv.init(recurrent)
+for count in (4, 4, 2):
+  state = grow(state, count)
+kept, _ = jaxkv.recycle(state)
+print("states kept by slot 0:", kept.page_table[0, 1, :4].tolist())
+
+_, out = jaxkv.truncate(state, [8, 9])
+statuses = [jaxkv.Status(code).name for code in out.code.tolist()]
+print("truncate to 8 and to 9 tokens:", statuses)
+assert out.ok.tolist() == [True, False]
+
+
+# %% [markdown]
+# ## Encoders
+#
+# `CrossAttention` holds the pages of an encoder's tokens. `admit` or `allocate`
+# take them once, with `num_encoder_tokens`. Forks share them, and they are
+# never cached: page keys know nothing of the encoder's input. So a cache with
+# such a group has no prefix caching.
+#
+# A decoder's query sees all of them. Its view has the position of the encoder's
+# last token as `starts`, and `counts` of 1.
+
+# %%
+encoder = dataclasses.replace(
+  config,
+  groups=(jaxkv.FullAttention(), jaxkv.CrossAttention()),
+  prefix_caching=False,
+)
+state, out = jaxkv.allocate(
+  jaxkv.init(encoder), [1, 1], num_encoder_tokens=[10, 6]
+)
+assert out.ok.all()
+assert state.num_pages.tolist() == [[1, 3], [1, 2]]
+last = jnp.asarray([10, 6], jnp.int32) - 1
+view = jaxkv.view(state, group=1, counts=[1, 1])
+view = dataclasses.replace(view, starts=last)
+assert jaxkv.kv.attend(kv, view, 0, x[:, :1]).shape == (2, 1, 2, 8)
+
+# %% [markdown]
+# ## Pages of several sizes
+#
+# A kind can name a `page_size` of its own, a multiple of the cache's. Hits then
+# end where all groups have a whole page.
+
+# %%
+sizes = dataclasses.replace(
+  config,
+  groups=(jaxkv.FullAttention(), jaxkv.FullAttention(page_size=8)),
+)
+state, _ = jaxkv.free(grow(jaxkv.init(sizes), 12))
+assert sizes.alignment == 8
+found = jaxkv.match(state, TOKENS, [32, 32]).num_cached_tokens
+assert found.tolist() == [8, 8]  # Three pages of 4, but one of 8.
+
+# %% [markdown]
+# ## Which prefixes of a window stay cached
+#
+# A window that moves on leaves a cached page behind at every step, and most of
+# them only serve prefixes that nobody asks for. `prefix_retention_interval`
+# says which prefixes are kept: all of them (None), only the latest (0), or the
+# latest and one every k tokens. The latest are those at the end of the prompt
+# and where an earlier prompt diverged.
+#
+# Two more options follow vLLM. `use_eagle` leaves out the last page found,
+# which a draft model such as EAGLE must compute again.
+# `prefix_rules="classic"` handles prefixes as vLLM did before 0.25.
+
+# %%
+latest = dataclasses.replace(config, prefix_retention_interval=0)
+state, _ = jaxkv.admit(jaxkv.init(latest), [0, 1], TOKENS[:, :28], [28, 28])
+states = {"all": grow(jaxkv.init(config), 28)}
+states["latest"], _ = jaxkv.commit(state, TOKENS, [28, 28])
+cached = {}
+for name, state in states.items():
+  state, _ = jaxkv.free(state)
+  cached[name] = len(jaxkv.cached_pages(state))
+print("cached pages:", cached)
+assert cached == {"all": 28, "latest": 18}
+
+# %% [markdown]
+# ## A kind of your own
+#
+# A subclass of `GroupKind` is a new kind. It overrides what differs: which
+# tokens are skipped, what a hit is, which pages are worth publishing. The layers
+# of this kind attend to a block of `size` tokens and to the block before it.
+
+
+# %%
+@dataclasses.dataclass(frozen=True)
+class TwoBlocks(jaxkv.GroupKind):
+  """Layers that attend to their own block of tokens and the one before."""
+
+  size: int
+
+  def num_skipped_tokens(self, num_tokens):
+    return jnp.maximum(num_tokens // self.size - 1, 0) * self.size
+
+
+own = dataclasses.replace(config, groups=(jaxkv.FullAttention(), TwoBlocks(4)))
+state, out = jaxkv.recycle(grow(jaxkv.init(own), 10))
+assert out.num_recycled_pages.tolist() == [1, 1]
+jaxkv.show(state, title="A kind of your own")

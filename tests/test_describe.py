@@ -1,0 +1,97 @@
+"""One line about a cache, whatever its leaves are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv._src.cache.describe import describe
+
+_CONFIG = jaxkv.CacheConfig(
+  num_pages=16, page_size=4, num_slots=3, pages_per_slot=8
+)
+
+
+@pytest.fixture
+def state():
+  """Slot 0 has 6 tokens; slot 1 had 9, and two of its pages stay cached."""
+  tokens = jnp.arange(27, dtype=jnp.int32).reshape(3, 9)
+  counts = jnp.asarray([6, 9, 0], jnp.int32)
+  state, _ = jaxkv.allocate(jaxkv.init(_CONFIG), counts)
+  state, _ = jaxkv.commit(state, tokens, counts)
+  return jaxkv.free(state, slots=[1])[0]
+
+
+def test_values_are_told(state):
+  assert describe(state) == (
+    "CacheState(2 of 15 pages in use, 2 free pages cached;"
+    " 1 of 3 slots, 6 tokens; FullAttention; OK)"
+  )
+  assert describe(jaxkv.init(_CONFIG)) == (
+    "CacheState(0 of 15 pages in use, 0 free pages cached;"
+    " 0 of 3 slots, 0 tokens; FullAttention; OK)"
+  )
+
+
+def test_an_error_is_told(state):
+  much = jnp.asarray([0, 0, 32], jnp.int32)
+  state, _ = jaxkv.allocate(state, much)
+  state, _ = jaxkv.allocate(state, much.at[1].set(28))
+  assert describe(state).endswith("; OUT_OF_PAGES)")
+
+
+def test_groups_are_named():
+  config = jaxkv.CacheConfig(
+    num_pages=16,
+    page_size=4,
+    num_slots=3,
+    pages_per_slot=8,
+    groups=(jaxkv.FullAttention(), *[jaxkv.SlidingWindow(8)] * 5),
+    prefix_caching=False,
+  )
+  assert describe(jaxkv.init(config)) == (
+    "CacheState(0 of 15 pages in use; 0 of 3 slots, 0 tokens;"
+    " FullAttention, 5 SlidingWindow; OK)"
+  )
+
+
+def test_sizes_are_told_where_values_are_not_there(state):
+  sizes = "CacheState(15 pages of 4 tokens; 3 slots; FullAttention; "
+  said = []
+
+  def look(state):
+    said.append(describe(state))
+    return state
+
+  jax.jit(look)(state)
+  stack = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), state)
+  jax.vmap(look)(stack)
+  said.append(describe(stack))
+  said.append(describe(jax.eval_shape(lambda: state)))
+  said.append(describe(jax.eval_shape(lambda: stack)))
+  said.append(describe(jax.tree.map(lambda _: 0, state)))
+  said.append(describe(jax.tree.map(lambda _: None, state)))
+  said.append(describe(jax.tree.map(np.asarray, state)))
+  assert [line.removeprefix(sizes) for line in said] == [
+    "traced)",
+    "traced)",
+    "a stack of (2,))",
+    "shapes only)",
+    "shapes only, a stack of (2,))",
+    "leaves are not arrays)",
+    "leaves are not arrays)",
+    describe(state),
+  ]
+
+
+def test_a_state_that_a_trace_closes_over_is_told(state):
+  said = []
+  jax.make_jaxpr(lambda: said.append(describe(state)))()
+  assert said == [describe(state)]
+
+
+def test_a_donated_state_is_told(state):
+  lost = jax.tree.map(jnp.copy, state)
+  jax.tree.map(lambda leaf: leaf.delete(), lost)
+  assert describe(lost).endswith("; donated)")

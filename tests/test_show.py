@@ -1,0 +1,140 @@
+"""Pictures of a cache."""
+
+import builtins
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxkv
+from jaxkv._src import show as show_module
+from jaxkv._src.show import page_kinds
+from jaxkv._src.show import show
+
+pytestmark = pytest.mark.filterwarnings("ignore:::matplotlib")
+
+_CONFIG = jaxkv.CacheConfig(
+  num_pages=12, page_size=4, num_slots=3, pages_per_slot=8
+)
+
+
+def _ints(*numbers):
+  return jnp.asarray(numbers, jnp.int32)
+
+
+@pytest.fixture
+def state():
+  """Slots 0 and 2 share page 1, slot 1 is empty, pages 2 and 3 are cached."""
+  tokens = jnp.arange(27, dtype=jnp.int32).reshape(3, 9)
+  counts = _ints(6, 9, 0)
+  state, _ = jaxkv.allocate(jaxkv.init(_CONFIG), counts)
+  state, _ = jaxkv.commit(state, tokens, counts)
+  state, _ = jaxkv.free(state, slots=[1])
+  return jaxkv.fork(state, _ints(0), _ints(2))[0]
+
+
+def _texts(figure):
+  return [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_kinds_of_pages(state):
+  kinds = page_kinds(state)
+  assert kinds[:2] == ["null", "shared"]
+  assert [kinds.count(kind) for kind in ("in use", "cached", "free")] == [
+    2,
+    2,
+    6,
+  ]
+  pinned, _ = jaxkv.touch(state, _ints(3))
+  assert page_kinds(pinned)[3] == "pinned"
+
+
+def test_pages_slots_and_the_free_queue_are_drawn(state):
+  texts = _texts(show(state, title="A fork"))
+  assert texts[0] == "A fork"
+  for said in ("slot 0", "slot 1", "slot 2", "pool", "free queue"):
+    assert said in texts
+  assert [texts.count(f"{n} tokens") for n in (6, 9)] == [2, 0]
+  assert texts.count("empty") == 1
+  # In two slots and the pool; in the pool and the free queue.
+  assert [texts.count(str(page)) for page in (1, 11)] == [3, 2]
+  free = [str(page) for page in jaxkv.free_pages(state)]
+  start = len(texts) - len(free)
+  assert [text for text in texts if text.isdigit()][-len(free) :] == free, start
+
+
+def test_every_group_has_a_row():
+  config = jaxkv.CacheConfig(
+    num_pages=33,
+    page_size=4,
+    num_slots=2,
+    pages_per_slot=8,
+    groups=(jaxkv.FullAttention(), jaxkv.SlidingWindow(8)),
+  )
+  state, _ = jaxkv.allocate(jaxkv.init(config), _ints(20, 0))
+  tokens = jnp.zeros((2, 20), jnp.int32)
+  state, _ = jaxkv.commit(state, tokens, _ints(20, 0))
+  state, _ = jaxkv.recycle(state)
+  texts = _texts(show(state))
+  assert [texts.count(f"group {group}") for group in (0, 1)] == [2, 2]
+  assert "null page" in texts
+
+
+def test_axes_can_be_given(state):
+  import matplotlib.figure
+
+  figure = matplotlib.figure.Figure((8, 4))
+  left, right = figure.subplots(1, 2)
+  assert show(state, ax=right) is figure
+  assert not left.texts and right.texts
+
+
+@pytest.mark.parametrize("num_pages", [2, 513, 4096])
+@pytest.mark.parametrize("num_slots", [1, 64])
+def test_sizes(num_pages, num_slots, tmp_path):
+  config = jaxkv.CacheConfig(
+    num_pages=num_pages, page_size=4, num_slots=num_slots, pages_per_slot=100
+  )
+  figure = show(jaxkv.init(config))
+  figure.savefig(tmp_path / "picture.svg")
+  assert (tmp_path / "picture.svg").stat().st_size > 0
+  assert max(figure.get_size_inches()) < 30
+
+
+def test_no_figure_is_left_behind(state):
+  import matplotlib.pyplot as plt
+
+  before = plt.get_fignums()
+  show(state)
+  assert plt.get_fignums() == before
+
+
+def test_what_cannot_be_drawn_is_refused(state):
+  with pytest.raises(TypeError, match="outside jit"):
+    jax.jit(show)(state)
+  stack = jax.tree.map(lambda leaf: leaf[None], state)
+  with pytest.raises(ValueError, match="stack"):
+    show(stack)
+  with pytest.raises(TypeError, match="CacheState"):
+    show((state, None))
+  large = jaxkv.CacheConfig(
+    num_pages=show_module.MAX_PAGES + 1,
+    page_size=4,
+    num_slots=1,
+    pages_per_slot=8,
+  )
+  with pytest.raises(ValueError, match=r"at most 4096 pages, got 4097"):
+    show(jaxkv.init(large))
+
+
+def test_matplotlib_is_asked_for_by_its_extra(state, monkeypatch):
+  real = builtins.__import__
+
+  def without(name, *args, **kwargs):
+    if name.startswith("matplotlib"):
+      raise ImportError(name)
+    return real(name, *args, **kwargs)
+
+  monkeypatch.setattr(builtins, "__import__", without)
+  with pytest.raises(ImportError, match=r'pip install "jaxkv\[plots\]"'):
+    show(state)
