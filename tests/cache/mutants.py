@@ -322,7 +322,7 @@ MUTANTS = {
     ("allocate",),
   ),
   "a slot is given twice": Mutant(
-    "masked:any_earlier",
+    "ops:any_earlier",
     returned(lambda out, g: out & False),
     ("admit",),
   ),
@@ -417,7 +417,7 @@ MUTANTS = {
     ("truncate",),
   ),
   "a slot is freed twice": Mutant(
-    "masked:num_earlier",
+    "ops:num_earlier",
     returned(lambda out, g: jnp.maximum(out - 1, 0)),
     ("free_slots",),
   ),

@@ -244,7 +244,7 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "two forks publish one page at once": Mutant(
-    "masked:any_earlier",
+    "ops:any_earlier",
     returned(lambda out, g: out & False),
     COMMIT,
     HYBRID,

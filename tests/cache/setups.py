@@ -13,7 +13,7 @@ from jaxkv import FullAttention
 from jaxkv import GroupKind
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
-from jaxkv._src.cache import work_items as ragged
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import publish as publishing

@@ -101,7 +101,8 @@ def test_without_jit(verb):
   state, args = example(verb)
   with jax.disable_jit():
     plain = TABLE[verb](state, **args)
-  assert_same(TABLE[verb](state, **args), plain)
+  # A division that is compiled may differ in its last bit.
+  chex.assert_trees_all_close(TABLE[verb](state, **args), plain, rtol=1e-6)
 
 
 def test_a_second_trace_is_seen():
@@ -160,10 +161,11 @@ class TestEveryVerb:
     sharded = jax.jit(
       jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
     )
-    compiled = sharded.lower(stacked).compile()
+    # Placed first: what the verb does not read would have no other sharding.
+    placed = jax.device_put(stacked, jax.NamedSharding(mesh, spec))
+    compiled = sharded.lower(placed).compile()
     assert not re.search(COLLECTIVES, compiled.as_text())
     # Fetched first: to index what is sharded would itself be a collective.
-    placed = jax.device_put(stacked, jax.NamedSharding(mesh, spec))
     out = jax.device_get(compiled(placed))
     for i, (state, args) in enumerate(calls):
       alone = TABLE[verb](state, **args)

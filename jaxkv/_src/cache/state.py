@@ -18,7 +18,7 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import checks
-from jaxkv._src.cache import masked
+from jaxkv._src.cache import ops
 from jaxkv._src.cache import status
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.describe import describe
@@ -273,18 +273,18 @@ class Rows(NamedTuple):
 
   def read(self, array: Array) -> Array:
     """Each row's entry of an array by slots; zeros for bad rows."""
-    return array if self.every else masked.take(array, self.slots)
+    return array if self.every else ops.take(array, self.slots)
 
   def write(self, array: Array, valid: Array, values: Array) -> Array:
     """The array by slots, with the entries of valid rows replaced."""
     if self.every:
       valid = valid.reshape(-1, *(1,) * (array.ndim - 1))
       return jnp.where(valid, values, array)
-    return masked.put(array, self.where(valid), values=values)
+    return ops.put(array, self.where(valid), values=values)
 
   def where(self, valid: Array) -> Array:
     """int32[R]: the slots of valid rows, NOWHERE for the others."""
-    return masked.where_valid(valid, self.slots)
+    return ops.where_valid(valid, self.slots)
 
 
 def rows_of(state: CacheState, slots: Array | None, mask: Array | None) -> Rows:
@@ -307,7 +307,7 @@ def rows_of(state: CacheState, slots: Array | None, mask: Array | None) -> Rows:
   counts = mask_or_all(mask, numbers.shape[0])
   bad = jnp.zeros_like(counts)
   if slots is not None:
-    again = masked.num_earlier(masked.where_valid(counts, slots)) > 0
+    again = ops.num_earlier(ops.where_valid(counts, slots)) > 0
     bad = (again & counts) | ~in_range(state, slots)
   return Rows(numbers, slots is None, ~counts, bad)
 
@@ -328,7 +328,7 @@ def in_range(state: CacheState, slots: Array) -> Array:
 def is_empty(state: CacheState, slots: Array) -> Array:
   """bool[R]: whether slots hold no page (True for slots out of range)."""
   group = jnp.int32(state.config.first_self_group)
-  return masked.take(state.num_pages, slots, group) == 0
+  return ops.take(state.num_pages, slots, group) == 0
 
 
 def roots(state: CacheState, salts: Array | None) -> Array:

@@ -14,8 +14,7 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.groups import recurrent
 from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.groups.kinds import GroupKind
@@ -191,9 +190,7 @@ def advance(
     columns = jnp.arange(NEW_PAGES, dtype=jnp.int32)[None, None]
     columns = columns + plan.external[..., None]
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None, :, None]
-  pages = masked.take(
-    state.page_table, call.slots[:, None, None], group, columns
-  )
+  pages = ops.take(state.page_table, call.slots[:, None, None], group, columns)
   length = rows.read(state.length)
   packed = (ok, holds, length, plan.external, plan.stop, pages)
   packed = [part.astype(jnp.int32).reshape(-1) for part in packed]
@@ -246,7 +243,7 @@ def _plan(
   arriving &= attaches & (call.external > 0)[:, None]
   arriving &= ~sizes.holds_encoder(config, arriving.shape)
   reached = sizes.by_group(
-    config, lambda _, size: xla.quotient(call.behind + (size - 1), size)
+    config, lambda _, size: ops.quotient(call.behind + (size - 1), size)
   )
   return reserve.reservation(
     config,
@@ -316,7 +313,7 @@ def _unwritten(state: CacheState, call: Call, hits: RequestHits) -> Array:
   page = jnp.where(hits.stop > 0, page, 0).reshape(-1)
   keys, tokens = (
     prefix_index.key_of(index, page),
-    masked.take(index.tokens, page),
+    ops.take(index.tokens, page),
   )
   newest = prefix_index.lookup(index, keys, tokens, newest=True)
   age = index.clock - prefix_index.stamp_of(index, newest)
@@ -441,8 +438,8 @@ def forget_new(state: CacheState, pages: Array) -> CacheState:
   """Takes pages int32[X] out of what `take_new_pages` tells."""
   if state.pool.new is None:
     return state
-  place = masked.where_valid(pages > 0, pages)
-  new = masked.put(state.pool.new, place, values=False)
+  place = ops.where_valid(pages > 0, pages)
+  new = ops.put(state.pool.new, place, values=False)
   return dataclasses.replace(
     state, pool=dataclasses.replace(state.pool, new=new)
   )

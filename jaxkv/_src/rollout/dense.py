@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import masked
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.state import alike
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
@@ -57,24 +57,24 @@ def generate_dense(
     begin, memory, sequences = loop
     numbers = begin + jnp.arange(batch_size, dtype=jnp.int32)
     inside = numbers < total
-    prompt = masked.take(sequences.tokens, numbers)[:, :width]
+    prompt = ops.take(sequences.tokens, numbers)[:, :width]
     zeros = jnp.zeros((batch_size,), jnp.int32)
     positions = jnp.broadcast_to(
       jnp.arange(width, dtype=jnp.int32)[None], prompt.shape
     )
-    counts = jnp.where(inside, masked.take(sequences.length, numbers) - 1, 0)
+    counts = jnp.where(inside, ops.take(sequences.length, numbers) - 1, 0)
     _, memory = model(params, prompt, positions, memory, zeros, counts)
 
     def step(loop):
       memory, sequences, going = loop
-      last = masked.take(sequences.length, numbers) - 1
-      tokens = masked.take(sequences.tokens, numbers, last)[:, None]
+      last = ops.take(sequences.length, numbers) - 1
+      tokens = ops.take(sequences.tokens, numbers, last)[:, None]
       logits, memory = model(
         params, tokens, last[:, None], memory, last, going.astype(jnp.int32)
       )
       drawn, log_probs = sampling.sample(
         sequences.keys[jnp.minimum(numbers, total - 1)],
-        masked.take(queue.num_generated(sequences), numbers),
+        ops.take(queue.num_generated(sequences), numbers),
         logits[:, -1],
         temperature,
       )

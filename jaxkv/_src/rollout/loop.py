@@ -24,7 +24,7 @@ from jax import Array
 from jax import lax
 
 from jaxkv import kv as kv_memory
-from jaxkv._src.cache import masked
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import alike
 from jaxkv._src.cache.status import Status
@@ -106,14 +106,14 @@ def _admit_waiting(
   pairs = (numbers < none) & (slots < cache.config.num_slots) & ~state.paused
   leader = _leaders(sequences, numbers, pairs, config)
   leads = pairs & (leader == jnp.arange(rows, dtype=jnp.int32))
-  length = masked.take(sequences.length, numbers)
-  tokens = masked.take(sequences.tokens, numbers)
+  length = ops.take(sequences.length, numbers)
+  tokens = ops.take(sequences.tokens, numbers)
   cache, admitted = admit(cache, slots, tokens, length, mask=leads)
   target = jnp.where(admitted.ok, length - 1, 0)
   cache, kv, prefilled = _prefill(
     params, cache, state.kv, slots, tokens, target, model=model, config=config
   )
-  follows = pairs & ~leads & masked.take(admitted.ok, leader)
+  follows = pairs & ~leads & ops.take(admitted.ok, leader)
   cache, forked = fork(cache, slots[leader], slots, mask=follows)
   kv = kv_memory.copy(kv, *forked.copies)
   enters = admitted.ok | forked.ok
@@ -127,8 +127,8 @@ def _admit_waiting(
     cache=cache,
     kv=kv,
     sequences=queue.failed(sequences, numbers, hopeless, admitted.code),
-    running=masked.put(
-      state.running, masked.where_valid(enters, slots), values=numbers
+    running=ops.put(
+      state.running, ops.where_valid(enters, slots), values=numbers
     ),
     counters=dataclasses.replace(
       state.counters,
@@ -146,8 +146,8 @@ def _leaders(
   A prompt of one token has nothing to prefill, and a sequence that was
   preempted is no longer a bare prompt: they lead for themselves.
   """
-  fresh = masked.take(queue.num_generated(sequences), numbers) == 0
-  fresh &= pairs & (masked.take(sequences.length, numbers) > 1)
+  fresh = ops.take(queue.num_generated(sequences), numbers) == 0
+  fresh &= pairs & (ops.take(sequences.length, numbers) > 1)
   prompt = numbers // config.num_samples
   same = (prompt[:, None] == prompt[None]) & fresh[:, None] & fresh[None]
   same |= jnp.eye(numbers.shape[0], dtype=bool)
@@ -182,18 +182,16 @@ def _prefill(
   """
   column = jnp.arange(config.prefill_chunk, dtype=jnp.int32)[None]
   row = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
-  missing = jnp.maximum(target - masked.take(cache.length, slots), 0)
+  missing = jnp.maximum(target - ops.take(cache.length, slots), 0)
 
   def chunk(loop):
     cache, kv, missing = loop
     counts = jnp.minimum(missing, config.prefill_chunk)
-    starts = masked.take(cache.length, slots)
+    starts = ops.take(cache.length, slots)
     positions = starts[:, None] + column
-    place = masked.where_valid(column < counts[:, None], positions)
-    chunk_tokens = masked.take(tokens, row, place)
-    table = masked.take(
-      cache.page_table[:, 0], slots, fill=cache.config.no_page
-    )
+    place = ops.where_valid(column < counts[:, None], positions)
+    chunk_tokens = ops.take(tokens, row, place)
+    table = ops.take(cache.page_table[:, 0], slots, fill=cache.config.no_page)
     view = View(page_table=table, starts=starts, counts=counts)
     _, kv = model(params, chunk_tokens, positions, kv, view)
     cache, _ = commit(cache, chunk_tokens, counts, slots=slots, mask=counts > 0)
@@ -221,8 +219,8 @@ def _decode(
   state, victim = _preempt(state, active & ~allocated.ok)
   sequences, numbers = state.sequences, state.running
   runs = (numbers < none) & allocated.ok
-  last = masked.take(sequences.length, numbers) - 1
-  tokens = masked.take(sequences.tokens, numbers, last)[:, None]
+  last = ops.take(sequences.length, numbers) - 1
+  tokens = ops.take(sequences.tokens, numbers, last)[:, None]
   view = View(
     page_table=state.cache.page_table[:, 0],
     starts=state.cache.length,
@@ -239,7 +237,7 @@ def _decode(
   )
   drawn, log_probs = sampling.sample(
     sequences.keys[jnp.minimum(numbers, none - 1)],
-    masked.take(queue.num_generated(sequences), numbers),
+    ops.take(queue.num_generated(sequences), numbers),
     logits[:, -1],
     temperature,
   )

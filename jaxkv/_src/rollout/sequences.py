@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
+from jaxkv._src.cache import ops
 from jaxkv._src.rollout.config import RolloutConfig
 
 WAITING, RUNNING, DONE, FAILED = 0, 1, 2, 3
@@ -85,9 +85,9 @@ def first_of(condition: Array, count: int) -> Array:
   """
   size = condition.shape[0]
   rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
-  return masked.put(
+  return ops.put(
     jnp.full((count,), size, jnp.int32),
-    masked.where_valid(condition, rank),
+    ops.where_valid(condition, rank),
     values=jnp.arange(size, dtype=jnp.int32),
   )
 
@@ -96,10 +96,10 @@ def with_status(
   sequences: Sequences, numbers: Array, mask: Array, status: int
 ) -> Sequences:
   """The sequences with those named and masked in another status."""
-  place = masked.where_valid(mask, numbers)
+  place = ops.where_valid(mask, numbers)
   return dataclasses.replace(
     sequences,
-    status=masked.put(sequences.status, place, values=status),
+    status=ops.put(sequences.status, place, values=status),
   )
 
 
@@ -108,9 +108,9 @@ def failed(
 ) -> Sequences:
   """The sequences with those named and masked given up, and why."""
   sequences = with_status(sequences, numbers, mask, FAILED)
-  place = masked.where_valid(mask, numbers)
+  place = ops.where_valid(mask, numbers)
   return dataclasses.replace(
-    sequences, code=masked.put(sequences.code, place, values=code)
+    sequences, code=ops.put(sequences.code, place, values=code)
   )
 
 
@@ -135,17 +135,15 @@ def appended(
   Returns:
     The sequences, and bool[B]: those that ended.
   """
-  place = masked.where_valid(mask, numbers)
-  length = masked.take(sequences.length, place)
-  generated = masked.take(num_generated(sequences), place)
+  place = ops.where_valid(mask, numbers)
+  length = ops.take(sequences.length, place)
+  generated = ops.take(num_generated(sequences), place)
   ended = tokens == config.stop_token
   ended = mask & (ended | (generated + 1 >= config.max_new_tokens))
   sequences = dataclasses.replace(
     sequences,
-    tokens=masked.put(sequences.tokens, place, length, values=tokens),
-    length=masked.add(sequences.length, place, values=1),
-    log_probs=masked.put(
-      sequences.log_probs, place, generated, values=log_probs
-    ),
+    tokens=ops.put(sequences.tokens, place, length, values=tokens),
+    length=ops.add(sequences.length, place, values=1),
+    log_probs=ops.put(sequences.log_probs, place, generated, values=log_probs),
   )
   return with_status(sequences, numbers, ended, DONE), ended

@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +92,12 @@ class GroupKind:
     end = jnp.arange(hits.shape[1] + 1, dtype=jnp.int32)[None]
     found = end - drop.astype(jnp.int32)[:, None]
     skipped = self.num_skipped_tokens(jnp.maximum(found, 0) * page_size)
-    begin = xla.quotient(skipped, page_size)
+    begin = ops.quotient(skipped, page_size)
     misses = jnp.cumsum(~hits, axis=1, dtype=jnp.int32)
     misses = jnp.pad(misses, ((0, 0), (1, 0)))
     whole = misses == jnp.take_along_axis(misses, begin, axis=1)
-    most = xla.quotient(limit, page_size)[:, None]
-    whole &= (end <= most) & (xla.remainder(found, align) == 0)
+    most = ops.quotient(limit, page_size)[:, None]
+    whole &= (end <= most) & (ops.remainder(found, align) == 0)
     return jnp.max(jnp.where(whole, jnp.maximum(found, 0), 0), axis=1)
 
   def published(
@@ -138,7 +138,7 @@ class GroupKind:
 
   def num_columns(self, num_tokens: Array, page_size: int) -> Array:
     """int32[...]: columns of the page table for int32[...] tokens."""
-    pages = xla.quotient(num_tokens + (page_size - 1), page_size)
+    pages = ops.quotient(num_tokens + (page_size - 1), page_size)
     return pages + self.num_speculative
 
 
@@ -221,7 +221,7 @@ class ChunkedLocal(GroupKind):
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """See `GroupKind`."""
-    return xla.quotient(num_tokens, self.chunk) * self.chunk
+    return ops.quotient(num_tokens, self.chunk) * self.chunk
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
     """See `GroupKind`."""

@@ -10,7 +10,7 @@ For caches without recurrent groups every function here is the identity.
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.pool import page_table
@@ -130,7 +130,7 @@ def num_pages(
     # Between two states there are only null pages.
     column = jnp.arange(table.shape[-1], dtype=jnp.int32)[None, None]
     inside = (column >= start[..., None]) & (column < stop[..., None])
-    held = masked.take(table, slots) > 0
+    held = ops.take(table, slots) > 0
     counts = jnp.sum(inside & held, axis=2, dtype=jnp.int32)
   return jnp.sum(counts, axis=1, dtype=jnp.int32)
 
@@ -151,7 +151,7 @@ def can_continue(
     return tokens >= 0
   last = sizes.by_group(config, lambda _, size: (tokens - 1) // size)
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
-  page = masked.take(table, slots[:, None], group, last)
+  page = ops.take(table, slots[:, None], group, last)
   inside = sizes.open_pages(config, tokens) & (tokens < length)[:, None]
   kept = ((page > 0) & ~inside) | ~holds_states(config)
   return (tokens == 0) | jnp.all(kept, axis=1)
@@ -195,11 +195,11 @@ def _move(
   row = (slots[:, None], jnp.arange(config.num_groups, dtype=jnp.int32)[None])
   for nth in range(max(kind.num_speculative for kind in config.groups)):
     moves = nth < counts
-    old = masked.where_valid(moves, source + nth)
-    new = masked.where_valid(moves, target + nth)
-    pages = masked.take(table, *row, old)
-    table = masked.put(table, *row, new, values=pages)
-    table = masked.put(table, *row, old, values=left)
+    old = ops.where_valid(moves, source + nth)
+    new = ops.where_valid(moves, target + nth)
+    pages = ops.take(table, *row, old)
+    table = ops.put(table, *row, new, values=pages)
+    table = ops.put(table, *row, old, values=left)
   return table
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.groups.kinds import GroupKind
@@ -44,7 +44,7 @@ def pages_for(
 
 def full_pages(config: CacheConfig, tokens: Array) -> Array:
   """int32[..., G]: pages that int32[...] tokens fill."""
-  return by_group(config, lambda _, size: xla.quotient(tokens, size))
+  return by_group(config, lambda _, size: ops.quotient(tokens, size))
 
 
 def open_pages(config: CacheConfig, tokens: Array) -> Array:
@@ -52,7 +52,7 @@ def open_pages(config: CacheConfig, tokens: Array) -> Array:
   return by_group(
     config,
     lambda kind, size: (
-      (xla.remainder(tokens, size) > 0) & (not kind.holds_encoder)
+      (ops.remainder(tokens, size) > 0) & (not kind.holds_encoder)
     ),
   )
 
@@ -61,7 +61,7 @@ def skipped_pages(config: CacheConfig, tokens: Array) -> Array:
   """int32[..., G]: leading pages not needed after int32[...] tokens."""
   return by_group(
     config,
-    lambda kind, size: xla.quotient(kind.num_skipped_tokens(tokens), size),
+    lambda kind, size: ops.quotient(kind.num_skipped_tokens(tokens), size),
   )
 
 

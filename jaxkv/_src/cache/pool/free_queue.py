@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import xla
-from jaxkv._src.cache.masked import NOWHERE
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.ops import NOWHERE
 
 
 @jax.tree_util.register_dataclass
@@ -82,8 +81,8 @@ def pop(
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
-  pages = masked.take(queue.ring, place)
-  live = (masked.take(queue.position, pages, fill=NOWHERE) == place) & (
+  pages = ops.take(queue.ring, place)
+  live = (ops.take(queue.position, pages, fill=NOWHERE) == place) & (
     lanes < queue.span
   )
   count = jnp.cumsum(live, dtype=jnp.int32)
@@ -117,10 +116,10 @@ def remove(
   """
   position, last = mark_last(queue.position, pages, valid)
   count = jnp.sum(last, dtype=jnp.int32)
-  place = xla.read_before(count, masked.where_valid(valid, pages))
+  place = ops.read_before(count, ops.where_valid(valid, pages))
   queue = dataclasses.replace(
     queue,
-    position=masked.put(position, place, values=NOWHERE),
+    position=ops.put(position, place, values=NOWHERE),
     num_free=queue.num_free - count,
   )
   return queue, count
@@ -148,7 +147,7 @@ def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
   """Puts pages before all others, one by one: the last one is the first."""
   rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = _wrap(queue, queue.head - rank)
-  queue = _write(queue, place, pages, valid, place, xla.zeros_like(valid))
+  queue = _write(queue, place, pages, valid, place, ops.zeros_like(valid))
   return _grown(
     dataclasses.replace(queue, head=_wrap(queue, queue.head - rank[-1])),
     rank[-1],
@@ -162,16 +161,16 @@ def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
   def sweep(queue: FreeQueue) -> FreeQueue:
     ring = in_order(queue)
     lanes = jnp.arange(capacity, dtype=jnp.int32)
-    listed = masked.where_valid(lanes < queue.num_free, ring)
+    listed = ops.where_valid(lanes < queue.num_free, ring)
     return dataclasses.replace(
       queue,
       ring=ring,
-      position=masked.put(queue.position, listed, values=lanes),
-      head=xla.zeros_like(queue.head),
+      position=ops.put(queue.position, listed, values=lanes),
+      head=ops.zeros_like(queue.head),
       span=queue.num_free,
     )
 
-  return xla.at_most_once(queue.span + count > capacity, sweep, queue)
+  return ops.at_most_once(queue.span + count > capacity, sweep, queue)
 
 
 def mark_last(
@@ -189,9 +188,9 @@ def mark_last(
     overwrites, and bool[W]: valid, and no later valid item names the page.
   """
   note = NOWHERE + 1 + jnp.arange(pages.shape[0], dtype=jnp.int32)
-  place = masked.where_valid(valid, pages)
-  position = masked.put_max(position, place, values=note)
-  return position, valid & (masked.take(position, place) == note)
+  place = ops.where_valid(valid, pages)
+  position = ops.put_max(position, place, values=note)
+  return position, valid & (ops.take(position, place) == note)
 
 
 def in_order(queue: FreeQueue) -> Array:
@@ -199,13 +198,13 @@ def in_order(queue: FreeQueue) -> Array:
   capacity = queue.ring.shape[0]
   lanes = jnp.arange(capacity, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
-  pages = masked.take(queue.ring, place)
-  live = (masked.take(queue.position, pages, fill=NOWHERE) == place) & (
+  pages = ops.take(queue.ring, place)
+  live = (ops.take(queue.position, pages, fill=NOWHERE) == place) & (
     lanes < queue.span
   )
   rank = jnp.cumsum(live, dtype=jnp.int32) - 1
-  return masked.put(
-    jnp.zeros_like(queue.ring), masked.where_valid(live, rank), values=pages
+  return ops.put(
+    jnp.zeros_like(queue.ring), ops.where_valid(live, rank), values=pages
   )
 
 
@@ -219,10 +218,10 @@ def _write(
 ) -> FreeQueue:
   return dataclasses.replace(
     queue,
-    ring=masked.put(queue.ring, masked.where_valid(valid, place), values=pages),
-    position=masked.put(
+    ring=ops.put(queue.ring, ops.where_valid(valid, place), values=pages),
+    position=ops.put(
       queue.position,
-      masked.where_valid(valid | noted, pages),
+      ops.where_valid(valid | noted, pages),
       values=jnp.where(valid, place, notes),
     ),
   )

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool.free_queue import FreeQueue
@@ -99,12 +98,12 @@ def pop(
   pages, _, valid = popped
   pool, removed = _unpublish(pool, pages, valid)
   num_evicted = jnp.int32(0) if removed is None else removed.total
-  place, new = masked.where_valid(valid, pages), pool.new
+  place, new = ops.where_valid(valid, pages), pool.new
   if new is not None:
-    new = masked.put(new, place, values=True)
+    new = ops.put(new, place, values=True)
   pool = dataclasses.replace(
     pool,
-    ref_count=masked.put(pool.ref_count, place, values=1),
+    ref_count=ops.put(pool.ref_count, place, values=1),
     queue=queue,
     new=new,
     ages=_count_ages(pool, pages, removed),
@@ -123,9 +122,9 @@ def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
   queue, count = free_queue.remove(
     pool.queue, pages, valid & is_free(pool, pages)
   )
-  place = xla.read_before(count, masked.where_valid(valid, pages))
+  place = ops.read_before(count, ops.where_valid(valid, pages))
   return dataclasses.replace(
-    pool, ref_count=masked.add(pool.ref_count, place, values=1), queue=queue
+    pool, ref_count=ops.add(pool.ref_count, place, values=1), queue=queue
   )
 
 
@@ -146,9 +145,9 @@ def drop(
   Returns:
     The pool, and bool[W]: the items left outside of the queue.
   """
-  place = masked.where_valid(valid, pages)
-  ref_count = masked.add(pool.ref_count, place, values=-1)
-  unreferenced = valid & (masked.take(ref_count, pages, fill=1) == 0)
+  place = ops.where_valid(valid, pages)
+  ref_count = ops.add(pool.ref_count, place, values=-1)
+  unreferenced = valid & (ops.take(ref_count, pages, fill=1) == 0)
   position, last = free_queue.mark_last(
     pool.queue.position, pages, unreferenced
   )
@@ -178,7 +177,7 @@ def to_front(
     owner: int32[W], as given to `drop`.
     valid: bool[W].
   """
-  left = masked.take(pool.queue.position, pages) == _left_by(owner)
+  left = ops.take(pool.queue.position, pages) == _left_by(owner)
   queue = free_queue.push_front(pool.queue, pages, valid & left)
   return dataclasses.replace(pool, queue=queue)
 
@@ -228,7 +227,7 @@ def _count_ages(
 
 def is_free(pool: PoolState, pages: Array) -> Array:
   """bool[...]: whether pages, not the null page, stand in the queue."""
-  return masked.take(pool.ref_count, pages, fill=1) == 0
+  return ops.take(pool.ref_count, pages, fill=1) == 0
 
 
 def is_cached(pool: PoolState, pages: Array) -> Array:
@@ -240,4 +239,4 @@ def is_cached(pool: PoolState, pages: Array) -> Array:
 
 def _left_by(owner: Array) -> Array:
   """The queue position of a page that `drop` left outside."""
-  return masked.NOWHERE + 1 + owner
+  return ops.NOWHERE + 1 + owner

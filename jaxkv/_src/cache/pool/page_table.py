@@ -1,7 +1,7 @@
 """Ranges of page-table rows that are attached, filled, grown and shrunk.
 
 Every function takes the columns of many rows at once and walks over them in
-windows (`work_items`), in the order of the rows.
+windows (`ops.for_each`), in the order of the rows.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import work_items
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.ops import Items
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
-from jaxkv._src.cache.work_items import Items
 
 ReadPages = Callable[[Array, Array, Array, Array], Array]
 """`(table, row, group, column) -> int32[W]`: the pages of `attach`'s items."""
@@ -98,11 +96,11 @@ def attach(
   def step(carry, items: Items):
     pool, table = carry
     place = place_of(filled, items)
-    pages = read(table, xla.quotient(items.row, num_groups), place[1], place[2])
-    table = masked.put(table, *place, values=pages)
+    pages = read(table, ops.quotient(items.row, num_groups), place[1], place[2])
+    table = ops.put(table, *place, values=pages)
     return page_pool.hold(pool, pages, items.valid & (pages > 0)), table
 
-  return work_items.for_each(filled.counts, step, (pool, table))
+  return ops.for_each(filled.counts, step, (pool, table))
 
 
 def grow(
@@ -122,14 +120,14 @@ def grow(
 
   def trip(loop):
     done, evicted, pool, table = loop
-    pool, popped = page_pool.pop(pool, total - done, window=work_items.WINDOW)
-    items = work_items.locate(filled.counts, done + popped.rank)
+    pool, popped = page_pool.pop(pool, total - done, window=ops.WINDOW)
+    items = ops.locate(filled.counts, done + popped.rank)
     place = place_of(filled, items._replace(valid=popped.valid))
-    table = masked.put(table, *place, values=popped.pages)
+    table = ops.put(table, *place, values=popped.pages)
     done = done + jnp.sum(popped.valid, dtype=jnp.int32)
     return done, evicted + popped.num_evicted, pool, table
 
-  zero = xla.zeros_like(total)
+  zero = ops.zeros_like(total)
   _, evicted, pool, table = lax.while_loop(
     lambda loop: loop[0] < total, trip, (zero, zero, pool, table)
   )
@@ -159,28 +157,28 @@ def shrink(
   def give_back(loop, items: Items):
     pool, first_left = loop
     place = place_of(cleared, items, descending=True)
-    pages = masked.take(table, *place)
+    pages = ops.take(table, *place)
     pool, outside = page_pool.drop(
       pool, pages, items.row, _is_page(pool, pages)
     )
-    first_left = masked.put_min(
-      first_left, masked.where_valid(outside, items.row), values=place[2]
+    first_left = ops.put_min(
+      first_left, ops.where_valid(outside, items.row), values=place[2]
     )
     return pool, first_left
 
   def push_front(pool: PoolState, items: Items) -> PoolState:
-    pages = masked.take(table, *place_of(rest, items))
+    pages = ops.take(table, *place_of(rest, items))
     return page_pool.to_front(pool, pages, items.row, _is_page(pool, pages))
 
   pool = page_pool.reserve(pool, jnp.sum(cleared.counts, dtype=jnp.int32))
-  pool, first_left = work_items.for_each(
+  pool, first_left = ops.for_each(
     cleared.counts, give_back, (pool, cleared.stop)
   )
   rest = cleared._replace(start=first_left)
   if pool.unhashed_first:
-    pool = work_items.for_each(rest.counts, push_front, pool)
+    pool = ops.for_each(rest.counts, push_front, pool)
   # The loops above read the table; the one that writes it waits for them.
-  stop = xla.read_before(pool.queue.num_free, cleared.stop)
+  stop = ops.read_before(pool.queue.num_free, cleared.stop)
   return pool, fill(table, cleared._replace(stop=stop), left)
 
 
@@ -188,14 +186,14 @@ def fill(table: Array, filled: Ranges, page: int) -> Array:
   """The table with one page number in every column of every range."""
 
   def write(table: Array, items: Items) -> Array:
-    return masked.put(table, *place_of(filled, items), values=page)
+    return ops.put(table, *place_of(filled, items), values=page)
 
-  return work_items.for_each(filled.counts, write, table)
+  return ops.for_each(filled.counts, write, table)
 
 
 def fill_before(table: Array, slots: Array, first: Array, page: int) -> Array:
   """The table with one page number before columns int32[R, G] of slots."""
-  return fill(table, ranges(slots, xla.zeros_like(first), first), page)
+  return fill(table, ranges(slots, ops.zeros_like(first), first), page)
 
 
 def place_of(
@@ -203,13 +201,13 @@ def place_of(
 ) -> tuple[Array, Array, Array]:
   """Slot, group and column of items; NOWHERE as column of invalid items."""
   if descending:
-    column = masked.take(filled.stop, items.row) - 1 - items.offset
+    column = ops.take(filled.stop, items.row) - 1 - items.offset
   else:
-    column = masked.take(filled.start, items.row) + items.offset
+    column = ops.take(filled.start, items.row) + items.offset
   return (
-    masked.take(filled.slot, items.row, fill=masked.NOWHERE),
-    masked.take(filled.group, items.row),
-    masked.where_valid(items.valid, column),
+    ops.take(filled.slot, items.row, fill=ops.NOWHERE),
+    ops.take(filled.group, items.row),
+    ops.where_valid(items.valid, column),
   )
 
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.groups import recurrent
 from jaxkv._src.cache.pool import page_pool
@@ -77,7 +76,7 @@ class HitPages(NamedTuple):
     self, table: Array, row: Array, group: Array, column: Array
   ) -> Array:
     """int32[W]: see `page_table.ReadPages`."""
-    return masked.take(self.pages, row, group, column)
+    return ops.take(self.pages, row, group, column)
 
 
 def reservation(
@@ -90,7 +89,7 @@ def reservation(
   external: Array | None = None,
 ) -> Reservation:
   """The columns of rows that end at `stop`, or at `hit` where that is more."""
-  first = xla.zeros_like(hit) if first is None else first
+  first = ops.zeros_like(hit) if first is None else first
   external = hit if external is None else external
   chex.assert_equal_shape([first, hit, external, stop])
   chex.assert_shape(begins, hit.shape[:1])
@@ -200,7 +199,7 @@ def grant(
   chex.assert_equal_shape([code, plan.begins])
   asked, available = code == Status.OK, state.pool.queue.num_free
   need = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
-  keep_free = xla.zeros_like(need) if keep_free is None else keep_free
+  keep_free = ops.zeros_like(need) if keep_free is None else keep_free
   if hits is None or hits.pages.shape[-1] == 0:
     granted = in_order(need, asked, available, keep_free)
   else:
@@ -282,7 +281,7 @@ def _with_hits(
       return (granted.at[row].set(ok), left - jnp.where(ok, cost, 0)), None
 
     numbers = jnp.arange(need.shape[0], dtype=jnp.int32)
-    nobody = xla.zeros_like(asked)
+    nobody = ops.zeros_like(asked)
     return lax.scan(serve, (nobody, available), numbers)[0][0]
 
   most = jnp.max(jnp.where(asked, keep_free, 0))

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 
 KEY_WORDS = 4
@@ -75,7 +75,7 @@ def root_key(config: CacheConfig, epoch: Array, salts: Array | None) -> Array:
     uint32[R, 4], or uint32[4] without salts.
   """
   secret = jnp.asarray(_secret(config, b"root"))
-  zero = xla.zeros_like(epoch)
+  zero = ops.zeros_like(epoch)
   versions = (epoch, zero, zero, zero)
   root = _stack(_permute(_mixed(_unstack(secret), versions)))
   if salts is None:
@@ -129,7 +129,7 @@ def page_digests(config: CacheConfig, tokens: Array) -> Array:
   words = lax.bitcast_convert_type(tokens, jnp.uint32)
   words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])
   blocks = jnp.moveaxis(words.reshape(*batch, -1, KEY_WORDS), (-2, -1), (0, 1))
-  zero = xla.zeros_like(blocks[0, 0])
+  zero = ops.zeros_like(blocks[0, 0])
   secret = jnp.asarray(_secret(config, b"digest"))
   start = (
     zero ^ secret[0],

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.groups.kinds import FullAttention
@@ -77,7 +77,7 @@ def find(
   possible = jnp.where(
     asked & (lengths >= 1) & (lengths <= tokens.shape[1]), lengths - 1, 0
   )
-  zero = xla.zeros_like(possible)
+  zero = ops.zeros_like(possible)
   root = jnp.broadcast_to(roots, (rows, hashing.KEY_WORDS))
   no_columns = sizes.full_pages(config, zero)
   no_pages = jnp.broadcast_to(
@@ -100,7 +100,7 @@ def find(
     first, stop = (
       jnp.where((found > 0)[:, None], columns, 0) for columns in (first, stop)
     )
-    last = jnp.maximum(xla.quotient(found, config.page_size) - 1, 0)
+    last = jnp.maximum(ops.quotient(found, config.page_size) - 1, 0)
     last = last[:, None, None]
     chain = jnp.take_along_axis(keys, last, axis=1)[:, 0]
     chain = jnp.where(found[:, None] > 0, chain, root)
@@ -204,7 +204,7 @@ def _agree(
     for key, own in members.items()
   ]
   kinds.sort(key=lambda kind: not kind.is_full)
-  zero = xla.zeros_like(limit)
+  zero = ops.zeros_like(limit)
   if config.num_groups == 1:
     return _shorten(config, kinds[0], limit, limit >= 0), zero
   each = jnp.broadcast_to(zero, (len(kinds), *limit.shape))

@@ -21,9 +21,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import xla
-from jaxkv._src.cache.masked import NOWHERE
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.ops import NOWHERE
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 
 BUCKET_PAGES = 8
@@ -93,17 +92,17 @@ def contains(index: PrefixIndex, pages: Array) -> Array:
 def position_of(index: PrefixIndex, pages: Array) -> Array:
   """int32[...]: positions in the flattened buckets; NOWHERE if not cached."""
   column = jnp.int32(_POSITION)
-  return masked.take(index.entry, pages, column, fill=NOWHERE).astype(jnp.int32)
+  return ops.take(index.entry, pages, column, fill=NOWHERE).astype(jnp.int32)
 
 
 def key_of(index: PrefixIndex, pages: Array) -> Array:
   """uint32[..., 4]: keys of full pages."""
-  return _split(masked.take(index.entry, pages))[0]
+  return _split(ops.take(index.entry, pages))[0]
 
 
 def stamp_of(index: PrefixIndex, pages: Array) -> Array:
   """uint32[...]: values of the clock when cached pages were published."""
-  return _split(masked.take(index.entry, pages))[1]
+  return _split(ops.take(index.entry, pages))[1]
 
 
 def lookup(
@@ -126,8 +125,8 @@ def lookup(
 
   def visit(loop):
     bucket, going, best, best_age = loop
-    candidates = masked.take(index.buckets, masked.where_valid(going, bucket))
-    key, stamp, _ = _split(masked.take(index.entry, candidates))
+    candidates = ops.take(index.buckets, ops.where_valid(going, bucket))
+    key, stamp, _ = _split(ops.take(index.entry, candidates))
     found = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
     # Ages, not stamps: the clock may have wrapped around. They are at least 1,
     # since publishing a page advances the clock.
@@ -138,7 +137,7 @@ def lookup(
     age = jnp.take_along_axis(age, oldest, axis=-1)[:, 0]
     better = age > best_age
     following = _next_bucket(index, keys, bucket)
-    going = going & (masked.take(index.overflow, bucket) > 0)
+    going = going & (ops.take(index.overflow, bucket) > 0)
     going = going & (following != first)  # Else all buckets were visited.
     return (
       following,
@@ -148,10 +147,10 @@ def lookup(
     )
 
   first = _first_bucket(index, keys)
-  zero = xla.zeros_like(first), xla.zeros_like(keys[:, 0])
+  zero = ops.zeros_like(first), ops.zeros_like(keys[:, 0])
   start = (first, first >= 0, *zero)
   _, _, page, _ = lax.while_loop(lambda loop: jnp.any(loop[1]), visit, start)
-  same = jnp.all(masked.take(index.tokens, page) == tokens, axis=-1)
+  same = jnp.all(ops.take(index.tokens, page) == tokens, axis=-1)
   return jnp.where(same, page, 0)
 
 
@@ -179,13 +178,13 @@ def insert(
   chex.assert_shape([pages, valid, published], (pages.size,))
   published &= valid
   order = jnp.cumsum(valid.astype(jnp.uint32))
-  place = masked.where_valid(valid, pages)
+  place = ops.where_valid(valid, pages)
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
 
   def settle(loop):
     buckets, position, bucket, pending = loop
-    here = masked.where_valid(pending, bucket)
-    vacant = masked.take(buckets, here) == 0
+    here = ops.where_valid(pending, bucket)
+    vacant = ops.take(buckets, here) == 0
     # Pages that meet in one bucket take its empty places in their order.
     rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
     turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
@@ -193,9 +192,7 @@ def insert(
     chosen = vacant & (nth == turn[:, None])
     fits = pending & jnp.any(chosen, axis=1)
     way = jnp.argmax(chosen, axis=1).astype(jnp.int32)
-    buckets = masked.put(
-      buckets, masked.where_valid(fits, bucket), way, values=pages
-    )
+    buckets = ops.put(buckets, ops.where_valid(fits, bucket), way, values=pages)
     position = jnp.where(fits, bucket * BUCKET_PAGES + way, position)
     return buckets, position, _next_bucket(index, keys, bucket), pending & ~fits
 
@@ -217,8 +214,8 @@ def insert(
     index,
     buckets=buckets,
     overflow=_count_passed(index, keys, position, published, 1),
-    entry=masked.put(index.entry, place, values=entry),
-    tokens=masked.put(index.tokens, place, values=tokens),
+    entry=ops.put(index.entry, place, values=entry),
+    tokens=ops.put(index.tokens, place, values=tokens),
     clock=index.clock + order[-1],
   )
 
@@ -237,20 +234,18 @@ def remove(
     The index, and what was taken out of it.
   """
   keys, stamps, position = _split(
-    masked.take(index.entry, masked.where_valid(valid, pages), fill=NOWHERE)
+    ops.take(index.entry, ops.where_valid(valid, pages), fill=NOWHERE)
   )
   valid = position < NOWHERE
   count = jnp.sum(valid, dtype=jnp.int32)
-  home = xla.quotient(position, BUCKET_PAGES)
-  way = xla.remainder(position, BUCKET_PAGES)
-  place = xla.read_before(count, masked.where_valid(valid, pages))
+  home = ops.quotient(position, BUCKET_PAGES)
+  way = ops.remainder(position, BUCKET_PAGES)
+  place = ops.read_before(count, ops.where_valid(valid, pages))
   index = dataclasses.replace(
     index,
-    buckets=masked.put(
-      index.buckets, masked.where_valid(valid, home), way, values=0
-    ),
+    buckets=ops.put(index.buckets, ops.where_valid(valid, home), way, values=0),
     overflow=_count_passed(index, keys, position, valid, -1),
-    entry=masked.put(
+    entry=ops.put(
       index.entry, place, jnp.int32(_POSITION), values=jnp.uint32(NOWHERE)
     ),
   )
@@ -269,7 +264,7 @@ def clear(index: PrefixIndex) -> PrefixIndex:
 
 def recount(index: PrefixIndex, cached: Array) -> Array:
   """int32[Z]: the overflow counts that follow from the positions of pages."""
-  zero = dataclasses.replace(index, overflow=xla.zeros_like(index.overflow))
+  zero = dataclasses.replace(index, overflow=ops.zeros_like(index.overflow))
   key, _, position = _split(index.entry)
   return _count_passed(zero, key, position, cached, 1)
 
@@ -289,14 +284,12 @@ def _count_passed(
   Returns:
     int32[Z].
   """
-  home = xla.quotient(position, BUCKET_PAGES)
+  home = ops.quotient(position, BUCKET_PAGES)
   first = _first_bucket(index, keys)
 
   def walk(loop):
     overflow, bucket, going = loop
-    overflow = masked.add(
-      overflow, masked.where_valid(going, bucket), values=amount
-    )
+    overflow = ops.add(overflow, ops.where_valid(going, bucket), values=amount)
     bucket = _next_bucket(index, keys, bucket)
     # A page that is not where its key leads ends after one round.
     return overflow, bucket, going & (bucket != home) & (bucket != first)

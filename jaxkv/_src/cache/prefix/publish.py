@@ -8,10 +8,9 @@ import chex
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import work_items
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.ops import Items
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_pool import PoolState
@@ -23,7 +22,6 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Rows
 from jaxkv._src.cache.state import counted
 from jaxkv._src.cache.telemetry import events
-from jaxkv._src.cache.work_items import Items
 
 ROWS_AT_ONCE = 32
 """Rows whose tokens are hashed in one trip."""
@@ -123,23 +121,23 @@ def publish(
   after = before + counts
   length = rows.write(state.length, counting, after)
   state = dataclasses.replace(state, length=length)
-  zeros = xla.zeros_like(counts)
+  zeros = ops.zeros_like(counts)
   if hashes is None:
     return state, zeros
-  num_aligned = xla.quotient(before, config.alignment)
+  num_aligned = ops.quotient(before, config.alignment)
   stream = _Stream(
     slots=rows.where(counting),
     tokens=tokens,
     tail=rows.read(hashes.tail),
-    tail_length=xla.remainder(before, config.alignment),
+    tail_length=ops.remainder(before, config.alignment),
     first=rules.final_pages(config, before) if known is None else known,
     stop=rules.final_pages(config, after),
     num_aligned=num_aligned,
-    num_completed=xla.quotient(after, config.alignment) - num_aligned,
+    num_completed=ops.quotient(after, config.alignment) - num_aligned,
   )
   completes = jnp.any(stream.stop > stream.first, axis=1)
   completes |= stream.num_completed > 0
-  done = work_items.for_each(
+  done = ops.for_each(
     completes.astype(jnp.int32),
     functools.partial(_publish_rows, config, hashes, stream),
     _Progress(
@@ -178,38 +176,38 @@ def _publish_rows(
   Two windows are nested here: `window` are rows of the call, at most
   ROWS_AT_ONCE; inside, items are columns of those rows.
   """
-  window = masked.where_valid(items.valid, items.row)
-  slots = masked.take(stream.slots, window, fill=masked.NOWHERE)
+  window = ops.where_valid(items.valid, items.row)
+  slots = ops.take(stream.slots, window, fill=ops.NOWHERE)
   pages = _stream_pages(config, stream, window)
-  before = masked.take(done.chain, slots)
+  before = ops.take(done.chain, slots)
   keys = hashing.row_keys(config, before, pages)
   steps = config.alignment // config.page_size
-  num_completed = masked.take(stream.num_completed, window)
+  num_completed = ops.take(stream.num_completed, window)
   last = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]
-  chain = masked.put(
+  chain = ops.put(
     done.chain,
-    masked.where_valid(num_completed > 0, slots),
+    ops.where_valid(num_completed > 0, slots),
     values=jnp.take_along_axis(keys, last, axis=1)[:, 0],
   )
   final = page_table.ranges(
     slots,
-    masked.take(stream.first, window),
-    masked.take(stream.stop, window),
+    ops.take(stream.first, window),
+    ops.take(stream.stop, window),
   )
   page_steps = jnp.asarray(config.page_sizes, jnp.int32) // config.page_size
 
   def publish_columns(done: _Progress, items: Items) -> _Progress:
     place = page_table.place_of(final, items)
     slot, group, column = place
-    own = xla.quotient(items.row, config.num_groups)  # Position in `window`.
-    row = masked.take(window, own, fill=masked.NOWHERE)
-    step = masked.take(page_steps, group)
-    begin = column * step - masked.take(stream.num_aligned, row) * steps
-    key = masked.take(keys, own, begin + step - 1)
-    parent = masked.take(keys, own, begin - 1)
-    parent = jnp.where((begin == 0)[:, None], masked.take(before, own), parent)
+    own = ops.quotient(items.row, config.num_groups)  # Position in `window`.
+    row = ops.take(window, own, fill=ops.NOWHERE)
+    step = ops.take(page_steps, group)
+    begin = column * step - ops.take(stream.num_aligned, row) * steps
+    key = ops.take(keys, own, begin + step - 1)
+    parent = ops.take(keys, own, begin - 1)
+    parent = jnp.where((begin == 0)[:, None], ops.take(before, own), parent)
     prompt_length, boundary = (
-      None if values is None else masked.take(values, slot)
+      None if values is None else ops.take(values, slot)
       for values in (hashes.prompt_length, hashes.shared_prefix_boundary)
     )
     done, published = _insert(
@@ -223,15 +221,13 @@ def _publish_rows(
           config, column, group, prompt_length, boundary
         ),
         parents=hashing.group_key(config, parent, group),
-        roots=masked.take(hashes.root, slot),
+        roots=ops.take(hashes.root, slot),
       ),
     )
-    added = masked.add(
-      done.num_published, row, values=published.astype(jnp.int32)
-    )
+    added = ops.add(done.num_published, row, values=published.astype(jnp.int32))
     return done._replace(num_published=added)
 
-  return work_items.for_each(
+  return ops.for_each(
     final.counts,
     publish_columns,
     done._replace(chain=chain),
@@ -244,9 +240,9 @@ def _stream_pages(config: CacheConfig, stream: _Stream, rows: Array) -> Array:
   tokens = stream.tokens
   most = (config.alignment - 1 + tokens.shape[1]) // config.page_size
   column = jnp.arange(most * config.page_size, dtype=jnp.int32)[None, :]
-  new = column - masked.take(stream.tail_length, rows)[:, None]
-  before = masked.take(stream.tail, rows[:, None], column)
-  after = masked.take(tokens, rows[:, None], new)
+  new = column - ops.take(stream.tail_length, rows)[:, None]
+  before = ops.take(stream.tail, rows[:, None], column)
+  after = ops.take(tokens, rows[:, None], new)
   pages = jnp.where(new < 0, before, after)
   return pages.reshape(rows.shape[0], most, config.page_size)
 
@@ -257,10 +253,10 @@ def _page_tokens(
   """int32[W, S]: tokens of pages that span `step` pages of the stream."""
   most = max(config.page_sizes) // config.page_size
   if most == 1:
-    return masked.take(pages, row, begin)
+    return ops.take(pages, row, begin)
   offset = jnp.arange(most, dtype=jnp.int32)[None]
-  column = masked.where_valid(offset < step[:, None], begin[:, None] + offset)
-  held = masked.take(pages, row[:, None], column)
+  column = ops.where_valid(offset < step[:, None], begin[:, None] + offset)
+  held = ops.take(pages, row[:, None], column)
   return held.reshape(row.shape[0], -1)
 
 
@@ -271,7 +267,7 @@ def _new_tail(config: CacheConfig, stream: _Stream, counts: Array) -> Array:
   new = column + completed[:, None]
   rows = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]
   arrived = (new >= 0) & (new < counts[:, None])
-  return jnp.where(arrived, masked.take(stream.tokens, rows, new), stream.tail)
+  return jnp.where(arrived, ops.take(stream.tokens, rows, new), stream.tail)
 
 
 def _with_room(
@@ -290,12 +286,12 @@ def _insert(
   """Publishes pages; bool[W]: those that are cached now."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
-  pages = masked.take(table, *final.place)
-  valid, again = pages > 0, xla.zeros_like(final.published)
+  pages = ops.take(table, *final.place)
+  valid, again = pages > 0, ops.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
     # A full page that waited for its key may have been shared meanwhile.
     valid &= ~page_pool.is_cached(pool, pages)
-    again = valid & masked.any_earlier(pages, valid)
+    again = valid & ops.any_earlier(pages, valid)
   published = final.published & valid
   index = prefix_index.insert(
     pool.index,
@@ -331,7 +327,7 @@ def _merge(
   """Replaces pages by the page that was published first under their key."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
-  pages = masked.take(table, *final.place)
+  pages = ops.take(table, *final.place)
   first = prefix_index.lookup(pool.index, final.keys, final.tokens)
   merges = published & (first > 0) & (first != pages)
   owner = jnp.zeros_like(pages)
@@ -340,10 +336,10 @@ def _merge(
   pool, outside = page_pool.drop(pool, pages, owner, merges)
   pool = page_pool.to_front(pool, pages, owner, outside)
   slot, group, column = final.place
-  column = masked.where_valid(merges, column)
+  column = ops.where_valid(merges, column)
   done = done._replace(
     pool=pool,
-    page_table=masked.put(table, slot, group, column, values=first),
+    page_table=ops.put(table, slot, group, column, values=first),
     num_merged=done.num_merged + jnp.sum(merges, dtype=jnp.int32),
   )
   return done, published & (merges | ~again)

@@ -7,7 +7,7 @@ The one place that reads `CacheConfig.prefix_rules`, `use_eagle` and
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.groups.kinds import GroupKind
 from jaxkv._src.cache.groups.sizes import by_group
@@ -19,15 +19,15 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
   Hits end where all groups have a whole page, so pages past the last such place
   wait. With a draft model a group may need one page more than the hit.
   """
-  aligned = xla.quotient(tokens, config.alignment) * config.alignment
+  aligned = ops.quotient(tokens, config.alignment) * config.alignment
 
   def final(_, size: int) -> Array:
     if config.prefix_rules == "classic":
-      return xla.quotient(tokens, size)
+      return ops.quotient(tokens, size)
     if not config.use_eagle:
-      return xla.quotient(aligned, size)
+      return ops.quotient(aligned, size)
     one_more = jnp.minimum(tokens, aligned + size)
-    return xla.quotient(jnp.where(aligned > 0, one_more, aligned), size)
+    return ops.quotient(jnp.where(aligned > 0, one_more, aligned), size)
 
   return by_group(config, final)
 

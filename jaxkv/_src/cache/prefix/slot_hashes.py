@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
@@ -86,7 +86,7 @@ def start(
   return dataclasses.replace(
     hashes,
     **{
-      name: masked.put(getattr(hashes, name), slots, values=values)
+      name: ops.put(getattr(hashes, name), slots, values=values)
       for name, values in new.items()
     },
   )
@@ -97,5 +97,5 @@ def copy(
 ) -> SlotHashes | None:
   """Copies the rows of slots `src` to slots `dst`, int32[R] both."""
   return jax.tree.map(
-    lambda rows: masked.put(rows, dst, values=masked.take(rows, src)), hashes
+    lambda rows: ops.put(rows, dst, values=ops.take(rows, src)), hashes
   )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache import masked
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import key_bytes
@@ -127,9 +127,9 @@ def stored(
     group: int32[W].
     **fields: column, key, parent, root and tokens, as in `EventLog`.
   """
-  place = masked.where_valid(valid, pages)
+  place = ops.where_valid(valid, pages)
   log = dataclasses.replace(
-    log, group_of=masked.put(log.group_of, place, values=group)
+    log, group_of=ops.put(log.group_of, place, values=group)
   )
   kind = jnp.full_like(pages, STORED)
   return _pushed(log, valid, kind=kind, page=pages, group=group, **fields)
@@ -137,7 +137,7 @@ def stored(
 
 def removed(log: EventLog, valid: Array, pages: Array, keys: Array) -> EventLog:
   """Logs valid pages that left the index, in the order given."""
-  group = masked.take(log.group_of, pages)
+  group = ops.take(log.group_of, pages)
   kind = jnp.full_like(pages, REMOVED)
   return _pushed(log, valid, kind=kind, page=pages, group=group, key=keys)
 
@@ -154,13 +154,13 @@ def emptied(log: EventLog) -> EventLog:
 
 def _pushed(log: EventLog, valid: Array, **fields: Array) -> EventLog:
   rank = jnp.cumsum(valid, dtype=jnp.int32)
-  place = masked.where_valid(valid, log.count + rank - 1)
+  place = ops.where_valid(valid, log.count + rank - 1)
   written = {
-    name: masked.put(getattr(log, name), place, values=values)
+    name: ops.put(getattr(log, name), place, values=values)
     for name, values in fields.items()
   }
   # Counting stops far beyond the size of any log, so it cannot wrap.
-  count = jnp.minimum(log.count, masked.NOWHERE - rank[-1]) + rank[-1]
+  count = jnp.minimum(log.count, ops.NOWHERE - rank[-1]) + rank[-1]
   return dataclasses.replace(log, count=count, **written)
 
 

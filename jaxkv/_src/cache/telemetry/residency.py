@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 
 NUM_BINS = 33
 """The numbers of bits that a uint32 can have, 0 to 32."""
@@ -69,9 +68,9 @@ def released(
 ) -> PageAges:
   """Stamps valid pages int32[W], all different, that became free."""
   count = (ages.evicted.idle[0] >> 1).astype(jnp.int32)
-  place = xla.read_before(count, masked.where_valid(valid, pages))
+  place = ops.read_before(count, ops.where_valid(valid, pages))
   return dataclasses.replace(
-    ages, released=masked.put(ages.released, place, values=clock)
+    ages, released=ops.put(ages.released, place, values=clock)
   )
 
 
@@ -87,7 +86,7 @@ def evicted(
     stamps: uint32[W], the clock when they were published.
     clock: uint32[], the clock now.
   """
-  since = masked.take(ages.released, pages)
+  since = ops.take(ages.released, pages)
   counts = ages.evicted
   return dataclasses.replace(
     ages,
@@ -100,5 +99,5 @@ def evicted(
 
 def _counted(counts: Array, age: Array, valid: Array) -> Array:
   bits = jnp.int32(32) - lax.clz(age).astype(jnp.int32)
-  place = masked.where_valid(valid, bits)
-  return masked.add(counts, place, values=jnp.uint32(1))
+  place = ops.where_valid(valid, bits)
+  return ops.add(counts, place, values=jnp.uint32(1))

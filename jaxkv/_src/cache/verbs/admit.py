@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.checks import check_sequences
 from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.groups import sizes
@@ -189,7 +189,7 @@ def admit(
     (bad_length, Status.BAD_LENGTH),
     (jnp.maximum(lengths, encoder) > config.slot_tokens, Status.SLOT_FULL),
   )
-  taken = ~skipped & masked.any_earlier(slots, code == Status.OK)
+  taken = ~skipped & ops.any_earlier(slots, code == Status.OK)
   code = jnp.where(taken, jnp.int32(Status.SLOT_IN_USE), code)
   asked = code == Status.OK
   found = _find(state, tokens, lengths, salts, asked)

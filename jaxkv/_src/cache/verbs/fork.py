@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.groups import recurrent
 from jaxkv._src.cache.groups import sizes
@@ -100,9 +100,9 @@ def fork(
   check_shape("src", src, ("R",))
   check_shape("dst", dst, src.shape, ", one for each row of `src`")
   skipped = ~mask_or_all(mask, src.shape[0])
-  length = masked.take(state.length, src)
+  length = ops.take(state.length, src)
   code = _first_code(state, src, dst, length, skipped)
-  held = masked.take(state.num_pages, src)
+  held = ops.take(state.num_pages, src)
   full, stop = (
     sizes.keep_encoder(config, columns, held)
     for columns in (
@@ -110,7 +110,7 @@ def fork(
       sizes.pages_for(config, length, jnp.zeros_like(length)),
     )
   )
-  first = jnp.minimum(masked.take(state.num_skipped_pages, src), full)
+  first = jnp.minimum(ops.take(state.num_skipped_pages, src), full)
   plan = reserve.reservation(
     config, first=first, hit=full, stop=stop, begins=jnp.ones_like(skipped)
   )
@@ -119,7 +119,7 @@ def fork(
   rows = Rows(dst, False, skipped, skipped)
 
   def read(table: Array, row: Array, group: Array, column: Array) -> Array:
-    return masked.take(table, masked.take(src, row), group, column)
+    return ops.take(table, ops.take(src, row), group, column)
 
   state = reserve.attach(state, rows, plan, served, read)
   state = reserve.take(state, rows, plan, served)
@@ -130,7 +130,7 @@ def fork(
   )
   state = dataclasses.replace(
     state,
-    length=masked.put(state.length, place, values=length),
+    length=ops.put(state.length, place, values=length),
     hashes=slot_hashes.copy(state.hashes, src, place),
   )
   return recorded(state, code), Forked(code=code, copies=copies)
@@ -148,8 +148,8 @@ def pages_in(
     valid: bool[R, G].
   """
   group = jnp.arange(state.config.num_groups, dtype=jnp.int32)[None, :]
-  column = masked.where_valid(valid, column)
-  return masked.take(
+  column = ops.where_valid(valid, column)
+  return ops.take(
     state.page_table, slots[:, None], group, column, fill=state.config.no_page
   )
 
@@ -169,6 +169,6 @@ def _first_code(
   )
   return first_code(
     (code != Status.OK, code),
-    (masked.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),
+    (ops.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),
     (~kept, Status.RECYCLED),
   )

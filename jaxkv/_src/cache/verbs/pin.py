@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.checks import check_sequences
 from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.pool import page_pool
@@ -71,7 +70,7 @@ def touch(
   names = _names(state, pages, mask)
   if names.size == 0:
     return state, Outcome(code=pages)
-  known = (masked.take(state.pool.ref_count, names) > 0) | (
+  known = (ops.take(state.pool.ref_count, names) > 0) | (
     page_pool.is_cached(state.pool, names)
   )
   code = _first_code(state, names, (~known, Status.NOT_CACHED))
@@ -172,7 +171,7 @@ def unpin(
     return state, Outcome(code=pages)
   columns = pages.shape[-1] if pages.ndim else 1
   earlier, later = _repeats(names, columns)
-  pins = masked.take(state.pool.pin_count, names)
+  pins = ops.take(state.pool.pin_count, names)
   code = _first_code(state, names, (earlier >= pins, Status.NOT_PINNED))
   given = code == Status.OK
   # Of several pins of one page only the last one given back can free it.
@@ -227,11 +226,11 @@ def evict(
   names = _names(state, pages, mask)
   if names.size == 0:
     return state, Outcome(code=pages)
-  again = masked.num_earlier(names) > 0
+  again = ops.num_earlier(names) > 0
   missing = ~page_pool.is_cached(state.pool, names) | again
   code = _first_code(state, names, (missing, Status.NOT_CACHED))
   # The count of free pages depends on whatever earlier verbs read of the index.
-  place = xla.read_before(state.pool.queue.num_free, names)
+  place = ops.read_before(state.pool.queue.num_free, names)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
   return _finished(state, pool, code, pages)
 
@@ -265,21 +264,21 @@ def _repeats(names: Array, columns: int) -> tuple[Array, Array]:
     return values.reshape(-1, columns)[:, ::-1].reshape(-1)
 
   released = turned(names)
-  later = masked.num_earlier(released[::-1])[::-1]
-  return turned(masked.num_earlier(released)), turned(later)
+  later = ops.num_earlier(released[::-1])[::-1]
+  return turned(ops.num_earlier(released)), turned(later)
 
 
 def _hold(pool: PoolState, names: Array, valid: Array) -> PoolState:
-  place = masked.where_valid(valid, names)
+  place = ops.where_valid(valid, names)
   pool = dataclasses.replace(
-    pool, pin_count=masked.add(pool.pin_count, place, values=1)
+    pool, pin_count=ops.add(pool.pin_count, place, values=1)
   )
   return page_pool.hold(pool, names, valid)
 
 
 def _less(counts: Array, names: Array, valid: Array) -> Array:
   """int32[N]: the counts, one less for every valid name."""
-  return masked.add(counts, masked.where_valid(valid, names), values=-1)
+  return ops.add(counts, ops.where_valid(valid, names), values=-1)
 
 
 def _finished(

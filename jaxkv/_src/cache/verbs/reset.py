@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.state import CacheState
@@ -104,7 +104,7 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   epoch, root = state.epoch + jnp.uint32(1), state.root
   if root is not None:
     # Computed from the old root too, so that a donated buffer is used again.
-    root = xla.zeros_like(root) ^ hashing.root_key(state.config, epoch, None)
+    root = ops.zeros_like(root) ^ hashing.root_key(state.config, epoch, None)
   state = dataclasses.replace(state, epoch=epoch, root=root)
   return state, NewEpoch(epoch)
 
@@ -129,4 +129,4 @@ def clear_error(state: CacheState) -> tuple[CacheState, ClearedError]:
     ('BAD_LENGTH', 0)
   """
   cleared = ClearedError(state.error)
-  return dataclasses.replace(state, error=xla.zeros_like(state.error)), cleared
+  return dataclasses.replace(state, error=ops.zeros_like(state.error)), cleared

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import masked
-from jaxkv._src.cache import xla
+from jaxkv._src.cache import ops
 from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.groups import recurrent
 from jaxkv._src.cache.groups import sizes
@@ -115,7 +114,7 @@ def truncate(
   partial = sizes.open_pages(config, lengths)
   reopened = partial & (full < sizes.full_pages(config, length))
   last = pages_in(state, rows.slots, full, reopened)
-  shared = reopened & (masked.take(state.pool.ref_count, last) > 1)
+  shared = reopened & (ops.take(state.pool.ref_count, last) > 1)
   keep = sizes.keep_encoder(config, full + partial.astype(jnp.int32), held)
   keep = jnp.where((lengths > 0)[:, None], keep, 0)
   # A shared last page is given back and replaced by a fresh one.
@@ -128,7 +127,7 @@ def truncate(
   code = reserve.grant(state, plan, code)
   served = code == Status.OK
   hashes, read = _roll_back_hashes(state, rows, lengths, served)
-  last = xla.read_before(read, last)
+  last = ops.read_before(read, last)
   state = _give_back(state, rows, plan, served, last, reopened & ~shared)
   scratch = recurrent.num_scratch(config, held, keep)
   scratch = jnp.where((lengths > 0)[:, None], scratch, 0)
@@ -221,7 +220,7 @@ def _roll_back_hashes(
   """The chain and the tail as they were at the shorter length.
 
   Returns:
-    They, and int32[] for `xla.read_before`: computed from the keys read.
+    They, and int32[] for `ops.read_before`: computed from the keys read.
   """
   config, hashes, index = state.config, state.hashes, state.pool.index
   if hashes is None or index is None:
@@ -231,13 +230,13 @@ def _roll_back_hashes(
   aligned = lengths // config.alignment
   steps = config.alignment // size
   first = aligned * steps
-  before = masked.take(state.page_table, slots, group, first - 1)
+  before = ops.take(state.page_table, slots, group, first - 1)
   key = hashing.group_key(config, prefix_index.key_of(index, before), group)
   root = rows.read(hashes.root)
   chain = jnp.where((aligned == 0)[:, None], root, key)
   columns = first[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
-  pages = masked.take(state.page_table, slots[:, None], group[:, None], columns)
-  tail = masked.take(index.tokens, pages)[..., :size]
+  pages = ops.take(state.page_table, slots[:, None], group[:, None], columns)
+  tail = ops.take(index.tokens, pages)[..., :size]
   moved = served & (aligned < rows.read(state.length) // config.alignment)
   hashes = dataclasses.replace(
     hashes,

@@ -1,0 +1,227 @@
+"""Array operations of the cache: gather, scatter, windows of work, XLA idioms.
+
+Gathers and scatters are bounds-safe. JAX wraps negative indices to the end of
+an array and clamps large ones to its edge; either turns a sentinel into another
+sequence's page. Here an index outside of its axis, on either side, reads as
+`fill` and writes nothing.
+
+`for_each` walks over ranges of different lengths in windows of a fixed width.
+The cost follows the work that is there, not the largest work that the shapes
+allow; without any work it is one comparison.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+from typing import TypeVar
+
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+NOWHERE = 2**30
+"""An index outside of every array of the cache."""
+
+WINDOW = 128
+"""Items of one trip of `for_each`, W: one trip is the common case."""
+
+Carry = TypeVar("Carry")
+
+
+def where_valid(valid: Array, index: Array) -> Array:
+  """The index where `valid`, NOWHERE elsewhere."""
+  return jnp.where(valid, index, jnp.int32(NOWHERE))
+
+
+def take(array: Array, *index: Array, fill=0) -> Array:
+  """`array[index]`, and `fill` for an index outside of its axis."""
+  return array.at[index].get(
+    mode="fill", fill_value=fill, wrap_negative_indices=False
+  )
+
+
+def put(array: Array, *index: Array, values) -> Array:
+  """`array[index] = values`; an index outside of its axis writes nothing.
+
+  Indices inside must differ from each other: two writes to one element have
+  no defined winner.
+  """
+  return array.at[index].set(values, mode="drop", wrap_negative_indices=False)
+
+
+def add(array: Array, *index: Array, values) -> Array:
+  """`array[index] += values`, duplicates added up."""
+  return array.at[index].add(values, mode="drop", wrap_negative_indices=False)
+
+
+def put_max(array: Array, *index: Array, values) -> Array:
+  """`array[index] = max(array[index], values)`."""
+  return array.at[index].max(values, mode="drop", wrap_negative_indices=False)
+
+
+def put_min(array: Array, *index: Array, values) -> Array:
+  """`array[index] = min(array[index], values)`."""
+  return array.at[index].min(values, mode="drop", wrap_negative_indices=False)
+
+
+def num_earlier(values: Array) -> Array:
+  """The number of earlier elements that are equal to each element.
+
+  Args:
+    values: int32[X].
+
+  Returns:
+    int32[X].
+  """
+  size = values.shape[0]
+  if size == 0:
+    return values
+  order = jnp.argsort(values, stable=True).astype(jnp.int32)
+  ordered = values[order]
+  lanes = jnp.arange(size, dtype=jnp.int32)
+  begins = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+  run = lax.cummax(jnp.where(begins, lanes, 0))
+  return jnp.zeros_like(values).at[order].set(lanes - run)
+
+
+def any_earlier(values: Array, counts: Array) -> Array:
+  """bool[X]: whether an equal element with `counts` stands before each one.
+
+  Compares all pairs; `num_earlier` sorts.
+
+  Args:
+    values: int32[X].
+    counts: bool[X], the elements that later ones are compared with.
+  """
+  same = values[:, None] == values[None, :]
+  earlier = jnp.tril(jnp.ones(same.shape, bool), k=-1)
+  return jnp.any(same & earlier & counts[None, :], axis=1)
+
+
+def zeros_like(array: Array) -> Array:
+  """Zeros (False for bool) that vary over the same mesh axes as an array.
+
+  A loop's carry must vary over the same axes of a `shard_map` at its start as
+  after a trip. `jnp.zeros_like` makes a constant, which varies over none.
+  """
+  return array & False if array.dtype == jnp.bool_ else array ^ array
+
+
+def quotient(number: Array, divisor: int) -> Array:
+  """`number // divisor` for numbers that are not negative.
+
+  One operation; `//` rounds down, for which XLA computes signs and remainders.
+  """
+  return lax.div(number, lax.full_like(number, divisor))
+
+
+def remainder(number: Array, divisor: int) -> Array:
+  """`number % divisor` for numbers that are not negative; see `quotient`."""
+  return lax.rem(number, lax.full_like(number, divisor))
+
+
+def read_before(read: Array, index: Array) -> Array:
+  """The index of an update, made to depend on what was read before it.
+
+  XLA updates an array in place only if every earlier read of it is known to be
+  done. A read whose result does not lead to the indices of the update is not
+  known to be, and then XLA copies the whole array, at every step of a loop.
+  `lax.optimization_barrier` does not help; a true dependency does.
+
+  Args:
+    read: int32[], computed from what was read, never negative.
+    index: int32[...], where the update writes.
+
+  Returns:
+    The index. XLA cannot tell that the comparison always holds.
+  """
+  return jnp.where(read >= 0, index, jnp.int32(NOWHERE))
+
+
+def at_most_once(
+  condition: Array, body: Callable[[Carry], Carry], carry: Carry
+) -> Carry:
+  """`lax.cond(condition, body, identity, carry)` that updates in place.
+
+  XLA copies the operands of a conditional and runs the body of a loop in
+  place, so this is a loop of at most one trip.
+
+  Args:
+    condition: bool[].
+    body: takes and returns the carry.
+    carry: any pytree of arrays.
+  """
+
+  def trip(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
+    going, carry = loop
+    return zeros_like(going), body(carry)
+
+  return lax.while_loop(lambda loop: loop[0], trip, (condition, carry))[1]
+
+
+class Items(NamedTuple):
+  """A window of items.
+
+  Attributes:
+    row: int32[W], the range that the item belongs to.
+    offset: int32[W], its 0-based position in that range.
+    valid: bool[W], False past the last item.
+  """
+
+  row: Array
+  offset: Array
+  valid: Array
+
+
+def locate(counts: Array, item: Array) -> Items:
+  """The ranges and offsets of items.
+
+  Args:
+    counts: int32[X], the items in each range.
+    item: int32[W], 0-based positions among all items.
+  """
+  ends = jnp.cumsum(counts, dtype=jnp.int32)
+  row = lax.platform_dependent(
+    ends, item, cpu=_row_in_loop, default=_row_in_one_kernel
+  )
+  begin = take(ends, row) - take(counts, row)
+  return Items(row, item - begin, (item >= 0) & (item < ends[-1]))
+
+
+def _row_in_loop(ends: Array, item: Array) -> Array:
+  """int32[W]. XLA:CPU would repeat an unrolled search for each use of `row`."""
+  return jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+
+
+def _row_in_one_kernel(ends: Array, item: Array) -> Array:
+  """int32[W]. On an accelerator a loop would be one launch for each bit."""
+  row = jnp.searchsorted(ends, item, side="right", method="scan_unrolled")
+  return row.astype(jnp.int32)
+
+
+def for_each(
+  counts: Array,
+  body: Callable[[Carry, Items], Carry],
+  carry: Carry,
+  *,
+  window: int | None = None,
+) -> Carry:
+  """Folds `body` over windows of all items, in order.
+
+  Args:
+    counts: int32[X], the items in each range, none negative.
+    body: takes the carry and a window of items, returns the carry.
+    carry: any pytree of arrays.
+    window: W, the items of one trip; None for WINDOW.
+  """
+  width = window or WINDOW
+  total = jnp.sum(counts, dtype=jnp.int32)
+  lanes = jnp.arange(width, dtype=jnp.int32)
+
+  def trip(loop):
+    begin, carry = loop
+    return begin + width, body(carry, locate(counts, begin + lanes))
+
+  _, carry = lax.while_loop(
+    lambda loop: loop[0] < total, trip, (zeros_like(total), carry)
+  )
+  return carry
