@@ -362,7 +362,7 @@ MUTANTS = {
     "prefix.publish:_new_tail", text("new >= 0", "new > 0"), ("commit",)
   ),
   "room is not checked": Mutant(
-    "groups.sizes:tokens_with_room",
+    "groups.sizes:GroupSizes.tokens_with_room",
     returned(_a_page_more_than_held),
     ("commit",),
   ),
@@ -386,33 +386,33 @@ MUTANTS = {
     ("fork",),
   ),
   "a fork forgets its keys": Mutant(
-    "prefix.slot_hashes:copy",
+    "prefix.hashing:copy_slots",
     returned(lambda out, g: g.hashes),
     ("fork",),
   ),
   "a copy goes the wrong way": Mutant(
-    "verbs.fork:Copies",
+    "state:Copies",
     given(src=lambda g: g.dst, dst=lambda g: g.src),
     ("fork",),
   ),
   # --- truncate and free -----------------------------------------------------
   "truncate keeps a page": Mutant(
-    "groups.sizes:keep_encoder",
+    "groups.sizes:GroupSizes.keep_encoder",
     given(columns=lambda g: jnp.minimum(g.columns + 1, g.held)),
     ("truncate",),
   ),
   "a page that is written again keeps its key": Mutant(
-    "verbs.truncate:_give_back",
+    "verbs.free:_give_back",
     given(reopened=lambda g: g.reopened & False),
     ("truncate",),
   ),
   "a shared page is written again": Mutant(
-    "verbs.truncate:truncate",
+    "verbs.free:truncate",
     text("last) > 1", "last) > 9"),
     ("truncate",),
   ),
   "the tail of an earlier page is forgotten": Mutant(
-    "verbs.truncate:_roll_back_hashes",
+    "verbs.free:_roll_back_hashes",
     returned(_without_the_tail),
     ("truncate",),
   ),

@@ -38,31 +38,31 @@ def _every_column(counts, g):
 KIND_MUTANTS = {
   # --- encoders --------------------------------------------------------------
   "an encoder's pages are counted by the decoder's tokens": Mutant(
-    "groups.sizes:pages_for",
+    "groups.sizes:GroupSizes.columns_for",
     given(encoder_tokens=lambda g: g.tokens),
     ("allocate_slots",),
     ENCODER,
   ),
   "an encoder's pages bound the sequence": Mutant(
-    "groups.sizes:holds_encoder",
+    "groups.sizes:GroupSizes.holds_encoder",
     returned(lambda out, g: out & False),
     ("commit",),
     ENCODER,
   ),
   "a fork gets pages of an encoder by its own length": Mutant(
-    "groups.sizes:keep_encoder",
+    "groups.sizes:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("fork",),
     ENCODER,
   ),
   "rolling back gives an encoder's pages back": Mutant(
-    "groups.sizes:keep_encoder",
+    "groups.sizes:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("truncate",),
     ENCODER,
   ),
   "an encoder's pages outlive the sequence": Mutant(
-    "verbs.truncate:truncate",
+    "verbs.free:truncate",
     text("keep = jnp.where((lengths > 0)", "keep = jnp.where((lengths >= 0)"),
     ("truncate",),
     ENCODER,
@@ -81,7 +81,7 @@ KIND_MUTANTS = {
   ),
   # --- states ----------------------------------------------------------------
   "a fork copies no state": Mutant(
-    "groups.sizes:open_pages",
+    "groups.sizes:GroupSizes.open_pages",
     returned(lambda out, g: out & False),
     ("fork",),
     SCRATCH,

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jaxkv._src.cache.groups import sizes
 from tests.cache.mutation import CHUNKED
 from tests.cache.mutation import DRAFTED
 from tests.cache.mutation import HYBRID
@@ -62,7 +61,7 @@ WINDOW_MUTANTS = {
     SLIDING,
   ),
   "more is left behind than there is": Mutant(
-    "verbs.recycle:drop_behind",
+    "verbs.free:drop_behind",
     text(
       "skipped_pages(config, lengths), held)",
       "skipped_pages(config, lengths), 99)",
@@ -71,13 +70,13 @@ WINDOW_MUTANTS = {
     SLIDING,
   ),
   "what was left behind comes back": Mutant(
-    "verbs.recycle:drop_behind",
+    "verbs.free:drop_behind",
     text("jnp.maximum(first, behind)", "jnp.maximum(0, behind)"),
     RECYCLE,
     SLIDING,
   ),
   "nobody notes what was left behind": Mutant(
-    "verbs.recycle:drop_behind",
+    "verbs.free:drop_behind",
     returned(lambda out, g: (_as_much_behind(out[0], g), out[1])),
     RECYCLE,
     SLIDING,
@@ -110,20 +109,20 @@ WINDOW_MUTANTS = {
     "prefix.publish:_insert", text("pages > 0", "pages >= 0"), COMMIT, SLIDING
   ),
   "truncate needs no page that is gone": Mutant(
-    "groups.sizes:skipped_pages",
+    "groups.sizes:GroupSizes.skipped_pages",
     returned(lambda out, g: out + 99),
     ("truncate",),
     SLIDING,
   ),
   "truncate reads keys that are gone": Mutant(
-    "verbs.truncate:_needs_recycled",
+    "verbs.free:_needs_recycled",
     given(state=lambda g: replace(g.state, hashes=None)),
     ("truncate",),
     NARROW,
     (("recycle", 12),),
   ),
   "a rolled back slot left as much behind": Mutant(
-    "verbs.truncate:truncate",
+    "verbs.free:truncate",
     returned(lambda out, g: (_as_much_behind(out[0], g), out[1])),
     ("truncate",),
     SLIDING,
@@ -157,7 +156,7 @@ WINDOW_MUTANTS = {
     PUBLISHED,
   ),
   "a hit needs the whole prefix": Mutant(
-    "groups.sizes:skipped_pages",
+    "groups.sizes:GroupSizes.skipped_pages",
     given(tokens=lambda g: g.tokens * 0),
     ("admit",),
     SLIDING,
@@ -227,7 +226,7 @@ WINDOW_MUTANTS = {
   ),
   "pages are published before all groups end one": Mutant(
     "prefix.rules:final_pages",
-    returned(lambda out, g: sizes.full_pages(g.config, g.tokens)),
+    returned(lambda out, g: g.config.sizes.full_pages(g.tokens)),
     COMMIT,
     HYBRID,
   ),
@@ -258,7 +257,7 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "the largest room counts": Mutant(
-    "groups.sizes:tokens_with_room",
+    "groups.sizes:GroupSizes.tokens_with_room",
     text("jnp.min(", "jnp.max("),
     COMMIT,
     HYBRID,

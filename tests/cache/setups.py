@@ -47,7 +47,7 @@ class Setup:
     """The library as this cache wants it, while its verbs are traced."""
     with pytest.MonkeyPatch.context() as patch:
       if self.window is not None:
-        patch.setattr(ragged, "WINDOW", self.window)
+        patch.setattr(ops, "WINDOW", self.window)
         patch.setattr(prefix_index, "INSERT_WINDOW", self.window)
         patch.setattr(publishing, "ROWS_AT_ONCE", self.window)
       if self.crowded:

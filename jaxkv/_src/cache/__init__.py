@@ -10,7 +10,8 @@ family. Below the verbs:
 | `prefix/` | page keys, the index, lookup, publication and its rules |
 | `telemetry/` | the event log, and the ages of evicted pages |
 
-`status` defines how calls fail and `invariants` what holds between calls.
-`masked` has bounds-safe array operations, `work_items` loops whose cost follows
-the work, and `xla` the idioms that XLA needs.
+`status` defines how calls fail, `checks` which arguments are refused, and
+`invariants` what holds between calls. `ops` has the array operations: gathers
+and scatters that are bounds-safe, loops whose cost follows the work, and the
+idioms that XLA needs.
 """

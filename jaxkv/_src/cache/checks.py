@@ -107,9 +107,32 @@ def check_shape(
     )
 
 
-def check_sequences(tokens: Array, lengths: Array, salts: Array | None) -> None:
-  """Checks the arguments that give R token sequences."""
-  check_shape("tokens", tokens, ("R", "T"))
-  check_shape("lengths", lengths, (tokens.shape[0],), ", one for each row")
-  if salts is not None:
-    check_shape("salts", salts, (tokens.shape[0], 4), ", one for each row")
+def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
+  """Raises ValueError unless the arguments of a verb have the same rows.
+
+  Args:
+    arguments: by name; None where not given.
+    lead: the argument whose rows count. Without `slots` they are all slots;
+      `pages` may have any shape.
+    num_slots: B.
+  """
+  first, meaning = arguments.get(lead), f", one for each row of `{lead}`"
+  if lead == "slots":
+    meaning = ", one for each slot"
+  rows: tuple[int, ...] = (num_slots,)
+  if first is not None and lead == "pages":
+    rows = first.shape
+  elif first is not None:
+    check_shape(lead, first, ("R", *_BEHIND_ROWS.get(lead, ())))
+    rows = first.shape[:1]
+  for name, value in arguments.items():
+    if value is not None and name != lead:
+      behind = _BEHIND_ROWS.get(name, ())
+      check_shape(name, value, (*rows, *behind), meaning)
+
+
+_BEHIND_ROWS: dict[str, tuple[int | str, ...]] = {
+  "tokens": ("T",),
+  "salts": (4,),
+}
+"""The axes behind R of the arguments that have more than one."""

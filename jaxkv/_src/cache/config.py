@@ -1,10 +1,12 @@
 """The static sizes and options of a cache."""
 
 import dataclasses
+import functools
 import math
 
 from jaxkv._src.cache.groups.kinds import FullAttention
 from jaxkv._src.cache.groups.kinds import GroupKind
+from jaxkv._src.cache.groups.sizes import GroupSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +166,11 @@ class CacheConfig:
   def page_sizes(self) -> tuple[int, ...]:
     """Tokens a page, by group."""
     return tuple(kind.page_size or self.page_size for kind in self.groups)
+
+  @functools.cached_property
+  def sizes(self) -> GroupSizes:
+    """Token counts as pages, by group."""
+    return GroupSizes(self.groups, self.page_sizes, self.slot_tokens)
 
   @property
   def alignment(self) -> int:

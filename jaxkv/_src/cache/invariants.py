@@ -6,13 +6,12 @@ from jax import Array
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.groups import recurrent
-from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules
+from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
-from jaxkv._src.cache.prefix.slot_hashes import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.state import verb
@@ -73,7 +72,7 @@ def check_invariants(state: CacheState) -> dict[str, Array]:
     >>> sorted(laws), all(laws.values())
     (['free', 'index', 'keys', 'lengths', 'refs', 'tables'], True)
   """
-  room = sizes.tokens_with_room(state.config, state.num_pages)
+  room = state.config.sizes.tokens_with_room(state.num_pages)
   return {
     "tables": _tables(state),
     "lengths": jnp.all((state.length >= 0) & (state.length <= room)),

@@ -63,6 +63,45 @@ def put_min(array: Array, *index: Array, values) -> Array:
   return array.at[index].min(values, mode="drop", wrap_negative_indices=False)
 
 
+class Rows(NamedTuple):
+  """The slots that the rows of a call are for.
+
+  Attributes:
+    slots: int32[R], any numbers.
+    every: whether the rows are all slots in order, R = B. Reads and writes are
+      whole arrays then, without a gather or a scatter.
+    skipped: bool[R], masked out.
+    bad: bool[R], out of range, or named by an earlier row that counts.
+  """
+
+  slots: Array
+  every: bool
+  skipped: Array
+  bad: Array
+
+  def read(self, array: Array) -> Array:
+    """Each row's entry of an array by slots; zeros for bad rows."""
+    return array if self.every else take(array, self.slots)
+
+  def write(self, array: Array, valid: Array, values: Array) -> Array:
+    """The array by slots, with the entries of valid rows replaced.
+
+    Args:
+      array: [B, ...].
+      valid: bool[R].
+      values: [R, ...], or one value for all rows.
+    """
+    values = jnp.broadcast_to(values, (*valid.shape, *array.shape[1:]))
+    if self.every:
+      valid = valid.reshape(-1, *(1,) * (array.ndim - 1))
+      return jnp.where(valid, values, array)
+    return put(array, self.where(valid), values=values)
+
+  def where(self, valid: Array) -> Array:
+    """int32[R]: the slots of valid rows, NOWHERE for the others."""
+    return where_valid(valid, self.slots)
+
+
 def num_earlier(values: Array) -> Array:
   """The number of earlier elements that are equal to each element.
 

@@ -11,6 +11,7 @@ from typing import Any
 from typing import NamedTuple
 from typing import ParamSpec
 from typing import TypeVar
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,8 @@ from jaxkv._src.cache.describe import describe
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix import hashing
-from jaxkv._src.cache.prefix import slot_hashes
-from jaxkv._src.cache.prefix.slot_hashes import SlotHashes
+from jaxkv._src.cache.prefix.hashing import SlotHashes
+from jaxkv._src.cache.status import Outcome
 
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
@@ -110,6 +111,21 @@ class CacheState:
     return describe(self)
 
 
+class Copies(NamedTuple):
+  """Copies of page contents that the caller owes before the next write.
+
+  The source of one copy may be the destination of another: read all sources
+  before any destination is written, as `jaxkv.kv.copy` does.
+
+  Attributes:
+    src: int32[X], pages to read; NO_PAGE where nothing is owed.
+    dst: int32[X], pages to write; NO_PAGE where nothing is owed.
+  """
+
+  src: Array
+  dst: Array
+
+
 def init(config: CacheConfig) -> CacheState:
   """An empty cache.
 
@@ -153,7 +169,7 @@ def init(config: CacheConfig) -> CacheState:
       if config.prefix_caching
       else None
     ),
-    hashes=slot_hashes.init(config),
+    hashes=hashing.init_slots(config),
     pool=page_pool.init(config),
     stats=Stats(**counters),
     epoch=jnp.zeros((), jnp.uint32),
@@ -185,27 +201,37 @@ def check_single(state: Any) -> None:
 
 
 def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
-  """Makes a function of a state public: checks and casts arguments, then jits.
+  """Makes a function of a state public.
+
+  Casts and checks the arguments: `mask` becomes bool, `salts` uint32, all
+  others int32, and their shapes follow from their names, see
+  `checks.check_rows`. Then jits. The end of every verb is here too: a failed
+  row of its Outcome is counted, and the state keeps the error.
 
   It is jitted once and never donates: the old state stays usable. Inside the
-  caller's own `jit` the verb is inlined and the caller donates. The argument
-  `mask` is cast to bool and `salts` to uint32; all others must be whole numbers
-  and become int32. Inside `shard_map` all arguments vary over the same axes.
+  caller's own `jit` the verb is inlined and the caller donates. Inside
+  `shard_map` all arguments vary over the same axes.
   """
   signature = inspect.signature(function)
-  parameters = list(signature.parameters.values())[1:]
-  names = {parameter.name for parameter in parameters}
+  parameters = dict(list(signature.parameters.items())[1:])
   positional = [
-    parameter.name
-    for parameter in parameters
+    name
+    for name, parameter in parameters.items()
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
   ]
+  # A verb for all slots has rows by slots, others by their first arrays.
+  optional = "slots" in parameters and parameters["slots"].default is None
+  lead = (
+    "slots"
+    if optional
+    else next((name for name in parameters if name != "slots"), "slots")
+  )
 
   plain: Any = function
 
   def vary_alike(state: CacheState, arguments: dict[str, Any]) -> Any:
     state, arguments = alike((state, arguments))
-    return plain(state, **arguments)
+    return _recorded(plain(state, **arguments))
 
   vary_alike.__name__ = plain.__name__  # The verb's name in profiles.
   jitted = jax.jit(vary_alike)
@@ -214,7 +240,7 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   def call(state: CacheState, *args: Any, **kwargs: Any) -> Any:
     check_single(state)
     arguments = dict(zip(positional, args, strict=False)) | kwargs
-    known = arguments.keys() <= names
+    known = arguments.keys() <= parameters.keys()
     if not known or len(arguments) < len(args) + len(kwargs):
       signature.bind(state, *args, **kwargs)  # Raises TypeError.
     arguments = {
@@ -223,11 +249,10 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
       else _CASTS.get(name, checks.as_int32)(name, value)
       for name, value in arguments.items()
     }
+    checks.check_rows(arguments, lead, state.config.num_slots)
     return jitted(state, arguments)
 
-  public: Any = call
-  public.jitted = jitted  # What `call` calls: `lower` it, count its traces.
-  return public
+  return cast(Callable[Args, Out], call)
 
 
 _CASTS = {"mask": checks.as_bool, "salts": checks.as_key}
@@ -255,69 +280,29 @@ def _axes(leaf: Any) -> frozenset[str]:
   return jax.typeof(leaf).manual_axis_type.varying
 
 
-class Rows(NamedTuple):
-  """The slots that the rows of a call are for.
-
-  Attributes:
-    slots: int32[R], any numbers.
-    every: whether the rows are all slots in order, R = B. Reads and writes are
-      whole arrays then, without a gather or a scatter.
-    skipped: bool[R], masked out.
-    bad: bool[R], out of range, or named by an earlier row that counts.
-  """
-
-  slots: Array
-  every: bool
-  skipped: Array
-  bad: Array
-
-  def read(self, array: Array) -> Array:
-    """Each row's entry of an array by slots; zeros for bad rows."""
-    return array if self.every else ops.take(array, self.slots)
-
-  def write(self, array: Array, valid: Array, values: Array) -> Array:
-    """The array by slots, with the entries of valid rows replaced."""
-    if self.every:
-      valid = valid.reshape(-1, *(1,) * (array.ndim - 1))
-      return jnp.where(valid, values, array)
-    return ops.put(array, self.where(valid), values=values)
-
-  def where(self, valid: Array) -> Array:
-    """int32[R]: the slots of valid rows, NOWHERE for the others."""
-    return ops.where_valid(valid, self.slots)
-
-
-def rows_of(state: CacheState, slots: Array | None, mask: Array | None) -> Rows:
+def rows_of(
+  state: CacheState, slots: Array | None, mask: Array | None
+) -> ops.Rows:
   """The rows of a call with the arguments `slots` and `mask`.
 
   Args:
     state: the cache.
     slots: int32[R], or None for all slots in order.
     mask: bool[R], the rows that count; None for all.
-
-  Raises:
-    ValueError: they do not have R rows.
   """
-  num_slots = state.config.num_slots
   if slots is None:
-    numbers = jnp.arange(num_slots, dtype=jnp.int32)
-  else:
-    checks.check_shape("slots", slots, ("R",))
-    numbers = slots
-  counts = mask_or_all(mask, numbers.shape[0])
-  bad = jnp.zeros_like(counts)
-  if slots is not None:
-    again = ops.num_earlier(ops.where_valid(counts, slots)) > 0
-    bad = (again & counts) | ~in_range(state, slots)
-  return Rows(numbers, slots is None, ~counts, bad)
+    numbers = jnp.arange(state.config.num_slots, dtype=jnp.int32)
+    counts = mask_or_all(mask, numbers)
+    return ops.Rows(numbers, True, ~counts, jnp.zeros_like(counts))
+  counts = mask_or_all(mask, slots)
+  again = ops.num_earlier(ops.where_valid(counts, slots)) > 0
+  bad = (again & counts) | ~in_range(state, slots)
+  return ops.Rows(slots, False, ~counts, bad)
 
 
-def mask_or_all(mask: Array | None, num_rows: int) -> Array:
-  """bool[num_rows]: the mask, all True for None."""
-  if mask is None:
-    return jnp.ones((num_rows,), bool)
-  checks.check_shape("mask", mask, (num_rows,), ", one for each row")
-  return mask
+def mask_or_all(mask: Array | None, rows: Array) -> Array:
+  """bool[R]: the mask, all True for None, for rows int32[R, ...]."""
+  return jnp.ones(rows.shape[:1], bool) if mask is None else mask
 
 
 def in_range(state: CacheState, slots: Array) -> Array:
@@ -359,10 +344,17 @@ def counted(stats: Stats, **amounts: Array) -> Stats:
   )
 
 
-def recorded(state: CacheState, code: Array) -> CacheState:
-  """The end of every verb: failed rows are counted, the error is kept."""
-  return dataclasses.replace(
+def _recorded(result: Any) -> Any:
+  """A verb's result, with the failures of its Outcome in its state."""
+  if not isinstance(result, tuple) or not isinstance(result[1], Outcome):
+    return result
+  state, out = result
+  if out.code.size == 0:
+    return result
+  failed = status.is_failure(out.code)
+  state = dataclasses.replace(
     state,
-    stats=counted(state.stats, failed_rows=status.is_failure(code)),
-    error=status.sticky(state.error, code),
+    stats=counted(state.stats, failed_rows=failed),
+    error=status.sticky(state.error, out.code),
   )
+  return state, out

@@ -16,8 +16,8 @@ from jax import lax
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.groups import recurrent
-from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.groups.kinds import GroupKind
+from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import reserve
 from jaxkv._src.cache.pool.reserve import Reservation
@@ -25,15 +25,13 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import longest_prefix
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules
-from jaxkv._src.cache.prefix import slot_hashes
 from jaxkv._src.cache.prefix.publish import publish
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Rows
 from jaxkv._src.cache.state import in_range
 from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.status import Status
+from jaxkv._src.cache.verbs.free import drop_behind
 from jaxkv._src.cache.verbs.free import free
-from jaxkv._src.cache.verbs.recycle import drop_behind
 from jaxkv._src.cache.verbs.reset import reset_prefix_cache
 from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
 
@@ -175,11 +173,11 @@ def advance(
   plan = plan.of(ok)
   if hits is not None:
     root = roots(state, hits.salts)
-    hashes = slot_hashes.start(
+    hashes = hashing.start_slots(
       state.hashes,
-      rows.where(ok & begins),
-      root=root,
-      chain=root,
+      rows,
+      ok & begins,
+      root,
       prompt_length=call.prompt_length,
       boundary=call.boundary,
     )
@@ -233,17 +231,17 @@ def _plan(
   config = state.config
   if hits is None:
     return reserve.reservation(config, hit=held, stop=required, begins=begins)
-  skipped = sizes.skipped_pages(config, call.behind)
+  skipped = config.sizes.skipped_pages(call.behind)
   attaches = jnp.any(hits.stop > 0, axis=1) | (call.external > 0)
   attaches = (begins & attaches)[:, None]
   hit = jnp.where(attaches, jnp.maximum(skipped, hits.stop), held)
-  arriving = sizes.by_group(
-    config, lambda kind, _: call.behind > kind.num_skipped_tokens(call.behind)
+  arriving = config.sizes.by_group(
+    lambda kind, _: call.behind > kind.num_skipped_tokens(call.behind)
   )
   arriving &= attaches & (call.external > 0)[:, None]
-  arriving &= ~sizes.holds_encoder(config, arriving.shape)
-  reached = sizes.by_group(
-    config, lambda _, size: ops.quotient(call.behind + (size - 1), size)
+  arriving &= ~config.sizes.holds_encoder(arriving)
+  reached = config.sizes.by_group(
+    lambda _, size: ops.quotient(call.behind + (size - 1), size)
   )
   return reserve.reservation(
     config,
@@ -263,7 +261,7 @@ def _columns(state: CacheState, call: Call, room: Array) -> Array:
     counts = call.encoder if kind.holds_encoder else room
     return kind.num_columns(tokens if kind.holds_states else counts, size)
 
-  return sizes.by_group(state.config, columns)
+  return state.config.sizes.by_group(columns)
 
 
 def _whole_fits(
@@ -283,7 +281,7 @@ def _whole_fits(
   required = _columns(state, whole, call.whole)
   required = jnp.minimum(required, jnp.asarray(caps, jnp.int32)[None])
   plan = _plan(state, call, hits, held, begins, required)
-  skipped = sizes.skipped_pages(state.config, call.behind)
+  skipped = state.config.sizes.skipped_pages(call.behind)
   covered = jnp.where(begins[:, None], jnp.maximum(skipped, plan.hit), held)
   need = jnp.where(
     recurrent.holds_states(state.config),
@@ -331,7 +329,7 @@ def _sound(
   After the lookup they may have been evicted and handed to another request.
   """
   config, index = state.config, state.pool.index
-  first = sizes.skipped_pages(config, call.behind)[..., None]
+  first = config.sizes.skipped_pages(call.behind)[..., None]
   column = jnp.arange(hits.pages.shape[2], dtype=jnp.int32)[None, None]
   used = (column >= first) & (column < hits.stop[..., None])
   if index is None:
@@ -369,7 +367,7 @@ def _publish(
 ) -> CacheState:
   """Publishes the rows that are OK, up to where the call says."""
   length = rows.read(state.length)
-  room = sizes.tokens_with_room(state.config, plan.stop)
+  room = state.config.sizes.tokens_with_room(plan.stop)
   counts = jnp.minimum(call.publish, room) - length
   counts = jnp.where(ok, jnp.clip(counts, 0, tokens.shape[1]), 0)
   known = jnp.where(

@@ -12,7 +12,6 @@ from jax import Array
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.pool import page_table
 
 
@@ -149,10 +148,10 @@ def can_continue(
   """
   if not has_states(config):
     return tokens >= 0
-  last = sizes.by_group(config, lambda _, size: (tokens - 1) // size)
+  last = config.sizes.by_group(lambda _, size: (tokens - 1) // size)
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
   page = ops.take(table, slots[:, None], group, last)
-  inside = sizes.open_pages(config, tokens) & (tokens < length)[:, None]
+  inside = config.sizes.open_pages(tokens) & (tokens < length)[:, None]
   kept = ((page > 0) & ~inside) | ~holds_states(config)
   return (tokens == 0) | jnp.all(kept, axis=1)
 

@@ -18,11 +18,11 @@ from jax import lax
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.groups import recurrent
+from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_table import ReadPages
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Rows
 from jaxkv._src.cache.state import counted
 from jaxkv._src.cache.status import Status
 
@@ -245,6 +245,24 @@ def in_order(
 
   return lax.while_loop(
     lambda granted: jnp.any(overdrawn(granted)), refuse, asked & ~never
+  )
+
+
+def pages_in(
+  state: CacheState, slots: Array, column: Array, valid: Array
+) -> Array:
+  """int32[R, G]: the pages in one column of each row; NO_PAGE if not valid.
+
+  Args:
+    state: the cache.
+    slots: int32[R].
+    column: int32[R, G].
+    valid: bool[R, G].
+  """
+  group = jnp.arange(state.config.num_groups, dtype=jnp.int32)[None, :]
+  column = ops.where_valid(valid, column)
+  return ops.take(
+    state.page_table, slots[:, None], group, column, fill=state.config.no_page
   )
 
 

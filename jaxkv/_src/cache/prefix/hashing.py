@@ -19,8 +19,10 @@ and recomputes them in straight code too, so there the rounds are a loop.
 Elsewhere a loop would be a dozen launches instead of one.
 """
 
+import dataclasses
 import hashlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -28,6 +30,7 @@ from jax import lax
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.prefix import rules
 
 KEY_WORDS = 4
 _ROUNDS = 8
@@ -262,3 +265,96 @@ def _seed_bytes(config: CacheConfig) -> bytes:
 def _words(purpose: bytes, data: bytes) -> np.ndarray:
   digest = hashlib.blake2b(data, digest_size=16, person=b"jaxkv-" + purpose)
   return np.frombuffer(digest.digest(), dtype="<u4").astype(np.uint32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlotHashes:
+  """The state of the hash of each slot's tokens; None without prefix caching.
+
+  A is `CacheConfig.alignment`: every A tokens all groups end a page.
+
+  Attributes:
+    root: the key before the slot's first page.  # uint32[B, 4]
+    chain: the key after the last A tokens that are complete; `root` before
+      there are any.  # uint32[B, 4]
+    tail: the tokens after them; of row b, `length[b] % A` count.
+      # int32[B, A]
+    prompt_length: tokens of the prompt that the slot was admitted with; None
+      unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
+    shared_prefix_boundary: tokens of it that some groups had cached when not
+      all had; 0 for none. None as `prompt_length` is.  # int32[B]
+  """
+
+  root: Array
+  chain: Array
+  tail: Array
+  prompt_length: Array | None = None
+  shared_prefix_boundary: Array | None = None
+
+
+def init_slots(config: CacheConfig) -> SlotHashes | None:
+  """The hashes of empty slots."""
+  if not config.prefix_caching:
+    return None
+  slots = config.num_slots
+  hashes = SlotHashes(
+    root=jnp.zeros((slots, KEY_WORDS), jnp.uint32),
+    chain=jnp.zeros((slots, KEY_WORDS), jnp.uint32),
+    tail=jnp.zeros((slots, config.alignment), jnp.int32),
+  )
+  if not rules.keeps_some(config):
+    return hashes
+  return dataclasses.replace(
+    hashes,
+    prompt_length=jnp.zeros((slots,), jnp.int32),
+    shared_prefix_boundary=jnp.zeros((slots,), jnp.int32),
+  )
+
+
+def start_slots(
+  hashes: SlotHashes | None,
+  rows: ops.Rows,
+  starts: Array,
+  root: Array,
+  *,
+  chain: Array | None = None,
+  prompt_length: Array | None = None,
+  boundary: Array | None = None,
+) -> SlotHashes | None:
+  """Starts sequences in some slots.
+
+  A sequence starts where all groups end a page, so `tail` stays as it is.
+
+  Args:
+    hashes: those of all slots.
+    rows: the slots.
+    starts: bool[R], the rows that start a sequence.
+    root: uint32[R, 4] or uint32[4].
+    chain: uint32[R, 4]; None for the root.
+    prompt_length: int32[R]; None for zeros.
+    boundary: int32[R]; None for zeros.
+  """
+  if hashes is None:
+    return None
+  new = {"root": root, "chain": root if chain is None else chain}
+  if hashes.prompt_length is not None:
+    zero = jnp.int32(0)
+    new["prompt_length"] = zero if prompt_length is None else prompt_length
+    new["shared_prefix_boundary"] = zero if boundary is None else boundary
+  return dataclasses.replace(
+    hashes,
+    **{
+      name: rows.write(getattr(hashes, name), starts, values)
+      for name, values in new.items()
+    },
+  )
+
+
+def copy_slots(
+  hashes: SlotHashes | None, src: Array, dst: Array
+) -> SlotHashes | None:
+  """Copies the rows of slots `src` to slots `dst`, int32[R] both."""
+  return jax.tree.map(
+    lambda rows: ops.put(rows, dst, values=ops.take(rows, src)), hashes
+  )

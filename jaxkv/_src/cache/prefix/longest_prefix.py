@@ -8,7 +8,6 @@ from jax import lax
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.groups.kinds import FullAttention
 from jaxkv._src.cache.groups.kinds import GroupKind
 from jaxkv._src.cache.prefix import hashing
@@ -79,7 +78,7 @@ def find(
   )
   zero = ops.zeros_like(possible)
   root = jnp.broadcast_to(roots, (rows, hashing.KEY_WORDS))
-  no_columns = sizes.full_pages(config, zero)
+  no_columns = config.sizes.full_pages(zero)
   no_pages = jnp.broadcast_to(
     no_columns[..., None], (*no_columns.shape, columns)
   )
@@ -93,8 +92,8 @@ def find(
     keys = hashing.row_keys(config, root, held)
     pages = _look_up(config, index, keys, held)
     found, longest = _agree(config, pages > 0, possible)
-    first = sizes.skipped_pages(config, found)
-    stop = sizes.full_pages(config, found)
+    first = config.sizes.skipped_pages(found)
+    stop = config.sizes.full_pages(found)
     # A prefix that needs no page would be a hit without anything cached.
     found = jnp.where(jnp.any(first < stop, axis=1), found, 0)
     first, stop = (

@@ -11,15 +11,15 @@ from jax import Array
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.ops import Items
+from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules
-from jaxkv._src.cache.prefix.slot_hashes import SlotHashes
+from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Rows
 from jaxkv._src.cache.state import counted
 from jaxkv._src.cache.telemetry import events
 

@@ -10,7 +10,6 @@ from jax import Array
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.groups.kinds import GroupKind
-from jaxkv._src.cache.groups.sizes import by_group
 
 
 def final_pages(config: CacheConfig, tokens: Array) -> Array:
@@ -29,7 +28,7 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
     one_more = jnp.minimum(tokens, aligned + size)
     return ops.quotient(jnp.where(aligned > 0, one_more, aligned), size)
 
-  return by_group(config, final)
+  return config.sizes.by_group(final)
 
 
 def keeps_some(config: CacheConfig) -> bool:
@@ -75,7 +74,7 @@ def published(
 
   numbers = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
   own = group[:, None] == numbers
-  return jnp.any(by_group(config, kept) & own, axis=-1)
+  return jnp.any(config.sizes.by_group(kept) & own, axis=-1)
 
 
 def lookup_bound(

@@ -7,22 +7,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import check_sequences
-from jaxkv._src.cache.checks import check_shape
-from jaxkv._src.cache.groups import sizes
+from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool.reserve import HitPages
 from jaxkv._src.cache.pool.reserve import reservation
 from jaxkv._src.cache.pool.reserve import reserve
+from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import longest_prefix
-from jaxkv._src.cache.prefix import slot_hashes
 from jaxkv._src.cache.prefix.longest_prefix import Prefix
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Rows
 from jaxkv._src.cache.state import counted
 from jaxkv._src.cache.state import in_range
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import mask_or_all
-from jaxkv._src.cache.state import recorded
 from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.state import verb
 from jaxkv._src.cache.status import Outcome
@@ -95,9 +91,8 @@ def match(
     >>> jaxkv.match(state, [[7, 8, 9, 10]], [4]).num_cached_tokens.tolist()
     [2]
   """
-  check_sequences(tokens, lengths, salts)
   config = state.config
-  asked = mask_or_all(mask, tokens.shape[0])
+  asked = mask_or_all(mask, tokens)
   found = _find(state, tokens, lengths, salts, asked)
   pages = found.attached_pages(config, tokens.shape[1] // config.page_size)
   return Matched(num_cached_tokens=found.num_cached_tokens, pages=pages)
@@ -164,20 +159,10 @@ def admit(
     [1, 2, 8, 8]
   """
   config = state.config
-  check_sequences(tokens, lengths, salts)
-  for name, value in (
-    ("slots", slots),
-    ("num_tokens", num_tokens),
-    ("keep_free", keep_free),
-  ):
-    if value is not None:
-      check_shape(name, value, lengths.shape, ", one for each row of tokens")
   num_tokens = lengths if num_tokens is None else num_tokens
   keep_free = jnp.zeros_like(lengths) if keep_free is None else keep_free
-  encoder = sizes.encoder_tokens_or_zeros(
-    config, num_encoder_tokens, slots.shape
-  )
-  skipped = ~mask_or_all(mask, tokens.shape[0])
+  encoder = config.sizes.encoder_tokens(num_encoder_tokens, slots)
+  skipped = ~mask_or_all(mask, tokens)
   bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (
     lengths > tokens.shape[1]
   )
@@ -196,10 +181,10 @@ def admit(
   cached = found.num_cached_tokens
   # The smaller of the two sums, without computing one that may overflow.
   room = cached + jnp.minimum(num_tokens, lengths - cached)
-  stop = sizes.pages_for(
-    config, jnp.where(asked, room, 0), jnp.where(asked, encoder, 0)
+  stop = config.sizes.columns_for(
+    jnp.where(asked, room, 0), jnp.where(asked, encoder, 0)
   )
-  too_many = asked & sizes.too_many(config, stop)
+  too_many = asked & config.sizes.too_many(stop)
   code = jnp.where(too_many, jnp.int32(Status.SLOT_FULL), code)
   plan = reservation(
     config,
@@ -217,10 +202,11 @@ def admit(
   state = dataclasses.replace(
     state,
     length=rows.write(state.length, served, cached),
-    hashes=slot_hashes.start(
+    hashes=hashing.start_slots(
       state.hashes,
-      rows.where(served),
-      root=found.root,
+      rows,
+      served,
+      found.root,
       chain=found.chain,
       prompt_length=lengths,
       boundary=found.boundary,
@@ -232,7 +218,7 @@ def admit(
     ),
   )
   out = Admitted(code=code, num_cached_tokens=cached)
-  return recorded(state, code), out
+  return state, out
 
 
 def _find(

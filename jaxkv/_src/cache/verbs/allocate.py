@@ -6,15 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.groups import sizes
 from jaxkv._src.cache.pool.reserve import reservation
 from jaxkv._src.cache.pool.reserve import reserve
-from jaxkv._src.cache.prefix.slot_hashes import SlotHashes
+from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Rows
-from jaxkv._src.cache.state import recorded
 from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.state import verb
@@ -78,10 +74,7 @@ def allocate(
   """
   config = state.config
   rows = rows_of(state, slots, mask)
-  check_shape("num_tokens", num_tokens, rows.slots.shape, ", one for each slot")
-  encoder = sizes.encoder_tokens_or_zeros(
-    config, num_encoder_tokens, rows.slots.shape
-  )
+  encoder = config.sizes.encoder_tokens(num_encoder_tokens, rows.slots)
   held = rows.read(state.num_pages)
   stop, code = _columns_wanted(
     config, rows.read(state.length), num_tokens, encoder
@@ -98,9 +91,11 @@ def allocate(
   state, code = reserve(state, rows, plan, code)
   num_new = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
   num_new = jnp.where(code == Status.OK, num_new, 0)
-  hashes = _start_unsalted(state, rows, begins & (num_new > 0))
+  hashes = hashing.start_slots(
+    state.hashes, rows, begins & (num_new > 0), roots(state, None)
+  )
   state = dataclasses.replace(state, hashes=hashes)
-  return recorded(state, code), Allocated(code=code, num_new_pages=num_new)
+  return state, Allocated(code=code, num_new_pages=num_new)
 
 
 def _columns_wanted(
@@ -112,36 +107,10 @@ def _columns_wanted(
   more, encoder_more = (
     jnp.where(too_many, 0, jnp.maximum(n, 0)) for n in (num_tokens, encoder)
   )
-  stop = sizes.pages_for(config, length + more, encoder_more)
+  stop = config.sizes.columns_for(length + more, encoder_more)
   stop = jnp.where(num_tokens[:, None] > 0, stop, 0)
   code = first_code(
     ((num_tokens < 0) | (encoder < 0), Status.BAD_LENGTH),
-    (too_many | sizes.too_many(config, stop), Status.SLOT_FULL),
+    (too_many | config.sizes.too_many(stop), Status.SLOT_FULL),
   )
   return stop, code
-
-
-def _start_unsalted(
-  state: CacheState, rows: Rows, starts: Array
-) -> SlotHashes | None:
-  """The hashes, with rows that start a sequence at the epoch's root."""
-  hashes = state.hashes
-  if hashes is None:
-    return None
-  root = roots(state, None)[None]
-  new = {"root": root, "chain": root}
-  if hashes.prompt_length is not None:
-    zero = jnp.zeros((1,), jnp.int32)
-    new |= {"prompt_length": zero, "shared_prefix_boundary": zero}
-  num_rows = starts.shape[0]
-  return dataclasses.replace(
-    hashes,
-    **{
-      name: rows.write(
-        getattr(hashes, name),
-        starts,
-        jnp.broadcast_to(values, (num_rows, *values.shape[1:])),
-      )
-      for name, values in new.items()
-    },
-  )

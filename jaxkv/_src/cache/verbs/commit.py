@@ -6,11 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache.checks import check_shape
-from jaxkv._src.cache.groups.sizes import tokens_with_room
 from jaxkv._src.cache.prefix.publish import publish
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import recorded
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.state import verb
 from jaxkv._src.cache.status import Outcome
@@ -72,9 +69,7 @@ def commit(
     (3, 1)
   """
   rows = rows_of(state, slots, mask)
-  check_shape("tokens", tokens, (rows.slots.shape[0], "T"), ", a row a slot")
-  check_shape("counts", counts, rows.slots.shape, ", one for each slot")
-  room = rows.read(tokens_with_room(state.config, state.num_pages))
+  room = rows.read(state.config.sizes.tokens_with_room(state.num_pages))
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),
@@ -85,4 +80,4 @@ def commit(
   counts = jnp.where(code == Status.OK, counts, 0)
   state, published = publish(state, rows, tokens, counts)
   out = Committed(code=code, num_published_pages=published)
-  return recorded(state, code), out
+  return state, out

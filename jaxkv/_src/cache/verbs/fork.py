@@ -1,43 +1,25 @@
 """fork: sequences that continue from a common past."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.groups import recurrent
-from jaxkv._src.cache.groups import sizes
+from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool import reserve
-from jaxkv._src.cache.prefix import slot_hashes
+from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Rows
+from jaxkv._src.cache.state import Copies
 from jaxkv._src.cache.state import in_range
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import mask_or_all
-from jaxkv._src.cache.state import recorded
 from jaxkv._src.cache.state import verb
 from jaxkv._src.cache.status import Outcome
 from jaxkv._src.cache.status import Status
 from jaxkv._src.cache.status import first_code
-
-
-class Copies(NamedTuple):
-  """Copies of page contents that the caller owes before the next write.
-
-  The source of one copy may be the destination of another: read all sources
-  before any destination is written, as `jaxkv.kv.copy` does.
-
-  Attributes:
-    src: int32[X], pages to read; NO_PAGE where nothing is owed.
-    dst: int32[X], pages to write; NO_PAGE where nothing is owed.
-  """
-
-  src: Array
-  dst: Array
 
 
 @jax.tree_util.register_dataclass
@@ -97,17 +79,15 @@ def fork(
     ([[1, 2, 8, 8], [1, 3, 8, 8]], [2])
   """
   config = state.config
-  check_shape("src", src, ("R",))
-  check_shape("dst", dst, src.shape, ", one for each row of `src`")
-  skipped = ~mask_or_all(mask, src.shape[0])
+  skipped = ~mask_or_all(mask, src)
   length = ops.take(state.length, src)
   code = _first_code(state, src, dst, length, skipped)
   held = ops.take(state.num_pages, src)
   full, stop = (
-    sizes.keep_encoder(config, columns, held)
+    config.sizes.keep_encoder(columns, held)
     for columns in (
-      sizes.full_pages(config, length),
-      sizes.pages_for(config, length, jnp.zeros_like(length)),
+      config.sizes.full_pages(length),
+      config.sizes.columns_for(length, jnp.zeros_like(length)),
     )
   )
   first = jnp.minimum(ops.take(state.num_skipped_pages, src), full)
@@ -124,34 +104,19 @@ def fork(
   state = reserve.attach(state, rows, plan, served, read)
   state = reserve.take(state, rows, plan, served)
   place = rows.where(served)
-  partial = sizes.open_pages(config, length) & served[:, None]
+  partial = config.sizes.open_pages(length) & served[:, None]
   copies = Copies(
-    *(pages_in(state, slots, full, partial).reshape(-1) for slots in (src, dst))
+    *(
+      reserve.pages_in(state, slots, full, partial).reshape(-1)
+      for slots in (src, dst)
+    )
   )
   state = dataclasses.replace(
     state,
     length=ops.put(state.length, place, values=length),
-    hashes=slot_hashes.copy(state.hashes, src, place),
+    hashes=hashing.copy_slots(state.hashes, src, place),
   )
-  return recorded(state, code), Forked(code=code, copies=copies)
-
-
-def pages_in(
-  state: CacheState, slots: Array, column: Array, valid: Array
-) -> Array:
-  """int32[R, G]: the pages in one column of each row; NO_PAGE if not valid.
-
-  Args:
-    state: the cache.
-    slots: int32[R].
-    column: int32[R, G].
-    valid: bool[R, G].
-  """
-  group = jnp.arange(state.config.num_groups, dtype=jnp.int32)[None, :]
-  column = ops.where_valid(valid, column)
-  return ops.take(
-    state.page_table, slots[:, None], group, column, fill=state.config.no_page
-  )
+  return state, Forked(code=code, copies=copies)
 
 
 def _first_code(

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import check_sequences
-from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_pool import PoolState
@@ -16,7 +14,6 @@ from jaxkv._src.cache.pool.page_table import Ranges
 from jaxkv._src.cache.prefix import longest_prefix
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import mask_or_all
-from jaxkv._src.cache.state import recorded
 from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.state import verb
 from jaxkv._src.cache.status import Outcome
@@ -113,9 +110,8 @@ def pin(
     >>> out.pages.tolist(), out.num_cached_tokens.tolist()
     ([[[1]]], [2])
   """
-  check_sequences(tokens, lengths, salts)
   config = state.config
-  asked = mask_or_all(mask, tokens.shape[0])
+  asked = mask_or_all(mask, tokens)
   bad = (lengths < 1) | (lengths > tokens.shape[1])
   found = longest_prefix.find(
     config,
@@ -136,7 +132,7 @@ def pin(
   out = Pinned(
     code=code, num_cached_tokens=found.num_cached_tokens, pages=pages
   )
-  return recorded(dataclasses.replace(state, pool=pool), code), out
+  return dataclasses.replace(state, pool=pool), out
 
 
 @verb
@@ -238,7 +234,6 @@ def evict(
 def _names(state: CacheState, pages: Array, mask: Array | None) -> Array:
   """int32[X]: the pages in one row, NO_PAGE for those masked out."""
   if mask is not None:
-    check_shape("mask", mask, pages.shape, ", as `pages`")
     pages = jnp.where(mask, pages, jnp.int32(state.config.no_page))
   return pages.reshape(-1)
 
@@ -284,5 +279,5 @@ def _less(counts: Array, names: Array, valid: Array) -> Array:
 def _finished(
   state: CacheState, pool: PoolState, code: Array, pages: Array
 ) -> tuple[CacheState, Outcome]:
-  state = recorded(dataclasses.replace(state, pool=pool), code)
+  state = dataclasses.replace(state, pool=pool)
   return state, Outcome(code=code.reshape(pages.shape))

@@ -11,7 +11,6 @@ from jaxkv._src.cache import ops
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import recorded
 from jaxkv._src.cache.state import verb
 from jaxkv._src.cache.status import Outcome
 from jaxkv._src.cache.status import Status
@@ -74,7 +73,7 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
     log = events.cleared(pool.events, ~held)
     pool = dataclasses.replace(pool, events=log)
   state = dataclasses.replace(state, pool=pool)
-  return recorded(state, code), Outcome(code=code)
+  return state, Outcome(code=code)
 
 
 @verb
