@@ -147,8 +147,8 @@ from jaxkv._src.cache.invariants import check
 from jaxkv._src.cache.invariants import check_invariants
 from jaxkv._src.cache.prefix.hashing import salt
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import init
-from jaxkv._src.cache.status import Status
 from jaxkv._src.cache.verbs.admit import admit
 from jaxkv._src.cache.verbs.admit import match
 from jaxkv._src.cache.verbs.allocate import allocate

@@ -4,8 +4,8 @@ Every result with a `code` has `ok` too: whether the row was done.
 """
 
 from jaxkv._src.cache.state import Copies
+from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Stats
-from jaxkv._src.cache.status import Outcome
 from jaxkv._src.cache.verbs.admit import Admitted
 from jaxkv._src.cache.verbs.admit import Matched
 from jaxkv._src.cache.verbs.allocate import Allocated

@@ -1,10 +1,10 @@
 """What observers read from a cache: events, ages of pages, new pages."""
 
-from jaxkv._src.cache.telemetry.events import Cleared
-from jaxkv._src.cache.telemetry.events import Drained
-from jaxkv._src.cache.telemetry.events import Removed
-from jaxkv._src.cache.telemetry.events import Stored
-from jaxkv._src.cache.telemetry.residency import Residency
+from jaxkv._src.cache.telemetry import Cleared
+from jaxkv._src.cache.telemetry import Drained
+from jaxkv._src.cache.telemetry import Removed
+from jaxkv._src.cache.telemetry import Residency
+from jaxkv._src.cache.telemetry import Stored
 from jaxkv._src.cache.verbs.inspect import drain_events
 from jaxkv._src.cache.verbs.inspect import residency
 from jaxkv._src.cache.verbs.inspect import take_new_pages

@@ -89,8 +89,8 @@ def _is_length(array):
 
 def _without_the_tail(out, g):
   """The hash goes back, the tokens behind it do not."""
-  hashes, read = out
-  return replace(hashes, tail=g.state.hashes.tail), read
+  tail = g.state.hashes.tail
+  return replace(out, hashes=replace(out.hashes, tail=tail))
 
 
 def _served_up_to_the_first_refusal(granted, g):
@@ -312,7 +312,7 @@ MUTANTS = {
     ("allocate",),
   ),
   "a new sequence goes on from the old keys": Mutant(
-    "verbs.allocate:_start_unsalted",
+    "prefix.hashing:start_slots",
     given(starts=lambda g: g.starts & False),
     ("allocate",),
   ),
@@ -353,7 +353,7 @@ MUTANTS = {
     SCARCE,
   ),
   "a failed row moves the length": Mutant(
-    "state:Rows.write",
+    "ops:Rows.write",
     given(valid=lambda g: g.valid | _is_length(g.array)),
     ("admit",),
   ),
@@ -362,7 +362,7 @@ MUTANTS = {
     "prefix.publish:_new_tail", text("new >= 0", "new > 0"), ("commit",)
   ),
   "room is not checked": Mutant(
-    "groups.sizes:GroupSizes.tokens_with_room",
+    "groups.kinds:GroupSizes.tokens_with_room",
     returned(_a_page_more_than_held),
     ("commit",),
   ),
@@ -397,12 +397,12 @@ MUTANTS = {
   ),
   # --- truncate and free -----------------------------------------------------
   "truncate keeps a page": Mutant(
-    "groups.sizes:GroupSizes.keep_encoder",
+    "groups.kinds:GroupSizes.keep_encoder",
     given(columns=lambda g: jnp.minimum(g.columns + 1, g.held)),
     ("truncate",),
   ),
   "a page that is written again keeps its key": Mutant(
-    "verbs.free:_give_back",
+    "prefix.publish:roll_back",
     given(reopened=lambda g: g.reopened & False),
     ("truncate",),
   ),
@@ -412,7 +412,7 @@ MUTANTS = {
     ("truncate",),
   ),
   "the tail of an earlier page is forgotten": Mutant(
-    "verbs.free:_roll_back_hashes",
+    "prefix.publish:roll_back",
     returned(_without_the_tail),
     ("truncate",),
   ),
@@ -422,16 +422,16 @@ MUTANTS = {
     ("free_slots",),
   ),
   "a freed slot keeps its length": Mutant(
-    "state:Rows.write",
+    "ops:Rows.write",
     returned(lambda out, g: g.array if _is_length(g.array) else out),
     FREE,
   ),
   # --- failures --------------------------------------------------------------
   "the last failure sticks": Mutant(
-    "status:sticky", _last_sticks, ("commit", "free_slots")
+    "state:sticky", _last_sticks, ("commit", "free_slots")
   ),
   "pressure hides a mistake": Mutant(
-    "status:sticky", _pressure_stays, ("allocate", "commit")
+    "state:sticky", _pressure_stays, ("allocate", "commit")
   ),
   # --- pins, evict, reset ----------------------------------------------------
   "a pin is not counted": Mutant(

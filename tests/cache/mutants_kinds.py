@@ -38,25 +38,25 @@ def _every_column(counts, g):
 KIND_MUTANTS = {
   # --- encoders --------------------------------------------------------------
   "an encoder's pages are counted by the decoder's tokens": Mutant(
-    "groups.sizes:GroupSizes.columns_for",
+    "groups.kinds:GroupSizes.columns_for",
     given(encoder_tokens=lambda g: g.tokens),
     ("allocate_slots",),
     ENCODER,
   ),
   "an encoder's pages bound the sequence": Mutant(
-    "groups.sizes:GroupSizes.holds_encoder",
+    "groups.kinds:GroupSizes.holds_encoder",
     returned(lambda out, g: out & False),
     ("commit",),
     ENCODER,
   ),
   "a fork gets pages of an encoder by its own length": Mutant(
-    "groups.sizes:GroupSizes.keep_encoder",
+    "groups.kinds:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("fork",),
     ENCODER,
   ),
   "rolling back gives an encoder's pages back": Mutant(
-    "groups.sizes:GroupSizes.keep_encoder",
+    "groups.kinds:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("truncate",),
     ENCODER,
@@ -81,7 +81,7 @@ KIND_MUTANTS = {
   ),
   # --- states ----------------------------------------------------------------
   "a fork copies no state": Mutant(
-    "groups.sizes:GroupSizes.open_pages",
+    "groups.kinds:GroupSizes.open_pages",
     returned(lambda out, g: out & False),
     ("fork",),
     SCRATCH,
@@ -127,41 +127,41 @@ KIND_MUTANTS = {
   ),
   # --- ages ------------------------------------------------------------------
   "age is counted from the first page on": Mutant(
-    "telemetry.residency:evicted",
+    "telemetry:count_evicted",
     given(stamps=lambda g: g.stamps * 0),
     ("allocate",),
     AGED,
   ),
   "pages are idle from when they were published": Mutant(
-    "telemetry.residency:evicted",
+    "telemetry:count_evicted",
     text("clock - since", "clock - stamps"),
     ("allocate",),
     AGED,
   ),
   "pages without a key have an age": Mutant(
-    "telemetry.residency:evicted",
+    "telemetry:count_evicted",
     given(valid=lambda g: g.pages > 0),
     ("allocate",),
     AGED,
   ),
   "it is not noted when pages are given back": Mutant(
-    "telemetry.residency:released",
+    "telemetry:stamp_released",
     returned(lambda out, g: g.ages),
     ("free_mask",),
     AGED,
   ),
   # --- events ----------------------------------------------------------------
   "it is not noted in which group a page was stored": Mutant(
-    "telemetry.events:stored",
+    "telemetry:log_stored",
     returned(lambda out, g: replace(out, group_of=g.log.group_of)),
     ("commit",),
     LOGGED,
   ),
   "a later window of events is written over the first": Mutant(
-    "telemetry.events:_pushed", _written_from_the_start, ("commit",), LOGGED
+    "telemetry:_push", _written_from_the_start, ("commit",), LOGGED
   ),
   "events of a later window are not counted": Mutant(
-    "telemetry.events:_pushed",
+    "telemetry:_push",
     returned(
       lambda out, g: replace(out, count=g.log.count | (out.count - g.log.count))
     ),
@@ -181,19 +181,19 @@ KIND_MUTANTS = {
     LOGGED,
   ),
   "a refused reset is told as done": Mutant(
-    "telemetry.events:cleared",
+    "telemetry:log_cleared",
     given(done=lambda g: g.done | True),
     ("reset_prefix_cache",),
     LOGGED,
   ),
   "a page is its own parent": Mutant(
-    "telemetry.events:stored",
+    "telemetry:log_stored",
     given(fields=lambda g: g.fields | {"parent": g.fields["key"]}),
     ("commit",),
     LOGGED,
   ),
   "all sequences have one root": Mutant(
-    "telemetry.events:stored",
+    "telemetry:log_stored",
     given(fields=lambda g: g.fields | {"root": g.fields["root"] * 0}),
     ("commit",),
     LOGGED,

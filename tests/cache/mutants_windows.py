@@ -63,8 +63,8 @@ WINDOW_MUTANTS = {
   "more is left behind than there is": Mutant(
     "verbs.free:drop_behind",
     text(
-      "skipped_pages(config, lengths), held)",
-      "skipped_pages(config, lengths), 99)",
+      "skipped_pages(lengths), held)",
+      "skipped_pages(lengths), 99)",
     ),
     RECYCLE,
     SLIDING,
@@ -109,7 +109,7 @@ WINDOW_MUTANTS = {
     "prefix.publish:_insert", text("pages > 0", "pages >= 0"), COMMIT, SLIDING
   ),
   "truncate needs no page that is gone": Mutant(
-    "groups.sizes:GroupSizes.skipped_pages",
+    "groups.kinds:GroupSizes.skipped_pages",
     returned(lambda out, g: out + 99),
     ("truncate",),
     SLIDING,
@@ -156,7 +156,7 @@ WINDOW_MUTANTS = {
     PUBLISHED,
   ),
   "a hit needs the whole prefix": Mutant(
-    "groups.sizes:GroupSizes.skipped_pages",
+    "groups.kinds:GroupSizes.skipped_pages",
     given(tokens=lambda g: g.tokens * 0),
     ("admit",),
     SLIDING,
@@ -257,7 +257,7 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "the largest room counts": Mutant(
-    "groups.sizes:GroupSizes.tokens_with_room",
+    "groups.kinds:GroupSizes.tokens_with_room",
     text("jnp.min(", "jnp.max("),
     COMMIT,
     HYBRID,

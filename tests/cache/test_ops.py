@@ -63,13 +63,13 @@ def test_zeros_keep_the_dtype():
     assert zeros.dtype == dtype and not zeros.any()
 
 
-@pytest.mark.parametrize("search", [ops._row_in_loop, ops._row_in_one_kernel])
+@pytest.mark.parametrize("unroll", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 300])
-def test_rows_of_items_on_every_platform(search, rows):
+def test_rows_of_items_on_every_platform(unroll, rows):
   counts = np.random.default_rng(rows).integers(0, 4, rows)
   expected = np.repeat(np.arange(rows), counts)
   ends = jnp.cumsum(jnp.asarray(counts, jnp.int32), dtype=jnp.int32)
   items = jnp.arange(len(expected) + 5, dtype=jnp.int32)
-  found = np.asarray(search(ends, items))
+  found = np.asarray(ops._num_ended(ends, items, unroll=unroll))
   np.testing.assert_array_equal(found[: len(expected)], expected)
   np.testing.assert_array_equal(found[len(expected) :], rows)

@@ -5,7 +5,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Status
-from jaxkv._src.cache import status
+from jaxkv._src.cache import state as status
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import tiny
 

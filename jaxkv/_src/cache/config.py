@@ -6,7 +6,7 @@ import math
 
 from jaxkv._src.cache.groups.kinds import FullAttention
 from jaxkv._src.cache.groups.kinds import GroupKind
-from jaxkv._src.cache.groups.sizes import GroupSizes
+from jaxkv._src.cache.groups.kinds import GroupSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,6 +202,11 @@ class CacheConfig:
   def skips_pages(self) -> bool:
     """Whether some group leaves pages behind while a sequence runs."""
     return any(kind.skips_pages for kind in self.groups)
+
+  @property
+  def publishes_by_prompt(self) -> bool:
+    """Whether a sequence's prompt decides which of its pages are published."""
+    return self.prefix_retention_interval is not None
 
   @property
   def no_page(self) -> int:

@@ -1,15 +1,14 @@
 """A cache state in one line, for `repr` and for titles."""
 
+import enum
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
 
-from jaxkv._src.cache.status import Status
 
-
-def describe(state: Any) -> str:
+def describe(state: Any, status: type[enum.IntEnum]) -> str:
   """One line about a cache: what it holds, or only its sizes.
 
   The line says what the cache holds where the values are there to be read.
@@ -19,6 +18,7 @@ def describe(state: Any) -> str:
 
   Args:
     state: a CacheState, or a tree of its structure.
+    status: the names of `state.error`.
 
   Returns:
     For instance `CacheState(5 of 63 pages in use, 12 free pages cached; 2 of 4
@@ -42,7 +42,7 @@ def describe(state: Any) -> str:
     f"CacheState({', '.join(pages)};"
     f" {np.count_nonzero(running)} of {config.num_slots} slots,"
     f" {np.asarray(state.length).sum()} tokens; {kinds};"
-    f" {Status(error).name if error in list(Status) else error})"
+    f" {status(error).name if error in list(status) else error})"
   )
 
 

@@ -13,9 +13,9 @@ from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.status import Status
 
 
 class CacheError(RuntimeError):

@@ -10,10 +10,13 @@ The cost follows the work that is there, not the largest work that the shapes
 allow; without any work it is one comparison.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 from typing import NamedTuple
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
@@ -145,16 +148,42 @@ def zeros_like(array: Array) -> Array:
   return array & False if array.dtype == jnp.bool_ else array ^ array
 
 
+def alike(tree: Any) -> Any:
+  """Makes arrays vary over all mesh axes that any of them varies over.
+
+  Inside `shard_map` the carry of a loop must not start to vary on the way. A
+  state made inside the shard is at first the same on all devices and tokens are
+  not, or the other way round. Outside of `shard_map` nothing is done.
+  """
+  axes = frozenset().union(*map(_axes, jax.tree.leaves(tree)))
+  if not axes:
+    return tree
+
+  def widened(leaf: Any) -> Any:
+    missing = tuple(axes - _axes(leaf))
+    return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+  return jax.tree.map(widened, tree)
+
+
+def _axes(leaf: Any) -> frozenset[str]:
+  return jax.typeof(leaf).manual_axis_type.varying
+
+
 def quotient(number: Array, divisor: int) -> Array:
   """`number // divisor` for numbers that are not negative.
 
   One operation; `//` rounds down, for which XLA computes signs and remainders.
   """
+  if divisor & (divisor - 1) == 0:
+    return number >> (divisor.bit_length() - 1)
   return lax.div(number, lax.full_like(number, divisor))
 
 
 def remainder(number: Array, divisor: int) -> Array:
   """`number % divisor` for numbers that are not negative; see `quotient`."""
+  if divisor & (divisor - 1) == 0:
+    return number & (divisor - 1)
   return lax.rem(number, lax.full_like(number, divisor))
 
 
@@ -219,22 +248,29 @@ def locate(counts: Array, item: Array) -> Items:
     item: int32[W], 0-based positions among all items.
   """
   ends = jnp.cumsum(counts, dtype=jnp.int32)
+  # XLA:CPU would repeat an unrolled search for each use of `row`. On an
+  # accelerator a loop would be one launch for each step.
   row = lax.platform_dependent(
-    ends, item, cpu=_row_in_loop, default=_row_in_one_kernel
+    ends,
+    item,
+    cpu=functools.partial(_num_ended, unroll=False),
+    default=functools.partial(_num_ended, unroll=True),
   )
-  begin = take(ends, row) - take(counts, row)
+  begin = take(ends, row - 1)  # 0 for the first.
   return Items(row, item - begin, (item >= 0) & (item < ends[-1]))
 
 
-def _row_in_loop(ends: Array, item: Array) -> Array:
-  """int32[W]. XLA:CPU would repeat an unrolled search for each use of `row`."""
-  return jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+def _num_ended(ends: Array, item: Array, *, unroll: bool) -> Array:
+  """int32[W]: how many of the ascending ends are at most each item."""
+  size = ends.shape[0]
+  steps = size.bit_length()
 
+  def halve(step: Array, count: Array) -> Array:
+    more = count + (jnp.int32(1 << (steps - 1)) >> step)
+    end = ends.at[more - 1].get(mode="clip")
+    return jnp.where((more <= size) & (end <= item), more, count)
 
-def _row_in_one_kernel(ends: Array, item: Array) -> Array:
-  """int32[W]. On an accelerator a loop would be one launch for each bit."""
-  row = jnp.searchsorted(ends, item, side="right", method="scan_unrolled")
-  return row.astype(jnp.int32)
+  return lax.fori_loop(0, steps, halve, zeros_like(item), unroll=unroll)
 
 
 def for_each(

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import enum
 import functools
 import inspect
 from collections.abc import Callable
@@ -16,21 +17,72 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax import lax
 
 from jaxkv._src.cache import checks
 from jaxkv._src.cache import ops
-from jaxkv._src.cache import status
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.describe import describe
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix.hashing import SlotHashes
-from jaxkv._src.cache.status import Outcome
 
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
+
+
+class Status(enum.IntEnum):
+  """What became of one row of a call.
+
+  OK: done.
+  SKIPPED: masked out. Nothing was asked, so nothing failed.
+  OUT_OF_PAGES: too few pages are free. This is pressure, not a mistake: retry
+    after pages were freed.
+  SLOT_FULL: the sequence needs more pages than a slot holds.
+  BAD_SLOT: a slot number is out of range, or named twice.
+  SLOT_IN_USE: the slot holds pages already.
+  SLOT_EMPTY: the slot holds no page.
+  BAD_LENGTH: a length or a count is zero, negative or too large.
+  NO_ROOM: there are more tokens than the slot's pages have room for.
+  BAD_PAGE: a page number is out of range, or the null page.
+  NOT_CACHED: the page, or every page of the prefix, is missing from the index.
+  NOT_PINNED: the page has no pin to give back.
+  STILL_HELD: a page is still referenced.
+  RECYCLED: a page that is needed was given back by `recycle`, or a recurrent
+    state that is needed was never kept.
+  """
+
+  OK = 0
+  SKIPPED = 1
+  OUT_OF_PAGES = 2
+  SLOT_FULL = 3
+  BAD_SLOT = 4
+  SLOT_IN_USE = 5
+  SLOT_EMPTY = 6
+  BAD_LENGTH = 7
+  NO_ROOM = 8
+  BAD_PAGE = 9
+  NOT_CACHED = 10
+  NOT_PINNED = 11
+  STILL_HELD = 12
+  RECYCLED = 13
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+  """What a verb did with each row of its call.
+
+  Attributes:
+    code: a `Status` for each row.  # int32[R]
+  """
+
+  code: Array
+
+  @property
+  def ok(self) -> Array:
+    """bool[R]: whether the row was done."""
+    return self.code == Status.OK
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +144,7 @@ class CacheState:
     pool: the pages.
     stats: what happened.
     epoch: the version of the weights that pages are valid for.  # uint32[]
-    error: the first failure's `Status`; see `status.sticky`.  # int32[]
+    error: the first failure's `Status`; see `sticky`.  # int32[]
   """
 
   config: CacheConfig = dataclasses.field(metadata={"static": True})
@@ -108,7 +160,7 @@ class CacheState:
   error: Array
 
   def __repr__(self) -> str:
-    return describe(self)
+    return describe(self, Status)
 
 
 class Copies(NamedTuple):
@@ -230,7 +282,7 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   plain: Any = function
 
   def vary_alike(state: CacheState, arguments: dict[str, Any]) -> Any:
-    state, arguments = alike((state, arguments))
+    state, arguments = ops.alike((state, arguments))
     return _recorded(plain(state, **arguments))
 
   vary_alike.__name__ = plain.__name__  # The verb's name in profiles.
@@ -256,28 +308,6 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
 
 
 _CASTS = {"mask": checks.as_bool, "salts": checks.as_key}
-
-
-def alike(tree: Any) -> Any:
-  """Makes arrays vary over all mesh axes that any of them varies over.
-
-  Inside `shard_map` the carry of a loop must not start to vary on the way. A
-  state made inside the shard is at first the same on all devices and tokens are
-  not, or the other way round. Outside of `shard_map` nothing is done.
-  """
-  axes = frozenset().union(*map(_axes, jax.tree.leaves(tree)))
-  if not axes:
-    return tree
-
-  def widened(leaf: Any) -> Any:
-    missing = tuple(axes - _axes(leaf))
-    return lax.pcast(leaf, missing, to="varying") if missing else leaf
-
-  return jax.tree.map(widened, tree)
-
-
-def _axes(leaf: Any) -> frozenset[str]:
-  return jax.typeof(leaf).manual_axis_type.varying
 
 
 def rows_of(
@@ -351,10 +381,49 @@ def _recorded(result: Any) -> Any:
   state, out = result
   if out.code.size == 0:
     return result
-  failed = status.is_failure(out.code)
+  failed = is_failure(out.code)
   state = dataclasses.replace(
     state,
     stats=counted(state.stats, failed_rows=failed),
-    error=status.sticky(state.error, out.code),
+    error=sticky(state.error, out.code),
   )
   return state, out
+
+
+def first_code(*cases: tuple[Array, Status | Array]) -> Array:
+  """The status of the first condition that holds, row by row, else OK."""
+  code = jnp.int32(Status.OK)
+  for condition, value in reversed(cases):
+    code = jnp.where(condition, jnp.asarray(value, jnp.int32), code)
+  return code
+
+
+def is_failure(code: Array) -> Array:
+  """Whether a row asked for something and did not get it."""
+  return (code != Status.OK) & (code != Status.SKIPPED)
+
+
+def sticky(error: Array, code: Array) -> Array:
+  """The state's error after a call.
+
+  The first failure stays, except that a mistake replaces OUT_OF_PAGES: running
+  out of pages is part of normal operation and must not hide a mistake.
+
+  Args:
+    error: int32[], the error so far.
+    code: int32[...], the statuses of the call's rows.
+
+  Returns:
+    int32[].
+  """
+  code = code.reshape(-1)
+  mistake = is_failure(code) & (code != Status.OUT_OF_PAGES)
+  pressure = code == Status.OUT_OF_PAGES
+  first_mistake = code[jnp.argmax(mistake)]
+  error = jnp.where(
+    (error == Status.OK) & jnp.any(pressure),
+    jnp.int32(Status.OUT_OF_PAGES),
+    error,
+  )
+  replaceable = (error == Status.OK) | (error == Status.OUT_OF_PAGES)
+  return jnp.where(replaceable & jnp.any(mistake), first_mistake, error)

@@ -13,8 +13,8 @@ from jaxkv._src.cache.groups.kinds import FullAttention
 from jaxkv._src.cache.groups.kinds import GroupKind
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.telemetry.events import Drained
-from jaxkv._src.cache.telemetry.residency import NUM_BINS
+from jaxkv._src.cache.telemetry import NUM_BINS
+from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.cache.verbs import inspect
 from jaxkv._src.host import options
 from jaxkv._src.host import request as requests

@@ -27,9 +27,9 @@ from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.prefix.publish import publish
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import in_range
 from jaxkv._src.cache.state import roots
-from jaxkv._src.cache.status import Status
 from jaxkv._src.cache.verbs.free import drop_behind
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.cache.verbs.reset import reset_prefix_cache
@@ -230,7 +230,7 @@ def _plan(
   """The columns of rows that require so many, int32[R, G]."""
   config = state.config
   if hits is None:
-    return reserve.reservation(config, hit=held, stop=required, begins=begins)
+    return reserve.reservation(state, hit=held, stop=required, begins=begins)
   skipped = config.sizes.skipped_pages(call.behind)
   attaches = jnp.any(hits.stop > 0, axis=1) | (call.external > 0)
   attaches = (begins & attaches)[:, None]
@@ -244,7 +244,7 @@ def _plan(
     lambda _, size: ops.quotient(call.behind + (size - 1), size)
   )
   return reserve.reservation(
-    config,
+    state,
     first=jnp.where(attaches, skipped, 0),
     hit=hit,
     external=jnp.where(arriving, jnp.maximum(hit, reached), hit),
@@ -404,10 +404,8 @@ def look_up(
     length: int32[1].
     salt: uint32[1, 4].
   """
-  config, index = state.config, state.pool.index
-  found = longest_prefix.find(
-    config, index, roots(state, salt), tokens, length, length > 0
-  )
+  config = state.config
+  found = longest_prefix.find(state, tokens, length, length > 0, salt)
   pages = found.attached_pages(config, found.pages.shape[2])
   return Found(
     num_tokens=found.num_cached_tokens[0],

@@ -12,7 +12,7 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.state import alike
+from jaxkv._src.cache.ops import alike
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig

@@ -25,10 +25,10 @@ from jax import lax
 
 from jaxkv import kv as kv_memory
 from jaxkv._src.cache import ops
+from jaxkv._src.cache.ops import alike
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import alike
-from jaxkv._src.cache.status import Status
-from jaxkv._src.cache.status import is_failure
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import is_failure
 from jaxkv._src.cache.verbs.admit import admit
 from jaxkv._src.cache.verbs.allocate import allocate
 from jaxkv._src.cache.verbs.commit import commit

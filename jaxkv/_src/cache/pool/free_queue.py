@@ -89,8 +89,7 @@ def pop(
   valid = live & (count <= wanted)
   num_popped = count[-1] - jnp.maximum(count[-1] - wanted, 0)
   stays = (live & ~valid) | (lanes >= queue.span)
-  passed = jnp.where(jnp.any(stays), jnp.argmax(stays), window)
-  passed = passed.astype(jnp.int32)
+  passed = jnp.min(jnp.where(stays, lanes, window))
   # The head passes every entry that is popped, so positions can stay.
   queue = dataclasses.replace(
     queue,

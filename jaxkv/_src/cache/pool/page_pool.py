@@ -5,6 +5,7 @@ more reference), `drop` (one reference less; back to the queue at none).
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,16 +13,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
+from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool.free_queue import FreeQueue
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
 from jaxkv._src.cache.prefix.prefix_index import RemovedPages
-from jaxkv._src.cache.telemetry import events
-from jaxkv._src.cache.telemetry import residency
-from jaxkv._src.cache.telemetry.events import EventLog
-from jaxkv._src.cache.telemetry.residency import PageAges
+from jaxkv._src.cache.telemetry import EventLog
+from jaxkv._src.cache.telemetry import PageAges
 
 
 @jax.tree_util.register_dataclass
@@ -81,9 +81,11 @@ def init(config: CacheConfig) -> PoolState:
     pin_count=jnp.zeros((pages,), jnp.int32),
     queue=free_queue.init(pages),
     index=index,
-    events=events.init(config) if config.event_log else None,
+    events=telemetry.init_log(config.event_log, pages, max(config.page_sizes))
+    if config.event_log
+    else None,
     new=jnp.zeros((pages,), bool) if config.track_new_pages else None,
-    ages=residency.init(pages) if config.track_residency else None,
+    ages=telemetry.init_ages(pages) if config.track_residency else None,
   )
 
 
@@ -156,7 +158,7 @@ def drop(
     left = last & ~is_cached(pool, pages)
   ages = pool.ages
   if ages is not None and pool.index is not None:
-    ages = residency.released(ages, pages, last, pool.index.clock)
+    ages = telemetry.stamp_released(ages, pages, last, pool.index.clock)
   queue = dataclasses.replace(pool.queue, position=position)
   queue = free_queue.push_back(
     queue, pages, last & ~left, notes=_left_by(owner), noted=left
@@ -201,6 +203,23 @@ def unpublish(
   return pool, jnp.int32(0) if removed is None else removed.total
 
 
+def clear(pool: PoolState, done: Array) -> PoolState:
+  """Takes all pages out of the index if `done`, bool[]."""
+  index, log = pool.index, pool.events
+  if index is not None:
+    index = jax.tree.map(
+      functools.partial(jnp.where, done), prefix_index.clear(index), index
+    )
+  if log is not None:
+    log = telemetry.log_cleared(log, done)
+  return dataclasses.replace(pool, index=index, events=log)
+
+
+def free_pages(pool: PoolState) -> Array:
+  """int32[C]: the free pages in eviction order, then zeros."""
+  return free_queue.in_order(pool.queue)
+
+
 def _unpublish(
   pool: PoolState, pages: Array, valid: Array
 ) -> tuple[PoolState, RemovedPages | None]:
@@ -209,7 +228,7 @@ def _unpublish(
   index, removed = prefix_index.remove(pool.index, pages, valid)
   log = pool.events
   if log is not None:
-    log = events.removed(log, removed.valid, pages, removed.keys)
+    log = telemetry.log_removed(log, removed.valid, pages, removed.keys)
   return dataclasses.replace(pool, index=index, events=log), removed
 
 
@@ -220,7 +239,7 @@ def _count_ages(
   ages, index = pool.ages, pool.index
   if ages is None or index is None or removed is None:
     return ages
-  return residency.evicted(
+  return telemetry.count_evicted(
     ages, pages, removed.valid, removed.stamps, index.clock
   )
 

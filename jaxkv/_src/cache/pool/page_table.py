@@ -200,15 +200,12 @@ def place_of(
   filled: Ranges, items: Items, *, descending: bool = False
 ) -> tuple[Array, Array, Array]:
   """Slot, group and column of items; NOWHERE as column of invalid items."""
-  if descending:
-    column = ops.take(filled.stop, items.row) - 1 - items.offset
-  else:
-    column = ops.take(filled.start, items.row) + items.offset
-  return (
-    ops.take(filled.slot, items.row, fill=ops.NOWHERE),
-    ops.take(filled.group, items.row),
-    ops.where_valid(items.valid, column),
-  )
+  edge = filled.stop if descending else filled.start
+  of_range = jnp.stack([filled.slot, filled.group, edge], axis=-1)
+  found = ops.take(of_range, items.row, fill=ops.NOWHERE)
+  slot, group, column = (found[:, i] for i in range(3))
+  column += -1 - items.offset if descending else items.offset
+  return slot, group, ops.where_valid(items.valid, column)
 
 
 def _is_page(pool: PoolState, pages: Array) -> Array:

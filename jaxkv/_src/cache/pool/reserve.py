@@ -16,15 +16,14 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.groups import recurrent
 from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_table import ReadPages
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import counted
-from jaxkv._src.cache.status import Status
 
 
 class Reservation(NamedTuple):
@@ -80,7 +79,7 @@ class HitPages(NamedTuple):
 
 
 def reservation(
-  config: CacheConfig,
+  state: CacheState,
   *,
   hit: Array,
   stop: Array,
@@ -94,7 +93,7 @@ def reservation(
   chex.assert_equal_shape([first, hit, external, stop])
   chex.assert_shape(begins, hit.shape[:1])
   stop = jnp.maximum(stop, external)
-  fresh = recurrent.first_fresh(config, external, stop, begins)
+  fresh = recurrent.first_fresh(state.config, external, stop, begins)
   return Reservation(first, hit, external, fresh, stop, begins)
 
 
@@ -236,8 +235,9 @@ def in_order(
     return granted & (taken > available - keep_free)
 
   def refuse(granted: Array) -> Array:
-    first = jnp.argmax(overdrawn(granted))
-    before = jnp.arange(need.shape[0]) < first
+    rows = jnp.arange(need.shape[0], dtype=jnp.int32)
+    over = overdrawn(granted)
+    before = rows < jnp.min(jnp.where(over, rows, need.shape[0]))
     left = available - jnp.sum(
       jnp.where(granted & before, need, 0), dtype=jnp.int32
     )

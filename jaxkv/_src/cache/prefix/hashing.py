@@ -20,6 +20,7 @@ Elsewhere a loop would be a dozen launches instead of one.
 """
 
 import dataclasses
+import functools
 import hashlib
 
 import jax
@@ -30,7 +31,6 @@ from jax import lax
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.prefix import rules
 
 KEY_WORDS = 4
 _ROUNDS = 8
@@ -142,9 +142,8 @@ def page_digests(config: CacheConfig, tokens: Array) -> Array:
   )
 
   def absorb(state: Words, block: Array) -> tuple[Words, None]:
-    return _permute(
-      _mixed(state, (block[0], block[1], block[2], block[3]))
-    ), None
+    state = _mixed(state, (block[0], block[1], block[2], block[3]))
+    return _permute(state, at_once=4), None
 
   return _stack(lax.scan(absorb, start, blocks)[0])
 
@@ -203,23 +202,23 @@ def chain_keys(previous: Array, digests: Array) -> Array:
   return jnp.moveaxis(_stack(keys), 0, 1)
 
 
-def _permute(words: Words) -> Words:
+def _permute(words: Words, at_once: int = 2) -> Words:
+  """Eight rounds; on a CPU so many at once in a loop."""
   return lax.platform_dependent(
-    words, cpu=_permute_in_loop, default=_permute_in_one_kernel
+    words,
+    cpu=functools.partial(_rounds, at_once=at_once),
+    default=functools.partial(_rounds, at_once=_ROUNDS),
   )
 
 
-def _permute_in_loop(words: Words) -> Words:
-  def four_rounds(_, words: Words) -> Words:
-    return _round(_round(_round(_round(words))))
+def _rounds(words: Words, *, at_once: int) -> Words:
+  def some(_, words: Words) -> Words:
+    for _ in range(at_once):
+      words = _round(words)
+    return words
 
-  return lax.fori_loop(0, _ROUNDS // 4, four_rounds, words)
-
-
-def _permute_in_one_kernel(words: Words) -> Words:
-  for _ in range(_ROUNDS):
-    words = _round(words)
-  return words
+  trips = _ROUNDS // at_once
+  return lax.fori_loop(0, trips, some, words, unroll=trips == 1)
 
 
 def _mixed(a: Words, b: Words) -> Words:
@@ -303,7 +302,7 @@ def init_slots(config: CacheConfig) -> SlotHashes | None:
     chain=jnp.zeros((slots, KEY_WORDS), jnp.uint32),
     tail=jnp.zeros((slots, config.alignment), jnp.int32),
   )
-  if not rules.keeps_some(config):
+  if not config.publishes_by_prompt:
     return hashes
   return dataclasses.replace(
     hashes,

@@ -14,6 +14,8 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import roots
 
 
 class Prefix(NamedTuple):
@@ -52,32 +54,31 @@ class Prefix(NamedTuple):
 
 
 def find(
-  config: CacheConfig,
-  index: PrefixIndex | None,
-  roots: Array,
+  state: CacheState,
   tokens: Array,
   lengths: Array,
   asked: Array,
+  salts: Array | None = None,
 ) -> Prefix:
   """Looks sequences up.
 
   At most `length - 1` tokens are found: one must be computed for its logits.
 
   Args:
-    config: the cache's groups.
-    index: its prefix index; nothing is found without one.
-    roots: uint32[R, 4] or uint32[4], see `state.roots`.
+    state: the cache; without prefix caching nothing is found.
     tokens: int32[R, T].
     lengths: int32[R]; a length outside of 1 .. T finds nothing.
     asked: bool[R], the sequences to look for. Costs nothing when all are False.
+    salts: uint32[R, 4]; None for none.
   """
+  config, index = state.config, state.pool.index
   rows, columns = tokens.shape[0], tokens.shape[1] // config.page_size
   columns = 0 if index is None else columns
   possible = jnp.where(
     asked & (lengths >= 1) & (lengths <= tokens.shape[1]), lengths - 1, 0
   )
   zero = ops.zeros_like(possible)
-  root = jnp.broadcast_to(roots, (rows, hashing.KEY_WORDS))
+  root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
   no_columns = config.sizes.full_pages(zero)
   no_pages = jnp.broadcast_to(
     no_columns[..., None], (*no_columns.shape, columns)

@@ -191,7 +191,8 @@ def insert(
     nth = jnp.cumsum(vacant, axis=1, dtype=jnp.int32) - 1
     chosen = vacant & (nth == turn[:, None])
     fits = pending & jnp.any(chosen, axis=1)
-    way = jnp.argmax(chosen, axis=1).astype(jnp.int32)
+    ways = jnp.arange(BUCKET_PAGES, dtype=jnp.int32)[None]
+    way = jnp.max(jnp.where(chosen, ways, 0), axis=1)
     buckets = ops.put(buckets, ops.where_valid(fits, bucket), way, values=pages)
     position = jnp.where(fits, bucket * BUCKET_PAGES + way, position)
     return buckets, position, _next_bucket(index, keys, bucket), pending & ~fits

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
+from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.ops import Items
 from jaxkv._src.cache.ops import Rows
@@ -21,7 +22,6 @@ from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import counted
-from jaxkv._src.cache.telemetry import events
 
 ROWS_AT_ONCE = 32
 """Rows whose tokens are hashed in one trip."""
@@ -164,6 +164,73 @@ def publish(
   return state, done.num_published
 
 
+def lost_tokens(state: CacheState, rows: Rows, lengths: Array) -> Array:
+  """bool[R]: whether `roll_back` would read tokens from a page that is gone."""
+  config = state.config
+  if state.hashes is None:
+    return lengths < 0
+  aligned = lengths // config.alignment * config.alignment
+  length, gone = rows.read(state.length), rows.read(state.num_skipped_pages)
+  moved = aligned < length // config.alignment * config.alignment
+  group = config.token_group
+  if config.groups[group].holds_states:
+    # Only the ends of pages have a state, and there no token is read back.
+    return moved & (aligned < lengths)
+  begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
+  return moved & (begin < gone[:, group])
+
+
+def roll_back(
+  state: CacheState,
+  rows: Rows,
+  lengths: Array,
+  served: Array,
+  last: Array,
+  reopened: Array,
+) -> CacheState:
+  """Takes the chain and the tail of slots back to a shorter length.
+
+  The tokens behind its last aligned position are read back from the pages of
+  one group.
+
+  Args:
+    state: the cache.
+    rows: the slots.
+    lengths: int32[R].
+    served: bool[R], the rows that count.
+    last: int32[R, G], the last page of each row.
+    reopened: bool[R, G], where that page leaves the index.
+  """
+  config, hashes, index = state.config, state.hashes, state.pool.index
+  if hashes is None or index is None:
+    return state
+  size, slots = config.page_sizes[config.token_group], rows.slots
+  group = jnp.full_like(slots, config.token_group)
+  aligned = lengths // config.alignment
+  steps = config.alignment // size
+  first = aligned * steps
+  before = ops.take(state.page_table, slots, group, first - 1)
+  key = hashing.group_key(config, prefix_index.key_of(index, before), group)
+  root = rows.read(hashes.root)
+  chain = jnp.where((aligned == 0)[:, None], root, key)
+  columns = first[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
+  pages = ops.take(state.page_table, slots[:, None], group[:, None], columns)
+  tail = ops.take(index.tokens, pages)[..., :size]
+  tail = tail.reshape(slots.shape[0], config.alignment)
+  moved = served & (aligned < rows.read(state.length) // config.alignment)
+  hashes = dataclasses.replace(
+    hashes,
+    chain=rows.write(hashes.chain, moved, chain),
+    tail=rows.write(hashes.tail, moved, tail),
+  )
+  # The keys are read before the index changes.
+  last = ops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
+  pool, _ = page_pool.unpublish(
+    state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)
+  )
+  return dataclasses.replace(state, hashes=hashes, pool=pool)
+
+
 def _publish_rows(
   config: CacheConfig,
   hashes: SlotHashes,
@@ -303,7 +370,7 @@ def _insert(
   )
   log = pool.events
   if log is not None:
-    log = events.stored(
+    log = telemetry.log_stored(
       log,
       published & ~again,
       pages,

@@ -31,11 +31,6 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
   return config.sizes.by_group(final)
 
 
-def keeps_some(config: CacheConfig) -> bool:
-  """Whether `published` depends on a sequence's prompt."""
-  return config.prefix_retention_interval is not None
-
-
 def published(
   config: CacheConfig,
   pages: Array,

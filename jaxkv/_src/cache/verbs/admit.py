@@ -13,17 +13,15 @@ from jaxkv._src.cache.pool.reserve import reservation
 from jaxkv._src.cache.pool.reserve import reserve
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import longest_prefix
-from jaxkv._src.cache.prefix.longest_prefix import Prefix
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import counted
+from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import in_range
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import mask_or_all
-from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.status import Outcome
-from jaxkv._src.cache.status import Status
-from jaxkv._src.cache.status import first_code
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +91,7 @@ def match(
   """
   config = state.config
   asked = mask_or_all(mask, tokens)
-  found = _find(state, tokens, lengths, salts, asked)
+  found = longest_prefix.find(state, tokens, lengths, asked, salts)
   pages = found.attached_pages(config, tokens.shape[1] // config.page_size)
   return Matched(num_cached_tokens=found.num_cached_tokens, pages=pages)
 
@@ -177,7 +175,7 @@ def admit(
   taken = ~skipped & ops.any_earlier(slots, code == Status.OK)
   code = jnp.where(taken, jnp.int32(Status.SLOT_IN_USE), code)
   asked = code == Status.OK
-  found = _find(state, tokens, lengths, salts, asked)
+  found = longest_prefix.find(state, tokens, lengths, asked, salts)
   cached = found.num_cached_tokens
   # The smaller of the two sums, without computing one that may overflow.
   room = cached + jnp.minimum(num_tokens, lengths - cached)
@@ -187,7 +185,7 @@ def admit(
   too_many = asked & config.sizes.too_many(stop)
   code = jnp.where(too_many, jnp.int32(Status.SLOT_FULL), code)
   plan = reservation(
-    config,
+    state,
     first=found.first,
     hit=found.stop,
     stop=stop,
@@ -219,20 +217,3 @@ def admit(
   )
   out = Admitted(code=code, num_cached_tokens=cached)
   return state, out
-
-
-def _find(
-  state: CacheState,
-  tokens: Array,
-  lengths: Array,
-  salts: Array | None,
-  asked: Array,
-) -> Prefix:
-  return longest_prefix.find(
-    state.config,
-    state.pool.index,
-    roots(state, salts),
-    tokens,
-    lengths,
-    asked,
-  )

@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool.reserve import reservation
 from jaxkv._src.cache.pool.reserve import reserve
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.status import Outcome
-from jaxkv._src.cache.status import Status
-from jaxkv._src.cache.status import first_code
 
 
 @jax.tree_util.register_dataclass
@@ -76,9 +76,7 @@ def allocate(
   rows = rows_of(state, slots, mask)
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, rows.slots)
   held = rows.read(state.num_pages)
-  stop, code = _columns_wanted(
-    config, rows.read(state.length), num_tokens, encoder
-  )
+  stop, code = _columns_wanted(state, rows, num_tokens, encoder)
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),
@@ -86,7 +84,7 @@ def allocate(
   )
   begins = held[:, config.first_self_group] == 0
   plan = reservation(
-    config, hit=held, stop=jnp.maximum(stop, held), begins=begins
+    state, hit=held, stop=jnp.maximum(stop, held), begins=begins
   )
   state, code = reserve(state, rows, plan, code)
   num_new = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
@@ -99,9 +97,10 @@ def allocate(
 
 
 def _columns_wanted(
-  config: CacheConfig, length: Array, num_tokens: Array, encoder: Array
+  state: CacheState, rows: Rows, num_tokens: Array, encoder: Array
 ) -> tuple[Array, Array]:
   """Columns that rows ask for, int32[R, G], and the statuses of the rows."""
+  config, length = state.config, rows.read(state.length)
   too_many = num_tokens > config.slot_tokens - length
   too_many |= encoder > config.slot_tokens
   more, encoder_more = (

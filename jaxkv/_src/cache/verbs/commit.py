@@ -8,11 +8,11 @@ from jax import Array
 
 from jaxkv._src.cache.prefix.publish import publish
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.status import Outcome
-from jaxkv._src.cache.status import Status
-from jaxkv._src.cache.status import first_code
 
 
 @jax.tree_util.register_dataclass

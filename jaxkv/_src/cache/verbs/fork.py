@@ -13,13 +13,13 @@ from jaxkv._src.cache.pool import reserve
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Copies
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import in_range
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import mask_or_all
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.status import Outcome
-from jaxkv._src.cache.status import Status
-from jaxkv._src.cache.status import first_code
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +92,7 @@ def fork(
   )
   first = jnp.minimum(ops.take(state.num_skipped_pages, src), full)
   plan = reserve.reservation(
-    config, first=first, hit=full, stop=stop, begins=jnp.ones_like(skipped)
+    state, first=first, hit=full, stop=stop, begins=jnp.ones_like(skipped)
   )
   code = reserve.grant(state, plan, code)
   served = code == Status.OK

@@ -9,20 +9,17 @@ from jax import Array
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.groups import recurrent
 from jaxkv._src.cache.ops import Rows
-from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool import reserve
-from jaxkv._src.cache.prefix import hashing
-from jaxkv._src.cache.prefix import prefix_index
-from jaxkv._src.cache.prefix.hashing import SlotHashes
+from jaxkv._src.cache.prefix import publish
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Copies
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.status import Outcome
-from jaxkv._src.cache.status import Status
-from jaxkv._src.cache.status import first_code
 
 
 @verb
@@ -271,18 +268,17 @@ def truncate(
   keep = jnp.where((lengths > 0)[:, None], keep, 0)
   # A shared last page is given back and replaced by a fresh one.
   plan = reserve.reservation(
-    config,
+    state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)
   served = code == Status.OK
-  hashes, read = _roll_back_hashes(state, rows, lengths, served)
-  last = ops.read_before(read, last)
-  state, scratch = _give_back(
-    state, rows, plan, served, last, reopened & ~shared
+  state = publish.roll_back(
+    state, rows, lengths, served, last, reopened & ~shared
   )
+  state, scratch = _give_back(state, rows, plan, served)
   state = reserve.take(state, rows, plan, served)
   replaced = shared & served[:, None]
   no_page = jnp.int32(config.no_page)
@@ -296,7 +292,6 @@ def truncate(
     num_pages=rows.write(state.num_pages, served, keep + scratch),
     num_skipped_pages=rows.write(state.num_skipped_pages, served, skipped),
     length=rows.write(state.length, served, lengths),
-    hashes=hashes,
   )
   return state, Truncated(code=code, copies=copies)
 
@@ -306,8 +301,6 @@ def _give_back(
   rows: Rows,
   plan: reserve.Reservation,
   served: Array,
-  last: Array,
-  reopened: Array,
 ) -> tuple[CacheState, Array]:
   """Gives back the columns behind `plan.hit`.
 
@@ -316,8 +309,6 @@ def _give_back(
     rows: the slots.
     plan: the columns that they keep, or get anew.
     served: bool[R], the rows that count.
-    last: int32[R, G], the page in column `plan.stop - 1`.
-    reopened: bool[R, G], where that page is kept and loses its key.
 
   Returns:
     The cache, and int32[R, G]: the scratch pages that remain.
@@ -327,12 +318,9 @@ def _give_back(
   start = jnp.where(served[:, None], plan.hit, held)
   scratch = recurrent.num_scratch(config, held, keep)
   scratch = jnp.where(keep > 0, scratch, 0)
-  pool, _ = page_pool.unpublish(
-    state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)
-  )
   slots = rows.where(served)
   pool, table = page_table.shrink(
-    pool,
+    state.pool,
     state.page_table,
     page_table.ranges(slots, start, held - scratch),
     left=config.no_page,
@@ -354,51 +342,4 @@ def _needs_recycled(state: CacheState, rows: Rows, lengths: Array) -> Array:
   needed |= ~recurrent.can_continue(
     config, state.page_table, rows.slots, length, lengths
   )
-  if state.hashes is None:
-    return needed
-  # The tokens behind the last aligned position are read back from the pages
-  # of one group.
-  aligned = lengths // config.alignment * config.alignment
-  moved = aligned < length // config.alignment * config.alignment
-  group = config.token_group
-  if config.groups[group].holds_states:
-    # Only the ends of pages have a state, and there no token is read back.
-    lost = aligned < lengths
-  else:
-    begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
-    lost = begin < gone[:, group]
-  return needed | ((lengths > 0) & moved & lost)
-
-
-def _roll_back_hashes(
-  state: CacheState, rows: Rows, lengths: Array, served: Array
-) -> tuple[SlotHashes | None, Array]:
-  """The chain and the tail as they were at the shorter length.
-
-  Returns:
-    They, and int32[] for `ops.read_before`: computed from the keys read.
-  """
-  config, hashes, index = state.config, state.hashes, state.pool.index
-  if hashes is None or index is None:
-    return None, jnp.int32(0)
-  size, slots = config.page_sizes[config.token_group], rows.slots
-  group = jnp.full_like(slots, config.token_group)
-  aligned = lengths // config.alignment
-  steps = config.alignment // size
-  first = aligned * steps
-  before = ops.take(state.page_table, slots, group, first - 1)
-  key = hashing.group_key(config, prefix_index.key_of(index, before), group)
-  root = rows.read(hashes.root)
-  chain = jnp.where((aligned == 0)[:, None], root, key)
-  columns = first[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
-  pages = ops.take(state.page_table, slots[:, None], group[:, None], columns)
-  tail = ops.take(index.tokens, pages)[..., :size]
-  moved = served & (aligned < rows.read(state.length) // config.alignment)
-  hashes = dataclasses.replace(
-    hashes,
-    chain=rows.write(hashes.chain, moved, chain),
-    tail=rows.write(
-      hashes.tail, moved, tail.reshape(slots.shape[0], config.alignment)
-    ),
-  )
-  return hashes, jnp.max(key >> 1).astype(jnp.int32)
+  return needed | ((lengths > 0) & publish.lost_tokens(state, rows, lengths))

@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache.pool import free_queue
+from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Stats
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.telemetry import events
-from jaxkv._src.cache.telemetry.events import Drained
-from jaxkv._src.cache.telemetry.residency import Residency
+from jaxkv._src.cache.telemetry import Drained
+from jaxkv._src.cache.telemetry import Residency
 
 
 @verb
@@ -139,7 +138,7 @@ def free_pages(state: CacheState) -> list[int]:
   """
   check_single(state)
   count = int(state.pool.queue.num_free)
-  return np.asarray(free_queue.in_order(state.pool.queue))[:count].tolist()
+  return np.asarray(page_pool.free_pages(state.pool))[:count].tolist()
 
 
 def cached_pages(state: CacheState) -> list[int]:
@@ -193,8 +192,8 @@ def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
       "`state` must keep events; make it with CacheConfig(event_log=...), the "
       "number of events between two readings."
     )
-  drained = events.read(log, state.config.page_sizes)
-  pool = dataclasses.replace(state.pool, events=events.emptied(log))
+  drained = telemetry.read_log(log, state.config.page_sizes)
+  pool = dataclasses.replace(state.pool, events=telemetry.empty_log(log))
   return dataclasses.replace(state, pool=pool), drained
 
 

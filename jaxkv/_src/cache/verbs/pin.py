@@ -13,12 +13,11 @@ from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.pool.page_table import Ranges
 from jaxkv._src.cache.prefix import longest_prefix
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import mask_or_all
-from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.status import Outcome
-from jaxkv._src.cache.status import Status
-from jaxkv._src.cache.status import first_code
 
 
 @jax.tree_util.register_dataclass
@@ -113,14 +112,7 @@ def pin(
   config = state.config
   asked = mask_or_all(mask, tokens)
   bad = (lengths < 1) | (lengths > tokens.shape[1])
-  found = longest_prefix.find(
-    config,
-    state.pool.index,
-    roots(state, salts),
-    tokens,
-    lengths,
-    asked & ~bad,
-  )
+  found = longest_prefix.find(state, tokens, lengths, asked & ~bad, salts)
   code = first_code(
     (~asked, Status.SKIPPED),
     (bad, Status.BAD_LENGTH),

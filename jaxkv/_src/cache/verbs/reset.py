@@ -3,19 +3,17 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
+from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.prefix import hashing
-from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import verb
-from jaxkv._src.cache.status import Outcome
-from jaxkv._src.cache.status import Status
-from jaxkv._src.cache.status import first_code
-from jaxkv._src.cache.telemetry import events
 
 
 class NewEpoch(NamedTuple):
@@ -62,17 +60,7 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
   pool = state.pool
   held = pool.queue.num_free < state.config.num_pages - 1
   code = first_code((held, Status.STILL_HELD))
-  if pool.index is not None:
-    index = jax.tree.map(
-      lambda old, new: jnp.where(held, old, new),
-      pool.index,
-      prefix_index.clear(pool.index),
-    )
-    pool = dataclasses.replace(pool, index=index)
-  if pool.events is not None:
-    log = events.cleared(pool.events, ~held)
-    pool = dataclasses.replace(pool, events=log)
-  state = dataclasses.replace(state, pool=pool)
+  state = dataclasses.replace(state, pool=page_pool.clear(pool, ~held))
   return state, Outcome(code=code)
 
 

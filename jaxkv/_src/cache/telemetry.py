@@ -1,7 +1,11 @@
-"""A fixed-size device log of KV-cache events: pages stored, removed, cleared.
+"""What a cache tells about itself: its event log, and ages of evicted pages.
 
-For mirrors of the prefix index elsewhere, such as a router's. Where the log is
-full, further events are counted and lost; the first ones stay.
+The log has a fixed size: pages stored, removed, cleared, for mirrors of the
+prefix index elsewhere, such as a router's. Where it is full, further events are
+counted and lost; the first ones stay.
+
+The unit of an age is a published page (`PrefixIndex.clock`): which pages a
+cache of another size would have kept does not depend on how fast pages fill.
 """
 
 import dataclasses
@@ -11,13 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax import lax
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import key_bytes
 
 STORED, REMOVED, CLEARED = 0, 1, 2
+
+NUM_BINS = 33
+"""The numbers of bits that a uint32 can have, 0 to 32."""
 
 
 @jax.tree_util.register_dataclass
@@ -98,9 +105,8 @@ class Drained(NamedTuple):
   num_lost: int
 
 
-def init(config: CacheConfig) -> EventLog:
-  """An empty log."""
-  size = config.event_log
+def init_log(size: int, num_pages: int, page_size: int) -> EventLog:
+  """An empty log of so many events, for pages of at most `page_size` tokens."""
   return EventLog(
     kind=jnp.zeros((size,), jnp.int32),
     page=jnp.zeros((size,), jnp.int32),
@@ -109,13 +115,13 @@ def init(config: CacheConfig) -> EventLog:
     key=jnp.zeros((size, KEY_WORDS), jnp.uint32),
     parent=jnp.zeros((size, KEY_WORDS), jnp.uint32),
     root=jnp.zeros((size, KEY_WORDS), jnp.uint32),
-    tokens=jnp.zeros((size, max(config.page_sizes)), jnp.int32),
+    tokens=jnp.zeros((size, page_size), jnp.int32),
     count=jnp.int32(0),
-    group_of=jnp.zeros((config.num_pages,), jnp.int32),
+    group_of=jnp.zeros((num_pages,), jnp.int32),
   )
 
 
-def stored(
+def log_stored(
   log: EventLog, valid: Array, pages: Array, group: Array, **fields: Array
 ) -> EventLog:
   """Logs valid pages that were published, in the order given.
@@ -132,27 +138,29 @@ def stored(
     log, group_of=ops.put(log.group_of, place, values=group)
   )
   kind = jnp.full_like(pages, STORED)
-  return _pushed(log, valid, kind=kind, page=pages, group=group, **fields)
+  return _push(log, valid, kind=kind, page=pages, group=group, **fields)
 
 
-def removed(log: EventLog, valid: Array, pages: Array, keys: Array) -> EventLog:
+def log_removed(
+  log: EventLog, valid: Array, pages: Array, keys: Array
+) -> EventLog:
   """Logs valid pages that left the index, in the order given."""
   group = ops.take(log.group_of, pages)
   kind = jnp.full_like(pages, REMOVED)
-  return _pushed(log, valid, kind=kind, page=pages, group=group, key=keys)
+  return _push(log, valid, kind=kind, page=pages, group=group, key=keys)
 
 
-def cleared(log: EventLog, done: Array) -> EventLog:
+def log_cleared(log: EventLog, done: Array) -> EventLog:
   """Logs that all pages left the index, if `done`, bool[]."""
-  return _pushed(log, done[None], kind=jnp.full((1,), CLEARED, jnp.int32))
+  return _push(log, done[None], kind=jnp.full((1,), CLEARED, jnp.int32))
 
 
-def emptied(log: EventLog) -> EventLog:
+def empty_log(log: EventLog) -> EventLog:
   """The log after a reading: empty."""
   return dataclasses.replace(log, count=jnp.zeros_like(log.count))
 
 
-def _pushed(log: EventLog, valid: Array, **fields: Array) -> EventLog:
+def _push(log: EventLog, valid: Array, **fields: Array) -> EventLog:
   rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = ops.where_valid(valid, log.count + rank - 1)
   written = {
@@ -164,7 +172,7 @@ def _pushed(log: EventLog, valid: Array, **fields: Array) -> EventLog:
   return dataclasses.replace(log, count=count, **written)
 
 
-def read(log: EventLog, page_sizes: tuple[int, ...]) -> Drained:
+def read_log(log: EventLog, page_sizes: tuple[int, ...]) -> Drained:
   """The events of a log, on the host.
 
   Args:
@@ -192,3 +200,89 @@ def _event(
   parent = key_bytes(log.parent[row]) if log.column[row] > 0 else None
   tokens = tuple(np.asarray(log.tokens[row])[: sizes[group]].tolist())
   return Stored(page, group, key, parent, key_bytes(log.root[row]), tokens)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residency:
+  """Ages of the pages evicted since `init`, in pages published meanwhile.
+
+  Ages are counted by their number of bits: entry 0 is for age 0, entry i for
+  ages of `2**(i - 1)` to `2**i - 1`. The difference of two readings, `later -
+  earlier`, tells of the time between them.
+
+  Attributes:
+    lifetime: pages by their time since publication.  # uint32[33]
+    idle: pages by their time in the free queue.  # uint32[33]
+  """
+
+  lifetime: Array
+  idle: Array
+
+  def __sub__(self, earlier: "Residency") -> "Residency":
+    """What happened between two readings."""
+    return jax.tree.map(lambda late, early: late - early, self, earlier)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageAges:
+  """Per-page timestamps, and the ages counted so far.
+
+  Attributes:
+    released: the clock when a page's last reference was given back.
+      # uint32[N]
+    evicted: the ages of evicted pages.
+  """
+
+  released: Array
+  evicted: Residency
+
+
+def init_ages(num_pages: int) -> PageAges:
+  """No page was evicted yet."""
+  lifetime, idle = (jnp.zeros((NUM_BINS,), jnp.uint32) for _ in range(2))
+  return PageAges(
+    released=jnp.zeros((num_pages,), jnp.uint32),
+    evicted=Residency(lifetime=lifetime, idle=idle),
+  )
+
+
+def stamp_released(
+  ages: PageAges, pages: Array, valid: Array, clock: Array
+) -> PageAges:
+  """Stamps valid pages int32[W], all different, that became free."""
+  count = (ages.evicted.idle[0] >> 1).astype(jnp.int32)
+  place = ops.read_before(count, ops.where_valid(valid, pages))
+  return dataclasses.replace(
+    ages, released=ops.put(ages.released, place, values=clock)
+  )
+
+
+def count_evicted(
+  ages: PageAges, pages: Array, valid: Array, stamps: Array, clock: Array
+) -> PageAges:
+  """Counts the ages of evicted pages.
+
+  Args:
+    ages: the ages so far.
+    pages: int32[W], from the free queue.
+    valid: bool[W], those that were cached until now.
+    stamps: uint32[W], the clock when they were published.
+    clock: uint32[], the clock now.
+  """
+  since = ops.take(ages.released, pages)
+  counts = ages.evicted
+  return dataclasses.replace(
+    ages,
+    evicted=Residency(
+      lifetime=_count(counts.lifetime, clock - stamps, valid),
+      idle=_count(counts.idle, clock - since, valid),
+    ),
+  )
+
+
+def _count(counts: Array, age: Array, valid: Array) -> Array:
+  bits = jnp.int32(32) - lax.clz(age).astype(jnp.int32)
+  place = ops.where_valid(valid, bits)
+  return ops.add(counts, place, values=jnp.uint32(1))

@@ -1,1 +1,0 @@
-"""What observers read from a cache: events, page ages, new pages."""
