@@ -294,13 +294,13 @@ MUTANTS = {
   ),
   # --- match -----------------------------------------------------------------
   "the whole sequence may be cached": Mutant(
-    "prefix.longest_prefix:find", text("lengths - 1, 0", "lengths, 0"), LOOK
+    "algorithms.longest_prefix:find", text("lengths - 1, 0", "lengths, 0"), LOOK
   ),
   "one group is enough for a hit": Mutant(
-    "prefix.longest_prefix:_agree", given(cached=_by_any_group), LOOK
+    "algorithms.longest_prefix:_agree", given(cached=_by_any_group), LOOK
   ),
   "hits go on after a miss": Mutant(
-    "groups.kinds:GroupKind.longest_hit",
+    "kinds:GroupKind.longest_hit",
     given(hits=lambda g: _up_to_the_last(g.hits)),
     ("match", "admit"),
     DUPLICATES,
@@ -317,7 +317,7 @@ MUTANTS = {
     ("allocate",),
   ),
   "later rows are not served": Mutant(
-    "pool.reserve:in_order",
+    "algorithms.reserve:in_order",
     returned(_served_up_to_the_first_refusal),
     ("allocate",),
   ),
@@ -327,27 +327,27 @@ MUTANTS = {
     ("admit",),
   ),
   "a hit shared in one call is paid twice": Mutant(
-    "pool.reserve:_with_hits",
+    "algorithms.reserve:_with_hits",
     text("& ~touched", ""),
     ("admit",),
     SCARCE,
     SHARING,
   ),
   "hits may use what others were promised": Mutant(
-    "pool.reserve:_with_hits",
+    "algorithms.reserve:_with_hits",
     given(keep_free=lambda g: g.keep_free * 0),
     ("admit",),
     SCARCE,
     SHARING,
   ),
   "newcomers may use what others were promised": Mutant(
-    "pool.reserve:in_order",
+    "algorithms.reserve:in_order",
     given(keep_free=lambda g: g.keep_free * 0),
     ("admit",),
     UNCACHED,
   ),
   "a promise counts for the first row only": Mutant(
-    "pool.reserve:_with_hits",
+    "algorithms.reserve:_with_hits",
     text("most = jnp.max", "most = jnp.min"),
     ("admit",),
     SCARCE,
@@ -359,21 +359,21 @@ MUTANTS = {
   ),
   # --- commit ----------------------------------------------------------------
   "the first token of a page is lost": Mutant(
-    "prefix.publish:_new_tail", text("new >= 0", "new > 0"), ("commit",)
+    "algorithms.publish:_new_tail", text("new >= 0", "new > 0"), ("commit",)
   ),
   "room is not checked": Mutant(
-    "groups.kinds:GroupSizes.tokens_with_room",
+    "kinds:GroupSizes.tokens_with_room",
     returned(_a_page_more_than_held),
     ("commit",),
   ),
   "the chain stops after one page": Mutant(
-    "prefix.publish:_publish_rows",
+    "algorithms.publish:_publish_rows",
     text("num_completed * steps - 1", "num_completed * 0"),
     ("commit",),
     DUPLICATES,
   ),
   "a merged page stays in the table": Mutant(
-    "prefix.publish:_merge",
+    "algorithms.publish:_merge",
     returned(
       lambda out, g: (out[0]._replace(page_table=g.done.page_table), out[1])
     ),
@@ -381,7 +381,7 @@ MUTANTS = {
   ),
   # --- fork ------------------------------------------------------------------
   "a fork shares the partial page": Mutant(
-    "pool.reserve:reservation",
+    "algorithms.reserve:reservation",
     given(hit=lambda g: g.stop),
     ("fork",),
   ),
@@ -397,12 +397,12 @@ MUTANTS = {
   ),
   # --- truncate and free -----------------------------------------------------
   "truncate keeps a page": Mutant(
-    "groups.kinds:GroupSizes.keep_encoder",
+    "kinds:GroupSizes.keep_encoder",
     given(columns=lambda g: jnp.minimum(g.columns + 1, g.held)),
     ("truncate",),
   ),
   "a page that is written again keeps its key": Mutant(
-    "prefix.publish:roll_back",
+    "algorithms.publish:roll_back",
     given(reopened=lambda g: g.reopened & False),
     ("truncate",),
   ),
@@ -412,7 +412,7 @@ MUTANTS = {
     ("truncate",),
   ),
   "the tail of an earlier page is forgotten": Mutant(
-    "prefix.publish:roll_back",
+    "algorithms.publish:roll_back",
     returned(_without_the_tail),
     ("truncate",),
   ),

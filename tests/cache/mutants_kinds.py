@@ -38,25 +38,25 @@ def _every_column(counts, g):
 KIND_MUTANTS = {
   # --- encoders --------------------------------------------------------------
   "an encoder's pages are counted by the decoder's tokens": Mutant(
-    "groups.kinds:GroupSizes.columns_for",
+    "kinds:GroupSizes.columns_for",
     given(encoder_tokens=lambda g: g.tokens),
     ("allocate_slots",),
     ENCODER,
   ),
   "an encoder's pages bound the sequence": Mutant(
-    "groups.kinds:GroupSizes.holds_encoder",
+    "kinds:GroupSizes.holds_encoder",
     returned(lambda out, g: out & False),
     ("commit",),
     ENCODER,
   ),
   "a fork gets pages of an encoder by its own length": Mutant(
-    "groups.kinds:GroupSizes.keep_encoder",
+    "kinds:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("fork",),
     ENCODER,
   ),
   "rolling back gives an encoder's pages back": Mutant(
-    "groups.kinds:GroupSizes.keep_encoder",
+    "kinds:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("truncate",),
     ENCODER,
@@ -81,7 +81,7 @@ KIND_MUTANTS = {
   ),
   # --- states ----------------------------------------------------------------
   "a fork copies no state": Mutant(
-    "groups.kinds:GroupSizes.open_pages",
+    "kinds:GroupSizes.open_pages",
     returned(lambda out, g: out & False),
     ("fork",),
     SCRATCH,
@@ -90,37 +90,37 @@ KIND_MUTANTS = {
     "pool.page_table:attach", text("& (pages > 0)", ""), ("fork",), SCRATCH
   ),
   "states can be had at any token": Mutant(
-    "groups.recurrent:can_continue",
+    "pool.recurrent:can_continue",
     returned(lambda out, g: g.tokens >= 0),
     ("fork", "truncate"),
     SCRATCH,
   ),
   "a state is rolled back to inside a page": Mutant(
-    "groups.recurrent:can_continue",
+    "pool.recurrent:can_continue",
     given(length=lambda g: g.tokens),
     ("truncate",),
     SCRATCH,
   ),
   "scratch pages stay behind": Mutant(
-    "groups.recurrent:draw_back",
+    "pool.recurrent:draw_back",
     returned(lambda out, g: g.table),
     ("truncate",),
     SCRATCH,
   ),
   "scratch pages are given back": Mutant(
-    "groups.recurrent:num_scratch",
+    "pool.recurrent:num_scratch",
     returned(lambda out, g: out * 0),
     ("truncate",),
     SCRATCH,
   ),
   "null pages between states are given back": Mutant(
-    "groups.recurrent:num_pages",
+    "pool.recurrent:num_pages",
     returned(_every_column),
     ("recycle",),
     SCRATCH,
   ),
   "scratch pages do not move along": Mutant(
-    "groups.recurrent:_growth",
+    "pool.recurrent:_growth",
     returned(lambda out, g: (out[0], out[1] * 0)),
     ("allocate",),
     SCRATCH,
@@ -175,7 +175,7 @@ KIND_MUTANTS = {
     LOGGED,
   ),
   "pages of no use are told of": Mutant(
-    "prefix.publish:_insert",
+    "algorithms.publish:_insert",
     text("published & ~again,\n      pages,", "valid & ~again,\n      pages,"),
     ("commit",),
     LOGGED,

@@ -43,13 +43,13 @@ def _all_at_once(g):
 WINDOW_MUTANTS = {
   # --- what is left behind ---------------------------------------------------
   "a window loses its first token": Mutant(
-    "groups.kinds:SlidingWindow.num_skipped_tokens",
+    "kinds:SlidingWindow.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     RECYCLE,
     SLIDING,
   ),
   "a chunk is over one token early": Mutant(
-    "groups.kinds:ChunkedLocal.num_skipped_tokens",
+    "kinds:ChunkedLocal.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     RECYCLE,
     CHUNKED,
@@ -94,7 +94,7 @@ WINDOW_MUTANTS = {
     SLIDING,
   ),
   "a fork takes null pages for pages": Mutant(
-    "pool.reserve:reservation",
+    "algorithms.reserve:reservation",
     given(first=lambda g: g.first * 0),
     ("fork",),
     SLIDING,
@@ -106,10 +106,13 @@ WINDOW_MUTANTS = {
     SLIDING,
   ),
   "null pages are published": Mutant(
-    "prefix.publish:_insert", text("pages > 0", "pages >= 0"), COMMIT, SLIDING
+    "algorithms.publish:_insert",
+    text("pages > 0", "pages >= 0"),
+    COMMIT,
+    SLIDING,
   ),
   "truncate needs no page that is gone": Mutant(
-    "groups.kinds:GroupSizes.skipped_pages",
+    "kinds:GroupSizes.skipped_pages",
     returned(lambda out, g: out + 99),
     ("truncate",),
     SLIDING,
@@ -129,13 +132,13 @@ WINDOW_MUTANTS = {
   ),
   # --- what is found ---------------------------------------------------------
   "a window is found without its first page": Mutant(
-    "groups.kinds:SlidingWindow.num_skipped_tokens",
+    "kinds:SlidingWindow.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     LOOK,
     SLIDING,
   ),
   "the shortest prefix is found": Mutant(
-    "groups.kinds:GroupKind.longest_hit",
+    "kinds:GroupKind.longest_hit",
     text(
       "jnp.max(jnp.where(whole, jnp.maximum(found, 0), 0)",
       "jnp.min(jnp.where(whole & (found > 0), found, 99)",
@@ -144,31 +147,31 @@ WINDOW_MUTANTS = {
     SLIDING,
   ),
   "the last token may be cached as well": Mutant(
-    "groups.kinds:GroupKind.longest_hit",
+    "kinds:GroupKind.longest_hit",
     given(limit=lambda g: g.limit + g.page_size),
     LOOK,
     SLIDING,
   ),
   "a hit ends anywhere": Mutant(
-    "groups.kinds:GroupKind.longest_hit",
+    "kinds:GroupKind.longest_hit",
     given(align=lambda g: 1),
     LOOK,
     PUBLISHED,
   ),
   "a hit needs the whole prefix": Mutant(
-    "groups.kinds:GroupSizes.skipped_pages",
+    "kinds:GroupSizes.skipped_pages",
     given(tokens=lambda g: g.tokens * 0),
     ("admit",),
     SLIDING,
   ),
   "nothing is a hit": Mutant(
-    "prefix.longest_prefix:find",
+    "algorithms.longest_prefix:find",
     text("jnp.where(jnp.any(first < stop, axis=1), found, 0)", "found"),
     LOOK,
     CHUNKED,
   ),
   "a draft model gets no page to compute": Mutant(
-    "groups.kinds:GroupKind.longest_hit",
+    "kinds:GroupKind.longest_hit",
     given(drop=lambda g: g.drop & False),
     LOOK,
     DRAFTED,
@@ -187,7 +190,7 @@ WINDOW_MUTANTS = {
     HOLES,
   ),
   "every kind is asked once": Mutant(
-    "prefix.longest_prefix:_agree",
+    "algorithms.longest_prefix:_agree",
     text("len(kinds) <= 2 and kinds[0].is_full", "True"),
     LOOK,
     WINDOWS,
@@ -201,7 +204,7 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "a window is published with a page too many": Mutant(
-    "groups.kinds:SlidingWindow._pages_back",
+    "kinds:SlidingWindow._pages_back",
     returned(lambda out, g: out + 1),
     COMMIT,
     HYBRID,
@@ -237,7 +240,7 @@ WINDOW_MUTANTS = {
     DRAFTED,
   ),
   "a page shared before it had a key is published twice": Mutant(
-    "prefix.publish:_insert",
+    "algorithms.publish:_insert",
     text("valid &= ~page_pool.is_cached(pool, pages)", "pass"),
     COMMIT,
     HYBRID,
@@ -251,25 +254,25 @@ WINDOW_MUTANTS = {
   ),
   # --- sizes -----------------------------------------------------------------
   "all groups have pages of one size": Mutant(
-    "groups.kinds:GroupKind.num_columns",
+    "kinds:GroupKind.num_columns",
     given(page_size=lambda g: HYBRID.config.page_size),
     ("allocate",),
     HYBRID,
   ),
   "the largest room counts": Mutant(
-    "groups.kinds:GroupSizes.tokens_with_room",
+    "kinds:GroupSizes.tokens_with_room",
     text("jnp.min(", "jnp.max("),
     COMMIT,
     HYBRID,
   ),
   "a small page holds the tokens behind it too": Mutant(
-    "prefix.publish:_page_tokens",
+    "algorithms.publish:_page_tokens",
     given(step=lambda g: g.step * 0 + 99),
     COMMIT,
     HYBRID,
   ),
   "a page's key is that of its first tokens": Mutant(
-    "prefix.publish:_publish_rows",
+    "algorithms.publish:_publish_rows",
     text("begin + step - 1", "begin"),
     COMMIT,
     HYBRID,

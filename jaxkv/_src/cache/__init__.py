@@ -1,17 +1,20 @@
 """The cache: its state and the verbs that change it.
 
-Read `config` and `state` first, then `verbs/`, a file for each verb or close
-family. Below the verbs:
+Read `config` and `state` first, then a verb. From the top down, where a module
+imports only from its own line and those below:
 
-| folder | what it holds |
+| module | what it holds |
 |---|---|
-| `groups/` | layer groups: kinds, sizes in pages, recurrent columns |
-| `pool/` | pages: references, eviction order, page-table rows, reservations |
-| `prefix/` | page keys, the index, lookup, publication and its rules |
-| `telemetry/` | the event log, and the ages of evicted pages |
+| `verbs/` | the public functions, a file for each verb or close family |
+| `algorithms/` | what several verbs do: find a prefix, reserve pages, publish |
+| `state` | the state, statuses, and what makes a function a verb |
+| `pool/` | pages: references, eviction order, page-table rows |
+| `telemetry` | the event log, and the ages of evicted pages |
+| `prefix/` | page keys, the prefix index, the rules of publication |
+| `config` | everything that is fixed when a program is compiled |
+| `kinds` | what the layers of a group keep, and its sizes in pages |
+| `ops` | array operations: bounds-safe gathers, windows of work, XLA idioms |
 
-`status` defines how calls fail, `checks` which arguments are refused, and
-`invariants` what holds between calls. `ops` has the array operations: gathers
-and scatters that are bounds-safe, loops whose cost follows the work, and the
-idioms that XLA needs.
+`invariants` says what holds between calls. `checks` refuses arguments by name,
+and `describe` is the state's `repr`.
 """

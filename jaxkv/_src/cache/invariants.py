@@ -5,8 +5,8 @@ import numpy as np
 from jax import Array
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.groups import recurrent
 from jaxkv._src.cache.pool import free_queue
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from jaxkv._src.cache import state as cache_state
-from jaxkv._src.cache.groups import recurrent
-from jaxkv._src.cache.groups.kinds import FullAttention
-from jaxkv._src.cache.groups.kinds import GroupKind
+from jaxkv._src.cache.kinds import FullAttention
+from jaxkv._src.cache.kinds import GroupKind
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.telemetry import NUM_BINS

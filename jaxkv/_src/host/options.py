@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.groups.kinds import GroupKind
+from jaxkv._src.cache.kinds import GroupKind
 from jaxkv._src.host.request import int32s
 from jaxkv._src.host.types import CachePages
 

@@ -15,17 +15,17 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.groups import recurrent
-from jaxkv._src.cache.groups.kinds import GroupKind
+from jaxkv._src.cache.algorithms import longest_prefix
+from jaxkv._src.cache.algorithms import reserve
+from jaxkv._src.cache.algorithms.publish import publish
+from jaxkv._src.cache.algorithms.reserve import Reservation
+from jaxkv._src.cache.kinds import GroupKind
 from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool import page_pool
-from jaxkv._src.cache.pool import reserve
-from jaxkv._src.cache.pool.reserve import Reservation
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
-from jaxkv._src.cache.prefix import longest_prefix
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules
-from jaxkv._src.cache.prefix.publish import publish
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import in_range

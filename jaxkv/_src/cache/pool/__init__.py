@@ -1,1 +1,1 @@
-"""The page pool: references, eviction order, page-table rows, reservations."""
+"""The page pool: references, eviction order, page-table rows."""

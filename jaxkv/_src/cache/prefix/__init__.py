@@ -1,1 +1,1 @@
-"""The prefix cache: page keys, the index, lookup and publication."""
+"""The prefix cache: page keys, the index, the rules of publication."""

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
+from jaxkv._src.cache.algorithms import longest_prefix
+from jaxkv._src.cache.algorithms.reserve import HitPages
+from jaxkv._src.cache.algorithms.reserve import reservation
+from jaxkv._src.cache.algorithms.reserve import reserve
 from jaxkv._src.cache.ops import Rows
-from jaxkv._src.cache.pool.reserve import HitPages
-from jaxkv._src.cache.pool.reserve import reservation
-from jaxkv._src.cache.pool.reserve import reserve
 from jaxkv._src.cache.prefix import hashing
-from jaxkv._src.cache.prefix import longest_prefix
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status

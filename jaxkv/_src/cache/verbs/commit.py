@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache.prefix.publish import publish
+from jaxkv._src.cache.algorithms.publish import publish
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.groups import recurrent
+from jaxkv._src.cache.algorithms import reserve
 from jaxkv._src.cache.ops import Rows
-from jaxkv._src.cache.pool import reserve
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Copies

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.groups import recurrent
+from jaxkv._src.cache.algorithms import publish
+from jaxkv._src.cache.algorithms import reserve
 from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool import page_table
-from jaxkv._src.cache.pool import reserve
-from jaxkv._src.cache.prefix import publish
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Copies
 from jaxkv._src.cache.state import Outcome

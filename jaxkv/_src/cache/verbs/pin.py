@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
+from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.pool.page_table import Ranges
-from jaxkv._src.cache.prefix import longest_prefix
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status

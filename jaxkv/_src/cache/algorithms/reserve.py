@@ -16,10 +16,10 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.groups import recurrent
 from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.pool.page_table import ReadPages
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status

@@ -1,1 +1,0 @@
-"""Layer groups: their kinds, their sizes in pages, recurrent states."""
