@@ -166,7 +166,7 @@ def advance(
     rows,
     plan,
     code,
-    hits=None if hits is None else reserve.HitPages(hits.pages),
+    hits=None if hits is None else hits.pages,
     keep_free=call.keep_free + call.reserved,
   )
   ok = code == Status.OK
@@ -288,7 +288,7 @@ def _whole_fits(
     plan.num_fresh,
     jnp.maximum(required - covered, 0),
   )
-  woken = reserve.woken(state, plan, reserve.HitPages(hits.pages))
+  woken = reserve.woken(state, plan, hits.pages)
   woken &= begins[:, None, None]
   need += jnp.sum(woken, axis=2, dtype=jnp.int32)
   need = jnp.sum(need, axis=1, dtype=jnp.int32) + call.keep_free

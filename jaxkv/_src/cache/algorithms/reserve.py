@@ -61,23 +61,6 @@ class Reservation(NamedTuple):
     return Reservation(first, hit, external, fresh, stop, begins)
 
 
-class HitPages(NamedTuple):
-  """Cached pages that rows begin with; P of them at most.
-
-  Attributes:
-    pages: int32[R, G, P], of which the columns `first .. hit` of a
-      `Reservation` are attached.
-  """
-
-  pages: Array
-
-  def read(
-    self, table: Array, row: Array, group: Array, column: Array
-  ) -> Array:
-    """int32[W]: see `page_table.ReadPages`."""
-    return ops.take(self.pages, row, group, column)
-
-
 def reservation(
   state: CacheState,
   *,
@@ -103,7 +86,7 @@ def reserve(
   plan: Reservation,
   code: Array,
   *,
-  hits: HitPages | None = None,
+  hits: Array | None = None,
   keep_free: Array | None = None,
 ) -> tuple[CacheState, Array]:
   """Serves rows in order, all-or-nothing for each.
@@ -117,7 +100,8 @@ def reserve(
     rows: the slots.
     plan: the columns that they want.
     code: int32[R]; the rows that are OK ask.
-    hits: the pages for columns `first .. hit`, if they are to be attached.
+    hits: int32[R, G, P], the pages that rows begin with, of which the columns
+      `first .. hit` are attached; None for none.
     keep_free: int32[R], pages that must still be free when a row has its own.
 
   Returns:
@@ -125,8 +109,14 @@ def reserve(
   """
   code = grant(state, plan, code, hits=hits, keep_free=keep_free)
   served = code == Status.OK
-  if hits is not None and hits.pages.shape[-1] > 0:
-    state = attach(state, rows, plan, served, hits.read)
+  if hits is not None and hits.shape[-1] > 0:
+    state = attach(
+      state,
+      rows,
+      plan,
+      served,
+      lambda _, row, group, column: ops.take(hits, row, group, column),
+    )
   return take(state, rows, plan, served), code
 
 
@@ -187,7 +177,7 @@ def grant(
   plan: Reservation,
   code: Array,
   *,
-  hits: HitPages | None = None,
+  hits: Array | None = None,
   keep_free: Array | None = None,
 ) -> Array:
   """The statuses of the rows, with OUT_OF_PAGES for those refused.
@@ -199,7 +189,7 @@ def grant(
   asked, available = code == Status.OK, state.pool.queue.num_free
   need = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
   keep_free = ops.zeros_like(need) if keep_free is None else keep_free
-  if hits is None or hits.pages.shape[-1] == 0:
+  if hits is None or hits.shape[-1] == 0:
     granted = in_order(need, asked, available, keep_free)
   else:
     granted = _with_hits(state, plan, hits, need, asked, keep_free)
@@ -266,18 +256,18 @@ def pages_in(
   )
 
 
-def woken(state: CacheState, plan: Reservation, hits: HitPages) -> Array:
+def woken(state: CacheState, plan: Reservation, hits: Array) -> Array:
   """bool[R, G, P]: hits that stand in the free queue."""
-  column = jnp.arange(hits.pages.shape[2], dtype=jnp.int32)[None, None]
+  column = jnp.arange(hits.shape[2], dtype=jnp.int32)[None, None]
   first, stop = plan.first[..., None], plan.hit[..., None]
   inside = (column >= first) & (column < stop)
-  return inside & page_pool.is_free(state.pool, hits.pages)
+  return inside & page_pool.is_free(state.pool, hits)
 
 
 def _with_hits(
   state: CacheState,
   plan: Reservation,
-  hits: HitPages,
+  hits: Array,
   need: Array,
   asked: Array,
   keep_free: Array,
@@ -292,7 +282,7 @@ def _with_hits(
     def serve(carry, row):
       granted, left = carry
       # A page is in the same column of every sequence that hits it.
-      same = free & (hits.pages == hits.pages[row][None])
+      same = free & (hits == hits[row][None])
       touched = jnp.any(same & granted[:, None, None], axis=0)
       cost = need[row] + jnp.sum(free[row] & ~touched, dtype=jnp.int32)
       ok = asked[row] & (cost <= left - keep_free[row])

@@ -8,7 +8,6 @@ from jax import Array
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.algorithms import longest_prefix
-from jaxkv._src.cache.algorithms.reserve import HitPages
 from jaxkv._src.cache.algorithms.reserve import reservation
 from jaxkv._src.cache.algorithms.reserve import reserve
 from jaxkv._src.cache.ops import Rows
@@ -193,7 +192,7 @@ def admit(
   )
   rows = Rows(slots, False, skipped, taken)
   state, code = reserve(
-    state, rows, plan, code, hits=HitPages(found.pages), keep_free=keep_free
+    state, rows, plan, code, hits=found.pages, keep_free=keep_free
   )
   served = code == Status.OK
   cached = jnp.where(served, cached, 0)
