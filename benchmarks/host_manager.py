@@ -22,12 +22,11 @@ calls are made once before anything is timed. Several samples of a row are
 taken in a round; the median and the minimum are over all of them.
 
 Not measured: compilation, K/V memory and the model, an accelerator unless jax
-runs on one. The managers of vllm and easydel are not timed beside it.
+runs on one. `peers.py` times the cache beside other managers.
 
   python benchmarks/host_manager.py [--quick] [--json FILE]
 """
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -55,7 +54,6 @@ MODES = {
   "full": (FULL,),
   "hybrid": (FULL, *[jaxkv.SlidingWindow(WINDOW, page_size=PAGE_SIZE)] * 5),
 }
-PEERS = ("vllm", "easydel")
 
 
 class Side:
@@ -184,20 +182,10 @@ def measured(rounds: int) -> list[dict[str, Any]]:
   return rows
 
 
-def main(quick: bool, rounds: int) -> dict[str, Any]:
-  """All rows; whether others could stand beside them is said first."""
-  del quick
-  for peer in PEERS:
-    here = importlib.util.find_spec(peer) is not None
-    state = "importable, but not timed here" if here else "not importable"
-    print(f"{peer}: {state}, so there is no second side")
-  return {"rows": measured(rounds)}
-
-
 if __name__ == "__main__":
   command.run(
     __doc__,
-    main,
+    lambda quick, rounds: {"rows": measured(rounds)},
     rounds=10,
     quick_rounds=3,
     not_measured="compilation, K/V memory, the model, accelerators, other"

@@ -37,7 +37,7 @@ def _texts(figure):
   return [text.get_text() for text in figure.axes[0].texts]
 
 
-def test_kinds_of_pages(state):
+def test_group_kinds_of_pages(state):
   kinds = page_kinds(state)
   assert kinds[:2] == ["null", "shared"]
   assert [kinds.count(kind) for kind in ("in use", "cached", "free")] == [

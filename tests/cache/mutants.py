@@ -300,7 +300,7 @@ MUTANTS = {
     "algorithms.longest_prefix:_agree", given(cached=_by_any_group), LOOK
   ),
   "hits go on after a miss": Mutant(
-    "kinds:GroupKind.longest_hit",
+    "group_kinds:GroupKind.longest_hit",
     given(hits=lambda g: _up_to_the_last(g.hits)),
     ("match", "admit"),
     DUPLICATES,
@@ -362,7 +362,7 @@ MUTANTS = {
     "algorithms.publish:_new_tail", text("new >= 0", "new > 0"), ("commit",)
   ),
   "room is not checked": Mutant(
-    "kinds:GroupSizes.tokens_with_room",
+    "group_kinds:GroupSizes.tokens_with_room",
     returned(_a_page_more_than_held),
     ("commit",),
   ),
@@ -397,7 +397,7 @@ MUTANTS = {
   ),
   # --- truncate and free -----------------------------------------------------
   "truncate keeps a page": Mutant(
-    "kinds:GroupSizes.keep_encoder",
+    "group_kinds:GroupSizes.keep_encoder",
     given(columns=lambda g: jnp.minimum(g.columns + 1, g.held)),
     ("truncate",),
   ),

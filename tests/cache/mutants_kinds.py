@@ -38,25 +38,25 @@ def _every_column(counts, g):
 KIND_MUTANTS = {
   # --- encoders --------------------------------------------------------------
   "an encoder's pages are counted by the decoder's tokens": Mutant(
-    "kinds:GroupSizes.columns_for",
+    "group_kinds:GroupSizes.columns_for",
     given(encoder_tokens=lambda g: g.tokens),
     ("allocate_slots",),
     ENCODER,
   ),
   "an encoder's pages bound the sequence": Mutant(
-    "kinds:GroupSizes.holds_encoder",
+    "group_kinds:GroupSizes.holds_encoder",
     returned(lambda out, g: out & False),
     ("commit",),
     ENCODER,
   ),
   "a fork gets pages of an encoder by its own length": Mutant(
-    "kinds:GroupSizes.keep_encoder",
+    "group_kinds:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("fork",),
     ENCODER,
   ),
   "rolling back gives an encoder's pages back": Mutant(
-    "kinds:GroupSizes.keep_encoder",
+    "group_kinds:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("truncate",),
     ENCODER,
@@ -81,7 +81,7 @@ KIND_MUTANTS = {
   ),
   # --- states ----------------------------------------------------------------
   "a fork copies no state": Mutant(
-    "kinds:GroupSizes.open_pages",
+    "group_kinds:GroupSizes.open_pages",
     returned(lambda out, g: out & False),
     ("fork",),
     SCRATCH,

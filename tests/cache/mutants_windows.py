@@ -43,13 +43,13 @@ def _all_at_once(g):
 WINDOW_MUTANTS = {
   # --- what is left behind ---------------------------------------------------
   "a window loses its first token": Mutant(
-    "kinds:SlidingWindow.num_skipped_tokens",
+    "group_kinds:SlidingWindow.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     RECYCLE,
     SLIDING,
   ),
   "a chunk is over one token early": Mutant(
-    "kinds:ChunkedLocal.num_skipped_tokens",
+    "group_kinds:ChunkedLocal.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     RECYCLE,
     CHUNKED,
@@ -112,7 +112,7 @@ WINDOW_MUTANTS = {
     SLIDING,
   ),
   "truncate needs no page that is gone": Mutant(
-    "kinds:GroupSizes.skipped_pages",
+    "group_kinds:GroupSizes.skipped_pages",
     returned(lambda out, g: out + 99),
     ("truncate",),
     SLIDING,
@@ -132,13 +132,13 @@ WINDOW_MUTANTS = {
   ),
   # --- what is found ---------------------------------------------------------
   "a window is found without its first page": Mutant(
-    "kinds:SlidingWindow.num_skipped_tokens",
+    "group_kinds:SlidingWindow.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
     LOOK,
     SLIDING,
   ),
   "the shortest prefix is found": Mutant(
-    "kinds:GroupKind.longest_hit",
+    "group_kinds:GroupKind.longest_hit",
     text(
       "jnp.max(jnp.where(whole, jnp.maximum(found, 0), 0)",
       "jnp.min(jnp.where(whole & (found > 0), found, 99)",
@@ -147,19 +147,19 @@ WINDOW_MUTANTS = {
     SLIDING,
   ),
   "the last token may be cached as well": Mutant(
-    "kinds:GroupKind.longest_hit",
+    "group_kinds:GroupKind.longest_hit",
     given(limit=lambda g: g.limit + g.page_size),
     LOOK,
     SLIDING,
   ),
   "a hit ends anywhere": Mutant(
-    "kinds:GroupKind.longest_hit",
+    "group_kinds:GroupKind.longest_hit",
     given(align=lambda g: 1),
     LOOK,
     PUBLISHED,
   ),
   "a hit needs the whole prefix": Mutant(
-    "kinds:GroupSizes.skipped_pages",
+    "group_kinds:GroupSizes.skipped_pages",
     given(tokens=lambda g: g.tokens * 0),
     ("admit",),
     SLIDING,
@@ -171,7 +171,7 @@ WINDOW_MUTANTS = {
     CHUNKED,
   ),
   "a draft model gets no page to compute": Mutant(
-    "kinds:GroupKind.longest_hit",
+    "group_kinds:GroupKind.longest_hit",
     given(drop=lambda g: g.drop & False),
     LOOK,
     DRAFTED,
@@ -204,7 +204,7 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "a window is published with a page too many": Mutant(
-    "kinds:SlidingWindow._pages_back",
+    "group_kinds:SlidingWindow._pages_back",
     returned(lambda out, g: out + 1),
     COMMIT,
     HYBRID,
@@ -254,13 +254,13 @@ WINDOW_MUTANTS = {
   ),
   # --- sizes -----------------------------------------------------------------
   "all groups have pages of one size": Mutant(
-    "kinds:GroupKind.num_columns",
+    "group_kinds:GroupKind.num_columns",
     given(page_size=lambda g: HYBRID.config.page_size),
     ("allocate",),
     HYBRID,
   ),
   "the largest room counts": Mutant(
-    "kinds:GroupSizes.tokens_with_room",
+    "group_kinds:GroupSizes.tokens_with_room",
     text("jnp.min(", "jnp.max("),
     COMMIT,
     HYBRID,

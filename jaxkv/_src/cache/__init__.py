@@ -12,7 +12,7 @@ imports only from its own line and those below:
 | `telemetry` | the event log, and the ages of evicted pages |
 | `prefix/` | page keys, the prefix index, the rules of publication |
 | `config` | everything that is fixed when a program is compiled |
-| `kinds` | what the layers of a group keep, and its sizes in pages |
+| `group_kinds` | what the layers of a group keep, and its sizes in pages |
 | `ops` | array operations: bounds-safe gathers, windows of work, XLA idioms |
 
 `invariants` says what holds between calls. `checks` refuses arguments by name,

@@ -4,9 +4,9 @@ import dataclasses
 import functools
 import math
 
-from jaxkv._src.cache.kinds import FullAttention
-from jaxkv._src.cache.kinds import GroupKind
-from jaxkv._src.cache.kinds import GroupSizes
+from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.cache.group_kinds import GroupSizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,30 +8,27 @@ import jax
 import numpy as np
 
 from jaxkv._src.cache import state as cache_state
-from jaxkv._src.cache.kinds import FullAttention
-from jaxkv._src.cache.kinds import GroupKind
+from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.telemetry import NUM_BINS
 from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.cache.verbs import inspect
+from jaxkv._src.host import calls
 from jaxkv._src.host import options
-from jaxkv._src.host import request as requests
 from jaxkv._src.host import step
-from jaxkv._src.host.arrays import answers
-from jaxkv._src.host.arrays import call_fields
-from jaxkv._src.host.arrays import padded_hit
-from jaxkv._src.host.arrays import page_parts
+from jaxkv._src.host.request import Request
+from jaxkv._src.host.request import read_request
 from jaxkv._src.host.slots import RequestSlots
 from jaxkv._src.host.step import Advanced
 from jaxkv._src.host.types import CachePages
 from jaxkv._src.host.types import PagePool
 from jaxkv._src.host.types import PoppedPages
 from jaxkv._src.host.types import PrefixCacheStats
-from jaxkv._src.host.types import new_pages
 
-_MOST_PAGES = 2**29
+_PAGES_AT_ONCE = 64
 
 
 class CacheManager:
@@ -109,12 +106,14 @@ class CacheManager:
     track_residency: bool = False,
     seed: int = 0,
   ):
-    self.config = options.make_config(
+    self._limits = options.make(
       groups,
-      max_model_len,
-      max_encoder_tokens,
-      max_requests,
-      policy,
+      max_model_len=max_model_len,
+      max_encoder_tokens=max_encoder_tokens,
+      max_in_flight=max_in_flight,
+      max_requests=max_requests,
+      policy=policy,
+      watermark=watermark,
       num_pages=num_pages,
       prefix_caching=enable_caching,
       use_eagle=use_eagle,
@@ -124,9 +123,7 @@ class CacheManager:
       track_residency=track_residency,
       seed=seed,
     )
-    self._limits = options.make_limits(
-      self.config, max_model_len, watermark, max_in_flight, max_encoder_tokens
-    )
+    self.config = self._limits.config
     self.state: CacheState = cache_state.init(self.config)
     self.page_pool = PagePool(self)
     self._slots = RequestSlots(self.config, max_requests)
@@ -147,25 +144,16 @@ class CacheManager:
       Its pages by group, null pages where a window needs none, and its tokens.
     """
     request.shared_prefix_boundary = 0
-    if not self.config.prefix_caching or requests.skips_lookup(request):
+    known = read_request(request)
+    if not self.config.prefix_caching or known.prompt_logprobs:
       return self.create_empty_page_list(), 0
-    length = len(requests.tokens_of(request))
-    options.check_length(request, length, self._limits)
-    found = jax.device_get(
-      step.look_up(
-        self.state,
-        self._slots.padded(request, 0, length),
-        np.asarray([length], np.int32),
-        requests.salt_of(request)[None],
-      )
-    )
+    found = step.look_up(self.state, *calls.pack_lookup(self._limits, known))
+    num_tokens, boundary, stop, pages = jax.device_get(found)
     if rules.tells_boundary(self.config):
-      request.shared_prefix_boundary = int(found.boundary)
-    pages = tuple(
-      row[:stop].tolist()
-      for row, stop in zip(found.pages, found.stop, strict=True)
-    )
-    return CachePages(pages), int(found.num_tokens)
+      request.shared_prefix_boundary = int(boundary)
+    columns = zip(pages, stop, strict=True)
+    found = tuple([row[:last].tolist() for row, last in columns])
+    return CachePages(found), int(num_tokens)
 
   def allocate_slots(
     self,
@@ -219,8 +207,19 @@ class CacheManager:
         too long, or a hit is given that no lookup found.
       RuntimeError: there are `max_requests` already.
     """
-    options.check_shard(dp_shard_hint, data_parallel_size)
-    options.check_counts(
+    calls.check_shard(
+      self.config, skip_zeroing_group_ids, dp_shard_hint, data_parallel_size
+    )
+    known, hit = read_request(request), new_computed_pages
+    slot = self._slots.by_name.get(known.request_id)
+    fields = calls.allocation_fields(
+      self._limits,
+      known,
+      slot,
+      hit,
+      delay_cache_pages=delay_cache_pages,
+      full_sequence_must_fit=full_sequence_must_fit,
+      has_scheduled_requests=has_scheduled_requests,
       num_new_tokens=num_new_tokens,
       num_new_computed_tokens=num_new_computed_tokens,
       num_lookahead_tokens=num_lookahead_tokens,
@@ -228,52 +227,30 @@ class CacheManager:
       num_encoder_tokens=num_encoder_tokens,
       reserved_pages=reserved_pages,
     )
-    options.check_progress(request)
-    options.check_groups(self.config, skip_zeroing_group_ids)
-    options.check_encoder(self._limits, num_encoder_tokens)
-    found, hit = num_new_computed_tokens, new_computed_pages
-    if num_new_tokens + found + num_external_computed_tokens == 0:
-      raise ValueError(
-        "`num_new_tokens`, found and external tokens must not all be 0, as for "
-        f"{request.request_id!r}."
-      )
-    slot = self._slots.by_name.get(request.request_id)
-    options.check_hit(self.config, request, slot, found, hit)
-    known, most = len(requests.tokens_of(request)), self._limits.max_model_len
-    computed = found + num_external_computed_tokens
-    behind = request.num_computed_tokens + computed
-    total = behind + num_new_tokens
-    options.check_length(request, total, self._limits)
-    waits = requests.status_of(request) in ("waiting", "preempted")
-    keep_free = self._limits.keep_free if has_scheduled_requests else 0
-    out = self._advance(
-      request,
-      slot,
-      hit,
-      behind=behind,
-      external=num_external_computed_tokens,
-      room=min(total + num_lookahead_tokens, most),
-      tokens=total,
-      encoder=num_encoder_tokens,
-      whole=min(known, most) if full_sequence_must_fit else 0,
-      keep_free=keep_free if waits else 0,
-      reserved=min(reserved_pages, _MOST_PAGES),
-      publish=found if delay_cache_pages else min(total, known),
-    )
-    if out is None or not out.ok[0]:
+    place = self._slots.vacant() if slot is None else slot
+    if place is None:
       return None
-    if slot is None and self.config.prefix_caching:
-      self._statistics.record(request, known, found)
-    pages = out.pages[0].tolist()
-    begin, stop = out.begin[0].tolist(), out.stop[0].tolist()
-    if self.config.track_new_pages:
-      # Pages found are not new, but another request may have got them as new.
-      for group in skip_zeroing_group_ids:
-        held = hit.pages[group] if hit and hit.pages else ()
-        first = len(held) if slot is None else begin[group]
-        for part in page_parts(pages[group][first : stop[group]]):
-          self.state = step.forget_new(self.state, part)
-    return new_pages(pages, begin, stop)
+    call = calls.pack_one(
+      self._slots,
+      known,
+      place,
+      hit,
+      skip_zeroing_group_ids,
+      since=self._step_clock,
+      **fields,
+    )
+    out = self._advance([place], call)
+    if not out.sound[0]:
+      raise ValueError(
+        "`new_computed_pages` must hold the tokens that "
+        f"{known.request_id!r} begins with, got {hit}; look it up again."
+      )
+    (new,) = calls.answers(self.state, [place], out)
+    if new is not None and slot is None:
+      self._slots.hold(known, place)
+      if self.config.prefix_caching:
+        self._statistics.record(known, num_new_computed_tokens)
+    return new
 
   def step(
     self,
@@ -304,32 +281,11 @@ class CacheManager:
     """
     if not running:
       return []
-    slots, sent = self._slots.slots_of(running), self._slots.sent
-    num_new = options.new_tokens(
-      num_new_tokens, num_lookahead_tokens, len(slots)
+    slots, call = calls.pack_step(
+      self._limits, self._slots, running, num_new_tokens, num_lookahead_tokens
     )
-    computed, written = options.progress_of(running, self.config.skips_pages)
-    tokens = requests.tokens_of_all(running)
-    total, most = computed + num_new, self._limits.max_model_len
-    longest = int(total.argmax())
-    options.check_length(running[longest], int(total[longest]), self._limits)
-    publish = np.minimum(total, np.array([*map(len, tokens)], np.int32))
-    call = call_fields(
-      self.config.num_slots,
-      len(slots),
-      slots=slots,
-      behind=written,
-      room=np.minimum(total + num_lookahead_tokens, most),
-      tokens=total,
-      publish=publish,
-    )
-    padded = self._slots.padded_all(running, tokens, sent[slots], publish)
-    self.state, out = step.advance(
-      self.state, call, None, padded, caps=self._limits.most_pages
-    )
-    out = step.unpacked(out, self.config.num_slots, self.config.num_groups)
-    sent[slots] = out.length[: len(slots)]
-    return answers(self.state, slots, out)
+    out = self._advance(slots, call, begins=False)
+    return calls.answers(self.state, slots, out)
 
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
     """Publishes the full pages of a request's first tokens.
@@ -344,10 +300,11 @@ class CacheManager:
       KeyError: the request holds no page.
       ValueError: the number is negative.
     """
-    slot = self._slots.slot_of(request.request_id)
-    options.check_counts(num_computed_tokens=num_computed_tokens)
-    publish = min(num_computed_tokens, len(requests.tokens_of(request)))
-    self._advance(request, slot, publish=publish)
+    slot, known = self._slots.slot_of(request.request_id), read_request(request)
+    calls.at_least("num_computed_tokens", num_computed_tokens, 0)
+    publish = min(num_computed_tokens, known.num_tokens)
+    call = calls.pack_one(self._slots, known, slot, publish=publish)
+    self._advance([slot], call)
 
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
@@ -361,7 +318,9 @@ class CacheManager:
     slot = self._slots.by_name.get(request_id)
     if slot is not None and num_computed_tokens > 0:
       behind = min(num_computed_tokens, self.config.slot_tokens)
-      self._advance(None, slot, behind=behind)
+      nothing = Request(request_id, [])
+      call = calls.pack_one(self._slots, nothing, slot, behind=behind)
+      self._advance([slot], call)
 
   def free(self, request: Any) -> None:
     """Gives all pages of a request back, the last one first.
@@ -413,13 +372,14 @@ class CacheManager:
       TypeError: an id is not an int.
       ValueError: there is no such page.
     """
-    pages = sorted({options.at_least("page_ids", one, 0) for one in page_ids})
+    pages = sorted({calls.at_least("page_ids", one, 0) for one in page_ids})
     if pages and pages[-1] >= self.config.num_pages:
       raise ValueError(
         f"`page_ids` must be 0 to {self.config.num_pages - 1}, got {pages}."
       )
-    for part in page_parts(pages):
-      self.state = step.evict(self.state, part)
+    pages += [0] * (-len(pages) % _PAGES_AT_ONCE)
+    for part in np.reshape(pages, (-1, _PAGES_AT_ONCE)):
+      self.state = step.evict(self.state, part.astype(np.int32))
 
   def reset_prefix_cache(self) -> bool:
     """Takes every page out of the prefix cache, unless a request holds one.
@@ -454,15 +414,13 @@ class CacheManager:
 
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
     """Leading pages of a request that all requests hold; 0 for windows."""
-    holders = len(self._slots.by_name)
+    holders, held = len(self._slots.by_name), self.get_page_ids(request_id)
     refs = np.asarray(self.state.pool.ref_count)
     return [
-      int(np.sum(np.cumprod(refs[pages] == holders)))
+      int(np.cumprod(refs[pages] == holders).sum())
       if isinstance(kind, FullAttention)
       else 0
-      for kind, pages in zip(
-        self.config.groups, self.get_page_ids(request_id), strict=True
-      )
+      for kind, pages in zip(self.config.groups, held, strict=True)
     ]
 
   def make_prefix_cache_stats(self) -> PrefixCacheStats:
@@ -470,11 +428,9 @@ class CacheManager:
     taken, self._statistics = self._statistics, PrefixCacheStats()
     if self.config.track_residency:
       evicted = jax.device_get(inspect.residency(self.state))
-      before, self._ages = (
-        self._ages,
-        np.stack([evicted.lifetime, evicted.idle]),
-      )
-      taken.lifetime, taken.idle = (self._ages - before).tolist()
+      ages = np.stack([evicted.lifetime, evicted.idle])
+      taken.lifetime, taken.idle = (ages - self._ages).tolist()
+      self._ages = ages
     return taken
 
   def take_events(self) -> Drained:
@@ -525,54 +481,16 @@ class CacheManager:
 
   def _advance(
     self,
-    request: Any,
-    slot: int | None,
-    hit: CachePages | None = None,
-    **fields: int,
-  ) -> Advanced | None:
-    """Moves one request on; a request without a slot gets one if it is served.
-
-    Args:
-      request: any object with the attributes of `Request`; None where nothing
-        is published.
-      slot: its slot, None for a request without one.
-      hit: pages that a request without a slot begins with.
-      **fields: of `step.Call`; 0 where not given.
-
-    Returns:
-      What became of it; None if requests hold all pages.
-    """
-    place = self._slots.vacant() if slot is None else slot
-    if place is None:
-      return None
-    publish, sent = fields.get("publish", 0), int(self._slots.sent[place])
-    tokens = self._slots.padded(request, sent, max(publish, sent))
-    salt = np.zeros((4,), np.uint32)
-    if slot is None:
-      salt = requests.salt_of(request)
-      fields["prompt_length"] = requests.num_prompt_tokens(request)
-      fields["boundary"] = getattr(request, "shared_prefix_boundary", 0)
-    else:
-      behind = fields.get("behind", 0)
-      fields["behind"] = requests.written_tokens(request, behind)
-    call = call_fields(1, 1, slots=place, since=self._step_clock, **fields)
+    slots: Sequence[int] | np.ndarray,
+    call: np.ndarray,
+    begins: bool = True,
+  ) -> Advanced:
     self.state, out = step.advance(
-      self.state,
-      call,
-      (*padded_hit(self.config, hit), salt[None]),
-      tokens,
-      caps=self._limits.most_pages,
+      self.state, call, caps=self._limits.most_pages, begins=begins
     )
-    out = step.unpacked(out, 1, self.config.num_groups)
-    if not out.sound[0]:
-      raise ValueError(
-        "`new_computed_pages` must hold the tokens that "
-        f"{request.request_id!r} begins with, got {hit}; look it up again."
-      )
-    if out.ok[0]:
-      self._slots.sent[place] = out.length[0]
-      if slot is None:
-        self._slots.hold(request, place)
+    num_rows = 1 if begins else self.config.num_slots
+    out = step.fetch(out, num_rows, self.config.num_groups)
+    self._slots.sent[slots] = out.length[: len(slots)]
     return out
 
   def _release(self, slot: int) -> None:

@@ -74,12 +74,20 @@ class Request:
     return len(self.token_ids)
 
 
-def tokens_of(request: Any) -> Sequence[int]:
-  """All tokens of a request."""
-  try:
-    return request.token_ids
-  except AttributeError:
-    return request.all_token_ids
+_NAMES = [field.name for field in dataclasses.fields(Request)]
+
+
+def read_request(request: Any) -> Request:
+  """A copy of any object with the attributes of `Request`, read once.
+
+  The copy's status is in lower case, also that of a member of an enum.
+  """
+  known = {n: getattr(request, n) for n in _NAMES if hasattr(request, n)}
+  known["token_ids"] = _tokens_of(request)
+  begun = "running" if request.num_computed_tokens else "waiting"
+  status = known.get("status", begun)
+  known["status"] = str(getattr(status, "name", status)).lower()
+  return Request(**known)
 
 
 def tokens_of_all(running: Sequence[Any]) -> list[Sequence[int]]:
@@ -87,40 +95,42 @@ def tokens_of_all(running: Sequence[Any]) -> list[Sequence[int]]:
   try:
     return [request.token_ids for request in running]
   except AttributeError:
-    return [tokens_of(request) for request in running]
+    return [_tokens_of(request) for request in running]
 
 
-def num_prompt_tokens(request: Any) -> int:
-  """Tokens of the prompt; all that are known for a request that has none."""
-  count = getattr(request, "num_prompt_tokens", None)
-  return len(tokens_of(request)) if count is None else count
+def _tokens_of(request: Any) -> Sequence[int]:
+  if hasattr(request, "token_ids"):
+    return request.token_ids
+  return request.all_token_ids
 
 
-def written_tokens(request: Any, computed: int) -> int:
-  """Computed tokens without those of steps that have not ended."""
-  return max(computed - getattr(request, "num_in_flight_tokens", 0), 0)
+def salt_of(request: Request) -> np.ndarray:
+  """uint32[4]: a hash of salt and adapter; zeros for neither.
+
+  Both are tagged and preceded by their length, so no salt equals the name of an
+  adapter.
+  """
+  parts = {"cache_salt": request.cache_salt, "lora_name": request.lora_name}
+  if not any(parts.values()):
+    return np.zeros((4,), np.uint32)
+  digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-request")
+  for tag, value in parts.items():
+    if value:
+      data = str(value).encode()
+      digest.update(f"{tag}:{len(data)}:".encode() + data)
+  return np.frombuffer(digest.digest(), "<u4").astype(np.uint32)
 
 
-def skips_lookup(request: Any) -> bool:
-  """Whether no prefix of a request is looked up."""
-  return bool(getattr(request, "prompt_logprobs", None))
-
-
-def status_of(request: Any) -> str:
-  """The status in lower case, of a string or of a member of an enum."""
-  begun = "running" if request.num_computed_tokens else "waiting"
-  status = getattr(request, "status", begun)
-  return str(getattr(status, "name", status)).lower()
-
-
-def content(request: Any, start: int, stop: int) -> np.ndarray:
-  """int32[stop - start]: the contents that tokens stand for.
+def content(
+  request: Any, tokens: Sequence[int], start: int, stop: int
+) -> np.ndarray:
+  """int32[stop - start]: the contents that the request's tokens stand for.
 
   32 bits of a hash of the item and the position in it replace a placeholder, so
   different images at the same position are different contents.
   """
   try:
-    tokens = int32s(tokens_of(request)[start:stop])
+    held = int32s(tokens[start:stop])
   except (OverflowError, TypeError) as error:
     raise ValueError(
       f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
@@ -130,11 +140,11 @@ def content(request: Any, start: int, stop: int) -> np.ndarray:
     begin = max(item.offset, start)
     end = min(item.offset + item.length, stop)
     if begin < end:
-      stream = _bits(item.identifier, item.length)
-      tokens[begin - start : end - start] = stream[
-        begin - item.offset : end - item.offset
-      ]
-  return tokens
+      data = item.identifier.encode()
+      stream = hashlib.shake_256(data).digest(4 * item.length)
+      bits = np.frombuffer(stream, "<i4")[begin - item.offset :]
+      held[begin - start : end - start] = bits[: end - begin]
+  return held
 
 
 def int32s(values: Sequence[int]) -> np.ndarray:
@@ -150,27 +160,3 @@ def int32s(values: Sequence[int]) -> np.ndarray:
     # Each element of an array of another library would be an array.
     values = getattr(values, "tolist", lambda: list(values))()
   return np.asarray(array.array("i", values))
-
-
-def _bits(identifier: str, length: int) -> np.ndarray:
-  stream = hashlib.shake_256(identifier.encode()).digest(4 * length)
-  return np.frombuffer(stream, "<i4")
-
-
-def salt_of(request: Any) -> np.ndarray:
-  """uint32[4]: a hash of salt and adapter; zeros for neither.
-
-  Both are tagged and preceded by their length, so no salt equals the name of an
-  adapter.
-  """
-  parts = [
-    (tag, getattr(request, tag, None)) for tag in ("cache_salt", "lora_name")
-  ]
-  if all(not value for _, value in parts):
-    return np.zeros((4,), np.uint32)
-  digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-request")
-  for tag, value in parts:
-    if value:
-      data = str(value).encode()
-      digest.update(f"{tag}:{len(data)}:".encode() + data)
-  return np.frombuffer(digest.digest(), "<u4").astype(np.uint32)

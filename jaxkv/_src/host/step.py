@@ -19,7 +19,8 @@ from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.algorithms import reserve
 from jaxkv._src.cache.algorithms.publish import publish
 from jaxkv._src.cache.algorithms.reserve import Reservation
-from jaxkv._src.cache.kinds import GroupKind
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.ops import Rows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import recurrent
@@ -47,13 +48,13 @@ transition = functools.partial(
 
 
 class Call(NamedTuple):
-  """What R requests ask for, in order; int32[R] each.
+  """What R requests ask for, in order.
 
   Attributes:
     slots: their slots; out of range for a row that does not count.
     behind: tokens computed before the new ones, here or elsewhere.
     external: those of them that come from elsewhere.
-    room: tokens that must have room.
+    room: tokens that must have room, lookahead included.
     tokens: those of them that recurrent groups count, without lookahead.
     encoder: tokens of the encoder that must have pages.
     whole: tokens for which there must be pages now, or nothing is done; 0 for
@@ -66,7 +67,7 @@ class Call(NamedTuple):
       states published after it are not written yet.
   """
 
-  slots: Array
+  slots: Array  # int32[R], as all fields
   behind: Array
   external: Array
   room: Array
@@ -82,48 +83,32 @@ class Call(NamedTuple):
 
 
 class RequestHits(NamedTuple):
-  """Pages that requests begin with; P of them at most.
+  """Pages that R requests begin with, if their slots are empty."""
 
-  Attributes:
-    pages: int32[R, G, P], the null page where a window has moved on.
-    stop: int32[R, G], how many.
-    salts: uint32[R, 4].
-  """
-
-  pages: Array
-  stop: Array
-  salts: Array
+  salts: Array  # uint32[R, 4]
+  stop: Array  # int32[R, G], how many pages
+  pages: Array  # int32[R, G, M], the null page where a window has moved on
+  silent: Array  # bool[R, G], whether `take_new_pages` leaves new pages out
 
 
 class Advanced(NamedTuple):
-  """What became of R requests; numpy arrays on the host.
+  """What became of R requests; arrays on the host."""
 
-  Attributes:
-    ok: bool[R].
-    sound: bool[R], whether the hits given hold the tokens of the request.
-    length: int32[R], tokens published.
-    begin: int32[R, G], the first new column.
-    stop: int32[R, G], one past the last.
-    pages: int32[R, G, M], their page tables, where hits were given; else
-      int32[R, G, NEW_PAGES], the first new pages.
-  """
-
-  ok: np.ndarray
-  sound: np.ndarray
-  length: np.ndarray
-  begin: np.ndarray
-  stop: np.ndarray
-  pages: np.ndarray
+  ok: np.ndarray  # bool[R]
+  sound: np.ndarray  # bool[R], whether the hits hold the request's tokens
+  length: np.ndarray  # int32[R], tokens published
+  begin: np.ndarray  # int32[R, G], the first new column
+  stop: np.ndarray  # int32[R, G], one past the last
+  pages: np.ndarray  # int32[R, G, W], the first new pages
 
 
-@functools.partial(transition, static_argnames="caps")
+@functools.partial(transition, static_argnames=("caps", "begins"))
 def advance(
   state: CacheState,
-  fields: Array,
-  begin: tuple[Array, Array, Array] | None,
-  tokens: Array,
+  packed: Array,
   *,
   caps: tuple[int, ...],
+  begins: bool,
 ) -> tuple[CacheState, Array]:
   """Recycles, attaches hits, allocates and publishes.
 
@@ -133,33 +118,30 @@ def advance(
 
   Args:
     state: the cache.
-    fields: int32[F, R], the fields of `Call`.
-    begin: the fields of `RequestHits`, for requests whose slots are empty;
-      None if every request holds pages.
-    tokens: int32[R, T], those after the ones published; all tokens of a
-      request that begins.
+    packed: int32[X], the fields of `Call`; of `RequestHits` if `begins`; and
+      the tokens after those published, all tokens of a request that begins.
     caps: the most pages that one sequence ever holds, by group.
+    begins: whether there is one row, and its slot may be empty; else there is
+      one for every slot.
 
   Returns:
-    The cache, and what became of the rows, for `unpacked`: one array, because
-    each array that is fetched costs as much as this one.
+    The cache, and what became of the rows, for `fetch`. One array comes and
+    one goes, because each array that is moved costs as much as this one.
   """
-  config, call = state.config, Call(*fields)
-  hits = None if begin is None else RequestHits(*begin)
+  config = state.config
+  call, hits, tokens = _unpacked(config, packed, begins)
   asked = in_range(state, call.slots)
   rows = Rows(call.slots, False, ~asked, ~asked)
   held = rows.read(state.num_pages)
-  begins = asked & (held[:, config.first_self_group] == 0)
-  holds = jnp.ones_like(asked)
-  if hits is not None:
-    holds = _sound(state, call, hits, tokens)
-    asked &= holds & _whole_fits(state, call, hits, held, begins, caps)
-  state, _ = drop_behind(state, rows, call.behind, asked & ~begins)
   plan = _plan(
-    state, call, hits, held, begins, _columns(state, call, call.room)
+    state, call, hits, held, asked & (held[:, config.first_self_group] == 0)
   )
-  if hits is not None and recurrent.has_states(config):
-    asked &= ~_unwritten(state, call, hits)
+  sound = jnp.ones_like(asked)
+  if hits is not None:
+    sound = _sound(state, call, hits, tokens)
+    asked &= sound & ~_unwritten(state, call, hits)
+    asked &= _whole_fits(state, call, hits, plan, held, caps)
+  state, _ = drop_behind(state, rows, call.behind, asked & ~plan.begins)
   code = jnp.where(asked, Status.OK, Status.SKIPPED).astype(jnp.int32)
   state, code = reserve.reserve(
     state,
@@ -176,26 +158,32 @@ def advance(
     hashes = hashing.start_slots(
       state.hashes,
       rows,
-      ok & begins,
+      plan.begins,
       root,
       prompt_length=call.prompt_length,
       boundary=call.boundary,
     )
     state = dataclasses.replace(state, hashes=hashes)
-  state = _publish(state, call, rows, plan, ok, tokens)
-  columns = jnp.arange(config.pages_per_slot, dtype=jnp.int32)[None, None]
-  if hits is None:
-    columns = jnp.arange(NEW_PAGES, dtype=jnp.int32)[None, None]
-    columns = columns + plan.external[..., None]
+  length = rows.read(state.length)
+  room = config.sizes.tokens_with_room(plan.stop)
+  counts = jnp.minimum(call.publish, room) - length
+  counts = jnp.where(ok, jnp.clip(counts, 0, tokens.shape[1]), 0)
+  final = rules.final_pages(config, length)
+  known = jnp.where(plan.begins[:, None], plan.hit, final)
+  state, _ = publish(state, rows, tokens, counts, known)
+  if hits is not None:
+    state = _silence(state, call, hits, plan)
+  width = config.pages_per_slot if hits is not None else NEW_PAGES
+  columns = jnp.arange(width, dtype=jnp.int32)[None, None]
+  columns = columns + plan.external[..., None]
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None, :, None]
   pages = ops.take(state.page_table, call.slots[:, None, None], group, columns)
-  length = rows.read(state.length)
-  packed = (ok, holds, length, plan.external, plan.stop, pages)
-  packed = [part.astype(jnp.int32).reshape(-1) for part in packed]
-  return state, jnp.concatenate(packed)
+  parts = (ok, sound, rows.read(state.length), plan.external, plan.stop, pages)
+  parts = [part.astype(jnp.int32).reshape(-1) for part in parts]
+  return state, jnp.concatenate(parts)
 
 
-def unpacked(packed: Array, num_rows: int, num_groups: int) -> Advanced:
+def fetch(packed: Array, num_rows: int, num_groups: int) -> Advanced:
   """What `advance` packed, on the host.
 
   Polls for a while before it blocks: waking a thread that sleeps costs as much
@@ -204,19 +192,38 @@ def unpacked(packed: Array, num_rows: int, num_groups: int) -> Advanced:
   for _ in range(_POLLS):
     if packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
       break
-  flat, pairs = np.asarray(packed), num_rows * num_groups
-  rows = flat[: 3 * num_rows].reshape(3, num_rows)
-  columns = flat[3 * num_rows : 3 * num_rows + 2 * pairs]
-  begin, stop = columns.reshape(2, num_rows, num_groups)
-  pages = flat[3 * num_rows + 2 * pairs :]
+  widths = np.array([1, 1, 1, num_groups, num_groups])
+  parts = np.split(np.asarray(packed), np.cumsum(widths * num_rows))
+  ok, sound, length, begin, stop, pages = parts
   return Advanced(
-    ok=rows[0] != 0,
-    sound=rows[1] != 0,
-    length=rows[2],
-    begin=begin,
-    stop=stop,
+    ok=ok != 0,
+    sound=sound != 0,
+    length=length,
+    begin=begin.reshape(num_rows, num_groups),
+    stop=stop.reshape(num_rows, num_groups),
     pages=pages.reshape(num_rows, num_groups, -1),
   )
+
+
+def _unpacked(
+  config: CacheConfig, packed: Array, begins: bool
+) -> tuple[Call, RequestHits | None, Array]:
+  """What the host has packed; the tokens are int32[R, T]."""
+  groups, columns = config.num_groups, config.pages_per_slot
+  num_rows, num_fields = 1 if begins else config.num_slots, len(Call._fields)
+  widths = [num_fields]
+  if begins:
+    widths += [hashing.KEY_WORDS, groups, groups * columns, groups]
+  stops = np.cumsum(widths) * num_rows
+  fields, *parts, tokens = jnp.split(packed, stops)
+  call = Call(*fields.reshape(num_fields, num_rows))
+  tokens = tokens.reshape(num_rows, -1)
+  if not begins:
+    return call, None, tokens
+  salts, stop, pages, silent = (part.reshape(num_rows, -1) for part in parts)
+  salts = lax.bitcast_convert_type(salts, jnp.uint32)
+  pages = pages.reshape(num_rows, groups, columns)
+  return call, RequestHits(salts, stop, pages, silent != 0), tokens
 
 
 def _plan(
@@ -225,51 +232,51 @@ def _plan(
   hits: RequestHits | None,
   held: Array,
   begins: Array,
-  required: Array,
 ) -> Reservation:
-  """The columns of rows that require so many, int32[R, G]."""
+  """The columns that rows ask for; they hold int32[R, G] of them."""
   config = state.config
+  required = _columns(config, call.room, call.tokens, call.encoder)
   if hits is None:
     return reserve.reservation(state, hit=held, stop=required, begins=begins)
   skipped = config.sizes.skipped_pages(call.behind)
   attaches = jnp.any(hits.stop > 0, axis=1) | (call.external > 0)
   attaches = (begins & attaches)[:, None]
   hit = jnp.where(attaches, jnp.maximum(skipped, hits.stop), held)
-  arriving = config.sizes.by_group(
-    lambda kind, _: call.behind > kind.num_skipped_tokens(call.behind)
-  )
-  arriving &= attaches & (call.external > 0)[:, None]
-  arriving &= ~config.sizes.holds_encoder(arriving)
-  reached = config.sizes.by_group(
-    lambda _, size: ops.quotient(call.behind + (size - 1), size)
-  )
+
+  def arriving(kind: GroupKind, size: int) -> Array:
+    arrives = call.behind > kind.num_skipped_tokens(call.behind)
+    arrives &= (call.external > 0) & (not kind.holds_encoder)
+    reached = ops.quotient(call.behind + (size - 1), size)
+    return jnp.where(arrives, reached, 0)
+
+  external = jnp.where(attaches, config.sizes.by_group(arriving), 0)
   return reserve.reservation(
     state,
     first=jnp.where(attaches, skipped, 0),
     hit=hit,
-    external=jnp.where(arriving, jnp.maximum(hit, reached), hit),
+    external=jnp.maximum(hit, external),
     stop=required,
     begins=begins,
   )
 
 
-def _columns(state: CacheState, call: Call, room: Array) -> Array:
-  """int32[R, G]: columns for `room`; for the tokens in recurrent groups."""
-  tokens = jnp.minimum(room, call.tokens)
-
-  def columns(kind: GroupKind, size: int) -> Array:
-    counts = call.encoder if kind.holds_encoder else room
-    return kind.num_columns(tokens if kind.holds_states else counts, size)
-
-  return state.config.sizes.by_group(columns)
+def _columns(
+  config: CacheConfig, room: Array, tokens: Array, encoder: Array
+) -> Array:
+  """int32[R, G]: columns for `room`; for `tokens` in recurrent groups."""
+  return jnp.where(
+    recurrent.holds_states(config),
+    config.sizes.columns_for(tokens, encoder),
+    config.sizes.columns_for(room, encoder),
+  )
 
 
 def _whole_fits(
   state: CacheState,
   call: Call,
   hits: RequestHits,
+  plan: Reservation,
   held: Array,
-  begins: Array,
   caps: tuple[int, ...],
 ) -> Array:
   """bool[R]: rows whose whole sequences have room, where that is asked.
@@ -277,25 +284,30 @@ def _whole_fits(
   As in vLLM, a sequence counts the pages it ever holds at once, without those
   that a hit or a window covers.
   """
-  whole = call._replace(tokens=call.whole)
-  required = _columns(state, whole, call.whole)
+  config = state.config
+  required = _columns(config, call.whole, call.whole, call.encoder)
   required = jnp.minimum(required, jnp.asarray(caps, jnp.int32)[None])
-  plan = _plan(state, call, hits, held, begins, required)
-  skipped = state.config.sizes.skipped_pages(call.behind)
-  covered = jnp.where(begins[:, None], jnp.maximum(skipped, plan.hit), held)
+  whole = reserve.reservation(
+    state,
+    first=plan.first,
+    hit=plan.hit,
+    external=plan.external,
+    stop=required,
+    begins=plan.begins,
+  )
+  skipped = config.sizes.skipped_pages(call.behind)
+  covered = jnp.maximum(skipped, plan.hit)
+  covered = jnp.where(plan.begins[:, None], covered, held)
   need = jnp.where(
-    recurrent.holds_states(state.config),
-    plan.num_fresh,
+    recurrent.holds_states(config),
+    whole.num_fresh,
     jnp.maximum(required - covered, 0),
   )
   woken = reserve.woken(state, plan, hits.pages)
-  woken &= begins[:, None, None]
+  woken &= plan.begins[:, None, None]
   need += jnp.sum(woken, axis=2, dtype=jnp.int32)
   need = jnp.sum(need, axis=1, dtype=jnp.int32) + call.keep_free
-  fits = need <= state.pool.queue.num_free
-  if recurrent.has_states(state.config):
-    fits &= ~_unwritten(state, call, hits)
-  return (call.whole == 0) | fits
+  return (call.whole == 0) | (need <= state.pool.queue.num_free)
 
 
 def _unwritten(state: CacheState, call: Call, hits: RequestHits) -> Array:
@@ -304,15 +316,13 @@ def _unwritten(state: CacheState, call: Call, hits: RequestHits) -> Array:
   Its request computes it in the same step, so nobody can read it yet.
   """
   index = state.pool.index
-  if index is None:
+  if index is None or not recurrent.has_states(state.config):
     return jnp.zeros(call.slots.shape, bool)
   last = jnp.maximum(hits.stop - 1, 0)[..., None]
   page = jnp.take_along_axis(hits.pages, last, axis=2)[..., 0]
   page = jnp.where(hits.stop > 0, page, 0).reshape(-1)
-  keys, tokens = (
-    prefix_index.key_of(index, page),
-    ops.take(index.tokens, page),
-  )
+  keys = prefix_index.key_of(index, page)
+  tokens = ops.take(index.tokens, page)
   newest = prefix_index.lookup(index, keys, tokens, newest=True)
   age = index.clock - prefix_index.stamp_of(index, newest)
   since = index.clock - lax.bitcast_convert_type(call.since, jnp.uint32)
@@ -357,62 +367,46 @@ def _sound(
   )
 
 
-def _publish(
-  state: CacheState,
-  call: Call,
-  rows: Rows,
-  plan: Reservation,
-  ok: Array,
-  tokens: Array,
+def _silence(
+  state: CacheState, call: Call, hits: RequestHits, plan: Reservation
 ) -> CacheState:
-  """Publishes the rows that are OK, up to where the call says."""
-  length = rows.read(state.length)
-  room = state.config.sizes.tokens_with_room(plan.stop)
-  counts = jnp.minimum(call.publish, room) - length
-  counts = jnp.where(ok, jnp.clip(counts, 0, tokens.shape[1]), 0)
-  known = jnp.where(
-    plan.begins[:, None], plan.hit, rules.final_pages(state.config, length)
-  )
-  return publish(state, rows, tokens, counts, known)[0]
+  """Takes fresh pages of silent groups out of what `take_new_pages` tells.
 
-
-class Found(NamedTuple):
-  """What is cached of a request.
-
-  Attributes:
-    num_tokens: int32[].
-    boundary: int32[], see `SlotHashes.shared_prefix_boundary`.
-    stop: int32[G].
-    pages: int32[G, P].
+  A page found stays: another request may have got it as new.
   """
-
-  num_tokens: Array
-  boundary: Array
-  stop: Array
-  pages: Array
+  if state.pool.new is None:
+    return state
+  pages = ops.take(state.page_table, call.slots)
+  column = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None]
+  fresh = (column >= plan.hit[..., None]) & (column < plan.stop[..., None])
+  fresh &= hits.silent[..., None] & (pages > 0)
+  place = ops.where_valid(fresh, pages)
+  new = ops.put(state.pool.new, place, values=False)
+  pool = dataclasses.replace(state.pool, new=new)
+  return dataclasses.replace(state, pool=pool)
 
 
 @functools.partial(jax.jit, compiler_options=CPU_COMPILER_OPTIONS)
 def look_up(
   state: CacheState, tokens: Array, length: Array, salt: Array
-) -> Found:
-  """Finds the longest cached prefix of one request.
+) -> tuple[Array, Array, Array, Array]:
+  """The longest cached prefix of one request.
 
   Args:
     state: a cache with prefix caching.
     tokens: int32[1, T].
     length: int32[1].
     salt: uint32[1, 4].
+
+  Returns:
+    Its tokens, int32[]; the boundary, see `SlotHashes`, int32[]; the number of
+    its pages, int32[G]; and the pages, int32[G, P].
   """
   config = state.config
   found = longest_prefix.find(state, tokens, length, length > 0, salt)
-  pages = found.attached_pages(config, found.pages.shape[2])
-  return Found(
-    num_tokens=found.num_cached_tokens[0],
-    boundary=found.boundary[0],
-    stop=found.stop[0],
-    pages=jnp.where(pages < config.no_page, pages, 0)[0],
-  )
+  pages = found.attached_pages(config, found.pages.shape[2])[0]
+  pages = jnp.where(pages < config.no_page, pages, 0)
+  return found.num_cached_tokens[0], found.boundary[0], found.stop[0], pages
 
 
 @transition
@@ -427,18 +421,6 @@ def evict(state: CacheState, pages: Array) -> CacheState:
   valid = (pages > 0) & (pages < state.config.num_pages)
   pool, _ = page_pool.unpublish(state.pool, pages, valid)
   return dataclasses.replace(state, pool=pool)
-
-
-@transition
-def forget_new(state: CacheState, pages: Array) -> CacheState:
-  """Takes pages int32[X] out of what `take_new_pages` tells."""
-  if state.pool.new is None:
-    return state
-  place = ops.where_valid(pages > 0, pages)
-  new = ops.put(state.pool.new, place, values=False)
-  return dataclasses.replace(
-    state, pool=dataclasses.replace(state.pool, new=new)
-  )
 
 
 @transition

@@ -9,20 +9,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix.hashing import key_bytes
-from jaxkv._src.cache.prefix.prefix_index import PrefixIndex
 from jaxkv._src.cache.verbs import inspect
+from jaxkv._src.host.request import Request
 from jaxkv._src.host.request import content
 from jaxkv._src.host.request import int32s
+from jaxkv._src.host.request import read_request
 from jaxkv._src.host.request import salt_of
-from jaxkv._src.host.request import skips_lookup
-from jaxkv._src.host.request import status_of
-from jaxkv._src.host.request import tokens_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +43,12 @@ class CachePages:
         f"CachePages must have {len(self.pages)} groups to be added, got "
         f"{len(other.pages)}."
       )
-    return CachePages(
-      _joined(self.pages, other.pages), _joined(self._new(), other._new())
-    )
+
+    def joined(one, two):
+      return tuple(a + b for a, b in zip(one, two, strict=True))
+
+    unhashed = (one.get_unhashed_page_ids_all_groups() for one in (self, other))
+    return CachePages(joined(self.pages, other.pages), joined(*unhashed))
 
   def get_page_ids(self) -> tuple[list[int], ...]:
     """Page ids by group."""
@@ -56,34 +56,15 @@ class CachePages:
 
   def get_unhashed_page_ids(self) -> list[int]:
     """Ids of the first group's pages that were not cached when handed out."""
-    new = self._new()
-    return list(new[0]) if new else []
+    return [*self.unhashed[0]] if self.unhashed else []
 
   def get_unhashed_page_ids_all_groups(self) -> tuple[list[int], ...]:
     """Ids that were not cached when handed out, by group."""
-    return self._new()
+    return self.unhashed or self.new_empty().pages
 
   def new_empty(self) -> "CachePages":
     """No pages, for as many groups."""
     return CachePages(tuple([] for _ in self.pages))
-
-  def _new(self) -> tuple[list[int], ...]:
-    return self.unhashed or tuple([] for _ in self.pages)
-
-
-def new_pages(
-  pages: Sequence[list[int]], begin: list[int], stop: list[int]
-) -> CachePages:
-  """Columns `begin .. stop` of each group's pages, none of them cached yet."""
-  columns = zip(pages, begin, stop, strict=True)
-  new = tuple([row[first:last] for row, first, last in columns])
-  return CachePages(new, new)
-
-
-def _joined(
-  one: tuple[list[int], ...], other: tuple[list[int], ...]
-) -> tuple[list[int], ...]:
-  return tuple(a + b for a, b in zip(one, other, strict=True))
 
 
 class PoppedPages(NamedTuple):
@@ -123,11 +104,12 @@ class PrefixCacheStats:
   lifetime: list[int] = dataclasses.field(default_factory=list)
   idle: list[int] = dataclasses.field(default_factory=list)
 
-  def record(self, request: Any, num_tokens: int, num_hits: int) -> None:
+  def record(self, request: Request, num_hits: int) -> None:
     """Counts a request, unless it skips the lookup."""
-    if skips_lookup(request):
+    if request.prompt_logprobs:
       return
-    if status_of(request) == "preempted":
+    num_tokens = request.num_tokens
+    if request.status == "preempted":
       self.preempted_requests += 1
       self.preempted_queries += num_tokens
       self.preempted_hits += num_hits
@@ -187,8 +169,8 @@ def hash_page_tokens(
     held = int32s(tokens)
   except (OverflowError, TypeError) as error:
     raise ValueError(f"`tokens` must be 32-bit integers: {error}.") from error
-  before = None if parent is None else _words(parent.chain)
-  return _hashed(config, before, held, group, salt, epoch)[0]
+  salt = np.zeros((hashing.KEY_WORDS,), np.uint32) if salt is None else salt
+  return _hashed(config, parent, held, group, salt, epoch)[0]
 
 
 def hash_request_tokens(
@@ -205,41 +187,40 @@ def hash_request_tokens(
   Returns:
     A key for each full page of the group.
   """
-  size = config.page_sizes[group]
-  full = len(tokens_of(request)) // size * size
+  known, size = read_request(request), config.page_sizes[group]
+  full = known.num_tokens // size * size
   if full == 0:
     return []
-  tokens = content(request, 0, full)
-  salt = salt_of(request)
-  return _hashed(config, None, tokens, group, salt, epoch)
+  tokens = content(known, known.token_ids, 0, full)
+  return _hashed(config, None, tokens, group, salt_of(known), epoch)
 
 
 def _hashed(
   config: CacheConfig,
-  before: np.ndarray | None,
+  parent: PageHash | None,
   tokens: np.ndarray,
   group: int,
-  salt: np.ndarray | None,
+  salt: np.ndarray,
   epoch: int,
 ) -> list[PageHash]:
-  salt = np.zeros((hashing.KEY_WORDS,), np.uint32) if salt is None else salt
-  root = hashing.root_key(config, jnp.uint32(epoch), jnp.asarray(salt)[None])
-  start = root if before is None else jnp.asarray(before)[None]
-  held = jnp.asarray(tokens, jnp.int32).reshape(1, -1, config.page_size)
+  """The keys of full pages behind `parent`."""
+  start = hashing.root_key(config, jnp.uint32(epoch), jnp.asarray(salt)[None])
+  if parent is not None:
+    start = jnp.asarray(_words(parent.chain))[None]
+  held = jnp.asarray(tokens).reshape(1, -1, config.page_size)
   chain = hashing.row_keys(config, start, held)
-  keys = hashing.keys_of_group(config, chain, group)[0]
+  keys = np.asarray(hashing.keys_of_group(config, chain, group)[0])
   size = config.page_sizes[group]
   step = size // config.page_size
-  pages = np.asarray(tokens).reshape(-1, size).tolist()
+  links = np.asarray(chain[0, step - 1 :: step])
+  pages = tokens.reshape(-1, size).tolist()
   return [
     PageHash(key_bytes(key), tuple(page), group, key_bytes(link))
-    for key, page, link in zip(
-      np.asarray(keys),
-      pages,
-      np.asarray(chain[0, step - 1 :: step]),
-      strict=True,
-    )
+    for key, page, link in zip(keys, pages, links, strict=True)
   ]
+
+
+_lookup = jax.jit(prefix_index.lookup)
 
 
 class PagePool:
@@ -271,12 +252,10 @@ class PagePool:
     index = self._manager.state.pool.index
     if index is None:
       return None
-    width = index.tokens.shape[1]
-    tokens = np.zeros((1, width), np.int32)
+    tokens = np.zeros((1, index.tokens.shape[1]), np.int32)
     tokens[0, : len(page_hash.tokens)] = page_hash.tokens
-    return (
-      int(_looked_up(index, _words(page_hash.key)[None], tokens)[0]) or None
-    )
+    found = _lookup(index, _words(page_hash.key)[None], tokens)
+    return int(found[0]) or None
 
 
 class FreeCachePageQueue:
@@ -299,11 +278,6 @@ class FreeCachePageQueue:
 
   def __iter__(self) -> Iterator[int]:
     return iter(self.get_all_free_pages())
-
-
-@jax.jit
-def _looked_up(index: PrefixIndex, keys: Array, tokens: Array) -> Array:
-  return prefix_index.lookup(index, keys, tokens)
 
 
 def _words(key: bytes) -> np.ndarray:

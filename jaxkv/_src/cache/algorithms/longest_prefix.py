@@ -8,8 +8,8 @@ from jax import lax
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.kinds import FullAttention
-from jaxkv._src.cache.kinds import GroupKind
+from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules

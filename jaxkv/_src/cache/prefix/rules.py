@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.kinds import GroupKind
+from jaxkv._src.cache.group_kinds import GroupKind
 
 
 def final_pages(config: CacheConfig, tokens: Array) -> Array:

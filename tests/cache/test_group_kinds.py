@@ -147,7 +147,7 @@ class TestKinds:
       assert found.pages[0].tolist() == [[1, 2, 3, 16], [16, 16, 7, 16]]
 
 
-def test_kinds_check_their_sizes():
+def test_group_kinds_check_their_sizes():
   with pytest.raises(ValueError, match=r"SlidingWindow.window` must be at le"):
     SlidingWindow(0)
   with pytest.raises(ValueError, match=r"ChunkedLocal.chunk` must be at least"):

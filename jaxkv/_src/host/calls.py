@@ -1,0 +1,374 @@
+"""A manager's calls: arguments validated, sent as arrays, answers as lists."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.host.request import Request
+from jaxkv._src.host.request import content
+from jaxkv._src.host.request import int32s
+from jaxkv._src.host.request import salt_of
+from jaxkv._src.host.request import tokens_of_all
+from jaxkv._src.host.slots import RequestSlots
+from jaxkv._src.host.step import Advanced
+from jaxkv._src.host.step import Call
+from jaxkv._src.host.types import CachePages
+
+# Tokens for which calls are compiled, up to the longest sequence; and 1, for
+# many requests that decode together.
+_WIDTHS = (64, 4096, 65536)
+# The sum of two such numbers fits int64.
+_MOST_TOKENS = 2**61
+_ROW_OF = {name: row for row, name in enumerate(Call._fields)}
+_NOWHERE = np.iinfo(np.int32).max
+
+
+class Limits(NamedTuple):
+  """What a manager enforces.
+
+  Attributes:
+    config: sizes of its cache.
+    max_model_len: tokens of the longest sequence.
+    max_encoder_tokens: tokens of the longest encoder input.
+    keep_free: pages that waiting requests leave free while others run.
+    most_pages: the most pages that one sequence ever holds, by group.
+  """
+
+  config: CacheConfig
+  max_model_len: int
+  max_encoder_tokens: int
+  keep_free: int
+  most_pages: tuple[int, ...]
+
+
+def at_least(name: str, value: int, least: int) -> int:
+  """The value as an int; raises if it is none, or less than `least`."""
+  try:
+    number = operator.index(value)
+  except TypeError:
+    raise TypeError(
+      f"`{name}` must be an int, got {value!r} of type {type(value).__name__}."
+    ) from None
+  if number < least:
+    raise ValueError(f"`{name}` must be at least {least}, got {number}.")
+  return number
+
+
+def check_length(limits: Limits, name: str, length: int) -> None:
+  """Raises for a sequence that would be too long."""
+  if length > limits.max_model_len:
+    raise ValueError(
+      f"`max_model_len` is {limits.max_model_len}; {name!r} must have at most "
+      f"as many tokens, got {length}."
+    )
+
+
+def allocation_fields(
+  limits: Limits,
+  request: Request,
+  slot: int | None,
+  hit: CachePages | None,
+  *,
+  delay_cache_pages: bool,
+  full_sequence_must_fit: bool,
+  has_scheduled_requests: bool,
+  **counts: int,
+) -> dict[str, int]:
+  """The fields of `step.Call` of a valid `allocate_slots`."""
+  found = counts["num_new_computed_tokens"]
+  external = counts["num_external_computed_tokens"]
+  _check_counts(limits, request, counts)
+  _check_hit(limits.config, request, slot, found, hit)
+  behind = request.num_computed_tokens + found + external
+  total = behind + counts["num_new_tokens"]
+  check_length(limits, request.request_id, total)
+  in_flight = 0 if slot is None else request.num_in_flight_tokens
+  known, most = request.num_tokens, limits.max_model_len
+  waits = request.status in ("waiting", "preempted")
+  return {
+    "behind": max(behind - in_flight, 0),
+    "external": external,
+    "room": min(total + counts["num_lookahead_tokens"], most),
+    "tokens": total,
+    "encoder": counts["num_encoder_tokens"],
+    "whole": min(known, most) if full_sequence_must_fit else 0,
+    "keep_free": limits.keep_free if waits and has_scheduled_requests else 0,
+    "reserved": min(counts["reserved_pages"], limits.config.num_pages),
+    "publish": found if delay_cache_pages else min(total, known),
+    "prompt_length": request.num_prompt_tokens or 0,
+    "boundary": request.shared_prefix_boundary,
+  }
+
+
+def _check_counts(
+  limits: Limits, request: Request, counts: dict[str, int]
+) -> None:
+  for name, count in counts.items():
+    at_least(name, count, 0)
+  at_least("num_computed_tokens", request.num_computed_tokens, 0)
+  at_least("num_in_flight_tokens", request.num_in_flight_tokens, 0)
+  if counts["num_encoder_tokens"] > limits.max_encoder_tokens:
+    raise ValueError(
+      f"`num_encoder_tokens` must be at most {limits.max_encoder_tokens}, got "
+      f"{counts['num_encoder_tokens']}; raise max_encoder_tokens (0 without a "
+      "CrossAttention group)."
+    )
+  tokens = ("new", "new_computed", "external_computed")
+  if not any(counts[f"num_{name}_tokens"] for name in tokens):
+    raise ValueError(
+      "`num_new_tokens`, found and external tokens must not all be 0, as for "
+      f"{request.request_id!r}."
+    )
+
+
+def _check_hit(
+  config: CacheConfig,
+  request: Request,
+  slot: int | None,
+  found: int,
+  hit: CachePages | None,
+) -> None:
+  """The device checks besides that the pages hold the request's tokens."""
+  pages, name = hit.pages if hit else (), request.request_id
+  if slot is not None and (found or any(pages)):
+    raise ValueError(
+      f"`new_computed_pages` of {name!r} must be empty, got {hit}: it holds "
+      "pages already."
+    )
+  if slot is None and request.num_computed_tokens:
+    raise ValueError(
+      f"`num_computed_tokens` of {name!r} must be 0, got "
+      f"{request.num_computed_tokens}: it holds no page."
+    )
+  if found % config.alignment:
+    raise ValueError(
+      f"`num_new_computed_tokens` of {name!r} must be a multiple of "
+      f"{config.alignment}, as every hit is, got {found}."
+    )
+  wanted = [found // size for size in config.page_sizes]
+  if [len(column) for column in pages or [()] * len(wanted)] != wanted:
+    raise ValueError(
+      f"`new_computed_pages` of {name!r} must have {wanted} pages for {found} "
+      f"tokens, got {hit}."
+    )
+
+
+def check_shard(
+  config: CacheConfig,
+  groups: Sequence[int],
+  hint: int | None,
+  num_shards: int | None,
+) -> None:
+  """Raises for groups that do not exist, and for all shards but the first."""
+  if num_shards not in (None, 1) or hint not in (None, 0):
+    raise ValueError(
+      "`data_parallel_size` must be None or 1 and `dp_shard_hint` None or 0, "
+      f"got {num_shards} and {hint}; make a CacheManager for each shard, with "
+      "that shard's pages and requests."
+    )
+  if not all(group in range(config.num_groups) for group in groups):
+    raise ValueError(
+      f"`skip_zeroing_group_ids` must be 0 to {config.num_groups - 1}, got "
+      f"{list(groups)}."
+    )
+
+
+def pack_step(
+  limits: Limits,
+  held: RequestSlots,
+  running: Sequence[Any],
+  num_new_tokens: Any,
+  num_lookahead_tokens: int,
+) -> tuple[np.ndarray, np.ndarray]:
+  """Slots int32[R], and the argument of `step.advance`, of a valid `step`."""
+  config, slots = limits.config, held.slots_of(running)
+  _within("num_lookahead_tokens", num_lookahead_tokens, 0)
+  num_new = _new_tokens(num_new_tokens, len(running))
+  written, computed = _progress(running, config.skips_pages)
+  total = computed + num_new
+  longest = int(total.argmax())
+  check_length(limits, running[longest].request_id, int(total[longest]))
+  tokens = tokens_of_all(running)
+  publish = np.minimum(total, np.array([*map(len, tokens)], np.int32))
+  padded = pad_tokens(
+    config,
+    config.num_slots,
+    running,
+    tokens,
+    held.sent[slots],
+    publish,
+    plain=not held.with_items,
+  )
+  fields = {
+    "behind": written,
+    "room": np.minimum(total + num_lookahead_tokens, limits.max_model_len),
+    "tokens": total,
+    "publish": publish,
+  }
+  return slots, _packed(slots, padded, (), fields)
+
+
+def _new_tokens(num_new_tokens: Any, num_running: int) -> np.ndarray:
+  """int64[R] or int64[]."""
+  if isinstance(num_new_tokens, int):
+    _within("num_new_tokens", num_new_tokens, 1)
+    return np.asarray(num_new_tokens, np.int64)
+  num_new = np.asarray(num_new_tokens)
+  if num_new.dtype.kind not in "iu":
+    raise TypeError(f"`num_new_tokens` must be ints, got {num_new_tokens!r}.")
+  if num_new.shape not in ((), (num_running,)):
+    raise ValueError(
+      f"`num_new_tokens` must be one number, or one for each of {num_running} "
+      f"requests, got an array of shape {num_new.shape}."
+    )
+  _within("num_new_tokens", num_new.min(), 1)
+  _within("num_new_tokens", num_new.max(), 1)
+  return num_new.astype(np.int64)
+
+
+def _within(name: str, value: int, least: int) -> None:
+  if at_least(name, value, least) > _MOST_TOKENS:
+    raise ValueError(f"`{name}` must be at most {_MOST_TOKENS}, got {value}.")
+
+
+def _progress(
+  running: Sequence[Any], skips_pages: bool
+) -> tuple[np.ndarray, np.ndarray]:
+  """int32[R] each: tokens written, and with those in flight.
+
+  Both are the same where no group leaves pages behind.
+  """
+  try:
+    computed = int32s([request.num_computed_tokens for request in running])
+    written = computed
+    if skips_pages:
+      in_flight = [getattr(one, "num_in_flight_tokens", 0) for one in running]
+      written = np.maximum(computed - int32s(in_flight), 0)
+    if computed.min() >= 0:
+      return written, computed
+  except (OverflowError, TypeError):
+    pass  # Raised below, with the name.
+  for one in running:
+    at_least("num_computed_tokens", one.num_computed_tokens, 0)
+    at_least("num_in_flight_tokens", getattr(one, "num_in_flight_tokens", 0), 0)
+  raise ValueError("`num_computed_tokens` must have at most 32 bits.")
+
+
+def pack_lookup(
+  limits: Limits, request: Request
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Tokens, their number and the salt, for `step.look_up`."""
+  check_length(limits, request.request_id, request.num_tokens)
+  stop = np.asarray([request.num_tokens], np.int32)
+  held = [request.token_ids]
+  tokens = pad_tokens(limits.config, 1, [request], held, 0 * stop, stop)
+  return tokens, stop, salt_of(request)[None]
+
+
+def pack_one(
+  held: RequestSlots,
+  request: Request,
+  slot: int,
+  hit: CachePages | None = None,
+  silent: Sequence[int] = (),
+  **fields: int,
+) -> np.ndarray:
+  """The argument of `step.advance` for one request; a new one has a hit."""
+  config = held.config
+  pages = np.zeros((config.num_groups, config.pages_per_slot), np.int32)
+  counts, flags = np.zeros((2, 1, config.num_groups), np.int32)
+  flags[0, list(silent)] = 1
+  for group, column in enumerate(hit.pages if hit else ()):
+    pages[group, : len(column)] = column
+    counts[0, group] = len(column)
+  start = held.sent[slot : slot + 1]
+  stop = np.maximum(start, fields.get("publish", 0))
+  tokens = pad_tokens(config, 1, [request], [request.token_ids], start, stop)
+  salt = salt_of(request).view(np.int32)[None]
+  parts = (salt, counts, pages.reshape(1, -1), flags)
+  return _packed([slot], tokens, parts, fields)
+
+
+def _packed(
+  slots: Sequence[int] | np.ndarray,
+  tokens: np.ndarray,
+  parts: Sequence[np.ndarray],
+  fields: dict[str, Any],
+) -> np.ndarray:
+  """Fields, parts and int32[R, T] tokens, one after the other, in one array.
+
+  Rows behind those of `slots` have no slot.
+  """
+  call = np.zeros((len(Call._fields), len(tokens)), np.int32)
+  call[_ROW_OF["slots"], len(slots) :] = _NOWHERE
+  for name, values in ({"slots": slots} | fields).items():
+    call[_ROW_OF[name], : len(slots)] = values
+  return np.concatenate([part.reshape(-1) for part in (call, *parts, tokens)])
+
+
+def pad_tokens(
+  config: CacheConfig,
+  num_rows: int,
+  requests: Sequence[Any],
+  tokens: Sequence[Sequence[int]],
+  start: np.ndarray,
+  stop: np.ndarray,
+  plain: bool = False,
+) -> np.ndarray:
+  """int32[num_rows, T]: tokens `start .. stop` of requests, int32[R] each.
+
+  T is one of a few widths, and may be 1 if no placeholder is among the
+  tokens.
+  """
+  counts, longest = stop - start, config.slot_tokens
+  most = int(counts.max())
+  if most <= 1 and plain:
+    # Decoding: the newest token of each; a loop over rows is too slow.
+    newest = np.zeros((num_rows, 1), np.int32)
+    ends = zip(tokens, stop.tolist(), strict=True)
+    last = [known[end - 1] for known, end in ends]
+    try:
+      newest[: len(last), 0] = int32s(last)
+      return newest
+    except (OverflowError, TypeError):
+      pass  # The loop below names the request, if its token counts.
+  width = next(n for n in (*_WIDTHS, longest) if n >= most)
+  padded = np.zeros((num_rows, min(width, longest)), np.int32)
+  for row in np.flatnonzero(counts > 0).tolist():
+    begin, end = int(start[row]), int(stop[row])
+    held = content(requests[row], tokens[row], begin, end)
+    padded[row, : end - begin] = held
+  return padded
+
+
+def answers(
+  state: CacheState, slots: Sequence[int] | np.ndarray, out: Advanced
+) -> list[CachePages | None]:
+  """New pages of each row, None where there were too few.
+
+  Few rows have any in one step.
+  """
+  nothing = CachePages(tuple([] for _ in state.config.groups))
+  results: list[CachePages | None] = [nothing] * len(slots)
+  counts = out.stop - out.begin
+  rows = np.flatnonzero(counts.any(axis=1))
+  counts, most = counts[rows], counts.max()
+  pages = out.pages[rows, :, :most]
+  if most > pages.shape[2]:
+    table = np.asarray(state.page_table)[np.asarray(slots)[rows]]
+    columns = out.begin[rows][..., None] + np.arange(most)
+    columns = np.minimum(columns, table.shape[2] - 1)
+    pages = np.take_along_axis(table, columns, axis=2)
+  for row, groups, count in zip(
+    rows.tolist(), pages.tolist(), counts.tolist(), strict=True
+  ):
+    new = tuple([own[:n] for own, n in zip(groups, count, strict=True)])
+    results[row] = CachePages(new, new)
+  for row in np.flatnonzero(~out.ok[: len(slots)]):
+    results[row] = None
+  return results
