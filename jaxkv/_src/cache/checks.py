@@ -13,7 +13,7 @@ _WIDE = ("int64", "uint64", "uint32")
 
 
 def as_int32(name: str, value: Any) -> Any:
-  """Whole numbers as int32, on the host where they are there.
+  """Whole numbers as int32; a value on the host stays there.
 
   Raises:
     TypeError: the value holds no integers, such as floats or bools.

@@ -19,7 +19,7 @@ class CacheConfig:
     num_pages: N, pages in the pool. Page 0 is the null page and is never
       handed out, so `num_pages - 1` can be used.
     page_size: S, tokens a page. Groups may have larger pages of their own, in
-      multiples of it; then it is the step in which keys are made.
+      multiples of it; a key is then made for every `page_size` tokens.
     num_slots: B, sequences that can be held at once.
     pages_per_slot: M, columns of a slot's row in the page table. One sequence
       has room for `pages_per_slot * page_size` tokens in each group.
@@ -44,8 +44,8 @@ class CacheConfig:
     event_log: events kept until `drain_events` reads them; 0 for no log.
     track_new_pages: whether `take_new_pages` tells which pages were handed out.
     track_residency: whether `residency` tells how old evicted pages were.
-    seed: the secret of the page keys. Without it nobody can construct two
-      prefixes with one key.
+    seed: the secret of the page keys. Constructing two prefixes with one key
+      requires it.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -174,7 +174,7 @@ class CacheConfig:
 
   @property
   def alignment(self) -> int:
-    """Tokens of which every hit is a multiple: whole pages in all groups."""
+    """Every hit is a multiple of so many tokens: whole pages in all groups."""
     return math.lcm(*self.page_sizes)
 
   @property

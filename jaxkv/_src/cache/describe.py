@@ -11,8 +11,8 @@ import numpy as np
 def describe(state: Any, status: type[enum.IntEnum]) -> str:
   """One line about a cache: what it holds, or only its sizes.
 
-  The line says what the cache holds where the values are there to be read.
-  It says the sizes where they are not: under `jit` and `vmap`, for
+  The line says what the cache holds if its values can be read. Otherwise it
+  gives the sizes: under `jit` and `vmap`, for
   `jax.eval_shape`, for a stack of caches, for donated buffers, and for trees
   of the same structure whose leaves are something else. It never raises.
 

@@ -6,8 +6,8 @@ sequence's page. Here an index outside of its axis, on either side, reads as
 `fill` and writes nothing.
 
 `for_each` walks over ranges of different lengths in windows of a fixed width.
-The cost follows the work that is there, not the largest work that the shapes
-allow; without any work it is one comparison.
+The cost follows the number of items, not the shapes; for no items it is one
+comparison.
 """
 
 import functools
@@ -149,7 +149,7 @@ def zeros_like(array: Array) -> Array:
 
 
 def alike(tree: Any) -> Any:
-  """Makes arrays vary over all mesh axes that any of them varies over.
+  """Makes all arrays vary over every mesh axis that one of them varies over.
 
   Inside `shard_map` the carry of a loop must not start to vary on the way. A
   state made inside the shard is at first the same on all devices and tokens are

@@ -94,9 +94,9 @@ class Stats:
 
   Attributes:
     queried_tokens: tokens of admitted sequences, looked up in the index.
-    hit_tokens: those of them that were cached.
+    hit_tokens: queried tokens that were cached.
     popped_pages: pages taken from the free queue.
-    evicted_pages: those of them that were cached until then.
+    evicted_pages: popped pages that were cached.
     published_pages: pages hashed and cached.
     merged_pages: pages replaced by an equal one.
     failed_rows: rows that asked for something and did not get it.

@@ -32,7 +32,7 @@ NUM_BINS = 33
 class EventLog:
   """The first E events since the last reading, oldest first.
 
-  `column`, `parent`, `root` and `tokens` are those of stored pages only.
+  `column`, `parent`, `root` and `tokens` are set for stored pages only.
 
   Attributes:
     kind: STORED, REMOVED or CLEARED.  # int32[E]
@@ -205,7 +205,7 @@ def _event(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residency:
-  """Ages of the pages evicted since `init`, in pages published meanwhile.
+  """Ages of the pages evicted since `init`, counted in published pages.
 
   Ages are counted by their number of bits: entry 0 is for age 0, entry i for
   ages of `2**(i - 1)` to `2**i - 1`. The difference of two readings, `later -

@@ -302,7 +302,7 @@ def _packed(
 ) -> np.ndarray:
   """Fields, parts and int32[R, T] tokens, one after the other, in one array.
 
-  Rows behind those of `slots` have no slot.
+  Rows past `slots` have no slot.
   """
   call = np.zeros((len(Call._fields), len(tokens)), np.int32)
   call[_ROW_OF["slots"], len(slots) :] = _NOWHERE

@@ -1,4 +1,4 @@
-"""Requests, and what a cache manager reads of them."""
+"""Requests, and the attributes that a cache manager reads."""
 
 import array
 import dataclasses
@@ -36,12 +36,11 @@ class Request:
   Attributes:
     request_id: its name.
     token_ids: prompt and output.
-    num_prompt_tokens: how many of them are the prompt; None for all that are
-      there at first.
-    num_computed_tokens: how many of them have their K/V, by the scheduler's
-      count.
-    num_in_flight_tokens: how many of those are computed in a step that has not
-      ended: pages that it reads behind a window are not given back yet.
+    num_prompt_tokens: length of the prompt; None if all tokens are prompt at
+      first.
+    num_computed_tokens: tokens whose K/V is computed, as the scheduler counts.
+    num_in_flight_tokens: computed tokens of a step that has not ended. Pages
+      that this step reads are not given back yet.
     status: "waiting", "running" or "preempted".
     cache_salt: requests with different salts share no page.
     lora_name: requests with different adapters share no page.

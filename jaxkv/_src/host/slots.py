@@ -33,7 +33,7 @@ class RequestSlots:
   def vacant(self) -> int | None:
     """A slot for one more request; it is not taken until `hold`.
 
-    None where there are as many slots as pages, and none is vacant.
+    None if every page has a slot and no slot is vacant.
 
     Raises:
       RuntimeError: there are `max_requests` already.

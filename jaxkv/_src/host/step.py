@@ -53,9 +53,9 @@ class Call(NamedTuple):
   Attributes:
     slots: their slots; out of range for a row that does not count.
     behind: tokens computed before the new ones, here or elsewhere.
-    external: those of them that come from elsewhere.
+    external: the part of `behind` that comes from elsewhere.
     room: tokens that must have room, lookahead included.
-    tokens: those of them that recurrent groups count, without lookahead.
+    tokens: the part of `room` that recurrent groups count: no lookahead.
     encoder: tokens of the encoder that must have pages.
     whole: tokens for which there must be pages now, or nothing is done; 0 for
       no such condition.
@@ -233,7 +233,7 @@ def _plan(
   held: Array,
   begins: Array,
 ) -> Reservation:
-  """The columns that rows ask for; they hold int32[R, G] of them."""
+  """The columns that rows ask for; `held` is int32[R, G]."""
   config = state.config
   required = _columns(config, call.room, call.tokens, call.encoder)
   if hits is None:

@@ -63,7 +63,7 @@ class CachePages:
     return self.unhashed or self.new_empty().pages
 
   def new_empty(self) -> "CachePages":
-    """No pages, for as many groups."""
+    """No pages, for the same number of groups."""
     return CachePages(tuple([] for _ in self.pages))
 
 
@@ -86,7 +86,7 @@ class PrefixCacheStats:
   Attributes:
     requests: requests that got their first pages.
     queries: tokens that they were looked up with.
-    hits: those of them that were cached.
+    hits: queried tokens that were cached.
     preempted_requests, preempted_queries, preempted_hits: the same for requests
       that had been preempted, which are not counted above.
     reset: whether the cache was reset.

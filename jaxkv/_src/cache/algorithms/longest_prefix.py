@@ -25,8 +25,8 @@ class Prefix(NamedTuple):
 
   Attributes:
     num_cached_tokens: int32[R].
-    first: int32[R, G], leading columns of it that a group does not need.
-    stop: int32[R, G], columns of it, those included.
+    first: int32[R, G], its leading columns that a group does not need.
+    stop: int32[R, G], all its columns.
     pages: int32[R, G, P]; the columns `first .. stop` are the prefix.
     root: uint32[R, 4], the key before the first page.
     chain: uint32[R, 4], the key after the prefix.

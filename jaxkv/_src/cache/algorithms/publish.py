@@ -73,7 +73,7 @@ class _Progress(NamedTuple):
 
 
 class _FinalPages(NamedTuple):
-  """Pages that become final, with all that the index and the log keep of them.
+  """Pages that become final, and what the index and the log record of each.
 
   Attributes:
     place: slot, group and column in the page table, int32[W] each.
@@ -356,7 +356,7 @@ def _insert(
   pages = ops.take(table, *final.place)
   valid, again = pages > 0, ops.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
-    # A full page that waited for its key may have been shared meanwhile.
+    # A full page may have been shared while it waited for its key.
     valid &= ~page_pool.is_cached(pool, pages)
     again = valid & ops.any_earlier(pages, valid)
   published = final.published & valid

@@ -182,8 +182,8 @@ def grant(
 ) -> Array:
   """The statuses of the rows, with OUT_OF_PAGES for those refused.
 
-  A row costs the pages it pops, and those of its hits that stand in the free
-  queue, unless an earlier row that is served takes them out of it already.
+  A row costs the pages that it pops and the hits that it takes out of the free
+  queue. A hit that an earlier row already took out costs nothing.
   """
   chex.assert_equal_shape([code, plan.begins])
   asked, available = code == Status.OK, state.pool.queue.num_free

@@ -103,7 +103,7 @@ def pop(
 def remove(
   queue: FreeQueue, pages: Array, valid: Array
 ) -> tuple[FreeQueue, Array]:
-  """Takes pages out of the queue, wherever they stand.
+  """Takes pages out of the queue, at any position.
 
   Args:
     queue: the queue.
@@ -134,7 +134,7 @@ def push_back(
     pages: int32[W].
     valid: bool[W], the pages to append, all different.
     notes: int32[W], the positions of noted pages.
-    noted: bool[W], pages that stay outside of the queue, none of them valid.
+    noted: bool[W], pages that stay outside of the queue; not valid.
   """
   chex.assert_equal_shape([pages, valid, notes, noted])
   rank = jnp.cumsum(valid, dtype=jnp.int32)

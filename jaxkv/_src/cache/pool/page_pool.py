@@ -27,7 +27,7 @@ from jaxkv._src.cache.telemetry import PageAges
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PoolState:
-  """Every page, and what is known of it.
+  """The pages: their references, the free queue and the index.
 
   Attributes:
     unhashed_first: whether pages without a key go to the front of the queue;
@@ -60,7 +60,7 @@ class Popped(NamedTuple):
     pages: int32[W].
     rank: int32[W], 0-based position among all pages popped by this call.
     valid: bool[W].
-    num_evicted: int32[], those of them that were cached until now.
+    num_evicted: int32[], how many of them were cached.
   """
 
   pages: Array
@@ -141,7 +141,7 @@ def drop(
   Args:
     pool: the pool, with room reserved in its queue.
     pages: int32[W], repeats allowed; every valid one is referenced.
-    owner: int32[W], a number for whoever gives the reference back.
+    owner: int32[W], a number that identifies who gives the reference back.
     valid: bool[W].
 
   Returns:
@@ -235,7 +235,7 @@ def _unpublish(
 def _count_ages(
   pool: PoolState, pages: Array, removed: RemovedPages | None
 ) -> PageAges | None:
-  """The ages, with those of the pages that left the index."""
+  """The ages, with the removed pages counted."""
   ages, index = pool.ages, pool.index
   if ages is None or index is None or removed is None:
     return ages

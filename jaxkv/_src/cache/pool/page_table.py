@@ -83,7 +83,7 @@ def attach(
     pool: the pool.
     table: int32[B, G, M].
     slots: int32[R].
-    start: int32[R, G], the first column to fill; none of them holds a page.
+    start: int32[R, G], the first column to fill; no such column holds a page.
     stop: int32[R, G], one past the last.
     read: gives the pages; it may read them from the table it is given. Null
       pages are written without a reference.
@@ -109,7 +109,7 @@ def grow(
   """Pops a fresh page for every column of every range.
 
   Args:
-    pool: the pool, with at least as many free pages as there are columns.
+    pool: the pool, with a free page for every column.
     table: int32[B, G, M].
     filled: the columns to fill, which hold no page.
 

@@ -183,7 +183,7 @@ def _move(
     config: the cache's groups.
     table: int32[B, G, M].
     slots: int32[R], out of range for rows to leave alone.
-    counts: int32[R, G], pages to move, at most as many as are speculative.
+    counts: int32[R, G], pages to move, at most `num_speculative`.
     source: int32[R, G], the column of the first.
     target: int32[R, G], the column it goes to.
     left: a page number.

@@ -82,9 +82,9 @@ def lookup_bound(
 ) -> tuple[Array, Array]:
   """How far a kind looks for a prefix, and whether it drops its last page.
 
-  With a draft model a kind looks one page past the prefix and leaves its last
-  page out, but once at each length only: the page that proves a prefix must
-  not cost one more page in every round. (By the classic rules it does.)
+  With a draft model, a kind looks one page past the prefix and leaves out the
+  last page found. It does so once for each length; otherwise every round would
+  leave out one more page, as it does under the classic rules.
 
   Args:
     config: the cache's groups and rules.
@@ -126,8 +126,9 @@ def _kept_prefixes(
 ) -> tuple[Array, ...]:
   """int32[X] each: tokens of the prefixes that are kept; negative for none.
 
-  They are where the same prompt, a longer one, and one that diverges where an
-  earlier one did would continue. With a draft model a hit ends a page earlier.
+  Three prompts can be expected: the same one, a longer one, and one that
+  diverges at `boundary`. The prefixes are those that they would hit. With a
+  draft model a hit ends one page earlier.
   """
   boundary = jnp.where(boundary > 0, boundary, -1)
   if not config.use_eagle:

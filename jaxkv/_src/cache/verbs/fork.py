@@ -43,8 +43,8 @@ def fork(
 
   `dst` shares the full pages of `src`. Both will write a page that is only
   partly full, so `dst` gets a fresh page for it and a copy of its contents is
-  owed. Pages that `src` was allocated ahead are not shared. An encoder's pages
-  are shared, all of them.
+  owed. Pages that `src` was allocated ahead are not shared. All pages
+  of an encoder are shared.
 
   In a recurrent group, `dst` gets the state after the last token, which must
   stand in that token's page. It is shared where the page ends with the token,

@@ -109,11 +109,11 @@ def recycle(
 ) -> tuple[CacheState, Recycled]:
   """Gives back pages that no later token of their sequence attends to.
 
-  A sliding window or a chunk leaves pages behind. The null page takes their
-  places in the page table, the last of them first. Published pages stay cached
+  A sliding window or a chunk leaves pages behind. The null page replaces them
+  in the page table. The last page goes back first. Published pages stay cached
   until they are taken from the free queue. Costs next to nothing where nothing
   fell behind. Called before `allocate` in a loop, it bounds what a sequence
-  holds: of a window of w tokens, at most `ceil((w - 1) / S) + 1` pages besides
+  holds: for a window of w tokens, at most `ceil((w - 1) / S) + 1` pages and
   those for new tokens.
 
   Args:

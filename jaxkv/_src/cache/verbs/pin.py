@@ -217,7 +217,7 @@ def evict(
   again = ops.num_earlier(names) > 0
   missing = ~page_pool.is_cached(state.pool, names) | again
   code = _first_code(state, names, (missing, Status.NOT_CACHED))
-  # The count of free pages depends on whatever earlier verbs read of the index.
+  # The count of free pages depends on every earlier read of the index.
   place = ops.read_before(state.pool.queue.num_free, names)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
   return _finished(state, pool, code, pages)
