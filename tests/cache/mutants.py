@@ -73,13 +73,14 @@ def _by_any_group(g):
 
 def _full_when_filled(out, g):
   """A slot may not be filled to its last token."""
-  fills = g.num_tokens == g.config.slot_tokens - g.length
+  length = g.rows.read(g.state.length)
+  fills = g.num_tokens == g.state.config.slot_tokens - length
   return out[0], jnp.where(fills, jnp.int32(Status.SLOT_FULL), out[1])
 
 
 def _a_page_more_than_held(room, g):
   """Slots that hold a page have room for a page more."""
-  return jnp.where(room > 0, room + g.config.page_size, room)
+  return jnp.where(room > 0, room + g.self.page_sizes[0], room)
 
 
 def _is_length(array):
