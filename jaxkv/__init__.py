@@ -10,13 +10,13 @@ The verbs run inside your own `jit`, `scan`, `while_loop`, `vmap` or
 | `admit` | puts sequences into slots, on top of their cached prefixes |
 | `allocate` | makes room for more tokens |
 | `commit` | declares tokens final: advances lengths, publishes full pages |
-| `fork` | slots continue another slot's sequence and share its full pages |
+| `fork` | copies a sequence to other slots, which share its full pages |
 | `recycle` | gives back the pages that windows and chunks left behind |
 | `truncate` | rolls sequences back |
 | `free` | releases sequences, tail page first |
 | `pin`, `touch`, `unpin` | hold prefixes or pages against eviction |
 | `evict` | drops pages from the prefix index |
-| `new_epoch` | after a change of weights: no older page can be hit again |
+| `new_epoch` | starts a new weight epoch: no older page can be hit again |
 | `reset_prefix_cache` | drops every key, if no page is held |
 | `stats`, `usage`, `num_common_prefix_pages` | read the state, on the device |
 | `free_pages`, `cached_pages`, `show` | read the state, on the host |
@@ -24,13 +24,14 @@ The verbs run inside your own `jit`, `scan`, `while_loop`, `vmap` or
 | `clear_error` | clears a recorded failure |
 
 A verb takes the state first and returns `(state, out)`; a query returns its
-answer. `out.code` has a `Status` for each row and `out.ok` whether the row was
-done. A row that fails changes nothing. Every optional argument is a keyword.
-Verbs with rows for slots take `slots=None` (all slots in order) and `mask=None`
-(all rows). Integer arguments may be lists or arrays of any integer dtype.
+answer. `out.code` has a `Status` for each row; `out.ok` says which rows
+succeeded. A row that fails changes nothing. Every optional argument is a
+keyword. Verbs with rows for slots take `slots=None` (all slots in order) and
+`mask=None` (all rows). Integer arguments may be lists or arrays of any integer
+dtype.
 
-Rows of a batch are served in their order: the result equals one call for each
-row after the other. Where it does not, the docstring of the verb says so.
+Rows of a batch are served in order: the result equals one call per row, in that
+order. A verb that differs says so in its docstring.
 
 Guarantees:
 
@@ -43,8 +44,8 @@ Guarantees:
 - The cost does not depend on the pool. No verb of a decode loop does work that
   grows with the number of pages, and the compiled loop copies no array of that
   size.
-- `fork` and `truncate` may owe copies of partly filled pages: `kv =
-  jaxkv.kv.copy(kv, *out.copies)`.
+- `fork` and `truncate` return the copies of partly filled pages that the caller
+  must make: `kv = jaxkv.kv.copy(kv, *out.copies)`.
 
 Kinds of groups (`notebooks/02_groups_windows_states`):
 
@@ -90,16 +91,16 @@ Commands (`python -m jaxkv COMMAND --help` has all options):
 `rollout` runs in compiled spans of `--span` steps, with a progress bar between
 them; `--span 0` runs to the end in one call. `replay` reads JSON lines with
 `timestamp, input_length, output_length, hash_ids`, an id for every 512 tokens
-of a prompt, and prints hits, evictions and the time a request takes. Both print
-tables and write `--json FILE`. For input that they cannot use they give the
-reason and exit with code 2.
+of a prompt, and prints hits, evictions and the time per request. Both print
+tables and write `--json FILE`. On unusable input both print the reason and exit
+with code 2.
 
 Words:
 
 | word | meaning |
 |---|---|
 | page | `page_size` tokens of K/V, and its number; page 0 is the null page |
-| null page | stands where a window has moved on; never read, never written |
+| null page | placeholder for pages behind a window; never read or written |
 | pool | all pages, and the queue of the free ones |
 | slot | a row of the cache that holds one sequence, or is empty |
 | sequence | the tokens of a slot |
@@ -126,7 +127,7 @@ Letters of array shapes:
 | S | tokens a page |
 | T | tokens |
 | P | pages of a call's longest sequence, T // S |
-| A | tokens after which all groups end a page, the alignment |
+| A | alignment: all groups end a page after every A tokens |
 | W | items of a work window |
 | C, Z, E | capacities: of the free queue's ring, of the index, of the log |
 | L, H, K, D | layers, query heads, K/V heads, head size |

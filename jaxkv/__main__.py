@@ -12,10 +12,10 @@ def main(arguments: list[str] | None = None) -> int:
   """Runs one command.
 
   Args:
-    arguments: of the command line; None for the process's own.
+    arguments: the command line; None for that of the process.
 
   Returns:
-    The exit code: 0, the command's own, or 2 for input it cannot use.
+    The exit code of the command, or 2 for unusable input.
   """
   parser = argparse.ArgumentParser(prog="python -m jaxkv", description=__doc__)
   commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -6,8 +6,8 @@ makes room for one token of every running request in one call. Any object with
 `request_id`, `token_ids` and `num_computed_tokens` is a request.
 
 The model reads and writes a request's pages through a `jaxkv.kv.View` for each
-group. The null page stands where a window has given pages back. Rows of a batch
-are padded with it to one width. `notebooks/03_a_scheduler_in_python` shows it.
+group. The null page replaces pages behind a window, and pads the rows of a
+batch to one width. `notebooks/03_a_scheduler_in_python` has an example.
 
 `tests/host/test_conformance.py` runs the manager beside a model of the
 reference systems. It differs from them on purpose in these points:
@@ -20,31 +20,32 @@ reference systems. It differs from them on purpose in these points:
 - external tokens, classic. Here: all groups hold their hits before any takes a
   page. There: group by group: one group can take a page that a later group has
   found.
-- chunks that are no multiple of a page. Here: looks at every page that the last
-  chunk of a prefix needs. There: a shorter prefix may need a page that was not
-  looked at.
-- a prefix of which no page is needed. Here: no hit; a window of 1 needs no
-  page. There: a chunked group alone "hits" in an empty cache.
+- chunks that are not a multiple of the page size. Here: checks every page that
+  the last chunk of a prefix needs. There: a shorter prefix may need a page that
+  was not checked.
+- a prefix that needs no page, as with a window of 1. Here: no hit. There: a
+  chunked group alone "hits" in an empty cache.
 - a prompt that ends inside a page. Here: the last page is cached when it is
   full. There: also cached under a key of its own, in full groups of larger
   pages.
-- `step`. Here: all requests give back what fell behind their windows, then all
-  take pages, then all publish. There: one request after the other, as
+- `step`. Here: all requests give back pages behind their windows, then all take
+  pages, then all publish. There: one request after the other, as
   `allocate_slots` here.
 - `free_pages` after `pop_pages_for_free`. Here: the order of `free`. There:
   groups in reverse order.
 - `CrossAttention`. Here: refused with `enable_caching=True`. There: caching is
   switched off.
-- ages of evicted pages. Here: of all pages, in pages published meanwhile, with
-  `track_residency`. There: of a sample, in seconds.
+- ages of evicted pages. Here: for all pages (with `track_residency`), counted
+  in pages published meanwhile. There: for a sample, in seconds.
 - `take_new_page_ids`. Here: includes pages of groups with states. There:
   attention groups only.
 - `dp_shard_hint`, `data_parallel_size`. Here: one manager for each shard; other
   values are refused. There: one manager for all shards.
 - `new_computed_pages`. Here: refused unless they hold the request's tokens.
-  There: taken as they are.
-- more tokens than `max_model_len`; computed tokens of a request without pages.
-  Here: `ValueError`. There: cut off; taken as they are.
+  There: not checked.
+- more tokens than `max_model_len`. Here: `ValueError`. There: cut off.
+- computed tokens of a request without pages. Here: `ValueError`. There: not
+  checked.
 """
 
 from jaxkv._src.host.manager import CacheManager

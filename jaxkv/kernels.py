@@ -1,19 +1,19 @@
 """Paged attention and page operations on plain arrays.
 
-These functions know no cache. They take pools of pages, tables and lengths, and
-return arrays. `jaxkv_kernels` is the same package, without `jaxkv`.
+These functions take pools of pages, page tables and lengths, and return arrays;
+they do not need a cache. `jaxkv_kernels` is the same package without `jaxkv`.
 
 - `paged_decode`: one query a sequence
 - `paged_attention`, `paged_attention_padded`: prompts, chunks and trees of
   drafts, packed or in a rectangle
-- `plan_shared_prefix`, `cascade_decode`: samples of one prompt: pages that they
-  share are read once
+- `plan_shared_prefix`, `cascade_decode`: samples of one prompt; their shared
+  pages are read once
 - `mla_decode`: multi-head latent attention over one pool; `xla` and `triton`
-- `plan_decode`, `decode_workers`: equal pieces of work for a step, for backends
-  that take them
+- `plan_decode`, `decode_workers`: cut a step into equal pieces of work, for
+  backends that take plans
 - `merge_states`: combines attention over parts of the keys
-- `append_kv`, `append_quantized`, `append_pages`: new tokens into their pages,
-  in place
+- `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
+  pages, in place
 - `copy_pages`, `gather_pages`: whole pages
 
 Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,
@@ -22,19 +22,19 @@ float16, float8_e4m3fn, float8_e5m2 and int8, the last three with a scale for
 each head or for each token and head. Pages that no sequence uses may hold
 anything, NaN too. Attention is not for training: it has no gradient of its own.
 
-Four backends are held to one reference in float64 by the same tests.
-`backend="auto"` chooses by platform, shapes and number formats. The log of
-`jaxkv_kernels` says once, at level INFO, what was chosen and what was passed
-over. No backend has been timed on a GPU or a TPU.
+The same tests compare four backends with one float64 reference.
+`backend="auto"` chooses by platform, shapes and number formats. The logger
+`jaxkv_kernels` reports each choice once, at level INFO, and why other backends
+were passed over. No backend has been timed on a GPU or a TPU.
 
-- `xla`, a scan over blocks of tokens. For: CPUs, and all that no kernel serves.
-  Numerics checked: on CPUs. Compiled in tests for: CPUs, H200, TPU v5e, v6e,
-  v7x.
+- `xla`, a scan over blocks of tokens. For: CPUs, and calls that no other
+  backend serves. Numerics checked: on CPUs. Compiled in tests for: CPUs, H200,
+  TPU v5e, v6e, v7x.
 - `triton`, Pallas-Triton. For: NVIDIA GPUs from sm_80. Numerics checked: in an
   interpreter. Compiled in tests for: H200; A100, L40 in fewer shapes.
-- `mosaic_gpu`, Pallas Mosaic GPU. For: Hopper, by name: 16-bit pools, and 8-bit
-  ones with head sizes of 64 and 128. Numerics checked: in an interpreter,
-  tensor cores apart. Compiled in tests for: H200.
+- `mosaic_gpu`, Pallas Mosaic GPU. For: Hopper, only if named: 16-bit pools, and
+  8-bit pools with head sizes of 64 and 128. Numerics checked: in an
+  interpreter, except tensor core products. Compiled in tests for: H200.
 - `mosaic_tpu`, Pallas Mosaic TPU. For: TPUs, head sizes of 128 and 256.
   Numerics checked: in an interpreter with race detection. Compiled in tests
   for: TPU v5e, v6e, v7x.

@@ -8,7 +8,7 @@ for one call.
 |---|---|
 | `init` | empty pages for all layers |
 | `write` | stores the keys and values of new tokens |
-| `share` | finds the pages that rows have in common, to be read once |
+| `share` | finds the pages that rows have in common, to read them once |
 | `refresh_shared` | checks which rows still share pages, once for all layers |
 | `plan_decode` | cuts a decode step's work, once for all layers |
 | `attend` | causal attention of new queries over all tokens so far |
@@ -19,27 +19,27 @@ for one call.
 All are pure and donate nothing: donate in your own `jit`, or carry the pages
 through a loop, and every write is in place.
 
-An old cache state is right only with the pages of its time, or with later ones
-as long as no page that it holds or has cached was given to another sequence
-since.
+An old cache state is valid with the pages of its time. It is valid with later
+pages only if no page that it holds or has cached has been given to another
+sequence.
 
-Shared prefixes. Rows whose page tables begin alike, such as forks of one
-prompt, read those pages once if a view has `shared`:
+Shared prefixes. Rows whose page tables begin with the same pages, such as forks
+of one prompt, read those pages once if the view has `shared`:
 
   view = jaxkv.kv.share(kv, view, num_clusters=4, cluster_size=8)
 
 Call `share` once a decode step. Call `refresh_shared` once in a function that
 takes a view and loops over layers, as `jaxkv.models.forward` does. Otherwise
-`attend` repeats its work in every layer: compiled for an H200 with `triton`, a
-layer of such a loop starts 17 kernels with it and 25 without. Nothing is shared
-where too little would be saved. With 4 prompts of 1,024 tokens, 8 samples each
-and 128 tokens of their own, two CPU cores are 2.2 times as fast (8 K/V heads of
-64, 4 query heads each). They are 1.7 to 1.9 times as fast where products cost
-more than reads (2 heads, 7 query heads each).
+`attend` repeats the check in every layer: compiled for an H200 with `triton`, a
+layer of such a loop starts 25 kernels instead of 17. Pages are read per row if
+sharing would save too little. With 4 prompts of 1,024 tokens, 8 samples each
+and 128 more tokens per sample, two CPU cores are 2.2 times as fast (8 K/V heads
+of 64, 4 query heads each). They are 1.7 to 1.9 times as fast where arithmetic
+costs more than reads (2 K/V heads, 7 query heads each).
 
-Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the one
-backend that takes plans. All pieces of work are then equally long; without a
-plan, long rows have longer pieces. A layer starts 8 kernels, not 12.
+Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the only
+backend that takes plans. With a plan all pieces of work are equally long, and a
+layer starts 8 kernels instead of 12. Without one, long rows have longer pieces.
 
 Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
 int8. The last three have a scale for each token and head.

@@ -1,6 +1,6 @@
-"""What the verbs of `jaxkv` return, for type annotations.
+"""The result types of the verbs of `jaxkv`, for type annotations.
 
-Every result with a `code` has `ok` too: whether the row was done.
+Every result with a `code` also has `ok`: whether the row succeeded.
 """
 
 from jaxkv._src.cache.state import Copies
