@@ -1,5 +1,5 @@
-"""What `python -m jaxkv` can do, a file for each command.
+"""The commands of `python -m jaxkv`, one file each.
 
-A command has `add_arguments(parser)` and `run(args) -> int`, and raises
-`CommandError` for what its user can put right.
+A command has `add_arguments(parser)` and `run(args) -> int`. It raises
+`CommandError` for mistakes that the user can correct.
 """

@@ -1,8 +1,8 @@
-"""What a command tells its user instead of a traceback."""
+"""The exception that a command reports without a traceback."""
 
 
 class CommandError(Exception):
-  """Something the user can put right; its text is one line, without a stop.
+  """A mistake that the user can correct; one line of text without a period.
 
-  `python -m jaxkv` prints it after `error: ` and ends with exit code 2.
+  `python -m jaxkv` prints it after `error: ` and exits with code 2.
   """

@@ -1,4 +1,4 @@
-"""A JSON file that is written whole or not at all."""
+"""A JSON file that is written completely or not at all."""
 
 import contextlib
 import json
@@ -14,13 +14,13 @@ from jaxkv._src.commands.errors import CommandError
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[Callable[[Any], None]]:
-  """Makes sure that a JSON file can be written, before there is anything.
+  """Checks that a JSON file can be written, before there is a value to write.
 
-  What is given to the function yielded stands in the file when the block
-  ends. When the block raises, or never calls it, the file stays as it was.
+  The yielded function takes the value; it is written when the block ends. If
+  the block raises, or never calls the function, the file is unchanged.
 
   Args:
-    path: the file, which is replaced where it exists.
+    path: the file; an existing one is replaced.
 
   Yields:
     A function that takes the value to write.
@@ -51,7 +51,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Callable[[Any], None]]:
 
 
 def _replace(target: pathlib.Path, part: pathlib.Path, text: str) -> None:
-  # mkstemp makes files for its user alone; a result is an ordinary file.
+  # mkstemp makes files that only their owner can read.
   mask = os.umask(0)
   os.umask(mask)
   try:

@@ -38,7 +38,7 @@ def read(path: str, vocabulary: Vocabulary) -> list[np.ndarray]:
 
   Raises:
     CommandError: no such file, an empty line, or a character that the model
-      does not know; names the line.
+      does not know; the message names the line.
   """
   try:
     text = pathlib.Path(path).read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def read(path: str, vocabulary: Vocabulary) -> list[np.ndarray]:
 
 
 def default(text: str, vocabulary: Vocabulary) -> list[np.ndarray]:
-  """Openings of paragraphs of a text, behind the text's own first lines.
+  """Openings of a text's paragraphs, each after the text's first lines.
 
   Args:
     text: the text that the model was trained on.
@@ -90,18 +90,18 @@ def padded(encoded: list[np.ndarray], width: int, path: str | None) -> Prompts:
   Args:
     encoded: tokens of each prompt.
     width: L, the longest prompt that fits.
-    path: the file they came from, for the message.
+    path: the file of the prompts, for the message.
 
   Raises:
-    CommandError: a prompt is longer than that; names its line.
+    CommandError: a prompt is longer than `width`; the message names its line.
   """
   lengths = np.asarray([len(tokens) for tokens in encoded], np.int32)
   for number, length in enumerate(lengths.tolist(), start=1):
     if length > width:
       place = f"{path} line {number}" if path else f"default prompt {number}"
       raise CommandError(
-        f"{place}: a prompt of {length} tokens is longer than a slot has room "
-        f"for beside --max-tokens ({width}); shorten it or lower --max-tokens"
+        f"{place}: a prompt of {length} tokens is longer than {width}, which "
+        "--max-tokens leaves in a slot; shorten it or lower --max-tokens"
       )
   tokens = np.zeros((len(encoded), width), np.int32)
   for row, prompt in zip(tokens, encoded, strict=True):

@@ -1,27 +1,25 @@
 """`python -m jaxkv replay`: a real request trace through the cache's verbs.
 
-Requests are served one at a time, in the order of the file: admit (with
-whatever of the prompt is cached), commit the rest, free. All of it happens in
-a compiled scan over requests; the host only cuts the trace into equal spans,
-so that a progress bar can move.
+Requests are served one at a time, in file order: admit (with the cached
+prefix), commit the rest, free. A compiled scan runs over the requests. The host
+only cuts the trace into equal spans, to update a progress bar.
 
-A page holds one "token", which stands for a block of 512: its hash id. The
-two rules:
+A page holds one "token": the hash id of a block of 512 tokens. The two rules:
 
 | rule | blocks that are cached     | blocks that can be hit              |
 |------|----------------------------|-------------------------------------|
 | full | `input_length // 512`      | `(input_length - 1) // 512` of them |
-| all  | every id, the partial last | all of them                         |
+| all  | every block, also partial  | all of them                         |
 
-A full last block that may not be hit, because its last token must be computed
-for its logits, takes a page of its own and is cached once more.
+With `full`, the last token must be computed for its logits, so its block may
+not be hit if that block is full. The block takes a new page and is cached once
+more.
 
-Every request also holds one page that is never cached: what comes after the
-last cached block stands in it, and `admit`, which never finds a whole
-sequence, can find all of its blocks. As a page without a key it goes back to
-the front of the free queue and is the first one taken by the next request.
-The pool has this page on top of the pages asked for, which are therefore all
-there for blocks. Outputs are not cached.
+Every request also holds one page that is never cached, for the tokens after its
+last cached block. `admit` never finds a whole sequence; thanks to this page it
+can find all blocks. The page has no key, so it returns to the front of the free
+queue and the next request takes it first. The pool has this page in addition to
+`--pages`. Outputs are not cached.
 """
 
 import argparse
@@ -56,8 +54,8 @@ class _Work(NamedTuple):
   Attributes:
     begin: int32[X], the first block of a request among all blocks.
     blocks: int32[X], its blocks that are cached.
-    length: int32[X], what is admitted; at most `length - 1` blocks are hit. 0
-      for a request that is only there to fill a span.
+    length: int32[X], tokens admitted; at most `length - 1` blocks are hit. 0
+      for a row that only pads a span.
   """
 
   begin: Array | np.ndarray
@@ -66,7 +64,7 @@ class _Work(NamedTuple):
 
 
 class _Served(NamedTuple):
-  """What became of requests.
+  """Outcomes of requests.
 
   Attributes:
     ok: bool[X].
@@ -89,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metavar="N",
     type=int,
     required=True,
-    help="blocks that the cache has room for; 0 for as many as there are",
+    help="blocks that the cache has room for; 0 for no limit",
   )
   parser.add_argument(
     "--rule",
@@ -112,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     The exit code, 0.
 
   Raises:
-    CommandError: the trace cannot be replayed, or the file not be written.
+    CommandError: the trace cannot be replayed, or FILE cannot be written.
   """
   if args.pages < 0:
     raise CommandError(f"--pages must be at least 0, not {args.pages}")
@@ -155,16 +153,16 @@ def _num_blocks(request: TraceRequest, rule: str) -> int:
 def _replayed(
   requests: list[TraceRequest], rule: str, pages: int
 ) -> dict[str, Any]:
-  """Replays requests; the numbers that are printed and written."""
+  """Replays requests and returns the figures to print and write."""
   ids = [request.hash_ids[: _num_blocks(request, rule)] for request in requests]
-  # The last full block of these may not be hit, and may be cached twice.
+  # Requests whose last full block may not be hit, and may be cached twice.
   capped = np.asarray(
     [
       rule == "full" and request.input_length % BLOCK_TOKENS == 0
       for request in requests
     ]
   )
-  # More pages than there can be cached blocks change nothing.
+  # Pages beyond the number of cacheable blocks would change nothing.
   most = max(1, _num_distinct(ids) + int(capped.sum()))
   config = jaxkv.CacheConfig(
     num_pages=2 + (min(pages, most) if pages else most),
@@ -183,7 +181,7 @@ def _replayed(
   if failed.size or int(state.error):
     raise RuntimeError(
       f"requests {failed.tolist()[:9]} were not served, the cache's error is "
-      f"{jaxkv.Status(int(state.error)).name}: a mistake in the replay."
+      f"{jaxkv.Status(int(state.error)).name}: a bug in the replay."
     )
   hits, total = int(np.sum(served.hits)), int(np.sum(blocks))
   return {
@@ -198,7 +196,7 @@ def _replayed(
 
 
 def _num_distinct(ids: list[tuple[int, ...]]) -> int:
-  """Blocks that differ in their id or in anything before them."""
+  """How many blocks there are; equal ids after different blocks count twice."""
   nodes: dict[tuple[int, int], int] = {}
   for row in ids:
     node = 0
@@ -208,9 +206,9 @@ def _num_distinct(ids: list[tuple[int, ...]]) -> int:
 
 
 def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
-  """int32[X]: all blocks one after the other, and one slot's width of zeros.
+  """int32[X]: all blocks in order, then one slot's width of zeros.
 
-  Ids may be wider than a token, so they are numbered as they come.
+  Ids may not fit int32, so they are numbered by first occurrence.
   """
   numbers: dict[int, int] = {}
   flat = [numbers.setdefault(name, len(numbers)) for row in ids for name in row]
@@ -220,7 +218,7 @@ def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
 def _timed_spans(
   config: jaxkv.CacheConfig, tokens: Array, work: _Work
 ) -> tuple[jaxkv.CacheState, _Served, float]:
-  """Runs all requests; seconds without the compilation."""
+  """Runs all requests; the seconds exclude compilation."""
   count = work.begin.shape[0]
   padded = [np.pad(column, (0, -count % _SPAN)) for column in work]
   spans = [
@@ -256,7 +254,7 @@ def _span(
 def _served(
   state: jaxkv.CacheState, tokens: Array, request: _Work
 ) -> tuple[jaxkv.CacheState, _Served]:
-  """Serves one request: in, computed, out."""
+  """Serves one request: admit, commit, free."""
   width = state.config.slot_tokens
   slot = jnp.zeros((1,), jnp.int32)
   length = jnp.asarray(request.length)[None]
@@ -268,7 +266,7 @@ def _served(
     length,
     mask=real,
   )
-  # A request of full blocks only gets its page that is never cached here.
+  # The page that is never cached, if `admit` has not taken it.
   state, allocated = jaxkv.allocate(
     state,
     jnp.where(real, request.blocks + 1 - admitted.num_cached_tokens, 0),

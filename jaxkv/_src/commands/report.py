@@ -1,4 +1,4 @@
-"""What `python -m jaxkv rollout` found: collected, and shown."""
+"""Collects and prints the results of `python -m jaxkv rollout`."""
 
 from typing import Any
 
@@ -27,12 +27,12 @@ def collect(
     model: decodes its tokens.
     num_samples: sequences of each prompt.
     seconds: the loop's time, without compilation.
-    compile_seconds: the compilation's.
-    dense_seconds: the dense run's, without compilation.
-    equals_dense: whether every token is the dense run's.
+    compile_seconds: the time of its compilation.
+    dense_seconds: the dense run's time, without compilation.
+    equals_dense: whether all tokens equal those of the dense run.
 
   Returns:
-    What goes into the JSON file.
+    The contents of the JSON file.
   """
   cache, counters, stats = state.cache, state.counters, state.cache.stats
   sizes = cache.config
@@ -69,7 +69,7 @@ def collect(
 
 
 def show(result: dict[str, Any]) -> None:
-  """Prints texts, then the table of what the cache did."""
+  """Prints texts, then the table of figures."""
   for text in result["texts"][:_SHOWN]:
     print(f"--- prompt {text['prompt_number']}, sample {text['sample']}")
     print(f"...{text['prompt'][-60:]}[{text['completion']}]")

@@ -2,8 +2,8 @@
 
 A small character model, trained once on this machine, continues prompts that
 share a preamble. Pages are allocated, shared, published, hit, evicted and
-released inside compiled spans of a `while_loop`; the same is then done with a
-dense cache, and the tokens are compared one by one.
+released inside compiled spans of a `while_loop`. A second run uses a dense
+cache, and the tokens of both runs are compared one by one.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from jaxkv.rollout import RolloutConfig
 from jaxkv.rollout import RolloutState
 
 SLOT_TOKENS = 512
-"""Tokens of a prompt and its continuation together, at most."""
+"""The most tokens of a prompt and its continuation together."""
 
 
 class _Timed(NamedTuple):
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     args: what `add_arguments` describes.
 
   Returns:
-    The exit code: 0, or 1 where the tokens differ from the dense cache's.
+    The exit code: 0, or 1 if the tokens differ from those of the dense run.
 
   Raises:
     CommandError: an argument or a prompt cannot be used.

@@ -3,7 +3,7 @@
 The format of the Mooncake traces (Qin et al., "Mooncake: Trading More Storage
 for Less Computation", FAST 2025): `timestamp`, `input_length` and
 `output_length` in tokens, and `hash_ids`, one for every 512 tokens of the
-prompt or part of them. An id names its block and all that comes before it.
+prompt; the last block may be partial. An id names a block and all before it.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class TraceRequest:
   Attributes:
     line: its number, from 1.
     input_length: tokens of the prompt.
-    hash_ids: its blocks.
+    hash_ids: ids of its blocks.
   """
 
   line: int
@@ -34,7 +34,7 @@ class TraceRequest:
 
 
 def read(path: str | os.PathLike[str]) -> list[TraceRequest]:
-  """Reads and checks a whole trace; blank lines are passed over.
+  """Reads and checks a whole trace; blank lines are skipped.
 
   Args:
     path: the file.
@@ -88,7 +88,7 @@ def _request(where: str, number: int, line: bytes) -> TraceRequest:
 
 
 def _record(where: str, line: bytes) -> dict[str, Any]:
-  """The JSON object of a line, all keys there."""
+  """The JSON object of a line, with all keys present."""
   try:
     record = json.loads(line)
   except (ValueError, RecursionError) as error:
@@ -107,6 +107,6 @@ def _is_count(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-  """A value as JSON, cut where it is long."""
+  """A value as JSON, cut if it is long."""
   text = json.dumps(value)
   return text if len(text) <= 40 else f"{text[:37]}..."

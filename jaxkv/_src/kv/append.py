@@ -93,7 +93,8 @@ def locate(
     position: int32[B, T], -1 for none.
 
   Returns:
-    (int32[B, T], page ids, out of range where there is no page; int32[B, T]).
+    (int32[B, T] page ids, out of range where there is no page; int32[B, T]
+    offsets).
   """
   chex.assert_equal_shape_prefix([position, view.page_table], 1)
   column = jnp.where(

@@ -66,9 +66,9 @@ def attend(
 
   With one column, no window and a view from `share`, pages that rows have in
   common are read once. That rounds differently, but no less precisely. A row
-  whose table or position has changed, so that it no longer begins with those
-  pages, is read alone; `refresh_shared` checks that once for all layers. The
-  plan of `plan_decode` goes to backends that take one.
+  that no longer begins with those pages, because its table or position has
+  changed, is read alone; `refresh_shared` checks that once for all layers. A
+  plan from `plan_decode` is passed to backends that take plans.
 
   Not differentiable: a gradient is zeros, or an error of jax.
 
@@ -98,7 +98,7 @@ def attend(
   check_layer(kv, layer)
   options = given(options)
   refuse_options(options, "kv has its own scales", "k_scale", "v_scale")
-  # Python numbers stay static under the `jit` below, and so are checked.
+  # Python numbers stay static under the `jit` below, so they can be checked.
   numbers = options.numbers()
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
   for name, value in vars(arrays).items():
@@ -148,7 +148,7 @@ def _attend(
   lengths = decode_lengths(rows)
   if rows.shared is not None and options.window is None:
     shared = rows.shared
-    if not isinstance(view, FreshView):  # The rows may have been stepped on.
+    if not isinstance(view, FreshView):  # Rows may have changed since `share`.
       shared = shared.refreshed(
         rows.page_table, lengths, page_size=kv.page_size
       )

@@ -21,9 +21,9 @@ def plan_decode(
   """A view whose decode work is cut into equal pieces, for all layers.
 
   Call it once a decode step, before the layers. Without a plan a backend cuts
-  each row by itself, in every layer, and long rows have longer pieces. With one
-  `attend` gives the same but for the last bits, which then depend on other
-  rows. A plan is not used for several columns, nor with `shared` pages.
+  each row by itself, in every layer, and long rows have longer pieces. A plan
+  changes the results of `attend` in rounding only, which then depends on other
+  rows. `attend` ignores a plan for several columns and with `shared` pages.
 
   Args:
     kv: the pages; only their shape is used.
@@ -33,7 +33,7 @@ def plan_decode(
     backend: as given to `attend`.
 
   Returns:
-    The view, with a `plan`; that is None if the backend takes none.
+    The view with a `plan`, which is None if the backend takes no plans.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.

@@ -37,8 +37,8 @@ class KVPages:
     num_layers: L.
     dtype: the number format of keys and values, such as "bfloat16"; on a CPU
       bfloat16 is stored as its bits in uint16, float8_e4m3fn in uint8.
-    k_scale: for 8-bit formats, the factor of the numbers of each token and
-      head; None for others.
+    k_scale: for 8-bit formats, a factor for each token and head; None for
+      others.
     v_scale: the same for values.
   """
 
@@ -82,10 +82,10 @@ def init(
 ) -> KVPages:
   """Pages of zeros for a cache.
 
-  Takes 2 * L * N * K * S * D elements, and for 8-bit formats one float32 more
-  for every D of them. Groups of one cache never have a page in common, so
-  layers of different groups may share one layer of memory: L is then the
-  number of layers of the largest group.
+  Takes 2 * L * N * K * S * D elements, and for 8-bit formats one float32 for
+  every D elements. Groups of one cache never have a page in common, so layers
+  of different groups may share one layer of memory: L is then the number of
+  layers of the largest group.
 
   Args:
     config: of the cache. It gives N, the pages of a layer including the null
@@ -96,10 +96,9 @@ def init(
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
       the last three each token and head has a scale, set when it is written.
     group: the layer group whose page size to use, if groups have their own.
-    storage_dtype: dtype of the buffers. None: uint16 for bfloat16 and uint8 for
-      float8_e4m3fn if the default backend is a CPU, where each write would
-      rewrite a whole buffer of those formats (as it does for float8_e5m2);
-      `dtype` otherwise.
+    storage_dtype: dtype of the buffers. None: `dtype`, except on a CPU uint16
+      for bfloat16 and uint8 for float8_e4m3fn. XLA for a CPU rewrites a whole
+      buffer of those formats, and of float8_e5m2, at each write.
 
   Returns:
     The pages.
@@ -243,8 +242,8 @@ def check_config(config: CacheConfig) -> None:
   """Raises `TypeError` unless `config` is a CacheConfig."""
   if not isinstance(config, CacheConfig):
     raise TypeError(
-      f"`config` must be a CacheConfig, got {type(config).__name__}; that of a"
-      " state is state.config."
+      f"`config` must be a CacheConfig, got {type(config).__name__}; for a"
+      " CacheState, pass state.config."
     )
 
 
@@ -266,10 +265,10 @@ def _check_size(name: str, size: int) -> None:
 
 
 def check_layer(kv: KVPages, layer: jax.Array | int) -> None:
-  """Raises unless `layer` is an integer, and a layer if its value is known.
+  """Raises unless `layer` is an integer, and in range if its value is known.
 
   The value of a JAX array is not checked: if there is no such layer, nothing is
-  written, and what is read is meaningless.
+  written, and reads are meaningless.
   """
   check.scalar("layer", layer, np.integer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:

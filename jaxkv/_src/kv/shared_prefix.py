@@ -21,27 +21,27 @@ def share(
   clusters: jax.Array | None = None,
   backend: str = "auto",
 ) -> View:
-  """A view with which `attend` reads pages that rows share only once.
+  """Finds the pages that rows share, so that `attend` reads them once.
 
-  Call it once a decode step, and `refresh_shared` in front of the layers. Rows
-  share pages where their page tables begin alike: forks of one prompt share its
-  full pages, and so do rows that found the same prefix in the cache. If sharing
+  Call it once a decode step, and `refresh_shared` before the layers. Rows share
+  pages if their page tables begin with the same pages: forks of one prompt
+  share its full pages, and so do rows with the same cached prefix. If sharing
   would save too little, `attend` reads each row alone. It also does so for
   several columns, and with a window.
 
   Args:
     kv: the pages; only their shape is used.
     view: the rows, with at most one new token each.
-    num_clusters: the most clusters, which are rows that share pages. The work
-      is that of `num_clusters * cluster_size` rows, so keep that near B: for
-      example B / samples and samples.
-    cluster_size: the most rows of a cluster; others are read alone.
+    num_clusters: the most clusters. A cluster is a set of rows that share
+      pages. The work is that of `num_clusters * cluster_size` rows, so keep
+      the product near B: for example B / samples, with clusters of `samples`.
+    cluster_size: the most rows of a cluster; further rows are read alone.
     clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`, or any
       other number for none. None: rows with the same first page are a cluster.
     backend: as given to `attend`.
 
   Returns:
-    The view, with `shared`; that is None if sharing could never pay.
+    The view with `shared`, which is None if sharing could never pay.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -81,10 +81,10 @@ def share(
 def refresh_shared(kv: KVPages, view: View) -> FreshView:
   """Checks once for all layers which rows still share pages.
 
-  `attend` checks that in every layer if it is given a `View`: the rows may have
-  been stepped on since `share`. XLA for a CPU moves the check out of a loop
-  over layers; XLA for a GPU or a TPU does not. So a function with such a loop
-  begins with this and gives the result to `attend`. Outputs are the same.
+  Given a `View`, `attend` makes this check in every layer, because rows may
+  have changed since `share`. XLA for a CPU moves the check out of a loop over
+  layers; XLA for a GPU or a TPU does not. So call this before such a loop, and
+  pass the result to `attend`. Outputs are the same.
 
   Args:
     kv: the pages; only their shape is used.

@@ -24,10 +24,10 @@ class View:
   positions `starts`, `starts + 1` ...; the others are padding. Make one with
   `jaxkv.view`.
 
-  To step, replace `starts` and `counts`, and keep `shared` and `plan`. `attend`
-  checks which rows still begin with the pages in `shared` and reads the others
-  alone; `refresh_shared` does that once for all layers. With an old plan the
-  work is less balanced; results are right.
+  For the next step, replace `starts` and `counts`, and keep `shared` and
+  `plan`. `attend` checks which rows still begin with the pages in `shared` and
+  reads the others alone; `refresh_shared` does that once for all layers. With
+  an old plan the work is less balanced; results are unchanged.
 
   Attributes:
     page_table: page ids of each row's sequence, in order, of one layer group; 0
@@ -48,14 +48,14 @@ class View:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FreshView:
-  """A view whose `shared` holds for its rows, so that `attend` need not check.
+  """A view whose `shared` has been checked; `attend` does not check it again.
 
   Made by `refresh_shared`; `write` and `attend` take it in place of the view.
-  It serves the layers of one step and cannot be stepped on: step on `view`, and
-  refresh that again.
+  It serves the layers of one step. For the next step, change `view` and refresh
+  it again.
 
   Attributes:
-    view: the view, `shared` refreshed.
+    view: the view, with `shared` refreshed.
   """
 
   view: View
@@ -105,7 +105,7 @@ def rows_of(view: View | FreshView) -> View:
 
 
 def decode_lengths(view: View) -> jax.Array:
-  """Tokens of each row with its one new token, 0 for idle rows: int32[B]."""
+  """Tokens of each row, the new one included; 0 for idle rows: int32[B]."""
   return jnp.where(view.counts > 0, view.starts + 1, 0)
 
 
@@ -117,7 +117,7 @@ def positions(view: View, columns: int) -> jax.Array:
 
 
 def check_view(view: View) -> None:
-  """Raises unless `view` is a View whose fields go together."""
+  """Raises unless `view` is a View whose fields agree in shape."""
   if not isinstance(view, View):
     raise TypeError(
       f"`view` must be a View, got {type(view).__name__}; make one with"

@@ -1,8 +1,8 @@
-"""A small trained character model, made on this machine and kept.
+"""A small character model, trained on this machine and kept in a file.
 
-Random weights hide cache bugs: their best and second best token are almost
+Random weights hide cache bugs: the logits of the best two tokens are almost
 equal everywhere. This model is trained once, in about a minute, on a text
-that every Python carries, so that examples and tests need no download.
+that ships with Python, so examples and tests need no download.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from jaxkv._src.models.config import LlamaConfig
 
 _FORMAT_VERSION = 1
 _STEPS = 600
-# Most steps on short sequences, which are cheap, then longer ones, without
-# which the loss is 1 nat a character worse beyond position 128.
+# Most steps use short sequences, which are cheap. Without the longer ones, the
+# loss beyond position 128 is 1 nat a character worse.
 _PHASES = (
   training.Phase(share=4, context=64, batch_size=32),
   training.Phase(share=1, context=192, batch_size=10),
@@ -40,7 +40,7 @@ class CharacterModel:
   Attributes:
     config: the decoder's sizes.
     params: its weights, as `jaxkv.models.forward` takes them.
-    vocabulary: between text and tokens; it knows the stop token.
+    vocabulary: converts text to tokens and back; it has the stop token.
   """
 
   config: LlamaConfig
@@ -55,24 +55,24 @@ def character_model(
   folder: str | os.PathLike[str] | None = None,
   progress: bool = True,
 ) -> CharacterModel:
-  """The character model: from the user's cache folder, or trained into it.
+  """Loads the character model, or trains it and keeps it in a cache folder.
 
   About 0.1 M parameters, trained on Python's own reference. The first call
   takes about a minute on two CPU cores, later ones milliseconds. For a
   given text, `steps` and machine the weights are always the same.
 
-  The file carries the sha256 of the text, the model's sizes, the training
-  recipe and a digest of the weights. Where any of them is not what is asked
-  for, or the file cannot be read, the model is trained again and a warning
-  says why. Sequences of up to 512 tokens are in training; beyond that the
-  loss grows slowly.
+  The file records the sha256 of the text, the model's sizes, the training
+  recipe and a digest of the weights. If any of them differs from the request,
+  or the file cannot be read, the model is trained again and a warning says
+  why. Training uses sequences of up to 512 tokens; beyond that the loss grows
+  slowly.
 
   Args:
     steps: optimiser steps; a few give a bad model quickly.
-    text: what to learn instead, longer than 512 characters.
-    folder: where the file is kept; by default the environment variable
-      JAXKV_CACHE, and without it the platform's cache folder for jaxkv.
-    progress: whether a bar on stderr shows the training.
+    text: the text to learn, longer than 512 characters; None: the reference.
+    folder: folder of the file; by default the environment variable JAXKV_CACHE,
+      or without it the platform's cache folder for jaxkv.
+    progress: whether to show a progress bar on stderr.
 
   Returns:
     The model, float32.
@@ -119,7 +119,7 @@ def _config(vocab_size: int) -> LlamaConfig:
 def _facts(
   text: str, config: LlamaConfig, recipe: training.Recipe
 ) -> dict[str, Any]:
-  """What determines the weights, as JSON has it."""
+  """Everything that determines the weights, as JSON values."""
   sizes = dataclasses.asdict(config)
   sizes["dtype"] = config.dtype.name
   facts = {
@@ -136,7 +136,7 @@ def _digest(facts: dict[str, Any]) -> str:
 
 
 def _folder(folder: str | os.PathLike[str] | None) -> pathlib.Path:
-  """The argument, else the environment's, else the platform's."""
+  """The argument, else JAXKV_CACHE, else the platform's cache folder."""
   chosen = folder or os.environ.get("JAXKV_CACHE")
   return pathlib.Path(chosen or platformdirs.user_cache_dir("jaxkv"))
 
@@ -144,7 +144,7 @@ def _folder(folder: str | os.PathLike[str] | None) -> pathlib.Path:
 def _kept(
   path: pathlib.Path, facts: dict[str, Any], config: LlamaConfig
 ) -> llama.Params | None:
-  """The weights in the file, or None where they must be trained."""
+  """The weights in the file, or None if they must be trained."""
   if not path.exists():
     return None
   shapes = jax.eval_shape(
@@ -168,6 +168,6 @@ def _keep(
   except OSError as error:
     warnings.warn(
       f"the trained model could not be kept in {path} ({error}); the next "
-      "call trains it again. Set JAXKV_CACHE to a folder that can be written.",
+      "call trains it again. Set JAXKV_CACHE to a writable folder.",
       stacklevel=3,
     )

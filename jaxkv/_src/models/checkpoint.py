@@ -1,7 +1,7 @@
-"""Weights in one .npz file that is either whole and as asked for, or refused.
+"""Weights in one .npz file; a damaged file or other weights are refused.
 
 A file holds every leaf under its path in the tree, and a JSON record: the
-facts the weights depend on, and a sha256 over all leaves.
+facts that the weights depend on, and a sha256 over all leaves.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ class UnusableFileError(Exception):
 
 
 def save(path: pathlib.Path, facts: dict[str, Any], params: Any) -> None:
-  """Writes weights so that a reader sees the old file or the whole new one.
+  """Writes weights atomically: a reader sees the old file or the new one.
 
   Args:
-    path: the file; its folder is made where there is none.
+    path: the file; its folder is created if it does not exist.
     facts: what the weights depend on, JSON values only.
-    params: a tree of arrays of types that numpy itself has.
+    params: a tree of arrays with dtypes of NumPy itself.
   """
   leaves = {name: np.asarray(leaf) for name, leaf in _named(params)}
   record = {"facts": facts, "leaves_sha256": _sha256(leaves)}
@@ -49,20 +49,19 @@ def save(path: pathlib.Path, facts: dict[str, Any], params: Any) -> None:
 
 
 def load(path: pathlib.Path, facts: dict[str, Any], like: Any) -> Any:
-  """Reads weights back, refusing any that differ from what is asked for.
+  """Reads weights, and refuses those that differ from the request.
 
   Args:
     path: the file.
     facts: what the weights must depend on.
-    like: a tree of arrays, or of shapes and types, as the result must be.
+    like: a tree of arrays or `ShapeDtypeStruct`s, the structure of the result.
 
   Returns:
-    A tree as `like`, of jax arrays.
+    A tree like `like`, of jax arrays.
 
   Raises:
-    UnusableFileError: with the reason, for a file that cannot be read, whose
-      digest does not match, or that holds other facts, names, shapes or
-      types.
+    UnusableFileError: the file cannot be read, its digest does not match, or
+      it holds other facts, names, shapes or types; the message says which.
   """
   record, leaves = _read(path)
   if record.get("facts") != facts:
@@ -84,7 +83,7 @@ def _read(
     with open(path, "rb") as file, np.load(file) as arrays:
       leaves = {name: arrays[name] for name in arrays.files}
     record = json.loads(str(leaves.pop(_RECORD)))
-  # Damage shows in whichever layer meets it first: zip, header, JSON, ...
+  # Damage can raise in any layer: zip, header, JSON, ...
   except Exception as error:
     raise UnusableFileError(f"it cannot be read: {error}") from error
   if not isinstance(record, dict):

@@ -33,7 +33,7 @@ class LlamaConfig:
     norm_eps: added to the mean square in RMSNorm.
     tied_embeddings: whether the embedding is also the output projection.
     dtype: of parameters and activations. Norms, rotations, softmax and
-      logits are float32 whatever it is.
+      logits are always float32.
   """
 
   vocab_size: int
@@ -58,7 +58,7 @@ class LlamaConfig:
       )
     if self.head_dim % 2:
       raise ValueError(
-        f"head_dim={self.head_dim} must be even: rotary positions turn pairs."
+        f"head_dim={self.head_dim} must be even: rotary positions rotate pairs."
       )
     for name in ("rope_base", "norm_eps"):
       value = getattr(self, name)

@@ -1,11 +1,11 @@
 """Dense key-value memory and plain softmax attention: the baseline.
 
-The definition that paged decoding is compared with, token by token: one
-contiguous stretch of `max_len` tokens for each row, scores of all of it,
-a mask, a float32 softmax. Depends on jax alone.
+Paged decoding is compared with it, token by token. Each row has `max_len`
+contiguous tokens; attention scores all of them, masks, and takes a float32
+softmax. Depends on jax alone.
 
-On a CPU a bfloat16 memory is rewritten whole by XLA at every write; compare
-speeds there in float32.
+XLA for a CPU rewrites all of a bfloat16 memory at every write; compare speeds
+there in float32.
 """
 
 import dataclasses
@@ -80,8 +80,8 @@ def write(
 ) -> DenseCache:
   """Writes one layer's new tokens, each row at its own offset.
 
-  In place inside a jitted loop that carries the cache. What does not fit in
-  `max_len` is dropped.
+  In place inside a jitted loop that carries the cache. Tokens past `max_len`
+  are dropped.
 
   Args:
     cache: the memory.
@@ -124,7 +124,7 @@ def attend(
     q: [B, T, H, D] queries.
 
   Returns:
-    [B, T, H, D]; NaN for a query that stands past `max_len`.
+    [B, T, H, D]; NaN for a query past `max_len`.
   """
   k, v = (
     jax.lax.dynamic_index_in_dim(memory, layer, keepdims=False)

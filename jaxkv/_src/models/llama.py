@@ -1,8 +1,8 @@
-"""Llama-family decoder in plain JAX, its attention injected.
+"""Llama-family decoder in plain JAX, with interchangeable attention.
 
 One core (`_decode`) holds all arithmetic but attention: embedding, RMSNorm,
-rotary positions, projections, SwiGLU and logits. Three functions give it
-their attention, and so agree up to the rounding of attention alone:
+rotary positions, projections, SwiGLU and logits. Three functions pass their
+attention to it, so they differ only in the rounding of attention:
 
 | function           | keys and values                   | used for         |
 |--------------------|-----------------------------------|------------------|
@@ -10,8 +10,8 @@ their attention, and so agree up to the rounding of attention alone:
 | `forward_dense`    | `DenseCache`                      | the baseline     |
 | `forward_uncached` | those of the same call, no memory | training         |
 
-The layer loop carries the whole key-value memory, never a slice of it per
-layer: as inputs and outputs of a scan it would be copied at every token.
+The layer loop carries the whole key-value memory, not one slice per layer: a
+scan with slices as inputs and outputs would copy the memory at every token.
 
 Dimension letters besides the project's own (B rows, T tokens, H query heads,
 K key-value heads, D head size, L layers): E width, F inner width of the MLP,
@@ -67,7 +67,7 @@ def init_params(key: jax.Array, config: LlamaConfig) -> Params:
   n, e, f, d = c.num_layers, c.embed_dim, c.mlp_dim, c.head_dim
   h, k = c.num_heads, c.num_kv_heads
   residual = (2 * n) ** -0.5
-  # One draw, cut up: drawn one by one, each shape costs a compilation.
+  # One draw, cut up: separate draws would cost a compilation for each shape.
   size = 2 * c.vocab_size * e + n * e * (2 * (h + k) * d + 3 * f)
   noise = jax.random.normal(key, (size,), jnp.float32)
   used = 0
@@ -115,32 +115,31 @@ def forward(
 ) -> tuple[jax.Array, paged.KVPages]:
   """Runs tokens through the decoder with keys and values in pages.
 
-  Writes the keys and values of the first `view.counts[b]` tokens of row b
-  behind its `view.starts[b]` cached ones, and lets each token attend to
-  those up to itself. Prefill, chunked prefill and decode are this one call
-  with different T and counts. A row's logits do not depend on other rows, but
-  for rounding where a view has `shared` pages or a `plan`.
+  Writes the keys and values of row b's first `view.counts[b]` tokens after its
+  `view.starts[b]` cached tokens. Each token attends to all tokens up to itself.
+  Prefill, chunked prefill and decode are this one call with different T and
+  counts. A row's logits do not depend on other rows, except for rounding if
+  the view has `shared` pages or a `plan`.
 
-  Never donates: outside of a `jit` of the caller's own each call copies the
-  pages.
+  Never donates: outside your own `jit`, each call copies the pages.
 
   Args:
     params: as `init_params` returns.
-    tokens: int32[B, T]. One outside the vocabulary makes logits of its row
-      NaN; past the row's count it does nothing.
+    tokens: int32[B, T]. A token outside the vocabulary makes logits of its row
+      NaN, unless it is past the row's count.
     positions: int32[B, T]; for row b of an ordinary sequence
       `view.starts[b] + arange(T)`.
     kv: the pages.
-    view: where each row's pages are and what is written.
+    view: where each row's pages are, and how many tokens are written.
     config: static; the decoder's sizes.
-    logits: static; which tokens get logits. "all" T; "last", the one at
-      `view.counts[b] - 1` (of a row that counts nothing: its first, which
-      means nothing); "none", as for a prompt's earlier chunks.
+    logits: static; which tokens get logits: "all"; "last", the token at
+      `view.counts[b] - 1` (meaningless for a row with count 0); or "none", as
+      for a prompt's earlier chunks.
     backend: static; see `jaxkv.kv.attend`.
 
   Returns:
     (logits, kv): float32[B, P, V], where P is T, 1 or 0 for "all", "last"
-    and "none"; the logits of tokens past a row's count mean nothing.
+    and "none"; the logits of tokens past a row's count are meaningless.
 
   Examples:
     >>> import jax, jax.numpy as jnp, jaxkv
@@ -192,7 +191,7 @@ def forward_dense(
   config: LlamaConfig,
   logits: Wanted = "all",
 ) -> tuple[jax.Array, dense.DenseCache]:
-  """As `forward`, with one contiguous stretch of memory per row.
+  """Like `forward`, with one contiguous stretch of memory per row.
 
   The baseline: no pages, no kernel. Tokens past `cache.max_len` are not
   kept, and get NaN logits. Never donates.
@@ -203,7 +202,7 @@ def forward_dense(
     positions: int32[B, T].
     cache: the memory.
     starts: int32[B], tokens of each row cached before.
-    counts: int32[B], tokens of each row to keep, of the T given.
+    counts: int32[B], how many of each row's T tokens to keep.
     config: static; the decoder's sizes.
     logits: static; as in `forward`.
 
@@ -248,15 +247,15 @@ def forward_uncached(
   *,
   config: LlamaConfig,
 ) -> jax.Array:
-  """Runs whole sequences, each token attending to those before and itself.
+  """Runs whole sequences; each token attends to all tokens up to itself.
 
   Differentiable in `params`: this is the function to train.
 
   Args:
     params: as `init_params` returns.
     tokens: int32[B, T], each in 0 ... V - 1.
-    positions: int32[B, T]; what attends to what follows the order in T, not
-      these.
+    positions: int32[B, T], for the rotations only; attention is causal in the
+      order of T.
     config: static; the decoder's sizes.
 
   Returns:

@@ -21,7 +21,7 @@ class Phase:
   """Steps of one shape.
 
   Attributes:
-    share: of all steps, relative to the other phases' shares.
+    share: its part of all steps, relative to the other phases' shares.
     context: T, tokens of a sequence.
     batch_size: B, sequences of a step.
   """
@@ -33,12 +33,12 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-  """How a model is trained; with the tokens it fixes the outcome.
+  """How a model is trained; recipe and tokens determine the weights.
 
   Attributes:
     steps: number of optimiser steps, all phases together.
-    phases: run in order; short sequences first cost less, long ones last
-      teach distances.
+    phases: run in order; short sequences first, which are cheap, and long ones
+      last, which teach long distances.
     learning_rate: the peak.
     warmup: steps of linear warmup.
     weight_decay: of adamw.
@@ -74,11 +74,11 @@ def train(
     tokens: int32[N], longer than every phase's context.
     config: the decoder's sizes.
     recipe: steps, shapes and optimiser.
-    progress: whether a bar on stderr shows the steps and their loss.
+    progress: whether to show a progress bar with the loss on stderr.
 
   Returns:
-    (params, losses): losses float32[steps], nats a token, each of the batch
-    before its update.
+    (params, losses): losses float32[steps], nats a token, each measured before
+    the step's update.
   """
   longest = max(phase.context for phase in recipe.phases)
   if len(tokens) <= longest:
@@ -147,8 +147,8 @@ def token_losses(
 def _spans(recipe: Recipe) -> list[tuple[Phase, int, int]]:
   """(phase, first step, last step + 1) of each span of `_SPAN` steps.
 
-  A span is of the phase that its first step falls in. Only the last span
-  may be shorter than the others: every length and shape costs a compilation.
+  A span belongs to the phase of its first step. Only the last span may be
+  shorter than the others: every length and shape costs a compilation.
   """
   ends = np.cumsum([phase.share for phase in recipe.phases])
   firsts = np.arange(0, recipe.steps, _SPAN)

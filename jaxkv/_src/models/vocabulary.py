@@ -47,7 +47,7 @@ class Vocabulary:
     """The tokens of a text, int32[T]; no stop token is added.
 
     Raises:
-      ValueError: for a character outside the vocabulary.
+      ValueError: a character is not in the vocabulary.
     """
     tokens = {character: i for i, character in enumerate(self.characters)}
     for i, character in enumerate(text):
@@ -64,7 +64,7 @@ class Vocabulary:
     """The text of int[T] tokens; each stop token becomes the string `stop`.
 
     Raises:
-      ValueError: for a number that is no token.
+      ValueError: a number is not a token.
     """
     pieces = [*self.characters, stop]
     flat = np.asarray(tokens)
@@ -80,10 +80,10 @@ class Vocabulary:
 
 
 def reference_text() -> str:
-  """Python's own reference, as every Python carries it: about 465 KB.
+  """Python's own reference, which ships with Python: about 465 KB.
 
-  The topics of `pydoc_data`, in the order of their names; it differs a
-  little from one version of Python to the next.
+  The topics of `pydoc_data`, sorted by name. The text differs a little between
+  versions of Python.
   """
   topics = pydoc_data.topics.topics
   return "\n".join(topics[name] for name in sorted(topics))
@@ -100,14 +100,14 @@ def vocabulary_of(text: str) -> Vocabulary:
 
 
 def training_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
-  r"""The text, with a stop token behind every second blank line and at the end.
+  r"""The text, with a stop token after every second blank line and at the end.
 
-  A model of it may stop at the end of any paragraph but need not, so that
-  lengths spread, and a prompt may hold several paragraphs.
+  A model trained on it sometimes stops at the end of a paragraph, so lengths
+  vary, and a prompt may hold several paragraphs.
 
   Args:
-    text: what to learn.
-    vocabulary: that knows its characters.
+    text: the text to learn.
+    vocabulary: one that has all its characters.
 
   Returns:
     int32[T] tokens.

@@ -8,12 +8,12 @@ class RolloutConfig:
   """Everything about a rollout that is fixed when it is compiled.
 
   Attributes:
-    num_samples: sequences generated for each prompt. Those that are admitted
-      together prefill it once and fork.
+    num_samples: sequences generated for each prompt. Samples that are admitted
+      together prefill the prompt once and fork.
     max_new_tokens: tokens after which a sequence ends without a stop token.
     stop_token: the token that ends a sequence; -1 for none.
     prefill_chunk: C, prompt tokens of a row that one model call takes.
-    admissions: R, sequences admitted in one step at most.
+    admissions: R, the most sequences admitted in one step.
 
   Raises:
     ValueError: a number is out of range.

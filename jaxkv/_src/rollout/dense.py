@@ -1,7 +1,7 @@
-"""The same rollout with a dense cache: what the paged one is compared with.
+"""The same rollout with a dense cache: the baseline of the paged one.
 
-One static batch after the other, every sequence in a row of its own, nothing
-shared and nothing refilled.
+It runs one static batch after another. Every sequence has its own row; nothing
+is shared or refilled.
 """
 
 from collections.abc import Callable

@@ -1,18 +1,18 @@
-"""The loop: admit, prefill, fork, decode, sample, release, until all is done.
+"""The loop: admit, prefill, fork, decode, sample, release, until all are done.
 
-A step, in order; each part costs next to nothing when it has nothing to do:
+The parts of a step, in order; a part with nothing to do costs almost nothing:
 
 | part    | what happens                                                      |
 |---------|-------------------------------------------------------------------|
 | admit   | waiting sequences take empty slots; cached prefixes are attached  |
-| prefill | the rest of their tokens but the last one, in chunks              |
+| prefill | their other tokens except the last are computed, in chunks        |
 | fork    | further samples of a prompt share the pages of the first one      |
 | decode  | every running slot computes its last token and draws the next one |
 | release | ended sequences give their pages back                             |
 
-When the pool is empty the youngest running sequence gives its slot back and
-waits; what it generated stays, its pages stay cached as long as they can, and
-it goes on later with the same draws.
+When the pool is empty, the youngest running sequence is preempted: it gives its
+slot back and waits. Its generated tokens are kept, its pages stay cached until
+they are evicted, and it resumes later with the same draws.
 """
 
 import dataclasses
@@ -58,15 +58,15 @@ def generate(
   *,
   model: Model,
 ) -> RolloutState:
-  """Runs until every sequence is done, or for so many steps.
+  """Runs until every sequence is done, or for `max_steps` steps.
 
   One `while_loop` without a host round trip. Jit it with the state donated, as
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place.
 
-  Generated are `tokens[q, prompt_length[q] : length[q]]` of the state's
-  sequences. One that can never run, because other holders leave it too few
-  pages, is given up: its status is FAILED and its `code` says why.
+  The generated tokens are `tokens[q, prompt_length[q] : length[q]]` of the
+  state's sequences. A sequence that can never run, because other holders leave
+  it too few pages, is given up: its status is FAILED and its `code` says why.
 
   Args:
     params: the model's.
@@ -76,7 +76,7 @@ def generate(
     model: see `Model`.
 
   Returns:
-    The state; `is_done` tells whether it is the end.
+    The state; `is_done` tells whether all sequences are done.
   """
   params, state, temperature, max_steps = alike(
     (params, state, temperature, max_steps)
@@ -141,10 +141,10 @@ def _admit_waiting(
 def _leaders(
   sequences: Sequences, numbers: Array, pairs: Array, config: RolloutConfig
 ) -> Array:
-  """int32[R]: the first row with the same fresh prompt, a row's own if none.
+  """int32[R]: the first row with the same fresh prompt, or the row itself.
 
-  A prompt of one token has nothing to prefill, and a sequence that was
-  preempted is no longer a bare prompt: they lead for themselves.
+  A prompt of one token has nothing to prefill, and a preempted sequence is no
+  longer a bare prompt. Such rows are their own leaders.
   """
   fresh = ops.take(queue.num_generated(sequences), numbers) == 0
   fresh &= pairs & (ops.take(sequences.length, numbers) > 1)
@@ -172,8 +172,8 @@ def _prefill(
     cache: the cache, with the slots admitted.
     kv: the K/V memory.
     slots: int32[R].
-    tokens: int32[R, W], the sequences in them.
-    target: int32[R], tokens to be held; 0 for a row that is not there.
+    tokens: int32[R, W], the sequences in the slots.
+    target: int32[R], tokens that each slot is to hold; 0 for an unused row.
     model: see `Model`.
     config: the chunk's size.
 
@@ -260,9 +260,9 @@ def _decode(
 
 
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
-  """If a slot found no page, the youngest sequence makes room and waits.
+  """Preempts the youngest sequence if a slot got no page.
 
-  A sequence that is alone has all pages there are, so it is given up.
+  A sequence that runs alone already has every page, so it is given up.
 
   Returns:
     The state, and bool[B]: the slot that the caller frees at the step's end.

@@ -1,7 +1,7 @@
 """The sequences of a rollout: the queue, the results, and their order.
 
-One buffer holds a sequence's prompt and what was generated after it, so that a
-sequence that lost its slot is admitted again exactly as a new one is.
+One buffer holds a sequence's prompt and its generated tokens, so a preempted
+sequence is admitted again exactly like a new one.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Sequences:
     log_probs: of the generated tokens, then 0.  # float32[Q, T]
     status: WAITING, RUNNING, DONE or FAILED.  # int32[Q]
     code: why a sequence failed, a `jaxkv.Status`.  # int32[Q]
-    keys: each sequence's own.  # key[Q]
+    keys: a random key for each sequence.  # key[Q]
   """
 
   tokens: Array
@@ -48,7 +48,7 @@ def from_prompts(
   Args:
     prompts: int32[P, L], padded at the end.
     lengths: int32[P], 1 .. L.
-    key: key[], from which every sequence's own is made.
+    key: key[], from which every sequence's key is derived.
     config: how many samples, of how many tokens.
   """
   num_sequences = prompts.shape[0] * config.num_samples
@@ -74,14 +74,14 @@ def num_generated(sequences: Sequences) -> Array:
 
 
 def first_of(condition: Array, count: int) -> Array:
-  """The first places where a condition holds.
+  """The first indices at which a condition holds.
 
   Args:
     condition: bool[X].
-    count: how many places to give.
+    count: how many indices to return.
 
   Returns:
-    int32[count], filled up with X.
+    int32[count], padded with X.
   """
   size = condition.shape[0]
   rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
@@ -95,7 +95,7 @@ def first_of(condition: Array, count: int) -> Array:
 def with_status(
   sequences: Sequences, numbers: Array, mask: Array, status: int
 ) -> Sequences:
-  """The sequences with those named and masked in another status."""
+  """Sets the status of the sequences `numbers` where `mask` holds."""
   place = ops.where_valid(mask, numbers)
   return dataclasses.replace(
     sequences,
@@ -106,7 +106,7 @@ def with_status(
 def failed(
   sequences: Sequences, numbers: Array, mask: Array, code: Array
 ) -> Sequences:
-  """The sequences with those named and masked given up, and why."""
+  """Sets status FAILED and the codes of `numbers` where `mask` holds."""
   sequences = with_status(sequences, numbers, mask, FAILED)
   place = ops.where_valid(mask, numbers)
   return dataclasses.replace(
@@ -122,18 +122,18 @@ def appended(
   log_probs: Array,
   config: RolloutConfig,
 ) -> tuple[Sequences, Array]:
-  """Adds a token to each of the sequences named, and ends those that are over.
+  """Appends a token to each sequence named, and ends those that are complete.
 
   Args:
-    sequences: all of them.
-    numbers: int32[B], which ones.
-    mask: bool[B], those that got a token.
+    sequences: all sequences.
+    numbers: int32[B], the sequences to append to.
+    mask: bool[B], which of them got a token.
     tokens: int32[B].
     log_probs: float32[B].
     config: the stop token and the most tokens.
 
   Returns:
-    The sequences, and bool[B]: those that ended.
+    The sequences, and bool[B]: which of `numbers` ended.
   """
   place = ops.where_valid(mask, numbers)
   length = ops.take(sequences.length, place)

@@ -23,16 +23,16 @@ from jaxkv.kv import KVPages
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counters:
-  """What a rollout did so far, each an int32[].
+  """Counts of what a rollout has done so far, each an int32[].
 
   Attributes:
     steps: trips of the loop.
     generated: tokens drawn.
     prefilled: tokens computed before the first draw.
-    forked: samples that shared another one's prefill.
+    forked: samples that shared another sample's prefill.
     preempted: times a sequence lost its slot.
     peak_pages: most pages in use at once.
-    peak_shared: most page-table entries, at once, beyond one for each page.
+    peak_shared: most page-table entries at once, minus the pages in use.
   """
 
   steps: Array
@@ -47,7 +47,7 @@ class Counters:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutState:
-  """A rollout in the middle of its work: a value, to keep or to go on from.
+  """A rollout in progress: a value that can be kept and resumed.
 
   Attributes:
     cache: who owns which pages.
@@ -55,8 +55,8 @@ class RolloutState:
     sequences: the queue and the results.
     config: the options.
     running: the sequence in each slot, Q for none.  # int32[B]
-    paused: no admissions, after a preemption, until a sequence ends.  # bool[]
-    counters: what was done.
+    paused: after a preemption, no admissions until a sequence ends.  # bool[]
+    counters: what has been done.
   """
 
   config: RolloutConfig = dataclasses.field(metadata={"static": True})
@@ -91,7 +91,7 @@ def init(
     The state, for `generate`.
 
   Raises:
-    TypeError: `prompts` or `lengths` holds no integers.
+    TypeError: `prompts` or `lengths` does not hold integers.
     ValueError: an argument has the wrong shape, the cache has several groups or
       a slot in use, the memory has other pages than the cache, L +
       max_new_tokens tokens do not fit into a slot, a prompt is empty or longer
@@ -157,7 +157,7 @@ def _check_fits(
     )
   if isinstance(lengths, Tracer):
     return
-  # In a trace numpy computes, where jax would trace even concrete arrays.
+  # NumPy, because in a trace jax would trace even concrete arrays.
   known = np.asarray(lengths)
   for row, length in enumerate(known.tolist()):
     if not 1 <= length <= width:
