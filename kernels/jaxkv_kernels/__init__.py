@@ -1,8 +1,8 @@
 """Paged attention and page operations on plain arrays.
 
-Pools of pages, tables of page ids and lengths go in, arrays come out. The
-package knows nothing of caches, requests or slots. `jaxkv` builds on it and is
-never imported by it.
+The functions take pools of pages, tables of page ids and lengths, and return
+arrays. The package knows nothing of caches, requests or slots. `jaxkv` imports
+it, never the reverse.
 """
 
 from jaxkv_kernels._src.append import append_kv

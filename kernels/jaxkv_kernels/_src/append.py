@@ -11,9 +11,9 @@ the pools are donated or carried by a loop (on a CPU: see `formats`). A token is
 dropped if its page id, with or without `page_offset`, or its offset is out of
 range. If two tokens have the same page and offset, either may win.
 
-`append_kv` and `append_pages` take floats, which they round to the pool's
-format, and elements of the pool in its own dtype, such as `quantize` returns,
-which they store unchanged. An int8 pool does not take floats without a scale.
+`append_kv` and `append_pages` round floats to the pool's format. They store
+elements of the pool, in its own dtype, unchanged; `quantize` returns such
+elements. An int8 pool does not take floats without a scale.
 """
 
 import chex
@@ -49,8 +49,8 @@ def append_kv(
     page_ids: int32[T]; an id out of range drops the token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
-    k_scale: float32[K], by which `k_new` is divided, which must be floats then.
-      Give the same to `AttentionOptions`. 8-bit formats saturate.
+    k_scale: float32[K]; divides `k_new`, which must then be floats. Give the
+      same to `AttentionOptions`. 8-bit formats saturate.
     v_scale: float32[K], the same for `v_new`.
 
   Returns:
@@ -109,7 +109,7 @@ def append_quantized(
   """Writes new tokens into 8-bit pools, and their scales into pools of scales.
 
   The scale of a token and head maps its largest number to the format's largest,
-  so nothing saturates. It is NaN if there is a NaN or an infinity.
+  so nothing saturates. The scale is NaN if a number is NaN or infinite.
 
   Args:
     k_pages: [N, K, S, D], 8-bit.
@@ -192,7 +192,7 @@ def append_pages(
     ValueError: an argument has a shape or value that is not supported.
 
   Examples:
-    Latent vectors in 8 bits; their scales are a pool of vectors of one number.
+    Latent vectors in 8 bits; their scales are a pool of vectors of size 1.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.zeros((2, 1, 4, 2), jnp.int8)
@@ -245,14 +245,14 @@ def _put(pages, new, where, offsets) -> jax.Array:
 
 
 def _put_all_heads(pages, new, where, offsets) -> jax.Array:
-  """One scatter for all heads: with heads sharded, it needs no collective."""
+  """One scatter for all heads; needs no collective if heads are sharded."""
   return pages.at[where, :, offsets].set(new, mode="drop")
 
 
 def _put_by_head(pages, new, where, offsets) -> jax.Array:
-  """One index for each head, for a TPU; with heads sharded, in `shard_map`.
+  """One index for each head, for a TPU; sharded heads need `shard_map`.
 
-  A scatter window over heads is strided in memory, for which XLA for a TPU
+  A scatter window over heads would be strided in memory, and XLA for a TPU
   would transpose the whole pool around a loop.
   """
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
@@ -268,7 +268,7 @@ def _elements(
   """`new` in the pool's storage format; `prefix` names arguments in errors."""
   if scale is not None:
     _check_floats(f"{prefix}new", new)
-    hint = "for scales of each token use append_quantized"
+    hint = "for one scale per token use append_quantized"
     _check_scale(f"{prefix}scale", scale, pages.shape[1:2], hint)
     new = jnp.asarray(new, jnp.float32) / scale[None, :, None]
   elif new.dtype == pages.dtype:
@@ -286,7 +286,7 @@ def _elements(
 def _check_scale(
   name: str, scale: jax.Array, shape: tuple[int, ...], hint: str = ""
 ) -> None:
-  """float32 of a shape."""
+  """A float32 array of a shape."""
   wanted = f"float32{list(shape)}"
   check.float32(name, scale, wanted)
   if scale.shape != shape:
@@ -294,7 +294,7 @@ def _check_scale(
 
 
 def _check_floats(name: str, new: jax.Array) -> None:
-  """Floats, not elements of a pool; `_check_new` has let only these through."""
+  """Floats; `_check_new` has refused all but these and elements of the pool."""
   if not jnp.issubdtype(new.dtype, jnp.floating):
     hint = "elements of the pool cannot be scaled"
     check.refuse(TypeError, name, "floats", new.dtype, hint)

@@ -1,7 +1,8 @@
 """Checks of arguments when they are traced: types, shapes, static values.
 
-A wrong type or dtype is a `TypeError`; a wrong shape or value a `ValueError`.
-All say "`name` must be X, got Y; do Z.".
+A wrong type or dtype is a `TypeError`, a wrong shape or value a `ValueError`.
+Messages read "`name` must be X, got Y; do Z.". The docstring of a check says
+what it accepts.
 """
 
 import functools
@@ -31,14 +32,14 @@ _POOL_DTYPES = (
 def refuse(
   error: type[Exception], name: str, wanted: str, got: Any, hint: str = ""
 ) -> NoReturn:
-  """Raises `error` in the one voice of this library.
+  """Raises `error` with a message in the form above.
 
   Args:
     error: `TypeError` or `ValueError`.
     name: of the argument.
     wanted: what it must be.
     got: the value; an array is described by its dtype and shape.
-    hint: what to do, where that is not plain.
+    hint: what to do, if that is not obvious.
   """
   tail = f"; {hint}." if hint else "."
   raise error(f"`{name}` must be {wanted}, got {described(got)}{tail}")
@@ -63,7 +64,7 @@ def is_array(name: str, value: Any) -> None:
 
 
 def queries(name: str, q: jax.Array, letters: str) -> None:
-  """Queries: one axis for each letter, none empty, a float dtype."""
+  """Queries: one non-empty axis for each letter, a float dtype."""
   is_array(name, q)
   if q.ndim != len(letters) or 0 in q.shape:
     wanted = f"[{', '.join(letters)}] with no axis of size 0"
@@ -73,7 +74,7 @@ def queries(name: str, q: jax.Array, letters: str) -> None:
 
 
 def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
-  """K and V pools that go together, and with the queries."""
+  """K and V pools that match each other and the queries."""
   alike(k_pages, v_pages)
   beside("q", q, k_pages=k_pages, v_pages=v_pages)
   heads, dim = q.shape[-2:]
@@ -89,7 +90,7 @@ def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
 
 
 def alike(k_pages: jax.Array, v_pages: jax.Array) -> None:
-  """Two pools in which a page id means the same: only D may differ."""
+  """K and V pools of one dtype and shape; only the head sizes may differ."""
   pool("k_pages", k_pages)
   pool("v_pages", v_pages)
   if k_pages.dtype != v_pages.dtype:
@@ -101,7 +102,7 @@ def alike(k_pages: jax.Array, v_pages: jax.Array) -> None:
 
 
 def pool(name: str, pages: jax.Array) -> None:
-  """[N, K, S, D], no axis empty, in a dtype that pools may have."""
+  """[N, K, S, D] without empty axes, in a dtype that pools may have."""
   is_array(name, pages)
   if pages.ndim != 4 or 0 in pages.shape:
     refuse(ValueError, name, "[N, K, S, D] with no axis of size 0", pages)
@@ -109,7 +110,7 @@ def pool(name: str, pages: jax.Array) -> None:
 
 
 def pool_dtype(name: str, value: Any) -> np.dtype:
-  """The dtype given or named by `value`, one that pools may have."""
+  """The dtype that `value` is or names, if pools may have it."""
   try:
     dtype = None if value is None else np.dtype(value)
   except (TypeError, ValueError):
@@ -132,8 +133,8 @@ def real(name: str, values: jax.Array) -> None:
 def beside(name: str, array: jax.Array, **others: Any) -> None:
   """Arrays on the same devices as the one named first.
 
-  Arrays that were not put on a device are not checked, and neither are traced
-  ones: their placement is unknown until lowering, where jax checks it.
+  Uncommitted arrays are not checked. Traced arrays are not checked either:
+  their placement is unknown until lowering, where jax checks it.
   """
   wanted = placed(array)
   for other, value in others.items():
@@ -156,7 +157,7 @@ def architectures() -> frozenset[int]:
 
 
 def placed(array) -> set[Any] | None:
-  """The devices that an array was put on; None if on none, or traced."""
+  """The devices that an array is committed to; None if there are none."""
   if isinstance(array, core.Tracer) or not isinstance(array, jax.Array):
     return None
   return array.devices() if array.committed else None
@@ -169,7 +170,7 @@ def _names(devices: set[Any]) -> str:
 def table(
   page_table: jax.Array, batch: int | None, name: str = "page_table"
 ) -> None:
-  """int32[B, M], neither of them 0; any B if `batch` is None."""
+  """int32[B, M] with B and M at least 1; any B if `batch` is None."""
   integers(name, page_table)
   shape = page_table.shape
   rows = shape[:1] if batch is None else (batch,)
@@ -179,7 +180,7 @@ def table(
 
 
 def vector(name: str, values: jax.Array, size: int | None) -> None:
-  """int32[size]; of any size if None."""
+  """int32[size]; any size if it is None."""
   integers(name, values)
   if values.ndim != 1 or size not in (None, values.size):
     wanted = "a vector" if size is None else f"int32[{size}]"
@@ -278,7 +279,7 @@ def count(name: str, value: int) -> None:
 
 
 def scalar(name: str, value, kind) -> None:
-  """A Python number or an array scalar of a kind; integers fit int32."""
+  """A Python number or array scalar of a kind; integers must fit int32."""
   wanted = "an integer scalar" if kind is np.integer else "a float scalar"
   if isinstance(value, bool):
     fits = False

@@ -1,8 +1,8 @@
 """Number formats of page pools.
 
-XLA on a CPU rewrites a whole bfloat16 or 8-bit float array to update one
-element of it, so there such pools hold the same bits in an integer type. Only
-elements that are read or written are reinterpreted, never the pool.
+XLA for a CPU rewrites a whole bfloat16 or 8-bit float array to update one
+element. On a CPU such pools therefore hold the same bits in an integer type.
+Only elements that are read or written are reinterpreted, never the pool.
 
 | pool dtype | its elements |
 |---|---|
@@ -69,8 +69,8 @@ def scaled_dtype(name: str, pool_dtype) -> np.dtype:
 def load(stored: jax.Array) -> jax.Array:
   """Elements of a pool as numbers, in the same shape. No scale is applied.
 
-  Call it on elements gathered from a pool, not on the pool: on a CPU converting
-  a pool costs a pass over all of it.
+  Call it on elements gathered from a pool, not on the pool: converting a pool
+  on a CPU costs a pass over all of it.
   """
   check.is_array("stored", stored)
   meaning = _MEANING[check.pool_dtype("stored", stored.dtype)]
@@ -82,7 +82,7 @@ def load(stored: jax.Array) -> jax.Array:
 def store(values: jax.Array, pool_dtype) -> jax.Array:
   """Numbers as elements of a pool of this dtype, rounded to its format.
 
-  8-bit formats saturate: numbers beyond their largest become the largest.
+  8-bit formats saturate: numbers beyond the largest become the largest.
   """
   check.real("values", values)
   meaning = logical_dtype(pool_dtype)
@@ -116,7 +116,7 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
 
   Raises:
     TypeError: the pool's format has more than 8 bits.
-    ValueError: `values` has no numbers.
+    ValueError: `values` is a scalar or D is 0.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -130,7 +130,7 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   meaning = scaled_dtype("pool_dtype", pool_dtype)
   values = jnp.asarray(values, jnp.float32)
   largest = jnp.max(jnp.abs(values), axis=-1)
-  # A subnormal scale would be flushed to 0, and 0 / 0 stored.
+  # A subnormal scale would be flushed to 0, and 0 / 0 would be stored.
   tiny = jnp.finfo(jnp.float32).tiny
   scale = jnp.maximum(largest / _LARGEST[meaning], tiny)
   scale = jnp.where(largest > 0, scale, jnp.float32(1))

@@ -16,8 +16,8 @@ def copy_pages(
   All sources are read before any destination is written. The copy is in place
   when the pool is donated or carried by a loop. It costs nothing when there is
   nothing to copy, except under `vmap`, where it always has its full cost. A
-  pair with either id out of range is skipped. Of equal destinations any may
-  win.
+  pair with either id out of range is skipped. If destinations are equal, any
+  pair may win.
 
   Args:
     pages: [L * N, K, S, D].
@@ -60,7 +60,7 @@ def copy_pages(
       content, mode="drop"
     )
 
-  # A loop without steps instead of a `cond`: a branch would copy the pool.
+  # A loop that may have no steps, not a `cond`: a branch would copy the pool.
   steps = jnp.where(jnp.any(fits), num_layers, 0).astype(jnp.int32)
   return lax.fori_loop(0, steps, copy_layer, jnp.asarray(pages))
 

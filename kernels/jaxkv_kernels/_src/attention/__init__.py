@@ -4,12 +4,13 @@
 |---|---|
 | `reference` | the definition, in float64 NumPy |
 | `api` | `paged_decode`, `paged_attention_padded`, `paged_attention` |
-| `cascade`, `shared_prefix` | decoding rows that share pages; which do |
+| `cascade` | decoding rows that share pages |
+| `shared_prefix` | finding the rows that share pages |
 | `mla` | multi-head latent attention |
 | `options` | the options of a call, as given and as checked |
 | `choose` | which backend serves a call |
 | `decode_plan` | equal pieces of decode work |
-| `merge` | attention over disjoint parts of the keys, merged |
+| `merge` | merging attention over disjoint parts of the keys |
 | `query_packing` | packed queries to a rectangle of tiles, and back |
 | `query_tiles` | a rectangle of queries to tiles of rows, and back |
 | `online_softmax` | the online softmax of one block of keys |
@@ -20,10 +21,10 @@
 | `mosaic_tpu` | backend: Pallas Mosaic, for TPUs |
 
 The folder of a backend has a module `backend`, which implements
-`choose.Backend`; those written in Pallas have a module `kernel`, and `compat`
-where releases of Pallas differ.
+`choose.Backend`. Backends written in Pallas also have a module `kernel`, and
+`compat` if releases of Pallas differ.
 
-Letters, in all of these modules:
+Letters in all of these modules:
 
 | letter | size of |
 |---|---|
@@ -31,7 +32,7 @@ Letters, in all of these modules:
 | T | queries: of a row in a rectangle, of the call if they are packed |
 | H, K | query heads, key-value heads |
 | D, Dv | elements of a key, of a value |
-| N | pages of a pool, those of all layers that share it |
+| N | pages of a pool, including those of all layers that share it |
 | S | tokens of a page |
 | M | pages of a row of the page table |
 | A | tokens of a block of keys, the unit of an online softmax step |

@@ -96,7 +96,7 @@ def paged_decode(
     page_offset: int32[], added to every page id: layer * pages per layer
       where layers share one pool.
     plan: from `plan_decode`, once for all layers; for backends that use it. It
-      only cuts the work: with a plan for other lengths the result is right.
+      only cuts the work: a plan for other lengths gives the right result too.
     return_lse: also return the log-sum-exp (natural log, sink included).
     backend: "auto", or one of `BACKENDS`.
     interpret: run a Pallas backend, named with `backend`, in its interpreter:
@@ -201,7 +201,7 @@ def paged_attention_padded(
 
   Row b holds `counts[b]` queries, at positions `starts[b]`, `starts[b] + 1`
   ...; their keys and values are already in the pool. The columns after them
-  are padding. Otherwise as `paged_decode`, which is the case T = 1.
+  are padding. Otherwise like `paged_decode`, which is the case T = 1.
 
   With a tree mask the queries of a row are the nodes of a tree of drafted
   tokens, parents before children, at consecutive positions. Windows and ALiBi
@@ -305,9 +305,9 @@ def paged_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
   """Causal attention of packed queries: prompts, chunks and single tokens.
 
-  Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the last tokens of sequence
-  b's `kv_lens[b]`. They are cut into tiles of at most 32 queries, so the work
-  grows with T and B, not with B times the longest run. Otherwise as
+  Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the last of the `kv_lens[b]`
+  tokens of sequence b. They are cut into tiles of at most 32 queries, so the
+  work grows with T and B, not with B times the longest run. Otherwise like
   `paged_attention_padded`.
 
   Args:
@@ -318,10 +318,10 @@ def paged_attention(
     kv_lens: int32[B], tokens of each sequence, its queries included.
     cu_q_lens: int32[B + 1], ascending from 0.
     max_query_len: the most queries of one sequence, T if None; a query past
-      it gives zeros and -inf. Say 1 when all sequences decode.
+      it gives zeros and -inf. Pass 1 when all sequences decode.
     options: the tree mask is bool[T, X]: row t of q sees the key of the j-th
-      query of its own sequence only if `tree_mask[t, j]`. All True for a row
-      that is in no tree.
+      query of its own sequence only if `tree_mask[t, j]`. Rows outside of trees
+      are all True.
     page_offset: as for `paged_decode`.
     return_lse: also return the log-sum-exp (natural log, sink included).
     backend: "auto", or one of `BACKENDS`.

@@ -1,11 +1,11 @@
-"""Decoding rows that begin with the same pages, those pages read once.
+"""Decoding rows that begin with the same pages; those pages are read once.
 
 Samples of one prompt share its pages. Attention over shared pages is computed
-for all rows of a cluster at once, their queries side by side as if they were
-heads of one sequence, so that each key and value is read once for a cluster.
-Attention over the remaining pages is computed for each row. The two are merged
-by their log-sum-exps (cascade inference; Ye et al. 2024, and Juravsky et al.
-2024, section 3). `shared_prefix` finds the clusters.
+for all rows of a cluster at once: their queries are treated as heads of one
+sequence, so each key and value is read once for a cluster. Attention over the
+remaining pages is computed for each row. The two are merged by their
+log-sum-exps (cascade inference; Ye et al. 2024, and Juravsky et al. 2024,
+section 3). `shared_prefix` finds the clusters.
 """
 
 import dataclasses
@@ -70,11 +70,11 @@ def cascade_decode(
   backend: str = "auto",
   interpret: Any = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-  """`paged_decode` with the pages that rows share read once.
+  """`paged_decode`, except that pages shared by rows are read once.
 
   The result differs from that of `paged_decode` in rounding only. A window is
-  not supported: behind one, rows of different length see different parts of a
-  prefix. Where a backend does not serve the query heads of a whole cluster at
+  not supported: rows of different lengths would see different parts of a
+  prefix. If the backend does not serve the query heads of a whole cluster at
   once, the cluster is halved until it does, and a prefix is read once for each
   part.
 
@@ -134,7 +134,7 @@ def _check_shared(q: jax.Array, shared: SharedPrefix) -> None:
   """A SharedPrefix for as many rows as q has."""
   if not isinstance(shared, SharedPrefix):
     raise TypeError(
-      f"`shared` must be a SharedPrefix, got {type(shared).__name__}; where"
+      f"`shared` must be a SharedPrefix, got {type(shared).__name__}; if"
       " plan_shared_prefix returns None, use paged_decode."
     )
   check.table(shared.own_table, q.shape[0], name="shared.own_table")
@@ -152,9 +152,9 @@ def _parts(
   chosen: choose.Backend,
   here: str,
 ) -> SharedPrefix:
-  """Clusters cut into equal parts, as few as the backend serves.
+  """Clusters cut into equal parts that the backend serves, by halving.
 
-  A part of one row has as many query heads as q, which the backend serves.
+  The backend serves a part of one row, which has as many query heads as q.
   """
   clusters, size = shared.members.shape
   batch, heads, dim = q.shape
@@ -232,7 +232,7 @@ def _prefix_states(
   )
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if own_slopes is not None:
-    # ALiBi was computed as if the queries stood at the end of the prefix.
+    # ALiBi was computed as if the queries were at the end of the prefix.
     away = shared.own_tokens.astype(jnp.float32)[:, None]
     lse = lse - own_slopes[None] * away
   return out, lse

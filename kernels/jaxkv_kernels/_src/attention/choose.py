@@ -6,13 +6,14 @@
 | tpu | mosaic_tpu, xla |
 | any other | xla |
 
-The platform is the first that is known of: the device that the arrays were put
-on, the device of the abstract mesh in use, jax's default device, the default
-backend. Tracing cannot know where `jit` will place a computation, so code that
-is compiled ahead of time for another platform, or placed on another device,
-must name its backend; that also names the platform. A call that a named backend
-does not serve is an error and never goes to another backend. Outside a trace it
-is also an error to run a backend on a platform that it is not for.
+The platform is that of the first of these that is known: the device that the
+arrays were put on, the device of the abstract mesh in use, jax's default
+device, the default backend. Tracing cannot know where `jit` will place a
+computation. So code that is compiled ahead of time for another platform, or
+placed on another device, must name its backend, which implies the platform. A
+call that a named backend does not serve is an error and never goes to another
+backend. Outside a trace it is also an error if the backend is not for the
+platform.
 """
 
 import functools
@@ -31,7 +32,7 @@ from jaxkv_kernels._src.attention.options import CallOptions
 
 _logger = logging.getLogger(__name__)
 
-# Platforms of each backend; None for all. Naming a backend means the first of
+# Platforms of each backend; None for all. A named backend implies the first of
 # its platforms. A backend is imported on first use.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "mosaic_gpu": ("cuda",),
@@ -73,7 +74,7 @@ class Backend(Protocol):
       q: [B, T, H, D].
       k_pages: [N, K, S, D].
       v_pages: [N, K, S, Dv].
-      page_table: int32[B, M], any numbers where a row has no page.
+      page_table: int32[B, M]; entries without a page may be any number.
       starts: int32[B], -1 where a row sees no key; may be past M * S.
       counts: int32[B].
       options: checked, with defaults filled in.
@@ -94,7 +95,7 @@ class Backend(Protocol):
     """Why this backend does not serve a call.
 
     Args:
-      platform: "cpu", "cuda", "tpu" ...: what is compiled for.
+      platform: what the call is compiled for: "cpu", "cuda", "tpu" ...
       q: [B, H, D] for a decode, [B, T, H, D] for a rectangle; only shape and
         dtype may be used.
       k_pages: [N, K, S, D]; only shape and dtype.
@@ -164,7 +165,7 @@ def decode(
   lengths: jax.Array,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """One query per sequence, a rectangle of one column.
+  """Decodes one query per sequence, as a rectangle of one column.
 
   Args:
     chosen: the backend.
@@ -191,7 +192,7 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
   Args:
     k_pages: [N, K, S, D]; only shape and dtype are used.
     backend: as given to `paged_decode`. "auto": the first backend that takes
-      plans among those tried on this platform; the others ignore a plan.
+      plans among those tried on this platform; other backends ignore plans.
 
   Returns:
     The number; None if no plan would be used.
@@ -241,7 +242,7 @@ def name_of(chosen: Backend) -> str:
 
 
 def target(backend: str, *arrays: Any) -> str:
-  """The platform that a call is compiled for; a named backend has its own."""
+  """The platform that a call is compiled for; a named backend implies it."""
   own = _PLATFORMS.get(backend)
   return platform(*arrays) if own is None else own[0]
 
@@ -293,8 +294,8 @@ def _named(operation, backend, q, k_pages, v_pages, options) -> Backend:
 def _elsewhere(backend: str, *arrays: Any) -> str | None:
   """Why a backend cannot run where the arrays are; None if it can.
 
-  None in a trace: a traced function may be compiled for another platform than
-  that of the arrays, even if all of them are constants.
+  Always None in a trace: a traced function may be compiled for another platform
+  than that of the arrays, even if all of them are constants.
   """
   own, here = _PLATFORMS[backend], platform(*arrays)
   if own is None or here in own:

@@ -20,11 +20,11 @@ class DecodePlan(NamedTuple):
   """Pieces of the rows' contexts, in row order. Made by `plan_decode`.
 
   Unit i is the part `first[i] <= position < end[i]` of what row `row[i]`
-  attends to. The units of row b are `begins[b] <= i < begins[b + 1]`, at least
-  one, and ascend from token 0; the last has no end. So they hold each token
-  once, whatever the length and the window: for lengths other than those it was
-  made from, a plan is less even, and results are still right. Units from
-  `begins[B]` on are idle: row 0, no tokens.
+  attends to. The units of row b are `begins[b] <= i < begins[b + 1]`. A row has
+  at least one unit. Its units ascend from token 0, and the last has no end, so
+  they hold each token once for any length and window. For other lengths than
+  those it was made from, a plan is less even, and results are still right.
+  Units from `begins[B]` on are idle: row 0, no tokens.
 
   U, the number of units, is static; the rest are values. A unit begins at a
   multiple of the `block` given to `plan_decode`.
@@ -54,11 +54,11 @@ def plan_decode(
 ) -> DecodePlan:
   """Cuts the contexts of a decode step into equal pieces.
 
-  Call it once a step and hand the plan to `paged_decode` in every layer. There
+  Call it once a step and pass the plan to `paged_decode` in every layer. There
   are U = B + workers units, enough for pieces of ceil(X / workers) blocks where
   X is the number of blocks in all rows: no piece is longer than a worker's fair
   share, rounded up to a block. The pieces depend on all lengths, so with a plan
-  the last bits of a row's result depend on its neighbours. `decode_workers`
+  the last bits of a row's result depend on the other rows. `decode_workers`
   says whether a backend takes plans, and for how many workers.
 
   Args:

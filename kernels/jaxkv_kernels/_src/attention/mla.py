@@ -77,10 +77,10 @@ def mla_decode(
     page_table: int32[B, M], page ids in sequence order.
     lengths: int32[B], tokens of each sequence, the query's own included.
     value_dim: Dv, the leading elements of a vector that are its value: 512.
-    options: `scale` is required. It is not 1 / sqrt(D) here but that of the
+    options: `scale` is required. It is not 1 / sqrt(D) but the scale of the
       heads before absorption, such as 1 / sqrt(128 + 64). `k_scale` scales the
-      latents, float32[1] or float32[N, 1, S]. `soft_cap` and `window` may be
-      given, no others.
+      latents, float32[1] or float32[N, 1, S]. The only other options are
+      `soft_cap` and `window`.
     page_offset: int32[], added to every page id.
     return_lse: also return the natural-log log-sum-exp.
     backend: "auto", or one of `BACKENDS`; `triton` and `xla` serve it.
@@ -125,7 +125,7 @@ def mla_decode(
   refuse_options(options, "k_scale scales keys and values", "v_scale")
   refuse_options(
     options,
-    "mla_decode has no use for it",
+    "mla_decode does not support it",
     "sinks",
     "alibi_slopes",
     "tree_mask",

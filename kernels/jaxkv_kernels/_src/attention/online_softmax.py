@@ -1,7 +1,8 @@
-"""The online softmax of one block of keys, to the base of 2, for kernels.
+"""The online softmax of one block of keys, in base 2, for kernels.
 
-That of FlashAttention (Dao et al. 2022, algorithm 1), on arrays in registers,
-in plain `jax.numpy`, so that it can be tested alone. Y rows see A keys.
+The algorithm is that of FlashAttention (Dao et al. 2022, algorithm 1), on
+arrays in registers. It is plain `jax.numpy`, so it can be tested without a
+kernel. Y rows see A keys.
 """
 
 import math
@@ -24,11 +25,11 @@ def logits(
   soft_cap: float | None,
   slopes: jax.Array | None,
 ) -> jax.Array:
-  """Products of queries and keys as logits to the base of 2.
+  """Products of queries and keys as logits in base 2.
 
   Args:
     products: float32[Y, A].
-    factor: float32[], of all logits.
+    factor: float32[], multiplies all products.
     distance: int32[Y, A], position of the key minus that of the query.
     soft_cap: as in `CallOptions`.
     slopes: float32[Y], of ALiBi; or None.
@@ -93,8 +94,8 @@ def normalise(total: jax.Array, weighted: jax.Array) -> jax.Array:
 def log_sum_exp(top: jax.Array, total: jax.Array) -> jax.Array:
   """The natural log-sum-exp, elementwise; -inf where total is 0.
 
-  A large `top` absorbs digits of the sum. Merge parts of a row by `top` and
-  `total`, not by this number.
+  A large `top` absorbs digits of the sum. To merge parts of a row, use `top`
+  and `total`, not this number.
   """
   empty = total == 0
   safe = jnp.where(empty, 1.0, total)

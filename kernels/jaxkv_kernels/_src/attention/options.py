@@ -14,10 +14,10 @@ from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-  """What a caller may choose about attention. All of it is optional.
+  """Options of an attention call. All are optional.
 
   A logit passes `scale`, `soft_cap` and `alibi_slopes` in this order; then keys
-  that the query must not see are left out.
+  that the query must not see are masked out.
 
   A pytree: `soft_cap` is static, all other fields are leaves. `scale` and
   `window` may be Python numbers; they stay static unless the options are an
@@ -32,12 +32,12 @@ class AttentionOptions:
     alibi_slopes: a query at position p adds slope * (j - p) to its logit with
       the key at position j.
     k_scale: factors of the numbers in the K pool, one for each head, or one for
-      each token and head. The latter are indexed like the pool. None: no
-      scaling. Given together with `v_scale`.
+      each token and head, indexed like the pool. None: no scaling. Given
+      together with `v_scale`.
     v_scale: the same for the V pool.
     tree_mask: for several queries in a row: query t of row b sees the key of
       its row's j-th query, j < X, only if `tree_mask[b, t, j]`, and never if
-      j > t. Whether a query sees its own key is on the diagonal. Keys before
+      j > t. The diagonal says whether a query sees its own key. Keys before
       the first query are seen as usual. X is usually T.
 
   Examples:
@@ -65,7 +65,7 @@ class AttentionOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallOptions:
-  """Checked options of one call, with defaults filled in: what backends read.
+  """Checked options of one call, with defaults filled in, for backends.
 
   Attributes:
     page_offset: added to every page id.
@@ -78,8 +78,8 @@ class CallOptions:
     v_scale: None where `k_scale` is None.
     tree_mask: or None. Its first key is at position `tree_starts[b]`.
     tree_starts: None where `tree_mask` is None.
-    plan: for a decode: equal pieces of work, or None. A backend without use for
-      it ignores it.
+    plan: for a decode: equal pieces of work, or None. Backends that take no
+      plans ignore it.
     value_dim: for latent attention: Dv, the leading elements of a key that are
       its value; `v_pages` is `k_pages` then. None otherwise.
     interpret: for `pallas_call(interpret=...)`.
@@ -113,7 +113,7 @@ def check_options(
 ) -> CallOptions:
   """Checks the options of a call and fills in defaults.
 
-  `tree_mask` is copied as it is: its shape depends on the function called,
+  `tree_mask` is passed on unchecked: its shape depends on the public function,
   which checks it with `check_tree_mask`.
 
   Args:
@@ -189,7 +189,7 @@ def refuse_options(
 
   Args:
     options: of the caller.
-    why: why the function called does not take them.
+    why: why the public function does not take them.
     *names: of fields.
   """
   options = given(options)

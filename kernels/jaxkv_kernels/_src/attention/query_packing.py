@@ -18,7 +18,7 @@ TILE = 32
 
 
 class Packing(NamedTuple):
-  """Which queries each tile holds, and where each query went.
+  """Which queries each tile holds, and where each query is.
 
   Attributes:
     sequences: the sequence that each tile belongs to.
@@ -38,10 +38,10 @@ class Packing(NamedTuple):
 
 
 def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
-  """The row of each item; the items of rows are numbered one row after another.
+  """The row of each item; items are numbered through one row after another.
 
-  The search is unrolled, which makes it one kernel; a loop would be several
-  kernels for each bit of B.
+  The search is unrolled into one kernel; a loop would take several kernels for
+  each bit of B.
 
   Args:
     ends: int32[B], one past each row's last item, ascending.
@@ -63,7 +63,7 @@ def tile(
     kv_lens: int32[B].
     cu_q_lens: int32[B + 1].
     rows: T.
-    max_query_len: queries of a run past this number are left out.
+    max_query_len: further queries of a run are left out.
 
   Returns:
     The tiles.

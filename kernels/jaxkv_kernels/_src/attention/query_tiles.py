@@ -41,7 +41,7 @@ def span(
 
   Args:
     position: int32[...], -1 for a query without keys; may exceed the capacity.
-    capacity: tokens that a row of the page table holds; others do not exist.
+    capacity: tokens that a row of the page table holds; no others exist.
     window: as in `CallOptions`; it ends at the position, even past the table.
 
   Returns:

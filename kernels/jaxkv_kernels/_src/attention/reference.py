@@ -133,8 +133,8 @@ def paged_attention(
   """Queries of all sequences packed one after another.
 
   Args:
-    q: [T, H, D]; rows `cu_q_lens[b]:cu_q_lens[b + 1]` are the last tokens of
-      sequence b's `kv_lens[b]`.
+    q: [T, H, D]; rows `cu_q_lens[b]:cu_q_lens[b + 1]` are the last of the
+      `kv_lens[b]` tokens of sequence b.
     k_pages: [N, K, S, D].
     v_pages: [N, K, S, Dv].
     page_table: int[B, M].
@@ -189,7 +189,7 @@ def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
 
 
 def merge_states(out, lse):
-  """Attention over the union of X disjoint sets of keys, given that over each.
+  """Attention over the union of X disjoint sets of keys, from that over each.
 
   Args:
     out: [X, ..., H, Dv].

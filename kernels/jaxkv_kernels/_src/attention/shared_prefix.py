@@ -1,6 +1,7 @@
 """Finding the rows that begin with the same pages.
 
-Found once a step, from page tables and lengths alone; `cascade` uses it.
+This runs once a step, on page tables and lengths alone; `cascade` uses the
+result.
 """
 
 import functools
@@ -18,8 +19,8 @@ from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.formats import logical_dtype
 
 # Bytes of K and V that sharing must save in one layer's call to pay for the
-# second pass and the merge: on a CPU measured with benchmarks/attention_cpu.py,
-# on other platforms 10 us of a copy at 4 TB/s.
+# second pass and the merge. For a CPU, measured with
+# benchmarks/attention_cpu.py; for others, a copy of 10 us at 4 TB/s.
 _LEAST_SAVING = {"cpu": 2**20, "other": 40 * 2**20}
 
 
@@ -46,11 +47,11 @@ class SharedPrefix(NamedTuple):
   def refreshed(
     self, page_table: jax.Array, lengths: jax.Array, *, page_size: int
   ) -> "SharedPrefix":
-    """The clusters that still hold for rows that may have changed.
+    """The clusters, without rows that no longer belong to them.
 
     A row stays in its cluster if its table still begins with the cluster's
     pages, its last token is behind them, and its table holds all its tokens.
-    Any other row is decoded alone, from the whole of its table.
+    Any other row is decoded alone, over its whole table.
 
     Args:
       page_table: int32[B, M], as wide as the one `self` was made from.
@@ -58,7 +59,7 @@ class SharedPrefix(NamedTuple):
       page_size: S.
 
     Returns:
-      The clusters, right for these tables and lengths.
+      The clusters, valid for these tables and lengths.
     """
     batch, columns = page_table.shape
     chex.assert_shape(self.own_table, (batch, columns))
@@ -91,16 +92,15 @@ def plan_shared_prefix(
   clusters: jax.Array | None = None,
   backend: str = "auto",
 ) -> SharedPrefix | None:
-  """Finds what rows share, and where it pays to read that once.
+  """Finds the pages that rows share, and decides where reading them once pays.
 
-  Call it once a step and hand the result to `cascade_decode` in every layer. A
-  cluster shares the pages with which the tables of all its rows begin, as far
-  as they are full without the row's last token. Rows of length 0, or of more
+  Call it once a step and pass the result to `cascade_decode` in every layer. A
+  cluster shares the first pages that all its rows have in common, except pages
+  that are not full without the row's last token. Rows of length 0, or of more
   tokens than the table holds, are in no cluster. Rows in no cluster, and those
-  past `cluster_size` in one, are decoded alone: that costs time, never a wrong
-  result. If sharing saves fewer bytes than it costs, no cluster shares
-  anything. If tables of this size could never save enough, the result is None:
-  use `paged_decode`.
+  past `cluster_size` in one, are decoded alone, which is slower but correct. If
+  sharing saves fewer bytes than it costs, no cluster shares anything. If tables
+  of this size could never save enough, the result is None: use `paged_decode`.
 
   Args:
     page_table: int32[B, M], page ids in sequence order.
@@ -178,7 +178,7 @@ def _serves(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
   if backend != "auto":
     return backend
   dtype = logical_dtype(k_pages.dtype)
-  # The real queries are not known here; this one fits the pools.
+  # The real queries are not known here; this shape fits the pools.
   query = jax.ShapeDtypeStruct(
     (1, k_pages.shape[1], k_pages.shape[3]),
     dtype if dtype.itemsize > 1 else jnp.bfloat16,
@@ -214,8 +214,8 @@ def _find(
   lockstep: bool,
 ) -> SharedPrefix:
   batch, columns = page_table.shape
-  # A row longer than its table has fewer tokens than its position says. Split
-  # in two parts, it could not have both numbers.
+  # A row longer than its table attends to fewer tokens than its position says.
+  # `own_tokens` could not express both, so such a row is not split.
   alive = (lengths > 0) & (lengths <= columns * page_size)
   if clusters is None:
     clusters = _by_first_page(page_table[:, 0], alive)
@@ -302,7 +302,8 @@ def _saved(
 ) -> jax.Array:
   """Tokens of K and V that need not be read: float32[], as int32 may overflow.
 
-  A backend in lockstep reads for all rows as many blocks as the longest needs.
+  A backend that works in lockstep reads, for every row, as many blocks as the
+  longest row needs.
 
   Args:
     lengths: int32[B].

@@ -6,7 +6,7 @@ the pieces depend only on a row's own length, so a row's result does not depend
 on its neighbours.
 
 Compiled for an H200, not run on one. A CPU interprets all of it with race
-detection, except that products on tensor cores become plain ones.
+detection, with plain products in place of tensor core products.
 """
 
 import math
@@ -32,7 +32,7 @@ from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 _ARCHITECTURE = 90
 # Multiprocessors of an H100 or H200 SXM. Others work too, less evenly.
 _BLOCKS = 132
-# Enough that streams take turns.
+# The same in an interpreter: enough for streams to take turns.
 _INTERPRETED_BLOCKS = 2
 # Units for each stream if contexts fill their tables: enough for even work.
 _UNITS_PER_STREAM = 4
@@ -226,8 +226,8 @@ def work_list(
 
   Returns:
     (int32[U, 8], rows of `Unit`s; int32[Z + 1], where each tile's units begin;
-    the most results of a tile, or None if results are packed). Units from the
-    last beginning on are idle.
+    the most results of a tile, or None if results are packed). Units after
+    those of the last tile are idle.
   """
   num = tiles.q.shape[0]
   per_row = num // tree_first.shape[0]

@@ -1,7 +1,7 @@
 """Where releases of Pallas' Mosaic GPU dialect differ, from jax 0.10 on.
 
 Its interpreter does not support layouts in jax 0.10, nor products of registers
-in any release. With `interpreted` these functions do without.
+in any release. With `interpreted`, these functions avoid both.
 """
 
 import inspect

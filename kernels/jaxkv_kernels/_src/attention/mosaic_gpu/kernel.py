@@ -47,13 +47,13 @@ def call(
   Args:
     static: sizes.
     arrays: the inputs of `Refs` by name; those of its sides as `k_pages`,
-      `v_pages` and, where tokens have scales, `k_scale` and `v_scale`.
+      `v_pages` and, if tokens have scales, `k_scale` and `v_scale`.
     interpret: as in `CallOptions`.
 
   Returns:
-    (float32[I * K, R, Dv], normalised, and float32[I * K, 2, 64], `top` and
-    `total` of `online_softmax`), in the places that the units name; what no
-    unit names is not written.
+    (float32[O * K, Y, Dv], normalised, and float32[O * K, 2, 64], `top` and
+    `total` of `online_softmax`). A unit's result is at its index `result`;
+    other indices are not written.
   """
   q = arrays["q"]
   num = arrays["units"].shape[0] * static.kv_heads
@@ -165,7 +165,7 @@ def _kernel(static: GpuStatic, refs: Refs) -> None:
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   """Calls work(stream, head, unit, used) for each unit of a stream.
 
-  `used` is the number of blocks in the units before. Returns that of all units.
+  `used` is the number of blocks in earlier units. Returns that of all units.
   """
   first = lax.axis_index("block") * static.streams + stream
   step = static.blocks * static.streams
@@ -184,7 +184,7 @@ def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
 
 
 def _await_all(side: Side, stream, copied) -> None:
-  """Waits until the last blocks are used, so that every barrier is awaited."""
+  """Waits until the last blocks are used: every barrier must be awaited."""
   stages = side.ring.shape[1]
   for stage in range(stages):
 

@@ -1,9 +1,9 @@
 """Blocks of 8-bit numbers in the Hopper kernel.
 
 Pages are copied unchanged, in half the bytes. A block is widened in registers
-to the format of the queries, in which every 8-bit number is exact, and its
-stage of the ring is free before the product. Scales of tokens are copied with
-the pages and multiply logits and weights in float32.
+to the format of the queries, in which every 8-bit number is exact. Its stage of
+the ring is free before the product. Scales of tokens are copied with the pages;
+they multiply logits and weights in float32.
 """
 
 from typing import Any
@@ -82,8 +82,8 @@ def scaled_weights(
 ) -> tuple[jax.Array, jax.Array | None]:
   """Weights times scales of values.
 
-  Such a product may be outside the range of float16. There it is divided by the
-  largest of its row.
+  Such a product may be outside the range of float16. With float16 it is divided
+  by the largest of its row.
 
   Args:
     weights: float32[Y, A].

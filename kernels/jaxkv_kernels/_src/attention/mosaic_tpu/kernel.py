@@ -217,7 +217,7 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
   def fetch(step: _Step, block, at) -> None:
     _copies(static, step, block, at, inputs, scratch, lambda c: c.start())
 
-  # The previous step fetched the others, as many as it had blocks.
+  # The previous step fetched the other blocks, one for each block of its own.
   @pl.loop(0, jnp.clip(BUFFERS - before.num, 0, here.num))
   def _(block):
     fetch(here, block, stage(block))

@@ -3,9 +3,9 @@
 A program takes up to 64 of the query rows that share a K/V head, as one tile
 for the tensor cores, and a part of their keys. It reads each key and value
 once, token by token through the page table, so any page size is supported.
-Where there would be too few programs, or one would have too much work, the keys
-of a row are split. Each part is normalised in float32, and the parts are merged
-by the sums of their softmaxes.
+If there would be too few programs, or one would have too much work, the keys of
+a row are split. Each part is normalised in float32, and the parts are merged by
+the sums of their softmaxes.
 """
 
 import functools
@@ -36,12 +36,11 @@ _MOST_BLOCK = 128
 # Programs wanted at once: two on each of an H100's or H200's 132 cores.
 _PROGRAMS = 264
 _MOST_SPLITS = 64
-# Tokens of a program. A long row beside short ones is split so that all
-# programs end together. With fewer than the least, starting takes longer than
-# the work.
+# Tokens of a program. A long row beside short ones is split, so that programs
+# end together. Below the least, starting a program takes longer than its work.
 _MOST_TOKENS, _LEAST_TOKENS = 4096, 1024
-# Bytes that the parts may take where there are programs enough without a split.
-# A part is a float32 copy of the output.
+# Bytes that the parts may take if there are enough programs without a split. A
+# part is a float32 copy of the output.
 _PART_BYTES = 64 * 2**20
 _LARGEST_HEAD = 256
 # The most elements of a latent vector's value, and of the rest behind it.
@@ -89,7 +88,7 @@ def attend(
       query_tiles.float32((*shape, sizes.value_dim), inputs),
       query_tiles.float32((2, *shape), inputs),
     ),
-    # Twice the threads for twice the sums, so that no register spills.
+    # Twice the sums get twice the threads, so that no register spills.
     num_warps=4 if few else 8,
     num_stages=3,
     interpret=options.interpret,
@@ -220,7 +219,7 @@ def _block(
   if latent:
     # A latent vector takes the space of a key and of a value.
     return max(2 * _BLOCK_BYTES // (widest * numbers.itemsize), 16)
-  # 8-bit numbers are widened in registers, of which many rows leave few.
+  # 8-bit numbers are widened in registers; many rows leave few for that.
   few = rows == _LEAST_ROWS
   width = max(stored.itemsize, numbers.itemsize // (2 if few else 1))
   most = _MOST_BLOCK if few else _MOST_BLOCK // 2

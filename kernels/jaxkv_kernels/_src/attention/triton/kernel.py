@@ -67,7 +67,7 @@ class Sizes:
 
 
 def power_of_two(number: int) -> int:
-  """The smallest power of two that is not below a number."""
+  """The smallest power of two that is at least a number."""
   return 1 << (number - 1).bit_length()
 
 
@@ -202,7 +202,7 @@ def _blocks(rows: _Rows, sizes: Sizes):
 
 
 def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
-  """The online softmax of one more block of keys, to the base of 2."""
+  """The online softmax of one more block of keys, in base 2."""
   top, total, weighted = carry
   position = index * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
   inside = (position >= rows.reach[0]) & (position < rows.reach[1])
@@ -248,8 +248,8 @@ def _logits(sizes: Sizes, q, keys):
 def _weighted(weights, values, sizes: Sizes, scaled: bool):
   """Weighted sums of a block's values: float32[Y, Dv].
 
-  A weight times a scale may be outside the range of float16. There weights are
-  divided by the largest of their row, and the sums multiplied by it.
+  A weight times a scale may be outside the range of float16. In float16,
+  weights are divided by the largest of their row, and sums multiplied by it.
   """
   largest = None
   if scaled and sizes.numbers == np.dtype(np.float16):
@@ -302,7 +302,7 @@ def _scale(ref, index, inside):
 
 
 def _shaped(refs, rows: _Rows, logits, position, soft_cap: float | None):
-  """Logits after soft cap and ALiBi, to the base of 2."""
+  """Logits after soft cap and ALiBi, in base 2."""
   if soft_cap is not None:
     logits = soft_cap * jnp.tanh(logits / soft_cap)
   if refs["slopes"] is not None:

@@ -1,7 +1,7 @@
 """Merging the results of units of work, as one small kernel.
 
-In XLA, a merge of a number of pieces known only at run time is a scan, with one
-kernel or more for each step. Here a program has one row of queries and reads
+In XLA, merging a number of pieces known only at run time takes a scan, with at
+least one kernel for each step. Here a program has one row of queries and reads
 the pieces that exist. Written in Pallas-Triton; the interpreter runs it
 unchanged.
 """
@@ -21,7 +21,7 @@ from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention.online_softmax import LOWEST
 from jaxkv_kernels._src.attention.triton import compat
 
-# Pieces that a program reads at once, to wait for memory only once.
+# Pieces that a program reads at once, with one wait for memory.
 _PIECES = 16
 
 

@@ -2,12 +2,12 @@
 
 All sequences advance in lockstep over blocks of a fixed number of tokens, with
 the online softmax of FlashAttention (Dao et al. 2022, algorithm 1) in float32.
-A block small enough for a core's cache beats both a gather of the whole table
-and a dense cache on a CPU; any device XLA knows can run it.
+On a CPU, a block small enough for a core's cache beats both a gather of the
+whole table and a dense cache. The scan runs on any device that XLA supports.
 
-Unused memory may hold NaN (see `api`). Two replacements keep it out: of logits
-after their product, and before theirs of values that no query of the sequence
-sees.
+Unused memory may hold NaN (see `api`). To keep it out, logits are masked after
+the product of queries and keys, and values that no query of the sequence sees
+are replaced before the product with weights.
 """
 
 from collections.abc import Callable
