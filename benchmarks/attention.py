@@ -1,48 +1,48 @@
-"""Paged decode attention on this device, beside others, and the memory's speed.
+"""Times paged decode attention on this device, other libraries, and a copy.
 
-A timed call is some runs of a jitted loop of CALLS calls, each of which has the
-result of the one before in its query and reads other pages, in a shuffled
-order, until over 256 MB have been read: four times an H200's cache. A tiny
-kernel that adds the result to the query counts. Rows are the median of some
-rounds, in which sides take turns. A side has so many runs that its round takes
-0.2 s at most; one whose first run takes longer has two rounds.
+A run is a jitted loop of CALLS calls. Each call has the result of the previous
+call in its query. Calls read different pages in turn, in a shuffled order, over
+256 MB in all: four times an H200's cache. The tiny kernel that adds the result
+to the query is timed too. Sides take turns in every round; figures are medians
+over the rounds. A round of a side has as many runs as fit into 0.2 s. A side
+whose single run takes longer has two rounds.
 
-The host starts the kernels of a loop one after another, ahead of the GPU. Where
-they take less time than to be started, a few microseconds each, that is what is
-timed: in cases of some MB. In the XLA backend the host also waits for how often
-an inner loop runs. torch's sides replay a CUDA graph, and have no such cost.
+The host launches the kernels of a loop one after another, ahead of the GPU. A
+launch takes a few microseconds. In cases of a few MB a kernel takes less, so
+the launches are what is timed. With the XLA backend the host also waits for the
+trip count of an inner loop. torch's sides replay a CUDA graph and have no such
+cost.
 
 | column | what it is |
 |---|---|
 | us | microseconds a call |
-| GB/s | K and V of all tokens, or latents, once, over that time; pages that
-  rows share count once, whoever reads them more often |
-| of copy | the same as a share of what a copy of 1 GB moves, reads and writes
-  counted, in the same run |
-| error | relative L2 distance from the XLA backend's result, after CALLS calls,
-  before all rounds or after them, whichever is larger |
+| GB/s | bytes of K and V, or of latents, over that time; pages that rows share
+  count once, even if a side reads them more often |
+| of copy | the same as a share of the bandwidth of a 1 GB copy in the same run,
+  reads and writes counted |
+| error | relative L2 distance from the XLA backend's result after CALLS calls;
+  the larger of those before and after all rounds |
 
-Sides: our backends, once more with shared pages read once where there are some,
-and once more with a plan where one takes plans. In the cases that are `main`,
-also: jax's own Pallas kernel with 1, 4 and 16 splits; cuDNN through jax, paged
-where its wrapper allows and on a dense cache; XLA on a dense cache, and on one
-gathered from pages on every call. With `--torch`, in the same run: torch's SDPA
-on a dense cache, its FlexAttention on pages, and FlashInfer, where they are
-installed. Plans of work and who shares what are made once, as for all layers of
-a step, and not timed.
+Sides: our backends; the same with shared pages read once, in cases that have
+some; and with a plan, for backends that take plans. Cases marked `main` add:
+jax's own Pallas kernel with 1, 4 and 16 splits; cuDNN through jax, on pages if
+its wrapper supports them and on a dense cache; XLA on a dense cache, and on one
+gathered from pages in every call. `--torch` adds, in the same run: torch's SDPA
+on a dense cache, its FlexAttention on pages, and FlashInfer, if installed.
+Plans and clusters are made once, as for all layers of a step, and not timed.
 
-A side's `rotations` says how many caches it has in turn, a row's `bytes` how
-large one is. A dense cache in jax is always the same: a small one stays in the
-GPU's cache, which flatters that side.
+A side's `rotations` is the number of caches that it reads in turn, a row's
+`bytes` the size of one. Dense sides in jax always read the same cache: a small
+one stays in the GPU's cache, which flatters that side.
 
-Not measured: prefill, writes, allocation, a model around it.
+Not measured: prefill, writes, allocation, the rest of a model.
 
   python benchmarks/attention.py [--quick] [--torch] [--minutes M] [--json FILE]
 
-With `--json` a run goes on where an earlier one with the same file ended. What
-is under way stands there too: a side that has twice ended the whole run, or
-hung for LONGEST seconds, is passed over. The exit code is 1 if one of our
-sides has failed or has an error over TOLERANCE.
+With `--json` a run resumes where an earlier one with the same file ended. The
+file also records the side in progress: a side that has twice crashed the run,
+or hung for LONGEST seconds, is skipped. The exit code is 1 if one of our sides
+has failed or has an error over TOLERANCE.
 """
 
 import argparse
@@ -79,13 +79,13 @@ COPY_BYTES = 2**30
 TOLERANCE = 2e-2
 
 Report = dict[str, Any]
-"""What is written as JSON: facts, `cases` by name, and what has `begun`."""
+"""The JSON report: facts, `cases` by name, and the sides that have `begun`."""
 Watch = Callable[[str], contextlib.AbstractContextManager[None]]
-"""`watched`, for a side that is named."""
+"""`watched`, for a side by its name."""
 
 
 def copy_speed(size: int, rounds: int) -> float:
-  """Bytes a second, read and written, of a large copy on the device."""
+  """Bandwidth of a large device copy: bytes a second, read and written."""
 
   def run(x):
     return lax.fori_loop(0, 16, lambda i, x: x ^ i, x)
@@ -109,15 +109,15 @@ def watched(
   reasons: dict[str, str],
   side: str,
 ) -> Iterator[None]:
-  """Runs a part of a side, whose error becomes its reason.
+  """Runs a part of a side; an error is recorded as the side's reason.
 
-  A side that kills the process or hangs leaves an entry in what has begun; so
-  does one after which the device does not work, and it ends the run, or all
-  sides after it would fail.
+  A side that kills the process or hangs leaves an entry in `begun`. So does a
+  side that breaks the device; it also ends the run, since all sides after it
+  would fail.
 
   Args:
-    save: writes the report, of which `begun` is a part.
-    begun: of this case: how earlier tries of a side ended, where it was badly.
+    save: writes the report, which includes `begun`.
+    begun: of this case: how earlier tries of a side crashed; changed.
     reasons: why a side has no figures; changed.
     side: the side.
   """
@@ -128,13 +128,13 @@ def watched(
   try:
     yield
   except Exception as error:
-    # A refusal is a result, and a failure not the end of a run: `failures`.
+    # A refusal is a result. A failure does not end the run: see `failures`.
     reasons[side] = tries[-1] = f"{type(error).__name__}: {error}"[:300]
     save()
     jax.block_until_ready(jnp.arange(8) + 1)
   finally:
     faulthandler.cancel_dump_traceback_later()
-  # How earlier runs of it ended still counts: it may be its rounds that hang.
+  # Earlier crashes still count: the side's rounds may be what hangs.
   tries.pop()
   if not tries:
     del begun[side]
@@ -143,7 +143,7 @@ def watched(
 def measured(
   case: Case, quick: bool, watch: Watch, reasons: dict[str, str]
 ) -> dict[str, Timed]:
-  """Every side that can, after all rounds; for one that cannot, the reason."""
+  """Times the sides of a case; records in `reasons` why others cannot run."""
   timed: dict[str, Timed] = {}
   arrays = None
   with watch("arrays"):
@@ -172,7 +172,7 @@ def row_of(
   report: Report,
   save: Callable[[], None],
 ) -> dict[str, Any]:
-  """Every side's figures for a case; for one that cannot, the reason."""
+  """The row of a case: the figures of every side, or why it has none."""
   start = time.monotonic()
   begun = report["begun"].setdefault(case.name, {})
   reasons = gone(begun)
@@ -202,19 +202,19 @@ def row_of(
 def results_of(
   case: Case, quick: bool, speed: float, watch: Watch, reasons: dict[str, str]
 ) -> dict[str, Any]:
-  """Figures of all sides in jax that have some."""
+  """Figures of the sides in jax that could be timed."""
   timed = measured(case, quick, watch, reasons)
   results = {}
   for name, side in timed.items():
     results[name] = figures(case, speed, side.seconds(), side.rotations)
-    # With other rotations the last call has read another cache.
+    # With other rotations the last call reads another cache.
     if "xla" in timed and side.rotations == timed["xla"].rotations:
       results[name]["error"] = distance(side.outs, timed["xla"].outs[0])
   return results
 
 
 def gone(begun: dict[str, list[str]]) -> dict[str, str]:
-  """The sides not to be tried again, with how their last try ended."""
+  """The sides that are not tried again, and how their last try ended."""
   return {
     side: f"twice ended the run: {tries[-1]}"
     for side, tries in begun.items()
@@ -223,7 +223,7 @@ def gone(begun: dict[str, list[str]]) -> dict[str, str]:
 
 
 def distance(outs: list[np.ndarray], wanted: np.ndarray) -> float | None:
-  """Relative L2 distance of the farthest; None if it is not a number."""
+  """The largest relative L2 distance; None if one is not finite."""
   size = np.linalg.norm(wanted)
   far = [float(np.linalg.norm(out - wanted) / size) for out in outs]
   return max(far) if all(map(math.isfinite, far)) else None
@@ -232,7 +232,7 @@ def distance(outs: list[np.ndarray], wanted: np.ndarray) -> float | None:
 def figures(
   case: Case, speed: float, seconds: float, rotations: int
 ) -> dict[str, Any]:
-  """What is written of one side."""
+  """The reported figures of one side."""
   rate = case.bytes_read() / seconds
   return {
     "us": seconds * 1e6,
@@ -254,7 +254,7 @@ def facts(quick: bool) -> dict[str, Any]:
 
 
 def failures(report: Report) -> list[str]:
-  """Cases in which a backend of ours is wrong, or fails but by refusing."""
+  """Cases in which one of our sides is wrong, or fails without refusing."""
   failed = []
   for case, row in report["cases"].items():
     failed += [
@@ -273,7 +273,7 @@ def failures(report: Report) -> list[str]:
 
 
 def is_ours(side: str) -> bool:
-  """Not "xla dense", say."""
+  """Whether a side is one of our backends; "xla dense" is not."""
   backend = side.removesuffix(" shared").removesuffix(" planned")
   return backend in kernels.BACKENDS
 
@@ -292,7 +292,7 @@ def print_case(name: str, row: dict[str, Any]) -> None:
 
 
 def save(path: pathlib.Path | None, report: Report) -> None:
-  """Writes all so far, if there is a file for it."""
+  """Writes the report so far, if there is a file for it."""
   if path is not None:
     command.write(path, report)
 
@@ -304,14 +304,14 @@ def earlier(path: pathlib.Path | None, quick: bool) -> Report:
     return report
   old = json.loads(path.read_text("utf-8"))
   if old["facts"] != report["facts"]:
-    sys.exit(f"{path} is of {old['facts']}; name a new file")
+    sys.exit(f"{path} has results of {old['facts']}; name a new file")
   return old
 
 
 def measure(
   path: pathlib.Path | None, quick: bool, minutes: float, with_torch: bool
 ) -> Report:
-  """Times what the file does not yet hold, until the time is over."""
+  """Times the cases that the file does not have yet, until the time is over."""
   end = time.monotonic() + minutes * 60
   report = earlier(path, quick)
   speed = copy_speed(2**20 if quick else COPY_BYTES, 2 if quick else 9)
@@ -322,7 +322,7 @@ def measure(
     if case.name in report["cases"]:
       continue
     if time.monotonic() > end:
-      print("the time is over; run it again to go on")
+      print("the time is over; run it again to continue")
       break
     row = row_of(
       case, quick, speed, with_torch, report, lambda: save(path, report)

@@ -1,7 +1,4 @@
-"""Decode-attention problems to be timed, and their arrays.
-
-What is what, and how it is timed, is in `attention.py`.
-"""
+"""The decode-attention cases of `attention.py`, and their arrays."""
 
 import dataclasses
 import math
@@ -10,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Four times the second-level cache of an H200, of 60 MB: no call finds in it
-# what an earlier one left there.
+# Four times the 60 MB second-level cache of an H200, so that no call finds data
+# of an earlier call there.
 COLD_BYTES = 256 * 2**20
 
 
@@ -29,11 +26,11 @@ class Case:
     page_size: S.
     dtype: of the pool.
     ragged: lengths follow Zipf's law down from `context`; else all are equal.
-    samples: so many rows after each other begin with the same pages.
+    samples: number of consecutive rows that begin with the same pages.
     prefix: tokens of those pages, whole pages.
     value_dim: elements of a latent vector that are its value; None: there is a
       pool of values.
-    main: others' attention is timed too, which takes most of the time.
+    main: whether other libraries are timed too, which takes most of the time.
   """
 
   model: str
@@ -52,7 +49,7 @@ class Case:
 
   @property
   def name(self) -> str:
-    """Names it in a file of results."""
+    """The case's name in a file of results."""
     shape = f"B{self.batch} {'<=' if self.ragged else ''}{self.context}"
     if self.prefix:
       shape += f", {self.samples} share {self.prefix},"
@@ -60,7 +57,7 @@ class Case:
     return f"{self.model} {heads} {shape} page {self.page_size} {self.dtype}"
 
   def lengths(self) -> np.ndarray:
-    """int32[B], in an order that is not sorted."""
+    """int32[B], unsorted."""
     if not self.ragged:
       return np.full(self.batch, self.context, np.int32)
     ranks = 1 + np.arange(self.batch)
@@ -83,18 +80,18 @@ HEADS = (
   ("Llama-3.2-1B", 32, 8, 64),
 )
 LATENT = ("DeepSeek-V3", 128, 1, 576)
-# Tokens of all sequences of a case, at most: 8 GB of K and V for 8 heads of
-# 128 in bfloat16.
+# The most tokens of all sequences of a case: 8 GB of K and V for 8 heads of 128
+# in bfloat16.
 MOST_TOKENS = 2**21
 
 
 def cases(quick: bool) -> list[Case]:
-  """Those to be timed, what matters most first."""
+  """The cases to time, the most important first."""
   return quick_cases() if quick else all_cases()
 
 
 def all_cases() -> list[Case]:
-  """The whole matrix. Eight shapes with others' attention beside ours."""
+  """The whole matrix. Eight shapes time other libraries too."""
   first = HEADS[0]
   found = [
     Case(*first, 64, 4096, main=True),
@@ -114,7 +111,7 @@ def all_cases() -> list[Case]:
 
 
 def _others(first: tuple[str, int, int, int]) -> list[Case]:
-  """Ours alone, with as many tokens as there is room for."""
+  """Cases for our backends alone, with as many tokens as fit."""
   found = [
     Case(*first, batch, context)
     for context in (4096, 512, 16_384, 65_536)
@@ -148,7 +145,7 @@ def _others(first: tuple[str, int, int, int]) -> list[Case]:
 
 
 def quick_cases() -> list[Case]:
-  """For a machine without an accelerator: does it run?"""
+  """Tiny cases, to test the benchmark itself without an accelerator."""
   return [
     Case("tiny", 8, 2, 64, 2, 128, main=True),
     Case("tiny", 8, 2, 64, 3, 100, ragged=True, page_size=8, dtype="int8"),
@@ -178,7 +175,7 @@ class Arrays:
 
 
 def arrays(case: Case, cold_bytes: int = COLD_BYTES) -> Arrays:
-  """Draws them; never zeros, which some hardware multiplies faster."""
+  """Draws a case's arrays; no zeros, which some hardware multiplies faster."""
   rotations = max(1, math.ceil(cold_bytes / max(case.bytes_read(), 1)))
   tables, pages = _tables(case, rotations)
   keys = jax.random.split(jax.random.key(0), 3)
@@ -197,7 +194,7 @@ def arrays(case: Case, cold_bytes: int = COLD_BYTES) -> Arrays:
 
 
 def _tables(case: Case, rotations: int) -> tuple[np.ndarray, int]:
-  """Shuffled pages in int32[R, B, M], and how many there are."""
+  """Tables of shuffled pages, int32[R, B, M], and the number of pages."""
   needed = -(-case.lengths() // case.page_size)
   common = case.prefix // case.page_size
   first = np.arange(case.batch) // case.samples * case.samples

@@ -3,15 +3,16 @@
 Both sides run the same loop: write one token per sequence into the carried
 cache, attend over everything so far, feed the result into the next step. The
 dense side is `jax.nn.dot_product_attention` on a [B, length, K, D] cache. Its
-bfloat16 cache is also timed as uint16 bits ("dense bits"), since XLA rewrites
-a whole bfloat16 array on a CPU to update it, and that is not attention's fault.
+bfloat16 cache is also timed as uint16 bits ("dense bits"): XLA for a CPU
+rewrites a whole bfloat16 array to update it, which is not a cost of attention.
 Sides alternate within each round. A ratio below 1 means that paged is faster.
 
 Shared prefixes: see `shared_prefix_cpu`.
 
-Writes: one page per row, reused, so that all pool sizes touch as much memory.
+Writes: one page per row, reused, so that all pool sizes touch the same amount
+of memory.
 
-Not measured: writes to memory that is in no cache of the processor, prefill,
+Not measured: writes to memory outside of the processor's caches, prefill,
 projections, sampling, allocation of pages, any accelerator.
 
   python benchmarks/attention_cpu.py [--quick] [--json FILE]
@@ -250,7 +251,7 @@ def write_loop(layers: int):
 
 
 def write_side(megabytes: int, dtype, layers: int, batch: int = 16):
-  """The jitted loop, its pools of so many megabytes in all, its arguments."""
+  """The jitted loop, its pools of `megabytes` in all, and its arguments."""
   kv_heads, page_size, head_dim = 8, 16, 64
   page = 2 * kv_heads * page_size * head_dim * np.dtype(dtype).itemsize
   num_pages = megabytes * 2**20 // page // layers
@@ -267,8 +268,8 @@ def write_side(megabytes: int, dtype, layers: int, batch: int = 16):
     head_dim=head_dim,
     dtype=dtype,
   )
-  # A page per row, used again and again, and spread over the pool: all sizes
-  # touch as much memory, so that what differs is the pool's size alone.
+  # One page per row, reused, and spread over the pool. All sizes touch the same
+  # amount of memory, so only the pool's size differs.
   ids = 1 + np.arange(batch) * ((num_pages - 1) // batch)
   columns = -(-WRITES // page_size)
   table = jnp.asarray(np.tile(ids[:, None], columns), jnp.int32)
@@ -319,7 +320,7 @@ def print_writes(rows) -> list[dict]:
 
 
 def main(quick: bool, rounds: int) -> dict[str, Any]:
-  """Prints all tables and what is worst in them; their rows."""
+  """Prints all tables and their worst figures; returns the rows."""
   shapes = [SHAPES[i] for i in QUICK] if quick else SHAPES
   prompts = shared_prefix_cpu.SHAPES
   if quick:

@@ -1,9 +1,8 @@
-"""Who is timed at decode attention: our backends, and others' beside them.
+"""The sides of the decode-attention benchmark: our backends and other code.
 
-A side makes, from a case and its arrays, a function of `(q, rotation)` and of
-the arrays that it is to be jitted with. One that does not serve a case says
-why, with NotImplementedError. A library that is not installed is left out.
-`Timed` runs one, as `attention.py` says.
+A side turns a case and its arrays into a `Call`. A side that does not serve a
+case raises NotImplementedError with the reason. A library that is not installed
+is left out. `Timed` times a side as `attention.py` describes.
 """
 
 import functools
@@ -36,7 +35,7 @@ class Call(NamedTuple):
   Attributes:
     function: (q, rotation, *inputs) -> [B, H, D].
     inputs: its arrays.
-    rotations: `rotation` is below it: so many caches are read in turn.
+    rotations: number of caches that are read in turn; `rotation` is below it.
   """
 
   function: Callable[..., jax.Array]
@@ -45,9 +44,9 @@ class Call(NamedTuple):
 
 
 def looped(call: Call, calls: int):
-  """So many calls as a jitted function of `(q, first rotation, *inputs)`.
+  """`calls` calls as a jitted function of `(q, first rotation, *inputs)`.
 
-  The result is the last call's.
+  Returns the result of the last call.
   """
 
   def run(q, first, *inputs):
@@ -65,7 +64,7 @@ def looped(call: Call, calls: int):
 
 
 class Timed:
-  """A side that runs: how often, and what came of it."""
+  """A side being timed: its number of runs, its samples and its results."""
 
   def __init__(self, call: Call, q: jax.Array, quick: bool):
     """Compiles, runs it twice, and chooses the number of runs and rounds."""
@@ -92,7 +91,7 @@ class Timed:
     self.outs = [*self.outs[:1], np.asarray(outs[0], np.float32)]
 
   def seconds(self) -> float:
-    """Of a call."""
+    """Seconds a call."""
     return statistics.median(self.samples) / (len(self._firsts) * self.calls)
 
 
@@ -129,7 +128,7 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
 
 
 def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
-  """The same, with what rows share read once; who shares what is found once."""
+  """The same with shared pages read once; the clusters are found once."""
   shared = [
     kernels.plan_shared_prefix(
       table,
@@ -155,7 +154,7 @@ def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
 
 
 def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
-  """`mla_decode`; zeros stand behind its values, as the next query."""
+  """`mla_decode`; zeros are appended to its values, to form the next query."""
   value_dim = case.value_dim
   assert value_dim is not None
   spare = ((0, 0), (0, 0), (0, case.head_dim - value_dim))
@@ -211,9 +210,9 @@ def jax_pallas(splits: int, case: Case, arrays: Arrays) -> Call:
 def dense(
   implementation: Literal["xla", "cudnn"], case: Case, arrays: Arrays
 ) -> Call:
-  """`jax.nn.dot_product_attention` on a cache that has no pages.
+  """`jax.nn.dot_product_attention` on a cache without pages.
 
-  Always the same one: to choose among several would copy it in every call.
+  All calls read the same cache: choosing among several would copy it each time.
   """
   _only_plain(case)
   table = arrays.tables[0]
@@ -253,15 +252,15 @@ def gathered(case: Case, arrays: Arrays) -> Call:
 
 
 def cudnn_paged(case: Case, arrays: Arrays) -> Call:
-  """CuDNN's paged attention, as far as jax's wrapper lets one at it.
+  """CuDNN's paged attention, as far as jax's wrapper supports it.
 
-  It wants a pool of exactly B * M pages, so there is no rotation.
+  It needs a pool of exactly B * M pages, so there is no rotation.
   """
   from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
   _only_plain(case)
   if case.ragged or arrays.tables.shape[0] > 1:
-    raise NotImplementedError("wants a pool of exactly B * M pages")
+    raise NotImplementedError("needs a pool of exactly B * M pages")
   table = arrays.tables[0][:, None, :, None]
   ones = jnp.ones_like(arrays.lengths)
 
@@ -289,7 +288,7 @@ def cudnn_paged(case: Case, arrays: Arrays) -> Call:
 def sides(
   platform: str, case: Case
 ) -> dict[str, Callable[[Case, Arrays], Call]]:
-  """All that are timed at a case on a platform, ours first."""
+  """All sides of a case on a platform, ours first."""
   named: dict[str, Callable[[Case, Arrays], Call]] = {}
   for backend in choose.for_platform(platform):
     named[backend] = functools.partial(ours, backend, False)

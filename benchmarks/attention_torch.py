@@ -1,10 +1,10 @@
 """torch's and FlashInfer's decode attention on the problems of `attention.py`.
 
-Each is timed with the events of its own library, replaying a CUDA graph of
-many calls where it can be captured, on arrays of the same shapes that are drawn
-anew, so that results are not compared. As in `attention.py`, calls read other
-caches in turn. What FlexAttention is told has been compared with a plain
-softmax on a CPU (torch 2.13), and not run on a GPU.
+Each is timed with CUDA events, replaying a CUDA graph of many calls if it can
+be captured. Arrays have the same shapes but are drawn anew, so results are not
+compared. As in `attention.py`, calls read different caches in turn. The call of
+FlexAttention has been compared with a plain softmax on a CPU (torch 2.13), and
+not run on a GPU.
 """
 
 import importlib
@@ -23,7 +23,7 @@ def sdpa(case: Case) -> tuple[float, int]:
   """A dense cache, masked where lengths differ.
 
   Returns:
-    (Seconds a call, caches in turn); so do the others.
+    (seconds a call, number of caches in turn), as all functions in SIDES.
   """
   import torch  # pyright: ignore[reportMissingImports]
 
@@ -50,7 +50,7 @@ def sdpa(case: Case) -> tuple[float, int]:
 
 
 def flex_paged(case: Case) -> tuple[float, int]:
-  """FlexAttention, the blocks of its mask being pages."""
+  """FlexAttention; the blocks of its mask are pages."""
   import torch  # pyright: ignore[reportMissingImports]
 
   call, (_, k, v, *_) = flex_call(torch, case, "cuda")
@@ -62,10 +62,10 @@ def flex_paged(case: Case) -> tuple[float, int]:
 def flex_call(
   torch: Any, case: Case, device: str
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-  """A compiled call over shuffled pages, and what it reads.
+  """A compiled call over shuffled pages, and its arrays.
 
-  All pages stand one after another as the keys of a single sequence, and the
-  mask says which of them are whose, as in torch's own, private, PagedAttention.
+  All pages together are the keys of a single sequence. The mask says which row
+  owns which pages, as in torch's own, private, PagedAttention.
 
   Args:
     torch: the module.
@@ -85,7 +85,7 @@ def flex_call(
   used = column < needed[:, None]
   table = torch.zeros(used.shape, dtype=torch.int32, device=device)
   table[used] = torch.randperm(pages, device=device).to(torch.int32)
-  # Where in its sequence a page stands; -1: it is another's.
+  # Index of each page in the row's sequence; -1 if another row owns it.
   place = torch.full((case.batch, pages), -1, device=device)
   row = torch.arange(case.batch, device=device)[:, None].expand_as(used)
   place[row[used], table[used].long()] = column.expand_as(used)[used]
@@ -94,7 +94,7 @@ def flex_call(
     logical = place[b, key // size]
     return (logical >= 0) & (logical * size + key % size < lengths[b])
 
-  # Pages that are full need no mask; the last one of a row is looked at.
+  # Full pages need no mask; only the last page of a row does.
   full = lengths // size
   partial = table.gather(1, (needed - 1)[:, None])
   mask = flex.BlockMask.from_kv_blocks(
@@ -112,7 +112,7 @@ def flex_call(
   )
   shape = (1, case.kv_heads, pages * size, case.head_dim)
   k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-  # Else it would compile for sizes that vary, and after some cases not at all.
+  # Otherwise torch compiles for varying sizes, and after some cases not at all.
   torch.compiler.reset()
   compiled = torch.compile(flex.flex_attention, dynamic=False)
 
@@ -123,7 +123,7 @@ def flex_call(
 
 
 def flashinfer(case: Case) -> tuple[float, int]:
-  """FlashInfer's batch decode, heads before slots."""
+  """FlashInfer's batch decode, in its layout with heads before tokens."""
   import flashinfer  # pyright: ignore[reportMissingImports]
   import torch  # pyright: ignore[reportMissingImports]
 
@@ -182,7 +182,7 @@ def _seconds(
   torch: Any, call: Callable[..., object], caches: list[Any]
 ) -> tuple[float, int]:
   """Median seconds a call, from events around a graph of many of them."""
-  # What the side before has left.
+  # Memory that the previous side has left.
   torch.cuda.empty_cache()
   calls = max(CALLS, len(caches))
   stream = torch.cuda.Stream()

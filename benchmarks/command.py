@@ -1,4 +1,4 @@
-"""What benchmarks share: the command line, and how results are written."""
+"""The command line and the report file that all benchmarks share."""
 
 import argparse
 import json
@@ -21,15 +21,14 @@ def run(
 ) -> None:
   """The command line `[--quick] [--json FILE]`.
 
-  Says where it runs, measures, and writes what was asked for.
+  Prints the machine, measures, and writes the report if asked to.
 
   Args:
     description: the help text.
-    measured: takes whether to be quick, and the rounds; prints its tables and
-      returns their rows by name.
+    measured: (quick, rounds) -> rows of its tables by name; prints the tables.
     rounds: samples of everything.
     quick_rounds: the same with `--quick`.
-    not_measured: the last line.
+    not_measured: printed as the last line.
   """
   parser = argparse.ArgumentParser(
     description=description,
@@ -61,7 +60,7 @@ def run(
 
 
 def write(path: pathlib.Path, report: Any) -> None:
-  """Writes a report as JSON; never half a file."""
+  """Writes a report as JSON, atomically."""
   text = json.dumps(report, indent=1, allow_nan=False) + "\n"
   beside = path.with_suffix(".part")
   beside.write_text(text, "utf-8")

@@ -1,26 +1,26 @@
-"""All that is to be shown on a GPU, in one command, within ten minutes.
+"""All checks and benchmarks for a GPU, in one command, within ten minutes.
 
 | stage | what it does |
 |---|---|
 | numerics | attention, shared prefixes, writes and 8-bit pages on the GPU:
-  every backend that serves it against the float64 definition, over all shapes |
+  every backend against the float64 reference, over all shapes that it serves |
 | launches | kernels in the body of a compiled loop of cache steps |
 | matrix | `attention.py --torch`: bandwidth of a copy, every case, every side |
 | transitions | the cache's own verbs at 256 slots, with `transitions.py`; not
   with `--quick`, since on a CPU they take minutes |
 
-Each stage writes to its file in the folder as it goes: tests that passed, cases
-and rows are not run again. So when the time is over, run the same command
-again. Numerics take half of it at most, and the matrix leaves some to
-transitions. What was stopped comes after what has not been tried; what failed
-is not tried again, or a race might pass. Results of other code, another jax or
-device, or of `--quick`, are not mixed with: that is an error. The exit code is
-0 when all has been done and passed.
+Each stage writes its results to a file in the folder as it goes. Passed tests
+and finished cases and rows are not run again, so when the time is over, run the
+same command again. Numerics take at most half of the time, and the matrix
+leaves some for transitions. Parts that were stopped run after parts that have
+not been tried. Failed parts are not tried again, since a race might pass the
+second time. Results of other code, another jax or device, or of `--quick` in
+the folder are an error. The exit code is 0 if everything has run and passed.
 
   python benchmarks/gpu_suite.py [--quick] [--minutes 9.5] [--out FOLDER]
 
-With `--quick`, and no GPU, it runs itself through on a CPU with tiny sizes. The
-project need not be installed.
+`--quick` tests the suite itself with tiny sizes, and needs no GPU. The project
+need not be installed.
 """
 
 import argparse
@@ -46,15 +46,15 @@ _BENCHMARKS = _ROOT / "benchmarks"
 _PATH = [str(_ROOT), str(_ROOT / "kernels"), str(_BENCHMARKS)]
 sys.path[:0] = _PATH
 
-# Of the time left to the suite, what numerics may take.
+# The share of the remaining time that numerics may take.
 _FOR_NUMERICS = 0.5
-# Seconds: for one part of them; that the matrix leaves to transitions while
-# they are not done; in which a case ends that was begun.
+# Seconds: the limit of one part of numerics; what the matrix leaves for
+# transitions until they are complete; the longest that a last case takes.
 _LONGEST_PART = 150
 _FOR_TRANSITIONS = 150
 _LAST_CASE = 130
 
-# Each has a context on the GPU, of about half a GB.
+# Each process has a GPU context of about half a GB.
 _MOST_PROCESSES = 12
 # Several processes take turns on one GPU, and torch needs room beside jax.
 _ROOM = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -64,7 +64,7 @@ class Stage(NamedTuple):
   """One part of the suite.
 
   Attributes:
-    name: of it and of its file of results, `name`.json.
+    name: the stage's name; its results are in `name`.json.
     run: (file, seconds left, quick) -> whether it is complete and passed.
   """
 
@@ -78,7 +78,7 @@ class Part(NamedTuple):
   Attributes:
     files: of tests.
     keyword: pytest's `-k`; empty: all.
-    wanted: a class or parameter of which a test must pass, and not only skip.
+    wanted: a class or parameter with a test that must pass, not only skip.
   """
 
   files: tuple[str, ...]
@@ -87,7 +87,7 @@ class Part(NamedTuple):
 
 
 def parts(quick: bool) -> dict[str, Part]:
-  """Numerics by name, the kernels' own first."""
+  """The parts of numerics by name, those of the kernels first."""
   import jax
 
   attention = ("tests/kernels/test_paged_attention.py",)
@@ -139,20 +139,20 @@ def tried(
   Args:
     part: the tests.
     before: the result of the last try, or nothing.
-    seconds: after which it is stopped.
+    seconds: the time limit.
     quick: on a CPU, in one process.
 
   Returns:
-    What is written: whether it came to an end, and passed altogether; the
-    tests that passed, and those that ever failed.
+    The report of the part: whether it has ended, and whether everything passed;
+    the tests that passed, and those that ever failed.
   """
   command = [sys.executable, "-m", "pytest", "-v", "--color=no", *part.files]
-  # The cache would stay in the checkout; benchmarks warn about `-n`.
+  # The cache would stay in the checkout; pytest-benchmark warns about `-n`.
   command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
   # Most of the time goes into compiling, which the cores share.
   processes = 0 if quick else min(os.cpu_count() or 1, _MOST_PROCESSES)
   command += ["-n", str(processes), "-rs", "-k", part.keyword]
-  # What it is told is the beginning of a name: a parameter's end is safe.
+  # `--deselect` takes the beginning of a name; one that ends in "]" is exact.
   for test in before.get("tests", []):
     command += ["--deselect", test] if test.endswith("]") else []
   platform = "cpu" if quick else "cuda"
@@ -164,7 +164,7 @@ def tried(
   failed = {*before.get("failed", []), *results(text, "(?:FAILED|ERROR)")}
   skipped = len(results(text, "SKIPPED"))
   result = f"{len(passed)} passed, {len(failed)} failed, {skipped} skipped"
-  # 5: none was left to run.
+  # Exit code 5: no test was left to run.
   fine = code == 0 or (code == 5 and bool(before))
   if code is None or not (fine or failed):
     result += f"; {'out of time' if code is None else f'exit code {code}'}"
@@ -186,13 +186,13 @@ def tried(
 
 
 def results(text: str, word: str) -> list[str]:
-  """The tests of which pytest's output says so, with or without `-n`."""
+  """Tests with the outcome `word` in pytest's output, with or without `-n`."""
   many = re.findall(rf"^\[gw\d+\] \[ *\d+%\] {word} (.+?) *$", text, re.M)
   return many + re.findall(rf"^(tests/.+?) {word}\b", text, re.M)
 
 
 def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
-  """The attention matrix, as far as it comes."""
+  """Times the attention matrix until it is complete or the time is over."""
   import attention_cases
 
   names = [case.name for case in attention_cases.cases(quick)]
@@ -207,7 +207,7 @@ def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
     minutes = max(left - _LAST_CASE, 0) / 60
     code = _run([*command, str(minutes)], left)
     report = _read(path)
-    # A case is under way if a side has ended the run: go on beside it.
+    # If a side has crashed the run, its case is in `begun`: run the rest.
     if not report.get("begun") or report == before:
       break
   missing = [name for name in names if name not in report.get("cases", {})]
@@ -217,7 +217,7 @@ def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
 
 
 def transitions(path: pathlib.Path, seconds: float, quick: bool) -> bool:
-  """Transitions of the cache, row by row."""
+  """Times transitions of the cache, row by row."""
   if quick or _complete(_read(path)):
     return True
   program = "import sys, transitions; transitions.by_row(sys.argv[1])"
@@ -271,7 +271,7 @@ STAGES = (
 def _run(
   command: list[str], seconds: float, output: Any = None, **environment: str
 ) -> int | None:
-  """Runs a command to its end, for its exit code; None if it takes too long."""
+  """Runs a command; returns its exit code, or None if it takes too long."""
   path = [*_PATH, os.environ.get("PYTHONPATH", "")]
   joined = os.pathsep.join(part for part in path if part)
   mine = {"PYTHONPATH": joined, "PYTHONUNBUFFERED": "1"}
@@ -289,7 +289,7 @@ def _run(
     print(f"stopped after {seconds:.0f} s: {' '.join(command)[:200]}")
     return None
   finally:
-    # What it has started itself, too: it would go on using the GPU.
+    # The whole group: child processes would go on using the GPU.
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -300,7 +300,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _write(path: pathlib.Path, report: dict[str, Any]) -> None:
-  # Not above: it can be found only after the checkout is on Python's path.
+  # Imported here, because the checkout must be on Python's path first.
   import command
 
   command.write(path, report)
@@ -311,7 +311,7 @@ def _complete(report: dict[str, Any]) -> bool:
 
 
 def tested(quick: bool) -> dict[str, Any]:
-  """What results are about: the code, by a hash of it, and where it ran."""
+  """What the results belong to: a hash of the code, and where it ran."""
   import jax
 
   digest = hashlib.sha256()
@@ -327,7 +327,7 @@ def tested(quick: bool) -> dict[str, Any]:
 
 
 def check_same(path: pathlib.Path, quick: bool) -> None:
-  """Leaves `tested` in a new folder; exits where another's results are."""
+  """Writes `tested` to a new folder; exits if the folder has other results."""
   mine, there = tested(quick), _read(path)
   if there not in ({}, mine):
     sys.exit(
@@ -338,7 +338,7 @@ def check_same(path: pathlib.Path, quick: bool) -> None:
 
 
 def run(out: pathlib.Path, minutes: float, quick: bool) -> bool:
-  """Runs what has no results yet; whether all are there and passed."""
+  """Runs what has no results yet; returns whether everything has passed."""
   end = time.monotonic() + minutes * 60
   out.mkdir(parents=True, exist_ok=True)
   check_same(out / "tested.json", quick)
@@ -373,7 +373,7 @@ def main() -> None:
     metavar="FOLDER",
   )
   arguments = parser.parse_args()
-  # Before this process has a device.
+  # Before jax takes a device.
   os.environ.update(_ROOM)
   import jax
 

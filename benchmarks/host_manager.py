@@ -1,4 +1,4 @@
-"""What a Python scheduler waits for `jaxkv.host.CacheManager`.
+"""How long a Python scheduler waits for `jaxkv.host.CacheManager`.
 
 | op             | one call                                                   |
 |----------------|------------------------------------------------------------|
@@ -9,17 +9,17 @@
 |                | 4,096 tokens                                               |
 | free_4096      | `free`, one request of 4,096 tokens                        |
 
-Modes. full: one group of full attention. hybrid: that and five groups of a
-sliding window of 1,024 tokens. hit: all pages but the last are found, standing
-in the free queue. miss: none is found. Running are 96 requests of 1,024 to
-1,536 tokens, whose windows move on, and 160 of at most 128, so that all six
-groups have room in 65,536 pages of 16 tokens.
+Modes. full: one group of full attention. hybrid: the same and five groups of a
+sliding window of 1,024 tokens. hit: all pages but the last are found, in the
+free queue. miss: no page is found. Running requests: 96 of 1,024 to 1,536
+tokens, whose windows move, and 160 of at most 128 tokens, so that all six
+groups fit in 65,536 pages of 16 tokens.
 
-How. A sample is one call, from Python to Python: a call that only changes the
-state is waited for until its result is there. Both modes alternate in every
-round, appending tokens and the scheduler's own counts are not timed, and the
-calls are made once before anything is timed. Several samples of a row are
-taken in a round; the median and the minimum are over all of them.
+How. A sample is the time of one Python call, including the wait until the new
+state is ready. Both modes alternate in every round. Appending tokens and
+updating the scheduler's own counts are not timed. All calls are made once
+before anything is timed. A round takes several samples of a row; the median and
+the minimum are over all of them.
 
 Not measured: compilation, K/V memory and the model, an accelerator unless jax
 runs on one. `peers.py` times the cache beside other managers.
@@ -48,7 +48,7 @@ LONG_ONES = 96
 LONG = (1024, 1536)  # tokens of a long request at first
 SHORT = 128
 WINDOW = 1024
-STEPS = 16  # samples of a step in a round: everybody takes a page once
+STEPS = 16  # samples of a step in a round: every request takes a page once
 FULL = jaxkv.FullAttention(page_size=PAGE_SIZE)
 MODES = {
   "full": (FULL,),
@@ -74,7 +74,7 @@ class Side:
     self._known = self._tokens(PROMPT)
 
   def round(self) -> None:
-    """Takes samples of all rows; checks what the calls answer."""
+    """Takes samples of all rows; checks the results of the calls."""
     for _ in range(STEPS):
       self._append(self._running)
       answers = self._timed("step_256", self._step)
@@ -93,7 +93,7 @@ class Side:
     assert self._prompt("miss", self._tokens(PROMPT)) == 0
 
   def _prompt(self, mode: str | None, tokens: list[int]) -> int:
-    """Admits and frees a prompt; tokens found."""
+    """Admits and frees a prompt; returns the tokens found."""
     request = Request("prompt", list(tokens))
     found = self._timed(
       mode and f"admit_4096 {mode}", lambda: self._admit(request)
@@ -102,7 +102,7 @@ class Side:
     return found
 
   def _timed(self, row: str | None, call: Callable[[], Any]) -> Any:
-    """The answer; its time counts for the row, if there is one."""
+    """Makes a call; records its time for the row unless that is None."""
     begin = time.perf_counter()
     answer = call()
     if row:
@@ -149,7 +149,7 @@ class Side:
 
 
 def measured(rounds: int) -> list[dict[str, Any]]:
-  """All rows, printed when they are there."""
+  """Measures all rows and prints each as it is ready."""
   sides = [Side(mode) for mode in MODES]
   for number in range(rounds + 1):
     for side in sides:

@@ -1,9 +1,9 @@
-"""What a GPU is asked to do in a compiled program, counted in its text."""
+"""Counts what a compiled program launches on a GPU, in the program's text."""
 
 import re
 from typing import NamedTuple
 
-# Instructions of XLA for a GPU that start nothing themselves.
+# Instructions of XLA for a GPU that launch nothing themselves.
 _FREE = {
   "bitcast",
   "call",
@@ -17,12 +17,12 @@ _FREE = {
 
 
 class Launches(NamedTuple):
-  """What one run starts.
+  """What one run launches.
 
   Attributes:
-    kernels: kernels and copies, those of inner loops included; a loop whose
-      number of trips depends on data counts with one trip.
-    questions: how often the host waits for what such a loop goes on by.
+    kernels: kernels and copies, including those of inner loops; a loop whose
+      trip count depends on data counts with one trip.
+    questions: how often the host waits for the condition of such a loop.
   """
 
   kernels: int

@@ -26,7 +26,7 @@ _PARAMS = SamplingParams(max_tokens=1 << 20)
 
 
 class Manager:
-  """A peer; `peers.Peer` says what each method is to do."""
+  """A peer; `peers.Peer` documents its methods."""
 
   def __init__(self, num_pages, page_size, windows, max_tokens):
     init_none_hash(sha256)

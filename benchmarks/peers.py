@@ -26,8 +26,8 @@ the same program with no steps is timed next to it and subtracted, as in
 call of a Python manager is what a scheduler calls for the same purpose, in a
 plain Python loop, with the garbage collector's heap frozen; requests are made
 beforehand, except in admit_4096, where making them hashes the prompt. Both
-sides get the same lengths and as many steps. Times are microseconds a step;
-medians and minima are over the rounds.
+sides get the same lengths and the same number of steps. Times are microseconds
+a step; medians and minima are over the rounds.
 
 Peers. A peer that cannot be imported is skipped, with the reason.
 
@@ -41,10 +41,9 @@ Peers. A peer that cannot be imported is skipped, with the reason.
 
 A new peer is a module like `peer_vllm.py` and a line in `PEERS`.
 
-Not measured: the rest of a scheduler; the upload of block tables that a manager
-on the host owes the device at every step; compilation; dispatch from Python;
-K/V memory and the model. A Python manager needs no device; jaxkv here runs on a
-CPU too unless jax has another device.
+Not measured: the rest of a scheduler; the block tables that a host manager must
+upload at every step; compilation; dispatch from Python; K/V memory and the
+model. A Python manager needs no device; jaxkv runs on jax's default device.
 
   python benchmarks/peers.py [--quick] [--json FILE]
 """
@@ -128,7 +127,7 @@ class Peer(Protocol):
     ...
 
   def start(self, request: Any) -> int:
-    """Finds, takes and publishes its pages; the tokens found."""
+    """Finds, takes and publishes its pages; returns the tokens found."""
     ...
 
   def extend(self, request: Any, tokens: list[int]) -> None:
@@ -141,7 +140,7 @@ class Peer(Protocol):
 
 
 def jaxkv_op(case: Case) -> ops.Op:
-  """What is timed of jaxkv."""
+  """The operation of jaxkv that is timed."""
   config = case.config
   if case.op == "decode_step":
     return ops.decode_op(config, "short")
@@ -214,7 +213,7 @@ class PeerSide:
   """A peer in one case: its manager, and samples (us a step)."""
 
   def __init__(self, name: str, peer: type[Peer], case: Case, steps: int):
-    """Makes a manager whose every page is cached and free."""
+    """Makes a manager in which every page is cached and free."""
     config = case.config
     windows = [getattr(kind, "window", None) for kind in config.groups]
     self.name, self.case, self.steps = name, case, steps
@@ -315,7 +314,7 @@ class PeerSide:
       self._start(self._tokens(int(length)))
 
   def _release(self) -> None:
-    """Frees what runs; partly filled pages are filled up and cached before."""
+    """Fills up and caches partly filled pages, then frees all requests."""
     for request in self._running:
       missing = -request.num_tokens % PAGE_SIZE
       if missing:
@@ -336,7 +335,7 @@ class PeerSide:
 
 
 def found_peers() -> tuple[dict[str, Any], dict[str, str]]:
-  """Modules of the peers that are here; a version or a reason of each."""
+  """Modules of the importable peers; a version or a reason for every peer."""
   modules, said = {}, {}
   for name, module in PEERS.items():
     try:
@@ -360,7 +359,7 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
   for case in cases:
     config = case.config
     if config not in states:
-      # One at a time: a state of every size would be kept for nothing.
+      # One at a time, so that states of other sizes take no memory.
       states = {config: ops.aged(config, np.random.default_rng(case.slots))}
     ours = JaxSide(case, states[config])
     peers = [

@@ -3,7 +3,7 @@
 Clusters of rows begin with the same pages, as forks of one prompt do. Both
 sides attend with one new query a row in all layers of a loop; the shared side
 also finds the clusters, once a call. Sides alternate within each round. A ratio
-above 1 means that sharing is faster. In the last rows it does not pay; there
+above 1 means that sharing is faster. In the last rows sharing does not pay, and
 the gate should cost nothing.
 """
 

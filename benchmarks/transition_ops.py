@@ -1,7 +1,4 @@
-"""Transitions of the cache to be timed, and states to time them on.
-
-What is what, and how it is timed, is in `transitions.py`.
-"""
+"""The operations that `transitions.py` times, and states to time them on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +32,7 @@ class Op(NamedTuple):
     prepare: (state, rng) -> (state, inputs), untimed.
     step: (state, inputs, trip number) -> (state, int32[]); the numbers are
       added up.
-    expected: what they add up to; None where it varies.
+    expected: their sum; None if it varies.
   """
 
   name: str
@@ -61,7 +58,7 @@ def filled(state, tokens, lengths):
 
 
 def released(state, rng):
-  """The state with all slots empty and every page they had cached."""
+  """The state with all slots empty and all their pages cached."""
   room = state.num_pages[:, 0] * state.config.page_size - state.length
   tokens = random_tokens(rng, (state.config.num_slots, PROMPT))
   state, committed = jaxkv.commit(state, tokens, room)
@@ -72,7 +69,7 @@ def released(state, rng):
 def aged(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
   """A cache in which every page is cached and free."""
   state = jaxkv.init(config)
-  # All groups take equally many; what is left over is handed out first.
+  # All groups take equally many pages; the remainder is handed out first.
   usable = (config.num_pages - 1) // config.num_groups
   left = usable
   while left > 0:
@@ -89,9 +86,9 @@ def aged(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
 def decode_lengths(
   config: jaxkv.CacheConfig, mode: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Fewest tokens of each sequence at first, and tokens at which it ends.
+  """The least first length of each sequence, and the length at which it ends.
 
-  Short sequences are equally long in every pool.
+  Short sequences end at the same length in every pool.
   """
   slots, size = config.num_slots, config.page_size
   begin, end = np.zeros((2, slots), np.int32)
@@ -104,7 +101,7 @@ def decode_lengths(
 
 
 def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
-  """A decode step of all slots; no steps where the sequences do not fit."""
+  """A decode step of all slots; no steps if the sequences do not fit."""
   slots, size = config.num_slots, config.page_size
   begin, end = decode_lengths(config, mode)
   fits = config.num_groups * end.sum() < config.num_pages * size
@@ -160,7 +157,7 @@ def allocate_op(config: jaxkv.CacheConfig) -> Op:
 
 
 def prompt_ops(config: jaxkv.CacheConfig) -> list[Op]:
-  """Match and admit, with prompts that are cached and others that are not."""
+  """Match and admit, with cached prompts and with unknown ones."""
   slots = config.num_slots
   columns = PROMPT // config.page_size
   steps = min(slots, (config.num_pages - 1) // (columns + 1), 64)
@@ -176,7 +173,7 @@ def prompt_ops(config: jaxkv.CacheConfig) -> list[Op]:
 
   def match(state, prompts, trip):
     out = jaxkv.match(state, prompts[trip], jnp.full((1,), PROMPT, jnp.int32))
-    # Without a use of the pages, finding them would be compiled away.
+    # If the pages were not used, finding them would be compiled away.
     used = jnp.sum(out.pages < 0, dtype=jnp.int32)
     return state, out.num_cached_tokens[0] + used
 

@@ -10,28 +10,28 @@
 | match_4096  | `match`, one prompt of 4,096 tokens                          |
 | admit_4096  | `admit`, one prompt of 4,096 tokens, hashing included        |
 | free_16     | `free`, 16 sequences of 64 pages, all of them cached         |
-| growth      | no time: decode_step short, largest pool over smallest one   |
+| growth      | a ratio: decode_step short, largest over smallest pool       |
 
 Modes. short: sequences end at 128 tokens (48 at 1,024 slots, so that every pool
-holds them), at 256 slots two in a step. long: at 1,008 tokens, so that in most
-steps none ends. hybrid: one group of full attention and five of a sliding
-window of 1,024 tokens; 96 of 256 sequences have 1,024 to 1,536 tokens, so that
-six give pages back in a step, the others end at 128. all_hit: 255 of 256 pages
-are found, standing in the free queue, and one is taken (the last token is never
-found). none_hit: nothing is found. none_hit_evicting: 256 pages are taken. All
-pages of a pool are cached before anything is timed, so that every page taken
-evicts one, in every op. unsplit: compiled without the pass of XLA:CPU that
-splits a small gather or scatter over threads because the array behind it is
-large, which costs more. graphs: on a GPU, compiled so that loops whose number
-of trips depends on data are part of a CUDA graph too.
+holds them); at 256 slots two end in a step. long: they end at 1,008 tokens, in
+most steps none. hybrid: one group of full attention and five of a sliding
+window of 1,024 tokens; 96 of 256 sequences have 1,024 to 1,536 tokens, so six
+give pages back in a step; the others end at 128. all_hit: 255 of 256 pages are
+found in the free queue, and one is taken (the last token is never found).
+none_hit: nothing is found. none_hit_evicting: 256 pages are taken. All pages of
+a pool are cached before anything is timed, so every page taken evicts one, in
+every op. unsplit: compiled without the pass of XLA:CPU that splits a small
+gather or scatter over threads if the array behind it is large, which costs more
+than it saves. graphs: on a GPU, compiled so that loops whose trip count depends
+on data are part of a CUDA graph too.
 
-How. A timed call is one `fori_loop` whose trip count is an argument, the state
-its donated carry; the same program with no trips is timed next to it and
-subtracted (minimum from minimum, median from median), so that dispatch does not
-count. No step undoes another one's work: every `admit` fills a slot of its own
-with a prompt of its own, every `free` takes other slots, and the state is made
-ready between calls, untimed. Where a pool is small there are fewer steps. All
-sizes alternate in every round.
+How. A timed call is one `fori_loop` whose trip count is an argument and whose
+carry is the donated state. The same program with no trips is timed next to it
+and subtracted (minimum from minimum, median from median), so that dispatch does
+not count. No step undoes the work of another: every `admit` fills another slot
+with another prompt, every `free` takes other slots, and the state is prepared
+between calls, untimed. Small pools have fewer steps. All sizes alternate in
+every round.
 
 Not measured: dispatch from Python, compilation, K/V memory and the model,
 sweeps of the free queue's ring (after hits, once in at least as many releases
@@ -69,11 +69,11 @@ GRAPHS = {
   "xla_gpu_graph_min_graph_size": 1,
 }
 WAYS = {"cpu": {"unsplit": CPU_COMPILER_OPTIONS}, "gpu": {"graphs": GRAPHS}}
-"""Compiler options, beside none, by platform and mode."""
+"""Compiler options that are timed beside the defaults, by platform and mode."""
 
 
 def compiled(step, options: dict[str, Any] | None):
-  """A timed call: so many steps over a donated state."""
+  """A timed call: `count` steps over a donated state."""
 
   def run(state, inputs, count):
     def body(trip, carry):
@@ -170,13 +170,13 @@ def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
 
 
 def by_row(name: str, rounds: int = 5) -> None:
-  """Times 256 slots, one side after another; a second call goes on.
+  """Times 256 slots, one side after another; a second call resumes.
 
-  What matters most comes first: all ops with 65,536 pages, then decode_step
-  with the smallest and the largest pool.
+  The most important rows come first: all ops with 65,536 pages, then
+  decode_step with the smallest and the largest pool.
 
   Args:
-    name: the file, of which each row is a part as soon as it is measured.
+    name: the file; each row is written to it as soon as it is measured.
     rounds: samples of everything.
   """
   path = pathlib.Path(name)
