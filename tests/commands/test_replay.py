@@ -43,13 +43,13 @@ def written(path, lines):
 
 
 def conversations(count, seed):
-  """Requests that branch off one another; more than one span of them."""
+  """Requests that branch off one another, enough for several spans."""
   rng = random.Random(seed)
   ids, prompts = {}, [()]
   for _ in range(count):
     kept = rng.choice(prompts[-30:])
     kept = kept[: rng.randint(0, len(kept))]
-    # Wider than 32 bits, and two choices only, so that prompts meet again.
+    # Wider than 32 bits, and only two choices, so that prompts coincide.
     for _ in range(rng.randint(0, 4)):
       chosen = (*kept, rng.randint(0, 1))
       kept = (*kept, ids.setdefault(chosen, 2**40 + len(ids)))
@@ -70,7 +70,7 @@ def blocks_and_cap(request, rule):
 def lru(requests, rule, pages):
   """Blocks, hits and evictions of exact LRU, one request at a time.
 
-  Pages are numbers; the oldest page with the prefix wanted is the hit.
+  Pages are numbers; the hit is the oldest page with the wanted prefix.
   """
   queue, keys = list(range(pages)), {}
   total = hits = evicted = 0

@@ -1,7 +1,7 @@
 """How each attention backend is run by the tests.
 
-A backend joins by a line in `RUNNERS`. What it does not serve is skipped with
-its own reason; the shapes that it must serve are named.
+To add a backend, add a line to `RUNNERS`. A test that the backend does not
+serve is skipped with the backend's reason. Shapes in `serves` must be served.
 """
 
 import dataclasses
@@ -45,10 +45,10 @@ class Runner:
     backend: its name.
     interpret: as the attention functions take it.
     shapes: names of the shapes to try; fewer for a slow interpreter.
-    serves: those of them that must not be skipped.
+    serves: names of the shapes that must not be skipped.
     float32_l2: relative L2 error allowed for float32.
     dtype: of tests in which the format does not matter.
-    required: what it does not serve is a failure, not a skip.
+    required: whether a call that it does not serve is a failure, not a skip.
   """
 
   backend: str
@@ -62,7 +62,7 @@ class Runner:
   def __call__(self, name: str, *arguments, **options):
     """Calls a jitted attention function; (output, log-sum-exp) as NumPy.
 
-    Skips the test where the backend says that it does not serve the call.
+    Skips the test if the backend says that it does not serve the call.
     """
     options = {
       key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
@@ -103,7 +103,7 @@ def _jitted(name: str):
   return jax.jit(function, static_argnames=_STATIC)
 
 
-# Of those that Mosaic serves, as many as its interpreters have time for.
+# Shapes that Mosaic serves, as many as its interpreters have time for.
 _MOSAIC_TPU = (
   "page16_gqa4_d128",
   "page32_gqa2_d256",
@@ -126,7 +126,7 @@ _MOSAIC_GPU = (
   "everything_int8_d128",
 )
 
-# All that Triton serves, each at least once; the rest on a GPU.
+# Every feature of Triton at least once; the other shapes run on a GPU.
 _TRITON = (
   "page1_mha_d32",
   "page16_gqa4_d128",
@@ -170,7 +170,7 @@ if ON_HOPPER:
     backend="mosaic_gpu", serves=_MOSAIC_GPU, dtype=jnp.bfloat16
   )
 elif not _ON_CUDA and _NEW_JAX:
-  # Before, this interpreter takes minutes; test_mosaic.py has a case.
+  # In older jax its interpreter takes minutes; test_mosaic.py has a case.
   RUNNERS["mosaic_gpu"] = Runner(
     backend="mosaic_gpu",
     interpret=InterpretGPUParams(detect_races=True),

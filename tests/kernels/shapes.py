@@ -1,7 +1,7 @@
 """Named shapes for the kernel tests, and pools built from them.
 
-Every pool is poisoned: whatever no sequence owns, slots past a length
-included, holds NaN, and table entries past a sequence's pages hold garbage.
+Every pool is poisoned: tokens that no sequence owns, including those past a
+sequence's length, hold NaN. Table entries past a sequence's pages hold garbage.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-NOWHERE = 2**31 - 7  # what a table holds where there is no page
+NOWHERE = 2**31 - 7  # a table entry without a page
 
-# Formats by name: of the numbers, and of the bits that pools of them hold.
+# For each format's name: the format, and the dtype in which pools store it.
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _NUMBERS = {
   "float32": np.dtype(np.float32),
@@ -47,7 +47,7 @@ class Shape:
     lengths: tokens of each sequence.
     dtype: number format of the pools, and of queries if it has 16 bits or
       more; "bits" is bfloat16 in uint16, "bits8" float8_e4m3fn in uint8.
-    query_dtype: of queries to 8-bit pools.
+    query_dtype: format of queries to 8-bit pools.
     value_dim: Dv, D if None.
     scales: "token" or "head": draws factors of 8-bit numbers.
     options: keyword arguments of the call; `sinks=True` draws some, and so
@@ -296,14 +296,14 @@ class Problem:
 
   @property
   def pools(self):
-    """What every attention function takes after its queries."""
+    """The arguments of every attention function after its queries."""
     return self.k_pages, self.v_pages, self.page_table
 
 
 def problem(shape: Shape, *, seed: int = 0, poison: float = np.nan) -> Problem:
   """Random sequences in randomly chosen pages of a poisoned pool.
 
-  A format without NaN, int8, has its scales poisoned where there are some.
+  int8 has no NaN; its scales are poisoned instead, if it has scales.
   """
   rng = np.random.default_rng(seed)
   size = shape.page_size
@@ -381,11 +381,11 @@ def put(*arrays):
 def assert_matches(
   out, lse, wanted, wanted_lse, dtype, float32_l2=1e-6
 ) -> None:
-  """Compares with the definition, at the tolerance of the number format."""
+  """Compares with the reference, at the tolerance of the number format."""
   out = np.asarray(out).astype(np.float64)
-  # Relative L2 over everything, largest error as a share of the largest value
-  # there is, and largest error of lse. The values drawn reach 4 to 6, whatever
-  # the format, and 4 is taken for all: no test is easier for its values.
+  # Relative L2 error, largest error relative to the largest value, and largest
+  # error of lse. The largest values drawn are 4 to 6 in every format. 4 is used
+  # for all, so that no test is easier for its values.
   # Rounding the output alone is 2^-9 (bfloat16) and 2^-12 (float16) relative.
   l2, largest, lse_error = {
     "float32": (float32_l2, 1e-5, 1e-5),

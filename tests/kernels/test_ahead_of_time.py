@@ -1,4 +1,4 @@
-"""What is compiled for machines that are not here, without running it."""
+"""Programs compiled for other machines, without running them."""
 
 import contextlib
 import pathlib
@@ -30,12 +30,12 @@ BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def over(targets):
-  """A test for each target; those that have no compiler here are skipped."""
+  """A test for each target; skipped for targets without a compiler here."""
   cases = [pytest.param(name, marks=needs(name)) for name in targets]
   return pytest.mark.parametrize("target", cases)
 
 
-# Which backend a target's chooser may take, the XLA one beside them.
+# The backends that can be named on each target.
 BACKENDS = [
   pytest.param(target, name, marks=needs(target), id=f"{target}-{name}")
   for target in TARGETS
@@ -79,7 +79,7 @@ class TestHarness:
 
   @over(["h200"])
   def test_spilled_registers_of_mosaic_are_an_error(self, target):
-    """Also where Mosaic has compiled the kernel before, and is silent."""
+    """Also if Mosaic has compiled the kernel before, and so reports nothing."""
     scale, shape = by_its_sums(1024)  # All at once: 512 registers.
     for _ in range(2):
       with pytest.raises(jax.errors.JaxRuntimeError, match="spilled"):
@@ -97,7 +97,7 @@ class TestHarness:
 
     monkeypatch.setattr(ahead_of_time, "_mosaic_assembler_output", silent)
     monkeypatch.setattr(ahead_of_time, "_reports", {})
-    # Of a shape that no other test has: Mosaic keeps what it compiles.
+    # A shape that no other test has, since Mosaic caches compiled kernels.
     scale, shape = by_its_sums(64)
     with pytest.raises(ValueError, match="reports 0 of 1"):
       compile_for(target, jax.jit(scale), shape)
@@ -176,7 +176,7 @@ LOOPS = (in_jit, in_layers, in_scan, in_while)
 def step_arguments(dtype):
   pool = jax.ShapeDtypeStruct((LAYERS * PAGES, KV_HEADS, SIZE, DIM), dtype)
   shape = jax.ShapeDtypeStruct
-  # int8 takes what is quantized already.
+  # int8 pools take quantized tokens.
   new = dtype if dtype == "int8" else "bfloat16"
   tokens = {
     "new": shape((SLOTS, KV_HEADS, DIM), jnp.dtype(new)),
@@ -190,7 +190,7 @@ def step_arguments(dtype):
 
 
 def assert_in_place(compiled, pools):
-  """Aliased, nothing made that has the size of one, temporaries under 5 %."""
+  """Pools are aliased, none is made anew, and temporaries are under 5 %."""
   bytes_of_all = sum(p.size * np.dtype(p.dtype).itemsize for p in pools)
   memory = compiled.memory_analysis()
   assert pool_sized_rewrites(compiled, pools[0].shape) == []
@@ -203,7 +203,7 @@ def jitted(loop):
 
 
 class TestInPlace:
-  """A step writes its tokens into the donated pools, and copies neither."""
+  """A step writes its tokens into the donated pools and copies no pool."""
 
   @pytest.mark.parametrize("loop", LOOPS)
   @pytest.mark.parametrize("dtype", ["float32", "uint16"])
@@ -269,9 +269,9 @@ class TestTransitions:
 
   @over(["h200"])
   def test_a_decode_loop_of_the_cache_is_in_place(self, target, monkeypatch):
-    """Without the sweep of the free queue, once in many pushes; as on a CPU."""
+    """As on a CPU. Leaves out the rare sweep of the free queue."""
     monkeypatch.setattr(free_queue, "reserve", lambda queue, count: queue)
-    # A patched verb must not be found in jit's cache: a seed of its own.
+    # jit's cache must not find a patched verb, so use another seed.
     state, program = decode_loop(target, seed=5)
     leaves = jax.tree.leaves(state)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

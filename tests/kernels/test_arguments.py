@@ -1,4 +1,4 @@
-"""What the functions on plain arrays refuse, and what they say."""
+"""Bad arguments of the functions on plain arrays, and the error messages."""
 
 import dataclasses
 import functools
@@ -51,12 +51,12 @@ def packed(**changes):
 
 
 def appended(**sides):
-  """Arguments of a call that appends the same as keys and as values."""
+  """Arguments of a call that appends the same tokens as keys and as values."""
   both = {f"{side}_{name}": sides[name] for name in sides for side in "kv"}
   return {**both, **WHERE}
 
 
-# A valid call of each function, as many arguments arrays as can be.
+# A valid call of each function, with arrays for as many arguments as possible.
 CALLS = {
   "append_kv": appended(pages=BYTES, new=NEW, scale=jnp.ones(2)),
   "append_quantized": appended(pages=BYTES, new=NEW, scale=POOL[..., 0]),
@@ -97,13 +97,13 @@ def run(function, **call):
 
 
 def shown(function, name):
-  """How errors name an argument."""
+  """The name of an argument in errors."""
   inside = takes_options(function) and name in OPTIONS
   return f"`options.{name}`" if inside else f"`{name}`"
 
 
 def refusal(function, changes):
-  """What a function says of its valid call, changed."""
+  """The error message for a function's valid call with some changes."""
   with pytest.raises((TypeError, ValueError)) as caught:
     run(function, **{**CALLS[function], **changes})
   return str(caught.value)
@@ -111,7 +111,7 @@ def refusal(function, changes):
 
 class TestEveryFunction:
   @over_functions
-  def test_names_what_is_no_array_and_no_number(self, function):
+  def test_names_arguments_that_are_not_arrays(self, function):
     known = inspect.signature(getattr(kernels, function)).parameters
     for name in CALLS[function]:
       inside = takes_options(function) and name in OPTIONS
@@ -125,7 +125,7 @@ class TestEveryFunction:
         )
 
   @over_functions
-  def test_names_what_is_on_another_device(self, function):
+  def test_names_arguments_on_another_device(self, function):
     cpus = jax.devices("cpu")
     arrays = {
       name: jax.device_put(value, cpus[0])
@@ -140,8 +140,8 @@ class TestEveryFunction:
       assert said.startswith(wanted), said
 
   @over_functions
-  def test_takes_arrays_of_numpy(self, function):
-    """Those of a call under `jit`, constants, too."""
+  def test_takes_numpy_arrays(self, function):
+    """Also as constants under `jit`."""
     call = CALLS[function]
     numpy = {
       name: np.asarray(value) if isinstance(value, jax.Array) else value
@@ -295,7 +295,7 @@ class TestErrors:
 
   @pytest.mark.parametrize("call", [arguments(), packed()])
   def test_a_backend_for_another_platform(self, call):
-    """Outside a trace; what is traced may be compiled for that platform."""
+    """An error outside a trace; a trace may be compiled for that platform."""
     verb = "paged_decode" if "lengths" in call else "paged_attention"
     call = jax.device_put(call, jax.devices("cpu")[0])
     run = functools.partial(getattr(kernels, verb), backend="triton")

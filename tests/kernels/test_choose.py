@@ -1,4 +1,4 @@
-"""Which backend serves a call, and what is said about it."""
+"""The choice of a backend, and its log and errors."""
 
 import logging
 import sys
@@ -50,13 +50,13 @@ def particular(monkeypatch):
 
 
 @pytest.mark.skipif(
-  jax.default_backend() != "cpu", reason="about the choice on a CPU"
+  jax.default_backend() != "cpu", reason="tests the choice on a CPU"
 )
 class TestAuto:
   def test_the_first_that_serves(self, particular):
     assert (kernels.paged_decode(**ARGUMENTS) == 7).all()
 
-  def test_passes_over_what_does_not_serve_and_says_why(
+  def test_passes_over_backends_that_do_not_serve_and_logs_why(
     self, particular, caplog
   ):
     with caplog.at_level(logging.INFO, "jaxkv_kernels"):
@@ -98,8 +98,8 @@ class TestPlatform:
     with jax.default_device(jax.devices("cpu")[1]):
       assert choose.platform() == "cpu"
 
-  def test_of_arrays_that_were_put_somewhere(self, monkeypatch):
-    """They stay there, wherever others would go."""
+  def test_of_committed_arrays(self, monkeypatch):
+    """Their device counts, not the default device."""
     there = jax.device_put(jnp.ones(3), jax.devices("cpu")[1])
     monkeypatch.setattr(choose, "_platform_of", lambda device: str(device.id))
     first = str(jax.devices()[0].id)

@@ -1,8 +1,8 @@
 """Every Pallas kernel compiles for its machines, over shapes and formats.
 
-A compiler that refuses, one spilled register of a CUDA kernel, or a temporary
-that grows with the pool fails here. A backend names what it serves; what it
-does not it has to refuse with a reason.
+A compiler error, one spilled register of a CUDA kernel, or a temporary that
+grows with the pool fails here. Backends must serve the calls that they claim to
+serve, and refuse all others with a reason.
 """
 
 import functools
@@ -27,7 +27,7 @@ FORMATS = {
   "mosaic_gpu": ("bfloat16", "float16", "float8_e4m3fn", "int8"),
   "mosaic_tpu": ("bfloat16", "float32", "float8_e4m3fn"),
 }
-# A TPU lays a pool of another head size out anew, all of it.
+# With another head size a TPU copies the whole pool to a new layout.
 DIMS = {
   "triton": (64, 128, 256),
   "mosaic_gpu": (64, 128, 256),
@@ -40,7 +40,7 @@ WIDE = ("bfloat16", "float16", "float32")
 def matrix():
   """Head sizes, page sizes and formats of every backend on every target.
 
-  8-bit pools for one page size: a kernel sees that in its table's index alone.
+  8-bit pools have one page size: a kernel uses it only to index its table.
   """
   for target in TARGETS:
     for backend in for_target(target):
@@ -78,7 +78,7 @@ def assert_small(program, *pools):
 
 
 def compile_latent(target, dtype, heads):
-  """As DeepSeek-V2 and V3: 512 + 64 elements, in 1.2 GB or more."""
+  """As in DeepSeek-V2 and V3: 512 + 64 elements, in 1.2 GB or more."""
   shape = jax.ShapeDtypeStruct
   pages = shape((8 * PAGE_TOKENS // 16, 1, 16, 576), dtype)
   decode = functools.partial(
@@ -118,13 +118,13 @@ class TestDecode:
     assert_small(program, *pools[:2])
     assert len(program.mosaic_kernels) == (backend == "mosaic_gpu")
     for kernel in program.mosaic_kernels:
-      # Of all warpgroups together, as many as there are.
+      # All warpgroups together have 65,536 registers.
       threads = 2 * 128 * mosaic_gpu.streams(dim)
       assert kernel.registers * threads <= 65_536
 
 
 class Test64Bits:
-  """Where integers have 64 bits unless something says otherwise."""
+  """With integers of 64 bits by default."""
 
   @pytest.mark.parametrize(
     ("target", "backend"),
@@ -168,7 +168,7 @@ class Test64Bits:
 
 
 class TestTriton:
-  """Whatever the definition knows, for any group and head size."""
+  """All features of the reference, for any group and head size."""
 
   def compile(self, function, heads, dims, dtype, *rest, **options):
     dim, value_dim = dims
@@ -216,7 +216,7 @@ class TestTriton:
 
   @needs("h200")
   def test_a_long_prompt_and_a_long_table(self):
-    """No copy of the output for each part that a table might be cut into."""
+    """The output is not copied for every part that a table may be cut into."""
     shape = jax.ShapeDtypeStruct
     q = shape((1, 4096, HEADS, 128), jnp.bfloat16)
     pool = shape((PAGE_TOKENS // 16, KV_HEADS, 16, 128), jnp.bfloat16)
@@ -227,7 +227,7 @@ class TestTriton:
     program = compile_for(
       "h200", jax.jit(attention), q, pool, pool, table, one, one
     )
-    # One in float32 and its log-sum-exps.
+    # One output in float32 and its log-sum-exps.
     assert program.temporary < q.size * 4 * 1.1
 
   @needs("h200")
@@ -281,7 +281,7 @@ on_older_gpus = pytest.mark.parametrize(
 
 
 class TestOlderGpus:
-  """Triton is for GPUs before Hopper too, which have less shared memory."""
+  """Triton also serves GPUs before Hopper, which have less shared memory."""
 
   @pytest.mark.parametrize("dim", DIMS["triton"])
   @on_older_gpus

@@ -1,6 +1,6 @@
-"""Enough work that kernels on a GPU go round their rings, item after item.
+"""Enough work that kernels on a GPU wrap around their rings, item after item.
 
-An interpreter reaches that with far less: see `_INTERPRETED_BLOCKS` of
+An interpreter needs far less work for that: see `_INTERPRETED_BLOCKS` of
 `mosaic_gpu`, and `TestParts` of `triton`'s tests.
 """
 
@@ -33,7 +33,7 @@ class TestManyBlocks:
   @over_backends
   @pytest.mark.parametrize("name", LARGE)
   @pytest.mark.parametrize("planned", [False, True])
-  def test_equals_the_definition(self, runner, name, planned):
+  def test_equals_the_reference(self, runner, name, planned):
     dim, size, dtype, scales = LARGE[name]
     lengths = (1, 4000, *np.random.default_rng(0).integers(2, 4000, 22))
     shape = Shape(
@@ -62,7 +62,7 @@ class TestManyBlocks:
 
   @over_backends
   def test_a_prompt(self, runner):
-    """700 queries of 16 heads a head of keys, behind 3,000 tokens."""
+    """700 queries of 16 heads over one K/V head, after 3,000 tokens."""
     shape = Shape(
       heads=(16, 1),
       head_dim=128,

@@ -11,7 +11,7 @@ from tests.kernels.shapes import put
 
 
 class TestMerge:
-  def test_equals_the_definition(self):
+  def test_equals_the_reference(self):
     rng = np.random.default_rng(0)
     out = rng.standard_normal((4, 3, 5, 2, 8)).astype(np.float32)
     lse = (rng.standard_normal(out.shape[:-1]) * 20).astype(np.float32)
@@ -92,7 +92,7 @@ class TestPlan:
     assert plan.tokens == max(1, -(-blocks // workers)) * 64
 
   def test_workers(self):
-    """Of the pieces that a backend has in hand, those of one head of keys."""
+    """The pieces that a backend processes at once, over the K/V heads."""
     for kv_heads, workers in ((8, 33), (1, 264), (1000, 1)):
       pool = jnp.zeros((1, kv_heads, 8, 64), jnp.bfloat16)
       assert kernels.decode_workers(pool, backend="mosaic_gpu") == workers

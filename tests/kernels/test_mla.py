@@ -30,7 +30,7 @@ CASES = {
 
 
 def backends():
-  """Those that serve it."""
+  """The backends that serve it."""
   return [pytest.param(RUNNERS[name], id=name) for name in ("xla", "triton")]
 
 
@@ -44,7 +44,7 @@ def three_rows(*lengths):
 class TestDecode:
   @pytest.mark.parametrize("runner", backends())
   @pytest.mark.parametrize("name", CASES)
-  def test_equals_the_definition(self, runner, name):
+  def test_equals_the_reference(self, runner, name):
     heads, (dim, value_dim), size, dtype, scales, window, soft_cap = CASES[name]
     shape = Shape(
       heads=(heads, 1),
@@ -72,7 +72,7 @@ class TestDecode:
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
   @pytest.mark.parametrize("runner", backends())
-  def test_where_pages_lie_changes_nothing(self, runner):
+  def test_page_numbers_do_not_matter(self, runner):
     case, q = three_rows(33, 0, 80)
     order = np.random.default_rng(2).permutation(len(case.k_pages))
     moved = np.empty_like(case.k_pages)
@@ -91,7 +91,7 @@ class TestDecode:
 
   @pytest.mark.parametrize("runner", backends())
   def test_neighbours_do_not_matter(self, runner):
-    """A row alone, in the same batch otherwise empty, gives the same bits."""
+    """A row gives the same bits if all other rows of the batch are empty."""
     case, q = three_rows(33, 17, 80)
     options = {"value_dim": 512, "scale": 0.1}
     together, _ = runner(
@@ -108,7 +108,7 @@ class TestDecode:
     np.testing.assert_array_equal(together[1], alone[1])
 
   def test_latents_written_in_8_bits(self):
-    """With their scales, as the example of `append_pages` does."""
+    """With scales, as in the example of `append_pages`."""
     rng = np.random.default_rng(3)
     latents = jnp.asarray(rng.standard_normal((5, 1, 24)), jnp.float32)
     q = jnp.asarray(rng.standard_normal((1, 4, 24)), jnp.float32)

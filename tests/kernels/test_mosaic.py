@@ -1,4 +1,4 @@
-"""The parts of the Mosaic backends, and what tables of shapes do not reach."""
+"""Parts of the Mosaic backends, and cases beyond the table of shapes."""
 
 import dataclasses
 from typing import Any
@@ -90,7 +90,7 @@ class TestKernels:
   @quickly_interpreted
   @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
   def test_scales_of_tokens_beside_scales_of_heads(self, dtype):
-    """With a tree, a node of which nobody sees: its scale and value are NaN."""
+    """With a tree that has an unseen node, whose scale and value are NaN."""
     rng = np.random.default_rng(0)
     pools = rng.standard_normal((2, 3, 1, 16, 128)).astype(dtype)
     q = rng.standard_normal((1, 3, 2, 128)).astype(jnp.bfloat16)
@@ -121,7 +121,7 @@ class TestKernels:
     ],
   )
   def test_a_plan(self, planned):
-    """Pieces of other sizes, one behind the window; and those of older rows."""
+    """A plan for these lengths or for others; a piece is behind the window."""
     shape = dataclasses.replace(
       SHAPES["bfloat16_mqa"], lengths=(300, 0, 70, 9), options={"window": 150}
     )
@@ -155,7 +155,7 @@ class TestKernels:
   @over_backends
   @pytest.mark.parametrize("window", [None, 2])
   def test_a_node_that_nobody_sees(self, backend, window):
-    """It may hold anything: NaN stays out, with a node too late to be seen."""
+    """Its NaN stays out, and so does that of a node after the last query."""
     dtype = DTYPES[backend]
     rng = np.random.default_rng(0)
     pools = rng.standard_normal((2, 2, 1, 8, 128)).astype(dtype)
@@ -189,7 +189,7 @@ class TestKernels:
 
 class TestHeadEpilogue:
   def test_sinks(self):
-    """Of -inf, of a number, for rows with keys, without, and for padding."""
+    """-inf and finite; for rows with keys, rows without, and padding."""
     out = jnp.asarray([[[1.0], [1.0]], [[0.0], [0.0]], [[0.0], [0.0]]])
     lse = jnp.asarray([[0.0, 0.0], [-jnp.inf, -jnp.inf], [-jnp.inf, -jnp.inf]])
     options = CallOptions(
@@ -270,7 +270,7 @@ class TestOnlineSoftmax:
 
 
 def call(backend, **changes):
-  """A decode that a backend serves, changed by what it may not serve."""
+  """A decode that a backend serves, with changes that it may not serve."""
   dtype = changes.pop("dtype", jnp.bfloat16)
   dim, size = changes.pop("dim", 128), changes.pop("size", 16)
   heads, value_dim = changes.pop("heads", 4), changes.pop("value_dim", dim)

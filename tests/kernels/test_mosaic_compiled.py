@@ -1,4 +1,4 @@
-"""The Mosaic backends compile with every option, beside the plain matrix."""
+"""The Mosaic backends compile with every option, beyond the plain matrix."""
 
 import pathlib
 
@@ -185,7 +185,7 @@ class TestHopper:
   @needs("h200")
   @pytest.mark.parametrize(("planned", "most"), [(True, 9), (False, 13)])
   def test_a_layer_is_few_kernels(self, planned, most, monkeypatch):
-    """Attention, a merge, and what only XLA does; see `triton.merge`."""
+    """Attention, a merge, and a few of XLA's own; see `triton.merge`."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from launches import in_largest_loop
 
@@ -249,8 +249,8 @@ class TestTpu:
     )
 
   @pytest.mark.parametrize("heads", [40, 64])
-  def test_prompts_of_many_heads_of_keys(self, target, heads):
-    """Tiles and blocks are smaller then: a chip has so much memory."""
+  def test_prompts_with_many_kv_heads(self, target, heads):
+    """Tiles and blocks must shrink to fit into the chip's memory."""
     compiled(
       target,
       kernels.paged_attention_padded,

@@ -1,4 +1,4 @@
-"""How the Hopper backend cuts its work, merges results, fills memory."""
+"""How the Hopper backend cuts its work, merges results and uses memory."""
 
 import functools
 
@@ -83,16 +83,16 @@ class TestWorkList:
   @pytest.mark.parametrize(
     ("lengths", "window", "pieces"),
     [
-      # Four for each of 8 contexts, four for each of 8 streams; none shorter
-      # than two blocks.
+      # Four pieces for each of 8 contexts give each of 8 streams four pieces;
+      # no piece is shorter than two blocks.
       ((2048, 4096, 64, 0), None, (4, 4, 1, 0)),
       ((2048, 4096, 200, 129), 500, (4, 4, 2, 2)),
-      # The more rows, the fewer.
+      # More rows have fewer pieces each.
       ((2048,) * 9, None, (2,) * 9),
       ((2048,) * 16, None, (1,) * 16),
     ],
   )
-  def test_a_row_is_cut_by_what_it_sees(self, lengths, window, pieces):
+  def test_a_row_is_cut_by_the_keys_it_sees(self, lengths, window, pieces):
     """Not by its table's width, which here is 64 times the longest row."""
     work, begins, most = work_of(lengths, 2**14, window=window)
     assert np.diff(begins).tolist() == list(pieces)
@@ -130,7 +130,7 @@ class TestWorkList:
   @pytest.mark.parametrize("dim", [64, 128])
   @pytest.mark.parametrize("size", [16, 32, 64, 128])
   def test_rings_of_8_bits_fit_shared_memory(self, dim, size):
-    """As many bytes are on their way as of 16 bits, or four blocks are."""
+    """The rings hold as many bytes as with 16 bits, or four blocks."""
     k_stages, v_stages = mosaic_gpu.stages(dim, 1, size)
     assert k_stages >= v_stages >= 3
     block = 64 * dim + (64 // min(size, 64)) * max(min(size, 64) * 4, 128)
@@ -146,10 +146,10 @@ class TestMerge:
   @pytest.mark.parametrize("counts", [(3, 0, 1, 2), (40, 16, 17, 0), (1, 0, 1)])
   @pytest.mark.parametrize("planned", [False, True])
   @pytest.mark.parametrize("large", [0, 2**20])
-  def test_is_attention_to_the_whole(self, large, planned, counts, dim):
-    """Whatever unused results and padding rows hold.
+  def test_equals_attention_over_all_keys(self, large, planned, counts, dim):
+    """Unused results and padding rows may hold anything.
 
-    Large logits leave no digits of a log-sum-exp to the sums.
+    With large logits a log-sum-exp keeps no digits of the sums.
     """
     rng = np.random.default_rng(0)
     tiles, most, rows = len(counts), max(counts), 3
@@ -184,7 +184,7 @@ class TestMerge:
   @pytest.mark.parametrize("planned", [False, True])
   @pytest.mark.parametrize("bad", [np.nan, np.inf])
   def test_keeps_a_tile_s_nan(self, planned, bad):
-    """It is in all of its own result, and in nobody else's."""
+    """The NaN fills the tile's own result, and no other."""
     rng = np.random.default_rng(0)
     begins = np.array([0, 2, 4, 6], np.int32)
     out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)

@@ -53,7 +53,7 @@ def same(results, others):
 
 class TestDecode:
   @over_all_shapes
-  def test_equals_the_definition(self, runner, name):
+  def test_equals_the_reference(self, runner, name):
     shape = SHAPES[name]
     case = problem(shape)
     q = queries(case, shape, len(shape.lengths))
@@ -70,7 +70,7 @@ class TestDecode:
 
 class TestRectangle:
   @RECTANGLES
-  def test_equals_the_definition(self, runner, name):
+  def test_equals_the_reference(self, runner, name):
     shape = SHAPES[name]
     case = problem(shape)
     columns = 19
@@ -95,7 +95,7 @@ class TestRectangle:
   )
   @pytest.mark.parametrize("nodes", [7, 5])
   def test_tree(self, runner, name, nodes):
-    """Drafts of 7 tokens in trees; fewer nodes: the others are as usual."""
+    """Drafts of 7 tokens in trees; keys past `nodes` are seen as usual."""
     shape = SHAPES[name]
     case = problem(shape)
     counts = np.minimum(case.lengths, 7).astype(np.int32)
@@ -125,7 +125,7 @@ class TestPacked:
     ),
   )
   @pytest.mark.parametrize("longest", [None, 70])
-  def test_equals_the_definition(self, runner, name, longest):
+  def test_equals_the_reference(self, runner, name, longest):
     shape = SHAPES[name]
     case = problem(shape)
     runs = np.minimum(case.lengths, [5, 1, 0, 2, 1, 20, 70])
@@ -159,7 +159,7 @@ class TestPacked:
 class TestProperties:
   @over_few_shapes
   @pytest.mark.parametrize("poison", [np.inf, -np.inf, 0.0])
-  def test_what_is_not_used_does_not_matter(self, runner, name, poison):
+  def test_unused_memory_does_not_matter(self, runner, name, poison):
     shape = SHAPES[name]
     q = queries(problem(shape), shape, len(shape.lengths))
     results = []
@@ -287,7 +287,7 @@ class TestNumerics:
 
   @over_backends
   def test_two_halves_merge_by_their_log_sum_exp(self, runner):
-    """What a shared prefix does: attend to both parts, weigh by lse."""
+    """As for a shared prefix: attend to both parts, weigh them by lse."""
     shape = Shape(
       heads=(8, 2),
       head_dim=128,
@@ -307,7 +307,7 @@ class TestNumerics:
     out, lse = reference.merge_states(
       *(np.stack(part) for part in zip(first, second, strict=True))
     )
-    # Three results are rounded, where the tolerances are for one.
+    # Three results are rounded, but the tolerances are for one.
     atol = 1e-6 if runner.dtype == np.float32 else 2e-2
     np.testing.assert_allclose(out, whole[0].astype(np.float32), atol=atol)
     np.testing.assert_allclose(lse, whole[1], atol=1e-6)
@@ -335,7 +335,7 @@ class TestNumerics:
   )
   @pytest.mark.parametrize("columns", [1, 3])
   def test_a_window_counts_from_the_query(self, runner, name, columns):
-    """Also where the query stands behind the last token of the table."""
+    """Also if the query is past the last token of the table."""
     size = SHAPES[name].page_size
     lengths = (size + 1, 2 * size, 2 * size + 5, 3 * size)
     shape = dataclasses.replace(SHAPES[name], lengths=lengths)
@@ -344,7 +344,7 @@ class TestNumerics:
     counts = np.full(len(lengths), columns, np.int32)
     q = queries(case, shape, len(lengths), columns)
     arguments = (q, *pools, case.lengths - columns, counts)
-    # The last row of 3 * size tokens sees nothing that is there.
+    # The last row of 3 * size tokens sees no token that exists.
     options = {**case.options, "window": size}
     wanted = reference.paged_attention_padded(*arguments, **options)
     out = runner("paged_attention_padded", *arguments, **options)

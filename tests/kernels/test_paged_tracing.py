@@ -1,4 +1,4 @@
-"""What holds of the XLA backend alone, bit by bit, and of tracing."""
+"""Bitwise properties of the XLA backend, and tracing."""
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,8 @@ def run_decode(case, q):
   return [np.asarray(x) for x in out]
 
 
-class TestDefinition:
-  def test_the_definition_is_softmax_attention(self):
+class TestReference:
+  def test_the_reference_is_softmax_attention(self):
     """On a dense cache it agrees with jax.nn.dot_product_attention."""
     shape = Shape(heads=(8, 2), head_dim=32, page_size=4, lengths=(40, 9))
     case = problem(shape)
@@ -150,7 +150,7 @@ class TestBits:
 
 class TestTracing:
   def test_layers_share_a_pool(self):
-    """A traced page_offset reads what slicing the layer out would."""
+    """A traced page_offset reads the same as a slice of the layer."""
     cases = [problem(PLAIN, seed=seed) for seed in range(2)]
     q = queries(cases[0], PLAIN, len(PLAIN.lengths))
     k_pages, v_pages = (

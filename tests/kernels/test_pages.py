@@ -35,7 +35,7 @@ append = jax.jit(kernels.append_kv)
 class TestAppend:
   @pytest.mark.parametrize("storage", [*STORAGE, "bfloat16"])
   @pytest.mark.parametrize("new", ["float32", "bfloat16"])
-  def test_tokens_land_where_told(self, storage, new):
+  def test_tokens_land_at_their_pages_and_offsets(self, storage, new):
     rng = np.random.default_rng(1)
     k_pages, v_pages = random_pool(storage, 1), random_pool(storage, 2)
     k_new, v_new = (
@@ -55,14 +55,14 @@ class TestAppend:
       assert a.dtype == storage
       np.testing.assert_array_equal(numbers(a), b)
 
-  # page id, offset, page_offset: none of these is a place in the pool
+  # page id, offset, page_offset: all out of the pool's range
   @pytest.mark.parametrize(
     ("page", "offset", "page_offset"),
     [
       (12, 0, 0),
       (4, 0, 8),
       (-1, 0, 0),
-      (-1, 0, 4),  # not the page before, either
+      (-1, 0, 4),  # page 3 exists, but the id is out of range
       (2, 4, 0),
       (2, -1, 0),
       (0, 0, -1),
@@ -70,7 +70,7 @@ class TestAppend:
       (-(2**31), 0, 8),
     ],
   )
-  def test_tokens_for_nowhere_are_dropped(self, page, offset, page_offset):
+  def test_tokens_out_of_range_are_dropped(self, page, offset, page_offset):
     pool = random_pool("float32")
     out = append(
       pool,
@@ -190,7 +190,7 @@ class TestGather:
 
 
 class TestInPlace:
-  """On the program's text: no pool is copied or converted."""
+  """Checks the compiled program's text: no pool is copied or converted."""
 
   big = (600, 2, 16, 32)
 

@@ -1,4 +1,4 @@
-"""What holds of every Pallas backend when it is traced, without its device."""
+"""Tracing every Pallas backend, without its device."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def arguments(batch=4, pages=8):
 class TestTracing:
   @pytest.mark.parametrize("shared", [False, True])
   def test_under_shard_map(self, backend, shared):
-    """Rows on two devices, with pages of their own or the same ones."""
+    """Rows on two devices, with separate pages or the same pages."""
     if len(jax.devices()) < 2:
       pytest.skip("needs two devices")
     rows = PartitionSpec("data")

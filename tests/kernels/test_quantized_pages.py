@@ -11,7 +11,7 @@ import jaxkv_kernels as kernels
 from tests.tools.pool_copies import assert_in_place
 
 POOL = (12, 2, 4, 8)
-# Storage dtype: its format, its largest number, half a step relative to 1.
+# Storage dtype: (format, largest number, half a step relative to 1).
 FORMATS = {
   "int8": (np.int8, 127.0, 0.5 / 127),
   "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448.0, 2**-4),
@@ -20,7 +20,7 @@ FORMATS = {
 }
 SIDES = ("k_pages", "v_pages")
 PLACES = {
-  "page_ids": jnp.asarray([3, 0, 12, 2, 1], jnp.int32),  # 12: nowhere
+  "page_ids": jnp.asarray([3, 0, 12, 2, 1], jnp.int32),  # 12: out of range
   "offsets": jnp.asarray([1, 0, 3, 2, 2], jnp.int32),
 }
 over_storage = pytest.mark.parametrize("storage", FORMATS)
@@ -75,7 +75,7 @@ class TestQuantize:
   @over_storage
   @pytest.mark.parametrize("size", [1e-35, 1e-37, 3e-38])
   def test_tiny_numbers_stay_numbers(self, storage, size):
-    """Where largest / 448 is no normal number, digits are lost, not all."""
+    """If largest / 448 is subnormal, numbers lose digits but not all."""
     values = np.array([size, 0, -size / 2], np.float32)
     stored, scale = kernels.quantize(jnp.asarray(values), storage)
     assert scale >= np.finfo(np.float32).tiny
@@ -85,7 +85,7 @@ class TestQuantize:
 
   @over_storage
   @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-  def test_what_is_not_finite_is_not_hidden(self, storage, bad):
+  def test_non_finite_numbers_are_not_hidden(self, storage, bad):
     values = jnp.asarray([[1.0, bad, 2.0], [1.0, 3.0, 2.0]])
     _, scale = kernels.quantize(values, storage)
     assert np.isnan(scale).tolist() == [True, False]
@@ -136,7 +136,7 @@ class TestAppend:
 
   @pytest.mark.parametrize("storage", ["int8", "uint8"])
   def test_in_place_in_a_scan(self, storage):
-    """float8 dtypes are not, on a CPU: hence uint8."""
+    """float8 dtypes are not in place on a CPU, hence uint8."""
     shape = (512, 2, 16, 32)
 
     def loop(k_pages, v_pages, k_scale, v_scale):

@@ -1,4 +1,4 @@
-"""Decodes of rows that begin with the same pages."""
+"""Decoding rows that begin with the same pages."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def sharing(shape, **changes):
   return shape, case
 
 
-# On a CPU "auto" is all that is quick; test_attention_backends has the others.
+# On a CPU only "auto" is quick.
 BACKENDS, FLOAT32_L2 = ("auto",), 1e-6
 if jax.default_backend() == "gpu":
   BACKENDS, FLOAT32_L2 = tuple(RUNNERS), 2e-6
@@ -98,7 +98,7 @@ class TestSharedPrefix:
       "alibi",
     ],
   )
-  def test_equals_the_definition(self, always, backend, name):
+  def test_equals_the_reference(self, always, backend, name):
     shape, case = sharing(SHAPES[name])
     q = queries(case, shape, len(LENGTHS))
     wanted = reference.paged_decode(
@@ -128,7 +128,7 @@ class TestSharedPrefix:
   def test_parts_of_clusters_that_a_backend_serves(
     self, always, monkeypatch, name, most
   ):
-    """Those of 4 rows are cut where it serves the heads of fewer."""
+    """Clusters of 4 rows are cut if the backend serves the heads of fewer."""
     shape, case = sharing(SHAPES[name])
     q = queries(case, shape, len(LENGTHS))
     wanted = reference.paged_decode(
@@ -151,8 +151,8 @@ class TestSharedPrefix:
     assert_matches(out, lse, *wanted, case.dtype)
 
   @pytest.mark.parametrize(("dim", "rows"), [(64, 3), (128, 1)])
-  def test_pays_by_what_will_serve(self, dim, rows):
-    """On a TPU `xla` has head sizes of 64; there all rows read as one."""
+  def test_the_gate_depends_on_the_backend_that_serves(self, dim, rows):
+    """On a TPU `xla` serves head sizes of 64, with all rows in lockstep."""
     device = jax.sharding.AbstractDevice(
       device_kind="TPU v6 lite", num_cores=1, platform="tpu"
     )
@@ -177,7 +177,7 @@ class TestSharedPrefix:
     assert planned(least // rows + 1) is not None
 
   @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton", "mosaic_tpu"])
-  def test_samples_of_many_heads_a_head_of_keys(self, always, backend):
+  def test_many_query_heads_per_kv_head(self, always, backend):
     """16 samples with 8 query heads each: more rows than a tile may have."""
     shape = jax.ShapeDtypeStruct
     pool = shape((64, 1, 16, 128), jnp.bfloat16)
@@ -226,7 +226,7 @@ class TestSharedPrefix:
 
   @pytest.mark.parametrize("name", ["page16_gqa4_d128", "sinks", "alibi"])
   def test_a_table_smaller_than_the_length(self, always, name):
-    """Tokens past the table do not exist, in what is shared or not."""
+    """Tokens past the table do not exist, with and without sharing."""
     shape, case = sharing(SHAPES[name])
     case = dataclasses.replace(case, page_table=case.page_table[:, :3])
     case.lengths[5] = 48  # and row 2, of the same cluster, has 150
@@ -239,14 +239,14 @@ class TestSharedPrefix:
     assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
   def test_the_last_token_is_never_shared(self, always):
-    """Rows whose pages are all the same still have one of their own."""
+    """Rows whose pages are all the same still keep one page to themselves."""
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     case.lengths[[0, 1, 3, 6]] = 32
     shared, _ = decode(case, queries(case, shape, len(LENGTHS)))
     assert sorted(shared.tokens.tolist()) == [16, 64]
 
-  def test_what_saves_little_is_not_shared(self, monkeypatch):
-    """Not with these lengths, though tables of this size might."""
+  def test_small_savings_are_not_shared(self, monkeypatch):
+    """With these lengths; longer rows in tables of this size could pay."""
     for platform in shared_prefix._LEAST_SAVING:
       monkeypatch.setitem(shared_prefix._LEAST_SAVING, platform, 2**20)
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
@@ -261,7 +261,7 @@ class TestSharedPrefix:
       np.testing.assert_allclose(a, b, atol=1e-6)
 
   def test_no_plan_where_it_never_pays(self):
-    """And a decode says what to do with none."""
+    """A decode without a plan says what to do."""
     table, lengths = jnp.ones((4, 2), jnp.int32), jnp.ones(4, jnp.int32)
     pool = jnp.zeros((3, 2, 16, 32))
     plan = kernels.plan_shared_prefix(
@@ -276,7 +276,7 @@ class TestSharedPrefix:
     lengths, shared = np.array([70, 80, 200]), np.array([64, 64, 0])
     tokens = np.array([64, 0])
     saved = shared_prefix._saved(*put(lengths, tokens, shared), lockstep)
-    # In lockstep all rows read the third row's 200 tokens, and 2 clusters more.
+    # In lockstep all rows, and 2 clusters, read the third row's 200 tokens.
     assert int(saved) == (-128 if lockstep else 64)
 
   @pytest.mark.parametrize(

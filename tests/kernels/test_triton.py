@@ -1,4 +1,4 @@
-"""What tables of shapes do not reach of the backend `triton`, interpreted."""
+"""The backend `triton`, interpreted: cases beyond the table of shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class TestScales:
 
 class TestReach:
   def test_a_window_ends_at_the_query_and_not_at_the_table(self):
-    """Queries from 14 on, of which a table of 16 tokens holds two."""
+    """Queries from position 14 on; two of them fit in the 16-token table."""
     rng = np.random.default_rng(0)
     keys, values = rng.standard_normal((2, 2, 1, 8, 32)).astype(np.float32)
     q = rng.standard_normal((1, 8, 2, 32)).astype(np.float32)
@@ -110,7 +110,7 @@ class TestParts:
   @pytest.mark.parametrize(
     ("batch", "columns", "heads"), [(1, 8192, 32), (8, 1024, 64), (1, 2048, 32)]
   )
-  def test_a_prompt_of_many_programs_is_no_matter_of_splits(
+  def test_prompts_with_many_programs_are_rarely_split(
     self, batch, columns, heads
   ):
     """Each part is as large as the output, so there is little room for them."""
@@ -128,8 +128,8 @@ class TestParts:
 
   @pytest.mark.parametrize("splits", [1, 2, 3, 8, 16])
   @pytest.mark.parametrize("window", [None, 300])
-  def test_any_number_of_them(self, monkeypatch, splits, window):
-    """Programs of many blocks, and of one; some have nothing to do."""
+  def test_any_number_of_splits(self, monkeypatch, splits, window):
+    """Programs have many blocks, one, or none."""
     monkeypatch.setattr(triton, "_PROGRAMS", splits)
     rng = np.random.default_rng(0)
     pools = rng.standard_normal((2, 64, 1, 16, 64)).astype(np.float32)

@@ -50,7 +50,7 @@ write = jax.jit(memory.write)
 
 
 def attend_by_name(kv, view, layer, q, **options):
-  """`attend`, which takes the options by their names."""
+  """`attend`, with the options as keywords."""
   return memory.attend(kv, view, layer, q, **call_of(**options))
 
 

@@ -1,4 +1,4 @@
-"""What `jaxkv.kv` refuses, and by which name."""
+"""Bad arguments of `jaxkv.kv`, and the names in the errors."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ def share(where):
     (lambda: memory.gather(KV, 0, ID), r"`page_table` .* got int32\[1\]"),
   ],
 )
-def test_what_is_no_array(call, message):
+def test_arguments_that_are_not_arrays(call, message):
   with pytest.raises((TypeError, ValueError), match=message):
     call()
 
@@ -91,7 +91,7 @@ USES = {
     ({"counts": jnp.ones(1)}, "`view.counts` must be int32, got float32"),
   ],
 )
-def test_what_is_no_view(use, fields, message):
+def test_views_with_bad_fields(use, fields, message):
   with pytest.raises((TypeError, ValueError), match=message):
     use(replaced(**fields))
 
@@ -124,7 +124,7 @@ class TestLayers:
       (np.asarray(-1), "from 0 to 2, got -1"),
     ],
   )
-  def test_what_is_no_layer(self, verb, layer, message):
+  def test_bad_layers(self, verb, layer, message):
     message = f"^`layer` must be {message}"
     with pytest.raises((TypeError, ValueError), match=message):
       verb(layer)
@@ -132,7 +132,7 @@ class TestLayers:
   @pytest.mark.parametrize(
     "layer", [1, np.int64(1), np.asarray(1), jnp.int32(1), jnp.int8(1)]
   )
-  def test_any_integer_is_one(self, layer):
+  def test_any_integer_type_is_a_layer(self, layer):
     written = memory.write(KV, VIEW, layer, NEW, NEW)
     k, _ = memory.gather(written, layer, TABLE)
     np.testing.assert_array_equal(written.k[PAGES + 3, :, 0], 1)
@@ -163,6 +163,6 @@ class TestCheck:
     with pytest.raises(ValueError, match=r"`kv` must .* got 24 of 4; make"):
       memory.check(KV, self.config(**changes))
 
-  def test_a_state_is_no_config(self):
+  def test_a_state_is_not_a_config(self):
     with pytest.raises(TypeError, match=r"got CacheState; .* state\.config"):
       memory.check(KV, jaxkv.init(self.config()))

@@ -1,4 +1,4 @@
-"""A decode step's pieces of work, made once and handed on to every layer."""
+"""A decode step's plan, made once and used in every layer."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ class TestPlan:
     ids=["its own", "later"],
   )
   def test_attention_through_a_plan(self, step, monkeypatch, starts, counts):
-    """Of these rows, or of those they once were."""
+    """A plan of these rows, or of the rows of an earlier step."""
     kv, view, q = step
     pieces = memory.plan_decode(kv, view, backend="mosaic_gpu").plan
     assert pieces is not None
@@ -83,7 +83,7 @@ class TestPlan:
       kernels.paged_decode, interpret=InterpretGPUParams(detect_races=True)
     )
     monkeypatch.setattr(kernels, "paged_decode", interpreted)
-    # What was traced before would not be again.
+    # Calls that have been traced before would not be traced again.
     importlib.import_module("jaxkv._src.kv.attention")._attend.clear_cache()
     view = dataclasses.replace(view, plan=pieces)
     options = {"return_lse": True, "backend": "mosaic_gpu"}
@@ -96,8 +96,8 @@ class TestPlan:
     )
     np.testing.assert_allclose(lse, wanted[1], atol=1e-4)
 
-  def test_layers_cut_nothing(self, step):
-    """With a plan no layer counts up the pieces of all rows."""
+  def test_layers_do_not_cut_the_work_again(self, step):
+    """With a plan no layer computes a prefix sum over the rows' pieces."""
     kv, view, q = step
     for planned in (False, True):
       if planned:
@@ -107,11 +107,11 @@ class TestPlan:
       assert ("cumsum" in names) != planned
 
   @pytest.mark.parametrize("backend", ["xla", "triton", "mosaic_tpu", "auto"])
-  def test_backends_without_one(self, step, backend):
+  def test_backends_without_plans(self, step, backend):
     kv, view, _ = step
     assert memory.plan_decode(kv, view, backend=backend).plan is None
 
-  def test_costs_those_who_ignore_it_nothing(self, step):
+  def test_an_ignored_plan_costs_nothing(self, step):
     kv, view, q = step
     planned = memory.plan_decode(kv, view, backend="mosaic_gpu")
     without, given = (
@@ -123,8 +123,8 @@ class TestPlan:
       memory.attend(kv, planned, 1, q), memory.attend(kv, view, 1, q)
     )
 
-  def test_only_a_decode_uses_it(self, step):
-    """Several columns are attended to without."""
+  def test_only_a_decode_uses_a_plan(self, step):
+    """Attention over several columns ignores it."""
     kv, view, q = step
     planned = memory.plan_decode(kv, view, backend="mosaic_gpu")
     wide = jnp.broadcast_to(q, (4, 3, HEADS, DIM))
@@ -132,7 +132,7 @@ class TestPlan:
       memory.attend(kv, planned, 1, wide), memory.attend(kv, view, 1, wide)
     )
 
-  def test_keeps_what_is_shared(self, step):
+  def test_keeps_shared_pages(self, step):
     kv, view, _ = step
     view = memory.share(kv, view, num_clusters=1, cluster_size=2)
     assert memory.plan_decode(kv, view).shared is view.shared

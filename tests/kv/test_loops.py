@@ -208,7 +208,7 @@ class TestMeshes:
 
   @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
   def test_a_cache_per_shard(self, step):
-    """Data parallel: shards share nothing, and say so to shard_map."""
+    """Data parallel: the shards share nothing."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
     x = draw(0, 2, 3, 1, HEADS, DIM)
     where = view([TABLE, TABLE[::-1]], [[3, 2, 0], [0, 1, 6]], [[1] * 3] * 2)

@@ -30,7 +30,7 @@ from tests.kv.memory import write
 
 class TestInit:
   def test_storage_on_a_cpu(self):
-    """bfloat16 travels as bits; everything else as itself."""
+    """bfloat16 is stored as its bits, float16 as itself."""
     assert make("bfloat16").k.dtype == np.uint16
     assert make("bfloat16").dtype == "bfloat16"
     assert make("float16").k.dtype == np.float16
@@ -110,7 +110,7 @@ class TestWrite:
           wanted[page, :, position % SIZE] = new[row, column]
       np.testing.assert_array_equal(pages, wanted.view(kv.k.dtype))
 
-  # a table entry that is no place to write to, and a position
+  # a table entry and a position where nothing can be written
   @pytest.mark.parametrize(
     ("entry", "start"),
     [
@@ -133,7 +133,7 @@ class TestWrite:
     np.testing.assert_array_equal(out.k, 0)
     np.testing.assert_array_equal(out.v, 0)
 
-  def test_a_layer_that_is_none(self):
+  def test_a_layer_that_does_not_exist(self):
     kv = make()
     new = jnp.ones((1, 1, KV_HEADS, DIM))
     where = view([[3]], [0], [1])

@@ -22,7 +22,7 @@ from tests.kv.memory import make
 from tests.kv.memory import view
 from tests.kv.memory import write
 
-# Format: relative error of a rounded number whose vector's largest is 1.
+# For each format, the error of a rounded number in a vector whose largest is 1.
 FORMATS = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3}
 over_formats = pytest.mark.parametrize("dtype", FORMATS)
 

@@ -60,7 +60,7 @@ def forked():
 
 
 def next_tokens(state, kv, steps):
-  """A view of one more token a row after some, its keys written."""
+  """A view of one more token a row after `steps`, its keys written."""
   view = None
   for step in range(steps):
     ones = jnp.ones((6,), jnp.int32)
@@ -120,7 +120,7 @@ class TestShare:
     out = memory.attend(kv, shared, 1, q, options=WINDOW)
     np.testing.assert_array_equal(out, wanted)
 
-  def test_little_is_not_shared(self, forked, monkeypatch):
+  def test_small_savings_are_not_shared(self, forked, monkeypatch):
     view, kv = next_tokens(*forked, 1)
     never = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     assert never.shared is None
@@ -132,8 +132,8 @@ class TestShare:
       memory.attend(kv, shared, 1, q), memory.attend(kv, view, 1, q)
     )
 
-  def test_lives_in_a_loop(self, always, forked):
-    """Built and used inside of jit, with lengths that change."""
+  def test_in_a_loop(self, always, forked):
+    """Made and used inside jit, with lengths that change."""
     view, kv = next_tokens(*forked, 2)
 
     @jax.jit
@@ -151,15 +151,15 @@ class TestShare:
       np.testing.assert_allclose(out, memory.attend(kv, now, 1, q), atol=1e-6)
 
   @pytest.mark.parametrize("change", ["later", "earlier", "idle", "other"])
-  def test_a_view_that_is_older_than_its_rows(self, always, forked, change):
-    """What rows no longer share is not read for them."""
+  def test_rows_that_have_changed_since_share(self, always, forked, change):
+    """Pages that a row no longer shares are not read for it."""
     view, kv = next_tokens(*forked, 3)
     at = dataclasses.replace(view, starts=view.starts - 2)
     at = memory.share(kv, at, num_clusters=2, cluster_size=SAMPLES)
     some = jnp.asarray([False, True, False, False, True, True])
     changes = {
       "later": {"starts": view.starts},
-      # To inside of what was shared; row 1 to the end of it.
+      # To a position inside the shared pages; row 1 to their end.
       "earlier": {"starts": jnp.where(some, 20, at.starts).at[1].set(63)},
       "idle": {"counts": jnp.where(some, 0, at.counts)},
       "other": {
@@ -203,14 +203,14 @@ class TestShare:
 class TestRefreshShared:
   @pytest.fixture
   def shared(self, forked, monkeypatch):
-    """A view of rows that share, as many of them as there are."""
+    """A view in which all rows share pages."""
     least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
     view, kv = next_tokens(*forked, 1)
     return memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES), kv
 
   def test_a_fresh_view_stays_one(self, shared):
-    """Whatever passes it on; what is left to check is in its type."""
+    """Through every transformation, since its type says so."""
     view, kv = shared
     fresh = memory.refresh_shared(kv, view)
     jax.tree.map(np.testing.assert_array_equal, fresh.view, view)
@@ -222,8 +222,8 @@ class TestRefreshShared:
     for name, other in passed.items():
       assert isinstance(other, memory.FreshView), name
 
-  def test_a_fresh_view_is_not_stepped_on(self, shared):
-    """Its rows are those that were checked; a step begins with its view."""
+  def test_a_fresh_view_is_for_one_step(self, shared):
+    """Only its own rows were checked; the next step starts from `view`."""
     view, kv = shared
     fresh = memory.refresh_shared(kv, view)
     with pytest.raises(TypeError, match="starts"):
@@ -242,7 +242,7 @@ class TestRefreshShared:
     )
 
   def test_stepping_in_a_loop(self, shared):
-    """Rows that end and move on in a loop; shared pages found before it."""
+    """Rows advance and end in a loop; shared pages are found before it."""
     view, kv = shared
 
     @functools.partial(jax.jit, static_argnames="checked")
@@ -293,7 +293,7 @@ class TestRefreshShared:
     q = draw(9, 6, 1, HEADS, DIM)
     assert compares_tables(in_loops(layers, kv, view, q), view) != fresh
 
-  def test_a_model_s_layers_do_not(self, shared):
+  def test_layers_of_a_model_do_not_compare_tables(self, shared):
     view, kv = shared
     config = LlamaConfig(
       vocab_size=11,
@@ -323,7 +323,7 @@ def compares_tables(found, view):
 
 class TestTree:
   def test_a_branch_equals_its_own_sequence(self, forked):
-    """Two drafts in one call: each as if the other were not there."""
+    """Two drafts in one call give what each gives alone."""
     state, kv = forked
     counts = jnp.asarray([4, 0, 0, 0, 0, 0], jnp.int32)
     state, _ = jaxkv.allocate(state, counts)

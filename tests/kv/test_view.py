@@ -28,7 +28,7 @@ def state():
 
 
 def own_pages(state, group, slot):
-  """Pages of a slot in one group, as the cache says."""
+  """Pages of a slot in one group, from the cache."""
   table = np.asarray(state.page_table)
   # The groups' axis is the one of size 2.
   return np.moveaxis(table, table.shape.index(2), 0)[group, slot]
@@ -100,7 +100,7 @@ def test_in_a_trace(state):
     ([1, 2**40, 3], ValueError, "`counts` must fit int32"),
   ],
 )
-def test_what_are_no_counts(state, counts, error, message):
+def test_bad_counts(state, counts, error, message):
   with pytest.raises(error, match=message):
     view(state, counts=counts)
 
@@ -114,12 +114,12 @@ def test_what_are_no_counts(state, counts, error, message):
     (True, TypeError, "`group` must be a Python int, got True"),
   ],
 )
-def test_what_is_no_group(state, group, error, message):
+def test_bad_groups(state, group, error, message):
   with pytest.raises(error, match=message):
     view(state, group=group, counts=[1, 0, 0])
 
 
-def test_what_is_no_state(state):
+def test_bad_states(state):
   with pytest.raises(TypeError, match="CacheState"):
     view(CONFIG, counts=[1, 0, 0])
   stack = jax.tree.map(lambda x: jnp.stack([x, x]), state)

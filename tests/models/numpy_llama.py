@@ -1,4 +1,4 @@
-"""The decoder in float64 numpy, one token at a time: the definition."""
+"""The reference decoder in float64 NumPy, one token at a time."""
 
 from typing import Any
 

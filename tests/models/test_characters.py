@@ -88,7 +88,7 @@ class TestTraining:
     assert [step for _, a, b in spans for step in range(a, b)] == list(
       range(steps)
     )
-    # One shape, one compilation: only the last span of all may be short.
+    # Each length costs a compilation: only the last span of all may be short.
     assert {b - a for _, a, b in spans[:-1]} <= {25}
     assert len({phase.context for phase, _, _ in spans}) == num_shapes
 
@@ -98,7 +98,7 @@ class TestKeptWeights:
 
   @pytest.fixture
   def trainings(self, monkeypatch):
-    """Replaces training by a count of calls and weights that tell them."""
+    """Replaces training by a list of calls, and weights that differ by call."""
     calls = []
 
     def train(tokens, config, recipe, *, progress):
@@ -166,7 +166,7 @@ class TestKeptWeights:
       ("shape", "other names, shapes"),
     ],
   )
-  def test_a_whole_file_of_something_else(
+  def test_an_intact_file_with_other_contents(
     self, trainings, tmp_path, change, reason
   ):
     self._model(tmp_path)

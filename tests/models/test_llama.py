@@ -37,7 +37,7 @@ def _params(config: models.LlamaConfig) -> Any:
 
 
 def _assert_close(found: Any, expected: Any) -> None:
-  # Float32, and sums of at most 64 terms of order 1 taken in another order.
+  # Float32 sums of at most 64 terms of order 1, added in another order.
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -103,7 +103,7 @@ def _whole(params: Any, tokens: Any, config: models.LlamaConfig) -> np.ndarray:
 
 
 class _Paged:
-  """`forward` with its pages, behind the shape of a step."""
+  """`forward` with its pages, as a function of a step."""
 
   def __init__(self, params, config, num_rows, max_len, page_size=4):
     self.run = functools.partial(models.forward, config=config)
@@ -122,7 +122,7 @@ class _Paged:
 
 
 class _Dense:
-  """`forward_dense` with its cache, behind the shape of a step."""
+  """`forward_dense` with its cache, as a function of a step."""
 
   def __init__(self, params, config, num_rows, max_len):
     self.run = functools.partial(models.forward_dense, config=config)
@@ -257,7 +257,7 @@ class TestDecoder:
     assert none.shape == (3, 0, _VOCAB)
     _assert_close(last[0, 0], all_[0, 5])
     _assert_close(last[1, 0], all_[1, 2])
-    # Whatever is asked for, the same keys and values were kept.
+    # The same keys and values are kept, whichever logits are asked for.
     after = [step(tokens[:, :1], counts, [1] * 3) for step in steps]
     _assert_close(after[1], after[0])
     _assert_close(after[2], after[0])

@@ -1,4 +1,4 @@
-"""The loop: the same tokens as a dense cache, whatever the cache does."""
+"""The loop generates the same tokens as a dense cache in every situation."""
 
 import dataclasses
 import functools
@@ -155,7 +155,7 @@ class TestTokens:
   def test_pages_read_once_give_the_same_tokens(
     self, monkeypatch, small_model, dense_run
   ):
-    """As if it always paid, however small the model."""
+    """Sharing is forced, because it would not pay for a small model."""
     least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
     slots, pages, page_size, samples, temperature = _RUNS["sampled"]
@@ -185,7 +185,7 @@ class TestTokens:
       assert int(counters.prefilled) < prompt_tokens // 2
 
   def test_a_sequence_alone(self, small_model, program):
-    """Neither its slot nor its neighbours change what it says."""
+    """Neither its slot nor its neighbours change its tokens."""
     everyone = _initial(small_model, 3, 40, 8, 1)
     run = functools.partial(program, small_model.params)
     together = run(everyone, jnp.float32(1), jnp.int32(0)).sequences
@@ -201,7 +201,7 @@ class TestTokens:
       )
 
   def test_log_probs_are_the_models(self, small_model, program):
-    """Those of a forward pass without any cache."""
+    """They equal those of a forward pass without any cache."""
     state = _initial(small_model, 3, 40, 8, 1)
     end = program(small_model.params, state, jnp.float32(0.7), jnp.int32(0))
     tokens = end.sequences.tokens
@@ -226,7 +226,7 @@ class TestTokens:
 
 class TestSpans:
   def test_any_span_gives_the_same_state(self, small_model, program):
-    """Also what a checkpoint in the middle gives back: bitwise."""
+    """Bitwise, also from a checkpoint in the middle."""
     run = functools.partial(program, small_model.params)
     state = _initial(small_model, 3, 40, 8, 1)
     whole = run(state, jnp.float32(1), jnp.int32(0))
@@ -278,7 +278,7 @@ class TestHopelessSequences:
     held = jnp.sum(cache.pool.pin_count)
     assert int(end.cache.pool.queue.num_free) == 39 - int(held)
 
-  def test_a_length_that_no_prompt_has(self, small_model, program):
+  def test_lengths_out_of_range(self, small_model, program):
     state = _initial(small_model, 3, 40, 8, 1)
     lengths = state.sequences.length.at[1].set(0).at[2].set(500)
     sequences = dataclasses.replace(state.sequences, length=lengths)
@@ -348,7 +348,7 @@ class TestArguments:
       )
 
 
-def test_begun_inside_a_program(small_model):
+def test_init_inside_a_program(small_model):
   """Prompts that the program closes over are known while it is traced."""
   state = _initial(small_model, 2, 40, 8, 1)
   prompts, lengths = _prompts(small_model)
