@@ -56,7 +56,7 @@ _LAST_CASE = 130
 
 # Each process has a GPU context of about half a GB.
 _MOST_PROCESSES = 12
-# Several processes take turns on one GPU, and torch needs room beside jax.
+# Several processes share one GPU, and torch needs memory too.
 _ROOM = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 

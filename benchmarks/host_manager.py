@@ -3,7 +3,7 @@
 | op             | one call                                                   |
 |----------------|------------------------------------------------------------|
 | step_256       | `step`: one token for each of 256 running requests; 1/16   |
-|                | of them take a page in every group, as many publish one    |
+|                | of them take a page in every group, 1/16 publish one       |
 | allocate_slots | the same for one of these requests alone                   |
 | admit_4096     | `get_computed_pages` and `allocate_slots`, one prompt of   |
 |                | 4,096 tokens                                               |

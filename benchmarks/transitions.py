@@ -34,8 +34,8 @@ between calls, untimed. Small pools have fewer steps. All sizes alternate in
 every round.
 
 Not measured: dispatch from Python, compilation, K/V memory and the model,
-sweeps of the free queue's ring (after hits, once in at least as many releases
-as there are pages), an accelerator unless jax runs on one.
+sweeps of the free queue's ring (after hits, at most once in as many releases as
+the pool has pages), an accelerator unless jax runs on one.
 
   python benchmarks/transitions.py [--quick] [--json FILE]
 

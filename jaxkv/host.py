@@ -26,7 +26,7 @@ reference systems. It differs from them on purpose in these points:
 - a prefix that needs no page, as with a window of 1. Here: no hit. There: a
   chunked group alone "hits" in an empty cache.
 - a prompt that ends inside a page. Here: the last page is cached when it is
-  full. There: also cached under a key of its own, in full groups of larger
+  full. There: also cached under its own key, in full groups of larger
   pages.
 - `step`. Here: all requests give back pages behind their windows, then all take
   pages, then all publish. There: one request after the other, as

@@ -20,7 +20,7 @@ Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,
 tree masks, keys and values of different size; pools of float32, bfloat16,
 float16, float8_e4m3fn, float8_e5m2 and int8, the last three with a scale for
 each head or for each token and head. Pages that no sequence uses may hold
-anything, NaN too. Attention is not for training: it has no gradient of its own.
+anything, NaN too. Attention is not for training: it has no gradient rule.
 
 The same tests compare four backends with one float64 reference.
 `backend="auto"` chooses by platform, shapes and number formats. The logger

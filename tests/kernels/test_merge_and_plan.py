@@ -92,7 +92,7 @@ class TestPlan:
     assert plan.tokens == max(1, -(-blocks // workers)) * 64
 
   def test_workers(self):
-    """The pieces that a backend processes at once, over the K/V heads."""
+    """The pieces that a backend processes at once, for each K/V head."""
     for kv_heads, workers in ((8, 33), (1, 264), (1000, 1)):
       pool = jnp.zeros((1, kv_heads, 8, 64), jnp.bfloat16)
       assert kernels.decode_workers(pool, backend="mosaic_gpu") == workers

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     write = None
     if args.json is not None:
       write = stack.enter_context(json_file.opened(args.json))
-    result = _replayed(requests, args.rule, args.pages)
+    result = _replay(requests, args.rule, args.pages)
     if write is not None:
       write(result)
   _print_table(args, result)
@@ -150,7 +150,7 @@ def _num_blocks(request: TraceRequest, rule: str) -> int:
   return request.input_length // BLOCK_TOKENS
 
 
-def _replayed(
+def _replay(
   requests: list[TraceRequest], rule: str, pages: int
 ) -> dict[str, Any]:
   """Replays requests and returns the figures to print and write."""
@@ -247,11 +247,11 @@ def _span(
 ) -> tuple[jaxkv.CacheState, _Served]:
   """Serves requests, one after the other."""
   return lax.scan(
-    lambda state, request: _served(state, tokens, request), state, work
+    lambda state, request: _serve(state, tokens, request), state, work
   )
 
 
-def _served(
+def _serve(
   state: jaxkv.CacheState, tokens: Array, request: _Work
 ) -> tuple[jaxkv.CacheState, _Served]:
   """Serves one request: admit, commit, free."""

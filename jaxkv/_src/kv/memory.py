@@ -33,7 +33,7 @@ class KVPages:
 
   Attributes:
     k: keys, in the storage dtype.
-    v: values, in the storage dtype, in a buffer of their own.
+    v: values, in the storage dtype, in a separate buffer.
     num_layers: L.
     dtype: the number format of keys and values, such as "bfloat16"; on a CPU
       bfloat16 is stored as its bits in uint16, float8_e4m3fn in uint8.

@@ -27,7 +27,7 @@ class View:
   For the next step, replace `starts` and `counts`, and keep `shared` and
   `plan`. `attend` checks which rows still begin with the pages in `shared` and
   reads the others alone; `refresh_shared` does that once for all layers. With
-  an old plan the work is less balanced; results are unchanged.
+  an old plan the work is less balanced; results are still right.
 
   Attributes:
     page_table: page ids of each row's sequence, in order, of one layer group; 0
@@ -135,7 +135,7 @@ def check_view(view: View) -> None:
 
 
 def check_rows(view: View, name: str, array: jax.Array) -> None:
-  """Raises unless an array has as many rows as a view."""
+  """Raises unless an array has one row for each row of a view."""
   check_view(view)
   check.is_array(name, array)
   batch = view.page_table.shape[0]

@@ -96,11 +96,11 @@ def character_model(
   )
   facts = _facts(text, config, recipe)
   path = _folder(folder) / f"characters-{_digest(facts)[:16]}.npz"
-  params = _kept(path, facts, config)
+  params = _load(path, facts, config)
   if params is None:
     tokens = vocabulary.training_tokens(text, characters)
     params, _ = training.train(tokens, config, recipe, progress=progress)
-    _keep(path, facts, params)
+    _save(path, facts, params)
   return CharacterModel(config=config, params=params, vocabulary=characters)
 
 
@@ -141,7 +141,7 @@ def _folder(folder: str | os.PathLike[str] | None) -> pathlib.Path:
   return pathlib.Path(chosen or platformdirs.user_cache_dir("jaxkv"))
 
 
-def _kept(
+def _load(
   path: pathlib.Path, facts: dict[str, Any], config: LlamaConfig
 ) -> llama.Params | None:
   """The weights in the file, or None if they must be trained."""
@@ -160,7 +160,7 @@ def _kept(
     return None
 
 
-def _keep(
+def _save(
   path: pathlib.Path, facts: dict[str, Any], params: llama.Params
 ) -> None:
   try:

@@ -53,24 +53,25 @@ class LlamaConfig:
       _check_size(name, getattr(self, name))
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
-        f"num_kv_heads={self.num_kv_heads} must divide "
-        f"num_heads={self.num_heads}."
+        f"`num_kv_heads` must divide num_heads, {self.num_heads}, got "
+        f"{self.num_kv_heads}."
       )
     if self.head_dim % 2:
       raise ValueError(
-        f"head_dim={self.head_dim} must be even: rotary positions rotate pairs."
+        "`head_dim` must be even, since rotary positions rotate pairs, got "
+        f"{self.head_dim}."
       )
     for name in ("rope_base", "norm_eps"):
       value = getattr(self, name)
       if not value > 0:
-        raise ValueError(f"{name} must be positive, not {value}.")
+        raise ValueError(f"`{name}` must be positive, got {value}.")
     dtype = jnp.dtype(self.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
-      raise ValueError(f"dtype must be a floating type, not {dtype.name}.")
+      raise ValueError(f"`dtype` must be a floating type, got {dtype.name}.")
     object.__setattr__(self, "dtype", dtype)
 
 
 def _check_size(name: str, value: Any) -> None:
   whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
   if not whole or value < 1:
-    raise ValueError(f"{name} must be an int of at least 1, not {value!r}.")
+    raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")

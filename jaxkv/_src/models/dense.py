@@ -64,8 +64,8 @@ def init(
   shape = (num_layers, batch_size, max_len, num_kv_heads, head_dim)
   if min(shape) < 1:
     raise ValueError(
-      "num_layers, batch_size, max_len, num_kv_heads and head_dim must each "
-      f"be at least 1, not {shape}."
+      "`num_layers`, `batch_size`, `max_len`, `num_kv_heads` and `head_dim` "
+      f"must each be at least 1, got {shape}."
     )
   return DenseCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 

@@ -378,22 +378,24 @@ def _check_inputs(
   config: LlamaConfig,
 ) -> None:
   if tokens.ndim != 2:
-    raise ValueError(f"tokens must be [B, T], not of shape {tokens.shape}.")
+    raise ValueError(f"`tokens` must be [B, T], got shape {tokens.shape}.")
   if positions.shape != tokens.shape:
     raise ValueError(
-      f"positions must be of the shape of tokens {tokens.shape}, not "
+      f"`positions` must have the shape of tokens, {tokens.shape}, got "
       f"{positions.shape}."
     )
   if counts is not None and counts.shape != tokens.shape[:1]:
     raise ValueError(
-      f"counts must be of shape {tokens.shape[:1]}, not {counts.shape}."
+      f"`counts` must have shape {tokens.shape[:1]}, got {counts.shape}."
     )
   if wanted not in ("all", "last", "none"):
-    raise ValueError(f'logits must be "all", "last" or "none", not {wanted!r}.')
+    raise ValueError(
+      f'`logits` must be "all", "last" or "none", got {wanted!r}.'
+    )
   embed = (config.vocab_size, config.embed_dim)
   if params["embed"].shape != embed or params["embed"].dtype != config.dtype:
     raise ValueError(
-      f'params["embed"] is {params["embed"].dtype.name}'
-      f"{list(params['embed'].shape)}, but config asks for "
-      f"{config.dtype.name}{list(embed)}."
+      f'`params["embed"]` must be {config.dtype.name}{list(embed)}, as in '
+      f"config, got {params['embed'].dtype.name}"
+      f"{list(params['embed'].shape)}."
     )

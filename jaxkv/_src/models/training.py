@@ -56,9 +56,11 @@ class Recipe:
 
   def __post_init__(self) -> None:
     if self.steps < 1:
-      raise ValueError(f"steps must be at least 1, not {self.steps}.")
+      raise ValueError(f"`steps` must be at least 1, got {self.steps}.")
     if not self.phases or min(phase.share for phase in self.phases) < 1:
-      raise ValueError(f"phases must hold shares of 1 or more: {self.phases}.")
+      raise ValueError(
+        f"`phases` must have shares of at least 1, got {self.phases}."
+      )
 
 
 def train(

@@ -17,7 +17,7 @@ class Vocabulary:
   Attributes:
     characters: the known characters, each once; token i is character i.
 
-  The stop token, the last one, ends a text and stands for no character.
+  The last token is the stop token. It ends a text and is not a character.
 
   Examples:
     >>> vocabulary = Vocabulary("abc")
@@ -69,7 +69,7 @@ class Vocabulary:
     pieces = [*self.characters, stop]
     flat = np.asarray(tokens)
     if flat.ndim != 1:
-      raise ValueError(f"tokens must be [T], not of shape {flat.shape}.")
+      raise ValueError(f"`tokens` must be [T], got shape {flat.shape}.")
     for i, token in enumerate(flat.tolist()):
       if not 0 <= token < self.size:
         raise ValueError(

@@ -78,7 +78,7 @@ def generate_dense(
         logits[:, -1],
         temperature,
       )
-      sequences, ended = queue.appended(
+      sequences, ended = queue.append(
         sequences, numbers, going, drawn, log_probs, config
       )
       return memory, sequences, going & ~ended

@@ -126,7 +126,7 @@ def _admit_waiting(
     state,
     cache=cache,
     kv=kv,
-    sequences=queue.failed(sequences, numbers, hopeless, admitted.code),
+    sequences=queue.fail(sequences, numbers, hopeless, admitted.code),
     running=ops.put(
       state.running, ops.where_valid(enters, slots), values=numbers
     ),
@@ -242,7 +242,7 @@ def _decode(
     temperature,
   )
   cache, _ = commit(state.cache, tokens, view.counts)
-  sequences, ended = queue.appended(
+  sequences, ended = queue.append(
     sequences, numbers, runs, drawn, log_probs, state.config
   )
   counters = _count(state.counters, cache, runs)
@@ -262,7 +262,7 @@ def _decode(
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   """Preempts the youngest sequence if a slot got no page.
 
-  A sequence that runs alone already has every page, so it is given up.
+  A sequence that runs alone cannot get more pages, so it is given up.
 
   Returns:
     The state, and bool[B]: the slot that the caller frees at the step's end.
@@ -279,7 +279,7 @@ def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   count = jnp.sum(victim & ~alone, dtype=jnp.int32)
   state = dataclasses.replace(
     state,
-    sequences=queue.failed(sequences, state.running, victim & alone, code),
+    sequences=queue.fail(sequences, state.running, victim & alone, code),
     running=jnp.where(victim, none, state.running),
     paused=state.paused | (count > 0),
     counters=dataclasses.replace(

@@ -103,7 +103,7 @@ def with_status(
   )
 
 
-def failed(
+def fail(
   sequences: Sequences, numbers: Array, mask: Array, code: Array
 ) -> Sequences:
   """Sets status FAILED and the codes of `numbers` where `mask` holds."""
@@ -114,7 +114,7 @@ def failed(
   )
 
 
-def appended(
+def append(
   sequences: Sequences,
   numbers: Array,
   mask: Array,

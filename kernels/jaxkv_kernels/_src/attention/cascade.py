@@ -131,7 +131,7 @@ def cascade_decode(
 
 
 def _check_shared(q: jax.Array, shared: SharedPrefix) -> None:
-  """A SharedPrefix for as many rows as q has."""
+  """A SharedPrefix for the rows of q."""
   if not isinstance(shared, SharedPrefix):
     raise TypeError(
       f"`shared` must be a SharedPrefix, got {type(shared).__name__}; if"

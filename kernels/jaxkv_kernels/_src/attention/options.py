@@ -122,7 +122,7 @@ def check_options(
     k_pages: [N, K, S, D], checked.
     v_pages: [N, K, S, Dv], checked.
     page_offset: an integer scalar.
-    plan: for as many rows as q has, or None.
+    plan: for the rows of q, or None.
     value_dim: checked.
     interpret: passed on.
 
@@ -209,7 +209,7 @@ def check_tree_mask(
 
 
 def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:
-  """A plan for as many rows as q has, or None."""
+  """A plan for the rows of q, or None."""
   if plan is None:
     return
   if not isinstance(plan, DecodePlan):

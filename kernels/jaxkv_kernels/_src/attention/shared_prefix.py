@@ -34,7 +34,7 @@ class SharedPrefix(NamedTuple):
     tokens: how many tokens a cluster shares, in whole pages; 0 where sharing
       does not pay.
     prefix_table: the pages of the cluster's first row.
-    own_tokens: tokens of each row behind those it shares.
+    own_tokens: tokens of each row after those it shares.
     own_table: the pages of those tokens.
   """
 
