@@ -195,22 +195,19 @@ def pack_step(
   check_length(limits, running[longest].request_id, int(total[longest]))
   tokens = tokens_of_all(running)
   publish = np.minimum(total, np.array([*map(len, tokens)], np.int32))
-  padded = pad_tokens(
-    config,
-    config.num_slots,
-    running,
-    tokens,
-    held.sent[slots],
-    publish,
-    plain=not held.with_items,
-  )
+  padded = _pad_all(held, running, tokens, held.sent[slots], publish)
   fields = {
+    "slots": slots,
     "behind": written,
     "room": np.minimum(total + num_lookahead_tokens, limits.max_model_len),
     "tokens": total,
     "publish": publish,
   }
-  return slots, _packed(slots, padded, (), fields)
+  call = np.zeros((len(Call._fields), config.num_slots), np.int32)
+  call[_ROW_OF["slots"]] = _NOWHERE  # Rows past `slots` have no slot.
+  for name, values in fields.items():
+    call[_ROW_OF[name], : len(slots)] = values
+  return slots, np.concatenate([call.ravel(), padded.ravel()])
 
 
 def _new_tokens(num_new_tokens: Any, num_running: int) -> np.ndarray:
@@ -264,10 +261,9 @@ def pack_lookup(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Tokens, their number and the salt, for `step.look_up`."""
   check_length(limits, request.request_id, request.num_tokens)
-  stop = np.asarray([request.num_tokens], np.int32)
-  held = [request.token_ids]
-  tokens = pad_tokens(limits.config, 1, [request], held, 0 * stop, stop)
-  return tokens, stop, salt_of(request)[None]
+  tokens = _pad_one(limits.config, request, 0, request.num_tokens)
+  length = np.asarray([request.num_tokens], np.int32)
+  return tokens[None], length, salt_of(request)[None]
 
 
 def pack_one(
@@ -279,55 +275,51 @@ def pack_one(
   **fields: int,
 ) -> np.ndarray:
   """The argument of `step.advance` for one request; a new one has a hit."""
-  config = held.config
+  config, begin = held.config, int(held.sent[slot])
+  counts, flags = np.zeros((2, config.num_groups), np.int32)
   pages = np.zeros((config.num_groups, config.pages_per_slot), np.int32)
-  counts, flags = np.zeros((2, 1, config.num_groups), np.int32)
-  flags[0, list(silent)] = 1
+  for group in silent:
+    flags[group] = 1
   for group, column in enumerate(hit.pages if hit else ()):
     pages[group, : len(column)] = column
-    counts[0, group] = len(column)
-  start = held.sent[slot : slot + 1]
-  stop = np.maximum(start, fields.get("publish", 0))
-  tokens = pad_tokens(config, 1, [request], [request.token_ids], start, stop)
-  salt = salt_of(request).view(np.int32)[None]
-  parts = (salt, counts, pages.reshape(1, -1), flags)
-  return _packed([slot], tokens, parts, fields)
+    counts[group] = len(column)
+  tokens = _pad_one(config, request, begin, fields.get("publish", 0))
+  call = {"slots": slot} | fields
+  numbers = np.array([call.get(name, 0) for name in Call._fields], np.int32)
+  salt = salt_of(request).view(np.int32)
+  return np.concatenate([numbers, salt, counts, pages.ravel(), flags, tokens])
 
 
-def _packed(
-  slots: Sequence[int] | np.ndarray,
-  tokens: np.ndarray,
-  parts: Sequence[np.ndarray],
-  fields: dict[str, Any],
+def _pad_one(
+  config: CacheConfig, request: Request, begin: int, end: int
 ) -> np.ndarray:
-  """Fields, parts and int32[R, T] tokens, one after the other, in one array.
-
-  Rows past `slots` have no slot.
-  """
-  call = np.zeros((len(Call._fields), len(tokens)), np.int32)
-  call[_ROW_OF["slots"], len(slots) :] = _NOWHERE
-  for name, values in ({"slots": slots} | fields).items():
-    call[_ROW_OF[name], : len(slots)] = values
-  return np.concatenate([part.reshape(-1) for part in (call, *parts, tokens)])
+  """int32[T]: tokens `begin .. end` of a request, T one of a few widths."""
+  padded = np.zeros((_width(config, end - begin),), np.int32)
+  if end > begin:
+    held = content(request, request.token_ids, begin, end)
+    padded[: end - begin] = held
+  return padded
 
 
-def pad_tokens(
-  config: CacheConfig,
-  num_rows: int,
-  requests: Sequence[Any],
+def _width(config: CacheConfig, count: int) -> int:
+  longest = config.slot_tokens
+  return min(next(n for n in (*_WIDTHS, longest) if n >= count), longest)
+
+
+def _pad_all(
+  held: RequestSlots,
+  running: Sequence[Any],
   tokens: Sequence[Sequence[int]],
   start: np.ndarray,
   stop: np.ndarray,
-  plain: bool = False,
 ) -> np.ndarray:
-  """int32[num_rows, T]: tokens `start .. stop` of requests, int32[R] each.
+  """int32[B, T]: tokens `start .. stop` of requests, int32[R] each.
 
-  T is one of a few widths, and may be 1 if no placeholder is among the
-  tokens.
+  T is as for one request, or 1 if no placeholder is among the tokens.
   """
-  counts, longest = stop - start, config.slot_tokens
+  counts, num_rows = stop - start, len(held.sent)
   most = int(counts.max())
-  if most <= 1 and plain:
+  if most <= 1 and not held.with_items:
     # Decoding: the newest token of each; a loop over rows is too slow.
     newest = np.zeros((num_rows, 1), np.int32)
     ends = zip(tokens, stop.tolist(), strict=True)
@@ -337,28 +329,39 @@ def pad_tokens(
       return newest
     except (OverflowError, TypeError):
       pass  # The loop below names the request, if its token counts.
-  width = next(n for n in (*_WIDTHS, longest) if n >= most)
-  padded = np.zeros((num_rows, min(width, longest)), np.int32)
+  padded = np.zeros((num_rows, _width(held.config, most)), np.int32)
   for row in np.flatnonzero(counts > 0).tolist():
     begin, end = int(start[row]), int(stop[row])
-    held = content(requests[row], tokens[row], begin, end)
-    padded[row, : end - begin] = held
+    padded[row, : end - begin] = content(running[row], tokens[row], begin, end)
   return padded
 
 
 def answers(
   state: CacheState, slots: Sequence[int] | np.ndarray, out: Advanced
 ) -> list[CachePages | None]:
-  """New pages of each row, None where there were too few.
-
-  Few rows have any in one step.
-  """
+  """New pages of each row, None where there were too few."""
   nothing = CachePages(tuple([] for _ in state.config.groups))
   results: list[CachePages | None] = [nothing] * len(slots)
   counts = out.stop - out.begin
+  most = counts.max()
+  if most > 0:
+    _fill(results, state, slots, out, counts, most)
+  for row in np.flatnonzero(~out.ok[: len(slots)]):
+    results[row] = None
+  return results
+
+
+def _fill(
+  results: list[CachePages | None],
+  state: CacheState,
+  slots: Sequence[int] | np.ndarray,
+  out: Advanced,
+  counts: np.ndarray,
+  most: int,
+) -> None:
+  """Writes the pages of rows that have new ones; few rows have any."""
   rows = np.flatnonzero(counts.any(axis=1))
-  counts, most = counts[rows], counts.max()
-  pages = out.pages[rows, :, :most]
+  counts, pages = counts[rows], out.pages[rows, :, :most]
   if most > pages.shape[2]:
     table = np.asarray(state.page_table)[np.asarray(slots)[rows]]
     columns = out.begin[rows][..., None] + np.arange(most)
@@ -369,6 +372,3 @@ def answers(
   ):
     new = tuple([own[:n] for own, n in zip(groups, count, strict=True)])
     results[row] = CachePages(new, new)
-  for row in np.flatnonzero(~out.ok[: len(slots)]):
-    results[row] = None
-  return results

@@ -192,16 +192,17 @@ def fetch(packed: Array, num_rows: int, num_groups: int) -> Advanced:
   for _ in range(_POLLS):
     if packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
       break
-  widths = np.array([1, 1, 1, num_groups, num_groups])
-  parts = np.split(np.asarray(packed), np.cumsum(widths * num_rows))
-  ok, sound, length, begin, stop, pages = parts
+  flat, pairs = np.asarray(packed), num_rows * num_groups
+  pages = 3 * num_rows + 2 * pairs
+  ok, sound, length = flat[: 3 * num_rows].reshape(3, num_rows)
+  columns = flat[3 * num_rows : pages].reshape(2, num_rows, num_groups)
   return Advanced(
     ok=ok != 0,
     sound=sound != 0,
     length=length,
-    begin=begin.reshape(num_rows, num_groups),
-    stop=stop.reshape(num_rows, num_groups),
-    pages=pages.reshape(num_rows, num_groups, -1),
+    begin=columns[0],
+    stop=columns[1],
+    pages=flat[pages:].reshape(num_rows, num_groups, -1),
   )
 
 
