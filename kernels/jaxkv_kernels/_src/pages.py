@@ -71,7 +71,7 @@ def gather_pages(
   *,
   page_offset: jax.Array | int = 0,
 ) -> jax.Array:
-  """The sequences' tokens as one dense array of numbers (never bits).
+  """Gathers the tokens of sequences into one dense array of numbers.
 
   Args:
     pages: [N, K, S, D].

@@ -15,8 +15,8 @@ from jaxkv._src.cache.group_kinds import GroupKind
 def final_pages(config: CacheConfig, tokens: Array) -> Array:
   """int32[..., G]: pages that have their key when tokens are committed.
 
-  Hits end where all groups have a whole page, so pages past the last such place
-  wait. With a draft model a group may need one page more than the hit.
+  A hit ends where every group ends a page. Pages past the last such position
+  get their keys later. With a draft model a group may need one page more.
   """
   aligned = ops.quotient(tokens, config.alignment) * config.alignment
 
