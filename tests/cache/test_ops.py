@@ -73,3 +73,8 @@ def test_rows_of_items_on_every_platform(unroll, rows):
   found = np.asarray(ops._num_ended(ends, items, unroll=unroll))
   np.testing.assert_array_equal(found[: len(expected)], expected)
   np.testing.assert_array_equal(found[len(expected) :], rows)
+
+
+def test_positions_between_two_columns():
+  inside = ops.between(ints(1, 0), ints(3, 0), 4)
+  assert inside.tolist() == [[False, True, True, False], [False] * 4]

@@ -105,6 +105,13 @@ class Rows(NamedTuple):
     return where_valid(valid, self.slots)
 
 
+def between(start: Array, stop: Array, size: int) -> Array:
+  """bool[..., size]: the positions `start .. stop`, int32[...] both."""
+  position = jnp.arange(size, dtype=jnp.int32)
+  position = position.reshape(*(1,) * start.ndim, size)
+  return (position >= start[..., None]) & (position < stop[..., None])
+
+
 def num_earlier(values: Array) -> Array:
   """The number of earlier elements that are equal to each element.
 

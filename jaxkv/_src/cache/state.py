@@ -272,12 +272,10 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
   ]
   # A verb for all slots has rows by slots, others by their first arrays.
-  optional = "slots" in parameters and parameters["slots"].default is None
-  lead = (
-    "slots"
-    if optional
-    else next((name for name in parameters if name != "slots"), "slots")
-  )
+  slots = parameters.get("slots")
+  others = [name for name in parameters if name != "slots"]
+  all_slots = slots is not None and slots.default is None
+  lead = "slots" if all_slots or not others else others[0]
 
   plain: Any = function
 

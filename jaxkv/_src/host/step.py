@@ -305,7 +305,6 @@ def _whole_fits(
     jnp.maximum(required - covered, 0),
   )
   woken = reserve.woken(state, plan, hits.pages)
-  woken &= plan.begins[:, None, None]
   need += jnp.sum(woken, axis=2, dtype=jnp.int32)
   need = jnp.sum(need, axis=1, dtype=jnp.int32) + call.keep_free
   return (call.whole == 0) | (need <= state.pool.queue.num_free)
@@ -340,9 +339,8 @@ def _sound(
   After the lookup they may have been evicted and handed to another request.
   """
   config, index = state.config, state.pool.index
-  first = config.sizes.skipped_pages(call.behind)[..., None]
-  column = jnp.arange(hits.pages.shape[2], dtype=jnp.int32)[None, None]
-  used = (column >= first) & (column < hits.stop[..., None])
+  first = config.sizes.skipped_pages(call.behind)
+  used = ops.between(first, hits.stop, hits.pages.shape[2])
   if index is None:
     return ~jnp.any(used, axis=(1, 2))
 
@@ -378,8 +376,7 @@ def _silence(
   if state.pool.new is None:
     return state
   pages = ops.take(state.page_table, call.slots)
-  column = jnp.arange(pages.shape[2], dtype=jnp.int32)[None, None]
-  fresh = (column >= plan.hit[..., None]) & (column < plan.stop[..., None])
+  fresh = ops.between(plan.hit, plan.stop, pages.shape[2])
   fresh &= hits.silent[..., None] & (pages > 0)
   place = ops.where_valid(fresh, pages)
   new = ops.put(state.pool.new, place, values=False)

@@ -12,7 +12,6 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.ops import alike
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
@@ -47,7 +46,7 @@ def generate_dense(
   Returns:
     The sequences, all done.
   """
-  params, memory, sequences, temperature = alike(
+  params, memory, sequences, temperature = ops.alike(
     (params, memory, sequences, temperature)
   )
   total = sequences.length.shape[0]

@@ -25,7 +25,6 @@ from jax import lax
 
 from jaxkv import kv as kv_memory
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.ops import alike
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_failure
@@ -78,7 +77,7 @@ def generate(
   Returns:
     The state; `is_done` tells whether all sequences are done.
   """
-  params, state, temperature, max_steps = alike(
+  params, state, temperature, max_steps = ops.alike(
     (params, state, temperature, max_steps)
   )
   begin = state.counters.steps

@@ -44,8 +44,7 @@ class Prefix(NamedTuple):
 
   def attached_pages(self, config: CacheConfig, num_columns: int) -> Array:
     """int32[R, G, num_columns]: the pages of the prefix, NO_PAGE elsewhere."""
-    column = jnp.arange(self.pages.shape[2], dtype=jnp.int32)[None, None]
-    inside = (column >= self.first[..., None]) & (column < self.stop[..., None])
+    inside = ops.between(self.first, self.stop, self.pages.shape[2])
     pages = jnp.where(inside, self.pages, jnp.int32(config.no_page))
     missing = num_columns - pages.shape[2]
     return jnp.pad(

@@ -257,10 +257,9 @@ def pages_in(
 
 
 def woken(state: CacheState, plan: Reservation, hits: Array) -> Array:
-  """bool[R, G, P]: hits that stand in the free queue."""
-  column = jnp.arange(hits.shape[2], dtype=jnp.int32)[None, None]
-  first, stop = plan.first[..., None], plan.hit[..., None]
-  inside = (column >= first) & (column < stop)
+  """bool[R, G, P]: hits in the free queue, of sequences that begin."""
+  inside = ops.between(plan.first, plan.hit, hits.shape[2])
+  inside &= plan.begins[:, None, None]
   return inside & page_pool.is_free(state.pool, hits)
 
 
@@ -275,7 +274,6 @@ def _with_hits(
   """bool[R]: the rows served, where they may share hits."""
   available = state.pool.queue.num_free
   free = woken(state, plan, hits) & asked[:, None, None]
-  free &= plan.begins[:, None, None]
   upper = need + jnp.sum(free, axis=(1, 2), dtype=jnp.int32)
 
   def one_by_one() -> Array:

@@ -127,8 +127,7 @@ def num_pages(
   counts = stop - start
   if has_states(config):
     # Between two states there are only null pages.
-    column = jnp.arange(table.shape[-1], dtype=jnp.int32)[None, None]
-    inside = (column >= start[..., None]) & (column < stop[..., None])
+    inside = ops.between(start, stop, table.shape[-1])
     held = ops.take(table, slots) > 0
     counts = jnp.sum(inside & held, axis=2, dtype=jnp.int32)
   return jnp.sum(counts, axis=1, dtype=jnp.int32)
