@@ -92,7 +92,7 @@ class TestKinds:
 
   def test_a_window_larger_than_the_slot(self):
     state, tokens = _filled(SlidingWindow(2**31 - 1))
-    state, out = jaxkv.recycle(state, lengths=ints(2**31 - 1, 2**31 - 1))
+    state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [0, 0]
     assert jaxkv.match(state, tokens, ints(14)).pages.tolist() == [
       [[1, 2, 3, 16]]
@@ -100,7 +100,7 @@ class TestKinds:
 
   def test_a_chunk_larger_than_the_slot(self):
     state, tokens = _filled(ChunkedLocal(2**31 - 1))
-    state, out = jaxkv.recycle(state, lengths=ints(2**31 - 1, 0))
+    state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [0, 0]
     assert jaxkv.match(state, tokens, ints(14)).num_cached_tokens.tolist() == [
       12

@@ -1,5 +1,7 @@
 """The prefix index: from keys to pages, through buckets of eight."""
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from jaxkv._src.cache.prefix import prefix_index
@@ -98,3 +100,20 @@ def test_a_cleared_index_has_nothing():
   index = prefix_index.clear(published(prefix_index.init(16, 2), 1, 2))
   assert found(index, 1, 2) == [0, 0]
   assert not index.buckets.any() and not index.overflow.any()
+
+
+def test_the_older_page_is_found_across_a_wrap_of_the_clock():
+  """Pages 1 and 3 are equal; between them the clock passes 2**32."""
+  index = prefix_index.init(16, 2)
+  index = dataclasses.replace(index, clock=jnp.uint32(2**32 - 1))
+  index = published(index, 1, 3, key=(1, 1))
+  assert int(index.clock) == 1
+  assert found(index, 1) == [1]
+
+
+def test_a_cleared_index_counts_no_overflow():
+  """Nine pages of one key: a bucket of eight overflows."""
+  pages = range(1, 10)
+  index = published(prefix_index.init(16, 2), *pages, key=[1] * 9)
+  assert int(index.overflow.sum()) == 1
+  assert int(prefix_index.clear(index).overflow.sum()) == 0

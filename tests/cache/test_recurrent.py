@@ -200,7 +200,9 @@ def test_scratch_pages_are_no_room_for_tokens():
 
 def test_null_pages_are_not_given_back():
   state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
-  state, out = jaxkv.recycle(state, lengths=ints(9, 0))
+  tokens = jnp.zeros((1, 4), jnp.int32)
+  state, _ = jaxkv.commit(state, tokens, ints(4), slots=ints(0))
+  state, out = jaxkv.recycle(state)
   assert out.num_recycled_pages.tolist() == [1, 0]
 
 

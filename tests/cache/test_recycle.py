@@ -8,10 +8,12 @@ import jaxkv
 from jaxkv import ChunkedLocal
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
+from jaxkv import Status
 from tests.cache.by_hand import PAGES
 from tests.cache.by_hand import held
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import pages
+from tests.cache.by_hand import rows
 from tests.cache.by_hand import table
 from tests.cache.by_hand import tiny
 from tests.cache.by_hand import write
@@ -36,6 +38,25 @@ def test_full_attention_leaves_nothing_behind():
   state, out = jaxkv.recycle(state)
   assert out.num_recycled_pages.tolist() == [0, 0, 0]
   assert pages(state, 0) == [1, 2, 3]
+
+
+def test_only_final_tokens_are_left_behind():
+  """A window of 3 in the second group: 4 tokens have room, 3 are final.
+
+  A fork is owed a copy of the page that token 3 will be written to. If pages
+  were given back beyond token 3, it would be a copy of the null page, and a
+  page without the K/V of token 3 would be found under its key.
+  """
+  state = tiny(FullAttention(), SlidingWindow(3), num_pages=12)
+  state, _ = jaxkv.allocate(state, ints(4, 0, 0))
+  prompt = rows({0: (1, 2, 3)})
+  state, _ = jaxkv.commit(state, prompt, ints(3, 0, 0))
+  before = state.page_table
+  state, out = jaxkv.recycle(state, lengths=ints(12, 0, 0))
+  assert out.code.tolist() == [Status.BAD_LENGTH, Status.OK, Status.OK]
+  assert (state.page_table == before).all()
+  state, forked = jaxkv.fork(state, ints(0), ints(1))
+  assert (forked.copies.src > 0).all()
 
 
 class TestRecycle:

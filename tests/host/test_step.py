@@ -231,3 +231,15 @@ def test_a_step_of_all_slots(make):
     running
   )
   jaxkv.check(cache.state)
+
+
+def test_a_request_that_was_freed_does_not_step():
+  """The same requests again, of which one holds nothing any more."""
+  cache = single(CacheManager)
+  requests = [request("a", range(5)), request("b", range(50, 57))]
+  for one in requests:
+    admit(cache, one)
+  assert None not in cache.step(requests)
+  cache.free(requests[1])
+  with pytest.raises(KeyError, match="'b' holds no page"):
+    cache.step(requests)

@@ -37,7 +37,8 @@ class Pool:
     self.popped += 1
     if self.keys.pop(page, None) is not None:
       self.evicted += 1
-      self.lifetime[(self.clock - self.born[page]).bit_length()] += 1
+      published = self.clock - self.born[page] - 1  # After this one.
+      self.lifetime[published.bit_length()] += 1
       self.idle[(self.clock - self.released[page]).bit_length()] += 1
     self.refs[page] = 1
     return page

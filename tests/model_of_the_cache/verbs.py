@@ -244,16 +244,26 @@ class Ending(Slots):
 
   def recycle_slots(self, lengths, slots, mask=None):
     """`jaxkv.recycle` with slot numbers."""
-    codes = self._named_slots(slots, mask)
+    codes = [
+      code or self._not_final(slot, length)
+      for slot, length, code in zip(
+        slots, lengths, self._named_slots(slots, mask), strict=True
+      )
+    ]
     given = [
       0 if code else self._recycle(slot, length)
       for slot, length, code in zip(slots, lengths, codes, strict=True)
     ]
     return {"code": self._note(codes), "num_recycled_pages": given}
 
+  def _not_final(self, slot, length):
+    """What is not final may still be attended to."""
+    final = len(self.slots[slot].tokens)
+    return Status.BAD_LENGTH if length > final else Status.OK
+
   def _recycle(self, slot, length):
-    """The same for one slot; no sequence is longer than its slot."""
-    length, given = min(max(length, 0), self.config.slot_tokens), 0
+    """The same for one slot."""
+    length, given = max(length, 0), 0
     sequence = self.slots[slot]
     for number, group in enumerate(self.groups):
       pages = sequence.pages[number]

@@ -276,7 +276,8 @@ def count_evicted(
   return dataclasses.replace(
     ages,
     evicted=Residency(
-      lifetime=_count(counts.lifetime, clock - stamps, valid),
+      # A page's stamp is the clock before its own publication.
+      lifetime=_count(counts.lifetime, clock - stamps - 1, valid),
       idle=_count(counts.idle, clock - since, valid),
     ),
   )

@@ -118,14 +118,15 @@ def recycle(
 
   Args:
     state: the cache.
-    lengths: int32[R], tokens whose K/V no write in flight still needs; None
-      for `state.length`. Negative for none.
+    lengths: int32[R], tokens whose K/V no write in flight still needs, at most
+      `state.length` of the slot; None for `state.length`. Negative for none.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows that count; None for all.
 
   Returns:
-    The cache, and per row OK, SKIPPED or BAD_SLOT (out of range, or named by
-    an earlier row).
+    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or named by an
+    earlier row) or BAD_LENGTH (more than the slot's length: a later token may
+    still attend to what is not final).
 
   Examples:
     >>> import jaxkv
@@ -139,9 +140,13 @@ def recycle(
     ([2], [[0, 0, 3, 4]])
   """
   rows = rows_of(state, slots, mask)
-  lengths = rows.read(state.length) if lengths is None else lengths
-  code = first_code((rows.skipped, Status.SKIPPED), (rows.bad, Status.BAD_SLOT))
-  code = jnp.broadcast_to(code, rows.slots.shape)
+  length = rows.read(state.length)
+  lengths = length if lengths is None else lengths
+  code = first_code(
+    (rows.skipped, Status.SKIPPED),
+    (rows.bad, Status.BAD_SLOT),
+    (lengths > length, Status.BAD_LENGTH),
+  )
   state, num_pages = drop_behind(state, rows, lengths, code == Status.OK)
   out = Recycled(code=code, num_recycled_pages=num_pages)
   return state, out
