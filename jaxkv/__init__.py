@@ -38,9 +38,12 @@ Guarantees:
 - Pages are taken in exact LRU order: in the order in which they were released,
   a sequence's tail before its prefix. `CacheConfig.free_policy` says where
   pages without a key go.
-- There is no false hit. Keys are 128 bits, seeded, and chained page by page
-  with the salt and the epoch in the root. A page is a hit only if its stored
-  tokens are those looked up.
+- There is no false hit. Keys are 128 bits, chained page by page with the salt
+  and the epoch in the root, and derived from the state's secret (`init(key=)`).
+  A page is a hit only if its stored tokens are those looked up. Nobody who
+  chooses prompts, and sees which are hits and even their keys, can make two
+  prefixes with one key; only who has the secret can. It is in the state:
+  whoever may read a saved state may read it.
 - The cost does not depend on the pool. No verb of a decode loop does work that
   grows with the number of pages, and the compiled loop copies no array of that
   size.

@@ -19,13 +19,24 @@ from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.prefix import prefix_index
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NumberedConfig(CacheConfig):
+  """A config with a number.
+
+  Another number makes another config, so that jit finds no verb that was
+  compiled while the library was patched otherwise.
+  """
+
+  number: int = 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Setup:
   """A cache and the shapes of all calls, so that each verb compiles once.
 
   Attributes:
-    config: the cache's sizes. Its seed is its own, so that no compiled verb is
-      shared with a cache that is patched otherwise.
+    config: the cache's sizes. Its number is its own, so that no compiled verb
+      is shared with a cache that is patched otherwise.
     rows: R.
     columns: T, one more than fit into a slot.
     window: items handled at once, where it is not as many as usual; everything
@@ -68,7 +79,7 @@ def _half_a_ring(num_pages: int, init=free_queue.init) -> free_queue.FreeQueue:
 
 
 def small(
-  seed: int,
+  number: int,
   size: int,
   groups: int | tuple[GroupKind, ...] = 1,
   window: int | None = None,
@@ -81,7 +92,7 @@ def small(
   """Four slots of four pages, and pages for little more than two of them.
 
   Args:
-    seed: of the config.
+    number: of the config.
     size: tokens a page.
     groups: of layers; a number for so many of full attention.
     window: see `Setup`.
@@ -94,13 +105,13 @@ def small(
   if isinstance(kinds, int):
     kinds = (FullAttention(),) * kinds
   a_slot = sum(pages_per_slot * size // (k.page_size or size) for k in kinds)
-  config = CacheConfig(
+  config = NumberedConfig(
     num_pages=num_pages or 5 * a_slot // 2 + 2,
     page_size=size,
     num_slots=4,
     pages_per_slot=pages_per_slot,
     groups=kinds,
-    seed=seed,
+    number=number,
     **options,
   )
   flags = dict.fromkeys(worse.split(), True)
@@ -239,13 +250,13 @@ SETUPS = {
 
 # More rows than any window of the library is wide.
 WIDE = Setup(
-  CacheConfig(
+  NumberedConfig(
     num_pages=900,
     page_size=2,
     num_slots=160,
     pages_per_slot=4,
     groups=(FullAttention(),) * 2,
-    seed=301,
+    number=301,
   ),
   rows=150,
   columns=9,

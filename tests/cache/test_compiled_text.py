@@ -13,6 +13,7 @@ import pytest
 
 import jaxkv
 from jaxkv._src.cache.pool import free_queue
+from tests.cache.setups import NumberedConfig
 from tests.tools.compiled_loops import work_in_loops
 
 SIZES = (16_384, 65_536)
@@ -83,12 +84,12 @@ def looped(step, state, tokens):
 @functools.cache
 def compiled(step, loop, num_pages: int, sweep: bool, **options):
   """The program that a user gets who jits the loop and donates the state."""
-  config = jaxkv.CacheConfig(
+  config = NumberedConfig(
     num_pages=num_pages,
     page_size=4,
     num_slots=SLOTS,
     pages_per_slot=16,
-    seed=2 + sweep,  # A patched verb must not be found in jit's cache.
+    number=2 + sweep,
     **options,
   )
   with pytest.MonkeyPatch.context() as patch:

@@ -115,4 +115,4 @@ def test_what_is_told_of_cached_pages_needs_some(options):
 
 def test_equal_configs_are_equal_keys():
   assert config() == config() and hash(config()) == hash(config())
-  assert config() != dataclasses.replace(config(), seed=1)
+  assert config() != dataclasses.replace(config(), event_log=1)

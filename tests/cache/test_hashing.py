@@ -1,4 +1,4 @@
-"""Are page keys as good as random, and what if they were not?"""
+"""Are page keys as good as random, who can make two equal, and what then?"""
 
 import dataclasses
 import functools
@@ -9,37 +9,40 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv import CacheConfig
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
+from tests.cache.by_hand import ints
+from tests.cache.setups import NumberedConfig
 
 BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
 
-def config(page_size=4, **options):
-  return CacheConfig(
-    num_pages=8,
-    page_size=page_size,
-    num_slots=1,
-    pages_per_slot=1,
-    **options,
-  )
+def secret(*key):
+  """The secrets of three groups, from a key of up to four words."""
+  words = [*key, 0, 0, 0, 0][:4]
+  return hashing.make_secret(jnp.asarray(words, jnp.uint32), 3)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def digests(cfg, tokens):
-  return hashing.page_digests(cfg, tokens)
+SECRET = secret(1, 2, 3, 4)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def whole_keys(cfg, tokens, epoch, salt, group):
+@jax.jit
+def digests_of(secrets, tokens):
+  return hashing.page_digests(secrets, tokens)
+
+
+def digests(tokens, secrets=SECRET):
+  return digests_of(secrets, jnp.asarray(tokens))
+
+
+@jax.jit
+def whole_keys(secrets, tokens, epoch, salt, group):
   """Keys of first pages, each of a sequence of its own."""
-  root = hashing.root_key(cfg, epoch, salt)
+  root = hashing.root_key(secrets, epoch, salt)
   start = jnp.broadcast_to(root, (tokens.shape[0], 4))
-  pages = hashing.page_digests(cfg, tokens)[:, None]
-  chain = hashing.chain_keys(start, pages)[:, 0]
+  chain = hashing.row_keys(secrets, start, tokens[:, None])[:, 0]
   groups = jnp.broadcast_to(group, tokens.shape[:1])
-  return hashing.group_key(cfg, chain, groups)
+  return hashing.group_key(secrets, chain, groups)
 
 
 def as_uint64(keys):
@@ -90,9 +93,7 @@ class TestDefinition:
   @pytest.mark.parametrize("size", [1, 3, 4, 9])
   def test_digest_absorbs_four_tokens_at_a_time(self, size):
     tokens = np.random.default_rng(size).integers(-(2**31), 2**31, (3, size))
-    start = np.asarray(digests(config(1), jnp.zeros((1, 1), jnp.int32)))[0]
-    # One zero token: the digest is the permuted secret, whatever that is.
-    state = _inverse(tuple(int(word) for word in start))
+    state = tuple(int(word) for word in SECRET[0])
     for row in tokens:
       words = [int(t) % 2**32 for t in row] + [0] * (-size % 4)
       key = state
@@ -101,7 +102,7 @@ class TestDefinition:
         key = python_permutation(
           [a ^ b for a, b in zip(key, block, strict=True)]
         )
-      got = digests(config(size), jnp.asarray(row[None], jnp.int32))
+      got = digests(jnp.asarray(row[None], jnp.int32))
       assert tuple(int(word) for word in got[0]) == key
 
   def test_chain_is_page_by_page(self):
@@ -131,28 +132,6 @@ class TestDefinition:
     )
 
 
-def _inverse(words):
-  """Undoes `python_permutation`."""
-  mask = 2**32 - 1
-
-  def rotate(x, n):
-    return (x >> n | x << (32 - n)) & mask
-
-  a, b, c, d = words
-  for _ in range(8):
-    c = rotate(c, 16)
-    b = rotate(b ^ c, 7)
-    c = (c - b) & mask
-    d = rotate(d ^ a, 13)
-    a = (a - d) & mask
-    d = rotate(d ^ c, 8)
-    c = (c - d) & mask
-    a = rotate(a, 16)
-    b = rotate(b ^ a, 5)
-    a = (a - b) & mask
-  return a, b, c, d
-
-
 # --- quality ----------------------------------------------------------------
 
 
@@ -180,11 +159,9 @@ class TestAvalanche:
     assert abs(rates.mean() - 0.5) < 0.001
 
   def test_tokens(self):
-    cfg = config(6)
-
     def key(words):
       tokens = jax.lax.bitcast_convert_type(words, jnp.int32)
-      return hashing.page_digests(cfg, tokens)
+      return hashing.page_digests(SECRET, tokens)
 
     self.check(key, 6)
 
@@ -197,12 +174,15 @@ class TestAvalanche:
     self.check(key, 4)
 
   def test_salt(self):
-    cfg = config()
-    self.check(lambda w: hashing.root_key(cfg, jnp.uint32(0), w), 4)
+    self.check(lambda w: hashing.root_key(SECRET, jnp.uint32(0), w), 4)
+
+  @pytest.mark.parametrize("row", range(3))
+  def test_secret(self, row):
+    secrets = jax.vmap(lambda key: hashing.make_secret(key, 1)[row])
+    self.check(secrets, 4)
 
   def test_epoch(self):
-    cfg = config()
-    root = jax.vmap(lambda epoch: hashing.root_key(cfg, epoch, None))
+    root = jax.vmap(lambda epoch: hashing.root_key(SECRET, epoch, None))
     self.check(lambda words: root(words[:, 0]), 1)
 
 
@@ -212,7 +192,7 @@ class TestCollisions:
     chunk = 1_000_000
     keys = np.concatenate(
       [
-        as_uint64(digests(config(), _counters(start, chunk)))[:, 0]
+        as_uint64(digests(_counters(start, chunk)))[:, 0]
         for start in range(0, 10_000_000, chunk)
       ]
     )
@@ -220,28 +200,28 @@ class TestCollisions:
     assert np.all(keys[1:] != keys[:-1])
 
   def test_bits_of_counters_are_balanced(self):
-    ones = bits(digests(config(), _counters(0, 200_000))).mean(axis=0)
+    ones = bits(digests(_counters(0, 200_000))).mean(axis=0)
     assert abs(ones - 0.5).max() < 0.0075  # 6.7 sigma
 
   @pytest.mark.parametrize("column", range(8))
   def test_one_token_that_counts(self, column):
     tokens = np.zeros((100_000, 8), np.int32)
     tokens[:, column] = np.arange(100_000)
-    assert distinct(digests(config(8), tokens)) == [100_000] * 2
+    assert distinct(digests(tokens)) == [100_000] * 2
 
   def test_one_bit_set_anywhere(self):
     """Pages of zeros with one bit set, and the page without."""
     tokens = np.zeros((1 + 32 * 16, 16), np.uint32)
     for i in range(32 * 16):
       tokens[1 + i, i // 32] = BITS[i % 32]
-    assert distinct(digests(config(16), tokens.view(np.int32))) == [513] * 2
+    assert distinct(digests(tokens.view(np.int32))) == [513] * 2
 
   def test_permuted_pages(self):
     """The same tokens in another order are another page."""
     rng = np.random.default_rng(0)
     tokens = np.stack([rng.permutation(16) for _ in range(50_000)])
     tokens = np.unique(tokens.astype(np.int32), axis=0)
-    assert distinct(digests(config(16), tokens)) == [len(tokens)] * 2
+    assert distinct(digests(tokens)) == [len(tokens)] * 2
 
   def test_equal_pages_at_other_places_of_a_sequence(self):
     """A chain of zero pages never comes back; nor does a chain of any page."""
@@ -265,42 +245,44 @@ class TestCollisions:
 class TestSeparation:
   """Whatever makes a key private makes all keys differ."""
 
-  def keys(self, cfg, epoch=0, salts=None, group=0):
+  def keys(self, secrets=SECRET, epoch=0, salts=None, group=0):
     tokens = _counters(0, 20_000)
     if salts is None:
       salts = np.zeros((4,), np.uint32)
-    return np.asarray(whole_keys(cfg, tokens, np.uint32(epoch), salts, group))
+    return np.asarray(
+      whole_keys(secrets, tokens, np.uint32(epoch), salts, group)
+    )
 
   def all_differ(self, *sets):
     total = sum(len(keys) for keys in sets)
     assert distinct(np.concatenate(sets)) == [total] * 2
 
-  def test_seeds(self):
-    seeds = (0, 1, 2, 256, 2**32, 2**64, 2**200)
-    self.all_differ(*(self.keys(config(seed=seed)) for seed in seeds))
+  def test_secrets(self):
+    """Keys that differ in one bit, and all rows of one secret."""
+    keys = ((), (1,), (2,), (1 << 31,), (0, 1), (0, 0, 1), (0, 0, 0, 1))
+    self.all_differ(*(self.keys(secret(*key)) for key in keys))
+    rows = np.concatenate([secret(*key) for key in keys])
+    assert distinct(rows) == [len(rows)] * 2
 
   def test_epochs(self):
     epochs = (0, 1, 2, 2**31, 2**32 - 1)
-    self.all_differ(*(self.keys(config(), epoch=e) for e in epochs))
+    self.all_differ(*(self.keys(epoch=e) for e in epochs))
 
   def test_salts(self):
     salts = [np.eye(4, dtype=np.uint32)[i] for i in range(4)]
     salts += [hashing.salt("a"), hashing.salt("b"), hashing.salt("")]
-    self.all_differ(
-      self.keys(config()), *(self.keys(config(), salts=s) for s in salts)
-    )
+    self.all_differ(self.keys(), *(self.keys(salts=s) for s in salts))
 
   def test_groups(self):
-    cfg = config(groups=(jaxkv.FullAttention(),) * 3)
-    self.all_differ(*(self.keys(cfg, group=g) for g in range(3)))
+    self.all_differ(*(self.keys(group=g) for g in range(3)))
 
   def test_epoch_is_not_a_salt(self):
     """No salt of epoch 0 in a simple relation to 1 gives epoch 1."""
     salts = np.zeros((3, 4), np.uint32)
     salts[:, 0] = 1, 2, 3
     self.all_differ(
-      self.keys(config(), epoch=1),
-      *(self.keys(config(), salts=s) for s in salts),
+      self.keys(epoch=1),
+      *(self.keys(salts=s) for s in salts),
     )
 
   def test_text_and_bytes_give_one_salt(self):
@@ -315,7 +297,7 @@ class TestSeparation:
 # --- what if two keys were equal ----------------------------------------------
 
 
-def constant(config, tokens):
+def constant(secrets, tokens):
   """The weakest digest there is."""
   return jnp.zeros((*tokens.shape[:-1], 4), jnp.uint32)
 
@@ -323,8 +305,8 @@ def constant(config, tokens):
 class TestCollision:
   """A hit is believed only if the page holds the tokens that were asked for."""
 
-  cfg = CacheConfig(
-    num_pages=16, page_size=2, num_slots=3, pages_per_slot=4, seed=99
+  cfg = NumberedConfig(
+    num_pages=16, page_size=2, num_slots=3, pages_per_slot=4, number=99
   )
 
   def cache(self):
@@ -360,14 +342,13 @@ class TestCollision:
   def test_a_collision_is_not_merged_either(self, monkeypatch):
     """A page of other tokens must not take another sequence's place."""
     monkeypatch.setattr(hashing, "page_digests", constant)
-    cfg = dataclasses.replace(self.cfg, merge_duplicates=True, seed=98)
+    cfg = dataclasses.replace(self.cfg, merge_duplicates=True, number=98)
     state = jaxkv.init(cfg)
     counts = jnp.full((3,), 2, jnp.int32)
     tokens = jnp.asarray([[1, 2], [1, 3], [1, 2]], jnp.int32)
     state, _ = jaxkv.allocate(state, counts)
     state, _ = jaxkv.commit(state, tokens, counts)
-    laws = jaxkv.check_invariants(state)
-    assert laws["refs"] and laws["free"] and laws["tables"] and laws["keys"]
+    jaxkv.check(state)
     table = state.page_table[:, 0, 0].tolist()
     assert table[0] == table[2] != table[1]
 
@@ -380,8 +361,96 @@ class TestCollision:
 
     monkeypatch.setattr(hashing, "page_digests", constant)
     monkeypatch.setattr(prefix_index, "lookup", blind)
-    self.cfg = dataclasses.replace(self.cfg, seed=97)
+    self.cfg = dataclasses.replace(self.cfg, number=97)
     assert self.cached(self.cache(), (9, 9, 3, 5, 0)) == [4]
+
+
+# --- who can make two keys equal ----------------------------------------------
+
+
+def collision(secrets, rng):
+  """Two different pages of eight tokens with one digest under a secret.
+
+  The second half takes back what the first half changed.
+  """
+  pages = [rng.integers(0, 2**32, 8)]
+  pages.append(np.append(rng.integers(0, 2**32, 4), np.zeros(4, np.int64)))
+  start = np.asarray(secrets[0], np.int64)
+  middle = [
+    np.array(python_permutation([int(w) for w in page[:4] ^ start]), np.int64)
+    for page in pages
+  ]
+  pages[1][4:] = pages[0][4:] ^ middle[0] ^ middle[1]
+  return np.stack(pages).astype(np.uint32).view(np.int32)
+
+
+class TestAdversary:
+  """Page P, then an attacker's Q with P's digest, then a question behind P."""
+
+  cfg = jaxkv.CacheConfig(
+    num_pages=64, page_size=8, num_slots=2, pages_per_slot=3
+  )
+  key = jnp.asarray([5, 6, 7, 8], jnp.uint32)
+
+  def served(self, key, pages, first):
+    """Tokens found of P 6, Q 5, P 5 and Q 6 after P 6 and Q 5 were cached."""
+    rows = np.concatenate([pages, np.full((2, 8), 6), [[9]] * 2], axis=1)
+    rows[1, 8:16] = 5
+    state = jaxkv.init(self.cfg, key)
+    for row in (first, 1 - first):
+      tokens = rows[[row, row], :16]
+      state, _ = jaxkv.allocate(state, ints(16, 0))
+      state, _ = jaxkv.commit(state, tokens, ints(16, 0))
+      state, _ = jaxkv.free(state, slots=ints(0))
+    swapped = rows.copy()
+    swapped[:, 8:16] = rows[::-1, 8:16]
+    asked = np.concatenate([rows, swapped])
+    found = jaxkv.match(state, asked, jnp.full((4,), 17, jnp.int32))
+    jaxkv.check(state)
+    return found.num_cached_tokens.tolist()
+
+  def test_published_page_of_the_old_key(self):
+    """Made for a key that was public: nothing to who does not have ours."""
+    pages = np.array(
+      [
+        [11, 22, 33, 44, 55, 66, 77, 88],
+        [1, 2, 3, 4, -475144964, 899347905, 807740251, 1181671409],
+      ]
+    )
+    for first in (0, 1):
+      assert self.served(None, pages, first) == [16, 16, 8, 8]
+
+  def test_ten_thousand_collisions_of_another_key(self):
+    """No two of them are equal under this key, in any bit but by chance."""
+    rng = np.random.default_rng(0)
+    known = hashing.make_secret(self.key, 1)
+    pairs = np.stack([collision(known, rng) for _ in range(10_000)])
+    theirs, ours = (
+      np.asarray(digests(pairs.reshape(-1, 8), secrets)).reshape(-1, 2, 4)
+      for secrets in (known, SECRET)
+    )
+    assert np.array_equal(theirs[:, 0], theirs[:, 1])
+    assert distinct(ours) == [20_000] * 2
+
+  @pytest.mark.parametrize("first", [0, 1])
+  def test_collisions_of_another_key_in_a_cache(self, first):
+    rng = np.random.default_rng(first)
+    known = hashing.make_secret(self.key, 1)
+    for _ in range(20):
+      pages = collision(known, rng)
+      assert self.served(SECRET[1], pages, first) == [16, 16, 8, 8]
+
+  @pytest.mark.parametrize("first", [0, 1])
+  def test_who_has_the_key_is_served_and_found_out(self, first):
+    """Both are found where they were cached, and `check` blames nobody.
+
+    Behind P a page is found that was computed behind Q: the secret is what
+    keeps them apart.
+    """
+    pages = collision(
+      hashing.make_secret(self.key, 1), np.random.default_rng(first)
+    )
+    assert self.served(self.key, pages, first) == [16, 16, 16, 16]
 
 
 def _counters(start, count):

@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
@@ -55,6 +57,53 @@ def test_sizes_are_a_config():
     jaxkv.init(dataclasses.asdict(CONFIG))
 
 
+class TestKey:
+  def test_without_one_two_caches_have_different_secrets(self):
+    one, two = jaxkv.init(CONFIG), jaxkv.init(CONFIG)
+    assert not np.any(np.asarray(one.secret) == np.asarray(two.secret))
+
+  def test_equal_keys_make_equal_secrets(self):
+    """On the host, traced, and as a key of jax's or its bits."""
+    key = jax.random.key(3)
+    bits = jax.random.bits(key, (4,), jnp.uint32)
+    states = [
+      jaxkv.init(CONFIG, key),
+      jaxkv.init(CONFIG, bits),
+      jaxkv.init(CONFIG, np.asarray(bits)),
+      jax.jit(lambda key: jaxkv.init(CONFIG, key))(key),
+      jax.jit(lambda key: jaxkv.init(CONFIG, key))(bits),
+    ]
+    for state in states[1:]:
+      chex.assert_trees_all_equal(state, states[0])
+
+  def test_a_batch_of_caches(self):
+    make = jax.vmap(lambda key: jaxkv.init(CONFIG, key))
+    stack = make(jax.random.split(jax.random.key(0), 3))
+    assert len(np.unique(stack.secret[:, 0], axis=0)) == 3
+
+  def test_a_traced_init_needs_one(self):
+    with pytest.raises(ValueError, match="`key` must be given under jit"):
+      jax.jit(lambda: jaxkv.init(CONFIG))()
+
+  @pytest.mark.parametrize(
+    ("key", "error", "message"),
+    [
+      (3, TypeError, "`key` must be uint32, got int64; pass a jax.random.key"),
+      (np.zeros(2, np.uint32), ValueError, r"`key` must have the shape \[4\]"),
+      (jax.random.split(jax.random.key(0)), ValueError, "`key` must have"),
+      ("secret", TypeError, "`key` must be uint32"),
+    ],
+  )
+  def test_another_is_named(self, key, error, message):
+    with pytest.raises(error, match=message):
+      jaxkv.init(CONFIG, key)
+
+  def test_it_is_not_printed(self):
+    state = jaxkv.init(CONFIG)
+    words = np.asarray(state.secret).ravel().tolist()
+    assert not any(str(word) in repr(state) for word in words)
+
+
 def test_the_smallest_cache():
   sizes = config(num_pages=2, page_size=1, num_slots=1, pages_per_slot=1)
   state = jaxkv.init(sizes)
@@ -71,7 +120,7 @@ def test_metadata_is_small():
   large = jaxkv.CacheConfig(
     num_pages=65536, page_size=16, num_slots=256, pages_per_slot=4096
   )
-  state = jax.eval_shape(lambda: jaxkv.init(large))
+  state = jax.eval_shape(lambda: jaxkv.init(large, jaxkv.salt("")))
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
   assert size <= 16 * 2**20
 

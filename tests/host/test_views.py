@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import jaxkv
 from jaxkv import CacheConfig
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
@@ -22,19 +23,19 @@ CONFIG = CacheConfig(
   pages_per_slot=4,
   groups=(FullAttention(), SlidingWindow(6), FullAttention(page_size=8)),
 )
+STATE = jaxkv.init(CONFIG, jaxkv.salt("the same for all"))
 LONG, IMAGE = request("a", range(22)), MultimodalItem("cat", 5, 2)
 
 
 def keys(one=LONG, group=0, **options):
   return [
-    page.key
-    for page in hash_request_tokens(CONFIG, one, group=group, **options)
+    page.key for page in hash_request_tokens(STATE, one, group=group, **options)
   ]
 
 
 class TestKeys:
   def test_full_pages_have_one_each(self):
-    pages = hash_request_tokens(CONFIG, LONG)
+    pages = hash_request_tokens(STATE, LONG)
     assert [page.tokens for page in pages] == [
       tuple(range(first, first + 4)) for first in range(0, 20, 4)
     ]
@@ -45,9 +46,9 @@ class TestKeys:
     parent, chained = None, []
     for first in range(0, 20, 4):
       tokens = range(first, first + 4)
-      parent = hash_page_tokens(CONFIG, parent, tokens)
+      parent = hash_page_tokens(STATE, parent, tokens)
       chained.append(parent)
-    assert chained == hash_request_tokens(CONFIG, LONG)
+    assert chained == hash_request_tokens(STATE, LONG)
 
   def test_tokens_that_come_later_change_none(self):
     for image in ((), (IMAGE,)):
@@ -82,8 +83,8 @@ class TestKeys:
     assert not {*keys(group=0)} & {*keys(group=1)}
 
   def test_a_larger_page_goes_on_where_small_ones_do(self):
-    small = hash_request_tokens(CONFIG, LONG)
-    large = hash_request_tokens(CONFIG, LONG, group=2)
+    small = hash_request_tokens(STATE, LONG)
+    large = hash_request_tokens(STATE, LONG, group=2)
     assert [page.tokens for page in large] == [
       tuple(range(8)),
       tuple(range(8, 16)),
@@ -98,12 +99,12 @@ class TestKeys:
   @pytest.mark.parametrize("count", [3, 5])
   def test_half_a_page_has_none(self, count):
     with pytest.raises(ValueError, match=f"a page of 4 .* got {count}"):
-      hash_page_tokens(CONFIG, None, np.arange(count))
+      hash_page_tokens(STATE, None, np.arange(count))
 
   @pytest.mark.parametrize("tokens", [[0.0] * 4, "0123", [0, 1, 2, 2**31]])
   def test_tokens_are_integers(self, tokens):
     with pytest.raises(ValueError, match="`tokens` must be 32-bit integers"):
-      hash_page_tokens(CONFIG, None, tokens)
+      hash_page_tokens(STATE, None, tokens)
 
 
 class TestPool:
@@ -114,7 +115,7 @@ class TestPool:
 
   def test_pages_are_found_by_their_keys(self, cache):
     one = request("a", range(11), cache_salt="s")
-    pages = hash_request_tokens(cache.config, one)
+    pages = hash_request_tokens(cache.state, one)
     assert [cache.page_pool.get_cached_page(page) for page in pages] == [
       None
     ] * 2
@@ -131,7 +132,7 @@ class TestPool:
 
   def test_of_equal_pages_the_oldest_that_is_left(self, cache):
     one, two = request("a", range(4)), request("b", range(4))
-    (page,) = hash_request_tokens(cache.config, one)
+    (page,) = hash_request_tokens(cache.state, one)
     pool = cache.page_pool
     # The last token of a prompt is always computed, so its page is doubled.
     admit(cache, one)

@@ -1,5 +1,6 @@
 """Arguments of the verbs: cast to the library's dtypes, or refused by name."""
 
+import os
 from typing import Any
 
 import jax
@@ -55,7 +56,9 @@ def as_bool(name: str, value: Any) -> Any:
   return array
 
 
-def as_key(name: str, value: Any) -> Any:
+def as_key(
+  name: str, value: Any, remedy: str = "make it with jaxkv.salt"
+) -> Any:
   """Salts, uint32.
 
   Raises:
@@ -63,10 +66,34 @@ def as_key(name: str, value: Any) -> Any:
   """
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   if array.dtype != np.uint32:
-    raise TypeError(
-      f"`{name}` must be uint32, got {array.dtype}; make it with jaxkv.salt."
-    )
+    raise TypeError(f"`{name}` must be uint32, got {array.dtype}; {remedy}.")
   return array
+
+
+def as_secret(name: str, value: Any) -> Array:
+  """The value as uint32[4]; for None, as many bits of the system's randomness.
+
+  Raises:
+    TypeError: it is neither uint32 nor a `jax.random.key`.
+    ValueError: it has another shape, or is None while tracing or in one of
+      several processes.
+  """
+  if value is None:
+    tracing = isinstance(jnp.zeros((), bool), Tracer)
+    if tracing or jax.process_count() > 1:
+      raise ValueError(
+        f"`{name}` must be given under jit, where one draw would serve every "
+        "call, and with several processes, which must agree; pass a "
+        "jax.random.key."
+      )
+    return jnp.asarray(np.frombuffer(os.urandom(16), np.uint32))
+  dtype = getattr(value, "dtype", None)
+  if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    check_shape(name, value, ())
+    return jax.random.bits(value, (4,), np.uint32)
+  words = as_key(name, value, "pass a jax.random.key")
+  check_shape(name, words, (4,))
+  return jnp.asarray(words)
 
 
 def _on_host(name: str, value: Any) -> Any:

@@ -44,8 +44,6 @@ class CacheConfig:
     event_log: events kept until `drain_events` reads them; 0 for no log.
     track_new_pages: whether `take_new_pages` tells which pages were handed out.
     track_residency: whether `residency` tells how old evicted pages were.
-    seed: the secret of the page keys. Constructing two prefixes with one key
-      requires it.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -66,10 +64,9 @@ class CacheConfig:
   event_log: int = 0
   track_new_pages: bool = False
   track_residency: bool = False
-  seed: int = 0
 
   def __post_init__(self):
-    least = {"num_pages": 2, "event_log": 0, "seed": 0}
+    least = {"num_pages": 2, "event_log": 0}
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.type is int:

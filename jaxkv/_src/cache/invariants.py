@@ -163,14 +163,15 @@ def _index(state: CacheState) -> Array:
 
 def _keys(state: CacheState) -> Array:
   config, hashes, index = state.config, state.hashes, state.pool.index
-  if hashes is None or index is None:
+  secret = state.secret
+  if hashes is None or index is None or secret is None:
     return jnp.bool_(True)
-  chain, num_read = _chain_read_back(state, hashes, index)
+  chain, num_read = _chain_read_back(state, secret, hashes, index)
   complete = num_read >= 0
   final = rules.final_pages(config, state.length)
   right = jnp.bool_(True)
   for group, size in enumerate(config.page_sizes):
-    own = hashing.keys_of_group(config, chain, group)
+    own = hashing.keys_of_group(config, secret, chain, group)
     columns = jnp.arange(own.shape[1], dtype=jnp.int32)[None]
     pages = state.page_table[:, group, : own.shape[1]]
     same = prefix_index.key_of(index, pages) == own
@@ -186,7 +187,7 @@ def _keys(state: CacheState) -> Array:
 
 
 def _chain_read_back(
-  state: CacheState, hashes: SlotHashes, index: PrefixIndex
+  state: CacheState, secret: Array, hashes: SlotHashes, index: PrefixIndex
 ) -> tuple[Array, Array]:
   """Keys of each slot, computed anew from the tokens in its pages.
 
@@ -204,5 +205,5 @@ def _chain_read_back(
   tokens = ops.take(index.tokens, table)[..., :size]
   stream = tokens[:, : config.pages_per_slot // (size // config.page_size)]
   stream = stream.reshape(slots, config.pages_per_slot, config.page_size)
-  chain = hashing.row_keys(config, hashes.root, stream)
+  chain = hashing.row_keys(secret, hashes.root, stream)
   return chain, jnp.where(complete, num_final * size, -1)

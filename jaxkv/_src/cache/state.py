@@ -138,6 +138,8 @@ class CacheState:
     num_skipped_pages: leading columns that a window or a chunk has left behind.
       # int32[B, G]
     length: tokens whose K/V is final.  # int32[B]
+    secret: what the page keys are derived from, see `hashing.make_secret`; None
+      without prefix caching.  # uint32[2 + G, 4]
     root: the key before the first page of sequences without a salt in this
       epoch; None without prefix caching.  # uint32[4]
     hashes: None without prefix caching.
@@ -152,6 +154,7 @@ class CacheState:
   num_pages: Array
   num_skipped_pages: Array
   length: Array
+  secret: Array | None
   root: Array | None
   hashes: SlotHashes | None
   pool: PoolState
@@ -178,17 +181,22 @@ class Copies(NamedTuple):
   dst: Array
 
 
-def init(config: CacheConfig) -> CacheState:
+def init(config: CacheConfig, key: Array | None = None) -> CacheState:
   """An empty cache.
 
   Args:
     config: the sizes and options.
+    key: the secret of the page keys, uint32[4] or a `jax.random.key`. Only who
+      knows it can construct two prefixes that are taken for one. None: 128 bits
+      of the system's randomness. Page numbers and hits do not depend on it.
 
   Returns:
     A state whose every array is a buffer of its own, so that it can be donated.
 
   Raises:
-    TypeError: `config` is not a CacheConfig.
+    TypeError: `config` is not a CacheConfig, or `key` is neither.
+    ValueError: `key` has another shape, or is None where all calls or all
+      processes would share one draw: while tracing, or with several processes.
 
   Examples:
     >>> import jaxkv
@@ -208,6 +216,11 @@ def init(config: CacheConfig) -> CacheState:
   counters = {
     field.name: jnp.zeros((), jnp.uint32) for field in dataclasses.fields(Stats)
   }
+  epoch, secret, root = jnp.zeros((), jnp.uint32), None, None
+  if config.prefix_caching:
+    secret, root = _secret_and_root(
+      checks.as_secret("key", key), epoch, config.num_groups
+    )
   return CacheState(
     config=config,
     page_table=jnp.full(
@@ -216,17 +229,22 @@ def init(config: CacheConfig) -> CacheState:
     num_pages=jnp.zeros(rows, jnp.int32),
     num_skipped_pages=jnp.zeros(rows, jnp.int32),
     length=jnp.zeros((config.num_slots,), jnp.int32),
-    root=(
-      jnp.asarray(hashing.initial_root(config))
-      if config.prefix_caching
-      else None
-    ),
+    secret=secret,
+    root=root,
     hashes=hashing.init_slots(config),
     pool=page_pool.init(config),
     stats=Stats(**counters),
-    epoch=jnp.zeros((), jnp.uint32),
+    epoch=epoch,
     error=jnp.zeros((), jnp.int32),
   )
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _secret_and_root(
+  key: Array, epoch: Array, num_groups: int
+) -> tuple[Array, Array]:
+  secret = hashing.make_secret(key, num_groups)
+  return secret, hashing.root_key(secret, epoch, None)
 
 
 def check_single(state: Any) -> None:
@@ -354,11 +372,11 @@ def roots(state: CacheState, salts: Array | None) -> Array:
   Returns:
     uint32[R, 4], or uint32[4] without salts.
   """
-  if state.root is None:
+  if state.secret is None or state.root is None:
     return jnp.zeros((hashing.KEY_WORDS,), jnp.uint32)
   if salts is None:
     return state.root
-  return hashing.root_key(state.config, state.epoch, salts)
+  return hashing.root_key(state.secret, state.epoch, salts)
 
 
 def counted(stats: Stats, **amounts: Array) -> Stats:

@@ -62,7 +62,7 @@ class CacheManager:
     num_events: events kept until `take_events`; 0 for none.
     track_new_pages: whether `take_new_page_ids` is used.
     track_residency: whether statistics tell how old evicted pages were.
-    seed: the secret of the page keys; see `CacheConfig.seed`.
+    key: the secret of the page keys, see `jaxkv.init`; None for a random one.
 
   Attributes:
     config: sizes of the state.
@@ -104,7 +104,7 @@ class CacheManager:
     num_events: int = 0,
     track_new_pages: bool = False,
     track_residency: bool = False,
-    seed: int = 0,
+    key: jax.Array | None = None,
   ):
     self._limits = options.make(
       groups,
@@ -121,10 +121,9 @@ class CacheManager:
       event_log=num_events,
       track_new_pages=track_new_pages,
       track_residency=track_residency,
-      seed=seed,
     )
     self.config = self._limits.config
-    self.state: CacheState = cache_state.init(self.config)
+    self.state: CacheState = cache_state.init(self.config, key)
     self.page_pool = PagePool(self)
     self._slots = RequestSlots(self.config, max_requests)
     self._statistics = PrefixCacheStats()

@@ -338,10 +338,10 @@ def _sound(
 
   After the lookup they may have been evicted and handed to another request.
   """
-  config, index = state.config, state.pool.index
+  config, index, secret = state.config, state.pool.index, state.secret
   first = config.sizes.skipped_pages(call.behind)
   used = ops.between(first, hits.stop, hits.pages.shape[2])
-  if index is None:
+  if index is None or secret is None:
     return ~jnp.any(used, axis=(1, 2))
 
   def compare() -> Array:
@@ -349,10 +349,10 @@ def _sound(
     held = tokens[:, : columns * config.page_size]
     held = held.reshape(-1, columns, config.page_size)
     root = roots(state, hits.salts)
-    chain = hashing.row_keys(config, root, held)
+    chain = hashing.row_keys(secret, root, held)
     sound = jnp.ones(call.slots.shape, bool)
     for group in range(config.num_groups):
-      keys = hashing.keys_of_group(config, chain, group)
+      keys = hashing.keys_of_group(config, secret, chain, group)
       width = min(hits.pages.shape[2], keys.shape[1])
       pages, own = hits.pages[:, group, :width], used[:, group, :width]
       same = prefix_index.key_of(index, pages) == keys[:, :width]

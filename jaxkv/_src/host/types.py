@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix.hashing import key_bytes
+from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs import inspect
 from jaxkv._src.host.request import Request
 from jaxkv._src.host.request import content
@@ -136,7 +136,7 @@ class PageHash(NamedTuple):
 
 
 def hash_page_tokens(
-  config: CacheConfig,
+  state: CacheState,
   parent: PageHash | None,
   tokens: Sequence[int],
   *,
@@ -147,7 +147,7 @@ def hash_page_tokens(
   """The key of one page.
 
   Args:
-    config: with the seed of the keys.
+    state: a cache with prefix caching.
     parent: the page before it, None for the first of a sequence.
     tokens: a whole page of the group.
     group: the group's number.
@@ -160,7 +160,7 @@ def hash_page_tokens(
   Raises:
     ValueError: the tokens are not a whole page of 32-bit integers.
   """
-  size = config.page_sizes[group]
+  size = state.config.page_sizes[group]
   if len(tokens) != size:
     raise ValueError(
       f"`tokens` must be a page of {size} for group {group}, got {len(tokens)}."
@@ -170,16 +170,16 @@ def hash_page_tokens(
   except (OverflowError, TypeError) as error:
     raise ValueError(f"`tokens` must be 32-bit integers: {error}.") from error
   salt = np.zeros((hashing.KEY_WORDS,), np.uint32) if salt is None else salt
-  return _hashed(config, parent, held, group, salt, epoch)[0]
+  return _hashed(state, parent, held, group, salt, epoch)[0]
 
 
 def hash_request_tokens(
-  config: CacheConfig, request: Any, *, group: int = 0, epoch: int = 0
+  state: CacheState, request: Any, *, group: int = 0, epoch: int = 0
 ) -> list[PageHash]:
   """The keys of all full pages of a request.
 
   Args:
-    config: with the seed of the keys.
+    state: a cache with prefix caching.
     request: any object with the attributes of `Request`.
     group: the group's number.
     epoch: of the state.
@@ -187,16 +187,16 @@ def hash_request_tokens(
   Returns:
     A key for each full page of the group.
   """
-  known, size = read_request(request), config.page_sizes[group]
+  known, size = read_request(request), state.config.page_sizes[group]
   full = known.num_tokens // size * size
   if full == 0:
     return []
   tokens = content(known, known.token_ids, 0, full)
-  return _hashed(config, None, tokens, group, salt_of(known), epoch)
+  return _hashed(state, None, tokens, group, salt_of(known), epoch)
 
 
 def _hashed(
-  config: CacheConfig,
+  state: CacheState,
   parent: PageHash | None,
   tokens: np.ndarray,
   group: int,
@@ -204,12 +204,14 @@ def _hashed(
   epoch: int,
 ) -> list[PageHash]:
   """The keys of full pages behind `parent`."""
-  start = hashing.root_key(config, jnp.uint32(epoch), jnp.asarray(salt)[None])
+  config, secret = state.config, state.secret
+  assert secret is not None
+  start = hashing.root_key(secret, jnp.uint32(epoch), jnp.asarray(salt)[None])
   if parent is not None:
     start = jnp.asarray(_words(parent.chain))[None]
   held = jnp.asarray(tokens).reshape(1, -1, config.page_size)
-  chain = hashing.row_keys(config, start, held)
-  keys = np.asarray(hashing.keys_of_group(config, chain, group)[0])
+  chain = hashing.row_keys(secret, start, held)
+  keys = np.asarray(hashing.keys_of_group(config, secret, chain, group)[0])
   size = config.page_sizes[group]
   step = size // config.page_size
   links = np.asarray(chain[0, step - 1 :: step])

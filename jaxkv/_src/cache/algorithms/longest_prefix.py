@@ -70,7 +70,7 @@ def find(
     asked: bool[R], the sequences to look for. Costs nothing when all are False.
     salts: uint32[R, 4]; None for none.
   """
-  config, index = state.config, state.pool.index
+  config, index, secret = state.config, state.pool.index, state.secret
   rows, columns = tokens.shape[0], tokens.shape[1] // config.page_size
   columns = 0 if index is None else columns
   possible = jnp.where(
@@ -83,14 +83,14 @@ def find(
     no_columns[..., None], (*no_columns.shape, columns)
   )
   nothing = Prefix(zero, no_columns, no_columns, no_pages, root, root, zero)
-  if index is None or columns == 0:
+  if index is None or secret is None or columns == 0:
     return nothing
 
   def search() -> Prefix:
     held = tokens[:, : columns * config.page_size]
     held = held.reshape(rows, columns, config.page_size)
-    keys = hashing.row_keys(config, root, held)
-    pages = _look_up(config, index, keys, held)
+    keys = hashing.row_keys(secret, root, held)
+    pages = _look_up(config, secret, index, keys, held)
     found, longest = _agree(config, pages > 0, possible)
     first = config.sizes.skipped_pages(found)
     stop = config.sizes.full_pages(found)
@@ -112,12 +112,17 @@ def find(
 
 
 def _look_up(
-  config: CacheConfig, index: PrefixIndex, keys: Array, tokens: Array
+  config: CacheConfig,
+  secret: Array,
+  index: PrefixIndex,
+  keys: Array,
+  tokens: Array,
 ) -> Array:
   """int32[R, G, P]: each group's page under each key, 0 for none.
 
   Args:
     config: the cache's groups.
+    secret: of the keys.
     index: where to look.
     keys: uint32[R, P, 4], after every S tokens.
     tokens: int32[R, P, S].
@@ -126,7 +131,7 @@ def _look_up(
   queries, contents, shapes = [], [], []
   for group, size in enumerate(config.page_sizes):
     step = size // config.page_size
-    own = hashing.keys_of_group(config, keys, group)
+    own = hashing.keys_of_group(config, secret, keys, group)
     rows, columns = own.shape[:2]
     queries.append(own.reshape(-1, hashing.KEY_WORDS))
     held = tokens[:, : columns * step].reshape(-1, size)

@@ -116,13 +116,13 @@ def publish(
   """
   chex.assert_shape(tokens, (counts.shape[0], None))
   chex.assert_equal_shape([counts, rows.slots])
-  config, hashes = state.config, state.hashes
+  config, hashes, secret = state.config, state.hashes, state.secret
   before, counting = rows.read(state.length), counts > 0
   after = before + counts
   length = rows.write(state.length, counting, after)
   state = dataclasses.replace(state, length=length)
   zeros = ops.zeros_like(counts)
-  if hashes is None:
+  if hashes is None or secret is None:
     return state, zeros
   num_aligned = ops.quotient(before, config.alignment)
   stream = _Stream(
@@ -139,7 +139,7 @@ def publish(
   completes |= stream.num_completed > 0
   done = ops.for_each(
     completes.astype(jnp.int32),
-    functools.partial(_publish_rows, config, hashes, stream),
+    functools.partial(_publish_rows, config, secret, hashes, stream),
     _Progress(
       pool=_with_room(config, state.pool, stream),
       page_table=state.page_table,
@@ -201,8 +201,9 @@ def roll_back(
     last: int32[R, G], the last page of each row.
     reopened: bool[R, G], where that page leaves the index.
   """
-  config, hashes, index = state.config, state.hashes, state.pool.index
-  if hashes is None or index is None:
+  config, hashes, secret = state.config, state.hashes, state.secret
+  index = state.pool.index
+  if hashes is None or index is None or secret is None:
     return state
   size, slots = config.page_sizes[config.token_group], rows.slots
   group = jnp.full_like(slots, config.token_group)
@@ -210,7 +211,7 @@ def roll_back(
   steps = config.alignment // size
   first = aligned * steps
   before = ops.take(state.page_table, slots, group, first - 1)
-  key = hashing.group_key(config, prefix_index.key_of(index, before), group)
+  key = hashing.group_key(secret, prefix_index.key_of(index, before), group)
   root = rows.read(hashes.root)
   chain = jnp.where((aligned == 0)[:, None], root, key)
   columns = first[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
@@ -233,6 +234,7 @@ def roll_back(
 
 def _publish_rows(
   config: CacheConfig,
+  secret: Array,
   hashes: SlotHashes,
   stream: _Stream,
   done: _Progress,
@@ -247,7 +249,7 @@ def _publish_rows(
   slots = ops.take(stream.slots, window, fill=ops.NOWHERE)
   pages = _stream_pages(config, stream, window)
   before = ops.take(done.chain, slots)
-  keys = hashing.row_keys(config, before, pages)
+  keys = hashing.row_keys(secret, before, pages)
   steps = config.alignment // config.page_size
   num_completed = ops.take(stream.num_completed, window)
   last = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]
@@ -282,12 +284,12 @@ def _publish_rows(
       done,
       _FinalPages(
         place=place,
-        keys=hashing.group_key(config, key, group),
+        keys=hashing.group_key(secret, key, group),
         tokens=_page_tokens(config, pages, own, begin, step),
         published=rules.published(
           config, column, group, prompt_length, boundary
         ),
-        parents=hashing.group_key(config, parent, group),
+        parents=hashing.group_key(secret, parent, group),
         roots=ops.take(hashes.root, slot),
       ),
     )

@@ -1,4 +1,4 @@
-"""Page keys: 128-bit, seeded, chained page by page.
+"""Page keys: 128-bit, secret, chained page by page.
 
 The one primitive is the Chaskey permutation of four 32-bit words with 8 rounds
 (Mouha et al., "Chaskey: An Efficient MAC Algorithm for 32-bit
@@ -6,11 +6,15 @@ Microcontrollers", SAC 2014). A page's tokens are absorbed four words at a time
 into a secret start value, all pages in parallel; the digests are then chained:
 
     digest_i = absorb(secret, tokens of page i)
-    key_i    = permute(key_{i-1} ^ digest_i),    key_{-1} = root(epoch, salt)
+    chain_i  = permute(chain_{i-1} ^ digest_i),  chain_{-1} = root(epoch, salt)
+    key_i    = chain_i ^ mask of the group
 
-Only the chain is sequential, one permutation a page. The digest depends on a
-secret, so nobody without the seed can steer two chains together, and no hit
-rests on the key alone (see `prefix_index`).
+Only the chain is sequential, one permutation a page. The permutation can be
+inverted, so everything that enters it or leaves it is masked by a secret: who
+sees the keys and chooses the tokens, but does not know the secret, cannot make
+two prefixes with one key. (Chaskey's bound: tokens seen times permutations
+computed must reach 2**128.) A hit compares the page's own tokens besides, see
+`prefix_index`.
 
 A key is `uint32[..., 4]` outside and a tuple of four `uint32[...]` inside:
 XLA compiles the tuple form to straight code; stacking between rounds makes it
@@ -34,6 +38,8 @@ from jaxkv._src.cache.config import CacheConfig
 
 KEY_WORDS = 4
 _ROUNDS = 8
+# Rows of `make_secret`; from the last one on, a row for each group.
+_DIGEST, _ROOT, _GROUPS = range(3)
 
 Words = tuple[Array, Array, Array, Array]
 
@@ -66,63 +72,62 @@ def salt(text: str | bytes) -> Array:
   return jnp.asarray(_words(b"salt", data))
 
 
-def root_key(config: CacheConfig, epoch: Array, salts: Array | None) -> Array:
+def make_secret(key: Array, num_groups: int) -> Array:
+  """The secrets of the digests, of the roots and of each group, from one key.
+
+  Args:
+    key: uint32[4].
+    num_groups: G.
+
+  Returns:
+    uint32[2 + G, 4].
+  """
+  numbers = [number.to_bytes(4, "little") for number in range(2 + num_groups)]
+  purposes = np.stack([_words(b"secret", number) for number in numbers])
+  words = _mixed(_unstack(key), _unstack(jnp.asarray(purposes)))
+  return _stack(_mixed(_unstack(key), _permute(words)))
+
+
+def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
   """The key before the first page.
 
   Args:
-    config: with the seed.
+    secret: see `make_secret`.
     epoch: uint32[].
     salts: uint32[R, 4], or None for sequences without a salt.
 
   Returns:
     uint32[R, 4], or uint32[4] without salts.
   """
-  secret = jnp.asarray(_secret(config, b"root"))
   zero = ops.zeros_like(epoch)
   versions = (epoch, zero, zero, zero)
-  root = _stack(_permute(_mixed(_unstack(secret), versions)))
+  root = _stack(_permute(_mixed(_unstack(secret[_ROOT]), versions)))
   if salts is None:
     salts = jnp.zeros((KEY_WORDS,), jnp.uint32)
   root = jnp.broadcast_to(root, salts.shape)
   return _stack(_permute(_mixed(_unstack(root), _unstack(salts))))
 
 
-def initial_root(config: CacheConfig) -> np.ndarray:
-  """uint32[4]: `root_key` without salts in epoch 0, computed on the host."""
-  words = tuple(_secret(config, b"root").reshape(KEY_WORDS, 1))
-  for _ in range(2 * _ROUNDS):
-    words = _round(words)  # pyright: ignore[reportArgumentType]
-  return np.concatenate(words)
-
-
-def group_key(config: CacheConfig, chain: Array, group: Array) -> Array:
+def group_key(secret: Array, chain: Array, group: Array) -> Array:
   """The key of a page in one group, from the chain's key; its own inverse.
 
   Args:
-    config: with the seed.
+    secret: see `make_secret`.
     chain: uint32[..., 4].
     group: int32[...], group numbers.
 
   Returns:
     uint32[..., 4].
   """
-  if config.num_groups == 1:
-    return chain
-  masks = np.stack(
-    [
-      _words(b"group", _seed_bytes(config) + g.to_bytes(4, "little"))
-      for g in range(config.num_groups)
-    ]
-  )
-  return chain ^ jnp.asarray(masks).at[group].get(mode="clip")
+  return chain ^ secret.at[_GROUPS + group].get(mode="clip")
 
 
-def page_digests(config: CacheConfig, tokens: Array) -> Array:
+def page_digests(secret: Array, tokens: Array) -> Array:
   """Digests of the tokens of single pages.
 
   Args:
-    config: with the seed.
-    tokens: int32[..., S].
+    secret: see `make_secret`.
+    tokens: int32[..., S], any numbers.
 
   Returns:
     uint32[..., 4].
@@ -133,13 +138,7 @@ def page_digests(config: CacheConfig, tokens: Array) -> Array:
   words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])
   blocks = jnp.moveaxis(words.reshape(*batch, -1, KEY_WORDS), (-2, -1), (0, 1))
   zero = ops.zeros_like(blocks[0, 0])
-  secret = jnp.asarray(_secret(config, b"digest"))
-  start = (
-    zero ^ secret[0],
-    zero ^ secret[1],
-    zero ^ secret[2],
-    zero ^ secret[3],
-  )
+  start = _mixed(_unstack(secret[_DIGEST]), (zero, zero, zero, zero))
 
   def absorb(state: Words, block: Array) -> tuple[Words, None]:
     state = _mixed(state, (block[0], block[1], block[2], block[3]))
@@ -148,25 +147,28 @@ def page_digests(config: CacheConfig, tokens: Array) -> Array:
   return _stack(lax.scan(absorb, start, blocks)[0])
 
 
-def row_keys(config: CacheConfig, previous: Array, pages: Array) -> Array:
+def row_keys(secret: Array, previous: Array, pages: Array) -> Array:
   """Keys of rows of pages of tokens.
 
   Args:
-    config: with the seed.
+    secret: see `make_secret`.
     previous: uint32[R, 4], the keys before the first page.
     pages: int32[R, P, S].
 
   Returns:
     uint32[R, P, 4], the key after each page.
   """
-  return chain_keys(previous, page_digests(config, pages))
+  return chain_keys(previous, page_digests(secret, pages))
 
 
-def keys_of_group(config: CacheConfig, chain: Array, group: int) -> Array:
+def keys_of_group(
+  config: CacheConfig, secret: Array, chain: Array, group: int
+) -> Array:
   """Keys of the pages of a group, which may be larger than `page_size`.
 
   Args:
     config: the cache's groups.
+    secret: see `make_secret`.
     chain: uint32[R, P, 4], the key after every `page_size` tokens.
     group: its number.
 
@@ -174,8 +176,8 @@ def keys_of_group(config: CacheConfig, chain: Array, group: int) -> Array:
     uint32[R, X, 4], of its X whole pages.
   """
   step = config.page_sizes[group] // config.page_size
-  own = chain[:, step - 1 :: step]
-  return group_key(config, own, jnp.full(own.shape[:2], group, jnp.int32))
+  own = _unstack(chain[:, step - 1 :: step])
+  return _stack(_mixed(own, _unstack(secret[_GROUPS + group])))
 
 
 def key_bytes(words) -> bytes:
@@ -250,15 +252,6 @@ def _stack(words: Words) -> Array:
 
 def _unstack(key: Array) -> Words:
   return key[..., 0], key[..., 1], key[..., 2], key[..., 3]
-
-
-def _secret(config: CacheConfig, purpose: bytes) -> np.ndarray:
-  return _words(purpose, _seed_bytes(config))
-
-
-def _seed_bytes(config: CacheConfig) -> bytes:
-  length = max(1, (config.seed.bit_length() + 7) // 8)
-  return config.seed.to_bytes(length, "little")
 
 
 def _words(purpose: bytes, data: bytes) -> np.ndarray:

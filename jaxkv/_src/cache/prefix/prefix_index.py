@@ -114,44 +114,48 @@ def lookup(
     index: the index.
     keys: uint32[X, 4].
     tokens: int32[X, S], what the pages must hold. A page with the key and
-      other tokens is a collision, not a hit.
+      other tokens is a collision: it is passed over.
     newest: whether to find the page published last instead of first.
 
   Returns:
-    int32[X]: the page published first of those with this key, 0 for none.
+    int32[X]: the page published first of those with this key and these tokens,
+    0 for none.
   """
   chex.assert_shape(keys, (None, KEY_WORDS))
   chex.assert_shape(tokens, (keys.shape[0], index.tokens.shape[1]))
 
   def visit(loop):
-    bucket, going, best, best_age = loop
+    bucket, going, best, best_age, limit = loop
     candidates = ops.take(index.buckets, ops.where_valid(going, bucket))
     key, stamp, _ = _split(ops.take(index.entry, candidates))
-    found = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
     # Ages, not stamps: the clock may have wrapped around. They are at least 1,
     # since publishing a page advances the clock.
     age = stamp - index.clock if newest else index.clock - stamp
-    age = jnp.where(found, age, jnp.uint32(0))
+    found = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
+    age = jnp.where(found & (age <= limit[:, None]), age, jnp.uint32(0))
     oldest = jnp.argmax(age, axis=-1).astype(jnp.int32)[:, None]
     page = jnp.take_along_axis(candidates, oldest, axis=-1)[:, 0]
     age = jnp.take_along_axis(age, oldest, axis=-1)[:, 0]
-    better = age > best_age
+    best = jnp.where(age > best_age, page, best)
+    best_age = jnp.maximum(age, best_age)
     following = _next_bucket(index, keys, bucket)
-    going = going & (ops.take(index.overflow, bucket) > 0)
-    going = going & (following != first)  # Else all buckets were visited.
+    more = going & (ops.take(index.overflow, bucket) > 0)
+    more &= following != first  # Else all buckets were visited.
+    # A collision: once more, for the next page with this key.
+    same = jnp.all(ops.take(index.tokens, best) == tokens, axis=-1)
+    again = going & ~more & (best > 0) & ~same
     return (
-      following,
-      going,
-      jnp.where(better, page, best),
-      jnp.where(better, age, best_age),
+      jnp.where(again, first, following),
+      more | again,
+      jnp.where(again, 0, best),
+      jnp.where(again, jnp.uint32(0), best_age),
+      jnp.where(again, best_age - 1, limit),
     )
 
   first = _first_bucket(index, keys)
-  zero = ops.zeros_like(first), ops.zeros_like(keys[:, 0])
-  start = (first, first >= 0, *zero)
-  _, _, page, _ = lax.while_loop(lambda loop: jnp.any(loop[1]), visit, start)
-  same = jnp.all(ops.take(index.tokens, page) == tokens, axis=-1)
-  return jnp.where(same, page, 0)
+  zero, age = ops.zeros_like(first), ops.zeros_like(keys[:, 0])
+  start = (first, first >= 0, zero, age, ~age)
+  return lax.while_loop(lambda loop: jnp.any(loop[1]), visit, start)[2]
 
 
 def insert(

@@ -89,9 +89,9 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
     1
   """
   epoch, root = state.epoch + jnp.uint32(1), state.root
-  if root is not None:
+  if root is not None and state.secret is not None:
     # Computed from the old root too, so that a donated buffer is used again.
-    root = ops.zeros_like(root) ^ hashing.root_key(state.config, epoch, None)
+    root = ops.zeros_like(root) ^ hashing.root_key(state.secret, epoch, None)
   state = dataclasses.replace(state, epoch=epoch, root=root)
   return state, NewEpoch(epoch)
 
