@@ -70,7 +70,8 @@ class Side:
     request = self.requests[name]
     self.hits[name], tokens = self.manager.get_computed_pages(request)
     pages = _lists(self.hits[name].get_page_ids())
-    return pages, int(tokens), int(request.shared_prefix_boundary)
+    told = getattr(self.hits[name], "shared_prefix_boundary", 0)
+    return pages, int(tokens), int(told or request.shared_prefix_boundary)
 
   def _allocate(self, name, with_hit=False, **arguments):
     if with_hit:

@@ -182,17 +182,20 @@ class TestPages:
     ):
       _ = one + CachePages(([1],))
 
-  def test_found_pages_are_cached_and_new_ones_are_not(self, cache):
-    admit(cache, request("0", range(9)))
-    one = request("1", range(12))
+  def test_full_pages_are_cached_when_the_call_ends(self, cache):
+    """Of 9 tokens the first two pages are full; 14 tokens fill page 4."""
+    new = cache.allocate_slots(request("0", range(9)), 9)
+    assert new.get_page_ids() == ([1, 2, 3],)
+    assert new.get_unhashed_page_ids() == [3]
+    one = request("1", range(14))
     found, tokens = cache.get_computed_pages(one)
-    new = cache.allocate_slots(one, 4, tokens, found)
+    new = cache.allocate_slots(one, 6, tokens, found)
     assert found.get_unhashed_page_ids() == []
-    assert new.get_unhashed_page_ids() == new.get_page_ids()[0] == [4]
+    assert new.get_page_ids() == ([4, 5],)
     both = found + new
-    assert both.get_page_ids() == cache.get_page_ids("1") == ([1, 2, 4],)
-    assert both.get_unhashed_page_ids() == [4]
-    assert both.get_unhashed_page_ids_all_groups() == ([4],)
+    assert both.get_page_ids() == cache.get_page_ids("1") == ([1, 2, 4, 5],)
+    assert both.get_unhashed_page_ids() == [5]
+    assert both.get_unhashed_page_ids_all_groups() == ([5],)
 
   def test_pages_that_were_not_cached_by_group(self):
     found = CachePages(([1, 2], [0, 3]))
@@ -317,7 +320,6 @@ class TestRequests:
     assert cache.allocate_slots(one, 10).get_page_ids() == ([1, 2, 3],)
     found, tokens = cache.get_computed_pages(two)
     assert (found.get_page_ids(), tokens) == (([1, 2],), 8)
-    assert two.shared_prefix_boundary == 0
     new = cache.allocate_slots(two, 6, tokens, found)
     assert new.get_page_ids() == ([4, 5],)
     two.num_computed_tokens = 14

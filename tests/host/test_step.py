@@ -13,6 +13,8 @@ from tests.host.scheduling import ids
 from tests.host.scheduling import request
 from tests.host.scheduling import single
 
+KEY = jaxkv.salt("one key for both")
+
 
 class Pair:
   """The same requests in two managers, one of which steps.
@@ -24,7 +26,7 @@ class Pair:
   def __init__(self, make, prompts, **fields):
     self.alone, self.together = (
       (cache, [request(str(n), p, **fields) for n, p in enumerate(prompts)])
-      for cache in (make(CacheManager), make(CacheManager))
+      for cache in (make(CacheManager, key=KEY), make(CacheManager, key=KEY))
     )
     for cache, requests in (self.alone, self.together):
       for one in requests:

@@ -1,26 +1,28 @@
 """A manager's calls: arguments validated, sent as arrays, answers as lists."""
 
 import operator
+from collections.abc import Callable
 from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.host.request import Request
-from jaxkv._src.host.request import content
+from jaxkv._src.host.request import KnownRequest
 from jaxkv._src.host.request import int32s
-from jaxkv._src.host.request import salt_of
-from jaxkv._src.host.request import tokens_of_all
+from jaxkv._src.host.request import read_request
+from jaxkv._src.host.request import tokens_of
 from jaxkv._src.host.slots import RequestSlots
 from jaxkv._src.host.step import Advanced
 from jaxkv._src.host.step import Call
 from jaxkv._src.host.types import CachePages
 
-# Tokens for which calls are compiled, up to the longest sequence; and 1, for
-# many requests that decode together.
+# Tokens for which calls are compiled, from one page up to the longest sequence;
+# and 1, for many requests that decode together.
 _WIDTHS = (64, 4096, 65536)
 # The sum of two such numbers fits int64.
 _MOST_TOKENS = 2**61
@@ -49,6 +51,8 @@ class Limits(NamedTuple):
 def at_least(name: str, value: int, least: int) -> int:
   """The value as an int; raises if it is none, or less than `least`."""
   try:
+    if isinstance(value, bool | np.bool_):
+      raise TypeError
     number = operator.index(value)
   except TypeError:
     raise TypeError(
@@ -70,7 +74,7 @@ def check_length(limits: Limits, name: str, length: int) -> None:
 
 def allocation_fields(
   limits: Limits,
-  request: Request,
+  request: KnownRequest,
   slot: int | None,
   hit: CachePages | None,
   *,
@@ -89,6 +93,7 @@ def allocation_fields(
   check_length(limits, request.request_id, total)
   in_flight = 0 if slot is None else request.num_in_flight_tokens
   known, most = request.num_tokens, limits.max_model_len
+  boundary = hit.shared_prefix_boundary if hit is not None else 0
   waits = request.status in ("waiting", "preempted")
   return {
     "behind": max(behind - in_flight, 0),
@@ -100,13 +105,13 @@ def allocation_fields(
     "keep_free": limits.keep_free if waits and has_scheduled_requests else 0,
     "reserved": min(counts["reserved_pages"], limits.config.num_pages),
     "publish": found if delay_cache_pages else min(total, known),
-    "prompt_length": request.num_prompt_tokens or 0,
-    "boundary": request.shared_prefix_boundary,
+    "prompt_length": request.num_prompt_tokens,
+    "boundary": request.shared_prefix_boundary or boundary,
   }
 
 
 def _check_counts(
-  limits: Limits, request: Request, counts: dict[str, int]
+  limits: Limits, request: KnownRequest, counts: dict[str, int]
 ) -> None:
   for name, count in counts.items():
     at_least(name, count, 0)
@@ -128,13 +133,13 @@ def _check_counts(
 
 def _check_hit(
   config: CacheConfig,
-  request: Request,
+  request: KnownRequest,
   slot: int | None,
   found: int,
   hit: CachePages | None,
 ) -> None:
   """The device checks besides that the pages hold the request's tokens."""
-  pages, name = hit.pages if hit else (), request.request_id
+  pages, name = _pages_of(config, request.request_id, hit), request.request_id
   if slot is not None and (found or any(pages)):
     raise ValueError(
       f"`new_computed_pages` of {name!r} must be empty, got {hit}: it holds "
@@ -158,19 +163,27 @@ def _check_hit(
     )
 
 
-def check_shard(
-  config: CacheConfig,
-  groups: Sequence[int],
-  hint: int | None,
-  num_shards: int | None,
-) -> None:
-  """Raises for groups that do not exist, and for all shards but the first."""
-  if num_shards not in (None, 1) or hint not in (None, 0):
-    raise ValueError(
-      "`data_parallel_size` must be None or 1 and `dp_shard_hint` None or 0, "
-      f"got {num_shards} and {hint}; make a CacheManager for each shard, with "
-      "that shard's pages and requests."
+def _pages_of(
+  config: CacheConfig, name: str, hit: CachePages | None
+) -> tuple[list[int], ...]:
+  if hit is None:
+    return ()
+  if not isinstance(hit, CachePages):
+    raise TypeError(
+      f"`new_computed_pages` of {name!r} must be CachePages or None, got "
+      f"{hit!r}."
     )
+  for page in (page for column in hit.pages for page in column):
+    if not 0 <= at_least("new_computed_pages", page, -1) < config.num_pages:
+      raise ValueError(
+        f"`new_computed_pages` of {name!r} must be 0 to "
+        f"{config.num_pages - 1}, got {page}."
+      )
+  return hit.pages
+
+
+def check_groups(config: CacheConfig, groups: Sequence[int]) -> None:
+  """Raises for groups that do not exist."""
   if not all(group in range(config.num_groups) for group in groups):
     raise ValueError(
       f"`skip_zeroing_group_ids` must be 0 to {config.num_groups - 1}, got "
@@ -186,6 +199,8 @@ def pack_step(
   num_lookahead_tokens: int,
 ) -> tuple[np.ndarray, np.ndarray]:
   """Slots int32[R], and the argument of `step.advance`, of a valid `step`."""
+  if not isinstance(running, Sequence):
+    raise TypeError(f"`running` must be a list of requests, got {running!r}.")
   config, slots = limits.config, held.slots_of(running)
   _within("num_lookahead_tokens", num_lookahead_tokens, 0)
   num_new = _new_tokens(num_new_tokens, len(running))
@@ -193,7 +208,7 @@ def pack_step(
   total = computed + num_new
   longest = int(total.argmax())
   check_length(limits, running[longest].request_id, int(total[longest]))
-  tokens = tokens_of_all(running)
+  tokens = [tokens_of(request) for request in running]
   publish = np.minimum(total, np.array([*map(len, tokens)], np.int32))
   padded = _pad_all(held, running, tokens, held.sent[slots], publish)
   fields = {
@@ -257,53 +272,71 @@ def _progress(
 
 
 def pack_lookup(
-  limits: Limits, request: Request
+  held: RequestSlots, request: KnownRequest, stop: int, *, finds: bool = True
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Tokens, their number and the salt, for `step.look_up`."""
-  check_length(limits, request.request_id, request.num_tokens)
-  tokens = _pad_one(limits.config, request, 0, request.num_tokens)
-  length = np.asarray([request.num_tokens], np.int32)
-  return tokens[None], length, salt_of(request)[None]
+  """Tokens up to `stop`, their number and the salt, for `lookup.look_up`.
+
+  Without `finds` they are hashed, but not looked for.
+  """
+  tokens = _pad_one(held, request, 0, stop)
+  length = np.asarray([stop if finds else 0], np.int32)
+  return tokens[None], length, np.frombuffer(request.salt, np.uint32)[None]
+
+
+def pack_begin(
+  held: RequestSlots,
+  hit: CachePages | None,
+  silent: Sequence[int] = (),
+  **fields: int,
+) -> np.ndarray:
+  """The array of `step.begin`."""
+  config = held.config
+  counts = np.zeros((config.num_groups,), np.int32)
+  pages = np.zeros((config.num_groups, config.pages_per_slot), np.int32)
+  for group, column in enumerate(hit.pages if hit else ()):
+    pages[group, : len(column)] = column
+    counts[group] = len(column)
+  flags = _flags(config, silent)
+  return np.concatenate([_numbers(fields), counts, pages.ravel(), flags])
 
 
 def pack_one(
   held: RequestSlots,
-  request: Request,
-  slot: int,
-  hit: CachePages | None = None,
+  request: KnownRequest,
   silent: Sequence[int] = (),
   **fields: int,
 ) -> np.ndarray:
-  """The argument of `step.advance` for one request; a new one has a hit."""
-  config, begin = held.config, int(held.sent[slot])
-  counts, flags = np.zeros((2, config.num_groups), np.int32)
-  pages = np.zeros((config.num_groups, config.pages_per_slot), np.int32)
-  for group in silent:
-    flags[group] = 1
-  for group, column in enumerate(hit.pages if hit else ()):
-    pages[group, : len(column)] = column
-    counts[group] = len(column)
-  tokens = _pad_one(config, request, begin, fields.get("publish", 0))
-  call = {"slots": slot} | fields
-  numbers = np.array([call.get(name, 0) for name in Call._fields], np.int32)
-  salt = salt_of(request).view(np.int32)
-  return np.concatenate([numbers, salt, counts, pages.ravel(), flags, tokens])
+  """The array of `step.advance` for one request that has a slot."""
+  begin = int(held.sent[fields["slots"]])
+  tokens = _pad_one(held, request, begin, fields.get("publish", 0))
+  flags = _flags(held.config, silent)
+  return np.concatenate([_numbers(fields), flags, tokens])
+
+
+def _numbers(fields: dict[str, int]) -> np.ndarray:
+  return np.array([fields.get(name, 0) for name in Call._fields], np.int32)
+
+
+def _flags(config: CacheConfig, silent: Sequence[int]) -> np.ndarray:
+  flags = np.zeros((config.num_groups,), np.int32)
+  flags[list(silent)] = 1
+  return flags
 
 
 def _pad_one(
-  config: CacheConfig, request: Request, begin: int, end: int
+  held: RequestSlots, request: KnownRequest, begin: int, end: int
 ) -> np.ndarray:
   """int32[T]: tokens `begin .. end` of a request, T one of a few widths."""
+  config = held.config
   padded = np.zeros((_width(config, end - begin),), np.int32)
   if end > begin:
-    held = content(request, request.token_ids, begin, end)
-    padded[: end - begin] = held
+    padded[: end - begin] = held.content(request, begin, end)
   return padded
 
 
 def _width(config: CacheConfig, count: int) -> int:
-  longest = config.slot_tokens
-  return min(next(n for n in (*_WIDTHS, longest) if n >= count), longest)
+  longest, least = config.slot_tokens, max(count, config.page_size)
+  return min(next(n for n in (*_WIDTHS, longest) if n >= least), longest)
 
 
 def _pad_all(
@@ -332,43 +365,55 @@ def _pad_all(
   padded = np.zeros((num_rows, _width(held.config, most)), np.int32)
   for row in np.flatnonzero(counts > 0).tolist():
     begin, end = int(start[row]), int(stop[row])
-    padded[row, : end - begin] = content(running[row], tokens[row], begin, end)
+    known = read_request(running[row])
+    padded[row, : end - begin] = held.content(known, begin, end)
   return padded
 
 
 def answers(
-  state: CacheState, slots: Sequence[int] | np.ndarray, out: Advanced
+  slots: Sequence[int] | np.ndarray,
+  out: Advanced,
+  newest: Callable[[], CacheState],
 ) -> list[CachePages | None]:
   """New pages of each row, None where there were too few."""
-  nothing = CachePages(tuple([] for _ in state.config.groups))
+  nothing = CachePages(tuple([] for _ in out.begin[0]))
   results: list[CachePages | None] = [nothing] * len(slots)
   counts = out.stop - out.begin
-  most = counts.max()
-  if most > 0:
-    _fill(results, state, slots, out, counts, most)
+  if counts.max() > 0:
+    # Few rows have new pages.
+    for row in np.flatnonzero(counts.any(axis=1)).tolist():
+      results[row] = _new_pages(newest, int(slots[row]), row, out)
   for row in np.flatnonzero(~out.ok[: len(slots)]):
     results[row] = None
   return results
 
 
-def _fill(
-  results: list[CachePages | None],
-  state: CacheState,
-  slots: Sequence[int] | np.ndarray,
-  out: Advanced,
-  counts: np.ndarray,
-  most: int,
-) -> None:
-  """Writes the pages of rows that have new ones; few rows have any."""
-  rows = np.flatnonzero(counts.any(axis=1))
-  counts, pages = counts[rows], out.pages[rows, :, :most]
-  if most > pages.shape[2]:
-    table = np.asarray(state.page_table)[np.asarray(slots)[rows]]
-    columns = out.begin[rows][..., None] + np.arange(most)
-    columns = np.minimum(columns, table.shape[2] - 1)
-    pages = np.take_along_axis(table, columns, axis=2)
-  for row, groups, count in zip(
-    rows.tolist(), pages.tolist(), counts.tolist(), strict=True
-  ):
-    new = tuple([own[:n] for own, n in zip(groups, count, strict=True)])
-    results[row] = CachePages(new, new)
+def _new_pages(
+  newest: Callable[[], CacheState], slot: int, row: int, out: Advanced
+) -> CachePages:
+  begin, stop = out.begin[row].tolist(), out.stop[row].tolist()
+  pages, cached = out.pages[row].tolist(), out.cached[row].tolist()
+  if max(map(int.__sub__, stop, begin)) > len(pages[0]):
+    # More than a transition tells.
+    state = newest()
+    table = np.asarray(state.page_table)[slot]
+    spans = zip(table, begin, stop, strict=True)
+    pages = [row[first:last].tolist() for row, first, last in spans]
+    cached = [_are_cached(state, column) for column in pages]
+  new, unhashed = [], []
+  for group, first in enumerate(begin):
+    column = pages[group][: stop[group] - first]
+    new.append(column)
+    marked = zip(column, cached[group], strict=False)
+    unhashed.append([page for page, known in marked if not known])
+  return CachePages(tuple(new), tuple(unhashed))
+
+
+def _are_cached(state: CacheState, pages: list[int]) -> list[bool]:
+  index = state.pool.index
+  if index is None:
+    return [False] * len(pages)
+  return _contains(index, np.asarray(pages, np.int32)).tolist()
+
+
+_contains = jax.jit(prefix_index.contains)

@@ -1,5 +1,6 @@
 """A cache manager for schedulers in Python, over a state on the device."""
 
+import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence
 from typing import Any
@@ -7,31 +8,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._src.cache import state as cache_state
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import rules
-from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.telemetry import NUM_BINS
 from jaxkv._src.cache.telemetry import Drained
 from jaxkv._src.cache.verbs import inspect
 from jaxkv._src.host import calls
+from jaxkv._src.host import lookup
 from jaxkv._src.host import options
 from jaxkv._src.host import step
+from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.device_cache import DeviceCache
 from jaxkv._src.host.request import Request
+from jaxkv._src.host.request import first_tokens
 from jaxkv._src.host.request import read_request
-from jaxkv._src.host.slots import RequestSlots
-from jaxkv._src.host.step import Advanced
 from jaxkv._src.host.types import CachePages
-from jaxkv._src.host.types import PagePool
+from jaxkv._src.host.types import Lookup
 from jaxkv._src.host.types import PoppedPages
 from jaxkv._src.host.types import PrefixCacheStats
+from jaxkv._src.host.views import PagePool
 
-_PAGES_AT_ONCE = 64
+_FEW_PAGES = 64
 
 
-class CacheManager:
+class CacheManager(DeviceCache):
   """Manages the pages of requests, as vLLM's and eSurge's managers do.
 
   The methods are those that schedulers written for vLLM's `KVCacheManager` or
@@ -106,7 +107,7 @@ class CacheManager:
     track_residency: bool = False,
     key: jax.Array | None = None,
   ):
-    self._limits = options.make(
+    limits = options.make(
       groups,
       max_model_len=max_model_len,
       max_encoder_tokens=max_encoder_tokens,
@@ -122,19 +123,13 @@ class CacheManager:
       track_new_pages=track_new_pages,
       track_residency=track_residency,
     )
-    self.config = self._limits.config
-    self.state: CacheState = cache_state.init(self.config, key)
+    super().__init__(limits, max_requests, key)
     self.page_pool = PagePool(self)
-    self._slots = RequestSlots(self.config, max_requests)
-    self._statistics = PrefixCacheStats()
-    self._popped: dict[int, PoppedPages] = {}
     self._step_clock = 0
-    self._ages = np.zeros((2, NUM_BINS), np.uint32)
 
+  @atomic
   def get_computed_pages(self, request: Any) -> tuple[CachePages, int]:
     """The longest cached prefix that leaves a token to compute.
-
-    Sets `request.shared_prefix_boundary`.
 
     Args:
       request: any object with the attributes of `Request`.
@@ -142,18 +137,19 @@ class CacheManager:
     Returns:
       Its pages by group, null pages where a window needs none, and its tokens.
     """
-    request.shared_prefix_boundary = 0
     known = read_request(request)
-    if not self.config.prefix_caching or known.prompt_logprobs:
+    if not self.config.prefix_caching or known.skips_lookup:
       return self.create_empty_page_list(), 0
-    found = step.look_up(self.state, *calls.pack_lookup(self._limits, known))
-    num_tokens, boundary, stop, pages = jax.device_get(found)
-    if rules.tells_boundary(self.config):
-      request.shared_prefix_boundary = int(boundary)
-    columns = zip(pages, stop, strict=True)
-    found = tuple([row[:last].tolist() for row, last in columns])
-    return CachePages(found), int(num_tokens)
+    name, num_tokens = known.request_id, known.num_tokens
+    calls.check_length(self._limits, name, num_tokens)
+    tokens = first_tokens(known, num_tokens)
+    answer, prompt = self._look_up(known, num_tokens, finds=True)
+    found, boundary, pages = lookup.found_in(answer, self.config.num_groups)
+    boundary = boundary if rules.tells_boundary(self.config) else 0
+    hashed = Lookup(tokens, known.salt, known.items, prompt)
+    return CachePages(pages, (), boundary, hashed), found
 
+  @atomic
   def allocate_slots(
     self,
     request: Any,
@@ -161,6 +157,7 @@ class CacheManager:
     num_new_computed_tokens: int = 0,
     new_computed_pages: CachePages | None = None,
     num_lookahead_tokens: int = 0,
+    *,
     num_external_computed_tokens: int = 0,
     delay_cache_pages: bool = False,
     full_sequence_must_fit: bool = False,
@@ -168,8 +165,6 @@ class CacheManager:
     has_scheduled_requests: bool = True,
     num_encoder_tokens: int = 0,
     skip_zeroing_group_ids: Sequence[int] = (),
-    dp_shard_hint: int | None = None,
-    data_parallel_size: int | None = None,
   ) -> CachePages | None:
     """Makes room for tokens of a request, and publishes those that are known.
 
@@ -179,7 +174,8 @@ class CacheManager:
       request: any object with the attributes of `Request`.
       num_new_tokens: tokens that will be computed, drafts included.
       num_new_computed_tokens: tokens that a lookup found.
-      new_computed_pages: the pages that a lookup found.
+      new_computed_pages: what the lookup returned; it spares hashing the
+        tokens again.
       num_lookahead_tokens: tokens behind the new ones that must have room too.
       num_external_computed_tokens: tokens behind those found whose K/V comes
         from elsewhere.
@@ -193,8 +189,6 @@ class CacheManager:
         `CrossAttention` have pages.
       skip_zeroing_group_ids: groups whose new pages `take_new_page_ids` leaves
         out.
-      dp_shard_hint: None or 0.
-      data_parallel_size: None or 1: every shard has a manager of its own.
 
     Returns:
       The new pages behind those found and those for external tokens; None,
@@ -206,9 +200,7 @@ class CacheManager:
         too long, or a hit is given that no lookup found.
       RuntimeError: there are `max_requests` already.
     """
-    calls.check_shard(
-      self.config, skip_zeroing_group_ids, dp_shard_hint, data_parallel_size
-    )
+    calls.check_groups(self.config, skip_zeroing_group_ids)
     known, hit = read_request(request), new_computed_pages
     slot = self._slots.by_name.get(known.request_id)
     fields = calls.allocation_fields(
@@ -226,31 +218,21 @@ class CacheManager:
       num_encoder_tokens=num_encoder_tokens,
       reserved_pages=reserved_pages,
     )
-    place = self._slots.vacant() if slot is None else slot
-    if place is None:
+    fields["since"] = self._step_clock
+    if slot is not None:
+      return self._advance_one(known, slot, skip_zeroing_group_ids, **fields)
+    slot = self._slots.vacant()
+    if slot is None:
       return None
-    call = calls.pack_one(
-      self._slots,
-      known,
-      place,
-      hit,
-      skip_zeroing_group_ids,
-      since=self._step_clock,
-      **fields,
-    )
-    out = self._advance([place], call)
+    out = self._begin(known, slot, hit, skip_zeroing_group_ids, **fields)
     if not out.sound[0]:
       raise ValueError(
         "`new_computed_pages` must hold the tokens that "
         f"{known.request_id!r} begins with, got {hit}; look it up again."
       )
-    (new,) = calls.answers(self.state, [place], out)
-    if new is not None and slot is None:
-      self._slots.hold(known, place)
-      if self.config.prefix_caching:
-        self._statistics.record(known, num_new_computed_tokens)
-    return new
+    return calls.answers([slot], out, self._newest)[0]
 
+  @atomic
   def step(
     self,
     running: Sequence[Any],
@@ -283,9 +265,10 @@ class CacheManager:
     slots, call = calls.pack_step(
       self._limits, self._slots, running, num_new_tokens, num_lookahead_tokens
     )
-    out = self._advance(slots, call, begins=False)
-    return calls.answers(self.state, slots, out)
+    out = self._advance(slots, call, num_rows=self.config.num_slots)
+    return calls.answers(slots, out, self._newest)
 
+  @atomic
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
     """Publishes the full pages of a request's first tokens.
 
@@ -302,9 +285,9 @@ class CacheManager:
     slot, known = self._slots.slot_of(request.request_id), read_request(request)
     calls.at_least("num_computed_tokens", num_computed_tokens, 0)
     publish = min(num_computed_tokens, known.num_tokens)
-    call = calls.pack_one(self._slots, known, slot, publish=publish)
-    self._advance([slot], call)
+    self._advance_one(known, slot, publish=publish)
 
+  @atomic
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
@@ -314,38 +297,49 @@ class CacheManager:
       request_id: a request; nothing is done for one that holds no page.
       num_computed_tokens: tokens whose K/V no write in flight still needs.
     """
+    calls.at_least("num_computed_tokens", num_computed_tokens, 0)
     slot = self._slots.by_name.get(request_id)
     if slot is not None and num_computed_tokens > 0:
       behind = min(num_computed_tokens, self.config.slot_tokens)
-      nothing = Request(request_id, [])
-      call = calls.pack_one(self._slots, nothing, slot, behind=behind)
-      self._advance([slot], call)
+      nothing = read_request(Request(request_id, []))
+      self._advance_one(nothing, slot, behind=behind)
 
+  @atomic
   def free(self, request: Any) -> None:
     """Gives all pages of a request back, the last one first.
 
     They stay cached until they are handed out again. Nothing is done for a
     request that holds none.
     """
-    slot = self._slots.forget(request.request_id)
+    slot = self._slots.by_name.get(request.request_id)
     if slot is not None:
-      self._release(slot)
+      self._release(slot, request.request_id)
 
+  @atomic
   def pop_pages_for_free(self, request: Any) -> PoppedPages | None:
     """Forgets a request; `free_pages` gives its pages back later.
 
     For a step in flight that may still write them.
 
     Returns:
-      The argument for `free_pages`; None for a request that holds nothing.
+      The argument for `free_pages`; None for a request that holds nothing. The
+      same again until they are given back or the request has new ones.
     """
-    pages = self.get_page_ids(request.request_id)
-    slot = self._slots.forget(request.request_id)
+    name = request.request_id
+    slot = self._slots.by_name.get(name)
     if slot is None:
-      return None
-    self._popped[slot] = PoppedPages(slot, pages)
-    return self._popped[slot]
+      popped = (one for one in self._popped.values() if one.request_id == name)
+      return next(popped, None)
+    popped = PoppedPages(slot, self.get_page_ids(name), name)
 
+    def then(_: Any) -> PoppedPages:
+      self._popped[slot] = popped
+      self._slots.forget(name)
+      return popped
+
+    return self.run_on_host(then)
+
+  @atomic
   def free_pages(self, popped: PoppedPages | None) -> None:
     """Gives pages back, in the order of `free`.
 
@@ -356,11 +350,12 @@ class CacheManager:
       return
     if self._popped.get(popped.slot) is not popped:
       raise ValueError(f"`popped` must be given back once, got {popped} again.")
-    self._release(self._popped.pop(popped.slot).slot)
+    self._release(popped.slot)
 
   def free_page_hashes(self, request: Any) -> None:
     """Forgets the page keys of a request; `free` does so already."""
 
+  @atomic
   def evict_pages(self, page_ids: Iterable[int]) -> None:
     """Takes pages out of the prefix cache; requests that hold them keep them.
 
@@ -372,14 +367,16 @@ class CacheManager:
       ValueError: there is no such page.
     """
     pages = sorted({calls.at_least("page_ids", one, 0) for one in page_ids})
-    if pages and pages[-1] >= self.config.num_pages:
-      raise ValueError(
-        f"`page_ids` must be 0 to {self.config.num_pages - 1}, got {pages}."
-      )
-    pages += [0] * (-len(pages) % _PAGES_AT_ONCE)
-    for part in np.reshape(pages, (-1, _PAGES_AT_ONCE)):
-      self.state = step.evict(self.state, part.astype(np.int32))
+    most = self.config.num_pages
+    if pages and pages[-1] >= most:
+      raise ValueError(f"`page_ids` must be 0 to {most - 1}, got {pages}.")
+    width = _FEW_PAGES if len(pages) <= _FEW_PAGES else most
+    padded = np.zeros((width,), np.int32)
+    padded[: len(pages)] = pages
+    if pages:
+      self.run(step.evict, padded)
 
+  @atomic
   def reset_prefix_cache(self) -> bool:
     """Takes every page out of the prefix cache, unless a request holds one.
 
@@ -388,16 +385,22 @@ class CacheManager:
     """
     if self.num_free_pages < self.config.num_pages - 1:
       return False
-    self.state = step.reset(self.state)
-    self._statistics.reset = True
-    return True
 
+    def then(_: None) -> bool:
+      stats, ages = self._statistics
+      self._statistics = dataclasses.replace(stats, reset=True), ages
+      return True
+
+    return self.run(step.reset, then=then)
+
+  @atomic
   def new_step_starts(self) -> None:
     """Starts a scheduling step: states published before are written now."""
     index = self.state.pool.index
     if index is not None and recurrent.has_states(self.config):
       self._step_clock = int(np.asarray(index.clock).view(np.int32))
 
+  @atomic
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
     """Pages of a request by group; empty lists for one that holds none."""
     slot = self._slots.by_name.get(request_id)
@@ -411,6 +414,7 @@ class CacheManager:
     """No pages, for every group."""
     return CachePages(tuple([] for _ in self.config.groups))
 
+  @atomic
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
     """Leading pages of a request that all requests hold; 0 for windows."""
     holders, held = len(self._slots.by_name), self.get_page_ids(request_id)
@@ -422,16 +426,19 @@ class CacheManager:
       for kind, pages in zip(self.config.groups, held, strict=True)
     ]
 
+  @atomic
   def make_prefix_cache_stats(self) -> PrefixCacheStats:
     """Prefix-cache hits and evictions since the last call."""
-    taken, self._statistics = self._statistics, PrefixCacheStats()
+    taken, ages = self._statistics
     if self.config.track_residency:
       evicted = jax.device_get(inspect.residency(self.state))
-      ages = np.stack([evicted.lifetime, evicted.idle])
-      taken.lifetime, taken.idle = (ages - self._ages).tolist()
-      self._ages = ages
+      before, ages = ages, np.stack([evicted.lifetime, evicted.idle])
+      lifetime, idle = (ages - before).tolist()
+      taken = dataclasses.replace(taken, lifetime=lifetime, idle=idle)
+    self._statistics = PrefixCacheStats(), ages
     return taken
 
+  @atomic
   def take_events(self) -> Drained:
     """Pages published and removed since the last call.
 
@@ -443,9 +450,13 @@ class CacheManager:
         "`num_events` must be at least 1 for events; make the CacheManager "
         "with the number of events between two readings."
       )
-    self.state, drained = inspect.drain_events(self.state)
+    state, drained = inspect.drain_events(self.state)
+    drained = self._slots.unmasked(drained)
+    self.state = state
+    self._slots.masked = {}
     return drained
 
+  @atomic
   def take_new_page_ids(self) -> list[int]:
     """Pages handed out since the last call, in ascending order, to be zeroed.
 
@@ -457,8 +468,10 @@ class CacheManager:
         "`track_new_pages` must be True for new pages; make the CacheManager "
         "with it."
       )
-    self.state, new = inspect.take_new_pages(self.state)
-    return np.flatnonzero(np.asarray(new)).tolist()
+    state, new = inspect.take_new_pages(self.state)
+    pages = np.flatnonzero(np.asarray(new)).tolist()
+    self.state = state
+    return pages
 
   def free_queue(self) -> list[int]:
     """The free pages in eviction order."""
@@ -477,21 +490,3 @@ class CacheManager:
   def usage(self) -> float:
     """The fraction of the pages that is held, the null page not counted."""
     return 1 - self.num_free_pages / (self.config.num_pages - 1)
-
-  def _advance(
-    self,
-    slots: Sequence[int] | np.ndarray,
-    call: np.ndarray,
-    begins: bool = True,
-  ) -> Advanced:
-    self.state, out = step.advance(
-      self.state, call, caps=self._limits.most_pages, begins=begins
-    )
-    num_rows = 1 if begins else self.config.num_slots
-    out = step.fetch(out, num_rows, self.config.num_groups)
-    self._slots.sent[slots] = out.length[: len(slots)]
-    return out
-
-  def _release(self, slot: int) -> None:
-    self._slots.release(slot)
-    self.state = step.release(self.state, np.asarray([slot], np.int32))

@@ -1,4 +1,4 @@
-"""Requests, and the attributes that a cache manager reads."""
+"""Requests: the attributes that a cache manager reads."""
 
 import array
 import dataclasses
@@ -8,6 +8,9 @@ from typing import Any
 from typing import NamedTuple
 
 import numpy as np
+
+from jaxkv._src.host.identity import Item
+from jaxkv._src.host.identity import identity_of
 
 
 class MultimodalItem(NamedTuple):
@@ -28,10 +31,17 @@ class MultimodalItem(NamedTuple):
 class Request:
   """A sequence, as its scheduler sees it.
 
-  Managers take any object with `request_id`, `token_ids` and
-  `num_computed_tokens`. Other attributes that an object lacks have the defaults
-  given here, except that an object without a `status` is running as soon as it
-  has computed tokens.
+  Managers take any object with `request_id`, `token_ids` (or `all_token_ids`)
+  and `num_computed_tokens`, and write to none. Other attributes that an object
+  lacks have the defaults given here, except that an object without a `status`
+  is running as soon as it has computed tokens.
+
+  Requests of vLLM and eSurge are told apart by what tells them apart there:
+  `lora_request` (its `lora_name`, `lora_path` and `lora_int_id`), `mm_features`
+  (each with an `identifier` or `mm_hash`, and a range `mm_position` or
+  `placeholder_range`, without which it tells the whole request apart) and
+  `prompt_embeds`. With `skip_reading_prefix_cache`, or else
+  `sampling_params.prompt_logprobs`, no prefix is looked up.
 
   Attributes:
     request_id: its name.
@@ -42,13 +52,16 @@ class Request:
     num_in_flight_tokens: computed tokens of a step that has not ended. Pages
       that this step reads are not given back yet.
     status: "waiting", "running" or "preempted".
-    cache_salt: requests with different salts share no page.
+    cache_salt: a str or bytes; requests with different salts share no page. ""
+      is none, as in vLLM.
     lora_name: requests with different adapters share no page.
     mm: items whose placeholders stand among the tokens.
+    prompt_embeds: array [P, D] of the embeddings that stand for the first P
+      tokens; pages with different ones are different.
     prompt_logprobs: whether the whole prompt must be computed, so that no
       prefix of it is looked up. It is still cached for others.
     shared_prefix_boundary: tokens of it that some groups had cached when not
-      all had; set by the last lookup.
+      all had; 0 for what the lookup found.
   """
 
   request_id: str
@@ -57,9 +70,10 @@ class Request:
   num_computed_tokens: int = 0
   num_in_flight_tokens: int = 0
   status: str = "waiting"
-  cache_salt: str | None = None
+  cache_salt: str | bytes | None = None
   lora_name: str | None = None
   mm: Sequence[MultimodalItem] = ()
+  prompt_embeds: Any = None
   prompt_logprobs: bool = False
   shared_prefix_boundary: int = 0
 
@@ -73,77 +87,149 @@ class Request:
     return len(self.token_ids)
 
 
-_NAMES = [field.name for field in dataclasses.fields(Request)]
+class KnownRequest(NamedTuple):
+  """What a call knows of a request, read once.
 
-
-def read_request(request: Any) -> Request:
-  """A copy of any object with the attributes of `Request`, read once.
-
-  The copy's status is in lower case, also that of a member of an enum.
+  Attributes:
+    request_id, num_computed_tokens, num_in_flight_tokens,
+      shared_prefix_boundary: as in `Request`.
+    token_ids: the sequence, not copied.
+    num_tokens: its length.
+    num_prompt_tokens: length of the prompt.
+    status: in lower case, also that of a member of an enum.
+    salt: 16 bytes; requests with different ones share no page.
+    items: what stands at its tokens besides them, see `content`.
+    skips_lookup: whether no prefix is looked up.
   """
-  known = {n: getattr(request, n) for n in _NAMES if hasattr(request, n)}
-  known["token_ids"] = _tokens_of(request)
-  begun = "running" if request.num_computed_tokens else "waiting"
-  status = known.get("status", begun)
-  known["status"] = str(getattr(status, "name", status)).lower()
-  return Request(**known)
+
+  request_id: str
+  token_ids: Sequence[int]
+  num_tokens: int
+  num_prompt_tokens: int
+  num_computed_tokens: int
+  num_in_flight_tokens: int
+  status: str
+  salt: bytes
+  items: tuple[Item, ...]
+  skips_lookup: bool
+  shared_prefix_boundary: int
 
 
-def tokens_of_all(running: Sequence[Any]) -> list[Sequence[int]]:
-  """All tokens of each request."""
+def read_request(request: Any) -> KnownRequest:
+  """Reads any object with the attributes of `Request`.
+
+  Besides them, as vLLM and eSurge have them, what `identity_of` reads, and
+  `skip_reading_prefix_cache` or else `sampling_params.prompt_logprobs`.
+
+  Raises:
+    AttributeError: it lacks one of the three attributes.
+    TypeError, ValueError: as `identity_of`.
+  """
+  tokens = tokens_of(request)
+  salt, items = identity_of(request)
+  computed = request.num_computed_tokens
+  prompt_length = getattr(request, "num_prompt_tokens", None)
+  return KnownRequest(
+    request_id=request.request_id,
+    token_ids=tokens,
+    num_tokens=len(tokens),
+    num_prompt_tokens=len(tokens) if prompt_length is None else prompt_length,
+    num_computed_tokens=computed,
+    num_in_flight_tokens=getattr(request, "num_in_flight_tokens", 0),
+    status=_status_of(request, computed),
+    salt=salt,
+    items=items,
+    skips_lookup=_skips_lookup(request),
+    shared_prefix_boundary=getattr(request, "shared_prefix_boundary", 0),
+  )
+
+
+def tokens_of(request: Any) -> Sequence[int]:
+  """The sequence of a request."""
   try:
-    return [request.token_ids for request in running]
-  except AttributeError:
-    return [_tokens_of(request) for request in running]
-
-
-def _tokens_of(request: Any) -> Sequence[int]:
-  if hasattr(request, "token_ids"):
     return request.token_ids
-  return request.all_token_ids
+  except AttributeError:
+    return request.all_token_ids
 
 
-def salt_of(request: Request) -> np.ndarray:
-  """uint32[4]: a hash of salt and adapter; zeros for neither.
+def first_tokens(request: KnownRequest, count: int) -> list[int]:
+  """A copy of a request's first tokens."""
+  tokens = request.token_ids[:count]
+  return tokens if isinstance(tokens, list) else list(tokens)
 
-  Both are tagged and preceded by their length, so no salt equals the name of an
-  adapter.
-  """
-  parts = {"cache_salt": request.cache_salt, "lora_name": request.lora_name}
-  if not any(parts.values()):
-    return np.zeros((4,), np.uint32)
-  digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-request")
-  for tag, value in parts.items():
-    if value:
-      data = str(value).encode()
-      digest.update(f"{tag}:{len(data)}:".encode() + data)
-  return np.frombuffer(digest.digest(), "<u4").astype(np.uint32)
+
+def _status_of(request: Any, computed: int) -> str:
+  status = getattr(request, "status", None)
+  if status is None:
+    return "running" if computed else "waiting"
+  return str(getattr(status, "name", status)).lower()
+
+
+def _skips_lookup(request: Any) -> bool:
+  skips = getattr(request, "skip_reading_prefix_cache", None)
+  if skips is not None:
+    return bool(skips)
+  if getattr(request, "prompt_logprobs", None):
+    return True
+  sampling = getattr(request, "sampling_params", None)
+  return getattr(sampling, "prompt_logprobs", None) is not None
 
 
 def content(
-  request: Any, tokens: Sequence[int], start: int, stop: int
+  request: KnownRequest, start: int, stop: int, size: int, secret: bytes
 ) -> np.ndarray:
   """int32[stop - start]: the contents that the request's tokens stand for.
 
-  32 bits of a hash of the item and the position in it replace a placeholder, so
-  different images at the same position are different contents.
+  In a page that an item touches, its tokens are masked by a hash of the secret
+  and of all items there, so pages with different items are different contents,
+  with `32 * size` bits between them.
+
+  Args:
+    request: the request.
+    start: its first token asked for.
+    stop: one past the last.
+    size: tokens a page.
+    secret: of the cache.
   """
   try:
-    held = int32s(tokens[start:stop])
+    held = int32s(request.token_ids[start:stop])
   except (OverflowError, TypeError) as error:
     raise ValueError(
       f"`token_ids` of {request.request_id!r} must be 32-bit integers, got "
       f"others from {start} to {stop}: {error}."
     ) from error
-  for item in getattr(request, "mm", None) or ():
-    begin = max(item.offset, start)
-    end = min(item.offset + item.length, stop)
-    if begin < end:
-      data = item.identifier.encode()
-      stream = hashlib.shake_256(data).digest(4 * item.length)
-      bits = np.frombuffer(stream, "<i4")[begin - item.offset :]
-      held[begin - start : end - start] = bits[: end - begin]
+  for page in touched_pages(request, start, stop, size):
+    begin = page * size
+    first, last = max(begin, start), min(begin + size, stop)
+    mask = page_mask(request, page, size, secret)
+    held[first - start : last - start] ^= mask[first - begin : last - begin]
   return held
+
+
+def touched_pages(
+  request: KnownRequest, start: int, stop: int, size: int
+) -> list[int]:
+  """Pages among the tokens `start .. stop` that an item touches."""
+  pages: set[int] = set()
+  for item in request.items:
+    first = max(item.start // size, start // size)
+    last = min(-(-item.stop // size), -(-stop // size))
+    pages.update(range(first, last))
+  return sorted(pages)
+
+
+def page_mask(
+  request: KnownRequest, page: int, size: int, secret: bytes
+) -> np.ndarray:
+  """int32[size]: the mask of a page that an item touches."""
+  begin, end = page * size, (page + 1) * size
+  keys = [
+    item.key(begin, end)
+    for item in request.items
+    if item.start < end and item.stop > begin
+  ]
+  stream = hashlib.shake_256(secret + repr(keys).encode()).digest(4 * size)
+  return np.frombuffer(stream, "<i4")
 
 
 def int32s(values: Sequence[int]) -> np.ndarray:

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.host.request import Request
+from jaxkv._src.cache.telemetry import Drained
+from jaxkv._src.cache.telemetry import Stored
+from jaxkv._src.host.request import KnownRequest
+from jaxkv._src.host.request import content
+from jaxkv._src.host.request import int32s
+from jaxkv._src.host.request import page_mask
+from jaxkv._src.host.request import touched_pages
 
 
 class RequestSlots:
@@ -19,13 +25,17 @@ class RequestSlots:
     sent: int32[B], tokens of each slot that were published, as the device
       answered; the next call sends those behind them.
     with_items: slots of requests with placeholders among their tokens.
+    masked: contents of pages -> their tokens, where an item touches them; only
+      for events that are still to be read.
   """
 
-  def __init__(self, config: CacheConfig, max_requests: int):
+  def __init__(self, config: CacheConfig, max_requests: int, secret: bytes):
     self.config = config
+    self._secret = secret
     self.by_name: dict[str, int] = {}
     self.sent = np.zeros((config.num_slots,), np.int32)
     self.with_items: set[int] = set()
+    self.masked: dict[tuple[int, ...], tuple[int, ...]] = {}
     self._max_requests = max_requests
     self._last_asked: tuple[tuple[Any, ...], np.ndarray] | None = None
     self._vacant = list(range(config.num_slots))[::-1]
@@ -48,12 +58,13 @@ class RequestSlots:
       )
     return None
 
-  def hold(self, request: Request, slot: int) -> None:
-    """Gives a vacant slot to a request."""
-    self._vacant.remove(slot)
-    self.by_name[request.request_id] = slot
-    if request.mm:
+  def hold(self, request: KnownRequest, slot: int) -> None:
+    """Gives a vacant slot to a request; twice is as once."""
+    if request.items:
       self.with_items.add(slot)
+    self.by_name[request.request_id] = slot
+    if slot in self._vacant[-1:]:
+      self._vacant.pop()
 
   def slot_of(self, name: str) -> int:
     """The slot of a request that holds pages.
@@ -95,7 +106,37 @@ class RequestSlots:
     return self.by_name.pop(name, None)
 
   def release(self, slot: int) -> None:
-    """Makes the slot of a forgotten request vacant."""
-    self._vacant.append(slot)
+    """Makes the slot of a forgotten request vacant; twice is as once."""
     self.sent[slot] = 0
     self.with_items.discard(slot)
+    if slot not in self._vacant[-1:]:
+      self._vacant.append(slot)
+
+  def content(self, request: KnownRequest, begin: int, end: int) -> np.ndarray:
+    """int32[end - begin]: what stands for the tokens, see `content`."""
+    size = self.config.page_size
+    held = content(request, begin, end, size, self._secret)
+    for page in touched_pages(request, begin, end, size):
+      real = int32s(request.token_ids[page * size : (page + 1) * size])
+      if len(real) == size and len(self.masked) < self.config.event_log:
+        mask = page_mask(request, page, size, self._secret)
+        self.masked[tuple((real ^ mask).tolist())] = tuple(real.tolist())
+    return held
+
+  def unmasked(self, drained: Drained) -> Drained:
+    """Events with the tokens of requests, not what stands for them."""
+    if not self.masked:
+      return drained
+    size = self.config.page_size
+
+    def real(event: Any) -> Any:
+      if not isinstance(event, Stored):
+        return event
+      parts = [
+        event.tokens[begin : begin + size]
+        for begin in range(0, len(event.tokens), size)
+      ]
+      tokens = sum((self.masked.get(part, part) for part in parts), ())
+      return event._replace(tokens=tokens)
+
+    return drained._replace(events=[real(event) for event in drained.events])

@@ -1,21 +1,17 @@
-"""One transition of the state for scheduled requests, and a few smaller ones.
+"""The transitions of a manager's state: one for scheduled requests, few others.
 
-Built from the mechanisms of the cache, as its verbs are. The state is donated:
-a manager keeps the newest one only.
+Built from the mechanisms of the cache, as its verbs are.
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.algorithms import reserve
 from jaxkv._src.cache.algorithms.publish import publish
 from jaxkv._src.cache.algorithms.reserve import Reservation
@@ -26,25 +22,20 @@ from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
-from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import in_range
-from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.verbs.free import drop_behind
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.cache.verbs.reset import reset_prefix_cache
-from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
+from jaxkv._src.host.atomic import transition
+from jaxkv._src.host.lookup import Prompt
+from jaxkv._src.host.lookup import fetched
 
 NEW_PAGES = 2
-"""New pages of a group and a request that `advance` returns at once."""
+"""New pages of a group and a request that are told for many rows."""
 
-_POLLS = 2000
-
-transition = functools.partial(
-  jax.jit, donate_argnums=0, compiler_options=CPU_COMPILER_OPTIONS
-)
-"""Compiles a function of a state, its first argument, which it consumes."""
+_CACHED = 2**30  # Added to the number of a page that is cached now.
 
 
 class Call(NamedTuple):
@@ -83,12 +74,10 @@ class Call(NamedTuple):
 
 
 class RequestHits(NamedTuple):
-  """Pages that R requests begin with, if their slots are empty."""
+  """Pages that a request begins with."""
 
-  salts: Array  # uint32[R, 4]
-  stop: Array  # int32[R, G], how many pages
-  pages: Array  # int32[R, G, M], the null page where a window has moved on
-  silent: Array  # bool[R, G], whether `take_new_pages` leaves new pages out
+  stop: Array  # int32[1, G], how many pages
+  pages: Array  # int32[1, G, M], the null page where a window has moved on
 
 
 class Advanced(NamedTuple):
@@ -100,17 +89,65 @@ class Advanced(NamedTuple):
   begin: np.ndarray  # int32[R, G], the first new column
   stop: np.ndarray  # int32[R, G], one past the last
   pages: np.ndarray  # int32[R, G, W], the first new pages
+  cached: np.ndarray  # bool[R, G, W], those of them that are cached now
 
 
-@functools.partial(transition, static_argnames=("caps", "begins"))
-def advance(
+@transition
+def begin(
   state: CacheState,
   packed: Array,
+  prompt: Prompt | None,
   *,
   caps: tuple[int, ...],
-  begins: bool,
 ) -> tuple[CacheState, Array]:
-  """Recycles, attaches hits, allocates and publishes.
+  """Attaches the hits of a request to an empty slot, allocates and publishes.
+
+  Args:
+    state: the cache.
+    packed: int32[X], the fields of `Call` for one row and of `RequestHits`, and
+      bool[G]: groups whose new pages `take_new_pages` leaves out.
+    prompt: from `look_up`; None without prefix caching.
+    caps: the most pages that one sequence ever holds, by group.
+
+  Returns:
+    The cache, and what became of the request, for `fetch`. One array comes and
+    one goes, because each array that is moved costs as much as this one.
+  """
+  config = state.config
+  groups, columns = config.num_groups, config.pages_per_slot
+  widths = np.cumsum([len(Call._fields), groups, groups * columns])
+  fields, stop, pages, silent = jnp.split(packed, widths)
+  call = Call(*fields[:, None])
+  hits = RequestHits(stop[None], pages.reshape(1, groups, columns))
+  if prompt is None:
+    prompt = _nothing_hashed(config, call)
+  rows, asked = _rows_of(state, call)
+  plan = _plan(state, call, hits, rows.read(state.num_pages), asked)
+  sound = _sound(state, call, hits, prompt)
+  asked &= sound & ~_unwritten(state, call, hits)
+  asked &= _whole_fits(state, call, hits, plan, caps)
+  state, ok = _reserve(state, call, rows, plan, asked, hits)
+  plan = plan.of(ok)
+  hashes = hashing.start_slots(
+    state.hashes,
+    rows,
+    ok,
+    prompt.root,
+    prompt_length=call.prompt_length,
+    boundary=call.boundary,
+  )
+  state = dataclasses.replace(state, hashes=hashes)
+  counts = _publishable(state, call, rows, plan, ok, prompt.tokens)
+  state, _ = publish(state, rows, prompt.tokens, counts, plan.hit, prompt.keys)
+  state = _silence(state, call, silent[None] != 0, plan)
+  return state, _packed(state, call, rows, plan, ok, sound, columns)
+
+
+@transition
+def advance(
+  state: CacheState, packed: Array, *, num_rows: int, caps: tuple[int, ...]
+) -> tuple[CacheState, Array]:
+  """Recycles, allocates and publishes for requests that have slots.
 
   Requests are served in order, all-or-nothing. What fell behind a window is
   given back even where nothing can be allocated. All requests give back first,
@@ -118,30 +155,58 @@ def advance(
 
   Args:
     state: the cache.
-    packed: int32[X], the fields of `Call`; of `RequestHits` if `begins`; and
-      the tokens after those published, all tokens of a request that begins.
-    caps: the most pages that one sequence ever holds, by group.
-    begins: whether there is one row, and its slot may be empty; else there is
-      one for every slot.
+    packed: int32[X], the fields of `Call`, each for all rows; bool[G] for a
+      single row, as for `begin`; and the tokens after those published.
+    num_rows: R.
+    caps: as for `begin`; empty if `whole` is 0 in all rows.
 
   Returns:
-    The cache, and what became of the rows, for `fetch`. One array comes and
-    one goes, because each array that is moved costs as much as this one.
+    As `begin`.
   """
-  config = state.config
-  call, hits, tokens = _unpacked(config, packed, begins)
-  asked = in_range(state, call.slots)
-  rows = Rows(call.slots, False, ~asked, ~asked)
+  num_fields = len(Call._fields) * num_rows
+  fields, rest = packed[:num_fields], packed[num_fields:]
+  call = Call(*fields.reshape(-1, num_rows))
+  rows, asked = _rows_of(state, call)
   held = rows.read(state.num_pages)
-  plan = _plan(
-    state, call, hits, held, asked & (held[:, config.first_self_group] == 0)
-  )
-  sound = jnp.ones_like(asked)
-  if hits is not None:
-    sound = _sound(state, call, hits, tokens)
-    asked &= sound & ~_unwritten(state, call, hits)
-    asked &= _whole_fits(state, call, hits, plan, held, caps)
+  begins = asked & (held[:, state.config.first_self_group] == 0)
+  plan = _plan(state, call, None, held, begins)
+  if caps:
+    asked &= _whole_fits(state, call, None, plan, caps)
   state, _ = drop_behind(state, rows, call.behind, asked & ~plan.begins)
+  state, ok = _reserve(state, call, rows, plan, asked, None)
+  plan = plan.of(ok)
+  if num_rows == 1:
+    silent, rest = jnp.split(rest, [state.config.num_groups])
+    state = _silence(state, call, silent[None] != 0, plan)
+  tokens = rest.reshape(num_rows, -1)
+  counts = _publishable(state, call, rows, plan, ok, tokens)
+  state, _ = publish(state, rows, tokens, counts)
+  width = state.config.pages_per_slot if num_rows == 1 else NEW_PAGES
+  return state, _packed(state, call, rows, plan, ok, ok, width)
+
+
+def _rows_of(state: CacheState, call: Call) -> tuple[Rows, Array]:
+  """The rows of a call, and bool[R]: those that count."""
+  asked = in_range(state, call.slots)
+  return Rows(call.slots, False, ~asked, ~asked), asked
+
+
+def _nothing_hashed(config: CacheConfig, call: Call) -> Prompt:
+  """A prompt without keys, of the tokens that a slot has room for."""
+  shape = (*call.slots.shape, config.slot_tokens)
+  none = jnp.zeros((1, hashing.KEY_WORDS), jnp.uint32)
+  return Prompt(jnp.zeros(shape, jnp.int32), none[:, :0, None], none)
+
+
+def _reserve(
+  state: CacheState,
+  call: Call,
+  rows: Rows,
+  plan: Reservation,
+  asked: Array,
+  hits: RequestHits | None,
+) -> tuple[CacheState, Array]:
+  """Takes the pages of a plan; bool[R]: the rows that got theirs."""
   code = jnp.where(asked, Status.OK, Status.SKIPPED).astype(jnp.int32)
   state, code = reserve.reserve(
     state,
@@ -151,80 +216,60 @@ def advance(
     hits=None if hits is None else hits.pages,
     keep_free=call.keep_free + call.reserved,
   )
-  ok = code == Status.OK
-  plan = plan.of(ok)
-  if hits is not None:
-    root = roots(state, hits.salts)
-    hashes = hashing.start_slots(
-      state.hashes,
-      rows,
-      plan.begins,
-      root,
-      prompt_length=call.prompt_length,
-      boundary=call.boundary,
-    )
-    state = dataclasses.replace(state, hashes=hashes)
-  length = rows.read(state.length)
-  room = config.sizes.tokens_with_room(plan.stop)
-  counts = jnp.minimum(call.publish, room) - length
-  counts = jnp.where(ok, jnp.clip(counts, 0, tokens.shape[1]), 0)
-  final = rules.final_pages(config, length)
-  known = jnp.where(plan.begins[:, None], plan.hit, final)
-  state, _ = publish(state, rows, tokens, counts, known)
-  if hits is not None:
-    state = _silence(state, call, hits, plan)
-  width = config.pages_per_slot if hits is not None else NEW_PAGES
+  return state, code == Status.OK
+
+
+def _publishable(
+  state: CacheState,
+  call: Call,
+  rows: Rows,
+  plan: Reservation,
+  ok: Array,
+  tokens: Array,
+) -> Array:
+  """int32[R]: how many tokens are published."""
+  room = state.config.sizes.tokens_with_room(plan.stop)
+  counts = jnp.minimum(call.publish, room) - rows.read(state.length)
+  return jnp.where(ok, jnp.clip(counts, 0, tokens.shape[1]), 0)
+
+
+def _packed(
+  state: CacheState,
+  call: Call,
+  rows: Rows,
+  plan: Reservation,
+  ok: Array,
+  sound: Array,
+  width: int,
+) -> Array:
+  """int32[X], for `fetch`."""
   columns = jnp.arange(width, dtype=jnp.int32)[None, None]
   columns = columns + plan.external[..., None]
-  group = jnp.arange(config.num_groups, dtype=jnp.int32)[None, :, None]
+  group = jnp.arange(state.config.num_groups, dtype=jnp.int32)[None, :, None]
   pages = ops.take(state.page_table, call.slots[:, None, None], group, columns)
+  if state.pool.index is not None:
+    cached = prefix_index.contains(state.pool.index, pages)
+    pages = pages + jnp.where(cached, jnp.int32(_CACHED), 0)
   parts = (ok, sound, rows.read(state.length), plan.external, plan.stop, pages)
-  parts = [part.astype(jnp.int32).reshape(-1) for part in parts]
-  return state, jnp.concatenate(parts)
+  return jnp.concatenate([x.astype(jnp.int32).reshape(-1) for x in parts])
 
 
 def fetch(packed: Array, num_rows: int, num_groups: int) -> Advanced:
-  """What `advance` packed, on the host.
-
-  Polls for a while before it blocks: waking a thread that sleeps costs as much
-  as a decode step takes on a CPU.
-  """
-  for _ in range(_POLLS):
-    if packed.is_ready():  # pyright: ignore[reportAttributeAccessIssue]
-      break
-  flat, pairs = np.asarray(packed), num_rows * num_groups
+  """What `begin` or `advance` packed, on the host."""
+  flat, pairs = fetched(packed), num_rows * num_groups
   pages = 3 * num_rows + 2 * pairs
   ok, sound, length = flat[: 3 * num_rows].reshape(3, num_rows)
   columns = flat[3 * num_rows : pages].reshape(2, num_rows, num_groups)
+  pages = flat[pages:].reshape(num_rows, num_groups, -1)
   return Advanced(
     ok=ok != 0,
     sound=sound != 0,
     length=length,
     begin=columns[0],
     stop=columns[1],
-    pages=flat[pages:].reshape(num_rows, num_groups, -1),
+    pages=pages & (_CACHED - 1),
+    cached=pages >= _CACHED,
   )
-
-
-def _unpacked(
-  config: CacheConfig, packed: Array, begins: bool
-) -> tuple[Call, RequestHits | None, Array]:
-  """What the host has packed; the tokens are int32[R, T]."""
-  groups, columns = config.num_groups, config.pages_per_slot
-  num_rows, num_fields = 1 if begins else config.num_slots, len(Call._fields)
-  widths = [num_fields]
-  if begins:
-    widths += [hashing.KEY_WORDS, groups, groups * columns, groups]
-  stops = np.cumsum(widths) * num_rows
-  fields, *parts, tokens = jnp.split(packed, stops)
-  call = Call(*fields.reshape(num_fields, num_rows))
-  tokens = tokens.reshape(num_rows, -1)
-  if not begins:
-    return call, None, tokens
-  salts, stop, pages, silent = (part.reshape(num_rows, -1) for part in parts)
-  salts = lax.bitcast_convert_type(salts, jnp.uint32)
-  pages = pages.reshape(num_rows, groups, columns)
-  return call, RequestHits(salts, stop, pages, silent != 0), tokens
 
 
 def _plan(
@@ -275,9 +320,8 @@ def _columns(
 def _whole_fits(
   state: CacheState,
   call: Call,
-  hits: RequestHits,
+  hits: RequestHits | None,
   plan: Reservation,
-  held: Array,
   caps: tuple[int, ...],
 ) -> Array:
   """bool[R]: rows whose whole sequences have room, where that is asked.
@@ -298,14 +342,15 @@ def _whole_fits(
   )
   skipped = config.sizes.skipped_pages(call.behind)
   covered = jnp.maximum(skipped, plan.hit)
-  covered = jnp.where(plan.begins[:, None], covered, held)
+  covered = jnp.where(plan.begins[:, None], covered, plan.hit)
   need = jnp.where(
     recurrent.holds_states(config),
     whole.num_fresh,
     jnp.maximum(required - covered, 0),
   )
-  woken = reserve.woken(state, plan, hits.pages)
-  need += jnp.sum(woken, axis=2, dtype=jnp.int32)
+  if hits is not None:
+    woken = reserve.woken(state, plan, hits.pages)
+    need += jnp.sum(woken, axis=2, dtype=jnp.int32)
   need = jnp.sum(need, axis=1, dtype=jnp.int32) + call.keep_free
   return (call.whole == 0) | (need <= state.pool.queue.num_free)
 
@@ -332,7 +377,7 @@ def _unwritten(state: CacheState, call: Call, hits: RequestHits) -> Array:
 
 
 def _sound(
-  state: CacheState, call: Call, hits: RequestHits, tokens: Array
+  state: CacheState, call: Call, hits: RequestHits, prompt: Prompt
 ) -> Array:
   """bool[R]: whether the pages of hits hold what their requests begin with.
 
@@ -345,14 +390,9 @@ def _sound(
     return ~jnp.any(used, axis=(1, 2))
 
   def compare() -> Array:
-    columns = tokens.shape[1] // config.page_size
-    held = tokens[:, : columns * config.page_size]
-    held = held.reshape(-1, columns, config.page_size)
-    root = roots(state, hits.salts)
-    chain = hashing.row_keys(secret, root, held)
     sound = jnp.ones(call.slots.shape, bool)
     for group in range(config.num_groups):
-      keys = hashing.keys_of_group(config, secret, chain, group)
+      keys = hashing.keys_of_group(config, secret, prompt.keys, group)
       width = min(hits.pages.shape[2], keys.shape[1])
       pages, own = hits.pages[:, group, :width], used[:, group, :width]
       same = prefix_index.key_of(index, pages) == keys[:, :width]
@@ -367,7 +407,7 @@ def _sound(
 
 
 def _silence(
-  state: CacheState, call: Call, hits: RequestHits, plan: Reservation
+  state: CacheState, call: Call, silent: Array, plan: Reservation
 ) -> CacheState:
   """Takes fresh pages of silent groups out of what `take_new_pages` tells.
 
@@ -377,51 +417,28 @@ def _silence(
     return state
   pages = ops.take(state.page_table, call.slots)
   fresh = ops.between(plan.hit, plan.stop, pages.shape[2])
-  fresh &= hits.silent[..., None] & (pages > 0)
+  fresh &= silent[..., None] & (pages > 0)
   place = ops.where_valid(fresh, pages)
   new = ops.put(state.pool.new, place, values=False)
   pool = dataclasses.replace(state.pool, new=new)
   return dataclasses.replace(state, pool=pool)
 
 
-@functools.partial(jax.jit, compiler_options=CPU_COMPILER_OPTIONS)
-def look_up(
-  state: CacheState, tokens: Array, length: Array, salt: Array
-) -> tuple[Array, Array, Array, Array]:
-  """The longest cached prefix of one request.
-
-  Args:
-    state: a cache with prefix caching.
-    tokens: int32[1, T].
-    length: int32[1].
-    salt: uint32[1, 4].
-
-  Returns:
-    Its tokens, int32[]; the boundary, see `SlotHashes`, int32[]; the number of
-    its pages, int32[G]; and the pages, int32[G, P].
-  """
-  config = state.config
-  found = longest_prefix.find(state, tokens, length, length > 0, salt)
-  pages = found.attached_pages(config, found.pages.shape[2])[0]
-  pages = jnp.where(pages < config.no_page, pages, 0)
-  return found.num_cached_tokens[0], found.boundary[0], found.stop[0], pages
-
-
 @transition
-def release(state: CacheState, slots: Array) -> CacheState:
+def release(state: CacheState, slots: Array) -> tuple[CacheState, None]:
   """Frees the sequences in slots int32[R], in order."""
-  return free(state, slots=slots)[0]
+  return free(state, slots=slots)[0], None
 
 
 @transition
-def evict(state: CacheState, pages: Array) -> CacheState:
+def evict(state: CacheState, pages: Array) -> tuple[CacheState, None]:
   """Takes pages int32[X], all different, out of the index if they are in it."""
   valid = (pages > 0) & (pages < state.config.num_pages)
   pool, _ = page_pool.unpublish(state.pool, pages, valid)
-  return dataclasses.replace(state, pool=pool)
+  return dataclasses.replace(state, pool=pool), None
 
 
 @transition
-def reset(state: CacheState) -> CacheState:
+def reset(state: CacheState) -> tuple[CacheState, None]:
   """Takes all pages out of the index, of a cache in which none is held."""
-  return reset_prefix_cache(state)[0]
+  return reset_prefix_cache(state)[0], None

@@ -58,6 +58,7 @@ def find(
   lengths: Array,
   asked: Array,
   salts: Array | None = None,
+  keys: Array | None = None,
 ) -> Prefix:
   """Looks sequences up.
 
@@ -69,6 +70,8 @@ def find(
     lengths: int32[R]; a length outside of 1 .. T finds nothing.
     asked: bool[R], the sequences to look for. Costs nothing when all are False.
     salts: uint32[R, 4]; None for none.
+    keys: uint32[R, P, 4], the chain's key after each page, where the tokens are
+      hashed already.
   """
   config, index, secret = state.config, state.pool.index, state.secret
   rows, columns = tokens.shape[0], tokens.shape[1] // config.page_size
@@ -89,8 +92,8 @@ def find(
   def search() -> Prefix:
     held = tokens[:, : columns * config.page_size]
     held = held.reshape(rows, columns, config.page_size)
-    keys = hashing.row_keys(secret, root, held)
-    pages = _look_up(config, secret, index, keys, held)
+    chain = hashing.row_keys(secret, root, held) if keys is None else keys
+    pages = _look_up(config, secret, index, chain, held)
     found, longest = _agree(config, pages > 0, possible)
     first = config.sizes.skipped_pages(found)
     stop = config.sizes.full_pages(found)
@@ -101,10 +104,10 @@ def find(
     )
     last = jnp.maximum(ops.quotient(found, config.page_size) - 1, 0)
     last = last[:, None, None]
-    chain = jnp.take_along_axis(keys, last, axis=1)[:, 0]
-    chain = jnp.where(found[:, None] > 0, chain, root)
+    end = jnp.take_along_axis(chain, last, axis=1)[:, 0]
+    end = jnp.where(found[:, None] > 0, end, root)
     boundary = jnp.where(longest > found, longest, 0)
-    return Prefix(found, first, stop, pages, root, chain, boundary)
+    return Prefix(found, first, stop, pages, root, end, boundary)
 
   return lax.cond(
     jnp.any(possible >= config.page_size), search, lambda: nothing

@@ -98,6 +98,7 @@ def publish(
   tokens: Array,
   counts: Array,
   known: Array | None = None,
+  keys: Array | None = None,
 ) -> tuple[CacheState, Array]:
   """Advances slots by tokens, and hashes and publishes the pages they fill.
 
@@ -110,6 +111,8 @@ def publish(
     known: int32[R, G], the leading columns that have their keys already, where
       the slot's length does not tell it. The stream of such a row begins at
       its slot's first token.
+    keys: uint32[R, P, 4], the chain's key after each page of the tokens, where
+      they are hashed already. All rows begin at their slots' first tokens.
 
   Returns:
     The cache, and int32[R]: pages published.
@@ -139,7 +142,7 @@ def publish(
   completes |= stream.num_completed > 0
   done = ops.for_each(
     completes.astype(jnp.int32),
-    functools.partial(_publish_rows, config, secret, hashes, stream),
+    functools.partial(_publish_rows, config, secret, hashes, stream, keys),
     _Progress(
       pool=_with_room(config, state.pool, stream),
       page_table=state.page_table,
@@ -237,6 +240,7 @@ def _publish_rows(
   secret: Array,
   hashes: SlotHashes,
   stream: _Stream,
+  known_keys: Array | None,
   done: _Progress,
   items: Items,
 ) -> _Progress:
@@ -249,7 +253,10 @@ def _publish_rows(
   slots = ops.take(stream.slots, window, fill=ops.NOWHERE)
   pages = _stream_pages(config, stream, window)
   before = ops.take(done.chain, slots)
-  keys = hashing.row_keys(secret, before, pages)
+  if known_keys is None:
+    keys = hashing.row_keys(secret, before, pages)
+  else:
+    keys = ops.take(known_keys, window)
   steps = config.alignment // config.page_size
   num_completed = ops.take(stream.num_completed, window)
   last = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]

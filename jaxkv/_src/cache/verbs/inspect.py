@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.pool import page_pool
+from jaxkv._src.cache.pool.page_pool import PoolState
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Stats
 from jaxkv._src.cache.state import check_single
@@ -137,8 +138,8 @@ def free_pages(state: CacheState) -> list[int]:
     [1, 2, 3]
   """
   check_single(state)
-  count = int(state.pool.queue.num_free)
-  return np.asarray(page_pool.free_pages(state.pool))[:count].tolist()
+  pages = np.asarray(_free_pages(state.pool))
+  return pages[pages > 0].tolist()
 
 
 def cached_pages(state: CacheState) -> list[int]:
@@ -158,9 +159,7 @@ def cached_pages(state: CacheState) -> list[int]:
     []
   """
   check_single(state)
-  pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
-  cached = np.asarray(page_pool.is_cached(state.pool, pages))
-  return np.flatnonzero(cached).tolist()
+  return np.flatnonzero(np.asarray(_are_cached(state.pool))).tolist()
 
 
 def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
@@ -231,6 +230,15 @@ def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
     )
   pool = dataclasses.replace(state.pool, new=jnp.zeros_like(new))
   return dataclasses.replace(state, pool=pool), new
+
+
+_free_pages = jax.jit(page_pool.free_pages)
+
+
+@jax.jit
+def _are_cached(pool: PoolState) -> Array:
+  pages = jnp.arange(pool.ref_count.shape[0], dtype=jnp.int32)
+  return page_pool.is_cached(pool, pages)
 
 
 def _outliving(counters):

@@ -52,13 +52,13 @@ from jaxkv._src.host.manager import CacheManager
 from jaxkv._src.host.request import MultimodalItem
 from jaxkv._src.host.request import Request
 from jaxkv._src.host.types import CachePages
-from jaxkv._src.host.types import FreeCachePageQueue
-from jaxkv._src.host.types import PageHash
-from jaxkv._src.host.types import PagePool
 from jaxkv._src.host.types import PoppedPages
 from jaxkv._src.host.types import PrefixCacheStats
-from jaxkv._src.host.types import hash_page_tokens
-from jaxkv._src.host.types import hash_request_tokens
+from jaxkv._src.host.views import FreeCachePageQueue
+from jaxkv._src.host.views import PageHash
+from jaxkv._src.host.views import PagePool
+from jaxkv._src.host.views import hash_page_tokens
+from jaxkv._src.host.views import hash_request_tokens
 
 __all__ = [
   "CacheManager",

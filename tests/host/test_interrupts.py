@@ -1,0 +1,211 @@
+"""A call that is interrupted happened, or it did not."""
+
+import copy
+import signal
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.host import CacheManager
+from tests.host.scheduling import HYBRID
+from tests.host.scheduling import LONGEST
+from tests.host.scheduling import hybrid
+from tests.host.scheduling import request
+
+KEY = jaxkv.salt("interrupts")
+EVERY = 29
+"""Without --deep, one point of so many is tried."""
+
+
+class Interrupted(Exception):
+  """Raised where a signal handler could."""
+
+
+def begun():
+  """A manager with two requests that run and one that came back, and them."""
+  manager = CacheManager(
+    61, HYBRID, LONGEST, key=KEY, num_events=64, track_new_pages=True
+  )
+  requests = {
+    name: request(name, range(first, first + 13))
+    for name, first in (("a", 0), ("b", 50), ("c", 0), ("new", 100))
+  }
+  for name in ("a", "b", "c"):
+    assert manager.allocate_slots(requests[name], 13)
+    requests[name].num_computed_tokens = 13
+    requests[name].status = "running"
+  manager.free(requests["c"])
+  requests["c"].num_computed_tokens = 0
+  for name in ("a", "b"):
+    requests[name].token_ids += [7, 8, 9]
+  return manager, requests
+
+
+def admit(manager, requests, name):
+  found, tokens = manager.get_computed_pages(requests[name])
+  return manager.allocate_slots(requests[name], 13 - tokens, tokens, found)
+
+
+CALLS = {
+  "get_computed_pages": lambda m, r: m.get_computed_pages(r["c"]),
+  "allocate_slots": lambda m, r: m.allocate_slots(r["a"], 3),
+  "allocate_slots, new": lambda m, r: m.allocate_slots(r["new"], 13),
+  "step": lambda m, r: m.step([r["a"], r["b"]], 3),
+  "cache_pages": lambda m, r: m.cache_pages(r["a"], 16),
+  "remove_skipped_pages": lambda m, r: m.remove_skipped_pages("a", 13),
+  "free": lambda m, r: m.free(r["a"]),
+  "pop_pages_for_free": lambda m, r: m.pop_pages_for_free(r["a"]),
+  "free_pages": lambda m, r: m.free_pages(m._popped[1]),
+  "evict_pages": lambda m, r: m.evict_pages([1, 2]),
+  "reset_prefix_cache": lambda m, r: m.reset_prefix_cache(),
+  "take_events": lambda m, r: m.take_events(),
+  "take_new_page_ids": lambda m, r: m.take_new_page_ids(),
+  "make_prefix_cache_stats": lambda m, r: m.make_prefix_cache_stats(),
+  "get_page_ids": lambda m, r: m.get_page_ids("a"),
+}
+
+
+def prepared(name):
+  """A manager for which the call has something to do."""
+  manager, requests = begun()
+  if name == "free_pages":
+    manager.pop_pages_for_free(requests["b"])
+  if name == "reset_prefix_cache":
+    manager.free(requests["a"])
+    manager.free(requests["b"])
+  return manager, requests
+
+
+def cloned(manager):
+  """A manager that goes its own way from here."""
+  clone = copy.copy(manager)
+  clone._lock = threading.RLock()
+  clone._slots = copy.deepcopy(manager._slots)
+  clone._popped = dict(manager._popped)
+  leaves = tuple(jnp.copy(leaf) for leaf in manager._results[-1][0])
+  clone._results = [(leaves, None)]
+  return clone
+
+
+def everything(manager):
+  """All that later calls depend on."""
+  manager.get_page_ids("a")  # Settles what an interrupted call has left.
+  slots = manager._slots
+  jaxkv.check(manager.state)
+  return (
+    [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(manager.state)],
+    [slots.by_name, slots._vacant, slots.sent.tolist(), slots.with_items],
+    [manager._statistics[0], sorted(manager._popped), manager._step_clock],
+  )
+
+
+def interrupted(call, point):
+  """Makes a call and leaves it before its bytecode number `point`.
+
+  Returns:
+    Whether it was left.
+  """
+  count = 0
+
+  def trace(frame, event, _):
+    nonlocal count
+    frame.f_trace_opcodes, frame.f_trace_lines = True, False
+    if event == "opcode":
+      count += 1
+      if count == point:
+        raise Interrupted
+    return trace
+
+  before = sys.gettrace()
+  sys.settrace(trace)
+  try:
+    call()
+  except Interrupted:
+    return True
+  finally:
+    sys.settrace(before)
+  return False
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_point(name, pytestconfig):
+  """Wherever a call is left, and the calls that follow."""
+  manager, requests = prepared(name)
+  without, done = cloned(manager), cloned(manager)
+  for one in (without, done):
+    assert everything(cloned(one)) == everything(without)
+  CALLS[name](done, requests)
+  outcomes = [everything(cloned(without)), everything(cloned(done))]
+  point, seen = 1, set()
+  while True:
+    one = cloned(manager)
+    left = interrupted(lambda one=one: CALLS[name](one, requests), point)
+    if not left:
+      break
+    now = everything(one)
+    assert now in outcomes, f"left before bytecode {point}"
+    seen.add(outcomes.index(now))
+    admit(one, requests, "c")
+    jaxkv.check(one.state)
+    point += 1 if pytestconfig.getoption("deep") else EVERY
+  assert point > 60  # There were many.
+  if pytestconfig.getoption("deep") and outcomes[0] != outcomes[1]:
+    assert seen == {0, 1}
+
+
+def test_signals():
+  """The real thing, at 200 times that nobody chose."""
+
+  def handler(*_):
+    raise Interrupted
+
+  manager, requests = begun()
+  outcomes = [everything(cloned(manager))]
+  CALLS["step"](done := cloned(manager), requests)
+  outcomes.append(everything(done))
+  before = signal.signal(signal.SIGALRM, handler)
+  try:
+    for trial in range(200):
+      one = cloned(manager)
+      try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-6 + 5e-6 * trial)
+        CALLS["step"](one, requests)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+      except Interrupted:
+        pass
+      assert everything(one) in outcomes
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_threads():
+  """Several threads share a manager: every call is whole."""
+  manager = hybrid(CacheManager)
+  errors = []
+
+  def work(thread):
+    try:
+      for turn in range(12):
+        one = request(f"{thread} {turn}", range(thread, thread + 9))
+        if manager.allocate_slots(one, 9) is not None:
+          one.num_computed_tokens = 9
+          one.token_ids += [1]
+          manager.step([one])
+          manager.free(one)
+    except Exception as error:
+      errors.append(error)
+
+  threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert errors == []
+  assert manager.num_free_pages == 24
+  jaxkv.check(manager.state)
