@@ -48,7 +48,7 @@ def _counted_twice(pool, g):
   return replace(pool, ref_count=2 * pool.ref_count - g.pool.ref_count)
 
 
-def _each_page_alone(chain_keys):
+def each_page_alone(chain_keys):
   """Every page has the key that it would have as the first one."""
 
   def call(previous, digests):
@@ -291,7 +291,7 @@ MUTANTS = {
     "prefix.hashing:group_key", returned(lambda out, g: g.chain), ("commit",)
   ),
   "the prefix is ignored": Mutant(
-    "prefix.hashing:chain_keys", _each_page_alone, ("commit",)
+    "prefix.hashing:chain_keys", each_page_alone, ("commit",)
   ),
   # --- match -----------------------------------------------------------------
   "the whole sequence may be cached": Mutant(

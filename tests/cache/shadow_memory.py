@@ -1,0 +1,259 @@
+"""A K/V memory of names: every page knows what was written to it.
+
+K/V depends on a token, on all tokens before it, on the salt and on the weights.
+A name stands for exactly that: equal names, equal K/V. Names come from the name
+before and are not told how the cache makes its keys.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import ChunkedLocal
+from jaxkv import Recurrent
+from jaxkv import SlidingWindow
+from jaxkv._src.cache.pool import page_pool
+
+
+class FalseContent(AssertionError):
+  """A page does not hold what somebody relies on."""
+
+
+class Names:
+  """Numbers for contents, the same number for the same content."""
+
+  def __init__(self):
+    self._numbers: dict[tuple, int] = {}
+    self._contents: list[tuple] = [()]
+
+  def of(self, *content: object) -> int:
+    """The number of anything that can be compared."""
+    number = self._numbers.setdefault(content, len(self._contents))
+    if number == len(self._contents):
+      self._contents.append(content)
+    return number
+
+  def continued(self, before: int, tokens: list[int], epoch: int) -> list[int]:
+    """What each of some tokens writes behind a name, one after the other."""
+    names = []
+    for token in tokens:
+      before = self.of(before, token, epoch)
+      names.append(before)
+    return names
+
+  def last_tokens(self, name: int, count: int) -> tuple[int, ...]:
+    """The tokens that end at a name."""
+    tokens = []
+    for _ in range(count):
+      name, token, _ = self._contents[name]
+      tokens.append(token)
+    return tuple(tokens[::-1])
+
+
+class ShadowMemory:
+  """What the pages of a cache hold, and who relies on them.
+
+  A page of K/V holds a name for each token; a page of states holds one, in its
+  first place. Names differ between groups, since their layers do.
+
+  Attributes:
+    config: sizes of the cache.
+    content: names, and 0 where nothing was written.  # int64[N + 1, S]
+    table: the page table, as last seen.  # int32[B, G, M]
+    length: lengths, as last seen.  # int32[B]
+    cached: which pages can be found, as last seen.  # bool[N]
+    held: entries of the page table for each page.  # int64[N]
+    pins: pins of each page.  # int64[N]
+    pinned: pinned pages that were full -> what they held.
+    num_writes: pages that were written to.
+  """
+
+  def __init__(self, config: jaxkv.CacheConfig):
+    self.config = config
+    pages = config.num_pages
+    self.content = np.zeros((pages + 1, max(config.page_sizes)), np.int64)
+    self.pins = np.zeros(pages, np.int64)
+    self.pinned: set[int] = set()
+    self.num_writes = 0
+    self.look(jaxkv.init(config))
+
+  def look(self, state: jaxkv.CacheState) -> None:
+    """Sees which pages are where."""
+    self.table, self.length, self.cached = jax.device_get(_seen(state))
+    entries = self.table.ravel()
+    held = np.bincount(entries, minlength=self.config.num_pages + 1)
+    held[0] = 0
+    self.held = held[: self.config.num_pages]
+
+  # --- who relies on pages ---------------------------------------------------
+
+  @property
+  def refs(self) -> np.ndarray:
+    """int64[N]: references, pins included."""
+    return self.held + self.pins
+
+  @property
+  def used(self) -> np.ndarray:
+    """int64[B, G]: columns in use."""
+    return np.sum(self.table != self.config.no_page, axis=2)
+
+  def room(self, slot: int) -> int:
+    """Tokens for which every group of a slot has pages."""
+    config = self.config
+    kinds = zip(config.groups, config.page_sizes, self.used[slot], strict=True)
+    return min(
+      max(int(held) - kind.num_speculative, 0) * size
+      for kind, size, held in kinds
+      if not kind.holds_encoder
+    )
+
+  def pin(self, pages: np.ndarray) -> None:
+    """Relies on pages from now on, if they are full."""
+    np.add.at(self.pins, pages, 1)
+    full = self._full_pages()
+    self.pinned |= {
+      page for page in pages.tolist() if self.cached[page] or page in full
+    }
+
+  def unpin(self, pages: np.ndarray) -> None:
+    """Gives pins back."""
+    np.subtract.at(self.pins, pages, 1)
+    if self.pins.min() < 0:
+      raise FalseContent("a pin was given back twice")
+    self.pinned = {page for page in self.pinned if self.pins[page]}
+
+  def _full_pages(self) -> set[int]:
+    """Pages that the tokens of a slot fill."""
+    full = set()
+    for group, size in enumerate(self.config.page_sizes):
+      ends = np.arange(1, self.table.shape[2] + 1) * size
+      inside = ends[None] <= self.length[:, None]
+      full |= set(self.table[:, group][inside].tolist())
+    return full
+
+  # --- writing ---------------------------------------------------------------
+
+  def write_tokens(
+    self, slot: int, group: int, start: int, names: list[int]
+  ) -> None:
+    """Writes K/V at positions `start`, `start + 1` ... of a slot."""
+    size = self.config.page_sizes[group]
+    place = np.arange(start, start + len(names))
+    pages = self.table[slot, group, place // size]
+    for page in set(pages.tolist()):
+      self._check_writable(page)
+    self.content[pages, place % size] = self._in_group(names, group)
+
+  def write_states(
+    self, slot: int, group: int, start: int, names: list[int]
+  ) -> None:
+    """Writes the states at the ends of pages, and the last one."""
+    size, stop = self.config.page_sizes[group], start + len(names)
+    for column in range(start // size, -(-stop // size) if names else 0):
+      page = int(self.table[slot, group, column])
+      if page:
+        end = min((column + 1) * size, stop)
+        self.write_page(page, group, names[end - start - 1])
+
+  def write_page(self, page: int, group: int, name: int) -> None:
+    """Writes a whole page."""
+    self._check_writable(page)
+    self.content[page] = self._in_group(name, group)
+
+  def copy(self, src: np.ndarray, dst: np.ndarray) -> int:
+    """Makes the copies that a verb owes; how many."""
+    owed = dst != self.config.no_page
+    src, dst = src[owed], dst[owed]
+    if len(set(dst.tolist())) < len(dst):
+      raise FalseContent(f"several copies to one page: {dst}")
+    content = self.content[src]
+    for page in dst.tolist():
+      self._check_writable(page)
+    self.content[dst] = content
+    return len(dst)
+
+  def _check_writable(self, page: int) -> None:
+    wrongs = {
+      "page that does not exist": not 0 < page < self.config.no_page,
+      "cached page": self.cached[page % self.config.num_pages],
+      "shared page": self.held[page % self.config.num_pages] != 1,
+      "pinned page": page in self.pinned,
+    }
+    for name, wrong in wrongs.items():
+      if wrong:
+        raise FalseContent(f"a {name} is written to: {page}")
+    self.num_writes += 1
+
+  # --- reading ---------------------------------------------------------------
+
+  def wrong(
+    self, group: int, pages: np.ndarray, names: np.ndarray, lengths: np.ndarray
+  ) -> np.ndarray:
+    """Which tokens or states are not what they should be.
+
+    Args:
+      group: of the pages.
+      pages: int32[R, M], of R sequences in order.
+      names: int64[R, T], of their tokens.
+      lengths: int32[R].
+
+    Returns:
+      bool[R, X]; null pages and those that do not exist hold nothing wrong.
+    """
+    kind, size = self.config.groups[group], self.config.page_sizes[group]
+    real = (pages > 0) & (pages < self.config.no_page)
+    lengths = lengths[:, None]
+    if kind.holds_states:
+      begin = np.arange(pages.shape[1])[None] * size
+      last = np.maximum(np.minimum(begin + size, lengths) - 1, 0)
+      want = np.take_along_axis(names, last, axis=1)
+      got, inside = self.content[pages, 0], begin < lengths
+    else:
+      got = self.content[pages][..., :size].reshape(len(pages), -1)
+      want, real = names[:, : got.shape[1]], np.repeat(real, size, axis=1)
+      inside = np.arange(got.shape[1])[None] < lengths
+    return inside & real & (got != self._in_group(want, group))
+
+  def missing(self, group: int) -> np.ndarray:
+    """bool[B, M]: columns of slots without a page that the next token needs."""
+    kind, size = self.config.groups[group], self.config.page_sizes[group]
+    pages, lengths = self.table[:, group], self.length[:, None]
+    begin = np.arange(pages.shape[1])[None] * size
+    end = np.minimum(begin + size, lengths)
+    needed = end > num_skipped_tokens(kind, lengths)
+    none = pages == self.config.no_page
+    return (begin < lengths) & (none | ((pages == 0) & needed))
+
+  def holds_page(self, page: int, group: int, name: int) -> bool:
+    """Whether a page was written as a whole."""
+    return self.content[page, 0] == self._in_group(name, group)
+
+  def last_name(self, page: int, group: int) -> int:
+    """The name of a page's last token, or of its state."""
+    kind, size = self.config.groups[group], self.config.page_sizes[group]
+    place = 0 if kind.holds_states else size - 1
+    return int(self.content[page, place]) // self.config.num_groups
+
+  def _in_group(self, names, group: int) -> np.ndarray:
+    """Names as the layers of one group write them."""
+    return np.asarray(names, np.int64) * self.config.num_groups + group
+
+
+def num_skipped_tokens(kind: jaxkv.GroupKind, length: np.ndarray) -> np.ndarray:
+  """Leading tokens that no token behind `length` attends to."""
+  match kind:
+    case SlidingWindow(window):
+      return np.maximum(length - (window - 1), 0)
+    case ChunkedLocal(chunk):
+      return length // chunk * chunk
+    case Recurrent():
+      return np.maximum(length - 1, 0)
+  return np.zeros_like(length)
+
+
+@jax.jit
+def _seen(state: jaxkv.CacheState):
+  pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
+  cached = page_pool.is_cached(state.pool, pages)
+  return state.page_table, state.length, cached

@@ -1,0 +1,489 @@
+"""A user of the cache who remembers what was written to every page.
+
+The user computes what the cache has room for, writes it into the pages of the
+page table, makes the copies that are owed, and commits what was written. After
+every call each page that a hit or a sequence relies on must hold exactly the
+tokens that it stands for. Which pages those are is not judged:
+`tests/model_of_the_cache` does that.
+"""
+
+import collections
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxkv
+import jaxkv.telemetry
+from jaxkv import Status
+from tests.cache.mirror import Mirror
+from tests.cache.moves import ARGUMENTS
+from tests.cache.moves import WEIGHTS
+from tests.cache.moves import Moves
+from tests.cache.pair import QUERIES
+from tests.cache.pair import VERBS
+from tests.cache.pair import arrays
+from tests.cache.pair import invariants
+from tests.cache.setups import Setup
+from tests.cache.shadow_memory import FalseContent
+from tests.cache.shadow_memory import Names
+from tests.cache.shadow_memory import ShadowMemory
+from tests.cache.shadow_memory import num_skipped_tokens
+
+UNSALTED = (0, 0, 0, 0)
+
+_BETWEEN_LAWS = 50
+"""Calls after which the invariants are tested, which takes long."""
+
+_BETWEEN_READINGS = 3
+"""Calls after which events are read, where the cache keeps any."""
+
+OTHERS = {"clear_error": 3, "take_new_pages": 2, "draft": 5, "look": 1}
+"""Weights of what `Moves` does not know; `draft` calls no verb."""
+
+
+@dataclasses.dataclass
+class Written:
+  """What a slot holds, as its user knows it.
+
+  Attributes:
+    tokens: those committed.
+    names: of their K/V.
+    root: the name before the first.
+    epoch: the version of the weights that it started with.
+    empty: whether it holds no page.
+    lost: whether no page was there for its last state.
+    encoder: the name of its encoder's tokens; 0 for none.
+    encoded: pages of its encoder that were written.
+  """
+
+  tokens: list[int]
+  names: list[int]
+  root: int
+  epoch: int
+  empty: bool = True
+  lost: bool = False
+  encoder: int = 0
+  encoded: int = 0
+
+  def copy(self) -> "Written":
+    """One that another slot can go on with."""
+    tokens, names = list(self.tokens), list(self.names)
+    return dataclasses.replace(self, tokens=tokens, names=names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+  """What `Moves` asks about a pool: references, pins and cached pages."""
+
+  refs: list[int]
+  pins: list[int]
+  keys: list[int]
+
+
+class Dice:
+  """Draws from a seeded generator, faster than numpy's."""
+
+  def __init__(self, seed: int):
+    self._random = random.Random(seed).random
+
+  def integer(self, low: int, high: int) -> int:
+    """An integer from low to high, both included."""
+    return low + int(self._random() * (high + 1 - low))
+
+
+class User:
+  """One who knows what was written where; `Moves` takes it for an oracle.
+
+  Attributes:
+    setup: sizes of the cache.
+    config: the cache's.
+    verbs: what to call; tests of broken caches replace some.
+    state: the cache.
+    memory: its shadow.
+    names: of all contents.
+    slots: what each slot holds.
+    epoch: the version of the weights.
+    mirror: what is cached, as told by events.
+    taken: pages from the free queue that `take_new_pages` has not told of.
+    counts: how often things happened.
+  """
+
+  def __init__(self, setup: Setup, verbs: dict[str, Callable] = VERBS):
+    self.setup, self.config, self.verbs = setup, setup.config, verbs
+    self.state = jaxkv.init(self.config)
+    self.memory, self.names = ShadowMemory(self.config), Names()
+    self.epoch, self.calls = 0, 0
+    self.slots = [self._nothing() for _ in range(self.config.num_slots)]
+    self.mirror, self.taken = Mirror(), set()
+    self.counts: collections.Counter[str] = collections.Counter()
+
+  def _nothing(self) -> Written:
+    return Written([], [], self._root(UNSALTED), self.epoch)
+
+  def _root(self, salt) -> int:
+    return self.names.of("salt", tuple(salt))
+
+  # --- what `Moves` asks -----------------------------------------------------
+
+  @property
+  def pool(self) -> Seen:
+    """The pool as it is now."""
+    memory = self.memory
+    keys = np.flatnonzero(memory.cached).tolist()
+    return Seen(memory.refs.tolist(), memory.pins.tolist(), keys)
+
+  def room(self, slot: int) -> int:
+    """Tokens for which a slot has pages."""
+    return self.memory.room(slot)
+
+  def match(self, tokens, lengths, salts, mask=None) -> dict:
+    """Asks what is cached, and looks at it closely."""
+    self.counts["match"] += 1
+    mask = [True] * len(tokens) if mask is None else mask
+    named = {"tokens": tokens, "lengths": lengths, "salts": salts, "mask": mask}
+    found = self.verbs["match"](
+      self.state, **arrays("match", tuple(named.values()))
+    )
+    found = jax.device_get(found)
+    self._check_found(found, **named)
+    return {"num_cached_tokens": found.num_cached_tokens.tolist()}
+
+  # --- calls -----------------------------------------------------------------
+
+  def move(self, verb: str, arguments: tuple) -> None:
+    """Makes one call and looks at all that relies on pages.
+
+    Raises:
+      FalseContent: a page does not hold what it should.
+    """
+    try:
+      self._move(verb, arguments)
+    except FalseContent as error:
+      error.add_note(f"call {self.calls} of {self.config}: {verb}{arguments}")
+      raise
+
+  def _move(self, verb: str, arguments: tuple) -> None:
+    self.calls += 1
+    if verb == "match":
+      self.match(*arguments)
+      return
+    self.counts[verb] += 1
+    named = dict(zip(ARGUMENTS[verb], arguments, strict=True))
+    if verb in ("commit", "commit_slots"):
+      self._compute(**named)
+    got = self.verbs[verb](self.state, **arrays(verb, arguments))
+    if verb in QUERIES:
+      return
+    self.state, out = got
+    out, before = jax.device_get(out), self.memory.refs
+    self.memory.look(self.state)
+    self._note_codes(out)
+    short = verb.removesuffix("_slots").removesuffix("_mask")
+    after = getattr(self, f"_after_{short}", None)
+    hits = after(out, **named) if after else None
+    self._settle(before, hits or set())
+
+  def _settle(self, before: np.ndarray, hits: set[int]) -> None:
+    """What follows every call.
+
+    Args:
+      before: int64[N], references before it.
+      hits: pages that it found in the index.
+    """
+    now = np.flatnonzero((self.memory.held > 0) & (before == 0))
+    self.taken |= set(now.tolist()) - hits
+    first = self.memory.used[:, self.config.first_self_group]
+    for written, used in zip(self.slots, first.tolist(), strict=True):
+      if written.empty and used:
+        written.epoch = self.epoch
+      written.empty = not used
+    self._encode()
+    self._check_slots()
+    if self.config.event_log and self.calls % _BETWEEN_READINGS == 0:
+      self._drain_events()
+    if self.calls % _BETWEEN_LAWS == 0:
+      self._check_laws()
+
+  def _note_codes(self, out) -> None:
+    codes, counts = np.unique(getattr(out, "code", []), return_counts=True)
+    for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
+      self.counts[Status(int(code)).name] += count
+
+  def _rows(self, out, slots=None) -> list[tuple[int, int]]:
+    """Rows that were done, and their slots."""
+    slots = range(self.config.num_slots) if slots is None else slots
+    codes = enumerate(out.code.tolist())
+    return [(row, slots[row]) for row, code in codes if code == Status.OK]
+
+  def _after_commit(self, out, tokens, counts, slots=None, mask=None):
+    del mask
+    for row, slot in self._rows(out, slots):
+      written, new = self.slots[slot], tokens[row][: counts[row]]
+      written.names += self._continued(written, new)
+      written.tokens += new
+      if new:
+        written.lost = self._has_no_state(slot)
+    # It takes no pages: those that are in use now were merged.
+    return set(self.memory.table.ravel().tolist())
+
+  def _has_no_state(self, slot: int) -> bool:
+    """Whether null pages stand where the last state should be."""
+    last = len(self.slots[slot].tokens) - 1
+    return any(
+      kind.holds_states and self.memory.table[slot, group, last // size] == 0
+      for group, kind, size in self._groups()
+    )
+
+  def _groups(self):
+    sizes = self.config.page_sizes
+    return zip(range(len(sizes)), self.config.groups, sizes, strict=True)
+
+  def _after_admit(self, out, slots, tokens, lengths, salts, **_):
+    hits = set()
+    for row, slot in self._rows(out, slots):
+      cached = int(out.num_cached_tokens[row])
+      self._check_length(cached, lengths[row])
+      root, held = self._root(salts[row]), tokens[row][:cached]
+      names = self.names.continued(root, held, self.epoch)
+      self.slots[slot] = Written(held, names, root, self.epoch)
+      self.counts["hits"] += cached > 0
+      self.counts["hit tokens"] += cached
+      for group, _, size in self._groups():
+        pages = self.memory.table[slot, group, : cached // size]
+        hits |= set(pages.tolist())
+    return hits
+
+  def _after_fork(self, out, src, dst, mask):
+    del mask
+    before = list(self.slots)
+    for row, slot in self._rows(out, dst):
+      self.slots[slot] = before[src[row]].copy()
+    self.counts["copies"] += self.memory.copy(*out.copies)
+
+  def _after_truncate(self, out, lengths, slots=None, mask=None):
+    del mask
+    for row, slot in self._rows(out, slots):
+      written, length = self.slots[slot], lengths[row]
+      if length == 0:
+        self.slots[slot] = self._nothing()
+      elif length < len(written.tokens):
+        del written.tokens[length:], written.names[length:]
+        written.lost = False
+    self.counts["copies"] += self.memory.copy(*out.copies)
+
+  def _after_free(self, out, slots=None, mask=None):
+    del mask
+    for _, slot in self._rows(out, slots):
+      self.slots[slot] = self._nothing()
+
+  def _after_new_epoch(self, out):
+    self.epoch += 1
+    _need(int(out.epoch) == self.epoch, "an epoch was left out")
+
+  def _after_touch(self, out, pages, mask):
+    del mask
+    self.memory.pin(np.asarray(pages)[out.code == Status.OK])
+
+  def _after_unpin(self, out, pages, mask):
+    del mask
+    self.memory.unpin(np.asarray(pages)[out.code == Status.OK])
+
+  def _after_pin(self, out, **named):
+    self._check_found(out, **named)
+    found = out.num_cached_tokens > 0
+    _need(np.array_equal(out.code == Status.OK, found), "nothing was pinned")
+    pages = out.pages[found]
+    self.memory.pin(pages[pages < self.config.no_page])
+
+  # --- writing ---------------------------------------------------------------
+
+  def _continued(self, written: Written, tokens: list[int]) -> list[int]:
+    before = written.names[-1] if written.names else written.root
+    # Of sequences older than an epoch, pages written before and behind it may
+    # be merged; nobody hits them.
+    merges = self.config.merge_duplicates
+    epoch = written.epoch if merges else self.epoch
+    return self.names.continued(before, tokens, epoch)
+
+  def _compute(self, tokens, counts, slots=None, mask=None):
+    """Writes what is to be committed, as far as there is room for it."""
+    slots, done = range(len(self.slots)) if slots is None else slots, set()
+    for row, slot in enumerate(slots):
+      asked = mask is None or mask[row]
+      if asked and 0 <= slot < len(self.slots) and slot not in done:
+        done.add(slot)
+        written = self.slots[slot]
+        room = self.room(slot) - len(written.tokens)
+        new = tokens[row][: max(0, min(counts[row], room))]
+        self._write(slot, self._continued(written, new))
+
+  def _write(self, slot: int, names: list[int], states: bool = True):
+    start = len(self.slots[slot].tokens)
+    for group, kind, _ in self._groups():
+      if kind.holds_states and states:
+        self.memory.write_states(slot, group, start, names)
+      elif not kind.holds_states and not kind.holds_encoder:
+        self.memory.write_tokens(slot, group, start, names)
+
+  def draft(self, draws: Dice) -> None:
+    """Writes tokens that are not committed, and states after them."""
+    for slot, written in enumerate(self.slots):
+      room = self.room(slot) - len(written.tokens)
+      count = draws.integer(0, room) if room > 0 else 0
+      if count:
+        garbage = self.names.of("draft", draws.integer(0, 9))
+        self._write(slot, [garbage] * count, states=False)
+        self._write_scratch(slot, garbage)
+
+  def _write_scratch(self, slot: int, name: int):
+    for group, kind, _ in self._groups():
+      used = self.memory.used[slot, group]
+      scratch = range(used - kind.num_speculative, used)
+      for page in self.memory.table[slot, group, scratch].tolist():
+        self.memory.write_page(page, group, name)
+
+  def _encode(self):
+    """Writes the pages of encoders that are new, and looks at all of them."""
+    for group, kind, _ in self._groups():
+      if not kind.holds_encoder:
+        continue
+      for slot, written in enumerate(self.slots):
+        used = int(self.memory.used[slot, group])
+        pages = self.memory.table[slot, group, :used].tolist()
+        written.encoder = written.encoder or self.names.of(slot, self.calls)
+        for page in pages[written.encoded :]:
+          self.memory.write_page(page, group, written.encoder)
+        written.encoded = used
+        for page in pages:
+          holds = self.memory.holds_page(page, group, written.encoder)
+          _need(holds, f"page {page} holds another encoder's tokens")
+
+  # --- checks ----------------------------------------------------------------
+
+  def _check_slots(self):
+    """The K/V of every committed token is where the page table says."""
+    wanted = [len(written.tokens) for written in self.slots]
+    lengths = self.memory.length
+    _need(lengths.tolist() == wanted, f"lengths are {lengths}, not {wanted}")
+    names = np.zeros((len(wanted), self.config.slot_tokens), np.int64)
+    for slot, written in enumerate(self.slots):
+      names[slot, : wanted[slot]] = written.names
+    lost = np.asarray([written.lost for written in self.slots])
+    for group, kind, size in self._groups():
+      if kind.holds_encoder:
+        continue
+      pages = self.memory.table[:, group, : self.config.slot_tokens // size]
+      wrong = self.memory.wrong(group, pages, names, lengths)
+      missing = self.memory.missing(group)
+      if kind.holds_states:
+        missing &= ~lost[:, None]
+      _need(not wrong.any(), f"group {group} holds other tokens")
+      _need(not missing.any(), f"group {group} lacks pages that it needs")
+    self.counts["sequences checked"] += int(np.sum(lengths > 0))
+
+  def _check_length(self, found: int, length: int):
+    right = found % self.config.alignment == 0 and 0 <= found < max(length, 1)
+    _need(right, f"{found} tokens of {length} found")
+
+  def _check_found(self, found, tokens, lengths, salts, mask):
+    """The pages of a hit hold the K/V of the tokens that it is found for."""
+    cached = found.num_cached_tokens
+    names = np.zeros((len(cached), self.setup.columns), np.int64)
+    for row, count in enumerate(cached.tolist()):
+      self._check_length(count, lengths[row] if mask[row] else 0)
+      names[row, :count] = self.names.continued(
+        self._root(salts[row]), tokens[row][:count], self.epoch
+      )
+      self.counts["hits"] += count > 0
+      self.counts["hit tokens"] += count
+    for group, kind, size in self._groups():
+      pages = found.pages[:, group, : self.setup.columns // size]
+      column = np.arange(pages.shape[1])[None]
+      first = num_skipped_tokens(kind, cached)[:, None] // size
+      needed = (column >= first) & (column < cached[:, None] // size)
+      real = (pages > 0) & (pages < self.config.no_page)
+      _need(np.array_equal(needed, real), f"group {group} hits other columns")
+      wrong = self.memory.wrong(group, pages, names, cached)
+      _need(not wrong.any(), f"false hit in group {group}: {pages}")
+
+  def _check_laws(self):
+    self.counts["check_invariants"] += 1
+    laws = jax.device_get(invariants(self.state))
+    broken = [name for name, holds in laws.items() if not holds]
+    _need(not broken, f"broken: {broken}")
+
+  # --- other verbs -----------------------------------------------------------
+
+  def clear_error(self, draws: Dice) -> None:
+    """Forgets a failure."""
+    del draws
+    self.state, _ = jaxkv.clear_error(self.state)
+
+  def take_new_pages(self, draws: Dice) -> None:
+    """Every page that came from the free queue must be told."""
+    del draws
+    if self.config.track_new_pages:
+      self.state, new = jaxkv.telemetry.take_new_pages(self.state)
+      silent = self.taken - set(np.flatnonzero(new).tolist())
+      _need(not silent, f"pages are new and not told: {silent}")
+      self.taken = set()
+
+  def _drain_events(self):
+    """Events tell which pages are cached, and their tokens."""
+    self.counts["drain_events"] += 1
+    self.state, drained = jaxkv.telemetry.drain_events(self.state)
+    found = self.mirror.follow(drained)
+    _need(not found, f"{found}")
+    _need(sorted(self.mirror.pages) == self.pool.keys, "cached pages, as told")
+    for page, event in self.mirror.pages.items():
+      name = self.memory.last_name(page, event.group)
+      tokens = self.names.last_tokens(name, len(event.tokens))
+      _need(event.tokens == tokens, f"{event}, but it holds {tokens}")
+
+  def look(self, draws: Dice) -> None:
+    """Everything that only reads."""
+    group = draws.integer(0, self.config.num_groups - 1)
+    view = jaxkv.view(self.state, group=group, counts=[1] * len(self.slots))
+    same = np.array_equal(view.page_table, self.memory.table[:, group])
+    same &= np.array_equal(view.starts, self.memory.length)
+    _need(same, "a view is of other pages")
+    pages, refs = self.config.num_pages - 1, self.memory.refs
+    used = round(float(jaxkv.usage(self.state)) * pages)
+    free = sorted(jaxkv.free_pages(self.state))
+    _need(used == np.sum(refs > 0), f"{used} pages are used")
+    _need(free == np.flatnonzero(refs == 0).tolist()[1:], "free pages")
+    _need(jaxkv.cached_pages(self.state) == self.pool.keys, "cached pages")
+    jaxkv.stats(self.state)
+
+
+def _need(holds: Any, what: str) -> None:
+  if not holds:
+    raise FalseContent(what)
+
+
+def stroll(
+  user: User, seed: int, calls: int, weights: dict[str, int] = WEIGHTS
+) -> None:
+  """Makes random calls, one in six of them with a bad argument."""
+  draws, stop = Dice(seed), user.calls + calls
+  weights = weights | OTHERS
+  verbs = [verb for verb, weight in weights.items() for _ in range(weight)]
+  oracle: Any = user
+  while user.calls < stop:
+    verb = verbs[draws.integer(0, len(verbs) - 1)]
+    if verb in OTHERS:
+      user.calls += 1
+      user.counts[verb] += 1
+      getattr(user, verb)(draws)
+      continue
+    moves = Moves(draws, oracle, user.setup)
+    arguments = moves.make(verb)
+    if arguments is None:
+      continue
+    if draws.integer(0, 5) == 0:
+      arguments = moves.spoiled(verb, arguments)
+    user.move(verb, arguments)

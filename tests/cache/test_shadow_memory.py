@@ -1,0 +1,127 @@
+"""No hit holds anything but its tokens' K/V, and nothing relied on is written.
+
+Each commit takes a random walk in one of the caches, `--deep` in all, and
+`python -m tests.shadow_fuzz` makes as many calls as one likes. Planted mistakes
+show that a walk finds what it is there for.
+"""
+
+import pytest
+
+from tests.cache.moves import WEIGHTS
+from tests.cache.mutants import each_page_alone
+from tests.cache.mutation import Mutant
+from tests.cache.mutation import given
+from tests.cache.mutation import returned
+from tests.cache.mutation import text
+from tests.cache.setups import LONG
+from tests.cache.setups import Full
+from tests.cache.setups import Window
+from tests.cache.setups import small
+from tests.cache.shadow_memory import FalseContent
+from tests.cache.shadow_memory import Names
+from tests.cache.shadow_setups import SHADOWED
+from tests.cache.shadow_user import User
+from tests.cache.shadow_user import stroll
+
+PLAIN = small(421, 2)
+ROOMY = small(422, 2, num_pages=60)
+WINDOWS = small(423, 2, (Window(4), Full()), num_pages=60, **LONG)
+
+LOOKED_UP = ("commit", "commit_slots", "admit", "match", "pin")
+
+PLANTED = {
+  "pages of tokens that are not final are recycled": Mutant(
+    "verbs.free:recycle",
+    text("lengths > length,", "lengths > length + 2,"),
+    ("recycle", "recycle_slots"),
+    WINDOWS,
+  ),
+  "the salt is ignored": Mutant(
+    "state:roots",
+    given(salts=lambda g: None),
+    ("admit", "match", "pin"),
+    ROOMY,
+  ),
+  "the tokens before a page are ignored": Mutant(
+    "prefix.hashing:chain_keys", each_page_alone, LOOKED_UP, ROOMY
+  ),
+  "a fork owes no copy": Mutant(
+    "group_kinds:GroupSizes.open_pages",
+    returned(lambda out, g: out & False),
+    ("fork",),
+    PLAIN,
+  ),
+  "a hit lacks a page of the window": Mutant(
+    "group_kinds:SlidingWindow.num_skipped_tokens",
+    returned(lambda out, g: out + g.self.window // 2),
+    ("admit",),
+    WINDOWS,
+  ),
+  "pages are published before they are full": Mutant(
+    "prefix.rules:final_pages",
+    given(tokens=lambda g: g.tokens + 1),
+    ("commit", "commit_slots"),
+    PLAIN,
+  ),
+  "a page that is rolled back stays cached": Mutant(
+    "pool.page_pool:unpublish",
+    returned(lambda out, g: (g.pool, out[1])),
+    ("truncate", "truncate_slots"),
+    ROOMY,
+  ),
+  "a shared page is rolled back in place": Mutant(
+    "verbs.free:truncate",
+    text("reopened & (ops.take", "reopened & False & (ops.take"),
+    ("truncate", "truncate_slots"),
+    PLAIN,
+  ),
+  "pages are found after a new epoch": Mutant(
+    "prefix.hashing:root_key",
+    given(epoch=lambda g: g.epoch * 0),
+    ("new_epoch", "admit", "match", "pin"),
+    ROOMY,
+    (("new_epoch", 8),),
+  ),
+  "a page that is handed out stays cached": Mutant(
+    "pool.page_pool:_unpublish",
+    returned(lambda out, g: (g.pool, out[1])),
+    ("allocate", "allocate_slots"),
+    PLAIN,
+  ),
+}
+
+_PLANTED_CALLS, _SEEDS = 400, 6
+
+
+@pytest.mark.drawn("name", SHADOWED, every=len(SHADOWED))
+@pytest.mark.parametrize("name", SHADOWED)
+def test_nothing_holds_false_content(name, request):
+  setup = SHADOWED[name]
+  calls = 4_000 if request.config.getoption("--deep") else 400
+  with setup.patched():
+    user = User(setup)
+    stroll(user, 0, calls)
+  assert user.counts["sequences checked"] > calls
+  assert user.counts["hits"] > 0 or not setup.config.prefix_caching
+
+
+@pytest.mark.drawn("name", PLANTED, every=len(PLANTED))
+@pytest.mark.parametrize("name", PLANTED)
+def test_finds(name):
+  planted = PLANTED[name]
+  weights = WEIGHTS | dict(planted.others)
+  with planted.setup.patched(), pytest.raises(FalseContent):
+    verbs = planted.verbs_with_it()
+    for seed in range(_SEEDS):
+      stroll(User(planted.setup, verbs), seed, _PLANTED_CALLS, weights)
+
+
+def test_names_stand_for_the_whole_past():
+  names = Names()
+  root = names.of("salt", (0, 0, 0, 0))
+  text = names.continued(root, [7, 8, 7], 0)
+  assert len({*text, root}) == 4
+  assert names.continued(root, [7, 8, 9], 0)[:2] == text[:2]
+  assert names.continued(names.of("salt", (1, 0, 0, 0)), [7], 0)[0] != text[0]
+  assert names.continued(root, [7], 1)[0] != text[0]
+  assert names.last_tokens(text[2], 2) == (8, 7)

@@ -1,0 +1,85 @@
+"""Random calls beside a memory in which every page knows its content.
+
+`python -m tests.shadow_fuzz --calls N --seed I` makes N random calls of all
+verbs, shared out among the caches of `tests.cache.shadow_setups`, or in the one
+of `--config NAME`. After each, every page that a hit or a sequence relies on
+must hold the K/V of exactly its tokens, and no page that anybody relies on is
+written to. The first that breaks this is printed and ends the run with exit
+code 1.
+"""
+
+import argparse
+import collections
+import sys
+import time
+
+import jax
+
+from tests.cache.shadow_memory import FalseContent
+from tests.cache.shadow_setups import SHADOWED
+from tests.cache.shadow_user import User
+from tests.cache.shadow_user import stroll
+
+_CALLS_OF_A_CACHE = 2_000
+"""Then the next cache begins, with the next seed: names do not pile up."""
+
+
+def run(name: str, seed: int, calls: int) -> collections.Counter[str]:
+  """Makes random calls in caches of one configuration; what happened.
+
+  Args:
+    name: of `SHADOWED`.
+    seed: of the calls.
+    calls: how many.
+
+  Raises:
+    FalseContent: a page does not hold what somebody relies on.
+  """
+  setup, counts = SHADOWED[name], collections.Counter()
+  with setup.patched():
+    for first in range(0, calls, _CALLS_OF_A_CACHE):
+      user = User(setup)
+      own = seed * 1_000_003 + first
+      try:
+        stroll(user, own, min(_CALLS_OF_A_CACHE, calls - first))
+      except FalseContent as error:
+        error.add_note(f"in {name}, seed {own}")
+        raise
+      counts += user.counts
+      counts["page writes"] += user.memory.num_writes
+  return counts
+
+
+def main(arguments: list[str]) -> int:
+  """The command; its exit code."""
+  parser = argparse.ArgumentParser(prog="python -m tests.shadow_fuzz")
+  parser.add_argument(
+    "--calls", type=int, default=50_000, help="in all configurations"
+  )
+  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--config", choices=sorted(SHADOWED))
+  options = parser.parse_args(arguments)
+  names = [options.config] if options.config else list(SHADOWED)
+  share, total = -(-options.calls // len(names)), collections.Counter()
+  for name in names:
+    begin = time.perf_counter()
+    try:
+      counts = run(name, options.seed, share)
+    except FalseContent as error:
+      print("\n".join([f"FALSE CONTENT: {error}", *error.__notes__]))
+      return 1
+    # Compiled programs of all configurations do not fit into memory.
+    jax.clear_caches()
+    total += counts
+    rate = share / (time.perf_counter() - begin)
+    print(f"{name}: {counts['hits']} hits, {rate:,.0f} calls/s", flush=True)
+  print(", ".join(f"{key} {count:,}" for key, count in sorted(total.items())))
+  print(
+    f"0 pages of false content in {share * len(names):,} calls, "
+    f"{len(names)} configurations, seed {options.seed}"
+  )
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
