@@ -319,7 +319,9 @@ class User:
         written = self.slots[slot]
         room = self.room(slot) - len(written.tokens)
         new = tokens[row][: max(0, min(counts[row], room))]
-        self._write(slot, self._continued(written, new))
+        # A state is written in place, so not before the tokens are known.
+        final = len(new) == counts[row]
+        self._write(slot, self._continued(written, new), states=final)
 
   def _write(self, slot: int, names: list[int], states: bool = True):
     start = len(self.slots[slot].tokens)
