@@ -68,6 +68,7 @@ class TestAppend:
       (0, 0, -1),
       (2**31 - 1, 0, 8),
       (-(2**31), 0, 8),
+      (12, 0, -4),  # page 8 exists, but the id is out of range
     ],
   )
   def test_tokens_out_of_range_are_dropped(self, page, offset, page_offset):

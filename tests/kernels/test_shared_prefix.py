@@ -245,6 +245,17 @@ class TestSharedPrefix:
     shared, _ = decode(case, queries(case, shape, len(LENGTHS)))
     assert sorted(shared.tokens.tolist()) == [16, 64]
 
+  def test_a_cluster_shares_what_all_its_rows_share(self, always):
+    """Rows 2 and 5 share four pages, and row 4 has only two of them."""
+    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    case.page_table[4, :2] = case.page_table[2, :2]
+    q = queries(case, shape, len(LENGTHS))
+    wanted = reference.paged_decode(q, *case.pools, case.lengths)
+    shared, out = decode(case, q)
+    np.testing.assert_array_equal(shared.tokens, [32, 32])
+    np.testing.assert_array_equal(shared.own_tokens, [1, 8, 118, 15, 48, 33, 6])
+    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
+
   def test_small_savings_are_not_shared(self, monkeypatch):
     """With these lengths; longer rows in tables of this size could pay."""
     for platform in shared_prefix._LEAST_SAVING:

@@ -132,6 +132,18 @@ class TestPlan:
       memory.attend(kv, planned, 1, wide), memory.attend(kv, view, 1, wide)
     )
 
+  def test_pieces_are_of_rows_with_a_token(self, step):
+    """The new token counts, and a row that is idle has one empty piece."""
+    kv, view, _ = step
+    view = dataclasses.replace(
+      view, starts=jnp.asarray([64, 127, 63, 0], jnp.int32)
+    )
+    plan = memory.plan_decode(kv, view, backend="mosaic_gpu").plan
+    assert plan is not None
+    # 65 tokens are two blocks of 64; rows 2 and 3 have one.
+    np.testing.assert_array_equal(plan.begins, [0, 2, 3, 4, 5])
+    np.testing.assert_array_equal(plan.tokens, 64)
+
   def test_keeps_shared_pages(self, step):
     kv, view, _ = step
     view = memory.share(kv, view, num_clusters=1, cluster_size=2)

@@ -112,6 +112,26 @@ class TestShare:
     np.testing.assert_allclose(out, wanted[0], atol=1e-6)
     np.testing.assert_array_equal(lse[counts == 0], -np.inf)
 
+  def test_idle_rows_are_in_no_cluster(self, always, forked):
+    view, kv = next_tokens(*forked, 1)
+    counts = jnp.asarray([1, 0, 1, 1, 1, 0], jnp.int32)
+    view = dataclasses.replace(view, counts=counts)
+    shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
+    members = np.sort(shared.shared.members, axis=0)
+    np.testing.assert_array_equal(members, [[0, 2, 6], [3, 4, 6]])
+
+  def test_clusters_may_be_given(self, always, forked):
+    """Rows 0 and 2 of one prompt; then also row 5, of the other one."""
+    view, kv = next_tokens(*forked, 1)
+    for rows, tokens in (([0, 2], PROMPT // SIZE * SIZE), ([0, 2, 5], 0)):
+      clusters = jnp.full((6,), -1, jnp.int32).at[jnp.asarray(rows)].set(0)
+      shared = memory.share(
+        kv, view, num_clusters=1, cluster_size=SAMPLES, clusters=clusters
+      )
+      members = [*rows, 6][:SAMPLES]
+      np.testing.assert_array_equal(shared.shared.members, [members])
+      np.testing.assert_array_equal(shared.shared.tokens, [tokens])
+
   def test_a_window_is_attended_to_without_sharing(self, always, forked):
     view, kv = next_tokens(*forked, 1)
     shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)

@@ -1,0 +1,182 @@
+"""Mistakes in the K/V memory: one each, and the test that notices it."""
+
+from jaxkv.kv import FreshView
+from tests.cache.mutation import given
+from tests.cache.mutation import returned
+from tests.cache.mutation import text
+from tests.tools.mistakes import Mistake
+
+_MEMORY = "test_memory.py::"
+_WRITTEN = (
+  _MEMORY + "TestWrite::test_tokens_land_in_their_pages_and_nowhere_else"
+)
+_ELSEWHERE = _MEMORY + "TestWrite::test_nothing_lands_elsewhere[{}]"
+_ATTENDED = _MEMORY + "TestAttend::test_written_tokens_are_attended_to[float32]"
+_ONE_COLUMN = _MEMORY + "TestAttend::test_one_column_equals_the_first_of_two"
+_COPIED = _MEMORY + "TestCopyAndGather::test_copy"
+_GATHERED = _MEMORY + "TestCopyAndGather::test_gather[float32]"
+_QUANTIZED = "test_quantized.py::TestUse::"
+_SHARE = "test_shared_prefix.py::TestShare::"
+_REFRESH = "test_shared_prefix.py::TestRefreshShared::"
+_VIEW = "test_view.py::"
+
+_TABLE = {
+  "tokens land in the next page": (
+    "append:locate",
+    text(
+      "position // kv.page_size, view", "position // kv.page_size + 1, view"
+    ),
+    _WRITTEN + "[float32]",
+  ),
+  "the null page is written": (
+    "append:locate",
+    text("ids == 0", "ids == -1"),
+    _ELSEWHERE.format("0-0"),
+  ),
+  "positions before the sequence are those of its end": (
+    "append:locate",
+    text("position >= 0", "position >= -2"),
+    _ELSEWHERE.format("3--2"),
+  ),
+  "positions past the table are in its last page": (
+    "append:locate",
+    text('mode="fill", fill_value=0', 'mode="clip"'),
+    _ELSEWHERE.format("3-4"),
+  ),
+  "pages of the next layer are written": (
+    "memory:in_layer",
+    returned(lambda out, g: g.page_ids),
+    _ELSEWHERE.format("27-0"),
+  ),
+  "layers lie a page apart": (
+    "append:_write",
+    text("layer * kv.num_pages", "layer"),
+    _WRITTEN + "[float32]",
+  ),
+  "keys and values change places": (
+    "append:_write",
+    text(
+      "replace(kv, k=k_pages, v=v_pages)", "replace(kv, k=v_pages, v=k_pages)"
+    ),
+    _WRITTEN + "[float32]",
+  ),
+  "scales of values are those of keys": (
+    "append:_write",
+    text("v_scale=v_scale\n", "v_scale=k_scale\n"),
+    _QUANTIZED + "test_gather_gives_back_what_was_written[int8]",
+  ),
+  "the null page is copied to": (
+    "memory:_copy",
+    text("dst == 0", "dst == -1"),
+    _COPIED,
+  ),
+  "values are not copied": (
+    "memory:_copy",
+    text("v=copied(kv.v)", "v=kv.v"),
+    _QUANTIZED + "test_copies_take_their_scales_along[int8]",
+  ),
+  "scales are not copied": (
+    "memory:_copy",
+    text("k_scale=copied(kv.k_scale)", "k_scale=kv.k_scale"),
+    _QUANTIZED + "test_copies_take_their_scales_along[int8]",
+  ),
+  "a copy is made in the first layer": (
+    "memory:_copy",
+    text("num_layers=kv.num_layers", "num_layers=1"),
+    _COPIED,
+  ),
+  "numbers are gathered without scales": (
+    "memory:_gather",
+    text("astype(jnp.float32) * factors", "astype(jnp.float32)"),
+    _QUANTIZED + "test_gather_gives_back_what_was_written[int8]",
+  ),
+  "the first layer is gathered": (
+    "memory:_gather",
+    text("layer * kv.num_pages", "0 * layer"),
+    _GATHERED,
+  ),
+  "padding has positions": (
+    "view:positions",
+    text("jnp.where(real, view", "jnp.where(True, view"),
+    _WRITTEN + "[float32]",
+  ),
+  "new tokens begin at 0": (
+    "view:positions",
+    text("view.starts[:, None] + column", "0 * view.starts[:, None] + column"),
+    _WRITTEN + "[float32]",
+  ),
+  "a decode does not see its own token": (
+    "view:decode_lengths",
+    text("view.starts + 1", "view.starts"),
+    _ONE_COLUMN,
+  ),
+  "idle rows see a token": (
+    "view:decode_lengths",
+    returned(lambda out, g: g.view.starts + 1),
+    _ONE_COLUMN,
+  ),
+  "every view is of the first group": (
+    "view:view",
+    text("state.page_table[:, group]", "state.page_table[:, 0]"),
+    _VIEW + "test_rows_are_the_slots_of_a_group[1]",
+  ),
+  "new tokens begin behind themselves": (
+    "view:view",
+    text("starts=state.length", "starts=state.length + counts"),
+    _VIEW + "test_rows_are_the_slots_of_a_group[0]",
+  ),
+  "idle rows have a sink": (
+    "attention:_attend",
+    text("jnp.where((rows.counts > 0)[:, None], lse, -jnp.inf)", "lse"),
+    _ONE_COLUMN,
+  ),
+  "attention reads the first layer": (
+    "attention:_attend",
+    text("offset = layer * kv.num_pages", "offset = 0 * layer"),
+    _ATTENDED,
+  ),
+  "scales of keys scale values": (
+    "attention:_attend",
+    text("v_scale=kv.v_scale", "v_scale=kv.k_scale"),
+    _QUANTIZED + "test_attention_over_what_was_written[int8]",
+  ),
+  "rows that have changed are read as shared": (
+    "attention:_attend",
+    text("not isinstance(view, FreshView)", "False"),
+    _SHARE + "test_rows_that_have_changed_since_share[earlier]",
+  ),
+  "a window is forgotten where rows share pages": (
+    "attention:_attend",
+    text(
+      "if rows.shared is not None and options.window is None:",
+      "if rows.shared is not None:\n"
+      "    options = dataclasses.replace(options, window=None)",
+    ),
+    _SHARE + "test_a_window_is_attended_to_without_sharing",
+  ),
+  "a refreshed view is as before": (
+    "shared_prefix:refresh_shared",
+    returned(lambda out, g: FreshView(view=g.view)),
+    _REFRESH + "test_rows_that_left",
+  ),
+  "pages are shared of rows without a token": (
+    "shared_prefix:share",
+    text("decode_lengths(view)", "view.starts + 1"),
+    _SHARE + "test_idle_rows_are_in_no_cluster",
+  ),
+  "clusters cannot be given": (
+    "shared_prefix:share",
+    given(clusters=lambda g: None),
+    _SHARE + "test_clusters_may_be_given",
+  ),
+  "a plan is cut for rows without their token": (
+    "decode_plan:plan_decode",
+    text("decode_lengths(view)", "view.starts"),
+    "test_decode_plan.py::TestPlan::test_pieces_are_of_rows_with_a_token",
+  ),
+}
+
+MUTANTS = {
+  name: Mistake(f"jaxkv._src.kv.{place}", wrong, f"tests/kv/{test}")
+  for name, (place, wrong, test) in _TABLE.items()
+}
