@@ -65,7 +65,7 @@ class ShadowMemory:
     cached: which pages can be found, as last seen.  # bool[N]
     held: entries of the page table for each page.  # int64[N]
     pins: pins of each page.  # int64[N]
-    pinned: pinned pages that were full -> what they held.
+    pinned: pinned pages that were full, so that nothing is written to them.
     num_writes: pages that were written to.
   """
 

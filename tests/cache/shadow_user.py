@@ -107,6 +107,7 @@ class User:
     names: of all contents.
     slots: what each slot holds.
     epoch: the version of the weights.
+    calls: how many were made.
     mirror: what is cached, as told by events.
     taken: pages from the free queue that `take_new_pages` has not told of.
     counts: how often things happened.
