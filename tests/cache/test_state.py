@@ -52,6 +52,16 @@ class TestStates:
       look(state)
 
 
+def test_a_state_that_was_donated():
+  state = jaxkv.init(CONFIG)
+  spend = jax.jit(lambda state: jaxkv.allocate(state, TWO)[0], donate_argnums=0)
+  newest = spend(state)
+  for look in (jaxkv.check, lambda state: jaxkv.allocate(state, TWO)):
+    with pytest.raises(ValueError, match="`state` must be the newest, got"):
+      look(state)
+    look(newest)
+
+
 def test_sizes_are_a_config():
   with pytest.raises(TypeError, match="must be a CacheConfig, got dict"):
     jaxkv.init(dataclasses.asdict(CONFIG))

@@ -17,6 +17,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from jaxkv._src.cache import checks
 from jaxkv._src.cache import ops
@@ -248,12 +249,13 @@ def _secret_and_root(
 
 
 def check_single(state: Any) -> None:
-  """Raises unless `state` is a single CacheState.
+  """Raises unless `state` is a single CacheState whose arrays are there.
 
   Raises:
     TypeError: `state` is not a CacheState (e.g. the whole `(state, out)` pair
       was passed).
-    ValueError: it is a stack of states, as `vmap` makes them.
+    ValueError: it is a stack of states, as `vmap` makes them, or its arrays
+      were donated to an earlier call.
   """
   if not isinstance(state, CacheState):
     hint = "make one with jaxkv.init."
@@ -268,6 +270,17 @@ def check_single(state: Any) -> None:
       f"{state.length.shape[:-1]}; call under jax.vmap, or on the host take "
       "one with jax.tree.map(lambda leaf: leaf[0], state)."
     )
+  if _is_deleted(state.length):
+    raise ValueError(
+      "`state` must be the newest, got one whose arrays were donated to an "
+      "earlier call; go on with what that call returned, or copy a state that "
+      "you keep: jax.tree.map(jnp.copy, state)."
+    )
+
+
+def _is_deleted(array: Any) -> bool:
+  concrete = isinstance(array, Array) and not isinstance(array, Tracer)
+  return concrete and array.is_deleted()
 
 
 def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:

@@ -1,0 +1,265 @@
+"""Requests with equal tokens that must not share pages, and those that may."""
+
+import collections
+import dataclasses
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv.host import CacheManager
+from jaxkv.host import MultimodalItem
+from jaxkv.host import Request
+from tests.host.scheduling import admit
+from tests.host.scheduling import decode
+from tests.host.scheduling import request
+from tests.host.scheduling import single
+
+TOKENS = list(range(17))
+
+
+@pytest.fixture
+def cache():
+  """One group, 10 pages of 4 tokens."""
+  return single(CacheManager)
+
+
+def of_vllm(**fields):
+  """A request with the attributes of vLLM's, all that it reads besides."""
+  defaults = {
+    "request_id": "again",
+    "all_token_ids": TOKENS,
+    "num_computed_tokens": 0,
+    "lora_request": None,
+    "mm_features": [],
+    "prompt_embeds": None,
+    "cache_salt": None,
+    "skip_reading_prefix_cache": False,
+    "sampling_params": types.SimpleNamespace(prompt_logprobs=None),
+  }
+  return types.SimpleNamespace(**defaults | fields)
+
+
+def adapter(name="a", path="/a", number=1):
+  return types.SimpleNamespace(
+    lora_name=name, lora_path=path, lora_int_id=number
+  )
+
+
+def feature(identifier, offset, length):
+  place = types.SimpleNamespace(offset=offset, length=length)
+  return types.SimpleNamespace(identifier=identifier, mm_position=place)
+
+
+EMBEDS = np.random.default_rng(0).normal(size=(17, 3)).astype(np.float32)
+OTHER_END = EMBEDS + np.eye(17, 3, -9, dtype=np.float32)
+"""Other embeddings from position 9 on."""
+
+
+def found(cache, first, second):
+  """Tokens found of a request after another one ran and went."""
+  first.request_id = "first"
+  admit(cache, Admitted(first))
+  cache.free(first)
+  return cache.get_computed_pages(second)[1]
+
+
+class Admitted:
+  """Any request, with the length that `admit` asks for."""
+
+  def __init__(self, inner):
+    self.__dict__["inner"] = inner
+
+  def __getattr__(self, name):
+    if name == "num_tokens":
+      return len(getattr(self.inner, "all_token_ids", None) or TOKENS)
+    return getattr(self.inner, name)
+
+  def __setattr__(self, name, value):
+    setattr(self.inner, name, value)
+
+
+@pytest.mark.parametrize(
+  ("first", "second", "tokens"),
+  [
+    pytest.param({}, {}, 16, id="nothing"),
+    pytest.param({"lora_request": adapter()}, {}, 0, id="an adapter"),
+    pytest.param({}, {"lora_request": adapter()}, 0, id="an adapter later"),
+    pytest.param(
+      {"lora_request": adapter()},
+      {"lora_request": adapter()},
+      16,
+      id="the same adapter",
+    ),
+    pytest.param(
+      {"lora_request": adapter()},
+      {"lora_request": adapter(path="/b")},
+      0,
+      id="an adapter of another path",
+    ),
+    pytest.param(
+      {"lora_request": adapter("x")},
+      {"cache_salt": "x"},
+      0,
+      id="an adapter named as a salt",
+    ),
+    pytest.param(
+      {"mm_features": [feature("cat", 5, 3)]},
+      {"mm_features": [feature("cat", 5, 3)]},
+      16,
+      id="the same image",
+    ),
+    pytest.param(
+      {"mm_features": [feature("cat", 5, 3)]},
+      {"mm_features": [feature("dog", 5, 3)]},
+      4,
+      id="another image in the second page",
+    ),
+    pytest.param(
+      {"mm_features": [feature("cat", 7, 1)]},
+      {"mm_features": [feature("dog", 7, 1)]},
+      4,
+      id="another image of one token",
+    ),
+    pytest.param(
+      {"mm_features": [types.SimpleNamespace(mm_hash="cat")]},
+      {"mm_features": [types.SimpleNamespace(mm_hash="dog")]},
+      0,
+      id="another image nobody knows where",
+    ),
+    pytest.param(
+      {"mm_features": [types.SimpleNamespace(mm_hash="cat")]},
+      {"mm_features": [types.SimpleNamespace(mm_hash="cat")]},
+      16,
+      id="the same image nobody knows where",
+    ),
+    pytest.param(
+      {"prompt_embeds": EMBEDS}, {"prompt_embeds": EMBEDS}, 16, id="embeddings"
+    ),
+    pytest.param(
+      {"prompt_embeds": EMBEDS},
+      {"prompt_embeds": jnp.asarray(EMBEDS)},
+      16,
+      id="embeddings of jax",
+    ),
+    pytest.param(
+      {"prompt_embeds": EMBEDS},
+      {"prompt_embeds": OTHER_END},
+      8,
+      id="other embeddings from the third page on",
+    ),
+    pytest.param(
+      {"prompt_embeds": EMBEDS}, {}, 0, id="embeddings in place of tokens"
+    ),
+    pytest.param({"cache_salt": b""}, {}, 0, id="an empty salt of bytes"),
+    pytest.param({"cache_salt": "a"}, {"cache_salt": b"a"}, 0, id="its type"),
+    pytest.param({"cache_salt": ""}, {}, 16, id="an empty salt as in vLLM"),
+  ],
+)
+def test_told_apart(cache, first, second, tokens):
+  assert found(cache, of_vllm(**first), of_vllm(**second)) == tokens
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"skip_reading_prefix_cache": True},
+    {
+      "skip_reading_prefix_cache": None,
+      "sampling_params": types.SimpleNamespace(prompt_logprobs=0),
+    },
+  ],
+)
+def test_whose_prompt_is_computed_whole(cache, fields):
+  """It finds nothing, and is found by others."""
+  one = of_vllm(**fields)
+  assert found(cache, of_vllm(), one) == 0
+  assert found(cache, one, of_vllm()) == 16
+
+
+@pytest.mark.parametrize(
+  ("fields", "error", "message"),
+  [
+    ({"cache_salt": 0}, TypeError, "`cache_salt` of 'again' must be a str"),
+    ({"cache_salt": False}, TypeError, "`cache_salt` of 'again' must be"),
+    ({"lora_name": 1}, TypeError, "`lora_name` of 'again' must be a str"),
+    ({"lora_request": "a"}, TypeError, "`lora_request` .* must have a lora"),
+    ({"mm_features": ["cat"]}, TypeError, "must have an identifier or"),
+    ({"pixel_values": EMBEDS}, ValueError, "`pixel_values` of 'again' must"),
+    ({"prompt_embeds": [1.0, 2.0]}, TypeError, "`prompt_embeds` of 'again'"),
+  ],
+)
+def test_what_cannot_be_read_is_named(cache, fields, error, message):
+  one = of_vllm(**fields)
+  with pytest.raises(error, match=message):
+    cache.get_computed_pages(one)
+  with pytest.raises(error, match=message):
+    cache.allocate_slots(one, 9)
+  assert cache.num_free_pages == 10
+
+
+Named = collections.namedtuple(
+  "Named", "request_id token_ids num_computed_tokens"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+  request_id: str
+  token_ids: list
+  num_computed_tokens: int = 0
+
+
+@pytest.mark.parametrize(
+  "one", [Named("a", TOKENS, 0), Frozen("a", TOKENS)], ids=["tuple", "slots"]
+)
+def test_requests_that_take_no_attribute(cache, one):
+  pages, tokens = cache.get_computed_pages(one)
+  assert cache.allocate_slots(one, 17, tokens, pages) is not None
+  cache.free(one)
+  assert cache.get_computed_pages(one)[1] == 16
+
+
+def test_tokens_that_changed_after_the_lookup(cache):
+  """Other tokens than were hashed are hashed again."""
+  admit(cache, request("a", TOKENS))
+  one = Request("b", list(TOKENS))
+  pages, tokens = cache.get_computed_pages(one)
+  one.token_ids[:] = [99, *TOKENS[1:]]
+  with pytest.raises(ValueError, match="must hold the tokens"):
+    cache.allocate_slots(one, 1, tokens, pages)
+  empty = cache.create_empty_page_list()
+  changed = dataclasses.replace(empty, lookup=pages.lookup)
+  assert cache.allocate_slots(one, 17, 0, changed) is not None
+  cache.free(one)
+  assert cache.get_computed_pages(one)[1] == 16
+  jaxkv.check(cache.state)
+
+
+def test_events_have_the_tokens_of_requests():
+  """Not what stands for them where an image touches a page."""
+  cache = single(CacheManager, num_events=16)
+  one = request("a", TOKENS[:9], mm=[MultimodalItem("cat", 3, 2)])
+  admit(cache, one)
+  decode(cache, one, [7, 7, 7])
+  told = [event.tokens for event in cache.take_events().events]
+  assert told == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 7, 7, 7)]
+
+
+@pytest.mark.parametrize("count", [True, False, np.bool_(True), 1.0, "1"])
+def test_counts_are_ints(cache, count):
+  """A flag at the place of a count came from another system's order."""
+  one = request("a", TOKENS)
+  with pytest.raises(TypeError, match="must be an int"):
+    cache.allocate_slots(one, 17, 0, None, count)
+  with pytest.raises(TypeError, match="must be an int"):
+    cache.allocate_slots(one, 17, num_external_computed_tokens=count)
+
+
+def test_what_differs_in_order_has_a_name(cache):
+  """ESurge's sixth argument and vLLM's tenth."""
+  with pytest.raises(TypeError, match="positional"):
+    cache.allocate_slots(request("a", TOKENS), 17, 0, None, 0, True)
+  assert cache.num_free_pages == 10
