@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jaxkv._src.rollout.arguments import check_count
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
@@ -16,6 +18,7 @@ class RolloutConfig:
     admissions: R, the most sequences admitted in one step.
 
   Raises:
+    TypeError: a field is not an int.
     ValueError: a number is out of range.
   """
 
@@ -26,10 +29,6 @@ class RolloutConfig:
   admissions: int = 16
 
   def __post_init__(self):
-    positive = ("num_samples", "max_new_tokens", "prefill_chunk", "admissions")
-    for name in positive:
-      value = getattr(self, name)
-      if value < 1:
-        raise ValueError(
-          f"RolloutConfig.{name} must be at least 1, got {value}."
-        )
+    for field in dataclasses.fields(self):
+      least = -1 if field.name == "stop_token" else 1
+      check_count(field.name, getattr(self, field.name), least)

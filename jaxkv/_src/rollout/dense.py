@@ -14,6 +14,8 @@ from jax import lax
 from jaxkv._src.cache import ops
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.arguments import as_temperature
+from jaxkv._src.rollout.arguments import last_logits
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Sequences
 
@@ -45,9 +47,13 @@ def generate_dense(
 
   Returns:
     The sequences, all done.
+
+  Raises:
+    TypeError: as for `generate`.
+    ValueError: as for `generate`.
   """
   params, memory, sequences, temperature = ops.alike(
-    (params, memory, sequences, temperature)
+    (params, memory, sequences, as_temperature(temperature))
   )
   total = sequences.length.shape[0]
   width = sequences.tokens.shape[1] - config.max_new_tokens
@@ -74,7 +80,7 @@ def generate_dense(
       drawn, log_probs = sampling.sample(
         sequences.keys[jnp.minimum(numbers, total - 1)],
         ops.take(queue.num_generated(sequences), numbers),
-        logits[:, -1],
+        last_logits(logits, batch_size),
         temperature,
       )
       sequences, ended = queue.append(

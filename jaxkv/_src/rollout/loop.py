@@ -35,6 +35,9 @@ from jaxkv._src.cache.verbs.fork import fork
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.arguments import as_max_steps
+from jaxkv._src.rollout.arguments import as_temperature
+from jaxkv._src.rollout.arguments import last_logits
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Sequences
 from jaxkv._src.rollout.state import Counters
@@ -46,7 +49,8 @@ from jaxkv.kv import View
 Model = Callable[..., tuple[Array, KVPages]]
 """`(params, tokens int32[B, T], positions int32[B, T], kv, view) -> (logits,
 kv)`: stores the K/V of the tokens and attends through `jaxkv.kv`. Logits are
-float32[B, X, V]; those at X - 1 are for each row's last token when T is 1."""
+[B, X, V], floats of any width, which are sampled from in float32; those at
+X - 1 are for each row's last token when T is 1."""
 
 
 def generate(
@@ -76,9 +80,17 @@ def generate(
 
   Returns:
     The state; `is_done` tells whether all sequences are done.
+
+  Raises:
+    TypeError: `temperature` is not a number, `max_steps` not an integer, or the
+      model's logits are not floats.
+    ValueError: `temperature` is negative or not finite, `max_steps` is
+      negative, or the model's logits have another shape. Traced numbers are not
+      checked: a temperature of NaN makes log-probabilities NaN, and a negative
+      `max_steps` runs no step.
   """
   params, state, temperature, max_steps = ops.alike(
-    (params, state, temperature, max_steps)
+    (params, state, as_temperature(temperature), as_max_steps(max_steps))
   )
   begin = state.counters.steps
 
@@ -237,7 +249,7 @@ def _decode(
   drawn, log_probs = sampling.sample(
     sequences.keys[jnp.minimum(numbers, none - 1)],
     ops.take(queue.num_generated(sequences), numbers),
-    logits[:, -1],
+    last_logits(logits, slots),
     temperature,
   )
   cache, _ = commit(state.cache, tokens, view.counts)

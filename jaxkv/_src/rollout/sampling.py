@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.rollout.arguments import as_logits
+
 
 def sample(
   keys: Array, counts: Array, logits: Array, temperature: Array
@@ -16,15 +18,21 @@ def sample(
   Args:
     keys: key[B], a sequence's own key.
     counts: int32[B], tokens the sequence has generated so far.
-    logits: float32[B, V].
+    logits: floats [B, V] of any width; computed with in float32.
     temperature: float32[]; 0 takes the most likely token.
 
   Returns:
     int32[B], and float32[B]: the log-probability of the token in the
     distribution it was drawn from; for temperature 0, in the model's own.
+
+  Raises:
+    TypeError: `logits` holds no floats.
   """
+  logits = as_logits(logits)
   greedy = temperature == 0
-  scaled = logits / jnp.where(greedy, jnp.float32(1), temperature)
+  # Of the differences none overflows upwards, however low the temperature.
+  below = logits - jnp.max(logits, axis=-1, keepdims=True)
+  scaled = below / jnp.where(greedy, jnp.float32(1), temperature)
   keys = jax.vmap(jax.random.fold_in)(keys, counts)
   drawn = jax.vmap(jax.random.categorical)(keys, scaled)
   token = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn)

@@ -5,12 +5,15 @@ sequence is admitted again exactly like a new one.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.cache import ops
+from jaxkv._src.cache.checks import as_int32
+from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.rollout.config import RolloutConfig
 
 WAITING, RUNNING, DONE, FAILED = 0, 1, 2, 3
@@ -50,7 +53,34 @@ def from_prompts(
     lengths: int32[P], 1 .. L.
     key: key[], from which every sequence's key is derived.
     config: how many samples, of how many tokens.
+
+  Raises:
+    TypeError: `prompts` or `lengths` does not hold integers.
+    ValueError: one of them has the wrong shape or does not fit int32, or there
+      are 2**31 sequences or more.
   """
+  return samples_of(*as_prompts(prompts, lengths, config), key, config)
+
+
+def as_prompts(
+  prompts: Any, lengths: Any, config: RolloutConfig
+) -> tuple[Any, Any]:
+  """The prompts and their lengths as int32; raises what `from_prompts` does."""
+  prompts, lengths = as_int32("prompts", prompts), as_int32("lengths", lengths)
+  check_shape("prompts", prompts, ("P", "L"))
+  check_shape("lengths", lengths, prompts.shape[:1], ", one for each prompt")
+  if prompts.shape[0] * config.num_samples >= 2**31:
+    raise ValueError(
+      "`RolloutConfig.num_samples` times the prompts must be below 2**31, got "
+      f"{config.num_samples} * {prompts.shape[0]}; make several rollouts."
+    )
+  return prompts, lengths
+
+
+def samples_of(
+  prompts: Array, lengths: Array, key: Array, config: RolloutConfig
+) -> Sequences:
+  """`from_prompts` for what `as_prompts` has returned."""
   num_sequences = prompts.shape[0] * config.num_samples
   tokens = jnp.repeat(prompts, config.num_samples, axis=0)
   lengths = jnp.repeat(lengths, config.num_samples)

@@ -8,8 +8,6 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
@@ -99,13 +97,11 @@ def init(
       and slots are not checked; such sequences fail one by one, see
       `Sequences.code`.
   """
-  prompts, lengths = as_int32("prompts", prompts), as_int32("lengths", lengths)
-  check_shape("prompts", prompts, ("P", "L"))
-  check_shape("lengths", lengths, prompts.shape[:1], ", one for each prompt")
+  prompts, lengths = queue.as_prompts(prompts, lengths, config)
   _check_memory(cache, kv)
   _check_fits(cache.config, prompts, lengths, config)
   sizes = cache.config
-  sequences = queue.from_prompts(prompts, lengths, key, config)
+  sequences = queue.samples_of(prompts, lengths, key, config)
   none = sequences.length.shape[0]
   return RolloutState(
     config=config,

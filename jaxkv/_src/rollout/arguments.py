@@ -1,0 +1,115 @@
+"""Arguments of a rollout: cast to the library's dtypes, or refused by name."""
+
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from jaxkv._src.cache.checks import as_int32
+from jaxkv._src.cache.checks import check_shape
+
+_TINY = float(np.finfo(np.float32).tiny)
+_INT32_MAX = 2**31 - 1
+
+
+def as_temperature(temperature: Any) -> Array:
+  """The temperature, float32[].
+
+  A traced one is not checked for its value.
+
+  Raises:
+    TypeError: it is not a real number.
+    ValueError: it is not a scalar, or is negative, infinite or NaN, or so small
+      that dividing by it overflows.
+  """
+  name = "temperature"
+  known = not isinstance(temperature, Tracer)
+  value: Any = np.asarray(temperature) if known else temperature
+  if not _is_real(value.dtype):
+    raise TypeError(f"`{name}` must be a real number, got {value.dtype}.")
+  check_shape(name, value, ())
+  if known and not _is_temperature(float(value)):
+    raise ValueError(
+      f"`{name}` must be 0, or a finite float32 of at least {_TINY:.2g}, got "
+      f"{float(value)}; use 0 for greedy decoding."
+    )
+  return jnp.asarray(value, jnp.float32)
+
+
+def _is_real(dtype: Any) -> bool:
+  return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(
+    dtype, jnp.integer
+  )
+
+
+def _is_temperature(value: float) -> bool:
+  most = float(np.finfo(np.float32).max)
+  return value == 0 or _TINY <= value <= most
+
+
+def as_max_steps(max_steps: Any) -> Array:
+  """The steps of a call, int32[].
+
+  A traced number is not checked for its value.
+
+  Raises:
+    TypeError: it is not an integer.
+    ValueError: it is not a scalar, is negative or does not fit int32.
+  """
+  value = as_int32("max_steps", max_steps)
+  check_shape("max_steps", value, ())
+  if not isinstance(value, Tracer) and int(value) < 0:
+    raise ValueError(
+      f"`max_steps` must be at least 0, got {int(value)}; use 0 for no limit."
+    )
+  return jnp.asarray(value, jnp.int32)
+
+
+def as_logits(logits: Array) -> Array:
+  """Logits, float32 whatever width the model computes in.
+
+  Raises:
+    TypeError: they are not floats.
+  """
+  if not jnp.issubdtype(logits.dtype, jnp.floating):
+    raise TypeError(
+      f"`logits` must be floats, got {logits.dtype}; let the model return its "
+      "last layer's output."
+    )
+  return logits.astype(jnp.float32)
+
+
+def last_logits(logits: Array, rows: int) -> Array:
+  """Those of each row's last token, [B, V].
+
+  Args:
+    logits: [B, X, V], what a model returned.
+    rows: B.
+
+  Raises:
+    ValueError: they have another shape.
+  """
+  check_shape("logits", logits, (rows, "X", "V"), ", as `model` returns them")
+  return logits[:, -1]
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+  """Raises unless a field of `RolloutConfig` is an int32 of at least `least`.
+
+  Raises:
+    TypeError: it is not an int.
+    ValueError: it is out of range.
+  """
+  if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    raise TypeError(
+      f"`RolloutConfig.{name}` must be an int, got {value!r} of type "
+      f"{type(value).__name__}."
+    )
+  if not least <= operator.index(value) <= _INT32_MAX:
+    raise ValueError(
+      f"`RolloutConfig.{name}` must be at least {least} and below 2**31, got "
+      f"{value}."
+    )

@@ -1,0 +1,210 @@
+"""Values that users pass to a rollout: served, or refused by name."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import kv as kv_memory
+from jaxkv import rollout
+from jaxkv._src.rollout import arguments
+
+_VOCABULARY = 7
+_FIELDS = ("num_samples", "max_new_tokens", "prefill_chunk", "admissions")
+_SIZES = jaxkv.CacheConfig(
+  num_pages=20, page_size=2, num_slots=2, pages_per_slot=5
+)
+
+
+def _begin(
+  prompts=((1, 2, 3), (4, 5, 0)), lengths=(3, 2), **options
+) -> rollout.RolloutState:
+  kv = kv_memory.init(_SIZES, num_layers=1, num_kv_heads=1, head_dim=2)
+  config = rollout.RolloutConfig(**{"max_new_tokens": 4, **options})
+  cache = jaxkv.init(_SIZES)
+  return rollout.init(cache, kv, prompts, lengths, jax.random.key(0), config)
+
+
+def _model(params, tokens, positions, kv, view, change=lambda logits: logits):
+  """Logits that favour the token after the last one; no attention."""
+  del params, positions, view
+  ahead = (tokens + 1) % _VOCABULARY
+  return change(4 * jax.nn.one_hot(ahead, _VOCABULARY)), kv
+
+
+def _generate(temperature=0.0, max_steps=0, change=lambda logits: logits):
+  model = functools.partial(_model, change=change)
+  return rollout.generate(None, _begin(), temperature, max_steps, model=model)
+
+
+class TestConfig:
+  @pytest.mark.parametrize("name", _FIELDS)
+  @pytest.mark.parametrize("value", [0, -1, 2**31, 2**40])
+  def test_numbers_out_of_range(self, name, value):
+    message = rf"RolloutConfig.{name}` must be at least 1 and .* got {value}"
+    with pytest.raises(ValueError, match=message):
+      rollout.RolloutConfig(**{name: value})
+
+  @pytest.mark.parametrize("name", (*_FIELDS, "stop_token"))
+  @pytest.mark.parametrize("value", [1.5, 4.0, True, (1, 2), "3", None])
+  def test_other_types(self, name, value):
+    with pytest.raises(TypeError, match=rf"{name}` must be an int, got .*type"):
+      rollout.RolloutConfig(**{name: value})
+
+  def test_stop_tokens(self):
+    assert rollout.RolloutConfig(stop_token=-1).stop_token == -1
+    assert rollout.RolloutConfig(stop_token=np.int64(3)).stop_token == 3
+    for value in (-2, 2**40):
+      with pytest.raises(ValueError, match=rf"at least -1 and .* got {value}"):
+        rollout.RolloutConfig(stop_token=value)
+
+
+class TestPrompts:
+  @pytest.mark.parametrize(
+    ("prompts", "lengths", "error", "message"),
+    [
+      ([[1, 2**40]], [2], ValueError, "`prompts` must fit int32"),
+      ([[1, 2]], [2**40], ValueError, "`lengths` must fit int32"),
+      ([[1.0, 2.0]], [2], TypeError, "`prompts` must hold integers"),
+      ([[True, False]], [2], TypeError, "`prompts` must hold integers"),
+      ((t for t in [[1, 2]]), [2], TypeError, "`prompts` must hold integers"),
+      ([(t for t in [1, 2])], [2], TypeError, "`prompts` must hold integers"),
+      ([[1, 2], [3]], [2, 1], ValueError, "`prompts` must be a rectangular"),
+      ([1, 2], [2], ValueError, r"`prompts` must have the shape \[P, L\]"),
+      ([[1, 2]], [2, 2], ValueError, "`lengths` must have .* for each prompt"),
+      ([[1, 2]], (n for n in [2]), TypeError, "`lengths` must hold integers"),
+    ],
+  )
+  def test_refused(self, prompts, lengths, error, message):
+    key, config = jax.random.key(0), rollout.RolloutConfig(max_new_tokens=4)
+    with pytest.raises(error, match=message):
+      rollout.from_prompts(prompts, lengths, key, config)
+    if not hasattr(prompts, "send"):
+      with pytest.raises(error, match=message):
+        _begin(prompts, lengths)
+
+  def test_lists_and_arrays_are_one(self):
+    lists = _begin([[1, 2, 3]], [3]).sequences
+    arrays = _begin(np.array([[1, 2, 3]], np.int64), jnp.array([3])).sequences
+    np.testing.assert_array_equal(lists.tokens, arrays.tokens)
+
+  def test_too_many_samples(self):
+    with pytest.raises(ValueError, match=r"num_samples` times .* got 2147483"):
+      _begin(num_samples=2**31 - 1)
+
+
+class TestNumbersOfACall:
+  @pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+      (-1, ValueError, "must be at least 0, got -1; use 0 for no limit"),
+      (2**40, ValueError, "must fit int32"),
+      (1.5, TypeError, "must hold integers, got float64"),
+      (True, TypeError, "must hold integers, got bool"),
+      ([3], ValueError, r"must have the shape \[\], got \[1\]"),
+    ],
+  )
+  def test_steps(self, value, error, message):
+    with pytest.raises(error, match=f"`max_steps` {message}"):
+      _generate(max_steps=value)
+
+  @pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+      (float("nan"), ValueError, "must be 0, or a finite .* got nan; use 0"),
+      (float("inf"), ValueError, "finite float32 .* got inf"),
+      (-0.5, ValueError, "got -0.5"),
+      (1e39, ValueError, r"finite float32 .* got 1e\+39"),
+      (1e-46, ValueError, "at least 1.2e-38, got 1e-46"),
+      (jnp.float32(jnp.nan), ValueError, "got nan"),
+      (True, TypeError, "must be a real number, got bool"),
+      ("hot", TypeError, "must be a real number"),
+      (1j, TypeError, "must be a real number, got complex128"),
+      ([0.5], ValueError, r"must have the shape \[\], got \[1\]"),
+    ],
+  )
+  def test_temperatures(self, value, error, message):
+    with pytest.raises(error, match=f"`temperature` .*{message}"):
+      _generate(temperature=value)
+    with pytest.raises(error, match=f"`temperature` .*{message}"):
+      arguments.as_temperature(value)
+
+  @pytest.mark.parametrize("value", [0, 1, np.float64(0.5), jnp.bfloat16(2)])
+  def test_temperatures_of_any_width(self, value):
+    cast = arguments.as_temperature(value)
+    assert (cast.dtype, cast.shape) == (jnp.float32, ())
+    traced = jax.jit(arguments.as_temperature)(value)
+    assert (traced.dtype, float(traced)) == (jnp.float32, float(value))
+
+  def test_traced_numbers(self):
+    """Their types are checked, their values are not known."""
+    state = _begin()
+
+    def run(temperature, steps):
+      return rollout.generate(None, state, temperature, steps, model=_model)
+
+    with pytest.raises(TypeError, match="`max_steps` must hold integers"):
+      jax.eval_shape(run, 0.0, 1.5)
+    with pytest.raises(ValueError, match=r"`temperature` .* the shape \[\]"):
+      jax.eval_shape(run, jnp.zeros(2), 1)
+    end = jax.jit(run)(0.0, -1)
+    assert int(end.counters.steps) == 0
+
+
+class TestLogits:
+  def test_half_precision_is_sampled_in_float32(self):
+    """Whole numbers are exact in both, so the results are equal."""
+    full = jax.jit(_generate)
+    half = jax.jit(
+      functools.partial(
+        _generate, change=lambda logits: logits.astype(jnp.bfloat16)
+      )
+    )
+    for temperature in (0.0, 1.0):
+      found = half(temperature).sequences
+      wanted = full(temperature).sequences
+      assert found.log_probs.dtype == jnp.float32
+      np.testing.assert_array_equal(found.tokens, wanted.tokens)
+      np.testing.assert_array_equal(found.log_probs, wanted.log_probs)
+
+  @pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+      (lambda x: x.astype(jnp.int32), TypeError, "must be floats, got int32"),
+      (
+        lambda x: x[:, -1],
+        ValueError,
+        r"must have .* \[2, X, V\].* got \[2, 7",
+      ),
+      (lambda x: x[:1], ValueError, r"must have the shape \[2, X, V\].* got"),
+    ],
+  )
+  def test_refused(self, change, error, message):
+    with pytest.raises(error, match=f"`logits` {message}"):
+      _generate(change=change)
+
+  def test_the_dense_run_does_the_same(self):
+    sequences = rollout.from_prompts(
+      [[1, 2, 3]], [3], jax.random.key(0), rollout.RolloutConfig()
+    )
+
+    def run(temperature, change):
+      def model(params, tokens, positions, memory, starts, counts):
+        del starts, counts
+        return _model(params, tokens, positions, memory, None, change)
+
+      config = rollout.RolloutConfig()
+      return rollout.generate_dense(
+        None, (), sequences, temperature, batch_size=1, model=model,
+        config=config,
+      )  # fmt: skip
+
+    half = run(0, lambda logits: logits.astype(jnp.bfloat16))
+    assert half.tokens[0, :6].tolist() == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match="`temperature` must be 0, or"):
+      run(float("nan"), lambda logits: logits)
+    with pytest.raises(TypeError, match="`logits` must be floats"):
+      run(0, lambda logits: logits.astype(jnp.int32))
