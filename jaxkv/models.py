@@ -2,6 +2,7 @@
 
 from jaxkv._src.models import dense
 from jaxkv._src.models.characters import CharacterModel
+from jaxkv._src.models.characters import NotKeptWarning
 from jaxkv._src.models.characters import character_model
 from jaxkv._src.models.config import LlamaConfig
 from jaxkv._src.models.dense import DenseCache
@@ -16,6 +17,7 @@ __all__ = [
   "CharacterModel",
   "DenseCache",
   "LlamaConfig",
+  "NotKeptWarning",
   "Vocabulary",
   "character_model",
   "dense",

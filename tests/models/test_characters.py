@@ -1,9 +1,12 @@
 """The character model: its vocabulary, its training, and its file."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
 import os
+import threading
+import warnings
 
 import chex
 import jax
@@ -205,10 +208,68 @@ class TestKeptWeights:
     kept = store.load(path, {"version": 1}, old)
     np.testing.assert_array_equal(kept["a"], old["a"])
 
-  def test_a_folder_that_cannot_be_written(self, trainings, tmp_path):
-    blocker = tmp_path / "file"
-    blocker.write_text("")
-    with pytest.warns(UserWarning, match="could not be kept"):
-      model = self._model(blocker / "folder")
+  @pytest.mark.parametrize("place", ["the folder", "above it", "the file"])
+  def test_a_folder_that_cannot_be_written(self, trainings, tmp_path, place):
+    """Told before a minute's training, which is not for nothing."""
+    folder = tmp_path / "folder"
+    if place == "the folder":
+      folder.write_text("")
+    elif place == "above it":
+      (tmp_path / "file").write_text("")
+      folder = tmp_path / "file" / "folder"
+    else:
+      self._model(folder)
+      path = self._path(folder)
+      path.unlink()
+      (path / "inside").mkdir(parents=True)
+    before = len(trainings)
+
+    def stop(*_, **__):
+      raise AssertionError("trained before it was told")
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+      warnings.simplefilter("error", models.NotKeptWarning)
+      warnings.filterwarnings("ignore", message=".*cannot be used")
+      patch.setattr(characters.training, "train", stop)
+      with pytest.raises(models.NotKeptWarning, match="JAXKV_CACHE"):
+        self._model(folder)
+    with pytest.warns(models.NotKeptWarning) as told:
+      warnings.filterwarnings("ignore", message=".*cannot be used")
+      model = self._model(folder)
+    assert len([t for t in told if t.category is models.NotKeptWarning]) == 1
     assert model.vocabulary.size == model.config.vocab_size
+    assert len(trainings) == before + 1
+
+  def test_a_folder_that_cannot_be_searched(
+    self, trainings, tmp_path, monkeypatch
+  ):
+    """Not by its mode, which does not bind an administrator."""
+    real = os.stat
+
+    def refuse(path, *args, **kwargs):
+      if str(path).startswith(str(tmp_path)):
+        raise PermissionError(13, "Permission denied", str(path))
+      return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.warns(models.NotKeptWarning, match="Permission denied"):
+      self._model(tmp_path / "folder")
     assert len(trainings) == 1
+
+  def test_two_first_calls_at_once(self, tmp_path, monkeypatch):
+    """Both train, both write, and whoever reads then reads a whole file."""
+    both = threading.Barrier(2, timeout=60)
+
+    def train(tokens, config, recipe, *, progress):
+      del tokens, recipe, progress
+      both.wait()
+      params = models.init_params(jax.random.key(1), config)
+      return params, np.zeros(1, np.float32)
+
+    monkeypatch.setattr(characters.training, "train", train)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+      calls = [pool.submit(self._model, tmp_path) for _ in range(2)]
+      first, second = [call.result() for call in calls]
+    kept = self._model(tmp_path)
+    chex.assert_trees_all_equal(first.params, second.params, kept.params)
+    self._path(tmp_path)

@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +32,10 @@ _PHASES = (
   training.Phase(share=1, context=192, batch_size=10),
   training.Phase(share=1, context=512, batch_size=4),
 )
+
+
+class NotKeptWarning(UserWarning):
+  """The trained model cannot be kept in the cache folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,11 @@ def character_model(
   why. Training uses sequences of up to 512 tokens; beyond that the loss grows
   slowly.
 
+  If the folder cannot be written, a `NotKeptWarning` says so before the
+  training begins, and the model is returned all the same. Several processes
+  may make their first call at once: each trains the model, and none reads a
+  file that another one has half written.
+
   Args:
     steps: optimiser steps; a few give a bad model quickly.
     text: the text to learn, longer than 512 characters; None: the reference.
@@ -98,9 +108,11 @@ def character_model(
   path = _folder(folder) / f"characters-{_digest(facts)[:16]}.npz"
   params = _load(path, facts, config)
   if params is None:
+    kept = _kept(path, lambda: store.check_writable(path))
     tokens = vocabulary.training_tokens(text, characters)
     params, _ = training.train(tokens, config, recipe, progress=progress)
-    _save(path, facts, params)
+    if kept:
+      _kept(path, lambda: store.save(path, facts, params))
   return CharacterModel(config=config, params=params, vocabulary=characters)
 
 
@@ -145,7 +157,8 @@ def _load(
   path: pathlib.Path, facts: dict[str, Any], config: LlamaConfig
 ) -> llama.Params | None:
   """The weights in the file, or None if they must be trained."""
-  if not path.exists():
+  # Not `Path.exists`, which raises for a folder that may not be searched.
+  if not os.path.exists(path):
     return None
   shapes = jax.eval_shape(
     lambda key: llama.init_params(key, config), jax.random.key(0)
@@ -160,14 +173,16 @@ def _load(
     return None
 
 
-def _save(
-  path: pathlib.Path, facts: dict[str, Any], params: llama.Params
-) -> None:
+def _kept(path: pathlib.Path, write: Callable[[], None]) -> bool:
+  """Whether `write` could write the file; a warning says why not."""
   try:
-    store.save(path, facts, params)
+    write()
   except OSError as error:
     warnings.warn(
-      f"the trained model could not be kept in {path} ({error}); the next "
-      "call trains it again. Set JAXKV_CACHE to a writable folder.",
+      f"the trained model cannot be kept in {path} ({error.strerror}); set "
+      "JAXKV_CACHE to a writable folder.",
+      NotKeptWarning,
       stacklevel=3,
     )
+    return False
+  return True

@@ -4,6 +4,7 @@ A file holds every leaf under its path in the tree, and a JSON record: the
 facts that the weights depend on, and a sha256 over all leaves.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -32,10 +33,7 @@ def save(path: pathlib.Path, facts: dict[str, Any], params: Any) -> None:
   """
   leaves = {name: np.asarray(leaf) for name, leaf in _named(params)}
   record = {"facts": facts, "leaves_sha256": _sha256(leaves)}
-  path.parent.mkdir(parents=True, exist_ok=True)
-  handle, temporary = tempfile.mkstemp(
-    dir=path.parent, prefix=path.stem, suffix=".tmp"
-  )
+  handle, temporary = _temporary(path)
   try:
     with os.fdopen(handle, "wb") as file:
       arrays: dict[str, Any] = {_RECORD: np.array(json.dumps(record)), **leaves}
@@ -46,6 +44,15 @@ def save(path: pathlib.Path, facts: dict[str, Any], params: Any) -> None:
   except BaseException:
     pathlib.Path(temporary).unlink(missing_ok=True)
     raise
+
+
+def check_writable(path: pathlib.Path) -> None:
+  """Raises OSError if `save` could not write the file; makes its folder."""
+  if path.is_dir():
+    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+  handle, temporary = _temporary(path)
+  os.close(handle)
+  os.unlink(temporary)
 
 
 def load(path: pathlib.Path, facts: dict[str, Any], like: Any) -> Any:
@@ -74,6 +81,12 @@ def load(path: pathlib.Path, facts: dict[str, Any], like: Any) -> Any:
     raise UnusableFileError("it holds arrays of other names, shapes or types")
   ordered = [jnp.asarray(leaves[name]) for name, _ in _named(like)]
   return jax.tree.unflatten(jax.tree.structure(like), ordered)
+
+
+def _temporary(path: pathlib.Path) -> tuple[int, str]:
+  """A new file in the folder of `path`, open for writing."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  return tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
 
 
 def _read(
