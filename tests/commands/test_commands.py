@@ -1,21 +1,40 @@
 """`python -m jaxkv rollout`, and the command line itself."""
 
+import io
 import json
+import os
 import re
+import signal
+import sys
+import time
 
+import jax
 import numpy as np
 import pytest
 
 from jaxkv import __main__ as command_line
 from jaxkv import models
 from jaxkv._src.commands import prompts as prompt_files
+from jaxkv._src.commands import results
 from jaxkv._src.commands import rollout as command
+from jaxkv._src.commands.errors import CommandError
 from tests.models import small_model as texts
 
 _PARAGRAPHS = "\n\n".join(
   texts.TEXT[begin : begin + 250].replace("\n\n", " ")
   for begin in range(0, 3000, 250)
 )
+
+
+class _Failing(io.StringIO):
+  """A stream that takes text and then cannot pass it on."""
+
+  def __init__(self, error):
+    super().__init__()
+    self.error = error
+
+  def flush(self):
+    raise self.error
 
 
 @pytest.fixture
@@ -69,7 +88,11 @@ class TestRollout:
       (None, r"cannot read .*prompts.txt: No such file"),
       ("", r"is empty: it needs one prompt a line"),
       ("10 is\n\n7\n", r"line 2: an empty prompt"),
-      ("10 is\n7 §\n", r"line 2: .*'§'"),
+      ("10 is\n7 §\n", r"line 2: .*'§'.*; remove it"),
+      ("10 is\f7\n", r"line 1: .*'\\x0c' at position 5"),
+      ("10 is\x007\n", r"line 1: .*'\\x00' at position 5"),
+      ("10 is\u20287\n", r"line 1: .*'\\u2028' at position 5"),
+      (b"10 is\xff\n", r"not UTF-8 text: .* at byte 5; save it as UTF-8"),
       ("10 is\n" + "1" * 600 + "\n", r"line 2: a prompt of 600 tokens"),
     ],
   )
@@ -77,8 +100,10 @@ class TestRollout:
     self, main, tmp_path, capsys, content, message
   ):
     path = tmp_path / "prompts.txt"
+    if isinstance(content, str):
+      content = content.encode()
     if content is not None:
-      path.write_text(content, "utf-8")
+      path.write_bytes(content)
     target = tmp_path / "out.json"
     arguments = ["rollout", "--prompts", str(path), "--json", str(target)]
     assert main(arguments) == 2
@@ -86,24 +111,36 @@ class TestRollout:
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert _matches(message, error)
-    assert not target.exists()
-    assert list(tmp_path.glob(".out*")) == []
+    assert [*tmp_path.iterdir()] == ([] if content is None else [path])
 
   @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-      (["--samples", "0"], "--samples must be at least 1, not 0"),
-      (["--slots", "-3"], "--slots must be at least 1, not -3"),
-      (["--pages", "1"], "--pages must be at least 2, not 1"),
-      (["--page-size", "0"], "--page-size must be at least 1, not 0"),
-      (["--page-size", "513"], "--page-size must be at most 512"),
-      (["--max-tokens", "512"], "--max-tokens must be below 512"),
-      (["--seed", "-1"], "--seed must be at least 0"),
-      (["--seed", "4294967296"], "--seed must be below"),
-      (["--temperature", "nan"], "--temperature must be at least 0, not nan"),
-      (["--temperature", "inf"], "--temperature must be finite"),
+      (["--samples", "0"], "--samples must be 1 .. 65536, not 0"),
+      (["--samples", "9223372036854775808"], "--samples must be 1 .. 65536"),
+      (["--samples", "1000000000000"], "--samples must be 1 .. 65536"),
+      (["--samples", "50000"], "50000 of 12 prompts .* lower --samples"),
+      (["--slots", "-3"], "--slots must be 1 .. 8192, not -3"),
+      (["--slots", "10000000"], "--slots must be 1 .. 8192"),
+      (["--pages", "1"], "--pages must be 2 .. 4194304, not 1"),
+      (["--pages", "9223372036854775808"], "--pages must be 2 .. 4194304"),
+      (["--pages", "1000000000000"], "--pages must be 2 .. 4194304"),
+      (["--pages", "300000"], "--pages must be at most 262144 with --page-s"),
+      (["--page-size", "0"], "--page-size must be 1 .. 512, not 0"),
+      (["--page-size", "513"], "--page-size must be 1 .. 512"),
+      (["--max-tokens", "512"], "--max-tokens must be 1 .. 511"),
+      (["--seed", "-1"], "--seed must be 0 .. 4294967295"),
+      (["--seed", "4294967296"], "--seed must be 0 .. 4294967295"),
+      (["--span", "1099511627776"], "--span must be 0 .. 2147483647"),
+      (["--temperature", "nan"], "--temperature: .* must be 0, or .* got nan"),
+      (["--temperature", "inf"], "--temperature: .* finite float32 .* got inf"),
+      (["--temperature", "-1"], "--temperature: .* got -1.0"),
+      (["--temperature", "1e39"], r"--temperature: .* got 1e\+39"),
+      (["--temperature", "1e-46"], "--temperature: .* got 1e-46; use 0 for"),
       (["--pages", "8"], r"needs \d+ pages of 16 and --pages 8 leaves 7"),
       (["--json", "/no/such/folder/x.json"], "cannot write /no/such/folder"),
+      (["--json", ""], "folder; name another file for --json"),
+      (["--prompts", "one\ntwo"], r"cannot read one\\ntwo: No such file"),
     ],
   )
   def test_arguments_that_cannot_be_used(
@@ -114,6 +151,25 @@ class TestRollout:
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert _matches(message, error)
+
+  def test_lines_end_as_on_any_system(self, small_model, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"10 is\r\n7\r\n12 is")
+    read = prompt_files.read(str(path), small_model.vocabulary)
+    texts = [small_model.vocabulary.decode(prompt) for prompt in read]
+    assert texts == ["10 is", "7", "12 is"]
+
+  def test_a_folder_that_cannot_keep_the_model(
+    self, tmp_path, monkeypatch, capsys
+  ):
+    """Told before the training, which would take a minute."""
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv("JAXKV_CACHE", str(blocker / "folder"))
+    assert command_line.main(["rollout"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert _matches(r"error: .*\(Not a directory\); set JAXKV_CACHE", error)
 
 
 class TestCommandLine:
@@ -132,6 +188,80 @@ class TestCommandLine:
     options += ("max-tokens", "seed", "temperature", "span", "json")
     for option in options:
       assert f"--{option}" in printed
+
+  @pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+      (KeyboardInterrupt(), 130, "error: interrupted; run it again"),
+      (MemoryError(), 2, "error: out of memory; lower --pages"),
+      (
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+        2,
+        "error: out of memory; lower --pages",
+      ),
+      (CommandError("a\r\nb\x1b[0m"), 2, r"error: a\\r\\nb\\x1b\[0m$"),
+    ],
+  )
+  def test_one_line_tells_what_ended_it(
+    self, monkeypatch, capsys, raised, code, message
+  ):
+    def run(_):
+      raise raised
+
+    monkeypatch.setattr(command, "run", run)
+    assert command_line.main(["rollout"]) == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert _matches(message, error.strip())
+
+  def test_a_bug_is_not_reported_as_a_mistake(self, monkeypatch):
+    def run(_):
+      raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    monkeypatch.setattr(command, "run", run)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+      command_line.main(["rollout"])
+
+  def test_sigterm_unwinds(self, monkeypatch, capsys):
+    left = []
+
+    def run(_):
+      try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+      finally:
+        left.append("cleaned up")
+
+    monkeypatch.setattr(command, "run", run)
+    assert command_line.main(["rollout"]) == 143
+    assert left == ["cleaned up"]
+    assert capsys.readouterr().err == "error: terminated; run it again\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+  @pytest.mark.parametrize(
+    ("output", "message"),
+    [
+      (None, "standard output is closed; send it to a file"),
+      (_Failing(BrokenPipeError(32, "Broken pipe")), "Broken pipe; send"),
+      (io.TextIOWrapper(io.BytesIO(), "ascii"), "in ascii; set PYTHONIOENCOD"),
+    ],
+  )
+  def test_output_that_cannot_be_printed(
+    self, monkeypatch, capsys, output, message
+  ):
+    def run(_):
+      with results.printed():
+        print("\N{RIGHT SINGLE QUOTATION MARK}")
+      return 0
+
+    monkeypatch.setattr(command, "run", run)
+    with monkeypatch.context() as patch:
+      patch.setattr(sys, "stdout", output)
+      assert command_line.main(["rollout"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot print the result")
+    assert error.count("\n") == 1
+    assert message in error
 
 
 def test_padding():

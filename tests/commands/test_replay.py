@@ -130,6 +130,12 @@ BAD_LINES = {
   "not JSON": ["{", "line 2", "not JSON"],
   "not text": [b"\xff\xfe\xff", "line 2", "not JSON"],
   "not an object": ["[1, 2]", "line 2", "object"],
+  "a key twice": [
+    '{"timestamp": 1, "timestamp": 2, "hash_ids": []}',
+    "line 2",
+    '"timestamp" stands there twice; keep one',
+  ],
+  "a control character": [GOOD[:9] + "\0" + GOOD[9:], "line 2", "not JSON"],
   "no timestamp": ['{"input_length": 1}', "line 2", "timestamp"],
   "no hash_ids": [
     '{"timestamp": 1, "input_length": 1, "output_length": 1}',

@@ -1,4 +1,4 @@
-"""The exception that a command reports without a traceback."""
+"""The exceptions that a command reports in one line, without a traceback."""
 
 
 class CommandError(Exception):
@@ -6,3 +6,7 @@ class CommandError(Exception):
 
   `python -m jaxkv` prints it after `error: ` and exits with code 2.
   """
+
+
+class Terminated(BaseException):
+  """The signal SIGTERM; everything that is half-done is cleaned up."""

@@ -45,10 +45,14 @@ def read(path: str, vocabulary: Vocabulary) -> list[np.ndarray]:
   except OSError as error:
     raise CommandError(f"cannot read {path}: {error.strerror}") from error
   except UnicodeDecodeError as error:
-    raise CommandError(f"{path} is not UTF-8 text: {error.reason}") from error
-  lines = text.splitlines()
-  if not lines:
+    raise CommandError(
+      f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save "
+      "it as UTF-8"
+    ) from error
+  if not text:
     raise CommandError(f"{path} is empty: it needs one prompt a line")
+  # Not `splitlines`, which also ends a line at a form feed.
+  lines = text.removesuffix("\n").split("\n")
   encoded = []
   for number, line in enumerate(lines, start=1):
     if not line:
@@ -58,7 +62,10 @@ def read(path: str, vocabulary: Vocabulary) -> list[np.ndarray]:
     try:
       encoded.append(vocabulary.encode(line))
     except ValueError as error:
-      raise CommandError(f"{path} line {number}: {error}") from error
+      reason = str(error).rstrip(".")
+      raise CommandError(
+        f"{path} line {number}: {reason}; remove it"
+      ) from error
   return encoded
 
 

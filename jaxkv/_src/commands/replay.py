@@ -38,6 +38,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv._src.commands import json_file
+from jaxkv._src.commands import results
 from jaxkv._src.commands import trace
 from jaxkv._src.commands.errors import CommandError
 from jaxkv._src.commands.trace import BLOCK_TOKENS
@@ -110,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
     The exit code, 0.
 
   Raises:
-    CommandError: the trace cannot be replayed, or FILE cannot be written.
+    CommandError: the trace cannot be replayed, FILE cannot be written, or the
+      result cannot be printed.
   """
   if args.pages < 0:
     raise CommandError(f"--pages must be at least 0, not {args.pages}")
@@ -293,5 +295,6 @@ def _print_table(args: argparse.Namespace, result: dict[str, Any]) -> None:
     ("evictions", f"{result['evicted']:,}"),
     ("time a request", f"{result['us_per_request']:.1f} us"),
   )
-  for name, value in rows:
-    print(f"{name:18} {value:>12}")
+  with results.printed():
+    for name, value in rows:
+      print(f"{name:18} {value:>12}")

@@ -9,10 +9,10 @@ cache, and the tokens of both runs are compared one by one.
 import argparse
 import contextlib
 import functools
-import math
 import os
 import sys
 import time
+import warnings
 from typing import Any
 from typing import NamedTuple
 
@@ -29,14 +29,30 @@ from jaxkv import rollout
 from jaxkv._src.commands import json_file
 from jaxkv._src.commands import prompts as prompt_files
 from jaxkv._src.commands import report
+from jaxkv._src.commands import results
 from jaxkv._src.commands.errors import CommandError
 from jaxkv._src.commands.prompts import Prompts
+from jaxkv._src.rollout.arguments import as_temperature
 from jaxkv.models import CharacterModel
 from jaxkv.rollout import RolloutConfig
 from jaxkv.rollout import RolloutState
 
 SLOT_TOKENS = 512
 """The most tokens of a prompt and its continuation together."""
+
+# With the model's 512 bytes a token, 2 GiB of K/V in either cache.
+_MOST_TOKENS = 2**22
+_MOST_SEQUENCES = 2**16
+_RANGES = {
+  "samples": (1, _MOST_SEQUENCES),
+  "slots": (1, _MOST_TOKENS // SLOT_TOKENS),
+  "pages": (2, _MOST_TOKENS),
+  "page_size": (1, SLOT_TOKENS),
+  "max_tokens": (1, SLOT_TOKENS - 1),
+  "seed": (0, 2**32 - 1),
+  "span": (0, 2**31 - 1),
+}
+"""The smallest and the largest value of each whole number."""
 
 
 class _Timed(NamedTuple):
@@ -93,78 +109,71 @@ def run(args: argparse.Namespace) -> int:
   _check(args)
   with contextlib.ExitStack() as stack:
     write = (
-      stack.enter_context(json_file.opened(args.json)) if args.json else None
+      stack.enter_context(json_file.opened(args.json))
+      if args.json is not None
+      else None
     )
-    model = models.character_model()
-    prompts = _prompts(args, model)
-    config = RolloutConfig(
-      num_samples=args.samples,
-      max_new_tokens=args.max_tokens,
-      stop_token=model.vocabulary.stop_token,
-      prefill_chunk=64,
-    )
-    paged = _paged(args, model, prompts, config)
-    dense = _dense(args, model, prompts, config)
-    jaxkv.check(paged.value.cache)
-    equal = bool(
-      np.array_equal(paged.value.sequences.tokens, dense.value.tokens)
-    )
-    result = report.collect(
-      paged.value,
-      model,
-      num_samples=args.samples,
-      seconds=paged.seconds,
-      compile_seconds=paged.compile_seconds,
-      dense_seconds=dense.seconds,
-      equals_dense=equal,
-    )
-    report.show(result)
-    if write:
+    result = _result(args)
+    if write is not None:
       write(result)
-  return 0 if equal else 1
+  with results.printed():
+    report.show(result)
+  return 0 if result["equals_dense"] else 1
+
+
+def _result(args: argparse.Namespace) -> dict[str, Any]:
+  """Generates with both caches; see `report.collect`."""
+  model = _model()
+  prompts = _prompts(args, model)
+  config = RolloutConfig(
+    num_samples=args.samples,
+    max_new_tokens=args.max_tokens,
+    stop_token=model.vocabulary.stop_token,
+    prefill_chunk=64,
+  )
+  paged = _paged(args, model, prompts, config)
+  dense = _dense(args, model, prompts, config)
+  jaxkv.check(paged.value.cache)
+  return report.collect(
+    paged.value,
+    model,
+    num_samples=args.samples,
+    seconds=paged.seconds,
+    compile_seconds=paged.compile_seconds,
+    dense_seconds=dense.seconds,
+    equals_dense=bool(
+      np.array_equal(paged.value.sequences.tokens, dense.value.tokens)
+    ),
+  )
+
+
+def _model() -> CharacterModel:
+  """The model; a folder that cannot keep it is told before a minute's work."""
+  with warnings.catch_warnings():
+    warnings.simplefilter("error", models.NotKeptWarning)
+    try:
+      return models.character_model()
+    except models.NotKeptWarning as warning:
+      raise CommandError(str(warning).rstrip(".")) from warning
 
 
 def _check(args: argparse.Namespace) -> None:
-  least = {
-    "samples": 1,
-    "slots": 1,
-    "pages": 2,
-    "page_size": 1,
-    "max_tokens": 1,
-    "seed": 0,
-    "temperature": 0,
-    "span": 0,
-  }
-  for name, value in least.items():
-    if not getattr(args, name) >= value:
+  for name, (least, most) in _RANGES.items():
+    value = getattr(args, name)
+    if not least <= value <= most:
       flag = "--" + name.replace("_", "-")
-      raise CommandError(
-        f"{flag} must be at least {value}, not {getattr(args, name)}"
-      )
-  _check_sizes(args)
-  if args.seed >= 2**32:
-    raise CommandError(f"--seed must be below 2**32, not {args.seed}")
-  if not math.isfinite(args.temperature):
-    raise CommandError(f"--temperature must be finite, not {args.temperature}")
-  if args.json and args.prompts and _same_file(args.json, args.prompts):
-    raise CommandError(f"--json {args.json} would overwrite the prompts")
-
-
-def _check_sizes(args: argparse.Namespace) -> None:
-  if args.max_tokens >= SLOT_TOKENS:
+      raise CommandError(f"{flag} must be {least} .. {most}, not {value}")
+  if args.pages * args.page_size > _MOST_TOKENS:
     raise CommandError(
-      f"--max-tokens must be below {SLOT_TOKENS}, the tokens of a slot, not "
-      f"{args.max_tokens}"
-    )
-  if args.page_size > SLOT_TOKENS:
-    raise CommandError(
-      f"--page-size must be at most {SLOT_TOKENS}, the tokens of a slot, not "
-      f"{args.page_size}"
+      f"--pages must be at most {_MOST_TOKENS // args.page_size} with "
+      f"--page-size {args.page_size}, not {args.pages}"
     )
   try:
-    _sizes(args)
+    as_temperature(args.temperature)
   except ValueError as error:
-    raise CommandError(str(error).rstrip(".")) from error
+    raise CommandError(f"--temperature: {str(error).rstrip('.')}") from error
+  if args.json and args.prompts and _same_file(args.json, args.prompts):
+    raise CommandError(f"--json {args.json} would overwrite the prompts")
 
 
 def _same_file(a: str, b: str) -> bool:
@@ -179,13 +188,18 @@ def _prompts(args: argparse.Namespace, model: CharacterModel) -> Prompts:
     encoded = prompt_files.read(args.prompts, model.vocabulary)
   width = SLOT_TOKENS - args.max_tokens
   prompts = prompt_files.padded(encoded, width, args.prompts)
+  if len(prompts.lengths) > _MOST_SEQUENCES // args.samples:
+    raise CommandError(
+      f"--samples {args.samples} of {len(prompts.lengths)} prompts must be at "
+      f"most {_MOST_SEQUENCES} sequences; lower --samples"
+    )
   longest = int(prompts.lengths.max()) + args.max_tokens
   needed = -(-longest // args.page_size)
   if needed > args.pages - 1:
     raise CommandError(
       f"the longest sequence, {longest} tokens, needs {needed} pages of "
       f"{args.page_size} and --pages {args.pages} leaves {args.pages - 1} "
-      "beside the null page"
+      "beside the null page; raise --pages"
     )
   return prompts
 

@@ -90,7 +90,11 @@ def _request(where: str, number: int, line: bytes) -> TraceRequest:
 def _record(where: str, line: bytes) -> dict[str, Any]:
   """The JSON object of a line, with all keys present."""
   try:
-    record = json.loads(line)
+    record = json.loads(line, object_pairs_hook=_object)
+  except _RepeatedKeyError as error:
+    raise CommandError(
+      f"{where}: {_shown(error.args[0])} stands there twice; keep one"
+    ) from error
   except (ValueError, RecursionError) as error:
     reason = str(error).splitlines()[0]
     raise CommandError(f"{where}: not JSON ({reason})") from error
@@ -99,6 +103,20 @@ def _record(where: str, line: bytes) -> dict[str, Any]:
   for key in (*_COUNTS, "hash_ids"):
     if key not in record:
       raise CommandError(f"{where}: {key} is missing")
+  return record
+
+
+class _RepeatedKeyError(Exception):
+  """An object has a key twice; the argument is the key."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """A JSON object; Python's parser would keep the last of equal keys."""
+  record: dict[str, Any] = {}
+  for key, value in pairs:
+    if key in record:
+      raise _RepeatedKeyError(key)
+    record[key] = value
   return record
 
 
