@@ -18,9 +18,9 @@ from tests.cache.mutation import ONE_WINDOW
 from tests.cache.mutation import SCARCE
 from tests.cache.mutation import UNCACHED
 from tests.cache.mutation import Mutant
-from tests.cache.mutation import given
-from tests.cache.mutation import returned
-from tests.cache.mutation import text
+from tests.mistakes import given
+from tests.mistakes import returned
+from tests.mistakes import text
 
 FREE = ("free_mask",)
 SWEEPS = ("free_mask", "free_slots", "truncate", "unpin")

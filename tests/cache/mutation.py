@@ -1,12 +1,8 @@
-"""Puts a small mistake into the library, for the time of a test."""
+"""Puts a small mistake into verbs of the cache, for the time of a test."""
 
 import dataclasses
 import inspect
-import sys
-import textwrap
-import types
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import pytest
@@ -25,6 +21,8 @@ from tests.cache.setups import Setup
 from tests.cache.setups import State
 from tests.cache.setups import Window
 from tests.cache.setups import small
+from tests.mistakes import Wrong
+from tests.mistakes import found
 
 CURRENT = small(201, 2, groups=2, window=3, worse="crowded tight", **MERGE)
 DUPLICATES = small(202, 2, window=3, worse="crowded tight", **CLASSIC)
@@ -77,10 +75,6 @@ LOGGED = small(
 CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 
-Wrong = Callable[[Callable], Callable]
-"""Makes a wrong function from the right one."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Mutant:
   """One mistake.
@@ -103,94 +97,14 @@ class Mutant:
 
   def verbs_with_it(self) -> dict[str, Callable]:
     """The table of verbs, with the mistake in some of them."""
-    name, function = self.place.split(":")
-    home, _, attribute = f"{name}.{function}".rpartition(".")
-    owner = sys.modules[f"jaxkv._src.cache.{name}"]
-    if home != name:
-      owner = getattr(owner, home.removeprefix(f"{name}."))
-    right = getattr(owner, attribute)
+    right, places = found("jaxkv._src.cache", self.place)
     wrong = self.wrong(right)
-    places = [(owner, attribute)] + [
-      (module, alias)
-      for module in list(sys.modules.values())
-      if module.__name__.startswith("jaxkv._src.cache.")
-      for alias, value in vars(module).items()
-      if value is right
-    ]
     return VERBS | {
       verb: _compiled_anew(
         wrong if VERBS[verb] is right else VERBS[verb], places, wrong
       )
       for verb in self.verbs
     }
-
-
-def given(**changes: Callable[[types.SimpleNamespace], object]) -> Wrong:
-  """The right function with wrong arguments.
-
-  Args:
-    **changes: for some parameters a function of all arguments, which are
-      attributes named after their parameters.
-  """
-
-  def wrong(right: Callable) -> Callable:
-    if not changes.keys() <= inspect.signature(right).parameters.keys():
-      pytest.fail(
-        f"{right.__qualname__} has no parameters {[*changes]} any more"
-      )
-
-    def call(*args, **kwargs):
-      arguments, bound = _bound(right, args, kwargs)
-      changed = {name: change(arguments) for name, change in changes.items()}
-      bound.arguments |= changed
-      return right(*bound.args, **bound.kwargs)
-
-    return call
-
-  return wrong
-
-
-def returned(change: Callable[[Any, types.SimpleNamespace], object]) -> Wrong:
-  """The right function, whose result is then made wrong.
-
-  Args:
-    change: takes the result and all arguments, as for `given`.
-  """
-
-  def wrong(right: Callable) -> Callable:
-    def call(*args, **kwargs):
-      arguments, _ = _bound(right, args, kwargs)
-      return change(right(*args, **kwargs), arguments)
-
-    return call
-
-  return wrong
-
-
-def _bound(function, args, kwargs):
-  """Arguments by the names of their parameters, defaults included."""
-  bound = inspect.signature(function).bind(*args, **kwargs)
-  bound.apply_defaults()
-  return types.SimpleNamespace(**bound.arguments), bound
-
-
-def text(old: str, new: str) -> Wrong:
-  """A function with a piece of its text replaced, at every occurrence.
-
-  For a mistake inside of a function that no argument and no result shows. It
-  has to be said again when that function is written in another way.
-  """
-
-  def wrong(right: Callable) -> Callable:
-    plain = inspect.unwrap(right)
-    source = textwrap.dedent(inspect.getsource(plain))
-    if old not in source:
-      pytest.fail(f"{plain.__qualname__} does not contain {old!r} any more")
-    namespace = dict(vars(sys.modules[plain.__module__]))
-    exec(source.replace(old, new), namespace)
-    return namespace[plain.__name__]
-
-  return wrong
 
 
 def _compiled_anew(verb: Callable, places: list, wrong: Callable) -> Callable:
