@@ -152,12 +152,15 @@ class TestRollout:
     assert error.count("\n") == 1
     assert _matches(message, error)
 
-  def test_lines_end_as_on_any_system(self, small_model, tmp_path):
+  def test_lines_end_as_on_any_system(self, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"10 is\r\n7\r\n12 is")
-    read = prompt_files.read(str(path), small_model.vocabulary)
-    texts = [small_model.vocabulary.decode(prompt) for prompt in read]
-    assert texts == ["10 is", "7", "12 is"]
+    known = models.Vocabulary("0127 is")
+    read = prompt_files.read(str(path), known)
+    assert [known.decode(one) for one in read] == ["10 is", "7", "12 is"]
+    path.write_bytes(b"10 is\f7\n")
+    with pytest.raises(CommandError, match="line 1"):
+      prompt_files.read(str(path), known)
 
   def test_a_folder_that_cannot_keep_the_model(
     self, tmp_path, monkeypatch, capsys

@@ -125,6 +125,16 @@ def test_a_trace_without_any_full_block(tmp_path):
   assert [result[key] for key in KEYS[:5]] == [2, 0, 0, 0, 0]
 
 
+def test_equal_ids_after_different_blocks(tmp_path):
+  """They are different blocks, and without a limit all of them stay cached."""
+  lines = [line(1024, [first, 9]) for first in (1, 2, 3, 1, 2, 3)]
+  path = written(tmp_path / "trace.jsonl", lines)
+  out = tmp_path / "out.json"
+  replay.run(arguments(path, "--pages", 0, "--rule", "all", "--json", out))
+  result = json.loads(out.read_text())
+  assert (result["hit_blocks"], result["evicted"]) == (6, 0)
+
+
 GOOD = json.dumps(line(600, [1, 2]))
 BAD_LINES = {
   "not JSON": ["{", "line 2", "not JSON"],

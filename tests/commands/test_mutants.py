@@ -1,0 +1,17 @@
+"""Would the tests notice? Every mutant must fail its check."""
+
+import pytest
+
+from tests.commands.mutants import MUTANTS
+
+
+@pytest.mark.drawn("name", MUTANTS, every=8)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_dies(name, tmp_path):
+  MUTANTS[name].dies(tmp_path)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_can_be_made(name):
+  with MUTANTS[name].made():
+    pass
