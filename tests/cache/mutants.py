@@ -18,9 +18,9 @@ from tests.cache.mutation import ONE_WINDOW
 from tests.cache.mutation import SCARCE
 from tests.cache.mutation import UNCACHED
 from tests.cache.mutation import Mutant
-from tests.mistakes import given
-from tests.mistakes import returned
-from tests.mistakes import text
+from tests.tools.mistakes import given
+from tests.tools.mistakes import returned
+from tests.tools.mistakes import text
 
 FREE = ("free_mask",)
 SWEEPS = ("free_mask", "free_slots", "truncate", "unpin")

@@ -10,9 +10,9 @@ from tests.cache.mutation import ENCODER
 from tests.cache.mutation import LOGGED
 from tests.cache.mutation import SCRATCH
 from tests.cache.mutation import Mutant
-from tests.mistakes import given
-from tests.mistakes import returned
-from tests.mistakes import text
+from tests.tools.mistakes import given
+from tests.tools.mistakes import returned
+from tests.tools.mistakes import text
 
 
 def _written_from_the_start(pushed):

@@ -16,9 +16,9 @@ from tests.cache.mutation import PUBLISHED
 from tests.cache.mutation import SLIDING
 from tests.cache.mutation import WINDOWS
 from tests.cache.mutation import Mutant
-from tests.mistakes import given
-from tests.mistakes import returned
-from tests.mistakes import text
+from tests.tools.mistakes import given
+from tests.tools.mistakes import returned
+from tests.tools.mistakes import text
 
 LOOK = ("match",)
 RECYCLE = ("recycle",)

@@ -21,8 +21,8 @@ from tests.cache.setups import Setup
 from tests.cache.setups import State
 from tests.cache.setups import Window
 from tests.cache.setups import small
-from tests.mistakes import Wrong
-from tests.mistakes import found
+from tests.tools.mistakes import Wrong
+from tests.tools.mistakes import found
 
 CURRENT = small(201, 2, groups=2, window=3, worse="crowded tight", **MERGE)
 DUPLICATES = small(202, 2, window=3, worse="crowded tight", **CLASSIC)
@@ -97,7 +97,7 @@ class Mutant:
 
   def verbs_with_it(self) -> dict[str, Callable]:
     """The table of verbs, with the mistake in some of them."""
-    right, places = found("jaxkv._src.cache", self.place)
+    right, places = found(f"jaxkv._src.cache.{self.place}")
     wrong = self.wrong(right)
     return VERBS | {
       verb: _compiled_anew(

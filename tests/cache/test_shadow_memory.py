@@ -10,9 +10,6 @@ import pytest
 from tests.cache.moves import WEIGHTS
 from tests.cache.mutants import each_page_alone
 from tests.cache.mutation import Mutant
-from tests.cache.mutation import given
-from tests.cache.mutation import returned
-from tests.cache.mutation import text
 from tests.cache.setups import LONG
 from tests.cache.setups import Full
 from tests.cache.setups import Window
@@ -22,6 +19,9 @@ from tests.cache.shadow_memory import Names
 from tests.cache.shadow_setups import SHADOWED
 from tests.cache.shadow_user import User
 from tests.cache.shadow_user import stroll
+from tests.tools.mistakes import given
+from tests.tools.mistakes import returned
+from tests.tools.mistakes import text
 
 PLAIN = small(421, 2)
 ROOMY = small(422, 2, num_pages=60)

@@ -1,6 +1,5 @@
 """Broken files of commands: one small mistake each, such as people make."""
 
-import functools
 import pathlib
 
 import pytest
@@ -10,9 +9,9 @@ from tests.commands.test_commands import TestRollout
 from tests.commands.test_json_file import TestRefusals
 from tests.commands.test_json_file import TestRegularFiles
 from tests.commands.test_json_file import TestStreams
-from tests.mistakes import Mistake
-from tests.mistakes import returned
-from tests.mistakes import text
+from tests.tools.mistakes import FailsCheck
+from tests.tools.mistakes import returned
+from tests.tools.mistakes import text
 
 
 def _link(folder):
@@ -47,42 +46,44 @@ def _bad_line(case):
   )
 
 
-_Command = functools.partial(Mistake, package="jaxkv._src.commands")
+def _command(place, wrong, check):
+  return FailsCheck(f"jaxkv._src.commands.{place}", wrong, check)
+
 
 MUTANTS = {
-  "a link is replaced": _Command(
+  "a link is replaced": _command(
     "json_file:_target",
     returned(lambda out, g: pathlib.Path(g.path)),
     _link,
   ),
-  "a pipe is replaced": _Command(
+  "a pipe is replaced": _command(
     "json_file:_stream", lambda right: lambda path, mode: None, _pipe
   ),
-  "a mode is lost": _Command(
+  "a mode is lost": _command(
     "json_file:_write", text("part.chmod(stat.S_IMODE(mode))", "pass"), _mode
   ),
-  "a part is left behind": _Command(
+  "a part is left behind": _command(
     "json_file:_write", text("part.unlink(missing_ok=True)", "pass"), _failure
   ),
-  "a file is written in place": _Command(
+  "a file is written in place": _command(
     "json_file:_write",
     text("os.replace(part, target)", "target.write_text(part.read_text())"),
     _failure,
   ),
-  "a missing folder is told at the end": _Command(
+  "a missing folder is told at the end": _command(
     "json_file:_check_replaceable",
     lambda right: lambda path, mode: None,
     _missing_folder,
   ),
-  "the last of equal keys": _Command(
+  "the last of equal keys": _command(
     "trace:_object", lambda right: dict, _bad_line("a key twice")
   ),
-  "true is 1": _Command(
+  "true is 1": _command(
     "trace:_is_count",
     text("and not isinstance(value, bool)", ""),
     _bad_line("a boolean"),
   ),
-  "partial blocks have no id": _Command(
+  "partial blocks have no id": _command(
     "trace:_request",
     text(
       '-(-record["input_length"] // BLOCK_TOKENS)',
@@ -90,22 +91,22 @@ MUTANTS = {
     ),
     _bad_line("too few ids"),
   ),
-  "lines from 0": _Command(
+  "lines from 0": _command(
     "trace:read",
     text("start=1", "start=0"),
     test_replay.test_line_numbers_count_blank_lines,
   ),
-  "equal ids are one block": _Command(
+  "equal ids are one block": _command(
     "replay:_num_distinct",
     lambda right: lambda ids: len({name for row in ids for name in row}),
     test_replay.test_equal_ids_after_different_blocks,
   ),
-  "partial blocks are full": _Command(
+  "partial blocks are full": _command(
     "replay:_num_blocks",
     returned(lambda out, g: len(g.request.hash_ids)),
     test_replay.test_a_trace_without_any_full_block,
   ),
-  "a form feed ends a line": _Command(
+  "a form feed ends a line": _command(
     "prompts:read",
     text('.removesuffix("\\n").split("\\n")', ".splitlines()"),
     _prompt_lines,

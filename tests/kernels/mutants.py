@@ -4,10 +4,10 @@ For each a test of this package is named that notices it. One that no test
 notices shows a behaviour that nothing checks.
 """
 
-from tests.cache.mutation import given
-from tests.cache.mutation import returned
-from tests.cache.mutation import text
-from tests.tools.mistakes import Mistake
+from tests.tools.mistakes import FailsTest
+from tests.tools.mistakes import given
+from tests.tools.mistakes import returned
+from tests.tools.mistakes import text
 
 _XLA = "attention.xla.backend"
 _ATTENTION = "test_paged_attention.py::"
@@ -378,7 +378,7 @@ _STORING = {
 }
 
 MUTANTS = {
-  name: Mistake(f"jaxkv_kernels._src.{place}", wrong, f"tests/kernels/{test}")
+  name: FailsTest(f"jaxkv_kernels._src.{place}", wrong, f"tests/kernels/{test}")
   for table in (_ATTEND, _PACKING, _PIECES, _SHARING, _STORING)
   for name, (place, wrong, test) in table.items()
 }

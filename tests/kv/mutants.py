@@ -1,10 +1,10 @@
 """Mistakes in the K/V memory: one each, and the test that notices it."""
 
 from jaxkv.kv import FreshView
-from tests.cache.mutation import given
-from tests.cache.mutation import returned
-from tests.cache.mutation import text
-from tests.tools.mistakes import Mistake
+from tests.tools.mistakes import FailsTest
+from tests.tools.mistakes import given
+from tests.tools.mistakes import returned
+from tests.tools.mistakes import text
 
 _MEMORY = "test_memory.py::"
 _WRITTEN = (
@@ -177,6 +177,6 @@ _TABLE = {
 }
 
 MUTANTS = {
-  name: Mistake(f"jaxkv._src.kv.{place}", wrong, f"tests/kv/{test}")
+  name: FailsTest(f"jaxkv._src.kv.{place}", wrong, f"tests/kv/{test}")
   for name, (place, wrong, test) in _TABLE.items()
 }

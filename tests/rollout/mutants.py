@@ -1,14 +1,9 @@
 """Broken rollouts: one small mistake each, such as people make."""
 
-import functools
 from dataclasses import replace
 
 import jax.numpy as jnp
 
-from tests.mistakes import Mistake
-from tests.mistakes import given
-from tests.mistakes import returned
-from tests.mistakes import text
 from tests.rollout.test_arguments import TestNumbersOfACall
 from tests.rollout.test_by_hand import check_counters
 from tests.rollout.test_by_hand import check_hopeless
@@ -16,6 +11,10 @@ from tests.rollout.test_by_hand import check_pause
 from tests.rollout.test_by_hand import check_preemption
 from tests.rollout.test_by_hand import check_scarce_pages
 from tests.rollout.test_by_hand import check_sequences
+from tests.tools.mistakes import FailsCheck
+from tests.tools.mistakes import given
+from tests.tools.mistakes import returned
+from tests.tools.mistakes import text
 
 
 def _tokens(_):
@@ -58,124 +57,126 @@ def _keys_of_prompts(out, g):
   return replace(out, keys=jnp.repeat(out.keys[::samples], samples, axis=0))
 
 
-_Rollout = functools.partial(Mistake, package="jaxkv._src.rollout")
+def _rollout(place, wrong, check):
+  return FailsCheck(f"jaxkv._src.rollout.{place}", wrong, check)
+
 
 MUTANTS = {
   # --- sampling --------------------------------------------------------------
-  "temperature multiplies": _Rollout(
+  "temperature multiplies": _rollout(
     "sampling:sample", text("below / jnp", "below * jnp"), _tokens
   ),
-  "greedy takes the worst": _Rollout(
+  "greedy takes the worst": _rollout(
     "sampling:sample", text("jnp.argmax(logits", "jnp.argmin(logits"), _greedy
   ),
-  "all draws of a sequence are one": _Rollout(
+  "all draws of a sequence are one": _rollout(
     "sampling:sample", given(counts=lambda g: g.counts * 0), _tokens
   ),
-  "a draw depends on the place in the batch": _Rollout(
+  "a draw depends on the place in the batch": _rollout(
     "sampling:sample", given(keys=lambda g: g.keys[::-1]), _tokens
   ),
-  "log-probabilities of another temperature": _Rollout(
+  "log-probabilities of another temperature": _rollout(
     "sampling:sample", text("softmax(scaled", "softmax(logits"), _tokens
   ),
   # --- sequences -------------------------------------------------------------
-  "a token less": _Rollout(
+  "a token less": _rollout(
     "sequences:append", text("generated + 1 >=", "generated + 2 >="), _tokens
   ),
-  "nothing stops": _Rollout(
+  "nothing stops": _rollout(
     "sequences:append",
     given(config=lambda g: replace(g.config, stop_token=-1)),
     _tokens,
   ),
-  "log-probabilities are a place late": _Rollout(
+  "log-probabilities are a place late": _rollout(
     "sequences:append",
     text("place, generated, values", "place, generated + 1, values"),
     _tokens,
   ),
-  "samples of a prompt are equal": _Rollout(
+  "samples of a prompt are equal": _rollout(
     "sequences:samples_of", returned(_keys_of_prompts), _tokens
   ),
-  "padding stays": _Rollout(
+  "padding stays": _rollout(
     "sequences:samples_of", text("column < lengths[:, None]", "True"), _tokens
   ),
-  "the last that waits is first": _Rollout(
+  "the last that waits is first": _rollout(
     "sequences:first_of",
     given(condition=lambda g: g.condition & ~jnp.roll(g.condition, -1)),
     _preemption,
   ),
-  "a failure has no code": _Rollout(
+  "a failure has no code": _rollout(
     "sequences:fail", given(code=lambda g: g.code * 0), _hopeless
   ),
   # --- admission -------------------------------------------------------------
-  "every prompt leads all others": _Rollout(
+  "every prompt leads all others": _rollout(
     "loop:_leaders",
     text("prompt[:, None] == prompt", "0 == 0 * prompt"),
     _tokens,
   ),
-  "nobody follows": _Rollout(
+  "nobody follows": _rollout(
     "loop:_leaders",
     text("jnp.argmax(same", "jnp.argmax(jnp.eye(*same.shape)"),
     _counters,
   ),
-  "the last token of a prompt is computed twice": _Rollout(
+  "the last token of a prompt is computed twice": _rollout(
     "loop:_prefill",
     given(target=lambda g: jnp.where(g.target > 0, g.target + 1, 0)),
     _tokens,
   ),
-  "one chunk of a prompt": _Rollout(
+  "one chunk of a prompt": _rollout(
     "loop:_prefill", text("missing - counts", "missing * 0"), _tokens
   ),
-  "the first page of a fork is not copied": _Rollout(
+  "the first page of a fork is not copied": _rollout(
     "loop:_admit_waiting",
     text("kv = kv_memory.copy(kv, *forked.copies)", "pass"),
     _tokens,
   ),
-  "those that can never run wait": _Rollout(
+  "those that can never run wait": _rollout(
     "loop:_admit_waiting", text("idle | (admitted", "(admitted"), _hopeless
   ),
-  "forks are not counted": _Rollout(
+  "forks are not counted": _rollout(
     "loop:_admit_waiting",
     text("jnp.sum(forked.ok", "jnp.sum(~forked.ok"),
     _counters,
   ),
   # --- decoding --------------------------------------------------------------
-  "the ended keep their pages": _Rollout(
+  "the ended keep their pages": _rollout(
     "loop:_decode", text("mask=ended | victim", "mask=victim"), _tokens
   ),
-  "the preempted keep their pages": _Rollout(
+  "the preempted keep their pages": _rollout(
     "loop:_decode", text("mask=ended | victim", "mask=ended"), _preemption
   ),
-  "a pause has no end": _Rollout(
+  "a pause has no end": _rollout(
     "loop:_decode",
     text(" & ~jnp.any(ended) & jnp.any(running < none)", ""),
     _preemption,
   ),
-  "nobody pauses": _Rollout(
+  "nobody pauses": _rollout(
     "loop:_preempt",
     returned(lambda out, g: (replace(out[0], paused=g.state.paused), out[1])),
     _pause,
   ),
-  "the oldest is preempted": _Rollout(
+  "the oldest is preempted": _rollout(
     "loop:_preempt",
     text("jnp.argmax(age)", "jnp.argmin(jnp.where(age < 0, none, age))"),
     _preemption,
   ),
-  "one that is alone waits for pages": _Rollout(
+  "one that is alone waits for pages": _rollout(
     "loop:_preempt",
     text("victim & alone, code", "victim & ~victim, code"),
     _hopeless,
   ),
-  "steps of earlier calls count": _Rollout(
+  "steps of earlier calls count": _rollout(
     "loop:generate", text("steps - begin <", "steps <"), _preemption
   ),
-  "the last number of pages is the peak": _Rollout(
+  "the last number of pages is the peak": _rollout(
     "loop:_count",
     text("jnp.maximum(counters.peak_pages, in_use)", "in_use"),
     _counters,
   ),
-  "the null page is shared": _Rollout(
+  "the null page is shared": _rollout(
     "loop:_count", text("num_pages - 1 -", "num_pages -"), _counters
   ),
-  "a negative number of steps": _Rollout(
+  "a negative number of steps": _rollout(
     "arguments:as_max_steps",
     text("int(value) < 0", "int(value) < -1"),
     _negative_steps,

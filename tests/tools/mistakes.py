@@ -1,22 +1,28 @@
-"""A mistake in a function of the library, and the test that must notice it.
+"""Mistakes: a function of the library made wrong for the time of a check.
 
-The test is named as on the command line and runs in this process, with its
-fixtures, while the mistake is there. So a mutant repeats nothing of the test,
-and shows that this very test is worth its time. The cache has walks of its own
-for that, see `tests/cache/mutation.py`.
+A mutant names the check that must notice it: a function, or a test as it is
+named on the command line, which runs in this process with its fixtures. So it
+repeats nothing of the test, and shows that this very test is worth its time.
+The cache has walks of its own for that, see `tests/cache/mutation.py`.
 """
 
 import contextlib
 import dataclasses
 import importlib
+import inspect
+import pathlib
 import sys
+import textwrap
+import types
+from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
 
-from tests.cache.mutation import Wrong
+Wrong = Callable[[Callable], Callable]
+"""Makes a wrong function from the right one."""
 
 _OPTIONS = ("-q", "-x", "-s", "--no-header", "--tb=no", "-W", "ignore")
 _WITHOUT = ("cacheprovider", "faulthandler", "xdist")
@@ -29,52 +35,151 @@ class Mistake:
 
   Attributes:
     place: "module:function" or "module:Class.method".
-    wrong: makes the function with the mistake.
-    test: the name of a test, down to its parameters.
+    wrong: makes the function with the mistake: one of `given`, `returned` and
+      `text`, or a function of its own.
   """
 
   place: str
   wrong: Wrong
-  test: str
 
   @contextlib.contextmanager
-  def planted(self) -> Iterator[None]:
-    """The library with the mistake, and without what was compiled before."""
-    name, function = self.place.split(":")
-    *owners, attribute = function.split(".")
-    owner: Any = importlib.import_module(name)
-    for part in owners:
-      owner = getattr(owner, part)
-    right = getattr(owner, attribute)
+  def made(self) -> Iterator[None]:
+    """For a block in which the library has the mistake."""
+    right, places = found(self.place)
     wrong = self.wrong(right)
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(owner, attribute, wrong)
-      for module, alias in _places(right):
-        patch.setattr(module, alias, wrong)
-      jax.clear_caches()
-      try:
-        yield
-      finally:
-        jax.clear_caches()
+      for owner, attribute in places:
+        patch.setattr(owner, attribute, wrong)
+      yield
+
+
+@dataclasses.dataclass(frozen=True)
+class FailsCheck(Mistake):
+  """A mistake that a function must notice.
+
+  Attributes:
+    check: what is run with the mistake; takes an empty folder.
+  """
+
+  check: Callable[[pathlib.Path], object]
+
+  def dies(self, folder: pathlib.Path) -> None:
+    """Passes if the check fails; an error is no failure of a check."""
+    with self.made(), pytest.raises((AssertionError, pytest.fail.Exception)):
+      self.check(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class FailsTest(Mistake):
+  """A mistake that a test must notice.
+
+  Attributes:
+    test: the name of the test, down to its parameters.
+  """
+
+  test: str
 
   def is_noticed(self) -> bool:
-    """Whether the test fails with the mistake."""
+    """Whether the test fails with the mistake, compiled with it."""
     # What a test module imports while a mistake is there, it would keep.
     home = self.test.partition("::")[0].removesuffix(".py").replace("/", ".")
     importlib.import_module(home)
-    with self.planted():
-      return _fails(self.test)
+    with self.made():
+      jax.clear_caches()
+      try:
+        return _fails(self.test)
+      finally:
+        jax.clear_caches()
 
 
-def _places(right: object) -> list[tuple[Any, str]]:
-  """Modules in which a function is known, and its name there."""
-  return [
+def found(place: str) -> tuple[Callable, list[tuple[Any, str]]]:
+  """A function, and (owner, name) of all places that know it.
+
+  Args:
+    place: "module:function" or "module:Class.method".
+  """
+  name, function = place.split(":")
+  *owners, attribute = function.split(".")
+  owner: Any = importlib.import_module(name)
+  for part in owners:
+    owner = getattr(owner, part)
+  right = getattr(owner, attribute)
+  aliases = [
     (module, alias)
     for module in list(sys.modules.values())
     if module.__name__.partition(".")[0] in _PACKAGES
     for alias, value in list(vars(module).items())
     if value is right
   ]
+  return right, [(owner, attribute), *aliases]
+
+
+def given(**changes: Callable[[types.SimpleNamespace], object]) -> Wrong:
+  """The right function with wrong arguments.
+
+  Args:
+    **changes: for some parameters a function of all arguments, which are
+      attributes named after their parameters.
+  """
+
+  def wrong(right: Callable) -> Callable:
+    if not changes.keys() <= inspect.signature(right).parameters.keys():
+      pytest.fail(
+        f"{right.__qualname__} has no parameters {[*changes]} any more"
+      )
+
+    def call(*args, **kwargs):
+      arguments, bound = _bound(right, args, kwargs)
+      changed = {name: change(arguments) for name, change in changes.items()}
+      bound.arguments |= changed
+      return right(*bound.args, **bound.kwargs)
+
+    return call
+
+  return wrong
+
+
+def returned(change: Callable[[Any, types.SimpleNamespace], object]) -> Wrong:
+  """The right function, whose result is then made wrong.
+
+  Args:
+    change: takes the result and all arguments, as for `given`.
+  """
+
+  def wrong(right: Callable) -> Callable:
+    def call(*args, **kwargs):
+      arguments, _ = _bound(right, args, kwargs)
+      return change(right(*args, **kwargs), arguments)
+
+    return call
+
+  return wrong
+
+
+def _bound(function, args, kwargs):
+  """Arguments by the names of their parameters, defaults included."""
+  bound = inspect.signature(function).bind(*args, **kwargs)
+  bound.apply_defaults()
+  return types.SimpleNamespace(**bound.arguments), bound
+
+
+def text(old: str, new: str) -> Wrong:
+  """A function with a piece of its text replaced, at every occurrence.
+
+  For a mistake inside of a function that no argument and no result shows. It
+  has to be said again when that function is written in another way.
+  """
+
+  def wrong(right: Callable) -> Callable:
+    plain = inspect.unwrap(right)
+    source = textwrap.dedent(inspect.getsource(plain))
+    if old not in source:
+      pytest.fail(f"{plain.__qualname__} does not contain {old!r} any more")
+    namespace = dict(vars(sys.modules[plain.__module__]))
+    exec(source.replace(old, new), namespace)
+    return namespace[plain.__name__]
+
+  return wrong
 
 
 def _fails(test: str) -> bool:
