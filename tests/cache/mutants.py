@@ -446,6 +446,9 @@ MUTANTS = {
   "a page nobody knows is pinned": Mutant(
     "verbs.pin:touch", text("~known", "names < 0"), ("touch",)
   ),
+  "a page named twice is dropped twice": Mutant(
+    "verbs.pin:evict", text(" | again", ""), ("evict",)
+  ),
   "reset while pages are held": Mutant(
     "verbs.reset:reset_prefix_cache",
     text("state.config.num_pages - 1", "0"),

@@ -125,6 +125,12 @@ KIND_MUTANTS = {
     ("allocate",),
     SCRATCH,
   ),
+  "one scratch page moves along": Mutant(
+    "pool.recurrent:_growth",
+    text("jnp.clip(moved, 0, scratch)", "jnp.clip(moved, 0, 1)"),
+    ("allocate",),
+    SCRATCH,
+  ),
   # --- ages ------------------------------------------------------------------
   "age is counted from the first page on": Mutant(
     "telemetry:count_evicted",

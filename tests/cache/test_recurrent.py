@@ -190,6 +190,13 @@ class TestTruncate:
     assert int(state.pool.queue.num_free) == ALONE.num_pages - 1
 
 
+def test_all_scratch_pages_move_along():
+  """Pages 2 and 3 stand where six more tokens need null pages."""
+  state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(6, 0))
+  assert columns(state) == [0, 0, 1, 0, 0, 2, 3, 4]
+  jaxkv.check(state)
+
+
 def test_scratch_pages_are_no_room_for_tokens():
   """Else the next growth would move a page on that is published."""
   state, _ = jaxkv.allocate(jaxkv.init(ALONE), ints(1, 0))
