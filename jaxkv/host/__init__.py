@@ -3,7 +3,14 @@
 `CacheManager` has the methods of vLLM's `KVCacheManager` and of eSurge's
 `CacheManager`. It gives the same page ids, hits and eviction order. `step`
 makes room for one token of every running request in one call. Any object with
-`request_id`, `token_ids` and `num_computed_tokens` is a request.
+`request_id`, `token_ids` and `num_computed_tokens` is a request; none is
+written to. What tells requests apart in the reference systems does so here, see
+`Request`.
+
+A call happened or it did not, also if ctrl-C or a signal handler's exception
+interrupts it: only its answer may be lost, and `get_page_ids` tells. (While jax
+compiles, an interrupt may leave jax's own caches broken: warm up first.)
+Threads may share a manager; one call runs at a time.
 
 The model reads and writes a request's pages through a `jaxkv.kv.View` for each
 group. The null page replaces pages behind a window, and pads the rows of a
@@ -39,8 +46,14 @@ reference systems. It differs from them on purpose in these points:
   in pages published meanwhile. There: for a sample, in seconds.
 - `take_new_page_ids`. Here: includes pages of groups with states. There:
   attention groups only.
-- `dp_shard_hint`, `data_parallel_size`. Here: one manager for each shard; other
-  values are refused. There: one manager for all shards.
+- shards of data-parallel engines. Here: one manager for each shard. There: one
+  manager for all shards.
+- arguments. Here: those that come in another order there are keywords. There:
+  by position too.
+- `shared_prefix_boundary`. Here: an attribute of the `CachePages` found, and of
+  the request if it has one. There: the third of a tuple, or of the request.
+- page keys. Here: a random secret of each manager (`key`). There: a fixed or a
+  random seed; adapters, images and embeddings are part of the keys in both.
 - `new_computed_pages`. Here: refused unless they hold the request's tokens.
   There: not checked.
 - more tokens than `max_model_len`. Here: `ValueError`. There: cut off.

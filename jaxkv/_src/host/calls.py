@@ -17,6 +17,7 @@ from jaxkv._src.host.request import int32s
 from jaxkv._src.host.request import read_request
 from jaxkv._src.host.request import tokens_of
 from jaxkv._src.host.slots import RequestSlots
+from jaxkv._src.host.step import CACHED
 from jaxkv._src.host.step import Advanced
 from jaxkv._src.host.step import Call
 from jaxkv._src.host.types import CachePages
@@ -173,13 +174,26 @@ def _pages_of(
       f"`new_computed_pages` of {name!r} must be CachePages or None, got "
       f"{hit!r}."
     )
-  for page in (page for column in hit.pages for page in column):
-    if not 0 <= at_least("new_computed_pages", page, -1) < config.num_pages:
-      raise ValueError(
-        f"`new_computed_pages` of {name!r} must be 0 to "
-        f"{config.num_pages - 1}, got {page}."
-      )
+  for column in hit.pages:
+    _check_pages(config, name, column)
   return hit.pages
+
+
+def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
+  try:
+    pages, last = int32s(column), config.num_pages - 1
+    if not column or (pages.min() >= 0 and pages.max() <= last):
+      return
+  except OverflowError:
+    pages, last = column, config.num_pages - 1
+  except TypeError as error:
+    raise TypeError(
+      f"`new_computed_pages` of {name!r} must be lists of page ids, got "
+      f"{column!r}: {error}."
+    ) from None
+  raise ValueError(
+    f"`new_computed_pages` of {name!r} must be 0 to {last}, got {column!r}."
+  )
 
 
 def check_groups(config: CacheConfig, groups: Sequence[int]) -> None:
@@ -391,29 +405,30 @@ def answers(
 def _new_pages(
   newest: Callable[[], CacheState], slot: int, row: int, out: Advanced
 ) -> CachePages:
-  begin, stop = out.begin[row].tolist(), out.stop[row].tolist()
-  pages, cached = out.pages[row].tolist(), out.cached[row].tolist()
-  if max(map(int.__sub__, stop, begin)) > len(pages[0]):
-    # More than a transition tells.
-    state = newest()
-    table = np.asarray(state.page_table)[slot]
-    spans = zip(table, begin, stop, strict=True)
-    pages = [row[first:last].tolist() for row, first, last in spans]
-    cached = [_are_cached(state, column) for column in pages]
-  new, unhashed = [], []
-  for group, first in enumerate(begin):
-    column = pages[group][: stop[group] - first]
-    new.append(column)
-    marked = zip(column, cached[group], strict=False)
-    unhashed.append([page for page, known in marked if not known])
-  return CachePages(tuple(new), tuple(unhashed))
+  begin, end = out.begin[row].tolist(), out.stop[row].tolist()
+  spans = list(zip(begin, end, strict=True))
+  told, most = out.pages[row], max(stop - first for first, stop in spans)
+  if most > told.shape[1]:
+    columns = _pages_of_slot(newest(), slot, spans)
+  else:
+    rows = zip(told, spans, strict=True)
+    columns = [pages[: stop - first] for pages, (first, stop) in rows]
+  new = tuple([(pages & (CACHED - 1)).tolist() for pages in columns])
+  unhashed = tuple([pages[pages < CACHED].tolist() for pages in columns])
+  return CachePages(new, unhashed)
 
 
-def _are_cached(state: CacheState, pages: list[int]) -> list[bool]:
-  index = state.pool.index
-  if index is None:
-    return [False] * len(pages)
-  return _contains(index, np.asarray(pages, np.int32)).tolist()
+def _pages_of_slot(
+  state: CacheState, slot: int, spans: list[tuple[int, int]]
+) -> list[np.ndarray]:
+  """Columns of a slot, by group, as in `Advanced.pages`, but all of them."""
+  table, index = np.asarray(state.page_table)[slot], state.pool.index
+  cached = np.zeros(table.shape, bool)
+  if index is not None:
+    cached = np.asarray(_contains(index, table))
+  marked = table + np.where(cached, np.int32(CACHED), 0)
+  rows = zip(marked, spans, strict=True)
+  return [pages[first:stop] for pages, (first, stop) in rows]
 
 
 _contains = jax.jit(prefix_index.contains)

@@ -33,9 +33,10 @@ from jaxkv._src.host.lookup import Prompt
 from jaxkv._src.host.lookup import fetched
 
 NEW_PAGES = 2
-"""New pages of a group and a request that are told for many rows."""
+"""New pages of a group and a request that are told, besides what T fill."""
 
-_CACHED = 2**30  # Added to the number of a page that is cached now.
+CACHED = 2**30
+"""Added to the number of a page that is cached now."""
 
 
 class Call(NamedTuple):
@@ -88,8 +89,7 @@ class Advanced(NamedTuple):
   length: np.ndarray  # int32[R], tokens published
   begin: np.ndarray  # int32[R, G], the first new column
   stop: np.ndarray  # int32[R, G], one past the last
-  pages: np.ndarray  # int32[R, G, W], the first new pages
-  cached: np.ndarray  # bool[R, G, W], those of them that are cached now
+  pages: np.ndarray  # int32[R, G, W], the first new pages, see `CACHED`
 
 
 @transition
@@ -181,7 +181,8 @@ def advance(
   tokens = rest.reshape(num_rows, -1)
   counts = _publishable(state, call, rows, plan, ok, tokens)
   state, _ = publish(state, rows, tokens, counts)
-  width = state.config.pages_per_slot if num_rows == 1 else NEW_PAGES
+  width = tokens.shape[1] // min(state.config.page_sizes) + NEW_PAGES
+  width = min(width, state.config.pages_per_slot)
   return state, _packed(state, call, rows, plan, ok, ok, width)
 
 
@@ -249,7 +250,7 @@ def _packed(
   pages = ops.take(state.page_table, call.slots[:, None, None], group, columns)
   if state.pool.index is not None:
     cached = prefix_index.contains(state.pool.index, pages)
-    pages = pages + jnp.where(cached, jnp.int32(_CACHED), 0)
+    pages = pages + jnp.where(cached, jnp.int32(CACHED), 0)
   parts = (ok, sound, rows.read(state.length), plan.external, plan.stop, pages)
   return jnp.concatenate([x.astype(jnp.int32).reshape(-1) for x in parts])
 
@@ -260,15 +261,13 @@ def fetch(packed: Array, num_rows: int, num_groups: int) -> Advanced:
   pages = 3 * num_rows + 2 * pairs
   ok, sound, length = flat[: 3 * num_rows].reshape(3, num_rows)
   columns = flat[3 * num_rows : pages].reshape(2, num_rows, num_groups)
-  pages = flat[pages:].reshape(num_rows, num_groups, -1)
   return Advanced(
     ok=ok != 0,
     sound=sound != 0,
     length=length,
     begin=columns[0],
     stop=columns[1],
-    pages=pages & (_CACHED - 1),
-    cached=pages >= _CACHED,
+    pages=flat[pages:].reshape(num_rows, num_groups, -1),
   )
 
 

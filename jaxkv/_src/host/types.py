@@ -25,12 +25,14 @@ class Lookup(NamedTuple):
 
   def serves(self, request: KnownRequest, num_tokens: int) -> bool:
     """Whether these are still the request's first tokens."""
-    return (
-      self.salt == request.salt
-      and self.items == request.items
-      and num_tokens <= len(self.token_ids)
-      and self.token_ids[:num_tokens] == first_tokens(request, num_tokens)
-    )
+    if self.salt != request.salt or self.items != request.items:
+      return False
+    if num_tokens == len(self.token_ids) == request.num_tokens:
+      if isinstance(request.token_ids, list):
+        return self.token_ids == request.token_ids
+    if num_tokens > len(self.token_ids):
+      return False
+    return self.token_ids[:num_tokens] == first_tokens(request, num_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
