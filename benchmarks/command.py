@@ -60,8 +60,11 @@ def run(
 
 
 def write(path: pathlib.Path, report: Any) -> None:
-  """Writes a report as JSON, atomically."""
+  """Writes a report as JSON: a file atomically, a device or a link as such."""
   text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+  if path.is_symlink() or (path.exists() and not path.is_file()):
+    path.write_text(text, "utf-8")
+    return
   beside = path.with_suffix(".part")
   beside.write_text(text, "utf-8")
   beside.replace(path)

@@ -433,10 +433,10 @@ class TestAdversary:
     assert distinct(ours) == [20_000] * 2
 
   @pytest.mark.parametrize("first", [0, 1])
-  def test_collisions_of_another_key_in_a_cache(self, first):
+  def test_collisions_of_another_key_in_a_cache(self, first, pytestconfig):
     rng = np.random.default_rng(first)
     known = hashing.make_secret(self.key, 1)
-    for _ in range(20):
+    for _ in range(5000 if pytestconfig.getoption("deep") else 20):
       pages = collision(known, rng)
       assert self.served(SECRET[1], pages, first) == [16, 16, 8, 8]
 
