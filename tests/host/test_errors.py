@@ -137,6 +137,26 @@ def test_hits_that_no_lookup_found(cache, pages, tokens):
   assert admit(cache, request("new", range(9))) == ([[1, 2]], [[6]])
 
 
+@pytest.mark.parametrize(
+  ("pages", "error", "message"),
+  [
+    (CachePages(([1.0],)), TypeError, "'new' must be lists of page ids, got"),
+    (CachePages((["1"],)), TypeError, "'new' must be lists of page ids, got"),
+    (CachePages(([None],)), TypeError, "'new' must be lists of page ids"),
+    (CachePages(([2**40],)), ValueError, "'new' must be 0 to 10, got"),
+    (([1],), TypeError, "'new' must be CachePages or None, got"),
+  ],
+)
+def test_hits_that_are_no_pages(cache, pages, error, message):
+  with unchanged(cache), pytest.raises(error, match=message):
+    cache.allocate_slots(NEW, 1, 4, pages)
+
+
+def test_running_requests_are_a_list(cache):
+  with unchanged(cache), pytest.raises(TypeError, match="must be a list of"):
+    cache.step(one for one in [running()])
+
+
 @pytest.mark.parametrize("salt", ["a", None])
 def test_hits_under_another_salt(cache, salt):
   first = request("c", range(9), cache_salt=None if salt else "a")

@@ -71,9 +71,9 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   For a change of weights: K/V computed with the old weights must not be hit.
   Running sequences keep their pages. What they publish from now on stays
   unreachable too, since it depends on old K/V. A sequence runs from its
-  admission on, with or without a committed token. With `merge_duplicates` a page
-  that such a sequence fills may still be replaced by an equal old one. Old pages
-  are evicted when they reach the front of the free queue.
+  admission on, with or without a committed token. With `merge_duplicates`, a
+  page that such a sequence fills may still be replaced by an equal old one. Old
+  pages are evicted when they reach the front of the free queue.
 
   Args:
     state: the cache.
