@@ -14,8 +14,8 @@ import jaxkv
 from jaxkv.host import CacheManager
 from tests.host.scheduling import HYBRID
 from tests.host.scheduling import LONGEST
-from tests.host.scheduling import hybrid
 from tests.host.scheduling import request
+from tests.host.scheduling import single
 
 KEY = jaxkv.salt("interrupts")
 EVERY = 29
@@ -132,6 +132,8 @@ def interrupted(call, point):
   return False
 
 
+# A few seconds each.
+@pytest.mark.drawn("name", CALLS, every=5)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_point(name, pytestconfig):
   """Wherever a call is left, and the calls that follow."""
@@ -186,7 +188,7 @@ def test_signals():
 
 def test_threads():
   """Several threads share a manager: every call is whole."""
-  manager = hybrid(CacheManager)
+  manager = single(CacheManager)
   errors = []
 
   def work(thread):
@@ -207,5 +209,5 @@ def test_threads():
   for thread in threads:
     thread.join()
   assert errors == []
-  assert manager.num_free_pages == 24
+  assert manager.num_free_pages == 10
   jaxkv.check(manager.state)
