@@ -40,7 +40,7 @@ class CacheManager(DeviceCache):
   state is a `jaxkv.CacheState`; a call is a jitted transition of it.
 
   The first request of each width (64, 4,096 or 65,536 tokens, or the longest)
-  is compiled for, which takes some 9 s on a CPU. To warm up, send one of each
+  is compiled for, which takes some 10 s on a CPU. To warm up, send one of each
   width through all calls that will be made, free it, and call
   `reset_prefix_cache`.
 
