@@ -24,7 +24,7 @@ def _begin(
 ) -> rollout.RolloutState:
   kv = kv_memory.init(_SIZES, num_layers=1, num_kv_heads=1, head_dim=2)
   config = rollout.RolloutConfig(**{"max_new_tokens": 4, **options})
-  cache = jaxkv.init(_SIZES)
+  cache = jaxkv.init(_SIZES, jax.random.key(0))
   return rollout.init(cache, kv, prompts, lengths, jax.random.key(0), config)
 
 
