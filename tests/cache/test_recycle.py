@@ -1,5 +1,8 @@
 """recycle: what windows and chunks left behind is given back."""
 
+import dataclasses
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -97,6 +100,29 @@ class TestRecycle:
     state, out = jaxkv.recycle(state)
     assert out.num_recycled_pages.tolist() == [4]
     assert table(state) == [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 11, 12]]
+
+  def test_a_kind_may_keep_the_last_full_page(self):
+    """It goes back when the next one is full."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Keeping(ChunkedLocal):
+      keeps_last_page: ClassVar[bool] = True
+
+    config = jaxkv.CacheConfig(
+      num_pages=8,
+      page_size=2,
+      num_slots=1,
+      pages_per_slot=6,
+      groups=(Keeping(4), ChunkedLocal(4)),
+    )
+    state, rows = jaxkv.init(config, jaxkv.salt("kept")), []
+    for tokens in (4, 1, 1, 1):
+      state, _ = jaxkv.allocate(state, [tokens])
+      state, _ = jaxkv.commit(state, [[7] * tokens], [tokens])
+      state, _ = jaxkv.recycle(state)
+      jaxkv.check(state)
+      rows.append(state.num_skipped_pages[0].tolist())
+    assert rows == [[1, 2], [1, 2], [2, 2], [2, 2]]
 
   def test_a_long_sequence_in_few_pages(self):
     """100,000 tokens, a prompt in chunks and the rest one by one."""

@@ -43,6 +43,9 @@ class GroupKind:
   num_speculative: ClassVar[int] = 0
   """Scratch pages behind the page of the last token."""
 
+  keeps_last_page: ClassVar[bool] = False
+  """Whether a running sequence keeps its last full page, needed or not."""
+
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value, name = getattr(self, field.name), type(self).__name__
@@ -350,6 +353,20 @@ class GroupSizes:
     return self.by_group(
       lambda kind, size: ops.quotient(kind.num_skipped_tokens(tokens), size)
     )
+
+  def without_kept(self, columns: Array, lengths: Array) -> Array:
+    """int32[..., G]: leading columns not needed, but those that a kind keeps.
+
+    Args:
+      columns: int32[..., G].
+      lengths: int32[...], tokens of the sequences.
+    """
+    keeps = [kind.keeps_last_page for kind in self.groups]
+    if not any(keeps):
+      return columns
+    full = self.full_pages(lengths)
+    kept = _each(keeps, columns).astype(bool) & (full > 0)
+    return jnp.where(kept, jnp.minimum(columns, full - 1), columns)
 
   def tokens_with_room(self, columns: Array) -> Array:
     """int32[...]: tokens for which all groups have columns, int32[..., G].

@@ -166,6 +166,7 @@ def drop_behind(
   held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
   behind = jnp.minimum(config.sizes.skipped_pages(lengths), held)
+  behind = config.sizes.without_kept(behind, rows.read(state.length))
   behind = jnp.where(served[:, None], jnp.maximum(first, behind), first)
   slots = rows.where(served)
   num_pages = recurrent.num_pages(
