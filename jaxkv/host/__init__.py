@@ -16,6 +16,9 @@ The model reads and writes a request's pages through a `jaxkv.kv.View` for each
 group. The null page replaces pages behind a window, and pads the rows of a
 batch to one width. `notebooks/03_a_scheduler_in_python` has an example.
 
+`jaxkv.host.esurge` has eSurge's own classes over this manager, for schedulers
+that hold pages as objects. It lists where it differs from eSurge itself.
+
 `tests/host/test_conformance.py` runs the manager beside a model of the
 reference systems. It differs from them on purpose in these points:
 
@@ -67,22 +70,12 @@ from jaxkv._src.host.request import Request
 from jaxkv._src.host.types import CachePages
 from jaxkv._src.host.types import PoppedPages
 from jaxkv._src.host.types import PrefixCacheStats
-from jaxkv._src.host.views import FreeCachePageQueue
-from jaxkv._src.host.views import PageHash
-from jaxkv._src.host.views import PagePool
-from jaxkv._src.host.views import hash_page_tokens
-from jaxkv._src.host.views import hash_request_tokens
 
 __all__ = [
   "CacheManager",
   "CachePages",
-  "FreeCachePageQueue",
   "MultimodalItem",
-  "PageHash",
-  "PagePool",
   "PoppedPages",
   "PrefixCacheStats",
   "Request",
-  "hash_page_tokens",
-  "hash_request_tokens",
 ]

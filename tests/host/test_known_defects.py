@@ -13,6 +13,7 @@ from jaxkv import SlidingWindow
 from jaxkv.host import CacheManager
 from jaxkv.host import MultimodalItem
 from jaxkv.host import Request
+from tests.host.scheduling import references
 
 FULL_AND_WINDOW = (
   FullAttention(page_size=8),
@@ -160,7 +161,7 @@ class TestESurge:
     decode(cache, request, range(8))
     cache.free(request)
     assert cache.usage == 0
-    assert cache.page_pool.ref_count(0) == 0
+    assert references(cache, [0]) == [0]
 
   @pytest.mark.parametrize("key", ["random", -1])
   def test_a_bad_key_is_named(self, key):

@@ -45,6 +45,10 @@ class DeviceCache(Atomic):
     self._statistics = PrefixCacheStats(), np.zeros((2, NUM_BINS), np.uint32)
     self._popped: dict[int, PoppedPages] = {}
 
+  def holds_pages(self, request_id: str) -> bool:
+    """Whether a request holds pages."""
+    return request_id in self._slots.by_name
+
   def _newest(self) -> CacheState:
     return self.state
 

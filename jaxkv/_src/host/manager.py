@@ -27,7 +27,6 @@ from jaxkv._src.host.types import CachePages
 from jaxkv._src.host.types import Lookup
 from jaxkv._src.host.types import PoppedPages
 from jaxkv._src.host.types import PrefixCacheStats
-from jaxkv._src.host.views import PagePool
 
 _FEW_PAGES = 64
 
@@ -68,7 +67,6 @@ class CacheManager(DeviceCache):
   Attributes:
     config: sizes of the state.
     state: the cache. The next call takes its arrays: copy what you keep.
-    page_pool: a read-only view of its pages.
 
   Raises:
     TypeError: an argument is of the wrong type.
@@ -124,7 +122,6 @@ class CacheManager(DeviceCache):
       track_residency=track_residency,
     )
     super().__init__(limits, max_requests, key)
-    self.page_pool = PagePool(self)
     self._step_clock = 0
 
   @atomic

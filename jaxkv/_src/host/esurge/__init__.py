@@ -1,0 +1,1 @@
+"""The classes of EasyDeL eSurge's cache manager, over the one manager."""

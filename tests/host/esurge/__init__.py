@@ -1,0 +1,1 @@
+"""Tests of the classes of eSurge's cache manager."""
