@@ -148,7 +148,9 @@ class TestRecycle:
     @jax.jit
     def run(stream):
       prompt, rest = stream[:2000].reshape(-1, size), stream[2000:]
-      carry, fine = jax.lax.scan(step, (jaxkv.init(config), 0), prompt)
+      carry, fine = jax.lax.scan(
+        step, (jaxkv.init(config, jaxkv.salt("")), 0), prompt
+      )
       carry, ok = jax.lax.scan(step, carry, rest[:, None])
       return carry, jnp.all(fine) & jnp.all(ok)
 
