@@ -56,7 +56,7 @@ class TestPlaces:
     def run(state, tokens, lengths):
       state = jax.tree.map(lambda leaf: leaf[0], state)
       if fresh == "state":
-        state = jaxkv.init(sizes)
+        state = jaxkv.init(sizes, jaxkv.salt(""))
       tokens, lengths = tokens[0], lengths[0]
       if fresh == "tokens":
         tokens, lengths = jnp.ones((1, 9), jnp.int32), ints(9)
