@@ -345,3 +345,19 @@ class TestStates:
       # be computed, the one before that too.
       for tokens, found in ((length, 12), (22, 12), (12, shorter)):
         assert hit_of(cache, request("x", text[:tokens]))[1] == found
+
+  @pytest.mark.parametrize(("others", "fits"), [(0, True), (1, False)])
+  def test_a_whole_sequence_ends_with_one_state(self, make, others, fits):
+    """Another state arrives for external tokens, but does not stay."""
+    groups = (FULL, Recurrent(page_size=PAGE))
+    cache = make(1 + 12 + 1 + others, groups, LONGEST)
+    if others:
+      assert admit(cache, request("0", [9])) == ([[], []], [[1], [2]])
+    out = cache.allocate_slots(
+      request("1", range(48)),
+      0,
+      num_external_computed_tokens=32,
+      delay_cache_pages=True,
+      full_sequence_must_fit=True,
+    )
+    assert (out is not None) == fits

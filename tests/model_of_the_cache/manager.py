@@ -245,7 +245,7 @@ class ReferenceManager:
         pages = held.sequence.pages[number]
         total += max(group.pages_for(0, demand.encoder) - len(pages), 0)
       elif group.holds_states:
-        total += self._needed_states(number, held, demand)
+        total += self._needed_states(number, held, demand, capped)
       else:
         total += self._needed_pages(number, held, demand, capped)
     return total
@@ -263,7 +263,7 @@ class ReferenceManager:
     have = max(skipped, len(hit) + count)
     return max(required - have, 0) + self._unheld(hit[skipped:])
 
-  def _needed_states(self, number, held, demand):
+  def _needed_states(self, number, held, demand, capped):
     """More than there is when the hit is not written yet."""
     group, hit = self.groups[number], demand.hits[number]
     if hit and self.pool.keys.get(hit[-1]) in self.written:
@@ -273,11 +273,13 @@ class ReferenceManager:
     external = 0
     if demand.external and held.considered[number] is None:
       # Defect 1: the page of the external state counts too, and a hit state
-      # before it is not attached.
+      # before it is not attached. A whole sequence holds one state in the end.
       skipped = group.skipped_pages(demand.behind)
-      have, hit = max(skipped, have), hit[skipped:]
-      external = ceil_div(demand.behind, group.size) - have
-      have += external
+      hit = hit[skipped:]
+      if not capped:
+        have = max(skipped, have)
+        external = ceil_div(demand.behind, group.size) - have
+        have += external
     growth = group.pages_for(demand.tokens) - have
     growth = min(growth, most) if growth > 0 else growth
     return external + growth + self._unheld(hit)

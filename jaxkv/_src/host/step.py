@@ -326,27 +326,22 @@ def _whole_fits(
   """bool[R]: rows whose whole sequences have room, where that is asked.
 
   As in vLLM, a sequence counts the pages it ever holds at once, without those
-  that a hit or a window covers.
+  that a hit or a window covers. Of states these are the running one, also where
+  another one arrives for external tokens, and the scratch pages.
   """
   config = state.config
   required = _columns(config, call.whole, call.whole, call.encoder)
   required = jnp.minimum(required, jnp.asarray(caps, jnp.int32)[None])
-  whole = reserve.reservation(
-    state,
-    first=plan.first,
-    hit=plan.hit,
-    external=plan.external,
-    stop=required,
-    begins=plan.begins,
-  )
+  begins = plan.begins[:, None]
   skipped = config.sizes.skipped_pages(call.behind)
-  covered = jnp.maximum(skipped, plan.hit)
-  covered = jnp.where(plan.begins[:, None], covered, plan.hit)
-  need = jnp.where(
-    recurrent.holds_states(config),
-    whole.num_fresh,
-    jnp.maximum(required - covered, 0),
-  )
+  covered = jnp.where(begins, jnp.maximum(skipped, plan.hit), plan.hit)
+  found = plan.hit if hits is None else jnp.where(begins, hits.stop, plan.hit)
+  states = recurrent.holds_states(config)
+  need = jnp.maximum(required - jnp.where(states, found, covered), 0)
+  scratch = [kind.num_speculative for kind in config.groups]
+  scratch = jnp.asarray(scratch, jnp.int32)[None]
+  most = 1 + jnp.where(begins, scratch, 0)
+  need = jnp.where(states, jnp.minimum(need, most), need)
   if hits is not None:
     woken = reserve.woken(state, plan, hits.pages)
     need += jnp.sum(woken, axis=2, dtype=jnp.int32)
