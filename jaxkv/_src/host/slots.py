@@ -40,6 +40,11 @@ class RequestSlots:
     self._last_asked: tuple[tuple[Any, ...], np.ndarray] | None = None
     self._vacant = list(range(config.num_slots))[::-1]
 
+  @property
+  def is_full(self) -> bool:
+    """Whether every slot is taken."""
+    return not self._vacant
+
   def vacant(self) -> int | None:
     """A slot for one more request; it is not taken until `hold`.
 

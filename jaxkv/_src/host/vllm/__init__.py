@@ -1,0 +1,1 @@
+"""vLLM's names for the one manager; see `jaxkv.host.vllm`."""

@@ -1,0 +1,384 @@
+"""The manager, with what vLLM's schedulers and connectors need besides.
+
+References to single pages, requests whose pages outlive them, and the event
+log as rows. Pages here; `jaxkv._src.host.vllm.manager` calls them blocks.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax import lax
+
+from jaxkv._src.cache import ops
+from jaxkv._src.cache import telemetry
+from jaxkv._src.cache.pool import page_pool
+from jaxkv._src.cache.prefix import rules
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.verbs.free import free
+from jaxkv._src.cache.verbs.pin import touch
+from jaxkv._src.cache.verbs.pin import unpin
+from jaxkv._src.host.atomic import atomic
+from jaxkv._src.host.atomic import query
+from jaxkv._src.host.atomic import transition
+from jaxkv._src.host.lookup import fetched
+from jaxkv._src.host.manager import CacheManager
+from jaxkv._src.host.request import tokens_of
+from jaxkv._src.host.types import CachePages
+
+_ROWS = 64  # Of the log that are read at once; pages that are held at once.
+_KEY = 4  # Words of a key.
+
+
+class LogRow(NamedTuple):
+  """A row of the event log.
+
+  Attributes:
+    kind: STORED, REMOVED or CLEARED, see `jaxkv._src.cache.telemetry`.
+    page: the page.
+    group: its group.
+    column: its column in the page table; for stored pages.
+    key: its key.
+    parent: the key of the page before it; for stored pages.
+  """
+
+  kind: int
+  page: int
+  group: int
+  column: int
+  key: bytes
+  parent: bytes
+
+
+class Columns(NamedTuple):
+  """Columns of a request's pages, by group.
+
+  Attributes:
+    first: the first column that a call made full.
+    stop: one past the last.
+    skipped: columns that the request did without when it began.
+  """
+
+  first: list[int]
+  stop: list[int]
+  skipped: list[int]
+
+
+class _Beginning:
+  """The first tokens of a request; all else is the request's own."""
+
+  def __init__(self, request: Any, num_tokens: int):
+    self._request = request
+    self.token_ids = tokens_of(request)[:num_tokens]
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._request, name)
+
+
+class PageCache(CacheManager):
+  """A `CacheManager` of which single pages can be held.
+
+  Attributes:
+    num_rows_read: rows of the event log that were read since it was emptied.
+  """
+
+  num_rows_read = 0
+
+  @property
+  def is_full(self) -> bool:
+    """Whether `max_requests` requests hold pages."""
+    return self._slots.is_full
+
+  def holds(self, request_id: str) -> bool:
+    """Whether a request holds pages."""
+    return request_id in self._slots.by_name
+
+  def request_ids(self) -> list[str]:
+    """The requests that hold pages."""
+    return list(self._slots.by_name)
+
+  @property
+  def most_pages(self) -> tuple[int, ...]:
+    """The most pages that one sequence ever holds, by group."""
+    return self._limits.most_pages
+
+  def num_needed_pages(
+    self,
+    request_id: str,
+    num_tokens: int,
+    num_state_tokens: int,
+    num_encoder_tokens: int,
+    *,
+    capped: bool,
+  ) -> int:
+    """Pages that a request needs besides those that it holds.
+
+    Args:
+      request_id: the request.
+      num_tokens: tokens that need room.
+      num_state_tokens: the part of them that recurrent groups count.
+      num_encoder_tokens: tokens of the encoder.
+      capped: whether a group that gives pages back counts what it holds at
+        once.
+    """
+    config, needed = self.config, 0
+    held = self.get_page_ids(request_id)
+    for group, kind in enumerate(config.groups):
+      tokens = num_state_tokens if kind.holds_states else num_tokens
+      tokens = num_encoder_tokens if kind.holds_encoder else tokens
+      columns = -(-tokens // config.page_sizes[group]) + kind.num_speculative
+      new = max(columns - len(held[group]), 0)
+      if kind.holds_states:
+        # The columns between two states hold the null page.
+        new = min(new, 1 + (0 if held[group] else kind.num_speculative))
+      elif capped:
+        most = min(columns, self.most_pages[group])
+        new = max(most - len(held[group]), 0)
+      needed += new
+    return needed
+
+  def num_published_tokens(self, request_id: str) -> int:
+    """Tokens of a request up to which pages were published."""
+    slot = self._slots.by_name.get(request_id)
+    return 0 if slot is None else int(self._slots.sent[slot])
+
+  def find_pages(
+    self, request: Any, most: int | None
+  ) -> tuple[CachePages, int]:
+    """As `get_computed_pages`, of at most so many tokens; None for all."""
+    if most is None:
+      return self.get_computed_pages(request)
+    return self.get_computed_pages(_Beginning(request, most + 1))
+
+  @atomic
+  def hand_over(self, request: Any) -> list[int]:
+    """Forgets a request, but keeps its references; its pages, in order.
+
+    `release_pages` gives the references back.
+    """
+    name = request.request_id
+    slot = self._slots.by_name.get(name)
+    if slot is None:
+      return []
+    pages = [page for column in self.get_page_ids(name) for page in column]
+
+    def then(_: None) -> list[int]:
+      if self._slots.by_name.get(name) == slot:
+        self._slots.forget(name)
+      self._slots.release(slot)
+      return [page for page in pages if page]
+
+    return self.run(_hand_over, np.asarray([slot], np.int32), then=then)
+
+  @atomic
+  def take_pages(self, count: int) -> list[int]:
+    """Takes pages from the free queue; `release_pages` gives them back.
+
+    Raises:
+      ValueError: there are too few.
+    """
+    if count > self.num_free_pages:
+      raise ValueError(
+        f"`count` must be at most {self.num_free_pages}, got {count}: more "
+        "pages are not free."
+      )
+    taken: list[int] = []
+    while len(taken) < count:
+      wanted = np.asarray(min(count - len(taken), _ROWS), np.int32)
+      pages = self.run(_take, wanted, then=np.asarray)
+      taken += pages[pages > 0].tolist()
+    return taken
+
+  @atomic
+  def hold_pages(self, page_ids: Sequence[int]) -> None:
+    """Takes a reference on pages; free ones leave the free queue.
+
+    Raises:
+      ValueError: a page is neither in use nor cached.
+    """
+    if page_ids:
+      ok = self.run(_hold, self._padded(page_ids), then=np.asarray)
+      self._check(page_ids, ok, "in use or cached, to be held")
+
+  @atomic
+  def release_pages(self, page_ids: Sequence[int]) -> None:
+    """Gives back references on pages, the page evicted first at the beginning.
+
+    Those of `hold_pages`, `take_pages` and `hand_over`.
+
+    Raises:
+      ValueError: there is no such reference.
+    """
+    if page_ids:
+      ok = self.run(_release, self._padded(page_ids), then=np.asarray)
+      self._check(page_ids, ok, "held, and not by a request")
+
+  def _padded(self, page_ids: Sequence[int]) -> np.ndarray:
+    """int32[X], X a power of two; 0 behind the pages."""
+    width = max(_ROWS, 1 << (len(page_ids) - 1).bit_length())
+    padded = np.zeros((width,), np.int32)
+    padded[: len(page_ids)] = page_ids
+    return padded
+
+  def _check(self, page_ids: Sequence[int], ok: np.ndarray, what: str) -> None:
+    wrong = [page for page, good in zip(page_ids, ok, strict=False) if not good]
+    if wrong:
+      raise ValueError(f"`page_ids` must be {what}, got {wrong} among them.")
+
+  @atomic
+  def read_log(
+    self, before: int = 0, after: int = 0, behind: int = 0
+  ) -> tuple[list[LogRow], Columns]:
+    """The rows of the event log since the last reading.
+
+    Args:
+      before: tokens of a request that were published.
+      after: those that are now.
+      behind: tokens that it began with.
+
+    Returns:
+      The rows, oldest first, and the columns of these token counts.
+    """
+    rows, columns = [], Columns([], [], [])
+    while True:
+      tokens = np.asarray([self.num_rows_read, before, after, behind], np.int32)
+      packed = fetched(self.ask(_read_log, tokens))
+      count, columns = int(packed[0]), _columns(packed, self.config.num_groups)
+      num_new = min(count - self.num_rows_read, _ROWS)
+      body = packed[1 + 3 * self.config.num_groups :].reshape(_ROWS, -1)
+      rows += [_row(values) for values in body[:num_new]]
+      self.num_rows_read += num_new
+      if self.num_rows_read == count:
+        break
+    if count > self.config.event_log // 2:
+
+      def then(_: None) -> None:
+        self.num_rows_read = 0
+
+      self.run(_empty_log, then=then)
+    return rows, columns
+
+  def keys_of(self, page_ids: Sequence[int]) -> list[bytes | None]:
+    """Keys of pages; None for pages that are not cached."""
+    index = self.state.pool.index
+    if index is None or not len(page_ids):
+      return [None] * len(page_ids)
+    entry = np.asarray(index.entry)[np.asarray(page_ids, np.int32)]
+    cached = entry[:, _KEY + 1] < ops.NOWHERE
+    return [
+      row[:_KEY].astype("<u4").tobytes() if found else None
+      for row, found in zip(entry, cached.tolist(), strict=True)
+    ]
+
+  def groups_of(self, page_ids: Sequence[int]) -> list[int]:
+    """The groups in which pages were published last."""
+    log = self.state.pool.events
+    if log is None or not len(page_ids):
+      return [0] * len(page_ids)
+    return np.asarray(log.group_of)[np.asarray(page_ids, np.int32)].tolist()
+
+  def pages_of(self, key: bytes) -> list[int]:
+    """The cached pages with a key, the one published first at the beginning."""
+    index = self.state.pool.index
+    if index is None:
+      return []
+    entry = np.asarray(index.entry)
+    words = np.frombuffer(key, "<u4")
+    same = np.all(entry[:, :_KEY] == words, axis=1)
+    pages = np.flatnonzero(same & (entry[:, _KEY + 1] < ops.NOWHERE))
+    age = np.asarray(index.clock) - entry[pages, _KEY]
+    return pages[np.argsort(age)[::-1]].tolist()
+
+  def cached_keys(self) -> set[bytes]:
+    """The keys of all cached pages."""
+    found = self.keys_of(range(self.config.num_pages))
+    return {key for key in found if key is not None}
+
+  def ref_counts(self) -> np.ndarray:
+    """int32[N]: references of all pages."""
+    return np.asarray(self.state.pool.ref_count)
+
+
+@transition
+def _hand_over(state: CacheState, slots: Array) -> tuple[CacheState, None]:
+  """Pins the pages of slots int32[1] and frees the slots."""
+  columns = jnp.arange(state.config.pages_per_slot, dtype=jnp.int32)
+  pages = ops.take(state.page_table, slots)
+  held = columns[None, None] < ops.take(state.num_pages, slots)[..., None]
+  state, _ = touch(state, pages, mask=held & (pages > 0))
+  return free(state, slots=slots)[0], None
+
+
+@transition
+def _take(state: CacheState, wanted: Array) -> tuple[CacheState, Array]:
+  """Pops and pins up to int32[] pages; int32[X]: the pages, 0 for none."""
+  pool, popped = page_pool.pop(state.pool, wanted, window=_ROWS)
+  pins = ops.add(
+    pool.pin_count, ops.where_valid(popped.valid, popped.pages), values=1
+  )
+  pool = dataclasses.replace(pool, pin_count=pins)
+  pages = jnp.where(popped.valid, popped.pages, 0)
+  return dataclasses.replace(state, pool=pool), pages
+
+
+@transition
+def _hold(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
+  """Pins pages int32[X], 0 for none; bool[X]: where that was done."""
+  state, out = touch(state, pages, mask=pages > 0)
+  return state, out.ok
+
+
+@transition
+def _release(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
+  """Gives pins of pages int32[X] back, 0 for none, the first page first."""
+  pages = pages[::-1]  # The verb begins at the end.
+  state, out = unpin(state, pages, mask=pages > 0)
+  return state, out.ok[::-1]
+
+
+@transition
+def _empty_log(state: CacheState) -> tuple[CacheState, None]:
+  log = state.pool.events
+  assert log is not None
+  pool = dataclasses.replace(state.pool, events=telemetry.empty_log(log))
+  return dataclasses.replace(state, pool=pool), None
+
+
+@query
+def _read_log(state: CacheState, tokens: Array) -> Array:
+  """int32[X]: the events of the log, columns by group, and some of its rows.
+
+  Args:
+    state: a cache with an event log.
+    tokens: int32[4], the first row, and the arguments of `PageCache.read_log`.
+  """
+  log = state.pool.events
+  assert log is not None
+  first, before, after, behind = tokens
+  rows = first + jnp.arange(_ROWS, dtype=jnp.int32)
+  numbers = [log.kind, log.page, log.group, log.column]
+  parts = [ops.take(values, rows)[:, None] for values in numbers]
+  for words in (log.key, log.parent):
+    parts.append(lax.bitcast_convert_type(ops.take(words, rows), jnp.int32))
+  ends = [
+    rules.final_pages(state.config, count).reshape(-1)
+    for count in (before, after)
+  ]
+  ends.append(state.config.sizes.skipped_pages(behind).reshape(-1))
+  body = jnp.concatenate(parts, axis=1).reshape(-1)
+  return jnp.concatenate([log.count[None], *ends, body])
+
+
+def _columns(packed: np.ndarray, num_groups: int) -> Columns:
+  ends = packed[1 : 1 + 3 * num_groups].reshape(3, num_groups)
+  return Columns(*ends.tolist())
+
+
+def _row(values: np.ndarray) -> LogRow:
+  numbers, key, parent = np.split(values, [4, 4 + _KEY])
+  kind, page, group, column = numbers.tolist()
+  return LogRow(kind, page, group, column, key.tobytes(), parent.tobytes())

@@ -1,0 +1,1 @@
+"""Tests of `jaxkv.host.vllm`."""

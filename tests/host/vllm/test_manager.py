@@ -1,0 +1,343 @@
+"""The facade alone: blocks, hits, and what it refuses. Needs no vLLM."""
+
+import pytest
+
+from jaxkv.host.vllm import KVCacheBlocks
+from jaxkv.host.vllm import KVCacheManager
+from tests.host.vllm import stand_ins
+from tests.host.vllm.stand_ins import admit
+from tests.host.vllm.stand_ins import decode
+from tests.host.vllm.stand_ins import free_ids
+from tests.host.vllm.stand_ins import manager
+from tests.host.vllm.stand_ins import request
+
+FULL = stand_ins.FullAttentionSpec()
+WINDOW = stand_ins.SlidingWindowSpec()
+
+
+@pytest.fixture
+def cache():
+  return manager(log_stats=True)
+
+
+def test_hits_and_free_order(cache):
+  one = request("a", range(9))
+  assert admit(cache, one) == ([1, 2, 3],)
+  assert cache.usage == pytest.approx(0.3)
+  other = request("b", [*range(8), 50, 51])
+  assert admit(cache, other) == ([4],)
+  assert cache.get_block_ids("b") == ([1, 2, 4],)
+  cache.free(one)
+  cache.free(other)
+  assert free_ids(cache) == [4, 3, 5, 6, 7, 8, 9, 10, 2, 1]
+
+
+def test_a_lookup_gives_a_triple(cache):
+  empty = cache.empty_kv_cache_blocks
+  assert cache.get_computed_blocks(request("a", range(9))) == (empty, 0, 0)
+  admit(cache, request("a", range(9)))
+  blocks, found, boundary = cache.get_computed_blocks(request("b", range(9)))
+  assert (blocks.get_block_ids(), found, boundary) == (([1, 2],), 8, 0)
+  again = request("b", range(9))
+  blocks, found, _ = cache.get_computed_blocks(again, max_cache_hit_length=7)
+  assert (blocks.get_block_ids(), found) == (([1],), 4)
+  skips = request("b", range(9), skip_reading_prefix_cache=True)
+  assert cache.get_computed_blocks(skips)[0] is empty
+
+
+def test_too_few_blocks(cache):
+  admit(cache, request("a", range(30)))
+  before = free_ids(cache)
+  assert admit(cache, request("b", range(50, 64))) is None
+  assert free_ids(cache) == before
+  assert (
+    cache.allocate_slots(request("c", range(60, 64)), 4, 0, None, 8) is None
+  )
+
+
+def test_more_requests_than_slots():
+  cache = manager(max_requests=1)
+  one = request("a", range(3))
+  assert admit(cache, one) == ([1],)
+  assert admit(cache, request("b", range(3))) is None
+  cache.free(one)
+  assert admit(cache, request("b", range(3))) == ([1],)
+
+
+def test_the_boundary_of_a_shared_prefix():
+  cache = manager(
+    FULL, WINDOW, num_blocks=41, prefix_cache_retention_interval=0
+  )
+  admit(cache, request("a", [*range(20), *[50] * 9]))
+  sibling = request("b", [*range(20), *[60] * 9])
+  blocks, found, boundary = cache.get_computed_blocks(sibling)
+  assert (found, boundary) == (0, 20)
+  assert blocks is cache.empty_kv_cache_blocks
+  admit(cache, sibling)
+  assert cache.get_computed_blocks(request("c", [*range(20), 7]))[1] == 20
+
+
+class TestBlocks:
+  def test_a_block_reads_the_newest_state(self, cache):
+    one = request("a", range(9))
+    blocks = cache.get_blocks("a")
+    assert blocks is cache.empty_kv_cache_blocks
+    admit(cache, one)
+    first, _, last = cache.get_blocks("a").blocks[0]
+    assert (first.block_id, first.ref_cnt, first.is_null) == (1, 1, False)
+    assert first.block_hash_num_tokens == 4
+    assert first.block_hash.endswith(bytes(4)) and last.block_hash is None
+    pool = cache.block_pool
+    assert pool.get_cached_block(first.block_hash[:-4], [0]) == [first]
+    assert (
+      pool.cached_block_hash_to_block.get_one_block(first.block_hash) == first
+    )
+    assert not pool.is_block_writable(first) and pool.is_block_writable(last)
+    cache.free(one)
+    assert first.ref_cnt == 0 and first.block_hash is not None
+    cache.evict_blocks({1})
+    assert first.block_hash is None
+    assert pool.blocks[1] == first != last
+
+  def test_ids(self, cache):
+    admit(cache, request("a", range(9)))
+    blocks = cache.get_blocks("a")
+    assert blocks.get_unhashed_block_ids() == [3]
+    assert blocks.get_unhashed_block_ids_all_groups() == [[3]]
+    assert (blocks + blocks).get_block_ids() == ([1, 2, 3, 1, 2, 3],)
+    assert blocks.get_block_ids(group_ids=[]) == ()
+    empty = blocks.new_empty()
+    assert empty == cache.empty_kv_cache_blocks
+    assert empty.get_block_ids(allow_none=True) is None
+    with pytest.raises(ValueError, match="one group"):
+      KVCacheBlocks(((), ())).get_unhashed_block_ids()
+
+  def test_blocks_of_a_lookup_without_its_object(self, cache):
+    admit(cache, request("a", range(13)))
+    other = request("b", range(13))
+    blocks, found, _ = cache.get_computed_blocks(other)
+    shorter = cache.truncate_computed_blocks(blocks, 8)
+    assert (found, shorter.get_block_ids()) == (12, ([1, 2],))
+    assert cache.allocate_slots(other, 5, 8, shorter).get_block_ids() == (
+      [5, 6],
+    )
+
+  def test_other_contents_are_refused(self, cache):
+    admit(cache, request("a", range(13)))
+    blocks = cache.truncate_computed_blocks(cache.get_blocks("a"), 8)
+    with pytest.raises(ValueError, match="new_computed_pages"):
+      cache.allocate_slots(request("b", [9] * 13), 5, 8, blocks)
+
+
+class TestPool:
+  def test_deferred_frees(self):
+    """Unlike `free`, the last group's blocks go first, as in vLLM."""
+    cache = manager(FULL, stand_ins.SlidingWindowSpec(sliding_window=60))
+    one = request("a", range(9))
+    assert admit(cache, one) == ([1, 2, 3], [4, 5, 6])
+    blocks = cache.pop_blocks_for_free(one)
+    assert cache.pop_blocks_for_free(one) == []
+    assert cache.get_blocks("a") is cache.empty_kv_cache_blocks
+    assert cache.usage == pytest.approx(0.6)
+    cache.block_pool.free_blocks(reversed(blocks))
+    assert free_ids(cache) == [6, 3, 7, 8, 9, 10, 5, 4, 2, 1]
+    with pytest.raises(ValueError, match=r"held, .* got \[1\]"):
+      cache.free_blocks(blocks[:1])
+
+  def test_a_request_begins_again_before_its_blocks_are_free(self, cache):
+    one = request("a", range(9))
+    admit(cache, one)
+    blocks = cache.pop_blocks_for_free(one)
+    one.num_computed_tokens = 0
+    assert admit(cache, one) == ([4],)
+    assert cache.get_block_ids("a") == ([1, 2, 4],)
+    cache.free_blocks(reversed(blocks))
+    cache.free(one)
+    assert cache.usage == 0
+
+  def test_touch(self, cache):
+    one = request("a", range(9))
+    admit(cache, one)
+    cache.free(one)
+    pool = cache.block_pool
+    pool.touch([pool.blocks[2], pool.null_block])
+    assert 2 not in free_ids(cache) and pool.blocks[2].ref_cnt == 1
+    assert not cache.reset_prefix_cache()
+    pool.free_blocks([pool.blocks[2]])
+    assert free_ids(cache)[-1] == 2
+    with pytest.raises(ValueError, match=r"in use or cached.*\[7\]"):
+      pool.touch([pool.blocks[7]])
+    assert cache.reset_prefix_cache()
+    assert len(pool.cached_block_hash_to_block) == 0
+
+  def test_new_blocks(self, cache):
+    one = request("a", range(9))
+    admit(cache, one)
+    cache.free(one)
+    pool = cache.block_pool
+    blocks = pool.get_new_blocks(9)
+    assert [block.block_id for block in blocks] == [3, 4, 5, 6, 7, 8, 9, 10, 2]
+    assert blocks[-1].block_hash is None and blocks[-1].ref_cnt == 1
+    assert admit(cache, request("b", range(50, 60))) is None
+    pool.free_blocks(blocks)
+    assert free_ids(cache) == [3, 4, 5, 6, 7, 8, 9, 10, 2, 1]
+    with pytest.raises(ValueError, match="at most 10, got 11"):
+      pool.get_new_blocks(11)
+
+  def test_ends_of_the_queue(self, cache):
+    queue = cache.block_pool.free_block_queue
+    head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
+    assert head.next_free_block.block_id == 1
+    assert tail.prev_free_block.block_id == 10
+    admit(cache, request("a", range(40)))
+    assert head.next_free_block is tail and tail.prev_free_block is head
+
+
+class TestScheduling:
+  def test_windows_recycle_what_no_step_reads(self):
+    cache = manager(stand_ins.SlidingWindowSpec(sliding_window=5))
+    one = request("a", range(16))
+    admit(cache, one)
+    one.num_in_flight_tokens = 16
+    assert decode(cache, one, [1]) == ([5],)
+    assert cache.get_block_ids("a") == ([1, 2, 3, 4, 5],)
+    one.num_in_flight_tokens = 0
+    assert decode(cache, one, [2]) == ([],)
+    assert cache.get_block_ids("a") == ([0, 0, 0, 4, 5],)
+    cache.remove_skipped_blocks("a", 20, 16)
+    assert cache.get_block_ids("a") == ([0, 0, 0, 0, 5],)
+
+  def test_external_tokens(self):
+    cache = manager(num_blocks=21, needs_kv_cache_zeroing=True)
+    one = request("a", range(13))
+    loads = {"num_external_computed_tokens": 12, "delay_cache_blocks": True}
+    assert admit(cache, one, 0, **loads) == ([],)
+    assert cache.get_block_ids("a") == ([1, 2, 3],)
+    assert cache.get_computed_blocks(request("b", range(13)))[1] == 0
+    cache.cache_blocks(one, 12)
+    assert cache.estimate_cached_tokens(one) == 12
+    assert cache.take_new_block_ids() == [1, 2, 3]
+    assert decode(cache, one, []) == ([4],)
+    assert cache.get_block_ids_for_computed_tokens("a", 8) == ([1, 2],)
+    assert cache.take_new_block_ids() == [4]
+    other = request("c", range(50, 59))
+    admit(
+      cache,
+      other,
+      0,
+      **loads | {"num_external_computed_tokens": 8},
+      skip_zeroing_group_ids=(0,),
+    )
+    assert cache.take_new_block_ids() == []
+    cache.record_blocks_for_zeroing("c", 4)
+    assert cache.take_new_block_ids() == [6]
+
+  def test_blocks_that_a_request_still_needs(self):
+    cache = manager(FULL, stand_ins.MambaSpec(), num_blocks=31)
+    one = request("a", range(40))
+    admit(cache, one, 8)
+    ask = cache.coordinator.get_num_blocks_to_allocate
+    empty = cache.empty_kv_cache_blocks.blocks
+    assert ask("a", 40, empty, 0, 8, 8, 40, apply_admission_cap=True) == 9
+    with pytest.raises(ValueError, match="must be empty"):
+      ask("a", 40, cache.get_blocks("a").blocks, 0, 8, 8, 40)
+
+  def test_states_are_offered(self):
+    cache = manager(stand_ins.MambaSpec())
+    one = request("a", range(8))
+    admit(cache, one)
+    assert cache.take_boundary_state_offloads() == {"a": [(0, 1, 8)]}
+    assert cache.take_boundary_state_offloads() == {}
+    assert cache.take_kv_cache_block_copies() == ([], [])
+
+  def test_groups_below(self, cache):
+    admit(cache, request("a", range(9)))
+    (group,) = cache.coordinator.single_type_managers
+    assert [block.block_id for block in group.req_to_blocks["a"]] == [1, 2, 3]
+    assert list(group.req_to_blocks) == ["a"]
+    assert group.req_to_blocks.get("b") == ()
+    assert group.block_size == 4
+
+  def test_statistics(self, cache):
+    one = request("a", range(9))
+    cache.record_prefix_cache_stats(one, 4)
+    one.num_preemptions = 1
+    cache.record_prefix_cache_stats(one, 8)
+    cache.reset_prefix_cache()
+    stats = cache.make_prefix_cache_stats()
+    assert (stats.requests, stats.queries, stats.hits) == (1, 9, 4)
+    assert (stats.preempted_requests, stats.preempted_hits) == (1, 8)
+    assert stats.reset and not cache.make_prefix_cache_stats().reset
+    assert manager(enable_caching=False).make_prefix_cache_stats() is None
+
+  def test_common_blocks_are_those_of_019(self):
+    for policy, common in (("current", 0), ("classic", 2)):
+      cache = manager(policy=policy)
+      for name in "ab":
+        admit(cache, request(name, range(10)))
+      assert cache.get_num_common_prefix_blocks("a") == [common]
+
+
+class TestRefusals:
+  @pytest.mark.parametrize(
+    "options",
+    [
+      {"num_hash_lookahead_tokens": 1},
+      {"num_prefill_lookahead": 2},
+      {"dcp_world_size": 2},
+      {"pcp_world_size": 2},
+      {"metrics_collector": object()},
+      {"prefix_cache_retention_interval": 8},
+      {"prefix_cache_retention_interval": -4},
+    ],
+    ids=str,
+  )
+  def test_options(self, options):
+    with pytest.raises(ValueError, match=f"`{next(iter(options))}`"):
+      manager(**options)
+
+  @pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+      (stand_ins.RSWASpec(), "RSWASpec"),
+      (stand_ins.KVCacheSpec(), "kv_cache_spec"),
+      (stand_ins.SlidingWindowSpec(extra_retained_tokens=1), "extra_retained"),
+      (stand_ins.MambaSpec(mamba_cache_mode="none"), "mamba_cache_mode"),
+      (stand_ins.MambaSpec(8), "scheduler_block_size"),
+      (stand_ins.MambaSpec(num_prefill_checkpoint_blocks=1), "num_prefill"),
+      (stand_ins.CrossAttentionSpec(), "enable_caching"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+  )
+  def test_groups(self, spec, name):
+    with pytest.raises(ValueError, match=name):
+      manager(FULL, spec)
+
+  def test_hits_inside_a_block(self):
+    groups = [stand_ins.Group(spec) for spec in (FULL, stand_ins.MambaSpec(8))]
+    config = stand_ins.Config(11, groups)
+    with pytest.raises(ValueError, match="`hash_block_size`"):
+      KVCacheManager(config, 64, 8, 4)
+
+  def test_some_draft_groups(self):
+    groups = [stand_ins.Group(FULL), stand_ins.Group(WINDOW, True)]
+    config = stand_ins.Config(11, groups)
+    with pytest.raises(ValueError, match="`is_eagle_group`"):
+      KVCacheManager(config, 64, 4, 4, use_eagle=True)
+
+  def test_no_group_and_other_roles(self):
+    with pytest.raises(ValueError, match="kv_cache_groups"):
+      KVCacheManager(stand_ins.Config(11, []), 64, 4, 4)
+    host = stand_ins.Config(11, [stand_ins.Group(FULL, role="hisparse_source")])
+    with pytest.raises(ValueError, match="`role`"):
+      KVCacheManager(host, 64, 4, 4)
+
+
+def test_running_states_have_one_block():
+  state = stand_ins.MambaSpec(64, "none", num_speculative_blocks=2)
+  groups = [stand_ins.Group(FULL), stand_ins.Group(state)]
+  config = stand_ins.Config(31, groups)
+  cache = KVCacheManager(config, 64, 64, 4, enable_caching=False)
+  one = request("a", range(9))
+  assert admit(cache, one) == ([1, 2, 3], [4, 5, 6])
+  assert decode(cache, one, range(8)) == ([7, 8], [])
