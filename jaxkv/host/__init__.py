@@ -12,15 +12,13 @@ interrupts it: only its answer may be lost, and `get_page_ids` tells. (While jax
 compiles, an interrupt may leave jax's own caches broken: warm up first.)
 Threads may share a manager; one call runs at a time.
 
-`jaxkv.host.vllm` is the same under vLLM's names, for schedulers that are not to
-be changed.
-
 The model reads and writes a request's pages through a `jaxkv.kv.View` for each
 group. The null page replaces pages behind a window, and pads the rows of a
 batch to one width. `notebooks/03_a_scheduler_in_python` has an example.
 
-`jaxkv.host.esurge` has eSurge's own classes over this manager, for schedulers
-that hold pages as objects. It lists where it differs from eSurge itself.
+`jaxkv.host.vllm` and `jaxkv.host.esurge` have the classes of vLLM and eSurge
+over this manager, for schedulers that are not to be changed. Each lists where it
+differs from its original.
 
 `tests/host/test_conformance.py` runs the manager beside a model of the
 reference systems. It differs from them on purpose in these points:
