@@ -17,8 +17,8 @@ group. The null page replaces pages behind a window, and pads the rows of a
 batch to one width. `notebooks/03_a_scheduler_in_python` has an example.
 
 `jaxkv.host.vllm` and `jaxkv.host.esurge` have the classes of vLLM and eSurge
-over this manager, for schedulers that are not to be changed. Each lists where it
-differs from its original.
+over this manager, for schedulers that are not to be changed. Each lists where
+it differs from its original.
 
 `tests/host/test_conformance.py` runs the manager beside a model of the
 reference systems. It differs from them on purpose in these points:

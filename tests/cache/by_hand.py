@@ -20,7 +20,8 @@ def tiny(*groups, **options) -> jaxkv.CacheState:
   sizes |= {"pages_per_slot": 4}
   if groups:
     sizes["groups"] = groups
-  return jaxkv.init(jaxkv.CacheConfig(**(sizes | options)))
+  config = jaxkv.CacheConfig(**(sizes | options))
+  return jaxkv.init(config, jaxkv.salt("by hand"))
 
 
 def write(state: jaxkv.CacheState, slot: int, *tokens) -> jaxkv.CacheState:
@@ -77,7 +78,8 @@ def empty(*groups, **options) -> jaxkv.CacheState:
   """One slot of eight pages of two tokens."""
   sizes = {"num_pages": PAGES, "page_size": 2, "num_slots": 1}
   sizes |= {"pages_per_slot": 8, "groups": groups}
-  return jaxkv.init(jaxkv.CacheConfig(**(sizes | options)))
+  config = jaxkv.CacheConfig(**(sizes | options))
+  return jaxkv.init(config, jaxkv.salt("by hand"))
 
 
 def held(length: int, *groups, **options) -> jaxkv.CacheState:
