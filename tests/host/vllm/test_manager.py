@@ -286,7 +286,7 @@ class TestRefusals:
       {"num_prefill_lookahead": 2},
       {"dcp_world_size": 2},
       {"pcp_world_size": 2},
-      {"metrics_collector": object()},
+      {"metrics_collector": "a collector"},
       {"prefix_cache_retention_interval": 8},
       {"prefix_cache_retention_interval": -4},
     ],
