@@ -16,6 +16,7 @@ from tests.host.scheduling import HYBRID
 from tests.host.scheduling import LONGEST
 from tests.host.scheduling import request
 from tests.host.scheduling import single
+from tests.tools.threads import run_in_threads
 
 KEY = jaxkv.salt("interrupts")
 EVERY = 29
@@ -194,25 +195,16 @@ def test_signals():
 def test_threads():
   """Several threads share a manager: every call is whole."""
   manager = single(CacheManager)
-  errors = []
 
   def work(thread):
-    try:
-      for turn in range(12):
-        one = request(f"{thread} {turn}", range(thread, thread + 9))
-        if manager.allocate_slots(one, 9) is not None:
-          one.num_computed_tokens = 9
-          one.token_ids += [1]
-          manager.step([one])
-          manager.free(one)
-    except Exception as error:
-      errors.append(error)
+    for turn in range(12):
+      one = request(f"{thread} {turn}", range(thread, thread + 9))
+      if manager.allocate_slots(one, 9) is not None:
+        one.num_computed_tokens = 9
+        one.token_ids += [1]
+        manager.step([one])
+        manager.free(one)
 
-  threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  assert errors == []
+  run_in_threads(work)
   assert manager.num_free_pages == 10
   jaxkv.check(manager.state)

@@ -65,7 +65,7 @@ def _errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _mode(path: str | os.PathLike[str]) -> int | None:
-  """The type and mode of what is there, behind links; None for nothing."""
+  """The `st_mode` of a path, links followed; None if nothing is there."""
   try:
     return os.stat(path).st_mode
   except FileNotFoundError:

@@ -15,7 +15,7 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host.request import KnownRequest
 from jaxkv._src.host.request import int32s
 from jaxkv._src.host.request import read_request
-from jaxkv._src.host.request import tokens_of
+from jaxkv._src.host.request import tokens_of_all
 from jaxkv._src.host.slots import RequestSlots
 from jaxkv._src.host.step import CACHED
 from jaxkv._src.host.step import Advanced
@@ -196,6 +196,21 @@ def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
   )
 
 
+def pad_pages(pages: Sequence[int]) -> np.ndarray:
+  """int32[X]: pages, then null pages."""
+  out = np.zeros((width_for(len(pages)),), np.int32)
+  out[: len(pages)] = pages
+  return out
+
+
+def width_for(count: int) -> int:
+  """One of a few widths, for each of which transitions are compiled."""
+  width = 32
+  while width < count:
+    width *= 8
+  return width
+
+
 def check_groups(config: CacheConfig, groups: Sequence[int]) -> None:
   """Raises for groups that do not exist."""
   if not all(group in range(config.num_groups) for group in groups):
@@ -222,7 +237,7 @@ def pack_step(
   total = computed + num_new
   longest = int(total.argmax())
   check_length(limits, running[longest].request_id, int(total[longest]))
-  tokens = [tokens_of(request) for request in running]
+  tokens = tokens_of_all(running)
   publish = np.minimum(total, np.array([*map(len, tokens)], np.int32))
   padded = _pad_all(held, running, tokens, held.sent[slots], publish)
   fields = {
@@ -394,41 +409,52 @@ def answers(
   results: list[CachePages | None] = [nothing] * len(slots)
   counts = out.stop - out.begin
   if counts.max() > 0:
-    # Few rows have new pages.
-    for row in np.flatnonzero(counts.any(axis=1)).tolist():
-      results[row] = _new_pages(newest, int(slots[row]), row, out)
+    _fill(results, slots, out, counts, newest)
   for row in np.flatnonzero(~out.ok[: len(slots)]):
     results[row] = None
   return results
 
 
-def _new_pages(
-  newest: Callable[[], CacheState], slot: int, row: int, out: Advanced
-) -> CachePages:
-  begin, end = out.begin[row].tolist(), out.stop[row].tolist()
-  spans = list(zip(begin, end, strict=True))
-  told, most = out.pages[row], max(stop - first for first, stop in spans)
-  if most > told.shape[1]:
-    columns = _pages_of_slot(newest(), slot, spans)
+def _fill(
+  results: list[CachePages | None],
+  slots: Sequence[int] | np.ndarray,
+  out: Advanced,
+  counts: np.ndarray,
+  newest: Callable[[], CacheState],
+) -> None:
+  """Writes the pages of rows that have new ones; few rows have any."""
+  rows = np.flatnonzero(counts.any(axis=1))
+  counts = counts[rows]
+  most = int(counts.max())
+  if most > out.pages.shape[2]:
+    told = _all_pages(newest(), np.asarray(slots)[rows], out.begin[rows], most)
   else:
-    rows = zip(told, spans, strict=True)
-    columns = [pages[: stop - first] for pages, (first, stop) in rows]
-  new = tuple([(pages & (CACHED - 1)).tolist() for pages in columns])
-  unhashed = tuple([pages[pages < CACHED].tolist() for pages in columns])
-  return CachePages(new, unhashed)
+    told = out.pages[rows, :, :most]
+  told_of_rows = (told & (CACHED - 1)).tolist(), (told < CACHED).tolist()
+  for row, count, pages, fresh in zip(
+    rows.tolist(), counts.tolist(), *told_of_rows, strict=True
+  ):
+    new = tuple([own[:n] for own, n in zip(pages, count, strict=True)])
+    unhashed = tuple(
+      [
+        [page for page, is_fresh in zip(own, flags, strict=False) if is_fresh]
+        for own, flags in zip(new, fresh, strict=True)
+      ]
+    )
+    results[row] = CachePages(new, unhashed)
 
 
-def _pages_of_slot(
-  state: CacheState, slot: int, spans: list[tuple[int, int]]
-) -> list[np.ndarray]:
-  """Columns of a slot, by group, as in `Advanced.pages`, but all of them."""
-  table, index = np.asarray(state.page_table)[slot], state.pool.index
-  cached = np.zeros(table.shape, bool)
-  if index is not None:
-    cached = np.asarray(_contains(index, table))
-  marked = table + np.where(cached, np.int32(CACHED), 0)
-  rows = zip(marked, spans, strict=True)
-  return [pages[first:stop] for pages, (first, stop) in rows]
+def _all_pages(
+  state: CacheState, slots: np.ndarray, begin: np.ndarray, most: int
+) -> np.ndarray:
+  """int32[R, G, most]: as `Advanced.pages`, of slots int32[R], but more."""
+  table, index = np.asarray(state.page_table)[slots], state.pool.index
+  columns = begin[..., None] + np.arange(most)
+  columns = np.minimum(columns, table.shape[2] - 1)
+  pages = np.take_along_axis(table, columns, axis=2)
+  if index is None:
+    return pages
+  return pages + np.where(_contains(index, pages), np.int32(CACHED), 0)
 
 
 _contains = jax.jit(prefix_index.contains)

@@ -45,7 +45,9 @@ def look_up(
   held = held.reshape(1, columns, config.page_size)
   root = jnp.broadcast_to(roots(state, salt), salt.shape)
   keys = hashing.row_keys(secret, root, held)
-  found = longest_prefix.find(state, tokens, length, length > 0, salt, keys)
+  found = longest_prefix.find(
+    state, tokens, length, length > 0, hashed=(root, keys)
+  )
   pages = found.attached_pages(config, columns)[0]
   pages = jnp.where(pages < config.no_page, pages, 0)
   numbers = (found.num_cached_tokens, found.boundary, found.stop[0])

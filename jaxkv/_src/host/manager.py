@@ -28,8 +28,6 @@ from jaxkv._src.host.types import Lookup
 from jaxkv._src.host.types import PoppedPages
 from jaxkv._src.host.types import PrefixCacheStats
 
-_FEW_PAGES = 64
-
 
 class CacheManager(DeviceCache):
   """Manages the pages of requests, as vLLM's and eSurge's managers do.
@@ -367,11 +365,8 @@ class CacheManager(DeviceCache):
     most = self.config.num_pages
     if pages and pages[-1] >= most:
       raise ValueError(f"`page_ids` must be 0 to {most - 1}, got {pages}.")
-    width = _FEW_PAGES if len(pages) <= _FEW_PAGES else most
-    padded = np.zeros((width,), np.int32)
-    padded[: len(pages)] = pages
     if pages:
-      self.run(step.evict, padded)
+      self.run(step.evict, calls.pad_pages(pages))
 
   @atomic
   def reset_prefix_cache(self) -> bool:

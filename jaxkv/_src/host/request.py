@@ -152,6 +152,14 @@ def tokens_of(request: Any) -> Sequence[int]:
     return request.all_token_ids
 
 
+def tokens_of_all(running: Sequence[Any]) -> list[Sequence[int]]:
+  """The sequence of each request, in one pass: a step has many."""
+  try:
+    return [request.token_ids for request in running]
+  except AttributeError:
+    return [tokens_of(request) for request in running]
+
+
 def first_tokens(request: KnownRequest, count: int) -> list[int]:
   """A copy of a request's first tokens."""
   tokens = request.token_ids[:count]

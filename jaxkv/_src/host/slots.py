@@ -121,12 +121,17 @@ class RequestSlots:
     """int32[end - begin]: what stands for the tokens, see `content`."""
     size = self.config.page_size
     held = content(request, begin, end, size, self._secret)
+    if self.config.event_log:
+      self._note_masked(request, begin, end)
+    return held
+
+  def _note_masked(self, request: KnownRequest, begin: int, end: int) -> None:
+    size = self.config.page_size
     for page in touched_pages(request, begin, end, size):
       real = int32s(request.token_ids[page * size : (page + 1) * size])
       if len(real) == size and len(self.masked) < self.config.event_log:
         mask = page_mask(request, page, size, self._secret)
         self.masked[tuple((real ^ mask).tolist())] = tuple(real.tolist())
-    return held
 
   def unmasked(self, drained: Drained) -> Drained:
     """Events with the tokens of requests, not what stands for them."""

@@ -1,7 +1,5 @@
 """A pool on its own, and that of a manager."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,6 +17,7 @@ from tests.host.esurge.requests import ids
 from tests.host.esurge.requests import manager
 from tests.host.esurge.requests import window
 from tests.host.test_interrupts import interrupted
+from tests.tools.threads import run_in_threads
 
 SIX = EngineRequest("six", range(6))
 
@@ -382,24 +381,16 @@ def told(pool):
 
 
 def test_threads():
-  pool, errors = PagePool(40, True), []
+  pool = PagePool(40, True)
 
   def work(thread):
-    try:
-      for turn in range(15):
-        pages = pool.get_new_pages(3)
-        key = PageHash((thread, turn), ())
-        pages[0].page_hash = PageHashWithGroupId(key, 0)
-        pool.touch((pages[:1],))
-        assert pool.get_cached_page(key, [0]) == pages[:1]
-        pool.free_pages([*pages, pages[0]])
-    except Exception as error:
-      errors.append(error)
+    for turn in range(15):
+      pages = pool.get_new_pages(3)
+      key = PageHash((thread, turn), ())
+      pages[0].page_hash = PageHashWithGroupId(key, 0)
+      pool.touch((pages[:1],))
+      assert pool.get_cached_page(key, [0]) == pages[:1]
+      pool.free_pages([*pages, pages[0]])
 
-  threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  assert errors == []
+  run_in_threads(work)
   assert sorted(checked(pool)) == [*range(1, 40)]

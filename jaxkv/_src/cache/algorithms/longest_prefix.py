@@ -58,7 +58,7 @@ def find(
   lengths: Array,
   asked: Array,
   salts: Array | None = None,
-  keys: Array | None = None,
+  hashed: tuple[Array, Array] | None = None,
 ) -> Prefix:
   """Looks sequences up.
 
@@ -70,8 +70,8 @@ def find(
     lengths: int32[R]; a length outside of 1 .. T finds nothing.
     asked: bool[R], the sequences to look for. Costs nothing when all are False.
     salts: uint32[R, 4]; None for none.
-    keys: uint32[R, P, 4], the chain's key after each page, where the tokens are
-      hashed already.
+    hashed: the keys before the first page, uint32[R, 4], and after each page,
+      uint32[R, P, 4], where the tokens are hashed already.
   """
   config, index, secret = state.config, state.pool.index, state.secret
   rows, columns = tokens.shape[0], tokens.shape[1] // config.page_size
@@ -80,7 +80,10 @@ def find(
     asked & (lengths >= 1) & (lengths <= tokens.shape[1]), lengths - 1, 0
   )
   zero = ops.zeros_like(possible)
-  root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
+  if hashed is None:
+    root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
+  else:
+    root = hashed[0]
   no_columns = config.sizes.full_pages(zero)
   no_pages = jnp.broadcast_to(
     no_columns[..., None], (*no_columns.shape, columns)
@@ -92,7 +95,7 @@ def find(
   def search() -> Prefix:
     held = tokens[:, : columns * config.page_size]
     held = held.reshape(rows, columns, config.page_size)
-    chain = hashing.row_keys(secret, root, held) if keys is None else keys
+    chain = hashed[1] if hashed else hashing.row_keys(secret, root, held)
     pages = _look_up(config, secret, index, chain, held)
     found, longest = _agree(config, pages > 0, possible)
     first = config.sizes.skipped_pages(found)

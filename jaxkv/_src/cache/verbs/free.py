@@ -125,8 +125,8 @@ def recycle(
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or named by an
-    earlier row) or BAD_LENGTH (more than the slot's length: a later token may
-    still attend to what is not final).
+    earlier row) or BAD_LENGTH (more than the slot's length: later tokens still
+    need those pages).
 
   Examples:
     >>> import jaxkv

@@ -28,6 +28,7 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import roots
+from jaxkv._src.host import pins
 from jaxkv._src.host.atomic import Atomic
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.atomic import query
@@ -106,21 +107,6 @@ def read(holder: Atomic, specialized: Any, *args: Any) -> Any:
   return jax.device_get(holder.ask(specialized, *args))
 
 
-def padded(pages: list[int]) -> np.ndarray:
-  """int32[X]: pages, then null pages, X one of a few widths."""
-  out = np.zeros((width_for(len(pages)),), np.int32)
-  out[: len(pages)] = pages
-  return out
-
-
-def width_for(count: int) -> int:
-  """One of a few widths, for each of which transitions are compiled."""
-  width = 32
-  while width < count:
-    width *= 8
-  return width
-
-
 @transition
 def take_new(
   state: CacheState, count: Array, *, width: int
@@ -136,18 +122,7 @@ def take_new(
     The cache, and int32[2 + width]: the pages after the first two numbers.
   """
   free = state.pool.queue.num_free
-  wanted = jnp.where(count > free, 0, count)
-
-  def trip(loop):
-    done, pool, pages = loop
-    pool, popped = page_pool.pop(pool, wanted - done, window=ops.WINDOW)
-    place = ops.where_valid(popped.valid, done + popped.rank)
-    pages = ops.put(pages, place, values=popped.pages)
-    return done + jnp.sum(popped.valid, dtype=jnp.int32), pool, pages
-
-  start = (jnp.int32(0), state.pool, jnp.zeros((width,), jnp.int32))
-  _, pool, pages = lax.while_loop(lambda loop: loop[0] < wanted, trip, start)
-  pool = _pinned(pool, pages, pages > 0, 1)
+  pool, pages = pins.take(state.pool, count, width)
   code = jnp.where(count > free, Refusal.TOO_FEW, Refusal.NONE)
   state = dataclasses.replace(state, pool=pool)
   return state, jnp.concatenate([_answer(code, free), pages])
@@ -160,7 +135,7 @@ def touch(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
   loose = valid & _is_loose(pool, pages) & (_references(pool, pages) == 0)
   code, page = _first((loose, Refusal.LOOSE), pages=pages)
   valid &= code == Refusal.NONE
-  pool = page_pool.hold(_pinned(pool, pages, valid, 1), pages, valid)
+  pool = page_pool.hold(pins.add(pool, pages, valid, 1), pages, valid)
   return dataclasses.replace(state, pool=pool), _answer(code, page)
 
 
@@ -170,8 +145,8 @@ def release(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
   pool, valid = state.pool, pages > 0
   place = ops.where_valid(valid, pages)
   given = ops.add(ops.zeros_like(pool.pin_count), place, values=1)
-  pins = ops.take(pool.pin_count, pages) - _num_loose(pool, pages)
-  missing = valid & (ops.take(given, pages) > pins)
+  own = ops.take(pool.pin_count, pages) - _num_loose(pool, pages)
+  missing = valid & (ops.take(given, pages) > own)
   code, page = _first((missing, Refusal.NOT_PINNED), pages=pages)
   pool = _dropped(pool, pages, valid & (code == Refusal.NONE))
   return dataclasses.replace(state, pool=pool), _answer(code, page)
@@ -230,7 +205,7 @@ def add_reference(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
   queue = dataclasses.replace(pool.queue, position=position)
   # The pin that held the loose page is the reference now.
   pool = dataclasses.replace(pool, queue=queue)
-  pool = _pinned(pool, pages, valid & ~loose, 1)
+  pool = pins.add(pool, pages, valid & ~loose, 1)
   pool = page_pool.hold(pool, pages, valid & ~loose)
   return dataclasses.replace(state, pool=pool), _answer(Refusal.NONE, 0)
 
@@ -241,11 +216,11 @@ def remove_reference(
 ) -> tuple[CacheState, Array]:
   """One reference less of a page int32[1]; without any it is loose."""
   pool = state.pool
-  pins = ops.take(pool.pin_count, pages) - _num_loose(pool, pages)
+  own = ops.take(pool.pin_count, pages) - _num_loose(pool, pages)
   references = _references(pool, pages)
   code, page = _first(
     (references < 1, Refusal.NO_REFERENCE),
-    (pins < 1, Refusal.NOT_PINNED),
+    (own < 1, Refusal.NOT_PINNED),
     pages=pages,
   )
   valid = code == Refusal.NONE
@@ -406,22 +381,14 @@ def _num_loose(pool: PoolState, pages: Array) -> Array:
   return _is_loose(pool, pages).astype(jnp.int32)
 
 
-def _pinned(
-  pool: PoolState, pages: Array, valid: Array, amount: int
-) -> PoolState:
-  place = ops.where_valid(valid, pages)
-  pins = ops.add(pool.pin_count, place, values=amount)
-  return dataclasses.replace(pool, pin_count=pins)
-
-
 def _dropped(pool: PoolState, pages: Array, valid: Array) -> PoolState:
-  pool = _pinned(pool, pages, valid, -1)
+  pool = pins.add(pool, pages, valid, -1)
   pool = page_pool.reserve(pool, jnp.sum(valid, dtype=jnp.int32))
   return page_pool.drop(pool, pages, ops.zeros_like(pages), valid)[0]
 
 
 def _loosened(pool: PoolState, pages: Array, valid: Array) -> PoolState:
-  pool = page_pool.hold(_pinned(pool, pages, valid, 1), pages, valid)
+  pool = page_pool.hold(pins.add(pool, pages, valid, 1), pages, valid)
   return _marked(pool, pages, valid)
 
 

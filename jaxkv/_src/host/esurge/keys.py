@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import key_bytes
+from jaxkv._src.host import calls
 from jaxkv._src.host.device_cache import DeviceCache
 from jaxkv._src.host.esurge import changes
 from jaxkv._src.host.esurge.hashes import PageHash
@@ -153,7 +154,7 @@ class ChainKeys:
       return []
     secret = self._secret.tobytes()
     tokens = content(known, 0, count * size, config.page_size, secret)
-    columns = changes.width_for(len(tokens) // config.page_size)
+    columns = calls.width_for(len(tokens) // config.page_size)
     held = np.zeros((1, columns, config.page_size), np.int32)
     held.reshape(-1)[: len(tokens)] = tokens
     salt = np.frombuffer(known.salt, np.uint32)[None]

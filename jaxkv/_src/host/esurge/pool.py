@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxkv._src.cache import state as cache_state
+from jaxkv._src.host import calls
 from jaxkv._src.host.atomic import Atomic
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.calls import at_least
@@ -129,7 +130,7 @@ class PagePool:
       return None
     if not known:
       return []
-    packed = stacked(known, changes.width_for(len(known)))
+    packed = stacked(known, calls.width_for(len(known)))
     found = self._read(changes.find, *packed)[: len(known)].tolist()
     return None if 0 in found else [self.pages[page] for page in found]
 
@@ -213,7 +214,7 @@ class PagePool:
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     count = min(at_least("num_pages", num_pages, 0), self.num_pages)
-    width = changes.width_for(count)
+    width = calls.width_for(count)
     taken = self._change(changes.take_new, np.int32(count), width=width)
     return [self.pages[page] for page in taken[1 : 1 + count]]
 
@@ -242,7 +243,7 @@ class PagePool:
   def evict(self, pages: Iterable[CachePage]) -> None:
     """Takes the hashes of pages; references and queue stay as they are."""
     numbers = self._numbers(pages)
-    self._change(changes.evict, changes.padded(sorted({*numbers.tolist()})))
+    self._change(changes.evict, calls.pad_pages(sorted({*numbers.tolist()})))
 
   def reset_prefix_cache(self) -> bool:
     """Takes the hashes of all pages, if all are free.
@@ -315,7 +316,7 @@ class PagePool:
       if page.pool is not self:
         raise ValueError(f"{page} must be a page of this pool; use `pages`.")
       numbers.append(page.page_id)
-    return changes.padded(numbers)
+    return calls.pad_pages(numbers)
 
   def _change(self, specialized: Any, *args: Any, **static: Any) -> Any:
     return changes.change(self._holder, specialized, *args, **static)
@@ -373,7 +374,7 @@ def _named(
   holder: Atomic, keys: Keys, pages: list[int]
 ) -> list[PageHashWithGroupId]:
   """The hashes of those pages that have one."""
-  numbers = changes.padded(pages)
+  numbers = calls.pad_pages(pages)
   cached, _, words, groups = jax.device_get(holder.ask(changes.hashes, numbers))
   tokens = np.asarray(holder.ask(changes.tokens_of, numbers))
   return [

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxkv._src.cache import state as cache_state
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.host import calls
 from jaxkv._src.host.atomic import Atomic
 from jaxkv._src.host.calls import at_least
 from jaxkv._src.host.esurge import changes
@@ -101,7 +102,7 @@ class FreeCachePageQueue:
       ValueError: there are fewer.
     """
     count = min(at_least("n", n, 0), len(self._pages))
-    width = changes.width_for(count)
+    width = calls.width_for(count)
     taken = changes.change(
       self._holder, changes.take_front, np.int32(count), width=width
     )
@@ -162,4 +163,4 @@ class FreeCachePageQueue:
       if page.is_null:
         raise RuntimeError("The null page must stay out of the free queue.")
       places.append(self._places[page.page_id])
-    return changes.padded(places)
+    return calls.pad_pages(places)

@@ -1,4 +1,4 @@
-"""vLLM's `KVCacheConfig` as kinds of groups; what is not supported is refused.
+"""Reads vLLM's `KVCacheConfig` as group kinds. Refuses unsupported options.
 
 vLLM's classes are not imported. A spec is known by the names of its class and
 of the classes below it.

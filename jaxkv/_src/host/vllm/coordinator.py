@@ -19,7 +19,7 @@ class RequestBlocks:
     self._group = group
 
   def __contains__(self, request_id: str) -> bool:
-    return self._cache.holds(request_id)
+    return self._cache.holds_pages(request_id)
 
   def __getitem__(self, request_id: str) -> list[KVCacheBlock]:
     ids = self._cache.get_page_ids(request_id)[self._group]
@@ -46,7 +46,7 @@ class CachedCounts:
     self._block_size = block_size
 
   def __contains__(self, request_id: str) -> bool:
-    return self._cache.holds(request_id)
+    return self._cache.holds_pages(request_id)
 
   def __getitem__(self, request_id: str) -> int:
     return self._cache.num_published_tokens(request_id) // self._block_size

@@ -269,7 +269,7 @@ class KVCacheManager:
     """
     self._log.read()
     name = request.request_id
-    begins = not self._cache.holds(name)
+    begins = not self._cache.holds_pages(name)
     if begins and self._cache.is_full:
       return None
     hit = None if new_computed_blocks is None else new_computed_blocks.pages

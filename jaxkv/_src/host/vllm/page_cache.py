@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -16,12 +17,15 @@ from jax import lax
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache import telemetry
-from jaxkv._src.cache.pool import page_pool
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.prefix import rules
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.cache.verbs.pin import touch
 from jaxkv._src.cache.verbs.pin import unpin
+from jaxkv._src.host import calls
+from jaxkv._src.host import pins
 from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.atomic import query
 from jaxkv._src.host.atomic import transition
@@ -30,8 +34,7 @@ from jaxkv._src.host.manager import CacheManager
 from jaxkv._src.host.request import tokens_of
 from jaxkv._src.host.types import CachePages
 
-_ROWS = 64  # Of the log that are read at once; pages that are held at once.
-_KEY = 4  # Words of a key.
+_ROWS = 64  # Of the log that are read at once.
 
 
 class LogRow(NamedTuple):
@@ -92,10 +95,6 @@ class PageCache(CacheManager):
   def is_full(self) -> bool:
     """Whether `max_requests` requests hold pages."""
     return self._slots.is_full
-
-  def holds(self, request_id: str) -> bool:
-    """Whether a request holds pages."""
-    return request_id in self._slots.by_name
 
   def request_ids(self) -> list[str]:
     """The requests that hold pages."""
@@ -186,12 +185,11 @@ class PageCache(CacheManager):
         f"`count` must be at most {self.num_free_pages}, got {count}: more "
         "pages are not free."
       )
-    taken: list[int] = []
-    while len(taken) < count:
-      wanted = np.asarray(min(count - len(taken), _ROWS), np.int32)
-      pages = self.run(_take, wanted, then=np.asarray)
-      taken += pages[pages > 0].tolist()
-    return taken
+    width = calls.width_for(count)
+    pages = self.run(
+      _take, np.asarray(count, np.int32), then=np.asarray, width=width
+    )
+    return pages[:count].tolist()
 
   @atomic
   def hold_pages(self, page_ids: Sequence[int]) -> None:
@@ -201,7 +199,7 @@ class PageCache(CacheManager):
       ValueError: a page is neither in use nor cached.
     """
     if page_ids:
-      ok = self.run(_hold, self._padded(page_ids), then=np.asarray)
+      ok = self.run(_hold, calls.pad_pages(page_ids), then=np.asarray)
       self._check(page_ids, ok, "in use or cached, to be held")
 
   @atomic
@@ -214,15 +212,8 @@ class PageCache(CacheManager):
       ValueError: there is no such reference.
     """
     if page_ids:
-      ok = self.run(_release, self._padded(page_ids), then=np.asarray)
+      ok = self.run(_release, calls.pad_pages(page_ids), then=np.asarray)
       self._check(page_ids, ok, "held, and not by a request")
-
-  def _padded(self, page_ids: Sequence[int]) -> np.ndarray:
-    """int32[X], X a power of two; 0 behind the pages."""
-    width = max(_ROWS, 1 << (len(page_ids) - 1).bit_length())
-    padded = np.zeros((width,), np.int32)
-    padded[: len(page_ids)] = page_ids
-    return padded
 
   def _check(self, page_ids: Sequence[int], ok: np.ndarray, what: str) -> None:
     wrong = [page for page, good in zip(page_ids, ok, strict=False) if not good]
@@ -243,17 +234,18 @@ class PageCache(CacheManager):
     Returns:
       The rows, oldest first, and the columns of these token counts.
     """
-    rows, columns = [], Columns([], [], [])
+    rows, columns, read = [], Columns([], [], []), self.num_rows_read
     while True:
-      tokens = np.asarray([self.num_rows_read, before, after, behind], np.int32)
+      tokens = np.asarray([read, before, after, behind], np.int32)
       packed = fetched(self.ask(_read_log, tokens))
       count, columns = int(packed[0]), _columns(packed, self.config.num_groups)
-      num_new = min(count - self.num_rows_read, _ROWS)
+      num_new = min(count - read, _ROWS)
       body = packed[1 + 3 * self.config.num_groups :].reshape(_ROWS, -1)
       rows += [_row(values) for values in body[:num_new]]
-      self.num_rows_read += num_new
-      if self.num_rows_read == count:
+      read += num_new
+      if read == count:
         break
+    self.num_rows_read = read
     if count > self.config.event_log // 2:
 
       def then(_: None) -> None:
@@ -264,14 +256,12 @@ class PageCache(CacheManager):
 
   def keys_of(self, page_ids: Sequence[int]) -> list[bytes | None]:
     """Keys of pages; None for pages that are not cached."""
-    index = self.state.pool.index
-    if index is None or not len(page_ids):
+    if self.state.pool.index is None or not len(page_ids):
       return [None] * len(page_ids)
-    entry = np.asarray(index.entry)[np.asarray(page_ids, np.int32)]
-    cached = entry[:, _KEY + 1] < ops.NOWHERE
+    cached, keys, _ = self._entries()
     return [
-      row[:_KEY].astype("<u4").tobytes() if found else None
-      for row, found in zip(entry, cached.tolist(), strict=True)
+      hashing.key_bytes(keys[page]) if cached[page] else None
+      for page in page_ids
     ]
 
   def groups_of(self, page_ids: Sequence[int]) -> list[int]:
@@ -283,15 +273,17 @@ class PageCache(CacheManager):
 
   def pages_of(self, key: bytes) -> list[int]:
     """The cached pages with a key, the one published first at the beginning."""
-    index = self.state.pool.index
-    if index is None:
+    if self.state.pool.index is None:
       return []
-    entry = np.asarray(index.entry)
+    cached, keys, age = self._entries()
     words = np.frombuffer(key, "<u4")
-    same = np.all(entry[:, :_KEY] == words, axis=1)
-    pages = np.flatnonzero(same & (entry[:, _KEY + 1] < ops.NOWHERE))
-    age = np.asarray(index.clock) - entry[pages, _KEY]
-    return pages[np.argsort(age)[::-1]].tolist()
+    pages = np.flatnonzero(np.all(keys == words, axis=1) & cached)
+    return pages[np.argsort(age[pages])[::-1]].tolist()
+
+  def _entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of all pages, whether they are cached, their keys and their ages."""
+    cached, keys, age = jax.device_get(self.ask(_entries))
+    return cached, keys, age
 
   def cached_keys(self) -> set[bytes]:
     """The keys of all cached pages."""
@@ -314,14 +306,11 @@ def _hand_over(state: CacheState, slots: Array) -> tuple[CacheState, None]:
 
 
 @transition
-def _take(state: CacheState, wanted: Array) -> tuple[CacheState, Array]:
-  """Pops and pins up to int32[] pages; int32[X]: the pages, 0 for none."""
-  pool, popped = page_pool.pop(state.pool, wanted, window=_ROWS)
-  pins = ops.add(
-    pool.pin_count, ops.where_valid(popped.valid, popped.pages), values=1
-  )
-  pool = dataclasses.replace(pool, pin_count=pins)
-  pages = jnp.where(popped.valid, popped.pages, 0)
+def _take(
+  state: CacheState, count: Array, *, width: int
+) -> tuple[CacheState, Array]:
+  """Pops and pins int32[] pages; int32[width]: they, then null pages."""
+  pool, pages = pins.take(state.pool, count, width)
   return dataclasses.replace(state, pool=pool), pages
 
 
@@ -346,6 +335,17 @@ def _empty_log(state: CacheState) -> tuple[CacheState, None]:
   assert log is not None
   pool = dataclasses.replace(state.pool, events=telemetry.empty_log(log))
   return dataclasses.replace(state, pool=pool), None
+
+
+@query
+def _entries(state: CacheState) -> tuple[Array, Array, Array]:
+  """bool[N], uint32[N, 4] and uint32[N], see `PageCache._entries`."""
+  index = state.pool.index
+  assert index is not None
+  pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
+  age = index.clock - prefix_index.stamp_of(index, pages)
+  cached = prefix_index.contains(index, pages)
+  return cached, prefix_index.key_of(index, pages), age
 
 
 @query
@@ -379,6 +379,6 @@ def _columns(packed: np.ndarray, num_groups: int) -> Columns:
 
 
 def _row(values: np.ndarray) -> LogRow:
-  numbers, key, parent = np.split(values, [4, 4 + _KEY])
+  numbers, key, parent = np.split(values, [4, 4 + hashing.KEY_WORDS])
   kind, page, group, column = numbers.tolist()
   return LogRow(kind, page, group, column, key.tobytes(), parent.tobytes())
