@@ -33,7 +33,6 @@ from collections.abc import Callable
 from typing import Any
 
 import command
-import jax
 import numpy as np
 
 import jaxkv
@@ -130,7 +129,7 @@ class Side:
     return self._waited(found)
 
   def _waited(self, answer):
-    jax.block_until_ready(self._manager.state)
+    _ = self._manager.num_free_pages  # Of the new state, when it is ready.
     return answer
 
   def _append(self, requests):

@@ -20,10 +20,10 @@ give pages back in a step; the others end at 128. all_hit: 255 of 256 pages are
 found in the free queue, and one is taken (the last token is never found).
 none_hit: nothing is found. none_hit_evicting: 256 pages are taken. All pages of
 a pool are cached before anything is timed, so every page taken evicts one, in
-every op. unsplit: compiled without the pass of XLA:CPU that splits a small
-gather or scatter over threads if the array behind it is large, which costs more
-than it saves. graphs: on a GPU, compiled so that loops whose trip count depends
-on data are part of a CUDA graph too.
+every op. unsplit: compiled with `jaxkv.CPU_COMPILER_OPTIONS`, so that XLA:CPU
+does not hand small operations to other threads, which costs more than it saves.
+graphs: on a GPU, compiled so that loops whose trip count depends on data are
+part of a CUDA graph too.
 
 How. A timed call is one `fori_loop` whose trip count is an argument and whose
 carry is the donated state. The same program with no trips is timed next to it

@@ -78,9 +78,9 @@ others by name.
 | `jaxkv.host` | a cache manager for schedulers in Python, over the same state |
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 
-On a CPU, XLA splits a small gather over threads if the array behind it is
-large, which costs more than it saves. A loop over the cache is faster without
-that pass, and costs the same for any pool:
+On a CPU, XLA hands small operations to other threads, which costs more than it
+saves. A loop over the cache is faster with the options that avoid it, and costs
+the same for any pool:
 
   generate = jax.jit(generate, compiler_options=jaxkv.CPU_COMPILER_OPTIONS)
 

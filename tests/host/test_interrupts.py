@@ -88,7 +88,7 @@ def cloned(manager):
   clone._lock = threading.RLock()
   clone._slots = copy.deepcopy(manager._slots)
   clone._popped = dict(manager._popped)
-  leaves = tuple(jnp.copy(leaf) for leaf in manager._results[-1][0])
+  leaves = jax.tree.map(jnp.copy, manager._results[-1][0])
   clone._results = [(leaves, None)]
   return clone
 

@@ -15,15 +15,17 @@ from typing import ParamSpec
 from typing import TypeVar
 
 import jax
+import numpy as np
 from jax import Array
 
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
+from jaxkv._src.host.layout import Layout
+from jaxkv._src.host.layout import Leaves
 
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
 Self = TypeVar("Self", bound="Atomic")
-Leaves = tuple[Array, ...]
 
 _called: set[Any] = set()
 
@@ -32,17 +34,16 @@ def transition(function: Callable[..., tuple[CacheState, Any]]) -> Callable:
   """Makes a function of a state, arrays and static keywords a transition.
 
   Returns:
-    A function of the state's structure and the keywords. It returns the
-    compiled function, from the leaves of a state, which it consumes, and arrays
-    to new leaves and what `function` returns besides.
+    A function of a state's layout and the keywords. It returns the compiled
+    function, from the leaves of a state, which it consumes, and arrays to new
+    leaves and what `function` returns besides.
   """
 
   @functools.cache
-  def specialized(structure: Any, **static: Any) -> Callable:
+  def specialized(layout: Layout, **static: Any) -> Callable:
     def call(leaves: Leaves, *args: Array) -> tuple[Leaves, Any]:
-      state = jax.tree.unflatten(structure, leaves)
-      state, out = function(state, *args, **static)
-      return tuple(jax.tree.leaves(state)), out
+      state, out = function(layout.unpack(leaves), *args, **static)
+      return layout.pack(state), out
 
     call.__name__ = function.__name__  # The name in profiles.
     return jax.jit(
@@ -60,9 +61,9 @@ def query(function: Callable[..., Any]) -> Callable:
   """
 
   @functools.cache
-  def specialized(structure: Any) -> Callable:
+  def specialized(layout: Layout) -> Callable:
     def call(leaves: Leaves, *args: Array) -> Any:
-      return function(jax.tree.unflatten(structure, leaves), *args)
+      return function(layout.unpack(leaves), *args)
 
     call.__name__ = function.__name__
     return jax.jit(call, compiler_options=CPU_COMPILER_OPTIONS)
@@ -74,26 +75,31 @@ class Atomic:
   """A state, and what is still to be done on the host after its last change.
 
   Attributes:
+    config: sizes of the state.
     state: the newest state.
   """
 
   def __init__(self, state: CacheState):
+    self.config = state.config
     self._lock = threading.RLock()
-    leaves, self._structure = jax.tree.flatten(state)
+    self._layout = Layout.of(state)
     # The last entry counts: the leaves, and what the transition to them gave.
-    self._results: list[tuple[Leaves, Any]] = [(tuple(leaves), None)]
+    self._results = [(self._layout.pack(state), None)]
     self._compiled: dict[Any, Callable] = {}
     self._unsettled: tuple[Any, Callable[[Any], Any]] | None = None
 
   @property
   def state(self) -> CacheState:
     """The newest state. The next call takes its arrays: copy what you keep."""
-    return jax.tree.unflatten(self._structure, self._results[-1][0])
+    return self._layout.unpack(self._results[-1][0])
 
   @state.setter
   def state(self, state: CacheState) -> None:
-    leaves, self._structure = jax.tree.flatten(state)
-    self._results.append((tuple(leaves), None))
+    self._results.append((self._layout.pack(state), None))
+
+  def read(self, which: Callable[[Any], Any]) -> np.ndarray:
+    """An array of the newest state, on the host."""
+    return self._layout.read(self._results[-1][0], which)
 
   def run(
     self,
@@ -135,7 +141,7 @@ class Atomic:
     # By its own names: to compare structures is slow, and can be interrupted.
     name = function, *static.values()
     if name not in self._compiled:
-      self._compiled[name] = function(self._structure, **static)
+      self._compiled[name] = function(self._layout, **static)
     return self._compiled[name]
 
   def run_on_host(self, then: Callable[[Any], Any]) -> Any:

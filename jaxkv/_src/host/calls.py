@@ -302,14 +302,14 @@ def _progress(
 
 def pack_lookup(
   held: RequestSlots, request: KnownRequest, stop: int, *, finds: bool = True
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Tokens up to `stop`, their number and the salt, for `lookup.look_up`.
+) -> np.ndarray:
+  """The array of `lookup.look_up`, for tokens up to `stop`.
 
   Without `finds` they are hashed, but not looked for.
   """
-  tokens = _pad_one(held, request, 0, stop)
-  length = np.asarray([stop if finds else 0], np.int32)
-  return tokens[None], length, np.frombuffer(request.salt, np.uint32)[None]
+  length = np.array([stop if finds else 0], np.int32)
+  salt = np.frombuffer(request.salt, np.int32)
+  return np.concatenate([length, salt, _pad_one(held, request, 0, stop)])
 
 
 def pack_begin(

@@ -33,8 +33,7 @@ class DeviceCache(Atomic):
   """
 
   def __init__(self, limits: Limits, max_requests: int, key: Any):
-    self.config = limits.config
-    state = cache_state.init(self.config, key)
+    state = cache_state.init(limits.config, key)
     super().__init__(state)
     secret = b""
     if state.secret is not None:
@@ -57,7 +56,7 @@ class DeviceCache(Atomic):
   ) -> tuple[jax.Array, Prompt]:
     """What `lookup.look_up` gives for a request's first tokens."""
     packed = calls.pack_lookup(self._slots, known, stop, finds=finds)
-    return self.ask(lookup.look_up, *packed)
+    return self.ask(lookup.look_up, packed)
 
   def _prompt(
     self, known: KnownRequest, hashed: Lookup | None, stop: int

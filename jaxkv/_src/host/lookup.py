@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax import lax
 
 from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.prefix import hashing
@@ -24,22 +25,21 @@ class Prompt(NamedTuple):
 
 
 @query
-def look_up(
-  state: CacheState, tokens: Array, length: Array, salt: Array
-) -> tuple[Array, Prompt]:
+def look_up(state: CacheState, packed: Array) -> tuple[Array, Prompt]:
   """The longest cached prefix of one request, and the keys of all its pages.
 
   Args:
     state: a cache with prefix caching.
-    tokens: int32[1, T].
-    length: int32[1]; nothing is looked for if it is 0.
-    salt: uint32[1, 4].
+    packed: int32[5 + T]: the number of tokens, 0 to look for nothing; the words
+      of the salt; the tokens.
 
   Returns:
     For `found_in`, int32[X]; and what `begin` takes.
   """
   config, secret = state.config, state.secret
   assert secret is not None
+  length, salt, tokens = jnp.split(packed, [1, 1 + hashing.KEY_WORDS])
+  salt, tokens = lax.bitcast_convert_type(salt, jnp.uint32)[None], tokens[None]
   columns = tokens.shape[1] // config.page_size
   held = tokens[:, : columns * config.page_size]
   held = held.reshape(1, columns, config.page_size)

@@ -388,9 +388,9 @@ class CacheManager(DeviceCache):
   @atomic
   def new_step_starts(self) -> None:
     """Starts a scheduling step: states published before are written now."""
-    index = self.state.pool.index
-    if index is not None and recurrent.has_states(self.config):
-      self._step_clock = int(np.asarray(index.clock).view(np.int32))
+    if self.config.prefix_caching and recurrent.has_states(self.config):
+      clock = self.read(lambda state: state.pool.index.clock)
+      self._step_clock = int(clock.view(np.int32))
 
   @atomic
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
@@ -398,8 +398,8 @@ class CacheManager(DeviceCache):
     slot = self._slots.by_name.get(request_id)
     if slot is None:
       return self.create_empty_page_list().pages
-    table = np.asarray(self.state.page_table)[slot].tolist()
-    counts = np.asarray(self.state.num_pages)[slot].tolist()
+    table = self.read(lambda state: state.page_table)[slot].tolist()
+    counts = self.read(lambda state: state.num_pages)[slot].tolist()
     return tuple(row[:count] for row, count in zip(table, counts, strict=True))
 
   def create_empty_page_list(self) -> CachePages:
@@ -410,7 +410,7 @@ class CacheManager(DeviceCache):
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
     """Leading pages of a request that all requests hold; 0 for windows."""
     holders, held = len(self._slots.by_name), self.get_page_ids(request_id)
-    refs = np.asarray(self.state.pool.ref_count)
+    refs = self.read(lambda state: state.pool.ref_count)
     return [
       int(np.cumprod(refs[pages] == holders).sum())
       if isinstance(kind, FullAttention)
@@ -476,7 +476,7 @@ class CacheManager(DeviceCache):
   @property
   def num_free_pages(self) -> int:
     """The number of free pages."""
-    return int(self.state.pool.queue.num_free)
+    return int(self.read(lambda state: state.pool.queue.num_free))
 
   @property
   def usage(self) -> float:

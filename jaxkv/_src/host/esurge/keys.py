@@ -99,7 +99,7 @@ class ChainKeys:
 
   def __init__(self, cache: DeviceCache):
     self._cache = cache
-    self._secret = np.asarray(cache.state.secret)
+    self._secret = cache.read(lambda state: state.secret)
 
   def key_of(self, page_hash: PageHash, group: int) -> IndexKey | None:
     """The key of a hash in a group; None if no page can have it."""

@@ -402,7 +402,7 @@ def _publish(
         "from req_to_page_hashes."
       )
     rows.append(key)
-  everything = np.arange(holder.state.config.num_pages, dtype=np.int32)
+  everything = np.arange(holder.config.num_pages, dtype=np.int32)
   if keys.remembers_many(len(everything)):
     cached, _, words, _ = jax.device_get(holder.ask(changes.hashes, everything))
     keys.forget_others(words[cached])

@@ -256,7 +256,7 @@ class PageCache(CacheManager):
 
   def keys_of(self, page_ids: Sequence[int]) -> list[bytes | None]:
     """Keys of pages; None for pages that are not cached."""
-    if self.state.pool.index is None or not len(page_ids):
+    if not self.config.prefix_caching or not len(page_ids):
       return [None] * len(page_ids)
     cached, keys, _ = self._entries()
     return [
@@ -266,14 +266,14 @@ class PageCache(CacheManager):
 
   def groups_of(self, page_ids: Sequence[int]) -> list[int]:
     """The groups in which pages were published last."""
-    log = self.state.pool.events
-    if log is None or not len(page_ids):
+    if not self.config.event_log or not len(page_ids):
       return [0] * len(page_ids)
-    return np.asarray(log.group_of)[np.asarray(page_ids, np.int32)].tolist()
+    group_of = self.read(lambda state: state.pool.events.group_of)
+    return group_of[np.asarray(page_ids, np.int32)].tolist()
 
   def pages_of(self, key: bytes) -> list[int]:
     """The cached pages with a key, the one published first at the beginning."""
-    if self.state.pool.index is None:
+    if not self.config.prefix_caching:
       return []
     cached, keys, age = self._entries()
     words = np.frombuffer(key, "<u4")
@@ -292,7 +292,7 @@ class PageCache(CacheManager):
 
   def ref_counts(self) -> np.ndarray:
     """int32[N]: references of all pages."""
-    return np.asarray(self.state.pool.ref_count)
+    return self.read(lambda state: state.pool.ref_count)
 
 
 @transition
