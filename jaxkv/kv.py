@@ -37,6 +37,11 @@ and 128 more tokens per sample, two CPU cores are 2.2 times as fast (8 K/V heads
 of 64, 4 query heads each). They are 1.7 to 1.9 times as fast where arithmetic
 costs more than reads (2 K/V heads, 7 query heads each).
 
+Mixed steps. A `PackedView` has the tokens of many sequences in one row: a token
+of each sequence that decodes, then chunks of prompts. `write` and `attend` take
+it like a `View`, and everything else in a model is the same for each token, so
+a model that takes tokens [B, T] computes such a step as tokens [1, C].
+
 Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the only
 backend that takes plans. With a plan all pieces of work are equally long, and a
 layer starts 8 kernels instead of 12. Without one, long rows have longer pieces.
@@ -56,11 +61,13 @@ from jaxkv._src.kv.memory import init
 from jaxkv._src.kv.shared_prefix import refresh_shared
 from jaxkv._src.kv.shared_prefix import share
 from jaxkv._src.kv.view import FreshView
+from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 
 __all__ = [
   "FreshView",
   "KVPages",
+  "PackedView",
   "View",
   "attend",
   "check",

@@ -11,9 +11,11 @@ import jaxkv_kernels as kernels
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.memory import in_layer
-from jaxkv._src.kv.view import FreshView
+from jaxkv._src.kv.view import AnyView
+from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_rows
+from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.kv.view import positions
 from jaxkv._src.kv.view import rows_of
 from jaxkv_kernels._src import check
@@ -21,7 +23,7 @@ from jaxkv_kernels._src import check
 
 def write(
   kv: KVPages,
-  view: View | FreshView,
+  view: AnyView,
   layer: jax.Array | int,
   k: jax.Array,
   v: jax.Array,
@@ -36,7 +38,8 @@ def write(
 
   Args:
     kv: the pages.
-    view: where the rows live and which columns are tokens.
+    view: where the rows live and which columns are tokens; of a `PackedView`,
+      B is 1.
     layer: int32[], 0..L-1.
     k: [B, T, K, D], rounded to the format `kv.dtype`; 8-bit formats get a scale
       for each token and head.
@@ -49,25 +52,23 @@ def write(
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
   """
-  rows = rows_of(view)
   for name, new in (("k", k), ("v", v)):
     check.is_array(name, new)
     sizes = (kv.num_kv_heads, kv.head_dim)
     if new.ndim != 4 or new.shape[2:] != sizes or new.shape != k.shape:
       wanted = f"[B, T, {sizes[0]}, {sizes[1]}], k and v alike"
       check.refuse(ValueError, name, wanted, new)
-  check_rows(rows, "k", k)
+  check_rows(view, "k", k)
   check_layer(kv, layer)
-  return _write(kv, rows, jnp.asarray(layer, jnp.int32), k, v)
+  return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
 
 
 @functools.partial(jax.jit, inline=True)
 def _write(
-  kv: KVPages, view: View, layer: jax.Array, k: jax.Array, v: jax.Array
+  kv: KVPages, view: AnyView, layer: jax.Array, k: jax.Array, v: jax.Array
 ) -> KVPages:
-  ids, offsets = locate(kv, view, positions(view, k.shape[1]))
+  where = _places(kv, view, k.shape[1])
   new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
-  where = (ids.reshape(-1), offsets.reshape(-1))
   offset = layer * kv.num_pages
   if kv.k_scale is None or kv.v_scale is None:
     k_pages, v_pages = kernels.append_kv(
@@ -80,6 +81,24 @@ def _write(
   return dataclasses.replace(
     kv, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale
   )
+
+
+def _places(
+  kv: KVPages, view: AnyView, columns: int
+) -> tuple[jax.Array, jax.Array]:
+  """Page and offset of each token of a call, as `locate`, int32[B * T]."""
+  if isinstance(view, PackedView):
+    parts = [_places(kv, view.decode, 1)]
+    if view.prefill is not None:
+      row, position = packed_positions(
+        view.prefill, columns - parts[0][0].shape[0]
+      )
+      parts.append(_locate(kv, view.prefill, row, position))
+    ids, offsets = zip(*parts, strict=True)
+    return jnp.concatenate(ids), jnp.concatenate(offsets)
+  rows = rows_of(view)
+  ids, offsets = locate(kv, rows, positions(rows, columns))
+  return ids.reshape(-1), offsets.reshape(-1)
 
 
 def locate(
@@ -97,10 +116,17 @@ def locate(
     offsets).
   """
   chex.assert_equal_shape_prefix([position, view.page_table], 1)
+  row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
+  return _locate(kv, view, row, position)
+
+
+def _locate(
+  kv: KVPages, view: View, row: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """As `locate`, of positions in rows int32[X]."""
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )
-  row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
   ids = view.page_table.at[row, column].get(mode="fill", fill_value=0)
   ids = jnp.where(ids == 0, kv.num_pages, ids)
   return in_layer(kv, ids), position % kv.page_size

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import check_layer
+from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import FreshView
+from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.view import decode_lengths
@@ -25,7 +27,7 @@ from jaxkv_kernels._src.attention.options import refuse_options
 @overload
 def attend(
   kv: KVPages,
-  view: View | FreshView,
+  view: AnyView,
   layer: jax.Array | int,
   q: jax.Array,
   *,
@@ -38,7 +40,7 @@ def attend(
 @overload
 def attend(
   kv: KVPages,
-  view: View | FreshView,
+  view: AnyView,
   layer: jax.Array | int,
   q: jax.Array,
   *,
@@ -50,7 +52,7 @@ def attend(
 
 def attend(
   kv: KVPages,
-  view: View | FreshView,
+  view: AnyView,
   layer: jax.Array | int,
   q: jax.Array,
   *,
@@ -74,7 +76,8 @@ def attend(
 
   Args:
     kv: the pages.
-    view: where the rows live and which columns are tokens.
+    view: where the rows live and which columns are tokens; of a `PackedView`,
+      B is 1.
     layer: int32[], 0..L-1.
     q: [B, T, H, D], H a multiple of K.
     options: all but `k_scale` and `v_scale`, which `kv` has. A tree mask is
@@ -92,12 +95,14 @@ def attend(
     ValueError: an argument has a shape or value that is not supported.
     NotImplementedError: the backend does not exist, or does not serve the call.
   """
-  check_rows(rows_of(view), "q", q)
+  check_rows(view, "q", q)
   if q.ndim != 4:
     check.refuse(ValueError, "q", "[B, T, H, D]", q)
   check_layer(kv, layer)
   options = given(options)
   refuse_options(options, "kv has its own scales", "k_scale", "v_scale")
+  if isinstance(view, PackedView):
+    refuse_options(options, "a PackedView has no drafts", "tree_mask")
   # Python numbers stay static under the `jit` below, so they can be checked.
   numbers = options.numbers()
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
@@ -119,7 +124,7 @@ def attend(
 @functools.partial(jax.jit, static_argnames=("numbers", "backend"), inline=True)
 def _attend(
   kv: KVPages,
-  view: View | FreshView,
+  view: AnyView,
   layer: jax.Array,
   q: jax.Array,
   arrays: kernels.AttentionOptions,
@@ -127,53 +132,66 @@ def _attend(
   numbers: tuple[tuple[str, Any], ...],
   backend: str,
 ) -> tuple[jax.Array, jax.Array]:
-  rows = rows_of(view)
   options = dataclasses.replace(
     arrays, k_scale=kv.k_scale, v_scale=kv.v_scale, **dict(numbers)
   )
-  offset = layer * kv.num_pages
+  call = {
+    "options": options,
+    "page_offset": layer * kv.num_pages,
+    "return_lse": True,
+    "backend": backend,
+  }
+  if isinstance(view, PackedView):
+    return _attend_packed(kv, view, q, call)
+  rows = rows_of(view)
   if q.shape[1] > 1 or options.tree_mask is not None:
     return kernels.paged_attention_padded(
-      q,
-      kv.k,
-      kv.v,
-      rows.page_table,
-      rows.starts,
-      rows.counts,
-      options=options,
-      page_offset=offset,
-      return_lse=True,
-      backend=backend,
+      q, kv.k, kv.v, rows.page_table, rows.starts, rows.counts, **call
     )
+  out, lse = _attend_single(kv, view, q[:, 0], call)
+  return out[:, None], lse[:, None]
+
+
+def _attend_packed(
+  kv: KVPages, view: PackedView, q: jax.Array, call: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+  """Single tokens as in a decode step, the others as packed queries."""
+  single = rows_of(view.decode).page_table.shape[0]
+  parts = [_attend_single(kv, view.decode, q[0, :single], call)]
+  if view.prefill is not None:
+    rows = view.prefill
+    begins = jnp.zeros((1,), jnp.int32)
+    ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
+    parts.append(
+      kernels.paged_attention(
+        q[0, single:],
+        kv.k,
+        kv.v,
+        rows.page_table,
+        rows.starts + rows.counts,
+        jnp.concatenate([begins, ends]),
+        **call,
+      )
+    )
+  out, lse = zip(*parts, strict=True)
+  return jnp.concatenate(out)[None], jnp.concatenate(lse)[None]
+
+
+def _attend_single(
+  kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+  """One query a row, q [B, H, D]."""
+  rows = rows_of(view)
   lengths = decode_lengths(rows)
-  if rows.shared is not None and options.window is None:
+  if rows.shared is not None and call["options"].window is None:
     shared = rows.shared
     if not isinstance(view, FreshView):  # Rows may have changed since `share`.
       shared = shared.refreshed(
         rows.page_table, lengths, page_size=kv.page_size
       )
-    out, lse = kernels.cascade_decode(
-      q[:, 0],
-      kv.k,
-      kv.v,
-      shared,
-      options=options,
-      page_offset=offset,
-      return_lse=True,
-      backend=backend,
-    )
+    out, lse = kernels.cascade_decode(q, kv.k, kv.v, shared, **call)
   else:
     out, lse = kernels.paged_decode(
-      q[:, 0],
-      kv.k,
-      kv.v,
-      rows.page_table,
-      lengths,
-      options=options,
-      page_offset=offset,
-      plan=rows.plan,
-      return_lse=True,
-      backend=backend,
+      q, kv.k, kv.v, rows.page_table, lengths, plan=rows.plan, **call
     )
-  lse = jnp.where((rows.counts > 0)[:, None], lse, -jnp.inf)
-  return out[:, None], lse[:, None]
+  return out, jnp.where((rows.counts > 0)[:, None], lse, -jnp.inf)

@@ -1,12 +1,14 @@
 """Finding the pages that sequences have in common."""
 
 import dataclasses
+from typing import overload
 
 import jax
 
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.view import FreshView
+from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_view
 from jaxkv._src.kv.view import decode_lengths
@@ -78,7 +80,17 @@ def share(
   return dataclasses.replace(view, shared=shared)
 
 
-def refresh_shared(kv: KVPages, view: View) -> FreshView:
+@overload
+def refresh_shared(kv: KVPages, view: View) -> FreshView: ...
+
+
+@overload
+def refresh_shared(kv: KVPages, view: PackedView) -> PackedView: ...
+
+
+def refresh_shared(
+  kv: KVPages, view: View | PackedView
+) -> FreshView | PackedView:
   """Checks once for all layers which rows still share pages.
 
   Given a `View`, `attend` makes this check in every layer, because rows may
@@ -88,10 +100,11 @@ def refresh_shared(kv: KVPages, view: View) -> FreshView:
 
   Args:
     kv: the pages; only their shape is used.
-    view: the rows, with at most one new token each.
+    view: the rows, with at most one new token each; or a `PackedView`.
 
   Returns:
-    The view, with the rows in `shared` that still share pages.
+    The view, with the rows in `shared` that still share pages; of a
+    `PackedView`, with a fresh `decode`.
 
   Raises:
     TypeError: a field of the view has a type or dtype that is not supported.
@@ -115,6 +128,11 @@ def refresh_shared(kv: KVPages, view: View) -> FreshView:
     >>> jaxkv.kv.refresh_shared(kv, ended).view.shared.tokens
     Array([0], dtype=int32)
   """
+  if isinstance(view, PackedView):
+    decode = view.decode
+    if isinstance(decode, View):
+      decode = refresh_shared(kv, decode)
+    return dataclasses.replace(view, decode=decode)
   check_view(view)
   if view.shared is None:
     return FreshView(view=view)

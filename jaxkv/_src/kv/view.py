@@ -61,6 +61,30 @@ class FreshView:
   view: View
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedView:
+  """Tokens of many sequences in one row, for steps that decode and prefill.
+
+  A call has a single row of B + C columns. Column b < B is the new token of row
+  b of `decode`. Columns from B on are the new tokens of `prefill`, one row
+  after another: `prefill.counts[p]` for row p, then padding. So a step costs
+  what its tokens cost, not rows times the longest one. Single tokens are read
+  as in a decode step, which costs less than as a chunk of one token.
+
+  A sequence may have tokens in both parts, in any order: all are written before
+  any is attended to.
+
+  Attributes:
+    decode: B rows with at most one new token each; with `shared` or a `plan`,
+      as in a decode step.
+    prefill: P rows; None if C is 0.
+  """
+
+  decode: View | FreshView
+  prefill: View | None = None
+
+
 def view(state: CacheState, *, group: int = 0, counts: Any) -> View:
   """The view of all slots of a cache, for the layers of one group.
 
@@ -99,6 +123,9 @@ def view(state: CacheState, *, group: int = 0, counts: Any) -> View:
   )
 
 
+AnyView = View | FreshView | PackedView
+
+
 def rows_of(view: View | FreshView) -> View:
   """The view, fresh or not."""
   return view.view if isinstance(view, FreshView) else view
@@ -114,6 +141,19 @@ def positions(view: View, columns: int) -> jax.Array:
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   real = column < view.counts[:, None]
   return jnp.where(real, view.starts[:, None] + column, -1)
+
+
+def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
+  """Row and position of tokens that stand one row after another.
+
+  Returns:
+    int32[C] rows, P for padding; int32[C] positions, -1 for padding.
+  """
+  ends = jnp.cumsum(view.counts, dtype=jnp.int32)
+  column = jnp.arange(columns, dtype=jnp.int32)
+  row = jnp.sum(column[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+  first = (view.starts - (ends - view.counts)).at[row].get(mode="clip")
+  return row, jnp.where(column < ends[-1], first + column, -1)
 
 
 def check_view(view: View) -> None:
@@ -134,11 +174,30 @@ def check_view(view: View) -> None:
     )
 
 
-def check_rows(view: View, name: str, array: jax.Array) -> None:
-  """Raises unless an array has one row for each row of a view."""
-  check_view(view)
+def check_rows(view: AnyView, name: str, array: jax.Array) -> None:
+  """Raises unless an array has the rows, or the columns, of a view."""
   check.is_array(name, array)
-  batch = view.page_table.shape[0]
+  if isinstance(view, PackedView):
+    _check_columns(view, name, array)
+    return
+  rows = rows_of(view)
+  check_view(rows)
+  batch = rows.page_table.shape[0]
   if array.shape[:1] != (batch,):
     wanted = f"[{batch}, ...], with the rows of view.page_table"
+    check.refuse(ValueError, name, wanted, array)
+
+
+def _check_columns(view: PackedView, name: str, array: jax.Array) -> None:
+  decode = rows_of(view.decode)
+  check_view(decode)
+  single = decode.page_table.shape[0]
+  if view.prefill is None:
+    fits, columns = array.shape[:2] == (1, single), f"{single}"
+  else:
+    check_view(view.prefill)
+    fits = array.ndim > 1 and array.shape[0] == 1 and array.shape[1] > single
+    columns = f"more than {single}"
+  if not fits:
+    wanted = f"[1, {columns}, ...], with a column for each row of view.decode"
     check.refuse(ValueError, name, wanted, array)
