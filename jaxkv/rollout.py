@@ -3,6 +3,7 @@
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.dense import generate_dense
 from jaxkv._src.rollout.loop import Model
+from jaxkv._src.rollout.loop import all_logits
 from jaxkv._src.rollout.loop import generate
 from jaxkv._src.rollout.sampling import sample
 from jaxkv._src.rollout.sequences import DONE
@@ -26,6 +27,7 @@ __all__ = [
   "RolloutConfig",
   "RolloutState",
   "Sequences",
+  "all_logits",
   "from_prompts",
   "generate",
   "generate_dense",

@@ -27,9 +27,10 @@ PROMPTS = [
 ]
 
 
-def model(params, tokens, positions, kv, view):
-  """As `rollout.Model`."""
+def model(params, tokens, positions, kv, views):
+  """As `rollout.all_logits` takes it."""
   del params
+  (view,) = views
   # Positions of columns that are no tokens may be beyond the last one.
   x = jnp.asarray(_TOKENS)[tokens] + jnp.asarray(_POSITIONS)[positions]
   x = x[:, :, None]
@@ -97,4 +98,6 @@ def program():
 
   A new one, so that it is traced with what the library now is.
   """
-  return jax.jit(functools.partial(rollout.generate, None, model=model))
+  return jax.jit(
+    functools.partial(rollout.generate, None, model=rollout.all_logits(model))
+  )

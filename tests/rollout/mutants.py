@@ -6,11 +6,15 @@ import jax.numpy as jnp
 
 from tests.rollout.test_arguments import TestNumbersOfACall
 from tests.rollout.test_by_hand import check_counters
+from tests.rollout.test_by_hand import check_first_come
 from tests.rollout.test_by_hand import check_hopeless
-from tests.rollout.test_by_hand import check_pause
+from tests.rollout.test_by_hand import check_order
 from tests.rollout.test_by_hand import check_preemption
+from tests.rollout.test_by_hand import check_room
 from tests.rollout.test_by_hand import check_scarce_pages
 from tests.rollout.test_by_hand import check_sequences
+from tests.rollout.test_by_hand import check_shared
+from tests.rollout.test_by_hand import check_victim
 from tests.tools.mistakes import FailsCheck
 from tests.tools.mistakes import given
 from tests.tools.mistakes import returned
@@ -37,8 +41,24 @@ def _preemption(_):
   check_preemption()
 
 
-def _pause(_):
-  check_pause()
+def _room(_):
+  check_room()
+
+
+def _shared(_):
+  check_shared()
+
+
+def _order(_):
+  check_order()
+
+
+def _first_come(_):
+  check_first_come()
+
+
+def _victim(_):
+  check_victim()
 
 
 def _hopeless(_):
@@ -108,60 +128,110 @@ MUTANTS = {
   ),
   # --- admission -------------------------------------------------------------
   "every prompt leads all others": _rollout(
-    "loop:_leaders",
-    text("prompt[:, None] == prompt", "0 == 0 * prompt"),
+    "admission:candidates",
+    text("siblings &= prompt[:, None] == prompt[None]", "pass"),
     _tokens,
   ),
   "nobody follows": _rollout(
-    "loop:_leaders",
-    text("jnp.argmax(same", "jnp.argmax(jnp.eye(*same.shape)"),
-    _counters,
+    "admission:choose", text("joins = ok &", "joins = ~ok & ok &"), _counters
   ),
-  "the last token of a prompt is computed twice": _rollout(
-    "loop:_prefill",
-    given(target=lambda g: jnp.where(g.target > 0, g.target + 1, 0)),
-    _tokens,
+  "what others compute is computed too": _rollout(
+    "admission:candidates",
+    text(
+      "jnp.any(blocked, axis=1) & wants", "jnp.any(blocked, axis=1) & False"
+    ),
+    _shared,
   ),
-  "one chunk of a prompt": _rollout(
-    "loop:_prefill", text("missing - counts", "missing * 0"), _tokens
+  "those who enter together share nothing": _rollout(
+    "admission:choose",
+    text("ok & waiting.same", "~ok & ok & waiting.same"),
+    _shared,
   ),
-  "the first page of a fork is not copied": _rollout(
-    "loop:_admit_waiting",
-    text("kv = kv_memory.copy(kv, *forked.copies)", "pass"),
-    _tokens,
+  "the shortest cached prefix first": _rollout(
+    "admission:choose",
+    text(", waiting.cached)", ", 99 - waiting.cached)"),
+    _order,
+  ),
+  "overtaken without end": _rollout(
+    "admission:choose",
+    text("overtaken >= config.max_overtaken", "overtaken < 0"),
+    _order,
+  ),
+  "nobody is overtaken": _rollout(
+    "slots:_enter", text("values=later", "values=later * 0"), _order
+  ),
+  "no room to grow": _rollout(
+    "slots:_enter",
+    text("runners + row > 0, reserve", "runners < 0, reserve"),
+    _room,
   ),
   "those that can never run wait": _rollout(
-    "loop:_admit_waiting", text("idle | (admitted", "(admitted"), _hopeless
+    "slots:_enter", text("idle | (admitted", "(admitted"), _hopeless
+  ),
+  # --- forks -----------------------------------------------------------------
+  "the first page of a fork is not copied": _rollout(
+    "slots:fork_ready",
+    text("kv_memory.copy(state.kv, *forked.copies)", "state.kv"),
+    _tokens,
   ),
   "forks are not counted": _rollout(
-    "loop:_admit_waiting",
-    text("jnp.sum(forked.ok", "jnp.sum(~forked.ok"),
+    "slots:fork_ready",
+    text("jnp.sum(forked.ok", "jnp.sum(ready & ~forked.ok"),
     _counters,
+  ),
+  "a fork waits for one more token": _rollout(
+    "slots:fork_ready", text("== length - 1\n", "== length\n"), _tokens
+  ),
+  # --- packing ---------------------------------------------------------------
+  "prompts have no places of slots": _rollout(
+    "packing:schedule", text("size + idle)", "size)"), _counters
+  ),
+  "the largest width always": _rollout(
+    "packing:schedule",
+    text("jnp.maximum(width, 1)", "jnp.int32(len(sizes) - 1)"),
+    _counters,
+  ),
+  "the youngest first": _rollout(
+    "packing:schedule",
+    text("jnp.where(prefills, numbers,", "jnp.where(prefills, -numbers,"),
+    _first_come,
+  ),
+  "the last token is a column late": _rollout(
+    "packing:schedule",
+    text("num_slots + final", "num_slots + final + 1"),
+    _tokens,
+  ),
+  "tokens of prompts are at the place of the first": _rollout(
+    "packing:single_views", text(" + work.offsets", ""), _tokens
   ),
   # --- decoding --------------------------------------------------------------
   "the ended keep their pages": _rollout(
-    "loop:_decode", text("mask=ended | victim", "mask=victim"), _tokens
+    "loop:_compute", text("mask=ended | victim", "mask=victim"), _tokens
   ),
   "the preempted keep their pages": _rollout(
-    "loop:_decode", text("mask=ended | victim", "mask=ended"), _preemption
+    "loop:_compute", text("mask=ended | victim", "mask=ended"), _preemption
   ),
-  "a pause has no end": _rollout(
-    "loop:_decode",
-    text(" & ~jnp.any(ended) & jnp.any(running < none)", ""),
-    _preemption,
-  ),
-  "nobody pauses": _rollout(
-    "loop:_preempt",
-    returned(lambda out, g: (replace(out[0], paused=g.state.paused), out[1])),
-    _pause,
+  "a page of each token is committed": _rollout(
+    "loop:_commit", text("left - now", "left * 0"), _tokens
   ),
   "the oldest is preempted": _rollout(
-    "loop:_preempt",
-    text("jnp.argmax(age)", "jnp.argmin(jnp.where(age < 0, none, age))"),
+    "slots:_preempt",
+    text(
+      "jnp.where(fewest, state.running, -1)",
+      "jnp.where(fewest, none - state.running, -1)",
+    ),
     _preemption,
   ),
+  "the longest is preempted": _rollout(
+    "slots:_preempt",
+    text(
+      "jnp.where(holders, state.cache.length,",
+      "jnp.where(holders, -state.cache.length,",
+    ),
+    _victim,
+  ),
   "one that is alone waits for pages": _rollout(
-    "loop:_preempt",
+    "slots:_preempt",
     text("victim & alone, code", "victim & ~victim, code"),
     _hopeless,
   ),
@@ -170,7 +240,7 @@ MUTANTS = {
   ),
   "the last number of pages is the peak": _rollout(
     "loop:_count",
-    text("jnp.maximum(counters.peak_pages, in_use)", "in_use"),
+    text("jnp.maximum(before.peak_pages, in_use)", "in_use"),
     _counters,
   ),
   "the null page is shared": _rollout(

@@ -13,7 +13,13 @@ from jaxkv import rollout
 from jaxkv._src.rollout import arguments
 
 _VOCABULARY = 7
-_FIELDS = ("num_samples", "max_new_tokens", "prefill_chunk", "admissions")
+_FIELDS = (
+  "num_samples",
+  "max_new_tokens",
+  "prefill_chunk",
+  "admissions",
+  "window",
+)
 _SIZES = jaxkv.CacheConfig(
   num_pages=20, page_size=2, num_slots=2, pages_per_slot=5
 )
@@ -36,8 +42,13 @@ def _model(params, tokens, positions, kv, view, change=lambda logits: logits):
 
 
 def _generate(temperature=0.0, max_steps=0, change=lambda logits: logits):
-  model = functools.partial(_model, change=change)
-  return rollout.generate(None, _begin(), temperature, max_steps, model=model)
+  return rollout.generate(
+    None, _begin(), temperature, max_steps, model=_all_logits(change)
+  )
+
+
+def _all_logits(change):
+  return rollout.all_logits(functools.partial(_model, change=change))
 
 
 class TestConfig:
@@ -57,6 +68,7 @@ class TestConfig:
   def test_stop_tokens(self):
     assert rollout.RolloutConfig(stop_token=-1).stop_token == -1
     assert rollout.RolloutConfig(stop_token=np.int64(3)).stop_token == 3
+    assert rollout.RolloutConfig(max_overtaken=0).max_overtaken == 0
     for value in (-2, 2**40):
       with pytest.raises(ValueError, match=rf"at least -1 and .* got {value}"):
         rollout.RolloutConfig(stop_token=value)
@@ -144,7 +156,8 @@ class TestNumbersOfACall:
     state = _begin()
 
     def run(temperature, steps):
-      return rollout.generate(None, state, temperature, steps, model=_model)
+      model = _all_logits(lambda logits: logits)
+      return rollout.generate(None, state, temperature, steps, model=model)
 
     with pytest.raises(TypeError, match="`max_steps` must hold integers"):
       jax.eval_shape(run, 0.0, 1.5)
@@ -177,14 +190,28 @@ class TestLogits:
       (
         lambda x: x[:, -1],
         ValueError,
-        r"must have .* \[2, X, V\].* got \[2, 7",
+        r"must have .* \[1, 2, V\].* got \[1, 7",
       ),
-      (lambda x: x[:1], ValueError, r"must have the shape \[2, X, V\].* got"),
+      (
+        lambda x: x[:, :1],
+        ValueError,
+        r"must have the shape \[1, 2, V\].* got",
+      ),
     ],
   )
   def test_refused(self, change, error, message):
     with pytest.raises(error, match=f"`logits` {message}"):
       _generate(change=change)
+
+  def test_of_some_columns(self):
+    """Those of a model that gives no others."""
+
+    def model(params, tokens, positions, kv, views, columns):
+      del params, positions, views, columns
+      return jnp.zeros((tokens.shape[1] + 1, _VOCABULARY)), kv
+
+    with pytest.raises(ValueError, match=r"`logits` must have .* \[2, V\].*3,"):
+      rollout.generate(None, _begin(), 0.0, 0, model=model)
 
   def test_the_dense_run_does_the_same(self):
     sequences = rollout.from_prompts(

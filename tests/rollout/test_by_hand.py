@@ -4,11 +4,14 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
+from tests.tools.pool_copies import pool_sized_rewrites
 
 _CONFIG = rollout.RolloutConfig(
   num_samples=2,
@@ -85,10 +88,12 @@ def test_scarce_pages():
 def check_counters() -> None:
   """Two samples of five tokens, three tokens each, pages of two.
 
-  The first sample computes 4 tokens into 2 pages, which the second one shares.
-  At the first step each takes a page for the fifth token, at the third step
-  another one for the seventh: 2 + 2 * 2 pages, of which 2 stand in both tables.
-  Then come the two samples of one token, which have nothing to share.
+  The first sample computes 4 tokens into 2 pages, which the second one shares:
+  two tokens in the places of the slots, which do not decode yet, and one in the
+  smallest chunk; then the fourth, in the place of a slot. In the third step
+  each takes a page for the fifth token, in the fifth step another one for the
+  seventh: 2 + 2 * 2 pages, of which 2 stand in both tables. Then come the two
+  samples of one token, which have nothing to share.
   """
   config = rollout.RolloutConfig(
     num_samples=2, max_new_tokens=3, prefill_chunk=3
@@ -98,9 +103,11 @@ def check_counters() -> None:
   )
   end = by_hand.program()(state, 1.0, 0)
   assert jax.tree.map(int, end.counters) == rollout.Counters(
-    steps=6,
+    steps=8,
+    rows=(2 + 1) + 2 + 3 * 2 + 3 * 2,
     generated=12,
     prefilled=4,
+    recomputed=0,
     forked=1,
     preempted=0,
     peak_pages=6,
@@ -117,7 +124,8 @@ def check_preemption() -> None:
 
   Each needs 2 pages for its first four tokens, so the fifth is for neither.
   The younger one gives its pages back at the end of that step and waits until
-  the older one has ended. Meanwhile nobody is admitted: the third one waits.
+  the older one has ended. Then it resumes in three of the four pages. The last
+  page is not given to the third one: it is left for the first two to grow.
   """
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
@@ -132,7 +140,7 @@ def check_preemption() -> None:
   assert status[4] == [runs, waits, waits]
   assert status[5] == [done, waits, waits]
   # The one that resumes lacks a single token.
-  assert status[6] == [done, done, runs]
+  assert status[6] == [done, done, waits]
   assert int(state.counters.preempted) == 1
 
 
@@ -140,12 +148,12 @@ def test_preemption():
   check_preemption()
 
 
-def check_pause() -> None:
+def check_room() -> None:
   """A sequence of six tokens and one of one token, in four pages.
 
-  At the second step the long one needs its fourth page, so the short one gives
-  its only page back. It would fit into that page again at once, and neither
-  would ever get further; so it waits until the long one has ended.
+  The long one takes three pages, and needs the fourth at its second step. The
+  short one would fit into that page, but newcomers leave half a page free for
+  each sequence that runs, themselves included. So it waits.
   """
   config = rollout.RolloutConfig(max_new_tokens=2)
   state = by_hand.begun(
@@ -153,11 +161,126 @@ def check_pause() -> None:
   )
   end = by_hand.program()(state, 1.0, 50)
   assert bool(rollout.is_done(end)), "not done after 50 steps"
-  assert (int(end.counters.steps), int(end.counters.preempted)) == (4, 1)
+  assert (int(end.counters.steps), int(end.counters.preempted)) == (4, 0)
 
 
-def test_pause():
-  check_pause()
+def test_room():
+  check_room()
+
+
+def check_victim() -> None:
+  """A sequence of one token and one of four, in four pages.
+
+  In the third step each needs a page for its next token, and one is left. The
+  first one gets it, but has fewer tokens than the second one: it is preempted.
+  """
+  config = rollout.RolloutConfig(max_new_tokens=4, prefill_chunk=8)
+  state = by_hand.begun(
+    jax.random.key(5), _sizes(5, 2), config, [[9], [1, 2, 3, 1]]
+  )
+  program = by_hand.program()
+  state = program(state, 0.0, 3)
+  assert int(state.counters.preempted) == 1
+  status = state.sequences.status.tolist()
+  assert status == [rollout.WAITING, rollout.RUNNING]
+  state = program(state, 0.0, 50)
+  assert bool(rollout.is_done(state)), "not done after 50 steps"
+  # The preempted one had computed two tokens; the last was not computed yet.
+  assert int(state.counters.recomputed) == 2
+
+
+def test_victim():
+  check_victim()
+
+
+def check_shared() -> None:
+  """Three prompts of eight common tokens and one of their own, pages of two.
+
+  Each step computes four tokens. Nobody enters beside the first one before the
+  last common page is cached, so only the first one computes those pages.
+  """
+  config = rollout.RolloutConfig(max_new_tokens=1, prefill_chunk=1)
+  common = [1, 2, 3, 4, 5, 6, 7, 8]
+  state = by_hand.begun(
+    jax.random.key(5),
+    _sizes(40, 3),
+    config,
+    [[*common, 5], [*common, 6], [*common, 7]],
+  )
+  end = by_hand.program()(state, 0.0, 50)
+  assert bool(rollout.is_done(end)), "not done after 50 steps"
+  assert int(end.counters.prefilled) == 8
+  assert int(end.counters.steps) == 3
+
+
+def test_shared():
+  check_shared()
+
+
+def check_order() -> None:
+  """Prompts with a cached prefix go before others, so often and no more."""
+  prompts = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7]]
+  for bound, wanted in (
+    (32, [0, 2, 3, 1]),
+    (1, [0, 2, 1, 3]),
+    (0, [0, 1, 2, 3]),
+  ):
+    config = rollout.RolloutConfig(max_new_tokens=1, max_overtaken=bound)
+    state = by_hand.begun(jax.random.key(5), _sizes(40, 1), config, prompts)
+    program, order = by_hand.program(), []
+    for _ in range(30):
+      state = program(state, 0.0, 1)
+      for number in np.flatnonzero(state.sequences.status == rollout.DONE):
+        if number not in order:
+          order.append(int(number))
+    assert order == wanted, bound
+
+
+def test_order():
+  check_order()
+
+
+def check_first_come() -> None:
+  """Two prompts of six tokens; a step computes three, of the first one first.
+
+  After two steps it has drawn a token, and the other one has computed none.
+  """
+  config = rollout.RolloutConfig(max_new_tokens=2, prefill_chunk=1)
+  state = by_hand.begun(
+    jax.random.key(5),
+    _sizes(40, 2),
+    config,
+    [[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]],
+  )
+  state = by_hand.program()(state, 0.0, 2)
+  assert state.sequences.length.tolist() == [7, 6]
+  assert state.cache.length.tolist() == [6, 0]
+
+
+def test_first_come():
+  check_first_come()
+
+
+@pytest.mark.parametrize("largest", ["memory", "queue"])
+def test_in_place(largest):
+  """A step rewrites neither the K/V memory nor the queue of sequences."""
+  config = rollout.RolloutConfig(
+    num_samples=2, max_new_tokens=6, prefill_chunk=3, window=4
+  )
+  prompts = [[1] * 10] * 2
+  if largest == "queue":
+    prompts = [[1] * 60] * 256
+  sizes = dataclasses.replace(
+    _sizes(9000 if largest == "memory" else 60, 4), pages_per_slot=33
+  )
+  state = by_hand.begun(jax.random.key(5), sizes, config, prompts)
+  array = state.kv.k if largest == "memory" else state.sequences.tokens
+  compiled = (
+    jax.jit(by_hand.program(), donate_argnums=0)
+    .lower(state, jnp.float32(1), jnp.int32(0))
+    .compile()
+  )
+  assert pool_sized_rewrites(compiled, array.shape) == []
 
 
 def check_hopeless() -> None:

@@ -80,9 +80,7 @@ def _initial(model, slots, pages, page_size, samples) -> rollout.RolloutState:
 
 
 def _program(model) -> Any:
-  forward = functools.partial(
-    models.forward, config=model.config, logits="last"
-  )
+  forward = functools.partial(models.forward, config=model.config)
   return jax.jit(functools.partial(rollout.generate, model=forward))
 
 

@@ -39,7 +39,7 @@ def collect(
   kv_bytes = state.kv.k.nbytes + state.kv.v.nbytes
   page_bytes = kv_bytes // sizes.num_pages
   queries, hits = int(stats.queried_tokens), int(stats.hit_tokens)
-  generated = int(counters.generated)
+  generated, prefilled = int(counters.generated), int(counters.prefilled)
   return {
     "sequences": int(state.sequences.length.shape[0]),
     "slots": sizes.num_slots,
@@ -52,7 +52,11 @@ def collect(
     "tokens_per_second": generated / seconds,
     "dense_seconds": dense_seconds,
     "prompt_tokens": int(np.sum(state.sequences.prompt_length)),
-    "prefilled_tokens": int(counters.prefilled),
+    "prefilled_tokens": prefilled,
+    "recomputed_tokens": int(counters.recomputed),
+    "computed_rows": int(counters.rows),
+    "useful_rows": generated + prefilled,
+    "busy_slots": generated / (int(counters.steps) * sizes.num_slots),
     "forked_sequences": int(counters.forked),
     "queried_tokens": queries,
     "hit_tokens": hits,
@@ -106,6 +110,13 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
       f"{result['prompt_tokens']:,}, of which {result['prefilled_tokens']:,} "
       f"were computed; {result['forked_sequences']} sequences forked",
     ),
+    (
+      "rows computed",
+      f"{result['computed_rows']:,}, "
+      f"{result['computed_rows'] / result['useful_rows']:.2f} for each useful "
+      f"one; {result['recomputed_tokens']:,} computed again",
+    ),
+    ("slots that drew", f"{result['busy_slots']:.1%} of all, in all steps"),
     ("pages published", f"{result['pages_published']:,}"),
     ("pages shared", f"{result['pages_shared']:,} at the peak"),
     ("pages evicted", f"{result['pages_evicted']:,}"),

@@ -212,9 +212,7 @@ def _paged(
 ) -> _Timed:
   """Runs the loop in spans, with a progress bar over sequences."""
   state = _initial(args, model, prompts, config)
-  forward = functools.partial(
-    models.forward, config=model.config, logits="last"
-  )
+  forward = functools.partial(models.forward, config=model.config)
   program = functools.partial(rollout.generate, model=forward)
   temperature = jnp.float32(args.temperature)
   span = jnp.int32(args.span)

@@ -107,7 +107,8 @@ def forward(
   tokens: jax.Array,
   positions: jax.Array,
   kv: paged.KVPages,
-  view: paged.View,
+  view: paged.View | paged.PackedView | tuple[paged.PackedView, ...],
+  columns: jax.Array | None = None,
   *,
   config: LlamaConfig,
   logits: Wanted = "all",
@@ -118,8 +119,9 @@ def forward(
   Writes the keys and values of row b's first `view.counts[b]` tokens after its
   `view.starts[b]` cached tokens. Each token attends to all tokens up to itself.
   Prefill, chunked prefill and decode are this one call with different T and
-  counts. A row's logits do not depend on other rows, except for rounding if
-  the view has `shared` pages or a `plan`.
+  counts. With a `PackedView` B is 1, and the columns are the view's. A row's
+  logits do not depend on other rows, except for rounding if the view has
+  `shared` pages or a `plan`.
 
   Never donates: outside your own `jit`, each call copies the pages.
 
@@ -131,15 +133,17 @@ def forward(
       `view.starts[b] + arange(T)`.
     kv: the pages.
     view: where each row's pages are, and how many tokens are written.
+    columns: int32[X], of a packed call: the columns that get logits.
     config: static; the decoder's sizes.
-    logits: static; which tokens get logits: "all"; "last", the token at
-      `view.counts[b] - 1` (meaningless for a row with count 0); or "none", as
-      for a prompt's earlier chunks.
+    logits: static; if `columns` is None, which tokens get logits: "all";
+      "last", the token at `view.counts[b] - 1` (meaningless for a row with
+      count 0); or "none", as for a prompt's earlier chunks.
     backend: static; see `jaxkv.kv.attend`.
 
   Returns:
     (logits, kv): float32[B, P, V], where P is T, 1 or 0 for "all", "last"
-    and "none"; the logits of tokens past a row's count are meaningless.
+    and "none"; the logits of tokens past a row's count are meaningless. With
+    `columns`, float32[X, V].
 
   Examples:
     >>> import jax, jax.numpy as jnp, jaxkv
@@ -159,9 +163,14 @@ def forward(
     >>> logits.shape
     (1, 3, 11)
   """
+  if isinstance(view, tuple):
+    if len(view) != 1:
+      raise ValueError(f"`view` must be of one layer group, got {len(view)}.")
+    (view,) = view
   rows = view
-  if tokens.shape[1:] == (1,):
+  if isinstance(view, paged.PackedView) or tokens.shape[1:] == (1,):
     rows = paged.refresh_shared(kv, view)
+  counts = None if isinstance(view, paged.PackedView) else view.counts
 
   def attention(
     layer: jax.Array,
@@ -174,9 +183,11 @@ def forward(
     out = paged.attend(memory, rows, layer, q, backend=backend)
     return out, memory
 
-  return _decode(
-    params, tokens, positions, kv, attention, view.counts, logits, config
+  wanted = logits if columns is None else columns
+  out, kv = _decode(
+    params, tokens, positions, kv, attention, counts, wanted, config
   )
+  return out if columns is None else out[0], kv
 
 
 @functools.partial(jax.jit, static_argnames=("config", "logits"))
@@ -290,7 +301,7 @@ def _decode(
   memory: Any,
   attention: _Attention,
   counts: jax.Array | None,
-  wanted: Wanted,
+  wanted: Wanted | jax.Array,
   config: LlamaConfig,
 ) -> tuple[jax.Array, Any]:
   """All of the decoder but attention: (float32[B, P, V] logits, memory)."""
@@ -327,8 +338,12 @@ def _decode(
   return logits, memory
 
 
-def _pick(x: jax.Array, counts: jax.Array | None, wanted: Wanted) -> jax.Array:
+def _pick(
+  x: jax.Array, counts: jax.Array | None, wanted: Wanted | jax.Array
+) -> jax.Array:
   """[B, T, E] to [B, P, E]: the tokens that get logits."""
+  if not isinstance(wanted, str):
+    return x.at[:, wanted].get(mode="clip")
   if wanted == "all" or counts is None:
     return x
   if wanted == "none":
@@ -374,7 +389,7 @@ def _check_inputs(
   tokens: jax.Array,
   positions: jax.Array,
   counts: jax.Array | None,
-  wanted: Wanted,
+  wanted: Wanted | jax.Array,
   config: LlamaConfig,
 ) -> None:
   if tokens.ndim != 2:
@@ -388,7 +403,7 @@ def _check_inputs(
     raise ValueError(
       f"`counts` must have shape {tokens.shape[:1]}, got {counts.shape}."
     )
-  if wanted not in ("all", "last", "none"):
+  if isinstance(wanted, str) and wanted not in ("all", "last", "none"):
     raise ValueError(
       f'`logits` must be "all", "last" or "none", got {wanted!r}.'
     )

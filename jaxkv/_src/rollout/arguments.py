@@ -82,6 +82,33 @@ def as_logits(logits: Array) -> Array:
   return logits.astype(jnp.float32)
 
 
+def check_logits(logits: Any, rows: int) -> None:
+  """Raises unless logits are what a `Model` returns, [B, V] for B rows.
+
+  Raises:
+    TypeError: they are not floats.
+    ValueError: they have another shape.
+  """
+  check_shape("logits", logits, (rows, "V"), ", as `model` returns them")
+  if not jnp.issubdtype(logits.dtype, jnp.floating):
+    raise TypeError(
+      f"`logits` must be floats, got {logits.dtype}; let the model return its "
+      "last layer's output."
+    )
+
+
+def check_all_logits(logits: Any, columns: int) -> None:
+  """Raises unless logits are [1, C, V] for C columns.
+
+  Raises:
+    ValueError: they have another shape.
+  """
+  wanted = (1, columns, "V")
+  check_shape(
+    "logits", logits, wanted, ", as the model of `all_logits` returns"
+  )
+
+
 def last_logits(logits: Array, rows: int) -> Array:
   """Those of each row's last token, [B, V].
 

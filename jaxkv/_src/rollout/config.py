@@ -4,6 +4,8 @@ import dataclasses
 
 from jaxkv._src.rollout.arguments import check_count
 
+_LEAST = {"stop_token": -1, "max_overtaken": 0}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
@@ -14,8 +16,12 @@ class RolloutConfig:
       together prefill the prompt once and fork.
     max_new_tokens: tokens after which a sequence ends without a stop token.
     stop_token: the token that ends a sequence; -1 for none.
-    prefill_chunk: C, prompt tokens of a row that one model call takes.
-    admissions: R, the most sequences admitted in one step.
+    prefill_chunk: the most prompt tokens that a step computes besides those
+      that take the places of slots which do not decode.
+    admissions: R, the most sequences that enter in one step.
+    window: waiting sequences among which those with the longest cached prefix
+      enter first.
+    max_overtaken: how many later sequences may enter before a waiting one.
 
   Raises:
     TypeError: a field is not an int.
@@ -25,10 +31,12 @@ class RolloutConfig:
   num_samples: int = 1
   max_new_tokens: int = 128
   stop_token: int = -1
-  prefill_chunk: int = 64
+  prefill_chunk: int = 256
   admissions: int = 16
+  window: int = 32
+  max_overtaken: int = 32
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      least = -1 if field.name == "stop_token" else 1
+      least = _LEAST.get(field.name, 1)
       check_count(field.name, getattr(self, field.name), least)

@@ -1,24 +1,31 @@
-"""The loop: admit, prefill, fork, decode, sample, release, until all are done.
+"""The loop: fork, allocate, admit, compute, commit, sample, free.
 
 The parts of a step, in order; a part with nothing to do costs almost nothing:
 
-| part    | what happens                                                      |
-|---------|-------------------------------------------------------------------|
-| admit   | waiting sequences take empty slots; cached prefixes are attached  |
-| prefill | their other tokens except the last are computed, in chunks        |
-| fork    | further samples of a prompt share the pages of the first one      |
-| decode  | every running slot computes its last token and draws the next one |
-| release | ended sequences give their pages back                             |
+| part     | what happens                                                     |
+|----------|------------------------------------------------------------------|
+| fork     | further samples of a prompt share the pages of the first one     |
+| allocate | running sequences get room for their next tokens                 |
+| admit    | waiting sequences take empty slots; cached prefixes are attached |
+| compute  | one call of the model: the next token of every sequence that     |
+|          | decodes, and tokens of prompts                                   |
+| commit   | the tokens become final; full pages are cached                   |
+| sample   | sequences without missing tokens draw the next one               |
+| free     | ended sequences give their pages back                            |
 
-When the pool is empty, the youngest running sequence is preempted: it gives its
-slot back and waits. Its generated tokens are kept, its pages stay cached until
-they are evicted, and it resumes later with the same draws.
+When the pool is empty, the running sequence with the fewest tokens is
+preempted: it gives its slot back and waits. Its generated tokens are kept, its
+pages stay cached until they are evicted, and it resumes later with the same
+draws. Newcomers leave half a page free for each running sequence, so this is
+rare; and none enters while a running sequence lacks a page, so the longest one
+always gets further.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
@@ -26,31 +33,53 @@ from jax import lax
 from jaxkv import kv as kv_memory
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Status
-from jaxkv._src.cache.state import is_failure
-from jaxkv._src.cache.verbs.admit import admit
-from jaxkv._src.cache.verbs.allocate import allocate
 from jaxkv._src.cache.verbs.commit import commit
-from jaxkv._src.cache.verbs.fork import fork
 from jaxkv._src.cache.verbs.free import free
+from jaxkv._src.rollout import packing
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout import slots
 from jaxkv._src.rollout.arguments import as_max_steps
 from jaxkv._src.rollout.arguments import as_temperature
-from jaxkv._src.rollout.arguments import last_logits
-from jaxkv._src.rollout.config import RolloutConfig
-from jaxkv._src.rollout.sequences import Sequences
-from jaxkv._src.rollout.state import Counters
+from jaxkv._src.rollout.arguments import check_all_logits
+from jaxkv._src.rollout.arguments import check_logits
+from jaxkv._src.rollout.packing import Work
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.state import is_done
 from jaxkv.kv import KVPages
-from jaxkv.kv import View
 
 Model = Callable[..., tuple[Array, KVPages]]
-"""`(params, tokens int32[B, T], positions int32[B, T], kv, view) -> (logits,
-kv)`: stores the K/V of the tokens and attends through `jaxkv.kv`. Logits are
-[B, X, V], floats of any width, which are sampled from in float32; those at
-X - 1 are for each row's last token when T is 1."""
+"""`(params, tokens int32[1, C], positions int32[1, C], kv, views, columns
+int32[X]) -> (logits [X, V], kv)`: stores the K/V of the tokens, attends through
+`jaxkv.kv`, and gives the logits of some columns. `views` has a `PackedView` for
+each layer group. Logits are floats of any width, which are sampled from in
+float32. `all_logits` makes one of a model that gives logits for all tokens."""
+
+
+def all_logits(model: Callable[..., tuple[Array, KVPages]]) -> Model:
+  """A `Model` of one that gives logits for all tokens, [1, C, V].
+
+  Args:
+    model: `(params, tokens int32[1, C], positions int32[1, C], kv, views) ->
+      (logits [1, C, V], kv)`.
+
+  Raises:
+    ValueError: when the model is called, if its logits have another shape.
+  """
+
+  def call(
+    params: Any,
+    tokens: Array,
+    positions: Array,
+    kv: KVPages,
+    views: Any,
+    columns: Array,
+  ) -> tuple[Array, KVPages]:
+    logits, kv = model(params, tokens, positions, kv, views)
+    check_all_logits(logits, tokens.shape[1])
+    return logits[0].at[columns].get(mode="clip"), kv
+
+  return call
 
 
 def generate(
@@ -99,214 +128,189 @@ def generate(
     return within & ~is_done(state)
 
   def step(state: RolloutState) -> RolloutState:
-    state = _admit_waiting(params, state, model=model)
-    return _decode(params, state, temperature, model=model)
+    state = slots.fork_ready(state)
+    state, starved, victim = slots.grow(state)
+    state = slots.admit_waiting(state, ~jnp.any(starved))
+    return _compute(params, state, starved, victim, temperature, model=model)
 
   return lax.while_loop(unfinished, step, state)
 
 
-def _admit_waiting(
-  params: Any, state: RolloutState, *, model: Model
-) -> RolloutState:
-  """Admits waiting sequences, prefills them and forks their siblings."""
-  sequences, cache, config = state.sequences, state.cache, state.config
-  none = sequences.length.shape[0]
-  rows = min(config.admissions, cache.config.num_slots)
-  numbers = queue.first_of(sequences.status == queue.WAITING, rows)
-  slots = queue.first_of(state.running == none, rows)
-  pairs = (numbers < none) & (slots < cache.config.num_slots) & ~state.paused
-  leader = _leaders(sequences, numbers, pairs, config)
-  leads = pairs & (leader == jnp.arange(rows, dtype=jnp.int32))
-  length = ops.take(sequences.length, numbers)
-  tokens = ops.take(sequences.tokens, numbers)
-  cache, admitted = admit(cache, slots, tokens, length, mask=leads)
-  target = jnp.where(admitted.ok, length - 1, 0)
-  cache, kv, prefilled = _prefill(
-    params, cache, state.kv, slots, tokens, target, model=model, config=config
-  )
-  follows = pairs & ~leads & ops.take(admitted.ok, leader)
-  cache, forked = fork(cache, slots[leader], slots, mask=follows)
-  kv = kv_memory.copy(kv, *forked.copies)
-  enters = admitted.ok | forked.ok
-  idle = ~jnp.any(enters) & jnp.all(state.running == none)
-  hopeless = is_failure(admitted.code) & (
-    idle | (admitted.code != Status.OUT_OF_PAGES)
-  )
-  sequences = queue.with_status(sequences, numbers, enters, queue.RUNNING)
-  return dataclasses.replace(
-    state,
-    cache=cache,
-    kv=kv,
-    sequences=queue.fail(sequences, numbers, hopeless, admitted.code),
-    running=ops.put(
-      state.running, ops.where_valid(enters, slots), values=numbers
-    ),
-    counters=dataclasses.replace(
-      state.counters,
-      prefilled=state.counters.prefilled + prefilled,
-      forked=state.counters.forked + jnp.sum(forked.ok, dtype=jnp.int32),
-    ),
-  )
-
-
-def _leaders(
-  sequences: Sequences, numbers: Array, pairs: Array, config: RolloutConfig
-) -> Array:
-  """int32[R]: the first row with the same fresh prompt, or the row itself.
-
-  A prompt of one token has nothing to prefill, and a preempted sequence is no
-  longer a bare prompt. Such rows are their own leaders.
-  """
-  fresh = ops.take(queue.num_generated(sequences), numbers) == 0
-  fresh &= pairs & (ops.take(sequences.length, numbers) > 1)
-  prompt = numbers // config.num_samples
-  same = (prompt[:, None] == prompt[None]) & fresh[:, None] & fresh[None]
-  same |= jnp.eye(numbers.shape[0], dtype=bool)
-  return jnp.argmax(same, axis=1).astype(jnp.int32)
-
-
-def _prefill(
-  params: Any,
-  cache: CacheState,
-  kv: KVPages,
-  slots: Array,
-  tokens: Array,
-  target: Array,
-  *,
-  model: Model,
-  config: RolloutConfig,
-) -> tuple[CacheState, KVPages, Array]:
-  """Computes and commits tokens in chunks until each slot holds `target`.
-
-  Args:
-    params: the model's.
-    cache: the cache, with the slots admitted.
-    kv: the K/V memory.
-    slots: int32[R].
-    tokens: int32[R, W], the sequences in the slots.
-    target: int32[R], tokens that each slot is to hold; 0 for an unused row.
-    model: see `Model`.
-    config: the chunk's size.
-
-  Returns:
-    The cache, the memory, and int32[]: tokens computed.
-  """
-  column = jnp.arange(config.prefill_chunk, dtype=jnp.int32)[None]
-  row = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
-  missing = jnp.maximum(target - ops.take(cache.length, slots), 0)
-
-  def chunk(loop):
-    cache, kv, missing = loop
-    counts = jnp.minimum(missing, config.prefill_chunk)
-    starts = ops.take(cache.length, slots)
-    positions = starts[:, None] + column
-    place = ops.where_valid(column < counts[:, None], positions)
-    chunk_tokens = ops.take(tokens, row, place)
-    table = ops.take(cache.page_table[:, 0], slots, fill=cache.config.no_page)
-    view = View(page_table=table, starts=starts, counts=counts)
-    _, kv = model(params, chunk_tokens, positions, kv, view)
-    cache, _ = commit(cache, chunk_tokens, counts, slots=slots, mask=counts > 0)
-    return cache, kv, missing - counts
-
-  total = jnp.sum(missing, dtype=jnp.int32)
-  cache, kv, _ = lax.while_loop(
-    lambda loop: jnp.any(loop[2] > 0), chunk, (cache, kv, missing)
-  )
-  return cache, kv, total
-
-
-def _decode(
+def _compute(
   params: Any,
   state: RolloutState,
+  starved: Array,
+  victim: Array,
   temperature: Array,
   *,
   model: Model,
 ) -> RolloutState:
-  """One token for every running slot that has room for it."""
-  none = state.sequences.length.shape[0]
-  active = state.running < none
-  cache, allocated = allocate(state.cache, active.astype(jnp.int32))
-  state = dataclasses.replace(state, cache=cache)
-  state, victim = _preempt(state, active & ~allocated.ok)
-  sequences, numbers = state.sequences, state.running
-  runs = (numbers < none) & allocated.ok
-  last = ops.take(sequences.length, numbers) - 1
-  tokens = ops.take(sequences.tokens, numbers, last)[:, None]
-  view = View(
-    page_table=state.cache.page_table[:, 0],
-    starts=state.cache.length,
-    counts=runs.astype(jnp.int32),
+  """The tokens of a step, and what follows from them."""
+  none, num_slots = state.sequences.length.shape[0], state.running.shape[0]
+  numbers, length = state.running, slots.lengths(state)
+  runs = slots.computing(state) & ~starved
+  missing = jnp.where(runs, length - state.cache.length, 0)
+  followed = jnp.zeros((num_slots + 1,), bool)
+  followed = followed.at[state.leader].set(True)[:num_slots]
+  sizes = packing.widths(state.config)
+  work = packing.schedule(
+    missing - followed.astype(jnp.int32),
+    (missing > 1) | followed,
+    numbers,
+    sizes,
   )
-  slots, samples = active.shape[0], state.config.num_samples
-  if samples > 1:
-    # Forks of a prompt read its pages once, where that pays.
-    view = kv_memory.share(
-      state.kv, view, num_clusters=-(-slots // samples), cluster_size=samples
-    )
-  logits, kv = model(
-    params, tokens, state.cache.length[:, None], state.kv, view
-  )
+  draws = (work.counts > 0) & (work.counts == missing)
+  kv, logits, rows = _call(params, state, work, sizes, model=model)
+  cache = _commit(state, work.counts)
+  sequences = state.sequences
   drawn, log_probs = sampling.sample(
     sequences.keys[jnp.minimum(numbers, none - 1)],
     ops.take(queue.num_generated(sequences), numbers),
-    last_logits(logits, slots),
+    logits,
     temperature,
   )
-  cache, _ = commit(state.cache, tokens, view.counts)
   sequences, ended = queue.append(
-    sequences, numbers, runs, drawn, log_probs, state.config
+    sequences,
+    ops.read_before(_read(cache, drawn), numbers),
+    draws,
+    drawn,
+    log_probs,
+    state.config,
   )
-  counters = _count(state.counters, cache, runs)
+  state = _count(state, cache, work.counts, draws, rows)
   cache, _ = free(cache, mask=ended | victim)
-  running = jnp.where(ended, none, numbers)
   return dataclasses.replace(
     state,
     cache=cache,
     kv=kv,
     sequences=sequences,
-    running=running,
-    paused=state.paused & ~jnp.any(ended) & jnp.any(running < none),
-    counters=counters,
+    running=jnp.where(ended, none, numbers),
   )
 
 
-def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
-  """Preempts the youngest sequence if a slot got no page.
+def _read(cache: CacheState, drawn: Array) -> Array:
+  """int32[], not negative: from tokens that a step has read; `read_before`."""
+  read = jnp.max(drawn)
+  if cache.hashes is not None:
+    read = jnp.maximum(read, jnp.max(cache.hashes.tail))
+  return read & jnp.int32(2**31 - 1)
 
-  A sequence that runs alone cannot get more pages, so it is given up.
+
+def _call(
+  params: Any,
+  state: RolloutState,
+  work: Work,
+  sizes: tuple[int, ...],
+  *,
+  model: Model,
+) -> tuple[KVPages, Array, Array]:
+  """Calls the model with the tokens of a step, in the width that was chosen.
 
   Returns:
-    The state, and bool[B]: the slot that the caller frees at the step's end.
+    The memory; the logits of each slot's last token, [B, V]; int32[], columns.
   """
-  none = state.sequences.length.shape[0]
-  age = jnp.where(state.running < none, state.running, -1)
-  slots = jnp.arange(age.shape[0], dtype=jnp.int32)
-  victim = jnp.any(starved) & (slots == jnp.argmax(age)) & (age >= 0)
-  alone = jnp.sum(age >= 0, dtype=jnp.int32) == 1
-  sequences = queue.with_status(
-    state.sequences, state.running, victim, queue.WAITING
-  )
-  code = jnp.full_like(slots, Status.OUT_OF_PAGES)
-  count = jnp.sum(victim & ~alone, dtype=jnp.int32)
-  state = dataclasses.replace(
-    state,
-    sequences=queue.fail(sequences, state.running, victim & alone, code),
-    running=jnp.where(victim, none, state.running),
-    paused=state.paused | (count > 0),
-    counters=dataclasses.replace(
-      state.counters, preempted=state.counters.preempted + count
-    ),
-  )
-  return state, victim
+  num_slots, samples = state.running.shape[0], state.config.num_samples
+  cache, sequences = state.cache, state.sequences
+  number = ops.take(state.running, work.slots, fill=sequences.length.shape[0])
+  single = packing.single_views(cache, work)
+  starts = single[0].starts
+  if samples > 1:
+    # Forks of a prompt read its pages once, where that pays.
+    single = tuple(
+      kv_memory.share(
+        state.kv,
+        one,
+        num_clusters=-(-num_slots // samples),
+        cluster_size=samples,
+      )
+      for one in single
+    )
+  tokens = ops.take(sequences.tokens, number, starts)
+
+  def call(kv: KVPages, size: int) -> tuple[Array, KVPages]:
+    if not size:
+      views = packing.packed(single, None)
+      return model(params, tokens[None], starts[None], kv, views, work.last)
+    chunks = packing.chunk_views(cache, work)
+    row, positions = packing.places(chunks[0], size)
+    owner = ops.take(
+      state.running,
+      ops.take(work.order, row, fill=num_slots),
+      fill=sequences.length.shape[0],
+    )
+    more = ops.take(sequences.tokens, owner, positions)
+    return model(
+      params,
+      jnp.concatenate([tokens, more])[None],
+      jnp.concatenate([starts, jnp.maximum(positions, 0)])[None],
+      kv,
+      packing.packed(single, chunks),
+      work.last,
+    )
+
+  shape = jax.eval_shape(lambda kv: call(kv, 0)[0], state.kv)
+  check_logits(shape, num_slots)
+  carry = state.kv, jnp.zeros(shape.shape, shape.dtype)
+  for number, size in enumerate(sizes):
+
+    def once(carry: Any, size: int = size) -> Any:
+      logits, kv = call(carry[0], size)
+      return kv, logits
+
+    # A conditional, or a switch, would copy the memory.
+    carry = ops.at_most_once(work.width == number, once, carry)
+  kv, logits = carry
+  return kv, logits, num_slots + jnp.asarray(sizes, jnp.int32)[work.width]
 
 
-def _count(counters: Counters, cache: CacheState, runs: Array) -> Counters:
+def _commit(state: RolloutState, counts: Array) -> CacheState:
+  """Commits each slot's next tokens, a page's worth in a trip."""
+  size = state.cache.config.page_size
+  column = jnp.arange(size, dtype=jnp.int32)[None]
+  numbers = state.running[:, None]
+
+  def trip(loop: tuple[CacheState, Array]) -> tuple[CacheState, Array]:
+    cache, left = loop
+    now = jnp.minimum(left, size)
+    tokens = ops.take(
+      state.sequences.tokens, numbers, cache.length[:, None] + column
+    )
+    cache, _ = commit(cache, tokens, now)
+    return cache, left - now
+
+  return lax.while_loop(
+    lambda loop: jnp.any(loop[1] > 0), trip, (state.cache, counts)
+  )[0]
+
+
+def _count(
+  state: RolloutState,
+  cache: CacheState,
+  counts: Array,
+  draws: Array,
+  rows: Array,
+) -> RolloutState:
+  before, numbers = state.counters, state.running
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
   shared = jnp.sum(cache.num_pages, dtype=jnp.int32) - in_use
+  place = ops.where_valid(counts > 0, numbers)
+  known = ops.take(state.computed, place)
+  again = jnp.clip(known - state.cache.length, 0, counts)
+  last = (draws & (again < counts)).astype(jnp.int32)
+  counters = dataclasses.replace(
+    before,
+    steps=before.steps + 1,
+    rows=before.rows + rows,
+    generated=before.generated + jnp.sum(draws, dtype=jnp.int32),
+    prefilled=before.prefilled
+    + jnp.sum(counts - again - last, dtype=jnp.int32),
+    recomputed=before.recomputed + jnp.sum(again, dtype=jnp.int32),
+    peak_pages=jnp.maximum(before.peak_pages, in_use),
+    peak_shared=jnp.maximum(before.peak_shared, shared),
+  )
+  computed = jnp.maximum(known, state.cache.length + counts)
   return dataclasses.replace(
-    counters,
-    steps=counters.steps + 1,
-    generated=counters.generated + jnp.sum(runs, dtype=jnp.int32),
-    peak_pages=jnp.maximum(counters.peak_pages, in_use),
-    peak_shared=jnp.maximum(counters.peak_shared, shared),
+    state,
+    counters=counters,
+    computed=ops.put(state.computed, place, values=computed),
   )

@@ -12,6 +12,7 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.check import check
+from jaxkv._src.rollout import admission
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Sequences
@@ -25,8 +26,10 @@ class Counters:
 
   Attributes:
     steps: trips of the loop.
-    generated: tokens drawn.
-    prefilled: tokens computed before the first draw.
+    rows: tokens that the model was called with, padding included.
+    generated: tokens drawn. Each costs the row of the token before it.
+    prefilled: tokens of prompts computed, without their last ones.
+    recomputed: tokens computed again after a preemption.
     forked: samples that shared another sample's prefill.
     preempted: times a sequence lost its slot.
     peak_pages: most pages in use at once.
@@ -34,8 +37,10 @@ class Counters:
   """
 
   steps: Array
+  rows: Array
   generated: Array
   prefilled: Array
+  recomputed: Array
   forked: Array
   preempted: Array
   peak_pages: Array
@@ -53,7 +58,13 @@ class RolloutState:
     sequences: the queue and the results.
     config: the options.
     running: the sequence in each slot, Q for none.  # int32[B]
-    paused: after a preemption, no admissions until a sequence ends.  # bool[]
+    leader: the slot whose prompt this one waits for, to fork from it; B for
+      none.  # int32[B]
+    computed: the most tokens of each sequence that were ever computed.
+      # int32[Q]
+    overtaken: later sequences that entered before each one.  # int32[Q]
+    prompt_keys: the key after each page of each prompt; None without prefix
+      caching.  # uint32[P, L // S, 4]
     counters: what has been done.
   """
 
@@ -62,7 +73,10 @@ class RolloutState:
   kv: KVPages
   sequences: Sequences
   running: Array
-  paused: Array
+  leader: Array
+  computed: Array
+  overtaken: Array
+  prompt_keys: Array | None
   counters: Counters
 
 
@@ -109,7 +123,10 @@ def init(
     kv=kv,
     sequences=sequences,
     running=jnp.full((sizes.num_slots,), none, jnp.int32),
-    paused=jnp.zeros((), bool),
+    leader=jnp.full((sizes.num_slots,), sizes.num_slots, jnp.int32),
+    computed=jnp.zeros((none,), jnp.int32),
+    overtaken=jnp.zeros((none,), jnp.int32),
+    prompt_keys=_prompt_keys(cache, prompts),
     counters=Counters(
       **{
         field.name: jnp.zeros((), jnp.int32)
@@ -117,6 +134,9 @@ def init(
       }
     ),
   )
+
+
+_prompt_keys = jax.jit(admission.prompt_keys)
 
 
 def is_done(state: RolloutState) -> Array:

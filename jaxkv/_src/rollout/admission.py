@@ -1,0 +1,224 @@
+"""Who enters: the sequences that take empty slots.
+
+Among the first waiting sequences those enter first whose cached prefix is the
+longest, because what is cached now may be evicted when their turn comes. Two
+rules go before that:
+
+- A sequence whose next page is being computed by another one waits, a step or
+  two, and then finds that page.
+- A sequence that was overtaken too often enters before all others.
+
+Further samples of a prompt take slots when the first one does. They follow it:
+they hold no pages until its prompt is computed, and then fork.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.algorithms import longest_prefix
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.cache.state import roots
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.sequences import Sequences
+
+
+class Candidates(NamedTuple):
+  """Waiting sequences, in order; X is the window.
+
+  Attributes:
+    numbers: int32[X], Q for none.
+    valid: bool[X], whether there is one.
+    cached: int32[X], tokens of the cached prefix.
+    blocked: bool[X], whether a running sequence computes the next page.
+    same: bool[X, X], whether candidate j would compute the next page of i.
+    siblings: bool[X, X], whether both are fresh samples of one prompt.
+    leader: int32[X], the slot of a sample that computes the same prompt; B for
+      none.
+  """
+
+  numbers: Array
+  valid: Array
+  cached: Array
+  blocked: Array
+  same: Array
+  siblings: Array
+  leader: Array
+
+
+class Chosen(NamedTuple):
+  """Up to R candidates, in the order in which they enter.
+
+  Attributes:
+    candidates: int32[R], positions among the candidates; X for none.
+    leads: int32[R], the row of the sample that each one follows, or its own.
+    leader: int32[R], the slot that each one follows, if it runs; B for none.
+  """
+
+  candidates: Array
+  leads: Array
+  leader: Array
+
+
+def prompt_keys(cache: CacheState, prompts: Array) -> Array | None:
+  """uint32[P, L // S, 4]: the key after each page of prompts int32[P, L].
+
+  None without prefix caching.
+  """
+  if cache.secret is None:
+    return None
+  size, rows = cache.config.page_size, prompts.shape[0]
+  columns = prompts.shape[1] // size
+  if columns == 0:
+    return jnp.zeros((rows, 0, hashing.KEY_WORDS), jnp.uint32)
+  pages = prompts[:, : columns * size].reshape(rows, columns, size)
+  root = jnp.broadcast_to(roots(cache, None), (rows, hashing.KEY_WORDS))
+  return hashing.row_keys(cache.secret, root, pages)
+
+
+def candidates(
+  cache: CacheState,
+  sequences: Sequences,
+  running: Array,
+  computing: Array,
+  keys: Array | None,
+  config: RolloutConfig,
+) -> Candidates:
+  """The first waiting sequences, and what each of them finds.
+
+  Args:
+    cache: the cache.
+    sequences: all of them.
+    running: int32[B], the sequence in each slot.
+    computing: bool[B], slots that hold pages.
+    keys: from `prompt_keys`.
+    config: the window, and the samples of a prompt.
+  """
+  none, slots = sequences.length.shape[0], running.shape[0]
+  window = min(config.window, none)
+  numbers = queue.first_of(sequences.status == queue.WAITING, window)
+  valid, length = numbers < none, ops.take(sequences.length, numbers)
+  prompt = numbers // config.num_samples
+  nobody = jnp.zeros((window, window), bool)
+  fresh = valid & (length > 1)
+  fresh &= ops.take(sequences.prompt_length, numbers) == length
+  siblings, leader = nobody, jnp.full_like(numbers, slots)
+  if config.num_samples > 1:
+    siblings = fresh[:, None] & fresh[None]
+    siblings &= prompt[:, None] == prompt[None]
+    begins = ops.take(sequences.prompt_length, running) == ops.take(
+      sequences.length, running
+    )
+    leads = (
+      computing & begins & (cache.length < ops.take(sequences.length, running))
+    )
+    same = (prompt[:, None] == running[None] // config.num_samples) & leads[
+      None
+    ]
+    same &= fresh[:, None]
+    found = jnp.any(same, axis=1)
+    leader = jnp.where(found, jnp.argmax(same, axis=1).astype(jnp.int32), slots)
+  zero = jnp.zeros_like(numbers)
+  if keys is None or keys.shape[1] == 0:
+    return Candidates(numbers, valid, zero, zero > 0, nobody, siblings, leader)
+  size, columns = cache.config.page_size, keys.shape[1]
+  own = ops.take(keys, prompt)
+  root = jnp.broadcast_to(roots(cache, None), (window, hashing.KEY_WORDS))
+  tokens = ops.take(sequences.tokens, numbers)[:, : columns * size]
+  # One more page, since one token less than is given is found at most.
+  found = longest_prefix.find(
+    cache,
+    jnp.pad(tokens, ((0, 0), (0, size))),
+    jnp.minimum(length, columns * size + 1),
+    valid,
+    hashed=(root, jnp.pad(own, ((0, 0), (0, 1), (0, 0)))),
+  )
+  cached = found.num_cached_tokens
+  page = ops.quotient(cached, size)
+  wants = valid & ((page + 1) * size < length) & (page < columns)
+  key = jnp.take_along_axis(
+    own, jnp.minimum(page, columns - 1)[:, None, None], axis=1
+  )
+
+  def computes(prompts: Array, lengths: Array) -> Array:
+    """bool[X, Y]: whether prompt j has the next page of candidate i."""
+    theirs = ops.take(keys, prompts[None], page[:, None])
+    return jnp.all(theirs == key, axis=-1) & (
+      (page[:, None] + 1) * size <= lengths[None]
+    )
+
+  theirs = jnp.where(computing, running, none) // config.num_samples
+  prompts = ops.take(sequences.prompt_length, running)
+  blocked = computes(theirs, prompts) & computing[None]
+  blocked &= cache.length[None] < (page[:, None] + 1) * size
+  blocked = jnp.any(blocked, axis=1) & wants
+  own_length = ops.take(sequences.prompt_length, numbers)
+  same = computes(prompt, own_length) & wants[:, None]
+  return Candidates(numbers, valid, cached, blocked, same, siblings, leader)
+
+
+def choose(
+  waiting: Candidates,
+  overtaken: Array,
+  num_slots: int,
+  free: Array,
+  config: RolloutConfig,
+) -> Chosen:
+  """Up to R candidates that enter together.
+
+  Args:
+    waiting: the candidates.
+    overtaken: int32[X], how often each was overtaken.
+    num_slots: B.
+    free: int32[], the empty slots.
+    config: R, and how often a sequence may be overtaken.
+  """
+  window = waiting.numbers.shape[0]
+  rows = min(config.admissions, num_slots)
+  position = jnp.arange(window, dtype=jnp.int32)
+
+  # One that was overtaken too often enters alone, even if it has to wait for
+  # a page that others compute, or for room.
+  late = waiting.valid & (overtaken >= config.max_overtaken)
+  alone = position == jnp.argmax(late).astype(jnp.int32)
+  may_enter = waiting.valid & (alone | ~jnp.any(late))
+  nobody = rows + num_slots
+
+  def one(row, carry):
+    chosen, left, blocked, following = carry
+    follows = following < nobody
+    eligible = left & (~blocked | follows | late)
+    score = jnp.where(follows, jnp.int32(ops.NOWHERE), waiting.cached)
+    pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
+    ok = jnp.any(eligible) & (row < free)
+    # Samples of the same prompt follow the one that it follows, or it.
+    own = following.at[pick].get(mode="clip")
+    joins = ok & waiting.siblings[:, pick] & ~follows
+    following = jnp.where(joins, jnp.where(own < nobody, own, row), following)
+    chosen = chosen.at[row].set(jnp.where(ok, pick, window))
+    blocked |= ok & waiting.same[:, pick]
+    return chosen, left & ~(ok & (position == pick)), blocked, following
+
+  # Below R a row of this call, then slots; R + B for nobody.
+  following = jnp.where(
+    waiting.leader < num_slots, rows + waiting.leader, nobody
+  )
+  start = (
+    jnp.full((rows,), window, jnp.int32),
+    may_enter,
+    waiting.blocked,
+    following.astype(jnp.int32),
+  )
+  chosen, _, _, following = lax.fori_loop(0, rows, one, start)
+  own = ops.take(following, chosen, fill=nobody)
+  row = jnp.arange(rows, dtype=jnp.int32)
+  return Chosen(
+    candidates=chosen,
+    leads=jnp.where(own < rows, own, row),
+    leader=jnp.where(own >= rows, own - rows, num_slots),
+  )
