@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from tests.rollout.test_arguments import TestNumbersOfACall
+from tests.rollout.test_by_hand import check_chunks
 from tests.rollout.test_by_hand import check_counters
 from tests.rollout.test_by_hand import check_first_come
 from tests.rollout.test_by_hand import check_hopeless
@@ -23,6 +24,10 @@ from tests.tools.mistakes import text
 
 def _tokens(_):
   check_sequences(60, 4)
+
+
+def _chunks(_):
+  check_chunks()
 
 
 def _greedy(_):
@@ -144,7 +149,7 @@ MUTANTS = {
   ),
   "those who enter together share nothing": _rollout(
     "admission:choose",
-    text("ok & waiting.same", "~ok & ok & waiting.same"),
+    text("(ok & waiting.same", "(~ok & ok & waiting.same"),
     _shared,
   ),
   "the shortest cached prefix first": _rollout(
@@ -154,7 +159,7 @@ MUTANTS = {
   ),
   "overtaken without end": _rollout(
     "admission:choose",
-    text("overtaken >= config.max_overtaken", "overtaken < 0"),
+    text("passed >= config.max_overtaken", "passed < 0"),
     _order,
   ),
   "nobody is overtaken": _rollout(
@@ -199,7 +204,7 @@ MUTANTS = {
   "the last token is a column late": _rollout(
     "packing:schedule",
     text("num_slots + final", "num_slots + final + 1"),
-    _tokens,
+    _chunks,
   ),
   "tokens of prompts are at the place of the first": _rollout(
     "packing:single_views", text(" + work.offsets", ""), _tokens

@@ -74,6 +74,21 @@ def test_sequences():
   assert int(end.counters.preempted) == 0
 
 
+def check_chunks() -> None:
+  """Prompts that end in chunks, and in the places of slots."""
+  for chunk in (1, 16):
+    config = dataclasses.replace(_CONFIG, num_samples=1, prefill_chunk=chunk)
+    state = by_hand.begun(jax.random.key(5), _sizes(60, 3), config)
+    end = by_hand.program()(state, 0.7, 200)
+    for number, prompt in enumerate(by_hand.PROMPTS):
+      wanted = by_hand.expected(number, prompt, jax.random.key(5), 0.7, config)
+      _check_sequence(end.sequences, number, wanted)
+
+
+def test_chunks():
+  check_chunks()
+
+
 def check_scarce_pages() -> None:
   """As before, where sequences are preempted and pages evicted."""
   end = check_sequences(12, 4)

@@ -182,17 +182,16 @@ def choose(
   rows = min(config.admissions, num_slots)
   position = jnp.arange(window, dtype=jnp.int32)
 
-  # One that was overtaken too often enters alone, even if it has to wait for
-  # a page that others compute, or for room.
-  late = waiting.valid & (overtaken >= config.max_overtaken)
-  alone = position == jnp.argmax(late).astype(jnp.int32)
-  may_enter = waiting.valid & (alone | ~jnp.any(late))
   nobody = rows + num_slots
 
   def one(row, carry):
-    chosen, left, blocked, following = carry
+    chosen, left, passed, blocked, following = carry
+    # One that was overtaken too often enters next and nobody after it, even if
+    # it computes what others compute, or finds no room.
+    late = left & (passed >= config.max_overtaken)
+    first = late & (position == jnp.argmax(late).astype(jnp.int32))
     follows = following < nobody
-    eligible = left & (~blocked | follows | late)
+    eligible = jnp.where(jnp.any(late), first, left & (~blocked | follows))
     score = jnp.where(follows, jnp.int32(ops.NOWHERE), waiting.cached)
     pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
     ok = jnp.any(eligible) & (row < free)
@@ -201,8 +200,15 @@ def choose(
     joins = ok & waiting.siblings[:, pick] & ~follows
     following = jnp.where(joins, jnp.where(own < nobody, own, row), following)
     chosen = chosen.at[row].set(jnp.where(ok, pick, window))
-    blocked |= ok & waiting.same[:, pick]
-    return chosen, left & ~(ok & (position == pick)), blocked, following
+    left &= ~(ok & (position == pick)) & ~jnp.any(late)
+    passed += (ok & (position < pick)).astype(jnp.int32)
+    return (
+      chosen,
+      left,
+      passed,
+      blocked | (ok & waiting.same[:, pick]),
+      following,
+    )
 
   # Below R a row of this call, then slots; R + B for nobody.
   following = jnp.where(
@@ -210,11 +216,12 @@ def choose(
   )
   start = (
     jnp.full((rows,), window, jnp.int32),
-    may_enter,
+    waiting.valid,
+    overtaken,
     waiting.blocked,
     following.astype(jnp.int32),
   )
-  chosen, _, _, following = lax.fori_loop(0, rows, one, start)
+  chosen, _, _, _, following = lax.fori_loop(0, rows, one, start)
   own = ops.take(following, chosen, fill=nobody)
   row = jnp.arange(rows, dtype=jnp.int32)
   return Chosen(
