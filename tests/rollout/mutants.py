@@ -216,8 +216,8 @@ MUTANTS = {
   "the preempted keep their pages": _rollout(
     "loop:_compute", text("mask=ended | victim", "mask=ended"), _preemption
   ),
-  "a page of each token is committed": _rollout(
-    "loop:_commit", text("left - now", "left * 0"), _tokens
+  "a page of each slot is committed": _rollout(
+    "loop:_commit", text("left - now", "left * 0"), _counters
   ),
   "the oldest is preempted": _rollout(
     "slots:_preempt",
