@@ -133,8 +133,8 @@ MUTANTS = {
   ),
   # --- admission -------------------------------------------------------------
   "every prompt leads all others": _rollout(
-    "admission:candidates",
-    text("siblings &= prompt[:, None] == prompt[None]", "pass"),
+    "admission:_siblings",
+    text("(prompt[:, None] == prompt[None])", "True"),
     _tokens,
   ),
   "nobody follows": _rollout(

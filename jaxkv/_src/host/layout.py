@@ -82,8 +82,8 @@ class Layout:
 
   def unpack(self, leaves: Leaves) -> CacheState:
     """The state of arrays."""
-    small = (place for place in self.places if place.is_small)
-    small = iter(_parts(tuple(small))(leaves[0]))
+    places = tuple(place for place in self.places if place.is_small)
+    small = iter(_parts(places)(leaves[0]))
     arrays = [
       next(small) if place.is_small else leaves[place.begin]
       for place in self.places

@@ -99,30 +99,17 @@ def candidates(
     keys: from `prompt_keys`.
     config: the window, and the samples of a prompt.
   """
-  none, slots = sequences.length.shape[0], running.shape[0]
+  none = sequences.length.shape[0]
   window = min(config.window, none)
   numbers = queue.first_of(sequences.status == queue.WAITING, window)
   valid, length = numbers < none, ops.take(sequences.length, numbers)
   prompt = numbers // config.num_samples
   nobody = jnp.zeros((window, window), bool)
-  fresh = valid & (length > 1)
-  fresh &= ops.take(sequences.prompt_length, numbers) == length
-  siblings, leader = nobody, jnp.full_like(numbers, slots)
+  siblings, leader = nobody, jnp.full_like(numbers, running.shape[0])
   if config.num_samples > 1:
-    siblings = fresh[:, None] & fresh[None]
-    siblings &= prompt[:, None] == prompt[None]
-    begins = ops.take(sequences.prompt_length, running) == ops.take(
-      sequences.length, running
+    siblings, leader = _siblings(
+      cache, sequences, numbers, running, computing, config
     )
-    leads = (
-      computing & begins & (cache.length < ops.take(sequences.length, running))
-    )
-    same = (prompt[:, None] == running[None] // config.num_samples) & leads[
-      None
-    ]
-    same &= fresh[:, None]
-    found = jnp.any(same, axis=1)
-    leader = jnp.where(found, jnp.argmax(same, axis=1).astype(jnp.int32), slots)
   zero = jnp.zeros_like(numbers)
   if keys is None or keys.shape[1] == 0:
     return Candidates(numbers, valid, zero, zero > 0, nobody, siblings, leader)
@@ -162,6 +149,34 @@ def candidates(
   return Candidates(numbers, valid, cached, blocked, same, siblings, leader)
 
 
+def _siblings(
+  cache: CacheState,
+  sequences: Sequences,
+  numbers: Array,
+  running: Array,
+  computing: Array,
+  config: RolloutConfig,
+) -> tuple[Array, Array]:
+  """`Candidates.siblings` and `leader` of the sequences `numbers`, int32[X].
+
+  A sample is fresh if it has drawn nothing and has more than its last token to
+  compute.
+  """
+
+  def fresh(some: Array) -> Array:
+    length = ops.take(sequences.length, some)  # 0 for no sequence
+    return (length > 1) & (ops.take(sequences.prompt_length, some) == length)
+
+  prompt, own = numbers // config.num_samples, fresh(numbers)[:, None]
+  siblings = own & fresh(numbers)[None] & (prompt[:, None] == prompt[None])
+  leads = computing & fresh(running)
+  leads &= cache.length < ops.take(sequences.length, running)
+  same = prompt[:, None] == running[None] // config.num_samples
+  same &= own & leads[None]
+  first = jnp.argmax(same, axis=1).astype(jnp.int32)
+  return siblings, jnp.where(jnp.any(same, axis=1), first, running.shape[0])
+
+
 def choose(
   waiting: Candidates,
   overtaken: Array,
@@ -181,7 +196,6 @@ def choose(
   window = waiting.numbers.shape[0]
   rows = min(config.admissions, num_slots)
   position = jnp.arange(window, dtype=jnp.int32)
-
   nobody = rows + num_slots
 
   def one(row, carry):

@@ -74,11 +74,7 @@ def as_logits(logits: Array) -> Array:
   Raises:
     TypeError: they are not floats.
   """
-  if not jnp.issubdtype(logits.dtype, jnp.floating):
-    raise TypeError(
-      f"`logits` must be floats, got {logits.dtype}; let the model return its "
-      "last layer's output."
-    )
+  _check_floats(logits)
   return logits.astype(jnp.float32)
 
 
@@ -90,6 +86,10 @@ def check_logits(logits: Any, rows: int) -> None:
     ValueError: they have another shape.
   """
   check_shape("logits", logits, (rows, "V"), ", as `model` returns them")
+  _check_floats(logits)
+
+
+def _check_floats(logits: Any) -> None:
   if not jnp.issubdtype(logits.dtype, jnp.floating):
     raise TypeError(
       f"`logits` must be floats, got {logits.dtype}; let the model return its "

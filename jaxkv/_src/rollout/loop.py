@@ -35,6 +35,7 @@ from jaxkv._src.cache import ops
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.commit import commit
 from jaxkv._src.cache.verbs.free import free
+from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.rollout import packing
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
@@ -210,8 +211,7 @@ def _call(
     The memory; the logits of each slot's last token, [B, V]; int32[], columns.
   """
   num_slots, samples = state.running.shape[0], state.config.num_samples
-  cache, sequences = state.cache, state.sequences
-  number = ops.take(state.running, work.slots, fill=sequences.length.shape[0])
+  cache = state.cache
   single = packing.single_views(cache, work)
   starts = single[0].starts
   if samples > 1:
@@ -225,20 +225,16 @@ def _call(
       )
       for one in single
     )
-  tokens = ops.take(sequences.tokens, number, starts)
+  tokens = _tokens(state, work.slots, starts)
 
   def call(kv: KVPages, size: int) -> tuple[Array, KVPages]:
     if not size:
       views = packing.packed(single, None)
       return model(params, tokens[None], starts[None], kv, views, work.last)
     chunks = packing.chunk_views(cache, work)
-    row, positions = packing.places(chunks[0], size)
-    owner = ops.take(
-      state.running,
-      ops.take(work.order, row, fill=num_slots),
-      fill=sequences.length.shape[0],
-    )
-    more = ops.take(sequences.tokens, owner, positions)
+    row, positions = packed_positions(chunks[0], size)
+    owners = ops.take(work.order, row, fill=num_slots)
+    more = _tokens(state, owners, positions)
     return model(
       params,
       jnp.concatenate([tokens, more])[None],
@@ -251,16 +247,23 @@ def _call(
   shape = jax.eval_shape(lambda kv: call(kv, 0)[0], state.kv)
   check_logits(shape, num_slots)
   carry = state.kv, jnp.zeros(shape.shape, shape.dtype)
-  for number, size in enumerate(sizes):
+  for width, size in enumerate(sizes):
 
     def once(carry: Any, size: int = size) -> Any:
       logits, kv = call(carry[0], size)
       return kv, logits
 
     # A conditional, or a switch, would copy the memory.
-    carry = ops.at_most_once(work.width == number, once, carry)
+    carry = ops.at_most_once(work.width == width, once, carry)
   kv, logits = carry
   return kv, logits, num_slots + jnp.asarray(sizes, jnp.int32)[work.width]
+
+
+def _tokens(state: RolloutState, slots: Array, positions: Array) -> Array:
+  """int32[X]: tokens of the sequences in slots; 0 for an empty one."""
+  none = state.sequences.length.shape[0]
+  numbers = ops.take(state.running, slots, fill=none)
+  return ops.take(state.sequences.tokens, numbers, positions)
 
 
 def _commit(state: RolloutState, counts: Array) -> CacheState:

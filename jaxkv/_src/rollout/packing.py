@@ -12,7 +12,6 @@ from jax import Array
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv.kv import PackedView
 from jaxkv.kv import View
@@ -77,12 +76,13 @@ def schedule(
   ends = jnp.cumsum(waiting, dtype=jnp.int32)
   begins, total = ends - waiting, ends[-1]
   idle = num_slots - jnp.sum(decodes, dtype=jnp.int32)
-  beyond = jnp.minimum(total - idle, ends[:CHUNK_ROWS][-1])
+  most = ends[:CHUNK_ROWS][-1]
+  beyond = jnp.minimum(total - idle, most)
   columns = jnp.asarray(sizes, jnp.int32)
   filled = (4 * beyond >= 3 * columns) & (columns > 0)
   width = jnp.sum(filled, dtype=jnp.int32)
   width = jnp.where(beyond > 0, jnp.maximum(width, 1), 0)
-  size = jnp.minimum(columns[width], ends[:CHUNK_ROWS][-1])
+  size = jnp.minimum(columns[width], most)
   taken = jnp.minimum(total, size + idle)
   counts = jnp.clip(taken - begins, 0, waiting)
   chunks = jnp.clip(size - begins, 0, waiting)
@@ -99,15 +99,18 @@ def schedule(
     num_slots + final,
     place.at[jnp.maximum(final - size, 0)].get(mode="clip"),
   )
-  by_slot = jnp.zeros_like(order).at[order].set(counts)
+
+  def by_slot(ordered: Array) -> Array:
+    return jnp.zeros_like(order).at[order].set(ordered)
+
   return Work(
-    counts=jnp.where(decodes, 1, by_slot),
+    counts=jnp.where(decodes, 1, by_slot(counts)),
     width=width,
     order=order,
     chunks=chunks,
     slots=jnp.where(decodes, slot, slots),
     offsets=jnp.where(spare, items.offset, 0),
-    last=jnp.where(decodes, slot, jnp.zeros_like(order).at[order].set(last)),
+    last=jnp.where(decodes, slot, by_slot(last)),
   )
 
 
@@ -133,15 +136,6 @@ def _views(
     View(page_table=tables[:, group], starts=starts, counts=counts)
     for group in range(cache.config.num_groups)
   )
-
-
-def places(rows: View, columns: int) -> tuple[Array, Array]:
-  """The row and position of each of so many columns.
-
-  Returns:
-    int32[C], CHUNK_ROWS for padding; int32[C], -1 for padding.
-  """
-  return packed_positions(rows, columns)
 
 
 def packed(

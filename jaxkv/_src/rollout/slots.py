@@ -21,7 +21,7 @@ from jaxkv._src.rollout.state import RolloutState
 
 
 def computing(state: RolloutState) -> Array:
-  """bool[B]: slots that hold pages, or wait for none."""
+  """bool[B]: slots with a sequence, except those that wait to fork."""
   slots, none = state.running.shape[0], state.sequences.length.shape[0]
   return (state.running < none) & (state.leader == slots)
 
