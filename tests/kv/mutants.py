@@ -11,6 +11,9 @@ _WRITTEN = (
   _MEMORY + "TestWrite::test_tokens_land_in_their_pages_and_nowhere_else"
 )
 _ELSEWHERE = _MEMORY + "TestWrite::test_nothing_lands_elsewhere[{}]"
+_PACKED = (
+  "test_packed_view.py::test_equals_a_call_for_each_sequence[False-None]"
+)
 _ATTENDED = _MEMORY + "TestAttend::test_written_tokens_are_attended_to[float32]"
 _ONE_COLUMN = _MEMORY + "TestAttend::test_one_column_equals_the_first_of_two"
 _COPIED = _MEMORY + "TestCopyAndGather::test_copy"
@@ -22,24 +25,24 @@ _VIEW = "test_view.py::"
 
 _TABLE = {
   "tokens land in the next page": (
-    "append:locate",
+    "append:_locate",
     text(
       "position // kv.page_size, view", "position // kv.page_size + 1, view"
     ),
     _WRITTEN + "[float32]",
   ),
   "the null page is written": (
-    "append:locate",
+    "append:_locate",
     text("ids == 0", "ids == -1"),
     _ELSEWHERE.format("0-0"),
   ),
   "positions before the sequence are those of its end": (
-    "append:locate",
+    "append:_locate",
     text("position >= 0", "position >= -2"),
     _ELSEWHERE.format("3--2"),
   ),
   "positions past the table are in its last page": (
-    "append:locate",
+    "append:_locate",
     text('mode="fill", fill_value=0', 'mode="clip"'),
     _ELSEWHERE.format("3-4"),
   ),
@@ -126,13 +129,13 @@ _TABLE = {
     _VIEW + "test_rows_are_the_slots_of_a_group[0]",
   ),
   "idle rows have a sink": (
-    "attention:_attend",
+    "attention:_attend_single",
     text("jnp.where((rows.counts > 0)[:, None], lse, -jnp.inf)", "lse"),
     _ONE_COLUMN,
   ),
   "attention reads the first layer": (
     "attention:_attend",
-    text("offset = layer * kv.num_pages", "offset = 0 * layer"),
+    text("layer * kv.num_pages", "0 * layer"),
     _ATTENDED,
   ),
   "scales of keys scale values": (
@@ -141,18 +144,29 @@ _TABLE = {
     _QUANTIZED + "test_attention_over_what_was_written[int8]",
   ),
   "rows that have changed are read as shared": (
-    "attention:_attend",
+    "attention:_attend_single",
     text("not isinstance(view, FreshView)", "False"),
     _SHARE + "test_rows_that_have_changed_since_share[earlier]",
   ),
   "a window is forgotten where rows share pages": (
-    "attention:_attend",
+    "attention:_attend_single",
     text(
-      "if rows.shared is not None and options.window is None:",
+      'if rows.shared is not None and call["options"].window is None:',
       "if rows.shared is not None:\n"
-      "    options = dataclasses.replace(options, window=None)",
+      '    options = dataclasses.replace(call["options"], window=None)\n'
+      '    call = {**call, "options": options}',
     ),
     _SHARE + "test_a_window_is_attended_to_without_sharing",
+  ),
+  "chunks begin one after another without their sequences": (
+    "view:packed_positions",
+    text("view.starts - (ends", "0 * view.starts - (ends"),
+    _PACKED,
+  ),
+  "tokens of chunks are in pages of the rows that decode": (
+    "append:_places",
+    text("_locate(kv, view.prefill, row", "_locate(kv, view.decode, row"),
+    _PACKED,
   ),
   "a refreshed view is as before": (
     "shared_prefix:refresh_shared",
