@@ -1,7 +1,10 @@
 """A pytest plugin that runs vLLM's own tests over `jaxkv.host.vllm`.
 
 It replaces the names in vLLM's modules before its tests import them:
-`pytest -p tests.host.vllm.replace_manager VLLM/tests/v1/core/test_scheduler.py`
+
+  PYTHONPATH=tests/host/vllm pytest -p replace_manager VLLM/tests/v1/core/FILE
+
+By this path, because vLLM's tests are a package of the name `tests` too.
 """
 
 # pyright: reportMissingImports=false
