@@ -198,6 +198,7 @@ def _run_span(
       (phase.batch_size,),
       0,
       data.size - phase.context,
+      jnp.int32,
     )
     offsets = jnp.arange(phase.context + 1, dtype=jnp.int32)
     batch = data.at[starts[:, None] + offsets[None]].get(mode="fill")
