@@ -1,4 +1,29 @@
-"""Decoders in plain JAX that read and write through the cache."""
+"""Decoders in plain JAX that read and write through the cache.
+
+Windows. With `LlamaConfig.windows`, layers differ in their window and rotary
+base. `forward` then takes a view for each layer group of the cache. A decoder
+with five local layers for each global one:
+
+  config = LlamaConfig(
+    num_layers=12, windows=(512,) * 5 + (None,),
+    rope_base=(1e4,) * 5 + (1e6,), ...
+  )
+  cache = jaxkv.init(jaxkv.CacheConfig(groups=config.groups, ...))
+  kv = jaxkv.kv.init(
+    cache.config, num_layers=config.num_memory_layers, ...
+  )
+
+A step, of a prompt's chunk or of decoding:
+
+  cache, _ = jaxkv.recycle(cache)  # gives back what windows left behind
+  cache, out = jaxkv.allocate(cache, counts)
+  views = tuple(
+    jaxkv.view(cache, group=group, counts=counts)
+    for group in range(len(config.groups))
+  )
+  logits, kv = forward(params, tokens, positions, kv, views, config=config)
+  cache, _ = jaxkv.commit(cache, tokens, counts)
+"""
 
 from jaxkv._src.models import dense
 from jaxkv._src.models.characters import CharacterModel

@@ -313,7 +313,8 @@ class TestRefreshShared:
     q = draw(9, 6, 1, HEADS, DIM)
     assert compares_tables(in_loops(layers, kv, view, q), view) != fresh
 
-  def test_layers_of_a_model_do_not_compare_tables(self, shared):
+  @pytest.mark.parametrize("windows", [(None,), (None, 3)])
+  def test_layers_of_a_model_do_not_compare_tables(self, shared, windows):
     view, kv = shared
     config = LlamaConfig(
       vocab_size=11,
@@ -323,11 +324,13 @@ class TestRefreshShared:
       num_kv_heads=KV_HEADS,
       head_dim=DIM,
       mlp_dim=16,
+      windows=windows,
     )
     params = init_params(jax.random.key(0), config)
     tokens = jnp.ones((6, 1), jnp.int32)
     decode = functools.partial(forward, config=config)
-    arguments = (params, tokens, view.starts[:, None], kv, view)
+    views = (view,) * len(windows)
+    arguments = (params, tokens, view.starts[:, None], kv, views)
     assert compares_tables(equations(decode, *arguments), view)
     assert not compares_tables(in_loops(decode, *arguments), view)
 

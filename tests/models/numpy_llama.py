@@ -17,8 +17,11 @@ def logits(params: Any, tokens: Any, config: models.LlamaConfig) -> Any:
   def norm(x, weight):
     return x / np.sqrt(np.mean(x * x) + config.norm_eps) * weight
 
-  def turn(x, position):
-    angle = position * config.rope_base ** (-np.arange(half) / half)
+  period = len(config.windows)
+  bases = np.broadcast_to(config.rope_base, period)
+
+  def turn(x, position, layer):
+    angle = position * bases[layer % period] ** (-np.arange(half) / half)
     z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
     return np.concatenate([z.real, z.imag], axis=-1)
 
@@ -29,13 +32,14 @@ def logits(params: Any, tokens: Any, config: models.LlamaConfig) -> Any:
     for layer in range(config.num_layers):
       w = {name: leaf[layer] for name, leaf in weights["layers"].items()}
       y = norm(x, w["attention_norm"])
-      q = turn(np.einsum("e,ehd->hd", y, w["query"]), position)
-      k = turn(np.einsum("e,ekd->kd", y, w["key"]), position)
+      q = turn(np.einsum("e,ehd->hd", y, w["query"]), position, layer)
+      k = turn(np.einsum("e,ekd->kd", y, w["key"]), position, layer)
       memory[layer].append((k, np.einsum("e,ekd->kd", y, w["value"])))
+      seen = memory[layer][-(config.windows[layer % period] or position + 1) :]
       for head in range(config.num_heads):
-        score = [q[head] @ k[head // group] for k, _ in memory[layer]]
+        score = [q[head] @ k[head // group] for k, _ in seen]
         score = np.exp(np.array(score) / np.sqrt(config.head_dim))
-        values = np.array([v[head // group] for _, v in memory[layer]])
+        values = np.array([v[head // group] for _, v in seen])
         x = x + (score / score.sum()) @ values @ w["output"][head]
       y = norm(x, w["mlp_norm"])
       gate = y @ w["gate"]

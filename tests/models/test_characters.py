@@ -130,6 +130,29 @@ class TestKeptWeights:
     self._model(tmp_path, steps=7)
     assert len(trainings) == 3
 
+  def test_what_the_file_says_of_windows(self):
+    """Nothing without them, as in files that are older than windows."""
+    changes = ({}, {"windows": (3, None)}, {"windows": (4, None)})
+    plain, three, four = (
+      characters._facts(
+        _TEXT,
+        dataclasses.replace(characters._config(5), **change),
+        training.Recipe(
+          steps=1,
+          phases=characters._PHASES,
+          learning_rate=1e-2,
+          warmup=1,
+          weight_decay=0.1,
+          max_norm=1.0,
+          seed=0,
+        ),
+      )["config"]
+      for change in changes
+    )
+    assert "windows" not in plain
+    assert three == plain | {"windows": [3, None]}
+    assert four == plain | {"windows": [4, None]}
+
   def test_environment_names_the_folder(self, trainings, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "made" / "here"))
     self._model(None)

@@ -339,6 +339,9 @@ class TestConfig:
   def test_is_static_under_jit(self):
     assert hash(_config()) == hash(_config(dtype="float32"))
     assert _config() == _config(dtype=np.float32)
+    windows = _config(windows=(3, None))
+    assert hash(windows) == hash(_config(windows=(np.int32(3), None)))
+    assert windows == _config(windows=(np.int32(3), None)) != _config()
 
   @pytest.mark.parametrize(
     ("name", "value"),
@@ -348,14 +351,25 @@ class TestConfig:
       ("mlp_dim", True),
       ("num_kv_heads", 3),  # does not divide 4 heads
       ("head_dim", 7),
+      ("num_layers", 5),  # three repetitions of two windows are six
+      ("windows", [3, None]),
+      ("windows", ()),
+      ("windows", (0, None)),
+      ("windows", (True, None)),
+      ("windows", (3.0, None)),
       ("rope_base", 0.0),
+      ("rope_base", [1e4, 1e6]),
+      ("rope_base", "1e4"),
+      ("rope_base", (1e4, -1e6)),
+      ("rope_base", (1e4, 1e4, 1e6)),
       ("norm_eps", -1.0),
       ("dtype", jnp.int32),
     ],
   )
   def test_names_the_wrong_argument(self, name, value):
-    with pytest.raises(ValueError, match=name):
-      _config(**{name: value})
+    windows = {} if name == "dtype" else {"windows": (3, None)}
+    with pytest.raises(ValueError, match=f"^`{name}` must"):
+      _config(**(windows | {name: value}))
 
   def test_inputs_of_other_shapes_are_refused(self):
     config = _config()

@@ -134,6 +134,8 @@ def _facts(
   """Everything that determines the weights, as JSON values."""
   sizes = dataclasses.asdict(config)
   sizes["dtype"] = config.dtype.name
+  if config.windows == (None,):
+    del sizes["windows"]  # Files without windows are older than the field.
   facts = {
     "format": _FORMAT_VERSION,
     "text_sha256": hashlib.sha256(text.encode()).hexdigest(),

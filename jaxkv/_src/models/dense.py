@@ -114,6 +114,8 @@ def attend(
   layer: jax.Array | int,
   starts: jax.Array,
   q: jax.Array,
+  *,
+  window: int | None = None,
 ) -> jax.Array:
   """Attends to one layer's memory, after its `write`.
 
@@ -122,6 +124,7 @@ def attend(
     layer: int32[], which layer.
     starts: int32[B]; query t of row b sees the tokens up to `starts[b] + t`.
     q: [B, T, H, D] queries.
+    window: static; how many of those tokens it sees, the last ones; None: all.
 
   Returns:
     [B, T, H, D]; NaN for a query past `max_len`.
@@ -133,19 +136,23 @@ def attend(
   steps = jnp.arange(q.shape[1], dtype=jnp.int32)
   places = starts[:, None] + steps[None, :]
   keys = jnp.arange(cache.max_len, dtype=jnp.int32)
-  seen = keys[None, None, :] <= places[:, :, None]
+  seen = _seen(places[:, :, None], keys[None, None, :], window)
   out = _masked_attention(q, k, v, seen)
   fits = (places < cache.max_len)[:, :, None, None]
   return jnp.where(fits, out, jnp.array(jnp.nan, out.dtype))
 
 
-def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def attend_causal(
+  q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None
+) -> jax.Array:
   """Causal attention among the tokens given, without any memory.
 
   Args:
     q: [B, T, H, D] queries.
     k: [B, T, K, D] keys; K divides H.
     v: [B, T, K, D] values.
+    window: static; a token sees itself and the `window - 1` tokens before it;
+      None: all tokens before it.
 
   Returns:
     [B, T, H, D].
@@ -157,8 +164,14 @@ def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     (1, 3, 2, 4)
   """
   steps = jnp.arange(q.shape[1], dtype=jnp.int32)
-  seen = (steps[None, :] <= steps[:, None])[None]
+  seen = _seen(steps[:, None], steps[None, :], window)[None]
   return _masked_attention(q, k, v, seen)
+
+
+def _seen(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
+  """Which positions of keys a query sees; arrays that broadcast: bool."""
+  seen = keys <= queries
+  return seen if window is None else seen & (keys > queries - window)
 
 
 def _masked_attention(
@@ -166,7 +179,7 @@ def _masked_attention(
 ) -> jax.Array:
   """Softmax attention of q [B, T, H, D] to k, v [B, N, K, D].
 
-  `seen`, bool[B or 1, T, N], holds at least one True for every query.
+  `seen` is bool[B or 1, T, N]. A query that sees no key gets NaN.
   """
   num_kv_heads, head_dim = k.shape[2:]
   grouped = q.reshape(*q.shape[:2], num_kv_heads, -1, head_dim)

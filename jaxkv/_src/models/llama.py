@@ -11,15 +11,17 @@ attention to it, so they differ only in the rounding of attention:
 | `forward_uncached` | those of the same call, no memory | training         |
 
 The layer loop carries the whole key-value memory, not one slice per layer: a
-scan with slices as inputs and outputs would copy the memory at every token.
+scan with slices as inputs and outputs would copy the memory at every token. A
+step of the loop is one repetition of the pattern `LlamaConfig.windows`.
 
-Dimension letters besides the project's own (B rows, T tokens, H query heads,
-K key-value heads, D head size, L layers): E width, F inner width of the MLP,
-V vocabulary.
+Dimension letters besides the project's own (B rows, T tokens, G layer groups
+and layers of the pattern, H query heads, K key-value heads, D head size, L
+layers): E width, F inner width of the MLP, V vocabulary.
 """
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 from typing import Literal
@@ -28,17 +30,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxkv_kernels as kernels
 from jaxkv import kv as paged
 from jaxkv._src.models import dense
 from jaxkv._src.models.config import LlamaConfig
 
 Params = dict[str, Any]
 Wanted = Literal["all", "last", "none"]
-# (layer, q[B, T, H, D], k[B, T, K, D], v[B, T, K, D], memory)
-#   -> (output[B, T, H, D], memory)
+# (group, repetition, q[B, T, H, D], k[B, T, K, D], v[B, T, K, D], memory)
+#   -> (output[B, T, H, D], memory); the layer is repetition * G + group.
 _Attention = Callable[
-  [jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]
+  [int, jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]
 ]
+_AnyView = paged.View | paged.PackedView
 
 
 def init_params(key: jax.Array, config: LlamaConfig) -> Params:
@@ -107,7 +111,7 @@ def forward(
   tokens: jax.Array,
   positions: jax.Array,
   kv: paged.KVPages,
-  view: paged.View | paged.PackedView | tuple[paged.PackedView, ...],
+  view: _AnyView | tuple[_AnyView, ...],
   columns: jax.Array | None = None,
   *,
   config: LlamaConfig,
@@ -117,11 +121,12 @@ def forward(
   """Runs tokens through the decoder with keys and values in pages.
 
   Writes the keys and values of row b's first `view.counts[b]` tokens after its
-  `view.starts[b]` cached tokens. Each token attends to all tokens up to itself.
-  Prefill, chunked prefill and decode are this one call with different T and
-  counts. With a `PackedView` B is 1, and the columns are the view's. A row's
-  logits do not depend on other rows, except for rounding if the view has
-  `shared` pages or a `plan`.
+  `view.starts[b]` cached tokens. Each token attends to all tokens up to itself,
+  in layers with a window to the last ones of them. Prefill, chunked prefill and
+  decode are this one call with different T and counts. With a `PackedView` B is
+  1, and the columns are the view's. A row's logits do not depend on other rows,
+  except for rounding if the view has `shared` pages or a `plan`. Layers with a
+  window ignore `shared`.
 
   Never donates: outside your own `jit`, each call copies the pages.
 
@@ -131,10 +136,12 @@ def forward(
       NaN, unless it is past the row's count.
     positions: int32[B, T]; for row b of an ordinary sequence
       `view.starts[b] + arange(T)`.
-    kv: the pages.
-    view: where each row's pages are, and how many tokens are written.
+    kv: the pages, `config.num_memory_layers` layers of them.
+    view: where each row's pages are, and how many tokens are written. A
+      tuple has a view for each of `config.groups`, which differ in the page
+      table only; one group needs no tuple.
     columns: int32[X], of a packed call: the columns that get logits.
-    config: static; the decoder's sizes.
+    config: static; the decoder's sizes and windows.
     logits: static; if `columns` is None, which tokens get logits: "all";
       "last", the token at `view.counts[b] - 1` (meaningless for a row with
       count 0); or "none", as for a prompt's earlier chunks.
@@ -163,24 +170,28 @@ def forward(
     >>> logits.shape
     (1, 3, 11)
   """
-  if isinstance(view, tuple):
-    if len(view) != 1:
-      raise ValueError(f"`view` must be of one layer group, got {len(view)}.")
-    (view,) = view
-  rows = view
-  if isinstance(view, paged.PackedView) or tokens.shape[1:] == (1,):
-    rows = paged.refresh_shared(kv, view)
-  counts = None if isinstance(view, paged.PackedView) else view.counts
+  views = view if isinstance(view, tuple) else (view,)
+  _check_memory(kv, views, config)
+  counts = None if isinstance(views[0], paged.PackedView) else views[0].counts
+  rows: list[Any] = list(views)
+  for group, one in enumerate(views):
+    single = isinstance(one, paged.PackedView) or tokens.shape[1:] == (1,)
+    if single and config.windows[group] is None:
+      rows[group] = paged.refresh_shared(kv, one)
 
   def attention(
-    layer: jax.Array,
+    group: int,
+    repetition: jax.Array,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     memory: paged.KVPages,
   ) -> tuple[Any, paged.KVPages]:
-    memory = paged.write(memory, rows, layer, k, v)
-    out = paged.attend(memory, rows, layer, q, backend=backend)
+    memory = paged.write(memory, rows[group], repetition, k, v)
+    options = kernels.AttentionOptions(window=config.windows[group])
+    out = paged.attend(
+      memory, rows[group], repetition, q, options=options, backend=backend
+    )
     return out, memory
 
   wanted = logits if columns is None else columns
@@ -236,14 +247,17 @@ def forward_dense(
   """
 
   def attention(
-    layer: jax.Array,
+    group: int,
+    repetition: jax.Array,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     memory: dense.DenseCache,
   ) -> tuple[jax.Array, dense.DenseCache]:
+    window = config.windows[group]
+    layer = repetition * len(config.windows) + group
     memory = dense.write(memory, layer, starts, counts, k, v)
-    return dense.attend(memory, layer, starts, q), memory
+    return dense.attend(memory, layer, starts, q, window=window), memory
 
   return _decode(
     params, tokens, positions, cache, attention, counts, logits, config
@@ -260,13 +274,14 @@ def forward_uncached(
 ) -> jax.Array:
   """Runs whole sequences; each token attends to all tokens up to itself.
 
-  Differentiable in `params`: this is the function to train.
+  In layers with a window it attends to the last ones of them. Differentiable in
+  `params`: this is the function to train.
 
   Args:
     params: as `init_params` returns.
     tokens: int32[B, T], each in 0 ... V - 1.
-    positions: int32[B, T], for the rotations only; attention is causal in the
-      order of T.
+    positions: int32[B, T], for the rotations only; attention is causal, and
+      windows count tokens, in the order of T.
     config: static; the decoder's sizes.
 
   Returns:
@@ -284,10 +299,16 @@ def forward_uncached(
   """
 
   def attention(
-    layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, memory: None
+    group: int,
+    repetition: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    memory: None,
   ) -> tuple[jax.Array, None]:
-    del layer
-    return dense.attend_causal(q, k, v), memory
+    del repetition
+    window = config.windows[group]
+    return dense.attend_causal(q, k, v, window=window), memory
 
   return _decode(
     params, tokens, positions, None, attention, None, "all", config
@@ -306,30 +327,52 @@ def _decode(
 ) -> tuple[jax.Array, Any]:
   """All of the decoder but attention: (float32[B, P, V] logits, memory)."""
   _check_inputs(params, tokens, positions, counts, wanted, config)
-  rotation = _rotation(positions, config)
+  num_groups = len(config.windows)
+  rotations = {
+    base: _rotation(positions, base, config.head_dim)
+    for base in config.rope_bases
+  }
 
-  def block(carry: Any, inputs: Any) -> tuple[Any, None]:
-    x, memory = carry
-    layer, weights = inputs
+  def block(
+    group: int,
+    repetition: jax.Array,
+    weights: Params,
+    x: jax.Array,
+    memory: Any,
+  ) -> tuple[jax.Array, Any]:
+    rotation = rotations[config.rope_bases[group]]
     y = _rms_norm(x, weights["attention_norm"], config)
     q = _rotate(jnp.einsum("bte,ehd->bthd", y, weights["query"]), rotation)
     k = _rotate(jnp.einsum("bte,ekd->btkd", y, weights["key"]), rotation)
     v = jnp.einsum("bte,ekd->btkd", y, weights["value"])
-    out, memory = attention(layer, q, k, v, memory)
+    out, memory = attention(group, repetition, q, k, v, memory)
     x = x + jnp.einsum("bthd,hde->bte", out.astype(x.dtype), weights["output"])
     y = _rms_norm(x, weights["mlp_norm"], config)
     gate = jax.nn.silu(jnp.einsum("bte,ef->btf", y, weights["gate"]))
     up = jnp.einsum("bte,ef->btf", y, weights["up"])
-    x = x + jnp.einsum("btf,fe->bte", gate * up, weights["down"])
-    return (x, memory), None
+    return x + jnp.einsum("btf,fe->bte", gate * up, weights["down"]), memory
+
+  def repeat(carry: Any, inputs: Any) -> tuple[Any, None]:
+    repetition, weights = inputs
+    if num_groups == 1:
+      return block(0, repetition, weights, *carry), None
+    for group in range(num_groups):
+      own = jax.tree.map(operator.itemgetter(group), weights)
+      carry = block(group, repetition, own, *carry)
+    return carry, None
 
   x = (
     params["embed"]
     .at[tokens]
     .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
   )
-  layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-  (x, memory), _ = jax.lax.scan(block, (x, memory), (layers, params["layers"]))
+  repetitions = jnp.arange(config.num_layers // num_groups, dtype=jnp.int32)
+  layers = params["layers"]
+  if num_groups > 1:  # XLA for a CPU copies what is reshaped to [L, 1, ...].
+    layers = jax.tree.map(
+      lambda leaf: leaf.reshape(-1, num_groups, *leaf.shape[1:]), layers
+    )
+  (x, memory), _ = jax.lax.scan(repeat, (x, memory), (repetitions, layers))
   x = _rms_norm(_pick(x, counts, wanted), params["final_norm"], config)
   unembed = params["embed"].T if config.tied_embeddings else params["unembed"]
   logits = jnp.einsum(
@@ -363,12 +406,12 @@ def _rms_norm(
 
 
 def _rotation(
-  positions: jax.Array, config: LlamaConfig
+  positions: jax.Array, base: float, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:
   """Cosine and sine of each pair's angle, float32[B, T, 1, D // 2]."""
-  half = config.head_dim // 2
+  half = head_dim // 2
   exponents = np.arange(half, dtype=np.float32) / half
-  frequencies = jnp.asarray(config.rope_base**-exponents, jnp.float32)
+  frequencies = jnp.asarray(base**-exponents, jnp.float32)
   angles = (
     positions.astype(jnp.float32)[:, :, None, None]
     * frequencies[None, None, None]
@@ -382,6 +425,22 @@ def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
   low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   turned = (low * cos - high * sin, high * cos + low * sin)
   return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _check_memory(
+  kv: paged.KVPages, views: tuple[_AnyView, ...], config: LlamaConfig
+) -> None:
+  if len(views) != len(config.windows):
+    raise ValueError(
+      f"`view` must have a view for each of the {len(config.windows)} layer "
+      f"groups of config, got {len(views)}; give a tuple in the order of "
+      "config.groups."
+    )
+  if kv.num_layers < config.num_memory_layers:
+    raise ValueError(
+      f"`kv` must have {config.num_memory_layers} layers for config, got "
+      f"{kv.num_layers}; make it with num_layers=config.num_memory_layers."
+    )
 
 
 def _check_inputs(
