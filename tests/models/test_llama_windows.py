@@ -320,6 +320,18 @@ class TestMemory:
     compiled = jax.jit(loop, donate_argnums=0).lower(kv, _params(config))
     pool_copies.assert_in_place(compiled.compile(), [kv.k, kv.v])
 
+  def test_weights_are_copied_a_layer_at_a_time(self):
+    """Not those of all layers of a repetition, before the first one."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+
+    def temporary(windows):
+      config = _config(num_layers=6, mlp_dim=4096, windows=windows)
+      run = functools.partial(models.forward_uncached, config=config)
+      compiled = jax.jit(run).lower(_params(config), tokens, tokens).compile()
+      return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary((3,) * 5 + (None,)) < 1.5 * temporary((None,))
+
   def test_views_and_layers_of_other_numbers(self):
     config = _config(windows=(3, None))
     sizes = jaxkv.CacheConfig(
