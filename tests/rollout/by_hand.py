@@ -1,6 +1,7 @@
 """A rollout in plain Python: one sequence after another, without any cache.
 
-The model is one layer of attention over embeddings of tokens and positions.
+The model is the sum of layers of attention over embeddings of tokens and
+positions: one for each window, where None is full attention.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+import jaxkv_kernels as kernels
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
 
@@ -27,24 +29,43 @@ PROMPTS = [
 ]
 
 
-def model(params, tokens, positions, kv, views):
-  """As `rollout.all_logits` takes it."""
+def model(params, tokens, positions, kv, views, *, windows=(None,)):
+  """As `rollout.all_logits` takes it; each layer has a group of its own."""
   del params
-  (view,) = views
   # Positions of columns that are no tokens may be beyond the last one.
   x = jnp.asarray(_TOKENS)[tokens] + jnp.asarray(_POSITIONS)[positions]
   x = x[:, :, None]
-  kv = kv_memory.write(kv, view, 0, x, x)
-  out = kv_memory.attend(kv, view, 0, x)
-  return jnp.einsum("bthd,vd->btv", out, jnp.asarray(_TOKENS)), kv
+  total = jnp.zeros_like(x)
+  for view, window in zip(views, windows, strict=True):
+    # Groups have different pages, so all of them are in one layer's memory.
+    kv = kv_memory.write(kv, view, 0, x, x)
+    options = kernels.AttentionOptions(window=window)
+    total = total + kv_memory.attend(kv, view, 0, x, options=options)
+  return jnp.einsum("bthd,vd->btv", total, jnp.asarray(_TOKENS)), kv
 
 
-def _logits(tokens: list[int]) -> np.ndarray:
+def _logits(tokens: list[int], windows) -> np.ndarray:
   """Those of the last token, float32[V], in float64 until then."""
   x = (_TOKENS[tokens] + _POSITIONS[: len(tokens)]).astype(np.float64)
-  scores = x @ x[-1] / WIDTH**0.5
-  weights = np.exp(scores - scores.max())
-  return (_TOKENS @ (weights @ x / weights.sum())).astype(np.float32)
+  total = np.zeros(WIDTH)
+  for window in windows:
+    seen = x if window is None else x[-window:]
+    scores = seen @ x[-1] / WIDTH**0.5
+    weights = np.exp(scores - scores.max())
+    total += weights @ seen / weights.sum()
+  return (_TOKENS @ total).astype(np.float32)
+
+
+def _drawn(logits: np.ndarray, key) -> int:
+  """A block of four tokens, then one of them, by two uniform numbers."""
+  bits = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
+  numbers = (bits >> 8) / 2.0**24
+  weights = np.exp(logits.astype(np.float64))
+  sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), 4)))
+  block = int(np.searchsorted(sums, numbers[0] * sums[-1], side="right"))
+  inside = np.cumsum(weights[4 * block : 4 * block + 4])
+  place = np.searchsorted(inside, numbers[1] * inside[-1], side="right")
+  return 4 * block + int(place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +82,20 @@ class Expected:
 
 
 def expected(
-  number: int, prompt: list[int], key, temperature: float, config
+  number: int,
+  prompt: list[int],
+  key,
+  temperature: float,
+  config,
+  windows=(None,),
 ) -> Expected:
   """Sequence `number`, which begins with `prompt`."""
   key, tokens, log_probs = jax.random.fold_in(key, number), [*prompt], []
   for count in range(config.max_new_tokens):
-    logits = _logits(tokens)
+    logits = _logits(tokens, windows)
     if temperature:
       logits = logits / np.float32(temperature)
-      draw = jax.random.categorical(jax.random.fold_in(key, count), logits)
+      draw = _drawn(logits, jax.random.fold_in(key, count))
     else:
       draw = np.argmax(logits)
     tokens.append(int(draw))
@@ -80,9 +106,9 @@ def expected(
 
 
 def begun(
-  key, sizes: jaxkv.CacheConfig, config, prompts=PROMPTS
+  key, sizes: jaxkv.CacheConfig, config, prompts=PROMPTS, **options
 ) -> rollout.RolloutState:
-  """A rollout of the prompts, in a memory of NaN."""
+  """A rollout of the prompts, in a memory of NaN; `options` of `init`."""
   kv = kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
   )
@@ -90,14 +116,16 @@ def begun(
   width = max(map(len, prompts))
   rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
   lengths = [len(prompt) for prompt in prompts]
-  return rollout.init(jaxkv.init(sizes), kv, rows, lengths, key, config)
+  cache = jaxkv.init(sizes)
+  return rollout.init(cache, kv, rows, lengths, key, config, **options)
 
 
-def program():
+def program(windows=(None,)):
   """`rollout.generate` as a function of state, temperature and steps.
 
   A new one, so that it is traced with what the library now is.
   """
+  layers = functools.partial(model, windows=windows)
   return jax.jit(
-    functools.partial(rollout.generate, None, model=rollout.all_logits(model))
+    functools.partial(rollout.generate, None, model=rollout.all_logits(layers))
   )

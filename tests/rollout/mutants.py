@@ -8,14 +8,18 @@ from tests.rollout.test_arguments import TestNumbersOfACall
 from tests.rollout.test_by_hand import check_chunks
 from tests.rollout.test_by_hand import check_counters
 from tests.rollout.test_by_hand import check_first_come
+from tests.rollout.test_by_hand import check_groups
 from tests.rollout.test_by_hand import check_hopeless
+from tests.rollout.test_by_hand import check_num_samples
 from tests.rollout.test_by_hand import check_order
 from tests.rollout.test_by_hand import check_preemption
+from tests.rollout.test_by_hand import check_priority
 from tests.rollout.test_by_hand import check_room
 from tests.rollout.test_by_hand import check_scarce_pages
 from tests.rollout.test_by_hand import check_sequences
 from tests.rollout.test_by_hand import check_shared
 from tests.rollout.test_by_hand import check_victim
+from tests.rollout.test_packing import check_widths
 from tests.tools.mistakes import FailsCheck
 from tests.tools.mistakes import given
 from tests.tools.mistakes import returned
@@ -70,6 +74,22 @@ def _hopeless(_):
   check_hopeless()
 
 
+def _widths(_):
+  check_widths()
+
+
+def _priority(_):
+  check_priority()
+
+
+def _groups(_):
+  check_groups()
+
+
+def _num_samples(_):
+  check_num_samples()
+
+
 def _negative_steps(_):
   TestNumbersOfACall().test_steps(
     -1, ValueError, "must be at least 0, got -1; use 0 for no limit"
@@ -89,10 +109,13 @@ def _rollout(place, wrong, check):
 MUTANTS = {
   # --- sampling --------------------------------------------------------------
   "temperature multiplies": _rollout(
-    "sampling:sample", text("below / jnp", "below * jnp"), _tokens
+    "sampling:sample", text("/ divisor", "* divisor"), _tokens
   ),
-  "greedy takes the worst": _rollout(
-    "sampling:sample", text("jnp.argmax(logits", "jnp.argmin(logits"), _greedy
+  "greedy takes another block": _rollout(
+    "sampling:sample", text("highest == best", "highest != best"), _greedy
+  ),
+  "both choices have one number": _rollout(
+    "sampling:_uniforms", text("uniforms[:, 1]", "uniforms[:, 0]"), _tokens
   ),
   "all draws of a sequence are one": _rollout(
     "sampling:sample", given(counts=lambda g: g.counts * 0), _tokens
@@ -101,7 +124,9 @@ MUTANTS = {
     "sampling:sample", given(keys=lambda g: g.keys[::-1]), _tokens
   ),
   "log-probabilities of another temperature": _rollout(
-    "sampling:sample", text("softmax(scaled", "softmax(logits"), _tokens
+    "sampling:sample",
+    text("scaled(chosen[:, 0])", "(chosen[:, 0] - best)"),
+    _tokens,
   ),
   # --- sequences -------------------------------------------------------------
   "a token less": _rollout(
@@ -154,7 +179,7 @@ MUTANTS = {
   ),
   "the shortest cached prefix first": _rollout(
     "admission:choose",
-    text(", waiting.cached)", ", 99 - waiting.cached)"),
+    text("NOWHERE), cached)", "NOWHERE), 99 - cached)"),
     _order,
   ),
   "overtaken without end": _rollout(
@@ -163,7 +188,35 @@ MUTANTS = {
     _order,
   ),
   "nobody is overtaken": _rollout(
-    "slots:_enter", text("values=later", "values=later * 0"), _order
+    "slots:_enter", text("values=passed", "values=passed * 0"), _order
+  ),
+  "priorities are the other way round": _rollout(
+    "sequences:order_of",
+    text("(sequences.priority,", "(-sequences.priority,"),
+    _priority,
+  ),
+  "the highest priority is preempted": _rollout(
+    "slots:_preempt",
+    text("jnp.max(priority)", "jnp.min(priority + 0 * 1)"),
+    _priority,
+  ),
+  "all samples of every prompt": _rollout(
+    "sequences:_without",
+    text("sample < num_samples", "sample <= num_samples"),
+    _num_samples,
+  ),
+  "windows keep all their pages": _rollout(
+    "slots:grow",
+    text("cache.config.skips_pages", "cache.config is None"),
+    _groups,
+  ),
+  "a prompt gets all its pages at once": _rollout(
+    "slots:tokens_at_once",
+    text("if sizes.skips_pages", "if sizes is None"),
+    _groups,
+  ),
+  "computed pages have no keys": _rollout(
+    "loop:_commit", text("before, values=", "before + 9, values="), _preemption
   ),
   "no room to grow": _rollout(
     "slots:_enter",
@@ -194,11 +247,11 @@ MUTANTS = {
   "the largest width always": _rollout(
     "packing:schedule",
     text("jnp.maximum(width, 1)", "jnp.int32(len(sizes) - 1)"),
-    _counters,
+    _widths,
   ),
   "the youngest first": _rollout(
     "packing:schedule",
-    text("jnp.where(prefills, numbers,", "jnp.where(prefills, -numbers,"),
+    text("jnp.where(prefills, turns,", "jnp.where(prefills, -turns,"),
     _first_come,
   ),
   "the last token is a column late": _rollout(
@@ -230,8 +283,8 @@ MUTANTS = {
   "the longest is preempted": _rollout(
     "slots:_preempt",
     text(
-      "jnp.where(holders, state.cache.length,",
-      "jnp.where(holders, -state.cache.length,",
+      "jnp.where(last, state.cache.length,",
+      "jnp.where(last, -state.cache.length,",
     ),
     _victim,
   ),

@@ -104,11 +104,11 @@ def check_counters() -> None:
   """Two samples of five tokens, three tokens each, pages of two.
 
   The first sample computes 4 tokens into 2 pages, which the second one shares:
-  two tokens in the places of the slots, which do not decode yet, and one in the
-  smallest chunk; then the fourth, in the place of a slot. In the third step
-  each takes a page for the fifth token, in the fifth step another one for the
-  seventh: 2 + 2 * 2 pages, of which 2 stand in both tables. Then come the two
-  samples of one token, which have nothing to share.
+  two tokens in the places of the slots, which do not decode yet, and two in a
+  chunk of three. In the second step each takes a page for the fifth token, in
+  the fourth step another one for the seventh: 2 + 2 * 2 pages, of which 2 stand
+  in both tables. Then come the two samples of one token, which have nothing to
+  share.
   """
   config = rollout.RolloutConfig(
     num_samples=2, max_new_tokens=3, prefill_chunk=3
@@ -117,9 +117,10 @@ def check_counters() -> None:
     jax.random.key(5), _sizes(20, 2), config, [[1, 2, 3, 4, 5], [6]]
   )
   end = by_hand.program()(state, 1.0, 0)
-  assert jax.tree.map(int, end.counters) == rollout.Counters(
-    steps=8,
-    rows=(2 + 1) + 2 + 3 * 2 + 3 * 2,
+  assert jax.tree.map(lambda x: x.tolist(), end.counters) == rollout.Counters(
+    steps=7,
+    calls=[6, 1],
+    rows=(2 + 3) + 3 * 2 + 3 * 2,
     generated=12,
     prefilled=4,
     recomputed=0,
@@ -253,6 +254,124 @@ def check_order() -> None:
 
 def test_order():
   check_order()
+
+
+_WINDOWS = (None, 3, 5)
+
+
+def check_groups() -> None:
+  """Layers of full attention and of two windows, in pools of their own pages.
+
+  A sequence never holds more pages of a window than its last tokens and those
+  of a step need. In the smaller pool sequences are preempted.
+  """
+  config = dataclasses.replace(_CONFIG, prefill_chunk=2)
+  groups = tuple(
+    jaxkv.FullAttention() if window is None else jaxkv.SlidingWindow(window)
+    for window in _WINDOWS
+  )
+  for pages in (90, 27):
+    sizes = dataclasses.replace(_sizes(pages, 3), groups=groups)
+    state = by_hand.begun(jax.random.key(5), sizes, config)
+    program = by_hand.program(_WINDOWS)
+    for _ in range(300):
+      state = program(state, 0.7, 1)
+      held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
+      for group, window in enumerate(_WINDOWS):
+        if window is not None:
+          assert held[:, group].max() <= -(-(window - 1 + 2) // 2) + 1
+      jaxkv.check(state.cache)
+      if bool(rollout.is_done(state)):
+        break
+    assert bool(rollout.is_done(state)), "not done after 300 steps"
+    assert (int(state.counters.preempted) > 0) == (pages == 27)
+    for number in range(8):
+      wanted = by_hand.expected(
+        number,
+        by_hand.PROMPTS[number // 2],
+        jax.random.key(5),
+        0.7,
+        config,
+        _WINDOWS,
+      )
+      _check_sequence(state.sequences, number, wanted)
+
+
+def test_groups():
+  check_groups()
+
+
+def check_priority() -> None:
+  """Lower numbers enter first, and the highest is preempted first."""
+  config = rollout.RolloutConfig(max_new_tokens=3)
+  prompts = [[1], [2], [3], [4]]
+  state = by_hand.begun(
+    jax.random.key(5), _sizes(40, 1), config, prompts, priority=[5, -2, 5, 0]
+  )
+  program, order = by_hand.program(), []
+  while not bool(rollout.is_done(state)):
+    state = program(state, 0.0, 1)
+    done = np.flatnonzero(state.sequences.status == rollout.DONE)
+    order += [number for number in done.tolist() if number not in order]
+  assert order == [1, 3, 0, 2]
+  assert not np.any(state.overtaken)
+  # As in `check_preemption`, where the younger one is the victim.
+  config = rollout.RolloutConfig(max_new_tokens=5)
+  state = by_hand.begun(
+    jax.random.key(5), _sizes(5, 2), config, [[1], [2], [3]], priority=[1, 0, 2]
+  )
+  state = by_hand.program()(state, 1.0, 5)
+  waits, runs = rollout.WAITING, rollout.RUNNING
+  assert state.sequences.status.tolist() == [waits, runs, waits]
+
+
+def test_priority():
+  check_priority()
+
+
+def check_num_samples() -> None:
+  """Prompts with three, no and one of three samples, by one program."""
+  config = dataclasses.replace(_CONFIG, num_samples=3)
+  prompts, program = by_hand.PROMPTS[:3], by_hand.program()
+  for counts in ([3, 0, 1], [1, 2, 0]):
+    state = by_hand.begun(
+      jax.random.key(5),
+      _sizes(60, 3),
+      config,
+      prompts,
+      num_samples=counts,
+    )
+    end = program(state, 0.7, 200)
+    assert bool(rollout.is_done(end)), "not done after 200 steps"
+    for number, prompt in enumerate(n for n in prompts for _ in range(3)):
+      if number % 3 < counts[number // 3]:
+        wanted = by_hand.expected(
+          number, prompt, jax.random.key(5), 0.7, config
+        )
+      else:
+        wanted = by_hand.Expected(prompt, [])
+      _check_sequence(end.sequences, number, wanted)
+  assert program._cache_size() == 1
+
+
+def test_num_samples():
+  check_num_samples()
+
+
+def test_nobody_who_decodes_is_stalled():
+  """Whoever has drawn a token draws one in each later step until it ends."""
+  config = dataclasses.replace(_CONFIG, num_samples=1, max_new_tokens=8)
+  prompts = [[1, 2], [3] * 8, [4] * 8, [5] * 8, [6, 7], [2] * 8]
+  state = by_hand.begun(jax.random.key(5), _sizes(90, 3), config, prompts)
+  program = by_hand.program()
+  while not bool(rollout.is_done(state)):
+    before, state = state, program(state, 0.7, 1)
+    drawing = (before.sequences.status == rollout.RUNNING) & (
+      before.sequences.length > before.sequences.prompt_length
+    )
+    grown = state.sequences.length - before.sequences.length
+    assert np.all(np.asarray(grown)[np.asarray(drawing)] == 1)
+  assert int(state.counters.preempted) == 0
 
 
 def check_first_come() -> None:

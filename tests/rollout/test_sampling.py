@@ -69,6 +69,25 @@ class TestDraws:
     assert tokens.tolist() != later.tolist()
     assert tokens.tolist() != others.tolist()
 
+  @pytest.mark.parametrize("size", [1, 2, 3, 100, 513])
+  def test_every_token_is_drawn_as_often_as_its_probability(self, size):
+    """Whatever the size of the vocabulary: blocks may be padded."""
+    count = 400 * size
+    weights = np.random.default_rng(size).integers(0, 4, size)
+    weights[-1] = 2
+    logits = jnp.log(jnp.asarray(weights, jnp.float32))
+    rows = jnp.broadcast_to(logits[None], (count, size))
+    tokens, log_probs = _sample(1.0, rows)
+    expected = weights / weights.sum()
+    found = np.bincount(np.asarray(tokens), minlength=size)
+    assert len(found) == size
+    assert not np.any(found[weights == 0])
+    spread = (count * expected * (1 - expected)) ** 0.5
+    assert np.all(np.abs(found - count * expected) <= 6 * spread)
+    np.testing.assert_allclose(
+      log_probs, np.log(expected[np.asarray(tokens)]), rtol=1e-4, atol=1e-6
+    )
+
   def test_masked_tokens_are_never_drawn(self):
     logits = jnp.where(jnp.arange(4) == 1, 0.0, -jnp.inf)[None]
     tokens, log_probs = _sample(1.0, jnp.repeat(logits, 100, axis=0))

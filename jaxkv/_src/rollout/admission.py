@@ -1,6 +1,7 @@
 """Who enters: the sequences that take empty slots.
 
-Among the first waiting sequences those enter first whose cached prefix is the
+Sequences wait in the order of their priorities, then of their numbers. Among
+the first ones of equal priority those enter first whose cached prefix is the
 longest, because what is cached now may be evicted when their turn comes. Two
 rules go before that:
 
@@ -20,6 +21,7 @@ from jax import lax
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.algorithms import longest_prefix
+from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import roots
@@ -34,7 +36,8 @@ class Candidates(NamedTuple):
   Attributes:
     numbers: int32[X], Q for none.
     valid: bool[X], whether there is one.
-    cached: int32[X], tokens of the cached prefix.
+    priority: int32[X]; None if all are equal.
+    found: what is cached of each.
     blocked: bool[X], whether a running sequence computes the next page.
     same: bool[X, X], whether candidate j would compute the next page of i.
     siblings: bool[X, X], whether both are fresh samples of one prompt.
@@ -44,7 +47,8 @@ class Candidates(NamedTuple):
 
   numbers: Array
   valid: Array
-  cached: Array
+  priority: Array | None
+  found: Prefix
   blocked: Array
   same: Array
   siblings: Array
@@ -65,18 +69,18 @@ class Chosen(NamedTuple):
   leader: Array
 
 
-def prompt_keys(cache: CacheState, prompts: Array) -> Array | None:
-  """uint32[P, L // S, 4]: the key after each page of prompts int32[P, L].
+def page_keys(cache: CacheState, tokens: Array) -> Array | None:
+  """uint32[R, X // S, 4]: the key after each page of tokens int32[R, X].
 
   None without prefix caching.
   """
   if cache.secret is None:
     return None
-  size, rows = cache.config.page_size, prompts.shape[0]
-  columns = prompts.shape[1] // size
+  size, rows = cache.config.page_size, tokens.shape[0]
+  columns = tokens.shape[1] // size
   if columns == 0:
     return jnp.zeros((rows, 0, hashing.KEY_WORDS), jnp.uint32)
-  pages = prompts[:, : columns * size].reshape(rows, columns, size)
+  pages = tokens[:, : columns * size].reshape(rows, columns, size)
   root = jnp.broadcast_to(roots(cache, None), (rows, hashing.KEY_WORDS))
   return hashing.row_keys(cache.secret, root, pages)
 
@@ -84,6 +88,7 @@ def prompt_keys(cache: CacheState, prompts: Array) -> Array | None:
 def candidates(
   cache: CacheState,
   sequences: Sequences,
+  order: Array | None,
   running: Array,
   computing: Array,
   keys: Array | None,
@@ -94,59 +99,72 @@ def candidates(
   Args:
     cache: the cache.
     sequences: all of them.
+    order: int32[Q], the sequences as they wait; None for their own order.
     running: int32[B], the sequence in each slot.
     computing: bool[B], slots that hold pages.
-    keys: from `prompt_keys`.
+    keys: see `RolloutState.page_keys`.
     config: the window, and the samples of a prompt.
   """
   none = sequences.length.shape[0]
   window = min(config.window, none)
-  numbers = queue.first_of(sequences.status == queue.WAITING, window)
+  waits = sequences.status == queue.WAITING
+  if order is None:
+    numbers = queue.first_of(waits, window)
+  else:
+    first = queue.first_of(waits[order], window)
+    numbers = ops.take(order, first, fill=none)
+  priority = sequences.priority
+  if priority is not None:
+    priority = ops.take(priority, numbers)
   valid, length = numbers < none, ops.take(sequences.length, numbers)
-  prompt = numbers // config.num_samples
   nobody = jnp.zeros((window, window), bool)
   siblings, leader = nobody, jnp.full_like(numbers, running.shape[0])
   if config.num_samples > 1:
     siblings, leader = _siblings(
       cache, sequences, numbers, running, computing, config
     )
-  zero = jnp.zeros_like(numbers)
-  if keys is None or keys.shape[1] == 0:
-    return Candidates(numbers, valid, zero, zero > 0, nobody, siblings, leader)
-  size, columns = cache.config.page_size, keys.shape[1]
-  own = ops.take(keys, prompt)
   root = jnp.broadcast_to(roots(cache, None), (window, hashing.KEY_WORDS))
-  tokens = ops.take(sequences.tokens, numbers)[:, : columns * size]
-  # One more page, since one token less than is given is found at most.
+  own = None if keys is None else ops.take(keys, numbers)
   found = longest_prefix.find(
     cache,
-    jnp.pad(tokens, ((0, 0), (0, size))),
-    jnp.minimum(length, columns * size + 1),
+    ops.take(sequences.tokens, numbers),
+    length,
     valid,
-    hashed=(root, jnp.pad(own, ((0, 0), (0, 1), (0, 0)))),
+    hashed=None if own is None else (root, own),
   )
-  cached = found.num_cached_tokens
-  page = ops.quotient(cached, size)
+  waiting = Candidates(
+    numbers=numbers,
+    valid=valid,
+    priority=priority,
+    found=found,
+    blocked=jnp.zeros_like(valid),
+    same=nobody,
+    siblings=siblings,
+    leader=leader,
+  )
+  if keys is None or own is None or keys.shape[1] == 0:
+    return waiting
+  size, columns = cache.config.page_size, keys.shape[1]
+  page = ops.quotient(found.num_cached_tokens, size)
   wants = valid & ((page + 1) * size < length) & (page < columns)
   key = jnp.take_along_axis(
     own, jnp.minimum(page, columns - 1)[:, None, None], axis=1
   )
 
-  def computes(prompts: Array, lengths: Array) -> Array:
-    """bool[X, Y]: whether prompt j has the next page of candidate i."""
-    theirs = ops.take(keys, prompts[None], page[:, None])
+  def computes(some: Array) -> Array:
+    """bool[X, Y]: whether sequence j has the next page of candidate i."""
+    theirs = ops.take(keys, some[None], page[:, None])
+    lengths = ops.take(sequences.prompt_length, some)
     return jnp.all(theirs == key, axis=-1) & (
       (page[:, None] + 1) * size <= lengths[None]
     )
 
-  theirs = jnp.where(computing, running, none) // config.num_samples
-  prompts = ops.take(sequences.prompt_length, running)
-  blocked = computes(theirs, prompts) & computing[None]
+  blocked = computes(running) & computing[None]
   blocked &= cache.length[None] < (page[:, None] + 1) * size
   blocked = jnp.any(blocked, axis=1) & wants
-  own_length = ops.take(sequences.prompt_length, numbers)
-  same = computes(prompt, own_length) & wants[:, None]
-  return Candidates(numbers, valid, cached, blocked, same, siblings, leader)
+  return waiting._replace(
+    blocked=blocked, same=computes(numbers) & wants[:, None]
+  )
 
 
 def _siblings(
@@ -196,7 +214,7 @@ def choose(
   window = waiting.numbers.shape[0]
   rows = min(config.admissions, num_slots)
   position = jnp.arange(window, dtype=jnp.int32)
-  nobody = rows + num_slots
+  nobody, cached = rows + num_slots, waiting.found.num_cached_tokens
 
   def one(row, carry):
     chosen, left, passed, blocked, following = carry
@@ -206,7 +224,10 @@ def choose(
     first = late & (position == jnp.argmax(late).astype(jnp.int32))
     follows = following < nobody
     eligible = jnp.where(jnp.any(late), first, left & (~blocked | follows))
-    score = jnp.where(follows, jnp.int32(ops.NOWHERE), waiting.cached)
+    if waiting.priority is not None:
+      others = jnp.where(eligible, waiting.priority, jnp.int32(2**31 - 1))
+      eligible &= others == jnp.min(others)
+    score = jnp.where(follows, jnp.int32(ops.NOWHERE), cached)
     pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
     ok = jnp.any(eligible) & (row < free)
     # Samples of the same prompt follow the one that it follows, or it.

@@ -148,21 +148,22 @@ def _compute(
 ) -> RolloutState:
   """The tokens of a step, and what follows from them."""
   none, num_slots = state.sequences.length.shape[0], state.running.shape[0]
-  numbers, length = state.running, slots.lengths(state)
-  runs = slots.computing(state) & ~starved
-  missing = jnp.where(runs, length - state.cache.length, 0)
+  numbers = state.running
+  missing = jnp.where(starved, 0, slots.missing_tokens(state))
   followed = jnp.zeros((num_slots + 1,), bool)
   followed = followed.at[state.leader].set(True)[:num_slots]
   sizes = packing.widths(state.config)
   work = packing.schedule(
-    missing - followed.astype(jnp.int32),
+    jnp.minimum(
+      missing - followed.astype(jnp.int32), slots.tokens_at_once(state)
+    ),
     (missing > 1) | followed,
-    numbers,
+    slots.turns(state),
     sizes,
   )
   draws = (work.counts > 0) & (work.counts == missing)
-  kv, logits, rows = _call(params, state, work, sizes, model=model)
-  cache = _commit(state, work.counts)
+  kv, logits = _call(params, state, work, sizes, model=model)
+  cache, page_keys = _commit(state, work.counts)
   sequences = state.sequences
   drawn, log_probs = sampling.sample(
     sequences.keys[jnp.minimum(numbers, none - 1)],
@@ -178,13 +179,14 @@ def _compute(
     log_probs,
     state.config,
   )
-  state = _count(state, cache, work.counts, draws, rows)
+  state = _count(state, cache, work, draws, sizes)
   cache, _ = free(cache, mask=ended | victim)
   return dataclasses.replace(
     state,
     cache=cache,
     kv=kv,
     sequences=sequences,
+    page_keys=page_keys,
     running=jnp.where(ended, none, numbers),
   )
 
@@ -204,11 +206,11 @@ def _call(
   sizes: tuple[int, ...],
   *,
   model: Model,
-) -> tuple[KVPages, Array, Array]:
+) -> tuple[KVPages, Array]:
   """Calls the model with the tokens of a step, in the width that was chosen.
 
   Returns:
-    The memory; the logits of each slot's last token, [B, V]; int32[], columns.
+    The memory, and the logits of each slot's last token, [B, V].
   """
   num_slots, samples = state.running.shape[0], state.config.num_samples
   cache = state.cache
@@ -217,13 +219,15 @@ def _call(
   if samples > 1:
     # Forks of a prompt read its pages once, where that pays.
     single = tuple(
-      kv_memory.share(
+      one
+      if kind.skips_pages
+      else kv_memory.share(
         state.kv,
         one,
         num_clusters=-(-num_slots // samples),
         cluster_size=samples,
       )
-      for one in single
+      for kind, one in zip(cache.config.groups, single, strict=True)
     )
   tokens = _tokens(state, work.slots, starts)
 
@@ -255,8 +259,7 @@ def _call(
 
     # A conditional, or a switch, would copy the memory.
     carry = ops.at_most_once(work.width == width, once, carry)
-  kv, logits = carry
-  return kv, logits, num_slots + jnp.asarray(sizes, jnp.int32)[work.width]
+  return carry
 
 
 def _tokens(state: RolloutState, slots: Array, positions: Array) -> Array:
@@ -266,36 +269,53 @@ def _tokens(state: RolloutState, slots: Array, positions: Array) -> Array:
   return ops.take(state.sequences.tokens, numbers, positions)
 
 
-def _commit(state: RolloutState, counts: Array) -> CacheState:
-  """Commits each slot's next tokens, a page's worth in a trip."""
+def _commit(
+  state: RolloutState, counts: Array
+) -> tuple[CacheState, Array | None]:
+  """Commits each slot's next tokens, a page's worth in a trip.
+
+  Returns:
+    The cache, and `RolloutState.page_keys` with the keys of the pages filled.
+  """
   size = state.cache.config.page_size
   column = jnp.arange(size, dtype=jnp.int32)[None]
   numbers = state.running[:, None]
 
-  def trip(loop: tuple[CacheState, Array]) -> tuple[CacheState, Array]:
-    cache, left = loop
-    now = jnp.minimum(left, size)
+  def trip(
+    loop: tuple[CacheState, Array | None, Array],
+  ) -> tuple[CacheState, Array | None, Array]:
+    cache, keys, left = loop
+    now, before = jnp.minimum(left, size), ops.quotient(cache.length, size)
     tokens = ops.take(
       state.sequences.tokens, numbers, cache.length[:, None] + column
     )
     cache, _ = commit(cache, tokens, now)
-    return cache, left - now
+    if keys is not None and cache.hashes is not None:
+      filled = ops.quotient(cache.length, size) > before
+      place = ops.where_valid(filled, state.running)
+      keys = ops.put(keys, place, before, values=cache.hashes.chain)
+    return cache, keys, left - now
 
-  return lax.while_loop(
-    lambda loop: jnp.any(loop[1] > 0), trip, (state.cache, counts)
-  )[0]
+  cache, keys, _ = lax.while_loop(
+    lambda loop: jnp.any(loop[2] > 0),
+    trip,
+    (state.cache, state.page_keys, counts),
+  )
+  return cache, keys
 
 
 def _count(
   state: RolloutState,
   cache: CacheState,
-  counts: Array,
+  work: Work,
   draws: Array,
-  rows: Array,
+  sizes: tuple[int, ...],
 ) -> RolloutState:
-  before, numbers = state.counters, state.running
+  before, numbers, counts = state.counters, state.running, work.counts
+  rows = numbers.shape[0] + jnp.asarray(sizes, jnp.int32)[work.width]
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
-  shared = jnp.sum(cache.num_pages, dtype=jnp.int32) - in_use
+  held = cache.num_pages - cache.num_skipped_pages
+  shared = jnp.sum(held, dtype=jnp.int32) - in_use
   place = ops.where_valid(counts > 0, numbers)
   known = ops.take(state.computed, place)
   again = jnp.clip(known - state.cache.length, 0, counts)
@@ -303,6 +323,7 @@ def _count(
   counters = dataclasses.replace(
     before,
     steps=before.steps + 1,
+    calls=before.calls.at[work.width].add(1),
     rows=before.rows + rows,
     generated=before.generated + jnp.sum(draws, dtype=jnp.int32),
     prefilled=before.prefilled

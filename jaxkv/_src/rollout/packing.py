@@ -45,14 +45,17 @@ class Work(NamedTuple):
 def widths(config: RolloutConfig) -> tuple[int, ...]:
   """Columns for prompt tokens beside the single ones, ascending from 0.
 
-  A quarter of a chunk, so that the end of a prompt costs little.
+  A quarter of a chunk, so that the end of a prompt costs little; but no width
+  of less than 64, which would save little on an accelerator, and each width is
+  a call of the model to be compiled.
   """
   chunk = config.prefill_chunk
-  return tuple(sorted({0, -(-chunk // 4), chunk}))
+  quarter = -(-chunk // 4)
+  return (0, quarter, chunk) if quarter >= 64 else (0, chunk)
 
 
 def schedule(
-  missing: Array, prefills: Array, numbers: Array, sizes: tuple[int, ...]
+  missing: Array, prefills: Array, turns: Array, sizes: tuple[int, ...]
 ) -> Work:
   """Chooses the tokens of a step.
 
@@ -63,14 +66,14 @@ def schedule(
     missing: int32[B], tokens that each slot could compute; 0 for none.
     prefills: bool[B], slots whose tokens need not be computed in this step.
       The others have one token.
-    numbers: int32[B], sequences in the slots; lower ones come first.
+    turns: int32[B], a number for each slot; lower ones come first.
     sizes: from `widths`.
   """
   num_slots = missing.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)
   decodes = (missing > 0) & ~prefills
   prefills &= missing > 0
-  later = jnp.where(prefills, numbers, ops.NOWHERE)
+  later = jnp.where(prefills, turns, ops.NOWHERE)
   order = jnp.argsort(later, stable=True).astype(jnp.int32)
   waiting = jnp.where(prefills, missing, 0)[order]
   ends = jnp.cumsum(waiting, dtype=jnp.int32)

@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.checks import as_int32
@@ -29,6 +31,8 @@ class Sequences:
     prompt_length: tokens of the prompt.  # int32[Q]
     length: tokens in all.  # int32[Q]
     log_probs: of the generated tokens, then 0.  # float32[Q, T]
+    priority: those with lower numbers enter first and are preempted last; None
+      if all are equal.  # int32[Q]
     status: WAITING, RUNNING, DONE or FAILED.  # int32[Q]
     code: why a sequence failed, a `jaxkv.Status`.  # int32[Q]
     keys: a random key for each sequence.  # key[Q]
@@ -41,10 +45,17 @@ class Sequences:
   status: Array
   code: Array
   keys: Array
+  priority: Array | None = None
 
 
 def from_prompts(
-  prompts: Array, lengths: Array, key: Array, config: RolloutConfig
+  prompts: Array,
+  lengths: Array,
+  key: Array,
+  config: RolloutConfig,
+  *,
+  num_samples: Array | None = None,
+  priority: Array | None = None,
 ) -> Sequences:
   """All samples of all prompts, waiting.
 
@@ -53,13 +64,55 @@ def from_prompts(
     lengths: int32[P], 1 .. L.
     key: key[], from which every sequence's key is derived.
     config: how many samples, of how many tokens.
+    num_samples: int32[P], 0 .. G samples of each prompt; the sequences of the
+      others are DONE, without a token of their own. None for G.
+    priority: int32[Q], of all G samples of all prompts; None for none.
 
   Raises:
-    TypeError: `prompts` or `lengths` does not hold integers.
-    ValueError: one of them has the wrong shape or does not fit int32, or there
-      are 2**31 sequences or more.
+    TypeError: `prompts`, `lengths`, `num_samples` or `priority` does not hold
+      integers.
+    ValueError: one of them has the wrong shape or does not fit int32, a number
+      of samples is out of range, or there are 2**31 sequences or more. Traced
+      numbers are not checked.
   """
-  return samples_of(*as_prompts(prompts, lengths, config), key, config)
+  prompts, lengths = as_prompts(prompts, lengths, config)
+  sequences = samples_of(prompts, lengths, key, config)
+  if num_samples is not None:
+    sequences = _without(sequences, num_samples, config)
+  if priority is not None:
+    numbers = as_int32("priority", priority)
+    shape = sequences.length.shape
+    check_shape("priority", numbers, shape, ", one for each sequence")
+    sequences = dataclasses.replace(sequences, priority=numbers)
+  return sequences
+
+
+def _without(
+  sequences: Sequences, num_samples: Any, config: RolloutConfig
+) -> Sequences:
+  """Sequences of which some prompts have fewer samples."""
+  num_samples = as_int32("num_samples", num_samples)
+  most = config.num_samples
+  shape = (sequences.length.shape[0] // most,)
+  check_shape("num_samples", num_samples, shape, ", one for each prompt")
+  if not isinstance(num_samples, Tracer):
+    for row, count in enumerate(np.asarray(num_samples).tolist()):
+      if not 0 <= count <= most:
+        raise ValueError(
+          f"`num_samples[{row}]` must be 0 .. {most}, got {count}; raise "
+          "RolloutConfig.num_samples for more."
+        )
+  sample = jnp.arange(most, dtype=jnp.int32)[None]
+  waits = (sample < num_samples[:, None]).reshape(-1)
+  status = jnp.where(waits, sequences.status, jnp.int32(DONE))
+  return dataclasses.replace(sequences, status=status)
+
+
+def order_of(sequences: Sequences) -> Array | None:
+  """int32[Q]: the sequences by priority, then by number; None without one."""
+  if sequences.priority is None:
+    return None
+  return jnp.argsort(sequences.priority, stable=True).astype(jnp.int32)
 
 
 def as_prompts(
@@ -80,7 +133,7 @@ def as_prompts(
 def samples_of(
   prompts: Array, lengths: Array, key: Array, config: RolloutConfig
 ) -> Sequences:
-  """`from_prompts` for what `as_prompts` has returned."""
+  """All samples of what `as_prompts` has returned."""
   num_sequences = prompts.shape[0] * config.num_samples
   tokens = jnp.repeat(prompts, config.num_samples, axis=0)
   lengths = jnp.repeat(lengths, config.num_samples)

@@ -10,11 +10,14 @@ from jax import Array
 
 from jaxkv import kv as kv_memory
 from jaxkv._src.cache import ops
+from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_failure
-from jaxkv._src.cache.verbs.admit import admit
+from jaxkv._src.cache.state import is_empty
+from jaxkv._src.cache.verbs.admit import admit_found
 from jaxkv._src.cache.verbs.allocate import allocate
 from jaxkv._src.cache.verbs.fork import fork
+from jaxkv._src.cache.verbs.free import recycle
 from jaxkv._src.rollout import admission
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.state import RolloutState
@@ -29,6 +32,33 @@ def computing(state: RolloutState) -> Array:
 def lengths(state: RolloutState) -> Array:
   """int32[B]: tokens of the sequence in each slot, 0 for none."""
   return ops.take(state.sequences.length, state.running)
+
+
+def missing_tokens(state: RolloutState) -> Array:
+  """int32[B]: tokens that each slot has to compute; 0 for none."""
+  missing = lengths(state) - state.cache.length
+  return jnp.where(computing(state), missing, 0)
+
+
+def turns(state: RolloutState) -> Array:
+  """int32[B]: numbers by which sequences in slots come one after the other."""
+  priority, numbers = state.sequences.priority, state.running
+  if priority is None:
+    return numbers
+  order = jnp.lexsort((numbers, ops.take(priority, numbers)))
+  place = jnp.arange(order.shape[0], dtype=jnp.int32)
+  return jnp.zeros_like(numbers).at[order].set(place)
+
+
+def tokens_at_once(state: RolloutState) -> int:
+  """The most tokens of a sequence that a step computes.
+
+  Where a window leaves pages behind, a sequence has pages for no more than
+  that, so a chunk at a time bounds what it holds. Elsewhere it has pages for
+  all its tokens from the start.
+  """
+  sizes = state.cache.config
+  return state.config.prefill_chunk if sizes.skips_pages else sizes.slot_tokens
 
 
 def fork_ready(state: RolloutState) -> RolloutState:
@@ -75,8 +105,12 @@ def grow(state: RolloutState) -> tuple[RolloutState, Array, Array]:
     The state; bool[B], slots that got no page; bool[B], the slot that is freed
     at the step's end.
   """
-  missing = jnp.where(computing(state), lengths(state) - state.cache.length, 0)
-  cache, allocated = allocate(state.cache, missing)
+  missing, cache = missing_tokens(state), state.cache
+  if cache.config.skips_pages:
+    cache, _ = recycle(cache)
+  cache, allocated = allocate(
+    cache, jnp.minimum(missing, tokens_at_once(state))
+  )
   state = dataclasses.replace(state, cache=cache)
   starved = (missing > 0) & ~allocated.ok
   state, victim = _preempt(state, starved)
@@ -86,13 +120,19 @@ def grow(state: RolloutState) -> tuple[RolloutState, Array, Array]:
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   """Preempts the sequence with the fewest tokens if a slot got no page.
 
-  Of equal ones the youngest. A sequence that runs alone cannot get more pages,
-  so it is given up. Samples that wait for the prompt of a victim wait again.
+  It is one of the lowest priority, and of equal ones the youngest. A sequence
+  that runs alone cannot get more pages, so it is given up. Samples that wait
+  for the prompt of a victim wait again.
   """
   none, slots = state.sequences.length.shape[0], state.running.shape[0]
   holders = computing(state)
-  length = jnp.where(holders, state.cache.length, ops.NOWHERE)
-  fewest = holders & (length == jnp.min(length))
+  last = holders
+  if state.sequences.priority is not None:
+    priority = ops.take(state.sequences.priority, state.running)
+    priority = jnp.where(holders, priority, jnp.int32(-(2**31)))
+    last &= priority == jnp.max(priority)
+  length = jnp.where(last, state.cache.length, ops.NOWHERE)
+  fewest = last & (length == jnp.min(length))
   age = jnp.where(fewest, state.running, -1)
   slot = jnp.arange(slots, dtype=jnp.int32)
   chosen = jnp.argmax(age).astype(jnp.int32)
@@ -120,7 +160,8 @@ def admit_waiting(state: RolloutState, allowed: Array) -> RolloutState:
   """Waiting sequences enter empty slots, see `admission`."""
   none = state.sequences.length.shape[0]
   # A victim's slot holds its pages until the end of the step.
-  empty = (state.running == none) & (state.cache.num_pages[:, 0] == 0)
+  slot = jnp.arange(state.running.shape[0], dtype=jnp.int32)
+  empty = (state.running == none) & is_empty(state.cache, slot)
   waits = jnp.any(state.sequences.status == queue.WAITING)
 
   def some(state: RolloutState) -> RolloutState:
@@ -135,9 +176,10 @@ def _enter(state: RolloutState, empty: Array) -> RolloutState:
   waiting = admission.candidates(
     cache,
     sequences,
+    state.order,
     state.running,
     computing(state),
-    state.prompt_keys,
+    state.page_keys,
     config,
   )
   chosen = admission.choose(
@@ -156,14 +198,24 @@ def _enter(state: RolloutState, empty: Array) -> RolloutState:
   leads = pairs & ~follows_slot & (chosen.leads == row)
   length = ops.take(sequences.length, numbers)
   runners = jnp.sum(state.running < none, dtype=jnp.int32)
-  reserve = (runners + jnp.cumsum(pairs, dtype=jnp.int32)) // 2
-  cache, admitted = admit(
+  reserve = cache.config.num_groups * (
+    runners + jnp.cumsum(pairs, dtype=jnp.int32)
+  )
+  found = Prefix(*(ops.take(x, chosen.candidates) for x in waiting.found))
+  at_once = jnp.minimum(length, tokens_at_once(state))
+  later = _promised(state) + jnp.cumsum(
+    jnp.where(leads, _pages_later(state, length, found, at_once), 0),
+    dtype=jnp.int32,
+  )
+  cache, admitted = admit_found(
     cache,
     slots,
-    ops.take(sequences.tokens, numbers),
     length,
-    mask=leads,
-    keep_free=jnp.where(runners + row > 0, reserve, 0),
+    lambda _: found,
+    most=sequences.tokens.shape[1],
+    skipped=~leads,
+    num_tokens=at_once,
+    keep_free=later + jnp.where(runners + row > 0, reserve // 2, 0),
   )
   follows = pairs & ~follows_slot & (chosen.leads != row)
   follows &= ops.take(admitted.ok, chosen.leads)
@@ -177,10 +229,9 @@ def _enter(state: RolloutState, empty: Array) -> RolloutState:
   place = ops.where_valid(enters, slots)
   sequences = queue.with_status(sequences, numbers, enters, queue.RUNNING)
   # Those before the last one that enters, and that stay, are overtaken.
-  entered = jnp.where(enters, numbers, -1)
-  later = jnp.sum(
-    entered[None] > waiting.numbers[:, None], axis=1, dtype=jnp.int32
-  )
+  entered = jnp.where(enters, chosen.candidates, -1)
+  position = jnp.arange(waiting.numbers.shape[0], dtype=jnp.int32)
+  passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
   stays = ops.take(sequences.status, waiting.numbers, fill=queue.DONE)
   stays = ops.where_valid(stays == queue.WAITING, waiting.numbers)
   return dataclasses.replace(
@@ -189,5 +240,40 @@ def _enter(state: RolloutState, empty: Array) -> RolloutState:
     sequences=queue.fail(sequences, numbers, hopeless, admitted.code),
     running=ops.put(state.running, place, values=numbers),
     leader=ops.put(state.leader, place, values=leader),
-    overtaken=ops.add(state.overtaken, stays, values=later),
+    overtaken=ops.add(state.overtaken, stays, values=passed),
   )
+
+
+def _promised(state: RolloutState) -> Array:
+  """int32[]: pages that running sequences still need for their tokens."""
+  cache = state.cache
+  if not cache.config.skips_pages:
+    return jnp.zeros((), jnp.int32)
+  most = jnp.where(
+    computing(state)[:, None], _most_pages(state, lengths(state)), 0
+  )
+  held = cache.num_pages - cache.num_skipped_pages
+  return jnp.sum(jnp.maximum(most - held, 0), dtype=jnp.int32)
+
+
+def _pages_later(
+  state: RolloutState, length: Array, found: Prefix, at_once: Array
+) -> Array:
+  """int32[R]: pages that newcomers need beyond those of their first tokens."""
+  if not state.cache.config.skips_pages:
+    return jnp.zeros_like(length)
+  first = jnp.minimum(found.num_cached_tokens + at_once, length)
+  more = _most_pages(state, length) - _most_pages(state, first)
+  return jnp.sum(more, axis=1, dtype=jnp.int32)
+
+
+def _most_pages(state: RolloutState, length: Array) -> Array:
+  """int32[..., G]: the most pages that int32[...] tokens ever hold."""
+  config = state.cache.config
+  none, chunk = jnp.zeros_like(length), tokens_at_once(state)
+  columns = config.sizes.columns_for(length, none)
+  most = [
+    kind.most_pages(size, chunk, config.slot_tokens)
+    for kind, size in zip(config.groups, config.page_sizes, strict=True)
+  ]
+  return jnp.minimum(columns, jnp.asarray(most, jnp.int32)[None])

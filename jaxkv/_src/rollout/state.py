@@ -13,6 +13,7 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.check import check
 from jaxkv._src.rollout import admission
+from jaxkv._src.rollout import packing
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Sequences
@@ -22,10 +23,13 @@ from jaxkv.kv import KVPages
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counters:
-  """Counts of what a rollout has done so far, each an int32[].
+  """Counts of what a rollout has done so far, each an int32[] but `calls`.
 
   Attributes:
     steps: trips of the loop.
+    calls: steps in which the model was called with B columns and as many more
+      as each width has: 0, a quarter of `prefill_chunk` if that is at least
+      64, and `prefill_chunk`.  # int32[2] or int32[3]
     rows: tokens that the model was called with, padding included.
     generated: tokens drawn. Each costs the row of the token before it.
     prefilled: tokens of prompts computed, without their last ones.
@@ -37,6 +41,7 @@ class Counters:
   """
 
   steps: Array
+  calls: Array
   rows: Array
   generated: Array
   prefilled: Array
@@ -63,8 +68,10 @@ class RolloutState:
     computed: the most tokens of each sequence that were ever computed.
       # int32[Q]
     overtaken: later sequences that entered before each one.  # int32[Q]
-    prompt_keys: the key after each page of each prompt; None without prefix
-      caching.  # uint32[P, L // S, 4]
+    order: the sequences by priority, then by number; None without priorities.
+      # int32[Q]
+    page_keys: the key after each page that a prompt or computed tokens fill;
+      None without prefix caching.  # uint32[Q, W // S, 4]
     counters: what has been done.
   """
 
@@ -76,7 +83,8 @@ class RolloutState:
   leader: Array
   computed: Array
   overtaken: Array
-  prompt_keys: Array | None
+  order: Array | None
+  page_keys: Array | None
   counters: Counters
 
 
@@ -87,6 +95,9 @@ def init(
   lengths: Array,
   key: Array,
   config: RolloutConfig,
+  *,
+  num_samples: Array | None = None,
+  priority: Array | None = None,
 ) -> RolloutState:
   """A rollout that has not begun.
 
@@ -98,24 +109,38 @@ def init(
     lengths: int32[P], 1 .. L.
     key: key[]; equal keys give equal samples.
     config: the options.
+    num_samples: int32[P], 0 .. G samples of each prompt; the sequences of the
+      others are DONE from the start. None for G, `config.num_samples`.
+    priority: int32[Q], of all G samples of all prompts: those with lower
+      numbers enter first and are preempted last. None if all are equal. With
+      the expected length, negated, the longest begin first, and slots stay
+      busy to the end.
 
   Returns:
     The state, for `generate`.
 
   Raises:
-    TypeError: `prompts` or `lengths` does not hold integers.
-    ValueError: an argument has the wrong shape, the cache has several groups or
-      a slot in use, the memory has other pages than the cache, L +
-      max_new_tokens tokens do not fit into a slot, a prompt is empty or longer
-      than L, or the longest sequence does not fit into the pool. Traced lengths
-      and slots are not checked; such sequences fail one by one, see
-      `Sequences.code`.
+    TypeError: `prompts`, `lengths`, `num_samples` or `priority` does not hold
+      integers.
+    ValueError: an argument has the wrong shape, the cache has a recurrent group
+      or one of an encoder, or a slot in use, the memory has other pages than
+      the cache, L + max_new_tokens tokens do not fit into a slot, a prompt is
+      empty or longer than L, a number of samples is out of range, or the
+      longest sequence does not fit into the pool. Traced lengths and slots are
+      not checked; such sequences fail one by one, see `Sequences.code`.
   """
   prompts, lengths = queue.as_prompts(prompts, lengths, config)
   _check_memory(cache, kv)
   _check_fits(cache.config, prompts, lengths, config)
   sizes = cache.config
-  sequences = queue.samples_of(prompts, lengths, key, config)
+  sequences = queue.from_prompts(
+    prompts,
+    lengths,
+    key,
+    config,
+    num_samples=num_samples,
+    priority=priority,
+  )
   none = sequences.length.shape[0]
   return RolloutState(
     config=config,
@@ -126,17 +151,33 @@ def init(
     leader=jnp.full((sizes.num_slots,), sizes.num_slots, jnp.int32),
     computed=jnp.zeros((none,), jnp.int32),
     overtaken=jnp.zeros((none,), jnp.int32),
-    prompt_keys=_prompt_keys(cache, prompts),
-    counters=Counters(
-      **{
-        field.name: jnp.zeros((), jnp.int32)
-        for field in dataclasses.fields(Counters)
-      }
-    ),
+    order=queue.order_of(sequences),
+    page_keys=_page_keys(cache, prompts, sequences),
+    counters=_no_counts(config),
   )
 
 
-_prompt_keys = jax.jit(admission.prompt_keys)
+@jax.jit
+def _page_keys(
+  cache: CacheState, prompts: Array, sequences: Sequences
+) -> Array | None:
+  """See `RolloutState.page_keys`; a prompt is hashed once for all samples."""
+  keys = admission.page_keys(cache, prompts)
+  if keys is None:
+    return None
+  total, width = sequences.tokens.shape
+  columns = width // cache.config.page_size - keys.shape[1]
+  keys = jnp.repeat(keys, total // prompts.shape[0], axis=0)
+  return jnp.pad(keys, ((0, 0), (0, columns), (0, 0)))
+
+
+def _no_counts(config: RolloutConfig) -> Counters:
+  zeros = {
+    field.name: jnp.zeros((), jnp.int32)
+    for field in dataclasses.fields(Counters)
+  }
+  calls = jnp.zeros((len(packing.widths(config)),), jnp.int32)
+  return Counters(**(zeros | {"calls": calls}))
 
 
 def is_done(state: RolloutState) -> Array:
@@ -147,10 +188,16 @@ def is_done(state: RolloutState) -> Array:
 def _check_memory(cache: CacheState, kv: KVPages) -> None:
   check_single(cache)
   sizes = cache.config
-  if sizes.num_groups != 1:
+  for kind in sizes.groups:
+    if kind.holds_states or kind.holds_encoder:
+      raise ValueError(
+        "`cache` must have groups of attention over the sequences' own tokens, "
+        f"got {kind}: a rollout has no memory for it yet."
+      )
+  if len(set(sizes.page_sizes)) > 1:
     raise ValueError(
-      f"`cache` must have one group, got {sizes.num_groups}: the model of a "
-      "rollout has one page table."
+      "`cache` must have one page size for all groups, got "
+      f"{sizes.page_sizes}: a rollout has one K/V memory."
     )
   check(kv, sizes)
   if isinstance(cache.num_pages, Tracer):
@@ -182,7 +229,10 @@ def _check_fits(
         f"{length}."
       )
   longest = int(known.max()) + config.max_new_tokens
-  needed = -(-longest // sizes.page_sizes[0])
+  needed = sum(
+    kind.most_pages(size, config.prefill_chunk, longest)
+    for kind, size in zip(sizes.groups, sizes.page_sizes, strict=True)
+  )
   if needed > sizes.num_pages - 1:
     raise ValueError(
       f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "

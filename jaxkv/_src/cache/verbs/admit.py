@@ -1,6 +1,7 @@
 """match and admit: sequences enter on top of their cached prefixes."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ from jax import Array
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.algorithms import longest_prefix
+from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.algorithms.reserve import reservation
 from jaxkv._src.cache.algorithms.reserve import reserve
 from jaxkv._src.cache.ops import Rows
@@ -155,14 +157,53 @@ def admit(
     >>> state.page_table[1, 0].tolist()  # 8 is NO_PAGE
     [1, 2, 8, 8]
   """
+
+  def find(asked: Array) -> Prefix:
+    return longest_prefix.find(state, tokens, lengths, asked, salts)
+
+  return admit_found(
+    state,
+    slots,
+    lengths,
+    find,
+    most=tokens.shape[1],
+    skipped=~mask_or_all(mask, tokens),
+    num_tokens=num_tokens,
+    keep_free=keep_free,
+    num_encoder_tokens=num_encoder_tokens,
+  )
+
+
+def admit_found(
+  state: CacheState,
+  slots: Array,
+  lengths: Array,
+  find: Callable[[Array], Prefix],
+  *,
+  most: int,
+  skipped: Array,
+  num_tokens: Array | None = None,
+  keep_free: Array | None = None,
+  num_encoder_tokens: Array | None = None,
+) -> tuple[CacheState, Admitted]:
+  """`admit` of sequences that something else looks up.
+
+  Args:
+    state: the cache.
+    slots: int32[R].
+    lengths: int32[R], 1 .. `most`.
+    find: gives what is cached in `state` of the rows bool[R] that ask.
+    most: the most tokens of a sequence.
+    skipped: bool[R], the rows that do not count.
+    num_tokens: see `admit`.
+    keep_free: see `admit`.
+    num_encoder_tokens: see `admit`.
+  """
   config = state.config
   num_tokens = lengths if num_tokens is None else num_tokens
   keep_free = jnp.zeros_like(lengths) if keep_free is None else keep_free
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, slots)
-  skipped = ~mask_or_all(mask, tokens)
-  bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (
-    lengths > tokens.shape[1]
-  )
+  bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > most)
   bad_length |= jnp.minimum(keep_free, encoder) < 0
   code = first_code(
     (skipped, Status.SKIPPED),
@@ -174,7 +215,7 @@ def admit(
   taken = ~skipped & ops.any_earlier(slots, code == Status.OK)
   code = jnp.where(taken, jnp.int32(Status.SLOT_IN_USE), code)
   asked = code == Status.OK
-  found = longest_prefix.find(state, tokens, lengths, asked, salts)
+  found = find(asked)
   cached = found.num_cached_tokens
   # The smaller of the two sums, without computing one that may overflow.
   room = cached + jnp.minimum(num_tokens, lengths - cached)
