@@ -16,6 +16,9 @@ from jaxkv._src.rollout.state import Counters
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.state import init
 from jaxkv._src.rollout.state import is_done
+from jaxkv._src.rollout.timeline import Span
+from jaxkv._src.rollout.timeline import Timeline
+from jaxkv._src.rollout.timeline import timeline
 
 __all__ = [
   "DONE",
@@ -27,6 +30,8 @@ __all__ = [
   "RolloutConfig",
   "RolloutState",
   "Sequences",
+  "Span",
+  "Timeline",
   "all_logits",
   "from_prompts",
   "generate",
@@ -34,4 +39,5 @@ __all__ = [
   "init",
   "is_done",
   "sample",
+  "timeline",
 ]

@@ -264,10 +264,12 @@ MUTANTS = {
   ),
   # --- decoding --------------------------------------------------------------
   "the ended keep their pages": _rollout(
-    "loop:_compute", text("mask=ended | victim", "mask=victim"), _tokens
+    "loop:_compute",
+    text("mask=ended | (preempted < none)", "mask=preempted < none"),
+    _tokens,
   ),
   "the preempted keep their pages": _rollout(
-    "loop:_compute", text("mask=ended | victim", "mask=ended"), _preemption
+    "loop:_compute", text("ended | (preempted < none)", "ended"), _preemption
   ),
   "a page of each slot is committed": _rollout(
     "loop:_commit", text("left - now", "left * 0"), _counters

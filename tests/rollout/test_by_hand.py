@@ -164,6 +164,34 @@ def test_preemption():
   check_preemption()
 
 
+def test_timeline():
+  """What `check_preemption` tells, and the rest of it."""
+  config = rollout.RolloutConfig(max_new_tokens=5, timeline=8)
+  state = by_hand.begun(
+    jax.random.key(5), _sizes(5, 2), config, [[1], [2], [3]]
+  )
+  program = by_hand.program()
+  found = rollout.timeline(program(state, 1.0, 7))
+  assert list(found.spans()) == [
+    rollout.Span(0, 0, "decode", 0, 4, 4),
+    # For the pages of the other one.
+    rollout.Span(0, 0, "wait", 4, 5, 0),
+    rollout.Span(0, 0, "decode", 5, 6, 1),
+    rollout.Span(0, 1, "prefill", 6, 7, 3),
+    rollout.Span(1, 1, "decode", 0, 4, 4),
+    rollout.Span(1, 1, "preempt", 4, 5, 0),
+  ]
+  assert found.svg().count("<title>") == 6
+  # The last eight steps of all.
+  end = program(state, 1.0, 0)
+  found, steps = rollout.timeline(end), int(end.counters.steps)
+  assert (found.start, found.kinds.shape) == (steps - 8, (8, 2))
+  assert list(found.spans())[3] == rollout.Span(0, 2, "decode", 7, 12, 5)
+  without = by_hand.begun(jax.random.key(5), _sizes(60, 2), _CONFIG)
+  with pytest.raises(ValueError, match=r"got RolloutConfig.timeline=0; set it"):
+    rollout.timeline(without)
+
+
 def check_room() -> None:
   """A sequence of six tokens and one of one token, in four pages.
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxkv._src.rollout.arguments import check_count
 
-_LEAST = {"stop_token": -1, "max_overtaken": 0}
+_LEAST = {"stop_token": -1, "max_overtaken": 0, "timeline": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class RolloutConfig:
     window: waiting sequences among which those with the longest cached prefix
       enter first.
     max_overtaken: how many later sequences may enter before a waiting one.
+    timeline: the number of last steps of which the state keeps what each slot
+      did, for `timeline`.
 
   Raises:
     TypeError: a field is not an int.
@@ -35,6 +37,7 @@ class RolloutConfig:
   admissions: int = 16
   window: int = 32
   max_overtaken: int = 32
+  timeline: int = 0
 
   def __post_init__(self):
     for field in dataclasses.fields(self):

@@ -40,6 +40,7 @@ from jaxkv._src.rollout import packing
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout import slots
+from jaxkv._src.rollout import timeline
 from jaxkv._src.rollout.arguments import as_max_steps
 from jaxkv._src.rollout.arguments import as_temperature
 from jaxkv._src.rollout.arguments import check_all_logits
@@ -130,9 +131,9 @@ def generate(
 
   def step(state: RolloutState) -> RolloutState:
     state = slots.fork_ready(state)
-    state, starved, victim = slots.grow(state)
+    state, starved, preempted = slots.grow(state)
     state = slots.admit_waiting(state, ~jnp.any(starved))
-    return _compute(params, state, starved, victim, temperature, model=model)
+    return _compute(params, state, starved, preempted, temperature, model=model)
 
   return lax.while_loop(unfinished, step, state)
 
@@ -141,7 +142,7 @@ def _compute(
   params: Any,
   state: RolloutState,
   starved: Array,
-  victim: Array,
+  preempted: Array,
   temperature: Array,
   *,
   model: Model,
@@ -179,8 +180,9 @@ def _compute(
     log_probs,
     state.config,
   )
+  log = timeline.record(state, work.counts, draws, preempted)
   state = _count(state, cache, work, draws, sizes)
-  cache, _ = free(cache, mask=ended | victim)
+  cache, _ = free(cache, mask=ended | (preempted < none))
   return dataclasses.replace(
     state,
     cache=cache,
@@ -188,6 +190,7 @@ def _compute(
     sequences=sequences,
     page_keys=page_keys,
     running=jnp.where(ended, none, numbers),
+    log=log,
   )
 
 

@@ -12,8 +12,8 @@ from jaxkv import kv as kv_memory
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.state import Status
-from jaxkv._src.cache.state import is_failure
 from jaxkv._src.cache.state import is_empty
+from jaxkv._src.cache.state import is_failure
 from jaxkv._src.cache.verbs.admit import admit_found
 from jaxkv._src.cache.verbs.allocate import allocate
 from jaxkv._src.cache.verbs.fork import fork
@@ -102,8 +102,8 @@ def grow(state: RolloutState) -> tuple[RolloutState, Array, Array]:
   """Room for the tokens of running sequences; a victim if there is too little.
 
   Returns:
-    The state; bool[B], slots that got no page; bool[B], the slot that is freed
-    at the step's end.
+    The state; bool[B], slots that got no page; int32[B], the sequence that
+    leaves each slot, Q for none: its pages are freed at the step's end.
   """
   missing, cache = missing_tokens(state), state.cache
   if cache.config.skips_pages:
@@ -113,8 +113,8 @@ def grow(state: RolloutState) -> tuple[RolloutState, Array, Array]:
   )
   state = dataclasses.replace(state, cache=cache)
   starved = (missing > 0) & ~allocated.ok
-  state, victim = _preempt(state, starved)
-  return state, starved, victim
+  state, preempted = _preempt(state, starved)
+  return state, starved, preempted
 
 
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
@@ -144,6 +144,7 @@ def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   )
   code = jnp.full_like(slot, Status.OUT_OF_PAGES)
   count = jnp.sum(victim & ~alone, dtype=jnp.int32)
+  preempted = jnp.where(victim, state.running, none)
   state = dataclasses.replace(
     state,
     sequences=queue.fail(sequences, state.running, victim & alone, code),
@@ -153,7 +154,7 @@ def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
       state.counters, preempted=state.counters.preempted + count
     ),
   )
-  return state, victim
+  return state, preempted
 
 
 def admit_waiting(state: RolloutState, allowed: Array) -> RolloutState:

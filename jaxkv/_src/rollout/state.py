@@ -73,6 +73,8 @@ class RolloutState:
     page_keys: the key after each page that a prompt or computed tokens fill;
       None without prefix caching.  # uint32[Q, W // S, 4]
     counters: what has been done.
+    log: the sequence in each slot, what it did and how many tokens, in the last
+      X steps, see `timeline`; None without.  # int32[X, 3, B]
   """
 
   config: RolloutConfig = dataclasses.field(metadata={"static": True})
@@ -86,6 +88,7 @@ class RolloutState:
   order: Array | None
   page_keys: Array | None
   counters: Counters
+  log: Array | None = None
 
 
 def init(
@@ -154,6 +157,9 @@ def init(
     order=queue.order_of(sequences),
     page_keys=_page_keys(cache, prompts, sequences),
     counters=_no_counts(config),
+    log=jnp.zeros((config.timeline, 3, sizes.num_slots), jnp.int32)
+    if config.timeline
+    else None,
   )
 
 
