@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,22 +14,25 @@ import jax
 
 def run(
   description: str | None,
-  measured: Callable[[bool, int], dict[str, Any]],
+  measured: Callable[..., dict[str, Any]],
   *,
   rounds: int,
   quick_rounds: int,
   not_measured: str,
+  arguments: Mapping[str, dict[str, Any]] | None = None,
 ) -> None:
-  """The command line `[--quick] [--json FILE]`.
+  """The command line `[--quick] [--json FILE]`, and a benchmark's own options.
 
   Prints the machine, measures, and writes the report if asked to.
 
   Args:
     description: the help text.
-    measured: (quick, rounds) -> rows of its tables by name; prints the tables.
+    measured: (quick, rounds, its own options by name) -> rows of its tables by
+      name; prints the tables.
     rounds: samples of everything.
     quick_rounds: the same with `--quick`.
     not_measured: printed as the last line.
+    arguments: its own options by flag, as `add_argument` takes them.
   """
   parser = argparse.ArgumentParser(
     description=description,
@@ -36,8 +40,11 @@ def run(
   )
   parser.add_argument("--json", metavar="FILE", help="also write rows here")
   parser.add_argument("--quick", action="store_true", help="fewer rows, rounds")
-  options = parser.parse_args()
-  rounds = quick_rounds if options.quick else rounds
+  for flag, settings in (arguments or {}).items():
+    parser.add_argument(flag, **settings)
+  options = vars(parser.parse_args())
+  file, quick = options.pop("json"), options.pop("quick")
+  rounds = quick_rounds if quick else rounds
   device = jax.devices()[0]
   before = os.getloadavg()
   print(
@@ -45,10 +52,10 @@ def run(
     f" {os.cpu_count()} cores, jax {jax.__version__}, {rounds} rounds, load"
     f" average {before[0]:.1f}"
   )
-  rows = measured(options.quick, rounds)
+  rows = measured(quick, rounds, **options)
   after = os.getloadavg()
   print(f"\nload average now {after[0]:.1f}\nnot measured: {not_measured}")
-  if options.json:
+  if file:
     result = {
       "device": device.device_kind,
       "jax": jax.__version__,
@@ -56,7 +63,7 @@ def run(
       "load_average": [before, after],
       **rows,
     }
-    write(pathlib.Path(options.json), result)
+    write(pathlib.Path(file), result)
 
 
 def write(path: pathlib.Path, report: Any) -> None:
