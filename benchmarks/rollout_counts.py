@@ -1,0 +1,331 @@
+"""What the rollout loop computes, counted on a model that costs nothing."""
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rollout_ideal as ideal
+import rollout_workloads as workloads
+from rollout_rows import Row
+from rollout_rows import at_least
+from rollout_rows import at_most
+from rollout_workloads import Workload
+
+import jaxkv
+from jaxkv import rollout
+from jaxkv._src.rollout import packing
+
+ROWS_A_USEFUL_ROW = 1.25
+ROOFLINE_TIME = 1.2
+BUSY = 0.99
+SMALL_POOL = 0.35
+SMALL_POOL_BUSY = 0.58
+SMALL_POOL_RECOMPUTED = 30_000
+SAME_BATCH_TOKENS = 176
+GRPO_TOKENS = 1.05
+FAMILIES_HITS = {32: 0.55, 200: 0.69}
+WAIT = 1
+
+TIME = "roofline time against ideal mixed batches"
+
+
+class Run(NamedTuple):
+  """A finished rollout.
+
+  Attributes:
+    work: what was run.
+    pages: of the pool.
+    end: the state.
+    seconds: without compilation.
+  """
+
+  work: Workload
+  pages: int
+  end: rollout.RolloutState
+  seconds: float
+
+  def count(self, name: str) -> int:
+    """One of the loop's counters."""
+    return int(getattr(self.end.counters, name))
+
+  @property
+  def busy(self) -> float:
+    """Slots that draw a token, of all, in all steps."""
+    return self.count("generated") / (self.count("steps") * self.work.slots)
+
+  @property
+  def cost(self) -> int:
+    """Rows of all calls, where a call costs at least `ideal.RIDGE`."""
+    sizes = packing.widths(self.end.config)
+    calls = np.asarray(self.end.counters.calls).tolist()
+    return sum(
+      count * max(self.work.slots + size, ideal.RIDGE)
+      for count, size in zip(calls, sizes, strict=True)
+    )
+
+
+def _model(
+  stops: jax.Array, tokens: Any, positions: Any, kv: Any, views: Any, at: Any
+) -> tuple[jax.Array, Any]:
+  """Repeats a prompt's last token, its number, until its answer ends."""
+  del views
+  number = tokens[0].at[at].get(mode="clip")
+  drawn = forced(stops, number, positions[0].at[at].get(mode="clip"))
+  return jax.nn.one_hot(drawn, stops.shape[0] + 1, dtype=jnp.float32), kv
+
+
+def forced(stops: jax.Array, number: Any, position: Any) -> jax.Array:
+  """The tokens that give every answer its length.
+
+  Args:
+    stops: int32[P], the position of the last token computed of each prompt.
+    number: int32[X], a sequence's last token.
+    position: int32[X], where it stands.
+
+  Returns:
+    int32[X]: the number again, or P, which ends a sequence.
+  """
+  ends = position + 1 >= stops.at[number].get(mode="clip")
+  return jnp.where(ends, stops.shape[0], number)
+
+
+def stops_of(work: Workload) -> jax.Array:
+  """See `forced`."""
+  return jnp.asarray(work.lengths + work.answers - 1, jnp.int32)
+
+
+def sizes_of(work: Workload, pages: int) -> jaxkv.CacheConfig:
+  """A cache for a workload; `pages` can be used, beside the null page."""
+  width = work.prompts.shape[1] + int(work.answers.max())
+  return jaxkv.CacheConfig(
+    num_pages=pages + 1,
+    page_size=work.page_size,
+    num_slots=work.slots,
+    pages_per_slot=-(-width // work.page_size),
+  )
+
+
+def begun(
+  work: Workload, pages: int, kv: jaxkv.kv.KVPages, timeline: int = 0
+) -> rollout.RolloutState:
+  """A workload's rollout before its first step."""
+  config = rollout.RolloutConfig(
+    num_samples=work.samples,
+    max_new_tokens=int(work.answers.max()),
+    stop_token=len(work.lengths),
+    timeline=timeline,
+    **(work.options or {}),
+  )
+  return rollout.init(
+    jaxkv.init(sizes_of(work, pages)),
+    kv,
+    jnp.asarray(work.prompts),
+    jnp.asarray(work.lengths),
+    jax.random.key(0),
+    config,
+  )
+
+
+def check_answers(work: Workload, end: rollout.RolloutState) -> None:
+  """Raises unless every answer has its length."""
+  assert bool(rollout.is_done(end))
+  found = np.asarray(end.sequences.length - end.sequences.prompt_length)
+  assert np.array_equal(found, np.repeat(work.answers, work.samples))
+
+
+def ran(work: Workload, pages: int, timeline: int = 0) -> Run:
+  """Runs a workload with a model that costs nothing."""
+  sizes = sizes_of(work, pages)
+  kv = jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1)
+  state = begun(work, pages, kv, timeline)
+  program = jax.jit(
+    functools.partial(rollout.generate, model=_model),
+    donate_argnums=1,
+    compiler_options=jaxkv.CPU_COMPILER_OPTIONS,
+  )
+  inputs = (stops_of(work), state, jnp.float32(0), jnp.int32(0))
+  compiled = program.lower(*inputs).compile()
+  begin = time.perf_counter()
+  end = jax.block_until_ready(compiled(*inputs))
+  seconds = time.perf_counter() - begin
+  check_answers(work, end)
+  return Run(work, pages, end, seconds)
+
+
+def common(name: str, run: Run) -> Iterator[Row]:
+  """The rows that every workload has."""
+  useful = run.count("generated") + run.count("prefilled")
+  stats, most = run.end.cache.stats, run.end.config.max_overtaken
+  hits = int(stats.hit_tokens) / max(int(stats.queried_tokens), 1)
+  steps = run.count("steps")
+  yield at_most(
+    name,
+    "rows a useful row",
+    run.count("rows") / useful,
+    ROWS_A_USEFUL_ROW,
+  )
+  yield Row(name, "pages", run.pages)
+  yield Row(name, "most pages in use", run.count("peak_pages"))
+  yield Row(name, "steps", steps)
+  yield Row(name, "hit rate", hits)
+  yield at_most(name, "overtaken", int(run.end.overtaken.max()), most)
+  yield Row(name, "us a step without a model", run.seconds * 1e6 / steps)
+
+
+def small(quick: bool) -> Iterator[Row]:
+  """The rows of same_batch, grpo and families."""
+  work = workloads.same_batch()
+  run = ran(work, 400)
+  yield from common("same_batch", run)
+  tokens = run.count("prefilled")
+  yield at_most("same_batch", "prompt tokens", tokens, SAME_BATCH_TOKENS)
+  least = int(ideal.new_tokens(work).sum())
+  yield Row("same_batch", "least prompt tokens", least)
+  if quick:
+    return
+
+  work = workloads.grpo()
+  run = ran(work, 4000)
+  yield from common("grpo", run)
+  least = int(ideal.new_tokens(work).sum())
+  bound = least * GRPO_TOKENS
+  yield at_most("grpo", "prompt tokens", run.count("prefilled"), bound)
+  yield Row("grpo", "least prompt tokens", least)
+
+  for pages in (40, 80, 120, 200):
+    for window, hits in FAMILIES_HITS.items():
+      work = workloads.families(window)
+      name = f"families {window}, {pages}"
+      for row in common(name, ran(work, pages)):
+        # The whole queue has the same aim in every pool.
+        if row.metric == "hit rate" and (pages == 40 or window > 32):
+          row = at_least(name, row.metric, row.value, hits)
+        yield row
+    best = ideal.best_eviction(work, pages)
+    yield Row(f"families, {pages}", "Belady's hit rate in order", best)
+
+
+def long(quick: bool) -> Iterator[Row]:
+  """The rows of lengths, in all pools; with `quick` an eighth of all sizes."""
+  work = workloads.lengths(64, 8, 8) if quick else workloads.lengths()
+  mixed = ideal.schedule(work, ideal.mixed_room)
+  equal = ideal.schedule(work, ideal.loop_room(work.slots))
+  ample = ran(work, 20_000)
+  name = "lengths"
+  yield from common(name, ample)
+  yield Row(name, "roofline time in rows", ample.cost)
+  yield Row(name, "roofline time, ideal mixed batches", mixed.cost)
+  yield Row(name, "roofline time, ideal equal columns", equal.cost)
+  yield at_most(name, TIME, ample.cost / mixed.cost, ROOFLINE_TIME)
+  yield Row(
+    name, "roofline time against equal columns", ample.cost / equal.cost
+  )
+  yield from _busy(name, ample, mixed, equal)
+  yield at_least(
+    name, "busy against ideal mixed batches", ample.busy / mixed.busy, BUSY
+  )
+  yield at_least(
+    name, "busy against ideal equal columns", ample.busy / equal.busy, BUSY
+  )
+
+  need = ideal.reserved_pages(work)
+  pages = int(need * SMALL_POOL)
+  name = "lengths, 35 % of need"
+  run = ran(work, pages)
+  yield from common(name, run)
+  yield Row(name, "pages of the need", need)
+  for word, each in (
+    ("at the peak", mixed.pages_at_most),
+    ("on average", mixed.pages_a_sequence),
+  ):
+    held = pages / each
+    yield Row(name, f"sequences with memory, {word}", held)
+    yield Row(name, f"slots with memory, {word}", min(held / work.slots, 1))
+  yield from _scarce(name, run, bounded=True)
+  for part in () if quick else (0.5, 0.35):
+    name = f"lengths, {100 * part:.0f} % of peak"
+    run = ran(work, int(ample.count("peak_pages") * part))
+    yield from common(name, run)
+    yield from _scarce(name, run, bounded=False)
+
+
+def _busy(
+  name: str, run: Run, mixed: ideal.Schedule, equal: ideal.Schedule
+) -> Iterator[Row]:
+  """The share of busy slots beside those of the ideals."""
+  yield Row(name, "busy", run.busy)
+  yield Row(name, "busy, ideal mixed batches", mixed.busy)
+  yield Row(name, "busy, ideal equal columns", equal.busy)
+
+
+def _scarce(name: str, run: Run, *, bounded: bool) -> Iterator[Row]:
+  """What a small pool costs."""
+  work, pages = run.work, run.pages
+  mixed = ideal.schedule(work, ideal.mixed_room, pages)
+  equal = ideal.schedule(work, ideal.loop_room(work.slots), pages)
+  again = Row(name, "recomputed", run.count("recomputed"))
+  busy, *others = _busy(name, run, mixed, equal)
+  if bounded:
+    busy = at_least(*busy[:3], SMALL_POOL_BUSY)
+    again = at_most(*again[:3], SMALL_POOL_RECOMPUTED)
+  yield from (busy, *others, again)
+  yield Row(name, TIME, run.cost / mixed.cost)
+  yield Row(name, "preempted", run.count("preempted"))
+
+
+def stall(quick: bool) -> Iterator[Row]:
+  """How long a sequence that has begun to decode waits for its next token."""
+  work = workloads.lengths(48, slots=8, scale=8)
+  pools = {"stall, few pages": 40, "stall": 400}
+  for name, pages in list(pools.items())[: 1 if quick else None]:
+    run = ran(work, pages, timeline=1 << 12)
+    wait = longest_wait(rollout.timeline(run.end))
+    yield at_most(name, "longest wait in steps", wait, WAIT)
+    yield Row(name, "preempted", run.count("preempted"))
+
+
+def longest_wait(found: rollout.Timeline) -> int:
+  """The most steps in a row in which a sequence in a slot draws nothing.
+
+  Counted from its first token decoded in that slot to its last one, or to the
+  step in which it is preempted.
+  """
+  longest, waited, decoding = 0, 0, None
+  for span in found.spans():
+    here = span.slot, span.sequence
+    if span.kind == "decode":
+      decoding, waited = here, 0
+    elif here != decoding or span.kind == "preempt":
+      decoding = None
+    else:
+      waited += span.stop - span.start
+      longest = max(longest, waited)
+  return longest
+
+
+def conversation(path: str | None) -> Iterator[Row]:
+  """The rows of a trace; none without one."""
+  if path is None:
+    print("conversation: skipped, --trace FILE names no trace")
+    return
+  work = workloads.conversation(path)
+  mixed = ideal.schedule(work, ideal.mixed_room)
+  equal = ideal.schedule(work, ideal.loop_room(work.slots))
+  least = int(ideal.new_tokens(work).sum())
+  for part in (None, SMALL_POOL):
+    name, pages = "conversation", 60_000
+    if part:
+      name = f"conversation, {100 * part:.0f} % of need"
+      pages = int(ideal.reserved_pages(work) * part)
+    run = ran(work, pages)
+    yield from common(name, run)
+    yield Row(name, "prompt tokens", run.count("prefilled"))
+    yield Row(name, "least prompt tokens", least)
+    yield Row(name, "recomputed", run.count("recomputed"))
+    yield Row(name, TIME, run.cost / mixed.cost)
+    yield from _busy(name, run, mixed, equal)

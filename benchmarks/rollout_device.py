@@ -1,0 +1,203 @@
+"""The lengths workload with a model of realistic size, on an accelerator.
+
+The model has the sizes of SmolLM2-360M, bfloat16, with random weights. It
+computes and samples what any model would; then a large number is added to the
+logits of one token, so that every answer has the length that the workload says.
+
+| part  | what                                                              |
+|-------|-------------------------------------------------------------------|
+| steps | the first steps of the job, one call of the loop each, dispatch   |
+|       | included: milliseconds a step, by the columns for prompts         |
+| whole | the whole job in one call: tokens a second, drawn and computed    |
+
+Both parts use one compiled program. Each part is written as soon as it has run,
+and a second call with the same file runs only what is missing.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import command
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rollout_counts as counts
+import rollout_workloads as workloads
+from rollout_rows import Row
+from rollout_rows import show
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from jaxkv._src.rollout import packing
+
+MODEL = models.LlamaConfig(
+  vocab_size=49_152,
+  num_layers=32,
+  embed_dim=960,
+  num_heads=15,
+  num_kv_heads=5,
+  head_dim=64,
+  mlp_dim=2560,
+  dtype=jnp.bfloat16,
+)
+QUICK_MODEL = dataclasses.replace(
+  MODEL,
+  vocab_size=512,
+  num_layers=2,
+  embed_dim=32,
+  mlp_dim=64,
+  num_heads=3,
+  num_kv_heads=1,
+  head_dim=16,
+)
+_SINGLE_STEPS = 400
+_FORCE = 1e6
+
+
+def require_accelerator(quick: bool) -> None:
+  """Exits with a message if jax has only a CPU; `quick` needs no more."""
+  if not quick and jax.default_backend() == "cpu":
+    sys.exit(
+      "--device times a model of 360 M parameters and jax has only a CPU; run "
+      "it on a GPU or TPU, or test it with --quick"
+    )
+
+
+def by_part(name: str, quick: bool = False) -> list[dict[str, Any]]:
+  """Runs what the file has not; writes each part at once.
+
+  Args:
+    name: the file; empty for none.
+    quick: tiny sizes, on any device.
+
+  Returns:
+    All rows.
+  """
+  require_accelerator(quick)
+  path = pathlib.Path(name) if name else None
+  parts: dict[str, list[dict[str, Any]]] = {}
+  if path and path.exists():
+    parts = json.loads(path.read_text("utf-8"))["parts"]
+  job = None
+  for part, run in (("steps", Job.steps), ("whole", Job.whole)):
+    if part not in parts:
+      job = job or Job(quick)
+      parts[part] = [row.as_json() for row in show(run(job))]
+    if path:
+      report = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "parts": parts,
+        "complete": len(parts) == 2,
+      }
+      command.write(path, report)
+  return [row for rows in parts.values() for row in rows]
+
+
+class Job:
+  """The workload, the model, and the compiled loop."""
+
+  def __init__(self, quick: bool):
+    """Makes the weights and compiles the loop."""
+    small = {"count": 12, "slots": 4, "scale": 32} if quick else {}
+    self.model = QUICK_MODEL if quick else MODEL
+    self.work = workloads.lengths(**small)
+    self._single_steps = 8 if quick else _SINGLE_STEPS
+    # Room for what all slots use at most.
+    self.pages = 400 if quick else 6000
+    params = models.init_params(jax.random.key(0), self.model)
+    self._inputs = params, counts.stops_of(self.work)
+    self._program = jax.jit(
+      functools.partial(rollout.generate, model=self._call), donate_argnums=1
+    )
+    begin = time.perf_counter()
+    state = self._begun()
+    number = jnp.int32(0)
+    inputs = self._inputs, state, jnp.float32(1), number
+    self._compiled = self._program.lower(*inputs).compile()
+    del state, inputs
+    self.compiling = time.perf_counter() - begin
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
+    self.name = f"device, {numbers / 1e6:.1f} M"
+
+  def _call(
+    self, inputs: Any, tokens: Any, positions: Any, kv: Any, views: Any, at: Any
+  ) -> tuple[jax.Array, Any]:
+    """The model, drawing the tokens that give answers their lengths."""
+    params, stops = inputs
+    logits, kv = models.forward(
+      params, tokens, positions, kv, views, at, config=self.model
+    )
+    number = tokens[0].at[at].get(mode="clip")
+    place = positions[0].at[at].get(mode="clip")
+    drawn = counts.forced(stops, number, place)
+    forced = jax.nn.one_hot(drawn, logits.shape[1], dtype=logits.dtype)
+    return logits + forced * _FORCE, kv
+
+  def _begun(self) -> rollout.RolloutState:
+    kv = jaxkv.kv.init(
+      counts.sizes_of(self.work, self.pages),
+      num_layers=self.model.num_layers,
+      num_kv_heads=self.model.num_kv_heads,
+      head_dim=self.model.head_dim,
+      dtype=self.model.dtype,
+    )
+    return counts.begun(self.work, self.pages, kv)
+
+  def _run(
+    self, state: rollout.RolloutState, steps: int
+  ) -> tuple[float, rollout.RolloutState]:
+    """Seconds of some steps, 0 for all, and the state after them."""
+    limit = jnp.int32(steps)
+    jax.block_until_ready((state, limit))
+    begin = time.perf_counter()
+    inputs = self._inputs, state, jnp.float32(1), limit
+    state = jax.block_until_ready(self._compiled(*inputs))
+    return time.perf_counter() - begin, state
+
+  def steps(self) -> list[Row]:
+    """Milliseconds of single steps, by width."""
+    state = self._begun()
+    widths = packing.widths(state.config)
+    before = np.asarray(state.counters.calls)
+    samples: dict[int, list[float]] = {size: [] for size in widths}
+    for _ in range(self._single_steps):
+      seconds, state = self._run(state, 1)
+      calls = np.asarray(state.counters.calls)
+      samples[widths[int(np.argmax(calls - before))]].append(seconds)
+      before = calls
+    rows = [Row(self.name, "seconds to compile", self.compiling)]
+    for size, seconds in samples.items():
+      metric = f"step, {self.work.slots} + {size} columns"
+      rows.append(Row(self.name, f"{metric}, count", len(seconds)))
+      if seconds:
+        ms = statistics.median(seconds) * 1e3
+        rows.append(Row(self.name, f"{metric}, ms, median", ms))
+        rows.append(
+          Row(self.name, f"{metric}, ms, minimum", min(seconds) * 1e3)
+        )
+    return rows
+
+  def whole(self) -> list[Row]:
+    """Tokens a second of the whole job."""
+    _, state = self._run(self._begun(), 4)  # warm
+    del state
+    seconds, end = self._run(self._begun(), 0)
+    counts.check_answers(self.work, end)
+    steps = int(end.counters.steps)
+    drawn = int(end.counters.generated)
+    computed = drawn + int(end.counters.prefilled)
+    return [
+      Row(self.name, "seconds", seconds),
+      Row(self.name, "steps", steps),
+      Row(self.name, "ms a step, mean", seconds * 1e3 / steps),
+      Row(self.name, "tokens drawn a second", drawn / seconds),
+      Row(self.name, "tokens computed a second", computed / seconds),
+    ]

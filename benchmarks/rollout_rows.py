@@ -1,0 +1,76 @@
+"""A figure beside its bound: the rows that `rollout.py` prints and writes."""
+
+from collections.abc import Iterable
+from typing import Any
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+  """One figure.
+
+  Attributes:
+    workload: what was run.
+    metric: what was counted or timed.
+    value: the figure.
+    bound: what the figure should reach; None if there is no such number.
+    side: "at most" or "at least", the bound; None without one.
+  """
+
+  workload: str
+  metric: str
+  value: float
+  bound: float | None = None
+  side: str | None = None
+
+  @property
+  def met(self) -> bool | None:
+    """Whether the figure keeps its bound; None without one."""
+    if self.bound is None:
+      return None
+    if self.side == "at least":
+      return self.value >= self.bound
+    return self.value <= self.bound
+
+  def as_json(self) -> dict[str, Any]:
+    """The row of the report."""
+    return {**self._asdict(), "met": self.met}
+
+
+def at_most(workload: str, metric: str, value: float, bound: float) -> Row:
+  return Row(workload, metric, value, bound, "at most")
+
+
+def at_least(workload: str, metric: str, value: float, bound: float) -> Row:
+  return Row(workload, metric, value, bound, "at least")
+
+
+def show(rows: Iterable[Row]) -> list[Row]:
+  """Prints rows as they come; returns them."""
+  done = []
+  for row in rows:
+    done.append(row)
+    if row.bound is None:
+      bound = ""
+    else:
+      verdict = "" if row.met else "  MISSED"
+      bound = f"{row.side:>9} {number(row.bound):>10}{verdict}"
+    print(
+      f"{row.workload:26} {row.metric:42} {number(row.value):>10} {bound}",
+      flush=True,
+    )
+  return done
+
+
+def number(value: float) -> str:
+  """A figure with about four digits."""
+  if float(value).is_integer() or abs(value) >= 1000:
+    return f"{value:,.0f}"
+  return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"
+
+
+def summary(rows: Iterable[Row]) -> str:
+  """One line: how many bounds are kept, and which are not."""
+  rows = [row for row in rows if row.bound is not None]
+  missed = [f"{row.workload}: {row.metric}" for row in rows if not row.met]
+  text = f"{len(rows) - len(missed)} of {len(rows)} bounds are kept"
+  return "; missed: ".join([text, "; ".join(missed)] if missed else [text])

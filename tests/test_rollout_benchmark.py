@@ -1,0 +1,180 @@
+"""The logic of `benchmarks/rollout.py` that no figure shows."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from jaxkv import rollout as rollouts
+
+_FOLDER = pathlib.Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_can_be_imported(monkeypatch):
+  monkeypatch.syspath_prepend(str(_FOLDER))
+
+
+def _work(lengths, answers, slots, page_size=4):
+  import rollout_workloads
+
+  rows = [np.arange(100, 100 + length) for length in lengths]
+  return rollout_workloads._of(rows, answers, page_size=page_size, slots=slots)
+
+
+class TestRows:
+  def test_a_bound_has_a_side(self, capsys):
+    from rollout_rows import Row
+    from rollout_rows import at_least
+    from rollout_rows import at_most
+    from rollout_rows import show
+    from rollout_rows import summary
+
+    rows = [
+      at_most("a", "few", 3, 3),
+      at_most("a", "many", 4, 3),
+      at_least("b", "more", 3, 3),
+      at_least("b", "less", 2, 3),
+      Row("c", "free", 1234.5),
+    ]
+    assert [row.met for row in rows] == [True, False, True, False, None]
+    assert summary(show(rows)) == (
+      "2 of 4 bounds are kept; missed: a: many; b: less"
+    )
+    assert capsys.readouterr().out.count("MISSED") == 2
+    assert rows[0].as_json() == {
+      "workload": "a",
+      "metric": "few",
+      "value": 3,
+      "bound": 3,
+      "side": "at most",
+      "met": True,
+    }
+
+
+class TestIdeal:
+  def test_two_sequences_in_one_slot(self):
+    import rollout_ideal as ideal
+
+    # A prompt of 5 in 3 + 2, then a token; a prompt of 2, then two tokens.
+    work = _work([5, 2], [2, 3], slots=1)
+    found = ideal.schedule(work, lambda decoding: 3 - decoding)
+    # draws:     -  1  1    1  1  1
+    # pages:     2  2  2    1  1  1
+    assert (found.steps, found.busy) == (6, 5 / 6)
+    assert (found.most_pages, found.pages_at_most) == (2, 2)
+    assert found.pages_a_sequence == 9 / 6
+    assert found.cost == 6 * ideal.RIDGE
+
+  def test_prompts_ride_with_decoding(self):
+    import rollout_ideal as ideal
+
+    work = _work([2, 600], [4, 1], slots=2)
+    # 2 + 293, then 1 + 294, then the last 13 prompt tokens.
+    assert ideal.schedule(work, ideal.mixed_room).steps == 4
+    # 62 columns: 2 + 60, three times 1 + 61, then 62 a step.
+    assert ideal.schedule(work, ideal.loop_room(2, 60)).steps == 10
+
+  def test_sequences_without_pages_pause(self):
+    import rollout_ideal as ideal
+
+    work = _work([4, 4], [5, 5], slots=2)
+    ample = ideal.schedule(work, ideal.mixed_room)
+    scarce = ideal.schedule(work, ideal.mixed_room, pages=3)
+    # The second draws once beside the first, and pauses when both need two.
+    assert (ample.steps, scarce.steps) == (5, 9)
+    assert (ample.most_pages, scarce.most_pages) == (4, 2)
+
+  def test_equal_pages_are_computed_once(self):
+    import rollout_ideal as ideal
+    import rollout_workloads
+
+    counts = ideal.new_tokens(rollout_workloads.same_batch())
+    assert counts.tolist() == [71] + 15 * [7]
+
+  def test_the_eviction_that_looks_ahead(self):
+    import rollout_ideal as ideal
+    import rollout_workloads
+
+    # Pages of A, B, A, C, B: with room for one beside the running one.
+    names = {"A": 1, "B": 2, "C": 3}
+    rows = [np.full(8, names[name]) for name in "ABACB"]
+    work = rollout_workloads._of(rows, 1, page_size=4, slots=1)
+    hits = {pages: ideal.best_eviction(work, pages) for pages in (2, 3, 9)}
+    # A sequence needs both pages; the first one of each pair is common.
+    assert hits == {2: 0.0, 3: 8 / 40, 9: 8 / 40}
+
+  def test_the_need_has_room_for_the_longest_answer(self):
+    import rollout_ideal as ideal
+
+    assert ideal.reserved_pages(_work([4, 8], [1, 8], slots=3)) == 3 * 3.5
+
+
+class TestWorkloads:
+  def test_a_trace_keeps_its_common_blocks(self, tmp_path):
+    import rollout_ideal as ideal
+    import rollout_workloads
+
+    requests = [
+      {"input_length": 1200, "output_length": 40, "hash_ids": [7, 8, 9]},
+      {"input_length": 1000, "output_length": 5, "hash_ids": [7, 8]},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, requests)) + "\n\n", "utf-8")
+    work = rollout_workloads.conversation(str(path))
+    assert work.lengths.tolist() == [75, 62]
+    assert work.answers.tolist() == [2, 1]
+    # The second finds three pages of 16; its last one is its own.
+    assert ideal.new_tokens(work).tolist() == [74, 13]
+
+  def test_no_trace_is_said(self, capsys):
+    import rollout_counts
+
+    assert list(rollout_counts.conversation(None)) == []
+    assert "--trace FILE" in capsys.readouterr().out
+
+
+def test_the_longest_wait_begins_with_a_decoded_token():
+  import rollout_counts
+
+  # p: prefill, d: decode, w: wait, x: preempted, a letter a step.
+  steps = {0: "wppdwdwwdx", 1: "wdwwx" + "wpdwd"}
+  kinds = np.array([[".pdwx".index(kind) for kind in steps[s]] for s in (0, 1)])
+  owners = np.array([10 * [3], 5 * [4] + 5 * [4]])
+  timeline = rollouts.Timeline(0, owners.T, kinds.T, 0 * kinds.T)
+  assert rollout_counts.longest_wait(timeline) == 2
+
+
+class TestDevice:
+  def test_a_cpu_is_refused(self):
+    import rollout_device
+
+    with pytest.raises(SystemExit, match="only a CPU"):
+      rollout_device.by_part("", quick=False)
+
+  def test_a_second_run_goes_on_where_the_first_ended(
+    self, tmp_path, monkeypatch
+  ):
+    import rollout_device
+
+    path = tmp_path / "rollout.json"
+    whole = rollout_device.Job.whole
+
+    def stopped(job):
+      raise KeyboardInterrupt
+
+    monkeypatch.setattr(rollout_device.Job, "whole", stopped)
+    with pytest.raises(KeyboardInterrupt):
+      rollout_device.by_part(str(path), quick=True)
+    report = json.loads(path.read_text("utf-8"))
+    assert (list(report["parts"]), report["complete"]) == (["steps"], False)
+    monkeypatch.setattr(rollout_device.Job, "whole", whole)
+    monkeypatch.setattr(rollout_device.Job, "steps", stopped)
+    rows = rollout_device.by_part(str(path), quick=True)
+    report = json.loads(path.read_text("utf-8"))
+    assert (list(report["parts"]), report["complete"]) == (
+      ["steps", "whole"],
+      True,
+    )
+    assert rows[-1]["metric"] == "tokens computed a second"
