@@ -8,14 +8,17 @@
 | matrix | `attention.py --torch`: bandwidth of a copy, every case, every side |
 | transitions | the cache's own verbs at 256 slots, with `transitions.py`; not
   with `--quick`, since on a CPU they take minutes |
+| rollout | the rollout loop with a model of 360 M parameters: time a step and
+  tokens a second, with `rollout_device.py` |
 
 Each stage writes its results to a file in the folder as it goes. Passed tests
 and finished cases and rows are not run again, so when the time is over, run the
-same command again. Numerics take at most half of the time, and the matrix
-leaves some for transitions. Parts that were stopped run after parts that have
-not been tried. Failed parts are not tried again, since a race might pass the
-second time. Results of other code, another jax or device, or of `--quick` in
-the folder are an error. The exit code is 0 if everything has run and passed.
+same command again. Numerics take at most half of the time; the matrix and
+transitions leave some for the stages after them. Parts that were stopped run
+after parts that have not been tried. Failed parts are not tried again, since a
+race might pass the second time. Results of other code, another jax or device,
+or of `--quick` in the folder are an error. The exit code is 0 if everything has
+run and passed.
 
   python benchmarks/gpu_suite.py [--quick] [--minutes 9.5] [--out FOLDER]
 
@@ -48,11 +51,11 @@ sys.path[:0] = _PATH
 
 # The share of the remaining time that numerics may take.
 _FOR_NUMERICS = 0.5
-# Seconds: the limit of one part of numerics; what the matrix leaves for
-# transitions until they are complete; the longest that a last case takes.
+# Seconds: the limit of one part of numerics; the longest that a last case of
+# the matrix takes; what earlier stages leave for a stage until it is complete.
 _LONGEST_PART = 150
-_FOR_TRANSITIONS = 150
 _LAST_CASE = 130
+_RESERVED = {"transitions": 150, "rollout": 100}
 
 # Each process has a GPU context of about half a GB.
 _MOST_PROCESSES = 12
@@ -197,8 +200,8 @@ def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
 
   names = [case.name for case in attention_cases.cases(quick)]
   end = time.monotonic() + seconds
-  if not quick and not _complete(_read(path.with_name("transitions.json"))):
-    end -= _FOR_TRANSITIONS
+  if not quick:
+    end -= _reserved(path, "transitions", "rollout")
   command = [sys.executable, "benchmarks/attention.py", "--json", str(path)]
   command += ["--quick" if quick else "--torch", "--minutes"]
   code, report = None, _read(path)
@@ -220,8 +223,35 @@ def transitions(path: pathlib.Path, seconds: float, quick: bool) -> bool:
   """Times transitions of the cache, row by row."""
   if quick or _complete(_read(path)):
     return True
+  seconds -= _reserved(path, "rollout")
+  if seconds < 10:
+    print("no time left beside that of rollout")
+    return False
   program = "import sys, transitions; transitions.by_row(sys.argv[1])"
   return _run([sys.executable, "-c", program, str(path)], seconds) == 0
+
+
+def rollout(path: pathlib.Path, seconds: float, quick: bool) -> bool:
+  """Times the rollout loop with a model, part by part."""
+  if _complete(_read(path)):
+    return True
+  call = f"by_part(sys.argv[1], quick={quick})"
+  program = f"import sys, rollout_device; rollout_device.{call}"
+  return _run([sys.executable, "-c", program, str(path)], seconds) == 0
+
+
+def _reserved(path: pathlib.Path, *stages: str) -> float:
+  """Seconds for later stages that are not complete.
+
+  Args:
+    path: a file in the folder of the results.
+    stages: their names.
+  """
+  return sum(
+    _RESERVED[stage]
+    for stage in stages
+    if not _complete(_read(path.with_name(f"{stage}.json")))
+  )
 
 
 def launches(path: pathlib.Path, seconds: float, quick: bool) -> bool:
@@ -265,6 +295,7 @@ STAGES = (
   Stage("launches", launches),
   Stage("matrix", matrix),
   Stage("transitions", transitions),
+  Stage("rollout", rollout),
 )
 
 
@@ -360,7 +391,7 @@ def run(out: pathlib.Path, minutes: float, quick: bool) -> bool:
 
 def main() -> None:
   parser = argparse.ArgumentParser(
-    description="numerics, bandwidth, matrix, transitions"
+    description="numerics, bandwidth, matrix, transitions, rollout"
   )
   parser.add_argument(
     "--quick", action="store_true", help="tiny, on any device"

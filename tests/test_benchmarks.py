@@ -1,6 +1,7 @@
 """The logic of the benchmarks that no figure shows."""
 
 import contextlib
+import json
 import pathlib
 import subprocess
 import sys
@@ -9,6 +10,9 @@ import types
 import jax
 import numpy as np
 import pytest
+
+from jaxkv import models
+from tests.models import small_model as texts
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _FOLDER = _ROOT / "benchmarks"
@@ -281,7 +285,8 @@ tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
     monkeypatch.setattr(gpu_suite, "_run", run)
     assert gpu_suite.matrix(path, 400, quick=False)
     assert len(given) == 3
-    gpu_suite._write(tmp_path / "transitions.json", {"complete": True})
+    for later in ("transitions", "rollout"):
+      gpu_suite._write(tmp_path / f"{later}.json", {"complete": True})
     given.clear()
     # The last of them changed nothing.
     ends[:] = [ends[0], ends[0]]
@@ -296,8 +301,22 @@ tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
     monkeypatch.setattr(gpu_suite, "_run", lambda _, s: given.append(s))
     assert not gpu_suite.matrix(tmp_path / "matrix.json", 400, quick=False)
     assert len(given) == 1
-    assert 245 < given[0] <= 250
+    assert 145 < given[0] <= 150
     assert "cases are left" in capsys.readouterr().out
+
+  def test_transitions_leave_time_for_the_rollout(
+    self, gpu_suite, tmp_path, monkeypatch, capsys
+  ):
+    given = []
+    monkeypatch.setattr(gpu_suite, "_run", lambda _, s: given.append(s) or 0)
+    path = tmp_path / "transitions.json"
+    assert gpu_suite.transitions(path, 400, quick=False)
+    assert not gpu_suite.transitions(path, 105, quick=False)
+    assert "that of rollout" in capsys.readouterr().out
+    gpu_suite._write(tmp_path / "rollout.json", {"complete": True})
+    assert gpu_suite.transitions(path, 105, quick=False)
+    assert gpu_suite.rollout(tmp_path / "rollout.json", 50, quick=False)
+    assert given == [300, 105]
 
   def test_an_exception_does_not_end_the_suite(
     self, gpu_suite, tmp_path, monkeypatch, capsys
@@ -318,7 +337,7 @@ tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
     program = f"""
 import importlib.util, runpy
 runpy.run_path({str(_FOLDER / "gpu_suite.py")!r})
-for name in ("jaxkv", "jaxkv_kernels", "attention_cases", "transitions"):
+for name in ("jaxkv", "jaxkv_kernels", "transitions", "rollout_device"):
   origin = importlib.util.find_spec(name).origin
   assert origin.startswith({str(_ROOT)!r}), origin
 """
@@ -364,6 +383,30 @@ def test_transitions_are_written_row_by_row(tmp_path, monkeypatch):
     ("decode_step", 4096),
     ("decode_step", 262144),
   ]
+
+
+def test_a_quick_run_of_the_rollout_benchmark(
+  small_model, monkeypatch, tmp_path
+):
+  import rollout
+
+  monkeypatch.setattr(models, "character_model", lambda: small_model)
+  monkeypatch.setattr(models, "reference_text", lambda: texts.TEXT)
+  path = tmp_path / "rollout.json"
+  monkeypatch.setattr(sys, "argv", ["", "--quick", "--json", str(path)])
+  rollout.main()
+  rows = json.loads(path.read_text("utf-8"))["rows"]
+  fields = {"workload", "metric", "value", "bound", "side", "met"}
+  assert all(set(row) == fields for row in rows)
+  names = [(row["workload"], row["metric"]) for row in rows]
+  assert len(set(names)) == len(names)
+  # Times depend on the machine; counts do not.
+  for row in rows:
+    counted = row["workload"].startswith(("same_batch", "stall"))
+    assert not counted or row["met"] is not False, row
+  found = {name: row["value"] for name, row in zip(names, rows, strict=True)}
+  assert found["same_batch", "prompt tokens"] == 176
+  assert found["characters, 6 in 16", "sequences with equal tokens"] == 1
 
 
 def test_launches_of_a_loop_are_counted():
