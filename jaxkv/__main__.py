@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import jax
 
+from jaxkv._src.commands import compilations
 from jaxkv._src.commands import replay
 from jaxkv._src.commands import results
 from jaxkv._src.commands import rollout
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
   """
   args = _parser().parse_args(arguments)
   try:
-    with _sigterm_raises():
+    with _sigterm_raises(), compilations.kept():
       results.check_stdout()
       return args.run(args)
   except CommandError as error:

@@ -105,7 +105,7 @@ def character_model(
     seed=0,
   )
   facts = _facts(text, config, recipe)
-  path = _folder(folder) / f"characters-{_digest(facts)[:16]}.npz"
+  path = cache_folder(folder) / f"characters-{_digest(facts)[:16]}.npz"
   params = _load(path, facts, config)
   if params is None:
     kept = _kept(path, lambda: store.check_writable(path))
@@ -114,6 +114,14 @@ def character_model(
     if kept:
       _kept(path, lambda: store.save(path, facts, params))
   return CharacterModel(config=config, params=params, vocabulary=characters)
+
+
+def cache_folder(
+  folder: str | os.PathLike[str] | None = None,
+) -> pathlib.Path:
+  """The argument, else JAXKV_CACHE, else the platform's cache folder."""
+  chosen = folder or os.environ.get("JAXKV_CACHE")
+  return pathlib.Path(chosen or platformdirs.user_cache_dir("jaxkv"))
 
 
 def _config(vocab_size: int) -> LlamaConfig:
@@ -147,12 +155,6 @@ def _facts(
 
 def _digest(facts: dict[str, Any]) -> str:
   return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _folder(folder: str | os.PathLike[str] | None) -> pathlib.Path:
-  """The argument, else JAXKV_CACHE, else the platform's cache folder."""
-  chosen = folder or os.environ.get("JAXKV_CACHE")
-  return pathlib.Path(chosen or platformdirs.user_cache_dir("jaxkv"))
 
 
 def _load(
