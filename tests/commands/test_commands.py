@@ -63,6 +63,10 @@ class TestRollout:
     assert result["equals_dense"] is True
     assert result["sequences"] == 6
     assert result["hit_tokens"] > 0
+    # 14 and 20 tokens, the first ones in common: three pages of 4, then 1 and 3
+    # tokens. What the second one has besides, the first one generates.
+    assert result["least_prefilled_tokens"] == 16
+    assert 16 <= result["prefilled_tokens"] < result["prompt_tokens"]
     assert result["kv_bytes_used"] < result["kv_bytes_dense"]
     assert [text["prompt_number"] for text in result["texts"]] == [
       0, 0, 1, 1, 2, 2,

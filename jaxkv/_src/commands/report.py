@@ -1,5 +1,6 @@
 """Collects and prints the results of `python -m jaxkv rollout`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def collect(
     "dense_seconds": dense_seconds,
     "prompt_tokens": int(np.sum(state.sequences.prompt_length)),
     "prefilled_tokens": prefilled,
+    "least_prefilled_tokens": _least_prefilled(state, num_samples),
     "recomputed_tokens": int(counters.recomputed),
     "computed_rows": int(counters.rows),
     "useful_rows": generated + prefilled,
@@ -108,7 +110,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     (
       "prompt tokens",
       f"{result['prompt_tokens']:,}, of which {result['prefilled_tokens']:,} "
-      f"were computed; {result['forked_sequences']} sequences forked",
+      f"were computed; {result['least_prefilled_tokens']:,} is the least",
     ),
     (
       "rows computed",
@@ -120,6 +122,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     ("pages published", f"{result['pages_published']:,}"),
     ("pages shared", f"{result['pages_shared']:,} at the peak"),
     ("pages evicted", f"{result['pages_evicted']:,}"),
+    ("forked", f"{result['forked_sequences']:,}"),
     ("preempted", f"{result['preempted']:,}"),
     (
       "K/V bytes used",
@@ -130,6 +133,54 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
       "yes, token by token" if result["equals_dense"] else "NO",
     ),
   ]
+
+
+def least_prefilled(
+  sequences: Iterable[tuple[list[int], int]], num_samples: int, page_size: int
+) -> int:
+  """The fewest prompt tokens that a rollout can compute, in any order.
+
+  As `Counters.prefilled` counts them, with a cache that is empty at first. A
+  page that several prompts begin with is computed once, and not at all if
+  another sequence generates it or ends its prompt with it. The tokens after a
+  prompt's last full page are computed once for all its samples, which fork. The
+  last token of a prompt is not counted, and the page that it fills is not taken
+  from the cache.
+
+  Args:
+    sequences: the tokens of each one, answer included, and the length of its
+      prompt; the samples of a prompt one after the other.
+    num_samples: G, sequences of each prompt.
+    page_size: S.
+  """
+  # A page is known by the page before it and its tokens.
+  pages: dict[tuple[int, tuple[int, ...]], int] = {}
+  rest, hit, given = 0, set(), set()
+  for number, (tokens, length) in enumerate(sequences):
+    if number % num_samples == 0:
+      rest += (length - 1) % page_size
+    page = 0
+    # The last token of an answer is not computed.
+    for end in range(page_size, len(tokens), page_size):
+      key = page, tuple(tokens[end - page_size : end])
+      page = pages.setdefault(key, len(pages) + 1)
+      (hit if end < length else given).add(page)
+  return rest + page_size * len(hit - given)
+
+
+def _least_prefilled(state: RolloutState, num_samples: int) -> int:
+  sequences = state.sequences
+  rows = zip(
+    np.asarray(sequences.tokens),
+    np.asarray(sequences.length).tolist(),
+    np.asarray(sequences.prompt_length).tolist(),
+    strict=True,
+  )
+  return least_prefilled(
+    ((row[:length].tolist(), begin) for row, length, begin in rows),
+    num_samples,
+    state.cache.config.page_size,
+  )
 
 
 def _texts(
