@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -182,6 +183,9 @@ def test_timeline():
     rollout.Span(1, 1, "preempt", 4, 5, 0),
   ]
   assert found.svg().count("<title>") == 6
+  # A number for each stay in a slot, not for each span.
+  texts = [node.text for node in ElementTree.fromstring(found.svg()).iter()]
+  assert [text for text in texts if text in ("0", "1")] == ["0", "1", "1"]
   # The last eight steps of all.
   end = program(state, 1.0, 0)
   found, steps = rollout.timeline(end), int(end.counters.steps)

@@ -39,6 +39,8 @@ class Span(NamedTuple):
 class Timeline(NamedTuple):
   """The last steps of a rollout. In a notebook it shows itself as a picture.
 
+  `notebooks/04_rollouts` has examples.
+
   Attributes:
     start: the first step, X in all.
     sequences: the sequence in each slot, -1 for none.  # int32[X, B]
@@ -80,12 +82,13 @@ class Timeline(NamedTuple):
       row: pixels of a slot.
     """
     steps, slots = self.kinds.shape
-    scale, left, bottom = width / max(steps, 1), 34, slots * row + 16
+    scale, left, bottom = width / max(steps, 1), 48, slots * row + 16
     parts = [
       f'<text x="{left - 5}" y="{slot * row + row - 3}" text-anchor="end">'
-      f"{slot}</text>"
+      f"slot {slot}</text>"
       for slot in range(slots)
     ]
+    end, named = None, False
     for span in self.spans():
       x, size = (span.start - self.start) * scale, span.stop - span.start
       colour = _COLOURS[_NAMES.index(span.kind)]
@@ -96,7 +99,11 @@ class Timeline(NamedTuple):
         f" steps {span.start} .. {span.stop - 1}, {span.tokens} tokens"
         "</title></rect>"
       )
-      if size * scale > 8 * len(str(span.sequence)):
+      # Once for each stay in a slot, where there is room.
+      named &= (span.slot, span.sequence, span.start) == end
+      end = span.slot, span.sequence, span.stop
+      if not named and size * scale > 8 * len(str(span.sequence)):
+        named = True
         parts.append(
           f'<text x="{left + x + 2:.1f}" y="{span.slot * row + row - 3}">'
           f"{span.sequence}</text>"
@@ -117,7 +124,9 @@ class Timeline(NamedTuple):
     return (
       f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 8}"'
       f' height="{bottom + 8}" font-family="sans-serif"'
-      f' font-size="{min(row - 4, 10)}" fill="#222">{"".join(parts)}</svg>'
+      f' font-size="{min(row - 4, 10)}" fill="#222">'
+      # A dark page would hide the text.
+      f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'
     )
 
   def _repr_svg_(self) -> str:
