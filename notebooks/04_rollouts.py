@@ -1,0 +1,291 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Rollouts
+#
+# `jaxkv.rollout` generates answers for a queue of prompts on the device. One
+# `while_loop` admits sequences, computes prompts, decodes, samples, preempts and
+# refills slots. The host does not take part until the loop ends.
+#
+# This notebook runs one queue in several ways and looks at what each slot did.
+# The pictures come from the state itself: `RolloutConfig.timeline` keeps the
+# last steps.
+
+# %%
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import rollout
+
+# %% [markdown]
+# ## A model
+#
+# A model is a function of packed tokens: those of all sequences that decode and
+# of some prompts, in one call. It stores their keys and values through `views`,
+# attends, and returns the logits of the columns that are asked for.
+# `functools.partial(jaxkv.models.forward, config=...)` is such a model.
+#
+# Here a table of next tokens is enough. A token is a number and the model counts
+# down from it: 20 is followed by 20, 19 or 17. The stop token is 0. So the last
+# token of a prompt is the expected length of its answer, and the samples of a
+# prompt differ in length.
+
+# %%
+number = np.arange(64)
+chances = np.full((64, 64), 1e-9)
+for step, chance in ((0, 0.4), (1, 0.4), (3, 0.2)):
+  chances[number, np.maximum(number - step, 0)] += chance
+table = jnp.asarray(np.log(chances), jnp.float32)
+
+
+def model(table, tokens, positions, kv, views, columns):
+  del positions, views  # A table needs no keys and values.
+  return table[tokens[0].at[columns].get(mode="clip")], kv
+
+
+# %% [markdown]
+# ## A queue of prompts
+#
+# There are 12 prompts with 4 samples each, 48 sequences in all. Sequence
+# `4 * p + g` is sample `g` of prompt `p`. Each prompt begins with one of three
+# preambles of 48 tokens, in turn. The prompt with the longest answers is the
+# last one.
+
+# %%
+rng = np.random.default_rng(0)
+preambles = rng.integers(1, 64, (3, 48))
+expected = np.array([8, 16, 44, 6, 32, 24, 10, 20, 4, 14, 12, 60])
+rows = [
+  [*preambles[p % 3], *rng.integers(1, 64, 4 + p % 5), length]
+  for p, length in enumerate(expected)
+]
+lengths = np.array([len(row) for row in rows])
+prompts = np.array([row + [0] * (lengths.max() - len(row)) for row in rows])
+print("tokens of the prompts:", lengths)
+
+# %% [markdown]
+# ## Run it
+#
+# A cache of 8 slots serves the queue. `rollout.init` makes the state and
+# `rollout.generate` runs it. `max_steps=0` means until all sequences are done.
+
+# %%
+config = rollout.RolloutConfig(
+  num_samples=4,
+  max_new_tokens=96,
+  stop_token=0,
+  prefill_chunk=32,
+  timeline=512,
+)
+
+
+def begin(num_pages, priority=0):
+  """The rollout before its first step."""
+  sizes = jaxkv.CacheConfig(
+    num_pages=num_pages, page_size=8, num_slots=8, pages_per_slot=20
+  )
+  return rollout.init(
+    jaxkv.init(sizes),
+    jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
+    prompts,
+    lengths,
+    jax.random.key(1),
+    config,
+    priority=np.broadcast_to(priority, (48,)),
+  )
+
+
+# A training loop would also donate the state: donate_argnums=1.
+generate = jax.jit(functools.partial(rollout.generate, model=model))
+good = generate(table, begin(128), temperature=1.0, max_steps=0)
+assert rollout.is_done(good)
+answers = good.sequences.length - good.sequences.prompt_length
+print(answers.reshape(12, 4))
+
+# %% [markdown]
+# ## Read the picture
+#
+# Each row is a slot, and steps go from left to right. A number is a sequence.
+#
+# - **Prefill**, orange. Sequence 0 computes its prompt in two steps.
+# - **Wait**, grey. Sequences 1 to 3 are samples of the same prompt. They wait for
+#   sequence 0 and then fork from it: they share its pages. Sequences 4 to 7 begin
+#   with another preamble.
+# - **Decode**, blue. A slot that decodes draws a token in every step, also while
+#   another slot computes a prompt.
+# - **Idle**, white. Here only the end is white: no sequence waits any more.
+#
+# Most later prompts take one orange step. Their preamble is cached, and only the
+# last tokens are computed.
+
+# %%
+rollout.timeline(good)
+
+# %% [markdown]
+# ## Count
+#
+# `state.counters` says the same in numbers.
+#
+# | counter | what it counts | what it tells |
+# |---|---|---|
+# | `generated` | tokens drawn | the work that was asked for |
+# | `prefilled` | prompt tokens computed | how much of the prompts was shared |
+# | `recomputed` | tokens computed again | the price of preemption |
+# | `forked` | samples that shared a prefill | samples that entered together |
+# | `preempted` | times a sequence lost its slot | a pool that is too small |
+# | `rows` | columns the model was called with | what the model costs |
+# | `calls` | steps without and with a chunk of prompts | how often prompts ride |
+#
+# The last token of a prompt is not counted as prompt work, because it gives the
+# first token of the answer. Of the other 2,580 tokens, 306 are computed. A step
+# has 8 columns, and 32 more if it computes a chunk of prompts.
+
+
+# %%
+def show(**states):
+  """A line for each rollout."""
+  names = ("steps", "generated", "prefilled", "recomputed", "forked")
+  names += ("preempted", "rows", "calls", "peak_pages")
+  print(f"{'':14}" + "".join(f"{name:>11}" for name in names))
+  for title, state in states.items():
+    counts = (getattr(state.counters, name).tolist() for name in names)
+    print(f"{title:14}" + "".join(f"{count!s:>11}" for count in counts))
+
+
+show(good=good)
+counters = good.counters
+assert int(counters.generated) == int(answers.sum())
+assert 4 * int((lengths - 1).sum()) == 2580
+assert int(counters.prefilled) == 306
+assert int(counters.rows) == int(counters.calls @ jnp.array([8, 8 + 32]))
+
+# %% [markdown]
+# The timeline has the same facts as data: spans of steps in which a slot did the
+# same for one sequence.
+
+# %%
+spans = list(rollout.timeline(good).spans())
+for span in spans[:3]:
+  print(span)
+assert sum(span.tokens for span in spans) == int(
+  counters.generated + counters.prefilled + counters.recomputed
+)
+waited = sum(s.stop - s.start for s in spans if s.kind == "wait")
+print(
+  f"{waited} of {8 * int(counters.steps)} steps of slots were spent waiting"
+)
+
+# %% [markdown]
+# ## Too few pages
+#
+# The first rollout used 40 pages at most. This one has 25, without the null
+# page. When no page is free, the sequence with the fewest tokens is preempted,
+# red. It waits in the queue, resumes when there is room and computes again what
+# was evicted in the meantime.
+#
+# The white gaps are slots without a sequence: newcomers leave pages free for
+# those that run, so a sequence waits although a slot is empty. The answers are
+# the same, token by token. A schedule never changes them.
+
+# %%
+small = generate(table, begin(26), temperature=1.0, max_steps=0)
+assert (small.sequences.tokens == good.sequences.tokens).all()
+assert int(small.counters.preempted) > 0 == int(good.counters.preempted)
+show(good=good, small_pool=small)
+rollout.timeline(small)
+
+# %% [markdown]
+# ## In the order of arrival
+#
+# Preambles alternate in the queue. By default those sequences enter first whose
+# prefix is cached (`RolloutConfig.window`, `max_overtaken`), so a preamble is
+# used while it is there. With a priority of its own for each sequence, nobody
+# overtakes. In the small pool, preambles are then evicted before their next
+# turn: there is more orange, more prompt tokens are computed, and fewer tokens
+# are hit.
+
+# %%
+arrival = generate(
+  table, begin(26, priority=np.arange(48)), temperature=1.0, max_steps=0
+)
+assert (arrival.sequences.tokens == good.sequences.tokens).all()
+assert int(arrival.counters.prefilled) > 1.3 * int(small.counters.prefilled)
+show(small_pool=small, by_arrival=arrival)
+for title, state in (("cached first", small), ("by arrival", arrival)):
+  stats = jaxkv.stats(state.cache)
+  print(f"{title}: {stats.hit_tokens / stats.queried_tokens:.0%} hit")
+rollout.timeline(arrival)
+
+# %% [markdown]
+# ## The longest first
+#
+# In the first picture four long sequences run alone at the end, and half of the
+# slots are empty. If lengths can be guessed, the longest should begin first:
+# lower numbers enter earlier, so the priority is the expected length, negated.
+# All slots are busy almost to the end, and there are fewer steps.
+
+# %%
+longest = generate(
+  table,
+  begin(128, priority=-np.repeat(expected, 4)),
+  temperature=1.0,
+  max_steps=0,
+)
+assert (longest.sequences.tokens == good.sequences.tokens).all()
+assert int(longest.counters.steps) < 0.9 * int(good.counters.steps)
+show(good=good, longest_first=longest)
+rollout.timeline(longest)
+
+# %% [markdown]
+# ## Pause
+#
+# With `max_steps` the loop stops early. The state is a value: it holds the
+# queue, the answers so far, the cache and the K/V memory. It can be kept, looked
+# at and resumed, and the end is the same as without a pause.
+
+# %%
+paused = generate(table, begin(128), temperature=1.0, max_steps=60)
+status = paused.sequences.status
+for name in ("WAITING", "RUNNING", "DONE"):
+  print(name, int((status == getattr(rollout, name)).sum()))
+jaxkv.check(paused.cache)
+rollout.timeline(paused)
+
+# %%
+end = generate(table, paused, temperature=1.0, max_steps=0)
+chex.assert_trees_all_equal(end.sequences.tokens, good.sequences.tokens)
+chex.assert_trees_all_equal(end.counters, good.counters)
+
+# %% [markdown]
+# The paused state is still there. From it the rollout can take another way, here
+# with greedy sampling. What was done stays as it was.
+
+# %%
+greedy = generate(table, paused, temperature=0.0, max_steps=0)
+done = status == rollout.DONE
+same = (greedy.sequences.tokens == good.sequences.tokens).all(axis=1)
+assert same[done].all() and not same.all()
+show(good=good, greedy=greedy)
+
+# %% [markdown]
+# `help(rollout.RolloutConfig)` explains all options, `help(rollout.Counters)` all
+# counters. `python -m jaxkv rollout` runs the loop with a small language model
+# and compares every token with those of a dense cache.
