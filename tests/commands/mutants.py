@@ -5,6 +5,7 @@ import pathlib
 import pytest
 
 from tests.commands import test_replay
+from tests.commands import test_report
 from tests.commands.test_commands import TestRollout
 from tests.commands.test_json_file import TestRefusals
 from tests.commands.test_json_file import TestRegularFiles
@@ -38,6 +39,12 @@ def _missing_folder(folder):
 
 def _prompt_lines(folder):
   TestRollout().test_lines_end_as_on_any_system(folder)
+
+
+def _least(prompts, least):
+  return lambda folder: test_report.TestLeastPrefilled().test_prompts(
+    prompts, least
+  )
 
 
 def _bad_line(case):
@@ -105,6 +112,16 @@ MUTANTS = {
     "replay:_num_blocks",
     returned(lambda out, g: len(g.request.hash_ids)),
     test_replay.test_a_trace_without_any_full_block,
+  ),
+  "equal pages are one page": _command(
+    "report:least_prefilled",
+    text("key = page, tuple", "key = 0, tuple"),
+    _least([[5, 6, 3, 4, 0], [7, 8, 3, 4, 0]], 8),
+  ),
+  "a prompt's last page is taken from the cache": _command(
+    "report:least_prefilled",
+    text("end < length else", "end <= length else"),
+    _least([[1, 2], [1, 2, 3]], 1),
   ),
   "a form feed ends a line": _command(
     "prompts:read",
