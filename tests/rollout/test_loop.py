@@ -143,7 +143,7 @@ class TestTokens:
     np.testing.assert_array_equal(end.sequences.length, expected.length)
     # float32, summed in another order.
     np.testing.assert_allclose(
-      end.sequences.log_probs, expected.log_probs, atol=2e-4
+      end.sequences.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5
     )
     assert bool(rollout.is_done(end))
     jaxkv.check(end.cache)
@@ -218,7 +218,7 @@ class TestTokens:
       np.testing.assert_allclose(
         end.sequences.log_probs[row, : stop - begin],
         wanted[np.arange(stop - begin), drawn],
-        atol=2e-4,
+        atol=1e-5,
       )
 
 
@@ -247,6 +247,15 @@ class TestSpans:
           small_model.params, begun, jnp.float32(1), jnp.int32(steps)
         )
     assert program._cache_size() == 1
+
+  def test_nothing_is_transferred(self, small_model, program):
+    """Of a call whose arguments are on the device."""
+    state = _initial(small_model, 3, 40, 8, 1)
+    rest = jax.device_put((jnp.float32(1), jnp.int32(0)))
+    program(small_model.params, state, *rest)
+    with jax.transfer_guard("disallow"):
+      end = program(small_model.params, state, *rest)
+    assert bool(rollout.is_done(end))
 
   def test_the_program_never_asks_the_host(self, small_model, program):
     state = _initial(small_model, 3, 40, 8, 1)

@@ -1,0 +1,98 @@
+"""Models with sliding windows in the loop: one layer in six sees everything."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import kv as kv_memory
+from jaxkv import models
+from jaxkv import rollout
+
+_MODEL = models.LlamaConfig(
+  vocab_size=31,
+  num_layers=6,
+  embed_dim=24,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  mlp_dim=32,
+  windows=(5, 5, 7, 5, 5, None),
+  rope_base=(1e4, 1e4, 1e4, 1e4, 1e4, 1e6),
+)
+_PAGE, _CHUNK, _NEW, _WIDTH = 4, 6, 10, 30
+_OPTIONS = rollout.RolloutConfig(
+  num_samples=2, max_new_tokens=_NEW, stop_token=3, prefill_chunk=_CHUNK
+)
+
+
+def _arguments(prompts: jax.Array, lengths: jax.Array, pages: int):
+  sizes = jaxkv.CacheConfig(
+    num_pages=pages,
+    page_size=_PAGE,
+    num_slots=3,
+    pages_per_slot=10,
+    groups=_MODEL.groups,
+  )
+  kv = kv_memory.init(
+    sizes,
+    num_layers=_MODEL.num_memory_layers,
+    num_kv_heads=1,
+    head_dim=8,
+    dtype=jnp.float32,
+  )
+  key = jax.random.key(1)
+  return rollout.init(jaxkv.init(sizes), kv, prompts, lengths, key, _OPTIONS)
+
+
+def test_a_global_layer_and_five_windows():
+  """Equal to dense attention with masks, and windows hold what they need."""
+  rng = np.random.default_rng(0)
+  prompts = rng.integers(4, 31, (5, _WIDTH)).astype(np.int32)
+  prompts[1:3, :17] = prompts[0, :17]
+  lengths = jnp.asarray([25, 30, 20, 1, 9], jnp.int32)
+  # Larger logits: a wrong one leads to other tokens soon.
+  params = models.init_params(jax.random.key(0), _MODEL)
+  params |= {"embed": params["embed"] * 3}
+  memory = models.dense.init(
+    num_layers=6,
+    batch_size=5,
+    max_len=_WIDTH + _NEW,
+    num_kv_heads=1,
+    head_dim=8,
+  )
+  dense = functools.partial(models.forward_dense, config=_MODEL, logits="last")
+  sequences = rollout.from_prompts(
+    prompts, lengths, jax.random.key(1), _OPTIONS
+  )
+  expected = jax.jit(
+    functools.partial(
+      rollout.generate_dense, batch_size=5, model=dense, config=_OPTIONS
+    )
+  )(params, memory, sequences, jnp.float32(1))
+  paged = functools.partial(models.forward, config=_MODEL)
+  program = jax.jit(functools.partial(rollout.generate, model=paged))
+  most = [
+    -(-(window - 1 + _CHUNK) // _PAGE) + 1
+    for window in _MODEL.windows
+    if window is not None
+  ]
+  state = _arguments(jnp.asarray(prompts), lengths, 200)
+  while not bool(rollout.is_done(state)):
+    state = program(params, state, jnp.float32(1), jnp.int32(1))
+    held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
+    assert np.all(held[:, :5].max(axis=0) <= most)
+    jaxkv.check(state.cache)
+  hits = int(state.cache.stats.hit_tokens)
+  np.testing.assert_array_equal(state.sequences.tokens, expected.tokens)
+  np.testing.assert_allclose(
+    state.sequences.log_probs, expected.log_probs, atol=1e-5
+  )
+  assert hits > 0 and int(state.counters.forked) > 0
+  # Few pages: sequences are preempted and resume.
+  scarce = _arguments(jnp.asarray(prompts), lengths, 46)
+  end = program(params, scarce, jnp.float32(1), jnp.int32(0))
+  np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
+  assert int(end.counters.preempted) > 0
