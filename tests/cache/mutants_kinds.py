@@ -68,7 +68,7 @@ KIND_MUTANTS = {
     ENCODER,
   ),
   "an encoder may be of any length": Mutant(
-    "verbs.admit:admit",
+    "verbs.admit:admit_found",
     text("jnp.maximum(lengths, encoder)", "lengths"),
     ("admit",),
     ENCODER,

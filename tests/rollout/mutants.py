@@ -206,8 +206,8 @@ MUTANTS = {
     _num_samples,
   ),
   "windows keep all their pages": _rollout(
-    "slots:grow",
-    text("cache.config.skips_pages", "cache.config is None"),
+    "slots:recycle_windows",
+    text("not state.cache.config.skips_pages", "True"),
     _groups,
   ),
   "a prompt gets all its pages at once": _rollout(
@@ -228,17 +228,19 @@ MUTANTS = {
   ),
   # --- forks -----------------------------------------------------------------
   "the first page of a fork is not copied": _rollout(
-    "slots:fork_ready",
-    text("kv_memory.copy(state.kv, *forked.copies)", "state.kv"),
+    "slots:_finish_forks",
+    text("kv_memory.copy(kv, *owed)", "kv"),
     _tokens,
   ),
   "forks are not counted": _rollout(
-    "slots:fork_ready",
-    text("jnp.sum(forked.ok", "jnp.sum(ready & ~forked.ok"),
+    "slots:_finish_forks",
+    text("jnp.sum(forked,", "jnp.sum(refused,"),
     _counters,
   ),
   "a fork waits for one more token": _rollout(
-    "slots:fork_ready", text("== length - 1\n", "== length\n"), _tokens
+    "slots:share_prompts",
+    text("== lengths(state) - 1)", "== lengths(state))"),
+    _tokens,
   ),
   # --- packing ---------------------------------------------------------------
   "prompts have no places of slots": _rollout(

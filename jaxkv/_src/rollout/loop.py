@@ -1,12 +1,12 @@
-"""The loop: fork, allocate, admit, compute, commit, sample, free.
+"""The loop: share, admit, grow, compute, commit, sample, free.
 
 The parts of a step, in order; a part with nothing to do costs almost nothing:
 
 | part     | what happens                                                     |
 |----------|------------------------------------------------------------------|
-| fork     | further samples of a prompt share the pages of the first one     |
-| allocate | running sequences get room for their next tokens                 |
+| share    | further samples of a prompt share the pages of the first one     |
 | admit    | waiting sequences take empty slots; cached prefixes are attached |
+| grow     | all of them get pages for their next tokens                      |
 | compute  | one call of the model: the next token of every sequence that     |
 |          | decodes, and tokens of prompts                                   |
 | commit   | the tokens become final; full pages are cached                   |
@@ -130,9 +130,10 @@ def generate(
     return within & ~is_done(state)
 
   def step(state: RolloutState) -> RolloutState:
-    state = slots.fork_ready(state)
-    state, starved, preempted = slots.grow(state)
-    state = slots.admit_waiting(state, ~jnp.any(starved))
+    state = slots.recycle_windows(state)
+    state, forks = slots.share_prompts(state)
+    state = slots.admit_waiting(state)
+    state, starved, preempted = slots.grow(state, forks)
     return _compute(params, state, starved, preempted, temperature, model=model)
 
   return lax.while_loop(unfinished, step, state)

@@ -4,6 +4,7 @@ What happens in a step before the model is called.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,16 +12,20 @@ from jax import Array
 from jaxkv import kv as kv_memory
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.algorithms.longest_prefix import Prefix
+from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import is_failure
+from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.verbs.admit import admit_found
-from jaxkv._src.cache.verbs.allocate import allocate
-from jaxkv._src.cache.verbs.fork import fork
+from jaxkv._src.cache.verbs.allocate import make_room
+from jaxkv._src.cache.verbs.fork import owed_copies
+from jaxkv._src.cache.verbs.fork import share_prefix
 from jaxkv._src.cache.verbs.free import recycle
 from jaxkv._src.rollout import admission
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.state import RolloutState
+from jaxkv.kv import KVPages
 
 
 def computing(state: RolloutState) -> Array:
@@ -61,60 +66,105 @@ def tokens_at_once(state: RolloutState) -> int:
   return state.config.prefill_chunk if sizes.skips_pages else sizes.slot_tokens
 
 
-def fork_ready(state: RolloutState) -> RolloutState:
-  """Samples whose prompt is computed share its pages."""
-  if state.config.num_samples == 1:
-    return state
+class Forks(NamedTuple):
+  """Sequences that begin on top of the prompt of another sample.
+
+  Attributes:
+    ready: bool[B], the slots that fork in this step.
+    sources: int32[B], the slots whose pages they share.
+  """
+
+  ready: Array
+  sources: Array
+
+
+def share_prompts(state: RolloutState) -> tuple[RolloutState, Forks]:
+  """Samples whose prompt is computed share its full pages."""
   slots = state.running.shape[0]
-  length = lengths(state)
-  ready = (state.leader < slots) & (
-    ops.take(state.cache.length, state.leader) == length - 1
+  forks = Forks(
+    ready=(state.leader < slots)
+    & (ops.take(state.cache.length, state.leader) == lengths(state) - 1),
+    sources=state.leader,
   )
+  if state.config.num_samples == 1:
+    return state, forks
+  own = jnp.arange(slots, dtype=jnp.int32)
 
-  def some(state: RolloutState) -> RolloutState:
-    own = jnp.arange(slots, dtype=jnp.int32)
-    cache, forked = fork(state.cache, state.leader, own, mask=ready)
-    # One that found no page waits again; its prompt is cached.
-    refused = ready & ~forked.ok
-    sequences = queue.with_status(
-      state.sequences, state.running, refused, queue.WAITING
-    )
-    none = state.sequences.length.shape[0]
-    place = ops.where_valid(forked.ok, state.running)
-    return dataclasses.replace(
-      state,
-      cache=cache,
-      kv=kv_memory.copy(state.kv, *forked.copies),
-      sequences=sequences,
-      running=jnp.where(refused, none, state.running),
-      leader=jnp.where(ready, slots, state.leader),
-      computed=ops.put(state.computed, place, values=length - 1),
-      counters=dataclasses.replace(
-        state.counters,
-        forked=state.counters.forked + jnp.sum(forked.ok, dtype=jnp.int32),
-      ),
-    )
+  def some(cache: CacheState) -> CacheState:
+    return share_prefix(cache, forks.sources, own, forks.ready)
 
-  return ops.at_most_once(jnp.any(ready), some, state)
+  cache = ops.at_most_once(jnp.any(forks.ready), some, state.cache)
+  leader = jnp.where(forks.ready, slots, state.leader)
+  return dataclasses.replace(state, cache=cache, leader=leader), forks
 
 
-def grow(state: RolloutState) -> tuple[RolloutState, Array, Array]:
-  """Room for the tokens of running sequences; a victim if there is too little.
+def recycle_windows(state: RolloutState) -> RolloutState:
+  """Pages that windows left behind are given back."""
+  if not state.cache.config.skips_pages:
+    return state
+  return dataclasses.replace(state, cache=recycle(state.cache)[0])
+
+
+def grow(
+  state: RolloutState, forks: Forks
+) -> tuple[RolloutState, Array, Array]:
+  """Pages for the next tokens of all slots; a victim if there are too few.
 
   Returns:
     The state; bool[B], slots that got no page; int32[B], the sequence that
     leaves each slot, Q for none: its pages are freed at the step's end.
   """
-  missing, cache = missing_tokens(state), state.cache
-  if cache.config.skips_pages:
-    cache, _ = recycle(cache)
-  cache, allocated = allocate(
-    cache, jnp.minimum(missing, tokens_at_once(state))
+  missing = missing_tokens(state)
+  rows = rows_of(state.cache, None, None)
+  cache, room = make_room(
+    state.cache, rows, jnp.minimum(missing, tokens_at_once(state))
   )
   state = dataclasses.replace(state, cache=cache)
-  starved = (missing > 0) & ~allocated.ok
-  state, preempted = _preempt(state, starved)
-  return state, starved, preempted
+  starved = (missing > 0) & ~room.ok
+  state, refused = _finish_forks(state, forks, starved)
+  state, preempted = _preempt(state, starved & ~forks.ready)
+  return state, starved, jnp.minimum(preempted, refused)
+
+
+def _finish_forks(
+  state: RolloutState, forks: Forks, starved: Array
+) -> tuple[RolloutState, Array]:
+  """Copies the page that is partly full to forks that got one.
+
+  The others wait again, and leave their slots; their prompt is cached.
+
+  Returns:
+    The state; int32[B], the sequence that leaves each slot, Q for none.
+  """
+  none, slots = state.sequences.length.shape[0], state.running.shape[0]
+  if state.config.num_samples == 1:
+    return state, jnp.full_like(state.running, none)
+  forked, refused = forks.ready & ~starved, forks.ready & starved
+  own = jnp.arange(slots, dtype=jnp.int32)
+
+  def some(kv: KVPages) -> KVPages:
+    owed = owed_copies(state.cache, forks.sources, own, forked)
+    return kv_memory.copy(kv, *owed)
+
+  place = ops.where_valid(forked, state.running)
+  cache, running = state.cache, state.running
+  state = dataclasses.replace(
+    state,
+    cache=dataclasses.replace(
+      cache, length=jnp.where(refused, 0, cache.length)
+    ),
+    kv=ops.at_most_once(jnp.any(forked), some, state.kv),
+    sequences=queue.with_status(
+      state.sequences, running, refused, queue.WAITING
+    ),
+    running=jnp.where(refused, none, running),
+    computed=ops.put(state.computed, place, values=cache.length),
+    counters=dataclasses.replace(
+      state.counters,
+      forked=state.counters.forked + jnp.sum(forked, dtype=jnp.int32),
+    ),
+  )
+  return state, jnp.where(refused, running, none)
 
 
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
@@ -157,21 +207,38 @@ def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   return state, preempted
 
 
-def admit_waiting(state: RolloutState, allowed: Array) -> RolloutState:
-  """Waiting sequences enter empty slots, see `admission`."""
+def admit_waiting(state: RolloutState) -> RolloutState:
+  """Waiting sequences enter empty slots, see `admission`.
+
+  They share the pages of their cached prefixes; `grow` takes the others, which
+  are free after all that running sequences need in this step. Nobody enters if
+  those do not get what they need.
+  """
   none = state.sequences.length.shape[0]
   # A victim's slot holds its pages until the end of the step.
   slot = jnp.arange(state.running.shape[0], dtype=jnp.int32)
   empty = (state.running == none) & is_empty(state.cache, slot)
   waits = jnp.any(state.sequences.status == queue.WAITING)
 
+  needed = _needed_now(state)
+  allowed = needed <= state.cache.pool.queue.num_free
+
   def some(state: RolloutState) -> RolloutState:
-    return _enter(state, empty)
+    return _enter(state, empty, needed)
 
   return ops.at_most_once(allowed & waits & jnp.any(empty), some, state)
 
 
-def _enter(state: RolloutState, empty: Array) -> RolloutState:
+def _needed_now(state: RolloutState) -> Array:
+  """int32[]: pages that `grow` takes for the sequences in slots."""
+  sizes, cache = state.cache.config.sizes, state.cache
+  tokens = jnp.minimum(missing_tokens(state), tokens_at_once(state))
+  stop = sizes.columns_for(cache.length + tokens, jnp.zeros_like(tokens))
+  more = jnp.where(tokens[:, None] > 0, stop - cache.num_pages, 0)
+  return jnp.sum(jnp.maximum(more, 0), dtype=jnp.int32)
+
+
+def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   sequences, cache, config = state.sequences, state.cache, state.config
   none, num_slots = sequences.length.shape[0], empty.shape[0]
   waiting = admission.candidates(
@@ -215,8 +282,9 @@ def _enter(state: RolloutState, empty: Array) -> RolloutState:
     lambda _: found,
     most=sequences.tokens.shape[1],
     skipped=~leads,
+    pops=False,
     num_tokens=at_once,
-    keep_free=later + jnp.where(runners + row > 0, reserve // 2, 0),
+    keep_free=later + needed + jnp.where(runners + row > 0, reserve // 2, 0),
   )
   follows = pairs & ~follows_slot & (chosen.leads != row)
   follows &= ops.take(admitted.ok, chosen.leads)

@@ -88,6 +88,7 @@ def reserve(
   *,
   hits: Array | None = None,
   keep_free: Array | None = None,
+  pops: bool = True,
 ) -> tuple[CacheState, Array]:
   """Serves rows in order, all-or-nothing for each.
 
@@ -103,6 +104,8 @@ def reserve(
     hits: int32[R, G, P], the pages that rows begin with, of which the columns
       `first .. hit` are attached; None for none.
     keep_free: int32[R], pages that must still be free when a row has its own.
+    pops: whether the fresh pages are popped now. If not, rows hold their hits,
+      and a later call of `reserve` finds fresh pages for them.
 
   Returns:
     The cache, and `code` with OUT_OF_PAGES for the rows refused.
@@ -117,7 +120,10 @@ def reserve(
       served,
       lambda _, row, group, column: ops.take(hits, row, group, column),
     )
-  return take(state, rows, plan, served), code
+  if pops:
+    return take(state, rows, plan, served), code
+  num_pages = rows.write(state.num_pages, served, plan.hit)
+  return dataclasses.replace(state, num_pages=num_pages), code
 
 
 def attach(

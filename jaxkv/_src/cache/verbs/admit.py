@@ -182,6 +182,7 @@ def admit_found(
   *,
   most: int,
   skipped: Array,
+  pops: bool = True,
   num_tokens: Array | None = None,
   keep_free: Array | None = None,
   num_encoder_tokens: Array | None = None,
@@ -195,6 +196,8 @@ def admit_found(
     find: gives what is cached in `state` of the rows bool[R] that ask.
     most: the most tokens of a sequence.
     skipped: bool[R], the rows that do not count.
+    pops: whether pages for the tokens that are not cached are popped now, or
+      only counted, and popped by `make_room` before anything else.
     num_tokens: see `admit`.
     keep_free: see `admit`.
     num_encoder_tokens: see `admit`.
@@ -233,7 +236,13 @@ def admit_found(
   )
   rows = Rows(slots, False, skipped, taken)
   state, code = reserve(
-    state, rows, plan, code, hits=found.pages, keep_free=keep_free
+    state,
+    rows,
+    plan,
+    code,
+    hits=found.pages,
+    keep_free=keep_free,
+    pops=pops,
   )
   served = code == Status.OK
   cached = jnp.where(served, cached, 0)

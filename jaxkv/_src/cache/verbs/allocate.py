@@ -72,8 +72,34 @@ def allocate(
     >>> state.num_pages.tolist(), out.ok.tolist()
     ([[2], [0]], [True, True])
   """
-  config = state.config
   rows = rows_of(state, slots, mask)
+  held = rows.read(state.num_pages)
+  begins = held[:, state.config.first_self_group] == 0
+  state, out = make_room(
+    state, rows, num_tokens, num_encoder_tokens=num_encoder_tokens
+  )
+  hashes = hashing.start_slots(
+    state.hashes, rows, begins & (out.num_new_pages > 0), roots(state, None)
+  )
+  return dataclasses.replace(state, hashes=hashes), out
+
+
+def make_room(
+  state: CacheState,
+  rows: Rows,
+  num_tokens: Array,
+  *,
+  num_encoder_tokens: Array | None = None,
+) -> tuple[CacheState, Allocated]:
+  """`allocate` for sequences that are begun elsewhere if a slot is empty.
+
+  Args:
+    state: the cache.
+    rows: the slots.
+    num_tokens: see `allocate`.
+    num_encoder_tokens: see `allocate`.
+  """
+  config = state.config
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, rows.slots)
   held = rows.read(state.num_pages)
   stop, code = _columns_wanted(state, rows, num_tokens, encoder)
@@ -89,10 +115,6 @@ def allocate(
   state, code = reserve(state, rows, plan, code)
   num_new = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
   num_new = jnp.where(code == Status.OK, num_new, 0)
-  hashes = hashing.start_slots(
-    state.hashes, rows, begins & (num_new > 0), roots(state, None)
-  )
-  state = dataclasses.replace(state, hashes=hashes)
   return state, Allocated(code=code, num_new_pages=num_new)
 
 

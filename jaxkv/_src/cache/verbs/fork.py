@@ -97,26 +97,74 @@ def fork(
   code = reserve.grant(state, plan, code)
   served = code == Status.OK
   rows = Rows(dst, False, skipped, skipped)
-
-  def read(table: Array, row: Array, group: Array, column: Array) -> Array:
-    return ops.take(table, ops.take(src, row), group, column)
-
-  state = reserve.attach(state, rows, plan, served, read)
+  state = _share(state, src, rows, plan, served)
   state = reserve.take(state, rows, plan, served)
-  place = rows.where(served)
-  partial = config.sizes.open_pages(length) & served[:, None]
-  copies = Copies(
+  return state, Forked(code=code, copies=owed_copies(state, src, dst, served))
+
+
+def share_prefix(
+  state: CacheState, src: Array, dst: Array, served: Array
+) -> CacheState:
+  """`fork` of the full pages alone.
+
+  `allocate.make_room` for one more token gives `dst` the page that is copied,
+  see `owed_copies`; nothing else may come between.
+
+  Args:
+    state: the cache.
+    src: int32[R], slots with a token.
+    dst: int32[R], empty slots, all different.
+    served: bool[R], the rows that count.
+  """
+  length = ops.take(state.length, src)
+  full = state.config.sizes.full_pages(length)
+  plan = reserve.reservation(
+    state,
+    first=jnp.minimum(ops.take(state.num_skipped_pages, src), full),
+    hit=full,
+    stop=full,
+    begins=jnp.ones_like(served),
+  )
+  rows = Rows(dst, False, ~served, ~served)
+  state = _share(state, src, rows, plan, served)
+  num_pages = rows.write(state.num_pages, served, full)
+  return dataclasses.replace(state, num_pages=num_pages)
+
+
+def owed_copies(
+  state: CacheState, src: Array, dst: Array, served: Array
+) -> Copies:
+  """The copies of partly full pages, after a fork of slots int32[R]."""
+  sizes, length = state.config.sizes, ops.take(state.length, dst)
+  full = sizes.full_pages(length)
+  partial = sizes.open_pages(length) & served[:, None]
+  return Copies(
     *(
       reserve.pages_in(state, slots, full, partial).reshape(-1)
       for slots in (src, dst)
     )
   )
-  state = dataclasses.replace(
+
+
+def _share(
+  state: CacheState,
+  src: Array,
+  rows: Rows,
+  plan: reserve.Reservation,
+  served: Array,
+) -> CacheState:
+  """Attaches the full pages of `src`, and copies its length and hashes."""
+
+  def read(table: Array, row: Array, group: Array, column: Array) -> Array:
+    return ops.take(table, ops.take(src, row), group, column)
+
+  length, place = ops.take(state.length, src), rows.where(served)
+  state = reserve.attach(state, rows, plan, served, read)
+  return dataclasses.replace(
     state,
     length=ops.put(state.length, place, values=length),
     hashes=hashing.copy_slots(state.hashes, src, place),
   )
-  return state, Forked(code=code, copies=copies)
 
 
 def _first_code(
