@@ -92,7 +92,7 @@ def test_a_global_layer_and_five_windows():
   )
   assert hits > 0 and int(state.counters.forked) > 0
   # Few pages: sequences are preempted and resume.
-  scarce = _arguments(jnp.asarray(prompts), lengths, 46)
+  scarce = _arguments(jnp.asarray(prompts), lengths, 33)
   end = program(params, scarce, jnp.float32(1), jnp.int32(0))
   np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
   assert int(end.counters.preempted) > 0

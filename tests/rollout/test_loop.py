@@ -28,7 +28,7 @@ _RUNS = {
   "one slot": (1, 200, 8, 3, 1.0),
   "pages of one token": (16, 800, 1, 3, 1.0),
   "pages of 32 tokens": (3, 40, 32, 3, 1.0),
-  "a pool that preempts": (6, 24, 8, 3, 1.0),
+  "a pool that preempts": (6, 17, 8, 3, 1.0),
 }
 
 

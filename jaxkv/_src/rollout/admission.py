@@ -220,7 +220,8 @@ def choose(
     chosen, left, passed, blocked, following = carry
     # One that was overtaken too often enters next and nobody after it, even if
     # it computes what others compute, or finds no room.
-    late = left & (passed >= config.max_overtaken)
+    often = waiting.valid & (passed >= config.max_overtaken)
+    late = left & often
     first = late & (position == jnp.argmax(late).astype(jnp.int32))
     follows = following < nobody
     eligible = jnp.where(jnp.any(late), first, left & (~blocked | follows))
@@ -229,7 +230,8 @@ def choose(
       eligible &= others == jnp.min(others)
     score = jnp.where(follows, jnp.int32(ops.NOWHERE), cached)
     pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
-    ok = jnp.any(eligible) & (row < free)
+    # One that is chosen may still find no room, so it may be overtaken, too.
+    ok = jnp.any(eligible) & (row < free) & ~jnp.any(often & ~left)
     # Samples of the same prompt follow the one that it follows, or it.
     own = following.at[pick].get(mode="clip")
     joins = ok & waiting.siblings[:, pick] & ~follows

@@ -16,9 +16,9 @@ The parts of a step, in order; a part with nothing to do costs almost nothing:
 When the pool is empty, the running sequence with the fewest tokens is
 preempted: it gives its slot back and waits. Its generated tokens are kept, its
 pages stay cached until they are evicted, and it resumes later with the same
-draws. Newcomers leave half a page free for each running sequence, so this is
-rare; and none enters while a running sequence lacks a page, so the longest one
-always gets further.
+draws. Newcomers leave a page free for each running sequence, so this is rare;
+and none enters while a running sequence lacks a page, so the longest one always
+gets further.
 """
 
 import dataclasses

@@ -266,6 +266,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   leads = pairs & ~follows_slot & (chosen.leads == row)
   length = ops.take(sequences.length, numbers)
   runners = jnp.sum(state.running < none, dtype=jnp.int32)
+  # A page to grow for each sequence, newcomers included.
   reserve = cache.config.num_groups * (
     runners + jnp.cumsum(pairs, dtype=jnp.int32)
   )
@@ -284,7 +285,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
     skipped=~leads,
     pops=False,
     num_tokens=at_once,
-    keep_free=later + needed + jnp.where(runners + row > 0, reserve // 2, 0),
+    keep_free=later + needed + jnp.where(runners + row > 0, reserve, 0),
   )
   follows = pairs & ~follows_slot & (chosen.leads != row)
   follows &= ops.take(admitted.ok, chosen.leads)
