@@ -216,7 +216,9 @@ MUTANTS = {
     _groups,
   ),
   "computed pages have no keys": _rollout(
-    "loop:_commit", text("before, values=", "before + 9, values="), _preemption
+    "loop:_commit",
+    text("place, last, values", "place, last + 9, values"),
+    _victim,
   ),
   "no room to grow": _rollout(
     "slots:_enter",

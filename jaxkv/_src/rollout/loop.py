@@ -281,7 +281,7 @@ def _commit(
   Returns:
     The cache, and `RolloutState.page_keys` with the keys of the pages filled.
   """
-  size = state.cache.config.page_size
+  size, aligned = state.cache.config.page_size, state.cache.config.alignment
   column = jnp.arange(size, dtype=jnp.int32)[None]
   numbers = state.running[:, None]
 
@@ -289,15 +289,17 @@ def _commit(
     loop: tuple[CacheState, Array | None, Array],
   ) -> tuple[CacheState, Array | None, Array]:
     cache, keys, left = loop
-    now, before = jnp.minimum(left, size), ops.quotient(cache.length, size)
+    now, before = jnp.minimum(left, size), ops.quotient(cache.length, aligned)
     tokens = ops.take(
       state.sequences.tokens, numbers, cache.length[:, None] + column
     )
     cache, _ = commit(cache, tokens, now)
     if keys is not None and cache.hashes is not None:
-      filled = ops.quotient(cache.length, size) > before
-      place = ops.where_valid(filled, state.running)
-      keys = ops.put(keys, place, before, values=cache.hashes.chain)
+      # The chain's key is that after the last page that all groups end.
+      after = ops.quotient(cache.length, aligned)
+      place = ops.where_valid(after > before, state.running)
+      last = after * (aligned // size) - 1
+      keys = ops.put(keys, place, last, values=cache.hashes.chain)
     return cache, keys, left - now
 
   cache, keys, _ = lax.while_loop(

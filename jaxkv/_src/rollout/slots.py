@@ -1,6 +1,7 @@
-"""The slots of a rollout: forks, growth, victims and newcomers.
+"""The slots of a rollout: forks, newcomers, growth and victims.
 
-What happens in a step before the model is called.
+What happens in a step before the model is called. Forks and newcomers share
+pages that are there, and `grow` takes fresh ones for all slots at once.
 """
 
 import dataclasses
@@ -164,7 +165,8 @@ def _finish_forks(
       forked=state.counters.forked + jnp.sum(forked, dtype=jnp.int32),
     ),
   )
-  return state, jnp.where(refused, running, none)
+  holds = refused & ~is_empty(cache, own)
+  return state, jnp.where(holds, running, none)
 
 
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
@@ -219,7 +221,6 @@ def admit_waiting(state: RolloutState) -> RolloutState:
   slot = jnp.arange(state.running.shape[0], dtype=jnp.int32)
   empty = (state.running == none) & is_empty(state.cache, slot)
   waits = jnp.any(state.sequences.status == queue.WAITING)
-
   needed = _needed_now(state)
   allowed = needed <= state.cache.pool.queue.num_free
 
@@ -272,7 +273,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   )
   found = Prefix(*(ops.take(x, chosen.candidates) for x in waiting.found))
   at_once = jnp.minimum(length, tokens_at_once(state))
-  later = _promised(state) + jnp.cumsum(
+  later = jnp.maximum(needed, _promised(state)) + jnp.cumsum(
     jnp.where(leads, _pages_later(state, length, found, at_once), 0),
     dtype=jnp.int32,
   )
@@ -285,7 +286,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
     skipped=~leads,
     pops=False,
     num_tokens=at_once,
-    keep_free=later + needed + jnp.where(runners + row > 0, reserve, 0),
+    keep_free=later + jnp.where(runners + row > 0, reserve, 0),
   )
   follows = pairs & ~follows_slot & (chosen.leads != row)
   follows &= ops.take(admitted.ok, chosen.leads)
