@@ -117,7 +117,7 @@ def check_counters() -> None:
   state = by_hand.begun(
     jax.random.key(5), _sizes(20, 2), config, [[1, 2, 3, 4, 5], [6]]
   )
-  end = by_hand.program()(state, 1.0, 0)
+  end = by_hand.program()(state, 1.0, 50)
   assert jax.tree.map(lambda x: x.tolist(), end.counters) == rollout.Counters(
     steps=7,
     calls=[6, 1],
@@ -341,7 +341,7 @@ def check_priority() -> None:
     jax.random.key(5), _sizes(40, 1), config, prompts, priority=[5, -2, 5, 0]
   )
   program, order = by_hand.program(), []
-  while not bool(rollout.is_done(state)):
+  for _ in range(30):
     state = program(state, 0.0, 1)
     done = np.flatnonzero(state.sequences.status == rollout.DONE)
     order += [number for number in done.tolist() if number not in order]
