@@ -153,6 +153,7 @@ class TestDevice:
     with pytest.raises(SystemExit, match="only a CPU"):
       rollout_device.by_part("", quick=False)
 
+  @pytest.mark.deep
   def test_a_second_run_goes_on_where_the_first_ended(
     self, tmp_path, monkeypatch
   ):
