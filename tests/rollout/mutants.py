@@ -9,7 +9,6 @@ from tests.rollout.test_by_hand import check_chunks
 from tests.rollout.test_by_hand import check_counters
 from tests.rollout.test_by_hand import check_first_come
 from tests.rollout.test_by_hand import check_groups
-from tests.rollout.test_by_hand import check_hopeless
 from tests.rollout.test_by_hand import check_num_samples
 from tests.rollout.test_by_hand import check_order
 from tests.rollout.test_by_hand import check_preemption
@@ -19,6 +18,7 @@ from tests.rollout.test_by_hand import check_scarce_pages
 from tests.rollout.test_by_hand import check_sequences
 from tests.rollout.test_by_hand import check_shared
 from tests.rollout.test_by_hand import check_victim
+from tests.rollout.test_hopeless import check_hopeless
 from tests.rollout.test_packing import check_widths
 from tests.tools.mistakes import FailsCheck
 from tests.tools.mistakes import given
@@ -226,7 +226,7 @@ MUTANTS = {
     _room,
   ),
   "those that can never run wait": _rollout(
-    "slots:_enter", text("idle | (admitted", "(admitted"), _hopeless
+    "slots:_enter", text("alone | (admitted", "(admitted"), _hopeless
   ),
   # --- forks -----------------------------------------------------------------
   "the first page of a fork is not copied": _rollout(

@@ -449,30 +449,34 @@ def test_in_place(largest):
   assert pool_sized_rewrites(compiled, array.shape) == []
 
 
-def check_hopeless() -> None:
-  """Of 7 pages others hold 5; the 2 that are left have room for 4 tokens.
-
-  Seven tokens are never admitted. Two tokens are, and draw three more from
-  the four that fit; then no page is left, though the sequence is alone.
-  """
-  config = rollout.RolloutConfig(max_new_tokens=5)
+def test_a_new_epoch_on_the_way():
+  """Nothing of the old weights is hit by those that wait."""
+  config = rollout.RolloutConfig(max_new_tokens=1)
   state = by_hand.begun(
-    jax.random.key(5), _sizes(8, 1), config, [[1, 2, 3, 1, 2, 3, 1], [1, 2]]
+    jax.random.key(5),
+    _sizes(40, 1),
+    config,
+    [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]],
   )
-  cache, _ = jaxkv.allocate(state.cache, [10])
-  cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
-  cache, _ = jaxkv.free(cache, mask=[True])
-  end = by_hand.program()(dataclasses.replace(state, cache=cache), 0.0, 50)
-  assert bool(rollout.is_done(end)), "not done after 50 steps"
-  assert end.sequences.status.tolist() == [rollout.FAILED, rollout.FAILED]
-  assert set(end.sequences.code.tolist()) == {jaxkv.Status.OUT_OF_PAGES}
-  lengths = end.sequences.length - end.sequences.prompt_length
-  assert lengths.tolist() == [0, 3]
-  # One to refuse the first, three tokens, and one to find no page.
-  assert int(end.counters.steps) == 5
-  assert int(end.counters.preempted) == 0
-  assert int(end.cache.pool.queue.num_free) == 2
+  program = by_hand.program()
+  state = program(state, 0.0, 1)
+  assert int(program(state, 0.0, 50).cache.stats.hit_tokens) == 4
+  cache, _ = jaxkv.new_epoch(state.cache)
+  end = program(dataclasses.replace(state, cache=cache), 0.0, 50)
+  assert bool(rollout.is_done(end))
+  assert int(end.cache.stats.hit_tokens) == 0
 
 
-def test_hopeless():
-  check_hopeless()
+def test_pages_larger_than_the_caches():
+  """A page of four tokens, in a cache whose smallest could have two."""
+  common = [1, 2, 3, 4, 5, 6, 7, 8]
+  sizes = dataclasses.replace(
+    _sizes(40, 2), groups=(jaxkv.FullAttention(page_size=4),)
+  )
+  config = rollout.RolloutConfig(max_new_tokens=1, prefill_chunk=1)
+  state = by_hand.begun(
+    jax.random.key(5), sizes, config, [[*common, 5], [*common, 6]]
+  )
+  end = by_hand.program()(state, 0.0, 50)
+  assert int(end.counters.prefilled) == 8
+  assert int(end.cache.stats.hit_tokens) == 8

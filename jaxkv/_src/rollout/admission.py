@@ -92,6 +92,7 @@ def candidates(
   running: Array,
   computing: Array,
   keys: Array | None,
+  root: Array,
   config: RolloutConfig,
 ) -> Candidates:
   """The first waiting sequences, and what each of them finds.
@@ -103,6 +104,7 @@ def candidates(
     running: int32[B], the sequence in each slot.
     computing: bool[B], slots that hold pages.
     keys: see `RolloutState.page_keys`.
+    root: the key before all of them.
     config: the window, and the samples of a prompt.
   """
   none = sequences.length.shape[0]
@@ -123,13 +125,14 @@ def candidates(
     siblings, leader = _siblings(
       cache, sequences, numbers, running, computing, config
     )
-  root = jnp.broadcast_to(roots(cache, None), (window, hashing.KEY_WORDS))
+  known = jnp.all(root == roots(cache, None))
+  root = jnp.broadcast_to(root, (window, hashing.KEY_WORDS))
   own = None if keys is None else ops.take(keys, numbers)
   found = longest_prefix.find(
     cache,
     ops.take(sequences.tokens, numbers),
     length,
-    valid,
+    valid & known,
     hashed=None if own is None else (root, own),
   )
   waiting = Candidates(
@@ -144,9 +147,11 @@ def candidates(
   )
   if keys is None or own is None or keys.shape[1] == 0:
     return waiting
-  size, columns = cache.config.page_size, keys.shape[1]
-  page = ops.quotient(found.num_cached_tokens, size)
-  wants = valid & ((page + 1) * size < length) & (page < columns)
+  # The end of the next page, where all groups end one.
+  stop = found.num_cached_tokens + cache.config.alignment
+  page = ops.quotient(stop, cache.config.page_size) - 1
+  columns = keys.shape[1]
+  wants = valid & known & (stop < length) & (page < columns)
   key = jnp.take_along_axis(
     own, jnp.minimum(page, columns - 1)[:, None, None], axis=1
   )
@@ -155,12 +160,10 @@ def candidates(
     """bool[X, Y]: whether sequence j has the next page of candidate i."""
     theirs = ops.take(keys, some[None], page[:, None])
     lengths = ops.take(sequences.prompt_length, some)
-    return jnp.all(theirs == key, axis=-1) & (
-      (page[:, None] + 1) * size <= lengths[None]
-    )
+    return jnp.all(theirs == key, axis=-1) & (stop[:, None] <= lengths[None])
 
   blocked = computes(running) & computing[None]
-  blocked &= cache.length[None] < (page[:, None] + 1) * size
+  blocked &= cache.length[None] < stop[:, None]
   blocked = jnp.any(blocked, axis=1) & wants
   return waiting._replace(
     blocked=blocked, same=computes(numbers) & wants[:, None]

@@ -61,7 +61,8 @@ def generate_dense(
   def batch(loop):
     begin, memory, sequences = loop
     numbers = begin + jnp.arange(batch_size, dtype=jnp.int32)
-    inside = numbers < total
+    inside = ops.take(sequences.status, numbers, fill=queue.DONE)
+    inside = inside == queue.WAITING
     prompt = ops.take(sequences.tokens, numbers)[:, :width]
     zeros = jnp.zeros((batch_size,), jnp.int32)
     positions = jnp.broadcast_to(

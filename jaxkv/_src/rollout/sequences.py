@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.checks import as_int32
 from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.cache.state import Status
 from jaxkv._src.rollout.config import RolloutConfig
 
 WAITING, RUNNING, DONE, FAILED = 0, 1, 2, 3
@@ -139,14 +140,16 @@ def samples_of(
   lengths = jnp.repeat(lengths, config.num_samples)
   column = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None]
   tokens = jnp.where(column < lengths[:, None], tokens, 0)
+  # Only of traced lengths: known ones are refused.
+  bad = (lengths < 1) | (lengths > prompts.shape[1])
   numbers = jnp.arange(num_sequences, dtype=jnp.int32)
   return Sequences(
     tokens=jnp.pad(tokens, ((0, 0), (0, config.max_new_tokens))),
     prompt_length=lengths,
     length=lengths + 0,
     log_probs=jnp.zeros((num_sequences, config.max_new_tokens), jnp.float32),
-    status=jnp.full((num_sequences,), WAITING, jnp.int32),
-    code=jnp.zeros((num_sequences,), jnp.int32),
+    status=jnp.where(bad, jnp.int32(FAILED), jnp.int32(WAITING)),
+    code=jnp.where(bad, jnp.int32(Status.BAD_LENGTH), jnp.int32(Status.OK)),
     keys=jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers),
   )
 

@@ -249,6 +249,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
     state.running,
     computing(state),
     state.page_keys,
+    state.root,
     config,
   )
   chosen = admission.choose(
@@ -293,9 +294,10 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   leader = jnp.where(follows_slot, chosen.leader, num_slots)
   leader = jnp.where(follows, ops.take(slots, chosen.leads), leader)
   enters = admitted.ok | follows | follows_slot
-  idle = ~jnp.any(enters) & (runners == 0)
+  # Only the first one is tried with all pages that are free.
+  alone = ~jnp.any(enters) & (runners == 0) & (row == 0)
   hopeless = is_failure(admitted.code) & (
-    idle | (admitted.code != Status.OUT_OF_PAGES)
+    alone | (admitted.code != Status.OUT_OF_PAGES)
   )
   place = ops.where_valid(enters, slots)
   sequences = queue.with_status(sequences, numbers, enters, queue.RUNNING)

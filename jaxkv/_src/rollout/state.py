@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
+from jaxkv._src.cache.state import roots
 from jaxkv._src.kv.check import check
 from jaxkv._src.rollout import admission
 from jaxkv._src.rollout import packing
@@ -35,7 +36,9 @@ class Counters:
     prefilled: tokens of prompts computed, without their last ones.
     recomputed: tokens computed again after a preemption.
     forked: samples that shared another sample's prefill.
-    preempted: times a sequence lost its slot.
+    preempted: times a sequence gave its pages back so that others could go on.
+      Not counted: samples of its prompt that waited for it, and samples that
+      found no page to fork. They only wait again.
     peak_pages: most pages in use at once.
     peak_shared: most page-table entries at once, minus the pages in use.
   """
@@ -70,8 +73,11 @@ class RolloutState:
     overtaken: later sequences that entered before each one.  # int32[Q]
     order: the sequences by priority, then by number; None without priorities.
       # int32[Q]
-    page_keys: the key after each page that a prompt or computed tokens fill;
-      None without prefix caching.  # uint32[Q, W // S, 4]
+    page_keys: the key after each page that a prompt or computed tokens fill,
+      of the latter where all groups end a page; None without prefix caching.
+      # uint32[Q, W // S, 4]
+    root: the key before the first page of all of them. With a cache of another
+      one, as after `new_epoch`, nothing is looked up.  # uint32[4]
     counters: what has been done.
     log: the sequence in each slot, what it did and how many tokens, in the last
       X steps, see `timeline`; None without.  # int32[X, 3, B]
@@ -87,6 +93,7 @@ class RolloutState:
   overtaken: Array
   order: Array | None
   page_keys: Array | None
+  root: Array
   counters: Counters
   log: Array | None = None
 
@@ -156,6 +163,7 @@ def init(
     overtaken=jnp.zeros((none,), jnp.int32),
     order=queue.order_of(sequences),
     page_keys=_page_keys(cache, prompts, sequences),
+    root=roots(cache, None),
     counters=_no_counts(config),
     log=jnp.zeros((config.timeline, 3, sizes.num_slots), jnp.int32)
     if config.timeline

@@ -47,8 +47,9 @@ class Timeline(NamedTuple):
     kinds: IDLE, PREFILL, DECODE, WAIT or PREEMPT. A slot decodes where one
       token is computed and the next one drawn. It waits where nothing is
       computed: for the prompt that it forks from, for a place in the packed
-      call, or for a page. It preempts in the step in which its sequence loses
-      it.  # int32[X, B]
+      call, or for a page. It preempts in the step in which its sequence gives
+      its pages back: a victim, a sample that found no page to fork, or one
+      that is given up.  # int32[X, B]
     tokens: tokens computed.  # int32[X, B]
   """
 

@@ -197,7 +197,8 @@ def admit_found(
     most: the most tokens of a sequence.
     skipped: bool[R], the rows that do not count.
     pops: whether pages for the tokens that are not cached are popped now, or
-      only counted, and popped by `make_room` before anything else.
+      only counted, and popped by a later `make_room`; no pages may be taken
+      between that `keep_free` does not count.
     num_tokens: see `admit`.
     keep_free: see `admit`.
     num_encoder_tokens: see `admit`.

@@ -108,7 +108,7 @@ def share_prefix(
   """`fork` of the full pages alone.
 
   `allocate.make_room` for one more token gives `dst` the page that is copied,
-  see `owed_copies`; nothing else may come between.
+  see `owed_copies`. Until then `dst` has fewer pages than its length needs.
 
   Args:
     state: the cache.

@@ -1,0 +1,79 @@
+"""Sequences that can never run fail, and nobody else."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv
+from jaxkv import rollout
+from tests.rollout import by_hand
+
+
+def _sizes(pages: int, slots: int) -> jaxkv.CacheConfig:
+  return jaxkv.CacheConfig(
+    num_pages=pages, page_size=2, num_slots=slots, pages_per_slot=8
+  )
+
+
+def check_hopeless() -> None:
+  """Of 7 pages others hold 5; the 2 that are left have room for 4 tokens.
+
+  Seven tokens are never admitted. Two tokens are, and draw three more from
+  the four that fit; then no page is left, though the sequence is alone.
+  """
+  config = rollout.RolloutConfig(max_new_tokens=5)
+  state = by_hand.begun(
+    jax.random.key(5), _sizes(8, 1), config, [[1, 2, 3, 1, 2, 3, 1], [1, 2]]
+  )
+  cache, _ = jaxkv.allocate(state.cache, [10])
+  cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
+  cache, _ = jaxkv.free(cache, mask=[True])
+  end = by_hand.program()(dataclasses.replace(state, cache=cache), 0.0, 50)
+  assert bool(rollout.is_done(end)), "not done after 50 steps"
+  assert end.sequences.status.tolist() == [rollout.FAILED, rollout.FAILED]
+  assert set(end.sequences.code.tolist()) == {jaxkv.Status.OUT_OF_PAGES}
+  lengths = end.sequences.length - end.sequences.prompt_length
+  assert lengths.tolist() == [0, 3]
+  # One to refuse the first, three tokens, and one to find no page.
+  assert int(end.counters.steps) == 5
+  assert int(end.counters.preempted) == 0
+  assert int(end.cache.pool.queue.num_free) == 2
+
+
+def test_hopeless():
+  check_hopeless()
+
+
+def test_one_beside_a_hopeless_sequence():
+  """Of 7 pages others hold 5. Seven tokens never fit, one token does."""
+  config = rollout.RolloutConfig(max_new_tokens=1)
+  state = by_hand.begun(
+    jax.random.key(5), _sizes(8, 2), config, [[1, 2, 3, 1, 2, 3, 1], [1]]
+  )
+  cache, _ = jaxkv.allocate(state.cache, [10, 0])
+  cache, _ = jaxkv.touch(cache, cache.page_table[:1, 0])
+  cache, _ = jaxkv.free(cache, mask=[True, False])
+  state = dataclasses.replace(state, cache=cache)
+  end = by_hand.program()(state, 0.0, 50)
+  assert end.sequences.status.tolist() == [rollout.FAILED, rollout.DONE]
+
+
+def test_traced_lengths_out_of_range():
+  """They fail from the start, and the others run."""
+  sizes = dataclasses.replace(_sizes(40, 2), pages_per_slot=4)
+  config = rollout.RolloutConfig(max_new_tokens=4)
+  whole = by_hand.begun(jax.random.key(5), sizes, config, [[1, 2, 3, 4]] * 4)
+
+  def begun(lengths):
+    prompts = [[1, 2, 3, 4]] * 4
+    key = jax.random.key(5)
+    return rollout.init(whole.cache, whole.kv, prompts, lengths, key, config)
+
+  state = jax.jit(begun)(jnp.asarray([6, 2, 0, 4], jnp.int32))
+  end = by_hand.program()(state, 0.0, 50)
+  fails, done = rollout.FAILED, rollout.DONE
+  assert end.sequences.status.tolist() == [fails, done, fails, done]
+  bad, ok = jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK
+  assert end.sequences.code.tolist() == [bad, ok, bad, ok]
+  assert int(end.cache.error) == ok
