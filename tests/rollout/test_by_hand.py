@@ -75,6 +75,13 @@ def test_sequences():
   assert int(end.counters.preempted) == 0
 
 
+def test_a_state_can_be_donated():
+  """No two of its arrays are one buffer."""
+  state = by_hand.begun(jax.random.key(5), _sizes(60, 4), _CONFIG)
+  end = jax.jit(by_hand.program(), donate_argnums=0)(state, 0.7, 3)
+  assert state.kv.k.is_deleted() and int(end.counters.steps) == 3
+
+
 def check_chunks() -> None:
   """Prompts that end in chunks, and in the places of slots."""
   for chunk in (1, 16):

@@ -163,7 +163,8 @@ def init(
     overtaken=jnp.zeros((none,), jnp.int32),
     order=queue.order_of(sequences),
     page_keys=_page_keys(cache, prompts, sequences),
-    root=roots(cache, None),
+    # A copy, because a state is donated whole.
+    root=jnp.copy(roots(cache, None)),
     counters=_no_counts(config),
     log=jnp.zeros((config.timeline, 3, sizes.num_slots), jnp.int32)
     if config.timeline
