@@ -53,6 +53,7 @@ def test_pair_is_in_sync(name):
   assert text == notebook, f"jupytext --sync notebooks/{name}.py"
 
 
+@pytest.mark.drawn("name", _NAMES, every=2)
 @over_notebooks
 def test_runs(name, tmp_path):
   paths = [_ROOT, _ROOT / "kernels", os.environ.get("PYTHONPATH", "")]
