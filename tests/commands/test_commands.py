@@ -58,9 +58,12 @@ class TestRollout:
     arguments = ["rollout", "--prompts", str(prompts), "--samples", "2"]
     arguments += ["--slots", "2", "--pages", "40", "--page-size", "4"]
     arguments += ["--max-tokens", "12", "--span", "5", "--json", str(target)]
-    assert main(arguments) == 0
+    assert main([*arguments, "--arrival"]) == 0
     result = json.loads(target.read_text("utf-8"))
     assert result["equals_dense"] is True
+    # Of two prompts with a common beginning, each is looked up in its turn.
+    assert 0 < result["arrival_hit_rate"] < 1
+    assert result["arrival_prefilled_tokens"] >= 16
     assert result["sequences"] == 6
     assert result["hit_tokens"] > 0
     # 14 and 20 tokens, the first ones in common: three pages of 4, then 1 and 3
@@ -76,6 +79,7 @@ class TestRollout:
       assert max(text["log_probs"]) <= 0
     printed = capsys.readouterr()
     assert "yes, token by token" in printed.out
+    assert printed.out.count("in the order of arrival") == 2
     assert result["texts"][0]["completion"] in printed.out
     assert "rollout: 100%" in printed.err
 
@@ -192,7 +196,7 @@ class TestCommandLine:
     assert exit_.value.code == 0
     printed = capsys.readouterr().out
     options = ("prompts", "samples", "slots", "pages", "page-size")
-    options += ("max-tokens", "seed", "temperature", "span", "json")
+    options += ("max-tokens", "seed", "temperature", "span", "arrival", "json")
     for option in options:
       assert f"--{option}" in printed
 

@@ -20,6 +20,7 @@ def collect(
   compile_seconds: float,
   dense_seconds: float,
   equals_dense: bool,
+  arrival: RolloutState | None = None,
 ) -> dict[str, Any]:
   """The figures and texts of a finished rollout.
 
@@ -31,6 +32,7 @@ def collect(
     compile_seconds: the time of its compilation.
     dense_seconds: the dense run's time, without compilation.
     equals_dense: whether all tokens equal those of the dense run.
+    arrival: the end of the same rollout in the order of arrival.
 
   Returns:
     The contents of the JSON file.
@@ -62,7 +64,11 @@ def collect(
     "forked_sequences": int(counters.forked),
     "queried_tokens": queries,
     "hit_tokens": hits,
-    "hit_rate": hits / queries if queries else 0.0,
+    "hit_rate": _hit_rate(state),
+    "arrival_hit_rate": None if arrival is None else _hit_rate(arrival),
+    "arrival_prefilled_tokens": None
+    if arrival is None
+    else int(arrival.counters.prefilled),
     "pages_published": int(stats.published_pages),
     "pages_shared": int(counters.peak_shared),
     "pages_evicted": int(stats.evicted_pages),
@@ -88,8 +94,19 @@ def show(result: dict[str, Any]) -> None:
     print(f"{name:<{width}}  {value}")
 
 
+def _hit_rate(state: RolloutState) -> float:
+  stats = state.cache.stats
+  return int(stats.hit_tokens) / max(int(stats.queried_tokens), 1)
+
+
 def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
   used, dense = result["kv_bytes_used"], result["kv_bytes_dense"]
+  hits, prefilled = "", ""
+  if result["arrival_hit_rate"] is not None:
+    hits = f"; {result['arrival_hit_rate']:.1%} in the order of arrival"
+    prefilled = (
+      f"; {result['arrival_prefilled_tokens']:,} in the order of arrival"
+    )
   return [
     (
       "sequences",
@@ -105,12 +122,13 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
     (
       "prefix hit rate",
       f"{result['hit_rate']:.1%} of {result['queried_tokens']:,} tokens "
-      "looked up",
+      f"looked up{hits}",
     ),
     (
       "prompt tokens",
       f"{result['prompt_tokens']:,}, of which {result['prefilled_tokens']:,} "
-      f"were computed; {result['least_prefilled_tokens']:,} is the least",
+      f"were computed{prefilled}; {result['least_prefilled_tokens']:,} is the "
+      "least",
     ),
     (
       "rows computed",

@@ -8,6 +8,7 @@ cache, and the tokens of both runs are compared one by one.
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -91,6 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default=200,
     help="steps between progress reports; 0 runs in one call (%(default)s)",
   )
+  add(
+    "--arrival",
+    action="store_true",
+    help="run again in the order of arrival, and compare",
+  )
   add("--json", metavar="FILE", help="also write texts and figures here")
 
 
@@ -134,6 +140,10 @@ def _result(args: argparse.Namespace) -> dict[str, Any]:
   paged = _paged(args, model, prompts, config)
   dense = _dense(args, model, prompts, config)
   jaxkv.check(paged.value.cache)
+  arrival = None
+  if args.arrival:
+    in_order = dataclasses.replace(config, window=1, max_overtaken=0)
+    arrival = _paged(args, model, prompts, in_order).value
   return report.collect(
     paged.value,
     model,
@@ -144,6 +154,7 @@ def _result(args: argparse.Namespace) -> dict[str, Any]:
     equals_dense=bool(
       np.array_equal(paged.value.sequences.tokens, dense.value.tokens)
     ),
+    arrival=arrival,
   )
 
 
