@@ -22,6 +22,18 @@ from jaxkv._src.models import vocabulary
 from tests.models.small_model import TEXT as _TEXT
 
 
+def _recipe(steps: int) -> training.Recipe:
+  return training.Recipe(
+    steps=steps,
+    phases=characters._PHASES,
+    learning_rate=1e-2,
+    warmup=1,
+    weight_decay=0.1,
+    max_norm=1.0,
+    seed=0,
+  )
+
+
 class TestVocabulary:
   def test_round_trip(self):
     text = vocabulary.reference_text()
@@ -75,19 +87,7 @@ class TestTraining:
     ("steps", "num_shapes"), [(1, 1), (25, 1), (61, 2), (600, 3)]
   )
   def test_spans_cover_every_step_once(self, steps, num_shapes):
-    recipe = dataclasses.replace(
-      training.Recipe(
-        steps=1,
-        phases=characters._PHASES,
-        learning_rate=1e-2,
-        warmup=1,
-        weight_decay=0.1,
-        max_norm=1.0,
-        seed=0,
-      ),
-      steps=steps,
-    )
-    spans = training._spans(recipe)
+    spans = training._spans(_recipe(steps))
     assert [step for _, a, b in spans for step in range(a, b)] == list(
       range(steps)
     )
@@ -137,15 +137,7 @@ class TestKeptWeights:
       characters._facts(
         _TEXT,
         dataclasses.replace(characters._config(5), **change),
-        training.Recipe(
-          steps=1,
-          phases=characters._PHASES,
-          learning_rate=1e-2,
-          warmup=1,
-          weight_decay=0.1,
-          max_norm=1.0,
-          seed=0,
-        ),
+        _recipe(1),
       )["config"]
       for change in changes
     )

@@ -105,6 +105,13 @@ def expected(
   return Expected(tokens, log_probs)
 
 
+def sizes(pages: int, slots: int) -> jaxkv.CacheConfig:
+  """Pages of two tokens, eight for each slot."""
+  return jaxkv.CacheConfig(
+    num_pages=pages, page_size=2, num_slots=slots, pages_per_slot=8
+  )
+
+
 def begun(
   key, sizes: jaxkv.CacheConfig, config, prompts=PROMPTS, **options
 ) -> rollout.RolloutState:

@@ -23,12 +23,6 @@ _CONFIG = rollout.RolloutConfig(
 )
 
 
-def _sizes(pages: int, slots: int) -> jaxkv.CacheConfig:
-  return jaxkv.CacheConfig(
-    num_pages=pages, page_size=2, num_slots=slots, pages_per_slot=8
-  )
-
-
 @functools.cache
 def _expected(temperature: float) -> list[by_hand.Expected]:
   prompts = [prompt for prompt in by_hand.PROMPTS for _ in range(2)]
@@ -43,7 +37,7 @@ def check_sequences(
 ) -> rollout.RolloutState:
   """All of finished rollouts in a pool of so many pages; returns the last."""
   program = by_hand.program()
-  state = by_hand.begun(jax.random.key(5), _sizes(pages, slots), _CONFIG)
+  state = by_hand.begun(jax.random.key(5), by_hand.sizes(pages, slots), _CONFIG)
   ends = [program(state, temperature, 200) for temperature in temperatures]
   for end, temperature in zip(ends, temperatures, strict=True):
     assert bool(rollout.is_done(end)), "not done after 200 steps"
@@ -77,7 +71,7 @@ def test_sequences():
 
 def test_a_state_can_be_donated():
   """No two of its arrays are one buffer."""
-  state = by_hand.begun(jax.random.key(5), _sizes(60, 4), _CONFIG)
+  state = by_hand.begun(jax.random.key(5), by_hand.sizes(60, 4), _CONFIG)
   end = jax.jit(by_hand.program(), donate_argnums=0)(state, 0.7, 3)
   assert state.kv.k.is_deleted() and int(end.counters.steps) == 3
 
@@ -86,7 +80,7 @@ def check_chunks() -> None:
   """Prompts that end in chunks, and in the places of slots."""
   for chunk in (1, 16):
     config = dataclasses.replace(_CONFIG, num_samples=1, prefill_chunk=chunk)
-    state = by_hand.begun(jax.random.key(5), _sizes(60, 3), config)
+    state = by_hand.begun(jax.random.key(5), by_hand.sizes(60, 3), config)
     end = by_hand.program()(state, 0.7, 200)
     for number, prompt in enumerate(by_hand.PROMPTS):
       wanted = by_hand.expected(number, prompt, jax.random.key(5), 0.7, config)
@@ -122,7 +116,7 @@ def check_counters() -> None:
     num_samples=2, max_new_tokens=3, prefill_chunk=3
   )
   state = by_hand.begun(
-    jax.random.key(5), _sizes(20, 2), config, [[1, 2, 3, 4, 5], [6]]
+    jax.random.key(5), by_hand.sizes(20, 2), config, [[1, 2, 3, 4, 5], [6]]
   )
   end = by_hand.program()(state, 1.0, 50)
   assert jax.tree.map(lambda x: x.tolist(), end.counters) == rollout.Counters(
@@ -153,7 +147,7 @@ def check_preemption() -> None:
   """
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
-    jax.random.key(5), _sizes(5, 2), config, [[1], [2], [3]]
+    jax.random.key(5), by_hand.sizes(5, 2), config, [[1], [2], [3]]
   )
   program, status = by_hand.program(), []
   for _ in range(7):
@@ -176,7 +170,7 @@ def test_timeline():
   """What `check_preemption` tells, and the rest of it."""
   config = rollout.RolloutConfig(max_new_tokens=5, timeline=8)
   state = by_hand.begun(
-    jax.random.key(5), _sizes(5, 2), config, [[1], [2], [3]]
+    jax.random.key(5), by_hand.sizes(5, 2), config, [[1], [2], [3]]
   )
   program = by_hand.program()
   found = rollout.timeline(program(state, 1.0, 7))
@@ -198,7 +192,7 @@ def test_timeline():
   found, steps = rollout.timeline(end), int(end.counters.steps)
   assert (found.start, found.kinds.shape) == (steps - 8, (8, 2))
   assert list(found.spans())[3] == rollout.Span(0, 2, "decode", 7, 12, 5)
-  without = by_hand.begun(jax.random.key(5), _sizes(60, 2), _CONFIG)
+  without = by_hand.begun(jax.random.key(5), by_hand.sizes(60, 2), _CONFIG)
   with pytest.raises(ValueError, match=r"got RolloutConfig.timeline=0; set it"):
     rollout.timeline(without)
 
@@ -212,7 +206,7 @@ def check_room() -> None:
   """
   config = rollout.RolloutConfig(max_new_tokens=2)
   state = by_hand.begun(
-    jax.random.key(5), _sizes(5, 2), config, [[1, 2, 3, 1, 2, 3], [1]]
+    jax.random.key(5), by_hand.sizes(5, 2), config, [[1, 2, 3, 1, 2, 3], [1]]
   )
   end = by_hand.program()(state, 1.0, 50)
   assert bool(rollout.is_done(end)), "not done after 50 steps"
@@ -231,7 +225,7 @@ def check_victim() -> None:
   """
   config = rollout.RolloutConfig(max_new_tokens=4, prefill_chunk=8)
   state = by_hand.begun(
-    jax.random.key(5), _sizes(6, 2), config, [[9], [1, 2, 3, 1]]
+    jax.random.key(5), by_hand.sizes(6, 2), config, [[9], [1, 2, 3, 1]]
   )
   program = by_hand.program()
   state = program(state, 0.0, 4)
@@ -258,7 +252,7 @@ def check_shared() -> None:
   common = [1, 2, 3, 4, 5, 6, 7, 8]
   state = by_hand.begun(
     jax.random.key(5),
-    _sizes(40, 3),
+    by_hand.sizes(40, 3),
     config,
     [[*common, 5], [*common, 6], [*common, 7]],
   )
@@ -281,7 +275,9 @@ def check_order() -> None:
     (0, [0, 1, 2, 3]),
   ):
     config = rollout.RolloutConfig(max_new_tokens=1, max_overtaken=bound)
-    state = by_hand.begun(jax.random.key(5), _sizes(40, 1), config, prompts)
+    state = by_hand.begun(
+      jax.random.key(5), by_hand.sizes(40, 1), config, prompts
+    )
     program, order = by_hand.program(), []
     for _ in range(30):
       state = program(state, 0.0, 1)
@@ -310,7 +306,7 @@ def check_groups() -> None:
     for window in _WINDOWS
   )
   for pages in (90, 18):
-    sizes = dataclasses.replace(_sizes(pages, 3), groups=groups)
+    sizes = dataclasses.replace(by_hand.sizes(pages, 3), groups=groups)
     state = by_hand.begun(jax.random.key(5), sizes, config)
     program = by_hand.program(_WINDOWS)
     for _ in range(300):
@@ -345,7 +341,11 @@ def check_priority() -> None:
   config = rollout.RolloutConfig(max_new_tokens=3)
   prompts = [[1], [2], [3], [4]]
   state = by_hand.begun(
-    jax.random.key(5), _sizes(40, 1), config, prompts, priority=[5, -2, 5, 0]
+    jax.random.key(5),
+    by_hand.sizes(40, 1),
+    config,
+    prompts,
+    priority=[5, -2, 5, 0],
   )
   program, order = by_hand.program(), []
   for _ in range(30):
@@ -357,7 +357,11 @@ def check_priority() -> None:
   # As in `check_preemption`, where the younger one is the victim.
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
-    jax.random.key(5), _sizes(5, 2), config, [[1], [2], [3]], priority=[1, 0, 2]
+    jax.random.key(5),
+    by_hand.sizes(5, 2),
+    config,
+    [[1], [2], [3]],
+    priority=[1, 0, 2],
   )
   state = by_hand.program()(state, 1.0, 5)
   waits, runs = rollout.WAITING, rollout.RUNNING
@@ -375,7 +379,7 @@ def check_num_samples() -> None:
   for counts in ([3, 0, 1], [1, 2, 0]):
     state = by_hand.begun(
       jax.random.key(5),
-      _sizes(60, 3),
+      by_hand.sizes(60, 3),
       config,
       prompts,
       num_samples=counts,
@@ -401,7 +405,9 @@ def test_nobody_who_decodes_is_stalled():
   """Whoever has drawn a token draws one in each later step until it ends."""
   config = dataclasses.replace(_CONFIG, num_samples=1, max_new_tokens=8)
   prompts = [[1, 2], [3] * 8, [4] * 8, [5] * 8, [6, 7], [2] * 8]
-  state = by_hand.begun(jax.random.key(5), _sizes(90, 3), config, prompts)
+  state = by_hand.begun(
+    jax.random.key(5), by_hand.sizes(90, 3), config, prompts
+  )
   program = by_hand.program()
   while not bool(rollout.is_done(state)):
     before, state = state, program(state, 0.7, 1)
@@ -421,7 +427,7 @@ def check_first_come() -> None:
   config = rollout.RolloutConfig(max_new_tokens=2, prefill_chunk=1)
   state = by_hand.begun(
     jax.random.key(5),
-    _sizes(40, 2),
+    by_hand.sizes(40, 2),
     config,
     [[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]],
   )
@@ -444,7 +450,7 @@ def test_in_place(largest):
   if largest == "queue":
     prompts = [[1] * 60] * 256
   sizes = dataclasses.replace(
-    _sizes(9000 if largest == "memory" else 60, 4), pages_per_slot=33
+    by_hand.sizes(9000 if largest == "memory" else 60, 4), pages_per_slot=33
   )
   state = by_hand.begun(jax.random.key(5), sizes, config, prompts)
   array = state.kv.k if largest == "memory" else state.sequences.tokens
@@ -461,7 +467,7 @@ def test_a_new_epoch_on_the_way():
   config = rollout.RolloutConfig(max_new_tokens=1)
   state = by_hand.begun(
     jax.random.key(5),
-    _sizes(40, 1),
+    by_hand.sizes(40, 1),
     config,
     [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]],
   )
@@ -478,7 +484,7 @@ def test_pages_larger_than_the_caches():
   """A page of four tokens, in a cache whose smallest could have two."""
   common = [1, 2, 3, 4, 5, 6, 7, 8]
   sizes = dataclasses.replace(
-    _sizes(40, 2), groups=(jaxkv.FullAttention(page_size=4),)
+    by_hand.sizes(40, 2), groups=(jaxkv.FullAttention(page_size=4),)
   )
   config = rollout.RolloutConfig(max_new_tokens=1, prefill_chunk=1)
   state = by_hand.begun(

@@ -10,12 +10,6 @@ from jaxkv import rollout
 from tests.rollout import by_hand
 
 
-def _sizes(pages: int, slots: int) -> jaxkv.CacheConfig:
-  return jaxkv.CacheConfig(
-    num_pages=pages, page_size=2, num_slots=slots, pages_per_slot=8
-  )
-
-
 def check_hopeless() -> None:
   """Of 7 pages others hold 5; the 2 that are left have room for 4 tokens.
 
@@ -24,7 +18,10 @@ def check_hopeless() -> None:
   """
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
-    jax.random.key(5), _sizes(8, 1), config, [[1, 2, 3, 1, 2, 3, 1], [1, 2]]
+    jax.random.key(5),
+    by_hand.sizes(8, 1),
+    config,
+    [[1, 2, 3, 1, 2, 3, 1], [1, 2]],
   )
   cache, _ = jaxkv.allocate(state.cache, [10])
   cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
@@ -49,7 +46,7 @@ def test_one_beside_a_hopeless_sequence():
   """Of 7 pages others hold 5. Seven tokens never fit, one token does."""
   config = rollout.RolloutConfig(max_new_tokens=1)
   state = by_hand.begun(
-    jax.random.key(5), _sizes(8, 2), config, [[1, 2, 3, 1, 2, 3, 1], [1]]
+    jax.random.key(5), by_hand.sizes(8, 2), config, [[1, 2, 3, 1, 2, 3, 1], [1]]
   )
   cache, _ = jaxkv.allocate(state.cache, [10, 0])
   cache, _ = jaxkv.touch(cache, cache.page_table[:1, 0])
@@ -61,7 +58,7 @@ def test_one_beside_a_hopeless_sequence():
 
 def test_traced_lengths_out_of_range():
   """They fail from the start, and the others run."""
-  sizes = dataclasses.replace(_sizes(40, 2), pages_per_slot=4)
+  sizes = dataclasses.replace(by_hand.sizes(40, 2), pages_per_slot=4)
   config = rollout.RolloutConfig(max_new_tokens=4)
   whole = by_hand.begun(jax.random.key(5), sizes, config, [[1, 2, 3, 4]] * 4)
 
