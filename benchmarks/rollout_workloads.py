@@ -19,14 +19,13 @@ The trace is a file in the format that `python -m jaxkv replay` reads, such as
 the conversation trace of Mooncake. It is not part of the project.
 """
 
-import json
-import pathlib
 from typing import Any
 from typing import NamedTuple
 
 import numpy as np
 
-_TRACE_BLOCK = 512
+from jaxkv._src.commands import trace
+
 _TRACE_SCALE = 16
 _TRACE_LONGEST = 2000
 
@@ -120,20 +119,18 @@ def conversation(path: str, count: int = 1024) -> Workload:
     path: the trace.
     count: its first requests.
   """
-  text = pathlib.Path(path).read_text("utf-8")
-  lines = [line for line in text.splitlines() if line.strip()][:count]
-  requests = [json.loads(line) for line in lines]
-  block = _TRACE_BLOCK // _TRACE_SCALE
+  requests = trace.read(path)[:count]
+  block = trace.BLOCK_TOKENS // _TRACE_SCALE
   tokens: dict[int, np.ndarray] = {}
 
-  def prompt(request: dict[str, Any]) -> np.ndarray:
-    names = request["hash_ids"]
-    for name in names:
+  def prompt(request: trace.TraceRequest) -> np.ndarray:
+    for name in request.hash_ids:
       rng = np.random.default_rng(name)
       tokens.setdefault(name, rng.integers(0, 2**31 - 1, block))
-    length = min(request["input_length"] // _TRACE_SCALE, _TRACE_LONGEST)
-    return np.concatenate([tokens[name] for name in names])[: max(length, 1)]
+    length = min(request.input_length // _TRACE_SCALE, _TRACE_LONGEST)
+    blocks = [tokens[name] for name in request.hash_ids]
+    return np.concatenate(blocks)[: max(length, 1)]
 
-  answers = [max(r["output_length"] // _TRACE_SCALE, 1) for r in requests]
+  answers = [max(r.output_length // _TRACE_SCALE, 1) for r in requests]
   rows = [prompt(request) for request in requests]
   return _of(rows, answers, page_size=16, slots=64)

@@ -121,7 +121,8 @@ class TestWorkloads:
       {"input_length": 1000, "output_length": 5, "hash_ids": [7, 8]},
     ]
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(map(json.dumps, requests)) + "\n\n", "utf-8")
+    lines = [json.dumps({"timestamp": 0} | request) for request in requests]
+    path.write_text("\n".join(lines) + "\n\n", "utf-8")
     work = rollout_workloads.conversation(str(path))
     assert work.lengths.tolist() == [75, 62]
     assert work.answers.tolist() == [2, 1]

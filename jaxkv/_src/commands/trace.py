@@ -25,11 +25,13 @@ class TraceRequest:
   Attributes:
     line: its number, from 1.
     input_length: tokens of the prompt.
+    output_length: tokens of the answer.
     hash_ids: ids of its blocks.
   """
 
   line: int
   input_length: int
+  output_length: int
   hash_ids: tuple[int, ...]
 
 
@@ -84,7 +86,12 @@ def _request(where: str, number: int, line: bytes) -> TraceRequest:
       f"{_shown(wanted)} blocks of {BLOCK_TOKENS} tokens, but hash_ids has "
       f"{len(ids)}"
     )
-  return TraceRequest(number, record["input_length"], tuple(ids))
+  return TraceRequest(
+    line=number,
+    input_length=record["input_length"],
+    output_length=record["output_length"],
+    hash_ids=tuple(ids),
+  )
 
 
 def _record(where: str, line: bytes) -> dict[str, Any]:
