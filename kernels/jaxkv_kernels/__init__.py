@@ -17,6 +17,8 @@ from jaxkv_kernels._src.attention.choose import decode_workers
 from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 from jaxkv_kernels._src.attention.decode_plan import plan_decode
 from jaxkv_kernels._src.attention.merge import merge_states
+from jaxkv_kernels._src.attention.mla import mla_attention
+from jaxkv_kernels._src.attention.mla import mla_attention_padded
 from jaxkv_kernels._src.attention.mla import mla_decode
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
@@ -43,6 +45,8 @@ __all__ = [
   "load",
   "logical_dtype",
   "merge_states",
+  "mla_attention",
+  "mla_attention_padded",
   "mla_decode",
   "paged_attention",
   "paged_attention_padded",

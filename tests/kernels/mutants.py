@@ -296,7 +296,7 @@ _SHARING = {
     "[page16_gqa4_d128-2]",
   ),
   "latents are scaled as keys alone": (
-    "attention.mla:mla_decode",
+    "attention.mla:_check_latents",
     text("v_scale=options.k_scale", "v_scale=None"),
     _MLA.format("int8_scale_per_head"),
   ),

@@ -100,6 +100,7 @@ def compile_latent(target, dtype, heads):
 
 
 class TestDecode:
+  @pytest.mark.drawn("dim", sorted({*sum(DIMS.values(), ())}), every=3)
   @pytest.mark.parametrize(
     ("target", "backend", "dtype", "size", "dim"), list(matrix())
   )
@@ -283,6 +284,7 @@ on_older_gpus = pytest.mark.parametrize(
 class TestOlderGpus:
   """Triton also serves GPUs before Hopper, which have less shared memory."""
 
+  @pytest.mark.drawn("dim", DIMS["triton"], every=3)
   @pytest.mark.parametrize("dim", DIMS["triton"])
   @on_older_gpus
   def test_decode(self, target, dim):

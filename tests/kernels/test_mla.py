@@ -14,6 +14,10 @@ from tests.kernels.shapes import edges
 from tests.kernels.shapes import problem
 from tests.kernels.shapes import queries
 
+# The newer jax of `.ci/run` has all of it at each commit.
+pytestmark = pytest.mark.drawn(every=2)
+
+
 # DeepSeek-V2 and V3 (512 + 64 elements), and MiniCPM3 (256 + 32).
 DEEPSEEK, MINICPM3 = (576, 512), (288, 256)
 # Heads, elements of a vector and of its value, page size, format, scales,
@@ -148,6 +152,81 @@ class TestDecode:
         options=kernels.AttentionOptions(scale=1.0),
         backend="triton",
       )
+
+
+# Columns of each row's queries: none, one, some, all.
+_COUNTS = (0, 1, 5, 9)
+
+
+@pytest.mark.parametrize("runner", backends())
+@pytest.mark.parametrize("name", CASES)
+class TestSeveralQueries:
+  """Chunks of prompts, and drafts."""
+
+  def problem(self, name):
+    """Rows that end with `_COUNTS` queries, and the options of a call."""
+    heads, (dim, value_dim), size, dtype, scales, window, soft_cap = CASES[name]
+    shape = Shape(
+      heads=(min(heads, 40), 1),
+      head_dim=dim,
+      page_size=size,
+      lengths=(0, 3, 37, 80),
+      dtype=dtype,
+      scales=scales,
+    )
+    case = problem(shape)
+    options = {"value_dim": value_dim, "scale": 192**-0.5}
+    options |= {"window": window, "soft_cap": soft_cap}
+    factors = case.options.get("k_scale")
+    wanted = {key: x for key, x in options.items() if key != "value_dim"}
+    wanted |= {"k_scale": factors, "v_scale": factors}
+    if factors is not None:
+      options["k_scale"] = factors
+    values = case.k_pages[..., :value_dim]
+    return shape, case, options, (case.k_pages, values), wanted
+
+  def test_rectangle(self, runner, name):
+    shape, case, options, pools, wanted = self.problem(name)
+    q = queries(case, shape, 4, max(_COUNTS))
+    counts = np.asarray(_COUNTS, np.int32)
+    where = (case.page_table, case.lengths - counts, counts)
+    expected = reference.paged_attention_padded(q, *pools, *where, **wanted)
+    out, lse = runner(
+      "mla_attention_padded", q, case.k_pages, *where, **options
+    )
+    assert out.shape == (4, 9, shape.heads[0], options["value_dim"])
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
+
+  def test_tree(self, runner, name):
+    shape, case, options, pools, wanted = self.problem(name)
+    q = queries(case, shape, 4, max(_COUNTS))
+    counts = np.asarray(_COUNTS, np.int32)
+    where = (case.page_table, case.lengths - counts, counts)
+    # Two branches, of even columns and of odd ones.
+    column = np.arange(max(_COUNTS))
+    tree = (column[:, None] - column) % 2 == 0
+    tree = np.broadcast_to(tree, (4, *tree.shape))
+    expected = reference.paged_attention_padded(
+      q, *pools, *where, **wanted, tree_mask=tree
+    )
+    out, lse = runner(
+      "mla_attention_padded",
+      q,
+      case.k_pages,
+      *where,
+      **options,
+      tree_mask=tree,
+    )
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
+
+  def test_packed(self, runner, name):
+    shape, case, options, pools, wanted = self.problem(name)
+    q = queries(case, shape, sum(_COUNTS) + 3)
+    ends = np.cumsum((0, *_COUNTS)).astype(np.int32)
+    where = (case.page_table, case.lengths, ends)
+    expected = reference.paged_attention(q, *pools, *where, **wanted)
+    out, lse = runner("mla_attention", q, case.k_pages, *where, **options)
+    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
 
 class TestArguments:

@@ -14,6 +14,10 @@ from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import problem
 from tests.kernels.shapes import queries
 
+# The newer jax of `.ci/run` has all of it at each commit.
+pytestmark = pytest.mark.drawn(every=2)
+
+
 over_all_shapes = pytest.mark.parametrize(("runner", "name"), cases())
 RECTANGLES = pytest.mark.parametrize(
   ("runner", "name"),

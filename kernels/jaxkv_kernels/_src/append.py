@@ -250,10 +250,11 @@ def _put_all_heads(pages, new, where, offsets) -> jax.Array:
 
 
 def _put_by_head(pages, new, where, offsets) -> jax.Array:
-  """One index for each head, for a TPU; sharded heads need `shard_map`.
+  """One index for each head, for a TPU.
 
   A scatter window over heads would be strided in memory, and XLA for a TPU
-  would transpose the whole pool around a loop.
+  would transpose the whole pool around a loop. Where the compiler splits heads
+  over some axes of a mesh only, it gathers the new tokens' heads.
   """
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
   return pages.at[where[:, None], heads, offsets[:, None]].set(new, mode="drop")

@@ -21,6 +21,7 @@ from jaxkv_kernels._src.attention.choose import choose_backend
 from jaxkv_kernels._src.attention.choose import decode
 from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 from jaxkv_kernels._src.attention.options import AttentionOptions
+from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import check_options
 from jaxkv_kernels._src.attention.options import check_tree_mask
 from jaxkv_kernels._src.attention.options import refuse_options
@@ -338,7 +339,7 @@ def paged_attention(
   """
   check.queries("q", q, "THD")
   check.pools(q, k_pages, v_pages)
-  _check_runs(q, page_table, kv_lens, cu_q_lens)
+  check_runs(q, page_table, kv_lens, cu_q_lens)
   mask = check_tree_mask(options, q.shape[:1])
   longest = check.max_query_len(max_query_len, q.shape[0])
   call = check_options(
@@ -346,6 +347,44 @@ def paged_attention(
   )
   kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
   tiles = query_packing.tile(kv_lens, cu_q_lens, q.shape[0], longest)
+  out, lse = attend_in_tiles(
+    "paged_attention",
+    backend,
+    q,
+    (k_pages, v_pages),
+    page_table,
+    tiles,
+    mask,
+    call,
+  )
+  return (out, lse) if return_lse else out
+
+
+def attend_in_tiles(
+  function: str,
+  backend: str,
+  q: jax.Array,
+  pools: tuple[jax.Array, jax.Array],
+  page_table: jax.Array,
+  tiles: query_packing.Packing,
+  mask: jax.Array | None,
+  call: CallOptions,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of packed queries [T, H, D] that were checked.
+
+  Args:
+    function: the public function, by which a backend is chosen.
+    backend: "auto", or one of `BACKENDS`.
+    q: [T, H, D].
+    pools: of keys and of values.
+    page_table: int32[B, M].
+    tiles: where the queries stand.
+    mask: bool[T, X], the tree mask, or None.
+    call: the other options.
+
+  Returns:
+    [T, H, Dv] in q's dtype, and float32[T, H].
+  """
   if mask is not None:
     call = dataclasses.replace(
       call,
@@ -354,18 +393,15 @@ def paged_attention(
     )
   rows = query_packing.pack(q, tiles)
   table = jnp.take(page_table, tiles.sequences, axis=0, mode="clip")
-  chosen = choose_backend(
-    "paged_attention", backend, rows, k_pages, v_pages, call
-  )
+  chosen = choose_backend(function, backend, rows, *pools, call)
   out, lse = chosen.attend(
-    rows, k_pages, v_pages, table, tiles.starts, tiles.counts, call
+    rows, *pools, table, tiles.starts, tiles.counts, call
   )
   out, lse = query_packing.unpack(out, lse, tiles)
-  out = out.astype(q.dtype)
-  return (out, lse) if return_lse else out
+  return out.astype(q.dtype), lse
 
 
-def _check_runs(
+def check_runs(
   q: jax.Array,
   page_table: jax.Array,
   kv_lens: jax.Array,

@@ -1,4 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1) over paged latents."""
+"""Multi-head latent attention (DeepSeek-V2, section 2.1) over paged latents.
+
+| function | queries |
+|---|---|
+| `mla_decode` | one for each sequence: `[B, H, D]` |
+| `mla_attention_padded` | a rectangle, padded on the right: `[B, T, H, D]` |
+| `mla_attention` | packed one sequence after another: `[T, H, D]` |
+"""
 
 import dataclasses
 from typing import Any
@@ -6,13 +13,19 @@ from typing import Literal
 from typing import overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv_kernels._src import check
+from jaxkv_kernels._src.attention import query_packing
+from jaxkv_kernels._src.attention.api import attend_in_tiles
+from jaxkv_kernels._src.attention.api import check_runs
 from jaxkv_kernels._src.attention.choose import choose_backend
 from jaxkv_kernels._src.attention.choose import decode
 from jaxkv_kernels._src.attention.options import AttentionOptions
+from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import check_options
+from jaxkv_kernels._src.attention.options import check_tree_mask
 from jaxkv_kernels._src.attention.options import given
 from jaxkv_kernels._src.attention.options import refuse_options
 
@@ -109,28 +122,246 @@ def mla_decode(
     ((1, 16, 512), 1.0)
   """
   check.queries("q", q, "BHD")
+  why = "trees need several queries in a row: use mla_attention_padded"
+  refuse_options(options, why, "tree_mask")
+  check.table(page_table, q.shape[0])
+  check.vector("lengths", lengths, q.shape[0])
+  check.beside("q", q, page_table=page_table, lengths=lengths)
+  call = _check_latents(q, pages, value_dim, options, page_offset, interpret)
+  chosen = choose_backend("mla_decode", backend, q, pages, pages, call)
+  out, lse = decode(chosen, q, pages, pages, page_table, lengths, call)
+  out = out.astype(q.dtype)
+  return (out, lse) if return_lse else out
+
+
+@overload
+def mla_attention_padded(
+  q: jax.Array,
+  pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  *,
+  value_dim: int,
+  options: AttentionOptions,
+  page_offset: jax.Array | int = ...,
+  return_lse: Literal[False] = ...,
+  backend: str = ...,
+  interpret: Any = ...,
+) -> jax.Array: ...
+
+
+@overload
+def mla_attention_padded(
+  q: jax.Array,
+  pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  *,
+  value_dim: int,
+  options: AttentionOptions,
+  page_offset: jax.Array | int = ...,
+  return_lse: Literal[True],
+  backend: str = ...,
+  interpret: Any = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def mla_attention_padded(
+  q: jax.Array,
+  pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  *,
+  value_dim: int,
+  options: AttentionOptions,
+  page_offset: jax.Array | int = 0,
+  return_lse: bool = False,
+  backend: str = "auto",
+  interpret: Any = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+  """Causal attention of a rectangle of queries over one pool of latents.
+
+  The queries are absorbed, as for `mla_decode`; rows, columns and trees are as
+  for `paged_attention_padded`.
+
+  Args:
+    q: [B, T, H, D], float32, bfloat16 or float16.
+    pages: [N, 1, S, D], in one of the formats of `formats`.
+    page_table: int32[B, M], page ids in sequence order.
+    starts: int32[B], position of row b's first query.
+    counts: int32[B], queries in row b, 0..T; 0 for an idle row.
+    value_dim: Dv, as for `mla_decode`.
+    options: as for `mla_decode`, and `tree_mask`, bool[B, T, X].
+    page_offset: int32[], added to every page id.
+    return_lse: also return the natural-log log-sum-exp.
+    backend: as for `mla_decode`.
+    interpret: as for `paged_decode`.
+
+  Returns:
+    [B, T, H, Dv] in q's dtype, and float32[B, T, H] with `return_lse`.
+    Padding gives zeros and -inf.
+
+  Raises:
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+    NotImplementedError: the backend does not exist, or does not serve the call.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> out = mla_attention_padded(
+    ...   jnp.ones((1, 3, 16, 576)),
+    ...   jnp.ones((4, 1, 8, 576)),
+    ...   jnp.asarray([[2, 1]], jnp.int32),
+    ...   jnp.asarray([9], jnp.int32),
+    ...   jnp.asarray([2], jnp.int32),
+    ...   value_dim=512,
+    ...   options=AttentionOptions(scale=192**-0.5),
+    ... )
+    >>> out.shape, out[0, :, 0, 0].round(3).tolist()
+    ((1, 3, 16, 512), [1.0, 1.0, 0.0])
+  """
+  check.queries("q", q, "BTHD")
+  check.table(page_table, q.shape[0])
+  check.vector("starts", starts, q.shape[0])
+  check.vector("counts", counts, q.shape[0])
+  check.beside("q", q, page_table=page_table, starts=starts, counts=counts)
+  mask = check_tree_mask(options, q.shape[:2])
+  call = _check_latents(q, pages, value_dim, options, page_offset, interpret)
+  call = dataclasses.replace(call, tree_starts=None if mask is None else starts)
+  name = "mla_attention_padded"
+  chosen = choose_backend(name, backend, q, pages, pages, call)
+  out, lse = chosen.attend(q, pages, pages, page_table, starts, counts, call)
+  out = out.astype(q.dtype)
+  return (out, lse) if return_lse else out
+
+
+@overload
+def mla_attention(
+  q: jax.Array,
+  pages: jax.Array,
+  page_table: jax.Array,
+  kv_lens: jax.Array,
+  cu_q_lens: jax.Array,
+  *,
+  value_dim: int,
+  options: AttentionOptions,
+  max_query_len: int | None = ...,
+  page_offset: jax.Array | int = ...,
+  return_lse: Literal[False] = ...,
+  backend: str = ...,
+  interpret: Any = ...,
+) -> jax.Array: ...
+
+
+@overload
+def mla_attention(
+  q: jax.Array,
+  pages: jax.Array,
+  page_table: jax.Array,
+  kv_lens: jax.Array,
+  cu_q_lens: jax.Array,
+  *,
+  value_dim: int,
+  options: AttentionOptions,
+  max_query_len: int | None = ...,
+  page_offset: jax.Array | int = ...,
+  return_lse: Literal[True],
+  backend: str = ...,
+  interpret: Any = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def mla_attention(
+  q: jax.Array,
+  pages: jax.Array,
+  page_table: jax.Array,
+  kv_lens: jax.Array,
+  cu_q_lens: jax.Array,
+  *,
+  value_dim: int,
+  options: AttentionOptions,
+  max_query_len: int | None = None,
+  page_offset: jax.Array | int = 0,
+  return_lse: bool = False,
+  backend: str = "auto",
+  interpret: Any = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+  """Causal attention of packed queries over one pool of latents.
+
+  The queries are absorbed, as for `mla_decode`, and packed as for
+  `paged_attention`.
+
+  Args:
+    q: [T, H, D], float32, bfloat16 or float16.
+    pages: [N, 1, S, D], in one of the formats of `formats`.
+    page_table: int32[B, M], page ids in sequence order.
+    kv_lens: int32[B], tokens of each sequence, its queries included.
+    cu_q_lens: int32[B + 1], ascending from 0.
+    value_dim: Dv, as for `mla_decode`.
+    options: as for `mla_decode`, and `tree_mask`, bool[T, X].
+    max_query_len: the most queries of one sequence, T if None.
+    page_offset: int32[], added to every page id.
+    return_lse: also return the natural-log log-sum-exp.
+    backend: as for `mla_decode`.
+    interpret: as for `paged_decode`.
+
+  Returns:
+    [T, H, Dv] in q's dtype, and float32[T, H] with `return_lse`. Rows from
+    `cu_q_lens[-1]` on give zeros and -inf.
+
+  Raises:
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+    NotImplementedError: the backend does not exist, or does not serve the call.
+  """
+  check.queries("q", q, "THD")
+  check_runs(q, page_table, kv_lens, cu_q_lens)
+  mask = check_tree_mask(options, q.shape[:1])
+  longest = check.max_query_len(max_query_len, q.shape[0])
+  call = _check_latents(q, pages, value_dim, options, page_offset, interpret)
+  kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
+  tiles = query_packing.tile(kv_lens, cu_q_lens, q.shape[0], longest)
+  out, lse = attend_in_tiles(
+    "mla_attention",
+    backend,
+    q,
+    (pages, pages),
+    page_table,
+    tiles,
+    mask,
+    call,
+  )
+  return (out, lse) if return_lse else out
+
+
+def _check_latents(
+  q: jax.Array,
+  pages: jax.Array,
+  value_dim: int,
+  options: AttentionOptions,
+  page_offset: jax.Array | int,
+  interpret: Any,
+) -> CallOptions:
+  """What all queries over latents have in common; q is [..., H, D]."""
   check.pool("pages", pages)
-  if pages.shape[1] != 1 or pages.shape[3] != q.shape[2]:
-    wanted = f"[N, 1, S, {q.shape[2]}], one head of the size of q's"
+  dim = q.shape[-1]
+  if pages.shape[1] != 1 or pages.shape[3] != dim:
+    wanted = f"[N, 1, S, {dim}], one head of the size of q's"
     check.refuse(ValueError, "pages", wanted, pages)
   check.count("value_dim", value_dim)
-  if value_dim > q.shape[2]:
-    wanted = f"at most {q.shape[2]}, the elements of a vector"
+  if value_dim > dim:
+    wanted = f"at most {dim}, the elements of a vector"
     check.refuse(ValueError, "value_dim", wanted, value_dim)
   options = given(options)
   check.scalar("options.scale", options.scale, np.floating)  # No default here.
-  check.table(page_table, q.shape[0])
-  check.vector("lengths", lengths, q.shape[0])
-  check.beside("q", q, pages=pages, page_table=page_table, lengths=lengths)
+  check.beside("q", q, pages=pages)
   refuse_options(options, "k_scale scales keys and values", "v_scale")
-  refuse_options(
-    options,
-    "mla_decode does not support it",
-    "sinks",
-    "alibi_slopes",
-    "tree_mask",
-  )
-  call = check_options(
+  why = "attention over latents does not support it"
+  refuse_options(options, why, "sinks", "alibi_slopes")
+  return check_options(
     dataclasses.replace(options, v_scale=options.k_scale),
     q,
     pages,
@@ -139,7 +370,3 @@ def mla_decode(
     value_dim=value_dim,
     interpret=interpret,
   )
-  chosen = choose_backend("mla_decode", backend, q, pages, pages, call)
-  out, lse = decode(chosen, q, pages, pages, page_table, lengths, call)
-  out = out.astype(q.dtype)
-  return (out, lse) if return_lse else out
