@@ -8,7 +8,8 @@ they do not need a cache. `jaxkv_kernels` is the same package without `jaxkv`.
   drafts, packed or in a rectangle
 - `plan_shared_prefix`, `cascade_decode`: samples of one prompt; their shared
   pages are read once
-- `mla_decode`: multi-head latent attention over one pool; `xla` and `triton`
+- `mla_decode`, `mla_attention`, `mla_attention_padded`: multi-head latent
+  attention over one pool; `xla` and `triton`
 - `plan_decode`, `decode_workers`: cut a step into equal pieces of work, for
   backends that take plans
 - `merge_states`: combines attention over parts of the keys
@@ -58,6 +59,8 @@ from jaxkv_kernels import gather_pages
 from jaxkv_kernels import load
 from jaxkv_kernels import logical_dtype
 from jaxkv_kernels import merge_states
+from jaxkv_kernels import mla_attention
+from jaxkv_kernels import mla_attention_padded
 from jaxkv_kernels import mla_decode
 from jaxkv_kernels import paged_attention
 from jaxkv_kernels import paged_attention_padded
@@ -82,6 +85,8 @@ __all__ = [
   "load",
   "logical_dtype",
   "merge_states",
+  "mla_attention",
+  "mla_attention_padded",
   "mla_decode",
   "paged_attention",
   "paged_attention_padded",

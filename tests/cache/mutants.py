@@ -354,7 +354,7 @@ MUTANTS = {
     SCARCE,
   ),
   "a failed row moves the length": Mutant(
-    "ops:Rows.write",
+    "ops:SlotRows.write",
     given(valid=lambda g: g.valid | _is_length(g.array)),
     ("admit",),
   ),
@@ -423,7 +423,7 @@ MUTANTS = {
     ("free_slots",),
   ),
   "a freed slot keeps its length": Mutant(
-    "ops:Rows.write",
+    "ops:SlotRows.write",
     returned(lambda out, g: g.array if _is_length(g.array) else out),
     FREE,
   ),

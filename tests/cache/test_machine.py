@@ -133,7 +133,9 @@ def test_machine(name, request):
     run_state_machine_as_test(lambda: Machine(setup), settings=settings)
     codes = walk(setup, 100 if deep else 20)
   # The moves say nothing about a failure that they never meet.
-  assert set(jaxkv.Status) - codes == never_met(setup.config)
+  codes_of_rollouts = {s for s in jaxkv.Status if s > jaxkv.Status.RECYCLED}
+  missing = set(jaxkv.Status) - codes_of_rollouts - codes
+  assert missing == never_met(setup.config)
 
 
 def never_met(config: jaxkv.CacheConfig) -> set[jaxkv.Status]:

@@ -66,7 +66,7 @@ def put_min(array: Array, *index: Array, values) -> Array:
   return array.at[index].min(values, mode="drop", wrap_negative_indices=False)
 
 
-class Rows(NamedTuple):
+class SlotRows(NamedTuple):
   """The slots that the rows of a call are for.
 
   Attributes:
@@ -230,7 +230,8 @@ def at_most_once(
     going, carry = loop
     return zeros_like(going), body(carry)
 
-  return lax.while_loop(lambda loop: loop[0], trip, (condition, carry))[1]
+  start = alike((condition, carry))
+  return lax.while_loop(lambda loop: loop[0], trip, start)[1]
 
 
 class Items(NamedTuple):

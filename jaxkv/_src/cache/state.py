@@ -51,6 +51,13 @@ class Status(enum.IntEnum):
   STILL_HELD: a page is still referenced.
   RECYCLED: a page that is needed was given back by `recycle`, or a recurrent
     state that is needed was never kept.
+  STALE: the pages are of other weights than the caller's.
+  BAD_SEQUENCE: there is no sequence of that number, or another one has it, or
+    it was named before in the same call.
+  ENDED: the sequence has ended, or has failed.
+  UNFINISHED: the sequence still waits or runs.
+  QUEUE_FULL: no row is empty for the sequences of a prompt. This is pressure,
+    not a mistake: retry after a harvest.
   """
 
   OK = 0
@@ -67,6 +74,11 @@ class Status(enum.IntEnum):
   NOT_PINNED = 11
   STILL_HELD = 12
   RECYCLED = 13
+  STALE = 14
+  BAD_SEQUENCE = 15
+  ENDED = 16
+  UNFINISHED = 17
+  QUEUE_FULL = 18
 
 
 @jax.tree_util.register_dataclass
@@ -341,7 +353,7 @@ _CASTS = {"mask": checks.as_bool, "salts": checks.as_key}
 
 def rows_of(
   state: CacheState, slots: Array | None, mask: Array | None
-) -> ops.Rows:
+) -> ops.SlotRows:
   """The rows of a call with the arguments `slots` and `mask`.
 
   Args:
@@ -352,11 +364,11 @@ def rows_of(
   if slots is None:
     numbers = jnp.arange(state.config.num_slots, dtype=jnp.int32)
     counts = mask_or_all(mask, numbers)
-    return ops.Rows(numbers, True, ~counts, jnp.zeros_like(counts))
+    return ops.SlotRows(numbers, True, ~counts, jnp.zeros_like(counts))
   counts = mask_or_all(mask, slots)
   again = ops.num_earlier(ops.where_valid(counts, slots)) > 0
   bad = (again & counts) | ~in_range(state, slots)
-  return ops.Rows(slots, False, ~counts, bad)
+  return ops.SlotRows(slots, False, ~counts, bad)
 
 
 def mask_or_all(mask: Array | None, rows: Array) -> Array:

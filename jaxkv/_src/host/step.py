@@ -17,7 +17,7 @@ from jaxkv._src.cache.algorithms.publish import publish
 from jaxkv._src.cache.algorithms.reserve import Reservation
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.ops import Rows
+from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
@@ -186,10 +186,10 @@ def advance(
   return state, _packed(state, call, rows, plan, ok, ok, width)
 
 
-def _rows_of(state: CacheState, call: Call) -> tuple[Rows, Array]:
+def _rows_of(state: CacheState, call: Call) -> tuple[SlotRows, Array]:
   """The rows of a call, and bool[R]: those that count."""
   asked = in_range(state, call.slots)
-  return Rows(call.slots, False, ~asked, ~asked), asked
+  return SlotRows(call.slots, False, ~asked, ~asked), asked
 
 
 def _nothing_hashed(config: CacheConfig, call: Call) -> Prompt:
@@ -202,7 +202,7 @@ def _nothing_hashed(config: CacheConfig, call: Call) -> Prompt:
 def _reserve(
   state: CacheState,
   call: Call,
-  rows: Rows,
+  rows: SlotRows,
   plan: Reservation,
   asked: Array,
   hits: RequestHits | None,
@@ -223,7 +223,7 @@ def _reserve(
 def _publishable(
   state: CacheState,
   call: Call,
-  rows: Rows,
+  rows: SlotRows,
   plan: Reservation,
   ok: Array,
   tokens: Array,
@@ -237,7 +237,7 @@ def _publishable(
 def _packed(
   state: CacheState,
   call: Call,
-  rows: Rows,
+  rows: SlotRows,
   plan: Reservation,
   ok: Array,
   sound: Array,

@@ -12,7 +12,7 @@ from jaxkv._src.cache import ops
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.ops import Items
-from jaxkv._src.cache.ops import Rows
+from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_pool import PoolState
@@ -94,7 +94,7 @@ class _FinalPages(NamedTuple):
 
 def publish(
   state: CacheState,
-  rows: Rows,
+  rows: SlotRows,
   tokens: Array,
   counts: Array,
   known: Array | None = None,
@@ -167,7 +167,7 @@ def publish(
   return state, done.num_published
 
 
-def lost_tokens(state: CacheState, rows: Rows, lengths: Array) -> Array:
+def lost_tokens(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
   """bool[R]: whether `roll_back` would read tokens from a page that is gone."""
   config = state.config
   if state.hashes is None:
@@ -185,7 +185,7 @@ def lost_tokens(state: CacheState, rows: Rows, lengths: Array) -> Array:
 
 def roll_back(
   state: CacheState,
-  rows: Rows,
+  rows: SlotRows,
   lengths: Array,
   served: Array,
   last: Array,

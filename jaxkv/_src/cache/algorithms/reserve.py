@@ -16,7 +16,7 @@ from jax import Array
 from jax import lax
 
 from jaxkv._src.cache import ops
-from jaxkv._src.cache.ops import Rows
+from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool import recurrent
@@ -82,7 +82,7 @@ def reservation(
 
 def reserve(
   state: CacheState,
-  rows: Rows,
+  rows: SlotRows,
   plan: Reservation,
   code: Array,
   *,
@@ -128,7 +128,7 @@ def reserve(
 
 def attach(
   state: CacheState,
-  rows: Rows,
+  rows: SlotRows,
   plan: Reservation,
   served: Array,
   read: ReadPages,
@@ -152,7 +152,7 @@ def attach(
 
 
 def take(
-  state: CacheState, rows: Rows, plan: Reservation, served: Array
+  state: CacheState, rows: SlotRows, plan: Reservation, served: Array
 ) -> CacheState:
   """Pops the fresh pages of rows that were served, and writes their columns."""
   config, slots = state.config, rows.where(served)

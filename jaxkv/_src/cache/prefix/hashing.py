@@ -306,7 +306,7 @@ def init_slots(config: CacheConfig) -> SlotHashes | None:
 
 def start_slots(
   hashes: SlotHashes | None,
-  rows: ops.Rows,
+  rows: ops.SlotRows,
   starts: Array,
   root: Array,
   *,

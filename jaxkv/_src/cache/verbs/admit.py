@@ -12,7 +12,7 @@ from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.algorithms.reserve import reservation
 from jaxkv._src.cache.algorithms.reserve import reserve
-from jaxkv._src.cache.ops import Rows
+from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
@@ -235,7 +235,7 @@ def admit_found(
     stop=stop,
     begins=jnp.ones_like(asked),
   )
-  rows = Rows(slots, False, skipped, taken)
+  rows = SlotRows(slots, False, skipped, taken)
   state, code = reserve(
     state,
     rows,

@@ -8,7 +8,7 @@ from jax import Array
 
 from jaxkv._src.cache.algorithms.reserve import reservation
 from jaxkv._src.cache.algorithms.reserve import reserve
-from jaxkv._src.cache.ops import Rows
+from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
@@ -86,7 +86,7 @@ def allocate(
 
 def make_room(
   state: CacheState,
-  rows: Rows,
+  rows: SlotRows,
   num_tokens: Array,
   *,
   num_encoder_tokens: Array | None = None,
@@ -119,7 +119,7 @@ def make_room(
 
 
 def _columns_wanted(
-  state: CacheState, rows: Rows, num_tokens: Array, encoder: Array
+  state: CacheState, rows: SlotRows, num_tokens: Array, encoder: Array
 ) -> tuple[Array, Array]:
   """Columns that rows ask for, int32[R, G], and the statuses of the rows."""
   config, length = state.config, rows.read(state.length)

@@ -8,7 +8,7 @@ from jax import Array
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.algorithms import reserve
-from jaxkv._src.cache.ops import Rows
+from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
@@ -96,7 +96,7 @@ def fork(
   )
   code = reserve.grant(state, plan, code)
   served = code == Status.OK
-  rows = Rows(dst, False, skipped, skipped)
+  rows = SlotRows(dst, False, skipped, skipped)
   state = _share(state, src, rows, plan, served)
   state = reserve.take(state, rows, plan, served)
   return state, Forked(code=code, copies=owed_copies(state, src, dst, served))
@@ -125,7 +125,7 @@ def share_prefix(
     stop=full,
     begins=jnp.ones_like(served),
   )
-  rows = Rows(dst, False, ~served, ~served)
+  rows = SlotRows(dst, False, ~served, ~served)
   state = _share(state, src, rows, plan, served)
   num_pages = rows.write(state.num_pages, served, full)
   return dataclasses.replace(state, num_pages=num_pages)
@@ -149,7 +149,7 @@ def owed_copies(
 def _share(
   state: CacheState,
   src: Array,
-  rows: Rows,
+  rows: SlotRows,
   plan: reserve.Reservation,
   served: Array,
 ) -> CacheState:

@@ -9,7 +9,7 @@ from jax import Array
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.algorithms import publish
 from jaxkv._src.cache.algorithms import reserve
-from jaxkv._src.cache.ops import Rows
+from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
@@ -153,7 +153,7 @@ def recycle(
 
 
 def drop_behind(
-  state: CacheState, rows: Rows, lengths: Array, served: Array
+  state: CacheState, rows: SlotRows, lengths: Array, served: Array
 ) -> tuple[CacheState, Array]:
   """Gives back what int32[R] tokens of the rows served have left behind.
 
@@ -304,7 +304,7 @@ def truncate(
 
 def _give_back(
   state: CacheState,
-  rows: Rows,
+  rows: SlotRows,
   plan: reserve.Reservation,
   served: Array,
 ) -> tuple[CacheState, Array]:
@@ -336,7 +336,7 @@ def _give_back(
   return state, scratch
 
 
-def _needs_recycled(state: CacheState, rows: Rows, lengths: Array) -> Array:
+def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
   """bool[R]: whether a shorter sequence would need a page that is gone."""
   config = state.config
   if not config.skips_pages:
