@@ -14,6 +14,8 @@ for one call.
 | `attend` | causal attention of new queries over all tokens so far |
 | `copy` | copies pages in every layer, as a fork or a swap requires |
 | `gather` | sequences as dense arrays |
+| `init_states` | empty states of recurrent layers, one in each page |
+| `read_state`, `write_state` | the states before and after new tokens |
 | `check` | checks that the memory has the pages of a cache |
 
 All are pure and donate nothing: donate in your own `jit`, or carry the pages
@@ -46,6 +48,35 @@ Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the only
 backend that takes plans. With a plan all pieces of work are equally long, and a
 layer starts 8 kernels instead of 12. Without one, long rows have longer pieces.
 
+Latents. Pages made with `value_dim` hold one vector a token, whose leading
+elements are its value, as multi-head latent attention (MLA) needs. `write`
+takes no values, and `attend` takes absorbed queries:
+
+  kv = jaxkv.kv.init(
+    config, num_layers=27, num_kv_heads=1, head_dim=576, value_dim=512
+  )
+  kv = jaxkv.kv.write(kv, view, layer, latents)  # [B, T, 1, 576]
+  options = jaxkv.kernels.AttentionOptions(scale=192**-0.5)
+  out = jaxkv.kv.attend(kv, view, layer, q, options=options)  # [B, T, H, 512]
+
+Backends `xla` and `triton` serve them, prompts and drafts included.
+
+Recurrent layers. `init_states` makes `StatePages` for groups of kind
+`Recurrent`: a page holds the state after its last token. A layer reads the
+state before its new tokens and writes the one after them:
+
+  before = jaxkv.kv.read_state(states, view, layer)
+  out, after = recurrence(before, x, counts=view.counts)
+  states = jaxkv.kv.write_state(states, view, layer, after)
+
+A call computes tokens up to the end of a page, so that the state there is kept
+for others; `write_state` says how to go past it.
+
+Several pools. Where groups need memory of different shapes, a tuple of pools is
+the memory of one cache, such as `(kv, states)`. All have the pages of the
+cache. `copy`, `check` and `jaxkv.rollout` take the tuple, and the other
+functions take the pool of the group at hand.
+
 Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
 int8. The last three have a scale for each token and head.
 """
@@ -55,11 +86,16 @@ from jaxkv._src.kv.attention import attend
 from jaxkv._src.kv.check import check
 from jaxkv._src.kv.decode_plan import plan_decode
 from jaxkv._src.kv.memory import KVPages
-from jaxkv._src.kv.memory import copy
 from jaxkv._src.kv.memory import gather
 from jaxkv._src.kv.memory import init
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import copy
 from jaxkv._src.kv.shared_prefix import refresh_shared
 from jaxkv._src.kv.shared_prefix import share
+from jaxkv._src.kv.states import StatePages
+from jaxkv._src.kv.states import init_states
+from jaxkv._src.kv.states import read_state
+from jaxkv._src.kv.states import write_state
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
@@ -68,14 +104,19 @@ __all__ = [
   "FreshView",
   "KVPages",
   "PackedView",
+  "Pools",
+  "StatePages",
   "View",
   "attend",
   "check",
   "copy",
   "gather",
   "init",
+  "init_states",
   "plan_decode",
+  "read_state",
   "refresh_shared",
   "share",
   "write",
+  "write_state",
 ]

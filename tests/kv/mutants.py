@@ -19,9 +19,12 @@ _ONE_COLUMN = _MEMORY + "TestAttend::test_one_column_equals_the_first_of_two"
 _COPIED = _MEMORY + "TestCopyAndGather::test_copy"
 _GATHERED = _MEMORY + "TestCopyAndGather::test_gather[float32]"
 _QUANTIZED = "test_quantized.py::TestUse::"
+_HEADS = "test_heads.py::test_each_device_attends_to_its_own_heads[{}]"
 _SHARE = "test_shared_prefix.py::TestShare::"
 _REFRESH = "test_shared_prefix.py::TestRefreshShared::"
 _VIEW = "test_view.py::"
+_LATENTS = "test_latents.py::"
+_STATES = "test_states.py::TestReadAndWrite::"
 
 _TABLE = {
   "tokens land in the next page": (
@@ -68,23 +71,33 @@ _TABLE = {
     text("v_scale=v_scale\n", "v_scale=k_scale\n"),
     _QUANTIZED + "test_gather_gives_back_what_was_written[int8]",
   ),
+  "devices have the sinks of all heads": (
+    "attention:_by_head",
+    text('("sinks", "alibi_slopes")', '("alibi_slopes",)'),
+    _HEADS.format("decode"),
+  ),
+  "the compiler splits attention": (
+    "attention:attend",
+    text("if heads is not None:", "if False:"),
+    "test_heads.py::test_a_named_axis_is_needed",
+  ),
   "the null page is copied to": (
-    "memory:_copy",
+    "pools:_copied",
     text("dst == 0", "dst == -1"),
     _COPIED,
   ),
   "values are not copied": (
-    "memory:_copy",
+    "memory:copy_kv",
     text("v=copied(kv.v)", "v=kv.v"),
     _QUANTIZED + "test_copies_take_their_scales_along[int8]",
   ),
   "scales are not copied": (
-    "memory:_copy",
+    "memory:copy_kv",
     text("k_scale=copied(kv.k_scale)", "k_scale=kv.k_scale"),
     _QUANTIZED + "test_copies_take_their_scales_along[int8]",
   ),
   "a copy is made in the first layer": (
-    "memory:_copy",
+    "memory:copy_kv",
     text("num_layers=kv.num_layers", "num_layers=1"),
     _COPIED,
   ),
@@ -187,6 +200,51 @@ _TABLE = {
     "decode_plan:plan_decode",
     text("decode_lengths(view)", "view.starts"),
     "test_decode_plan.py::TestPlan::test_pieces_are_of_rows_with_a_token",
+  ),
+  "latents of all layers are in the first": (
+    "append:_write_latents",
+    text("layer * kv.num_pages", "layer * 0"),
+    _LATENTS + "TestAttend::test_several_columns[options0-float32]",
+  ),
+  "scales of latents are not written": (
+    "append:_write_latents",
+    text("k_scale=scales[..., 0]", "k_scale=kv.k_scale"),
+    _LATENTS + "TestAttend::test_one_column[options0-int8]",
+  ),
+  "a device has the latents of its heads": (
+    "attention:_by_head",
+    text("if kv.value_dim is None else P()", "if True else P()"),
+    _LATENTS + "TestAround::test_query_heads_of_two_devices[1]",
+  ),
+  "idle rows write their states": (
+    "states:_write",
+    text("rows.counts > 0", "rows.counts >= 0"),
+    _STATES + "test_nothing_lands_elsewhere[3-2-0]",
+  ),
+  "a state is in the null page": (
+    "states:_places",
+    text("ids > 0", "ids >= 0"),
+    _STATES + "test_nothing_lands_elsewhere[0-0-2]",
+  ),
+  "a state is in the page of the next token": (
+    "states:_places",
+    text("(tokens - 1) //", "tokens //"),
+    _STATES + "test_a_state_stands_in_the_page_of_its_last_token",
+  ),
+  "a sequence begins with the state of its page": (
+    "states:_places",
+    text("tokens > 0", "tokens >= 0"),
+    _STATES + "test_a_sequence_begins_with_zeros",
+  ),
+  "states are copied in the first layer": (
+    "states:copy_states",
+    text("num_layers=pages.num_layers", "num_layers=1"),
+    "test_states.py::TestPools::test_copy_of_several",
+  ),
+  "the last pool is copied": (
+    "pools:_copy",
+    text("copied if isinstance(kv, tuple)", "(*kv[:-1], copied[-1]) if kv"),
+    "test_states.py::TestPools::test_copy_of_several",
   ),
 }
 

@@ -27,6 +27,9 @@ from tests.kv.memory import poisoned
 from tests.kv.memory import view
 from tests.kv.memory import write
 
+# The newer jax of `.ci/run` has all of it at each commit.
+pytestmark = pytest.mark.drawn(every=2)
+
 
 class TestInit:
   def test_storage_on_a_cpu(self):

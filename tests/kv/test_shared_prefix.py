@@ -11,9 +11,7 @@ import pytest
 import jaxkv
 import jaxkv_kernels as kernels
 from jaxkv import kv as memory
-from jaxkv._src.models.config import LlamaConfig
-from jaxkv._src.models.llama import forward
-from jaxkv._src.models.llama import init_params
+from jaxkv import models
 from jaxkv_kernels._src.attention import shared_prefix
 from tests.kernels.backends import call_of
 from tests.kernels.shapes import assert_matches
@@ -316,7 +314,7 @@ class TestRefreshShared:
   @pytest.mark.parametrize("windows", [(None,), (None, 3)])
   def test_layers_of_a_model_do_not_compare_tables(self, shared, windows):
     view, kv = shared
-    config = LlamaConfig(
+    config = models.llama(
       vocab_size=11,
       num_layers=2,
       embed_dim=8,
@@ -326,9 +324,9 @@ class TestRefreshShared:
       mlp_dim=16,
       windows=windows,
     )
-    params = init_params(jax.random.key(0), config)
+    params = models.init_params(jax.random.key(0), config)
     tokens = jnp.ones((6, 1), jnp.int32)
-    decode = functools.partial(forward, config=config)
+    decode = functools.partial(models.forward, config=config)
     views = (view,) * len(windows)
     arguments = (params, tokens, view.starts[:, None], kv, views)
     assert compares_tables(equations(decode, *arguments), view)

@@ -26,7 +26,7 @@ def write(
   view: AnyView,
   layer: jax.Array | int,
   k: jax.Array,
-  v: jax.Array,
+  v: jax.Array | None = None,
 ) -> KVPages:
   """Writes the new tokens' keys and values in one layer.
 
@@ -43,7 +43,7 @@ def write(
     layer: int32[], 0..L-1.
     k: [B, T, K, D], rounded to the format `kv.dtype`; 8-bit formats get a scale
       for each token and head.
-    v: [B, T, K, D].
+    v: [B, T, K, D]; None for latents, whose values are part of their keys.
 
   Returns:
     The pages.
@@ -52,7 +52,10 @@ def write(
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
   """
-  for name, new in (("k", k), ("v", v)):
+  given = {"k": k, "v": v}
+  if kv.v is None:
+    _refuse_values(kv, given.pop("v"))
+  for name, new in given.items():
     check.is_array(name, new)
     sizes = (kv.num_kv_heads, kv.head_dim)
     if new.ndim != 4 or new.shape[2:] != sizes or new.shape != k.shape:
@@ -63,11 +66,24 @@ def write(
   return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
 
 
+def _refuse_values(kv: KVPages, v: jax.Array | None) -> None:
+  """Raises unless no values are given for latents."""
+  if v is not None:
+    wanted = f"None for latents, whose values are k[..., :{kv.value_dim}]"
+    check.refuse(TypeError, "v", wanted, v)
+
+
 @functools.partial(jax.jit, inline=True)
 def _write(
-  kv: KVPages, view: AnyView, layer: jax.Array, k: jax.Array, v: jax.Array
+  kv: KVPages,
+  view: AnyView,
+  layer: jax.Array,
+  k: jax.Array,
+  v: jax.Array | None,
 ) -> KVPages:
   where = _places(kv, view, k.shape[1])
+  if kv.v is None or v is None:
+    return _write_latents(kv, layer, k, where)
   new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
   offset = layer * kv.num_pages
   if kv.k_scale is None or kv.v_scale is None:
@@ -81,6 +97,25 @@ def _write(
   return dataclasses.replace(
     kv, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale
   )
+
+
+def _write_latents(
+  kv: KVPages,
+  layer: jax.Array,
+  k: jax.Array,
+  where: tuple[jax.Array, jax.Array],
+) -> KVPages:
+  """Writes latents [B, T, 1, D]; `where` is that of `_places`."""
+  new, offset = k.reshape(-1, *k.shape[2:]), layer * kv.num_pages
+  if kv.k_scale is None:
+    pages = kernels.append_pages(kv.k, new, *where, page_offset=offset)
+    return dataclasses.replace(kv, k=pages)
+  stored, scale = kernels.quantize(new, kv.k.dtype)
+  pages = kernels.append_pages(kv.k, stored, *where, page_offset=offset)
+  scales = kernels.append_pages(
+    kv.k_scale[..., None], scale[..., None], *where, page_offset=offset
+  )
+  return dataclasses.replace(kv, k=pages, k_scale=scales[..., 0])
 
 
 def _places(

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 from typing import Literal
 from typing import overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.memory import KVPages
@@ -34,6 +37,7 @@ def attend(
   options: kernels.AttentionOptions | None = ...,
   return_lse: Literal[False] = ...,
   backend: str = ...,
+  heads: NamedSharding | None = ...,
 ) -> jax.Array: ...
 
 
@@ -47,6 +51,7 @@ def attend(
   options: kernels.AttentionOptions | None = ...,
   return_lse: Literal[True],
   backend: str = ...,
+  heads: NamedSharding | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -59,6 +64,7 @@ def attend(
   options: kernels.AttentionOptions | None = None,
   return_lse: bool = False,
   backend: str = "auto",
+  heads: NamedSharding | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
   """Causal attention over positions 0 .. starts + counts - 1 of one layer.
 
@@ -72,6 +78,11 @@ def attend(
   changed, is read alone; `refresh_shared` checks that once for all layers. A
   plan from `plan_decode` is passed to backends that take plans.
 
+  Latents. Queries over pages with a `value_dim` are absorbed: multiplied by the
+  up-projection of the keys, with their rotated part appended. The output has Dv
+  elements for each head; apply the up-projection of the values to it. Shared
+  pages are then read for each row.
+
   Not differentiable: a gradient is zeros, or an error of jax.
 
   Args:
@@ -80,15 +91,21 @@ def attend(
       B is 1.
     layer: int32[], 0..L-1.
     q: [B, T, H, D], H a multiple of K.
-    options: all but `k_scale` and `v_scale`, which `kv` has. A tree mask is
+    options: all but `k_scale` and `v_scale`, which `kv` has. Latents require
+      `scale`, and do not take `sinks` and `alibi_slopes`. A tree mask is
       bool[B, T, X], for drafts: column t sees column j <= t only if
       `tree_mask[b, t, j]`.
     return_lse: also return the log-sum-exp (natural log, sink included).
     backend: one of `jaxkv.kernels.BACKENDS`.
+    heads: in a program whose pages are split by heads, over which mesh axis:
+      `NamedSharding(mesh, P("model"))`. Each device then calls the backend with
+      its own heads. Without it XLA splits the operations of `xla`, but not the
+      kernels of other backends: on GPUs it gathers the pages of all heads, and
+      for TPUs it fails.
 
   Returns:
-    [B, T, H, D] in q's dtype, and float32[B, T, H] with `return_lse`; zeros
-    and -inf in columns past `view.counts`.
+    [B, T, H, D] in q's dtype, of latents [B, T, H, Dv]; and float32[B, T, H]
+    with `return_lse`. Zeros and -inf in columns past `view.counts`.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -109,16 +126,44 @@ def attend(
   for name, value in vars(arrays).items():
     if value is not None:
       check.is_array(f"options.{name}", value)
-  out, lse = _attend(
-    kv,
-    view,
-    jnp.asarray(layer, jnp.int32),
-    q,
-    arrays,
-    numbers=tuple(numbers.items()),
-    backend=backend,
+  call = functools.partial(
+    _attend, numbers=tuple(numbers.items()), backend=backend
   )
+  if heads is not None:
+    call = _by_head(call, kv, arrays, heads)
+  out, lse = call(kv, view, jnp.asarray(layer, jnp.int32), q, arrays)
   return (out, lse) if return_lse else out
+
+
+def _by_head(
+  call: Callable[..., Any],
+  kv: KVPages,
+  arrays: kernels.AttentionOptions,
+  heads: NamedSharding,
+) -> Callable[..., Any]:
+  """`_attend` for the heads of each device."""
+  axis = heads.spec[0] if len(heads.spec) == 1 else None
+  if not isinstance(axis, str):
+    wanted = "a NamedSharding over one mesh axis"
+    check.refuse(ValueError, "heads", wanted, heads)
+  by_head = {
+    name: P(axis)
+    for name in ("sinks", "alibi_slopes")
+    if getattr(arrays, name) is not None
+  }
+  options = dataclasses.replace(jax.tree.map(lambda _: P(), arrays), **by_head)
+  columns = P(None, None, axis)
+  # All heads read the same latents.
+  pages = P(None, axis) if kv.value_dim is None else P()
+  outer = jax.sharding.get_abstract_mesh()
+  return jax.shard_map(
+    call,
+    # Inside another `shard_map` it must be that one's.
+    mesh=None if axis in outer.axis_names else heads.mesh,
+    in_specs=(pages, P(), P(), columns, options),
+    out_specs=columns,
+    axis_names={axis},
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("numbers", "backend"), inline=True)
@@ -135,21 +180,31 @@ def _attend(
   options = dataclasses.replace(
     arrays, k_scale=kv.k_scale, v_scale=kv.v_scale, **dict(numbers)
   )
-  call = {
+  call: dict[str, Any] = {
     "options": options,
     "page_offset": layer * kv.num_pages,
     "return_lse": True,
     "backend": backend,
   }
+  if kv.value_dim is not None:
+    call["value_dim"] = kv.value_dim
   if isinstance(view, PackedView):
     return _attend_packed(kv, view, q, call)
   rows = rows_of(view)
   if q.shape[1] > 1 or options.tree_mask is not None:
-    return kernels.paged_attention_padded(
-      q, kv.k, kv.v, rows.page_table, rows.starts, rows.counts, **call
+    attention: Callable[..., Any] = kernels.paged_attention_padded
+    if kv.v is None:
+      attention = kernels.mla_attention_padded
+    return attention(
+      q, *_pools(kv), rows.page_table, rows.starts, rows.counts, **call
     )
   out, lse = _attend_single(kv, view, q[:, 0], call)
   return out[:, None], lse[:, None]
+
+
+def _pools(kv: KVPages) -> tuple[jax.Array, ...]:
+  """Keys and values, or latents."""
+  return (kv.k,) if kv.v is None else (kv.k, kv.v)
 
 
 def _attend_packed(
@@ -162,11 +217,13 @@ def _attend_packed(
     rows = view.prefill
     begins = jnp.zeros((1,), jnp.int32)
     ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
+    attention: Callable[..., Any] = kernels.paged_attention
+    if kv.v is None:
+      attention = kernels.mla_attention
     parts.append(
-      kernels.paged_attention(
+      attention(
         q[0, single:],
-        kv.k,
-        kv.v,
+        *_pools(kv),
         rows.page_table,
         rows.starts + rows.counts,
         jnp.concatenate([begins, ends]),
@@ -183,7 +240,9 @@ def _attend_single(
   """One query a row, q [B, H, D]."""
   rows = rows_of(view)
   lengths = decode_lengths(rows)
-  if rows.shared is not None and call["options"].window is None:
+  if kv.v is None:
+    out, lse = kernels.mla_decode(q, kv.k, rows.page_table, lengths, **call)
+  elif rows.shared is not None and call["options"].window is None:
     shared = rows.shared
     if not isinstance(view, FreshView):  # Rows may have changed since `share`.
       shared = shared.refreshed(

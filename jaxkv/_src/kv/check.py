@@ -1,22 +1,24 @@
 """Checks that K/V memory has the pages that a cache hands out."""
 
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import check_config
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import pools_of
 
 
-def check(kv: KVPages, config: CacheConfig) -> None:
+def check(kv: Pools, config: CacheConfig) -> None:
   """Raises unless the memory has the pages of a cache, or of one group of it.
 
   Only sizes are compared, so it costs nothing under `jit`. The content of pages
   is not checked. Memory from `init` with the same config always passes.
 
   Args:
-    kv: the pages.
+    kv: the pages, of one pool or of a tuple of pools.
     config: of the cache, `state.config`.
 
   Raises:
-    TypeError: `config` is not a CacheConfig.
+    TypeError: `config` is not a CacheConfig, or `kv` holds something else than
+      pages.
     ValueError: the number of pages differs, or no group has pages of that size.
 
   Examples:
@@ -29,10 +31,12 @@ def check(kv: KVPages, config: CacheConfig) -> None:
   """
   check_config(config)
   sizes = sorted(set(config.page_sizes))
-  if kv.num_pages != config.num_pages or kv.page_size not in sizes:
-    raise ValueError(
-      f"`kv` must have {config.num_pages} pages of"
-      f" {' or '.join(map(str, sizes))} tokens, as the cache has, got"
-      f" {kv.num_pages} of {kv.page_size}; make it with jaxkv.kv.init(config,"
-      " ...)."
-    )
+  for number, pool in enumerate(pools_of(kv)):
+    if pool.num_pages != config.num_pages or pool.page_size not in sizes:
+      name = f"kv[{number}]" if isinstance(kv, tuple) else "kv"
+      raise ValueError(
+        f"`{name}` must have {config.num_pages} pages of"
+        f" {' or '.join(map(str, sizes))} tokens, as the cache has, got"
+        f" {pool.num_pages} of {pool.page_size}; make it with"
+        " jaxkv.kv.init(config, ...)."
+      )

@@ -33,7 +33,8 @@ def plan_decode(
     backend: as given to `attend`.
 
   Returns:
-    The view with a `plan`, which is None if the backend takes no plans.
+    The view with a `plan`, which is None if the backend takes no plans, and
+    for latents.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -59,7 +60,7 @@ def plan_decode(
   check_view(view)
   workers = kernels.decode_workers(kv.k, backend=backend)
   pieces = None
-  if workers is not None:
+  if workers is not None and kv.v is not None:
     pieces = kernels.plan_decode(
       decode_lengths(view), workers=workers, window=window
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,23 +32,31 @@ class KVPages:
   (If a scan over layers had the pools as inputs, each step would copy them.)
   Page 0 of each layer is the null page: never written, never attended to.
 
+  With `value_dim` the pages hold latent vectors (MLA): the leading elements of
+  a key are its value, and nothing is stored twice.
+
   Attributes:
     k: keys, in the storage dtype.
-    v: values, in the storage dtype, in a separate buffer.
+    v: values, in the storage dtype, in a separate buffer; None for latents.
     num_layers: L.
     dtype: the number format of keys and values, such as "bfloat16"; on a CPU
       bfloat16 is stored as its bits in uint16, float8_e4m3fn in uint8.
     k_scale: for 8-bit formats, a factor for each token and head; None for
       others.
     v_scale: the same for values.
+    value_dim: for latents Dv, the leading elements of a key that are its value;
+      None for others.
   """
 
   k: jax.Array  # storage dtype[L * N, K, S, D]
-  v: jax.Array  # storage dtype[L * N, K, S, D]
+  v: jax.Array | None  # storage dtype[L * N, K, S, D]
   num_layers: int = dataclasses.field(metadata={"static": True})
   dtype: str = dataclasses.field(metadata={"static": True})
   k_scale: jax.Array | None = None  # float32[L * N, K, S]
   v_scale: jax.Array | None = None  # float32[L * N, K, S]
+  value_dim: int | None = dataclasses.field(
+    default=None, metadata={"static": True}
+  )
 
   @property
   def num_pages(self) -> int:
@@ -76,23 +85,27 @@ def init(
   num_layers: int,
   num_kv_heads: int,
   head_dim: int,
+  value_dim: int | None = None,
   dtype=jnp.bfloat16,
   group: int = 0,
   storage_dtype=None,
 ) -> KVPages:
   """Pages of zeros for a cache.
 
-  Takes 2 * L * N * K * S * D elements, and for 8-bit formats one float32 for
-  every D elements. Groups of one cache never have a page in common, so layers
-  of different groups may share one layer of memory: L is then the number of
-  layers of the largest group.
+  Takes 2 * L * N * K * S * D elements, half of that for latents, and for 8-bit
+  formats one float32 for every D elements. Groups of one cache never have a
+  page in common, so layers of different groups may share one layer of memory:
+  L is then the number of layers of the largest group.
 
   Args:
     config: of the cache. It gives N, the pages of a layer including the null
       page, and S, the tokens of a page.
     num_layers: L.
-    num_kv_heads: K.
+    num_kv_heads: K, 1 for latents.
     head_dim: D.
+    value_dim: for the latents of MLA, how many of the D elements of a vector
+      are its value: 512 of 576 for DeepSeek. None: values have pages of their
+      own.
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
       the last three each token and head has a scale, set when it is written.
     group: the layer group whose page size to use, if groups have their own.
@@ -118,68 +131,48 @@ def init(
     ... )
     >>> kv.k.shape, kv.num_pages
     ((10, 2, 4, 8), 5)
+
+    Latents of 6 elements with 2 rotated ones behind them.
+
+    >>> latents = init(
+    ...   config, num_layers=2, num_kv_heads=1, head_dim=8, value_dim=6
+    ... )
+    >>> latents.k.shape, latents.v
+    ((10, 1, 4, 8), None)
   """
   check_config(config)
-  _check_size("num_layers", num_layers)
-  _check_size("num_kv_heads", num_kv_heads)
-  _check_size("head_dim", head_dim)
+  check_size("num_layers", num_layers)
+  check_size("num_kv_heads", num_kv_heads)
+  check_size("head_dim", head_dim)
+  _check_latents(num_kv_heads, head_dim, value_dim)
   check_group(config, group)
-  pages = num_layers * config.num_pages
-  if pages > np.iinfo(np.int32).max:
-    raise ValueError(
-      "`num_layers` must be such that num_layers * num_pages fits int32, got"
-      f" {num_layers} * {config.num_pages}."
-    )
+  check_total(config, num_layers)
   dtype = np.dtype(dtype)
   if dtype.name not in _BITS:
     wanted = f"one of {', '.join(_BITS)}"
     check.refuse(ValueError, "dtype", wanted, dtype)
   bits = _BITS[dtype.name]
   if storage_dtype is None:
-    as_bits = bits is not None and jax.default_backend() == "cpu"
-    storage_dtype = bits if as_bits else dtype
+    storage_dtype = storage_of(dtype)
   if kernels.logical_dtype(storage_dtype) != dtype:
     wanted = dtype.name if bits is None else f"{dtype.name} or {bits}, its bits"
     check.refuse(ValueError, "storage_dtype", wanted, np.dtype(storage_dtype))
+  pages = num_layers * config.num_pages
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
+  scaled, latent = dtype.itemsize == 1, value_dim is not None
   return KVPages(
     k=jnp.zeros(shape, storage_dtype),
-    v=jnp.zeros(shape, storage_dtype),
+    v=None if latent else jnp.zeros(shape, storage_dtype),
     num_layers=int(num_layers),
     dtype=dtype.name,
-    k_scale=jnp.ones(shape[:3], jnp.float32) if dtype.itemsize == 1 else None,
-    v_scale=jnp.ones(shape[:3], jnp.float32) if dtype.itemsize == 1 else None,
+    k_scale=jnp.ones(shape[:3], jnp.float32) if scaled else None,
+    v_scale=jnp.ones(shape[:3], jnp.float32) if scaled and not latent else None,
+    value_dim=None if value_dim is None else int(value_dim),
   )
 
 
-def copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
-  """Copies page `src[r]` over page `dst[r]`, in every layer.
-
-  All sources are read before any destination is written. Pairs with an id out
-  of range are skipped, and so are those whose destination is the null page. It
-  costs nothing when all pairs are skipped, except under `vmap`, where it always
-  has its full cost.
-
-  Args:
-    kv: the pages.
-    src: int32[R], ids 0..N-1.
-    dst: int32[R], without duplicates.
-
-  Returns:
-    The pages.
-
-  Raises:
-    TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape that is not supported.
-  """
-  check.integers("src", src)
-  check.integers("dst", dst)
-  return _copy(kv, src, dst)
-
-
-@functools.partial(jax.jit, inline=True)
-def _copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
-  dst = jnp.where(dst == 0, kv.num_pages, dst)  # Never the null page.
+def copy_kv(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
+  """As `jaxkv.kv.copy`; `dst` has no null page."""
 
   def copied(pages: jax.Array | None) -> jax.Array | None:
     if pages is None:
@@ -210,7 +203,7 @@ def gather(
   Returns:
     (keys, values), each [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit
     formats in float32 with scales applied. Tokens past a sequence's length are
-    whatever the pages hold.
+    whatever the pages hold. Of latents the values are [B, M * S, 1, Dv].
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -235,7 +228,10 @@ def _gather(
     factors = kernels.gather_pages(scale[..., None], ids, page_offset=offset)
     return tokens.astype(jnp.float32) * factors
 
-  return dense(kv.k, kv.k_scale), dense(kv.v, kv.v_scale)
+  keys = dense(kv.k, kv.k_scale)
+  if kv.v is None:
+    return keys, keys[..., : kv.value_dim]
+  return keys, dense(kv.v, kv.v_scale)
 
 
 def check_config(config: CacheConfig) -> None:
@@ -256,7 +252,38 @@ def check_group(config: CacheConfig, group: int) -> None:
     check.refuse(ValueError, "group", wanted, group)
 
 
-def _check_size(name: str, size: int) -> None:
+def _check_latents(
+  num_kv_heads: int, head_dim: int, value_dim: int | None
+) -> None:
+  """Raises unless `value_dim` goes with the other sizes, or is None."""
+  if value_dim is None:
+    return
+  check_size("value_dim", value_dim)
+  if value_dim > head_dim:
+    wanted = f"at most head_dim, {head_dim}"
+    check.refuse(ValueError, "value_dim", wanted, value_dim)
+  if num_kv_heads != 1:
+    wanted = "1 with value_dim: all query heads read the same latents"
+    check.refuse(ValueError, "num_kv_heads", wanted, num_kv_heads)
+
+
+def storage_of(dtype: np.dtype) -> np.dtype:
+  """The dtype of the buffer for a format, if nobody names one."""
+  bits = _BITS[dtype.name]
+  as_bits = bits is not None and jax.default_backend() == "cpu"
+  return np.dtype(bits if as_bits else dtype)
+
+
+def check_total(config: CacheConfig, num_layers: int) -> None:
+  """Raises unless the pages of all layers have int32 numbers."""
+  if num_layers * config.num_pages > np.iinfo(np.int32).max:
+    raise ValueError(
+      "`num_layers` must be such that num_layers * num_pages fits int32, got"
+      f" {num_layers} * {config.num_pages}."
+    )
+
+
+def check_size(name: str, size: int) -> None:
   """Raises unless `size` is an integer of at least 1."""
   if not isinstance(size, (int, np.integer)) or isinstance(size, bool):
     check.refuse(TypeError, name, "an integer of at least 1", size)
@@ -264,7 +291,16 @@ def _check_size(name: str, size: int) -> None:
     check.refuse(ValueError, name, "an integer of at least 1", size)
 
 
-def check_layer(kv: KVPages, layer: jax.Array | int) -> None:
+class Layered(Protocol):
+  """Memory of several layers."""
+
+  @property
+  def num_layers(self) -> int:
+    """L."""
+    ...
+
+
+def check_layer(kv: Layered, layer: jax.Array | int) -> None:
   """Raises unless `layer` is an integer, and in range if its value is known.
 
   The value of a JAX array is not checked: if there is no such layer, nothing is

@@ -43,7 +43,8 @@ def share(
     backend: as given to `attend`.
 
   Returns:
-    The view with `shared`, which is None if sharing could never pay.
+    The view with `shared`, which is None if sharing could never pay, and for
+    latents, which `attend` reads for each row.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -67,6 +68,8 @@ def share(
     Array([768], dtype=int32)
   """
   check_view(dataclasses.replace(view, shared=None))
+  if kv.v is None:
+    return dataclasses.replace(view, shared=None)
   shared = kernels.plan_shared_prefix(
     view.page_table,
     decode_lengths(view),

@@ -1,0 +1,81 @@
+"""What is done to pages of all kinds alike, and to several pools at once."""
+
+import functools
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.memory import copy_kv
+from jaxkv._src.kv.states import StatePages
+from jaxkv._src.kv.states import copy_states
+from jaxkv_kernels._src import check
+
+Pool = KVPages | StatePages
+Pools = Pool | tuple[Pool, ...]
+"""The memory of a cache: one pool, or several with the same numbers of pages.
+Page ids are common to all of them; each layer group uses the pool of its
+kind."""
+
+Memory = TypeVar("Memory", bound=Pools)
+
+
+def pools_of(kv: Pools) -> tuple[Pool, ...]:
+  """The pools of a memory, however many.
+
+  Raises:
+    TypeError: it is something else.
+    ValueError: there is none.
+  """
+  pools = kv if isinstance(kv, tuple) else (kv,)
+  for pool in pools:
+    if not isinstance(pool, KVPages | StatePages):
+      raise TypeError(
+        "`kv` must be KVPages, StatePages or a tuple of them, got"
+        f" {type(pool).__name__}; make them with jaxkv.kv.init and"
+        " jaxkv.kv.init_states."
+      )
+  if not pools:
+    check.refuse(ValueError, "kv", "one pool or more", kv)
+  return pools
+
+
+def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
+  """Copies page `src[r]` over page `dst[r]`, in every layer of every pool.
+
+  All sources are read before any destination is written. Pairs with an id out
+  of range are skipped, and so are those whose destination is the null page. It
+  costs nothing when all pairs are skipped, except under `vmap`, where it always
+  has its full cost.
+
+  Args:
+    kv: the pages, of one pool or of a tuple of pools.
+    src: int32[R], ids 0..N-1.
+    dst: int32[R], without duplicates.
+
+  Returns:
+    The pages.
+
+  Raises:
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape that is not supported.
+  """
+  pools_of(kv)
+  check.integers("src", src)
+  check.integers("dst", dst)
+  return _copy(kv, src, dst)
+
+
+@functools.partial(jax.jit, inline=True)
+def _copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
+  copied = tuple(_copied(pool, src, dst) for pool in pools_of(kv))
+  memory: object = copied if isinstance(kv, tuple) else copied[0]
+  return memory  # pyright: ignore[reportReturnType]
+
+
+def _copied(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
+  dst = jnp.where(dst == 0, pool.num_pages, dst)  # Never the null page.
+  if isinstance(pool, StatePages):
+    return copy_states(pool, src, dst)
+  return copy_kv(pool, src, dst)

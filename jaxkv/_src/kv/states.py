@@ -1,0 +1,327 @@
+"""Memory of recurrent layers: a state for each page of tokens.
+
+The state after t tokens stands in the page of token t - 1, see
+`jaxkv._src.cache.pool.recurrent`. A step reads the state after the tokens that
+were there before it, and writes the one after its own.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv_kernels as kernels
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.kv.memory import check_config
+from jaxkv._src.kv.memory import check_group
+from jaxkv._src.kv.memory import check_layer
+from jaxkv._src.kv.memory import check_size
+from jaxkv._src.kv.memory import check_total
+from jaxkv._src.kv.memory import storage_of
+from jaxkv._src.kv.view import FreshView
+from jaxkv._src.kv.view import PackedView
+from jaxkv._src.kv.view import View
+from jaxkv._src.kv.view import check_view
+from jaxkv._src.kv.view import rows_of
+from jaxkv_kernels._src import check
+
+_FORMATS = ("float32", "bfloat16", "float16")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatePages:
+  """States of all recurrent layers, one in each page.
+
+  Layers are flattened into the page axis, as in `KVPages`: page p of layer l is
+  row l * N + p. Page 0 of each layer is the null page and is never written.
+
+  Attributes:
+    states: arrays by name, in their storage dtypes.  # [L * N, ...]
+    num_layers: L.
+    page_size: S, the tokens of a page.
+    dtypes: the number format of each array, by name; on a CPU bfloat16 is
+      stored as its bits in uint16.
+  """
+
+  states: dict[str, jax.Array]
+  num_layers: int = dataclasses.field(metadata={"static": True})
+  page_size: int = dataclasses.field(metadata={"static": True})
+  dtypes: tuple[tuple[str, str], ...] = dataclasses.field(
+    metadata={"static": True}
+  )
+
+  @property
+  def num_pages(self) -> int:
+    """N, the pages of one layer."""
+    return next(iter(self.states.values())).shape[0] // self.num_layers
+
+
+def init_states(
+  config: CacheConfig,
+  *,
+  num_layers: int,
+  shapes: Mapping[str, tuple[tuple[int, ...], Any]],
+  group: int | None = None,
+) -> StatePages:
+  """States of zeros for the recurrent groups of a cache.
+
+  Takes L * N states. Layers of different groups may share one layer of memory,
+  as in `init`: L is then the number of layers of the largest group. The pages
+  of all groups come from one pool, so most of them hold no state; a page with
+  many tokens makes the states few.
+
+  Args:
+    config: of the cache. It gives N, the pages of a layer including the null
+      page, and S, the tokens of a page.
+    num_layers: L.
+    shapes: the shape of one sequence's state in one layer and its dtype, by
+      name: float32, bfloat16 or float16.
+    group: the recurrent group whose page size to use; None for the first.
+
+  Returns:
+    The states.
+
+  Raises:
+    TypeError: `config` is not a CacheConfig, or a size is not an integer.
+    ValueError: a size below 1, no such group, no recurrent group, no array, or
+      a dtype that is not supported.
+
+  Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=5,
+    ...   page_size=4,
+    ...   num_slots=2,
+    ...   pages_per_slot=4,
+    ...   groups=(jaxkv.FullAttention(), jaxkv.Recurrent()),
+    ... )
+    >>> pages = init_states(
+    ...   config,
+    ...   num_layers=3,
+    ...   shapes={
+    ...     "conv": ((12, 3), "float32"),
+    ...     "delta": ((2, 8, 8), "float32"),
+    ...   },
+    ... )
+    >>> pages.states["delta"].shape, pages.num_pages
+    ((15, 2, 8, 8), 5)
+  """
+  check_config(config)
+  check_size("num_layers", num_layers)
+  check_total(config, num_layers)
+  group = _group_of(config, group)
+  if not shapes:
+    check.refuse(ValueError, "shapes", "one array or more", shapes)
+  states, dtypes = {}, []
+  for name, (shape, dtype) in sorted(shapes.items()):
+    for size in shape:
+      check_size(f"shapes[{name!r}]", size)
+    dtype = np.dtype(dtype)
+    if dtype.name not in _FORMATS:
+      wanted = f"of {', '.join(_FORMATS)}"
+      check.refuse(ValueError, f"shapes[{name!r}]", wanted, dtype)
+    rows = num_layers * config.num_pages
+    states[name] = jnp.zeros((rows, *shape), storage_of(dtype))
+    dtypes.append((name, dtype.name))
+  return StatePages(
+    states=states,
+    num_layers=int(num_layers),
+    page_size=config.page_sizes[group],
+    dtypes=tuple(dtypes),
+  )
+
+
+def read_state(
+  pages: StatePages, view: View | FreshView, layer: jax.Array | int
+) -> dict[str, jax.Array]:
+  """One layer's state of each row, after its first `view.starts` tokens.
+
+  Read a state before its row is written, and write what was computed from it:
+  then a loop updates the memory in place. Of a `PackedView`, read and write
+  `decode` first, then read and write `prefill`; a sequence may have tokens in
+  one of them only.
+
+  Args:
+    pages: the states.
+    view: the rows, of a recurrent group.
+    layer: int32[], 0..L-1.
+
+  Returns:
+    Arrays [B, ...] by name, in the formats of `pages.dtypes`. Zeros where
+    `starts` is 0, and where the page table has no page.
+
+  Raises:
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+  """
+  rows = _rows(view)
+  check_layer(pages, layer)
+  return _read(pages, rows, jnp.asarray(layer, jnp.int32))
+
+
+@functools.partial(jax.jit, inline=True)
+def _read(
+  pages: StatePages, rows: View, layer: jax.Array
+) -> dict[str, jax.Array]:
+  where = _places(pages, rows, rows.starts, layer)
+  return {
+    name: kernels.load(array.at[where].get(mode="fill", fill_value=0))
+    for name, array in pages.states.items()
+  }
+
+
+def write_state(
+  pages: StatePages,
+  view: View | FreshView,
+  layer: jax.Array | int,
+  states: Mapping[str, jax.Array],
+) -> StatePages:
+  """Writes one layer's state of each row, after `starts + counts` tokens.
+
+  It goes into the page of the row's last token. A row with `counts` of 0, or
+  without a page there, writes nothing.
+
+  A page that is full is found again by other sequences, and must then hold the
+  state at its end. So where tokens begin inside of a page and go past its end,
+  the state at that end is written too: first call this function with `counts`
+  up to the end of the page, and with the state there. Tokens that begin at the
+  start of a page may fill several pages, if `allocate` gave room for all of
+  them at once: only the last one has a page then.
+
+  Args:
+    pages: the states.
+    view: the rows, of a recurrent group.
+    layer: int32[], 0..L-1.
+    states: float[B, ...] by name, rounded to the formats of `pages.dtypes`.
+
+  Returns:
+    The states.
+
+  Raises:
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported, or
+      `states` has other names.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=5,
+    ...   page_size=4,
+    ...   num_slots=1,
+    ...   pages_per_slot=2,
+    ...   groups=(jaxkv.Recurrent(),),
+    ... )
+    >>> pages = init_states(
+    ...   config, num_layers=1, shapes={"sum": ((2,), "float32")}
+    ... )
+    >>> cache, _ = jaxkv.allocate(jaxkv.init(config), [3])
+    >>> view = jaxkv.view(cache, counts=[3])
+    >>> state = read_state(pages, view, 0)["sum"]
+    >>> pages = write_state(pages, view, 0, {"sum": state + 5})
+    >>> cache, _ = jaxkv.commit(cache, [[7, 8, 9]], [3])
+    >>> read_state(pages, jaxkv.view(cache, counts=[1]), 0)["sum"].tolist()
+    [[5.0, 5.0]]
+  """
+  rows = _rows(view)
+  check_layer(pages, layer)
+  _check_states(pages, rows, states)
+  return _write(pages, rows, jnp.asarray(layer, jnp.int32), dict(states))
+
+
+@functools.partial(jax.jit, inline=True)
+def _write(
+  pages: StatePages, rows: View, layer: jax.Array, states: dict[str, jax.Array]
+) -> StatePages:
+  tokens = jnp.where(rows.counts > 0, rows.starts + rows.counts, 0)
+  where = _places(pages, rows, tokens, layer)
+  written = {
+    name: array.at[where].set(
+      kernels.store(states[name], array.dtype), mode="drop"
+    )
+    for name, array in pages.states.items()
+  }
+  return dataclasses.replace(pages, states=written)
+
+
+def _places(
+  pages: StatePages, rows: View, tokens: jax.Array, layer: jax.Array
+) -> jax.Array:
+  """int32[B]: rows of the arrays with the states after int32[B] tokens.
+
+  L * N where there is none.
+  """
+  columns = rows.page_table.shape[1]
+  column = jnp.where(tokens > 0, (tokens - 1) // pages.page_size, columns)
+  row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+  ids = rows.page_table.at[row, column].get(mode="fill", fill_value=0)
+  fits = (ids > 0) & (ids < pages.num_pages)
+  fits &= (layer >= 0) & (layer < pages.num_layers)
+  nowhere = jnp.int32(pages.num_layers * pages.num_pages)
+  return jnp.where(fits, ids + layer * pages.num_pages, nowhere)
+
+
+def copy_states(
+  pages: StatePages, src: jax.Array, dst: jax.Array
+) -> StatePages:
+  """As `jaxkv.kv.copy`; `dst` has no null page."""
+
+  def copied(array: jax.Array) -> jax.Array:
+    # The last two axes stay what they are: a TPU lays them out in tiles.
+    last = (1, 1, *array.shape[1:])[-2:]
+    pool = array.reshape(array.shape[0], -1, *last)
+    pool = kernels.copy_pages(pool, src, dst, num_layers=pages.num_layers)
+    return pool.reshape(array.shape)
+
+  copies = {name: copied(array) for name, array in pages.states.items()}
+  return dataclasses.replace(pages, states=copies)
+
+
+def _group_of(config: CacheConfig, group: int | None) -> int:
+  """The group that is asked for, or the first recurrent one."""
+  recurrent = [kind.holds_states for kind in config.groups]
+  if True not in recurrent:
+    raise ValueError(
+      "`config` must have a recurrent group, got groups of"
+      f" {config.groups}; add jaxkv.Recurrent()."
+    )
+  if group is None:
+    return recurrent.index(True)
+  check_group(config, group)
+  if not recurrent[group]:
+    check.refuse(ValueError, "group", "a recurrent one", group)
+  return group
+
+
+def _rows(view: View | FreshView) -> View:
+  """The rows of a view; raises for a `PackedView`."""
+  if isinstance(view, PackedView):
+    raise TypeError(
+      "`view` must be a View, got PackedView; pass its `decode`, and then its"
+      " `prefill`."
+    )
+  rows = rows_of(view)
+  check_view(rows)
+  return rows
+
+
+def _check_states(
+  pages: StatePages, rows: View, states: Mapping[str, jax.Array]
+) -> None:
+  """Raises unless there is a new state for each row and array."""
+  names = [name for name, _ in pages.dtypes]
+  if sorted(states) != names:
+    check.refuse(ValueError, "states", f"arrays {names}", sorted(states))
+  for name, array in pages.states.items():
+    new, label = states[name], f"states[{name!r}]"
+    check.is_array(label, new)
+    shape = (rows.starts.shape[0], *array.shape[1:])
+    if not jnp.issubdtype(new.dtype, jnp.floating):
+      check.refuse(TypeError, label, "floats", new.dtype)
+    if new.shape != shape:
+      check.refuse(ValueError, label, f"{list(shape)}", new)

@@ -1,0 +1,435 @@
+"""States of recurrent layers: read before a token, written after it."""
+
+import dataclasses
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxkv
+from jaxkv import kv as memory
+from tests.kv.memory import draw
+from tests.kv.memory import view
+from tests.tools.pool_copies import pool_sized_rewrites
+
+pytestmark = pytest.mark.drawn(every=2)
+
+LAYERS, PAGES, SIZE = 3, 24, 4
+_ALONE = (jaxkv.Recurrent(),)
+TABLE = [[5, 9, 2, 24, 24], [7, 1, 24, 24, 24], [0, 0, 3, 24, 24]]
+SHAPES = {"conv": ((6, 3), "bfloat16"), "delta": ((2, 4, 4), "float32")}
+
+
+def config(pages=PAGES, size=SIZE, slots=3, groups=_ALONE, **more):
+  return jaxkv.CacheConfig(
+    num_pages=pages,
+    page_size=size,
+    num_slots=slots,
+    pages_per_slot=8,
+    groups=groups,
+    **more,
+  )
+
+
+def make(shapes=None, **changes):
+  """Small states."""
+  return memory.init_states(
+    config(**changes), num_layers=LAYERS, shapes=shapes or SHAPES
+  )
+
+
+def new_states(seed, rows=3):
+  return {
+    "conv": draw(seed, rows, 6, 3, dtype="bfloat16"),
+    "delta": draw(seed + 1, rows, 2, 4, 4),
+  }
+
+
+def poisoned():
+  """States of NaN everywhere."""
+  pages = make()
+  nan = {
+    name: np.full(array.shape, np.nan, dtype).view(array.dtype)
+    for (name, array), dtype in zip(
+      pages.states.items(), (jnp.bfloat16, np.float32), strict=True
+    )
+  }
+  return dataclasses.replace(pages, states=jax.tree.map(jnp.asarray, nan))
+
+
+class TestInit:
+  def test_sizes(self):
+    pages = make()
+    assert pages.states["conv"].shape == (LAYERS * PAGES, 6, 3)
+    assert pages.states["conv"].dtype == np.uint16  # bits, on a CPU
+    assert pages.states["delta"].shape == (LAYERS * PAGES, 2, 4, 4)
+    assert pages.dtypes == (("conv", "bfloat16"), ("delta", "float32"))
+    assert (pages.num_pages, pages.page_size) == (PAGES, SIZE)
+
+  def test_the_page_size_of_a_group(self):
+    groups = (jaxkv.FullAttention(), jaxkv.Recurrent(page_size=8))
+    pages = make(groups=groups)
+    assert pages.page_size == 8
+
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"shapes": {}}, "`shapes` must be one array or more"),
+      ({"shapes": {"a": ((0,), "float32")}}, r"`shapes\['a'\]` .* least 1"),
+      ({"shapes": {"a": ((2,), "int8")}}, r"`shapes\['a'\]` .* got int8"),
+      ({"num_layers": 0}, "`num_layers` must be .* got 0"),
+      ({"num_layers": 2**30}, "`num_layers` .* fits int32, got 1073741824"),
+      ({"group": 0}, "`group` must be a recurrent one, got 0"),
+      ({"group": 2}, "`group` must be from 0 to 1, got 2"),
+    ],
+  )
+  def test_bad_arguments(self, changes, message):
+    sizes = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
+    given = {"num_layers": 2, "shapes": SHAPES, **changes}
+    with pytest.raises(ValueError, match=message):
+      memory.init_states(sizes, **given)
+
+  def test_a_recurrent_group_is_needed(self):
+    with pytest.raises(
+      ValueError, match="`config` must have a recurrent group"
+    ):
+      make(groups=(jaxkv.FullAttention(),))
+
+
+class TestReadAndWrite:
+  def test_a_state_stands_in_the_page_of_its_last_token(self):
+    pages, new = make(), new_states(0)
+    where = view(TABLE, [6, 0, 8], [2, 3, 1])
+    out = jax.jit(memory.write_state)(pages, where, jnp.int32(1), new)
+    for name, array in out.states.items():
+      wanted = np.zeros(array.shape, new[name].dtype)
+      for row, page in enumerate((9, 7, 3)):
+        wanted[PAGES + page] = new[name][row]
+      np.testing.assert_array_equal(array, wanted.view(array.dtype))
+    # After 8, 3 and 9 tokens; another layer has none.
+    after = dataclasses.replace(where, starts=where.starts + where.counts)
+    found = memory.read_state(out, after, 1)
+    jax.tree.map(np.testing.assert_array_equal, found, new)
+    for array in memory.read_state(out, after, 0).values():
+      np.testing.assert_array_equal(array, 0)
+
+  def test_a_sequence_begins_with_zeros(self):
+    where = view([[5, 9], [7, 1], [0, 3]], [0, 0, 1], [1] * 3)
+    found = memory.read_state(poisoned(), where, 1)
+    for array in found.values():
+      np.testing.assert_array_equal(array, 0)
+
+  @pytest.mark.parametrize(
+    ("entry", "start", "count"),
+    [
+      (3, 0, 0),  # an idle row
+      (3, 2, 0),
+      (0, 0, 2),  # the null page
+      (PAGES, 0, 2),  # would be the next layer's null page
+      (PAGES + 3, 0, 2),
+      (-1, 0, 2),
+      (2**31 - 1, 0, 2),
+      (3, 3, 2),  # past the table's end
+      (3, 2**31 - 3, 1),
+      (3, -2, 2),  # before the sequence
+    ],
+  )
+  def test_nothing_lands_elsewhere(self, entry, start, count):
+    where = view([[entry]], [start], [count])
+    out = memory.write_state(make(), where, jnp.int32(1), new_states(0, 1))
+    for array in out.states.values():
+      np.testing.assert_array_equal(array, 0)
+
+  def test_a_layer_that_does_not_exist(self):
+    where, new = view([[3]], [0], [1]), new_states(0, 1)
+    with pytest.raises(ValueError, match="`layer` must be from 0 to 2, got 3"):
+      memory.write_state(make(), where, 3, new)
+    for layer in (3, -1):
+      out = memory.write_state(make(), where, jnp.int32(layer), new)
+      for array in out.states.values():
+        np.testing.assert_array_equal(array, 0)
+
+  @pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+      ({"conv": None}, TypeError, r"`states\['conv'\]` must be an array"),
+      ({"conv": np.ones((2, 6, 3))}, ValueError, r"`states\['conv'\]` must"),
+      ({"delta": np.ones((3, 2, 4, 4), int)}, TypeError, "must be floats"),
+      ({"more": np.ones(3)}, ValueError, r"`states` must be arrays \['conv'"),
+    ],
+  )
+  def test_bad_states(self, changes, error, message):
+    where = view(TABLE, [0] * 3, [1] * 3)
+    with pytest.raises(error, match=message):
+      memory.write_state(make(), where, 0, {**new_states(0), **changes})
+
+  def test_parts_of_a_packed_view(self):
+    part = view(TABLE, [0] * 3, [1] * 3)
+    packed = memory.PackedView(decode=part, prefill=part)
+    with pytest.raises(
+      TypeError, match="`view` must be a View, got PackedView"
+    ):
+      memory.read_state(make(), packed, 0)
+
+
+class TestPools:
+  def test_copy_of_several(self):
+    sizes = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
+    kv = memory.init(sizes, num_layers=2, num_kv_heads=1, head_dim=8)
+    kv = dataclasses.replace(kv, k=kv.k.at[3].set(7))
+    where = view([[3]], [0], [1])
+    new = new_states(0, 1)
+    states = memory.write_state(make(), where, 2, new)
+    src, dst = jnp.asarray([3, 3], jnp.int32), jnp.asarray([4, 0], jnp.int32)
+    out = jax.jit(memory.copy)((kv, states), src, dst)
+    assert isinstance(out, tuple)
+    np.testing.assert_array_equal(out[0].k[4], kv.k[3])
+    there = view([[4]], [1], [1])
+    found = memory.read_state(out[1], there, 2)
+    jax.tree.map(np.testing.assert_array_equal, found, new)
+    for array in out[1].states.values():
+      np.testing.assert_array_equal(array[2 * PAGES], 0)
+    alone = memory.copy(states, src, dst)
+    jax.tree.map(np.testing.assert_array_equal, alone, out[1])
+
+  def test_check(self):
+    sizes = config(groups=(jaxkv.FullAttention(), jaxkv.Recurrent()))
+    kv = memory.init(sizes, num_layers=2, num_kv_heads=1, head_dim=8)
+    memory.check((kv, make()), sizes)
+    memory.check(make(), sizes)
+    with pytest.raises(ValueError, match=r"`kv\[1\]` must have 24 pages of 4"):
+      memory.check((kv, make(pages=25)), sizes)
+    with pytest.raises(TypeError, match="`kv` must be KVPages, StatePages or"):
+      memory.check((kv, kv.k), sizes)
+    with pytest.raises(ValueError, match="`kv` must be one pool or more"):
+      memory.check((), sizes)
+
+
+def test_loops_are_in_place():
+  """A token loop around a layer loop copies and converts no states."""
+  shapes = {"conv": ((64, 3), "bfloat16"), "delta": ((4, 16, 16), "float32")}
+  pages = make(shapes, pages=400, size=16)
+  table = jnp.arange(1, 17, dtype=jnp.int32).reshape(4, 4)
+
+  def token(pages, step):
+    where = view(table, jnp.full((4,), step, jnp.int32), [1] * 4)
+
+    def layer(index, pages):
+      state = memory.read_state(pages, where, index)
+      state = {name: x * jnp.asarray(2, x.dtype) for name, x in state.items()}
+      return memory.write_state(pages, where, index, state)
+
+    pages = lax.fori_loop(0, LAYERS, layer, pages)
+    return memory.copy(pages, where.starts, where.starts + 30), None
+
+  def run(pages):
+    return lax.scan(token, pages, jnp.arange(9, dtype=jnp.int32))[0]
+
+  compiled = jax.jit(run, donate_argnums=0).lower(pages).compile()
+  largest = pages.states["delta"]
+  smallest = pages.states["conv"]
+  assert pool_sized_rewrites(compiled, smallest.shape) == []
+  sizes = compiled.memory_analysis()
+  assert sizes.alias_size_in_bytes >= largest.nbytes + smallest.nbytes
+  assert sizes.temp_size_in_bytes < largest.nbytes // 4
+
+
+# --- states that are hashes of their tokens ----------------------------------
+
+_PRIMES = (2039, 2029, 2027)  # A product with _FACTOR is exact in float32.
+_FACTOR = 4093
+_HASH = {"hash": ((len(_PRIMES),), "float32"), "count": ((1,), "bfloat16")}
+
+
+def hashed(tokens, layer):
+  """The state after some tokens, in Python."""
+  state = [0] * len(_PRIMES)
+  for token in tokens:
+    state = [
+      (x * _FACTOR + token + 1 + layer) % prime
+      for x, prime in zip(state, _PRIMES, strict=True)
+    ]
+  return state
+
+
+def hash_states(pages, where, tokens, num_layers):
+  """Continues the hashes of all rows: to the end of a begun page, then on."""
+  size, columns = pages.page_size, tokens.shape[1]
+  begun = where.starts % size
+  until_end = jnp.minimum(where.counts, size - begun)
+  until_end = jnp.where(begun > 0, until_end, 0)
+  primes = jnp.asarray([_PRIMES], jnp.float32)
+
+  def part(layer, pages, where, begin):
+    state = memory.read_state(pages, where, layer)
+
+    def step(column, state):
+      token = jnp.take_along_axis(
+        tokens, (begin + column)[:, None], axis=1, mode="clip"
+      ).astype(jnp.float32)
+      after = state["hash"] * _FACTOR + token + 1 + layer.astype(jnp.float32)
+      after = after % primes
+      real = (column < where.counts)[:, None]
+      one = jnp.asarray(1, jnp.bfloat16)
+      return {
+        "hash": jnp.where(real, after, state["hash"]),
+        "count": jnp.where(real, state["count"] + one, state["count"]),
+      }
+
+    state = lax.fori_loop(0, columns, step, state)
+    return memory.write_state(pages, where, layer, state)
+
+  def layer(index, pages):
+    first = dataclasses.replace(where, counts=until_end)
+    pages = part(index, pages, first, jnp.zeros_like(where.starts))
+    rest = dataclasses.replace(
+      where, starts=where.starts + until_end, counts=where.counts - until_end
+    )
+    return part(index, pages, rest, until_end)
+
+  return lax.fori_loop(0, num_layers, layer, pages)
+
+
+_compute = jax.jit(hash_states, static_argnums=3)
+_LAYERS, _SLOTS, _WIDTH = 2, 4, 40
+
+
+class _Walker:
+  """Random calls of a cache whose states are hashes."""
+
+  def __init__(self, seed, groups):
+    self.draw = random.Random(seed)
+    self.sizes = config(
+      pages=50, size=4, slots=_SLOTS, groups=groups, merge_duplicates=True
+    )
+    self.cache = jaxkv.init(self.sizes)
+    self.group = [kind.holds_states for kind in groups].index(True)
+    self.pages = memory.init_states(
+      self.sizes, num_layers=_LAYERS, shapes=_HASH
+    )
+    self.tokens = [[] for _ in range(_SLOTS)]
+    self.known = [[]]
+    self.hits = self.forks = self.states = 0
+
+  def view(self, counts):
+    return jaxkv.view(self.cache, group=self.group, counts=counts)
+
+  def check(self):
+    """Every state is that of its row's tokens, in each layer."""
+    where = self.view([0] * _SLOTS)
+    for layer in range(_LAYERS):
+      found = jax.device_get(memory.read_state(self.pages, where, layer))
+      for slot, tokens in enumerate(self.tokens):
+        assert found["hash"][slot].tolist() == hashed(tokens, layer)
+        assert found["count"][slot, 0] == len(tokens)
+        self.states += bool(tokens)
+
+  def new_tokens(self, count):
+    return [self.draw.randrange(2) for _ in range(count)]
+
+  def commit(self, new):
+    """Computes and commits tokens for which there is room, by slot."""
+    counts = [len(some) for some in new]
+    tokens = np.zeros((_SLOTS, _WIDTH), np.int32)
+    for row, some in zip(tokens, new, strict=True):
+      row[: len(some)] = some
+    self.pages = _compute(
+      self.pages, self.view(counts), jnp.asarray(tokens), _LAYERS
+    )
+    self.cache, out = jaxkv.commit(self.cache, tokens, counts)
+    assert out.ok.all()
+    for slot, some in enumerate(new):
+      self.tokens[slot] += some
+      if some:
+        self.known.append(list(self.tokens[slot]))
+
+  def grow(self):
+    """Some tokens more for all running slots, past the ends of pages too."""
+    self.cache, _ = jaxkv.recycle(self.cache)
+    most = self.draw.choice((1, 2, 3, 11))
+    new = [
+      self.new_tokens(self.draw.randint(0, min(most, 32 - len(tokens))))
+      if tokens
+      else []
+      for tokens in self.tokens
+    ]
+    counts = [len(some) for some in new]
+    self.cache, out = jaxkv.allocate(self.cache, counts)
+    done = out.code.tolist()
+    self.commit(
+      [
+        some if code == jaxkv.Status.OK else []
+        for some, code in zip(new, done, strict=True)
+      ]
+    )
+
+  def admit(self):
+    """A new sequence, which may begin like an earlier one."""
+    empty = [slot for slot in range(_SLOTS) if not self.tokens[slot]]
+    if not empty:
+      return
+    slot = self.draw.choice(empty)
+    prompt = self.new_tokens(self.draw.randint(1, 9))
+    like = self.draw.choice(self.known[-8:])
+    begin = self.draw.choice((len(like), self.draw.randint(0, len(like))))
+    prompt = (like[:begin] + prompt)[:24]
+    rows = np.zeros((1, _WIDTH), np.int32)
+    rows[0, : len(prompt)] = prompt
+    self.cache, out = jaxkv.admit(self.cache, [slot], rows, [len(prompt)])
+    if not out.ok[0]:
+      return
+    cached = int(out.num_cached_tokens[0])
+    self.hits += cached > 0
+    self.tokens[slot] = prompt[:cached]
+    self.check()
+    new = [[] for _ in range(_SLOTS)]
+    new[slot] = prompt[cached:]
+    self.commit(new)
+
+  def fork(self):
+    src, dst = self.draw.randrange(_SLOTS), self.draw.randrange(_SLOTS)
+    self.cache, out = jaxkv.fork(self.cache, [src], [dst])
+    if out.ok[0]:
+      self.pages = memory.copy(self.pages, *out.copies)
+      self.tokens[dst] = list(self.tokens[src])
+      self.forks += 1
+
+  def truncate(self):
+    slot = self.draw.randrange(_SLOTS)
+    length = self.draw.randint(0, len(self.tokens[slot]))
+    self.cache, out = jaxkv.truncate(self.cache, [length], slots=[slot])
+    if out.ok[0]:
+      self.pages = memory.copy(self.pages, *out.copies)
+      del self.tokens[slot][length:]
+
+  def free(self):
+    slot = self.draw.randrange(_SLOTS)
+    self.cache, _ = jaxkv.free(self.cache, slots=[slot])
+    self.tokens[slot] = []
+
+  def recycle(self):
+    self.cache, _ = jaxkv.recycle(self.cache)
+
+
+@pytest.mark.parametrize(
+  "groups",
+  [
+    (jaxkv.FullAttention(), jaxkv.Recurrent()),
+    (jaxkv.Recurrent(num_speculative=1), jaxkv.SlidingWindow(6)),
+    (jaxkv.Recurrent(page_size=8), jaxkv.FullAttention()),
+  ],
+)
+def test_every_state_is_that_of_its_tokens(groups, request):
+  deep = request.config.getoption("--deep")
+  walker = _Walker(1, groups)
+  moves = ["grow"] * 5 + ["admit"] * 4 + ["fork"] * 3 + ["truncate", "recycle"]
+  moves += ["free"] * 5
+  for _ in range(2000 if deep else 200):
+    getattr(walker, walker.draw.choice(moves))()
+    walker.check()
+  assert walker.hits > 2
+  assert walker.forks > 2
+  assert walker.states > 300
