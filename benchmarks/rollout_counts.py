@@ -64,16 +64,22 @@ class Run(NamedTuple):
     sizes = packing.widths(self.end.config)
     calls = np.asarray(self.end.counters.calls).tolist()
     return sum(
-      count * max(self.work.slots + size, ideal.RIDGE)
+      count * max(self.work.slots + sum(size), ideal.RIDGE)
       for count, size in zip(calls, sizes, strict=True)
     )
 
 
 def _model(
-  stops: jax.Array, tokens: Any, positions: Any, kv: Any, views: Any, at: Any
+  stops: jax.Array,
+  tokens: Any,
+  positions: Any,
+  kv: Any,
+  views: Any,
+  at: Any,
+  rows: Any,
 ) -> tuple[jax.Array, Any]:
   """Repeats a prompt's last token, its number, until its answer ends."""
-  del views
+  del views, rows
   number = tokens[0].at[at].get(mode="clip")
   drawn = forced(stops, number, positions[0].at[at].get(mode="clip"))
   return jax.nn.one_hot(drawn, stops.shape[0] + 1, dtype=jnp.float32), kv
@@ -111,15 +117,20 @@ def sizes_of(work: Workload, pages: int) -> jaxkv.CacheConfig:
 
 
 def begun(
-  work: Workload, pages: int, kv: jaxkv.kv.KVPages, timeline: int = 0
+  work: Workload,
+  pages: int,
+  kv: jaxkv.kv.KVPages,
+  timeline: int = 0,
+  temperature: float = 0.0,
 ) -> rollout.RolloutState:
   """A workload's rollout before its first step."""
+  options: dict[str, Any] = work.options or {}
   config = rollout.RolloutConfig(
     num_samples=work.samples,
     max_new_tokens=int(work.answers.max()),
     stop_token=len(work.lengths),
     timeline=timeline,
-    **(work.options or {}),
+    **options,
   )
   return rollout.init(
     jaxkv.init(sizes_of(work, pages)),
@@ -128,6 +139,7 @@ def begun(
     jnp.asarray(work.lengths),
     jax.random.key(0),
     config,
+    sampling=rollout.Sampling(temperature=temperature),
   )
 
 
@@ -148,7 +160,7 @@ def ran(work: Workload, pages: int, timeline: int = 0) -> Run:
     donate_argnums=1,
     compiler_options=jaxkv.CPU_COMPILER_OPTIONS,
   )
-  inputs = (stops_of(work), state, jnp.float32(0), jnp.int32(0))
+  inputs = (stops_of(work), state)
   compiled = program.lower(*inputs).compile()
   begin = time.perf_counter()
   end = jax.block_until_ready(compiled(*inputs))

@@ -14,7 +14,6 @@ Both parts use one compiled program. Each part is written as soon as it has run,
 and a second call with the same file runs only what is missing.
 """
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -32,12 +31,11 @@ import rollout_workloads as workloads
 from rollout_rows import Row
 from rollout_rows import show
 
-import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.rollout import packing
 
-MODEL = models.LlamaConfig(
+MODEL = models.llama(
   vocab_size=49_152,
   num_layers=32,
   embed_dim=960,
@@ -47,15 +45,15 @@ MODEL = models.LlamaConfig(
   mlp_dim=2560,
   dtype=jnp.bfloat16,
 )
-QUICK_MODEL = dataclasses.replace(
-  MODEL,
+QUICK_MODEL = models.llama(
   vocab_size=512,
   num_layers=2,
   embed_dim=32,
-  mlp_dim=64,
   num_heads=3,
   num_kv_heads=1,
   head_dim=16,
+  mlp_dim=64,
+  dtype=jnp.bfloat16,
 )
 _SINGLE_STEPS = 400
 _FORCE = 1e6
@@ -101,6 +99,9 @@ def by_part(name: str, quick: bool = False) -> list[dict[str, Any]]:
   return [row for rows in parts.values() for row in rows]
 
 
+_ALL_STEPS = 2**31 - 1
+
+
 class Job:
   """The workload, the model, and the compiled loop."""
 
@@ -119,8 +120,7 @@ class Job:
     )
     begin = time.perf_counter()
     state = self._begun()
-    number = jnp.int32(0)
-    inputs = self._inputs, state, jnp.float32(1), number
+    inputs = self._inputs, state, rollout.Until(steps=0)
     self._compiled = self._program.lower(*inputs).compile()
     del state, inputs
     self.compiling = time.perf_counter() - begin
@@ -128,12 +128,19 @@ class Job:
     self.name = f"device, {numbers / 1e6:.1f} M"
 
   def _call(
-    self, inputs: Any, tokens: Any, positions: Any, kv: Any, views: Any, at: Any
+    self,
+    inputs: Any,
+    tokens: Any,
+    positions: Any,
+    kv: Any,
+    views: Any,
+    at: Any,
+    rows: Any,
   ) -> tuple[jax.Array, Any]:
     """The model, drawing the tokens that give answers their lengths."""
     params, stops = inputs
     logits, kv = models.forward(
-      params, tokens, positions, kv, views, at, config=self.model
+      params, tokens, positions, kv, views, at, rows, config=self.model
     )
     number = tokens[0].at[at].get(mode="clip")
     place = positions[0].at[at].get(mode="clip")
@@ -142,23 +149,17 @@ class Job:
     return logits + forced * _FORCE, kv
 
   def _begun(self) -> rollout.RolloutState:
-    kv = jaxkv.kv.init(
-      counts.sizes_of(self.work, self.pages),
-      num_layers=self.model.num_layers,
-      num_kv_heads=self.model.num_kv_heads,
-      head_dim=self.model.head_dim,
-      dtype=self.model.dtype,
-    )
-    return counts.begun(self.work, self.pages, kv)
+    kv = models.init_kv(self.model, counts.sizes_of(self.work, self.pages))
+    return counts.begun(self.work, self.pages, kv, temperature=1.0)
 
   def _run(
     self, state: rollout.RolloutState, steps: int
   ) -> tuple[float, rollout.RolloutState]:
-    """Seconds of some steps, 0 for all, and the state after them."""
-    limit = jnp.int32(steps)
+    """Seconds of some steps, and the state after them."""
+    limit = rollout.Until(steps=jnp.int32(steps))
     jax.block_until_ready((state, limit))
     begin = time.perf_counter()
-    inputs = self._inputs, state, jnp.float32(1), limit
+    inputs = self._inputs, state, limit
     state = jax.block_until_ready(self._compiled(*inputs))
     return time.perf_counter() - begin, state
 
@@ -167,7 +168,7 @@ class Job:
     state = self._begun()
     widths = packing.widths(state.config)
     before = np.asarray(state.counters.calls)
-    samples: dict[int, list[float]] = {size: [] for size in widths}
+    samples: dict[packing.Width, list[float]] = {size: [] for size in widths}
     for _ in range(self._single_steps):
       seconds, state = self._run(state, 1)
       calls = np.asarray(state.counters.calls)
@@ -175,7 +176,7 @@ class Job:
       before = calls
     rows = [Row(self.name, "seconds to compile", self.compiling)]
     for size, seconds in samples.items():
-      metric = f"step, {self.work.slots} + {size} columns"
+      metric = f"step, {self.work.slots} + {size.prompts} columns"
       rows.append(Row(self.name, f"{metric}, count", len(seconds)))
       if seconds:
         ms = statistics.median(seconds) * 1e3
@@ -189,7 +190,7 @@ class Job:
     """Tokens a second of the whole job."""
     _, state = self._run(self._begun(), 4)  # warm
     del state
-    seconds, end = self._run(self._begun(), 0)
+    seconds, end = self._run(self._begun(), _ALL_STEPS)
     counts.check_answers(self.work, end)
     steps = int(end.counters.steps)
     drawn = int(end.counters.generated)

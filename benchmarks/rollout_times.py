@@ -68,10 +68,16 @@ def all_rows(quick: bool, rounds: int) -> Iterator[Row]:
 
 
 def _stub(
-  params: jax.Array, tokens: Any, positions: Any, kv: Any, views: Any, at: Any
+  params: jax.Array,
+  tokens: Any,
+  positions: Any,
+  kv: Any,
+  views: Any,
+  at: Any,
+  rows: Any,
 ) -> tuple[jax.Array, Any]:
   """Logits that a compiler cannot know before the step."""
-  del tokens, views
+  del tokens, views, rows
   position = positions[0].at[at].get(mode="clip").astype(jnp.float32)
   return params + position[:, None] * 1e-3, kv
 
@@ -80,20 +86,19 @@ def step(
   temperature: float, vocabulary: int, bound: float, rounds: int
 ) -> Iterator[Row]:
   """A step of the loop in which all slots decode, and nothing else happens."""
-  state = _decoding()
+  state = _decoding(temperature)
   params = jax.random.normal(jax.random.key(1), (_SLOTS, vocabulary))
   program = jax.jit(
     functools.partial(rollout.generate, model=_stub),
     donate_argnums=1,
     compiler_options=jaxkv.CPU_COMPILER_OPTIONS,
   )
-  heat = jnp.float32(temperature)
-  _, state = timed(program, params, state, heat, jnp.int32(_SHORT))
+  _, state = timed(program, params, state, rollout.Until(steps=_SHORT))
 
   def span(steps: int) -> float:
     mine = jax.tree.map(jnp.copy, state)
     before = int(mine.counters.generated)
-    seconds, end = timed(program, params, mine, heat, jnp.int32(steps))
+    seconds, end = timed(program, params, mine, rollout.Until(steps=steps))
     assert int(end.counters.generated) - before == _SLOTS * steps
     return seconds
 
@@ -107,7 +112,7 @@ def step(
     yield at_most(name, metric, us, bound)
 
 
-def _decoding() -> rollout.RolloutState:
+def _decoding(temperature: float) -> rollout.RolloutState:
   """A rollout of prompts of a page, one for each slot, that never end."""
   longest = _SHORT + _LONG + 8
   sizes = jaxkv.CacheConfig(
@@ -124,6 +129,7 @@ def _decoding() -> rollout.RolloutState:
     jnp.full((_SLOTS,), 4, jnp.int32),
     jax.random.key(0),
     rollout.RolloutConfig(max_new_tokens=longest, admissions=_SLOTS),
+    sampling=rollout.Sampling(temperature=temperature),
   )
 
 
@@ -264,8 +270,8 @@ def _paged(job: _Job) -> Callable[[], tuple[float, rollout.Sequences]]:
   )
   forward = functools.partial(models.forward, config=model)
 
-  def ending(params, tokens, positions, kv, views, at):
-    logits, kv = forward(params, tokens, positions, kv, views, at)
+  def ending(params, tokens, positions, kv, views, at, rows):
+    logits, kv = forward(params, tokens, positions, kv, views, at, rows)
     return _ending(logits, job.config.stop_token), kv
 
   program = jax.jit(
@@ -273,13 +279,7 @@ def _paged(job: _Job) -> Callable[[], tuple[float, rollout.Sequences]]:
   )
 
   def run() -> tuple[float, rollout.Sequences]:
-    kv = jaxkv.kv.init(
-      sizes,
-      num_layers=model.num_layers,
-      num_kv_heads=model.num_kv_heads,
-      head_dim=model.head_dim,
-      dtype=model.dtype,
-    )
+    kv = models.init_kv(model, sizes)
     state = rollout.init(
       jaxkv.init(sizes),
       kv,
@@ -288,7 +288,7 @@ def _paged(job: _Job) -> Callable[[], tuple[float, rollout.Sequences]]:
       jax.random.key(0),
       job.config,
     )
-    inputs = (job.model.params, state, jnp.float32(1), jnp.int32(0))
+    inputs = (job.model.params, state)
     seconds, end = timed(program, *inputs)
     assert bool(rollout.is_done(end))
     return seconds, end.sequences
@@ -313,13 +313,8 @@ def _dense(job: _Job) -> Callable[[], tuple[float, rollout.Sequences]]:
       config=job.config,
     )
   )
-  memory = models.dense.init(
-    num_layers=model.num_layers,
-    batch_size=_CHARACTER_SLOTS,
-    max_len=job.slot_tokens,
-    num_kv_heads=model.num_kv_heads,
-    head_dim=model.head_dim,
-    dtype=model.dtype,
+  memory = models.init_dense(
+    model, batch_size=_CHARACTER_SLOTS, max_len=job.slot_tokens
   )
   sequences = rollout.from_prompts(
     job.prompts, job.lengths, jax.random.key(0), job.config

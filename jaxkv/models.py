@@ -1,17 +1,28 @@
 """Decoders in plain JAX that read and write through the cache.
 
-Windows. With `LlamaConfig.windows`, layers differ in their window and rotary
-base. `forward` then takes a view for each layer group of the cache. A decoder
-with five local layers for each global one:
+A `Decoder` is data: its layers, from first to last. Each `Layer` has attention
+(`Attention`, `LatentAttention`, `DeltaNet`) and an MLP (`Mlp`, `Experts`). One
+function runs all of them. `llama` describes the plainest.
 
-  config = LlamaConfig(
+| what it may have                                | where                    |
+|-------------------------------------------------|--------------------------|
+| windows, soft caps, sinks, biases, gates, norms | `Attention`              |
+| rotary positions, and how they are stretched    | `Rope`, `YarnScaling` .. |
+| latents in place of keys and values             | `LatentAttention`        |
+| experts, chosen in groups, and shared ones      | `Experts`                |
+| norms after attention and MLP                   | `Layer`                  |
+| offsets of norms, scaled embeddings             | `Decoder`                |
+
+Layers differ in what a cache keeps for them: a window, or everything. Their
+pattern gives the groups of the cache; `forward` takes a view for each. A
+decoder with five local layers for each global one:
+
+  config = llama(
     num_layers=12, windows=(512,) * 5 + (None,),
     rope_base=(1e4,) * 5 + (1e6,), ...
   )
-  cache = jaxkv.init(jaxkv.CacheConfig(groups=config.groups, ...))
-  kv = jaxkv.kv.init(
-    cache.config, num_layers=config.num_memory_layers, ...
-  )
+  cache = jaxkv.init(jaxkv.CacheConfig(groups=cache_groups(config), ...))
+  kv = init_kv(config, cache.config)
 
 A step, of a prompt's chunk or of decoding:
 
@@ -19,7 +30,7 @@ A step, of a prompt's chunk or of decoding:
   cache, out = jaxkv.allocate(cache, counts)
   views = tuple(
     jaxkv.view(cache, group=group, counts=counts)
-    for group in range(len(config.groups))
+    for group in range(len(cache.config.groups))
   )
   logits, kv = forward(params, tokens, positions, kv, views, config=config)
   cache, _ = jaxkv.commit(cache, tokens, counts)
@@ -29,26 +40,60 @@ from jaxkv._src.models import dense
 from jaxkv._src.models.characters import CharacterModel
 from jaxkv._src.models.characters import NotKeptWarning
 from jaxkv._src.models.characters import character_model
-from jaxkv._src.models.config import LlamaConfig
+from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import DeltaNet
+from jaxkv._src.models.decoder.description import Experts
+from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.description import Mlp
+from jaxkv._src.models.decoder.forward import forward
+from jaxkv._src.models.decoder.forward import forward_dense
+from jaxkv._src.models.decoder.forward import forward_uncached
+from jaxkv._src.models.decoder.llama import llama
+from jaxkv._src.models.decoder.memory import cache_groups
+from jaxkv._src.models.decoder.memory import init_dense
+from jaxkv._src.models.decoder.memory import init_kv
+from jaxkv._src.models.decoder.params import init_params
+from jaxkv._src.models.decoder.rope import LinearScaling
+from jaxkv._src.models.decoder.rope import Llama3Scaling
+from jaxkv._src.models.decoder.rope import Rope
+from jaxkv._src.models.decoder.rope import YarnScaling
 from jaxkv._src.models.dense import DenseCache
-from jaxkv._src.models.llama import forward
-from jaxkv._src.models.llama import forward_dense
-from jaxkv._src.models.llama import forward_uncached
-from jaxkv._src.models.llama import init_params
+from jaxkv._src.models.loading.load import Pretrained
+from jaxkv._src.models.loading.load import load
+from jaxkv._src.models.loading.tokenizer import Tokenizer
 from jaxkv._src.models.vocabulary import Vocabulary
 from jaxkv._src.models.vocabulary import reference_text
 
 __all__ = [
+  "Attention",
   "CharacterModel",
+  "Decoder",
+  "DeltaNet",
   "DenseCache",
-  "LlamaConfig",
+  "Experts",
+  "LatentAttention",
+  "Layer",
+  "LinearScaling",
+  "Llama3Scaling",
+  "Mlp",
   "NotKeptWarning",
+  "Pretrained",
+  "Rope",
+  "Tokenizer",
   "Vocabulary",
+  "YarnScaling",
+  "cache_groups",
   "character_model",
   "dense",
   "forward",
   "forward_dense",
   "forward_uncached",
+  "init_dense",
+  "init_kv",
   "init_params",
+  "llama",
+  "load",
   "reference_text",
 ]

@@ -1,17 +1,61 @@
-"""The jitted generation loop over the cache, generic over a model function."""
+"""The jitted generation loop over the cache, generic over a model function.
 
+| to                        | use                                              |
+|---------------------------|--------------------------------------------------|
+| begin, run, read          | `init`, `generate`, `Until`, `generated`         |
+| draw in another way       | `Sampling`, `stop_strings`                       |
+| constrain what is drawn   | `guide` of a `regex` or `json_grammar`; `Process`|
+| add prompts, take answers | `submit`, `harvest`                              |
+| go on after a tool        | `extend`                                         |
+| stop or interrupt         | `abort`, `requeue`                               |
+| train in between          | `update_weights`; `init(version=)`               |
+| guess tokens              | `RolloutConfig.draft_tokens`, `Draft`            |
+| look                      | `timeline`, `Counters`, `check`                  |
+| use many devices, or save | `help(jaxkv.rollout.devices)`                    |
+
+`submit`, `harvest`, `extend`, `abort` and `requeue` return the new state and an
+outcome, which has a `jaxkv.Status` for each row; a row that fails changes
+nothing. `generate` and `update_weights` return the state. All are pure, and can
+be part of a jitted program.
+"""
+
+from jaxkv._src.rollout import devices
+from jaxkv._src.rollout.automata.bitmask import mask_logits
+from jaxkv._src.rollout.automata.bitmask import pack_bits
+from jaxkv._src.rollout.automata.grammars import Grammar
+from jaxkv._src.rollout.automata.guides import Guide
+from jaxkv._src.rollout.automata.guides import GuideState
+from jaxkv._src.rollout.automata.guides import guide
+from jaxkv._src.rollout.automata.json_grammar import json_grammar
+from jaxkv._src.rollout.automata.regex import regex
+from jaxkv._src.rollout.automata.stop_strings import StopStrings
+from jaxkv._src.rollout.automata.stop_strings import stop_strings
+from jaxkv._src.rollout.automata.token_bytes import TokenBytes
+from jaxkv._src.rollout.automata.token_bytes import advance_states
+from jaxkv._src.rollout.automata.token_bytes import token_bytes
+from jaxkv._src.rollout.automata.token_bytes import vocabulary_bytes
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.dense import generate_dense
-from jaxkv._src.rollout.loop import Model
-from jaxkv._src.rollout.loop import all_logits
+from jaxkv._src.rollout.drafts import Draft
+from jaxkv._src.rollout.invariants import check
+from jaxkv._src.rollout.invariants import check_invariants
 from jaxkv._src.rollout.loop import generate
+from jaxkv._src.rollout.model import Model
+from jaxkv._src.rollout.model import all_logits
+from jaxkv._src.rollout.rows import Process
+from jaxkv._src.rollout.rows import Rows
 from jaxkv._src.rollout.sampling import sample
 from jaxkv._src.rollout.sequences import DONE
+from jaxkv._src.rollout.sequences import EMPTY
 from jaxkv._src.rollout.sequences import FAILED
 from jaxkv._src.rollout.sequences import RUNNING
 from jaxkv._src.rollout.sequences import WAITING
+from jaxkv._src.rollout.sequences import Finish
+from jaxkv._src.rollout.sequences import Records
 from jaxkv._src.rollout.sequences import Sequences
 from jaxkv._src.rollout.sequences import from_prompts
+from jaxkv._src.rollout.settings import LogitBias
+from jaxkv._src.rollout.settings import Sampling
 from jaxkv._src.rollout.state import Counters
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.state import init
@@ -19,25 +63,72 @@ from jaxkv._src.rollout.state import is_done
 from jaxkv._src.rollout.timeline import Span
 from jaxkv._src.rollout.timeline import Timeline
 from jaxkv._src.rollout.timeline import timeline
+from jaxkv._src.rollout.until import Until
+from jaxkv._src.rollout.verbs.abort import abort
+from jaxkv._src.rollout.verbs.abort import requeue
+from jaxkv._src.rollout.verbs.extend import extend
+from jaxkv._src.rollout.verbs.harvest import Generated
+from jaxkv._src.rollout.verbs.harvest import Harvested
+from jaxkv._src.rollout.verbs.harvest import generated
+from jaxkv._src.rollout.verbs.harvest import harvest
+from jaxkv._src.rollout.verbs.submit import Submitted
+from jaxkv._src.rollout.verbs.submit import submit
+from jaxkv._src.rollout.verbs.update_weights import update_weights
 
 __all__ = [
   "DONE",
+  "EMPTY",
   "FAILED",
   "RUNNING",
   "WAITING",
   "Counters",
+  "Draft",
+  "Finish",
+  "Generated",
+  "Grammar",
+  "Guide",
+  "GuideState",
+  "Harvested",
+  "LogitBias",
   "Model",
+  "Process",
+  "Records",
   "RolloutConfig",
   "RolloutState",
+  "Rows",
+  "Sampling",
   "Sequences",
   "Span",
+  "StopStrings",
+  "Submitted",
   "Timeline",
+  "TokenBytes",
+  "Until",
+  "abort",
+  "advance_states",
   "all_logits",
+  "check",
+  "check_invariants",
+  "devices",
+  "extend",
   "from_prompts",
   "generate",
   "generate_dense",
+  "generated",
+  "guide",
+  "harvest",
   "init",
   "is_done",
+  "json_grammar",
+  "mask_logits",
+  "pack_bits",
+  "regex",
+  "requeue",
   "sample",
+  "stop_strings",
+  "submit",
   "timeline",
+  "token_bytes",
+  "update_weights",
+  "vocabulary_bytes",
 ]

@@ -25,6 +25,7 @@
 # last steps.
 
 # %%
+import dataclasses
 import functools
 
 import chex
@@ -56,8 +57,8 @@ for step, chance in ((0, 0.4), (1, 0.4), (3, 0.2)):
 table = jnp.asarray(np.log(chances), jnp.float32)
 
 
-def model(table, tokens, positions, kv, views, columns):
-  del positions, views  # A table needs no keys and values.
+def model(table, tokens, positions, kv, views, columns, rows):
+  del positions, views, rows  # A table needs no keys and values.
   return table[tokens[0].at[columns].get(mode="clip")], kv
 
 
@@ -85,7 +86,7 @@ print("tokens of the prompts:", lengths)
 # ## Run it
 #
 # A cache of 8 slots serves the queue. `rollout.init` makes the state and
-# `rollout.generate` runs it. `max_steps=0` means until all sequences are done.
+# `rollout.generate` runs it. It returns when all sequences have ended.
 
 # %%
 config = rollout.RolloutConfig(
@@ -109,13 +110,14 @@ def begin(num_pages, priority=0):
     lengths,
     jax.random.key(1),
     config,
+    sampling=rollout.Sampling(temperature=1.0),
     priority=np.broadcast_to(priority, (48,)),
   )
 
 
 # A training loop would also donate the state: donate_argnums=1.
 generate = jax.jit(functools.partial(rollout.generate, model=model))
-good = generate(table, begin(128), temperature=1.0, max_steps=0)
+good = generate(table, begin(128))
 assert rollout.is_done(good)
 answers = good.sequences.length - good.sequences.prompt_length
 print(answers.reshape(12, 4))
@@ -206,7 +208,7 @@ print(
 # the same, token by token. A schedule never changes them.
 
 # %%
-small = generate(table, begin(26), temperature=1.0, max_steps=0)
+small = generate(table, begin(26))
 assert (small.sequences.tokens == good.sequences.tokens).all()
 assert int(small.counters.preempted) > 0 == int(good.counters.preempted)
 show(good=good, small_pool=small)
@@ -223,9 +225,7 @@ rollout.timeline(small)
 # are hit.
 
 # %%
-arrival = generate(
-  table, begin(26, priority=np.arange(48)), temperature=1.0, max_steps=0
-)
+arrival = generate(table, begin(26, priority=np.arange(48)))
 assert (arrival.sequences.tokens == good.sequences.tokens).all()
 assert int(arrival.counters.prefilled) > 1.3 * int(small.counters.prefilled)
 show(small_pool=small, by_arrival=arrival)
@@ -243,12 +243,7 @@ rollout.timeline(arrival)
 # All slots are busy almost to the end, and there are fewer steps.
 
 # %%
-longest = generate(
-  table,
-  begin(128, priority=-np.repeat(expected, 4)),
-  temperature=1.0,
-  max_steps=0,
-)
+longest = generate(table, begin(128, priority=-np.repeat(expected, 4)))
 assert (longest.sequences.tokens == good.sequences.tokens).all()
 assert int(longest.counters.steps) < 0.9 * int(good.counters.steps)
 show(good=good, longest_first=longest)
@@ -257,12 +252,13 @@ rollout.timeline(longest)
 # %% [markdown]
 # ## Pause
 #
-# With `max_steps` the loop stops early. The state is a value: it holds the
-# queue, the answers so far, the cache and the K/V memory. It can be kept, looked
-# at and resumed, and the end is the same as without a pause.
+# With `until` the loop stops early: after some steps, or when some sequences
+# have ended. The state is a value: it holds the queue, the answers so far, the
+# cache and the K/V memory. It can be kept, looked at and resumed, and the end is
+# the same as without a pause.
 
 # %%
-paused = generate(table, begin(128), temperature=1.0, max_steps=60)
+paused = generate(table, begin(128), rollout.Until(steps=60))
 status = paused.sequences.status
 for name in ("WAITING", "RUNNING", "DONE"):
   print(name, int((status == getattr(rollout, name)).sum()))
@@ -270,7 +266,7 @@ jaxkv.check(paused.cache)
 rollout.timeline(paused)
 
 # %%
-end = generate(table, paused, temperature=1.0, max_steps=0)
+end = generate(table, paused)
 chex.assert_trees_all_equal(end.sequences.tokens, good.sequences.tokens)
 chex.assert_trees_all_equal(end.counters, good.counters)
 
@@ -279,7 +275,8 @@ chex.assert_trees_all_equal(end.counters, good.counters)
 # with greedy sampling. What was done stays as it was.
 
 # %%
-greedy = generate(table, paused, temperature=0.0, max_steps=0)
+sampling = rollout.Sampling(temperature=jnp.zeros(48))
+greedy = generate(table, dataclasses.replace(paused, sampling=sampling))
 done = status == rollout.DONE
 same = (greedy.sequences.tokens == good.sequences.tokens).all(axis=1)
 assert same[done].all() and not same.all()

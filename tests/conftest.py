@@ -166,9 +166,18 @@ def _its_turn(item: pytest.Item) -> bool:
   marker = item.get_closest_marker("drawn")
   if marker is None:
     return True
+  turn = int(item.config.option.draw)
+  if not marker.args:  # A whole file; it runs where the command line names it.
+    files = [word.partition("::")[0] for word in item.config.args]
+    named = any(item.path == item.config.rootpath / file for file in files)
+    return named or draw.has_turn(item.path.name, **marker.kwargs, turn=turn)
   parameter, among = marker.args
-  names = draw.drawn(among, **marker.kwargs, turn=int(item.config.option.draw))
-  return _is_named(item) or item.callspec.params[parameter] in names
+  names = draw.drawn(
+    [str(name) for name in among],
+    **marker.kwargs,
+    turn=turn,
+  )
+  return _is_named(item) or str(item.callspec.params[parameter]) in names
 
 
 def _is_named(item: pytest.Item) -> bool:

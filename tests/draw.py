@@ -3,7 +3,8 @@
 All mutants take a quarter of an hour, and so do all setups of the state
 machine: too long for every commit. A fixed few would leave the rest to whoever
 thinks of `--deep`. So commits take turns: a test marked
-`drawn("name", names, every=N)` runs at one commit of N for each `name`.
+`drawn("name", names, every=N)` runs at one commit of N for each `name`, and so
+does a whole file that is marked `drawn(every=N)`.
 
 Turns are counted, not hashed: commit number t of the history runs the names
 whose rank is t modulo N, so that N commits in a row run every name exactly
@@ -43,6 +44,11 @@ def turn_of(draw: str | None) -> int:
 def drawn(names: Collection[str], every: int, turn: int) -> set[str]:
   """The names whose turn it is."""
   return set(sorted(names, key=_number)[turn % every :: every])
+
+
+def has_turn(name: str, every: int, turn: int) -> bool:
+  """Whether it is the turn of a whole file."""
+  return (turn + _number(name)) % every == 0
 
 
 def _number(text: str) -> int:

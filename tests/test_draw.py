@@ -6,12 +6,12 @@ from tests import draw
 from tests.cache.mutants import MUTANTS
 from tests.cache.setups import SETUPS
 from tests.commands.mutants import MUTANTS as COMMANDS
-from tests.rollout.mutants import MUTANTS as ROLLOUTS
+from tests.rollout.test_mutants import MUTANTS as ROLLOUTS
 
 
 @pytest.mark.parametrize(
   ("names", "every"),
-  [(MUTANTS, 32), (SETUPS, 12), (ROLLOUTS, 16), (COMMANDS, 8)],
+  [(MUTANTS, 32), (SETUPS, 12), (ROLLOUTS, 32), (COMMANDS, 8)],
 )
 def test_commits_in_a_row_run_everything_once(names, every):
   turns = [draw.drawn(names, every, turn) for turn in range(57, 57 + every)]

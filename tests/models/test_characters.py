@@ -130,20 +130,21 @@ class TestKeptWeights:
     self._model(tmp_path, steps=7)
     assert len(trainings) == 3
 
-  def test_what_the_file_says_of_windows(self):
-    """Nothing without them, as in files that are older than windows."""
-    changes = ({}, {"windows": (3, None)}, {"windows": (4, None)})
-    plain, three, four = (
-      characters._facts(
-        _TEXT,
-        dataclasses.replace(characters._config(5), **change),
-        _recipe(1),
-      )["config"]
+  def test_other_layers_are_another_file(self):
+    config = characters._config(5)
+    (layer, *_) = config.layers
+    near = dataclasses.replace(layer.attention, window=3)
+    near = dataclasses.replace(layer, attention=near)
+    changes = ({}, {"layers": (near,) * 2}, {"layers": (near, layer)})
+    digests = {
+      characters._digest(
+        characters._facts(
+          _TEXT, dataclasses.replace(config, **change), _recipe(1)
+        )
+      )
       for change in changes
-    )
-    assert "windows" not in plain
-    assert three == plain | {"windows": [3, None]}
-    assert four == plain | {"windows": [4, None]}
+    }
+    assert len(digests) == 3
 
   def test_environment_names_the_folder(self, trainings, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "made" / "here"))

@@ -127,12 +127,34 @@ def begun(
   return rollout.init(cache, kv, rows, lengths, key, config, **options)
 
 
-def program(windows=(None,)):
-  """`rollout.generate` as a function of state, temperature and steps.
+def begun_at(state: rollout.RolloutState, temperature) -> rollout.RolloutState:
+  """A rollout all of whose sequences draw at one temperature."""
+  heat = jnp.full(state.sequences.ids.shape, temperature, jnp.float32)
+  sampling = dataclasses.replace(state.sampling, temperature=heat)
+  return dataclasses.replace(state, sampling=sampling)
+
+
+class Runner:
+  """A compiled `rollout.generate`, of state, temperature and steps.
 
   A new one, so that it is traced with what the library now is.
   """
-  layers = functools.partial(model, windows=windows)
-  return jax.jit(
-    functools.partial(rollout.generate, None, model=rollout.all_logits(layers))
-  )
+
+  def __init__(self, model, params=None):
+    def run(params, state, temperature, until):
+      state = begun_at(state, temperature)
+      return rollout.generate(params, state, until, model=model)
+
+    self._params, self._compiled = params, jax.jit(run)
+
+  def __call__(self, state, temperature, steps=None) -> rollout.RolloutState:
+    until = rollout.Until(steps=steps)
+    return self._compiled(self._params, state, temperature, until)
+
+  def num_compiled(self) -> int:
+    return self._compiled._cache_size()
+
+
+def program(windows=(None,)) -> Runner:
+  """The `Runner` of this file's model."""
+  return Runner(rollout.all_logits(functools.partial(model, windows=windows)))

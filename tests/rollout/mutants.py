@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 
+from tests.rollout import sampling_mutants
 from tests.rollout.test_arguments import TestNumbersOfACall
 from tests.rollout.test_by_hand import check_chunks
 from tests.rollout.test_by_hand import check_counters
@@ -18,8 +20,10 @@ from tests.rollout.test_by_hand import check_scarce_pages
 from tests.rollout.test_by_hand import check_sequences
 from tests.rollout.test_by_hand import check_shared
 from tests.rollout.test_by_hand import check_victim
+from tests.rollout.test_devices import TestPlaces
 from tests.rollout.test_hopeless import check_hopeless
 from tests.rollout.test_packing import check_widths
+from tests.rollout.test_states import check_states
 from tests.tools.mistakes import FailsCheck
 from tests.tools.mistakes import given
 from tests.tools.mistakes import returned
@@ -31,7 +35,7 @@ def _tokens(_):
 
 
 def _chunks(_):
-  check_chunks()
+  check_chunks((1, 16))
 
 
 def _greedy(_):
@@ -74,6 +78,14 @@ def _hopeless(_):
   check_hopeless()
 
 
+def _states(_):
+  check_states(6, 100, 1.0)
+
+
+def _ends_of_pages(_):
+  check_states(2, 30, 1.0)
+
+
 def _widths(_):
   check_widths()
 
@@ -83,7 +95,7 @@ def _priority(_):
 
 
 def _groups(_):
-  check_groups()
+  check_groups((90, 18))
 
 
 def _num_samples(_):
@@ -92,14 +104,33 @@ def _num_samples(_):
 
 def _negative_steps(_):
   TestNumbersOfACall().test_steps(
-    -1, ValueError, "must be at least 0, got -1; use 0 for no limit"
+    -1, ValueError, "must be at least 0, got -1; use None for no limit"
   )
+
+
+def _places(_):
+  TestPlaces().test_on_one_device()
 
 
 def _keys_of_prompts(out, g):
   """All samples of a prompt have one key."""
   samples = g.config.num_samples
   return replace(out, keys=jnp.repeat(out.keys[::samples], samples, axis=0))
+
+
+def _least_likely(g):
+  """The distributions turned round."""
+  logits = -g.weights.logits
+  return g.weights._replace(
+    logits=logits, best=jnp.max(logits, axis=1, keepdims=True)
+  )
+
+
+def _at_temperature_1(out, g):
+  """Log-probabilities of the model's own distribution."""
+  scores = jax.nn.log_softmax(g.logits, axis=1)
+  own = jnp.take_along_axis(scores, out.tokens[:, None], axis=1)
+  return out._replace(log_probs=own[:, 0])
 
 
 def _rollout(place, wrong, check):
@@ -109,37 +140,39 @@ def _rollout(place, wrong, check):
 MUTANTS = {
   # --- sampling --------------------------------------------------------------
   "temperature multiplies": _rollout(
-    "sampling:sample", text("/ divisor", "* divisor"), _tokens
+    "sampling:_weights",
+    returned(lambda out, g: out._replace(divisor=1 / out.divisor)),
+    _tokens,
   ),
-  "greedy takes another block": _rollout(
-    "sampling:sample", text("highest == best", "highest != best"), _greedy
+  "greedy takes the least likely": _rollout(
+    "sampling:_most_likely", given(weights=_least_likely), _greedy
   ),
   "both choices have one number": _rollout(
-    "sampling:_uniforms", text("uniforms[:, 1]", "uniforms[:, 0]"), _tokens
+    "sampling:_uniforms", returned(lambda out, g: (out[0], out[0])), _tokens
   ),
   "all draws of a sequence are one": _rollout(
-    "sampling:sample", given(counts=lambda g: g.counts * 0), _tokens
+    "sampling:draw", given(counts=lambda g: g.counts * 0), _tokens
   ),
   "a draw depends on the place in the batch": _rollout(
-    "sampling:sample", given(keys=lambda g: g.keys[::-1]), _tokens
+    "sampling:draw", given(keys=lambda g: g.keys[::-1]), _tokens
   ),
   "log-probabilities of another temperature": _rollout(
-    "sampling:sample",
-    text("scaled(chosen[:, 0])", "(chosen[:, 0] - best)"),
-    _tokens,
+    "sampling:draw", returned(_at_temperature_1), _tokens
   ),
   # --- sequences -------------------------------------------------------------
   "a token less": _rollout(
-    "sequences:append", text("generated + 1 >=", "generated + 2 >="), _tokens
+    "endings:ending",
+    given(rows=lambda g: g.rows._replace(lengths=g.rows.lengths + 1)),
+    _tokens,
   ),
   "nothing stops": _rollout(
-    "sequences:append",
+    "endings:ending",
     given(config=lambda g: replace(g.config, stop_token=-1)),
     _tokens,
   ),
   "log-probabilities are a place late": _rollout(
     "sequences:append",
-    text("place, generated, values", "place, generated + 1, values"),
+    text("log_probs, place, length,", "log_probs, place, length + 1,"),
     _tokens,
   ),
   "samples of a prompt are equal": _rollout(
@@ -159,7 +192,7 @@ MUTANTS = {
   # --- admission -------------------------------------------------------------
   "every prompt leads all others": _rollout(
     "admission:_siblings",
-    text("(prompt[:, None] == prompt[None])", "True"),
+    text("== (others // samples)[None]", ">= 0 * (others // samples)[None]"),
     _tokens,
   ),
   "nobody follows": _rollout(
@@ -192,7 +225,9 @@ MUTANTS = {
   ),
   "priorities are the other way round": _rollout(
     "sequences:order_of",
-    text("(sequences.priority,", "(-sequences.priority,"),
+    given(
+      sequences=lambda g: replace(g.sequences, priority=-g.sequences.priority)
+    ),
     _priority,
   ),
   "the highest priority is preempted": _rollout(
@@ -201,8 +236,8 @@ MUTANTS = {
     _priority,
   ),
   "all samples of every prompt": _rollout(
-    "sequences:_without",
-    text("sample < num_samples", "sample <= num_samples"),
+    "sequences:samples_of",
+    given(num_samples=lambda g: g.num_samples + 1),
     _num_samples,
   ),
   "windows keep all their pages": _rollout(
@@ -260,7 +295,7 @@ MUTANTS = {
   ),
   "the last token is a column late": _rollout(
     "packing:schedule",
-    text("num_slots + final", "num_slots + final + 1"),
+    text("first + final,", "first + final + 1,"),
     _chunks,
   ),
   "tokens of prompts are at the place of the first": _rollout(
@@ -269,11 +304,13 @@ MUTANTS = {
   # --- decoding --------------------------------------------------------------
   "the ended keep their pages": _rollout(
     "loop:_compute",
-    text("mask=ended | (preempted < none)", "mask=preempted < none"),
+    text("mask=steps.ended | (preempted < none)", "mask=preempted < none"),
     _tokens,
   ),
   "the preempted keep their pages": _rollout(
-    "loop:_compute", text("ended | (preempted < none)", "ended"), _preemption
+    "loop:_compute",
+    text("steps.ended | (preempted < none)", "steps.ended"),
+    _preemption,
   ),
   "a page of each slot is committed": _rollout(
     "loop:_commit", text("left - now", "left * 0"), _counters
@@ -281,8 +318,8 @@ MUTANTS = {
   "the oldest is preempted": _rollout(
     "slots:_preempt",
     text(
-      "jnp.where(fewest, state.running, -1)",
-      "jnp.where(fewest, none - state.running, -1)",
+      "jnp.where(fewest, turns(state), -1)",
+      "jnp.where(fewest, none - turns(state), -1)",
     ),
     _preemption,
   ),
@@ -300,7 +337,7 @@ MUTANTS = {
     _hopeless,
   ),
   "steps of earlier calls count": _rollout(
-    "loop:generate", text("steps - begin <", "steps <"), _preemption
+    "until:goes_on", given(begin=lambda g: g.begin * 0), _preemption
   ),
   "the last number of pages is the peak": _rollout(
     "loop:_count",
@@ -311,8 +348,23 @@ MUTANTS = {
     "loop:_count", text("num_pages - 1 -", "num_pages -"), _counters
   ),
   "a negative number of steps": _rollout(
-    "arguments:as_max_steps",
-    text("int(value) < 0", "int(value) < -1"),
+    "until:_as_count",
+    text("int(number) < 0", "int(number) < -1"),
     _negative_steps,
   ),
+  "a step goes past the end of a page with a state": _rollout(
+    "slots:tokens_now",
+    text("sizes.page_size - begun", "sizes.page_size"),
+    _ends_of_pages,
+  ),
+  "tokens of a recurrent sequence are in two parts": _rollout(
+    "loop:_compute",
+    text("one_part=recurrent.has_states(state.cache.config)", "one_part=False"),
+    _states,
+  ),
+  "a rollout is not brought to its memory": _rollout(
+    "placement:beside", returned(lambda out, g: g.tree), _places
+  ),
 }
+
+MUTANTS |= sampling_mutants.MUTANTS

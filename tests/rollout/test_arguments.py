@@ -1,5 +1,6 @@
 """Values that users pass to a rollout: served, or refused by name."""
 
+import dataclasses
 import functools
 
 import jax
@@ -41,10 +42,12 @@ def _model(params, tokens, positions, kv, view, change=lambda logits: logits):
   return change(4 * jax.nn.one_hot(ahead, _VOCABULARY)), kv
 
 
-def _generate(temperature=0.0, max_steps=0, change=lambda logits: logits):
-  return rollout.generate(
-    None, _begin(), temperature, max_steps, model=_all_logits(change)
-  )
+def _generate(temperature=0.0, until=None, change=lambda logits: logits):
+  state = _begin()
+  heat = jnp.full((2,), temperature, jnp.float32)
+  sampling = rollout.Sampling(temperature=heat)
+  state = dataclasses.replace(state, sampling=sampling)
+  return rollout.generate(None, state, until, model=_all_logits(change))
 
 
 def _all_logits(change):
@@ -112,7 +115,7 @@ class TestNumbersOfACall:
   @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-      (-1, ValueError, "must be at least 0, got -1; use 0 for no limit"),
+      (-1, ValueError, "must be at least 0, got -1; use None for no limit"),
       (2**40, ValueError, "must fit int32"),
       (1.5, TypeError, "must hold integers, got float64"),
       (True, TypeError, "must hold integers, got bool"),
@@ -120,8 +123,13 @@ class TestNumbersOfACall:
     ],
   )
   def test_steps(self, value, error, message):
-    with pytest.raises(error, match=f"`max_steps` {message}"):
-      _generate(max_steps=value)
+    for name in ("steps", "groups", "sequences"):
+      with pytest.raises(error, match=f"`until.{name}` {message}"):
+        _generate(until=rollout.Until(**{name: value}))
+
+  def test_no_until(self):
+    with pytest.raises(TypeError, match=r"`until` must be .* write Until"):
+      _generate(until=3)
 
   @pytest.mark.parametrize(
     ("value", "error", "message"),
@@ -140,8 +148,6 @@ class TestNumbersOfACall:
   )
   def test_temperatures(self, value, error, message):
     with pytest.raises(error, match=f"`temperature` .*{message}"):
-      _generate(temperature=value)
-    with pytest.raises(error, match=f"`temperature` .*{message}"):
       arguments.as_temperature(value)
 
   @pytest.mark.parametrize("value", [0, 1, np.float64(0.5), jnp.bfloat16(2)])
@@ -153,17 +159,13 @@ class TestNumbersOfACall:
 
   def test_traced_numbers(self):
     """Their types are checked, their values are not known."""
-    state = _begin()
 
-    def run(temperature, steps):
-      model = _all_logits(lambda logits: logits)
-      return rollout.generate(None, state, temperature, steps, model=model)
+    def run(steps):
+      return _generate(until=rollout.Until(steps=steps))
 
-    with pytest.raises(TypeError, match="`max_steps` must hold integers"):
-      jax.eval_shape(run, 0.0, 1.5)
-    with pytest.raises(ValueError, match=r"`temperature` .* the shape \[\]"):
-      jax.eval_shape(run, jnp.zeros(2), 1)
-    end = jax.jit(run)(0.0, -1)
+    with pytest.raises(TypeError, match=r"`until\.steps` must hold integers"):
+      jax.eval_shape(run, 1.5)
+    end = jax.jit(run)(-1)
     assert int(end.counters.steps) == 0
 
 
@@ -206,12 +208,12 @@ class TestLogits:
   def test_of_some_columns(self):
     """Those of a model that gives no others."""
 
-    def model(params, tokens, positions, kv, views, columns):
-      del params, positions, views, columns
+    def model(params, tokens, positions, kv, views, columns, rows):
+      del params, positions, views, columns, rows
       return jnp.zeros((tokens.shape[1] + 1, _VOCABULARY)), kv
 
     with pytest.raises(ValueError, match=r"`logits` must have .* \[2, V\].*3,"):
-      rollout.generate(None, _begin(), 0.0, 0, model=model)
+      rollout.generate(None, _begin(), model=model)
 
   def test_the_dense_run_does_the_same(self):
     sequences = rollout.from_prompts(

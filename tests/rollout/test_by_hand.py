@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,8 @@ import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
 from tests.tools.pool_copies import pool_sized_rewrites
+
+pytestmark = pytest.mark.drawn(every=2)
 
 _CONFIG = rollout.RolloutConfig(
   num_samples=2,
@@ -57,11 +58,14 @@ def _check_sequence(sequences, number: int, wanted: by_hand.Expected) -> None:
   length = int(sequences.length[number])
   assert sequences.tokens[number, :length].tolist() == wanted.tokens
   assert not np.any(sequences.tokens[number, length:])
-  count = length - int(sequences.prompt_length[number])
+  begin = int(sequences.prompt_length[number])
   scores = np.asarray(sequences.log_probs[number])
   # float32, summed in another order.
-  np.testing.assert_allclose(scores[:count], wanted.log_probs, atol=1e-5)
-  assert not np.any(scores[count:])
+  np.testing.assert_allclose(scores[begin:length], wanted.log_probs, atol=1e-5)
+  assert not np.any(scores[:begin]) and not np.any(scores[length:])
+  drawn = np.arange(len(scores)) >= begin
+  drawn &= np.arange(len(scores)) < length
+  assert sequences.versions[number].tolist() == np.where(drawn, 0, -1).tolist()
 
 
 def test_sequences():
@@ -69,16 +73,9 @@ def test_sequences():
   assert int(end.counters.preempted) == 0
 
 
-def test_a_state_can_be_donated():
-  """No two of its arrays are one buffer."""
-  state = by_hand.begun(jax.random.key(5), by_hand.sizes(60, 4), _CONFIG)
-  end = jax.jit(by_hand.program(), donate_argnums=0)(state, 0.7, 3)
-  assert state.kv.k.is_deleted() and int(end.counters.steps) == 3
-
-
-def check_chunks() -> None:
+def check_chunks(chunks=(1,)) -> None:
   """Prompts that end in chunks, and in the places of slots."""
-  for chunk in (1, 16):
+  for chunk in chunks:
     config = dataclasses.replace(_CONFIG, num_samples=1, prefill_chunk=chunk)
     state = by_hand.begun(jax.random.key(5), by_hand.sizes(60, 3), config)
     end = by_hand.program()(state, 0.7, 200)
@@ -89,6 +86,11 @@ def check_chunks() -> None:
 
 def test_chunks():
   check_chunks()
+
+
+@pytest.mark.deep
+def test_long_chunks():
+  check_chunks((16,))
 
 
 def check_scarce_pages() -> None:
@@ -126,6 +128,8 @@ def check_counters() -> None:
     generated=12,
     prefilled=4,
     recomputed=0,
+    drafted=0,
+    accepted=0,
     forked=1,
     preempted=0,
     peak_pages=6,
@@ -164,37 +168,6 @@ def check_preemption() -> None:
 
 def test_preemption():
   check_preemption()
-
-
-def test_timeline():
-  """What `check_preemption` tells, and the rest of it."""
-  config = rollout.RolloutConfig(max_new_tokens=5, timeline=8)
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(5, 2), config, [[1], [2], [3]]
-  )
-  program = by_hand.program()
-  found = rollout.timeline(program(state, 1.0, 7))
-  assert list(found.spans()) == [
-    rollout.Span(0, 0, "decode", 0, 4, 4),
-    # For the pages of the other one.
-    rollout.Span(0, 0, "wait", 4, 5, 0),
-    rollout.Span(0, 0, "decode", 5, 6, 1),
-    rollout.Span(0, 1, "prefill", 6, 7, 3),
-    rollout.Span(1, 1, "decode", 0, 4, 4),
-    rollout.Span(1, 1, "preempt", 4, 5, 0),
-  ]
-  assert found.svg().count("<title>") == 6
-  # A number for each stay in a slot, not for each span.
-  texts = [node.text for node in ElementTree.fromstring(found.svg()).iter()]
-  assert [text for text in texts if text in ("0", "1")] == ["0", "1", "1"]
-  # The last eight steps of all.
-  end = program(state, 1.0, 0)
-  found, steps = rollout.timeline(end), int(end.counters.steps)
-  assert (found.start, found.kinds.shape) == (steps - 8, (8, 2))
-  assert list(found.spans())[3] == rollout.Span(0, 2, "decode", 7, 12, 5)
-  without = by_hand.begun(jax.random.key(5), by_hand.sizes(60, 2), _CONFIG)
-  with pytest.raises(ValueError, match=r"got RolloutConfig.timeline=0; set it"):
-    rollout.timeline(without)
 
 
 def check_room() -> None:
@@ -294,7 +267,7 @@ def test_order():
 _WINDOWS = (None, 3, 5)
 
 
-def check_groups() -> None:
+def check_groups(pools=(18,)) -> None:
   """Layers of full attention and of two windows, in pools of their own pages.
 
   A sequence never holds more pages of a window than its last tokens and those
@@ -305,7 +278,7 @@ def check_groups() -> None:
     jaxkv.FullAttention() if window is None else jaxkv.SlidingWindow(window)
     for window in _WINDOWS
   )
-  for pages in (90, 18):
+  for pages in pools:
     sizes = dataclasses.replace(by_hand.sizes(pages, 3), groups=groups)
     state = by_hand.begun(jax.random.key(5), sizes, config)
     program = by_hand.program(_WINDOWS)
@@ -334,6 +307,11 @@ def check_groups() -> None:
 
 def test_groups():
   check_groups()
+
+
+@pytest.mark.deep
+def test_groups_in_an_ample_pool():
+  check_groups((90,))
 
 
 def check_priority() -> None:
@@ -394,7 +372,7 @@ def check_num_samples() -> None:
       else:
         wanted = by_hand.Expected(prompt, [])
       _check_sequence(end.sequences, number, wanted)
-  assert program._cache_size() == 1
+  assert program.num_compiled() == 1
 
 
 def test_num_samples():
@@ -456,7 +434,7 @@ def test_in_place(largest):
   array = state.kv.k if largest == "memory" else state.sequences.tokens
   compiled = (
     jax.jit(by_hand.program(), donate_argnums=0)
-    .lower(state, jnp.float32(1), jnp.int32(0))
+    .lower(state, jnp.float32(1))
     .compile()
   )
   assert pool_sized_rewrites(compiled, array.shape) == []

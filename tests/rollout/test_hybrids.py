@@ -5,13 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkv
-from jaxkv import kv as kv_memory
 from jaxkv import models
 from jaxkv import rollout
+from tests.rollout import by_hand
 
-_MODEL = models.LlamaConfig(
+pytestmark = pytest.mark.drawn(every=2)
+
+_WINDOWS = (5, 5, 7, 5, 5, None)
+_MODEL = models.llama(
   vocab_size=31,
   num_layers=6,
   embed_dim=24,
@@ -19,7 +23,7 @@ _MODEL = models.LlamaConfig(
   num_kv_heads=1,
   head_dim=8,
   mlp_dim=32,
-  windows=(5, 5, 7, 5, 5, None),
+  windows=_WINDOWS,
   rope_base=(1e4, 1e4, 1e4, 1e4, 1e4, 1e6),
 )
 _PAGE, _CHUNK, _NEW, _WIDTH = 4, 6, 10, 30
@@ -34,15 +38,9 @@ def _arguments(prompts: jax.Array, lengths: jax.Array, pages: int):
     page_size=_PAGE,
     num_slots=3,
     pages_per_slot=10,
-    groups=_MODEL.groups,
+    groups=models.cache_groups(_MODEL),
   )
-  kv = kv_memory.init(
-    sizes,
-    num_layers=_MODEL.num_memory_layers,
-    num_kv_heads=1,
-    head_dim=8,
-    dtype=jnp.float32,
-  )
+  kv = models.init_kv(_MODEL, sizes)
   key = jax.random.key(1)
   return rollout.init(jaxkv.init(sizes), kv, prompts, lengths, key, _OPTIONS)
 
@@ -56,13 +54,7 @@ def test_a_global_layer_and_five_windows():
   # Larger logits: a wrong one leads to other tokens soon.
   params = models.init_params(jax.random.key(0), _MODEL)
   params |= {"embed": params["embed"] * 3}
-  memory = models.dense.init(
-    num_layers=6,
-    batch_size=5,
-    max_len=_WIDTH + _NEW,
-    num_kv_heads=1,
-    head_dim=8,
-  )
+  memory = models.init_dense(_MODEL, batch_size=5, max_len=_WIDTH + _NEW)
   dense = functools.partial(models.forward_dense, config=_MODEL, logits="last")
   sequences = rollout.from_prompts(
     prompts, lengths, jax.random.key(1), _OPTIONS
@@ -73,15 +65,15 @@ def test_a_global_layer_and_five_windows():
     )
   )(params, memory, sequences, jnp.float32(1))
   paged = functools.partial(models.forward, config=_MODEL)
-  program = jax.jit(functools.partial(rollout.generate, model=paged))
+  program = by_hand.Runner(paged, params)
   most = [
     -(-(window - 1 + _CHUNK) // _PAGE) + 1
-    for window in _MODEL.windows
+    for window in _WINDOWS
     if window is not None
   ]
   state = _arguments(jnp.asarray(prompts), lengths, 200)
   while not bool(rollout.is_done(state)):
-    state = program(params, state, jnp.float32(1), jnp.int32(1))
+    state = program(state, 1.0, 1)
     held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
     assert np.all(held[:, :5].max(axis=0) <= most)
     jaxkv.check(state.cache)
@@ -93,6 +85,6 @@ def test_a_global_layer_and_five_windows():
   assert hits > 0 and int(state.counters.forked) > 0
   # Few pages: sequences are preempted and resume.
   scarce = _arguments(jnp.asarray(prompts), lengths, 33)
-  end = program(params, scarce, jnp.float32(1), jnp.int32(0))
+  end = program(scarce, 1.0)
   np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
   assert int(end.counters.preempted) > 0

@@ -13,13 +13,14 @@ import pytest
 
 import jaxkv
 import jaxkv_kernels as kernels
-from jaxkv import kv as kv_memory
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv_kernels._src.attention import shared_prefix
 from tests.models import small_model as texts
+from tests.rollout import by_hand
 
 _PROMPT_WIDTH = 72
+_END = rollout.Until()
 _NEW = 24
 # name: slots, pages, page size, samples, temperature
 _RUNS = {
@@ -65,13 +66,7 @@ def _initial(model, slots, pages, page_size, samples) -> rollout.RolloutState:
       pages_per_slot=-(-(_PROMPT_WIDTH + _NEW) // page_size),
     )
   )
-  kv = kv_memory.init(
-    cache.config,
-    num_layers=model.config.num_layers,
-    num_kv_heads=model.config.num_kv_heads,
-    head_dim=model.config.head_dim,
-    dtype=model.config.dtype,
-  )
+  kv = models.init_kv(model.config, cache.config)
   # Whatever an unused page holds must not reach a logit.
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
   return rollout.init(
@@ -81,20 +76,19 @@ def _initial(model, slots, pages, page_size, samples) -> rollout.RolloutState:
 
 def _program(model) -> Any:
   forward = functools.partial(models.forward, config=model.config)
-  return jax.jit(functools.partial(rollout.generate, model=forward))
+
+  def run(params, state, temperature, until):
+    state = by_hand.begun_at(state, temperature)
+    return rollout.generate(params, state, until, model=forward)
+
+  return jax.jit(run)
 
 
 @functools.cache
 def _dense_run(config, samples: int, temperature: float, get_model) -> Any:
   model = get_model()
   options = _config(model, samples)
-  memory = models.dense.init(
-    num_layers=config.num_layers,
-    batch_size=5,
-    max_len=_PROMPT_WIDTH + _NEW,
-    num_kv_heads=config.num_kv_heads,
-    head_dim=config.head_dim,
-  )
+  memory = models.init_dense(config, batch_size=5, max_len=_PROMPT_WIDTH + _NEW)
   forward = functools.partial(
     models.forward_dense, config=config, logits="last"
   )
@@ -136,7 +130,7 @@ class TestTokens:
     slots, pages, page_size, samples, temperature = _RUNS[name]
     state = _initial(small_model, slots, pages, page_size, samples)
     end = _program(small_model)(
-      small_model.params, state, jnp.float32(temperature), jnp.int32(0)
+      small_model.params, state, jnp.float32(temperature), _END
     )
     expected = dense_run(samples, temperature)
     np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
@@ -158,7 +152,7 @@ class TestTokens:
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
     slots, pages, page_size, samples, temperature = _RUNS["sampled"]
     state = _initial(small_model, slots, pages, page_size, samples)
-    arguments = (state, jnp.float32(temperature), jnp.int32(0))
+    arguments = (state, jnp.float32(temperature), _END)
     with monkeypatch.context() as patch:
       calls = []
       decode = kernels.cascade_decode
@@ -186,14 +180,14 @@ class TestTokens:
     """Neither its slot nor its neighbours change its tokens."""
     everyone = _initial(small_model, 3, 40, 8, 1)
     run = functools.partial(program, small_model.params)
-    together = run(everyone, jnp.float32(1), jnp.int32(0)).sequences
+    together = run(everyone, jnp.float32(1), _END).sequences
     for number in (0, 3, 5):
       status = jnp.full_like(everyone.sequences.status, rollout.DONE)
       sequences = dataclasses.replace(
         everyone.sequences, status=status.at[number].set(rollout.WAITING)
       )
       alone = dataclasses.replace(everyone, sequences=sequences)
-      alone = run(alone, jnp.float32(1), jnp.int32(0)).sequences
+      alone = run(alone, jnp.float32(1), _END).sequences
       np.testing.assert_array_equal(
         alone.tokens[number], together.tokens[number]
       )
@@ -201,7 +195,7 @@ class TestTokens:
   def test_log_probs_are_the_models(self, small_model, program):
     """They equal those of a forward pass without any cache."""
     state = _initial(small_model, 3, 40, 8, 1)
-    end = program(small_model.params, state, jnp.float32(0.7), jnp.int32(0))
+    end = program(small_model.params, state, jnp.float32(0.7), _END)
     tokens = end.sequences.tokens
     positions = jnp.broadcast_to(
       jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
@@ -216,7 +210,7 @@ class TestTokens:
       drawn = np.asarray(tokens[row, begin:stop])
       wanted = np.asarray(expected[row, begin - 1 : stop - 1])
       np.testing.assert_allclose(
-        end.sequences.log_probs[row, : stop - begin],
+        end.sequences.log_probs[row, begin:stop],
         wanted[np.arange(stop - begin), drawn],
         atol=1e-5,
       )
@@ -227,13 +221,16 @@ class TestSpans:
     """Bitwise, also from a checkpoint in the middle."""
     run = functools.partial(program, small_model.params)
     state = _initial(small_model, 3, 40, 8, 1)
-    whole = run(state, jnp.float32(1), jnp.int32(0))
+    whole = run(state, jnp.float32(1), _END)
     while not bool(rollout.is_done(state)):
-      state = _through_host_memory(run(state, jnp.float32(1), jnp.int32(7)))
+      state = _through_host_memory(
+        run(state, jnp.float32(1), rollout.Until(steps=7))
+      )
     chex.assert_trees_all_equal(_numbers(state), _numbers(whole))
 
-  def test_compiled_once_whatever_the_lengths(self, small_model, program):
-    state = _initial(small_model, 3, 40, 8, 1)
+  def test_compiled_once_whatever_the_lengths(self, small_model):
+    program = _program(small_model)
+    state = by_hand.begun_at(_initial(small_model, 3, 40, 8, 1), jnp.float32(1))
     for lengths in ((5, 7, 9, 11, 13, 15), (1, 1, 1, 1, 1, 40)):
       sequences = rollout.from_prompts(
         _prompts(small_model)[0],
@@ -242,16 +239,16 @@ class TestSpans:
         _config(small_model, 1),
       )
       begun = dataclasses.replace(state, sequences=sequences)
-      for steps in (3, 0):
+      for steps in (3, 10**6):
         begun = program(
-          small_model.params, begun, jnp.float32(1), jnp.int32(steps)
+          small_model.params, begun, jnp.float32(1), rollout.Until(steps=steps)
         )
     assert program._cache_size() == 1
 
   def test_nothing_is_transferred(self, small_model, program):
     """Of a call whose arguments are on the device."""
     state = _initial(small_model, 3, 40, 8, 1)
-    rest = jax.device_put((jnp.float32(1), jnp.int32(0)))
+    rest = jax.device_put((jnp.float32(1), _END))
     program(small_model.params, state, *rest)
     with jax.transfer_guard("disallow"):
       end = program(small_model.params, state, *rest)
@@ -260,7 +257,7 @@ class TestSpans:
   def test_the_program_never_asks_the_host(self, small_model, program):
     state = _initial(small_model, 3, 40, 8, 1)
     compiled = program.lower(
-      small_model.params, state, jnp.float32(1), jnp.int32(0)
+      small_model.params, state, jnp.float32(1), _END
     ).compile()
     text = compiled.as_text()
     assert re.search(r"\b(infeed|outfeed|send|recv)\(", text) is None
@@ -275,7 +272,7 @@ class TestHopelessSequences:
     cache, _ = jaxkv.touch(cache, cache.page_table[:, 0])
     cache, _ = jaxkv.free(cache, mask=jnp.ones((3,), bool))
     state = dataclasses.replace(state, cache=cache)
-    end = program(small_model.params, state, jnp.float32(1), jnp.int32(0))
+    end = program(small_model.params, state, jnp.float32(1), _END)
     status = end.sequences.status.tolist()
     assert rollout.FAILED in status
     assert rollout.DONE in status
@@ -290,7 +287,7 @@ class TestHopelessSequences:
     lengths = state.sequences.length.at[1].set(0).at[2].set(500)
     sequences = dataclasses.replace(state.sequences, length=lengths)
     state = dataclasses.replace(state, sequences=sequences)
-    end = program(small_model.params, state, jnp.float32(1), jnp.int32(0))
+    end = program(small_model.params, state, jnp.float32(1), _END)
     assert end.sequences.status.tolist() == [
       rollout.DONE, rollout.FAILED, rollout.FAILED, *[rollout.DONE] * 3,
     ]  # fmt: skip
@@ -300,9 +297,11 @@ class TestHopelessSequences:
   def test_no_number_of_steps_is_too_large(self, small_model, program):
     run = functools.partial(program, small_model.params)
     state = _initial(small_model, 3, 40, 8, 1)
-    state = run(state, jnp.float32(1), jnp.int32(3))
+    state = run(state, jnp.float32(1), rollout.Until(steps=3))
     assert int(state.counters.steps) == 3
-    state = run(state, jnp.float32(1), jnp.int32(2**31 - 1))
+    state = run(
+      state, jnp.float32(1), rollout.Until(steps=jnp.int32(2**31 - 1))
+    )
     assert bool(rollout.is_done(state))
 
 
@@ -374,6 +373,7 @@ def _numbers(state: rollout.RolloutState) -> rollout.RolloutState:
   sequences = state.sequences
   return dataclasses.replace(
     state,
+    key=jax.random.key_data(state.key),
     sequences=dataclasses.replace(
       sequences, keys=jax.random.key_data(sequences.keys)
     ),

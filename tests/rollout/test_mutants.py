@@ -2,10 +2,17 @@
 
 import pytest
 
-from tests.rollout.mutants import MUTANTS
+from tests.rollout import mutants
+from tests.rollout import verb_mutants
+
+MUTANTS = mutants.MUTANTS | verb_mutants.MUTANTS
 
 
-@pytest.mark.drawn("name", MUTANTS, every=16)
+def test_names():
+  assert not mutants.MUTANTS.keys() & verb_mutants.MUTANTS.keys()
+
+
+@pytest.mark.drawn("name", MUTANTS, every=32)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_dies(name, tmp_path):
   MUTANTS[name].dies(tmp_path)

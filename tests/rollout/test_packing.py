@@ -10,7 +10,8 @@ from jaxkv._src.rollout import packing
 def _scheduled(missing, turns, sizes) -> packing.Work:
   missing = jnp.asarray(missing, jnp.int32)
   turns = jnp.asarray(turns, jnp.int32)
-  return packing.schedule(missing, missing > 1, turns, sizes)
+  widths = tuple(packing.Width(0, size) for size in sizes)
+  return packing.schedule(missing, missing > 1, turns, widths)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,52 @@ def _scheduled(missing, turns, sizes) -> packing.Work:
 )
 def test_sizes(chunk, sizes):
   config = rollout.RolloutConfig(prefill_chunk=chunk)
-  assert packing.widths(config) == sizes
+  assert packing.widths(config) == tuple((0, size) for size in sizes)
+
+
+def test_sizes_with_drafts():
+  config = rollout.RolloutConfig(
+    prefill_chunk=4, draft_tokens=3, draft_columns=32
+  )
+  assert packing.widths(config) == (
+    (0, 0), (0, 4), (8, 0), (8, 4), (32, 0), (32, 4),
+  )  # fmt: skip
+
+
+def check_drafts() -> None:
+  """Slots 0, 2 and 3 decode, 1 has a prompt; 8 columns for drafts.
+
+  Six drafts fill three quarters of them, five do not. What finds no column is
+  left out, from the last slot on.
+  """
+  sizes = packing.Width(0, 0), packing.Width(0, 4)
+  sizes += packing.Width(8, 0), packing.Width(8, 4)
+  missing = jnp.asarray([1, 3, 1, 1], jnp.int32)
+  for drafts, width, granted in (
+    ([2, 0, 2, 1], 1, [0, 0, 0, 0]),
+    ([2, 0, 2, 2], 3, [2, 0, 2, 2]),
+    ([4, 3, 3, 4], 3, [4, 0, 3, 1]),
+  ):
+    work = packing.schedule(
+      missing,
+      missing > 1,
+      jnp.arange(4, dtype=jnp.int32),
+      sizes,
+      jnp.asarray(drafts, jnp.int32),
+    )
+    assert int(work.width) == width
+    assert work.drafts is not None and work.begins is not None
+    assert work.drafts.tolist() == granted
+    total, first = sum(granted), 12 if width > 1 else 4
+    owners = [slot for slot in range(4) for _ in range(granted[slot])]
+    assert work.slots[4:].tolist() == owners + [4] * (8 - total)
+    # The prompt's columns come after those of the drafts.
+    assert work.counts.tolist() == [1, 3, 1, 1]
+    assert work.last.tolist() == [0, first + 2, 2, 3]
+
+
+def test_drafts():
+  check_drafts()
 
 
 def check_widths() -> None:

@@ -1,12 +1,27 @@
 """From logits to a token and its log-probability."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
+from jaxkv._src.rollout import settings
+from jaxkv._src.rollout.processors import adjust
+from jaxkv._src.rollout.processors import see
+from jaxkv._src.rollout.sampling import draw
+from jaxkv._src.rollout.sampling import probabilities
+from jaxkv._src.rollout.settings import Sampling
+from tests.rollout import by_definition
+from tests.rollout.by_definition import Row
+from tests.tools import traced_loops
 
+_compiled = jax.jit(
+  draw, static_argnames=("raw_log_probs", "entropy", "top_log_probs")
+)
 _LOGITS = jnp.asarray([[0.0, 1.0, 3.0, -2.0], [5.0, 5.0, 1.0, 0.0]])
 
 
@@ -93,3 +108,324 @@ class TestDraws:
     tokens, log_probs = _sample(1.0, jnp.repeat(logits, 100, axis=0))
     assert set(tokens.tolist()) == {1}
     np.testing.assert_array_equal(log_probs, 0)
+
+
+class TestMixed:
+  """Rows with settings of their own."""
+
+  def _draw(self, rows, logits, seed=0, counts=None, **options):
+    sampling = by_definition.sampling_of(
+      rows, "temperature", "top_k", "top_p", "min_p"
+    )
+    if counts is None:
+      counts = jnp.arange(len(rows), dtype=jnp.int32)
+    keys = _keys(len(rows), seed)
+    return sampling, _compiled(keys, counts, logits, sampling, **options)
+
+  def test_by_hand(self):
+    """What is left is drawn, and log-probabilities are about it."""
+    logits = jnp.log(jnp.asarray([[1.0, 8.0, 4.0, 2.0]]))
+    rows = [
+      Row(top_k=1),
+      Row(top_p=0.5),
+      Row(min_p=1.0),
+      Row(temperature=0.0),
+      Row(temperature=0.0, top_k=2, top_p=0.1, min_p=0.9),
+      Row(top_k=2),
+      Row(temperature=0.5, top_k=2),
+    ]
+    _, drawn = self._draw(rows, jnp.repeat(logits, len(rows), axis=0))
+    assert drawn.tokens[:5].tolist() == [1] * 5
+    np.testing.assert_allclose(
+      drawn.log_probs[:5], np.log([1, 1, 1, 8 / 15, 8 / 15]), rtol=1e-6
+    )
+    shares = {1: 8 / 12, 2: 4 / 12}
+    assert float(drawn.log_probs[5]) == pytest.approx(
+      np.log(shares[int(drawn.tokens[5])]), rel=1e-6
+    )
+    shares = {1: 64 / 80, 2: 16 / 80}
+    assert float(drawn.log_probs[6]) == pytest.approx(
+      np.log(shares[int(drawn.tokens[6])]), rel=1e-6
+    )
+
+  @pytest.mark.drawn("size", [1, 2, 3, 11, 64, 513], every=3)
+  @pytest.mark.parametrize("size", [1, 2, 3, 11, 64, 513])
+  def test_all_rows(self, size):
+    """Every row is drawn as defined, and as it is alone, bit by bit."""
+    rng = np.random.default_rng(size)
+    rows = [
+      Row(
+        temperature=float(rng.choice([0.0, 0.3, 1.0, 2.5])),
+        top_k=int(rng.choice([-1, 0, 1, 2, 7, 10_000])),
+        top_p=float(rng.choice([1.0, 0.95, 0.6, 0.05])),
+        min_p=float(rng.choice([0.0, 0.01, 0.2])),
+      )
+      for _ in range(40)
+    ]
+    logits = (3 * rng.normal(size=(len(rows), size))).astype(np.float32)
+    sampling, drawn = self._draw(rows, jnp.asarray(logits), seed=size)
+    found = jax.jit(probabilities)(jnp.asarray(logits), sampling)
+    keys = _keys(len(rows), size)
+    for number, row in enumerate(rows):
+      shares = by_definition.probabilities(logits[number].astype(float), row)
+      np.testing.assert_allclose(found[number], shares, rtol=1e-5, atol=1e-7)
+      token = int(drawn.tokens[number])
+      assert token == by_definition.drawn(shares, keys[number], number)
+      score = np.log(shares[token])
+      if row.temperature == 0:
+        plain = by_definition.probabilities(logits[number].astype(float), Row())
+        score = np.log(plain[token])
+      assert float(drawn.log_probs[number]) == pytest.approx(score, abs=1e-5)
+      one = slice(number, number + 1)
+      alone = _compiled(
+        keys[one],
+        jnp.asarray([number], jnp.int32),
+        jnp.asarray(logits[one]),
+        jax.tree.map(lambda leaf, one=one: leaf[one], sampling),
+      )
+      assert int(alone.tokens[0]) == token
+      np.testing.assert_allclose(
+        alone.log_probs[0], drawn.log_probs[number], rtol=1e-6, atol=1e-6
+      )
+
+  def test_frequencies(self):
+    count = 20_000
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(1, 30)) * 2)
+    logits = logits.astype(jnp.float32)
+    row = Row(temperature=1.5, top_k=12, top_p=0.9, min_p=0.02)
+    _, drawn = self._draw([row] * count, jnp.repeat(logits, count, axis=0))
+    expected = by_definition.probabilities(
+      np.asarray(logits[0], np.float64), row
+    )
+    found = np.bincount(np.asarray(drawn.tokens), minlength=30) / count
+    # Five standard deviations of a share.
+    np.testing.assert_allclose(found, expected, atol=5 * 0.5 / count**0.5)
+    assert not np.any(found[expected == 0])
+
+  @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+  def test_one_temperature_is_that_of_all(self, temperature):
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(9, 300)))
+    logits = logits.astype(jnp.float32)
+    tokens, log_probs = _sample(temperature, logits, jnp.arange(9) + 0)
+    _, drawn = self._draw([Row(temperature=temperature)] * 9, logits)
+    np.testing.assert_array_equal(drawn.tokens, tokens)
+    np.testing.assert_allclose(drawn.log_probs, log_probs, rtol=1e-6)
+    plain = Sampling(temperature=jnp.full((9,), temperature, jnp.float32))
+    plain = _compiled(_keys(9), jnp.arange(9, dtype=jnp.int32), logits, plain)
+    np.testing.assert_array_equal(plain.tokens, tokens)
+    if temperature == 1:
+      none = _compiled(
+        _keys(9), jnp.arange(9, dtype=jnp.int32), logits, Sampling()
+      )
+      np.testing.assert_array_equal(none.tokens, tokens)
+
+  @pytest.mark.parametrize("value", [-np.inf, np.nan])
+  @pytest.mark.parametrize("temperature", [0.0, 1.0])
+  def test_rows_without_a_distribution(self, value, temperature):
+    """They get some token, and change nothing for others."""
+    logits = np.random.default_rng(3).normal(size=(3, 50)).astype(np.float32)
+    whole, part = logits.copy(), logits.copy()
+    whole[1], part[1, 7] = value, value
+    row = Row(temperature=temperature, top_k=5, top_p=0.9, min_p=0.1)
+    _, expected = self._draw([row] * 3, jnp.asarray(logits))
+    for broken in (whole, part):
+      _, drawn = self._draw([row] * 3, jnp.asarray(broken))
+      assert 0 <= int(drawn.tokens[1]) < 50
+      assert np.isnan(drawn.log_probs[1]) == bool(
+        np.isnan(value) or broken is whole
+      )
+      for other in (0, 2):
+        assert int(drawn.tokens[other]) == int(expected.tokens[other])
+
+  def test_nothing_is_drawn_from_masked_tokens(self):
+    """Fewer tokens than top-k are left."""
+    logits = jnp.where(jnp.arange(40) % 20 == 3, 0.0, -jnp.inf)[None]
+    row = Row(top_k=5, top_p=0.999, min_p=0.001)
+    _, drawn = self._draw([row] * 200, jnp.repeat(logits, 200, axis=0))
+    assert set(drawn.tokens.tolist()) == {3, 23}
+    np.testing.assert_allclose(drawn.log_probs, np.log(0.5), rtol=1e-6)
+
+  def test_half_precision(self):
+    logits = jnp.asarray([[1.0, 3.0, 2.0]], jnp.bfloat16)
+    _, half = self._draw([Row(top_k=2)], logits)
+    _, full = self._draw([Row(top_k=2)], logits.astype(jnp.float32))
+    assert half.log_probs.dtype == jnp.float32
+    np.testing.assert_array_equal(half.log_probs, full.log_probs)
+    with pytest.raises(TypeError, match="`logits` must be floats, got int32"):
+      self._draw([Row()], jnp.zeros((1, 3), jnp.int32))
+
+
+class TestWhatIsCompiled:
+  """What nobody asks for costs nothing."""
+
+  def _primitives(self, sampling, **options):
+    found = traced_loops.equations(
+      functools.partial(draw, **options),
+      _keys(2),
+      jnp.zeros((2,), jnp.int32),
+      jnp.zeros((2, 30)),
+      sampling,
+    )
+    return [equation.primitive.name for equation in found]
+
+  def test_without_settings(self):
+    names = self._primitives(Sampling())
+    assert "while" not in names and "cond" not in names
+    assert names.count("exp") == 2  # All tokens; those of a block.
+    assert names.count("div") == 0
+
+  def test_with_a_temperature_alone(self):
+    names = self._primitives(Sampling(temperature=jnp.ones((2,))))
+    assert "while" not in names and names.count("cond") == 2
+
+  def test_other_settings_have_no_effect(self):
+    others = settings.as_sampling(
+      Sampling(logit_bias={1: 2.0}, presence_penalty=1.0, min_tokens=3), 2
+    )
+    assert self._primitives(others) == self._primitives(Sampling())
+
+  def test_nothing_is_sorted(self):
+    rows = [Row(top_k=3, top_p=0.5, min_p=0.1)] * 2
+    names = self._primitives(
+      by_definition.sampling_of(rows), top_log_probs=3, entropy=True
+    )
+    assert not {"sort", "top_k", "approx_top_k"} & {*names}
+
+
+class TestTheModelsOwn:
+  """What is kept of the distribution before it is changed."""
+
+  def _rows(self, logits, own=None, **options):
+    rows = len(logits)
+    own = None if own is None else jnp.asarray(own, jnp.float32)
+    return _compiled(
+      _keys(rows),
+      jnp.zeros((rows,), jnp.int32),
+      jnp.asarray(logits, jnp.float32),
+      Sampling(top_k=jnp.ones((rows,), jnp.int32)),
+      raw_logits=own,
+      **options,
+    )
+
+  def test_by_hand(self):
+    own = np.log([[0.5, 0.125, 0.25, 0.125]])
+    drawn = self._rows(
+      [[0, 0, 9, 0]], own, raw_log_probs=True, entropy=True, top_log_probs=3
+    )
+    assert drawn.tokens.tolist() == [2] and drawn.log_probs.tolist() == [0]
+    np.testing.assert_allclose(drawn.raw_log_probs, np.log([0.25]), rtol=1e-6)
+    np.testing.assert_allclose(drawn.entropy, [1.75 * np.log(2)], rtol=1e-6)
+    assert drawn.top_tokens.tolist() == [[0, 2, 1]]
+    np.testing.assert_allclose(
+      drawn.top_log_probs, np.log([[0.5, 0.25, 0.125]]), rtol=1e-6
+    )
+
+  def test_only_what_is_asked_for(self):
+    drawn = self._rows([[0.0, 1.0]])
+    assert drawn[2:] == (None,) * 4
+    drawn = self._rows([[0.0, 1.0]], entropy=True)
+    assert drawn.entropy is not None and drawn.raw_log_probs is None
+    drawn = self._rows([[0.0, 1.0]], top_log_probs=1)
+    assert drawn.top_tokens.tolist() == [[1]] and drawn.entropy is None
+
+  def test_without_logits_of_its_own(self):
+    drawn = self._rows([[0.0, 1.0]], raw_log_probs=True)
+    np.testing.assert_allclose(
+      drawn.raw_log_probs, [-np.log1p(np.exp(-1))], rtol=1e-6
+    )
+
+
+class TestTransforms:
+  """A step of all settings, under all of them equal to that under `jit`."""
+
+  _SIZE = 40
+
+  def _step(self, keys, counts, logits, sampling, history):
+    changed = adjust(logits, sampling, history)
+    drawn = draw(
+      keys,
+      counts,
+      changed,
+      sampling,
+      raw_logits=logits,
+      raw_log_probs=True,
+      entropy=True,
+      top_log_probs=3,
+    )
+    return drawn, see(history.seen, drawn.tokens, counts >= 0)
+
+  def _arguments(self):
+    rng = np.random.default_rng(6)
+    rows = [
+      Row(
+        prompt=rng.integers(0, self._SIZE, 5).tolist(),
+        drawn=rng.integers(0, self._SIZE, 6).tolist(),
+        temperature=heat,
+        top_k=9,
+        top_p=0.8,
+        min_p=0.05,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        repetition_penalty=1.5,
+        min_tokens=8,
+        stop_tokens=[1, 2],
+        logit_bias={3: 1.5},
+        bad_words=[[4], [5, 6]],
+      )
+      for heat in (0.0, 0.5, 1.0, 2.0)
+    ]
+    sampling = by_definition.sampling_of(rows)
+    history = by_definition.history_of(rows, sampling, self._SIZE)
+    logits = (2 * rng.normal(size=(4, self._SIZE))).astype(np.float32)
+    counts = jnp.asarray([6, 6, 6, 6], jnp.int32)
+    # What is static has no rows.
+    history = history._replace(stop_token=jnp.full((4, 1), 7, jnp.int32))
+    return _keys(4), counts, jnp.asarray(logits), sampling, history
+
+  def _check(self, step):
+    found = step(*self._arguments())
+    expected = jax.jit(self._step)(*self._arguments())
+    for one, other in zip(
+      jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+      assert one.dtype == other.dtype
+      np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+  def test_without_jit(self):
+    self._check(self._step)
+
+  def test_with_64_bits(self):
+    with jax.enable_x64(True):
+      self._check(jax.jit(self._step))
+
+  def test_under_vmap(self):
+    def row(*arguments):
+      arguments = jax.tree.map(lambda leaf: leaf[None], arguments)
+      return jax.tree.map(lambda leaf: leaf[0], self._step(*arguments))
+
+    self._check(jax.jit(jax.vmap(row)))
+
+  @pytest.mark.parametrize("settings_are_split", [True, False])
+  def test_under_shard_map(self, settings_are_split):
+    """With settings of the shard's own sequences, or of all of them."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    split = P("data")
+    own = split if settings_are_split else P()
+
+    def step(keys, counts, logits, sampling, history):
+      if not settings_are_split:
+        first = 2 * jax.lax.axis_index("data")
+        numbers = first + jnp.arange(2, dtype=jnp.int32)
+        sampling = settings.rows(sampling, numbers)
+      return self._step(keys, counts, logits, sampling, history)
+
+    self._check(
+      jax.jit(
+        jax.shard_map(
+          step,
+          mesh=mesh,
+          in_specs=(split, split, split, own, split),
+          out_specs=split,
+        )
+      )
+    )

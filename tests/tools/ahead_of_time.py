@@ -24,6 +24,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
@@ -203,7 +204,7 @@ def compile_for(
       that spills without `may_spill` included.
     ValueError: what the assembler says of a Mosaic GPU kernel is not found.
   """
-  mesh = Mesh(np.array([_device(target)]), ("device",))
+  mesh = mesh_of(target, "device", 1)
   there = NamedSharding(mesh, PartitionSpec())
   shapes = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
@@ -226,11 +227,19 @@ def compile_for(
   return Program(compiled=compiled, mosaic_kernels=kernels)
 
 
-def _device(target: str) -> Any:
-  """A device of the target that can only be compiled for."""
+def mesh_of(target: str, axis: str, size: int) -> Mesh:
+  """Devices of the target that can only be compiled for.
+
+  Args:
+    target: one of `TARGETS` or `OLDER_GPUS`.
+    axis: the name of the mesh's only axis.
+    size: up to four devices.
+  """
   if target in _GPUS:
     topology = topologies.get_topology_desc(
-      platform="cuda", target_config=_GPUS[target], topology="1x1x1"
+      platform="cuda",
+      target_config=_GPUS[target],
+      topology=f"1x1x{size}",
     )
   elif target in _TPUS:
     os.environ.update(_TPU_ENVIRONMENT)
@@ -238,7 +247,8 @@ def _device(target: str) -> Any:
   else:
     known = (*_GPUS, *_TPUS)
     raise ValueError(f"target={target!r}; it must be one of {known}")
-  return topology.devices[0]
+  chosen = np.array(topology.devices[:size])
+  return Mesh(chosen, (axis,), axis_types=(AxisType.Auto,))
 
 
 @contextlib.contextmanager

@@ -14,16 +14,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import platformdirs
 
 from jaxkv._src.models import checkpoint as store
-from jaxkv._src.models import llama
 from jaxkv._src.models import training
 from jaxkv._src.models import vocabulary
-from jaxkv._src.models.config import LlamaConfig
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.llama import llama
+from jaxkv._src.models.decoder.params import Params
+from jaxkv._src.models.decoder.params import shapes_of
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _STEPS = 600
 # Most steps use short sequences, which are cheap. Without the longer ones, the
 # loss beyond position 128 is 1 nat a character worse.
@@ -48,8 +49,8 @@ class CharacterModel:
     vocabulary: converts text to tokens and back; it has the stop token.
   """
 
-  config: LlamaConfig
-  params: llama.Params
+  config: Decoder
+  params: Params
   vocabulary: vocabulary.Vocabulary
 
 
@@ -124,8 +125,8 @@ def cache_folder(
   return pathlib.Path(chosen or platformdirs.user_cache_dir("jaxkv"))
 
 
-def _config(vocab_size: int) -> LlamaConfig:
-  return LlamaConfig(
+def _config(vocab_size: int) -> Decoder:
+  return llama(
     vocab_size=vocab_size,
     num_layers=2,
     embed_dim=64,
@@ -137,13 +138,11 @@ def _config(vocab_size: int) -> LlamaConfig:
 
 
 def _facts(
-  text: str, config: LlamaConfig, recipe: training.Recipe
+  text: str, config: Decoder, recipe: training.Recipe
 ) -> dict[str, Any]:
   """Everything that determines the weights, as JSON values."""
   sizes = dataclasses.asdict(config)
   sizes["dtype"] = config.dtype.name
-  if config.windows == (None,):
-    del sizes["windows"]  # Files without windows are older than the field.
   facts = {
     "format": _FORMAT_VERSION,
     "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
@@ -158,17 +157,14 @@ def _digest(facts: dict[str, Any]) -> str:
 
 
 def _load(
-  path: pathlib.Path, facts: dict[str, Any], config: LlamaConfig
-) -> llama.Params | None:
+  path: pathlib.Path, facts: dict[str, Any], config: Decoder
+) -> Params | None:
   """The weights in the file, or None if they must be trained."""
   # Not `Path.exists`, which raises for a folder that may not be searched.
   if not os.path.exists(path):
     return None
-  shapes = jax.eval_shape(
-    lambda key: llama.init_params(key, config), jax.random.key(0)
-  )
   try:
-    return store.load(path, facts, shapes)
+    return store.load(path, facts, shapes_of(config))
   except store.UnusableFileError as error:
     warnings.warn(
       f"{path} cannot be used ({error}); training the model again.",

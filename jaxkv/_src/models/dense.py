@@ -116,6 +116,9 @@ def attend(
   q: jax.Array,
   *,
   window: int | None = None,
+  scale: float | None = None,
+  soft_cap: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Attends to one layer's memory, after its `write`.
 
@@ -125,6 +128,9 @@ def attend(
     starts: int32[B]; query t of row b sees the tokens up to `starts[b] + t`.
     q: [B, T, H, D] queries.
     window: static; how many of those tokens it sees, the last ones; None: all.
+    scale: static; as for `attend_causal`.
+    soft_cap: static; as for `attend_causal`.
+    sinks: [H], as for `attend_causal`.
 
   Returns:
     [B, T, H, D]; NaN for a query past `max_len`.
@@ -137,25 +143,35 @@ def attend(
   places = starts[:, None] + steps[None, :]
   keys = jnp.arange(cache.max_len, dtype=jnp.int32)
   seen = _seen(places[:, :, None], keys[None, None, :], window)
-  out = _masked_attention(q, k, v, seen)
+  out = _masked_attention(q, k, v, seen, scale, soft_cap, sinks)
   fits = (places < cache.max_len)[:, :, None, None]
   return jnp.where(fits, out, jnp.array(jnp.nan, out.dtype))
 
 
 def attend_causal(
-  q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  *,
+  window: int | None = None,
+  scale: float | None = None,
+  soft_cap: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Causal attention among the tokens given, without any memory.
 
   Args:
     q: [B, T, H, D] queries.
     k: [B, T, K, D] keys; K divides H.
-    v: [B, T, K, D] values.
+    v: [B, T, K, X] values.
     window: static; a token sees itself and the `window - 1` tokens before it;
       None: all tokens before it.
+    scale: static; factor of the logits; None for D ** -0.5.
+    soft_cap: static; c turns a logit x into c * tanh(x / c); None for no cap.
+    sinks: [H], a logit of each head that has no value; None for none.
 
   Returns:
-    [B, T, H, D].
+    [B, T, H, X].
 
   Examples:
     >>> import jax.numpy as jnp
@@ -165,7 +181,7 @@ def attend_causal(
   """
   steps = jnp.arange(q.shape[1], dtype=jnp.int32)
   seen = _seen(steps[:, None], steps[None, :], window)[None]
-  return _masked_attention(q, k, v, seen)
+  return _masked_attention(q, k, v, seen, scale, soft_cap, sinks)
 
 
 def _seen(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
@@ -175,9 +191,15 @@ def _seen(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
 
 
 def _masked_attention(
-  q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  seen: jax.Array,
+  scale: float | None = None,
+  soft_cap: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """Softmax attention of q [B, T, H, D] to k, v [B, N, K, D].
+  """Softmax attention of q [B, T, H, D] to k [B, N, K, D], v [B, N, K, X].
 
   `seen` is bool[B or 1, T, N]. A query that sees no key gets NaN.
   """
@@ -189,12 +211,21 @@ def _masked_attention(
     k.astype(q.dtype),
     preferred_element_type=jnp.float32,
   )
-  scores = jnp.where(seen[:, None, None], scores * head_dim**-0.5, -jnp.inf)
+  scores *= head_dim**-0.5 if scale is None else scale
+  if soft_cap is not None:
+    scores = soft_cap * jnp.tanh(scores / soft_cap)
+  scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+  if sinks is not None:
+    own = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
+    own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
+    scores = jnp.concatenate([scores, own], axis=-1)
   weights = jax.nn.softmax(scores, axis=-1)
+  if sinks is not None:
+    weights = weights[..., :-1]
   out = jnp.einsum(
     "bkgtn,bnkd->btkgd",
     weights.astype(q.dtype),
     v.astype(q.dtype),
     preferred_element_type=jnp.float32,
   )
-  return out.reshape(q.shape).astype(q.dtype)
+  return out.reshape(*q.shape[:3], v.shape[3]).astype(q.dtype)

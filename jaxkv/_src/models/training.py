@@ -10,8 +10,10 @@ import numpy as np
 import optax
 import tqdm
 
-from jaxkv._src.models import llama
-from jaxkv._src.models.config import LlamaConfig
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.forward import forward_uncached
+from jaxkv._src.models.decoder.params import Params
+from jaxkv._src.models.decoder.params import init_params
 
 _SPAN = 25
 
@@ -65,11 +67,11 @@ class Recipe:
 
 def train(
   tokens: np.ndarray,
-  config: LlamaConfig,
+  config: Decoder,
   recipe: Recipe,
   *,
   progress: bool = True,
-) -> tuple[llama.Params, np.ndarray]:
+) -> tuple[Params, np.ndarray]:
   """Trains fresh parameters on random stretches of one token stream.
 
   Args:
@@ -88,7 +90,7 @@ def train(
       f"tokens holds {len(tokens)}; a context of {longest} needs at least "
       f"{longest + 1}."
     )
-  params = llama.init_params(jax.random.key(recipe.seed), config)
+  params = init_params(jax.random.key(recipe.seed), config)
   state = (params, _optimizer(recipe).init(params))
   data, losses = jnp.asarray(tokens, jnp.int32), []
   with tqdm.tqdm(
@@ -110,14 +112,14 @@ def train(
 
 
 def mean_loss(
-  params: llama.Params, tokens: jax.Array, *, config: LlamaConfig
+  params: Params, tokens: jax.Array, *, config: Decoder
 ) -> jax.Array:
   """Mean cross entropy of each next token, in nats.
 
   Args:
     params: the decoder's.
     tokens: int32[B, T + 1].
-    config: static; the decoder's sizes.
+    config: static; the decoder.
 
   Returns:
     float32[].
@@ -127,14 +129,14 @@ def mean_loss(
 
 @functools.partial(jax.jit, static_argnames="config")
 def token_losses(
-  params: llama.Params, tokens: jax.Array, *, config: LlamaConfig
+  params: Params, tokens: jax.Array, *, config: Decoder
 ) -> jax.Array:
   """Cross entropy of each next token, in nats, from sequence starts.
 
   Args:
     params: the decoder's.
     tokens: int32[B, T + 1].
-    config: static; the decoder's sizes.
+    config: static; the decoder.
 
   Returns:
     float32[B, T]; element t is the loss of token t + 1 given those before.
@@ -142,7 +144,7 @@ def token_losses(
   inputs, targets = tokens[:, :-1], tokens[:, 1:]
   steps = jnp.arange(inputs.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(steps[None], inputs.shape)
-  logits = llama.forward_uncached(params, inputs, positions, config=config)
+  logits = forward_uncached(params, inputs, positions, config=config)
   return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
 
 
@@ -183,7 +185,7 @@ def _run_span(
   data: jax.Array,
   steps: jax.Array,
   *,
-  config: LlamaConfig,
+  config: Decoder,
   recipe: Recipe,
   phase: Phase,
 ) -> tuple[Any, jax.Array]:

@@ -23,11 +23,10 @@ from jaxkv._src.cache import ops
 from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.prefix import hashing
-from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import roots
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
-from jaxkv._src.rollout.sequences import Sequences
+from jaxkv._src.rollout.state import RolloutState
 
 
 class Candidates(NamedTuple):
@@ -69,70 +68,42 @@ class Chosen(NamedTuple):
   leader: Array
 
 
-def page_keys(cache: CacheState, tokens: Array) -> Array | None:
-  """uint32[R, X // S, 4]: the key after each page of tokens int32[R, X].
-
-  None without prefix caching.
-  """
-  if cache.secret is None:
-    return None
-  size, rows = cache.config.page_size, tokens.shape[0]
-  columns = tokens.shape[1] // size
-  if columns == 0:
-    return jnp.zeros((rows, 0, hashing.KEY_WORDS), jnp.uint32)
-  pages = tokens[:, : columns * size].reshape(rows, columns, size)
-  root = jnp.broadcast_to(roots(cache, None), (rows, hashing.KEY_WORDS))
-  return hashing.row_keys(cache.secret, root, pages)
-
-
-def candidates(
-  cache: CacheState,
-  sequences: Sequences,
-  order: Array | None,
-  running: Array,
-  computing: Array,
-  keys: Array | None,
-  root: Array,
-  config: RolloutConfig,
-) -> Candidates:
+def candidates(state: RolloutState, computing: Array) -> Candidates:
   """The first waiting sequences, and what each of them finds.
 
   Args:
-    cache: the cache.
-    sequences: all of them.
-    order: int32[Q], the sequences as they wait; None for their own order.
-    running: int32[B], the sequence in each slot.
+    state: the rollout.
     computing: bool[B], slots that hold pages.
-    keys: see `RolloutState.page_keys`.
-    root: the key before all of them.
-    config: the window, and the samples of a prompt.
   """
+  cache, sequences, keys = state.cache, state.sequences, state.page_keys
   none = sequences.length.shape[0]
-  window = min(config.window, none)
+  window = min(state.config.window, none)
   waits = sequences.status == queue.WAITING
-  if order is None:
-    numbers = queue.first_of(waits, window)
-  else:
-    first = queue.first_of(waits[order], window)
-    numbers = ops.take(order, first, fill=none)
+  first = queue.first_of(waits[state.order], window)
+  numbers = ops.take(state.order, first, fill=none)
   priority = sequences.priority
   if priority is not None:
     priority = ops.take(priority, numbers)
   valid, length = numbers < none, ops.take(sequences.length, numbers)
   nobody = jnp.zeros((window, window), bool)
-  siblings, leader = nobody, jnp.full_like(numbers, running.shape[0])
-  if config.num_samples > 1:
-    siblings, leader = _siblings(
-      cache, sequences, numbers, running, computing, config
-    )
-  known = jnp.all(root == roots(cache, None))
-  root = jnp.broadcast_to(root, (window, hashing.KEY_WORDS))
+  siblings, leader = nobody, jnp.full_like(numbers, state.running.shape[0])
+  if state.config.num_samples > 1:
+    siblings, leader = _siblings(state, numbers, computing)
+  known = valid & (ops.take(state.epochs, numbers) == cache.epoch)
+  most = length
+  if state.config.prompt_log_probs:
+    # What is found is not computed. So it must have been computed before.
+    most = jnp.minimum(length, ops.take(state.computed, numbers) + 1)
+  salts = None
+  if state.salts is not None:
+    salts = ops.take(state.salts, numbers)
+  root = jnp.broadcast_to(roots(cache, salts), (window, hashing.KEY_WORDS))
   own = None if keys is None else ops.take(keys, numbers)
   found = longest_prefix.find(
     cache,
     ops.take(sequences.tokens, numbers),
-    length,
-    valid & known,
+    most,
+    known,
     hashed=None if own is None else (root, own),
   )
   waiting = Candidates(
@@ -147,11 +118,13 @@ def candidates(
   )
   if keys is None or own is None or keys.shape[1] == 0:
     return waiting
+  if state.config.prompt_log_probs:
+    return waiting
   # The end of the next page, where all groups end one.
   stop = found.num_cached_tokens + cache.config.alignment
   page = ops.quotient(stop, cache.config.page_size) - 1
   columns = keys.shape[1]
-  wants = valid & known & (stop < length) & (page < columns)
+  wants = known & (stop < length) & (page < columns)
   key = jnp.take_along_axis(
     own, jnp.minimum(page, columns - 1)[:, None, None], axis=1
   )
@@ -159,10 +132,10 @@ def candidates(
   def computes(some: Array) -> Array:
     """bool[X, Y]: whether sequence j has the next page of candidate i."""
     theirs = ops.take(keys, some[None], page[:, None])
-    lengths = ops.take(sequences.prompt_length, some)
+    lengths = ops.take(sequences.start, some)
     return jnp.all(theirs == key, axis=-1) & (stop[:, None] <= lengths[None])
 
-  blocked = computes(running) & computing[None]
+  blocked = computes(state.running) & computing[None]
   blocked &= cache.length[None] < stop[:, None]
   blocked = jnp.any(blocked, axis=1) & wants
   return waiting._replace(
@@ -171,29 +144,37 @@ def candidates(
 
 
 def _siblings(
-  cache: CacheState,
-  sequences: Sequences,
-  numbers: Array,
-  running: Array,
-  computing: Array,
-  config: RolloutConfig,
+  state: RolloutState, numbers: Array, computing: Array
 ) -> tuple[Array, Array]:
   """`Candidates.siblings` and `leader` of the sequences `numbers`, int32[X].
 
   A sample is fresh if it has drawn nothing and has more than its last token to
-  compute.
+  compute. Samples of different salts share nothing.
   """
+  sequences, running, samples = (
+    state.sequences,
+    state.running,
+    state.config.num_samples,
+  )
 
   def fresh(some: Array) -> Array:
     length = ops.take(sequences.length, some)  # 0 for no sequence
     return (length > 1) & (ops.take(sequences.prompt_length, some) == length)
 
-  prompt, own = numbers // config.num_samples, fresh(numbers)[:, None]
-  siblings = own & fresh(numbers)[None] & (prompt[:, None] == prompt[None])
+  def alike(others: Array) -> Array:
+    """bool[X, Y]: whether two sequences have one prompt and one salt."""
+    same = (numbers // samples)[:, None] == (others // samples)[None]
+    if state.salts is None:
+      return same
+    mine, theirs = (ops.take(state.salts, some) for some in (numbers, others))
+    return same & jnp.all(mine[:, None] == theirs[None], axis=-1)
+
+  own = fresh(numbers)[:, None]
+  siblings = own & fresh(numbers)[None] & alike(numbers)
   leads = computing & fresh(running)
-  leads &= cache.length < ops.take(sequences.length, running)
-  same = prompt[:, None] == running[None] // config.num_samples
-  same &= own & leads[None]
+  leads &= ops.take(state.epochs, running) == state.cache.epoch
+  leads &= state.cache.length < ops.take(sequences.length, running)
+  same = alike(running) & own & leads[None]
   first = jnp.argmax(same, axis=1).astype(jnp.int32)
   return siblings, jnp.where(jnp.any(same, axis=1), first, running.shape[0])
 
@@ -261,7 +242,7 @@ def choose(
     waiting.blocked,
     following.astype(jnp.int32),
   )
-  chosen, _, _, _, following = lax.fori_loop(0, rows, one, start)
+  chosen, _, _, _, following = lax.fori_loop(0, rows, one, ops.alike(start))
   own = ops.take(following, chosen, fill=nobody)
   row = jnp.arange(rows, dtype=jnp.int32)
   return Chosen(

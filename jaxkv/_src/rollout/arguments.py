@@ -8,7 +8,6 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.cache.checks import as_int32
 from jaxkv._src.cache.checks import check_shape
 
 _TINY = float(np.finfo(np.float32).tiny)
@@ -48,24 +47,6 @@ def _is_real(dtype: Any) -> bool:
 def _is_temperature(value: float) -> bool:
   most = float(np.finfo(np.float32).max)
   return value == 0 or _TINY <= value <= most
-
-
-def as_max_steps(max_steps: Any) -> Array:
-  """The steps of a call, int32[].
-
-  A traced number is not checked for its value.
-
-  Raises:
-    TypeError: it is not an integer.
-    ValueError: it is not a scalar, is negative or does not fit int32.
-  """
-  value = as_int32("max_steps", max_steps)
-  check_shape("max_steps", value, ())
-  if not isinstance(value, Tracer) and int(value) < 0:
-    raise ValueError(
-      f"`max_steps` must be at least 0, got {int(value)}; use 0 for no limit."
-    )
-  return jnp.asarray(value, jnp.int32)
 
 
 def as_logits(logits: Array) -> Array:
@@ -139,4 +120,16 @@ def check_count(name: str, value: Any, least: int) -> None:
     raise ValueError(
       f"`RolloutConfig.{name}` must be at least {least} and below 2**31, got "
       f"{value}."
+    )
+
+
+def check_switch(name: str, value: Any) -> None:
+  """Raises unless a field of `RolloutConfig` is a bool.
+
+  Raises:
+    TypeError: it is not.
+  """
+  if not isinstance(value, bool):
+    raise TypeError(
+      f"`RolloutConfig.{name}` must be True or False, got {value!r}."
     )

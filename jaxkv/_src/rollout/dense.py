@@ -17,6 +17,7 @@ from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.arguments import as_temperature
 from jaxkv._src.rollout.arguments import last_logits
 from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.sequences import Finish
 from jaxkv._src.rollout.sequences import Sequences
 
 DenseModel = Callable[..., tuple[Array, Any]]
@@ -84,8 +85,18 @@ def generate_dense(
         last_logits(logits, batch_size),
         temperature,
       )
+      length = ops.take(sequences.length, numbers) + 1
+      stops = drawn == config.stop_token
+      ends = stops | (length >= ops.take(sequences.limit, numbers))
+      reason = jnp.where(stops, Finish.STOP_TOKEN, Finish.LENGTH)
+      finish = jnp.where(ends, reason, 0).astype(jnp.int32)
       sequences, ended = queue.append(
-        sequences, numbers, going, drawn, log_probs, config
+        sequences,
+        numbers,
+        going,
+        sampling.Drawn(tokens=drawn, log_probs=log_probs),
+        jnp.int32(0),
+        queue.Ending(finish, jnp.where(stops, drawn, -1)),
       )
       return memory, sequences, going & ~ended
 

@@ -22,255 +22,205 @@ gets further.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv import kv as kv_memory
 from jaxkv._src.cache import ops
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.commit import commit
 from jaxkv._src.cache.verbs.free import free
-from jaxkv._src.kv.view import packed_positions
+from jaxkv._src.rollout import drafts
 from jaxkv._src.rollout import packing
-from jaxkv._src.rollout import sampling
-from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout import processors
 from jaxkv._src.rollout import slots
 from jaxkv._src.rollout import timeline
-from jaxkv._src.rollout.arguments import as_max_steps
-from jaxkv._src.rollout.arguments import as_temperature
-from jaxkv._src.rollout.arguments import check_all_logits
-from jaxkv._src.rollout.arguments import check_logits
+from jaxkv._src.rollout.drafts import Draft
+from jaxkv._src.rollout.drawing import Seen
+from jaxkv._src.rollout.drawing import Steps
+from jaxkv._src.rollout.drawing import draw
+from jaxkv._src.rollout.drawing import looked_at
+from jaxkv._src.rollout.drawing import nothing_seen
+from jaxkv._src.rollout.guessing import Guesses
+from jaxkv._src.rollout.guessing import guess
+from jaxkv._src.rollout.model import Model
+from jaxkv._src.rollout.model import call
+from jaxkv._src.rollout.model import room_for_drafts
+from jaxkv._src.rollout.model import shape_of_logits
+from jaxkv._src.rollout.packing import Width
 from jaxkv._src.rollout.packing import Work
+from jaxkv._src.rollout.rows import Process
 from jaxkv._src.rollout.state import RolloutState
-from jaxkv._src.rollout.state import is_done
-from jaxkv.kv import KVPages
+from jaxkv._src.rollout.until import Until
+from jaxkv._src.rollout.until import as_until
+from jaxkv._src.rollout.until import goes_on
 
-Model = Callable[..., tuple[Array, KVPages]]
-"""`(params, tokens int32[1, C], positions int32[1, C], kv, views, columns
-int32[X]) -> (logits [X, V], kv)`: stores the K/V of the tokens, attends through
-`jaxkv.kv`, and gives the logits of some columns. `views` has a `PackedView` for
-each layer group. Logits are floats of any width, which are sampled from in
-float32. `all_logits` makes one of a model that gives logits for all tokens."""
-
-
-def all_logits(model: Callable[..., tuple[Array, KVPages]]) -> Model:
-  """A `Model` of one that gives logits for all tokens, [1, C, V].
-
-  Args:
-    model: `(params, tokens int32[1, C], positions int32[1, C], kv, views) ->
-      (logits [1, C, V], kv)`.
-
-  Raises:
-    ValueError: when the model is called, if its logits have another shape.
-  """
-
-  def call(
-    params: Any,
-    tokens: Array,
-    positions: Array,
-    kv: KVPages,
-    views: Any,
-    columns: Array,
-  ) -> tuple[Array, KVPages]:
-    logits, kv = model(params, tokens, positions, kv, views)
-    check_all_logits(logits, tokens.shape[1])
-    return logits[0].at[columns].get(mode="clip"), kv
-
-  return call
+_Loop = tuple[RolloutState, Seen | None, Array | None]
 
 
 def generate(
   params: Any,
   state: RolloutState,
-  temperature: Array,
-  max_steps: Array,
+  until: Until | None = None,
   *,
   model: Model,
+  process: Process | None = None,
+  draft: Draft | None = None,
 ) -> RolloutState:
-  """Runs until every sequence is done, or for `max_steps` steps.
+  """Runs until every sequence has ended, or until what `until` names.
 
   One `while_loop` without a host round trip. Jit it with the state donated, as
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place.
 
-  The generated tokens are `tokens[q, prompt_length[q] : length[q]]` of the
-  state's sequences. A sequence that can never run, because other holders leave
-  it too few pages, is given up: its status is FAILED and its `code` says why.
+  `generated` gives the tokens, aligned for a loss. A sequence that can never
+  run, because other holders leave it too few pages, is given up: its status is
+  FAILED and its `code` says why.
 
   Args:
     params: the model's.
-    state: from `init`, or from an earlier call that stopped at `max_steps`.
-    temperature: float32[], 0 for greedy.
-    max_steps: int32[], steps of this call; 0 for no limit.
+    state: from `init`, or from an earlier call that stopped before the end.
+    until: when to return; None for the end of all sequences.
     model: see `Model`.
+    process: changes logits before a token is drawn from them, see `Process`.
+    draft: guesses tokens, see `Draft`; None for those that followed the same
+      tokens before. With `RolloutConfig.draft_tokens` alone.
 
   Returns:
-    The state; `is_done` tells whether all sequences are done.
+    The state; `is_done` tells whether all sequences have ended.
 
   Raises:
-    TypeError: `temperature` is not a number, `max_steps` not an integer, or the
-      model's logits are not floats.
-    ValueError: `temperature` is negative or not finite, `max_steps` is
-      negative, or the model's logits have another shape. Traced numbers are not
-      checked: a temperature of NaN makes log-probabilities NaN, and a negative
-      `max_steps` runs no step.
+    TypeError: `until` is something else, or the model's logits are not floats.
+    ValueError: a number of `until` is negative, or logits have another shape.
   """
-  params, state, temperature, max_steps = ops.alike(
-    (params, state, as_temperature(temperature), as_max_steps(max_steps))
+  limits, seen = as_until(until), None
+  if processors.needs_seen(state.sampling):
+    shape = shape_of_logits(params, state, model=model)
+    seen = nothing_seen(state, shape.shape[1])
+  room = room_for_drafts(params, state, model=model)
+  params, state, limits, seen, room = ops.alike(
+    (params, state, limits, seen, room)
   )
   begin = state.counters.steps
 
-  def unfinished(state: RolloutState) -> Array:
-    within = (max_steps == 0) | (state.counters.steps - begin < max_steps)
-    return within & ~is_done(state)
-
-  def step(state: RolloutState) -> RolloutState:
+  def step(loop: _Loop) -> _Loop:
+    state, seen, room = loop
     state = slots.recycle_windows(state)
     state, forks = slots.share_prompts(state)
     state = slots.admit_waiting(state)
-    state, starved, preempted = slots.grow(state, forks)
-    return _compute(params, state, starved, preempted, temperature, model=model)
+    guesses = guess(params, state, draft)
+    counts = None if guesses is None else guesses.counts
+    state, starved, preempted = slots.grow(state, forks, counts)
+    seen = looked_at(state, seen)
+    return _compute(
+      params,
+      state,
+      guesses,
+      seen,
+      room,
+      starved,
+      preempted,
+      model=model,
+      process=process,
+    )
 
-  return lax.while_loop(unfinished, step, state)
+  def unfinished(loop: _Loop) -> Array:
+    return goes_on(limits, loop[0], begin)
+
+  return lax.while_loop(unfinished, step, (state, seen, room))[0]
 
 
 def _compute(
   params: Any,
   state: RolloutState,
+  guesses: Guesses | None,
+  seen: Seen | None,
+  room: Array | None,
   starved: Array,
   preempted: Array,
-  temperature: Array,
   *,
   model: Model,
-) -> RolloutState:
+  process: Process | None,
+) -> _Loop:
   """The tokens of a step, and what follows from them."""
-  none, num_slots = state.sequences.length.shape[0], state.running.shape[0]
-  numbers = state.running
+  none, before, numbers = state.sequences.length.shape[0], state, state.running
   missing = jnp.where(starved, 0, slots.missing_tokens(state))
-  followed = jnp.zeros((num_slots + 1,), bool)
-  followed = followed.at[state.leader].set(True)[:num_slots]
+  followed = slots.followed(state)
   sizes = packing.widths(state.config)
   work = packing.schedule(
-    jnp.minimum(
-      missing - followed.astype(jnp.int32), slots.tokens_at_once(state)
-    ),
+    slots.tokens_now(state, missing - followed.astype(jnp.int32)),
     (missing > 1) | followed,
     slots.turns(state),
     sizes,
+    None if guesses is None else guesses.counts,
+    one_part=recurrent.has_states(state.cache.config),
   )
+  tokens = None if guesses is None else guesses.tokens
   draws = (work.counts > 0) & (work.counts == missing)
-  kv, logits = _call(params, state, work, sizes, model=model)
-  cache, page_keys = _commit(state, work.counts)
-  sequences = state.sequences
-  drawn, log_probs = sampling.sample(
-    sequences.keys[jnp.minimum(numbers, none - 1)],
-    ops.take(queue.num_generated(sequences), numbers),
-    logits,
-    temperature,
+  kv, logits, records = call(
+    params, state, work, tokens, sizes, room, model=model
   )
-  sequences, ended = queue.append(
-    sequences,
-    ops.read_before(_read(cache, drawn), numbers),
-    draws,
-    drawn,
-    log_probs,
-    state.config,
+  state = dataclasses.replace(
+    state, sequences=dataclasses.replace(state.sequences, records=records)
   )
-  log = timeline.record(state, work.counts, draws, preempted)
-  state = _count(state, cache, work, draws, sizes)
-  cache, _ = free(cache, mask=ended | (preempted < none))
-  return dataclasses.replace(
+  read = jnp.zeros((), jnp.int32)
+  counts = work.counts
+  if guesses is None:
+    cache, page_keys = _commit(state, counts)
+    read = _read(cache)
+    steps = draw(state, work, draws, logits, tokens, seen, read, process)
+  else:
+    steps = draw(state, work, draws, logits, tokens, seen, read, process)
+    counts = jnp.maximum(counts, steps.counts)
+    state = dataclasses.replace(state, sequences=steps.sequences)
+    cache, page_keys = _commit(state, counts)
+  log = timeline.record(before, counts, draws, preempted)
+  state = _count(before, cache, work, steps, counts, sizes)
+  state = _learn(state, work, guesses, steps)
+  cache, _ = free(cache, mask=steps.ended | (preempted < none))
+  state = dataclasses.replace(
     state,
     cache=cache,
     kv=kv,
-    sequences=sequences,
+    sequences=steps.sequences,
+    user=steps.user,
     page_keys=page_keys,
-    running=jnp.where(ended, none, numbers),
+    running=jnp.where(steps.ended, none, numbers),
     log=log,
   )
+  return state, steps.seen, logits.drafts
 
 
-def _read(cache: CacheState, drawn: Array) -> Array:
+def _read(cache: CacheState) -> Array:
   """int32[], not negative: from tokens that a step has read; `read_before`."""
-  read = jnp.max(drawn)
-  if cache.hashes is not None:
-    read = jnp.maximum(read, jnp.max(cache.hashes.tail))
-  return read & jnp.int32(2**31 - 1)
+  if cache.hashes is None:
+    return jnp.zeros((), jnp.int32)
+  return jnp.max(cache.hashes.tail) & jnp.int32(2**31 - 1)
 
 
-def _call(
-  params: Any,
-  state: RolloutState,
-  work: Work,
-  sizes: tuple[int, ...],
-  *,
-  model: Model,
-) -> tuple[KVPages, Array]:
-  """Calls the model with the tokens of a step, in the width that was chosen.
-
-  Returns:
-    The memory, and the logits of each slot's last token, [B, V].
-  """
-  num_slots, samples = state.running.shape[0], state.config.num_samples
-  cache = state.cache
-  single = packing.single_views(cache, work)
-  starts = single[0].starts
-  if samples > 1:
-    # Forks of a prompt read its pages once, where that pays.
-    single = tuple(
-      one
-      if kind.skips_pages
-      else kv_memory.share(
-        state.kv,
-        one,
-        num_clusters=-(-num_slots // samples),
-        cluster_size=samples,
-      )
-      for kind, one in zip(cache.config.groups, single, strict=True)
-    )
-  tokens = _tokens(state, work.slots, starts)
-
-  def call(kv: KVPages, size: int) -> tuple[Array, KVPages]:
-    if not size:
-      views = packing.packed(single, None)
-      return model(params, tokens[None], starts[None], kv, views, work.last)
-    chunks = packing.chunk_views(cache, work)
-    row, positions = packed_positions(chunks[0], size)
-    owners = ops.take(work.order, row, fill=num_slots)
-    more = _tokens(state, owners, positions)
-    return model(
-      params,
-      jnp.concatenate([tokens, more])[None],
-      jnp.concatenate([starts, jnp.maximum(positions, 0)])[None],
-      kv,
-      packing.packed(single, chunks),
-      work.last,
-    )
-
-  shape = jax.eval_shape(lambda kv: call(kv, 0)[0], state.kv)
-  check_logits(shape, num_slots)
-  carry = state.kv, jnp.zeros(shape.shape, shape.dtype)
-  for width, size in enumerate(sizes):
-
-    def once(carry: Any, size: int = size) -> Any:
-      logits, kv = call(carry[0], size)
-      return kv, logits
-
-    # A conditional, or a switch, would copy the memory.
-    carry = ops.at_most_once(work.width == width, once, carry)
-  return carry
-
-
-def _tokens(state: RolloutState, slots: Array, positions: Array) -> Array:
-  """int32[X]: tokens of the sequences in slots; 0 for an empty one."""
-  none = state.sequences.length.shape[0]
-  numbers = ops.take(state.running, slots, fill=none)
-  return ops.take(state.sequences.tokens, numbers, positions)
+def _learn(
+  state: RolloutState, work: Work, guesses: Guesses | None, steps: Steps
+) -> RolloutState:
+  """What later guesses know of the tokens that were drawn."""
+  known, config = state.drafts, state.config
+  if known is None or guesses is None or work.drafts is None:
+    return state
+  length = slots.lengths(state)
+  known = drafts.with_tokens(
+    known,
+    steps.sequences,
+    state.running,
+    length,
+    length + steps.counts,
+    config,
+    config.draft_tokens + 1,
+  )
+  right = jnp.maximum(steps.counts - 1, 0)
+  known = drafts.learn(known, state.running, guesses.found, work.drafts, right)
+  return dataclasses.replace(state, drafts=known)
 
 
 def _commit(
@@ -314,27 +264,35 @@ def _count(
   state: RolloutState,
   cache: CacheState,
   work: Work,
-  draws: Array,
-  sizes: tuple[int, ...],
+  steps: Steps,
+  counts: Array,
+  sizes: tuple[Width, ...],
 ) -> RolloutState:
-  before, numbers, counts = state.counters, state.running, work.counts
-  rows = numbers.shape[0] + jnp.asarray(sizes, jnp.int32)[work.width]
+  before, numbers = state.counters, state.running
+  columns = jnp.asarray([sum(size) for size in sizes], jnp.int32)
+  rows = numbers.shape[0] + columns[work.width]
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
   held = cache.num_pages - cache.num_skipped_pages
   shared = jnp.sum(held, dtype=jnp.int32) - in_use
   place = ops.where_valid(counts > 0, numbers)
   known = ops.take(state.computed, place)
   again = jnp.clip(known - state.cache.length, 0, counts)
-  last = (draws & (again < counts)).astype(jnp.int32)
+  last = jnp.minimum(steps.counts, counts - again)
+  drafted, accepted = before.drafted, before.accepted
+  if work.drafts is not None:
+    drafted += jnp.sum(work.drafts, dtype=jnp.int32)
+    accepted += jnp.sum(jnp.maximum(steps.counts - 1, 0), dtype=jnp.int32)
   counters = dataclasses.replace(
     before,
     steps=before.steps + 1,
     calls=before.calls.at[work.width].add(1),
     rows=before.rows + rows,
-    generated=before.generated + jnp.sum(draws, dtype=jnp.int32),
+    generated=before.generated + jnp.sum(steps.counts, dtype=jnp.int32),
     prefilled=before.prefilled
     + jnp.sum(counts - again - last, dtype=jnp.int32),
     recomputed=before.recomputed + jnp.sum(again, dtype=jnp.int32),
+    drafted=drafted,
+    accepted=accepted,
     peak_pages=jnp.maximum(before.peak_pages, in_use),
     peak_shared=jnp.maximum(before.peak_shared, shared),
   )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax import lax
 
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.state import CacheState
@@ -20,17 +21,33 @@ CHUNK_ROWS = 8
 """The most sequences with tokens among the C columns of a step."""
 
 
-class Work(NamedTuple):
-  """The tokens of a step; B slots, W widths.
+class Width(NamedTuple):
+  """Columns of a call beside one for each slot.
 
   Attributes:
-    counts: int32[B], tokens of each slot.
-    width: int32[], the width that was chosen, 0 .. W - 1.
+    drafts: for tokens that are guessed.
+    prompts: for tokens of prompts.
+  """
+
+  drafts: int
+  prompts: int
+
+
+class Work(NamedTuple):
+  """The tokens of a step; B slots, D columns for drafts at most.
+
+  Attributes:
+    counts: int32[B], tokens of each slot, without drafts.
+    width: int32[], the width that was chosen, as an index of `widths`.
     order: int32[B], slots that prefill, oldest sequence first; then others.
-    chunks: int32[B], tokens among the C columns, of the slots in `order`.
-    slots: int32[B], the slot whose token is in each single column; B for none.
-    offsets: int32[B], tokens of that slot before that one in this step.
-    last: int32[B], the column of each slot's last token.
+    chunks: int32[B], tokens among the prompts' columns, of the slots in
+      `order`.
+    slots: int32[B + D], the slot whose token is in each single column; B for
+      none. The drafts come last.
+    offsets: int32[B + D], tokens of that slot before that one in this step.
+    last: int32[B], the column of each slot's last token that is no draft.
+    drafts: int32[B], drafts of each slot; None without any.
+    begins: int32[B], the number of the first one among all drafts.
   """
 
   counts: Array
@@ -40,27 +57,48 @@ class Work(NamedTuple):
   slots: Array
   offsets: Array
   last: Array
+  drafts: Array | None = None
+  begins: Array | None = None
 
 
-def widths(config: RolloutConfig) -> tuple[int, ...]:
-  """Columns for prompt tokens beside the single ones, ascending from 0.
+def widths(config: RolloutConfig) -> tuple[Width, ...]:
+  """The widths of calls, ascending from one without further columns.
 
-  A quarter of a chunk, so that the end of a prompt costs little; but no width
-  of less than 64, which would save little on an accelerator, and each width is
-  a call of the model to be compiled.
+  For prompts a quarter of a chunk, so that the end of a prompt costs little;
+  but no width of less than 64, which would save little on an accelerator, and
+  each width is a call of the model to be compiled. For drafts likewise.
   """
-  chunk = config.prefill_chunk
-  quarter = -(-chunk // 4)
-  return (0, quarter, chunk) if quarter >= 64 else (0, chunk)
+  prompts = _sizes(config.prefill_chunk, 64)
+  drafts = (0,)
+  if config.draft_tokens:
+    drafts = _sizes(config.draft_columns, 2)
+  return tuple(Width(few, many) for few in drafts for many in prompts)
+
+
+def _sizes(most: int, least: int) -> tuple[int, ...]:
+  quarter = -(-most // 4)
+  return (0, quarter, most) if quarter >= least else (0, most)
+
+
+def most_drafts(sizes: tuple[Width, ...]) -> int:
+  """D: the most columns for drafts."""
+  return sizes[-1].drafts
 
 
 def schedule(
-  missing: Array, prefills: Array, turns: Array, sizes: tuple[int, ...]
+  missing: Array,
+  prefills: Array,
+  turns: Array,
+  sizes: tuple[Width, ...],
+  drafts: Array | None = None,
+  *,
+  one_part: bool = False,
 ) -> Work:
   """Chooses the tokens of a step.
 
   A width is taken only if prompts fill three quarters of it, or if it is the
-  smallest, so few columns are padding.
+  smallest, so few columns are padding. A width for drafts is taken only if they
+  fill three quarters of it; drafts that find no column are left out.
 
   Args:
     missing: int32[B], tokens that each slot could compute; 0 for none.
@@ -68,6 +106,10 @@ def schedule(
       The others have one token.
     turns: int32[B], a number for each slot; lower ones come first.
     sizes: from `widths`.
+    drafts: int32[B], drafts of slots that decode; None without any.
+    one_part: whether all tokens of a sequence stand in one part of the call,
+      as recurrent layers need them. Then no prompt's token fills the column of
+      an idle slot.
   """
   num_slots = missing.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)
@@ -79,9 +121,11 @@ def schedule(
   ends = jnp.cumsum(waiting, dtype=jnp.int32)
   begins, total = ends - waiting, ends[-1]
   idle = num_slots - jnp.sum(decodes, dtype=jnp.int32)
+  if one_part:
+    idle = ops.zeros_like(idle)
   most = ends[:CHUNK_ROWS][-1]
   beyond = jnp.minimum(total - idle, most)
-  columns = jnp.asarray(sizes, jnp.int32)
+  columns = jnp.asarray(sorted({size.prompts for size in sizes}), jnp.int32)
   filled = (4 * beyond >= 3 * columns) & (columns > 0)
   width = jnp.sum(filled, dtype=jnp.int32)
   width = jnp.where(beyond > 0, jnp.maximum(width, 1), 0)
@@ -97,28 +141,68 @@ def schedule(
   vacant = jnp.where(decodes, ops.NOWHERE, rank)
   place = ops.put(slot, vacant, values=slot)
   final = begins + counts - 1
-  last = jnp.where(
-    final < size,
-    num_slots + final,
-    place.at[jnp.maximum(final - size, 0)].get(mode="clip"),
-  )
 
   def by_slot(ordered: Array) -> Array:
     return jnp.zeros_like(order).at[order].set(ordered)
 
-  return Work(
+  work = Work(
     counts=jnp.where(decodes, 1, by_slot(counts)),
     width=width,
     order=order,
     chunks=chunks,
     slots=jnp.where(decodes, slot, slots),
     offsets=jnp.where(spare, items.offset, 0),
-    last=jnp.where(decodes, slot, by_slot(last)),
+    last=slot,
   )
+  first = jnp.int32(num_slots)
+  if drafts is not None:
+    work, more = _with_drafts(work, jnp.where(decodes, drafts, 0), sizes)
+    first += more
+  last = jnp.where(
+    final < size,
+    first + final,
+    place.at[jnp.maximum(final - size, 0)].get(mode="clip"),
+  )
+  return work._replace(last=jnp.where(decodes, slot, by_slot(last)))
+
+
+def _with_drafts(
+  work: Work, drafts: Array, sizes: tuple[Width, ...]
+) -> tuple[Work, Array]:
+  """Columns for drafts, int32[B] of each slot; and how many, int32[]."""
+  columns = jnp.asarray(sorted({size.drafts for size in sizes}), jnp.int32)
+  ways = len({size.prompts for size in sizes})
+  total = jnp.sum(drafts, dtype=jnp.int32)
+  width = jnp.sum((4 * total >= 3 * columns) & (columns > 0), dtype=jnp.int32)
+  column = jnp.arange(most_drafts(sizes), dtype=jnp.int32)
+
+  def placed() -> tuple[Array, Array, Array, Array]:
+    begins = jnp.cumsum(drafts, dtype=jnp.int32) - drafts
+    counts = jnp.clip(columns[width] - begins, 0, drafts)
+    items = ops.locate(counts, column)
+    slots = jnp.where(items.valid, items.row, none)
+    offsets = jnp.where(items.valid, items.offset + 1, 0)
+    return slots, offsets, counts, begins
+
+  def nothing() -> tuple[Array, Array, Array, Array]:
+    zeros = ops.zeros_like(drafts)
+    offsets = (column & 0) + zeros[0]
+    return offsets + none, offsets, zeros, zeros
+
+  none = jnp.int32(drafts.shape[0])
+  slots, offsets, drafts, begins = lax.cond(width > 0, placed, nothing)
+  work = work._replace(
+    width=work.width + width * ways,
+    slots=jnp.concatenate([work.slots, slots]),
+    offsets=jnp.concatenate([work.offsets, offsets]),
+    drafts=drafts,
+    begins=begins,
+  )
+  return work, columns[width]
 
 
 def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
-  """The single columns' tokens in each group."""
+  """The tokens of the single columns, drafts included, in each group."""
   valid = work.slots < cache.config.num_slots
   starts = ops.take(cache.length, work.slots) + work.offsets
   return _views(cache, work.slots, starts, valid.astype(jnp.int32))

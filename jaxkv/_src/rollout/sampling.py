@@ -1,18 +1,89 @@
 """From logits to a token and its log-probability.
 
 A row is cut into blocks of about the square root of its tokens. A block is
-chosen first, then a token in it, so the logits are read twice and nothing of
-their size is written: once for the largest in each block, once for the blocks'
-probabilities. A token is drawn by inverting the cumulative distribution at two
+chosen first, then a token in it, so nothing is sorted and no noise is made for
+a token. A token is drawn by inverting the cumulative distribution at two
 uniform numbers, one for each choice, whatever the size of the vocabulary.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax import lax
 
+from jaxkv._src.cache import ops
+from jaxkv._src.rollout import filters
+from jaxkv._src.rollout import observed
+from jaxkv._src.rollout import reductions
 from jaxkv._src.rollout.arguments import as_logits
+from jaxkv._src.rollout.settings import Sampling
+
+
+class Drawn(NamedTuple):
+  """Tokens, and what is kept of them.
+
+  Attributes:
+    tokens: int32[R].
+    log_probs: float32[R], of the tokens in the distribution that they were
+      drawn from.
+    raw_log_probs: float32[R], of the tokens in the model's own distribution.
+    entropy: float32[R], of the model's own distribution, in nats.
+    top_tokens: int32[R, X], its most likely tokens, descending.
+    top_log_probs: float32[R, X], of those.
+  """
+
+  tokens: Array
+  log_probs: Array
+  raw_log_probs: Array | None = None
+  entropy: Array | None = None
+  top_tokens: Array | None = None
+  top_log_probs: Array | None = None
+
+
+class _Weights(NamedTuple):
+  """The distribution of each row, up to a factor.
+
+  Attributes:
+    logits: float32[R, V].
+    best: float32[R, 1], the highest of each row.
+    divisor: float32[R, 1], the temperature; None for 1.
+    greedy: bool[R], rows that take the most likely token; None for none.
+    all: float32[R, V], 1 for the highest logit; None where nothing is left out.
+    cutoff: float32[R, 1], the least of them that may be drawn; None likewise.
+  """
+
+  logits: Array
+  best: Array
+  divisor: Array | None = None
+  greedy: Array | None = None
+  all: Array | None = None
+  cutoff: Array | None = None
+
+  def scaled(self, logits: Array) -> Array:
+    """Some logits of each row, [R, X], as logarithms of their weights."""
+    # Of the differences none overflows upwards, however low the temperature.
+    scaled = logits - self.best
+    return scaled if self.divisor is None else scaled / self.divisor
+
+  def kept(self) -> Array:
+    """float32[R, V]: 0 for what is left out."""
+    if self.all is None or self.cutoff is None:
+      return jnp.exp(self.scaled(self.logits))
+    return jnp.where(self.all >= self.cutoff, self.all, 0)
+
+  def kept_in(self, number: Array) -> tuple[Array, Array]:
+    """The weights in a block of each row, and the tokens' numbers, [R, Y]."""
+    if self.all is None or self.cutoff is None:
+      block = reductions.read_block(self.logits, number)
+      weights = jnp.exp(self.scaled(block.values))
+    else:
+      # Not computed again: rounding could decide otherwise about a token.
+      block = reductions.read_block(self.all, number)
+      weights = jnp.where(block.values >= self.cutoff, block.values, 0)
+    return jnp.where(block.valid, weights, 0), block.columns
 
 
 def sample(
@@ -27,7 +98,7 @@ def sample(
     keys: key[B], a sequence's own key.
     counts: int32[B], tokens the sequence has generated so far.
     logits: floats [B, V] of any width; computed with in float32.
-    temperature: float32[]; 0 takes the most likely token.
+    temperature: float32[] or float32[B]; 0 takes the most likely token.
 
   Returns:
     int32[B], and float32[B]: the log-probability of the token in the
@@ -36,47 +107,154 @@ def sample(
   Raises:
     TypeError: `logits` holds no floats.
   """
-  logits = _blocks(as_logits(logits))
-  greedy = temperature == 0
-  divisor = jnp.where(greedy, jnp.float32(1), temperature)
-  highest = jnp.max(logits, axis=2)
-  best = jnp.max(highest, axis=1)
-
-  def scaled(some: Array) -> Array:
-    # Of the differences none overflows upwards, however low the temperature.
-    return (some - best.reshape(-1, *(1,) * (some.ndim - 1))) / divisor
-
-  masses = jnp.sum(jnp.exp(scaled(logits)), axis=2)
-
-  def most_likely() -> tuple[Array, Array]:
-    block = _first(highest == best[:, None])
-    return block, _first(_block(logits, block) == best[:, None])
-
-  def draw() -> tuple[Array, Array]:
-    block_number, token_number = _uniforms(keys, counts)
-    block = _inverse(masses, block_number)
-    weights = jnp.exp(scaled(_block(logits, block)))
-    return block, _inverse(weights, token_number)
-
-  block, place = lax.cond(greedy, most_likely, draw)
-  chosen = jnp.take_along_axis(_block(logits, block), place[:, None], axis=1)
-  log_probs = scaled(chosen[:, 0]) - jnp.log(jnp.sum(masses, axis=1))
-  return block * logits.shape[2] + place, log_probs
+  temperature = jnp.broadcast_to(temperature, keys.shape)
+  drawn = draw(keys, counts, logits, Sampling(temperature=temperature))
+  return drawn.tokens, drawn.log_probs
 
 
-def _blocks(logits: Array) -> Array:
-  """float32[B, X, Y] of float32[B, V], -inf behind the last token."""
-  rows, size = logits.shape
-  width = 1 << ((size - 1).bit_length() + 1) // 2
-  logits = jnp.pad(
-    logits, ((0, 0), (0, -size % width)), constant_values=-jnp.inf
+def draw(
+  keys: Array,
+  counts: Array,
+  logits: Array,
+  sampling: Sampling,
+  *,
+  raw_logits: Array | None = None,
+  raw_log_probs: bool = False,
+  entropy: bool = False,
+  top_log_probs: int = 0,
+) -> Drawn:
+  """Draws a token for every row, each with its own settings.
+
+  Of the settings, `temperature`, `min_p`, `top_k` and `top_p` count here;
+  `processors.adjust` is about the others. The draw depends on the row's own
+  key and count alone, never on its place in the batch or on the rows beside it.
+  A row with temperature 0 draws nothing.
+
+  A row whose logits are all -inf, or in which one is NaN, gets some token of
+  the vocabulary, with the log-probability NaN.
+
+  Args:
+    keys: key[R], a sequence's own key.
+    counts: int32[R], tokens the sequence has generated so far.
+    logits: floats [R, V] of any width; computed with in float32.
+    sampling: of these R rows, see `settings.rows`.
+    raw_logits: floats [R, V], the model's own; None if `logits` are.
+    raw_log_probs: whether to give log-probabilities in the model's own
+      distribution.
+    entropy: whether to give the entropy of that distribution.
+    top_log_probs: X, how many of its most likely tokens to give.
+
+  Returns:
+    What was drawn. For temperature 0, the log-probability is that of the token
+    at temperature 1.
+
+  Raises:
+    TypeError: `logits` holds no floats.
+    ValueError: `top_log_probs` is more than V.
+  """
+  logits = as_logits(logits)
+  keys, counts, logits, sampling = ops.alike((keys, counts, logits, sampling))
+  weights = _weights(logits, sampling)
+  masses = reductions.by_block(reductions.sums, weights.kept())
+  tokens = _tokens(keys, counts, weights, masses)
+  chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+  log_probs = weights.scaled(chosen)[:, 0] - jnp.log(reductions.sums(masses))
+  drawn = Drawn(tokens=tokens, log_probs=log_probs)
+  raw_logits = logits if raw_logits is None else as_logits(raw_logits)
+  if raw_log_probs or entropy or top_log_probs:
+    known = observed.observe(
+      raw_logits,
+      tokens,
+      log_probs,
+      entropy=entropy,
+      top_log_probs=top_log_probs,
+    )
+    drawn = drawn._replace(
+      raw_log_probs=known.log_probs if raw_log_probs else None,
+      entropy=known.entropy,
+      top_tokens=known.top_tokens,
+      top_log_probs=known.top_log_probs,
+    )
+  return drawn
+
+
+def probabilities(logits: Array, sampling: Sampling) -> Array:
+  """The distributions that `draw` draws from.
+
+  Args:
+    logits: floats [R, V].
+    sampling: of these R rows.
+
+  Returns:
+    float32[R, V]. In a row with temperature 0, 1 for the token that is taken.
+
+  Examples:
+    >>> sampling = Sampling(top_k=jnp.asarray([2], jnp.int32))
+    >>> probabilities(jnp.zeros((1, 2)), sampling).tolist()
+    [[0.5, 0.5]]
+  """
+  logits = as_logits(logits)
+  weights = _weights(logits, sampling)
+  some = weights.kept()
+  some = some / reductions.sums(some)[:, None]
+  if weights.greedy is None:
+    return some
+  column = jnp.arange(logits.shape[1], dtype=jnp.int32)
+  taken = column[None] == _most_likely(weights)[:, None]
+  return jnp.where(weights.greedy[:, None], taken.astype(jnp.float32), some)
+
+
+def _weights(logits: Array, sampling: Sampling) -> _Weights:
+  weights = _Weights(logits, reductions.maxima(logits)[:, None])
+  heat = sampling.temperature
+  if heat is not None:
+    divisor = jnp.where(heat == 0, 1, heat)[:, None]
+    weights = weights._replace(divisor=divisor, greedy=heat == 0)
+  # For a greedy row all filters are off.
+  options = {}
+  for name, off in (("min_p", 0), ("top_k", 0), ("top_p", 1)):
+    value = getattr(sampling, name)
+    if value is not None and heat is not None:
+      value = jnp.where(heat == 0, jnp.asarray(off, value.dtype), value)
+    if value is not None:
+      options[name] = value
+  if options:
+    every = weights.kept()
+    cutoff = filters.cutoff(every, **options)[:, None]
+    weights = weights._replace(all=every, cutoff=cutoff)
+  return weights
+
+
+def _tokens(
+  keys: Array, counts: Array, weights: _Weights, masses: Array
+) -> Array:
+  """int32[R]: the token of each row."""
+  greedy = weights.greedy
+  if greedy is None:
+    return _sampled(keys, counts, weights, masses)
+
+  def mixed(sampled: Array) -> Array:
+    return jnp.where(greedy, _most_likely(weights), sampled)
+
+  sampled = lax.cond(
+    jnp.all(greedy),
+    lambda: greedy.astype(jnp.int32) & 0,
+    lambda: _sampled(keys, counts, weights, masses),
   )
-  return logits.reshape(rows, -1, width)
+  return lax.cond(jnp.any(greedy), mixed, lambda sampled: sampled, sampled)
 
 
-def _block(logits: Array, block: Array) -> Array:
-  """float32[B, Y]: one block of each row, by int32[B]."""
-  return jnp.take_along_axis(logits, block[:, None, None], axis=1)[:, 0]
+def _most_likely(weights: _Weights) -> Array:
+  return reductions.first_of(weights.logits == weights.best)
+
+
+def _sampled(
+  keys: Array, counts: Array, weights: _Weights, masses: Array
+) -> Array:
+  block_number, token_number = _uniforms(keys, counts)
+  inside, columns = weights.kept_in(_inverse(masses, block_number))
+  place = _inverse(inside, token_number)
+  return jnp.take_along_axis(columns, place[:, None], axis=1)[:, 0]
 
 
 def _uniforms(keys: Array, counts: Array) -> tuple[Array, Array]:
@@ -97,15 +275,13 @@ def _inverse(weights: Array, uniforms: Array) -> Array:
   Returns:
     int32[B], never of an index whose weight is 0.
   """
-  # A product with a triangle: `cumsum` takes ten times as long on a CPU.
-  before = jnp.triu(jnp.ones((weights.shape[1],) * 2, jnp.float32))
+  # A product with a triangle: `cumsum` takes ten times as long on a CPU. Made
+  # on the host, because XLA would make it in every step, on another thread.
+  before = np.triu(np.ones((weights.shape[1],) * 2, np.float32))
   ends = jnp.matmul(weights, before, precision=lax.Precision.HIGHEST)
   inside = (ends > uniforms[:, None] * ends[:, -1:]) & (weights > 0)
   # Sums are rounded in any order, so the last one need not be the largest.
-  heaviest = jnp.argmax(weights, axis=1).astype(jnp.int32)
-  return jnp.where(jnp.any(inside, axis=1), _first(inside), heaviest)
-
-
-def _first(condition: Array) -> Array:
-  """int32[B]: the first index at which bool[B, X] holds, 0 if none does."""
-  return jnp.argmax(condition, axis=1).astype(jnp.int32)
+  heaviest = weights == reductions.maxima(weights)[:, None]
+  return reductions.first_of(
+    jnp.where(jnp.any(inside, axis=1)[:, None], inside, heaviest)
+  )

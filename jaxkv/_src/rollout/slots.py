@@ -13,6 +13,7 @@ from jax import Array
 from jaxkv import kv as kv_memory
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.algorithms.longest_prefix import Prefix
+from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_empty
@@ -25,8 +26,9 @@ from jaxkv._src.cache.verbs.fork import share_prefix
 from jaxkv._src.cache.verbs.free import recycle
 from jaxkv._src.rollout import admission
 from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.checks import most_pages
 from jaxkv._src.rollout.state import RolloutState
-from jaxkv.kv import KVPages
+from jaxkv.kv import Pools
 
 
 def computing(state: RolloutState) -> Array:
@@ -48,12 +50,7 @@ def missing_tokens(state: RolloutState) -> Array:
 
 def turns(state: RolloutState) -> Array:
   """int32[B]: numbers by which sequences in slots come one after the other."""
-  priority, numbers = state.sequences.priority, state.running
-  if priority is None:
-    return numbers
-  order = jnp.lexsort((numbers, ops.take(priority, numbers)))
-  place = jnp.arange(order.shape[0], dtype=jnp.int32)
-  return jnp.zeros_like(numbers).at[order].set(place)
+  return ops.take(state.place, state.running)
 
 
 def tokens_at_once(state: RolloutState) -> int:
@@ -64,7 +61,25 @@ def tokens_at_once(state: RolloutState) -> int:
   all its tokens from the start.
   """
   sizes = state.cache.config
+  if recurrent.has_states(sizes):
+    return min(state.config.prefill_chunk, sizes.page_size)
   return state.config.prefill_chunk if sizes.skips_pages else sizes.slot_tokens
+
+
+def tokens_now(state: RolloutState, missing: Array) -> Array:
+  """int32[B]: as many of the missing tokens as a step may compute.
+
+  With recurrent groups they end where a page ends, because the state there is
+  kept.
+  """
+  tokens, sizes = (
+    jnp.minimum(missing, tokens_at_once(state)),
+    state.cache.config,
+  )
+  if not recurrent.has_states(sizes):
+    return tokens
+  begun = ops.remainder(state.cache.length, sizes.page_size)
+  return jnp.minimum(tokens, sizes.page_size - begun)
 
 
 class Forks(NamedTuple):
@@ -106,10 +121,22 @@ def recycle_windows(state: RolloutState) -> RolloutState:
   return dataclasses.replace(state, cache=recycle(state.cache)[0])
 
 
+def followed(state: RolloutState) -> Array:
+  """bool[B]: slots for whose prompt another one waits."""
+  slots = state.running.shape[0]
+  some = jnp.zeros((slots + 1,), bool)
+  return some.at[state.leader].set(True)[:slots]
+
+
 def grow(
-  state: RolloutState, forks: Forks
+  state: RolloutState, forks: Forks, drafts: Array | None
 ) -> tuple[RolloutState, Array, Array]:
   """Pages for the next tokens of all slots; a victim if there are too few.
+
+  Args:
+    state: the rollout.
+    forks: the samples that fork in this step.
+    drafts: int32[B], tokens that are guessed beside those; None for none.
 
   Returns:
     The state; bool[B], slots that got no page; int32[B], the sequence that
@@ -117,9 +144,10 @@ def grow(
   """
   missing = missing_tokens(state)
   rows = rows_of(state.cache, None, None)
-  cache, room = make_room(
-    state.cache, rows, jnp.minimum(missing, tokens_at_once(state))
-  )
+  tokens = tokens_now(state, missing)
+  if drafts is not None:
+    tokens += drafts
+  cache, room = make_room(state.cache, rows, tokens)
   state = dataclasses.replace(state, cache=cache)
   starved = (missing > 0) & ~room.ok
   state, refused = _finish_forks(state, forks, starved)
@@ -143,12 +171,13 @@ def _finish_forks(
   forked, refused = forks.ready & ~starved, forks.ready & starved
   own = jnp.arange(slots, dtype=jnp.int32)
 
-  def some(kv: KVPages) -> KVPages:
+  def some(kv: Pools) -> Pools:
     owed = owed_copies(state.cache, forks.sources, own, forked)
     return kv_memory.copy(kv, *owed)
 
   place = ops.where_valid(forked, state.running)
   cache, running = state.cache, state.running
+  state = _with_prompt_records(state, forks, place)
   state = dataclasses.replace(
     state,
     cache=dataclasses.replace(
@@ -169,6 +198,21 @@ def _finish_forks(
   return state, jnp.where(holds, running, none)
 
 
+def _with_prompt_records(
+  state: RolloutState, forks: Forks, place: Array
+) -> RolloutState:
+  """What the model gave the tokens of a prompt, for forks, int32[B]."""
+  records = state.sequences.records
+  raw = records.raw_log_probs
+  if raw is None or not state.config.prompt_log_probs:
+    return state
+  source = ops.take(state.running, forks.sources)
+  raw = ops.put(raw, place, values=ops.take(raw, source))
+  records = dataclasses.replace(records, raw_log_probs=raw)
+  sequences = dataclasses.replace(state.sequences, records=records)
+  return dataclasses.replace(state, sequences=sequences)
+
+
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   """Preempts the sequence with the fewest tokens if a slot got no page.
 
@@ -185,7 +229,7 @@ def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
     last &= priority == jnp.max(priority)
   length = jnp.where(last, state.cache.length, ops.NOWHERE)
   fewest = last & (length == jnp.min(length))
-  age = jnp.where(fewest, state.running, -1)
+  age = jnp.where(fewest, turns(state), -1)
   slot = jnp.arange(slots, dtype=jnp.int32)
   chosen = jnp.argmax(age).astype(jnp.int32)
   victim = jnp.any(starved) & (slot == chosen) & fewest
@@ -221,7 +265,7 @@ def admit_waiting(state: RolloutState) -> RolloutState:
   slot = jnp.arange(state.running.shape[0], dtype=jnp.int32)
   empty = (state.running == none) & is_empty(state.cache, slot)
   waits = jnp.any(state.sequences.status == queue.WAITING)
-  needed = _needed_now(state)
+  needed = needed_now(state)
   allowed = needed <= state.cache.pool.queue.num_free
 
   def some(state: RolloutState) -> RolloutState:
@@ -230,10 +274,10 @@ def admit_waiting(state: RolloutState) -> RolloutState:
   return ops.at_most_once(allowed & waits & jnp.any(empty), some, state)
 
 
-def _needed_now(state: RolloutState) -> Array:
+def needed_now(state: RolloutState) -> Array:
   """int32[]: pages that `grow` takes for the sequences in slots."""
   sizes, cache = state.cache.config.sizes, state.cache
-  tokens = jnp.minimum(missing_tokens(state), tokens_at_once(state))
+  tokens = tokens_now(state, missing_tokens(state))
   stop = sizes.columns_for(cache.length + tokens, jnp.zeros_like(tokens))
   more = jnp.where(tokens[:, None] > 0, stop - cache.num_pages, 0)
   return jnp.sum(jnp.maximum(more, 0), dtype=jnp.int32)
@@ -242,16 +286,7 @@ def _needed_now(state: RolloutState) -> Array:
 def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   sequences, cache, config = state.sequences, state.cache, state.config
   none, num_slots = sequences.length.shape[0], empty.shape[0]
-  waiting = admission.candidates(
-    cache,
-    sequences,
-    state.order,
-    state.running,
-    computing(state),
-    state.page_keys,
-    state.root,
-    config,
-  )
+  waiting = admission.candidates(state, computing(state))
   chosen = admission.choose(
     waiting,
     ops.take(state.overtaken, waiting.numbers),
@@ -307,6 +342,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
   stays = ops.take(sequences.status, waiting.numbers, fill=queue.DONE)
   stays = ops.where_valid(stays == queue.WAITING, waiting.numbers)
+  state = _begin_anew(state, numbers, enters)
   return dataclasses.replace(
     state,
     cache=cache,
@@ -314,6 +350,24 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
     running=ops.put(state.running, place, values=numbers),
     leader=ops.put(state.leader, place, values=leader),
     overtaken=ops.add(state.overtaken, stays, values=passed),
+  )
+
+
+def _begin_anew(
+  state: RolloutState, numbers: Array, enters: Array
+) -> RolloutState:
+  """Forgets keys of another epoch of sequences that enter, int32[R].
+
+  Their pages are computed again, and have keys of this epoch.
+  """
+  epoch = state.cache.epoch
+  stale = enters & (ops.take(state.epochs, numbers) != epoch)
+  keys = state.page_keys
+  if keys is not None:
+    keys = ops.put(keys, ops.where_valid(stale, numbers), values=jnp.uint32(0))
+  place = ops.where_valid(enters, numbers)
+  return dataclasses.replace(
+    state, page_keys=keys, epochs=ops.put(state.epochs, place, values=epoch)
   )
 
 
@@ -345,8 +399,5 @@ def _most_pages(state: RolloutState, length: Array) -> Array:
   config = state.cache.config
   none, chunk = jnp.zeros_like(length), tokens_at_once(state)
   columns = config.sizes.columns_for(length, none)
-  most = [
-    kind.most_pages(size, chunk, config.slot_tokens)
-    for kind, size in zip(config.groups, config.page_sizes, strict=True)
-  ]
+  most = most_pages(config, chunk, config.slot_tokens)
   return jnp.minimum(columns, jnp.asarray(most, jnp.int32)[None])

@@ -1,24 +1,33 @@
 """A rollout as a value: the cache, its memory, and the sequences."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.core import Tracer
 
-from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.checks import as_int32
+from jaxkv._src.cache.checks import as_key
+from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import check_single
-from jaxkv._src.cache.state import roots
-from jaxkv._src.kv.check import check
-from jaxkv._src.rollout import admission
+from jaxkv._src.cache.state import Status
+from jaxkv._src.rollout import drafts
 from jaxkv._src.rollout import packing
+from jaxkv._src.rollout import placement
 from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.checks import as_version
+from jaxkv._src.rollout.checks import check_fits
+from jaxkv._src.rollout.checks import check_memory
 from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.drafts import Drafts
+from jaxkv._src.rollout.page_keys import page_keys
 from jaxkv._src.rollout.sequences import Sequences
-from jaxkv.kv import KVPages
+from jaxkv._src.rollout.settings import Sampling
+from jaxkv._src.rollout.settings import as_sampling
+from jaxkv.kv import Pools
 
 
 @jax.tree_util.register_dataclass
@@ -29,12 +38,19 @@ class Counters:
   Attributes:
     steps: trips of the loop.
     calls: steps in which the model was called with B columns and as many more
-      as each width has: 0, a quarter of `prefill_chunk` if that is at least
-      64, and `prefill_chunk`.  # int32[2] or int32[3]
+      as each width has. Without drafts there are two or three widths: 0, a
+      quarter of `prefill_chunk` if that is at least 64, and `prefill_chunk`.
+      With drafts each of these has 0, a quarter of `draft_columns` if that is
+      at least 8, and `draft_columns` beside it, and those with fewer drafts
+      come first.  # int32[X]
     rows: tokens that the model was called with, padding included.
     generated: tokens drawn. Each costs the row of the token before it.
-    prefilled: tokens of prompts computed, without their last ones.
-    recomputed: tokens computed again after a preemption.
+    prefilled: tokens of prompts, and of what others said, that were computed
+      for the first time, without the last ones before a draw.
+    recomputed: tokens computed again: after a preemption, in a later turn, or
+      with new weights.
+    drafted: guessed tokens that were computed.
+    accepted: those that were drawn.
     forked: samples that shared another sample's prefill.
     preempted: times a sequence gave its pages back so that others could go on.
       Not counted: samples of its prompt that waited for it, and samples that
@@ -49,6 +65,8 @@ class Counters:
   generated: Array
   prefilled: Array
   recomputed: Array
+  drafted: Array
+  accepted: Array
   forked: Array
   preempted: Array
   peak_pages: Array
@@ -61,23 +79,31 @@ class RolloutState:
   """A rollout in progress: a value that can be kept and resumed.
 
   Attributes:
-    cache: who owns which pages.
-    kv: their contents.
+    cache: who owns which pages. Its `epoch` is the version of the weights.
+    kv: their contents, in one pool or in a tuple of pools.
     sequences: the queue and the results.
+    sampling: how each sequence draws; what is None is not compiled.
+    user: what `process` and the model know of each sequence, a pytree of
+      arrays [Q, ...]; None for nothing.
     config: the options.
-    running: the sequence in each slot, Q for none.  # int32[B]
+    key: from which the keys of sequences are derived.  # key[]
+    next_id: the number of the next sequence that `submit` takes.  # int32[]
+    running: the row of the sequence in each slot, Q for none.  # int32[B]
     leader: the slot whose prompt this one waits for, to fork from it; B for
       none.  # int32[B]
     computed: the most tokens of each sequence that were ever computed.
       # int32[Q]
     overtaken: later sequences that entered before each one.  # int32[Q]
-    order: the sequences by priority, then by number; None without priorities.
-      # int32[Q]
+    order: the rows by priority, then by number.  # int32[Q]
+    place: where each row stands in that order.  # int32[Q]
     page_keys: the key after each page that a prompt or computed tokens fill,
       of the latter where all groups end a page; None without prefix caching.
       # uint32[Q, W // S, 4]
-    root: the key before the first page of all of them. With a cache of another
-      one, as after `new_epoch`, nothing is looked up.  # uint32[4]
+    epochs: the cache's epoch for which the keys of a row hold. In another one
+      it looks nothing up.  # uint32[Q]
+    salts: see `jaxkv.salt`; sequences of different salts share no page. None
+      for no salt.  # uint32[Q, 4]
+    drafts: what later tokens are guessed from; None without drafts.
     counters: what has been done.
     log: the sequence in each slot, what it did and how many tokens, in the last
       X steps, see `timeline`; None without.  # int32[X, 3, B]
@@ -85,64 +111,92 @@ class RolloutState:
 
   config: RolloutConfig = dataclasses.field(metadata={"static": True})
   cache: CacheState
-  kv: KVPages
+  kv: Pools
   sequences: Sequences
+  sampling: Sampling
+  user: Any
+  key: Array
+  next_id: Array
   running: Array
   leader: Array
   computed: Array
   overtaken: Array
-  order: Array | None
+  order: Array
+  place: Array
   page_keys: Array | None
-  root: Array
+  epochs: Array
+  salts: Array | None
+  drafts: Drafts | None
   counters: Counters
   log: Array | None = None
 
 
 def init(
   cache: CacheState,
-  kv: KVPages,
+  kv: Pools,
   prompts: Array,
   lengths: Array,
   key: Array,
   config: RolloutConfig,
   *,
+  sampling: Sampling | None = None,
   num_samples: Array | None = None,
   priority: Array | None = None,
+  salts: Array | None = None,
+  user: Any = None,
+  first_sequence: Array | int = 0,
+  version: Array | int | None = None,
 ) -> RolloutState:
   """A rollout that has not begun.
 
   Args:
     cache: an empty cache, or one that still holds prefixes of earlier
-      rollouts, after `new_epoch` if the weights are new; no slot in use.
-    kv: the K/V memory of its pages.
+      rollouts; no slot in use.
+    kv: the K/V memory of its pages; or a tuple of pools, see `jaxkv.kv`, which
+      the model gets as it is. Recurrent groups need a `StatePages` among them.
+      With such a group a step computes no more tokens of a sequence than up to
+      the end of a page, and each sequence has tokens in one part of a
+      `PackedView` only.
     prompts: int32[P, L], padded at the end.
     lengths: int32[P], 1 .. L.
     key: key[]; equal keys give equal samples.
     config: the options.
-    num_samples: int32[P], 0 .. G samples of each prompt; the sequences of the
-      others are DONE from the start. None for G, `config.num_samples`.
-    priority: int32[Q], of all G samples of all prompts: those with lower
-      numbers enter first and are preempted last. None if all are equal. With
-      the expected length, negated, the longest begin first, and slots stay
-      busy to the end.
+    sampling: how each of the Q = P * G sequences draws, and when it ends. What
+      `submit` may set later must be set here, for it is compiled or not.
+    num_samples: int32[P], 0 .. G samples of each prompt; the rows of the others
+      are EMPTY. None for G, `config.num_samples`.
+    priority: int32[Q]: those with lower numbers enter first and are preempted
+      last. None if all are equal. With the expected length, negated, the
+      longest begin first, and slots stay busy to the end.
+    salts: uint32[Q, 4], see `jaxkv.salt`; sequences of different salts share
+      nothing, such as those of different adapters. None for no salt.
+    user: what `process` and the model are to know of each sequence, a pytree of
+      arrays [Q, ...].
+    first_sequence: int32[], the number of the first sequence among those of all
+      shards of a job, see `devices`. A sequence's draws depend on `key` and its
+      number alone, so they do not depend on how the job is split.
+    version: int32[], the version of the weights: the number of updates since
+      the cache was made, see `update_weights` and `jaxkv.new_epoch`. Needed
+      where the cache holds pages, which other weights would hit.
 
   Returns:
-    The state, for `generate`.
+    The state, for `generate`, on the devices of the memory.
 
   Raises:
-    TypeError: `prompts`, `lengths`, `num_samples` or `priority` does not hold
-      integers.
-    ValueError: an argument has the wrong shape, the cache has a recurrent group
-      or one of an encoder, or a slot in use, the memory has other pages than
-      the cache, L + max_new_tokens tokens do not fit into a slot, a prompt is
+    TypeError: an argument holds something else than integers.
+    ValueError: an argument has the wrong shape, the cache has a group of an
+      encoder, or a slot in use, or holds pages of another version, the memory
+      has other pages than the cache, or none for a group, a recurrent group has
+      drafts or scratch pages, W tokens do not fit into a slot, a prompt is
       empty or longer than L, a number of samples is out of range, or the
-      longest sequence does not fit into the pool. Traced lengths and slots are
-      not checked; such sequences fail one by one, see `Sequences.code`.
+      longest sequence does not fit into the pool. Traced lengths, slots and
+      versions are not checked; such sequences fail one by one, see
+      `Sequences.code`.
   """
   prompts, lengths = queue.as_prompts(prompts, lengths, config)
-  _check_memory(cache, kv)
-  _check_fits(cache.config, prompts, lengths, config)
-  sizes = cache.config
+  check_memory(cache, kv, config)
+  total = prompts.shape[0] * config.num_samples
+  sampling = with_stop_strings(as_sampling(sampling, total), total)
   sequences = queue.from_prompts(
     prompts,
     lengths,
@@ -150,40 +204,122 @@ def init(
     config,
     num_samples=num_samples,
     priority=priority,
+    first_sequence=first_sequence,
+    max_tokens=sampling.max_tokens,
+    seed=sampling.seed,
   )
-  none = sequences.length.shape[0]
-  return RolloutState(
+  check_fits(
+    cache.config, prompts, lengths, num_samples, sampling.max_tokens, config
+  )
+  same = as_version(cache, version)
+  sequences = _refused(sequences, ~same)
+  if sampling.stop_strings is not None:
+    states = jnp.copy(sampling.stop_strings.start)
+    sequences = dataclasses.replace(sequences, stop_states=states)
+  if salts is not None:
+    salts = jnp.asarray(as_key("salts", salts))
+    wanted = (total, hashing.KEY_WORDS)
+    check_shape("salts", salts, wanted, ", one for each sequence")
+  order, place = queue.order_of(sequences)
+  sizes = cache.config
+  state = RolloutState(
     config=config,
     cache=cache,
     kv=kv,
     sequences=sequences,
-    running=jnp.full((sizes.num_slots,), none, jnp.int32),
+    sampling=sampling,
+    user=as_user(user, total),
+    key=jnp.copy(key),
+    next_id=_next_id(sequences, first_sequence, config),
+    running=jnp.full((sizes.num_slots,), total, jnp.int32),
     leader=jnp.full((sizes.num_slots,), sizes.num_slots, jnp.int32),
-    computed=jnp.zeros((none,), jnp.int32),
-    overtaken=jnp.zeros((none,), jnp.int32),
-    order=queue.order_of(sequences),
-    page_keys=_page_keys(cache, prompts, sequences),
-    # A copy, because a state is donated whole.
-    root=jnp.copy(roots(cache, None)),
+    computed=jnp.zeros((total,), jnp.int32),
+    overtaken=jnp.zeros((total,), jnp.int32),
+    order=order,
+    place=place,
+    page_keys=_page_keys(cache, prompts, sequences, salts),
+    epochs=jnp.full((total,), cache.epoch),
+    salts=salts,
+    drafts=drafts.init(sequences, config),
     counters=_no_counts(config),
     log=jnp.zeros((config.timeline, 3, sizes.num_slots), jnp.int32)
     if config.timeline
     else None,
   )
+  return placement.beside(state, jax.tree.leaves(kv)[0])
+
+
+def _next_id(
+  sequences: Sequences, first: Array | int, config: RolloutConfig
+) -> Array:
+  """int32[]: the number behind the last group that has a sequence."""
+  there = (sequences.status != queue.EMPTY).reshape(-1, config.num_samples)
+  last = sequences.ids.reshape(there.shape)[:, -1] + 1
+  used = jnp.where(jnp.any(there, axis=1), last, jnp.int32(0))
+  first = jnp.asarray(as_int32("first_sequence", first))
+  return jnp.maximum(jnp.max(used, initial=0), first)
+
+
+def with_stop_strings(sampling: Sampling, total: int) -> Sampling:
+  """Settings whose stop strings have an entry for each of Q sequences."""
+  strings = sampling.stop_strings
+  if strings is None:
+    return sampling
+  strings = dataclasses.replace(strings, start=strings.init(total))
+  return dataclasses.replace(sampling, stop_strings=strings)
 
 
 @jax.jit
 def _page_keys(
-  cache: CacheState, prompts: Array, sequences: Sequences
+  cache: CacheState,
+  prompts: Array,
+  sequences: Sequences,
+  salts: Array | None,
 ) -> Array | None:
   """See `RolloutState.page_keys`; a prompt is hashed once for all samples."""
-  keys = admission.page_keys(cache, prompts)
+  total, width = sequences.tokens.shape
+  samples = total // max(prompts.shape[0], 1)
+  if salts is not None:
+    prompts, samples = sequences.tokens[:, : prompts.shape[1]], 1
+  keys = page_keys(cache, prompts, salts)
   if keys is None:
     return None
-  total, width = sequences.tokens.shape
   columns = width // cache.config.page_size - keys.shape[1]
-  keys = jnp.repeat(keys, total // prompts.shape[0], axis=0)
+  keys = jnp.repeat(keys, samples, axis=0)
   return jnp.pad(keys, ((0, 0), (0, columns), (0, 0)))
+
+
+def rehashed(state: RolloutState, rows: Array) -> RolloutState:
+  """Hashes all tokens of some rows, int32[R], for the cache's epoch."""
+  salts = state.salts
+  keys = page_keys(
+    state.cache,
+    ops.take(state.sequences.tokens, rows),
+    None if salts is None else ops.take(salts, rows),
+  )
+  if keys is not None and state.page_keys is not None:
+    keys = ops.put(state.page_keys, rows, values=keys)
+  epochs = ops.put(state.epochs, rows, values=state.cache.epoch)
+  return dataclasses.replace(state, page_keys=keys, epochs=epochs)
+
+
+def as_user(user: Any, total: int) -> Any:
+  """A pytree whose arrays have a row for each of Q sequences.
+
+  Raises:
+    ValueError: an array has another number of rows.
+  """
+
+  def checked(path: Any, leaf: Any) -> Array:
+    array = jnp.asarray(leaf)
+    if array.shape[:1] != (total,):
+      raise ValueError(
+        f"`user{jax.tree_util.keystr(path)}` must have the shape [{total}, "
+        f"...], a row for each sequence, got {list(array.shape)}."
+      )
+    return array
+
+  return jax.tree_util.tree_map_with_path(checked, user)
 
 
 def _no_counts(config: RolloutConfig) -> Counters:
@@ -196,60 +332,13 @@ def _no_counts(config: RolloutConfig) -> Counters:
 
 
 def is_done(state: RolloutState) -> Array:
-  """bool[]: whether every sequence is DONE or FAILED."""
+  """bool[]: whether no sequence waits or runs."""
   return jnp.all(state.sequences.status >= queue.DONE)
 
 
-def _check_memory(cache: CacheState, kv: KVPages) -> None:
-  check_single(cache)
-  sizes = cache.config
-  for kind in sizes.groups:
-    if kind.holds_states or kind.holds_encoder:
-      raise ValueError(
-        "`cache` must have groups of attention over the sequences' own tokens, "
-        f"got {kind}: a rollout has no memory for it yet."
-      )
-  if len(set(sizes.page_sizes)) > 1:
-    raise ValueError(
-      "`cache` must have one page size for all groups, got "
-      f"{sizes.page_sizes}: a rollout has one K/V memory."
-    )
-  check(kv, sizes)
-  if isinstance(cache.num_pages, Tracer):
-    return
-  if np.any(np.asarray(cache.num_pages)):
-    raise ValueError(
-      "`cache` must have no slot in use, got some; free them before a rollout."
-    )
-
-
-def _check_fits(
-  sizes: CacheConfig, prompts: Array, lengths: Array, config: RolloutConfig
-) -> None:
-  width = prompts.shape[1]
-  if width + config.max_new_tokens > sizes.slot_tokens:
-    raise ValueError(
-      f"`prompts` and `max_new_tokens` must fit a slot of {sizes.slot_tokens} "
-      f"tokens, got {width} columns and {config.max_new_tokens}; raise "
-      "CacheConfig.pages_per_slot."
-    )
-  if isinstance(lengths, Tracer):
-    return
-  # NumPy, because in a trace jax would trace even concrete arrays.
-  known = np.asarray(lengths)
-  for row, length in enumerate(known.tolist()):
-    if not 1 <= length <= width:
-      raise ValueError(
-        f"`lengths[{row}]` must be 1 .. {width}, the tokens of a prompt, got "
-        f"{length}."
-      )
-  longest = int(known.max()) + config.max_new_tokens
-  needed = sum(
-    kind.most_pages(size, config.prefill_chunk, longest)
-    for kind, size in zip(sizes.groups, sizes.page_sizes, strict=True)
-  )
-  if needed > sizes.num_pages - 1:
-    raise ValueError(
-      f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "
-      f"sequence of {longest} tokens, got {sizes.num_pages}."
-    )
+def _refused(sequences: Sequences, refused: Array) -> Sequences:
+  """All sequences that wait fail, as pages of other weights would be hit."""
+  rows = jnp.arange(sequences.status.shape[0], dtype=jnp.int32)
+  refused = refused & (sequences.status == queue.WAITING)
+  code = jnp.full_like(rows, Status.STALE)
+  return queue.fail(sequences, rows, refused, code)

@@ -1,0 +1,1 @@
+"""One decoder for many families, described layer by layer."""

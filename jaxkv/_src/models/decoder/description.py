@@ -1,0 +1,319 @@
+"""What a decoder is, as data: one `Layer` for each block.
+
+Everything here is hashable, so a `Decoder` is static under `jit`. Letters: E
+width, H query heads, K key-value heads, D head size, F inner width, X experts,
+V vocabulary, L layers.
+"""
+
+import dataclasses
+from typing import Any
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._src.models.decoder.rope import Rope
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+_HALVES = Rope()
+_PAIRS = Rope(interleaved=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+  """Softmax attention whose query heads share key-value heads.
+
+  Attributes:
+    num_heads: H.
+    num_kv_heads: K, divides H.
+    head_dim: D. H * D need not be E.
+    window: a token attends to itself and the `window - 1` tokens before it;
+      None for all tokens before it.
+    rope: rotary positions; None for none.
+    scale: factor of the logits; None for D ** -0.5.
+    soft_cap: c turns a logit x into c * tanh(x / c); None for no cap.
+    query_key_norm: whether each head of queries and keys is normed, before it
+      is rotated.
+    biased: whether queries, keys and values have biases.
+    output_biased: whether the output projection has one.
+    sinks: whether each head has a logit without a value.
+    gated: whether the output is multiplied by the sigmoid of a projection.
+  """
+
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  window: int | None = None
+  rope: Rope | None = _HALVES
+  scale: float | None = None
+  soft_cap: float | None = None
+  query_key_norm: bool = False
+  biased: bool = False
+  output_biased: bool = False
+  sinks: bool = False
+  gated: bool = False
+
+  def __post_init__(self) -> None:
+    _sizes(self, "num_heads", "num_kv_heads", "head_dim")
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"`num_kv_heads` must divide num_heads, {self.num_heads}, got "
+        f"{self.num_kv_heads}."
+      )
+    if self.window is not None:
+      _sizes(self, "window")
+    if self.rope is not None:
+      _check_rope(self.rope, "head_dim", self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+  """Multi-head latent attention (DeepSeek-V2, section 2.1).
+
+  The cache holds one vector for each token: the latent of keys and values, and
+  a rotated part of the keys that all heads share.
+
+  Attributes:
+    num_heads: H.
+    latent_dim: elements of the latent.
+    plain_dim: elements of a head's query and key that are not rotated.
+    rotated_dim: elements that are.
+    value_dim: elements of a head's value.
+    query_rank: elements to which queries are compressed; None for not at all.
+    rope: rotary positions of `rotated_dim` elements.
+    scale: factor of the logits; None for (plain_dim + rotated_dim) ** -0.5.
+  """
+
+  num_heads: int
+  latent_dim: int
+  plain_dim: int
+  rotated_dim: int
+  value_dim: int
+  query_rank: int | None = None
+  rope: Rope = _PAIRS
+  scale: float | None = None
+
+  def __post_init__(self) -> None:
+    _sizes(
+      self, "num_heads", "latent_dim", "plain_dim", "rotated_dim", "value_dim"
+    )
+    if self.query_rank is not None:
+      _sizes(self, "query_rank")
+    _check_rope(self.rope, "rotated_dim", self.rotated_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+  """The gated delta rule (Yang et al., 2024): a recurrent state, no keys.
+
+  Attributes:
+    num_key_heads: heads of queries and keys.
+    num_value_heads: heads of values, a multiple of `num_key_heads`.
+    key_dim: elements of a head of queries and keys.
+    value_dim: elements of a head of values.
+    kernel_size: tokens of the convolution before it.
+  """
+
+  num_key_heads: int
+  num_value_heads: int
+  key_dim: int
+  value_dim: int
+  kernel_size: int
+
+  def __post_init__(self) -> None:
+    _sizes(self, *(field.name for field in dataclasses.fields(self)))
+    if self.num_value_heads % self.num_key_heads:
+      raise ValueError(
+        f"`num_value_heads` must be a multiple of {self.num_key_heads} key "
+        f"heads, got {self.num_value_heads}."
+      )
+
+  @property
+  def num_channels(self) -> int:
+    """C, of queries, keys and values together."""
+    keys = 2 * self.num_key_heads * self.key_dim
+    return keys + self.num_value_heads * self.value_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mlp:
+  """A gated MLP: down(activation(gate(x)) * up(x)).
+
+  Attributes:
+    inner_dim: F.
+    activation: of the gate.
+  """
+
+  inner_dim: int
+  activation: Activation = "silu"
+
+  def __post_init__(self) -> None:
+    _sizes(self, "inner_dim")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+  """A mixture of gated MLPs, of which each token uses a few.
+
+  Attributes:
+    num_experts: X.
+    num_chosen: experts of a token.
+    inner_dim: F, of an expert.
+    activation: of the gate.
+    scores: "softmax" over all experts; "chosen_softmax" over those chosen; or
+      "sigmoid".
+    normalized: whether the weights of the chosen experts are divided by their
+      sum.
+    scale: factor of the weights.
+    corrected: whether a bias for each expert changes which are chosen, but not
+      their weights.
+    num_groups: groups of experts; a token chooses `num_chosen_groups` of them
+      first. 1 for no groups.
+    num_chosen_groups: see above.
+    group_score: what a group is chosen by: its best expert, or its best two.
+    router_biased: whether the router has a bias.
+    biased: whether the MLPs of experts have biases.
+    limit: with one, the gate is at most `limit` and `up` within it, and the
+      expert is down((up + 1) * gate * sigmoid(1.702 * gate)), as in gpt-oss.
+    shared_dim: F of an MLP that every token uses; None for none.
+    shared_gated: whether that MLP's output is multiplied by a sigmoid.
+  """
+
+  num_experts: int
+  num_chosen: int
+  inner_dim: int
+  activation: Activation = "silu"
+  scores: Literal["softmax", "chosen_softmax", "sigmoid"] = "softmax"
+  normalized: bool = True
+  scale: float = 1.0
+  corrected: bool = False
+  num_groups: int = 1
+  num_chosen_groups: int = 1
+  group_score: Literal["best", "best_two"] = "best"
+  router_biased: bool = False
+  biased: bool = False
+  limit: float | None = None
+  shared_dim: int | None = None
+  shared_gated: bool = False
+
+  def __post_init__(self) -> None:
+    _sizes(self, "num_experts", "num_chosen", "inner_dim", "num_groups")
+    if self.num_chosen > self.num_experts:
+      raise ValueError(
+        f"`num_chosen` must be at most num_experts, {self.num_experts}, got "
+        f"{self.num_chosen}."
+      )
+    if self.num_experts % self.num_groups:
+      raise ValueError(
+        f"`num_groups` must divide num_experts, {self.num_experts}, got "
+        f"{self.num_groups}."
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+  """A block: attention, then an MLP, each added to its input.
+
+  Attributes:
+    attention: how tokens look at each other.
+    mlp: what follows.
+    post_norms: whether the outputs of both are normed, too, before they are
+      added.
+  """
+
+  attention: Attention | LatentAttention | DeltaNet
+  mlp: Mlp | Experts
+  post_norms: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder:
+  """A decoder of tokens, layer by layer.
+
+  Attributes:
+    vocab_size: V.
+    embed_dim: E.
+    layers: L blocks, from first to last.
+    norm_eps: added to the mean square in RMSNorm.
+    norm_offset: added to the weights of norms: 1 in Gemma.
+    embed_scale: factor of the embeddings, rounded to `dtype`.
+    logit_cap: c turns a logit x into c * tanh(x / c); None for no cap.
+    tied_embeddings: whether the embedding is also the output projection.
+    dtype: of parameters and activations. Norms, rotations, softmax and logits
+      are always float32.
+
+  Raises:
+    ValueError: a field is out of range.
+
+  Examples:
+    Five layers with a window for each one without:
+
+    >>> near, far = (
+    ...   Layer(
+    ...     attention=Attention(
+    ...       num_heads=4, num_kv_heads=1, head_dim=8, window=window
+    ...     ),
+    ...     mlp=Mlp(inner_dim=16),
+    ...   )
+    ...   for window in (512, None)
+    ... )
+    >>> decoder = Decoder(
+    ...   vocab_size=11, embed_dim=8, layers=((near,) * 5 + (far,)) * 3
+    ... )
+    >>> len(decoder.layers)
+    18
+  """
+
+  vocab_size: int
+  embed_dim: int
+  layers: tuple[Layer, ...]
+  norm_eps: float = 1e-5
+  norm_offset: float = 0.0
+  embed_scale: float = 1.0
+  logit_cap: float | None = None
+  tied_embeddings: bool = True
+  dtype: Any = jnp.float32
+
+  def __post_init__(self) -> None:
+    _sizes(self, "vocab_size", "embed_dim")
+    if not isinstance(self.layers, tuple) or not self.layers:
+      raise ValueError(
+        f"`layers` must be a tuple of one or more Layers, got {self.layers!r}."
+      )
+    for layer in self.layers:
+      if not isinstance(layer, Layer):
+        raise ValueError(f"`layers` must hold Layers, got {layer!r}.")
+    if not self.norm_eps > 0:
+      raise ValueError(f"`norm_eps` must be positive, got {self.norm_eps}.")
+    dtype = jnp.dtype(self.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(f"`dtype` must be a floating type, got {dtype.name}.")
+    object.__setattr__(self, "dtype", dtype)
+
+  @property
+  def num_layers(self) -> int:
+    """L."""
+    return len(self.layers)
+
+
+def _check_rope(rope: Rope, name: str, dim: int) -> None:
+  if rope.dim is None and dim % 2:
+    raise ValueError(
+      f"`{name}` must be even, since rotary positions rotate pairs, got {dim}."
+    )
+  turned = dim if rope.dim is None else rope.dim
+  if turned % 2 or not 0 < turned <= dim:
+    raise ValueError(
+      f"`rope.dim` must be even and at most {dim}, since pairs are rotated, "
+      f"got {turned}."
+    )
+
+
+def _sizes(description: Any, *names: str) -> None:
+  """Raises unless some fields are ints of at least 1."""
+  for name in names:
+    value = getattr(description, name)
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < 1:
+      raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")

@@ -1,0 +1,94 @@
+"""Decoders whose layers differ in window and rotary base alone."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.description import Mlp
+from jaxkv._src.models.decoder.rope import Rope
+
+
+def llama(
+  *,
+  vocab_size: int,
+  num_layers: int,
+  embed_dim: int,
+  num_heads: int,
+  num_kv_heads: int,
+  head_dim: int,
+  mlp_dim: int,
+  windows: tuple[int | None, ...] = (None,),
+  rope_base: float | tuple[float, ...] = 10_000.0,
+  norm_eps: float = 1e-5,
+  tied_embeddings: bool = True,
+  dtype: Any = jnp.float32,
+) -> Decoder:
+  """A Llama-family decoder; layers may have windows, in a pattern.
+
+  Args:
+    vocab_size: V, number of tokens.
+    num_layers: L, number of blocks.
+    embed_dim: E, width of the residual stream.
+    num_heads: H, query heads.
+    num_kv_heads: K, key-value heads; divides H.
+    head_dim: D, size of a head; even. H * D need not be E.
+    mlp_dim: F, inner width of the gated MLP.
+    windows: the pattern, repeated until all layers have one; see
+      `Attention.window`.
+    rope_base: wavelength base of the rotary positions; a tuple has one for each
+      layer of the pattern.
+    norm_eps: added to the mean square in RMSNorm.
+    tied_embeddings: whether the embedding is also the output projection.
+    dtype: of parameters and activations.
+
+  Raises:
+    ValueError: an argument is out of range, or two contradict each other.
+
+  Examples:
+    Two layers with a window of 8 and one without, twice:
+
+    >>> decoder = llama(vocab_size=11, num_layers=6, embed_dim=8, num_heads=4,
+    ...                 num_kv_heads=2, head_dim=2, mlp_dim=16,
+    ...                 windows=(8, 8, None), rope_base=(1e4, 1e4, 1e6))
+    >>> [layer.attention.window for layer in decoder.layers]
+    [8, 8, None, 8, 8, None]
+  """
+  if not isinstance(windows, tuple) or not windows:
+    raise ValueError(
+      f"`windows` must be a tuple of one or more windows, got {windows!r}; use "
+      "(None,) for full attention in every layer."
+    )
+  bases = rope_base if isinstance(rope_base, tuple) else (rope_base,)
+  if len(bases) not in (1, len(windows)):
+    raise ValueError(
+      f"`rope_base` must have a base for each of the {len(windows)} windows, "
+      f"got {rope_base}; or give one number for all layers."
+    )
+  if isinstance(num_layers, bool) or not isinstance(num_layers, int):
+    raise ValueError(
+      f"`num_layers` must be an int of at least 1, got {num_layers!r}."
+    )
+  pattern = [
+    Layer(
+      attention=Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        window=window,
+        rope=Rope(base=bases[number % len(bases)]),
+      ),
+      mlp=Mlp(inner_dim=mlp_dim),
+    )
+    for number, window in enumerate(windows)
+  ]
+  return Decoder(
+    vocab_size=vocab_size,
+    embed_dim=embed_dim,
+    layers=tuple(pattern[i % len(pattern)] for i in range(num_layers)),
+    norm_eps=norm_eps,
+    tied_embeddings=tied_embeddings,
+    dtype=dtype,
+  )

@@ -1,0 +1,131 @@
+"""The memory that a decoder needs."""
+
+import dataclasses
+from typing import Any
+
+from jaxkv import kv as paged
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.models import dense
+from jaxkv._src.models.decoder import layout
+from jaxkv._src.models.decoder import memories
+from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import DeltaNet
+
+_DELTA_NET = [field.name for field in dataclasses.fields(DeltaNet)]
+
+
+def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
+  """For `CacheConfig.groups`: what a cache must keep for a decoder's layers.
+
+  Layer i is in group i % G, where G is the period of the layers' windows.
+
+  Examples:
+    >>> from jaxkv import models
+    >>> decoder = models.llama(
+    ...   vocab_size=11, num_layers=6, embed_dim=8, num_heads=4,
+    ...   num_kv_heads=2, head_dim=2, mlp_dim=16, windows=(8, 8, None)
+    ... )
+    >>> groups = cache_groups(decoder)
+    >>> len(groups), groups[0]
+    (3, SlidingWindow(page_size=None, window=8))
+  """
+  return layout.groups(decoder)
+
+
+def init_dense(
+  decoder: Decoder, *, batch_size: int, max_len: int
+) -> dense.DenseCache:
+  """The baseline's memory of a decoder, for `forward_dense`.
+
+  Args:
+    decoder: whose layers have `Attention` of equal sizes.
+    batch_size: B, rows.
+    max_len: tokens that fit in a row.
+
+  Raises:
+    ValueError: the layers have other attention, or other sizes.
+  """
+  sizes = {
+    (kind.num_kv_heads, kind.head_dim)
+    if isinstance(kind := layer.attention, Attention)
+    else None
+    for layer in decoder.layers
+  }
+  if len(sizes) > 1 or None in sizes:
+    raise ValueError(
+      "`decoder` must have layers with `Attention` of equal sizes, got "
+      f"{len(sizes)} kinds of them; the baseline serves no others."
+    )
+  kind = decoder.layers[0].attention
+  assert isinstance(kind, Attention)
+  return dense.init(
+    num_layers=decoder.num_layers,
+    batch_size=batch_size,
+    max_len=max_len,
+    num_kv_heads=kind.num_kv_heads,
+    head_dim=kind.head_dim,
+    dtype=decoder.dtype,
+  )
+
+
+def init_kv(decoder: Decoder, config: CacheConfig, *, dtype: Any = None) -> Any:
+  """Memory of a decoder for a cache, for `forward`.
+
+  Args:
+    decoder: whose layers it serves.
+    config: of the cache, with `groups=cache_groups(decoder)`.
+    dtype: of keys and values, see `jaxkv.kv.init`; None for the decoder's.
+
+  Returns:
+    `KVPages`, or a tuple if the layers need several kinds of memory.
+
+  Raises:
+    ValueError: the groups of the cache are not those of the decoder.
+
+  Examples:
+    >>> import jaxkv
+    >>> from jaxkv import models
+    >>> decoder = models.llama(
+    ...   vocab_size=11, num_layers=2, embed_dim=8, num_heads=4,
+    ...   num_kv_heads=2, head_dim=4, mlp_dim=16
+    ... )
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=3, page_size=4, num_slots=1, pages_per_slot=2,
+    ...   groups=cache_groups(decoder),
+    ... )
+    >>> init_kv(decoder, config).k.shape  # two layers of three pages
+    (6, 2, 4, 4)
+  """
+  wanted = layout.groups(decoder)
+  if len(config.groups) != len(wanted):
+    raise ValueError(
+      f"`config.groups` must be the {len(wanted)} of the decoder, got "
+      f"{len(config.groups)}; make the cache with groups=cache_groups(decoder)."
+    )
+  layers = layout.num_memory_layers(decoder)
+  dtype = decoder.dtype if dtype is None else dtype
+  pools = []
+  for name, sizes in layout.pools(decoder):
+    if name == "keys and values":
+      heads, dim = sizes
+      pools.append(
+        paged.init(
+          config, num_layers=layers, num_kv_heads=heads, head_dim=dim,
+          dtype=dtype,
+        )
+      )  # fmt: skip
+    elif name == "latents":
+      pools.append(
+        paged.init(
+          config, num_layers=layers, num_kv_heads=1, head_dim=sum(sizes),
+          value_dim=sizes[0], dtype=dtype,
+        )
+      )  # fmt: skip
+    else:
+      shapes = memories.state_shapes(
+        DeltaNet(**dict(zip(_DELTA_NET, sizes, strict=True)))
+      )
+      pools.append(paged.init_states(config, num_layers=layers, shapes=shapes))
+  return tuple(pools) if len(pools) > 1 else pools[0]

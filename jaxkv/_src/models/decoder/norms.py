@@ -1,0 +1,25 @@
+"""RMSNorm (Zhang and Sennrich, 2019)."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(
+  x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0
+) -> jax.Array:
+  """Divides the last axis of [..., E] by its root mean square.
+
+  Args:
+    x: of any floating dtype; computed in float32.
+    weight: [E], a factor of each element.
+    eps: added to the mean square.
+    offset: added to the weights; then these are multiplied in float32, as in
+      Gemma.
+  """
+  wide = x.astype(jnp.float32)
+  square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+  normed = wide * jax.lax.rsqrt(square + eps)
+  weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+  if offset:
+    return (normed * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
+  return normed.astype(x.dtype) * weight

@@ -1,0 +1,294 @@
+"""Parameters of a decoder: their names, their shapes, and random ones.
+
+A tree: "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied, and
+"layers", a tuple with one entry for each stretch of `layout.stretches`: a tuple
+with a dict for each layer of its pattern, whose arrays have a leading axis of
+R repetitions. A layer's dict has
+
+| name                   | of `Attention`                                      |
+|------------------------|-----------------------------------------------------|
+| `attention_norm`       | [E]                                                 |
+| `query`                | [E, H, D]                                           |
+| `key`, `value`         | [E, K, D]                                           |
+| `output`               | [H, D, E]                                           |
+| `query_bias`           | [H, D], if biased                                   |
+| `key_bias` ...         | [K, D], and `value_bias`, if biased                 |
+| `output_bias`          | [E], if its output is biased                        |
+| `query_norm` ...       | [D], and `key_norm`, if these are normed            |
+| `sinks`                | [H], if it has sinks                                |
+| `query_gate`           | [E, H, D], if gated                                 |
+| `post_attention_norm`  | [E], with post norms                                |
+
+| name                   | of `LatentAttention`                                |
+|------------------------|-----------------------------------------------------|
+| `attention_norm`       | [E]                                                 |
+| `query_down`           | [E, rank], and `query_norm` [rank], with a rank     |
+| `query`                | [E or rank, H, plain + rotated]                     |
+| `latent`               | [E, latent + rotated]                               |
+| `latent_norm`          | [latent]                                            |
+| `key`                  | [latent, H, plain]                                  |
+| `value`                | [latent, H, value]                                  |
+| `output`               | [H, value, E]                                       |
+
+| name                   | of `DeltaNet`; C = 2 K Dk + H Dv channels           |
+|------------------------|-----------------------------------------------------|
+| `attention_norm`       | [E]                                                 |
+| `query`, `key`         | [E, K, Dk]                                          |
+| `value`, `output_gate` | [E, H, Dv]                                          |
+| `beta`, `decay`        | [E, H]                                              |
+| `convolution`          | [C, kernel]: of queries, keys and values            |
+| `decay_bias`           | [H]                                                 |
+| `decay_log`            | [H]                                                 |
+| `output_norm`          | [Dv], whose offset is 0                             |
+| `output`               | [H, Dv, E]                                          |
+
+| name                   | of `Mlp`                                            |
+|------------------------|-----------------------------------------------------|
+| `mlp_norm`             | [E]                                                 |
+| `gate`, `up`           | [E, F]                                              |
+| `down`                 | [F, E]                                              |
+| `post_mlp_norm`        | [E], with post norms                                |
+
+| name                   | of `Experts`                                        |
+|------------------------|-----------------------------------------------------|
+| `mlp_norm` ...         | as for `Mlp`                                        |
+| `router`               | [E, X]                                              |
+| `router_bias`          | [X], if the router is biased                        |
+| `correction`           | float32[X], if corrected                            |
+| `expert_gate` ...      | [X, E, F], and `expert_up`                          |
+| `expert_down`          | [X, F, E]                                           |
+| `expert_gate_bias` ... | [X, F], `expert_up_bias`, and [X, E] for `down`     |
+| `shared_gate` ...      | [E, F'], `shared_up`, [F', E] `shared_down`         |
+| `shared_switch`        | [E, 1], if what is shared is gated                  |
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._src.models.decoder import layout
+from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import DeltaNet
+from jaxkv._src.models.decoder.description import Experts
+from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.description import Mlp
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """One parameter.
+
+  Attributes:
+    shape: of the array.
+    fan_in: inputs of a random projection; None for ones, 0 for zeros.
+    residual: whether it is added to the residual stream.
+    offset: whether `Decoder.norm_offset` is added to it.
+    dtype: None for that of the decoder.
+  """
+
+  shape: tuple[int, ...]
+  fan_in: int | None = None
+  residual: bool = False
+  offset: bool = True
+  dtype: Any = None
+
+
+def layer_leaves(layer: Layer, embed_dim: int) -> dict[str, Leaf]:
+  """The parameters of one layer, without the axis of repetitions."""
+  attention = layer.attention
+  leaves = {
+    "attention_norm": Leaf((embed_dim,)),
+    "mlp_norm": Leaf((embed_dim,)),
+  }
+  if isinstance(attention, Attention):
+    leaves |= _attention(attention, embed_dim)
+  elif isinstance(attention, LatentAttention):
+    leaves |= _latent(attention, embed_dim)
+  else:
+    leaves |= _delta_net(attention, embed_dim)
+  if isinstance(layer.mlp, Mlp):
+    leaves |= _mlp(layer.mlp.inner_dim, embed_dim)
+  else:
+    leaves |= _experts(layer.mlp, embed_dim)
+  if layer.post_norms:
+    leaves["post_attention_norm"] = Leaf((embed_dim,))
+    leaves["post_mlp_norm"] = Leaf((embed_dim,))
+  return leaves
+
+
+def _attention(a: Attention, e: int) -> dict[str, Leaf]:
+  h, k, d = a.num_heads, a.num_kv_heads, a.head_dim
+  leaves = {
+    "query": Leaf((e, h, d), e),
+    "key": Leaf((e, k, d), e),
+    "value": Leaf((e, k, d), e),
+    "output": Leaf((h, d, e), h * d, residual=True),
+  }
+  if a.biased:
+    leaves["query_bias"] = Leaf((h, d), 0)
+    leaves |= {name: Leaf((k, d), 0) for name in ("key_bias", "value_bias")}
+  if a.output_biased:
+    leaves["output_bias"] = Leaf((e,), 0)
+  if a.query_key_norm:
+    leaves |= {name: Leaf((d,)) for name in ("query_norm", "key_norm")}
+  if a.sinks:
+    leaves["sinks"] = Leaf((h,), 0)
+  if a.gated:
+    leaves["query_gate"] = Leaf((e, h, d), e)
+  return leaves
+
+
+def _latent(a: LatentAttention, e: int) -> dict[str, Leaf]:
+  h, latent, rank = a.num_heads, a.latent_dim, a.query_rank
+  width = e if rank is None else rank
+  leaves = {
+    "query": Leaf((width, h, a.plain_dim + a.rotated_dim), width),
+    "latent": Leaf((e, latent + a.rotated_dim), e),
+    "latent_norm": Leaf((latent,)),
+    "key": Leaf((latent, h, a.plain_dim), latent),
+    "value": Leaf((latent, h, a.value_dim), latent),
+    "output": Leaf((h, a.value_dim, e), h * a.value_dim, residual=True),
+  }
+  if rank is not None:
+    leaves["query_down"] = Leaf((e, rank), e)
+    leaves["query_norm"] = Leaf((rank,))
+  return leaves
+
+
+def _delta_net(a: DeltaNet, e: int) -> dict[str, Leaf]:
+  k, h, key, value = a.num_key_heads, a.num_value_heads, a.key_dim, a.value_dim
+  return {
+    "query": Leaf((e, k, key), e),
+    "key": Leaf((e, k, key), e),
+    "value": Leaf((e, h, value), e),
+    "output_gate": Leaf((e, h, value), e),
+    "beta": Leaf((e, h), e),
+    "decay": Leaf((e, h), e),
+    "convolution": Leaf((a.num_channels, a.kernel_size), a.kernel_size),
+    "decay_bias": Leaf((h,), offset=False),
+    "decay_log": Leaf((h,), 0),
+    "output_norm": Leaf((value,), offset=False),
+    "output": Leaf((h, value, e), h * value, residual=True),
+  }
+
+
+def _mlp(f: int, e: int) -> dict[str, Leaf]:
+  return {
+    "gate": Leaf((e, f), e),
+    "up": Leaf((e, f), e),
+    "down": Leaf((f, e), f, residual=True),
+  }
+
+
+def _experts(m: Experts, e: int) -> dict[str, Leaf]:
+  x, f = m.num_experts, m.inner_dim
+  leaves = {
+    "router": Leaf((e, x), e),
+    "expert_gate": Leaf((x, e, f), e),
+    "expert_up": Leaf((x, e, f), e),
+    "expert_down": Leaf((x, f, e), f, residual=True),
+  }
+  if m.router_biased:
+    leaves["router_bias"] = Leaf((x,), 0)
+  if m.corrected:
+    leaves["correction"] = Leaf((x,), 0, dtype=jnp.float32)
+  if m.biased:
+    names = ("expert_gate_bias", "expert_up_bias")
+    leaves |= {name: Leaf((x, f), 0) for name in names}
+    leaves["expert_down_bias"] = Leaf((x, e), 0)
+  if m.shared_dim is not None:
+    shared = _mlp(m.shared_dim, e)
+    leaves |= {f"shared_{name}": leaf for name, leaf in shared.items()}
+  if m.shared_gated:
+    leaves["shared_switch"] = Leaf((e, 1), e)
+  return leaves
+
+
+def leaves_of(decoder: Decoder) -> Params:
+  """The tree of parameters, a `Leaf` in place of each array."""
+  v, e = decoder.vocab_size, decoder.embed_dim
+  tree: Params = {"embed": Leaf((v, e), e), "final_norm": Leaf((e,))}
+  tree["layers"] = tuple(
+    tuple(
+      {
+        name: dataclasses.replace(
+          leaf, shape=(stretch.repetitions, *leaf.shape)
+        )
+        for name, leaf in layer_leaves(layer, e).items()
+      }
+      for layer in stretch.pattern
+    )
+    for stretch in layout.stretches(decoder)
+  )
+  if not decoder.tied_embeddings:
+    tree["unembed"] = Leaf((e, v), e)
+  return tree
+
+
+def shapes_of(decoder: Decoder) -> Params:
+  """The tree of parameters, a `jax.ShapeDtypeStruct` for each array."""
+  return jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype or decoder.dtype),
+    leaves_of(decoder),
+    is_leaf=_is_leaf,
+  )
+
+
+def init_params(key: jax.Array, decoder: Decoder) -> Params:
+  """Random parameters, as the table above names them.
+
+  Args:
+    key: random key.
+    decoder: what they are for.
+
+  Examples:
+    >>> import jax
+    >>> attention = Attention(num_heads=4, num_kv_heads=2, head_dim=2)
+    >>> layer = Layer(attention=attention, mlp=Mlp(inner_dim=16))
+    >>> decoder = Decoder(vocab_size=11, embed_dim=8, layers=(layer,) * 3)
+    >>> params = init_params(jax.random.key(0), decoder)
+    >>> params["layers"][0][0]["key"].shape
+    (3, 8, 2, 2)
+  """
+  tree = leaves_of(decoder)
+  # One draw, cut up: separate draws would cost a compilation for each shape.
+  size = sum(
+    math.prod(leaf.shape)
+    for leaf in jax.tree.leaves(tree, is_leaf=_is_leaf)
+    if leaf.fan_in
+  )
+  noise = jax.random.normal(key, (size,), jnp.float32)
+  residual = (2 * decoder.num_layers) ** -0.5
+  used = 0
+
+  def array(leaf: Leaf) -> jax.Array:
+    nonlocal used
+    dtype = leaf.dtype or decoder.dtype
+    if not leaf.fan_in:
+      offset = decoder.norm_offset if leaf.offset else 0
+      value = 0 if leaf.fan_in == 0 else 1 - offset
+      return jnp.full(leaf.shape, value, dtype)
+    begin, used = used, used + math.prod(leaf.shape)
+    gain = (residual if leaf.residual else 1.0) * leaf.fan_in**-0.5
+    return (noise[begin:used].reshape(leaf.shape) * gain).astype(dtype)
+
+  def arrays(node: Any) -> Any:
+    """In the order of the names, which a tree's leaves are not in."""
+    if isinstance(node, Leaf):
+      return array(node)
+    if isinstance(node, dict):
+      return {name: arrays(child) for name, child in node.items()}
+    return tuple(arrays(child) for child in node)
+
+  return arrays(tree)
+
+
+def _is_leaf(node: Any) -> bool:
+  return isinstance(node, Leaf)

@@ -1,0 +1,299 @@
+"""Rollouts on many devices: recipes, and the functions that they need.
+
+The recipes use these names, where a cache, its memory and its options are those
+of one shard:
+
+| name | what it is |
+|---|---|
+| `params` | the model's parameters |
+| `generate` | `(params, state) -> state`: `rollout.generate` with a model |
+| `sizes`, `config` | the `jaxkv.CacheConfig`, the `RolloutConfig` |
+| `memory` | makes the pages: `functools.partial(jaxkv.kv.init, sizes, ...)` |
+| `job` | `(prompts, lengths, key, secret)`: all prompts, int32[P, L] and |
+| | int32[P]; random keys of the samples and of the cache |
+| `P` | `jax.sharding.PartitionSpec` |
+| `AxisType`, `NamedSharding` | from `jax.sharding` too |
+
+Data parallel. Each device has a cache, a memory and a queue of its own, and
+takes as many steps as its sequences need. Nothing is communicated.
+
+  def begin_one(prompts, lengths, key, secret):
+    first = jax.lax.axis_index("data") * len(prompts) * config.num_samples
+    cache = jaxkv.init(sizes, secret)
+    state = rollout.init(
+      cache, memory(), prompts, lengths, key, config, first_sequence=first
+    )
+    return devices.stacked(state)
+
+  def run_one(params, shards):
+    return devices.stacked(generate(params, devices.local(shards)))
+
+With these two functions of a shard:
+
+  auto = AxisType.Auto
+  mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(auto,))
+  one_each = functools.partial(jax.shard_map, mesh=mesh, out_specs=P("data"))
+  begin = jax.jit(
+    one_each(begin_one, in_specs=(P("data"), P("data"), P(), P())),
+    out_shardings=NamedSharding(mesh, P("data")),
+  )
+  run = jax.jit(
+    one_each(run_one, in_specs=(P(), P("data"))), donate_argnums=1
+  )
+  params = jax.device_put(params, NamedSharding(mesh, P()))
+  state = run(params, begin(*job))
+  sequences = devices.merged(state.sequences)
+
+The sequences stand in the order of the prompts, [P * G, ...]. A sequence's
+draws depend on its number among all of them, `first_sequence` and on, so they
+are those of a single device. The devices must divide P; prompts that only fill
+it up get 0 of `num_samples`.
+
+Tensor parallel. One cache, whose pages are split by K/V heads; all other arrays
+of the state are on each device. The compiler splits the model as its parameters
+are split. It adds two all-reduces of activations for each layer, and moves no
+page. The devices must divide K. The parameters of `jaxkv.models` are split so:
+
+  split = {"output": P(None, "model"), "down": P(None, "model")}
+  for name in ("query", "key", "value", "gate", "up"):
+    split[name] = P(None, None, "model")
+
+  def placed(params):
+    def place(path, leaf):
+      where = NamedSharding(mesh, split.get(path[-1].key, P()))
+      return jax.device_put(leaf, where)
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+Then:
+
+  auto = AxisType.Auto
+  mesh = jax.make_mesh((jax.device_count(),), ("model",), axis_types=(auto,))
+  params = placed(params)
+
+  def begin(prompts, lengths, key, secret):
+    cache = jaxkv.init(sizes, secret)
+    return rollout.init(cache, memory(), prompts, lengths, key, config)
+
+  places = devices.shardings(jax.eval_shape(begin, *job), mesh, heads="model")
+  begin = jax.jit(begin, out_shardings=places)
+  run = jax.jit(generate, donate_argnums=1, out_shardings=places)
+  state = run(params, begin(*job))
+
+A GPU or TPU needs more: the compiler splits attention of `backend="xla"`, but
+not the kernels of other backends. For those, say how heads are split: to
+`jaxkv.kv.attend` in a model of your own, to `jaxkv.models.forward` with
+`heads=NamedSharding(mesh, P("model"))`. If an output layer is split by its
+vocabulary, gather the logits in the model:
+`jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P()))`. Otherwise
+the sampler communicates about twenty times in each step.
+
+Both, with the functions above. The first mesh axis is split by hand, the second
+one by the compiler. jax cannot check such a `shard_map` (`check_vma`) yet.
+
+  mesh = jax.make_mesh(
+    (2, jax.device_count() // 2),
+    ("data", "model"),
+    axis_types=(AxisType.Auto, AxisType.Auto),
+  )
+  one_each = functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    axis_names={"data"},
+    out_specs=P("data"),
+    check_vma=False,
+  )
+  params = placed(params)
+  begin = one_each(begin_one, in_specs=(P("data"), P("data"), P(), P()))
+  places = devices.shardings(
+    jax.eval_shape(begin, *job), mesh, heads="model", shards="data"
+  )
+  begin = jax.jit(begin, out_shardings=places)
+  run = jax.jit(
+    one_each(run_one, in_specs=(P(), P("data"))),
+    donate_argnums=1,
+    out_shardings=places,
+  )
+  state = run(params, begin(*job))
+
+Several processes. Each begins as follows (gloo is for CPUs), and then runs a
+recipe as it stands, with the same `job`. `jax.device_count()` counts the
+devices of all.
+
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(address, num_processes, process_id)
+
+A process sees the sequences of its own devices. All of them, in each process:
+
+  tokens, lengths = multihost_utils.process_allgather(
+    (sequences.tokens, sequences.length), tiled=True
+  )
+
+A checkpoint, with `import orbax.checkpoint as ocp`, of a state that `run` has
+returned before it was done. The state is an ordinary pytree, random keys
+included.
+
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder, state)
+
+A new process with the same `sizes` and `config` makes `begin` and `run` as in
+the recipes, or for one device with `jax.jit`. It begins nothing: the shapes,
+and the devices of each array, are enough. Every bit of what follows is as if
+nothing had happened.
+
+  with ocp.StandardCheckpointer() as checkpointer:
+    state = checkpointer.restore(folder, begin.eval_shape(*job))
+  state = run(params, state)
+
+No call of `run` but the first one compiles, as long as its state comes from
+`begin` or `run`, or from `rollout.init` with a memory that is on the mesh.
+"""
+
+import dataclasses
+from typing import TypeVar
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxkv._src.kv.pools import Pool
+from jaxkv._src.rollout.state import RolloutState
+from jaxkv.kv import KVPages
+from jaxkv.kv import StatePages
+
+Tree = TypeVar("Tree")
+
+
+def stacked(tree: Tree) -> Tree:
+  """What a shard returns from `jax.shard_map`: each array [...] as [1, ...].
+
+  Outside, with `out_specs=P("data")`, there is one entry for each shard.
+
+  Args:
+    tree: any pytree of arrays, such as a `RolloutState`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> stacked({"steps": jnp.int32(3)})["steps"].shape
+    (1,)
+  """
+  return jax.tree.map(lambda leaf: leaf[None], tree)
+
+
+def local(tree: Tree) -> Tree:
+  """A shard's own part of what `stacked` made: each array [1, ...] as [...].
+
+  Args:
+    tree: any pytree of arrays.
+
+  Raises:
+    ValueError: a shard has more than one entry.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> local({"steps": jnp.ones((1,), jnp.int32)})["steps"].shape
+    ()
+  """
+  for leaf in jax.tree.leaves(tree):
+    if leaf.shape[:1] != (1,):
+      raise ValueError(
+        f"`tree` must have arrays [1, ...] in a shard, got {leaf.shape}; make "
+        "one state for each device of the mesh axis, and call `local` inside "
+        "of `jax.shard_map`."
+      )
+  return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def merged(tree: Tree) -> Tree:
+  """The rows of all shards one after another: [X, Q, ...] as [X * Q, ...].
+
+  Args:
+    tree: a pytree of arrays with an entry for each of X shards, such as the
+      `sequences` of a stacked `RolloutState`.
+
+  Raises:
+    ValueError: an array has fewer than two axes.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> merged({"length": jnp.ones((8, 3), jnp.int32)})["length"].shape
+    (24,)
+  """
+  for leaf in jax.tree.leaves(tree):
+    if len(leaf.shape) < 2:
+      raise ValueError(
+        f"`tree` must have arrays [X, Q, ...], got {leaf.shape}; counters and "
+        "other numbers of a shard cannot be merged."
+      )
+  return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+
+
+def shardings(
+  state: RolloutState, mesh: Mesh, *, heads: str, shards: str | None = None
+) -> RolloutState:
+  """Where the arrays of a tensor-parallel rollout lie.
+
+  The pages are split by K/V heads. All other arrays, latents and states of
+  recurrent layers among them, are on each device. For
+  `jax.device_put`, `jax.jit(out_shardings=)` and abstract values.
+
+  Args:
+    state: arrays, or shapes as of `jax.eval_shape`.
+    mesh: the devices.
+    heads: the mesh axis over which the pages are split.
+    shards: the mesh axis of the shards, if the state is `stacked`.
+
+  Returns:
+    A `NamedSharding` for each array, in a tree like `state`.
+
+  Raises:
+    ValueError: the mesh has no such axis, or one that does not divide K.
+
+  Examples:
+    >>> import jaxkv, jax.numpy as jnp
+    >>> from jaxkv import rollout
+    >>> sizes = jaxkv.CacheConfig(
+    ...   num_pages=9, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
+    >>> kv = jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=2, head_dim=8)
+    >>> state = rollout.init(
+    ...   jaxkv.init(sizes), kv, [[5, 7]], [2], jax.random.key(0),
+    ...   rollout.RolloutConfig(max_new_tokens=4),
+    ... )
+    >>> mesh = jax.make_mesh((1,), ("model",))
+    >>> places = shardings(state, mesh, heads="model")
+    >>> places.kv.k.spec == P(None, "model"), places.running.spec == P()
+    (True, True)
+  """
+  for name, axis in (("heads", heads), ("shards", shards)):
+    if axis is not None and axis not in mesh.axis_names:
+      raise ValueError(
+        f"`{name}` must be an axis of the mesh, one of {mesh.axis_names}, got "
+        f"{axis!r}."
+      )
+  first = () if shards is None else (shards,)
+  rest = NamedSharding(mesh, P(*first))
+  pages = NamedSharding(mesh, P(*first, None, heads))
+  places = jax.tree.map(lambda _: rest, state)
+
+  def pool_places(pool: Pool) -> Pool:
+    if isinstance(pool, StatePages) or pool.v is None:
+      return jax.tree.map(lambda _: rest, pool)
+    _check_heads(pool, mesh.shape[heads], heads)
+    return jax.tree.map(lambda _: pages, pool)
+
+  kv = state.kv
+  if isinstance(kv, tuple):
+    return dataclasses.replace(places, kv=tuple(map(pool_places, kv)))
+  return dataclasses.replace(places, kv=pool_places(kv))
+
+
+def _check_heads(pool: KVPages, size: int, heads: str) -> None:
+  """Raises unless the devices of an axis divide the K/V heads of a pool."""
+  number = pool.k.shape[-3]
+  if number % size:
+    raise ValueError(
+      f"`heads` must be an axis whose size divides {number} K/V heads, got "
+      f"{heads!r} of {size} devices; use fewer, and shards for the rest."
+    )

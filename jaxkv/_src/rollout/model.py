@@ -1,0 +1,288 @@
+"""Calls of the model: the tokens of a step, packed into one row."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax import lax
+
+from jaxkv import kv as kv_memory
+from jaxkv._src.cache import ops
+from jaxkv._src.kv.view import View
+from jaxkv._src.kv.view import packed_positions
+from jaxkv._src.rollout import packing
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.arguments import as_logits
+from jaxkv._src.rollout.arguments import check_all_logits
+from jaxkv._src.rollout.arguments import check_logits
+from jaxkv._src.rollout.packing import Width
+from jaxkv._src.rollout.packing import Work
+from jaxkv._src.rollout.rows import Rows
+from jaxkv._src.rollout.rows import rows_of
+from jaxkv._src.rollout.sequences import Records
+from jaxkv._src.rollout.state import RolloutState
+from jaxkv.kv import KVPages
+from jaxkv.kv import Pools
+
+Model = Callable[..., tuple[Array, Any]]
+"""`(params, tokens int32[1, C], positions int32[1, C], kv, views, columns
+int32[X], rows) -> (logits [X, V], kv)`: stores the K/V of the tokens, attends
+through `jaxkv.kv`, and gives the logits of some columns. `kv` is what `init`
+got, one pool or a tuple of pools. `views` has a `PackedView` for each layer
+group. `rows` says whose token stands in each of the C columns, as a `Rows`.
+Logits are floats of any width, which are sampled from
+in float32. `all_logits` makes one of a model that gives logits for all tokens,
+and needs no `rows`."""
+
+
+def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
+  """A `Model` of one that gives logits for all tokens, [1, C, V].
+
+  Args:
+    model: `(params, tokens int32[1, C], positions int32[1, C], kv, views) ->
+      (logits [1, C, V], kv)`.
+
+  Raises:
+    ValueError: when the model is called, if its logits have another shape.
+  """
+
+  def call(
+    params: Any,
+    tokens: Array,
+    positions: Array,
+    kv: Pools,
+    views: Any,
+    columns: Array,
+    rows: Rows,
+  ) -> tuple[Array, Pools]:
+    del rows
+    logits, kv = model(params, tokens, positions, kv, views)
+    check_all_logits(logits, tokens.shape[1])
+    return logits[0].at[columns].get(mode="clip"), kv
+
+  return call
+
+
+class Logits(NamedTuple):
+  """What a model gives the tokens of a step.
+
+  Attributes:
+    last: [B, V], of each slot's last token that is no draft.
+    drafts: [D, V], of the drafts that there are; None without any.
+  """
+
+  last: Array
+  drafts: Array | None
+
+
+def call(
+  params: Any,
+  state: RolloutState,
+  work: Work,
+  guesses: Array | None,
+  sizes: tuple[Width, ...],
+  room: Array | None,
+  *,
+  model: Model,
+) -> tuple[Pools, Logits, Records]:
+  """Calls the model with the tokens of a step, in the width that was chosen.
+
+  Args:
+    params: the model's.
+    state: the sequences in the slots.
+    work: the tokens.
+    guesses: int32[B, K], drafts of each slot; None without any.
+    sizes: from `packing.widths`.
+    room: for the logits of drafts, from `room_for_drafts`.
+    model: see `Model`.
+
+  Returns:
+    The memory; the logits; and the records, with what the model gave tokens of
+    prompts.
+  """
+  num_slots, none = state.running.shape[0], state.sequences.length.shape[0]
+  single = packing.single_views(state.cache, work)
+  starts = single[0].starts
+  tokens = _singles(state, work, starts, guesses)
+
+  def once(
+    kv: Pools, records: Records, width: Width
+  ) -> tuple[Array, Pools, Records]:
+    rows = num_slots + width.drafts
+    views, owners = _first(single, rows), work.slots[:rows]
+    if not width.drafts:
+      views = _shared(state, views)
+    inputs, places, chunks = tokens[:rows], starts[:rows], None
+    if width.prompts:
+      chunks = packing.chunk_views(state.cache, work)
+      row, positions = packed_positions(chunks[0], width.prompts)
+      theirs = ops.take(work.order, row, fill=num_slots)
+      more = _tokens(state, theirs, positions)
+      inputs = jnp.concatenate([inputs, more])
+      places = jnp.concatenate([places, jnp.maximum(positions, 0)])
+      owners = jnp.concatenate([owners, theirs])
+    drafts = jnp.arange(num_slots, rows, dtype=jnp.int32)
+    wanted = jnp.concatenate([work.last, drafts])
+    columns = _columns(state, wanted, inputs.shape[0])
+    numbers = ops.take(state.running, owners, fill=none)
+    logits, kv = model(
+      params,
+      inputs[None],
+      places[None],
+      kv,
+      packing.packed(views, chunks),
+      columns,
+      rows_of(state, numbers),
+    )
+    check_logits(logits, columns.shape[0])
+    if columns is not wanted:
+      records = _with_prompts(state, records, logits, numbers, places)
+      logits = logits.at[wanted].get(mode="clip")
+    return logits, kv, records
+
+  records = state.sequences.records
+  shape = jax.eval_shape(lambda kv: once(kv, records, sizes[0])[0], state.kv)
+  last = jnp.zeros((num_slots, shape.shape[1]), shape.dtype)
+  carry = state.kv, Logits(last, room), records
+  for number, width in enumerate(sizes):
+
+    def trip(carry: Any, width: Width = width) -> Any:
+      kv, (_, drafts), records = carry
+      logits, kv, records = once(kv, records, width)
+      if width.drafts and drafts is not None:
+        own = logits[num_slots:]
+        drafts = lax.dynamic_update_slice(drafts, own, (0, 0))
+      return kv, Logits(logits[:num_slots], drafts), records
+
+    # A conditional, or a switch, would copy the memory.
+    carry = ops.at_most_once(work.width == number, trip, carry)
+  return carry
+
+
+def room_for_drafts(
+  params: Any, state: RolloutState, *, model: Model
+) -> Array | None:
+  """Zeros [D, V], kept from step to step; None without drafts."""
+  most = packing.most_drafts(packing.widths(state.config))
+  if not most:
+    return None
+  shape = shape_of_logits(params, state, model=model)
+  return jnp.zeros((most, shape.shape[1]), shape.dtype)
+
+
+def shape_of_logits(params: Any, state: RolloutState, *, model: Model) -> Any:
+  """The shape [B, V] and the dtype of what a model gives each slot."""
+  slots = state.running.shape[0]
+  sizes = packing.widths(state.config)
+
+  def logits(state: RolloutState) -> Array:
+    nothing = jnp.zeros((slots,), jnp.int32)
+    drafts = nothing if packing.most_drafts(sizes) else None
+    work = packing.schedule(nothing, nothing > 0, nothing, sizes, drafts)
+    guesses = None
+    if drafts is not None:
+      guesses = jnp.zeros((slots, state.config.draft_tokens), jnp.int32)
+    return call(params, state, work, guesses, sizes, None, model=model)[1].last
+
+  return jax.eval_shape(logits, state)
+
+
+def _columns(state: RolloutState, wanted: Array, size: int) -> Array:
+  """int32[X]: columns that get logits, all if those of prompts are kept."""
+  if state.config.prompt_log_probs:
+    return jnp.arange(size, dtype=jnp.int32)
+  return wanted
+
+
+def _with_prompts(
+  state: RolloutState,
+  records: Records,
+  logits: Array,
+  numbers: Array,
+  places: Array,
+) -> Records:
+  """Records of what the model gave the tokens that nobody drew.
+
+  Args:
+    state: the sequences.
+    records: theirs.
+    logits: [X, V], of every column.
+    numbers: int32[X], the row of each column's sequence.
+    places: int32[X], where the column's token stands.
+  """
+  sequences, raw = state.sequences, records.raw_log_probs
+  if raw is None:
+    return records
+  after = places + 1
+  said = after < ops.take(sequences.length, numbers)
+  version = ops.take(sequences.versions, numbers, after)
+  said &= version == queue.NOT_DRAWN
+  token = ops.take(sequences.tokens, numbers, after)
+  scores = jax.nn.log_softmax(as_logits(logits), axis=-1)
+  own = jnp.take_along_axis(scores, token[:, None], axis=1, mode="clip")[:, 0]
+  place = ops.where_valid(said, numbers)
+  raw = ops.put(raw, place, after, values=own)
+  return dataclasses.replace(records, raw_log_probs=raw)
+
+
+def _first(views: tuple[View, ...], rows: int) -> tuple[View, ...]:
+  return tuple(
+    View(
+      page_table=view.page_table[:rows],
+      starts=view.starts[:rows],
+      counts=view.counts[:rows],
+    )
+    for view in views
+  )
+
+
+def _shared(state: RolloutState, views: tuple[View, ...]) -> tuple[View, ...]:
+  """Views with the pages that forks have in common, where that pays."""
+  num_slots, samples = state.running.shape[0], state.config.num_samples
+  kv = _pages_to_share(state.kv)
+  if samples == 1 or kv is None:
+    return views
+  return tuple(
+    view
+    if kind.skips_pages
+    else kv_memory.share(
+      kv,
+      view,
+      num_clusters=-(-num_slots // samples),
+      cluster_size=samples,
+    )
+    for kind, view in zip(state.cache.config.groups, views, strict=True)
+  )
+
+
+def _pages_to_share(memory: Pools) -> KVPages | None:
+  """The first pool of keys and values, whose size says what sharing saves."""
+  pools = memory if isinstance(memory, tuple) else (memory,)
+  for pool in pools:
+    if isinstance(pool, KVPages) and pool.v is not None:
+      return pool
+  return None
+
+
+def _singles(
+  state: RolloutState, work: Work, starts: Array, guesses: Array | None
+) -> Array:
+  """int32[B + D]: the tokens of the single columns."""
+  tokens = _tokens(state, work.slots, starts)
+  if guesses is None:
+    return tokens
+  num_slots = guesses.shape[0]
+  number = work.offsets[num_slots:] - 1
+  guess = ops.take(guesses, work.slots[num_slots:], number)
+  return jnp.concatenate([tokens[:num_slots], guess])
+
+
+def _tokens(state: RolloutState, slots: Array, positions: Array) -> Array:
+  """int32[X]: tokens of the sequences in slots; 0 for an empty one."""
+  none = state.sequences.length.shape[0]
+  numbers = ops.take(state.running, slots, fill=none)
+  return ops.take(state.sequences.tokens, numbers, positions)

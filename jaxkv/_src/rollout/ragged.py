@@ -1,0 +1,146 @@
+"""Lists of different lengths, as padded arrays."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jaxkv._src.cache.checks import as_int32
+from jaxkv._src.cache.checks import check_shape
+
+PADDING = -1
+"""A token that does not exist."""
+
+_ONE_EACH = ", one list for each sequence"
+
+
+def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
+  """A list for each sequence, of a list for each or of one list for all.
+
+  Args:
+    name: the argument's name, for messages.
+    value: nested lists.
+    total: Q, the number of sequences.
+    depth: how deep the list of one sequence is nested.
+
+  Raises:
+    TypeError: the lists are nested in another way.
+    ValueError: the number of lists is not Q.
+  """
+  if _is_nested(value, depth + 1) and len(value):
+    if len(value) != total:
+      raise ValueError(
+        f"`{name}` must have {total} lists, one for each sequence, got "
+        f"{len(value)}."
+      )
+    return list(value)
+  if _is_nested(value, depth):
+    return [value] * total
+  items = " of lists" * (depth - 1)
+  raise TypeError(
+    f"`{name}` must be a list{items} of ints for all sequences, or a list of "
+    f"such lists with one for each, got {value!r}."
+  )
+
+
+def _is_nested(value: Any, depth: int) -> bool:
+  """Whether a value is lists of lists, so deep; 0 for no list."""
+  if not isinstance(value, list | tuple | np.ndarray):
+    return depth == 0
+  return depth > 0 and all(_is_nested(item, depth - 1) for item in value)
+
+
+def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
+  """int32[Q, X]: lists of tokens, padded with -1 at the end; X is at least 1.
+
+  Raises:
+    TypeError: a token is not an integer.
+    ValueError: a token is negative or does not fit int32.
+  """
+  width = max([1, *map(len, lists)])
+  out = np.full((len(lists), width), PADDING, np.int32)
+  for row, tokens in enumerate(lists):
+    out[row, : len(tokens)] = _tokens(f"{name}[{row}]", tokens)
+  return out
+
+
+def padded_words(name: str, lists: list[Any]) -> np.ndarray:
+  """int32[Q, X, Y]: words of some tokens, padded with -1 at the front.
+
+  Raises:
+    TypeError: a token is not an integer.
+    ValueError: a word has no token, or one that is negative or too large.
+  """
+  count = max([1, *map(len, lists)])
+  width = max([1, *(len(word) for words in lists for word in words)])
+  out = np.full((len(lists), count, width), PADDING, np.int32)
+  for row, words in enumerate(lists):
+    for place, word in enumerate(words):
+      label = f"{name}[{row}][{place}]"
+      if not len(word):
+        raise ValueError(f"`{label}` must have a token, got an empty list.")
+      out[row, place, width - len(word) :] = _tokens(label, word)
+  return out
+
+
+def padded_biases(
+  name: str, value: Any, total: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """The tokens and numbers of dictionaries: int32[Q, X], float64[Q, X].
+
+  Args:
+    name: the argument's name, for messages.
+    value: a dictionary for all sequences, or a list of one for each.
+    total: Q, the number of sequences.
+
+  Raises:
+    TypeError: it is something else, a token is not an integer, or a number is
+      not real.
+    ValueError: the number of dictionaries is not Q, or a token is negative.
+  """
+  if isinstance(value, Mapping):
+    value = [value] * total
+  if not isinstance(value, list | tuple) or not all(
+    isinstance(one, Mapping) for one in value
+  ):
+    raise TypeError(
+      f"`{name}` must be a dictionary of tokens and numbers, or a list with "
+      f"one for each sequence, got {value!r}."
+    )
+  if len(value) != total:
+    raise ValueError(
+      f"`{name}` must have {total} dictionaries, one for each sequence, got "
+      f"{len(value)}."
+    )
+  tokens = padded_tokens(name, [list(one) for one in value])
+  numbers = np.zeros(tokens.shape)
+  for row, one in enumerate(value):
+    values = np.asarray(list(one.values()))
+    if one and values.dtype.kind not in "fiu":
+      raise TypeError(
+        f"`{name}[{row}]` must hold real numbers, got {values.dtype}."
+      )
+    numbers[row, : len(one)] = values
+  return tokens, numbers
+
+
+def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
+  """int32 of a rank, of an array for each sequence or of one for all.
+
+  Raises:
+    TypeError: the array does not hold integers.
+    ValueError: it has another rank, or not Q rows.
+  """
+  tokens = as_int32(name, value)
+  if tokens.ndim == rank - 1:
+    tokens = tokens[None].repeat(total, axis=0)
+  check_shape(name, tokens, (total, "X", "Y")[:rank], _ONE_EACH)
+  return tokens
+
+
+def _tokens(name: str, tokens: Any) -> np.ndarray:
+  row = np.asarray(as_int32(name, tokens)).reshape(len(tokens))
+  if np.any(row < 0):
+    raise ValueError(f"`{name}` must hold tokens, from 0 on, got {row.min()}.")
+  return row

@@ -1,0 +1,1 @@
+"""What changes a rollout between steps, by the numbers of sequences."""

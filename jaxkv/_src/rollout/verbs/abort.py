@@ -1,0 +1,99 @@
+"""abort, requeue: sequences leave their slots before they end."""
+
+import dataclasses
+
+import jax
+from jax import Array
+
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.sequences import Finish
+from jaxkv._src.rollout.state import RolloutState
+from jaxkv._src.rollout.verbs.find import as_ids
+from jaxkv._src.rollout.verbs.find import as_mask
+from jaxkv._src.rollout.verbs.find import find
+from jaxkv._src.rollout.verbs.find import leave_slots
+from jaxkv._src.rollout.verbs.find import slots_of
+
+
+def abort(
+  state: RolloutState, ids: Array, *, mask: Array | None = None
+) -> tuple[RolloutState, Outcome]:
+  """Ends sequences. Their tokens are kept, and their pages given back.
+
+  Args:
+    state: the rollout.
+    ids: int32[R], numbers of sequences.
+    mask: bool[R], the rows that count; None for all.
+
+  Returns:
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED for one that
+    had ended before.
+
+  Raises:
+    TypeError: `ids` are no integers, or `mask` holds no bools.
+    ValueError: one of them has another shape.
+  """
+  ids = as_ids(ids)
+  return _abort(state, ids, as_mask(mask, ids.shape[0]))
+
+
+@jax.jit
+def _abort(
+  state: RolloutState, ids: Array, mask: Array
+) -> tuple[RolloutState, Outcome]:
+  state, ids, mask = ops.alike((state, ids, mask))
+  rows, status, code = find(state, ids, mask)
+  code = first_code(
+    (code != Status.OK, code), (status >= queue.DONE, Status.ENDED)
+  )
+  served = code == Status.OK
+  place = ops.where_valid(served, rows)
+  state = leave_slots(state, slots_of(state, place))
+  sequences = queue.with_status(state.sequences, rows, served, queue.DONE)
+  finish = ops.put(sequences.finish, place, values=int(Finish.ABORTED))
+  sequences = dataclasses.replace(sequences, finish=finish)
+  state = dataclasses.replace(state, sequences=sequences)
+  return state, Outcome(code=code)
+
+
+def requeue(
+  state: RolloutState, ids: Array, *, mask: Array | None = None
+) -> tuple[RolloutState, Outcome]:
+  """Running sequences give their slots and pages back, and wait again.
+
+  They resume later with the same draws. Their pages stay cached until they are
+  evicted. A sequence that waits already is left as it is.
+
+  Args:
+    state: the rollout.
+    ids: int32[R], numbers of sequences.
+    mask: bool[R], the rows that count; None for all.
+
+  Returns:
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED for one that
+    has ended.
+
+  Raises:
+    TypeError: `ids` are no integers, or `mask` holds no bools.
+    ValueError: one of them has another shape.
+  """
+  ids = as_ids(ids)
+  return _requeue(state, ids, as_mask(mask, ids.shape[0]))
+
+
+@jax.jit
+def _requeue(
+  state: RolloutState, ids: Array, mask: Array
+) -> tuple[RolloutState, Outcome]:
+  state, ids, mask = ops.alike((state, ids, mask))
+  rows, status, code = find(state, ids, mask)
+  code = first_code(
+    (code != Status.OK, code), (status >= queue.DONE, Status.ENDED)
+  )
+  place = ops.where_valid(code == Status.OK, rows)
+  state = leave_slots(state, slots_of(state, place))
+  return state, Outcome(code=code)

@@ -1,0 +1,141 @@
+"""extend: what a tool or a user said, and another turn."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.checks import as_int32
+from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.rollout import drafts
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.sequences import Finish
+from jaxkv._src.rollout.state import RolloutState
+from jaxkv._src.rollout.state import rehashed
+from jaxkv._src.rollout.verbs.find import as_counts
+from jaxkv._src.rollout.verbs.find import as_ids
+from jaxkv._src.rollout.verbs.find import as_mask
+from jaxkv._src.rollout.verbs.find import find
+from jaxkv._src.rollout.verbs.find import leave_slots
+from jaxkv._src.rollout.verbs.find import slots_of
+
+
+def extend(
+  state: RolloutState,
+  ids: Array,
+  tokens: Array,
+  lengths: Array,
+  *,
+  max_tokens: Array | None = None,
+  mask: Array | None = None,
+) -> tuple[RolloutState, Outcome]:
+  """Appends tokens that a tool or a user said; the sequences then go on.
+
+  A sequence that has ended waits again. It finds the pages of its earlier turns
+  in the cache, unless they were evicted, so little more than the new tokens is
+  computed. One that runs leaves its slot first. The new tokens are no part of a
+  loss: `Generated.mask` leaves them out.
+
+  Pad to one width, and name as many sequences in each call, with a mask: other
+  shapes are compiled again.
+
+  All that counts tokens counts those of this turn: `max_tokens`, `min_tokens`,
+  stop strings and `Rows.counts`.
+
+  Args:
+    state: the rollout.
+    ids: int32[R], numbers of sequences.
+    tokens: int32[R, X], padded at the end.
+    lengths: int32[R], 0 .. X.
+    max_tokens: int32[R], at least 1: the most tokens to draw in this turn. None
+      for the limit of the first turn.
+    mask: bool[R], the rows that count; None for all.
+
+  Returns:
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, ENDED for a sequence
+    that has failed, or BAD_LENGTH (of `lengths` or `max_tokens`, or more than W
+    tokens in all).
+
+  Raises:
+    TypeError: numbers are no integers, or `mask` holds no bools.
+    ValueError: an argument has another shape.
+  """
+  ids = as_ids(ids)
+  rows = ids.shape[0]
+  tokens = as_int32("tokens", tokens)
+  check_shape("tokens", tokens, (rows, "X"), ", a row for each sequence")
+  if max_tokens is not None:
+    max_tokens = as_counts("max_tokens", max_tokens, rows)
+  return _extend(
+    state,
+    ids,
+    jnp.asarray(tokens),
+    as_counts("lengths", lengths, rows),
+    max_tokens,
+    as_mask(mask, rows),
+  )
+
+
+@jax.jit
+def _extend(
+  state: RolloutState,
+  ids: Array,
+  tokens: Array,
+  lengths: Array,
+  budget: Array | None,
+  mask: Array,
+) -> tuple[RolloutState, Outcome]:
+  state, ids, tokens, lengths, budget, mask = ops.alike(
+    (state, ids, tokens, lengths, budget, mask)
+  )
+  width, columns = state.sequences.tokens.shape[1], tokens.shape[1]
+  rows, status, code = find(state, ids, mask)
+  before = ops.take(state.sequences.length, rows)
+  if budget is None:
+    budget = ops.take(state.sequences.budget, rows)
+  bad = (lengths < 0) | (lengths > columns) | (budget < 1)
+  # No sum that may overflow.
+  bad |= budget > width - before - jnp.clip(lengths, 0, columns)
+  code = first_code(
+    (code != Status.OK, code),
+    (status == queue.FAILED, Status.ENDED),
+    (bad, Status.BAD_LENGTH),
+  )
+  served = code == Status.OK
+  place = ops.where_valid(served, rows)
+  state = leave_slots(state, slots_of(state, place))
+  sequences = state.sequences
+  column = jnp.arange(columns, dtype=jnp.int32)[None]
+  inside = served[:, None] & (column < lengths[:, None])
+  length = before + lengths
+  sequences = dataclasses.replace(
+    queue.with_status(sequences, rows, served, queue.WAITING),
+    tokens=ops.put(
+      sequences.tokens,
+      place[:, None],
+      ops.where_valid(inside, before[:, None] + column),
+      values=tokens,
+    ),
+    length=ops.put(sequences.length, place, values=length),
+    start=ops.put(sequences.start, place, values=length),
+    limit=ops.put(sequences.limit, place, values=length + budget),
+    finish=ops.put(sequences.finish, place, values=int(Finish.UNFINISHED)),
+    stop=ops.put(sequences.stop, place, values=-1),
+  )
+  known = state.drafts
+  if known is not None:
+    known = drafts.with_tokens(
+      known, sequences, place, before, length, state.config, columns
+    )
+  state = dataclasses.replace(
+    state,
+    sequences=sequences,
+    drafts=known,
+    overtaken=ops.put(state.overtaken, place, values=0),
+  )
+  return rehashed(state, place), Outcome(code=code)

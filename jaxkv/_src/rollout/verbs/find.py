@@ -1,0 +1,112 @@
+"""The sequences that a call names, and slots that they leave."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.checks import as_bool
+from jaxkv._src.cache.checks import as_int32
+from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.cache.state import is_empty
+from jaxkv._src.cache.verbs.free import free
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.state import RolloutState
+
+
+def as_ids(ids: Any) -> Array:
+  """Numbers of sequences, int32[R].
+
+  Raises:
+    TypeError: they are no integers.
+    ValueError: they have another shape, or do not fit int32.
+  """
+  ids = as_int32("ids", ids)
+  check_shape("ids", ids, ("R",), ", a list of numbers")
+  return jnp.asarray(ids)
+
+
+def as_mask(mask: Any, rows: int) -> Array:
+  """The rows of a call that count, bool[R]; all for None.
+
+  Raises:
+    TypeError: the mask holds no bools.
+    ValueError: it has another shape.
+  """
+  if mask is None:
+    return jnp.ones((rows,), bool)
+  mask = as_bool("mask", mask)
+  check_shape("mask", mask, (rows,), ", one for each row")
+  return jnp.asarray(mask)
+
+
+def as_counts(name: str, counts: Any, rows: int) -> Array:
+  """Numbers for the rows of a call, int32[R].
+
+  Raises:
+    TypeError: they are no integers.
+    ValueError: they have another shape, or do not fit int32.
+  """
+  counts = as_int32(name, counts)
+  check_shape(name, counts, (rows,), ", one for each row")
+  return jnp.asarray(counts)
+
+
+def find(
+  state: RolloutState, ids: Array, mask: Array
+) -> tuple[Array, Array, Array]:
+  """Where some sequences are.
+
+  Args:
+    state: the rollout.
+    ids: int32[R], their numbers.
+    mask: bool[R], those that count.
+
+  Returns:
+    int32[R], the rows of `Sequences`, Q for none; int32[R], what they do there;
+    int32[R], SKIPPED, BAD_SEQUENCE or OK.
+  """
+  sequences = state.sequences
+  none = sequences.ids.shape[0]
+  there = sequences.status != queue.EMPTY
+  same = (ids[:, None] == sequences.ids[None]) & there[None]
+  row = jnp.argmax(same, axis=1).astype(jnp.int32)
+  found = jnp.any(same, axis=1) & ~ops.any_earlier(ids, mask)
+  code = first_code((~mask, Status.SKIPPED), (~found, Status.BAD_SEQUENCE))
+  row = jnp.where(code == Status.OK, row, none)
+  return row, ops.take(sequences.status, row, fill=queue.EMPTY), code
+
+
+def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
+  """Slots give their pages back, and their sequences wait again.
+
+  Samples that wait for a prompt in one of them wait again, too.
+
+  Args:
+    state: the rollout.
+    leaving: bool[B].
+  """
+  none, slots = state.sequences.length.shape[0], state.running.shape[0]
+  slot = jnp.arange(slots, dtype=jnp.int32)
+  leaving |= ops.take(leaving, state.leader, fill=False)
+  cache, _ = free(state.cache, mask=leaving & ~is_empty(state.cache, slot))
+  return dataclasses.replace(
+    state,
+    cache=cache,
+    sequences=queue.with_status(
+      state.sequences, state.running, leaving, queue.WAITING
+    ),
+    running=jnp.where(leaving, none, state.running),
+    leader=jnp.where(leaving, slots, state.leader),
+  )
+
+
+def slots_of(state: RolloutState, rows: Array) -> Array:
+  """bool[B]: slots with a sequence of some rows, int32[R]; Q for none."""
+  none = state.sequences.length.shape[0]
+  same = (state.running[:, None] == rows[None]) & (rows < none)[None]
+  return jnp.any(same, axis=1)

@@ -1,0 +1,177 @@
+"""generated, harvest: what a rollout has drawn, aligned for a loss."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.sequences import Records
+from jaxkv._src.rollout.state import RolloutState
+from jaxkv._src.rollout.until import has_ended
+from jaxkv._src.rollout.verbs.find import as_ids
+from jaxkv._src.rollout.verbs.find import as_mask
+from jaxkv._src.rollout.verbs.find import find
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+  """R sequences of up to W tokens, with what is known of each token.
+
+  Every array has what it says of a token in the column of that token. So a loss
+  shifts the model's logits by one column, and nothing else:
+  `logits[:, :-1]` are for `tokens[:, 1:]`, with `mask[:, 1:]`.
+
+  Attributes:
+    ids: the number of each sequence.  # int32[R]
+    tokens: the prompt, what was drawn, and what others said; then 0.
+      # int32[R, W]
+    positions: 0 .. W - 1.  # int32[R, W]
+    lengths: tokens of each sequence, with its prompt.  # int32[R]
+    prompt_lengths: tokens of the first prompt.  # int32[R]
+    turn_starts: tokens before what was drawn in the last turn.  # int32[R]
+    mask: the tokens that were drawn; all others are no part of a loss.
+      # bool[R, W]
+    log_probs: of the drawn tokens, in the distribution that each was drawn
+      from: after temperature, top-k, and all that `Sampling` and `process`
+      change. 0 elsewhere.  # float32[R, W]
+    versions: of the weights that drew each token; -1 elsewhere.
+      # int32[R, W]
+    records: what else is kept of each token, where `RolloutConfig` asks.
+    finish: why each sequence ended, a `Finish`.  # int32[R]
+    stop: the stop token, or the index of the stop string, that ended it; -1
+      for none.  # int32[R]
+    valid: the rows that are sequences; in the others all is 0, and `ids`,
+      `versions` and `stop` are -1.  # bool[R]
+  """
+
+  ids: Array
+  tokens: Array
+  positions: Array
+  lengths: Array
+  prompt_lengths: Array
+  turn_starts: Array
+  mask: Array
+  log_probs: Array
+  versions: Array
+  records: Records
+  finish: Array
+  stop: Array
+  valid: Array
+
+
+def generated(state: RolloutState) -> Generated:
+  """What the sequences of all Q rows have become so far, in their order."""
+  return _generated(state)
+
+
+@jax.jit
+def _generated(state: RolloutState) -> Generated:
+  rows = jnp.arange(state.sequences.length.shape[0], dtype=jnp.int32)
+  valid = state.sequences.status != queue.EMPTY
+  return _rows(state, ops.where_valid(valid, rows))
+
+
+def _rows(state: RolloutState, rows: Array) -> Generated:
+  """The sequences of some rows, int32[R]; those out of range are not valid."""
+  sequences = state.sequences
+  versions = ops.take(sequences.versions, rows, fill=queue.NOT_DRAWN)
+  width = sequences.tokens.shape[1]
+  column = jnp.arange(width, dtype=jnp.int32)[None]
+  return Generated(
+    ids=ops.take(sequences.ids, rows, fill=-1),
+    tokens=ops.take(sequences.tokens, rows),
+    positions=jnp.broadcast_to(column, versions.shape),
+    lengths=ops.take(sequences.length, rows),
+    prompt_lengths=ops.take(sequences.prompt_length, rows),
+    turn_starts=ops.take(sequences.start, rows),
+    mask=versions != queue.NOT_DRAWN,
+    log_probs=ops.take(sequences.log_probs, rows),
+    versions=versions,
+    records=_taken(sequences.records, rows),
+    finish=ops.take(sequences.finish, rows),
+    stop=ops.take(sequences.stop, rows, fill=-1),
+    valid=rows < sequences.length.shape[0],
+  )
+
+
+def _taken(records: Records, rows: Array) -> Records:
+  return jax.tree.map(lambda leaf: ops.take(leaf, rows), records)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Harvested(Outcome):
+  """What `harvest` took out; a row is OK if its sequence is among them.
+
+  Attributes:
+    code: a `Status` for each sequence.  # int32[R]
+    results: the sequences; those of rows that are not OK are not valid.
+  """
+
+  results: Generated
+
+
+def harvest(
+  state: RolloutState,
+  ids: Array | None = None,
+  *,
+  mask: Array | None = None,
+  groups: bool = False,
+) -> tuple[RolloutState, Harvested]:
+  """Takes sequences that have ended out of the queue. Their rows are EMPTY.
+
+  `submit` uses the rows of a prompt again when all of them are EMPTY.
+
+  Args:
+    state: the rollout.
+    ids: int32[R], numbers of sequences; None for those of all Q rows, of which
+      the ones that have not ended are skipped.
+    mask: bool[R], the rows that count; None for all.
+    groups: static; whether to leave sequences whose prompt has samples that
+      have not ended.
+
+  Returns:
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or UNFINISHED for one
+    that has not ended, or with `groups` for one whose group has not.
+
+  Raises:
+    TypeError: `ids` are no integers, or `mask` holds no bools.
+    ValueError: one of them has another shape.
+  """
+  if ids is not None:
+    ids = as_ids(ids)
+  total = state.sequences.ids.shape[0] if ids is None else ids.shape[0]
+  return _harvest(state, ids, as_mask(mask, total), bool(groups))
+
+
+@jax.jit(static_argnums=3)
+def _harvest(
+  state: RolloutState, ids: Array | None, mask: Array, groups: bool
+) -> tuple[RolloutState, Harvested]:
+  state, ids, mask = ops.alike((state, ids, mask))
+  sequences = state.sequences
+  ready = has_ended(sequences.status)
+  if groups:
+    together = sequences.status.reshape(-1, state.config.num_samples)
+    whole = jnp.all(together >= queue.DONE, axis=1)
+    ready &= jnp.repeat(whole, state.config.num_samples)
+  if ids is None:
+    rows = jnp.arange(sequences.ids.shape[0], dtype=jnp.int32)
+    code = first_code((~mask | ~ready, Status.SKIPPED))
+    code = jnp.broadcast_to(code, rows.shape)
+  else:
+    rows, _, code = find(state, ids, mask)
+    early = ~ops.take(ready, rows, fill=False)
+    code = first_code((code != Status.OK, code), (early, Status.UNFINISHED))
+  served = code == Status.OK
+  results = _rows(state, ops.where_valid(served, rows))
+  sequences = queue.with_status(sequences, rows, served, queue.EMPTY)
+  state = dataclasses.replace(state, sequences=sequences)
+  return state, Harvested(code=code, results=results)

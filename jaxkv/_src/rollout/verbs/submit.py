@@ -1,0 +1,284 @@
+"""submit: further prompts for a rollout that is under way."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.checks import as_int32
+from jaxkv._src.cache.checks import as_key
+from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.cache.prefix import hashing
+from jaxkv._src.cache.state import Outcome
+from jaxkv._src.cache.state import Status
+from jaxkv._src.cache.state import first_code
+from jaxkv._src.rollout import drafts
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout import settings
+from jaxkv._src.rollout.sequences import Sequences
+from jaxkv._src.rollout.settings import Sampling
+from jaxkv._src.rollout.settings import as_sampling
+from jaxkv._src.rollout.state import RolloutState
+from jaxkv._src.rollout.state import as_user
+from jaxkv._src.rollout.state import rehashed
+from jaxkv._src.rollout.state import with_stop_strings
+from jaxkv._src.rollout.verbs.find import as_counts
+from jaxkv._src.rollout.verbs.find import as_mask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Submitted(Outcome):
+  """What `submit` did; a row is OK if its prompt is in the queue.
+
+  Attributes:
+    code: a `Status` for each prompt.  # int32[R]
+    ids: the number of the first sample of each prompt; the others follow. -1
+      for a prompt that is not in the queue.  # int32[R]
+  """
+
+  ids: Array
+
+
+def submit(
+  state: RolloutState,
+  prompts: Array,
+  lengths: Array,
+  *,
+  ids: Array | None = None,
+  num_samples: Array | None = None,
+  priority: Array | None = None,
+  sampling: Sampling | None = None,
+  salts: Array | None = None,
+  user: Any = None,
+  mask: Array | None = None,
+) -> tuple[RolloutState, Submitted]:
+  """Puts prompts into the queue, in rows that are EMPTY.
+
+  A prompt takes the G rows of a group, all of which must be EMPTY: never used,
+  or harvested. Prompts are served in order; those that find no rows are
+  refused, and can be submitted again after a harvest.
+
+  Args:
+    state: the rollout.
+    prompts: int32[R, L], padded at the end; L < W.
+    lengths: int32[R], 1 .. L.
+    ids: int32[R], the number of each prompt's first sample, of which its draws
+      depend; the G - 1 that follow are the other samples'. None for the next
+      ones.
+    num_samples: int32[R], 1 .. G samples of each prompt; None for G.
+    priority: int32[R * G]; None for 0.
+    sampling: of the R * G sequences; what it leaves out has no effect on them.
+      It can set what `init` has set for some sequence.
+    salts: uint32[R * G, 4], given if and only if `init` had salts.
+    user: a pytree of arrays [R * G, ...], as in `init`.
+    mask: bool[R], the prompts that count; None for all.
+
+  Returns:
+    The rollout, and per prompt OK, SKIPPED, BAD_LENGTH (of `lengths`,
+    `num_samples` or `max_tokens`, or more than W tokens in all), BAD_SEQUENCE
+    (an id is negative or taken) or QUEUE_FULL.
+
+  Raises:
+    TypeError: an argument has the wrong dtype.
+    ValueError: an argument has the wrong shape, or sets what `init` has not.
+  """
+  config = state.config
+  prompts, lengths = queue.as_prompts(prompts, lengths, config)
+  rows, columns = prompts.shape
+  total, width = rows * config.num_samples, state.sequences.tokens.shape[1]
+  if columns >= width:
+    raise ValueError(
+      f"`prompts` must have fewer than {width} columns, got {columns}; raise "
+      "RolloutConfig.max_length."
+    )
+  if ids is not None:
+    ids = as_counts("ids", ids, rows)
+  if num_samples is not None:
+    num_samples = as_counts("num_samples", num_samples, rows)
+  return _submit(
+    state,
+    jnp.asarray(prompts),
+    jnp.asarray(lengths),
+    ids,
+    num_samples,
+    _priority(state, priority, total),
+    _sampling(state, sampling, total),
+    _salts(state, salts, total),
+    _user(state, user, total),
+    as_mask(mask, rows),
+  )
+
+
+def _priority(state: RolloutState, priority: Any, total: int) -> Array | None:
+  if state.sequences.priority is None:
+    if priority is None:
+      return None
+    raise ValueError(
+      "`priority` must be None, because `init` had none; give it one."
+    )
+  if priority is None:
+    return jnp.zeros((total,), jnp.int32)
+  priority = as_int32("priority", priority)
+  check_shape("priority", priority, (total,), ", one for each sequence")
+  return jnp.asarray(priority)
+
+
+def _sampling(
+  state: RolloutState, sampling: Sampling | None, total: int
+) -> Sampling:
+  new = with_stop_strings(as_sampling(sampling, total), total)
+  if state.sampling.stop_strings is not None and new.stop_strings is None:
+    raise ValueError(
+      "`sampling.stop_strings` must be given, because `init` had some; select "
+      "those of the new sequences with StopStrings.select."
+    )
+  return new
+
+
+def _salts(state: RolloutState, salts: Any, total: int) -> Array | None:
+  if (salts is None) != (state.salts is None):
+    raise ValueError(
+      "`salts` must be given if and only if `init` had salts, got "
+      f"{'none' if salts is None else 'some'}."
+    )
+  if salts is None:
+    return None
+  salts = as_key("salts", salts)
+  wanted = (total, hashing.KEY_WORDS)
+  check_shape("salts", salts, wanted, ", one for each sequence")
+  return jnp.asarray(salts)
+
+
+def _user(state: RolloutState, user: Any, total: int) -> Any:
+  user = as_user(user, total)
+  have, given = (
+    jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), tree)
+    for tree in (state.user, user)
+  )
+  if have != given:
+    raise ValueError(
+      "`user` must have the tree, shapes and dtypes of that of `init`, with a "
+      f"row for each new sequence, got {given}, not {have}; give such a tree."
+    )
+  return user
+
+
+@jax.jit
+def _submit(
+  state: RolloutState,
+  prompts: Array,
+  lengths: Array,
+  ids: Array | None,
+  num_samples: Array | None,
+  priority: Array | None,
+  sampling: Sampling,
+  salts: Array | None,
+  user: Any,
+  mask: Array,
+) -> tuple[RolloutState, Submitted]:
+  config, width = state.config, state.sequences.tokens.shape[1]
+  arguments = prompts, lengths, ids, num_samples, priority, sampling, salts
+  state, arguments, user, mask = ops.alike((state, arguments, user, mask))
+  prompts, lengths, ids, num_samples, priority, sampling, salts = arguments
+  samples, rows = config.num_samples, prompts.shape[0]
+  numbers = state.next_id + jnp.arange(rows, dtype=jnp.int32) * samples
+  new = queue.samples_of(
+    prompts,
+    lengths,
+    numbers,
+    state.key,
+    width,
+    config,
+    num_samples=num_samples,
+    priority=priority,
+    max_tokens=sampling.max_tokens,
+  )
+  failed = (new.status == queue.FAILED).reshape(rows, samples)
+  bad = jnp.any(failed, axis=1)
+  if num_samples is not None:
+    bad |= (num_samples < 1) | (num_samples > samples)
+  taken = jnp.zeros_like(bad)
+  if ids is not None:
+    taken = _taken(state, ids, mask & ~bad)
+  code = first_code(
+    (~mask, Status.SKIPPED),
+    (bad, Status.BAD_LENGTH),
+    (taken, Status.BAD_SEQUENCE),
+  )
+  wanting = code == Status.OK
+  rank = jnp.cumsum(wanting, dtype=jnp.int32) - 1
+  empty = (state.sequences.status == queue.EMPTY).reshape(-1, samples)
+  groups = queue.first_of(jnp.all(empty, axis=1), rows)
+  group = ops.take(groups, rank, fill=empty.shape[0])
+  served = wanting & (group < empty.shape[0])
+  code = jnp.where(wanting & ~served, jnp.int32(Status.QUEUE_FULL), code)
+  first = state.next_id + rank * samples if ids is None else ids
+  sample = jnp.arange(samples, dtype=jnp.int32)
+  numbers = (first[:, None] + sample[None]).reshape(-1)
+  new = dataclasses.replace(
+    new,
+    ids=numbers,
+    keys=queue.keys_of(state.key, numbers, sampling.seed),
+  )
+  place = ops.where_valid(served, group * samples)[:, None] + sample[None]
+  state = _put(state, place.reshape(-1), new, sampling, salts, user)
+  last = jnp.max(jnp.where(served, first + samples, 0), initial=0)
+  state = dataclasses.replace(state, next_id=jnp.maximum(state.next_id, last))
+  return state, Submitted(code=code, ids=jnp.where(served, first, -1))
+
+
+def _taken(state: RolloutState, ids: Array, mask: Array) -> Array:
+  """bool[R]: prompts one of whose numbers is no number, or another's."""
+  samples = state.config.num_samples
+  there = state.sequences.status != queue.EMPTY
+  apart = state.sequences.ids[None] - ids[:, None]
+  taken = jnp.any((apart >= 0) & (apart < samples) & there[None], axis=1)
+  taken |= (ids < 0) | (ids > 2**31 - 1 - samples)
+  near = jnp.abs(ids[:, None] - ids[None]) < samples
+  earlier = jnp.tril(jnp.ones(near.shape, bool), k=-1)
+  return taken | jnp.any(near & earlier & mask[None], axis=1)
+
+
+def _put(
+  state: RolloutState,
+  place: Array,
+  new: Sequences,
+  sampling: Sampling,
+  salts: Array | None,
+  user: Any,
+) -> RolloutState:
+  """Writes new sequences into rows, int32[R * G]."""
+
+  def put(old: Any, values: Any) -> Any:
+    return jax.tree.map(
+      lambda one, other: ops.put(one, place, values=other), old, values
+    )
+
+  strings = state.sampling.stop_strings
+  if strings is not None:
+    start = ops.put(strings.start, place, values=sampling.stop_strings.start)
+    strings = dataclasses.replace(strings, start=start)
+    new = dataclasses.replace(new, stop_states=sampling.stop_strings.start)
+  sequences = put(state.sequences, new)
+  order, ranks = queue.order_of(sequences)
+  state = dataclasses.replace(
+    state,
+    sequences=sequences,
+    sampling=dataclasses.replace(
+      settings.put(state.sampling, place, sampling), stop_strings=strings
+    ),
+    user=put(state.user, user),
+    computed=ops.put(state.computed, place, values=0),
+    overtaken=ops.put(state.overtaken, place, values=0),
+    order=order,
+    place=ranks,
+    salts=put(state.salts, salts),
+  )
+  known = state.drafts
+  if known is not None:
+    known = drafts.with_prompts(known, sequences, place, state.config)
+  return rehashed(dataclasses.replace(state, drafts=known), place)

@@ -1,0 +1,101 @@
+"""update_weights: the sequences of a rollout meet new weights."""
+
+import dataclasses
+from typing import Literal
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.verbs.reset import new_epoch
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.sequences import Sequences
+from jaxkv._src.rollout.state import RolloutState
+from jaxkv._src.rollout.state import rehashed
+from jaxkv._src.rollout.verbs.find import leave_slots
+
+Policy = Literal["recompute", "keep", "drop"]
+
+
+def update_weights(
+  state: RolloutState, how: Policy = "recompute"
+) -> RolloutState:
+  """Says that the weights change: later calls of `generate` have new ones.
+
+  The version, `state.cache.epoch`, grows by one. No page of the old weights is
+  found any more, by this rollout or a later one of the same cache.
+  `Generated.versions` says which version drew each token.
+
+  | `how`       | unfinished sequences                                      |
+  |-------------|-----------------------------------------------------------|
+  | "recompute" | keep their tokens; all K/V is computed with new weights   |
+  | "keep"      | those that run go on with the K/V that they have          |
+  | "drop"      | lose what they drew, and begin again from the first prompt|
+
+  Sequences that have ended stay as they are. With "keep", the log-probabilities
+  of later tokens are of neither version alone.
+
+  Args:
+    state: the rollout.
+    how: static; what becomes of unfinished sequences.
+
+  Returns:
+    The rollout.
+
+  Raises:
+    ValueError: `how` is something else.
+  """
+  if how not in get_args(Policy):
+    known = ", ".join(map(repr, get_args(Policy)))
+    raise ValueError(f"`how` must be one of {known}, got {how!r}.")
+  return _update_weights(state, how)
+
+
+@jax.jit(static_argnums=1)
+def _update_weights(state: RolloutState, how: Policy) -> RolloutState:
+  state = ops.alike(state)
+  none, slots = state.sequences.length.shape[0], state.running.shape[0]
+  if how != "keep":
+    state = leave_slots(state, jnp.ones((slots,), bool))
+  if how == "drop":
+    waits = state.sequences.status == queue.WAITING
+    state = dataclasses.replace(
+      state,
+      sequences=_begun_again(state.sequences, waits),
+      computed=jnp.where(
+        waits,
+        jnp.minimum(state.computed, state.sequences.prompt_length),
+        state.computed,
+      ),
+    )
+  cache, _ = new_epoch(state.cache)
+  state = dataclasses.replace(state, cache=cache)
+  rows = jnp.arange(none, dtype=jnp.int32)
+  waits = state.sequences.status == queue.WAITING
+  return rehashed(state, ops.where_valid(waits, rows))
+
+
+def _begun_again(sequences: Sequences, mask: Array) -> Sequences:
+  """Sequences of which some, bool[Q], have their first prompt alone."""
+  width = sequences.tokens.shape[1]
+  column = jnp.arange(width, dtype=jnp.int32)[None]
+  prompt = sequences.prompt_length
+  lost = mask[:, None] & (column >= prompt[:, None])
+
+  def cleared(array: Array) -> Array:
+    where = lost.reshape(*lost.shape, *(1,) * (array.ndim - 2))
+    return jnp.where(where, jnp.zeros((), array.dtype), array)
+
+  budget = sequences.budget
+  return dataclasses.replace(
+    sequences,
+    tokens=cleared(sequences.tokens),
+    length=jnp.where(mask, prompt, sequences.length),
+    start=jnp.where(mask, prompt, sequences.start),
+    limit=jnp.where(mask, prompt + budget, sequences.limit),
+    log_probs=cleared(sequences.log_probs),
+    versions=jnp.where(lost, queue.NOT_DRAWN, sequences.versions),
+    records=jax.tree.map(cleared, sequences.records),
+  )

@@ -1,0 +1,462 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#       jupytext_version: 1.19.6
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Agents and tools
+#
+# An agent writes a call of a tool and stops. The tool answers, and the agent
+# goes on. In between nothing should be lost: the keys and values of what was
+# said so far are in pages, and `rollout.extend` lets a sequence go on from them.
+#
+# Here the tool is a pocket calculator, in the process that runs the loop. An
+# agent presses keys and `=`, reads the result, and presses again, four times.
+# This notebook runs sixteen such conversations in four slots, and shows what is
+# computed, and what is part of a loss.
+
+# %%
+import functools
+import itertools
+import operator
+import re
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from IPython.display import HTML
+from matplotlib.colors import ListedColormap
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+
+# %% [markdown]
+# ## A model
+#
+# A token is a character. The model is a small decoder with random weights: it
+# has learned nothing, so it presses any key. What follows holds for every model,
+# because the loop does not know what tokens mean.
+
+# %%
+CHARACTERS = "0123456789+-*= :.abcdefghijklmnopqrstuvwxyz"
+EQUALS = CHARACTERS.index("=")
+decoder = models.llama(
+  vocab_size=len(CHARACTERS),
+  num_layers=2,
+  embed_dim=32,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=16,
+  mlp_dim=64,
+)
+params = models.init_params(jax.random.key(0), decoder)
+model = functools.partial(models.forward, config=decoder)
+
+
+def encode(texts, width=24):
+  """Tokens int32[R, X], padded at the end, and lengths int32[R]."""
+  lengths = np.array([len(text) for text in texts])
+  tokens = np.zeros((len(texts), width), np.int32)
+  for row, text in zip(tokens, texts, strict=True):
+    row[: len(text)] = [CHARACTERS.index(character) for character in text]
+  return tokens, lengths
+
+
+def decode(tokens):
+  return "".join(CHARACTERS[token] for token in tokens)
+
+
+# %% [markdown]
+# ## A call is always well formed
+#
+# A guide masks logits, so that every text that is drawn is of a grammar. A call
+# is a sign and a number: `+` or `-` with one or two digits, or `*` with one. The
+# stop token `=` ends it, and is allowed where the text may end. Texts end before
+# `max_tokens`, so no call is cut off.
+
+# %%
+tokens = rollout.token_bytes([character.encode() for character in CHARACTERS])
+keys = rollout.guide(r"[-+][1-9]\d?|\*[2-9]", tokens, stop_token=EQUALS)
+print(
+  f"{keys.next.shape[0]} states, at most {keys.max_bytes} bytes and the stop"
+)
+
+# %% [markdown]
+# ## Sixteen conversations in four slots
+#
+# A prompt names a target and the number to begin with. `max_new_tokens` is for
+# one turn, `max_length` for all turns together. `user` is what the loop carries
+# of each sequence; here it is where the guide stands in its text.
+
+# %%
+TURNS, PAGE, LIMIT = 4, 4, 6
+rng = np.random.default_rng(0)
+pairs = zip(rng.integers(10, 1000, 24), rng.integers(1, 100, 24), strict=True)
+prompts = [f"make {target} from: {start}" for target, start in pairs]
+config = rollout.RolloutConfig(
+  max_new_tokens=LIMIT,
+  max_length=80,
+  stop_token=EQUALS,
+  prefill_chunk=32,
+  raw_log_probs=True,
+  timeline=512,
+)
+sizes = jaxkv.CacheConfig(
+  num_pages=256, page_size=PAGE, num_slots=4, pages_per_slot=20
+)
+
+
+def begin():
+  """The first sixteen conversations, before their first step."""
+  return rollout.init(
+    jaxkv.init(sizes),
+    models.init_kv(decoder, sizes),
+    *encode(prompts[:16]),
+    jax.random.key(1),
+    config,
+    user=keys.init(16, max_tokens=LIMIT),
+  )
+
+
+# A training loop would also donate the state.
+@jax.jit
+def generate(params, keys, state, until):
+  return rollout.generate(
+    params, state, until, model=model, process=keys.process
+  )
+
+
+def run(params, state, sequences=16, steps=1000):
+  """Until so many sequences have ended, or for so many steps."""
+  until = rollout.Until(sequences=sequences, steps=steps)
+  return generate(params, keys, state, until)
+
+
+def texts_of(out):
+  rows = zip(out.tokens, out.lengths.tolist(), strict=True)
+  return [decode(row[:length]) for row, length in rows]
+
+
+def read(state):
+  """What all sequences are so far, on the host, and as texts."""
+  out = jax.device_get(rollout.generated(state))
+  return out, texts_of(out)
+
+
+# %% [markdown]
+# ## The first turn
+#
+# The guide is an argument of the jitted function, so that its tables are no
+# constants of the program. So is `until`: other numbers compile nothing again.
+# With 16 sequences of 16, `generate` returns when every agent has stopped.
+
+# %%
+first = run(params, begin())
+out, texts = read(first)
+print(*texts[:4], sep="\n")
+assert rollout.is_done(first)
+assert (out.finish == rollout.Finish.STOP_TOKEN).all()
+assert all(re.search(r"\d([-+][1-9]\d?|\*[2-9])=$", text) for text in texts)
+
+# %% [markdown]
+# ## The tool
+#
+# The tool is a function of a text. `extend` appends its answers, and the
+# sequences wait for a slot again. Rows that are masked stay as they are. The
+# answers are padded to one width, so that `extend` is compiled once.
+
+# %%
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+def calculator(text):
+  """The result of the call that ends a text."""
+  left, sign, right = re.search(r"(-?\d+)([-+*])(\d+)=$", text).groups()
+  return str(SIGNS[sign](int(left), int(right)))
+
+
+def answer(state, mask):
+  """The calculator answers the sequences of a mask, bool[Q]."""
+  out, texts = read(state)
+  said = [
+    calculator(text) if called else ""
+    for text, called in zip(texts, mask, strict=True)
+  ]
+  state, outcome = rollout.extend(
+    state, out.ids, *encode(said, width=8), mask=mask
+  )
+  assert (outcome.ok == mask).all()
+  return state
+
+
+everyone = np.ones(16, bool)
+second = run(params, answer(first, everyone))
+print(*read(second)[1][:4], sep="\n")
+
+# %% [markdown]
+# ## Four turns
+#
+# The state is a value, so we keep the one after each turn. At the end the last
+# call is answered, too, and nobody goes on.
+
+# %%
+after = [begin(), first, second]
+while len(after) <= TURNS:
+  after.append(run(params, answer(after[-1], everyone)))
+end = answer(after[-1], everyone)
+out, texts = read(end)
+for text in texts:
+  print(text)
+assert all(text.count("=") == TURNS for text in texts)
+
+# %% [markdown]
+# ## What is part of a loss
+#
+# `generated` gives arrays that are aligned for a loss: what is said of a token
+# stands in its column. `mask` has the tokens that the model drew, blue. Prompts
+# are grey and the tool's answers orange. The model is not to learn those.
+
+
+# %%
+def coloured(out, row):
+  """A conversation as HTML."""
+  spans = []
+  for column in range(out.lengths[row]):
+    said = column >= out.prompt_lengths[row]
+    colour = "#ffd27f" if said else "#dddddd"
+    colour = "#9fd3f5" if out.mask[row, column] else colour
+    character = decode(out.tokens[row, column : column + 1])
+    spans.append(f'<span style="background:{colour}">{character}</span>')
+  return "".join(spans)
+
+
+drawn = [
+  "".join(np.array([*text])[out.mask[row, : len(text)]])
+  for row, text in enumerate(texts)
+]
+print(drawn[:4])
+assert all(re.fullmatch(r"([-+*]\d{1,2}=){4}", text) for text in drawn)
+lines = "<br>".join(coloured(out, row) for row in range(8))
+HTML(f'<pre style="background:#fff;color:#222">{lines}</pre>')
+
+# %% [markdown]
+# ## What was computed
+#
+# The timeline says how many tokens each slot computed for whom. In the picture a
+# row is a conversation, a column is a token, and each turn has a panel. The last
+# token of a turn, `=`, gets its keys and values in the next turn.
+#
+# - **Found**, grey: the pages were in the cache. In the first turn it is what
+#   prompts have in common.
+# - **Again**, red: only full pages are found, so the tokens in the last page
+#   are computed again, fewer than a page.
+# - **New**, orange for what was said and blue for what was drawn.
+
+
+# %%
+def computed(before, state):
+  """For each token of a turn: 0 nothing, 1 found, 2 again, 3 said, 4 drawn."""
+  out, old = read(state)[0], read(before)[0]
+  counts = np.zeros(16, int)
+  for span in rollout.timeline(state).spans():
+    if span.start >= int(before.counters.steps):
+      counts[span.sequence] += span.tokens
+  column, last = np.arange(80), (out.lengths - 1)[:, None]
+  known = np.where(old.finish == 0, 0, old.lengths - 1)[:, None]
+  begins = last - counts[:, None]
+  kinds = np.where(out.mask, 4, 3)
+  kinds = np.where(column < known, 2, kinds)
+  kinds = np.where(column < begins, 1, kinds)
+  return np.where(column < last, kinds, 0)
+
+
+def draw(turns):
+  colours = ["white", "#cccccc", "#d55e00", "#e69f00", "#56b4e9"]
+  figure, panels = plt.subplots(
+    1, len(turns), figsize=(11, 2.6), sharey=True, layout="constrained"
+  )
+  for number, (panel, kinds) in enumerate(zip(panels, turns, strict=True)):
+    panel.imshow(
+      kinds[:, :44], ListedColormap(colours), vmin=0, vmax=4, aspect="auto"
+    )
+    panel.set(title=f"turn {number + 1}", xlabel="token")
+  panels[0].set_ylabel("conversation")
+  names = ["found", "again", "said", "drawn"]
+  boxes = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours[1:]]
+  figure.legend(boxes, names, loc="outside right center", frameon=False)
+  plt.close(figure)
+  return figure
+
+
+kinds = [computed(*pair) for pair in itertools.pairwise(after)]
+draw(kinds)
+
+# %%
+print("turn  found  again  said  drawn")
+for turn, one in enumerate(kinds):
+  counts = np.bincount(one.ravel(), minlength=5)[1:]
+  print(f"{turn + 1:4}", *(f"{count:6}" for count in counts))
+assert all(((one == 2).sum(axis=1) < PAGE).all() for one in kinds)
+counters = after[-1].counters
+total = sum(int((one > 1).sum()) for one in kinds)
+assert total == sum(
+  int(getattr(counters, name))
+  for name in ("generated", "prefilled", "recomputed")
+)
+without = sum(int((one > 0).sum()) for one in kinds)
+print(f"{total} tokens computed; without a cache {without}")
+
+# %% [markdown]
+# ## It is as if all had been computed at once
+#
+# The model reads pages that were written in other slots and earlier turns. So
+# let us compute the whole conversations without any cache, and compare the
+# log-probabilities of the drawn tokens. `raw_log_probs` are those of the model
+# itself. `log_probs` are after the guide, of the distribution that was drawn
+# from.
+
+
+# %%
+def scores(params, out):
+  """The log-probability of each token but the first, float32[Q, W - 1]."""
+  logits = models.forward_uncached(
+    params, out.tokens, out.positions, config=decoder
+  )
+  chances = jax.nn.log_softmax(logits[:, :-1])
+  return jnp.take_along_axis(chances, out.tokens[:, 1:, None], 2)[..., 0]
+
+
+mask = out.mask[:, 1:]
+np.testing.assert_allclose(
+  out.records.raw_log_probs[:, 1:][mask], scores(params, out)[mask], atol=1e-4
+)
+assert (out.log_probs >= out.records.raw_log_probs)[out.mask].all()
+
+# %% [markdown]
+# ## Nobody waits for the others
+#
+# So far a turn began when all agents had stopped, and slots were empty at the
+# end of each turn. A server answers whoever has stopped while the others are in
+# the middle of a call: with `sequences=1` the loop returns for each. `harvest`
+# takes finished conversations out of the queue, and `submit` puts new ones into
+# the rows that they leave, eight in all. A prompt that finds no row is refused,
+# and is submitted again later.
+
+
+# %%
+def serve(state, waiting):
+  """The conversations of a state, then those that wait, to their ends."""
+  results = {}
+  while waiting or not rollout.is_done(state):
+    state = run(params, state, sequences=1)
+    out, _ = read(state)
+    stopped = out.finish == rollout.Finish.STOP_TOKEN
+    last = (out.tokens == EQUALS).sum(axis=1) == TURNS
+    state = answer(state, stopped & ~last)
+    state, taken = rollout.harvest(state, mask=stopped & last)
+    done = jax.device_get(taken.results)
+    ids = np.where(done.valid, done.ids, -1).tolist()
+    results |= dict(zip(ids, texts_of(done), strict=True))
+    # Two at a time, in one shape, so that `submit` is compiled once.
+    state, put = rollout.submit(
+      state,
+      *encode([*waiting, "-", "-"][:2]),
+      mask=np.arange(2) < len(waiting),
+      user=keys.init(2, max_tokens=LIMIT),
+    )
+    waiting = waiting[int(put.ok.sum()) :]
+  del results[-1]
+  return state, results
+
+
+served, results = serve(begin(), prompts[16:])
+assert sorted(results) == [*range(24)]
+# When they ran, and beside whom, changes no token.
+assert [results[number] for number in range(16)] == read(after[-1])[1]
+together, apart = (
+  (rollout.timeline(state).sequences >= 0).mean()
+  for state in (after[-1], served)
+)
+print(f"slots in use: {together:.0%} in turns, {apart:.0%} as they come")
+assert apart > together
+rollout.timeline(served)
+
+# %% [markdown]
+# A number is that of a sequence. Each turn is orange, where the answer is
+# computed, and then blue. Slots are busy until no conversation waits any more.
+#
+# ## New weights
+#
+# In training the weights change while conversations go on. `update_weights` says
+# so: the version grows by one, and no page of the old weights is found any more.
+# With `"recompute"` an agent keeps its words, and their keys and values are
+# computed with the new weights. So turn 3 is red: all is computed again, but the
+# page that the prompts share is computed once. Turn 4 finds the new pages.
+# `versions` says which weights drew each token.
+
+# %%
+new_params = models.init_params(jax.random.key(2), decoder)
+state = rollout.update_weights(after[2], "recompute")
+updated = [*after[:3], run(new_params, answer(state, everyone))]
+updated.append(run(new_params, answer(updated[-1], everyone)))
+out, texts = read(updated[-1])
+for row in range(4):
+  versions = out.versions[row, : out.lengths[row]]
+  print(texts[row])
+  print("".join("." if v < 0 else str(v) for v in versions))
+early, _ = read(second)
+np.testing.assert_array_equal(out.versions == 0, early.mask)
+np.testing.assert_array_equal(out.versions == 1, out.mask & ~early.mask)
+kinds = [computed(*pair) for pair in itertools.pairwise(updated)]
+assert ((kinds[2] == 1).sum(axis=1) <= PAGE).all()
+assert ((kinds[3] == 2).sum(axis=1) < PAGE).all()
+draw(kinds)
+
+# %% [markdown]
+# Each token's log-probability is that of the weights that drew it, over the
+# whole conversation before it.
+
+# %%
+raw = out.records.raw_log_probs[:, 1:]
+for version, weights in enumerate((params, new_params)):
+  mask = out.versions[:, 1:] == version
+  np.testing.assert_allclose(raw[mask], scores(weights, out)[mask], atol=1e-4)
+
+# %% [markdown]
+# ## Somebody hangs up
+#
+# `abort` ends sequences, also those that run. What they said is kept, and their
+# pages and slots go to others, who are not disturbed. Here the loop stops after
+# five steps, and those who are in a slot are aborted.
+
+# %%
+paused = run(params, begin(), steps=5)
+running = np.flatnonzero(paused.sequences.status == rollout.RUNNING)
+left, outcome = rollout.abort(paused, paused.sequences.ids[running])
+assert outcome.ok.all()
+out, texts = read(run(params, left))
+undisturbed = read(first)[1]
+for number, text in enumerate(texts):
+  finish = rollout.Finish(out.finish[number])
+  assert (finish == rollout.Finish.ABORTED) == (number in running)
+  assert undisturbed[number].startswith(text)
+  if number in running:
+    print(f"{number:2} {finish.name}: {text}")
+
+# %% [markdown]
+# A real agent differs in the model and in the guide: a tokenizer instead of
+# characters, and `rollout.json_grammar` instead of an expression.
+# `Sampling.stop_strings` ends turns at strings. `help(rollout.extend)` and the
+# other verbs say what each row's code means.

@@ -1,0 +1,413 @@
+"""The decoder: with pages, with a dense cache, with none, and in numpy."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import kv as paged
+from jaxkv import models
+from jaxkv._src.models import dense
+from tests.models import numpy_decoder
+
+_VOCAB = 23
+
+
+def _config(**changes: Any) -> models.Decoder:
+  sizes: dict[str, Any] = {
+    "vocab_size": _VOCAB,
+    "num_layers": 2,
+    "embed_dim": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "mlp_dim": 48,
+  }
+  return models.llama(**(sizes | changes))
+
+
+@functools.cache
+def _params(config: models.Decoder) -> Any:
+  return models.init_params(jax.random.key(0), config)
+
+
+def _assert_close(found: Any, expected: Any) -> None:
+  # Float32 sums of at most 64 terms of order 1, added in another order.
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def _tokens(num_rows: int, num_tokens: int, vocab: int = _VOCAB) -> np.ndarray:
+  shape = (num_rows, num_tokens)
+  return np.random.default_rng(1).integers(0, vocab, shape).astype(np.int32)
+
+
+def _positions(starts: Any, num_tokens: int) -> jax.Array:
+  starts = jnp.asarray(starts, jnp.int32)
+  return starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+
+
+def _dense(config: models.Decoder, num_rows: int, max_len: int) -> Any:
+  return models.init_dense(config, batch_size=num_rows, max_len=max_len)
+
+
+def _pages(
+  config: models.Decoder, num_rows: int, max_len: int, page_size: int
+) -> tuple[paged.KVPages, jax.Array]:
+  """Poisoned pages, and a table that hands them out in scattered order."""
+  per_row = -(-max_len // page_size)
+  num_pages = num_rows * per_row + 5
+  sizes = jaxkv.CacheConfig(
+    num_pages=num_pages,
+    page_size=page_size,
+    num_slots=num_rows,
+    pages_per_slot=per_row,
+  )
+  kv = models.init_kv(config, sizes)
+  pages = np.random.default_rng(2).permutation(np.arange(1, num_pages))
+  table = pages[: num_rows * per_row].reshape(num_rows, per_row)
+  return jax.tree.map(_poisoned, kv), jnp.asarray(table, jnp.int32)
+
+
+def _poisoned(leaf: jax.Array) -> jax.Array:
+  if jnp.issubdtype(leaf.dtype, jnp.floating):
+    return jnp.full_like(leaf, jnp.nan)
+  if leaf.dtype == jnp.uint16:  # the bits of a bfloat16 NaN
+    return jnp.full_like(leaf, 0x7FC0)
+  return leaf
+
+
+def _whole(params: Any, tokens: Any, config: models.Decoder) -> np.ndarray:
+  tokens = jnp.asarray(tokens)
+  positions = _positions(np.zeros(len(tokens)), tokens.shape[1])
+  return np.asarray(
+    models.forward_uncached(params, tokens, positions, config=config)
+  )
+
+
+class _Paged:
+  """`forward` with its pages, as a function of a step."""
+
+  def __init__(self, params, config, num_rows, max_len, page_size=4):
+    self.run = functools.partial(models.forward, config=config)
+    self.params = params
+    self.kv, self.table = _pages(config, num_rows, max_len, page_size)
+
+  def __call__(self, tokens, starts, counts, **keywords):
+    starts, counts = (jnp.asarray(x, jnp.int32) for x in (starts, counts))
+    view = paged.View(page_table=self.table, starts=starts, counts=counts)
+    tokens = jnp.asarray(tokens)
+    positions = _positions(starts, tokens.shape[1])
+    logits, self.kv = self.run(
+      self.params, tokens, positions, self.kv, view, **keywords
+    )
+    return np.asarray(logits)
+
+
+class _Dense:
+  """`forward_dense` with its cache, as a function of a step."""
+
+  def __init__(self, params, config, num_rows, max_len):
+    self.run = functools.partial(models.forward_dense, config=config)
+    self.params = params
+    self.cache = _dense(config, num_rows, max_len)
+
+  def __call__(self, tokens, starts, counts, **keywords):
+    starts, counts = (jnp.asarray(x, jnp.int32) for x in (starts, counts))
+    tokens = jnp.asarray(tokens)
+    positions = _positions(starts, tokens.shape[1])
+    logits, self.cache = self.run(
+      self.params, tokens, positions, self.cache, starts, counts, **keywords
+    )
+    return np.asarray(logits)
+
+
+def _chunked(step: Any, tokens: np.ndarray, lengths: Any, chunk: int) -> Any:
+  """Prefills `lengths[b]` tokens in chunks, then decodes the rest one by one.
+
+  Returns the logits of every token, [B, T, V], in place.
+  """
+  num_rows, total = tokens.shape
+  lengths = np.asarray(lengths)
+  found = np.full((num_rows, total, _VOCAB), np.nan, np.float32)
+  starts = np.zeros(num_rows, np.int32)
+  while np.any(starts < total):
+    prefilling = np.any(starts < lengths)
+    width = chunk if prefilling else 1
+    ends = lengths if prefilling else np.full(num_rows, total)
+    counts = np.clip(ends - starts, 0, width)
+    piece = np.zeros((num_rows, width), np.int32)
+    for row, count in enumerate(counts):
+      piece[row, :count] = tokens[row, starts[row] : starts[row] + count]
+    logits = step(piece, starts, counts)
+    for row, count in enumerate(counts):
+      found[row, starts[row] : starts[row] + count] = logits[row, :count]
+    starts = starts + counts
+  return found
+
+
+class TestDecoder:
+  @pytest.mark.parametrize(
+    "changes",
+    [
+      {"tied_embeddings": True},
+      {"tied_embeddings": False, "num_heads": 6, "num_kv_heads": 2},
+    ],
+  )
+  def test_equals_the_decoder_in_numpy(self, changes):
+    config = _config(**changes)
+    params, tokens = _params(config), _tokens(1, 12)
+    _assert_close(
+      _whole(params, tokens, config)[0],
+      numpy_decoder.logits(params, tokens[0], config),
+    )
+
+  @pytest.mark.parametrize(
+    ("page_size", "num_heads", "num_kv_heads"),
+    [
+      (1, 4, 4),  # every head has its own keys
+      (4, 4, 2),  # grouped
+      (16, 4, 1),  # one key head for all
+    ],
+  )
+  def test_three_ways_agree(self, page_size, num_heads, num_kv_heads):
+    config = _config(num_heads=num_heads, num_kv_heads=num_kv_heads)
+    params, tokens = _params(config), _tokens(3, 21)
+    expected = _whole(params, tokens, config)
+    ways = [
+      _Paged(params, config, 3, 24, page_size),
+      _Dense(params, config, 3, 24),
+    ]
+    for way in ways:
+      found = _chunked(way, tokens, lengths=[17, 5, 9], chunk=6)
+      _assert_close(found, expected)
+
+  def test_three_ways_agree_in_bfloat16(self):
+    config = _config(dtype=jnp.bfloat16)
+    params, tokens = _params(config), _tokens(3, 21)
+    expected = _whole(params, tokens, config)
+    # Eight bits of mantissa through two layers; logits are of order 1.
+    for way in (_Paged(params, config, 3, 24), _Dense(params, config, 3, 24)):
+      found = _chunked(way, tokens, lengths=[21] * 3, chunk=6)
+      np.testing.assert_allclose(found, expected, atol=0.06, rtol=0)
+
+  def test_greedy_tokens_are_equal(self, small_model):
+    config, params = small_model.config, small_model.params
+    prompt = small_model.vocabulary.encode("13 is 6 modulo")
+    tokens = np.zeros((2, 40), np.int32)
+    tokens[:, : len(prompt)] = [prompt, prompt[::-1]]
+    ways = [_Paged(params, config, 2, 40), _Dense(params, config, 2, 40)]
+    counts = [len(prompt)] * 2
+    last = [
+      way(tokens[:, : len(prompt)], [0, 0], counts, logits="last")
+      for way in ways
+    ]
+    for step in range(len(prompt), tokens.shape[1]):
+      best = [logits[:, 0].argmax(axis=-1) for logits in last]
+      whole = _whole(params, tokens, config)[:, step - 1].argmax(axis=-1)
+      np.testing.assert_array_equal(best[0], whole)
+      np.testing.assert_array_equal(best[1], whole)
+      tokens[:, step] = whole
+      token = tokens[:, step : step + 1]
+      last = [way(token, [step] * 2, [1, 1], logits="last") for way in ways]
+
+  def test_rows_do_not_depend_on_each_other(self):
+    config = _config()
+    params, tokens = _params(config), _tokens(3, 6)
+    others = tokens.copy()
+    others[[0, 2]] = (others[[0, 2]] + 7) % _VOCAB
+    for way in (_Paged, _Dense):
+      first = way(params, config, 3, 24)(tokens, [0] * 3, [6, 6, 5])
+      second = way(params, config, 3, 24)(others, [0] * 3, [2, 6, 0])
+      np.testing.assert_array_equal(first[1], second[1])
+      alone = way(params, config, 1, 24)(tokens[1:2], [0], [6])
+      _assert_close(alone[0], first[1])
+    np.testing.assert_array_equal(
+      _whole(params, tokens, config)[1], _whole(params, others, config)[1]
+    )
+
+  @pytest.mark.parametrize("way", [_Paged, _Dense])
+  def test_logits_only_where_wanted(self, way):
+    config = _config()
+    params, tokens = _params(config), _tokens(3, 6)
+    counts = [6, 3, 0]
+    steps = [way(params, config, 3, 24) for _ in range(3)]
+    all_, last, none = (
+      step(tokens, [0] * 3, counts, logits=wanted)
+      for step, wanted in zip(steps, ("all", "last", "none"), strict=True)
+    )
+    assert last.shape == (3, 1, _VOCAB)
+    assert none.shape == (3, 0, _VOCAB)
+    _assert_close(last[0, 0], all_[0, 5])
+    _assert_close(last[1, 0], all_[1, 2])
+    # The same keys and values are kept, whichever logits are asked for.
+    after = [step(tokens[:, :1], counts, [1] * 3) for step in steps]
+    _assert_close(after[1], after[0])
+    _assert_close(after[2], after[0])
+
+  @pytest.mark.parametrize("way", [_Paged, _Dense])
+  def test_a_token_outside_the_vocabulary_is_not_clamped(self, way):
+    config = _config()
+    params, tokens = _params(config), _tokens(3, 6)
+    tokens[0, 2], tokens[1, 1] = _VOCAB, -1
+    logits = way(params, config, 3, 24)(tokens, [0] * 3, [6] * 3)
+    assert np.isnan(logits[0, 2:]).all()
+    assert np.isnan(logits[1, 1:]).all()
+    assert np.isfinite(logits[2]).all()
+
+  @pytest.mark.parametrize("way", [_Paged, _Dense])
+  def test_padding_may_be_anything(self, way):
+    config = _config()
+    params, tokens = _params(config), _tokens(3, 6)
+    counts = [2, 6, 4]
+    padded = np.where(np.arange(6) < np.array(counts)[:, None], tokens, -1)
+    runs = [way(params, config, 3, 24) for _ in range(2)]
+    for run, given in zip(runs, (tokens, padded), strict=True):
+      run(given.astype(np.int32), [0] * 3, counts)
+    first, second = (run(tokens[:, :1], counts, [1] * 3) for run in runs)
+    np.testing.assert_array_equal(first, second)
+
+  def test_a_full_dense_cache_is_not_silent(self):
+    config = _config()
+    params, tokens = _params(config), _tokens(3, 6)
+    way = _Dense(params, config, 3, 24)
+    for start in (0, 6, 12, 18):
+      way(tokens, [start] * 3, [6] * 3)
+    before = way.cache
+    logits = way(tokens[:, :1], [24, 23, 0], [1] * 3)
+    assert np.isnan(logits[0]).all()
+    assert np.isfinite(logits[1:]).all()
+    np.testing.assert_array_equal(before.k[:, 0], way.cache.k[:, 0])
+
+  def test_a_loop_updates_the_memory_in_place(self):
+    config = _config()
+    params = _params(config)
+    kv, table = _pages(config, 3, 64, 4)
+    memories = {"paged": kv, "dense": _dense(config, 3, 64)}
+
+    def loop(memory, params):
+      def step(carry):
+        memory, tokens, starts = carry
+        ones = jnp.ones((3,), jnp.int32)
+        positions = starts[:, None]
+        if isinstance(memory, dense.DenseCache):
+          logits, memory = models.forward_dense(
+            params, tokens, positions, memory, starts, ones, config=config
+          )
+        else:
+          view = paged.View(page_table=table, starts=starts, counts=ones)
+          logits, memory = models.forward(
+            params, tokens, positions, memory, view, config=config
+          )
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return memory, best, starts + 1
+
+      zeros = jnp.zeros((3,), jnp.int32)
+      carry = (memory, zeros[:, None], zeros)
+      return jax.lax.while_loop(lambda c: c[2][0] < 60, step, carry)
+
+    for memory in memories.values():
+      text = (
+        jax.jit(loop, donate_argnums=0).lower(memory, params).compile()
+      ).as_text() or ""
+      leaves = [leaf for leaf in jax.tree.leaves(memory) if leaf.ndim > 3]
+      assert len(leaves) == 2
+      for leaf in leaves:
+        shape = ",".join(map(str, leaf.shape))
+        assert re.search(rf"\[{shape}\]", text)
+        assert not re.search(rf"\[{shape}\]\S* copy\(", text)
+
+
+class TestConfig:
+  def test_is_static_under_jit(self):
+    assert hash(_config()) == hash(_config(dtype="float32"))
+    assert _config() == _config(dtype=np.float32)
+    windows = _config(windows=(3, None))
+    assert hash(windows) == hash(_config(windows=(np.int32(3), None)))
+    assert windows == _config(windows=(np.int32(3), None)) != _config()
+
+  @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+      ("vocab_size", 0),
+      ("num_layers", 1.5),
+      ("mlp_dim", True),
+      ("num_kv_heads", 3),  # does not divide 4 heads
+      ("head_dim", 7),
+      ("windows", [3, None]),
+      ("windows", ()),
+      ("windows", (0, None)),
+      ("windows", (True, None)),
+      ("windows", (3.0, None)),
+      ("rope_base", 0.0),
+      ("rope_base", [1e4, 1e6]),
+      ("rope_base", "1e4"),
+      ("rope_base", (1e4, -1e6)),
+      ("rope_base", (1e4, 1e4, 1e6)),
+      ("norm_eps", -1.0),
+      ("dtype", jnp.int32),
+    ],
+  )
+  def test_names_the_wrong_argument(self, name, value):
+    windows = {} if name == "dtype" else {"windows": (3, None)}
+    # Of the part of the description that it is put in.
+    own = {"mlp_dim": "inner_dim", "windows": "windows?"}.get(name, name)
+    with pytest.raises(ValueError, match=f"^`{own}` must"):
+      _config(**(windows | {name: value}))
+
+  @pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+      (models.Attention, {"rope": models.Rope(dim=10)}, "`rope.dim` must"),
+      (models.Attention, {"rope": models.Rope(dim=3)}, "`rope.dim` must"),
+      (models.Experts, {"num_chosen": 5}, "`num_chosen` must be at most"),
+      (models.Experts, {"num_groups": 3}, "`num_groups` must divide"),
+      (models.LatentAttention, {"latent_dim": 0}, "`latent_dim` must"),
+      (models.DeltaNet, {"kernel_size": -1}, "`kernel_size` must"),
+      (models.Decoder, {"layers": ()}, "`layers` must be a tuple"),
+      (models.Decoder, {"layers": (1,)}, "`layers` must hold Layers"),
+    ],
+  )
+  def test_parts_name_the_wrong_argument(self, kind, changes, message):
+    sizes = {
+      models.Attention: {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
+      models.Experts: {"num_experts": 4, "num_chosen": 2, "inner_dim": 8},
+      models.LatentAttention: {
+        "num_heads": 4, "latent_dim": 8, "plain_dim": 4, "rotated_dim": 4,
+        "value_dim": 4,
+      },
+      models.DeltaNet: {
+        "num_key_heads": 2, "num_value_heads": 4, "key_dim": 8, "value_dim": 8,
+        "kernel_size": 4,
+      },
+      models.Decoder: {"vocab_size": 5, "embed_dim": 8},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+      kind(**(sizes[kind] | changes))
+
+  def test_inputs_of_other_shapes_are_refused(self):
+    config = _config()
+    params = _params(config)
+    tokens, positions = jnp.zeros((2, 3), jnp.int32), _positions([0, 0], 3)
+    run = models.forward_uncached
+    with pytest.raises(ValueError, match="tokens"):
+      run(params, tokens[0], positions, config=config)
+    with pytest.raises(ValueError, match="positions"):
+      run(params, tokens, positions[:1], config=config)
+    with pytest.raises(ValueError, match="embed"):
+      run(params, tokens, positions, config=_config(vocab_size=5))
+    with pytest.raises(ValueError, match="logits"):
+      models.forward_dense(
+        params,
+        tokens,
+        positions,
+        _dense(config, 2, 4),
+        jnp.zeros(2, jnp.int32),
+        jnp.ones(2, jnp.int32),
+        config=config,
+        logits="first",
+      )

@@ -1,0 +1,175 @@
+"""The gated delta rule beside a loop over tokens in NumPy and float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from jaxkv._src.models.decoder import delta_net
+
+_ROWS, _HEADS, _KEY_HEADS, _KEY, _VALUE = 3, 4, 2, 8, 6
+
+
+def _drawn(seed, *shape):
+  return np.random.default_rng(seed).standard_normal(shape)
+
+
+def _inputs(columns, seed=0):
+  q, k = (_drawn(seed + i, _ROWS, columns, _KEY_HEADS, _KEY) for i in range(2))
+  q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+  v = _drawn(seed + 2, _ROWS, columns, _HEADS, _VALUE)
+  decay = -np.abs(_drawn(seed + 3, _ROWS, columns, _HEADS))
+  beta = 1 / (1 + np.exp(_drawn(seed + 4, _ROWS, columns, _HEADS)))
+  return q, k, v, decay, beta
+
+
+def _loop(q, k, v, decay, beta, state, counts):
+  """Token after token, in float64."""
+  state, out = state.astype(np.float64), np.zeros(v.shape)
+  times = v.shape[2] // k.shape[2]
+  for row, count in enumerate(counts):
+    for t in range(count):
+      for head in range(v.shape[2]):
+        key, query = k[row, t, head // times], q[row, t, head // times]
+        matrix = state[row, head] * np.exp(decay[row, t, head])
+        change = beta[row, t, head] * (v[row, t, head] - key @ matrix)
+        state[row, head] = matrix + np.outer(key, change)
+        out[row, t, head] = query @ state[row, head] * _KEY**-0.5
+  return out, state
+
+
+def _as_float32(*arrays):
+  return [jnp.asarray(array, jnp.float32) for array in arrays]
+
+
+_rule = jax.jit(delta_net.gated_delta_rule, static_argnames="chunk")
+
+
+class TestRule:
+  @pytest.mark.parametrize(
+    ("columns", "chunk"), [(1, 64), (2, 1), (7, 3), (7, 64), (70, 16)]
+  )
+  def test_equals_the_loop(self, columns, chunk):
+    inputs = _inputs(columns)
+    state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
+    counts = np.asarray([columns, columns // 2, 0], np.int32)
+    wanted, end = _loop(*inputs, state, counts)
+    # Whatever is behind a row's tokens changes nothing.
+    for array in inputs:
+      array[1, counts[1] :] = 7
+    out, after = _rule(*_as_float32(*inputs, state), counts, chunk=chunk)
+    np.testing.assert_allclose(out, wanted, atol=5e-6)
+    np.testing.assert_allclose(after, end, atol=5e-6)
+    np.testing.assert_array_equal(after[2], state[2].astype(np.float32))
+
+  def test_steps_equal_the_whole(self):
+    inputs = _as_float32(*_inputs(12))
+    state = jnp.zeros((_ROWS, _HEADS, _KEY, _VALUE))
+    wanted, end = _rule(*inputs, state, jnp.full(_ROWS, 12, jnp.int32))
+    outs = []
+    for begin, stop in ((0, 5), (5, 6), (6, 12)):
+      part = [array[:, begin:stop] for array in inputs]
+      counts = jnp.full(_ROWS, stop - begin, jnp.int32)
+      out, state = _rule(*part, state, counts)
+      outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), wanted, atol=2e-6)
+    np.testing.assert_allclose(state, end, atol=2e-6)
+
+  def test_strong_decays(self):
+    """A sum of logarithms that no float32 exponential could undo."""
+    q, k, v, decay, beta = _inputs(40)
+    inputs = (q, k, v, decay * 60, beta)
+    state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
+    counts = np.full(_ROWS, 40, np.int32)
+    wanted, end = _loop(*inputs, state, counts)
+    out, after = _rule(*_as_float32(*inputs, state), counts)
+    np.testing.assert_allclose(out, wanted, atol=5e-6)
+    np.testing.assert_allclose(after, end, atol=5e-6)
+
+  def test_bfloat16_has_a_float32_state(self):
+    inputs = [x.astype(jnp.bfloat16) for x in _as_float32(*_inputs(3))]
+    state = jnp.zeros((_ROWS, _HEADS, _KEY, _VALUE))
+    out, after = _rule(*inputs, state, jnp.full(_ROWS, 3, jnp.int32))
+    assert (out.dtype, after.dtype) == (jnp.bfloat16, jnp.float32)
+
+  def test_gradients(self):
+    inputs = _as_float32(*_inputs(5))
+    state = jnp.asarray(_drawn(9, _ROWS, _HEADS, _KEY, _VALUE), jnp.float32)
+    counts = jnp.asarray([5, 3, 0], jnp.int32)
+
+    def outputs(*arrays):
+      return delta_net.gated_delta_rule(*arrays, counts, chunk=3)
+
+    check_grads(
+      outputs, (*inputs, state), order=1, modes=["rev"], atol=2e-2, rtol=2e-2
+    )
+
+  def test_bad_sizes(self):
+    inputs = _as_float32(*_inputs(2))
+    state = jnp.zeros((_ROWS, _HEADS, _KEY, _VALUE))
+    counts = jnp.zeros(_ROWS, jnp.int32)
+    with pytest.raises(ValueError, match="`chunk` must be at least 1, got 0"):
+      delta_net.gated_delta_rule(*inputs, state, counts, chunk=0)
+    inputs[2] = inputs[2][:, :, :3]
+    with pytest.raises(ValueError, match="`v` must have a multiple of the 2"):
+      delta_net.gated_delta_rule(*inputs, state, counts)
+
+
+class TestConvolution:
+  @pytest.mark.parametrize("columns", [1, 2, 9])
+  @pytest.mark.parametrize("width", [1, 4])
+  def test_equals_the_loop(self, columns, width):
+    x, weight = _drawn(0, _ROWS, columns, 5), _drawn(1, 5, width)
+    state, bias = _drawn(2, _ROWS, 5, width - 1), _drawn(3, 5)
+    counts = np.asarray([columns, columns // 2, 0], np.int32)
+    out, after = jax.jit(delta_net.causal_conv)(
+      *_as_float32(x, weight, state), counts, bias=jnp.float32(bias)
+    )
+    for row, count in enumerate(counts):
+      inputs = np.concatenate([state[row].T, x[row, :count]])
+      for t in range(count):
+        wanted = (inputs[t : t + width] * weight.T).sum(axis=0) + bias
+        np.testing.assert_allclose(out[row, t], wanted, atol=2e-6)
+      wanted = inputs[len(inputs) - (width - 1) :].T
+      np.testing.assert_allclose(after[row], wanted, atol=1e-7)
+
+  def test_packed_tokens(self):
+    packed, counts = _drawn(0, 9, 2), jnp.asarray([3, 0, 4], jnp.int32)
+    rows = delta_net.to_rows(jnp.float32(packed), counts, 4)
+    np.testing.assert_array_equal(rows[0, :3], packed[:3].astype(np.float32))
+    np.testing.assert_array_equal(rows[2], packed[3:7].astype(np.float32))
+    back = delta_net.to_columns(rows, counts, 9)
+    np.testing.assert_array_equal(back[:7], packed[:7].astype(np.float32))
+    np.testing.assert_array_equal(back[7:], 0)
+
+
+def test_equals_the_definition_of_qwen3_next():
+  """The functions of `transformers` themselves, if it is there."""
+  torch = pytest.importorskip("torch", reason="needs torch")
+  qwen = pytest.importorskip(
+    "transformers.models.qwen3_next.modeling_qwen3_next",
+    reason="needs transformers",
+  )
+  q, k, v, decay, beta = _inputs(70)
+  q, k = (3 * np.repeat(x, 2, axis=2) for x in (q, k))
+  state = _drawn(9, _ROWS, _HEADS, _KEY, _VALUE)
+  inputs = (q, k, v, decay, beta)
+  wanted, end = qwen.torch_recurrent_gated_delta_rule(
+    *(torch.tensor(x, dtype=torch.float32) for x in inputs),
+    initial_state=torch.tensor(state, dtype=torch.float32),
+    output_final_state=True,
+    use_qk_l2norm_in_kernel=True,
+  )
+  q, k, v, decay, beta = _as_float32(*inputs)
+  out, after = _rule(
+    delta_net.l2_normalized(q),
+    delta_net.l2_normalized(k),
+    v,
+    decay,
+    beta,
+    jnp.float32(state),
+    jnp.full(_ROWS, 70, jnp.int32),
+  )
+  np.testing.assert_allclose(out, wanted.numpy(), atol=5e-6)
+  np.testing.assert_allclose(after, end.numpy(), atol=5e-6)

@@ -1,0 +1,353 @@
+"""The decoder with windows and rotary bases by layer, over a real cache."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import kv as paged
+from jaxkv import models
+from tests.models import numpy_decoder
+from tests.tools import pool_copies
+
+pytestmark = pytest.mark.drawn(every=2)
+
+_VOCAB = 13
+_PAGE = 2
+_CHUNK = 5
+_ROWS = 3
+_TOTAL = 19
+# Rows end their prompts at different times: some steps do both.
+_PROMPTS = (14, 1, 6)
+
+# Five local layers and a global one, as in Gemma 3; neighbours that differ, in
+# layers that do not repeat; windows alone.
+_PATTERNS: dict[str, dict[str, Any]] = {
+  "five and one": {
+    "num_layers": 12,
+    "windows": (3, 3, 3, 3, 3, None),
+    "rope_base": (10.0,) * 5 + (1000.0,),
+  },
+  "once": {
+    "num_layers": 3,
+    "windows": (4, None, 1),
+    "rope_base": (10.0, 100.0, 1000.0),
+  },
+  "windows alone": {"num_layers": 2, "windows": (4,)},
+}
+
+
+def _config(**changes: Any) -> models.Decoder:
+  sizes: dict[str, Any] = {
+    "vocab_size": _VOCAB,
+    "num_layers": 4,
+    "embed_dim": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 4,
+    "mlp_dim": 24,
+  }
+  return models.llama(**(sizes | changes))
+
+
+def _windows(config: models.Decoder) -> list[int | None]:
+  """Of each layer group."""
+  groups = models.cache_groups(config)
+  return [layer.attention.window for layer in config.layers[: len(groups)]]
+
+
+def _params(config: models.Decoder) -> Any:
+  return models.init_params(jax.random.key(0), config)
+
+
+def _tokens() -> np.ndarray:
+  shape = (_ROWS, _TOTAL)
+  return np.random.default_rng(1).integers(0, _VOCAB, shape).astype(np.int32)
+
+
+@functools.cache
+def _expected(pattern: str) -> np.ndarray:
+  config = _config(**_PATTERNS[pattern])
+  params = _params(config)
+  return np.array([numpy_decoder.logits(params, t, config) for t in _tokens()])
+
+
+def _assert_close(found: Any, expected: Any) -> None:
+  # Float32 sums through at most 12 layers; logits are of order 1.
+  np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def _most_pages(window: int | None) -> int:
+  """Pages that a sequence may hold for the layers of one window."""
+  if window is None:
+    return -(-_TOTAL // _PAGE)
+  return -(-(window - 1 + _CHUNK) // _PAGE) + 1
+
+
+class _Paged:
+  """`forward` and the cache, in a pool without a page to spare."""
+
+  def __init__(self, config: models.Decoder):
+    self.config = config
+    self.params = _params(config)
+    self.most = np.array([_most_pages(window) for window in _windows(config)])
+    sizes = jaxkv.CacheConfig(
+      num_pages=1 + _ROWS * int(self.most.sum()),
+      page_size=_PAGE,
+      num_slots=_ROWS,
+      pages_per_slot=-(-_TOTAL // _PAGE),
+      groups=models.cache_groups(config),
+    )
+    self.state = jaxkv.init(sizes)
+    self.kv = models.init_kv(config, sizes)
+    self.num_recycled = 0
+
+  def __call__(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Logits of int32[B, T] tokens, of which each row has some."""
+    self.state, recycled = jaxkv.recycle(self.state)
+    self.num_recycled += int(recycled.num_recycled_pages.sum())
+    self.state, out = jaxkv.allocate(self.state, counts)
+    assert np.all(out.ok)
+    held = self.state.num_pages - self.state.num_skipped_pages
+    assert np.all(np.asarray(held) <= self.most)
+    self._poison_free_pages()
+    views = tuple(
+      jaxkv.view(self.state, group=group, counts=counts)
+      for group in range(len(models.cache_groups(self.config)))
+    )
+    columns = np.arange(tokens.shape[1], dtype=np.int32)
+    positions = np.asarray(self.state.length)[:, None] + columns
+    logits = self.forward(tokens, positions, counts, views)
+    self.state, out = jaxkv.commit(self.state, tokens, counts)
+    assert np.all(out.ok)
+    return logits
+
+  def forward(self, tokens, positions, counts, views):
+    """Logits [B, T, V]."""
+    logits, self.kv = models.forward(
+      self.params,
+      jnp.asarray(tokens),
+      jnp.asarray(positions),
+      self.kv,
+      views if len(views) > 1 else views[0],
+      config=self.config,
+    )
+    return np.asarray(logits)
+
+  def _poison_free_pages(self) -> None:
+    """What is free, or behind a window, must not reach a logit."""
+    free = np.ones(self.kv.num_pages, bool)
+    free[np.asarray(self.state.page_table) % self.kv.num_pages] = False
+    free[0] = True
+    free = jnp.tile(jnp.asarray(free), self.kv.num_layers)
+    shape = (-1, 1, 1, 1)
+    self.kv = dataclasses.replace(
+      self.kv,
+      k=jnp.where(free.reshape(shape), jnp.nan, self.kv.k),
+      v=jnp.where(free.reshape(shape), jnp.nan, self.kv.v),
+    )
+
+
+class _Packed(_Paged):
+  """Rows with one token stand among the single columns, others in chunks."""
+
+  def forward(self, tokens, positions, counts, views):
+    single, chunks = (
+      jnp.asarray(np.where(kind, counts, 0))
+      for kind in (counts == 1, counts > 1)
+    )
+    packed = tuple(
+      paged.PackedView(
+        decode=dataclasses.replace(view, counts=single),
+        prefill=dataclasses.replace(view, counts=chunks),
+      )
+      for view in views
+    )
+    # Which token stands in each column of the call.
+    places = [(row, 0) for row in range(_ROWS)]
+    for row in np.flatnonzero(counts > 1):
+      places += [(row, column) for column in range(counts[row])]
+    padding = _ROWS * (1 + _CHUNK) - len(places)
+    index = tuple(np.array(places + [(0, 0)] * padding).T)
+    out, self.kv = models.forward(
+      self.params,
+      jnp.asarray(tokens[index][None]),
+      jnp.asarray(positions[index][None]),
+      self.kv,
+      packed,
+      jnp.arange(len(index[0]), dtype=jnp.int32),
+      config=self.config,
+    )
+    logits = np.full((*tokens.shape, _VOCAB), np.nan, np.float32)
+    for i, (row, column) in enumerate(places):
+      if i >= _ROWS or counts[row] == 1:
+        logits[row, column] = out[i]
+    return logits
+
+
+class _Dense:
+  """`forward_dense` and its memory."""
+
+  def __init__(self, config: models.Decoder):
+    self.run = functools.partial(models.forward_dense, config=config)
+    self.params = _params(config)
+    self.starts = jnp.zeros((_ROWS,), jnp.int32)
+    self.cache = models.init_dense(config, batch_size=_ROWS, max_len=_TOTAL)
+
+  def __call__(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    width = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    logits, self.cache = self.run(
+      self.params,
+      jnp.asarray(tokens),
+      self.starts[:, None] + width[None],
+      self.cache,
+      self.starts,
+      jnp.asarray(counts),
+    )
+    self.starts += jnp.asarray(counts)
+    return np.asarray(logits)
+
+
+def _in_steps(step: Any) -> np.ndarray:
+  """Logits of all tokens: prompts in chunks, then one token at a time."""
+  tokens, prompts = _tokens(), np.array(_PROMPTS)
+  found = np.full((*tokens.shape, _VOCAB), np.nan, np.float32)
+  starts = np.zeros(_ROWS, np.int32)
+  while np.any(starts < _TOTAL):
+    counts = np.where(starts < prompts, prompts - starts, _TOTAL > starts)
+    counts = np.minimum(counts, _CHUNK).astype(np.int32)
+    width = _CHUNK if np.any(counts > 1) else 1
+    piece = np.zeros((_ROWS, width), np.int32)
+    for row, count in enumerate(counts):
+      piece[row, :count] = tokens[row, starts[row] : starts[row] + count]
+    logits = step(piece, counts)
+    for row, count in enumerate(counts):
+      found[row, starts[row] : starts[row] + count] = logits[row, :count]
+    starts += counts
+  return found
+
+
+class TestTokens:
+  @pytest.mark.parametrize("pattern", _PATTERNS)
+  @pytest.mark.parametrize("way", [_Paged, _Packed, _Dense])
+  def test_equal_the_decoder_in_numpy(self, way, pattern):
+    step = way(_config(**_PATTERNS[pattern]))
+    _assert_close(_in_steps(step), _expected(pattern))
+    if way is not _Dense:
+      assert step.num_recycled > 0
+      jaxkv.check(step.state)
+
+  @pytest.mark.parametrize("pattern", _PATTERNS)
+  def test_without_memory(self, pattern):
+    config, tokens = _config(**_PATTERNS[pattern]), jnp.asarray(_tokens())
+    positions = jnp.arange(_TOTAL, dtype=jnp.int32)[None]
+    found = models.forward_uncached(
+      _params(config),
+      tokens,
+      jnp.broadcast_to(positions, tokens.shape),
+      config=config,
+    )
+    _assert_close(found, _expected(pattern))
+
+  def test_a_cached_prefix(self):
+    """A second sequence computes what follows the last cached page only."""
+    pattern = "five and one"
+    step = _Paged(_config(**_PATTERNS[pattern]))
+    tokens, length = _tokens()[:1], 13
+    for start in range(0, length, _CHUNK):
+      piece = np.zeros((_ROWS, _CHUNK), np.int32)
+      count = min(_CHUNK, length - start)
+      piece[0, :count] = tokens[0, start : start + count]
+      step(piece, np.array([count, 0, 0], np.int32))
+    step.state, out = jaxkv.admit(step.state, [1], tokens[:, :length], [length])
+    assert np.all(out.ok)
+    cached = int(out.num_cached_tokens[0])
+    assert cached == length // _PAGE * _PAGE
+    piece = np.zeros((_ROWS, _CHUNK), np.int32)
+    piece[1, : length - cached] = tokens[0, cached:length]
+    logits = step(piece, np.array([0, length - cached, 0], np.int32))
+    expected = _expected(pattern)[0, cached:length]
+    _assert_close(logits[1, : length - cached], expected)
+
+
+class TestMemory:
+  def test_a_loop_updates_it_in_place(self):
+    config = _config(windows=(3, None))
+    sizes = jaxkv.CacheConfig(
+      num_pages=1000,
+      page_size=4,
+      num_slots=_ROWS,
+      pages_per_slot=16,
+      groups=models.cache_groups(config),
+    )
+    kv = models.init_kv(config, sizes)
+    table = jnp.arange(1, 1 + 2 * _ROWS * 16, dtype=jnp.int32)
+    table = table.reshape(2, _ROWS, 16)
+
+    def loop(kv, params):
+      def step(carry):
+        kv, tokens, starts = carry
+        views = tuple(
+          paged.View(
+            page_table=own, starts=starts, counts=jnp.ones_like(starts)
+          )
+          for own in table
+        )
+        logits, kv = models.forward(
+          params, tokens, starts[:, None], kv, views, config=config
+        )
+        return kv, jnp.argmax(logits, axis=-1).astype(jnp.int32), starts + 1
+
+      zeros = jnp.zeros((_ROWS,), jnp.int32)
+      carry = (kv, zeros[:, None], zeros)
+      return jax.lax.while_loop(lambda c: c[2][0] < 60, step, carry)
+
+    compiled = jax.jit(loop, donate_argnums=0).lower(kv, _params(config))
+    pool_copies.assert_in_place(compiled.compile(), [kv.k, kv.v])
+
+  def test_weights_are_copied_a_layer_at_a_time(self):
+    """Not those of all layers of a repetition, before the first one."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+
+    def temporary(windows):
+      config = _config(num_layers=6, mlp_dim=4096, windows=windows)
+      run = functools.partial(models.forward_uncached, config=config)
+      compiled = jax.jit(run).lower(_params(config), tokens, tokens).compile()
+      return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary((3,) * 5 + (None,)) < 1.5 * temporary((None,))
+
+  def test_views_and_layers_of_other_numbers(self):
+    config = _config(windows=(3, None))
+    sizes = jaxkv.CacheConfig(
+      num_pages=9,
+      page_size=_PAGE,
+      num_slots=1,
+      pages_per_slot=4,
+      groups=models.cache_groups(config),
+    )
+
+    def call(num_views, num_layers):
+      kv = paged.init(
+        sizes,
+        num_layers=num_layers,
+        num_kv_heads=2,
+        head_dim=4,
+        dtype=config.dtype,
+      )
+      view = jaxkv.view(jaxkv.init(sizes), counts=[1])
+      views = (view,) * num_views if num_views else view
+      token = jnp.zeros((1, 1), jnp.int32)
+      models.forward(_params(config), token, token, kv, views, config=config)
+
+    call(2, 2)
+    for num_views in (0, 1, 3):
+      with pytest.raises(ValueError, match=r"`view` must .* cache_groups"):
+        call(num_views, 2)
+    with pytest.raises(ValueError, match=r"`kv` must have 2 layers .* got 1"):
+      call(2, 1)

@@ -1,0 +1,332 @@
+"""Guides: every text that is drawn under one is of its grammar."""
+
+import functools
+import json
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxkv import rollout
+from tests.rollout.automata import small_vocabulary
+
+
+class DrawnRows(NamedTuple):
+  counts: jax.Array
+  last_tokens: jax.Array
+
+
+_TOKENS = [b"", b"a", b"b", b"ab", b"ba", b"c", b""]
+_END, _A, _B, _AB, _BA, _C, _NONE = range(len(_TOKENS))
+
+
+def _guide(grammars, stop_token=_END):
+  return rollout.guide(grammars, rollout.token_bytes(_TOKENS), stop_token)
+
+
+def _step(guide, user, counts, last, logits=None):
+  """The tokens allowed in each row, and the states."""
+  counts = jnp.asarray(counts, jnp.int32)
+  if logits is None:
+    logits = jnp.zeros((counts.shape[0], len(_TOKENS)))
+  rows = DrawnRows(counts, jnp.asarray(last, jnp.int32))
+  logits, user = jax.jit(rollout.Guide.process)(guide, logits, rows, user)
+  allowed = np.asarray(logits) > -np.inf
+  return [np.flatnonzero(row).tolist() for row in allowed], user
+
+
+class TestByHand:
+  def test_a_text_from_its_first_token_to_its_last(self):
+    guide = _guide("ab*c")
+    user = guide.init(1)
+    allowed, user = _step(guide, user, [0], [_BA])
+    assert allowed == [[_A, _AB]]
+    allowed, user = _step(guide, user, [1], [_AB])
+    assert allowed == [[_B, _C]]
+    allowed, user = _step(guide, user, [2], [_B])
+    assert allowed == [[_B, _C]]
+    allowed, user = _step(guide, user, [3], [_C])
+    assert allowed == [[_END]]
+
+  def test_a_turn_begins_anew(self):
+    guide = _guide("ab*c")
+    user = guide.init(2)
+    _, user = _step(guide, user, [0, 0], [0, 0])
+    _, user = _step(guide, user, [1, 1], [_A, _A])
+    allowed, user = _step(guide, user, [2, 0], [_B, _B])
+    assert allowed == [[_B, _C], [_A, _AB]]
+
+  def test_after_a_token_that_was_not_allowed_only_the_stop_token(self):
+    guide = _guide("ab*c")
+    allowed, user = _step(guide, guide.init(1), [1], [_BA])
+    assert allowed == [[_END]]
+    assert _step(guide, user, [2], [_A])[0] == [[_END]]
+    assert _step(guide, user, [0], [_A])[0] == [[_A, _AB]]
+
+  def test_tokens_that_are_left(self):
+    guide = _guide("(ab)*c")
+    user = guide.init(3, max_tokens=[2, 3, 4])
+    allowed, user = _step(guide, user, [0] * 3, [0] * 3)
+    assert allowed == [[_C], [_AB, _C], [_A, _AB, _C]]
+    allowed, user = _step(guide, user, [1] * 3, [_C, _AB, _A])
+    assert allowed == [[_END], [_C], [_B, _BA][:1]]
+
+  def test_one_limit_for_all(self):
+    guide = _guide("(ab)*c")
+    user = guide.init(2, max_tokens=3)
+    assert user.limit.tolist() == [3, 3]
+    assert _step(guide, user, [0, 0], [0, 0])[0] == [[_AB, _C]] * 2
+
+  def test_logits_of_allowed_tokens_stay(self):
+    guide = _guide("a|c")
+    rows = DrawnRows(jnp.zeros((1,), jnp.int32), jnp.zeros((1,), jnp.int32))
+    logits = jnp.arange(7, dtype=jnp.float32)[None]
+    masked, _ = guide.process(logits, rows, guide.init(1))
+    none = -np.inf
+    assert masked.tolist() == [[none, 1.0, none, none, none, 5.0, none]]
+
+  def test_a_grammar_and_bytes(self):
+    for grammar in (rollout.regex("a") + rollout.regex("c"), b"ac"):
+      guide = _guide(grammar)
+      assert _step(guide, guide.init(1), [1], [_A])[0] == [[_C]]
+
+  def test_several_stop_tokens(self):
+    guide = _guide("a", stop_token=[_END, _NONE])
+    assert _step(guide, guide.init(1), [1], [_A])[0] == [[_END, _NONE]]
+
+  def test_the_longest_text(self):
+    assert _guide("a{3}b?").max_bytes == 4
+    assert _guide("ab*").max_bytes is None
+    assert _guide(["a", "ab"]).max_bytes == 2
+    assert _guide(["a", None]).max_bytes is None
+
+
+class TestSeveralGrammars:
+  def test_each_sequence_has_its_own(self):
+    guide = _guide(["ab", "cb*", "a"])
+    user = guide.init(4, grammars=[2, 0, 1, 0])
+    allowed, user = _step(guide, user, [0] * 4, [0] * 4)
+    assert allowed == [[_A], [_A, _AB], [_C], [_A, _AB]]
+    allowed, user = _step(guide, user, [1] * 4, [_A, _A, _C, _AB])
+    assert allowed == [[_END], [_B], [_END, _B], [_END]]
+    allowed, user = _step(guide, user, [0] * 4, [0] * 4)
+    assert allowed == [[_A], [_A, _AB], [_C], [_A, _AB]]
+
+  def test_rows_in_any_order(self):
+    guide = _guide(["ab", "cb*"])
+    user = guide.init(3, grammars=[0, 1, 1])
+    some = jax.tree.map(lambda x: x[jnp.array([2, 0])], user)
+    allowed, _ = _step(guide, some, [0, 0], [0, 0])
+    assert allowed == [[_C], [_A, _AB]]
+
+  def test_a_dead_row_finds_its_own_grammar_again(self):
+    guide = _guide(["ab", "cb*"])
+    user = guide.init(2, grammars=[1, 0])
+    _, user = _step(guide, user, [1, 1], [_A, _C])
+    allowed, user = _step(guide, user, [0, 0], [0, 0])
+    assert allowed == [[_C], [_A, _AB]]
+
+  def test_none_leaves_a_sequence_free(self):
+    guide = _guide(["ab", None])
+    every = [*range(len(_TOKENS))]
+    user = guide.init(2, grammars=[1, 0], max_tokens=3)
+    for count in range(4):
+      allowed, user = _step(guide, user, [count] * 2, [_A] * 2)
+      assert allowed[0] == every and allowed[1] != every
+
+
+class TestTransformed:
+  def _check(self, process):
+    guide = _guide(["ab*c", "(ab)*c"])
+    user = guide.init(2, grammars=[0, 1], max_tokens=[9, 4])
+    one = jnp.ones((2,), jnp.int32)
+    rows = DrawnRows(one, _A * one)
+    logits = jnp.zeros((2, len(_TOKENS)), jnp.float32)
+    logits, user = process(guide, logits, rows, user)
+    found = [np.flatnonzero(row == 0).tolist() for row in np.asarray(logits)]
+    assert found == [[_B, _C], [_B]]
+    assert logits.dtype == jnp.float32
+    assert user.state.dtype == user.limit.dtype == jnp.int32
+
+  def test_without_jit(self):
+    self._check(rollout.Guide.process)
+
+  def test_with_64_bits(self):
+    with jax.enable_x64(True):
+      self._check(jax.jit(rollout.Guide.process))
+
+  def test_under_vmap(self):
+    def rows(guide, *rows):
+      def one(*row):
+        some = jax.tree.map(lambda x: x[None], row)
+        return jax.tree.map(lambda x: x[0], guide.process(*some))
+
+      return jax.vmap(one)(*rows)
+
+    self._check(jax.jit(rows))
+
+  def test_under_shard_map(self):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    rows = P("data")
+    self._check(
+      jax.jit(
+        jax.shard_map(
+          rollout.Guide.process,
+          mesh=mesh,
+          in_specs=(P(), rows, rows, rows),
+          out_specs=(rows, rows),
+        )
+      )
+    )
+
+
+class TestWrongArguments:
+  @pytest.mark.parametrize(
+    ("grammars", "stop_token", "error", "message"),
+    [
+      (3, 0, TypeError, "`grammars` must be a regular expression or a grammar"),
+      (["a", 3], 0, TypeError, "got int; see `regex` and `json_grammar`"),
+      ([], 0, ValueError, "`grammars` must be one grammar or more, got none"),
+      ("x", 0, ValueError, "`tokens` must spell a text of each grammar.*'x'"),
+      ("a", 7, ValueError, "`stop_token` must be a token, 0 .. 6, got 7"),
+      ("a", -1, ValueError, "`stop_token` must be a token, 0 .. 6, got -1"),
+      ("a", [], ValueError, "`stop_token` must be one token or more"),
+      ("a", 0.5, TypeError, "`stop_token` must hold integers"),
+    ],
+  )
+  def test_of_guide(self, grammars, stop_token, error, message):
+    with pytest.raises(error, match=message):
+      _guide(grammars, stop_token)
+
+  @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+      ({}, "`grammars` must say which of the 2 grammars each sequence has"),
+      ({"grammars": [0]}, r"`grammars` must have the shape \[2\]"),
+      ({"grammars": [0, 2]}, r"`grammars\[1\]` must be 0 .. 1, got 2"),
+      ({"grammars": [0, 0], "max_tokens": [1]}, r"must have the shape \[2\]"),
+      (
+        {"grammars": [0, 1], "max_tokens": 3},
+        "`max_tokens` must be at least 4, .*, got 3 for sequence 1",
+      ),
+    ],
+  )
+  def test_of_init(self, options, message):
+    with pytest.raises(ValueError, match=message):
+      _guide(["a", "ccc"]).init(2, **options)
+
+  def test_of_process(self):
+    guide = _guide("a")
+    with pytest.raises(ValueError, match=r"the shape \[R, 7\].*got \[1, 8\]"):
+      _step(guide, guide.init(1), [0], [0], jnp.zeros((1, 8)))
+
+
+class Drawn(NamedTuple):
+  """Texts of tokens drawn from random logits; Q sequences of T tokens.
+
+  Attributes:
+    tokens: int32[Q, T], 0 after the stop token.
+    lengths: int32[Q], tokens with the stop token; T + 1 without one.
+  """
+
+  tokens: np.ndarray
+  lengths: np.ndarray
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _draw(guide, user, steps, key, temperature):
+  """int32[T, Q] tokens, of a loop that goes on after the stop token."""
+  size, vocab_size = user.state.shape[0], guide.tokens.vocab_size
+  keys = jax.random.split(key, size)
+
+  def step(carry, count):
+    user, last = carry
+    counts = jnp.full((size,), count)
+    logits = jax.random.normal(
+      jax.random.fold_in(key, count), (size, vocab_size)
+    )
+    logits, user = guide.process(logits, DrawnRows(counts, last), user)
+    tokens, _ = rollout.sample(keys, counts, logits, temperature)
+    return (user, tokens), tokens
+
+  carry = user, jnp.zeros((size,), jnp.int32)
+  counts = jnp.arange(steps, dtype=jnp.int32)
+  return jax.lax.scan(step, carry, counts)[1]
+
+
+def draw(guide, user, steps, stop_token, seed=0, temperature=2.0) -> Drawn:
+  found = _draw(
+    guide, user, steps, jax.random.key(seed), jnp.float32(temperature)
+  )
+  tokens = np.asarray(found).T
+  stops = tokens == stop_token
+  lengths = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, steps + 1)
+  after = np.arange(steps)[None] >= lengths[:, None]
+  return Drawn(np.where(after, 0, tokens), lengths)
+
+
+def texts_of(drawn: Drawn, tokens) -> list[bytes]:
+  return [
+    b"".join(tokens[number] for number in row[: length - 1])
+    for row, length in zip(
+      drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True
+    )
+  ]
+
+
+def check_json(tokens, stop_token, limit, count=1000, **options):
+  """All samples at temperature 2 end in time, and parse.
+
+  Returns:
+    The texts, and which of them took all tokens of the limit, bool[count].
+  """
+  guide = rollout.guide(
+    rollout.json_grammar(**options), rollout.token_bytes(tokens), stop_token
+  )
+  user = guide.init(count, max_tokens=limit)
+  drawn = draw(guide, user, limit, stop_token)
+  assert drawn.lengths.max() <= limit
+  texts = texts_of(drawn, tokens)
+  for text in texts:
+    json.loads(text.decode())
+  return texts, drawn.lengths == limit
+
+
+class TestJson:
+  def test_a_thousand_samples_at_temperature_2_parse(self):
+    tokens = small_vocabulary.tokens()
+    texts, full = check_json(tokens, 0, limit=32, depth=3, kind="object")
+    # Much is drawn, and what would go on for long ends in time.
+    assert len(set(texts)) > 500 and full.sum() > 300
+
+  def test_without_a_limit_where_texts_have_a_longest(self):
+    tokens = small_vocabulary.tokens()
+    options = dict(depth=1, max_items=2, max_characters=2, max_digits=2)
+    guide = rollout.guide(
+      rollout.json_grammar(**options), rollout.token_bytes(tokens), 0
+    )
+    assert guide.max_bytes is not None
+    steps = guide.max_bytes + 1
+    drawn = draw(guide, guide.init(100), steps, 0)
+    assert drawn.lengths.max() <= steps
+    for text in texts_of(drawn, tokens):
+      json.loads(text.decode())
+
+  def test_the_shortest_limit(self):
+    tokens = small_vocabulary.tokens()
+    texts, _ = check_json(tokens, 0, limit=3, count=200, depth=2)
+    kinds = {type(json.loads(text)) for text in texts}
+    assert kinds >= {int, str, list, dict}
+
+
+def test_samples_of_a_regular_expression_match_it():
+  tokens = small_vocabulary.tokens()
+  pattern = r'(Name|Titel): [A-Zé][\w ]{2,20}(, "[^"\n]*")?\.'
+  guide = rollout.guide(pattern, rollout.token_bytes(tokens), 0)
+  drawn = draw(guide, guide.init(100, max_tokens=30), 30, 0)
+  for text in texts_of(drawn, tokens):
+    assert re.fullmatch(pattern, text.decode(), re.ASCII)

@@ -1,0 +1,173 @@
+"""Regular expressions: what Python's `re` matches, to the last byte."""
+
+import re
+
+import pytest
+from hypothesis import example
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
+from jaxkv._src.rollout.automata.regex import regex
+
+
+def check(pattern, text):
+  """An automaton matches a text if `re` does."""
+  found = compile_grammar(regex(pattern)).matches(text)
+  expected = re.fullmatch(pattern, text, re.ASCII) is not None
+  assert found == expected, (pattern, text, found)
+
+
+_BY_HAND = {
+  "abc": ["abc", "ab", "abcd", ""],
+  "": ["", "a"],
+  "a|bc|": ["a", "bc", "", "b", "abc"],
+  "(a|b)c": ["ac", "bc", "c", "abc"],
+  "(?:ab)+": ["ab", "abab", "", "aba"],
+  "a*b?c+": ["c", "aabcc", "ab", "bbc"],
+  "a{3}": ["aaa", "aa", "aaaa"],
+  "a{2,}": ["a", "aa", "aaaaa"],
+  "a{1,3}": ["", "a", "aaa", "aaaa"],
+  "a{,2}": ["", "aa", "aaa"],
+  "a{0}b": ["b", "ab"],
+  "(a*)*b": ["b", "aab", "a"],
+  "(|a)+": ["", "aaa", "b"],
+  ".": ["a", "é", "東", "🙂", "\n", "", "ab"],
+  "é+": ["é", "éé", "e", ""],
+  "[a-cx]": ["a", "c", "x", "d", "-"],
+  "[^a-c]": ["a", "d", "é", "\n", ""],
+  "[]a]": ["]", "a", "b"],
+  "[^]a]": ["]", "a", "b"],
+  "[a-]": ["a", "-", "b"],
+  "[-a]": ["a", "-", "b"],
+  r"[\]\\]": ["]", "\\", "a"],
+  r"[\w.]+": ["a.b_9", "a b", "é"],
+  r"[^\s\d]": ["a", " ", "1", "é"],
+  "[à-ü京-東]": ["à", "é", "ü", "東", "京", "a", "ý"],
+  r"\d\D\w\W\s\S": ["1a_- x", "11_- x", "1a_-xx"],
+  r"\n\t\r\f\v\a": ["\n\t\r\f\v\a", "ntrfva"],
+  r"\x41\u00e9\U0001F642": ["Aé🙂", "Ae🙂"],
+  r"\.\"\\\[\]\{\}\(\)\*\+\?\|\^\$\-\/": ['."\\[]{}()*+?|^$-/', "a"],
+  r"-}]": ["-}]", "-"],
+  r"\é": ["é", "e"],
+  "(yes|no), [0-9]{1,3}%": ["yes, 5%", "no, 100%", "no, 1000%"],
+}
+
+
+@pytest.mark.parametrize("pattern", _BY_HAND)
+def test_by_hand(pattern):
+  for text in _BY_HAND[pattern]:
+    check(pattern, text)
+
+
+_BYTES_BY_HAND = {
+  b".": [b"a", b"\xff", b"\n", b"\xc3\xa9"],
+  rb"\xff[^\x00-\x7f]": [b"\xff\x80", b"\xff\x7f"],
+  rb"\W": [b"\xe9", b"a"],
+  "é+".encode(): ["é".encode(), "éé".encode(), b"\xc3\xa9\xa9"],
+}
+
+
+@pytest.mark.parametrize("pattern", _BYTES_BY_HAND)
+def test_bytes_by_hand(pattern):
+  for text in _BYTES_BY_HAND[pattern]:
+    check(pattern, text)
+
+
+_ATOMS = ["a", "b", "é", ".", "[ab]", "[^a]", "[a-z]", r"\w", r"\s", r"\."]
+_ATOMS += [r"[^\n-b]", "[à-ÿ]", r"\n", "()", r"\D"]
+_SUFFIXES = ["*", "+", "?", "{2}", "{1,}", "{0,2}", "{,1}", "{0}"]
+
+PATTERNS = st.recursive(
+  st.sampled_from(_ATOMS),
+  lambda inner: st.one_of(
+    st.tuples(inner, inner).map("".join),
+    st.tuples(inner, inner).map("|".join).map("({})".format),
+    st.tuples(inner, st.sampled_from(_SUFFIXES)).map(
+      lambda pair: f"(?:{pair[0]}){pair[1]}"
+    ),
+  ),
+  max_leaves=7,
+)
+
+
+# Random expressions, and texts that often match them. Functions, because
+# hypothesis refuses a method that a mutant's check runs a second time.
+
+
+@settings(max_examples=300)
+@given(PATTERNS, st.lists(st.text("ab.é\n", max_size=5), min_size=8))
+@example("(?:(a|()))*", ["", "aa"])
+def test_random_characters(pattern, texts):
+  dfa = compile_grammar(regex(pattern))
+  known = re.compile(pattern, re.ASCII)
+  for text in texts:
+    assert dfa.matches(text) == (known.fullmatch(text) is not None), text
+
+
+@settings(max_examples=300)
+@given(
+  PATTERNS,
+  st.lists(
+    st.lists(st.sampled_from([*b"ab.\n", *"é".encode(), 255]), max_size=6),
+    min_size=8,
+  ),
+)
+def test_random_bytes(pattern, texts):
+  pattern = pattern.encode("latin-1")
+  dfa = compile_grammar(regex(pattern))
+  known = re.compile(pattern)
+  for text in map(bytes, texts):
+    assert dfa.matches(text) == (known.fullmatch(text) is not None), text
+
+
+@pytest.mark.parametrize(
+  ("pattern", "message"),
+  [
+    ("(a", r"close each `\(`, got '\(a' with '' at position 2; add a `\)`"),
+    ("a)", r"have no `\)` without a `\(`, got 'a\)' with '\)' at position 1"),
+    ("[a", r"close each `\["),
+    ("[]", r"close each `\["),
+    ("*a", r"have an item before `\*`"),
+    ("a|+", r"have an item before `\+`"),
+    ("{2}", "have an item before `{`"),
+    ("a**", "have one quantifier for an item"),
+    ("a{2}{3}", "have one quantifier for an item"),
+    ("a*?", "have no lazy or possessive quantifiers"),
+    ("a++", "have no lazy or possessive quantifiers"),
+    ("a{2}?", "have no lazy or possessive quantifiers"),
+    ("a{x}", r"have numbers in `\{...\}`"),
+    ("a{", r"have numbers in `\{...\}`"),
+    ("a{,}", r"have numbers in `\{...\}`"),
+    ("a{3,2}", "have numbers in order"),
+    ("a{2,0}", "have numbers in order"),
+    ("a{200000}", "of at most 100000"),
+    ("^a", "have no anchors"),
+    ("a$", "have no anchors"),
+    (r"\ba", "have known escapes only"),
+    (r"(a)\1", "have known escapes only"),
+    (r"\Z", "have known escapes only"),
+    ("a\\", "have known escapes only"),
+    (r"\xg1", "have 2 hexadecimal digits"),
+    (r"\x1", "have 2 hexadecimal digits"),
+    (r"\ud800", "have 4 hexadecimal digits of a character"),
+    (r"\U00110000", "have 8 hexadecimal digits of a character"),
+    (rb"\u0041", "have known escapes only"),
+    ("[z-a]", "have ranges from one character to a later one"),
+    (r"[a-\d]", "have ranges from one character"),
+    (r"[\d-z]", "have ranges from one character"),
+    ("(?=a)", r"have groups `\(...\)` and `\(\?:...\)` only"),
+    ("(?<!a)", "look around, names and flags are not supported"),
+    ("(?P<x>a)", "look around, names and flags are not supported"),
+    ("(?i)a", "look around, names and flags are not supported"),
+  ],
+)
+def test_what_is_not_supported_is_refused(pattern, message):
+  with pytest.raises(ValueError, match=f"^`pattern` must .*{message}"):
+    regex(pattern)
+
+
+def test_not_a_pattern():
+  with pytest.raises(TypeError, match="must be a str or bytes, got Pattern"):
+    regex(re.compile("a"))

@@ -1,0 +1,152 @@
+"""The bytes of every token, and automata that read them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxkv import rollout
+from tests.rollout.automata import small_vocabulary
+
+_TOKENS = [b"a", b"", b"bc", b"x" * 300, b"\xff\x00"]
+
+
+class TestTokenBytes:
+  def test_bytes_stand_one_after_the_other(self):
+    tokens = rollout.token_bytes([b"ab", b"", b"c"], vocab_size=5)
+    assert bytes(tokens.data.tolist()) == b"abc"
+    assert tokens.starts.tolist() == [0, 2, 2, 3, 3, 3]
+    assert tokens.vocab_size == 5
+    assert tokens.texts() == [b"ab", b"", b"c", b"", b""]
+
+  def test_of_special_tokens_only(self):
+    tokens = rollout.token_bytes([b"", b""])
+    assert tokens.texts() == [b"", b""]
+
+  @pytest.mark.parametrize(
+    ("tokens", "size", "error", "message"),
+    [
+      (["a"], None, TypeError, r"`tokens\[0\]` must be bytes, got 'a'"),
+      ([], None, ValueError, "1 .. 0 tokens, got 0"),
+      ([b"a", b"b"], 1, ValueError, "1 .. 1 tokens, got 2; raise `vocab_size`"),
+    ],
+  )
+  def test_wrong_arguments(self, tokens, size, error, message):
+    with pytest.raises(error, match=message):
+      rollout.token_bytes(tokens, vocab_size=size)
+
+
+class TestVocabularyBytes:
+  def test_a_space_a_newline_and_what_is_after_them(self):
+    tokens = rollout.vocabulary_bytes(["Ġthe", "ĊĊ", "ĉ", "č", "~", "ÿ", "Ń"])
+    expected = [b" the", b"\n\n", b"\t", b"\r", b"~", b"\xff", b"\xad"]
+    assert tokens == expected
+
+  def test_every_byte_has_a_character(self):
+    tokens = rollout.vocabulary_bytes(small_vocabulary.alphabet())
+    assert tokens == [bytes([byte]) for byte in range(256)]
+
+  def test_special_tokens_have_no_bytes(self):
+    vocabulary = {"a": 0, "<end>": 3, "b c": 1}
+    tokens = rollout.vocabulary_bytes(vocabulary, special=["<end>", 1])
+    assert tokens == [b"a", b"", b"", b""]
+
+  def test_added_tokens_are_plain_text(self):
+    tokens = rollout.vocabulary_bytes(
+      {"Ġ": 0}, added={"  é": 2, "<end>": 1}, special=["<end>"]
+    )
+    assert tokens == [b" ", b"", "  é".encode()]
+
+  @pytest.mark.parametrize(
+    ("vocabulary", "special", "message"),
+    [
+      (["a b"], [], "must be a byte-level one, got 'a b', where ' ' stands"),
+      (["東"], [], "stands for no byte; name the token in `special`"),
+      ({"a": 0, "b": 0}, [], "a number of its own, got 0 for 'b'"),
+      ({"a": -1}, [], "a number of its own, got -1"),
+      (["a"], ["<end>"], "must name tokens of the vocabulary, got '<end>'"),
+      (["a"], [1], "must name tokens of the vocabulary, got 1"),
+    ],
+  )
+  def test_wrong_arguments(self, vocabulary, special, message):
+    with pytest.raises(ValueError, match=message):
+      rollout.vocabulary_bytes(vocabulary, special=special)
+
+
+def _counter(states: int) -> jax.Array:
+  """State s goes to s + byte, modulo the number of states."""
+  state = np.arange(states)[:, None]
+  return jnp.asarray((state + np.arange(256)) % states, jnp.int32)
+
+
+class TestAdvanceStates:
+  def _check(self, advance=rollout.advance_states):
+    table, tokens = _counter(7), rollout.token_bytes(_TOKENS)
+    states = jnp.asarray([0, 1, 2, 3, 4, 5], jnp.int32)
+    numbers = jnp.asarray([0, 1, 2, 3, 4, 0], jnp.int32)
+    expected = [
+      (state + sum(_TOKENS[number])) % 7
+      for state, number in zip(states.tolist(), numbers.tolist(), strict=True)
+    ]
+    found = advance(table, tokens, states, numbers)
+    assert found.tolist() == expected and found.dtype == jnp.int32
+
+  def test_every_row_reads_all_bytes_of_its_token(self):
+    self._check()
+
+  def test_under_jit(self):
+    self._check(jax.jit(rollout.advance_states))
+
+  def test_with_64_bits(self):
+    with jax.enable_x64(True):
+      self._check(jax.jit(rollout.advance_states))
+
+  def test_under_vmap(self):
+    def one(table, tokens, states, numbers):
+      def row(state, number):
+        return rollout.advance_states(table, tokens, state[None], number[None])[
+          0
+        ]
+
+      return jax.vmap(row)(states, numbers)
+
+    self._check(jax.jit(one))
+
+  def test_under_shard_map(self):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    self._check(
+      jax.jit(
+        jax.shard_map(
+          rollout.advance_states,
+          mesh=mesh,
+          in_specs=(P(), P(), P("data"), P("data")),
+          out_specs=P("data"),
+        )
+      )
+    )
+
+  @pytest.mark.parametrize("number", [-1, -5, 5, 6, 2**31 - 1, -(2**31)])
+  def test_a_token_out_of_range_has_no_bytes(self, number):
+    found = rollout.advance_states(
+      _counter(7),
+      rollout.token_bytes(_TOKENS),
+      jnp.asarray([3, 3], jnp.int32),
+      jnp.asarray([number, 0], jnp.int32),
+    )
+    assert found.tolist() == [3, (3 + ord("a")) % 7]
+
+  @pytest.mark.parametrize("state", [-1, 7, 2**31 - 1])
+  def test_a_state_out_of_range_stays(self, state):
+    found = rollout.advance_states(
+      _counter(7),
+      rollout.token_bytes(_TOKENS),
+      jnp.asarray([state, 0], jnp.int32),
+      jnp.asarray([2, 2], jnp.int32),
+    )
+    assert found.tolist() == [state, sum(b"bc") % 7]
+
+  def test_no_rows(self):
+    none = jnp.zeros((0,), jnp.int32)
+    tokens = rollout.token_bytes(_TOKENS)
+    assert rollout.advance_states(_counter(7), tokens, none, none).shape == (0,)

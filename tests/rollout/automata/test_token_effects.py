@@ -1,0 +1,133 @@
+"""Which tokens lead to an end, and how many tokens that takes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from jaxkv._src.rollout.automata.byte_dfa import START
+from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
+from jaxkv._src.rollout.automata.regex import regex
+from jaxkv._src.rollout.automata.token_effects import FAR
+from jaxkv._src.rollout.automata.token_effects import token_masks
+from tests.rollout.automata.test_regex import PATTERNS
+
+_STOP = 0
+
+
+def _allowed(masks, state, left) -> list[int]:
+  """The tokens that a mask has, by the number of tokens left."""
+  more = min(
+    max(left - masks.distance[state], 0),
+    masks.last[state] - masks.first[state],
+  )
+  words = masks.masks[masks.rows[masks.first[state] + more]]
+  bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+  return np.flatnonzero(bits).tolist()
+
+
+class TestByHand:
+  def test_tokens_that_stay_alive(self):
+    tokens = [b"", b"a", b"ab", b"b", b"c", b""]
+    masks = token_masks(compile_grammar(regex("a?b")), tokens, [_STOP])
+    assert _allowed(masks, START, 9) == [1, 2, 3]
+    assert masks.distance[START] == 2
+
+  def test_the_stop_token_where_a_text_may_end(self):
+    tokens = [b"", b"a"]
+    dfa = compile_grammar(regex("aa?"))
+    masks = token_masks(dfa, tokens, [_STOP])
+    one = dfa.next[START, ord("a")]
+    two = dfa.next[one, ord("a")]
+    assert _allowed(masks, START, 9) == [1]
+    assert _allowed(masks, one, 9) == [0, 1]
+    assert _allowed(masks, two, 9) == [0]
+    assert masks.distance[[START, one, two]].tolist() == [2, 1, 1]
+
+  def test_few_tokens_left(self):
+    """From "(" on an end takes a token more."""
+    tokens = [b"", b"a", b"(", b")", b"()"]
+    masks = token_masks(compile_grammar(regex(r"(a|\(a?\))*")), tokens, [_STOP])
+    assert _allowed(masks, START, 1) == [0]
+    assert _allowed(masks, START, 2) == [0, 1, 4]
+    assert _allowed(masks, START, 3) == [0, 1, 2, 4]
+    assert _allowed(masks, START, 99) == [0, 1, 2, 4]
+    # Too few: what leads to the nearest end.
+    assert _allowed(masks, START, 0) == _allowed(masks, START, -5) == [0]
+
+  def test_what_the_tokens_cannot_spell_is_no_way(self):
+    """An "x" needs a "y" after it, which no token has."""
+    tokens = [b"", b"a", b"x"]
+    masks = token_masks(compile_grammar(regex("(a|xy)*")), tokens, [_STOP])
+    assert _allowed(masks, START, 9) == [0, 1]
+
+  def test_only_the_stop_token_in_states_without_a_way(self):
+    dfa = compile_grammar(regex("(a|xy)*"))
+    masks = token_masks(dfa, [b"", b"a", b"x"], [_STOP])
+    after = dfa.next[START, ord("x")]
+    assert masks.distance[after] == FAR
+    for state in (0, after):
+      assert _allowed(masks, state, 9) == _allowed(masks, state, 1) == [_STOP]
+
+  def test_stop_tokens_are_no_text(self):
+    masks = token_masks(compile_grammar(regex("a*")), [b"a", b"a"], [1])
+    assert _allowed(masks, START, 9) == [0, 1]
+    masks = token_masks(compile_grammar(regex("a+")), [b"a", b"a"], [1])
+    assert _allowed(masks, START, 9) == [0]
+    # Nothing but the stop token would spell what follows a "b".
+    masks = token_masks(compile_grammar(regex("(ba)*")), [b"b", b"a"], [1])
+    assert _allowed(masks, START, 9) == [1]
+
+  def test_several_stop_tokens(self):
+    masks = token_masks(compile_grammar(regex("a*")), [b"a", b"", b""], [1, 2])
+    assert _allowed(masks, START, 1) == [1, 2]
+
+  @pytest.mark.parametrize("size", [3, 31, 32, 33, 100])
+  def test_any_number_of_tokens(self, size):
+    tokens = [b"", b"b", *[b"a"] * (size - 2)]
+    masks = token_masks(compile_grammar(regex("a*")), tokens, [_STOP])
+    assert masks.masks.shape[1] == -(-size // 32)
+    assert _allowed(masks, START, 9) == [0, *range(2, size)]
+
+
+def _expected(dfa, tokens):
+  """The fewest tokens to an end of each state, and of each token in it."""
+  size = dfa.num_states
+  after = np.zeros((size, len(tokens)), int)
+  for state in range(size):
+    for number, token in enumerate(tokens):
+      place = state
+      for byte in token:
+        place = dfa.next[place, byte]
+      after[state, number] = place if token else 0
+  distance = np.where(dfa.accepts, 1, FAR)
+  for _ in range(size):
+    distance = np.minimum(distance, 1 + distance[after].min(axis=1))
+  distance = np.minimum(distance, FAR)
+  return distance, np.minimum(1 + distance[after], FAR)
+
+
+@settings(max_examples=100)
+@given(
+  PATTERNS,
+  st.lists(
+    st.lists(st.sampled_from([*b"ab.\n", *"é".encode()]), max_size=3),
+    min_size=1,
+    max_size=8,
+  ),
+)
+def test_masks_are_those_of_every_way(pattern, tokens):
+  tokens = [b"", *map(bytes, tokens)]
+  dfa = compile_grammar(regex(pattern))
+  masks = token_masks(dfa, tokens, [_STOP])
+  distance, needed = _expected(dfa, tokens)
+  assert masks.distance.tolist() == distance.tolist()
+  for state in range(dfa.num_states):
+    for left in range(1, 8):
+      if left < distance[state] < FAR:
+        continue
+      wanted = np.flatnonzero(needed[state] <= left).tolist()
+      if dfa.accepts[state] or distance[state] == FAR:
+        wanted = [_STOP, *wanted]
+      assert _allowed(masks, state, left) == wanted

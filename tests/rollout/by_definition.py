@@ -1,0 +1,158 @@
+"""What `Sampling` means, a row at a time in plain Python and float64.
+
+The rows of a batch are `Row`s. `sampling_of` and `history_of` make the arrays
+that the library takes, and the other functions say what must come of them.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._src.rollout import processors
+from jaxkv._src.rollout import settings
+from jaxkv._src.rollout.processors import History
+from jaxkv._src.rollout.settings import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """A sequence with its settings; all are off by default.
+
+  Attributes:
+    prompt: its tokens.
+    drawn: those drawn so far.
+  """
+
+  prompt: Sequence[int] = (0,)
+  drawn: Sequence[int] = ()
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  repetition_penalty: float = 1.0
+  min_tokens: int = 0
+  stop_tokens: Sequence[int] = ()
+  logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+  bad_words: Sequence[Sequence[int]] = ()
+
+
+_FIELDS = [
+  field.name
+  for field in dataclasses.fields(Row)
+  if field.name not in ("prompt", "drawn")
+]
+
+
+def sampling_of(rows: Sequence[Row], *fields: str) -> Sampling:
+  """The settings of all rows; some fields only, or all."""
+  return settings.as_sampling(
+    Sampling(
+      **{
+        name: [getattr(row, name) for row in rows] for name in fields or _FIELDS
+      }
+    ),
+    len(rows),
+  )
+
+
+def history_of(
+  rows: Sequence[Row], sampling: Sampling, vocabulary: int, stop_token: int = -1
+) -> History:
+  """What `adjust` takes of these rows."""
+  texts = [[*row.prompt, *row.drawn] for row in rows]
+  width = max(len(text) for text in texts)
+  tokens = np.full((len(rows), width), vocabulary - 1, np.int32)
+  drawn = np.ones((len(rows), width), bool)
+  for number, (row, text) in enumerate(zip(rows, texts, strict=True)):
+    tokens[number, : len(text)] = text
+    drawn[number, : len(row.prompt)] = False
+  tokens = jnp.asarray(tokens)
+  lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
+  seen = None
+  if processors.needs_seen(sampling):
+    seen = processors.seen_in(
+      tokens, lengths, jnp.asarray(drawn), vocab_size=vocabulary
+    )
+  return History(
+    counts=jnp.asarray([len(row.drawn) for row in rows], jnp.int32),
+    seen=seen,
+    last_tokens=processors.last_tokens_of(
+      tokens,
+      jnp.arange(len(rows), dtype=jnp.int32),
+      lengths,
+      processors.num_last_tokens(sampling),
+    ),
+    stop_token=stop_token,
+  )
+
+
+def adjusted(logits: np.ndarray, row: Row, stop_token: int = -1) -> np.ndarray:
+  """float64[V]: logits with all but the temperature and what follows it."""
+  logits = np.array(logits, np.float64)
+  text = [*row.prompt, *row.drawn]
+  for token, value in row.logit_bias.items():
+    logits[token] += value
+  if len(row.drawn) < row.min_tokens:
+    logits[
+      [token for token in (*row.stop_tokens, stop_token) if token >= 0]
+    ] = -np.inf
+  for *begin, last in row.bad_words:
+    if not begin or text[-len(begin) :] == begin:
+      logits[last] = -np.inf
+  for token in range(len(logits)):
+    times = list(row.drawn).count(token)
+    if token in text:
+      by = row.repetition_penalty
+      logits[token] *= 1 / by if logits[token] > 0 else by
+    logits[token] -= row.frequency_penalty * times
+    logits[token] -= row.presence_penalty * (times > 0)
+  return logits
+
+
+def weights(logits: np.ndarray, row: Row) -> np.ndarray:
+  """float64[V]: 1 for the most likely token, 0 for what is not drawn."""
+  if row.temperature == 0:
+    return (np.arange(len(logits)) == np.argmax(logits)).astype(np.float64)
+  scaled = (logits - logits.max()) / np.float64(np.float32(row.temperature))
+  some = np.exp(scaled)
+  some[some < np.float32(row.min_p)] = 0
+  if 0 < row.top_k < len(some):
+    some[some < np.sort(some)[-row.top_k]] = 0
+  if row.top_p < 1:
+    order = np.sort(some)[::-1]
+    before = np.cumsum(order) - order
+    needed = before < np.float64(np.float32(row.top_p)) * some.sum()
+    some[some < order[np.count_nonzero(needed) - 1]] = 0
+  return some
+
+
+def probabilities(logits: np.ndarray, row: Row) -> np.ndarray:
+  """float64[V]: the distribution that a token is drawn from."""
+  some = weights(logits, row)
+  return some / some.sum()
+
+
+def drawn(some: np.ndarray, key, count: int) -> int:
+  """A block of tokens, then one of them, by two uniform numbers.
+
+  Args:
+    some: float64[V], weights.
+    key: of the sequence.
+    count: tokens that it has drawn.
+  """
+  bits = jax.random.bits(jax.random.fold_in(key, count), (2,), jnp.uint32)
+  numbers = (np.asarray(bits) >> 8) / 2.0**24
+  width = 1
+  while width * width < len(some):
+    width *= 2
+  sums = np.cumsum(np.add.reduceat(some, np.arange(0, len(some), width)))
+  block = int(np.searchsorted(sums, numbers[0] * sums[-1], side="right"))
+  inside = np.cumsum(some[width * block : width * (block + 1)])
+  place = np.searchsorted(inside, numbers[1] * inside[-1], side="right")
+  return width * block + int(place)

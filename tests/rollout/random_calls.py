@@ -1,0 +1,463 @@
+"""Random calls of a rollout's verbs, beside sequences in plain Python.
+
+Every sequence is known by its number alone: its prompt, its adapter, what was
+said to it, and the weights of each moment determine every token that it draws.
+So each call is checked against a list of tokens that knows no slot, no page and
+no neighbour.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import kv as kv_memory
+from jaxkv import rollout
+
+_VOCABULARY, _WIDTH, _MOST = 11, 4, 24
+_SAMPLES, _GROUPS, _PROMPT = 2, 4, 8
+_STOP = 3
+_RNG = np.random.default_rng(3)
+_TOKENS = _RNG.normal(size=(_VOCABULARY, _WIDTH)).astype(np.float32)
+_POSITIONS = _RNG.normal(size=(_MOST + 8, _WIDTH)).astype(np.float32)
+_SCALES = np.asarray([1.0, 1.5], np.float32)  # of two adapters
+_FAMILIES = _RNG.integers(4, _VOCABULARY, (3, _PROMPT)).tolist()
+
+CONFIG = rollout.RolloutConfig(
+  num_samples=_SAMPLES,
+  max_new_tokens=8,
+  max_length=_MOST,
+  stop_token=_STOP,
+  prefill_chunk=3,
+  admissions=2,
+  window=5,
+  max_overtaken=3,
+)
+SIZES = jaxkv.CacheConfig(
+  num_pages=22, page_size=2, num_slots=4, pages_per_slot=_MOST // 2
+)
+
+
+def model(params, tokens, positions, kv, views, columns, rows):
+  """One layer of attention; an adapter scales the embeddings."""
+  scale = jnp.asarray(_SCALES)[rows.user["adapter"]]
+  x = params[tokens] * scale[None, :, None]
+  x = (x + jnp.asarray(_POSITIONS)[positions])[:, :, None]
+  kv = kv_memory.write(kv, views[0], 0, x, x)
+  out = kv_memory.attend(kv, views[0], 0, x)[0].at[columns].get(mode="clip")
+  return jnp.einsum("xhd,vd->xv", out, params), kv
+
+
+@dataclasses.dataclass
+class Sequence:
+  """What is known of one sequence.
+
+  Attributes:
+    tokens: so far.
+    prompt: tokens of the first prompt.
+    drawn: the version that drew each token, -1 for none.
+    limit: the length at which it ends.
+    adapter: 0 or 1.
+    finish: a `Finish`.
+  """
+
+  tokens: list[int]
+  prompt: int
+  drawn: list[int]
+  limit: int
+  adapter: int
+  finish: int = 0
+
+  def copy(self) -> "Sequence":
+    return dataclasses.replace(self, tokens=[*self.tokens], drawn=[*self.drawn])
+
+
+class Mismatch(AssertionError):
+  """A rollout that differs from its sequences in plain Python."""
+
+
+class Calls:
+  """A rollout, and the same in plain Python.
+
+  Attributes:
+    state: the rollout.
+    known: the sequences that are in it, by number.
+    version: of the weights.
+    done: how often each call was made, and with which code.
+  """
+
+  def __init__(self, seed: int, temperature: float = 1.0, **options):
+    self._rng = np.random.default_rng(seed)
+    self._heat = temperature
+    self.known: dict[int, Sequence] = {}
+    self.version, self.next_id = 0, 0
+    self.done: dict[str, int] = {}
+    self._key = jax.random.key(seed)
+    kv = kv_memory.init(
+      SIZES, num_layers=1, num_kv_heads=1, head_dim=_WIDTH, dtype=jnp.float32
+    )
+    kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
+    rows = _GROUPS * _SAMPLES
+    self.state = rollout.init(
+      jaxkv.init(SIZES, jax.random.key(9)),
+      kv,
+      np.zeros((_GROUPS, _PROMPT), np.int32),
+      np.zeros(_GROUPS, np.int32),
+      self._key,
+      dataclasses.replace(CONFIG, **options),
+      sampling=rollout.Sampling(temperature=temperature),
+      num_samples=np.zeros(_GROUPS, np.int32),
+      salts=np.zeros((rows, 4), np.uint32),
+      user={"adapter": np.zeros(rows, np.int32)},
+    )
+    self._weights = [_TOKENS]
+    self._compare("init")
+
+  def step(self) -> None:
+    """One random call, with its checks."""
+    names = ["generate"] * 5 + ["submit"] * 3 + ["extend", "harvest"] * 2
+    names += ["abort", "requeue", "update"]
+    name = names[self._rng.integers(len(names))]
+    if name == "update" and self._rng.random() < 0.7:
+      name = "generate"
+    getattr(self, f"_{name}")()
+    laws = jax.device_get(rollout.check_invariants(self.state))
+    broken = [law for law, holds in laws.items() if not holds]
+    self._must(not broken, f"{name} broke {broken}")
+    self._compare(name)
+
+  def _must(self, holds: bool, what: str) -> None:
+    if not holds:
+      raise Mismatch(what)
+
+  def _codes(self, name: str, found: Any, wanted: list[int]) -> None:
+    found = np.asarray(found).tolist()
+    self._must(found == wanted, f"{name}: codes {found}, not {wanted}")
+    for code in wanted:
+      key = f"{name} {jaxkv.Status(code).name}"
+      self.done[key] = self.done.get(key, 0) + 1
+
+  def _ids(self, count: int) -> list[int]:
+    """Numbers of sequences, a few of them of none, or twice."""
+    there = [*self.known] or [0]
+    ids = [int(self._rng.choice(there)) for _ in range(count)]
+    if self._rng.random() < 0.2:
+      ids[0] = int(self._rng.integers(-2, self.next_id + 3))
+    return ids
+
+  def _mask(self, count: int) -> list[bool]:
+    return (self._rng.random(count) < 0.8).tolist()
+
+  def _status(self, number: int) -> int:
+    return int(self._statuses()[number])
+
+  def _statuses(self) -> dict[int, int]:
+    sequences = jax.device_get(
+      (self.state.sequences.ids, self.state.sequences.status)
+    )
+    return {
+      int(number): int(status)
+      for number, status in zip(*sequences, strict=True)
+      if status != rollout.EMPTY
+    }
+
+  def _generate(self) -> None:
+    params = jnp.asarray(self._weights[self.version])
+    until = rollout.Until(steps=int(self._rng.integers(1, 5)))
+    self.state = _generate(params, self.state, until)
+    self.done["generate"] = self.done.get("generate", 0) + 1
+
+  def _prompt(self) -> list[int]:
+    family = _FAMILIES[self._rng.integers(len(_FAMILIES))]
+    shared = int(self._rng.integers(0, _PROMPT + 1))
+    own = self._rng.integers(4, _VOCABULARY, _PROMPT).tolist()
+    length = int(self._rng.integers(1, _PROMPT + 1))
+    return [*family[:shared], *own[shared:]][:length]
+
+  def _submit(self) -> None:
+    rng, rows = self._rng, 2
+    prompts = [self._prompt() for _ in range(rows)]
+    lengths = [len(prompt) for prompt in prompts]
+    if rng.random() < 0.1:
+      lengths[0] = int(rng.choice([0, -3, _PROMPT + 1, 2**31 - 1]))
+    counts = rng.integers(1, _SAMPLES + 1, rows).tolist()
+    if rng.random() < 0.1:
+      counts[1] = int(rng.choice([0, -1, _SAMPLES + 1]))
+    mask, ids = self._mask(rows), None
+    if rng.random() < 0.3:
+      ids = rng.integers(-1, self.next_id + 6, rows).tolist()
+    adapters = rng.integers(0, 2, rows * _SAMPLES).tolist()
+    padded = [[*prompt, *[5] * (_PROMPT - len(prompt))] for prompt in prompts]
+    self.state, out = rollout.submit(
+      self.state,
+      padded,
+      lengths,
+      ids=ids,
+      num_samples=counts,
+      salts=np.asarray([[adapter, 7, 7, 7] for adapter in adapters], np.uint32),
+      user={"adapter": np.asarray(adapters, np.int32)},
+      mask=mask,
+    )
+    self._submitted(out, prompts, lengths, counts, adapters, ids, mask)
+
+  def _submitted(
+    self, out, prompts, lengths, counts, adapters, ids, mask
+  ) -> None:
+    status = np.asarray(self._before).reshape(-1, _SAMPLES)
+    room = int((status == rollout.EMPTY).all(axis=1).sum())
+    codes, numbers, asked = [], [], []
+    there, upcoming = set(self.known), self.next_id
+    for row, prompt in enumerate(prompts):
+      first = upcoming if ids is None else ids[row]
+      near = any(abs(first - other) < _SAMPLES for other in asked)
+      code = jaxkv.Status.OK
+      if not mask[row]:
+        code = jaxkv.Status.SKIPPED
+      elif lengths[row] != len(prompt) or not 1 <= counts[row] <= _SAMPLES:
+        code = jaxkv.Status.BAD_LENGTH
+      elif first < 0 or near or there & {*range(first, first + _SAMPLES)}:
+        code = jaxkv.Status.BAD_SEQUENCE
+      elif not room:
+        code = jaxkv.Status.QUEUE_FULL
+      else:
+        room -= 1
+        self._enter(first, prompt, adapters[row * _SAMPLES :][: counts[row]])
+        upcoming += _SAMPLES
+      if ids is not None and code not in (
+        jaxkv.Status.SKIPPED,
+        jaxkv.Status.BAD_LENGTH,
+      ):
+        asked.append(first)
+      codes.append(code)
+      numbers.append(first if code == jaxkv.Status.OK else -1)
+    self._codes("submit", out.code, codes)
+    self._must(out.ids.tolist() == numbers, f"ids {out.ids}, not {numbers}")
+
+  def _enter(self, first: int, prompt: list[int], adapters: list[int]) -> None:
+    self.next_id = max(self.next_id, first + _SAMPLES)
+    for sample, adapter in enumerate(adapters):
+      self.known[first + sample] = Sequence(
+        tokens=[*prompt],
+        prompt=len(prompt),
+        drawn=[-1] * len(prompt),
+        limit=len(prompt) + CONFIG.max_new_tokens,
+        adapter=adapter,
+      )
+
+  def _named(self, ids: list[int], mask: list[bool]) -> list[int | None]:
+    """Numbers of sequences that are there; else a code, as `find` gives it."""
+    codes: list[int | None] = []
+    for row, number in enumerate(ids):
+      again = any(mask[other] and ids[other] == number for other in range(row))
+      if not mask[row]:
+        codes.append(jaxkv.Status.SKIPPED)
+      elif again or number not in self.known:
+        codes.append(jaxkv.Status.BAD_SEQUENCE)
+      else:
+        codes.append(None)
+    return codes
+
+  def _abort(self) -> None:
+    ids, mask = self._ids(2), self._mask(2)
+    codes, status = self._named(ids, mask), self._statuses()
+    for row, number in enumerate(ids):
+      if codes[row] is None and status[number] >= rollout.DONE:
+        codes[row] = jaxkv.Status.ENDED
+      elif codes[row] is None:
+        codes[row] = jaxkv.Status.OK
+        self.known[number].finish = rollout.Finish.ABORTED
+    self.state, out = rollout.abort(self.state, ids, mask=mask)
+    self._codes("abort", out.code, codes)
+
+  def _requeue(self) -> None:
+    ids, mask = self._ids(2), self._mask(2)
+    codes, status = self._named(ids, mask), self._statuses()
+    for row, number in enumerate(ids):
+      if codes[row] is None:
+        ended = status[number] >= rollout.DONE
+        codes[row] = jaxkv.Status.ENDED if ended else jaxkv.Status.OK
+    self.state, out = rollout.requeue(self.state, ids, mask=mask)
+    self._codes("requeue", out.code, codes)
+    status = self._statuses()
+    for row, number in enumerate(ids):
+      if codes[row] == jaxkv.Status.OK:
+        self._must(status[number] == rollout.WAITING, f"{number} runs")
+
+  def _extend(self) -> None:
+    rng, columns = self._rng, 4
+    ids, mask = self._ids(2), self._mask(2)
+    tokens = rng.integers(0, _VOCABULARY, (2, columns)).tolist()
+    lengths = rng.integers(0, columns + 1, 2).tolist()
+    budget = rng.integers(1, 7, 2).tolist() if rng.random() < 0.7 else None
+    if rng.random() < 0.1:
+      lengths[0] = int(rng.choice([-1, columns + 1, 2**31 - 1]))
+    if budget is not None and rng.random() < 0.1:
+      budget[1] = int(rng.choice([0, -5, 2**31 - 1]))
+    codes, status = self._named(ids, mask), self._statuses()
+    for row, number in enumerate(ids):
+      if codes[row] is not None:
+        continue
+      one, more = self.known[number], CONFIG.max_new_tokens
+      more = more if budget is None else budget[row]
+      if status[number] == rollout.FAILED:
+        codes[row] = jaxkv.Status.ENDED
+      elif (
+        not 0 <= lengths[row] <= columns
+        or more < 1
+        or len(one.tokens) + lengths[row] + more > _MOST
+      ):
+        codes[row] = jaxkv.Status.BAD_LENGTH
+      else:
+        codes[row] = jaxkv.Status.OK
+        said = tokens[row][: lengths[row]]
+        one.tokens += said
+        one.drawn += [-1] * len(said)
+        one.limit = len(one.tokens) + more
+        one.finish = 0
+    self.state, out = rollout.extend(
+      self.state, ids, tokens, lengths, max_tokens=budget, mask=mask
+    )
+    self._codes("extend", out.code, codes)
+
+  def _ready(self, groups: bool) -> set[int]:
+    """Numbers of sequences that can be harvested."""
+    ids, status = jax.device_get(
+      (self.state.sequences.ids, self.state.sequences.status)
+    )
+    ready = (status == rollout.DONE) | (status == rollout.FAILED)
+    if groups:
+      whole = (status.reshape(-1, _SAMPLES) >= rollout.DONE).all(axis=1)
+      ready &= np.repeat(whole, _SAMPLES)
+    return set(ids[ready].tolist())
+
+  def _harvest(self) -> None:
+    groups = bool(self._rng.random() < 0.5)
+    ready = self._ready(groups)
+    if self._rng.random() < 0.3:
+      self.state, out = rollout.harvest(self.state, groups=groups)
+      ok = np.asarray(out.code) == jaxkv.Status.OK
+      taken = set(np.asarray(self._ids_before)[ok].tolist())
+      self._must(taken == ready, f"harvested {taken}, not {ready}")
+    else:
+      ids, mask = self._ids(3), self._mask(3)
+      codes = self._named(ids, mask)
+      for row, number in enumerate(ids):
+        if codes[row] is None:
+          code = "OK" if number in ready else "UNFINISHED"
+          codes[row] = jaxkv.Status[code]
+      self.state, out = rollout.harvest(
+        self.state, ids, mask=mask, groups=groups
+      )
+      self._codes("harvest", out.code, codes)
+      pairs = zip(ids, codes, strict=True)
+      taken = {number for number, code in pairs if code == jaxkv.Status.OK}
+    self._check_results(out)
+    for number in taken:
+      del self.known[number]
+
+  def _check_results(self, out) -> None:
+    results = jax.device_get(out.results)
+    for row in np.flatnonzero(results.valid):
+      number = int(results.ids[row])
+      one = self.known[number]
+      length = int(results.lengths[row])
+      self._must(
+        results.tokens[row, :length].tolist() == one.tokens
+        and results.mask[row].tolist()
+        == [*(mark >= 0 for mark in one.drawn), *[False] * (_MOST - length)]
+        and results.finish[row] == one.finish,
+        f"{number} was harvested as {results.tokens[row]}",
+      )
+
+  def _update(self) -> None:
+    how = "drop" if self._rng.random() < 0.3 else "recompute"
+    status = self._statuses()
+    self.state = rollout.update_weights(self.state, how)
+    self.version += 1
+    noise = self._rng.normal(size=_TOKENS.shape).astype(np.float32)
+    self._weights.append(_TOKENS + noise * np.float32(0.3))
+    for number, one in self.known.items():
+      if how == "drop" and status[number] < rollout.DONE:
+        one.tokens = one.tokens[: one.prompt]
+        one.drawn = one.drawn[: one.prompt]
+        one.limit = one.prompt + CONFIG.max_new_tokens
+    self.done[f"weights {how}"] = self.done.get(f"weights {how}", 0) + 1
+
+  def _compare(self, name: str) -> None:
+    """Each sequence has the tokens that it must have."""
+    some = jax.device_get(
+      dataclasses.replace(
+        self.state.sequences, keys=None, records=None, log_probs=None
+      )
+    )
+    self._before, self._ids_before = some.status, some.ids
+    there = {
+      int(some.ids[row]): row
+      for row in np.flatnonzero(some.status != rollout.EMPTY)
+    }
+    self._must(
+      there.keys() == self.known.keys(),
+      f"after {name} there are {there.keys()}, not {self.known.keys()}",
+    )
+    for number, row in there.items():
+      one, length = self.known[number], int(some.length[row])
+      found = some.tokens[row, :length].tolist()
+      for token in found[len(one.tokens) :]:
+        self._must(one.finish == 0, f"{number} went on after its end")
+        self._check_draw(number, one, token)
+        one.tokens.append(token)
+        one.drawn.append(self.version)
+        if token == _STOP:
+          one.finish = int(rollout.Finish.STOP_TOKEN)
+        elif len(one.tokens) == one.limit:
+          one.finish = int(rollout.Finish.LENGTH)
+      self._must(found == one.tokens, f"{number} has {found}, not {one.tokens}")
+      self._must(
+        some.versions[row, :length].tolist() == one.drawn
+        and int(some.finish[row]) == one.finish
+        and int(some.limit[row]) == one.limit,
+        f"{number} after {name}: {some.finish[row]}, {some.limit[row]}",
+      )
+
+  def _check_draw(self, number: int, one: Sequence, token: int) -> None:
+    """One uniform number chooses a block of four tokens, another the token."""
+    table = self._weights[self.version].astype(np.float64)
+    x = table[one.tokens] * _SCALES[one.adapter]
+    x = x + _POSITIONS[: len(x)]
+    scores = x @ x[-1] / _WIDTH**0.5
+    weights = np.exp(scores - scores.max())
+    logits = table @ (weights @ x / weights.sum()) / self._heat
+    chances = np.exp(logits - logits.max())
+    chances /= chances.sum()
+    first, second = _uniforms(self._key, number, len(one.tokens) - one.prompt)
+    sums = np.add.reduceat(chances, np.arange(0, _VOCABULARY, 4))
+    block = token // 4
+    low, high = sums[:block].sum(), sums[: block + 1].sum()
+    inside = chances[4 * block : 4 * block + 4] / sums[block]
+    place = token % 4
+    near = 1e-5  # float32, summed in another order
+    self._must(
+      low - near <= first <= high + near
+      and inside[:place].sum() - near
+      <= second
+      <= inside[: place + 1].sum() + near,
+      f"{number} drew {token} after {one.tokens}",
+    )
+
+
+@jax.jit
+def _generate(params, state, until):
+  return rollout.generate(params, state, until, model=model)
+
+
+@jax.jit
+def _bits(key, number, count):
+  key = jax.random.fold_in(jax.random.fold_in(key, number), count)
+  return jax.random.bits(key, (2,), jnp.uint32)
+
+
+def _uniforms(key, number: int, count: int) -> np.ndarray:
+  return (np.asarray(_bits(key, number, count)) >> 8) / 2.0**24

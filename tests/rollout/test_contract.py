@@ -1,0 +1,302 @@
+"""What every verb of a rollout promises, whatever it does: one table of all."""
+
+import dataclasses
+import functools
+import inspect
+import warnings
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec
+
+import jaxkv
+from jaxkv import rollout
+from jaxkv._src.rollout import drafts
+from tests.rollout.random_calls import Calls
+from tests.rollout.random_calls import model
+
+_OK, _SKIPPED = int(jaxkv.Status.OK), int(jaxkv.Status.SKIPPED)
+
+
+def _update(how):
+  return lambda state: (rollout.update_weights(state, how), None)
+
+
+@jax.jit
+def _generate(state, params, until):
+  return rollout.generate(params, state, until, model=model), None
+
+
+TABLE = {
+  "submit": rollout.submit,
+  "extend": rollout.extend,
+  "abort": rollout.abort,
+  "requeue": rollout.requeue,
+  "harvest": rollout.harvest,
+  "harvest groups": functools.partial(rollout.harvest, groups=True),
+  "recompute": _update("recompute"),
+  "keep": _update("keep"),
+  "drop": _update("drop"),
+  "generated": lambda state: (state, rollout.generated(state)),
+  "generate": _generate,
+}
+"""Every verb, as `(state, **arrays) -> (state, result)`."""
+
+_PUBLIC = {"update_weights", *(name.split()[0] for name in TABLE)}
+_PUBLIC -= {"recompute", "keep", "drop"}
+
+NAMING = ["submit", "extend", "abort", "requeue", "harvest", "harvest groups"]
+"""Those that give each row a code."""
+
+
+@functools.cache
+def _calls(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
+  """A rollout in the middle of its life, and its model's weights."""
+  calls = Calls(seed)
+  while not _is_busy(np.asarray(calls.state.sequences.status).reshape(-1, 2)):
+    calls.step()
+  return calls.state, calls._weights[calls.version]
+
+
+def _is_busy(status: np.ndarray) -> bool:
+  """Whether each verb has something to do, of statuses by groups."""
+  some = {rollout.WAITING, rollout.RUNNING} <= set(status.ravel().tolist())
+  free = np.all(status == rollout.EMPTY, axis=1)
+  return some and bool(np.any(free)) and bool(np.any(_ended(status)))
+
+
+def _ended(status: np.ndarray) -> np.ndarray:
+  """bool[P]: groups that can be harvested, of int[P, G]."""
+  done = np.any(status == rollout.DONE, axis=1)
+  return done & np.all(status >= rollout.DONE, axis=1)
+
+
+def example(verb: str, seed: int = 0):
+  """A state and the arrays of a call of which rows succeed and fail."""
+  state, weights = _calls(seed)
+  if verb == "generate":
+    until = rollout.Until(steps=jnp.int32(1))
+    return state, {"params": jnp.asarray(weights), "until": until}
+  # With tables for drafts, which `generate` would take long to compile for.
+  options = {"draft_tokens": 3, "draft_match": 1, "draft_columns": 4}
+  config = dataclasses.replace(state.config, **options)
+  known = drafts.init(state.sequences, config)
+  state = dataclasses.replace(state, config=config, drafts=known)
+  return state, _arguments(verb, state)
+
+
+def _arguments(verb: str, state: rollout.RolloutState) -> dict:
+  sequences = jax.device_get((state.sequences.ids, state.sequences.status))
+  ids, status = sequences
+  mask = jnp.asarray([True, True, False])
+  if verb in ("recompute", "keep", "drop", "generated"):
+    return {}
+  if verb == "submit":
+    return {
+      "prompts": jnp.asarray([[4, 5, 6, 7], [8, 9, 4, 5], [6] * 4], jnp.int32),
+      "lengths": jnp.asarray([3, 9, 2], jnp.int32),
+      "salts": jnp.ones((6, 4), jnp.uint32),
+      "user": {"adapter": jnp.ones((6,), jnp.int32)},
+      "mask": mask,
+    }
+  wanted = {"extend": rollout.DONE, "harvest": rollout.DONE}
+  wanted = wanted.get(verb, rollout.RUNNING)
+  if verb == "harvest groups":
+    ready = np.repeat(_ended(status.reshape(-1, 2)), 2)
+    rows = np.flatnonzero(ready & (status == rollout.DONE))
+  else:
+    rows = np.flatnonzero(status == wanted)
+  named = int(ids[rows[0]])
+  arguments = {"ids": jnp.asarray([named, -3, named], jnp.int32), "mask": mask}
+  if verb == "extend":
+    arguments |= {
+      "tokens": jnp.asarray([[4, 5]] * 3, jnp.int32),
+      "lengths": jnp.asarray([1, 2, 0], jnp.int32),
+      "max_tokens": jnp.asarray([1, 2, 3], jnp.int32),
+    }
+  return arguments
+
+
+def _plain(tree):
+  """The same with bits for random keys."""
+  return jax.tree.map(
+    lambda leaf: (
+      jax.random.key_data(leaf)
+      if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+      else leaf
+    ),
+    tree,
+  )
+
+
+def assert_same(left, right) -> None:
+  """Same structure, shapes, types and bits."""
+  chex.assert_trees_all_equal(_plain(left), _plain(right), strict=True)
+
+
+def test_table_is_complete():
+  there = {
+    name
+    for name, value in vars(rollout).items()
+    if inspect.isfunction(value)
+    and value.__module__.startswith("jaxkv._src.rollout.verbs")
+  }
+  assert there | {"generate"} == _PUBLIC
+
+
+@pytest.mark.parametrize("verb", TABLE)
+class TestEveryVerb:
+  def test_shapes_without_running(self, verb):
+    """They are those of a call, and the state's are what they were."""
+    state, args = example(verb)
+    shapes = jax.eval_shape(TABLE[verb], state, **args)
+    out = TABLE[verb](state, **args)
+    assert _shapes(shapes) == _shapes(out)
+    chex.assert_trees_all_equal_structs(out[0], state)
+    # Weak types too: what comes out may go in again.
+    assert _types(out[0]) == _types(state)
+
+  def test_one_trace_whatever_the_values(self, verb):
+    state, args = example(verb)
+    chex.clear_trace_counter()
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def counted(state, **args):
+      return TABLE[verb](state, **args)
+
+    counted.trace(state, **args)
+    counted.trace(TABLE[verb](state, **args)[0], **args)
+    other, others = example(verb, 1)
+    counted.trace(other, **others)
+
+  def test_donation(self, verb):
+    """Under jit as without, twice, and the buffers are used again."""
+    state, args = example(verb)
+    once, out = TABLE[verb](state, **args)
+    donated = jax.tree.map(jnp.copy, state)
+    with warnings.catch_warnings():
+      warnings.simplefilter("error")
+      # What a verb does not read is dropped, and not donated, by default.
+      step = jax.jit(
+        lambda state, args: TABLE[verb](state, **args),
+        donate_argnums=0,
+        keep_unused=True,
+      )
+      after, found = step(donated, args)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+    assert_same((after, found), (once, out))
+    again, _ = step(after, args)
+    assert_same(again, TABLE[verb](once, **args)[0])
+    assert step._cache_size() == 1
+
+
+# All of it holds for `generate`, too, but takes long to compile; see also
+# test_devices.
+@pytest.mark.parametrize(
+  "verb",
+  [
+    pytest.param(verb, marks=pytest.mark.deep) if verb == "generate" else verb
+    for verb in TABLE
+  ],
+)
+@pytest.mark.drawn("verb", TABLE, every=3)
+class TestInsideOthers:
+  def test_inside_control_flow(self, verb):
+    """With another verb in a scan, in a jit."""
+    state, args = example(verb)
+    ids = state.sequences.ids[:2]
+
+    def once(state):
+      return rollout.abort(TABLE[verb](state, **args)[0], ids)[0]
+
+    @jax.jit
+    def program(state):
+      return jax.lax.scan(lambda s, _: (once(s), None), state, length=2)[0]
+
+    assert_same(program(state), once(once(state)))
+
+  def test_vmap_is_one_by_one(self, verb):
+    calls = [example(verb, seed) for seed in range(2)]
+    stacked = _stacked(calls)
+    verbs = jax.jit(jax.vmap(lambda state, args: TABLE[verb](state, **args)))
+    together = verbs(*stacked)
+    for i, (state, args) in enumerate(calls):
+      alone = TABLE[verb](state, **args)
+      assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
+
+  def test_a_rollout_a_device(self, verb):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    calls = [example(verb, seed) for seed in range(2)]
+
+    def local(call):
+      state, args = jax.tree.map(lambda leaf: leaf[0], call)
+      out = TABLE[verb](state, **args)
+      return jax.tree.map(lambda leaf: leaf[None], out)
+
+    spec = PartitionSpec("data")
+    sharded = jax.jit(
+      jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=spec)
+    )
+    placed = jax.device_put(_stacked(calls), jax.NamedSharding(mesh, spec))
+    out = sharded(placed)
+    for i, (state, args) in enumerate(calls):
+      alone = TABLE[verb](state, **args)
+      part = jax.tree.map(lambda leaf, i=i: leaf[i], out)
+      assert_same(jax.device_get(_plain(part)), jax.device_get(_plain(alone)))
+
+
+def _stacked(trees):
+  return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _shapes(tree):
+  return jax.tree.map(lambda x: (*x.shape, str(x.dtype)), tree)
+
+
+def _types(tree):
+  return jax.tree.map(jax.typeof, tree)
+
+
+# Operation by operation, each compiled by itself.
+@pytest.mark.drawn("verb", NAMING, every=6)
+@pytest.mark.parametrize("verb", NAMING)
+def test_without_jit(verb):
+  state, args = example(verb)
+  with jax.disable_jit():
+    plain = TABLE[verb](state, **args)
+  assert_same(TABLE[verb](state, **args), plain)
+
+
+@pytest.mark.parametrize("verb", NAMING)
+class TestRows:
+  def test_one_succeeds_one_fails_one_is_skipped(self, verb):
+    state, args = example(verb)
+    _, out = TABLE[verb](state, **args)
+    codes = out.code.tolist()
+    assert codes[0] == _OK and codes[1] not in (_OK, _SKIPPED)
+    assert codes[2] == _SKIPPED
+
+  def test_nothing_asked_nothing_changed(self, verb):
+    """Masked out, or of nobody: bit by bit the same state."""
+    state, args = example(verb)
+    before = jax.device_get(_plain(state))
+    nothing = jnp.zeros_like(args["mask"])
+    after, out = TABLE[verb](state, **(args | {"mask": nothing}))
+    assert out.code.tolist() == [_SKIPPED] * 3
+    assert_same(after, state)
+    wrong = {"mask": jnp.ones_like(args["mask"])}
+    if verb == "submit":
+      wrong["lengths"] = jnp.asarray([-1, 9, 2**31 - 1], jnp.int32)
+    else:
+      wrong["ids"] = jnp.asarray([-1, 10**6, -(2**31)], jnp.int32)
+    after, out = TABLE[verb](state, **(args | wrong))
+    assert not set(out.code.tolist()) & {_OK, _SKIPPED}
+    assert_same(after, state)
+    # The old state stays as it was.
+    TABLE[verb](state, **args)
+    assert_same(jax.device_get(_plain(state)), before)

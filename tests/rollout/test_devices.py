@@ -1,0 +1,225 @@
+"""The recipes for many devices: equal tokens, few words, one compilation."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import rollout
+from jaxkv.rollout import devices
+from tests.rollout import recipes
+from tests.tools.collectives import assert_two_all_reduces_a_layer
+from tests.tools.collectives import collectives
+from tests.tools.pool_copies import pool_sized_rewrites
+
+pytestmark = [
+  pytest.mark.drawn(every=2),
+  pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
+]
+
+_compiled: list[str] = []
+
+
+def _note(event: str, _: float, **__: object) -> None:
+  if "backend_compile" in event:
+    _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
+
+def _done_without_compiling(names) -> rollout.RolloutState:
+  """The end of a rollout of which a call has been made."""
+  assert not bool(rollout.is_done(names["state"]))
+  state = jax.tree.map(jnp.copy, names["state"])
+  while not bool(rollout.is_done(state)):
+    _compiled.clear()
+    state = names["run"](names["params"], state)
+    assert _compiled == []
+  return state
+
+
+def _compiled_run(names):
+  return names["run"].lower(names["params"], names["state"]).compile()
+
+
+def _assert_equal(sequences, wanted) -> None:
+  for name in ("tokens", "length", "status"):
+    np.testing.assert_array_equal(
+      getattr(sequences, name), getattr(wanted, name)
+    )
+  # A sum of float32 numbers may be taken in another order, as where the token
+  # is computed in a call of another width.
+  np.testing.assert_allclose(
+    sequences.log_probs, wanted.log_probs, rtol=1e-5, atol=1e-5
+  )
+
+
+@pytest.fixture(scope="module")
+def alone():
+  """The job's sequences on one device."""
+  names = recipes.llama()
+  run = jax.jit(names["generate"])
+  sequences = recipes.done(names, run, recipes.begun(names)).sequences
+  assert len(set(sequences.length.tolist())) > 8
+  return jax.device_get(sequences)
+
+
+def _ran(*recipe: tuple[str, int], device_count=None, **options):
+  """The names of a recipe that has made its first call."""
+  names = recipes.llama(**options)
+  for title, piece in recipe:
+    recipes.run(title, names, piece, device_count=device_count)
+  return names
+
+
+_DATA = (("Data parallel", 0), ("Data parallel", 1))
+_TENSOR = (("Tensor parallel", 0), ("Tensor parallel", 1))
+_BOTH = (("Data parallel", 0), ("Tensor parallel", 0), ("Both", 0))
+
+
+@pytest.fixture(scope="module")
+def data_parallel():
+  return _ran(*_DATA)
+
+
+@pytest.fixture(scope="module", params=[2, 8])
+def tensor_parallel(request):
+  return _ran(*_TENSOR, device_count=request.param)
+
+
+class TestDataParallel:
+  def test_sequences_are_one_devices(self, data_parallel, alone):
+    end = _done_without_compiling(data_parallel)
+    _assert_equal(jax.device_get(devices.merged(end.sequences)), alone)
+    # No shard waits for another one.
+    assert len(set(end.counters.steps.tolist())) > 1
+    for shard in range(8):
+      jaxkv.check(jax.tree.map(lambda leaf, i=shard: leaf[i], end.cache))
+
+  def test_nothing_is_communicated(self, data_parallel):
+    compiled = _compiled_run(data_parallel)
+    assert collectives(compiled.as_text()) == {}
+    pool = data_parallel["state"].kv.k
+    assert pool_sized_rewrites(compiled, pool.shape[1:]) == []
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * pool.nbytes // 8
+
+
+class TestTensorParallel:
+  def test_sequences_are_one_devices(self, tensor_parallel, alone):
+    end = _done_without_compiling(tensor_parallel)
+    _assert_equal(jax.device_get(end.sequences), alone)
+    jaxkv.check(jax.device_get(end.cache))
+    count = tensor_parallel["mesh"].size
+    parts = {part.data.shape[1] for part in end.kv.k.addressable_shards}
+    assert parts == {recipes.LLAMA.layers[0].attention.num_kv_heads // count}
+
+  def test_two_all_reduces_a_layer(self, tensor_parallel):
+    _assert_pages_stay(tensor_parallel)
+
+  @pytest.mark.parametrize(
+    "recipe",
+    [_TENSOR, pytest.param(_BOTH, marks=pytest.mark.deep)],
+    ids=["tensor", "both"],
+  )
+  def test_each_device_attends_to_its_own_heads(self, recipe, alone):
+    """As kernels need it that XLA cannot split; here the backend is XLA's."""
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    names = _ran(*recipe, heads=NamedSharding(mesh, P("model")))
+    sequences = _done_without_compiling(names).sequences
+    if recipe == _BOTH:
+      sequences = devices.merged(sequences)
+    _assert_equal(jax.device_get(sequences), alone)
+    _assert_pages_stay(names)
+
+
+def _assert_pages_stay(names) -> None:
+  """Two all-reduces a layer in each call of the model, and nothing else."""
+  compiled, state = _compiled_run(names), names["state"]
+  shape = state.kv.k.addressable_shards[0].data.shape
+  size, calls = math.prod(shape), state.counters.calls.shape[-1]
+  assert_two_all_reduces_a_layer(compiled.as_text(), layers=calls, pool=size)
+  assert pool_sized_rewrites(compiled, shape) == []
+  memory = compiled.memory_analysis()
+  assert memory.alias_size_in_bytes >= 2 * size * 4
+  assert memory.temp_size_in_bytes < size * 4
+
+
+class TestBoth:
+  @pytest.mark.deep
+  def test_two_shards_of_four_devices(self, alone):
+    names = _ran(*_BOTH)
+    end = _done_without_compiling(names)
+    _assert_equal(jax.device_get(devices.merged(end.sequences)), alone)
+    assert len(set(end.counters.steps.tolist())) > 1
+    _assert_pages_stay(names)
+
+
+class TestPlaces:
+  def test_a_rollout_lies_where_its_memory_lies(self):
+    """Nobody has to move the rest; the next one on this cache needs nothing."""
+    names = recipes.attention_alone()
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    kv = jax.device_put(names["memory"](), NamedSharding(mesh, P()))
+    run = jax.jit(names["generate"], donate_argnums=1)
+    state = recipes.begun(names, kv=kv)
+    everywhere = NamedSharding(mesh, P())
+    for leaf in jax.tree.leaves(state):
+      assert leaf.sharding.is_equivalent_to(everywhere, leaf.ndim)
+    names |= {"run": run, "state": run(None, state)}
+    end = _done_without_compiling(names)
+    names["state"] = again = recipes.begun(names, cache=end.cache, kv=end.kv)
+    assert int(again.counters.steps) == 0
+    _done_without_compiling(names)
+
+  def test_on_one_device(self):
+    names = recipes.attention_alone()
+    last = jax.devices()[-1]
+    state = recipes.begun(names, kv=jax.device_put(names["memory"](), last))
+    assert {leaf.device for leaf in jax.tree.leaves(state)} == {last}
+    free = recipes.begun(names)
+    assert not any(leaf.committed for leaf in jax.tree.leaves(free))
+
+
+def test_keys_are_numbered_over_all_shards():
+  prompts, lengths = jnp.ones((6, 2), jnp.int32), jnp.full((6,), 2, jnp.int32)
+  config = rollout.RolloutConfig(num_samples=3)
+  begin = functools.partial(rollout.from_prompts, config=config)
+  key = jax.random.key(1)
+  whole = begin(prompts, lengths, key)
+  part = begin(prompts[4:], lengths[4:], key, first_sequence=12)
+  assert (part.keys == whole.keys[12:]).all()
+
+
+class TestArguments:
+  def test_a_shard_of_two_states(self):
+    with pytest.raises(ValueError, match=r"must have arrays \[1, ...\]"):
+      devices.local(jnp.zeros((2, 3)))
+
+  def test_numbers_of_shards(self):
+    with pytest.raises(ValueError, match=r"must have arrays \[X, Q, ...\]"):
+      devices.merged({"steps": jnp.zeros((8,))})
+
+  def test_heads_that_cannot_be_split(self):
+    names = recipes.attention_alone()
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    state = recipes.begun(names)
+    with pytest.raises(ValueError, match="divides 1 K/V heads"):
+      devices.shardings(state, mesh, heads="model")
+    with pytest.raises(ValueError, match="`shards` must be an axis"):
+      devices.shardings(state, mesh, heads="model", shards="data")
+
+  def test_heads_over_two_axes(self):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    names = recipes.llama(heads=NamedSharding(mesh, P("x", "y")))
+    state = recipes.begun(names)
+    with pytest.raises(ValueError, match="`heads` must be a NamedSharding"):
+      jax.eval_shape(names["generate"], names["params"], state)

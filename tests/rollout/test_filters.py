@@ -1,0 +1,285 @@
+"""Which tokens are likely enough to be drawn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv._src.rollout import filters
+from tests.rollout import by_definition
+from tests.rollout.by_definition import Row
+
+_WEIGHTS = [0.125, 1.0, 0.25, 0.5, 0.25]
+
+
+def _kept(weights=_WEIGHTS, **options) -> list[int]:
+  """The tokens of one row that may be drawn."""
+  cast = {"top_k": jnp.int32}
+  options = {
+    name: jnp.asarray([value], cast.get(name, jnp.float32))
+    for name, value in options.items()
+  }
+  cutoff = filters.cutoff(jnp.asarray([weights], jnp.float32), **options)
+  return np.flatnonzero(np.asarray(weights) >= np.asarray(cutoff)).tolist()
+
+
+_ALL = list(range(len(_WEIGHTS)))
+
+
+class TestByHand:
+  @pytest.mark.parametrize(
+    ("top_k", "tokens"),
+    [
+      (1, [1]),
+      (2, [1, 3]),
+      (3, [1, 2, 3, 4]),  # Two tokens are third.
+      (4, [1, 2, 3, 4]),
+      (5, _ALL),
+      (6, _ALL),
+      (2**31 - 1, _ALL),
+      (0, _ALL),
+      (-1, _ALL),
+    ],
+  )
+  def test_top_k(self, top_k, tokens):
+    assert _kept(top_k=top_k) == tokens
+
+  @pytest.mark.parametrize(
+    ("top_p", "tokens"),
+    [
+      # Of 2.125 in all.
+      (1e-6, [1]),
+      (0.47, [1]),
+      (0.471, [1, 3]),
+      (0.705, [1, 3]),
+      (0.706, [1, 2, 3, 4]),
+      (0.94, [1, 2, 3, 4]),
+      (0.942, _ALL),
+      (0.99, _ALL),
+      (1.0, _ALL),
+    ],
+  )
+  def test_top_p(self, top_p, tokens):
+    assert _kept(top_p=top_p) == tokens
+
+  @pytest.mark.parametrize(
+    ("min_p", "tokens"),
+    [
+      (0.0, _ALL),
+      (0.125, _ALL),
+      (0.126, [1, 2, 3, 4]),
+      (0.25, [1, 2, 3, 4]),
+      (0.4, [1, 3]),
+      (1.0, [1]),
+    ],
+  )
+  def test_min_p(self, min_p, tokens):
+    assert _kept(min_p=min_p) == tokens
+
+  def test_top_p_is_about_what_top_k_leaves(self):
+    """Of 1.5 and not of 2.125."""
+    assert _kept(top_p=0.6) == [1, 3]
+    assert _kept(top_p=0.6, top_k=2) == [1]
+
+  def test_top_p_is_about_what_min_p_leaves(self):
+    assert _kept(top_p=0.6, min_p=0.3) == [1]
+
+  def test_the_strictest_counts(self):
+    assert _kept(top_k=1, min_p=0.1) == [1]
+    assert _kept(top_k=3, min_p=0.3) == [1, 3]
+    assert _kept(top_p=0.99, top_k=2) == [1, 3]
+
+  def test_equal_weights(self):
+    """All of them, whatever is asked for."""
+    for options in ({"top_k": 2}, {"top_p": 0.1}, {"min_p": 1.0}):
+      assert _kept([1.0] * 7, **options) == list(range(7))
+
+  def test_nothing(self):
+    assert filters.cutoff(jnp.ones((1, 3))).tolist() == [0]
+
+  def test_weights_that_differ_in_the_last_bit(self):
+    near = float(np.nextafter(np.float32(0.5), np.float32(1)))
+    assert _kept([0.5, 1.0, near], top_k=2) == [1, 2]
+
+  def test_weights_of_zero(self):
+    """They are no tokens to draw, and count for nothing."""
+    assert 1 in _kept([0.0, 1.0, 0.0, 1e-38], top_k=3)
+    assert _kept([0.0, 1.0, 0.0, 0.0], top_p=0.999) == [1]
+
+  def test_one_token(self):
+    for options in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}):
+      assert _kept([1.0], **options) == [0]
+
+  @pytest.mark.parametrize("weight", [np.nan, 0.0])
+  def test_a_row_that_is_broken_ends(self, weight):
+    """And those beside it are served."""
+    weights = jnp.asarray([[weight] * 5, _WEIGHTS], jnp.float32)
+    cutoff = jax.jit(filters.cutoff)(
+      weights,
+      top_k=jnp.asarray([2, 2], jnp.int32),
+      top_p=jnp.asarray([0.5, 0.9]),
+    )
+    assert (weights[1] >= cutoff[1]).tolist() == [
+      False,
+      True,
+      False,
+      True,
+      False,
+    ]
+
+
+_numbers = st.fixed_dictionaries(
+  {
+    "top_k": st.integers(-1, 12) | st.just(10**6),
+    "top_p": st.integers(1, 1000).map(lambda number: number / 1000),
+    "min_p": st.integers(0, 1000).map(lambda number: (number / 1000) ** 3),
+  }
+)
+
+
+def _is_near(logits: np.ndarray, row: Row) -> bool:
+  """Whether rounding may decide about a token."""
+  scaled = np.sort(np.exp(logits - logits.max()))[::-1]
+  some = by_definition.weights(logits, Row(top_k=row.top_k, min_p=row.min_p))
+  sums = np.cumsum(np.sort(some)[::-1]) / some.sum()
+  return bool(
+    np.any(np.abs(scaled - row.min_p) < 1e-6)
+    or np.any(np.abs(sums - np.float32(row.top_p)) < 1e-6)
+  )
+
+
+class TestAgainstTheDefinition:
+  @given(
+    st.lists(_numbers, min_size=4, max_size=4),
+    st.sampled_from([1, 2, 5, 33, 300]),
+    st.sampled_from([0.2, 1.0, 4.0, 12.0]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+  )
+  def test_mixed_rows(self, numbers, size, spread, rounded, seed):
+    logits = np.random.default_rng(seed).normal(size=(4, size)) * spread
+    logits = np.round(logits) if rounded else logits.astype(np.float32)
+    logits = logits.astype(np.float64)
+    best = logits.max(axis=1, keepdims=True)
+    weights = jnp.asarray(np.exp(logits - best), jnp.float32)
+    options = {
+      "top_k": jnp.asarray([row["top_k"] for row in numbers], jnp.int32),
+      "top_p": jnp.asarray([row["top_p"] for row in numbers], jnp.float32),
+      "min_p": jnp.asarray([row["min_p"] for row in numbers], jnp.float32),
+    }
+    cutoff = _compiled(weights, **options)
+    for number, values in enumerate(numbers):
+      row = Row(**values)
+      kept = np.asarray(weights[number] >= cutoff[number])
+      own = {
+        name: array[number : number + 1] for name, array in options.items()
+      }
+      alone = _compiled(weights[number : number + 1], **own)
+      assert (np.asarray(weights[number] >= alone[0]) == kept).all()
+      if not _is_near(logits[number], row):
+        expected = by_definition.weights(logits[number], row) > 0
+        # Weights below float32 are not drawn in any case.
+        seen = np.asarray(weights[number]) > 0
+        np.testing.assert_array_equal(kept & seen, expected & seen)
+
+
+_compiled = jax.jit(filters.cutoff)
+
+
+class TestTrips:
+  """The search ends, and soon."""
+
+  def _trips(self, monkeypatch, logits, **options) -> int:
+    """The most trips of a search."""
+    counts = []
+
+    def counted(condition, body, loop):
+      counts.append(0)
+      while bool(condition(loop)):
+        assert counts[-1] < 100
+        counts[-1] += 1
+        loop = body(loop)
+      return loop
+
+    weights = jnp.exp(logits - logits.max(axis=1, keepdims=True))
+    with monkeypatch.context() as patch:
+      patch.setattr(filters.lax, "while_loop", counted)
+      patch.setattr(filters.lax, "cond", lambda which, yes, no: yes())
+      filters.cutoff(weights.astype(jnp.float32), **options)
+    return max(counts)
+
+  @pytest.mark.parametrize("spread", [0.5, 3.0, 20.0])
+  def test_of_usual_logits(self, monkeypatch, spread):
+    logits = np.random.default_rng(7).normal(size=(64, 513)) * spread
+    numbers = jnp.asarray(np.linspace(1, 500, 64), jnp.int32)
+    shares = jnp.linspace(0.05, 0.999, 64)
+    assert self._trips(monkeypatch, logits, top_k=numbers) <= 12
+    assert self._trips(monkeypatch, logits, top_p=shares) <= 14
+
+  def test_of_equal_logits(self, monkeypatch):
+    """Nothing lies between them, down to the last bit."""
+    logits = np.round(np.random.default_rng(8).normal(size=(64, 513)) * 4) / 4
+    k, p = jnp.full((64,), 50, jnp.int32), jnp.full((64,), 0.9)
+    assert self._trips(monkeypatch, logits, top_k=k, top_p=p) <= 18
+
+  def test_of_few_tokens(self, monkeypatch):
+    """Where a grammar leaves fewer tokens than top-k."""
+    logits = np.where(np.arange(513) < 3, 0.0, -np.inf)[None]
+    k, p = jnp.full((1,), 50, jnp.int32), jnp.full((1,), 0.9999)
+    assert self._trips(monkeypatch, logits, top_k=k) == 1
+    assert self._trips(monkeypatch, logits, top_p=p) <= 16
+
+  def test_of_no_tokens(self, monkeypatch):
+    nothing = {
+      "top_k": jnp.full((1,), 2, jnp.int32),
+      "top_p": jnp.full((1,), 0.5),
+    }
+    for value in (-np.inf, np.nan):
+      logits = np.full((1, 5), value)
+      with np.errstate(invalid="ignore"):
+        assert self._trips(monkeypatch, logits, **nothing) < 100
+
+
+class TestTheLargest:
+  """A vocabulary as models have it."""
+
+  @pytest.mark.parametrize("spread", [1.0, 5.0])
+  def test_kept(self, spread):
+    size = 50_257
+    logits = np.random.default_rng(3).normal(size=(3, size)) * spread
+    logits = logits.astype(np.float32).astype(np.float64)
+    best = logits.max(axis=1, keepdims=True)
+    weights = jnp.asarray(np.exp(logits - best), jnp.float32)
+    rows = [Row(top_k=50), Row(top_p=0.9), Row(top_k=1000, top_p=0.5)]
+    cutoff = _compiled(
+      weights,
+      top_k=jnp.asarray([row.top_k for row in rows], jnp.int32),
+      top_p=jnp.asarray([row.top_p for row in rows], jnp.float32),
+    )
+    for number, row in enumerate(rows):
+      kept = np.asarray(weights[number] >= cutoff[number])
+      expected = by_definition.weights(logits[number], row) > 0
+      # At most a token at the edge: together they have 1e-6 or less.
+      wrong = np.exp(logits[number] - best[number])[kept != expected].sum()
+      assert wrong <= 1e-6 * np.exp(logits[number] - best[number]).sum()
+
+  def test_a_few_rows_at_a_time(self, monkeypatch):
+    """As a CPU goes through many rows."""
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(23, 300)).astype(np.float32) * 3
+    weights = jnp.exp(logits - logits.max(axis=1, keepdims=True))
+    options = {
+      "top_k": jnp.asarray(rng.integers(-1, 40, 23), jnp.int32),
+      "top_p": jnp.asarray(rng.choice([0.5, 0.9, 1.0], 23), jnp.float32),
+    }
+    for size in (1, 1000):
+      monkeypatch.setattr(filters, "_IN_CACHE", size)
+      # A new function: the other one is traced already.
+      parts = jax.jit(lambda *some, **more: filters.cutoff(*some, **more))
+      for left_out in ("", "top_k"):
+        some = {name: options[name] for name in options if name != left_out}
+        kept = weights >= parts(weights, **some)[:, None]
+        expected = weights >= _compiled(weights, **some)[:, None]
+        np.testing.assert_array_equal(kept, expected)

@@ -1,0 +1,256 @@
+"""Sequences with settings of their own, in one program."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import rollout
+from tests.rollout.automata import small_vocabulary
+
+pytestmark = pytest.mark.drawn(every=2)
+
+_COUNT = 64
+
+
+def _model(params, tokens, positions, kv, views, columns, rows):
+  """Logits that depend on the last token, and a little on its place."""
+  del views, rows
+  token = tokens[0].at[columns].get(mode="clip")
+  place = positions[0].at[columns].get(mode="clip").astype(jnp.float32)
+  ramp = jnp.arange(params.shape[1], dtype=jnp.float32)[None]
+  return params[token] + jnp.cos(ramp * place[:, None]), kv
+
+
+@functools.cache
+def _program(process=None):
+  run = functools.partial(rollout.generate, model=_model, process=process)
+  return jax.jit(run)
+
+
+def _begun(
+  prompts: Any,
+  config: rollout.RolloutConfig,
+  sampling: rollout.Sampling,
+  slots: int = 8,
+  **options: Any,
+) -> rollout.RolloutState:
+  prompts = np.asarray(prompts, np.int32)
+  longest = config.max_length or prompts.shape[1] + config.max_new_tokens
+  columns = -(-longest // 8)
+  sizes = jaxkv.CacheConfig(
+    num_pages=1 + 2 * slots * columns,
+    page_size=8,
+    num_slots=slots,
+    pages_per_slot=columns,
+  )
+  return rollout.init(
+    jaxkv.init(sizes, jax.random.key(0)),
+    jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
+    prompts,
+    np.full(len(prompts), prompts.shape[1]),
+    jax.random.key(1),
+    config,
+    sampling=sampling,
+    **options,
+  )
+
+
+def _table(size: int) -> jax.Array:
+  return 2 * jax.random.normal(jax.random.key(2), (size, size))
+
+
+def _mixed(size: int) -> rollout.Sampling:
+  """No two of 64 sequences have the same; some features are off in each."""
+  rng = np.random.default_rng(0)
+
+  def either(low: float, high: float, off: float) -> np.ndarray:
+    some = rng.uniform(low, high, _COUNT)
+    return np.where(rng.random(_COUNT) < 0.4, off, some).astype(np.float32)
+
+  words = [
+    [rng.integers(0, size, rng.integers(1, 4)).tolist() for _ in range(3)]
+    for _ in range(_COUNT)
+  ]
+  biases = [
+    {int(token): float(rng.normal() * 3) for token in rng.integers(0, size, 4)}
+    for _ in range(_COUNT)
+  ]
+  letters = small_vocabulary.text().decode()
+  strings = [
+    [letters[place : place + 2] for place in rng.integers(0, 5000, 2)]
+    for _ in range(_COUNT)
+  ]
+  tokens = rollout.token_bytes(small_vocabulary.tokens()[:size])
+  return rollout.Sampling(
+    temperature=either(0.3, 2.0, 0.0),
+    top_k=np.where(rng.random(_COUNT) < 0.4, 0, rng.integers(1, 40, _COUNT)),
+    top_p=either(0.3, 1.0, 1.0),
+    min_p=either(0.0, 0.3, 0.0),
+    presence_penalty=either(-1.0, 1.0, 0.0),
+    frequency_penalty=either(-1.0, 1.0, 0.0),
+    repetition_penalty=either(0.7, 1.5, 1.0),
+    min_tokens=rng.integers(0, 6, _COUNT),
+    max_tokens=rng.integers(6, 40, _COUNT),
+    stop_tokens=rng.integers(0, size, (_COUNT, 3)),
+    stop_strings=rollout.stop_strings(strings, tokens),
+    logit_bias=biases,
+    bad_words=words,
+    seed=np.where(rng.random(_COUNT) < 0.5, -1, rng.integers(0, 99, _COUNT)),
+  )
+
+
+def _outcome(state: rollout.RolloutState, row: int) -> list[Any]:
+  some = state.sequences
+  length = int(some.length[row])
+  return [
+    some.tokens[row, :length].tolist(),
+    some.log_probs[row, :length].tolist(),
+    int(some.finish[row]),
+    int(some.stop[row]),
+  ]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_each_equals_its_run_alone(drafts):
+  """Token by token and bit by bit, whoever shares the batch."""
+  size = 300
+  config = rollout.RolloutConfig(
+    max_new_tokens=40,
+    stop_token=7,
+    prefill_chunk=16,
+    draft_tokens=drafts,
+    draft_match=1,
+    draft_columns=8,
+  )
+  prompts = np.random.default_rng(1).integers(0, size, (_COUNT, 12))
+  state = _begun(prompts, config, _mixed(size))
+  program, params = _program(), _table(size)
+  together = program(params, state)
+  assert bool(rollout.is_done(together))
+  reasons = set(together.sequences.finish.tolist())
+  assert reasons == {
+    rollout.Finish.STOP_TOKEN,
+    rollout.Finish.STOP_STRING,
+    rollout.Finish.LENGTH,
+  }
+  for row in range(0, _COUNT, 4 if drafts else 1):
+    status = jnp.full((_COUNT,), rollout.DONE, jnp.int32)
+    sequences = dataclasses.replace(
+      state.sequences, status=status.at[row].set(rollout.WAITING)
+    )
+    alone = program(params, dataclasses.replace(state, sequences=sequences))
+    assert _outcome(alone, row) == _outcome(together, row), row
+
+
+def test_what_is_known_of_tokens():
+  """Of the model's own distribution, whatever the settings change."""
+  size = 50
+  config = rollout.RolloutConfig(
+    num_samples=2,
+    max_new_tokens=6,
+    prefill_chunk=4,
+    raw_log_probs=True,
+    prompt_log_probs=True,
+    entropy=True,
+    top_log_probs=3,
+  )
+  prompts = np.random.default_rng(1).integers(0, size, (4, 11))
+  prompts[1:, :9] = prompts[0, :9]
+  sampling = rollout.Sampling(
+    temperature=0.7, top_k=9, frequency_penalty=0.8, logit_bias={3: 2.0}
+  )
+  state = _begun(prompts, config, sampling, slots=3)
+  params = _table(size)
+  end = _program()(params, state)
+  assert int(end.counters.forked) > 0
+  assert int(end.cache.stats.hit_tokens) == 0
+  out = jax.device_get(rollout.generated(end))
+  column = np.arange(out.tokens.shape[1])
+  ramp = np.arange(size, dtype=np.float32)
+  logits = np.asarray(params)[out.tokens]
+  logits = logits + np.cos(column[:, None] * ramp)[None]
+  scores = np.asarray(jax.nn.log_softmax(logits[:, :-1], axis=-1))
+  own = np.take_along_axis(scores, out.tokens[:, 1:, None], axis=2)[..., 0]
+  inside = column[1:] < out.lengths[:, None]
+  np.testing.assert_allclose(
+    out.records.raw_log_probs[:, 1:], np.where(inside, own, 0), atol=2e-5
+  )
+  drawn = out.mask[:, 1:]
+  entropy = -(np.exp(scores) * scores).sum(axis=-1)
+  np.testing.assert_allclose(
+    out.records.entropy[:, 1:], np.where(drawn, entropy, 0), atol=2e-5
+  )
+  best = np.argsort(-scores, axis=-1, kind="stable")[..., :3]
+  np.testing.assert_array_equal(
+    out.records.top_tokens[:, 1:][drawn], best[drawn]
+  )
+  np.testing.assert_allclose(
+    out.records.top_log_probs[:, 1:][drawn],
+    np.take_along_axis(scores, best, axis=-1)[drawn],
+    atol=2e-5,
+  )
+  assert np.all(out.log_probs[out.mask] != out.records.raw_log_probs[out.mask])
+
+
+def test_json_under_a_guide():
+  """A thousand samples at temperature 2 all parse, each ended in time."""
+  tokens = small_vocabulary.tokens()
+  size, stop, most = len(tokens), 0, 48
+  guide = rollout.guide(
+    rollout.json_grammar(3), rollout.token_bytes(tokens), stop
+  )
+  config = rollout.RolloutConfig(
+    num_samples=8, max_new_tokens=most, stop_token=stop, prefill_chunk=64
+  )
+  count = 125
+  state = _begun(
+    np.random.default_rng(1).integers(2, size, (count, 4)),
+    config,
+    rollout.Sampling(temperature=2.0),
+    slots=100,
+    user=guide.init(count * 8, max_tokens=most),
+  )
+  end = _program(rollout.Guide.process.__get__(guide))(_table(size), state)
+  out = jax.device_get(rollout.generated(end))
+  assert set(out.finish.tolist()) == {rollout.Finish.STOP_TOKEN}
+  kinds = set()
+  for row in range(count * 8):
+    text = b"".join(tokens[token] for token in out.tokens[row][out.mask[row]])
+    kinds.add(type(json.loads(text)).__name__)
+  assert kinds == {"dict", "list", "str", "int", "float", "bool", "NoneType"}
+
+
+def test_stop_strings_begin_anew():
+  """In the next turn the text of the last one is forgotten."""
+  tokens = rollout.token_bytes([b"a", b"b", b"c", b"d"])
+  params = jnp.full((4, 4), -9.0) + 9 * jnp.eye(4)[jnp.asarray([1, 2, 0, 3])]
+  config = rollout.RolloutConfig(max_new_tokens=9, max_length=24)
+  state = _begun(
+    [[2]],
+    config,
+    rollout.Sampling(
+      temperature=0, stop_strings=rollout.stop_strings(["cab"], tokens)
+    ),
+  )
+
+  def model(params, tokens, positions, kv, views, columns, rows):
+    del positions, views, rows
+    return params[tokens[0].at[columns].get(mode="clip")], kv
+
+  run = jax.jit(functools.partial(rollout.generate, model=model))
+  state = run(params, state)
+  # a b c a b: "cab" of the answer alone, the prompt's "c" does not count.
+  assert state.sequences.tokens[0, :6].tolist() == [2, 0, 1, 2, 0, 1]
+  assert int(state.sequences.finish[0]) == rollout.Finish.STOP_STRING
+  assert int(state.sequences.stop[0]) == 0
+  state, _ = rollout.extend(state, [0], [[2]], [1])
+  state = run(params, state)
+  assert state.sequences.tokens[0, 7:12].tolist() == [0, 1, 2, 0, 1]
+  assert int(state.sequences.length[0]) == 12

@@ -1,0 +1,232 @@
+"""Parts of the loop by hand: when it returns, guesses, endings, and rows."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import rollout
+from jaxkv._src.rollout import drafts
+from jaxkv._src.rollout import endings
+from jaxkv._src.rollout import until
+from jaxkv._src.rollout.rows import rows_of
+from tests.rollout import by_hand
+from tests.rollout.test_by_hand import _check_sequence
+
+_CONFIG = rollout.RolloutConfig(num_samples=2, max_new_tokens=6)
+
+
+def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
+  prompts = [list(prompt) for prompt in prompts]
+  return by_hand.begun(
+    jax.random.key(5), by_hand.sizes(40, 3), config, prompts, **options
+  )
+
+
+def check_until() -> None:
+  """A whole group has ended, half of another one, and one has no sample."""
+  state = _begun()
+  runs, done, failed = rollout.RUNNING, rollout.DONE, rollout.FAILED
+  status = [done, failed, runs, done, rollout.EMPTY, rollout.EMPTY]
+  status = jnp.asarray(status, jnp.int32)
+  sequences = dataclasses.replace(state.sequences, status=status)
+  counters = dataclasses.replace(state.counters, steps=jnp.int32(5))
+  state = dataclasses.replace(state, sequences=sequences, counters=counters)
+  for limits, goes_on in (
+    ({}, True),
+    ({"steps": 2}, True),
+    ({"steps": 1}, False),
+    ({"groups": 1}, False),
+    ({"groups": 2}, True),
+    ({"sequences": 3}, False),
+    ({"sequences": 4}, True),
+    ({"steps": 9, "groups": 1, "sequences": 9}, False),
+  ):
+    limits = until.as_until(rollout.Until(**limits))
+    assert bool(until.goes_on(limits, state, jnp.int32(4))) == goes_on, limits
+
+
+def test_until():
+  check_until()
+
+
+def check_endings() -> None:
+  """A stop string counts after enough tokens, and a stop token before it."""
+  texts = rollout.token_bytes([b"a", b"b", b"c", b"ab", b"!"])
+  strings = rollout.stop_strings([["xx", "ab"]] * 3, texts)
+  config = rollout.RolloutConfig(max_new_tokens=3, max_length=8, stop_token=4)
+  sampling = rollout.Sampling(
+    stop_strings=strings,
+    min_tokens=jnp.asarray([0, 2, 0], jnp.int32),
+    stop_tokens=jnp.asarray([[2], [2], [3]], jnp.int32),
+  )
+  state = _begun(config, [[0]] * 3, sampling=sampling)
+  numbers = jnp.arange(3, dtype=jnp.int32)
+  # What an earlier turn has left of a string does not count.
+  left, _ = strings.advance(strings.init(3), jnp.zeros((3,), jnp.int32))
+  sequences = dataclasses.replace(state.sequences, stop_states=left)
+  rows = rows_of(state, numbers)
+  wanted = [
+    ([1, 0, 0], [0, 0, 0], [-1, -1, -1]),
+    # The last two have the string; the last one may end with it.
+    ([0, 1, 1], [0, 0, 2], [-1, -1, 1]),
+    ([2, 3, 3], [1, 2, 1], [2, 1, 3]),
+    ([4, 0, 0], [1, 3, 3], [4, -1, -1]),
+  ]
+  for count, (tokens, finish, stop) in enumerate(wanted):
+    lengths = jnp.full((3,), 1 + min(count, 2), jnp.int32)
+    lengths = jnp.where(count == 2, 2, lengths).astype(jnp.int32)
+    at = rows._replace(counts=jnp.full((3,), count, jnp.int32), lengths=lengths)
+    found = endings.ending(
+      sequences, at, jnp.asarray(tokens, jnp.int32), state.sampling, config
+    )
+    assert found.finish.tolist() == finish, count
+    assert found.stop.tolist() == stop, count
+    sequences = dataclasses.replace(sequences, stop_states=found.states)
+
+
+def test_endings():
+  check_endings()
+
+
+_GUESSES = rollout.RolloutConfig(
+  num_samples=2,
+  max_new_tokens=6,
+  draft_tokens=3,
+  draft_match=2,
+  draft_columns=4,
+)
+
+
+def check_guesses() -> None:
+  """What followed the same two tokens, and nothing else is guessed.
+
+  All tables say that the last two tokens stand before the third one too, which
+  is true of the first prompt alone.
+  """
+  prompts = [[1, 2, 3, 4, 5, 1, 2], [1, 2, 3, 4, 5, 6, 7]]
+  state = _begun(_GUESSES, prompts)
+  table = jnp.full_like(state.drafts.table, 2 * 2 + 1)
+  known = dataclasses.replace(state.drafts, table=table)
+  rows = jnp.asarray([0, 1, 2, 4], jnp.int32)
+  asked = jnp.ones((4,), bool)
+  tokens, counts, found = drafts.propose(
+    known, state.sequences, rows, asked, _GUESSES
+  )
+  assert found.tolist() == [True, True, False, False]
+  assert counts.tolist() == [3, 3, 0, 0]
+  assert tokens[:2].tolist() == [[3, 4, 5]] * 2
+  # None may stand behind the last token that it may draw.
+  some = dataclasses.replace(
+    state.sequences, limit=jnp.asarray([9, 8, 13, 13], jnp.int32)
+  )
+  _, counts, _ = drafts.propose(known, some, rows, asked, _GUESSES)
+  assert counts.tolist() == [1, 0, 0, 0]
+  # Both were found, so both are tried again, and the first one was wrong.
+  for _ in range(6):
+    known = drafts.learn(known, rows, found, counts, jnp.zeros_like(counts))
+  _, counts, _ = drafts.propose(known, state.sequences, rows, asked, _GUESSES)
+  assert counts.tolist() == [0, 3, 0, 0]
+  for _ in range(40):
+    known = drafts.learn(known, rows, found, counts & 0, counts & 0)
+  _, counts, _ = drafts.propose(known, state.sequences, rows, asked, _GUESSES)
+  assert counts.tolist() == [1, 3, 0, 0]
+
+
+def test_guesses():
+  check_guesses()
+
+
+def check_drafts() -> None:
+  """Guesses, right and wrong ones, change no token."""
+  prompts = [[1, 1, 1, 1, 1], [2, 3, 2, 3]]
+  config = dataclasses.replace(_GUESSES, draft_match=1)
+  state = by_hand.begun(
+    jax.random.key(5), by_hand.sizes(60, 4), config, prompts
+  )
+  end = by_hand.program()(state, 0.7, 60)
+  assert bool(rollout.is_done(end)), "not done after 60 steps"
+  counters = end.counters
+  assert 0 < int(counters.accepted) < int(counters.drafted)
+  for number in range(4):
+    wanted = by_hand.expected(
+      number, prompts[number // 2], jax.random.key(5), 0.7, config
+    )
+    _check_sequence(end.sequences, number, wanted)
+  rollout.check(end)
+
+
+def test_drafts():
+  check_drafts()
+
+
+def _told(params, tokens, positions, kv, views, columns, rows):
+  """The likeliest token of each sequence is the one that it was given."""
+  del params, tokens, positions, views
+  return jax.nn.one_hot(rows.user["token"], 11)[columns], kv
+
+
+def _counted(logits, rows, user):
+  """Counts the tokens of each sequence, and notes its number."""
+  return logits, user | {"count": user["count"] + 1, "number": rows.ids}
+
+
+def check_rows() -> None:
+  """Each sequence has what `init` said of it, wherever its tokens stand."""
+  config = rollout.RolloutConfig(
+    num_samples=2, max_new_tokens=3, prefill_chunk=2
+  )
+  prompts = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3], [9], [8, 8, 8, 8, 8]]
+  given = np.asarray([4, 9, 2, 3, 7, 1, 6, 5], np.int32)
+  zeros = np.zeros(8, np.int32)
+  user = {"token": given, "count": zeros, "number": zeros}
+  state = _begun(config, prompts, user=user, first_sequence=20)
+  state = by_hand.begun_at(state, 0.0)
+  end = jax.jit(
+    lambda state: rollout.generate(
+      None, state, rollout.Until(steps=60), model=_told, process=_counted
+    )
+  )(state)
+  assert bool(rollout.is_done(end)), "not done after 60 steps"
+  assert end.user["count"].tolist() == [3] * 8
+  assert end.user["number"].tolist() == [*range(20, 28)]
+  for row, token in enumerate(given.tolist()):
+    begin = len(prompts[row // 2])
+    drawn = end.sequences.tokens[row, begin : begin + 3]
+    assert drawn.tolist() == [token] * 3
+
+
+def test_rows():
+  check_rows()
+
+
+def check_pages_of_guesses() -> None:
+  """Two prompts of two pages in six pages; one ends after two tokens.
+
+  Until then both need the last two pages, though there is a guess for which one
+  of them could take both.
+  """
+  config = dataclasses.replace(_GUESSES, num_samples=1)
+  prompts = [[1, 2, 3, 4], [5, 6, 7, 8]]
+  sampling = rollout.Sampling(max_tokens=jnp.asarray([2, 6], jnp.int32))
+  state = by_hand.begun(
+    jax.random.key(5), by_hand.sizes(7, 2), config, prompts, sampling=sampling
+  )
+
+  def draft(params, rows, tokens):
+    del params, rows
+    return tokens[:, :3], jnp.full((2,), 3, jnp.int32)
+
+  model = rollout.all_logits(by_hand.model)
+  until = rollout.Until(steps=60)
+  end = jax.jit(
+    lambda state: rollout.generate(None, state, until, model=model, draft=draft)
+  )(state)
+  assert bool(rollout.is_done(end)), "not done after 60 steps"
+  assert int(end.counters.drafted) > 0
+  assert int(end.counters.preempted) == 0
+
+
+def test_pages_of_guesses():
+  check_pages_of_guesses()

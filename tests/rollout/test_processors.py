@@ -1,0 +1,253 @@
+"""Logits of each sequence, changed by its settings."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxkv._src.rollout import processors
+from jaxkv._src.rollout import settings
+from jaxkv._src.rollout.processors import History
+from jaxkv._src.rollout.processors import adjust
+from jaxkv._src.rollout.settings import Sampling
+from tests.rollout import by_definition
+from tests.rollout.by_definition import Row
+
+_INF = float("inf")
+_VOCABULARY = 6
+_LOGITS = [2.0, -1.0, 0.0, 1.0, 4.0, -2.0]
+
+
+def _adjusted(row: Row, stop_token=-1, logits=_LOGITS) -> list[float]:
+  """The logits of one row with settings."""
+  sampling = by_definition.sampling_of([row])
+  history = by_definition.history_of([row], sampling, len(logits), stop_token)
+  return adjust(jnp.asarray([logits]), sampling, history)[0].tolist()
+
+
+class TestByHand:
+  def test_nothing(self):
+    assert _adjusted(Row()) == _LOGITS
+
+  def test_logit_bias(self):
+    found = _adjusted(Row(logit_bias={0: 1.5, 4: -_INF, 99: 7.0}))
+    assert found == [3.5, -1, 0, 1, -_INF, -2]
+
+  def test_min_tokens(self):
+    """Stop tokens, their own and that of all, until two were drawn."""
+    row = functools.partial(Row, min_tokens=2, stop_tokens=[0, 3])
+    assert _adjusted(row(drawn=[1]), 5) == [-_INF, -1, 0, -_INF, 4, -_INF]
+    assert _adjusted(row(drawn=[1, 1]), 5) == _LOGITS
+    assert _adjusted(row(drawn=[]), -1) == [-_INF, -1, 0, -_INF, 4, -2]
+
+  def test_bad_words(self):
+    words = [[4], [1, 2], [3, 1, 5], [2, 0]]
+    found = _adjusted(Row(prompt=[3], drawn=[1], bad_words=words))
+    assert found == [2, -1, -_INF, 1, -_INF, -_INF]
+
+  def test_a_word_longer_than_the_sequence(self):
+    assert _adjusted(Row(prompt=[2], bad_words=[[1, 2, 3]])) == _LOGITS
+
+  def test_repetition_penalty(self):
+    """Tokens of the prompt and drawn ones, once each."""
+    row = Row(prompt=[0, 1], drawn=[4, 4, 5], repetition_penalty=2.0)
+    assert _adjusted(row) == [1, -2, 0, 1, 2, -4]
+
+  def test_frequency_penalty(self):
+    row = Row(prompt=[0, 1], drawn=[4, 4, 5], frequency_penalty=0.5)
+    assert _adjusted(row) == [2, -1, 0, 1, 3, -2.5]
+
+  def test_presence_penalty(self):
+    row = Row(prompt=[0, 1], drawn=[4, 4, 5], presence_penalty=0.5)
+    assert _adjusted(row) == [2, -1, 0, 1, 3.5, -2.5]
+
+  def test_the_order(self):
+    """The bias first: it makes a negative logit positive."""
+    row = Row(
+      drawn=[1],
+      logit_bias={1: 5.0},
+      repetition_penalty=2.0,
+      frequency_penalty=0.5,
+      presence_penalty=0.25,
+    )
+    assert _adjusted(row)[1] == (-1 + 5) / 2 - 0.5 - 0.25
+
+  def test_what_is_banned_stays_so(self):
+    row = Row(
+      drawn=[4], bad_words=[[4]], logit_bias={4: 9.0}, presence_penalty=-2.0
+    )
+    assert _adjusted(row)[4] == -_INF
+
+
+class TestSeen:
+  def _seen(self, tokens, lengths, drawn, vocab_size=_VOCABULARY):
+    seen = processors.seen_in(
+      jnp.asarray(tokens, jnp.int32),
+      jnp.asarray(lengths, jnp.int32),
+      jnp.asarray(drawn, bool),
+      vocab_size=vocab_size,
+    )
+    assert seen.dtype == jnp.uint16
+    return np.asarray(seen)
+
+  def test_by_hand(self):
+    """A prompt of two tokens, what it drew, what others said, and padding."""
+    seen = self._seen(
+      [[3, 1, 1, 5, 5, 2, 0, 0]], [6], [[0, 0, 1, 1, 1, 0, 1, 1]]
+    )
+    assert (seen & 0x7FFF).tolist() == [[0, 1, 0, 0, 0, 2]]
+    assert (seen >> 15).tolist() == [[0, 1, 1, 1, 0, 0]]
+
+  def test_tokens_beyond_the_vocabulary_are_dropped(self):
+    seen = self._seen([[6, -1, 2**30, 1]], [4], [[1, 1, 0, 0]])
+    assert seen.tolist() == [[0, 1 << 15, 0, 0, 0, 0]]
+
+  def test_counts_end_at_the_largest(self):
+    """And the bit of the prompt is not touched, in either way of counting."""
+    width = 150_000
+    drawn = np.ones((2, width), bool)
+    drawn[1, :70_000] = False
+    seen = self._seen(np.full((2, width), 2), [width, width], drawn)
+    assert seen[:, 2].tolist() == [0x7FFF, 0xFFFF]
+    seen = jnp.asarray([[0x7FFE, 0x7FFF, 0xFFFE, 0xFFFF]], jnp.uint16)
+    for _ in range(2):
+      for token in range(4):
+        token = jnp.full((1,), token, jnp.int32)
+        seen = processors.see(seen, token, jnp.ones((1,), bool))
+    assert seen.tolist() == [[0x7FFF, 0x7FFF, 0xFFFF, 0xFFFF]]
+
+  def test_one_more_token(self):
+    tokens = [[3, 1, 1, 5], [2, 2, 4, 4]]
+    drawn = [[0, 0, 1, 1], [0, 1, 1, 1]]
+    seen = jnp.asarray(self._seen(tokens, [3, 3], drawn))
+    last = jnp.asarray([5, 4], jnp.int32)
+    both = processors.see(seen, last, jnp.ones((2,), bool))
+    assert both.tolist() == self._seen(tokens, [4, 4], drawn).tolist()
+    second = processors.see(seen, last, jnp.asarray([False, True]))
+    assert second.tolist() == self._seen(tokens, [3, 4], drawn).tolist()
+
+  @pytest.mark.parametrize("token", [-1, 6, 2**30])
+  def test_a_token_that_is_none(self, token):
+    seen = jnp.ones((1, _VOCABULARY), jnp.uint16)
+    token, mask = jnp.full((1,), token, jnp.int32), jnp.ones((1,), bool)
+    assert processors.see(seen, token, mask).tolist() == seen.tolist()
+
+
+class TestLastTokens:
+  def test_by_hand(self):
+    tokens = jnp.asarray([[1, 2, 3, 4, 9], [5, 6, 9, 9, 9]], jnp.int32)
+    numbers = jnp.asarray([1, 0, 2, -1], jnp.int32)
+    lengths = jnp.asarray([2, 4, 3, 3], jnp.int32)
+    last = processors.last_tokens_of(tokens, numbers, lengths, 3)
+    assert last.tolist() == [[-1, 5, 6], [2, 3, 4], [-1] * 3, [-1] * 3]
+
+  def test_none(self):
+    tokens, number = jnp.ones((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32)
+    assert processors.last_tokens_of(tokens, number, number, 0).shape == (1, 0)
+
+
+_tokens = st.integers(0, _VOCABULARY - 1)
+_halves = st.integers(-8, 8).map(lambda number: number / 2)
+_rows = st.builds(
+  Row,
+  prompt=st.lists(_tokens, min_size=1, max_size=4),
+  drawn=st.lists(_tokens, max_size=5),
+  presence_penalty=_halves,
+  frequency_penalty=_halves,
+  repetition_penalty=st.sampled_from([0.5, 1.0, 1.25, 2.0]),
+  min_tokens=st.integers(0, 5),
+  stop_tokens=st.lists(_tokens, max_size=2),
+  logit_bias=st.dictionaries(_tokens, _halves | st.just(-_INF), max_size=3),
+  bad_words=st.lists(st.lists(_tokens, min_size=1, max_size=3), max_size=3),
+)
+
+
+class TestAgainstTheDefinition:
+  @given(
+    st.lists(_rows, min_size=1, max_size=4),
+    st.integers(-1, _VOCABULARY - 1),
+    st.integers(0, 2**32 - 1),
+  )
+  def test_mixed_rows(self, rows, stop_token, seed):
+    """Each row of a batch is what it is alone, and what is defined."""
+    logits = np.random.default_rng(seed).normal(size=(len(rows), _VOCABULARY))
+    logits = (4 * logits).astype(np.float32)
+    sampling = by_definition.sampling_of(rows)
+    history = by_definition.history_of(rows, sampling, _VOCABULARY, stop_token)
+    found = adjust(jnp.asarray(logits), sampling, history)
+    for number, row in enumerate(rows):
+      expected = by_definition.adjusted(logits[number], row, stop_token)
+      np.testing.assert_allclose(found[number], expected, rtol=1e-6, atol=1e-6)
+      alone = _adjusted(row, stop_token, logits[number].tolist())
+      np.testing.assert_array_equal(found[number], np.float32(alone))
+
+
+class TestCalls:
+  def test_nothing_is_compiled_for_nothing(self):
+    logits = jnp.asarray([_LOGITS])
+    history = History(counts=jnp.zeros((1,), jnp.int32))
+    sampling = settings.as_sampling(Sampling(temperature=0.5, top_k=3), 1)
+
+    def run(logits):
+      return adjust(logits, sampling, history)
+
+    assert not jax.make_jaxpr(run)(logits).jaxpr.eqns
+
+  def test_half_precision(self):
+    logits = jnp.asarray([_LOGITS], jnp.bfloat16)
+    history = History(counts=jnp.zeros((1,), jnp.int32))
+    sampling = settings.as_sampling(Sampling(logit_bias={0: 0.001}), 1)
+    found = adjust(logits, sampling, history)
+    assert found.dtype == jnp.float32
+    assert float(found[0, 0]) == np.float32(2.001)
+
+  def test_under_jit(self):
+    row = Row(
+      drawn=[1, 2],
+      bad_words=[[1, 2, 3]],
+      logit_bias={1: 2.0},
+      frequency_penalty=0.5,
+      min_tokens=3,
+      stop_tokens=[0],
+    )
+    sampling = by_definition.sampling_of([row])
+    history = by_definition.history_of([row], sampling, _VOCABULARY, 5)
+    logits = jnp.asarray([_LOGITS])
+    np.testing.assert_array_equal(
+      jax.jit(adjust)(logits, sampling, history),
+      adjust(logits, sampling, history),
+    )
+
+  @pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+      ("presence_penalty", 0.5, "`history.seen` must be given for penalties"),
+      ("frequency_penalty", 0.5, "`history.seen` must be given for penalties"),
+      ("repetition_penalty", 2.0, "`history.seen` must be given for penalties"),
+      ("bad_words", [[1, 2]], "`history.last_tokens` must be given for bad"),
+    ],
+  )
+  def test_what_is_missing(self, field, value, message):
+    sampling = settings.as_sampling(Sampling(**{field: value}), 1)
+    history = History(counts=jnp.zeros((1,), jnp.int32))
+    with pytest.raises(ValueError, match=message):
+      adjust(jnp.asarray([_LOGITS]), sampling, history)
+
+  def test_words_of_one_token_need_no_last_tokens(self):
+    sampling = settings.as_sampling(Sampling(bad_words=[[1], [99]]), 1)
+    history = History(counts=jnp.zeros((1,), jnp.int32))
+    found = adjust(jnp.asarray([_LOGITS]), sampling, history)
+    assert found.tolist() == [[2, -_INF, 0, 1, 4, -2]]
+
+  def test_a_row_without_a_sequence_is_not_changed(self):
+    row = Row(drawn=[4], bad_words=[[4]], presence_penalty=1.0, min_tokens=9)
+    sampling = settings.rows(
+      by_definition.sampling_of([row]), jnp.asarray([1], jnp.int32)
+    )
+    history = by_definition.history_of([row], sampling, _VOCABULARY, 3)
+    found = adjust(jnp.asarray([_LOGITS]), sampling, history)
+    assert found.tolist() == [_LOGITS]

@@ -1,0 +1,39 @@
+"""Random calls of all verbs: every code, every token, every invariant."""
+
+import pytest
+
+import jaxkv
+from tests.rollout.random_calls import Calls
+
+_RARE = "BAD_SEQUENCE", "BAD_LENGTH", "ENDED", "UNFINISHED", "QUEUE_FULL"
+
+
+def check_calls(seed: int, count: int) -> Calls:
+  calls = Calls(seed)
+  for _ in range(count):
+    calls.step()
+  return calls
+
+
+@pytest.mark.drawn("drafts", [0, 3], every=2)
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_calls(drafts):
+  calls = Calls(1, draft_tokens=drafts, draft_match=1, draft_columns=4)
+  for _ in range(400):
+    calls.step()
+  counters = calls.state.counters
+  if drafts:
+    assert 0 < int(counters.accepted) < int(counters.drafted)
+  assert int(calls.state.cache.stats.hit_tokens) > 0
+  assert int(calls.state.counters.forked) > 0
+  for name in ("submit", "abort", "requeue", "extend", "harvest"):
+    assert calls.done[f"{name} {jaxkv.Status.OK.name}"] > 3
+  for code in _RARE:
+    assert any(key.endswith(code) for key in calls.done), code
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_many_calls(seed):
+  calls = check_calls(seed, 20_000)
+  assert int(calls.state.counters.preempted) > 0

@@ -1,0 +1,285 @@
+"""Recurrent layers in the loop: a state that is a hash of all tokens before."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxkv
+from jaxkv import kv as memory
+from jaxkv import rollout
+from jaxkv.rollout import devices
+from tests.rollout import by_definition
+from tests.rollout import by_hand
+from tests.tools.pool_copies import pool_sized_rewrites
+
+pytestmark = pytest.mark.drawn(every=2)
+
+_PRIMES = (2039, 2029, 2027)  # A product with _FACTOR is exact in float32.
+_FACTOR, _LAYERS, _PAGE = 4093, 2, 4
+_HASH = {"hash": ((len(_PRIMES),), "float32")}
+_WAVES = np.random.default_rng(3).uniform(
+  0.5, 3, (len(_PRIMES), by_hand.VOCABULARY)
+)
+_RECURRENT = (jaxkv.FullAttention(), jaxkv.Recurrent())
+_PROMPTS = [[*prompt, *range(4)] for prompt in by_hand.PROMPTS] + [[7] * 17]
+
+
+def _after(state, token, layer):
+  """The hash after one token more."""
+  primes = np.asarray([_PRIMES], np.float32)
+  state = state * _FACTOR + (token + 1).astype(np.float32)[:, None]
+  return (state + layer) % primes
+
+
+def _scores(state, np=jnp):
+  """What a hash adds to the logits: [X, V], never more than 3."""
+  waves = np.asarray(_WAVES, np.float32)
+  return np.sum(np.sin(state[..., None] * waves[None]), axis=1)
+
+
+def _hash_rows(states, view, layer, tokens, begins):
+  """Hashes rows of packed tokens; the states, and the hash after each token.
+
+  Args:
+    states: the pages.
+    view: the rows.
+    layer: int32[].
+    tokens: int32[C].
+    begins: int32[B], the column of each row's first token.
+  """
+  state = memory.read_state(states, view, layer)["hash"]
+  columns = tokens.shape[0]
+  out = jnp.zeros((columns, len(_PRIMES)), jnp.float32)
+
+  def step(number, carry):
+    state, out = carry
+    real = number < view.counts
+    column = jnp.where(real, begins + number, columns)
+    after = _after(
+      state, tokens.at[column].get(mode="clip"), layer.astype(jnp.float32)
+    )
+    state = jnp.where(real[:, None], after, state)
+    return state, out.at[column].set(state, mode="drop")
+
+  longest = jnp.max(view.counts)
+  state, out = lax.fori_loop(0, longest, step, (state, out))
+  return memory.write_state(states, view, layer, {"hash": state}), out
+
+
+def _model(params, tokens, positions, kv, views):
+  """Attention as in `by_hand`, and two recurrent layers."""
+  pages, states = kv
+  view = views[1]
+  logits, pages = by_hand.model(params, tokens, positions, pages, views[:1])
+  single = view.decode.starts.shape[0]
+
+  def layer(index, carry):
+    states, scores = carry
+    begins = jnp.arange(single, dtype=jnp.int32)
+    states, out = _hash_rows(
+      states, view.decode, index, tokens[0, :single], begins
+    )
+    if view.prefill is not None:
+      counts = view.prefill.counts
+      begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
+      states, more = _hash_rows(
+        states, view.prefill, index, tokens[0, single:], begins
+      )
+      out = jnp.concatenate([out, more])
+    return states, scores + _scores(out)
+
+  states, scores = lax.fori_loop(
+    0, _LAYERS, layer, (states, jnp.zeros_like(logits[0]))
+  )
+  return logits + scores[None], (pages, states)
+
+
+def _expected(number, prompt, key, temperature, config):
+  """The tokens of one sequence, without any cache."""
+  key, tokens = jax.random.fold_in(key, number), [*prompt]
+  for count in range(config.max_new_tokens):
+    logits = by_hand._logits(tokens, (None,))
+    for layer in range(_LAYERS):
+      state = np.zeros((1, len(_PRIMES)), np.float32)
+      for token in tokens:
+        state = _after(state, np.asarray([token]), np.float32(layer))
+      logits = logits + _scores(state, np)[0]
+    weights = (np.arange(len(logits)) == np.argmax(logits)).astype(np.float64)
+    if temperature:
+      row = by_definition.Row(temperature=temperature)
+      weights = by_definition.weights(logits, row)
+    tokens.append(by_definition.drawn(weights, key, count))
+  return tokens
+
+
+def _sizes(pages, slots, **more):
+  return jaxkv.CacheConfig(
+    num_pages=pages,
+    page_size=_PAGE,
+    num_slots=slots,
+    pages_per_slot=8,
+    **{"groups": _RECURRENT, **more},
+  )
+
+
+def _memory(sizes):
+  kv = memory.init(
+    sizes,
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=by_hand.WIDTH,
+    dtype=jnp.float32,
+  )
+  kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
+  states = memory.init_states(sizes, num_layers=_LAYERS, shapes=_HASH)
+  nan = jax.tree.map(lambda x: x * jnp.nan, states.states)
+  return kv, dataclasses.replace(states, states=nan)
+
+
+def _begun(sizes, config, kv=None, cache=None, **options):
+  width = max(map(len, _PROMPTS))
+  rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in _PROMPTS]
+  lengths = [len(prompt) for prompt in _PROMPTS]
+  return rollout.init(
+    jaxkv.init(sizes) if cache is None else cache,
+    _memory(sizes) if kv is None else kv,
+    rows,
+    lengths,
+    jax.random.key(5),
+    config,
+    **options,
+  )
+
+
+_program = functools.cache(lambda: by_hand.Runner(rollout.all_logits(_model)))
+_CONFIG = rollout.RolloutConfig(
+  num_samples=3, max_new_tokens=9, prefill_chunk=6, admissions=4
+)
+
+
+@functools.cache
+def _wanted(temperature):
+  key, samples = jax.random.key(5), _CONFIG.num_samples
+  return [
+    _expected(number, _PROMPTS[number // samples], key, temperature, _CONFIG)
+    for number in range(len(_PROMPTS) * samples)
+  ]
+
+
+def _assert_all(state, temperature):
+  for number, tokens in enumerate(_wanted(temperature)):
+    length = int(state.sequences.length[number])
+    assert state.sequences.tokens[number, :length].tolist() == tokens
+  jaxkv.check(state.cache)
+  rollout.check(state)
+
+
+def check_states(slots, pages, temperature, program=None):
+  """All tokens are right, and no sequence holds more than two states."""
+  state = _begun(_sizes(pages, slots), _CONFIG)
+  program = program or by_hand.Runner(rollout.all_logits(_model))
+  steps = 0
+  while not bool(rollout.is_done(state)):
+    state = program(state, temperature, 1)
+    steps += 1
+    held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
+    assert held[:, 1].max() <= 2
+    assert steps < 1000
+  _assert_all(state, temperature)
+  return state
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("slots", "pages"), [(6, 100), (6, 22), (2, 30)])
+def test_equal_to_a_run_without_cache(slots, pages, temperature):
+  """Samples fork, prefixes are hit, sequences are preempted and resume."""
+  state = check_states(slots, pages, temperature, _program())
+  if slots > 1:
+    assert int(state.counters.forked) > 0
+  if pages == 22:
+    assert int(state.counters.preempted) > 0
+
+
+def test_a_later_rollout_hits_states():
+  state = _begun(_sizes(100, 4), _CONFIG)
+  first = _program()(state, 1.0)
+  hits = int(first.cache.stats.hit_tokens)
+  again = _begun(
+    _sizes(100, 4), _CONFIG, kv=first.kv, cache=first.cache, version=0
+  )
+  end = _program()(again, 1.0)
+  _assert_all(end, 1.0)
+  assert int(end.cache.stats.hit_tokens) > hits + 20
+  assert int(end.counters.prefilled) < int(first.counters.prefilled)
+
+
+def test_the_states_stay_in_place():
+  sizes, wide = _sizes(400, 4), 2048
+  states = memory.init_states(
+    sizes, num_layers=_LAYERS, shapes={"wide": ((wide,), "float32")}
+  )
+
+  def model(params, tokens, positions, kv, views):
+    pages, states = kv
+    logits, pages = by_hand.model(params, tokens, positions, pages, views[:1])
+    parts = [views[1].decode]
+    if views[1].prefill is not None:
+      parts.append(views[1].prefill)
+    for part in parts:
+      state = memory.read_state(states, part, 1)["wide"]
+      states = memory.write_state(states, part, 1, {"wide": state + 1})
+    return logits, (pages, states)
+
+  state = _begun(sizes, _CONFIG, kv=(_memory(sizes)[0], states))
+  run = functools.partial(rollout.generate, model=rollout.all_logits(model))
+  compiled = jax.jit(run, donate_argnums=1).lower(None, state).compile()
+  shape = states.states["wide"].shape
+  assert pool_sized_rewrites(compiled, shape) == []
+
+
+class TestInit:
+  def test_states_are_needed(self):
+    kv, states = _memory(_sizes(100, 4))
+    with pytest.raises(ValueError, match=r"`kv` must have StatePages for the"):
+      _begun(_sizes(100, 4), _CONFIG, kv=kv)
+    with pytest.raises(ValueError, match=r"`kv` must have KVPages for the"):
+      _begun(_sizes(100, 4), _CONFIG, kv=states)
+    with pytest.raises(ValueError, match=r"`kv\[1\]` must have 50 pages of 4"):
+      _begun(_sizes(50, 4), _CONFIG, kv=(_memory(_sizes(50, 4))[0], states))
+
+  def test_no_drafts(self):
+    config = dataclasses.replace(_CONFIG, draft_tokens=2)
+    with pytest.raises(ValueError, match=r"`RolloutConfig.draft_tokens` must"):
+      _begun(_sizes(100, 4), config)
+
+  def test_no_scratch_pages(self):
+    groups = (jaxkv.FullAttention(), jaxkv.Recurrent(num_speculative=1))
+    sizes = _sizes(100, 4, groups=groups)
+    with pytest.raises(ValueError, match=r"`Recurrent.num_speculative` must"):
+      _begun(sizes, _CONFIG)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_where_several_pools_lie():
+  sizes = _sizes(100, 4)
+  kv = memory.init(sizes, num_layers=1, num_kv_heads=2, head_dim=4)
+  latents = memory.init(
+    sizes, num_layers=1, num_kv_heads=1, head_dim=4, value_dim=2
+  )
+  state = _begun(sizes, _CONFIG, kv=(kv, latents, _memory(sizes)[1]))
+  mesh = jax.make_mesh((2,), ("model",))
+  places = devices.shardings(state, mesh, heads="model")
+  split, whole = (NamedSharding(mesh, spec) for spec in (P(None, "model"), P()))
+  pools: Any = places.kv
+  assert pools[0].k == split
+  assert pools[1].k == whole
+  assert pools[2].states["hash"] == whole
+  jax.device_put(state, places)

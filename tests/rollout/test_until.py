@@ -1,0 +1,74 @@
+"""When a call returns, and what it leaves to the next one."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import rollout
+from tests.rollout import by_hand
+
+_CONFIG = rollout.RolloutConfig(
+  num_samples=2, max_new_tokens=6, stop_token=8, prefill_chunk=4
+)
+
+
+def _begun(**options) -> rollout.RolloutState:
+  sizes = by_hand.sizes(60, 3)
+  state = by_hand.begun(jax.random.key(5), sizes, _CONFIG, **options)
+  return by_hand.begun_at(state, 1.0)
+
+
+_model = rollout.all_logits(by_hand.model)
+_generate = jax.jit(
+  lambda state, until: rollout.generate(None, state, until, model=_model)
+)
+
+
+def _ended(state: rollout.RolloutState) -> np.ndarray:
+  return np.asarray(state.sequences.status) == rollout.DONE
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_groups(count):
+  """As soon as so many are complete; the others end as if undisturbed."""
+  state, until = _begun(), rollout.Until(groups=count)
+  stopped = _generate(state, until)
+  groups = _ended(stopped).reshape(-1, 2).all(axis=1)
+  assert groups.sum() == count
+  before = _begun()
+  steps = int(stopped.counters.steps)
+  before = _generate(before, rollout.Until(steps=steps - 1))
+  assert _ended(before).reshape(-1, 2).all(axis=1).sum() < count
+  assert int(_generate(stopped, until).counters.steps) == steps
+  whole = _generate(_begun(), rollout.Until())
+  end = _generate(stopped, rollout.Until())
+  np.testing.assert_array_equal(end.sequences.tokens, whole.sequences.tokens)
+
+
+def test_sequences_until_all_are_harvested():
+  """A server: it returns for an answer, and takes it out."""
+  state, answers = _begun(), {}
+  while len(answers) < 8:
+    state = _generate(state, rollout.Until(sequences=1))
+    assert _ended(state).any()
+    state, out = rollout.harvest(state)
+    for row in np.flatnonzero(out.results.valid):
+      answers[int(out.results.ids[row])] = out.results.tokens[row].tolist()
+  whole = _generate(_begun(), rollout.Until()).sequences
+  assert [answers[n] for n in range(8)] == whole.tokens.tolist()
+  assert set(state.sequences.status.tolist()) == {rollout.EMPTY}
+
+
+def test_whichever_is_first():
+  end = _generate(_begun(), rollout.Until(steps=2, sequences=1, groups=1))
+  assert int(end.counters.steps) == 2
+  end = _generate(_begun(), rollout.Until(steps=0))
+  assert int(end.counters.steps) == 0
+
+
+def test_empty_groups_are_not_complete():
+  """Those that were never there do not count."""
+  state = _begun(num_samples=[0, 1, 2, 0])
+  end = _generate(state, rollout.Until(groups=2))
+  assert _ended(end).sum() == 3
+  assert bool(rollout.is_done(end))

@@ -1,0 +1,183 @@
+"""New weights meet a rollout, or a cache that outlives it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+
+_MODEL = models.llama(
+  vocab_size=23,
+  num_layers=2,
+  embed_dim=16,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=8,
+  mlp_dim=32,
+)
+_SIZES = jaxkv.CacheConfig(
+  num_pages=60, page_size=4, num_slots=3, pages_per_slot=8
+)
+_CONFIG = rollout.RolloutConfig(
+  num_samples=2, max_new_tokens=12, prefill_chunk=8, admissions=2
+)
+_RNG = np.random.default_rng(0)
+_PROMPTS = np.concatenate(
+  [np.tile(_RNG.integers(0, 23, 9), (3, 1)), _RNG.integers(0, 23, (3, 7))],
+  axis=1,
+).astype(np.int32)
+_LENGTHS = np.asarray([16, 12, 14], np.int32)
+
+
+def _weights(number: int):
+  params = models.init_params(jax.random.key(number), _MODEL)
+  # Larger logits, so that other weights give other tokens.
+  return params | {"embed": params["embed"] * 3}
+
+
+def _begun(cache=None, version=None, config=_CONFIG, **options):
+  kv = models.init_kv(_MODEL, _SIZES)
+  kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
+  cache = jaxkv.init(_SIZES, jax.random.key(7)) if cache is None else cache
+  return rollout.init(
+    cache,
+    options.pop("kv", kv),
+    _PROMPTS,
+    _LENGTHS,
+    jax.random.key(1),
+    config,
+    version=version,
+    **options,
+  )
+
+
+@functools.cache
+def _program():
+  model = functools.partial(models.forward, config=_MODEL)
+  return jax.jit(functools.partial(rollout.generate, model=model))
+
+
+@jax.jit
+def _trainer(params, tokens, positions):
+  """Log-probabilities of all tokens, in their own columns."""
+  logits = models.forward_uncached(params, tokens, positions, config=_MODEL)
+  scores = jax.nn.log_softmax(logits[:, :-1])
+  own = jnp.take_along_axis(scores, tokens[:, 1:, None], axis=2)[..., 0]
+  return jnp.pad(own, ((0, 0), (1, 0)))
+
+
+def _gaps(out: rollout.Generated, params, version: int) -> np.ndarray:
+  """To a trainer with these weights, of the tokens that they drew."""
+  wanted = _trainer(params, out.tokens, out.positions)
+  mine = np.asarray(out.versions) == version
+  return np.abs(np.asarray(out.log_probs - wanted))[mine]
+
+
+def _updated(how: str) -> rollout.Generated:
+  """A rollout whose weights change after seven steps."""
+  state = _program()(_weights(0), _begun(), rollout.Until(steps=7))
+  state = rollout.update_weights(state, how)
+  rollout.check(state)
+  return rollout.generated(_program()(_weights(1), state))
+
+
+class TestUpdateWeights:
+  def test_recompute(self):
+    """Each token has the log-probability of the weights that drew it."""
+    out = _updated("recompute")
+    for version in (0, 1):
+      gaps = _gaps(out, _weights(version), version)
+      assert gaps.size > 5 and gaps.max() <= 1e-5
+    versions = np.asarray(out.versions)
+    assert np.array_equal(versions >= 0, np.asarray(out.mask))
+    for row in versions:
+      drawn = row[row >= 0]
+      assert np.all(np.diff(drawn) >= 0)
+
+  def test_keep(self):
+    """Old K/V is used, and the versions are recorded."""
+    out = _updated("keep")
+    assert _gaps(out, _weights(0), 0).max() <= 1e-5
+    later = _gaps(out, _weights(1), 1)
+    assert later.size > 5 and later.max() > 1e-3
+    # What had not begun is of the new weights alone.
+    fresh = np.all(np.asarray(out.versions) != 0, axis=1)
+    assert np.any(fresh)
+    some = jax.tree.map(lambda leaf: leaf[fresh], out)
+    assert _gaps(some, _weights(1), 1).max() <= 1e-5
+
+  def test_drop(self):
+    out = _updated("drop")
+    ended_before = np.any(np.asarray(out.versions) == 0, axis=1)
+    whole = rollout.generated(_program()(_weights(1), _begun()))
+    for row in np.flatnonzero(~ended_before):
+      assert out.tokens[row].tolist() == whole.tokens[row].tolist()
+    assert _gaps(out, _weights(1), 1).max() <= 1e-5
+
+  def test_other_policies(self):
+    with pytest.raises(ValueError, match=r"`how` must be one of .*'keep'"):
+      rollout.update_weights(_begun(), "forget")
+
+  def test_kept_sequences_find_nothing_old(self):
+    """One that ran on old K/V and was preempted computes all of it again."""
+    state = _program()(_weights(0), _begun(), rollout.Until(steps=7))
+    state = rollout.update_weights(state, "keep")
+    state = _program()(_weights(1), state, rollout.Until(steps=2))
+    ids = state.sequences.ids
+    state, out = rollout.requeue(
+      state, ids, mask=state.sequences.status == rollout.RUNNING
+    )
+    assert np.any(np.asarray(out.ok))
+    rows = np.flatnonzero(out.ok)
+    before = np.asarray(state.sequences.length)
+    out = rollout.generated(_program()(_weights(1), state))
+    wanted = _trainer(_weights(1), out.tokens, out.positions)
+    gaps = np.abs(np.asarray(out.log_probs - wanted))
+    for row in rows:
+      assert gaps[row, before[row] : int(out.lengths[row])].max() <= 1e-5
+
+
+class TestVersions:
+  def test_forgetting_is_refused(self):
+    state = _program()(_weights(0), _begun())
+    with pytest.raises(ValueError, match="`version` must be given, because"):
+      _begun(state.cache)
+    with pytest.raises(ValueError, match=r"must be 0, that of .* got 1; call"):
+      _begun(state.cache, 1)
+    cache, _ = jaxkv.new_epoch(state.cache)
+    with pytest.raises(ValueError, match=r"must be 1, that of .* got 0"):
+      _begun(cache, 0)
+    assert int(_begun(cache, 1).cache.epoch) == 1
+
+  def test_traced_versions(self):
+    """They cannot be refused, so the sequences fail."""
+    state = _program()(_weights(0), _begun())
+
+    @jax.jit
+    def begun(version):
+      return _begun(state.cache, version)
+
+    assert np.all(np.asarray(begun(0).sequences.status) == rollout.WAITING)
+    refused = begun(3).sequences
+    assert np.all(np.asarray(refused.status) == rollout.FAILED)
+    assert set(refused.code.tolist()) == {jaxkv.Status.STALE}
+
+  def test_many_updates(self):
+    """Equal prompts hit in a round, and never the pages of an earlier one."""
+    state, cached = _begun(), 0
+    for number in range(50):
+      params = _weights(number)
+      state = _begun(state.cache, number, kv=state.kv)
+      state = _program()(params, state)
+      gaps = _gaps(rollout.generated(state), params, number)
+      assert gaps.size and gaps.max() <= 1e-5, number
+      hits = int(state.cache.stats.hit_tokens)
+      assert hits > cached
+      cached = hits
+      state = rollout.update_weights(state)
