@@ -58,7 +58,7 @@ class TestLeastPrefilled:
       num_pages=60, page_size=2, num_slots=1, pages_per_slot=8
     )
     state = by_hand.begun(jax.random.key(0), sizes, config, prompts)
-    end = by_hand.program()(state, 1.0, 0)
+    end = by_hand.program()(state, 1.0)
     rows = zip(end.sequences.tokens, end.sequences.length, strict=True)
     tokens = [np.asarray(row)[:length].tolist() for row, length in rows]
     begun = zip(tokens, map(len, prompts), strict=True)

@@ -15,7 +15,9 @@ from jaxkv._src.commands.errors import CommandError
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[Callable[[Any], None]]:
+def opened(
+  path: str | os.PathLike[str], *, flag: str = "--json", lines: bool = False
+) -> Iterator[Callable[[Any], None]]:
   """Checks that a JSON file can be written, before there is a value to write.
 
   The yielded function takes the value; it is written when the block ends. If
@@ -27,6 +29,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Callable[[Any], None]]:
 
   Args:
     path: the file.
+    flag: the argument that named it.
+    lines: whether the value is a list that is written one element a line.
 
   Yields:
     A function that takes the value to write.
@@ -34,7 +38,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Callable[[Any], None]]:
   Raises:
     CommandError: the file cannot be written.
   """
-  with _errors_named(path):
+  with _errors_named(path, flag):
     mode = _mode(path)
     stream = _stream(path, mode)
     if stream is None:
@@ -43,8 +47,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Callable[[Any], None]]:
   try:
     yield values.append
     if values:
-      text = json.dumps(values[-1], indent=1) + "\n"
-      with _errors_named(path):
+      text = _text(values[-1], lines)
+      with _errors_named(path, flag):
         _write(path, mode, stream, text)
   finally:
     if stream is not None:
@@ -53,14 +57,20 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Callable[[Any], None]]:
         stream.close()
 
 
+def _text(value: Any, lines: bool) -> str:
+  if lines:
+    return "".join(json.dumps(one) + "\n" for one in value)
+  return json.dumps(value, indent=1) + "\n"
+
+
 @contextlib.contextmanager
-def _errors_named(path: str | os.PathLike[str]) -> Iterator[None]:
+def _errors_named(path: str | os.PathLike[str], flag: str) -> Iterator[None]:
   try:
     yield
   except OSError as error:
     reason = error.strerror or str(error)
     raise CommandError(
-      f"cannot write {os.fspath(path)}: {reason}; name another file for --json"
+      f"cannot write {os.fspath(path)}: {reason}; name another file for {flag}"
     ) from error
 
 

@@ -26,6 +26,27 @@ class Prompts:
   lengths: np.ndarray
 
 
+def read_lines(path: str) -> list[str]:
+  """The lines of a text file in UTF-8, one prompt each.
+
+  Raises:
+    CommandError: no such file, one that is not UTF-8, or an empty one.
+  """
+  try:
+    text = pathlib.Path(path).read_text(encoding="utf-8")
+  except OSError as error:
+    raise CommandError(f"cannot read {path}: {error.strerror}") from error
+  except UnicodeDecodeError as error:
+    raise CommandError(
+      f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save "
+      "it as UTF-8"
+    ) from error
+  if not text:
+    raise CommandError(f"{path} is empty: it needs one prompt a line")
+  # Not `splitlines`, which also ends a line at a form feed.
+  return text.removesuffix("\n").split("\n")
+
+
 def read(path: str, vocabulary: Vocabulary) -> list[np.ndarray]:
   """Reads one prompt a line.
 
@@ -40,21 +61,8 @@ def read(path: str, vocabulary: Vocabulary) -> list[np.ndarray]:
     CommandError: no such file, an empty line, or a character that the model
       does not know; the message names the line.
   """
-  try:
-    text = pathlib.Path(path).read_text(encoding="utf-8")
-  except OSError as error:
-    raise CommandError(f"cannot read {path}: {error.strerror}") from error
-  except UnicodeDecodeError as error:
-    raise CommandError(
-      f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save "
-      "it as UTF-8"
-    ) from error
-  if not text:
-    raise CommandError(f"{path} is empty: it needs one prompt a line")
-  # Not `splitlines`, which also ends a line at a form feed.
-  lines = text.removesuffix("\n").split("\n")
   encoded = []
-  for number, line in enumerate(lines, start=1):
+  for number, line in enumerate(read_lines(path), start=1):
     if not line:
       raise CommandError(
         f"{path} line {number}: an empty prompt; write one prompt a line"

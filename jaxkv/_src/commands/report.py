@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxkv.models import CharacterModel
@@ -39,7 +40,7 @@ def collect(
   """
   cache, counters, stats = state.cache, state.counters, state.cache.stats
   sizes = cache.config
-  kv_bytes = state.kv.k.nbytes + state.kv.v.nbytes
+  kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.kv))
   page_bytes = kv_bytes // sizes.num_pages
   queries, hits = int(stats.queried_tokens), int(stats.hit_tokens)
   generated, prefilled = int(counters.generated), int(counters.prefilled)

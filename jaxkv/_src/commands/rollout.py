@@ -11,28 +11,27 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 import time
 import warnings
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 from jax import Array
 
 import jaxkv
-from jaxkv import kv as kv_memory
 from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.commands import json_file
+from jaxkv._src.commands import pretrained
 from jaxkv._src.commands import prompts as prompt_files
 from jaxkv._src.commands import report
 from jaxkv._src.commands import results
+from jaxkv._src.commands import spans
 from jaxkv._src.commands.errors import CommandError
 from jaxkv._src.commands.prompts import Prompts
+from jaxkv._src.commands.spans import Timed
 from jaxkv._src.rollout.arguments import as_temperature
 from jaxkv.models import CharacterModel
 from jaxkv.rollout import RolloutConfig
@@ -56,29 +55,14 @@ _RANGES = {
 """The smallest and the largest value of each whole number."""
 
 
-class _Timed(NamedTuple):
-  """A result, and how long it took.
-
-  Attributes:
-    value: the result.
-    seconds: without compilation.
-    compile_seconds: the compilation.
-  """
-
-  value: Any
-  seconds: float
-  compile_seconds: float
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's arguments to its parser."""
   add = parser.add_argument
   add("--prompts", metavar="FILE", help="one prompt a line; default: real text")
-  add(
-    "--samples", metavar="G", type=int, default=4, help="a prompt (%(default)s)"
-  )
+  pretrained.add_arguments(parser)
+  add("--samples", metavar="G", type=int, help="a prompt (4; with --model 1)")
   add("--slots", metavar="B", type=int, default=8, help="batch (%(default)s)")
-  add("--pages", metavar="N", type=int, default=160, help="pool (%(default)s)")
+  add("--pages", metavar="N", type=int, help="pool (160; with --model enough)")
   add("--page-size", metavar="S", type=int, default=16, help="(%(default)s)")
   add("--max-tokens", metavar="T", type=int, default=96, help="(%(default)s)")
   add("--seed", metavar="I", type=int, default=0, help="(%(default)s)")
@@ -112,6 +96,11 @@ def run(args: argparse.Namespace) -> int:
   Raises:
     CommandError: an argument or a prompt cannot be used.
   """
+  if args.model is not None:
+    return pretrained.run(args)
+  pretrained.check_unused(args)
+  args.samples = 4 if args.samples is None else args.samples
+  args.pages = 160 if args.pages is None else args.pages
   _check(args)
   with contextlib.ExitStack() as stack:
     write = (
@@ -220,31 +209,11 @@ def _paged(
   model: CharacterModel,
   prompts: Prompts,
   config: RolloutConfig,
-) -> _Timed:
+) -> Timed:
   """Runs the loop in spans, with a progress bar over sequences."""
   state = _initial(args, model, prompts, config)
   forward = functools.partial(models.forward, config=model.config)
-  program = functools.partial(rollout.generate, model=forward)
-  temperature = jnp.float32(args.temperature)
-  span = jnp.int32(args.span)
-  print("compiling the loop ...", file=sys.stderr, flush=True)
-  begin = time.perf_counter()
-  compiled = (
-    jax.jit(program, donate_argnums=1)
-    .lower(model.params, state, temperature, span)
-    .compile()
-  )
-  ready = time.perf_counter()
-  total = int(state.sequences.length.shape[0])
-  with tqdm.tqdm(total=total, desc="rollout", unit="seq") as bar:
-    while True:
-      state = compiled(model.params, state, temperature, span)
-      done = int(jnp.sum(state.sequences.status >= rollout.DONE))
-      bar.update(done - bar.n)
-      if done == total:
-        break
-  seconds = time.perf_counter() - ready
-  return _Timed(state, seconds, ready - begin)
+  return spans.generate(model.params, state, model=forward, steps=args.span)
 
 
 def _initial(
@@ -254,15 +223,11 @@ def _initial(
   config: RolloutConfig,
 ) -> RolloutState:
   sizes = _sizes(args)
-  kv = kv_memory.init(
-    sizes,
-    num_layers=model.config.num_layers,
-    num_kv_heads=model.config.num_kv_heads,
-    head_dim=model.config.head_dim,
-    dtype=model.config.dtype,
-  )
+  kv = models.init_kv(model.config, sizes)
   cache = jaxkv.init(sizes)
-  return rollout.init(cache, kv, *_arrays(args, prompts), config)
+  sampling = rollout.Sampling(temperature=args.temperature)
+  arrays = _arrays(args, prompts)
+  return rollout.init(cache, kv, *arrays, config, sampling=sampling)
 
 
 def _sizes(args: argparse.Namespace) -> jaxkv.CacheConfig:
@@ -289,16 +254,11 @@ def _dense(
   model: CharacterModel,
   prompts: Prompts,
   config: RolloutConfig,
-) -> _Timed:
+) -> Timed:
   """The same sequences with a dense cache."""
   sequences = rollout.from_prompts(*_arrays(args, prompts), config)
-  memory = models.dense.init(
-    num_layers=model.config.num_layers,
-    batch_size=args.slots,
-    max_len=SLOT_TOKENS,
-    num_kv_heads=model.config.num_kv_heads,
-    head_dim=model.config.head_dim,
-    dtype=model.config.dtype,
+  memory = models.init_dense(
+    model.config, batch_size=args.slots, max_len=SLOT_TOKENS
   )
   forward = functools.partial(
     models.forward_dense, config=model.config, logits="last"
@@ -311,4 +271,4 @@ def _dense(
   compiled = jax.jit(program).lower(*inputs).compile()
   ready = time.perf_counter()
   sequences = jax.block_until_ready(compiled(*inputs))
-  return _Timed(sequences, time.perf_counter() - ready, ready - begin)
+  return Timed(sequences, time.perf_counter() - ready, ready - begin)

@@ -1,0 +1,66 @@
+"""Chat templates: programs in Jinja, run without access to anything."""
+
+import datetime
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv._src.models.loading.extras import extra_package
+
+
+def rendered(template: str, variables: Mapping[str, Any]) -> str:
+  """The text of a conversation.
+
+  Args:
+    template: from the checkpoint.
+    variables: what the template may use, beside the functions that Hugging
+      Face gives templates.
+
+  Raises:
+    ValueError: the template is damaged, or refuses the conversation.
+  """
+  task = "To render a chat template"
+  jinja2 = extra_package("jinja2", extra="hf", task=task)
+  sandbox = extra_package("jinja2.sandbox", extra="hf", task=task)
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=["jinja2.ext.loopcontrols"],
+  )
+  environment.filters["tojson"] = _json
+  environment.globals["raise_exception"] = _refuse
+  environment.globals["strftime_now"] = _now
+  try:
+    return environment.from_string(template).render(**variables)
+  except jinja2.TemplateError as error:
+    raise ValueError(
+      f"the chat template cannot be used here: {error}; change the messages."
+    ) from error
+
+
+def _refuse(message: str) -> None:
+  raise ValueError(
+    f"the chat template refuses the conversation: {message}; change the "
+    "messages."
+  )
+
+
+def _now(form: str) -> str:
+  return datetime.datetime.now().strftime(form)
+
+
+def _json(
+  value: Any,
+  ensure_ascii: bool = False,
+  indent: int | None = None,
+  separators: tuple[str, str] | None = None,
+  sort_keys: bool = False,
+) -> str:
+  """Like JSON itself; Jinja's own filter would escape what HTML reserves."""
+  return json.dumps(
+    value,
+    ensure_ascii=ensure_ascii,
+    indent=indent,
+    separators=separators,
+    sort_keys=sort_keys,
+  )

@@ -1,0 +1,36 @@
+"""Packages that only some models need, which an extra brings."""
+
+import importlib
+from typing import Any
+
+
+def extra_package(name: str, *, extra: str, task: str) -> Any:
+  """A package, or one of its modules, that is imported when it is needed.
+
+  Args:
+    name: what to import.
+    extra: the extra of jaxkv that brings it.
+    task: what it is needed for, as in "To read a .gguf file".
+
+  Returns:
+    The module.
+
+  Raises:
+    ImportError: it is not installed; the message names the extra.
+
+  Examples:
+    >>> extra_package("no_such", extra="hf", task="To read nothing")
+    Traceback (most recent call last):
+    ImportError: To read nothing, the package `no_such` must be installed; do
+    pip install "jaxkv[hf]".
+  """
+  try:
+    return importlib.import_module(name)
+  except ImportError as error:
+    package = name.partition(".")[0]
+    if (error.name or "").partition(".")[0] != package:
+      raise
+    raise ImportError(
+      f"{task}, the package `{package}` must be installed; do "
+      f'pip install "jaxkv[{extra}]".'
+    ) from None

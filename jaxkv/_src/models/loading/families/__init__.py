@@ -1,0 +1,1 @@
+"""What each family's config.json and tensors mean."""

@@ -1,0 +1,38 @@
+"""Checkpoints of the Hugging Face hub, by the package `huggingface_hub`."""
+
+import pathlib
+import re
+
+from jaxkv._src.models.loading.extras import extra_package
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def is_id(source: str) -> bool:
+  """Whether a name could be that of a model on the hub.
+
+  Examples:
+    >>> is_id("Qwen/Qwen3-0.6B"), is_id("./folder/inner"), is_id("name")
+    (True, False, False)
+  """
+  return _ID.fullmatch(source) is not None and not source.startswith(".")
+
+
+def fetched(source: str) -> pathlib.Path:
+  """The folder of a model, downloaded if it is not there yet.
+
+  Raises:
+    ImportError: the package is not installed.
+    ValueError: the hub does not give the model.
+  """
+  task = f"There is no folder {source}; to get a model of that name"
+  hub = extra_package("huggingface_hub", extra="hub", task=task)
+  try:
+    return pathlib.Path(hub.snapshot_download(source, allow_patterns=_FILES))
+  # The package raises errors of its own, of HTTP, and of files.
+  except Exception as error:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    raise ValueError(
+      f"cannot get {source} from the hub: {reason[0]}; name a folder instead."
+    ) from error

@@ -1,0 +1,204 @@
+"""Safetensors files, read as windows on the file and written in one pass.
+
+A file is the length of a header in 8 bytes, the header in JSON, and the bytes
+of all tensors. NumPy alone reads it, types of 8 bits and bfloat16 included.
+"""
+
+import functools
+import json
+import math
+import pathlib
+import struct
+from collections.abc import Iterable
+from typing import Any
+from typing import BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from jaxkv._src.models.loading.stored import Stored
+from jaxkv._src.models.loading.stored import StoredTensor
+
+_DTYPES: dict[str, Any] = {
+  "F64": np.float64,
+  "F32": np.float32,
+  "F16": np.float16,
+  "BF16": ml_dtypes.bfloat16,
+  "F8_E4M3": ml_dtypes.float8_e4m3fn,
+  "F8_E5M2": ml_dtypes.float8_e5m2,
+  "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+  "I64": np.int64,
+  "I32": np.int32,
+  "I16": np.int16,
+  "I8": np.int8,
+  "U8": np.uint8,
+  "BOOL": np.bool_,
+}
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+_MOST_HEADER = 100_000_000
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+def open_folder(folder: pathlib.Path) -> Stored:
+  """All tensors of a folder as Hugging Face writes it.
+
+  Raises:
+    ValueError: there are none, a shard is missing or truncated, or a header is
+      damaged.
+  """
+  if (folder / _INDEX).exists():
+    return _indexed(folder)
+  if (folder / _SINGLE).exists():
+    return open_file(folder / _SINGLE)
+  others = [*folder.glob("*.bin"), *folder.glob("*.pth")]
+  if others:
+    raise ValueError(
+      f"{folder} has no safetensors, but {others[0].name}, a format that runs "
+      "code when it is read; convert it to safetensors."
+    )
+  raise ValueError(
+    f"{folder} has neither {_SINGLE} nor {_INDEX}; name a folder with a "
+    "checkpoint."
+  )
+
+
+def _indexed(folder: pathlib.Path) -> Stored:
+  index = json_object(folder / _INDEX)
+  homes = index.get("weight_map")
+  if not isinstance(homes, dict):
+    raise ValueError(f"{folder / _INDEX} has no `weight_map`; get it again.")
+  files: dict[str, Stored] = {}
+  for name in sorted(set(homes.values())):
+    path = folder / name
+    if path.name != name or not path.exists():
+      raise ValueError(
+        f"{folder} lacks the shard {name}, which {_INDEX} names; get it again."
+      )
+    files[name] = open_file(path)
+  held = {tensor: home for home, own in files.items() for tensor in own}
+  for tensor, home in homes.items():
+    if held.get(tensor) != home:
+      raise ValueError(
+        f"{folder / home} lacks the tensor {tensor}, which {_INDEX} names; get "
+        "it again."
+      )
+  return {tensor: files[home][tensor] for tensor, home in held.items()}
+
+
+def open_file(path: pathlib.Path) -> Stored:
+  """The tensors of one file.
+
+  Raises:
+    ValueError: the file is truncated or its header is damaged.
+  """
+  size = path.stat().st_size
+  with open(path, "rb") as file:
+    begin = file.read(8)
+    length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
+    if length > min(size - 8, _MOST_HEADER):
+      raise ValueError(
+        f"{path} is truncated or no safetensors file: {size} bytes cannot hold "
+        "its header; get it again."
+      )
+    text = file.read(length)
+  try:
+    header = json.loads(text)
+    header.pop("__metadata__", None)
+    entries = {
+      name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+      for name, entry in header.items()
+    }
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise ValueError(
+      f"{path} has a damaged header ({error!r}); get it again."
+    ) from error
+  return {
+    name: _tensor(path, size, 8 + length, name, entry)
+    for name, entry in entries.items()
+  }
+
+
+def _tensor(
+  path: pathlib.Path,
+  size: int,
+  base: int,
+  name: str,
+  entry: tuple[str, tuple[int, ...], int, int],
+) -> StoredTensor:
+  kind, shape, begin, end = entry
+  if kind not in _DTYPES:
+    raise ValueError(
+      f"{path} holds {name} as {kind}, which is not supported; known are "
+      f"{', '.join(_DTYPES)}."
+    )
+  dtype = np.dtype(_DTYPES[kind])
+  begin, end = base + begin, base + end
+  if end > size:
+    raise ValueError(
+      f"{path} is truncated: it has {size} bytes, and {name} ends at {end}; "
+      "get it again."
+    )
+  if end - begin != math.prod(shape) * dtype.itemsize or begin < base:
+    raise ValueError(
+      f"{path} has a damaged header: {name} of shape {list(shape)} cannot take "
+      f"{end - begin} bytes; get it again."
+    )
+  read = functools.partial(_window, path, begin, shape, dtype)
+  return StoredTensor(shape, dtype, read)
+
+
+def _window(
+  path: pathlib.Path, begin: int, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+  if 0 in shape:
+    return np.zeros(shape, dtype)
+  raw = np.memmap(
+    path, np.uint8, "r", begin, (math.prod(shape) * dtype.itemsize,)
+  )
+  return raw.view(dtype).reshape(shape)
+
+
+def write(
+  file: BinaryIO, tensors: Iterable[tuple[str, StoredTensor]], dtype: Any
+) -> None:
+  """Writes tensors as one file, each as `dtype`; one at a time is in memory.
+
+  Args:
+    file: open for writing.
+    tensors: names, and what to read.
+    dtype: of all.
+  """
+  dtype, tensors = np.dtype(dtype), list(tensors)
+  header, end = {}, 0
+  for name, tensor in tensors:
+    begin, end = end, end + math.prod(tensor.shape) * dtype.itemsize
+    header[name] = {
+      "dtype": _NAMES[dtype],
+      "shape": list(tensor.shape),
+      "data_offsets": [begin, end],
+    }
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)
+  file.write(struct.pack("<Q", len(text)) + text)
+  for _, tensor in tensors:
+    file.write(np.ascontiguousarray(tensor.read().astype(dtype)).tobytes())
+
+
+def json_object(path: pathlib.Path) -> dict[str, Any]:
+  """A JSON file that holds an object.
+
+  Raises:
+    ValueError: it is missing, or holds something else.
+  """
+  try:
+    value = json.loads(path.read_text(encoding="utf-8"))
+  except OSError as error:
+    raise ValueError(
+      f"cannot read {path}: {error.strerror}; name a folder with a checkpoint."
+    ) from error
+  except ValueError as error:
+    raise ValueError(f"{path} is no JSON ({error}); get it again.") from error
+  if not isinstance(value, dict):
+    raise ValueError(f"{path} holds no JSON object; get it again.")
+  return value

@@ -1,0 +1,362 @@
+"""Tiny random checkpoints that transformers has saved, against its logits."""
+
+import functools
+import json
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+
+_SIZES = {
+  "vocab_size": 96,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 4,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 256,
+}
+_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_LATENT = {
+  "num_key_value_heads": 4,
+  "q_lora_rank": 24,
+  "kv_lora_rank": 16,
+  "qk_nope_head_dim": 8,
+  "qk_rope_head_dim": 4,
+  "v_head_dim": 12,
+  "n_routed_experts": 8,
+  "num_experts_per_tok": 2,
+  "moe_intermediate_size": 16,
+  "n_shared_experts": 2,
+  "first_k_dense_replace": 1,
+  "n_group": 4,
+  "topk_group": 2,
+}
+_YARN = {
+  "rope_type": "yarn",
+  "rope_theta": 1e4,
+  "factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+# The name in transformers, and what the checkpoint is made with.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+  "Llama 2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+  "Llama 3": (
+    "Llama",
+    {
+      "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+      },
+      "head_dim": 16,
+      "tie_word_embeddings": True,
+    },
+  ),
+  "Llama, linear": (
+    "Llama",
+    {
+      "rope_parameters": {
+        "rope_type": "linear", "rope_theta": 1e4, "factor": 4.0,
+      }
+    },
+  ),
+  "Mistral": ("Mistral", {"sliding_window": 9, "head_dim": 8}),
+  "Mixtral": ("Mixtral", _EXPERTS | {"sliding_window": None}),
+  "Qwen2": ("Qwen2", {}),
+  "Qwen2, windows": (
+    "Qwen2",
+    {
+      "use_sliding_window": True,
+      "sliding_window": 7,
+      "max_window_layers": 2,
+    },
+  ),
+  "Qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+  "Qwen3-MoE": (
+    "Qwen3Moe",
+    {
+      "head_dim": 16,
+      "num_local_experts": 6,
+      "num_experts_per_tok": 3,
+      "moe_intermediate_size": 24,
+      "norm_topk_prob": True,
+      "mlp_only_layers": [1],
+    },
+  ),
+  "Qwen3-Next": (
+    "Qwen3Next",
+    {
+      "head_dim": 16,
+      "num_experts": 6,
+      "num_experts_per_tok": 3,
+      "moe_intermediate_size": 24,
+      "shared_expert_intermediate_size": 16,
+      "linear_num_key_heads": 2,
+      "linear_num_value_heads": 4,
+      "linear_key_head_dim": 8,
+      "linear_value_head_dim": 12,
+    },
+  ),
+  "Gemma 2": (
+    "Gemma2",
+    {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24},
+  ),
+  "Gemma 3": (
+    "Gemma3",
+    {
+      "num_hidden_layers": 8,
+      "head_dim": 16,
+      "sliding_window": 6,
+      "query_pre_attn_scalar": 24,
+      "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+          "rope_type": "linear", "rope_theta": 1e6, "factor": 8.0,
+        },
+      },
+    },
+  ),
+  "gpt-oss": (
+    "GptOss",
+    _EXPERTS
+    | {
+      "head_dim": 16,
+      "sliding_window": 6,
+      "rope_parameters": _YARN | {"truncate": False},
+    },
+  ),
+  "DeepSeek-V2": (
+    "DeepseekV2",
+    _LATENT
+    | {
+      "topk_method": "group_limited_greedy",
+      "routed_scaling_factor": 2.0,
+      "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+  ),
+  "DeepSeek-V2-Lite": (
+    "DeepseekV2",
+    _LATENT | {"topk_method": "greedy", "q_lora_rank": None},
+  ),
+  "DeepSeek-V3": (
+    "DeepseekV3",
+    _LATENT
+    | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+  ),
+}  # fmt: skip
+_TOKENS, _NEW = 33, 12
+
+
+@pytest.fixture(scope="module")
+def transformers():
+  """The library, with its logits on a CPU."""
+  pytest.importorskip("torch")
+  pytest.importorskip("safetensors")
+  return pytest.importorskip("transformers")
+
+
+@functools.cache
+def _checkpoint(name: str, folder: Any, transformers: Any) -> Any:
+  """A saved checkpoint: its folder, and the model of transformers."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  kind, changes = FAMILIES[name]
+  text = "Gemma3Text" if kind == "Gemma3" else kind
+  torch.manual_seed(0)
+  config = getattr(transformers, f"{text}Config")(**(_SIZES | changes))
+  config._attn_implementation = "eager"
+  if hasattr(config, "_experts_implementation"):
+    config._experts_implementation = "eager"
+  model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.add_(torch.randn_like(parameter) * 0.1)
+  place = folder / name.replace(" ", "")
+  model.save_pretrained(place)
+  return place, model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, transformers):
+  folder = tmp_path_factory.mktemp("checkpoints")
+  return lambda name: _checkpoint(name, folder, transformers)
+
+
+def _expected(model: Any, tokens: np.ndarray) -> np.ndarray:
+  import torch  # pyright: ignore[reportMissingImports]
+
+  with torch.no_grad():
+    return model(torch.asarray(tokens).long()).logits.float().numpy()
+
+
+def _tokens() -> np.ndarray:
+  rng = np.random.default_rng(0)
+  return rng.integers(3, 96, (3, _TOKENS)).astype(np.int32)
+
+
+def _paged(decoder, params, tokens: np.ndarray, chunks) -> np.ndarray:
+  """Logits of chunks of a prompt and of decoding, over poisoned pages."""
+  rows, total = tokens.shape
+  config = jaxkv.CacheConfig(
+    num_pages=200,
+    page_size=4,
+    num_slots=rows,
+    pages_per_slot=-(-total // 4),
+    groups=models.cache_groups(decoder),
+  )
+  cache = jaxkv.init(config)
+  kv = jax.tree.map(lambda a: a * jnp.nan, models.init_kv(decoder, config))
+  found, start = [], 0
+  for count in chunks:
+    counts = [count] * rows
+    cache, _ = jaxkv.recycle(cache)
+    cache, out = jaxkv.allocate(cache, counts)
+    assert bool(jnp.all(out.ok))
+    views = tuple(
+      jaxkv.view(cache, group=group, counts=counts)
+      for group in range(len(config.groups))
+    )
+    piece = jnp.asarray(tokens[:, start : start + count])
+    steps = jnp.arange(count, dtype=jnp.int32)[None]
+    positions = cache.length[:, None] + steps
+    logits, kv = models.forward(
+      params, piece, positions, kv, views, config=decoder
+    )
+    cache, _ = jaxkv.commit(cache, piece, counts)
+    found.append(np.asarray(logits))
+    start += count
+  return np.concatenate(found, axis=1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits(name, checkpoint):
+  place, model = checkpoint(name)
+  loaded = models.load(place)
+  decoder, params = loaded.config, loaded.params
+  tokens = _tokens()
+  expected = _expected(model, tokens)
+  positions = jnp.broadcast_to(
+    jnp.arange(_TOKENS, dtype=jnp.int32)[None], tokens.shape
+  )
+  whole = models.forward_uncached(
+    params, jnp.asarray(tokens), positions, config=decoder
+  )
+  paged = _paged(decoder, params, tokens, (13, 1, 8, 1, 1, 9))
+  for found in (np.asarray(whole), paged):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
+    np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
+
+
+def _changed(place, folder, values=None, tensors=None):
+  """A copy of a checkpoint with another configuration, or other tensors."""
+  from safetensors import numpy as stored  # pyright: ignore
+
+  shutil.copytree(place, folder)
+  path = folder / "config.json"
+  found = json.loads(path.read_text()) | (values or {})
+  path.write_text(json.dumps(found))
+  if tensors is not None:
+    path = folder / "model.safetensors"
+    stored.save_file(tensors(stored.load_file(path)), path)
+  return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_unknown_keys_and_tensors(name, checkpoint, tmp_path):
+  place, _ = checkpoint(name)
+  other = _changed(place, tmp_path / "key", {"made_up": 3})
+  with pytest.raises(ValueError, match="may change the result: `made_up`: 3"):
+    models.load(other)
+  extra = {"model.layers.0.extra.weight": np.zeros(2, np.float32)}
+  other = _changed(place, tmp_path / "more", tensors=lambda all: all | extra)
+  with pytest.raises(ValueError, match=r"not known: model\.layers\.0\.extra"):
+    models.load(other)
+  other = _changed(
+    place,
+    tmp_path / "less",
+    tensors=lambda all: {k: all[k] for k in all if k != "model.norm.weight"},
+  )
+  with pytest.raises(ValueError, match=r"lacks tensors: model.norm.weight; ge"):
+    models.load(other)
+
+
+_OLDER = ("Llama 3", "Llama, linear", "Gemma 3", "gpt-oss", "DeepSeek-V3")
+
+
+@pytest.mark.parametrize("name", _OLDER)
+def test_older_configurations(name, checkpoint, tmp_path):
+  """Most checkpoints were saved before `rope_parameters` had its name."""
+  place, _ = checkpoint(name)
+  values = json.loads((place / "config.json").read_text())
+  rope = values.pop("rope_parameters")
+  local = rope.pop("sliding_attention", None)
+  rope = rope.get("full_attention", rope)
+  if local is not None:
+    values["rope_local_base_freq"] = local["rope_theta"]
+    values["sliding_window_pattern"] = values.pop("_sliding_window_pattern", 6)
+    del values["layer_types"]
+  values["rope_theta"] = rope.pop("rope_theta")
+  rope["type"] = rope.pop("rope_type")
+  values["rope_scaling"] = rope
+  values["torch_dtype"] = values.pop("dtype")
+  other = tmp_path / "older"
+  shutil.copytree(place, other)
+  (other / "config.json").write_text(json.dumps(values))
+  assert models.load(other).config == models.load(place).config
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_rollout_draws_the_same(name, checkpoint):
+  """Greedily, as `generate`: prompts in chunks, beside others that decode."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  place, model = checkpoint(name)
+  loaded = models.load(place)
+  prompts, lengths = _tokens()[:, :20], [20, 11, 16]
+  expected = []
+  for prompt, length in zip(prompts, lengths, strict=True):
+    with torch.no_grad():
+      out = model.generate(
+        torch.asarray(prompt[None, :length]).long(),
+        attention_mask=torch.ones(1, length, dtype=torch.long),
+        max_new_tokens=_NEW,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+      )
+    expected.append(out[0, length:].tolist())
+  sizes = loaded.cache_config(
+    num_pages=400, num_slots=2, page_size=4, max_length=20 + _NEW
+  )
+  kv = jax.tree.map(lambda a: a * jnp.nan, loaded.init_kv(sizes))
+  config = rollout.RolloutConfig(max_new_tokens=_NEW, prefill_chunk=8)
+  state = rollout.init(
+    jaxkv.init(sizes),
+    kv,
+    prompts,
+    lengths,
+    jax.random.key(0),
+    config,
+    sampling=rollout.Sampling(temperature=0.0),
+  )
+  program = jax.jit(functools.partial(rollout.generate, model=loaded.forward))
+  end = program(loaded.params, state)
+  out = rollout.generated(end)
+  found = [
+    row[mask].tolist()
+    for row, mask in zip(
+      np.asarray(out.tokens), np.asarray(out.mask), strict=True
+    )
+  ]
+  assert found == expected

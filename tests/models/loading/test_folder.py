@@ -1,0 +1,205 @@
+"""Folders that cannot be used, and weights in few bits."""
+
+import json
+import struct
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv._src.models.loading import safetensors_files
+from jaxkv._src.models.loading import unpacking
+from jaxkv._src.models.loading.stored import StoredTensor
+
+_CONFIG = {
+  "architectures": ["LlamaForCausalLM"],
+  "dtype": "bfloat16",
+  "eos_token_id": 2,
+  "hidden_size": 8,
+  "intermediate_size": 12,
+  "max_position_embeddings": 64,
+  "model_type": "llama",
+  "num_attention_heads": 2,
+  "num_hidden_layers": 2,
+  "num_key_value_heads": 1,
+  "vocab_size": 11,
+}
+_LAYER = {
+  "input_layernorm": (8,),
+  "post_attention_layernorm": (8,),
+  "self_attn.q_proj": (8, 8),
+  "self_attn.k_proj": (4, 8),
+  "self_attn.v_proj": (4, 8),
+  "self_attn.o_proj": (8, 8),
+  "mlp.gate_proj": (12, 8),
+  "mlp.up_proj": (12, 8),
+  "mlp.down_proj": (8, 12),
+}
+
+
+def _stored(values):
+  return StoredTensor(values.shape, values.dtype, lambda: values)
+
+
+def _tensors():
+  shapes = {
+    f"model.layers.{layer}.{name}.weight": shape
+    for layer in range(2)
+    for name, shape in _LAYER.items()
+  }
+  shapes |= {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,)}
+  shapes |= {"lm_head.weight": (11, 8)}
+  draw = np.random.default_rng(0)
+  return {
+    name: draw.normal(size=shape).astype(np.float32)
+    for name, shape in shapes.items()
+  }
+
+
+def _write(path, tensors, dtype=ml_dtypes.bfloat16):
+  with open(path, "wb") as file:
+    pairs = [(name, _stored(values)) for name, values in tensors.items()]
+    safetensors_files.write(file, pairs, dtype)
+
+
+@pytest.fixture
+def folder(tmp_path):
+  _write(tmp_path / "model.safetensors", _tensors())
+  (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
+  return tmp_path
+
+
+def _change(folder, **values):
+  path = folder / "config.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def _refused(folder, *words):
+  with pytest.raises(ValueError) as caught:
+    models.load(folder)
+  message = str(caught.value)
+  assert "\n" not in message
+  for word in words:
+    assert word in message, message
+
+
+class TestFolder:
+  def test_weights_keep_their_type_and_place(self, folder):
+    model = models.load(folder)
+    rows = _tensors()
+    assert model.config.dtype == jnp.bfloat16
+    assert (model.max_length, model.stop_tokens) == (64, (2,))
+    (stretch,) = model.params["layers"]
+    wanted = rows["model.layers.1.self_attn.q_proj.weight"].T.reshape(8, 2, 4)
+    found = np.asarray(stretch[0]["query"][1])
+    np.testing.assert_array_equal(found, wanted.astype(ml_dtypes.bfloat16))
+    wide = models.load(folder, dtype=jnp.float32)
+    assert wide.params["embed"].dtype == jnp.float32
+
+  def test_generation_config_names_more_stop_tokens(self, folder):
+    path = folder / "generation_config.json"
+    path.write_text('{"eos_token_id": [2, 7]}')
+    assert models.load(folder).stop_tokens == (2, 7)
+
+  def test_shards(self, folder):
+    tensors = _tensors()
+    names = sorted(tensors)
+    homes = {
+      name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(names)
+    }
+    for home in set(homes.values()):
+      own = {name: tensors[name] for name in names if homes[name] == home}
+      _write(folder / home, own)
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": homes}))
+    assert models.load(folder).config.num_layers == 2
+    (folder / "model-2.safetensors").unlink()
+    _refused(folder, "lacks the shard model-2.safetensors")
+
+  @pytest.mark.parametrize("kept", [0, 5, 200, -1])
+  def test_truncated(self, folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    _refused(folder, "model.safetensors", "truncated")
+
+  def test_damaged_headers(self, folder):
+    path = folder / "model.safetensors"
+    for text in (b"no", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32"}}'):
+      path.write_bytes(struct.pack("<Q", len(text)) + text)
+      _refused(folder, "damaged header")
+    entry = {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}
+    text = json.dumps({"a": entry}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    _refused(folder, "a of shape [3]")
+
+  def test_wrong_shape(self, folder):
+    other = _tensors() | {"model.norm.weight": np.zeros(9, np.float32)}
+    _write(folder / "model.safetensors", other)
+    _refused(folder, "model.norm.weight", "[8]", "[9]")
+
+  @pytest.mark.parametrize(
+    ("values", "words"),
+    [
+      ({"architectures": ["Mamba"]}, ("architectures", "Mamba")),
+      ({"mlp_bias": True}, ("mlp_bias",)),
+      ({"hidden_act": "relu2"}, ("hidden_act", "relu2")),
+      ({"hidden_size": "8"}, ("hidden_size",)),
+      ({"rope_scaling": {"type": "dynamic", "factor": 2}}, ("dynamic",)),
+      ({"rope_scaling": {"rope_type": "longrope"}}, ("longrope",)),
+      ({"rope_scaling": {"type": "linear"}}, ("`factor`",)),
+      ({"quantization_config": {"quant_method": "awq"}}, ("awq",)),
+      ({"dtype": "int8"}, ("int8",)),
+      ({"num_hidden_layers": 3}, ("lacks tensors: model.layers.2.",)),
+      ({"num_hidden_layers": 1}, ("not known: model.layers.1.",)),
+      ({"vocab_size": None}, ("lacks `vocab_size`",)),
+      ({"tie_word_embeddings": True, "surprise": 1}, ("`surprise`: 1",)),
+    ],
+  )
+  def test_configurations_that_are_not_built(self, folder, values, words):
+    _change(folder, **values)
+    _refused(folder, *words)
+
+  def test_no_such_thing(self, tmp_path):
+    _refused(tmp_path / "nothing", "`source` must be")
+    _refused(tmp_path, "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
+    _refused(tmp_path, "model.safetensors")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    _refused(tmp_path, "pytorch_model.bin")
+
+  def test_no_tokenizer(self, folder):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+      _ = models.load(folder).tokenizer
+
+
+class TestFewBits:
+  def test_fp8_blocks(self):
+    draw = np.random.default_rng(0)
+    packed = draw.normal(size=(5, 7)).astype(ml_dtypes.float8_e4m3fn)
+    scales = draw.uniform(1, 2, (3, 2)).astype(np.float32)
+    stored = {"w": _stored(packed), "w_scale_inv": _stored(scales)}
+    (found,) = unpacking.fp8_blocks(stored, (2, 4)).values()
+    for (i, j), value in np.ndenumerate(found.read()):
+      wanted = np.float32(packed[i, j]) * scales[i // 2, j // 4]
+      assert value == wanted
+    with pytest.raises(ValueError, match="w_scale_inv must have shape"):
+      unpacking.fp8_blocks(stored, (2, 2))
+
+  def test_mxfp4(self):
+    draw = np.random.default_rng(0)
+    blocks = draw.integers(0, 256, (2, 3, 2, 16), np.uint8)
+    scales = draw.integers(120, 134, (2, 3, 2), np.uint8)
+    stored = {"w_blocks": _stored(blocks), "w_scales": _stored(scales)}
+    (found,) = unpacking.mxfp4(stored).values()
+    assert found.read().shape == found.shape == (2, 64, 3)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for (x, i, o), value in np.ndenumerate(found.read()):
+      group, place = divmod(i, 32)
+      byte = int(blocks[x, o, group, place // 2])
+      bits = byte >> 4 if place % 2 else byte & 15
+      sign = -1 if bits & 8 else 1
+      exponent = int(scales[x, o, group]) - 127
+      assert value == sign * magnitudes[bits & 7] * 2.0**exponent

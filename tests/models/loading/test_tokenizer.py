@@ -1,0 +1,212 @@
+"""Tokenizers: those of folders, those of .gguf files, chats and bytes."""
+
+import itertools
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from jaxkv import rollout
+from jaxkv._src.models.loading import gguf_tokenizer
+from jaxkv._src.models.loading import tokenizer as tokenizers_of
+from jaxkv._src.models.loading.tokenizer import Tokenizer
+
+tokenizers = pytest.importorskip("tokenizers", reason="it makes the tokens")
+
+_PIECES = (
+  "The quick brown fox, it's 1,024 o'clock!  ",
+  "def f(x):\n\treturn x ** 2  # comment\n",
+  "für größere Übel — “quoted” …",
+  "Съешь ещё этих мягких французских булок. ",
+  "敏捷的棕色狐狸 跳过了懒狗。",
+  "いろはにほへと ちりぬるを",
+  "نص عربي مع أرقام ١٢٣",
+  "हिन्दी में पाठ",
+  "👩‍👩‍👧‍👦🏳️‍🌈 emoji 🎉",
+  "e\u0301 composed é",
+  "<|im_start|>user\nhi<|im_end|>",
+  "\r\n\r\n   \t\u00a0\u3000",
+  '{"key": [1, 22, 333, 4444]}',
+)
+
+
+def lines(count):
+  """Lines of mixed scripts, code and emoji."""
+  draw = random.Random(0)
+  for _ in range(count):
+    pieces = draw.choices(_PIECES, k=draw.randint(1, 4))
+    cuts = [piece[draw.randint(0, len(piece) // 2) :] for piece in pieces]
+    code = chr(
+      draw.choice((0x20, 0x4E00, 0x1F600, 0xAC00)) + draw.randint(0, 80)
+    )
+    yield "".join(cuts) + code * draw.randint(0, 3)
+
+
+def _byte_facts(pre="smollm"):
+  """A vocabulary of all bytes and of what a short training adds."""
+  model = tokenizers.Tokenizer(tokenizers.models.BPE())
+  model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False)
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=600,
+    initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    special_tokens=["<|end|>", "<|im_start|>", "<|im_end|>"],
+    show_progress=False,
+  )
+  model.train_from_iterator(lines(300), trainer)
+  stored = json.loads(model.to_str())["model"]
+  order = sorted(stored["vocab"], key=stored["vocab"].get)
+  return {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": pre,
+    "tokenizer.ggml.tokens": order,
+    "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(order) - 3),
+    "tokenizer.ggml.merges": [" ".join(pair) for pair in stored["merges"]],
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.chat_template": (
+      "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' "
+      "+ m['content'] + eos_token }}{% endfor %}"
+      "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+  }
+
+
+def _merged(word, ranks):
+  """Byte pairs merged one after the other, the best pair first."""
+  pieces = list(word)
+  while len(pieces) > 1:
+    pairs = list(itertools.pairwise(pieces))
+    best = min(pairs, key=lambda pair: ranks.get(pair, len(ranks)))
+    if best not in ranks:
+      return pieces
+    place = pairs.index(best)
+    pieces[place : place + 2] = ["".join(best)]
+  return pieces
+
+
+class TestByteLevel:
+  def test_pairs_are_merged_by_rank(self):
+    facts = _byte_facts()
+    own = gguf_tokenizer.from_facts(facts)
+    tokens = facts["tokenizer.ggml.tokens"]
+    ranks = {
+      tuple(pair.split(" ")): rank
+      for rank, pair in enumerate(facts["tokenizer.ggml.merges"])
+    }
+    for word in ("quick", "return", "comment", "clock"):
+      found = [tokens[i] for i in own.encode(word)]
+      assert found == _merged(word, ranks)
+
+  def test_digits_stand_alone_or_in_threes(self):
+    for pre, sizes in (("smollm", {1}), ("qwen2", {1}), ("llama-bpe", {1, 3})):
+      facts = _byte_facts(pre)
+      facts["tokenizer.ggml.tokens"] += ["12", "123", "1234"]
+      facts["tokenizer.ggml.token_type"] += [1, 1, 1]
+      facts["tokenizer.ggml.merges"] += ["1 2", "12 3", "123 4"]
+      facts["tokenizer.ggml.add_bos_token"] = False
+      own = gguf_tokenizer.from_facts(facts)
+      pieces = [own.decode([i]) for i in own.encode("1234")]
+      assert {len(piece) for piece in pieces} == sizes, pre
+
+  def test_text_comes_back(self):
+    own = gguf_tokenizer.from_facts(_byte_facts("gpt-2"))
+    for line in lines(200):
+      assert own.decode(own.encode(line), special=True) == line
+
+  def test_bytes_of_tokens(self):
+    own = gguf_tokenizer.from_facts(_byte_facts("gpt-2"))
+    pieces = own.token_bytes()
+    assert pieces[:3] == [b"", b"", b""]
+    for line in lines(50):
+      found = own.encode(line).tolist()
+      plain = re.sub(r"<\|im_(start|end)\|>", "", line)
+      assert b"".join(pieces[i] for i in found) == plain.encode()
+    assert rollout.token_bytes(pieces).vocab_size == len(pieces)
+
+  def test_chat(self):
+    own = gguf_tokenizer.from_facts(_byte_facts())
+    pytest.importorskip("jinja2", reason="it renders templates")
+    messages = [{"role": "user", "content": "hi"}]
+    text = own.chat(messages)
+    assert text == "<|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"
+    tokens = own.encode_chat(messages)
+    assert (tokens.dtype, tokens[0]) == (np.int32, 1)
+    assert own.chat(messages, answer=False).endswith("<|im_end|>")
+    refusing = Tokenizer(own.core, template="{{ raise_exception('no') }}")
+    with pytest.raises(ValueError, match="refuses the conversation: no"):
+      refusing.chat(messages)
+    damaged = Tokenizer(own.core, template="{% for %}")
+    with pytest.raises(ValueError, match="cannot be used"):
+      damaged.chat(messages)
+    with pytest.raises(ValueError, match="no chat template"):
+      Tokenizer(own.core).chat(messages)
+
+
+class TestSentencePieces:
+  _TOKENS = (
+    "<unk> <s> </s> <0x0A> <0xC3> <0xA9> ▁ a b c ab abc ▁a ▁ab bc".split()
+  )
+
+  def _facts(self):
+    scores = [0, 0, 0, 0, 0, 0, -9, -9, -9, -9, -2, -1, -3, -4, -5]
+    kinds = [2, 3, 3, 6, 6, 6] + [1] * 9
+    return {
+      "tokenizer.ggml.model": "llama",
+      "tokenizer.ggml.tokens": list(self._TOKENS),
+      "tokenizer.ggml.scores": scores,
+      "tokenizer.ggml.token_type": kinds,
+      "tokenizer.ggml.bos_token_id": 1,
+      "tokenizer.ggml.eos_token_id": 2,
+      "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+  def test_the_best_score_is_merged_first(self):
+    own = gguf_tokenizer.from_facts(self._facts())
+    pieces = [self._TOKENS[i] for i in own.encode("abc ab")]
+    assert pieces == ["<s>", "▁", "abc", "▁ab"]
+    assert own.decode(own.encode("abc ab")) == "abc ab"
+
+  def test_bytes_are_the_last_resort(self):
+    own = gguf_tokenizer.from_facts(self._facts())
+    pieces = [self._TOKENS[i] for i in own.encode("é", special=False)]
+    assert pieces == ["▁", "<0xC3>", "<0xA9>"]
+    assert own.token_bytes()[3:8] == [b"\n", b"\xc3", b"\xa9", b" ", b"a"]
+
+  def test_no_space_is_put_before_a_text(self):
+    facts = self._facts() | {"tokenizer.ggml.add_space_prefix": False}
+    own = gguf_tokenizer.from_facts(facts)
+    assert own.encode("ab", special=False).tolist() == [10]
+
+
+class TestRefused:
+  def test_kinds_that_are_not_known(self):
+    with pytest.raises(ValueError, match=r"ggml\.model` must be gpt2 or llama"):
+      gguf_tokenizer.from_facts({"tokenizer.ggml.model": "rwkv"})
+    facts = _byte_facts() | {"tokenizer.ggml.pre": "other"}
+    with pytest.raises(ValueError, match=r"ggml\.pre` must be default"):
+      gguf_tokenizer.from_facts(facts)
+
+  def test_damaged_file(self, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
+      tokenizers_of.from_folder(tmp_path)
+
+
+def test_a_folder_gives_what_the_library_gives(tmp_path):
+  """Its options for padding and truncation are for training, and left out."""
+  made = gguf_tokenizer.from_facts(_byte_facts()).core
+  made.enable_truncation(4)
+  made.enable_padding(length=8)
+  made.save(str(tmp_path / "tokenizer.json"))
+  config = '{"eos_token": {"content": "<|im_end|>"}, "chat_template": "x"}'
+  (tmp_path / "tokenizer_config.json").write_text(config)
+  (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
+  own = tokenizers_of.from_folder(tmp_path)
+  made.no_truncation()
+  made.no_padding()
+  for line in lines(10_000):
+    assert own.encode(line).tolist() == made.encode(line).ids
+  pytest.importorskip("jinja2", reason="it renders templates")
+  assert own.chat([]) == "<|im_end|>"
