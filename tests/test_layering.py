@@ -21,7 +21,8 @@ _LAYERS = (
   ("jaxkv._src.commands",),
   ("jaxkv",),  # jaxkv/__init__.py, through which commands see the verbs
   ("jaxkv.host",),
-  ("jaxkv._src.host",),
+  ("jaxkv._src.host", "jaxkv.integrations"),
+  ("jaxkv._src.integrations",),
   ("jaxkv.models", "jaxkv.rollout"),
   ("jaxkv._src.models", "jaxkv._src.rollout"),
   ("jaxkv.kv",),
@@ -141,6 +142,26 @@ def test_imports_are_the_dependencies():
   }
   ours = {"jaxkv", "jaxkv_kernels"}
   assert imported - set(sys.stdlib_module_names) - ours == declared
+
+
+def _asked_for(tree: ast.Module) -> Iterator[tuple[str, str]]:
+  """The package and the extra in every call of `extra_package`."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+      if node.func.id == "extra_package":
+        name = ast.literal_eval(node.args[0]).partition(".")[0]
+        named = {word.arg: word.value for word in node.keywords}
+        yield name, ast.literal_eval(named["extra"])
+
+
+@over_modules
+def test_extras_bring_what_is_asked_for(module):
+  """Such packages are imported by name, and only where they are needed."""
+  project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))
+  extras = project["project"]["optional-dependencies"]
+  for name, extra in _asked_for(_TREES[_PACKAGES[module]]):
+    brought = {re.split(r"[<>=!~\[; ]", line)[0] for line in extras[extra]}
+    assert name in {package.replace("-", "_") for package in brought}, module
 
 
 def _cache_layer(module: str) -> str:

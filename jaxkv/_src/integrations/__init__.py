@@ -1,0 +1,1 @@
+"""Clients of the library: models and trainers that others have written."""

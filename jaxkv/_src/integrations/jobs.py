@@ -1,0 +1,223 @@
+"""What a client asks of an engine, and what it gets, on the host."""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxkv._src.rollout.settings import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+  """A prompt, and how its samples are drawn.
+
+  Attributes:
+    prompt: its tokens.  # int32[L]
+    seeds: one for each sample, not negative.
+    max_tokens: the most tokens of each sample.
+    temperature: 0 takes the most likely token.
+    top_k: 0 for all tokens.
+    top_p: 1 for all tokens.
+    stop_tokens: tokens that end a sample.
+    may_draw_banned: whether the samples may draw the engine's banned tokens.
+    adapter: which of the model's adapters computes it.
+    salt: jobs of different salts share no page.  # uint32[4]
+  """
+
+  prompt: np.ndarray
+  seeds: tuple[int, ...]
+  max_tokens: int
+  temperature: float = 0.0
+  top_k: int = 0
+  top_p: float = 1.0
+  stop_tokens: tuple[int, ...] = ()
+  may_draw_banned: bool = False
+  adapter: int = 0
+  salt: np.ndarray | None = None
+
+  @property
+  def filters(self) -> bool:
+    """Whether some tokens are left out."""
+    return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+  """A sample.
+
+  Attributes:
+    tokens: what was drawn, its stop token included.  # int32[T]
+    log_probs: of each, in the distribution of the model, or of its scaled
+      logits; None if they were not asked for.  # float32[T]
+    finish: a `jaxkv.rollout.Finish`.
+  """
+
+  tokens: np.ndarray
+  log_probs: np.ndarray | None
+  finish: int
+
+
+class Batch(NamedTuple):
+  """P jobs of up to G samples, as arrays of fixed shape; Q = P * G.
+
+  Attributes:
+    prompts: int32[P, L].
+    lengths: int32[P].
+    mask: bool[P], which of them are jobs.
+    num_samples: int32[P].
+    sampling: of the Q samples.
+    user: what the model is told of each, a dictionary of arrays [Q].
+    salts: uint32[Q, 4], or None.
+  """
+
+  prompts: Any
+  lengths: Any
+  mask: Any
+  num_samples: Any
+  sampling: Sampling
+  user: dict[str, Any]
+  salts: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSizes:
+  """The fixed shapes of an engine.
+
+  Attributes:
+    num_jobs: P, prompts that are in its queue at once.
+    num_samples: G, the most samples of a job.
+    max_length: W, the most tokens of a sample, with its prompt.
+    num_stop_tokens: the most stop tokens of a job.
+    num_slots: samples that are computed at once.
+    num_pages: pages of the pool, with the null page.
+    page_size: tokens of a page.
+    prefill_chunk: the most prompt tokens that a step computes besides those
+      that take the places of slots which do not decode.
+  """
+
+  num_jobs: int
+  num_samples: int
+  max_length: int
+  num_slots: int
+  num_pages: int
+  page_size: int
+  prefill_chunk: int
+  num_stop_tokens: int = 8
+
+  @property
+  def total(self) -> int:
+    """Q."""
+    return self.num_jobs * self.num_samples
+
+
+def split(jobs: list[Job], most: int) -> list[tuple[int, Job]]:
+  """Jobs of at most so many samples, each with the number of its origin."""
+  parts = []
+  for number, job in enumerate(jobs):
+    for first in range(0, len(job.seeds), most):
+      seeds = job.seeds[first : first + most]
+      parts.append((number, dataclasses.replace(job, seeds=seeds)))
+  return parts
+
+
+def check(job: Job, sizes: EngineSizes) -> None:
+  """Raises unless a job fits.
+
+  Raises:
+    ValueError: it has no token, no sample, too many tokens or stop tokens, or a
+      number out of range.
+  """
+  length = len(job.prompt)
+  if not length:
+    raise ValueError("`prompt` must have at least one token, got none.")
+  if job.max_tokens < 1:
+    raise ValueError(
+      f"`max_tokens` must be at least 1, got {job.max_tokens}; leave the "
+      "prompt out if nothing is to be drawn."
+    )
+  if length + job.max_tokens > sizes.max_length:
+    raise ValueError(
+      f"`prompt` must leave room for {job.max_tokens} tokens in "
+      f"{sizes.max_length}, got {length}; make the engine for longer sequences."
+    )
+  if len(job.stop_tokens) > sizes.num_stop_tokens:
+    raise ValueError(
+      f"`stop_tokens` must be at most {sizes.num_stop_tokens}, got "
+      f"{len(job.stop_tokens)}; make the engine for more."
+    )
+
+
+def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
+  """Up to P jobs of up to G samples as arrays.
+
+  Args:
+    jobs: they fit, see `check`.
+    sizes: of the engine.
+    scaled: whether the model divides its logits by the temperature.
+  """
+  samples, total = sizes.num_samples, sizes.total
+  prompts = np.zeros((sizes.num_jobs, sizes.max_length - 1), np.int32)
+  lengths = np.ones((sizes.num_jobs,), np.int32)
+  counts = np.ones((sizes.num_jobs,), np.int32)
+  columns = {
+    name: np.full((total,), fill, kind)
+    for name, fill, kind in (
+      ("temperature", 0, np.float32),
+      ("top_k", 0, np.int32),
+      ("top_p", 1, np.float32),
+      ("max_tokens", 1, np.int32),
+      ("seed", 0, np.int32),
+    )
+  }
+  stops = np.full((total, sizes.num_stop_tokens), -1, np.int32)
+  user = {
+    "temperature": np.ones((total,), np.float32),
+    "may_draw": np.zeros((total,), np.bool_),
+    "adapter": np.zeros((total,), np.int32),
+  }
+  salts = None
+  if any(job.salt is not None for job in jobs):
+    salts = np.zeros((total, 4), np.uint32)
+  for number, job in enumerate(jobs):
+    prompts[number, : len(job.prompt)] = job.prompt
+    lengths[number], counts[number] = len(job.prompt), len(job.seeds)
+    rows = slice(number * samples, number * samples + len(job.seeds))
+    heat = job.temperature
+    columns["temperature"][rows] = float(heat > 0) if scaled else heat
+    columns["max_tokens"][rows] = job.max_tokens
+    columns["top_k"][rows], columns["top_p"][rows] = job.top_k, job.top_p
+    columns["seed"][rows] = job.seeds
+    stops[rows, : len(job.stop_tokens)] = job.stop_tokens
+    user["temperature"][rows] = heat or 1
+    user["may_draw"][rows] = job.may_draw_banned
+    user["adapter"][rows] = job.adapter
+    if salts is not None and job.salt is not None:
+      salts[number * samples : (number + 1) * samples] = job.salt
+  if not any(job.filters for job in jobs):
+    del columns["top_k"], columns["top_p"]
+  return Batch(
+    prompts=prompts,
+    lengths=lengths,
+    mask=np.arange(sizes.num_jobs) < len(jobs),
+    num_samples=counts,
+    sampling=Sampling(**columns, stop_tokens=stops),
+    user=user,
+    salts=salts,
+  )
+
+
+def seeds(root: Any, count: int) -> tuple[int, ...]:
+  """Seeds of samples, from one seed.
+
+  Args:
+    root: integers, as `numpy.random.SeedSequence` takes them.
+    count: how many.
+
+  Examples:
+    >>> seeds(7, 2) == seeds(7, 3)[:2], len(set(seeds([7, 1], 100)))
+    (True, 100)
+  """
+  words = np.random.SeedSequence(root).generate_state(count, np.uint32)
+  return tuple((words >> np.uint32(1)).tolist())

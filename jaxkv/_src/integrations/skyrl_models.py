@@ -1,0 +1,95 @@
+"""How the decoders of SkyRL-tx attend to the paged memory."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxkv._src.integrations import extras
+from jaxkv._src.integrations.layer_memory import LayerMemory
+from jaxkv._src.integrations.paged_module import PagedModule
+from jaxkv._src.integrations.paged_module import paged_module
+
+_KNOWN = {"llama3": "Llama3Attention", "qwen3": "Qwen3Attention"}
+
+
+def paged_module_of(module: Any) -> PagedModule:
+  """A decoder of SkyRL-tx as a model of rollouts.
+
+  Each column of a call is a row of one token, as these decoders have an adapter
+  for each row; `rows.user["adapter"]` names it.
+
+  Args:
+    module: an instance of tx's Llama 3 or Qwen3, its experts included.
+
+  Raises:
+    ImportError: SkyRL-tx is not installed.
+    ValueError: it is another module.
+  """
+  home = type(module).__module__
+  name = home.removeprefix("tx.models.")
+  if name not in _KNOWN:
+    raise ValueError(
+      f"`module` must be tx's Llama 3 or Qwen3, got {type(module).__name__} of "
+      f"{home}; sample with SkyRL's own engine."
+    )
+  kind = extras.module(home, "skyrl-tx")
+  config = module.config
+  layers = module.model.layers
+  return paged_module(
+    module,
+    call=_call,
+    methods={getattr(kind, _KNOWN[name]): _attention(kind)},
+    windows=[None] * len(layers),
+    num_kv_heads=config.num_key_value_heads,
+    head_dim=layers[0].self_attn.head_dim,
+    dtype=module.model.embed_tokens.embedding[...].dtype,
+  )
+
+
+def _call(module: Any, memory: LayerMemory, tokens: Any, positions: Any) -> Any:
+  adapters = memory.rows.user["adapter"]
+  outputs = module(
+    tokens.T,
+    attention_mask=jnp.ones_like(tokens.T),
+    positions=positions.T,
+    adapter_indices=adapters,
+  )
+  hidden = memory.pick(outputs.last_hidden_state.swapaxes(0, 1))
+  logits = module.compute_logits(
+    hidden.swapaxes(0, 1), memory.of_columns(adapters)
+  )
+  return logits.swapaxes(0, 1)
+
+
+def _attention(kind: Any) -> Any:
+  """Attention of both decoders; Qwen3 alone has norms of heads."""
+
+  def attention(
+    layer: Any,
+    memory: LayerMemory,
+    x: Any,
+    *,
+    positions: Any,
+    adapter_indices: Any,
+    **_: Any,
+  ) -> Any:
+    def heads(name: str, count: int) -> Any:
+      project = getattr(layer, f"{name}_proj")
+      out = project(x, adapter_indices=adapter_indices)
+      out = out.reshape(*x.shape[:2], count, layer.head_dim)
+      norm = getattr(layer, f"{name}_norm", None)
+      return out if norm is None else norm(out)
+
+    def rotated(array: Any) -> Any:
+      base = layer.config.rope_theta
+      return kind.apply_rope(array, positions, layer.head_dim, base)
+
+    q = rotated(heads("q", layer.num_heads))
+    k = rotated(heads("k", layer.num_kv_heads))
+    v = heads("v", layer.num_kv_heads)
+    # From rows of one token, [C, 1, H, D], to a row of C columns.
+    turned = (array.swapaxes(0, 1) for array in (q, k, v))
+    out = memory.attend(*turned).swapaxes(0, 1).reshape(*x.shape[:2], -1)
+    return layer.o_proj(out, adapter_indices=adapter_indices), (k, v)
+
+  return attention

@@ -1,0 +1,302 @@
+"""Sampling for SkyRL-tx's server, in place of its own engine's."""
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv._src.integrations import extras
+from jaxkv._src.integrations import jobs as client_jobs
+from jaxkv._src.integrations.engine import QueueEngine
+from jaxkv._src.integrations.jobs import Answer
+from jaxkv._src.integrations.jobs import EngineSizes
+from jaxkv._src.integrations.jobs import Job
+from jaxkv._src.integrations.paged_module import PagedModule
+from jaxkv._src.integrations.skyrl_models import paged_module_of
+from jaxkv._src.integrations.weights import WeightWatch
+from jaxkv._src.integrations.weights import digest
+from jaxkv._src.rollout.sequences import Finish
+
+_ADAPTER_NAMES = ("lora_A", "lora_B", "lora_scaling", "lora_ranks")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+  """EngineSizes of an engine; what is None follows from the first call.
+
+  Attributes:
+    num_samples: the most samples of a prompt that share its computation.
+    num_jobs: prompts in the queue at once.
+    num_pages: of the pool; None for half of what a dense cache of the first
+      call takes.
+    page_size: tokens of a page.
+    prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
+    max_length: the most tokens of a prompt and its answer; None for those of
+      the first call, and twice as many when more are needed.
+  """
+
+  num_samples: int | None = None
+  num_jobs: int | None = None
+  num_pages: int | None = None
+  page_size: int = 16
+  prefill_chunk: int = 128
+  max_length: int | None = None
+
+
+class SkyrlSampler:
+  """The engine of one backend.
+
+  Attributes:
+    options: its sizes.
+  """
+
+  def __init__(self, backend: Any, options: SamplingOptions):
+    """Begins without a program; the first call makes it."""
+    nnx = extras.module("flax.nnx", "flax")
+    self.options = options
+    decoder = paged_module_of(backend.model)
+    self._decoder: PagedModule = dataclasses.replace(
+      decoder, graphdef=backend.graphdef, params=None
+    )
+    graphdef = backend.graphdef  # Not hashable, so no static argument.
+
+    def scores(params: Any, tokens: Any, mask: Any, adapter: Any) -> jax.Array:
+      model = nnx.merge(graphdef, *params)
+      outputs = model(tokens, attention_mask=mask, adapter_indices=adapter)
+      logits = model.compute_logits(outputs.last_hidden_state, adapter)
+      return model.logits_to_logprobs(logits[:, :-1], tokens[:, 1:])
+
+    self._scores = jax.jit(scores)
+    self._engine: QueueEngine | None = None
+    self._length = options.max_length or 0
+    self._watch = WeightWatch()
+    self._salts: dict[int, np.ndarray] = {}
+
+  def sample(self, backend: Any, batch: Any) -> dict[str, Any]:
+    """What `JaxBackendImpl.sample` returns.
+
+    Args:
+      backend: a `JaxBackendImpl`.
+      batch: tx's `PreparedSampleBatch`.
+
+    Raises:
+      NotImplementedError: the backend runs in several processes, or splits
+        experts over devices.
+    """
+    if jax.process_count() > 1 or backend.mesh.shape["ep"] > 1:
+      raise NotImplementedError(
+        "Sampling by jaxkv is for one process, and for a mesh that does not "
+        'split experts; set "expert_parallel_size" to 1.'
+      )
+    if not batch.all_prompts:
+      return {}
+    adapters = backend.load_sampler_weights(batch)
+    params = (backend.lora_params, backend.non_lora_params)
+    jobs = self._jobs(backend, batch, adapters, params)
+    engine = self._engine_for(backend, jobs)
+    drawn = engine.run(params, jobs, log_probs=True)
+    types = extras.module("tx.tinker.types", "skyrl-tx")
+    sequences = [
+      self._sequence(backend, types, answer, asked)
+      for answer, asked in zip(
+        itertools.chain.from_iterable(drawn),
+        batch.all_sampling_params,
+        strict=True,
+      )
+    ]
+    results = {}
+    for name, _, first, end, wants in batch.request_batch_slices:
+      scores = None
+      if wants:
+        prompt = batch.all_prompts[first]
+        scores = self._prompt_log_probs(backend, prompt, adapters[first])
+      results[name] = types.SampleOutput(
+        sequences=sequences[first:end], prompt_logprobs=scores
+      )
+    return results
+
+  def counters(self) -> dict[str, Any]:
+    """What has been done so far, see `jaxkv.rollout.Counters`."""
+    return {} if self._engine is None else self._engine.counters()
+
+  def _jobs(
+    self, backend: Any, batch: Any, adapters: list[int], params: Any
+  ) -> list[Job]:
+    """A job for each run of rows that differ in their seeds alone."""
+    if self._watch.see(params[0], by_contents=False):
+      self._salts = {}
+    jobs: list[Job] = []
+    last: Any = None
+    for prompt, asked, adapter in zip(
+      batch.all_prompts, batch.all_sampling_params, adapters, strict=True
+    ):
+      seed = int(asked.seed) & 0x7FFFFFFF
+      key = (tuple(prompt), asked.model_copy(update={"seed": 0}), adapter)
+      if last == key:
+        jobs[-1] = dataclasses.replace(jobs[-1], seeds=(*jobs[-1].seeds, seed))
+        continue
+      last = key
+      jobs.append(
+        Job(
+          prompt=np.asarray(prompt, np.int32),
+          seeds=(seed,),
+          max_tokens=asked.max_tokens,
+          temperature=asked.temperature,
+          top_k=max(asked.top_k, 0),
+          top_p=asked.top_p,
+          stop_tokens=tuple(asked.stop_tokens or ()),
+          adapter=adapter,
+          salt=self._salt(adapter, params),
+        )
+      )
+    return jobs
+
+  def _salt(self, adapter: int, params: Any) -> np.ndarray:
+    """uint32[4]: a digest of an adapter's number and current weights."""
+    if adapter not in self._salts:
+      words = digest(_slices(params, jnp.int32(adapter)))
+      text = ",".join(map(str, (adapter, *words))).encode()
+      code = hashlib.blake2b(text, digest_size=16).digest()
+      self._salts[adapter] = np.frombuffer(code, np.uint32)
+    return self._salts[adapter]
+
+  def _engine_for(self, backend: Any, jobs: list[Job]) -> QueueEngine:
+    longest = max(len(job.prompt) + job.max_tokens for job in jobs)
+    stops = max(len(job.stop_tokens) for job in jobs)
+    engine = self._engine
+    if engine is not None and (
+      longest <= engine.sizes.max_length
+      and stops <= engine.sizes.num_stop_tokens
+    ):
+      return engine
+    if longest > self._length:
+      self._length = 1 << (longest - 1).bit_length()
+    mesh = backend.mesh
+    split = mesh.shape["tp"] > 1 and backend.config.shard_attention_heads
+    self._engine = QueueEngine(
+      self._decoder.model,
+      self._decoder.cache_config,
+      self._decoder.init_kv,
+      self._sizes(jobs, stops),
+      salted=True,
+      mesh=mesh,
+      heads="tp" if split else None,
+    )
+    return self._engine
+
+  def _sizes(self, jobs: list[Job], stops: int) -> EngineSizes:
+    options, size = self.options, self.options.page_size
+    samples = options.num_samples or max(len(job.seeds) for job in jobs)
+    most = options.num_jobs or len(client_jobs.split(jobs, samples))
+    columns = -(-self._length // size)
+    half = most * samples * columns // 2
+    return EngineSizes(
+      num_jobs=most,
+      num_samples=samples,
+      max_length=columns * size,
+      num_slots=min(most * samples, 256),
+      num_pages=options.num_pages or max(half, columns + 2),
+      page_size=size,
+      prefill_chunk=options.prefill_chunk,
+      num_stop_tokens=max(8, stops),
+    )
+
+  def _sequence(
+    self, backend: Any, types: Any, answer: Answer, asked: Any
+  ) -> Any:
+    """A `GeneratedSequence`; stop strings are looked for when it is there."""
+    tokens = answer.tokens.tolist()
+    scores = [] if answer.log_probs is None else answer.log_probs.tolist()
+    reason = "stop" if answer.finish == Finish.STOP_TOKEN else "length"
+    if asked.stop_strings:
+      generator = extras.module("tx.utils.generator", "skyrl-tx")
+      end = generator.find_string_stop_position(
+        tokens, backend.tokenizer, asked.stop_strings
+      )
+      if end is not None:
+        tokens, scores, reason = tokens[:end], scores[:end], "stop"
+    return types.GeneratedSequence(
+      stop_reason=reason, tokens=tokens, logprobs=scores
+    )
+
+  def _prompt_log_probs(
+    self, backend: Any, prompt: list[int], adapter: int
+  ) -> list[float]:
+    """Of a prompt's tokens after the first one, by the model's own forward."""
+    models = extras.module("tx.utils.models", "skyrl-tx")
+    width = models.round_up_seq_len(len(prompt))
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    mask = (np.arange(width) < len(prompt)).astype(np.int32)[None]
+    params = (backend.lora_params, backend.non_lora_params)
+    with jax.set_mesh(backend.mesh):
+      scores = self._scores(
+        params, tokens, mask, np.asarray([adapter], np.int32)
+      )
+    return np.asarray(scores)[0, : len(prompt) - 1].tolist()
+
+
+@jax.jit
+def _slices(params: Any, adapter: jax.Array) -> list[jax.Array]:
+  """The arrays of one adapter."""
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  return [
+    leaf[adapter]
+    for path, leaf in leaves
+    if any(name in jax.tree_util.keystr(path) for name in _ADAPTER_NAMES)
+  ]
+
+
+def sample(
+  backend: Any, batch: Any, options: SamplingOptions | None = None
+) -> dict[str, Any]:
+  """Samples for SkyRL-tx, as its `JaxBackendImpl.sample`, by jaxkv.
+
+  The engine of a backend is made in its first call, and kept with it.
+
+  Args:
+    backend: a `JaxBackendImpl`.
+    batch: tx's `PreparedSampleBatch`.
+    options: sizes, which count in the first call.
+
+  Returns:
+    `{request_id: SampleOutput}`.
+  """
+  engine = backend.__dict__.get("_jaxkv_sampler")
+  if engine is None:
+    engine = SkyrlSampler(backend, options or SamplingOptions())
+    backend.__dict__["_jaxkv_sampler"] = engine
+  return engine.sample(backend, batch)
+
+
+def install(options: SamplingOptions | None = None) -> Callable[[], None]:
+  """Has all backends of SkyRL-tx sample by jaxkv.
+
+  Call it before the server begins.
+
+  Args:
+    options: sizes of their engines.
+
+  Returns:
+    A function that undoes it.
+  """
+  module = extras.module("tx.tinker.backends.jax", "skyrl-tx")
+  kind = module.JaxBackendImpl
+  before = kind.sample
+
+  def sampled(self: Any, prepared_batch: Any) -> dict[str, Any]:
+    return sample(self, prepared_batch, options)
+
+  # Workers read the types of its arguments.
+  sampled.__annotations__ = dict(before.__annotations__)
+  kind.sample = sampled
+
+  def undo() -> None:
+    kind.sample = before
+
+  return undo

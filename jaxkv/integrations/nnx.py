@@ -1,0 +1,69 @@
+"""Decoders of `flax.nnx` on the paged memory, without a change to their code.
+
+A decoder whose layers attend to a dense cache runs in `jaxkv.rollout.generate`
+once its attention is said in another way: what it computes before, a call of
+`memory.attend`, and what it computes after. For the Qwen3 of tunix:
+
+  def attention(layer, memory, x, positions, *_, **__):
+    rotated = functools.partial(apply_rope, head_dim=layer.head_dim)
+    q = rotated(layer.q_norm(layer.q_proj(x)), positions)
+    k = rotated(layer.k_norm(layer.k_proj(x)), positions)
+    out = memory.attend(q, k, layer.v_proj(x), scale=layer.scale)
+    return None, layer.o_proj(out)
+
+  def call(module, memory, tokens, positions):
+    return module(tokens, positions, None, None)[0]
+
+  decoder = paged_module(
+    module, call=call, methods={Attention: attention},
+    windows=[None] * config.num_layers, num_kv_heads=config.num_kv_heads,
+    head_dim=config.head_dim, dtype=config.dtype,
+  )
+
+Then `decoder.model` is a `jaxkv.rollout.Model`, and `decoder.params` its first
+argument; other weights in the same tree may take their place.
+
+  sizes = decoder.cache_config(
+    num_pages=64, page_size=16, num_slots=4, pages_per_slot=8
+  )
+  state = rollout.init(
+    jaxkv.init(sizes), decoder.init_kv(sizes), prompts, lengths, key, config
+  )
+  state = rollout.generate(decoder.params, state, model=decoder.model)
+
+| a decoder with                     |                                         |
+|------------------------------------|-----------------------------------------|
+| grouped heads, one K and D for all | yes                                     |
+| windows, hybrids                   | `windows`; a group for each kind        |
+| soft caps, sinks, a query scale    | arguments of `attend`                   |
+| a large vocabulary                 | `memory.pick` before the output layer   |
+| LoRA as variables of the module    | yes; they are in `params`               |
+| other parameters for each row      | `memory.rows.user`, see `rollout.init`  |
+| `nnx.remat` around the attention   | replace the method that has it, too     |
+| `nnx.scan` over layers             | no: a layer is known when it is traced  |
+| layers of unlike K or D, MLA       | no                                      |
+| encoders, images, bidirectional    | no                                      |
+
+`jaxkv.integrations.tunix.paged_module_of` has the recipes of tunix's own
+models.
+"""
+
+from jaxkv._src.integrations.layer_memory import LayerMemory
+from jaxkv._src.integrations.layer_memory import LayerPlan
+from jaxkv._src.integrations.layer_memory import plan_layers
+from jaxkv._src.integrations.paged_module import PagedModule
+from jaxkv._src.integrations.paged_module import Replaced
+from jaxkv._src.integrations.paged_module import Replacement
+from jaxkv._src.integrations.paged_module import bind
+from jaxkv._src.integrations.paged_module import paged_module
+
+__all__ = [
+  "LayerMemory",
+  "LayerPlan",
+  "PagedModule",
+  "Replaced",
+  "Replacement",
+  "bind",
+  "paged_module",
+  "plan_layers",
+]

@@ -1,0 +1,1 @@
+"""Clients of the library, with their real packages; skipped without those."""

@@ -1,0 +1,16 @@
+"""Other packages run with jax's defaults, whatever this project tests with."""
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _defaults_of_jax():
+  """In all threads: a context would hold in this one alone."""
+  names = ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
+  before = [getattr(jax.config, name) for name in names]
+  for name, value in zip(names, ("standard", "allow"), strict=True):
+    jax.config.update(name, value)
+  yield
+  for name, value in zip(names, before, strict=True):
+    jax.config.update(name, value)

@@ -1,0 +1,247 @@
+"""Decoders of tunix, unchanged, in the loop of rollouts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import rollout
+from jaxkv.integrations import nnx as paged
+from jaxkv.integrations.tunix import paged_module_of
+from tests.integrations import tunix_setup as setup
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+_LENGTHS = (30, 4, 1, 17)
+_TEXTS = [setup.prompt(number, size) for number, size in enumerate(_LENGTHS)]
+
+
+def _tokens(text):
+  return [setup.BOS, *(int(word[1:]) for word in text.split())]
+
+
+def _until_pad(tokens):
+  """How many tokens come before tunix draws the pad token, and goes astray."""
+  return int(np.argmax(np.append(np.asarray(tokens) == setup.PAD, True)))
+
+
+def _rolled_out(decoder, page_size=4, num_pages=200, steps=24):
+  """Greedy answers, and the rollout."""
+  prompts = [_tokens(text) for text in _TEXTS]
+  width = max(map(len, prompts))
+  sizes = decoder.cache_config(
+    num_pages=num_pages, page_size=page_size, num_slots=4, pages_per_slot=16
+  )
+  state = rollout.init(
+    jaxkv.init(sizes),
+    decoder.init_kv(sizes),
+    np.array([own + [0] * (width - len(own)) for own in prompts], np.int32),
+    [len(own) for own in prompts],
+    jax.random.key(0),
+    rollout.RolloutConfig(
+      max_new_tokens=steps, stop_token=setup.EOS, prefill_chunk=16
+    ),
+    sampling=rollout.Sampling(temperature=0),
+  )
+  run = jax.jit(functools.partial(rollout.generate, model=decoder.model))
+  state = run(decoder.params, state)
+  out = rollout.generated(state)
+  answers = []
+  for row in range(4):
+    begin, end = int(out.prompt_lengths[row]), int(out.lengths[row])
+    if out.finish[row] == rollout.Finish.STOP_TOKEN:
+      end -= 1
+    answers.append(
+      (
+        np.asarray(out.tokens[row, begin:end]),
+        np.asarray(out.log_probs[row, begin:end]),
+      )
+    )
+  return answers, state
+
+
+@pytest.mark.parametrize(
+  ("name", "layers", "seed"),
+  [("llama3", 2, 0), ("qwen2", 2, 0), ("qwen3", 2, 2), ("gemma3", 6, 0)],
+)
+def test_greedy_tokens_are_those_of_tunix(name, layers, seed):
+  model = setup.tiny(name, seed=seed, num_layers=layers)
+  wanted = setup.vanilla(model).generate(_TEXTS, setup.config())
+  answers, _ = _rolled_out(paged_module_of(model))
+  compared = 0
+  for (tokens, scores), own, log_probs in zip(
+    answers, wanted.tokens, wanted.logprobs, strict=True
+  ):
+    end = _until_pad(own)
+    compared += end
+    np.testing.assert_array_equal(tokens[:end], own[:end])
+    # Sums in another order.
+    np.testing.assert_allclose(scores[:end], log_probs[:end], atol=1e-5)
+  assert compared == 4 * 24, "choose a seed that draws no pad token"
+
+
+def test_experts():
+  model = setup.tiny("qwen3", seed=1, num_experts=4, num_experts_per_tok=2)
+  wanted = setup.vanilla(model).generate(_TEXTS, setup.config())
+  answers, _ = _rolled_out(paged_module_of(model))
+  for (tokens, _), own in zip(answers, wanted.tokens, strict=True):
+    end = _until_pad(own)
+    np.testing.assert_array_equal(tokens[:end], own[:end])
+
+
+@pytest.mark.parametrize("how", ["BLOCK", "DECODER"])
+def test_without_rematerialization(how):
+  """It is for training; the memory of a trace cannot pass through it."""
+  kind = setup.module("models.llama3.model")
+  plain = _rolled_out(paged_module_of(setup.tiny("llama3")))[0]
+  model = setup.tiny("llama3", remat_config=kind.RematConfig[how])
+  for (tokens, _), (other, _) in zip(
+    _rolled_out(paged_module_of(model))[0], plain, strict=True
+  ):
+    np.testing.assert_array_equal(tokens, other)
+
+
+def test_local_layers_give_pages_back():
+  decoder = paged_module_of(setup.tiny("gemma3", num_layers=6))
+  assert len(decoder.plan.kinds) == 6  # Five groups of one local layer each.
+  assert decoder.plan.num_memory_layers == 1
+  _, state = _rolled_out(decoder, num_pages=400)
+  tokens = sum(int(length) for length in state.sequences.length)
+  pages = int(state.counters.peak_pages)
+  # Window 8 in pages of 4: at most 3 pages of each group, and a chunk of 16.
+  assert pages <= -(-tokens // 4) + 4 + 4 * 5 * (3 + 4)
+
+
+def test_the_model_is_not_changed():
+  model = setup.tiny("llama3")
+  types = [type(layer.attn) for layer in model.layers]
+  _rolled_out(paged_module_of(model))
+  assert [type(layer.attn) for layer in model.layers] == types
+
+
+def test_logits_of_some_columns_alone():
+  """The output layer sees no other columns."""
+  model = setup.tiny("llama3")
+  decoder = paged_module_of(model)
+  seen = []
+  kind = setup.module("models.llama3.model")
+
+  def head(layer, memory, x):
+    seen.append(x.shape[1])
+    return super(type(layer), layer).decode(x)
+
+  methods = dict(decoder.methods) | {(kind.Embedder, "decode"): head}
+  _rolled_out(
+    paged.paged_module(
+      setup.tiny("llama3", weight_tying=True),
+      call=decoder.call,
+      methods=methods,
+      windows=decoder.plan.windows,
+      num_kv_heads=decoder.num_kv_heads,
+      head_dim=decoder.head_dim,
+      dtype=jnp.float32,
+    )
+  )
+  assert set(seen) == {4}
+
+
+def _toy():
+  """Somebody's decoder of one layer, in which nothing is named as elsewhere."""
+  nnx = pytest.importorskip("flax.nnx", reason="needs flax")
+
+  class Mixer(nnx.Module):
+    def __init__(self, rngs):
+      self.qkv = nnx.Linear(8, 24, rngs=rngs)
+
+    def __call__(self, x, mask):
+      q, k, v = jnp.split(self.qkv(x), 3, axis=-1)
+      weights = jnp.where(mask, q @ k.swapaxes(1, 2) / jnp.sqrt(8.0), -1e9)
+      return jax.nn.softmax(weights) @ v
+
+  class Toy(nnx.Module):
+    def __init__(self, rngs):
+      self.words = nnx.Embed(11, 8, rngs=rngs)
+      self.mixer = Mixer(rngs)
+
+    def __call__(self, tokens, mask):
+      x = self.words(tokens)
+      return self.words.attend(x + self.mixer(x, mask))
+
+  return Toy(nnx.Rngs(3)), Mixer
+
+
+def _paged_toy(windows=(None,)):
+  toy, mixer = _toy()
+
+  def attention(layer, memory, x, mask):
+    q, k, v = jnp.split(layer.qkv(x)[:, :, None], 3, axis=-1)
+    return memory.attend(q, k, v)[:, :, 0]
+
+  def call(module, memory, tokens, positions):
+    return module(tokens, None)
+
+  decoder = paged.paged_module(
+    toy,
+    call=call,
+    methods={mixer: attention},
+    windows=windows,
+    num_kv_heads=1,
+    head_dim=8,
+    dtype=jnp.float32,
+  )
+  return toy, decoder
+
+
+def _run_toy(decoder):
+  sizes = decoder.cache_config(
+    num_pages=32, page_size=4, num_slots=2, pages_per_slot=4
+  )
+  state = rollout.init(
+    jaxkv.init(sizes),
+    decoder.init_kv(sizes),
+    [[1, 2, 3], [4, 5, 0]],
+    [3, 2],
+    jax.random.key(0),
+    rollout.RolloutConfig(max_new_tokens=8),
+    sampling=rollout.Sampling(temperature=0),
+  )
+  return rollout.generate(decoder.params, state, model=decoder.model)
+
+
+def test_a_decoder_of_somebody_else():
+  toy, decoder = _paged_toy()
+  out = rollout.generated(_run_toy(decoder))
+  for row in range(2):
+    tokens = out.tokens[row, : out.lengths[row]][None]
+    size = tokens.shape[1]
+    logits = toy(tokens, jnp.tril(jnp.ones((1, size, size), bool)))
+    best = jnp.argmax(logits[0, :-1], axis=-1)
+    drawn = out.mask[row, 1:size]
+    np.testing.assert_array_equal(best[drawn], tokens[0, 1:][drawn])
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 4)])
+def test_too_many_windows(windows):
+  with pytest.raises(ValueError, match="as many entries as layers attend, 1"):
+    _run_toy(_paged_toy(windows)[1])
+
+
+def test_layers_that_are_not_there():
+  toy, _ = _toy()
+  with pytest.raises(ValueError, match="`methods` must name layers"):
+    paged.paged_module(
+      toy,
+      call=print,
+      methods={"no.such.path": print},
+      windows=[None],
+      num_kv_heads=1,
+      head_dim=8,
+    )
+
+
+def test_unknown_models():
+  with pytest.raises(ValueError, match="one of tunix's"):
+    paged_module_of(_toy()[0])

@@ -1,0 +1,295 @@
+"""The engine for tunix, beside tunix's own."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib
+
+import jax
+import numpy as np
+import pytest
+
+from tests.integrations import tunix_setup as setup
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+_GROUPS = [setup.prompt(number, 5 + 8 * number) for number in range(4)]
+_TEXTS = [text for text in _GROUPS for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model():
+  return setup.tiny("llama3", seed=4)
+
+
+@contextlib.contextmanager
+def counted():
+  """The compilations in it."""
+  found = []
+
+  def note(event, _, **__):
+    if "backend_compile" in event:
+      found.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  yield found
+  jax.monitoring.unregister_event_duration_listener(note)
+
+
+def _same(one, other):
+  return all(
+    np.array_equal(a, b) for a, b in zip(one.tokens, other.tokens, strict=True)
+  )
+
+
+def test_is_an_engine_of_tunix():
+  base = setup.module("rl.rollout.base_rollout")
+  client = importlib.import_module("jaxkv.integrations.tunix")
+  assert issubclass(client.JaxkvRollout, base.BaseRollout)
+  assert client.JaxkvRollout is client.JaxkvRollout
+
+
+def test_greedy_equals_vanilla(model):
+  """4 prompts, 4 samples, 24 tokens; half of the memory."""
+  config = setup.config()
+  wanted = setup.vanilla(model).generate(_TEXTS, config)
+  assert not any(setup.PAD in own for own in wanted.tokens), "another seed"
+  engine = setup.ours(model)
+  found = engine.generate(_TEXTS, config)
+  assert _same(found, wanted)
+  assert found.text == wanted.text
+  np.testing.assert_array_equal(
+    found.left_padded_prompt_tokens, wanted.left_padded_prompt_tokens
+  )
+  for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+    np.testing.assert_allclose(one, other, atol=5e-6)
+  tokens = len(_TEXTS) * config.kv_cache_size
+  dense = 2 * 4 * tokens * 2 * setup.HEADS * setup.HEAD_DIM
+  assert engine.num_bytes() <= dense / 2
+  # A prompt is computed once, not four times; last tokens count as drawn.
+  assert engine.counters()["prefilled"] <= sum(
+    len(text.split()) for text in _GROUPS
+  )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.8}])
+def test_log_probs_are_the_trainers(model, temperature, filters):
+  common = setup.module("rl.common")
+  nnx = importlib.import_module("flax.nnx")
+  config = setup.config(
+    **({"top_p": 1.0, "temperature": temperature} | filters)
+  )
+  engine = setup.ours(model)
+  found = engine.generate(_TEXTS, config)
+  padded = np.full((len(_TEXTS), 24), setup.PAD, np.int32)
+  for row, tokens in enumerate(found.tokens):
+    padded[row, : len(tokens)] = tokens
+  scores = common.compute_per_token_logps(
+    *nnx.split(model),
+    prompt_tokens=found.left_padded_prompt_tokens,
+    completion_tokens=padded,
+    pad_id=setup.PAD,
+    eos_id=setup.EOS,
+    temperature=temperature,
+  )
+  for row, own in enumerate(found.logprobs):
+    np.testing.assert_allclose(own, scores[row, : len(own)], atol=5e-6)
+  if temperature == 1:
+    ours = engine.get_per_token_logps(found.left_padded_prompt_tokens, padded)
+    np.testing.assert_array_equal(ours, scores)
+
+
+def test_compiles_once(model):
+  """Whatever lengths, limits, temperatures, prompts and weights come."""
+  engine = setup.ours(model, mesh=setup.one_device())
+  usual = setup.config(top_p=1.0)
+  engine.generate(_TEXTS, usual)
+  nnx = importlib.import_module("flax.nnx")
+  other = nnx.state(setup.tiny("llama3", seed=5), nnx.Param)
+  elsewhere = jax.device_put(other, jax.devices()[-1])
+  with counted() as found:
+    for limit, heat, count in ((3, 1.0, 16), (17, 0.3, 9), (24, 1.7, 2)):
+      options = {"max_tokens_to_generate": limit, "temperature": heat}
+      out = engine.generate(
+        _TEXTS[:count], dataclasses.replace(usual, **options)
+      )
+      assert max(map(len, out.tokens)) <= limit
+    engine.generate(_TEXTS[:1], dataclasses.replace(usual, seed=3))
+    engine.generate(_TEXTS * 2, usual)  # More than the queue holds.
+    for weights in (other, elsewhere):
+      engine.update_params(weights, (nnx.Param,))
+      engine.generate(_TEXTS, usual)
+  assert not found
+
+
+def test_pad_is_not_drawn():
+  model = setup.tiny("llama3", seed=4)
+  found = setup.ours(model).generate(
+    [setup.prompt(number, 3) for number in range(16)],
+    setup.config(temperature=50.0, top_p=1.0),
+  )
+  drawn = np.concatenate(found.tokens)
+  assert setup.PAD not in drawn
+  assert len(set(drawn.tolist())) > 20
+  assert setup.EOS not in drawn  # As in tunix, it is left out.
+
+
+def test_eos_is_kept_if_asked():
+  model = setup.tiny("llama3", seed=4)
+  config = setup.config(temperature=50.0, top_p=1.0, eos_tokens=[5, 7])
+  texts = [setup.prompt(number, 3) for number in range(16)]
+  found = setup.ours(model, keep_eos=True).generate(texts, config)
+  ended = [own for own in found.tokens if len(own) < 24]
+  assert ended
+  assert all(own[-1] in (5, 7) for own in ended)
+  assert not any(np.isin(own[:-1], (5, 7)).any() for own in found.tokens)
+
+
+def test_seeds(model):
+  engine = setup.ours(model)
+  config = setup.config(top_p=1.0, temperature=2.0)
+  one, other = (engine.generate(_TEXTS, config) for _ in range(2))
+  assert not _same(one, other)
+  seeded = dataclasses.replace(config, seed=jax.random.PRNGKey(3))
+  one, other = (engine.generate(_TEXTS, seeded) for _ in range(2))
+  assert _same(one, other)
+  group = {tuple(own) for own in one.tokens[:4]}
+  assert len(group) == 4
+
+
+def test_new_weights_hit_no_old_page(model):
+  nnx = importlib.import_module("flax.nnx")
+  other = setup.tiny("llama3", seed=9)
+  config = setup.config()
+  engine = setup.ours(model, page_size=4)
+  engine.generate(_TEXTS, config)
+  before = engine.counters()["prefilled"]
+  engine.generate(_TEXTS, config)
+  # Cached; of each prompt the last page at most is computed.
+  assert engine.counters()["prefilled"] - before <= 4 * 4
+  before = engine.counters()["prefilled"]
+  params = nnx.state(other, nnx.Param)
+  guards = (
+    jax.transfer_guard_device_to_host("disallow_explicit"),
+    jax.transfer_guard_host_to_device("disallow_explicit"),
+  )
+  with guards[0], guards[1]:  # As tunix does it on a CPU.
+    engine.update_params(params, (nnx.Param,))
+  found = engine.generate(_TEXTS, config)
+  tokens = sum(len(text.split()) for text in _GROUPS)
+  assert engine.counters()["prefilled"] - before >= tokens - 4
+  assert _same(found, setup.ours(other).generate(_TEXTS, config))
+
+
+def test_a_model_that_is_trained_in_place():
+  """A trainer on the same mesh shares its variables, and says nothing."""
+  model = setup.tiny("llama3", seed=4)
+  nnx = importlib.import_module("flax.nnx")
+  engine = setup.ours(model, page_size=4)
+  engine.generate(_TEXTS, setup.config())
+  nnx.update(model, nnx.state(setup.tiny("llama3", seed=9)))
+  found = engine.generate(_TEXTS, setup.config())
+  fresh = setup.ours(setup.tiny("llama3", seed=9))
+  assert _same(found, fresh.generate(_TEXTS, setup.config()))
+
+
+def test_weights_that_only_moved_keep_their_pages(model):
+  nnx = importlib.import_module("flax.nnx")
+  engine = setup.ours(model, page_size=4)
+
+  def moved():
+    copies = jax.tree.map(lambda leaf: leaf + 0, nnx.state(engine.model()))
+    engine.update_params(copies)
+
+  moved()
+  engine.generate(_TEXTS, setup.config())
+  moved()
+  before = engine.counters()["prefilled"]
+  moved()
+  engine.generate(_TEXTS, setup.config())
+  assert engine.counters()["prefilled"] - before <= 4 * 4
+  engine.update_params(nnx.state(setup.tiny("llama3", seed=9)))
+  engine.generate(_TEXTS, setup.config())
+  tokens = sum(len(text.split()) for text in _GROUPS)
+  assert engine.counters()["prefilled"] - before >= tokens - 4
+
+
+def test_config_by_mode(model):
+  rl = setup.module("rl.rl_cluster")
+  small, large = setup.config(), setup.config(kv_cache_size=128)
+  both = {rl.Mode.TRAIN: small, rl.Mode.EVAL: large}
+  engine = setup.ours(model, both)
+  text = setup.prompt(1, 90)
+  assert len(engine.generate([text], large).tokens[0]) <= 24
+  # Known from the call alone: another queue is made for it.
+  engine = setup.ours(model, small)
+  engine.generate(_TEXTS, small)
+  assert _same(
+    engine.generate([text], large),
+    setup.ours(model, large).generate([text], large),
+  )
+
+
+def test_too_long(model):
+  engine = setup.ours(model)
+  with pytest.raises(
+    ValueError, match="leave room for 24 tokens in 64, got 61"
+  ):
+    engine.generate([setup.prompt(1, 60)], setup.config())
+  engine.generate(_TEXTS, setup.config())  # It still works.
+
+
+def test_a_text_instead_of_texts(model):
+  engine = setup.ours(model)
+  one = engine.generate(_GROUPS[1], setup.config())
+  assert len(one.tokens) == 1
+  assert _same(one, setup.ours(model).generate([_GROUPS[1]], setup.config()))
+
+
+def test_turns_from_threads(model):
+  """Eight conversations of four turns compute what is new."""
+  page = 4
+  engine = setup.ours(
+    model, setup.config(kv_cache_size=128), page_size=page, num_pages=400
+  )
+  config = setup.config(
+    kv_cache_size=128, max_tokens_to_generate=8, temperature=1.0, top_p=1.0
+  )
+  system = setup.prompt(99, 20)
+
+  def talk(number):
+    history, new = system, 0
+    for turn in range(4):
+      said = setup.prompt(10 * number + turn, 6)
+      history = f"{history} {said}"
+      found = engine.generate(history, config)
+      history = f"{history} {setup.text(found.tokens[0])}".strip()
+      new += 6
+    return history, new
+
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    talks = list(pool.map(talk, range(8)))
+  counters = engine.counters()
+  new = sum(count for _, count in talks)
+  computed = counters["prefilled"] + counters["recomputed"]
+  # What is new, the system prompt once or, where several begin at once, for
+  # each of these; and of each turn the page that was not full.
+  assert computed <= new + 21 * 8 + 8 * 4 * page
+  dense = 8 * sum(21 + 6 * (turn + 1) + 8 * turn for turn in range(4))
+  assert computed < dense / 3
+  for history, _ in talks[:2]:
+    last = history.split()
+    greedy = setup.config(kv_cache_size=128, max_tokens_to_generate=4)
+    text = " ".join(last[:40])
+    assert _same(
+      engine.generate(text, greedy),
+      setup.vanilla(model, 128).generate([text], greedy),
+    )
+
+
+def test_an_error_reaches_its_caller(model):
+  engine = setup.ours(model, num_pages=8, page_size=4)
+  config = setup.config(kv_cache_size=64)
+  with pytest.raises(RuntimeError, match="more pages than 8"):
+    engine.generate([setup.prompt(0, 30)], config)

@@ -1,0 +1,224 @@
+"""GRPO of tunix, unchanged, on the engine for tunix."""
+
+import functools
+import importlib
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from tests.integrations import tunix_setup as setup
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+_STEPS = 5
+
+
+def _watched(seen):
+  """The engine, which notes what a trainer asks of it."""
+  setup.module("rl.rollout.base_rollout")
+  client = importlib.import_module("jaxkv.integrations.tunix")
+  compiled = []
+
+  def note(event, _, **__):
+    if "backend_compile" in event:
+      compiled.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+
+  class Watched(client.JaxkvRollout):
+    def generate(self, prompts, rollout_config, **kwargs):
+      before, have = len(compiled), self.counters().get("prefilled", 0)
+      out = super().generate(prompts, rollout_config, **kwargs)
+      seen.append(
+        {
+          "compiled": len(compiled) - before,
+          "prefilled": self.counters()["prefilled"] - have,
+          "out": out,
+          "weights": jax.tree.leaves(self._params),
+        }
+      )
+      return out
+
+  return Watched
+
+
+def _trained(seen, *, same_prompts=False, offload=False, lora=False):
+  """A learner after five steps of GRPO, with four samples of two prompts."""
+  learner = setup.module("rl.grpo.grpo_learner")
+  model = setup.tiny("llama3", seed=4)
+  if lora:
+    model = _with_lora(model)
+  config = setup.config(temperature=1.0, top_p=1.0, max_tokens_to_generate=20)
+  cluster = setup.cluster(
+    model,
+    _watched(seen),
+    config,
+    max_steps=_STEPS,
+    offload_to_cpu=offload,
+    rate=1.0 if lora else 0.05,
+  )
+  trainer = learner.GRPOLearner(
+    rl_cluster=cluster,
+    reward_fns=setup.reward,
+    algo_config=learner.GRPOConfig(num_generations=4, num_iterations=1),
+  )
+  trainer.train(
+    [
+      {
+        "prompts": np.array(
+          [
+            setup.prompt(0 if same_prompts else 2 * step + row, 20 + step % 3)
+            for row in range(2)
+          ]
+        )
+      }
+      for step in range(_STEPS)
+    ]
+  )
+  return cluster
+
+
+def _with_lora(model):
+  qwix = pytest.importorskip("qwix", reason="needs qwix: pip install qwix")
+  provider = qwix.LoraProvider(
+    module_path=".*q_proj|.*gate_proj", rank=2, alpha=2.0
+  )
+  return qwix.apply_lora_to_model(model, provider, **model.get_model_input())
+
+
+def _check(seen, cluster):
+  """Nothing is compiled later, and each step had the weights of its time."""
+  assert len(seen) == _STEPS
+  assert [step["compiled"] for step in seen[1:]] == [0] * (_STEPS - 1)
+  nnx = importlib.import_module("flax.nnx")
+  ours = jax.tree.leaves(nnx.state(cluster.rollout.model(), nnx.Param))
+  theirs = jax.tree.leaves(nnx.state(cluster.actor_trainer.model, nnx.Param))
+  for one, other in zip(ours, theirs, strict=True):
+    np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_grpo(offload):
+  seen = []
+  cluster = _trained(seen, offload=offload)
+  _check(seen, cluster)
+  # Of each group a prompt is computed once.
+  assert all(step["prefilled"] <= 2 * 24 for step in seen)
+
+
+def test_new_weights_are_noticed():
+  """The same prompt in each step; no page of it is found after training."""
+  seen = []
+  _check(seen, _trained(seen, same_prompts=True))
+  assert all(step["prefilled"] >= 19 for step in seen)
+
+
+def test_log_probs_in_training():
+  """Those of the last step are the trainer's, for the weights of before."""
+  common = setup.module("rl.common")
+  nnx = importlib.import_module("flax.nnx")
+  seen = []
+  cluster = _trained(seen)
+  out, weights = seen[-1]["out"], seen[-1]["weights"]
+  graphdef, state = nnx.split(cluster.actor_trainer.model)
+  state = jax.tree.unflatten(jax.tree.structure(state), weights)
+  padded = np.full((len(out.tokens), 20), setup.PAD, np.int32)
+  for row, tokens in enumerate(out.tokens):
+    padded[row, : len(tokens)] = tokens
+  scores = common.compute_per_token_logps(
+    graphdef,
+    state,
+    prompt_tokens=out.left_padded_prompt_tokens,
+    completion_tokens=padded,
+    pad_id=setup.PAD,
+    eos_id=setup.EOS,
+  )
+  for row, own in enumerate(out.logprobs):
+    np.testing.assert_allclose(own, scores[row, : len(own)], atol=5e-6)
+
+
+def test_lora():
+  seen = []
+  _check(seen, _trained(seen, lora=True))
+
+
+@pytest.mark.deep
+def test_agents_in_threads():
+  """Tunix's agentic learner: eight at once, four turns, each with a limit."""
+  learner = setup.module("rl.agentic.agentic_grpo_learner")
+  base = setup.module("rl.agentic.environments.base_environment")
+  asked = []
+
+  class Watched(_watched([])):
+    def generate(self, prompts, rollout_config, **kwargs):
+      out = super().generate(prompts, rollout_config, **kwargs)
+      asked.append((prompts, threading.get_ident()))
+      return out
+
+  class Parser:
+    assistant_token = ""
+
+    def parse(self, messages, **_):
+      return " ".join(one["content"] for one in messages if one["content"])
+
+  class Turns(base.BaseTaskEnv):
+    def __init__(self, single_example, **kwargs):
+      super().__init__(task=single_example, max_steps=4, **kwargs)
+      self.turn = 0
+
+    def _initial_observation(self):
+      return {"prompts": str(np.ravel(self.task["prompts"])[0])}
+
+    def _step_impl(self, action):
+      self.turn += 1
+      return base.EnvStepResult(
+        observation=setup.prompt(self.turn, 5),
+        reward=0.1 * self.turn,
+        done=self.turn == 4,
+        info={},
+      )
+
+  config = setup.config(
+    temperature=1.0,
+    top_p=1.0,
+    max_tokens_to_generate=100,
+    kv_cache_size=256,
+    eos_tokens=[2, 5, 8, 11, 14, 17, 20, 23],
+  )
+  cluster = setup.cluster(
+    setup.tiny("llama3"),
+    functools.partial(Watched, page_size=4, num_pages=600),
+    config,
+    max_steps=2,
+  )
+  trainer = learner.GRPOLearner(
+    rl_cluster=cluster,
+    reward_fns=setup.reward,
+    algo_config=learner.GRPOConfig(
+      num_generations=4, max_concurrency=8, max_response_length=100
+    ),
+    chat_parser=Parser(),
+    env_class=Turns,
+  )
+  trainer.train(
+    [
+      {
+        "prompts": np.array(
+          [setup.prompt(2 * step + row, 20) for row in (0, 1)]
+        )
+      }
+      for step in range(2)
+    ]
+  )
+  assert len(asked) >= 2 * 8 * 3  # Some answer too much in fewer turns.
+  assert all(isinstance(text, str) for text, _ in asked)
+  assert len({thread for _, thread in asked}) > 2
+  counters = cluster.rollout.counters()
+  computed = counters["prefilled"] + counters["recomputed"]
+  # A conversation computes its prompt, or finds another's, five tokens a turn,
+  # and of each turn the page that was not full.
+  assert computed <= 2 * 8 * (21 + 3 * 5 + 4 * 4)
+  whole = sum(1 + len(text.split()) for text, _ in asked)
+  assert computed < whole / 3

@@ -1,0 +1,170 @@
+"""Tiny models, words and trainers of tunix."""
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+NUM_WORDS = 32
+PAD, BOS, EOS = 0, 1, 2
+HEADS, HEAD_DIM = 2, 16
+
+
+def module(name: str) -> Any:
+  """A module of tunix; skips the test without it."""
+  pytest.importorskip("flax", reason="needs flax: pip install google-tunix")
+  pytest.importorskip("tunix", reason="needs tunix: pip install google-tunix")
+  return importlib.import_module(f"tunix.{name}")
+
+
+def tiny(name: str, seed: int = 0, num_layers: int = 2, **more: Any) -> Any:
+  """A model with random weights: "llama3", "qwen2", "qwen3" or "gemma3"."""
+  kind = module(f"models.{name}.model")
+  nnx = importlib.import_module("flax.nnx")
+  sizes = {
+    "num_layers": num_layers,
+    "embed_dim": 32,
+    "hidden_dim": 64,
+    "num_heads": 4,
+    "head_dim": HEAD_DIM,
+    "num_kv_heads": HEADS,
+  }
+  if name == "gemma3":
+    sizes |= {
+      "num_embed": NUM_WORDS,
+      "sliding_window_size": 8,
+      "global_base_frequency": 1_000_000,
+      "param_dtype": jnp.float32,
+    }
+  else:
+    sizes |= {
+      "vocab_size": NUM_WORDS,
+      "rope_theta": 1_000_000,
+      "norm_eps": 1e-6,
+    }
+  config = kind.ModelConfig(**(sizes | more))
+  model = getattr(kind, name.capitalize())(config, rngs=nnx.Rngs(seed))
+  return with_noise(model, seed)
+
+
+def with_noise(model: Any, seed: int = 0, size: float = 0.15) -> Any:
+  """The model with other weights; many of tunix's begin as zeros."""
+  nnx = importlib.import_module("flax.nnx")
+  graphdef, state = nnx.split(model)
+  leaves, structure = jax.tree.flatten(state)
+  keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+  leaves = [
+    leaf + size * jax.random.normal(key, leaf.shape, leaf.dtype)
+    for leaf, key in zip(leaves, keys, strict=True)
+  ]
+  return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+
+
+def words() -> Any:
+  """A tokenizer of 32 words, `w3` to `w31` beside pad, bos and eos."""
+  named = {"<pad>": PAD, "<s>": BOS, "</s>": EOS}
+  named |= {f"w{number}": number for number in range(3, NUM_WORDS)}
+  return module("tests.test_common").MockVocab(named)
+
+
+def text(tokens: Any) -> str:
+  """The words of tokens."""
+  return " ".join(f"w{int(token)}" for token in tokens)
+
+
+def prompt(seed: int, length: int) -> str:
+  """A random text."""
+  draws = np.random.default_rng(seed).integers(3, NUM_WORDS, length)
+  return text(draws)
+
+
+def config(**options: Any) -> Any:
+  """A RolloutConfig of tunix; greedy."""
+  base = module("rl.rollout.base_rollout")
+  usual = {
+    "max_tokens_to_generate": 24,
+    "temperature": 1.0,
+    "top_p": None,
+    "max_prompt_length": 32,
+    "kv_cache_size": 64,
+    "return_logprobs": True,
+  }
+  return base.RolloutConfig(**(usual | options))
+
+
+def vanilla(model: Any, cache_size: int = 64) -> Any:
+  """The engine of tunix itself."""
+  base = module("rl.rollout.base_rollout")
+  engine = module("rl.rollout.vanilla_rollout").VanillaRollout
+  sizes = base.CacheConfig(
+    cache_size=cache_size,
+    num_layers=len(model.layers),
+    num_kv_heads=HEADS,
+    head_dim=HEAD_DIM,
+  )
+  return engine(model, words(), cache_config_or_size=sizes)
+
+
+def ours(model: Any, rollout_config: Any = None, **options: Any) -> Any:
+  """The engine under test."""
+  module("rl.rollout.base_rollout")
+  client = importlib.import_module("jaxkv.integrations.tunix")
+  return client.JaxkvRollout(
+    rollout_actor=model,
+    tokenizer=words(),
+    mesh=options.pop("mesh", None),
+    rollout_config=rollout_config or config(),
+    **options,
+  )
+
+
+def one_device() -> Any:
+  """A mesh, as tunix's examples make it."""
+  return jax.sharding.Mesh(
+    np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp")
+  )
+
+
+def cluster(
+  model: Any, engine: Any, rollout_config: Any, **options: Any
+) -> Any:
+  """An RLCluster for GRPO on one device."""
+  import optax
+
+  rl = module("rl.rl_cluster")
+  mesh = one_device()
+  roles = (rl.Role.ACTOR, rl.Role.REFERENCE, rl.Role.ROLLOUT)
+  nnx = importlib.import_module("flax.nnx")
+  reshard = module("rl.reshard")
+  actor = reshard.reshard_model_to_mesh(model, mesh)
+  reference = nnx.clone(actor)
+  return rl.RLCluster(
+    actor=actor,
+    reference=reference,
+    tokenizer=words(),
+    cluster_config=rl.ClusterConfig(
+      role_to_mesh=dict.fromkeys(roles, mesh),
+      rollout_engine=engine,
+      offload_to_cpu=options.pop("offload_to_cpu", False),
+      training_config=rl.RLTrainingConfig(
+        actor_optimizer=optax.sgd(options.pop("rate", 0.05)),
+        eval_every_n_steps=100,
+        max_steps=options.pop("max_steps", 5),
+        **options,
+      ),
+      rollout_config=rollout_config,
+    ),
+  )
+
+
+def reward(prompts: Any, completions: Any, **_: Any) -> list[float]:
+  """The share of words with an even number."""
+  del prompts
+  even = [f"w{number}" for number in range(4, NUM_WORDS, 2)]
+  return [
+    float(np.mean([word in even for word in own.split()] or [0]))
+    for own in completions
+  ]
