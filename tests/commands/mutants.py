@@ -124,7 +124,7 @@ MUTANTS = {
     _least([[1, 2], [1, 2, 3]], 1),
   ),
   "a form feed ends a line": _command(
-    "prompts:read",
+    "prompts:read_lines",
     text('.removesuffix("\\n").split("\\n")', ".splitlines()"),
     _prompt_lines,
   ),

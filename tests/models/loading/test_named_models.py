@@ -1,5 +1,8 @@
 """SmolLM2 and Gemma 3 themselves, against what is known of them."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,43 +75,76 @@ def test_both_precisions_have_one_tokenizer(model):
 
 
 def test_greedy_tokens_are_those_without_a_cache(model):
-  _, model = model
-  texts = [f"{number} things to know about the sea:" for number in range(4)]
-  encoded = [model.tokenizer.encode(text) for text in texts]
-  lengths = np.asarray([len(tokens) for tokens in encoded], np.int32)
-  prompts = np.zeros((4, lengths.max()), np.int32)
-  for row, tokens in zip(prompts, encoded, strict=True):
-    row[: len(tokens)] = tokens
-  sizes = model.cache_config(num_pages=200, num_slots=3, max_length=64)
-  state = rollout.init(
-    jaxkv.init(sizes),
-    model.init_kv(sizes),
-    prompts,
-    lengths,
-    jax.random.key(0),
-    rollout.RolloutConfig(max_new_tokens=32, prefill_chunk=16),
-    sampling=rollout.Sampling(temperature=0.0),
-  )
-  end = jax.jit(rollout.generate, static_argnames="model")(
-    model.params, state, model=_Once(model.forward)
-  )
-  done = rollout.generated(end)
+  name, model = model
+  count, new = (20, 64) if name == "smollm2" else (4, 32)
+  texts = [f"{number} things to know about the sea:" for number in range(count)]
+  done = _greedy(model, [model.tokenizer.encode(text) for text in texts], new)
   for row, length in zip(
     np.asarray(done.tokens), np.asarray(done.lengths), strict=True
   ):
     scores = _log_probs(model, row[:length])
-    begin = int(length) - 32
+    begin = int(length) - new
     drawn = row[begin:length]
     best = scores[begin - 1 : length - 1].max(axis=-1)
     own = scores[np.arange(begin - 1, length - 1), drawn]
     np.testing.assert_allclose(own, best, rtol=0, atol=1e-4)
 
 
-class _Once:
-  """A function that is its own key."""
+def _greedy(model, encoded, new):
+  """`new` tokens for each prompt, from fewer slots than there are prompts."""
+  lengths = np.asarray([len(tokens) for tokens in encoded], np.int32)
+  prompts = np.zeros((len(encoded), lengths.max()), np.int32)
+  for row, tokens in zip(prompts, encoded, strict=True):
+    row[: len(tokens)] = tokens
+  longest = int(lengths.max()) + new
+  sizes = model.cache_config(num_pages=400, num_slots=7, max_length=longest)
+  state = rollout.init(
+    jaxkv.init(sizes),
+    model.init_kv(sizes),
+    prompts,
+    lengths,
+    jax.random.key(0),
+    rollout.RolloutConfig(max_new_tokens=new, prefill_chunk=16),
+    sampling=rollout.Sampling(temperature=0.0),
+  )
+  program = jax.jit(functools.partial(rollout.generate, model=model.forward))
+  return rollout.generated(program(model.params, state))
 
-  def __init__(self, function):
-    self._function = function
 
-  def __call__(self, *inputs):
-    return self._function(*inputs)
+def test_a_window_holds_few_pages_of_a_long_text():
+  """2,048 tokens of Gemma 3: five groups with a window of 512, one without."""
+  pytest.importorskip("gguf", reason="it unpacks the weights")
+  pytest.importorskip("tokenizers", reason="it makes the tokens")
+  model = models.load("gemma3-270m", dtype=jnp.float32)
+  text = model.tokenizer.encode(" ".join(lines(400)))[:2000]
+  chunk, size = 128, 16
+  sizes = model.cache_config(
+    num_pages=400, num_slots=1, page_size=size, max_length=2048
+  )
+  state = rollout.init(
+    jaxkv.init(sizes),
+    model.init_kv(sizes),
+    text[None],
+    np.asarray([2000]),
+    jax.random.key(0),
+    rollout.RolloutConfig(max_new_tokens=48, prefill_chunk=chunk),
+    sampling=rollout.Sampling(temperature=0.0),
+  )
+  once = jax.jit(
+    functools.partial(rollout.generate, model=model.forward), donate_argnums=1
+  )
+  most = np.zeros(len(sizes.groups), int)
+  while not rollout.is_done(state):
+    state = once(model.params, state, rollout.Until(steps=jnp.int32(1)))
+    cache = state.cache
+    held = np.asarray(cache.num_pages - cache.num_skipped_pages)[0]
+    most = np.maximum(most, held)
+  windows = [isinstance(one, jaxkv.SlidingWindow) for one in sizes.groups]
+  assert windows == [True] * 5 + [False]
+  assert most[:5].max() <= math.ceil((511 + chunk) / size) + 1
+  assert most[5] == 2048 // size
+  done = rollout.generated(state)
+  row = np.asarray(done.tokens)[0]
+  scores = _log_probs(model, row)
+  drawn = scores[np.arange(1999, 2047), row[2000:]]
+  np.testing.assert_allclose(drawn, scores[1999:2047].max(-1), atol=1e-4)
