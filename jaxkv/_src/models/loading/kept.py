@@ -27,7 +27,10 @@ _FORMAT = 1
 
 
 def kept(
-  name: str, *, folder: str | os.PathLike[str] | None = None
+  name: str,
+  *,
+  folder: str | os.PathLike[str] | None = None,
+  local_files_only: bool = False,
 ) -> pathlib.Path:
   """The folder of a named model, fetched and unpacked if it is not there yet.
 
@@ -36,6 +39,7 @@ def kept(
   Args:
     name: one of `named.NAMED_MODELS`.
     folder: where it is kept; see `named.fetch`.
+    local_files_only: see `named.fetch`.
 
   Raises:
     ImportError: the package `gguf` or `tokenizers` is not installed.
@@ -48,7 +52,9 @@ def kept(
   place = home / f"{name}-bfloat16-{_FORMAT}-{digest}"
   if place.exists():
     return place
-  source = named.fetch(name, folder=home)
+  source = named.fetch(
+    name, folder=home, local_files_only=local_files_only
+  )
   with tempfile.TemporaryDirectory(dir=home, prefix=f".{name}-") as temporary:
     whole = pathlib.Path(temporary) / "whole"
     whole.mkdir()

@@ -95,7 +95,11 @@ class Pretrained:
 
 
 def load(
-  source: str | os.PathLike[str], *, dtype: Any = None, progress: bool = False
+  source: str | os.PathLike[str],
+  *,
+  dtype: Any = None,
+  local_files_only: bool = False,
+  progress: bool = False,
 ) -> Pretrained:
   """Loads a pretrained decoder.
 
@@ -115,6 +119,8 @@ def load(
         installed.
     dtype: of parameters and activations: float32, bfloat16 or float16; None for
       what the checkpoint says.
+    local_files_only: whether to download nothing: a model that is not there is
+      an error.
     progress: whether to show a progress bar on stderr.
 
   Raises:
@@ -132,7 +138,7 @@ def load(
     Traceback (most recent call last):
     ValueError: `source` must be a folder with a config.json, ...
   """
-  opened = _opened(source, dtype)
+  opened = _opened(source, dtype, local_files_only)
   dtype = jnp.dtype(opened.dtype if dtype is None else dtype)
   if dtype.name not in _DTYPES:
     raise ValueError(
@@ -154,7 +160,9 @@ def load(
   )
 
 
-def _opened(source: str | os.PathLike[str], dtype: Any) -> OpenedCheckpoint:
+def _opened(
+  source: str | os.PathLike[str], dtype: Any, local: bool
+) -> OpenedCheckpoint:
   path = pathlib.Path(source)
   if path.is_dir():
     return folders.opened(path)
@@ -162,10 +170,11 @@ def _opened(source: str | os.PathLike[str], dtype: Any) -> OpenedCheckpoint:
     return gguf_checkpoint.opened(path)
   if str(source) in named.NAMED_MODELS:
     if dtype is not None and jnp.dtype(dtype).itemsize > 2:
-      return gguf_checkpoint.opened(named.fetch(str(source)))
-    return folders.opened(kept.kept(str(source)))
+      path = named.fetch(str(source), local_files_only=local)
+      return gguf_checkpoint.opened(path)
+    return folders.opened(kept.kept(str(source), local_files_only=local))
   if hub.is_id(str(source)):
-    return folders.opened(hub.fetched(str(source)))
+    return folders.opened(hub.fetched(str(source), local_files_only=local))
   raise ValueError(
     "`source` must be a folder with a config.json, a .gguf file, or one of "
     f"{', '.join(named.NAMED_MODELS)}, got {os.fspath(source)!r}."

