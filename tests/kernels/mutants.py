@@ -266,6 +266,11 @@ _SHARING = {
     text("size > 1", "size > 0"),
     _SHARED_DECODE.format("page16_gqa4_d128"),
   ),
+  "rows past a cluster's size are alone": (
+    "attention.shared_prefix:_by_first_page",
+    text("(begins | (rank % most == 0))", "begins"),
+    _SHARED + "test_many_rows_with_one_first_page_make_several_clusters",
+  ),
   "prefixes are read for nothing in the gate": (
     "attention.shared_prefix:_saved",
     text("jnp.sum(shared) - jnp.sum(tokens)", "jnp.sum(shared)"),

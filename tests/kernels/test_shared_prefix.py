@@ -215,6 +215,17 @@ class TestSharedPrefix:
     assert shared.members.shape == (num_clusters, cluster_size)
     assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
+  def test_many_rows_with_one_first_page_make_several_clusters(self, always):
+    """Samples of several prompts that begin alike: all of them share."""
+    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    q = queries(case, shape, len(LENGTHS))
+    wanted = reference.paged_decode(q, *case.pools, case.lengths)
+    shared, out = decode(case, q, num_clusters=3, cluster_size=2)
+    found = [sorted(row) for row in shared.members.tolist()]
+    assert sorted(found) == [[0, 1], [2, 5], [3, 6]]
+    assert sorted(shared.tokens.tolist()) == [32, 32, 64]
+    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
+
   def test_idle_rows_are_in_no_cluster(self, always):
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     case.lengths[[0, 4]] = 0

@@ -37,9 +37,11 @@ def share(
     num_clusters: the most clusters. A cluster is a set of rows that share
       pages. The work is that of `num_clusters * cluster_size` rows, so keep
       the product near B: for example B / samples, with clusters of `samples`.
-    cluster_size: the most rows of a cluster; further rows are read alone.
+    cluster_size: the most rows of a cluster.
     clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`, or any
-      other number for none. None: rows with the same first page are a cluster.
+      other number for none; of a cluster's rows those past `cluster_size` are
+      read alone. None: rows with the same first page are a cluster, or several
+      if they are more than `cluster_size`.
     backend: as given to `attend`.
 
   Returns:

@@ -52,9 +52,7 @@ def kept(
   place = home / f"{name}-bfloat16-{_FORMAT}-{digest}"
   if place.exists():
     return place
-  source = named.fetch(
-    name, folder=home, local_files_only=local_files_only
-  )
+  source = named.fetch(name, folder=home, local_files_only=local_files_only)
   with tempfile.TemporaryDirectory(dir=home, prefix=f".{name}-") as temporary:
     whole = pathlib.Path(temporary) / "whole"
     whole.mkdir()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import choose
@@ -112,7 +113,7 @@ def plan_shared_prefix(
     cluster_size: the most rows of a cluster.
     clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`, or any
       other number for none. None: rows that begin with the same page are a
-      cluster, if there are at least two.
+      cluster, or several if they are more than `cluster_size`.
     backend: as given to the decode.
 
   Returns:
@@ -218,7 +219,7 @@ def _find(
   # `own_tokens` could not express both, so such a row is not split.
   alive = (lengths > 0) & (lengths <= columns * page_size)
   if clusters is None:
-    clusters = _by_first_page(page_table[:, 0], alive)
+    clusters = _by_first_page(page_table[:, 0], alive, cluster_size)
   members = _members(clusters, alive, num_clusters, cluster_size)
   tables = page_table.at[members].get(mode="fill", fill_value=0)
   present = members < batch
@@ -245,16 +246,19 @@ def _find(
   return found.refreshed(page_table, lengths, page_size=page_size)
 
 
-def _by_first_page(first: jax.Array, alive: jax.Array) -> jax.Array:
-  """Clusters of rows that have the same first page, at least two: int32[B].
+def _by_first_page(first: jax.Array, alive: jax.Array, most: int) -> jax.Array:
+  """Clusters of 2 .. `most` rows that have the same first page: int32[B].
 
-  Clusters are numbered in the order of their first pages; B for no cluster.
+  Clusters are numbered in the order of their first pages, then of their rows; B
+  for no cluster.
   """
   batch = first.shape[0]
+  position = jnp.arange(batch, dtype=jnp.int32)
   order = jnp.lexsort((first, ~alive)).astype(jnp.int32)
   page = first[order]
   begins = jnp.concatenate([jnp.ones((1,), bool), page[1:] != page[:-1]])
-  begins = begins & alive[order]
+  rank = position - lax.cummax(jnp.where(begins, position, 0))
+  begins = (begins | (rank % most == 0)) & alive[order]
   run = jnp.cumsum(begins, dtype=jnp.int32) - 1
   run = jnp.where(alive[order], run, batch)
   size = jnp.zeros((batch,), jnp.int32).at[run].add(1, mode="drop")
