@@ -29,7 +29,12 @@ _LAYERS = (
   ("jaxkv._src.kv",),
   ("jaxkv.results", "jaxkv.telemetry", "jaxkv._src.show"),
   ("jaxkv._src.cache",),
-  ("jaxkv.kernels", "jaxkv._src.cpu_options", "jaxkv._src"),
+  (
+    "jaxkv.kernels",
+    "jaxkv._src.cpu_options",
+    "jaxkv._src.extras",
+    "jaxkv._src",
+  ),
   ("jaxkv_kernels",),
 )
 _RANK = {layer: rank for rank, row in enumerate(_LAYERS) for layer in row}
@@ -145,13 +150,19 @@ def test_imports_are_the_dependencies():
 
 
 def _asked_for(tree: ast.Module) -> Iterator[tuple[str, str]]:
-  """The package and the extra in every call of `extra_package`."""
+  """Package and extra in the calls of `extra_package` that name both."""
   for node in ast.walk(tree):
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-      if node.func.id == "extra_package":
+      if node.func.id == "extra_package" and _is_text(node.args[0]):
         name = ast.literal_eval(node.args[0]).partition(".")[0]
         named = {word.arg: word.value for word in node.keywords}
-        yield name, ast.literal_eval(named["extra"])
+        install = ast.literal_eval(named["install"])
+        if install.startswith("jaxkv["):
+          yield name, install.removeprefix("jaxkv[").removesuffix("]")
+
+
+def _is_text(node: ast.expr) -> bool:
+  return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 @over_modules

@@ -43,7 +43,7 @@ Made for and tested with google-tunix 0.1.7, which is imported when
 import functools
 from typing import Any
 
-from jaxkv._src.integrations import extras
+from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.tunix_models import paged_module_of
 from jaxkv._src.integrations.tunix_rollout import TunixRollout
 
@@ -52,7 +52,7 @@ __all__ = ["TunixRollout", "paged_module_of"]
 
 @functools.cache
 def _engine() -> type:
-  base = extras.module("tunix.rl.rollout.base_rollout", "google-tunix")
+  base = packages.of_tunix("tunix.rl.rollout.base_rollout")
   body = {"__doc__": TunixRollout.__init__.__doc__, "__module__": __name__}
   return type("JaxkvRollout", (TunixRollout, base.BaseRollout), body)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import jaxkv.kv
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.integrations import extras
+from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.layer_memory import LayerMemory
 from jaxkv._src.integrations.layer_memory import LayerPlan
 from jaxkv._src.integrations.layer_memory import plan_layers
@@ -86,7 +86,7 @@ class PagedModule:
     The decoder is traced with jax's default promotions, and in no mesh: a call
     has one row of packed tokens, which no mesh axis divides.
     """
-    nnx = extras.module("flax.nnx", "flax")
+    nnx = packages.nnx()
     memory = LayerMemory(kv, views, columns, rows, self.plan)
     states = params if type(params) is tuple else (params,)
     module = bind(nnx.merge(self.graphdef, *states), self.methods, memory)
@@ -136,7 +136,7 @@ def paged_module(
     ImportError: flax is not installed.
     ValueError: there is no layer, or no layer is of a class of `methods`.
   """
-  nnx = extras.module("flax.nnx", "flax")
+  nnx = packages.nnx()
   layers = list(nnx.iter_modules(module))
   for key in methods:
     if not any(_is_meant(key, path, layer) for path, layer in layers):
@@ -171,7 +171,7 @@ def bind(
   Returns:
     The module.
   """
-  nnx = extras.module("flax.nnx", "flax")
+  nnx = packages.nnx()
   for path, layer in list(nnx.iter_modules(module)):
     own = {
       key[1] if isinstance(key, tuple) else "__call__": _bound(method, memory)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv._src.integrations import extras
+from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.layer_memory import LayerMemory
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.paged_module import paged_module
@@ -32,7 +32,7 @@ def paged_module_of(module: Any) -> PagedModule:
       f"`module` must be tx's Llama 3 or Qwen3, got {type(module).__name__} of "
       f"{home}; sample with SkyRL's own engine."
     )
-  kind = extras.module(home, "skyrl-tx")
+  kind = packages.of_skyrl(home)
   config = module.config
   layers = module.model.layers
   return paged_module(

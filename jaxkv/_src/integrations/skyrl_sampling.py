@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.integrations import extras
 from jaxkv._src.integrations import jobs as client_jobs
+from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.engine import QueueEngine
 from jaxkv._src.integrations.jobs import Answer
 from jaxkv._src.integrations.jobs import EngineSizes
@@ -57,7 +57,7 @@ class SkyrlSampler:
 
   def __init__(self, backend: Any, options: SamplingOptions):
     """Begins without a program; the first call makes it."""
-    nnx = extras.module("flax.nnx", "flax")
+    nnx = packages.nnx()
     self.options = options
     decoder = paged_module_of(backend.model)
     self._decoder: PagedModule = dataclasses.replace(
@@ -100,7 +100,7 @@ class SkyrlSampler:
     jobs = self._jobs(backend, batch, adapters, params)
     engine = self._engine_for(backend, jobs)
     drawn = engine.run(params, jobs, log_probs=True)
-    types = extras.module("tx.tinker.types", "skyrl-tx")
+    types = packages.of_skyrl("tx.tinker.types")
     sequences = [
       self._sequence(backend, types, answer, asked)
       for answer, asked in zip(
@@ -214,7 +214,7 @@ class SkyrlSampler:
     scores = [] if answer.log_probs is None else answer.log_probs.tolist()
     reason = "stop" if answer.finish == Finish.STOP_TOKEN else "length"
     if asked.stop_strings:
-      generator = extras.module("tx.utils.generator", "skyrl-tx")
+      generator = packages.of_skyrl("tx.utils.generator")
       end = generator.find_string_stop_position(
         tokens, backend.tokenizer, asked.stop_strings
       )
@@ -228,7 +228,7 @@ class SkyrlSampler:
     self, backend: Any, prompt: list[int], adapter: int
   ) -> list[float]:
     """Of a prompt's tokens after the first one, by the model's own forward."""
-    models = extras.module("tx.utils.models", "skyrl-tx")
+    models = packages.of_skyrl("tx.utils.models")
     width = models.round_up_seq_len(len(prompt))
     tokens = np.zeros((1, width), np.int32)
     tokens[0, : len(prompt)] = prompt
@@ -285,7 +285,7 @@ def install(options: SamplingOptions | None = None) -> Callable[[], None]:
   Returns:
     A function that undoes it.
   """
-  module = extras.module("tx.tinker.backends.jax", "skyrl-tx")
+  module = packages.of_skyrl("tx.tinker.backends.jax")
   kind = module.JaxBackendImpl
   before = kind.sample
 

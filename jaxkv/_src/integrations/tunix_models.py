@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from jaxkv._src.integrations import extras
+from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.layer_memory import LayerMemory
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.paged_module import paged_module
@@ -32,7 +32,7 @@ def paged_module_of(module: Any, *, dtype: Any = None) -> PagedModule:
   for name in _KNOWN:
     home = f"tunix.models.{name}.model"
     if home in homes:
-      return _PAGED[name](module, extras.module(home, "google-tunix"), dtype)
+      return _PAGED[name](module, packages.of_tunix(home), dtype)
   raise ValueError(
     f"`module` must be one of tunix's {', '.join(_KNOWN)}, got "
     f"{type(module).__name__} of {homes[0]}; describe it with "

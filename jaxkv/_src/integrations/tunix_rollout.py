@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
-from jaxkv._src.integrations import extras
 from jaxkv._src.integrations import jobs as client_jobs
+from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.engine import QueueEngine
 from jaxkv._src.integrations.gathering import Gathering
 from jaxkv._src.integrations.jobs import Answer
@@ -67,8 +67,8 @@ class TunixRollout:
         engine drops it.
       seed: from which draws without a seed of their own are made.
     """
-    nnx = extras.module("flax.nnx", "flax")
-    adapter = extras.module("tunix.generate.tokenizer_adapter", "google-tunix")
+    nnx = packages.nnx()
+    adapter = packages.of_tunix("tunix.generate.tokenizer_adapter")
     if not isinstance(tokenizer, adapter.TokenizerAdapter):
       tokenizer = adapter.TokenizerAdapter(tokenizer)
     self.tokenizer = tokenizer
@@ -117,7 +117,7 @@ class TunixRollout:
     self, prompt_tokens: jax.Array, completion_tokens: jax.Array
   ) -> jax.Array:
     """Log-probabilities as the trainer computes them, [B, T]."""
-    common = extras.module("tunix.rl.common", "google-tunix")
+    common = packages.of_tunix("tunix.rl.common")
     return common.compute_per_token_logps(
       self._graphdef,
       self._params,
@@ -143,11 +143,11 @@ class TunixRollout:
       params: all variables, or those of some types.
       filter_types: these types; None for all.
     """
-    nnx = extras.module("flax.nnx", "flax")
+    nnx = packages.nnx()
     if filter_types is None:
       self._moves = True
     else:
-      reshard = extras.module("tunix.rl.reshard", "google-tunix")
+      reshard = packages.of_tunix("tunix.rl.reshard")
       have = nnx.state(self.model(), filter_types)
       params = _placed(params, have, reshard)
     self._params = _merged(self._params, params, nnx)
@@ -162,7 +162,7 @@ class TunixRollout:
 
   def model(self) -> Any:
     """The policy, a new module with the arrays of the weights."""
-    nnx = extras.module("flax.nnx", "flax")
+    nnx = packages.nnx()
     return nnx.merge(self._graphdef, self._params)
 
   def counters(self) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class TunixRollout:
   def _output(
     self, tokens: list[np.ndarray], answers: list[Answer], config: Any
   ) -> Any:
-    base = extras.module("tunix.rl.rollout.base_rollout", "google-tunix")
+    base = packages.of_tunix("tunix.rl.rollout.base_rollout")
     stops = tuple(config.eos_tokens or [self.eos_id()])
     longest = max(len(prompt) for prompt in tokens)
     width = config.max_prompt_length or 0

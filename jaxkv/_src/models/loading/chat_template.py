@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._src.models.loading.extras import extra_package
+from jaxkv._src.extras import extra_package
 
 
 def rendered(template: str, variables: Mapping[str, Any]) -> str:
@@ -20,8 +20,8 @@ def rendered(template: str, variables: Mapping[str, Any]) -> str:
     ValueError: the template is damaged, or refuses the conversation.
   """
   task = "To render a chat template"
-  jinja2 = extra_package("jinja2", extra="hf", task=task)
-  sandbox = extra_package("jinja2.sandbox", extra="hf", task=task)
+  jinja2 = extra_package("jinja2", install="jaxkv[hf]", task=task)
+  sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=task)
   environment = sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._src.models.loading.extras import extra_package
+from jaxkv._src.extras import extra_package
 from jaxkv._src.models.loading.gguf_config import config_of
 from jaxkv._src.models.loading.gguf_header import GgufHeader
 from jaxkv._src.models.loading.gguf_header import GgufTensor
@@ -195,7 +195,9 @@ def _without_interleaving(weights: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _dequantizer() -> Dequantize:
-  gguf = extra_package("gguf", extra="gguf", task="To read a .gguf file")
+  gguf = extra_package(
+    "gguf", install="jaxkv[gguf]", task="To read a .gguf file"
+  )
 
   def dequantize(data: np.ndarray, type_name: str) -> np.ndarray:
     return gguf.dequantize(data, gguf.GGMLQuantizationType[type_name])

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._src.models.loading.extras import extra_package
+from jaxkv._src.extras import extra_package
 from jaxkv._src.models.loading.gguf_header import read_gguf_header
 from jaxkv._src.models.loading.tokenizer import SPACE
 from jaxkv._src.models.loading.tokenizer import TASK
@@ -85,7 +85,7 @@ def from_facts(facts: Mapping[str, Any]) -> Tokenizer:
       f"`tokenizer.ggml.model` must be {' or '.join(_KINDS)}, got {kind!r}."
     )
   tokens = list(facts[f"{_FACT}tokens"])
-  library = extra_package("tokenizers", extra="gguf", task=TASK)
+  library = extra_package("tokenizers", install="jaxkv[gguf]", task=TASK)
   core = _KINDS[kind](library, facts, tokens)
   _add_tokens(library, core, facts, tokens)
   _add_ends(library, core, facts, tokens)

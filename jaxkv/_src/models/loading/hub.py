@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-from jaxkv._src.models.loading.extras import extra_package
+from jaxkv._src.extras import extra_package
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -31,7 +31,7 @@ def fetched(source: str, *, local_files_only: bool = False) -> pathlib.Path:
     ValueError: the hub does not give the model.
   """
   task = f"There is no folder {source}; to get a model of that name"
-  hub = extra_package("huggingface_hub", extra="hub", task=task)
+  hub = extra_package("huggingface_hub", install="jaxkv[hub]", task=task)
   try:
     folder = hub.snapshot_download(
       source, allow_patterns=_FILES, local_files_only=local_files_only

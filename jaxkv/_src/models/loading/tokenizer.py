@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv._src.extras import extra_package
 from jaxkv._src.models.loading import chat_template
-from jaxkv._src.models.loading.extras import extra_package
 from jaxkv._src.models.loading.safetensors_files import json_object
 
 Message = Mapping[str, Any]
@@ -204,7 +204,7 @@ def from_file(path: pathlib.Path) -> Any:
   Raises:
     ValueError: the file is damaged, or the package is not installed.
   """
-  tokenizers = extra_package("tokenizers", extra="hf", task=TASK)
+  tokenizers = extra_package("tokenizers", install="jaxkv[hf]", task=TASK)
   try:
     core = tokenizers.Tokenizer.from_file(str(path))
   except Exception as error:  # The package raises nothing more precise.

@@ -1,25 +1,25 @@
-"""Packages that only some models need, which an extra brings."""
+"""Packages that only some users need."""
 
 import importlib
 from typing import Any
 
 
-def extra_package(name: str, *, extra: str, task: str) -> Any:
+def extra_package(name: str, *, install: str, task: str) -> Any:
   """A package, or one of its modules, that is imported when it is needed.
 
   Args:
     name: what to import.
-    extra: the extra of jaxkv that brings it.
+    install: what to install for it, as pip is told.
     task: what it is needed for, as in "To read a .gguf file".
 
   Returns:
     The module.
 
   Raises:
-    ImportError: it is not installed; the message names the extra.
+    ImportError: it is not installed; the message says what to do.
 
   Examples:
-    >>> extra_package("no_such", extra="hf", task="To read nothing")
+    >>> extra_package("no_such", install="jaxkv[hf]", task="To read nothing")
     Traceback (most recent call last):
     ImportError: To read nothing, the package `no_such` must be installed; do
     pip install "jaxkv[hf]".
@@ -32,5 +32,5 @@ def extra_package(name: str, *, extra: str, task: str) -> Any:
       raise
     raise ImportError(
       f"{task}, the package `{package}` must be installed; do "
-      f'pip install "jaxkv[{extra}]".'
+      f'pip install "{install}".'
     ) from None

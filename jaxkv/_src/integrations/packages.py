@@ -1,0 +1,36 @@
+"""The packages that are integrated, imported when they are needed."""
+
+from typing import Any
+
+from jaxkv._src.extras import extra_package
+
+
+def nnx() -> Any:
+  """`flax.nnx`.
+
+  Raises:
+    ImportError: flax is not installed.
+  """
+  return extra_package(
+    "flax.nnx", install="flax", task="To serve models of flax.nnx"
+  )
+
+
+def of_tunix(name: str) -> Any:
+  """A module of tunix, by its whole name.
+
+  Raises:
+    ImportError: tunix is not installed.
+  """
+  return extra_package(
+    name, install="jaxkv[clients]", task="To serve trainers of tunix"
+  )
+
+
+def of_skyrl(name: str) -> Any:
+  """A module of SkyRL-tx, by its whole name.
+
+  Raises:
+    ImportError: SkyRL-tx is not installed.
+  """
+  return extra_package(name, install="skyrl-tx", task="To serve SkyRL-tx")
