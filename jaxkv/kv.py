@@ -16,6 +16,8 @@ for one call.
 | `gather` | sequences as dense arrays |
 | `init_states` | empty states of recurrent layers, one in each page |
 | `read_state`, `write_state` | the states before and after new tokens |
+| `init_tokens` | empty pages of small numbers of each token |
+| `write_tokens`, `read_tokens` | the numbers of new tokens, of sequences |
 | `check` | checks that the memory has the pages of a cache |
 
 All are pure and donate nothing: donate in your own `jit`, or carry the pages
@@ -72,6 +74,10 @@ state before its new tokens and writes the one after them:
 A call computes tokens up to the end of a page, so that the state there is kept
 for others; `write_state` says how to go past it.
 
+Numbers of tokens. `init_tokens` makes `TokenPages`: in the page of a token also
+a few small whole numbers of it, such as the experts that it used. Who finds the
+page in the cache finds them, too. `jaxkv.models.init_kv(experts=True)` does so.
+
 Several pools. Where groups need memory of different shapes, a tuple of pools is
 the memory of one cache, such as `(kv, states)`. All have the pages of the
 cache. `copy`, `check` and `jaxkv.rollout` take the tuple, and the other
@@ -96,6 +102,10 @@ from jaxkv._src.kv.states import StatePages
 from jaxkv._src.kv.states import init_states
 from jaxkv._src.kv.states import read_state
 from jaxkv._src.kv.states import write_state
+from jaxkv._src.kv.tokens import TokenPages
+from jaxkv._src.kv.tokens import init_tokens
+from jaxkv._src.kv.tokens import read_tokens
+from jaxkv._src.kv.tokens import write_tokens
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
@@ -106,6 +116,7 @@ __all__ = [
   "PackedView",
   "Pools",
   "StatePages",
+  "TokenPages",
   "View",
   "attend",
   "check",
@@ -113,10 +124,13 @@ __all__ = [
   "gather",
   "init",
   "init_states",
+  "init_tokens",
   "plan_decode",
   "read_state",
+  "read_tokens",
   "refresh_shared",
   "share",
   "write",
   "write_state",
+  "write_tokens",
 ]

@@ -25,6 +25,7 @@ _REFRESH = "test_shared_prefix.py::TestRefreshShared::"
 _VIEW = "test_view.py::"
 _LATENTS = "test_latents.py::"
 _STATES = "test_states.py::TestReadAndWrite::"
+_TOKENS = "test_tokens.py::"
 
 _TABLE = {
   "tokens land in the next page": (
@@ -177,7 +178,7 @@ _TABLE = {
     _PACKED,
   ),
   "tokens of chunks are in pages of the rows that decode": (
-    "append:_places",
+    "append:places",
     text("_locate(kv, view.prefill, row", "_locate(kv, view.decode, row"),
     _PACKED,
   ),
@@ -245,6 +246,21 @@ _TABLE = {
     "pools:_copy",
     text("copied if isinstance(kv, tuple)", "(*kv[:-1], copied[-1]) if kv"),
     "test_states.py::TestPools::test_copy_of_several",
+  ),
+  "numbers of all layers are in the first": (
+    "tokens:_write",
+    text("layer * pages.num_pages", "layer * 0"),
+    _TOKENS + "TestWriteAndRead::test_numbers_land_beside_their_tokens",
+  ),
+  "numbers of the next layer are read": (
+    "tokens:_read",
+    text("fits = (page_table >= 0) &", "fits = page_table >= 0  #"),
+    _TOKENS + "TestWriteAndRead::test_nothing_is_read_from_elsewhere[27]",
+  ),
+  "numbers are copied in the first layer": (
+    "tokens:copy_tokens",
+    text("num_layers=pages.num_layers", "num_layers=1"),
+    _TOKENS + "test_copies_beside_keys_and_values",
   ),
 }
 

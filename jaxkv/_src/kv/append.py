@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.memory import Layered
 from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.memory import in_layer
 from jaxkv._src.kv.view import AnyView
@@ -81,7 +82,7 @@ def _write(
   k: jax.Array,
   v: jax.Array | None,
 ) -> KVPages:
-  where = _places(kv, view, k.shape[1])
+  where = places(kv, view, k.shape[1])
   if kv.v is None or v is None:
     return _write_latents(kv, layer, k, where)
   new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
@@ -105,7 +106,7 @@ def _write_latents(
   k: jax.Array,
   where: tuple[jax.Array, jax.Array],
 ) -> KVPages:
-  """Writes latents [B, T, 1, D]; `where` is that of `_places`."""
+  """Writes latents [B, T, 1, D]; `where` is that of `places`."""
   new, offset = k.reshape(-1, *k.shape[2:]), layer * kv.num_pages
   if kv.k_scale is None:
     pages = kernels.append_pages(kv.k, new, *where, page_offset=offset)
@@ -118,12 +119,12 @@ def _write_latents(
   return dataclasses.replace(kv, k=pages, k_scale=scales[..., 0])
 
 
-def _places(
-  kv: KVPages, view: AnyView, columns: int
+def places(
+  kv: Layered, view: AnyView, columns: int
 ) -> tuple[jax.Array, jax.Array]:
   """Page and offset of each token of a call, as `locate`, int32[B * T]."""
   if isinstance(view, PackedView):
-    parts = [_places(kv, view.decode, 1)]
+    parts = [places(kv, view.decode, 1)]
     if view.prefill is not None:
       row, position = packed_positions(
         view.prefill, columns - parts[0][0].shape[0]
@@ -137,7 +138,7 @@ def _places(
 
 
 def locate(
-  kv: KVPages, view: View, position: jax.Array
+  kv: Layered, view: View, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Page and offset of positions.
 
@@ -156,7 +157,7 @@ def locate(
 
 
 def _locate(
-  kv: KVPages, view: View, row: jax.Array, position: jax.Array
+  kv: Layered, view: View, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """As `locate`, of positions in rows int32[X]."""
   column = jnp.where(

@@ -292,11 +292,21 @@ def check_size(name: str, size: int) -> None:
 
 
 class Layered(Protocol):
-  """Memory of several layers."""
+  """Memory of several layers, in pages."""
 
   @property
   def num_layers(self) -> int:
     """L."""
+    ...
+
+  @property
+  def num_pages(self) -> int:
+    """N, the pages of one layer."""
+    ...
+
+  @property
+  def page_size(self) -> int:
+    """S, tokens per page."""
     ...
 
 
@@ -312,10 +322,10 @@ def check_layer(kv: Layered, layer: jax.Array | int) -> None:
     check.refuse(ValueError, "layer", wanted, int(layer))
 
 
-def in_layer(kv: KVPages, page_ids: jax.Array) -> jax.Array:
+def in_layer(kv: Layered, page_ids: jax.Array) -> jax.Array:
   """Page ids, with those out of a layer's range replaced by L * N.
 
   An id between N and L * N would be a page of another layer.
   """
   fits = (page_ids >= 0) & (page_ids < kv.num_pages)
-  return jnp.where(fits, page_ids, kv.k.shape[0])
+  return jnp.where(fits, page_ids, kv.num_layers * kv.num_pages)

@@ -10,9 +10,11 @@ from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import copy_kv
 from jaxkv._src.kv.states import StatePages
 from jaxkv._src.kv.states import copy_states
+from jaxkv._src.kv.tokens import TokenPages
+from jaxkv._src.kv.tokens import copy_tokens
 from jaxkv_kernels._src import check
 
-Pool = KVPages | StatePages
+Pool = KVPages | StatePages | TokenPages
 Pools = Pool | tuple[Pool, ...]
 """The memory of a cache: one pool, or several with the same numbers of pages.
 Page ids are common to all of them; each layer group uses the pool of its
@@ -30,11 +32,11 @@ def pools_of(kv: Pools) -> tuple[Pool, ...]:
   """
   pools = kv if isinstance(kv, tuple) else (kv,)
   for pool in pools:
-    if not isinstance(pool, KVPages | StatePages):
+    if not isinstance(pool, Pool):
       raise TypeError(
-        "`kv` must be KVPages, StatePages or a tuple of them, got"
-        f" {type(pool).__name__}; make them with jaxkv.kv.init and"
-        " jaxkv.kv.init_states."
+        "`kv` must be KVPages, StatePages, TokenPages or a tuple of them, got"
+        f" {type(pool).__name__}; make them with jaxkv.kv.init, init_states and"
+        " init_tokens."
       )
   if not pools:
     check.refuse(ValueError, "kv", "one pool or more", kv)
@@ -78,4 +80,6 @@ def _copied(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
   dst = jnp.where(dst == 0, pool.num_pages, dst)  # Never the null page.
   if isinstance(pool, StatePages):
     return copy_states(pool, src, dst)
+  if isinstance(pool, TokenPages):
+    return copy_tokens(pool, src, dst)
   return copy_kv(pool, src, dst)

@@ -160,7 +160,6 @@ from jax.sharding import PartitionSpec as P
 from jaxkv._src.kv.pools import Pool
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv.kv import KVPages
-from jaxkv.kv import StatePages
 
 Tree = TypeVar("Tree")
 
@@ -234,8 +233,8 @@ def shardings(
 ) -> RolloutState:
   """Where the arrays of a tensor-parallel rollout lie.
 
-  The pages are split by K/V heads. All other arrays, latents and states of
-  recurrent layers among them, are on each device. For
+  The pages are split by K/V heads. All other arrays, latents, states of
+  recurrent layers and numbers of tokens among them, are on each device. For
   `jax.device_put`, `jax.jit(out_shardings=)` and abstract values.
 
   Args:
@@ -278,7 +277,7 @@ def shardings(
   places = jax.tree.map(lambda _: rest, state)
 
   def pool_places(pool: Pool) -> Pool:
-    if isinstance(pool, StatePages) or pool.v is None:
+    if not isinstance(pool, KVPages) or pool.v is None:
       return jax.tree.map(lambda _: rest, pool)
     _check_heads(pool, mesh.shape[heads], heads)
     return jax.tree.map(lambda _: pages, pool)

@@ -1,0 +1,211 @@
+"""Small whole numbers of each token and layer, kept in pages beside its K/V.
+
+Such as the experts that a token used: a sequence that finds a cached prefix
+finds those of its tokens, too.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv_kernels as kernels
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.kv.append import places
+from jaxkv._src.kv.memory import check_config
+from jaxkv._src.kv.memory import check_group
+from jaxkv._src.kv.memory import check_layer
+from jaxkv._src.kv.memory import check_size
+from jaxkv._src.kv.memory import check_total
+from jaxkv._src.kv.view import AnyView
+from jaxkv._src.kv.view import check_rows
+from jaxkv_kernels._src import check
+
+_FORMATS = ("uint8", "uint16")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenPages:
+  """Numbers of all tokens and layers, in the pages of one layer group.
+
+  Layers are flattened into the page axis, as in `KVPages`: page p of layer l is
+  row l * N + p. They need not be the layers of other pools. Page 0 of each
+  layer is the null page and is never written.
+
+  Attributes:
+    values: X numbers of each token.  # uint8 or uint16[L * N, S, X]
+    num_layers: L.
+    group: the layer group whose pages hold them.
+  """
+
+  values: jax.Array
+  num_layers: int = dataclasses.field(metadata={"static": True})
+  group: int = dataclasses.field(metadata={"static": True})
+
+  @property
+  def num_pages(self) -> int:
+    """N, the pages of one layer."""
+    return self.values.shape[0] // self.num_layers
+
+  @property
+  def page_size(self) -> int:
+    """S, tokens per page."""
+    return self.values.shape[1]
+
+  @property
+  def width(self) -> int:
+    """X, numbers of a token in one layer."""
+    return self.values.shape[2]
+
+
+def init_tokens(
+  config: CacheConfig,
+  *,
+  num_layers: int,
+  width: int,
+  dtype=jnp.uint8,
+  group: int = 0,
+) -> TokenPages:
+  """Numbers of tokens for a cache, all zero.
+
+  Takes L * N * S * X numbers. They are lost with their page: choose a group
+  that gives no page back while a sequence runs, such as `FullAttention`.
+
+  Args:
+    config: of the cache. It gives N, the pages of a layer including the null
+      page, and S, the tokens of a page.
+    num_layers: L.
+    width: X, numbers of a token in one layer.
+    dtype: uint8 or uint16.
+    group: the layer group whose pages hold them.
+
+  Returns:
+    The pages.
+
+  Raises:
+    TypeError: `config` is not a CacheConfig, or a size is not an integer.
+    ValueError: a size below 1, no such group, or another dtype.
+
+  Examples:
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=5, page_size=4, num_slots=2, pages_per_slot=4
+    ... )
+    >>> pages = init_tokens(config, num_layers=3, width=2)
+    >>> pages.values.shape, pages.num_pages
+    ((15, 4, 2), 5)
+  """
+  check_config(config)
+  check_size("num_layers", num_layers)
+  check_size("width", width)
+  check_group(config, group)
+  check_total(config, num_layers)
+  dtype = np.dtype(dtype)
+  if dtype.name not in _FORMATS:
+    check.refuse(ValueError, "dtype", f"one of {', '.join(_FORMATS)}", dtype)
+  shape = (num_layers * config.num_pages, config.page_sizes[group], width)
+  return TokenPages(
+    values=jnp.zeros(shape, dtype), num_layers=int(num_layers), group=group
+  )
+
+
+def write_tokens(
+  pages: TokenPages, view: AnyView, layer: jax.Array | int, values: jax.Array
+) -> TokenPages:
+  """Writes the numbers of new tokens in one layer.
+
+  They go where `write` puts the keys of these tokens, and are dropped where it
+  drops those.
+
+  Args:
+    pages: the numbers.
+    view: the rows, of the group `pages.group`; of a `PackedView`, B is 1.
+    layer: int32[], 0..L-1.
+    values: integers[B, T, X], cast to the dtype of the pages, in which they
+      must fit.
+
+  Returns:
+    The pages.
+
+  Raises:
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape or value that is not supported.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import jaxkv
+    >>> config = jaxkv.CacheConfig(
+    ...   num_pages=5, page_size=4, num_slots=1, pages_per_slot=2
+    ... )
+    >>> pages = init_tokens(config, num_layers=1, width=2)
+    >>> cache, _ = jaxkv.allocate(jaxkv.init(config), [3])
+    >>> new = jnp.asarray([[[1, 6], [0, 3], [5, 4]]])
+    >>> pages = write_tokens(pages, jaxkv.view(cache, counts=[3]), 0, new)
+    >>> read_tokens(pages, cache.page_table[:, 0])[0, :3, 0].tolist()
+    [[1, 6], [0, 3], [5, 4]]
+  """
+  check.is_array("values", values)
+  if not jnp.issubdtype(values.dtype, jnp.integer):
+    check.refuse(TypeError, "values", "integers", values.dtype)
+  if values.ndim != 3 or values.shape[2] != pages.width:
+    check.refuse(ValueError, "values", f"[B, T, {pages.width}]", values)
+  check_rows(view, "values", values)
+  check_layer(pages, layer)
+  return _write(pages, view, jnp.asarray(layer, jnp.int32), values)
+
+
+@functools.partial(jax.jit, inline=True)
+def _write(
+  pages: TokenPages, view: AnyView, layer: jax.Array, values: jax.Array
+) -> TokenPages:
+  where = places(pages, view, values.shape[1])
+  new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
+  written = kernels.append_pages(
+    pages.values[:, None], new, *where, page_offset=layer * pages.num_pages
+  )
+  return dataclasses.replace(pages, values=written[:, 0])
+
+
+def read_tokens(pages: TokenPages, page_table: jax.Array) -> jax.Array:
+  """The numbers of some sequences, in all layers.
+
+  Args:
+    pages: the numbers.
+    page_table: int32[R, M], of the group `pages.group`; an id out of range
+      reads as zeros.
+
+  Returns:
+    uint8 or uint16[R, M * S, L, X]. Those past a sequence's length are whatever
+    the pages hold.
+
+  Raises:
+    TypeError: an argument has a type or dtype that is not supported.
+    ValueError: an argument has a shape that is not supported.
+  """
+  check.table(page_table, None)
+  return _read(pages, jnp.asarray(page_table))
+
+
+@functools.partial(jax.jit, inline=True)
+def _read(pages: TokenPages, page_table: jax.Array) -> jax.Array:
+  layer = jnp.arange(pages.num_layers, dtype=jnp.int32)
+  fits = (page_table >= 0) & (page_table < pages.num_pages)
+  ids = jnp.where(fits, page_table, pages.values.shape[0])[:, :, None]
+  ids = ids + jnp.where(fits[:, :, None], layer * pages.num_pages, 0)
+  found = pages.values.at[ids].get(mode="fill", fill_value=0)
+  rows, columns = page_table.shape
+  tokens = (rows, columns * pages.page_size, pages.num_layers, pages.width)
+  return found.swapaxes(2, 3).reshape(tokens)
+
+
+def copy_tokens(
+  pages: TokenPages, src: jax.Array, dst: jax.Array
+) -> TokenPages:
+  """As `jaxkv.kv.copy`; `dst` has no null page."""
+  copied = kernels.copy_pages(
+    pages.values[:, None], src, dst, num_layers=pages.num_layers
+  )
+  return dataclasses.replace(pages, values=copied[:, 0])

@@ -1,0 +1,177 @@
+"""Numbers of tokens: in the page of the token, in every layer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxkv
+from jaxkv import kv as memory
+from tests.kv.memory import LAYERS
+from tests.kv.memory import PAGES
+from tests.kv.memory import SIZE
+from tests.kv.memory import TABLE
+from tests.kv.memory import view
+from tests.tools.pool_copies import pool_sized_rewrites
+
+_WIDTH = 3
+
+
+def _config(**changes):
+  sizes = {"num_pages": PAGES, "page_size": SIZE, "num_slots": 1}
+  return jaxkv.CacheConfig(pages_per_slot=8, **(sizes | changes))
+
+
+def _make(dtype="uint8", **changes):
+  return memory.init_tokens(
+    _config(**changes), num_layers=LAYERS, width=_WIDTH, dtype=dtype
+  )
+
+
+def _numbers(seed, *shape, most=256):
+  drawn = np.random.default_rng(seed).integers(1, most, (*shape, _WIDTH))
+  return jnp.asarray(drawn, jnp.int32)
+
+
+class TestInit:
+  def test_sizes(self):
+    groups = (jaxkv.SlidingWindow(3), jaxkv.FullAttention(page_size=8))
+    sizes = _config(groups=groups)
+    pages = memory.init_tokens(sizes, num_layers=5, width=2, group=1)
+    assert pages.values.shape == (5 * PAGES, 8, 2)
+    assert (pages.num_pages, pages.page_size, pages.width) == (PAGES, 8, 2)
+    assert pages.values.dtype == np.uint8 and pages.group == 1
+    memory.check(pages, sizes)
+
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      ({"num_layers": 0}, "`num_layers` must be .* got 0"),
+      ({"width": 0}, "`width` must be .* got 0"),
+      ({"width": 1.5}, "`width` must be .* got 1.5"),
+      ({"num_layers": 2**30}, "`num_layers` .* fits int32, got 1073741824"),
+      ({"group": 1}, "`group` must be from 0 to 0, got 1"),
+      ({"dtype": "int32"}, "`dtype` must be one of uint8, uint16, got int32"),
+    ],
+  )
+  def test_bad_arguments(self, changes, message):
+    given = {"num_layers": 2, "width": 1, **changes}
+    with pytest.raises((TypeError, ValueError), match=message):
+      memory.init_tokens(_config(), **given)
+
+
+class TestWriteAndRead:
+  def test_numbers_land_beside_their_tokens(self):
+    """Positions 6 .. 10 of row 0, 3 and 4 of row 1; row 2 has no pages."""
+    pages, new = _make(), _numbers(0, 3, 5)
+    where = view(TABLE, [6, 3, 0], [5, 2, 3])
+    out = jax.jit(memory.write_tokens)(pages, where, jnp.int32(1), new)
+    wanted = np.zeros(pages.values.shape, np.uint8)
+    for row, start, count in ((0, 6, 5), (1, 3, 2)):
+      for column in range(count):
+        page = TABLE[row][(start + column) // SIZE] + PAGES
+        wanted[page, (start + column) % SIZE] = new[row, column]
+    np.testing.assert_array_equal(out.values, wanted)
+    read = memory.read_tokens(out, jnp.asarray(TABLE, jnp.int32))
+    assert read.shape == (3, 5 * SIZE, LAYERS, _WIDTH)
+    np.testing.assert_array_equal(read[0, 6:11, 1], new[0])
+    np.testing.assert_array_equal(read[1, 3:5, 1], new[1, :2])
+    assert int(jnp.sum(read > 0)) == 7 * _WIDTH
+
+  def test_16_bits(self):
+    new = _numbers(1, 1, 2, most=2**16)
+    where = view([[3]], [1], [2])
+    out = memory.write_tokens(_make("uint16"), where, 2, new)
+    read = memory.read_tokens(out, where.page_table)
+    assert read.dtype == np.uint16
+    np.testing.assert_array_equal(read[0, 1:3, 2], new[0])
+
+  @pytest.mark.parametrize(
+    ("entry", "start"),
+    [(0, 0), (PAGES, 0), (PAGES + 3, 0), (-1, 0), (3, SIZE), (3, -2)],
+  )
+  def test_nothing_lands_elsewhere(self, entry, start):
+    where = view([[entry]], [start], [2])
+    out = memory.write_tokens(_make(), where, jnp.int32(1), _numbers(0, 1, 2))
+    np.testing.assert_array_equal(out.values, 0)
+
+  @pytest.mark.parametrize("entry", [PAGES, PAGES + 3, -1, 2**31 - 1])
+  def test_nothing_is_read_from_elsewhere(self, entry):
+    pages = dataclasses.replace(_make(), values=_make().values + 7)
+    read = memory.read_tokens(pages, jnp.asarray([[entry, 3]], jnp.int32))
+    np.testing.assert_array_equal(read[0, :SIZE], 0)
+    np.testing.assert_array_equal(read[0, SIZE:], 7)
+
+  def test_a_packed_view(self):
+    """Two rows that decode, then chunks of three tokens and of one."""
+    decode = view(TABLE[:2], [6, 3], [1, 1])
+    prefill = view([[4, 8], [11, 0]], [2, 0], [3, 1])
+    packed = memory.PackedView(decode=decode, prefill=prefill)
+    new = _numbers(2, 1, 8)  # two columns are padding
+    out = memory.write_tokens(_make(), packed, 0, new)
+    places = [(9, 2), (7, 3), (4, 2), (4, 3), (8, 0), (11, 0)]
+    wanted = np.zeros(out.values.shape, np.uint8)
+    for column, (page, offset) in enumerate(places):
+      wanted[page, offset] = new[0, column]
+    np.testing.assert_array_equal(out.values, wanted)
+
+  @pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+      ([[[1] * _WIDTH]], TypeError, "`values` must be an array, got list"),
+      (np.ones((1, 2, _WIDTH)), TypeError, "`values` must be integers"),
+      (np.ones((1, 2, 1), int), ValueError, r"`values` must be \[B, T, 3\]"),
+      (np.ones((2, 2, _WIDTH), int), ValueError, r"`values` must be \[1, ..."),
+    ],
+  )
+  def test_bad_values(self, values, error, message):
+    with pytest.raises(error, match=message):
+      memory.write_tokens(_make(), view([[3]], [0], [1]), 0, values)
+
+  def test_a_layer_that_does_not_exist(self):
+    with pytest.raises(ValueError, match="`layer` must be from 0 to 2, got 3"):
+      memory.write_tokens(_make(), view([[3]], [0], [1]), 3, _numbers(0, 1, 1))
+
+
+def test_copies_beside_keys_and_values():
+  """Page 3 over page 4 in every layer; the null page stays as it is."""
+  kv = memory.init(_config(), num_layers=1, num_kv_heads=1, head_dim=8)
+  pages, new = _make(), _numbers(3, 1, 2)
+  for layer in range(LAYERS):
+    pages = memory.write_tokens(pages, view([[3]], [1], [2]), layer, new)
+  src, dst = jnp.asarray([3, 3], jnp.int32), jnp.asarray([4, 0], jnp.int32)
+  out = jax.jit(memory.copy)((kv, pages), src, dst)[1]
+  memory.check((kv, out), _config())
+  read = memory.read_tokens(out, jnp.asarray([[4]], jnp.int32))
+  for layer in range(LAYERS):
+    np.testing.assert_array_equal(read[0, 1:3, layer], new[0])
+    np.testing.assert_array_equal(out.values[layer * PAGES], 0)
+
+
+def test_loops_are_in_place():
+  """A token loop around a layer loop copies and converts no numbers.
+
+  What is read at the end of a step, the next one may overwrite.
+  """
+  pages = _make(num_pages=4000)
+  table = jnp.arange(1, 9, dtype=jnp.int32).reshape(2, 4)
+
+  def token(pages, step):
+    where = view(table, jnp.full((2,), step, jnp.int32), [1] * 2)
+    new = jnp.full((2, 1, _WIDTH), step, jnp.int32)
+
+    def layer(index, pages):
+      return memory.write_tokens(pages, where, index, new)
+
+    pages = lax.fori_loop(0, LAYERS, layer, pages)
+    pages = memory.copy(pages, where.starts, where.starts + 30)
+    return pages, memory.read_tokens(pages, table[:1])
+
+  def run(pages):
+    return lax.scan(token, pages, jnp.arange(9, dtype=jnp.int32))
+
+  compiled = jax.jit(run, donate_argnums=0).lower(pages).compile()
+  assert pool_sized_rewrites(compiled, pages.values.shape) == []
