@@ -34,6 +34,10 @@ A step, of a prompt's chunk or of decoding:
   )
   logits, kv = forward(params, tokens, positions, kv, views, config=config)
   cache, _ = jaxkv.commit(cache, tokens, counts)
+
+Which experts tokens used. With `init_kv(experts=True)` pages keep them beside
+keys and values, so those of a cached prefix are known, too. A trainer then uses
+the same ones: `forward_uncached(experts=)`.
 """
 
 from jaxkv._src.models import dense
@@ -47,6 +51,7 @@ from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
+from jaxkv._src.models.decoder.forward import chosen_experts
 from jaxkv._src.models.decoder.forward import forward
 from jaxkv._src.models.decoder.forward import forward_dense
 from jaxkv._src.models.decoder.forward import forward_uncached
@@ -86,6 +91,7 @@ __all__ = [
   "YarnScaling",
   "cache_groups",
   "character_model",
+  "chosen_experts",
   "dense",
   "forward",
   "forward_dense",

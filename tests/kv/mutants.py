@@ -254,7 +254,7 @@ _TABLE = {
   ),
   "numbers of the next layer are read": (
     "tokens:_read",
-    text("fits = (page_table >= 0) &", "fits = page_table >= 0  #"),
+    text("(page_table < pages.num_pages)", "(page_table < 2**30)"),
     _TOKENS + "TestWriteAndRead::test_nothing_is_read_from_elsewhere[27]",
   ),
   "numbers are copied in the first layer": (

@@ -75,18 +75,23 @@ class TestWriteAndRead:
         page = TABLE[row][(start + column) // SIZE] + PAGES
         wanted[page, (start + column) % SIZE] = new[row, column]
     np.testing.assert_array_equal(out.values, wanted)
-    read = memory.read_tokens(out, jnp.asarray(TABLE, jnp.int32))
+    lengths = jnp.asarray([10, 5, 3], jnp.int32)
+    read = memory.read_tokens(out, where.page_table, lengths)
     assert read.shape == (3, 5 * SIZE, LAYERS, _WIDTH)
-    np.testing.assert_array_equal(read[0, 6:11, 1], new[0])
-    np.testing.assert_array_equal(read[1, 3:5, 1], new[1, :2])
-    assert int(jnp.sum(read > 0)) == 7 * _WIDTH
+    assert read.dtype == np.int16
+    expected = np.full(read.shape, -1)
+    expected[0, :10], expected[1, :5] = 0, 0
+    expected[0, 6:10, 1], expected[1, 3:5, 1] = new[0, :4], new[1, :2]
+    np.testing.assert_array_equal(read, expected)
 
   def test_16_bits(self):
     new = _numbers(1, 1, 2, most=2**16)
     where = view([[3]], [1], [2])
     out = memory.write_tokens(_make("uint16"), where, 2, new)
-    read = memory.read_tokens(out, where.page_table)
-    assert read.dtype == np.uint16
+    read = memory.read_tokens(
+      out, where.page_table, jnp.asarray([3], jnp.int32)
+    )
+    assert read.dtype == np.int32
     np.testing.assert_array_equal(read[0, 1:3, 2], new[0])
 
   @pytest.mark.parametrize(
@@ -98,12 +103,14 @@ class TestWriteAndRead:
     out = memory.write_tokens(_make(), where, jnp.int32(1), _numbers(0, 1, 2))
     np.testing.assert_array_equal(out.values, 0)
 
-  @pytest.mark.parametrize("entry", [PAGES, PAGES + 3, -1, 2**31 - 1])
+  @pytest.mark.parametrize("entry", [0, PAGES, PAGES + 3, -1, 2**31 - 1])
   def test_nothing_is_read_from_elsewhere(self, entry):
     pages = dataclasses.replace(_make(), values=_make().values + 7)
-    read = memory.read_tokens(pages, jnp.asarray([[entry, 3]], jnp.int32))
-    np.testing.assert_array_equal(read[0, :SIZE], 0)
-    np.testing.assert_array_equal(read[0, SIZE:], 7)
+    table = jnp.asarray([[entry, 3]], jnp.int32)
+    read = memory.read_tokens(pages, table, jnp.asarray([SIZE + 2], jnp.int32))
+    np.testing.assert_array_equal(read[0, :SIZE], -1)
+    np.testing.assert_array_equal(read[0, SIZE : SIZE + 2], 7)
+    np.testing.assert_array_equal(read[0, SIZE + 2 :], -1)
 
   def test_a_packed_view(self):
     """Two rows that decode, then chunks of three tokens and of one."""
@@ -145,7 +152,8 @@ def test_copies_beside_keys_and_values():
   src, dst = jnp.asarray([3, 3], jnp.int32), jnp.asarray([4, 0], jnp.int32)
   out = jax.jit(memory.copy)((kv, pages), src, dst)[1]
   memory.check((kv, out), _config())
-  read = memory.read_tokens(out, jnp.asarray([[4]], jnp.int32))
+  table = jnp.asarray([[4]], jnp.int32)
+  read = memory.read_tokens(out, table, jnp.asarray([SIZE], jnp.int32))
   for layer in range(LAYERS):
     np.testing.assert_array_equal(read[0, 1:3, layer], new[0])
     np.testing.assert_array_equal(out.values[layer * PAGES], 0)
@@ -168,7 +176,7 @@ def test_loops_are_in_place():
 
     pages = lax.fori_loop(0, LAYERS, layer, pages)
     pages = memory.copy(pages, where.starts, where.starts + 30)
-    return pages, memory.read_tokens(pages, table[:1])
+    return pages, memory.read_tokens(pages, table[:1], step[None] + 1)
 
   def run(pages):
     return lax.scan(token, pages, jnp.arange(9, dtype=jnp.int32))

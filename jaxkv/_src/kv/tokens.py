@@ -60,6 +60,11 @@ class TokenPages:
     """X, numbers of a token in one layer."""
     return self.values.shape[2]
 
+  @property
+  def read_dtype(self) -> np.dtype:
+    """The dtype that all numbers have, and -1: int16 or int32."""
+    return np.promote_types(self.values.dtype, np.int8)
+
 
 def init_tokens(
   config: CacheConfig,
@@ -144,8 +149,10 @@ def write_tokens(
     >>> cache, _ = jaxkv.allocate(jaxkv.init(config), [3])
     >>> new = jnp.asarray([[[1, 6], [0, 3], [5, 4]]])
     >>> pages = write_tokens(pages, jaxkv.view(cache, counts=[3]), 0, new)
-    >>> read_tokens(pages, cache.page_table[:, 0])[0, :3, 0].tolist()
-    [[1, 6], [0, 3], [5, 4]]
+    >>> cache, _ = jaxkv.commit(cache, [[7, 8, 9]], [3])
+    >>> table = cache.page_table[:, pages.group]
+    >>> read_tokens(pages, table, cache.length)[0, :4, 0].tolist()
+    [[1, 6], [0, 3], [5, 4], [-1, -1]]
   """
   check.is_array("values", values)
   if not jnp.issubdtype(values.dtype, jnp.integer):
@@ -169,36 +176,46 @@ def _write(
   return dataclasses.replace(pages, values=written[:, 0])
 
 
-def read_tokens(pages: TokenPages, page_table: jax.Array) -> jax.Array:
+def read_tokens(
+  pages: TokenPages, page_table: jax.Array, lengths: jax.Array
+) -> jax.Array:
   """The numbers of some sequences, in all layers.
 
   Args:
     pages: the numbers.
-    page_table: int32[R, M], of the group `pages.group`; an id out of range
-      reads as zeros.
+    page_table: int32[R, M], of the group `pages.group`.
+    lengths: int32[R], tokens of each sequence.
 
   Returns:
-    uint8 or uint16[R, M * S, L, X]. Those past a sequence's length are whatever
-    the pages hold.
+    int16 for pages of uint8, int32 for those of uint16, [R, M * S, L, X]. -1
+    past a sequence's length, and where the page table has no page.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape that is not supported.
   """
   check.table(page_table, None)
-  return _read(pages, jnp.asarray(page_table))
+  check.vector("lengths", lengths, page_table.shape[0])
+  return _read(pages, jnp.asarray(page_table), jnp.asarray(lengths))
 
 
 @functools.partial(jax.jit, inline=True)
-def _read(pages: TokenPages, page_table: jax.Array) -> jax.Array:
+def _read(
+  pages: TokenPages, page_table: jax.Array, lengths: jax.Array
+) -> jax.Array:
+  column = jnp.arange(page_table.shape[1], dtype=jnp.int32)[None]
+  fits = (page_table > 0) & (page_table < pages.num_pages)
+  fits &= column * pages.page_size < lengths[:, None]
   layer = jnp.arange(pages.num_layers, dtype=jnp.int32)
-  fits = (page_table >= 0) & (page_table < pages.num_pages)
-  ids = jnp.where(fits, page_table, pages.values.shape[0])[:, :, None]
-  ids = ids + jnp.where(fits[:, :, None], layer * pages.num_pages, 0)
+  ids = page_table[:, :, None] + (layer * pages.num_pages)[None, None]
+  ids = jnp.where(fits[:, :, None], ids, pages.values.shape[0])
   found = pages.values.at[ids].get(mode="fill", fill_value=0)
   rows, columns = page_table.shape
-  tokens = (rows, columns * pages.page_size, pages.num_layers, pages.width)
-  return found.swapaxes(2, 3).reshape(tokens)
+  sizes = (columns * pages.page_size, pages.num_layers, pages.width)
+  found = found.swapaxes(2, 3).reshape(rows, *sizes).astype(pages.read_dtype)
+  token = jnp.arange(sizes[0], dtype=jnp.int32)[None]
+  known = jnp.repeat(fits, pages.page_size, axis=1) & (token < lengths[:, None])
+  return jnp.where(known[:, :, None, None], found, jnp.full_like(found, -1))
 
 
 def copy_tokens(

@@ -6,40 +6,26 @@
 | `forward_dense`    | `DenseCache`                      | the baseline     |
 | `forward_uncached` | those of the same call, no memory | training         |
 
-A loop over layers carries the whole memory, not one slice per layer: a scan
-with slices as inputs and outputs would copy the memory at every token.
-
 Dimension letters besides the project's own (B rows, T tokens, H query heads, K
-key-value heads, D head size, L layers): E width, V vocabulary, P layers of a
-pattern, R repetitions.
+key-value heads, D head size, L layers): V vocabulary, J layers with experts, k
+experts of a token in each.
 """
 
 import functools
 from typing import Any
-from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv import kv as paged
-from jaxkv._src.cache import ops
 from jaxkv._src.models import dense
-from jaxkv._src.models.decoder import attention as attentions
+from jaxkv._src.models.decoder import layers
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import memories
-from jaxkv._src.models.decoder import mlp as mlps
-from jaxkv._src.models.decoder.attention import Rotations
-from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.description import Decoder
-from jaxkv._src.models.decoder.description import LatentAttention
-from jaxkv._src.models.decoder.description import Layer
-from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.decoder.memories import Place
-from jaxkv._src.models.decoder.norms import rms_norm
+from jaxkv._src.models.decoder.layers import Wanted
 from jaxkv._src.models.decoder.params import Params
 
-Wanted = Literal["all", "last", "none"]
-_Memory = tuple[Any, ...]
 _AnyView = paged.View | paged.PackedView
 
 
@@ -59,6 +45,7 @@ def forward(
   logits: Wanted = "all",
   backend: str = "auto",
   heads: jax.sharding.NamedSharding | None = None,
+  experts: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
   """Runs tokens through the decoder with keys and values in pages.
 
@@ -91,6 +78,8 @@ def forward(
       count 0); or "none", as for a prompt's earlier chunks.
     backend: static; see `jaxkv.kv.attend`.
     heads: static; see `jaxkv.kv.attend`.
+    experts: see `forward_uncached`. The experts that tokens use are kept in
+      `kv` if it is of `init_kv(experts=True)`.
 
   Returns:
     (logits, kv): float32[B, P, V], where P is T, 1 or 0 for "all", "last"
@@ -130,9 +119,10 @@ def forward(
     pool = pools[_pool_of(config, group)]
     if single and not kinds[group].skips_pages and _has_keys(pool):
       seen[group] = paged.refresh_shared(pool, one)
-  keep = memories.Paged(tuple(seen), backend, heads)
+  routing.check_experts(experts, tokens, config)
+  keep = memories.Paged(tuple(seen), backend, heads, experts)
   wanted = logits if columns is None else columns
-  out, pools = _decode(
+  out, pools = layers.run(
     params, tokens, positions, pools, keep, counts, wanted, config
   )
   kv = pools if type(kv) is tuple else pools[0]
@@ -184,7 +174,7 @@ def forward_dense(
     (1, 1, 11)
   """
   keep = memories.Dense(starts, counts, len(layout.groups(config)))
-  out, memory = _decode(
+  out, memory = layers.run(
     params, tokens, positions, (cache,), keep, counts, logits, config
   )
   return out, memory[0]
@@ -197,11 +187,14 @@ def forward_uncached(
   positions: jax.Array,
   *,
   config: Decoder,
+  experts: jax.Array | None = None,
 ) -> jax.Array:
   """Runs whole sequences; each token attends to all tokens up to itself.
 
   In layers with a window it attends to the last ones of them. Differentiable in
-  `params`: this is the function to train.
+  `params`: this is the function to train. With `experts` of those that drew the
+  tokens it has the same experts, in whatever order new weights, or another
+  rounding, would rank them (routing replay); their factors come from `params`.
 
   Args:
     params: as `init_params` returns.
@@ -209,9 +202,18 @@ def forward_uncached(
     positions: int32[B, T], for the rotations only; attention is causal, and
       windows count tokens, in the order of T.
     config: static; the decoder.
+    experts: signed integers [B, T, J, k], the k experts that each token uses in
+      each of the J layers with `Experts`, such as `jaxkv.rollout.generated` and
+      `chosen_experts` give them. Those below 0 are chosen here. None: all are.
 
   Returns:
-    float32[B, T, V] logits.
+    float32[B, T, V] logits. An expert that does not exist makes them NaN, for
+    its token at least.
+
+  Raises:
+    TypeError: `experts` are no signed integers.
+    ValueError: an argument has another shape than the decoder's, or `experts`
+      are given to a decoder without any.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -224,153 +226,64 @@ def forward_uncached(
     ...                  jnp.array([[0, 1, 2]]), config=config).shape
     (1, 3, 11)
   """
-  keep = memories.Nowhere()
-  return _decode(params, tokens, positions, (), keep, None, "all", config)[0]
+  routing.check_experts(experts, tokens, config)
+  keep = memories.Nowhere(experts)
+  return layers.run(params, tokens, positions, (), keep, None, "all", config)[0]
 
 
-def _decode(
+@functools.partial(jax.jit, static_argnames=("config",))
+def chosen_experts(
   params: Params,
   tokens: jax.Array,
   positions: jax.Array,
-  memory: _Memory,
-  keep: Any,
-  counts: jax.Array | None,
-  wanted: Wanted | jax.Array,
+  *,
   config: Decoder,
-) -> tuple[jax.Array, _Memory]:
-  """All of the decoder: (float32[B, P, V] logits, memory)."""
-  _check_inputs(params, tokens, positions, counts, wanted, config)
-  turned = attentions.rotations(config, positions)
-  x = (
-    params["embed"]
-    .at[tokens]
-    .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-  )
-  if config.embed_scale != 1.0:
-    x = x * jnp.asarray(config.embed_scale, x.dtype)
-  for stretch, weights in zip(
-    layout.stretches(config), params["layers"], strict=True
-  ):
-    x, memory = _repeat(x, memory, stretch, weights, turned, keep, config)
-  x = rms_norm(
-    _pick(x, counts, wanted),
-    params["final_norm"],
-    config.norm_eps,
-    config.norm_offset,
-  )
-  unembed = params["embed"].T if config.tied_embeddings else params["unembed"]
-  logits = jnp.einsum(
-    "bte,ev->btv", x, unembed, preferred_element_type=jnp.float32
-  )
-  if config.logit_cap is not None:
-    logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
-  return logits, memory
-
-
-def _repeat(
-  x: jax.Array,
-  memory: _Memory,
-  stretch: layout.Stretch,
-  weights: tuple[Params, ...],
-  turned: Rotations,
-  keep: Any,
-  config: Decoder,
-) -> tuple[jax.Array, _Memory]:
-  """Runs the layers of a stretch."""
-  num_groups, size = len(layout.groups(config)), len(stretch.pattern)
-
-  def block(
-    number: int, repetition: jax.Array | int, own: Params, carry: Any
-  ) -> tuple[jax.Array, _Memory]:
-    layer = stretch.pattern[number]
-    index = stretch.first + number
-    place = Place(
-      group=index % num_groups,
-      layer=index // num_groups + repetition * (size // num_groups),
-      pool=layout.pools(config).index(layout.pool_of(layer)),
-    )
-    x, memory = carry
-    return _block(x, memory, layer, own, place, turned, keep, config)
-
-  carry = (x, memory)
-  if stretch.repetitions == 1:
-    for number, leaves in enumerate(weights):
-      own = jax.tree.map(lambda leaf: leaf[0], leaves)
-      carry = block(number, 0, own, carry)
-    return carry
-
-  def repeat(carry: Any, inputs: Any) -> tuple[Any, None]:
-    repetition, own = inputs
-    if size == 1:
-      return block(0, repetition, own[0], carry), None
-    for number in range(size):
-      leaves = _read(weights[number], repetition, carry[0])
-      carry = block(number, repetition, leaves, carry)
-    return carry, None
-
-  repetitions = jnp.arange(stretch.repetitions, dtype=jnp.int32)
-  sliced = weights if size == 1 else None
-  return jax.lax.scan(repeat, carry, (repetitions, sliced))[0]
-
-
-def _read(weights: Params, repetition: jax.Array, x: jax.Array) -> Params:
-  """The weights of one layer of a repetition, read when its input x is known.
-
-  Otherwise XLA copies the weights of all layers of the repetition before the
-  first one: as much more memory, and on a CPU twice the time of a decode step.
-  """
-  known = (x[0, 0, 0] > 0).astype(jnp.int32)
-  index = ops.read_before(known, repetition)
-  return jax.tree.map(
-    lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
-    weights,
-  )
-
-
-def _block(
-  x: jax.Array,
-  memory: _Memory,
-  layer: Layer,
-  weights: Params,
-  place: Place,
-  turned: Rotations,
-  keep: Any,
-  config: Decoder,
-) -> tuple[jax.Array, _Memory]:
-  """Attention and an MLP, each added to [B, T, E]."""
-
-  def norm(values: jax.Array, name: str) -> jax.Array:
-    return rms_norm(values, weights[name], config.norm_eps, config.norm_offset)
-
-  kind = layer.attention
-  attend: Any = attentions.recurrent
-  if isinstance(kind, LatentAttention):
-    attend = attentions.latent
-  elif isinstance(kind, Attention):
-    attend = attentions.softmax
-  y = norm(x, "attention_norm")
-  out, memory = attend(y, weights, kind, place, turned, keep, memory, config)
-  x = x + (norm(out, "post_attention_norm") if layer.post_norms else out)
-  y = norm(x, "mlp_norm")
-  if isinstance(layer.mlp, Mlp):
-    out = mlps.gated(y, weights, layer.mlp)
-  else:
-    out, _ = mlps.mixture(y, weights, layer.mlp)
-  return x + (norm(out, "post_mlp_norm") if layer.post_norms else out), memory
-
-
-def _pick(
-  x: jax.Array, counts: jax.Array | None, wanted: Wanted | jax.Array
+  experts: jax.Array | None = None,
 ) -> jax.Array:
-  """[B, T, E] to [B, P, E]: the tokens that get logits."""
-  if not isinstance(wanted, str):
-    return x.at[:, wanted].get(mode="clip")
-  if wanted == "all" or counts is None:
-    return x
-  if wanted == "none":
-    return x[:, :0]
-  last = jnp.maximum(counts - 1, 0)[:, None, None]
-  return jnp.take_along_axis(x, last, axis=1, mode="fill")
+  """The experts that tokens use in `forward_uncached`.
+
+  Args:
+    params: as `init_params` returns.
+    tokens: int32[B, T], each in 0 ... V - 1.
+    positions: int32[B, T].
+    config: static; the decoder.
+    experts: see `forward_uncached`.
+
+  Returns:
+    int32[B, T, J, k], for the J layers with `Experts` from first to last.
+
+  Raises:
+    TypeError: `experts` are no signed integers.
+    ValueError: an argument has another shape than the decoder's, or the decoder
+      has no experts.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxkv import models
+    >>> layer = models.Layer(
+    ...   attention=models.Attention(num_heads=2, num_kv_heads=1, head_dim=4),
+    ...   mlp=models.Experts(num_experts=5, num_chosen=2, inner_dim=8),
+    ... )
+    >>> config = models.Decoder(vocab_size=11, embed_dim=8, layers=(layer,) * 3)
+    >>> params = models.init_params(jax.random.key(0), config)
+    >>> tokens, positions = jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]])
+    >>> experts = chosen_experts(params, tokens, positions, config=config)
+    >>> experts.shape
+    (1, 3, 3, 2)
+
+    Others, from the first layer on:
+
+    >>> other = forward_uncached(
+    ...   params, tokens, positions, config=config, experts=(experts + 1) % 5
+    ... )
+    >>> other.shape
+    (1, 3, 11)
+  """
+  routing.check_experts(experts, tokens, config)
+  keep, memory = memories.Nowhere(experts), routing.init_chosen(tokens, config)
+  return layers.run(
+    params, tokens, positions, memory, keep, None, "none", config
+  )[1][0]
 
 
 def _pool_of(config: Decoder, group: int) -> int:
@@ -392,47 +305,18 @@ def _check_memory(
       f"`view` must have a view for each of the {len(groups)} layer groups of "
       f"config, got {len(views)}; give a tuple in the order of cache_groups."
     )
+  if len(pools) > wanted and isinstance(pools[-1], paged.TokenPages):
+    routing.check_pool(pools[-1], config)
+    pools = pools[:-1]
   if len(pools) != wanted:
     raise ValueError(
       f"`kv` must have {wanted} pools for config, got {len(pools)}; make it "
       "with init_kv."
     )
-  layers = layout.num_memory_layers(config)
+  least = layout.num_memory_layers(config)
   for pool in pools:
-    if pool.num_layers < layers:
+    if pool.num_layers < least:
       raise ValueError(
-        f"`kv` must have {layers} layers for config, got {pool.num_layers}; "
+        f"`kv` must have {least} layers for config, got {pool.num_layers}; "
         "make it with init_kv."
       )
-
-
-def _check_inputs(
-  params: Params,
-  tokens: jax.Array,
-  positions: jax.Array,
-  counts: jax.Array | None,
-  wanted: Wanted | jax.Array,
-  config: Decoder,
-) -> None:
-  if tokens.ndim != 2:
-    raise ValueError(f"`tokens` must be [B, T], got shape {tokens.shape}.")
-  if positions.shape != tokens.shape:
-    raise ValueError(
-      f"`positions` must have the shape of tokens, {tokens.shape}, got "
-      f"{positions.shape}."
-    )
-  if counts is not None and counts.shape != tokens.shape[:1]:
-    raise ValueError(
-      f"`counts` must have shape {tokens.shape[:1]}, got {counts.shape}."
-    )
-  if isinstance(wanted, str) and wanted not in ("all", "last", "none"):
-    raise ValueError(
-      f'`logits` must be "all", "last" or "none", got {wanted!r}.'
-    )
-  embed = (config.vocab_size, config.embed_dim)
-  if params["embed"].shape != embed or params["embed"].dtype != config.dtype:
-    raise ValueError(
-      f'`params["embed"]` must be {config.dtype.name}{list(embed)}, as in '
-      f"config, got {params['embed'].dtype.name}"
-      f"{list(params['embed'].shape)}."
-    )

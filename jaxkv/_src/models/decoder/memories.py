@@ -23,6 +23,7 @@ from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
 from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import delta_net
+from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
@@ -39,11 +40,13 @@ class Place(NamedTuple):
     group: the layer group of the cache.
     layer: int32[], the memory layer.
     pool: which pool of the memory.
+    routed: int32[], its number among the layers with experts.
   """
 
   group: int
   layer: jax.Array | int
   pool: int
+  routed: jax.Array | int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +57,13 @@ class Paged:
     views: of each layer group.
     backend: see `jaxkv.kv.attend`.
     heads: see `jaxkv.kv.attend`.
+    experts: see `Nowhere`.
   """
 
   views: tuple[AnyView, ...]
   backend: str
   heads: jax.sharding.NamedSharding | None
+  experts: jax.Array | None = None
 
   def softmax(
     self,
@@ -142,6 +147,17 @@ class Paged:
       out, pool = _by_page(run, inputs, pool, view, place.layer)
     return out, _with_pool(memory, place.pool, pool)
 
+  def routed(
+    self, place: Place, used: jax.Array, memory: tuple[Any, ...]
+  ) -> tuple[Any, ...]:
+    """Keeps the experts int32[B, T, k] that tokens used, if it has pages."""
+    pool = memory[-1]
+    if not isinstance(pool, paged.TokenPages):
+      return memory
+    view = self.views[pool.group]
+    pool = paged.write_tokens(pool, view, place.routed, used)
+    return (*memory[:-1], pool)
+
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
@@ -184,10 +200,26 @@ class Dense:
 
   recurrent = latent
 
+  experts = None
+
+  def routed(
+    self, place: Place, used: jax.Array, memory: tuple[Any, ...]
+  ) -> tuple[Any, ...]:
+    """Keeps no experts."""
+    del place, used
+    return memory
+
 
 @dataclasses.dataclass(frozen=True)
 class Nowhere:
-  """No memory: tokens attend to those of the same call."""
+  """No memory of tokens: they attend to those of the same call.
+
+  Attributes:
+    experts: signed integers [B, T, J, k], experts that tokens must use; None
+      for none.
+  """
+
+  experts: jax.Array | None = None
 
   def softmax(
     self,
@@ -197,8 +229,8 @@ class Nowhere:
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    memory: tuple[()],
-  ) -> tuple[jax.Array, tuple[()]]:
+    memory: tuple[Any, ...],
+  ) -> tuple[jax.Array, tuple[Any, ...]]:
     """See `Paged`."""
     del place
     return dense.attend_causal(q, k, v, **_options(attention, weights)), memory
@@ -211,8 +243,8 @@ class Nowhere:
     q: tuple[jax.Array, jax.Array],
     latent: jax.Array,
     rotated: jax.Array,
-    memory: tuple[()],
-  ) -> tuple[jax.Array, tuple[()]]:
+    memory: tuple[Any, ...],
+  ) -> tuple[jax.Array, tuple[Any, ...]]:
     """What queries read from latents.
 
     Args:
@@ -222,7 +254,7 @@ class Nowhere:
       q: [B, T, H, plain_dim] and [B, T, H, rotated_dim].
       latent: [B, T, latent_dim].
       rotated: [B, T, 1, rotated_dim], the part of keys that heads share.
-      memory: none.
+      memory: that of `routed`, or none.
 
     Returns:
       [B, T, H, value_dim], and the memory.
@@ -242,8 +274,8 @@ class Nowhere:
     place: Place,
     run: Run,
     inputs: tuple[jax.Array, ...],
-    memory: tuple[()],
-  ) -> tuple[jax.Array, tuple[()]]:
+    memory: tuple[Any, ...],
+  ) -> tuple[jax.Array, tuple[Any, ...]]:
     """What a recurrence gives for tokens.
 
     Args:
@@ -252,7 +284,7 @@ class Nowhere:
       run: takes inputs [R, T, ...], states and counts int32[R]; returns outputs
         [R, T, ...] and the states after so many tokens.
       inputs: [B, T, ...] each.
-      memory: none.
+      memory: that of `routed`, or none.
 
     Returns:
       [B, T, ...], and the memory.
@@ -261,6 +293,12 @@ class Nowhere:
     rows, tokens = inputs[0].shape[:2]
     counts = jnp.full((rows,), tokens, jnp.int32)
     return run(inputs, _zeros(attention, rows), counts)[0], memory
+
+  def routed(
+    self, place: Place, used: jax.Array, memory: tuple[Any, ...]
+  ) -> tuple[Any, ...]:
+    """Keeps the experts int32[B, T, k] that tokens used, if asked to."""
+    return routing.with_chosen(memory, used, place.routed)
 
 
 def _by_page(

@@ -9,6 +9,7 @@ from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import memories
+from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
@@ -70,19 +71,30 @@ def init_dense(
   )
 
 
-def init_kv(decoder: Decoder, config: CacheConfig, *, dtype: Any = None) -> Any:
+def init_kv(
+  decoder: Decoder,
+  config: CacheConfig,
+  *,
+  dtype: Any = None,
+  experts: bool = False,
+) -> Any:
   """Memory of a decoder for a cache, for `forward`.
 
   Args:
     decoder: whose layers it serves.
     config: of the cache, with `groups=cache_groups(decoder)`.
     dtype: of keys and values, see `jaxkv.kv.init`; None for the decoder's.
+    experts: whether pages also keep which experts each token used, in all
+      layers with `Experts`. `jaxkv.kv.read_tokens(kv[-1], ...)` reads them.
 
   Returns:
-    `KVPages`, or a tuple if the layers need several kinds of memory.
+    `KVPages`, or a tuple if the layers need several kinds of memory. With
+    `experts` a tuple whose last pool is a `TokenPages`.
 
   Raises:
-    ValueError: the groups of the cache are not those of the decoder.
+    ValueError: the groups of the cache are not those of the decoder; or of
+      `experts`, there are none, layers choose different numbers of them, or no
+      layer keeps all tokens.
 
   Examples:
     >>> import jaxkv
@@ -128,4 +140,6 @@ def init_kv(decoder: Decoder, config: CacheConfig, *, dtype: Any = None) -> Any:
         DeltaNet(**dict(zip(_DELTA_NET, sizes, strict=True)))
       )
       pools.append(paged.init_states(config, num_layers=layers, shapes=shapes))
+  if experts:
+    pools.append(routing.init_pool(decoder, config))
   return tuple(pools) if len(pools) > 1 else pools[0]

@@ -59,7 +59,8 @@ def mixture(
     weights: of the layer.
     experts: how they are chosen.
     chosen: int32[B, T, k], experts to use instead; those below 0 are chosen
-      here. None: all are.
+      here. None: all are. One that does not exist makes the output of its token
+      NaN.
 
   Returns:
     [B, T, E]; int32[B, T, k], the experts that were used.
@@ -102,7 +103,7 @@ def choose(
   used = jax.lax.top_k(ranked, experts.num_chosen)[1].astype(jnp.int32)
   if given is not None:
     used = jnp.where(given >= 0, given, used)
-  factors = jnp.take_along_axis(scores, used, axis=-1, mode="clip")
+  factors = jnp.take_along_axis(scores, used, axis=-1, mode="fill")
   if experts.scores == "chosen_softmax":
     factors = jax.nn.softmax(factors, axis=-1)
   elif experts.normalized:

@@ -89,9 +89,11 @@ class Pretrained:
       **options,
     )
 
-  def init_kv(self, config: CacheConfig, *, dtype: Any = None) -> Any:
+  def init_kv(
+    self, config: CacheConfig, *, dtype: Any = None, experts: bool = False
+  ) -> Any:
     """The memory of this decoder for a cache; see `jaxkv.models.init_kv`."""
-    return memory.init_kv(self.config, config, dtype=dtype)
+    return memory.init_kv(self.config, config, dtype=dtype, experts=experts)
 
 
 def load(

@@ -1,0 +1,326 @@
+"""Which experts tokens use: known from pages, and used again."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import kv as paged
+from jaxkv import models
+from jaxkv._src.models.decoder import mlp as mlps
+
+_VOCAB, _TOKENS, _ROWS = 23, 13, 2
+_ATTENTION = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
+_WINDOW = models.Attention(
+  num_heads=2, num_kv_heads=1, head_dim=8, window=5, sinks=True
+)
+_LATENTS = models.LatentAttention(
+  num_heads=2, latent_dim=8, plain_dim=4, rotated_dim=4, value_dim=6
+)
+_DELTA_NET = models.DeltaNet(
+  num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, kernel_size=3
+)
+_EXPERTS = {
+  "plain": models.Experts(num_experts=6, num_chosen=2, inner_dim=12),
+  "limit": models.Experts(
+    num_experts=5, num_chosen=3, inner_dim=12, scores="chosen_softmax",
+    router_biased=True, biased=True, limit=2.0,
+  ),
+  "groups": models.Experts(
+    num_experts=8, num_chosen=2, inner_dim=12, scores="sigmoid", scale=2.5,
+    corrected=True, num_groups=4, num_chosen_groups=2, group_score="best_two",
+    shared_dim=12,
+  ),
+  "shared": models.Experts(
+    num_experts=300, num_chosen=4, inner_dim=4, shared_dim=12,
+    shared_gated=True,
+  ),
+}  # fmt: skip
+
+
+def _layers(
+  attentions: tuple[Any, ...], experts: str
+) -> tuple[models.Layer, ...]:
+  return tuple(
+    models.Layer(attention=kind, mlp=_EXPERTS[experts]) for kind in attentions
+  )
+
+
+_DENSE = models.Layer(attention=_LATENTS, mlp=models.Mlp(inner_dim=12))
+# As in Mixtral, gpt-oss, DeepSeek-V3 and Qwen3-Next.
+_LAYERS = {
+  "plain": _layers((_ATTENTION,) * 3, "plain"),
+  "windows": _layers((_WINDOW, _ATTENTION) * 2, "limit"),
+  "latents": (_DENSE, *_layers((_LATENTS,) * 2, "groups")),
+  "states": _layers((_DELTA_NET, _DELTA_NET, _ATTENTION), "shared"),
+}
+over_decoders = pytest.mark.parametrize("name", _LAYERS)
+
+
+def _decoder(name: str) -> models.Decoder:
+  return models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=_LAYERS[name])
+
+
+@functools.cache
+def _params(name: str) -> Any:
+  """Router and correction are large, so that experts differ."""
+  drawn = models.init_params(jax.random.key(0), _decoder(name))
+
+  def louder(path: Any, leaf: jax.Array) -> jax.Array:
+    label = path[-1].key
+    if label == "correction":
+      return jax.random.normal(jax.random.key(1), leaf.shape, leaf.dtype)
+    return leaf * 5 if label == "router" else leaf
+
+  return jax.tree_util.tree_map_with_path(louder, drawn)
+
+
+def _inputs() -> tuple[jax.Array, jax.Array]:
+  rng = np.random.default_rng(1)
+  tokens = rng.integers(0, _VOCAB, (_ROWS, _TOKENS)).astype(np.int32)
+  column = jnp.arange(_TOKENS, dtype=jnp.int32)[None]
+  return jnp.asarray(tokens), jnp.broadcast_to(column, tokens.shape)
+
+
+@functools.cache
+def _chosen(name: str) -> jax.Array:
+  return models.chosen_experts(_params(name), *_inputs(), config=_decoder(name))
+
+
+@functools.cache
+def _others(name: str) -> jax.Array:
+  """Experts that tokens would not choose; of every third token their own."""
+  chosen = _chosen(name)
+  most = _LAYERS[name][-1].mlp.num_experts  # pyright: ignore
+  rolled = (chosen + 1) % most
+  own = jnp.arange(_TOKENS, dtype=jnp.int32) % 3 == 0
+  return jnp.where(own[None, :, None, None], -1, rolled).astype(jnp.int16)
+
+
+def _in_pages(
+  name: str, experts: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+  """Logits [B, T, V] and experts [B, T, J, k] of prompts in two chunks."""
+  config, (tokens, positions) = _decoder(name), _inputs()
+  sizes = _sizes(config, _ROWS)
+  cache, kv = jaxkv.init(sizes), models.init_kv(config, sizes, experts=True)
+  logits, width = [], -(-_TOKENS // 2)
+  for start in (0, width):
+    counts = [min(width, _TOKENS - start)] * _ROWS
+    part = (slice(None), np.arange(start, start + width) % _TOKENS)
+    cache, _ = jaxkv.recycle(cache)
+    cache, out = jaxkv.allocate(cache, counts)
+    assert bool(jnp.all(out.ok))
+    views = tuple(
+      jaxkv.view(cache, group=group, counts=counts)
+      for group in range(sizes.num_groups)
+    )
+    now, kv = models.forward(
+      _params(name), tokens[part], positions[part], kv, views,
+      config=config, experts=None if experts is None else experts[part],
+    )  # fmt: skip
+    cache, _ = jaxkv.commit(cache, tokens[part], counts)
+    logits.append(now)
+  table = cache.page_table[:, kv[-1].group]
+  read = paged.read_tokens(kv[-1], table, cache.length)
+  assert np.all(np.asarray(read[:, _TOKENS:]) == -1)
+  return jnp.concatenate(logits, axis=1)[:, :_TOKENS], read[:, :_TOKENS]
+
+
+def _sizes(config: models.Decoder, slots: int = 1) -> jaxkv.CacheConfig:
+  return jaxkv.CacheConfig(
+    num_pages=40, page_size=4, num_slots=slots, pages_per_slot=5,
+    groups=models.cache_groups(config),
+  )  # fmt: skip
+
+
+@over_decoders
+def test_pages_have_the_experts_of_a_prompt_in_chunks(name):
+  """Equal to those without a memory."""
+  _, read = _in_pages(name)
+  expected = _chosen(name)
+  assert expected.shape[2] == sum(
+    isinstance(layer.mlp, models.Experts) for layer in _LAYERS[name]
+  )
+  np.testing.assert_array_equal(read, expected)
+
+
+@pytest.mark.parametrize("name", ["windows", "latents"])
+def test_experts_that_are_given(name):
+  """With and without pages; those below 0 are chosen by the tokens."""
+  given = _others(name)
+  config, inputs = _decoder(name), _inputs()
+  run = functools.partial(models.forward_uncached, config=config)
+  logits = run(_params(name), *inputs, experts=given)
+  used = models.chosen_experts(
+    _params(name), *inputs, config=config, experts=given
+  )
+  wanted = np.asarray(given, np.int32)
+  np.testing.assert_array_equal(np.where(wanted < 0, -1, used), wanted)
+  assert np.all(np.asarray(used) >= 0)
+  # Float32 sums of at most 64 terms of order 1, added in another order.
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+  paged_logits, read = _in_pages(name, given)
+  np.testing.assert_array_equal(read, used)
+  close(paged_logits, logits)
+  own = run(_params(name), *inputs)
+  assert float(jnp.max(jnp.abs(own - logits))) > 1e-2
+  close(run(_params(name), *inputs, experts=_chosen(name)), own)
+
+
+def _sigmoid(x: Any) -> Any:
+  return 1 / (1 + np.exp(-x))
+
+
+def _expert(token: Any, w: Any, kind: models.Experts, number: int) -> Any:
+  """One expert in float64."""
+
+  def project(x: Any, name: str) -> Any:
+    out = x @ w[name][number]
+    return out + w[f"{name}_bias"][number] if kind.biased else out
+
+  gate, up = project(token, "expert_gate"), project(token, "expert_up")
+  if kind.limit is None:
+    inner = gate * _sigmoid(gate) * up
+  else:
+    gate = np.minimum(gate, kind.limit)
+    up = np.clip(up, -kind.limit, kind.limit)
+    inner = (up + 1) * gate * _sigmoid(1.702 * gate)
+  return project(inner, "expert_down")
+
+
+def _mixture(token: Any, w: Any, kind: models.Experts, chosen: Any) -> Any:
+  """The experts that are given, and the one that all tokens share."""
+  scores = token @ w["router"] + w.get("router_bias", 0)
+  scores = _sigmoid(scores) if kind.scores == "sigmoid" else np.exp(scores)
+  factors = scores[chosen] / scores[chosen].sum() * kind.scale
+  total = np.zeros_like(token)
+  for number, factor in zip(chosen, factors, strict=True):
+    total = total + factor * _expert(token, w, kind, number)
+  if kind.shared_dim is None:
+    return total
+  gate = token @ w["shared_gate"]
+  shared = gate * _sigmoid(gate) * (token @ w["shared_up"]) @ w["shared_down"]
+  if kind.shared_gated:
+    shared = shared * _sigmoid(token @ w["shared_switch"])
+  return total + shared
+
+
+@over_decoders
+def test_given_experts_in_numpy(name):
+  kind = _LAYERS[name][-1].mlp
+  assert isinstance(kind, models.Experts)
+  stretch = _params(name)["layers"][-1]
+  weights = jax.tree.map(lambda leaf: leaf[-1], stretch[-1])
+  x = np.random.default_rng(2).normal(size=(1, _TOKENS, 16)).astype(np.float32)
+  ids = np.random.default_rng(3).permuted(
+    np.tile(np.arange(kind.num_experts), (_TOKENS, 1)), axis=1
+  )[:, : kind.num_chosen]
+  chosen = jnp.asarray(ids, jnp.int32)[None]
+  found, used = mlps.mixture(jnp.asarray(x), weights, kind, chosen)
+  np.testing.assert_array_equal(used, chosen)
+  doubles = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
+  wanted = [
+    _mixture(token.astype(np.float64), doubles, kind, experts)
+    for token, experts in zip(x[0], ids, strict=True)
+  ]
+  np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "latents"])
+def test_gradients_with_experts_that_are_given(name):
+  """One's own choice: as without one. Others': the slope along routers."""
+  inputs, config = _inputs(), _decoder(name)
+
+  @jax.jit
+  def loss(params: Any, experts: jax.Array | None) -> jax.Array:
+    logits = models.forward_uncached(
+      params, *inputs, config=config, experts=experts
+    )
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, :, 3])
+
+  params = _params(name)
+  gradient = jax.jit(jax.grad(loss))
+  plain, replayed = (gradient(params, x) for x in (None, _chosen(name)))
+  same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  jax.tree.map(same, plain, replayed)
+  fixed = models.chosen_experts(
+    params, *inputs, config=config, experts=_others(name)
+  )
+  slope = jax.tree_util.tree_map_with_path(
+    lambda path, leaf: leaf * float(path[-1].key == "router"),
+    gradient(params, fixed),
+  )
+  size = sum(float(jnp.sum(leaf**2)) for leaf in jax.tree.leaves(slope))
+  step = 0.02 / size**0.5
+  ends = [
+    jax.tree.map(lambda p, g, s=sign: p + s * step * g, params, slope)
+    for sign in (1.0, -1.0)
+  ]
+  measured = float(loss(ends[0], fixed) - loss(ends[1], fixed)) / (2 * step)
+  # The third derivative along routers, which are of order 1.
+  np.testing.assert_allclose(measured, size, rtol=1e-2)
+
+
+def test_an_expert_that_does_not_exist():
+  """Its token is not silently one of another expert."""
+  experts = _chosen("plain").at[0, 5, 0, 1].set(6)
+  logits = models.forward_uncached(
+    _params("plain"), *_inputs(), config=_decoder("plain"), experts=experts
+  )
+  assert np.all(np.isnan(logits[0, 5:]))
+
+
+class TestArguments:
+  def test_no_experts(self):
+    config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=(_DENSE,))
+    sizes = _sizes(config)
+    with pytest.raises(ValueError, match=r"`decoder` must .* no such layer"):
+      models.init_kv(config, sizes, experts=True)
+    with pytest.raises(ValueError, match=r"`decoder` must .* no such layer"):
+      models.forward_uncached(
+        {}, *_inputs(), config=config, experts=jnp.zeros((2, 13, 1, 2), int)
+      )
+
+  def test_windows_alone(self):
+    layers = _layers((_WINDOW,), "plain")
+    config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=layers)
+    sizes = _sizes(config)
+    with pytest.raises(ValueError, match=r"`decoder` must .* keep all tokens"):
+      models.init_kv(config, sizes, experts=True)
+
+  def test_different_numbers(self):
+    layers = _layers((_ATTENTION,), "plain") + _layers((_ATTENTION,), "limit")
+    config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=layers)
+    with pytest.raises(ValueError, match=r"one `num_chosen`, got \[2, 3\]"):
+      models.chosen_experts({}, *_inputs(), config=config)
+
+  def test_experts_of_another_shape(self):
+    run = functools.partial(
+      models.forward_uncached, {}, *_inputs(), config=_decoder("plain")
+    )
+    with pytest.raises(ValueError, match=r"`experts` must be \[2, 13, 3, 2\]"):
+      run(experts=jnp.zeros((2, 13, 3, 1), jnp.int32))
+    with pytest.raises(TypeError, match=r"`experts` must be signed .* uint8"):
+      run(experts=jnp.zeros((2, 13, 3, 2), jnp.uint8))
+
+  def test_a_memory_of_another_decoder(self):
+    config, tokens = _decoder("plain"), jnp.zeros((1, 1), jnp.int32)
+    sizes = _sizes(config)
+    kv = models.init_kv(config, sizes)
+    numbers = paged.init_tokens(sizes, num_layers=3, width=4)
+    view = jaxkv.view(jaxkv.init(sizes), counts=[1])
+    with pytest.raises(ValueError, match="`kv` must have TokenPages of 3 lay"):
+      models.forward({}, tokens, tokens, (kv, numbers), view, config=config)
+
+  def test_the_smallest_dtype(self):
+    for name, dtype in (("plain", np.uint8), ("states", np.uint16)):
+      config = _decoder(name)
+      sizes = _sizes(config)
+      kv = models.init_kv(config, sizes, experts=True)
+      assert kv[-1].values.dtype == dtype
+      assert kv[-1].group == len(sizes.groups) - 1
