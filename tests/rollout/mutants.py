@@ -304,12 +304,12 @@ MUTANTS = {
   # --- decoding --------------------------------------------------------------
   "the ended keep their pages": _rollout(
     "loop:_compute",
-    text("mask=steps.ended | (preempted < none)", "mask=preempted < none"),
+    text("mask=leaving < none", "mask=preempted < none"),
     _tokens,
   ),
   "the preempted keep their pages": _rollout(
     "loop:_compute",
-    text("steps.ended | (preempted < none)", "steps.ended"),
+    text("mask=leaving < none", "mask=steps.ended"),
     _preemption,
   ),
   "a page of each slot is committed": _rollout(

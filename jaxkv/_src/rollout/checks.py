@@ -15,6 +15,7 @@ from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.check import check
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.routing import check_experts
 from jaxkv.kv import KVPages
 from jaxkv.kv import Pools
 from jaxkv.kv import StatePages
@@ -42,6 +43,7 @@ def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
     )
   check(kv, sizes)
   _check_kinds(sizes, kv, config)
+  check_experts(sizes, kv, config)
   if isinstance(cache.num_pages, Tracer):
     return
   if np.any(np.asarray(cache.num_pages)):

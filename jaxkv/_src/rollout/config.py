@@ -48,6 +48,9 @@ class RolloutConfig:
       keep, with their log-probabilities.
     prompt_log_probs: whether to keep the log-probability of each token of a
       prompt, too. Prompts are then computed whole: no cached prefix is used.
+    experts: whether to keep the experts that each token used, those of prompts
+      and of cached prefixes too, for a trainer to use again. Needs a memory
+      that has them, such as that of `jaxkv.models.init_kv(experts=True)`.
     timeline: the number of last steps of which the state keeps what each slot
       did, for `timeline`.
 
@@ -71,6 +74,7 @@ class RolloutConfig:
   entropy: bool = False
   top_log_probs: int = 0
   prompt_log_probs: bool = False
+  experts: bool = False
   timeline: int = 0
 
   def __post_init__(self):

@@ -52,6 +52,7 @@ from jaxkv._src.rollout.model import room_for_drafts
 from jaxkv._src.rollout.model import shape_of_logits
 from jaxkv._src.rollout.packing import Width
 from jaxkv._src.rollout.packing import Work
+from jaxkv._src.rollout.routing import with_experts
 from jaxkv._src.rollout.rows import Process
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.until import Until
@@ -180,12 +181,14 @@ def _compute(
   log = timeline.record(before, counts, draws, preempted)
   state = _count(before, cache, work, steps, counts, sizes)
   state = _learn(state, work, guesses, steps)
-  cache, _ = free(cache, mask=steps.ended | (preempted < none))
+  leaving = jnp.where(steps.ended, numbers, preempted)
+  sequences = with_experts(steps.sequences, kv, cache, leaving)
+  cache, _ = free(cache, mask=leaving < none)
   state = dataclasses.replace(
     state,
     cache=cache,
     kv=kv,
-    sequences=steps.sequences,
+    sequences=sequences,
     user=steps.user,
     page_keys=page_keys,
     running=jnp.where(steps.ended, none, numbers),

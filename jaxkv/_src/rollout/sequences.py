@@ -102,6 +102,9 @@ class Sequences:
       if all are equal.  # int32[Q]
     stop_states: what each one has of a stop string; None without stop strings.
       # int32[Q]
+    experts: that each token used, as the sequence last left a slot; -1 for
+      tokens of which none are known. None if `RolloutConfig` does not ask.
+      # int16 or int32[Q, W, J, k]
   """
 
   tokens: Array
@@ -121,6 +124,7 @@ class Sequences:
   keys: Array
   priority: Array | None = None
   stop_states: Array | None = None
+  experts: Array | None = None
 
 
 def from_prompts(

@@ -24,6 +24,7 @@ from jaxkv._src.rollout.checks import check_memory
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.drafts import Drafts
 from jaxkv._src.rollout.page_keys import page_keys
+from jaxkv._src.rollout.routing import unknown_experts
 from jaxkv._src.rollout.sequences import Sequences
 from jaxkv._src.rollout.settings import Sampling
 from jaxkv._src.rollout.settings import as_sampling
@@ -156,7 +157,8 @@ def init(
       the model gets as it is. Recurrent groups need a `StatePages` among them.
       With such a group a step computes no more tokens of a sequence than up to
       the end of a page, and each sequence has tokens in one part of a
-      `PackedView` only.
+      `PackedView` only. With `RolloutConfig.experts` the last one is a
+      `TokenPages`.
     prompts: int32[P, L], padded at the end.
     lengths: int32[P], 1 .. L.
     key: key[]; equal keys give equal samples.
@@ -186,12 +188,12 @@ def init(
     TypeError: an argument holds something else than integers.
     ValueError: an argument has the wrong shape, the cache has a group of an
       encoder, or a slot in use, or holds pages of another version, the memory
-      has other pages than the cache, or none for a group, a recurrent group has
-      drafts or scratch pages, W tokens do not fit into a slot, a prompt is
-      empty or longer than L, a number of samples is out of range, or the
-      longest sequence does not fit into the pool. Traced lengths, slots and
-      versions are not checked; such sequences fail one by one, see
-      `Sequences.code`.
+      has other pages than the cache, or none for a group, or lacks experts, a
+      recurrent group has drafts or scratch pages, W tokens do not fit into a
+      slot, a prompt is empty or longer than L, a number of samples is out of
+      range, or the longest sequence does not fit into the pool. Traced
+      lengths, slots and versions are not checked; such sequences fail one by
+      one, see `Sequences.code`.
   """
   prompts, lengths = queue.as_prompts(prompts, lengths, config)
   check_memory(cache, kv, config)
@@ -216,6 +218,8 @@ def init(
   if sampling.stop_strings is not None:
     states = jnp.copy(sampling.stop_strings.start)
     sequences = dataclasses.replace(sequences, stop_states=states)
+  experts = unknown_experts(kv, sequences.tokens, config)
+  sequences = dataclasses.replace(sequences, experts=experts)
   if salts is not None:
     salts = jnp.asarray(as_key("salts", salts))
     wanted = (total, hashing.KEY_WORDS)

@@ -15,6 +15,7 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.routing import with_experts
 from jaxkv._src.rollout.state import RolloutState
 
 
@@ -93,12 +94,15 @@ def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
   none, slots = state.sequences.length.shape[0], state.running.shape[0]
   slot = jnp.arange(slots, dtype=jnp.int32)
   leaving |= ops.take(leaving, state.leader, fill=False)
-  cache, _ = free(state.cache, mask=leaving & ~is_empty(state.cache, slot))
+  holds = leaving & ~is_empty(state.cache, slot)
+  rows = jnp.where(holds, state.running, none)
+  sequences = with_experts(state.sequences, state.kv, state.cache, rows)
+  cache, _ = free(state.cache, mask=holds)
   return dataclasses.replace(
     state,
     cache=cache,
     sequences=queue.with_status(
-      state.sequences, state.running, leaving, queue.WAITING
+      sequences, state.running, leaving, queue.WAITING
     ),
     running=jnp.where(leaving, none, state.running),
     leader=jnp.where(leaving, slots, state.leader),

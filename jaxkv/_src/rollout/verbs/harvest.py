@@ -11,7 +11,9 @@ from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.routing import with_experts
 from jaxkv._src.rollout.sequences import Records
+from jaxkv._src.rollout.sequences import Sequences
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.until import has_ended
 from jaxkv._src.rollout.verbs.find import as_ids
@@ -44,6 +46,11 @@ class Generated:
     versions: of the weights that drew each token; -1 elsewhere.
       # int32[R, W]
     records: what else is kept of each token, where `RolloutConfig` asks.
+    experts: that each token used in each layer with experts, if
+      `RolloutConfig` asks, for `jaxkv.models.forward_uncached(experts=)`; -1
+      for those that the model never ran, such as the last one. After a
+      preemption, in a later turn, or with new weights they are those of the K/V
+      computed last.  # int16 or int32[R, W, J, k]
     finish: why each sequence ended, a `Finish`.  # int32[R]
     stop: the stop token, or the index of the stop string, that ended it; -1
       for none.  # int32[R]
@@ -61,6 +68,7 @@ class Generated:
   log_probs: Array
   versions: Array
   records: Records
+  experts: Array | None
   finish: Array
   stop: Array
   valid: Array
@@ -73,6 +81,10 @@ def generated(state: RolloutState) -> Generated:
 
 @jax.jit
 def _generated(state: RolloutState) -> Generated:
+  sequences = with_experts(
+    state.sequences, state.kv, state.cache, state.running
+  )
+  state = dataclasses.replace(state, sequences=sequences)
   rows = jnp.arange(state.sequences.length.shape[0], dtype=jnp.int32)
   valid = state.sequences.status != queue.EMPTY
   return _rows(state, ops.where_valid(valid, rows))
@@ -95,10 +107,16 @@ def _rows(state: RolloutState, rows: Array) -> Generated:
     log_probs=ops.take(sequences.log_probs, rows),
     versions=versions,
     records=_taken(sequences.records, rows),
+    experts=_experts(sequences, rows),
     finish=ops.take(sequences.finish, rows),
     stop=ops.take(sequences.stop, rows, fill=-1),
     valid=rows < sequences.length.shape[0],
   )
+
+
+def _experts(sequences: Sequences, rows: Array) -> Array | None:
+  experts = sequences.experts
+  return None if experts is None else ops.take(experts, rows, fill=-1)
 
 
 def _taken(records: Records, rows: Array) -> Records:

@@ -18,6 +18,7 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.rollout import drafts
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout import settings
+from jaxkv._src.rollout.routing import unknown_experts
 from jaxkv._src.rollout.sequences import Sequences
 from jaxkv._src.rollout.settings import Sampling
 from jaxkv._src.rollout.settings import as_sampling
@@ -223,6 +224,7 @@ def _submit(
     new,
     ids=numbers,
     keys=queue.keys_of(state.key, numbers, sampling.seed),
+    experts=unknown_experts(state.kv, new.tokens, config),
   )
   place = ops.where_valid(served, group * samples)[:, None] + sample[None]
   state = _put(state, place.reshape(-1), new, sampling, salts, user)

@@ -88,7 +88,11 @@ def _begun_again(sequences: Sequences, mask: Array) -> Sequences:
     where = lost.reshape(*lost.shape, *(1,) * (array.ndim - 2))
     return jnp.where(where, jnp.zeros((), array.dtype), array)
 
-  budget = sequences.budget
+  budget, experts = sequences.budget, sequences.experts
+  if experts is not None:
+    experts = jnp.where(
+      mask[:, None, None, None], jnp.full_like(experts, -1), experts
+    )
   return dataclasses.replace(
     sequences,
     tokens=cleared(sequences.tokens),
@@ -98,4 +102,5 @@ def _begun_again(sequences: Sequences, mask: Array) -> Sequences:
     log_probs=cleared(sequences.log_probs),
     versions=jnp.where(lost, queue.NOT_DRAWN, sequences.versions),
     records=jax.tree.map(cleared, sequences.records),
+    experts=experts,
   )

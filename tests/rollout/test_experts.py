@@ -1,0 +1,280 @@
+"""The experts of all tokens of a rollout, those of cached prefixes included."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import kv as memory
+from jaxkv import models
+from jaxkv import rollout
+from tests.rollout import by_hand
+from tests.tools.pool_copies import pool_sized_rewrites
+
+_LAYERS, _CHOSEN = 2, 3
+_CONFIG = rollout.RolloutConfig(
+  num_samples=2,
+  max_new_tokens=6,
+  max_length=15,
+  prefill_chunk=4,
+  draft_tokens=2,
+  draft_match=1,
+  draft_columns=3,
+  experts=True,
+)
+
+
+def _used(tokens: Any, positions: Any, version: Any) -> Any:
+  """What tokens use in a model by hand: [..., J, k], below 256."""
+  first = tokens * 7 + positions * 3 + version * 50
+  place = np.arange(_LAYERS * _CHOSEN, dtype=np.int32)
+  place = place.reshape((1,) * first.ndim + (_LAYERS, _CHOSEN))
+  return first[..., None, None] + place
+
+
+def _model(version, tokens, positions, kv, views):
+  """That of `by_hand`, whose experts depend on its weights' version, too."""
+  pages, numbers = kv
+  logits, pages = by_hand.model(None, tokens, positions, pages, views)
+  used = _used(tokens, positions, version)
+  for layer in range(_LAYERS):
+    numbers = memory.write_tokens(numbers, views[0], layer, used[:, :, layer])
+  return logits, (pages, numbers)
+
+
+def _begun(pages=14, slots=3, config=_CONFIG, prompts=by_hand.PROMPTS):
+  """Pages of two tokens, too few for all slots."""
+  sizes = by_hand.sizes(pages, slots)
+  kv = memory.init(
+    sizes, num_layers=1, num_kv_heads=1, head_dim=by_hand.WIDTH, dtype="float32"
+  )
+  numbers = memory.init_tokens(sizes, num_layers=_LAYERS, width=_CHOSEN)
+  numbers = dataclasses.replace(numbers, values=numbers.values + 255)
+  width = max(map(len, prompts))
+  rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
+  return rollout.init(
+    jaxkv.init(sizes), (kv, numbers), rows, list(map(len, prompts)),
+    jax.random.key(7), config,
+  )  # fmt: skip
+
+
+@functools.cache
+def _runner() -> by_hand.Runner:
+  return by_hand.Runner(rollout.all_logits(_model), jnp.int32(0))
+
+
+def _run(state, steps=None, version=0):
+  runner = _runner()
+  runner._params = jnp.int32(version)
+  return runner(state, 1.0, steps)
+
+
+def _check(out: rollout.Generated, rows, version=0, known=None) -> None:
+  """All tokens but the last have their experts; or as many as are known."""
+  for row in rows:
+    length = int(out.lengths[row]) - 1 if known is None else int(known[row])
+    tokens = np.asarray(out.tokens[row])
+    wanted = _used(tokens, np.arange(len(tokens)), version)
+    wanted[length:] = -1
+    np.testing.assert_array_equal(out.experts[row], wanted, str(row))
+
+
+def check_scarce_pages() -> None:
+  """Forks, drafts, cached prefixes, and sequences that lose their pages."""
+  state = _run(_begun())
+  assert int(state.counters.preempted) > 0
+  assert int(state.counters.forked) > 0
+  assert 0 < int(state.counters.accepted) < int(state.counters.drafted)
+  out = rollout.generated(state)
+  assert out.experts.shape == (8, 15, _LAYERS, _CHOSEN)
+  assert out.experts.dtype == jnp.int16
+  _check(out, range(8))
+  rollout.check(state)
+
+
+def test_scarce_pages():
+  check_scarce_pages()
+
+
+def check_verbs() -> None:
+  """While they run, and after each verb; and new prompts in old rows."""
+  state = _run(_begun(), 6)
+  running = np.asarray(state.running).tolist()
+  busy = [row for row in running if row < 8]
+  known = {
+    row: int(state.cache.length[slot]) for slot, row in enumerate(running)
+  }
+  assert len(busy) >= 2 and min(known[row] for row in busy) > 0
+  _check(rollout.generated(state), busy, known=known)
+  # What stood in pages only is not lost with them.
+  state, _ = rollout.abort(state, busy[:1])
+  state, _ = rollout.requeue(state, busy[1:2])
+  _check(rollout.generated(state), busy, known=known)
+  state = _run(state)
+  state, out = rollout.extend(
+    state, [4, 5], [[5, 4]] * 2, [2, 2], max_tokens=[1, 1]
+  )
+  assert np.all(np.asarray(out.ok)) and busy[0] not in (4, 5)
+  state, taken = rollout.harvest(_run(state))
+  assert np.all(np.asarray(taken.ok))
+  _check(taken.results, busy[:1], known=known)
+  _check(taken.results, [row for row in range(8) if row != busy[0]])
+  state, _ = rollout.submit(state, [[7, 8, 3]], [3])
+  assert np.all(np.asarray(rollout.generated(state).experts) == -1)
+  out = rollout.generated(_run(state))
+  _check(out, [0, 1])
+  assert np.all(np.asarray(out.experts)[2:] == -1)
+
+
+def test_verbs():
+  check_verbs()
+
+
+def check_new_weights() -> None:
+  """Those of the weights that computed a token's K/V last."""
+  begun = _run(_begun(), 7)
+  ended = np.asarray(begun.sequences.status) == rollout.DONE
+  for how in ("recompute", "drop"):
+    state = rollout.update_weights(begun, how)
+    if how == "drop":
+      out = rollout.generated(state)
+      assert np.all(np.asarray(out.experts)[~ended] == -1)
+    out = rollout.generated(_run(state, version=1))
+    _check(out, np.flatnonzero(ended))
+    _check(out, np.flatnonzero(~ended), version=1)
+
+
+def test_new_weights():
+  check_new_weights()
+
+
+def test_in_place():
+  """Neither pool is copied, nor what is kept of all sequences."""
+  config = dataclasses.replace(_CONFIG, draft_tokens=0, num_samples=1)
+  state = _begun(3000, 4, config, [[1] * 8] * 700)
+  sizes = [leaf.size for leaf in jax.tree.leaves((state.kv, state.sequences))]
+  pool, kept = state.kv[1].values, state.sequences.experts
+  assert sorted(sizes)[-2:] == [pool.size, kept.size]
+  compiled = (
+    jax.jit(_runner(), donate_argnums=0).lower(state, jnp.float32(1)).compile()
+  )
+  assert pool_sized_rewrites(compiled, pool.shape) == []
+
+
+class TestArguments:
+  def test_nothing_is_kept_unasked(self):
+    config = dataclasses.replace(_CONFIG, experts=False)
+    assert rollout.generated(_begun(config=config)).experts is None
+
+  def test_a_memory_without_experts(self):
+    state = _begun()
+    with pytest.raises(ValueError, match="`kv` must have TokenPages as its"):
+      rollout.init(
+        state.cache, state.kv[0], [[1]], [1], jax.random.key(0), _CONFIG
+      )
+
+  def test_a_group_that_loses_them(self):
+    groups = (jaxkv.SlidingWindow(3), jaxkv.FullAttention())
+    sizes = dataclasses.replace(by_hand.sizes(40, 3), groups=groups)
+    kv = memory.init(sizes, num_layers=1, num_kv_heads=1, head_dim=4)
+    numbers = memory.init_tokens(sizes, num_layers=1, width=1, group=0)
+    with pytest.raises(
+      ValueError, match=r"`TokenPages.group` must .* got 0, Slid"
+    ):
+      rollout.init(
+        jaxkv.init(sizes), (kv, numbers), [[1]], [1], jax.random.key(0), _CONFIG
+      )
+
+
+_ATTENTION = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
+_EXPERTS = models.Experts(
+  num_experts=6, num_chosen=2, inner_dim=12, scores="chosen_softmax"
+)
+_DECODER = models.Decoder(
+  vocab_size=23,
+  embed_dim=16,
+  layers=(
+    models.Layer(
+      attention=dataclasses.replace(_ATTENTION, window=5), mlp=_EXPERTS
+    ),
+    models.Layer(attention=_ATTENTION, mlp=_EXPERTS),
+  ),
+)
+
+
+def _weights(key: int, noise: float) -> Any:
+  """Of a decoder; routers are large, and those of a trainer differ a bit."""
+  params = models.init_params(jax.random.key(0), _DECODER)
+
+  def changed(path: Any, leaf: jax.Array) -> jax.Array:
+    if path[-1].key != "router":
+      return leaf
+    more = jax.random.normal(jax.random.key(key), leaf.shape)
+    return leaf * 5 + noise * more
+
+  params = jax.tree_util.tree_map_with_path(changed, params)
+  return params | {"embed": params["embed"] * 3}
+
+
+def test_a_trainer_uses_the_same():
+  """In a second rollout of equal prompts, which finds them in the cache.
+
+  A trainer with the same weights has the same log-probabilities. One that
+  would choose others replays those of the rollout.
+  """
+  sizes = jaxkv.CacheConfig(
+    num_pages=90, page_size=4, num_slots=3, pages_per_slot=8,
+    groups=models.cache_groups(_DECODER),
+  )  # fmt: skip
+  config = rollout.RolloutConfig(
+    num_samples=2, max_new_tokens=8, prefill_chunk=8, experts=True
+  )
+  rng = np.random.default_rng(0)
+  prompts = rng.integers(0, 23, (3, 16)).astype(np.int32)
+  prompts[1, :9] = prompts[0, :9]
+  lengths, params = [16, 13, 14], _weights(1, 0.0)
+  run = jax.jit(
+    functools.partial(
+      rollout.generate, model=functools.partial(models.forward, config=_DECODER)
+    )
+  )
+  cache = jaxkv.init(sizes)
+  kv = models.init_kv(_DECODER, sizes, experts=True)
+  hits = 0
+  for key in (1, 2):
+    state = rollout.init(
+      cache, kv, prompts, lengths, jax.random.key(key), config, version=0
+    )
+    state = run(params, state)
+    out, cache, kv = rollout.generated(state), state.cache, state.kv
+    before, hits = hits, int(cache.stats.hit_tokens)
+  # Full pages of all prompts, but for the token that is drawn from.
+  assert hits - before >= 12 + 12 + 12
+  ran = np.arange(24)[None] < np.asarray(out.lengths)[:, None] - 1
+  rows = (out.tokens, out.positions)
+  chosen = models.chosen_experts(params, *rows, config=_DECODER)
+  wanted = np.where(ran[:, :, None, None], chosen, -1)
+  np.testing.assert_array_equal(out.experts, wanted)
+
+  def log_probs(weights, experts):
+    logits = models.forward_uncached(
+      weights, *rows, config=_DECODER, experts=experts
+    )
+    scores = jax.nn.log_softmax(logits[:, :-1])
+    return jnp.take_along_axis(scores, out.tokens[:, 1:, None], axis=2)[..., 0]
+
+  mask = np.asarray(out.mask)[:, 1:]
+  gaps = np.abs(log_probs(params, out.experts) - out.log_probs[:, 1:])
+  assert mask.sum() == 6 * 8 and np.max(gaps[mask]) <= 1e-5
+  other = _weights(2, 0.5)
+  own = models.chosen_experts(other, *rows, config=_DECODER)
+  assert np.mean(np.asarray(own)[ran] != wanted[ran]) > 0.05
+  replayed = models.chosen_experts(
+    other, *rows, config=_DECODER, experts=out.experts
+  )
+  np.testing.assert_array_equal(np.asarray(replayed)[ran], wanted[ran])
