@@ -13,6 +13,8 @@ from jaxkv import kv as paged
 from jaxkv import models
 from jaxkv._src.models.decoder import mlp as mlps
 
+pytestmark = pytest.mark.drawn(every=2)
+
 _VOCAB, _TOKENS, _ROWS = 23, 13, 2
 _ATTENTION = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
 _WINDOW = models.Attention(
@@ -221,7 +223,8 @@ def test_given_experts_in_numpy(name):
     np.tile(np.arange(kind.num_experts), (_TOKENS, 1)), axis=1
   )[:, : kind.num_chosen]
   chosen = jnp.asarray(ids, jnp.int32)[None]
-  found, used = mlps.mixture(jnp.asarray(x), weights, kind, chosen)
+  mixture = jax.jit(mlps.mixture, static_argnums=2)
+  found, used = mixture(jnp.asarray(x), weights, kind, chosen)
   np.testing.assert_array_equal(used, chosen)
   doubles = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
   wanted = [

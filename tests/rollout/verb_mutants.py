@@ -3,6 +3,7 @@
 import importlib
 from dataclasses import replace
 
+from tests.rollout import test_experts
 from tests.rollout.test_parts import check_drafts
 from tests.rollout.test_parts import check_endings
 from tests.rollout.test_parts import check_guesses
@@ -55,6 +56,22 @@ _submit = _compiled_anew(check_submit)
 _ids = _compiled_anew(check_ids)
 _harvest = _compiled_anew(check_harvest)
 _update = _compiled_anew(check_update_weights)
+
+
+def _experts(check):
+  def anew():
+    test_experts.runner.cache_clear()
+    try:
+      check()
+    finally:
+      test_experts.runner.cache_clear()
+
+  return _compiled_anew(anew)
+
+
+_experts_in_pages = _experts(test_experts.check_scarce_pages)
+_experts_of_verbs = _experts(test_experts.check_verbs)
+_experts_of_weights = _experts(test_experts.check_new_weights)
 
 
 def _versions(_):
@@ -113,7 +130,7 @@ MUTANTS = {
   ),
   "those that leave keep their pages": _rollout(
     "verbs.find:leave_slots",
-    text("mask=leaving & ~is_empty", "mask=leaving & ~leaving & ~is_empty"),
+    text("mask=holds", "mask=holds & ~holds"),
     _leaving,
   ),
   "samples wait for one that left": _rollout(
@@ -315,5 +332,38 @@ MUTANTS = {
   ),
   "guesses take the last pages": _rollout(
     "guessing:_fit", returned(lambda out, g: out | ~out), _pages_of_guesses
+  ),
+  # --- experts ---------------------------------------------------------------
+  "experts of those that end are lost": _rollout(
+    "loop:_compute",
+    text("kv, cache, leaving)", "kv, cache, preempted)"),
+    _experts_in_pages,
+  ),
+  "experts are read before they are written": _rollout(
+    "loop:_compute",
+    text(
+      "sequences, kv, cache, leaving)", "sequences, before.kv, cache, leaving)"
+    ),
+    _experts_in_pages,
+  ),
+  "a token that never ran has experts": _rollout(
+    "routing:with_experts",
+    text("cache.length[slot][None]", "cache.length[slot][None] + 1"),
+    _experts_in_pages,
+  ),
+  "experts of those that leave are lost": _rollout(
+    "verbs.find:leave_slots",
+    text("jnp.where(holds, state.running, none)", "jnp.full_like(slot, none)"),
+    _experts_of_verbs,
+  ),
+  "experts known before are forgotten": _rollout(
+    "routing:with_experts",
+    text("jnp.where(found < 0, before, found)", "found"),
+    _experts_of_weights,
+  ),
+  "those that begin again keep their experts": _rollout(
+    "verbs.update_weights:_begun_again",
+    text("experts=experts", "experts=sequences.experts"),
+    _experts_of_weights,
   ),
 }
