@@ -9,6 +9,7 @@
 | go on after a tool        | `extend`                                         |
 | stop or interrupt         | `abort`, `requeue`                               |
 | train in between          | `update_weights`; `init(version=)`               |
+| replay experts            | `RolloutConfig.experts`, `Generated.experts`     |
 | guess tokens              | `RolloutConfig.draft_tokens`, `Draft`            |
 | look                      | `timeline`, `Counters`, `check`                  |
 | use many devices, or save | `help(jaxkv.rollout.devices)`                    |
