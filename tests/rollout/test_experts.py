@@ -74,7 +74,7 @@ def runner() -> by_hand.Runner:
 def _run(state, steps=None, version=0):
   program = runner()
   program._params = jnp.int32(version)
-  return program(state, 1.0, steps)
+  return program(state, 1.0, None if steps is None else np.int32(steps))
 
 
 def _check(out: rollout.Generated, rows, version=0, known=None) -> None:
@@ -222,7 +222,7 @@ def _weights(key: int, noise: float) -> Any:
   def changed(path: Any, leaf: jax.Array) -> jax.Array:
     if path[-1].key != "router":
       return leaf
-    more = jax.random.normal(jax.random.key(key), leaf.shape)
+    more = jax.random.normal(jax.random.key(key), leaf.shape, leaf.dtype)
     return leaf * 5 + noise * more
 
   params = jax.tree_util.tree_map_with_path(changed, params)
