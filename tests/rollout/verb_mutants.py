@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import replace
 
-from tests.rollout import test_experts
+from tests.rollout import test_replayed_experts as replayed
 from tests.rollout.test_parts import check_drafts
 from tests.rollout.test_parts import check_endings
 from tests.rollout.test_parts import check_guesses
@@ -60,18 +60,18 @@ _update = _compiled_anew(check_update_weights)
 
 def _experts(check):
   def anew():
-    test_experts.runner.cache_clear()
+    replayed.runner.cache_clear()
     try:
       check()
     finally:
-      test_experts.runner.cache_clear()
+      replayed.runner.cache_clear()
 
   return _compiled_anew(anew)
 
 
-_experts_in_pages = _experts(test_experts.check_scarce_pages)
-_experts_of_verbs = _experts(test_experts.check_verbs)
-_experts_of_weights = _experts(test_experts.check_new_weights)
+_experts_in_pages = _experts(replayed.check_scarce_pages)
+_experts_of_verbs = _experts(replayed.check_verbs)
+_experts_of_weights = _experts(replayed.check_new_weights)
 
 
 def _versions(_):
