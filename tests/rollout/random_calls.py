@@ -35,6 +35,7 @@ CONFIG = rollout.RolloutConfig(
   admissions=2,
   window=5,
   max_overtaken=3,
+  experts=True,
 )
 SIZES = jaxkv.CacheConfig(
   num_pages=22, page_size=2, num_slots=4, pages_per_slot=_MOST // 2
@@ -46,9 +47,18 @@ def model(params, tokens, positions, kv, views, columns, rows):
   scale = jnp.asarray(_SCALES)[rows.user["adapter"]]
   x = params[tokens] * scale[None, :, None]
   x = (x + jnp.asarray(_POSITIONS)[positions])[:, :, None]
+  kv, numbers = kv
+  used = _experts(params, tokens, positions, rows.user["adapter"][None])
+  numbers = kv_memory.write_tokens(numbers, views[0], 0, used[..., None])
   kv = kv_memory.write(kv, views[0], 0, x, x)
   out = kv_memory.attend(kv, views[0], 0, x)[0].at[columns].get(mode="clip")
-  return jnp.einsum("xhd,vd->xv", out, params), kv
+  return jnp.einsum("xhd,vd->xv", out, params), (kv, numbers)
+
+
+def _experts(table: Any, tokens: Any, positions: Any, adapter: Any) -> Any:
+  """The expert that tokens use, another one with other weights."""
+  mark = (abs(table[0, 0]) * np.float32(1000)).astype(np.int32) % 60
+  return tokens * 3 + positions * 4 + adapter + mark
 
 
 @dataclasses.dataclass
@@ -62,6 +72,7 @@ class Sequence:
     limit: the length at which it ends.
     adapter: 0 or 1.
     finish: a `Finish`.
+    ran: how many tokens have known experts.
   """
 
   tokens: list[int]
@@ -70,6 +81,7 @@ class Sequence:
   limit: int
   adapter: int
   finish: int = 0
+  ran: int = 0
 
   def copy(self) -> "Sequence":
     return dataclasses.replace(self, tokens=[*self.tokens], drawn=[*self.drawn])
@@ -103,7 +115,7 @@ class Calls:
     rows = _GROUPS * _SAMPLES
     self.state = rollout.init(
       jaxkv.init(SIZES, jax.random.key(9)),
-      kv,
+      (kv, kv_memory.init_tokens(SIZES, num_layers=1, width=1)),
       np.zeros((_GROUPS, _PROMPT), np.int32),
       np.zeros(_GROUPS, np.int32),
       self._key,
@@ -128,6 +140,7 @@ class Calls:
     broken = [law for law, holds in laws.items() if not holds]
     self._must(not broken, f"{name} broke {broken}")
     self._compare(name)
+    self._compare_experts(name)
 
   def _must(self, holds: bool, what: str) -> None:
     if not holds:
@@ -383,16 +396,14 @@ class Calls:
       if how == "drop" and status[number] < rollout.DONE:
         one.tokens = one.tokens[: one.prompt]
         one.drawn = one.drawn[: one.prompt]
+        one.ran = 0
         one.limit = one.prompt + CONFIG.max_new_tokens
     self.done[f"weights {how}"] = self.done.get(f"weights {how}", 0) + 1
 
   def _compare(self, name: str) -> None:
     """Each sequence has the tokens that it must have."""
-    some = jax.device_get(
-      dataclasses.replace(
-        self.state.sequences, keys=None, records=None, log_probs=None
-      )
-    )
+    left_out = {"keys": None, "records": None, "log_probs": None}
+    some = jax.device_get(dataclasses.replace(self.state.sequences, **left_out))
     self._before, self._ids_before = some.status, some.ids
     there = {
       int(some.ids[row]): row
@@ -421,6 +432,28 @@ class Calls:
         and int(some.limit[row]) == one.limit,
         f"{number} after {name}: {some.finish[row]}, {some.limit[row]}",
       )
+
+  def _compare_experts(self, name: str) -> None:
+    """What is known is right, and is never lost; at the end it is all known."""
+    some = jax.device_get(rollout.generated(self.state))
+    for row in np.flatnonzero(some.valid):
+      number, found = int(some.ids[row]), some.experts[row, :, 0, 0]
+      one = self.known[number]
+      ran = int(np.sum(found >= 0))
+      whole = 0 < one.finish < rollout.Finish.ABORTED
+      least = len(one.tokens) - 1 if whole else one.ran
+      self._must(
+        least <= ran < len(one.tokens) and np.all(found[ran:] == -1),
+        f"after {name} {number} has experts {found}, of {least} at least",
+      )
+      one.ran = ran
+      # With new weights the first tokens are computed before the last ones.
+      versions = [one.drawn[-1]] if whole else range(self.version + 1)
+      where = np.asarray(one.tokens[:ran], int), np.arange(ran), one.adapter
+      wanted = [_experts(self._weights[x], *where) for x in versions]
+      right = np.any(np.asarray(wanted) == found[:ran], axis=0)
+      what = f"after {name} {number} has experts {found}, not {wanted}"
+      self._must(bool(np.all(right)), what)
 
   def _check_draw(self, number: int, one: Sequence, token: int) -> None:
     """One uniform number chooses a block of four tokens, another the token."""
