@@ -320,6 +320,16 @@ class TestArguments:
     with pytest.raises(ValueError, match="`kv` must have TokenPages of 3 lay"):
       models.forward({}, tokens, tokens, (kv, numbers), view, config=config)
 
+  def test_a_checkpoint(self):
+    config = _decoder("plain")
+    model = models.Pretrained(
+      config=config, params={}, max_length=20, stop_tokens=(),
+      open_tokenizer=NotImplemented,
+    )  # fmt: skip
+    kv = model.init_kv(_sizes(config), experts=True)
+    assert isinstance(kv[-1], paged.TokenPages)
+    assert isinstance(model.init_kv(_sizes(config)), paged.KVPages)
+
   def test_the_smallest_dtype(self):
     for name, dtype in (("plain", np.uint8), ("states", np.uint16)):
       config = _decoder(name)

@@ -46,7 +46,7 @@ def routing_of(decoder: Decoder) -> Routing:
   if len(chosen) != 1:
     raise ValueError(
       "`decoder` must have layers with `Experts` of one `num_chosen`, got "
-      f"{chosen or 'no such layer'}."
+      f"{chosen or 'no such layer'}; leave out `experts`."
     )
   most = max(mlp.num_experts for mlp in found)
   return Routing(len(found), chosen[0], most)
@@ -109,11 +109,11 @@ def check_experts(
   if experts.shape != wanted:
     raise ValueError(
       f"`experts` must be {list(wanted)}, for all layers with experts, got "
-      f"{list(experts.shape)}."
+      f"{list(experts.shape)}; give those of `generated` or `chosen_experts`."
     )
   if not jnp.issubdtype(experts.dtype, jnp.signedinteger):
     raise TypeError(
-      f"`experts` must be signed integers, got {experts.dtype.name}."
+      f"`experts` must be signed integers, got {experts.dtype.name}; cast them."
     )
 
 
