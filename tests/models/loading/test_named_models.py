@@ -61,6 +61,39 @@ def test_tokens_of_smollm2_are_those_of_plain_python():
     assert own.encode(line).tolist() == slow.encode(line)
 
 
+def test_tokens_of_gemma_are_those_of_sentencepiece():
+  """The library itself, given the pieces and scores of the file."""
+  pytest.importorskip("tokenizers", reason="it makes the tokens")
+  library = pytest.importorskip("sentencepiece", reason="it is the reference")
+  from sentencepiece import sentencepiece_model_pb2 as protobuf
+
+  path = named.fetch("gemma3-270m")
+  facts = gguf_header.read_gguf_header(path).facts
+  proto = protobuf.ModelProto()
+  for piece, score, kind in zip(
+    *(facts[f"tokenizer.ggml.{name}"] for name in _PIECES), strict=True
+  ):
+    # The file has spaces where SentencePiece has this mark for them.
+    piece = piece.replace(" ", "\u2581")
+    proto.pieces.add(piece=piece, score=float(score), type=int(kind))
+  proto.trainer_spec.model_type = protobuf.TrainerSpec.BPE
+  proto.trainer_spec.byte_fallback = True
+  proto.trainer_spec.unk_id = int(facts["tokenizer.ggml.unknown_token_id"])
+  proto.normalizer_spec.add_dummy_prefix = bool(
+    facts.get("tokenizer.ggml.add_space_prefix", True)
+  )
+  proto.normalizer_spec.remove_extra_whitespaces = False
+  reference = library.SentencePieceProcessor(
+    model_proto=proto.SerializeToString()
+  )
+  own = gguf_tokenizer.from_file(path)
+  for line in lines(10_000):
+    assert own.encode(line, special=False).tolist() == reference.encode(line)
+
+
+_PIECES = ("tokens", "scores", "token_type")
+
+
 def test_both_precisions_have_one_tokenizer(model):
   name, model = model
   kept = models.load(name)
