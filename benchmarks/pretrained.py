@@ -158,8 +158,8 @@ def _timed(run: Callable[[], int]) -> float:
 
 
 def _rows(source: str, quick: bool, rounds: int) -> Iterator[Row]:
-  import torch
-  import transformers
+  import torch  # pyright: ignore[reportMissingImports]
+  import transformers  # pyright: ignore[reportMissingImports]
 
   if source == "smollm2":
     source = str(kept.kept(source))

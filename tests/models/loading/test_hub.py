@@ -85,8 +85,8 @@ class _Answers(http.server.BaseHTTPRequestHandler):
     }
     return json.dumps(facts).encode()
 
-  def log_message(self, *_):
-    """Nothing is printed."""
+  def log_message(self, format, *args):
+    """Prints nothing."""
 
 
 @pytest.fixture

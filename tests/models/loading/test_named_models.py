@@ -65,7 +65,7 @@ def test_tokens_of_gemma_are_those_of_sentencepiece():
   """The library itself, given the pieces and scores of the file."""
   pytest.importorskip("tokenizers", reason="it makes the tokens")
   library = pytest.importorskip("sentencepiece", reason="it is the reference")
-  from sentencepiece import sentencepiece_model_pb2 as protobuf
+  from sentencepiece import sentencepiece_model_pb2 as protobuf  # pyright: ignore
 
   path = named.fetch("gemma3-270m")
   facts = gguf_header.read_gguf_header(path).facts
