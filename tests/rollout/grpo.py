@@ -8,6 +8,7 @@ import optax
 
 import jaxkv
 from jaxkv import models
+from jaxkv import rl
 from jaxkv import rollout
 
 MODEL = models.llama(
@@ -36,23 +37,16 @@ def grpo_round(params, moments, cache, kv, key):
   # The task: repeat the first token of the prompt.
   right = (tokens == out.tokens[:, :1]).astype(jnp.float32)
   reward = jnp.mean(right, axis=1, where=mask)
-  groups = reward.reshape(-1, OPTIONS.num_samples)
-  spread = jnp.std(groups, axis=1, keepdims=True) + 1e-4
-  advantage = (groups - jnp.mean(groups, axis=1, keepdims=True)) / spread
+  good = rl.group_normalized(reward, num_samples=OPTIONS.num_samples)
 
   def loss(params):
     logits = models.forward_uncached(
       params, out.tokens, out.positions, config=MODEL
     )
-    new = optax.softmax_cross_entropy_with_integer_labels(
+    new = -optax.softmax_cross_entropy_with_integer_labels(
       logits[:, :-1], tokens
     )
-    ratio = jnp.exp(-new - out.log_probs[:, 1:])
-    gain = jnp.minimum(
-      ratio * advantage.reshape(-1, 1),
-      jnp.clip(ratio, 0.8, 1.2) * advantage.reshape(-1, 1),
-    )
-    return -jnp.mean(gain, where=mask)
+    return rl.grpo_loss(new, out.log_probs[:, 1:], good, mask, mean="token")[0]
 
   updates, moments = OPTIMIZER.update(jax.grad(loss)(params), moments)
   params = optax.apply_updates(params, updates)

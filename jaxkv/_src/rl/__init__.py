@@ -1,0 +1,1 @@
+"""Parts of losses for policies that rollouts train."""

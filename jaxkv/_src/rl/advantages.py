@@ -1,0 +1,98 @@
+"""How much better an answer is than the others to its prompt."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxkv._src.cache import checks
+
+
+def group_normalized(
+  rewards: jax.Array,
+  *,
+  num_samples: int,
+  mask: jax.Array | None = None,
+  normalized: bool = True,
+  eps: float = 1e-6,
+) -> jax.Array:
+  """Rewards minus the mean of their group, divided by its deviation.
+
+  As in GRPO (Shao et al., 2024, section 4.1.2), with the deviation of a whole
+  group, not of a sample of it. Without `normalized` they are not divided, as
+  in Dr. GRPO (Liu et al., 2025).
+
+  Args:
+    rewards: floats[Q], those of a prompt side by side, as in a rollout.
+    num_samples: G, the samples of each prompt; divides Q.
+    mask: bool[Q], the samples there are; None for all.
+    normalized: whether to divide.
+    eps: added to the deviation.
+
+  Returns:
+    float32[Q]; 0 where `mask` is False, and where a group's rewards are equal.
+
+  Raises:
+    ValueError: an argument has the wrong shape.
+
+  Examples:
+    >>> group_normalized(jnp.array([1., 0., 0., 1., 3., 3.]), num_samples=2)
+    Array([ 0.999998, -0.999998, -0.999998,  0.999998,  0.      ,  0.      ],
+          dtype=float32)
+  """
+  rewards, there = _groups(rewards, num_samples, mask)
+  count = jnp.maximum(jnp.sum(there, axis=1, keepdims=True), 1)
+  mean = jnp.sum(rewards, axis=1, keepdims=True) / count
+  away = jnp.where(there > 0, rewards - mean, 0)
+  if normalized:
+    variance = jnp.sum(away * away, axis=1, keepdims=True) / count
+    away = away / (jnp.sqrt(variance) + jnp.float32(eps))
+  return away.ravel()
+
+
+def leave_one_out(
+  rewards: jax.Array, *, num_samples: int, mask: jax.Array | None = None
+) -> jax.Array:
+  """Rewards minus the mean of the others in their group.
+
+  As in RLOO (Ahmadian et al., 2024, section 3.4).
+
+  Args:
+    rewards: floats[Q], those of a prompt side by side, as in a rollout.
+    num_samples: G, the samples of each prompt; divides Q.
+    mask: bool[Q], the samples there are; None for all.
+
+  Returns:
+    float32[Q]; 0 where `mask` is False, and for a sample without others.
+
+  Raises:
+    ValueError: an argument has the wrong shape.
+
+  Examples:
+    >>> leave_one_out(jnp.array([1.0, 0.0, 2.0]), num_samples=3)
+    Array([ 0. , -1.5,  1.5], dtype=float32)
+  """
+  rewards, there = _groups(rewards, num_samples, mask)
+  others = jnp.sum(there, axis=1, keepdims=True) - there
+  rest = jnp.sum(rewards, axis=1, keepdims=True) - rewards
+  known = (there > 0) & (others > 0)
+  away = rewards - rest / jnp.where(known, others, 1)
+  return jnp.where(known, away, 0).ravel()
+
+
+def _groups(
+  rewards: jax.Array, num_samples: int, mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """Rewards and a mask as float32[P, G]; rewards are 0 where it is 0."""
+  rewards = jnp.asarray(rewards)
+  if rewards.ndim != 1 or rewards.shape[0] % num_samples:
+    raise ValueError(
+      f"`rewards` must be [Q], Q a multiple of num_samples, {num_samples}, got "
+      f"{list(rewards.shape)}."
+    )
+  if mask is None:
+    mask = jnp.ones(rewards.shape, bool)
+  checks.check_shape("mask", mask, rewards.shape, ", one for each reward")
+  there = jnp.asarray(mask, bool).reshape(-1, num_samples)
+  rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
+  chex.assert_equal_shape([rewards, there])
+  return jnp.where(there, rewards, 0), there.astype(jnp.float32)

@@ -1,0 +1,40 @@
+"""What a loss is made of when the policy is trained on its own answers.
+
+Small functions, to be composed like those of optax; no trainer. They take what
+`jaxkv.rollout.generated` gives: arrays [Q, T] with what is said of a token in
+the token's column.
+
+  out = rollout.generated(state)
+  good = rl.group_normalized(rewards, num_samples=8)
+
+  def loss(params):
+    logits = models.forward_uncached(params, out.tokens, out.positions, ...)
+    log_probs = ...  # of out.tokens[:, 1:], [Q, T - 1]
+    return rl.grpo_loss(
+      log_probs, out.log_probs[:, 1:], good, out.mask[:, 1:]
+    )
+
+| function             | what                                                  |
+|----------------------|-------------------------------------------------------|
+| `group_normalized`   | advantages of GRPO and Dr. GRPO                       |
+| `leave_one_out`      | advantages of RLOO                                    |
+| `importance_weights` | truncated weights of tokens drawn by an older policy  |
+| `kl`                 | divergence from another policy: k1, k2, k3            |
+| `grpo_loss`          | the clipped loss                                      |
+"""
+
+from jaxkv._src.rl.advantages import group_normalized
+from jaxkv._src.rl.advantages import leave_one_out
+from jaxkv._src.rl.grpo import GrpoMetrics
+from jaxkv._src.rl.grpo import grpo_loss
+from jaxkv._src.rl.ratios import importance_weights
+from jaxkv._src.rl.ratios import kl
+
+__all__ = [
+  "GrpoMetrics",
+  "group_normalized",
+  "grpo_loss",
+  "importance_weights",
+  "kl",
+  "leave_one_out",
+]

@@ -1,0 +1,247 @@
+"""Advantages, weights, divergences and the loss, against values by hand."""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import rl
+
+_DRAW = np.random.default_rng(0)
+_Q, _T = 6, 5
+
+
+def _log_probs():
+  return -_DRAW.exponential(1.0, (_Q, _T)).astype(np.float32)
+
+
+def _mask():
+  mask = np.arange(_T)[None] < np.array([5, 3, 0, 1, 4, 2])[:, None]
+  return mask & (np.arange(_T)[None] != 1)
+
+
+class TestAdvantages:
+  def test_of_groups(self):
+    rewards = np.array([1.0, 2.0, 6.0, 0.0, 0.0, 0.0])
+    found = rl.group_normalized(rewards, num_samples=3, eps=0.0)
+    deviation = math.sqrt((4 + 1 + 9) / 3)
+    wanted = [-2 / deviation, -1 / deviation, 3 / deviation]
+    np.testing.assert_allclose(found[:3], wanted, rtol=1e-6)
+    assert np.isnan(found[3:]).all()  # 0 / 0, which eps prevents
+    found = rl.group_normalized(rewards, num_samples=3)
+    np.testing.assert_array_equal(found[3:], 0)
+    plain = rl.group_normalized(rewards, num_samples=3, normalized=False)
+    np.testing.assert_array_equal(plain, [-2, -1, 3, 0, 0, 0])
+
+  def test_leave_one_out(self):
+    rewards = np.array([1.0, 2.0, 6.0, 4.0])
+    found = rl.leave_one_out(rewards, num_samples=4)
+    wanted = [1 - 12 / 3, 2 - 11 / 3, 6 - 7 / 3, 4 - 9 / 3]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+  @pytest.mark.parametrize(
+    "advantages", [rl.group_normalized, rl.leave_one_out]
+  )
+  def test_samples_that_are_not_there_do_not_count(self, advantages):
+    mask = np.array([True, False, True, True, False, False])
+    rewards = np.array([1.0, np.nan, 2.0, 5.0, np.nan, np.nan])
+    found = np.asarray(advantages(rewards, num_samples=3, mask=mask))
+    alone = advantages(np.array([1.0, 2.0]), num_samples=2)
+    np.testing.assert_allclose(found[[0, 2]], alone, rtol=1e-6)
+    np.testing.assert_array_equal(found[[1, 3, 4, 5]], 0)
+
+  @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+      ({"rewards": np.zeros(5)}, "`rewards` must be .*num_samples, 3, got"),
+      ({"rewards": np.zeros((2, 3))}, r"`rewards` must be .*got \[2, 3\]"),
+      ({"mask": np.ones(5, bool)}, r"`mask` must have the shape \[6\]"),
+    ],
+  )
+  def test_refused(self, values, message):
+    given = {"rewards": np.zeros(6), "num_samples": 3} | values
+    with pytest.raises(ValueError, match=message):
+      rl.group_normalized(given.pop("rewards"), **given)
+
+
+class TestRatios:
+  def test_estimators(self):
+    p, q = _log_probs(), _log_probs()
+    ratio = np.exp(q.astype(np.float64) - p)
+    wanted = {
+      "k1": -np.log(ratio),
+      "k2": np.log(ratio) ** 2 / 2,
+      "k3": ratio - 1 - np.log(ratio),
+    }
+    for name, values in wanted.items():
+      found = rl.kl(p, q, estimator=name)
+      np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)
+      np.testing.assert_array_equal(rl.kl(p, p, estimator=name), 0)
+
+  def test_their_mean_is_the_divergence(self):
+    """Exactly, over all tokens of a small distribution; k2 nearly."""
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
+    divergence = float(np.sum(p * np.log(p / q)))
+    for name, within in (("k1", 1e-7), ("k2", 1e-3), ("k3", 1e-7)):
+      found = rl.kl(np.log(p), np.log(q), estimator=name)
+      assert abs(float(np.sum(p * np.asarray(found))) - divergence) < within
+
+  def test_weights_are_truncated_and_masked(self):
+    now, then, mask = _log_probs(), _log_probs(), _mask()
+    then[~mask] = -np.inf
+    found = rl.importance_weights(now, then, mask=mask, most=1.5)
+    wanted = np.minimum(np.exp(now - then), 1.5)
+    np.testing.assert_allclose(found, np.where(mask, wanted, 0), rtol=1e-6)
+    whole = rl.importance_weights(now, then, mask=mask, most=None)
+    assert float(whole.max()) > 1.5
+
+  def test_weights_of_one_policy_are_exactly_one(self):
+    now, mask = _log_probs(), _mask()
+    found = rl.importance_weights(now, now, mask=mask)
+    np.testing.assert_array_equal(found, mask.astype(np.float32))
+
+  def test_tokens_of_old_versions_weigh_nothing(self):
+    now, mask = _log_probs(), np.ones((_Q, _T), bool)
+    versions = _DRAW.integers(0, 4, (_Q, _T))
+    found = rl.importance_weights(
+      now, now, mask=mask, lag=3 - versions, max_lag=1
+    )
+    np.testing.assert_array_equal(found, (versions >= 2).astype(np.float32))
+
+  @pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+      ({"most": 0.0}, ValueError, "`most` must be positive, got 0.0"),
+      ({"max_lag": 1}, ValueError, "`lag` must be given with max_lag"),
+      ({"mask": np.ones((2, 3), int)}, TypeError, "`mask` must be bool"),
+      ({"mask": np.ones(3, bool)}, ValueError, "`mask` must have the shape"),
+      ({"lag": np.ones(3, int), "max_lag": 1}, ValueError, "`lag` must have"),
+    ],
+  )
+  def test_refused(self, values, error, message):
+    given = {"mask": np.ones((2, 3), bool)} | values
+    zeros = np.zeros((2, 3), np.float32)
+    with pytest.raises(error, match=message):
+      rl.importance_weights(zeros, zeros, **given)
+    with pytest.raises(ValueError, match='`estimator` must be "k1"'):
+      rl.kl(zeros, zeros, estimator="k4")
+    with pytest.raises(ValueError, match="`other` must have the shape"):
+      rl.kl(zeros, zeros[0])
+
+
+def _definition(new, old, good, mask, low, high, weights, reference, kl_weight):
+  """Losses of tokens, in float64."""
+  out = np.zeros((_Q, _T))
+  for q, t in zip(*np.nonzero(mask), strict=True):
+    ratio = math.exp(float(new[q, t]) - float(old[q, t]))
+    bounded = min(max(ratio, 1 - low), 1 + high)
+    out[q, t] = -min(ratio * good[q], bounded * good[q]) * weights[q, t]
+    away = float(reference[q, t]) - float(new[q, t])
+    out[q, t] += kl_weight * (math.exp(away) - 1 - away)
+  return out
+
+
+class TestGrpo:
+  @pytest.mark.parametrize("mean", ["sequence", "token", 37])
+  def test_is_its_definition(self, mean):
+    new, old, reference = (_log_probs() for _ in range(3))
+    mask, good = _mask(), _DRAW.normal(size=_Q).astype(np.float32)
+    weights = _DRAW.uniform(0.5, 2, (_Q, _T)).astype(np.float32)
+    tokens = _definition(
+      new, old, good, mask, 0.1, 0.3, weights, reference, 0.2
+    )
+    counts = mask.sum(axis=1)
+    wanted = {
+      "token": tokens.sum() / mask.sum(),
+      "sequence": np.mean(
+        (tokens.sum(axis=1) / np.maximum(counts, 1))[counts > 0]
+      ),
+    }.get(mean, tokens.sum() / 37)
+    for array in (new, old, weights, reference):
+      array[~mask] = np.nan
+    loss, metrics = rl.grpo_loss(
+      new,
+      old,
+      good,
+      mask,
+      clip=(0.1, 0.3),
+      weights=weights,
+      reference=reference,
+      kl_weight=0.2,
+      mean=mean,
+    )
+    assert abs(float(loss) - wanted) < 1e-5 * max(1, abs(wanted))
+    chex.assert_tree_all_finite(metrics)
+
+  def test_clipped_tokens_have_no_gradient(self):
+    mask = np.ones((2, 2), bool)
+    old = np.log(np.full((2, 2), 0.4, np.float32))
+    new = old + np.log(np.array([[2.0, 1.1], [2.0, 0.5]], np.float32))
+    good = np.array([1.0, -1.0], np.float32)
+
+    def loss(new):
+      return rl.grpo_loss(new, old, good, mask, mean="token")
+
+    grad, metrics = jax.grad(loss, has_aux=True)(jnp.asarray(new))
+    # Good and too likely, or bad and too unlikely: nothing to gain any more.
+    wanted = np.array([[0.0, -1.1], [2.0, 0.0]]) / 4
+    np.testing.assert_allclose(grad, wanted, rtol=1e-5, atol=1e-7)
+    assert float(metrics.clipped) == 0.5
+
+  def test_nothing_outside_of_the_mask_has_a_gradient(self):
+    mask, new = _mask(), _log_probs()
+    new[~mask] = np.nan
+    grad = jax.grad(
+      lambda new: rl.grpo_loss(new, new, jnp.ones(_Q), mask, reference=new)[0]
+    )(jnp.asarray(new))
+    chex.assert_tree_all_finite(grad)
+    np.testing.assert_array_equal(grad != 0, mask)
+
+  def test_the_first_step_is_on_policy_to_the_bit(self):
+    new, mask = _log_probs(), _mask()
+    good = _DRAW.normal(size=_Q).astype(np.float32)
+    _, metrics = jax.jit(rl.grpo_loss)(new, new, good, mask)
+    assert float(metrics.ratio) == 1.0
+    assert float(metrics.kl) == 0.0 and float(metrics.clipped) == 0.0
+
+  def test_advantages_of_tokens(self):
+    new, mask = _log_probs(), _mask()
+    good = _DRAW.normal(size=_Q).astype(np.float32)
+    spread = np.broadcast_to(good[:, None], mask.shape)
+    one, _ = rl.grpo_loss(new, new, good, mask)
+    other, _ = rl.grpo_loss(new, new, spread, mask)
+    assert float(one) == float(other)
+
+  def test_no_drawn_token_is_no_loss(self):
+    zeros, none = np.zeros((2, 3), np.float32), np.zeros((2, 3), bool)
+    for mean in ("sequence", "token", 3):
+      loss, metrics = rl.grpo_loss(zeros, zeros, np.ones(2), none, mean=mean)
+      assert float(loss) == 0.0
+      chex.assert_tree_all_finite(metrics)
+
+  @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+      ({"clip": -0.1}, "`clip` must be"),
+      ({"clip": (0.1, -1.0)}, "`clip` must be"),
+      ({"mean": "batch"}, '`mean` must be "sequence"'),
+      ({"mean": 0}, '`mean` must be "sequence"'),
+      ({"weights": np.ones(3)}, "`weights` must have the shape"),
+      ({"reference": np.ones(3)}, "`reference` must have the shape"),
+      ({"advantages": np.ones(3)}, "`advantages` must have the shape"),
+      ({"old": np.ones((2, 2))}, "`old` must have the shape"),
+    ],
+  )
+  def test_refused(self, values, message):
+    zeros = np.zeros((2, 3), np.float32)
+    given = {
+      "log_probs": zeros,
+      "old": zeros,
+      "advantages": np.ones(2),
+      "mask": np.ones((2, 3), bool),
+    } | values
+    with pytest.raises(ValueError, match=message):
+      rl.grpo_loss(**given)
