@@ -6,9 +6,6 @@
 | `forward_dense`    | `DenseCache`                      | the baseline     |
 | `forward_uncached` | those of the same call, no memory | training         |
 
-A loop over layers carries the whole memory, not one slice per layer: a scan
-with slices as inputs and outputs would copy the memory at every token.
-
 Dimension letters besides the project's own (B rows, T tokens, H query heads, K
 key-value heads, D head size, L layers): E width, V vocabulary, P layers of a
 pattern, R repetitions.
@@ -22,24 +19,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv import kv as paged
-from jaxkv._src.cache import ops
 from jaxkv._src.models import dense
-from jaxkv._src.models.decoder import attention as attentions
+from jaxkv._src.models.decoder import blocks
+from jaxkv._src.models.decoder import encoder
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import memories
-from jaxkv._src.models.decoder import mlp as mlps
-from jaxkv._src.models.decoder.attention import Rotations
-from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
-from jaxkv._src.models.decoder.description import LatentAttention
-from jaxkv._src.models.decoder.description import Layer
-from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.decoder.memories import Place
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.params import Params
 
 Wanted = Literal["all", "last", "none"]
-_Memory = tuple[Any, ...]
 _AnyView = paged.View | paged.PackedView
 
 
@@ -82,7 +71,9 @@ def forward(
       kinds of them.
     view: where each row's pages are, and how many tokens are written. A
       tuple has a view for each of `cache_groups(config)`, which differ in the
-      page table only; one group needs no tuple.
+      page table only; one group needs no tuple. Views of an encoder's tokens
+      also differ in `starts`: how many tokens each row sees of it, whose keys
+      and values are there since `write_encoded`.
     columns: int32[X], of a packed call: the columns that get logits.
     rows: what a rollout says about the sequence of each token; not used.
     config: static; the decoder.
@@ -123,12 +114,13 @@ def forward(
   pools = kv if type(kv) is tuple else (kv,)
   _check_memory(pools, views, config)
   counts = None if isinstance(views[0], paged.PackedView) else views[0].counts
-  kinds = layout.groups(config)
+  kinds, numbers = layout.groups(config), layout.group_pools(config)
   seen: list[Any] = list(views)
   for group, one in enumerate(views):
     single = isinstance(one, paged.PackedView) or tokens.shape[1:] == (1,)
-    pool = pools[_pool_of(config, group)]
-    if single and not kinds[group].skips_pages and _has_keys(pool):
+    pool, kind = pools[numbers[group]], kinds[group]
+    shares = not kind.skips_pages and not kind.holds_encoder
+    if single and shares and _has_keys(pool):
       seen[group] = paged.refresh_shared(pool, one)
   keep = memories.Paged(tuple(seen), backend, heads)
   wanted = logits if columns is None else columns
@@ -183,7 +175,12 @@ def forward_dense(
     >>> logits.shape
     (1, 1, 11)
   """
-  keep = memories.Dense(starts, counts, len(layout.groups(config)))
+  if config.encoder is not None:
+    raise ValueError(
+      "`config` must have no encoder, because the baseline keeps nothing of "
+      "one; use forward_uncached."
+    )
+  keep = memories.Dense(starts, counts, layout.period(config))
   out, memory = _decode(
     params, tokens, positions, (cache,), keep, counts, logits, config
   )
@@ -195,23 +192,31 @@ def forward_uncached(
   params: Params,
   tokens: jax.Array,
   positions: jax.Array,
+  encoded: jax.Array | None = None,
+  encoded_lengths: jax.Array | None = None,
   *,
   config: Decoder,
 ) -> jax.Array:
   """Runs whole sequences; each token attends to all tokens up to itself.
 
   In layers with a window it attends to the last ones of them. Differentiable in
-  `params`: this is the function to train.
+  `params` and in `encoded`: this is the function to train.
 
   Args:
     params: as `init_params` returns.
     tokens: int32[B, T], each in 0 ... V - 1.
     positions: int32[B, T], for the rotations only; attention is causal, and
       windows count tokens, in the order of T.
+    encoded: [B, X, E], from `encode`, if and only if the decoder has an
+      encoder.
+    encoded_lengths: int32[B], tokens of each row of it.
     config: static; the decoder.
 
   Returns:
     float32[B, T, V] logits.
+
+  Raises:
+    ValueError: an argument has the wrong shape, or is missing.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -224,7 +229,19 @@ def forward_uncached(
     ...                  jnp.array([[0, 1, 2]]), config=config).shape
     (1, 3, 11)
   """
+  if (config.encoder is None) != (encoded is None and encoded_lengths is None):
+    raise ValueError(
+      "`encoded` and `encoded_lengths` must be given if and only if config has "
+      "an encoder."
+    )
   keep = memories.Nowhere()
+  if encoded is not None and encoded_lengths is not None:
+    encoder.check_encoded(encoded, encoded_lengths, config)
+    place = jnp.arange(encoded.shape[1], dtype=jnp.int32)
+    real = (place[None] < encoded_lengths[:, None])[..., None]
+    # Zero weights do not keep NaN out.
+    encoded = jnp.where(real, encoded, jnp.zeros_like(encoded))
+    keep = memories.Nowhere(encoded, encoded_lengths)
   return _decode(params, tokens, positions, (), keep, None, "all", config)[0]
 
 
@@ -232,26 +249,15 @@ def _decode(
   params: Params,
   tokens: jax.Array,
   positions: jax.Array,
-  memory: _Memory,
+  memory: blocks.Memory,
   keep: Any,
   counts: jax.Array | None,
   wanted: Wanted | jax.Array,
   config: Decoder,
-) -> tuple[jax.Array, _Memory]:
+) -> tuple[jax.Array, blocks.Memory]:
   """All of the decoder: (float32[B, P, V] logits, memory)."""
   _check_inputs(params, tokens, positions, counts, wanted, config)
-  turned = attentions.rotations(config, positions)
-  x = (
-    params["embed"]
-    .at[tokens]
-    .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-  )
-  if config.embed_scale != 1.0:
-    x = x * jnp.asarray(config.embed_scale, x.dtype)
-  for stretch, weights in zip(
-    layout.stretches(config), params["layers"], strict=True
-  ):
-    x, memory = _repeat(x, memory, stretch, weights, turned, keep, config)
+  x, memory = blocks.run(params, tokens, positions, memory, keep, config)
   x = rms_norm(
     _pick(x, counts, wanted),
     params["final_norm"],
@@ -267,98 +273,6 @@ def _decode(
   return logits, memory
 
 
-def _repeat(
-  x: jax.Array,
-  memory: _Memory,
-  stretch: layout.Stretch,
-  weights: tuple[Params, ...],
-  turned: Rotations,
-  keep: Any,
-  config: Decoder,
-) -> tuple[jax.Array, _Memory]:
-  """Runs the layers of a stretch."""
-  num_groups, size = len(layout.groups(config)), len(stretch.pattern)
-
-  def block(
-    number: int, repetition: jax.Array | int, own: Params, carry: Any
-  ) -> tuple[jax.Array, _Memory]:
-    layer = stretch.pattern[number]
-    index = stretch.first + number
-    place = Place(
-      group=index % num_groups,
-      layer=index // num_groups + repetition * (size // num_groups),
-      pool=layout.pools(config).index(layout.pool_of(layer)),
-    )
-    x, memory = carry
-    return _block(x, memory, layer, own, place, turned, keep, config)
-
-  carry = (x, memory)
-  if stretch.repetitions == 1:
-    for number, leaves in enumerate(weights):
-      own = jax.tree.map(lambda leaf: leaf[0], leaves)
-      carry = block(number, 0, own, carry)
-    return carry
-
-  def repeat(carry: Any, inputs: Any) -> tuple[Any, None]:
-    repetition, own = inputs
-    if size == 1:
-      return block(0, repetition, own[0], carry), None
-    for number in range(size):
-      leaves = _read(weights[number], repetition, carry[0])
-      carry = block(number, repetition, leaves, carry)
-    return carry, None
-
-  repetitions = jnp.arange(stretch.repetitions, dtype=jnp.int32)
-  sliced = weights if size == 1 else None
-  return jax.lax.scan(repeat, carry, (repetitions, sliced))[0]
-
-
-def _read(weights: Params, repetition: jax.Array, x: jax.Array) -> Params:
-  """The weights of one layer of a repetition, read when its input x is known.
-
-  Otherwise XLA copies the weights of all layers of the repetition before the
-  first one: as much more memory, and on a CPU twice the time of a decode step.
-  """
-  known = (x[0, 0, 0] > 0).astype(jnp.int32)
-  index = ops.read_before(known, repetition)
-  return jax.tree.map(
-    lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
-    weights,
-  )
-
-
-def _block(
-  x: jax.Array,
-  memory: _Memory,
-  layer: Layer,
-  weights: Params,
-  place: Place,
-  turned: Rotations,
-  keep: Any,
-  config: Decoder,
-) -> tuple[jax.Array, _Memory]:
-  """Attention and an MLP, each added to [B, T, E]."""
-
-  def norm(values: jax.Array, name: str) -> jax.Array:
-    return rms_norm(values, weights[name], config.norm_eps, config.norm_offset)
-
-  kind = layer.attention
-  attend: Any = attentions.recurrent
-  if isinstance(kind, LatentAttention):
-    attend = attentions.latent
-  elif isinstance(kind, Attention):
-    attend = attentions.softmax
-  y = norm(x, "attention_norm")
-  out, memory = attend(y, weights, kind, place, turned, keep, memory, config)
-  x = x + (norm(out, "post_attention_norm") if layer.post_norms else out)
-  y = norm(x, "mlp_norm")
-  if isinstance(layer.mlp, Mlp):
-    out = mlps.gated(y, weights, layer.mlp)
-  else:
-    out, _ = mlps.mixture(y, weights, layer.mlp)
-  return x + (norm(out, "post_mlp_norm") if layer.post_norms else out), memory
-
-
 def _pick(
   x: jax.Array, counts: jax.Array | None, wanted: Wanted | jax.Array
 ) -> jax.Array:
@@ -371,12 +285,6 @@ def _pick(
     return x[:, :0]
   last = jnp.maximum(counts - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
-
-
-def _pool_of(config: Decoder, group: int) -> int:
-  """The pool of a layer group."""
-  needed = layout.pool_of(config.layers[group])
-  return layout.pools(config).index(needed)
 
 
 def _has_keys(pool: Any) -> bool:

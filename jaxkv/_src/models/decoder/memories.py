@@ -1,10 +1,11 @@
-"""Three ways to keep keys and values, which differ in nothing else.
+"""Four ways to keep keys and values, which differ in nothing else.
 
-| way       | where                       | used for      |
-|-----------|-----------------------------|---------------|
-| `Paged`   | pages (`jaxkv.kv`)          | decoding      |
-| `Dense`   | a stretch for each sequence | the baseline  |
-| `Nowhere` | those of the same call      | training      |
+| way        | where                                        | used for     |
+|------------|----------------------------------------------|--------------|
+| `Paged`    | pages (`jaxkv.kv`)                           | decoding     |
+| `Dense`    | a stretch for each sequence                  | the baseline |
+| `Nowhere`  | those of the same call                       | training     |
+| `BothWays` | those of the same call, also of later tokens | encoders     |
 """
 
 import dataclasses
@@ -32,6 +33,10 @@ Run = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 """A recurrence, see `Nowhere.recurrent`."""
 
 
+Project = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+"""What an encoder gives, [B, X, E'], as keys and values [B, X, K, D]."""
+
+
 class Place(NamedTuple):
   """Where a layer keeps what it keeps.
 
@@ -39,11 +44,15 @@ class Place(NamedTuple):
     group: the layer group of the cache.
     layer: int32[], the memory layer.
     pool: which pool of the memory.
+    cross_group: the layer group of its cross-attention; None without.
+    cross_pool: the pool of that group.
   """
 
   group: int
   layer: jax.Array | int
   pool: int
+  cross_group: int | None = None
+  cross_pool: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +87,37 @@ class Paged:
       view,
       place.layer,
       q,
-      options=kernels.AttentionOptions(
-        window=attention.window,
-        scale=attention.scale,
-        soft_cap=attention.soft_cap,
-        sinks=weights.get("sinks"),
-      ),
+      options=_kernel_options(attention, weights),
       backend=self.backend,
       heads=self.heads,
     )
-    return out, _with_pool(memory, place.pool, pool)
+    return out, with_pool(memory, place.pool, pool)
+
+  def cross(
+    self,
+    attention: Attention,
+    place: Place,
+    weights: Params,
+    q: jax.Array,
+    project: Project,
+    memory: tuple[Any, ...],
+  ) -> jax.Array:
+    """What q [B, T, H, D] reads of an encoder's tokens, alike.
+
+    Their keys and values are there since `write_encoded`.
+    """
+    del project
+    assert place.cross_group is not None and place.cross_pool is not None
+    return paged.attend(
+      memory[place.cross_pool],
+      self.views[place.cross_group],
+      place.layer,
+      q,
+      options=_kernel_options(attention, weights),
+      causal=False,
+      backend=self.backend,
+      heads=self.heads,
+    )
 
   def latent(
     self,
@@ -119,7 +149,7 @@ class Paged:
       backend=self.backend,
     )
     out = jnp.einsum("bthl,lhv->bthv", out, weights["value"])
-    return out, _with_pool(memory, place.pool, pool)
+    return out, with_pool(memory, place.pool, pool)
 
   def recurrent(
     self,
@@ -140,7 +170,7 @@ class Paged:
       out, pool = _packed(run, inputs, pool, view, place.layer)
     else:
       out, pool = _by_page(run, inputs, pool, view, place.layer)
-    return out, _with_pool(memory, place.pool, pool)
+    return out, with_pool(memory, place.pool, pool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,12 +212,20 @@ class Dense:
       "forward_uncached."
     )
 
-  recurrent = latent
+  cross = recurrent = latent
 
 
 @dataclasses.dataclass(frozen=True)
 class Nowhere:
-  """No memory: tokens attend to those of the same call."""
+  """No memory: tokens attend to those of the same call.
+
+  Attributes:
+    encoded: [B, X, E'], what an encoder gives; None without one.
+    lengths: int32[B], the tokens of it.
+  """
+
+  encoded: jax.Array | None = None
+  lengths: jax.Array | None = None
 
   def softmax(
     self,
@@ -202,6 +240,22 @@ class Nowhere:
     """See `Paged`."""
     del place
     return dense.attend_causal(q, k, v, **_options(attention, weights)), memory
+
+  def cross(
+    self,
+    attention: Attention,
+    place: Place,
+    weights: Params,
+    q: jax.Array,
+    project: Project,
+    memory: tuple[()],
+  ) -> jax.Array:
+    """See `Paged`."""
+    del place, memory
+    assert self.encoded is not None and self.lengths is not None
+    k, v = project(self.encoded)
+    options = _options(attention, weights)
+    return dense.attend_all(q, k, v, self.lengths, **options)
 
   def latent(
     self,
@@ -261,6 +315,32 @@ class Nowhere:
     rows, tokens = inputs[0].shape[:2]
     counts = jnp.full((rows,), tokens, jnp.int32)
     return run(inputs, _zeros(attention, rows), counts)[0], memory
+
+
+@dataclasses.dataclass(frozen=True)
+class BothWays:
+  """No memory: tokens attend to all of the same call, to later ones, too.
+
+  Attributes:
+    lengths: int32[B], tokens of each row; those after them are padding.
+  """
+
+  lengths: jax.Array
+
+  def softmax(
+    self,
+    attention: Attention,
+    place: Place,
+    weights: Params,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    memory: tuple[()],
+  ) -> tuple[jax.Array, tuple[()]]:
+    """See `Paged`."""
+    del place
+    options = _options(attention, weights)
+    return dense.attend_all(q, k, v, self.lengths, **options), memory
 
 
 def _by_page(
@@ -382,7 +462,14 @@ def _options(attention: Attention, weights: Params) -> dict[str, Any]:
   }
 
 
-def _with_pool(
+def _kernel_options(
+  attention: Attention, weights: Params
+) -> kernels.AttentionOptions:
+  return kernels.AttentionOptions(**_options(attention, weights))
+
+
+def with_pool(
   memory: tuple[Any, ...], number: int, pool: Any
 ) -> tuple[Any, ...]:
+  """The memory with another pool in place of one."""
   return (*memory[:number], pool, *memory[number + 1 :])
