@@ -93,6 +93,8 @@ def assemble(
       tree["layers"], layout.stretches(plan.decoder), strict=True
     )
   )
+  if plan.encoder is not None:
+    made["encoder"] = assemble(plan.encoder, stored, tick)
   return made
 
 
@@ -109,7 +111,9 @@ def _layers(plan: Plan, stretch: layout.Stretch) -> Iterator[list[Parts]]:
 def _parts(plan: Plan) -> Iterator[Part]:
   layers = range(plan.decoder.num_layers)
   return itertools.chain(
-    plan.top.values(), *(plan.layer(number).values() for number in layers)
+    plan.top.values(),
+    *(plan.layer(number).values() for number in layers),
+    _parts(plan.encoder) if plan.encoder is not None else (),
   )
 
 
