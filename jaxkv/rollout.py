@@ -37,6 +37,8 @@ from jaxkv._src.rollout.automata.token_bytes import vocabulary_bytes
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.dense import generate_dense
 from jaxkv._src.rollout.drafts import Draft
+from jaxkv._src.rollout.encoder import EncoderInputs
+from jaxkv._src.rollout.encoding import Encode
 from jaxkv._src.rollout.invariants import check
 from jaxkv._src.rollout.invariants import check_invariants
 from jaxkv._src.rollout.loop import generate
@@ -83,6 +85,8 @@ __all__ = [
   "WAITING",
   "Counters",
   "Draft",
+  "Encode",
+  "EncoderInputs",
   "Finish",
   "Generated",
   "Grammar",

@@ -116,8 +116,9 @@ def share_prefix(
     dst: int32[R], empty slots, all different.
     served: bool[R], the rows that count.
   """
-  length = ops.take(state.length, src)
-  full = state.config.sizes.full_pages(length)
+  length, sizes = ops.take(state.length, src), state.config.sizes
+  held = ops.take(state.num_pages, src)
+  full = sizes.keep_encoder(sizes.full_pages(length), held)
   plan = reserve.reservation(
     state,
     first=jnp.minimum(ops.take(state.num_skipped_pages, src), full),
