@@ -13,6 +13,8 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rollout
 
+pytestmark = pytest.mark.drawn(every=2)
+
 _VOCAB, _NEW = 13, 6
 _HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
 _PROMPTS = [[1, 2, 3, 4, 5], [1], [1, 2, 3], [1, 7]]
@@ -62,7 +64,7 @@ def _cache(num_pages: int, num_slots: int) -> jaxkv.CacheState:
       num_pages=num_pages,
       page_size=2,
       num_slots=num_slots,
-      pages_per_slot=8,
+      pages_per_slot=10,
       groups=models.cache_groups(_DECODER),
       prefix_caching=False,
     )
@@ -114,10 +116,13 @@ def _logits():
   return jax.jit(last)
 
 
-def _greedy(prompt: int, new: int = _NEW, seed: int = 0) -> list[int]:
-  """The tokens that follow a prompt, by whole sequences without memory."""
-  tokens, drawn = np.zeros(5 + 2 * _NEW, np.int32), [*_PROMPTS[prompt]]
-  for _ in range(new):
+def _greedy(
+  prompt: int, *, seed: int = 0, prompt_tokens: list[int] | None = None
+) -> list[int]:
+  """A prompt and what follows, by whole sequences without memory."""
+  tokens = np.zeros(6 + 2 * _NEW, np.int32)
+  drawn = [*(prompt_tokens or _PROMPTS[prompt])]
+  for _ in range(_NEW):
     tokens[: len(drawn)] = drawn
     args = tokens, np.int32(len(drawn)), _INPUTS[prompt], _LENGTHS[prompt]
     drawn.append(int(_logits()(_params(seed), *map(jnp.asarray, args))))
@@ -129,119 +134,105 @@ def _found(state: rollout.RolloutState, row: int) -> list[int]:
   return np.asarray(state.sequences.tokens)[row, :length].tolist()
 
 
-def _check_end(state: rollout.RolloutState) -> None:
+_GREEDY = rollout.Sampling(temperature=0.0)
+
+
+def _is_greedy(state: rollout.RolloutState, seed: int = 0) -> None:
+  """Every sequence has what it would draw alone, and no page is left."""
+  samples = state.config.num_samples
+  for row in range(4 * samples):
+    assert _found(state, row) == _greedy(row // samples, seed=seed)
   rollout.check(state)
   pool = state.cache.pool
   assert int(pool.queue.num_free) == state.cache.config.num_pages - 1
 
 
-_GREEDY = rollout.Sampling(temperature=0.0)
-
-
 class TestTokens:
-  def test_the_inputs_matter(self):
-    """Otherwise the tests below would show nothing."""
-    state = _begun(rollout.RolloutConfig(max_new_tokens=_NEW), sampling=_GREEDY)
-    other = _begun(
-      rollout.RolloutConfig(max_new_tokens=_NEW),
-      sampling=_GREEDY,
-      inputs=_INPUTS[::-1],
-    )
-    ends = [_run()(_params(), some) for some in (state, other)]
-    rows = [row for row in range(4) if _LENGTHS[row]]
-    assert all(_found(ends[0], row) != _found(ends[1], row) for row in rows)
-    for row in range(4):
-      assert _found(ends[0], row) == _greedy(row)
-    _check_end(ends[0])
-
-  @pytest.mark.parametrize("way", ["inputs", "encoded"])
-  def test_samples_fork(self, way):
-    """Three of each prompt have its encoder's pages in common."""
+  def test_few_pages(self):
+    """Samples fork, sequences are preempted, forks refused: all end alike."""
     config = rollout.RolloutConfig(
-      num_samples=3, max_new_tokens=_NEW, prefill_chunk=4, admissions=12
+      num_samples=2, max_new_tokens=_NEW, prefill_chunk=4
     )
-    inputs, encode = _INPUTS, _encode
-    if way == "encoded":
-      encode, inputs = (
-        _ENCODED,
-        models.encode(
-          _params(),
-          jnp.asarray(_INPUTS),
-          jnp.asarray(_LENGTHS),
-          config=_DECODER,
-        ),
-      )
-    state = _begun(config, num_slots=12, sampling=_GREEDY, inputs=inputs)
-    end = _run(encode)(_params(), state)
-    for row in range(12):
-      assert _found(end, row) == _greedy(row // 3)
-    assert int(end.counters.forked) == 8
-    _check_end(end)
-
-  @pytest.mark.parametrize("samples", [1, 2])
-  def test_few_pages(self, samples):
-    """Sequences are preempted, and forks refused, and all end alike."""
-    config = rollout.RolloutConfig(
-      num_samples=samples, max_new_tokens=_NEW, prefill_chunk=4
+    begun = functools.partial(
+      _begun, config, num_pages=20, num_slots=3, sampling=_GREEDY
     )
-    state = _begun(config, num_pages=25, num_slots=3, sampling=_GREEDY)
-    run, steps = _run(), 0
+    state, run = begun(), _run()
     while not bool(rollout.is_done(state)):
       state = run(_params(), state, rollout.Until(steps=1))
       rollout.check(state)
-      steps += 1
-    for row in range(4 * samples):
-      assert _found(state, row) == _greedy(row // samples)
+    _is_greedy(state)
     assert int(state.counters.preempted) > 0
-    _check_end(state)
+    assert int(state.counters.forked) > 0
+    # Without that the test would show nothing.
+    other = begun(inputs=_INPUTS[::-1])
+    other = run(_params(), other, rollout.Until(steps=100))
+    for row in np.flatnonzero(np.repeat(_LENGTHS > 0, 2)):
+      assert _found(other, row) != _found(state, row)
+
+  def test_all_samples_share_pages(self):
+    """Also of a prompt that is a single token; the encoder has run before."""
+    config = rollout.RolloutConfig(
+      num_samples=3, max_new_tokens=_NEW, prefill_chunk=4, admissions=12
+    )
+    encoded = models.encode(
+      _params(), jnp.asarray(_INPUTS), jnp.asarray(_LENGTHS), config=_DECODER
+    )
+    state = _begun(config, num_slots=12, sampling=_GREEDY, inputs=encoded)
+    state = _run(_ENCODED)(_params(), state, rollout.Until(steps=3))
+    assert int(state.counters.forked) == 8
+    groups = state.cache.config.groups
+    for group, kind in enumerate(groups):
+      if kind.holds_encoder:
+        assert np.max(state.cache.pool.ref_count) == 3
+        rows = np.asarray(state.cache.page_table)[:3, group, :4]
+        np.testing.assert_array_equal(rows, rows[:1].repeat(3, axis=0))
+    _is_greedy(_run(_ENCODED)(_params(), state, rollout.Until(steps=100)))
 
   def test_drafts(self):
+    """The second sample of a prompt guesses what the first one drew."""
     config = rollout.RolloutConfig(
-      max_new_tokens=_NEW, draft_tokens=2, draft_match=1
+      num_samples=2,
+      max_new_tokens=_NEW,
+      prefill_chunk=4,
+      draft_tokens=2,
+      draft_match=1,
+      draft_columns=2,
     )
-    end = _run()(_params(), _begun(config, sampling=_GREEDY))
-    for row in range(4):
-      assert _found(end, row) == _greedy(row)
-    assert int(end.counters.drafted) > 0
-    _check_end(end)
+    end = _run()(_params(), _begun(config, num_slots=1, sampling=_GREEDY))
+    _is_greedy(end)
+    assert int(end.counters.accepted) > 0
 
 
 class TestVerbs:
-  def test_a_turn_and_a_new_prompt(self):
+  def test_turns_prompts_and_weights(self):
     """What is taken out makes room for a prompt with another input."""
-    config = rollout.RolloutConfig(max_new_tokens=3, max_length=12)
-    state = _run()(_params(), _begun(config, sampling=_GREEDY))
+    config = rollout.RolloutConfig(
+      max_new_tokens=_NEW, max_length=18, prefill_chunk=4
+    )
+    state, run = _begun(config, num_slots=4, sampling=_GREEDY), _run()
+    state = run(_params(), state, rollout.Until(steps=4))
+    state = rollout.update_weights(state, "drop")
+    state = run(_params(5), state, rollout.Until(steps=100))
+    _is_greedy(state, seed=5)
+    before = _found(state, 0)
     state, out = rollout.extend(state, [0], [[9]], [1])
     assert bool(out.ok.all())
     state, _ = rollout.harvest(state, ids=[1, 2])
-    tokens = jnp.asarray([[*_PROMPTS[3]], [*_PROMPTS[3]]])
     state, out = rollout.submit(
       state,
-      tokens,
+      jnp.asarray([_PROMPTS[3], _PROMPTS[3]]),
       [2, 2],
       sampling=rollout.Sampling(temperature=jnp.zeros((2,))),
       encoder_inputs=_INPUTS[[0, 3]],
-      encoder_lengths=[17, 5],
+      encoder_lengths=[37, 5],
     )
     assert out.code.tolist() == [jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK]
-    end = _run()(_params(), state)
+    end = run(_params(5), state, rollout.Until(steps=100))
     row = int(np.flatnonzero(np.asarray(end.sequences.ids) == 4)[0])
-    assert _found(end, row) == _greedy(3, 3)
-    rows = [*_greedy(0, 3), 9]
-    _PROMPTS.append(rows)
-    assert _found(end, 0)[:9] == rows
-    _PROMPTS.pop()
-    _check_end(end)
-
-  def test_new_weights_encode_again(self):
-    config = rollout.RolloutConfig(max_new_tokens=_NEW)
-    state = _begun(config, num_slots=4, sampling=_GREEDY)
-    state = _run()(_params(), state, rollout.Until(steps=4))
-    state = rollout.update_weights(state, "drop")
-    end = _run()(_params(5), state)
-    for row in range(4):
-      assert _found(end, row) == _greedy(row, seed=5)
-    _check_end(end)
+    assert _found(end, row) == _greedy(3, seed=5)
+    turn = [*before, 9]
+    assert _found(end, 0) == _greedy(0, seed=5, prompt_tokens=turn)
+    rollout.check(end)
 
 
 class TestErrors:
@@ -271,10 +262,12 @@ class TestErrors:
     ):
       begin(jaxkv.init(sizes), **inputs)
     with pytest.raises(ValueError, match=r"`encoder_lengths\[0\]` must be 0"):
-      begin(_cache(9, 1), **(inputs | {"encoder_lengths": [17]}))
+      begin(_cache(9, 1), **(inputs | {"encoder_lengths": [21]}))
     with pytest.raises(ValueError, match=r"`encoder_inputs` must have the sha"):
       begin(_cache(9, 1), **(inputs | {"encoder_inputs": _INPUTS}))
-    with pytest.raises(ValueError, match="num_pages` must be at least 21"):
+    with pytest.raises(
+      ValueError, match=r"at least 22 for the longest seq.* 16"
+    ):
       begin(_cache(9, 1), **(inputs | {"encoder_lengths": [16]}))
     with pytest.raises(
       ValueError, match=r"`encoder_inputs` and .* must be giv"

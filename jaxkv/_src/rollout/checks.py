@@ -166,9 +166,10 @@ def check_fits(
     inputs = int(np.asarray(encoder.lengths).max(initial=0))
   needed = sum(most_pages(sizes, config.prefill_chunk, longest, inputs))
   if longest and needed > sizes.num_pages - 1:
+    more = f" and an encoder's {inputs}" if inputs else ""
     raise ValueError(
       f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "
-      f"sequence of {longest} tokens, got {sizes.num_pages}."
+      f"sequence of {longest} tokens{more}, got {sizes.num_pages}."
     )
 
 
