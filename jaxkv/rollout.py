@@ -10,6 +10,7 @@
 | stop or interrupt         | `abort`, `requeue`                               |
 | train in between          | `update_weights`; `init(version=)`               |
 | guess tokens              | `RolloutConfig.draft_tokens`, `Draft`            |
+| answer an encoder's input | `init(encoder_inputs=)`, `Encode`                |
 | look                      | `timeline`, `Counters`, `check`                  |
 | use many devices, or save | `help(jaxkv.rollout.devices)`                    |
 

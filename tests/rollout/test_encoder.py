@@ -89,7 +89,6 @@ def _begun(config, num_pages=200, num_slots=2, inputs=_INPUTS, **options):
   )
 
 
-@functools.cache
 def _run(encode=_encode):
   return jax.jit(
     functools.partial(rollout.generate, model=_MODEL, encode=encode)
@@ -137,56 +136,74 @@ def _found(state: rollout.RolloutState, row: int) -> list[int]:
 _GREEDY = rollout.Sampling(temperature=0.0)
 
 
+def _holds(state: rollout.RolloutState) -> None:
+  laws = rollout.check_invariants(state)
+  assert all(map(bool, laws.values())), laws
+
+
 def _is_greedy(state: rollout.RolloutState, seed: int = 0) -> None:
   """Every sequence has what it would draw alone, and no page is left."""
   samples = state.config.num_samples
   for row in range(4 * samples):
     assert _found(state, row) == _greedy(row // samples, seed=seed)
-  rollout.check(state)
+  _holds(state)
   pool = state.cache.pool
   assert int(pool.queue.num_free) == state.cache.config.num_pages - 1
 
 
+def check_few_pages():
+  """Samples fork, sequences are preempted, forks refused: all end alike."""
+  config = rollout.RolloutConfig(
+    num_samples=2, max_new_tokens=_NEW, prefill_chunk=4
+  )
+  begun = functools.partial(
+    _begun, config, num_pages=20, num_slots=3, sampling=_GREEDY
+  )
+  state, run = begun(), _run()
+  for _ in range(60):
+    state = run(_params(), state, rollout.Until(steps=1))
+    _holds(state)
+  _is_greedy(state)
+  assert int(state.counters.steps) < 60  # It ended before.
+  assert int(state.counters.preempted) > 0
+  assert int(state.counters.forked) > 0
+  # Without that the test would show nothing.
+  other = begun(inputs=_INPUTS[::-1])
+  other = run(_params(), other, rollout.Until(steps=100))
+  for row in np.flatnonzero(np.repeat(_LENGTHS > 0, 2)):
+    assert _found(other, row) != _found(state, row)
+
+
+def check_samples():
+  """All samples share pages, also those of a prompt of a single token.
+
+  The encoder has run before.
+  """
+  config = rollout.RolloutConfig(
+    num_samples=3, max_new_tokens=_NEW, prefill_chunk=4, admissions=12
+  )
+  encoded = models.encode(
+    _params(), jnp.asarray(_INPUTS), jnp.asarray(_LENGTHS), config=_DECODER
+  )
+  state = _begun(config, num_slots=12, sampling=_GREEDY, inputs=encoded)
+  run = _run(_ENCODED)
+  state = run(_params(), state, rollout.Until(steps=3))
+  assert int(state.counters.forked) == 8
+  groups = state.cache.config.groups
+  for group, kind in enumerate(groups):
+    if kind.holds_encoder:
+      assert np.max(state.cache.pool.ref_count) == 3
+      rows = np.asarray(state.cache.page_table)[:3, group, :4]
+      np.testing.assert_array_equal(rows, rows[:1].repeat(3, axis=0))
+  _is_greedy(run(_params(), state, rollout.Until(steps=100)))
+
+
 class TestTokens:
   def test_few_pages(self):
-    """Samples fork, sequences are preempted, forks refused: all end alike."""
-    config = rollout.RolloutConfig(
-      num_samples=2, max_new_tokens=_NEW, prefill_chunk=4
-    )
-    begun = functools.partial(
-      _begun, config, num_pages=20, num_slots=3, sampling=_GREEDY
-    )
-    state, run = begun(), _run()
-    while not bool(rollout.is_done(state)):
-      state = run(_params(), state, rollout.Until(steps=1))
-      rollout.check(state)
-    _is_greedy(state)
-    assert int(state.counters.preempted) > 0
-    assert int(state.counters.forked) > 0
-    # Without that the test would show nothing.
-    other = begun(inputs=_INPUTS[::-1])
-    other = run(_params(), other, rollout.Until(steps=100))
-    for row in np.flatnonzero(np.repeat(_LENGTHS > 0, 2)):
-      assert _found(other, row) != _found(state, row)
+    check_few_pages()
 
   def test_all_samples_share_pages(self):
-    """Also of a prompt that is a single token; the encoder has run before."""
-    config = rollout.RolloutConfig(
-      num_samples=3, max_new_tokens=_NEW, prefill_chunk=4, admissions=12
-    )
-    encoded = models.encode(
-      _params(), jnp.asarray(_INPUTS), jnp.asarray(_LENGTHS), config=_DECODER
-    )
-    state = _begun(config, num_slots=12, sampling=_GREEDY, inputs=encoded)
-    state = _run(_ENCODED)(_params(), state, rollout.Until(steps=3))
-    assert int(state.counters.forked) == 8
-    groups = state.cache.config.groups
-    for group, kind in enumerate(groups):
-      if kind.holds_encoder:
-        assert np.max(state.cache.pool.ref_count) == 3
-        rows = np.asarray(state.cache.page_table)[:3, group, :4]
-        np.testing.assert_array_equal(rows, rows[:1].repeat(3, axis=0))
-    _is_greedy(_run(_ENCODED)(_params(), state, rollout.Until(steps=100)))
+    check_samples()
 
   def test_drafts(self):
     """The second sample of a prompt guesses what the first one drew."""
@@ -232,7 +249,7 @@ class TestVerbs:
     assert _found(end, row) == _greedy(3, seed=5)
     turn = [*before, 9]
     assert _found(end, 0) == _greedy(0, seed=5, prompt_tokens=turn)
-    rollout.check(end)
+    _holds(end)
 
 
 class TestErrors:

@@ -22,7 +22,15 @@ values of an encoder's tokens for one sequence. `inputs` are those of its
 prompt, a pytree of arrays [1, ...], and `views` has a `View` with one row for
 each layer group. `jaxkv.models.write_encoded` is one, where the inputs are what
 `jaxkv.models.encode` returns. It is called when a sequence enters a slot, again
-after a preemption or with new weights, but not for samples that fork."""
+after a preemption or with new weights, but not for samples that fork. To run
+the encoder there, too, with the weights of the day, on tokens of its input:
+
+  def encode(params, tokens, lengths, kv, views):
+    encoded = models.encode(params, tokens, lengths, config=config)
+    return models.write_encoded(
+      params, encoded, lengths, kv, views, config=config
+    )
+"""
 
 
 def check_encode(state: RolloutState, encode: Encode | None) -> None:

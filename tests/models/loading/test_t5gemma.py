@@ -1,5 +1,6 @@
 """A tiny random T5Gemma that transformers has saved, against its logits."""
 
+import functools
 import json
 import shutil
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv import models
+from jaxkv import rollout
 
 _SIZES: dict[str, Any] = {
   "vocab_size": 96,
@@ -193,6 +195,34 @@ def test_greedy_tokens(checkpoint):
     found.append(token)
   found = np.concatenate(found, axis=1)
   np.testing.assert_array_equal(found, out[:, 1:].numpy())
+  np.testing.assert_array_equal(_rolled_out(loaded), found)
+
+
+def _rolled_out(loaded: Any) -> np.ndarray:
+  """Greedily, in a loop with fewer slots than inputs."""
+
+  def encode(params, tokens, lengths, kv, views):
+    encoded = loaded.encode(params, tokens, lengths)
+    return loaded.write_encoded(params, encoded, lengths, kv, views)
+
+  sizes = loaded.cache_config(
+    num_pages=100, num_slots=2, page_size=4, max_length=20
+  )
+  kv = jax.tree.map(lambda leaf: leaf * jnp.nan, loaded.init_kv(sizes))
+  state = rollout.init(
+    jaxkv.init(sizes),
+    kv,
+    [[loaded.start_token]] * 3,
+    [1] * 3,
+    jax.random.key(0),
+    rollout.RolloutConfig(max_new_tokens=_NEW, prefill_chunk=8),
+    sampling=rollout.Sampling(temperature=0.0),
+    encoder_inputs=_draw(19),
+    encoder_lengths=_LENGTHS,
+  )
+  run = functools.partial(rollout.generate, model=loaded.forward, encode=encode)
+  end = jax.jit(run)(loaded.params, state)
+  return np.asarray(end.sequences.tokens)[:, 1:]
 
 
 def test_unknown_keys_and_tensors(checkpoint, tmp_path):

@@ -96,7 +96,8 @@ def write_encoded(
   """Writes the keys and values of encoded inputs, once for each sequence.
 
   Call it after `jaxkv.admit(num_encoder_tokens=)`, and before the first
-  `forward` of these sequences. Sequences that are forked share the pages. Never
+  `forward` of these sequences. Sequences that are forked share the pages. In a
+  rollout it is the `encode` of `jaxkv.rollout.generate`, which calls it. Never
   donates: outside your own `jit`, each call copies the pages.
 
   Args:
