@@ -200,11 +200,6 @@ def test_greedy_tokens(checkpoint):
 
 def _rolled_out(loaded: Any) -> np.ndarray:
   """Greedily, in a loop with fewer slots than inputs."""
-
-  def encode(params, tokens, lengths, kv, views):
-    encoded = loaded.encode(params, tokens, lengths)
-    return loaded.write_encoded(params, encoded, lengths, kv, views)
-
   sizes = loaded.cache_config(
     num_pages=100, num_slots=2, page_size=4, max_length=20
   )
@@ -220,7 +215,9 @@ def _rolled_out(loaded: Any) -> np.ndarray:
     encoder_inputs=_draw(19),
     encoder_lengths=_LENGTHS,
   )
-  run = functools.partial(rollout.generate, model=loaded.forward, encode=encode)
+  run = functools.partial(
+    rollout.generate, model=loaded.forward, encode=loaded.encode_inputs
+  )
   end = jax.jit(run)(loaded.params, state)
   return np.asarray(end.sequences.tokens)[:, 1:]
 

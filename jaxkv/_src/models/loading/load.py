@@ -74,6 +74,20 @@ class Pretrained:
     """`jaxkv.models.write_encoded` of this decoder."""
     return functools.partial(encoder.write_encoded, config=self.config)
 
+  @property
+  def encode_inputs(self) -> Callable[..., Any] | None:
+    """`encode` of `jaxkv.rollout.generate`, whose inputs are tokens.
+
+    It runs the encoder and writes what it gives. None without an encoder.
+    """
+    return self._encode_inputs if self.config.encoder is not None else None
+
+  def _encode_inputs(
+    self, params: Params, tokens: Any, lengths: Any, kv: Any, views: Any
+  ) -> Any:
+    encoded = self.encode(params, tokens, lengths)
+    return self.write_encoded(params, encoded, lengths, kv, views)
+
   def cache_config(
     self,
     *,
@@ -115,7 +129,7 @@ class Pretrained:
 def load(
   source: str | os.PathLike[str], *, dtype: Any = None, progress: bool = False
 ) -> Pretrained:
-  """Loads a pretrained decoder.
+  """Loads a pretrained decoder, with its encoder if it has one.
 
   Every tensor of the checkpoint is used exactly once, and every key of its
   configuration is known, or the checkpoint is refused. Tensors are read one by
