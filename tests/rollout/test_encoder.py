@@ -12,6 +12,7 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from tests.tools.pool_copies import pool_sized_rewrites
 
 pytestmark = pytest.mark.drawn(every=2)
 
@@ -185,8 +186,14 @@ def check_samples():
   encoded = models.encode(
     _params(), jnp.asarray(_INPUTS), jnp.asarray(_LENGTHS), config=_DECODER
   )
-  state = _begun(config, num_slots=12, sampling=_GREEDY, inputs=encoded)
-  run = _run(_ENCODED)
+  state = _begun(
+    config, num_pages=50_000, num_slots=12, sampling=_GREEDY, inputs=encoded
+  )
+  run = functools.partial(rollout.generate, model=_MODEL, encode=_ENCODED)
+  run = jax.jit(run, donate_argnums=1)
+  run = run.lower(_params(), state, rollout.Until(steps=3)).compile()
+  # Neither the pages nor what the encoder has made are copied in the loop.
+  assert pool_sized_rewrites(run, state.kv.k.shape) == []
   state = run(_params(), state, rollout.Until(steps=3))
   assert int(state.counters.forked) == 8
   groups = state.cache.config.groups

@@ -90,8 +90,8 @@ def attend(
   Encoders. With `causal=False` each query sees positions 0 .. starts - 1, all
   of them, and nothing else: the tokens of an encoder, in a group of
   `CrossAttention`, whose keys and values `write` has stored from position 0.
-  The queries are not among them, so many columns cost hardly more reads than
-  one. `shared` and plans are not used.
+  The queries are not among them, so each read of a key serves up to 64 query
+  heads of a K/V head, of several columns. `shared` and plans are not used.
 
   Not differentiable: a gradient is zeros, or an error of jax.
 

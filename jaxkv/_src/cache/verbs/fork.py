@@ -105,7 +105,7 @@ def fork(
 def share_prefix(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> CacheState:
-  """`fork` of the full pages alone.
+  """`fork` of the full pages, and of those of an encoder, alone.
 
   `allocate.make_room` for one more token gives `dst` the page that is copied,
   see `owed_copies`. Until then `dst` has fewer pages than its length needs.
