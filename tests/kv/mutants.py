@@ -139,8 +139,13 @@ _TABLE = {
   ),
   "new tokens begin behind themselves": (
     "view:view",
-    text("starts=state.length", "starts=state.length + counts"),
+    text("starts=starts,", "starts=starts + counts,"),
     _VIEW + "test_rows_are_the_slots_of_a_group[0]",
+  ),
+  "an encoder's tokens are as many as the sequence's": (
+    "view:view",
+    text("if kind.holds_encoder:", "if False:"),
+    _VIEW + "test_an_encoder_has_its_own_lengths",
   ),
   "idle rows have a sink": (
     "attention:_attend_single",

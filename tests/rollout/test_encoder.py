@@ -162,7 +162,7 @@ def check_few_pages():
   )
   state, run = begun(), _run()
   for _ in range(60):
-    state = run(_params(), state, rollout.Until(steps=1))
+    state = run(_params(), state, rollout.Until(steps=jnp.int32(1)))
     _holds(state)
   _is_greedy(state)
   assert int(state.counters.steps) < 60  # It ended before.
@@ -170,7 +170,7 @@ def check_few_pages():
   assert int(state.counters.forked) > 0
   # Without that the test would show nothing.
   other = begun(inputs=_INPUTS[::-1])
-  other = run(_params(), other, rollout.Until(steps=100))
+  other = run(_params(), other, rollout.Until(steps=jnp.int32(100)))
   for row in np.flatnonzero(np.repeat(_LENGTHS > 0, 2)):
     assert _found(other, row) != _found(state, row)
 
@@ -191,10 +191,10 @@ def check_samples():
   )
   run = functools.partial(rollout.generate, model=_MODEL, encode=_ENCODED)
   run = jax.jit(run, donate_argnums=1)
-  run = run.lower(_params(), state, rollout.Until(steps=3)).compile()
+  run = run.lower(_params(), state, rollout.Until(steps=jnp.int32(3))).compile()
   # Neither the pages nor what the encoder has made are copied in the loop.
   assert pool_sized_rewrites(run, state.kv.k.shape) == []
-  state = run(_params(), state, rollout.Until(steps=3))
+  state = run(_params(), state, rollout.Until(steps=jnp.int32(3)))
   assert int(state.counters.forked) == 8
   groups = state.cache.config.groups
   for group, kind in enumerate(groups):
@@ -202,7 +202,7 @@ def check_samples():
       assert np.max(state.cache.pool.ref_count) == 3
       rows = np.asarray(state.cache.page_table)[:3, group, :4]
       np.testing.assert_array_equal(rows, rows[:1].repeat(3, axis=0))
-  _is_greedy(run(_params(), state, rollout.Until(steps=100)))
+  _is_greedy(run(_params(), state, rollout.Until(steps=jnp.int32(100))))
 
 
 class TestTokens:
@@ -234,9 +234,9 @@ class TestVerbs:
       max_new_tokens=_NEW, max_length=18, prefill_chunk=4
     )
     state, run = _begun(config, num_slots=4, sampling=_GREEDY), _run()
-    state = run(_params(), state, rollout.Until(steps=4))
+    state = run(_params(), state, rollout.Until(steps=jnp.int32(4)))
     state = rollout.update_weights(state, "drop")
-    state = run(_params(5), state, rollout.Until(steps=100))
+    state = run(_params(5), state, rollout.Until(steps=jnp.int32(100)))
     _is_greedy(state, seed=5)
     before = _found(state, 0)
     state, out = rollout.extend(state, [0], [[9]], [1])
@@ -251,7 +251,7 @@ class TestVerbs:
       encoder_lengths=[37, 5],
     )
     assert out.code.tolist() == [jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK]
-    end = run(_params(5), state, rollout.Until(steps=100))
+    end = run(_params(5), state, rollout.Until(steps=jnp.int32(100)))
     row = int(np.flatnonzero(np.asarray(end.sequences.ids) == 4)[0])
     assert _found(end, row) == _greedy(3, seed=5)
     turn = [*before, 9]
