@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from jaxkv._src.rollout import invariants
 from tests.rollout import sampling_mutants
 from tests.rollout.test_arguments import TestNumbersOfACall
 from tests.rollout.test_by_hand import check_chunks
@@ -22,6 +23,7 @@ from tests.rollout.test_by_hand import check_shared
 from tests.rollout.test_by_hand import check_victim
 from tests.rollout.test_devices import TestPlaces
 from tests.rollout.test_encoder import check_few_pages
+from tests.rollout.test_encoder import check_refused
 from tests.rollout.test_encoder import check_samples
 from tests.rollout.test_hopeless import check_hopeless
 from tests.rollout.test_packing import check_widths
@@ -44,12 +46,25 @@ def _greedy(_):
   check_sequences(60, 4, temperatures=(0.0,))
 
 
+def _with_new_laws(check):
+  """A check whose invariants are traced with the mistake, and not kept."""
+  invariants._check_invariants.clear_cache()
+  try:
+    check()
+  finally:
+    invariants._check_invariants.clear_cache()
+
+
 def _encoder(_):
-  check_few_pages()
+  _with_new_laws(check_few_pages)
+
+
+def _encoder_refused(_):
+  _with_new_laws(check_refused)
 
 
 def _encoder_shared(_):
-  check_samples()
+  _with_new_laws(check_samples)
 
 
 def _scarce(_):
@@ -334,7 +349,7 @@ MUTANTS = {
   "forks find out too late that there is no page": _rollout(
     "slots:_with_pages",
     text("refused = ready &", "refused = ~ready & ready &"),
-    _encoder,
+    _encoder_refused,
   ),
   "samples of a single token have encoders of their own": _rollout(
     "admission:_siblings",

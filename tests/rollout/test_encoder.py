@@ -205,7 +205,48 @@ def check_samples():
   _is_greedy(run(_params(), state, rollout.Until(steps=jnp.int32(100))))
 
 
+def check_refused():
+  """A fork without a page leaves its slot, and its encoder's pages.
+
+  Two forks of a single token need two pages each, and three are free.
+  """
+  config = rollout.RolloutConfig(
+    num_samples=3, max_new_tokens=_NEW, prefill_chunk=4
+  )
+  begun = _begun(config, num_pages=20, num_slots=4, sampling=_GREEDY)
+  some = [row not in (3, 4, 5) for row in range(12)]  # But those of [1].
+  sequences = begun.sequences
+  status = jnp.where(
+    jnp.asarray(some), jnp.int32(rollout.EMPTY), sequences.status
+  )
+  state = dataclasses.replace(
+    begun, sequences=dataclasses.replace(sequences, status=status)
+  )
+  run = _run()
+  state = run(_params(), state, rollout.Until(steps=jnp.int32(1)))
+  assert int(jnp.sum(state.leader < 4)) == 2
+  free = int(state.cache.pool.queue.num_free)
+  # Somebody else takes the others, in the slot that is left.
+  taken = jnp.asarray([0, 0, 0, 2 * ((free - 3) // 2)], jnp.int32)
+  cache, out = jaxkv.allocate(state.cache, taken)
+  assert bool(out.ok.all())
+  assert int(cache.pool.queue.num_free) == 3
+  state = dataclasses.replace(state, cache=cache)
+  state = run(_params(), state, rollout.Until(steps=jnp.int32(1)))
+  assert int(state.counters.forked) == 1
+  cache, _ = jaxkv.free(state.cache, mask=jnp.arange(4) == 3)
+  state = dataclasses.replace(state, cache=cache)
+  _holds(state)
+  state = run(_params(), state, rollout.Until(steps=jnp.int32(100)))
+  for row in (3, 4, 5):
+    assert _found(state, row) == _greedy(1)
+  _holds(state)
+
+
 class TestTokens:
+  def test_a_fork_without_a_page(self):
+    check_refused()
+
   def test_few_pages(self):
     check_few_pages()
 
