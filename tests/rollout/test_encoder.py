@@ -14,8 +14,6 @@ from jaxkv import models
 from jaxkv import rollout
 from tests.tools.pool_copies import pool_sized_rewrites
 
-pytestmark = pytest.mark.drawn(every=2)
-
 _VOCAB, _NEW = 13, 6
 _HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
 _PROMPTS = [[1, 2, 3, 4, 5], [1], [1, 2, 3], [1, 7]]
@@ -243,61 +241,65 @@ def check_refused():
   _holds(state)
 
 
-class TestTokens:
-  def test_a_fork_without_a_page(self):
-    check_refused()
-
-  def test_few_pages(self):
-    check_few_pages()
-
-  def test_all_samples_share_pages(self):
-    check_samples()
-
-  def test_drafts(self):
-    """The second sample of a prompt guesses what the first one drew."""
-    config = rollout.RolloutConfig(
-      num_samples=2,
-      max_new_tokens=_NEW,
-      prefill_chunk=4,
-      draft_tokens=2,
-      draft_match=1,
-      draft_columns=2,
-    )
-    end = _run()(_params(), _begun(config, num_slots=1, sampling=_GREEDY))
-    _is_greedy(end)
-    assert int(end.counters.accepted) > 0
+def check_drafts():
+  """The second sample of a prompt guesses what the first one drew."""
+  config = rollout.RolloutConfig(
+    num_samples=2,
+    max_new_tokens=_NEW,
+    prefill_chunk=4,
+    draft_tokens=2,
+    draft_match=1,
+    draft_columns=2,
+  )
+  end = _run()(_params(), _begun(config, num_slots=1, sampling=_GREEDY))
+  _is_greedy(end)
+  assert int(end.counters.accepted) > 0
 
 
-class TestVerbs:
-  def test_turns_prompts_and_weights(self):
-    """What is taken out makes room for a prompt with another input."""
-    config = rollout.RolloutConfig(
-      max_new_tokens=_NEW, max_length=18, prefill_chunk=4
-    )
-    state, run = _begun(config, num_slots=4, sampling=_GREEDY), _run()
-    state = run(_params(), state, rollout.Until(steps=jnp.int32(4)))
-    state = rollout.update_weights(state, "drop")
-    state = run(_params(5), state, rollout.Until(steps=jnp.int32(100)))
-    _is_greedy(state, seed=5)
-    before = _found(state, 0)
-    state, out = rollout.extend(state, [0], [[9]], [1])
-    assert bool(out.ok.all())
-    state, _ = rollout.harvest(state, ids=[1, 2])
-    state, out = rollout.submit(
-      state,
-      jnp.asarray([_PROMPTS[3], _PROMPTS[3]]),
-      [2, 2],
-      sampling=rollout.Sampling(temperature=jnp.zeros((2,))),
-      encoder_inputs=_INPUTS[[0, 3]],
-      encoder_lengths=[37, 5],
-    )
-    assert out.code.tolist() == [jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK]
-    end = run(_params(5), state, rollout.Until(steps=jnp.int32(100)))
-    row = int(np.flatnonzero(np.asarray(end.sequences.ids) == 4)[0])
-    assert _found(end, row) == _greedy(3, seed=5)
-    turn = [*before, 9]
-    assert _found(end, 0) == _greedy(0, seed=5, prompt_tokens=turn)
-    _holds(end)
+def check_verbs():
+  """What is taken out makes room for a prompt with another input."""
+  config = rollout.RolloutConfig(
+    max_new_tokens=_NEW, max_length=18, prefill_chunk=4
+  )
+  state, run = _begun(config, num_slots=4, sampling=_GREEDY), _run()
+  state = run(_params(), state, rollout.Until(steps=jnp.int32(4)))
+  state = rollout.update_weights(state, "drop")
+  state = run(_params(5), state, rollout.Until(steps=jnp.int32(100)))
+  _is_greedy(state, seed=5)
+  before = _found(state, 0)
+  state, out = rollout.extend(state, [0], [[9]], [1])
+  assert bool(out.ok.all())
+  state, _ = rollout.harvest(state, ids=[1, 2])
+  state, out = rollout.submit(
+    state,
+    jnp.asarray([_PROMPTS[3], _PROMPTS[3]]),
+    [2, 2],
+    sampling=rollout.Sampling(temperature=jnp.zeros((2,))),
+    encoder_inputs=_INPUTS[[0, 3]],
+    encoder_lengths=[37, 5],
+  )
+  assert out.code.tolist() == [jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK]
+  end = run(_params(5), state, rollout.Until(steps=jnp.int32(100)))
+  row = int(np.flatnonzero(np.asarray(end.sequences.ids) == 4)[0])
+  assert _found(end, row) == _greedy(3, seed=5)
+  turn = [*before, 9]
+  assert _found(end, 0) == _greedy(0, seed=5, prompt_tokens=turn)
+  _holds(end)
+
+
+_CHECKS = {
+  "few pages": check_few_pages,
+  "samples share pages": check_samples,
+  "a fork without a page": check_refused,
+  "drafts": check_drafts,
+  "turns, prompts and weights": check_verbs,
+}
+
+
+@pytest.mark.drawn("name", _CHECKS, every=3)
+@pytest.mark.parametrize("name", _CHECKS)
+def test_rollouts(name):
+  _CHECKS[name]()
 
 
 class TestErrors:
