@@ -11,7 +11,7 @@ for one call.
 | `share` | finds the pages that rows have in common, to read them once |
 | `refresh_shared` | checks which rows still share pages, once for all layers |
 | `plan_decode` | cuts a decode step's work, once for all layers |
-| `attend` | causal attention of new queries over all tokens so far |
+| `attend` | attention of new queries over all tokens so far, or an encoder's |
 | `copy` | copies pages in every layer, as a fork or a swap requires |
 | `gather` | sequences as dense arrays |
 | `init_states` | empty states of recurrent layers, one in each page |
@@ -62,6 +62,14 @@ takes no values, and `attend` takes absorbed queries:
   out = jaxkv.kv.attend(kv, view, layer, q, options=options)  # [B, T, H, 512]
 
 Backends `xla` and `triton` serve them, prompts and drafts included.
+
+Encoders. A group of `CrossAttention` holds an encoder's tokens, which are
+written once. Then each query of the decoder sees all of them:
+
+  view = jaxkv.view(
+    state, group=1, counts=counts, num_encoder_tokens=lengths
+  )
+  out = jaxkv.kv.attend(kv, view, layer, q, causal=False)
 
 Recurrent layers. `init_states` makes `StatePages` for groups of kind
 `Recurrent`: a page holds the state after its last token. A layer reads the

@@ -11,6 +11,7 @@
 | train in between          | `update_weights`; `init(version=)`               |
 | replay experts            | `RolloutConfig.experts`, `Generated.experts`     |
 | guess tokens              | `RolloutConfig.draft_tokens`, `Draft`            |
+| answer an encoder's input | `init(encoder_inputs=)`, `Encode`                |
 | look                      | `timeline`, `Counters`, `check`                  |
 | use many devices, or save | `help(jaxkv.rollout.devices)`                    |
 
@@ -38,6 +39,8 @@ from jaxkv._src.rollout.automata.token_bytes import vocabulary_bytes
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.dense import generate_dense
 from jaxkv._src.rollout.drafts import Draft
+from jaxkv._src.rollout.encoder import EncoderInputs
+from jaxkv._src.rollout.encoding import Encode
 from jaxkv._src.rollout.invariants import check
 from jaxkv._src.rollout.invariants import check_invariants
 from jaxkv._src.rollout.loop import generate
@@ -84,6 +87,8 @@ __all__ = [
   "WAITING",
   "Counters",
   "Draft",
+  "Encode",
+  "EncoderInputs",
   "Finish",
   "Generated",
   "Grammar",

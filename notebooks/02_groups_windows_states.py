@@ -170,8 +170,8 @@ assert out.ok.tolist() == [True, False]
 # never cached: page keys know nothing of the encoder's input. So a cache with
 # such a group has no prefix caching.
 #
-# A decoder's query sees all of them. Its view has the position of the encoder's
-# last token as `starts`, and `counts` of 1.
+# A decoder's query sees all of them, whatever its own position:
+# `attend(causal=False)`. The view says how many there are.
 
 # %%
 encoder = dataclasses.replace(
@@ -184,10 +184,9 @@ state, out = jaxkv.allocate(
 )
 assert out.ok.all()
 assert state.num_pages.tolist() == [[1, 3], [1, 2]]
-last = jnp.asarray([10, 6], jnp.int32) - 1
-view = jaxkv.view(state, group=1, counts=[1, 1])
-view = dataclasses.replace(view, starts=last)
-assert jaxkv.kv.attend(kv, view, 0, x[:, :1]).shape == (2, 1, 2, 8)
+view = jaxkv.view(state, group=1, counts=[1, 1], num_encoder_tokens=[10, 6])
+out = jaxkv.kv.attend(kv, view, 0, x[:, :1], causal=False)
+assert out.shape == (2, 1, 2, 8)
 
 # %% [markdown]
 # ## Pages of several sizes

@@ -24,6 +24,7 @@ _SHARE = "test_shared_prefix.py::TestShare::"
 _REFRESH = "test_shared_prefix.py::TestRefreshShared::"
 _VIEW = "test_view.py::"
 _LATENTS = "test_latents.py::"
+_CROSS = "test_cross_attention.py::test_"
 _STATES = "test_states.py::TestReadAndWrite::"
 _TOKENS = "test_tokens.py::"
 
@@ -139,8 +140,13 @@ _TABLE = {
   ),
   "new tokens begin behind themselves": (
     "view:view",
-    text("starts=state.length", "starts=state.length + counts"),
+    text("starts=starts,", "starts=starts + counts,"),
     _VIEW + "test_rows_are_the_slots_of_a_group[0]",
+  ),
+  "an encoder's tokens are as many as the sequence's": (
+    "view:view",
+    text("if kind.holds_encoder:", "if False:"),
+    _VIEW + "test_an_encoder_has_its_own_lengths",
   ),
   "idle rows have a sink": (
     "attention:_attend_single",
@@ -216,6 +222,39 @@ _TABLE = {
     "attention:_by_head",
     text("if kv.value_dim is None else P()", "if True else P()"),
     _LATENTS + "TestAround::test_query_heads_of_two_devices[1]",
+  ),
+  "the last token of an encoder is not seen": (
+    "cross_attention:_rectangle",
+    text("rows.starts[:, None], 0)", "rows.starts[:, None] - 1, 0)"),
+    _CROSS + "queries_of_a_row_see_all[1]",
+  ),
+  "queries are heads of other key-value heads": (
+    "cross_attention:_rectangle",
+    text("folded = folded.swapaxes(1, 2).", "folded = folded."),
+    _CROSS + "queries_of_a_row_see_all[5]",
+  ),
+  "a second piece of queries reads nothing": (
+    "cross_attention:_rectangle",
+    text("first < rows.counts", "first < 1 + 0 * rows.counts"),
+    _CROSS + "queries_of_a_row_see_all[23]",
+  ),
+  "sinks of an encoder's readers are those of other heads": (
+    "cross_attention:_rectangle",
+    text("sinks.reshape(groups, 1, -1)", "sinks[::-1].reshape(groups, 1, -1)"),
+    _CROSS + "queries_of_a_row_see_all[5]",
+  ),
+  "all chunks read the first encoder": (
+    "cross_attention:_packed",
+    text(
+      "starts=jnp.take(rows.starts, tiles.sequences,",
+      "starts=jnp.take(rows.starts, 0 * tiles.sequences,",
+    ),
+    _CROSS + "packed[False]",
+  ),
+  "an encoder's tokens are seen up to one's own place": (
+    "attention:_attend",
+    text("if not causal:", "if False:"),
+    _CROSS + "queries_of_a_row_see_all[5]",
   ),
   "idle rows write their states": (
     "states:_write",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
+from jaxkv._src.rollout import invariants
 from tests.rollout import sampling_mutants
 from tests.rollout.test_arguments import TestNumbersOfACall
 from tests.rollout.test_by_hand import check_chunks
@@ -21,6 +22,9 @@ from tests.rollout.test_by_hand import check_sequences
 from tests.rollout.test_by_hand import check_shared
 from tests.rollout.test_by_hand import check_victim
 from tests.rollout.test_devices import TestPlaces
+from tests.rollout.test_encoder import check_few_pages
+from tests.rollout.test_encoder import check_refused
+from tests.rollout.test_encoder import check_samples
 from tests.rollout.test_hopeless import check_hopeless
 from tests.rollout.test_packing import check_widths
 from tests.rollout.test_states import check_states
@@ -40,6 +44,27 @@ def _chunks(_):
 
 def _greedy(_):
   check_sequences(60, 4, temperatures=(0.0,))
+
+
+def _with_new_laws(check):
+  """A check whose invariants are traced with the mistake, and not kept."""
+  invariants._check_invariants.clear_cache()
+  try:
+    check()
+  finally:
+    invariants._check_invariants.clear_cache()
+
+
+def _encoder(_):
+  _with_new_laws(check_few_pages)
+
+
+def _encoder_refused(_):
+  _with_new_laws(check_refused)
+
+
+def _encoder_shared(_):
+  _with_new_laws(check_samples)
 
 
 def _scarce(_):
@@ -300,6 +325,36 @@ MUTANTS = {
   ),
   "tokens of prompts are at the place of the first": _rollout(
     "packing:single_views", text(" + work.offsets", ""), _tokens
+  ),
+  # --- encoders --------------------------------------------------------------
+  "an encoder's tokens are not written": _rollout(
+    "encoding:write_encoded",
+    text("(held == 0)", "(held > 0)"),
+    _encoder,
+  ),
+  "the input is that of another prompt": _rollout(
+    "encoding:write_encoded",
+    text(
+      "ops.take(state.running, slot), state.config.num_samples",
+      "ops.take(state.running, slot), 1",
+    ),
+    _encoder,
+  ),
+  "encoders have the lengths of others": _rollout(
+    "encoder:lengths_of", given(num_samples=lambda g: 1), _encoder
+  ),
+  "an encoder is seen up to the sequence's length": _rollout(
+    "packing:views", given(encoder=lambda g: None), _encoder
+  ),
+  "forks find out too late that there is no page": _rollout(
+    "slots:_with_pages",
+    text("refused = ready &", "refused = ~ready & ready &"),
+    _encoder_refused,
+  ),
+  "samples of a single token have encoders of their own": _rollout(
+    "admission:_siblings",
+    text("1 if state.encoder is None else 0", "1"),
+    _encoder_shared,
   ),
   # --- decoding --------------------------------------------------------------
   "the ended keep their pages": _rollout(

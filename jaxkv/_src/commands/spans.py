@@ -30,7 +30,12 @@ class Timed(NamedTuple):
 
 
 def generate(
-  params: Any, state: RolloutState, *, model: Callable[..., Any], steps: int
+  params: Any,
+  state: RolloutState,
+  *,
+  model: Callable[..., Any],
+  steps: int,
+  encode: Callable[..., Any] | None = None,
 ) -> Timed:
   """Runs a rollout to its end.
 
@@ -39,11 +44,12 @@ def generate(
     state: the rollout; it is donated.
     model: see `jaxkv.rollout.Model`.
     steps: of a span; 0 for one span.
+    encode: see `jaxkv.rollout.generate`.
 
   Returns:
     The end of the rollout.
   """
-  program = functools.partial(rollout.generate, model=model)
+  program = functools.partial(rollout.generate, model=model, encode=encode)
   span = rollout.Until(steps=jnp.int32(steps))
   print("compiling the loop ...", file=sys.stderr, flush=True)
   begin = time.perf_counter()

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv_kernels as kernels
+from jaxkv._src.kv.cross_attention import attend_encoder
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.view import AnyView
@@ -35,6 +36,7 @@ def attend(
   q: jax.Array,
   *,
   options: kernels.AttentionOptions | None = ...,
+  causal: bool = ...,
   return_lse: Literal[False] = ...,
   backend: str = ...,
   heads: NamedSharding | None = ...,
@@ -49,6 +51,7 @@ def attend(
   q: jax.Array,
   *,
   options: kernels.AttentionOptions | None = ...,
+  causal: bool = ...,
   return_lse: Literal[True],
   backend: str = ...,
   heads: NamedSharding | None = ...,
@@ -62,6 +65,7 @@ def attend(
   q: jax.Array,
   *,
   options: kernels.AttentionOptions | None = None,
+  causal: bool = True,
   return_lse: bool = False,
   backend: str = "auto",
   heads: NamedSharding | None = None,
@@ -83,6 +87,12 @@ def attend(
   elements for each head; apply the up-projection of the values to it. Shared
   pages are then read for each row.
 
+  Encoders. With `causal=False` each query sees positions 0 .. starts - 1, all
+  of them, and nothing else: the tokens of an encoder, in a group of
+  `CrossAttention`, whose keys and values `write` has stored from position 0.
+  The queries are not among them, so each read of a key serves up to 64 query
+  heads of a K/V head, of several columns. `shared` and plans are not used.
+
   Not differentiable: a gradient is zeros, or an error of jax.
 
   Args:
@@ -95,6 +105,8 @@ def attend(
       `scale`, and do not take `sinks` and `alibi_slopes`. A tree mask is
       bool[B, T, X], for drafts: column t sees column j <= t only if
       `tree_mask[b, t, j]`.
+    causal: False for the tokens of an encoder; `window`, `alibi_slopes`,
+      `tree_mask` and latents have no meaning there.
     return_lse: also return the log-sum-exp (natural log, sink included).
     backend: one of `jaxkv.kernels.BACKENDS`.
     heads: in a program whose pages are split by heads, over which mesh axis:
@@ -120,6 +132,8 @@ def attend(
   refuse_options(options, "kv has its own scales", "k_scale", "v_scale")
   if isinstance(view, PackedView):
     refuse_options(options, "a PackedView has no drafts", "tree_mask")
+  if not causal:
+    _check_encoder(kv, options)
   # Python numbers stay static under the `jit` below, so they can be checked.
   numbers = options.numbers()
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
@@ -127,12 +141,21 @@ def attend(
     if value is not None:
       check.is_array(f"options.{name}", value)
   call = functools.partial(
-    _attend, numbers=tuple(numbers.items()), backend=backend
+    _attend, numbers=tuple(numbers.items()), backend=backend, causal=causal
   )
   if heads is not None:
     call = _by_head(call, kv, arrays, heads)
   out, lse = call(kv, view, jnp.asarray(layer, jnp.int32), q, arrays)
   return (out, lse) if return_lse else out
+
+
+def _check_encoder(kv: KVPages, options: kernels.AttentionOptions) -> None:
+  """Raises if what is asked for makes no sense for an encoder's tokens."""
+  if kv.value_dim is not None:
+    wanted = "pages of keys and values with causal=False"
+    check.refuse(ValueError, "kv", wanted, f"latents of {kv.value_dim}")
+  why = "an encoder's tokens have no place before or after a query"
+  refuse_options(options, why, "window", "alibi_slopes", "tree_mask")
 
 
 def _by_head(
@@ -166,7 +189,9 @@ def _by_head(
   )
 
 
-@functools.partial(jax.jit, static_argnames=("numbers", "backend"), inline=True)
+@functools.partial(
+  jax.jit, static_argnames=("numbers", "backend", "causal"), inline=True
+)
 def _attend(
   kv: KVPages,
   view: AnyView,
@@ -176,6 +201,7 @@ def _attend(
   *,
   numbers: tuple[tuple[str, Any], ...],
   backend: str,
+  causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
   options = dataclasses.replace(
     arrays, k_scale=kv.k_scale, v_scale=kv.v_scale, **dict(numbers)
@@ -188,6 +214,8 @@ def _attend(
   }
   if kv.value_dim is not None:
     call["value_dim"] = kv.value_dim
+  if not causal:
+    return attend_encoder(kv, view, q, call)
   if isinstance(view, PackedView):
     return _attend_packed(kv, view, q, call)
   rows = rows_of(view)

@@ -85,7 +85,13 @@ class PackedView:
   prefill: View | None = None
 
 
-def view(state: CacheState, *, group: int = 0, counts: Any) -> View:
+def view(
+  state: CacheState,
+  *,
+  group: int = 0,
+  counts: Any,
+  num_encoder_tokens: Any = None,
+) -> View:
   """The view of all slots of a cache, for the layers of one group.
 
   Call it after `allocate`, and before `commit`.
@@ -95,14 +101,18 @@ def view(state: CacheState, *, group: int = 0, counts: Any) -> View:
     group: the layer group, 0..G-1.
     counts: int32[B], the new tokens of each slot in this call; 0 for an idle
       slot. Any integer array or list is cast.
+    num_encoder_tokens: int32[B], tokens of each slot's encoder, as `admit` and
+      `allocate` were told; for groups of `CrossAttention` alone.
 
   Returns:
-    The view; `starts` is the length of each slot.
+    The view; `starts` is the length of each slot, or `num_encoder_tokens`: of
+    the latter, `attend(causal=False)` sees all.
 
   Raises:
     TypeError: `state` is not a CacheState, or `counts` does not hold integers.
-    ValueError: `state` is a stack of states, there is no such group, or
-      `counts` has a shape or value that is not supported.
+    ValueError: `state` is a stack of states, there is no such group, `counts`
+      or `num_encoder_tokens` has a shape or value that is not supported, or the
+      latter is missing, or given for a group of the sequences' own tokens.
 
   Examples:
     >>> import jaxkv
@@ -116,9 +126,19 @@ def view(state: CacheState, *, group: int = 0, counts: Any) -> View:
   check_group(state.config, group)
   counts = as_int32("counts", counts)
   check_shape("counts", counts, state.length.shape, ", one for each slot")
+  kind, starts = state.config.groups[group], state.length
+  if kind.holds_encoder != (num_encoder_tokens is not None):
+    wanted = "given" if kind.holds_encoder else "None"
+    raise ValueError(
+      f"`num_encoder_tokens` must be {wanted} for group {group}, {kind}."
+    )
+  if kind.holds_encoder:
+    name = "num_encoder_tokens"
+    starts = jnp.asarray(as_int32(name, num_encoder_tokens))
+    check_shape(name, starts, state.length.shape, ", one for each slot")
   return View(
     page_table=state.page_table[:, group],
-    starts=state.length,
+    starts=starts,
     counts=jnp.asarray(counts),
   )
 

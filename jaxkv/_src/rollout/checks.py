@@ -15,6 +15,7 @@ from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.check import check
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.encoder import EncoderInputs
 from jaxkv._src.rollout.routing import check_experts
 from jaxkv.kv import KVPages
 from jaxkv.kv import Pools
@@ -30,12 +31,6 @@ def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
   """
   check_single(cache)
   sizes = cache.config
-  for kind in sizes.groups:
-    if kind.holds_encoder:
-      raise ValueError(
-        "`cache` must have groups of attention over the sequences' own tokens, "
-        f"got {kind}: a rollout has no memory for it yet."
-      )
   if len(set(sizes.page_sizes)) > 1:
     raise ValueError(
       "`cache` must have one page size for all groups, got "
@@ -78,7 +73,7 @@ def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
 
 
 def most_pages(
-  sizes: CacheConfig, in_flight: int, longest: int
+  sizes: CacheConfig, in_flight: int, longest: int, encoder: int
 ) -> tuple[int, ...]:
   """The most pages that one sequence of a rollout holds, by group.
 
@@ -89,11 +84,14 @@ def most_pages(
     sizes: of the cache.
     in_flight: the most tokens that are allocated at once.
     longest: tokens of the longest sequence.
+    encoder: tokens of the longest input of an encoder.
   """
   return tuple(
     min(2, -(-longest // size))
     if kind.holds_states
-    else kind.most_pages(size, in_flight, longest)
+    else kind.most_pages(
+      size, in_flight, encoder if kind.holds_encoder else longest
+    )
     for kind, size in zip(sizes.groups, sizes.page_sizes, strict=True)
   )
 
@@ -139,6 +137,7 @@ def check_fits(
   lengths: Array,
   num_samples: Any,
   max_tokens: Array | None,
+  encoder: EncoderInputs | None,
   config: RolloutConfig,
 ) -> None:
   """Raises unless sequences fit into slots, rows and the pool.
@@ -164,11 +163,15 @@ def check_fits(
       f"`RolloutConfig.max_length` must be at least {longest}, for the longest "
       f"prompt and the tokens that it draws, got {width}."
     )
-  needed = sum(most_pages(sizes, config.prefill_chunk, longest))
+  inputs = 0
+  if encoder is not None and not isinstance(encoder.lengths, Tracer):
+    inputs = int(np.asarray(encoder.lengths).max(initial=0))
+  needed = sum(most_pages(sizes, config.prefill_chunk, longest, inputs))
   if longest and needed > sizes.num_pages - 1:
+    more = f" and an encoder's {inputs}" if inputs else ""
     raise ValueError(
       f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "
-      f"sequence of {longest} tokens, got {sizes.num_pages}."
+      f"sequence of {longest} tokens{more}, got {sizes.num_pages}."
     )
 
 

@@ -105,7 +105,7 @@ def fork(
 def share_prefix(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> CacheState:
-  """`fork` of the full pages alone.
+  """`fork` of the full pages, and of those of an encoder, alone.
 
   `allocate.make_room` for one more token gives `dst` the page that is copied,
   see `owed_copies`. Until then `dst` has fewer pages than its length needs.
@@ -116,8 +116,9 @@ def share_prefix(
     dst: int32[R], empty slots, all different.
     served: bool[R], the rows that count.
   """
-  length = ops.take(state.length, src)
-  full = state.config.sizes.full_pages(length)
+  length, sizes = ops.take(state.length, src), state.config.sizes
+  held = ops.take(state.num_pages, src)
+  full = sizes.keep_encoder(sizes.full_pages(length), held)
   plan = reserve.reservation(
     state,
     first=jnp.minimum(ops.take(state.num_skipped_pages, src), full),

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxkv._src.models.decoder import delta_net
 from jaxkv._src.models.decoder import rope as ropes
 from jaxkv._src.models.decoder.description import Attention
-from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.description import Stack
 from jaxkv._src.models.decoder.memories import Place
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.params import Params
@@ -19,7 +19,7 @@ from jaxkv._src.models.decoder.params import Params
 Rotations = dict[tuple[ropes.Rope, int], tuple[jax.Array, jax.Array]]
 
 
-def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
+def rotations(decoder: Stack, positions: jax.Array) -> Rotations:
   """The angles of all layers, each once, of positions int32[B, T]."""
   wanted = dict.fromkeys(
     key for layer in decoder.layers if (key := _rotation_of(layer)) is not None
@@ -46,7 +46,7 @@ def softmax(
   turned: Rotations,
   keep: Any,
   memory: tuple[Any, ...],
-  decoder: Decoder,
+  decoder: Stack,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
   """[B, T, E] of normed [B, T, E]: softmax attention.
 
@@ -60,22 +60,87 @@ def softmax(
     memory: its arrays.
     decoder: for norms.
   """
-  q = jnp.einsum("bte,ehd->bthd", x, weights["query"])
-  k = jnp.einsum("bte,ekd->btkd", x, weights["key"])
-  v = jnp.einsum("bte,ekd->btkd", x, weights["value"])
-  if attention.biased:
-    q = q + weights["query_bias"][None, None]
-    k = k + weights["key_bias"][None, None]
-    v = v + weights["value_bias"][None, None]
-  if attention.query_key_norm:
-    eps, offset = decoder.norm_eps, decoder.norm_offset
-    q = rms_norm(q, weights["query_norm"], eps, offset)
-    k = rms_norm(k, weights["key_norm"], eps, offset)
+  q = _queries(x, weights, attention, decoder)
+  k, v = keys_and_values(x, weights, attention, decoder)
   if attention.rope is not None:
     angles = turned[attention.rope, attention.head_dim]
     q = ropes.rotate(q, angles, attention.rope)
     k = ropes.rotate(k, angles, attention.rope)
   out, memory = keep.softmax(attention, place, weights, q, k, v, memory)
+  return _output(out, x, weights, attention), memory
+
+
+def cross(
+  x: jax.Array,
+  weights: Params,
+  attention: Attention,
+  place: Place,
+  keep: Any,
+  memory: tuple[Any, ...],
+  decoder: Stack,
+) -> jax.Array:
+  """[B, T, E] of normed [B, T, E]: attention to all tokens of an encoder.
+
+  Args:
+    x: the tokens.
+    weights: of the layer's cross-attention, from `cross_weights`.
+    attention: its sizes.
+    place: where its keys and values are kept.
+    keep: one of `memories`.
+    memory: its arrays.
+    decoder: for norms.
+  """
+
+  def project(encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return keys_and_values(encoded, weights, attention, decoder)
+
+  q = _queries(x, weights, attention, decoder)
+  out = keep.cross(attention, place, weights, q, project, memory)
+  return _output(out, x, weights, attention)
+
+
+def cross_weights(weights: Params) -> Params:
+  """The weights of a layer's cross-attention, named like those of others."""
+  own = "cross_"
+  return {
+    name.removeprefix(own): leaf
+    for name, leaf in weights.items()
+    if name.startswith(own)
+  }
+
+
+def _queries(
+  x: jax.Array, weights: Params, attention: Attention, decoder: Stack
+) -> jax.Array:
+  """[B, T, H, D], not rotated yet."""
+  q = jnp.einsum("bte,ehd->bthd", x, weights["query"])
+  if attention.biased:
+    q = q + weights["query_bias"][None, None]
+  if attention.query_key_norm:
+    eps, offset = decoder.norm_eps, decoder.norm_offset
+    q = rms_norm(q, weights["query_norm"], eps, offset)
+  return q
+
+
+def keys_and_values(
+  x: jax.Array, weights: Params, attention: Attention, decoder: Stack
+) -> tuple[jax.Array, jax.Array]:
+  """[B, T, K, D] each, not rotated yet."""
+  k = jnp.einsum("bte,ekd->btkd", x, weights["key"])
+  v = jnp.einsum("bte,ekd->btkd", x, weights["value"])
+  if attention.biased:
+    k = k + weights["key_bias"][None, None]
+    v = v + weights["value_bias"][None, None]
+  if attention.query_key_norm:
+    eps, offset = decoder.norm_eps, decoder.norm_offset
+    k = rms_norm(k, weights["key_norm"], eps, offset)
+  return k, v
+
+
+def _output(
+  out: jax.Array, x: jax.Array, weights: Params, attention: Attention
+) -> jax.Array:
+  """[B, T, E] of what queries read [B, T, H, D], from tokens x."""
   out = out.astype(x.dtype)
   if attention.gated:
     gate = jnp.einsum("bte,ehd->bthd", x, weights["query_gate"])
@@ -83,7 +148,7 @@ def softmax(
   out = jnp.einsum("bthd,hde->bte", out, weights["output"])
   if attention.output_biased:
     out = out + weights["output_bias"][None, None]
-  return out, memory
+  return out
 
 
 def latent(
@@ -94,7 +159,7 @@ def latent(
   turned: Rotations,
   keep: Any,
   memory: tuple[Any, ...],
-  decoder: Decoder,
+  decoder: Stack,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
   """Like `softmax`: multi-head latent attention."""
   eps, offset = decoder.norm_eps, decoder.norm_offset
@@ -127,7 +192,7 @@ def recurrent(
   turned: Rotations,
   keep: Any,
   memory: tuple[Any, ...],
-  decoder: Decoder,
+  decoder: Stack,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
   """Like `softmax`: the gated delta rule, as in Qwen3-Next."""
   del turned

@@ -15,15 +15,17 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkv import kv as paged
 from jaxkv._src.models import dense
-from jaxkv._src.models.decoder import layers
+from jaxkv._src.models.decoder import encoder
 from jaxkv._src.models.decoder import layout
+from jaxkv._src.models.decoder import logits as all_logits
 from jaxkv._src.models.decoder import memories
 from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.description import Decoder
-from jaxkv._src.models.decoder.layers import Wanted
+from jaxkv._src.models.decoder.logits import Wanted
 from jaxkv._src.models.decoder.params import Params
 
 _AnyView = paged.View | paged.PackedView
@@ -69,7 +71,9 @@ def forward(
       kinds of them.
     view: where each row's pages are, and how many tokens are written. A
       tuple has a view for each of `cache_groups(config)`, which differ in the
-      page table only; one group needs no tuple.
+      page table only; one group needs no tuple. Views of an encoder's tokens
+      also differ in `starts`: how many tokens each row sees of it, whose keys
+      and values are there since `write_encoded`.
     columns: int32[X], of a packed call: the columns that get logits.
     rows: what a rollout says about the sequence of each token; not used.
     config: static; the decoder.
@@ -112,17 +116,18 @@ def forward(
   pools = kv if type(kv) is tuple else (kv,)
   _check_memory(pools, views, config)
   counts = None if isinstance(views[0], paged.PackedView) else views[0].counts
-  kinds = layout.groups(config)
+  kinds, numbers = layout.groups(config), layout.group_pools(config)
   seen: list[Any] = list(views)
   for group, one in enumerate(views):
     single = isinstance(one, paged.PackedView) or tokens.shape[1:] == (1,)
-    pool = pools[_pool_of(config, group)]
-    if single and not kinds[group].skips_pages and _has_keys(pool):
+    pool, kind = pools[numbers[group]], kinds[group]
+    shares = not kind.skips_pages and not kind.holds_encoder
+    if single and shares and _has_keys(pool):
       seen[group] = paged.refresh_shared(pool, one)
   routing.check_experts(experts, tokens, config)
   keep = memories.Paged(tuple(seen), backend, heads, experts)
   wanted = logits if columns is None else columns
-  out, pools = layers.run(
+  out, pools = all_logits.run(
     params, tokens, positions, pools, keep, counts, wanted, config
   )
   kv = pools if type(kv) is tuple else pools[0]
@@ -173,8 +178,13 @@ def forward_dense(
     >>> logits.shape
     (1, 1, 11)
   """
-  keep = memories.Dense(starts, counts, len(layout.groups(config)))
-  out, memory = layers.run(
+  if config.encoder is not None:
+    raise ValueError(
+      "`config` must have no encoder, because the baseline keeps nothing of "
+      "one; use forward_uncached."
+    )
+  keep = memories.Dense(starts, counts, layout.period(config))
+  out, memory = all_logits.run(
     params, tokens, positions, (cache,), keep, counts, logits, config
   )
   return out, memory[0]
@@ -185,6 +195,8 @@ def forward_uncached(
   params: Params,
   tokens: jax.Array,
   positions: jax.Array,
+  encoded: jax.Array | None = None,
+  encoded_lengths: jax.Array | None = None,
   *,
   config: Decoder,
   experts: jax.Array | None = None,
@@ -192,15 +204,20 @@ def forward_uncached(
   """Runs whole sequences; each token attends to all tokens up to itself.
 
   In layers with a window it attends to the last ones of them. Differentiable in
-  `params`: this is the function to train. With `experts` of those that drew the
-  tokens it has the same experts, in whatever order new weights, or another
-  rounding, would rank them (routing replay); their factors come from `params`.
+  `params` and in `encoded`: this is the function to train.
+
+  With `experts` of those that drew the tokens it has the same experts, in
+  whatever order new weights, or another rounding, would rank them (routing
+  replay); their factors come from `params`.
 
   Args:
     params: as `init_params` returns.
     tokens: int32[B, T], each in 0 ... V - 1.
     positions: int32[B, T], for the rotations only; attention is causal, and
       windows count tokens, in the order of T.
+    encoded: [B, X, E], from `encode`, if and only if the decoder has an
+      encoder.
+    encoded_lengths: int32[B], tokens of each row of it.
     config: static; the decoder.
     experts: signed integers [B, T, J, k], the k experts that each token uses in
       each of the J layers with `Experts`, such as `jaxkv.rollout.generated` and
@@ -212,8 +229,8 @@ def forward_uncached(
 
   Raises:
     TypeError: `experts` are no signed integers.
-    ValueError: an argument has another shape than the decoder's, or `experts`
-      are given to a decoder without any.
+    ValueError: an argument has another shape than the decoder's, is missing, or
+      given in vain.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -227,8 +244,10 @@ def forward_uncached(
     (1, 3, 11)
   """
   routing.check_experts(experts, tokens, config)
-  keep = memories.Nowhere(experts)
-  return layers.run(params, tokens, positions, (), keep, None, "all", config)[0]
+  keep = _nowhere(encoded, encoded_lengths, experts, config)
+  return all_logits.run(
+    params, tokens, positions, (), keep, None, "all", config
+  )[0]
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -236,6 +255,8 @@ def chosen_experts(
   params: Params,
   tokens: jax.Array,
   positions: jax.Array,
+  encoded: jax.Array | None = None,
+  encoded_lengths: jax.Array | None = None,
   *,
   config: Decoder,
   experts: jax.Array | None = None,
@@ -246,6 +267,8 @@ def chosen_experts(
     params: as `init_params` returns.
     tokens: int32[B, T], each in 0 ... V - 1.
     positions: int32[B, T].
+    encoded: see `forward_uncached`.
+    encoded_lengths: see `forward_uncached`.
     config: static; the decoder.
     experts: see `forward_uncached`.
 
@@ -254,8 +277,8 @@ def chosen_experts(
 
   Raises:
     TypeError: `experts` are no signed integers.
-    ValueError: an argument has another shape than the decoder's, or the decoder
-      has no experts.
+    ValueError: an argument has another shape than the decoder's, is missing, or
+      given in vain, or the decoder has no experts.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -280,16 +303,34 @@ def chosen_experts(
     (1, 3, 11)
   """
   routing.check_experts(experts, tokens, config)
-  keep, memory = memories.Nowhere(experts), routing.init_chosen(tokens, config)
-  return layers.run(
+  keep = _nowhere(encoded, encoded_lengths, experts, config)
+  memory = routing.init_chosen(tokens, config)
+  return all_logits.run(
     params, tokens, positions, memory, keep, None, "none", config
   )[1][0]
 
 
-def _pool_of(config: Decoder, group: int) -> int:
-  """The pool of a layer group."""
-  needed = layout.pool_of(config.layers[group])
-  return layout.pools(config).index(needed)
+def _nowhere(
+  encoded: jax.Array | None,
+  lengths: jax.Array | None,
+  experts: jax.Array | None,
+  config: Decoder,
+) -> memories.Nowhere:
+  """The memory of `forward_uncached`, with what it is given."""
+  given = encoded is not None, lengths is not None
+  if given != (config.encoder is not None,) * 2:
+    raise ValueError(
+      "`encoded` and `encoded_lengths` must be given if and only if config has "
+      "an encoder."
+    )
+  if encoded is None or lengths is None:
+    return memories.Nowhere(experts)
+  encoder.check_encoded(encoded, lengths, config)
+  place = jnp.arange(encoded.shape[1], dtype=jnp.int32)
+  real = (place[None] < lengths[:, None])[..., None]
+  # Zero weights do not keep NaN out.
+  encoded = jnp.where(real, encoded, jnp.zeros_like(encoded))
+  return memories.Nowhere(experts, encoded, lengths)
 
 
 def _has_keys(pool: Any) -> bool:

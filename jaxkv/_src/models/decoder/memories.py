@@ -1,10 +1,11 @@
-"""Three ways to keep keys and values, which differ in nothing else.
+"""Four ways to keep keys and values, which differ in nothing else.
 
-| way       | where                       | used for      |
-|-----------|-----------------------------|---------------|
-| `Paged`   | pages (`jaxkv.kv`)          | decoding      |
-| `Dense`   | a stretch for each sequence | the baseline  |
-| `Nowhere` | those of the same call      | training      |
+| way        | where                                        | used for     |
+|------------|----------------------------------------------|--------------|
+| `Paged`    | pages (`jaxkv.kv`)                           | decoding     |
+| `Dense`    | a stretch for each sequence                  | the baseline |
+| `Nowhere`  | those of the same call                       | training     |
+| `BothWays` | those of the same call, also of later tokens | encoders     |
 """
 
 import dataclasses
@@ -18,19 +19,16 @@ import jax.numpy as jnp
 import jaxkv_kernels as kernels
 from jaxkv import kv as paged
 from jaxkv._src.kv.view import AnyView
-from jaxkv._src.kv.view import FreshView
-from jaxkv._src.kv.view import View
-from jaxkv._src.kv.view import rows_of
 from jaxkv._src.models import dense
-from jaxkv._src.models.decoder import delta_net
 from jaxkv._src.models.decoder import routing
+from jaxkv._src.models.decoder import states
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.params import Params
 
-Run = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""A recurrence, see `Nowhere.recurrent`."""
+Project = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+"""What an encoder gives, [B, X, E'], as keys and values [B, X, K, D]."""
 
 
 class Place(NamedTuple):
@@ -40,13 +38,17 @@ class Place(NamedTuple):
     group: the layer group of the cache.
     layer: int32[], the memory layer.
     pool: which pool of the memory.
+    cross_group: the layer group of its cross-attention; None without.
+    cross_pool: the pool of that group.
     routed: int32[], its number among the layers with experts.
   """
 
   group: int
   layer: jax.Array | int
   pool: int
-  routed: jax.Array | int
+  cross_group: int | None = None
+  cross_pool: int | None = None
+  routed: jax.Array | int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +85,37 @@ class Paged:
       view,
       place.layer,
       q,
-      options=kernels.AttentionOptions(
-        window=attention.window,
-        scale=attention.scale,
-        soft_cap=attention.soft_cap,
-        sinks=weights.get("sinks"),
-      ),
+      options=_kernel_options(attention, weights),
       backend=self.backend,
       heads=self.heads,
     )
-    return out, _with_pool(memory, place.pool, pool)
+    return out, with_pool(memory, place.pool, pool)
+
+  def cross(
+    self,
+    attention: Attention,
+    place: Place,
+    weights: Params,
+    q: jax.Array,
+    project: Project,
+    memory: tuple[Any, ...],
+  ) -> jax.Array:
+    """What q [B, T, H, D] reads of an encoder's tokens, alike.
+
+    Their keys and values are there since `write_encoded`.
+    """
+    del project
+    assert place.cross_group is not None and place.cross_pool is not None
+    return paged.attend(
+      memory[place.cross_pool],
+      self.views[place.cross_group],
+      place.layer,
+      q,
+      options=_kernel_options(attention, weights),
+      causal=False,
+      backend=self.backend,
+      heads=self.heads,
+    )
 
   def latent(
     self,
@@ -124,13 +147,13 @@ class Paged:
       backend=self.backend,
     )
     out = jnp.einsum("bthl,lhv->bthv", out, weights["value"])
-    return out, _with_pool(memory, place.pool, pool)
+    return out, with_pool(memory, place.pool, pool)
 
   def recurrent(
     self,
     attention: DeltaNet,
     place: Place,
-    run: Run,
+    run: states.Run,
     inputs: tuple[jax.Array, ...],
     memory: tuple[Any, ...],
   ) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -142,10 +165,10 @@ class Paged:
     del attention
     pool, view = memory[place.pool], self.views[place.group]
     if isinstance(view, paged.PackedView):
-      out, pool = _packed(run, inputs, pool, view, place.layer)
+      out, pool = states.packed(run, inputs, pool, view, place.layer)
     else:
-      out, pool = _by_page(run, inputs, pool, view, place.layer)
-    return out, _with_pool(memory, place.pool, pool)
+      out, pool = states.by_page(run, inputs, pool, view, place.layer)
+    return out, with_pool(memory, place.pool, pool)
 
   def routed(
     self, place: Place, used: jax.Array, memory: tuple[Any, ...]
@@ -159,8 +182,21 @@ class Paged:
     return (*memory[:-1], pool)
 
 
+class _WithoutExperts:
+  """A memory that is given no experts, and keeps none."""
+
+  experts = None
+
+  def routed(
+    self, place: Place, used: jax.Array, memory: tuple[Any, ...]
+  ) -> tuple[Any, ...]:
+    """See `Paged`."""
+    del place, used
+    return memory
+
+
 @dataclasses.dataclass(frozen=True)
-class Dense:
+class Dense(_WithoutExperts):
   """Keys and values of layers that are all alike, in a `DenseCache`.
 
   Attributes:
@@ -198,16 +234,7 @@ class Dense:
       "forward_uncached."
     )
 
-  recurrent = latent
-
-  experts = None
-
-  def routed(
-    self, place: Place, used: jax.Array, memory: tuple[Any, ...]
-  ) -> tuple[Any, ...]:
-    """Keeps no experts."""
-    del place, used
-    return memory
+  cross = recurrent = latent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,9 +244,13 @@ class Nowhere:
   Attributes:
     experts: signed integers [B, T, J, k], experts that tokens must use; None
       for none.
+    encoded: [B, X, E'], what an encoder gives; None without one.
+    lengths: int32[B], the tokens of it.
   """
 
   experts: jax.Array | None = None
+  encoded: jax.Array | None = None
+  lengths: jax.Array | None = None
 
   def softmax(
     self,
@@ -234,6 +265,22 @@ class Nowhere:
     """See `Paged`."""
     del place
     return dense.attend_causal(q, k, v, **_options(attention, weights)), memory
+
+  def cross(
+    self,
+    attention: Attention,
+    place: Place,
+    weights: Params,
+    q: jax.Array,
+    project: Project,
+    memory: tuple[()],
+  ) -> jax.Array:
+    """See `Paged`."""
+    del place, memory
+    assert self.encoded is not None and self.lengths is not None
+    k, v = project(self.encoded)
+    options = _options(attention, weights)
+    return dense.attend_all(q, k, v, self.lengths, **options)
 
   def latent(
     self,
@@ -272,7 +319,7 @@ class Nowhere:
     self,
     attention: DeltaNet,
     place: Place,
-    run: Run,
+    run: states.Run,
     inputs: tuple[jax.Array, ...],
     memory: tuple[Any, ...],
   ) -> tuple[jax.Array, tuple[Any, ...]]:
@@ -292,7 +339,7 @@ class Nowhere:
     del place
     rows, tokens = inputs[0].shape[:2]
     counts = jnp.full((rows,), tokens, jnp.int32)
-    return run(inputs, _zeros(attention, rows), counts)[0], memory
+    return run(inputs, states.zeros(attention, rows), counts)[0], memory
 
   def routed(
     self, place: Place, used: jax.Array, memory: tuple[Any, ...]
@@ -301,107 +348,30 @@ class Nowhere:
     return routing.with_chosen(memory, used, place.routed)
 
 
-def _by_page(
-  run: Run,
-  inputs: tuple[jax.Array, ...],
-  pool: paged.StatePages,
-  view: View | FreshView,
-  layer: jax.Array | int,
-) -> tuple[jax.Array, paged.StatePages]:
-  """Rows of tokens, and the states after them.
+@dataclasses.dataclass(frozen=True)
+class BothWays(_WithoutExperts):
+  """No memory: tokens attend to all of the same call, to later ones, too.
 
-  A page that is full is found by others, and must hold the state at its end. So
-  tokens up to the end of an open page are computed first.
+  Attributes:
+    lengths: int32[B], tokens of each row; those after them are padding.
   """
-  rows, size = rows_of(view), pool.page_size
-  if inputs[0].shape[1] == 1:
-    return _once(run, inputs, pool, rows, layer)
-  room = -rows.starts % size
-  first = jnp.where(room < rows.counts, room, 0)
 
-  def begin(pool: paged.StatePages) -> tuple[jax.Array, paged.StatePages]:
-    head = dataclasses.replace(rows, counts=first)
-    return _once(run, inputs, pool, head, layer)
+  lengths: jax.Array
 
-  def nothing(pool: paged.StatePages) -> tuple[jax.Array, paged.StatePages]:
-    shape = jax.eval_shape(begin, pool)[0]
-    return jnp.zeros(shape.shape, shape.dtype), pool
-
-  early, pool = jax.lax.cond(jnp.any(first > 0), begin, nothing, pool)
-  column = jnp.arange(inputs[0].shape[1], dtype=jnp.int32)[None]
-  later = _columns(inputs, first[:, None] + column)
-  rest = dataclasses.replace(
-    rows, starts=rows.starts + first, counts=rows.counts - first
-  )
-  out, pool = _once(run, later, pool, rest, layer)
-  (out,) = _columns((out,), jnp.maximum(column - first[:, None], 0))
-  mask = (column < first[:, None]).reshape(*out.shape[:2], 1, 1)
-  return jnp.where(mask, early, out), pool
-
-
-def _columns(
-  arrays: tuple[jax.Array, ...], column: jax.Array
-) -> tuple[jax.Array, ...]:
-  """The columns int32[B, T] of arrays [B, T, ...]."""
-  row = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
-  return tuple(array.at[row, column].get(mode="clip") for array in arrays)
-
-
-def _packed(
-  run: Run,
-  inputs: tuple[jax.Array, ...],
-  pool: paged.StatePages,
-  view: paged.PackedView,
-  layer: jax.Array | int,
-) -> tuple[jax.Array, paged.StatePages]:
-  """Single tokens [1, B, ...] as rows, then those of prompts."""
-  decode = rows_of(view.decode)
-  count = decode.starts.shape[0]
-  single = tuple(array[0, :count, None] for array in inputs)
-  out, pool = _once(run, single, pool, decode, layer)
-  out = out[:, 0]
-  if view.prefill is not None:
-    columns = inputs[0].shape[1] - count
-    counts = view.prefill.counts
-    width = min(pool.page_size, columns)
-    rows = tuple(
-      delta_net.to_rows(array[0, count:], counts, width) for array in inputs
-    )
-    more, pool = _once(run, rows, pool, view.prefill, layer)
-    more = delta_net.to_columns(more, counts, columns)
-    out = jnp.concatenate([out, more])
-  return out[None], pool
-
-
-def _once(
-  run: Run,
-  inputs: tuple[jax.Array, ...],
-  pool: paged.StatePages,
-  rows: View,
-  layer: jax.Array | int,
-) -> tuple[jax.Array, paged.StatePages]:
-  states = paged.read_state(pool, rows, layer)
-  out, states = run(inputs, states, rows.counts)
-  return out, paged.write_state(pool, rows, layer, states)
-
-
-def _zeros(attention: DeltaNet, rows: int) -> dict[str, jax.Array]:
-  """The states of sequences without tokens."""
-  return {
-    name: jnp.zeros((rows, *shape), dtype)
-    for name, (shape, dtype) in state_shapes(attention).items()
-  }
-
-
-def state_shapes(
-  attention: DeltaNet,
-) -> dict[str, tuple[tuple[int, ...], Any]]:
-  """For `jaxkv.kv.init_states`: what a recurrent layer carries."""
-  a = attention
-  return {
-    "convolution": ((a.num_channels, a.kernel_size - 1), jnp.float32),
-    "delta": ((a.num_value_heads, a.key_dim, a.value_dim), jnp.float32),
-  }
+  def softmax(
+    self,
+    attention: Attention,
+    place: Place,
+    weights: Params,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    memory: tuple[()],
+  ) -> tuple[jax.Array, tuple[()]]:
+    """See `Paged`."""
+    del place
+    options = _options(attention, weights)
+    return dense.attend_all(q, k, v, self.lengths, **options), memory
 
 
 def scale_of(attention: LatentAttention) -> float:
@@ -420,7 +390,14 @@ def _options(attention: Attention, weights: Params) -> dict[str, Any]:
   }
 
 
-def _with_pool(
+def _kernel_options(
+  attention: Attention, weights: Params
+) -> kernels.AttentionOptions:
+  return kernels.AttentionOptions(**_options(attention, weights))
+
+
+def with_pool(
   memory: tuple[Any, ...], number: int, pool: Any
 ) -> tuple[Any, ...]:
+  """The memory with another pool in place of one."""
   return (*memory[:number], pool, *memory[number + 1 :])

@@ -8,8 +8,8 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import layout
-from jaxkv._src.models.decoder import memories
 from jaxkv._src.models.decoder import routing
+from jaxkv._src.models.decoder import states
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
@@ -20,7 +20,10 @@ _DELTA_NET = [field.name for field in dataclasses.fields(DeltaNet)]
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
   """For `CacheConfig.groups`: what a cache must keep for a decoder's layers.
 
-  Layer i is in group i % G, where G is the period of the layers' windows.
+  Layer i is in group i % C, where C is the period of the layers' windows. After
+  those C groups comes one of `CrossAttention` for each of the first C layers
+  with cross-attention. A cache with such groups has no prefix cache
+  (`prefix_caching=False`).
 
   Examples:
     >>> from jaxkv import models
@@ -48,6 +51,11 @@ def init_dense(
   Raises:
     ValueError: the layers have other attention, or other sizes.
   """
+  if decoder.encoder is not None:
+    raise ValueError(
+      "`decoder` must have no encoder, because the baseline keeps nothing of "
+      "one; use forward_uncached."
+    )
   sizes = {
     (kind.num_kv_heads, kind.head_dim)
     if isinstance(kind := layer.attention, Attention)
@@ -136,7 +144,7 @@ def init_kv(
         )
       )  # fmt: skip
     else:
-      shapes = memories.state_shapes(
+      shapes = states.state_shapes(
         DeltaNet(**dict(zip(_DELTA_NET, sizes, strict=True)))
       )
       pools.append(paged.init_states(config, num_layers=layers, shapes=shapes))

@@ -25,7 +25,7 @@ def check(plan: Plan, stored: Stored, where: str) -> None:
     ValueError: tensors are missing, are not known, or have other shapes.
   """
   wanted: dict[str, tuple[int, ...]] = {}
-  for part in _parts(plan):
+  for part in parts_of(plan):
     wanted |= dict(part.tensors)
   missing = [name for name in wanted if name not in stored]
   if missing:
@@ -93,6 +93,8 @@ def assemble(
       tree["layers"], layout.stretches(plan.decoder), strict=True
     )
   )
+  if plan.encoder is not None:
+    made["encoder"] = assemble(plan.encoder, stored, tick)
   return made
 
 
@@ -106,16 +108,18 @@ def _layers(plan: Plan, stretch: layout.Stretch) -> Iterator[list[Parts]]:
     ]
 
 
-def _parts(plan: Plan) -> Iterator[Part]:
+def parts_of(plan: Plan) -> Iterator[Part]:
   layers = range(plan.decoder.num_layers)
   return itertools.chain(
-    plan.top.values(), *(plan.layer(number).values() for number in layers)
+    plan.top.values(),
+    *(plan.layer(number).values() for number in layers),
+    parts_of(plan.encoder) if plan.encoder is not None else (),
   )
 
 
 def num_parts(plan: Plan) -> int:
   """How often `assemble` calls `tick`."""
-  return sum(1 for _ in _parts(plan))
+  return sum(1 for _ in parts_of(plan))
 
 
 def _few(names: list[str]) -> str:

@@ -1,0 +1,190 @@
+"""The layers of a decoder or an encoder: a block, and loops over blocks.
+
+A loop over layers carries the whole memory, not one slice per layer: a scan
+with slices as inputs and outputs would copy the memory at every token.
+
+Letters: E width, R repetitions of a pattern.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._src.cache import ops
+from jaxkv._src.models.decoder import attention as attentions
+from jaxkv._src.models.decoder import layout
+from jaxkv._src.models.decoder import mlp as mlps
+from jaxkv._src.models.decoder import routing
+from jaxkv._src.models.decoder.attention import Rotations
+from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Experts
+from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.description import Mlp
+from jaxkv._src.models.decoder.description import Stack
+from jaxkv._src.models.decoder.memories import Place
+from jaxkv._src.models.decoder.norms import rms_norm
+from jaxkv._src.models.decoder.params import Params
+
+Memory = tuple[Any, ...]
+Carry = tuple[jax.Array, Memory]
+"""[B, T, E] and the memory."""
+
+Visit = Callable[[Carry, Layer, Params, Place], Carry]
+"""What is done in a layer: `(carry, layer, its weights, place) -> carry`."""
+
+
+def run(
+  params: Params,
+  tokens: jax.Array,
+  positions: jax.Array,
+  memory: Memory,
+  keep: Any,
+  stack: Stack,
+) -> Carry:
+  """All layers: [B, T, E] before the last norm, and the memory.
+
+  Args:
+    params: of the stack.
+    tokens: int32[B, T]; those outside the vocabulary become NaN.
+    positions: int32[B, T].
+    memory: what `keep` keeps.
+    keep: one of `memories`.
+    stack: static.
+  """
+  turned = attentions.rotations(stack, positions)
+  x = (
+    params["embed"]
+    .at[tokens]
+    .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+  )
+  if stack.embed_scale != 1.0:
+    x = x * jnp.asarray(stack.embed_scale, x.dtype)
+
+  def visit(carry: Carry, layer: Layer, own: Params, place: Place) -> Carry:
+    return _block(*carry, layer, own, place, turned, keep, stack)
+
+  return visit_layers((x, memory), params, visit, stack)
+
+
+def visit_layers(
+  carry: Carry, params: Params, visit: Visit, stack: Stack
+) -> Carry:
+  """Calls a function in every layer, from the first to the last."""
+  for stretch, weights in zip(
+    layout.stretches(stack), params["layers"], strict=True
+  ):
+    carry = _repeat(carry, stretch, weights, visit, stack)
+  return carry
+
+
+def _repeat(
+  carry: Carry,
+  stretch: layout.Stretch,
+  weights: tuple[Params, ...],
+  visit: Visit,
+  stack: Stack,
+) -> Carry:
+  """Visits the layers of a stretch."""
+  size = len(stretch.pattern)
+
+  def visited(
+    carry: Carry, number: int, repetition: jax.Array | int, own: Params
+  ) -> Carry:
+    place = _place(stack, stretch, number, repetition)
+    return visit(carry, stretch.pattern[number], own, place)
+
+  if stretch.repetitions == 1:
+    for number, leaves in enumerate(weights):
+      own = jax.tree.map(lambda leaf: leaf[0], leaves)
+      carry = visited(carry, number, 0, own)
+    return carry
+
+  def repeat(carry: Any, inputs: Any) -> tuple[Any, None]:
+    repetition, own = inputs
+    if size == 1:
+      return visited(carry, 0, repetition, own[0]), None
+    for number in range(size):
+      leaves = _read(weights[number], repetition, carry[0])
+      carry = visited(carry, number, repetition, leaves)
+    return carry, None
+
+  repetitions = jnp.arange(stretch.repetitions, dtype=jnp.int32)
+  sliced = weights if size == 1 else None
+  return jax.lax.scan(repeat, carry, (repetitions, sliced))[0]
+
+
+def _place(
+  stack: Stack,
+  stretch: layout.Stretch,
+  number: int,
+  repetition: jax.Array | int,
+) -> Place:
+  """Where a layer of a pattern keeps what it keeps."""
+  period, index = layout.period(stack), stretch.first + number
+  pools, cross = layout.group_pools(stack), layout.cross_group(stack, index)
+  group = index % period
+  size = len(stretch.pattern)
+  routed = sum(isinstance(layer.mlp, Experts) for layer in stretch.pattern)
+  return Place(
+    group=group,
+    layer=index // period + repetition * (size // period),
+    pool=pools[group],
+    cross_group=cross,
+    cross_pool=None if cross is None else pools[cross],
+    routed=routing.num_routed(stack, index) + repetition * routed,
+  )
+
+
+def _read(weights: Params, repetition: jax.Array, x: jax.Array) -> Params:
+  """The weights of one layer of a repetition, read when its input x is known.
+
+  Otherwise XLA copies the weights of all layers of the repetition before the
+  first one: as much more memory, and on a CPU twice the time of a decode step.
+  """
+  known = (x[0, 0, 0] > 0).astype(jnp.int32)
+  index = ops.read_before(known, repetition)
+  return jax.tree.map(
+    lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
+    weights,
+  )
+
+
+def _block(
+  x: jax.Array,
+  memory: Memory,
+  layer: Layer,
+  weights: Params,
+  place: Place,
+  turned: Rotations,
+  keep: Any,
+  stack: Stack,
+) -> Carry:
+  """Attention and an MLP, each added to [B, T, E]."""
+
+  def norm(values: jax.Array, name: str) -> jax.Array:
+    return rms_norm(values, weights[name], stack.norm_eps, stack.norm_offset)
+
+  kind = layer.attention
+  attend: Any = attentions.recurrent
+  if isinstance(kind, LatentAttention):
+    attend = attentions.latent
+  elif isinstance(kind, Attention):
+    attend = attentions.softmax
+  y = norm(x, "attention_norm")
+  out, memory = attend(y, weights, kind, place, turned, keep, memory, stack)
+  x = x + (norm(out, "post_attention_norm") if layer.post_norms else out)
+  if layer.cross is not None:
+    y, own = norm(x, "cross_norm"), attentions.cross_weights(weights)
+    out = attentions.cross(y, own, layer.cross, place, keep, memory, stack)
+    x = x + (norm(out, "post_cross_norm") if layer.post_norms else out)
+  y = norm(x, "mlp_norm")
+  if isinstance(layer.mlp, Mlp):
+    out = mlps.gated(y, weights, layer.mlp)
+  else:
+    given = routing.given_to(keep.experts, place.routed)
+    out, used = mlps.mixture(y, weights, layer.mlp, given)
+    memory = keep.routed(place, used, memory)
+  return x + (norm(out, "post_mlp_norm") if layer.post_norms else out), memory

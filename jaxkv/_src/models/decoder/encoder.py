@@ -1,0 +1,238 @@
+"""What an encoder gives, and its keys and values for a decoder's layers.
+
+An encoder's tokens see each other in both directions, so nothing of it is
+cached. What it gives is turned into the keys and values of each layer with
+cross-attention, and these are written once, when a sequence begins.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv import kv as paged
+from jaxkv._src.models.decoder import attention as attentions
+from jaxkv._src.models.decoder import blocks
+from jaxkv._src.models.decoder import layout
+from jaxkv._src.models.decoder import memories
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import Encoder
+from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.memories import Place
+from jaxkv._src.models.decoder.norms import rms_norm
+from jaxkv._src.models.decoder.params import Params
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def encode(
+  params: Params, tokens: jax.Array, lengths: jax.Array, *, config: Decoder
+) -> jax.Array:
+  """Runs the encoder of a decoder over whole inputs.
+
+  Every token sees all tokens of its row, later ones, too; in layers with a
+  window, those near it. Differentiable in `params`.
+
+  Args:
+    params: of the decoder, as `init_params` returns.
+    tokens: int32[B, X], padded at the end. A token outside the vocabulary makes
+      its row NaN, unless it is padding.
+    lengths: int32[B], tokens of each row.
+    config: static; the decoder, which has an encoder.
+
+  Returns:
+    [B, X, E] of the encoder's width, zeros in padding; for `write_encoded` and
+    `forward_uncached`.
+
+  Raises:
+    ValueError: the decoder has no encoder, or an argument has the wrong shape.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxkv import models
+    >>> heads = models.Attention(num_heads=2, num_kv_heads=1, head_dim=4)
+    >>> cross = models.Attention(
+    ...   num_heads=2, num_kv_heads=1, head_dim=4, rope=None
+    ... )
+    >>> mlp = models.Mlp(inner_dim=16)
+    >>> config = models.Decoder(
+    ...   vocab_size=11, embed_dim=8,
+    ...   layers=(models.Layer(attention=heads, cross=cross, mlp=mlp),) * 2,
+    ...   encoder=models.Encoder(
+    ...     vocab_size=11, embed_dim=6,
+    ...     layers=(models.Layer(attention=heads, mlp=mlp),),
+    ...   ),
+    ... )
+    >>> params = models.init_params(jax.random.key(0), config)
+    >>> encode(params, jnp.array([[3, 1, 4]]), jnp.array([2]),
+    ...        config=config).shape
+    (1, 3, 6)
+  """
+  encoder = encoder_of(config)
+  if tokens.ndim != 2:
+    raise ValueError(f"`tokens` must be [B, X], got shape {tokens.shape}.")
+  check_lengths("lengths", lengths, tokens.shape[0])
+  own, place = params["encoder"], jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  real = place[None] < lengths[:, None]
+  # What padding says must not be NaN: zero weights do not keep that out.
+  tokens = jnp.where(real, tokens, 0)
+  positions = jnp.broadcast_to(place[None], tokens.shape)
+  keep = memories.BothWays(lengths)
+  x, _ = blocks.run(own, tokens, positions, (), keep, encoder)
+  x = rms_norm(x, own["final_norm"], encoder.norm_eps, encoder.norm_offset)
+  return jnp.where(real[..., None], x, jnp.zeros_like(x))
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def write_encoded(
+  params: Params,
+  encoded: jax.Array,
+  lengths: jax.Array,
+  kv: Any,
+  view: tuple[Any, ...],
+  *,
+  config: Decoder,
+) -> Any:
+  """Writes the keys and values of encoded inputs, once for each sequence.
+
+  Call it after `jaxkv.admit(num_encoder_tokens=)`, and before the first
+  `forward` of these sequences. Sequences that are forked share the pages. In a
+  rollout it is the `encode` of `jaxkv.rollout.generate`, which calls it. Never
+  donates: outside your own `jit`, each call copies the pages.
+
+  Args:
+    params: of the decoder.
+    encoded: [B, X, E], from `encode`.
+    lengths: int32[B], tokens of each row; 0 for a row to leave alone.
+    kv: the memory, from `init_kv`.
+    view: a `jaxkv.kv.View` for each of `cache_groups(config)`, of which the
+      page tables are read.
+    config: static; the decoder.
+
+  Returns:
+    The memory.
+
+  Raises:
+    ValueError: an argument has the wrong shape, or the views or the memory are
+      not those of the decoder.
+
+  Examples:
+    A sequence from its beginning to its second token.
+
+    >>> import functools
+    >>> import jax, jax.numpy as jnp, jaxkv
+    >>> from jaxkv import models
+    >>> heads = models.Attention(num_heads=2, num_kv_heads=1, head_dim=4)
+    >>> cross = models.Attention(
+    ...   num_heads=2, num_kv_heads=1, head_dim=4, rope=None
+    ... )
+    >>> mlp = models.Mlp(inner_dim=16)
+    >>> config = models.Decoder(
+    ...   vocab_size=11, embed_dim=8,
+    ...   layers=(models.Layer(attention=heads, cross=cross, mlp=mlp),) * 2,
+    ...   encoder=models.Encoder(
+    ...     vocab_size=11, embed_dim=6,
+    ...     layers=(models.Layer(attention=heads, mlp=mlp),),
+    ...   ),
+    ... )
+    >>> params = models.init_params(jax.random.key(0), config)
+    >>> cache = jaxkv.init(jaxkv.CacheConfig(
+    ...   num_pages=8, page_size=4, num_slots=1, pages_per_slot=2,
+    ...   groups=models.cache_groups(config), prefix_caching=False,
+    ... ))
+    >>> kv = models.init_kv(config, cache.config)
+    >>> lengths = jnp.array([3])
+    >>> encoded = models.encode(
+    ...   params, jnp.array([[3, 1, 4]]), lengths, config=config
+    ... )
+    >>> def views(cache):
+    ...   return tuple(
+    ...     jaxkv.view(
+    ...       cache, group=group, counts=[1],
+    ...       num_encoder_tokens=lengths if kind.holds_encoder else None,
+    ...     )
+    ...     for group, kind in enumerate(cache.config.groups)
+    ...   )
+    >>> token = jnp.array([[2]])
+    >>> cache, out = jaxkv.admit(
+    ...   cache, [0], token, [1], num_encoder_tokens=lengths
+    ... )
+    >>> kv = write_encoded(
+    ...   params, encoded, lengths, kv, views(cache), config=config
+    ... )
+    >>> logits, kv = models.forward(
+    ...   params, token, cache.length[:, None], kv, views(cache), config=config
+    ... )
+    >>> cache, _ = jaxkv.commit(cache, token, [1])
+    >>> logits.shape, cache.length.tolist()
+    ((1, 1, 11), [1])
+  """
+  encoder_of(config)
+  check_encoded(encoded, lengths, config)
+  groups, pools = layout.groups(config), kv if type(kv) is tuple else (kv,)
+  if not isinstance(view, tuple) or len(view) != len(groups):
+    raise ValueError(
+      f"`view` must be a tuple of {len(groups)} views, one for each layer "
+      "group of config; make them in the order of cache_groups."
+    )
+  whole = {
+    group: paged.View(
+      page_table=one.page_table,
+      starts=jnp.zeros_like(lengths),
+      counts=lengths,
+    )
+    for group, (kind, one) in enumerate(zip(groups, view, strict=True))
+    if kind.holds_encoder
+  }
+
+  def visit(
+    carry: blocks.Carry, layer: Layer, weights: Params, place: Place
+  ) -> blocks.Carry:
+    x, memory = carry
+    if layer.cross is None:
+      return carry
+    assert place.cross_group is not None and place.cross_pool is not None
+    own, number = attentions.cross_weights(weights), place.cross_pool
+    k, v = attentions.keys_and_values(x, own, layer.cross, config)
+    there = whole[place.cross_group]
+    pool = paged.write(memory[number], there, place.layer, k, v)
+    return x, memories.with_pool(memory, number, pool)
+
+  _, pools = blocks.visit_layers((encoded, pools), params, visit, config)
+  return pools if type(kv) is tuple else pools[0]
+
+
+def encoder_of(config: Decoder) -> Encoder:
+  """The encoder of a decoder.
+
+  Raises:
+    ValueError: it has none.
+  """
+  if config.encoder is None:
+    raise ValueError(
+      "`config` must be a Decoder with an encoder, got one without; describe "
+      "it with Decoder(encoder=)."
+    )
+  return config.encoder
+
+
+def check_encoded(
+  encoded: jax.Array, lengths: jax.Array, config: Decoder
+) -> None:
+  """Raises unless [B, X, E] and int32[B] fit the encoder of a decoder."""
+  width = encoder_of(config).embed_dim
+  if encoded.ndim != 3 or encoded.shape[2] != width:
+    raise ValueError(
+      f"`encoded` must be [B, X, {width}], as `encode` returns, got shape "
+      f"{encoded.shape}."
+    )
+  check_lengths("lengths of `encoded`", lengths, encoded.shape[0])
+
+
+def check_lengths(name: str, lengths: jax.Array, rows: int) -> None:
+  """Raises unless lengths are int32[B]."""
+  if lengths.shape != (rows,):
+    raise ValueError(
+      f"`{name}` must have shape {(rows,)}, a number for each row, got "
+      f"{lengths.shape}."
+    )

@@ -1,0 +1,102 @@
+"""All of a decoder: from tokens to the logits of those that are wanted."""
+
+from typing import Any
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._src.models.decoder import blocks
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.norms import rms_norm
+from jaxkv._src.models.decoder.params import Params
+
+Wanted = Literal["all", "last", "none"]
+
+
+def run(
+  params: Params,
+  tokens: jax.Array,
+  positions: jax.Array,
+  memory: blocks.Memory,
+  keep: Any,
+  counts: jax.Array | None,
+  wanted: Wanted | jax.Array,
+  config: Decoder,
+) -> tuple[jax.Array, blocks.Memory]:
+  """Runs all layers: (float32[B, P, V] logits, memory).
+
+  Args:
+    params: of the decoder.
+    tokens: int32[B, T].
+    positions: int32[B, T].
+    memory: what `keep` keeps.
+    keep: one of `memories`.
+    counts: int32[B], tokens of each row, for "last".
+    wanted: which tokens get logits, see `forward`; or their columns int32[P].
+    config: static.
+
+  Raises:
+    ValueError: an argument has another shape than the decoder's.
+  """
+  _check_inputs(params, tokens, positions, counts, wanted, config)
+  x, memory = blocks.run(params, tokens, positions, memory, keep, config)
+  x = rms_norm(
+    _pick(x, counts, wanted),
+    params["final_norm"],
+    config.norm_eps,
+    config.norm_offset,
+  )
+  unembed = params["embed"].T if config.tied_embeddings else params["unembed"]
+  logits = jnp.einsum(
+    "bte,ev->btv", x, unembed, preferred_element_type=jnp.float32
+  )
+  if config.logit_cap is not None:
+    logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
+  return logits, memory
+
+
+def _pick(
+  x: jax.Array, counts: jax.Array | None, wanted: Wanted | jax.Array
+) -> jax.Array:
+  """[B, T, E] to [B, P, E]: the tokens that get logits."""
+  if not isinstance(wanted, str):
+    return x.at[:, wanted].get(mode="clip")
+  if wanted == "all" or counts is None:
+    return x
+  if wanted == "none":
+    return x[:, :0]
+  last = jnp.maximum(counts - 1, 0)[:, None, None]
+  return jnp.take_along_axis(x, last, axis=1, mode="fill")
+
+
+def _check_inputs(
+  params: Params,
+  tokens: jax.Array,
+  positions: jax.Array,
+  counts: jax.Array | None,
+  wanted: Wanted | jax.Array,
+  config: Decoder,
+) -> None:
+  if tokens.ndim != 2:
+    raise ValueError(f"`tokens` must be [B, T], got shape {tokens.shape}.")
+  if positions.shape != tokens.shape:
+    raise ValueError(
+      f"`positions` must have the shape of tokens, {tokens.shape}, got "
+      f"{positions.shape}."
+    )
+  if counts is not None and counts.shape != tokens.shape[:1]:
+    raise ValueError(
+      f"`counts` must have shape {tokens.shape[:1]}, got {counts.shape}."
+    )
+  if isinstance(wanted, str) and wanted not in ("all", "last", "none"):
+    raise ValueError(
+      f'`logits` must be "all", "last" or "none", got {wanted!r}.'
+    )
+  embed = (config.vocab_size, config.embed_dim)
+  if params["embed"].shape != embed or params["embed"].dtype != config.dtype:
+    raise ValueError(
+      f'`params["embed"]` must be {config.dtype.name}{list(embed)}, as in '
+      f"config, got {params['embed'].dtype.name}"
+      f"{list(params['embed'].shape)}."
+    )
