@@ -237,3 +237,34 @@ class TestLogits:
       run(float("nan"), lambda logits: logits)
     with pytest.raises(TypeError, match="`logits` must be floats"):
       run(0, lambda logits: logits.astype(jnp.int32))
+
+
+def test_a_donated_rollout_leaves_the_callers_arrays():
+  """Settings, prompts and what else is given serve any number of rollouts."""
+  tokens = rollout.token_bytes([bytes([65 + n]) for n in range(16)])
+  given = {
+    "sampling": rollout.Sampling(
+      temperature=jnp.ones(4), stop_strings=rollout.stop_strings(["AB"], tokens)
+    ),
+    "priority": jnp.arange(4),
+    "salts": jnp.ones((4, 4), jnp.uint32),
+    "num_samples": jnp.full(2, 2),
+    "user": {"adapter": jnp.zeros((4, 2))},
+    "version": jnp.int32(0),
+  }
+  inputs = jnp.ones((2, 5), jnp.int32), jnp.full(2, 5), jax.random.key(0)
+  sizes = jaxkv.CacheConfig(
+    num_pages=40, page_size=4, num_slots=2, pages_per_slot=8
+  )
+  state = rollout.init(
+    jaxkv.init(sizes),
+    jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
+    *inputs,
+    rollout.RolloutConfig(num_samples=2, max_new_tokens=4),
+    **given,
+  )
+  jax.jit(lambda state: jax.tree.map(jnp.copy, state), donate_argnums=0)(state)
+  assert state.sequences.tokens.is_deleted()
+  for path, leaf in jax.tree_util.tree_leaves_with_path((inputs, given)):
+    if isinstance(leaf, jax.Array):
+      assert not leaf.is_deleted(), jax.tree_util.keystr(path)

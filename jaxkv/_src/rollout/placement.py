@@ -1,8 +1,9 @@
-"""Where the arrays of a new rollout lie: beside its K/V memory."""
+"""Where the arrays of a new rollout lie, and whose they are."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -40,3 +41,26 @@ def beside(tree: Any, memory: jax.Array) -> Any:
   for number, leaf in zip(free, moved, strict=True):
     leaves[number] = leaf
   return jax.tree.unflatten(structure, leaves)
+
+
+def own(tree: Any, given: Any) -> Any:
+  """A tree that shares no array with what a caller gave.
+
+  Otherwise the first program that takes the tree's arrays away, by donation,
+  would take the caller's, which may be meant for further rollouts.
+
+  Args:
+    tree: any pytree.
+    given: any pytree. Traced arrays may be shared: they cannot be taken away.
+
+  Returns:
+    The tree, with copies in place of the caller's arrays.
+  """
+  theirs = {
+    id(leaf)
+    for leaf in jax.tree.leaves(given)
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+  }
+  return jax.tree.map(
+    lambda leaf: jnp.copy(leaf) if id(leaf) in theirs else leaf, tree
+  )

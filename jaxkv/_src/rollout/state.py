@@ -192,7 +192,9 @@ def init(
       where the cache holds pages, which other weights would hit.
 
   Returns:
-    The state, for `generate`, on the devices of the memory.
+    The state, for `generate`, on the devices of the memory. A program to which
+    it is donated takes the cache and the memory away, but nothing else that was
+    given here.
 
   Raises:
     TypeError: an argument holds something else than integers.
@@ -205,6 +207,8 @@ def init(
       into the pool. Traced lengths, slots and versions are not checked; such
       sequences fail one by one, see `Sequences.code`.
   """
+  given = (key, sampling, priority, salts, user, encoder_inputs)
+  given += (encoder_lengths, prompts, lengths, num_samples, version)
   prompts, lengths = queue.as_prompts(prompts, lengths, config)
   check_memory(cache, kv, config)
   total = prompts.shape[0] * config.num_samples
@@ -252,7 +256,7 @@ def init(
     sequences=sequences,
     sampling=sampling,
     user=as_user(user, total),
-    key=jnp.copy(key),
+    key=key,
     next_id=_next_id(sequences, first_sequence, config),
     running=jnp.full((sizes.num_slots,), total, jnp.int32),
     leader=jnp.full((sizes.num_slots,), sizes.num_slots, jnp.int32),
@@ -270,6 +274,7 @@ def init(
     if config.timeline
     else None,
   )
+  state = placement.own(state, given)
   return placement.beside(state, jax.tree.leaves(kv)[0])
 
 
