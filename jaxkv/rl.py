@@ -8,8 +8,10 @@ the token's column.
   good = rl.group_normalized(rewards, num_samples=8)
 
   def loss(params):
-    logits = models.forward_uncached(params, out.tokens, out.positions, ...)
-    log_probs = ...  # of out.tokens[:, 1:], [Q, T - 1]
+    logits = forward(params, out.tokens, out.positions)  # without a cache
+    log_probs = -optax.softmax_cross_entropy_with_integer_labels(
+      logits[:, :-1], out.tokens[:, 1:]
+    )
     return rl.grpo_loss(
       log_probs, out.log_probs[:, 1:], good, out.mask[:, 1:]
     )

@@ -412,19 +412,69 @@ class TestErrors:
     with pytest.raises(ValueError, match="`encoded` and `encoded_lengths`"):
       models.forward_uncached(params, tokens, tokens, config=config)
     wide = jnp.zeros((_ROWS, 2, 5))
-    with pytest.raises(ValueError, match=r"`encoded` must be \[B, X, 12\]"):
+    with pytest.raises(ValueError, match=r"`encoded` must be \[3, X, 12\]"):
       models.forward_uncached(
         params, tokens, tokens, wide, lengths, config=config
       )
     step = _Paged("t5gemma")
     encoded = jnp.zeros((_ROWS, 2, 12))
     views = _views(step.state, [0] * _ROWS, lengths)
-    with pytest.raises(ValueError, match="`view` must be a tuple of 4 views"):
+    with pytest.raises(ValueError, match="`view` must have a view for each of"):
       models.write_encoded(
         params, encoded, lengths, step.kv, views[:2], config=config
       )
+    with pytest.raises(ValueError, match=r"`kv` must have .* pools"):
+      models.write_encoded(
+        params, encoded, lengths, (step.kv,) * 3, views, config=config
+      )
+    with pytest.raises(ValueError, match="repeat the row of a prompt"):
+      models.forward_uncached(
+        params, tokens, tokens, encoded[:1], lengths[:1], config=config
+      )
+
     with pytest.raises(ValueError, match="`decoder` must have no encoder"):
       models.init_dense(config, batch_size=1, max_len=4)
+
+  def test_tokens_that_an_input_lacks_are_nan(self):
+    """Behind an input, pages hold what they held before."""
+    params, config = _params("t5gemma"), _CONFIGS["t5gemma"]
+    inputs, lengths = _inputs()
+    encoded = models.encode(params, inputs, lengths, config=config)
+    more = lengths.at[1].set(_INPUT + 1)
+    tokens = jnp.zeros((_ROWS, 1), jnp.int32)
+    logits = models.forward_uncached(
+      params, tokens, tokens, encoded, more, config=config
+    )
+    nan = np.isnan(logits).any(axis=(1, 2))
+    np.testing.assert_array_equal(nan, [False, True, False])
+    step = _Paged("t5gemma")
+    views = _views(step.state, [0] * _ROWS, more)
+    kv = models.write_encoded(
+      params, encoded, more, step.kv, views, config=config
+    )
+    pools = kv if isinstance(kv, tuple) else (kv,)
+    assert any(np.isnan(np.asarray(pool.k)).any() for pool in pools)
+
+  def test_packed_calls_have_no_last_token(self):
+    config = models.llama(
+      vocab_size=11, num_layers=1, embed_dim=8, num_heads=2, num_kv_heads=1,
+      head_dim=4, mlp_dim=8,
+    )  # fmt: skip
+    params = models.init_params(jax.random.key(0), config)
+    sizes = jaxkv.CacheConfig(
+      num_pages=4, page_size=4, num_slots=2, pages_per_slot=1
+    )
+    cache, _ = jaxkv.allocate(jaxkv.init(sizes), [1, 1])
+    view = jaxkv.kv.PackedView(decode=jaxkv.view(cache, counts=[1, 1]))
+    call = functools.partial(
+      models.forward, params, jnp.zeros((1, 2), jnp.int32),
+      jnp.zeros((1, 2), jnp.int32), models.init_kv(config, sizes), view,
+      config=config,
+    )  # fmt: skip
+    assert call(logits="none")[0].shape == (1, 0, 11)
+    assert call()[0].shape == (1, 2, 11)
+    with pytest.raises(ValueError, match="give `columns`"):
+      call(logits="last")
 
   def test_views(self):
     state = _cache(_CONFIGS["t5gemma"])

@@ -42,6 +42,18 @@ class TestAdvantages:
     wanted = [1 - 12 / 3, 2 - 11 / 3, 6 - 7 / 3, 4 - 9 / 3]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
+  def test_equal_rewards_have_none(self):
+    """Whatever their mean is rounded to."""
+    for value, count in ((1000.1, 3), (12345.678, 7), (0.9, 8), (0.1, 10)):
+      rewards = np.full(2 * count, value, np.float32)
+      for advantages in (rl.group_normalized, rl.leave_one_out):
+        found = advantages(rewards, num_samples=count)
+        np.testing.assert_array_equal(found, 0)
+    mask = np.array([False, True, True])
+    rewards = np.array([5.0, 0.1, 0.1])
+    found = rl.group_normalized(rewards, num_samples=3, mask=mask)
+    np.testing.assert_array_equal(found, 0)
+
   @pytest.mark.parametrize(
     "advantages", [rl.group_normalized, rl.leave_one_out]
   )
@@ -86,8 +98,18 @@ class TestRatios:
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
     divergence = float(np.sum(p * np.log(p / q)))
     for name, within in (("k1", 1e-7), ("k2", 1e-3), ("k3", 1e-7)):
-      found = rl.kl(np.log(p), np.log(q), estimator=name)
+      found = rl.kl(np.log(p)[None], np.log(q)[None], estimator=name)
       assert abs(float(np.sum(p * np.asarray(found))) - divergence) < within
+
+  def test_masked_numbers_have_no_gradient(self):
+    p, mask = _log_probs(), _mask()
+    p[~mask] = np.nan
+    for name in ("k1", "k2", "k3"):
+      value, grad = jax.value_and_grad(
+        lambda p, name=name: rl.kl(p, p - 1, mask=mask, estimator=name).sum()
+      )(jnp.asarray(p))
+      assert np.isfinite(value)
+      chex.assert_tree_all_finite(grad)
 
   def test_weights_are_truncated_and_masked(self):
     now, then, mask = _log_probs(), _log_probs(), _mask()
@@ -115,7 +137,9 @@ class TestRatios:
     ("values", "error", "message"),
     [
       ({"most": 0.0}, ValueError, "`most` must be positive, got 0.0"),
-      ({"max_lag": 1}, ValueError, "`lag` must be given with max_lag"),
+      ({"max_lag": 1}, ValueError, "given together, got max_lag alone"),
+      ({"lag": np.ones((2, 3), int)}, ValueError, "got lag alone"),
+      ({"lag": np.ones((2, 3)), "max_lag": 1}, TypeError, "`lag` must be int"),
       ({"mask": np.ones((2, 3), int)}, TypeError, "`mask` must be bool"),
       ({"mask": np.ones(3, bool)}, ValueError, "`mask` must have the shape"),
       ({"lag": np.ones(3, int), "max_lag": 1}, ValueError, "`lag` must have"),
@@ -207,6 +231,39 @@ class TestGrpo:
     assert float(metrics.ratio) == 1.0
     assert float(metrics.kl) == 0.0 and float(metrics.clipped) == 0.0
 
+  @pytest.mark.parametrize("away", [100.0, np.inf, -100.0, -np.inf])
+  def test_a_token_from_far_away_poisons_nothing(self, away):
+    """A good one that is too likely already, and one that nobody asks for."""
+    new = np.full((3, 1), -1.0, np.float32)
+    old, mask = new - np.float32(away), np.ones((3, 1), bool)
+    good = np.array([np.sign(away), 0.0, 1.0], np.float32)
+    weights = np.array([[1.0], [1.0], [0.0]], np.float32)
+    (loss, _), grad = jax.value_and_grad(
+      lambda new: rl.grpo_loss(new, old, good, mask, weights=weights),
+      has_aux=True,
+    )(jnp.asarray(new))
+    bound = -1.2 if away > 0 else 0.8
+    np.testing.assert_allclose(loss, bound / 3, rtol=1e-6)
+    np.testing.assert_array_equal(grad, 0)
+
+  def test_the_first_step_has_its_whole_gradient_without_room_below(self):
+    new, mask = _log_probs(), np.ones((_Q, _T), bool)
+    grad = jax.grad(
+      lambda x: rl.grpo_loss(x, new, -jnp.ones(_Q), mask, clip=(0.0, 0.2))[0]
+    )(jnp.asarray(new))
+    np.testing.assert_allclose(grad, 1 / (_Q * _T), rtol=1e-6)
+
+  @pytest.mark.parametrize("number", [30, 30.0, np.int64(30), jnp.int32(30)])
+  def test_a_mean_over_a_number_of_tokens(self, number):
+    new, mask = _log_probs(), np.ones((_Q, _T), bool)
+    good = _DRAW.normal(size=_Q).astype(np.float32)
+    wanted, _ = rl.grpo_loss(new, new, good, mask, mean="token")
+    found, _ = rl.grpo_loss(new, new, good, mask, mean=number)
+    traced, _ = jax.jit(
+      lambda number: rl.grpo_loss(new, new, good, mask, mean=number)
+    )(number)
+    np.testing.assert_allclose([found, traced], wanted, rtol=1e-6)
+
   def test_advantages_of_tokens(self):
     new, mask = _log_probs(), _mask()
     good = _DRAW.normal(size=_Q).astype(np.float32)
@@ -229,6 +286,11 @@ class TestGrpo:
       ({"clip": (0.1, -1.0)}, "`clip` must be"),
       ({"mean": "batch"}, '`mean` must be "sequence"'),
       ({"mean": 0}, '`mean` must be "sequence"'),
+      ({"mean": True}, '`mean` must be "sequence"'),
+      ({"clip": (0.1, 0.2, 0.3)}, "`clip` must be"),
+      ({"clip": None}, "`clip` must be"),
+      ({"estimator": "k9"}, '`estimator` must be "k1"'),
+      ({"log_probs": np.zeros(3, np.float32)}, r"`log_probs` must be \[Q, T\]"),
       ({"weights": np.ones(3)}, "`weights` must have the shape"),
       ({"reference": np.ones(3)}, "`reference` must have the shape"),
       ({"advantages": np.ones(3)}, "`advantages` must have the shape"),

@@ -221,7 +221,7 @@ def _read(
 def copy_tokens(
   pages: TokenPages, src: jax.Array, dst: jax.Array
 ) -> TokenPages:
-  """As `jaxkv.kv.copy`; `dst` has no null page."""
+  """As `jaxkv.kv.copy`, after it has dropped the null page from `dst`."""
   copied = kernels.copy_pages(
     pages.values[:, None], src, dst, num_layers=pages.num_layers
   )

@@ -1,10 +1,9 @@
 """How much better an answer is than the others to its prompt."""
 
-import chex
 import jax
 import jax.numpy as jnp
 
-from jaxkv._src.cache import checks
+from jaxkv._src.rl import arguments
 
 
 def group_normalized(
@@ -32,12 +31,12 @@ def group_normalized(
     float32[Q]; 0 where `mask` is False, and where a group's rewards are equal.
 
   Raises:
+    TypeError: `mask` is not bool, or `num_samples` no int.
     ValueError: an argument has the wrong shape.
 
   Examples:
-    >>> group_normalized(jnp.array([1., 0., 0., 1., 3., 3.]), num_samples=2)
-    Array([ 0.999998, -0.999998, -0.999998,  0.999998,  0.      ,  0.      ],
-          dtype=float32)
+    >>> group_normalized(jnp.array([1.0, 0.0, 0.9, 0.9]), num_samples=2)
+    Array([ 0.999998, -0.999998,  0.      ,  0.      ], dtype=float32)
   """
   rewards, there = _groups(rewards, num_samples, mask)
   count = jnp.maximum(jnp.sum(there, axis=1, keepdims=True), 1)
@@ -65,6 +64,7 @@ def leave_one_out(
     float32[Q]; 0 where `mask` is False, and for a sample without others.
 
   Raises:
+    TypeError: `mask` is not bool, or `num_samples` no int.
     ValueError: an argument has the wrong shape.
 
   Examples:
@@ -82,17 +82,25 @@ def leave_one_out(
 def _groups(
   rewards: jax.Array, num_samples: int, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Rewards and a mask as float32[P, G]; rewards are 0 where it is 0."""
+  """Rewards, relative to one of their group, and a mask: float32[P, G].
+
+  Relative ones, because a mean of equal numbers may differ from them. Rewards
+  are 0 where the mask is 0.
+  """
+  if isinstance(num_samples, bool) or not isinstance(num_samples, int):
+    raise TypeError(f"`num_samples` must be an int, got {num_samples!r}.")
   rewards = jnp.asarray(rewards)
-  if rewards.ndim != 1 or rewards.shape[0] % num_samples:
+  fits = num_samples > 0 and rewards.ndim == 1
+  if not fits or rewards.shape[0] % num_samples:
     raise ValueError(
       f"`rewards` must be [Q], Q a multiple of num_samples, {num_samples}, got "
       f"{list(rewards.shape)}."
     )
   if mask is None:
     mask = jnp.ones(rewards.shape, bool)
-  checks.check_shape("mask", mask, rewards.shape, ", one for each reward")
-  there = jnp.asarray(mask, bool).reshape(-1, num_samples)
+  there = arguments.drawn("mask", mask, rewards, ", one for each reward")
+  there = there.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
-  chex.assert_equal_shape([rewards, there])
+  first = jnp.argmax(there, axis=1, keepdims=True)
+  rewards = rewards - jnp.take_along_axis(rewards, first, axis=1)
   return jnp.where(there, rewards, 0), there.astype(jnp.float32)

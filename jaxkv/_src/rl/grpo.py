@@ -1,15 +1,20 @@
 """The loss of GRPO, token by token, and its mean."""
 
+import math
+from typing import Any
 from typing import Literal
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jaxkv._src.cache import checks
+from jaxkv._src.rl import arguments
 from jaxkv._src.rl import ratios
 
-Mean = Literal["token", "sequence"] | int
+Mean = Literal["token", "sequence"] | float | jax.Array
 
 
 class GrpoMetrics(NamedTuple):
@@ -55,22 +60,23 @@ def grpo_loss(
     advantages: floats[Q], or floats[Q, T] of each token.
     mask: bool[Q, T], the tokens that were drawn, such as
       `generated(state).mask`. Only they count; numbers elsewhere may be NaN.
-    clip: c; or two, below and above 1 (Yu et al., 2025, "clip higher").
+    clip: static; c; or two, below and above 1 (Yu et al., 2025, "clip
+      higher").
     weights: floats[Q, T], factors of the policy loss, such as
       `importance_weights`; None for 1.
     reference: floats[Q, T], of the reference policy; None for no divergence.
     kl_weight: of the divergence.
-    estimator: of the divergence, see `kl`.
-    mean: over what losses of tokens are averaged: "sequence", over the tokens
-      of a sequence and then over sequences with any; "token", over all drawn
-      tokens; or a number, by which the sum of all is divided, such as Q times
-      the longest answer.
+    estimator: static; of the divergence, see `kl`.
+    mean: over what losses of tokens are averaged; static if it is a string.
+      "sequence": over the tokens of a sequence, and then over sequences with
+      any. "token": over all drawn tokens. A number, also a traced one: what the
+      sum of all is divided by, such as the drawn tokens of all devices.
 
   Returns:
     The loss, float32[], and what it was made of.
 
   Raises:
-    TypeError: `mask` is not bool.
+    TypeError: `mask` is not bool, or others are no floats.
     ValueError: an argument has another shape, or is out of range.
 
   Examples:
@@ -84,36 +90,52 @@ def grpo_loss(
     >>> metrics.clipped
     Array(0.5, dtype=float32)
   """
-  low, high = clip if isinstance(clip, tuple) else (clip, clip)
-  if not (0 <= low <= 1 and high >= 0):
-    raise ValueError(f"`clip` must be 0 .. 1 below and positive, got {clip}.")
-  mask = ratios.drawn("mask", mask, jnp.asarray(log_probs))
-  away = ratios.log_ratio(log_probs, jax.lax.stop_gradient(old), "old")
+  low, high = _bounds(clip)
+  ratios.check_estimator(estimator)
+  log_probs = arguments.log_probabilities("log_probs", log_probs)
+  mask = arguments.drawn("mask", mask, log_probs)
+  old = arguments.like("old", jax.lax.stop_gradient(old), log_probs)
   # Where nothing was drawn nothing may be infinite: 0 * inf has no gradient.
-  away = jnp.where(mask, away, 0)
-  ratio = jnp.exp(away)
+  away = jnp.where(mask, log_probs - old, 0)
   good = _by_token(advantages, mask)
-  bounded = jnp.clip(ratio, 1 - low, 1 + high)
-  losses = -jnp.minimum(ratio * good, bounded * good)
+  factor = mask.astype(jnp.float32)
   if weights is not None:
-    checks.check_shape("weights", weights, mask.shape, ", one for each token")
-    losses = losses * jax.lax.stop_gradient(jnp.where(mask, weights, 0))
+    weights = arguments.like("weights", weights, log_probs)
+    factor = jnp.where(mask, jax.lax.stop_gradient(weights), 0)
+  # Decided by logarithms: a ratio may be too large for a float.
+  clipped = (good > 0) & (away > math.log1p(high))
+  clipped |= (good < 0) & (away < (math.log1p(-low) if low < 1 else -math.inf))
+  idle = clipped | (good == 0) | (factor == 0)
+  ratio = jnp.exp(jnp.where(idle, 0, away))
+  bound = jnp.where(good > 0, jnp.float32(1 + high), jnp.float32(1 - low))
+  losses = -jnp.where(clipped, bound, ratio) * good * factor
   extra = jnp.zeros_like(losses)
   if reference is not None:
     fixed = jax.lax.stop_gradient(reference)
-    checks.check_shape("reference", fixed, mask.shape, ", one for each token")
-    apart = [jnp.where(mask, values, 0) for values in (log_probs, fixed)]
-    extra = ratios.kl(*apart, estimator=estimator)
-  loss = _mean(losses + jnp.float32(kl_weight) * extra, mask, mean)
+    fixed = arguments.like("reference", fixed, log_probs)
+    apart = jnp.where(mask, log_probs - fixed, 0)
+    extra = ratios.divergence(apart, estimator)
+    losses = losses + jnp.asarray(kl_weight, jnp.float32) * extra
   fixed = jax.lax.stop_gradient(away)
-  stopped = (ratio * good) > (bounded * good)
   metrics = GrpoMetrics(
     ratio=_mean(jnp.exp(fixed), mask, "token"),
-    clipped=_mean(stopped.astype(jnp.float32), mask, "token"),
+    clipped=_mean(clipped.astype(jnp.float32), mask, "token"),
     kl=_mean(jnp.expm1(fixed) - fixed, mask, "token"),
     reference_kl=_mean(jax.lax.stop_gradient(extra), mask, "token"),
   )
-  return loss, metrics
+  return _mean(losses, mask, mean), metrics
+
+
+def _bounds(clip: Any) -> tuple[float, float]:
+  """What a ratio may be below and above 1."""
+  both = clip if isinstance(clip, tuple) else (clip, clip)
+  numbers = all(isinstance(one, int | float | np.number) for one in both)
+  if len(both) != 2 or not numbers or not (0 <= both[0] <= 1 and both[1] >= 0):
+    raise ValueError(
+      "`clip` must be a number of 0 .. 1, or a tuple of such a one and another "
+      f"of at least 0, got {clip!r}."
+    )
+  return float(both[0]), float(both[1])
 
 
 def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
@@ -132,15 +154,17 @@ def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
 def _mean(values: jax.Array, mask: jax.Array, mean: Mean) -> jax.Array:
   """float32[]: the mean of values [Q, T] where `mask` is True."""
   values, there = jnp.where(mask, values, 0), mask.astype(jnp.float32)
-  if mean == "sequence":
+  if isinstance(mean, str) and mean == "sequence":
     count = jnp.sum(there, axis=1)
     rows = jnp.sum(values, axis=1) / jnp.maximum(count, 1)
     some = jnp.sum((count > 0).astype(jnp.float32))
     return jnp.sum(rows) / jnp.maximum(some, 1)
-  if mean == "token":
+  if isinstance(mean, str) and mean == "token":
     return jnp.sum(values) / jnp.maximum(jnp.sum(there), 1)
-  if isinstance(mean, int) and mean > 0:
-    return jnp.sum(values) / mean
-  raise ValueError(
-    f'`mean` must be "sequence", "token" or a positive int, got {mean!r}.'
-  )
+  number = not isinstance(mean, str | bool) and jnp.ndim(mean) == 0
+  known = number and not isinstance(mean, Tracer)
+  if not number or (known and not mean > 0):
+    raise ValueError(
+      f'`mean` must be "sequence", "token" or a positive number, got {mean!r}.'
+    )
+  return jnp.sum(values) / jnp.asarray(mean, jnp.float32)

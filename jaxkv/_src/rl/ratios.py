@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._src.cache import checks
+from jaxkv._src.rl import arguments
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -14,6 +15,7 @@ def kl(
   log_probs: jax.Array,
   other: jax.Array,
   *,
+  mask: jax.Array | None = None,
   estimator: Estimator = "k3",
 ) -> jax.Array:
   """Estimates the divergence KL(p || q) at tokens drawn from p.
@@ -23,30 +25,46 @@ def kl(
   exp(-d) - 1 + d, without bias and never negative.
 
   Args:
-    log_probs: floats, of the policy p that drew the tokens.
-    other: floats of that shape, of the policy q, such as a reference.
-    estimator: "k1", "k2" or "k3".
+    log_probs: floats[Q, T], of the policy p that drew the tokens.
+    other: floats[Q, T], of the policy q, such as a reference.
+    mask: bool[Q, T], the tokens that were drawn; None for all. Numbers
+      elsewhere may be NaN: the result and its gradient are 0 there.
+    estimator: static; "k1", "k2" or "k3".
 
   Returns:
-    float32 of that shape.
+    float32[Q, T].
 
   Raises:
+    TypeError: the arguments are no floats, or `mask` is not bool.
     ValueError: shapes differ, or there is no such estimator.
 
   Examples:
-    >>> kl(jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25])))
-    Array([0.19314718], dtype=float32)
+    >>> kl(jnp.log(jnp.array([[0.5]])), jnp.log(jnp.array([[0.25]])))
+    Array([[0.19314718]], dtype=float32)
   """
-  away = log_ratio(log_probs, other, "other")
+  check_estimator(estimator)
+  log_probs = arguments.log_probabilities("log_probs", log_probs)
+  away = log_probs - arguments.like("other", other, log_probs)
+  if mask is not None:
+    away = jnp.where(arguments.drawn("mask", mask, away), away, 0)
+  return divergence(away, estimator)
+
+
+def divergence(away: jax.Array, estimator: Estimator) -> jax.Array:
+  """The estimate of log-ratios."""
   if estimator == "k1":
     return away
   if estimator == "k2":
     return away * away / 2
-  if estimator == "k3":
-    return jnp.expm1(-away) + away
-  raise ValueError(
-    f'`estimator` must be "k1", "k2" or "k3", got {estimator!r}.'
-  )
+  return jnp.expm1(-away) + away
+
+
+def check_estimator(estimator: Estimator) -> None:
+  """Raises ValueError unless there is such an estimator."""
+  if estimator not in ("k1", "k2", "k3"):
+    raise ValueError(
+      f'`estimator` must be "k1", "k2" or "k3", got {estimator!r}.'
+    )
 
 
 def importance_weights(
@@ -69,16 +87,19 @@ def importance_weights(
     behavior: floats[Q, T], of the policy that drew the tokens, such as
       `generated(state).log_probs`.
     mask: bool[Q, T], the tokens that were drawn.
-    most: the largest weight; None for no bound.
+    most: static; the largest weight; None for no bound.
     lag: integers[Q, T], updates since each token was drawn: the version of the
       weights minus `generated(state).versions`.
-    max_lag: tokens with a greater lag get weight 0; None for none. Needs `lag`.
+    max_lag: tokens with a greater lag get weight 0. With `lag` alone, and
+      needed there.
 
   Returns:
     float32[Q, T]; 0 where `mask` is False.
 
   Raises:
-    ValueError: an argument has another shape or is out of range.
+    TypeError: an argument has another dtype.
+    ValueError: an argument has another shape or is out of range, or of `lag`
+      and `max_lag` one is missing.
 
   Examples:
     >>> drawn = jnp.array([[True, True, False]])
@@ -88,39 +109,22 @@ def importance_weights(
   """
   if most is not None and not most > 0:
     raise ValueError(f"`most` must be positive, got {most}.")
-  if max_lag is not None and lag is None:
-    raise ValueError("`lag` must be given with max_lag, got None.")
-  away = log_ratio(log_probs, behavior, "behavior")
-  used = drawn("mask", mask, away)
+  if (lag is None) != (max_lag is None):
+    raise ValueError(
+      "`lag` and `max_lag` must be given together, got "
+      f"{'max_lag' if lag is None else 'lag'} alone."
+    )
+  log_probs = arguments.log_probabilities("log_probs", log_probs)
+  away = log_probs - arguments.like("behavior", behavior, log_probs)
+  used = arguments.drawn("mask", mask, away)
   if lag is not None and max_lag is not None:
+    lag = jnp.asarray(lag)
     checks.check_shape("lag", lag, away.shape, ", one for each token")
-    used &= jnp.asarray(lag) <= max_lag
+    if not jnp.issubdtype(lag.dtype, jnp.integer):
+      raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")
+    used &= lag <= max_lag
   # Elsewhere numbers may be anything, and exp of them infinite.
   weights = jnp.exp(jnp.where(used, away, 0))
   if most is not None:
     weights = jnp.minimum(weights, jnp.float32(most))
   return jax.lax.stop_gradient(jnp.where(used, weights, 0))
-
-
-def log_ratio(log_probs: jax.Array, other: jax.Array, name: str) -> jax.Array:
-  """log_probs - other, float32; `name` is that of `other` in messages."""
-  log_probs, other = jnp.asarray(log_probs), jnp.asarray(other)
-  meaning = ", that of log_probs"
-  checks.check_shape(name, other, log_probs.shape, meaning)
-  return log_probs.astype(jnp.float32) - other.astype(jnp.float32)
-
-
-def drawn(name: str, mask: jax.Array, like: jax.Array) -> jax.Array:
-  """A mask of the shape of log-probabilities.
-
-  Raises:
-    TypeError: it is not bool.
-    ValueError: it has another shape.
-  """
-  mask = jnp.asarray(mask)
-  checks.check_shape(name, mask, like.shape, ", one for each token")
-  if mask.dtype != jnp.bool_:
-    raise TypeError(
-      f"`{name}` must be bool, got {mask.dtype.name}; compare it."
-    )
-  return mask

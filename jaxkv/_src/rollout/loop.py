@@ -90,12 +90,15 @@ def generate(
     params: the model's.
     state: from `init`, or from an earlier call that stopped before the end.
     until: when to return; None for the end of all sequences.
-    model: see `Model`.
+    model: such as `functools.partial(models.forward, config=config)`; see
+      `Model`.
     process: changes logits before a token is drawn from them, see `Process`.
     draft: guesses tokens, see `Draft`; None for those that followed the same
       tokens before. With `RolloutConfig.draft_tokens` alone.
-    encode: writes what the layers need of an encoder's tokens, see `Encode`;
-      if and only if the rollout has `encoder_inputs`.
+    encode: writes what the layers need of an encoder's tokens, if and only if
+      the rollout has `encoder_inputs`: `(params, inputs [1, ...], lengths
+      int32[1], kv, views) -> kv`, such as `functools.partial(
+      models.write_encoded, config=config)`; see `Encode`.
 
   Returns:
     The state; `is_done` tells whether all sequences have ended.

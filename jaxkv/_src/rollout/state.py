@@ -183,7 +183,8 @@ def init(
     encoder_inputs: a pytree of arrays [P, ...], with what `generate(encode=)`
       gets for each prompt: what an encoder has made of its input, or the input
       itself. For caches with a group of `CrossAttention` alone.
-    encoder_lengths: int32[P], tokens of the encoder for each prompt.
+    encoder_lengths: int32[P], tokens of the encoder for each prompt, at most
+      those of its input.
     first_sequence: int32[], the number of the first sequence among those of all
       shards of a job, see `devices`. A sequence's draws depend on `key` and its
       number alone, so they do not depend on how the job is split.

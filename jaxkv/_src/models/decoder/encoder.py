@@ -20,6 +20,7 @@ from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Encoder
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.memories import Place
+from jaxkv._src.models.decoder.memory import check_memory
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.params import Params
 
@@ -103,7 +104,8 @@ def write_encoded(
   Args:
     params: of the decoder.
     encoded: [B, X, E], from `encode`.
-    lengths: int32[B], tokens of each row; 0 for a row to leave alone.
+    lengths: int32[B], tokens of each row, at most X, or what it says is NaN; 0
+      for a row to leave alone.
     kv: the memory, from `init_kv`.
     view: a `jaxkv.kv.View` for each of `cache_groups(config)`, of which the
       page tables are read.
@@ -117,9 +119,8 @@ def write_encoded(
       not those of the decoder.
 
   Examples:
-    A sequence from its beginning to its second token.
+    A sequence, to the logits of its second token.
 
-    >>> import functools
     >>> import jax, jax.numpy as jnp, jaxkv
     >>> from jaxkv import models
     >>> heads = models.Attention(num_heads=2, num_kv_heads=1, head_dim=4)
@@ -167,21 +168,18 @@ def write_encoded(
     >>> logits.shape, cache.length.tolist()
     ((1, 1, 11), [1])
   """
-  encoder_of(config)
-  check_encoded(encoded, lengths, config)
   groups, pools = layout.groups(config), kv if type(kv) is tuple else (kv,)
-  if not isinstance(view, tuple) or len(view) != len(groups):
-    raise ValueError(
-      f"`view` must be a tuple of {len(groups)} views, one for each layer "
-      "group of config; make them in the order of cache_groups."
-    )
+  views = view if isinstance(view, tuple) else (view,)
+  check_memory(pools, views, config)
+  rows = views[0].page_table.shape[0]
+  encoded = prepared(encoded, lengths, rows, config)
   whole = {
     group: paged.View(
       page_table=one.page_table,
       starts=jnp.zeros_like(lengths),
       counts=lengths,
     )
-    for group, (kind, one) in enumerate(zip(groups, view, strict=True))
+    for group, (kind, one) in enumerate(zip(groups, views, strict=True))
     if kind.holds_encoder
   }
 
@@ -216,17 +214,30 @@ def encoder_of(config: Decoder) -> Encoder:
   return config.encoder
 
 
-def check_encoded(
-  encoded: jax.Array, lengths: jax.Array, config: Decoder
-) -> None:
-  """Raises unless [B, X, E] and int32[B] fit the encoder of a decoder."""
+def prepared(
+  encoded: jax.Array, lengths: jax.Array, rows: int, config: Decoder
+) -> jax.Array:
+  """[B, X, E] for B rows of a decoder, with zeros in padding.
+
+  A row whose length is more than X becomes NaN: nothing is known of the tokens
+  behind, and in pages there may be those of others.
+
+  Raises:
+    ValueError: an argument has another shape.
+  """
   width = encoder_of(config).embed_dim
-  if encoded.ndim != 3 or encoded.shape[2] != width:
+  if encoded.ndim != 3 or encoded.shape[::2] != (rows, width):
     raise ValueError(
-      f"`encoded` must be [B, X, {width}], as `encode` returns, got shape "
-      f"{encoded.shape}."
+      f"`encoded` must be [{rows}, X, {width}], as `encode` returns, got "
+      f"{list(encoded.shape)}; repeat the row of a prompt for each sample."
     )
-  check_lengths("lengths of `encoded`", lengths, encoded.shape[0])
+  check_lengths("encoded_lengths", lengths, rows)
+  place = jnp.arange(encoded.shape[1], dtype=jnp.int32)
+  real = (place[None] < lengths[:, None])[..., None]
+  # Zero weights do not keep NaN out.
+  encoded = jnp.where(real, encoded, jnp.zeros_like(encoded))
+  fits = (lengths <= encoded.shape[1])[:, None, None]
+  return jnp.where(fits, encoded, jnp.full_like(encoded, jnp.nan))
 
 
 def check_lengths(name: str, lengths: jax.Array, rows: int) -> None:
@@ -236,3 +247,5 @@ def check_lengths(name: str, lengths: jax.Array, rows: int) -> None:
       f"`{name}` must have shape {(rows,)}, a number for each row, got "
       f"{lengths.shape}."
     )
+  if not jnp.issubdtype(lengths.dtype, jnp.integer):
+    raise TypeError(f"`{name}` must be integers, got {lengths.dtype.name}.")

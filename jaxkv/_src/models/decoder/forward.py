@@ -5,6 +5,7 @@
 | `forward`          | paged memory (`jaxkv.kv`)         | decoding         |
 | `forward_dense`    | `DenseCache`                      | the baseline     |
 | `forward_uncached` | those of the same call, no memory | training         |
+| `chosen_experts`   | the same; gives experts, not logits | routing replay |
 
 Dimension letters besides the project's own (B rows, T tokens, H query heads, K
 key-value heads, D head size, L layers): V vocabulary, J layers with experts, k
@@ -15,7 +16,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv import kv as paged
 from jaxkv._src.models import dense
@@ -26,6 +26,7 @@ from jaxkv._src.models.decoder import memories
 from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.logits import Wanted
+from jaxkv._src.models.decoder.memory import check_memory
 from jaxkv._src.models.decoder.params import Params
 
 _AnyView = paged.View | paged.PackedView
@@ -114,7 +115,7 @@ def forward(
   del rows
   views = view if isinstance(view, tuple) else (view,)
   pools = kv if type(kv) is tuple else (kv,)
-  _check_memory(pools, views, config)
+  check_memory(pools, views, config)
   counts = None if isinstance(views[0], paged.PackedView) else views[0].counts
   kinds, numbers = layout.groups(config), layout.group_pools(config)
   seen: list[Any] = list(views)
@@ -216,12 +217,14 @@ def forward_uncached(
     positions: int32[B, T], for the rotations only; attention is causal, and
       windows count tokens, in the order of T.
     encoded: [B, X, E], from `encode`, if and only if the decoder has an
-      encoder.
-    encoded_lengths: int32[B], tokens of each row of it.
+      encoder. Samples of one prompt have equal rows: `jnp.repeat` them.
+    encoded_lengths: int32[B], tokens of each row of it, at most X, or the
+      logits are NaN.
     config: static; the decoder.
     experts: signed integers [B, T, J, k], the k experts that each token uses in
       each of the J layers with `Experts`, such as `jaxkv.rollout.generated` and
-      `chosen_experts` give them. Those below 0 are chosen here. None: all are.
+      `chosen_experts` give them. A token's k are all given, or all below 0:
+      then they are chosen here. None: all are.
 
   Returns:
     float32[B, T, V] logits. An expert that does not exist makes them NaN, for
@@ -244,7 +247,7 @@ def forward_uncached(
     (1, 3, 11)
   """
   routing.check_experts(experts, tokens, config)
-  keep = _nowhere(encoded, encoded_lengths, experts, config)
+  keep = _nowhere(tokens.shape[0], encoded, encoded_lengths, experts, config)
   return all_logits.run(
     params, tokens, positions, (), keep, None, "all", config
   )[0]
@@ -303,7 +306,7 @@ def chosen_experts(
     (1, 3, 11)
   """
   routing.check_experts(experts, tokens, config)
-  keep = _nowhere(encoded, encoded_lengths, experts, config)
+  keep = _nowhere(tokens.shape[0], encoded, encoded_lengths, experts, config)
   memory = routing.init_chosen(tokens, config)
   return all_logits.run(
     params, tokens, positions, memory, keep, None, "none", config
@@ -311,6 +314,7 @@ def chosen_experts(
 
 
 def _nowhere(
+  rows: int,
   encoded: jax.Array | None,
   lengths: jax.Array | None,
   experts: jax.Array | None,
@@ -325,39 +329,9 @@ def _nowhere(
     )
   if encoded is None or lengths is None:
     return memories.Nowhere(experts)
-  encoder.check_encoded(encoded, lengths, config)
-  place = jnp.arange(encoded.shape[1], dtype=jnp.int32)
-  real = (place[None] < lengths[:, None])[..., None]
-  # Zero weights do not keep NaN out.
-  encoded = jnp.where(real, encoded, jnp.zeros_like(encoded))
+  encoded = encoder.prepared(encoded, lengths, rows, config)
   return memories.Nowhere(experts, encoded, lengths)
 
 
 def _has_keys(pool: Any) -> bool:
   return isinstance(pool, paged.KVPages) and pool.v is not None
-
-
-def _check_memory(
-  pools: tuple[Any, ...], views: tuple[_AnyView, ...], config: Decoder
-) -> None:
-  groups, wanted = layout.groups(config), len(layout.pools(config))
-  if len(views) != len(groups):
-    raise ValueError(
-      f"`view` must have a view for each of the {len(groups)} layer groups of "
-      f"config, got {len(views)}; give a tuple in the order of cache_groups."
-    )
-  if len(pools) > wanted and isinstance(pools[-1], paged.TokenPages):
-    routing.check_pool(pools[-1], config)
-    pools = pools[:-1]
-  if len(pools) != wanted:
-    raise ValueError(
-      f"`kv` must have {wanted} pools for config, got {len(pools)}; make it "
-      "with init_kv."
-    )
-  least = layout.num_memory_layers(config)
-  for pool in pools:
-    if pool.num_layers < least:
-      raise ValueError(
-        f"`kv` must have {least} layers for config, got {pool.num_layers}; "
-        "make it with init_kv."
-      )

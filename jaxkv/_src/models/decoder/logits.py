@@ -62,10 +62,15 @@ def _pick(
   """[B, T, E] to [B, P, E]: the tokens that get logits."""
   if not isinstance(wanted, str):
     return x.at[:, wanted].get(mode="clip")
-  if wanted == "all" or counts is None:
+  if wanted == "all":
     return x
   if wanted == "none":
     return x[:, :0]
+  if counts is None:
+    raise ValueError(
+      '`logits` must be "all" or "none" with a PackedView, got "last"; give '
+      "`columns`."
+    )
   last = jnp.maximum(counts - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 

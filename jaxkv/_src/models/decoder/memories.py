@@ -273,7 +273,7 @@ class Nowhere:
     weights: Params,
     q: jax.Array,
     project: Project,
-    memory: tuple[()],
+    memory: tuple[Any, ...],
   ) -> jax.Array:
     """See `Paged`."""
     del place, memory

@@ -6,6 +6,7 @@ from typing import Any
 from jaxkv import kv as paged
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.kv.view import AnyView
 from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import routing
@@ -151,3 +152,30 @@ def init_kv(
   if experts:
     pools.append(routing.init_pool(decoder, config))
   return tuple(pools) if len(pools) > 1 else pools[0]
+
+
+def check_memory(
+  pools: tuple[Any, ...], views: tuple[AnyView, ...], config: Decoder
+) -> None:
+  """Raises ValueError unless a memory and views are those of a decoder."""
+  groups, wanted = layout.groups(config), len(layout.pools(config))
+  if len(views) != len(groups):
+    raise ValueError(
+      f"`view` must have a view for each of the {len(groups)} layer groups of "
+      f"config, got {len(views)}; give a tuple in the order of cache_groups."
+    )
+  if len(pools) > wanted and isinstance(pools[-1], paged.TokenPages):
+    routing.check_pool(pools[-1], config)
+    pools = pools[:-1]
+  if len(pools) != wanted:
+    raise ValueError(
+      f"`kv` must have {wanted} pools for config, got {len(pools)}; make it "
+      "with init_kv."
+    )
+  least = layout.num_memory_layers(config)
+  for pool in pools:
+    if pool.num_layers < least:
+      raise ValueError(
+        f"`kv` must have {least} layers for config, got {pool.num_layers}; "
+        "make it with init_kv."
+      )

@@ -59,8 +59,8 @@ def mixture(
     weights: of the layer.
     experts: how they are chosen.
     chosen: int32[B, T, k], experts to use instead; those below 0 are chosen
-      here. None: all are. One that does not exist makes the output of its token
-      NaN.
+      here; of a token all or none are. None: all are. One that does not exist
+      makes the output of its token NaN.
 
   Returns:
     [B, T, E]; int32[B, T, k], the experts that were used.

@@ -1,7 +1,4 @@
-"""States of recurrent layers: for tokens of a call, and in pages.
-
-A page that is full is found by others, and must hold the state at its end.
-"""
+"""States of recurrent layers: for tokens of a call, and in pages."""
 
 import dataclasses
 from collections.abc import Callable
