@@ -23,7 +23,7 @@
 # SmolLM2 has 135 million parameters and takes 98 MB. It is used here if it has
 # been fetched before, with
 #
-#     pip install "jaxkv[gguf]"
+#     pip install "jaxkv[gguf,notebooks]"
 #     python -m jaxkv rollout --model smollm2
 #
 # Otherwise the notebook writes a tiny checkpoint with random weights. That one
@@ -117,15 +117,15 @@ def write_tiny(folder):
 # ## Load it
 #
 # Every tensor is used exactly once and every key of the configuration is known,
-# or `load` says what is wrong. In float32 the weights of the file are unpacked,
-# which takes a while. Without `dtype` they are bfloat16, kept unpacked, and there
-# in a second.
+# or `load` says what is wrong. Here it unpacks the file to float32, which takes
+# some seconds. Without `dtype` it would give bfloat16, and keep the unpacked
+# weights for the next time.
 
 # %%
 try:
   model = models.load("smollm2", dtype=jnp.float32, local_files_only=True)
 except (ImportError, ValueError) as error:
-  print(error)
+  print(f"A tiny random checkpoint is used, because: {error}")
   with tempfile.TemporaryDirectory() as folder:
     write_tiny(pathlib.Path(folder))
     model = models.load(folder)
@@ -171,8 +171,12 @@ print("tokens of the prompts:", lengths)
 print(model.tokenizer.decode(encoded[0]))
 
 # %% [markdown]
-# The cache has a page for every 16 tokens. Its groups are those of the model's
-# layers: one here, six for Gemma 3, whose layers have windows but for each sixth.
+# A page of the cache holds 16 tokens. Layers that keep the same tokens are a
+# group: SmolLM2 has one. Gemma 3 has six, since five of six layers have a window.
+#
+# `raw_log_probs` keeps the model's own log-probabilities, and `timeline` what each
+# slot did, for the pictures below. `version` counts updates of the weights; a
+# cache that is used again belongs to one of them.
 
 # %%
 SAMPLES, NEW, PAGE = 4, 24, 16
@@ -243,15 +247,14 @@ rollout.timeline(state)
 # ## Ask again
 #
 # The cache lives on in the state. The same questions at other temperatures find
-# their pages, so what is left of a prompt is less than a page. Nothing is
-# compiled again: temperatures are arrays.
+# their pages, so what is left of a prompt is less than a page. Temperatures are
+# arrays, so nothing is compiled again.
 
 # %%
 again = begin(state.cache, state.kv, [0.0, 0.2, 0.7, 1.2])
 again = generate(model.params, again)
 print(f"computed this time: {int(again.counters.prefilled)}")
 assert int(again.counters.prefilled) < len(QUESTIONS) * PAGE
-assert generate._cache_size() == 1
 assert answers(jax.device_get(rollout.generated(again)))[0] == answers(out)[0]
 
 # %% [markdown]
@@ -280,8 +283,8 @@ assert gap.max() < 1e-3
 # ## How sure it is
 #
 # The probability of each token of the four answers to the first question, from
-# the greedy one to the warmest. The tokens that a temperature made possible
-# stand out.
+# the greedy one to the warmest. Tokens that only a high temperature makes
+# possible stand out. Random weights are sure of nothing, or of one token.
 
 # %%
 figure, axes = plt.subplots(SAMPLES, 1, figsize=(9, 5), layout="constrained")
