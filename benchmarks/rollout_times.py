@@ -28,8 +28,8 @@ STEP_WITH_SAMPLER = 400
 # The sampler, against `jax.nn.log_softmax` of the same logits.
 SAMPLER = 1.3
 
-_SLOTS = 64
-_SHORT, _LONG = 8, 248
+SLOTS = 64
+SHORT, LONG = 8, 248
 
 _CHARACTER_SLOTS = 16
 _CHARACTER_PAGE = 16
@@ -67,7 +67,7 @@ def all_rows(quick: bool, rounds: int) -> Iterator[Row]:
   yield from characters(*(6, 16) if quick else (48, 512), rounds=rounds)
 
 
-def _stub(
+def stub(
   params: jax.Array,
   tokens: Any,
   positions: Any,
@@ -86,50 +86,52 @@ def step(
   temperature: float, vocabulary: int, bound: float, rounds: int
 ) -> Iterator[Row]:
   """A step of the loop in which all slots decode, and nothing else happens."""
-  state = _decoding(temperature)
-  params = jax.random.normal(jax.random.key(1), (_SLOTS, vocabulary))
+  state = decoding(rollout.Sampling(temperature=temperature))
+  params = jax.random.normal(jax.random.key(1), (SLOTS, vocabulary))
   program = jax.jit(
-    functools.partial(rollout.generate, model=_stub),
+    functools.partial(rollout.generate, model=stub),
     donate_argnums=1,
     compiler_options=jaxkv.CPU_COMPILER_OPTIONS,
   )
-  _, state = timed(program, params, state, rollout.Until(steps=_SHORT))
+  _, state = timed(program, params, state, rollout.Until(steps=SHORT))
 
   def span(steps: int) -> float:
     mine = jax.tree.map(jnp.copy, state)
     before = int(mine.counters.generated)
     seconds, end = timed(program, params, mine, rollout.Until(steps=steps))
-    assert int(end.counters.generated) - before == _SLOTS * steps
+    assert int(end.counters.generated) - before == SLOTS * steps
     return seconds
 
   samples = alternated(
-    {"short": lambda: span(_SHORT), "long": lambda: span(_LONG)}, rounds
+    {"short": lambda: span(SHORT), "long": lambda: span(LONG)}, rounds
   )
-  name = f"step, {_SLOTS} slots, {vocabulary} tokens"
+  name = f"step, {SLOTS} slots, {vocabulary} tokens"
   for metric, pick in (("us, minimum", min), ("us, median", statistics.median)):
     seconds = pick(samples["long"]) - pick(samples["short"])
-    us = seconds * 1e6 / (_LONG - _SHORT)
+    us = seconds * 1e6 / (LONG - SHORT)
     yield at_most(name, metric, us, bound)
 
 
-def _decoding(temperature: float) -> rollout.RolloutState:
-  """A rollout of prompts of a page, one for each slot, that never end."""
-  longest = _SHORT + _LONG + 8
+def decoding(
+  sampling: rollout.Sampling, most: int = 2**31 - 1
+) -> rollout.RolloutState:
+  """A rollout of prompts of tokens below `most`, one a slot, that never end."""
+  longest = SHORT + LONG + 8
   sizes = jaxkv.CacheConfig(
-    num_pages=1 + _SLOTS * (2 + longest // 16),
+    num_pages=1 + SLOTS * (2 + longest // 16),
     page_size=16,
-    num_slots=_SLOTS,
+    num_slots=SLOTS,
     pages_per_slot=2 + longest // 16,
   )
   rng = np.random.default_rng(0)
   return rollout.init(
     jaxkv.init(sizes),
     jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-    jnp.asarray(rng.integers(0, 2**31 - 1, (_SLOTS, 4)), jnp.int32),
-    jnp.full((_SLOTS,), 4, jnp.int32),
+    jnp.asarray(rng.integers(0, most, (SLOTS, 4)), jnp.int32),
+    jnp.full((SLOTS,), 4, jnp.int32),
     jax.random.key(0),
-    rollout.RolloutConfig(max_new_tokens=longest, admissions=_SLOTS),
-    sampling=rollout.Sampling(temperature=temperature),
+    rollout.RolloutConfig(max_new_tokens=longest, admissions=SLOTS),
+    sampling=sampling,
   )
 
 
@@ -139,9 +141,9 @@ def sampler(rounds: int, vocabulary: int) -> Iterator[Row]:
   Compiled as by default, and with the options of the loop, under which an
   operation on a CPU has one thread.
   """
-  logits = jax.random.normal(jax.random.key(0), (_SLOTS, vocabulary))
-  keys = jax.random.split(jax.random.key(1), _SLOTS)
-  counts = jnp.arange(_SLOTS, dtype=jnp.int32)
+  logits = jax.random.normal(jax.random.key(0), (SLOTS, vocabulary))
+  keys = jax.random.split(jax.random.key(1), SLOTS)
+  counts = jnp.arange(SLOTS, dtype=jnp.int32)
   ways = {"": None, ", one thread": jaxkv.CPU_COMPILER_OPTIONS}
   for way, options in ways.items():
     draw = jax.jit(rollout.sample, compiler_options=options)

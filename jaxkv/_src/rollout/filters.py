@@ -45,10 +45,10 @@ def cutoff(
 ) -> Array:
   """The least weight of a token that may be drawn.
 
-  Min-p comes first, top-k next, and top-p is about the probabilities of what is
-  left. Equal weights are all kept or all left out, so more tokens than `top_k`
-  may be kept, and more probability than `top_p`. A row in which a weight is NaN
-  gets some cutoff.
+  Min-p is applied first, then top-k, then top-p. Top-p counts probabilities of
+  the tokens that the other two keep. Equal weights are all kept or all left
+  out, so more tokens than `top_k` may be kept, and more probability than
+  `top_p`. A row in which a weight is NaN gets some cutoff.
 
   Args:
     weights: float32[R, V], 0 .. 1, with a 1 in every row.

@@ -64,9 +64,10 @@ class Work(NamedTuple):
 def widths(config: RolloutConfig) -> tuple[Width, ...]:
   """The widths of calls, ascending from one without further columns.
 
-  For prompts a quarter of a chunk, so that the end of a prompt costs little;
-  but no width of less than 64, which would save little on an accelerator, and
-  each width is a call of the model to be compiled. For drafts likewise.
+  Prompts have a width of a chunk and one of a quarter of it, so that the end of
+  a prompt costs little. The quarter is left out below 64: it would save little
+  on an accelerator, and the model is compiled once for each width. Drafts have
+  a width of `draft_columns`, and one of a quarter of it if that is at least 2.
   """
   prompts = _sizes(config.prefill_chunk, 64)
   drafts = (0,)

@@ -52,7 +52,8 @@ class _Weights(NamedTuple):
     divisor: float32[R, 1], the temperature; None for 1.
     greedy: bool[R], rows that take the most likely token; None for none.
     all: float32[R, V], 1 for the highest logit; None where nothing is left out.
-    cutoff: float32[R, 1], the least of them that may be drawn; None likewise.
+    cutoff: float32[R, 1], the smallest of `all` that may be drawn; None where
+      nothing is left out.
   """
 
   logits: Array

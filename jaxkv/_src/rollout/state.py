@@ -44,7 +44,7 @@ class Counters:
       as each width has. Without drafts there are two or three widths: 0, a
       quarter of `prefill_chunk` if that is at least 64, and `prefill_chunk`.
       With drafts each of these has 0, a quarter of `draft_columns` if that is
-      at least 8, and `draft_columns` beside it, and those with fewer drafts
+      at least 2, and `draft_columns` beside it, and those with fewer drafts
       come first.  # int32[X]
     rows: tokens that the model was called with, padding included.
     generated: tokens drawn. Each costs the row of the token before it.
