@@ -124,7 +124,7 @@ MUTANTS = {
     _find,
   ),
   "the aborted keep their slots": _rollout(
-    "verbs.abort:_abort",
+    "verbs.abort:_leave",
     text("slots_of(state, place)", "slots_of(state, place * 0 + 99)"),
     _leaving,
   ),
@@ -139,7 +139,7 @@ MUTANTS = {
     _leaving,
   ),
   "those that ended wait again": _rollout(
-    "verbs.abort:_requeue",
+    "verbs.abort:_leave",
     text("status >= queue.DONE", "status >= queue.EMPTY"),
     _leaving,
   ),

@@ -45,15 +45,10 @@ def abort(
 def _abort(
   state: RolloutState, ids: Array, mask: Array
 ) -> tuple[RolloutState, Outcome]:
-  state, ids, mask = ops.alike((state, ids, mask))
-  rows, status, code = find(state, ids, mask)
-  code = first_code(
-    (code != Status.OK, code), (status >= queue.DONE, Status.ENDED)
-  )
+  state, rows, code = _leave(state, ids, mask)
   served = code == Status.OK
-  place = ops.where_valid(served, rows)
-  state = leave_slots(state, slots_of(state, place))
   sequences = queue.with_status(state.sequences, rows, served, queue.DONE)
+  place = ops.where_valid(served, rows)
   finish = ops.put(sequences.finish, place, values=int(Finish.ABORTED))
   sequences = dataclasses.replace(sequences, finish=finish)
   state = dataclasses.replace(state, sequences=sequences)
@@ -89,11 +84,22 @@ def requeue(
 def _requeue(
   state: RolloutState, ids: Array, mask: Array
 ) -> tuple[RolloutState, Outcome]:
+  state, _, code = _leave(state, ids, mask)
+  return state, Outcome(code=code)
+
+
+def _leave(
+  state: RolloutState, ids: Array, mask: Array
+) -> tuple[RolloutState, Array, Array]:
+  """Sequences that have not ended leave their slots, if they have one.
+
+  Returns:
+    The rollout, the rows int32[R], and the codes int32[R].
+  """
   state, ids, mask = ops.alike((state, ids, mask))
   rows, status, code = find(state, ids, mask)
   code = first_code(
     (code != Status.OK, code), (status >= queue.DONE, Status.ENDED)
   )
   place = ops.where_valid(code == Status.OK, rows)
-  state = leave_slots(state, slots_of(state, place))
-  return state, Outcome(code=code)
+  return leave_slots(state, slots_of(state, place)), rows, code
