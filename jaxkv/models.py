@@ -67,6 +67,7 @@ from jaxkv._src.models.decoder.forward import chosen_experts
 from jaxkv._src.models.decoder.forward import forward
 from jaxkv._src.models.decoder.forward import forward_dense
 from jaxkv._src.models.decoder.forward import forward_uncached
+from jaxkv._src.models.decoder.grouped import grouped_log_probs
 from jaxkv._src.models.decoder.llama import llama
 from jaxkv._src.models.decoder.memory import cache_groups
 from jaxkv._src.models.decoder.memory import init_dense
@@ -110,6 +111,7 @@ __all__ = [
   "forward",
   "forward_dense",
   "forward_uncached",
+  "grouped_log_probs",
   "init_dense",
   "init_kv",
   "init_params",

@@ -43,6 +43,8 @@ def run(
   memory: Memory,
   keep: Any,
   stack: Stack,
+  *,
+  remat: bool = False,
 ) -> Carry:
   """All layers: [B, T, E] before the last norm, and the memory.
 
@@ -53,6 +55,8 @@ def run(
     memory: what `keep` keeps.
     keep: one of `memories`.
     stack: static.
+    remat: static; whether a gradient keeps the input of each layer alone, and
+      computes the layer again.
   """
   turned = attentions.rotations(stack, positions)
   x = (
@@ -64,7 +68,10 @@ def run(
     x = x * jnp.asarray(stack.embed_scale, x.dtype)
 
   def visit(carry: Carry, layer: Layer, own: Params, place: Place) -> Carry:
-    return _block(*carry, layer, own, place, turned, keep, stack)
+    def block(carry: Carry, own: Params) -> Carry:
+      return _block(*carry, layer, own, place, turned, keep, stack)
+
+    return (jax.checkpoint(block) if remat else block)(carry, own)
 
   return visit_layers((x, memory), params, visit, stack)
 

@@ -214,6 +214,28 @@ def encoder_of(config: Decoder) -> Encoder:
   return config.encoder
 
 
+def given(
+  encoded: jax.Array | None,
+  lengths: jax.Array | None,
+  rows: int,
+  config: Decoder,
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+  """What `prepared` gives, and lengths, if the decoder has an encoder.
+
+  Raises:
+    ValueError: an argument has another shape, is missing, or given in vain.
+  """
+  there = encoded is not None, lengths is not None
+  if there != (config.encoder is not None,) * 2:
+    raise ValueError(
+      "`encoded` and `encoded_lengths` must be given if and only if config has "
+      "an encoder."
+    )
+  if encoded is None or lengths is None:
+    return None, None
+  return prepared(encoded, lengths, rows, config), lengths
+
+
 def prepared(
   encoded: jax.Array, lengths: jax.Array, rows: int, config: Decoder
 ) -> jax.Array:

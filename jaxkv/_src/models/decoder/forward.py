@@ -247,7 +247,8 @@ def forward_uncached(
     (1, 3, 11)
   """
   routing.check_experts(experts, tokens, config)
-  keep = _nowhere(tokens.shape[0], encoded, encoded_lengths, experts, config)
+  given = encoder.given(encoded, encoded_lengths, tokens.shape[0], config)
+  keep = memories.Nowhere(experts, *given)
   return all_logits.run(
     params, tokens, positions, (), keep, None, "all", config
   )[0]
@@ -306,31 +307,12 @@ def chosen_experts(
     (1, 3, 11)
   """
   routing.check_experts(experts, tokens, config)
-  keep = _nowhere(tokens.shape[0], encoded, encoded_lengths, experts, config)
+  given = encoder.given(encoded, encoded_lengths, tokens.shape[0], config)
+  keep = memories.Nowhere(experts, *given)
   memory = routing.init_chosen(tokens, config)
   return all_logits.run(
     params, tokens, positions, memory, keep, None, "none", config
   )[1][0]
-
-
-def _nowhere(
-  rows: int,
-  encoded: jax.Array | None,
-  lengths: jax.Array | None,
-  experts: jax.Array | None,
-  config: Decoder,
-) -> memories.Nowhere:
-  """The memory of `forward_uncached`, with what it is given."""
-  given = encoded is not None, lengths is not None
-  if given != (config.encoder is not None,) * 2:
-    raise ValueError(
-      "`encoded` and `encoded_lengths` must be given if and only if config has "
-      "an encoder."
-    )
-  if encoded is None or lengths is None:
-    return memories.Nowhere(experts)
-  encoded = encoder.prepared(encoded, lengths, rows, config)
-  return memories.Nowhere(experts, encoded, lengths)
 
 
 def _has_keys(pool: Any) -> bool:

@@ -39,21 +39,22 @@ def run(
   Raises:
     ValueError: an argument has another shape than the decoder's.
   """
-  _check_inputs(params, tokens, positions, counts, wanted, config)
+  _check_inputs(tokens, positions, counts, wanted)
+  check_params(params, config)
   x, memory = blocks.run(params, tokens, positions, memory, keep, config)
-  x = rms_norm(
-    _pick(x, counts, wanted),
-    params["final_norm"],
-    config.norm_eps,
-    config.norm_offset,
-  )
+  return head(params, _pick(x, counts, wanted), config), memory
+
+
+def head(params: Params, x: jax.Array, config: Decoder) -> jax.Array:
+  """float32[..., V] logits of what the last layer gives, [..., E]."""
+  x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm_offset)
   unembed = params["embed"].T if config.tied_embeddings else params["unembed"]
   logits = jnp.einsum(
-    "bte,ev->btv", x, unembed, preferred_element_type=jnp.float32
+    "...e,ev->...v", x, unembed, preferred_element_type=jnp.float32
   )
   if config.logit_cap is not None:
     logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
-  return logits, memory
+  return logits
 
 
 def _pick(
@@ -76,12 +77,10 @@ def _pick(
 
 
 def _check_inputs(
-  params: Params,
   tokens: jax.Array,
   positions: jax.Array,
   counts: jax.Array | None,
   wanted: Wanted | jax.Array,
-  config: Decoder,
 ) -> None:
   if tokens.ndim != 2:
     raise ValueError(f"`tokens` must be [B, T], got shape {tokens.shape}.")
@@ -98,6 +97,10 @@ def _check_inputs(
     raise ValueError(
       f'`logits` must be "all", "last" or "none", got {wanted!r}.'
     )
+
+
+def check_params(params: Params, config: Decoder) -> None:
+  """Raises ValueError unless the embedding is that of the decoder."""
   embed = (config.vocab_size, config.embed_dim)
   if params["embed"].shape != embed or params["embed"].dtype != config.dtype:
     raise ValueError(

@@ -264,7 +264,20 @@ class Nowhere:
   ) -> tuple[jax.Array, tuple[Any, ...]]:
     """See `Paged`."""
     del place
-    return dense.attend_causal(q, k, v, **_options(attention, weights)), memory
+    return self.attend(q, k, v, **_options(attention, weights)), memory
+
+  def attend(
+    self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
+  ) -> jax.Array:
+    """What queries of all tokens read of all tokens: [B, T, H, X].
+
+    Args:
+      q: [B, T, H, D].
+      k: [B, T, K, D].
+      v: [B, T, K, X].
+      **options: see `dense.attend_causal`.
+    """
+    return dense.attend_causal(q, k, v, **options)
 
   def cross(
     self,
@@ -313,7 +326,7 @@ class Nowhere:
     keys = jnp.concatenate([keys, jnp.broadcast_to(rotated, shape)], axis=-1)
     query = jnp.concatenate(q, axis=-1)
     scale = scale_of(attention)
-    return dense.attend_causal(query, keys, values, scale=scale), memory
+    return self.attend(query, keys, values, scale=scale), memory
 
   def recurrent(
     self,
