@@ -2,7 +2,7 @@
 
 Small functions, to be composed like those of optax; no trainer. They take what
 `jaxkv.rollout.generated` gives: arrays [Q, T] with what is said of a token in
-the token's column.
+the token's column. Or [N, G, R] for G samples of N prompts, of `grouped`.
 
   out = rollout.generated(state)
   good = rl.group_normalized(rewards, num_samples=8)
@@ -15,6 +15,21 @@ the token's column.
     return rl.grpo_loss(
       log_probs, out.log_probs[:, 1:], good, out.mask[:, 1:]
     )
+
+The same with each prompt computed once:
+
+  out = rollout.grouped(
+    rollout.generated(state), num_samples=8, prompt_columns=P,
+    completion_columns=R,
+  )
+  good = good.reshape(out.mask.shape[:2])
+
+  def loss(params):
+    log_probs = models.grouped_log_probs(
+      params, out.prompts, out.prompt_lengths, out.completions,
+      out.completion_lengths, config=config,
+    )
+    return rl.grpo_loss(log_probs, out.log_probs, good, out.mask)
 
 | function             | what                                                  |
 |----------------------|-------------------------------------------------------|

@@ -8,7 +8,7 @@
 | add prompts, take answers | `submit`, `harvest`                              |
 | go on after a tool        | `extend`                                         |
 | stop or interrupt         | `abort`, `requeue`                               |
-| train in between          | `update_weights`; `init(version=)`               |
+| train in between          | `grouped`, `update_weights`; `init(version=)`    |
 | replay experts            | `RolloutConfig.experts`, `Generated.experts`     |
 | guess tokens              | `RolloutConfig.draft_tokens`, `Draft`            |
 | answer an encoder's input | `init(encoder_inputs=)`, `Encode`                |
@@ -41,6 +41,8 @@ from jaxkv._src.rollout.dense import generate_dense
 from jaxkv._src.rollout.drafts import Draft
 from jaxkv._src.rollout.encoder import EncoderInputs
 from jaxkv._src.rollout.encoding import Encode
+from jaxkv._src.rollout.grouped import Grouped
+from jaxkv._src.rollout.grouped import grouped
 from jaxkv._src.rollout.invariants import check
 from jaxkv._src.rollout.invariants import check_invariants
 from jaxkv._src.rollout.loop import generate
@@ -92,6 +94,7 @@ __all__ = [
   "Finish",
   "Generated",
   "Grammar",
+  "Grouped",
   "Guide",
   "GuideState",
   "Harvested",
@@ -121,6 +124,7 @@ __all__ = [
   "generate",
   "generate_dense",
   "generated",
+  "grouped",
   "guide",
   "harvest",
   "init",

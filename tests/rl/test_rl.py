@@ -290,7 +290,10 @@ class TestGrpo:
       ({"clip": (0.1, 0.2, 0.3)}, "`clip` must be"),
       ({"clip": None}, "`clip` must be"),
       ({"estimator": "k9"}, '`estimator` must be "k1"'),
-      ({"log_probs": np.zeros(3, np.float32)}, r"`log_probs` must be \[Q, T\]"),
+      (
+        {"log_probs": np.zeros(3, np.float32)},
+        r"`log_probs` must be \[Q, T\] or",
+      ),
       ({"weights": np.ones(3)}, "`weights` must have the shape"),
       ({"reference": np.ones(3)}, "`reference` must have the shape"),
       ({"advantages": np.ones(3)}, "`advantages` must have the shape"),

@@ -7,16 +7,16 @@ from jaxkv._src.cache import checks
 
 
 def log_probabilities(name: str, values: jax.Array) -> jax.Array:
-  """Floats [Q, T] as float32.
+  """Floats [Q, T], or of more axes, as float32.
 
   Raises:
     TypeError: they are no floats.
-    ValueError: they have another rank.
+    ValueError: they have fewer axes.
   """
   values = jnp.asarray(values)
-  if values.ndim != 2:
+  if values.ndim < 2:
     raise ValueError(
-      f"`{name}` must be [Q, T], a number for each token, got "
+      f"`{name}` must be [Q, T] or [N, G, R], a number for each token, got "
       f"{list(values.shape)}."
     )
   return _floats(name, values)

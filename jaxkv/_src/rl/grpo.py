@@ -54,10 +54,11 @@ def grpo_loss(
   the reference.
 
   Args:
-    log_probs: floats[Q, T], of the policy that is trained.
+    log_probs: floats[Q, T], of the policy that is trained; or [N, G, R] of
+      groups, and so all others.
     old: floats[Q, T], of the policy that r is relative to: at the beginning of
       the update. No gradient goes through them.
-    advantages: floats[Q], or floats[Q, T] of each token.
+    advantages: floats[Q] or [N, G], or floats of each token.
     mask: bool[Q, T], the tokens that were drawn, such as
       `generated(state).mask`. Only they count; numbers elsewhere may be NaN.
     clip: static; c; or two, below and above 1 (Yu et al., 2025, "clip
@@ -139,11 +140,11 @@ def _bounds(clip: Any) -> tuple[float, float]:
 
 
 def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
-  """float32[Q, T]: the advantage of each drawn token."""
+  """float32[..., T]: the advantage of each drawn token."""
   advantages = jnp.asarray(advantages, jnp.float32)
-  if advantages.ndim == 1:
-    advantages = advantages[:, None]
-    checks.check_shape("advantages", advantages, (mask.shape[0], 1))
+  if advantages.ndim == mask.ndim - 1:
+    advantages = advantages[..., None]
+    checks.check_shape("advantages", advantages, (*mask.shape[:-1], 1))
   else:
     meaning = ", or one for each sequence"
     checks.check_shape("advantages", advantages, mask.shape, meaning)
@@ -152,11 +153,11 @@ def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _mean(values: jax.Array, mask: jax.Array, mean: Mean) -> jax.Array:
-  """float32[]: the mean of values [Q, T] where `mask` is True."""
+  """float32[]: the mean of values [..., T] where `mask` is True."""
   values, there = jnp.where(mask, values, 0), mask.astype(jnp.float32)
   if isinstance(mean, str) and mean == "sequence":
-    count = jnp.sum(there, axis=1)
-    rows = jnp.sum(values, axis=1) / jnp.maximum(count, 1)
+    count = jnp.sum(there, axis=-1)
+    rows = jnp.sum(values, axis=-1) / jnp.maximum(count, 1)
     some = jnp.sum((count > 0).astype(jnp.float32))
     return jnp.sum(rows) / jnp.maximum(some, 1)
   if isinstance(mean, str) and mean == "token":

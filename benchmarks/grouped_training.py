@@ -1,0 +1,194 @@
+"""Training on samples of a prompt: the prompt once, or with each sample.
+
+`models.grouped_log_probs` beside the plain form: `forward_uncached` over all
+whole sequences, and `log_softmax` of all logits. Four layers as wide as those
+of SmolLM2, float32, 8 completions of 64 tokens of one prompt of 512.
+
+| row | what |
+|---|---|
+| CPU s | of `value_and_grad`, the least of some calls; sides take turns |
+| MiB | of temporary arrays, as the compiler counts them |
+| times | the plain form's, divided by ours |
+| share | of the plain form's temporary arrays |
+| apart | the largest difference of gradients, relative to the largest element
+  of the same parameters |
+
+With "again" both compute each layer again in the gradient (`jax.checkpoint`).
+With a vocabulary of 512 nearly all is layers; 49,152 is that of SmolLM2, where
+the plain form has 4,608 rows of logits.
+
+  python benchmarks/grouped_training.py [--quick] [--json FILE]
+"""
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+from typing import NamedTuple
+
+import command
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rollout_rows import Row
+from rollout_rows import at_least
+from rollout_rows import at_most
+from rollout_rows import show
+from rollout_rows import summary
+
+from jaxkv import models
+from jaxkv._src.models.decoder import blocks
+from jaxkv._src.models.decoder import logits as all_logits
+from jaxkv._src.models.decoder import memories
+
+
+class Work(NamedTuple):
+  """A workload.
+
+  Attributes:
+    vocab: of the model.
+    width: E; a head has a ninth of it.
+    samples: G, of the prompt.
+    prompt: P, its tokens.
+    answer: R, tokens of each sample.
+  """
+
+  vocab: int
+  width: int = 576
+  samples: int = 8
+  prompt: int = 512
+  answer: int = 64
+
+  def config(self) -> models.Decoder:
+    return models.llama(
+      vocab_size=self.vocab,
+      num_layers=4,
+      embed_dim=self.width,
+      num_heads=9,
+      num_kv_heads=3,
+      head_dim=self.width // 9,
+      mlp_dim=self.width * 8 // 3,
+    )
+
+
+class Data(NamedTuple):
+  """Tokens, and a factor of each sample.
+
+  Attributes:
+    prompts: int32[1, P].
+    completions: int32[1, G, R].
+    good: float32[1, G, 1].
+  """
+
+  prompts: jax.Array
+  completions: jax.Array
+  good: jax.Array
+
+
+def _data(work: Work) -> Data:
+  draw = np.random.default_rng(0)
+  shapes = (1, work.prompt), (1, work.samples, work.answer)
+  prompts, completions = (
+    jnp.asarray(draw.integers(0, work.vocab, shape), jnp.int32)
+    for shape in shapes
+  )
+  good = draw.normal(size=(1, work.samples, 1))
+  return Data(prompts, completions, jnp.asarray(good, jnp.float32))
+
+
+def _ours(params: Any, data: Data, *, work: Work, remat: bool) -> jax.Array:
+  lengths = jnp.full(data.completions.shape[:2], work.answer, jnp.int32)
+  found = models.grouped_log_probs(
+    params,
+    data.prompts,
+    jnp.full((1,), work.prompt, jnp.int32),
+    data.completions,
+    lengths,
+    config=work.config(),
+    remat=remat,
+  )
+  return jnp.mean(found * data.good)
+
+
+def _plain(params: Any, data: Data, *, work: Work, remat: bool) -> jax.Array:
+  prompts = jnp.repeat(data.prompts, work.samples, axis=0)
+  tokens = jnp.concatenate([prompts, data.completions[0]], axis=1)
+  positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+  positions = jnp.broadcast_to(positions, tokens.shape)
+  config, keep = work.config(), memories.Nowhere()
+  if remat:
+    x, _ = blocks.run(params, tokens, positions, (), keep, config, remat=True)
+    logits = all_logits.head(params, x, config)
+  else:
+    logits = models.forward_uncached(params, tokens, positions, config=config)
+  log_probs = jax.nn.log_softmax(logits[:, :-1])
+  found = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=2)[..., 0]
+  return jnp.mean(found[:, work.prompt - 1 :] * data.good[0])
+
+
+def _rows(quick: bool, rounds: int) -> Iterator[Row]:
+  small = {"width": 72, "samples": 4, "prompt": 64, "answer": 8}
+  for vocab in (512, 49_152):
+    work = Work(vocab, **small) if quick else Work(vocab)
+    params = models.init_params(jax.random.key(0), work.config())
+    data = _data(work)
+    for remat in (False, True):
+      yield from _compared(work, params, data, remat, rounds)
+
+
+def _compared(
+  work: Work, params: Any, data: Data, remat: bool, rounds: int
+) -> Iterator[Row]:
+  """Our side beside the plain one."""
+  sides, gradients = [], []
+  for side in (_ours, _plain):
+    run = jax.value_and_grad(functools.partial(side, work=work, remat=remat))
+    sides.append(jax.jit(run).lower(params, data).compile())
+    gradients.append(jax.block_until_ready(sides[-1](params, data))[1])
+  name = f"vocabulary {work.vocab}" + (", again" if remat else "")
+  apart = jax.tree.map(
+    lambda x, y: float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))),
+    *gradients,
+  )
+  worst = max(jax.tree.leaves(apart))
+  del gradients
+  seconds = [[_cpu_seconds(run, params, data) for run in sides]
+             for _ in range(rounds)]  # fmt: skip
+  own, other = (min(side) for side in zip(*seconds, strict=True))
+  memory = [run.memory_analysis().temp_size_in_bytes / 2**20 for run in sides]
+  yield Row(name, "CPU s", own)
+  yield Row(name, "CPU s, plain", other)
+  yield at_least(name, "times", other / own, 2.8)
+  yield Row(name, "MiB", memory[0])
+  yield Row(name, "MiB, plain", memory[1])
+  most = 0.6 if remat else 0.4
+  yield at_most(name, "share", memory[0] / memory[1], most)
+  yield at_most(name, "gradient apart, millionths", worst * 1e6, 3)
+
+
+def _cpu_seconds(run: Any, params: Any, data: Data) -> float:
+  begin = time.process_time()
+  jax.block_until_ready(run(params, data))
+  return time.process_time() - begin
+
+
+def measured(quick: bool, rounds: int) -> dict[str, Any]:
+  """All rows, printed as they come."""
+  print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
+  rows = show(_rows(quick, rounds))
+  print(f"\n{summary(rows)}")
+  return {"rows": [row.as_json() for row in rows]}
+
+
+def main() -> None:
+  command.run(
+    __doc__,
+    measured,
+    rounds=3,
+    quick_rounds=1,
+    not_measured="compilation, accelerators, other dtypes, ragged lengths",
+  )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,172 @@
+"""grouped: what a rollout has drawn, as prompts and their samples."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.rollout.sequences import NOT_DRAWN
+from jaxkv._src.rollout.sequences import Records
+from jaxkv._src.rollout.verbs.harvest import Generated
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped:
+  """N prompts of up to P tokens, and G samples of each, of up to R tokens.
+
+  A sample is all that follows its prompt: what was drawn, and what others said.
+  What is said of its tokens stands in their columns, as in `Generated`.
+
+  Attributes:
+    prompts: the first prompt of each group; then 0.  # int32[N, P]
+    prompt_lengths: 0 for a group without samples.  # int32[N]
+    completions: the samples; then 0.  # int32[N, G, R]
+    completion_lengths: tokens of each, also of those that R columns do not
+      hold; 0 for one that does not exist.  # int32[N, G]
+    mask: the tokens that were drawn.  # bool[N, G, R]
+    log_probs: see `Generated`.  # float32[N, G, R]
+    versions: see `Generated`.  # int32[N, G, R]
+    records: see `Generated`.
+    experts: of prompts and of completions, see `Generated`.
+      # int16 or int32[N, P, J, k], [N, G, R, J, k]
+  """
+
+  prompts: Array
+  prompt_lengths: Array
+  completions: Array
+  completion_lengths: Array
+  mask: Array
+  log_probs: Array
+  versions: Array
+  records: Records
+  experts: tuple[Array, Array] | None
+
+
+def grouped(
+  results: Generated,
+  *,
+  num_samples: int,
+  prompt_columns: int,
+  completion_columns: int,
+) -> Grouped:
+  """What was drawn, as prompts and their samples: for a loss of groups.
+
+  `jaxkv.models.grouped_log_probs` computes each prompt once, and takes the
+  first four fields. Rows of `results` hold prompts of different lengths, then
+  samples; here every sample begins in column 0. Sizes are given, because
+  everything here has static shapes. A prompt or a sample that does not fit
+  keeps its length, for which `grouped_log_probs` gives NaN.
+
+  Args:
+    results: of `generated`, or of `harvest` with all rows.
+    num_samples: static; G, `RolloutConfig.num_samples`.
+    prompt_columns: static; P, the columns of the prompts that `init` and
+      `submit` were given.
+    completion_columns: static; R: `RolloutConfig.max_new_tokens`, or more if
+      sequences were extended; W - 1 holds all of any sequence.
+
+  Raises:
+    ValueError: the sequences are not groups of so many samples, or a number of
+      columns is not 1 .. W.
+
+  Examples:
+    >>> import jaxkv
+    >>> from jaxkv import models
+    >>> from jaxkv import rollout
+    >>> config = models.llama(vocab_size=11, num_layers=1, embed_dim=8,
+    ...                       num_heads=2, num_kv_heads=1, head_dim=4,
+    ...                       mlp_dim=16)
+    >>> params = models.init_params(jax.random.key(0), config)
+    >>> sizes = jaxkv.CacheConfig(
+    ...   num_pages=17, page_size=4, num_slots=4, pages_per_slot=4
+    ... )
+    >>> prompts, lengths = jnp.array([[3, 1, 4], [5, 0, 0]]), jnp.array([3, 1])
+    >>> state = rollout.init(
+    ...   jaxkv.init(sizes), models.init_kv(config, sizes), prompts, lengths,
+    ...   jax.random.key(1),
+    ...   rollout.RolloutConfig(num_samples=2, max_new_tokens=4),
+    ... )
+    >>> state = rollout.generate(
+    ...   params, state, model=functools.partial(models.forward, config=config)
+    ... )
+    >>> out = grouped(
+    ...   rollout.generated(state), num_samples=2, prompt_columns=3,
+    ...   completion_columns=4,
+    ... )
+    >>> log_probs = models.grouped_log_probs(
+    ...   params, out.prompts, out.prompt_lengths, out.completions,
+    ...   out.completion_lengths, config=config,
+    ... )
+    >>> log_probs.shape, out.mask.shape
+    ((2, 2, 4), (2, 2, 4))
+    >>> bool(jnp.allclose(log_probs, out.log_probs, atol=1e-5))
+    True
+  """
+  rows, width = results.tokens.shape
+  if num_samples < 1 or rows % num_samples:
+    raise ValueError(
+      f"`num_samples` must divide the {rows} sequences of results, got "
+      f"{num_samples}; give RolloutConfig.num_samples, and all rows."
+    )
+  for name, columns in (
+    ("prompt_columns", prompt_columns),
+    ("completion_columns", completion_columns),
+  ):
+    if not 1 <= columns <= width:
+      raise ValueError(
+        f"`{name}` must be 1 .. {width}, the columns of results, got {columns}."
+      )
+  return _grouped(results, num_samples, prompt_columns, completion_columns)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _grouped(
+  results: Generated, num_samples: int, prompt_width: int, width: int
+) -> Grouped:
+  begins = results.prompt_lengths
+  real = jnp.arange(width, dtype=jnp.int32)[None]
+  real = real < (results.lengths - begins)[:, None]
+  # Rows without a sequence have no prompt; the others of a group have the same.
+  lengths = begins.reshape(-1, num_samples)
+  group = jnp.arange(lengths.shape[0], dtype=jnp.int32) * num_samples
+  first = group + jnp.argmax(lengths, axis=1).astype(jnp.int32)
+  in_prompt = jnp.arange(prompt_width, dtype=jnp.int32)[None]
+  in_prompt = in_prompt < begins.at[first].get(mode="clip")[:, None]
+
+  def samples(values: Array, fill: Any = 0) -> Array:
+    """[Q, W, ...] as [N, G, R, ...]."""
+    place = begins[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    row = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None]
+    found = values.at[row, place].get(mode="clip")
+    found = _where(real, found, fill)
+    return found.reshape(-1, num_samples, width, *values.shape[2:])
+
+  def prompts(values: Array, fill: Any = 0) -> Array:
+    """[Q, W, ...] as [N, P, ...]."""
+    found = values.at[first, :prompt_width].get(mode="clip")
+    return _where(in_prompt, found, fill)
+
+  experts = results.experts
+  return Grouped(
+    prompts=prompts(results.tokens),
+    prompt_lengths=jnp.max(lengths, axis=1),
+    completions=samples(results.tokens),
+    completion_lengths=(results.lengths - begins).reshape(-1, num_samples),
+    mask=samples(results.mask, False),
+    log_probs=samples(results.log_probs),
+    versions=samples(results.versions, NOT_DRAWN),
+    records=jax.tree.map(samples, results.records),
+    experts=None
+    if experts is None
+    else (prompts(experts, -1), samples(experts, -1)),
+  )
+
+
+def _where(real: Array, values: Array, fill: Any) -> Array:
+  """Values [X, Y, ...] where [X, Y] is True, and a number elsewhere."""
+  real = real.reshape(*real.shape, *(1,) * (values.ndim - 2))
+  return jnp.where(real, values, jnp.array(fill, values.dtype))

@@ -1,0 +1,451 @@
+"""Log-probs of completions that share prompts, against whole sequences."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv import rl
+from jaxkv._src.models.decoder import log_probs
+
+pytestmark = pytest.mark.drawn(every=2)
+
+_VOCAB = 31
+_HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+_MLP = models.Mlp(inner_dim=24)
+_EXPERTS = models.Experts(num_experts=6, num_chosen=2, inner_dim=12)
+_LATENTS = models.LatentAttention(
+  num_heads=2, latent_dim=8, plain_dim=4, rotated_dim=4, value_dim=6
+)
+_DELTA_NET = models.DeltaNet(
+  num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, kernel_size=3
+)
+
+
+def _attention(**changes: Any) -> models.Attention:
+  return models.Attention(**(_HEADS | changes))
+
+
+def _layer(attention: Any, mlp: Any = _MLP, **more: Any) -> models.Layer:
+  return models.Layer(attention=attention, mlp=mlp, **more)
+
+
+# As in Llama, Gemma 2, gpt-oss, Qwen3-Next, DeepSeek-V3 and T5Gemma.
+_LAYERS: dict[str, tuple[models.Layer, ...]] = {
+  "llama": (_layer(_attention()),) * 2,
+  "windows and caps": (
+    _layer(_attention(window=4, soft_cap=2.0), post_norms=True),
+    _layer(_attention(soft_cap=2.0, scale=0.7), post_norms=True),
+  )
+  * 2,
+  "sinks and experts": (
+    _layer(_attention(window=3, sinks=True, biased=True), _EXPERTS),
+    _layer(_attention(sinks=True, gated=True), _EXPERTS),
+  ),
+  "states": (
+    _layer(_DELTA_NET),
+    _layer(_DELTA_NET, _EXPERTS),
+    _layer(_attention(query_key_norm=True)),
+  ),
+  "latents": (_layer(_LATENTS),) * 2,
+  "encoder": (
+    _layer(_attention(), cross=_attention(rope=None)),
+    _layer(_attention(window=3)),
+  ),
+}
+_ENCODER = models.Encoder(
+  vocab_size=_VOCAB, embed_dim=12, layers=(_layer(_attention()),)
+)
+over_decoders = pytest.mark.parametrize("name", _LAYERS)
+
+_N, _P = 3, 7
+_PROMPTS = np.array([7, 1, 4], np.int32)
+_LENGTHS = np.array([[5, 2, 0, 1], [3, 5, 4, 4], [0, 0, 1, 5]], np.int32)
+# Two levels: branches that stop, and one that has no tokens of its own.
+_TREE = (
+  np.array([[3, 1], [2, 0], [0, 3]], np.int32),
+  np.array(
+    [[[4, 0, 1], [2, 3, 4]], [[1, 1, 1], [2, 0, 4]], [[0, 0, 0], [0, 4, 2]]],
+    np.int32,
+  ),
+)
+_COLUMNS = (3, 4)
+
+
+def _config(name: str) -> models.Decoder:
+  layers = _LAYERS[name]
+  crosses = any(layer.cross is not None for layer in layers)
+  return models.Decoder(
+    vocab_size=_VOCAB,
+    embed_dim=16,
+    layers=layers,
+    logit_cap=3.0,
+    tied_embeddings=name != "latents",
+    encoder=_ENCODER if crosses else None,
+  )
+
+
+@functools.cache
+def _params(name: str) -> Any:
+  params = models.init_params(jax.random.key(0), _config(name))
+  draw = np.random.default_rng(5)
+  return jax.tree.map(
+    lambda leaf: leaf + 0.1 * draw.normal(size=leaf.shape).astype(np.float32),
+    params,
+  )
+
+
+def _tokens(*shape: int) -> np.ndarray:
+  """Tokens; there is also nonsense behind the lengths."""
+  draw = np.random.default_rng(len(shape))
+  return draw.integers(0, _VOCAB, shape).astype(np.int32)
+
+
+def _nonsense(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+  columns = np.arange(tokens.shape[-1])
+  return np.where(columns < lengths[..., None], tokens, -7).astype(np.int32)
+
+
+def _completions() -> tuple[Any, Any, Any, Any]:
+  """Arguments: N prompts and their completions."""
+  prompts, completions = _tokens(_N, _P), _tokens(*_LENGTHS.shape, 5)
+  return (
+    _nonsense(prompts, _PROMPTS),
+    _PROMPTS,
+    _nonsense(completions, _LENGTHS),
+    _LENGTHS,
+  )
+
+
+def _trees() -> tuple[Any, Any, Any, Any]:
+  """Arguments: N prompts and trees of two levels."""
+  levels = tuple(
+    _nonsense(_tokens(*lengths.shape, columns), lengths)
+    for lengths, columns in zip(_TREE, _COLUMNS, strict=True)
+  )
+  return _nonsense(_tokens(_N, _P), _PROMPTS), _PROMPTS, levels, _TREE
+
+
+def _encoded(name: str, params: Any) -> tuple[Any, ...]:
+  if _config(name).encoder is None:
+    return ()
+  lengths = jnp.asarray([4, 2, 3], jnp.int32)
+  inputs = jnp.asarray(_tokens(_N, 4))
+  return models.encode(params, inputs, lengths, config=_config(name)), lengths
+
+
+def _grouped(name: str, params: Any, arguments: Any, **options: Any) -> Any:
+  return models.grouped_log_probs(
+    params,
+    *arguments,
+    *_encoded(name, params),
+    config=_config(name),
+    **options,
+  )
+
+
+def _as_tuples(arguments: Any) -> tuple[Any, Any]:
+  """Levels and lengths, the prompts' first."""
+  prompts, prompt_lengths, levels, lengths = arguments
+  if not isinstance(levels, tuple):
+    levels, lengths = (levels,), (lengths,)
+  return (prompts, *levels), (prompt_lengths, *lengths)
+
+
+def _whole(
+  name: str, params: Any, arguments: Any, temperature: float = 1.0, **more: Any
+) -> list[Any]:
+  """The same of whole sequences, one for each path; a list of levels."""
+  levels, lengths = _as_tuples(arguments)
+  paths, rows = {}, []
+  for branch in itertools.product(*map(range, lengths[-1].shape)):
+    row = []
+    for level, (own, size) in enumerate(zip(levels, lengths, strict=True)):
+      place = branch[: level + 1]
+      paths.setdefault((level, place), (len(rows), len(row)))
+      row += own[place][: size[place]].tolist()
+    rows.append(row)
+  width = max(map(len, rows))
+  tokens = np.array([row + [0] * (width - len(row)) for row in rows], np.int32)
+  positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
+  # Rows of the encoder, one for each path.
+  given = [
+    jnp.repeat(x, len(rows) // _N, axis=0) for x in _encoded(name, params)
+  ]
+  logits = models.forward_uncached(
+    params, tokens, positions, *given, config=_config(name), **more
+  )
+  logits = jax.nn.log_softmax(logits[:, :-1] / temperature)
+  next_tokens = jnp.asarray(tokens)[:, 1:, None]
+  known = jnp.take_along_axis(logits, next_tokens, axis=2)[..., 0]
+  found = []
+  for level, (own, size) in enumerate(zip(levels, lengths, strict=True)):
+    flat = []
+    for place in itertools.product(*map(range, size.shape)):
+      row, column = paths[level, place]
+      part = known[row, column - 1 : column - 1 + size[place]]
+      flat.append(jnp.pad(part, (0, own.shape[-1] - len(part))))
+    found.append(jnp.stack(flat).reshape(own.shape) if level else None)
+  return found[1:]
+
+
+def _assert_close(found: Any, expected: Any) -> None:
+  # Float32 sums of at most 64 terms of order 1, in another order.
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@over_decoders
+def test_completions(name):
+  found = _grouped(name, _params(name), _completions())
+  assert found.shape == (*_LENGTHS.shape, 5)
+  assert found.dtype == jnp.float32
+  (expected,) = _whole(name, _params(name), _completions())
+  assert (np.asarray(expected) < 0).sum() == _LENGTHS.sum()
+  _assert_close(found, expected)
+
+
+@over_decoders
+def test_trees(name):
+  found = _grouped(name, _params(name), _trees())
+  expected = _whole(name, _params(name), _trees())
+  for own, wanted, lengths in zip(found, expected, _TREE, strict=True):
+    assert (np.asarray(wanted) < 0).sum() == lengths.sum()
+    _assert_close(own, wanted)
+
+
+@over_decoders
+@pytest.mark.parametrize("arguments", [_completions, _trees])
+def test_gradients(name, arguments):
+  _, lengths = _as_tuples(arguments())
+  columns = (5,) if len(lengths) == 2 else _COLUMNS
+  factors = [
+    np.random.default_rng(9).normal(size=(*own.shape, width)).astype("float32")
+    for own, width in zip(lengths[1:], columns, strict=True)
+  ]
+
+  def loss(of: Any, params: Any, **options: Any) -> jax.Array:
+    found = of(name, params, arguments(), temperature=0.7, **options)
+    levels = found if isinstance(found, tuple | list) else (found,)
+    total = jnp.float32(0)
+    for own, factor in zip(levels, factors, strict=True):
+      total = total + jnp.sum(own * factor)
+    return total
+
+  expected = jax.jit(jax.grad(functools.partial(loss, _whole)))(_params(name))
+  largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(expected))
+  for remat in (False, True):
+    own = functools.partial(loss, _grouped, remat=remat)
+    found = jax.jit(jax.grad(own))(_params(name))
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(
+        x, y, rtol=0, atol=3e-6 * max(largest, 1)
+      ),
+      found,
+      expected,
+    )
+
+
+def test_a_temperature_that_is_traced():
+  params, arguments = _params("llama"), _completions()
+
+  @jax.jit
+  def run(temperature: Any) -> Any:
+    return _grouped("llama", params, arguments, temperature=temperature)
+
+  (expected,) = _whole("llama", params, arguments, 0.3)
+  _assert_close(run(0.3), expected)
+
+
+def test_remat_changes_no_value():
+  plain, again = (
+    _grouped("windows and caps", _params("windows and caps"), _trees(), remat=x)
+    for x in (False, True)
+  )
+  for own, other in zip(plain, again, strict=True):
+    _assert_close(own, other)
+
+
+def test_one_column():
+  """Choices of one token each: the prompt alone matters."""
+  prompts, sizes, completions, _ = _completions()
+  lengths = np.ones_like(_LENGTHS)
+  arguments = prompts, sizes, np.maximum(completions[..., :1], 0), lengths
+  for name in ("llama", "states"):
+    found = _grouped(name, _params(name), arguments)
+    (expected,) = _whole(name, _params(name), arguments)
+    _assert_close(found, expected)
+
+
+def test_rows_without_tokens_change_nothing():
+  """As those of prompts that a rollout has no sequences of."""
+  prompts, sizes, completions, lengths = _completions()
+  empty = np.array([0, *sizes[1:]]), np.array([[0] * 4, *lengths[1:]])
+  arguments = prompts, empty[0], completions, empty[1]
+
+  def loss(params: Any) -> jax.Array:
+    return jnp.sum(_grouped("states", params, arguments))
+
+  found, gradient = jax.value_and_grad(loss)(_params("states"))
+  (expected,) = _whole("states", _params("states"), _completions())
+  _assert_close(found, jnp.sum(expected[1:]))
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(
+  ("prompt", "lengths"),
+  [(8, (5, 2, 0, 1)), (-1, (5, 2, 0, 1)), (7, (6, 2, 0, 1)), (0, (0, 1, 0, 0))],
+)
+def test_lengths_out_of_range_are_seen(prompt, lengths):
+  prompts, sizes, completions, others = _completions()
+  sizes, others = sizes.copy(), others.copy()
+  sizes[0], others[0] = prompt, lengths
+  arguments = prompts, sizes, completions, others
+  found = np.asarray(_grouped("llama", _params("llama"), arguments))
+  assert np.isnan(found[0]).all()
+  (expected,) = _whole("llama", _params("llama"), _completions())
+  _assert_close(found[1:], expected[1:])
+
+
+@pytest.mark.parametrize("name", ["sinks and experts", "states"])
+def test_experts_that_are_given(name):
+  config, count = _config(name), 2 if name == "sinks and experts" else 1
+  prompts, sizes, completions, lengths = _completions()
+  draw = np.random.default_rng(2)
+  used = [
+    draw.permuted(np.broadcast_to(np.arange(6), (*x.shape, count, 6)), axis=-1)
+    for x in (prompts, completions)
+  ]
+  used = [x[..., :2].astype(np.int16) for x in used]
+  found = _grouped(
+    name, _params(name), _completions(), experts=tuple(map(jnp.asarray, used))
+  )
+  for row, (prompt, whole) in enumerate(zip(sizes, lengths, strict=True)):
+    for branch, size in enumerate(whole):
+      own = np.concatenate([used[0][row, :prompt], used[1][row, branch, :size]])
+      tokens = np.concatenate(
+        [prompts[row, :prompt], completions[row, branch, :size]]
+      )
+      logits = models.forward_uncached(
+        _params(name),
+        tokens[None],
+        np.arange(len(tokens), dtype=np.int32)[None],
+        config=config,
+        experts=jnp.asarray(own[None]),
+      )
+      wanted = jax.nn.log_softmax(logits[0])
+      wanted = wanted[np.arange(len(tokens) - 1), tokens[1:]]
+      _assert_close(found[row, branch, :size], wanted[prompt - 1 :])
+
+
+def test_the_head_runs_over_some_rows_at_a_time():
+  config, params = _config("llama"), _params("llama")
+  draw = np.random.default_rng(3)
+  x = jnp.asarray(draw.normal(size=(2, 5, 16)).astype(np.float32))
+  tokens, warm = jnp.asarray(_tokens(2, 5, 3)), jnp.float32(1.5)
+
+  def loss(params: Any, x: jax.Array, most: int) -> Any:
+    found = log_probs.of_tokens(params, x, tokens, warm, config, most=most)
+    return jnp.sum(jnp.sin(found)), found
+
+  run = jax.value_and_grad(loss, (0, 1), has_aux=True)
+  expected = run(params, x, 10**6)
+  for rows in (0, 1, 3, 4, 10):
+    found = run(params, x, rows * _VOCAB)
+    jax.tree.map(_assert_close, found, expected)
+  text = jax.jit(run, static_argnums=2).lower(params, x, 3 * _VOCAB).as_text()
+  assert f"tensor<3x{_VOCAB}xf32>" in text
+  for shape in (f"10x{_VOCAB}", f"2x5x{_VOCAB}", f"12x{_VOCAB}"):
+    assert f"tensor<{shape}xf32>" not in text
+
+
+def test_a_prompt_is_computed_once():
+  """No array of the program has as many tokens as whole sequences have."""
+  group, width, columns = 6, 61, 5
+  arguments = (
+    _tokens(1, width),
+    np.full(1, width, np.int32),
+    _tokens(1, group, columns),
+    np.full((1, group), columns, np.int32),
+  )
+
+  def loss(params: Any) -> jax.Array:
+    return jnp.sum(_grouped("llama", params, arguments))
+
+  text = jax.jit(jax.grad(loss)).lower(_params("llama")).as_text()
+  total = width + group * (columns - 1)
+  assert f"tensor<1x{total}x16xf32>" in text
+  # The queries of all completions meet the prompt's keys in one product.
+  scores = f"tensor<1x1x2x2x{group * (columns - 1)}x{width}xf32>"
+  assert scores in text
+  whole = (group * width, group * (width + columns), group * (total - 1))
+  for count in whole:
+    assert f"x{count}x" not in text
+  for rows in (f"{group}x{width}x", f"{group}x{width + columns}x"):
+    assert rows not in text
+  # Logits: of the prompt's last token, and of the completions'.
+  assert f"tensor<1x{_VOCAB}xf32>" in text
+  assert f"tensor<{group * (columns - 1)}x{_VOCAB}xf32>" in text
+  assert f"tensor<{group * columns}x{_VOCAB}xf32>" not in text
+
+
+def test_a_loss():
+  """That of GRPO: at the policy that drew, the advantages' gradient."""
+  params, arguments = _params("llama"), _completions()
+  mask = np.arange(5) < _LENGTHS[..., None]
+  mask = mask.reshape(-1, 5)
+  draw = np.random.default_rng(4)
+  good = rl.group_normalized(draw.normal(size=12), num_samples=4)
+  old = _grouped("llama", params, arguments).reshape(mask.shape)
+
+  def loss(params: Any, of: Any) -> jax.Array:
+    found = of("llama", params, arguments)
+    found = found[0] if isinstance(found, list) else found
+    found = found.reshape(mask.shape)
+    return rl.grpo_loss(found, old, good, mask, mean="token")[0]
+
+  found, expected = (jax.grad(loss)(params, of) for of in (_grouped, _whole))
+  jax.tree.map(_assert_close, found, expected)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({0: np.zeros(3, np.int32)}, "`prompts` must have the shape"),
+    ({0: np.zeros((3, 0), np.int32)}, "`prompts` must have the shape"),
+    ({1: np.zeros(2, np.int32)}, "`prompt_lengths` must have the shape"),
+    ({2: np.zeros((2, 4, 5), np.int32)}, "`completions` must have the shape"),
+    ({3: np.zeros((3, 3), np.int32)}, "`completion_lengths` must have"),
+    ({3: (_LENGTHS, _LENGTHS)}, "as many levels, one or more, got 1 and 2"),
+    ({2: (), 3: ()}, "as many levels, one or more, got 0 and 0"),
+  ],
+)
+def test_shapes_that_are_refused(changes, message):
+  arguments = list(_completions())
+  for place, value in changes.items():
+    arguments[place] = value
+  with pytest.raises(ValueError, match=message):
+    _grouped("llama", _params("llama"), arguments)
+
+
+def test_numbers_that_are_refused():
+  params, arguments = _params("llama"), _completions()
+  with pytest.raises(TypeError, match="`completions` must hold integers"):
+    wrong = (*arguments[:2], arguments[2] * 1.0, arguments[3])
+    _grouped("llama", params, wrong)
+  for temperature in (0.0, -1.0, float("nan")):
+    with pytest.raises(ValueError, match="`temperature` must be positive"):
+      _grouped("llama", params, arguments, temperature=temperature)
+  with pytest.raises(ValueError, match="`temperature` must have the shape"):
+    _grouped("llama", params, arguments, temperature=np.ones(3))
+  with pytest.raises(ValueError, match="if and only if config has"):
+    models.grouped_log_probs(params, *arguments, config=_config("encoder"))
+  with pytest.raises(ValueError, match="`experts` must be those of prompts"):
+    _grouped("llama", params, arguments, experts=(np.zeros(3), ()))
+  other = dict(params, embed=params["embed"][1:])
+  with pytest.raises(ValueError, match="must be float32"):
+    _grouped("llama", other, arguments)

@@ -1,0 +1,215 @@
+"""Prompts and their samples from a rollout, for a loss of groups."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rl
+from jaxkv import rollout
+from tests.rollout import grpo
+
+_G, _W = 3, 9
+# Three prompts: with all samples, with the last one alone, with none.
+_PROMPTS = np.array([2, 2, 2, 0, 0, 4, 0, 0, 0], np.int32)
+_LENGTHS = np.array([5, 2, 9, 0, 0, 7, 0, 0, 0], np.int32)
+
+
+def _results() -> rollout.Generated:
+  """Every token, and what is said of it, is told from every other one."""
+  rows = len(_LENGTHS)
+  columns = np.arange(_W, dtype=np.int32)
+  real = columns[None] < _LENGTHS[:, None]
+  answers = real & (columns[None] >= _PROMPTS[:, None])
+  number = 1 + np.arange(rows * _W, dtype=np.int32).reshape(rows, _W)
+  # The samples of a prompt have its tokens, and others spoke in column 5.
+  number[1:3, :2] = number[0, :2]
+  mask = answers & (columns[None] != 5)
+  tops = np.where(mask, number, 0)[..., None] + np.zeros(2, np.int32)
+  experts = np.where(real, number, -1)[..., None, None]
+  values = {
+    "ids": np.arange(rows),
+    "tokens": np.where(real, number, 0),
+    "positions": np.broadcast_to(columns, real.shape),
+    "lengths": _LENGTHS,
+    "prompt_lengths": _PROMPTS,
+    "turn_starts": _PROMPTS,
+    "mask": mask,
+    "log_probs": np.where(mask, -number, 0).astype(np.float32),
+    "versions": np.where(mask, number % 5, -1),
+    "records": rollout.Records(top_tokens=jnp.asarray(tops)),
+    "experts": (experts + np.zeros((2, 3), np.int32)).astype(np.int16),
+    "finish": np.zeros(rows, np.int32),
+    "stop": np.zeros(rows, np.int32),
+    "valid": _LENGTHS > 0,
+  }
+  return rollout.Generated(**jax.tree.map(jnp.asarray, values))
+
+
+@pytest.mark.parametrize(("prompt", "columns"), [(4, 7), (9, 9), (3, 2)])
+def test_every_sample_begins_in_column_0(prompt, columns):
+  results = _results()
+  out = rollout.grouped(
+    results,
+    num_samples=_G,
+    prompt_columns=prompt,
+    completion_columns=columns,
+  )
+  sizes = (3, _G, columns)
+  fields: dict[str, Any] = {
+    "completions": (out.completions, results.tokens, 0),
+    "mask": (out.mask, results.mask, False),
+    "log_probs": (out.log_probs, results.log_probs, 0),
+    "versions": (out.versions, results.versions, -1),
+    "tops": (out.records.top_tokens, results.records.top_tokens, 0),
+    "experts": (out.experts[1], results.experts, -1),
+  }
+  for found, given, fill in fields.values():
+    expected = np.full((*sizes, *given.shape[2:]), fill, given.dtype)
+    for row, (first, last) in enumerate(zip(_PROMPTS, _LENGTHS, strict=True)):
+      part = np.asarray(given)[row, first:last][:columns]
+      expected[row // _G, row % _G, : len(part)] = part
+    np.testing.assert_array_equal(found, expected)
+    assert found.dtype == given.dtype
+  for found, given, fill in (
+    (out.prompts, results.tokens, 0),
+    (out.experts[0], results.experts, -1),
+  ):
+    expected = np.full((3, prompt, *given.shape[2:]), fill, given.dtype)
+    for group, row in ((0, 0), (1, 5)):
+      part = np.asarray(given)[row, : _PROMPTS[row]][:prompt]
+      expected[group, : len(part)] = part
+    np.testing.assert_array_equal(found, expected)
+  np.testing.assert_array_equal(out.prompt_lengths, [2, 4, 0])
+  np.testing.assert_array_equal(
+    out.completion_lengths, (_LENGTHS - _PROMPTS).reshape(3, _G)
+  )
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"num_samples": 2}, "`num_samples` must divide the 9 sequences"),
+    ({"num_samples": 0}, "`num_samples` must divide the 9 sequences"),
+    ({"prompt_columns": 0}, "`prompt_columns` must be 1 .. 9"),
+    ({"completion_columns": 10}, "`completion_columns` must be 1 .. 9"),
+  ],
+)
+def test_sizes_that_are_refused(changes, message):
+  sizes = {"num_samples": 3, "prompt_columns": 4, "completion_columns": 5}
+  with pytest.raises(ValueError, match=message):
+    rollout.grouped(_results(), **(sizes | changes))
+
+
+def _drawn(params: Any) -> rollout.RolloutState:
+  """Prompts of three lengths; the second one has fewer samples."""
+  prompts = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 0], [6, 0, 0, 0]], jnp.int32)
+  state = rollout.init(
+    jaxkv.init(grpo.SIZES, jax.random.key(2)),
+    models.init_kv(grpo.MODEL, grpo.SIZES),
+    prompts,
+    jnp.asarray([4, 3, 1], jnp.int32),
+    jax.random.key(1),
+    rollout.RolloutConfig(num_samples=4, max_new_tokens=6),
+    num_samples=np.array([4, 2, 4], np.int32),
+    sampling=rollout.Sampling(
+      temperature=0.7,
+      max_tokens=jnp.arange(12, dtype=jnp.int32) % 6 + 1,
+    ),
+  )
+  return rollout.generate(params, state, model=grpo.forward)
+
+
+def test_the_trainer_finds_what_the_rollout_drew():
+  """In one program: the rollout, the log-probs, the loss and its gradient."""
+
+  @jax.jit
+  def trained(params: Any) -> Any:
+    out = rollout.grouped(
+      rollout.generated(_drawn(params)),
+      num_samples=4,
+      prompt_columns=4,
+      completion_columns=6,
+    )
+    good = rl.group_normalized(
+      jnp.sum(out.completions % 3 == 0, axis=2).ravel().astype(jnp.float32),
+      num_samples=4,
+      mask=(out.completion_lengths > 0).ravel(),
+    ).reshape(out.mask.shape[:2])
+
+    def loss(params: Any) -> Any:
+      found = models.grouped_log_probs(
+        params,
+        out.prompts,
+        out.prompt_lengths,
+        out.completions,
+        out.completion_lengths,
+        config=grpo.MODEL,
+        temperature=0.7,
+        remat=True,
+      )
+      part, metrics = rl.grpo_loss(found, out.log_probs, good, out.mask)
+      return part, (metrics, found)
+
+    return out, jax.value_and_grad(loss, has_aux=True)(params)
+
+  params = models.init_params(jax.random.key(0), grpo.MODEL)
+  out, ((_, (metrics, found)), gradient) = trained(params)
+  np.testing.assert_allclose(found, out.log_probs, rtol=1e-5, atol=1e-5)
+  lengths = np.arange(12).reshape(3, 4) % 6 + 1
+  lengths[1, 2:] = 0
+  np.testing.assert_array_equal(out.completion_lengths, lengths)
+  np.testing.assert_array_equal(np.sum(out.mask, axis=2), lengths)
+  np.testing.assert_allclose(metrics.ratio, 1, atol=1e-5)
+  largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradient))
+  assert 1e-4 < largest < np.inf
+
+
+def test_columns_that_do_not_hold_a_sample_are_seen():
+  params = models.init_params(jax.random.key(0), grpo.MODEL)
+  results = jax.jit(lambda p: rollout.generated(_drawn(p)))(params)
+  # A prompt of 4 tokens; samples of 6 of both other prompts.
+  for prompt, columns, expected in (
+    (3, 6, [True, False, False]),
+    (4, 5, [False, True, True]),
+  ):
+    out = rollout.grouped(
+      results, num_samples=4, prompt_columns=prompt, completion_columns=columns
+    )
+    found = models.grouped_log_probs(
+      params,
+      out.prompts,
+      out.prompt_lengths,
+      out.completions,
+      out.completion_lengths,
+      config=grpo.MODEL,
+    )
+    assert np.isnan(found).all(axis=(1, 2)).tolist() == expected
+    assert np.isnan(found).any(axis=(1, 2)).tolist() == expected
+
+
+def test_a_group_per_axis_has_the_loss_of_rows():
+  """Of the functions of `jaxkv.rl`."""
+  draw = np.random.default_rng(1)
+  mask = draw.random((3, 4, 5)) < 0.7
+  new, old = (-draw.exponential(size=mask.shape).astype("f") for _ in range(2))
+  good = draw.normal(size=mask.shape[:2]).astype("f")
+
+  def flat(values: np.ndarray) -> np.ndarray:
+    return values.reshape(-1, 5)
+
+  for mean in ("token", "sequence"):
+    loss = functools.partial(rl.grpo_loss, mean=mean)
+    found = loss(new, old, good, mask, reference=old)
+    rest = good.ravel(), flat(mask)
+    rows = loss(flat(new), flat(old), *rest, reference=flat(old))
+    np.testing.assert_allclose(found[0], rows[0], rtol=1e-6)
+    jax.tree.map(np.testing.assert_allclose, found[1], rows[1])
+  kept = rl.importance_weights(new, old, mask=mask)
+  again = rl.importance_weights(flat(new), flat(old), mask=flat(mask))
+  np.testing.assert_array_equal(flat(np.asarray(kept)), again)
