@@ -40,6 +40,13 @@ Which experts tokens used. With `init_kv(experts=True)` pages keep them beside
 keys and values, so those of a cached prefix are known, too. A trainer then uses
 the same ones: `forward_uncached(experts=)`.
 
+To train on samples of prompts, `grouped_log_probs` gives the log-probs of all
+of them, and computes each prompt once, forward and backward:
+
+  log_probs = grouped_log_probs(
+    params, prompts, prompt_lengths, completions, lengths, config=config
+  )
+
 An encoder's output is computed once, and so are its keys and values in the
 layers with cross-attention, in groups of their own. `write_encoded` has an
 example that runs:

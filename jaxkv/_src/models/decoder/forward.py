@@ -7,6 +7,8 @@
 | `forward_uncached` | those of the same call, no memory | training         |
 | `chosen_experts`   | the same; gives experts, not logits | routing replay |
 
+`grouped_log_probs` (`grouped`) trains on sequences that share prompts.
+
 Dimension letters besides the project's own (B rows, T tokens, H query heads, K
 key-value heads, D head size, L layers): V vocabulary, J layers with experts, k
 experts of a token in each.

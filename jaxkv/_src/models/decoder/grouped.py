@@ -41,8 +41,8 @@ def grouped_log_probs(
   Those of `forward_uncached` over each prompt with each completion, but a
   prompt is computed once, forward and backward, and logits exist only for
   tokens of completions, of some at a time. Differentiable in `params` and in
-  `encoded`. Letters: N prompts of up to P tokens, G completions of each, of up
-  to R tokens.
+  `encoded`. A sequence that shares nothing is a completion of its first token.
+  Letters: N prompts of up to P tokens, G completions of each, R tokens of those.
 
   Completions may share more than a prompt, such as turns of a search. Then they
   are a tuple of levels. Level l has another branching axis, int32[N, G, G', R']
@@ -65,7 +65,7 @@ def grouped_log_probs(
     experts: what prompts and completions use: signed integers [N, P, J, k] and
       [N, G, R, J, k], or of levels a tuple; see `forward_uncached`.
     remat: static; whether a gradient keeps the input of each layer alone, and
-      computes the layer again: less memory, and a third more time.
+      computes the layer again: less memory, and up to a third more time.
 
   Returns:
     float32[N, G, R], or a tuple of levels alike: the log-prob of each token,
@@ -101,6 +101,16 @@ def grouped_log_probs(
     ...                                    jnp.array([5, 9, 2])]
     >>> bool(jnp.allclose(log_probs[0, 1], plain, atol=1e-5))
     True
+
+    A tree: both go on with another turn, the second one in two ways:
+
+    >>> turns = jnp.array([[[[7, 7], [0, 0]], [[2, 0], [8, 3]]]])
+    >>> tree = grouped_log_probs(
+    ...   params, prompts, lengths[0], (completions, turns),
+    ...   (lengths[1], jnp.array([[[2, 0], [1, 2]]])), config=config,
+    ... )
+    >>> [level.shape for level in tree]
+    [(1, 2, 3), (1, 2, 2, 2)]
   """
   single = not isinstance(completions, tuple)
   levels, lengths = _checked(

@@ -6,6 +6,8 @@
 | `Dense`    | a stretch for each sequence                  | the baseline |
 | `Nowhere`  | those of the same call                       | training     |
 | `BothWays` | those of the same call, also of later tokens | encoders     |
+
+`Branches` (`branches`) is `Nowhere` for trees of tokens.
 """
 
 import dataclasses
