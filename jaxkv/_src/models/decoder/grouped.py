@@ -42,7 +42,7 @@ def grouped_log_probs(
   prompt is computed once, forward and backward, and logits exist only for
   tokens of completions, of some at a time. Differentiable in `params` and in
   `encoded`. A sequence that shares nothing is a completion of its first token.
-  Letters: N prompts of up to P tokens, G completions of each, R tokens of those.
+  Letters: N prompts of up to P tokens, and G completions of each, of up to R.
 
   Completions may share more than a prompt, such as turns of a search. Then they
   are a tuple of levels. Level l has another branching axis, int32[N, G, G', R']
