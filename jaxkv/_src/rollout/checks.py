@@ -29,6 +29,23 @@ def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
     TypeError: the memory is something else than pages.
     ValueError: it cannot, or is not, or a slot of the cache is in use.
   """
+  check_pools(cache, kv, config)
+  check_experts(cache.config, kv, config)
+  if isinstance(cache.num_pages, Tracer):
+    return
+  if np.any(np.asarray(cache.num_pages)):
+    raise ValueError(
+      "`cache` must have no slot in use, got some; free them before a rollout."
+    )
+
+
+def check_pools(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
+  """Raises unless a cache and its memory can be used, and fit each other.
+
+  Raises:
+    TypeError: the memory is something else than pages.
+    ValueError: they cannot, or do not.
+  """
   check_single(cache)
   sizes = cache.config
   if len(set(sizes.page_sizes)) > 1:
@@ -38,13 +55,6 @@ def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
     )
   check(kv, sizes)
   _check_kinds(sizes, kv, config)
-  check_experts(sizes, kv, config)
-  if isinstance(cache.num_pages, Tracer):
-    return
-  if np.any(np.asarray(cache.num_pages)):
-    raise ValueError(
-      "`cache` must have no slot in use, got some; free them before a rollout."
-    )
 
 
 def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:

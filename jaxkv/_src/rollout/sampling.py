@@ -158,8 +158,7 @@ def draw(
   weights = _weights(logits, sampling)
   masses = reductions.by_block(reductions.sums, weights.kept())
   tokens = _tokens(keys, counts, weights, masses)
-  chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-  log_probs = weights.scaled(chosen)[:, 0] - jnp.log(reductions.sums(masses))
+  log_probs = _log_probs(weights, masses, tokens)
   drawn = Drawn(tokens=tokens, log_probs=log_probs)
   raw_logits = logits if raw_logits is None else as_logits(raw_logits)
   if raw_log_probs or entropy or top_log_probs:
@@ -177,6 +176,31 @@ def draw(
       top_log_probs=known.top_log_probs,
     )
   return drawn
+
+
+def log_probs_of(logits: Array, tokens: Array, sampling: Sampling) -> Array:
+  """The log-probabilities with which `draw` draws some tokens.
+
+  Args:
+    logits: floats [R, V] of any width; computed with in float32.
+    tokens: int32[R]; one outside of the vocabulary has NaN.
+    sampling: of these R rows.
+
+  Returns:
+    float32[R]. In a row with temperature 0, that at temperature 1.
+
+  Raises:
+    TypeError: `logits` holds no floats.
+
+  Examples:
+    >>> logits = jnp.log(jnp.asarray([[0.25, 0.75]]))
+    >>> tokens = jnp.asarray([0], jnp.int32)
+    >>> jnp.exp(log_probs_of(logits, tokens, Sampling())).round(2)
+    Array([0.25], dtype=float32)
+  """
+  weights = _weights(as_logits(logits), sampling)
+  masses = reductions.by_block(reductions.sums, weights.kept())
+  return _log_probs(weights, masses, tokens)
 
 
 def probabilities(logits: Array, sampling: Sampling) -> Array:
@@ -203,6 +227,12 @@ def probabilities(logits: Array, sampling: Sampling) -> Array:
   column = jnp.arange(logits.shape[1], dtype=jnp.int32)
   taken = column[None] == _most_likely(weights)[:, None]
   return jnp.where(weights.greedy[:, None], taken.astype(jnp.float32), some)
+
+
+def _log_probs(weights: _Weights, masses: Array, tokens: Array) -> Array:
+  """float32[R]: of some tokens, where blocks weigh float32[R, X]."""
+  chosen = jnp.take_along_axis(weights.logits, tokens[:, None], axis=1)
+  return weights.scaled(chosen)[:, 0] - jnp.log(reductions.sums(masses))
 
 
 def _weights(logits: Array, sampling: Sampling) -> _Weights:
