@@ -13,12 +13,14 @@
 | guess tokens              | `RolloutConfig.draft_tokens`, `Draft`            |
 | answer an encoder's input | `init(encoder_inputs=)`, `Encode`                |
 | look                      | `timeline`, `Counters`, `check`                  |
+| score given answers       | `score`, `ScoreState`                            |
 | use many devices, or save | `help(jaxkv.rollout.devices)`                    |
 
 `submit`, `harvest`, `extend`, `abort` and `requeue` return the new state and an
 outcome, which has a `jaxkv.Status` for each row; a row that fails changes
-nothing. `generate` and `update_weights` return the state. All are pure, and can
-be part of a jitted program.
+nothing. So does `score`, with one for each prompt. `generate` and
+`update_weights` return the state. All are pure, and can be part of a jitted
+program.
 """
 
 from jaxkv._src.rollout import devices
@@ -51,6 +53,9 @@ from jaxkv._src.rollout.model import all_logits
 from jaxkv._src.rollout.rows import Process
 from jaxkv._src.rollout.rows import Rows
 from jaxkv._src.rollout.sampling import sample
+from jaxkv._src.rollout.scoring.score import score
+from jaxkv._src.rollout.scoring.scored import Scored
+from jaxkv._src.rollout.scoring.scored import ScoreState
 from jaxkv._src.rollout.sequences import DONE
 from jaxkv._src.rollout.sequences import EMPTY
 from jaxkv._src.rollout.sequences import FAILED
@@ -106,6 +111,8 @@ __all__ = [
   "RolloutState",
   "Rows",
   "Sampling",
+  "ScoreState",
+  "Scored",
   "Sequences",
   "Span",
   "StopStrings",
@@ -135,6 +142,7 @@ __all__ = [
   "regex",
   "requeue",
   "sample",
+  "score",
   "stop_strings",
   "submit",
   "timeline",

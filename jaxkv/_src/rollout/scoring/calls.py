@@ -1,0 +1,208 @@
+"""Calls of the model: the tokens of a trip, packed into one row.
+
+A call begins with columns of no sequence, since a `PackedView` has single
+tokens first. The others are the tokens of all rows, one row after another.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.cache import ops
+from jaxkv._src.cache.state import CacheState
+from jaxkv._src.kv.view import View
+from jaxkv._src.kv.view import packed_positions
+from jaxkv._src.rollout import observed
+from jaxkv._src.rollout import packing
+from jaxkv._src.rollout import sampling
+from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.arguments import as_logits
+from jaxkv._src.rollout.arguments import check_logits
+from jaxkv._src.rollout.model import Model
+from jaxkv._src.rollout.rows import Rows
+from jaxkv._src.rollout.scoring.group import Group
+from jaxkv._src.rollout.scoring.group import Turn
+from jaxkv._src.rollout.scoring.group import Widths
+from jaxkv._src.rollout.scoring.scored import Given
+from jaxkv._src.rollout.scoring.scored import Scored
+from jaxkv._src.rollout.settings import Sampling
+from jaxkv.kv import PackedView
+
+_IDLE = 2
+"""Columns of no sequence. XLA:CPU would copy a pool of states for only one: a
+gather of one row becomes a slice, on which the scatter does not depend."""
+
+
+def compute(
+  params: Any,
+  group: Group,
+  turn: Turn,
+  given: Given,
+  widths: Widths,
+  *,
+  model: Model,
+) -> Group:
+  """Calls the model with the tokens of a trip, if there are any.
+
+  Args:
+    params: the model's.
+    group: with pages for the tokens.
+    turn: which tokens.
+    given: their values.
+    widths: the columns of calls.
+    model: see `Model`.
+
+  Returns:
+    The group, with what the model thinks of samples' tokens.
+  """
+  some = jnp.any(turn.counts > 0)
+
+  def prompt(group: Group) -> Group:
+    own = Turn(turn.starts[-1:], turn.counts[-1:], turn.prefills)
+    # One column, because a model may need one. Nobody reads its logits.
+    wanted = jnp.zeros((1,), jnp.int32)
+    slots, none = group.slots[-1:], group.samples[-1:]
+    packed = _Packed(group, own, given, slots, none, widths.prompt)
+    return group._replace(kv=packed.logits(params, wanted, model)[1])
+
+  def samples(group: Group) -> Group:
+    rows = queue.first_of(turn.counts > 0, widths.rows)
+    own = Turn(
+      ops.take(turn.starts, rows), ops.take(turn.counts, rows), turn.prefills
+    )
+    slots = ops.take(group.slots, rows, fill=group.cache.config.num_slots)
+    numbers = ops.take(group.samples, rows, fill=given.lengths.shape[1])
+    packed = _Packed(group, own, given, slots, numbers, widths.samples)
+    wanted = _IDLE + jnp.arange(widths.samples, dtype=jnp.int32)
+    logits, kv = packed.logits(params, wanted, model)
+    return group._replace(kv=kv, scored=packed.scored(logits))
+
+  # A conditional would copy the memory.
+  group = ops.at_most_once(some & turn.prefills, prompt, group)
+  return ops.at_most_once(some & ~turn.prefills, samples, group)
+
+
+class _Packed:
+  """The tokens of a call, in C columns behind those of no sequence."""
+
+  def __init__(
+    self,
+    group: Group,
+    turn: Turn,
+    given: Given,
+    slots: Array,
+    samples: Array,
+    columns: int,
+  ):
+    cache, rows = group.cache, slots.shape[0]
+    self._group, self._given = group, given
+    self._views = packing.views(cache, slots, turn.starts, turn.counts, None)
+    own = self._views[cache.config.first_self_group]
+    row, positions = packed_positions(own, columns)
+    self._real = row < rows
+    self._positions = jnp.maximum(positions, 0)
+    none = given.lengths.shape[1]
+    self._samples = ops.take(samples, row, fill=none)
+    tokens = given.tokens(group.number, self._samples, self._positions)
+    self._tokens = jnp.where(self._real, tokens, 0)
+
+  def logits(
+    self, params: Any, wanted: Array, model: Model
+  ) -> tuple[Array, Any]:
+    """What the model gives columns int32[X]: [X, V], and the memory."""
+    views = tuple(
+      PackedView(decode=single, prefill=view)
+      for single, view in zip(
+        _idle(self._group.cache), self._views, strict=True
+      )
+    )
+    logits, kv = model(
+      params,
+      jnp.pad(self._tokens, (_IDLE, 0))[None],
+      jnp.pad(self._positions, (_IDLE, 0))[None],
+      self._group.kv,
+      views,
+      wanted,
+      self._rows(),
+    )
+    check_logits(logits, wanted.shape[0])
+    return as_logits(logits), kv
+
+  def _rows(self) -> Rows:
+    """What the model is told: the same as when a sample drew these tokens."""
+    group, given = self._group, self._given
+    groups, samples = given.lengths.shape
+    prompt = given.prompt_lengths[group.number]
+    # A prompt's tokens are those of the first sample.
+    sample = jnp.where(self._samples < samples, self._samples, 0)
+    number = group.number * samples + sample
+    numbers = jnp.where(self._real, number, groups * samples)
+    length = jnp.maximum(self._positions + 1, prompt)
+    last = given.tokens(group.number, self._samples, length - 1)
+    length, last = (jnp.where(self._real, x, 0) for x in (length, last))
+    user = jnp.where(self._real, group.number, groups)
+    none = jnp.full((_IDLE,), groups, jnp.int32)
+    user = jnp.concatenate([none, user])
+    return Rows(
+      numbers=jnp.concatenate([none * samples, numbers]),
+      ids=jnp.pad(jnp.where(self._real, number, 0), (_IDLE, 0)),
+      counts=jnp.pad(jnp.where(self._real, length - prompt, 0), (_IDLE, 0)),
+      lengths=jnp.pad(length, (_IDLE, 0)),
+      last_tokens=jnp.pad(last, (_IDLE, 0)),
+      user=jax.tree.map(lambda leaf: ops.take(leaf, user), given.user),
+    )
+
+  def scored(self, logits: Array) -> Scored:
+    """What is known of all groups, with the tokens after those of the call."""
+    given, number, scored = self._given, self._group.number, self._group.scored
+    after = self._positions + 1
+    targets = given.tokens(number, self._samples, after)
+    heat = given.temperature
+    if heat is not None:
+      heat = jnp.broadcast_to(heat, targets.shape)
+    log_probs = sampling.log_probs_of(
+      logits, targets, Sampling(temperature=heat)
+    )
+    place = (
+      jnp.broadcast_to(number, targets.shape),
+      ops.where_valid(self._real, self._samples),
+      after - given.prompt_lengths[number],
+    )
+    values: dict[str, Array | None] = {"log_probs": log_probs}
+    entropy, top = scored.entropy is not None, 0
+    if scored.top_tokens is not None:
+      top = scored.top_tokens.shape[-1]
+    if entropy or top:
+      known = observed.observe(
+        _heated(logits, given.temperature),
+        targets,
+        log_probs,
+        entropy=entropy,
+        top_log_probs=top,
+      )
+      values["entropy"] = known.entropy
+      values["top_tokens"] = known.top_tokens
+      values["top_log_probs"] = known.top_log_probs
+    updated = {
+      name: ops.put(getattr(scored, name), *place, values=value)
+      for name, value in values.items()
+      if value is not None
+    }
+    return dataclasses.replace(scored, **updated)
+
+
+def _heated(logits: Array, temperature: Array | None) -> Array:
+  """Logits whose softmax is the distribution, float32[X, V]."""
+  if temperature is None:
+    return logits
+  return logits / jnp.where(temperature == 0, 1, temperature)
+
+
+def _idle(cache: CacheState) -> tuple[View, ...]:
+  """Rows without a sequence, in each layer group."""
+  zero = jnp.zeros((_IDLE,), jnp.int32)
+  slot = jnp.full_like(zero, cache.config.num_slots)
+  return packing.views(cache, slot, zero, zero, None)
