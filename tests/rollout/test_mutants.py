@@ -3,13 +3,15 @@
 import pytest
 
 from tests.rollout import mutants
+from tests.rollout import score_mutants
 from tests.rollout import verb_mutants
 
-MUTANTS = mutants.MUTANTS | verb_mutants.MUTANTS
+MUTANTS = mutants.MUTANTS | verb_mutants.MUTANTS | score_mutants.MUTANTS
 
 
 def test_names():
-  assert not mutants.MUTANTS.keys() & verb_mutants.MUTANTS.keys()
+  parts = mutants, verb_mutants, score_mutants
+  assert len(MUTANTS) == sum(len(part.MUTANTS) for part in parts)
 
 
 @pytest.mark.drawn("name", MUTANTS, every=32)

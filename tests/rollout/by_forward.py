@@ -1,0 +1,179 @@
+"""Groups of completions, and a forward pass of each, without any cache."""
+
+import dataclasses
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+
+VOCABULARY = 23
+_PLAIN = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)
+_MLP = models.Mlp(inner_dim=16)
+
+
+def _decoder(*layers: Any) -> models.Decoder:
+  layers = tuple(
+    models.Layer(attention=attention, mlp=mlp) for attention, mlp in layers
+  )
+  return models.Decoder(vocab_size=VOCABULARY, embed_dim=16, layers=layers)
+
+
+MODELS = {
+  "plain": _decoder((_PLAIN, _MLP), (_PLAIN, _MLP)),
+  "windows": _decoder(
+    (dataclasses.replace(_PLAIN, window=5), _MLP),
+    (dataclasses.replace(_PLAIN, window=7), _MLP),
+    (_PLAIN, _MLP),
+  ),
+  "latents": _decoder(
+    *[
+      (
+        models.LatentAttention(
+          num_heads=2, latent_dim=8, plain_dim=4, rotated_dim=4, value_dim=4
+        ),
+        _MLP,
+      )
+    ]
+    * 2
+  ),
+  "experts": _decoder(
+    (_PLAIN, models.Experts(num_experts=5, num_chosen=2, inner_dim=8)),
+    (_PLAIN, _MLP),
+  ),
+  "delta_net": _decoder(
+    (
+      models.DeltaNet(
+        num_key_heads=1,
+        num_value_heads=2,
+        key_dim=4,
+        value_dim=4,
+        kernel_size=3,
+      ),
+      _MLP,
+    ),
+    (_PLAIN, _MLP),
+  ),
+}
+
+SIZES = jaxkv.CacheConfig(
+  num_pages=90, page_size=4, num_slots=5, pages_per_slot=6
+)
+CHUNK = 6
+
+
+class Groups(NamedTuple):
+  """What `score` is given."""
+
+  prompts: np.ndarray
+  prompt_lengths: np.ndarray
+  completions: np.ndarray
+  lengths: np.ndarray
+
+
+_RNG = np.random.default_rng(4)
+GROUPS = Groups(
+  prompts=_RNG.integers(0, VOCABULARY, (3, 13)).astype(np.int32),
+  prompt_lengths=np.asarray([12, 1, 8], np.int32),
+  completions=_RNG.integers(0, VOCABULARY, (3, 3, 7)).astype(np.int32),
+  lengths=np.asarray([[7, 3, 5], [2, 0, 7], [0, 0, 0]], np.int32),
+)
+
+
+def weights(name: str = "plain", seed: int = 0):
+  params = models.init_params(jax.random.key(seed), MODELS[name])
+  # Larger logits, so that a mistake changes them much.
+  return params | {"embed": params["embed"] * 3}
+
+
+def _poisoned(tree: Any) -> Any:
+  def nan(leaf):
+    return leaf * jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+  return jax.tree.map(nan, tree)
+
+
+def _sizes(name: str, sizes=SIZES) -> jaxkv.CacheConfig:
+  groups = models.cache_groups(MODELS[name])
+  return dataclasses.replace(sizes, groups=groups)
+
+
+def fresh(name: str = "plain", sizes=SIZES) -> rollout.ScoreState:
+  sizes = _sizes(name, sizes)
+  return rollout.ScoreState(
+    cache=jaxkv.init(sizes, jax.random.key(3)),
+    kv=_poisoned(models.init_kv(MODELS[name], sizes)),
+  )
+
+
+def traced_anew(name: str = "plain", **options):
+  """A program of what the library now is."""
+  model = functools.partial(models.forward, config=MODELS[name])
+  options = {"chunk": CHUNK, **options}
+  return jax.jit(functools.partial(rollout.score, model=model, **options))
+
+
+compiled = functools.cache(traced_anew)
+
+
+@functools.cache
+def _trainer(name: str):
+  def run(params, tokens):
+    positions = jnp.broadcast_to(
+      jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
+    )
+    return models.forward_uncached(
+      params, tokens, positions, config=MODELS[name]
+    )
+
+  return jax.jit(run)
+
+
+def distributions(params, groups: Groups, name="plain", temperature=1.0):
+  """The log-softmax of all logits in the place of a token, [N, G, R, V]."""
+  count, samples, most = groups.completions.shape
+  width = groups.prompts.shape[1] + most
+  tokens = np.zeros((count, samples, width), np.int32)
+  for n, length in enumerate(groups.prompt_lengths):
+    tokens[n, :, :length] = groups.prompts[n, :length]
+    tokens[n, :, length : length + most] = groups.completions[n]
+  logits = _trainer(name)(params, jnp.asarray(tokens.reshape(-1, width)))
+  scores = np.asarray(jax.nn.log_softmax(logits / jnp.float32(temperature)))
+  scores = scores.reshape(count, samples, width, -1)
+  places = groups.prompt_lengths[:, None] - 1 + np.arange(most)[None]
+  places = np.broadcast_to(places[:, None, :, None], (count, samples, most, 1))
+  return np.take_along_axis(scores, places, axis=2)
+
+
+def mask_of(groups: Groups) -> np.ndarray:
+  most = groups.completions.shape[2]
+  return np.arange(most) < groups.lengths[..., None]
+
+
+def check_scored(
+  scored, params, groups, name="plain", temperature=1.0, rows=None
+):
+  """All log-probabilities; `rows` are the groups that are to be right."""
+  scores = distributions(params, groups, name, temperature)
+  wanted = np.take_along_axis(scores, groups.completions[..., None], axis=3)
+  wanted = np.where(mask_of(groups), wanted[..., 0], 0)
+  if rows is not None:
+    wanted = np.where(np.asarray(rows)[:, None, None], wanted, 0)
+  np.testing.assert_allclose(scored.log_probs, wanted, atol=1e-5)
+
+
+def rows_to_compute(groups: Groups, cached) -> list[int]:
+  """Tokens to compute: of a prompt once, and of each completion."""
+  total = groups.lengths.sum(axis=1)
+  prompt = np.where(total > 0, groups.prompt_lengths - 1, 0)
+  return (prompt - np.asarray(cached) + total).tolist()
+
+
+def pages_held(state) -> int:
+  return state.cache.config.num_pages - 1 - int(state.cache.pool.queue.num_free)

@@ -1,0 +1,494 @@
+"""Log-probabilities of given completions, against a forward pass of each."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from tests.rollout import by_hand
+from tests.rollout.by_forward import CHUNK
+from tests.rollout.by_forward import GROUPS
+from tests.rollout.by_forward import MODELS
+from tests.rollout.by_forward import SIZES
+from tests.rollout.by_forward import Groups
+from tests.rollout.by_forward import check_scored
+from tests.rollout.by_forward import compiled
+from tests.rollout.by_forward import distributions
+from tests.rollout.by_forward import fresh
+from tests.rollout.by_forward import mask_of
+from tests.rollout.by_forward import pages_held
+from tests.rollout.by_forward import rows_to_compute
+from tests.rollout.by_forward import traced_anew
+from tests.rollout.by_forward import weights
+from tests.tools.pool_copies import pool_sized_rewrites
+
+pytestmark = pytest.mark.drawn(every=2)
+
+
+def check_groups(name: str = "plain", program=None) -> None:
+  """Ragged groups, twice: the second time, prompts are cached.
+
+  A third time, the page is found that the prompt's last token fills.
+  """
+  params, state = weights(name), fresh(name)
+  program = program or traced_anew(name)
+  state, scored = program(params, state, *GROUPS)
+  check_scored(scored, params, GROUPS, name)
+  assert scored.code.tolist() == [jaxkv.Status.OK] * 3
+  assert scored.cached_tokens.tolist() == [0, 0, 0]
+  assert scored.rows.tolist() == rows_to_compute(GROUPS, [0, 0, 0])
+  jaxkv.check(state.cache)
+  assert pages_held(state) == 0
+  state, scored = program(params, state, *GROUPS)
+  check_scored(scored, params, GROUPS, name)
+  assert scored.cached_tokens.tolist() == [8, 0, 0]
+  assert scored.rows.tolist() == rows_to_compute(GROUPS, [8, 0, 0])
+  longer = GROUPS._replace(prompt_lengths=np.asarray([13, 1, 8], np.int32))
+  state, scored = program(params, state, *longer)
+  check_scored(scored, params, longer, name)
+  assert scored.cached_tokens.tolist() == [12, 0, 0]
+  jaxkv.check(state.cache)
+  assert pages_held(state) == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_a_forward_pass(name):
+  check_groups(name, compiled(name))
+
+
+def test_what_is_computed_is_cached():
+  """A page is found that ends inside of a completion."""
+  state, _ = compiled()(weights(), fresh(), *GROUPS)
+  whole = np.concatenate([GROUPS.prompts[0, :12], GROUPS.completions[0, 0]])
+  found = jaxkv.match(state.cache, whole[None], [19])
+  # The last token of a completion is never computed.
+  assert found.num_cached_tokens.tolist() == [16]
+  other = np.concatenate([GROUPS.prompts[0, :12], GROUPS.completions[0, 2]])
+  assert jaxkv.match(state.cache, other[None], [17]).num_cached_tokens[0] == 16
+
+
+def test_the_whole_distribution():
+  groups, params = GROUPS, weights()
+  program = compiled(entropy=True, top_log_probs=3)
+  for heat in (0.7, 0.0):
+    _, scored = program(params, fresh(), *groups, temperature=heat)
+    at = heat or 1.0
+    check_scored(scored, params, groups, temperature=at)
+    wanted, mask = (
+      distributions(params, groups, temperature=at),
+      mask_of(groups),
+    )
+    entropy = np.where(mask, -np.sum(np.exp(wanted) * wanted, axis=3), 0)
+    np.testing.assert_allclose(scored.entropy, entropy, atol=1e-5)
+    order = np.argsort(-wanted, axis=3, kind="stable")[..., :3]
+    np.testing.assert_array_equal(
+      scored.top_tokens, np.where(mask[..., None], order, 0)
+    )
+    best = np.take_along_axis(wanted, order, axis=3)
+    np.testing.assert_allclose(
+      scored.top_log_probs, np.where(mask[..., None], best, 0), atol=1e-5
+    )
+
+
+def test_one_completion_each():
+  """Groups of one: the completion goes on in the prompt's slot."""
+  groups = Groups(
+    prompts=np.repeat(GROUPS.prompts, 3, axis=0),
+    prompt_lengths=np.repeat(GROUPS.prompt_lengths, 3),
+    completions=GROUPS.completions.reshape(9, 1, -1),
+    lengths=GROUPS.lengths.reshape(9, 1),
+  )
+  params = weights()
+  state, scored = compiled()(params, fresh(), *groups)
+  check_scored(scored, params, groups)
+  # The second and the third completion of a prompt find its full pages.
+  cached = [0, 8, 8, 0, 0, 0, 0, 0, 0]
+  assert scored.cached_tokens.tolist() == cached
+  assert scored.rows.tolist() == rows_to_compute(groups, cached)
+  assert pages_held(state) == 0
+
+
+_COLUMNS, _SAMPLES, _NEW = 9, 3, 5
+_SMALL = dataclasses.replace(SIZES, num_pages=30, page_size=2, pages_per_slot=8)
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+@pytest.mark.parametrize("name", ["plain", "windows", "delta_net"])
+def test_random_groups(name, data):
+  """Whatever the pages and the slots that others leave: right, or refused.
+
+  Nothing is refused that fits alone.
+  """
+  tokens = st.integers(0, 2)
+
+  def drawn(strategy, *shape):
+    size = int(np.prod(shape))
+    flat = data.draw(st.lists(strategy, min_size=size, max_size=size))
+    return np.asarray(flat, np.int32).reshape(shape)
+
+  groups = Groups(
+    prompts=drawn(tokens, 2, _COLUMNS),
+    prompt_lengths=drawn(st.integers(1, _COLUMNS), 2),
+    completions=drawn(tokens, 2, _SAMPLES, _NEW),
+    lengths=drawn(st.integers(0, _NEW), 2, _SAMPLES),
+  )
+  state = fresh(name, _SMALL)
+  taken = drawn(st.sampled_from([0, 0, 1, 5, 11]), _SMALL.num_slots)
+  cache, _ = jaxkv.allocate(state.cache, jnp.asarray(taken))
+  cache, _ = jaxkv.clear_error(cache)
+  state = dataclasses.replace(state, cache=cache)
+  empty = int(np.sum(np.asarray(cache.num_pages)[:, 0] == 0))
+  free = int(cache.pool.queue.num_free)
+  params = weights(name)
+  after, scored = compiled(name)(params, state, *groups)
+  ok = np.asarray(scored.ok)
+  check_scored(scored, params, groups, name, rows=ok)
+  most = groups.prompt_lengths - 1 + groups.lengths.max(axis=1)
+  pages = -(-most // _SMALL.page_size)
+  # Two states at most, and windows of no more pages than the whole.
+  pages = {"plain": pages, "delta_net": pages + 2, "windows": 3 * pages}[name]
+  has_tokens = groups.lengths.max(axis=1) > 0
+  assert np.all(ok | (has_tokens & ((empty == 0) | (free < pages))))
+  assert np.all(~ok | ~has_tokens | (empty > 0))
+  refused = set(np.asarray(scored.code)[~ok].tolist())
+  assert refused <= {jaxkv.Status.OUT_OF_PAGES}
+  jaxkv.check(after.cache)
+  for field in ("page_table", "num_pages", "length"):
+    np.testing.assert_array_equal(
+      getattr(after.cache, field), getattr(cache, field)
+    )
+  assert pages_held(after) == pages_held(state)
+
+
+def _begun(version=None, cache=None, kv=None, sizes=SIZES):
+  config = rollout.RolloutConfig(
+    num_samples=2, max_new_tokens=6, prefill_chunk=8
+  )
+  begun = fresh(sizes=sizes)
+  return rollout.init(
+    begun.cache if cache is None else cache,
+    begun.kv if kv is None else kv,
+    GROUPS.prompts[:, :10],
+    [10, 1, 8],
+    jax.random.key(1),
+    config,
+    version=version,
+    sampling=rollout.Sampling(temperature=[0.8] * 6),
+  )
+
+
+@functools.cache
+def _generate():
+  model = functools.partial(models.forward, config=MODELS["plain"])
+  return jax.jit(functools.partial(rollout.generate, model=model))
+
+
+def _generated_groups(out: rollout.Generated) -> Groups:
+  """The samples of a rollout, as they are scored."""
+  lengths = np.asarray(out.lengths - out.prompt_lengths)
+  tokens = np.zeros((len(lengths), 6), np.int32)
+  for row, begin in enumerate(np.asarray(out.prompt_lengths)):
+    drawn = np.asarray(out.tokens[row, begin : int(out.lengths[row])])
+    tokens[row, : len(drawn)] = drawn
+  return Groups(
+    prompts=GROUPS.prompts[:, :10],
+    prompt_lengths=np.asarray([10, 1, 8], np.int32),
+    completions=tokens.reshape(3, 2, 6),
+    lengths=lengths.reshape(3, 2),
+  )
+
+
+def test_after_a_rollout():
+  """What was drawn has the log-probability with which it was drawn."""
+  params = weights()
+  state = _generate()(params, _begun())
+  out = rollout.generated(state)
+  groups = _generated_groups(out)
+  after, scored = compiled()(params, state, *groups, temperature=0.8)
+  drawn = np.asarray(out.log_probs)[np.asarray(out.mask)]
+  mine = np.asarray(scored.log_probs)[mask_of(groups)]
+  np.testing.assert_allclose(mine, drawn, atol=1e-5)
+  assert scored.cached_tokens.tolist() == [8, 0, 4]
+  assert scored.rows.tolist() == rows_to_compute(groups, [8, 0, 4])
+  jaxkv.check(after.cache)
+  rollout.check(after)
+
+
+def test_a_rollout_goes_on():
+  """As if nothing had been scored, wherever it is interrupted."""
+  params = weights()
+  whole = rollout.generated(_generate()(params, _begun()))
+  # Sequences take six slots.
+  state = _begun(sizes=dataclasses.replace(SIZES, num_slots=8))
+  for _ in range(4):
+    state = _generate()(params, state, rollout.Until(steps=2))
+    state, scored = compiled()(params, state, *GROUPS)
+    check_scored(scored, params, GROUPS)
+    rollout.check(state)
+  state = _generate()(params, state)
+  out = rollout.generated(state)
+  np.testing.assert_array_equal(out.tokens, whole.tokens)
+  np.testing.assert_allclose(out.log_probs, whole.log_probs, atol=1e-6)
+
+
+class TestWeights:
+  def test_old_pages_are_not_hit(self):
+    """After an update, a rollout's prompts are computed anew."""
+    state = _generate()(weights(), _begun())
+    groups = _generated_groups(rollout.generated(state))
+    state = rollout.update_weights(state)
+    other = weights(seed=1)
+    state, scored = compiled()(other, state, *groups)
+    check_scored(scored, other, groups)
+    assert scored.cached_tokens.tolist() == [0, 0, 0]
+    # A new rollout of the same weights finds what was computed here.
+    begun = _begun(1, state.cache, state.kv)
+    end = _generate()(other, begun)
+    before = int(state.cache.stats.hit_tokens)
+    assert int(end.cache.stats.hit_tokens) - before >= 12
+
+  def test_versions(self):
+    state, _ = compiled()(weights(), fresh(), *GROUPS)
+    model = functools.partial(models.forward, config=MODELS["plain"])
+    with pytest.raises(ValueError, match=r"`version` must be 0, that of"):
+      rollout.score(weights(), state, *GROUPS, model=model, version=1)
+    _, scored = compiled()(weights(), state, *GROUPS, version=1)
+    assert set(scored.code.tolist()) == {jaxkv.Status.STALE}
+    assert not np.any(scored.log_probs) and not np.any(scored.rows)
+    _, scored = compiled()(weights(), state, *GROUPS, version=0)
+    assert np.all(scored.ok)
+
+
+def test_several_models():
+  """A policy and its reference, each with a memory of its own."""
+  params = weights(), weights(seed=1)
+  states, scored = compiled()(
+    params, (_generate()(params[0], _begun()), fresh()), *GROUPS
+  )
+  assert isinstance(states[0], rollout.RolloutState)
+  for own, out in zip(params, scored, strict=True):
+    check_scored(out, own, GROUPS)
+
+
+def test_salts():
+  """Groups of different salts share nothing."""
+  groups = Groups(*(np.repeat(x[:1], 3, axis=0) for x in GROUPS))
+  salts = jnp.stack([jaxkv.salt("a"), jaxkv.salt("b"), jaxkv.salt("a")])
+  params = weights()
+  state, scored = traced_anew()(params, fresh(), *groups, salts=salts)
+  check_scored(scored, params, groups)
+  assert scored.cached_tokens.tolist() == [0, 0, 8]
+  jaxkv.check(state.cache)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_a_shard_for_each_device():
+  """Each scores its own groups, with a cache of its own."""
+  auto = jax.sharding.AxisType.Auto
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(auto,))
+  spec = jax.sharding.PartitionSpec("data")
+  model = functools.partial(models.forward, config=MODELS["plain"])
+
+  def score(params, *groups):
+    state, scored = rollout.score(
+      params, fresh(), *groups, model=model, chunk=CHUNK
+    )
+    return scored, state.cache.stats.hit_tokens[None]
+
+  groups = Groups(*(np.concatenate([x, x[:1]]) for x in GROUPS))
+  params, none = weights(), jax.sharding.PartitionSpec()
+  scored, hits = jax.jit(
+    jax.shard_map(
+      score, mesh=mesh, in_specs=(none, *[spec] * 4), out_specs=spec
+    )
+  )(params, *groups)
+  check_scored(scored, params, groups)
+  assert scored.rows.tolist() == rows_to_compute(groups, [0, 0, 0, 0])
+  assert hits.tolist() == [0, 0]
+
+
+def test_scarce_pages():
+  """Eight tokens and five, in three pages of four tokens.
+
+  The prompt holds two pages, of which a completion shares the full one; it
+  lacks two more. So each completion is computed in the prompt's slot, where it
+  lacks one, and the last three tokens of the prompt with each of them.
+  """
+  sizes = dataclasses.replace(SIZES, num_pages=4)
+  groups = GROUPS._replace(
+    prompt_lengths=np.asarray([8, 8, 8], np.int32),
+    lengths=np.asarray([[5, 5, 5], [6, 6, 6], [5, 0, 0]], np.int32),
+  )
+  params, state = weights(), fresh(sizes=sizes)
+  state, scored = traced_anew()(params, state, *groups)
+  wanted = [jaxkv.Status.OK, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK]
+  assert scored.code.tolist() == wanted
+  check_scored(scored, params, groups, rows=[True, False, True])
+  # Once for all completions, and then once for each.
+  assert scored.cached_tokens.tolist()[0] == 3 * 4
+  assert scored.rows.tolist()[0] == 7 + 3 * 3 + 15
+  jaxkv.check(state.cache)
+  assert pages_held(state) == 0
+
+
+class TestRefusals:
+  def test_short_slots(self):
+    short = fresh(sizes=dataclasses.replace(SIZES, pages_per_slot=4))
+    _, scored = compiled()(weights(), short, *GROUPS)
+    assert scored.code.tolist() == [jaxkv.Status.SLOT_FULL, 0, 0]
+
+  def test_lengths(self):
+    groups = GROUPS._replace(
+      prompt_lengths=np.asarray([0, 14, 8], np.int32),
+      lengths=np.asarray([[1, 1, 1], [1, 1, 1], [0, 8, 0]], np.int32),
+    )
+    state, scored = compiled()(weights(), fresh(), *groups)
+    assert set(scored.code.tolist()) == {jaxkv.Status.BAD_LENGTH}
+    assert not np.any(scored.log_probs) and not np.any(scored.rows)
+    assert pages_held(state) == 0
+
+  def test_few_pages(self):
+    """Four pages of four tokens: the second group fits, and the first not."""
+    sizes = dataclasses.replace(SIZES, num_pages=5)
+    params, state = weights(), fresh(sizes=sizes)
+    state, scored = compiled()(params, state, *GROUPS)
+    assert scored.code.tolist() == [jaxkv.Status.OUT_OF_PAGES, 0, 0]
+    check_scored(scored, params, GROUPS, rows=[False, True, True])
+    jaxkv.check(state.cache)
+    assert pages_held(state) == 0
+
+  def test_one_slot(self):
+    """Completions one after another, on top of the prompt's full pages."""
+    sizes = dataclasses.replace(SIZES, num_slots=1, page_size=5)
+    params, state = weights(), fresh(sizes=sizes)
+    state, scored = compiled()(params, state, *GROUPS)
+    check_scored(scored, params, GROUPS)
+    assert scored.cached_tokens.tolist() == [20, 0, 0]
+    # 11 of the prompt, and twice the one of them that fills no page.
+    assert scored.rows.tolist() == [11 + 2 * 1 + 15, 9, 0]
+    jaxkv.check(state.cache)
+
+  def test_arguments(self):
+    model = functools.partial(models.forward, config=MODELS["plain"])
+    params, state = weights(), fresh()
+
+    def call(state=state, params=params, groups=GROUPS, **options):
+      rollout.score(params, state, *groups, model=model, **options)
+
+    with pytest.raises(TypeError, match="`state` must be a RolloutState"):
+      call(state.cache)
+    with pytest.raises(ValueError, match="`params` must be a tuple of 2"):
+      call((state, state))
+    with pytest.raises(ValueError, match=r"`completions` must have the shape"):
+      call(groups=GROUPS._replace(completions=GROUPS.prompts))
+    with pytest.raises(TypeError, match="`prompts` must hold integers"):
+      call(groups=GROUPS._replace(prompts=GROUPS.prompts * 1.0))
+    with pytest.raises(ValueError, match="`chunk` must be at least 1, got 0"):
+      call(chunk=0)
+    with pytest.raises(TypeError, match="`top_log_probs` must be an int"):
+      call(top_log_probs=1.0)
+    with pytest.raises(ValueError, match=r"`user\['a'\]` must have the shape"):
+      call(user={"a": jnp.zeros((2,))})
+    with pytest.raises(ValueError, match="`temperature` must be 0, or"):
+      call(temperature=-1.0)
+    with pytest.raises(ValueError, match=r"`salts` must have the shape"):
+      call(salts=jnp.zeros((2, 4), jnp.uint32))
+    with pytest.raises(ValueError, match="without groups of CrossAttention"):
+      groups = (jaxkv.FullAttention(), jaxkv.CrossAttention())
+      sizes = dataclasses.replace(SIZES, groups=groups, prefix_caching=False)
+      call(dataclasses.replace(state, cache=jaxkv.init(sizes)))
+
+
+def _told(params, tokens, positions, kv, views, columns, rows):
+  """Logits that say what the model is told, and no attention."""
+  del params, positions, views
+  told = rows.numbers * 7 + rows.ids * 5 + rows.counts * 3 + rows.lengths
+  told = told + rows.last_tokens * 11 + rows.user * 13 + tokens[0] * 17
+  logits = jnp.sin(told[:, None] * jnp.arange(1, 5, dtype=jnp.int32)[None])
+  return logits[columns], kv
+
+
+def test_what_the_model_is_told():
+  """The model is told the same as when the tokens were drawn."""
+  user = np.asarray([3, 1, 4], np.int32)
+  groups = GROUPS._replace(completions=GROUPS.completions % 4)
+  score = functools.partial(rollout.score, model=_told, chunk=CHUNK)
+  _, scored = jax.jit(score)(None, fresh(), *groups, user=user)
+  for n, g, r in np.argwhere(mask_of(groups)):
+    length = groups.prompt_lengths[n] + r
+    last = groups.prompts[n, length - 1] if r == 0 else 0
+    if r:
+      last = groups.completions[n, g, r - 1]
+    told = (n * 3 + g) * 12 + r * 3 + length + last * 28 + user[n] * 13
+    logits = np.sin(told * np.arange(1, 5))
+    own = logits[groups.completions[n, g, r]]
+    wanted = own - np.log(np.exp(logits).sum())
+    assert abs(scored.log_probs[n, g, r] - wanted) < 1e-4
+
+
+def test_rows_are_those_of_the_model():
+  """Counted by the model, which gives logits for all tokens."""
+  seen = []
+
+  def model(params, tokens, positions, kv, views):
+    count = jnp.sum(views[0].prefill.counts)
+    jax.debug.callback(lambda count: seen.append(int(count)), count)
+    return by_hand.model(params, tokens, positions, kv, views)
+
+  sizes = by_hand.sizes(60, 4)
+  state = by_hand.begun(
+    jax.random.key(0), sizes, rollout.RolloutConfig(max_new_tokens=4)
+  )
+  groups = Groups(
+    prompts=np.asarray([[1, 2, 3, 4, 5, 6]], np.int32),
+    prompt_lengths=np.asarray([6], np.int32),
+    completions=np.asarray([[[1, 2, 3], [4, 5, 6], [7, 8, 9]]], np.int32),
+    lengths=np.asarray([[3, 3, 3]], np.int32),
+  )
+  _, scored = rollout.score(
+    None, state, *groups, model=rollout.all_logits(model), chunk=4
+  )
+  jax.effects_barrier()
+  # P - 1 and G R: two calls for the prompt, three for the completions.
+  assert seen == [4, 1, 4, 4, 1]
+  assert scored.rows.tolist() == [5 + 9]
+  tokens = groups.prompts[0].tolist()
+  for sample, row in enumerate(groups.completions[0].tolist()):
+    for count, token in enumerate(row):
+      logits = by_hand._logits([*tokens, *row[:count]], (None,))
+      wanted = jax.nn.log_softmax(logits)[token]
+      assert abs(scored.log_probs[0, sample, count] - wanted) < 1e-5
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", ["windows", "delta_net"])
+def test_in_place(name, samples):
+  """The memory is neither copied nor rewritten, if it is donated."""
+  sizes = dataclasses.replace(SIZES, num_pages=3000)
+  state = fresh(name, sizes)
+  model = functools.partial(models.forward, config=MODELS[name])
+  score = functools.partial(rollout.score, model=model, chunk=CHUNK)
+  groups = GROUPS._replace(
+    completions=GROUPS.completions[:, :samples],
+    lengths=GROUPS.lengths[:, :samples],
+  )
+  groups = jax.tree.map(jnp.asarray, groups)
+  compiled = (
+    jax.jit(score, donate_argnums=1)
+    .lower(weights(name), state, *groups)
+    .compile()
+  )
+  smallest = min(
+    leaf.size for leaf in jax.tree.leaves(state.kv) if leaf.ndim > 1
+  )
+  assert pool_sized_rewrites(compiled, (smallest,)) == []
