@@ -132,10 +132,11 @@ def score(
     ... )
     >>> params = models.init_params(jax.random.key(0), config)
     >>> group = [[3, 1, 4, 1, 5]], [5], [[[9, 2], [6, 0]]], [[2, 1]]
-    >>> state, scored = scores(params, state, *map(jnp.asarray, group))
+    >>> group = [jnp.asarray(array, jnp.int32) for array in group]
+    >>> state, scored = scores(params, state, *group)
     >>> scored.log_probs.shape, scored.rows.tolist()  # 4 + 2 + 1
     ((1, 2, 2), [7])
-    >>> state, again = scores(params, state, *map(jnp.asarray, group))
+    >>> state, again = scores(params, state, *group)
     >>> again.cached_tokens.tolist(), again.rows.tolist()
     ([4], [3])
   """
