@@ -26,8 +26,13 @@ _LAYERS = (
   ("jaxkv.models", "jaxkv.rl", "jaxkv.rollout"),
   ("jaxkv._src.models", "jaxkv._src.rl", "jaxkv._src.rollout"),
   ("jaxkv.kv",),
-  ("jaxkv._src.kv",),
-  ("jaxkv.results", "jaxkv.telemetry", "jaxkv._src.show"),
+  ("jaxkv._src.kv", "jaxkv._src.log_probs"),
+  (
+    "jaxkv.results",
+    "jaxkv.telemetry",
+    "jaxkv._src.show",
+    "jaxkv._src.tiles",
+  ),
   ("jaxkv._src.cache",),
   (
     "jaxkv.kernels",

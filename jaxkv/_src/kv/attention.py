@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.cross_attention import attend_encoder
+from jaxkv._src.kv.exact_attention import attend_exact
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.view import AnyView
@@ -38,6 +39,7 @@ def attend(
   options: kernels.AttentionOptions | None = ...,
   causal: bool = ...,
   return_lse: Literal[False] = ...,
+  exact: bool = ...,
   backend: str = ...,
   heads: NamedSharding | None = ...,
 ) -> jax.Array: ...
@@ -53,6 +55,7 @@ def attend(
   options: kernels.AttentionOptions | None = ...,
   causal: bool = ...,
   return_lse: Literal[True],
+  exact: bool = ...,
   backend: str = ...,
   heads: NamedSharding | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -67,6 +70,7 @@ def attend(
   options: kernels.AttentionOptions | None = None,
   causal: bool = True,
   return_lse: bool = False,
+  exact: bool = False,
   backend: str = "auto",
   heads: NamedSharding | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -108,6 +112,9 @@ def attend(
     causal: False for the tokens of an encoder; `window`, `alibi_slopes`,
       `tree_mask` and latents have no meaning there.
     return_lse: also return the log-sum-exp (natural log, sink included).
+    exact: whether a query gets the same numbers, bit for bit, whatever the call
+      computes beside it: decode steps, chunks and whole sequences agree, and so
+      do page sizes that divide 64. Costs more; `shared` and plans are not used.
     backend: one of `jaxkv.kernels.BACKENDS`.
     heads: in a program whose pages are split by heads, over which mesh axis:
       `NamedSharding(mesh, P("model"))`. Each device then calls the backend with
@@ -141,7 +148,11 @@ def attend(
     if value is not None:
       check.is_array(f"options.{name}", value)
   call = functools.partial(
-    _attend, numbers=tuple(numbers.items()), backend=backend, causal=causal
+    _attend,
+    numbers=tuple(numbers.items()),
+    backend=backend,
+    causal=causal,
+    exact=exact,
   )
   if heads is not None:
     call = _by_head(call, kv, arrays, heads)
@@ -190,7 +201,9 @@ def _by_head(
 
 
 @functools.partial(
-  jax.jit, static_argnames=("numbers", "backend", "causal"), inline=True
+  jax.jit,
+  static_argnames=("numbers", "backend", "causal", "exact"),
+  inline=True,
 )
 def _attend(
   kv: KVPages,
@@ -202,6 +215,7 @@ def _attend(
   numbers: tuple[tuple[str, Any], ...],
   backend: str,
   causal: bool,
+  exact: bool,
 ) -> tuple[jax.Array, jax.Array]:
   options = dataclasses.replace(
     arrays, k_scale=kv.k_scale, v_scale=kv.v_scale, **dict(numbers)
@@ -216,6 +230,8 @@ def _attend(
     call["value_dim"] = kv.value_dim
   if not causal:
     return attend_encoder(kv, view, q, call)
+  if exact:
+    return attend_exact(kv, view, q, call)
   if isinstance(view, PackedView):
     return _attend_packed(kv, view, q, call)
   rows = rows_of(view)

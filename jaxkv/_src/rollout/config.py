@@ -1,6 +1,7 @@
 """The static options of a rollout."""
 
 import dataclasses
+from typing import Literal
 
 from jaxkv._src.rollout.arguments import check_count
 from jaxkv._src.rollout.arguments import check_switch
@@ -48,6 +49,9 @@ class RolloutConfig:
       keep, with their log-probabilities.
     prompt_log_probs: whether to keep the log-probability of each token of a
       prompt, too. Prompts are then computed whole: no cached prefix is used.
+    numerics: "exact" if the model is (`jaxkv.models.Decoder.numerics`): tokens
+      and log-probs are then drawn with the same numbers, bit for bit, in every
+      slot, and log-probs are those of a trainer and of `score`.
     experts: whether to keep the experts that each token used, those of prompts
       and of cached prefixes too, for a trainer to use again. Needs a memory
       that has them, such as that of `jaxkv.models.init_kv(experts=True)`.
@@ -74,13 +78,19 @@ class RolloutConfig:
   entropy: bool = False
   top_log_probs: int = 0
   prompt_log_probs: bool = False
+  numerics: Literal["fast", "exact"] = "fast"
   experts: bool = False
   timeline: int = 0
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      if field.type is bool:
+      if field.name == "numerics":
+        if value not in ("fast", "exact"):
+          raise ValueError(
+            f'`numerics` must be "fast" or "exact", got {value!r}.'
+          )
+      elif field.type is bool:
         check_switch(field.name, value)
       else:
         check_count(field.name, value, _LEAST.get(field.name, 1))

@@ -180,6 +180,7 @@ def _one(
     raw_log_probs=sequences.records.raw_log_probs is not None,
     entropy=config.entropy,
     top_log_probs=config.top_log_probs,
+    exact=config.numerics == "exact",
   )
   ending = endings.ending(sequences, rows, drawn.tokens, own, config)
   read = jnp.maximum(read, jnp.max(drawn.tokens))

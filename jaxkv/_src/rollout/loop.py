@@ -52,6 +52,7 @@ from jaxkv._src.rollout.guessing import Guesses
 from jaxkv._src.rollout.guessing import guess
 from jaxkv._src.rollout.model import Model
 from jaxkv._src.rollout.model import call
+from jaxkv._src.rollout.model import check_numerics
 from jaxkv._src.rollout.model import room_for_drafts
 from jaxkv._src.rollout.model import shape_of_logits
 from jaxkv._src.rollout.packing import Width
@@ -105,10 +106,12 @@ def generate(
 
   Raises:
     TypeError: `until` is something else, or the model's logits are not floats.
-    ValueError: a number of `until` is negative, logits have another shape, or
-      `encode` is missing, or given in vain.
+    ValueError: a number of `until` is negative, logits have another shape,
+      `encode` is missing, or given in vain, or a `functools.partial` of a model
+      has other numerics than the rollout.
   """
   check_encode(state, encode)
+  check_numerics(state.config, model)
   limits, seen = as_until(until), None
   if processors.needs_seen(state.sampling):
     shape = shape_of_logits(params, state, model=model)

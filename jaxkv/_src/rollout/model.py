@@ -1,6 +1,7 @@
 """Calls of the model: the tokens of a step, packed into one row."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from jax import Array
 from jax import lax
 
 from jaxkv import kv as kv_memory
+from jaxkv._src import log_probs
 from jaxkv._src.cache import ops
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
@@ -20,6 +22,7 @@ from jaxkv._src.rollout import slots
 from jaxkv._src.rollout.arguments import as_logits
 from jaxkv._src.rollout.arguments import check_all_logits
 from jaxkv._src.rollout.arguments import check_logits
+from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.packing import Width
 from jaxkv._src.rollout.packing import Work
 from jaxkv._src.rollout.rows import Rows
@@ -66,6 +69,18 @@ def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
     return logits[0].at[columns].get(mode="clip"), kv
 
   return call
+
+
+def check_numerics(config: RolloutConfig, model: Model) -> None:
+  """Raises ValueError if a model is known to have other numerics."""
+  if not isinstance(model, functools.partial):
+    return
+  theirs = getattr(model.keywords.get("config"), "numerics", None)
+  if theirs is not None and theirs != config.numerics:
+    raise ValueError(
+      f'`RolloutConfig.numerics` must be "{theirs}", as the model\'s, got '
+      f'"{config.numerics}".'
+    )
 
 
 class Logits(NamedTuple):
@@ -225,8 +240,8 @@ def _with_prompts(
   version = ops.take(sequences.versions, numbers, after)
   said &= version == queue.NOT_DRAWN
   token = ops.take(sequences.tokens, numbers, after)
-  scores = jax.nn.log_softmax(as_logits(logits), axis=-1)
-  own = jnp.take_along_axis(scores, token[:, None], axis=1, mode="clip")[:, 0]
+  heat = jnp.ones(token.shape, jnp.float32)
+  own = log_probs.of_tokens(as_logits(logits), token, heat)
   place = ops.where_valid(said, numbers)
   raw = ops.put(raw, place, after, values=own)
   return dataclasses.replace(records, raw_log_probs=raw)

@@ -6,6 +6,9 @@ a token. A token is drawn by inverting the cumulative distribution at two
 uniform numbers, one for each choice, whatever the size of the vocabulary.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -14,6 +17,8 @@ import numpy as np
 from jax import Array
 from jax import lax
 
+from jaxkv._src import log_probs
+from jaxkv._src import tiles
 from jaxkv._src.cache import ops
 from jaxkv._src.rollout import filters
 from jaxkv._src.rollout import observed
@@ -123,6 +128,7 @@ def draw(
   raw_log_probs: bool = False,
   entropy: bool = False,
   top_log_probs: int = 0,
+  exact: bool = False,
 ) -> Drawn:
   """Draws a token for every row, each with its own settings.
 
@@ -144,6 +150,9 @@ def draw(
       distribution.
     entropy: whether to give the entropy of that distribution.
     top_log_probs: X, how many of its most likely tokens to give.
+    exact: whether the numbers of a row, bit for bit, are those that it would
+      have beside other rows, and log-probs those of `log_probs.of_tokens`,
+      unless some tokens are left out.
 
   Returns:
     What was drawn. For temperature 0, the log-probability is that of the token
@@ -155,17 +164,28 @@ def draw(
   """
   logits = as_logits(logits)
   keys, counts, logits, sampling = ops.alike((keys, counts, logits, sampling))
+  if exact:
+    return _draw_exactly(
+      keys,
+      counts,
+      logits,
+      sampling,
+      logits if raw_logits is None else as_logits(raw_logits),
+      raw_log_probs,
+      functools.partial(draw, entropy=entropy, top_log_probs=top_log_probs),
+    )
   weights = _weights(logits, sampling)
   masses = reductions.by_block(reductions.sums, weights.kept())
   tokens = _tokens(keys, counts, weights, masses)
-  log_probs = _log_probs(weights, masses, tokens)
-  drawn = Drawn(tokens=tokens, log_probs=log_probs)
+  chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+  own = weights.scaled(chosen)[:, 0] - jnp.log(reductions.sums(masses))
+  drawn = Drawn(tokens=tokens, log_probs=own)
   raw_logits = logits if raw_logits is None else as_logits(raw_logits)
   if raw_log_probs or entropy or top_log_probs:
     known = observed.observe(
       raw_logits,
       tokens,
-      log_probs,
+      own,
       entropy=entropy,
       top_log_probs=top_log_probs,
     )
@@ -178,29 +198,37 @@ def draw(
   return drawn
 
 
-def log_probs_of(logits: Array, tokens: Array, sampling: Sampling) -> Array:
-  """The log-probabilities with which `draw` draws some tokens.
+def _draw_exactly(
+  keys: Array,
+  counts: Array,
+  logits: Array,
+  sampling: Sampling,
+  raw_logits: Array,
+  raw_log_probs: bool,
+  draw_some: Callable[..., Drawn],
+) -> Drawn:
+  """What `draw` gives, a few rows at a time."""
 
-  Args:
-    logits: floats [R, V] of any width; computed with in float32.
-    tokens: int32[R]; one outside of the vocabulary has NaN.
-    sampling: of these R rows.
+  def some(keys: Array, *rows: Any) -> Drawn:
+    counts, logits, sampling, raw = rows
+    return draw_some(keys, counts, logits, sampling, raw_logits=raw)
 
-  Returns:
-    float32[R]. In a row with temperature 0, that at temperature 1.
-
-  Raises:
-    TypeError: `logits` holds no floats.
-
-  Examples:
-    >>> logits = jnp.log(jnp.asarray([[0.25, 0.75]]))
-    >>> tokens = jnp.asarray([0], jnp.int32)
-    >>> jnp.exp(log_probs_of(logits, tokens, Sampling())).round(2)
-    Array([0.25], dtype=float32)
-  """
-  weights = _weights(as_logits(logits), sampling)
-  masses = reductions.by_block(reductions.sums, weights.kept())
-  return _log_probs(weights, masses, tokens)
+  names = ("temperature", "min_p", "top_k", "top_p")
+  sampling = Sampling(**{name: getattr(sampling, name) for name in names})
+  rows = (keys, counts, logits, sampling, raw_logits)
+  drawn = tiles.loop(some, rows, tile=log_probs.ROWS)
+  ones = jnp.ones(counts.shape, jnp.float32)
+  if (
+    sampling.top_k is None and sampling.top_p is None and sampling.min_p is None
+  ):
+    heat = sampling.temperature
+    heat = ones if heat is None else jnp.where(heat == 0, 1, heat)
+    own = log_probs.of_tokens(logits, drawn.tokens, heat)
+    drawn = drawn._replace(log_probs=own)
+  if raw_log_probs:
+    own = log_probs.of_tokens(raw_logits, drawn.tokens, ones)
+    drawn = drawn._replace(raw_log_probs=own)
+  return drawn
 
 
 def probabilities(logits: Array, sampling: Sampling) -> Array:
@@ -227,12 +255,6 @@ def probabilities(logits: Array, sampling: Sampling) -> Array:
   column = jnp.arange(logits.shape[1], dtype=jnp.int32)
   taken = column[None] == _most_likely(weights)[:, None]
   return jnp.where(weights.greedy[:, None], taken.astype(jnp.float32), some)
-
-
-def _log_probs(weights: _Weights, masses: Array, tokens: Array) -> Array:
-  """float32[R]: of some tokens, where blocks weigh float32[R, X]."""
-  chosen = jnp.take_along_axis(weights.logits, tokens[:, None], axis=1)
-  return weights.scaled(chosen)[:, 0] - jnp.log(reductions.sums(masses))
 
 
 def _weights(logits: Array, sampling: Sampling) -> _Weights:

@@ -1,6 +1,18 @@
-"""What attention makes of tokens: projections, norms, rotations, outputs."""
+"""What attention makes of tokens, before and after they look at each other.
 
-from typing import Any
+Each kind has a `project_` function, whose result a memory takes, and an
+`output_` function of what the tokens then read. Both are about each token
+alone.
+
+| kind              | `project_`              | what is read |
+|-------------------|-------------------------|--------------|
+| `Attention`       | `Softmax`               | [B, T, H, D] |
+| `LatentAttention` | `Latents`               | [B, T, H, X] |
+| `DeltaNet`        | `Recurrence`            | [B, T, H, X] |
+| `Layer.cross`     | queries alone           | [B, T, H, D] |
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +24,61 @@ from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Stack
-from jaxkv._src.models.decoder.memories import Place
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.params import Params
 
-Rotations = dict[tuple[ropes.Rope, int], tuple[jax.Array, jax.Array]]
+Angles = tuple[jax.Array, jax.Array]
+"""Cosines and sines, see `rope.rotation`."""
+
+Rotations = dict[tuple[ropes.Rope, int], Angles]
+
+
+class Softmax(NamedTuple):
+  """Of tokens in a layer with `Attention`.
+
+  Attributes:
+    q: [B, T, H, D].
+    k: [B, T, K, D].
+    v: [B, T, K, D].
+    gate: [B, T, H, D], a factor of what is read; None for none.
+  """
+
+  q: jax.Array
+  k: jax.Array
+  v: jax.Array
+  gate: jax.Array | None
+
+
+class Latents(NamedTuple):
+  """Of tokens in a layer with `LatentAttention`.
+
+  Attributes:
+    plain: [B, T, H, plain_dim], of queries.
+    turned: [B, T, H, rotated_dim], of queries.
+    latent: [B, T, latent_dim].
+    rotated: [B, T, 1, rotated_dim], the part of keys that heads share.
+  """
+
+  plain: jax.Array
+  turned: jax.Array
+  latent: jax.Array
+  rotated: jax.Array
+
+
+class Recurrence(NamedTuple):
+  """Of tokens in a layer with `DeltaNet`.
+
+  Attributes:
+    channels: [B, T, C], queries, keys and values before the convolution.
+    beta: [B, T, H].
+    decay: float32[B, T, H].
+    gate: float32[B, T, H, X], a factor of what is read.
+  """
+
+  channels: jax.Array
+  beta: jax.Array
+  decay: jax.Array
+  gate: jax.Array
 
 
 def rotations(decoder: Stack, positions: jax.Array) -> Rotations:
@@ -29,6 +91,12 @@ def rotations(decoder: Stack, positions: jax.Array) -> Rotations:
   }
 
 
+def angles_of(layer: Layer, turned: Rotations) -> Angles | None:
+  """The angles of a layer; None if it has none."""
+  key = _rotation_of(layer)
+  return None if key is None else turned[key]
+
+
 def _rotation_of(layer: Layer) -> tuple[ropes.Rope, int] | None:
   attention = layer.attention
   if isinstance(attention, LatentAttention):
@@ -38,65 +106,28 @@ def _rotation_of(layer: Layer) -> tuple[ropes.Rope, int] | None:
   return None
 
 
-def softmax(
+def project_softmax(
   x: jax.Array,
   weights: Params,
   attention: Attention,
-  place: Place,
-  turned: Rotations,
-  keep: Any,
-  memory: tuple[Any, ...],
-  decoder: Stack,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-  """[B, T, E] of normed [B, T, E]: softmax attention.
+  angles: Angles | None,
+  stack: Stack,
+) -> Softmax:
+  """What normed tokens [B, T, E] ask for, and what they offer.
 
   Args:
     x: the tokens.
     weights: of the layer.
     attention: its sizes.
-    place: where it keeps keys and values.
-    turned: from `rotations`.
-    keep: one of `memories`.
-    memory: its arrays.
-    decoder: for norms.
+    angles: of the tokens' positions; None for no rotations.
+    stack: for norms.
   """
-  q = _queries(x, weights, attention, decoder)
-  k, v = keys_and_values(x, weights, attention, decoder)
-  if attention.rope is not None:
-    angles = turned[attention.rope, attention.head_dim]
+  q = queries(x, weights, attention, stack)
+  k, v = keys_and_values(x, weights, attention, stack)
+  if attention.rope is not None and angles is not None:
     q = ropes.rotate(q, angles, attention.rope)
     k = ropes.rotate(k, angles, attention.rope)
-  out, memory = keep.softmax(attention, place, weights, q, k, v, memory)
-  return _output(out, x, weights, attention), memory
-
-
-def cross(
-  x: jax.Array,
-  weights: Params,
-  attention: Attention,
-  place: Place,
-  keep: Any,
-  memory: tuple[Any, ...],
-  decoder: Stack,
-) -> jax.Array:
-  """[B, T, E] of normed [B, T, E]: attention to all tokens of an encoder.
-
-  Args:
-    x: the tokens.
-    weights: of the layer's cross-attention, from `cross_weights`.
-    attention: its sizes.
-    place: where its keys and values are kept.
-    keep: one of `memories`.
-    memory: its arrays.
-    decoder: for norms.
-  """
-
-  def project(encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return keys_and_values(encoded, weights, attention, decoder)
-
-  q = _queries(x, weights, attention, decoder)
-  out = keep.cross(attention, place, weights, q, project, memory)
-  return _output(out, x, weights, attention)
+  return Softmax(q, k, v, gate(x, weights, attention))
 
 
 def cross_weights(weights: Params) -> Params:
@@ -109,21 +140,21 @@ def cross_weights(weights: Params) -> Params:
   }
 
 
-def _queries(
-  x: jax.Array, weights: Params, attention: Attention, decoder: Stack
+def queries(
+  x: jax.Array, weights: Params, attention: Attention, stack: Stack
 ) -> jax.Array:
   """[B, T, H, D], not rotated yet."""
   q = jnp.einsum("bte,ehd->bthd", x, weights["query"])
   if attention.biased:
     q = q + weights["query_bias"][None, None]
   if attention.query_key_norm:
-    eps, offset = decoder.norm_eps, decoder.norm_offset
+    eps, offset = stack.norm_eps, stack.norm_offset
     q = rms_norm(q, weights["query_norm"], eps, offset)
   return q
 
 
 def keys_and_values(
-  x: jax.Array, weights: Params, attention: Attention, decoder: Stack
+  x: jax.Array, weights: Params, attention: Attention, stack: Stack
 ) -> tuple[jax.Array, jax.Array]:
   """[B, T, K, D] each, not rotated yet."""
   k = jnp.einsum("bte,ekd->btkd", x, weights["key"])
@@ -132,37 +163,46 @@ def keys_and_values(
     k = k + weights["key_bias"][None, None]
     v = v + weights["value_bias"][None, None]
   if attention.query_key_norm:
-    eps, offset = decoder.norm_eps, decoder.norm_offset
+    eps, offset = stack.norm_eps, stack.norm_offset
     k = rms_norm(k, weights["key_norm"], eps, offset)
   return k, v
 
 
-def _output(
-  out: jax.Array, x: jax.Array, weights: Params, attention: Attention
+def gate(
+  x: jax.Array, weights: Params, attention: Attention
+) -> jax.Array | None:
+  """[B, T, H, D]: a factor of what queries read; None for none."""
+  if not attention.gated:
+    return None
+  return jax.nn.sigmoid(jnp.einsum("bte,ehd->bthd", x, weights["query_gate"]))
+
+
+def output_softmax(
+  out: jax.Array,
+  gate: jax.Array | None,
+  weights: Params,
+  attention: Attention,
+  dtype: jnp.dtype,
 ) -> jax.Array:
-  """[B, T, E] of what queries read [B, T, H, D], from tokens x."""
-  out = out.astype(x.dtype)
-  if attention.gated:
-    gate = jnp.einsum("bte,ehd->bthd", x, weights["query_gate"])
-    out = out * jax.nn.sigmoid(gate)
+  """[B, T, E] of what queries read, [B, T, H, D]."""
+  out = out.astype(dtype)
+  if gate is not None:
+    out = out * gate
   out = jnp.einsum("bthd,hde->bte", out, weights["output"])
   if attention.output_biased:
     out = out + weights["output_bias"][None, None]
   return out
 
 
-def latent(
+def project_latents(
   x: jax.Array,
   weights: Params,
   attention: LatentAttention,
-  place: Place,
-  turned: Rotations,
-  keep: Any,
-  memory: tuple[Any, ...],
-  decoder: Stack,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-  """Like `softmax`: multi-head latent attention."""
-  eps, offset = decoder.norm_eps, decoder.norm_offset
+  angles: Angles,
+  stack: Stack,
+) -> Latents:
+  """Like `project_softmax`: multi-head latent attention."""
+  eps, offset = stack.norm_eps, stack.norm_offset
   down = x
   if attention.query_rank is not None:
     down = jnp.einsum("bte,er->btr", x, weights["query_down"])
@@ -173,32 +213,23 @@ def latent(
     both[..., : attention.latent_dim], weights["latent_norm"], eps, offset
   )
   rotated = both[:, :, None, attention.latent_dim :]
-  plain, q_rotated = jnp.split(q, [attention.plain_dim], axis=-1)
-  angles = turned[attention.rope, attention.rotated_dim]
-  q_rotated = ropes.rotate(q_rotated, angles, attention.rope)
+  plain, turned = jnp.split(q, [attention.plain_dim], axis=-1)
+  turned = ropes.rotate(turned, angles, attention.rope)
   rotated = ropes.rotate(rotated, angles, attention.rope)
-  out, memory = keep.latent(
-    attention, place, weights, (plain, q_rotated), kept, rotated, memory
-  )
-  out = jnp.einsum("bthv,hve->bte", out.astype(x.dtype), weights["output"])
-  return out, memory
+  return Latents(plain, turned, kept, rotated)
 
 
-def recurrent(
-  x: jax.Array,
-  weights: Params,
-  attention: DeltaNet,
-  place: Place,
-  turned: Rotations,
-  keep: Any,
-  memory: tuple[Any, ...],
-  decoder: Stack,
-) -> tuple[jax.Array, tuple[Any, ...]]:
-  """Like `softmax`: the gated delta rule, as in Qwen3-Next."""
-  del turned
-  a, (rows, tokens) = attention, x.shape[:2]
+def output_latents(
+  out: jax.Array, weights: Params, dtype: jnp.dtype
+) -> jax.Array:
+  """[B, T, E] of what queries read, [B, T, H, value_dim]."""
+  return jnp.einsum("bthv,hve->bte", out.astype(dtype), weights["output"])
+
+
+def project_recurrence(x: jax.Array, weights: Params) -> Recurrence:
+  """Like `project_softmax`: the gated delta rule, as in Qwen3-Next."""
   mixed = [
-    jnp.einsum("bte,ehd->bthd", x, weights[name]).reshape(rows, tokens, -1)
+    jnp.einsum("bte,ehd->bthd", x, weights[name]).reshape(*x.shape[:2], -1)
     for name in ("query", "key", "value")
   ]
   beta = jax.nn.sigmoid(jnp.einsum("bte,eh->bth", x, weights["beta"]))
@@ -207,32 +238,58 @@ def recurrent(
     weights["decay_log"],
     weights["decay_bias"],
   )
-
-  def run(
-    inputs: tuple[jax.Array, ...], states: dict[str, jax.Array], counts: Any
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    channels, beta, decay = inputs
-    channels, last = delta_net.causal_conv(
-      channels, weights["convolution"], states["convolution"], counts
-    )
-    channels = jax.nn.silu(channels)
-    keys = a.num_key_heads * a.key_dim
-    parts = jnp.split(channels, [keys, 2 * keys], axis=-1)
-    heads = (a.num_key_heads, a.num_key_heads, a.num_value_heads)
-    q, k, v = (
-      part.reshape(*part.shape[:2], count, -1)
-      for part, count in zip(parts, heads, strict=True)
-    )
-    q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
-    out, delta = delta_net.gated_delta_rule(
-      q, k, v, decay, beta, states["delta"], counts
-    )
-    return out, {"convolution": last, "delta": delta}
-
-  inputs = (jnp.concatenate(mixed, axis=-1), beta, decay)
-  out, memory = keep.recurrent(attention, place, run, inputs, memory)
-  out = rms_norm(out, weights["output_norm"], decoder.norm_eps)
   gate = jnp.einsum("bte,ehv->bthv", x, weights["output_gate"])
-  out = out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-  out = jnp.einsum("bthv,hve->bte", out.astype(x.dtype), weights["output"])
-  return out, memory
+  gate = jax.nn.silu(gate.astype(jnp.float32))
+  return Recurrence(jnp.concatenate(mixed, axis=-1), beta, decay, gate)
+
+
+def recur(
+  weights: Params,
+  inputs: tuple[jax.Array, jax.Array, jax.Array],
+  states: dict[str, jax.Array],
+  counts: jax.Array,
+  *,
+  attention: DeltaNet,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Runs the recurrence of a layer.
+
+  Args:
+    weights: of the layer; its convolution is used.
+    inputs: channels, beta and decay of `Recurrence`, [R, T, ...].
+    states: of each row, before the tokens.
+    counts: int32[R], tokens of each row.
+    attention: its sizes.
+
+  Returns:
+    [R, T, H, X], and the states after so many tokens.
+  """
+  a, (channels, beta, decay) = attention, inputs
+  channels, last = delta_net.causal_conv(
+    channels, weights["convolution"], states["convolution"], counts
+  )
+  channels = jax.nn.silu(channels)
+  keys = a.num_key_heads * a.key_dim
+  parts = jnp.split(channels, [keys, 2 * keys], axis=-1)
+  heads = (a.num_key_heads, a.num_key_heads, a.num_value_heads)
+  q, k, v = (
+    part.reshape(*part.shape[:2], count, -1)
+    for part, count in zip(parts, heads, strict=True)
+  )
+  q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
+  out, delta = delta_net.gated_delta_rule(
+    q, k, v, decay, beta, states["delta"], counts
+  )
+  return out, {"convolution": last, "delta": delta}
+
+
+def output_recurrence(
+  out: jax.Array,
+  gate: jax.Array,
+  weights: Params,
+  stack: Stack,
+  dtype: jnp.dtype,
+) -> jax.Array:
+  """[B, T, E] of what the recurrence gives, [B, T, H, X]."""
+  out = rms_norm(out, weights["output_norm"], stack.norm_eps)
+  out = out.astype(jnp.float32) * gate
+  return jnp.einsum("bthv,hve->bte", out.astype(dtype), weights["output"])

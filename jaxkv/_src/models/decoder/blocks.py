@@ -1,4 +1,4 @@
-"""The layers of a decoder or an encoder: a block, and loops over blocks.
+"""The layers of a decoder or an encoder: loops over blocks.
 
 A loop over layers carries the whole memory, not one slice per layer: a scan
 with slices as inputs and outputs would copy the memory at every token.
@@ -6,6 +6,7 @@ with slices as inputs and outputs would copy the memory at every token.
 Letters: E width, R repetitions of a pattern.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,23 +15,17 @@ import jax.numpy as jnp
 
 from jaxkv._src.cache import ops
 from jaxkv._src.models.decoder import attention as attentions
+from jaxkv._src.models.decoder import block
 from jaxkv._src.models.decoder import layout
-from jaxkv._src.models.decoder import mlp as mlps
 from jaxkv._src.models.decoder import routing
-from jaxkv._src.models.decoder.attention import Rotations
-from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.block import Carry
+from jaxkv._src.models.decoder.block import Memory
 from jaxkv._src.models.decoder.description import Experts
-from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
-from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.decoder.description import Stack
 from jaxkv._src.models.decoder.memories import Place
-from jaxkv._src.models.decoder.norms import rms_norm
+from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
-
-Memory = tuple[Any, ...]
-Carry = tuple[jax.Array, Memory]
-"""[B, T, E] and the memory."""
 
 Visit = Callable[[Carry, Layer, Params, Place], Carry]
 """What is done in a layer: `(carry, layer, its weights, place) -> carry`."""
@@ -58,22 +53,28 @@ def run(
     remat: static; whether a gradient keeps the input of each layer alone, and
       computes the layer again.
   """
-  turned = attentions.rotations(stack, positions)
-  x = (
-    params["embed"]
-    .at[tokens]
-    .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+  begin = functools.partial(_begin, stack)
+  x, turned = token_wise(stack)(begin, params["embed"], tokens, positions)
+
+  def visit(carry: Carry, layer: Layer, own: Params, place: Place) -> Carry:
+    def one(carry: Carry, own: Params) -> Carry:
+      return block.run(carry, layer, own, place, turned, keep, stack)
+
+    return (jax.checkpoint(one) if remat else one)(carry, own)
+
+  return visit_layers((x, memory), params, visit, stack)
+
+
+def _begin(
+  stack: Stack, embed: jax.Array, tokens: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, attentions.Rotations]:
+  """[B, T, E] of tokens, and the angles of their positions."""
+  x = embed.at[tokens].get(
+    mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
   )
   if stack.embed_scale != 1.0:
     x = x * jnp.asarray(stack.embed_scale, x.dtype)
-
-  def visit(carry: Carry, layer: Layer, own: Params, place: Place) -> Carry:
-    def block(carry: Carry, own: Params) -> Carry:
-      return _block(*carry, layer, own, place, turned, keep, stack)
-
-    return (jax.checkpoint(block) if remat else block)(carry, own)
-
-  return visit_layers((x, memory), params, visit, stack)
+  return x, attentions.rotations(stack, positions)
 
 
 def visit_layers(
@@ -157,41 +158,3 @@ def _read(weights: Params, repetition: jax.Array, x: jax.Array) -> Params:
     lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
     weights,
   )
-
-
-def _block(
-  x: jax.Array,
-  memory: Memory,
-  layer: Layer,
-  weights: Params,
-  place: Place,
-  turned: Rotations,
-  keep: Any,
-  stack: Stack,
-) -> Carry:
-  """Attention and an MLP, each added to [B, T, E]."""
-
-  def norm(values: jax.Array, name: str) -> jax.Array:
-    return rms_norm(values, weights[name], stack.norm_eps, stack.norm_offset)
-
-  kind = layer.attention
-  attend: Any = attentions.recurrent
-  if isinstance(kind, LatentAttention):
-    attend = attentions.latent
-  elif isinstance(kind, Attention):
-    attend = attentions.softmax
-  y = norm(x, "attention_norm")
-  out, memory = attend(y, weights, kind, place, turned, keep, memory, stack)
-  x = x + (norm(out, "post_attention_norm") if layer.post_norms else out)
-  if layer.cross is not None:
-    y, own = norm(x, "cross_norm"), attentions.cross_weights(weights)
-    out = attentions.cross(y, own, layer.cross, place, keep, memory, stack)
-    x = x + (norm(out, "post_cross_norm") if layer.post_norms else out)
-  y = norm(x, "mlp_norm")
-  if isinstance(layer.mlp, Mlp):
-    out = mlps.gated(y, weights, layer.mlp)
-  else:
-    given = routing.given_to(keep.experts, place.routed)
-    out, used = mlps.mixture(y, weights, layer.mlp, given)
-    memory = keep.routed(place, used, memory)
-  return x + (norm(out, "post_mlp_norm") if layer.post_norms else out), memory

@@ -298,6 +298,14 @@ class Decoder:
     logit_cap: c turns a logit x into c * tanh(x / c); None for no cap.
     tied_embeddings: whether the embedding is also the output projection.
     encoder: whose tokens the layers with `cross` attend to; None for none.
+    numerics: "exact" for the same numbers, bit for bit, of a token in every
+      program of one device kind and jax version: `forward` whatever the slots,
+      chunks, pages and neighbours, a rollout, its score, and a trainer with
+      `forward_uncached`, inside of a gradient, too. What a token does alone is
+      then computed a tile of tokens at a time, and gradients are those of
+      "fast".
+    tile: tokens of a tile of "exact"; part of the numbers. As many as a decode
+      step has, and up to 64, cost the least.
     dtype: of parameters and activations. Norms, rotations, softmax and logits
       are always float32.
 
@@ -332,10 +340,21 @@ class Decoder:
   logit_cap: float | None = None
   tied_embeddings: bool = True
   encoder: Encoder | None = None
+  numerics: Literal["fast", "exact"] = "fast"
+  tile: int = 16
   dtype: Any = jnp.float32
 
   def __post_init__(self) -> None:
     _check_stack(self)
+    _sizes(self, "tile")
+    if self.numerics not in ("fast", "exact"):
+      raise ValueError(
+        f'`numerics` must be "fast" or "exact", got {self.numerics!r}.'
+      )
+    if self.numerics == "exact" and self.encoder is not None:
+      raise ValueError(
+        '`numerics` must be "fast" for a decoder with an encoder, got "exact".'
+      )
     crosses = any(layer.cross is not None for layer in self.layers)
     if crosses and not isinstance(self.encoder, Encoder):
       raise ValueError(

@@ -29,6 +29,9 @@ from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.logits import Wanted
 from jaxkv._src.models.decoder.memory import check_memory
+from jaxkv._src.models.decoder.numerics import is_exact
+from jaxkv._src.models.decoder.numerics import token_wise
+from jaxkv._src.models.decoder.own_pages import memory_within
 from jaxkv._src.models.decoder.params import Params
 
 _AnyView = paged.View | paged.PackedView
@@ -121,14 +124,15 @@ def forward(
   counts = None if isinstance(views[0], paged.PackedView) else views[0].counts
   kinds, numbers = layout.groups(config), layout.group_pools(config)
   seen: list[Any] = list(views)
+  exact, each = is_exact(config), token_wise(config)
   for group, one in enumerate(views):
     single = isinstance(one, paged.PackedView) or tokens.shape[1:] == (1,)
     pool, kind = pools[numbers[group]], kinds[group]
-    shares = not kind.skips_pages and not kind.holds_encoder
+    shares = not kind.skips_pages and not kind.holds_encoder and not exact
     if single and shares and _has_keys(pool):
       seen[group] = paged.refresh_shared(pool, one)
   routing.check_experts(experts, tokens, config)
-  keep = memories.Paged(tuple(seen), backend, heads, experts)
+  keep = memories.Paged(tuple(seen), backend, heads, experts, exact, each)
   wanted = logits if columns is None else columns
   out, pools = all_logits.run(
     params, tokens, positions, pools, keep, counts, wanted, config
@@ -193,7 +197,7 @@ def forward_dense(
   return out, memory[0]
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@functools.partial(jax.jit, static_argnames=("config", "kv_dtype"))
 def forward_uncached(
   params: Params,
   tokens: jax.Array,
@@ -203,6 +207,7 @@ def forward_uncached(
   *,
   config: Decoder,
   experts: jax.Array | None = None,
+  kv_dtype: Any = None,
 ) -> jax.Array:
   """Runs whole sequences; each token attends to all tokens up to itself.
 
@@ -227,6 +232,9 @@ def forward_uncached(
       each of the J layers with `Experts`, such as `jaxkv.rollout.generated` and
       `chosen_experts` give them. A token's k are all given, or all below 0:
       then they are chosen here. None: all are.
+    kv_dtype: static; with `config.numerics` of "exact", in which format the
+      pages of those that drew the tokens keep keys and values, as given to
+      `init_kv`; None for that of the decoder.
 
   Returns:
     float32[B, T, V] logits. An expert that does not exist makes them NaN, for
@@ -250,7 +258,7 @@ def forward_uncached(
   """
   routing.check_experts(experts, tokens, config)
   given = encoder.given(encoded, encoded_lengths, tokens.shape[0], config)
-  keep = memories.Nowhere(experts, *given)
+  keep = memory_within(config, experts, *given, kv_dtype=kv_dtype)
   return all_logits.run(
     params, tokens, positions, (), keep, None, "all", config
   )[0]
@@ -310,7 +318,7 @@ def chosen_experts(
   """
   routing.check_experts(experts, tokens, config)
   given = encoder.given(encoded, encoded_lengths, tokens.shape[0], config)
-  keep = memories.Nowhere(experts, *given)
+  keep = memory_within(config, experts, *given)
   memory = routing.init_chosen(tokens, config)
   return all_logits.run(
     params, tokens, positions, memory, keep, None, "none", config

@@ -14,8 +14,8 @@ from jaxkv._src.models.decoder import log_probs
 from jaxkv._src.models.decoder import logits
 from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder import trees
-from jaxkv._src.models.decoder.branches import Branches
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.own_pages import memory_within
 from jaxkv._src.models.decoder.params import Params
 
 Levels = jax.Array | tuple[jax.Array, ...]
@@ -35,6 +35,7 @@ def grouped_log_probs(
   temperature: float | jax.Array = 1.0,
   experts: tuple[jax.Array, Levels] | None = None,
   remat: bool = False,
+  kv_dtype: Any = None,
 ) -> Any:
   """Log-probs of completions, of which G share a prompt.
 
@@ -66,6 +67,7 @@ def grouped_log_probs(
       [N, G, R, J, k], or of levels a tuple; see `forward_uncached`.
     remat: static; whether a gradient keeps the input of each layer alone, and
       computes the layer again: less memory, and up to a third more time.
+    kv_dtype: static; see `forward_uncached`.
 
   Returns:
     float32[N, G, R], or a tuple of levels alike: the log-prob of each token,
@@ -133,6 +135,7 @@ def grouped_log_probs(
     used,
     config=config,
     remat=bool(remat),
+    kv_dtype=kv_dtype,
   )
   return out[0] if single else out
 
@@ -141,7 +144,7 @@ def _levels(values: Levels) -> tuple[jax.Array, ...]:
   return values if isinstance(values, tuple) else (values,)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "remat"))
+@functools.partial(jax.jit, static_argnames=("config", "remat", "kv_dtype"))
 def _grouped(
   params: Params,
   levels: tuple[jax.Array, ...],
@@ -153,6 +156,7 @@ def _grouped(
   *,
   config: Decoder,
   remat: bool,
+  kv_dtype: Any,
 ) -> tuple[jax.Array, ...]:
   """`grouped_log_probs`, a tuple of levels."""
   logits.check_params(params, config)
@@ -166,10 +170,12 @@ def _grouped(
   # Nothing follows the last column of the last level.
   tree = trees.of_lengths([*widths[:-1], max(widths[-1] - 1, 1)], lengths)
   rows = levels[0].shape[0]
-  keep = Branches(
+  keep = memory_within(
+    config,
     None if used is None else tree.join(used),
     *encoder.given(encoded, encoded_lengths, rows, config),
     tree=tree,
+    kv_dtype=kv_dtype,
   )
   row, positions = tree.join(tokens), tree.join(tree.positions())
   x, _ = blocks.run(params, row, positions, (), keep, config, remat=remat)

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from jaxkv._src import log_probs
 from jaxkv._src.models.decoder import logits as all_logits
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
 _MOST = 2**24
@@ -49,7 +51,10 @@ def of_tokens(
 
   def some(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
     x, tokens = inputs
-    logits = all_logits.head(params, x, config) / temperature
+    logits = all_logits.head(params, x[None], config)[0]
+    if is_exact(config):
+      return _exact(logits, tokens, temperature)
+    logits = logits / temperature
     row = jnp.arange(size, dtype=jnp.int32)[:, None]
     chosen = logits.at[row, tokens].get(
       mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
@@ -59,3 +64,14 @@ def of_tokens(
   # A loop keeps XLA from computing what is alike once, and keeping it.
   out = jax.lax.map(jax.checkpoint(some, prevent_cse=False), (x, tokens))
   return out.reshape(number * size, -1)[:rows].reshape(shape)
+
+
+def _exact(
+  logits: jax.Array, tokens: jax.Array, temperature: jax.Array
+) -> jax.Array:
+  """float32[X, S] of float32[X, V] and int32[X, S], a token at a time."""
+  count = tokens.shape[1]
+  if count > 1:
+    logits = jnp.repeat(logits, count, axis=0)
+  heat = jnp.broadcast_to(temperature, (tokens.size,))
+  return log_probs.of_tokens(logits, tokens.ravel(), heat).reshape(tokens.shape)

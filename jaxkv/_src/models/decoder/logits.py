@@ -1,5 +1,6 @@
 """All of a decoder: from tokens to the logits of those that are wanted."""
 
+import functools
 from typing import Any
 from typing import Literal
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxkv._src.models.decoder import blocks
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.norms import rms_norm
+from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 
 Wanted = Literal["all", "last", "none"]
@@ -46,11 +48,19 @@ def run(
 
 
 def head(params: Params, x: jax.Array, config: Decoder) -> jax.Array:
-  """float32[..., V] logits of what the last layer gives, [..., E]."""
-  x = rms_norm(x, params["final_norm"], config.norm_eps, config.norm_offset)
-  unembed = params["embed"].T if config.tied_embeddings else params["unembed"]
+  """float32[B, T, V] logits of what the last layer gives, [B, T, E]."""
+  unembed = params["embed"] if config.tied_embeddings else params["unembed"]
+  weights = {"final_norm": params["final_norm"], "unembed": unembed}
+  return token_wise(config)(functools.partial(_head, config), weights, x)
+
+
+def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
+  x = rms_norm(x, weights["final_norm"], config.norm_eps, config.norm_offset)
+  unembed = weights["unembed"]
+  if config.tied_embeddings:
+    unembed = unembed.T
   logits = jnp.einsum(
-    "...e,ev->...v", x, unembed, preferred_element_type=jnp.float32
+    "bte,ev->btv", x, unembed, preferred_element_type=jnp.float32
   )
   if config.logit_cap is not None:
     logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)

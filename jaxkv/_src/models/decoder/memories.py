@@ -27,6 +27,7 @@ from jaxkv._src.models.decoder import states
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.numerics import Each
 from jaxkv._src.models.decoder.params import Params
 
 Project = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
@@ -53,6 +54,10 @@ class Place(NamedTuple):
   routed: jax.Array | int = 0
 
 
+def _at_once(function: Any, weights: Any, *arrays: Any) -> Any:
+  return function(weights, *arrays)
+
+
 @dataclasses.dataclass(frozen=True)
 class Paged:
   """Keys and values in pages.
@@ -62,12 +67,16 @@ class Paged:
     backend: see `jaxkv.kv.attend`.
     heads: see `jaxkv.kv.attend`.
     experts: see `Nowhere`.
+    exact: see `jaxkv.kv.attend`.
+    each: see `numerics.token_wise`.
   """
 
   views: tuple[AnyView, ...]
   backend: str
   heads: jax.sharding.NamedSharding | None
   experts: jax.Array | None = None
+  exact: bool = False
+  each: Each = _at_once
 
   def softmax(
     self,
@@ -88,6 +97,7 @@ class Paged:
       place.layer,
       q,
       options=_kernel_options(attention, weights),
+      exact=self.exact,
       backend=self.backend,
       heads=self.heads,
     )
@@ -134,21 +144,19 @@ class Paged:
     Queries are multiplied by the projection of the keys, so that no key is
     made.
     """
-    plain, turned = q
     vector = jnp.concatenate([latent[:, :, None], rotated], axis=-1)
-    absorbed = jnp.einsum("bthd,lhd->bthl", plain, weights["key"])
-    query = jnp.concatenate([absorbed, turned], axis=-1)
     view = self.views[place.group]
     pool = paged.write(memory[place.pool], view, place.layer, vector)
     out = paged.attend(
       pool,
       view,
       place.layer,
-      query,
+      self.each(absorbed, weights["key"], *q),
       options=kernels.AttentionOptions(scale=scale_of(attention)),
+      exact=self.exact,
       backend=self.backend,
     )
-    out = jnp.einsum("bthl,lhv->bthv", out, weights["value"])
+    out = self.each(values_of_latents, weights["value"], out)
     return out, with_pool(memory, place.pool, pool)
 
   def recurrent(
@@ -361,6 +369,19 @@ class Nowhere:
   ) -> tuple[Any, ...]:
     """Keeps the experts int32[B, T, k] that tokens used, if asked to."""
     return routing.with_chosen(memory, used, place.routed)
+
+
+def absorbed(
+  weights: jax.Array, plain: jax.Array, turned: jax.Array
+) -> jax.Array:
+  """Queries [B, T, H, D] of latents."""
+  absorbed = jnp.einsum("bthd,lhd->bthl", plain, weights)
+  return jnp.concatenate([absorbed, turned], axis=-1)
+
+
+def values_of_latents(weights: jax.Array, out: jax.Array) -> jax.Array:
+  """What queries read of latents as values, [B, T, H, value_dim]."""
+  return jnp.einsum("bthl,lhv->bthv", out, weights)
 
 
 @dataclasses.dataclass(frozen=True)

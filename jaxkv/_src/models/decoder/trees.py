@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tree:
   """Where the tokens of N trees stand.
@@ -32,8 +33,8 @@ class Tree:
       root on.
   """
 
-  branches: tuple[int, ...]
-  widths: tuple[int, ...]
+  branches: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+  widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
   lengths: tuple[jax.Array, ...]
   starts: tuple[jax.Array, ...]
 
@@ -61,6 +62,29 @@ class Tree:
       start[..., None] + columns(width)
       for start, width in zip(self.starts, self.widths, strict=True)
     ]
+
+  def paths(self, x: jax.Array, level: int) -> jax.Array:
+    """Rows [N, T, ...] as [N * C_l, R_0 + ... + R_l, ...]: from the root on.
+
+    The tokens of each branch of a level, after those of all its ancestors,
+    without columns between them; then anything.
+    """
+    count, stop = self.branches[level], sum(self.widths[: level + 1])
+    dims = x.shape[2:]
+    path = jnp.zeros((x.shape[0] * count, stop, *dims), x.dtype)
+    put = jax.vmap(
+      lambda path, part, at: jax.lax.dynamic_update_slice_in_dim(
+        path, part, at, 0
+      )
+    )
+    # What stands behind a branch's end is overwritten by the next one.
+    for part, start in zip(
+      self.split(x)[: level + 1], self.starts, strict=False
+    ):
+      times = count // part.shape[1]
+      part = jnp.repeat(part, times, axis=1).reshape(-1, *part.shape[2:])
+      path = put(path, part, jnp.repeat(start, times, axis=1).ravel())
+    return path
 
   def last(self, level: int) -> jax.Array:
     """int32[N, C_l]: the row's column of the last token up to a branch's end.

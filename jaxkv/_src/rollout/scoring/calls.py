@@ -5,19 +5,21 @@ tokens first. The others are the tokens of all rows, one row after another.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src import log_probs
+from jaxkv._src import tiles
 from jaxkv._src.cache import ops
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.rollout import observed
 from jaxkv._src.rollout import packing
-from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.arguments import as_logits
 from jaxkv._src.rollout.arguments import check_logits
@@ -28,7 +30,6 @@ from jaxkv._src.rollout.scoring.group import Turn
 from jaxkv._src.rollout.scoring.group import Widths
 from jaxkv._src.rollout.scoring.scored import Given
 from jaxkv._src.rollout.scoring.scored import Scored
-from jaxkv._src.rollout.settings import Sampling
 from jaxkv.kv import PackedView
 
 _IDLE = 2
@@ -160,29 +161,25 @@ class _Packed:
     given, number, scored = self._given, self._group.number, self._group.scored
     after = self._positions + 1
     targets = given.tokens(number, self._samples, after)
-    heat = given.temperature
-    if heat is not None:
-      heat = jnp.broadcast_to(heat, targets.shape)
-    log_probs = sampling.log_probs_of(
-      logits, targets, Sampling(temperature=heat)
+    heat = _divisor(given.temperature)
+    own = log_probs.of_tokens(
+      logits, targets, jnp.broadcast_to(heat, targets.shape)
     )
     place = (
       jnp.broadcast_to(number, targets.shape),
       ops.where_valid(self._real, self._samples),
       after - given.prompt_lengths[number],
     )
-    values: dict[str, Array | None] = {"log_probs": log_probs}
+    values: dict[str, Array | None] = {"log_probs": own}
     entropy, top = scored.entropy is not None, 0
     if scored.top_tokens is not None:
       top = scored.top_tokens.shape[-1]
     if entropy or top:
-      known = observed.observe(
-        _heated(logits, given.temperature),
-        targets,
-        log_probs,
-        entropy=entropy,
-        top_log_probs=top,
+      observe = functools.partial(
+        observed.observe, entropy=entropy, top_log_probs=top
       )
+      rows = (logits / heat, targets, own)
+      known = tiles.loop(observe, rows, tile=log_probs.ROWS, beside=heat)
       values["entropy"] = known.entropy
       values["top_tokens"] = known.top_tokens
       values["top_log_probs"] = known.top_log_probs
@@ -194,11 +191,11 @@ class _Packed:
     return dataclasses.replace(scored, **updated)
 
 
-def _heated(logits: Array, temperature: Array | None) -> Array:
-  """Logits whose softmax is the distribution, float32[X, V]."""
+def _divisor(temperature: Array | None) -> Array:
+  """float32[]: what logits are divided by; 1 for a temperature of 0."""
   if temperature is None:
-    return logits
-  return logits / jnp.where(temperature == 0, 1, temperature)
+    return jnp.ones((), jnp.float32)
+  return jnp.where(temperature == 0, jnp.ones_like(temperature), temperature)
 
 
 def _idle(cache: CacheState) -> tuple[View, ...]:

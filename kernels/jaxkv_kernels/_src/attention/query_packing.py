@@ -55,7 +55,12 @@ def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
 
 
 def tile(
-  kv_lens: jax.Array, cu_q_lens: jax.Array, rows: int, max_query_len: int
+  kv_lens: jax.Array,
+  cu_q_lens: jax.Array,
+  rows: int,
+  max_query_len: int,
+  *,
+  size: int = TILE,
 ) -> Packing:
   """Cuts the runs `cu_q_lens` of T = `rows` packed queries into tiles.
 
@@ -64,12 +69,13 @@ def tile(
     cu_q_lens: int32[B + 1].
     rows: T.
     max_query_len: further queries of a run are left out.
+    size: the most queries of a tile.
 
   Returns:
     The tiles.
   """
   batch = kv_lens.shape[0]
-  size = min(TILE, max_query_len, max(rows, 1))
+  size = min(size, max_query_len, max(rows, 1))
   num = -(-rows // size) + batch - 1
   num = max(1, min(num, batch * -(-max_query_len // size), rows))
   runs = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)

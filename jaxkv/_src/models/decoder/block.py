@@ -1,0 +1,205 @@
+"""A block: attention and an MLP, each added to its input.
+
+What a token does alone is in functions of tokens and weights, which
+`numerics.token_wise` calls with all tokens, or with a tile of them at a time.
+Between them tokens look at each other, through a memory.
+"""
+
+import functools
+from typing import Any
+
+import jax
+
+from jaxkv._src.models.decoder import attention as attentions
+from jaxkv._src.models.decoder import mlp as mlps
+from jaxkv._src.models.decoder import routing
+from jaxkv._src.models.decoder.attention import Angles
+from jaxkv._src.models.decoder.attention import Rotations
+from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import DeltaNet
+from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.description import Mlp
+from jaxkv._src.models.decoder.description import Stack
+from jaxkv._src.models.decoder.memories import Place
+from jaxkv._src.models.decoder.norms import rms_norm
+from jaxkv._src.models.decoder.numerics import recurrence
+from jaxkv._src.models.decoder.numerics import token_wise
+from jaxkv._src.models.decoder.params import Params
+
+Memory = tuple[Any, ...]
+Carry = tuple[jax.Array, Memory]
+"""[B, T, E] and the memory."""
+
+
+def run(
+  carry: Carry,
+  layer: Layer,
+  weights: Params,
+  place: Place,
+  turned: Rotations,
+  keep: Any,
+  stack: Stack,
+) -> Carry:
+  """The tokens after a layer, and the memory.
+
+  Args:
+    carry: before it.
+    layer: static.
+    weights: of the layer.
+    place: where it keeps what it keeps.
+    turned: the angles of the tokens.
+    keep: one of `memories`.
+    stack: static; of which it is a layer.
+  """
+  (x, memory), each = carry, token_wise(stack)
+  own = functools.partial
+  angles = attentions.angles_of(layer, turned)
+  seen = each(own(_before, layer, stack), weights, x, angles)
+  out, memory = _look(seen, layer, weights, place, keep, memory, stack)
+  gate = None if isinstance(seen, attentions.Latents) else seen.gate
+  if layer.cross is not None:
+    x, q, other = each(own(_between, layer, stack), weights, x, out, gate)
+    out, gate = (
+      _look_across(q, layer, weights, place, keep, memory, stack),
+      other,
+    )
+  given = None
+  if not isinstance(layer.mlp, Mlp):
+    given = routing.given_to(keep.experts, place.routed)
+  x, used = each(own(_after, layer, stack), weights, x, out, gate, given)
+  if used is not None:
+    memory = keep.routed(place, used, memory)
+  return x, memory
+
+
+def _norm(x: jax.Array, weights: Params, name: str, stack: Stack) -> jax.Array:
+  return rms_norm(x, weights[name], stack.norm_eps, stack.norm_offset)
+
+
+def _before(
+  layer: Layer,
+  stack: Stack,
+  weights: Params,
+  x: jax.Array,
+  angles: Angles | None,
+) -> Any:
+  """What tokens ask for and offer, see `attention`."""
+  kind, y = layer.attention, _norm(x, weights, "attention_norm", stack)
+  if isinstance(kind, DeltaNet):
+    return attentions.project_recurrence(y, weights)
+  if isinstance(kind, Attention):
+    return attentions.project_softmax(y, weights, kind, angles, stack)
+  assert angles is not None
+  return attentions.project_latents(y, weights, kind, angles, stack)
+
+
+def _look(
+  seen: Any,
+  layer: Layer,
+  weights: Params,
+  place: Place,
+  keep: Any,
+  memory: Memory,
+  stack: Stack,
+) -> tuple[jax.Array, Memory]:
+  """What tokens read of each other, [B, T, H, X]."""
+  kind = layer.attention
+  if isinstance(kind, DeltaNet):
+    inputs = (seen.channels, seen.beta, seen.decay)
+    run = recurrence(stack, kind, weights)
+    return keep.recurrent(kind, place, run, inputs, memory)
+  if isinstance(kind, LatentAttention):
+    q = seen.plain, seen.turned
+    return keep.latent(
+      kind, place, weights, q, seen.latent, seen.rotated, memory
+    )
+  return keep.softmax(kind, place, weights, seen.q, seen.k, seen.v, memory)
+
+
+def _attended(
+  layer: Layer,
+  stack: Stack,
+  weights: Params,
+  x: jax.Array,
+  out: jax.Array,
+  gate: jax.Array | None,
+) -> jax.Array:
+  """[B, T, E] with what tokens read of each other."""
+  kind = layer.attention
+  if isinstance(kind, DeltaNet):
+    assert gate is not None
+    out = attentions.output_recurrence(out, gate, weights, stack, x.dtype)
+  elif isinstance(kind, Attention):
+    out = attentions.output_softmax(out, gate, weights, kind, x.dtype)
+  else:
+    out = attentions.output_latents(out, weights, x.dtype)
+  if layer.post_norms:
+    out = _norm(out, weights, "post_attention_norm", stack)
+  return x + out
+
+
+def _between(
+  layer: Layer,
+  stack: Stack,
+  weights: Params,
+  x: jax.Array,
+  out: jax.Array,
+  gate: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """[B, T, E], and queries and their gate, for the tokens of an encoder."""
+  assert layer.cross is not None
+  x = _attended(layer, stack, weights, x, out, gate)
+  y, own = (
+    _norm(x, weights, "cross_norm", stack),
+    attentions.cross_weights(weights),
+  )
+  q = attentions.queries(y, own, layer.cross, stack)
+  return x, q, attentions.gate(y, own, layer.cross)
+
+
+def _look_across(
+  q: jax.Array,
+  layer: Layer,
+  weights: Params,
+  place: Place,
+  keep: Any,
+  memory: Memory,
+  stack: Stack,
+) -> jax.Array:
+  """What tokens read of an encoder's, [B, T, H, D]."""
+  cross, own = layer.cross, attentions.cross_weights(weights)
+  assert cross is not None
+
+  def project(encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return attentions.keys_and_values(encoded, own, cross, stack)
+
+  return keep.cross(cross, place, own, q, project, memory)
+
+
+def _after(
+  layer: Layer,
+  stack: Stack,
+  weights: Params,
+  x: jax.Array,
+  out: jax.Array,
+  gate: jax.Array | None,
+  given: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """[B, T, E] after the MLP; int32[B, T, k], the experts that tokens used."""
+  if layer.cross is None:
+    x = _attended(layer, stack, weights, x, out, gate)
+  else:
+    own = attentions.cross_weights(weights)
+    out = attentions.output_softmax(out, gate, own, layer.cross, x.dtype)
+    if layer.post_norms:
+      out = _norm(out, weights, "post_cross_norm", stack)
+    x = x + out
+  y, used = _norm(x, weights, "mlp_norm", stack), None
+  if isinstance(layer.mlp, Mlp):
+    out = mlps.gated(y, weights, layer.mlp)
+  else:
+    out, used = mlps.mixture(y, weights, layer.mlp, given)
+  if layer.post_norms:
+    out = _norm(out, weights, "post_mlp_norm", stack)
+  return x + out, used

@@ -1,0 +1,240 @@
+"""Keys and values of a call in pages of its own, read as in a rollout.
+
+A trainer has no cache. With `numerics="exact"` its tokens go through pages all
+the same, so that they meet the same products in the same order.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv_kernels as kernels
+from jaxkv import kv as paged
+from jaxkv._src import tiles
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.models.decoder import memories
+from jaxkv._src.models.decoder.branches import Branches
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.memories import Nowhere
+from jaxkv._src.models.decoder.memories import Place
+from jaxkv._src.models.decoder.numerics import Each
+from jaxkv._src.models.decoder.numerics import is_exact
+from jaxkv._src.models.decoder.numerics import token_wise
+from jaxkv._src.models.decoder.params import Params
+from jaxkv._src.models.decoder.trees import Tree
+
+_PAGE_SIZE = 16
+
+
+def memory_within(
+  config: Decoder,
+  experts: jax.Array | None,
+  encoded: jax.Array | None,
+  lengths: jax.Array | None,
+  *,
+  tree: Tree | None = None,
+  kv_dtype: Any = None,
+) -> Nowhere:
+  """The memory of tokens that attend to those of the same call.
+
+  Args:
+    config: the decoder.
+    experts: see `Nowhere`.
+    encoded: see `Nowhere`.
+    lengths: see `Nowhere`.
+    tree: where the tokens stand; None for rows of one sequence each.
+    kv_dtype: see `forward_uncached`.
+
+  Raises:
+    ValueError: `kv_dtype` is given in vain.
+  """
+  if not is_exact(config):
+    if kv_dtype is not None:
+      raise ValueError(
+        f'`kv_dtype` must be None with numerics="fast", got {kv_dtype!r}.'
+      )
+    if tree is None:
+      return Nowhere(experts, encoded, lengths)
+    return Branches(experts, encoded, lengths, tree=tree)
+  own: Any = {
+    "dtype": config.dtype if kv_dtype is None else kv_dtype,
+    "each": token_wise(config),
+  }
+  if tree is None:
+    return OwnPages(experts, encoded, lengths, **own)
+  return BranchesInPages(experts, encoded, lengths, tree=tree, **own)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnPages(Nowhere):
+  """Like `Nowhere`, with the numbers that tokens have in `memories.Paged`.
+
+  Gradients are those of `Nowhere`.
+
+  Attributes:
+    dtype: in which pages keep keys and values.
+    each: see `numerics.token_wise`.
+  """
+
+  dtype: Any = dataclasses.field(kw_only=True)
+  each: Each = dataclasses.field(kw_only=True)
+
+  @property
+  def _tree(self) -> Tree | None:
+    return None
+
+  def attend(
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    sinks: jax.Array | None = None,
+    **numbers: Any,
+  ) -> jax.Array:
+    """See `Nowhere`."""
+
+    def exact(tree: Any, q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+      options = kernels.AttentionOptions(sinks=sinks, **numbers)
+      return _read(tree, q, k, v, options=options, dtype=self.dtype)
+
+    def like(tree: Any, q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+      return _fast(tree).attend(q, k, v, sinks=sinks, **numbers)
+
+    return tiles.with_gradient(exact, like, self._tree, q, k, v, sinks)
+
+  def latent(
+    self,
+    attention: LatentAttention,
+    place: Place,
+    weights: Params,
+    q: tuple[jax.Array, jax.Array],
+    latent: jax.Array,
+    rotated: jax.Array,
+    memory: tuple[Any, ...],
+  ) -> tuple[jax.Array, tuple[Any, ...]]:
+    """See `Nowhere`."""
+    nowhere = Place(0, 0, 0)
+
+    def exact(
+      tree: Any, weights: Params, q: Any, latent: Any, rotated: Any
+    ) -> jax.Array:
+      scale = memories.scale_of(attention)
+      out = _read(
+        tree,
+        self.each(memories.absorbed, weights["key"], *q),
+        jnp.concatenate([latent[:, :, None], rotated], axis=-1),
+        None,
+        options=kernels.AttentionOptions(scale=scale),
+        dtype=self.dtype,
+        value_dim=attention.latent_dim,
+      )
+      return self.each(memories.values_of_latents, weights["value"], out)
+
+    def like(
+      tree: Any, weights: Params, q: Any, latent: Any, rotated: Any
+    ) -> jax.Array:
+      fast = _fast(tree)
+      return fast.latent(attention, nowhere, weights, q, latent, rotated, ())[0]
+
+    own = {name: weights[name] for name in ("key", "value")}
+    out: Any = tiles.with_gradient(
+      exact, like, self._tree, own, q, latent, rotated
+    )
+    return out, memory
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchesInPages(OwnPages, Branches):
+  """Like `branches.Branches`, with the numbers of `memories.Paged`."""
+
+  @property
+  def _tree(self) -> Tree | None:
+    return self.tree
+
+
+def _fast(tree: Tree | None) -> Nowhere:
+  """The memory whose gradients are taken."""
+  return Nowhere() if tree is None else Branches(tree=tree)
+
+
+def _read(
+  tree: Tree | None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array | None,
+  **options: Any,
+) -> jax.Array:
+  """What queries [N, T, H, D] read of tokens up to their own."""
+  if tree is None:
+    zeros = jnp.zeros(q.shape[:1], jnp.int32)
+    return _attend(q, k, v, zeros, **options)
+  outs = []
+  for level, own in enumerate(tree.split(q)):
+    if own.size == 0:
+      width = options.get("value_dim") or k.shape[3]
+      outs.append(jnp.zeros((*own.shape[:4], width), q.dtype))
+      continue
+    keys, values = (None if x is None else tree.paths(x, level) for x in (k, v))
+    assert keys is not None
+    queries = own.reshape(-1, *own.shape[2:])
+    out = _attend(queries, keys, values, tree.starts[level].ravel(), **options)
+    outs.append(out.reshape(*own.shape[:3], *out.shape[2:]))
+  return tree.join(outs)
+
+
+def _attend(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array | None,
+  starts: jax.Array,
+  *,
+  options: kernels.AttentionOptions,
+  dtype: Any,
+  value_dim: int | None = None,
+) -> jax.Array:
+  """Causal attention of the last tokens of Z sequences.
+
+  Args:
+    q: [Z, Y, H, D], queries of Y tokens.
+    k: [Z, T, K, D], keys of all tokens.
+    v: [Z, T, K, D]; None for latents.
+    starts: int32[Z], the tokens before the queries'.
+    options: see `jaxkv.kv.attend`.
+    dtype: in which keys and values are kept.
+    value_dim: of latents, see `jaxkv.kv.init`.
+
+  Returns:
+    [Z, Y, H, D], of latents [Z, Y, H, value_dim].
+  """
+  rows, tokens, heads, dim = k.shape
+  pages = -(-tokens // _PAGE_SIZE)
+  config = CacheConfig(
+    num_pages=rows * pages + 1,
+    page_size=_PAGE_SIZE,
+    num_slots=rows,
+    pages_per_slot=pages,
+  )
+  pool = paged.init(
+    config,
+    num_layers=1,
+    num_kv_heads=heads,
+    head_dim=dim,
+    dtype=dtype,
+    value_dim=value_dim,
+  )
+  table = jnp.arange(1, rows * pages + 1, dtype=jnp.int32)
+  zeros = jnp.zeros((rows,), jnp.int32)
+  whole = paged.View(
+    page_table=table.reshape(rows, pages),
+    starts=zeros,
+    counts=zeros + tokens,
+  )
+  pool = paged.write(pool, whole, 0, *(x for x in (k, v) if x is not None))
+  view = paged.View(
+    page_table=whole.page_table, starts=starts, counts=zeros + q.shape[1]
+  )
+  return paged.attend(pool, view, 0, q, options=options, exact=True)

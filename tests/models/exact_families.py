@@ -1,0 +1,114 @@
+"""Small decoders of every kind, with exact numerics, and how they are fed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import models
+from tests import as_users
+
+VOCABULARY = 61
+
+
+def _layer(attention, mlp=None, **more):
+  mlp = models.Mlp(inner_dim=48) if mlp is None else mlp
+  return models.Layer(attention=attention, mlp=mlp, **more)
+
+
+def _softmax(**more):
+  return models.Attention(num_heads=6, num_kv_heads=2, head_dim=8, **more)
+
+
+def _gemma(window):
+  attention = _softmax(window=window, soft_cap=20.0, query_key_norm=True)
+  return _layer(attention, post_norms=True)
+
+
+_EXPERTS = models.Experts(
+  num_experts=8, num_chosen=2, inner_dim=24, shared_dim=16
+)
+_LATENTS = models.LatentAttention(
+  num_heads=4, latent_dim=16, plain_dim=8, rotated_dim=8, value_dim=8
+)
+_DELTA = models.DeltaNet(
+  num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8, kernel_size=4
+)
+
+_FAMILIES = {
+  "llama": ((_layer(_softmax()),) * 2, {}),
+  "qwen3": ((_layer(_softmax(query_key_norm=True, biased=True)),) * 2, {}),
+  "gemma": (
+    (_gemma(8), _gemma(8), _gemma(None)),
+    {"norm_offset": 1.0, "embed_scale": 7.0, "logit_cap": 30.0},
+  ),
+  "gpt_oss": (
+    (
+      _layer(_softmax(window=8, sinks=True, gated=True), _EXPERTS),
+      _layer(_softmax(sinks=True, output_biased=True), _EXPERTS),
+    ),
+    {},
+  ),
+  "experts": ((_layer(_softmax(), _EXPERTS),) * 2, {}),
+  "latents": ((_layer(_LATENTS),) * 2, {}),
+  "delta_net": ((_layer(_DELTA), _layer(_softmax(gated=True))), {}),
+}
+NAMES = tuple(_FAMILIES)
+
+
+def decoder(name, dtype=jnp.float32, **more):
+  """A decoder of a family, and parameters of it."""
+  layers, facts = _FAMILIES[name]
+  facts = {"numerics": "exact", "tile": 16} | facts | more
+  config = models.Decoder(
+    vocab_size=VOCABULARY, embed_dim=48, layers=layers, dtype=dtype, **facts
+  )
+  return config, models.init_params(jax.random.key(0), config)
+
+
+def tokens_of(rows, columns):
+  """int32[B, T] of any tokens."""
+  rng = np.random.default_rng(3)
+  return jnp.asarray(rng.integers(0, VOCABULARY, (rows, columns)), jnp.int32)
+
+
+def whole(config, params, tokens, **options):
+  """The logits [B, T, V] of tokens that a trainer gets."""
+  columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  positions = jnp.broadcast_to(columns, tokens.shape)
+  call = functools.partial(models.forward_uncached, config=config, **options)
+  return np.asarray(as_users.jit(call)(params, tokens, positions))
+
+
+def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
+  """The logits [B, T, V] of tokens that come a chunk at a time."""
+  rows, columns = tokens.shape
+  cache = jaxkv.init(
+    jaxkv.CacheConfig(
+      num_pages=1 + 2 * rows * -(-columns // page_size) * 3,
+      page_size=page_size,
+      num_slots=rows,
+      pages_per_slot=-(-columns // page_size),
+      groups=models.cache_groups(config),
+    )
+  )
+  kv, parts = models.init_kv(config, cache.config, dtype=kv_dtype), []
+  step = as_users.jit(functools.partial(models.forward, config=config))
+  for start in range(0, columns, chunk):
+    own = jnp.full((rows,), min(chunk, columns - start), jnp.int32)
+    now = tokens[:, start : start + chunk]
+    now = jnp.pad(now, ((0, 0), (0, chunk - now.shape[1])))
+    cache, _ = jaxkv.recycle(cache)
+    cache, outcome = jaxkv.allocate(cache, own)
+    assert outcome.ok.all()
+    views = tuple(
+      jaxkv.view(cache, group=group, counts=own)
+      for group in range(len(cache.config.groups))
+    )
+    places = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+    logits, kv = step(params, now, places, kv, views)
+    cache, _ = jaxkv.commit(cache, now, own)
+    parts.append(logits[:, : columns - start])
+  return np.concatenate(parts, axis=1)

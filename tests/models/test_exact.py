@@ -1,0 +1,99 @@
+"""Exact numerics: a token's logits are the same bits in every program."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import models
+from tests import as_users
+from tests.models import exact_families as families
+
+_deep = pytest.mark.deep
+_FAMILIES = [
+  name if name in ("llama", "gpt_oss") else pytest.param(name, marks=_deep)
+  for name in families.NAMES
+]
+_DTYPES = [jnp.float32, pytest.param(jnp.bfloat16, marks=_deep)]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=lambda x: np.dtype(x).name)
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_chunks_pages_and_neighbours_change_no_bit(name, dtype):
+  config, params = families.decoder(name, dtype)
+  tokens = families.tokens_of(3, 37)
+  whole = families.whole(config, params, tokens)
+  assert np.isfinite(whole).all()
+  np.testing.assert_array_equal(
+    families.whole(config, params, tokens[1:2]), whole[1:2]
+  )
+  for rows, chunk, page_size in ((3, 37, 16), (1, 1, 4), (2, 5, 16)):
+    logits = families.in_chunks(config, params, tokens[:rows], chunk, page_size)
+    np.testing.assert_array_equal(logits, whole[:rows])
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    name if name == "llama" else pytest.param(name, marks=_deep)
+    for name in families.NAMES
+  ],
+)
+def test_a_gradient_computes_the_same_and_is_that_of_fast(name):
+  config, params = families.decoder(name)
+  tokens = families.tokens_of(2, 21)
+  columns = jnp.arange(21, dtype=jnp.int32)
+  positions = jnp.broadcast_to(columns, tokens.shape)
+
+  def loss(params, config):
+    logits = models.forward_uncached(params, tokens, positions, config=config)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 3]), logits
+
+  gradient = jax.value_and_grad(loss, has_aux=True)
+  step = as_users.jit(gradient, static_argnums=1)
+  (_, logits), grads = step(params, config)
+  whole = families.whole(config, params, tokens)
+  np.testing.assert_array_equal(logits, whole)
+  fast = dataclasses.replace(config, numerics="fast")
+  (_, logits), wanted = step(params, fast)
+  np.testing.assert_allclose(logits, whole, atol=1e-4, rtol=0)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-4),
+    grads,
+    wanted,
+  )
+
+
+@_deep
+@pytest.mark.parametrize("name", ["llama", "latents"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_pages_of_eight_bits(name, kv_dtype):
+  config, params = families.decoder(name)
+  tokens = families.tokens_of(3, 37)
+  whole = families.whole(config, params, tokens, kv_dtype=kv_dtype)
+  for chunk in (1, 5):
+    logits = families.in_chunks(
+      config, params, tokens, chunk, kv_dtype=kv_dtype
+    )
+    np.testing.assert_array_equal(logits, whole)
+
+
+class TestArguments:
+  """What is refused."""
+
+  def test_other_numerics(self):
+    with pytest.raises(
+      ValueError, match='`numerics` must be "fast" or "exact"'
+    ):
+      families.decoder("llama", numerics="slow")
+
+  def test_a_tile_of_no_rows(self):
+    with pytest.raises(ValueError, match="`tile` must be an int of at least 1"):
+      families.decoder("llama", tile=0)
+
+  def test_a_format_of_pages_without_pages(self):
+    config, params = families.decoder("llama", numerics="fast")
+    with pytest.raises(ValueError, match="`kv_dtype` must be None"):
+      families.whole(config, params, families.tokens_of(1, 3), kv_dtype="int8")
