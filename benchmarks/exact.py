@@ -1,0 +1,189 @@
+"""What exact numerics cost: the same programs with "exact" and with "fast".
+
+Four layers as wide as those of SmolLM2, float32, a vocabulary of 8,192. The
+tile is the number of tokens that are computed together.
+
+| row | what |
+|---|---|
+| decode | a step of 16 or 64 sequences, after some 300 tokens of each |
+| prefill | a prompt of 1,024 tokens in chunks of 256, without logits |
+| gradient | `value_and_grad` of the log-probs of 4 sequences of 256 tokens |
+
+CPU seconds, the least and the median of some calls; the two sides take turns.
+
+  python benchmarks/exact.py [--quick] [--json FILE]
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
+
+import command
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rollout_rows import Row
+from rollout_rows import at_most
+from rollout_rows import show
+from rollout_rows import summary
+
+import jaxkv
+from jaxkv import models
+
+_STEPS = 8
+_PAGE = 16
+
+
+def _config(quick: bool, **more: Any) -> models.Decoder:
+  width = 72 if quick else 576
+  config = models.llama(
+    vocab_size=8192,
+    num_layers=4,
+    embed_dim=width,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=width // 9,
+    mlp_dim=width * 8 // 3,
+  )
+  return dataclasses.replace(config, **more)
+
+
+def _cache(config: models.Decoder, rows: int, tokens: int) -> tuple[Any, Any]:
+  """A view of rows that hold so many tokens, and memory for them."""
+  columns = -(-tokens // _PAGE)
+  sizes = jaxkv.CacheConfig(
+    num_pages=1 + rows * columns,
+    page_size=_PAGE,
+    num_slots=rows,
+    pages_per_slot=columns,
+  )
+  table = 1 + np.random.default_rng(0).permutation(rows * columns)
+  table = jnp.asarray(table.reshape(rows, columns), jnp.int32)
+  return table, models.init_kv(config, sizes)
+
+
+def _view(table: jax.Array, starts: jax.Array, count: int) -> jaxkv.kv.View:
+  return jaxkv.kv.View(
+    page_table=table, starts=starts, counts=jnp.full_like(starts, count)
+  )
+
+
+def _decode(
+  config: models.Decoder, params: Any, rows: int
+) -> Callable[[], Any]:
+  table, kv = _cache(config, rows, 400)
+  starts = np.random.default_rng(1).integers(200, 390, rows)
+  starts = jnp.asarray(starts, jnp.int32)
+
+  @jax.jit
+  def steps(params: Any, kv: Any, tokens: jax.Array) -> jax.Array:
+    def one(_: Any, loop: Any) -> Any:
+      kv, tokens, starts = loop
+      view = _view(table, starts, 1)
+      logits, kv = models.forward(
+        params, tokens, starts[:, None], kv, view, config=config
+      )
+      return kv, jnp.argmax(logits, -1).astype(jnp.int32), starts + 1
+
+    return jax.lax.fori_loop(0, _STEPS, one, (kv, tokens, starts))[1]
+
+  return lambda: steps(params, kv, jnp.ones((rows, 1), jnp.int32))
+
+
+def _prefill(config: models.Decoder, params: Any) -> Callable[[], Any]:
+  chunk, tokens = 256, 1024
+  table, kv = _cache(config, 1, tokens)
+  prompt = np.random.default_rng(2).integers(0, 8192, (1, tokens))
+
+  @jax.jit
+  def chunks(params: Any, kv: Any, prompt: jax.Array) -> Any:
+    def one(number: jax.Array, kv: Any) -> Any:
+      start = number * chunk
+      own = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, 1)
+      places = start + jnp.arange(chunk, dtype=jnp.int32)[None]
+      view = _view(table, start[None], chunk)
+      return models.forward(
+        params, own, places, kv, view, config=config, logits="none"
+      )[1]
+
+    kv = jax.lax.fori_loop(0, tokens // chunk, one, kv)
+    return kv.k[1, 0, 0, 0]
+
+  return lambda: chunks(params, kv, jnp.asarray(prompt, jnp.int32))
+
+
+def _gradient(config: models.Decoder, params: Any) -> Callable[[], Any]:
+  tokens = np.random.default_rng(3).integers(0, 8192, (4, 1, 255))
+  tokens = jnp.asarray(tokens, jnp.int32)
+  prompts, ones = tokens[:, 0, :1], jnp.ones((4,), jnp.int32)
+
+  def loss(params: Any) -> jax.Array:
+    log_probs = models.grouped_log_probs(
+      params, prompts, ones, tokens, ones[:, None] * 255, config=config
+    )
+    return jnp.mean(log_probs)
+
+  gradient = jax.jit(jax.value_and_grad(loss))
+  return lambda: gradient(params)
+
+
+def _rows(quick: bool, rounds: int) -> Iterator[Row]:
+  params = models.init_params(jax.random.key(0), _config(quick))
+  works: tuple[tuple[str, Any, float, tuple[int, ...]], ...] = (
+    ("decode 16", functools.partial(_decode, rows=16), 1.15, (16,)),
+    ("decode 64", functools.partial(_decode, rows=64), 1.15, (16, 64)),
+    ("prefill", _prefill, 1.4, (16, 64)),
+    ("gradient", _gradient, 1.3, (16, 64)),
+  )
+  for name, make, most, tiles in works:
+    sides = {"fast": make(_config(quick), params)}
+    for tile in tiles:
+      config = _config(quick, numerics="exact", tile=tile)
+      sides[f"tile {tile}"] = make(config, params)
+    seconds = _timed(sides, rounds)
+    fast = float(np.median(seconds["fast"]))
+    for side, own in seconds.items():
+      yield Row(name, f"{side}, CPU ms, least", min(own) * 1e3)
+      yield Row(name, f"{side}, CPU ms, median", float(np.median(own)) * 1e3)
+      if side != "fast":
+        times = float(np.median(own)) / fast
+        yield at_most(name, f"{side}, times fast", times, most)
+
+
+def _timed(
+  sides: dict[str, Callable[[], Any]], rounds: int
+) -> dict[str, list[float]]:
+  """CPU seconds of calls, which take turns, after one that compiles."""
+  seconds: dict[str, list[float]] = {side: [] for side in sides}
+  for number in range(rounds + 1):
+    for side, call in sides.items():
+      begin = time.process_time()
+      jax.block_until_ready(call())
+      if number:
+        seconds[side].append(time.process_time() - begin)
+  return seconds
+
+
+def measured(quick: bool, rounds: int) -> dict[str, Any]:
+  """All rows, printed as they come."""
+  print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
+  rows = show(_rows(quick, rounds))
+  print(f"\n{summary(rows)}")
+  return {"rows": [row.as_json() for row in rows]}
+
+
+def main() -> None:
+  command.run(
+    __doc__,
+    measured,
+    rounds=9,
+    quick_rounds=2,
+    not_measured="compilation, accelerators, bfloat16, other families",
+  )
+
+
+if __name__ == "__main__":
+  main()

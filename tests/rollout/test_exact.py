@@ -1,0 +1,240 @@
+"""Exact numerics: a rollout's log-probs are those of a score and a trainer."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rl
+from jaxkv import rollout
+from tests import as_users
+from tests.models import exact_families as families
+
+_SAMPLES, _NEW, _PROMPT = 2, 12, 20
+_HEAT = 0.8
+_deep = pytest.mark.deep
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+  """How a rollout is run, which must change no bit."""
+
+  slots: int = 8
+  chunk: int = 16
+  page_size: int = 16
+  pages: int = 0
+  admissions: int = 16
+  drafts: int = 0
+  reverse: bool = False
+  cached: bool = False
+
+
+def _prompts(reverse=False):
+  """Prompts of which some begin alike, and their lengths."""
+  rng = np.random.default_rng(1)
+  prompts = rng.integers(0, families.VOCABULARY, (5, _PROMPT))
+  prompts[3:, :17] = prompts[:2, :17]
+  lengths = np.asarray([20, 13, 7, 20, 18])
+  order = slice(None, None, -1) if reverse else slice(None)
+  prompts, lengths = prompts[order], lengths[order]
+  return jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def _state(config, setting, params) -> Any:
+  """A rollout that has not begun; perhaps with prompts that are cached."""
+  columns = -(-(_PROMPT + _NEW) // setting.page_size)
+  sizes = jaxkv.CacheConfig(
+    num_pages=setting.pages or 1 + 10 * columns * 4,
+    page_size=setting.page_size,
+    num_slots=setting.slots,
+    pages_per_slot=columns,
+    groups=models.cache_groups(config),
+  )
+  options = rollout.RolloutConfig(
+    num_samples=_SAMPLES,
+    max_new_tokens=_NEW,
+    prefill_chunk=setting.chunk,
+    admissions=setting.admissions,
+    draft_tokens=setting.drafts,
+    draft_match=1,
+    raw_log_probs=True,
+    numerics=config.numerics,
+  )
+  cache, kv = jaxkv.init(sizes), models.init_kv(config, sizes)
+  prompts, lengths = _prompts(setting.reverse)
+  seeds = np.repeat(np.arange(5), _SAMPLES) * 10 + np.arange(10) % _SAMPLES
+  if setting.reverse:
+    seeds = np.repeat(np.arange(5)[::-1], _SAMPLES) * 10
+    seeds = seeds + np.arange(10) % _SAMPLES
+  make = functools.partial(
+    rollout.init,
+    prompts=prompts,
+    lengths=lengths,
+    key=jax.random.key(0),
+    config=options,
+    sampling=rollout.Sampling(temperature=_HEAT, seed=seeds),
+  )
+  state = make(cache, kv)
+  if setting.cached:
+    state = _generate(config)(params, state)
+    state = make(state.cache, state.kv)
+  return state
+
+
+@functools.cache
+def _generate(config) -> Any:
+  forward = functools.partial(models.forward, config=config)
+  return as_users.jit(functools.partial(rollout.generate, model=forward))
+
+
+def _drawn(config, params, setting) -> rollout.Generated:
+  state = _generate(config)(params, _state(config, setting, params))
+  rollout.check(state)
+  drawn = rollout.generated(state)
+  if not setting.reverse:
+    return drawn
+  # Back in the order of the others.
+  rows = np.arange(10).reshape(5, _SAMPLES)[::-1].ravel()
+  return jax.tree.map(lambda x: x[rows], drawn)
+
+
+def _groups(drawn) -> rollout.Grouped:
+  return rollout.grouped(
+    drawn,
+    num_samples=_SAMPLES,
+    prompt_columns=_PROMPT,
+    completion_columns=_NEW,
+  )
+
+
+def _of(groups) -> tuple[Any, ...]:
+  return (
+    groups.prompts,
+    groups.prompt_lengths,
+    groups.completions,
+    groups.completion_lengths,
+  )
+
+
+def _scored(config, params, groups, page_size=4) -> np.ndarray:
+  sizes = jaxkv.CacheConfig(
+    num_pages=200,
+    page_size=page_size,
+    num_slots=3,
+    pages_per_slot=-(-(_PROMPT + _NEW) // page_size),
+    groups=models.cache_groups(config),
+  )
+  state = rollout.ScoreState(
+    cache=jaxkv.init(sizes), kv=models.init_kv(config, sizes)
+  )
+  model = functools.partial(models.forward, config=config)
+  score = as_users.jit(
+    functools.partial(rollout.score, model=model, temperature=_HEAT, chunk=24)
+  )
+  _, scored = score(params, state, *_of(groups))
+  assert scored.ok.all()
+  return np.asarray(scored.log_probs)
+
+
+def _trained(config, params, groups, temperature=_HEAT, remat=False):
+  """Log-probs of a trainer's forward, and of the same inside a gradient."""
+
+  def log_probs(params):
+    return models.grouped_log_probs(
+      params, *_of(groups), config=config, temperature=temperature, remat=remat
+    )
+
+  def loss(params):
+    new = log_probs(params)
+    good = rl.group_normalized(
+      jnp.arange(10, dtype=jnp.float32), num_samples=_SAMPLES
+    ).reshape(new.shape[:2])
+    total, _ = rl.grpo_loss(new, groups.log_probs, good, groups.mask)
+    return total, new
+
+  gradient = as_users.jit(jax.value_and_grad(loss, has_aux=True))
+  (_, inside), _ = gradient(params)
+  return np.asarray(as_users.jit(log_probs)(params)), np.asarray(inside)
+
+
+def _same_everywhere(config, params, drawn):
+  groups = _groups(drawn)
+  mask, own = np.asarray(groups.mask), np.asarray(groups.log_probs)
+  assert mask.sum() == 5 * _SAMPLES * _NEW
+  assert len(np.unique(own[mask])) > mask.sum() // 2
+  forward, inside = _trained(config, params, groups)
+  np.testing.assert_array_equal(own[mask], forward[mask])
+  np.testing.assert_array_equal(own[mask], inside[mask])
+  scored = _scored(config, params, groups)
+  np.testing.assert_array_equal(own[mask], scored[mask])
+
+
+def _equal(drawn, other):
+  for name in ("tokens", "log_probs", "lengths"):
+    np.testing.assert_array_equal(getattr(drawn, name), getattr(other, name))
+  np.testing.assert_array_equal(
+    drawn.records.raw_log_probs, other.records.raw_log_probs
+  )
+
+
+@pytest.mark.parametrize(
+  ("name", "dtype"),
+  [
+    ("llama", jnp.bfloat16),
+    *(
+      pytest.param(name, dtype, marks=_deep)
+      for name in families.NAMES
+      for dtype in (jnp.float32, jnp.bfloat16)
+    ),
+  ],
+)
+def test_rollout_score_and_trainer_have_the_same_bits(name, dtype):
+  config, params = families.decoder(name, dtype)
+  drawn = _drawn(config, params, _Setting(slots=3))
+  _same_everywhere(config, params, drawn)
+  _equal(drawn, _drawn(config, params, _Setting(page_size=4, chunk=5)))
+
+
+@_deep
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "experts"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_nothing_about_a_run_changes_a_bit(name, dtype):
+  config, params = families.decoder(name, dtype)
+  drawn = _drawn(config, params, _Setting())
+  for setting in (
+    _Setting(slots=3),
+    _Setting(slots=64, chunk=64),
+    _Setting(page_size=4, chunk=5),
+    _Setting(drafts=3),
+    _Setting(reverse=True, admissions=1),
+    _Setting(cached=True),
+    _Setting(page_size=4, pages=60),
+  ):
+    _equal(drawn, _drawn(config, params, setting))
+
+
+def test_fast_numerics_are_other_bits():
+  """So the tests above see something."""
+  config, params = families.decoder("llama", jnp.bfloat16, numerics="fast")
+  drawn = _drawn(config, params, _Setting(slots=3))
+  groups = _groups(drawn)
+  forward, _ = _trained(config, params, groups)
+  mask = np.asarray(groups.mask)
+  assert np.any(np.asarray(groups.log_probs)[mask] != forward[mask])
+
+
+def test_numerics_of_a_model_and_a_rollout_must_be_the_same():
+  config, params = families.decoder("llama", numerics="fast")
+  state = _state(config, _Setting(slots=3), params)
+  exact = dataclasses.replace(config, numerics="exact")
+  forward = functools.partial(models.forward, config=exact)
+  with pytest.raises(
+    ValueError, match='`RolloutConfig.numerics` must be "exact"'
+  ):
+    rollout.generate(params, state, model=forward)
