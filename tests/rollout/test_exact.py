@@ -234,7 +234,5 @@ def test_numerics_of_a_model_and_a_rollout_must_be_the_same():
   state = _state(config, _Setting(slots=3), params)
   exact = dataclasses.replace(config, numerics="exact")
   forward = functools.partial(models.forward, config=exact)
-  with pytest.raises(
-    ValueError, match='`RolloutConfig.numerics` must be "exact"'
-  ):
+  with pytest.raises(ValueError, match='must be "exact", as the model'):
     rollout.generate(params, state, model=forward)

@@ -1,0 +1,150 @@
+"""Exact numerics of trained models, over many sampled tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from tests import as_users
+
+pytestmark = pytest.mark.deep
+_HEAT = 0.8
+_DTYPES = pytest.mark.parametrize(
+  "dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"]
+)
+
+
+def _as(config, params, dtype, numerics):
+  cast = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+  config = dataclasses.replace(config, dtype=dtype, numerics=numerics)
+  return config, cast
+
+
+def _drawn(config, params, prompts, samples, new, slots):
+  """A rollout's samples, in groups."""
+  columns = prompts.shape[1]
+  sizes = jaxkv.CacheConfig(
+    num_pages=1 + (slots + 2) * -(-(columns + new) // 16),
+    page_size=16,
+    num_slots=slots,
+    pages_per_slot=-(-(columns + new) // 16),
+    groups=models.cache_groups(config),
+  )
+  options = rollout.RolloutConfig(
+    num_samples=samples, max_new_tokens=new, numerics=config.numerics,
+    prefill_chunk=64,
+  )  # fmt: skip
+  lengths = jnp.full(prompts.shape[:1], columns, jnp.int32)
+  state = rollout.init(
+    jaxkv.init(sizes),
+    models.init_kv(config, sizes),
+    prompts,
+    lengths,
+    jax.random.key(3),
+    options,
+    sampling=rollout.Sampling(temperature=_HEAT),
+  )
+  forward = functools.partial(models.forward, config=config)
+  run = as_users.jit(
+    functools.partial(rollout.generate, model=forward), donate_argnums=1
+  )
+  drawn = rollout.generated(run(params, state))
+  return rollout.grouped(
+    drawn, num_samples=samples, prompt_columns=columns, completion_columns=new
+  )
+
+
+def _of(groups):
+  return (
+    groups.prompts,
+    groups.prompt_lengths,
+    groups.completions,
+    groups.completion_lengths,
+  )
+
+
+def _scored(config, params, groups):
+  columns = groups.prompts.shape[1] + groups.completions.shape[2]
+  pages = -(-columns // 16)
+  sizes = jaxkv.CacheConfig(
+    num_pages=1 + 10 * pages, page_size=16, num_slots=9, pages_per_slot=pages,
+    groups=models.cache_groups(config),
+  )  # fmt: skip
+  state = rollout.ScoreState(
+    cache=jaxkv.init(sizes), kv=models.init_kv(config, sizes)
+  )
+  model = functools.partial(models.forward, config=config)
+  score = functools.partial(rollout.score, model=model, temperature=_HEAT)
+  _, scored = as_users.jit(score)(params, state, *_of(groups))
+  assert scored.ok.all()
+  return scored.log_probs
+
+
+def _mismatch(config, params, groups, each):
+  """The most that log-probs of score and trainer are off, and tokens seen."""
+
+  def loss(params, groups):
+    new = models.grouped_log_probs(
+      params, *_of(groups), config=config, temperature=_HEAT, remat=True
+    )
+    return jnp.mean(new), new
+
+  gradient = as_users.jit(jax.value_and_grad(loss, has_aux=True))
+  forward = as_users.jit(lambda *inputs: loss(*inputs)[1])
+  worst = {"score": 0.0, "forward": 0.0, "gradient": 0.0}
+  tokens = 0
+  scored = _scored(config, params, groups)
+  for first in range(0, groups.prompts.shape[0], each):
+    rows = slice(first, first + each)
+    own = jax.tree.map(lambda x, rows=rows: x[rows], groups)
+    mask = np.asarray(own.mask)
+    others = {
+      "score": scored[rows],
+      "forward": forward(params, own),
+      "gradient": gradient(params, own)[0][1],
+    }
+    for name, other in others.items():
+      off = np.abs(np.asarray(own.log_probs) - np.asarray(other))[mask].max()
+      worst[name] = max(worst[name], float(off))
+    tokens += int(mask.sum())
+  print(f"\n{config.dtype.name} {config.numerics}: {tokens} tokens, {worst}")
+  return worst, tokens
+
+
+@_DTYPES
+def test_characters(dtype):
+  model = models.character_model(progress=False)
+  text = models.reference_text()
+  starts = np.arange(25) * 3001
+  prompts = np.stack(
+    [model.vocabulary.encode(text[x : x + 48]) for x in starts]
+  )
+  prompts = jnp.asarray(prompts, jnp.int32)
+  config, params = _as(model.config, model.params, dtype, "exact")
+  groups = _drawn(config, params, prompts, 8, 100, slots=64)
+  worst, tokens = _mismatch(config, params, groups, each=5)
+  assert tokens == 20_000
+  assert max(worst.values()) == 0.0
+  fast, params = _as(model.config, model.params, dtype, "fast")
+  groups = _drawn(fast, params, prompts[:5], 8, 100, slots=64)
+  worst, _ = _mismatch(fast, params, groups, each=5)
+  assert worst["forward"] > 0
+
+
+@_DTYPES
+def test_smollm2(dtype):
+  loaded = models.load("smollm2")
+  config, params = _as(loaded.config, loaded.params, dtype, "exact")
+  text = "The paged cache keeps what a model has read, and"
+  prompt = np.asarray(loaded.tokenizer.encode(text), np.int32)
+  prompts = jnp.asarray(np.stack([prompt, prompt[::-1]]), jnp.int32)
+  groups = _drawn(config, params, prompts, 8, 63, slots=16)
+  worst, tokens = _mismatch(config, params, groups, each=1)
+  assert tokens >= 1_000
+  assert max(worst.values()) == 0.0
