@@ -109,6 +109,7 @@ def parts(quick: bool) -> dict[str, Part]:
       ("tests/kernels/test_quantized_pages.py", "tests/kernels/test_pages.py")
     ),
     "xla": Part(attention, "not triton and not mosaic_gpu", "xla"),
+    "exact": Part(("tests/models/test_exact.py",), "change_no_bit", "llama"),
   }
   if getattr(jax.devices()[0], "compute_capability", "") != "9.0":
     del found["mosaic_gpu"], found["mosaic"]

@@ -36,6 +36,10 @@ A step, of a prompt's chunk or of decoding:
   logits, kv = forward(params, tokens, positions, kv, views, config=config)
   cache, _ = jaxkv.commit(cache, tokens, counts)
 
+Exact numerics. With `dataclasses.replace(config, numerics="exact")` a token has
+the same logits and log-probs, bit for bit, in `forward` and in a trainer, so a
+policy's ratio is exactly 1 where nothing has changed. See `Decoder`.
+
 Which experts tokens used. With `init_kv(experts=True)` pages keep them beside
 keys and values, so those of a cached prefix are known, too. A trainer then uses
 the same ones: `forward_uncached(experts=)`.

@@ -12,6 +12,7 @@
 | replay experts            | `RolloutConfig.experts`, `Generated.experts`     |
 | guess tokens              | `RolloutConfig.draft_tokens`, `Draft`            |
 | answer an encoder's input | `init(encoder_inputs=)`, `Encode`                |
+| have a trainer's numbers  | `RolloutConfig.numerics`                         |
 | look                      | `timeline`, `Counters`, `check`                  |
 | score given answers       | `score`, `ScoreState`                            |
 | use many devices, or save | `help(jaxkv.rollout.devices)`                    |

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
+from jaxkv.rollout import devices
 from tests import as_users
 from tests.models import exact_families as families
 
@@ -219,6 +222,55 @@ def test_nothing_about_a_run_changes_a_bit(name, dtype):
     _equal(drawn, _drawn(config, params, setting))
 
 
+@_deep
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_two_devices_draw_what_one_does():
+  config, params = families.decoder("llama", jnp.bfloat16)
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+  forward = functools.partial(models.forward, config=config)
+  columns = -(-(_PROMPT + _NEW) // 16)
+  sizes = jaxkv.CacheConfig(
+    num_pages=100, page_size=16, num_slots=3, pages_per_slot=columns
+  )
+  options = rollout.RolloutConfig(
+    num_samples=_SAMPLES, max_new_tokens=_NEW, numerics="exact"
+  )
+  prompts, lengths = (x[:4] for x in _prompts())
+  key = jax.random.key(5)
+
+  def begin(prompts, lengths, key, first):
+    return rollout.init(
+      jaxkv.init(sizes, key),
+      models.init_kv(config, sizes),
+      prompts,
+      lengths,
+      key,
+      options,
+      sampling=rollout.Sampling(temperature=jnp.float32(_HEAT)),
+      first_sequence=first,
+    )
+
+  def run(params, prompts, lengths, key):
+    first = jax.lax.axis_index("data") * len(prompts) * _SAMPLES
+    state = begin(prompts, lengths, key, first)
+    state = rollout.generate(params, state, model=forward)
+    return devices.stacked(state.sequences)
+
+  split = jax.shard_map(
+    run,
+    mesh=mesh,
+    in_specs=(P(), P("data"), P("data"), P()),
+    out_specs=P("data"),
+  )
+  both = as_users.jit(split)(params, prompts, lengths, key)
+  alone = begin(prompts, lengths, key, 0)
+  alone = _generate(config)(params, alone).sequences
+  both = devices.merged(jax.device_get(both))
+  for name in ("tokens", "log_probs", "length"):
+    np.testing.assert_array_equal(getattr(both, name), getattr(alone, name))
+
+
+@_deep
 def test_fast_numerics_are_other_bits():
   """So the tests above see something."""
   config, params = families.decoder("llama", jnp.bfloat16, numerics="fast")
