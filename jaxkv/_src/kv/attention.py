@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.cross_attention import attend_encoder
 from jaxkv._src.kv.exact_attention import attend_exact
+from jaxkv._src.kv.exact_attention import check_exact
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.view import AnyView
@@ -113,8 +114,9 @@ def attend(
       `tree_mask` and latents have no meaning there.
     return_lse: also return the log-sum-exp (natural log, sink included).
     exact: whether a query gets the same numbers, bit for bit, whatever the call
-      computes beside it: decode steps, chunks and whole sequences agree, and so
-      do page sizes that divide 64. Costs more; `shared` and plans are not used.
+      computes beside it: decode steps, chunks and whole sequences agree. The
+      page size must divide 64; with `xla`, all such sizes agree. Costs more.
+      `shared` and plans are not used; not for `causal=False` and `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
     heads: in a program whose pages are split by heads, over which mesh axis:
       `NamedSharding(mesh, P("model"))`. Each device then calls the backend with
@@ -141,6 +143,8 @@ def attend(
     refuse_options(options, "a PackedView has no drafts", "tree_mask")
   if not causal:
     _check_encoder(kv, options)
+  if exact:
+    check_exact(kv, options, causal)
   # Python numbers stay static under the `jit` below, so they can be checked.
   numbers = options.numbers()
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))

@@ -20,7 +20,10 @@ from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
+from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import query_packing
+from jaxkv_kernels._src.attention.options import refuse_options
+from jaxkv_kernels._src.attention.xla.backend import BLOCK_TOKENS
 
 # Query rows of a tile and K/V head: more make prompts cheap, fewer decoding.
 _QUERY_ROWS = 8
@@ -37,6 +40,20 @@ class _Tiles(NamedTuple):
   page_table: jax.Array  # int32[Z, M]
   starts: jax.Array  # int32[Z]
   counts: jax.Array  # int32[Z]
+
+
+def check_exact(
+  kv: KVPages, options: kernels.AttentionOptions, causal: bool
+) -> None:
+  """Raises ValueError unless there is an exact attention for a call."""
+  size = kv.k.shape[2]
+  if BLOCK_TOKENS % size:
+    wanted = f"of a page size that divides {BLOCK_TOKENS} with exact=True"
+    check.refuse(ValueError, "kv", wanted, f"one of {size}")
+  if not causal:
+    check.refuse(ValueError, "causal", "True with exact=True", causal)
+  why = "no other program has such queries"
+  refuse_options(options, f"{why}, with exact=True", "tree_mask")
 
 
 def attend_exact(

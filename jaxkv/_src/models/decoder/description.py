@@ -298,13 +298,13 @@ class Decoder:
     logit_cap: c turns a logit x into c * tanh(x / c); None for no cap.
     tied_embeddings: whether the embedding is also the output projection.
     encoder: whose tokens the layers with `cross` attend to; None for none.
-    numerics: "exact" for the same numbers of a token, bit for bit, in `forward`,
-      whatever the slots, chunks, pages and neighbours, and in
-      `forward_uncached` and `grouped_log_probs`, inside of a gradient, too. That
-      holds for one kind of device and one version of jax, with one `backend` and
-      page sizes that divide 64. A few tokens are computed at a time, by code
-      that is compiled for so many. Gradients are those of "fast". Not for
-      decoders with an encoder.
+    numerics: "exact" for the same numbers of a token, bit for bit, in
+      `forward`, whatever the slots, chunks, pages and neighbours, and in
+      `forward_uncached` and `grouped_log_probs`, inside of a gradient, too.
+      That holds for one kind of device and one version of jax, with one
+      `backend`, and page sizes that divide 64 (on a GPU or TPU, for 16). A few
+      tokens are computed at a time, by code that is compiled for so many.
+      Gradients are those of "fast". Not for decoders with an encoder.
     tile: how many tokens, with "exact". They are part of the numbers. As many
       as a decode step has, at most 64, cost the least.
     dtype: of parameters and activations. Norms, rotations, softmax and logits

@@ -1,0 +1,132 @@
+"""Attention whose numbers do not depend on what else a call computes."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+import jaxkv_kernels as kernels
+from jaxkv import kv as paged
+from tests import as_users
+
+_TOKENS, _ROWS = 70, 3
+_HEADS, _KV_HEADS, _DIM = 6, 2, 16
+
+
+def _numbers(*shape):
+  rng = np.random.default_rng(len(shape) + shape[1])
+  return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def _pages(page_size=16):
+  """Memory of some rows of tokens, and their page table."""
+  columns = -(-_TOKENS // page_size)
+  config = jaxkv.CacheConfig(
+    num_pages=1 + _ROWS * columns,
+    page_size=page_size,
+    num_slots=_ROWS,
+    pages_per_slot=columns,
+  )
+  kv = paged.init(config, num_layers=1, num_kv_heads=_KV_HEADS, head_dim=_DIM)
+  table = np.random.default_rng(0).permutation(_ROWS * columns) + 1
+  table = jnp.asarray(table.reshape(_ROWS, columns), jnp.int32)
+  zeros = jnp.zeros((_ROWS,), jnp.int32)
+  whole = paged.View(page_table=table, starts=zeros, counts=zeros + _TOKENS)
+  k = _numbers(_ROWS, _TOKENS, _KV_HEADS, _DIM)
+  return paged.write(kv, whole, 0, k, k[::-1]), table
+
+
+def _queries():
+  return _numbers(_ROWS, _TOKENS, _HEADS, _DIM)
+
+
+@functools.cache
+def _attend(**options):
+  return as_users.jit(functools.partial(paged.attend, exact=True, **options))
+
+
+def _read(kv, table, starts, counts, q):
+  view = paged.View(
+    page_table=table,
+    starts=jnp.asarray(starts, jnp.int32),
+    counts=jnp.asarray(counts, jnp.int32),
+  )
+  return np.asarray(_attend()(kv, view, 0, q))
+
+
+@pytest.fixture(scope="module")
+def whole():
+  kv, table = _pages()
+  return _read(kv, table, [0] * 3, [_TOKENS] * 3, _queries())
+
+
+def test_is_what_others_are_up_to_rounding(whole):
+  kv, table = _pages()
+  zeros = jnp.zeros((_ROWS,), jnp.int32)
+  view = paged.View(page_table=table, starts=zeros, counts=zeros + _TOKENS)
+  wanted = paged.attend(kv, view, 0, _queries())
+  np.testing.assert_allclose(whole, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+def test_chunks_and_page_sizes_change_no_bit(whole, page_size):
+  kv, table = _pages(page_size)
+  for start, count in ((0, 5), (63, 7), (69, 1)):
+    q = _queries()[:, start : start + count]
+    out = _read(kv, table, [start] * 3, [count] * 3, q)
+    np.testing.assert_array_equal(out, whole[:, start : start + count])
+
+
+def test_a_row_alone_is_the_same(whole):
+  kv, table = _pages()
+  q = _queries()[1:2, 40:41]
+  out = _read(kv, table[1:2], [40], [1], q)
+  np.testing.assert_array_equal(out, whole[1:2, 40:41])
+
+
+@pytest.mark.parametrize("columns", [0, 9])
+def test_a_packed_call_is_the_same(whole, columns):
+  kv, table = _pages()
+  starts = jnp.asarray([3, 69, 40], jnp.int32)
+  counts = jnp.asarray([1, 1, 0], jnp.int32)
+  decode = paged.View(page_table=table, starts=starts, counts=counts)
+  q = _queries()[jnp.arange(3), starts][None]
+  wanted = [whole[0, 3], whole[1, 69], np.zeros_like(whole[0, 0])]
+  prefill = None
+  if columns:
+    first, many = (
+      jnp.asarray([50, 0], jnp.int32),
+      jnp.asarray([5, 3], jnp.int32),
+    )
+    prefill = paged.View(page_table=table[1:][::-1], starts=first, counts=many)
+    more = jnp.concatenate([_queries()[2, 50:55], _queries()[1, :4]])
+    q = jnp.concatenate([q, more[None]], axis=1)
+    wanted += [*whole[2, 50:55], *whole[1, :3], np.zeros_like(whole[0, 0])]
+  view = paged.PackedView(decode=decode, prefill=prefill)
+  out = np.asarray(_attend()(kv, view, 0, q))
+  np.testing.assert_array_equal(out[0], np.stack(wanted))
+
+
+class TestArguments:
+  """What is refused."""
+
+  def _call(self, kv, table, **options):
+    zeros = jnp.zeros((_ROWS,), jnp.int32)
+    view = paged.View(page_table=table, starts=zeros, counts=zeros + 1)
+    q = _queries()[:, :1]
+    return paged.attend(kv, view, 0, q, exact=True, **options)
+
+  def test_a_page_size_that_no_block_has(self):
+    with pytest.raises(ValueError, match="page size that divides 64"):
+      self._call(*_pages(page_size=24))
+
+  def test_an_encoder(self):
+    with pytest.raises(ValueError, match="`causal` must be True"):
+      self._call(*_pages(), causal=False)
+
+  def test_a_tree(self):
+    mask = jnp.ones((_ROWS, 1, 1), bool)
+    with pytest.raises(ValueError, match="tree_mask"):
+      self._call(*_pages(), options=kernels.AttentionOptions(tree_mask=mask))
