@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxkv._src.commands import compilations
+from jaxkv._src.commands import grpo
 from jaxkv._src.commands import replay
 from jaxkv._src.commands import results
 from jaxkv._src.commands import rollout
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
   for name, command, text in (
     ("rollout", rollout, "generate from prompts inside a jitted loop"),
     ("replay", replay, "run a request trace through the cache"),
+    ("grpo", grpo, "train a small model on its own answers, in one program"),
   ):
     subparser = commands.add_parser(name, help=text, description=text)
     command.add_arguments(subparser)

@@ -1,0 +1,165 @@
+"""`python -m jaxkv grpo`, and its program, which is that of a notebook."""
+
+import functools
+import json
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import __main__ as command_line
+from jaxkv._src.commands import grpo_round
+from tests import as_users
+
+_NOTEBOOK = (
+  pathlib.Path(__file__).parents[2] / "notebooks" / "08_grpo_in_one_program.py"
+)
+_ROUNDS = 3
+
+
+@pytest.fixture(scope="module")
+def program():
+  """A round as users compile it."""
+  model = grpo_round.decoder("exact")
+  carry = jax.eval_shape(lambda: grpo_round.begin(model, 0))
+  call = functools.partial(grpo_round.grpo_round, model=model)
+  jitted = as_users.jit(call, donate_argnums=0)
+  return jitted.lower(carry, jax.random.key(0)).compile()
+
+
+def _figures(program):
+  """Some rounds of it: whatever `grpo --seed 0` has at first."""
+  carry = grpo_round.begin(grpo_round.decoder("exact"), 0)
+  rounds = []
+  for key in jax.random.split(jax.random.key(0), _ROUNDS):
+    carry, figures = program(carry, key)
+    rounds.append(figures)
+  return jax.tree.map(lambda *some: np.stack(some), *rounds)
+
+
+class TestProgram:
+  def test_an_update_begins_with_the_numbers_of_the_rollout(self, program):
+    figures = _figures(program)
+    assert (figures.mismatch == 0).all()
+    assert (figures.off_ratio == 0).all()
+    assert (figures.kl == 0).all()
+    assert 0 < figures.reward[0] < 0.1
+
+  def test_a_prompt_is_computed_once(self, program):
+    counters = _figures(program).counters
+    once = grpo_round.PROMPTS * (grpo_round.TOKENS - 1)
+    assert (counters.prefilled <= once).all()
+    answers = grpo_round.PROMPTS * grpo_round.SAMPLES
+    assert (counters.generated == answers * grpo_round.TOKENS).all()
+    assert (counters.recomputed == 0).all()
+
+  def test_all_of_the_carry_is_updated_in_place(self, program):
+    carry = jax.eval_shape(
+      lambda: grpo_round.begin(grpo_round.decoder("exact"), 0)
+    )
+    leaves = jax.tree.leaves(carry)
+    aliases = re.search(
+      r"input_output_alias=\{(.*?)\}, entry", program.as_text()
+    )
+    assert aliases
+    assert len(re.findall(r"-alias\)", aliases[1])) == len(leaves)
+
+  def test_rollout_and_update_share_the_weights(self, program):
+    """No array as large as a weight is copied outside of a loop.
+
+    So the rollout's loop reads the arrays that the loop of updates writes.
+    Inside of an update XLA copies what its inner loops read and what is not
+    stacked: the output projection and the last norm.
+    """
+    model = grpo_round.decoder("exact")
+    params = jax.eval_shape(lambda: grpo_round.begin(model, 0).params)
+    shapes = {
+      ",".join(map(str, leaf.shape)): jax.tree_util.keystr(path)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    copied = {True: [], False: []}
+    text, entry = program.as_text(), False
+    for line in text.splitlines():
+      entry = line.startswith("ENTRY") or (entry and line != "}")
+      found = re.search(r"= f32\[([\d,]+)\]\S* copy\(%(get-tuple|param)", line)
+      if found and found[1] in shapes:
+        copied[entry].append(shapes[found[1]])
+    assert copied[True] == []
+    assert set(copied[False]) <= {"['unembed']", "['final_norm']"}
+    assert len(copied[False]) <= 2
+
+  def test_the_notebook_has_the_same(self, program):
+    text = _NOTEBOOK.read_text("utf-8")
+    cells = [
+      cell.partition("\n")[2] for cell in re.split(r"^# %%", text, flags=re.M)
+    ]
+    names: dict = {}
+    for cell in cells:
+      if re.search(r"^(import|PROMPTS|def draw|def begin)", cell, re.M):
+        source = cell.partition("\nstart = ")[0]
+        with jax.numpy_dtype_promotion("standard"):
+          exec(compile(source, _NOTEBOOK.name, "exec"), names)
+      if "def draw" in cell:
+        assert sum(bool(line.strip()) for line in cell.splitlines()) <= 45
+    carry = names["begin"](names["EXACT"])
+    call = as_users.jit(
+      names["grpo_round"].__wrapped__,
+      static_argnums=5,
+      donate_argnums=(0, 1, 2, 3),
+    )
+    rewards = []
+    for key in jax.random.split(jax.random.key(0), _ROUNDS):
+      with jax.numpy_dtype_promotion("standard"):
+        carry, figures = call(*carry, key, names["EXACT"])
+      rewards.append(float(figures["reward"]))
+      assert figures["mismatch"][0] == 0
+    assert call._cache_size() == 1
+    np.testing.assert_array_equal(rewards, _figures(program).reward)
+
+
+class TestCommand:
+  def test_writes_what_it_prints(self, tmp_path, capsys):
+    target = tmp_path / "out.json"
+    words = ["grpo", "--rounds", str(_ROUNDS), "--numerics", "fast"]
+    assert command_line.main([*words, "--json", str(target)]) == 0
+    result = json.loads(target.read_text("utf-8"))
+    assert result["rounds"] == len(result["rewards"]) == _ROUNDS
+    assert result["reward_before"] == result["rewards"][0] < 0.1
+    assert result["reward_after"] == pytest.approx(np.mean(result["rewards"]))
+    # Rounding, and no more.
+    assert 0 < result["largest_mismatch"] < 1e-4
+    assert result["compilations_of_rounds"] == 0
+    assert result["prefilled_tokens"] <= result["prompt_tokens"]
+    assert result["generated_tokens"] == result["answer_tokens"]
+    printed = capsys.readouterr()
+    assert f"{result['reward_after']:.3f} in the last" in printed.out
+    assert "in the rounds 0" in printed.out
+    assert "grpo: 100%" in printed.err
+
+  @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+      (["--rounds", "1"], "--rounds must be 2 .. 100000, not 1"),
+      (["--rounds", "1000000"], "--rounds must be 2 .. 100000, not 1000000"),
+      (["--seed", "-1"], "--seed must be 0 .. 4294967295, not -1"),
+      (["--seed", "4294967296"], "--seed must be 0 .. 4294967295"),
+      (["--json", "/no/such/folder/x.json"], "cannot write /no/such/folder"),
+      (["--json", ""], "folder; name another file for --json"),
+    ],
+  )
+  def test_arguments_that_cannot_be_used(self, capsys, arguments, message):
+    assert command_line.main(["grpo", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+  def test_help_names_every_option(self, capsys):
+    with pytest.raises(SystemExit) as exit_:
+      command_line.main(["grpo", "--help"])
+    assert exit_.value.code == 0
+    printed = capsys.readouterr().out
+    for option in ("rounds", "numerics", "dtype", "seed", "json"):
+      assert f"--{option}" in printed
