@@ -34,7 +34,7 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's arguments to its parser."""
   add = parser.add_argument
-  add("--rounds", metavar="N", type=int, default=150, help="(%(default)s)")
+  add("--rounds", metavar="N", type=int, default=120, help="(%(default)s)")
   add(
     "--numerics",
     choices=("exact", "fast"),
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default="float32",
     help="of weights and K/V (%(default)s)",
   )
-  add("--seed", metavar="I", type=int, default=0, help="(%(default)s)")
+  add("--seed", metavar="I", type=int, default=1, help="(%(default)s)")
   add("--json", metavar="FILE", help="also write figures of all rounds here")
 
 

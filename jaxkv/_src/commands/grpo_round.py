@@ -29,7 +29,7 @@ TOKENS = 4
 INNER_STEPS = 4
 """Updates of the weights in a round."""
 
-_OPTIMIZER = optax.adam(3e-3)
+_OPTIMIZER = optax.adam(2e-3)
 
 Numerics = Literal["exact", "fast"]
 
