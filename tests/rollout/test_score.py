@@ -31,7 +31,7 @@ from tests.rollout.by_forward import traced_anew
 from tests.rollout.by_forward import weights
 from tests.tools.pool_copies import pool_sized_rewrites
 
-pytestmark = pytest.mark.drawn(every=2)
+pytestmark = pytest.mark.drawn(every=3)
 
 
 def check_groups(name: str = "plain", program=None) -> None:
