@@ -33,8 +33,7 @@ import numpy as np
 from rollout_rows import Row
 from rollout_rows import at_least
 from rollout_rows import at_most
-from rollout_rows import show
-from rollout_rows import summary
+from rollout_rows import report
 
 from jaxkv import models
 from jaxkv._src.models.decoder import blocks
@@ -174,10 +173,7 @@ def _cpu_seconds(run: Any, params: Any, data: Data) -> float:
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:
   """All rows, printed as they come."""
-  print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
-  rows = show(_rows(quick, rounds))
-  print(f"\n{summary(rows)}")
-  return {"rows": [row.as_json() for row in rows]}
+  return report(_rows(quick, rounds))
 
 
 def main() -> None:

@@ -31,8 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from rollout_rows import Row
 from rollout_rows import at_least
-from rollout_rows import show
-from rollout_rows import summary
+from rollout_rows import report
 
 import jaxkv
 from jaxkv import models
@@ -179,10 +178,7 @@ def _rows(source: str, quick: bool, rounds: int) -> Iterator[Row]:
 
 def measured(quick: bool, rounds: int, model: str) -> dict[str, Any]:
   """All rows, printed as they come."""
-  print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
-  rows = show(_rows(model, quick, rounds))
-  print(f"\n{summary(rows)}")
-  return {"rows": [row.as_json() for row in rows]}
+  return report(_rows(model, quick, rounds))
 
 
 def main() -> None:

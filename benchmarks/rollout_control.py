@@ -30,8 +30,7 @@ import rollout_drafts
 import rollout_settings
 import rollout_streams
 from rollout_rows import Row
-from rollout_rows import show
-from rollout_rows import summary
+from rollout_rows import report
 
 
 def _rows(quick: bool, rounds: int) -> Iterator[Row]:
@@ -43,10 +42,7 @@ def _rows(quick: bool, rounds: int) -> Iterator[Row]:
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:
   """All rows, printed as they come."""
-  print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
-  rows = show(_rows(quick, rounds))
-  print(f"\n{summary(rows)}")
-  return {"rows": [row.as_json() for row in rows]}
+  return report(_rows(quick, rounds))
 
 
 def main() -> None:

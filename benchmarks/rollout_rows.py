@@ -68,6 +68,14 @@ def number(value: float) -> str:
   return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"
 
 
+def report(rows: Iterable[Row]) -> dict[str, Any]:
+  """Prints a table of rows as they come, and a summary; returns them all."""
+  print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
+  done = show(rows)
+  print(f"\n{summary(done)}")
+  return {"rows": [row.as_json() for row in done]}
+
+
 def summary(rows: Iterable[Row]) -> str:
   """One line: how many bounds are kept, and which are not."""
   rows = [row for row in rows if row.bound is not None]

@@ -32,8 +32,7 @@ import numpy as np
 from rollout_rows import Row
 from rollout_rows import at_least
 from rollout_rows import at_most
-from rollout_rows import show
-from rollout_rows import summary
+from rollout_rows import report
 
 import jaxkv
 from jaxkv import models
@@ -225,14 +224,11 @@ def _rows_of(size: Size, rounds: int) -> Iterator[Row]:
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:
   """All rows, printed as they come."""
-  print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
-  rows = show(
+  return report(
     row
     for size in (QUICK if quick else SIZES)
     for row in _rows_of(size, rounds)
   )
-  print(f"\n{summary(rows)}")
-  return {"rows": [row.as_json() for row in rows]}
 
 
 def main() -> None:
