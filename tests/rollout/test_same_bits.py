@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
+from jaxkv._src import log_probs
 from jaxkv.rollout import devices
 from tests import as_users
 from tests.models import exact_families as families
@@ -221,6 +222,51 @@ def test_nothing_about_a_run_changes_a_bit(name, dtype):
     _Setting(page_size=4, pages=60),
   ):
     _equal(drawn, _drawn(config, params, setting))
+
+
+@_deep
+def test_a_score_alone_is_that_of_a_group():
+  config, params = families.decoder("llama", jnp.bfloat16)
+  groups = _groups(_drawn(config, params, _Setting()))
+  together = _scored(config, params, groups)
+  # Each sample with a prompt of its own, and pages of another size.
+  alone = dataclasses.replace(
+    groups,
+    prompts=jnp.repeat(groups.prompts, _SAMPLES, axis=0),
+    prompt_lengths=jnp.repeat(groups.prompt_lengths, _SAMPLES),
+    completions=groups.completions.reshape(-1, 1, _NEW),
+    completion_lengths=groups.completion_lengths.reshape(-1, 1),
+  )
+  each = _scored(config, params, alone, page_size=16)
+  np.testing.assert_array_equal(each.reshape(together.shape), together)
+
+
+@_deep
+@pytest.mark.parametrize("name", ["llama", "gemma", "latents", "delta_net"])
+def test_a_tree_of_turns_has_the_bits_of_whole_sequences(name):
+  config, params = families.decoder(name)
+  rng = np.random.default_rng(2)
+
+  def drawn(*shape):
+    return jnp.asarray(rng.integers(0, families.VOCABULARY, shape), jnp.int32)
+
+  prompts, turns, replies = drawn(2, 9), drawn(2, 2, 7), drawn(2, 2, 3, 5)
+  lengths = [drawn(*x.shape[:-1]) % x.shape[-1] + 1 for x in (turns, replies)]
+  starts = jnp.asarray([9, 4], jnp.int32)
+  call = functools.partial(models.grouped_log_probs, config=config)
+  levels = (turns, replies)
+  _, found = as_users.jit(call)(params, prompts, starts, levels, tuple(lengths))
+  for place in np.ndindex(2, 2, 3):
+    sizes = starts[place[0]], lengths[0][place[:2]], lengths[1][place]
+    parts = prompts[place[0]], turns[place[:2]], replies[place]
+    tokens = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    tokens = jnp.concatenate(tokens)
+    logits = families.whole(config, params, tokens[None])[0]
+    own = as_users.jit(log_probs.of_tokens)(
+      jnp.asarray(logits[:-1]), tokens[1:], jnp.ones(len(tokens) - 1)
+    )
+    count = int(sizes[2])
+    np.testing.assert_array_equal(found[place][:count], own[-count:])
 
 
 @_deep
