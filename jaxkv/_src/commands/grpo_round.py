@@ -120,7 +120,10 @@ def grpo_round(
     num_samples=SAMPLES,
     max_new_tokens=TOKENS,
     prefill_chunk=32,
+    # All sequences enter at once.
     admissions=PROMPTS * SAMPLES,
+    window=PROMPTS * SAMPLES,
+    max_overtaken=PROMPTS * SAMPLES,
     numerics=model.numerics,
   )
   state = rollout.init(cache, kv, prompts, lengths, key, config)
