@@ -85,15 +85,7 @@ def whole(config, params, tokens, **options):
 def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
   """The logits [B, T, V] of tokens that come a chunk at a time."""
   rows, columns = tokens.shape
-  cache = jaxkv.init(
-    jaxkv.CacheConfig(
-      num_pages=1 + 2 * rows * -(-columns // page_size) * 3,
-      page_size=page_size,
-      num_slots=rows,
-      pages_per_slot=-(-columns // page_size),
-      groups=models.cache_groups(config),
-    )
-  )
+  cache = _cache(config, rows, columns, page_size)
   kv, parts = models.init_kv(config, cache.config, dtype=kv_dtype), []
   step = as_users.jit(functools.partial(models.forward, config=config))
   for start in range(0, columns, chunk):
@@ -103,12 +95,39 @@ def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
     cache, _ = jaxkv.recycle(cache)
     cache, outcome = jaxkv.allocate(cache, own)
     assert outcome.ok.all()
-    views = tuple(
-      jaxkv.view(cache, group=group, counts=own)
-      for group in range(len(cache.config.groups))
-    )
+    views = _views(cache, own)
     places = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
     logits, kv = step(params, now, places, kv, views)
     cache, _ = jaxkv.commit(cache, now, own)
     parts.append(logits[:, : columns - start])
   return np.concatenate(parts, axis=1)
+
+
+def lowered(config, params, rows, columns):
+  """`forward` of so many tokens, as a program that is not compiled."""
+  cache = _cache(config, rows, 64, 16)
+  own = jnp.full((rows,), columns, jnp.int32)
+  tokens = jnp.zeros((rows, columns), jnp.int32)
+  call = functools.partial(models.forward, config=config)
+  kv = models.init_kv(config, cache.config)
+  return jax.jit(call).lower(params, tokens, tokens, kv, _views(cache, own))
+
+
+def _cache(config, rows, columns, page_size):
+  pages = -(-columns // page_size)
+  return jaxkv.init(
+    jaxkv.CacheConfig(
+      num_pages=1 + 6 * rows * pages,
+      page_size=page_size,
+      num_slots=rows,
+      pages_per_slot=pages,
+      groups=models.cache_groups(config),
+    )
+  )
+
+
+def _views(cache, counts):
+  return tuple(
+    jaxkv.view(cache, group=group, counts=counts)
+    for group in range(len(cache.config.groups))
+  )

@@ -1,6 +1,8 @@
 """Exact numerics: a token's logits are the same bits in every program."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +81,26 @@ def test_pages_of_eight_bits(name, kv_dtype):
       config, params, tokens, chunk, kv_dtype=kv_dtype
     )
     np.testing.assert_array_equal(logits, whole)
+
+
+def _products(lowered):
+  """The shapes of all products of a program, before it is compiled."""
+  pattern = r"stablehlo.dot_general [^\n]*: (\([^\n]*)"
+  return set(re.findall(pattern, lowered.as_text()))
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_all_programs_have_products_of_the_same_shapes(name):
+  """So they agree wherever a product depends on its shapes alone."""
+  config, params = families.decoder(name)
+  tokens = families.tokens_of(3, 37)
+  positions = jnp.zeros_like(tokens)
+  call = functools.partial(models.forward_uncached, config=config)
+  wanted = _products(jax.jit(call).lower(params, tokens, positions))
+  assert wanted
+  for rows, columns in ((1, 1), (3, 1), (2, 21)):
+    lowered = families.lowered(config, params, rows, columns)
+    assert _products(lowered) == wanted
 
 
 class TestArguments:
