@@ -88,7 +88,7 @@ def _state(config, setting, params) -> Any:
   state = make(cache, kv)
   if setting.cached:
     state = _generate(config)(params, state)
-    state = make(state.cache, state.kv)
+    state = make(state.cache, state.kv, version=0)
   return state
 
 
