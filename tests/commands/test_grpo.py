@@ -13,7 +13,7 @@ from jaxkv import __main__ as command_line
 from jaxkv._src.commands import grpo_round
 from tests import as_users
 
-pytestmark = pytest.mark.drawn(every=2)
+pytestmark = pytest.mark.drawn(every=3)
 _NOTEBOOK = (
   pathlib.Path(__file__).parents[2] / "notebooks" / "08_grpo_in_one_program.py"
 )

@@ -15,7 +15,7 @@ from tests.kernels.shapes import problem
 from tests.kernels.shapes import queries
 
 # The newer jax of `.ci/run` has all of it at each commit.
-pytestmark = pytest.mark.drawn(every=2)
+pytestmark = pytest.mark.drawn(every=3)
 
 
 over_all_shapes = pytest.mark.parametrize(("runner", "name"), cases())

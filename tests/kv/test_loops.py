@@ -31,7 +31,7 @@ from tests.tools.pool_copies import assert_in_place
 from tests.tools.pool_copies import pool_sized_rewrites
 
 # The newer jax of `.ci/run` has all of it at each commit.
-pytestmark = pytest.mark.drawn(every=2)
+pytestmark = pytest.mark.drawn(every=3)
 
 
 WINDOW = kernels.AttentionOptions(window=40)

@@ -13,7 +13,7 @@ from jaxkv import models
 from jaxkv import rl
 from jaxkv._src.models.decoder import log_probs
 
-pytestmark = pytest.mark.drawn(every=2)
+pytestmark = pytest.mark.drawn(every=3)
 
 _VOCAB = 31
 _HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}

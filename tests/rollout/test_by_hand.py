@@ -13,7 +13,7 @@ from jaxkv import rollout
 from tests.rollout import by_hand
 from tests.tools.pool_copies import pool_sized_rewrites
 
-pytestmark = pytest.mark.drawn(every=2)
+pytestmark = pytest.mark.drawn(every=3)
 
 _CONFIG = rollout.RolloutConfig(
   num_samples=2,

@@ -12,7 +12,7 @@ from jaxkv import models
 from jaxkv import rollout
 from tests.rollout import by_hand
 
-pytestmark = pytest.mark.drawn(every=2)
+pytestmark = pytest.mark.drawn(every=3)
 
 _WINDOWS = (5, 5, 7, 5, 5, None)
 _MODEL = models.llama(

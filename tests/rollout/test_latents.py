@@ -13,7 +13,7 @@ from jaxkv import rollout
 from jaxkv.kernels import AttentionOptions
 from tests.rollout import by_hand
 
-pytestmark = pytest.mark.drawn(every=2)
+pytestmark = pytest.mark.drawn(every=3)
 
 _CONFIG = rollout.RolloutConfig(
   num_samples=2,

@@ -20,7 +20,7 @@ from tests.rollout import by_definition
 from tests.rollout import by_hand
 from tests.tools.pool_copies import pool_sized_rewrites
 
-pytestmark = pytest.mark.drawn(every=2)
+pytestmark = pytest.mark.drawn(every=3)
 
 _PRIMES = (2039, 2029, 2027)  # A product with _FACTOR is exact in float32.
 _FACTOR, _LAYERS, _PAGE = 4093, 2, 4
