@@ -389,6 +389,25 @@ class TestConfig:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
       kind(**(sizes[kind] | changes))
 
+  @pytest.mark.parametrize(
+    "value", [[[1, 2]], ((1, 2),), None, jnp.ones((1, 2)), jnp.ones((1, 2)) > 0]
+  )
+  @pytest.mark.parametrize("name", ["tokens", "positions"])
+  def test_inputs_that_are_no_integers_are_refused(self, name, value):
+    config = _config()
+    params = _params(config)
+    call = dict.fromkeys(("tokens", "positions"), jnp.zeros((1, 2), jnp.int32))
+    call |= {name: value}
+    with pytest.raises(TypeError, match=f"^`{name}` must be"):
+      models.forward_uncached(params, **call, config=config)
+    where = {
+      "starts": jnp.zeros(1, jnp.int32),
+      "counts": jnp.ones(1, jnp.int32),
+    }
+    cache = _dense(config, 1, 4)
+    with pytest.raises(TypeError, match=f"^`{name}` must be"):
+      models.forward_dense(params, **call, cache=cache, **where, config=config)
+
   def test_inputs_of_other_shapes_are_refused(self):
     config = _config()
     params = _params(config)

@@ -406,6 +406,10 @@ class TestErrors:
       models.encode(params, inputs, lengths, config=bare)
     with pytest.raises(ValueError, match=r"`tokens` must be \[B, X\]"):
       models.encode(params, inputs[0], lengths, config=config)
+    with pytest.raises(TypeError, match="`tokens` must be an array, got list"):
+      models.encode(params, [[1, 2]], lengths, config=config)
+    with pytest.raises(TypeError, match="`lengths` must be integers"):
+      models.encode(params, inputs, lengths > 0, config=config)
     with pytest.raises(ValueError, match="`lengths` must have shape"):
       models.encode(params, inputs, lengths[:1], config=config)
     tokens = jnp.zeros((_ROWS, 1), jnp.int32)

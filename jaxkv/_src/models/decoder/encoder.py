@@ -19,10 +19,12 @@ from jaxkv._src.models.decoder import memories
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Encoder
 from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.logits import check_integers
 from jaxkv._src.models.decoder.memories import Place
 from jaxkv._src.models.decoder.memory import check_memory
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.params import Params
+from jaxkv_kernels._src import check
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -46,6 +48,7 @@ def encode(
     `forward_uncached`.
 
   Raises:
+    TypeError: `tokens` or `lengths` are no array of integers.
     ValueError: the decoder has no encoder, or an argument has the wrong shape.
 
   Examples:
@@ -70,6 +73,7 @@ def encode(
     (1, 3, 6)
   """
   encoder = encoder_of(config)
+  check_integers("tokens", tokens)
   if tokens.ndim != 2:
     raise ValueError(f"`tokens` must be [B, X], got shape {tokens.shape}.")
   check_lengths("lengths", lengths, tokens.shape[0])
@@ -248,6 +252,7 @@ def prepared(
     ValueError: an argument has another shape.
   """
   width = encoder_of(config).embed_dim
+  check.is_array("encoded", encoded)
   if encoded.ndim != 3 or encoded.shape[::2] != (rows, width):
     raise ValueError(
       f"`encoded` must be [{rows}, X, {width}], as `encode` returns, got "
@@ -264,10 +269,9 @@ def prepared(
 
 def check_lengths(name: str, lengths: jax.Array, rows: int) -> None:
   """Raises unless lengths are int32[B]."""
+  check_integers(name, lengths)
   if lengths.shape != (rows,):
     raise ValueError(
       f"`{name}` must have shape {(rows,)}, a number for each row, got "
       f"{lengths.shape}."
     )
-  if not jnp.issubdtype(lengths.dtype, jnp.integer):
-    raise TypeError(f"`{name}` must be integers, got {lengths.dtype.name}.")

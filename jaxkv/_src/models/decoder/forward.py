@@ -97,6 +97,7 @@ def forward(
     `columns`, float32[X, V].
 
   Raises:
+    TypeError: `tokens` or `positions` are no array of integers.
     ValueError: the views, the memory or the parameters are not those of the
       decoder.
 
@@ -118,6 +119,7 @@ def forward(
     (1, 3, 11)
   """
   del rows
+  all_logits.check_tokens(tokens, positions)
   views = view if isinstance(view, tuple) else (view,)
   pools = kv if type(kv) is tuple else (kv,)
   check_memory(pools, views, config)
@@ -185,6 +187,7 @@ def forward_dense(
     >>> logits.shape
     (1, 1, 11)
   """
+  all_logits.check_tokens(tokens, positions)
   if config.encoder is not None:
     raise ValueError(
       "`config` must have no encoder, because the baseline keeps nothing of "
@@ -241,7 +244,7 @@ def forward_uncached(
     its token at least.
 
   Raises:
-    TypeError: `experts` are no signed integers.
+    TypeError: `tokens`, `positions` or `experts` are no array of integers.
     ValueError: an argument has another shape than the decoder's, is missing, or
       given in vain.
 
@@ -256,6 +259,7 @@ def forward_uncached(
     ...                  jnp.array([[0, 1, 2]]), config=config).shape
     (1, 3, 11)
   """
+  all_logits.check_tokens(tokens, positions)
   routing.check_experts(experts, tokens, config)
   given = encoder.given(encoded, encoded_lengths, tokens.shape[0], config)
   keep = memory_within(config, experts, *given, kv_dtype=kv_dtype)
@@ -290,7 +294,7 @@ def chosen_experts(
     int32[B, T, J, k], for the J layers with `Experts` from first to last.
 
   Raises:
-    TypeError: `experts` are no signed integers.
+    TypeError: `tokens`, `positions` or `experts` are no array of integers.
     ValueError: an argument has another shape than the decoder's, is missing, or
       given in vain, or the decoder has no experts.
 
@@ -316,6 +320,7 @@ def chosen_experts(
     >>> other.shape
     (1, 3, 11)
   """
+  all_logits.check_tokens(tokens, positions)
   routing.check_experts(experts, tokens, config)
   given = encoder.given(encoded, encoded_lengths, tokens.shape[0], config)
   keep = memory_within(config, experts, *given)

@@ -12,6 +12,7 @@ from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
+from jaxkv_kernels._src import check
 
 Wanted = Literal["all", "last", "none"]
 
@@ -41,7 +42,7 @@ def run(
   Raises:
     ValueError: an argument has another shape than the decoder's.
   """
-  _check_inputs(tokens, positions, counts, wanted)
+  _check_wanted(tokens, counts, wanted)
   check_params(params, config)
   x, memory = blocks.run(params, tokens, positions, memory, keep, config)
   return head(params, _pick(x, counts, wanted), config), memory
@@ -86,12 +87,10 @@ def _pick(
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 
 
-def _check_inputs(
-  tokens: jax.Array,
-  positions: jax.Array,
-  counts: jax.Array | None,
-  wanted: Wanted | jax.Array,
-) -> None:
+def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:
+  """Raises unless both are integers [B, T]."""
+  check_integers("tokens", tokens)
+  check_integers("positions", positions)
   if tokens.ndim != 2:
     raise ValueError(f"`tokens` must be [B, T], got shape {tokens.shape}.")
   if positions.shape != tokens.shape:
@@ -99,6 +98,18 @@ def _check_inputs(
       f"`positions` must have the shape of tokens, {tokens.shape}, got "
       f"{positions.shape}."
     )
+
+
+def check_integers(name: str, values: jax.Array) -> None:
+  """Raises TypeError unless it is an array of integers."""
+  check.is_array(name, values)
+  if not jnp.issubdtype(values.dtype, jnp.integer):
+    check.refuse(TypeError, name, "integers", values)
+
+
+def _check_wanted(
+  tokens: jax.Array, counts: jax.Array | None, wanted: Wanted | jax.Array
+) -> None:
   if counts is not None and counts.shape != tokens.shape[:1]:
     raise ValueError(
       f"`counts` must have shape {tokens.shape[:1]}, got {counts.shape}."
