@@ -27,6 +27,7 @@ _STATIC = (
   "backend",
   "value_dim",
   "max_query_len",
+  "query_tile",
   "interpret",
 )
 # With JAXKV_TEST_PLATFORM=cuda; see conftest.py.

@@ -13,6 +13,7 @@ _XLA = "attention.xla.backend"
 _ATTENTION = "test_paged_attention.py::"
 _DECODE = _ATTENTION + "TestDecode::test_equals_the_reference[xla-{}]"
 _RECTANGLE = _ATTENTION + "TestRectangle::test_equals_the_reference[xla-{}]"
+_IN_TURN = _ATTENTION + "TestRectangle::test_columns_in_turn[4-xla-{}]"
 _TREE = _ATTENTION + "TestRectangle::test_tree[{}-xla-everything]"
 _PACKED = _ATTENTION + "TestPacked::test_equals_the_reference[70-xla-{}]"
 _TRACING = "test_paged_tracing.py::"
@@ -91,7 +92,7 @@ _ATTEND = {
   ),
   "scales of values are left out": (
     f"{_XLA}:_absorb",
-    text("weights * factor[:, :, None]", "weights"),
+    text("weights * block.v_scale[:, :, None]", "weights"),
     _DECODE.format("int8_scale_per_head"),
   ),
   "scales of values count in the sum of weights": (
@@ -133,10 +134,8 @@ _ATTEND = {
     _DECODE.format("alibi"),
   ),
   "unused memory reaches the sum": (
-    f"{_XLA}:_absorb",
-    text(
-      "jnp.where(used[..., None], block.values", "jnp.where(True, block.values"
-    ),
+    f"{_XLA}:_gather",
+    text("jnp.where(used[..., None], values", "jnp.where(True, values"),
     _DECODE.format("page16_gqa4_d128"),
   ),
   "a draft sees its siblings": (
@@ -163,6 +162,21 @@ _ATTEND = {
     f"{_XLA}:_finish",
     text("top + jnp.log(safe)", "jnp.log(safe)"),
     _DECODE.format("page16_gqa4_d128"),
+  ),
+  "the last tile of queries is left out": (
+    f"{_XLA}:_attention",
+    text("(jnp.max(counts) + width - 1) // width", "jnp.max(counts) // width"),
+    _IN_TURN.format("page16_gqa4_d128"),
+  ),
+  "all tiles of queries are real": (
+    f"{_XLA}:_attention",
+    text("jnp.clip(counts[None] - begins, 0, width)", "begins * 0 + width"),
+    _IN_TURN.format("everything"),
+  ),
+  "every tile begins where its row does": (
+    f"{_XLA}:_attention",
+    text("starts=starts[None] + begins", "starts=starts[None] + begins * 0"),
+    _IN_TURN.format("everything"),
   ),
   "a decode is at the position behind its token": (
     "attention.choose:decode",
@@ -306,7 +320,7 @@ _SHARING = {
     _MLA.format("int8_scale_per_head"),
   ),
   "values are the end of a latent": (
-    f"{_XLA}:attend",
+    f"{_XLA}:_gather",
     text("keys[..., : options.value_dim]", "keys[..., -options.value_dim :]"),
     _MLA.format("float32"),
   ),

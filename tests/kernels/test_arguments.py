@@ -330,6 +330,23 @@ class TestErrors:
       kernels.paged_attention_padded(**call, options=options)
 
   @pytest.mark.parametrize(
+    ("query_tile", "message"),
+    [
+      (0, "`query_tile` must be a Python int of at least 1, got 0"),
+      (2.0, "`query_tile` must be a Python int .* got 2.0"),
+      (2, "`options.tree_mask` must be None"),
+    ],
+  )
+  def test_bad_query_tile(self, query_tile, message):
+    call = arguments(q=jnp.ones((2, 1, 4, 8)), starts=jnp.ones(2, jnp.int32))
+    call["counts"] = call.pop("lengths")
+    options = kernels.AttentionOptions(tree_mask=jnp.ones((2, 1, 3), bool))
+    with pytest.raises((TypeError, ValueError), match=message):
+      kernels.paged_attention_padded(
+        **call, options=options, query_tile=query_tile
+      )
+
+  @pytest.mark.parametrize(
     ("changes", "message"),
     [
       ({"workers": 0}, "`workers` .* at least 1, got 0"),

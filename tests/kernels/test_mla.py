@@ -185,12 +185,14 @@ class TestSeveralQueries:
     values = case.k_pages[..., :value_dim]
     return shape, case, options, (case.k_pages, values), wanted
 
-  def test_rectangle(self, runner, name):
+  @pytest.mark.parametrize("query_tile", [None, 2])
+  def test_rectangle(self, runner, name, query_tile):
     shape, case, options, pools, wanted = self.problem(name)
     q = queries(case, shape, 4, max(_COUNTS))
     counts = np.asarray(_COUNTS, np.int32)
     where = (case.page_table, case.lengths - counts, counts)
     expected = reference.paged_attention_padded(q, *pools, *where, **wanted)
+    options["query_tile"] = query_tile
     out, lse = runner(
       "mla_attention_padded", q, case.k_pages, *where, **options
     )

@@ -72,20 +72,51 @@ class TestDecode:
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
 
+def rectangle(name):
+  """Rows of up to 19 queries; what is after them may be anything."""
+  shape = SHAPES[name]
+  case = problem(shape)
+  counts = np.minimum(case.lengths, [19, 1, 3, 7, 18, 0, 19]).astype(np.int32)
+  q = queries(case, shape, len(counts), 19)
+  for b, count in enumerate(counts):
+    q[b, count:] = np.nan
+  return case, (q, *case.pools, case.lengths - counts, counts)
+
+
 class TestRectangle:
   @RECTANGLES
   def test_equals_the_reference(self, runner, name):
-    shape = SHAPES[name]
-    case = problem(shape)
-    columns = 19
-    counts = np.minimum(case.lengths, [19, 1, 3, 7, 18, 0, 19]).astype(np.int32)
-    q = queries(case, shape, len(counts), columns)
-    for b, count in enumerate(counts):
-      q[b, count:] = np.nan  # padding may be anything
-    arguments = (q, *case.pools, case.lengths - counts, counts)
+    case, arguments = rectangle(name)
     wanted = reference.paged_attention_padded(*arguments, **case.options)
     out, lse = runner("paged_attention_padded", *arguments, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+
+  @over_few_shapes
+  @pytest.mark.parametrize("query_tile", [4, 32])
+  def test_columns_in_turn(self, runner, name, query_tile):
+    case, arguments = rectangle(name)
+    wanted = reference.paged_attention_padded(*arguments, **case.options)
+    options = {**case.options, "query_tile": query_tile}
+    out, lse = runner("paged_attention_padded", *arguments, **options)
+    assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
+
+  @over_few_shapes
+  def test_columns_in_turn_have_bits_of_their_own(self, runner, name):
+    """Those after them, and how many there are, change nothing."""
+    case, (q, *pools, starts, counts) = rectangle(name)
+    options = {**case.options, "query_tile": 2}
+    many = runner(
+      "paged_attention_padded", q, *pools, starts, counts, **options
+    )
+    few = runner(
+      "paged_attention_padded",
+      q[:, 6:9],
+      *pools,
+      starts + 6,
+      np.clip(counts - 6, 0, 3),
+      **options,
+    )
+    same([x[:, 6:9] for x in many], few)
 
   @pytest.mark.parametrize(
     ("runner", "name"),

@@ -1,11 +1,13 @@
 """Attention whose numbers do not depend on what else a call computes.
 
-Queries stand in tiles of a few of one sequence, and a fixed number of tiles is
-read at once, by one piece of compiled code. A query that decodes has a tile to
-itself. So the same products of the same shapes serve decode steps, chunks of
-prompts and a trainer's whole sequences.
+Queries stand in tiles of a few of one sequence, and the tiles in rows. A fixed
+number of rows is computed at once, a tile of each at a time, by one piece of
+compiled code. A query that decodes has a row to itself. So the same products of
+the same shapes serve decode steps, chunks of prompts and a trainer's whole
+sequences; and what a row has gathered serves all of its tiles.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
@@ -25,16 +27,20 @@ from jaxkv_kernels._src.attention import query_packing
 from jaxkv_kernels._src.attention.options import refuse_options
 from jaxkv_kernels._src.attention.xla.backend import BLOCK_TOKENS
 
-# Query rows of a tile and K/V head: more make prompts cheap, fewer decoding.
-_QUERY_ROWS = 8
+# Query heads of a tile and K/V head: more make prompts cheap, fewer decoding.
+_TILE_HEADS = 8
 
-# Tiles that are read at once. Reductions over fewer rows are compiled in
-# another way.
-_TILES = 16
+# Rows that are computed at once. Reductions over fewer are compiled in another
+# way.
+_ROWS = 8
+
+# The most tiles of a row. It changes no bit; with more, tiles wait for others
+# of their row that see more.
+_MOST_TILES = 16
 
 
-class _Tiles(NamedTuple):
-  """Queries [Z, Y, H, D], Y in a tile, and where their sequences live."""
+class _Rows(NamedTuple):
+  """Queries [Z, Y, H, D], Y in a row, and where their sequences live."""
 
   queries: jax.Array
   page_table: jax.Array  # int32[Z, M]
@@ -70,77 +76,71 @@ def attend_exact(
   Returns:
     [B, T, H, Dv]; float32[B, T, H].
   """
-  size = max(2, _QUERY_ROWS * kv.num_kv_heads // q.shape[2])
+  tile = max(2, _TILE_HEADS * kv.num_kv_heads // q.shape[2])
+  call = call | {"query_tile": tile}
   if not isinstance(view, PackedView):
-    return _rectangle(kv, rows_of(view), q, size, call)
+    return _rectangle(kv, rows_of(view), q, tile, call)
   decode = rows_of(view.decode)
   single = decode.page_table.shape[0]
-  ones = jnp.minimum(decode.counts, 1)
-  parts, places = [_of_rows(decode, q[0, :single, None], size, ones)], None
+  ones = dataclasses.replace(decode, counts=jnp.minimum(decode.counts, 1))
+  out, lse = _rectangle(kv, ones, q[0, :single, None], tile, call)
+  out, lse = out[:, 0], lse[:, 0]
   if view.prefill is not None:
-    rows, columns = view.prefill, q.shape[1] - single
-    begins = jnp.zeros((1,), jnp.int32)
-    ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
-    places = query_packing.tile(
-      rows.starts + rows.counts,
-      jnp.concatenate([begins, ends]),
-      columns,
-      columns,
-      size=size,
-    )
-    parts.append(
-      _Tiles(
-        _widened(query_packing.pack(q[0, single:], places), size),
-        jnp.take(rows.page_table, places.sequences, axis=0, mode="clip"),
-        places.starts,
-        places.counts,
-      )
-    )
-  together = jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
-  out, lse = _read(kv, together, call)
-  outs, lses = [out[:single, 0]], [lse[:single, 0]]
-  if places is not None:
-    width = places.source.shape[1]
-    more = query_packing.unpack(
-      out[single:, :width], lse[single:, :width], places
-    )
-    outs.append(more[0])
-    lses.append(more[1])
-  return jnp.concatenate(outs)[None], jnp.concatenate(lses)[None]
+    more = _packed(kv, view.prefill, q[0, single:], tile, call)
+    out = jnp.concatenate([out, more[0]])
+    lse = jnp.concatenate([lse, more[1]])
+  return out[None], lse[None]
+
+
+def _packed(
+  kv: KVPages, rows: View, q: jax.Array, tile: int, call: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+  """Queries [T, H, D], one sequence's after another's."""
+  ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
+  places = query_packing.tile(
+    rows.starts + rows.counts,
+    jnp.concatenate([jnp.zeros_like(ends, shape=(1,)), ends]),
+    q.shape[0],
+    q.shape[0],
+    size=_width(q.shape[0], q.shape[0], tile),
+  )
+  own = _Rows(
+    query_packing.pack(q, places),
+    jnp.take(rows.page_table, places.sequences, axis=0, mode="clip"),
+    places.starts,
+    places.counts,
+  )
+  return query_packing.unpack(*_read(kv, own, call), places)
 
 
 def _rectangle(
-  kv: KVPages, rows: View, q: jax.Array, size: int, call: dict[str, Any]
+  kv: KVPages, rows: View, q: jax.Array, tile: int, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Queries [B, T, H, D]."""
   batch, columns = q.shape[:2]
-  out, lse = _read(kv, _of_rows(rows, q, size, rows.counts), call)
+  width = _width(batch * columns, columns, tile)
+  number = -(-columns // width)
+  q = jnp.pad(q, ((0, 0), (0, number * width - columns), (0, 0), (0, 0)))
+  first = jnp.arange(number, dtype=jnp.int32)[None] * width
+  own = _Rows(
+    q.reshape(batch * number, width, *q.shape[2:]),
+    jnp.repeat(rows.page_table, number, axis=0),
+    (rows.starts[:, None] + first).ravel(),
+    jnp.clip(rows.counts[:, None] - first, 0, width).ravel(),
+  )
+  out, lse = _read(kv, own, call)
   out = out.reshape(batch, -1, *out.shape[2:])[:, :columns]
   return out, lse.reshape(batch, -1, lse.shape[-1])[:, :columns]
 
 
-def _of_rows(rows: View, q: jax.Array, size: int, counts: jax.Array) -> _Tiles:
-  """Tiles of queries [B, T, H, D], a row after another."""
-  batch, columns = q.shape[:2]
-  number = -(-columns // size)
-  q = jnp.pad(q, ((0, 0), (0, number * size - columns), (0, 0), (0, 0)))
-  first = jnp.arange(number, dtype=jnp.int32)[None] * size
-  starts = rows.starts[:, None] + first
-  return _Tiles(
-    q.reshape(batch * number, size, *q.shape[2:]),
-    jnp.repeat(rows.page_table, number, axis=0),
-    starts.reshape(-1),
-    jnp.clip(counts[:, None] - first, 0, size).reshape(-1),
-  )
-
-
-def _widened(q: jax.Array, size: int) -> jax.Array:
-  """Tiles [Z, X, H, D] of fewer queries, as [Z, size, H, D]."""
-  return jnp.pad(q, ((0, 0), (0, size - q.shape[1]), (0, 0), (0, 0)))
+def _width(queries: int, longest: int, tile: int) -> int:
+  """Queries of a row, where so many make up sequences of at most `longest`."""
+  tiles_of_row = -(-queries // (tile * _ROWS))
+  return tile * max(min(tiles_of_row, -(-longest // tile), _MOST_TILES), 1)
 
 
 def _read(
-  kv: KVPages, queries: _Tiles, call: dict[str, Any]
+  kv: KVPages, rows: _Rows, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """[Z, Y, H, Dv]; float32[Z, Y, H]."""
   attention: Callable[..., Any] = kernels.paged_attention_padded
@@ -149,7 +149,7 @@ def _read(
     attention, pools = kernels.mla_attention_padded, (kv.k,)
   return tiles.loop(
     lambda q, *where: attention(q, *pools, *where, **call),
-    tuple(queries),
-    tile=_TILES,
+    tuple(rows),
+    tile=_ROWS,
     beside=(pools, call["options"], call["page_offset"]),
   )

@@ -305,8 +305,9 @@ class Decoder:
       `backend`, and page sizes that divide 64 (on a GPU or TPU, for 16). A few
       tokens are computed at a time, by code that is compiled for so many.
       Gradients are those of "fast". Not for decoders with an encoder.
-    tile: how many tokens, with "exact". They are part of the numbers. As many
-      as a decode step has, at most 64, cost the least.
+    tile: how many tokens, with "exact". They are part of the numbers. For
+      decode steps, as many as there are slots cost the least; for prompts and
+      gradients, 64.
     dtype: of parameters and activations. Norms, rotations, softmax and logits
       are always float32.
 

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import query_packing
+from jaxkv_kernels._src.attention.choose import attend_rectangle
 from jaxkv_kernels._src.attention.choose import choose_backend
 from jaxkv_kernels._src.attention.choose import decode
 from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import check_options
+from jaxkv_kernels._src.attention.options import check_query_tile
 from jaxkv_kernels._src.attention.options import check_tree_mask
 from jaxkv_kernels._src.attention.options import refuse_options
 
@@ -161,6 +163,7 @@ def paged_attention_padded(
   *,
   options: AttentionOptions | None = ...,
   page_offset: jax.Array | int = ...,
+  query_tile: int | None = ...,
   return_lse: Literal[False] = ...,
   backend: str = ...,
   interpret: Any = ...,
@@ -178,6 +181,7 @@ def paged_attention_padded(
   *,
   options: AttentionOptions | None = ...,
   page_offset: jax.Array | int = ...,
+  query_tile: int | None = ...,
   return_lse: Literal[True],
   backend: str = ...,
   interpret: Any = ...,
@@ -194,6 +198,7 @@ def paged_attention_padded(
   *,
   options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
+  query_tile: int | None = None,
   return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
@@ -219,6 +224,9 @@ def paged_attention_padded(
     counts: int32[B], queries in row b, 0..T; 0 for an idle row.
     options: the tree mask is bool[B, T, X].
     page_offset: as for `paged_decode`.
+    query_tile: static; computes so many columns at a time. What a query gets
+      then comes from products of the same shapes whatever T is, at the same B.
+      None: all columns at once. Not with a tree mask.
     return_lse: also return the log-sum-exp (natural log, sink included).
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
@@ -239,6 +247,7 @@ def paged_attention_padded(
   check.vector("counts", counts, q.shape[0])
   check.beside("q", q, page_table=page_table, starts=starts, counts=counts)
   mask = check_tree_mask(options, q.shape[:2])
+  check_query_tile(query_tile, options)
   call = check_options(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
@@ -246,8 +255,8 @@ def paged_attention_padded(
   chosen = choose_backend(
     "paged_attention_padded", backend, q, k_pages, v_pages, call
   )
-  out, lse = chosen.attend(
-    q, k_pages, v_pages, page_table, starts, counts, call
+  out, lse = attend_rectangle(
+    chosen, q, k_pages, v_pages, page_table, starts, counts, call, query_tile
   )
   out = out.astype(q.dtype)
   return (out, lse) if return_lse else out

@@ -26,6 +26,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax import core
+from jax import lax
 
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention.options import CallOptions
@@ -55,7 +56,8 @@ class Backend(Protocol):
 
   `api` has checked the arguments. Both functions are called while tracing. A
   backend that takes plans also has `at_once(k_pages)`: how many pieces of work
-  it processes at once, over all K/V heads.
+  it processes at once, over all K/V heads. One that saves work when it knows of
+  several tiles of queries has `attend_query_tiles`; see `attend_rectangle`.
   """
 
   def attend(
@@ -184,6 +186,89 @@ def decode(
     q[:, None], k_pages, v_pages, page_table, starts, counts, options
   )
   return out[:, 0], lse[:, 0]
+
+
+def attend_rectangle(
+  chosen: Backend,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  options: CallOptions,
+  query_tile: int | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of a rectangle, all columns at once or some at a time.
+
+  Args:
+    chosen: the backend.
+    q: [B, T, H, D].
+    k_pages: [N, K, S, D].
+    v_pages: [N, K, S, Dv].
+    page_table: int32[B, M].
+    starts: int32[B].
+    counts: int32[B].
+    options: checked, with defaults filled in.
+    query_tile: static; so many columns are computed at a time, by code that is
+      compiled once for [B, query_tile] queries, whatever T is. None: all.
+
+  Returns:
+    (float32[B, T, H, Dv], float32[B, T, H]).
+  """
+  pools = (k_pages, v_pages)
+  if query_tile is None:
+    return chosen.attend(q, *pools, page_table, starts, counts, options)
+  columns = q.shape[1]
+  # At least two tiles: else XLA would move parts of the only one out of its
+  # loop, and compile them together with what is around it.
+  number = max(-(-columns // query_tile), 2)
+  spare = number * query_tile - columns
+  q = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, 0)))
+  given = (q, *pools, page_table, starts, counts, options)
+  own: Any = getattr(chosen, "attend_query_tiles", None)
+  if own is None:
+    own = functools.partial(_attend_in_turn, chosen)
+  out, lse = own(*given, query_tile)
+  return out[:, :columns], lse[:, :columns]
+
+
+def _attend_in_turn(
+  chosen: Backend,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  options: CallOptions,
+  query_tile: int,
+) -> tuple[jax.Array, jax.Array]:
+  """`attend_query_tiles` of backends without one."""
+
+  def one(
+    number: jax.Array, whole: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
+    first = number * query_tile
+    queries = lax.dynamic_slice_in_dim(q, first, query_tile, 1)
+    real = jnp.clip(counts - first, 0, query_tile)
+    parts = chosen.attend(
+      queries, k_pages, v_pages, page_table, starts + first, real, options
+    )
+    return jax.tree.map(
+      lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 1),
+      whole,
+      parts,
+    )
+
+  value_dim = options.value_dim or v_pages.shape[-1]
+  shape = q.shape[:3]
+  whole = (
+    jnp.zeros_like(q, jnp.float32, shape=(*shape, value_dim)),
+    jnp.zeros_like(q, jnp.float32, shape=shape) - jnp.inf,
+  )
+  tiles = (jnp.max(counts) + query_tile - 1) // query_tile
+  return lax.fori_loop(jnp.zeros_like(tiles), tiles, one, whole)
 
 
 def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:

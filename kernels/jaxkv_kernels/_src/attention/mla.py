@@ -20,11 +20,13 @@ from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import query_packing
 from jaxkv_kernels._src.attention.api import attend_in_tiles
 from jaxkv_kernels._src.attention.api import check_runs
+from jaxkv_kernels._src.attention.choose import attend_rectangle
 from jaxkv_kernels._src.attention.choose import choose_backend
 from jaxkv_kernels._src.attention.choose import decode
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import check_options
+from jaxkv_kernels._src.attention.options import check_query_tile
 from jaxkv_kernels._src.attention.options import check_tree_mask
 from jaxkv_kernels._src.attention.options import given
 from jaxkv_kernels._src.attention.options import refuse_options
@@ -145,6 +147,7 @@ def mla_attention_padded(
   value_dim: int,
   options: AttentionOptions,
   page_offset: jax.Array | int = ...,
+  query_tile: int | None = ...,
   return_lse: Literal[False] = ...,
   backend: str = ...,
   interpret: Any = ...,
@@ -162,6 +165,7 @@ def mla_attention_padded(
   value_dim: int,
   options: AttentionOptions,
   page_offset: jax.Array | int = ...,
+  query_tile: int | None = ...,
   return_lse: Literal[True],
   backend: str = ...,
   interpret: Any = ...,
@@ -178,6 +182,7 @@ def mla_attention_padded(
   value_dim: int,
   options: AttentionOptions,
   page_offset: jax.Array | int = 0,
+  query_tile: int | None = None,
   return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
@@ -196,6 +201,7 @@ def mla_attention_padded(
     value_dim: Dv, as for `mla_decode`.
     options: as for `mla_decode`, and `tree_mask`, bool[B, T, X].
     page_offset: int32[], added to every page id.
+    query_tile: as for `paged_attention_padded`.
     return_lse: also return the natural-log log-sum-exp.
     backend: as for `mla_decode`.
     interpret: as for `paged_decode`.
@@ -229,11 +235,14 @@ def mla_attention_padded(
   check.vector("counts", counts, q.shape[0])
   check.beside("q", q, page_table=page_table, starts=starts, counts=counts)
   mask = check_tree_mask(options, q.shape[:2])
+  check_query_tile(query_tile, options)
   call = _check_latents(q, pages, value_dim, options, page_offset, interpret)
   call = dataclasses.replace(call, tree_starts=None if mask is None else starts)
   name = "mla_attention_padded"
   chosen = choose_backend(name, backend, q, pages, pages, call)
-  out, lse = chosen.attend(q, pages, pages, page_table, starts, counts, call)
+  out, lse = attend_rectangle(
+    chosen, q, pages, pages, page_table, starts, counts, call, query_tile
+  )
   out = out.astype(q.dtype)
   return (out, lse) if return_lse else out
 

@@ -208,6 +208,16 @@ def check_tree_mask(
   return mask
 
 
+def check_query_tile(
+  query_tile: int | None, options: AttentionOptions | None
+) -> None:
+  """None, or a number of columns, for queries without a tree."""
+  if query_tile is not None:
+    check.count("query_tile", query_tile)
+    why = "the columns of a tree are computed at once: no query_tile"
+    refuse_options(options, why, "tree_mask")
+
+
 def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:
   """A plan for the rows of q, or None."""
   if plan is None:

@@ -8,9 +8,15 @@ whole table and a dense cache. The scan runs on any device that XLA supports.
 Unused memory may hold NaN (see `api`). To keep it out, logits are masked after
 the product of queries and keys, and values that no query of the sequence sees
 are replaced before the product with weights.
+
+The columns are computed at once, or, for numbers that do not depend on how many
+there are, a tile of some at a time. All tiles read a block before the next is
+gathered.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 from typing import NamedTuple
 
 import chex
@@ -30,7 +36,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class _Carry(NamedTuple):
-  """Online softmax of the Y = T * H / K query rows of each K/V head.
+  """Online softmax of the Y query rows of each tile and K/V head.
 
   Attributes:
     top: largest logit so far.
@@ -38,9 +44,9 @@ class _Carry(NamedTuple):
     weighted: sum of exp(logit - top) * value.
   """
 
-  top: jax.Array  # float32[B, K, Y]
-  total: jax.Array  # float32[B, K, Y]
-  weighted: jax.Array  # float32[B, K, Y, Dv]
+  top: jax.Array  # float32[J, B, K, Y]
+  total: jax.Array  # float32[J, B, K, Y]
+  weighted: jax.Array  # float32[J, B, K, Y, Dv]
 
 
 class _Reach(NamedTuple):
@@ -54,18 +60,37 @@ class _Block(NamedTuple):
   """A tokens of every sequence.
 
   Attributes:
-    positions: of the tokens, the same in all sequences.
     keys: without their scales.
-    values: without their scales.
+    values: without their scales; zeros where no query sees the token.
     k_scale: factors of the keys, or None.
     v_scale: factors of the values, or None.
   """
 
-  positions: jax.Array  # int32[A]
   keys: jax.Array  # float32[B, K, A, D]
   values: jax.Array  # float32[B, K, A, Dv]
   k_scale: jax.Array | None  # float32[B, K, A]
   v_scale: jax.Array | None  # float32[B, K, A]
+
+
+class _Queries(NamedTuple):
+  """Queries in J tiles of X columns; `_absorb` takes those of one tile.
+
+  Attributes:
+    scaled: the Y = X * H / K rows of each K/V head, times the scale.
+    starts: position of the first query.
+    seen: which tokens of a block each query sees.
+  """
+
+  scaled: jax.Array  # float32[J, B, K, Y, D]
+  starts: jax.Array  # int32[J, B]
+  seen: jax.Array  # bool[J, B, X, A]
+
+
+class _Out(NamedTuple):
+  """What the queries of J tiles read, and their log-sum-exps."""
+
+  out: jax.Array  # float32[J, B, X, H, Dv]
+  lse: jax.Array  # float32[J, B, X, H]
 
 
 def attend(
@@ -91,17 +116,24 @@ def attend(
   Returns:
     (float32[B, T, H, Dv], float32[B, T, H]).
   """
-
-  def read(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    keys = _read(k_pages, ids)
-    if options.value_dim is not None:
-      return keys, keys[..., : options.value_dim]
-    return keys, _read(v_pages, ids)
-
-  involved = (k_pages, v_pages)
-  value_dim = options.value_dim or v_pages.shape[-1]
   return _attention(
-    q, read, involved, value_dim, page_table, starts, counts, options
+    q, k_pages, v_pages, page_table, starts, counts, options, tile=None
+  )
+
+
+def attend_query_tiles(
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  options: CallOptions,
+  query_tile: int,
+) -> tuple[jax.Array, jax.Array]:
+  """See `choose.attend_rectangle`; T is at least twice `query_tile`."""
+  return _attention(
+    q, k_pages, v_pages, page_table, starts, counts, options, tile=query_tile
   )
 
 
@@ -119,17 +151,18 @@ def unsupported(
 
 def _attention(
   q: jax.Array,
-  read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-  pools: tuple[jax.Array, ...],
-  value_dim: int,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
   page_table: jax.Array,
   starts: jax.Array,
   counts: jax.Array,
   options: CallOptions,
+  *,
+  tile: int | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """`attend`, given a function that reads the keys and values of pages."""
+  """`attend`, with `tile` columns at a time, or all."""
   batch, columns, heads, dim = q.shape
-  total_pages, kv_heads, page_size = pools[0].shape[:3]
+  total_pages, kv_heads, page_size = k_pages.shape[:3]
   pages_per_block = max(1, BLOCK_TOKENS // page_size)
   block = pages_per_block * page_size
   capacity = page_table.shape[1] * page_size
@@ -137,31 +170,85 @@ def _attention(
   first_block, end_block = _blocks(reach, block)
   spare = -page_table.shape[1] % pages_per_block
   table = jnp.pad(page_table, ((0, 0), (0, spare)))
-  # float32[B, K, Y, D]: the query rows that share a K/V head.
+  width = columns if tile is None else tile
+  number = columns // width
+  # float32[J, B, K, Y, D]: the query rows of a tile that share a K/V head.
   scaled = q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
-  scaled = scaled.reshape(batch, columns, kv_heads, heads // kv_heads, dim)
-  scaled = scaled.swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
-  chex.assert_shape(scaled, (None, None, columns * heads // kv_heads, dim))
+  scaled = scaled.reshape(
+    batch, number, width, kv_heads, heads // kv_heads, dim
+  )
+  scaled = scaled.transpose(1, 0, 3, 2, 4, 5)
+  scaled = scaled.reshape(number, batch, kv_heads, -1, dim)
+  chex.assert_shape(scaled, (..., width * heads // kv_heads, dim))
+  begins = jnp.arange(number, dtype=jnp.int32)[:, None] * width
+  each = _at_once
+  if tile is not None:
+    each = functools.partial(_in_turn, (jnp.max(counts) + width - 1) // width)
 
   def step(index: jax.Array, carry: _Carry) -> _Carry:
     ids = lax.dynamic_slice_in_dim(
       table, index * pages_per_block, pages_per_block, axis=1
     )
     ids = jnp.clip(ids + options.page_offset, 0, total_pages - 1)
-    keys, values = read(ids)
-    tokens = _Block(
-      positions=index * block + jnp.arange(block, dtype=jnp.int32),
-      keys=keys,
-      values=values,
-      k_scale=_read_scale(options.k_scale, ids, page_size),
-      v_scale=_read_scale(options.v_scale, ids, page_size),
-    )
-    return _absorb(carry, scaled, tokens, reach, starts, options)
+    positions = index * block + jnp.arange(block, dtype=jnp.int32)
+    seen = _seen(positions, reach, options)  # bool[B, T, A]
+    tokens = _gather(k_pages, v_pages, ids, jnp.any(seen, axis=1), options)
+    seen = seen.reshape(batch, number, width, -1).swapaxes(0, 1)
+    queries = _Queries(scaled=scaled, starts=starts[None] + begins, seen=seen)
+    absorb = functools.partial(_absorb, tokens, positions, options)
+    return each(absorb, queries, carry)
 
-  involved = (scaled, pools, page_table, reach, _arrays(options))
-  carry = _start(scaled.shape[:3], value_dim, involved)
+  involved = (scaled, k_pages, v_pages, page_table, reach, _arrays(options))
+  value_dim = options.value_dim or v_pages.shape[-1]
+  carry = _start(scaled.shape[:4], value_dim, involved)
   carry = lax.fori_loop(first_block, end_block, step, carry)
-  return _finish(carry, columns, options.sinks, counts)
+  real = jnp.clip(counts[None] - begins, 0, width)
+  shape = (number, batch, width, heads)
+  empty = _Out(
+    out=jnp.zeros_like(carry.total, shape=(*shape, value_dim)),
+    lse=jnp.zeros_like(carry.total, shape=shape) - jnp.inf,
+  )
+  finish = functools.partial(_finish, options.sinks)
+  out, lse = each(finish, (carry, real), empty)
+  out = out.swapaxes(0, 1).reshape(batch, columns, heads, value_dim)
+  return out, lse.swapaxes(0, 1).reshape(batch, columns, heads)
+
+
+def _at_once(function: Callable[..., Any], rows: Any, out: Any) -> Any:
+  """`function(rows, out)` of the only tile: of leaves [1, ...]."""
+  own = jax.tree.map(lambda x: x[0], (rows, out))
+  return jax.tree.map(lambda x: x[None], function(*own))
+
+
+def _in_turn(
+  end: jax.Array, function: Callable[..., Any], rows: Any, out: Any
+) -> Any:
+  """`function(rows, out)` of the first tiles, one at a time.
+
+  XLA compiles it once, for one tile, whatever their number. There must be more
+  than one: else it would move parts of it out of the loop.
+
+  Args:
+    end: int32[], how many tiles; not a constant.
+    function: takes the rows and the output of a tile; returns its new output.
+    rows: leaves [J, ...].
+    out: leaves [J, ...].
+
+  Returns:
+    Like `out`.
+  """
+
+  def one(number: jax.Array, out: Any) -> Any:
+    own = jax.tree.map(
+      lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), (rows, out)
+    )
+    return jax.tree.map(
+      lambda x, new: lax.dynamic_update_index_in_dim(x, new, number, 0),
+      out,
+      function(*own),
+    )
+
+  return lax.fori_loop(jnp.zeros_like(end), end, one, out)
 
 
 def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
@@ -177,7 +264,7 @@ def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
 
 
 def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:
-  """The carry before the first block, for rows of shape [B, K, Y].
+  """The carry before the first block, for rows of shape [J, B, K, Y].
 
   Under `shard_map` a loop's carry must vary from the start over all mesh axes
   that it varies over later. A zero computed from everything involved does.
@@ -212,6 +299,33 @@ def _blocks(reach: _Reach, block: int) -> tuple[jax.Array, jax.Array]:
   return first // block, (end + block - 1) // block
 
 
+def _gather(
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  ids: jax.Array,
+  used: jax.Array,
+  options: CallOptions,
+) -> _Block:
+  """The tokens of pages `ids` int32[B, X], in range; `used` is bool[B, A]."""
+  page_size = k_pages.shape[2]
+  keys = _read(k_pages, ids)
+  if options.value_dim is not None:
+    values = keys[..., : options.value_dim]
+  else:
+    values = _read(v_pages, ids)
+  used = used[:, None, :]
+  v_scale = _read_scale(options.v_scale, ids, page_size)
+  if v_scale is not None:
+    v_scale = jnp.where(used, v_scale, jnp.float32(0))
+  return _Block(
+    keys=keys,
+    # 0 * NaN is NaN: a weight of zero does not keep a value out.
+    values=jnp.where(used[..., None], values, jnp.float32(0)),
+    k_scale=_read_scale(options.k_scale, ids, page_size),
+    v_scale=v_scale,
+  )
+
+
 def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
   """Pages `ids` int32[B, X], in range, as float32[B, K, X * S, D]."""
   # [B, K, X, S, D]: the gather itself puts heads before pages.
@@ -244,18 +358,17 @@ def _read_scale(
 
 
 def _absorb(
-  carry: _Carry,
-  scaled: jax.Array,
   block: _Block,
-  reach: _Reach,
-  starts: jax.Array,
+  positions: jax.Array,
   options: CallOptions,
+  queries: _Queries,
+  carry: _Carry,
 ) -> _Carry:
-  """The online softmax of one more block of tokens."""
+  """The online softmax of one more block of tokens, of one tile of queries."""
+  scaled, starts, seen = queries
   batch, kv_heads, rows, _ = scaled.shape
-  columns = reach.end.shape[1]
+  columns = seen.shape[1]
   chex.assert_shape([scaled, block.keys], (batch, kv_heads, None, None))
-  seen = _seen(block.positions, reach, options)  # bool[B, T, A]
   logits = jnp.einsum(
     "bkrd,bktd->bkrt", scaled, block.keys, precision=lax.Precision.HIGHEST
   )
@@ -268,7 +381,7 @@ def _absorb(
     slopes = options.alibi_slopes.reshape(1, kv_heads, 1, -1, 1)
     column = jnp.arange(columns, dtype=jnp.int32)
     position = starts[:, None] + column[None]
-    away = block.positions[None, None] - position[:, :, None]
+    away = positions[None, None] - position[:, :, None]
     logits = logits + slopes * away.astype(jnp.float32)[:, None, :, None]
   logits = jnp.where(seen[:, None, :, None], logits, -jnp.inf)
   logits = logits.reshape(batch, kv_heads, rows, -1)
@@ -278,14 +391,10 @@ def _absorb(
   shrink = jnp.exp(carry.top - top)
   weights = jnp.exp(logits - top[..., None])
   total = carry.total * shrink + jnp.sum(weights, axis=-1)
-  # 0 * NaN is NaN: a weight of zero does not keep a value out.
-  used = jnp.any(seen, axis=1)[:, None, :]
-  values = jnp.where(used[..., None], block.values, jnp.float32(0))
   if block.v_scale is not None:
-    factor = jnp.where(used, block.v_scale, jnp.float32(0))
-    weights = weights * factor[:, :, None]
+    weights = weights * block.v_scale[:, :, None]
   update = jnp.einsum(
-    "bkrt,bktd->bkrd", weights, values, precision=lax.Precision.HIGHEST
+    "bkrt,bktd->bkrd", weights, block.values, precision=lax.Precision.HIGHEST
   )
   weighted = carry.weighted * shrink[..., None] + update
   return _Carry(top=top, total=total, weighted=weighted)
@@ -312,12 +421,11 @@ def _seen(
 
 
 def _finish(
-  carry: _Carry,
-  columns: int,
-  sinks: jax.Array | None,
-  counts: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-  """Normalises sums: float32[B, T, H, Dv], float32[B, T, H]."""
+  sinks: jax.Array | None, tile: tuple[_Carry, jax.Array], out: _Out
+) -> _Out:
+  """Normalises the sums of a tile of queries, so many of which are real."""
+  carry, counts = tile
+  columns = out.lse.shape[1]
   batch, kv_heads, rows, value_dim = carry.weighted.shape
   shape = (batch, kv_heads, columns, rows // columns)
   top = carry.top.reshape(shape)
@@ -332,9 +440,9 @@ def _finish(
     top = highest
   empty = total == 0
   safe = jnp.where(empty, jnp.float32(1), total)
-  out = weighted / safe[..., None]
+  attended = weighted / safe[..., None]
   lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
   real = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
   lse = jnp.where(real[:, None, :, None], lse, -jnp.inf)
-  out = out.swapaxes(1, 2).reshape(batch, columns, -1, value_dim)
-  return out, lse.swapaxes(1, 2).reshape(batch, columns, -1)
+  attended = attended.swapaxes(1, 2).reshape(batch, columns, -1, value_dim)
+  return _Out(attended, lse.swapaxes(1, 2).reshape(batch, columns, -1))
