@@ -1,5 +1,7 @@
 """Rows computed a tile at a time."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,10 +67,38 @@ def test_products_have_the_rows_of_a_tile():
   assert all("f32[8,24]" in line for line in products)
 
 
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0)])
+def test_vmap_is_a_call_for_each(axes):
+  weights, x, scale = _inputs(12)
+  weights = jax.tree.map(lambda w: jnp.stack([w, w * 2]), weights)
+  x = x.reshape(2, 6, 40)
+  call = functools.partial(tiles.in_tiles, _dense, tile=8)
+
+  def one(weights, x):
+    return call(weights, (x, scale[:6]))["out"]
+
+  def nth(axis, tree, i):
+    return tree if axis is None else jax.tree.map(lambda leaf: leaf[i], tree)
+
+  arguments = [
+    tree if axis == 0 else nth(0, tree, 0)
+    for axis, tree in zip(axes, (weights, x), strict=True)
+  ]
+  many = as_users.jit(jax.vmap(one, axes))(*arguments)
+  for i in range(2):
+    own = (
+      nth(axis, tree, i) for axis, tree in zip(axes, arguments, strict=True)
+    )
+    np.testing.assert_array_equal(many[i], as_users.jit(one)(*own))
+
+
 def test_keys_are_rows_too():
   keys = jax.random.split(jax.random.key(0), 5)
   draw = jax.vmap(jax.random.bits)
   out = tiles.loop(
-    lambda keys, _: draw(keys), (keys, jnp.zeros((5,), jnp.float32)), tile=8
+    lambda _, keys, zeros: draw(keys),
+    (),
+    (keys, jnp.zeros((5,), jnp.float32)),
+    tile=8,
   )
   np.testing.assert_array_equal(out, draw(keys))

@@ -33,4 +33,5 @@ def _of_tokens(
   best = jnp.max(logits, axis=-1, keepdims=True)
   scaled = (logits - best) / temperature[:, None]
   chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=1, mode="fill")
-  return chosen[:, 0] - jnp.log(jnp.sum(jnp.exp(scaled), axis=-1))
+  chosen = jnp.where(tokens < 0, jnp.nan, chosen[:, 0])
+  return chosen - jnp.log(jnp.sum(jnp.exp(scaled), axis=-1))

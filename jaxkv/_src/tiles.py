@@ -20,7 +20,7 @@ from jaxkv._src.cache import ops
 
 RowWise = Callable[..., Any]
 """`(weights, *rows) -> rows`: of pytrees of arrays with one leading axis, whose
-rows have nothing to do with each other."""
+rows have nothing to do with each other; `weights` are what all of them read."""
 
 
 def in_tiles(
@@ -42,8 +42,7 @@ def in_tiles(
   """
 
   def tiled(weights: Any, *rows: Any) -> Any:
-    own = functools.partial(function, weights)
-    return loop(own, rows, tile=tile, beside=weights)
+    return loop(function, weights, rows, tile=tile)
 
   return with_gradient(tiled, function, weights, *rows)
 
@@ -77,38 +76,81 @@ with_gradient.defvjp(_forward, _backward)
 
 
 def loop(
-  function: Callable[..., Any],
-  rows: tuple[Any, ...],
-  *,
-  tile: int,
-  beside: Any = (),
+  function: RowWise, weights: Any, rows: tuple[Any, ...], *, tile: int
 ) -> Any:
-  """`function(*rows)`, a tile of rows at a time.
+  """`function(weights, *rows)`, a tile of rows at a time; not differentiable.
 
   Args:
-    function: takes and returns pytrees of arrays [tile, ...].
+    function: of arrays [tile, ...]; it closes over none.
+    weights: a pytree of arrays.
     rows: pytrees of arrays [X, ...].
-    tile: static.
-    beside: the other arrays that the function reads.
+    tile: static; see `in_tiles`.
 
   Returns:
     Arrays [X, ...].
   """
+  # Under `vmap` its own loop would be batched, and with it the products.
+  one = jax.custom_batching.custom_vmap(
+    functools.partial(_loop, function, tile)
+  )
+  one.def_vmap(functools.partial(_loops, function, tile))
+  return one(weights, rows)
+
+
+def _loops(
+  function: RowWise,
+  tile: int,
+  size: int,
+  batched: tuple[Any, Any],
+  weights: Any,
+  rows: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  """`loop` of some values of weights and rows, and that all it gives is."""
+  rows = jax.tree.map(
+    lambda x, own: x if own else jnp.broadcast_to(x, (size, *x.shape)),
+    rows,
+    batched[1],
+  )
+  if any(jax.tree.leaves(batched[0])):
+
+    def one(number: Array) -> Any:
+      own = jax.tree.map(
+        lambda x, many: x[number] if many else x,
+        (weights, rows),
+        (batched[0], jax.tree.map(lambda _: True, rows)),
+      )
+      return loop(function, *own, tile=tile)
+
+    out = lax.map(one, jnp.arange(size, dtype=jnp.int32))
+  else:
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+    out = loop(function, weights, flat, tile=tile)
+    out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+  return out, jax.tree.map(lambda _: True, out)
+
+
+def _loop(
+  function: RowWise, tile: int, weights: Any, rows: tuple[Any, ...]
+) -> Any:
+  """`loop`, not under `vmap`."""
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
-    return function(*rows)
+    return function(weights, *rows)
   # More rows than a tile: if all trips read the same rows, XLA would compute
   # the body before the loop, and fuse it with what is around it.
   spare = max(tile + 1 - count, 0)
   if spare:
     rows = jax.tree.map(lambda x: _padded(x, spare), rows)
+  # It must not see constants either, such as weights that a user's function
+  # closes over: it would transpose them, and compile other products.
+  weights, rows = lax.optimization_barrier((weights, rows))
   last = count + spare - tile
 
   def some(number: Array) -> tuple[Any, Array]:
     # The last tile begins earlier, rather than being padded.
     start = jnp.minimum(number * tile, last)
     own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile), rows)
-    return function(*own), start
+    return function(weights, *own), start
 
   shapes = jax.eval_shape(some, jnp.zeros((), jnp.int32))[0]
   out = jax.tree.map(
@@ -125,7 +167,7 @@ def loop(
 
   # With a number of trips that it knows, XLA might unroll the loop.
   trips = _unknown(-(-count // tile), rows)
-  out, trips, _ = ops.alike((out, trips, (rows, beside)))
+  out, trips, _ = ops.alike((out, trips, (rows, weights)))
   out = lax.fori_loop(jnp.zeros_like(trips), trips, trip, out)
   return jax.tree.map(lambda x: x[:count], out)
 

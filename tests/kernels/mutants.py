@@ -175,7 +175,7 @@ _ATTEND = {
   ),
   "every tile begins where its row does": (
     f"{_XLA}:_attention",
-    text("starts=starts[None] + begins", "starts=starts[None] + begins * 0"),
+    text("starts[None] + begins", "starts[None] + begins * 0"),
     _IN_TURN.format("everything"),
   ),
   "a decode is at the position behind its token": (

@@ -83,6 +83,55 @@ def test_pages_of_eight_bits(name, kv_dtype):
     np.testing.assert_array_equal(logits, whole)
 
 
+@functools.cache
+def _wide(dtype):
+  """A decoder wide enough that XLA treats constant weights in another way."""
+  config = models.llama(
+    vocab_size=301,
+    num_layers=1,
+    embed_dim=256,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    mlp_dim=512,
+    dtype=dtype,
+  )
+  config = dataclasses.replace(config, numerics="exact")
+  return config, models.init_params(jax.random.key(0), config)
+
+
+def _logits(config, params, tokens):
+  columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  positions = jnp.broadcast_to(columns, tokens.shape)
+  return models.forward_uncached(params, tokens, positions, config=config)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=lambda x: np.dtype(x).name)
+def test_constant_weights_change_no_bit(dtype):
+  config, params = _wide(dtype)
+  tokens = families.tokens_of(3, 37)
+  run = functools.partial(_logits, config)
+  wanted = as_users.jit(run)(params, tokens)
+  constant = as_users.jit(functools.partial(run, params))(tokens)
+  np.testing.assert_array_equal(constant, wanted)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=lambda x: np.dtype(x).name)
+@pytest.mark.parametrize("of_params", [False, True])
+def test_vmap_changes_no_bit(dtype, of_params):
+  config, params = _wide(dtype)
+  tokens = families.tokens_of(3, 37)
+  run = functools.partial(_logits, config)
+  wanted = as_users.jit(run)(params, tokens)
+  if of_params:
+    two = jax.tree.map(lambda x: jnp.stack([x, x * 2]), params)
+    many = as_users.jit(jax.vmap(run, (0, None)))(two, tokens)[0]
+  else:
+    many = as_users.jit(jax.vmap(run, (None, 0)))(params, tokens[:, None])
+    many = many[:, 0]
+  np.testing.assert_array_equal(many, wanted)
+
+
 def _products(lowered):
   """The shapes of all products of a program, before it is compiled."""
   pattern = r"stablehlo.dot_general [^\n]*: (\([^\n]*)"

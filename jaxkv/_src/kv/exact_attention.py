@@ -39,7 +39,7 @@ _ROWS = 8
 _MOST_TILES = 16
 
 
-class _Rows(NamedTuple):
+class _QueryRows(NamedTuple):
   """Queries [Z, Y, H, D], Y in a row, and where their sequences live."""
 
   queries: jax.Array
@@ -104,7 +104,7 @@ def _packed(
     q.shape[0],
     size=_width(q.shape[0], q.shape[0], tile),
   )
-  own = _Rows(
+  own = _QueryRows(
     query_packing.pack(q, places),
     jnp.take(rows.page_table, places.sequences, axis=0, mode="clip"),
     places.starts,
@@ -122,7 +122,7 @@ def _rectangle(
   number = -(-columns // width)
   q = jnp.pad(q, ((0, 0), (0, number * width - columns), (0, 0), (0, 0)))
   first = jnp.arange(number, dtype=jnp.int32)[None] * width
-  own = _Rows(
+  own = _QueryRows(
     q.reshape(batch * number, width, *q.shape[2:]),
     jnp.repeat(rows.page_table, number, axis=0),
     (rows.starts[:, None] + first).ravel(),
@@ -140,16 +140,22 @@ def _width(queries: int, longest: int, tile: int) -> int:
 
 
 def _read(
-  kv: KVPages, rows: _Rows, call: dict[str, Any]
+  kv: KVPages, rows: _QueryRows, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """[Z, Y, H, Dv]; float32[Z, Y, H]."""
   attention: Callable[..., Any] = kernels.paged_attention_padded
   pools = (kv.k, kv.v)
   if kv.v is None:
     attention, pools = kernels.mla_attention_padded, (kv.k,)
-  return tiles.loop(
-    lambda q, *where: attention(q, *pools, *where, **call),
-    tuple(rows),
-    tile=_ROWS,
-    beside=(pools, call["options"], call["page_offset"]),
-  )
+  options, offset = call["options"], call["page_offset"]
+  # Python numbers must stay static.
+  numbers = options.numbers()
+  options = dataclasses.replace(options, **dict.fromkeys(numbers))
+
+  def some(weights: Any, q: jax.Array, *where: jax.Array) -> Any:
+    pools, options, offset = weights
+    options = dataclasses.replace(options, **numbers)
+    own = call | {"options": options, "page_offset": offset}
+    return attention(q, *pools, *where, **own)
+
+  return tiles.loop(some, (pools, options, offset), tuple(rows), tile=_ROWS)

@@ -51,7 +51,9 @@ class RolloutConfig:
       prompt, too. Prompts are then computed whole: no cached prefix is used.
     numerics: "exact" if the model is (`jaxkv.models.Decoder.numerics`): tokens
       and log-probs are then drawn with the same numbers, bit for bit, in every
-      slot, and log-probs are those of a trainer and of `score`.
+      slot, and log-probs are those of a trainer and of `score` at the same
+      temperature. Those know of no filters, penalties and `process`: with them,
+      the log-probs of a rollout are of another distribution.
     experts: whether to keep the experts that each token used, those of prompts
       and of cached prefixes too, for a trainer to use again. Needs a memory
       that has them, such as that of `jaxkv.models.init_kv(experts=True)`.

@@ -209,14 +209,15 @@ def _draw_exactly(
 ) -> Drawn:
   """What `draw` gives, a few rows at a time."""
 
-  def some(keys: Array, *rows: Any) -> Drawn:
+  def some(none: tuple[()], keys: Array, *rows: Any) -> Drawn:
+    del none
     counts, logits, sampling, raw = rows
     return draw_some(keys, counts, logits, sampling, raw_logits=raw)
 
   names = ("temperature", "min_p", "top_k", "top_p")
   sampling = Sampling(**{name: getattr(sampling, name) for name in names})
   rows = (keys, counts, logits, sampling, raw_logits)
-  drawn = tiles.loop(some, rows, tile=log_probs.ROWS)
+  drawn = tiles.loop(some, (), rows, tile=log_probs.ROWS)
   ones = jnp.ones(counts.shape, jnp.float32)
   if (
     sampling.top_k is None and sampling.top_p is None and sampling.min_p is None

@@ -81,7 +81,9 @@ def _token_by_token(
   shape = jax.eval_shape(run, weights, inputs, states, counts)[0]
   out = jnp.zeros(shape.shape, shape.dtype)
 
-  def one(token: Any, states: Any, count: jax.Array) -> tuple[Any, Any]:
+  def one(
+    weights: Params, token: Any, states: Any, count: jax.Array
+  ) -> tuple[Any, Any]:
     token = jax.tree.map(lambda x: x[:, None], token)
     out, states = run(weights, token, states, count)
     return out[:, 0], states
@@ -92,9 +94,7 @@ def _token_by_token(
       lambda x: lax.dynamic_index_in_dim(x, column, 1, keepdims=False), inputs
     )
     count = (column < counts).astype(jnp.int32)
-    read, states = tiles.loop(
-      one, (token, states, count), tile=_ROWS, beside=weights
-    )
+    read, states = tiles.loop(one, weights, (token, states, count), tile=_ROWS)
     return lax.dynamic_update_index_in_dim(out, read, column, 1), states
 
   most = jnp.minimum(jnp.max(counts, initial=0), columns).astype(jnp.int32)

@@ -179,7 +179,9 @@ class _Packed:
         observed.observe, entropy=entropy, top_log_probs=top
       )
       rows = (logits / heat, targets, own)
-      known = tiles.loop(observe, rows, tile=log_probs.ROWS, beside=heat)
+      known = tiles.loop(
+        lambda none, *rows: observe(*rows), (), rows, tile=log_probs.ROWS
+      )
       values["entropy"] = known.entropy
       values["top_tokens"] = known.top_tokens
       values["top_log_probs"] = known.top_log_probs

@@ -72,7 +72,7 @@ class _Block(NamedTuple):
   v_scale: jax.Array | None  # float32[B, K, A]
 
 
-class _Queries(NamedTuple):
+class _QueryTiles(NamedTuple):
   """Queries in J tiles of X columns; `_absorb` takes those of one tile.
 
   Attributes:
@@ -86,7 +86,7 @@ class _Queries(NamedTuple):
   seen: jax.Array  # bool[J, B, X, A]
 
 
-class _Out(NamedTuple):
+class _OutTiles(NamedTuple):
   """What the queries of J tiles read, and their log-sum-exps."""
 
   out: jax.Array  # float32[J, B, X, H, Dv]
@@ -194,7 +194,9 @@ def _attention(
     seen = _seen(positions, reach, options)  # bool[B, T, A]
     tokens = _gather(k_pages, v_pages, ids, jnp.any(seen, axis=1), options)
     seen = seen.reshape(batch, number, width, -1).swapaxes(0, 1)
-    queries = _Queries(scaled=scaled, starts=starts[None] + begins, seen=seen)
+    queries = _QueryTiles(
+      scaled=scaled, starts=starts[None] + begins, seen=seen
+    )
     absorb = functools.partial(_absorb, tokens, positions, options)
     return each(absorb, queries, carry)
 
@@ -204,7 +206,7 @@ def _attention(
   carry = lax.fori_loop(first_block, end_block, step, carry)
   real = jnp.clip(counts[None] - begins, 0, width)
   shape = (number, batch, width, heads)
-  empty = _Out(
+  empty = _OutTiles(
     out=jnp.zeros_like(carry.total, shape=(*shape, value_dim)),
     lse=jnp.zeros_like(carry.total, shape=shape) - jnp.inf,
   )
@@ -361,7 +363,7 @@ def _absorb(
   block: _Block,
   positions: jax.Array,
   options: CallOptions,
-  queries: _Queries,
+  queries: _QueryTiles,
   carry: _Carry,
 ) -> _Carry:
   """The online softmax of one more block of tokens, of one tile of queries."""
@@ -421,8 +423,8 @@ def _seen(
 
 
 def _finish(
-  sinks: jax.Array | None, tile: tuple[_Carry, jax.Array], out: _Out
-) -> _Out:
+  sinks: jax.Array | None, tile: tuple[_Carry, jax.Array], out: _OutTiles
+) -> _OutTiles:
   """Normalises the sums of a tile of queries, so many of which are real."""
   carry, counts = tile
   columns = out.lse.shape[1]
@@ -445,4 +447,4 @@ def _finish(
   real = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
   lse = jnp.where(real[:, None, :, None], lse, -jnp.inf)
   attended = attended.swapaxes(1, 2).reshape(batch, columns, -1, value_dim)
-  return _Out(attended, lse.swapaxes(1, 2).reshape(batch, columns, -1))
+  return _OutTiles(attended, lse.swapaxes(1, 2).reshape(batch, columns, -1))
