@@ -130,7 +130,7 @@ _ATTEND = {
   ),
   "ALiBi counts from the first token": (
     f"{_XLA}:_absorb",
-    text("- position[:, :, None]", "- 0 * position[:, :, None]"),
+    text("- positions[:, :, None]", "- 0 * positions[:, :, None]"),
     _DECODE.format("alibi"),
   ),
   "unused memory reaches the sum": (
@@ -165,17 +165,22 @@ _ATTEND = {
   ),
   "the last tile of queries is left out": (
     f"{_XLA}:_attention",
-    text("(jnp.max(counts) + width - 1) // width", "jnp.max(counts) // width"),
+    text("(jnp.max(counts) + tile - 1) // tile", "jnp.max(counts) // tile"),
     _IN_TURN.format("page16_gqa4_d128"),
   ),
-  "all tiles of queries are real": (
+  "all queries are real": (
     f"{_XLA}:_attention",
-    text("jnp.clip(counts[None] - begins, 0, width)", "begins * 0 + width"),
+    text(
+      "split(column < counts[:, None])",
+      "split((column < counts[:, None]) | True)",
+    ),
     _IN_TURN.format("everything"),
   ),
-  "every tile begins where its row does": (
+  "every query is at the place of its row's first": (
     f"{_XLA}:_attention",
-    text("starts[None] + begins", "starts[None] + begins * 0"),
+    text(
+      "split(starts[:, None] + column)", "split(starts[:, None] + 0 * column)"
+    ),
     _IN_TURN.format("everything"),
   ),
   "a decode is at the position behind its token": (

@@ -11,7 +11,7 @@ are replaced before the product with weights.
 
 The columns are computed at once, or, for numbers that do not depend on how many
 there are, a tile of some at a time. All tiles read a block before the next is
-gathered.
+gathered; a leading axis is then that of the tiles.
 """
 
 import functools
@@ -36,7 +36,7 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class _Carry(NamedTuple):
-  """Online softmax of the Y query rows of each tile and K/V head.
+  """Online softmax of the Y query rows of each K/V head.
 
   Attributes:
     top: largest logit so far.
@@ -44,9 +44,9 @@ class _Carry(NamedTuple):
     weighted: sum of exp(logit - top) * value.
   """
 
-  top: jax.Array  # float32[J, B, K, Y]
-  total: jax.Array  # float32[J, B, K, Y]
-  weighted: jax.Array  # float32[J, B, K, Y, Dv]
+  top: jax.Array  # float32[B, K, Y]
+  total: jax.Array  # float32[B, K, Y]
+  weighted: jax.Array  # float32[B, K, Y, Dv]
 
 
 class _Reach(NamedTuple):
@@ -60,37 +60,39 @@ class _Block(NamedTuple):
   """A tokens of every sequence.
 
   Attributes:
+    positions: of the tokens, the same in all sequences.
     keys: without their scales.
     values: without their scales; zeros where no query sees the token.
     k_scale: factors of the keys, or None.
     v_scale: factors of the values, or None.
   """
 
+  positions: jax.Array  # int32[A]
   keys: jax.Array  # float32[B, K, A, D]
   values: jax.Array  # float32[B, K, A, Dv]
   k_scale: jax.Array | None  # float32[B, K, A]
   v_scale: jax.Array | None  # float32[B, K, A]
 
 
-class _QueryTiles(NamedTuple):
-  """Queries in J tiles of X columns; `_absorb` takes those of one tile.
+class _Columns(NamedTuple):
+  """T queries of each sequence.
 
   Attributes:
-    scaled: the Y = X * H / K rows of each K/V head, times the scale.
-    starts: position of the first query.
+    scaled: the Y = T * H / K rows of each K/V head, times the scale.
+    positions: of the queries.
     seen: which tokens of a block each query sees.
   """
 
-  scaled: jax.Array  # float32[J, B, K, Y, D]
-  starts: jax.Array  # int32[J, B]
-  seen: jax.Array  # bool[J, B, X, A]
+  scaled: jax.Array  # float32[B, K, Y, D]
+  positions: jax.Array  # int32[B, T]
+  seen: jax.Array  # bool[B, T, A]
 
 
-class _OutTiles(NamedTuple):
-  """What the queries of J tiles read, and their log-sum-exps."""
+class _Attended(NamedTuple):
+  """What queries read, and their log-sum-exps."""
 
-  out: jax.Array  # float32[J, B, X, H, Dv]
-  lse: jax.Array  # float32[J, B, X, H]
+  out: jax.Array  # float32[B, T, H, Dv]
+  lse: jax.Array  # float32[B, T, H]
 
 
 def attend(
@@ -170,56 +172,65 @@ def _attention(
   first_block, end_block = _blocks(reach, block)
   spare = -page_table.shape[1] % pages_per_block
   table = jnp.pad(page_table, ((0, 0), (0, spare)))
-  width = columns if tile is None else tile
-  number = columns // width
-  # float32[J, B, K, Y, D]: the query rows of a tile that share a K/V head.
-  scaled = q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
-  scaled = scaled.reshape(
-    batch, number, width, kv_heads, heads // kv_heads, dim
-  )
-  scaled = scaled.transpose(1, 0, 3, 2, 4, 5)
-  scaled = scaled.reshape(number, batch, kv_heads, -1, dim)
-  chex.assert_shape(scaled, (..., width * heads // kv_heads, dim))
-  begins = jnp.arange(number, dtype=jnp.int32)[:, None] * width
-  each = _at_once
+  each, split, join = _at_once, _itself, _itself
   if tile is not None:
-    each = functools.partial(_in_turn, (jnp.max(counts) + width - 1) // width)
+    each = functools.partial(_in_turn, (jnp.max(counts) + tile - 1) // tile)
+    split = functools.partial(_split, tile)
+    join = _join
+  # float32[B, K, Y, D]: the query rows that share a K/V head.
+  scaled = q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
+  scaled = scaled.reshape(batch, columns, kv_heads, heads // kv_heads, dim)
+  scaled = split(scaled).swapaxes(-4, -3)
+  scaled = scaled.reshape(*scaled.shape[:-3], -1, dim)
+  chex.assert_shape(scaled, (..., batch, kv_heads, None, dim))
+  column = jnp.arange(columns, dtype=jnp.int32)[None]
+  positions = split(starts[:, None] + column)
 
   def step(index: jax.Array, carry: _Carry) -> _Carry:
     ids = lax.dynamic_slice_in_dim(
       table, index * pages_per_block, pages_per_block, axis=1
     )
     ids = jnp.clip(ids + options.page_offset, 0, total_pages - 1)
-    positions = index * block + jnp.arange(block, dtype=jnp.int32)
-    seen = _seen(positions, reach, options)  # bool[B, T, A]
-    tokens = _gather(k_pages, v_pages, ids, jnp.any(seen, axis=1), options)
-    seen = seen.reshape(batch, number, width, -1).swapaxes(0, 1)
-    queries = _QueryTiles(
-      scaled=scaled, starts=starts[None] + begins, seen=seen
+    keys_at = index * block + jnp.arange(block, dtype=jnp.int32)
+    seen = _seen(keys_at, reach, options)  # bool[B, T, A]
+    tokens = _gather(
+      k_pages, v_pages, ids, keys_at, jnp.any(seen, axis=1), options
     )
-    absorb = functools.partial(_absorb, tokens, positions, options)
-    return each(absorb, queries, carry)
+    absorb = functools.partial(_absorb, tokens, options)
+    return each(absorb, _Columns(scaled, positions, split(seen)), carry)
 
   involved = (scaled, k_pages, v_pages, page_table, reach, _arrays(options))
   value_dim = options.value_dim or v_pages.shape[-1]
-  carry = _start(scaled.shape[:4], value_dim, involved)
+  carry = _start(scaled.shape[:-1], value_dim, involved)
   carry = lax.fori_loop(first_block, end_block, step, carry)
-  real = jnp.clip(counts[None] - begins, 0, width)
-  shape = (number, batch, width, heads)
-  empty = _OutTiles(
-    out=jnp.zeros_like(carry.total, shape=(*shape, value_dim)),
-    lse=jnp.zeros_like(carry.total, shape=shape) - jnp.inf,
+  real = split(column < counts[:, None])
+  empty = _Attended(
+    out=jnp.zeros_like(carry.total, shape=(*real.shape, heads, value_dim)),
+    lse=jnp.zeros_like(carry.total, shape=(*real.shape, heads)) - jnp.inf,
   )
   finish = functools.partial(_finish, options.sinks)
   out, lse = each(finish, (carry, real), empty)
-  out = out.swapaxes(0, 1).reshape(batch, columns, heads, value_dim)
-  return out, lse.swapaxes(0, 1).reshape(batch, columns, heads)
+  return join(out), join(lse)
+
+
+def _itself(x: jax.Array) -> jax.Array:
+  return x
+
+
+def _split(tile: int, x: jax.Array) -> jax.Array:
+  """[B, J * tile, ...] to [J, B, tile, ...]."""
+  return x.reshape(x.shape[0], -1, tile, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _join(x: jax.Array) -> jax.Array:
+  """[J, B, tile, ...] to [B, J * tile, ...]."""
+  x = x.swapaxes(0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _at_once(function: Callable[..., Any], rows: Any, out: Any) -> Any:
-  """`function(rows, out)` of the only tile: of leaves [1, ...]."""
-  own = jax.tree.map(lambda x: x[0], (rows, out))
-  return jax.tree.map(lambda x: x[None], function(*own))
+  """`function(rows, out)` of all columns."""
+  return function(rows, out)
 
 
 def _in_turn(
@@ -266,7 +277,7 @@ def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
 
 
 def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:
-  """The carry before the first block, for rows of shape [J, B, K, Y].
+  """The carry before the first block, for rows of shape [..., B, K, Y].
 
   Under `shard_map` a loop's carry must vary from the start over all mesh axes
   that it varies over later. A zero computed from everything involved does.
@@ -305,6 +316,7 @@ def _gather(
   k_pages: jax.Array,
   v_pages: jax.Array,
   ids: jax.Array,
+  positions: jax.Array,
   used: jax.Array,
   options: CallOptions,
 ) -> _Block:
@@ -320,6 +332,7 @@ def _gather(
   if v_scale is not None:
     v_scale = jnp.where(used, v_scale, jnp.float32(0))
   return _Block(
+    positions=positions,
     keys=keys,
     # 0 * NaN is NaN: a weight of zero does not keep a value out.
     values=jnp.where(used[..., None], values, jnp.float32(0)),
@@ -360,14 +373,10 @@ def _read_scale(
 
 
 def _absorb(
-  block: _Block,
-  positions: jax.Array,
-  options: CallOptions,
-  queries: _QueryTiles,
-  carry: _Carry,
+  block: _Block, options: CallOptions, queries: _Columns, carry: _Carry
 ) -> _Carry:
-  """The online softmax of one more block of tokens, of one tile of queries."""
-  scaled, starts, seen = queries
+  """The online softmax of one more block of tokens."""
+  scaled, positions, seen = queries
   batch, kv_heads, rows, _ = scaled.shape
   columns = seen.shape[1]
   chex.assert_shape([scaled, block.keys], (batch, kv_heads, None, None))
@@ -381,9 +390,7 @@ def _absorb(
   logits = logits.reshape(batch, kv_heads, columns, rows // columns, -1)
   if options.alibi_slopes is not None:
     slopes = options.alibi_slopes.reshape(1, kv_heads, 1, -1, 1)
-    column = jnp.arange(columns, dtype=jnp.int32)
-    position = starts[:, None] + column[None]
-    away = positions[None, None] - position[:, :, None]
+    away = block.positions[None, None] - positions[:, :, None]
     logits = logits + slopes * away.astype(jnp.float32)[:, None, :, None]
   logits = jnp.where(seen[:, None, :, None], logits, -jnp.inf)
   logits = logits.reshape(batch, kv_heads, rows, -1)
@@ -423,11 +430,11 @@ def _seen(
 
 
 def _finish(
-  sinks: jax.Array | None, tile: tuple[_Carry, jax.Array], out: _OutTiles
-) -> _OutTiles:
-  """Normalises the sums of a tile of queries, so many of which are real."""
-  carry, counts = tile
-  columns = out.lse.shape[1]
+  sinks: jax.Array | None, sums: tuple[_Carry, jax.Array], out: _Attended
+) -> _Attended:
+  """Normalises sums; `bool[B, T]` says which queries are real."""
+  carry, real = sums
+  columns = real.shape[1]
   batch, kv_heads, rows, value_dim = carry.weighted.shape
   shape = (batch, kv_heads, columns, rows // columns)
   top = carry.top.reshape(shape)
@@ -444,7 +451,6 @@ def _finish(
   safe = jnp.where(empty, jnp.float32(1), total)
   attended = weighted / safe[..., None]
   lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
-  real = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
   lse = jnp.where(real[:, None, :, None], lse, -jnp.inf)
   attended = attended.swapaxes(1, 2).reshape(batch, columns, -1, value_dim)
-  return _OutTiles(attended, lse.swapaxes(1, 2).reshape(batch, columns, -1))
+  return _Attended(attended, lse.swapaxes(1, 2).reshape(batch, columns, -1))
