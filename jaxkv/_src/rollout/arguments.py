@@ -104,32 +104,44 @@ def last_logits(logits: Array, rows: int) -> Array:
   return logits[:, -1]
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-  """Raises unless a field of `RolloutConfig` is an int32 of at least `least`.
+def as_int(name: str, value: Any) -> int:
+  """A static number, of Python or of NumPy.
+
+  Raises:
+    TypeError: it is not an int.
+  """
+  if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    raise TypeError(f"`{name}` must be an int, got {_static(value)}.")
+  return operator.index(value)
+
+
+def as_count(name: str, value: Any, least: int) -> int:
+  """A static int32 of at least `least`.
 
   Raises:
     TypeError: it is not an int.
     ValueError: it is out of range.
   """
-  if isinstance(value, bool) or not isinstance(value, int | np.integer):
-    raise TypeError(
-      f"`RolloutConfig.{name}` must be an int, got {value!r} of type "
-      f"{type(value).__name__}."
-    )
-  if not least <= operator.index(value) <= _INT32_MAX:
+  count = as_int(name, value)
+  if not least <= count <= _INT32_MAX:
     raise ValueError(
-      f"`RolloutConfig.{name}` must be at least {least} and below 2**31, got "
-      f"{value}."
+      f"`{name}` must be at least {least} and below 2**31, got {value}."
     )
+  return count
 
 
 def check_switch(name: str, value: Any) -> None:
-  """Raises unless a field of `RolloutConfig` is a bool.
+  """Raises unless a static argument is a bool.
 
   Raises:
     TypeError: it is not.
   """
   if not isinstance(value, bool):
-    raise TypeError(
-      f"`RolloutConfig.{name}` must be True or False, got {value!r}."
-    )
+    raise TypeError(f"`{name}` must be True or False, got {_static(value)}.")
+
+
+def _static(value: Any) -> str:
+  """What was given for a static argument, in words."""
+  if isinstance(value, Array):
+    return "a jax.Array; it is static, so give a value of Python"
+  return f"{value!r} of type {type(value).__name__}"

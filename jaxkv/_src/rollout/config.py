@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from jaxkv._src.rollout.arguments import check_count
+from jaxkv._src.rollout.arguments import as_count
 from jaxkv._src.rollout.arguments import check_switch
 
 _LEAST = {
@@ -44,9 +44,10 @@ class RolloutConfig:
     raw_log_probs: whether to keep the log-probability of each drawn token in
       the model's own distribution, before everything that `Sampling` and
       `process` change.
-    entropy: whether to keep the entropy of that distribution, in nats.
+    entropy: whether to keep the entropy of that distribution, in nats: at
+      temperature 1, where that of `score` is at its `temperature`.
     top_log_probs: the number of most likely tokens of that distribution to
-      keep, with their log-probabilities.
+      keep, with their log-probabilities; at temperature 1, too.
     prompt_log_probs: whether to keep the log-probability of each token of a
       prompt, too. Prompts are then computed whole: no cached prefix is used.
     numerics: "exact" if the model is (`jaxkv.models.Decoder.numerics`): tokens
@@ -93,6 +94,7 @@ class RolloutConfig:
             f'`numerics` must be "fast" or "exact", got {value!r}.'
           )
       elif field.type is bool:
-        check_switch(field.name, value)
+        check_switch(f"RolloutConfig.{field.name}", value)
       else:
-        check_count(field.name, value, _LEAST.get(field.name, 1))
+        least = _LEAST.get(field.name, 1)
+        as_count(f"RolloutConfig.{field.name}", value, least)

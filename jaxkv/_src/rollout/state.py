@@ -333,8 +333,8 @@ def rehashed(state: RolloutState, rows: Array) -> RolloutState:
   return dataclasses.replace(state, page_keys=keys, epochs=epochs)
 
 
-def as_user(user: Any, total: int) -> Any:
-  """A pytree whose arrays have a row for each of Q sequences.
+def as_user(user: Any, total: int, *, each: str = "sequence") -> Any:
+  """A pytree whose arrays have a row for each of Q sequences, or of others.
 
   Raises:
     ValueError: an array has another number of rows.
@@ -345,7 +345,7 @@ def as_user(user: Any, total: int) -> Any:
     if array.shape[:1] != (total,):
       raise ValueError(
         f"`user{jax.tree_util.keystr(path)}` must have the shape [{total}, "
-        f"...], a row for each sequence, got {list(array.shape)}."
+        f"...], a row for each {each}, got {list(array.shape)}."
       )
     return array
 
