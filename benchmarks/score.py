@@ -183,7 +183,9 @@ def _checked(size: Size, sides: dict[str, Any]) -> Iterator[Row]:
     log_probs = np.asarray(scored.log_probs).reshape(dense.shape)
     gap = 1e6 * float(np.abs(log_probs - dense).max())
     yield at_most(name, f"{side}: gap to dense, 1e-6 nats", gap, 100)
-  rows = {side: int(scored.rows.sum()) for side, scored in found.items()}
+  rows = {
+    side: int(scored.computed_tokens.sum()) for side, scored in found.items()
+  }
   bound = size.prompt - 1 + new
   yield at_most(name, "group: rows, P - 1 + G R", rows["group"], bound)
   bound = _PAGE + new

@@ -159,12 +159,13 @@ def mask_of(groups: Groups) -> np.ndarray:
 def check_scored(
   scored, params, groups, name="plain", temperature=1.0, rows=None
 ):
-  """All log-probabilities; `rows` are the groups that are to be right."""
+  """All log-probabilities; `rows` are the groups that do not fail."""
   scores = distributions(params, groups, name, temperature)
   wanted = np.take_along_axis(scores, groups.completions[..., None], axis=3)
   wanted = np.where(mask_of(groups), wanted[..., 0], 0)
   if rows is not None:
-    wanted = np.where(np.asarray(rows)[:, None, None], wanted, 0)
+    failed = np.where(mask_of(groups), np.nan, 0)
+    wanted = np.where(np.asarray(rows)[:, None, None], wanted, failed)
   np.testing.assert_allclose(scored.log_probs, wanted, atol=1e-5)
 
 

@@ -1,9 +1,12 @@
 """Broken ways to score: one small mistake each."""
 
+from tests.rollout.by_forward import traced_anew
 from tests.rollout.test_score import check_groups
 from tests.rollout.test_score import test_salts
 from tests.rollout.test_score import test_scarce_pages
 from tests.rollout.test_score import test_what_the_model_is_told
+from tests.rollout.test_score_failures import check_short_slots
+from tests.rollout.test_score_failures import check_small_temperatures
 from tests.tools.mistakes import FailsCheck
 from tests.tools.mistakes import text
 
@@ -26,6 +29,14 @@ def _salts(_):
 
 def _scarce(_):
   test_scarce_pages()
+
+
+def _failed(_):
+  check_short_slots(traced_anew(entropy=True, top_log_probs=3))
+
+
+def _cold(_):
+  check_small_temperatures(traced_anew(entropy=True, top_log_probs=3))
 
 
 def _scoring(place, wrong, check):
@@ -64,5 +75,15 @@ MUTANTS = {
     "group:_scarce",
     text("holds=group.holds & False", "holds=group.holds"),
     _scarce,
+  ),
+  "entropies of a group that fails are 0": _scoring(
+    "score:_without_failed",
+    text("(scored.entropy, jnp.nan)", "(scored.entropy, 0)"),
+    _failed,
+  ),
+  "logits are divided before their maximum is subtracted": _scoring(
+    "calls:_Packed.scored",
+    text("(logits - best) / heat", "logits / heat"),
+    _cold,
   ),
 }

@@ -45,13 +45,13 @@ def check_groups(name: str = "plain", program=None) -> None:
   check_scored(scored, params, GROUPS, name)
   assert scored.code.tolist() == [jaxkv.Status.OK] * 3
   assert scored.cached_tokens.tolist() == [0, 0, 0]
-  assert scored.rows.tolist() == rows_to_compute(GROUPS, [0, 0, 0])
+  assert scored.computed_tokens.tolist() == rows_to_compute(GROUPS, [0, 0, 0])
   jaxkv.check(state.cache)
   assert pages_held(state) == 0
   state, scored = program(params, state, *GROUPS)
   check_scored(scored, params, GROUPS, name)
   assert scored.cached_tokens.tolist() == [8, 0, 0]
-  assert scored.rows.tolist() == rows_to_compute(GROUPS, [8, 0, 0])
+  assert scored.computed_tokens.tolist() == rows_to_compute(GROUPS, [8, 0, 0])
   longer = GROUPS._replace(prompt_lengths=np.asarray([13, 1, 8], np.int32))
   state, scored = program(params, state, *longer)
   check_scored(scored, params, longer, name)
@@ -113,7 +113,7 @@ def test_one_completion_each():
   # The second and the third completion of a prompt find its full pages.
   cached = [0, 8, 8, 0, 0, 0, 0, 0, 0]
   assert scored.cached_tokens.tolist() == cached
-  assert scored.rows.tolist() == rows_to_compute(groups, cached)
+  assert scored.computed_tokens.tolist() == rows_to_compute(groups, cached)
   assert pages_held(state) == 0
 
 
@@ -219,7 +219,7 @@ def test_after_a_rollout():
   mine = np.asarray(scored.log_probs)[mask_of(groups)]
   np.testing.assert_allclose(mine, drawn, atol=1e-5)
   assert scored.cached_tokens.tolist() == [8, 0, 4]
-  assert scored.rows.tolist() == rows_to_compute(groups, [8, 0, 4])
+  assert scored.computed_tokens.tolist() == rows_to_compute(groups, [8, 0, 4])
   jaxkv.check(after.cache)
   rollout.check(after)
 
@@ -264,7 +264,8 @@ class TestWeights:
       rollout.score(weights(), state, *GROUPS, model=model, version=1)
     _, scored = compiled()(weights(), state, *GROUPS, version=1)
     assert set(scored.code.tolist()) == {jaxkv.Status.STALE}
-    assert not np.any(scored.log_probs) and not np.any(scored.rows)
+    check_scored(scored, weights(), GROUPS, rows=[False, False, False])
+    assert not np.any(scored.computed_tokens)
     _, scored = compiled()(weights(), state, *GROUPS, version=0)
     assert np.all(scored.ok)
 
@@ -313,7 +314,9 @@ def test_a_shard_for_each_device():
     )
   )(params, *groups)
   check_scored(scored, params, groups)
-  assert scored.rows.tolist() == rows_to_compute(groups, [0, 0, 0, 0])
+  assert scored.computed_tokens.tolist() == rows_to_compute(
+    groups, [0, 0, 0, 0]
+  )
   assert hits.tolist() == [0, 0]
 
 
@@ -336,77 +339,9 @@ def test_scarce_pages():
   check_scored(scored, params, groups, rows=[True, False, True])
   # Once for all completions, and then once for each.
   assert scored.cached_tokens.tolist()[0] == 3 * 4
-  assert scored.rows.tolist()[0] == 7 + 3 * 3 + 15
+  assert scored.computed_tokens.tolist()[0] == 7 + 3 * 3 + 15
   jaxkv.check(state.cache)
   assert pages_held(state) == 0
-
-
-class TestRefusals:
-  def test_short_slots(self):
-    short = fresh(sizes=dataclasses.replace(SIZES, pages_per_slot=4))
-    _, scored = compiled()(weights(), short, *GROUPS)
-    assert scored.code.tolist() == [jaxkv.Status.SLOT_FULL, 0, 0]
-
-  def test_lengths(self):
-    groups = GROUPS._replace(
-      prompt_lengths=np.asarray([0, 14, 8], np.int32),
-      lengths=np.asarray([[1, 1, 1], [1, 1, 1], [0, 8, 0]], np.int32),
-    )
-    state, scored = compiled()(weights(), fresh(), *groups)
-    assert set(scored.code.tolist()) == {jaxkv.Status.BAD_LENGTH}
-    assert not np.any(scored.log_probs) and not np.any(scored.rows)
-    assert pages_held(state) == 0
-
-  def test_few_pages(self):
-    """Four pages of four tokens: the second group fits, and the first not."""
-    sizes = dataclasses.replace(SIZES, num_pages=5)
-    params, state = weights(), fresh(sizes=sizes)
-    state, scored = compiled()(params, state, *GROUPS)
-    assert scored.code.tolist() == [jaxkv.Status.OUT_OF_PAGES, 0, 0]
-    check_scored(scored, params, GROUPS, rows=[False, True, True])
-    jaxkv.check(state.cache)
-    assert pages_held(state) == 0
-
-  def test_one_slot(self):
-    """Completions one after another, on top of the prompt's full pages."""
-    sizes = dataclasses.replace(SIZES, num_slots=1, page_size=5)
-    params, state = weights(), fresh(sizes=sizes)
-    state, scored = compiled()(params, state, *GROUPS)
-    check_scored(scored, params, GROUPS)
-    assert scored.cached_tokens.tolist() == [20, 0, 0]
-    # 11 of the prompt, and twice the one of them that fills no page.
-    assert scored.rows.tolist() == [11 + 2 * 1 + 15, 9, 0]
-    jaxkv.check(state.cache)
-
-  def test_arguments(self):
-    model = functools.partial(models.forward, config=MODELS["plain"])
-    params, state = weights(), fresh()
-
-    def call(state=state, params=params, groups=GROUPS, **options):
-      rollout.score(params, state, *groups, model=model, **options)
-
-    with pytest.raises(TypeError, match="`state` must be a RolloutState"):
-      call(state.cache)
-    with pytest.raises(ValueError, match="`params` must be a tuple of 2"):
-      call((state, state))
-    with pytest.raises(ValueError, match=r"`completions` must have the shape"):
-      call(groups=GROUPS._replace(completions=GROUPS.prompts))
-    with pytest.raises(TypeError, match="`prompts` must hold integers"):
-      call(groups=GROUPS._replace(prompts=GROUPS.prompts * 1.0))
-    with pytest.raises(ValueError, match="`chunk` must be at least 1, got 0"):
-      call(chunk=0)
-    with pytest.raises(TypeError, match="`top_log_probs` must be an int"):
-      call(top_log_probs=1.0)
-    with pytest.raises(ValueError, match=r"`user\['a'\]` must have the shape"):
-      call(user={"a": jnp.zeros((2,))})
-    with pytest.raises(ValueError, match="`temperature` must be 0, or"):
-      call(temperature=-1.0)
-    with pytest.raises(ValueError, match=r"`salts` must have the shape"):
-      call(salts=jnp.zeros((2, 4), jnp.uint32))
-    with pytest.raises(ValueError, match="without groups of CrossAttention"):
-      groups = (jaxkv.FullAttention(), jaxkv.CrossAttention())
-      sizes = dataclasses.replace(SIZES, groups=groups, prefix_caching=False)
-      call(dataclasses.replace(state, cache=jaxkv.init(sizes)))
 
 
 def _told(params, tokens, positions, kv, views, columns, rows):
@@ -461,7 +396,7 @@ def test_rows_are_those_of_the_model():
   jax.effects_barrier()
   # P - 1 and G R: two calls for the prompt, three for the completions.
   assert seen == [4, 1, 4, 4, 1]
-  assert scored.rows.tolist() == [5 + 9]
+  assert scored.computed_tokens.tolist() == [5 + 9]
   tokens = groups.prompts[0].tolist()
   for sample, row in enumerate(groups.completions[0].tolist()):
     for count, token in enumerate(row):

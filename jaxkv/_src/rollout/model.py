@@ -71,6 +71,16 @@ def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
   return call
 
 
+def check_model(model: Any) -> None:
+  """Raises TypeError unless a model can be called."""
+  if not callable(model):
+    raise TypeError(
+      "`model` must be a function, see `Model`, got "
+      f"{type(model).__name__}; give functools.partial(models.forward, "
+      "config=config)."
+    )
+
+
 def check_numerics(config: RolloutConfig, model: Model) -> None:
   """Raises ValueError if a model is known to have other numerics."""
   if not isinstance(model, functools.partial):

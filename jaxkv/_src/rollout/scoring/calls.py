@@ -20,6 +20,7 @@ from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.rollout import observed
 from jaxkv._src.rollout import packing
+from jaxkv._src.rollout import reductions
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.arguments import as_logits
 from jaxkv._src.rollout.arguments import check_logits
@@ -178,10 +179,14 @@ class _Packed:
       observe = functools.partial(
         observed.observe, entropy=entropy, top_log_probs=top
       )
-      rows = (logits / heat, targets, own)
-      known = tiles.loop(
-        lambda none, *rows: observe(*rows), (), rows, tile=log_probs.ROWS
-      )
+
+      def observed_rows(heat: Array, logits: Array, *rows: Array) -> Any:
+        # As in `log_probs`: logits over a small temperature may be infinite.
+        best = reductions.maxima(logits)[:, None]
+        return observe((logits - best) / heat, *rows)
+
+      rows = (logits, targets, own)
+      known = tiles.loop(observed_rows, heat, rows, tile=log_probs.ROWS)
       values["entropy"] = known.entropy
       values["top_tokens"] = known.top_tokens
       values["top_log_probs"] = known.top_log_probs

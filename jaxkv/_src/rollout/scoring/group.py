@@ -367,7 +367,8 @@ def _finish(group: Group, turn: Turn, given: Given, widths: Widths) -> Group:
   return group._replace(
     cache=cache,
     scored=dataclasses.replace(
-      scored, rows=scored.rows.at[group.number].add(total)
+      scored,
+      computed_tokens=scored.computed_tokens.at[group.number].add(total),
     ),
     samples=jnp.where(ended, none, group.samples),
     fresh=group.fresh & keeps,

@@ -1,10 +1,8 @@
 """score: log-probabilities of completions, through the cache of a rollout."""
 
 import dataclasses
-import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -18,11 +16,14 @@ from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
+from jaxkv._src.rollout.arguments import as_count
 from jaxkv._src.rollout.arguments import as_temperature
+from jaxkv._src.rollout.arguments import check_switch
 from jaxkv._src.rollout.checks import as_version
 from jaxkv._src.rollout.checks import check_pools
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.model import Model
+from jaxkv._src.rollout.model import check_model
 from jaxkv._src.rollout.scoring.calls import compute
 from jaxkv._src.rollout.scoring.group import Group
 from jaxkv._src.rollout.scoring.group import Turn
@@ -36,6 +37,7 @@ from jaxkv._src.rollout.scoring.scored import Scored
 from jaxkv._src.rollout.scoring.scored import ScoreState
 from jaxkv._src.rollout.scoring.scored import nothing_scored
 from jaxkv._src.rollout.state import RolloutState
+from jaxkv._src.rollout.state import as_user
 
 
 def score(
@@ -62,9 +64,15 @@ def score(
   a completion. What is computed is cached for others. So scoring what a rollout
   has just drawn costs little more than the completions.
 
-  One loop without a host round trip. Jit it with the state donated, as
-  `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
-  the K/V memory is updated in place.
+  One loop without a host round trip. Call it under `jax.jit`, with the state
+  donated so that the K/V memory is updated in place, as
+  `jax.jit(functools.partial(score, model=model), donate_argnums=1)`. Outside of
+  `jax.jit`, every call compiles it again.
+
+  Not differentiable: `jaxkv.models.grouped_log_probs` is, for the same groups.
+
+  What fails is data: see `Scored.ok`. The numbers of a group that fails are
+  NaN, so they do not pass for probabilities of 1.
 
   Only empty slots are used, and they are empty again afterwards; sequences in
   other slots stay as they are. The completions of a group share the prompt's
@@ -78,14 +86,16 @@ def score(
 
   Several models of one kind, such as a policy and its reference, have memories
   of their own: with a tuple of states, `params` is a tuple as long, and a tuple
-  of states and a tuple of results come back.
+  of states and a tuple of results come back. Each state needs a cache of its
+  own, from another `jaxkv.init`: XLA cannot donate two states that hold the
+  same arrays ("donate the same buffer twice").
 
   Args:
     params: the model's.
     state: a `RolloutState`, between two calls of `generate`; or a `ScoreState`
       where there is no rollout.
     prompts: int32[N, P], padded at the end.
-    prompt_lengths: int32[N], 1 .. P.
+    prompt_lengths: int32[N], 1 .. P; 0 for a group without completions.
     completions: int32[N, G, R], padded at the end.
     completion_lengths: int32[N, G], 0 .. R.
     model: the one that `generate` takes; see `Model`. Its `rows` count
@@ -93,8 +103,10 @@ def score(
       were drawn.
     temperature: float32[]: the distribution is softmax(logits / temperature),
       as `Sampling.temperature` has it; for 0, that at temperature 1.
-    entropy: static; whether to compute the entropy of that distribution.
-    top_log_probs: static; how many of its most likely tokens to find.
+    entropy: static; whether to compute the entropy of that distribution. That
+      of `RolloutConfig.entropy` is at temperature 1.
+    top_log_probs: static; how many of its most likely tokens to find. Those of
+      `RolloutConfig.top_log_probs` are at temperature 1.
     chunk: static; the most tokens of a call of the model.
     salts: uint32[N, 4], see `jaxkv.salt`; None for no salt.
     user: what the model is to know of each group, a pytree of arrays [N, ...].
@@ -102,10 +114,12 @@ def score(
       of another one, groups are STALE. None to trust the cache.
 
   Returns:
-    The state, and a `Scored` with a code for each group: OK; OUT_OF_PAGES, if
-    no slot is empty, or the pool has too few free pages for the prompt and a
-    completion; SLOT_FULL, if those have more tokens than a slot; BAD_LENGTH, if
-    a length is out of range; or STALE. Groups that fail hold no pages.
+    The state, and a `Scored` with a code for each group: OK, also for one
+    without completions; OUT_OF_PAGES, if no slot is empty, or the pool has too
+    few free pages for the prompt and a completion; SLOT_FULL, if those have
+    more tokens than a slot; BAD_LENGTH, if a length is out of range; or STALE.
+    `ok` says which groups are OK. The others have NaN for their tokens, and
+    hold no pages.
 
   Raises:
     TypeError: an argument has the wrong dtype, or is something else.
@@ -134,10 +148,10 @@ def score(
     >>> group = [[3, 1, 4, 1, 5]], [5], [[[9, 2], [6, 0]]], [[2, 1]]
     >>> group = [jnp.asarray(array, jnp.int32) for array in group]
     >>> state, scored = scores(params, state, *group)
-    >>> scored.log_probs.shape, scored.rows.tolist()  # 4 + 2 + 1
+    >>> scored.log_probs.shape, scored.computed_tokens.tolist()  # 4 + 2 + 1
     ((1, 2, 2), [7])
     >>> state, again = scores(params, state, *group)
-    >>> again.cached_tokens.tolist(), again.rows.tolist()
+    >>> again.cached_tokens.tolist(), again.computed_tokens.tolist()
     ([4], [3])
   """
   options = {
@@ -187,6 +201,8 @@ def _score(
 ) -> tuple[Any, Scored]:
   """`score` with one state."""
   _check_state(state)
+  check_model(model)
+  check_switch("entropy", entropy)
   given = _given(
     state,
     prompts,
@@ -204,12 +220,12 @@ def _score(
     given,
     _codes(given, state.cache.config.slot_tokens, stale),
     entropy=entropy,
-    top_log_probs=_as_count("top_log_probs", top_log_probs, 0),
+    top_log_probs=as_count("top_log_probs", top_log_probs, 0),
   )
   params, cache, kv, scored, given = ops.alike(
     (params, state.cache, state.kv, scored, given)
   )
-  widths = widths_of(given, cache, _as_count("chunk", chunk, 1))
+  widths = widths_of(given, cache, as_count("chunk", chunk, 1))
 
   def called(group: Group, turn: Turn) -> Group:
     return compute(params, group, turn, given, widths, model=model)
@@ -224,15 +240,18 @@ def _score(
   group = ops.alike(start(cache, kv, scored, given))
   group = lax.fori_loop(0, given.prompts.shape[0], one, group)
   state = dataclasses.replace(state, cache=group.cache, kv=group.kv)
-  return state, _without_failed(group.scored)
+  return state, _without_failed(group.scored, given)
 
 
 def _check_state(state: Any) -> None:
   """Raises unless there is a cache for `score`, and its memory."""
   if not isinstance(state, RolloutState | ScoreState):
+    what = "make a ScoreState of a cache and its memory"
+    if isinstance(state, list):
+      what = "use a tuple"
     raise TypeError(
       "`state` must be a RolloutState, a ScoreState or a tuple of them, got "
-      f"{type(state).__name__}; make a ScoreState of a cache and its memory."
+      f"{type(state).__name__}; {what}."
     )
   # A memory that a rollout may use, whatever its options are.
   check_pools(state.cache, state.kv, RolloutConfig())
@@ -288,46 +307,19 @@ def _given(
     completions=jnp.asarray(completions),
     lengths=jnp.asarray(lengths),
     salts=salts,
-    user=_as_user(user, groups),
+    user=as_user(user, groups, each="prompt"),
     busy=busy,
     temperature=None if plain else heat,
   )
-
-
-def _as_user(user: Any, groups: int) -> Any:
-  def checked(path: Any, leaf: Any) -> Array:
-    array = jnp.asarray(leaf)
-    if array.shape[:1] != (groups,):
-      raise ValueError(
-        f"`user{jax.tree_util.keystr(path)}` must have the shape [{groups}, "
-        f"...], a row for each prompt, got {list(array.shape)}."
-      )
-    return array
-
-  return jax.tree_util.tree_map_with_path(checked, user)
-
-
-def _as_count(name: str, value: Any, least: int) -> int:
-  """A static number.
-
-  Raises:
-    TypeError: it is not an int.
-    ValueError: it is less than `least`.
-  """
-  if isinstance(value, bool) or not isinstance(value, int | np.integer):
-    raise TypeError(
-      f"`{name}` must be an int, got {value!r} of type {type(value).__name__}."
-    )
-  if value < least:
-    raise ValueError(f"`{name}` must be at least {least}, got {value}.")
-  return operator.index(value)
 
 
 def _codes(given: Given, slot_tokens: int, stale: Array) -> Array:
   """int32[N]: the statuses of groups before anything is computed."""
   prompt, lengths = given.prompt_lengths, given.lengths
   most = given.prompts.shape[1], given.completions.shape[2]
-  bad = (prompt < 1) | (prompt > most[0])
+  # `grouped` gives such a group where a prompt has no samples.
+  empty = (prompt == 0) & jnp.all(lengths == 0, axis=1)
+  bad = ((prompt < 1) & ~empty) | (prompt > most[0])
   bad |= jnp.any((lengths < 0) | (lengths > most[1]), axis=1)
   # The last token of a completion is never computed.
   total = prompt + jnp.max(lengths, axis=1) - 1
@@ -338,19 +330,25 @@ def _codes(given: Given, slot_tokens: int, stale: Array) -> Array:
   )
 
 
-def _without_failed(scored: Scored) -> Scored:
-  """Zeros for the tokens of groups that are not OK."""
+def _without_failed(scored: Scored, given: Given) -> Scored:
+  """NaN for the tokens of groups that are not OK, and zeros around them."""
+  column = jnp.arange(given.completions.shape[2], dtype=jnp.int32)[None, None]
+  lengths = given.lengths[..., None]
+  # Of a length that is out of range, nobody knows which columns are real.
+  real = (column < lengths) | (lengths < 0)
 
-  def cleared(array: Array | None) -> Array | None:
+  def cleared(array: Array | None, failed: float) -> Array | None:
     if array is None:
       return None
-    ok = scored.ok.reshape(-1, *(1,) * (array.ndim - 1))
-    return jnp.where(ok, array, jnp.zeros((), array.dtype))
+    more = (1,) * (array.ndim - 3)
+    ok = scored.ok.reshape(-1, 1, 1, *more)
+    fill = jnp.where(real, failed, 0).astype(array.dtype)
+    return jnp.where(ok, array, fill.reshape(*real.shape, *more))
 
   return dataclasses.replace(
     scored,
-    log_probs=cleared(scored.log_probs),
-    entropy=cleared(scored.entropy),
-    top_tokens=cleared(scored.top_tokens),
-    top_log_probs=cleared(scored.top_log_probs),
+    log_probs=cleared(scored.log_probs, jnp.nan),
+    entropy=cleared(scored.entropy, jnp.nan),
+    top_tokens=cleared(scored.top_tokens, 0),
+    top_log_probs=cleared(scored.top_log_probs, jnp.nan),
   )

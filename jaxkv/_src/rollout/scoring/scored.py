@@ -39,19 +39,20 @@ class ScoreState:
 class Scored(Outcome):
   """What a model thinks of G completions of each of N prompts.
 
-  Where a completion has no token, and in groups that are not OK, all is 0.
-  X is `top_log_probs`.
+  Where a completion has no token, all is 0. In groups that are not OK, as `ok`
+  says, each token has NaN, and 0 in `top_tokens`; so has every column of a
+  completion with a length that is out of range. X is `top_log_probs`.
 
   Attributes:
-    code: a `Status` for each group.  # int32[N]
+    code: a `Status` for each group; `ok` is True where it is OK.  # int32[N]
     log_probs: of each token.  # float32[N, G, R]
-    entropy: of the distribution of each token, in nats; None if not asked for.
-      # float32[N, G, R]
+    entropy: of the distribution of each token, at the `temperature` of `score`,
+      in nats; None if not asked for.  # float32[N, G, R]
     top_tokens: the most likely tokens in the place of each one, descending;
       None if not asked for.  # int32[N, G, R, X]
     top_log_probs: of those.  # float32[N, G, R, X]
-    rows: tokens that the model computed for each group, without padding.
-      # int32[N]
+    computed_tokens: tokens that the model computed for each group, without
+      padding.  # int32[N]
     cached_tokens: tokens of each prompt that were found in the cache, summed
       over all times that it was looked up: once, but where slots or pages are
       few.  # int32[N]
@@ -61,7 +62,7 @@ class Scored(Outcome):
   entropy: Array | None
   top_tokens: Array | None
   top_log_probs: Array | None
-  rows: Array
+  computed_tokens: Array
   cached_tokens: Array
 
 
@@ -116,6 +117,6 @@ def nothing_scored(
     entropy=jnp.zeros(shape, jnp.float32) if entropy else None,
     top_tokens=jnp.zeros(top, jnp.int32) if top_log_probs else None,
     top_log_probs=jnp.zeros(top, jnp.float32) if top_log_probs else None,
-    rows=jnp.zeros(groups, jnp.int32),
+    computed_tokens=jnp.zeros(groups, jnp.int32),
     cached_tokens=jnp.zeros(groups, jnp.int32),
   )

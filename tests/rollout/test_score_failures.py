@@ -1,0 +1,187 @@
+"""Groups and arguments that `score` cannot serve, and what is said of them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from tests.rollout.by_forward import GROUPS
+from tests.rollout.by_forward import MODELS
+from tests.rollout.by_forward import SIZES
+from tests.rollout.by_forward import check_scored
+from tests.rollout.by_forward import compiled
+from tests.rollout.by_forward import fresh
+from tests.rollout.by_forward import mask_of
+from tests.rollout.by_forward import pages_held
+from tests.rollout.by_forward import weights
+
+pytestmark = pytest.mark.drawn(every=3)
+
+
+def check_short_slots(program) -> None:
+  """NaN for each token, also for what is known of the distribution."""
+  short = fresh(sizes=dataclasses.replace(SIZES, pages_per_slot=4))
+  _, scored = program(weights(), short, *GROUPS)
+  assert scored.code.tolist() == [jaxkv.Status.SLOT_FULL, 0, 0]
+  assert scored.ok.tolist() == [False, True, True]
+  check_scored(scored, weights(), GROUPS, rows=[False, True, True])
+  tops = np.moveaxis(np.asarray(scored.top_log_probs), -1, 0)
+  for values in (scored.entropy, *tops):
+    failed = np.where(mask_of(GROUPS)[0], np.nan, 0)
+    np.testing.assert_array_equal(values[0], failed)
+    assert np.isfinite(values[1:]).all()
+  assert not np.any(scored.top_tokens[0])
+
+
+def check_small_temperatures(program) -> None:
+  """The most likely token has it all, and nothing is infinite on the way."""
+  least = float(np.finfo(np.float32).tiny)
+  _, plain = program(weights(), fresh(), *GROUPS)
+  for heat in (least, 2e-38, 1e-30):
+    _, scored = program(weights(), fresh(), *GROUPS, temperature=heat)
+    for values in (scored.entropy, scored.top_log_probs[..., 0]):
+      assert not np.any(values)
+    first = np.asarray(plain.top_tokens)[..., 0]
+    np.testing.assert_array_equal(scored.top_tokens[..., 0], first)
+    wrong = mask_of(GROUPS) & (GROUPS.completions != first)
+    log_probs = np.asarray(scored.log_probs)
+    assert np.all(log_probs[wrong] < -1e20) and not np.any(log_probs[~wrong])
+
+
+class TestGroups:
+  def test_short_slots(self):
+    check_short_slots(compiled(entropy=True, top_log_probs=3))
+
+  def test_lengths(self):
+    """Where a completion's length is out of range, all its columns are NaN."""
+    groups = GROUPS._replace(
+      prompt_lengths=np.asarray([0, 14, 8], np.int32),
+      lengths=np.asarray([[1, 2, 0], [1, 1, 7], [-1, 8, 3]], np.int32),
+    )
+    state, scored = compiled()(weights(), fresh(), *groups)
+    assert set(scored.code.tolist()) == {jaxkv.Status.BAD_LENGTH}
+    numbers = [[1, 2, 0], [1, 1, 7], [7, 7, 3]]
+    assert np.isnan(scored.log_probs).sum(axis=2).tolist() == numbers
+    real = np.arange(7) < np.asarray(numbers)[..., None]
+    expected = np.where(real, np.nan, 0)
+    np.testing.assert_array_equal(scored.log_probs, expected)
+    assert not np.any(scored.computed_tokens)
+    assert pages_held(state) == 0
+
+  def test_groups_without_samples(self):
+    """As `grouped` gives them: they are OK, and nothing is computed."""
+    groups = GROUPS._replace(prompt_lengths=np.asarray([12, 1, 0], np.int32))
+    params = weights()
+    state, scored = compiled()(params, fresh(), *groups)
+    assert scored.ok.all()
+    assert scored.computed_tokens.tolist() == [11 + 15, 9, 0]
+    assert scored.cached_tokens.tolist() == [0, 0, 0]
+    check_scored(scored, params, groups)
+    # Such a one alone, in a cache without an empty slot.
+    cache, _ = jaxkv.allocate(state.cache, jnp.ones((5,), jnp.int32))
+    state = dataclasses.replace(state, cache=cache)
+    after, scored = compiled()(params, state, *(x[2:] for x in groups))
+    assert scored.ok.all() and not np.any(scored.log_probs)
+    assert pages_held(after) == pages_held(state)
+
+  def test_few_pages(self):
+    """Four pages of four tokens: the second group fits, and the first not."""
+    sizes = dataclasses.replace(SIZES, num_pages=5)
+    params, state = weights(), fresh(sizes=sizes)
+    state, scored = compiled()(params, state, *GROUPS)
+    assert scored.code.tolist() == [jaxkv.Status.OUT_OF_PAGES, 0, 0]
+    check_scored(scored, params, GROUPS, rows=[False, True, True])
+    jaxkv.check(state.cache)
+    assert pages_held(state) == 0
+
+  def test_one_slot(self):
+    """Completions one after another, on top of the prompt's full pages."""
+    sizes = dataclasses.replace(SIZES, num_slots=1, page_size=5)
+    params, state = weights(), fresh(sizes=sizes)
+    state, scored = compiled()(params, state, *GROUPS)
+    check_scored(scored, params, GROUPS)
+    assert scored.cached_tokens.tolist() == [20, 0, 0]
+    # 11 of the prompt, and twice the one of them that fills no page.
+    assert scored.computed_tokens.tolist() == [11 + 2 * 1 + 15, 9, 0]
+    jaxkv.check(state.cache)
+
+
+def test_small_temperatures():
+  check_small_temperatures(compiled(entropy=True, top_log_probs=3))
+
+
+@pytest.mark.parametrize("heat", [0.7, 1.0, 3e-3])
+def test_what_else_is_asked_changes_no_log_prob(heat):
+  program = compiled(entropy=True, top_log_probs=3)
+  _, more = program(weights(), fresh(), *GROUPS, temperature=heat)
+  _, alone = compiled()(weights(), fresh(), *GROUPS, temperature=heat)
+  bits = np.asarray(alone.log_probs).view(np.int32)
+  np.testing.assert_array_equal(np.asarray(more.log_probs).view(np.int32), bits)
+
+
+class TestArguments:
+  def test_values(self):
+    call, state = _call, fresh()
+    with pytest.raises(TypeError, match="`state` must be a RolloutState"):
+      call(state.cache)
+    with pytest.raises(TypeError, match="got list; use a tuple"):
+      call([state, state])
+    with pytest.raises(ValueError, match="`params` must be a tuple of 2"):
+      call((state, state))
+    with pytest.raises(ValueError, match=r"`completions` must have the shape"):
+      call(groups=GROUPS._replace(completions=GROUPS.prompts))
+    with pytest.raises(TypeError, match="`prompts` must hold integers"):
+      call(groups=GROUPS._replace(prompts=GROUPS.prompts * 1.0))
+    with pytest.raises(ValueError, match=r"`user\['a'\]` .* for each prompt"):
+      call(user={"a": jnp.zeros((2,))})
+    with pytest.raises(ValueError, match="`temperature` must be 0, or"):
+      call(temperature=-1.0)
+    with pytest.raises(ValueError, match=r"`salts` must have the shape"):
+      call(salts=jnp.zeros((2, 4), jnp.uint32))
+    with pytest.raises(ValueError, match="without groups of CrossAttention"):
+      groups = (jaxkv.FullAttention(), jaxkv.CrossAttention())
+      sizes = dataclasses.replace(SIZES, groups=groups, prefix_caching=False)
+      call(dataclasses.replace(state, cache=jaxkv.init(sizes)))
+
+  def test_numbers(self):
+    with pytest.raises(
+      ValueError, match=r"`chunk` must be at least 1 .* got 0"
+    ):
+      _call(chunk=0)
+    with pytest.raises(
+      TypeError, match="`top_log_probs` must be an int, got 1"
+    ):
+      _call(top_log_probs=1.0)
+    with pytest.raises(
+      TypeError, match="`entropy` must be True or False, got 2"
+    ):
+      _call(entropy=2)
+    message = "`entropy` must be True or False, got a jax.Array; it is static"
+    with pytest.raises(TypeError, match=message):
+      jax.jit(lambda entropy: _call(entropy=entropy))(True)
+    state = fresh()
+    model = functools.partial(models.forward, config=MODELS["plain"])
+    run = functools.partial(
+      rollout.score, model=model, chunk=np.int64(6), top_log_probs=np.int32(2)
+    )
+    _, scored = jax.eval_shape(run, weights(), state, *GROUPS)
+    assert scored.top_tokens.shape == (3, 3, 7, 2)
+
+  @pytest.mark.parametrize("model", [None, MODELS["plain"]])
+  def test_models(self, model):
+    message = f"`model` must be .* got {type(model).__name__}; give functools"
+    with pytest.raises(TypeError, match=message):
+      _call(model=model)
+
+
+def _call(state=None, groups=GROUPS, **options):
+  model = functools.partial(models.forward, config=MODELS["plain"])
+  options = {"model": model, **options}
+  state = fresh() if state is None else state
+  return rollout.score(weights(), state, *groups, **options)
