@@ -1,5 +1,6 @@
 """Prompts and their samples from a rollout, for a loss of groups."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_every_sample_begins_in_column_0(prompt, columns):
   ("changes", "message"),
   [
     ({"num_samples": 2}, "`num_samples` must divide the 9 sequences"),
-    ({"num_samples": 0}, "`num_samples` must divide the 9 sequences"),
+    ({"num_samples": 0}, "`num_samples` must be at least 1 .* got 0"),
     ({"prompt_columns": 0}, "`prompt_columns` must be 1 .. 9"),
     ({"completion_columns": 10}, "`completion_columns` must be 1 .. 9"),
   ],
@@ -104,6 +105,139 @@ def test_sizes_that_are_refused(changes, message):
   sizes = {"num_samples": 3, "prompt_columns": 4, "completion_columns": 5}
   with pytest.raises(ValueError, match=message):
     rollout.grouped(_results(), **(sizes | changes))
+
+
+@pytest.mark.parametrize(
+  "name", ["num_samples", "prompt_columns", "completion_columns"]
+)
+@pytest.mark.parametrize("value", [3.0, "3", None, True, jnp.int32(3)])
+def test_sizes_that_are_no_ints(name, value):
+  sizes = {"num_samples": 3, "prompt_columns": 4, "completion_columns": 5}
+  with pytest.raises(TypeError, match=f"`{name}` must be an int, got"):
+    rollout.grouped(_results(), **(sizes | {name: value}))
+  sizes = {name: np.int64(size) for name, size in sizes.items()}
+  assert rollout.grouped(_results(), **sizes).mask.shape == (3, 3, 5)
+
+
+def test_what_is_no_result_is_refused():
+  _, state = _ended()
+  sizes = {"num_samples": 4, "prompt_columns": 4, "completion_columns": 6}
+  harvested = rollout.harvest(state)
+  for value, message in (
+    (state, r"got RolloutState; give generated\(state\)"),
+    (harvested[1], "got Harvested; give its `.results`"),
+    (harvested, "got tuple; give generated.* that harvest returns"),
+  ):
+    with pytest.raises(TypeError, match=f"`results` must be .* {message}"):
+      rollout.grouped(value, **sizes)
+
+
+class TestPrompts:
+  """All sequences of a group must have one prompt."""
+
+  @pytest.mark.parametrize(
+    ("row", "changes", "num_samples", "found"),
+    [
+      # A token of a prompt; one behind it; a length.
+      (2, {"tokens": 1}, 3, 2),
+      (2, {"tokens": 2}, 3, None),
+      (1, {"prompt_lengths": 1}, 3, 1),
+      # Absent rows have no prompt, in whatever group they are.
+      (0, {}, 9, 5),
+      (0, {}, 1, None),
+    ],
+  )
+  def test_others_are_refused(self, row, changes, num_samples, found):
+    results = _results()
+    if "tokens" in changes:
+      tokens = results.tokens.at[row, changes["tokens"]].add(50)
+      results = dataclasses.replace(results, tokens=tokens)
+    if "prompt_lengths" in changes:
+      lengths = results.prompt_lengths.at[row].set(changes["prompt_lengths"])
+      results = dataclasses.replace(results, prompt_lengths=lengths)
+    group = functools.partial(
+      rollout.grouped,
+      num_samples=num_samples,
+      prompt_columns=4,
+      completion_columns=5,
+    )
+    traced = jax.jit(group)(results)
+    if found is None:
+      jax.tree.map(np.testing.assert_array_equal, group(results), traced)
+      assert not np.any(traced.prompt_lengths == -1)
+    else:
+      message = f"`num_samples` .* got {num_samples}: sequence {found} has"
+      with pytest.raises(ValueError, match=message):
+        group(results)
+      expected = np.full(9 // num_samples, False)
+      expected[found // num_samples] = True
+      np.testing.assert_array_equal(traced.prompt_lengths == -1, expected)
+
+  def test_rows_in_another_order(self):
+    """Of `harvest`, which gives rows as they are asked for."""
+    _, state = _ended()
+    sizes = {"prompt_columns": 4, "completion_columns": 6}
+    # Both prompts of the first four; then the third one, and rows that are
+    # not valid, since number 6 does not exist.
+    ids = jnp.array([0, 4, 1, 5, 11, 6, 8, 9])
+    _, taken = rollout.harvest(state, ids)
+    with pytest.raises(ValueError, match="got 4: sequence 1 has another"):
+      rollout.grouped(taken.results, num_samples=4, **sizes)
+    _, taken = rollout.harvest(state, ids[jnp.array([2, 0, 3, 1, 5, 4, 6, 7])])
+    out = rollout.grouped(taken.results, num_samples=2, **sizes)
+    assert out.prompt_lengths.tolist() == [4, 3, 1, 1]
+
+  def test_a_traced_group_is_nan(self):
+    """The others have their log-probs, and their gradient is finite."""
+    params, state = _ended()
+    _, taken = rollout.harvest(state, jnp.array([0, 4, 1, 2, 8, 9]))
+
+    @jax.jit
+    def run(params, results):
+      out = rollout.grouped(
+        results, num_samples=2, prompt_columns=4, completion_columns=6
+      )
+      fits = out.prompt_lengths >= 0
+
+      def loss(params):
+        found = models.grouped_log_probs(
+          params, *_fields(out), config=grpo.MODEL, temperature=0.7
+        )
+        kept = out.mask & fits[:, None, None]
+        return jnp.sum(jnp.where(kept, found, 0)), found
+
+      scored = rollout.score(
+        params,
+        _scoring(),
+        *_fields(out),
+        model=grpo.forward,
+        temperature=0.7,
+      )[1]
+      return out, scored, jax.grad(loss, has_aux=True)(params)
+
+    out, scored, (gradient, found) = run(params, taken.results)
+    assert out.prompt_lengths.tolist() == [-1, 4, 1]
+    assert np.isnan(found[0]).all()
+    np.testing.assert_allclose(found[1:], out.log_probs[1:], atol=1e-5)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+    code = [jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK, jaxkv.Status.OK]
+    assert scored.code.tolist() == code
+    real = np.arange(6) < np.asarray(out.completion_lengths)[..., None]
+    np.testing.assert_array_equal(np.isnan(scored.log_probs[0]), real[0])
+    np.testing.assert_allclose(scored.log_probs[1:], found[1:], atol=1e-5)
+
+
+def _fields(out: rollout.Grouped) -> tuple[jax.Array, ...]:
+  """What `grouped_log_probs` and `score` take."""
+  prompts = out.prompts, out.prompt_lengths
+  return *prompts, out.completions, out.completion_lengths
+
+
+def _scoring() -> rollout.ScoreState:
+  return rollout.ScoreState(
+    cache=jaxkv.init(grpo.SIZES, jax.random.key(3)),
+    kv=models.init_kv(grpo.MODEL, grpo.SIZES),
+  )
 
 
 def _drawn(params: Any) -> rollout.RolloutState:
@@ -123,6 +257,13 @@ def _drawn(params: Any) -> rollout.RolloutState:
     ),
   )
   return rollout.generate(params, state, model=grpo.forward)
+
+
+@functools.cache
+def _ended() -> tuple[Any, rollout.RolloutState]:
+  """Weights, and what they have drawn."""
+  params = models.init_params(jax.random.key(0), grpo.MODEL)
+  return params, jax.jit(_drawn)(params)
 
 
 def test_the_trainer_finds_what_the_rollout_drew():
@@ -171,8 +312,8 @@ def test_the_trainer_finds_what_the_rollout_drew():
 
 
 def test_columns_that_do_not_hold_a_sample_are_seen():
-  params = models.init_params(jax.random.key(0), grpo.MODEL)
-  results = jax.jit(lambda p: rollout.generated(_drawn(p)))(params)
+  params, state = _ended()
+  results = rollout.generated(state)
   # A prompt of 4 tokens; samples of 6 of both other prompts.
   for prompt, columns, expected in (
     (3, 6, [True, False, False]),
@@ -191,6 +332,13 @@ def test_columns_that_do_not_hold_a_sample_are_seen():
     )
     assert np.isnan(found).all(axis=(1, 2)).tolist() == expected
     assert np.isnan(found).any(axis=(1, 2)).tolist() == expected
+    # How the docstring leaves them out of a loss.
+    fits = (out.prompt_lengths <= prompt) & jnp.all(
+      out.completion_lengths <= columns, axis=1
+    )
+    kept = out.mask & fits[:, None, None]
+    loss = rl.grpo_loss(found, out.log_probs, jnp.ones((3, 4)), kept)[0]
+    assert np.isfinite(loss) and fits.tolist() == [not x for x in expected]
 
 
 def test_a_group_per_axis_has_the_loss_of_rows():

@@ -6,11 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.core import Tracer
 
+from jaxkv._src.rollout.arguments import as_count
+from jaxkv._src.rollout.arguments import as_int
 from jaxkv._src.rollout.sequences import NOT_DRAWN
 from jaxkv._src.rollout.sequences import Records
+from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.verbs.harvest import Generated
+from jaxkv._src.rollout.verbs.harvest import Harvested
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +29,8 @@ class Grouped:
 
   Attributes:
     prompts: the first prompt of each group; then 0.  # int32[N, P]
-    prompt_lengths: 0 for a group without samples.  # int32[N]
+    prompt_lengths: 0 for a group without samples; -1 for one whose sequences
+      have different prompts.  # int32[N]
     completions: the samples; then 0.  # int32[N, G, R]
     completion_lengths: tokens of each, also of those that R columns do not
       hold; 0 for one that does not exist.  # int32[N, G]
@@ -58,20 +65,36 @@ def grouped(
   `jaxkv.models.grouped_log_probs` computes each prompt once, and takes the
   first four fields. Rows of `results` hold prompts of different lengths, then
   samples; here every sample begins in column 0. Sizes are given, because
-  everything here has static shapes. A prompt or a sample that does not fit
-  keeps its length, for which `grouped_log_probs` gives NaN.
+  everything here has static shapes.
+
+  A prompt or a sample that does not fit keeps its length. For that,
+  `grouped_log_probs` gives NaN to all samples of its prompt, and so does a loss
+  of them. To leave those groups out, give the loss another mask, under which
+  numbers may be NaN:
+
+    fits = (out.prompt_lengths <= prompt_columns) & jnp.all(
+      out.completion_lengths <= completion_columns, axis=1
+    )
+    mask = out.mask & fits[:, None, None]
+
+  All sequences of a group must have the same prompt. Under `jax.jit`, where
+  that cannot be checked, a group of several prompts has the length -1: it
+  becomes NaN, too, and BAD_LENGTH in `score`.
 
   Args:
-    results: of `generated`, or of `harvest` with all rows.
+    results: of `generated(state)`, or the `results` of `harvest` with all rows.
     num_samples: static; G, `RolloutConfig.num_samples`.
     prompt_columns: static; P, the columns of the prompts that `init` and
-      `submit` were given.
+      `submit` were given. Fewer give NaN, see above.
     completion_columns: static; R: `RolloutConfig.max_new_tokens`, or more if
-      sequences were extended; W - 1 holds all of any sequence.
+      sequences were extended; W - 1 holds all of any sequence. Fewer give NaN,
+      see above.
 
   Raises:
-    ValueError: the sequences are not groups of so many samples, or a number of
-      columns is not 1 .. W.
+    TypeError: `results` is something else, or a number is not an int.
+    ValueError: the sequences are not groups of so many samples, those of a
+      group are known to have different prompts, or a number of columns is not
+      1 .. W.
 
   Examples:
     >>> import jaxkv
@@ -106,36 +129,81 @@ def grouped(
     >>> bool(jnp.allclose(log_probs, out.log_probs, atol=1e-5))
     True
   """
+  _check_results(results)
   rows, width = results.tokens.shape
-  if num_samples < 1 or rows % num_samples:
+  num_samples = as_count("num_samples", num_samples, 1)
+  if rows % num_samples:
     raise ValueError(
       f"`num_samples` must divide the {rows} sequences of results, got "
       f"{num_samples}; give RolloutConfig.num_samples, and all rows."
     )
-  for name, columns in (
-    ("prompt_columns", prompt_columns),
-    ("completion_columns", completion_columns),
-  ):
-    if not 1 <= columns <= width:
-      raise ValueError(
-        f"`{name}` must be 1 .. {width}, the columns of results, got {columns}."
-      )
-  return _grouped(results, num_samples, prompt_columns, completion_columns)
+  sizes = (
+    _as_columns("prompt_columns", prompt_columns, width),
+    _as_columns("completion_columns", completion_columns, width),
+  )
+  out, differs = _grouped(results, num_samples, *sizes)
+  if not isinstance(differs, Tracer) and differs.is_fully_addressable:
+    _check_prompts(np.asarray(differs), num_samples)
+  return out
+
+
+def _check_results(results: Any) -> None:
+  """Raises TypeError unless there are results of a rollout."""
+  if isinstance(results, Generated):
+    return
+  remedy = "give generated(state), or the `results` that harvest returns"
+  if isinstance(results, RolloutState):
+    remedy = "give generated(state)"
+  elif isinstance(results, Harvested):
+    remedy = "give its `.results`"
+  raise TypeError(
+    f"`results` must be a Generated, got {type(results).__name__}; {remedy}."
+  )
+
+
+def _as_columns(name: str, columns: Any, width: int) -> int:
+  """A number of columns.
+
+  Raises:
+    TypeError: it is not an int.
+    ValueError: there are not so many.
+  """
+  columns = as_int(name, columns)
+  if not 1 <= columns <= width:
+    raise ValueError(
+      f"`{name}` must be 1 .. {width}, the columns of results, got {columns}."
+    )
+  return columns
+
+
+def _check_prompts(differs: np.ndarray, num_samples: int) -> None:
+  """Raises ValueError if a sequence differs from the first of its group."""
+  if differs.any():
+    row = int(differs.argmax())
+    raise ValueError(
+      "`num_samples` must be the samples of one prompt, got "
+      f"{num_samples}: sequence {row} has another prompt than the first one of "
+      "its group; give RolloutConfig.num_samples, and all rows in their order."
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _grouped(
   results: Generated, num_samples: int, prompt_width: int, width: int
-) -> Grouped:
+) -> tuple[Grouped, Array]:
+  """Groups, and bool[Q]: the sequences whose prompt is another one."""
   begins = results.prompt_lengths
   real = jnp.arange(width, dtype=jnp.int32)[None]
   real = real < (results.lengths - begins)[:, None]
   # Rows without a sequence have no prompt; the others of a group have the same.
-  lengths = begins.reshape(-1, num_samples)
-  group = jnp.arange(lengths.shape[0], dtype=jnp.int32) * num_samples
-  first = group + jnp.argmax(lengths, axis=1).astype(jnp.int32)
+  valid = results.valid.reshape(-1, num_samples)
+  group = jnp.arange(valid.shape[0], dtype=jnp.int32) * num_samples
+  first = group + jnp.argmax(valid, axis=1).astype(jnp.int32)
+  lengths = begins.at[first].get(mode="clip")
+  differs = _differs(results, jnp.repeat(first, num_samples))
+  mixed = jnp.any(differs.reshape(valid.shape), axis=1)
   in_prompt = jnp.arange(prompt_width, dtype=jnp.int32)[None]
-  in_prompt = in_prompt < begins.at[first].get(mode="clip")[:, None]
+  in_prompt = in_prompt < lengths[:, None]
 
   def samples(values: Array, fill: Any = 0) -> Array:
     """[Q, W, ...] as [N, G, R, ...]."""
@@ -151,9 +219,9 @@ def _grouped(
     return _where(in_prompt, found, fill)
 
   experts = results.experts
-  return Grouped(
+  out = Grouped(
     prompts=prompts(results.tokens),
-    prompt_lengths=jnp.max(lengths, axis=1),
+    prompt_lengths=jnp.where(mixed, -1, lengths),
     completions=samples(results.tokens),
     completion_lengths=(results.lengths - begins).reshape(-1, num_samples),
     mask=samples(results.mask, False),
@@ -164,6 +232,17 @@ def _grouped(
     if experts is None
     else (prompts(experts, -1), samples(experts, -1)),
   )
+  return out, differs
+
+
+def _differs(results: Generated, first: Array) -> Array:
+  """bool[Q]: sequences with another prompt than those of rows int32[Q]."""
+  begins, tokens = results.prompt_lengths, results.tokens
+  column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+  other = tokens != tokens.at[first].get(mode="clip")
+  differs = jnp.any(other & (column < begins[:, None]), axis=1)
+  differs |= begins != begins.at[first].get(mode="clip")
+  return differs & results.valid
 
 
 def _where(real: Array, values: Array, fill: Any) -> Array:
