@@ -1,5 +1,6 @@
 """Log-probs of completions that share prompts, against whole sequences."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -8,10 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxkv import models
 from jaxkv import rl
 from jaxkv._src.models.decoder import log_probs
+from tests.tools.collectives import collectives
 
 pytestmark = pytest.mark.drawn(every=3)
 
@@ -250,17 +255,6 @@ def test_gradients(name, arguments):
     )
 
 
-def test_a_temperature_that_is_traced():
-  params, arguments = _params("llama"), _completions()
-
-  @jax.jit
-  def run(temperature: Any) -> Any:
-    return _grouped("llama", params, arguments, temperature=temperature)
-
-  (expected,) = _whole("llama", params, arguments, 0.3)
-  _assert_close(run(0.3), expected)
-
-
 def test_remat_changes_no_value():
   plain, again = (
     _grouped("windows and caps", _params("windows and caps"), _trees(), remat=x)
@@ -309,6 +303,54 @@ def test_lengths_out_of_range_are_seen(prompt, lengths):
   assert np.isnan(found[0]).all()
   (expected,) = _whole("llama", _params("llama"), _completions())
   _assert_close(found[1:], expected[1:])
+
+
+@pytest.mark.parametrize("name", ["llama", "states", "latents"])
+def test_lengths_out_of_range_are_left_out_of_a_loss(name):
+  """As a user does it: that prompt changes nothing, nor does its gradient."""
+  prompts, sizes, completions, lengths = _completions()
+  wrong = np.where(np.arange(_N) == 1, _P + 1, sizes).astype(np.int32)
+  empty = np.where(np.arange(_N) == 1, 0, sizes).astype(np.int32)
+  none = np.where(np.arange(_N)[:, None] == 1, 0, lengths).astype(np.int32)
+  params = _params(name)
+
+  @jax.jit
+  def run(sizes: Any, lengths: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+      found = _grouped(name, params, (prompts, sizes, completions, lengths))
+      mask = jnp.arange(5)[None, None] < lengths[..., None]
+      mask &= ~jnp.isnan(found)
+      good = jnp.ones(lengths.shape, jnp.float32)
+      return rl.grpo_loss(found, found - 0.1, good, mask)[0]
+
+    return jax.value_and_grad(loss)(params)
+
+  found, expected = run(wrong, lengths), run(empty, none)
+  assert float(found[0]) != 0
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_under_shard_map(numerics):
+  """Nothing is gathered, and exact numbers are those of one device."""
+  config = dataclasses.replace(_config("llama"), numerics=numerics)
+  params, arguments = _params("llama"), _completions()
+  arguments = [np.concatenate([array, array[:1]]) for array in arguments]
+  call = functools.partial(models.grouped_log_probs, config=config)
+  mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+  split = jax.shard_map(
+    call, mesh=mesh, in_specs=(P(), *[P("data")] * 4), out_specs=P("data")
+  )
+  places = [NamedSharding(mesh, P()), *[NamedSharding(mesh, P("data"))] * 4]
+  compiled = (
+    jax.jit(split, in_shardings=places).lower(params, *arguments).compile()
+  )
+  assert collectives(compiled.as_text()) == {}
+  found = compiled(*jax.device_put((params, *arguments), tuple(places)))
+  expected = call(params, *arguments)
+  _assert_close(found, expected)
+  if numerics == "exact":
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["sinks and experts", "states"])
@@ -414,42 +456,3 @@ def test_a_loss():
 
   found, expected = (jax.grad(loss)(params, of) for of in (_grouped, _whole))
   jax.tree.map(_assert_close, found, expected)
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({0: np.zeros(3, np.int32)}, "`prompts` must have the shape"),
-    ({0: np.zeros((3, 0), np.int32)}, "`prompts` must have the shape"),
-    ({1: np.zeros(2, np.int32)}, "`prompt_lengths` must have the shape"),
-    ({2: np.zeros((2, 4, 5), np.int32)}, "`completions` must have the shape"),
-    ({3: np.zeros((3, 3), np.int32)}, "`completion_lengths` must have"),
-    ({3: (_LENGTHS, _LENGTHS)}, "as many levels, one or more, got 1 and 2"),
-    ({2: (), 3: ()}, "as many levels, one or more, got 0 and 0"),
-  ],
-)
-def test_shapes_that_are_refused(changes, message):
-  arguments = list(_completions())
-  for place, value in changes.items():
-    arguments[place] = value
-  with pytest.raises(ValueError, match=message):
-    _grouped("llama", _params("llama"), arguments)
-
-
-def test_numbers_that_are_refused():
-  params, arguments = _params("llama"), _completions()
-  with pytest.raises(TypeError, match="`completions` must hold integers"):
-    wrong = (*arguments[:2], arguments[2] * 1.0, arguments[3])
-    _grouped("llama", params, wrong)
-  for temperature in (0.0, -1.0, float("nan")):
-    with pytest.raises(ValueError, match="`temperature` must be positive"):
-      _grouped("llama", params, arguments, temperature=temperature)
-  with pytest.raises(ValueError, match="`temperature` must have the shape"):
-    _grouped("llama", params, arguments, temperature=np.ones(3))
-  with pytest.raises(ValueError, match="if and only if config has"):
-    models.grouped_log_probs(params, *arguments, config=_config("encoder"))
-  with pytest.raises(ValueError, match="`experts` must be those of prompts"):
-    _grouped("llama", params, arguments, experts=(np.zeros(3), ()))
-  other = dict(params, embed=params["embed"][1:])
-  with pytest.raises(ValueError, match="must be float32"):
-    _grouped("llama", other, arguments)

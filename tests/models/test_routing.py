@@ -284,7 +284,7 @@ class TestArguments:
     sizes = _sizes(config)
     with pytest.raises(ValueError, match=r"`decoder` must .* no such layer"):
       models.init_kv(config, sizes, experts=True)
-    with pytest.raises(ValueError, match=r"`decoder` must .* no such layer"):
+    with pytest.raises(ValueError, match=r"`config` must .* no such layer"):
       models.forward_uncached(
         {}, *_inputs(), config=config, experts=jnp.zeros((2, 13, 1, 2), int)
       )

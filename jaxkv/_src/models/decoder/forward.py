@@ -215,7 +215,9 @@ def forward_uncached(
   """Runs whole sequences; each token attends to all tokens up to itself.
 
   In layers with a window it attends to the last ones of them. Differentiable in
-  `params` and in `encoded`: this is the function to train.
+  `params` and in `encoded`: this is the function to train. On several devices,
+  call it in `jax.shard_map`, or under `jit` with a mesh whose axes are
+  `AxisType.Auto`; see `grouped_log_probs`.
 
   With `experts` of those that drew the tokens it has the same experts, in
   whatever order new weights, or another rounding, would rank them (routing

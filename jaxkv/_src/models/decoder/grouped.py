@@ -17,6 +17,7 @@ from jaxkv._src.models.decoder import trees
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.own_pages import memory_within
 from jaxkv._src.models.decoder.params import Params
+from jaxkv_kernels._src import check
 
 Levels = jax.Array | tuple[jax.Array, ...]
 """What is said of completions, or of each level of a tree of them."""
@@ -42,14 +43,22 @@ def grouped_log_probs(
   Those of `forward_uncached` over each prompt with each completion, but a
   prompt is computed once, forward and backward, and logits exist only for
   tokens of completions, of some at a time. Differentiable in `params` and in
-  `encoded`. A sequence that shares nothing is a completion of its first token.
+  `encoded`; with exact numerics in reverse mode alone, not by `jax.jvp`. A
+  sequence that shares nothing is a completion of its first token.
   Letters: N prompts of up to P tokens, and G completions of each, of up to R.
 
   Completions may share more than a prompt, such as turns of a search. Then they
-  are a tuple of levels. Level l has another branching axis, int32[N, G, G', R']
-  the second one, and its branches go on where those of the level above end. A
-  token sees all its ancestors, wherever they end; positions count from the
-  root.
+  are a tuple of levels: int32[N, G, R] the first one, int32[N, G, G', R'] the
+  second one, int32[N, G, G', G'', R''] the third one. Lengths are the same
+  without the last axis. Each of the G branches of the first level is continued
+  by G' of the second one, which begin where it ends. A token sees all its
+  ancestors, wherever they end; positions count from the root.
+
+  On several devices, call it in `jax.shard_map` with all arrays split by N:
+  nothing is gathered, and exact numbers stay the same. Under `jit` alone the
+  axes of the mesh must be `AxisType.Auto`, for with `AxisType.Explicit` jax
+  raises a ShardingTypeError; and exact numerics gather the whole batch on each
+  device.
 
   Args:
     params: as `init_params` returns.
@@ -62,7 +71,9 @@ def grouped_log_probs(
       encoder: a row for each prompt.
     encoded_lengths: int32[N], tokens of each row of it.
     config: static; the decoder.
-    temperature: a positive number, by which logits are divided.
+    temperature: by what logits are divided, as in `Sampling`; for 0 by 1, as in
+      a rollout and in `score`. A traced one that is negative, infinite or NaN
+      gives NaN.
     experts: what prompts and completions use: signed integers [N, P, J, k] and
       [N, G, R, J, k], or of levels a tuple; see `forward_uncached`.
     remat: static; whether a gradient keeps the input of each layer alone, and
@@ -71,13 +82,18 @@ def grouped_log_probs(
 
   Returns:
     float32[N, G, R], or a tuple of levels alike: the log-prob of each token,
-    given all before it. 0 behind the lengths; NaN for the tokens of a prompt
-    with a length that is out of range.
+    given all before it. 0 behind the lengths. NaN for a token outside the
+    vocabulary; where it is an input, also for all tokens of its completion but
+    the first one, of what goes on from there, and for gradients, whatever a
+    mask says. NaN for all completions of a prompt if its length, or that of one
+    of them, is out of range: `mask & ~jnp.isnan(log_probs)` leaves these out of
+    a loss and its gradient.
 
   Raises:
-    TypeError: tokens or lengths are no integers.
+    TypeError: an argument has another type, such as tokens that are no
+      integers.
     ValueError: an argument has another shape than the decoder's, is missing, or
-      given in vain, or the temperature is not positive.
+      given but not used, or the temperature is negative, infinite or NaN.
 
   Examples:
     Two completions of a prompt, of 2 and of 3 tokens:
@@ -114,24 +130,23 @@ def grouped_log_probs(
     >>> [level.shape for level in tree]
     [(1, 2, 3), (1, 2, 2, 2)]
   """
+  if not isinstance(config, Decoder):
+    hint = "describe one, such as with `models.llama`"
+    check.refuse(TypeError, "config", "a Decoder", config, hint)
   single = not isinstance(completions, tuple)
   levels, lengths = _checked(
     (prompts, *_levels(completions)),
     (prompt_lengths, *_levels(completion_lengths)),
   )
-  if isinstance(temperature, int | float | np.number) and not temperature > 0:
-    raise ValueError(f"`temperature` must be positive, got {temperature!r}.")
-  temperature = jnp.asarray(temperature, jnp.float32)
-  checks.check_shape("temperature", temperature, ())
-  used = None if experts is None else (experts[0], *_levels(experts[1]))
-  _check_experts(used, levels, config)
+  heat = log_probs.divisor(temperature)
+  used = _checked_experts(experts, levels, config)
   out = _grouped(
     params,
     levels,
     lengths,
     encoded,
     encoded_lengths,
-    temperature,
+    heat,
     used,
     config=config,
     remat=bool(remat),
@@ -162,7 +177,10 @@ def _grouped(
   logits.check_params(params, config)
   widths = [level.shape[-1] for level in levels]
   lengths = tuple(_flat(length, 0) for length in lengths)
-  # What stands behind the lengths must not make anything NaN.
+  fits = _fit(lengths, widths)
+  # What stands behind the lengths must not make anything NaN, and neither what
+  # wrong lengths are about: a gradient would be NaN wherever its factor is 0.
+  lengths = tuple(jnp.where(fits[:, None], own, 0) for own in lengths)
   tokens = _padded([_flat(level, 1) for level in levels], lengths, 0)
   used = None
   if experts is not None:
@@ -181,9 +199,8 @@ def _grouped(
   x, _ = blocks.run(params, row, positions, (), keep, config, remat=remat)
   found = _of_levels(params, x, tokens, tree, temperature, config)
   found = _padded(found, lengths[1:], 0)
-  fits = _fit(lengths, widths)[:, None, None]
   return tuple(
-    jnp.where(fits, own, jnp.nan).reshape(level.shape)
+    jnp.where(fits[:, None, None], own, jnp.nan).reshape(level.shape)
     for own, level in zip(found, levels[1:], strict=True)
   )
 
@@ -250,8 +267,8 @@ def _checked(
   """
   if len(tokens) < 2 or len(tokens) != len(lengths):
     raise ValueError(
-      "`completions` and `completion_lengths` must have as many levels, one or "
-      f"more, got {len(tokens) - 1} and {len(lengths) - 1}."
+      "`completions` and `completion_lengths` must have the same number of "
+      f"levels (at least one), got {len(tokens) - 1} and {len(lengths) - 1}."
     )
   above, levels, sizes = (), [], []
   for own, length in zip(tokens, lengths, strict=True):
@@ -266,17 +283,37 @@ def _checked(
   return tuple(levels), tuple(sizes)
 
 
-def _check_experts(
-  experts: tuple[jax.Array, ...] | None,
-  levels: tuple[jax.Array, ...],
-  config: Decoder,
-) -> None:
+def _checked_experts(
+  experts: Any, levels: tuple[jax.Array, ...], config: Decoder
+) -> tuple[jax.Array, ...] | None:
+  """Those of prompts and of each level of completions.
+
+  Raises:
+    TypeError: they are no pair, or hold something else than integers.
+    ValueError: they have another shape, or the decoder has none.
+  """
   if experts is None:
-    return
-  if len(experts) != len(levels):
-    raise ValueError(
-      "`experts` must be those of prompts and those of completions, of as many "
-      f"levels, {len(levels) - 1}, got {len(experts) - 1}."
+    return None
+  if not isinstance(experts, tuple) or len(experts) != 2:
+    found = check.described(experts)
+    if isinstance(experts, tuple | list):
+      found = f"a {type(experts).__name__} of {len(experts)}"
+    raise TypeError(
+      "`experts` must be a tuple of those of prompts and those of completions, "
+      f"got {found}; leave it out to choose them anew."
     )
-  for own, level in zip(experts, levels, strict=True):
+  used = (experts[0], *_levels(experts[1]))
+  if len(used) != len(levels):
+    raise ValueError(
+      "`experts` must have the same number of levels as `completions`, "
+      f"{len(levels) - 1}, got {len(used) - 1}."
+    )
+  for own, level in zip(used, levels, strict=True):
+    if not isinstance(own, jax.Array | np.ndarray):
+      raise TypeError(
+        "`experts` must be arrays, one for prompts and one for each level of "
+        f"completions, got {check.described(own)}; leave it out to choose them "
+        "anew."
+      )
     routing.check_experts(own, level, config)
+  return used

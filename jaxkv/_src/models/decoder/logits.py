@@ -1,6 +1,7 @@
 """All of a decoder: from tokens to the logits of those that are wanted."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 from typing import Literal
 
@@ -121,7 +122,20 @@ def _check_wanted(
 
 
 def check_params(params: Params, config: Decoder) -> None:
-  """Raises ValueError unless the embedding is that of the decoder."""
+  """Raises unless there is an embedding, and it is that of the decoder.
+
+  Raises:
+    TypeError: they are no dict with an embedding.
+    ValueError: it has another dtype or shape.
+  """
+  if not isinstance(params, Mapping) or "embed" not in params:
+    found = type(params).__name__
+    if isinstance(params, Mapping):
+      found = f"one of {sorted(map(str, params))}"
+    raise TypeError(
+      f'`params` must be a dict with "embed", got {found}; pass what '
+      "`init_params` or `load` returns."
+    )
   embed = (config.vocab_size, config.embed_dim)
   if params["embed"].shape != embed or params["embed"].dtype != config.dtype:
     raise ValueError(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv import kv as paged
 from jaxkv._src.cache.config import CacheConfig
@@ -34,8 +35,8 @@ class Routing(NamedTuple):
 
 
 @functools.cache
-def routing_of(decoder: Decoder) -> Routing:
-  """What there is to choose in a decoder.
+def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
+  """What there is to choose in a decoder, which messages call `name`.
 
   Raises:
     ValueError: no layer has experts, or k differs from layer to layer.
@@ -46,7 +47,7 @@ def routing_of(decoder: Decoder) -> Routing:
   chosen = sorted({mlp.num_chosen for mlp in found})
   if len(chosen) != 1:
     raise ValueError(
-      "`decoder` must have layers with `Experts` of one `num_chosen`, got "
+      f"`{name}` must have layers with `Experts` of one `num_chosen`, got "
       f"{chosen or 'no such layer'}; leave out `experts`."
     )
   most = max(mlp.num_experts for mlp in found)
@@ -89,7 +90,7 @@ def _whole_group(decoder: Decoder) -> int:
 
 def check_pool(pool: paged.TokenPages, decoder: Decoder) -> None:
   """Raises unless a pool is for the experts of a decoder."""
-  routing = routing_of(decoder)
+  routing = routing_of(decoder, "config")
   wanted = (*routing[:2], _whole_group(decoder))
   got = (pool.num_layers, pool.width, pool.group)
   if got != wanted:
@@ -101,12 +102,12 @@ def check_pool(pool: paged.TokenPages, decoder: Decoder) -> None:
 
 
 def check_experts(
-  experts: jax.Array | None, tokens: jax.Array, decoder: Decoder
+  experts: jax.Array | np.ndarray | None, tokens: jax.Array, decoder: Decoder
 ) -> None:
   """Raises unless experts that are given are of these tokens and layers."""
   if experts is None:
     return
-  wanted = (*tokens.shape, *routing_of(decoder)[:2])
+  wanted = (*tokens.shape, *routing_of(decoder, "config")[:2])
   if experts.shape != wanted:
     raise ValueError(
       f"`experts` must be {list(wanted)}, for all layers with experts, got "
@@ -130,7 +131,7 @@ def given_to(
 
 def init_chosen(tokens: jax.Array, decoder: Decoder) -> tuple[jax.Array]:
   """int32[B, T, J, k], for `Nowhere` to write to."""
-  sizes = routing_of(decoder)[:2]
+  sizes = routing_of(decoder, "config")[:2]
   return (jnp.zeros((*tokens.shape, *sizes), jnp.int32),)
 
 

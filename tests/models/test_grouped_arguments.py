@@ -1,0 +1,268 @@
+"""What `grouped_log_probs` takes, and what it refuses."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from tests import as_users
+
+_CONFIG = models.llama(
+  vocab_size=11,
+  num_layers=1,
+  embed_dim=8,
+  num_heads=2,
+  num_kv_heads=1,
+  head_dim=4,
+  mlp_dim=8,
+)
+_EXACT = dataclasses.replace(_CONFIG, numerics="exact")
+_LENGTHS = np.array([[2, 1], [0, 2], [1, 2]], np.int32)
+
+
+@functools.cache
+def _params() -> Any:
+  return models.init_params(jax.random.key(0), _CONFIG)
+
+
+def _arguments() -> tuple[Any, ...]:
+  """Three prompts of three tokens, and two completions of each."""
+  draw = np.random.default_rng(0)
+  prompts = draw.integers(0, 11, (3, 3)).astype(np.int32)
+  completions = draw.integers(0, 11, (3, 2, 2)).astype(np.int32)
+  return prompts, np.array([3, 1, 2], np.int32), completions, _LENGTHS
+
+
+def _run(changes: dict[int, Any] | None = None, **options: Any) -> Any:
+  arguments = list(_arguments())
+  for place, value in (changes or {}).items():
+    arguments[place] = value
+  options = {"params": _params(), "config": _CONFIG} | options
+  params = options.pop("params")
+  return models.grouped_log_probs(params, *arguments, **options)
+
+
+class TestTemperature:
+  @pytest.mark.parametrize("config", [_CONFIG, _EXACT], ids=["fast", "exact"])
+  def test_0_is_1(self, config):
+    """As in a rollout, whose greedy rows have log-probs at temperature 1."""
+    expected = _run(config=config)
+    assert np.isfinite(expected).all()
+    assert (np.asarray(expected) < 0).sum() == _LENGTHS.sum()
+    for zero in (0, 0.0, -0.0, np.array(0.0), np.float32(0), jnp.float32(0)):
+      found = _run(config=config, temperature=zero)
+      np.testing.assert_array_equal(found, expected)
+
+  def test_that_of_a_greedy_rollout(self):
+    sizes = jaxkv.CacheConfig(
+      num_pages=12, page_size=4, num_slots=3, pages_per_slot=2
+    )
+    options = rollout.RolloutConfig(max_new_tokens=4, numerics="exact")
+    prompts, lengths = map(jnp.asarray, _arguments()[:2])
+
+    @as_users.jit
+    def run(params: Any, heat: Any) -> Any:
+      state = rollout.init(
+        jaxkv.init(sizes, jax.random.key(1)),
+        models.init_kv(_EXACT, sizes),
+        prompts,
+        lengths,
+        jax.random.key(2),
+        options,
+        sampling=rollout.Sampling(temperature=heat),
+      )
+      model = functools.partial(models.forward, config=_EXACT)
+      state = rollout.generate(params, state, model=model)
+      drawn = rollout.grouped(
+        rollout.generated(state),
+        num_samples=1,
+        prompt_columns=3,
+        completion_columns=4,
+      )
+      found = models.grouped_log_probs(
+        params,
+        drawn.prompts,
+        drawn.prompt_lengths,
+        drawn.completions,
+        drawn.completion_lengths,
+        config=_EXACT,
+        temperature=heat,
+      )
+      return found, drawn.log_probs
+
+    for heat in (0.0, 0.5):
+      found, expected = run(_params(), jnp.float32(heat))
+      assert (np.asarray(expected) < 0).all()
+      np.testing.assert_array_equal(found, expected)
+
+  @pytest.mark.parametrize("config", [_CONFIG, _EXACT], ids=["fast", "exact"])
+  def test_traced(self, config):
+    run = jax.jit(lambda heat: _run(config=config, temperature=heat))
+    for heat in (0.0, 0.3, 1.0, 4.0):
+      expected = _run(config=config, temperature=heat)
+      np.testing.assert_allclose(run(heat), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+      run(2), _run(config=config, temperature=2.0), rtol=1e-5, atol=1e-6
+    )
+    drawn = np.arange(2) < _LENGTHS[..., None]
+    for heat in (-1.0, np.nan, np.inf, -np.inf):
+      found = np.asarray(run(heat))
+      np.testing.assert_array_equal(np.isnan(found), drawn)
+
+  @pytest.mark.parametrize("config", [_CONFIG, _EXACT], ids=["fast", "exact"])
+  def test_very_low(self, config):
+    """The most likely token has all of the probability, and no NaN."""
+    found = np.asarray(_run(config=config, temperature=1e-37))
+    assert not np.isnan(found).any()
+    logits = models.forward_uncached(
+      _params(),
+      jnp.asarray(_arguments()[0][:1]),
+      jnp.arange(3)[None],
+      config=config,
+    )
+    first = jnp.argmax(logits[:, -1], axis=-1).reshape(1, 1, 1)
+    completions = np.broadcast_to(first, (3, 2, 2)).astype(np.int32)
+    found = _run({2: completions}, config=config, temperature=1e-37)
+    assert float(found[0, 0, 0]) == 0
+
+  def test_it_has_a_gradient(self):
+    def total(heat: Any) -> jax.Array:
+      return jnp.sum(_run(temperature=heat))
+
+    found = jax.grad(total)(jnp.float32(0.7))
+    near = (total(0.71) - total(0.69)) / 0.02
+    np.testing.assert_allclose(found, near, rtol=1e-2)
+
+  @pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+      (-1.0, ValueError, "must be 0, or a finite float32 of .* got -1.0; use"),
+      (np.array(-1.0), ValueError, "must be 0, or .* got -1.0; use 0"),
+      (jnp.float32(jnp.nan), ValueError, "must be 0, or .* got nan; use 0"),
+      (np.float64(np.inf), ValueError, "must be 0, or .* got inf; use 0"),
+      (1e-40, ValueError, "must be 0, or a finite float32 of .* got 1e-40"),
+      (np.ones(3), ValueError, "must have the shape"),
+      (None, TypeError, "must be a real number, got None; use 1.0"),
+      ("hot", TypeError, "must be a real number, got 'hot'; use 1.0"),
+      (True, TypeError, "must be a real number, got True; use 1.0"),
+      (1j, TypeError, "must be a real number, got 1j; use 1.0"),
+      (np.array(1j), TypeError, "must be a real number, got complex128"),
+    ],
+  )
+  def test_refused(self, wrong, error, message):
+    with pytest.raises(error, match=f"`temperature` {message}"):
+      _run(temperature=wrong)
+
+
+@pytest.mark.parametrize("config", [_CONFIG, _EXACT], ids=["fast", "exact"])
+@pytest.mark.parametrize("wrong", [11, -1])
+def test_tokens_outside_the_vocabulary(config, wrong):
+  """NaN for themselves, and as inputs for what belongs to them."""
+  draw = np.random.default_rng(1)
+  completions = draw.integers(0, 11, (3, 2, 4)).astype(np.int32)
+  turns = np.ones((3, 2, 1, 2), np.int32)
+  lengths = np.full((3, 2), 4, np.int32), np.full((3, 2, 1), 2, np.int32)
+  for column, expected in ((0, [1, 1, 1, 1]), (2, [0, 1, 1, 1])):
+    other = completions.copy()
+    other[0, 1, column] = wrong
+    found = _run({2: (other, turns), 3: lengths}, config=config)
+    first, second = map(np.isnan, found)
+    assert first[0].tolist() == [[0] * 4, expected]
+    assert second[0].tolist() == [[[0, 0]], [[1, 1]]]
+    assert not first[1:].any() and not second[1:].any()
+  other = completions.copy()
+  other[0, 1, 3] = wrong  # No input: nothing follows it.
+  found = np.isnan(_run({2: other, 3: lengths[0]}, config=config))
+  assert found[0].tolist() == [[0] * 4, [0, 0, 0, 1]]
+  assert not found[1:].any()
+  other = _arguments()[0].copy()
+  other[0, 1] = wrong
+  found = np.isnan(_run({0: other}, config=config))
+  np.testing.assert_array_equal(found[0], np.arange(2) < _LENGTHS[0, :, None])
+  assert not found[1:].any()
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({0: np.zeros(3, np.int32)}, "`prompts` must have the shape"),
+    ({0: np.zeros((3, 0), np.int32)}, "`prompts` must have the shape"),
+    ({1: np.zeros(2, np.int32)}, "`prompt_lengths` must have the shape"),
+    ({2: np.zeros((2, 4, 5), np.int32)}, "`completions` must have the shape"),
+    ({3: np.zeros((3, 3), np.int32)}, "`completion_lengths` must have"),
+    (
+      {3: (_LENGTHS, _LENGTHS)},
+      r"the same number of levels \(at least one\), got 1 and 2",
+    ),
+    ({2: (), 3: ()}, r"number of levels \(at least one\), got 0 and 0"),
+  ],
+)
+def test_shapes_that_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    _run(changes)
+
+
+def test_tokens_that_are_no_integers():
+  with pytest.raises(TypeError, match="`completions` must hold integers"):
+    _run({2: _arguments()[2] * 1.0})
+
+
+@pytest.mark.parametrize("wrong", [None, {}, "llama"])
+def test_a_config_that_is_none(wrong):
+  with pytest.raises(TypeError, match="`config` must be a Decoder, got"):
+    _run(config=wrong)
+
+
+def test_params_of_another_decoder():
+  for wrong in (None, {}, {"layers": ()}, np.zeros(3)):
+    with pytest.raises(TypeError, match='`params` must be a dict with "embed"'):
+      _run(params=wrong)
+  other = dict(_params(), embed=_params()["embed"][1:])
+  with pytest.raises(ValueError, match="must be float32"):
+    _run(params=other)
+
+
+def test_an_encoder_without_its_tokens():
+  heads = models.Attention(num_heads=2, num_kv_heads=1, head_dim=4)
+  layer = models.Layer(attention=heads, mlp=models.Mlp(inner_dim=8))
+  reads = dataclasses.replace(heads, rope=None)
+  cross = models.Layer(attention=heads, cross=reads, mlp=layer.mlp)
+  config = models.Decoder(
+    vocab_size=11,
+    embed_dim=8,
+    layers=(cross,),
+    encoder=models.Encoder(vocab_size=11, embed_dim=8, layers=(layer,)),
+  )
+  with pytest.raises(ValueError, match="if and only if config has"):
+    _run(config=config)
+
+
+@pytest.mark.parametrize(
+  ("wrong", "error", "message"),
+  [
+    ((None, None), TypeError, "must be arrays, one for prompts .* got None;"),
+    (np.zeros((3, 3, 1, 2), int), TypeError, "must be a tuple of those of"),
+    ((np.zeros(3),), TypeError, "must be a tuple of .* got a tuple of 1;"),
+    (
+      (np.zeros(3), ()),
+      ValueError,
+      "must have the same number of levels as `completions`, 1, got 0",
+    ),
+  ],
+)
+def test_experts_that_are_refused(wrong, error, message):
+  with pytest.raises(error, match=f"`experts` {message}"):
+    _run(experts=wrong)
+
+
+def test_experts_of_a_decoder_without_any():
+  used = np.zeros((3, 3, 1, 2), np.int32), np.zeros((3, 2, 2, 1, 2), np.int32)
+  with pytest.raises(ValueError, match=r"`config` must have .* no such layer"):
+    _run(experts=used)
