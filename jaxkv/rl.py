@@ -8,7 +8,8 @@ the token's column. Or [N, G, R] for G samples of N prompts, of `grouped`.
   good = rl.group_normalized(rewards, num_samples=8)
 
   def loss(params):
-    logits = forward(params, out.tokens, out.positions)  # without a cache
+    # Without a cache, at the temperature of the rollout; for 0, at 1.
+    logits = forward(params, out.tokens, out.positions) / temperature
     log_probs = -optax.softmax_cross_entropy_with_integer_labels(
       logits[:, :-1], out.tokens[:, 1:]
     )
@@ -27,9 +28,17 @@ The same with each prompt computed once:
   def loss(params):
     log_probs = models.grouped_log_probs(
       params, out.prompts, out.prompt_lengths, out.completions,
-      out.completion_lengths, config=config,
+      out.completion_lengths, config=config, temperature=temperature,
     )
     return rl.grpo_loss(log_probs, out.log_probs, good, out.mask)
+
+A ratio compares two numbers of one distribution, here that of all tokens at a
+temperature, so `old` must be of it, too. `log_probs` of a rollout are of the
+distribution that tokens were drawn from, after all that `Sampling` and
+`process` change. They fit if that is one temperature alone. With top-k, top-p,
+min-p, penalties, biases or masks take `old` from `rollout.score(temperature=)`
+or, before the update, from `grouped_log_probs`; at temperature 1 it is also
+`records.raw_log_probs`, which `RolloutConfig(raw_log_probs=True)` keeps.
 
 | function             | what                                                  |
 |----------------------|-------------------------------------------------------|

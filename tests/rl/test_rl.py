@@ -66,6 +66,31 @@ class TestAdvantages:
     np.testing.assert_array_equal(found[[1, 3, 4, 5]], 0)
 
   @pytest.mark.parametrize(
+    "advantages", [rl.group_normalized, rl.leave_one_out]
+  )
+  def test_rewards_may_be_bools_and_integers(self, advantages):
+    right = np.array([True, False, False, True, True, True])
+    expected = advantages(right.astype(np.float32), num_samples=3)
+    for rewards in (right, right.astype(np.int32), right.tolist()):
+      for number in (3, np.int64(3)):
+        found = advantages(rewards, num_samples=number)
+        np.testing.assert_array_equal(found, expected)
+
+  @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+      ({"rewards": np.zeros(6, np.complex64)}, "`rewards` .* got complex64"),
+      ({"num_samples": True}, "`num_samples` must be an int, got True"),
+      ({"num_samples": 3.0}, "`num_samples` must be an int, got 3.0"),
+      ({"eps": None}, "`eps` must be a number, got None"),
+    ],
+  )
+  def test_other_types_are_refused(self, values, message):
+    given = {"rewards": np.zeros(6), "num_samples": 3} | values
+    with pytest.raises(TypeError, match=message):
+      rl.group_normalized(given.pop("rewards"), **given)
+
+  @pytest.mark.parametrize(
     ("values", "message"),
     [
       ({"rewards": np.zeros(5)}, "`rewards` must be .*num_samples, 3, got"),
@@ -131,12 +156,35 @@ class TestRatios:
     found = rl.importance_weights(
       now, now, mask=mask, lag=3 - versions, max_lag=1
     )
-    np.testing.assert_array_equal(found, (versions >= 2).astype(np.float32))
+    wanted = (versions >= 2).astype(np.float32)
+    np.testing.assert_array_equal(found, wanted)
+    for limit in (np.int64(1), jnp.int32(1)):
+      found = rl.importance_weights(
+        now, now, mask=mask, lag=3 - versions, max_lag=limit
+      )
+      np.testing.assert_array_equal(found, wanted)
+    found = jax.jit(
+      lambda most, limit: rl.importance_weights(
+        now, now, mask=mask, most=most, lag=3 - versions, max_lag=limit
+      )
+    )(0.5, 1)
+    np.testing.assert_array_equal(found, wanted / 2)
 
   @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
       ({"most": 0.0}, ValueError, "`most` must be positive, got 0.0"),
+      ({"most": "a"}, TypeError, "`most` must be a positive number or None"),
+      (
+        {"lag": np.ones((2, 3), int), "max_lag": "a"},
+        TypeError,
+        "`max_lag` must be an integer, got 'a'",
+      ),
+      (
+        {"lag": np.ones((2, 3), int), "max_lag": 1.5},
+        TypeError,
+        "`max_lag` must be an integer, got 1.5",
+      ),
       ({"max_lag": 1}, ValueError, "given together, got max_lag alone"),
       ({"lag": np.ones((2, 3), int)}, ValueError, "got lag alone"),
       ({"lag": np.ones((2, 3)), "max_lag": 1}, TypeError, "`lag` must be int"),
@@ -287,6 +335,7 @@ class TestGrpo:
       ({"mean": "batch"}, '`mean` must be "sequence"'),
       ({"mean": 0}, '`mean` must be "sequence"'),
       ({"mean": True}, '`mean` must be "sequence"'),
+      ({"mean": None}, '`mean` must be "sequence".*got None'),
       ({"clip": (0.1, 0.2, 0.3)}, "`clip` must be"),
       ({"clip": None}, "`clip` must be"),
       ({"estimator": "k9"}, '`estimator` must be "k1"'),
@@ -310,3 +359,9 @@ class TestGrpo:
     } | values
     with pytest.raises(ValueError, match=message):
       rl.grpo_loss(**given)
+
+  @pytest.mark.parametrize("wrong", [None, "a", True, np.ones(2)])
+  def test_a_kl_weight_that_is_no_number(self, wrong):
+    zeros, mask = np.zeros((2, 3), np.float32), np.ones((2, 3), bool)
+    with pytest.raises(TypeError, match="`kl_weight` must be a number, got"):
+      rl.grpo_loss(zeros, zeros, np.ones(2), mask, kl_weight=wrong)

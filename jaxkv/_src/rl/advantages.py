@@ -1,7 +1,10 @@
 """How much better an answer is than the others to its prompt."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv._src.rl import arguments
 
@@ -21,7 +24,8 @@ def group_normalized(
   in Dr. GRPO (Liu et al., 2025).
 
   Args:
-    rewards: floats[Q], those of a prompt side by side, as in a rollout.
+    rewards: floats, integers or bools [Q], those of a prompt side by side, as
+      in a rollout.
     num_samples: G, the samples of each prompt; divides Q.
     mask: bool[Q], the samples there are; None for all.
     normalized: whether to divide.
@@ -31,7 +35,8 @@ def group_normalized(
     float32[Q]; 0 where `mask` is False, and where a group's rewards are equal.
 
   Raises:
-    TypeError: `mask` is not bool, or `num_samples` no int.
+    TypeError: `mask` is not bool, `num_samples` no int, or rewards are no real
+      numbers.
     ValueError: an argument has the wrong shape.
 
   Examples:
@@ -44,7 +49,7 @@ def group_normalized(
   away = jnp.where(there > 0, rewards - mean, 0)
   if normalized:
     variance = jnp.sum(away * away, axis=1, keepdims=True) / count
-    away = away / (jnp.sqrt(variance) + jnp.float32(eps))
+    away = away / (jnp.sqrt(variance) + arguments.number("eps", eps))
   return away.ravel()
 
 
@@ -56,7 +61,8 @@ def leave_one_out(
   As in RLOO (Ahmadian et al., 2024, section 3.4).
 
   Args:
-    rewards: floats[Q], those of a prompt side by side, as in a rollout.
+    rewards: floats, integers or bools [Q], those of a prompt side by side, as
+      in a rollout.
     num_samples: G, the samples of each prompt; divides Q.
     mask: bool[Q], the samples there are; None for all.
 
@@ -64,7 +70,8 @@ def leave_one_out(
     float32[Q]; 0 where `mask` is False, and for a sample without others.
 
   Raises:
-    TypeError: `mask` is not bool, or `num_samples` no int.
+    TypeError: `mask` is not bool, `num_samples` no int, or rewards are no real
+      numbers.
     ValueError: an argument has the wrong shape.
 
   Examples:
@@ -87,9 +94,11 @@ def _groups(
   Relative ones, because a mean of equal numbers may differ from them. Rewards
   are 0 where the mask is 0.
   """
-  if isinstance(num_samples, bool) or not isinstance(num_samples, int):
+  whole = isinstance(num_samples, int | np.integer)
+  if isinstance(num_samples, bool) or not whole:
     raise TypeError(f"`num_samples` must be an int, got {num_samples!r}.")
-  rewards = jnp.asarray(rewards)
+  num_samples = operator.index(num_samples)
+  rewards = arguments.real("rewards", rewards)
   fits = num_samples > 0 and rewards.ndim == 1
   if not fits or rewards.shape[0] % num_samples:
     raise ValueError(

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jaxkv._src.cache import checks
 from jaxkv._src.rl import arguments
@@ -57,16 +56,20 @@ def grpo_loss(
     log_probs: floats[Q, T], of the policy that is trained; or [N, G, R] of
       groups, and so all others.
     old: floats[Q, T], of the policy that r is relative to: at the beginning of
-      the update. No gradient goes through them.
+      the update. No gradient goes through them. They are of the distribution
+      that `log_probs` are of: at its temperature, and of all tokens, without
+      top-k, top-p, penalties and the like; see `jaxkv.rl`.
     advantages: floats[Q] or [N, G], or floats of each token.
     mask: bool[Q, T], the tokens that were drawn, such as
       `generated(state).mask`. Only they count; numbers elsewhere may be NaN.
+      `grouped_log_probs` gives NaN for a prompt with a length out of range, its
+      own or a completion's: `mask & ~jnp.isnan(log_probs)` leaves it out.
     clip: static; c; or two, below and above 1 (Yu et al., 2025, "clip
       higher").
     weights: floats[Q, T], factors of the policy loss, such as
       `importance_weights`; None for 1.
     reference: floats[Q, T], of the reference policy; None for no divergence.
-    kl_weight: of the divergence.
+    kl_weight: a number, of the divergence.
     estimator: static; of the divergence, see `kl`.
     mean: over what losses of tokens are averaged; static if it is a string.
       "sequence": over the tokens of a sequence, and then over sequences with
@@ -77,7 +80,8 @@ def grpo_loss(
     The loss, float32[], and what it was made of.
 
   Raises:
-    TypeError: `mask` is not bool, or others are no floats.
+    TypeError: `mask` is not bool, `kl_weight` no number, or others are no
+      floats.
     ValueError: an argument has another shape, or is out of range.
 
   Examples:
@@ -93,6 +97,7 @@ def grpo_loss(
   """
   low, high = _bounds(clip)
   ratios.check_estimator(estimator)
+  pull = arguments.number("kl_weight", kl_weight)
   log_probs = arguments.log_probabilities("log_probs", log_probs)
   mask = arguments.drawn("mask", mask, log_probs)
   old = arguments.like("old", jax.lax.stop_gradient(old), log_probs)
@@ -116,7 +121,7 @@ def grpo_loss(
     fixed = arguments.like("reference", fixed, log_probs)
     apart = jnp.where(mask, log_probs - fixed, 0)
     extra = ratios.divergence(apart, estimator)
-    losses = losses + jnp.asarray(kl_weight, jnp.float32) * extra
+    losses = losses + pull * extra
   fixed = jax.lax.stop_gradient(away)
   metrics = GrpoMetrics(
     ratio=_mean(jnp.exp(fixed), mask, "token"),
@@ -162,9 +167,8 @@ def _mean(values: jax.Array, mask: jax.Array, mean: Mean) -> jax.Array:
     return jnp.sum(rows) / jnp.maximum(some, 1)
   if isinstance(mean, str) and mean == "token":
     return jnp.sum(values) / jnp.maximum(jnp.sum(there), 1)
-  number = not isinstance(mean, str | bool) and jnp.ndim(mean) == 0
-  known = number and not isinstance(mean, Tracer)
-  if not number or (known and not mean > 0):
+  number = arguments.is_number(mean)
+  if not number or (arguments.is_known(mean) and not mean > 0):
     raise ValueError(
       f'`mean` must be "sequence", "token" or a positive number, got {mean!r}.'
     )

@@ -1,5 +1,7 @@
 """How far the trained policy is from the one that drew the tokens."""
 
+import operator
+from typing import Any
 from typing import Literal
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv._src.cache import checks
 from jaxkv._src.rl import arguments
+from jaxkv_kernels._src import check
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -87,11 +90,11 @@ def importance_weights(
     behavior: floats[Q, T], of the policy that drew the tokens, such as
       `generated(state).log_probs`.
     mask: bool[Q, T], the tokens that were drawn.
-    most: static; the largest weight; None for no bound.
+    most: the largest weight; None for no bound.
     lag: integers[Q, T], updates since each token was drawn: the version of the
       weights minus `generated(state).versions`.
-    max_lag: tokens with a greater lag get weight 0. With `lag` alone, and
-      needed there.
+    max_lag: an integer; tokens with a greater lag get weight 0. With `lag`
+      alone, and needed there.
 
   Returns:
     float32[Q, T]; 0 where `mask` is False.
@@ -107,8 +110,7 @@ def importance_weights(
     >>> importance_weights(now, jnp.array([[-0.5, -9.0, 0.0]]), mask=drawn)
     Array([[1., 2., 0.]], dtype=float32)
   """
-  if most is not None and not most > 0:
-    raise ValueError(f"`most` must be positive, got {most}.")
+  bound = None if most is None else _bound(most)
   if (lag is None) != (max_lag is None):
     raise ValueError(
       "`lag` and `max_lag` must be given together, got "
@@ -122,9 +124,36 @@ def importance_weights(
     checks.check_shape("lag", lag, away.shape, ", one for each token")
     if not jnp.issubdtype(lag.dtype, jnp.integer):
       raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")
-    used &= lag <= max_lag
+    used &= lag <= _whole("max_lag", max_lag, lag)
   # Elsewhere numbers may be anything, and exp of them infinite.
   weights = jnp.exp(jnp.where(used, away, 0))
-  if most is not None:
-    weights = jnp.minimum(weights, jnp.float32(most))
+  if bound is not None:
+    weights = jnp.minimum(weights, bound)
   return jax.lax.stop_gradient(jnp.where(used, weights, 0))
+
+
+def _bound(most: Any) -> jax.Array:
+  """The largest weight, float32[].
+
+  Raises:
+    TypeError: it is no number.
+    ValueError: it is not positive.
+  """
+  if not arguments.is_number(most):
+    check.refuse(TypeError, "most", "a positive number or None", most)
+  if arguments.is_known(most) and not most > 0:
+    raise ValueError(f"`most` must be positive, got {most}.")
+  return jnp.asarray(most, jnp.float32)
+
+
+def _whole(name: str, value: Any, other: jax.Array) -> Any:
+  """An integer, also a traced one, to be compared with others.
+
+  Raises:
+    TypeError: it is none.
+  """
+  if not arguments.is_whole(value):
+    check.refuse(TypeError, name, "an integer", value)
+  if arguments.is_known(value):
+    return operator.index(value)
+  return value.astype(other.dtype)
