@@ -85,10 +85,11 @@ ADAM = optax.adam(2e-3)
 # %%
 def draw(params, cache, kv, key, model):
   """Prompts, answers to them, and the rollout at its end."""
-  prompts = jax.random.randint(key, (PROMPTS, TOKENS), 0, VOCABULARY, jnp.int32)
+  ask, answer = jax.random.split(key)
+  prompts = jax.random.randint(ask, (PROMPTS, TOKENS), 0, VOCABULARY, jnp.int32)
   lengths = jnp.full((PROMPTS,), TOKENS, jnp.int32)
   options = dataclasses.replace(OPTIONS, numerics=model.numerics)
-  state = rollout.init(cache, kv, prompts, lengths, key, options)
+  state = rollout.init(cache, kv, prompts, lengths, answer, options)
   forward = functools.partial(models.forward, config=model)
   state = rollout.generate(params, state, model=forward)
   out = rollout.generated(state)
@@ -104,11 +105,10 @@ def log_probs(params, drawn, model):
 
 def train(params, moments, drawn, old, model, weights=None):
   """The weights after some updates, the reward, and figures of the updates."""
-  right = drawn.completions == drawn.prompts[:, None]
   # Of each token, relative to that of the other samples in its place.
-  reward = jnp.swapaxes(right.astype(jnp.float32), 1, 2)
-  good = rl.group_normalized(reward.ravel(), num_samples=SAMPLES)
-  good = jnp.swapaxes(good.reshape(reward.shape), 1, 2)
+  right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
+  good = rl.group_normalized(right.ravel(), num_samples=SAMPLES)
+  good = jnp.swapaxes(good.reshape(right.shape), 1, 2)
   common = {"clip": (0.2, 0.3), "mean": "token", "weights": weights}
 
   def loss(params):
@@ -126,7 +126,7 @@ def train(params, moments, drawn, old, model, weights=None):
 
   carry = (params, moments)
   (params, moments), figures = jax.lax.scan(update, carry, length=INNER_STEPS)
-  return params, moments, {"reward": jnp.mean(reward)} | figures
+  return params, moments, {"reward": jnp.mean(right)} | figures
 
 
 @functools.partial(jax.jit, static_argnums=5, donate_argnums=(0, 1, 2, 3))
@@ -146,17 +146,19 @@ def grpo_round(params, moments, cache, kv, key, model):
 
 
 # %%
-def begin(model, seed=1):
+def begin(model, key):
   """Random weights, and an empty cache."""
-  params = models.init_params(jax.random.key(seed), model)
-  cache = jaxkv.init(SIZES, jax.random.key(1))
+  first, secret = jax.random.split(key)
+  params = models.init_params(first, model)
+  cache = jaxkv.init(SIZES, secret)
   return params, ADAM.init(params), cache, models.init_kv(model, SIZES)
 
 
 def run(model, rounds, seed=1):
   """What the rounds said of themselves, each figure an array."""
-  carry, figures = begin(model, seed), []
-  for key in jax.random.split(jax.random.key(seed), rounds):
+  first, rest = jax.random.split(jax.random.key(seed))
+  carry, figures = begin(model, first), []
+  for key in jax.random.split(rest, rounds):
     carry, one = grpo_round(*carry, key, model)
     figures.append(one)
   jaxkv.check(carry[2])
@@ -260,13 +262,14 @@ def late_round(params, moments, cache, kv, drawn, key):
 # gradient, so it changes no weight.
 
 # %%
-carry = begin(EXACT)
+first, rest = jax.random.split(jax.random.key(1))
+carry = begin(EXACT, first)
 shape = jax.eval_shape(
   functools.partial(draw, model=EXACT), carry[0], *carry[2:], jax.random.key(0)
 )[1]
 carry = (*carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape))
 late = []
-for key in jax.random.split(jax.random.key(1), 80):
+for key in jax.random.split(rest, 80):
   carry, one = late_round(*carry, key)
   late.append(one)
 late = jax.tree.map(lambda *some: np.stack(some), *late)

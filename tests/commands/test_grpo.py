@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxkv import __main__ as command_line
+from jaxkv import models
 from jaxkv._src.commands import grpo_round
 from tests import as_users
 
@@ -24,20 +25,26 @@ _ROUNDS = 3
 def program():
   """A round as users compile it."""
   model = grpo_round.decoder("exact")
-  carry = jax.eval_shape(lambda: grpo_round.begin(model, 0))
+  key = jax.random.key(0)
+  carry = jax.eval_shape(lambda: grpo_round.begin(model, key))
   call = functools.partial(grpo_round.grpo_round, model=model)
   jitted = as_users.jit(call, donate_argnums=0)
-  return jitted.lower(carry, jax.random.key(0)).compile()
+  return jitted.lower(carry, key).compile()
 
 
 def _figures(program):
   """Some rounds of it: whatever `grpo --seed 0` has at first."""
-  carry = grpo_round.begin(grpo_round.decoder("exact"), 0)
+  first, rest = jax.random.split(jax.random.key(0))
+  carry = grpo_round.begin(grpo_round.decoder("exact"), first)
   rounds = []
-  for key in jax.random.split(jax.random.key(0), _ROUNDS):
+  for key in jax.random.split(rest, _ROUNDS):
     carry, figures = program(carry, key)
     rounds.append(figures)
   return jax.tree.map(lambda *some: np.stack(some), *rounds)
+
+
+def _weights(key):
+  return models.init_params(key, grpo_round.decoder("exact"))
 
 
 class TestProgram:
@@ -47,6 +54,26 @@ class TestProgram:
     assert (figures.off_ratio == 0).all()
     assert (figures.kl == 0).all()
     assert 0 < figures.reward[0] < 0.1
+
+  def test_no_key_is_used_twice(self, monkeypatch):
+    """Neither for weights and rounds, nor for prompts and their answers."""
+    given = {}
+
+    def spy(cache, kv, prompts, lengths, key, config):
+      del cache, kv, lengths, config
+      given.update(prompts=prompts, key=key)
+      raise InterruptedError
+
+    model, key = grpo_round.decoder("exact"), jax.random.key(0)
+    carry = grpo_round.begin(model, key)
+    monkeypatch.setattr(grpo_round.rollout, "init", spy)
+    with pytest.raises(InterruptedError):
+      grpo_round.grpo_round(carry, key, model=model)
+    shape, most = given["prompts"].shape, grpo_round.VOCABULARY
+    for used in (key, given["key"]):
+      same = jax.random.randint(used, shape, 0, most, np.int32)
+      assert not (given["prompts"] == same).all()
+    assert not (carry.params["embed"] == _weights(key)["embed"]).all()
 
   def test_a_prompt_is_computed_once(self, program):
     counters = _figures(program).counters
@@ -58,7 +85,7 @@ class TestProgram:
 
   def test_all_of_the_carry_is_updated_in_place(self, program):
     carry = jax.eval_shape(
-      lambda: grpo_round.begin(grpo_round.decoder("exact"), 0)
+      lambda: grpo_round.begin(grpo_round.decoder("exact"), jax.random.key(0))
     )
     leaves = jax.tree.leaves(carry)
     aliases = re.search(
@@ -75,7 +102,9 @@ class TestProgram:
     stacked: the output projection and the last norm.
     """
     model = grpo_round.decoder("exact")
-    params = jax.eval_shape(lambda: grpo_round.begin(model, 0).params)
+    params = jax.eval_shape(
+      lambda: grpo_round.begin(model, jax.random.key(0)).params
+    )
     shapes = {
       ",".join(map(str, leaf.shape)): jax.tree_util.keystr(path)
       for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -104,14 +133,15 @@ class TestProgram:
           exec(compile(source, _NOTEBOOK.name, "exec"), names)
       if "def draw" in cell:
         assert sum(bool(line.strip()) for line in cell.splitlines()) <= 45
-    carry = names["begin"](names["EXACT"], seed=0)
+    first, rest = jax.random.split(jax.random.key(0))
+    carry = names["begin"](names["EXACT"], first)
     call = as_users.jit(
       names["grpo_round"].__wrapped__,
       static_argnums=5,
       donate_argnums=(0, 1, 2, 3),
     )
     rewards = []
-    for key in jax.random.split(jax.random.key(0), _ROUNDS):
+    for key in jax.random.split(rest, _ROUNDS):
       with jax.numpy_dtype_promotion("standard"):
         carry, figures = call(*carry, key, names["EXACT"])
       rewards.append(float(figures["reward"]))
@@ -135,7 +165,7 @@ class TestCommand:
     assert result["prefilled_tokens"] <= result["prompt_tokens"]
     assert result["generated_tokens"] == result["answer_tokens"]
     printed = capsys.readouterr()
-    assert f"{result['reward_after']:.3f} in the last" in printed.out
+    assert f"{result['reward_after']:.3f} in the last {_ROUNDS}" in printed.out
     assert "in the rounds 0" in printed.out
     assert "grpo: 100%" in printed.err
 

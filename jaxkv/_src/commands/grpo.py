@@ -27,7 +27,7 @@ from jaxkv._src.commands.grpo_round import RoundFigures
 
 _RANGES = {"rounds": (2, 100_000), "seed": (0, 2**32 - 1)}
 _MEAN_OF = 10
-"""Last rounds of which the reward is the mean."""
+"""Last rounds of which the reward is the mean, at most."""
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -86,8 +86,9 @@ def _trained(args: argparse.Namespace) -> dict[str, Any]:
   program = jax.jit(
     functools.partial(grpo_round.grpo_round, model=model), donate_argnums=0
   )
-  carry = grpo_round.begin(model, args.seed)
-  keys = list(jax.random.split(jax.random.key(args.seed), args.rounds))
+  first, rest = jax.random.split(jax.random.key(args.seed))
+  carry = grpo_round.begin(model, first)
+  keys = list(jax.random.split(rest, args.rounds))
   print("compiling a round ...", file=sys.stderr, flush=True)
   begin = time.perf_counter()
   compiled = program.lower(carry, keys[0]).compile()
@@ -168,7 +169,8 @@ def _show(result: dict[str, Any]) -> None:
     (
       "reward",
       f"{result['reward_before']:.3f} in the first round, "
-      f"{result['reward_after']:.3f} in the last {_MEAN_OF}",
+      f"{result['reward_after']:.3f} in the last "
+      f"{min(_MEAN_OF, result['rounds'])}",
     ),
     (
       "mismatch",

@@ -85,16 +85,22 @@ def decoder(numerics: Numerics, dtype: Any = jnp.float32) -> models.Decoder:
   return dataclasses.replace(plain, numerics=numerics)
 
 
-def begin(model: models.Decoder, seed: int) -> Carry:
-  """Random weights and an empty cache."""
+def begin(model: models.Decoder, key: jax.Array) -> Carry:
+  """Random weights and an empty cache.
+
+  Args:
+    model: the decoder.
+    key: key[]; not one of the rounds'.
+  """
+  first, secret = jax.random.split(key)
   sizes = jaxkv.CacheConfig(
     num_pages=1024,
     page_size=2,
     num_slots=PROMPTS * SAMPLES,
     pages_per_slot=-(-2 * TOKENS // 2),
   )
-  params = models.init_params(jax.random.key(seed), model)
-  cache = jaxkv.init(sizes, jax.random.key(1))
+  params = models.init_params(first, model)
+  cache = jaxkv.init(sizes, secret)
   return Carry(
     params, _OPTIMIZER.init(params), cache, models.init_kv(model, sizes)
   )
@@ -114,7 +120,8 @@ def grpo_round(
     What the next round takes over, and figures.
   """
   params, moments, cache, kv = carry
-  prompts = jax.random.randint(key, (PROMPTS, TOKENS), 0, VOCABULARY, jnp.int32)
+  ask, draw = jax.random.split(key)
+  prompts = jax.random.randint(ask, (PROMPTS, TOKENS), 0, VOCABULARY, jnp.int32)
   lengths = jnp.full((PROMPTS,), TOKENS, jnp.int32)
   config = rollout.RolloutConfig(
     num_samples=SAMPLES,
@@ -126,7 +133,7 @@ def grpo_round(
     max_overtaken=PROMPTS * SAMPLES,
     numerics=model.numerics,
   )
-  state = rollout.init(cache, kv, prompts, lengths, key, config)
+  state = rollout.init(cache, kv, prompts, lengths, draw, config)
   forward = functools.partial(models.forward, config=model)
   state = rollout.generate(params, state, model=forward)
   drawn = rollout.grouped(
@@ -135,11 +142,10 @@ def grpo_round(
     prompt_columns=TOKENS,
     completion_columns=TOKENS,
   )
-  right = drawn.completions == drawn.prompts[:, None]
   # Of each token, relative to that of the other samples in its place.
-  reward = jnp.swapaxes(right.astype(jnp.float32), 1, 2)
-  good = rl.group_normalized(reward.ravel(), num_samples=SAMPLES)
-  good = jnp.swapaxes(good.reshape(reward.shape), 1, 2)
+  right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
+  good = rl.group_normalized(right.ravel(), num_samples=SAMPLES)
+  good = jnp.swapaxes(good.reshape(right.shape), 1, 2)
 
   def loss(params: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     new = models.grouped_log_probs(
@@ -172,5 +178,5 @@ def grpo_round(
   state = rollout.update_weights(state)
   first = (one[0] for one in figures)
   return Carry(params, moments, state.cache, state.kv), RoundFigures(
-    jnp.mean(reward), state.counters, *first
+    jnp.mean(right), state.counters, *first
   )
