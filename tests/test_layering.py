@@ -31,6 +31,7 @@ _LAYERS = (
     "jaxkv.results",
     "jaxkv.telemetry",
     "jaxkv._src.show",
+    "jaxkv._src.temperature",
     "jaxkv._src.tiles",
   ),
   ("jaxkv._src.cache",),

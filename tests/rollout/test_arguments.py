@@ -11,7 +11,6 @@ import pytest
 import jaxkv
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
-from jaxkv._src.rollout import arguments
 
 _VOCABULARY = 7
 _FIELDS = (
@@ -130,32 +129,6 @@ class TestNumbersOfACall:
   def test_no_until(self):
     with pytest.raises(TypeError, match=r"`until` must be .* write Until"):
       _generate(until=3)
-
-  @pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-      (float("nan"), ValueError, "must be 0, or a finite .* got nan; use 0"),
-      (float("inf"), ValueError, "finite float32 .* got inf"),
-      (-0.5, ValueError, "got -0.5"),
-      (1e39, ValueError, r"finite float32 .* got 1e\+39"),
-      (1e-46, ValueError, "at least 1.2e-38, got 1e-46"),
-      (jnp.float32(jnp.nan), ValueError, "got nan"),
-      (True, TypeError, "must be a real number, got bool"),
-      ("hot", TypeError, "must be a real number"),
-      (1j, TypeError, "must be a real number, got complex128"),
-      ([0.5], ValueError, r"must have the shape \[\], got \[1\]"),
-    ],
-  )
-  def test_temperatures(self, value, error, message):
-    with pytest.raises(error, match=f"`temperature` .*{message}"):
-      arguments.as_temperature(value)
-
-  @pytest.mark.parametrize("value", [0, 1, np.float64(0.5), jnp.bfloat16(2)])
-  def test_temperatures_of_any_width(self, value):
-    cast = arguments.as_temperature(value)
-    assert (cast.dtype, cast.shape) == (jnp.float32, ())
-    traced = jax.jit(arguments.as_temperature)(value)
-    assert (traced.dtype, float(traced)) == (jnp.float32, float(value))
 
   def test_traced_numbers(self):
     """Their types are checked, their values are not known."""

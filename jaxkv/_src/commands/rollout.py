@@ -32,7 +32,7 @@ from jaxkv._src.commands import spans
 from jaxkv._src.commands.errors import CommandError
 from jaxkv._src.commands.prompts import Prompts
 from jaxkv._src.commands.spans import Timed
-from jaxkv._src.rollout.arguments import as_temperature
+from jaxkv._src.temperature import as_temperature
 from jaxkv.models import CharacterModel
 from jaxkv.rollout import RolloutConfig
 from jaxkv.rollout import RolloutState

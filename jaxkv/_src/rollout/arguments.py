@@ -6,47 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from jaxkv._src.cache.checks import check_shape
 
-_TINY = float(np.finfo(np.float32).tiny)
 _INT32_MAX = 2**31 - 1
-
-
-def as_temperature(temperature: Any) -> Array:
-  """The temperature, float32[].
-
-  A traced one is not checked for its value.
-
-  Raises:
-    TypeError: it is not a real number.
-    ValueError: it is not a scalar, or is negative, infinite or NaN, or so small
-      that dividing by it overflows.
-  """
-  name = "temperature"
-  known = not isinstance(temperature, Tracer)
-  value: Any = np.asarray(temperature) if known else temperature
-  if not _is_real(value.dtype):
-    raise TypeError(f"`{name}` must be a real number, got {value.dtype}.")
-  check_shape(name, value, ())
-  if known and not _is_temperature(float(value)):
-    raise ValueError(
-      f"`{name}` must be 0, or a finite float32 of at least {_TINY:.2g}, got "
-      f"{float(value)}; use 0 for greedy decoding."
-    )
-  return jnp.asarray(value, jnp.float32)
-
-
-def _is_real(dtype: Any) -> bool:
-  return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(
-    dtype, jnp.integer
-  )
-
-
-def _is_temperature(value: float) -> bool:
-  most = float(np.finfo(np.float32).max)
-  return value == 0 or _TINY <= value <= most
 
 
 def as_logits(logits: Array) -> Array:

@@ -14,11 +14,11 @@ from jax import lax
 from jaxkv._src.cache import ops
 from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
-from jaxkv._src.rollout.arguments import as_temperature
 from jaxkv._src.rollout.arguments import last_logits
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Finish
 from jaxkv._src.rollout.sequences import Sequences
+from jaxkv._src.temperature import as_temperature
 
 DenseModel = Callable[..., tuple[Array, Any]]
 """`(params, tokens int32[B, T], positions int32[B, T], memory, starts int32[B],

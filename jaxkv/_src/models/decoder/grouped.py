@@ -17,6 +17,8 @@ from jaxkv._src.models.decoder import trees
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.own_pages import memory_within
 from jaxkv._src.models.decoder.params import Params
+from jaxkv._src.temperature import as_temperature
+from jaxkv._src.temperature import divisor
 from jaxkv_kernels._src import check
 
 Levels = jax.Array | tuple[jax.Array, ...]
@@ -138,7 +140,7 @@ def grouped_log_probs(
     (prompts, *_levels(completions)),
     (prompt_lengths, *_levels(completion_lengths)),
   )
-  heat = log_probs.divisor(temperature)
+  heat = divisor(as_temperature(temperature))
   used = _checked_experts(experts, levels, config)
   out = _grouped(
     params,

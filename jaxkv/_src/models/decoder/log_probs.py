@@ -1,60 +1,16 @@
 """From what the last layer gives to the log-probs of some tokens."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from jaxkv._src import log_probs
-from jaxkv._src.cache.checks import check_shape
 from jaxkv._src.models.decoder import logits as all_logits
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
-from jaxkv_kernels._src import check
 
 _MOST = 2**24
 """Logits that exist at once: 64 MiB, and 341 rows of 49,152."""
-_LEAST = float(np.finfo(np.float32).tiny)
-_HIGHEST = float(np.finfo(np.float32).max)
-
-
-def divisor(temperature: Any) -> jax.Array:
-  """What logits are divided by at a temperature: float32[], 1 for 0.
-
-  NaN for a traced number that would be refused.
-
-  Raises:
-    TypeError: it is not a real number.
-    ValueError: it is not a scalar, or is negative, infinite or NaN, or so small
-      that dividing by it overflows.
-  """
-  name, hint = "temperature", "use 1.0 for the model's own log-probs"
-  kinds = (int, float, np.number, np.ndarray, jax.Array)
-  if isinstance(temperature, bool) or not isinstance(temperature, kinds):
-    check.refuse(TypeError, name, "a real number", temperature, hint)
-  known = not isinstance(temperature, Tracer)
-  value: Any = np.asarray(temperature) if known else temperature
-  if not (
-    jnp.issubdtype(value.dtype, jnp.floating)
-    or jnp.issubdtype(value.dtype, jnp.integer)
-  ):
-    check.refuse(TypeError, name, "a real number", temperature, hint)
-  check_shape(name, value, ())
-  if known:
-    heat = float(value)
-    if heat != 0 and not _LEAST <= heat <= _HIGHEST:
-      raise ValueError(
-        f"`{name}` must be 0, or a finite float32 of at least {_LEAST:.2g}, "
-        f"got {heat}; use 0 for the log-probs of a greedy rollout."
-      )
-    return jnp.float32(heat or 1)
-  heat = jnp.asarray(value, jnp.float32)
-  fits = (heat >= _LEAST) & (heat <= _HIGHEST)
-  one, none = jnp.ones_like(heat), jnp.full_like(heat, jnp.nan)
-  return jnp.where(heat == 0, one, jnp.where(fits, heat, none))
 
 
 def of_tokens(
@@ -120,6 +76,4 @@ def _exact(
   if count > 1:
     logits = jnp.repeat(logits, count, axis=0)
   heat = jnp.broadcast_to(temperature, (tokens.size,))
-  # A negative index would count from the end.
-  there = jnp.where(tokens < 0, logits.shape[1], tokens).ravel()
-  return log_probs.of_tokens(logits, there, heat).reshape(tokens.shape)
+  return log_probs.of_tokens(logits, tokens.ravel(), heat).reshape(tokens.shape)

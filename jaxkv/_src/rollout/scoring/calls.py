@@ -31,6 +31,7 @@ from jaxkv._src.rollout.scoring.group import Turn
 from jaxkv._src.rollout.scoring.group import Widths
 from jaxkv._src.rollout.scoring.scored import Given
 from jaxkv._src.rollout.scoring.scored import Scored
+from jaxkv._src.temperature import divisor
 from jaxkv.kv import PackedView
 
 _IDLE = 2
@@ -162,7 +163,9 @@ class _Packed:
     given, number, scored = self._given, self._group.number, self._group.scored
     after = self._positions + 1
     targets = given.tokens(number, self._samples, after)
-    heat = _divisor(given.temperature)
+    heat = jnp.ones((), jnp.float32)
+    if given.temperature is not None:
+      heat = divisor(given.temperature)
     own = log_probs.of_tokens(
       logits, targets, jnp.broadcast_to(heat, targets.shape)
     )
@@ -196,13 +199,6 @@ class _Packed:
       if value is not None
     }
     return dataclasses.replace(scored, **updated)
-
-
-def _divisor(temperature: Array | None) -> Array:
-  """float32[]: what logits are divided by; 1 for a temperature of 0."""
-  if temperature is None:
-    return jnp.ones((), jnp.float32)
-  return jnp.where(temperature == 0, jnp.ones_like(temperature), temperature)
 
 
 def _idle(cache: CacheState) -> tuple[View, ...]:

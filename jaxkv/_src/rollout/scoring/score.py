@@ -17,7 +17,6 @@ from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.rollout.arguments import as_count
-from jaxkv._src.rollout.arguments import as_temperature
 from jaxkv._src.rollout.arguments import check_switch
 from jaxkv._src.rollout.checks import as_version
 from jaxkv._src.rollout.checks import check_pools
@@ -38,6 +37,7 @@ from jaxkv._src.rollout.scoring.scored import ScoreState
 from jaxkv._src.rollout.scoring.scored import nothing_scored
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.state import as_user
+from jaxkv._src.temperature import as_temperature
 
 
 def score(

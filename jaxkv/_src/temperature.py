@@ -1,0 +1,64 @@
+"""Temperatures: what logits are divided by before a softmax."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from jaxkv._src.cache.checks import check_shape
+
+LEAST = float(np.finfo(np.float32).tiny)
+"""Dividing by less overflows."""
+HIGHEST = float(np.finfo(np.float32).max)
+
+
+def as_temperature(temperature: Any) -> Array:
+  """The temperature, float32[].
+
+  A traced one is not checked for its value.
+
+  Raises:
+    TypeError: it is not a real number.
+    ValueError: it is not a scalar, or is negative, infinite or NaN, or so small
+      that dividing by it overflows.
+  """
+  name = "temperature"
+  known = not isinstance(temperature, Tracer)
+  value: Any = np.asarray(temperature) if known else temperature
+  if not (
+    jnp.issubdtype(value.dtype, jnp.floating)
+    or jnp.issubdtype(value.dtype, jnp.integer)
+  ):
+    arrays = (np.ndarray, Array)
+    given = (
+      value.dtype if isinstance(temperature, arrays) else repr(temperature)
+    )
+    raise TypeError(
+      f"`{name}` must be a real number, got {given}; use 1.0 for the "
+      "model's own distribution."
+    )
+  check_shape(name, value, ())
+  if known and float(value) != 0 and not LEAST <= float(value) <= HIGHEST:
+    raise ValueError(
+      f"`{name}` must be 0, or a finite float32 of at least {LEAST:.2g}, got "
+      f"{float(value)}; use 0 for greedy decoding."
+    )
+  return jnp.asarray(value, jnp.float32)
+
+
+def divisor(temperature: Array) -> Array:
+  """What logits are divided by for log-probs: 1 for 0, which is greedy.
+
+  NaN for a number that `as_temperature` would have refused, were it known.
+
+  Args:
+    temperature: float32[...].
+
+  Returns:
+    float32[...].
+  """
+  fits = (temperature >= LEAST) & (temperature <= HIGHEST)
+  one, none = jnp.ones_like(temperature), jnp.full_like(temperature, jnp.nan)
+  return jnp.where(temperature == 0, one, jnp.where(fits, temperature, none))

@@ -1,0 +1,44 @@
+"""Temperatures of rollouts, scores and trainers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv._src.temperature import as_temperature
+from jaxkv._src.temperature import divisor
+
+
+@pytest.mark.parametrize(
+  ("value", "error", "message"),
+  [
+    (float("nan"), ValueError, "must be 0, or a finite .* got nan; use 0"),
+    (float("inf"), ValueError, "finite float32 .* got inf"),
+    (-0.5, ValueError, "got -0.5"),
+    (1e39, ValueError, r"finite float32 .* got 1e\+39"),
+    (1e-46, ValueError, "at least 1.2e-38, got 1e-46"),
+    (jnp.float32(jnp.nan), ValueError, "got nan"),
+    (True, TypeError, "must be a real number, got True"),
+    (None, TypeError, "must be a real number, got None"),
+    ("hot", TypeError, "must be a real number"),
+    (1j, TypeError, "must be a real number, got 1j"),
+    ([0.5], ValueError, r"must have the shape \[\], got \[1\]"),
+  ],
+)
+def test_is_refused(value, error, message):
+  with pytest.raises(error, match=f"`temperature` .*{message}"):
+    as_temperature(value)
+
+
+@pytest.mark.parametrize("value", [0, 1, np.float64(0.5), jnp.bfloat16(2)])
+def test_any_width_is_cast(value):
+  cast = as_temperature(value)
+  assert (cast.dtype, cast.shape) == (jnp.float32, ())
+  traced = jax.jit(as_temperature)(value)
+  assert (traced.dtype, float(traced)) == (jnp.float32, float(value))
+
+
+def test_divides_by_one_where_it_is_greedy():
+  given = jnp.asarray([0, 0.5, 3, -1, jnp.inf, jnp.nan], jnp.float32)
+  wanted = [1, 0.5, 3] + [np.nan] * 3
+  np.testing.assert_array_equal(divisor(given), np.float32(wanted))
