@@ -302,10 +302,10 @@ class Decoder:
       `forward`, whatever the slots, chunks, pages and neighbours, and in
       `forward_uncached` and `grouped_log_probs`, inside of a gradient, too.
       That holds for one kind of device and one version of jax, with one
-      `backend`, and page sizes that divide 64 (on a GPU or TPU, for 16). A few
-      tokens are computed at a time, by code that is compiled for so many;
-      under `vmap`, weights of one after another. Gradients are those of "fast",
-      in reverse mode alone. Not for decoders with an encoder.
+      `backend`, weights that are whole on each device, and page sizes that
+      divide 64 (on a GPU or TPU, for 16). A few tokens are computed at a time,
+      by code that is compiled for so many. Gradients are those of "fast", in
+      reverse mode alone. Not for decoders with an encoder.
     tile: how many tokens, with "exact". They are part of the numbers. For
       decode steps, as many as there are slots cost the least; for prompts and
       gradients, 64.
