@@ -66,17 +66,17 @@ _ATTEND = {
     _DECODE.format("page16_gqa4_d128"),
   ),
   "the table has no spare columns": (
-    f"{_XLA}:_attention",
+    f"{_XLA}:attend",
     text("((0, 0), (0, spare))", "((0, 0), (0, 0))"),
     _DECODE.format("page16_gqa4_d128"),
   ),
   "the scale is left out": (
-    f"{_XLA}:_attention",
+    f"{_XLA}:attend",
     text("* jnp.asarray(options.scale, jnp.float32)", "* 1.0"),
     _DECODE.format("scale"),
   ),
   "the layer is left out": (
-    f"{_XLA}:_attention",
+    f"{_XLA}:attend",
     text("ids + options.page_offset", "ids"),
     _TRACING + "TestTracing::test_layers_share_a_pool",
   ),
@@ -164,12 +164,15 @@ _ATTEND = {
     _DECODE.format("page16_gqa4_d128"),
   ),
   "the last tile of queries is left out": (
-    f"{_XLA}:_attention",
-    text("(jnp.max(counts) + tile - 1) // tile", "jnp.max(counts) // tile"),
+    f"{_XLA}:attend",
+    text(
+      "(jnp.max(counts) + query_tile - 1) // query_tile",
+      "jnp.max(counts) // query_tile",
+    ),
     _IN_TURN.format("page16_gqa4_d128"),
   ),
   "all queries are real": (
-    f"{_XLA}:_attention",
+    f"{_XLA}:attend",
     text(
       "split(column < counts[:, None])",
       "split((column < counts[:, None]) | True)",
@@ -177,7 +180,7 @@ _ATTEND = {
     _IN_TURN.format("everything"),
   ),
   "every query is at the place of its row's first": (
-    f"{_XLA}:_attention",
+    f"{_XLA}:attend",
     text(
       "split(starts[:, None] + column)", "split(starts[:, None] + 0 * column)"
     ),

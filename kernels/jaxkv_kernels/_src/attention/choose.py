@@ -57,7 +57,8 @@ class Backend(Protocol):
   `api` has checked the arguments. Both functions are called while tracing. A
   backend that takes plans also has `at_once(k_pages)`: how many pieces of work
   it processes at once, over all K/V heads. One that saves work when it knows of
-  several tiles of queries has `attend_query_tiles`; see `attend_rectangle`.
+  all tiles of queries has `TAKES_QUERY_TILES = True`, and its `attend` takes
+  `query_tile`; see `attend_rectangle`.
   """
 
   def attend(
@@ -225,11 +226,12 @@ def attend_rectangle(
   number = max(-(-columns // query_tile), 2)
   spare = number * query_tile - columns
   q = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, 0)))
-  given = (q, *pools, page_table, starts, counts, options)
-  own: Any = getattr(chosen, "attend_query_tiles", None)
-  if own is None:
-    own = functools.partial(_attend_in_turn, chosen)
-  out, lse = own(*given, query_tile)
+  own: Any = functools.partial(_attend_in_turn, chosen)
+  if getattr(chosen, "TAKES_QUERY_TILES", False):
+    own = chosen.attend
+  out, lse = own(
+    q, *pools, page_table, starts, counts, options, query_tile=query_tile
+  )
   return out[:, :columns], lse[:, :columns]
 
 
@@ -242,9 +244,10 @@ def _attend_in_turn(
   starts: jax.Array,
   counts: jax.Array,
   options: CallOptions,
+  *,
   query_tile: int,
 ) -> tuple[jax.Array, jax.Array]:
-  """`attend_query_tiles` of backends without one."""
+  """`attend` of backends that take no query tiles, a tile at a time."""
 
   def one(
     number: jax.Array, whole: tuple[jax.Array, jax.Array]

@@ -32,6 +32,8 @@ from jaxkv_kernels._src.formats import load
 # long as it divides this; 64 is within 5 % of the best on every shape timed.
 BLOCK_TOKENS = 64
 
+TAKES_QUERY_TILES = True
+
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -103,6 +105,8 @@ def attend(
   starts: jax.Array,
   counts: jax.Array,
   options: CallOptions,
+  *,
+  query_tile: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention of a rectangle of queries; see `api.paged_attention_padded`.
 
@@ -114,55 +118,12 @@ def attend(
     starts: int32[B].
     counts: int32[B].
     options: checked, with defaults filled in.
+    query_tile: see `choose.attend_rectangle`; T is a multiple, at least twice
+      as many.
 
   Returns:
     (float32[B, T, H, Dv], float32[B, T, H]).
   """
-  return _attention(
-    q, k_pages, v_pages, page_table, starts, counts, options, tile=None
-  )
-
-
-def attend_query_tiles(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  options: CallOptions,
-  query_tile: int,
-) -> tuple[jax.Array, jax.Array]:
-  """See `choose.attend_rectangle`; T is at least twice `query_tile`."""
-  return _attention(
-    q, k_pages, v_pages, page_table, starts, counts, options, tile=query_tile
-  )
-
-
-def unsupported(
-  platform: str,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  options: CallOptions,
-) -> str | None:
-  """None: this backend serves every checked call on every platform."""
-  del platform, q, k_pages, v_pages, options
-  return None
-
-
-def _attention(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  options: CallOptions,
-  *,
-  tile: int | None,
-) -> tuple[jax.Array, jax.Array]:
-  """`attend`, with `tile` columns at a time, or all."""
   batch, columns, heads, dim = q.shape
   total_pages, kv_heads, page_size = k_pages.shape[:3]
   pages_per_block = max(1, BLOCK_TOKENS // page_size)
@@ -173,9 +134,10 @@ def _attention(
   spare = -page_table.shape[1] % pages_per_block
   table = jnp.pad(page_table, ((0, 0), (0, spare)))
   each, split, join = _at_once, _itself, _itself
-  if tile is not None:
-    each = functools.partial(_in_turn, (jnp.max(counts) + tile - 1) // tile)
-    split = functools.partial(_split, tile)
+  if query_tile is not None:
+    tiles = (jnp.max(counts) + query_tile - 1) // query_tile
+    each = functools.partial(_in_turn, tiles)
+    split = functools.partial(_split, query_tile)
     join = _join
   # float32[B, K, Y, D]: the query rows that share a K/V head.
   scaled = q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
@@ -211,6 +173,18 @@ def _attention(
   finish = functools.partial(_finish, options.sinks)
   out, lse = each(finish, (carry, real), empty)
   return join(out), join(lse)
+
+
+def unsupported(
+  platform: str,
+  q: jax.Array,
+  k_pages: jax.Array,
+  v_pages: jax.Array,
+  options: CallOptions,
+) -> str | None:
+  """None: this backend serves every checked call on every platform."""
+  del platform, q, k_pages, v_pages, options
+  return None
 
 
 def _itself(x: jax.Array) -> jax.Array:
