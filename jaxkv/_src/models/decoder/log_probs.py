@@ -51,9 +51,10 @@ def of_tokens(
 
   def some(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
     x, tokens = inputs
-    logits = all_logits.head(params, x[None], config)[0]
     if is_exact(config):
+      logits = all_logits.head(params, x[None], config)[0]
       return _exact(logits, tokens, temperature)
+    logits = all_logits.head(params, x, config)
     # Of the differences none overflows upwards, however low the temperature.
     best = jnp.max(logits, axis=-1, keepdims=True)
     logits = (logits - jax.lax.stop_gradient(best)) / temperature

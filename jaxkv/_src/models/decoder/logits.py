@@ -50,7 +50,10 @@ def run(
 
 
 def head(params: Params, x: jax.Array, config: Decoder) -> jax.Array:
-  """float32[B, T, V] logits of what the last layer gives, [B, T, E]."""
+  """float32[..., V] logits of what the last layer gives, [..., E].
+
+  Exact numerics take [B, T, E] alone.
+  """
   unembed = params["embed"] if config.tied_embeddings else params["unembed"]
   weights = {"final_norm": params["final_norm"], "unembed": unembed}
   return token_wise(config)(functools.partial(_head, config), weights, x)
@@ -62,7 +65,7 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
   if config.tied_embeddings:
     unembed = unembed.T
   logits = jnp.einsum(
-    "bte,ev->btv", x, unembed, preferred_element_type=jnp.float32
+    "...e,ev->...v", x, unembed, preferred_element_type=jnp.float32
   )
   if config.logit_cap is not None:
     logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
