@@ -4,7 +4,8 @@ All mutants take a quarter of an hour, and so do all setups of the state
 machine: too long for every commit. A fixed few would leave the rest to whoever
 thinks of `--deep`. So commits take turns: a test marked
 `drawn("name", names, every=N)` runs at one commit of N for each `name`, and so
-does a whole file that is marked `drawn(every=N)`.
+does a whole file, or a test of it, that is marked `drawn(every=N)`. The mark
+that is nearest to a test counts.
 
 Turns are counted, not hashed: commit number t of the history runs the names
 whose rank is t modulo N, so that N commits in a row run every name exactly

@@ -56,7 +56,7 @@ def test_pair_is_in_sync(name):
   assert text == notebook, f"jupytext --sync notebooks/{name}.py"
 
 
-@pytest.mark.drawn("name", _NAMES, every=4)
+@pytest.mark.drawn("name", _NAMES, every=len(_NAMES))
 @over_notebooks
 def test_runs(name, tmp_path):
   needed = _NEEDS.get(name, "jax")

@@ -94,8 +94,8 @@ def test_table_is_complete():
   assert public - ON_HOST - ELSEWHERE == listed
 
 
-# Operation by operation, each compiled by itself: three at a commit.
-@pytest.mark.drawn("verb", TABLE, every=7)
+# Operation by operation, each compiled by itself: one at a commit.
+@pytest.mark.drawn("verb", TABLE, every=len(TABLE))
 @pytest.mark.parametrize("verb", TABLE)
 def test_without_jit(verb):
   state, args = example(verb)
@@ -138,6 +138,7 @@ class TestEveryVerb:
     if verb in CHANGING:
       counted.trace(TABLE[verb](state, **args)[0], **args)
 
+  @pytest.mark.drawn("verb", TABLE, every=3)
   def test_vmap_is_one_by_one(self, verb):
     calls = [example(verb, seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
@@ -146,6 +147,7 @@ class TestEveryVerb:
       alone = TABLE[verb](state, **args)
       assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
 
+  @pytest.mark.drawn("verb", TABLE, every=3)
   def test_a_cache_a_device(self, verb):
     """One cache on each of eight devices; no device waits for another."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -223,6 +223,7 @@ def test_trees(name):
     _assert_close(own, wanted)
 
 
+@pytest.mark.drawn("name", _LAYERS, every=3)
 @over_decoders
 @pytest.mark.parametrize("arguments", [_completions, _trees])
 def test_gradients(name, arguments):

@@ -260,6 +260,7 @@ def check_order() -> None:
     assert order == wanted, bound
 
 
+@pytest.mark.drawn(every=4)
 def test_order():
   check_order()
 
@@ -305,6 +306,7 @@ def check_groups(pools=(18,)) -> None:
       _check_sequence(state.sequences, number, wanted)
 
 
+@pytest.mark.drawn(every=4)
 def test_groups():
   check_groups()
 
@@ -346,6 +348,7 @@ def check_priority() -> None:
   assert state.sequences.status.tolist() == [waits, runs, waits]
 
 
+@pytest.mark.drawn(every=4)
 def test_priority():
   check_priority()
 
@@ -440,6 +443,7 @@ def test_in_place(largest):
   assert pool_sized_rewrites(compiled, array.shape) == []
 
 
+@pytest.mark.drawn(every=4)
 def test_a_new_epoch_on_the_way():
   """Nothing of the old weights is hit by those that wait."""
   config = rollout.RolloutConfig(max_new_tokens=1)

@@ -119,6 +119,7 @@ _DEEP = ("one slot", "pages of 32 tokens")
 
 
 class TestTokens:
+  @pytest.mark.drawn("name", _RUNS, every=2)
   @pytest.mark.parametrize(
     "name",
     [

@@ -148,7 +148,7 @@ class TestMixed:
       np.log(shares[int(drawn.tokens[6])]), rel=1e-6
     )
 
-  @pytest.mark.drawn("size", [1, 2, 3, 11, 64, 513], every=3)
+  @pytest.mark.drawn("size", [1, 2, 3, 11, 64, 513], every=6)
   @pytest.mark.parametrize("size", [1, 2, 3, 11, 64, 513])
   def test_all_rows(self, size):
     """Every row is drawn as defined, and as it is alone, bit by bit."""

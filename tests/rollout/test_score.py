@@ -60,6 +60,7 @@ def check_groups(name: str = "plain", program=None) -> None:
   assert pages_held(state) == 0
 
 
+@pytest.mark.drawn("name", MODELS, every=3)
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_a_forward_pass(name):
   check_groups(name, compiled(name))
@@ -118,12 +119,14 @@ def test_one_completion_each():
 
 
 _COLUMNS, _SAMPLES, _NEW = 9, 3, 5
+_RANDOM = ["plain", "windows", "delta_net"]
 _SMALL = dataclasses.replace(SIZES, num_pages=30, page_size=2, pages_per_slot=8)
 
 
+@pytest.mark.drawn("name", _RANDOM, every=3)
 @given(data=st.data())
 @settings(max_examples=25)
-@pytest.mark.parametrize("name", ["plain", "windows", "delta_net"])
+@pytest.mark.parametrize("name", _RANDOM)
 def test_random_groups(name, data):
   """Whatever the pages and the slots that others leave: right, or refused.
 
@@ -405,6 +408,7 @@ def test_rows_are_those_of_the_model():
       assert abs(scored.log_probs[0, sample, count] - wanted) < 1e-5
 
 
+@pytest.mark.drawn("name", ["windows", "delta_net"], every=2)
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("name", ["windows", "delta_net"])
 def test_in_place(name, samples):

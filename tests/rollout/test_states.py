@@ -197,6 +197,7 @@ def check_states(slots, pages, temperature, program=None):
   return state
 
 
+@pytest.mark.drawn("pages", [100, 22, 30], every=3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("slots", "pages"), [(6, 100), (6, 22), (2, 30)])
 def test_equal_to_a_run_without_cache(slots, pages, temperature):
