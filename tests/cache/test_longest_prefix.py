@@ -15,6 +15,8 @@ from tests.cache.by_hand import match
 from tests.cache.by_hand import table
 from tests.cache.by_hand import without
 
+pytestmark = pytest.mark.drawn(every=3)
+
 
 class TestFullAttention:
   @pytest.mark.parametrize(

@@ -14,39 +14,34 @@ from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import problem
 from tests.kernels.shapes import queries
 
-# The newer jax of `.ci/run` has all of it at each commit.
+# The newer jax of `.ci/run` has all of it at each commit, but for shapes that
+# take turns.
 pytestmark = pytest.mark.drawn(every=3)
 
-
+_RECTANGLES = (
+  "page1_mha_d32",
+  "page16_gqa4_d128",
+  "page64_gqa8_d64",
+  "head_dim_96_values_of_160",
+  "bits_gqa4",
+  "float16_gqa8",
+  "int8_scale_per_token",
+  "e4m3_bits_scale_per_head",
+  "window20",
+  "alibi",
+  "everything",
+  "everything_bits",
+  "everything_int8",
+  "everything_int8_d128",
+)
+_FEW = (
+  "page16_gqa4_d128",
+  "everything",
+  "everything_int8",
+  "everything_bfloat16_d128",
+)
 over_all_shapes = pytest.mark.parametrize(("runner", "name"), cases())
-RECTANGLES = pytest.mark.parametrize(
-  ("runner", "name"),
-  cases(
-    "page1_mha_d32",
-    "page16_gqa4_d128",
-    "page64_gqa8_d64",
-    "head_dim_96_values_of_160",
-    "bits_gqa4",
-    "float16_gqa8",
-    "int8_scale_per_token",
-    "e4m3_bits_scale_per_head",
-    "window20",
-    "alibi",
-    "everything",
-    "everything_bits",
-    "everything_int8",
-    "everything_int8_d128",
-  ),
-)
-over_few_shapes = pytest.mark.parametrize(
-  ("runner", "name"),
-  cases(
-    "page16_gqa4_d128",
-    "everything",
-    "everything_int8",
-    "everything_bfloat16_d128",
-  ),
-)
+over_few_shapes = pytest.mark.parametrize(("runner", "name"), cases(*_FEW))
 over_backends = pytest.mark.parametrize("runner", backends())
 
 
@@ -56,6 +51,7 @@ def same(results, others):
 
 
 class TestDecode:
+  @pytest.mark.drawn("name", SHAPES, every=3)
   @over_all_shapes
   def test_equals_the_reference(self, runner, name):
     shape = SHAPES[name]
@@ -84,13 +80,15 @@ def rectangle(name):
 
 
 class TestRectangle:
-  @RECTANGLES
+  @pytest.mark.drawn("name", _RECTANGLES, every=3)
+  @pytest.mark.parametrize(("runner", "name"), cases(*_RECTANGLES))
   def test_equals_the_reference(self, runner, name):
     case, arguments = rectangle(name)
     wanted = reference.paged_attention_padded(*arguments, **case.options)
     out, lse = runner("paged_attention_padded", *arguments, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
+  @pytest.mark.drawn("name", _FEW, every=len(_FEW))
   @over_few_shapes
   @pytest.mark.parametrize("query_tile", [4, 32])
   def test_columns_in_turn(self, runner, name, query_tile):
@@ -100,6 +98,7 @@ class TestRectangle:
     out, lse = runner("paged_attention_padded", *arguments, **options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
+  @pytest.mark.drawn("name", _FEW, every=len(_FEW))
   @over_few_shapes
   def test_columns_in_turn_have_bits_of_their_own(self, runner, name):
     """Those after them, and how many there are, change nothing."""

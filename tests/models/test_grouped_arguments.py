@@ -14,6 +14,8 @@ from jaxkv import models
 from jaxkv import rollout
 from tests import as_users
 
+pytestmark = pytest.mark.drawn(every=3)
+
 _CONFIG = models.llama(
   vocab_size=11,
   num_layers=1,

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxkv import rollout
 from jaxkv._src.rollout import drafts
@@ -13,6 +14,8 @@ from jaxkv._src.rollout import until
 from jaxkv._src.rollout.rows import rows_of
 from tests.rollout import by_hand
 from tests.rollout.test_by_hand import _check_sequence
+
+pytestmark = pytest.mark.drawn(every=3)
 
 _CONFIG = rollout.RolloutConfig(num_samples=2, max_new_tokens=6)
 

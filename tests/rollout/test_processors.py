@@ -17,6 +17,8 @@ from jaxkv._src.rollout.settings import Sampling
 from tests.rollout import by_definition
 from tests.rollout.by_definition import Row
 
+pytestmark = pytest.mark.drawn(every=3)
+
 _INF = float("inf")
 _VOCABULARY = 6
 _LOGITS = [2.0, -1.0, 0.0, 1.0, 4.0, -2.0]

@@ -10,6 +10,8 @@ import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
 
+pytestmark = pytest.mark.drawn(every=3)
+
 _TURNS, _PAGE = 4, 4
 
 

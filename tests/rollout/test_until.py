@@ -7,6 +7,8 @@ import pytest
 from jaxkv import rollout
 from tests.rollout import by_hand
 
+pytestmark = pytest.mark.drawn(every=3)
+
 _CONFIG = rollout.RolloutConfig(
   num_samples=2, max_new_tokens=6, stop_token=8, prefill_chunk=4
 )
