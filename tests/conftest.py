@@ -7,6 +7,8 @@ Read before any test file, and so before jax makes its first device.
 | `JAXKV_TEST_PLATFORM` | `cuda`: run on a GPU; default `cpu`, 8 devices |
 | `JAXKV_TEST_OPTIMIZED` | `1`: code for a CPU is compiled as users' is; by
   default in the way that takes the compiler the least time, most of a test's |
+| `JAXKV_TEST_CACHE` | a folder in which jax keeps compiled programs between
+  runs; by default each run compiles everything |
 | `CI` | hypothesis tries the same examples every time |
 """
 
@@ -15,6 +17,7 @@ import os
 
 _PLATFORM = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
 _OPTIMIZED = os.environ.get("JAXKV_TEST_OPTIMIZED") == "1"
+_PROGRAMS = os.environ.get("JAXKV_TEST_CACHE")
 _LEVEL_FLAG = "--xla_backend_optimization_level"
 # XLA's older way to make code of fused operations: less than half of the time.
 # Later versions of jaxlib have no such flag, and end at one that they lack.
@@ -38,8 +41,12 @@ def _set_environment() -> None:
   os.environ["JAX_PLATFORMS"] = with_cpu
   # Several test processes share one GPU.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  # A cache from an earlier run could hide a compilation that now fails.
-  os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+  # A cache from an earlier run could hide a compilation that now fails, so it
+  # is used on request alone.
+  os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true" if _PROGRAMS else "false"
+  if _PROGRAMS:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
 _set_environment()
@@ -52,7 +59,10 @@ from tests import draw  # noqa: E402
 
 # Again for jax, which a plugin may have imported before.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
-jax.config.update("jax_enable_compilation_cache", False)
+jax.config.update("jax_enable_compilation_cache", bool(_PROGRAMS))
+if _PROGRAMS:
+  jax.config.update("jax_compilation_cache_dir", _PROGRAMS)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
