@@ -9,7 +9,6 @@ Read before any test file, and so before jax makes its first device.
   default in the way that takes the compiler the least time, most of a test's |
 | `JAXKV_TEST_CACHE` | a folder in which jax keeps compiled programs between
   runs; by default each run compiles everything |
-| `CI` | hypothesis tries the same examples every time |
 """
 
 import importlib.metadata
@@ -55,8 +54,6 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import draw  # noqa: E402
-
 # Again for jax, which a plugin may have imported before.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_enable_compilation_cache", bool(_PROGRAMS))
@@ -70,7 +67,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile(
   "default",
   deadline=None,
-  derandomize=bool(os.environ.get("CI")),
+  # The same tree gets the same examples; only --deep looks for new ones.
+  derandomize=True,
   # Its files would stay in the checkout; a failure prints how to repeat it.
   database=None,
   print_blob=True,
@@ -131,28 +129,20 @@ def small_model(tmp_path_factory):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption(
-    "--deep",
+    "--all",
     action="store_true",
-    help="also run tests marked deep, and hypothesis' profile deep",
+    help="also run tests marked slow: minutes, not hours",
   )
   parser.addoption(
-    "--draw",
-    metavar="HASH",
-    help="run those tests marked drawn whose turn it was at this commit, or "
-    "in the turn of this number; default: the commit checked out",
+    "--deep",
+    action="store_true",
+    help="also run tests marked slow or deep, and hypothesis' profile deep",
   )
 
 
 def pytest_configure(config: pytest.Config) -> None:
   if config.getoption("--deep"):
     hypothesis.settings.load_profile("deep")
-  # Worker processes get the options as they are now: all draw the same.
-  config.option.draw = str(draw.turn_of(config.option.draw))
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-  """How to repeat the draw of this run."""
-  return f"draw: repeat with --draw {config.option.draw}"
 
 
 def pytest_collection_modifyitems(
@@ -160,40 +150,34 @@ def pytest_collection_modifyitems(
 ) -> None:
   """Skips what this run or this machine cannot do, with the reason."""
   deep = config.getoption("--deep")
+  slow = deep or config.getoption("--all")
   for item in items:
-    if item.get_closest_marker("deep") and not deep:
-      item.add_marker(pytest.mark.skip(reason="deep: runs with --deep"))
-    if not deep and not _its_turn(item):
-      reason = "drawn: runs at another commit (--draw), by name, or with --deep"
-      item.add_marker(pytest.mark.skip(reason=reason))
+    if not _is_named(item):
+      if not deep and item.get_closest_marker("deep"):
+        item.add_marker(pytest.mark.skip(reason="deep: runs with --deep"))
+      elif not slow and _is_slow(item):
+        item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
       reason = "gpu: runs with JAXKV_TEST_PLATFORM=cuda, where there is a GPU"
       item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def _its_turn(item: pytest.Item) -> bool:
-  """Whether a test is not drawn, has its turn, or was asked for by name."""
-  marker = item.get_closest_marker("drawn")
-  if marker is None:
-    return True
-  turn = int(item.config.option.draw)
-  if not marker.args:  # A whole file; it runs where the command line names it.
-    files = [word.partition("::")[0] for word in item.config.args]
-    named = any(item.path == item.config.rootpath / file for file in files)
-    return named or draw.has_turn(item.path.name, **marker.kwargs, turn=turn)
-  parameter, among = marker.args
-  names = draw.drawn(
-    [str(name) for name in among],
-    **marker.kwargs,
-    turn=turn,
+def _is_slow(item: pytest.Item) -> bool:
+  """Whether a test is marked slow with its parameters; `tools/tiers.py`."""
+  return any(
+    not marker.args
+    or str(item.callspec.params[marker.args[0]]) not in marker.kwargs["fast"]
+    for marker in item.iter_markers("slow")
   )
-  return _is_named(item) or str(item.callspec.params[parameter]) in names
 
 
 def _is_named(item: pytest.Item) -> bool:
-  """Whether the command line names a test down to its parameters."""
-  return any(
-    word.endswith(item.nodeid) or item.nodeid.endswith(word)
-    for word in item.config.args
-    if word.endswith("]")
-  )
+  """Whether the command line names a test, or its function or class."""
+  here = item.config.invocation_params.dir
+  name = item.nodeid.partition("::")[2]
+  for word in item.config.args:
+    file, _, asked = word.partition("::")
+    if asked and item.path == (here / file).resolve():
+      if name == asked or name.startswith((f"{asked}[", f"{asked}::")):
+        return True
+  return False

@@ -385,7 +385,7 @@ def test_transitions_are_written_row_by_row(tmp_path, monkeypatch):
   ]
 
 
-@pytest.mark.drawn(every=4)
+@pytest.mark.slow
 def test_a_quick_run_of_the_rollout_benchmark(
   small_model, monkeypatch, tmp_path
 ):

@@ -13,6 +13,8 @@ import sys
 
 import pytest
 
+from tests.tools.tiers import slow_except
+
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _FOLDER = _ROOT / "notebooks"
 _NAMES = sorted(
@@ -56,7 +58,7 @@ def test_pair_is_in_sync(name):
   assert text == notebook, f"jupytext --sync notebooks/{name}.py"
 
 
-@pytest.mark.drawn("name", _NAMES, every=len(_NAMES))
+@slow_except("name", _NAMES, "01_the_cache_as_a_value")
 @over_notebooks
 def test_runs(name, tmp_path):
   needed = _NEEDS.get(name, "jax")

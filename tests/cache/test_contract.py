@@ -28,6 +28,7 @@ from tests.cache.setups import MERGE
 from tests.cache.setups import Full
 from tests.cache.setups import Window
 from tests.cache.setups import small
+from tests.tools.tiers import slow_except
 
 SETUP = small(100, 2, (Window(3), Full(page_size=4)), **LONG, **MERGE)
 
@@ -37,6 +38,9 @@ TABLE = VERBS | {
 }
 """Every public function of a state that can be traced."""
 
+# Of tests that compile a verb in yet another way: one that takes pages, shares
+# them, gives them back, and one that only reads.
+FEW = ("admit", "fork", "truncate", "match")
 CHANGING = [name for name in VERBS if name not in QUERIES]
 ON_HOST = {
   "init",
@@ -94,8 +98,8 @@ def test_table_is_complete():
   assert public - ON_HOST - ELSEWHERE == listed
 
 
-# Operation by operation, each compiled by itself: one at a commit.
-@pytest.mark.drawn("verb", TABLE, every=len(TABLE))
+# Operation by operation, each compiled by itself.
+@slow_except("verb", TABLE, "commit")
 @pytest.mark.parametrize("verb", TABLE)
 def test_without_jit(verb):
   state, args = example(verb)
@@ -138,7 +142,7 @@ class TestEveryVerb:
     if verb in CHANGING:
       counted.trace(TABLE[verb](state, **args)[0], **args)
 
-  @pytest.mark.drawn("verb", TABLE, every=3)
+  @slow_except("verb", TABLE, *FEW)
   def test_vmap_is_one_by_one(self, verb):
     calls = [example(verb, seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *calls)
@@ -147,7 +151,7 @@ class TestEveryVerb:
       alone = TABLE[verb](state, **args)
       assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], together), alone)
 
-  @pytest.mark.drawn("verb", TABLE, every=3)
+  @slow_except("verb", TABLE, *FEW)
   def test_a_cache_a_device(self, verb):
     """One cache on each of eight devices; no device waits for another."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -15,7 +15,7 @@ from tests.cache.by_hand import match
 from tests.cache.by_hand import table
 from tests.cache.by_hand import without
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 
 class TestFullAttention:

@@ -1,8 +1,8 @@
 """The jitted cache against the oracle, move by move.
 
-Every commit draws two or three setups (`tests/draw.py`). `pytest --deep` takes
-all: some 6,000 moves that hypothesis chooses and can shrink, and 10,000 at
-random, in each.
+The default run takes two setups and `--all` takes every one: 800 moves that
+hypothesis chooses and can shrink, and 2,000 at random, in each. `--deep` makes
+12,000 and 10,000 of them.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from tests.cache.setups import SETUPS
 from tests.cache.setups import WIDE
 from tests.cache.setups import Setup
 from tests.model_of_the_cache.slots import groups_of
+from tests.tools.tiers import slow_except
 
 WEIGHTED = [verb for verb, weight in WEIGHTS.items() for _ in range(weight)]
 
@@ -119,7 +120,7 @@ def _leaves(state):
   return [np.array(leaf) for leaf in jax.tree.leaves(state)]
 
 
-@pytest.mark.drawn("name", SETUPS, every=12)
+@slow_except("name", SETUPS, "groups", "hybrid")
 @pytest.mark.parametrize("name", SETUPS)
 def test_machine(name, request):
   """Both walks in one test, because compiling is most of either."""

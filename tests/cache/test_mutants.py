@@ -46,7 +46,7 @@ def test_the_real_cache_lives(setup):
     walk(setup, VERBS)
 
 
-@pytest.mark.drawn("name", MUTANTS, every=32)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_dies(name):
   mutant = MUTANTS[name]

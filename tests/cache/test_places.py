@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from tests.cache.by_hand import ints
 from tests.cache.test_config import config
+from tests.tools.tiers import slow_except
 
 
 def _life(state, tokens, lengths):
@@ -38,7 +39,7 @@ FRESH = ("state", "tokens", "neither")
 
 
 class TestPlaces:
-  @pytest.mark.drawn("fresh", FRESH, every=3)
+  @slow_except("fresh", FRESH, "tokens")
   @pytest.mark.parametrize("fresh", FRESH)
   def test_inside_a_shard(self, fresh):
     """A state or tokens made inside vary over no axis, until they must."""

@@ -14,7 +14,7 @@ from jaxkv import models
 from jaxkv._src.commands import grpo_round
 from tests import as_users
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 _NOTEBOOK = (
   pathlib.Path(__file__).parents[2] / "notebooks" / "08_grpo_in_one_program.py"
 )

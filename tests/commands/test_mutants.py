@@ -5,7 +5,7 @@ import pytest
 from tests.commands.mutants import MUTANTS
 
 
-@pytest.mark.drawn("name", MUTANTS, every=8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_dies(name, tmp_path):
   MUTANTS[name].dies(tmp_path)

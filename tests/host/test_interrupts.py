@@ -17,6 +17,7 @@ from tests.host.scheduling import LONGEST
 from tests.host.scheduling import request
 from tests.host.scheduling import single
 from tests.tools.threads import run_in_threads
+from tests.tools.tiers import slow_except
 
 KEY = jaxkv.salt("interrupts")
 EVERY = 29
@@ -139,7 +140,7 @@ def interrupted(call, point):
 
 
 # A few seconds each.
-@pytest.mark.drawn("name", CALLS, every=5)
+@slow_except("name", CALLS, "step")
 @pytest.mark.parametrize("name", CALLS)
 def test_every_point(name, pytestconfig):
   """Wherever a call is left, and the calls that follow."""

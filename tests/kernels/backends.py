@@ -162,7 +162,7 @@ if not _ON_CUDA:
   RUNNERS["mosaic_tpu"] = Runner(
     backend="mosaic_tpu",
     interpret=pltpu.InterpretParams(detect_races=True),
-    # CI tries all of them with the newest jax.
+    # With the newest jax, all of them.
     shapes=_MOSAIC_TPU if _NEW_JAX else _MOSAIC_TPU[::3],
     serves=_MOSAIC_TPU,
   )

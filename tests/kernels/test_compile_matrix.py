@@ -19,6 +19,7 @@ from tests.tools.ahead_of_time import TARGETS
 from tests.tools.ahead_of_time import compile_for
 from tests.tools.ahead_of_time import for_target
 from tests.tools.ahead_of_time import needs
+from tests.tools.tiers import slow_except
 
 BATCH, HEADS, KV_HEADS, TOKENS, PAGE_TOKENS = 8, 32, 8, 4096, 2**18
 # The formats of pools that a backend must serve.
@@ -100,7 +101,7 @@ def compile_latent(target, dtype, heads):
 
 
 class TestDecode:
-  @pytest.mark.drawn("dim", sorted({*sum(DIMS.values(), ())}), every=3)
+  @slow_except("dim", sorted({*sum(DIMS.values(), ())}), 128)
   @pytest.mark.parametrize(
     ("target", "backend", "dtype", "size", "dim"), list(matrix())
   )
@@ -284,7 +285,7 @@ on_older_gpus = pytest.mark.parametrize(
 class TestOlderGpus:
   """Triton also serves GPUs before Hopper, which have less shared memory."""
 
-  @pytest.mark.drawn("dim", DIMS["triton"], every=3)
+  @slow_except("dim", DIMS["triton"], 128)
   @pytest.mark.parametrize("dim", DIMS["triton"])
   @on_older_gpus
   def test_decode(self, target, dim):

@@ -15,7 +15,7 @@ from tests.kernels.shapes import problem
 from tests.kernels.shapes import queries
 
 # The newer jax of `.ci/run` has all of it at each commit.
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 
 # DeepSeek-V2 and V3 (512 + 64 elements), and MiniCPM3 (256 + 32).

@@ -26,7 +26,7 @@ from tests.kernels.shapes import put
 from tests.kernels.shapes import queries
 
 # The newer jax of `.ci/run` has all of it at each commit.
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 
 # On a Hopper `mosaic_gpu` is not interpreted.

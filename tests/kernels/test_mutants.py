@@ -9,7 +9,7 @@ from tests.kernels.mutants import MUTANTS
 @pytest.mark.skipif(
   jax.default_backend() != "cpu", reason="mistakes are in what a CPU runs"
 )
-@pytest.mark.drawn("name", MUTANTS, every=32)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_is_noticed(name):
   assert MUTANTS[name].is_noticed(), MUTANTS[name].test

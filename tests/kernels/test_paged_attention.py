@@ -13,10 +13,7 @@ from tests.kernels.shapes import Shape
 from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import problem
 from tests.kernels.shapes import queries
-
-# The newer jax of `.ci/run` has all of it at each commit, but for shapes that
-# take turns.
-pytestmark = pytest.mark.drawn(every=3)
+from tests.tools.tiers import slow_except
 
 _RECTANGLES = (
   "page1_mha_d32",
@@ -40,6 +37,8 @@ _FEW = (
   "everything_int8",
   "everything_bfloat16_d128",
 )
+# Of the default run: plain pages, and all options with each kind of element.
+_FAST = ("page16_gqa4_d128", "everything", "everything_int8")
 over_all_shapes = pytest.mark.parametrize(("runner", "name"), cases())
 over_few_shapes = pytest.mark.parametrize(("runner", "name"), cases(*_FEW))
 over_backends = pytest.mark.parametrize("runner", backends())
@@ -51,7 +50,7 @@ def same(results, others):
 
 
 class TestDecode:
-  @pytest.mark.drawn("name", SHAPES, every=3)
+  @slow_except("name", SHAPES, *_FAST)
   @over_all_shapes
   def test_equals_the_reference(self, runner, name):
     shape = SHAPES[name]
@@ -80,7 +79,7 @@ def rectangle(name):
 
 
 class TestRectangle:
-  @pytest.mark.drawn("name", _RECTANGLES, every=3)
+  @slow_except("name", _RECTANGLES, *_FAST)
   @pytest.mark.parametrize(("runner", "name"), cases(*_RECTANGLES))
   def test_equals_the_reference(self, runner, name):
     case, arguments = rectangle(name)
@@ -88,7 +87,7 @@ class TestRectangle:
     out, lse = runner("paged_attention_padded", *arguments, **case.options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
-  @pytest.mark.drawn("name", _FEW, every=len(_FEW))
+  @slow_except("name", _FEW, "everything")
   @over_few_shapes
   @pytest.mark.parametrize("query_tile", [4, 32])
   def test_columns_in_turn(self, runner, name, query_tile):
@@ -98,7 +97,7 @@ class TestRectangle:
     out, lse = runner("paged_attention_padded", *arguments, **options)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
-  @pytest.mark.drawn("name", _FEW, every=len(_FEW))
+  @slow_except("name", _FEW, "everything")
   @over_few_shapes
   def test_columns_in_turn_have_bits_of_their_own(self, runner, name):
     """Those after them, and how many there are, change nothing."""

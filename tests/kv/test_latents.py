@@ -28,7 +28,7 @@ from tests.kv.memory import view
 from tests.kv.memory import write
 from tests.tools.pool_copies import assert_in_place
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 DIM, VALUE, HEADS = 24, 16, 6
 FORMATS = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]

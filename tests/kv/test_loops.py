@@ -30,10 +30,6 @@ from tests.kv.memory import write
 from tests.tools.pool_copies import assert_in_place
 from tests.tools.pool_copies import pool_sized_rewrites
 
-# The newer jax of `.ci/run` has all of it at each commit.
-pytestmark = pytest.mark.drawn(every=3)
-
-
 WINDOW = kernels.AttentionOptions(window=40)
 
 

@@ -28,7 +28,7 @@ from tests.kv.memory import view
 from tests.kv.memory import write
 
 # The newer jax of `.ci/run` has all of it at each commit.
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 
 class TestInit:

@@ -15,7 +15,7 @@ from tests.kv.memory import draw
 from tests.kv.memory import view
 from tests.tools.pool_copies import pool_sized_rewrites
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 LAYERS, PAGES, SIZE = 3, 24, 4
 _ALONE = (jaxkv.Recurrent(),)

@@ -14,7 +14,7 @@ from jaxkv import kv as paged
 from jaxkv import models
 from tests.models import numpy_encoder_decoder as by_definition
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _VOCAB, _PAGE, _CHUNK = 13, 2, 4
 _LENGTHS = np.array([7, 0, 3], np.int32)  # tokens of each row's encoder

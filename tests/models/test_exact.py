@@ -13,7 +13,7 @@ from jaxkv import models
 from tests import as_users
 from tests.models import exact_families as families
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 _deep = pytest.mark.deep
 _FAMILIES = [
   name if name in ("llama", "gpt_oss") else pytest.param(name, marks=_deep)

@@ -17,8 +17,9 @@ from jaxkv import models
 from jaxkv import rl
 from jaxkv._src.models.decoder import log_probs
 from tests.tools.collectives import collectives
+from tests.tools.tiers import slow_except
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _VOCAB = 31
 _HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
@@ -223,7 +224,7 @@ def test_trees(name):
     _assert_close(own, wanted)
 
 
-@pytest.mark.drawn("name", _LAYERS, every=3)
+@slow_except("name", _LAYERS, "llama")
 @over_decoders
 @pytest.mark.parametrize("arguments", [_completions, _trees])
 def test_gradients(name, arguments):

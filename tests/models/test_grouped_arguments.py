@@ -14,7 +14,7 @@ from jaxkv import models
 from jaxkv import rollout
 from tests import as_users
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _CONFIG = models.llama(
   vocab_size=11,

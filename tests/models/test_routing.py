@@ -13,7 +13,7 @@ from jaxkv import kv as paged
 from jaxkv import models
 from jaxkv._src.models.decoder import mlp as mlps
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _VOCAB, _TOKENS, _ROWS = 23, 13, 2
 _ATTENTION = models.Attention(num_heads=2, num_kv_heads=1, head_dim=8)

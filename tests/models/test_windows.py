@@ -15,7 +15,7 @@ from jaxkv import models
 from tests.models import numpy_decoder
 from tests.tools import pool_copies
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _VOCAB = 13
 _PAGE = 2

@@ -13,7 +13,7 @@ from jaxkv import rollout
 from tests.rollout import by_hand
 from tests.tools.pool_copies import pool_sized_rewrites
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _CONFIG = rollout.RolloutConfig(
   num_samples=2,
@@ -260,7 +260,7 @@ def check_order() -> None:
     assert order == wanted, bound
 
 
-@pytest.mark.drawn(every=4)
+@pytest.mark.slow
 def test_order():
   check_order()
 
@@ -306,7 +306,7 @@ def check_groups(pools=(18,)) -> None:
       _check_sequence(state.sequences, number, wanted)
 
 
-@pytest.mark.drawn(every=4)
+@pytest.mark.slow
 def test_groups():
   check_groups()
 
@@ -348,7 +348,7 @@ def check_priority() -> None:
   assert state.sequences.status.tolist() == [waits, runs, waits]
 
 
-@pytest.mark.drawn(every=4)
+@pytest.mark.slow
 def test_priority():
   check_priority()
 
@@ -443,7 +443,7 @@ def test_in_place(largest):
   assert pool_sized_rewrites(compiled, array.shape) == []
 
 
-@pytest.mark.drawn(every=4)
+@pytest.mark.slow
 def test_a_new_epoch_on_the_way():
   """Nothing of the old weights is hit by those that wait."""
   config = rollout.RolloutConfig(max_new_tokens=1)

@@ -18,6 +18,7 @@ from jaxkv import rollout
 from jaxkv._src.rollout import drafts
 from tests.rollout.random_calls import Calls
 from tests.rollout.random_calls import model
+from tests.tools.tiers import slow_except
 
 _OK, _SKIPPED = int(jaxkv.Status.OK), int(jaxkv.Status.SKIPPED)
 
@@ -204,7 +205,7 @@ class TestEveryVerb:
     for verb in TABLE
   ],
 )
-@pytest.mark.drawn("verb", TABLE, every=3)
+@slow_except("verb", TABLE, "submit", "extend")
 class TestInsideOthers:
   def test_inside_control_flow(self, verb):
     """With another verb in a scan, in a jit."""
@@ -263,7 +264,7 @@ def _types(tree):
 
 
 # Operation by operation, each compiled by itself.
-@pytest.mark.drawn("verb", NAMING, every=6)
+@slow_except("verb", NAMING, "abort")
 @pytest.mark.parametrize("verb", NAMING)
 def test_without_jit(verb):
   state, args = example(verb)

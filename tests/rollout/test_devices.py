@@ -20,7 +20,6 @@ from tests.tools.collectives import collectives
 from tests.tools.pool_copies import pool_sized_rewrites
 
 pytestmark = [
-  pytest.mark.drawn(every=3),
   pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
 ]
 

@@ -296,7 +296,7 @@ _CHECKS = {
 }
 
 
-@pytest.mark.drawn("name", _CHECKS, every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _CHECKS)
 def test_rollouts(name):
   _CHECKS[name]()

@@ -12,7 +12,7 @@ from jaxkv import models
 from jaxkv import rollout
 from tests.rollout import by_hand
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _WINDOWS = (5, 5, 7, 5, 5, None)
 _MODEL = models.llama(

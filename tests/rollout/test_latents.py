@@ -13,7 +13,7 @@ from jaxkv import rollout
 from jaxkv.kernels import AttentionOptions
 from tests.rollout import by_hand
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _CONFIG = rollout.RolloutConfig(
   num_samples=2,

@@ -18,6 +18,7 @@ from jaxkv import rollout
 from jaxkv_kernels._src.attention import shared_prefix
 from tests.models import small_model as texts
 from tests.rollout import by_hand
+from tests.tools.tiers import slow_except
 
 _PROMPT_WIDTH = 72
 _END = rollout.Until()
@@ -119,7 +120,7 @@ _DEEP = ("one slot", "pages of 32 tokens")
 
 
 class TestTokens:
-  @pytest.mark.drawn("name", _RUNS, every=2)
+  @slow_except("name", _RUNS, "greedy", "a pool that preempts")
   @pytest.mark.parametrize(
     "name",
     [

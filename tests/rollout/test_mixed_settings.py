@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv import rollout
 from tests.rollout.automata import small_vocabulary
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _COUNT = 64
 

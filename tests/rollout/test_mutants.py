@@ -14,7 +14,7 @@ def test_names():
   assert len(MUTANTS) == sum(len(part.MUTANTS) for part in parts)
 
 
-@pytest.mark.drawn("name", MUTANTS, every=32)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_dies(name, tmp_path):
   MUTANTS[name].dies(tmp_path)

@@ -15,7 +15,7 @@ from jaxkv._src.rollout.rows import rows_of
 from tests.rollout import by_hand
 from tests.rollout.test_by_hand import _check_sequence
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _CONFIG = rollout.RolloutConfig(num_samples=2, max_new_tokens=6)
 

@@ -17,7 +17,7 @@ from jaxkv._src.rollout.settings import Sampling
 from tests.rollout import by_definition
 from tests.rollout.by_definition import Row
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _INF = float("inf")
 _VOCABULARY = 6

@@ -16,7 +16,7 @@ from jaxkv import rollout
 from tests.rollout import by_hand
 from tests.tools.pool_copies import pool_sized_rewrites
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _LAYERS, _CHOSEN = 2, 3
 _CONFIG = rollout.RolloutConfig(

@@ -22,7 +22,6 @@ from tests.models import exact_families as families
 
 _SAMPLES, _NEW, _PROMPT = 2, 12, 20
 _HEAT = 0.8
-pytestmark = pytest.mark.drawn(every=3)
 _deep = pytest.mark.deep
 
 

@@ -30,8 +30,9 @@ from tests.rollout.by_forward import rows_to_compute
 from tests.rollout.by_forward import traced_anew
 from tests.rollout.by_forward import weights
 from tests.tools.pool_copies import pool_sized_rewrites
+from tests.tools.tiers import slow_except
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 
 def check_groups(name: str = "plain", program=None) -> None:
@@ -60,7 +61,7 @@ def check_groups(name: str = "plain", program=None) -> None:
   assert pages_held(state) == 0
 
 
-@pytest.mark.drawn("name", MODELS, every=3)
+@slow_except("name", MODELS, "plain")
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_a_forward_pass(name):
   check_groups(name, compiled(name))
@@ -123,7 +124,7 @@ _RANDOM = ["plain", "windows", "delta_net"]
 _SMALL = dataclasses.replace(SIZES, num_pages=30, page_size=2, pages_per_slot=8)
 
 
-@pytest.mark.drawn("name", _RANDOM, every=3)
+@slow_except("name", _RANDOM, "plain")
 @given(data=st.data())
 @settings(max_examples=25)
 @pytest.mark.parametrize("name", _RANDOM)
@@ -408,7 +409,7 @@ def test_rows_are_those_of_the_model():
       assert abs(scored.log_probs[0, sample, count] - wanted) < 1e-5
 
 
-@pytest.mark.drawn("name", ["windows", "delta_net"], every=2)
+@slow_except("name", ["windows", "delta_net"], "windows")
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("name", ["windows", "delta_net"])
 def test_in_place(name, samples):

@@ -21,7 +21,7 @@ from tests.rollout.by_forward import mask_of
 from tests.rollout.by_forward import pages_held
 from tests.rollout.by_forward import weights
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 
 def check_short_slots(program) -> None:

@@ -19,8 +19,9 @@ from jaxkv.rollout import devices
 from tests.rollout import by_definition
 from tests.rollout import by_hand
 from tests.tools.pool_copies import pool_sized_rewrites
+from tests.tools.tiers import slow_except
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _PRIMES = (2039, 2029, 2027)  # A product with _FACTOR is exact in float32.
 _FACTOR, _LAYERS, _PAGE = 4093, 2, 4
@@ -197,7 +198,7 @@ def check_states(slots, pages, temperature, program=None):
   return state
 
 
-@pytest.mark.drawn("pages", [100, 22, 30], every=3)
+@slow_except("pages", [100, 22, 30], 22)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("slots", "pages"), [(6, 100), (6, 22), (2, 30)])
 def test_equal_to_a_run_without_cache(slots, pages, temperature):

@@ -10,7 +10,7 @@ import jaxkv
 from jaxkv import rollout
 from tests.rollout import by_hand
 
-pytestmark = pytest.mark.drawn(every=3)
+pytestmark = pytest.mark.slow
 
 _TURNS, _PAGE = 4, 4
 

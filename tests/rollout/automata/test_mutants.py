@@ -5,7 +5,7 @@ import pytest
 from tests.rollout.automata.mutants import MUTANTS
 
 
-@pytest.mark.drawn("name", MUTANTS, every=32)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_is_noticed(name):
   assert MUTANTS[name].is_noticed(), MUTANTS[name].test
