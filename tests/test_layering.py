@@ -254,3 +254,25 @@ def test_files_have_a_name_of_their_own(path):
 def test_kernels_folder_is_no_package():
   """It would be a top-level package `kernels`, which others are called."""
   assert not (_ROOT / "kernels" / "__init__.py").exists()
+
+
+@over_files
+def test_test_files_are_not_imported(path):
+  """What two test files need has a module of its own."""
+  names = [
+    name
+    for node in ast.walk(_TREES[path])
+    for name in _names_in(node)
+    if name.startswith("tests.")
+  ]
+  parts = {part for name in names for part in name.split(".")}
+  assert not {part for part in parts if part.startswith("test_")}
+
+
+def _names_in(node: ast.AST) -> list[str]:
+  """What an import statement may import."""
+  if isinstance(node, ast.Import):
+    return [alias.name for alias in node.names]
+  if isinstance(node, ast.ImportFrom):
+    return [f"{node.module}.{alias.name}" for alias in node.names]
+  return []

@@ -120,3 +120,25 @@ def table(state: jaxkv.CacheState, slot: int = 0) -> list[list[int]]:
   return [
     [page for page in row if page != state.config.no_page] for row in rows
   ]
+
+
+def config(**changes) -> jaxkv.CacheConfig:
+  """Sizes of a cache of two slots."""
+  sizes = {"num_pages": 16, "page_size": 4, "num_slots": 2}
+  return jaxkv.CacheConfig(**(sizes | {"pages_per_slot": 4} | changes))
+
+
+def life(state, tokens, lengths):
+  """Most verbs, on one cache."""
+  slots = ints(0)
+  state, out = jaxkv.admit(state, slots, tokens, lengths)
+  rows = jnp.concatenate([tokens, tokens])
+  counts = jnp.concatenate([lengths, lengths & 0])
+  state, _ = jaxkv.commit(state, rows, counts)
+  state, _ = jaxkv.fork(state, slots, ints(1))
+  state, cut = jaxkv.truncate(state, state.length - 1)
+  state, held = jaxkv.pin(state, tokens, lengths)
+  state, _ = jaxkv.free(state, mask=state.length > 0)
+  state, _ = jaxkv.unpin(state, held.pages)
+  found = jaxkv.match(state, tokens, lengths)
+  return state, (out.ok, cut.ok, found.num_cached_tokens)

@@ -12,7 +12,6 @@ from tests.cache.mutation import SCRATCH
 from tests.cache.mutation import Mutant
 from tests.tools.mistakes import given
 from tests.tools.mistakes import returned
-from tests.tools.mistakes import text
 
 
 def _written_from_the_start(pushed):
@@ -61,18 +60,6 @@ KIND_MUTANTS = {
     ("truncate",),
     ENCODER,
   ),
-  "an encoder's pages outlive the sequence": Mutant(
-    "verbs.free:truncate",
-    text("keep = jnp.where((lengths > 0)", "keep = jnp.where((lengths >= 0)"),
-    ("truncate",),
-    ENCODER,
-  ),
-  "an encoder may be of any length": Mutant(
-    "verbs.admit:admit_found",
-    text("jnp.maximum(lengths, encoder)", "lengths"),
-    ("admit",),
-    ENCODER,
-  ),
   "a slot without an encoder's pages is empty": Mutant(
     "state:is_empty",
     returned(_first_group_is_empty),
@@ -85,9 +72,6 @@ KIND_MUTANTS = {
     returned(lambda out, g: out & False),
     ("fork",),
     SCRATCH,
-  ),
-  "a fork holds the null page": Mutant(
-    "pool.page_table:attach", text("& (pages > 0)", ""), ("fork",), SCRATCH
   ),
   "states can be had at any token": Mutant(
     "pool.recurrent:can_continue",
@@ -125,22 +109,10 @@ KIND_MUTANTS = {
     ("allocate",),
     SCRATCH,
   ),
-  "one scratch page moves along": Mutant(
-    "pool.recurrent:_growth",
-    text("jnp.clip(moved, 0, scratch)", "jnp.clip(moved, 0, 1)"),
-    ("allocate",),
-    SCRATCH,
-  ),
   # --- ages ------------------------------------------------------------------
   "age is counted from the first page on": Mutant(
     "telemetry:count_evicted",
     given(stamps=lambda g: g.stamps * 0),
-    ("allocate",),
-    AGED,
-  ),
-  "pages are idle from when they were published": Mutant(
-    "telemetry:count_evicted",
-    text("clock - since", "clock - stamps"),
     ("allocate",),
     AGED,
   ),
@@ -171,18 +143,6 @@ KIND_MUTANTS = {
     returned(
       lambda out, g: replace(out, count=g.log.count | (out.count - g.log.count))
     ),
-    ("commit",),
-    LOGGED,
-  ),
-  "pages that were never cached are told to be taken out": Mutant(
-    "pool.page_pool:_unpublish",
-    text("log, removed.valid, pages", "log, valid, pages"),
-    ("allocate",),
-    LOGGED,
-  ),
-  "pages of no use are told of": Mutant(
-    "algorithms.publish:_insert",
-    text("published & ~again,\n      pages,", "valid & ~again,\n      pages,"),
     ("commit",),
     LOGGED,
   ),

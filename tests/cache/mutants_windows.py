@@ -18,7 +18,6 @@ from tests.cache.mutation import WINDOWS
 from tests.cache.mutation import Mutant
 from tests.tools.mistakes import given
 from tests.tools.mistakes import returned
-from tests.tools.mistakes import text
 
 LOOK = ("match",)
 RECYCLE = ("recycle",)
@@ -60,21 +59,6 @@ WINDOW_MUTANTS = {
     RECYCLE,
     SLIDING,
   ),
-  "more is left behind than there is": Mutant(
-    "verbs.free:drop_behind",
-    text(
-      "skipped_pages(lengths), held)",
-      "skipped_pages(lengths), 99)",
-    ),
-    RECYCLE,
-    SLIDING,
-  ),
-  "what was left behind comes back": Mutant(
-    "verbs.free:drop_behind",
-    text("jnp.maximum(first, behind)", "jnp.maximum(0, behind)"),
-    RECYCLE,
-    SLIDING,
-  ),
   "nobody notes what was left behind": Mutant(
     "verbs.free:drop_behind",
     returned(lambda out, g: (_as_much_behind(out[0], g), out[1])),
@@ -105,12 +89,6 @@ WINDOW_MUTANTS = {
     ("admit",),
     SLIDING,
   ),
-  "null pages are published": Mutant(
-    "algorithms.publish:_insert",
-    text("pages > 0", "pages >= 0"),
-    COMMIT,
-    SLIDING,
-  ),
   "truncate needs no page that is gone": Mutant(
     "group_kinds:GroupSizes.skipped_pages",
     returned(lambda out, g: out + 99),
@@ -137,15 +115,6 @@ WINDOW_MUTANTS = {
     LOOK,
     SLIDING,
   ),
-  "the shortest prefix is found": Mutant(
-    "group_kinds:GroupKind.longest_hit",
-    text(
-      "jnp.max(jnp.where(whole, jnp.maximum(found, 0), 0)",
-      "jnp.min(jnp.where(whole & (found > 0), found, 99)",
-    ),
-    LOOK,
-    SLIDING,
-  ),
   "the last token may be cached as well": Mutant(
     "group_kinds:GroupKind.longest_hit",
     given(limit=lambda g: g.limit + g.page_size),
@@ -164,12 +133,6 @@ WINDOW_MUTANTS = {
     ("admit",),
     SLIDING,
   ),
-  "nothing is a hit": Mutant(
-    "algorithms.longest_prefix:find",
-    text("jnp.where(jnp.any(first < stop, axis=1), found, 0)", "found"),
-    LOOK,
-    CHUNKED,
-  ),
   "a draft model gets no page to compute": Mutant(
     "group_kinds:GroupKind.longest_hit",
     given(drop=lambda g: g.drop & False),
@@ -185,13 +148,6 @@ WINDOW_MUTANTS = {
   "a page is left out in every round": Mutant(
     "prefix.rules:lookup_bound",
     given(dropped=lambda g: g.dropped & False),
-    LOOK,
-    WINDOWS,
-    HOLES,
-  ),
-  "every kind is asked once": Mutant(
-    "algorithms.longest_prefix:_agree",
-    text("len(kinds) <= 2 and kinds[0].is_full", "True"),
     LOOK,
     WINDOWS,
     HOLES,
@@ -239,12 +195,6 @@ WINDOW_MUTANTS = {
     COMMIT,
     DRAFTED,
   ),
-  "a page shared before it had a key is published twice": Mutant(
-    "algorithms.publish:_insert",
-    text("valid &= ~page_pool.is_cached(pool, pages)", "pass"),
-    COMMIT,
-    HYBRID,
-  ),
   "two forks publish one page at once": Mutant(
     "ops:any_earlier",
     returned(lambda out, g: out & False),
@@ -259,21 +209,9 @@ WINDOW_MUTANTS = {
     ("allocate",),
     HYBRID,
   ),
-  "the largest room counts": Mutant(
-    "group_kinds:GroupSizes.tokens_with_room",
-    text("jnp.min(", "jnp.max("),
-    COMMIT,
-    HYBRID,
-  ),
   "a small page holds the tokens behind it too": Mutant(
     "algorithms.publish:_page_tokens",
     given(step=lambda g: g.step * 0 + 99),
-    COMMIT,
-    HYBRID,
-  ),
-  "a page's key is that of its first tokens": Mutant(
-    "algorithms.publish:_publish_rows",
-    text("begin + step - 1", "begin"),
     COMMIT,
     HYBRID,
   ),

@@ -81,8 +81,8 @@ class Mutant:
 
   Attributes:
     place: "module:function" or "module:Class.method" in `jaxkv._src.cache`.
-    wrong: makes the function with the mistake: one of `given`, `returned` and
-      `text`, or a function of its own.
+    wrong: makes the function with the mistake: `given`, `returned`, or a
+      function of its own.
     verbs: which verbs get the mistake, enough to see it. Each is compiled
       again, all others are not.
     setup: the cache in which it shows.

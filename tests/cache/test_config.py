@@ -4,15 +4,10 @@ import dataclasses
 
 import pytest
 
-import jaxkv
 from jaxkv import CrossAttention
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
-
-
-def config(**changes) -> jaxkv.CacheConfig:
-  sizes = {"num_pages": 16, "page_size": 4, "num_slots": 2}
-  return jaxkv.CacheConfig(**(sizes | {"pages_per_slot": 4} | changes))
+from tests.cache.by_hand import config
 
 
 def test_groups_share_the_smallest_page_size():

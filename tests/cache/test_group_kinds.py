@@ -10,8 +10,8 @@ import jaxkv
 from jaxkv import ChunkedLocal
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
+from tests.cache.by_hand import config
 from tests.cache.by_hand import ints
-from tests.cache.test_config import config
 
 
 @pytest.mark.parametrize(

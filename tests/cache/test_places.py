@@ -13,26 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from tests.cache.by_hand import config
 from tests.cache.by_hand import ints
-from tests.cache.test_config import config
+from tests.cache.by_hand import life
 from tests.tools.tiers import slow_except
-
-
-def _life(state, tokens, lengths):
-  """Most verbs, on one cache."""
-  slots = ints(0)
-  state, out = jaxkv.admit(state, slots, tokens, lengths)
-  rows = jnp.concatenate([tokens, tokens])
-  counts = jnp.concatenate([lengths, lengths & 0])
-  state, _ = jaxkv.commit(state, rows, counts)
-  state, _ = jaxkv.fork(state, slots, ints(1))
-  state, cut = jaxkv.truncate(state, state.length - 1)
-  state, held = jaxkv.pin(state, tokens, lengths)
-  state, _ = jaxkv.free(state, mask=state.length > 0)
-  state, _ = jaxkv.unpin(state, held.pages)
-  found = jaxkv.match(state, tokens, lengths)
-  return state, (out.ok, cut.ok, found.num_cached_tokens)
-
 
 FRESH = ("state", "tokens", "neither")
 """What is made inside of a shard, where it varies over no axis at first."""
@@ -61,7 +45,7 @@ class TestPlaces:
       tokens, lengths = tokens[0], lengths[0]
       if fresh == "tokens":
         tokens, lengths = jnp.ones((1, 9), jnp.int32), ints(9)
-      result = _life(state, tokens, lengths)
+      result = life(state, tokens, lengths)
       return jax.tree.map(lambda leaf: leaf[None], result)
 
     _, (ok, cut, found) = jax.jit(run)(states, tokens, lengths)
@@ -73,8 +57,8 @@ class TestPlaces:
     """The same in a process whose default integer is int64."""
     program = (
       "import jax, jaxkv, jax.numpy as jnp\n"
-      "from tests.cache.test_places import _life, config, ints\n"
-      "state, out = jax.jit(_life)("
+      "from tests.cache.by_hand import life, config, ints\n"
+      "state, out = jax.jit(life)("
       "jaxkv.init(config()), jnp.arange(9, dtype=jnp.int32)[None], ints(9))\n"
       "jaxkv.check(state)\n"
       "print(out[2].tolist())"

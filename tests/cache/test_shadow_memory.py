@@ -21,7 +21,6 @@ from tests.cache.shadow_user import User
 from tests.cache.shadow_user import stroll
 from tests.tools.mistakes import given
 from tests.tools.mistakes import returned
-from tests.tools.mistakes import text
 from tests.tools.tiers import slow_except
 
 PLAIN = small(421, 2)
@@ -31,12 +30,6 @@ WINDOWS = small(423, 2, (Window(4), Full()), num_pages=60, **LONG)
 LOOKED_UP = ("commit", "commit_slots", "admit", "match", "pin")
 
 PLANTED = {
-  "pages of tokens that are not final are recycled": Mutant(
-    "verbs.free:recycle",
-    text("lengths > length,", "lengths > length + 2,"),
-    ("recycle", "recycle_slots"),
-    WINDOWS,
-  ),
   "the salt is ignored": Mutant(
     "state:roots",
     given(salts=lambda g: None),
@@ -69,12 +62,6 @@ PLANTED = {
     returned(lambda out, g: (g.pool, out[1])),
     ("truncate", "truncate_slots"),
     ROOMY,
-  ),
-  "a shared page is rolled back in place": Mutant(
-    "verbs.free:truncate",
-    text("reopened & (ops.take", "reopened & False & (ops.take"),
-    ("truncate", "truncate_slots"),
-    PLAIN,
   ),
   "pages are found after a new epoch": Mutant(
     "prefix.hashing:root_key",

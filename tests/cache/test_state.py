@@ -12,9 +12,9 @@ import jaxkv
 import jaxkv.telemetry
 from jaxkv import Status
 from jaxkv._src.cache import state as status
+from tests.cache.by_hand import config
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import tiny
-from tests.cache.test_config import config
 
 CONFIG = jaxkv.CacheConfig(
   num_pages=16, page_size=4, num_slots=2, pages_per_slot=4

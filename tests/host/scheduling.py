@@ -1,12 +1,16 @@
 """What a scheduler does with a cache manager, for tests that tell traces."""
 
+import contextlib
 from typing import Any
 
+import chex
+import jax
 import numpy as np
 
 from jaxkv import FullAttention
 from jaxkv import SlidingWindow
 from jaxkv.host import Request
+from tests.model_of_the_cache.manager import ReferenceManager
 
 PAGE = 4
 FULL = FullAttention(page_size=PAGE)
@@ -24,6 +28,11 @@ def single(make: Any, **options: Any) -> Any:
 def hybrid(make: Any, **options: Any) -> Any:
   """A manager of three groups with 24 pages to use."""
   return make(25, HYBRID, LONGEST, **options)
+
+
+def reference(num_pages=11, groups=(FULL,), max_model_len=8192, **options):
+  """The model of the host's manager."""
+  return ReferenceManager(num_pages, groups, max_model_len, **options)
 
 
 def request(name, tokens, **fields):
@@ -69,3 +78,19 @@ def references(cache, pages):
   pool = getattr(cache, "pool", None)
   counts = cache.state.pool.ref_count if pool is None else pool.refs
   return np.asarray(counts)[list(pages)].tolist()
+
+
+def running(name="a", **fields):
+  """The running request, as its scheduler has it."""
+  fields = {"num_computed_tokens": 9, "status": "running", **fields}
+  return request(name, range(9), **fields)
+
+
+@contextlib.contextmanager
+def unchanged(cache):
+  """Nothing of the manager's state differs behind the block."""
+  before = jax.tree.map(np.array, cache.state)
+  pages = [cache.get_page_ids(name) for name in "abc"]
+  yield
+  chex.assert_trees_all_equal(jax.device_get(cache.state), before, strict=True)
+  assert pages == [cache.get_page_ids(name) for name in "abc"]

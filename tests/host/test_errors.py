@@ -1,10 +1,5 @@
 """Bad calls of the host manager: an error that says which, and no change."""
 
-import contextlib
-
-import chex
-import jax
-import numpy as np
 import pytest
 
 from jaxkv import ChunkedLocal
@@ -16,20 +11,12 @@ from tests.host.scheduling import FULL
 from tests.host.scheduling import WINDOW
 from tests.host.scheduling import admit
 from tests.host.scheduling import request
+from tests.host.scheduling import running
 from tests.host.scheduling import single
+from tests.host.scheduling import unchanged
 
 NEW = request("new", range(9))
 LONG = request("long", range(70))
-
-
-@contextlib.contextmanager
-def unchanged(cache):
-  """Nothing of the manager's state differs behind the block."""
-  before = jax.tree.map(np.array, cache.state)
-  pages = [cache.get_page_ids(name) for name in "abc"]
-  yield
-  chex.assert_trees_all_equal(jax.device_get(cache.state), before, strict=True)
-  assert pages == [cache.get_page_ids(name) for name in "abc"]
 
 
 @pytest.fixture
@@ -42,12 +29,6 @@ def cache():
   cache.free(other)
   assert (cache.num_free_pages, cache.cached_page_ids()) == (7, {1, 2, 4, 5})
   return cache
-
-
-def running(name="a", **fields):
-  """The running request, as its scheduler has it."""
-  fields = {"num_computed_tokens": 9, "status": "running", **fields}
-  return request(name, range(9), **fields)
 
 
 @pytest.mark.parametrize(

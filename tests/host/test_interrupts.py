@@ -2,7 +2,6 @@
 
 import copy
 import signal
-import sys
 import threading
 
 import jax
@@ -16,16 +15,14 @@ from tests.host.scheduling import HYBRID
 from tests.host.scheduling import LONGEST
 from tests.host.scheduling import request
 from tests.host.scheduling import single
+from tests.tools.interrupts import Interrupted
+from tests.tools.interrupts import interrupted
 from tests.tools.threads import run_in_threads
 from tests.tools.tiers import slow_except
 
 KEY = jaxkv.salt("interrupts")
 EVERY = 29
 """Without --deep, one point of so many is tried."""
-
-
-class Interrupted(Exception):
-  """Raised where a signal handler could."""
 
 
 def begun():
@@ -104,39 +101,6 @@ def everything(manager):
     [slots.by_name, slots._vacant, slots.sent.tolist(), slots.with_items],
     [manager._statistics[0], sorted(manager._popped), manager._step_clock],
   )
-
-
-def interrupted(call, point):
-  """Makes a call and leaves it before its bytecode number `point`.
-
-  Returns:
-    Whether it was left.
-  """
-  count = 0
-
-  def trace(frame, event, _):
-    nonlocal count
-    frame.f_trace_opcodes, frame.f_trace_lines = True, False
-    if event == "opcode":
-      count += 1
-      if count == point:
-        raise Interrupted
-    return trace
-
-  before = sys.gettrace()
-  sys.settrace(trace)
-  try:
-    call()
-  except Exception as error:
-    # jax may answer with an error of its own.
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, Interrupted):
-      cause = cause.__context__
-    assert cause is not None, error
-    return True
-  finally:
-    sys.settrace(before)
-  return False
 
 
 # A few seconds each.

@@ -12,9 +12,9 @@ from jaxkv.host import Request
 from tests.host.scheduling import WINDOW
 from tests.host.scheduling import admit
 from tests.host.scheduling import request
+from tests.host.scheduling import running
 from tests.host.scheduling import single
-from tests.host.test_errors import running
-from tests.host.test_errors import unchanged
+from tests.host.scheduling import unchanged
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from tests.host.fuzz_setups import SETUPS
 from tests.host.scheduling import admit
 from tests.host.scheduling import decode
 from tests.host.scheduling import hit_of
+from tests.host.scheduling import reference as manager
 from tests.host.scheduling import request
 from tests.model_of_the_cache.lookup import Search
 from tests.model_of_the_cache.manager import Demand
 from tests.model_of_the_cache.manager import ReferenceManager
 from tests.model_of_the_cache.manager import Request
-from tests.model_of_the_cache.test_manager import manager
 
 WINDOW = SlidingWindow(window=4, page_size=2)
 CHUNK = ChunkedLocal(chunk=4, page_size=2)

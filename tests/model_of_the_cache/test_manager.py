@@ -13,12 +13,8 @@ from tests.host.scheduling import PAGE
 from tests.host.scheduling import WINDOW
 from tests.host.scheduling import admit
 from tests.host.scheduling import hit_of
+from tests.host.scheduling import reference as manager
 from tests.host.scheduling import request
-from tests.model_of_the_cache.manager import ReferenceManager
-
-
-def manager(num_pages=11, groups=(FULL,), max_model_len=8192, **options):
-  return ReferenceManager(num_pages, groups, max_model_len, **options)
 
 
 class TestFull:

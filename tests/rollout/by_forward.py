@@ -112,14 +112,12 @@ def fresh(name: str = "plain", sizes=SIZES) -> rollout.ScoreState:
   )
 
 
-def traced_anew(name: str = "plain", **options):
-  """A program of what the library now is."""
+@functools.cache
+def compiled(name: str = "plain", **options):
+  """A program that scores with one of the models."""
   model = functools.partial(models.forward, config=MODELS[name])
   options = {"chunk": CHUNK, **options}
   return jax.jit(functools.partial(rollout.score, model=model, **options))
-
-
-compiled = functools.cache(traced_anew)
 
 
 @functools.cache

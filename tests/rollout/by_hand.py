@@ -158,3 +158,18 @@ class Runner:
 def program(windows=(None,)) -> Runner:
   """The `Runner` of this file's model."""
   return Runner(rollout.all_logits(functools.partial(model, windows=windows)))
+
+
+def check_sequence(sequences, number: int, wanted: Expected) -> None:
+  """A finished sequence has the tokens, log-probs and versions wanted."""
+  length = int(sequences.length[number])
+  assert sequences.tokens[number, :length].tolist() == wanted.tokens
+  assert not np.any(sequences.tokens[number, length:])
+  begin = int(sequences.prompt_length[number])
+  scores = np.asarray(sequences.log_probs[number])
+  # float32, summed in another order.
+  np.testing.assert_allclose(scores[begin:length], wanted.log_probs, atol=1e-5)
+  assert not np.any(scores[:begin]) and not np.any(scores[length:])
+  drawn = np.arange(len(scores)) >= begin
+  drawn &= np.arange(len(scores)) < length
+  assert sequences.versions[number].tolist() == np.where(drawn, 0, -1).tolist()

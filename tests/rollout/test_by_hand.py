@@ -43,7 +43,7 @@ def check_sequences(
   for end, temperature in zip(ends, temperatures, strict=True):
     assert bool(rollout.is_done(end)), "not done after 200 steps"
     for number, wanted in enumerate(_expected(temperature)):
-      _check_sequence(end.sequences, number, wanted)
+      by_hand.check_sequence(end.sequences, number, wanted)
     assert set(end.sequences.status.tolist()) == {rollout.DONE}
     assert set(end.sequences.code.tolist()) == {jaxkv.Status.OK}
     lengths = [len(wanted.log_probs) for wanted in _expected(temperature)]
@@ -54,57 +54,30 @@ def check_sequences(
   return ends[-1]
 
 
-def _check_sequence(sequences, number: int, wanted: by_hand.Expected) -> None:
-  length = int(sequences.length[number])
-  assert sequences.tokens[number, :length].tolist() == wanted.tokens
-  assert not np.any(sequences.tokens[number, length:])
-  begin = int(sequences.prompt_length[number])
-  scores = np.asarray(sequences.log_probs[number])
-  # float32, summed in another order.
-  np.testing.assert_allclose(scores[begin:length], wanted.log_probs, atol=1e-5)
-  assert not np.any(scores[:begin]) and not np.any(scores[length:])
-  drawn = np.arange(len(scores)) >= begin
-  drawn &= np.arange(len(scores)) < length
-  assert sequences.versions[number].tolist() == np.where(drawn, 0, -1).tolist()
-
-
 def test_sequences():
   end = check_sequences(60, 4, temperatures=(0.0, 0.7))
   assert int(end.counters.preempted) == 0
 
 
-def check_chunks(chunks=(1,)) -> None:
+@pytest.mark.parametrize("chunk", [1, pytest.param(16, marks=pytest.mark.deep)])
+def test_chunks(chunk):
   """Prompts that end in chunks, and in the places of slots."""
-  for chunk in chunks:
-    config = dataclasses.replace(_CONFIG, num_samples=1, prefill_chunk=chunk)
-    state = by_hand.begun(jax.random.key(5), by_hand.sizes(60, 3), config)
-    end = by_hand.program()(state, 0.7, 200)
-    for number, prompt in enumerate(by_hand.PROMPTS):
-      wanted = by_hand.expected(number, prompt, jax.random.key(5), 0.7, config)
-      _check_sequence(end.sequences, number, wanted)
+  config = dataclasses.replace(_CONFIG, num_samples=1, prefill_chunk=chunk)
+  state = by_hand.begun(jax.random.key(5), by_hand.sizes(60, 3), config)
+  end = by_hand.program()(state, 0.7, 200)
+  for number, prompt in enumerate(by_hand.PROMPTS):
+    wanted = by_hand.expected(number, prompt, jax.random.key(5), 0.7, config)
+    by_hand.check_sequence(end.sequences, number, wanted)
 
 
-def test_chunks():
-  check_chunks()
-
-
-@pytest.mark.deep
-def test_long_chunks():
-  check_chunks((16,))
-
-
-def check_scarce_pages() -> None:
+def test_scarce_pages():
   """As before, where sequences are preempted and pages evicted."""
   end = check_sequences(9, 4)
   assert int(end.counters.preempted) > 0
   assert int(end.cache.stats.evicted_pages) > 0
 
 
-def test_scarce_pages():
-  check_scarce_pages()
-
-
-def check_counters() -> None:
+def test_counters():
   """Two samples of five tokens, three tokens each, pages of two.
 
   The first sample computes 4 tokens into 2 pages, which the second one shares:
@@ -137,11 +110,7 @@ def check_counters() -> None:
   )
 
 
-def test_counters():
-  check_counters()
-
-
-def check_preemption() -> None:
+def test_preemption():
   """Two sequences of one token in four pages, four tokens long each.
 
   Each needs 2 pages for its first four tokens, so the fifth is for neither.
@@ -166,11 +135,7 @@ def check_preemption() -> None:
   assert int(state.counters.preempted) == 1
 
 
-def test_preemption():
-  check_preemption()
-
-
-def check_room() -> None:
+def test_room():
   """A sequence of six tokens and one of one token, in four pages.
 
   The long one takes three pages, and needs the fourth at its second step. The
@@ -186,11 +151,7 @@ def check_room() -> None:
   assert (int(end.counters.steps), int(end.counters.preempted)) == (4, 0)
 
 
-def test_room():
-  check_room()
-
-
-def check_victim() -> None:
+def test_victim():
   """A sequence of one token and one of four, in five pages.
 
   In the fourth step the second one needs a fourth page, and none is left: the
@@ -211,11 +172,7 @@ def check_victim() -> None:
   assert int(state.counters.recomputed) == 1
 
 
-def test_victim():
-  check_victim()
-
-
-def check_shared() -> None:
+def test_shared():
   """Three prompts of eight common tokens and one of their own, pages of two.
 
   Each step computes four tokens. Nobody enters beside the first one before the
@@ -235,11 +192,7 @@ def check_shared() -> None:
   assert int(end.counters.steps) == 3
 
 
-def test_shared():
-  check_shared()
-
-
-def check_order() -> None:
+def test_order():
   """Prompts with a cached prefix go before others, so often and no more."""
   prompts = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7]]
   for bound, wanted in (
@@ -260,15 +213,13 @@ def check_order() -> None:
     assert order == wanted, bound
 
 
-@pytest.mark.slow
-def test_order():
-  check_order()
-
-
 _WINDOWS = (None, 3, 5)
 
 
-def check_groups(pools=(18,)) -> None:
+@pytest.mark.parametrize(
+  "pages", [18, pytest.param(90, marks=pytest.mark.deep)]
+)
+def test_groups(pages):
   """Layers of full attention and of two windows, in pools of their own pages.
 
   A sequence never holds more pages of a window than its last tokens and those
@@ -279,44 +230,33 @@ def check_groups(pools=(18,)) -> None:
     jaxkv.FullAttention() if window is None else jaxkv.SlidingWindow(window)
     for window in _WINDOWS
   )
-  for pages in pools:
-    sizes = dataclasses.replace(by_hand.sizes(pages, 3), groups=groups)
-    state = by_hand.begun(jax.random.key(5), sizes, config)
-    program = by_hand.program(_WINDOWS)
-    for _ in range(300):
-      state = program(state, 0.7, 1)
-      held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
-      for group, window in enumerate(_WINDOWS):
-        if window is not None:
-          assert held[:, group].max() <= -(-(window - 1 + 2) // 2) + 1
-      jaxkv.check(state.cache)
-      if bool(rollout.is_done(state)):
-        break
-    assert bool(rollout.is_done(state)), "not done after 300 steps"
-    assert (int(state.counters.preempted) > 0) == (pages == 18)
-    for number in range(8):
-      wanted = by_hand.expected(
-        number,
-        by_hand.PROMPTS[number // 2],
-        jax.random.key(5),
-        0.7,
-        config,
-        _WINDOWS,
-      )
-      _check_sequence(state.sequences, number, wanted)
+  sizes = dataclasses.replace(by_hand.sizes(pages, 3), groups=groups)
+  state = by_hand.begun(jax.random.key(5), sizes, config)
+  program = by_hand.program(_WINDOWS)
+  for _ in range(300):
+    state = program(state, 0.7, 1)
+    held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
+    for group, window in enumerate(_WINDOWS):
+      if window is not None:
+        assert held[:, group].max() <= -(-(window - 1 + 2) // 2) + 1
+    jaxkv.check(state.cache)
+    if bool(rollout.is_done(state)):
+      break
+  assert bool(rollout.is_done(state)), "not done after 300 steps"
+  assert (int(state.counters.preempted) > 0) == (pages == 18)
+  for number in range(8):
+    wanted = by_hand.expected(
+      number,
+      by_hand.PROMPTS[number // 2],
+      jax.random.key(5),
+      0.7,
+      config,
+      _WINDOWS,
+    )
+    by_hand.check_sequence(state.sequences, number, wanted)
 
 
-@pytest.mark.slow
-def test_groups():
-  check_groups()
-
-
-@pytest.mark.deep
-def test_groups_in_an_ample_pool():
-  check_groups((90,))
-
-
-def check_priority() -> None:
+def test_priority():
   """Lower numbers enter first, and the highest is preempted first."""
   config = rollout.RolloutConfig(max_new_tokens=3)
   prompts = [[1], [2], [3], [4]]
@@ -334,7 +274,7 @@ def check_priority() -> None:
     order += [number for number in done.tolist() if number not in order]
   assert order == [1, 3, 0, 2]
   assert not np.any(state.overtaken)
-  # As in `check_preemption`, where the younger one is the victim.
+  # As in `test_preemption`, where the younger one is the victim.
   config = rollout.RolloutConfig(max_new_tokens=5)
   state = by_hand.begun(
     jax.random.key(5),
@@ -348,12 +288,7 @@ def check_priority() -> None:
   assert state.sequences.status.tolist() == [waits, runs, waits]
 
 
-@pytest.mark.slow
-def test_priority():
-  check_priority()
-
-
-def check_num_samples() -> None:
+def test_num_samples():
   """Prompts with three, no and one of three samples, by one program."""
   config = dataclasses.replace(_CONFIG, num_samples=3)
   prompts, program = by_hand.PROMPTS[:3], by_hand.program()
@@ -374,12 +309,8 @@ def check_num_samples() -> None:
         )
       else:
         wanted = by_hand.Expected(prompt, [])
-      _check_sequence(end.sequences, number, wanted)
+      by_hand.check_sequence(end.sequences, number, wanted)
   assert program.num_compiled() == 1
-
-
-def test_num_samples():
-  check_num_samples()
 
 
 def test_nobody_who_decodes_is_stalled():
@@ -400,7 +331,7 @@ def test_nobody_who_decodes_is_stalled():
   assert int(state.counters.preempted) == 0
 
 
-def check_first_come() -> None:
+def test_first_come():
   """Two prompts of six tokens; a step computes three, of the first one first.
 
   After two steps it has drawn a token, and the other one has computed none.
@@ -415,10 +346,6 @@ def check_first_come() -> None:
   state = by_hand.program()(state, 0.0, 2)
   assert state.sequences.length.tolist() == [7, 6]
   assert state.cache.length.tolist() == [6, 0]
-
-
-def test_first_come():
-  check_first_come()
 
 
 @pytest.mark.parametrize("largest", ["memory", "queue"])
@@ -443,7 +370,6 @@ def test_in_place(largest):
   assert pool_sized_rewrites(compiled, array.shape) == []
 
 
-@pytest.mark.slow
 def test_a_new_epoch_on_the_way():
   """Nothing of the old weights is hit by those that wait."""
   config = rollout.RolloutConfig(max_new_tokens=1)

@@ -10,7 +10,7 @@ from jaxkv import rollout
 from tests.rollout import by_hand
 
 
-def check_hopeless() -> None:
+def test_hopeless():
   """Of 7 pages others hold 5; the 2 that are left have room for 4 tokens.
 
   Seven tokens are never admitted. Two tokens are, and draw three more from
@@ -36,10 +36,6 @@ def check_hopeless() -> None:
   assert int(end.counters.steps) == 5
   assert int(end.counters.preempted) == 0
   assert int(end.cache.pool.queue.num_free) == 2
-
-
-def test_hopeless():
-  check_hopeless()
 
 
 def test_one_beside_a_hopeless_sequence():

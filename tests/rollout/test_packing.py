@@ -32,7 +32,7 @@ def test_sizes_with_drafts():
   )  # fmt: skip
 
 
-def check_drafts() -> None:
+def test_drafts():
   """Slots 0, 2 and 3 decode, 1 has a prompt; 8 columns for drafts.
 
   Six drafts fill three quarters of them, five do not. What finds no column is
@@ -64,11 +64,7 @@ def check_drafts() -> None:
     assert work.last.tolist() == [0, first + 2, 2, 3]
 
 
-def test_drafts():
-  check_drafts()
-
-
-def check_widths() -> None:
+def test_widths():
   """Slot 0 decodes, 1 and 2 have prompts, 3 is empty; widths 0, 4 and 16.
 
   Three prompt tokens fill the places of slots 1, 2 and 3. A width is taken if
@@ -86,10 +82,6 @@ def check_widths() -> None:
     assert int(work.width) == width, prompt
     if prompt > 1:
       assert work.counts.tolist() == counts, prompt
-
-
-def test_widths():
-  check_widths()
 
 
 def test_turns():

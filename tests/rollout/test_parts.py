@@ -13,7 +13,6 @@ from jaxkv._src.rollout import endings
 from jaxkv._src.rollout import until
 from jaxkv._src.rollout.rows import rows_of
 from tests.rollout import by_hand
-from tests.rollout.test_by_hand import _check_sequence
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +26,7 @@ def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
   )
 
 
-def check_until() -> None:
+def test_until():
   """A whole group has ended, half of another one, and one has no sample."""
   state = _begun()
   runs, done, failed = rollout.RUNNING, rollout.DONE, rollout.FAILED
@@ -50,11 +49,7 @@ def check_until() -> None:
     assert bool(until.goes_on(limits, state, jnp.int32(4))) == goes_on, limits
 
 
-def test_until():
-  check_until()
-
-
-def check_endings() -> None:
+def test_endings():
   """A stop string counts after enough tokens, and a stop token before it."""
   texts = rollout.token_bytes([b"a", b"b", b"c", b"ab", b"!"])
   strings = rollout.stop_strings([["xx", "ab"]] * 3, texts)
@@ -89,10 +84,6 @@ def check_endings() -> None:
     sequences = dataclasses.replace(sequences, stop_states=found.states)
 
 
-def test_endings():
-  check_endings()
-
-
 _GUESSES = rollout.RolloutConfig(
   num_samples=2,
   max_new_tokens=6,
@@ -102,7 +93,7 @@ _GUESSES = rollout.RolloutConfig(
 )
 
 
-def check_guesses() -> None:
+def test_guesses():
   """What followed the same two tokens, and nothing else is guessed.
 
   All tables say that the last two tokens stand before the third one too, which
@@ -137,11 +128,7 @@ def check_guesses() -> None:
   assert counts.tolist() == [1, 3, 0, 0]
 
 
-def test_guesses():
-  check_guesses()
-
-
-def check_drafts() -> None:
+def test_drafts():
   """Guesses, right and wrong ones, change no token."""
   prompts = [[1, 1, 1, 1, 1], [2, 3, 2, 3]]
   config = dataclasses.replace(_GUESSES, draft_match=1)
@@ -156,12 +143,8 @@ def check_drafts() -> None:
     wanted = by_hand.expected(
       number, prompts[number // 2], jax.random.key(5), 0.7, config
     )
-    _check_sequence(end.sequences, number, wanted)
+    by_hand.check_sequence(end.sequences, number, wanted)
   rollout.check(end)
-
-
-def test_drafts():
-  check_drafts()
 
 
 def _told(params, tokens, positions, kv, views, columns, rows):
@@ -175,7 +158,7 @@ def _counted(logits, rows, user):
   return logits, user | {"count": user["count"] + 1, "number": rows.ids}
 
 
-def check_rows() -> None:
+def test_rows():
   """Each sequence has what `init` said of it, wherever its tokens stand."""
   config = rollout.RolloutConfig(
     num_samples=2, max_new_tokens=3, prefill_chunk=2
@@ -200,11 +183,7 @@ def check_rows() -> None:
     assert drawn.tolist() == [token] * 3
 
 
-def test_rows():
-  check_rows()
-
-
-def check_pages_of_guesses() -> None:
+def test_pages_of_guesses():
   """Two prompts of two pages in six pages; one ends after two tokens.
 
   Until then both need the last two pages, though there is a guess for which one
@@ -229,7 +208,3 @@ def check_pages_of_guesses() -> None:
   assert bool(rollout.is_done(end)), "not done after 60 steps"
   assert int(end.counters.drafted) > 0
   assert int(end.counters.preempted) == 0
-
-
-def test_pages_of_guesses():
-  check_pages_of_guesses()

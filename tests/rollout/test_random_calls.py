@@ -9,13 +9,6 @@ from tests.tools.tiers import slow_except
 _RARE = "BAD_SEQUENCE", "BAD_LENGTH", "ENDED", "UNFINISHED", "QUEUE_FULL"
 
 
-def check_calls(seed: int, count: int) -> Calls:
-  calls = Calls(seed)
-  for _ in range(count):
-    calls.step()
-  return calls
-
-
 @slow_except("drafts", [0, 3], 3)
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_calls(drafts):
@@ -36,5 +29,7 @@ def test_calls(drafts):
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_many_calls(seed):
-  calls = check_calls(seed, 20_000)
+  calls = Calls(seed)
+  for _ in range(20_000):
+    calls.step()
   assert int(calls.state.counters.preempted) > 0

@@ -87,7 +87,7 @@ def _check(out: rollout.Generated, rows, version=0, known=None) -> None:
     np.testing.assert_array_equal(out.experts[row], wanted, str(row))
 
 
-def check_scarce_pages() -> None:
+def test_scarce_pages():
   """Forks, drafts, cached prefixes, and sequences that lose their pages."""
   state = _run(_begun())
   assert int(state.counters.preempted) > 0
@@ -100,11 +100,7 @@ def check_scarce_pages() -> None:
   rollout.check(state)
 
 
-def test_scarce_pages():
-  check_scarce_pages()
-
-
-def check_verbs() -> None:
+def test_verbs():
   """While they run, and after each verb; and new prompts in old rows."""
   state = _run(_begun(), 6)
   running = np.asarray(state.running).tolist()
@@ -134,11 +130,7 @@ def check_verbs() -> None:
   assert np.all(np.asarray(out.experts)[2:] == -1)
 
 
-def test_verbs():
-  check_verbs()
-
-
-def check_new_weights() -> None:
+def test_new_weights():
   """Those of the weights that computed a token's K/V last."""
   begun = _run(_begun(), 6)
   ended = np.asarray(begun.sequences.status) == rollout.DONE
@@ -153,10 +145,6 @@ def check_new_weights() -> None:
     out = rollout.generated(_run(state, version=1))
     _check(out, np.flatnonzero(ended))
     _check(out, np.flatnonzero(~ended), version=1)
-
-
-def test_new_weights():
-  check_new_weights()
 
 
 def test_in_place():

@@ -27,7 +27,6 @@ from tests.rollout.by_forward import fresh
 from tests.rollout.by_forward import mask_of
 from tests.rollout.by_forward import pages_held
 from tests.rollout.by_forward import rows_to_compute
-from tests.rollout.by_forward import traced_anew
 from tests.rollout.by_forward import weights
 from tests.tools.pool_copies import pool_sized_rewrites
 from tests.tools.tiers import slow_except
@@ -35,13 +34,14 @@ from tests.tools.tiers import slow_except
 pytestmark = pytest.mark.slow
 
 
-def check_groups(name: str = "plain", program=None) -> None:
+@slow_except("name", MODELS, "plain")
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_a_forward_pass(name):
   """Ragged groups, twice: the second time, prompts are cached.
 
   A third time, the page is found that the prompt's last token fills.
   """
-  params, state = weights(name), fresh(name)
-  program = program or traced_anew(name)
+  params, state, program = weights(name), fresh(name), compiled(name)
   state, scored = program(params, state, *GROUPS)
   check_scored(scored, params, GROUPS, name)
   assert scored.code.tolist() == [jaxkv.Status.OK] * 3
@@ -59,12 +59,6 @@ def check_groups(name: str = "plain", program=None) -> None:
   assert scored.cached_tokens.tolist() == [12, 0, 0]
   jaxkv.check(state.cache)
   assert pages_held(state) == 0
-
-
-@slow_except("name", MODELS, "plain")
-@pytest.mark.parametrize("name", MODELS)
-def test_equal_to_a_forward_pass(name):
-  check_groups(name, compiled(name))
 
 
 def test_what_is_computed_is_cached():
@@ -290,7 +284,7 @@ def test_salts():
   groups = Groups(*(np.repeat(x[:1], 3, axis=0) for x in GROUPS))
   salts = jnp.stack([jaxkv.salt("a"), jaxkv.salt("b"), jaxkv.salt("a")])
   params = weights()
-  state, scored = traced_anew()(params, fresh(), *groups, salts=salts)
+  state, scored = compiled()(params, fresh(), *groups, salts=salts)
   check_scored(scored, params, groups)
   assert scored.cached_tokens.tolist() == [0, 0, 8]
   jaxkv.check(state.cache)
@@ -337,7 +331,7 @@ def test_scarce_pages():
     lengths=np.asarray([[5, 5, 5], [6, 6, 6], [5, 0, 0]], np.int32),
   )
   params, state = weights(), fresh(sizes=sizes)
-  state, scored = traced_anew()(params, state, *groups)
+  state, scored = compiled()(params, state, *groups)
   wanted = [jaxkv.Status.OK, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK]
   assert scored.code.tolist() == wanted
   check_scored(scored, params, groups, rows=[True, False, True])

@@ -24,39 +24,21 @@ from tests.rollout.by_forward import weights
 pytestmark = pytest.mark.slow
 
 
-def check_short_slots(program) -> None:
-  """NaN for each token, also for what is known of the distribution."""
-  short = fresh(sizes=dataclasses.replace(SIZES, pages_per_slot=4))
-  _, scored = program(weights(), short, *GROUPS)
-  assert scored.code.tolist() == [jaxkv.Status.SLOT_FULL, 0, 0]
-  assert scored.ok.tolist() == [False, True, True]
-  check_scored(scored, weights(), GROUPS, rows=[False, True, True])
-  tops = np.moveaxis(np.asarray(scored.top_log_probs), -1, 0)
-  for values in (scored.entropy, *tops):
-    failed = np.where(mask_of(GROUPS)[0], np.nan, 0)
-    np.testing.assert_array_equal(values[0], failed)
-    assert np.isfinite(values[1:]).all()
-  assert not np.any(scored.top_tokens[0])
-
-
-def check_small_temperatures(program) -> None:
-  """The most likely token has it all, and nothing is infinite on the way."""
-  least = float(np.finfo(np.float32).tiny)
-  _, plain = program(weights(), fresh(), *GROUPS)
-  for heat in (least, 2e-38, 1e-30):
-    _, scored = program(weights(), fresh(), *GROUPS, temperature=heat)
-    for values in (scored.entropy, scored.top_log_probs[..., 0]):
-      assert not np.any(values)
-    first = np.asarray(plain.top_tokens)[..., 0]
-    np.testing.assert_array_equal(scored.top_tokens[..., 0], first)
-    wrong = mask_of(GROUPS) & (GROUPS.completions != first)
-    log_probs = np.asarray(scored.log_probs)
-    assert np.all(log_probs[wrong] < -1e20) and not np.any(log_probs[~wrong])
-
-
 class TestGroups:
   def test_short_slots(self):
-    check_short_slots(compiled(entropy=True, top_log_probs=3))
+    """NaN for each token, also for what is known of the distribution."""
+    program = compiled(entropy=True, top_log_probs=3)
+    short = fresh(sizes=dataclasses.replace(SIZES, pages_per_slot=4))
+    _, scored = program(weights(), short, *GROUPS)
+    assert scored.code.tolist() == [jaxkv.Status.SLOT_FULL, 0, 0]
+    assert scored.ok.tolist() == [False, True, True]
+    check_scored(scored, weights(), GROUPS, rows=[False, True, True])
+    tops = np.moveaxis(np.asarray(scored.top_log_probs), -1, 0)
+    for values in (scored.entropy, *tops):
+      failed = np.where(mask_of(GROUPS)[0], np.nan, 0)
+      np.testing.assert_array_equal(values[0], failed)
+      assert np.isfinite(values[1:]).all()
+    assert not np.any(scored.top_tokens[0])
 
   def test_lengths(self):
     """Where a completion's length is out of range, all its columns are NaN."""
@@ -113,7 +95,19 @@ class TestGroups:
 
 
 def test_small_temperatures():
-  check_small_temperatures(compiled(entropy=True, top_log_probs=3))
+  """The most likely token has it all, and nothing is infinite on the way."""
+  program = compiled(entropy=True, top_log_probs=3)
+  least = float(np.finfo(np.float32).tiny)
+  _, plain = program(weights(), fresh(), *GROUPS)
+  for heat in (least, 2e-38, 1e-30):
+    _, scored = program(weights(), fresh(), *GROUPS, temperature=heat)
+    for values in (scored.entropy, scored.top_log_probs[..., 0]):
+      assert not np.any(values)
+    first = np.asarray(plain.top_tokens)[..., 0]
+    np.testing.assert_array_equal(scored.top_tokens[..., 0], first)
+    wrong = mask_of(GROUPS) & (GROUPS.completions != first)
+    log_probs = np.asarray(scored.log_probs)
+    assert np.all(log_probs[wrong] < -1e20) and not np.any(log_probs[~wrong])
 
 
 @pytest.mark.parametrize("heat", [0.7, 1.0, 3e-3])

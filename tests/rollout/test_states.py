@@ -183,27 +183,22 @@ def _assert_all(state, temperature):
   rollout.check(state)
 
 
-def check_states(slots, pages, temperature, program=None):
-  """All tokens are right, and no sequence holds more than two states."""
-  state = _begun(_sizes(pages, slots), _CONFIG)
-  program = program or by_hand.Runner(rollout.all_logits(_model))
-  steps = 0
+@slow_except("pages", [100, 22, 30], 22)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("slots", "pages"), [(6, 100), (6, 22), (2, 30)])
+def test_equal_to_a_run_without_cache(slots, pages, temperature):
+  """Samples fork, prefixes are hit, sequences are preempted and resume.
+
+  All tokens are right, and no sequence holds more than two states.
+  """
+  state, steps = _begun(_sizes(pages, slots), _CONFIG), 0
   while not bool(rollout.is_done(state)):
-    state = program(state, temperature, 1)
+    state = _program()(state, temperature, 1)
     steps += 1
     held = np.asarray(state.cache.num_pages - state.cache.num_skipped_pages)
     assert held[:, 1].max() <= 2
     assert steps < 1000
   _assert_all(state, temperature)
-  return state
-
-
-@slow_except("pages", [100, 22, 30], 22)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(("slots", "pages"), [(6, 100), (6, 22), (2, 30)])
-def test_equal_to_a_run_without_cache(slots, pages, temperature):
-  """Samples fork, prefixes are hit, sequences are preempted and resume."""
-  state = check_states(slots, pages, temperature, _program())
   if slots > 1:
     assert int(state.counters.forked) > 0
   if pages == 22:

@@ -47,7 +47,7 @@ def _codes(out) -> list[int]:
   return out.code.tolist()
 
 
-def check_find() -> None:
+def test_find():
   """Numbers of nobody, numbers twice, and rows that do not count."""
   state = _begun()
   state, out = rollout.requeue(
@@ -56,11 +56,7 @@ def check_find() -> None:
   assert _codes(out) == [_UNKNOWN, _SKIPPED, _OK, _UNKNOWN, _UNKNOWN]
 
 
-def test_find():
-  check_find()
-
-
-def check_leaving() -> None:
+def test_leaving():
   """After one step the first sample computes; the second one waits for it.
 
   Both leave their slots when the first one does, and give all pages back.
@@ -88,11 +84,7 @@ def check_leaving() -> None:
     assert int(after.sequences.finish[0]) == rollout.Finish.ABORTED
 
 
-def test_leaving():
-  check_leaving()
-
-
-def check_extend() -> None:
+def test_extend():
   """All that says where a sequence ends, and the keys of its pages."""
   state, _ = rollout.abort(_begun(), [2])
   state = dataclasses.replace(state, overtaken=state.overtaken + 3)
@@ -116,10 +108,6 @@ def check_extend() -> None:
   rollout.check(state)
 
 
-def test_extend():
-  check_extend()
-
-
 def _used() -> rollout.RolloutState:
   """The first group was harvested, and its rows have whatever they had."""
   state, _ = rollout.abort(_begun(), [0, 1])
@@ -134,7 +122,7 @@ def _used() -> rollout.RolloutState:
   )
 
 
-def check_submit() -> None:
+def test_submit():
   """A group is used again, with nothing of those that had its rows."""
   state = _used()
   full = jaxkv.Status.QUEUE_FULL
@@ -158,11 +146,7 @@ def check_submit() -> None:
   assert _codes(out) == [full]
 
 
-def test_submit():
-  check_submit()
-
-
-def check_ids() -> None:
+def test_ids():
   """Numbers of others, in the queue or in the call, are refused."""
   _, out = rollout.submit(_used(), [[7]] * 4, [1] * 4, ids=[1, 20, 21, -2])
   assert _codes(out) == [_UNKNOWN, _OK, _UNKNOWN, _UNKNOWN]
@@ -177,11 +161,7 @@ def check_ids() -> None:
   rollout.check(dataclasses.replace(after, page_keys=None))
 
 
-def test_ids():
-  check_ids()
-
-
-def check_harvest() -> None:
+def test_harvest():
   """Of the first group one has ended, of the second one both."""
   state, _ = rollout.abort(_begun(), [0, 2, 3])
   skipped = [_SKIPPED] * 2
@@ -203,11 +183,7 @@ def check_harvest() -> None:
   assert _codes(out) == [*[_SKIPPED] * 3, _OK, *skipped]
 
 
-def test_harvest():
-  check_harvest()
-
-
-def check_update_weights() -> None:
+def test_update_weights():
   """Two draw, one has ended, and one waits that a tool has spoken to."""
   state = _program()(_begun(), 1.0, 5)
   state, _ = rollout.abort(state, [2])
@@ -241,11 +217,7 @@ def check_update_weights() -> None:
     rollout.check(after)
 
 
-def test_update_weights():
-  check_update_weights()
-
-
-def check_versions() -> None:
+def test_versions():
   """Each token has the version of the weights that drew it."""
   program = by_hand.program()
   state = program(_begun((1, 0, 0)), 1.0, 3)
@@ -256,11 +228,7 @@ def check_versions() -> None:
   assert state.sequences.versions[0, :12].tolist() == wanted
 
 
-def test_versions():
-  check_versions()
-
-
-def check_old_keys() -> None:
+def test_old_keys():
   """One that was kept and left its slot finds no page of old weights.
 
   Its eight tokens are computed in chunks. When it has computed some of them
@@ -281,7 +249,3 @@ def check_old_keys() -> None:
   state, _ = rollout.requeue(state, [0])
   state = program(state, 1.0, 1)
   assert int(state.cache.stats.hit_tokens) == again // 2 * 2
-
-
-def test_old_keys():
-  check_old_keys()

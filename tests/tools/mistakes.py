@@ -1,18 +1,17 @@
-"""Mistakes: a function of the library made wrong for the time of a check.
+"""Mistakes: a function of the library made wrong for the time of a test.
 
-A mutant names the check that must notice it: a function, or a test as it is
-named on the command line, which runs in this process with its fixtures. So it
-repeats nothing of the test, and shows that this very test is worth its time.
-The cache has walks of its own for that, see `tests/cache/mutation.py`.
+A mutant is a function with wrong arguments (`given`) or a wrong result
+(`returned`), and names the test that must notice it, as on the command line.
+So it repeats nothing of the test, and shows that this very test is worth its
+time. `tests/test_mutants.py` runs them; those of the cache have random walks
+of their own, see `tests/cache/mutation.py`.
 """
 
 import contextlib
 import dataclasses
 import importlib
 import inspect
-import pathlib
 import sys
-import textwrap
 import types
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -35,12 +34,13 @@ class Mistake:
 
   Attributes:
     place: "module:function" or "module:Class.method".
-    wrong: makes the function with the mistake: one of `given`, `returned` and
-      `text`, or a function of its own.
+    wrong: makes the function with the mistake.
+    test: the name of a test, or of a class of tests, that must fail.
   """
 
   place: str
   wrong: Wrong
+  test: str
 
   @contextlib.contextmanager
   def made(self) -> Iterator[None]:
@@ -51,33 +51,6 @@ class Mistake:
       for owner, attribute in places:
         patch.setattr(owner, attribute, wrong)
       yield
-
-
-@dataclasses.dataclass(frozen=True)
-class FailsCheck(Mistake):
-  """A mistake that a function must notice.
-
-  Attributes:
-    check: what is run with the mistake; takes an empty folder.
-  """
-
-  check: Callable[[pathlib.Path], object]
-
-  def dies(self, folder: pathlib.Path) -> None:
-    """Passes if the check fails; an error is no failure of a check."""
-    with self.made(), pytest.raises((AssertionError, pytest.fail.Exception)):
-      self.check(folder)
-
-
-@dataclasses.dataclass(frozen=True)
-class FailsTest(Mistake):
-  """A mistake that a test must notice.
-
-  Attributes:
-    test: the name of the test, down to its parameters.
-  """
-
-  test: str
 
   def is_noticed(self) -> bool:
     """Whether the test fails with the mistake, compiled with it."""
@@ -90,6 +63,22 @@ class FailsTest(Mistake):
         return _fails(self.test)
       finally:
         jax.clear_caches()
+
+
+def table(
+  package: str, folder: str, rows: dict[str, tuple[str, Wrong, str]]
+) -> dict[str, Mistake]:
+  """Mistakes by their names.
+
+  Args:
+    package: what `place` of each row is in.
+    folder: what `test` of each row is in.
+    rows: for each name `place`, `wrong` and `test` of a `Mistake`.
+  """
+  return {
+    name: Mistake(f"{package}.{place}", wrong, f"{folder}/{test}")
+    for name, (place, wrong, test) in rows.items()
+  }
 
 
 def found(place: str) -> tuple[Callable, list[tuple[Any, str]]]:
@@ -161,25 +150,6 @@ def _bound(function, args, kwargs):
   bound = inspect.signature(function).bind(*args, **kwargs)
   bound.apply_defaults()
   return types.SimpleNamespace(**bound.arguments), bound
-
-
-def text(old: str, new: str) -> Wrong:
-  """A function with a piece of its text replaced, at every occurrence.
-
-  For a mistake inside of a function that no argument and no result shows. It
-  has to be said again when that function is written in another way.
-  """
-
-  def wrong(right: Callable) -> Callable:
-    plain = inspect.unwrap(right)
-    source = textwrap.dedent(inspect.getsource(plain))
-    if old not in source:
-      pytest.fail(f"{plain.__qualname__} does not contain {old!r} any more")
-    namespace = dict(vars(sys.modules[plain.__module__]))
-    exec(source.replace(old, new), namespace)
-    return namespace[plain.__name__]
-
-  return wrong
 
 
 def _fails(test: str) -> bool:

@@ -16,7 +16,7 @@ from tests.host.esurge.requests import full
 from tests.host.esurge.requests import ids
 from tests.host.esurge.requests import manager
 from tests.host.esurge.requests import window
-from tests.host.test_interrupts import interrupted
+from tests.tools.interrupts import interrupted
 from tests.tools.threads import run_in_threads
 
 SIX = EngineRequest("six", range(6))

@@ -9,66 +9,11 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv._src.models.loading import safetensors_files
 from jaxkv._src.models.loading import unpacking
-from jaxkv._src.models.loading.stored import StoredTensor
-
-_CONFIG = {
-  "architectures": ["LlamaForCausalLM"],
-  "dtype": "bfloat16",
-  "eos_token_id": 2,
-  "hidden_size": 8,
-  "intermediate_size": 12,
-  "max_position_embeddings": 64,
-  "model_type": "llama",
-  "num_attention_heads": 2,
-  "num_hidden_layers": 2,
-  "num_key_value_heads": 1,
-  "vocab_size": 11,
-}
-_LAYER = {
-  "input_layernorm": (8,),
-  "post_attention_layernorm": (8,),
-  "self_attn.q_proj": (8, 8),
-  "self_attn.k_proj": (4, 8),
-  "self_attn.v_proj": (4, 8),
-  "self_attn.o_proj": (8, 8),
-  "mlp.gate_proj": (12, 8),
-  "mlp.up_proj": (12, 8),
-  "mlp.down_proj": (8, 12),
-}
-
-
-def _stored(values):
-  return StoredTensor(values.shape, values.dtype, lambda: values)
-
-
-def _tensors():
-  shapes = {
-    f"model.layers.{layer}.{name}.weight": shape
-    for layer in range(2)
-    for name, shape in _LAYER.items()
-  }
-  shapes |= {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,)}
-  shapes |= {"lm_head.weight": (11, 8)}
-  draw = np.random.default_rng(0)
-  return {
-    name: draw.normal(size=shape).astype(np.float32)
-    for name, shape in shapes.items()
-  }
-
-
-def _write(path, tensors, dtype=ml_dtypes.bfloat16):
-  with open(path, "wb") as file:
-    pairs = [(name, _stored(values)) for name, values in tensors.items()]
-    safetensors_files.write(file, pairs, dtype)
-
-
-@pytest.fixture
-def folder(tmp_path):
-  _write(tmp_path / "model.safetensors", _tensors())
-  (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
-  return tmp_path
+from tests.models.loading.llama_folder import CONFIG
+from tests.models.loading.llama_folder import stored
+from tests.models.loading.llama_folder import tensors
+from tests.models.loading.llama_folder import write_tensors
 
 
 def _change(folder, **values):
@@ -88,7 +33,7 @@ def _refused(folder, *words):
 class TestFolder:
   def test_weights_keep_their_type_and_place(self, folder):
     model = models.load(folder)
-    rows = _tensors()
+    rows = tensors()
     assert model.config.dtype == jnp.bfloat16
     assert (model.max_length, model.stop_tokens) == (64, (2,))
     (stretch,) = model.params["layers"]
@@ -104,14 +49,14 @@ class TestFolder:
     assert models.load(folder).stop_tokens == (2, 7)
 
   def test_shards(self, folder):
-    tensors = _tensors()
-    names = sorted(tensors)
+    whole = tensors()
+    names = sorted(whole)
     homes = {
       name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(names)
     }
     for home in set(homes.values()):
-      own = {name: tensors[name] for name in names if homes[name] == home}
-      _write(folder / home, own)
+      own = {name: whole[name] for name in names if homes[name] == home}
+      write_tensors(folder / home, own)
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": homes}))
@@ -136,8 +81,8 @@ class TestFolder:
     _refused(folder, "a of shape [3]")
 
   def test_wrong_shape(self, folder):
-    other = _tensors() | {"model.norm.weight": np.zeros(9, np.float32)}
-    _write(folder / "model.safetensors", other)
+    other = tensors() | {"model.norm.weight": np.zeros(9, np.float32)}
+    write_tensors(folder / "model.safetensors", other)
     _refused(folder, "model.norm.weight", "[8]", "[9]")
 
   @pytest.mark.parametrize(
@@ -165,7 +110,7 @@ class TestFolder:
   def test_no_such_thing(self, tmp_path):
     _refused(tmp_path / "nothing", "`source` must be")
     _refused(tmp_path, "config.json")
-    (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     _refused(tmp_path, "model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     _refused(tmp_path, "pytorch_model.bin")
@@ -180,20 +125,20 @@ class TestFewBits:
     draw = np.random.default_rng(0)
     packed = draw.normal(size=(5, 7)).astype(ml_dtypes.float8_e4m3fn)
     scales = draw.uniform(1, 2, (3, 2)).astype(np.float32)
-    stored = {"w": _stored(packed), "w_scale_inv": _stored(scales)}
-    (found,) = unpacking.fp8_blocks(stored, (2, 4)).values()
+    parts = {"w": stored(packed), "w_scale_inv": stored(scales)}
+    (found,) = unpacking.fp8_blocks(parts, (2, 4)).values()
     for (i, j), value in np.ndenumerate(found.read()):
       wanted = np.float32(packed[i, j]) * scales[i // 2, j // 4]
       assert value == wanted
     with pytest.raises(ValueError, match="w_scale_inv must have shape"):
-      unpacking.fp8_blocks(stored, (2, 2))
+      unpacking.fp8_blocks(parts, (2, 2))
 
   def test_mxfp4(self):
     draw = np.random.default_rng(0)
     blocks = draw.integers(0, 256, (2, 3, 2, 16), np.uint8)
     scales = draw.integers(120, 134, (2, 3, 2), np.uint8)
-    stored = {"w_blocks": _stored(blocks), "w_scales": _stored(scales)}
-    (found,) = unpacking.mxfp4(stored).values()
+    parts = {"w_blocks": stored(blocks), "w_scales": stored(scales)}
+    (found,) = unpacking.mxfp4(parts).values()
     assert found.read().shape == found.shape == (2, 64, 3)
     magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     for (x, i, o), value in np.ndenumerate(found.read()):

@@ -12,7 +12,6 @@ import threading
 import pytest
 
 from jaxkv._src.models.loading import hub
-from tests.models.loading.test_folder import folder  # noqa: F401
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 _ID = "somebody/small"
@@ -90,7 +89,7 @@ class _Answers(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def served(folder):  # noqa: F811
+def served(folder):
   (folder / "pytorch_model.bin").write_bytes(b"not wanted")
   with _Hub(folder) as server:
     thread = threading.Thread(target=server.serve_forever)

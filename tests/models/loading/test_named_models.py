@@ -14,8 +14,8 @@ from jaxkv import rollout
 from jaxkv._src.models.loading import gguf_header
 from jaxkv._src.models.loading import gguf_tokenizer
 from jaxkv._src.models.loading import named
+from tests.models.loading.mixed_text import lines
 from tests.models.loading.slow_byte_pairs import SlowBytePairs
-from tests.models.loading.test_tokenizer import lines
 
 pytestmark = pytest.mark.deep
 

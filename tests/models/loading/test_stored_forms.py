@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from tests.models.loading import test_families as families
-
-transformers = families.transformers
+from tests.models.loading import families
 
 _SCALE = 0.1
 # In numbers of 4 bits: sign, exponent, mantissa.
@@ -59,7 +57,7 @@ def _random(transformers, name, **changes):
   kind, values = families.FAMILIES[name]
   torch.manual_seed(0)
   config = getattr(transformers, f"{kind}Config")(
-    **(families._SIZES | values | changes)
+    **(families.SIZES | values | changes)
   )
   config._attn_implementation = "eager"
   if hasattr(config, "_experts_implementation"):
@@ -104,14 +102,14 @@ def _saved(model, place, tensors, **config):
 
 
 def _assert_equal(loaded, model):
-  tokens = families._tokens()
+  tokens = families.tokens()
   positions = jnp.broadcast_to(
     jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
   )
   found = models.forward_uncached(
     loaded.params, jnp.asarray(tokens), positions, config=loaded.config
   )
-  expected = families._expected(model, tokens)
+  expected = families.expected(model, tokens)
   np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
   np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
 
@@ -169,7 +167,7 @@ def test_the_text_of_a_model_that_sees_pictures(transformers, tmp_path):
   import torch  # pyright: ignore[reportMissingImports]
 
   kind, changes = families.FAMILIES["Gemma 3"]
-  text = transformers.Gemma3TextConfig(**(families._SIZES | changes))
+  text = transformers.Gemma3TextConfig(**(families.SIZES | changes))
   config = transformers.Gemma3Config(
     text_config=text.to_dict(),
     vision_config={
@@ -194,12 +192,12 @@ def test_the_text_of_a_model_that_sees_pictures(transformers, tmp_path):
       parameter.add_(torch.randn_like(parameter) * _SCALE)
   model.save_pretrained(tmp_path)
   loaded = models.load(tmp_path, dtype=jnp.float32)
-  tokens = np.minimum(families._tokens(), 92)
+  tokens = np.minimum(families.tokens(), 92)
   positions = jnp.broadcast_to(
     jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
   )
   found = models.forward_uncached(
     loaded.params, jnp.asarray(tokens), positions, config=loaded.config
   )
-  expected = families._expected(model, tokens)
+  expected = families.expected(model, tokens)
   np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)

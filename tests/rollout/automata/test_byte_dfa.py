@@ -16,7 +16,7 @@ from jaxkv._src.rollout.automata.grammars import Repeat
 from jaxkv._src.rollout.automata.grammars import literal
 from jaxkv._src.rollout.automata.grammars import optional
 from jaxkv._src.rollout.automata.regex import regex
-from tests.rollout.automata.test_regex import PATTERNS
+from tests.rollout.automata.patterns import PATTERNS
 
 
 class TestByHand:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
 from jaxkv._src.rollout.automata.regex import regex
+from tests.rollout.automata.patterns import PATTERNS
 
 
 def check(pattern, text):
@@ -75,25 +76,7 @@ def test_bytes_by_hand(pattern):
     check(pattern, text)
 
 
-_ATOMS = ["a", "b", "é", ".", "[ab]", "[^a]", "[a-z]", r"\w", r"\s", r"\."]
-_ATOMS += [r"[^\n-b]", "[à-ÿ]", r"\n", "()", r"\D"]
-_SUFFIXES = ["*", "+", "?", "{2}", "{1,}", "{0,2}", "{,1}", "{0}"]
-
-PATTERNS = st.recursive(
-  st.sampled_from(_ATOMS),
-  lambda inner: st.one_of(
-    st.tuples(inner, inner).map("".join),
-    st.tuples(inner, inner).map("|".join).map("({})".format),
-    st.tuples(inner, st.sampled_from(_SUFFIXES)).map(
-      lambda pair: f"(?:{pair[0]}){pair[1]}"
-    ),
-  ),
-  max_leaves=7,
-)
-
-
-# Random expressions, and texts that often match them. Functions, because
-# hypothesis refuses a method that a mutant's check runs a second time.
+# Random expressions, and texts that often match them.
 
 
 @settings(max_examples=300)

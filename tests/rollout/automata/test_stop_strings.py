@@ -213,15 +213,18 @@ class TestSearch:
     assert found == _expected(encoded, pieces)
 
 
-def check_thousand(tokens, count=1000, seed=0):
-  """Random strings over random tokens: each is found where a search finds it.
+def _some(text: bytes, chance: random.Random) -> bytes:
+  """A piece of the text, or bytes of which some may not be in it."""
+  begin, size = chance.randrange(len(text)), chance.randint(1, 12)
+  if chance.random() < 0.85:
+    return text[begin : begin + size]
+  return bytes(chance.choice(text) for _ in range(min(size, 3)))
 
-  Args:
-    tokens: the bytes of all tokens.
-    count: of sequences, each with some strings of its own.
-    seed: of the random choices.
-  """
-  chance = random.Random(seed)
+
+def test_a_thousand_random_strings_over_a_byte_level_vocabulary():
+  """Each is found where a search finds it."""
+  tokens, count = small_vocabulary.tokens(), 1000
+  chance = random.Random(0)
   text = small_vocabulary.text()
   lists, sequences = [], []
   for _ in range(count):
@@ -248,15 +251,3 @@ def check_thousand(tokens, count=1000, seed=0):
       inside += not b"".join(pieces[: first + 1]).endswith(string)
   # Most are found, and many of them end inside of a token.
   assert ended > count * 0.8 and inside > count * 0.1
-
-
-def _some(text: bytes, chance: random.Random) -> bytes:
-  """A piece of the text, or bytes of which some may not be in it."""
-  begin, size = chance.randrange(len(text)), chance.randint(1, 12)
-  if chance.random() < 0.85:
-    return text[begin : begin + size]
-  return bytes(chance.choice(text) for _ in range(min(size, 3)))
-
-
-def test_a_thousand_random_strings_over_a_byte_level_vocabulary():
-  check_thousand(small_vocabulary.tokens())

@@ -11,7 +11,7 @@ from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
 from jaxkv._src.rollout.automata.regex import regex
 from jaxkv._src.rollout.automata.token_effects import FAR
 from jaxkv._src.rollout.automata.token_effects import token_masks
-from tests.rollout.automata.test_regex import PATTERNS
+from tests.rollout.automata.patterns import PATTERNS
 
 _STOP = 0
 
