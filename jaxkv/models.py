@@ -10,9 +10,8 @@ function runs all of them. `llama` describes the plainest.
 | rotary positions, and how they are stretched    | `Rope`, `YarnScaling` .. |
 | latents in place of keys and values             | `LatentAttention`        |
 | experts, chosen in groups, and shared ones      | `Experts`                |
-| norms after attention and MLP, cross-attention  | `Layer`                  |
+| norms after attention and MLP                   | `Layer`                  |
 | offsets of norms, scaled embeddings             | `Decoder`                |
-| an encoder, whose tokens see each other         | `Encoder`                |
 
 Layers differ in what a cache keeps for them: a window, or everything. Their
 pattern gives the groups of the cache; `forward` takes a view for each. A
@@ -50,14 +49,6 @@ of them, and computes each prompt once, forward and backward:
   log_probs = grouped_log_probs(
     params, prompts, prompt_lengths, completions, lengths, config=config
   )
-
-An encoder's output is computed once, and so are its keys and values in the
-layers with cross-attention, in groups of their own. `write_encoded` has an
-example that runs:
-
-  encoded = encode(params, inputs, lengths, config=config)
-  cache, _ = jaxkv.admit(..., num_encoder_tokens=lengths)
-  kv = write_encoded(params, encoded, lengths, kv, views, config=config)
 """
 
 from jaxkv._src.models import dense
@@ -67,13 +58,10 @@ from jaxkv._src.models.characters import character_model
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
-from jaxkv._src.models.decoder.description import Encoder
 from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.decoder.encoder import encode
-from jaxkv._src.models.decoder.encoder import write_encoded
 from jaxkv._src.models.decoder.forward import chosen_experts
 from jaxkv._src.models.decoder.forward import forward
 from jaxkv._src.models.decoder.forward import forward_dense
@@ -101,7 +89,6 @@ __all__ = [
   "Decoder",
   "DeltaNet",
   "DenseCache",
-  "Encoder",
   "Experts",
   "LatentAttention",
   "Layer",
@@ -118,7 +105,6 @@ __all__ = [
   "character_model",
   "chosen_experts",
   "dense",
-  "encode",
   "forward",
   "forward_dense",
   "forward_uncached",
@@ -129,5 +115,4 @@ __all__ = [
   "llama",
   "load",
   "reference_text",
-  "write_encoded",
 ]

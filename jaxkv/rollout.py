@@ -11,7 +11,6 @@
 | train in between          | `grouped`, `update_weights`; `init(version=)`    |
 | replay experts            | `RolloutConfig.experts`, `Generated.experts`     |
 | guess tokens              | `RolloutConfig.draft_tokens`, `Draft`            |
-| answer an encoder's input | `init(encoder_inputs=)`, `Encode`                |
 | have a trainer's numbers  | `RolloutConfig.numerics`                         |
 | look                      | `timeline`, `Counters`, `check`                  |
 | score given answers       | `score`, `ScoreState`                            |
@@ -42,8 +41,6 @@ from jaxkv._src.rollout.automata.token_bytes import vocabulary_bytes
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.dense import generate_dense
 from jaxkv._src.rollout.drafts import Draft
-from jaxkv._src.rollout.encoder import EncoderInputs
-from jaxkv._src.rollout.encoding import Encode
 from jaxkv._src.rollout.grouped import Grouped
 from jaxkv._src.rollout.grouped import grouped
 from jaxkv._src.rollout.invariants import check
@@ -95,8 +92,6 @@ __all__ = [
   "WAITING",
   "Counters",
   "Draft",
-  "Encode",
-  "EncoderInputs",
   "Finish",
   "Generated",
   "Grammar",

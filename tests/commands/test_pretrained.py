@@ -2,14 +2,11 @@
 
 import json
 
-import jax.numpy as jnp
 import pytest
 
 from jaxkv import __main__ as command_line
-from jaxkv import models
 from jaxkv._src.models.loading import gguf_tokenizer
 from tests.models.loading import gguf_writing as writing
-from tests.models.loading import t5gemma_folder
 
 pytest.importorskip("tokenizers", reason="it makes the tokens")
 
@@ -85,59 +82,6 @@ class TestAnswers:
     (cut,) = map(json.loads, out.read_text().splitlines())
     assert cut["finish"] == "stop_string"
     assert cut["tokens"] == whole["tokens"][: place + 1]
-
-
-class TestEncoders:
-  """T5Gemma: the encoder has the prompt, the answer begins with a token."""
-
-  @pytest.fixture
-  def folder(self, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    pieces = ["<pad>", "<eos>", "<bos>", *alphabet]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-      add_prefix_space=False
-    )
-    core.decoder = tokenizers.decoders.ByteLevel()
-    folder = tmp_path / "t5gemma"
-    folder.mkdir()
-    t5gemma_folder.write(folder, t5gemma_folder.values())
-    core.save(str(folder / "tokenizer.json"))
-    return folder
-
-  def test_answers(self, folder, tmp_path):
-    out = tmp_path / "out.jsonl"
-    code = _run(
-      *("--model", folder, "--prompt", "hello", "--prompt", "world"),
-      *("--temperature", 0, "--max-tokens", 5, "--out", out),
-    )
-    assert code == 0
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
-    model = models.load(folder)
-    for answer in answers:
-      prompt = jnp.asarray(model.tokenizer.encode(answer["prompt"]))[None]
-      lengths = jnp.asarray(prompt.shape[1:], jnp.int32)
-      encoded = model.encode(model.params, prompt, lengths)
-      tokens = [model.start_token, *answer["tokens"]]
-      drawn = models.forward_uncached(
-        model.params,
-        jnp.asarray(tokens)[None],
-        jnp.arange(len(tokens), dtype=jnp.int32)[None],
-        encoded,
-        lengths,
-        config=model.config,
-      )
-      assert jnp.argmax(drawn[0, :-1], axis=-1).tolist() == tokens[1:]
-
-  def test_no_token_to_begin_with(self, folder, capsys):
-    config = t5gemma_folder.values()
-    for name in ("encoder", "decoder"):
-      config[name] = config[name] | {"bos_token_id": None}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert _run("--model", folder, "--prompt", "hello") == 2
-    assert "decoder_start_token_id" in capsys.readouterr().err
 
 
 def _message(text):

@@ -41,7 +41,7 @@ def _layer(attention: Any, mlp: Any = _MLP, **more: Any) -> models.Layer:
   return models.Layer(attention=attention, mlp=mlp, **more)
 
 
-# As in Llama, Gemma 2, gpt-oss, Qwen3-Next, DeepSeek-V3 and T5Gemma.
+# As in Llama, Gemma 2, gpt-oss, Qwen3-Next and DeepSeek-V3.
 _LAYERS: dict[str, tuple[models.Layer, ...]] = {
   "llama": (_layer(_attention()),) * 2,
   "windows and caps": (
@@ -59,14 +59,7 @@ _LAYERS: dict[str, tuple[models.Layer, ...]] = {
     _layer(_attention(query_key_norm=True)),
   ),
   "latents": (_layer(_LATENTS),) * 2,
-  "encoder": (
-    _layer(_attention(), cross=_attention(rope=None)),
-    _layer(_attention(window=3)),
-  ),
 }
-_ENCODER = models.Encoder(
-  vocab_size=_VOCAB, embed_dim=12, layers=(_layer(_attention()),)
-)
 over_decoders = pytest.mark.parametrize("name", _LAYERS)
 
 _N, _P = 3, 7
@@ -84,15 +77,12 @@ _COLUMNS = (3, 4)
 
 
 def _config(name: str) -> models.Decoder:
-  layers = _LAYERS[name]
-  crosses = any(layer.cross is not None for layer in layers)
   return models.Decoder(
     vocab_size=_VOCAB,
     embed_dim=16,
-    layers=layers,
+    layers=_LAYERS[name],
     logit_cap=3.0,
     tied_embeddings=name != "latents",
-    encoder=_ENCODER if crosses else None,
   )
 
 
@@ -137,19 +127,10 @@ def _trees() -> tuple[Any, Any, Any, Any]:
   return _nonsense(_tokens(_N, _P), _PROMPTS), _PROMPTS, levels, _TREE
 
 
-def _encoded(name: str, params: Any) -> tuple[Any, ...]:
-  if _config(name).encoder is None:
-    return ()
-  lengths = jnp.asarray([4, 2, 3], jnp.int32)
-  inputs = jnp.asarray(_tokens(_N, 4))
-  return models.encode(params, inputs, lengths, config=_config(name)), lengths
-
-
 def _grouped(name: str, params: Any, arguments: Any, **options: Any) -> Any:
   return models.grouped_log_probs(
     params,
     *arguments,
-    *_encoded(name, params),
     config=_config(name),
     **options,
   )
@@ -179,12 +160,8 @@ def _whole(
   width = max(map(len, rows))
   tokens = np.array([row + [0] * (width - len(row)) for row in rows], np.int32)
   positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
-  # Rows of the encoder, one for each path.
-  given = [
-    jnp.repeat(x, len(rows) // _N, axis=0) for x in _encoded(name, params)
-  ]
   logits = models.forward_uncached(
-    params, tokens, positions, *given, config=_config(name), **more
+    params, tokens, positions, config=_config(name), **more
   )
   logits = jax.nn.log_softmax(logits[:, :-1] / temperature)
   next_tokens = jnp.asarray(tokens)[:, 1:, None]

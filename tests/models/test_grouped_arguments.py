@@ -231,21 +231,6 @@ def test_params_of_another_decoder():
     _run(params=other)
 
 
-def test_an_encoder_without_its_tokens():
-  heads = models.Attention(num_heads=2, num_kv_heads=1, head_dim=4)
-  layer = models.Layer(attention=heads, mlp=models.Mlp(inner_dim=8))
-  reads = dataclasses.replace(heads, rope=None)
-  cross = models.Layer(attention=heads, cross=reads, mlp=layer.mlp)
-  config = models.Decoder(
-    vocab_size=11,
-    embed_dim=8,
-    layers=(cross,),
-    encoder=models.Encoder(vocab_size=11, embed_dim=8, layers=(layer,)),
-  )
-  with pytest.raises(ValueError, match="if and only if config has"):
-    _run(config=config)
-
-
 @pytest.mark.parametrize(
   ("wrong", "error", "message"),
   [

@@ -138,7 +138,7 @@ class TestArguments:
       call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"`salts` must have the shape"):
       call(salts=jnp.zeros((2, 4), jnp.uint32))
-    with pytest.raises(ValueError, match="without groups of CrossAttention"):
+    with pytest.raises(ValueError, match="no group of CrossAttention"):
       groups = (jaxkv.FullAttention(), jaxkv.CrossAttention())
       sizes = dataclasses.replace(SIZES, groups=groups, prefix_caching=False)
       call(dataclasses.replace(state, cache=jaxkv.init(sizes)))

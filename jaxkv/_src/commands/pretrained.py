@@ -145,9 +145,7 @@ def _generated(
 ) -> Timed:
   encoded = text_prompts.encoded(prompts, model)
   lengths = np.asarray([len(tokens) for tokens in encoded], np.int32)
-  # An encoder has the prompt; then the answer is a sequence of its own.
-  apart = model.config.encoder is not None
-  room = model.max_length - (0 if apart else args.max_tokens)
+  room = model.max_length - args.max_tokens
   for prompt, length in zip(prompts, lengths.tolist(), strict=True):
     if length > room:
       raise CommandError(
@@ -155,11 +153,6 @@ def _generated(
         f"which --max-tokens leaves of the {model.max_length} that the model "
         "was made for; shorten it or lower --max-tokens"
       )
-  if apart and model.start_token is None:
-    raise CommandError(
-      "--model: must name a decoder_start_token_id, or a bos_token_id, in its "
-      "generation_config.json; complete it"
-    )
   tokens = np.zeros((len(encoded), int(lengths.max())), np.int32)
   for row, prompt in zip(tokens, encoded, strict=True):
     row[: len(prompt)] = prompt
@@ -174,11 +167,6 @@ def _generated(
     prefill_chunk=64,
   )
   sizes = _sizes(args, model, len(encoded), tokens.shape[1])
-  inputs = {}
-  if apart:
-    inputs = {"encoder_inputs": tokens, "encoder_lengths": lengths}
-    tokens = np.full((len(encoded), 1), model.start_token, np.int32)
-    lengths = np.ones_like(lengths)
   try:
     state = rollout.init(
       jaxkv.init(sizes),
@@ -188,7 +176,6 @@ def _generated(
       jax.random.key(args.seed),
       config,
       sampling=sampling,
-      **inputs,
     )
   except ValueError as error:
     raise CommandError(f"{_line(error)}; raise --pages") from error
@@ -197,7 +184,6 @@ def _generated(
     state,
     model=model.forward,
     steps=args.span,
-    encode=model.encode_inputs,
   )
 
 
@@ -216,8 +202,6 @@ def _sizes(
   """A cache with room for all slots, unless --pages says otherwise."""
   slots = min(args.slots, prompts * args.samples)
   longest = width + args.max_tokens
-  if model.config.encoder is not None:
-    longest = max(width, 1 + args.max_tokens)
   groups = len(models.cache_groups(model.config))
   needed = 1 + slots * groups * (1 + -(-longest // args.page_size))
   return model.cache_config(

@@ -35,7 +35,6 @@ def generate(
   *,
   model: Callable[..., Any],
   steps: int,
-  encode: Callable[..., Any] | None = None,
 ) -> Timed:
   """Runs a rollout to its end.
 
@@ -44,12 +43,11 @@ def generate(
     state: the rollout; it is donated.
     model: see `jaxkv.rollout.Model`.
     steps: of a span; 0 for one span.
-    encode: see `jaxkv.rollout.generate`.
 
   Returns:
     The end of the rollout.
   """
-  program = functools.partial(rollout.generate, model=model, encode=encode)
+  program = functools.partial(rollout.generate, model=model)
   span = rollout.Until(steps=jnp.int32(steps))
   print("compiling the loop ...", file=sys.stderr, flush=True)
   begin = time.perf_counter()

@@ -184,52 +184,6 @@ def attend_causal(
   return _masked_attention(q, k, v, seen, scale, soft_cap, sinks)
 
 
-def attend_all(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  lengths: jax.Array,
-  *,
-  window: int | None = None,
-  scale: float | None = None,
-  soft_cap: float | None = None,
-  sinks: jax.Array | None = None,
-) -> jax.Array:
-  """Attention to all of the tokens given, to later ones, too.
-
-  Args:
-    q: [B, T, H, D] queries.
-    k: [B, X, K, D] keys; K divides H.
-    v: [B, X, K, Y] values.
-    lengths: int32[B]; keys and values past them are padding, and are not seen.
-    window: static; query t sees the keys t - window + 1 .. t + window - 1;
-      None for all keys.
-    scale: static; as for `attend_causal`.
-    soft_cap: static; as for `attend_causal`.
-    sinks: [H], as for `attend_causal`.
-
-  Returns:
-    [B, T, H, Y]; zeros for a query that sees no key.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> x = jnp.ones((1, 3, 2, 4))
-    >>> lengths = jnp.asarray([2], jnp.int32)
-    >>> attend_all(x[:, :1], x, x, lengths).shape
-    (1, 1, 2, 4)
-  """
-  queries = jnp.arange(q.shape[1], dtype=jnp.int32)[None, :, None]
-  keys = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None]
-  seen = keys < lengths[:, None, None]
-  if window is not None:
-    seen &= jnp.abs(queries - keys) < window
-  seen = jnp.broadcast_to(seen, (q.shape[0], q.shape[1], k.shape[1]))
-  none = ~jnp.any(seen, axis=-1, keepdims=True)
-  # A softmax of nothing would be NaN, and so would its gradient.
-  out = _masked_attention(q, k, v, seen | none, scale, soft_cap, sinks)
-  return jnp.where(none[..., None], jnp.zeros_like(out), out)
-
-
 def _seen(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
   """Which positions of keys a query sees; arrays that broadcast: bool."""
   seen = keys <= queries

@@ -149,10 +149,8 @@ def _siblings(
   """`Candidates.siblings` and `leader` of the sequences `numbers`, int32[X].
 
   A sample is fresh if it has drawn nothing and has more than its last token to
-  compute, or the tokens of an encoder. Samples of different salts share
-  nothing.
+  compute. Samples of different salts share nothing.
   """
-  least = 1 if state.encoder is None else 0
   sequences, running, samples = (
     state.sequences,
     state.running,
@@ -161,9 +159,7 @@ def _siblings(
 
   def fresh(some: Array) -> Array:
     length = ops.take(sequences.length, some)  # 0 for no sequence
-    return (length > least) & (
-      ops.take(sequences.prompt_length, some) == length
-    )
+    return (length > 1) & (ops.take(sequences.prompt_length, some) == length)
 
   def alike(others: Array) -> Array:
     """bool[X, Y]: whether two sequences have one prompt and one salt."""

@@ -15,7 +15,6 @@ from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.check import check
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
-from jaxkv._src.rollout.encoder import EncoderInputs
 from jaxkv._src.rollout.routing import check_experts
 from jaxkv.kv import KVPages
 from jaxkv.kv import Pools
@@ -53,6 +52,12 @@ def check_pools(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
       "`cache` must have one page size for all groups, got "
       f"{sizes.page_sizes}: a rollout has one K/V memory."
     )
+  if sizes.holds_encoder:
+    raise ValueError(
+      "`cache` must have no group of CrossAttention, got "
+      f"{sizes.groups}: a rollout computes no encoder; write a loop with "
+      "`jaxkv.kv.attend(causal=False)`."
+    )
   check(kv, sizes)
   _check_kinds(sizes, kv, config)
 
@@ -83,7 +88,7 @@ def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
 
 
 def most_pages(
-  sizes: CacheConfig, in_flight: int, longest: int, encoder: int
+  sizes: CacheConfig, in_flight: int, longest: int
 ) -> tuple[int, ...]:
   """The most pages that one sequence of a rollout holds, by group.
 
@@ -94,14 +99,11 @@ def most_pages(
     sizes: of the cache.
     in_flight: the most tokens that are allocated at once.
     longest: tokens of the longest sequence.
-    encoder: tokens of the longest input of an encoder.
   """
   return tuple(
     min(2, -(-longest // size))
     if kind.holds_states
-    else kind.most_pages(
-      size, in_flight, encoder if kind.holds_encoder else longest
-    )
+    else kind.most_pages(size, in_flight, longest)
     for kind, size in zip(sizes.groups, sizes.page_sizes, strict=True)
   )
 
@@ -147,7 +149,6 @@ def check_fits(
   lengths: Array,
   num_samples: Any,
   max_tokens: Array | None,
-  encoder: EncoderInputs | None,
   config: RolloutConfig,
 ) -> None:
   """Raises unless sequences fit into slots, rows and the pool.
@@ -173,15 +174,11 @@ def check_fits(
       f"`RolloutConfig.max_length` must be at least {longest}, for the longest "
       f"prompt and the tokens that it draws, got {width}."
     )
-  inputs = 0
-  if encoder is not None and not isinstance(encoder.lengths, Tracer):
-    inputs = int(np.asarray(encoder.lengths).max(initial=0))
-  needed = sum(most_pages(sizes, config.prefill_chunk, longest, inputs))
+  needed = sum(most_pages(sizes, config.prefill_chunk, longest))
   if longest and needed > sizes.num_pages - 1:
-    more = f" and an encoder's {inputs}" if inputs else ""
     raise ValueError(
       f"`CacheConfig.num_pages` must be at least {needed + 1} for the longest "
-      f"sequence of {longest} tokens{more}, got {sizes.num_pages}."
+      f"sequence of {longest} tokens, got {sizes.num_pages}."
     )
 
 

@@ -69,6 +69,6 @@ def _fit(state: RolloutState, counts: Array) -> Array:
   runners = jnp.sum(slots.computing(state), dtype=jnp.int32)
   # A page for each of them to grow, too.
   room = cache.pool.queue.num_free - slots.needed_now(state)
-  room -= runners * sum(not kind.holds_encoder for kind in cache.config.groups)
+  room -= runners * len(cache.config.groups)
   wanted = jnp.cumsum(jnp.sum(more, axis=1, dtype=jnp.int32), dtype=jnp.int32)
   return wanted <= room

@@ -49,7 +49,6 @@ def check_invariants(state: RolloutState) -> dict[str, Array]:
   | ends      | `finish` says why a sequence ended, if it did                |
   | slots     | a sequence runs if and only if one slot has it; a slot       |
   |           | without one holds no page, and one token is left to compute  |
-  | encoder   | a slot with pages has those of its encoder's tokens          |
   | leaders   | a sample waits for the slot of a sample of the same prompt   |
   | page_keys | the key of a page that a slot has filled is its tokens'      |
 
@@ -75,7 +74,6 @@ def _check_invariants(state: RolloutState) -> dict[str, Array]:
     "drawn": _drawn(state),
     "ends": _ends(state),
     "slots": _slots(state),
-    "encoder": _encoder(state),
     "leaders": _leaders(state),
     "page_keys": _page_keys(state),
   } | {f"cache_{name}": holds for name, holds in cache.items()}
@@ -156,17 +154,6 @@ def _slots(state: RolloutState) -> Array:
     & jnp.all(~computes | (computed < slots.lengths(state)))
     & jnp.all((running >= 0) & (running <= none))
   )
-
-
-def _encoder(state: RolloutState) -> Array:
-  tokens = slots.encoder_tokens(state, state.running)
-  if tokens is None:
-    return jnp.ones((), bool)
-  sizes, held = state.cache.config.sizes, state.cache.num_pages
-  columns = sizes.columns_for(jnp.zeros_like(tokens), tokens)
-  slot = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-  wanted = jnp.where(is_empty(state.cache, slot)[:, None], 0, columns)
-  return jnp.all((held == wanted) | ~sizes.holds_encoder(held))
 
 
 def _leaders(state: RolloutState) -> Array:

@@ -7,7 +7,6 @@ The parts of a step, in order; a part with nothing to do costs almost nothing:
 | share    | further samples of a prompt share the pages of the first one     |
 | admit    | waiting sequences take empty slots; cached prefixes are attached |
 | grow     | all of them get pages for their next tokens                      |
-| encode   | keys and values of an encoder's tokens are written for newcomers |
 | compute  | one call of the model: the next token of every sequence that     |
 |          | decodes, and tokens of prompts                                   |
 | commit   | the tokens become final; full pages are cached                   |
@@ -45,9 +44,6 @@ from jaxkv._src.rollout.drawing import Steps
 from jaxkv._src.rollout.drawing import draw
 from jaxkv._src.rollout.drawing import looked_at
 from jaxkv._src.rollout.drawing import nothing_seen
-from jaxkv._src.rollout.encoding import Encode
-from jaxkv._src.rollout.encoding import check_encode
-from jaxkv._src.rollout.encoding import write_encoded
 from jaxkv._src.rollout.guessing import Guesses
 from jaxkv._src.rollout.guessing import guess
 from jaxkv._src.rollout.model import Model
@@ -75,7 +71,6 @@ def generate(
   model: Model,
   process: Process | None = None,
   draft: Draft | None = None,
-  encode: Encode | None = None,
 ) -> RolloutState:
   """Runs until every sequence has ended, or until what `until` names.
 
@@ -96,21 +91,15 @@ def generate(
     process: changes logits before a token is drawn from them, see `Process`.
     draft: guesses tokens, see `Draft`; None for those that followed the same
       tokens before. With `RolloutConfig.draft_tokens` alone.
-    encode: writes what the layers need of an encoder's tokens, if and only if
-      the rollout has `encoder_inputs`: `(params, inputs [1, ...], lengths
-      int32[1], kv, views) -> kv`, such as `functools.partial(
-      models.write_encoded, config=config)`; see `Encode`.
 
   Returns:
     The state; `is_done` tells whether all sequences have ended.
 
   Raises:
     TypeError: `until` is something else, or the model's logits are not floats.
-    ValueError: a number of `until` is negative, logits have another shape,
-      `encode` is missing, or given in vain, or a `functools.partial` of a model
-      has other numerics than the rollout.
+    ValueError: a number of `until` is negative, logits have another shape, or
+      a `functools.partial` of a model has other numerics than the rollout.
   """
-  check_encode(state, encode)
   check_numerics(state.config, model)
   limits, seen = as_until(until), None
   if processors.needs_seen(state.sampling):
@@ -129,10 +118,7 @@ def generate(
     state = slots.admit_waiting(state)
     guesses = guess(params, state, draft)
     counts = None if guesses is None else guesses.counts
-    held = state.cache.num_pages
     state, starved, preempted = slots.grow(state, forks, counts)
-    if encode is not None:
-      state = write_encoded(params, state, held, encode)
     seen = looked_at(state, seen)
     return _compute(
       params,

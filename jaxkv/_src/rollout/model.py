@@ -18,7 +18,6 @@ from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.rollout import packing
 from jaxkv._src.rollout import sequences as queue
-from jaxkv._src.rollout import slots
 from jaxkv._src.rollout.arguments import as_logits
 from jaxkv._src.rollout.arguments import check_all_logits
 from jaxkv._src.rollout.arguments import check_logits
@@ -131,10 +130,8 @@ def call(
     prompts.
   """
   num_slots, none = state.running.shape[0], state.sequences.length.shape[0]
-  seen = slots.encoder_tokens(state, state.running)
-  single = packing.single_views(state.cache, work, seen)
-  own = state.cache.config.first_self_group
-  starts = single[own].starts
+  single = packing.single_views(state.cache, work)
+  starts = single[0].starts
   tokens = _singles(state, work, starts, guesses)
 
   def once(
@@ -146,8 +143,8 @@ def call(
       views = _shared(state, views)
     inputs, places, chunks = tokens[:rows], starts[:rows], None
     if width.prompts:
-      chunks = packing.chunk_views(state.cache, work, seen)
-      row, positions = packed_positions(chunks[own], width.prompts)
+      chunks = packing.chunk_views(state.cache, work)
+      row, positions = packed_positions(chunks[0], width.prompts)
       theirs = ops.take(work.order, row, fill=num_slots)
       more = _tokens(state, theirs, positions)
       inputs = jnp.concatenate([inputs, more])
@@ -276,7 +273,7 @@ def _shared(state: RolloutState, views: tuple[View, ...]) -> tuple[View, ...]:
     return views
   return tuple(
     view
-    if kind.skips_pages or kind.holds_encoder
+    if kind.skips_pages
     else kv_memory.share(
       kv,
       view,

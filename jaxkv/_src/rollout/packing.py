@@ -202,29 +202,24 @@ def _with_drafts(
   return work, columns[width]
 
 
-def single_views(
-  cache: CacheState, work: Work, encoder: Array | None = None
-) -> tuple[View, ...]:
+def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
   """The tokens of the single columns, drafts included, in each group.
 
   Args:
     cache: who has which pages.
     work: the tokens.
-    encoder: int32[B], tokens of each slot's encoder; None without one.
   """
   valid = work.slots < cache.config.num_slots
   starts = ops.take(cache.length, work.slots) + work.offsets
   counts = valid.astype(jnp.int32)
-  return views(cache, work.slots, starts, counts, encoder)
+  return views(cache, work.slots, starts, counts)
 
 
-def chunk_views(
-  cache: CacheState, work: Work, encoder: Array | None = None
-) -> tuple[View, ...]:
+def chunk_views(cache: CacheState, work: Work) -> tuple[View, ...]:
   """The rows of the other columns in each group; see `single_views`."""
   slots = work.order[:CHUNK_ROWS]
   starts, counts = ops.take(cache.length, slots), work.chunks[:CHUNK_ROWS]
-  return views(cache, slots, starts, counts, encoder)
+  return views(cache, slots, starts, counts)
 
 
 def views(
@@ -232,18 +227,12 @@ def views(
   slots: Array,
   starts: Array,
   counts: Array,
-  encoder: Array | None,
 ) -> tuple[View, ...]:
   """The views of some slots, int32[R], B for none, in each group."""
   tables = ops.take(cache.page_table, slots, fill=cache.config.no_page)
-  seen = starts if encoder is None else ops.take(encoder, slots)
   return tuple(
-    View(
-      page_table=tables[:, group],
-      starts=seen if kind.holds_encoder else starts,
-      counts=counts,
-    )
-    for group, kind in enumerate(cache.config.groups)
+    View(page_table=tables[:, group], starts=starts, counts=counts)
+    for group in range(len(cache.config.groups))
   )
 
 

@@ -25,7 +25,6 @@ from jaxkv._src.cache.verbs.fork import owed_copies
 from jaxkv._src.cache.verbs.fork import share_prefix
 from jaxkv._src.cache.verbs.free import recycle
 from jaxkv._src.rollout import admission
-from jaxkv._src.rollout import encoder
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.checks import most_pages
 from jaxkv._src.rollout.state import RolloutState
@@ -41,11 +40,6 @@ def computing(state: RolloutState) -> Array:
 def lengths(state: RolloutState) -> Array:
   """int32[B]: tokens of the sequence in each slot, 0 for none."""
   return ops.take(state.sequences.length, state.running)
-
-
-def encoder_tokens(state: RolloutState, numbers: Array) -> Array | None:
-  """int32[R]: tokens of the encoder of sequences; None without an encoder."""
-  return encoder.lengths_of(state.encoder, numbers, state.config.num_samples)
 
 
 def missing_tokens(state: RolloutState) -> Array:
@@ -110,8 +104,6 @@ def share_prompts(state: RolloutState) -> tuple[RolloutState, Forks]:
   )
   if state.config.num_samples == 1:
     return state, forks
-  if state.encoder is not None:
-    state, forks = _with_pages(state, forks)
   own = jnp.arange(slots, dtype=jnp.int32)
 
   def some(cache: CacheState) -> CacheState:
@@ -120,36 +112,6 @@ def share_prompts(state: RolloutState) -> tuple[RolloutState, Forks]:
   cache = ops.at_most_once(jnp.any(forks.ready), some, state.cache)
   leader = jnp.where(forks.ready, slots, state.leader)
   return dataclasses.replace(state, cache=cache, leader=leader), forks
-
-
-def _with_pages(
-  state: RolloutState, forks: Forks
-) -> tuple[RolloutState, Forks]:
-  """The forks for which there are pages; others wait again, without a slot.
-
-  Without an encoder, `grow` finds out. But a fork of a prompt that fills no
-  page holds pages of the encoder alone, and could not give them back.
-  """
-  cache, sizes = state.cache, state.cache.config.sizes
-  ready = forks.ready & ~is_empty(cache, forks.sources)
-  length = ops.take(cache.length, forks.sources)
-  stop = sizes.columns_for(length + 1, jnp.zeros_like(length))
-  more = jnp.where(
-    sizes.holds_encoder(stop), 0, stop - sizes.full_pages(length)
-  )
-  more = jnp.where(ready, jnp.sum(more, axis=1, dtype=jnp.int32), 0)
-  total = needed_now(state) + jnp.cumsum(more, dtype=jnp.int32)
-  refused = ready & (total > cache.pool.queue.num_free)
-  none, slots = state.sequences.length.shape[0], state.running.shape[0]
-  state = dataclasses.replace(
-    state,
-    sequences=queue.with_status(
-      state.sequences, state.running, refused, queue.WAITING
-    ),
-    running=jnp.where(refused, none, state.running),
-    leader=jnp.where(refused, slots, state.leader),
-  )
-  return state, forks._replace(ready=ready & ~refused)
 
 
 def recycle_windows(state: RolloutState) -> RolloutState:
@@ -185,12 +147,7 @@ def grow(
   tokens = tokens_now(state, missing)
   if drafts is not None:
     tokens += drafts
-  cache, room = make_room(
-    state.cache,
-    rows,
-    tokens,
-    num_encoder_tokens=encoder_tokens(state, state.running),
-  )
+  cache, room = make_room(state.cache, rows, tokens)
   state = dataclasses.replace(state, cache=cache)
   starved = (missing > 0) & ~room.ok
   state, refused = _finish_forks(state, forks, starved)
@@ -321,17 +278,9 @@ def needed_now(state: RolloutState) -> Array:
   """int32[]: pages that `grow` takes for the sequences in slots."""
   sizes, cache = state.cache.config.sizes, state.cache
   tokens = tokens_now(state, missing_tokens(state))
-  stop = sizes.columns_for(
-    cache.length + tokens, _or_zeros(state, state.running)
-  )
+  stop = sizes.columns_for(cache.length + tokens, jnp.zeros_like(tokens))
   more = jnp.where(tokens[:, None] > 0, stop - cache.num_pages, 0)
   return jnp.sum(jnp.maximum(more, 0), dtype=jnp.int32)
-
-
-def _or_zeros(state: RolloutState, numbers: Array) -> Array:
-  """int32[R]: tokens of the encoder of sequences; 0 without an encoder."""
-  tokens = encoder_tokens(state, numbers)
-  return jnp.zeros_like(numbers) if tokens is None else tokens
 
 
 def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
@@ -355,8 +304,8 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   length = ops.take(sequences.length, numbers)
   runners = jnp.sum(state.running < none, dtype=jnp.int32)
   # A page to grow for each sequence, newcomers included.
-  grows = [not kind.holds_encoder for kind in cache.config.groups]
-  reserve = sum(grows) * (runners + jnp.cumsum(pairs, dtype=jnp.int32))
+  groups = len(cache.config.groups)
+  reserve = groups * (runners + jnp.cumsum(pairs, dtype=jnp.int32))
   found = Prefix(*(ops.take(x, chosen.candidates) for x in waiting.found))
   at_once = jnp.minimum(length, tokens_at_once(state))
   later = jnp.maximum(needed, _promised(state)) + jnp.cumsum(
@@ -372,7 +321,6 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
     skipped=~leads,
     pops=False,
     num_tokens=at_once,
-    num_encoder_tokens=encoder_tokens(state, numbers),
     keep_free=later + jnp.where(runners + row > 0, reserve, 0),
   )
   follows = pairs & ~follows_slot & (chosen.leads != row)
@@ -452,7 +400,6 @@ def _pages_later(
 def _most_pages(state: RolloutState, numbers: Array, length: Array) -> Array:
   """int32[R, G]: the most pages that tokens of sequences ever hold."""
   config, chunk = state.cache.config, tokens_at_once(state)
-  columns = config.sizes.columns_for(length, _or_zeros(state, numbers))
-  longest = config.slot_tokens
-  most = most_pages(config, chunk, longest, longest)
+  columns = config.sizes.columns_for(length, jnp.zeros_like(length))
+  most = most_pages(config, chunk, config.slot_tokens)
   return jnp.minimum(columns, jnp.asarray(most, jnp.int32)[None])

@@ -23,8 +23,6 @@ from jaxkv._src.rollout.checks import check_fits
 from jaxkv._src.rollout.checks import check_memory
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.drafts import Drafts
-from jaxkv._src.rollout.encoder import EncoderInputs
-from jaxkv._src.rollout.encoder import as_encoder_inputs
 from jaxkv._src.rollout.page_keys import page_keys
 from jaxkv._src.rollout.routing import unknown_experts
 from jaxkv._src.rollout.sequences import Sequences
@@ -107,7 +105,6 @@ class RolloutState:
     salts: see `jaxkv.salt`; sequences of different salts share no page. None
       for no salt.  # uint32[Q, 4]
     drafts: what later tokens are guessed from; None without drafts.
-    encoder: what the encoder gets for each prompt; None without one.
     counters: what has been done.
     log: the sequence in each slot, what it did and how many tokens, in the last
       X steps, see `timeline`; None without.  # int32[X, 3, B]
@@ -131,7 +128,6 @@ class RolloutState:
   epochs: Array
   salts: Array | None
   drafts: Drafts | None
-  encoder: EncoderInputs | None
   counters: Counters
   log: Array | None = None
 
@@ -149,8 +145,6 @@ def init(
   priority: Array | None = None,
   salts: Array | None = None,
   user: Any = None,
-  encoder_inputs: Any = None,
-  encoder_lengths: Array | None = None,
   first_sequence: Array | int = 0,
   version: Array | int | None = None,
 ) -> RolloutState:
@@ -180,11 +174,6 @@ def init(
       nothing, such as those of different adapters. None for no salt.
     user: what `process` and the model are to know of each sequence, a pytree of
       arrays [Q, ...].
-    encoder_inputs: a pytree of arrays [P, ...], with what `generate(encode=)`
-      gets for each prompt: what an encoder has made of its input, or the input
-      itself. For caches with a group of `CrossAttention` alone.
-    encoder_lengths: int32[P], tokens of the encoder for each prompt, at most
-      those of its input.
     first_sequence: int32[], the number of the first sequence among those of all
       shards of a job, see `devices`. A sequence's draws depend on `key` and its
       number alone, so they do not depend on how the job is split.
@@ -199,17 +188,17 @@ def init(
 
   Raises:
     TypeError: an argument holds something else than integers.
-    ValueError: an argument has the wrong shape, the encoder's inputs are
-      missing, or given in vain, the cache has a slot in use, or holds pages of
-      another version, the memory has other pages than the cache, or none for a
-      group, or lacks experts, a recurrent group has drafts or scratch pages, W
-      tokens do not fit into a slot, a prompt is empty or longer than L, a
-      number of samples is out of range, or the longest sequence does not fit
-      into the pool. Traced lengths, slots and versions are not checked; such
-      sequences fail one by one, see `Sequences.code`.
+    ValueError: an argument has the wrong shape, the cache has a slot in use, a
+      group of CrossAttention, or pages of another version, the memory has other
+      pages than the cache, or none for a group, or lacks experts, a recurrent
+      group has drafts or scratch pages, W tokens do not fit into a slot, a
+      prompt is empty or longer than L, a number of samples is out of range, or
+      the longest sequence does not fit into the pool. Traced lengths, slots and
+      versions are not checked; such sequences fail one by one, see
+      `Sequences.code`.
   """
-  given = (key, sampling, priority, salts, user, encoder_inputs)
-  given += (encoder_lengths, prompts, lengths, num_samples, version)
+  given = (key, sampling, priority, salts, user, prompts, lengths)
+  given += (num_samples, version)
   prompts, lengths = queue.as_prompts(prompts, lengths, config)
   check_memory(cache, kv, config)
   total = prompts.shape[0] * config.num_samples
@@ -225,16 +214,12 @@ def init(
     max_tokens=sampling.max_tokens,
     seed=sampling.seed,
   )
-  encoder = as_encoder_inputs(
-    encoder_inputs, encoder_lengths, prompts.shape[0], cache.config
-  )
   check_fits(
     cache.config,
     prompts,
     lengths,
     num_samples,
     sampling.max_tokens,
-    encoder,
     config,
   )
   same = as_version(cache, version)
@@ -269,7 +254,6 @@ def init(
     epochs=jnp.full((total,), cache.epoch),
     salts=salts,
     drafts=drafts.init(sequences, config),
-    encoder=encoder,
     counters=_no_counts(config),
     log=jnp.zeros((config.timeline, 3, sizes.num_slots), jnp.int32)
     if config.timeline

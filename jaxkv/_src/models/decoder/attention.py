@@ -9,7 +9,6 @@ alone.
 | `Attention`       | `Softmax`               | [B, T, H, D] |
 | `LatentAttention` | `Latents`               | [B, T, H, X] |
 | `DeltaNet`        | `Recurrence`            | [B, T, H, X] |
-| `Layer.cross`     | queries alone           | [B, T, H, D] |
 """
 
 from typing import NamedTuple
@@ -20,10 +19,10 @@ import jax.numpy as jnp
 from jaxkv._src.models.decoder import delta_net
 from jaxkv._src.models.decoder import rope as ropes
 from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
-from jaxkv._src.models.decoder.description import Stack
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.params import Params
 
@@ -81,7 +80,7 @@ class Recurrence(NamedTuple):
   gate: jax.Array
 
 
-def rotations(decoder: Stack, positions: jax.Array) -> Rotations:
+def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
   """The angles of all layers, each once, of positions int32[B, T]."""
   wanted = dict.fromkeys(
     key for layer in decoder.layers if (key := _rotation_of(layer)) is not None
@@ -111,7 +110,7 @@ def project_softmax(
   weights: Params,
   attention: Attention,
   angles: Angles | None,
-  stack: Stack,
+  decoder: Decoder,
 ) -> Softmax:
   """What normed tokens [B, T, E] ask for, and what they offer.
 
@@ -120,41 +119,31 @@ def project_softmax(
     weights: of the layer.
     attention: its sizes.
     angles: of the tokens' positions; None for no rotations.
-    stack: for norms.
+    decoder: for norms.
   """
-  q = queries(x, weights, attention, stack)
-  k, v = keys_and_values(x, weights, attention, stack)
+  q = queries(x, weights, attention, decoder)
+  k, v = keys_and_values(x, weights, attention, decoder)
   if attention.rope is not None and angles is not None:
     q = ropes.rotate(q, angles, attention.rope)
     k = ropes.rotate(k, angles, attention.rope)
   return Softmax(q, k, v, gate(x, weights, attention))
 
 
-def cross_weights(weights: Params) -> Params:
-  """The weights of a layer's cross-attention, named like those of others."""
-  own = "cross_"
-  return {
-    name.removeprefix(own): leaf
-    for name, leaf in weights.items()
-    if name.startswith(own)
-  }
-
-
 def queries(
-  x: jax.Array, weights: Params, attention: Attention, stack: Stack
+  x: jax.Array, weights: Params, attention: Attention, decoder: Decoder
 ) -> jax.Array:
   """[B, T, H, D], not rotated yet."""
   q = jnp.einsum("bte,ehd->bthd", x, weights["query"])
   if attention.biased:
     q = q + weights["query_bias"][None, None]
   if attention.query_key_norm:
-    eps, offset = stack.norm_eps, stack.norm_offset
+    eps, offset = decoder.norm_eps, decoder.norm_offset
     q = rms_norm(q, weights["query_norm"], eps, offset)
   return q
 
 
 def keys_and_values(
-  x: jax.Array, weights: Params, attention: Attention, stack: Stack
+  x: jax.Array, weights: Params, attention: Attention, decoder: Decoder
 ) -> tuple[jax.Array, jax.Array]:
   """[B, T, K, D] each, not rotated yet."""
   k = jnp.einsum("bte,ekd->btkd", x, weights["key"])
@@ -163,7 +152,7 @@ def keys_and_values(
     k = k + weights["key_bias"][None, None]
     v = v + weights["value_bias"][None, None]
   if attention.query_key_norm:
-    eps, offset = stack.norm_eps, stack.norm_offset
+    eps, offset = decoder.norm_eps, decoder.norm_offset
     k = rms_norm(k, weights["key_norm"], eps, offset)
   return k, v
 
@@ -199,10 +188,10 @@ def project_latents(
   weights: Params,
   attention: LatentAttention,
   angles: Angles,
-  stack: Stack,
+  decoder: Decoder,
 ) -> Latents:
   """Like `project_softmax`: multi-head latent attention."""
-  eps, offset = stack.norm_eps, stack.norm_offset
+  eps, offset = decoder.norm_eps, decoder.norm_offset
   down = x
   if attention.query_rank is not None:
     down = jnp.einsum("bte,er->btr", x, weights["query_down"])
@@ -286,10 +275,10 @@ def output_recurrence(
   out: jax.Array,
   gate: jax.Array,
   weights: Params,
-  stack: Stack,
+  decoder: Decoder,
   dtype: jnp.dtype,
 ) -> jax.Array:
   """[B, T, E] of what the recurrence gives, [B, T, H, X]."""
-  out = rms_norm(out, weights["output_norm"], stack.norm_eps)
+  out = rms_norm(out, weights["output_norm"], decoder.norm_eps)
   out = out.astype(jnp.float32) * gate
   return jnp.einsum("bthv,hve->bte", out.astype(dtype), weights["output"])

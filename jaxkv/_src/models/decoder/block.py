@@ -16,11 +16,11 @@ from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.attention import Angles
 from jaxkv._src.models.decoder.attention import Rotations
 from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.decoder.description import Stack
 from jaxkv._src.models.decoder.memories import Place
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.numerics import recurrence
@@ -39,7 +39,7 @@ def run(
   place: Place,
   turned: Rotations,
   keep: Any,
-  stack: Stack,
+  decoder: Decoder,
 ) -> Carry:
   """The tokens after a layer, and the memory.
 
@@ -50,48 +50,44 @@ def run(
     place: where it keeps what it keeps.
     turned: the angles of the tokens.
     keep: one of `memories`.
-    stack: static; of which it is a layer.
+    decoder: static; of which it is a layer.
   """
-  (x, memory), each = carry, token_wise(stack)
+  (x, memory), each = carry, token_wise(decoder)
   own = functools.partial
   angles = attentions.angles_of(layer, turned)
-  seen = each(own(_before, layer, stack), weights, x, angles)
-  out, memory = _look(seen, layer, weights, place, keep, memory, stack)
+  seen = each(own(_before, layer, decoder), weights, x, angles)
+  out, memory = _look(seen, layer, weights, place, keep, memory, decoder)
   gate = None if isinstance(seen, attentions.Latents) else seen.gate
-  if layer.cross is not None:
-    x, q, other = each(own(_between, layer, stack), weights, x, out, gate)
-    out, gate = (
-      _look_across(q, layer, weights, place, keep, memory, stack),
-      other,
-    )
   given = None
   if not isinstance(layer.mlp, Mlp):
     given = routing.given_to(keep.experts, place.routed)
-  x, used = each(own(_after, layer, stack), weights, x, out, gate, given)
+  x, used = each(own(_after, layer, decoder), weights, x, out, gate, given)
   if used is not None:
     memory = keep.routed(place, used, memory)
   return x, memory
 
 
-def _norm(x: jax.Array, weights: Params, name: str, stack: Stack) -> jax.Array:
-  return rms_norm(x, weights[name], stack.norm_eps, stack.norm_offset)
+def _norm(
+  x: jax.Array, weights: Params, name: str, decoder: Decoder
+) -> jax.Array:
+  return rms_norm(x, weights[name], decoder.norm_eps, decoder.norm_offset)
 
 
 def _before(
   layer: Layer,
-  stack: Stack,
+  decoder: Decoder,
   weights: Params,
   x: jax.Array,
   angles: Angles | None,
 ) -> Any:
   """What tokens ask for and offer, see `attention`."""
-  kind, y = layer.attention, _norm(x, weights, "attention_norm", stack)
+  kind, y = layer.attention, _norm(x, weights, "attention_norm", decoder)
   if isinstance(kind, DeltaNet):
     return attentions.project_recurrence(y, weights)
   if isinstance(kind, Attention):
-    return attentions.project_softmax(y, weights, kind, angles, stack)
+    return attentions.project_softmax(y, weights, kind, angles, decoder)
   assert angles is not None
-  return attentions.project_latents(y, weights, kind, angles, stack)
+  return attentions.project_latents(y, weights, kind, angles, decoder)
 
 
 def _look(
@@ -101,13 +97,13 @@ def _look(
   place: Place,
   keep: Any,
   memory: Memory,
-  stack: Stack,
+  decoder: Decoder,
 ) -> tuple[jax.Array, Memory]:
   """What tokens read of each other, [B, T, H, X]."""
   kind = layer.attention
   if isinstance(kind, DeltaNet):
     inputs = (seen.channels, seen.beta, seen.decay)
-    run = recurrence(stack, kind, weights)
+    run = recurrence(decoder, kind, weights)
     return keep.recurrent(kind, place, run, inputs, memory)
   if isinstance(kind, LatentAttention):
     q = seen.plain, seen.turned
@@ -119,7 +115,7 @@ def _look(
 
 def _attended(
   layer: Layer,
-  stack: Stack,
+  decoder: Decoder,
   weights: Params,
   x: jax.Array,
   out: jax.Array,
@@ -129,57 +125,19 @@ def _attended(
   kind = layer.attention
   if isinstance(kind, DeltaNet):
     assert gate is not None
-    out = attentions.output_recurrence(out, gate, weights, stack, x.dtype)
+    out = attentions.output_recurrence(out, gate, weights, decoder, x.dtype)
   elif isinstance(kind, Attention):
     out = attentions.output_softmax(out, gate, weights, kind, x.dtype)
   else:
     out = attentions.output_latents(out, weights, x.dtype)
   if layer.post_norms:
-    out = _norm(out, weights, "post_attention_norm", stack)
+    out = _norm(out, weights, "post_attention_norm", decoder)
   return x + out
-
-
-def _between(
-  layer: Layer,
-  stack: Stack,
-  weights: Params,
-  x: jax.Array,
-  out: jax.Array,
-  gate: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """[B, T, E], and queries and their gate, for the tokens of an encoder."""
-  assert layer.cross is not None
-  x = _attended(layer, stack, weights, x, out, gate)
-  y, own = (
-    _norm(x, weights, "cross_norm", stack),
-    attentions.cross_weights(weights),
-  )
-  q = attentions.queries(y, own, layer.cross, stack)
-  return x, q, attentions.gate(y, own, layer.cross)
-
-
-def _look_across(
-  q: jax.Array,
-  layer: Layer,
-  weights: Params,
-  place: Place,
-  keep: Any,
-  memory: Memory,
-  stack: Stack,
-) -> jax.Array:
-  """What tokens read of an encoder's, [B, T, H, D]."""
-  cross, own = layer.cross, attentions.cross_weights(weights)
-  assert cross is not None
-
-  def project(encoded: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return attentions.keys_and_values(encoded, own, cross, stack)
-
-  return keep.cross(cross, place, own, q, project, memory)
 
 
 def _after(
   layer: Layer,
-  stack: Stack,
+  decoder: Decoder,
   weights: Params,
   x: jax.Array,
   out: jax.Array,
@@ -187,19 +145,12 @@ def _after(
   given: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
   """[B, T, E] after the MLP; int32[B, T, k], the experts that tokens used."""
-  if layer.cross is None:
-    x = _attended(layer, stack, weights, x, out, gate)
-  else:
-    own = attentions.cross_weights(weights)
-    out = attentions.output_softmax(out, gate, own, layer.cross, x.dtype)
-    if layer.post_norms:
-      out = _norm(out, weights, "post_cross_norm", stack)
-    x = x + out
-  y, used = _norm(x, weights, "mlp_norm", stack), None
+  x = _attended(layer, decoder, weights, x, out, gate)
+  y, used = _norm(x, weights, "mlp_norm", decoder), None
   if isinstance(layer.mlp, Mlp):
     out = mlps.gated(y, weights, layer.mlp)
   else:
     out, used = mlps.mixture(y, weights, layer.mlp, given)
   if layer.post_norms:
-    out = _norm(out, weights, "post_mlp_norm", stack)
+    out = _norm(out, weights, "post_mlp_norm", decoder)
   return x + out, used

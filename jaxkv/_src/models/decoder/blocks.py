@@ -1,4 +1,4 @@
-"""The layers of a decoder or an encoder: loops over blocks.
+"""The layers of a decoder: loops over blocks.
 
 A loop over layers carries the whole memory, not one slice per layer: a scan
 with slices as inputs and outputs would copy the memory at every token.
@@ -20,9 +20,9 @@ from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.block import Carry
 from jaxkv._src.models.decoder.block import Memory
+from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import Layer
-from jaxkv._src.models.decoder.description import Stack
 from jaxkv._src.models.decoder.memories import Place
 from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
@@ -37,54 +37,54 @@ def run(
   positions: jax.Array,
   memory: Memory,
   keep: Any,
-  stack: Stack,
+  decoder: Decoder,
   *,
   remat: bool = False,
 ) -> Carry:
   """All layers: [B, T, E] before the last norm, and the memory.
 
   Args:
-    params: of the stack.
+    params: of the decoder.
     tokens: int32[B, T]; those outside the vocabulary become NaN.
     positions: int32[B, T].
     memory: what `keep` keeps.
     keep: one of `memories`.
-    stack: static.
+    decoder: static.
     remat: static; whether a gradient keeps the input of each layer alone, and
       computes the layer again.
   """
-  begin = functools.partial(_begin, stack)
-  x, turned = token_wise(stack)(begin, params["embed"], tokens, positions)
+  begin = functools.partial(_begin, decoder)
+  x, turned = token_wise(decoder)(begin, params["embed"], tokens, positions)
 
   def visit(carry: Carry, layer: Layer, own: Params, place: Place) -> Carry:
     def one(carry: Carry, own: Params) -> Carry:
-      return block.run(carry, layer, own, place, turned, keep, stack)
+      return block.run(carry, layer, own, place, turned, keep, decoder)
 
     return (jax.checkpoint(one) if remat else one)(carry, own)
 
-  return visit_layers((x, memory), params, visit, stack)
+  return visit_layers((x, memory), params, visit, decoder)
 
 
 def _begin(
-  stack: Stack, embed: jax.Array, tokens: jax.Array, positions: jax.Array
+  decoder: Decoder, embed: jax.Array, tokens: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, attentions.Rotations]:
   """[B, T, E] of tokens, and the angles of their positions."""
   x = embed.at[tokens].get(
     mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
   )
-  if stack.embed_scale != 1.0:
-    x = x * jnp.asarray(stack.embed_scale, x.dtype)
-  return x, attentions.rotations(stack, positions)
+  if decoder.embed_scale != 1.0:
+    x = x * jnp.asarray(decoder.embed_scale, x.dtype)
+  return x, attentions.rotations(decoder, positions)
 
 
 def visit_layers(
-  carry: Carry, params: Params, visit: Visit, stack: Stack
+  carry: Carry, params: Params, visit: Visit, decoder: Decoder
 ) -> Carry:
   """Calls a function in every layer, from the first to the last."""
   for stretch, weights in zip(
-    layout.stretches(stack), params["layers"], strict=True
+    layout.stretches(decoder), params["layers"], strict=True
   ):
-    carry = _repeat(carry, stretch, weights, visit, stack)
+    carry = _repeat(carry, stretch, weights, visit, decoder)
   return carry
 
 
@@ -93,7 +93,7 @@ def _repeat(
   stretch: layout.Stretch,
   weights: tuple[Params, ...],
   visit: Visit,
-  stack: Stack,
+  decoder: Decoder,
 ) -> Carry:
   """Visits the layers of a stretch."""
   size = len(stretch.pattern)
@@ -101,7 +101,7 @@ def _repeat(
   def visited(
     carry: Carry, number: int, repetition: jax.Array | int, own: Params
   ) -> Carry:
-    place = _place(stack, stretch, number, repetition)
+    place = _place(decoder, stretch, number, repetition)
     return visit(carry, stretch.pattern[number], own, place)
 
   if stretch.repetitions == 1:
@@ -125,24 +125,21 @@ def _repeat(
 
 
 def _place(
-  stack: Stack,
+  decoder: Decoder,
   stretch: layout.Stretch,
   number: int,
   repetition: jax.Array | int,
 ) -> Place:
   """Where a layer of a pattern keeps what it keeps."""
-  period, index = layout.period(stack), stretch.first + number
-  pools, cross = layout.group_pools(stack), layout.cross_group(stack, index)
+  period, index = layout.period(decoder), stretch.first + number
   group = index % period
   size = len(stretch.pattern)
   routed = sum(isinstance(layer.mlp, Experts) for layer in stretch.pattern)
   return Place(
     group=group,
     layer=index // period + repetition * (size // period),
-    pool=pools[group],
-    cross_group=cross,
-    cross_pool=None if cross is None else pools[cross],
-    routed=routing.num_routed(stack, index) + repetition * routed,
+    pool=layout.group_pools(decoder)[group],
+    routed=routing.num_routed(decoder, index) + repetition * routed,
   )
 
 

@@ -26,7 +26,7 @@ class Branches(memories.Nowhere):
   """No memory of tokens: they attend to those of their tree.
 
   Attributes:
-    tree: where they stand in rows; `encoded` and `lengths` are per row.
+    tree: where they stand in rows.
   """
 
   tree: Tree = dataclasses.field(kw_only=True)

@@ -218,70 +218,13 @@ class Layer:
   Attributes:
     attention: how tokens look at each other.
     mlp: what follows.
-    cross: attention to all of an encoder's tokens, between those two; None
-      without an encoder. It has no window and no rotary positions.
-    post_norms: whether the outputs of all are normed, too, before they are
+    post_norms: whether the outputs of both are normed, too, before they are
       added.
   """
 
   attention: Attention | LatentAttention | DeltaNet
   mlp: Mlp | Experts
-  cross: Attention | None = None
   post_norms: bool = False
-
-  def __post_init__(self) -> None:
-    if self.cross is None:
-      return
-    if not isinstance(self.cross, Attention):
-      raise ValueError(f"`cross` must be an Attention, got {self.cross!r}.")
-    for name in ("window", "rope"):
-      value = getattr(self.cross, name)
-      if value is not None:
-        raise ValueError(
-          f"`cross.{name}` must be None, because an encoder's tokens are seen "
-          f"from everywhere alike, got {value!r}."
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Encoder:
-  """An encoder of tokens, whose tokens see each other in both directions.
-
-  Attributes:
-    vocab_size: V, of its own embedding.
-    embed_dim: E, which need not be the decoder's.
-    layers: blocks with `Attention`. With a window a token sees itself and the
-      `window - 1` tokens on either side.
-    norm_eps: added to the mean square in RMSNorm.
-    norm_offset: added to the weights of norms.
-    embed_scale: factor of the embeddings, rounded to `dtype`.
-    dtype: of parameters and activations.
-
-  Raises:
-    ValueError: a field is out of range.
-  """
-
-  vocab_size: int
-  embed_dim: int
-  layers: tuple[Layer, ...]
-  norm_eps: float = 1e-5
-  norm_offset: float = 0.0
-  embed_scale: float = 1.0
-  dtype: Any = jnp.float32
-
-  def __post_init__(self) -> None:
-    _check_stack(self)
-    for layer in self.layers:
-      if not isinstance(layer.attention, Attention) or layer.cross is not None:
-        raise ValueError(
-          "`layers` of an Encoder must have `Attention` and no `cross`, got "
-          f"{layer!r}."
-        )
-
-  @property
-  def num_layers(self) -> int:
-    """L."""
-    return len(self.layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,7 +240,6 @@ class Decoder:
     embed_scale: factor of the embeddings, rounded to `dtype`.
     logit_cap: c turns a logit x into c * tanh(x / c); None for no cap.
     tied_embeddings: whether the embedding is also the output projection.
-    encoder: whose tokens the layers with `cross` attend to; None for none.
     numerics: "exact" for the same numbers of a token, bit for bit, in
       `forward`, whatever the slots, chunks, pages and neighbours, and in
       `forward_uncached` and `grouped_log_probs`, inside of a gradient, too.
@@ -305,7 +247,7 @@ class Decoder:
       `backend`, weights that are whole on each device, and page sizes that
       divide 64 (on a GPU or TPU, for 16). A few tokens are computed at a time,
       by code that is compiled for so many. Gradients are those of "fast", in
-      reverse mode alone. Not for decoders with an encoder.
+      reverse mode alone.
     tile: how many tokens, with "exact". They are part of the numbers. For
       decode steps, as many as there are slots cost the least; for prompts and
       gradients, 64.
@@ -342,67 +284,34 @@ class Decoder:
   embed_scale: float = 1.0
   logit_cap: float | None = None
   tied_embeddings: bool = True
-  encoder: Encoder | None = None
   numerics: Literal["fast", "exact"] = "fast"
   tile: int = 16
   dtype: Any = jnp.float32
 
   def __post_init__(self) -> None:
-    _check_stack(self)
-    _sizes(self, "tile")
+    _sizes(self, "vocab_size", "embed_dim", "tile")
     if self.numerics not in ("fast", "exact"):
       raise ValueError(
         f'`numerics` must be "fast" or "exact", got {self.numerics!r}.'
       )
-    if self.numerics == "exact" and self.encoder is not None:
+    if not isinstance(self.layers, tuple) or not self.layers:
       raise ValueError(
-        '`numerics` must be "fast" for a decoder with an encoder, got "exact".'
+        f"`layers` must be a tuple of one or more Layers, got {self.layers!r}."
       )
-    crosses = any(layer.cross is not None for layer in self.layers)
-    if crosses and not isinstance(self.encoder, Encoder):
-      raise ValueError(
-        "`encoder` must be an Encoder, because there are layers with `cross`, "
-        f"got {self.encoder!r}."
-      )
-    if self.encoder is None:
-      return
-    if not crosses:
-      raise ValueError(
-        "`encoder` must be None, because no layer has `cross`, got "
-        f"{self.encoder!r}."
-      )
-    if self.encoder.dtype != self.dtype:
-      raise ValueError(
-        f"`encoder.dtype` must be {self.dtype.name}, as the decoder's, got "
-        f"{self.encoder.dtype.name}."
-      )
+    for layer in self.layers:
+      if not isinstance(layer, Layer):
+        raise ValueError(f"`layers` must hold Layers, got {layer!r}.")
+    if not self.norm_eps > 0:
+      raise ValueError(f"`norm_eps` must be positive, got {self.norm_eps}.")
+    dtype = jnp.dtype(self.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(f"`dtype` must be a floating type, got {dtype.name}.")
+    object.__setattr__(self, "dtype", dtype)
 
   @property
   def num_layers(self) -> int:
     """L."""
     return len(self.layers)
-
-
-Stack = Decoder | Encoder
-"""What has an embedding, layers and a last norm."""
-
-
-def _check_stack(stack: Any) -> None:
-  """Raises unless the fields that all stacks have are right."""
-  _sizes(stack, "vocab_size", "embed_dim")
-  if not isinstance(stack.layers, tuple) or not stack.layers:
-    raise ValueError(
-      f"`layers` must be a tuple of one or more Layers, got {stack.layers!r}."
-    )
-  for layer in stack.layers:
-    if not isinstance(layer, Layer):
-      raise ValueError(f"`layers` must hold Layers, got {layer!r}.")
-  if not stack.norm_eps > 0:
-    raise ValueError(f"`norm_eps` must be positive, got {stack.norm_eps}.")
-  dtype = jnp.dtype(stack.dtype)
-  if not jnp.issubdtype(dtype, jnp.floating):
-    raise ValueError(f"`dtype` must be a floating type, got {dtype.name}.")
-  object.__setattr__(stack, "dtype", dtype)
 
 
 def _check_rope(rope: Rope, name: str, dim: int) -> None:

@@ -21,7 +21,6 @@ import jax
 
 from jaxkv import kv as paged
 from jaxkv._src.models import dense
-from jaxkv._src.models.decoder import encoder
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import logits as all_logits
 from jaxkv._src.models.decoder import memories
@@ -77,9 +76,7 @@ def forward(
       kinds of them.
     view: where each row's pages are, and how many tokens are written. A
       tuple has a view for each of `cache_groups(config)`, which differ in the
-      page table only; one group needs no tuple. Views of an encoder's tokens
-      also differ in `starts`: how many tokens each row sees of it, whose keys
-      and values are there since `write_encoded`.
+      page table only; one group needs no tuple.
     columns: int32[X], of a packed call: the columns that get logits.
     rows: what a rollout says about the sequence of each token; not used.
     config: static; the decoder.
@@ -130,7 +127,7 @@ def forward(
   for group, one in enumerate(views):
     single = isinstance(one, paged.PackedView) or tokens.shape[1:] == (1,)
     pool, kind = pools[numbers[group]], kinds[group]
-    shares = not kind.skips_pages and not kind.holds_encoder and not exact
+    shares = not kind.skips_pages and not exact
     if single and shares and _has_keys(pool):
       seen[group] = paged.refresh_shared(pool, one)
   routing.check_experts(experts, tokens, config)
@@ -188,11 +185,6 @@ def forward_dense(
     (1, 1, 11)
   """
   all_logits.check_tokens(tokens, positions)
-  if config.encoder is not None:
-    raise ValueError(
-      "`config` must have no encoder, because the baseline keeps nothing of "
-      "one; use forward_uncached."
-    )
   keep = memories.Dense(starts, counts, layout.period(config))
   out, memory = all_logits.run(
     params, tokens, positions, (cache,), keep, counts, logits, config
@@ -205,8 +197,6 @@ def forward_uncached(
   params: Params,
   tokens: jax.Array,
   positions: jax.Array,
-  encoded: jax.Array | None = None,
-  encoded_lengths: jax.Array | None = None,
   *,
   config: Decoder,
   experts: jax.Array | None = None,
@@ -215,7 +205,7 @@ def forward_uncached(
   """Runs whole sequences; each token attends to all tokens up to itself.
 
   In layers with a window it attends to the last ones of them. Differentiable in
-  `params` and in `encoded`: this is the function to train. On several devices,
+  `params`: this is the function to train. On several devices,
   call it in `jax.shard_map`, or under `jit` with a mesh whose axes are
   `AxisType.Auto`; see `grouped_log_probs`.
 
@@ -228,10 +218,6 @@ def forward_uncached(
     tokens: int32[B, T], each in 0 ... V - 1.
     positions: int32[B, T], for the rotations only; attention is causal, and
       windows count tokens, in the order of T.
-    encoded: [B, X, E], from `encode`, if and only if the decoder has an
-      encoder. Samples of one prompt have equal rows: `jnp.repeat` them.
-    encoded_lengths: int32[B], tokens of each row of it, at most X, or the
-      logits are NaN.
     config: static; the decoder.
     experts: signed integers [B, T, J, k], the k experts that each token uses in
       each of the J layers with `Experts`, such as `jaxkv.rollout.generated` and
@@ -263,8 +249,7 @@ def forward_uncached(
   """
   all_logits.check_tokens(tokens, positions)
   routing.check_experts(experts, tokens, config)
-  given = encoder.given(encoded, encoded_lengths, tokens.shape[0], config)
-  keep = memory_within(config, experts, *given, kv_dtype=kv_dtype)
+  keep = memory_within(config, experts, kv_dtype=kv_dtype)
   return all_logits.run(
     params, tokens, positions, (), keep, None, "all", config
   )[0]
@@ -275,8 +260,6 @@ def chosen_experts(
   params: Params,
   tokens: jax.Array,
   positions: jax.Array,
-  encoded: jax.Array | None = None,
-  encoded_lengths: jax.Array | None = None,
   *,
   config: Decoder,
   experts: jax.Array | None = None,
@@ -287,8 +270,6 @@ def chosen_experts(
     params: as `init_params` returns.
     tokens: int32[B, T], each in 0 ... V - 1.
     positions: int32[B, T].
-    encoded: see `forward_uncached`.
-    encoded_lengths: see `forward_uncached`.
     config: static; the decoder.
     experts: see `forward_uncached`.
 
@@ -324,8 +305,7 @@ def chosen_experts(
   """
   all_logits.check_tokens(tokens, positions)
   routing.check_experts(experts, tokens, config)
-  given = encoder.given(encoded, encoded_lengths, tokens.shape[0], config)
-  keep = memory_within(config, experts, *given)
+  keep = memory_within(config, experts)
   memory = routing.init_chosen(tokens, config)
   return all_logits.run(
     params, tokens, positions, memory, keep, None, "none", config

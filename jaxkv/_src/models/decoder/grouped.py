@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxkv._src.cache import checks
 from jaxkv._src.models.decoder import blocks
-from jaxkv._src.models.decoder import encoder
 from jaxkv._src.models.decoder import log_probs
 from jaxkv._src.models.decoder import logits
 from jaxkv._src.models.decoder import routing
@@ -31,8 +30,6 @@ def grouped_log_probs(
   prompt_lengths: jax.Array,
   completions: Levels,
   completion_lengths: Levels,
-  encoded: jax.Array | None = None,
-  encoded_lengths: jax.Array | None = None,
   *,
   config: Decoder,
   temperature: float | jax.Array = 1.0,
@@ -44,9 +41,9 @@ def grouped_log_probs(
 
   Those of `forward_uncached` over each prompt with each completion, but a
   prompt is computed once, forward and backward, and logits exist only for
-  tokens of completions, of some at a time. Differentiable in `params` and in
-  `encoded`; with exact numerics in reverse mode alone, not by `jax.jvp`. A
-  sequence that shares nothing is a completion of its first token.
+  tokens of completions, of some at a time. Differentiable in `params`;
+  with exact numerics in reverse mode alone, not by `jax.jvp`. A sequence that
+  shares nothing is a completion of its first token.
   Letters: N prompts of up to P tokens, and G completions of each, of up to R.
 
   Completions may share more than a prompt, such as turns of a search. Then they
@@ -69,9 +66,6 @@ def grouped_log_probs(
     completions: int32[N, G, R], padded at the end; or a tuple of levels.
     completion_lengths: int32[N, G], 0 .. R, 0 for a completion that does not
       exist; of levels, a tuple.
-    encoded: [N, X, E], from `encode`, if and only if the decoder has an
-      encoder: a row for each prompt.
-    encoded_lengths: int32[N], tokens of each row of it.
     config: static; the decoder.
     temperature: by what logits are divided, as in `Sampling`; for 0 by 1, as in
       a rollout and in `score`. A traced one that is negative, infinite or NaN
@@ -146,8 +140,6 @@ def grouped_log_probs(
     params,
     levels,
     lengths,
-    encoded,
-    encoded_lengths,
     heat,
     used,
     config=config,
@@ -166,8 +158,6 @@ def _grouped(
   params: Params,
   levels: tuple[jax.Array, ...],
   lengths: tuple[jax.Array, ...],
-  encoded: jax.Array | None,
-  encoded_lengths: jax.Array | None,
   temperature: jax.Array,
   experts: tuple[jax.Array, ...] | None,
   *,
@@ -189,11 +179,9 @@ def _grouped(
     used = _padded([_flat(own, 3) for own in experts], lengths, -1)
   # Nothing follows the last column of the last level.
   tree = trees.of_lengths([*widths[:-1], max(widths[-1] - 1, 1)], lengths)
-  rows = levels[0].shape[0]
   keep = memory_within(
     config,
     None if used is None else tree.join(used),
-    *encoder.given(encoded, encoded_lengths, rows, config),
     tree=tree,
     kv_dtype=kv_dtype,
   )

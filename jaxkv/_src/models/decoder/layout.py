@@ -6,11 +6,6 @@ layers. Here layer i is in group i % C, in memory layer i // C, where C is the
 period of the layers' caches: 1 if all are alike, 6 if every sixth layer has no
 window. If the period does not divide L, the last memory layer is not full.
 
-A layer with cross-attention needs pages for an encoder's tokens, too. So behind
-the C groups stands one more for each layer of the period that has it, and the
-layers use it in turn, like the first C. One group for all of them would need L
-memory layers, of which the other groups would use L / C.
-
 A loop over layers runs a pattern of P layers R times. A stretch of layers has
 such a pattern; a decoder has as few stretches as possible.
 """
@@ -19,16 +14,15 @@ import dataclasses
 import functools
 from typing import Any
 
-from jaxkv._src.cache.group_kinds import CrossAttention
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.group_kinds import Recurrent
 from jaxkv._src.cache.group_kinds import SlidingWindow
 from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
-from jaxkv._src.models.decoder.description import Stack
 
 PoolKey = tuple[str, tuple[int, ...]]
 """What memory a layer needs: layers of one pool need the same."""
@@ -72,72 +66,50 @@ def pool_of(attention: Any) -> PoolKey:
 
 
 @functools.cache
-def period(stack: Stack) -> int:
-  """C, the groups of the sequences' own tokens."""
+def period(decoder: Decoder) -> int:
+  """C, the number of layer groups."""
   return _period(
-    [
-      (kind_of(layer), pool_of(layer.attention), _cross_pool(layer))
-      for layer in stack.layers
-    ]
+    [(kind_of(layer), pool_of(layer.attention)) for layer in decoder.layers]
   )
 
 
 @functools.cache
-def groups(stack: Stack) -> tuple[GroupKind, ...]:
-  """For `CacheConfig.groups`: C of them, and those of an encoder."""
-  first = stack.layers[: period(stack)]
-  return (
-    *(kind_of(layer) for layer in first),
-    *(CrossAttention() for layer in first if layer.cross is not None),
-  )
+def groups(decoder: Decoder) -> tuple[GroupKind, ...]:
+  """For `CacheConfig.groups`: C of them."""
+  return tuple(kind_of(layer) for layer in decoder.layers[: period(decoder)])
 
 
 @functools.cache
-def group_pools(stack: Stack) -> tuple[int, ...]:
+def group_pools(decoder: Decoder) -> tuple[int, ...]:
   """The number of the pool of each group."""
-  first = stack.layers[: period(stack)]
-  keys = [pool_of(layer.attention) for layer in first]
-  keys += [pool_of(layer.cross) for layer in first if layer.cross is not None]
-  return tuple(pools(stack).index(key) for key in keys)
+  first = decoder.layers[: period(decoder)]
+  numbers = {key: number for number, key in enumerate(pools(decoder))}
+  return tuple(numbers[pool_of(layer.attention)] for layer in first)
 
 
 @functools.cache
-def cross_group(stack: Stack, number: int) -> int | None:
-  """The group of a layer's cross-attention; None without."""
-  place = number % period(stack)
-  if stack.layers[place].cross is None:
-    return None
-  before = [layer.cross is not None for layer in stack.layers[:place]]
-  return period(stack) + sum(before)
-
-
-@functools.cache
-def num_memory_layers(stack: Stack) -> int:
+def num_memory_layers(decoder: Decoder) -> int:
   """Memory layers of each pool."""
-  return -(-len(stack.layers) // period(stack))
+  return -(-len(decoder.layers) // period(decoder))
 
 
 @functools.cache
-def pools(stack: Stack) -> tuple[PoolKey, ...]:
+def pools(decoder: Decoder) -> tuple[PoolKey, ...]:
   """The pools of a decoder's memory, each once."""
-  own = [pool_of(layer.attention) for layer in stack.layers]
-  cross = [_cross_pool(layer) for layer in stack.layers]
-  return tuple(dict.fromkeys(own + [key for key in cross if key is not None]))
+  return tuple(
+    dict.fromkeys(pool_of(layer.attention) for layer in decoder.layers)
+  )
 
 
 @functools.cache
-def stretches(stack: Stack) -> tuple[Stretch, ...]:
+def stretches(decoder: Decoder) -> tuple[Stretch, ...]:
   """The loops of a decoder, from the first layer to the last."""
-  layers, found, first = stack.layers, [], 0
+  layers, found, first = decoder.layers, [], 0
   while first < len(layers):
-    size, times = _longest(layers[first:], period(stack))
+    size, times = _longest(layers[first:], period(decoder))
     found.append(Stretch(first, layers[first : first + size], times))
     first += size * times
   return tuple(found)
-
-
-def _cross_pool(layer: Layer) -> PoolKey | None:
-  return None if layer.cross is None else pool_of(layer.cross)
 
 
 def _period(items: list) -> int:

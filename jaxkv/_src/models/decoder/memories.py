@@ -1,17 +1,15 @@
-"""Four ways to keep keys and values, which differ in nothing else.
+"""Three ways to keep keys and values, which differ in nothing else.
 
 | way        | where                                        | used for     |
 |------------|----------------------------------------------|--------------|
 | `Paged`    | pages (`jaxkv.kv`)                           | decoding     |
 | `Dense`    | a stretch for each sequence                  | the baseline |
 | `Nowhere`  | those of the same call                       | training     |
-| `BothWays` | those of the same call, also of later tokens | encoders     |
 
 `Branches` (`branches`) is `Nowhere` for trees of tokens.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
 
@@ -30,9 +28,6 @@ from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.numerics import Each
 from jaxkv._src.models.decoder.params import Params
 
-Project = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-"""What an encoder gives, [B, X, E'], as keys and values [B, X, K, D]."""
-
 
 class Place(NamedTuple):
   """Where a layer keeps what it keeps.
@@ -41,16 +36,12 @@ class Place(NamedTuple):
     group: the layer group of the cache.
     layer: int32[], the memory layer.
     pool: which pool of the memory.
-    cross_group: the layer group of its cross-attention; None without.
-    cross_pool: the pool of that group.
     routed: int32[], its number among the layers with experts.
   """
 
   group: int
   layer: jax.Array | int
   pool: int
-  cross_group: int | None = None
-  cross_pool: int | None = None
   routed: jax.Array | int = 0
 
 
@@ -102,32 +93,6 @@ class Paged:
       heads=self.heads,
     )
     return out, with_pool(memory, place.pool, pool)
-
-  def cross(
-    self,
-    attention: Attention,
-    place: Place,
-    weights: Params,
-    q: jax.Array,
-    project: Project,
-    memory: tuple[Any, ...],
-  ) -> jax.Array:
-    """What q [B, T, H, D] reads of an encoder's tokens, alike.
-
-    Their keys and values are there since `write_encoded`.
-    """
-    del project
-    assert place.cross_group is not None and place.cross_pool is not None
-    return paged.attend(
-      memory[place.cross_pool],
-      self.views[place.cross_group],
-      place.layer,
-      q,
-      options=_kernel_options(attention, weights),
-      causal=False,
-      backend=self.backend,
-      heads=self.heads,
-    )
 
   def latent(
     self,
@@ -244,7 +209,7 @@ class Dense(_WithoutExperts):
       "forward_uncached."
     )
 
-  cross = recurrent = latent
+  recurrent = latent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,13 +219,9 @@ class Nowhere:
   Attributes:
     experts: signed integers [B, T, J, k], experts that tokens must use; None
       for none.
-    encoded: [B, X, E'], what an encoder gives; None without one.
-    lengths: int32[B], the tokens of it.
   """
 
   experts: jax.Array | None = None
-  encoded: jax.Array | None = None
-  lengths: jax.Array | None = None
 
   def softmax(
     self,
@@ -288,22 +249,6 @@ class Nowhere:
       **options: see `dense.attend_causal`.
     """
     return dense.attend_causal(q, k, v, **options)
-
-  def cross(
-    self,
-    attention: Attention,
-    place: Place,
-    weights: Params,
-    q: jax.Array,
-    project: Project,
-    memory: tuple[Any, ...],
-  ) -> jax.Array:
-    """See `Paged`."""
-    del place, memory
-    assert self.encoded is not None and self.lengths is not None
-    k, v = project(self.encoded)
-    options = _options(attention, weights)
-    return dense.attend_all(q, k, v, self.lengths, **options)
 
   def latent(
     self,
@@ -382,32 +327,6 @@ def absorbed(
 def values_of_latents(weights: jax.Array, out: jax.Array) -> jax.Array:
   """What queries read of latents as values, [B, T, H, value_dim]."""
   return jnp.einsum("bthl,lhv->bthv", out, weights)
-
-
-@dataclasses.dataclass(frozen=True)
-class BothWays(_WithoutExperts):
-  """No memory: tokens attend to all of the same call, to later ones, too.
-
-  Attributes:
-    lengths: int32[B], tokens of each row; those after them are padding.
-  """
-
-  lengths: jax.Array
-
-  def softmax(
-    self,
-    attention: Attention,
-    place: Place,
-    weights: Params,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    memory: tuple[()],
-  ) -> tuple[jax.Array, tuple[()]]:
-    """See `Paged`."""
-    del place
-    options = _options(attention, weights)
-    return dense.attend_all(q, k, v, self.lengths, **options), memory
 
 
 def scale_of(attention: LatentAttention) -> float:

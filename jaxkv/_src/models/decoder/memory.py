@@ -21,10 +21,7 @@ _DELTA_NET = [field.name for field in dataclasses.fields(DeltaNet)]
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
   """For `CacheConfig.groups`: what a cache must keep for a decoder's layers.
 
-  Layer i is in group i % C, where C is the period of the layers' windows. After
-  those C groups comes one of `CrossAttention` for each of the first C layers
-  with cross-attention. A cache with such groups has no prefix cache
-  (`prefix_caching=False`).
+  Layer i is in group i % C, where C is the period of the layers' windows.
 
   Examples:
     >>> from jaxkv import models
@@ -52,11 +49,6 @@ def init_dense(
   Raises:
     ValueError: the layers have other attention, or other sizes.
   """
-  if decoder.encoder is not None:
-    raise ValueError(
-      "`decoder` must have no encoder, because the baseline keeps nothing of "
-      "one; use forward_uncached."
-    )
   sizes = {
     (kind.num_kv_heads, kind.head_dim)
     if isinstance(kind := layer.attention, Attention)

@@ -17,7 +17,6 @@ from jaxkv._src.cache import ops
 from jaxkv._src.models.decoder import attention as attentions
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
-from jaxkv._src.models.decoder.description import Stack
 from jaxkv._src.models.decoder.params import Params
 
 Each = Callable[..., Any]
@@ -28,17 +27,16 @@ _ROWS = 8
 """Sequences whose recurrences are computed together."""
 
 
-def is_exact(stack: Stack) -> bool:
+def is_exact(decoder: Decoder) -> bool:
   """Whether tokens have the same numbers wherever they stand."""
-  return isinstance(stack, Decoder) and stack.numerics == "exact"
+  return decoder.numerics == "exact"
 
 
-def token_wise(stack: Stack) -> Each:
+def token_wise(decoder: Decoder) -> Each:
   """How functions that treat each token alone are called."""
-  if not is_exact(stack):
+  if not is_exact(decoder):
     return lambda function, weights, *arrays: function(weights, *arrays)
-  assert isinstance(stack, Decoder)
-  return functools.partial(_in_tiles, stack.tile)
+  return functools.partial(_in_tiles, decoder.tile)
 
 
 def _in_tiles(tile: int, function: Any, weights: Any, *arrays: Any) -> Any:
@@ -53,11 +51,11 @@ def _in_tiles(tile: int, function: Any, weights: Any, *arrays: Any) -> Any:
   return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), out)
 
 
-def recurrence(stack: Stack, attention: DeltaNet, weights: Params) -> Any:
+def recurrence(decoder: Decoder, attention: DeltaNet, weights: Params) -> Any:
   """The recurrence of a layer, see `memories.Nowhere.recurrent`."""
   run = functools.partial(attentions.recur, attention=attention)
   own = {"convolution": weights["convolution"]}
-  if is_exact(stack):
+  if is_exact(decoder):
     return functools.partial(_recur, run, own)
   return functools.partial(run, own)
 

@@ -32,8 +32,6 @@ _PAGE_SIZE = 16
 def memory_within(
   config: Decoder,
   experts: jax.Array | None,
-  encoded: jax.Array | None,
-  lengths: jax.Array | None,
   *,
   tree: Tree | None = None,
   kv_dtype: Any = None,
@@ -43,8 +41,6 @@ def memory_within(
   Args:
     config: the decoder.
     experts: see `Nowhere`.
-    encoded: see `Nowhere`.
-    lengths: see `Nowhere`.
     tree: where the tokens stand; None for rows of one sequence each.
     kv_dtype: see `forward_uncached`.
 
@@ -57,15 +53,15 @@ def memory_within(
         f'`kv_dtype` must be None with numerics="fast", got {kv_dtype!r}.'
       )
     if tree is None:
-      return Nowhere(experts, encoded, lengths)
-    return Branches(experts, encoded, lengths, tree=tree)
+      return Nowhere(experts)
+    return Branches(experts, tree=tree)
   own: Any = {
     "dtype": config.dtype if kv_dtype is None else kv_dtype,
     "each": token_wise(config),
   }
   if tree is None:
-    return OwnPages(experts, encoded, lengths, **own)
-  return BranchesInPages(experts, encoded, lengths, tree=tree, **own)
+    return OwnPages(experts, **own)
+  return BranchesInPages(experts, tree=tree, **own)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,7 @@
 A tree: "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied, and
 "layers", a tuple with one entry for each stretch of `layout.stretches`: a tuple
 with a dict for each layer of its pattern, whose arrays have a leading axis of
-R repetitions. "encoder", if there is one, has "embed", "final_norm" and
-"layers" of its own. A layer's dict has
+R repetitions. A layer's dict has
 
 | name                   | of `Attention`                                      |
 |------------------------|-----------------------------------------------------|
@@ -43,13 +42,6 @@ R repetitions. "encoder", if there is one, has "embed", "final_norm" and
 | `output_norm`          | [Dv], whose offset is 0                             |
 | `output`               | [H, Dv, E]                                          |
 
-| name                   | of `Layer.cross`; E' is the encoder's width         |
-|------------------------|-----------------------------------------------------|
-| `cross_norm`           | [E]                                                 |
-| `cross_query` ...      | as for `Attention`                                  |
-| `cross_key` ...        | [E', K, D], and `cross_value`                       |
-| `post_cross_norm`      | [E], with post norms                                |
-
 | name                   | of `Mlp`                                            |
 |------------------------|-----------------------------------------------------|
 | `mlp_norm`             | [E]                                                 |
@@ -85,7 +77,6 @@ from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.decoder.description import Stack
 
 Params = dict[str, Any]
 
@@ -109,15 +100,12 @@ class Leaf:
   dtype: Any = None
 
 
-def layer_leaves(
-  layer: Layer, embed_dim: int, encoder_dim: int | None = None
-) -> dict[str, Leaf]:
+def layer_leaves(layer: Layer, embed_dim: int) -> dict[str, Leaf]:
   """The parameters of one layer, without the axis of repetitions.
 
   Args:
     layer: what they are for.
     embed_dim: E.
-    encoder_dim: the encoder's width; None without one.
   """
   attention = layer.attention
   leaves = {
@@ -137,25 +125,15 @@ def layer_leaves(
   if layer.post_norms:
     leaves["post_attention_norm"] = Leaf((embed_dim,))
     leaves["post_mlp_norm"] = Leaf((embed_dim,))
-  if layer.cross is not None and encoder_dim is not None:
-    cross = _attention(layer.cross, embed_dim, encoder_dim)
-    leaves |= {f"cross_{name}": leaf for name, leaf in cross.items()}
-    leaves["cross_norm"] = Leaf((embed_dim,))
-    if layer.post_norms:
-      leaves["post_cross_norm"] = Leaf((embed_dim,))
   return leaves
 
 
-def _attention(
-  a: Attention, e: int, seen_dim: int | None = None
-) -> dict[str, Leaf]:
-  """Those of attention to tokens of the width `seen_dim`, E if None."""
+def _attention(a: Attention, e: int) -> dict[str, Leaf]:
   h, k, d = a.num_heads, a.num_kv_heads, a.head_dim
-  seen_dim = e if seen_dim is None else seen_dim
   leaves = {
     "query": Leaf((e, h, d), e),
-    "key": Leaf((seen_dim, k, d), seen_dim),
-    "value": Leaf((seen_dim, k, d), seen_dim),
+    "key": Leaf((e, k, d), e),
+    "value": Leaf((e, k, d), e),
     "output": Leaf((h, d, e), h * d, residual=True),
   }
   if a.biased:
@@ -238,11 +216,9 @@ def _experts(m: Experts, e: int) -> dict[str, Leaf]:
   return leaves
 
 
-def leaves_of(stack: Stack) -> Params:
+def leaves_of(decoder: Decoder) -> Params:
   """The tree of parameters, a `Leaf` in place of each array."""
-  v, e = stack.vocab_size, stack.embed_dim
-  encoder = stack.encoder if isinstance(stack, Decoder) else None
-  width = None if encoder is None else encoder.embed_dim
+  v, e = decoder.vocab_size, decoder.embed_dim
   tree: Params = {"embed": Leaf((v, e), e), "final_norm": Leaf((e,))}
   tree["layers"] = tuple(
     tuple(
@@ -250,16 +226,14 @@ def leaves_of(stack: Stack) -> Params:
         name: dataclasses.replace(
           leaf, shape=(stretch.repetitions, *leaf.shape)
         )
-        for name, leaf in layer_leaves(layer, e, width).items()
+        for name, leaf in layer_leaves(layer, e).items()
       }
       for layer in stretch.pattern
     )
-    for stretch in layout.stretches(stack)
+    for stretch in layout.stretches(decoder)
   )
-  if isinstance(stack, Decoder) and not stack.tied_embeddings:
+  if not decoder.tied_embeddings:
     tree["unembed"] = Leaf((e, v), e)
-  if encoder is not None:
-    tree["encoder"] = leaves_of(encoder)
   return tree
 
 
@@ -272,12 +246,12 @@ def shapes_of(decoder: Decoder) -> Params:
   )
 
 
-def init_params(key: jax.Array, decoder: Stack) -> Params:
+def init_params(key: jax.Array, decoder: Decoder) -> Params:
   """Random parameters, as the table above names them.
 
   Args:
     key: random key.
-    decoder: what they are for; or an encoder alone.
+    decoder: what they are for.
 
   Examples:
     >>> import jax
@@ -288,15 +262,7 @@ def init_params(key: jax.Array, decoder: Stack) -> Params:
     >>> params["layers"][0][0]["key"].shape
     (3, 8, 2, 2)
   """
-  if isinstance(decoder, Decoder) and decoder.encoder is not None:
-    key, other = jax.random.split(key)
-    params = _random(key, decoder, leaves_of(decoder) | {"encoder": {}})
-    return params | {"encoder": init_params(other, decoder.encoder)}
-  return _random(key, decoder, leaves_of(decoder))
-
-
-def _random(key: jax.Array, decoder: Stack, tree: Params) -> Params:
-  """Random parameters of the leaves of a tree."""
+  tree = leaves_of(decoder)
   # One draw, cut up: separate draws would cost a compilation for each shape.
   size = sum(
     math.prod(leaf.shape)

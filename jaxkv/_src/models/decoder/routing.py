@@ -17,7 +17,6 @@ from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
-from jaxkv._src.models.decoder.description import Stack
 
 
 class Routing(NamedTuple):
@@ -55,9 +54,9 @@ def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
 
 
 @functools.cache
-def num_routed(stack: Stack, stop: int) -> int:
+def num_routed(decoder: Decoder, stop: int) -> int:
   """Layers with experts among the first `stop`."""
-  return sum(isinstance(x.mlp, Experts) for x in stack.layers[:stop])
+  return sum(isinstance(x.mlp, Experts) for x in decoder.layers[:stop])
 
 
 def init_pool(decoder: Decoder, config: CacheConfig) -> paged.TokenPages:

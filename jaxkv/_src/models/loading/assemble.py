@@ -93,8 +93,6 @@ def assemble(
       tree["layers"], layout.stretches(plan.decoder), strict=True
     )
   )
-  if plan.encoder is not None:
-    made["encoder"] = assemble(plan.encoder, stored, tick)
   return made
 
 
@@ -113,7 +111,6 @@ def parts_of(plan: Plan) -> Iterator[Part]:
   return itertools.chain(
     plan.top.values(),
     *(plan.layer(number).values() for number in layers),
-    parts_of(plan.encoder) if plan.encoder is not None else (),
   )
 
 

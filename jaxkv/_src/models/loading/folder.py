@@ -43,10 +43,6 @@ def opened(folder: pathlib.Path) -> OpenedCheckpoint:
       values.setdefault(key, outer.get(key))
     quantization = values.get("quantization_config", quantization)
     stored = _text_only(stored)
-  if isinstance(values.get("decoder"), dict):
-    # Of an encoder-decoder; older files say it of the decoder alone.
-    for key in ("eos_token_id", "bos_token_id", "max_position_embeddings"):
-      values.setdefault(key, values["decoder"].get(key))
   stored = _unpacked(stored, quantization, where)
   config = ConfigFile(values, where)
 
@@ -63,7 +59,6 @@ def opened(folder: pathlib.Path) -> OpenedCheckpoint:
     stop_tokens=stop_tokens(folder, values),
     max_length=config.size("max_position_embeddings", _LENGTH),
     open_tokenizer=functools.partial(tokenizer.from_folder, folder),
-    start_token=_start_token(folder, values),
   )
 
 
@@ -84,17 +79,6 @@ def stop_tokens(
   if chosen is None:
     return ()
   return tuple(chosen) if isinstance(chosen, list) else (int(chosen),)
-
-
-def _start_token(folder: pathlib.Path, config: dict[str, Any]) -> int | None:
-  """The first token of a decoder that has an encoder."""
-  path = folder / "generation_config.json"
-  generation = json_object(path) if path.exists() else {}
-  for name in ("decoder_start_token_id", "bos_token_id"):
-    for values in (generation, config):
-      if isinstance(values.get(name), int):
-        return values[name]
-  return None
 
 
 def _dtype(values: dict[str, Any], where: str) -> Any:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import tqdm
 
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.models.decoder import encoder
 from jaxkv._src.models.decoder import forward as decoder_forward
 from jaxkv._src.models.decoder import memory
 from jaxkv._src.models.decoder.description import Decoder
@@ -38,8 +37,6 @@ class Pretrained:
     max_length: the longest sequence that it was made for, in tokens.
     stop_tokens: tokens that end a text or a message.
     open_tokenizer: reads the tokenizer.
-    start_token: the token with which the decoder begins, if there is an
-      encoder, which has the prompt; None without one.
   """
 
   config: Decoder
@@ -47,7 +44,6 @@ class Pretrained:
   max_length: int
   stop_tokens: tuple[int, ...]
   open_tokenizer: Callable[[], Tokenizer]
-  start_token: int | None = None
 
   @functools.cached_property
   def tokenizer(self) -> Tokenizer:
@@ -63,30 +59,6 @@ class Pretrained:
   def forward(self) -> Callable[..., Any]:
     """`jaxkv.models.forward` of this decoder, as a rollout calls it."""
     return functools.partial(decoder_forward.forward, config=self.config)
-
-  @property
-  def encode(self) -> Callable[..., Any]:
-    """`jaxkv.models.encode` of this decoder."""
-    return functools.partial(encoder.encode, config=self.config)
-
-  @property
-  def write_encoded(self) -> Callable[..., Any]:
-    """`jaxkv.models.write_encoded` of this decoder."""
-    return functools.partial(encoder.write_encoded, config=self.config)
-
-  @property
-  def encode_inputs(self) -> Callable[..., Any] | None:
-    """`encode` of `jaxkv.rollout.generate`, whose inputs are tokens.
-
-    It runs the encoder and writes what it gives. None without an encoder.
-    """
-    return self._encode_inputs if self.config.encoder is not None else None
-
-  def _encode_inputs(
-    self, params: Params, tokens: Any, lengths: Any, kv: Any, views: Any
-  ) -> Any:
-    encoded = self.encode(params, tokens, lengths)
-    return self.write_encoded(params, encoded, lengths, kv, views)
 
   def cache_config(
     self,
@@ -104,14 +76,10 @@ class Pretrained:
       num_slots: B, sequences at once.
       page_size: S, tokens a page.
       max_length: of a sequence, in tokens; None for what the model was made
-        for. An encoder's input must not be longer, either.
-      **options: of `jaxkv.CacheConfig`; with an encoder there is no prefix
-        cache.
+        for.
+      **options: of `jaxkv.CacheConfig`.
     """
     longest = self.max_length if max_length is None else max_length
-    if self.config.encoder is not None:
-      # Pages of tokens that have seen other inputs are of no use.
-      options.setdefault("prefix_caching", False)
     return CacheConfig(
       num_pages=num_pages,
       page_size=page_size,
@@ -135,7 +103,7 @@ def load(
   local_files_only: bool = False,
   progress: bool = False,
 ) -> Pretrained:
-  """Loads a pretrained decoder, with its encoder if it has one.
+  """Loads a pretrained decoder.
 
   Every tensor of the checkpoint is used exactly once, and every key of its
   configuration is known, or the checkpoint is refused. Tensors are read one by
@@ -185,15 +153,12 @@ def load(
     total=total, desc="loading", unit="tensor", disable=not progress
   ) as bar:
     params = assemble.assemble(plan, opened.stored, bar.update)
-  config = plan.decoder
-  assert isinstance(config, Decoder)
   return Pretrained(
-    config=config,
+    config=plan.decoder,
     params=params,
     max_length=opened.max_length,
     stop_tokens=opened.stop_tokens,
     open_tokenizer=opened.open_tokenizer,
-    start_token=None if config.encoder is None else opened.start_token,
   )
 
 

@@ -21,8 +21,6 @@ class OpenedCheckpoint:
     stop_tokens: tokens that end a text or a message.
     max_length: the longest sequence that it was made for, in tokens.
     open_tokenizer: reads the tokenizer.
-    start_token: the token with which a decoder of an encoder begins; None if
-      it is not said.
   """
 
   name: str
@@ -32,4 +30,3 @@ class OpenedCheckpoint:
   stop_tokens: tuple[int, ...]
   max_length: int
   open_tokenizer: Callable[[], Tokenizer]
-  start_token: int | None = None

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxkv._src.models.decoder.description import Decoder
-from jaxkv._src.models.decoder.description import Stack
 
 Shape = tuple[int, ...]
 
@@ -34,18 +33,16 @@ class Plan:
   """How a checkpoint becomes parameters.
 
   Attributes:
-    decoder: what it is; of an encoder's plan, the encoder.
+    decoder: what it is.
     top: the parameters outside layers.
     layer: the parameters of a layer, by its number.
     unused: names of tensors that may be there and are not used.
-    encoder: the plan of the decoder's encoder; None without one.
   """
 
-  decoder: Stack
+  decoder: Decoder
   top: Parts
   layer: Callable[[int], Parts]
   unused: re.Pattern[str]
-  encoder: "Plan | None" = None
 
 
 def plain(name: str, *shape: int) -> Part:

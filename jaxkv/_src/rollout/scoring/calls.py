@@ -102,9 +102,8 @@ class _Packed:
   ):
     cache, rows = group.cache, slots.shape[0]
     self._group, self._given = group, given
-    self._views = packing.views(cache, slots, turn.starts, turn.counts, None)
-    own = self._views[cache.config.first_self_group]
-    row, positions = packed_positions(own, columns)
+    self._views = packing.views(cache, slots, turn.starts, turn.counts)
+    row, positions = packed_positions(self._views[0], columns)
     self._real = row < rows
     self._positions = jnp.maximum(positions, 0)
     none = given.lengths.shape[1]
@@ -205,4 +204,4 @@ def _idle(cache: CacheState) -> tuple[View, ...]:
   """Rows without a sequence, in each layer group."""
   zero = jnp.zeros((_IDLE,), jnp.int32)
   slot = jnp.full_like(zero, cache.config.num_slots)
-  return packing.views(cache, slot, zero, zero, None)
+  return packing.views(cache, slot, zero, zero)

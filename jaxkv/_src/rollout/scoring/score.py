@@ -123,9 +123,9 @@ def score(
 
   Raises:
     TypeError: an argument has the wrong dtype, or is something else.
-    ValueError: an argument has the wrong shape; the cache has an encoder's
-      group, or is known to be of another version; the memory is not that of the
-      cache; or the model's logits have another shape.
+    ValueError: an argument has the wrong shape; the cache has a group
+      of CrossAttention, or is known to be of another version; the memory is not
+      that of the cache; or the model's logits have another shape.
 
   Examples:
     >>> import functools, jax, jaxkv
@@ -255,12 +255,6 @@ def _check_state(state: Any) -> None:
     )
   # A memory that a rollout may use, whatever its options are.
   check_pools(state.cache, state.kv, RolloutConfig())
-  if state.cache.config.holds_encoder:
-    raise ValueError(
-      "`state` must have a cache without groups of CrossAttention, got "
-      f"{state.cache.config.groups}: `score` computes no encoder's tokens; use "
-      "a forward pass without a cache."
-    )
 
 
 def _given(

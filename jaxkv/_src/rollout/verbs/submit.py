@@ -18,8 +18,6 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.rollout import drafts
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout import settings
-from jaxkv._src.rollout.encoder import EncoderInputs
-from jaxkv._src.rollout.encoder import as_encoder_inputs
 from jaxkv._src.rollout.routing import unknown_experts
 from jaxkv._src.rollout.sequences import Sequences
 from jaxkv._src.rollout.settings import Sampling
@@ -57,8 +55,6 @@ def submit(
   sampling: Sampling | None = None,
   salts: Array | None = None,
   user: Any = None,
-  encoder_inputs: Any = None,
-  encoder_lengths: Array | None = None,
   mask: Array | None = None,
 ) -> tuple[RolloutState, Submitted]:
   """Puts prompts into the queue, in rows that are EMPTY.
@@ -80,14 +76,11 @@ def submit(
       It can set what `init` has set for some sequence.
     salts: uint32[R * G, 4], given if and only if `init` had salts.
     user: a pytree of arrays [R * G, ...], as in `init`.
-    encoder_inputs: a pytree of arrays [R, ...], as in `init`.
-    encoder_lengths: int32[R], as in `init`.
     mask: bool[R], the prompts that count; None for all.
 
   Returns:
     The rollout, and per prompt OK, SKIPPED, BAD_LENGTH (of `lengths`,
-    `num_samples`, `max_tokens` or `encoder_lengths`, or more than W tokens in
-    all), BAD_SEQUENCE
+    `num_samples` or `max_tokens`, or more than W tokens in all), BAD_SEQUENCE
     (an id is negative or taken) or QUEUE_FULL.
 
   Raises:
@@ -117,7 +110,6 @@ def submit(
     _sampling(state, sampling, total),
     _salts(state, salts, total),
     _user(state, user, total),
-    _encoder(state, encoder_inputs, encoder_lengths, rows),
     as_mask(mask, rows),
   )
 
@@ -164,32 +156,16 @@ def _salts(state: RolloutState, salts: Any, total: int) -> Array | None:
 
 def _user(state: RolloutState, user: Any, total: int) -> Any:
   user = as_user(user, total)
-  _check_alike("user", state.user, user, "sequence")
-  return user
-
-
-def _encoder(
-  state: RolloutState, values: Any, lengths: Any, rows: int
-) -> EncoderInputs | None:
-  sizes = state.cache.config
-  new = as_encoder_inputs(values, lengths, rows, sizes, known=False)
-  if new is not None and state.encoder is not None:
-    old = state.encoder.values
-    _check_alike("encoder_inputs", old, new.values, "prompt")
-  return new
-
-
-def _check_alike(name: str, old: Any, new: Any, what: str) -> None:
-  """Raises unless rows of one tree can stand in the other."""
   have, given = (
     jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), tree)
-    for tree in (old, new)
+    for tree in (state.user, user)
   )
   if have != given:
     raise ValueError(
-      f"`{name}` must have the tree, shapes and dtypes of that of `init`, with "
-      f"a row for each new {what}, got {given}, not {have}; give such a tree."
+      "`user` must have the tree, shapes and dtypes of that of `init`, with a "
+      f"row for each new sequence, got {given}, not {have}; give such a tree."
     )
+  return user
 
 
 @jax.jit
@@ -203,14 +179,11 @@ def _submit(
   sampling: Sampling,
   salts: Array | None,
   user: Any,
-  encoder: EncoderInputs | None,
   mask: Array,
 ) -> tuple[RolloutState, Submitted]:
   config, width = state.config, state.sequences.tokens.shape[1]
   arguments = prompts, lengths, ids, num_samples, priority, sampling, salts
-  state, arguments, user, encoder, mask = ops.alike(
-    (state, arguments, user, encoder, mask)
-  )
+  state, arguments, user, mask = ops.alike((state, arguments, user, mask))
   prompts, lengths, ids, num_samples, priority, sampling, salts = arguments
   samples, rows = config.num_samples, prompts.shape[0]
   numbers = state.next_id + jnp.arange(rows, dtype=jnp.int32) * samples
@@ -229,9 +202,6 @@ def _submit(
   bad = jnp.any(failed, axis=1)
   if num_samples is not None:
     bad |= (num_samples < 1) | (num_samples > samples)
-  if encoder is not None:
-    most = state.cache.config.slot_tokens
-    bad |= (encoder.lengths < 0) | (encoder.lengths > most)
   taken = jnp.zeros_like(bad)
   if ids is not None:
     taken = _taken(state, ids, mask & ~bad)
@@ -258,8 +228,6 @@ def _submit(
   )
   place = ops.where_valid(served, group * samples)[:, None] + sample[None]
   state = _put(state, place.reshape(-1), new, sampling, salts, user)
-  if encoder is not None:
-    state = _put_encoder(state, ops.where_valid(served, group), encoder)
   last = jnp.max(jnp.where(served, first + samples, 0), initial=0)
   state = dataclasses.replace(state, next_id=jnp.maximum(state.next_id, last))
   return state, Submitted(code=code, ids=jnp.where(served, first, -1))
@@ -275,16 +243,6 @@ def _taken(state: RolloutState, ids: Array, mask: Array) -> Array:
   near = jnp.abs(ids[:, None] - ids[None]) < samples
   earlier = jnp.tril(jnp.ones(near.shape, bool), k=-1)
   return taken | jnp.any(near & earlier & mask[None], axis=1)
-
-
-def _put_encoder(
-  state: RolloutState, place: Array, new: EncoderInputs
-) -> RolloutState:
-  """Writes inputs of an encoder into groups of rows, int32[R]."""
-  encoder = jax.tree.map(
-    lambda old, values: ops.put(old, place, values=values), state.encoder, new
-  )
-  return dataclasses.replace(state, encoder=encoder)
 
 
 def _put(

@@ -59,23 +59,19 @@ def windows_of(
   return [window if one == "sliding_attention" else None for one in types]
 
 
-def attention_parts(
-  a: Attention, e: int, at: str, *, seen_dim: int | None = None
-) -> dict[str, Part]:
+def attention_parts(a: Attention, e: int, at: str) -> dict[str, Part]:
   """Parameters of attention.
 
   Args:
     a: its sizes.
-    e: E, the width of the tokens that attend.
+    e: E, the width of the tokens.
     at: begins the names of its tensors.
-    seen_dim: the width of the tokens that they attend to; None for E.
   """
   h, k, d = a.num_heads, a.num_kv_heads, a.head_dim
-  seen_dim = e if seen_dim is None else seen_dim
   parts = {
     "query": into_heads(f"{at}q_proj.weight", e, h, d),
-    "key": into_heads(f"{at}k_proj.weight", seen_dim, k, d),
-    "value": into_heads(f"{at}v_proj.weight", seen_dim, k, d),
+    "key": into_heads(f"{at}k_proj.weight", e, k, d),
+    "value": into_heads(f"{at}v_proj.weight", e, k, d),
     "output": out_of_heads(f"{at}o_proj.weight", h, d, e),
   }
   if a.biased:

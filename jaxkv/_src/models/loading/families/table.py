@@ -9,7 +9,6 @@ from jaxkv._src.models.loading.families import gemma
 from jaxkv._src.models.loading.families import gpt_oss
 from jaxkv._src.models.loading.families import llama
 from jaxkv._src.models.loading.families import qwen3_next
-from jaxkv._src.models.loading.families import t5gemma
 from jaxkv._src.models.loading.plans import Plan
 
 Family = Callable[[ConfigFile, Any], Plan]
@@ -28,7 +27,6 @@ _FAMILIES: dict[str, Family] = {
   "Qwen3ForCausalLM": llama.qwen3,
   "Qwen3MoeForCausalLM": llama.qwen3_moe,
   "Qwen3NextForCausalLM": qwen3_next.qwen3_next,
-  "T5GemmaForConditionalGeneration": t5gemma.t5gemma,
 }
 
 
