@@ -1,5 +1,6 @@
 """What every verb promises, whatever it does: one table of all verbs."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -125,6 +126,17 @@ class TestEveryVerb:
     shapes = jax.eval_shape(TABLE[verb], state, **args)
     out = TABLE[verb](state, **args)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, out)
+
+  def test_a_config_of_other_sizes_is_refused(self, verb):
+    state, args = example(verb)
+    num_pages = state.config.num_pages
+    config = dataclasses.replace(state.config, num_pages=num_pages + 1)
+    message = (
+      rf"`state\.pool\.ref_count` must have .* \({num_pages + 1},\), got "
+      rf"\({num_pages},\)"
+    )
+    with pytest.raises(ValueError, match=message):
+      TABLE[verb](dataclasses.replace(state, config=config), **args)
 
   def test_one_trace_whatever_the_values(self, verb):
     state, args = example(verb)

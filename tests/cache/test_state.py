@@ -62,6 +62,37 @@ def test_a_state_that_was_donated():
     look(newest)
 
 
+@pytest.mark.parametrize("look", [jaxkv.check, jaxkv.check_invariants])
+@pytest.mark.parametrize(
+  ("sizes", "message"),
+  [
+    ({"num_slots": 3}, r"state\.page_table` .* \(3, 1, 4\), got \(2, 1, 4\)"),
+    ({"pages_per_slot": 5}, r"state\.page_table` .* \(2, 1, 5\), got \(2,"),
+    ({"page_size": 2}, r"state\.hashes\.tail` .* \(2, 2\), got \(2, 4\)"),
+    ({"num_pages": 17}, r"state\.pool\.ref_count` .* \(17,\), got \(16,\)"),
+    ({"prefix_caching": False}, r"state\.secret` .* no array, got \(3, 4\)"),
+    ({"event_log": 4}, r"state\.pool\.events\.kind` .* \(4,\), got no array"),
+  ],
+)
+def test_arrays_under_a_config_of_other_sizes(look, sizes, message):
+  other = dataclasses.replace(CONFIG, **sizes)
+  state = dataclasses.replace(jaxkv.init(CONFIG), config=other)
+  with pytest.raises(ValueError, match=message):
+    look(state)
+  with pytest.raises(ValueError, match=message):
+    jaxkv.allocate(state, [2] * other.num_slots)
+
+
+def test_sizes_are_compared_inside_vmap():
+  """There the shapes are those of a single cache."""
+  stack = jax.tree.map(lambda x: jnp.stack([x, x]), jaxkv.init(CONFIG))
+  allocate = jax.vmap(lambda state: jaxkv.allocate(state, TWO)[1].ok)
+  assert allocate(stack).all()
+  other = dataclasses.replace(CONFIG, num_pages=17)
+  with pytest.raises(ValueError, match=r"`state\.pool\.ref_count` must have"):
+    allocate(dataclasses.replace(stack, config=other))
+
+
 def test_sizes_are_a_config():
   with pytest.raises(TypeError, match="must be a CacheConfig, got dict"):
     jaxkv.init(dataclasses.asdict(CONFIG))

@@ -134,6 +134,32 @@ def check_shape(
     )
 
 
+def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
+  """Returns the shape of each array of a pytree, by its path."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
+
+
+def check_sizes(
+  name: str, value: Any, expected: dict[str, tuple[int, ...]]
+) -> None:
+  """Raises ValueError unless the arrays of a state have the sizes expected.
+
+  Args:
+    name: the argument's name; it has a `config`.
+    value: the state.
+    expected: what `shapes_of` gives for a state of its config.
+  """
+  found = shapes_of(value)
+  for path in expected | found:
+    wanted, got = expected.get(path, "no array"), found.get(path, "no array")
+    if wanted != got:
+      raise ValueError(
+        f"`{name}{path}` must have the shape that `{name}.config` asks for, "
+        f"{wanted}, got {got}; make a state of that config with jaxkv.init."
+      )
+
+
 def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
   """Raises ValueError unless the arguments of a verb have the same rows.
 

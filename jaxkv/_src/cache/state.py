@@ -225,15 +225,21 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
       f"`config` must be a CacheConfig, got {type(config).__name__}; make one "
       "with jaxkv.CacheConfig(...)."
     )
-  rows = (config.num_slots, config.num_groups)
-  counters = {
-    field.name: jnp.zeros((), jnp.uint32) for field in dataclasses.fields(Stats)
-  }
   epoch, secret, root = jnp.zeros((), jnp.uint32), None, None
   if config.prefix_caching:
     secret, root = _secret_and_root(
       checks.as_secret("key", key), epoch, config.num_groups
     )
+  return _empty(config, epoch, secret, root)
+
+
+def _empty(
+  config: CacheConfig, epoch: Array, secret: Array | None, root: Array | None
+) -> CacheState:
+  rows = (config.num_slots, config.num_groups)
+  counters = {
+    field.name: jnp.zeros((), jnp.uint32) for field in dataclasses.fields(Stats)
+  }
   return CacheState(
     config=config,
     page_table=jnp.full(
@@ -290,6 +296,19 @@ def check_single(state: Any) -> None:
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _shapes(config: CacheConfig) -> dict[str, tuple[int, ...]]:
+  """The shape of each array of a cache with this config, by path."""
+  scalar = jax.ShapeDtypeStruct((), jnp.uint32)
+  secret = root = None
+  if config.prefix_caching:
+    root = jax.ShapeDtypeStruct((hashing.KEY_WORDS,), jnp.uint32)
+    rows = (2 + config.num_groups, hashing.KEY_WORDS)
+    secret = jax.ShapeDtypeStruct(rows, jnp.uint32)
+  empty = functools.partial(_empty, config)
+  return checks.shapes_of(jax.eval_shape(empty, scalar, secret, root))
+
+
 def _is_deleted(array: Any) -> bool:
   concrete = isinstance(array, Array) and not isinstance(array, Tracer)
   return concrete and array.is_deleted()
@@ -300,8 +319,9 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
 
   Casts and checks the arguments: `mask` becomes bool, `salts` uint32, all
   others int32, and their shapes follow from their names, see
-  `checks.check_rows`. Then jits. The end of every verb is here too: a failed
-  row of its Outcome is counted, and the state keeps the error.
+  `checks.check_rows`. Then jits; while it is traced, it checks the sizes of the
+  state. The end of every verb is here too: a failed row of its Outcome is
+  counted, and the state keeps the error.
 
   It is jitted once and never donates: the old state stays usable. Inside the
   caller's own `jit` the verb is inlined and the caller donates. Inside
@@ -323,6 +343,9 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   plain: Any = function
 
   def vary_alike(state: CacheState, arguments: dict[str, Any]) -> Any:
+    # Shapes are static: this costs nothing at run time, and under vmap they
+    # are those of a single cache.
+    checks.check_sizes("state", state, _shapes(state.config))
     state, arguments = ops.alike((state, arguments))
     return _recorded(plain(state, **arguments))
 
