@@ -58,6 +58,10 @@ reference systems. It differs from them on purpose in these points:
   the request if it has one. There: the third of a tuple, or of the request.
 - page keys. Here: a random secret of each manager (`key`). There: a fixed or a
   random seed; adapters, images and embeddings are part of the keys in both.
+- images and embeddings in pages of fewer than 4 tokens (the greatest common
+  divisor of all page sizes). Here: requests share pages only if these are all
+  equal, since a page's tokens have too few bits to tell them apart. There: the
+  pages before the first difference are shared.
 - `new_computed_pages`. Here: refused unless they hold the request's tokens.
   There: not checked.
 - more tokens than `max_model_len`. Here: `ValueError`. There: cut off.

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import functools
+import hashlib
 import types
 
 import jax.numpy as jnp
@@ -9,13 +11,18 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import FullAttention
 from jaxkv.host import CacheManager
 from jaxkv.host import MultimodalItem
 from jaxkv.host import Request
+from jaxkv.host.vllm import KVCacheManager
+from tests.host.esurge import requests
+from tests.host.scheduling import LONGEST
 from tests.host.scheduling import admit
 from tests.host.scheduling import decode
 from tests.host.scheduling import request
 from tests.host.scheduling import single
+from tests.host.vllm import stand_ins
 
 TOKENS = list(range(17))
 
@@ -246,6 +253,106 @@ def test_events_have_the_tokens_of_requests():
   decode(cache, one, [7, 7, 7])
   told = [event.tokens for event in cache.take_events().events]
   assert told == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 7, 7, 7)]
+
+
+KEY = jaxkv.salt("the same for each manager")
+
+
+def small_pages(scheduler, size):
+  """A manager of pages of so many tokens, for a kind of scheduler."""
+  if scheduler == "host":
+    return CacheManager(11, [FullAttention(page_size=size)], LONGEST, key=KEY)
+  if scheduler == "esurge":
+    return requests.manager(requests.full(page_size=size), key=KEY)
+  spec = stand_ins.FullAttentionSpec(size)
+  config = stand_ins.Config(11, [stand_ins.Group(spec)])
+  return KVCacheManager(config, LONGEST, size, size, key=KEY)
+
+
+def image_request(scheduler, identifier, name, tokens):
+  """A request whose second token stands for an image."""
+  place = requests.Place(1, 1)
+  if scheduler == "host":
+    return Request(name, tokens, mm=[MultimodalItem(identifier, 1, 1)])
+  if scheduler == "vllm":
+    item = types.SimpleNamespace(identifier=identifier, mm_position=place)
+    return stand_ins.Request(name, tokens, mm_features=[item])
+  item = requests.Feature(identifier, place)
+  return requests.EngineRequest(name, tokens, mm_features=[item])
+
+
+@functools.cache
+def images_of_one_mask():
+  """Two images with the same 32 bits that mask a placeholder.
+
+  Of some 100,000 identifiers, two have the same by chance. A manager that
+  masks tokens differently must tell them apart as well.
+  """
+  secret = np.asarray(small_pages("host", 1).state.secret).tobytes()
+  seen = {}
+  while True:
+    identifier = f"image {len(seen)}"
+    key = repr([("mm", identifier, 0, 1)]).encode()
+    bits = hashlib.shake_256(secret + key).digest(4)
+    if bits in seen:
+      return seen[bits], identifier
+    seen[bits] = identifier
+
+
+def publish(scheduler, cache, one):
+  """Admits a request as its scheduler does; then others may find it."""
+  admits = {"host": admit, "vllm": stand_ins.admit, "esurge": requests.admit}
+  assert admits[scheduler](cache, one) is not None
+
+
+def tokens_found(scheduler, cache, one):
+  if scheduler == "vllm":
+    return cache.get_computed_blocks(one)[1]
+  return cache.get_computed_pages(one)[1]
+
+
+@pytest.mark.parametrize("scheduler", ["host", "vllm", "esurge"])
+def test_images_whose_masks_are_equal(scheduler):
+  """With 32 bits a page, the second was taken for the first."""
+  cache = small_pages(scheduler, 1)
+  one, other = images_of_one_mask()
+  tokens = [5, 9, 6, 7]
+  publish(scheduler, cache, image_request(scheduler, one, "a", tokens))
+  again = image_request(scheduler, one, "b", tokens)
+  assert tokens_found(scheduler, cache, again) == 3
+  collides = image_request(scheduler, other, "c", tokens)
+  assert tokens_found(scheduler, cache, collides) <= 1
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_content_of_small_pages(size):
+  """Requests with equal items share all pages, others are no hit of them all.
+
+  They differ in an image, in the last row of embeddings that a page has, in
+  the adapter or in the salt.
+  """
+  cache = small_pages("host", size)
+  tokens = list(range(10))
+  rows = np.arange(20, dtype=np.float32).reshape(10, 2)
+  cat, dog = MultimodalItem("cat", 2, 2), MultimodalItem("dog", 6, 1)
+  variants = [
+    {},
+    {"mm": [cat]},
+    {"mm": [cat, dog]},
+    {"mm": [cat, dog._replace(identifier="fox")]},
+    {"mm": [cat, dog], "cache_salt": "a"},
+    {"mm": [cat, dog], "lora_name": "a"},
+    {"prompt_embeds": rows},
+    {"prompt_embeds": rows + np.eye(10, 2, -8, dtype=np.float32)},
+  ]
+  for number, fields in enumerate(variants):
+    first = request("first", tokens, **fields)
+    admit(cache, first)
+    cache.free(first)
+    for other, others in enumerate(variants):
+      found = cache.get_computed_pages(request("again", tokens, **others))[1]
+      assert (found == 9) == (other == number), (fields, others)
+    assert cache.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("count", [True, False, np.bool_(True), 1.0, "1"])

@@ -15,6 +15,7 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.host.request import KnownRequest
 from jaxkv._src.host.request import int32s
 from jaxkv._src.host.request import read_request
+from jaxkv._src.host.request import salt_of
 from jaxkv._src.host.request import tokens_of_all
 from jaxkv._src.host.slots import RequestSlots
 from jaxkv._src.host.step import CACHED
@@ -308,7 +309,7 @@ def pack_lookup(
   Without `finds` they are hashed, but not looked for.
   """
   length = np.array([stop if finds else 0], np.int32)
-  salt = np.frombuffer(request.salt, np.int32)
+  salt = np.frombuffer(salt_of(request, held.config.page_size), np.int32)
   return np.concatenate([length, salt, _pad_one(held, request, 0, stop)])
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.host.identity import Item
 from jaxkv._src.host.identity import identity_of
 
@@ -184,6 +185,25 @@ def _skips_lookup(request: Any) -> bool:
   return getattr(sampling, "prompt_logprobs", None) is not None
 
 
+def salt_of(request: KnownRequest, size: int) -> bytes:
+  """Returns the salt of a request's page keys, 16 bytes.
+
+  A mask has 32 bits for each token of a page: fewer than 128 in a page of less
+  than 4 tokens. There the salt covers all items, so two requests share pages
+  only if their items are all equal.
+
+  Args:
+    request: the request.
+    size: tokens a page.
+  """
+  if not request.items or size >= KEY_WORDS:
+    return request.salt
+  keys = [item.key(0, item.stop) for item in request.items]
+  digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-items")
+  digest.update(request.salt + repr(keys).encode())
+  return digest.digest()
+
+
 def content(
   request: KnownRequest, start: int, stop: int, size: int, secret: bytes
 ) -> np.ndarray:
@@ -191,7 +211,7 @@ def content(
 
   In a page that an item touches, its tokens are masked by a hash of the secret
   and of all items there, so pages with different items are different contents,
-  with `32 * size` bits between them.
+  with `32 * size` bits between them. See `salt_of` for small pages.
 
   Args:
     request: the request.

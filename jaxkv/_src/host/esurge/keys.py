@@ -27,6 +27,7 @@ from jaxkv._src.host.esurge.hashes import extra_keys_of
 from jaxkv._src.host.request import content
 from jaxkv._src.host.request import int32s
 from jaxkv._src.host.request import read_request
+from jaxkv._src.host.request import salt_of
 from jaxkv._src.host.request import tokens_of
 
 _GROUPS = 2  # Row of a state's secret, from which on each group has one.
@@ -157,7 +158,7 @@ class ChainKeys:
     columns = calls.width_for(len(tokens) // config.page_size)
     held = np.zeros((1, columns, config.page_size), np.int32)
     held.reshape(-1)[: len(tokens)] = tokens
-    salt = np.frombuffer(known.salt, np.uint32)[None]
+    salt = np.frombuffer(salt_of(known, config.page_size), np.uint32)[None]
     chain = changes.read(self._cache, changes.chain, held, salt)
     step = size // config.page_size
     links = chain[step - 1 :: step][:count] ^ self._mask(0)
