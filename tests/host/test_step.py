@@ -159,6 +159,25 @@ class TestFull:
     assert hit_of(cache, request("3", tokens, mm=other))[1] == 0
     assert hit_of(cache, request("4", tokens))[1] == 0
 
+  @pytest.mark.parametrize("new", [1, 3])
+  def test_a_request_without_tokens(self, new):
+    """It gets room for tokens to come, and the others are served."""
+    pair = Pair(single, [range(5), range(50, 57)])
+    for cache, requests in (pair.alone, pair.together):
+      requests.insert(1, request("empty", []))
+      assert ids(cache.allocate_slots(requests[1], 2)) == [[5]]
+      for one in (requests[0], requests[2]):
+        one.token_ids.extend(range(new))
+    for computed in (2, 4):
+      for _, requests in (pair.alone, pair.together):
+        requests[1].num_computed_tokens = computed
+      cache, requests = pair.alone
+      wanted = [cache.allocate_slots(one, new) for one in requests]
+      got = pair.together[0].step(pair.together[1], new)
+      assert [ids(out) for out in got] == [ids(out) for out in wanted]
+    assert_equal_states(pair.alone[0], pair.together[0])
+    jaxkv.check(pair.together[0].state)
+
   def test_several_requests_publish_the_same(self):
     """Two copies of one page, of which the first in the call is found."""
     cache = single(CacheManager)

@@ -386,7 +386,8 @@ def _pad_all(
     # Decoding: the newest token of each; a loop over rows is too slow.
     newest = np.zeros((num_rows, 1), np.int32)
     ends = zip(tokens, stop.tolist(), strict=True)
-    last = [known[end - 1] for known, end in ends]
+    # A request may have no token yet, only room for those to come.
+    last = [sequence[end - 1] if end else 0 for sequence, end in ends]
     try:
       newest[: len(last), 0] = int32s(last)
       return newest
