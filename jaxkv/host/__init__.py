@@ -31,6 +31,11 @@ reference systems. It differs from them on purpose in these points:
 - external tokens, classic. Here: all groups hold their hits before any takes a
   page. There: group by group: one group can take a page that a later group has
   found.
+- a cached state behind which external tokens end, so that theirs replaces it.
+  Here: needs no free page. There: counts as required (vLLM 0.33), so a request
+  may be refused that is admitted here.
+- `evict_pages` of the state page of a running request. Here: not cached again.
+  There: vLLM 0.33 publishes it again.
 - chunks that are not a multiple of the page size. Here: checks every page that
   the last chunk of a prefix needs. There: a shorter prefix may need a page that
   was not checked.

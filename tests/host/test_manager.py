@@ -10,14 +10,17 @@ import types
 import pytest
 
 import jaxkv
+from jaxkv import Recurrent
 from jaxkv.host import CacheManager
 from jaxkv.host import CachePages
 from jaxkv.host import MultimodalItem
 from jaxkv.host import PrefixCacheStats
+from tests.host.scheduling import LONGEST
 from tests.host.scheduling import admit
 from tests.host.scheduling import decode
 from tests.host.scheduling import hit_of
 from tests.host.scheduling import hybrid
+from tests.host.scheduling import ids
 from tests.host.scheduling import request
 from tests.host.scheduling import single
 
@@ -210,6 +213,75 @@ class TestPages:
     assert empty == CachePages(([], [], []))
     assert CachePages(([1], [0], [2])).new_empty() == empty
     assert cache.get_page_ids("nobody") == ([], [], [])
+
+
+@pytest.mark.parametrize(("length", "fits"), [(40, True), (41, False)])
+def test_a_whole_sequence_counts_free_pages_that_it_hits(cache, length, fits):
+  """Two hits and eight fresh pages are all ten; an eleventh is not there.
+
+  Of the sequence only one page more than the hits is asked for now.
+  """
+  first = request("first", range(9))
+  admit(cache, first)
+  cache.free(first)
+  again = request("again", range(length))
+  hit, new = admit(cache, again, 1, full_sequence_must_fit=True)
+  assert hit == [[1, 2]]
+  assert (new is not None) == fits
+  jaxkv.check(cache.state)
+
+
+class TestStates:
+  """Recurrent groups, where they differ from vLLM's on purpose."""
+
+  GROUPS = (Recurrent(page_size=4),)
+
+  @pytest.mark.parametrize(("free", "pages"), [(2, [[1]]), (1, None)])
+  def test_a_state_that_an_external_one_replaces_is_not_counted(
+    self, free, pages
+  ):
+    """One page for the external state and one for the running state."""
+    cache = CacheManager(1 + 2, self.GROUPS, LONGEST)
+    one = request("first", range(9))
+    admit(cache, one, 8)
+    cache.free(one)
+    cache.new_step_starts()
+    if free == 1:
+      admit(cache, request("other", [50]))
+    again = request("again", range(30))
+    hit, found = cache.get_computed_pages(again)
+    assert (ids(hit), found) == ([[0, 1]], 8)
+    out = cache.allocate_slots(
+      again, 4, found, hit, num_external_computed_tokens=8
+    )
+    assert (out and ids(out)) == pages
+    jaxkv.check(cache.state)
+
+  def test_an_evicted_state_is_not_published_again(self):
+    cache = CacheManager(9, self.GROUPS, LONGEST)
+    one = request("first", range(20))
+    admit(cache, one, 8)
+    assert cache.get_page_ids("first") == ([0, 1],)
+    cache.evict_pages([1])
+    for publish in (cache.cache_pages, cache.allocate_slots):
+      cache.new_step_starts()
+      publish(one, 8)
+      assert 1 not in cache.cached_page_ids()
+    assert hit_of(cache, request("again", range(12)))[1] == 0
+    jaxkv.check(cache.state)
+
+  def test_a_state_is_found_in_the_step_after_it_is_written(self):
+    """In the same step its request is still to compute it."""
+    cache = CacheManager(9, self.GROUPS, LONGEST)
+    cache.new_step_starts()
+    admit(cache, request("first", range(9)), 4)
+    again = request("again", range(9))
+    hit, found = cache.get_computed_pages(again)
+    assert found == 4
+    assert cache.allocate_slots(again, 5, found, hit) is None
+    cache.new_step_starts()
+    assert cache.allocate_slots(again, 5, found, hit) is not None
+    jaxkv.check(cache.state)
 
 
 class TestDeferredFree:
