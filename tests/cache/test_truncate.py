@@ -69,3 +69,15 @@ def test_rolled_back_to_where_pages_are_gone():
   assert out.code.tolist() == [jaxkv.Status.OK]
   assert table(state) == [[0, 0, 0, 4, 5]]
   assert jaxkv.cached_pages(state) == [1, 2, 3, 4]
+
+
+def test_a_slot_that_is_emptied_has_left_no_page_behind():
+  """A window had given two pages back; the next sequence holds all of its."""
+  state, _ = jaxkv.recycle(held(8, SlidingWindow(4)))
+  assert table(state) == [[0, 0, 3, 4]]
+  state, out = jaxkv.truncate(state, ints(0))
+  assert out.code.tolist() == [Status.OK]
+  jaxkv.check(state)
+  state, _ = jaxkv.allocate(state, ints(4))
+  assert len(table(state)[0]) == 2 and 0 not in table(state)[0]
+  jaxkv.check(state)

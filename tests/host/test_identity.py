@@ -245,6 +245,42 @@ def test_tokens_that_changed_after_the_lookup(cache):
   jaxkv.check(cache.state)
 
 
+def test_pages_that_were_taken_after_the_lookup(cache):
+  """Another request writes them now, though no page has a new key yet."""
+  first = request("first", TOKENS)
+  admit(cache, first)
+  cache.free(first)
+  again = request("again", TOKENS)
+  pages, tokens = cache.get_computed_pages(again)
+  assert tokens == 16
+  # Its tokens fill no page, but it has room in all of them.
+  other = request("other", [99])
+  assert cache.allocate_slots(other, 1, num_lookahead_tokens=39) is not None
+  with pytest.raises(ValueError, match="must hold the tokens"):
+    cache.allocate_slots(again, 0, tokens, pages)
+  assert cache.get_page_ids("again") == ([],)
+  jaxkv.check(cache.state)
+
+
+def test_pages_that_were_evicted_after_the_lookup(cache):
+  admit(cache, request("first", TOKENS))
+  again = request("again", TOKENS)
+  pages, tokens = cache.get_computed_pages(again)
+  cache.evict_pages(pages.get_page_ids()[0][-1:])
+  with pytest.raises(ValueError, match="must hold the tokens"):
+    cache.allocate_slots(again, 1, tokens, pages)
+
+
+def test_every_row_of_a_page_tells_it_apart(cache):
+  """Embeddings that differ in one row share the pages before it."""
+  admit(cache, request("first", TOKENS, prompt_embeds=EMBEDS))
+  for row in range(len(TOKENS)):
+    other = EMBEDS.copy()
+    other[row, -1] += 1
+    again = request("again", TOKENS, prompt_embeds=other)
+    assert cache.get_computed_pages(again)[1] == min(row // 4 * 4, 16)
+
+
 def test_events_have_the_tokens_of_requests():
   """Not what stands for them where an image touches a page."""
   cache = single(CacheManager, num_events=16)

@@ -159,6 +159,26 @@ class TestFull:
     assert hit_of(cache, request("3", tokens, mm=other))[1] == 0
     assert hit_of(cache, request("4", tokens))[1] == 0
 
+  def test_an_image_that_is_computed_token_by_token(self):
+    """Beside text; its pages are no hit of equal tokens without the image."""
+    tokens = [1, 2, 3, 4, 9, 9, 9, 9, 5]
+    image = MultimodalItem("image", 4, 4)
+    cache = single(CacheManager)
+    one = request("0", tokens, mm=[image])
+    plain = request("1", range(50, 54))
+    admit(cache, one, 4)
+    admit(cache, plain)
+    for token in range(60, 64):
+      plain.token_ids.append(token)
+      cache.step([plain, one])
+      plain.num_computed_tokens += 1
+      one.num_computed_tokens += 1
+    assert hit_of(cache, request("2", tokens, mm=[image]))[1] == 8
+    assert hit_of(cache, request("3", tokens))[1] == 4
+    other = image._replace(identifier="another")
+    assert hit_of(cache, request("4", tokens, mm=[other]))[1] == 4
+    assert hit_of(cache, request("5", [*plain.token_ids, 1]))[1] == 8
+
   @pytest.mark.parametrize("new", [1, 3])
   def test_a_request_without_tokens(self, new):
     """It gets room for tokens to come, and the others are served."""
