@@ -7,17 +7,19 @@
 | 8 x 8      | 8 samples of 8 prompts that begin with 300 common      | 3.0   |
 |            | tokens; answers of 20 to 200 tokens                    |       |
 
-The model is SmolLM2 in float32 on both sides, or what `--model` names. Both
-compute whole batches to the end; `transformers` takes the prompts of a batch
-padded on the left, and goes on until the longest answer is there. The sides
-take turns. What compiles or warms up is run once before, with fewer tokens.
+The model is the folder or .gguf file of `--model`, in float32 on both sides;
+tests/tools/named_models.py fetches one. Both compute whole batches to the end;
+`transformers` takes the prompts of a batch padded on the left, and goes on
+until the longest answer is there. The sides take turns. What compiles or warms
+up is run once before, with fewer tokens.
 
 Needs `pip install "jaxkv[hf,gguf]" torch transformers safetensors`.
 
-  python benchmarks/pretrained.py [--quick] [--model M] [--json FILE]
+  python benchmarks/pretrained.py --model M [--quick] [--json FILE]
 """
 
 import functools
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -36,7 +38,6 @@ from rollout_rows import report
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
-from jaxkv._src.models.loading import kept
 
 _PAGE = 16
 _TEXT = (
@@ -160,11 +161,14 @@ def _rows(source: str, quick: bool, rounds: int) -> Iterator[Row]:
   import torch  # pyright: ignore[reportMissingImports]
   import transformers  # pyright: ignore[reportMissingImports]
 
-  if source == "smollm2":
-    source = str(kept.kept(source))
-  ours = models.load(source, dtype=jnp.float32)
+  ours, path = models.load(source, dtype=jnp.float32), pathlib.Path(source)
+  where = (
+    {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    if path.suffix == ".gguf"
+    else {"pretrained_model_name_or_path": path}
+  )
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
-    source, dtype=torch.float32
+    **where, dtype=torch.float32
   )
   for work in _works(ours, quick):
     sides = _ours(ours, work), _theirs(theirs, torch, work)
@@ -188,7 +192,7 @@ def main() -> None:
     rounds=3,
     quick_rounds=1,
     not_measured="compilation, accelerators, other dtypes",
-    arguments={"--model": {"default": "smollm2", "metavar": "M"}},
+    arguments={"--model": {"required": True, "metavar": "M"}},
   )
 
 

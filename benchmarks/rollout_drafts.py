@@ -17,6 +17,7 @@ from rollout_rows import at_most
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv._src.commands import characters
 
 # Tokens that a sequence draws in a step in which it decodes.
 TOKENS_A_STEP = 1.3
@@ -44,7 +45,7 @@ def _lists(count: int) -> list[str]:
 
 def _code(count: int) -> list[str]:
   """The beginnings of grammars and functions in the reference text."""
-  text = models.reference_text()
+  text = characters.reference_text()
   rng = np.random.default_rng(1)
   places = [
     n for n in range(len(text) - 400) if text.startswith("\n   def ", n)
@@ -170,12 +171,12 @@ def all_rows(quick: bool, rounds: int) -> Iterator[Row]:
   )
   if quick:
     return
-  model = models.character_model()
+  model = characters.character_model()
   memory = functools.partial(models.init_kv, model.config)
   forward = functools.partial(models.forward, config=model.config)
   texts = {"lists": _lists(16), "code": _code(16), "random text": _code(16)}
   for name, some in texts.items():
-    encoded = [model.vocabulary.encode(text) for text in some]
+    encoded = [model.tokenizer.encode(text) for text in some]
     # So hot that nothing repeats.
     for heat in (3.0,) if "random" in name else (0.0, 0.8):
       yield from _compared(

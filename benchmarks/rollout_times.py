@@ -21,6 +21,7 @@ from rollout_rows import at_most
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv._src.commands import characters as character_models
 
 # Microseconds of a step without a model: greedy of 2 tokens, drawn of 513.
 STEP = 110
@@ -170,7 +171,7 @@ def sampler(rounds: int, vocabulary: int) -> Iterator[Row]:
 class _Job(NamedTuple):
   """Prompts of the character model, and how long their answers may be."""
 
-  model: models.CharacterModel
+  model: models.Pretrained
   prompts: jax.Array
   lengths: jax.Array
   config: rollout.RolloutConfig
@@ -232,8 +233,8 @@ def characters(count: int, most: int, rounds: int) -> Iterator[Row]:
 
 
 def _job(count: int, most: int) -> _Job:
-  model = models.character_model()
-  text = model.vocabulary.encode(models.reference_text())
+  model = character_models.character_model()
+  text = model.tokenizer.encode(character_models.reference_text())
   rng = np.random.default_rng(0)
   lengths = rng.integers(100, _LONGEST_PROMPT + 1, count)
   begins = rng.integers(0, len(text) - _LONGEST_PROMPT, count)
@@ -241,7 +242,7 @@ def _job(count: int, most: int) -> _Job:
   for row, begin, length in zip(prompts, begins, lengths, strict=True):
     row[:length] = text[begin : begin + length]
   config = rollout.RolloutConfig(
-    max_new_tokens=most, stop_token=model.vocabulary.stop_token
+    max_new_tokens=most, stop_token=model.stop_tokens[0]
   )
   return _Job(
     model, jnp.asarray(prompts), jnp.asarray(lengths, jnp.int32), config

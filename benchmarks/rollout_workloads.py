@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.commands import trace
+from jaxkv._src.commands import replay
 
 _TRACE_SCALE = 16
 _TRACE_LONGEST = 2000
@@ -119,11 +119,11 @@ def conversation(path: str, count: int = 1024) -> Workload:
     path: the trace.
     count: its first requests.
   """
-  requests = trace.read(path)[:count]
-  block = trace.BLOCK_TOKENS // _TRACE_SCALE
+  requests = replay.read_trace(path)[:count]
+  block = replay.BLOCK_TOKENS // _TRACE_SCALE
   tokens: dict[int, np.ndarray] = {}
 
-  def prompt(request: trace.TraceRequest) -> np.ndarray:
+  def prompt(request: replay.TraceRequest) -> np.ndarray:
     for name in request.hash_ids:
       rng = np.random.default_rng(name)
       tokens.setdefault(name, rng.integers(0, 2**31 - 1, block))

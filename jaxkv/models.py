@@ -52,9 +52,6 @@ of them, and computes each prompt once, forward and backward:
 """
 
 from jaxkv._src.models import dense
-from jaxkv._src.models.characters import CharacterModel
-from jaxkv._src.models.characters import NotKeptWarning
-from jaxkv._src.models.characters import character_model
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
@@ -80,12 +77,9 @@ from jaxkv._src.models.dense import DenseCache
 from jaxkv._src.models.loading.load import Pretrained
 from jaxkv._src.models.loading.load import load
 from jaxkv._src.models.loading.tokenizer import Tokenizer
-from jaxkv._src.models.vocabulary import Vocabulary
-from jaxkv._src.models.vocabulary import reference_text
 
 __all__ = [
   "Attention",
-  "CharacterModel",
   "Decoder",
   "DeltaNet",
   "DenseCache",
@@ -95,14 +89,11 @@ __all__ = [
   "LinearScaling",
   "Llama3Scaling",
   "Mlp",
-  "NotKeptWarning",
   "Pretrained",
   "Rope",
   "Tokenizer",
-  "Vocabulary",
   "YarnScaling",
   "cache_groups",
-  "character_model",
   "chosen_experts",
   "dense",
   "forward",
@@ -114,5 +105,4 @@ __all__ = [
   "init_params",
   "llama",
   "load",
-  "reference_text",
 ]

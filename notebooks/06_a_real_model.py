@@ -17,21 +17,18 @@
 # # A real model
 #
 # `models.load` gives a checkpoint in one line: parameters, a description of the
-# decoder, a tokenizer, and the sizes that its cache needs. This notebook loads
-# SmolLM2, asks it some questions, and looks at what the loop computed.
+# decoder, a tokenizer, and the sizes that its cache needs. This notebook loads a
+# model, asks it some questions, and looks at what the loop computed.
 #
-# SmolLM2 has 135 million parameters and takes 98 MB. It is used here if it has
-# been fetched before, with
-#
-#     pip install "jaxkv[gguf,notebooks]"
-#     python -m jaxkv rollout --model smollm2
-#
-# Otherwise the notebook writes a tiny checkpoint with random weights. That one
-# talks nonsense, but everything else is the same.
+# Set the environment variable `JAXKV_MODEL` to a folder, a `.gguf` file or the id
+# of a model on the hub, such as `HuggingFaceTB/SmolLM2-135M-Instruct`, and install
+# `jaxkv[hf,gguf,hub,notebooks]`. Otherwise the notebook writes a tiny checkpoint
+# with random weights. That one talks nonsense, but everything else is the same.
 
 # %%
 import functools
 import json
+import os
 import pathlib
 import tempfile
 
@@ -117,15 +114,12 @@ def write_tiny(folder):
 # ## Load it
 #
 # Every tensor is used exactly once and every key of the configuration is known,
-# or `load` says what is wrong. Here it unpacks the file to float32, which takes
-# some seconds. Without `dtype` it would give bfloat16, and keep the unpacked
-# weights for the next time.
+# or `load` says what is wrong. Here weights become float32, whatever the file has.
 
 # %%
-try:
-  model = models.load("smollm2", dtype=jnp.float32, local_files_only=True)
-except (ImportError, ValueError) as error:
-  print(f"A tiny random checkpoint is used, because: {error}")
+if source := os.environ.get("JAXKV_MODEL"):
+  model = models.load(source, dtype=jnp.float32)
+else:
   with tempfile.TemporaryDirectory() as folder:
     write_tiny(pathlib.Path(folder))
     model = models.load(folder)

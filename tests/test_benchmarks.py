@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import models
+from jaxkv._src.commands import characters
 from tests.models import small_model as texts
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -391,8 +391,8 @@ def test_a_quick_run_of_the_rollout_benchmark(
 ):
   import rollout
 
-  monkeypatch.setattr(models, "character_model", lambda: small_model)
-  monkeypatch.setattr(models, "reference_text", lambda: texts.TEXT)
+  monkeypatch.setattr(characters, "character_model", lambda: small_model)
+  monkeypatch.setattr(characters, "reference_text", lambda: texts.TEXT)
   path = tmp_path / "rollout.json"
   monkeypatch.setattr(sys, "argv", ["", "--quick", "--json", str(path)])
   rollout.main()

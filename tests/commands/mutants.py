@@ -7,20 +7,20 @@ MUTANTS = table(
   "jaxkv._src.commands",
   "tests/commands",
   {
-    "the last of equal keys": (
-      "trace:_object",
-      lambda right: dict,
-      "test_replay.py::test_a_bad_line_is_named_and_nothing_is_written",
-    ),
-    "equal ids are one block": (
-      "replay:_num_distinct",
-      lambda right: lambda ids: len({name for row in ids for name in row}),
-      "test_replay.py::test_equal_ids_after_different_blocks",
-    ),
     "partial blocks are full": (
       "replay:_num_blocks",
       returned(lambda out, g: len(g.request.hash_ids)),
       "test_replay.py::test_a_trace_without_any_full_block",
+    ),
+    "any file can be written": (
+      "output:check_writable",
+      lambda right: lambda *paths: None,
+      "test_output.py::test_files_that_cannot_be_written",
+    ),
+    "a part is left behind": (
+      "output:remove_parts",
+      lambda right: lambda: None,
+      "test_output.py::test_a_signal_leaves_no_part",
     ),
   },
 )

@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv import __main__ as command_line
 from jaxkv import models
-from jaxkv._src.commands import grpo_round
+from jaxkv._src.commands import grpo
 from tests import as_users
 
 pytestmark = pytest.mark.slow
@@ -24,10 +24,10 @@ _ROUNDS = 3
 @pytest.fixture(scope="module")
 def program():
   """A round as users compile it."""
-  model = grpo_round.decoder("exact")
+  model = grpo.decoder("exact")
   key = jax.random.key(0)
-  carry = jax.eval_shape(lambda: grpo_round.begin(model, key))
-  call = functools.partial(grpo_round.grpo_round, model=model)
+  carry = jax.eval_shape(lambda: grpo.begin(model, key))
+  call = functools.partial(grpo.grpo_round, model=model)
   jitted = as_users.jit(call, donate_argnums=0)
   return jitted.lower(carry, key).compile()
 
@@ -35,7 +35,7 @@ def program():
 def _figures(program):
   """Some rounds of it: whatever `grpo --seed 0` has at first."""
   first, rest = jax.random.split(jax.random.key(0))
-  carry = grpo_round.begin(grpo_round.decoder("exact"), first)
+  carry = grpo.begin(grpo.decoder("exact"), first)
   rounds = []
   for key in jax.random.split(rest, _ROUNDS):
     carry, figures = program(carry, key)
@@ -44,15 +44,13 @@ def _figures(program):
 
 
 def _weights(key):
-  return models.init_params(key, grpo_round.decoder("exact"))
+  return models.init_params(key, grpo.decoder("exact"))
 
 
 class TestProgram:
   def test_an_update_begins_with_the_numbers_of_the_rollout(self, program):
     figures = _figures(program)
     assert (figures.mismatch == 0).all()
-    assert (figures.off_ratio == 0).all()
-    assert (figures.kl == 0).all()
     assert 0 < figures.reward[0] < 0.1
 
   def test_no_key_is_used_twice(self, monkeypatch):
@@ -64,12 +62,12 @@ class TestProgram:
       given.update(prompts=prompts, key=key)
       raise InterruptedError
 
-    model, key = grpo_round.decoder("exact"), jax.random.key(0)
-    carry = grpo_round.begin(model, key)
-    monkeypatch.setattr(grpo_round.rollout, "init", spy)
+    model, key = grpo.decoder("exact"), jax.random.key(0)
+    carry = grpo.begin(model, key)
+    monkeypatch.setattr(grpo.rollout, "init", spy)
     with pytest.raises(InterruptedError):
-      grpo_round.grpo_round(carry, key, model=model)
-    shape, most = given["prompts"].shape, grpo_round.VOCABULARY
+      grpo.grpo_round(carry, key, model=model)
+    shape, most = given["prompts"].shape, grpo.VOCABULARY
     for used in (key, given["key"]):
       same = jax.random.randint(used, shape, 0, most, np.int32)
       assert not (given["prompts"] == same).all()
@@ -77,15 +75,15 @@ class TestProgram:
 
   def test_a_prompt_is_computed_once(self, program):
     counters = _figures(program).counters
-    once = grpo_round.PROMPTS * (grpo_round.TOKENS - 1)
+    once = grpo.PROMPTS * (grpo.TOKENS - 1)
     assert (counters.prefilled <= once).all()
-    answers = grpo_round.PROMPTS * grpo_round.SAMPLES
-    assert (counters.generated == answers * grpo_round.TOKENS).all()
+    answers = grpo.PROMPTS * grpo.SAMPLES
+    assert (counters.generated == answers * grpo.TOKENS).all()
     assert (counters.recomputed == 0).all()
 
   def test_all_of_the_carry_is_updated_in_place(self, program):
     carry = jax.eval_shape(
-      lambda: grpo_round.begin(grpo_round.decoder("exact"), jax.random.key(0))
+      lambda: grpo.begin(grpo.decoder("exact"), jax.random.key(0))
     )
     leaves = jax.tree.leaves(carry)
     aliases = re.search(
@@ -101,10 +99,8 @@ class TestProgram:
     Inside of an update XLA copies what its inner loops read and what is not
     stacked: the output projection and the last norm.
     """
-    model = grpo_round.decoder("exact")
-    params = jax.eval_shape(
-      lambda: grpo_round.begin(model, jax.random.key(0)).params
-    )
+    model = grpo.decoder("exact")
+    params = jax.eval_shape(lambda: grpo.begin(model, jax.random.key(0)).params)
     shapes = {
       ",".join(map(str, leaf.shape)): jax.tree_util.keystr(path)
       for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -156,41 +152,12 @@ class TestCommand:
     words = ["grpo", "--rounds", str(_ROUNDS), "--numerics", "fast"]
     assert command_line.main([*words, "--json", str(target)]) == 0
     result = json.loads(target.read_text("utf-8"))
-    assert result["rounds"] == len(result["rewards"]) == _ROUNDS
+    assert len(result["rewards"]) == _ROUNDS
     assert result["reward_before"] == result["rewards"][0] < 0.1
     assert result["reward_after"] == pytest.approx(np.mean(result["rewards"]))
     # Rounding, and no more.
     assert 0 < result["largest_mismatch"] < 1e-4
-    assert result["compilations_of_rounds"] == 0
     assert result["prefilled_tokens"] <= result["prompt_tokens"]
-    assert result["generated_tokens"] == result["answer_tokens"]
     printed = capsys.readouterr()
     assert f"{result['reward_after']:.3f} in the last {_ROUNDS}" in printed.out
-    assert "in the rounds 0" in printed.out
     assert "grpo: 100%" in printed.err
-
-  @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-      (["--rounds", "1"], "--rounds must be 2 .. 100000, not 1"),
-      (["--rounds", "1000000"], "--rounds must be 2 .. 100000, not 1000000"),
-      (["--seed", "-1"], "--seed must be 0 .. 4294967295, not -1"),
-      (["--seed", "4294967296"], "--seed must be 0 .. 4294967295"),
-      (["--json", "/no/such/folder/x.json"], "cannot write /no/such/folder"),
-      (["--json", ""], "folder; name another file for --json"),
-    ],
-  )
-  def test_arguments_that_cannot_be_used(self, capsys, arguments, message):
-    assert command_line.main(["grpo", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
-
-  def test_help_names_every_option(self, capsys):
-    with pytest.raises(SystemExit) as exit_:
-      command_line.main(["grpo", "--help"])
-    assert exit_.value.code == 0
-    printed = capsys.readouterr().out
-    for option in ("rounds", "numerics", "dtype", "seed", "json"):
-      assert f"--{option}" in printed

@@ -3,12 +3,13 @@
 import pathlib
 
 from jaxkv import models
+from jaxkv._src.commands import characters
 
 TEXT = "".join(f"{i} is {i % 7} modulo seven.\n\n" for i in range(200))
 
 
-def trained_in(folder: pathlib.Path) -> models.CharacterModel:
+def trained_in(folder: pathlib.Path) -> models.Pretrained:
   """A character model of 25 steps: bad, but sure of its best token."""
-  return models.character_model(
+  return characters.character_model(
     steps=25, text=TEXT, folder=folder, progress=False
   )

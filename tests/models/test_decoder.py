@@ -197,7 +197,7 @@ class TestDecoder:
 
   def test_greedy_tokens_are_equal(self, small_model):
     config, params = small_model.config, small_model.params
-    prompt = small_model.vocabulary.encode("13 is 6 modulo")
+    prompt = small_model.tokenizer.encode("13 is 6 modulo")
     tokens = np.zeros((2, 40), np.int32)
     tokens[:, : len(prompt)] = [prompt, prompt[::-1]]
     ways = [_Paged(params, config, 2, 40), _Dense(params, config, 2, 40)]

@@ -34,13 +34,13 @@ _RUNS = {
 }
 
 
-def _prompts(model: models.CharacterModel) -> tuple[jax.Array, jax.Array]:
+def _prompts(model: models.Pretrained) -> tuple[jax.Array, jax.Array]:
   """Six prompts with a shared beginning; one of them a single token."""
   encoded = [
-    model.vocabulary.encode(texts.TEXT[:36] + texts.TEXT[begin : begin + count])
+    model.tokenizer.encode(texts.TEXT[:36] + texts.TEXT[begin : begin + count])
     for begin, count in ((100, 3), (200, 9), (300, 30), (400, 14), (500, 4))
   ]
-  encoded.append(model.vocabulary.encode("7"))
+  encoded.append(model.tokenizer.encode("7"))
   tokens = np.zeros((len(encoded), _PROMPT_WIDTH), np.int32)
   for row, prompt in zip(tokens, encoded, strict=True):
     row[: len(prompt)] = prompt
@@ -52,7 +52,7 @@ def _config(model, samples: int) -> rollout.RolloutConfig:
   return rollout.RolloutConfig(
     num_samples=samples,
     max_new_tokens=_NEW,
-    stop_token=model.vocabulary.stop_token,
+    stop_token=model.stop_tokens[0],
     prefill_chunk=16,
     admissions=4,
   )

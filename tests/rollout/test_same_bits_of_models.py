@@ -11,7 +11,9 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv._src.commands import characters
 from tests import as_users
+from tests.tools import named_models
 
 pytestmark = pytest.mark.deep
 _HEAT = 0.8
@@ -119,12 +121,10 @@ def _mismatch(config, params, groups, each):
 
 @_DTYPES
 def test_characters(dtype):
-  model = models.character_model(progress=False)
-  text = models.reference_text()
+  model = characters.character_model(progress=False)
+  text = characters.reference_text()
   starts = np.arange(25) * 3001
-  prompts = np.stack(
-    [model.vocabulary.encode(text[x : x + 48]) for x in starts]
-  )
+  prompts = np.stack([model.tokenizer.encode(text[x : x + 48]) for x in starts])
   prompts = jnp.asarray(prompts, jnp.int32)
   config, params = _as(model.config, model.params, dtype, "exact")
   groups = _drawn(config, params, prompts, 8, 100, slots=64)
@@ -139,7 +139,7 @@ def test_characters(dtype):
 
 @_DTYPES
 def test_smollm2(dtype):
-  loaded = models.load("smollm2")
+  loaded = models.load(named_models.fetch("smollm2"))
   config, params = _as(loaded.config, loaded.params, dtype, "exact")
   text = "The paged cache keeps what a model has read, and"
   prompt = np.asarray(loaded.tokenizer.encode(text), np.int32)

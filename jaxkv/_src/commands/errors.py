@@ -1,12 +1,8 @@
-"""The exceptions that a command reports in one line, without a traceback."""
+"""The exception that a command reports in one line, without a traceback."""
 
 
 class CommandError(Exception):
   """A mistake that the user can correct; one line of text without a period.
 
-  `python -m jaxkv` prints it after `error: ` and exits with code 2.
+  `python -m jaxkv` prints it after `error: ` and exits with status 2.
   """
-
-
-class Terminated(BaseException):
-  """The signal SIGTERM; everything that is half-done is cleaned up."""

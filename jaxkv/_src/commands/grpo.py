@@ -4,100 +4,110 @@ A small model with random weights learns to repeat its prompt. A round draws
 answers, rewards them and updates the weights, all in one jitted program that
 owns weights and cache. With `--numerics exact` the update has the very numbers
 that the answers were drawn with; with `fast` they differ by rounding.
+
+A token of an answer is rewarded with 1 if it is right, so the reward of an
+answer is the share of its right tokens, 1 / `VOCABULARY` before training.
+`notebooks/08_grpo_in_one_program` has the same program, and explains it.
 """
 
 import argparse
-import contextlib
+import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
+from typing import Literal
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tqdm
 
-from jaxkv._src.commands import grpo_round
-from jaxkv._src.commands import json_file
-from jaxkv._src.commands import results
-from jaxkv._src.commands.errors import CommandError
-from jaxkv._src.commands.grpo_round import RoundFigures
+import jaxkv
+from jaxkv import models
+from jaxkv import rl
+from jaxkv import rollout
+from jaxkv._src.commands import output
 
-_RANGES = {"rounds": (2, 100_000), "seed": (0, 2**32 - 1)}
+VOCABULARY = 12
+PROMPTS = 32
+SAMPLES = 8
+TOKENS = 4
+"""Of a prompt, and of an answer."""
+INNER_STEPS = 4
+"""Updates of the weights in a round."""
+
+_OPTIMIZER = optax.adam(2e-3)
 _MEAN_OF = 10
-"""Last rounds of which the reward is the mean, at most."""
-_COMPILED = "/jax/core/compile/backend_compile_duration"
+"""The final reward is the mean over at most this many last rounds."""
+
+
+class Carry(NamedTuple):
+  """The state that a round hands to the next one.
+
+  Attributes:
+    params: the weights.
+    moments: of the optimizer.
+    cache: the page tables.
+    kv: the contents of pages.
+  """
+
+  params: Any
+  moments: Any
+  cache: jaxkv.CacheState
+  kv: Any
+
+
+class RoundFigures(NamedTuple):
+  """Figures of a round.
+
+  Attributes:
+    reward: the mean over all answers.
+    counters: of the rollout.
+    mismatch: the largest difference of a token's log-prob in the rollout and
+      in the first update.
+  """
+
+  reward: jax.Array  # float32[]
+  counters: rollout.Counters
+  mismatch: jax.Array  # float32[]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's arguments to its parser."""
-  add = parser.add_argument
-  add("--rounds", metavar="N", type=int, default=120, help="(%(default)s)")
-  add(
-    "--numerics",
-    choices=("exact", "fast"),
-    default="exact",
-    help="of the model (%(default)s)",
-  )
-  add(
-    "--dtype",
-    choices=("float32", "bfloat16"),
-    default="float32",
-    help="of weights and K/V (%(default)s)",
-  )
-  add("--seed", metavar="I", type=int, default=1, help="(%(default)s)")
+  add, default = parser.add_argument, "(default: %(default)s)"
+  rounds = output.whole_number(2, 100_000)
+  seed = output.whole_number(0, 2**32 - 1)
+  numerics, dtypes = ("exact", "fast"), ("float32", "bfloat16")
+  add("--rounds", metavar="N", type=rounds, default=120, help=default)
+  add("--numerics", choices=numerics, default="exact", help=default)
+  add("--dtype", choices=dtypes, default="float32", help=default)
+  add("--seed", metavar="I", type=seed, default=1, help=default)
   add("--json", metavar="FILE", help="also write figures of all rounds here")
 
 
 def run(args: argparse.Namespace) -> int:
-  """Trains, prints a table and writes JSON if asked to.
-
-  Args:
-    args: what `add_arguments` describes.
-
-  Returns:
-    The exit code, 0.
+  """Trains and prints a table; returns the exit status, 0.
 
   Raises:
-    CommandError: an argument cannot be used, FILE cannot be written, or the
-      result cannot be printed.
+    CommandError: a file cannot be written.
   """
-  for name, (least, most) in _RANGES.items():
-    value = getattr(args, name)
-    if not least <= value <= most:
-      raise CommandError(f"--{name} must be {least} .. {most}, not {value}")
-  with contextlib.ExitStack() as stack:
-    write = None
-    if args.json is not None:
-      write = stack.enter_context(json_file.opened(args.json))
-    result = _trained(args)
-    if write is not None:
-      write(result)
-  with results.printed():
-    _show(result)
-  return 0
-
-
-def _trained(args: argparse.Namespace) -> dict[str, Any]:
-  """Runs all rounds; what the JSON file has."""
-  model = grpo_round.decoder(args.numerics, jnp.dtype(args.dtype))
+  output.check_writable(args.json)
+  model = decoder(args.numerics, jnp.dtype(args.dtype))
   program = jax.jit(
-    functools.partial(grpo_round.grpo_round, model=model), donate_argnums=0
+    functools.partial(grpo_round, model=model), donate_argnums=0
   )
   first, rest = jax.random.split(jax.random.key(args.seed))
-  carry = grpo_round.begin(model, first)
+  carry = begin(model, first)
   keys = list(jax.random.split(rest, args.rounds))
   print("compiling a round ...", file=sys.stderr, flush=True)
-  begin = time.perf_counter()
+  start = time.perf_counter()
   compiled = program.lower(carry, keys[0]).compile()
-  rounds, seconds, later = [], [], 0
-  ready = time.perf_counter()
-  with (
-    _compilations() as seen,
-    tqdm.tqdm(total=args.rounds, desc="grpo", unit="round") as bar,
-  ):
+  compile_seconds = time.perf_counter() - start
+  rounds, seconds = [], []
+  with tqdm.tqdm(total=args.rounds, desc="grpo", unit="round") as bar:
     for key in keys:
       start = time.perf_counter()
       carry, figures = jax.block_until_ready(compiled(carry, key))
@@ -105,109 +115,174 @@ def _trained(args: argparse.Namespace) -> dict[str, Any]:
       rounds.append(jax.tree.map(np.asarray, figures))
       bar.set_postfix_str(f"reward {figures.reward:.2f}", refresh=False)
       bar.update()
-    later = len(seen)
-  figures = jax.tree.map(lambda *some: np.stack(some), *rounds)
-  return _collected(args, figures) | {
-    "compile_seconds": ready - begin,
-    "compilations_of_rounds": later,
+  result = _summary(jax.tree.map(lambda *x: np.stack(x), *rounds)) | {
+    "compile_seconds": compile_seconds,
     "seconds_a_round": float(np.median(seconds)),
-    "seconds": time.perf_counter() - begin,
   }
+  output.write_json(args.json, result)
+  output.print_table(*_rows(result))
+  return 0
 
 
-@contextlib.contextmanager
-def _compilations() -> Iterator[list[float]]:
-  """The seconds of each compilation in the block, in a list."""
-  seen: list[float] = []
+def decoder(
+  numerics: Literal["exact", "fast"], dtype: Any = jnp.float32
+) -> models.Decoder:
+  """Returns the model that learns: 2 layers, some 84,000 parameters."""
+  fast = models.llama(
+    vocab_size=VOCABULARY,
+    num_layers=2,
+    embed_dim=64,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    mlp_dim=128,
+    tied_embeddings=False,
+    dtype=dtype,
+  )
+  return dataclasses.replace(fast, numerics=numerics)
 
-  def note(event: str, duration_secs: float, **_: Any) -> None:
-    if event == _COMPILED:
-      seen.append(duration_secs)
 
-  jax.monitoring.register_event_duration_secs_listener(note)
-  try:
-    yield seen
-  finally:
-    jax.monitoring.unregister_event_duration_listener(note)
+def begin(model: models.Decoder, key: jax.Array) -> Carry:
+  """Returns random weights and an empty cache.
+
+  Args:
+    model: the decoder.
+    key: key[]; not one of the rounds'.
+  """
+  first, secret = jax.random.split(key)
+  sizes = jaxkv.CacheConfig(
+    num_pages=1024,
+    page_size=2,
+    num_slots=PROMPTS * SAMPLES,
+    pages_per_slot=-(-2 * TOKENS // 2),
+  )
+  params = models.init_params(first, model)
+  cache = jaxkv.init(sizes, secret)
+  return Carry(
+    params, _OPTIMIZER.init(params), cache, models.init_kv(model, sizes)
+  )
 
 
-def _collected(
-  args: argparse.Namespace, figures: RoundFigures
-) -> dict[str, Any]:
-  """Figures of all rounds, and what they come to."""
-  prompts = args.rounds * grpo_round.PROMPTS
-  answers = prompts * grpo_round.SAMPLES
-  # The last token of a prompt, or of an answer before its end, is computed
-  # when the next one is drawn, and counts there.
-  beside_last = grpo_round.TOKENS - 1
+def grpo_round(
+  carry: Carry, key: jax.Array, *, model: models.Decoder
+) -> tuple[Carry, RoundFigures]:
+  """Draws answers, rewards them, and updates the weights.
+
+  Args:
+    carry: of `begin`, or of the round before; to be donated.
+    key: key[]; of the round.
+    model: static.
+
+  Returns:
+    The carry of the next round, and figures.
+  """
+  params, moments, cache, kv = carry
+  ask, draw = jax.random.split(key)
+  prompts = jax.random.randint(ask, (PROMPTS, TOKENS), 0, VOCABULARY, jnp.int32)
+  lengths = jnp.full((PROMPTS,), TOKENS, jnp.int32)
+  config = rollout.RolloutConfig(
+    num_samples=SAMPLES,
+    max_new_tokens=TOKENS,
+    prefill_chunk=32,
+    # All sequences enter at once.
+    admissions=PROMPTS * SAMPLES,
+    window=PROMPTS * SAMPLES,
+    max_overtaken=PROMPTS * SAMPLES,
+    numerics=model.numerics,
+  )
+  state = rollout.init(cache, kv, prompts, lengths, draw, config)
+  forward = functools.partial(models.forward, config=model)
+  state = rollout.generate(params, state, model=forward)
+  drawn = rollout.grouped(
+    rollout.generated(state),
+    num_samples=SAMPLES,
+    prompt_columns=TOKENS,
+    completion_columns=TOKENS,
+  )
+  # A token's advantage is relative to the other samples' tokens in its place.
+  right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
+  advantages = rl.group_normalized(right.ravel(), num_samples=SAMPLES)
+  advantages = jnp.swapaxes(advantages.reshape(right.shape), 1, 2)
+
+  def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+    new = models.grouped_log_probs(
+      params,
+      drawn.prompts,
+      drawn.prompt_lengths,
+      drawn.completions,
+      drawn.completion_lengths,
+      config=model,
+    )
+    value, _ = rl.grpo_loss(
+      new,
+      drawn.log_probs,
+      advantages,
+      drawn.mask,
+      clip=(0.2, 0.3),
+      mean="token",
+    )
+    change = jnp.where(drawn.mask, new - drawn.log_probs, 0)
+    return value, jnp.max(jnp.abs(change))
+
+  def update(carry: tuple[Any, Any], _: None) -> tuple[Any, Any]:
+    params, moments = carry
+    gradient, mismatch = jax.grad(loss, has_aux=True)(params)
+    # optax mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+      updates, moments = _OPTIMIZER.update(gradient, moments)
+      params = optax.apply_updates(params, updates)
+    return (params, moments), mismatch
+
+  (params, moments), mismatches = jax.lax.scan(
+    update, (params, moments), length=INNER_STEPS
+  )
+  state = rollout.update_weights(state)
+  figures = RoundFigures(jnp.mean(right), state.counters, mismatches[0])
+  return Carry(params, moments, state.cache, state.kv), figures
+
+
+def _summary(figures: RoundFigures) -> dict[str, Any]:
+  """Returns figures of all rounds, and sums over them."""
   counters = figures.counters
   return {
-    "rounds": args.rounds,
-    "numerics": args.numerics,
-    "dtype": args.dtype,
-    "seed": args.seed,
-    "answers": answers,
+    "rewards": figures.reward.astype(float).tolist(),
     "reward_before": float(figures.reward[0]),
     "reward_after": float(np.mean(figures.reward[-_MEAN_OF:])),
     "largest_mismatch": float(np.max(figures.mismatch)),
-    "largest_off_ratio": float(np.max(figures.off_ratio)),
-    "largest_kl": float(np.max(figures.kl)),
     "prefilled_tokens": int(np.sum(counters.prefilled)),
-    "prompt_tokens": prompts * beside_last,
-    "prompt_tokens_of_samples": answers * beside_last,
+    # The last token of a prompt is computed when the first one is drawn, and
+    # counts there.
+    "prompt_tokens": len(figures.reward) * PROMPTS * (TOKENS - 1),
     "generated_tokens": int(np.sum(counters.generated)),
-    "answer_tokens": answers * grpo_round.TOKENS,
     "computed_rows": int(np.sum(counters.rows)),
-    "rewards": figures.reward.astype(np.float64).tolist(),
-    "mismatches": figures.mismatch.astype(np.float64).tolist(),
   }
 
 
-def _show(result: dict[str, Any]) -> None:
-  useful = result["prefilled_tokens"] + result["generated_tokens"]
-  rows = (
+def _rows(f: dict[str, Any]) -> list[tuple[str, str]]:
+  """Returns names and values of the table."""
+  return [
     (
       "reward",
-      f"{result['reward_before']:.3f} in the first round, "
-      f"{result['reward_after']:.3f} in the last "
-      f"{min(_MEAN_OF, result['rounds'])}",
+      f"{f['reward_before']:.3f} in the first round, {f['reward_after']:.3f} "
+      f"in the last {min(_MEAN_OF, len(f['rewards']))}",
     ),
     (
       "mismatch",
-      f"{result['largest_mismatch']:.3g} at most, of a token's log-prob when "
+      f"{f['largest_mismatch']:.3g} at most, between a token's log-probs when "
       "drawn and when trained",
     ),
     (
-      "first update",
-      f"ratio 1 within {result['largest_off_ratio']:.3g}, k3 at most "
-      f"{result['largest_kl']:.3g}",
-    ),
-    (
       "prompt tokens",
-      f"{result['prefilled_tokens']:,} computed; {result['prompt_tokens']:,} "
-      f"if each prompt is once, {result['prompt_tokens_of_samples']:,} if each "
-      "sample has its own",
+      f"{f['prefilled_tokens']:,} computed; {SAMPLES} samples of each prompt "
+      f"have {SAMPLES * f['prompt_tokens']:,}",
     ),
     (
       "answer tokens",
-      f"{result['generated_tokens']:,} computed of "
-      f"{result['answer_tokens']:,} needed",
-    ),
-    (
-      "rows computed",
-      f"{result['computed_rows']:,}, {result['computed_rows'] / useful:.2f} "
-      "for each of these tokens",
+      f"{f['generated_tokens']:,} in {f['computed_rows']:,} rows of the model",
     ),
     (
       "seconds",
-      f"{result['seconds_a_round']:.3f} a round, {result['seconds']:.1f} in "
-      f"total for {result['rounds']:,} rounds",
+      f"{f['seconds_a_round']:.3f} a round, {f['compile_seconds']:.1f} to "
+      "compile",
     ),
-    (
-      "compilations",
-      f"1 in {result['compile_seconds']:.1f} s; in the rounds "
-      f"{result['compilations_of_rounds']}",
-    ),
-  )
-  for name, value in rows:
-    print(f"{name:14} {value}")
+  ]

@@ -4,7 +4,12 @@ Requests are served one at a time, in file order: admit (with the cached
 prefix), commit the rest, free. A compiled scan runs over the requests. The host
 only cuts the trace into equal spans, to update a progress bar.
 
-A page holds one "token": the hash id of a block of 512 tokens. The two rules:
+A trace has JSON lines in the format of the Mooncake traces (Qin et al.,
+"Mooncake: Trading More Storage for Less Computation", FAST 2025): in each
+request, `hash_ids` has an id for every 512 tokens of the prompt, whose length
+is `input_length`; the last block may be partial. An id names a block and all
+before it. A page of the replay holds one "token", the id of a block. The two
+rules:
 
 | rule | blocks that are cached     | blocks that can be hit              |
 |------|----------------------------|-------------------------------------|
@@ -17,14 +22,13 @@ more.
 
 Every request also holds one page that is never cached, for the tokens after its
 last cached block. `admit` never finds a whole sequence; thanks to this page it
-can find all blocks. The page has no key, so it returns to the front of the free
-queue and the next request takes it first. The pool has this page in addition to
-`--pages`. Outputs are not cached.
+can find all blocks. The page has no key, so the next request takes it first.
+The pool has this page in addition to `--pages`. Outputs are not cached.
 """
 
 import argparse
-import contextlib
-import os
+import functools
+import json
 import time
 from typing import Any
 from typing import NamedTuple
@@ -37,119 +41,139 @@ from jax import Array
 from jax import lax
 
 import jaxkv
-from jaxkv._src.commands import json_file
-from jaxkv._src.commands import results
-from jaxkv._src.commands import trace
+from jaxkv._src.commands import output
 from jaxkv._src.commands.errors import CommandError
-from jaxkv._src.commands.trace import BLOCK_TOKENS
-from jaxkv._src.commands.trace import TraceRequest
-from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
+
+BLOCK_TOKENS = 512
 
 _SPAN = 512
 """Requests in one call of the compiled scan."""
 
 
-class _Work(NamedTuple):
-  """Requests as arrays, on the host at first; scalars inside the scan.
+class TraceRequest(NamedTuple):
+  """One line of a trace.
 
   Attributes:
-    begin: int32[X], the first block of a request among all blocks.
-    blocks: int32[X], its blocks that are cached.
-    length: int32[X], tokens admitted; at most `length - 1` blocks are hit. 0
-      for a row that only pads a span.
+    line: its number, from 1.
+    input_length: tokens of the prompt.
+    output_length: tokens of the answer.
+    hash_ids: ids of its blocks.
   """
 
-  begin: Array | np.ndarray
-  blocks: Array | np.ndarray
-  length: Array | np.ndarray
-
-
-class _Served(NamedTuple):
-  """Outcomes of requests.
-
-  Attributes:
-    ok: bool[X].
-    hits: int32[X], blocks found.
-  """
-
-  ok: Array
-  hits: Array
+  line: int
+  input_length: int
+  output_length: int
+  hash_ids: tuple[int, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's arguments to its parser."""
-  parser.add_argument(
+  add, pages = parser.add_argument, output.whole_number(0, 2**63 - 1)
+  add(
     "trace",
     metavar="TRACE",
-    help="JSON lines with timestamp, input_length, output_length, hash_ids",
+    help="JSON lines with input_length, output_length and hash_ids",
   )
-  parser.add_argument(
+  add(
     "--pages",
     metavar="N",
-    type=int,
+    type=pages,
     required=True,
     help="blocks that the cache has room for; 0 for no limit",
   )
-  parser.add_argument(
+  add(
     "--rule",
     choices=("full", "all"),
     default="full",
-    help="cache full blocks only (default), or every block id",
+    help="cache full blocks only (default), or every block",
   )
-  parser.add_argument(
-    "--json", metavar="FILE", help="also write the result here"
-  )
+  add("--json", metavar="FILE", help="also write the result here")
 
 
 def run(args: argparse.Namespace) -> int:
-  """Replays a trace, prints a table and writes JSON if asked to.
-
-  Args:
-    args: what `add_arguments` describes.
-
-  Returns:
-    The exit code, 0.
+  """Replays a trace and prints a table; returns the exit status, 0.
 
   Raises:
-    CommandError: the trace cannot be replayed, FILE cannot be written, or the
-      result cannot be printed.
+    CommandError: the trace cannot be replayed, or a file not be written.
   """
-  if args.pages < 0:
-    raise CommandError(f"--pages must be at least 0, not {args.pages}")
-  requests = trace.read(args.trace)
-  if args.pages > 0:
-    _check_fits(args.trace, requests, args.rule, args.pages)
-  if args.json is not None and os.path.exists(args.json):
-    if os.path.samefile(args.json, args.trace):
-      raise CommandError(f"--json {args.json} would overwrite the trace")
-  with contextlib.ExitStack() as stack:
-    write = None
-    if args.json is not None:
-      write = stack.enter_context(json_file.opened(args.json))
-    result = _replay(requests, args.rule, args.pages)
-    if write is not None:
-      write(result)
-  _print_table(args, result)
+  output.check_writable(args.json, args.trace)
+  requests = read_trace(args.trace)
+  for request in requests:
+    if args.pages and (blocks := _num_blocks(request, args.rule)) > args.pages:
+      raise CommandError(
+        f"{args.trace} line {request.line}: the request needs {blocks} pages, "
+        f"--pages is {args.pages}"
+      )
+  result = _replay(requests, args.rule, args.pages)
+  output.write_json(args.json, result)
+  pages = f"{args.pages:,}" if args.pages else "unlimited"
+  output.print_table(
+    ("requests", f"{result['requests']:,}"),
+    (f"blocks (rule {args.rule})", f"{result['blocks']:,}"),
+    ("pages", pages),
+    ("hits", f"{result['hit_blocks']:,}"),
+    ("hit rate", f"{result['hit_rate']:.2%}"),
+    ("evictions", f"{result['evicted']:,}"),
+    ("time a request", f"{result['us_per_request']:.1f} us"),
+  )
   return 0
 
 
-def _check_fits(
-  path: str, requests: list[TraceRequest], rule: str, pages: int
-) -> None:
-  for request in requests:
-    blocks = _num_blocks(request, rule)
-    if blocks > pages:
-      raise CommandError(
-        f"{path}, line {request.line}: the request needs {blocks} pages, "
-        f"--pages is {pages}"
-      )
+def read_trace(path: str) -> list[TraceRequest]:
+  """Reads and checks a whole trace; blank lines are skipped.
+
+  Raises:
+    CommandError: the file or one of its lines cannot be used.
+  """
+  try:
+    with open(path, "rb") as file:
+      lines = file.read().splitlines()
+  except OSError as error:
+    raise CommandError(f"cannot read {path}: {error.strerror}") from error
+  requests = [
+    _request(f"{path} line {number}", number, line)
+    for number, line in enumerate(lines, start=1)
+    if line.strip()
+  ]
+  if not requests:
+    raise CommandError(f"{path} holds no request")
+  return requests
+
+
+def _request(place: str, number: int, line: bytes) -> TraceRequest:
+  try:
+    record = json.loads(line)
+  except (ValueError, RecursionError) as error:
+    raise CommandError(f"{place}: not JSON ({error})") from error
+  if not isinstance(record, dict):
+    raise CommandError(f"{place}: must be a JSON object")
+  for key in ("input_length", "output_length"):
+    if not _is_count(record.get(key)):
+      raise CommandError(f"{place}: {key} must be a whole number of at least 0")
+  ids = record.get("hash_ids")
+  wanted = -(-record["input_length"] // BLOCK_TOKENS)
+  if not isinstance(ids, list) or not all(map(_is_count, ids)):
+    raise CommandError(
+      f"{place}: hash_ids must be a list of whole numbers of at least 0"
+    )
+  if len(ids) != wanted:
+    raise CommandError(
+      f"{place}: hash_ids must have {wanted} ids, one for every {BLOCK_TOKENS} "
+      f"tokens of input_length {record['input_length']}, not {len(ids)}"
+    )
+  return TraceRequest(
+    number, record["input_length"], record["output_length"], tuple(ids)
+  )
+
+
+def _is_count(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _num_blocks(request: TraceRequest, rule: str) -> int:
-  """How many of a request's blocks are cached."""
-  if rule == "all":
-    return len(request.hash_ids)
-  return request.input_length // BLOCK_TOKENS
+  """Returns how many of a request's blocks are cached."""
+  full = request.input_length // BLOCK_TOKENS
+  return len(request.hash_ids) if rule == "all" else full
 
 
 def _replay(
@@ -157,58 +181,40 @@ def _replay(
 ) -> dict[str, Any]:
   """Replays requests and returns the figures to print and write."""
   ids = [request.hash_ids[: _num_blocks(request, rule)] for request in requests]
-  # Requests whose last full block may not be hit, and may be cached twice.
-  capped = np.asarray(
-    [
-      rule == "full" and request.input_length % BLOCK_TOKENS == 0
-      for request in requests
-    ]
-  )
-  # Pages beyond the number of cacheable blocks would change nothing.
-  most = max(1, _num_distinct(ids) + int(capped.sum()))
+  blocks = np.asarray([len(row) for row in ids])
+  total = int(blocks.sum())
+  # Every request takes at most a page for each of its blocks, so more pages
+  # than blocks of all requests would change nothing.
+  enough = max(1, total)
   config = jaxkv.CacheConfig(
-    num_pages=2 + (min(pages, most) if pages else most),
+    num_pages=2 + (min(pages, enough) if pages else enough),
     page_size=1,
     num_slots=1,
-    pages_per_slot=1 + max(len(row) for row in ids),
+    pages_per_slot=1 + int(blocks.max()),
   )
-  blocks = np.asarray([len(row) for row in ids])
-  work = _Work(
-    begin=np.cumsum(blocks) - blocks,
-    blocks=blocks,
-    length=np.where(capped & (blocks > 0), blocks, blocks + 1),
-  )
-  state, served, seconds = _timed_spans(config, _tokens(ids, config), work)
-  failed = np.flatnonzero(~served.ok)
-  if failed.size or int(state.error):
-    raise RuntimeError(
-      f"requests {failed.tolist()[:9]} were not served, the cache's error is "
-      f"{jaxkv.Status(int(state.error)).name}: a bug in the replay."
-    )
-  hits, total = int(np.sum(served.hits)), int(np.sum(blocks))
+  # Requests whose last full block may not be hit.
+  lengths = np.asarray([request.input_length for request in requests])
+  capped = (rule == "full") & (lengths % BLOCK_TOKENS == 0) & (blocks > 0)
+  # The first block among all blocks, blocks, and tokens to admit: at most one
+  # less is hit.
+  columns = [np.cumsum(blocks) - blocks, blocks, blocks + 1 - capped]
+  work = np.stack(columns, axis=1)
+  state, hits, seconds = _timed_spans(config, _tokens(ids, config), work)
+  jaxkv.check(state)
+  assert int(state.error) == jaxkv.Status.OK, "a request was not served"
   return {
     "requests": len(requests),
     "blocks": total,
-    "hit_blocks": hits,
-    "hit_rate": hits / max(total, 1),
+    "hit_blocks": int(hits.sum()),
+    "hit_rate": int(hits.sum()) / max(total, 1),
     "evicted": int(state.stats.evicted_pages),
     "seconds": seconds,
     "us_per_request": seconds / len(requests) * 1e6,
   }
 
 
-def _num_distinct(ids: list[tuple[int, ...]]) -> int:
-  """How many blocks there are; equal ids after different blocks count twice."""
-  nodes: dict[tuple[int, int], int] = {}
-  for row in ids:
-    node = 0
-    for name in row:
-      node = nodes.setdefault((node, name), len(nodes) + 1)
-  return len(nodes)
-
-
 def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
-  """int32[X]: all blocks in order, then one slot's width of zeros.
+  """Returns int32[X]: all blocks in order, then one slot's width of zeros.
 
   Ids may not fit int32, so they are numbered by first occurrence.
   """
@@ -218,18 +224,20 @@ def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
 
 
 def _timed_spans(
-  config: jaxkv.CacheConfig, tokens: Array, work: _Work
-) -> tuple[jaxkv.CacheState, _Served, float]:
+  config: jaxkv.CacheConfig, tokens: Array, work: np.ndarray
+) -> tuple[jaxkv.CacheState, np.ndarray, float]:
   """Runs all requests; the seconds exclude compilation."""
-  count = work.begin.shape[0]
-  padded = [np.pad(column, (0, -count % _SPAN)) for column in work]
-  spans = [
-    _Work(*(jnp.asarray(c[first : first + _SPAN], jnp.int32) for c in padded))
-    for first in range(0, count, _SPAN)
-  ]
+  count = len(work)
+  # Rows that pad the last span admit no token.
+  padded = np.pad(work, ((0, -count % _SPAN), (0, 0)))
+  spans = jnp.asarray(padded.reshape(-1, _SPAN, 3), jnp.int32)
   state = jaxkv.init(config)
+
+  def serve_all(state: jaxkv.CacheState, tokens: Array, work: Array) -> Any:
+    return lax.scan(functools.partial(_serve, tokens=tokens), state, work)
+
   program = jax.jit(
-    _span, donate_argnums=0, compiler_options=CPU_COMPILER_OPTIONS
+    serve_all, donate_argnums=0, compiler_options=jaxkv.CPU_COMPILER_OPTIONS
   )
   program = program.lower(state, tokens, spans[0]).compile()
   parts, seconds = [], 0.0
@@ -240,61 +248,34 @@ def _timed_spans(
       seconds += time.perf_counter() - begin
       parts.append(out)
       bar.update(min(_SPAN, count - number * _SPAN))
-  served = jax.tree.map(lambda *some: np.concatenate(some)[:count], *parts)
-  return state, served, seconds
-
-
-def _span(
-  state: jaxkv.CacheState, tokens: Array, work: _Work
-) -> tuple[jaxkv.CacheState, _Served]:
-  """Serves requests, one after the other."""
-  return lax.scan(
-    lambda state, request: _serve(state, tokens, request), state, work
-  )
+  return state, np.concatenate(parts)[:count], seconds
 
 
 def _serve(
-  state: jaxkv.CacheState, tokens: Array, request: _Work
-) -> tuple[jaxkv.CacheState, _Served]:
-  """Serves one request: admit, commit, free."""
+  state: jaxkv.CacheState, request: Array, *, tokens: Array
+) -> tuple[jaxkv.CacheState, Array]:
+  """Serves one request: admit, commit, free. Returns the number of hits."""
   width = state.config.slot_tokens
   slot = jnp.zeros((1,), jnp.int32)
-  length = jnp.asarray(request.length)[None]
-  real = length > 0
+  begin, blocks, length = request[0], request[1], request[2:]
+  is_real = length > 0
   state, admitted = jaxkv.admit(
     state,
     slot,
-    lax.dynamic_slice(tokens, (request.begin,), (width,))[None],
+    lax.dynamic_slice(tokens, (begin,), (width,))[None],
     length,
-    mask=real,
+    mask=is_real,
   )
   # The page that is never cached, if `admit` has not taken it.
-  state, allocated = jaxkv.allocate(
+  state, _ = jaxkv.allocate(
     state,
-    jnp.where(real, request.blocks + 1 - admitted.num_cached_tokens, 0),
+    jnp.where(is_real, blocks + 1 - admitted.num_cached_tokens, 0),
   )
-  first = request.begin + admitted.num_cached_tokens[0]
-  state, committed = jaxkv.commit(
+  first = begin + admitted.num_cached_tokens[0]
+  state, _ = jaxkv.commit(
     state,
     lax.dynamic_slice(tokens, (first,), (width,))[None],
-    jnp.where(real, request.blocks - admitted.num_cached_tokens, 0),
+    jnp.where(is_real, blocks - admitted.num_cached_tokens, 0),
   )
-  state, freed = jaxkv.free(state, mask=real)
-  ok = admitted.ok & allocated.ok & committed.ok & freed.ok
-  return state, _Served((ok | ~real)[0], admitted.num_cached_tokens[0])
-
-
-def _print_table(args: argparse.Namespace, result: dict[str, Any]) -> None:
-  pages = f"{args.pages:,}" if args.pages else "unlimited"
-  rows = (
-    ("requests", f"{result['requests']:,}"),
-    (f"blocks (rule {args.rule})", f"{result['blocks']:,}"),
-    ("pages", pages),
-    ("hits", f"{result['hit_blocks']:,}"),
-    ("hit rate", f"{result['hit_rate']:.2%}"),
-    ("evictions", f"{result['evicted']:,}"),
-    ("time a request", f"{result['us_per_request']:.1f} us"),
-  )
-  with results.printed():
-    for name, value in rows:
-      print(f"{name:18} {value:>12}")
+  state, _ = jaxkv.free(state, mask=is_real)
+  return state, admitted.num_cached_tokens[0]

@@ -13,9 +13,9 @@ from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.models.loading import gguf_header
 from jaxkv._src.models.loading import gguf_tokenizer
-from jaxkv._src.models.loading import named
 from tests.models.loading.mixed_text import lines
 from tests.models.loading.slow_byte_pairs import SlowBytePairs
+from tests.tools import named_models
 
 pytestmark = pytest.mark.deep
 
@@ -29,7 +29,8 @@ _SENTENCE = (
 def model(request):
   pytest.importorskip("gguf", reason="it unpacks the weights")
   pytest.importorskip("tokenizers", reason="it makes the tokens")
-  return request.param, models.load(request.param, dtype=jnp.float32)
+  path = named_models.fetch(request.param)
+  return request.param, models.load(path, dtype=jnp.float32)
 
 
 def _log_probs(model, tokens):
@@ -54,7 +55,7 @@ def test_perplexity_of_a_sentence(model):
 
 def test_tokens_of_smollm2_are_those_of_plain_python():
   pytest.importorskip("tokenizers", reason="it makes the tokens")
-  path = named.fetch("smollm2")
+  path = named_models.fetch("smollm2")
   slow = SlowBytePairs(gguf_header.read_gguf_header(path).facts)
   own = gguf_tokenizer.from_file(path)
   for line in lines(10_000):
@@ -67,7 +68,7 @@ def test_tokens_of_gemma_are_those_of_sentencepiece():
   library = pytest.importorskip("sentencepiece", reason="it is the reference")
   from sentencepiece import sentencepiece_model_pb2 as protobuf  # pyright: ignore
 
-  path = named.fetch("gemma3-270m")
+  path = named_models.fetch("gemma3-270m")
   facts = gguf_header.read_gguf_header(path).facts
   proto = protobuf.ModelProto()
   for piece, score, kind in zip(
@@ -92,19 +93,6 @@ def test_tokens_of_gemma_are_those_of_sentencepiece():
 
 
 _PIECES = ("tokens", "scores", "token_type")
-
-
-def test_both_precisions_have_one_tokenizer(model):
-  name, model = model
-  kept = models.load(name)
-  assert kept.config.dtype == jnp.bfloat16
-  assert kept.stop_tokens == model.stop_tokens
-  for text in (_SENTENCE, "e\u0301 \n\n  12345 👩‍👩‍👧 <|im_start|>"):
-    np.testing.assert_array_equal(
-      kept.tokenizer.encode(text), model.tokenizer.encode(text)
-    )
-  wide = np.asarray(model.params["embed"]).astype(jnp.bfloat16)
-  np.testing.assert_array_equal(np.asarray(kept.params["embed"]), wide)
 
 
 def test_greedy_tokens_are_those_without_a_cache(model):
@@ -148,7 +136,7 @@ def test_a_window_holds_few_pages_of_a_long_text():
   """2,048 tokens of Gemma 3: five groups with a window of 512, one without."""
   pytest.importorskip("gguf", reason="it unpacks the weights")
   pytest.importorskip("tokenizers", reason="it makes the tokens")
-  model = models.load("gemma3-270m", dtype=jnp.float32)
+  model = models.load(named_models.fetch("gemma3-270m"), dtype=jnp.float32)
   text = model.tokenizer.encode(" ".join(lines(400)))[:2000]
   chunk, size = 128, 16
   sizes = model.cache_config(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxkv import rollout
-from jaxkv._src.models.vocabulary import reference_text
+from jaxkv._src.commands.characters import reference_text
 
 SPECIAL = ("<end>", "<start>")
 """Tokens 0 and 1."""

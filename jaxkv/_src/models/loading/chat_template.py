@@ -20,7 +20,6 @@ def rendered(template: str, variables: Mapping[str, Any]) -> str:
     ValueError: the template is damaged, or refuses the conversation.
   """
   task = "To render a chat template"
-  jinja2 = extra_package("jinja2", install="jaxkv[hf]", task=task)
   sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=task)
   environment = sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
@@ -32,14 +31,22 @@ def rendered(template: str, variables: Mapping[str, Any]) -> str:
   environment.globals["strftime_now"] = _now
   try:
     return environment.from_string(template).render(**variables)
-  except jinja2.TemplateError as error:
+  except _RefusedError as error:
+    raise ValueError(str(error)) from error
+  # A template is a program of someone else: it can raise anything.
+  except Exception as error:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(
-      f"the chat template cannot be used here: {error}; change the messages."
+      f"the chat template cannot be used here: {reason}; change the messages."
     ) from error
 
 
+class _RefusedError(Exception):
+  """The template called `raise_exception`."""
+
+
 def _refuse(message: str) -> None:
-  raise ValueError(
+  raise _RefusedError(
     f"the chat template refuses the conversation: {message}; change the "
     "messages."
   )

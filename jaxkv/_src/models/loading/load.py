@@ -19,8 +19,6 @@ from jaxkv._src.models.loading import assemble
 from jaxkv._src.models.loading import folder as folders
 from jaxkv._src.models.loading import gguf_checkpoint
 from jaxkv._src.models.loading import hub
-from jaxkv._src.models.loading import kept
-from jaxkv._src.models.loading import named
 from jaxkv._src.models.loading.opened import OpenedCheckpoint
 from jaxkv._src.models.loading.tokenizer import Tokenizer
 
@@ -115,8 +113,6 @@ def load(
       - a folder as Hugging Face writes it: config.json, safetensors, and
         tokenizer.json;
       - a .gguf file of the architectures llama, qwen2, qwen3 and gemma3;
-      - "smollm2" or "gemma3-270m", which are fetched when first used and kept
-        in the user's cache folder;
       - the id of a model on the hub, if the package `huggingface_hub` is
         installed.
     dtype: of parameters and activations: float32, bfloat16 or float16; None for
@@ -129,18 +125,17 @@ def load(
     ImportError: a package is not installed; the message names the extra.
     ValueError: there is no such checkpoint, it is damaged, or it asks for
       something that is not built. The message names the file, key or tensor.
-    OSError: the cache folder cannot be written.
-    RuntimeError: the files of a named model cannot be fetched.
+    OSError: a file cannot be read.
 
   Examples:
-    >>> model = load("smollm2")  # doctest: +SKIP
+    >>> model = load("HuggingFaceTB/SmolLM2-135M")  # doctest: +SKIP
     >>> model.tokenizer.encode("Hello").shape  # doctest: +SKIP
     (1,)
     >>> load("no_such_folder")
     Traceback (most recent call last):
     ValueError: `source` must be a folder with a config.json, ...
   """
-  opened = _opened(source, dtype, local_files_only)
+  opened = _opened(source, local_files_only)
   dtype = jnp.dtype(opened.dtype if dtype is None else dtype)
   if dtype.name not in _DTYPES:
     raise ValueError(
@@ -163,21 +158,18 @@ def load(
 
 
 def _opened(
-  source: str | os.PathLike[str], dtype: Any, local: bool
+  source: str | os.PathLike[str], local_files_only: bool
 ) -> OpenedCheckpoint:
   path = pathlib.Path(source)
   if path.is_dir():
     return folders.opened(path)
   if path.suffix == ".gguf" or path.is_file():
     return gguf_checkpoint.opened(path)
-  if str(source) in named.NAMED_MODELS:
-    if dtype is not None and jnp.dtype(dtype).itemsize > 2:
-      path = named.fetch(str(source), local_files_only=local)
-      return gguf_checkpoint.opened(path)
-    return folders.opened(kept.kept(str(source), local_files_only=local))
   if hub.is_id(str(source)):
-    return folders.opened(hub.fetched(str(source), local_files_only=local))
+    return folders.opened(
+      hub.fetched(str(source), local_files_only=local_files_only)
+    )
   raise ValueError(
-    "`source` must be a folder with a config.json, a .gguf file, or one of "
-    f"{', '.join(named.NAMED_MODELS)}, got {os.fspath(source)!r}."
+    "`source` must be a folder with a config.json, a .gguf file, or the id of "
+    f"a model on the hub, such as Qwen/Qwen3-0.6B, got {os.fspath(source)!r}."
   )

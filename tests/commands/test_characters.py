@@ -1,0 +1,149 @@
+"""The character model: its vocabulary, its training, and its file."""
+
+import concurrent.futures
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import models
+from jaxkv._src.commands import characters
+from tests.models.small_model import TEXT
+
+
+class TestVocabulary:
+  def test_round_trip(self):
+    text = characters.reference_text()
+    vocabulary = characters.Vocabulary("".join(sorted(set(text))))
+    tokens = vocabulary.encode(text)
+    assert tokens.dtype == np.int32
+    assert tokens.max() == vocabulary.vocab_size - 2
+    assert vocabulary.decode(tokens) == text
+    assert vocabulary.stop_token == vocabulary.vocab_size - 1
+    assert vocabulary.encode("").shape == (0,)
+    assert vocabulary.decode([]) == ""
+
+  def test_unknown_characters(self):
+    with pytest.raises(ValueError, match=r"'\?' at position 2"):
+      characters.Vocabulary("abc").encode("ab?c")
+
+  def test_stop_tokens_end_every_second_paragraph(self):
+    vocabulary = characters.Vocabulary("\nabcd")
+    tokens = characters.training_tokens("a\n\nb\n\n\nc\n\nd\n", vocabulary)
+    ends = np.flatnonzero(tokens == vocabulary.stop_token)
+    assert vocabulary.decode(tokens[: ends[0]]) == "a\n\nb\n\n\n"
+    assert vocabulary.decode(tokens[ends[0] : ends[1]]) == "c\n\nd\n"
+    assert ends[1] == len(tokens) - 1
+
+
+class TestTraining:
+  def test_lowers_the_loss(self, small_model):
+    tokens = characters.training_tokens(TEXT, small_model.tokenizer)[:257]
+    positions = jnp.arange(256, dtype=jnp.int32)[None]
+
+    def loss(params):
+      logits = models.forward_uncached(
+        params, jnp.asarray(tokens[None, :-1]), positions,
+        config=small_model.config,
+      )  # fmt: skip
+      scores = np.asarray(jax.nn.log_softmax(logits[0]))
+      return -scores[np.arange(256), tokens[1:]].mean()
+
+    untrained = models.init_params(jax.random.key(0), small_model.config)
+    assert loss(small_model.params) < 0.5 * loss(untrained)
+
+  def test_same_recipe_same_weights(self, small_model, tmp_path):
+    again = characters.character_model(
+      steps=25, text=TEXT, folder=tmp_path, progress=False
+    )
+    chex.assert_trees_all_equal(again.params, small_model.params)
+
+  def test_too_short_a_text(self, tmp_path):
+    with pytest.raises(ValueError, match=r"longer than 512, got .* 6 tok"):
+      characters.character_model(text="abcde", folder=tmp_path)
+
+  @pytest.mark.parametrize(
+    ("steps", "num_shapes"), [(1, 1), (25, 1), (61, 2), (600, 3)]
+  )
+  def test_spans_cover_every_step_once(self, steps, num_shapes):
+    spans = list(characters._spans(steps))
+    covered = [step for _, first, last in spans for step in range(first, last)]
+    assert covered == list(range(steps))
+    # Each length costs a compilation: only the last span of all may be short.
+    assert {last - first for _, first, last in spans[:-1]} <= {25}
+    assert len({phase for phase, _, _ in spans}) == num_shapes
+
+
+class TestKeptWeights:
+  """The file is used, or replaced with a warning."""
+
+  @pytest.fixture
+  def trainings(self, monkeypatch):
+    """Replaces training by a list of calls, and weights that differ by call."""
+    calls = []
+
+    def train(tokens, config, steps, *, progress):
+      del tokens, steps, progress
+      calls.append(None)
+      key = jax.random.key(len(calls))
+      return models.init_params(key, config), np.zeros(1, np.float32)
+
+    monkeypatch.setattr(characters, "train", train)
+    return calls
+
+  def _model(self, folder, **keywords):
+    keywords = {"text": TEXT, "folder": folder, "progress": False} | keywords
+    return characters.character_model(**keywords)
+
+  def test_is_trained_once(self, trainings, tmp_path):
+    first, second = self._model(tmp_path), self._model(tmp_path)
+    assert len(trainings) == 1
+    chex.assert_trees_all_equal(first.params, second.params)
+    self._model(tmp_path, text=TEXT + "more")
+    self._model(tmp_path, steps=7)
+    assert len(trainings) == 3
+
+  def test_environment_names_the_folder(self, trainings, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "made" / "here"))
+    self._model(None)
+    assert len(list((tmp_path / "made" / "here").glob("*.npz"))) == 1
+
+  @pytest.mark.parametrize("damage", ["cut", "empty", "noise", "flipped"])
+  def test_a_damaged_file(self, trainings, tmp_path, damage):
+    self._model(tmp_path)
+    (path,) = tmp_path.iterdir()
+    data = path.read_bytes()
+    middle = len(data) // 2
+    flipped = bytes([data[middle] ^ 1])
+    path.write_bytes(
+      {
+        "cut": data[:middle],
+        "empty": b"",
+        "noise": b"not an archive" * 100,
+        "flipped": data[:middle] + flipped + data[middle + 1 :],
+      }[damage]
+    )
+    with pytest.warns(UserWarning, match="training the model again"):
+      again = self._model(tmp_path)
+    assert len(trainings) == 2
+    kept = self._model(tmp_path)
+    assert len(trainings) == 2
+    chex.assert_trees_all_equal(again.params, kept.params)
+
+  def test_a_folder_that_cannot_be_written(self, trainings, tmp_path):
+    """Raised before a minute's training."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+      self._model(tmp_path / "file" / "folder")
+    assert trainings == []
+
+  def test_two_first_calls_at_once(self, trainings, tmp_path):
+    """Whoever reads then reads a whole file, and no other file is left."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+      calls = [pool.submit(self._model, tmp_path) for _ in range(2)]
+      params = [call.result().params for call in calls]
+    kept = self._model(tmp_path).params["embed"]
+    assert any(np.array_equal(kept, one["embed"]) for one in params)
+    assert len(list(tmp_path.iterdir())) == 1
