@@ -54,6 +54,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.tools import compiled_programs  # noqa: E402
+
 # Again for jax, which a plugin may have imported before.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_enable_compilation_cache", bool(_PROGRAMS))
@@ -85,6 +87,11 @@ hypothesis.settings.load_profile("default")
 
 
 _MANY_MAPS = 48_000
+"""Each program is some memory maps, of which Linux allows a process 65,530."""
+_MANY_BYTES = 2 * 2**30
+"""A test adds less than the 1 GB that is left."""
+_BYTES_OF_A_FILE = 2**30
+"""Files share few programs, so less is kept from one to the next."""
 _compiled: list[str] = []
 
 
@@ -100,23 +107,24 @@ jax.monitoring.register_event_duration_secs_listener(_note)
 def _few_programs():
   """Drops compiled programs before there are too many.
 
-  Each is some memory maps, of which Linux allows a process 65,530. To count
-  them takes long, so that is done after some compilations only.
+  To count memory maps takes long, so that is done after some compilations only.
   """
   yield
   if len(_compiled) >= 10:
     _compiled.clear()
-    if _memory_maps() > _MANY_MAPS:
-      jax.clear_caches()
+    if (
+      compiled_programs.resident_bytes() > _MANY_BYTES
+      or compiled_programs.memory_maps() > _MANY_MAPS
+    ):
+      compiled_programs.drop()
 
 
-def _memory_maps() -> int:
-  """How many this process has; 0 where the system does not tell."""
-  try:
-    with open("/proc/self/maps", "rb") as maps:
-      return maps.read().count(b"\n")
-  except OSError:
-    return 0
+@pytest.fixture(autouse=True, scope="module")
+def _few_programs_of_other_files():
+  """Drops compiled programs behind a file that has left many."""
+  yield
+  if compiled_programs.resident_bytes() > _BYTES_OF_A_FILE:
+    compiled_programs.drop()
 
 
 @pytest.fixture(scope="session")
