@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv._src.cache.pool import free_queue
 from tests.cache.setups import NumberedConfig
 from tests.tools.compiled_loops import work_in_loops
+from tests.tools.tiers import slow_except
 
 SIZES = (16_384, 65_536)
 SLOTS, ROWS, TOKENS = 8, 2, 24
@@ -135,17 +136,12 @@ CASES = {
 }
 
 
-# Those whose parts the others have too.
-DEEP = ("decode_while", "decode_merge_groups", "branching_hybrid")
+# The others have the same parts.
+FAST = ("decode_scan", "decode_hybrid", "forgetting")
 
 
-@pytest.mark.parametrize(
-  "case",
-  [
-    pytest.param(case, marks=pytest.mark.deep) if case in DEEP else case
-    for case in CASES
-  ],
-)
+@slow_except("case", CASES, *FAST)
+@pytest.mark.parametrize("case", CASES)
 class TestLoops:
   def test_nothing_of_the_pools_size_in_a_loop(self, case):
     step, loop, options = CASES[case]
@@ -166,6 +162,7 @@ class TestLoops:
 
 
 class TestSweep:
+  @slow_except("num_pages", SIZES, SIZES[0])
   @pytest.mark.parametrize("num_pages", SIZES)
   def test_only_the_sweep_visits_all_pages(self, num_pages):
     """It is the loop that counts through the ring."""

@@ -82,6 +82,7 @@ class TestKinds:
     assert int(state.pool.queue.num_free) == 15
     jaxkv.check(jaxkv.clear_error(state)[0])
 
+  @pytest.mark.slow
   def test_a_window_of_one_token_beside_full_attention(self):
     state, tokens = _filled(FullAttention(), SlidingWindow(1))
     # Pages that nobody will look at are not even published.
@@ -90,6 +91,7 @@ class TestKinds:
     assert out.num_cached_tokens.tolist() == [12]
     assert state.page_table[1].tolist() == [[1, 2, 3, 9], [0, 0, 0, 10]]
 
+  @pytest.mark.slow
   def test_a_window_larger_than_the_slot(self):
     state, tokens = _filled(SlidingWindow(2**31 - 1))
     state, out = jaxkv.recycle(state)
@@ -98,6 +100,7 @@ class TestKinds:
       [[1, 2, 3, 16]]
     ]
 
+  @pytest.mark.slow
   def test_a_chunk_larger_than_the_slot(self):
     state, tokens = _filled(ChunkedLocal(2**31 - 1))
     state, out = jaxkv.recycle(state)
@@ -106,6 +109,7 @@ class TestKinds:
       12
     ]
 
+  @pytest.mark.slow
   def test_a_chunk_that_ends_inside_of_a_page(self):
     """Chunks of 6 in pages of 4: a page stays while any of it is needed."""
     state, tokens = _filled(FullAttention(), ChunkedLocal(6))
@@ -136,6 +140,7 @@ class TestKinds:
     assert out.code.tolist() == [jaxkv.Status.RECYCLED, jaxkv.Status.SKIPPED]
     jaxkv.check(jaxkv.clear_error(state)[0])
 
+  @pytest.mark.slow
   def test_equal_kinds_said_in_two_ways(self):
     """A page size that is the default one changes nothing."""
     bare, tokens = _filled(FullAttention(), SlidingWindow(3))

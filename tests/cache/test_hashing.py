@@ -409,6 +409,7 @@ class TestAdversary:
     jaxkv.check(state)
     return found.num_cached_tokens.tolist()
 
+  @pytest.mark.slow
   def test_published_page_of_the_old_key(self):
     """Made for a key that was public: nothing to who does not have ours."""
     pages = np.array(

@@ -164,8 +164,8 @@ def walk(setup: Setup, walks: int) -> set[int]:
   "options",
   [
     {},
-    pytest.param(MERGE, marks=pytest.mark.deep),
-    pytest.param(CLASSIC, marks=pytest.mark.deep),
+    pytest.param(MERGE, marks=pytest.mark.slow),
+    pytest.param(CLASSIC, marks=pytest.mark.slow),
   ],
 )
 def test_more_rows_than_a_window(options):

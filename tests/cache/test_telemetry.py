@@ -36,9 +36,9 @@ def logged(name: str, size: int, **options) -> Setup:
   [
     pytest.param(logged("plain", 500, **MERGE), id="plain"),
     pytest.param(
-      logged("hybrid", 500, **MERGE), id="hybrid", marks=pytest.mark.deep
+      logged("hybrid", 500, **MERGE), id="hybrid", marks=pytest.mark.slow
     ),
-    pytest.param(logged("draft", 500), id="draft", marks=pytest.mark.deep),
+    pytest.param(logged("draft", 500), id="draft", marks=pytest.mark.slow),
   ],
 )
 def test_replaying_tells_what_is_cached(setup):

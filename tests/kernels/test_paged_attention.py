@@ -116,6 +116,8 @@ class TestRectangle:
     )
     same([x[:, 6:9] for x in many], few)
 
+  @slow_except("name", SHAPES, "everything")
+  @slow_except("nodes", [7, 5], 7)
   @pytest.mark.parametrize(
     ("runner", "name"),
     cases(
@@ -147,6 +149,7 @@ class TestRectangle:
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
 
+@slow_except("name", SHAPES, "everything")
 class TestPacked:
   @pytest.mark.parametrize(
     ("runner", "name"),
@@ -189,6 +192,7 @@ class TestPacked:
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
 
+@slow_except("name", SHAPES, "everything", "window_without_short_rows")
 class TestProperties:
   @over_few_shapes
   @pytest.mark.parametrize("poison", [np.inf, -np.inf, 0.0])

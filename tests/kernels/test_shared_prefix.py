@@ -19,6 +19,7 @@ from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import problem
 from tests.kernels.shapes import put
 from tests.kernels.shapes import queries
+from tests.tools.tiers import slow_except
 
 # Rows 0, 1, 3 and 6 share two pages of 16; 2 and 5 share four; 4 is alone.
 CLUSTERS = {0: ([0, 1, 3, 6], 2), 1: ([2, 5], 4)}
@@ -83,6 +84,7 @@ class TestSharedPrefix:
     least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**40))
     monkeypatch.setattr(shared_prefix, "_LEAST_SAVING", least)
 
+  @slow_except("name", SHAPES, "page16_gqa4_d128", "alibi")
   @pytest.mark.parametrize("backend", BACKENDS)
   @pytest.mark.parametrize(
     "name",
@@ -123,6 +125,7 @@ class TestSharedPrefix:
     np.testing.assert_array_equal(shared.own_tokens, [1, 8, 86, 15, 80, 1, 38])
     assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
+  @slow_except("name", SHAPES, "page16_gqa4_d128", "alibi")
   @pytest.mark.parametrize("most", [1, 2, 3])
   @pytest.mark.parametrize("name", ["page16_gqa4_d128", "alibi"])
   def test_parts_of_clusters_that_a_backend_serves(
@@ -176,6 +179,7 @@ class TestSharedPrefix:
     assert planned(least // rows - 1) is None
     assert planned(least // rows + 1) is not None
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton", "mosaic_tpu"])
   def test_many_query_heads_per_kv_head(self, always, backend):
     """16 samples with 8 query heads each: more rows than a tile may have."""
@@ -235,6 +239,7 @@ class TestSharedPrefix:
     assert sorted(shared.tokens.tolist()) == [32, 64]
     assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
+  @slow_except("name", SHAPES, "page16_gqa4_d128", "alibi")
   @pytest.mark.parametrize("name", ["page16_gqa4_d128", "sinks", "alibi"])
   def test_a_table_smaller_than_the_length(self, always, name):
     """Tokens past the table do not exist, with and without sharing."""
@@ -323,6 +328,7 @@ class TestSharedPrefix:
     with pytest.raises((TypeError, ValueError), match=message):
       kernels.plan_shared_prefix(**call)
 
+  @pytest.mark.slow
   def test_with_64_bit_types(self, always):
     shape, case = sharing(SHAPES["alibi"])
     q = queries(case, shape, len(LENGTHS))
@@ -334,6 +340,7 @@ class TestSharedPrefix:
       assert a.dtype == jnp.float32
       np.testing.assert_allclose(a, b, atol=1e-6)
 
+  @pytest.mark.slow
   def test_devices(self, always):
     case = sharing(SHAPES["page16_gqa4_d128"])[1]
     cpus = jax.devices("cpu")

@@ -168,6 +168,7 @@ class TestShare:
       now = dataclasses.replace(view, starts=view.starts - back)
       np.testing.assert_allclose(out, memory.attend(kv, now, 1, q), atol=1e-6)
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("change", ["later", "earlier", "idle", "other"])
   def test_rows_that_have_changed_since_share(self, always, forked, change):
     """Pages that a row no longer shares are not read for it."""
@@ -200,6 +201,7 @@ class TestShare:
     np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
     np.testing.assert_array_equal(out[moved.counts == 0], 0)
 
+  @pytest.mark.slow
   def test_a_plan_for_tables_of_another_width(self, always, forked):
     view, kv = next_tokens(*forked, 1)
     view = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
@@ -311,6 +313,7 @@ class TestRefreshShared:
     q = draw(9, 6, 1, HEADS, DIM)
     assert compares_tables(in_loops(layers, kv, view, q), view) != fresh
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("windows", [(None,), (None, 3)])
   def test_layers_of_a_model_do_not_compare_tables(self, shared, windows):
     view, kv = shared

@@ -140,6 +140,7 @@ class TestNumbersOfACall:
     with pytest.raises(TypeError, match=r"`until` must be .* write Until"):
       _generate(until=3)
 
+  @pytest.mark.slow
   def test_traced_numbers(self):
     """Their types are checked, their values are not known."""
 
@@ -153,6 +154,7 @@ class TestNumbersOfACall:
 
 
 class TestLogits:
+  @pytest.mark.slow
   def test_half_precision_is_sampled_in_float32(self):
     """Whole numbers are exact in both, so the results are equal."""
     full = jax.jit(_generate)

@@ -89,7 +89,9 @@ def data_parallel():
   return _ran(*_DATA)
 
 
-@pytest.fixture(scope="module", params=[2, 8])
+@pytest.fixture(
+  scope="module", params=[2, pytest.param(8, marks=pytest.mark.slow)]
+)
 def tensor_parallel(request):
   return _ran(*_TENSOR, device_count=request.param)
 
@@ -124,6 +126,7 @@ class TestTensorParallel:
   def test_two_all_reduces_a_layer(self, tensor_parallel):
     _assert_pages_stay(tensor_parallel)
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     "recipe",
     [_TENSOR, pytest.param(_BOTH, marks=pytest.mark.deep)],
@@ -163,6 +166,7 @@ class TestBoth:
 
 
 class TestPlaces:
+  @pytest.mark.slow
   def test_a_rollout_lies_where_its_memory_lies(self):
     """Nobody has to move the rest; the next one on this cache needs nothing."""
     names = recipes.attention_alone()

@@ -119,6 +119,7 @@ def test_sizes_that_are_no_ints(name, value):
   assert rollout.grouped(_results(), **sizes).mask.shape == (3, 3, 5)
 
 
+@pytest.mark.slow
 def test_what_is_no_result_is_refused():
   _, state = _ended()
   sizes = {"num_samples": 4, "prompt_columns": 4, "completion_columns": 6}
@@ -187,6 +188,7 @@ class TestPrompts:
     out = rollout.grouped(taken.results, num_samples=2, **sizes)
     assert out.prompt_lengths.tolist() == [4, 3, 1, 1]
 
+  @pytest.mark.slow
   def test_a_traced_group_is_nan(self):
     """The others have their log-probs, and their gradient is finite."""
     params, state = _ended()
@@ -266,6 +268,7 @@ def _ended() -> tuple[Any, rollout.RolloutState]:
   return params, jax.jit(_drawn)(params)
 
 
+@pytest.mark.slow
 def test_the_trainer_finds_what_the_rollout_drew():
   """In one program: the rollout, the log-probs, the loss and its gradient."""
 

@@ -3,6 +3,7 @@
 import pathlib
 
 import jax
+import pytest
 
 import jaxkv
 from jaxkv import models
@@ -19,6 +20,7 @@ def test_it_is_short():
   assert len(body) <= 45, len(body)
 
 
+@pytest.mark.slow
 def test_it_learns_and_compiles_once():
   params = models.init_params(jax.random.key(0), grpo.MODEL)
   moments = grpo.OPTIMIZER.init(params)

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jaxkv
 from jaxkv import rollout
@@ -38,6 +39,7 @@ def test_hopeless():
   assert int(end.cache.pool.queue.num_free) == 2
 
 
+@pytest.mark.slow
 def test_one_beside_a_hopeless_sequence():
   """Of 7 pages others hold 5. Seven tokens never fit, one token does."""
   config = rollout.RolloutConfig(max_new_tokens=1)
@@ -52,6 +54,7 @@ def test_one_beside_a_hopeless_sequence():
   assert end.sequences.status.tolist() == [rollout.FAILED, rollout.DONE]
 
 
+@pytest.mark.slow
 def test_traced_lengths_out_of_range():
   """They fail from the start, and the others run."""
   sizes = dataclasses.replace(by_hand.sizes(40, 2), pages_per_slot=4)

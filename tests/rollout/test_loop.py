@@ -120,7 +120,7 @@ _DEEP = ("one slot", "pages of 32 tokens")
 
 
 class TestTokens:
-  @slow_except("name", _RUNS, "greedy", "a pool that preempts")
+  @slow_except("name", _RUNS, "a pool that preempts")
   @pytest.mark.parametrize(
     "name",
     [
@@ -146,6 +146,7 @@ class TestTokens:
     assert int(end.cache.pool.queue.num_free) == pages - 1
     self._check_what_happened(name, end)
 
+  @pytest.mark.slow
   def test_pages_read_once_give_the_same_tokens(
     self, monkeypatch, small_model, dense_run
   ):

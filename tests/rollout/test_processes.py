@@ -1,11 +1,13 @@
 """Two processes make what one makes."""
 
 import numpy as np
+import pytest
 
 from tests.rollout import recipes
 from tests.rollout import started
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
   """With two devices each: four shards there, and two in one process."""
   address = f"localhost:{started.free_port()}"

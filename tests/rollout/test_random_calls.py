@@ -4,12 +4,11 @@ import pytest
 
 import jaxkv
 from tests.rollout.random_calls import Calls
-from tests.tools.tiers import slow_except
 
 _RARE = "BAD_SEQUENCE", "BAD_LENGTH", "ENDED", "UNFINISHED", "QUEUE_FULL"
 
 
-@slow_except("drafts", [0, 3], 3)
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_calls(drafts):
   calls = Calls(1, draft_tokens=drafts, draft_match=1, draft_columns=4)

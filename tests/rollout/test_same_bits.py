@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -187,22 +188,27 @@ def _equal(drawn, other):
   )
 
 
-@pytest.mark.parametrize(
-  ("name", "dtype"),
-  [
-    ("llama", jnp.bfloat16),
-    *(
-      pytest.param(name, dtype, marks=_deep)
-      for name in families.NAMES
-      for dtype in (jnp.float32, jnp.bfloat16)
-      if (name, dtype) != ("llama", jnp.bfloat16)
-    ),
-  ],
-)
+def _families(mark, *fast):
+  """Parameters (name, dtype), of which all but some have a mark."""
+  pairs = itertools.product(families.NAMES, (jnp.float32, jnp.bfloat16))
+  return pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(*pair, marks=() if pair in fast else mark) for pair in pairs],
+  )
+
+
+@_families(_deep, ("llama", jnp.bfloat16))
 def test_rollout_score_and_trainer_have_the_same_bits(name, dtype):
   config, params = families.decoder(name, dtype)
   drawn = _drawn(config, params, _Setting(slots=3))
   _same_everywhere(config, params, drawn)
+
+
+@pytest.mark.slow
+@_families(_deep, ("llama", jnp.bfloat16))
+def test_pages_and_chunks_change_no_bit(name, dtype):
+  config, params = families.decoder(name, dtype)
+  drawn = _drawn(config, params, _Setting(slots=3))
   _equal(drawn, _drawn(config, params, _Setting(page_size=4, chunk=5)))
 
 

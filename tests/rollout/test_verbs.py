@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxkv
 from jaxkv import rollout
@@ -56,6 +57,7 @@ def test_find():
   assert _codes(out) == [_UNKNOWN, _SKIPPED, _OK, _UNKNOWN, _UNKNOWN]
 
 
+@pytest.mark.slow
 def test_leaving():
   """After one step the first sample computes; the second one waits for it.
 
@@ -217,6 +219,7 @@ def test_update_weights():
     rollout.check(after)
 
 
+@pytest.mark.slow
 def test_versions():
   """Each token has the version of the weights that drew it."""
   program = by_hand.program()
@@ -228,6 +231,7 @@ def test_versions():
   assert state.sequences.versions[0, :12].tolist() == wanted
 
 
+@pytest.mark.slow
 def test_old_keys():
   """One that was kept and left its slot finds no page of old weights.
 
