@@ -115,8 +115,11 @@ def sizes(pages: int, slots: int) -> jaxkv.CacheConfig:
 def begun(
   key, sizes: jaxkv.CacheConfig, config, prompts=PROMPTS, **options
 ) -> rollout.RolloutState:
-  """A rollout of the prompts, in a memory of NaN; `options` of `init`."""
-  kv = kv_memory.init(
+  """A rollout of the prompts, in a memory of NaN; `options` of `init`.
+
+  `kv` is the memory of another model.
+  """
+  kv = options.pop("kv", None) or kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
   )
   kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
