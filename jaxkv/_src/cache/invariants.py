@@ -32,6 +32,7 @@ def check(state: CacheState) -> None:
 
   Raises:
     CacheError: names the invariants that do not hold, or the first misuse.
+    ValueError: an array has another size than `state.config` asks for.
 
   Examples:
     >>> import jaxkv
