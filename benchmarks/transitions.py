@@ -60,7 +60,7 @@ from transition_ops import PAGES
 from transition_ops import PROMPT
 
 import jaxkv
-from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
+from jaxkv._src.arrays.compiler_options import CPU_COMPILER_OPTIONS
 
 SLOTS = (64, 256, 1024)
 HYBRID = (256, 65536)  # slots and pages

@@ -139,6 +139,7 @@ Letters of array shapes:
 
 from jaxkv import kv
 from jaxkv import rollout
+from jaxkv._src.arrays.compiler_options import CPU_COMPILER_OPTIONS
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import ChunkedLocal
 from jaxkv._src.cache.group_kinds import CrossAttention
@@ -173,7 +174,6 @@ from jaxkv._src.cache.verbs.pin import unpin
 from jaxkv._src.cache.verbs.reset import clear_error
 from jaxkv._src.cache.verbs.reset import new_epoch
 from jaxkv._src.cache.verbs.reset import reset_prefix_cache
-from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
 from jaxkv._src.kv.view import view
 from jaxkv._src.show import show
 

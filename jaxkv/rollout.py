@@ -23,21 +23,21 @@ nothing. So does `score`, with one for each prompt. `generate` and
 program.
 """
 
+from jaxkv._src.guides.bitmask import mask_logits
+from jaxkv._src.guides.bitmask import pack_bits
+from jaxkv._src.guides.grammars import Grammar
+from jaxkv._src.guides.guide import Guide
+from jaxkv._src.guides.guide import GuideState
+from jaxkv._src.guides.guide import guide
+from jaxkv._src.guides.json_grammar import json_grammar
+from jaxkv._src.guides.regex import regex
+from jaxkv._src.guides.stop_strings import StopStrings
+from jaxkv._src.guides.stop_strings import stop_strings
+from jaxkv._src.guides.token_bytes import TokenBytes
+from jaxkv._src.guides.token_bytes import advance_states
+from jaxkv._src.guides.token_bytes import token_bytes
+from jaxkv._src.guides.token_bytes import vocabulary_bytes
 from jaxkv._src.rollout import devices
-from jaxkv._src.rollout.automata.bitmask import mask_logits
-from jaxkv._src.rollout.automata.bitmask import pack_bits
-from jaxkv._src.rollout.automata.grammars import Grammar
-from jaxkv._src.rollout.automata.guides import Guide
-from jaxkv._src.rollout.automata.guides import GuideState
-from jaxkv._src.rollout.automata.guides import guide
-from jaxkv._src.rollout.automata.json_grammar import json_grammar
-from jaxkv._src.rollout.automata.regex import regex
-from jaxkv._src.rollout.automata.stop_strings import StopStrings
-from jaxkv._src.rollout.automata.stop_strings import stop_strings
-from jaxkv._src.rollout.automata.token_bytes import TokenBytes
-from jaxkv._src.rollout.automata.token_bytes import advance_states
-from jaxkv._src.rollout.automata.token_bytes import token_bytes
-from jaxkv._src.rollout.automata.token_bytes import vocabulary_bytes
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.dense import generate_dense
 from jaxkv._src.rollout.drafts import Draft
@@ -50,7 +50,6 @@ from jaxkv._src.rollout.model import Model
 from jaxkv._src.rollout.model import all_logits
 from jaxkv._src.rollout.rows import Process
 from jaxkv._src.rollout.rows import Rows
-from jaxkv._src.rollout.sampling import sample
 from jaxkv._src.rollout.scoring.score import score
 from jaxkv._src.rollout.scoring.scored import Scored
 from jaxkv._src.rollout.scoring.scored import ScoreState
@@ -63,8 +62,6 @@ from jaxkv._src.rollout.sequences import Finish
 from jaxkv._src.rollout.sequences import Records
 from jaxkv._src.rollout.sequences import Sequences
 from jaxkv._src.rollout.sequences import from_prompts
-from jaxkv._src.rollout.settings import LogitBias
-from jaxkv._src.rollout.settings import Sampling
 from jaxkv._src.rollout.state import Counters
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.state import init
@@ -83,6 +80,9 @@ from jaxkv._src.rollout.verbs.harvest import harvest
 from jaxkv._src.rollout.verbs.submit import Submitted
 from jaxkv._src.rollout.verbs.submit import submit
 from jaxkv._src.rollout.verbs.update_weights import update_weights
+from jaxkv._src.sampling.sample import sample
+from jaxkv._src.sampling.settings import LogitBias
+from jaxkv._src.sampling.settings import Sampling
 
 __all__ = [
   "DONE",

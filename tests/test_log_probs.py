@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._src import log_probs
+from jaxkv._src.exact import log_probs
 
 
 def test_are_those_of_softmax():

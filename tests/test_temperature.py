@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._src.temperature import as_temperature
-from jaxkv._src.temperature import divisor
+from jaxkv._src.sampling.temperature import as_temperature
+from jaxkv._src.sampling.temperature import divisor
 
 
 @pytest.mark.parametrize(

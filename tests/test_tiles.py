@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._src import tiles
+from jaxkv._src.exact import row_loop
 from tests import as_users
 
 
@@ -26,7 +26,7 @@ def _inputs(rows):
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 16, 29])
 def test_gives_what_the_function_gives_of_all_rows(rows):
   weights, *arrays = _inputs(rows)
-  out = tiles.in_tiles(_dense, weights, tuple(arrays), tile=8)
+  out = row_loop.in_tiles(_dense, weights, tuple(arrays), tile=8)
   wanted = _dense(weights, *arrays)
   np.testing.assert_allclose(out["out"], wanted["out"], atol=1e-5)
   np.testing.assert_array_equal(out["place"], wanted["place"])
@@ -34,7 +34,9 @@ def test_gives_what_the_function_gives_of_all_rows(rows):
 
 def test_a_row_is_the_same_among_any_number_of_rows():
   weights, *arrays = _inputs(70)
-  call = as_users.jit(lambda w, *rows: tiles.in_tiles(_dense, w, rows, tile=8))
+  call = as_users.jit(
+    lambda w, *rows: row_loop.in_tiles(_dense, w, rows, tile=8)
+  )
   whole = call(weights, *arrays)["out"]
   for rows in (1, 2, 8, 9, 33):
     some = call(weights, *(x[:rows] for x in arrays))["out"]
@@ -47,7 +49,7 @@ def test_the_gradient_is_that_of_all_rows():
   def loss(weights, x, tiled):
     rows = (x, arrays[1])
     if tiled:
-      return jnp.sum(tiles.in_tiles(_dense, weights, rows, tile=8)["out"])
+      return jnp.sum(row_loop.in_tiles(_dense, weights, rows, tile=8)["out"])
     return jnp.sum(_dense(weights, *rows)["out"])
 
   gradient = jax.grad(loss, argnums=(0, 1))
@@ -60,7 +62,7 @@ def test_the_gradient_is_that_of_all_rows():
 
 def test_products_have_the_rows_of_a_tile():
   weights, *arrays = _inputs(50)
-  call = jax.jit(lambda w, *rows: tiles.in_tiles(_dense, w, rows, tile=8))
+  call = jax.jit(lambda w, *rows: row_loop.in_tiles(_dense, w, rows, tile=8))
   text = call.lower(weights, *arrays).compile().as_text()
   products = [line for line in text.splitlines() if " dot(" in line]
   assert products
@@ -72,7 +74,7 @@ def test_vmap_is_a_call_for_each(axes):
   weights, x, scale = _inputs(12)
   weights = jax.tree.map(lambda w: jnp.stack([w, w * 2]), weights)
   x = x.reshape(2, 6, 40)
-  call = functools.partial(tiles.in_tiles, _dense, tile=8)
+  call = functools.partial(row_loop.in_tiles, _dense, tile=8)
 
   def one(weights, x):
     return call(weights, (x, scale[:6]))["out"]
@@ -95,7 +97,7 @@ def test_vmap_is_a_call_for_each(axes):
 def test_keys_are_rows_too():
   keys = jax.random.split(jax.random.key(0), 5)
   draw = jax.vmap(jax.random.bits)
-  out = tiles.loop(
+  out = row_loop.loop(
     lambda _, keys, zeros: draw(keys),
     (),
     (keys, jnp.zeros((5,), jnp.float32)),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from tests.cache.mutation import AGED
 from tests.cache.mutation import ENCODER
 from tests.cache.mutation import LOGGED
@@ -26,7 +26,7 @@ def _written_from_the_start(pushed):
 
 def _first_group_is_empty(empty, g):
   """Whether slots hold no page of the first group, an encoder's."""
-  return ops.take(g.state.num_pages, g.slots, jnp.int32(0)) == 0
+  return indexing.take(g.state.num_pages, g.slots, jnp.int32(0)) == 0
 
 
 def _every_column(counts, g):

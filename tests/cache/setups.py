@@ -13,7 +13,7 @@ from jaxkv import FullAttention
 from jaxkv import GroupKind
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache.algorithms import publish as publishing
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.prefix import prefix_index
@@ -58,7 +58,7 @@ class Setup:
     """The library as this cache wants it, while its verbs are traced."""
     with pytest.MonkeyPatch.context() as patch:
       if self.window is not None:
-        patch.setattr(ops, "WINDOW", self.window)
+        patch.setattr(loops, "WINDOW", self.window)
         patch.setattr(prefix_index, "INSERT_WINDOW", self.window)
         patch.setattr(publishing, "ROWS_AT_ONCE", self.window)
       if self.crowded:

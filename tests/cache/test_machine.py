@@ -19,7 +19,7 @@ from hypothesis.stateful import rule
 from hypothesis.stateful import run_state_machine_as_test
 
 import jaxkv
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache.prefix import prefix_index
 from tests.cache.moves import WEIGHTS
 from tests.cache.moves import Moves
@@ -176,5 +176,5 @@ def test_more_rows_than_a_window(options):
   wander(pair, seed=0, steps=60)
   assert pair.oracle.hits > 0
   assert pair.oracle.pool.evicted + pair.oracle.pool.merged > 0
-  wide = max(ops.WINDOW, prefix_index.INSERT_WINDOW)
+  wide = max(loops.WINDOW, prefix_index.INSERT_WINDOW)
   assert min(setup.rows, config.num_slots) > wide

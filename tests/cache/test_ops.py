@@ -5,61 +5,70 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
 from tests.cache.by_hand import ints
 
-OUTSIDE = (-1, 3, ops.NOWHERE, -(2**31), 2**31 - 1)
+OUTSIDE = (-1, 3, indexing.NOWHERE, -(2**31), 2**31 - 1)
 """No index of an array of three; a plain `x[-1]` would be its last row."""
 
 
 @pytest.mark.parametrize("index", OUTSIDE)
 def test_nothing_is_outside(index):
   array = ints(10, 20, 30)
-  assert ops.take(array, ints(index, 1), fill=-7).tolist() == [-7, 20]
-  for write in (ops.put, ops.add, ops.put_max, ops.put_min):
+  assert indexing.take(array, ints(index, 1), fill=-7).tolist() == [-7, 20]
+  for write in (indexing.put, indexing.add, indexing.put_max, indexing.put_min):
     assert write(array, ints(index), values=5).tolist() == [10, 20, 30]
 
 
 def test_what_is_inside_is_read_and_written():
   array = ints(10, 20, 30)
-  assert ops.put(array, ints(0, 2), values=ints(1, 3)).tolist() == [1, 20, 3]
+  assert indexing.put(array, ints(0, 2), values=ints(1, 3)).tolist() == [
+    1,
+    20,
+    3,
+  ]
   # Duplicates add up; the largest and the smallest win.
-  assert ops.add(array, ints(1, 1), values=2).tolist() == [10, 24, 30]
+  assert indexing.add(array, ints(1, 1), values=2).tolist() == [10, 24, 30]
   values = ints(25, 5)
-  assert ops.put_max(array, ints(1, 1), values=values)[1] == 25
-  assert ops.put_min(array, ints(1, 1), values=values)[1] == 5
+  assert indexing.put_max(array, ints(1, 1), values=values)[1] == 25
+  assert indexing.put_min(array, ints(1, 1), values=values)[1] == 5
 
 
 def test_an_index_of_two_axes():
   array = ints((1, 2), (3, 4))
   rows, columns = ints(0, 1, 2, 1), ints(1, 2, 0, 0)
-  assert ops.take(array, rows, columns).tolist() == [2, 0, 0, 3]
-  after = ops.put(array, rows, columns, values=9)
+  assert indexing.take(array, rows, columns).tolist() == [2, 0, 0, 3]
+  after = indexing.put(array, rows, columns, values=9)
   assert after.tolist() == [[1, 9], [9, 4]]
 
 
 def test_a_masked_index_is_nowhere():
   valid = jnp.asarray([True, False])
-  assert ops.where_valid(valid, ints(4, 5)).tolist() == [4, ops.NOWHERE]
+  assert indexing.where_valid(valid, ints(4, 5)).tolist() == [
+    4,
+    indexing.NOWHERE,
+  ]
 
 
 def test_a_fence_changes_no_index():
   """It only makes an index depend on a count that is never negative."""
-  assert ops.read_before(ints(0)[0], ints(1, 2)).tolist() == [1, 2]
-  text = jax.jit(ops.read_before).lower(ints(0)[0], ints(1, 2)).as_text()
+  assert loops.read_before(ints(0)[0], ints(1, 2)).tolist() == [1, 2]
+  text = jax.jit(loops.read_before).lower(ints(0)[0], ints(1, 2)).as_text()
   assert "compare" in text and "select" in text
 
 
 def test_a_body_runs_once_or_not_at_all():
   for condition, wanted in ((True, 6), (False, 5)):
-    out = ops.at_most_once(jnp.asarray(condition), lambda x: x + 1, ints(5))
+    out = loops.at_most_once(jnp.asarray(condition), lambda x: x + 1, ints(5))
     assert out.tolist() == [wanted]
 
 
 def test_zeros_keep_the_dtype():
   for dtype in (jnp.int32, jnp.uint32, jnp.bool_):
     ones = jnp.ones((2,), dtype)
-    zeros = ops.zeros_like(ones)
+    zeros = sharding.zeros_like(ones)
     assert zeros.dtype == dtype and not zeros.any()
 
 
@@ -70,11 +79,11 @@ def test_rows_of_items_on_every_platform(unroll, rows):
   expected = np.repeat(np.arange(rows), counts)
   ends = jnp.cumsum(jnp.asarray(counts, jnp.int32), dtype=jnp.int32)
   items = jnp.arange(len(expected) + 5, dtype=jnp.int32)
-  found = np.asarray(ops._num_ended(ends, items, unroll=unroll))
+  found = np.asarray(loops._num_ended(ends, items, unroll=unroll))
   np.testing.assert_array_equal(found[: len(expected)], expected)
   np.testing.assert_array_equal(found[len(expected) :], rows)
 
 
 def test_positions_between_two_columns():
-  inside = ops.between(ints(1, 0), ints(3, 0), 4)
+  inside = indexing.between(ints(1, 0), ints(3, 0), 4)
   assert inside.tolist() == [[False, True, True, False], [False] * 4]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from tests.cache.by_hand import ints
@@ -79,7 +79,7 @@ def test_an_attached_page_has_one_more_reference(pool, table):
     ints(0, 1),
     ints((0, 0), (0, 0)),
     ints((2, 0), (2, 0)),
-    lambda _table, _row, _group, column: ops.take(pages[0], column),
+    lambda _table, _row, _group, column: indexing.take(pages[0], column),
   )
   assert table[:, 0, :2].tolist() == [[0, 5], [0, 5]]
   assert pool.ref_count[ints(0, 5)].tolist() == [0, 2]

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.rollout import processors
-from jaxkv._src.rollout import settings
-from jaxkv._src.rollout.processors import History
-from jaxkv._src.rollout.settings import Sampling
+from jaxkv._src.sampling import penalties
+from jaxkv._src.sampling import settings
+from jaxkv._src.sampling.penalties import History
+from jaxkv._src.sampling.settings import Sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,18 +75,18 @@ def history_of(
   tokens = jnp.asarray(tokens)
   lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
   seen = None
-  if processors.needs_seen(sampling):
-    seen = processors.seen_in(
+  if penalties.needs_seen(sampling):
+    seen = penalties.seen_in(
       tokens, lengths, jnp.asarray(drawn), vocab_size=vocabulary
     )
   return History(
     counts=jnp.asarray([len(row.drawn) for row in rows], jnp.int32),
     seen=seen,
-    last_tokens=processors.last_tokens_of(
+    last_tokens=penalties.last_tokens_of(
       tokens,
       jnp.arange(len(rows), dtype=jnp.int32),
       lengths,
-      processors.num_last_tokens(sampling),
+      penalties.num_last_tokens(sampling),
     ),
     stop_token=stop_token,
   )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv._src.rollout import filters
+from jaxkv._src.sampling import filters
 from tests.rollout import by_definition
 from tests.rollout.by_definition import Row
 

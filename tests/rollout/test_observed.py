@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._src.rollout.observed import most_likely
-from jaxkv._src.rollout.observed import observe
+from jaxkv._src.sampling.statistics import most_likely
+from jaxkv._src.sampling.statistics import observe
 
 _compiled = jax.jit(most_likely, static_argnums=1)
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxkv._src.rollout import processors
-from jaxkv._src.rollout import settings
-from jaxkv._src.rollout.processors import History
-from jaxkv._src.rollout.processors import adjust
-from jaxkv._src.rollout.settings import Sampling
+from jaxkv._src.sampling import penalties
+from jaxkv._src.sampling import settings
+from jaxkv._src.sampling.penalties import History
+from jaxkv._src.sampling.penalties import adjust
+from jaxkv._src.sampling.settings import Sampling
 from tests.rollout import by_definition
 from tests.rollout.by_definition import Row
 
@@ -87,7 +87,7 @@ class TestByHand:
 
 class TestSeen:
   def _seen(self, tokens, lengths, drawn, vocab_size=_VOCABULARY):
-    seen = processors.seen_in(
+    seen = penalties.seen_in(
       jnp.asarray(tokens, jnp.int32),
       jnp.asarray(lengths, jnp.int32),
       jnp.asarray(drawn, bool),
@@ -119,7 +119,7 @@ class TestSeen:
     for _ in range(2):
       for token in range(4):
         token = jnp.full((1,), token, jnp.int32)
-        seen = processors.see(seen, token, jnp.ones((1,), bool))
+        seen = penalties.see(seen, token, jnp.ones((1,), bool))
     assert seen.tolist() == [[0x7FFF, 0x7FFF, 0xFFFF, 0xFFFF]]
 
   def test_one_more_token(self):
@@ -127,16 +127,16 @@ class TestSeen:
     drawn = [[0, 0, 1, 1], [0, 1, 1, 1]]
     seen = jnp.asarray(self._seen(tokens, [3, 3], drawn))
     last = jnp.asarray([5, 4], jnp.int32)
-    both = processors.see(seen, last, jnp.ones((2,), bool))
+    both = penalties.see(seen, last, jnp.ones((2,), bool))
     assert both.tolist() == self._seen(tokens, [4, 4], drawn).tolist()
-    second = processors.see(seen, last, jnp.asarray([False, True]))
+    second = penalties.see(seen, last, jnp.asarray([False, True]))
     assert second.tolist() == self._seen(tokens, [3, 4], drawn).tolist()
 
   @pytest.mark.parametrize("token", [-1, 6, 2**30])
   def test_a_token_that_is_none(self, token):
     seen = jnp.ones((1, _VOCABULARY), jnp.uint16)
     token, mask = jnp.full((1,), token, jnp.int32), jnp.ones((1,), bool)
-    assert processors.see(seen, token, mask).tolist() == seen.tolist()
+    assert penalties.see(seen, token, mask).tolist() == seen.tolist()
 
 
 class TestLastTokens:
@@ -144,12 +144,12 @@ class TestLastTokens:
     tokens = jnp.asarray([[1, 2, 3, 4, 9], [5, 6, 9, 9, 9]], jnp.int32)
     numbers = jnp.asarray([1, 0, 2, -1], jnp.int32)
     lengths = jnp.asarray([2, 4, 3, 3], jnp.int32)
-    last = processors.last_tokens_of(tokens, numbers, lengths, 3)
+    last = penalties.last_tokens_of(tokens, numbers, lengths, 3)
     assert last.tolist() == [[-1, 5, 6], [2, 3, 4], [-1] * 3, [-1] * 3]
 
   def test_none(self):
     tokens, number = jnp.ones((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32)
-    assert processors.last_tokens_of(tokens, number, number, 0).shape == (1, 0)
+    assert penalties.last_tokens_of(tokens, number, number, 0).shape == (1, 0)
 
 
 _tokens = st.integers(0, _VOCABULARY - 1)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._src.rollout import reductions
+from jaxkv._src.sampling import reductions
 
 _INF, _NAN = float("inf"), float("nan")
 over_sizes = pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 17, 64, 513, 5000])

@@ -16,7 +16,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
-from jaxkv._src import log_probs
+from jaxkv._src.exact import log_probs
 from jaxkv.rollout import devices
 from tests import as_users
 from tests.models import exact_families as families

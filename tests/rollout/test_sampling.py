@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
-from jaxkv._src.rollout import settings
-from jaxkv._src.rollout.processors import adjust
-from jaxkv._src.rollout.processors import see
-from jaxkv._src.rollout.sampling import draw
-from jaxkv._src.rollout.sampling import probabilities
-from jaxkv._src.rollout.settings import Sampling
+from jaxkv._src.sampling import settings
+from jaxkv._src.sampling.penalties import adjust
+from jaxkv._src.sampling.penalties import see
+from jaxkv._src.sampling.sample import draw
+from jaxkv._src.sampling.sample import probabilities
+from jaxkv._src.sampling.settings import Sampling
 from tests.rollout import by_definition
 from tests.rollout.by_definition import Row
 from tests.tools import traced_loops

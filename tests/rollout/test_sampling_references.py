@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._src.rollout.processors import adjust
-from jaxkv._src.rollout.sampling import probabilities
+from jaxkv._src.sampling.penalties import adjust
+from jaxkv._src.sampling.sample import probabilities
 from tests.rollout import by_definition
 from tests.rollout.by_definition import Row
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv._src.rollout import settings
-from jaxkv._src.rollout.settings import LogitBias
-from jaxkv._src.rollout.settings import Sampling
-from jaxkv._src.rollout.settings import as_sampling
+from jaxkv._src.sampling import settings
+from jaxkv._src.sampling.settings import LogitBias
+from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.settings import as_sampling
 
 _FLOATS = (
   "temperature",

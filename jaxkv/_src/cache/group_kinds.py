@@ -16,7 +16,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,12 +99,12 @@ class GroupKind:
     end = jnp.arange(hits.shape[1] + 1, dtype=jnp.int32)[None]
     found = end - drop.astype(jnp.int32)[:, None]
     skipped = self.num_skipped_tokens(jnp.maximum(found, 0) * page_size)
-    begin = ops.quotient(skipped, page_size)
+    begin = indexing.quotient(skipped, page_size)
     misses = jnp.cumsum(~hits, axis=1, dtype=jnp.int32)
     misses = jnp.pad(misses, ((0, 0), (1, 0)))
     whole = misses == jnp.take_along_axis(misses, begin, axis=1)
-    most = ops.quotient(limit, page_size)[:, None]
-    whole &= (end <= most) & (ops.remainder(found, align) == 0)
+    most = indexing.quotient(limit, page_size)[:, None]
+    whole &= (end <= most) & (indexing.remainder(found, align) == 0)
     return jnp.max(jnp.where(whole, jnp.maximum(found, 0), 0), axis=1)
 
   def published(
@@ -145,7 +145,7 @@ class GroupKind:
 
   def num_columns(self, num_tokens: Array, page_size: int) -> Array:
     """int32[...]: columns of the page table for int32[...] tokens."""
-    pages = ops.quotient(num_tokens + (page_size - 1), page_size)
+    pages = indexing.quotient(num_tokens + (page_size - 1), page_size)
     return pages + self.num_speculative
 
 
@@ -228,7 +228,7 @@ class ChunkedLocal(GroupKind):
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """See `GroupKind`."""
-    return ops.quotient(num_tokens, self.chunk) * self.chunk
+    return indexing.quotient(num_tokens, self.chunk) * self.chunk
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
     """See `GroupKind`."""
@@ -338,20 +338,22 @@ class GroupSizes:
 
   def full_pages(self, tokens: Array) -> Array:
     """int32[..., G]: pages that int32[...] tokens fill."""
-    return self.by_group(lambda _, size: ops.quotient(tokens, size))
+    return self.by_group(lambda _, size: indexing.quotient(tokens, size))
 
   def open_pages(self, tokens: Array) -> Array:
     """bool[..., G]: whether int32[...] tokens end inside a page."""
     return self.by_group(
       lambda kind, size: (
-        (ops.remainder(tokens, size) > 0) & (not kind.holds_encoder)
+        (indexing.remainder(tokens, size) > 0) & (not kind.holds_encoder)
       )
     )
 
   def skipped_pages(self, tokens: Array) -> Array:
     """int32[..., G]: leading pages not needed after int32[...] tokens."""
     return self.by_group(
-      lambda kind, size: ops.quotient(kind.num_skipped_tokens(tokens), size)
+      lambda kind, size: indexing.quotient(
+        kind.num_skipped_tokens(tokens), size
+      )
     )
 
   def without_kept(self, columns: Array, lengths: Array) -> Array:

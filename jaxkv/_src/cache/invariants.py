@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
@@ -105,8 +105,8 @@ def _tables(state: CacheState) -> Array:
 
 def _refs(state: CacheState) -> Array:
   entries = state.page_table.reshape(-1)
-  entries = ops.where_valid(entries > 0, entries)
-  named = ops.add(jnp.zeros_like(state.pool.ref_count), entries, values=1)
+  entries = indexing.where_valid(entries > 0, entries)
+  named = indexing.add(jnp.zeros_like(state.pool.ref_count), entries, values=1)
   pins = state.pool.pin_count
   return (
     jnp.all(state.pool.ref_count == named + pins)
@@ -126,11 +126,11 @@ def _free(state: CacheState) -> Array:
     (place >= 0)
     & (place < capacity)
     & (offset < queue.span)
-    & (ops.take(queue.ring, place) == pages)
+    & (indexing.take(queue.ring, place) == pages)
   )
   return (
     jnp.all(live == free)
-    & jnp.all(place <= ops.NOWHERE)
+    & jnp.all(place <= indexing.NOWHERE)
     & (queue.num_free == jnp.sum(free, dtype=jnp.int32))
     & (
       jnp.sum(free_queue.in_order(queue) > 0, dtype=jnp.int32) == queue.num_free
@@ -149,12 +149,12 @@ def _index(state: CacheState) -> Array:
   places = jnp.arange(entries.shape[0], dtype=jnp.int32)
   position = prefix_index.position_of(index, pages)
   keys = prefix_index.key_of(index, pages)
-  known = ops.take(position, entries, fill=-1) == places
+  known = indexing.take(position, entries, fill=-1) == places
   first = prefix_index.lookup(index, keys, index.tokens)
   same = prefix_index.key_of(index, first) == keys
   overflow = prefix_index.recount(index, cached)
   return (
-    jnp.all(jnp.where(cached, ops.take(entries, position) == pages, True))
+    jnp.all(jnp.where(cached, indexing.take(entries, position) == pages, True))
     & jnp.all((entries == 0) | known)
     & jnp.all(~cached | ((first > 0) & jnp.all(same, axis=1)))
     & jnp.all(overflow == index.overflow)
@@ -203,7 +203,7 @@ def _chain_read_back(
   column = jnp.arange(config.pages_per_slot, dtype=jnp.int32)[None]
   read = column < num_final[:, None]
   complete = jnp.all(~read | (table > 0), axis=1) & (state.num_pages[:, 0] > 0)
-  tokens = ops.take(index.tokens, table)[..., :size]
+  tokens = indexing.take(index.tokens, table)[..., :size]
   stream = tokens[:, : config.pages_per_slot // (size // config.page_size)]
   stream = stream.reshape(slots, config.pages_per_slot, config.page_size)
   chain = hashing.row_keys(secret, hashes.root, stream)

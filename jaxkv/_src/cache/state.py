@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.cache import checks
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import arguments
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.describe import describe
 from jaxkv._src.cache.pool import page_pool
@@ -228,7 +229,7 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
   epoch, secret, root = jnp.zeros((), jnp.uint32), None, None
   if config.prefix_caching:
     secret, root = _secret_and_root(
-      checks.as_secret("key", key), epoch, config.num_groups
+      arguments.as_secret("key", key), epoch, config.num_groups
     )
   return _empty(config, epoch, secret, root)
 
@@ -306,7 +307,7 @@ def _shapes(config: CacheConfig) -> dict[str, tuple[int, ...]]:
     rows = (2 + config.num_groups, hashing.KEY_WORDS)
     secret = jax.ShapeDtypeStruct(rows, jnp.uint32)
   empty = functools.partial(_empty, config)
-  return checks.shapes_of(jax.eval_shape(empty, scalar, secret, root))
+  return arguments.shapes_of(jax.eval_shape(empty, scalar, secret, root))
 
 
 def _is_deleted(array: Any) -> bool:
@@ -319,7 +320,7 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
 
   Casts and checks the arguments: `mask` becomes bool, `salts` uint32, all
   others int32, and their shapes follow from their names, see
-  `checks.check_rows`. Then jits; while it is traced, it checks the sizes of the
+  `arguments.check_rows`. Then jits; while it is traced, it checks the sizes of the
   state. The end of every verb is here too: a failed row of its Outcome is
   counted, and the state keeps the error.
 
@@ -342,12 +343,12 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
 
   plain: Any = function
 
-  def vary_alike(state: CacheState, arguments: dict[str, Any]) -> Any:
+  def vary_alike(state: CacheState, named: dict[str, Any]) -> Any:
     # Shapes are static: this costs nothing at run time, and under vmap they
     # are those of a single cache.
-    checks.check_sizes("state", state, _shapes(state.config))
-    state, arguments = ops.alike((state, arguments))
-    return _recorded(plain(state, **arguments))
+    arguments.check_sizes("state", state, _shapes(state.config))
+    state, named = sharding.match_varying_axes((state, named))
+    return _recorded(plain(state, **named))
 
   vary_alike.__name__ = plain.__name__  # The verb's name in profiles.
   jitted = jax.jit(vary_alike)
@@ -355,28 +356,28 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   @functools.wraps(function)
   def call(state: CacheState, *args: Any, **kwargs: Any) -> Any:
     check_single(state)
-    arguments = dict(zip(positional, args, strict=False)) | kwargs
-    known = arguments.keys() <= parameters.keys()
-    if not known or len(arguments) < len(args) + len(kwargs):
+    named = dict(zip(positional, args, strict=False)) | kwargs
+    known = named.keys() <= parameters.keys()
+    if not known or len(named) < len(args) + len(kwargs):
       signature.bind(state, *args, **kwargs)  # Raises TypeError.
-    arguments = {
+    named = {
       name: value
       if value is None
-      else _CASTS.get(name, checks.as_int32)(name, value)
-      for name, value in arguments.items()
+      else _CASTS.get(name, arguments.as_int32)(name, value)
+      for name, value in named.items()
     }
-    checks.check_rows(arguments, lead, state.config.num_slots)
-    return jitted(state, arguments)
+    arguments.check_rows(named, lead, state.config.num_slots)
+    return jitted(state, named)
 
   return cast(Callable[Args, Out], call)
 
 
-_CASTS = {"mask": checks.as_bool, "salts": checks.as_key}
+_CASTS = {"mask": arguments.as_bool, "salts": arguments.as_key}
 
 
 def rows_of(
   state: CacheState, slots: Array | None, mask: Array | None
-) -> ops.SlotRows:
+) -> indexing.SlotRows:
   """The rows of a call with the arguments `slots` and `mask`.
 
   Args:
@@ -387,11 +388,11 @@ def rows_of(
   if slots is None:
     numbers = jnp.arange(state.config.num_slots, dtype=jnp.int32)
     counts = mask_or_all(mask, numbers)
-    return ops.SlotRows(numbers, True, ~counts, jnp.zeros_like(counts))
+    return indexing.SlotRows(numbers, True, ~counts, jnp.zeros_like(counts))
   counts = mask_or_all(mask, slots)
-  again = ops.num_earlier(ops.where_valid(counts, slots)) > 0
+  again = indexing.num_earlier(indexing.where_valid(counts, slots)) > 0
   bad = (again & counts) | ~in_range(state, slots)
-  return ops.SlotRows(slots, False, ~counts, bad)
+  return indexing.SlotRows(slots, False, ~counts, bad)
 
 
 def mask_or_all(mask: Array | None, rows: Array) -> Array:
@@ -407,7 +408,7 @@ def in_range(state: CacheState, slots: Array) -> Array:
 def is_empty(state: CacheState, slots: Array) -> Array:
   """bool[R]: whether slots hold no page (True for slots out of range)."""
   group = jnp.int32(state.config.first_self_group)
-  return ops.take(state.num_pages, slots, group) == 0
+  return indexing.take(state.num_pages, slots, group) == 0
 
 
 def roots(state: CacheState, salts: Array | None) -> Array:

@@ -17,7 +17,8 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 from jaxkv._src.cache.prefix.hashing import key_bytes
 
@@ -133,9 +134,9 @@ def log_stored(
     group: int32[W].
     **fields: column, key, parent, root and tokens, as in `EventLog`.
   """
-  place = ops.where_valid(valid, pages)
+  place = indexing.where_valid(valid, pages)
   log = dataclasses.replace(
-    log, group_of=ops.put(log.group_of, place, values=group)
+    log, group_of=indexing.put(log.group_of, place, values=group)
   )
   kind = jnp.full_like(pages, STORED)
   return _push(log, valid, kind=kind, page=pages, group=group, **fields)
@@ -145,7 +146,7 @@ def log_removed(
   log: EventLog, valid: Array, pages: Array, keys: Array
 ) -> EventLog:
   """Logs valid pages that left the index, in the order given."""
-  group = ops.take(log.group_of, pages)
+  group = indexing.take(log.group_of, pages)
   kind = jnp.full_like(pages, REMOVED)
   return _push(log, valid, kind=kind, page=pages, group=group, key=keys)
 
@@ -162,13 +163,13 @@ def empty_log(log: EventLog) -> EventLog:
 
 def _push(log: EventLog, valid: Array, **fields: Array) -> EventLog:
   rank = jnp.cumsum(valid, dtype=jnp.int32)
-  place = ops.where_valid(valid, log.count + rank - 1)
+  place = indexing.where_valid(valid, log.count + rank - 1)
   written = {
-    name: ops.put(getattr(log, name), place, values=values)
+    name: indexing.put(getattr(log, name), place, values=values)
     for name, values in fields.items()
   }
   # Counting stops far beyond the size of any log, so it cannot wrap.
-  count = jnp.minimum(log.count, ops.NOWHERE - rank[-1]) + rank[-1]
+  count = jnp.minimum(log.count, indexing.NOWHERE - rank[-1]) + rank[-1]
   return dataclasses.replace(log, count=count, **written)
 
 
@@ -253,9 +254,9 @@ def stamp_released(
 ) -> PageAges:
   """Stamps valid pages int32[W], all different, that became free."""
   count = (ages.evicted.idle[0] >> 1).astype(jnp.int32)
-  place = ops.read_before(count, ops.where_valid(valid, pages))
+  place = loops.read_before(count, indexing.where_valid(valid, pages))
   return dataclasses.replace(
-    ages, released=ops.put(ages.released, place, values=clock)
+    ages, released=indexing.put(ages.released, place, values=clock)
   )
 
 
@@ -271,7 +272,7 @@ def count_evicted(
     stamps: uint32[W], the clock when they were published.
     clock: uint32[], the clock now.
   """
-  since = ops.take(ages.released, pages)
+  since = indexing.take(ages.released, pages)
   counts = ages.evicted
   return dataclasses.replace(
     ages,
@@ -285,5 +286,5 @@ def count_evicted(
 
 def _count(counts: Array, age: Array, valid: Array) -> Array:
   bits = jnp.int32(32) - lax.clz(age).astype(jnp.int32)
-  place = ops.where_valid(valid, bits)
-  return ops.add(counts, place, values=jnp.uint32(1))
+  place = indexing.where_valid(valid, bits)
+  return indexing.add(counts, place, values=jnp.uint32(1))

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from jax import Array
 
+from jaxkv._src.arrays.compiler_options import CPU_COMPILER_OPTIONS
 from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cpu_options import CPU_COMPILER_OPTIONS
 from jaxkv._src.host.layout import Layout
 from jaxkv._src.host.layout import Leaves
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
 
@@ -26,9 +27,9 @@ def take(pool: PoolState, count: Array, width: int) -> tuple[PoolState, Array]:
 
   def trip(loop):
     done, pool, pages = loop
-    pool, popped = page_pool.pop(pool, wanted - done, window=ops.WINDOW)
-    place = ops.where_valid(popped.valid, done + popped.rank)
-    pages = ops.put(pages, place, values=popped.pages)
+    pool, popped = page_pool.pop(pool, wanted - done, window=loops.WINDOW)
+    place = indexing.where_valid(popped.valid, done + popped.rank)
+    pages = indexing.put(pages, place, values=popped.pages)
     return done + jnp.sum(popped.valid, dtype=jnp.int32), pool, pages
 
   start = (jnp.int32(0), pool, jnp.zeros((width,), jnp.int32))
@@ -38,6 +39,6 @@ def take(pool: PoolState, count: Array, width: int) -> tuple[PoolState, Array]:
 
 def add(pool: PoolState, pages: Array, valid: Array, amount: int) -> PoolState:
   """The pool with a number of pins more on the valid pages int32[X]."""
-  place = ops.where_valid(valid, pages)
-  pins = ops.add(pool.pin_count, place, values=amount)
+  place = indexing.where_valid(valid, pages)
+  pins = indexing.add(pool.pin_count, place, values=amount)
   return dataclasses.replace(pool, pin_count=pins)

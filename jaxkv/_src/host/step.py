@@ -11,13 +11,13 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.algorithms import reserve
 from jaxkv._src.cache.algorithms.publish import publish
 from jaxkv._src.cache.algorithms.reserve import Reservation
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
@@ -247,7 +247,9 @@ def _packed(
   columns = jnp.arange(width, dtype=jnp.int32)[None, None]
   columns = columns + plan.external[..., None]
   group = jnp.arange(state.config.num_groups, dtype=jnp.int32)[None, :, None]
-  pages = ops.take(state.page_table, call.slots[:, None, None], group, columns)
+  pages = indexing.take(
+    state.page_table, call.slots[:, None, None], group, columns
+  )
   if state.pool.index is not None:
     cached = prefix_index.contains(state.pool.index, pages)
     pages = pages + jnp.where(cached, jnp.int32(CACHED), 0)
@@ -291,7 +293,7 @@ def _plan(
   def arriving(kind: GroupKind, size: int) -> Array:
     arrives = call.behind > kind.num_skipped_tokens(call.behind)
     arrives &= (call.external > 0) & (not kind.holds_encoder)
-    reached = ops.quotient(call.behind + (size - 1), size)
+    reached = indexing.quotient(call.behind + (size - 1), size)
     return jnp.where(arrives, reached, 0)
 
   external = jnp.where(attaches, config.sizes.by_group(arriving), 0)
@@ -361,7 +363,7 @@ def _unwritten(state: CacheState, call: Call, hits: RequestHits) -> Array:
   page = jnp.take_along_axis(hits.pages, last, axis=2)[..., 0]
   page = jnp.where(hits.stop > 0, page, 0).reshape(-1)
   keys = prefix_index.key_of(index, page)
-  tokens = ops.take(index.tokens, page)
+  tokens = indexing.take(index.tokens, page)
   newest = prefix_index.lookup(index, keys, tokens, newest=True)
   age = index.clock - prefix_index.stamp_of(index, newest)
   since = index.clock - lax.bitcast_convert_type(call.since, jnp.uint32)
@@ -379,7 +381,7 @@ def _sound(
   """
   config, index, secret = state.config, state.pool.index, state.secret
   first = config.sizes.skipped_pages(call.behind)
-  used = ops.between(first, hits.stop, hits.pages.shape[2])
+  used = indexing.between(first, hits.stop, hits.pages.shape[2])
   if index is None or secret is None:
     return ~jnp.any(used, axis=(1, 2))
 
@@ -409,11 +411,11 @@ def _silence(
   """
   if state.pool.new is None:
     return state
-  pages = ops.take(state.page_table, call.slots)
-  fresh = ops.between(plan.hit, plan.stop, pages.shape[2])
+  pages = indexing.take(state.page_table, call.slots)
+  fresh = indexing.between(plan.hit, plan.stop, pages.shape[2])
   fresh &= silent[..., None] & (pages > 0)
-  place = ops.where_valid(fresh, pages)
-  new = ops.put(state.pool.new, place, values=False)
+  place = indexing.where_valid(fresh, pages)
+  new = indexing.put(state.pool.new, place, values=False)
   pool = dataclasses.replace(state.pool, new=new)
   return dataclasses.replace(state, pool=pool)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
+from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import Layered
 from jaxkv._src.kv.memory import check_layer
@@ -19,7 +20,6 @@ from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.kv.view import positions
 from jaxkv._src.kv.view import rows_of
-from jaxkv_kernels._src import check
 
 
 def write(
@@ -57,11 +57,11 @@ def write(
   if kv.v is None:
     _refuse_values(kv, given.pop("v"))
   for name, new in given.items():
-    check.is_array(name, new)
+    arguments.check_array(name, new)
     sizes = (kv.num_kv_heads, kv.head_dim)
     if new.ndim != 4 or new.shape[2:] != sizes or new.shape != k.shape:
       wanted = f"[B, T, {sizes[0]}, {sizes[1]}], k and v alike"
-      check.refuse(ValueError, name, wanted, new)
+      arguments.refuse(ValueError, name, wanted, new)
   check_rows(view, "k", k)
   check_layer(kv, layer)
   return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
@@ -71,7 +71,7 @@ def _refuse_values(kv: KVPages, v: jax.Array | None) -> None:
   """Raises unless no values are given for latents."""
   if v is not None:
     wanted = f"None for latents, whose values are k[..., :{kv.value_dim}]"
-    check.refuse(TypeError, "v", wanted, v)
+    arguments.refuse(TypeError, "v", wanted, v)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv_kernels as kernels
+from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.cross_attention import attend_encoder
 from jaxkv._src.kv.exact_attention import attend_exact
 from jaxkv._src.kv.exact_attention import check_exact
@@ -25,7 +26,6 @@ from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.view import decode_lengths
 from jaxkv._src.kv.view import rows_of
-from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention.options import given
 from jaxkv_kernels._src.attention.options import refuse_options
 
@@ -135,7 +135,7 @@ def attend(
   """
   check_rows(view, "q", q)
   if q.ndim != 4:
-    check.refuse(ValueError, "q", "[B, T, H, D]", q)
+    arguments.refuse(ValueError, "q", "[B, T, H, D]", q)
   check_layer(kv, layer)
   options = given(options)
   refuse_options(options, "kv has its own scales", "k_scale", "v_scale")
@@ -150,7 +150,7 @@ def attend(
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
   for name, value in vars(arrays).items():
     if value is not None:
-      check.is_array(f"options.{name}", value)
+      arguments.check_array(f"options.{name}", value)
   call = functools.partial(
     _attend,
     numbers=tuple(numbers.items()),
@@ -168,7 +168,7 @@ def _check_encoder(kv: KVPages, options: kernels.AttentionOptions) -> None:
   """Raises if what is asked for makes no sense for an encoder's tokens."""
   if kv.value_dim is not None:
     wanted = "pages of keys and values with causal=False"
-    check.refuse(ValueError, "kv", wanted, f"latents of {kv.value_dim}")
+    arguments.refuse(ValueError, "kv", wanted, f"latents of {kv.value_dim}")
   why = "an encoder's tokens have no place before or after a query"
   refuse_options(options, why, "window", "alibi_slopes", "tree_mask")
 
@@ -183,7 +183,7 @@ def _by_head(
   axis = heads.spec[0] if len(heads.spec) == 1 else None
   if not isinstance(axis, str):
     wanted = "a NamedSharding over one mesh axis"
-    check.refuse(ValueError, "heads", wanted, heads)
+    arguments.refuse(ValueError, "heads", wanted, heads)
   by_head = {
     name: P(axis)
     for name in ("sinks", "alibi_slopes")

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
-from jaxkv._src import tiles
+from jaxkv._src.arrays import arguments
+from jaxkv._src.exact import row_loop
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
-from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import query_packing
 from jaxkv_kernels._src.attention.options import refuse_options
 from jaxkv_kernels._src.attention.xla.backend import BLOCK_TOKENS
@@ -55,9 +55,9 @@ def check_exact(
   size = kv.k.shape[2]
   if BLOCK_TOKENS % size:
     wanted = f"of a page size that divides {BLOCK_TOKENS} with exact=True"
-    check.refuse(ValueError, "kv", wanted, f"one of {size}")
+    arguments.refuse(ValueError, "kv", wanted, f"one of {size}")
   if not causal:
-    check.refuse(ValueError, "causal", "True with exact=True", causal)
+    arguments.refuse(ValueError, "causal", "True with exact=True", causal)
   why = "no other program has such queries"
   refuse_options(options, f"{why}, with exact=True", "tree_mask")
 
@@ -158,4 +158,4 @@ def _read(
     own = call | {"options": options, "page_offset": offset}
     return attention(q, *pools, *where, **own)
 
-  return tiles.loop(some, (pools, options, offset), tuple(rows), tile=_ROWS)
+  return row_loop.loop(some, (pools, options, offset), tuple(rows), tile=_ROWS)

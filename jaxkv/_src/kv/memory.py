@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv_kernels as kernels
+from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv_kernels._src import check
 
 # Formats, and the integer dtype in which a CPU stores their bits.
 _BITS = {
@@ -150,13 +150,15 @@ def init(
   dtype = np.dtype(dtype)
   if dtype.name not in _BITS:
     wanted = f"one of {', '.join(_BITS)}"
-    check.refuse(ValueError, "dtype", wanted, dtype)
+    arguments.refuse(ValueError, "dtype", wanted, dtype)
   bits = _BITS[dtype.name]
   if storage_dtype is None:
     storage_dtype = storage_of(dtype)
   if kernels.logical_dtype(storage_dtype) != dtype:
     wanted = dtype.name if bits is None else f"{dtype.name} or {bits}, its bits"
-    check.refuse(ValueError, "storage_dtype", wanted, np.dtype(storage_dtype))
+    arguments.refuse(
+      ValueError, "storage_dtype", wanted, np.dtype(storage_dtype)
+    )
   pages = num_layers * config.num_pages
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
   scaled, latent = dtype.itemsize == 1, value_dim is not None
@@ -210,7 +212,7 @@ def gather(
     ValueError: an argument has a shape or value that is not supported.
   """
   check_layer(kv, layer)
-  check.table(page_table, None)
+  arguments.check_int32("page_table", page_table, ("B", "M"))
   return _gather(kv, jnp.asarray(layer, jnp.int32), page_table)
 
 
@@ -246,10 +248,10 @@ def check_config(config: CacheConfig) -> None:
 def check_group(config: CacheConfig, group: int) -> None:
   """Raises unless `group` is a layer group of a cache."""
   if not isinstance(group, int) or isinstance(group, bool):
-    check.refuse(TypeError, "group", "a Python int", group)
+    arguments.refuse(TypeError, "group", "a Python int", group)
   if not 0 <= group < config.num_groups:
     wanted = f"from 0 to {config.num_groups - 1}"
-    check.refuse(ValueError, "group", wanted, group)
+    arguments.refuse(ValueError, "group", wanted, group)
 
 
 def _check_latents(
@@ -261,10 +263,10 @@ def _check_latents(
   check_size("value_dim", value_dim)
   if value_dim > head_dim:
     wanted = f"at most head_dim, {head_dim}"
-    check.refuse(ValueError, "value_dim", wanted, value_dim)
+    arguments.refuse(ValueError, "value_dim", wanted, value_dim)
   if num_kv_heads != 1:
     wanted = "1 with value_dim: all query heads read the same latents"
-    check.refuse(ValueError, "num_kv_heads", wanted, num_kv_heads)
+    arguments.refuse(ValueError, "num_kv_heads", wanted, num_kv_heads)
 
 
 def storage_of(dtype: np.dtype) -> np.dtype:
@@ -286,9 +288,9 @@ def check_total(config: CacheConfig, num_layers: int) -> None:
 def check_size(name: str, size: int) -> None:
   """Raises unless `size` is an integer of at least 1."""
   if not isinstance(size, (int, np.integer)) or isinstance(size, bool):
-    check.refuse(TypeError, name, "an integer of at least 1", size)
+    arguments.refuse(TypeError, name, "an integer of at least 1", size)
   if size < 1:
-    check.refuse(ValueError, name, "an integer of at least 1", size)
+    arguments.refuse(ValueError, name, "an integer of at least 1", size)
 
 
 class Layered(Protocol):
@@ -316,10 +318,10 @@ def check_layer(kv: Layered, layer: jax.Array | int) -> None:
   The value of a JAX array is not checked: if there is no such layer, nothing is
   written, and reads are meaningless.
   """
-  check.scalar("layer", layer, np.integer)
+  arguments.check_integer("layer", layer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:
     wanted = f"from 0 to {kv.num_layers - 1}"
-    check.refuse(ValueError, "layer", wanted, int(layer))
+    arguments.refuse(ValueError, "layer", wanted, int(layer))
 
 
 def in_layer(kv: Layered, page_ids: jax.Array) -> jax.Array:

@@ -6,13 +6,13 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import copy_kv
 from jaxkv._src.kv.states import StatePages
 from jaxkv._src.kv.states import copy_states
 from jaxkv._src.kv.tokens import TokenPages
 from jaxkv._src.kv.tokens import copy_tokens
-from jaxkv_kernels._src import check
 
 Pool = KVPages | StatePages | TokenPages
 Pools = Pool | tuple[Pool, ...]
@@ -39,7 +39,7 @@ def pools_of(kv: Pools) -> tuple[Pool, ...]:
         " init_tokens."
       )
   if not pools:
-    check.refuse(ValueError, "kv", "one pool or more", kv)
+    arguments.refuse(ValueError, "kv", "one pool or more", kv)
   return pools
 
 
@@ -64,8 +64,8 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
     ValueError: an argument has a shape that is not supported.
   """
   pools_of(kv)
-  check.integers("src", src)
-  check.integers("dst", dst)
+  arguments.check_int32("src", src, ("R",))
+  arguments.check_int32("dst", dst, ("R",))
   return _copy(kv, src, dst)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv_kernels as kernels
+from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.kv.memory import check_config
 from jaxkv._src.kv.memory import check_group
@@ -27,7 +28,6 @@ from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_view
 from jaxkv._src.kv.view import rows_of
-from jaxkv_kernels._src import check
 
 _FORMATS = ("float32", "bfloat16", "float16")
 
@@ -116,7 +116,7 @@ def init_states(
   check_total(config, num_layers)
   group = _group_of(config, group)
   if not shapes:
-    check.refuse(ValueError, "shapes", "one array or more", shapes)
+    arguments.refuse(ValueError, "shapes", "one array or more", shapes)
   states, dtypes = {}, []
   for name, (shape, dtype) in sorted(shapes.items()):
     for size in shape:
@@ -124,7 +124,7 @@ def init_states(
     dtype = np.dtype(dtype)
     if dtype.name not in _FORMATS:
       wanted = f"of {', '.join(_FORMATS)}"
-      check.refuse(ValueError, f"shapes[{name!r}]", wanted, dtype)
+      arguments.refuse(ValueError, f"shapes[{name!r}]", wanted, dtype)
     rows = num_layers * config.num_pages
     states[name] = jnp.zeros((rows, *shape), storage_of(dtype))
     dtypes.append((name, dtype.name))
@@ -294,7 +294,7 @@ def _group_of(config: CacheConfig, group: int | None) -> int:
     return recurrent.index(True)
   check_group(config, group)
   if not recurrent[group]:
-    check.refuse(ValueError, "group", "a recurrent one", group)
+    arguments.refuse(ValueError, "group", "a recurrent one", group)
   return group
 
 
@@ -316,12 +316,12 @@ def _check_states(
   """Raises unless there is a new state for each row and array."""
   names = [name for name, _ in pages.dtypes]
   if sorted(states) != names:
-    check.refuse(ValueError, "states", f"arrays {names}", sorted(states))
+    arguments.refuse(ValueError, "states", f"arrays {names}", sorted(states))
   for name, array in pages.states.items():
     new, label = states[name], f"states[{name!r}]"
-    check.is_array(label, new)
+    arguments.check_array(label, new)
     shape = (rows.starts.shape[0], *array.shape[1:])
     if not jnp.issubdtype(new.dtype, jnp.floating):
-      check.refuse(TypeError, label, "floats", new.dtype)
+      arguments.refuse(TypeError, label, "floats", new.dtype)
     if new.shape != shape:
-      check.refuse(ValueError, label, f"{list(shape)}", new)
+      arguments.refuse(ValueError, label, f"{list(shape)}", new)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv_kernels as kernels
+from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.kv.append import places
 from jaxkv._src.kv.memory import check_config
@@ -21,7 +22,6 @@ from jaxkv._src.kv.memory import check_size
 from jaxkv._src.kv.memory import check_total
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import check_rows
-from jaxkv_kernels._src import check
 
 _FORMATS = ("uint8", "uint16")
 
@@ -110,7 +110,9 @@ def init_tokens(
   check_total(config, num_layers)
   dtype = np.dtype(dtype)
   if dtype.name not in _FORMATS:
-    check.refuse(ValueError, "dtype", f"one of {', '.join(_FORMATS)}", dtype)
+    arguments.refuse(
+      ValueError, "dtype", f"one of {', '.join(_FORMATS)}", dtype
+    )
   shape = (num_layers * config.num_pages, config.page_sizes[group], width)
   return TokenPages(
     values=jnp.zeros(shape, dtype), num_layers=int(num_layers), group=group
@@ -154,11 +156,11 @@ def write_tokens(
     >>> read_tokens(pages, table, cache.length)[0, :4, 0].tolist()
     [[1, 6], [0, 3], [5, 4], [-1, -1]]
   """
-  check.is_array("values", values)
+  arguments.check_array("values", values)
   if not jnp.issubdtype(values.dtype, jnp.integer):
-    check.refuse(TypeError, "values", "integers", values.dtype)
+    arguments.refuse(TypeError, "values", "integers", values.dtype)
   if values.ndim != 3 or values.shape[2] != pages.width:
-    check.refuse(ValueError, "values", f"[B, T, {pages.width}]", values)
+    arguments.refuse(ValueError, "values", f"[B, T, {pages.width}]", values)
   check_rows(view, "values", values)
   check_layer(pages, layer)
   return _write(pages, view, jnp.asarray(layer, jnp.int32), values)
@@ -194,8 +196,8 @@ def read_tokens(
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape that is not supported.
   """
-  check.table(page_table, None)
-  check.vector("lengths", lengths, page_table.shape[0])
+  arguments.check_int32("page_table", page_table, ("B", "M"))
+  arguments.check_int32("lengths", lengths, (page_table.shape[0],))
   return _read(pages, jnp.asarray(page_table), jnp.asarray(lengths))
 
 

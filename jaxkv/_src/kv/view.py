@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays import arguments
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.memory import check_group
-from jaxkv_kernels._src import check
 
 
 @jax.tree_util.register_dataclass
@@ -183,10 +183,10 @@ def check_view(view: View) -> None:
       f"`view` must be a View, got {type(view).__name__}; make one with"
       " jaxkv.view."
     )
-  check.table(view.page_table, None, "view.page_table")
+  arguments.check_int32("view.page_table", view.page_table, ("B", "M"))
   shape = view.page_table.shape
-  check.vector("view.starts", view.starts, shape[0])
-  check.vector("view.counts", view.counts, shape[0])
+  arguments.check_int32("view.starts", view.starts, (shape[0],))
+  arguments.check_int32("view.counts", view.counts, (shape[0],))
   if view.shared is not None and view.shared.own_table.shape != shape:
     raise ValueError(
       f"`view.shared` must be for a page_table of shape {shape}, got one for"
@@ -196,7 +196,7 @@ def check_view(view: View) -> None:
 
 def check_rows(view: AnyView, name: str, array: jax.Array) -> None:
   """Raises unless an array has the rows, or the columns, of a view."""
-  check.is_array(name, array)
+  arguments.check_array(name, array)
   if isinstance(view, PackedView):
     _check_columns(view, name, array)
     return
@@ -205,7 +205,7 @@ def check_rows(view: AnyView, name: str, array: jax.Array) -> None:
   batch = rows.page_table.shape[0]
   if array.shape[:1] != (batch,):
     wanted = f"[{batch}, ...], with the rows of view.page_table"
-    check.refuse(ValueError, name, wanted, array)
+    arguments.refuse(ValueError, name, wanted, array)
 
 
 def _check_columns(view: PackedView, name: str, array: jax.Array) -> None:
@@ -220,4 +220,4 @@ def _check_columns(view: PackedView, name: str, array: jax.Array) -> None:
     columns = f"more than {single}"
   if not fits:
     wanted = f"[1, {columns}, ...], with a column for each row of view.decode"
-    check.refuse(ValueError, name, wanted, array)
+    arguments.refuse(ValueError, name, wanted, array)

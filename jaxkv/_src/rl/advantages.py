@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.rl import arguments
+from jaxkv._src.arrays import arguments
+from jaxkv._src.rl import per_token
 
 
 def group_normalized(
@@ -49,7 +50,7 @@ def group_normalized(
   away = jnp.where(there > 0, rewards - mean, 0)
   if normalized:
     variance = jnp.sum(away * away, axis=1, keepdims=True) / count
-    away = away / (jnp.sqrt(variance) + arguments.number("eps", eps))
+    away = away / (jnp.sqrt(variance) + arguments.as_number("eps", eps))
   return away.ravel()
 
 
@@ -98,7 +99,7 @@ def _groups(
   if isinstance(num_samples, bool) or not whole:
     raise TypeError(f"`num_samples` must be an int, got {num_samples!r}.")
   num_samples = operator.index(num_samples)
-  rewards = arguments.real("rewards", rewards)
+  rewards = arguments.as_real("rewards", rewards)
   fits = num_samples > 0 and rewards.ndim == 1
   if not fits or rewards.shape[0] % num_samples:
     raise ValueError(
@@ -107,7 +108,7 @@ def _groups(
     )
   if mask is None:
     mask = jnp.ones(rewards.shape, bool)
-  there = arguments.drawn("mask", mask, rewards, ", one for each reward")
+  there = per_token.as_mask("mask", mask, rewards, ", one for each reward")
   there = there.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
   first = jnp.argmax(there, axis=1, keepdims=True)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.cache import checks
-from jaxkv._src.rl import arguments
+from jaxkv._src.arrays import arguments
+from jaxkv._src.rl import per_token
 from jaxkv._src.rl import ratios
 
 Mean = Literal["token", "sequence"] | float | jax.Array
@@ -97,16 +97,16 @@ def grpo_loss(
   """
   low, high = _bounds(clip)
   ratios.check_estimator(estimator)
-  pull = arguments.number("kl_weight", kl_weight)
-  log_probs = arguments.log_probabilities("log_probs", log_probs)
-  mask = arguments.drawn("mask", mask, log_probs)
-  old = arguments.like("old", jax.lax.stop_gradient(old), log_probs)
+  pull = arguments.as_number("kl_weight", kl_weight)
+  log_probs = per_token.as_log_probs("log_probs", log_probs)
+  mask = per_token.as_mask("mask", mask, log_probs)
+  old = per_token.as_floats_like("old", jax.lax.stop_gradient(old), log_probs)
   # Where nothing was drawn nothing may be infinite: 0 * inf has no gradient.
   away = jnp.where(mask, log_probs - old, 0)
   good = _by_token(advantages, mask)
   factor = mask.astype(jnp.float32)
   if weights is not None:
-    weights = arguments.like("weights", weights, log_probs)
+    weights = per_token.as_floats_like("weights", weights, log_probs)
     factor = jnp.where(mask, jax.lax.stop_gradient(weights), 0)
   # Decided by logarithms: a ratio may be too large for a float.
   clipped = (good > 0) & (away > math.log1p(high))
@@ -118,7 +118,7 @@ def grpo_loss(
   extra = jnp.zeros_like(losses)
   if reference is not None:
     fixed = jax.lax.stop_gradient(reference)
-    fixed = arguments.like("reference", fixed, log_probs)
+    fixed = per_token.as_floats_like("reference", fixed, log_probs)
     apart = jnp.where(mask, log_probs - fixed, 0)
     extra = ratios.divergence(apart, estimator)
     losses = losses + pull * extra
@@ -149,10 +149,10 @@ def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
   advantages = jnp.asarray(advantages, jnp.float32)
   if advantages.ndim == mask.ndim - 1:
     advantages = advantages[..., None]
-    checks.check_shape("advantages", advantages, (*mask.shape[:-1], 1))
+    arguments.check_shape("advantages", advantages, (*mask.shape[:-1], 1))
   else:
     meaning = ", or one for each sequence"
-    checks.check_shape("advantages", advantages, mask.shape, meaning)
+    arguments.check_shape("advantages", advantages, mask.shape, meaning)
   spread = jnp.broadcast_to(advantages, mask.shape)
   return jnp.where(mask, spread, 0)
 
@@ -168,7 +168,7 @@ def _mean(values: jax.Array, mask: jax.Array, mean: Mean) -> jax.Array:
   if isinstance(mean, str) and mean == "token":
     return jnp.sum(values) / jnp.maximum(jnp.sum(there), 1)
   number = arguments.is_number(mean)
-  if not number or (arguments.is_known(mean) and not mean > 0):
+  if not number or (arguments.is_concrete(mean) and not mean > 0):
     raise ValueError(
       f'`mean` must be "sequence", "token" or a positive number, got {mean!r}.'
     )

@@ -7,9 +7,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxkv._src.cache import checks
-from jaxkv._src.rl import arguments
-from jaxkv_kernels._src import check
+from jaxkv._src.arrays import arguments
+from jaxkv._src.rl import per_token
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -46,10 +45,10 @@ def kl(
     Array([[0.19314718]], dtype=float32)
   """
   check_estimator(estimator)
-  log_probs = arguments.log_probabilities("log_probs", log_probs)
-  away = log_probs - arguments.like("other", other, log_probs)
+  log_probs = per_token.as_log_probs("log_probs", log_probs)
+  away = log_probs - per_token.as_floats_like("other", other, log_probs)
   if mask is not None:
-    away = jnp.where(arguments.drawn("mask", mask, away), away, 0)
+    away = jnp.where(per_token.as_mask("mask", mask, away), away, 0)
   return divergence(away, estimator)
 
 
@@ -116,12 +115,12 @@ def importance_weights(
       "`lag` and `max_lag` must be given together, got "
       f"{'max_lag' if lag is None else 'lag'} alone."
     )
-  log_probs = arguments.log_probabilities("log_probs", log_probs)
-  away = log_probs - arguments.like("behavior", behavior, log_probs)
-  used = arguments.drawn("mask", mask, away)
+  log_probs = per_token.as_log_probs("log_probs", log_probs)
+  away = log_probs - per_token.as_floats_like("behavior", behavior, log_probs)
+  used = per_token.as_mask("mask", mask, away)
   if lag is not None and max_lag is not None:
     lag = jnp.asarray(lag)
-    checks.check_shape("lag", lag, away.shape, ", one for each token")
+    arguments.check_shape("lag", lag, away.shape, ", one for each token")
     if not jnp.issubdtype(lag.dtype, jnp.integer):
       raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")
     used &= lag <= _whole("max_lag", max_lag, lag)
@@ -140,8 +139,8 @@ def _bound(most: Any) -> jax.Array:
     ValueError: it is not positive.
   """
   if not arguments.is_number(most):
-    check.refuse(TypeError, "most", "a positive number or None", most)
-  if arguments.is_known(most) and not most > 0:
+    arguments.refuse(TypeError, "most", "a positive number or None", most)
+  if arguments.is_concrete(most) and not most > 0:
     raise ValueError(f"`most` must be positive, got {most}.")
   return jnp.asarray(most, jnp.float32)
 
@@ -152,8 +151,8 @@ def _whole(name: str, value: Any, other: jax.Array) -> Any:
   Raises:
     TypeError: it is none.
   """
-  if not arguments.is_whole(value):
-    check.refuse(TypeError, name, "an integer", value)
-  if arguments.is_known(value):
+  if not arguments.is_integer(value):
+    arguments.refuse(TypeError, name, "an integer", value)
+  if arguments.is_concrete(value):
     return operator.index(value)
   return value.astype(other.dtype)

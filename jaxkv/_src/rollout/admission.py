@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.prefix import hashing
@@ -80,28 +81,28 @@ def candidates(state: RolloutState, computing: Array) -> Candidates:
   window = min(state.config.window, none)
   waits = sequences.status == queue.WAITING
   first = queue.first_of(waits[state.order], window)
-  numbers = ops.take(state.order, first, fill=none)
+  numbers = indexing.take(state.order, first, fill=none)
   priority = sequences.priority
   if priority is not None:
-    priority = ops.take(priority, numbers)
-  valid, length = numbers < none, ops.take(sequences.length, numbers)
+    priority = indexing.take(priority, numbers)
+  valid, length = numbers < none, indexing.take(sequences.length, numbers)
   nobody = jnp.zeros((window, window), bool)
   siblings, leader = nobody, jnp.full_like(numbers, state.running.shape[0])
   if state.config.num_samples > 1:
     siblings, leader = _siblings(state, numbers, computing)
-  known = valid & (ops.take(state.epochs, numbers) == cache.epoch)
+  known = valid & (indexing.take(state.epochs, numbers) == cache.epoch)
   most = length
   if state.config.prompt_log_probs:
     # What is found is not computed. So it must have been computed before.
-    most = jnp.minimum(length, ops.take(state.computed, numbers) + 1)
+    most = jnp.minimum(length, indexing.take(state.computed, numbers) + 1)
   salts = None
   if state.salts is not None:
-    salts = ops.take(state.salts, numbers)
+    salts = indexing.take(state.salts, numbers)
   root = jnp.broadcast_to(roots(cache, salts), (window, hashing.KEY_WORDS))
-  own = None if keys is None else ops.take(keys, numbers)
+  own = None if keys is None else indexing.take(keys, numbers)
   found = longest_prefix.find(
     cache,
-    ops.take(sequences.tokens, numbers),
+    indexing.take(sequences.tokens, numbers),
     most,
     known,
     hashed=None if own is None else (root, own),
@@ -122,7 +123,7 @@ def candidates(state: RolloutState, computing: Array) -> Candidates:
     return waiting
   # The end of the next page, where all groups end one.
   stop = found.num_cached_tokens + cache.config.alignment
-  page = ops.quotient(stop, cache.config.page_size) - 1
+  page = indexing.quotient(stop, cache.config.page_size) - 1
   columns = keys.shape[1]
   wants = known & (stop < length) & (page < columns)
   key = jnp.take_along_axis(
@@ -131,8 +132,8 @@ def candidates(state: RolloutState, computing: Array) -> Candidates:
 
   def computes(some: Array) -> Array:
     """bool[X, Y]: whether sequence j has the next page of candidate i."""
-    theirs = ops.take(keys, some[None], page[:, None])
-    lengths = ops.take(sequences.start, some)
+    theirs = indexing.take(keys, some[None], page[:, None])
+    lengths = indexing.take(sequences.start, some)
     return jnp.all(theirs == key, axis=-1) & (stop[:, None] <= lengths[None])
 
   blocked = computes(state.running) & computing[None]
@@ -158,22 +159,26 @@ def _siblings(
   )
 
   def fresh(some: Array) -> Array:
-    length = ops.take(sequences.length, some)  # 0 for no sequence
-    return (length > 1) & (ops.take(sequences.prompt_length, some) == length)
+    length = indexing.take(sequences.length, some)  # 0 for no sequence
+    return (length > 1) & (
+      indexing.take(sequences.prompt_length, some) == length
+    )
 
   def alike(others: Array) -> Array:
     """bool[X, Y]: whether two sequences have one prompt and one salt."""
     same = (numbers // samples)[:, None] == (others // samples)[None]
     if state.salts is None:
       return same
-    mine, theirs = (ops.take(state.salts, some) for some in (numbers, others))
+    mine, theirs = (
+      indexing.take(state.salts, some) for some in (numbers, others)
+    )
     return same & jnp.all(mine[:, None] == theirs[None], axis=-1)
 
   own = fresh(numbers)[:, None]
   siblings = own & fresh(numbers)[None] & alike(numbers)
   leads = computing & fresh(running)
-  leads &= ops.take(state.epochs, running) == state.cache.epoch
-  leads &= state.cache.length < ops.take(sequences.length, running)
+  leads &= indexing.take(state.epochs, running) == state.cache.epoch
+  leads &= state.cache.length < indexing.take(sequences.length, running)
   same = alike(running) & own & leads[None]
   first = jnp.argmax(same, axis=1).astype(jnp.int32)
   return siblings, jnp.where(jnp.any(same, axis=1), first, running.shape[0])
@@ -212,7 +217,7 @@ def choose(
     if waiting.priority is not None:
       others = jnp.where(eligible, waiting.priority, jnp.int32(2**31 - 1))
       eligible &= others == jnp.min(others)
-    score = jnp.where(follows, jnp.int32(ops.NOWHERE), cached)
+    score = jnp.where(follows, jnp.int32(indexing.NOWHERE), cached)
     pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
     # One that is chosen may still find no room, so it may be overtaken, too.
     ok = jnp.any(eligible) & (row < free) & ~jnp.any(often & ~left)
@@ -242,8 +247,10 @@ def choose(
     waiting.blocked,
     following.astype(jnp.int32),
   )
-  chosen, _, _, _, following = lax.fori_loop(0, rows, one, ops.alike(start))
-  own = ops.take(following, chosen, fill=nobody)
+  chosen, _, _, _, following = lax.fori_loop(
+    0, rows, one, sharding.match_varying_axes(start)
+  )
+  own = indexing.take(following, chosen, fill=nobody)
   row = jnp.arange(rows, dtype=jnp.int32)
   return Chosen(
     candidates=chosen,

@@ -7,18 +7,18 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.check import check
+from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.states import StatePages
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.routing import check_experts
-from jaxkv.kv import KVPages
-from jaxkv.kv import Pools
-from jaxkv.kv import StatePages
 
 
 def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from jaxkv._src.rollout.arguments import as_count
-from jaxkv._src.rollout.arguments import check_switch
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import check_bool
 
 _LEAST = {
   "stop_token": -1,
@@ -94,7 +94,7 @@ class RolloutConfig:
             f'`numerics` must be "fast" or "exact", got {value!r}.'
           )
       elif field.type is bool:
-        check_switch(f"RolloutConfig.{field.name}", value)
+        check_bool(f"RolloutConfig.{field.name}", value)
       else:
         least = _LEAST.get(field.name, 1)
         as_count(f"RolloutConfig.{field.name}", value, least)

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
-from jaxkv._src.rollout import sampling
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.rollout import sequences as queue
-from jaxkv._src.rollout.arguments import last_logits
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Finish
 from jaxkv._src.rollout.sequences import Sequences
-from jaxkv._src.temperature import as_temperature
+from jaxkv._src.sampling import sample
+from jaxkv._src.sampling.logits import last_logits
+from jaxkv._src.sampling.temperature import as_temperature
 
 DenseModel = Callable[..., tuple[Array, Any]]
 """`(params, tokens int32[B, T], positions int32[B, T], memory, starts int32[B],
@@ -53,7 +54,7 @@ def generate_dense(
     TypeError: as for `generate`.
     ValueError: as for `generate`.
   """
-  params, memory, sequences, temperature = ops.alike(
+  params, memory, sequences, temperature = sharding.match_varying_axes(
     (params, memory, sequences, as_temperature(temperature))
   )
   total = sequences.length.shape[0]
@@ -62,39 +63,39 @@ def generate_dense(
   def batch(loop):
     begin, memory, sequences = loop
     numbers = begin + jnp.arange(batch_size, dtype=jnp.int32)
-    inside = ops.take(sequences.status, numbers, fill=queue.DONE)
+    inside = indexing.take(sequences.status, numbers, fill=queue.DONE)
     inside = inside == queue.WAITING
-    prompt = ops.take(sequences.tokens, numbers)[:, :width]
+    prompt = indexing.take(sequences.tokens, numbers)[:, :width]
     zeros = jnp.zeros((batch_size,), jnp.int32)
     positions = jnp.broadcast_to(
       jnp.arange(width, dtype=jnp.int32)[None], prompt.shape
     )
-    counts = jnp.where(inside, ops.take(sequences.length, numbers) - 1, 0)
+    counts = jnp.where(inside, indexing.take(sequences.length, numbers) - 1, 0)
     _, memory = model(params, prompt, positions, memory, zeros, counts)
 
     def step(loop):
       memory, sequences, going = loop
-      last = ops.take(sequences.length, numbers) - 1
-      tokens = ops.take(sequences.tokens, numbers, last)[:, None]
+      last = indexing.take(sequences.length, numbers) - 1
+      tokens = indexing.take(sequences.tokens, numbers, last)[:, None]
       logits, memory = model(
         params, tokens, last[:, None], memory, last, going.astype(jnp.int32)
       )
-      drawn, log_probs = sampling.sample(
+      drawn, log_probs = sample.sample(
         sequences.keys[jnp.minimum(numbers, total - 1)],
-        ops.take(queue.num_generated(sequences), numbers),
+        indexing.take(queue.num_generated(sequences), numbers),
         last_logits(logits, batch_size),
         temperature,
       )
-      length = ops.take(sequences.length, numbers) + 1
+      length = indexing.take(sequences.length, numbers) + 1
       stops = drawn == config.stop_token
-      ends = stops | (length >= ops.take(sequences.limit, numbers))
+      ends = stops | (length >= indexing.take(sequences.limit, numbers))
       reason = jnp.where(stops, Finish.STOP_TOKEN, Finish.LENGTH)
       finish = jnp.where(ends, reason, 0).astype(jnp.int32)
       sequences, ended = queue.append(
         sequences,
         numbers,
         going,
-        sampling.Drawn(tokens=drawn, log_probs=log_probs),
+        sample.Drawn(tokens=drawn, log_probs=log_probs),
         jnp.int32(0),
         queue.Ending(finish, jnp.where(stops, drawn, -1)),
       )

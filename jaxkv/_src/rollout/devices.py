@@ -157,9 +157,9 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.pools import Pool
 from jaxkv._src.rollout.state import RolloutState
-from jaxkv.kv import KVPages
 
 Tree = TypeVar("Tree")
 

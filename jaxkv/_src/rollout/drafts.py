@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Sequences
 
@@ -74,12 +75,12 @@ def with_prompts(
   group = jnp.where(first < none, first // samples, drafts.table.shape[0])
   drafts = dataclasses.replace(
     drafts,
-    table=ops.put(drafts.table, group, values=0),
-    rate=ops.put(drafts.rate, rows, values=jnp.float32(_BEGIN)),
+    table=indexing.put(drafts.table, group, values=0),
+    rate=indexing.put(drafts.rate, rows, values=jnp.float32(_BEGIN)),
   )
-  length = ops.take(sequences.length, first)
+  length = indexing.take(sequences.length, first)
   width = sequences.tokens.shape[1]
-  start = ops.zeros_like(length)
+  start = sharding.zeros_like(length)
   return with_tokens(drafts, sequences, first, start, length, config, width)
 
 
@@ -108,10 +109,10 @@ def with_tokens(
   inside = (column < stop[:, None]) & (column >= config.draft_match)
   inside &= (rows < none)[:, None]
   place = _place(drafts, _before(sequences, rows, column, config))
-  group = ops.where_valid(inside, (rows // samples)[:, None])
+  group = indexing.where_valid(inside, (rows // samples)[:, None])
   # The last column wins, whatever the order of the writes.
   value = column * samples + (rows % samples)[:, None] + 1
-  table = ops.put_max(drafts.table, group, place, values=value)
+  table = indexing.put_max(drafts.table, group, place, values=value)
   return dataclasses.replace(drafts, table=table)
 
 
@@ -121,7 +122,7 @@ def _before(
   """int32[R, X, N]: the tokens before each column, int32[R, X]."""
   back = jnp.arange(-config.draft_match, 0, dtype=jnp.int32)
   where = column[..., None] + back[None, None]
-  return ops.take(sequences.tokens, rows[:, None, None], where, fill=-1)
+  return indexing.take(sequences.tokens, rows[:, None, None], where, fill=-1)
 
 
 def _place(drafts: Drafts, tokens: Array) -> Array:
@@ -157,13 +158,13 @@ def propose(
     there was something to guess, see `learn`.
   """
   samples, most = config.num_samples, config.draft_tokens
-  length = ops.take(sequences.length, rows)
+  length = indexing.take(sequences.length, rows)
   own = _before(sequences, rows, length[:, None], config)[:, 0]
-  value = ops.take(drafts.table, rows // samples, _place(drafts, own)) - 1
-  column = ops.quotient(jnp.maximum(value, 0), samples)
+  value = indexing.take(drafts.table, rows // samples, _place(drafts, own)) - 1
+  column = indexing.quotient(jnp.maximum(value, 0), samples)
   source = rows // samples * samples + jnp.maximum(value, 0) % samples
   there = _before(sequences, source, column[:, None], config)[:, 0]
-  stop = ops.take(sequences.length, source)
+  stop = indexing.take(sequences.length, source)
   found = asked & (value >= 0) & (column < stop)
   found &= jnp.all(there == own, axis=1) & jnp.all(own >= 0, axis=1)
   ahead = column[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
@@ -171,10 +172,10 @@ def propose(
   def guesses() -> tuple[Array, Array]:
     counts = jnp.where(found, stop - column, 0)
     counts = limited(drafts, sequences, rows, counts, config)
-    return ops.take(sequences.tokens, source[:, None], ahead), counts
+    return indexing.take(sequences.tokens, source[:, None], ahead), counts
 
   tokens, counts = lax.cond(
-    jnp.any(found), guesses, lambda: (ops.zeros_like(ahead), column & 0)
+    jnp.any(found), guesses, lambda: (sharding.zeros_like(ahead), column & 0)
   )
   return tokens, counts, found
 
@@ -191,8 +192,12 @@ def limited(
   No more than a sequence may draw before the last token, and than are likely to
   be right.
   """
-  room = ops.take(sequences.limit, rows) - ops.take(sequences.length, rows) - 1
-  likely = _lengths(ops.take(drafts.rate, rows), config.draft_tokens)
+  room = (
+    indexing.take(sequences.limit, rows)
+    - indexing.take(sequences.length, rows)
+    - 1
+  )
+  likely = _lengths(indexing.take(drafts.rate, rows), config.draft_tokens)
   return jnp.maximum(jnp.minimum(jnp.minimum(likely, room), counts), 0)
 
 
@@ -219,15 +224,15 @@ def learn(
   """
 
   def learned() -> Array:
-    rate = ops.take(drafts.rate, rows)
+    rate = indexing.take(drafts.rate, rows)
     most = jnp.maximum(guessed, 1).astype(jnp.float32)
     part = accepted.astype(jnp.float32) / most
     known = rate * jnp.float32(_MEMORY) + part * jnp.float32(1 - _MEMORY)
     later = jnp.minimum(rate + jnp.float32(_RETRY), jnp.float32(_BEGIN))
     later = jnp.where(rate < _LIKELY, later, rate)
     rate = jnp.where(guessed > 0, known, later)
-    place = ops.where_valid(found | (guessed > 0), rows)
-    return ops.put(drafts.rate, place, values=rate)
+    place = indexing.where_valid(found | (guessed > 0), rows)
+    return indexing.put(drafts.rate, place, values=rate)
 
   changed = jnp.any(found | (guessed > 0))
   rate = lax.cond(changed, learned, lambda: drafts.rate)

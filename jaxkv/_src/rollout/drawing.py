@@ -14,22 +14,24 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
 from jaxkv._src.rollout import endings
-from jaxkv._src.rollout import processors
-from jaxkv._src.rollout import sampling
 from jaxkv._src.rollout import sequences as queue
-from jaxkv._src.rollout import settings
-from jaxkv._src.rollout.arguments import as_logits
 from jaxkv._src.rollout.model import Logits
 from jaxkv._src.rollout.packing import Work
-from jaxkv._src.rollout.processors import History
 from jaxkv._src.rollout.rows import Process
 from jaxkv._src.rollout.rows import Rows
 from jaxkv._src.rollout.rows import rows_of
 from jaxkv._src.rollout.sequences import Sequences
-from jaxkv._src.rollout.settings import Sampling
 from jaxkv._src.rollout.state import RolloutState
+from jaxkv._src.sampling import penalties
+from jaxkv._src.sampling import sample
+from jaxkv._src.sampling import settings
+from jaxkv._src.sampling.logits import as_logits
+from jaxkv._src.sampling.penalties import History
+from jaxkv._src.sampling.settings import Sampling
 
 
 class Seen(NamedTuple):
@@ -37,7 +39,7 @@ class Seen(NamedTuple):
 
   Attributes:
     owners: int32[B], the row of the sequence that each slot's entry is about.
-    counts: uint16[B, V], see `processors.seen_in`.
+    counts: uint16[B, V], see `penalties.seen_in`.
   """
 
   owners: Array
@@ -79,10 +81,10 @@ def looked_at(state: RolloutState, seen: Seen | None) -> Seen | None:
   def trip(seen: Seen) -> Seen:
     slot = jnp.argmax(_strange(seen, running, none)).astype(jnp.int32)
     row = running[slot][None]
-    counts = processors.seen_in(
-      ops.take(sequences.tokens, row),
-      ops.take(sequences.length, row),
-      ops.take(sequences.versions, row) != queue.NOT_DRAWN,
+    counts = penalties.seen_in(
+      indexing.take(sequences.tokens, row),
+      indexing.take(sequences.length, row),
+      indexing.take(sequences.versions, row) != queue.NOT_DRAWN,
       vocab_size=size,
     )
     return Seen(
@@ -118,15 +120,15 @@ def draw(
     logits: of `model.call`.
     guesses: int32[B, K], drafts of each slot; None without any.
     seen: from `looked_at`.
-    read: int32[], see `ops.read_before`.
+    read: int32[], see `loops.read_before`.
     process: see `generate`.
   """
   steps = Steps(
     sequences=state.sequences,
     user=state.user,
     seen=seen,
-    ended=ops.zeros_like(draws),
-    counts=ops.zeros_like(work.counts),
+    ended=sharding.zeros_like(draws),
+    counts=sharding.zeros_like(work.counts),
   )
   steps, tokens = _one(state, steps, draws, logits.last, read, process)
   more, drafts, begins = logits.drafts, work.drafts, work.begins
@@ -144,7 +146,7 @@ def draw(
     return steps, as_guessed(going, tokens, steps, number), number + 1
 
   going = as_guessed(draws, tokens, steps, 0)
-  start = ops.alike((steps, going, jnp.ones((), jnp.int32)))
+  start = sharding.match_varying_axes((steps, going, jnp.ones((), jnp.int32)))
   return lax.while_loop(lambda loop: jnp.any(loop[1]), trip, start)[0]
 
 
@@ -163,17 +165,17 @@ def _one(
   rows = rows_of(state, numbers)
   own = settings.rows(state.sampling, numbers)
   raw = as_logits(logits)
-  changed = processors.adjust(raw, own, _history(state, own, rows, steps.seen))
+  changed = penalties.adjust(raw, own, _history(state, own, rows, steps.seen))
   user = steps.user
   if process is not None:
     changed, kept = process(changed, rows, rows.user)
-    place = ops.where_valid(draws, numbers)
+    place = indexing.where_valid(draws, numbers)
     user = jax.tree.map(
-      lambda old, new: ops.put(old, place, values=new), user, kept
+      lambda old, new: indexing.put(old, place, values=new), user, kept
     )
-  drawn = sampling.draw(
+  drawn = sample.draw(
     sequences.keys[jnp.minimum(numbers, none - 1)],
-    ops.take(queue.num_generated(sequences), numbers),
+    indexing.take(queue.num_generated(sequences), numbers),
     changed,
     own,
     raw_logits=raw,
@@ -186,7 +188,7 @@ def _one(
   read = jnp.maximum(read, jnp.max(drawn.tokens))
   sequences, ended = queue.append(
     sequences,
-    ops.read_before(read, numbers),
+    loops.read_before(read, numbers),
     draws,
     drawn,
     state.cache.epoch.astype(jnp.int32),
@@ -194,7 +196,7 @@ def _one(
   )
   seen = steps.seen
   if seen is not None:
-    counts = processors.see(seen.counts, drawn.tokens, draws)
+    counts = penalties.see(seen.counts, drawn.tokens, draws)
     seen = seen._replace(counts=counts)
   steps = Steps(
     sequences=sequences,
@@ -209,10 +211,10 @@ def _one(
 def _history(
   state: RolloutState, own: Sampling, rows: Rows, seen: Seen | None
 ) -> History:
-  count = processors.num_last_tokens(own)
+  count = penalties.num_last_tokens(own)
   last = None
   if count:
-    last = processors.last_tokens_of(
+    last = penalties.last_tokens_of(
       state.sequences.tokens, rows.numbers, rows.lengths, count
     )
   return History(

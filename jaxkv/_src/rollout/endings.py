@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.rows import Rows
 from jaxkv._src.rollout.sequences import Ending
 from jaxkv._src.rollout.sequences import Finish
 from jaxkv._src.rollout.sequences import Sequences
-from jaxkv._src.rollout.settings import Sampling
+from jaxkv._src.sampling.settings import Sampling
 
 
 def ending(
@@ -30,13 +30,13 @@ def ending(
     own: the settings of the rows.
     config: the stop token of all.
   """
-  limit = ops.take(sequences.limit, rows.numbers)
+  limit = indexing.take(sequences.limit, rows.numbers)
   ends = rows.lengths + 1 >= limit
   finish = jnp.where(ends, jnp.int32(Finish.LENGTH), jnp.int32(0))
   stop, states = jnp.full_like(tokens, -1), None
   if own.stop_strings is not None and sequences.stop_states is not None:
-    begin = ops.take(own.stop_strings.start, rows.numbers)
-    before = ops.take(sequences.stop_states, rows.numbers)
+    begin = indexing.take(own.stop_strings.start, rows.numbers)
+    before = indexing.take(sequences.stop_states, rows.numbers)
     states, found = own.stop_strings.advance(
       jnp.where(rows.counts == 0, begin, before), tokens
     )

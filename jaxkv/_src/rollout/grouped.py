@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.rollout.arguments import as_count
-from jaxkv._src.rollout.arguments import as_int
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int
 from jaxkv._src.rollout.sequences import NOT_DRAWN
 from jaxkv._src.rollout.sequences import Records
 from jaxkv._src.rollout.state import RolloutState

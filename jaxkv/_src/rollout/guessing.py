@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.rollout import drafts
 from jaxkv._src.rollout import slots
 from jaxkv._src.rollout.drafts import Draft
@@ -44,7 +44,7 @@ def guess(
       known, state.sequences, rows, asked, config
     )
   else:
-    buffer = ops.take(state.sequences.tokens, rows)
+    buffer = indexing.take(state.sequences.tokens, rows)
     tokens, counts = drafts.checked(
       draft(params, rows_of(state, rows), buffer), rows.shape[0], config
     )

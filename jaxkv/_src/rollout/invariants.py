@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.invariants import CacheError
 from jaxkv._src.cache.invariants import check_invariants as cache_invariants
 from jaxkv._src.cache.state import is_empty
@@ -140,9 +140,9 @@ def _ends(state: RolloutState) -> Array:
 def _slots(state: RolloutState) -> Array:
   none, running = state.sequences.length.shape[0], state.running
   slot = jnp.arange(running.shape[0], dtype=jnp.int32)
-  held = ops.add(
+  held = indexing.add(
     jnp.zeros((none,), jnp.int32),
-    ops.where_valid(running < none, running),
+    indexing.where_valid(running < none, running),
     values=1,
   )
   runs = state.sequences.status == queue.RUNNING
@@ -160,13 +160,13 @@ def _leaders(state: RolloutState) -> Array:
   none, samples = state.sequences.length.shape[0], state.config.num_samples
   running, leader = state.running, state.leader
   waits = leader < running.shape[0]
-  first = ops.take(running, leader, fill=none)
+  first = indexing.take(running, leader, fill=none)
   holds = (running < none) & (first < none)
-  holds &= ops.take(slots.computing(state), leader)
+  holds &= indexing.take(slots.computing(state), leader)
   holds &= running // samples == first // samples
   # It computes no more than what both have in common.
-  lengths = ops.take(state.sequences.length, running)
-  holds &= ops.take(state.cache.length, leader) < lengths
+  lengths = indexing.take(state.sequences.length, running)
+  holds &= indexing.take(state.cache.length, leader) < lengths
   return jnp.all(~waits | holds)
 
 
@@ -177,8 +177,8 @@ def _page_keys(state: RolloutState) -> Array:
   rows, salts = state.running, state.salts
   wanted = page_keys(
     state.cache,
-    ops.take(state.sequences.tokens, rows),
-    None if salts is None else ops.take(salts, rows),
+    indexing.take(state.sequences.tokens, rows),
+    None if salts is None else indexing.take(salts, rows),
   )
   config = state.cache.config
   page = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
@@ -186,6 +186,8 @@ def _page_keys(state: RolloutState) -> Array:
   # The last page of those that all groups end.
   ends = stop % config.alignment == 0
   filled = ends & (stop <= state.cache.length[:, None])
-  current = ops.take(state.epochs, rows) == state.cache.epoch
+  current = indexing.take(state.epochs, rows) == state.cache.epoch
   filled &= current[:, None]
-  return jnp.all(~filled | jnp.all(ops.take(keys, rows) == wanted, axis=-1))
+  return jnp.all(
+    ~filled | jnp.all(indexing.take(keys, rows) == wanted, axis=-1)
+  )

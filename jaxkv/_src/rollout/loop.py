@@ -28,14 +28,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.verbs.commit import commit
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.rollout import drafts
 from jaxkv._src.rollout import packing
-from jaxkv._src.rollout import processors
 from jaxkv._src.rollout import slots
 from jaxkv._src.rollout import timeline
 from jaxkv._src.rollout.drafts import Draft
@@ -59,6 +59,7 @@ from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.until import Until
 from jaxkv._src.rollout.until import as_until
 from jaxkv._src.rollout.until import goes_on
+from jaxkv._src.sampling import penalties
 
 _Loop = tuple[RolloutState, Seen | None, Array | None]
 
@@ -102,11 +103,11 @@ def generate(
   """
   check_numerics(state.config, model)
   limits, seen = as_until(until), None
-  if processors.needs_seen(state.sampling):
+  if penalties.needs_seen(state.sampling):
     shape = shape_of_logits(params, state, model=model)
     seen = nothing_seen(state, shape.shape[1])
   room = room_for_drafts(params, state, model=model)
-  params, state, limits, seen, room = ops.alike(
+  params, state, limits, seen, room = sharding.match_varying_axes(
     (params, state, limits, seen, room)
   )
   begin = state.counters.steps
@@ -246,17 +247,20 @@ def _commit(
     loop: tuple[CacheState, Array | None, Array],
   ) -> tuple[CacheState, Array | None, Array]:
     cache, keys, left = loop
-    now, before = jnp.minimum(left, size), ops.quotient(cache.length, aligned)
-    tokens = ops.take(
+    now, before = (
+      jnp.minimum(left, size),
+      indexing.quotient(cache.length, aligned),
+    )
+    tokens = indexing.take(
       state.sequences.tokens, numbers, cache.length[:, None] + column
     )
     cache, _ = commit(cache, tokens, now)
     if keys is not None and cache.hashes is not None:
       # The chain's key is that after the last page that all groups end.
-      after = ops.quotient(cache.length, aligned)
-      place = ops.where_valid(after > before, state.running)
+      after = indexing.quotient(cache.length, aligned)
+      place = indexing.where_valid(after > before, state.running)
       last = after * (aligned // size) - 1
-      keys = ops.put(keys, place, last, values=cache.hashes.chain)
+      keys = indexing.put(keys, place, last, values=cache.hashes.chain)
     return cache, keys, left - now
 
   cache, keys, _ = lax.while_loop(
@@ -281,8 +285,8 @@ def _count(
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
   held = cache.num_pages - cache.num_skipped_pages
   shared = jnp.sum(held, dtype=jnp.int32) - in_use
-  place = ops.where_valid(counts > 0, numbers)
-  known = ops.take(state.computed, place)
+  place = indexing.where_valid(counts > 0, numbers)
+  known = indexing.take(state.computed, place)
   again = jnp.clip(known - state.cache.length, 0, counts)
   last = jnp.minimum(steps.counts, counts - again)
   drafted, accepted = before.drafted, before.accepted
@@ -307,5 +311,5 @@ def _count(
   return dataclasses.replace(
     state,
     counters=counters,
-    computed=ops.put(state.computed, place, values=computed),
+    computed=indexing.put(state.computed, place, values=computed),
   )

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv import kv as kv_memory
-from jaxkv._src import log_probs
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.exact import log_probs
+from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.shared_prefix import share
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
 from jaxkv._src.rollout import packing
 from jaxkv._src.rollout import sequences as queue
-from jaxkv._src.rollout.arguments import as_logits
-from jaxkv._src.rollout.arguments import check_all_logits
-from jaxkv._src.rollout.arguments import check_logits
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.packing import Width
 from jaxkv._src.rollout.packing import Work
@@ -28,8 +28,9 @@ from jaxkv._src.rollout.rows import Rows
 from jaxkv._src.rollout.rows import rows_of
 from jaxkv._src.rollout.sequences import Records
 from jaxkv._src.rollout.state import RolloutState
-from jaxkv.kv import KVPages
-from jaxkv.kv import Pools
+from jaxkv._src.sampling.logits import as_logits
+from jaxkv._src.sampling.logits import check_all_logits
+from jaxkv._src.sampling.logits import check_logits
 
 Model = Callable[..., tuple[Array, Any]]
 """`(params, tokens int32[1, C], positions int32[1, C], kv, views, columns
@@ -145,7 +146,7 @@ def call(
     if width.prompts:
       chunks = packing.chunk_views(state.cache, work)
       row, positions = packed_positions(chunks[0], width.prompts)
-      theirs = ops.take(work.order, row, fill=num_slots)
+      theirs = indexing.take(work.order, row, fill=num_slots)
       more = _tokens(state, theirs, positions)
       inputs = jnp.concatenate([inputs, more])
       places = jnp.concatenate([places, jnp.maximum(positions, 0)])
@@ -153,7 +154,7 @@ def call(
     drafts = jnp.arange(num_slots, rows, dtype=jnp.int32)
     wanted = jnp.concatenate([work.last, drafts])
     columns = _columns(state, wanted, inputs.shape[0])
-    numbers = ops.take(state.running, owners, fill=none)
+    numbers = indexing.take(state.running, owners, fill=none)
     logits, kv = model(
       params,
       inputs[None],
@@ -184,7 +185,7 @@ def call(
       return kv, Logits(logits[:num_slots], drafts), records
 
     # A conditional, or a switch, would copy the memory.
-    carry = ops.at_most_once(work.width == number, trip, carry)
+    carry = loops.at_most_once(work.width == number, trip, carry)
   return carry
 
 
@@ -243,14 +244,14 @@ def _with_prompts(
   if raw is None:
     return records
   after = places + 1
-  said = after < ops.take(sequences.length, numbers)
-  version = ops.take(sequences.versions, numbers, after)
+  said = after < indexing.take(sequences.length, numbers)
+  version = indexing.take(sequences.versions, numbers, after)
   said &= version == queue.NOT_DRAWN
-  token = ops.take(sequences.tokens, numbers, after)
+  token = indexing.take(sequences.tokens, numbers, after)
   heat = jnp.ones(token.shape, jnp.float32)
   own = log_probs.of_tokens(as_logits(logits), token, heat)
-  place = ops.where_valid(said, numbers)
-  raw = ops.put(raw, place, after, values=own)
+  place = indexing.where_valid(said, numbers)
+  raw = indexing.put(raw, place, after, values=own)
   return dataclasses.replace(records, raw_log_probs=raw)
 
 
@@ -274,7 +275,7 @@ def _shared(state: RolloutState, views: tuple[View, ...]) -> tuple[View, ...]:
   return tuple(
     view
     if kind.skips_pages
-    else kv_memory.share(
+    else share(
       kv,
       view,
       num_clusters=-(-num_slots // samples),
@@ -302,12 +303,12 @@ def _singles(
     return tokens
   num_slots = guesses.shape[0]
   number = work.offsets[num_slots:] - 1
-  guess = ops.take(guesses, work.slots[num_slots:], number)
+  guess = indexing.take(guesses, work.slots[num_slots:], number)
   return jnp.concatenate([tokens[:num_slots], guess])
 
 
 def _tokens(state: RolloutState, slots: Array, positions: Array) -> Array:
   """int32[X]: tokens of the sequences in slots; 0 for an empty one."""
   none = state.sequences.length.shape[0]
-  numbers = ops.take(state.running, slots, fill=none)
-  return ops.take(state.sequences.tokens, numbers, positions)
+  numbers = indexing.take(state.running, slots, fill=none)
+  return indexing.take(state.sequences.tokens, numbers, positions)

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.kv.view import PackedView
+from jaxkv._src.kv.view import View
 from jaxkv._src.rollout.config import RolloutConfig
-from jaxkv.kv import PackedView
-from jaxkv.kv import View
 
 CHUNK_ROWS = 8
 """The most sequences with tokens among the C columns of a step."""
@@ -116,14 +118,14 @@ def schedule(
   slot = jnp.arange(num_slots, dtype=jnp.int32)
   decodes = (missing > 0) & ~prefills
   prefills &= missing > 0
-  later = jnp.where(prefills, turns, ops.NOWHERE)
+  later = jnp.where(prefills, turns, indexing.NOWHERE)
   order = jnp.argsort(later, stable=True).astype(jnp.int32)
   waiting = jnp.where(prefills, missing, 0)[order]
   ends = jnp.cumsum(waiting, dtype=jnp.int32)
   begins, total = ends - waiting, ends[-1]
   idle = num_slots - jnp.sum(decodes, dtype=jnp.int32)
   if one_part:
-    idle = ops.zeros_like(idle)
+    idle = sharding.zeros_like(idle)
   most = ends[:CHUNK_ROWS][-1]
   beyond = jnp.minimum(total - idle, most)
   columns = jnp.asarray(sorted({size.prompts for size in sizes}), jnp.int32)
@@ -136,11 +138,11 @@ def schedule(
   chunks = jnp.clip(size - begins, 0, waiting)
   # Single columns that no decoding slot uses, and prompt tokens for them.
   rank = jnp.cumsum(~decodes, dtype=jnp.int32) - 1
-  items = ops.locate(counts, size + rank)
+  items = loops.locate(counts, size + rank)
   spare = ~decodes & items.valid & (size + rank < taken)
   slots = jnp.where(spare, order.at[items.row].get(mode="clip"), num_slots)
-  vacant = jnp.where(decodes, ops.NOWHERE, rank)
-  place = ops.put(slot, vacant, values=slot)
+  vacant = jnp.where(decodes, indexing.NOWHERE, rank)
+  place = indexing.put(slot, vacant, values=slot)
   final = begins + counts - 1
 
   def by_slot(ordered: Array) -> Array:
@@ -180,13 +182,13 @@ def _with_drafts(
   def placed() -> tuple[Array, Array, Array, Array]:
     begins = jnp.cumsum(drafts, dtype=jnp.int32) - drafts
     counts = jnp.clip(columns[width] - begins, 0, drafts)
-    items = ops.locate(counts, column)
+    items = loops.locate(counts, column)
     slots = jnp.where(items.valid, items.row, none)
     offsets = jnp.where(items.valid, items.offset + 1, 0)
     return slots, offsets, counts, begins
 
   def nothing() -> tuple[Array, Array, Array, Array]:
-    zeros = ops.zeros_like(drafts)
+    zeros = sharding.zeros_like(drafts)
     offsets = (column & 0) + zeros[0]
     return offsets + none, offsets, zeros, zeros
 
@@ -210,7 +212,7 @@ def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
     work: the tokens.
   """
   valid = work.slots < cache.config.num_slots
-  starts = ops.take(cache.length, work.slots) + work.offsets
+  starts = indexing.take(cache.length, work.slots) + work.offsets
   counts = valid.astype(jnp.int32)
   return views(cache, work.slots, starts, counts)
 
@@ -218,7 +220,7 @@ def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
 def chunk_views(cache: CacheState, work: Work) -> tuple[View, ...]:
   """The rows of the other columns in each group; see `single_views`."""
   slots = work.order[:CHUNK_ROWS]
-  starts, counts = ops.take(cache.length, slots), work.chunks[:CHUNK_ROWS]
+  starts, counts = indexing.take(cache.length, slots), work.chunks[:CHUNK_ROWS]
   return views(cache, slots, starts, counts)
 
 
@@ -229,7 +231,7 @@ def views(
   counts: Array,
 ) -> tuple[View, ...]:
   """The views of some slots, int32[R], B for none, in each group."""
-  tables = ops.take(cache.page_table, slots, fill=cache.config.no_page)
+  tables = indexing.take(cache.page_table, slots, fill=cache.config.no_page)
   return tuple(
     View(page_table=tables[:, group], starts=starts, counts=counts)
     for group in range(len(cache.config.groups))

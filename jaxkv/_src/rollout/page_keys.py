@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import roots
@@ -22,7 +22,7 @@ def page_keys(
   Returns:
     uint32[R, X // S, 4].
   """
-  cache, tokens, salts = ops.alike((cache, tokens, salts))
+  cache, tokens, salts = sharding.match_varying_axes((cache, tokens, salts))
   if cache.secret is None:
     return None
   size, rows = cache.config.page_size, tokens.shape[0]

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv import kv as kv_memory
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.tokens import TokenPages
+from jaxkv._src.kv.tokens import read_tokens
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Sequences
-from jaxkv.kv import Pools
-from jaxkv.kv import TokenPages
 
 
 def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
@@ -81,9 +81,7 @@ def with_experts(
     rows, experts = loop
     slot = jnp.argmax(rows < none).astype(jnp.int32)
     row = rows[slot]
-    found = kv_memory.read_tokens(
-      pool, table[slot][None], cache.length[slot][None]
-    )
+    found = read_tokens(pool, table[slot][None], cache.length[slot][None])
     found, before = found[0, :width], experts[row]
     found = jnp.where(found < 0, before, found)
     return rows.at[slot].set(none), experts.at[row].set(found)
@@ -91,7 +89,7 @@ def with_experts(
   _, experts = lax.while_loop(
     lambda loop: jnp.any(loop[0] < none),
     trip,
-    ops.alike((rows, sequences.experts)),
+    sharding.match_varying_axes((rows, sequences.experts)),
   )
   return dataclasses.replace(sequences, experts=experts)
 

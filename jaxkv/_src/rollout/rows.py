@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.rollout.state import RolloutState
 
 
@@ -42,12 +42,12 @@ What it returns for rows that draw nothing is dropped."""
 def rows_of(state: RolloutState, numbers: Array) -> Rows:
   """The rows of some sequences, int32[R]."""
   sequences = state.sequences
-  length = ops.take(sequences.length, numbers)
+  length = indexing.take(sequences.length, numbers)
   return Rows(
     numbers=numbers,
-    ids=ops.take(sequences.ids, numbers),
-    counts=length - ops.take(sequences.start, numbers),
+    ids=indexing.take(sequences.ids, numbers),
+    counts=length - indexing.take(sequences.start, numbers),
     lengths=length,
-    last_tokens=ops.take(sequences.tokens, numbers, length - 1),
-    user=jax.tree.map(lambda leaf: ops.take(leaf, numbers), state.user),
+    last_tokens=indexing.take(sequences.tokens, numbers, length - 1),
+    user=jax.tree.map(lambda leaf: indexing.take(leaf, numbers), state.user),
   )

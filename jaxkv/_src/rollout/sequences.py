@@ -16,12 +16,12 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import Status
 from jaxkv._src.rollout.config import RolloutConfig
-from jaxkv._src.rollout.sampling import Drawn
+from jaxkv._src.sampling.sample import Drawn
 
 WAITING, RUNNING, DONE, FAILED, EMPTY = range(5)
 
@@ -346,9 +346,9 @@ def first_of(condition: Array, count: int) -> Array:
   """
   size = condition.shape[0]
   rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
-  return ops.put(
+  return indexing.put(
     jnp.full((count,), size, jnp.int32),
-    ops.where_valid(condition, rank),
+    indexing.where_valid(condition, rank),
     values=jnp.arange(size, dtype=jnp.int32),
   )
 
@@ -357,10 +357,10 @@ def with_status(
   sequences: Sequences, numbers: Array, mask: Array, status: int
 ) -> Sequences:
   """Sets the status of the rows `numbers` where `mask` holds."""
-  place = ops.where_valid(mask, numbers)
+  place = indexing.where_valid(mask, numbers)
   return dataclasses.replace(
     sequences,
-    status=ops.put(sequences.status, place, values=status),
+    status=indexing.put(sequences.status, place, values=status),
   )
 
 
@@ -369,11 +369,11 @@ def fail(
 ) -> Sequences:
   """Sets status FAILED and the codes of `numbers` where `mask` holds."""
   sequences = with_status(sequences, numbers, mask, FAILED)
-  place = ops.where_valid(mask, numbers)
+  place = indexing.where_valid(mask, numbers)
   return dataclasses.replace(
     sequences,
-    code=ops.put(sequences.code, place, values=code),
-    finish=ops.put(sequences.finish, place, values=int(Finish.FAILED)),
+    code=indexing.put(sequences.code, place, values=code),
+    finish=indexing.put(sequences.finish, place, values=int(Finish.FAILED)),
   )
 
 
@@ -412,29 +412,29 @@ def append(
   Returns:
     The sequences, and bool[B]: which of `numbers` ended.
   """
-  place = ops.where_valid(mask, numbers)
-  length = ops.take(sequences.length, place)
+  place = indexing.where_valid(mask, numbers)
+  length = indexing.take(sequences.length, place)
   ended = mask & (ending.finish > 0)
   records = sequences.records
   kept = {
-    name: ops.put(array, place, length, values=getattr(drawn, name))
+    name: indexing.put(array, place, length, values=getattr(drawn, name))
     for name in (field.name for field in dataclasses.fields(Records))
     if (array := getattr(records, name)) is not None
   }
   states = sequences.stop_states
   if states is not None and ending.states is not None:
-    states = ops.put(states, place, values=ending.states)
+    states = indexing.put(states, place, values=ending.states)
   sequences = dataclasses.replace(
     sequences,
-    tokens=ops.put(sequences.tokens, place, length, values=drawn.tokens),
-    length=ops.add(sequences.length, place, values=1),
-    log_probs=ops.put(
+    tokens=indexing.put(sequences.tokens, place, length, values=drawn.tokens),
+    length=indexing.add(sequences.length, place, values=1),
+    log_probs=indexing.put(
       sequences.log_probs, place, length, values=drawn.log_probs
     ),
-    versions=ops.put(sequences.versions, place, length, values=version),
+    versions=indexing.put(sequences.versions, place, length, values=version),
     records=dataclasses.replace(records, **kept),
-    finish=ops.put(sequences.finish, place, values=ending.finish),
-    stop=ops.put(sequences.stop, place, values=ending.stop),
+    finish=indexing.put(sequences.finish, place, values=ending.finish),
+    stop=indexing.put(sequences.stop, place, values=ending.stop),
     stop_states=states,
   )
   return with_status(sequences, numbers, ended, DONE), ended

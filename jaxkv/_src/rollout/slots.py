@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv import kv as kv_memory
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
@@ -24,11 +24,12 @@ from jaxkv._src.cache.verbs.allocate import make_room
 from jaxkv._src.cache.verbs.fork import owed_copies
 from jaxkv._src.cache.verbs.fork import share_prefix
 from jaxkv._src.cache.verbs.free import recycle
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import copy as copy_pages
 from jaxkv._src.rollout import admission
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.checks import most_pages
 from jaxkv._src.rollout.state import RolloutState
-from jaxkv.kv import Pools
 
 
 def computing(state: RolloutState) -> Array:
@@ -39,7 +40,7 @@ def computing(state: RolloutState) -> Array:
 
 def lengths(state: RolloutState) -> Array:
   """int32[B]: tokens of the sequence in each slot, 0 for none."""
-  return ops.take(state.sequences.length, state.running)
+  return indexing.take(state.sequences.length, state.running)
 
 
 def missing_tokens(state: RolloutState) -> Array:
@@ -50,7 +51,7 @@ def missing_tokens(state: RolloutState) -> Array:
 
 def turns(state: RolloutState) -> Array:
   """int32[B]: numbers by which sequences in slots come one after the other."""
-  return ops.take(state.place, state.running)
+  return indexing.take(state.place, state.running)
 
 
 def tokens_at_once(state: RolloutState) -> int:
@@ -78,7 +79,7 @@ def tokens_now(state: RolloutState, missing: Array) -> Array:
   )
   if not recurrent.has_states(sizes):
     return tokens
-  begun = ops.remainder(state.cache.length, sizes.page_size)
+  begun = indexing.remainder(state.cache.length, sizes.page_size)
   return jnp.minimum(tokens, sizes.page_size - begun)
 
 
@@ -99,7 +100,7 @@ def share_prompts(state: RolloutState) -> tuple[RolloutState, Forks]:
   slots = state.running.shape[0]
   forks = Forks(
     ready=(state.leader < slots)
-    & (ops.take(state.cache.length, state.leader) == lengths(state) - 1),
+    & (indexing.take(state.cache.length, state.leader) == lengths(state) - 1),
     sources=state.leader,
   )
   if state.config.num_samples == 1:
@@ -109,7 +110,7 @@ def share_prompts(state: RolloutState) -> tuple[RolloutState, Forks]:
   def some(cache: CacheState) -> CacheState:
     return share_prefix(cache, forks.sources, own, forks.ready)
 
-  cache = ops.at_most_once(jnp.any(forks.ready), some, state.cache)
+  cache = loops.at_most_once(jnp.any(forks.ready), some, state.cache)
   leader = jnp.where(forks.ready, slots, state.leader)
   return dataclasses.replace(state, cache=cache, leader=leader), forks
 
@@ -173,9 +174,9 @@ def _finish_forks(
 
   def some(kv: Pools) -> Pools:
     owed = owed_copies(state.cache, forks.sources, own, forked)
-    return kv_memory.copy(kv, *owed)
+    return copy_pages(kv, *owed)
 
-  place = ops.where_valid(forked, state.running)
+  place = indexing.where_valid(forked, state.running)
   cache, running = state.cache, state.running
   state = _with_prompt_records(state, forks, place)
   state = dataclasses.replace(
@@ -183,12 +184,12 @@ def _finish_forks(
     cache=dataclasses.replace(
       cache, length=jnp.where(refused, 0, cache.length)
     ),
-    kv=ops.at_most_once(jnp.any(forked), some, state.kv),
+    kv=loops.at_most_once(jnp.any(forked), some, state.kv),
     sequences=queue.with_status(
       state.sequences, running, refused, queue.WAITING
     ),
     running=jnp.where(refused, none, running),
-    computed=ops.put(state.computed, place, values=cache.length),
+    computed=indexing.put(state.computed, place, values=cache.length),
     counters=dataclasses.replace(
       state.counters,
       forked=state.counters.forked + jnp.sum(forked, dtype=jnp.int32),
@@ -206,8 +207,8 @@ def _with_prompt_records(
   raw = records.raw_log_probs
   if raw is None or not state.config.prompt_log_probs:
     return state
-  source = ops.take(state.running, forks.sources)
-  raw = ops.put(raw, place, values=ops.take(raw, source))
+  source = indexing.take(state.running, forks.sources)
+  raw = indexing.put(raw, place, values=indexing.take(raw, source))
   records = dataclasses.replace(records, raw_log_probs=raw)
   sequences = dataclasses.replace(state.sequences, records=records)
   return dataclasses.replace(state, sequences=sequences)
@@ -224,10 +225,10 @@ def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   holders = computing(state)
   last = holders
   if state.sequences.priority is not None:
-    priority = ops.take(state.sequences.priority, state.running)
+    priority = indexing.take(state.sequences.priority, state.running)
     priority = jnp.where(holders, priority, jnp.int32(-(2**31)))
     last &= priority == jnp.max(priority)
-  length = jnp.where(last, state.cache.length, ops.NOWHERE)
+  length = jnp.where(last, state.cache.length, indexing.NOWHERE)
   fewest = last & (length == jnp.min(length))
   age = jnp.where(fewest, turns(state), -1)
   slot = jnp.arange(slots, dtype=jnp.int32)
@@ -271,7 +272,7 @@ def admit_waiting(state: RolloutState) -> RolloutState:
   def some(state: RolloutState) -> RolloutState:
     return _enter(state, empty, needed)
 
-  return ops.at_most_once(allowed & waits & jnp.any(empty), some, state)
+  return loops.at_most_once(allowed & waits & jnp.any(empty), some, state)
 
 
 def needed_now(state: RolloutState) -> Array:
@@ -289,7 +290,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   waiting = admission.candidates(state, computing(state))
   chosen = admission.choose(
     waiting,
-    ops.take(state.overtaken, waiting.numbers),
+    indexing.take(state.overtaken, waiting.numbers),
     num_slots,
     jnp.sum(empty, dtype=jnp.int32),
     config,
@@ -297,16 +298,16 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   rows = chosen.candidates.shape[0]
   row = jnp.arange(rows, dtype=jnp.int32)
   slots = queue.first_of(empty, rows)
-  numbers = ops.take(waiting.numbers, chosen.candidates, fill=none)
+  numbers = indexing.take(waiting.numbers, chosen.candidates, fill=none)
   pairs = (numbers < none) & (slots < num_slots)
   follows_slot = pairs & (chosen.leader < num_slots)
   leads = pairs & ~follows_slot & (chosen.leads == row)
-  length = ops.take(sequences.length, numbers)
+  length = indexing.take(sequences.length, numbers)
   runners = jnp.sum(state.running < none, dtype=jnp.int32)
   # A page to grow for each sequence, newcomers included.
   groups = len(cache.config.groups)
   reserve = groups * (runners + jnp.cumsum(pairs, dtype=jnp.int32))
-  found = Prefix(*(ops.take(x, chosen.candidates) for x in waiting.found))
+  found = Prefix(*(indexing.take(x, chosen.candidates) for x in waiting.found))
   at_once = jnp.minimum(length, tokens_at_once(state))
   later = jnp.maximum(needed, _promised(state)) + jnp.cumsum(
     jnp.where(leads, _pages_later(state, numbers, found, at_once), 0),
@@ -324,31 +325,31 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
     keep_free=later + jnp.where(runners + row > 0, reserve, 0),
   )
   follows = pairs & ~follows_slot & (chosen.leads != row)
-  follows &= ops.take(admitted.ok, chosen.leads)
+  follows &= indexing.take(admitted.ok, chosen.leads)
   leader = jnp.where(follows_slot, chosen.leader, num_slots)
-  leader = jnp.where(follows, ops.take(slots, chosen.leads), leader)
+  leader = jnp.where(follows, indexing.take(slots, chosen.leads), leader)
   enters = admitted.ok | follows | follows_slot
   # Only the first one is tried with all pages that are free.
   alone = ~jnp.any(enters) & (runners == 0) & (row == 0)
   hopeless = is_failure(admitted.code) & (
     alone | (admitted.code != Status.OUT_OF_PAGES)
   )
-  place = ops.where_valid(enters, slots)
+  place = indexing.where_valid(enters, slots)
   sequences = queue.with_status(sequences, numbers, enters, queue.RUNNING)
   # Those before the last one that enters, and that stay, are overtaken.
   entered = jnp.where(enters, chosen.candidates, -1)
   position = jnp.arange(waiting.numbers.shape[0], dtype=jnp.int32)
   passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
-  stays = ops.take(sequences.status, waiting.numbers, fill=queue.DONE)
-  stays = ops.where_valid(stays == queue.WAITING, waiting.numbers)
+  stays = indexing.take(sequences.status, waiting.numbers, fill=queue.DONE)
+  stays = indexing.where_valid(stays == queue.WAITING, waiting.numbers)
   state = _begin_anew(state, numbers, enters)
   return dataclasses.replace(
     state,
     cache=cache,
     sequences=queue.fail(sequences, numbers, hopeless, admitted.code),
-    running=ops.put(state.running, place, values=numbers),
-    leader=ops.put(state.leader, place, values=leader),
-    overtaken=ops.add(state.overtaken, stays, values=passed),
+    running=indexing.put(state.running, place, values=numbers),
+    leader=indexing.put(state.leader, place, values=leader),
+    overtaken=indexing.add(state.overtaken, stays, values=passed),
   )
 
 
@@ -360,13 +361,17 @@ def _begin_anew(
   Their pages are computed again, and have keys of this epoch.
   """
   epoch = state.cache.epoch
-  stale = enters & (ops.take(state.epochs, numbers) != epoch)
+  stale = enters & (indexing.take(state.epochs, numbers) != epoch)
   keys = state.page_keys
   if keys is not None:
-    keys = ops.put(keys, ops.where_valid(stale, numbers), values=jnp.uint32(0))
-  place = ops.where_valid(enters, numbers)
+    keys = indexing.put(
+      keys, indexing.where_valid(stale, numbers), values=jnp.uint32(0)
+    )
+  place = indexing.where_valid(enters, numbers)
   return dataclasses.replace(
-    state, page_keys=keys, epochs=ops.put(state.epochs, place, values=epoch)
+    state,
+    page_keys=keys,
+    epochs=indexing.put(state.epochs, place, values=epoch),
   )
 
 
@@ -388,7 +393,7 @@ def _pages_later(
   state: RolloutState, numbers: Array, found: Prefix, at_once: Array
 ) -> Array:
   """int32[R]: pages that newcomers need beyond those of their first tokens."""
-  length = ops.take(state.sequences.length, numbers)
+  length = indexing.take(state.sequences.length, numbers)
   if not state.cache.config.skips_pages:
     return jnp.zeros_like(length)
   first = jnp.minimum(found.num_cached_tokens + at_once, length)

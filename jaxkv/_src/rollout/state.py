@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import as_key
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import as_key
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
+from jaxkv._src.kv.pools import Pools
 from jaxkv._src.rollout import drafts
 from jaxkv._src.rollout import packing
 from jaxkv._src.rollout import placement
@@ -26,9 +27,8 @@ from jaxkv._src.rollout.drafts import Drafts
 from jaxkv._src.rollout.page_keys import page_keys
 from jaxkv._src.rollout.routing import unknown_experts
 from jaxkv._src.rollout.sequences import Sequences
-from jaxkv._src.rollout.settings import Sampling
-from jaxkv._src.rollout.settings import as_sampling
-from jaxkv.kv import Pools
+from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.settings import as_sampling
 
 
 @jax.tree_util.register_dataclass
@@ -308,12 +308,12 @@ def rehashed(state: RolloutState, rows: Array) -> RolloutState:
   salts = state.salts
   keys = page_keys(
     state.cache,
-    ops.take(state.sequences.tokens, rows),
-    None if salts is None else ops.take(salts, rows),
+    indexing.take(state.sequences.tokens, rows),
+    None if salts is None else indexing.take(salts, rows),
   )
   if keys is not None and state.page_keys is not None:
-    keys = ops.put(state.page_keys, rows, values=keys)
-  epochs = ops.put(state.epochs, rows, values=state.cache.epoch)
+    keys = indexing.put(state.page_keys, rows, values=keys)
+  epochs = indexing.put(state.epochs, rows, values=state.cache.epoch)
   return dataclasses.replace(state, page_keys=keys, epochs=epochs)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.rollout.state import RolloutState
 
 IDLE, PREFILL, DECODE, WAIT, PREEMPT = range(5)
@@ -157,7 +157,7 @@ def record(
   kind = jnp.where(draws & (counts == 1), jnp.int32(DECODE), kind)
   kind = jnp.where(preempted < none, jnp.int32(PREEMPT), kind)
   owner = jnp.minimum(state.running, preempted)
-  owner = ops.take(state.sequences.ids, owner, fill=-1)
+  owner = indexing.take(state.sequences.ids, owner, fill=-1)
   row = state.counters.steps % log.shape[0]
   return log.at[row].set(jnp.stack([owner, kind, counts]))
 

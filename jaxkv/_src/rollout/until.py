@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.state import RolloutState
 

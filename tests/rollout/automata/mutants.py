@@ -79,4 +79,4 @@ _TABLE = {
   ),
 }
 
-MUTANTS = table("jaxkv._src.rollout.automata", "tests/rollout/automata", _TABLE)
+MUTANTS = table("jaxkv._src.guides", "tests/rollout/automata", _TABLE)

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import settings
 
-from jaxkv._src.rollout.automata import byte_dfa
-from jaxkv._src.rollout.automata.byte_dfa import START
-from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
-from jaxkv._src.rollout.automata.grammars import Chain
-from jaxkv._src.rollout.automata.grammars import Choice
-from jaxkv._src.rollout.automata.grammars import Repeat
-from jaxkv._src.rollout.automata.grammars import literal
-from jaxkv._src.rollout.automata.grammars import optional
-from jaxkv._src.rollout.automata.regex import regex
+from jaxkv._src.guides import dfa
+from jaxkv._src.guides.dfa import START
+from jaxkv._src.guides.dfa import compile_grammar
+from jaxkv._src.guides.grammars import Chain
+from jaxkv._src.guides.grammars import Choice
+from jaxkv._src.guides.grammars import Repeat
+from jaxkv._src.guides.grammars import literal
+from jaxkv._src.guides.grammars import optional
+from jaxkv._src.guides.regex import regex
 from tests.rollout.automata.patterns import PATTERNS
 
 
@@ -123,7 +123,7 @@ class TestRefused:
       compile_grammar(Chain((literal("a"), Choice(()))))
 
   def test_too_many_states(self, monkeypatch):
-    monkeypatch.setattr(byte_dfa, "MOST_STATES", 1000)
+    monkeypatch.setattr(dfa, "MOST_STATES", 1000)
     with pytest.raises(ValueError, match="at most 1000 states, got more"):
       compile_grammar(regex("[ab]*a[ab]{12}"))
     with pytest.raises(ValueError, match="at most 10000 parts, got more"):

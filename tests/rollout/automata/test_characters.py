@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
-from jaxkv._src.rollout.automata.characters import LAST
-from jaxkv._src.rollout.automata.characters import characters
-from jaxkv._src.rollout.automata.characters import others
-from jaxkv._src.rollout.automata.grammars import Repeat
+from jaxkv._src.guides.characters import LAST
+from jaxkv._src.guides.characters import characters
+from jaxkv._src.guides.characters import others
+from jaxkv._src.guides.dfa import compile_grammar
+from jaxkv._src.guides.grammars import Repeat
 
 _EDGES = [0, 0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, LAST]
 _NEAR = sorted(

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from jaxkv import rollout
-from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
+from jaxkv._src.guides.dfa import compile_grammar
 
 
 def _dfa(depth, **options):

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
-from jaxkv._src.rollout.automata.regex import regex
+from jaxkv._src.guides.dfa import compile_grammar
+from jaxkv._src.guides.regex import regex
 from tests.rollout.automata.patterns import PATTERNS
 
 

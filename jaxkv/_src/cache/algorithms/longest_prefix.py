@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.cache.group_kinds import GroupKind
@@ -44,7 +45,7 @@ class Prefix(NamedTuple):
 
   def attached_pages(self, config: CacheConfig, num_columns: int) -> Array:
     """int32[R, G, num_columns]: the pages of the prefix, NO_PAGE elsewhere."""
-    inside = ops.between(self.first, self.stop, self.pages.shape[2])
+    inside = indexing.between(self.first, self.stop, self.pages.shape[2])
     pages = jnp.where(inside, self.pages, jnp.int32(config.no_page))
     missing = num_columns - pages.shape[2]
     return jnp.pad(
@@ -79,7 +80,7 @@ def find(
   possible = jnp.where(
     asked & (lengths >= 1) & (lengths <= tokens.shape[1]), lengths - 1, 0
   )
-  zero = ops.zeros_like(possible)
+  zero = sharding.zeros_like(possible)
   if hashed is None:
     root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
   else:
@@ -105,7 +106,7 @@ def find(
     first, stop = (
       jnp.where((found > 0)[:, None], columns, 0) for columns in (first, stop)
     )
-    last = jnp.maximum(ops.quotient(found, config.page_size) - 1, 0)
+    last = jnp.maximum(indexing.quotient(found, config.page_size) - 1, 0)
     last = last[:, None, None]
     end = jnp.take_along_axis(chain, last, axis=1)[:, 0]
     end = jnp.where(found[:, None] > 0, end, root)
@@ -214,7 +215,7 @@ def _agree(
     for key, own in members.items()
   ]
   kinds.sort(key=lambda kind: not kind.is_full)
-  zero = ops.zeros_like(limit)
+  zero = sharding.zeros_like(limit)
   if config.num_groups == 1:
     return _shorten(config, kinds[0], limit, limit >= 0), zero
   each = jnp.broadcast_to(zero, (len(kinds), *limit.shape))

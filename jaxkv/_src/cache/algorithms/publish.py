@@ -8,11 +8,13 @@ import chex
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.indexing import SlotRows
+from jaxkv._src.arrays.loops import Items
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.ops import Items
-from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_pool import PoolState
@@ -124,23 +126,23 @@ def publish(
   after = before + counts
   length = rows.write(state.length, counting, after)
   state = dataclasses.replace(state, length=length)
-  zeros = ops.zeros_like(counts)
+  zeros = sharding.zeros_like(counts)
   if hashes is None or secret is None:
     return state, zeros
-  num_aligned = ops.quotient(before, config.alignment)
+  num_aligned = indexing.quotient(before, config.alignment)
   stream = _Stream(
     slots=rows.where(counting),
     tokens=tokens,
     tail=rows.read(hashes.tail),
-    tail_length=ops.remainder(before, config.alignment),
+    tail_length=indexing.remainder(before, config.alignment),
     first=rules.final_pages(config, before) if known is None else known,
     stop=rules.final_pages(config, after),
     num_aligned=num_aligned,
-    num_completed=ops.quotient(after, config.alignment) - num_aligned,
+    num_completed=indexing.quotient(after, config.alignment) - num_aligned,
   )
   completes = jnp.any(stream.stop > stream.first, axis=1)
   completes |= stream.num_completed > 0
-  done = ops.for_each(
+  done = loops.for_each(
     completes.astype(jnp.int32),
     functools.partial(_publish_rows, config, secret, hashes, stream, keys),
     _Progress(
@@ -213,13 +215,15 @@ def roll_back(
   aligned = lengths // config.alignment
   steps = config.alignment // size
   first = aligned * steps
-  before = ops.take(state.page_table, slots, group, first - 1)
+  before = indexing.take(state.page_table, slots, group, first - 1)
   key = hashing.group_key(secret, prefix_index.key_of(index, before), group)
   root = rows.read(hashes.root)
   chain = jnp.where((aligned == 0)[:, None], root, key)
   columns = first[:, None] + jnp.arange(steps, dtype=jnp.int32)[None]
-  pages = ops.take(state.page_table, slots[:, None], group[:, None], columns)
-  tail = ops.take(index.tokens, pages)[..., :size]
+  pages = indexing.take(
+    state.page_table, slots[:, None], group[:, None], columns
+  )
+  tail = indexing.take(index.tokens, pages)[..., :size]
   tail = tail.reshape(slots.shape[0], config.alignment)
   moved = served & (aligned < rows.read(state.length) // config.alignment)
   hashes = dataclasses.replace(
@@ -228,7 +232,7 @@ def roll_back(
     tail=rows.write(hashes.tail, moved, tail),
   )
   # The keys are read before the index changes.
-  last = ops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
+  last = loops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
   pool, _ = page_pool.unpublish(
     state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)
   )
@@ -249,41 +253,45 @@ def _publish_rows(
   Two windows are nested here: `window` are rows of the call, at most
   ROWS_AT_ONCE; inside, items are columns of those rows.
   """
-  window = ops.where_valid(items.valid, items.row)
-  slots = ops.take(stream.slots, window, fill=ops.NOWHERE)
+  window = indexing.where_valid(items.valid, items.row)
+  slots = indexing.take(stream.slots, window, fill=indexing.NOWHERE)
   pages = _stream_pages(config, stream, window)
-  before = ops.take(done.chain, slots)
+  before = indexing.take(done.chain, slots)
   if known_keys is None:
     keys = hashing.row_keys(secret, before, pages)
   else:
-    keys = ops.take(known_keys, window)
+    keys = indexing.take(known_keys, window)
   steps = config.alignment // config.page_size
-  num_completed = ops.take(stream.num_completed, window)
+  num_completed = indexing.take(stream.num_completed, window)
   last = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]
-  chain = ops.put(
+  chain = indexing.put(
     done.chain,
-    ops.where_valid(num_completed > 0, slots),
+    indexing.where_valid(num_completed > 0, slots),
     values=jnp.take_along_axis(keys, last, axis=1)[:, 0],
   )
   final = page_table.ranges(
     slots,
-    ops.take(stream.first, window),
-    ops.take(stream.stop, window),
+    indexing.take(stream.first, window),
+    indexing.take(stream.stop, window),
   )
   page_steps = jnp.asarray(config.page_sizes, jnp.int32) // config.page_size
 
   def publish_columns(done: _Progress, items: Items) -> _Progress:
     place = page_table.place_of(final, items)
     slot, group, column = place
-    own = ops.quotient(items.row, config.num_groups)  # Position in `window`.
-    row = ops.take(window, own, fill=ops.NOWHERE)
-    step = ops.take(page_steps, group)
-    begin = column * step - ops.take(stream.num_aligned, row) * steps
-    key = ops.take(keys, own, begin + step - 1)
-    parent = ops.take(keys, own, begin - 1)
-    parent = jnp.where((begin == 0)[:, None], ops.take(before, own), parent)
+    own = indexing.quotient(
+      items.row, config.num_groups
+    )  # Position in `window`.
+    row = indexing.take(window, own, fill=indexing.NOWHERE)
+    step = indexing.take(page_steps, group)
+    begin = column * step - indexing.take(stream.num_aligned, row) * steps
+    key = indexing.take(keys, own, begin + step - 1)
+    parent = indexing.take(keys, own, begin - 1)
+    parent = jnp.where(
+      (begin == 0)[:, None], indexing.take(before, own), parent
+    )
     prompt_length, boundary = (
-      None if values is None else ops.take(values, slot)
+      None if values is None else indexing.take(values, slot)
       for values in (hashes.prompt_length, hashes.shared_prefix_boundary)
     )
     done, published = _insert(
@@ -297,13 +305,15 @@ def _publish_rows(
           config, column, group, prompt_length, boundary
         ),
         parents=hashing.group_key(secret, parent, group),
-        roots=ops.take(hashes.root, slot),
+        roots=indexing.take(hashes.root, slot),
       ),
     )
-    added = ops.add(done.num_published, row, values=published.astype(jnp.int32))
+    added = indexing.add(
+      done.num_published, row, values=published.astype(jnp.int32)
+    )
     return done._replace(num_published=added)
 
-  return ops.for_each(
+  return loops.for_each(
     final.counts,
     publish_columns,
     done._replace(chain=chain),
@@ -316,9 +326,9 @@ def _stream_pages(config: CacheConfig, stream: _Stream, rows: Array) -> Array:
   tokens = stream.tokens
   most = (config.alignment - 1 + tokens.shape[1]) // config.page_size
   column = jnp.arange(most * config.page_size, dtype=jnp.int32)[None, :]
-  new = column - ops.take(stream.tail_length, rows)[:, None]
-  before = ops.take(stream.tail, rows[:, None], column)
-  after = ops.take(tokens, rows[:, None], new)
+  new = column - indexing.take(stream.tail_length, rows)[:, None]
+  before = indexing.take(stream.tail, rows[:, None], column)
+  after = indexing.take(tokens, rows[:, None], new)
   pages = jnp.where(new < 0, before, after)
   return pages.reshape(rows.shape[0], most, config.page_size)
 
@@ -329,10 +339,10 @@ def _page_tokens(
   """int32[W, S]: tokens of pages that span `step` pages of the stream."""
   most = max(config.page_sizes) // config.page_size
   if most == 1:
-    return ops.take(pages, row, begin)
+    return indexing.take(pages, row, begin)
   offset = jnp.arange(most, dtype=jnp.int32)[None]
-  column = ops.where_valid(offset < step[:, None], begin[:, None] + offset)
-  held = ops.take(pages, row[:, None], column)
+  column = indexing.where_valid(offset < step[:, None], begin[:, None] + offset)
+  held = indexing.take(pages, row[:, None], column)
   return held.reshape(row.shape[0], -1)
 
 
@@ -343,7 +353,9 @@ def _new_tail(config: CacheConfig, stream: _Stream, counts: Array) -> Array:
   new = column + completed[:, None]
   rows = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]
   arrived = (new >= 0) & (new < counts[:, None])
-  return jnp.where(arrived, ops.take(stream.tokens, rows, new), stream.tail)
+  return jnp.where(
+    arrived, indexing.take(stream.tokens, rows, new), stream.tail
+  )
 
 
 def _with_room(
@@ -362,12 +374,12 @@ def _insert(
   """Publishes pages; bool[W]: those that are cached now."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
-  pages = ops.take(table, *final.place)
-  valid, again = pages > 0, ops.zeros_like(final.published)
+  pages = indexing.take(table, *final.place)
+  valid, again = pages > 0, sharding.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
     # A full page may have been shared while it waited for its key.
     valid &= ~page_pool.is_cached(pool, pages)
-    again = valid & ops.any_earlier(pages, valid)
+    again = valid & indexing.any_earlier(pages, valid)
   published = final.published & valid
   index = prefix_index.insert(
     pool.index,
@@ -403,7 +415,7 @@ def _merge(
   """Replaces pages by the page that was published first under their key."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
-  pages = ops.take(table, *final.place)
+  pages = indexing.take(table, *final.place)
   first = prefix_index.lookup(pool.index, final.keys, final.tokens)
   merges = published & (first > 0) & (first != pages)
   owner = jnp.zeros_like(pages)
@@ -412,10 +424,10 @@ def _merge(
   pool, outside = page_pool.drop(pool, pages, owner, merges)
   pool = page_pool.to_front(pool, pages, owner, outside)
   slot, group, column = final.place
-  column = ops.where_valid(merges, column)
+  column = indexing.where_valid(merges, column)
   done = done._replace(
     pool=pool,
-    page_table=ops.put(table, slot, group, column, values=first),
+    page_table=indexing.put(table, slot, group, column, values=first),
     num_merged=done.num_merged + jnp.sum(merges, dtype=jnp.int32),
   )
   return done, published & (merges | ~again)

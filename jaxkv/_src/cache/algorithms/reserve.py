@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.ops import SlotRows
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool import recurrent
@@ -71,7 +72,7 @@ def reservation(
   external: Array | None = None,
 ) -> Reservation:
   """The columns of rows that end at `stop`, or at `hit` where that is more."""
-  first = ops.zeros_like(hit) if first is None else first
+  first = sharding.zeros_like(hit) if first is None else first
   external = hit if external is None else external
   chex.assert_equal_shape([first, hit, external, stop])
   chex.assert_shape(begins, hit.shape[:1])
@@ -118,7 +119,7 @@ def reserve(
       rows,
       plan,
       served,
-      lambda _, row, group, column: ops.take(hits, row, group, column),
+      lambda _, row, group, column: indexing.take(hits, row, group, column),
     )
   if pops:
     return take(state, rows, plan, served), code
@@ -194,7 +195,7 @@ def grant(
   chex.assert_equal_shape([code, plan.begins])
   asked, available = code == Status.OK, state.pool.queue.num_free
   need = jnp.sum(plan.num_fresh, axis=1, dtype=jnp.int32)
-  keep_free = ops.zeros_like(need) if keep_free is None else keep_free
+  keep_free = sharding.zeros_like(need) if keep_free is None else keep_free
   if hits is None or hits.shape[-1] == 0:
     granted = in_order(need, asked, available, keep_free)
   else:
@@ -256,15 +257,15 @@ def pages_in(
     valid: bool[R, G].
   """
   group = jnp.arange(state.config.num_groups, dtype=jnp.int32)[None, :]
-  column = ops.where_valid(valid, column)
-  return ops.take(
+  column = indexing.where_valid(valid, column)
+  return indexing.take(
     state.page_table, slots[:, None], group, column, fill=state.config.no_page
   )
 
 
 def woken(state: CacheState, plan: Reservation, hits: Array) -> Array:
   """bool[R, G, P]: hits in the free queue, of sequences that begin."""
-  inside = ops.between(plan.first, plan.hit, hits.shape[2])
+  inside = indexing.between(plan.first, plan.hit, hits.shape[2])
   inside &= plan.begins[:, None, None]
   return inside & page_pool.is_free(state.pool, hits)
 
@@ -293,7 +294,7 @@ def _with_hits(
       return (granted.at[row].set(ok), left - jnp.where(ok, cost, 0)), None
 
     numbers = jnp.arange(need.shape[0], dtype=jnp.int32)
-    nobody = ops.zeros_like(asked)
+    nobody = sharding.zeros_like(asked)
     return lax.scan(serve, (nobody, available), numbers)[0][0]
 
   most = jnp.max(jnp.where(asked, keep_free, 0))

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.ops import NOWHERE
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.indexing import NOWHERE
 
 
 @jax.tree_util.register_dataclass
@@ -81,8 +83,8 @@ def pop(
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
-  pages = ops.take(queue.ring, place)
-  live = (ops.take(queue.position, pages, fill=NOWHERE) == place) & (
+  pages = indexing.take(queue.ring, place)
+  live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (
     lanes < queue.span
   )
   count = jnp.cumsum(live, dtype=jnp.int32)
@@ -115,10 +117,10 @@ def remove(
   """
   position, last = mark_last(queue.position, pages, valid)
   count = jnp.sum(last, dtype=jnp.int32)
-  place = ops.read_before(count, ops.where_valid(valid, pages))
+  place = loops.read_before(count, indexing.where_valid(valid, pages))
   queue = dataclasses.replace(
     queue,
-    position=ops.put(position, place, values=NOWHERE),
+    position=indexing.put(position, place, values=NOWHERE),
     num_free=queue.num_free - count,
   )
   return queue, count
@@ -146,7 +148,7 @@ def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
   """Puts pages before all others, one by one: the last one is the first."""
   rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = _wrap(queue, queue.head - rank)
-  queue = _write(queue, place, pages, valid, place, ops.zeros_like(valid))
+  queue = _write(queue, place, pages, valid, place, sharding.zeros_like(valid))
   return _grown(
     dataclasses.replace(queue, head=_wrap(queue, queue.head - rank[-1])),
     rank[-1],
@@ -160,16 +162,16 @@ def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
   def sweep(queue: FreeQueue) -> FreeQueue:
     ring = in_order(queue)
     lanes = jnp.arange(capacity, dtype=jnp.int32)
-    listed = ops.where_valid(lanes < queue.num_free, ring)
+    listed = indexing.where_valid(lanes < queue.num_free, ring)
     return dataclasses.replace(
       queue,
       ring=ring,
-      position=ops.put(queue.position, listed, values=lanes),
-      head=ops.zeros_like(queue.head),
+      position=indexing.put(queue.position, listed, values=lanes),
+      head=sharding.zeros_like(queue.head),
       span=queue.num_free,
     )
 
-  return ops.at_most_once(queue.span + count > capacity, sweep, queue)
+  return loops.at_most_once(queue.span + count > capacity, sweep, queue)
 
 
 def mark_last(
@@ -187,9 +189,9 @@ def mark_last(
     overwrites, and bool[W]: valid, and no later valid item names the page.
   """
   note = NOWHERE + 1 + jnp.arange(pages.shape[0], dtype=jnp.int32)
-  place = ops.where_valid(valid, pages)
-  position = ops.put_max(position, place, values=note)
-  return position, valid & (ops.take(position, place) == note)
+  place = indexing.where_valid(valid, pages)
+  position = indexing.put_max(position, place, values=note)
+  return position, valid & (indexing.take(position, place) == note)
 
 
 def in_order(queue: FreeQueue) -> Array:
@@ -197,13 +199,13 @@ def in_order(queue: FreeQueue) -> Array:
   capacity = queue.ring.shape[0]
   lanes = jnp.arange(capacity, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
-  pages = ops.take(queue.ring, place)
-  live = (ops.take(queue.position, pages, fill=NOWHERE) == place) & (
+  pages = indexing.take(queue.ring, place)
+  live = (indexing.take(queue.position, pages, fill=NOWHERE) == place) & (
     lanes < queue.span
   )
   rank = jnp.cumsum(live, dtype=jnp.int32) - 1
-  return ops.put(
-    jnp.zeros_like(queue.ring), ops.where_valid(live, rank), values=pages
+  return indexing.put(
+    jnp.zeros_like(queue.ring), indexing.where_valid(live, rank), values=pages
   )
 
 
@@ -217,10 +219,12 @@ def _write(
 ) -> FreeQueue:
   return dataclasses.replace(
     queue,
-    ring=ops.put(queue.ring, ops.where_valid(valid, place), values=pages),
-    position=ops.put(
+    ring=indexing.put(
+      queue.ring, indexing.where_valid(valid, place), values=pages
+    ),
+    position=indexing.put(
       queue.position,
-      ops.where_valid(valid | noted, pages),
+      indexing.where_valid(valid | noted, pages),
       values=jnp.where(valid, place, notes),
     ),
   )

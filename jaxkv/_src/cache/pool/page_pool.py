@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import free_queue
@@ -100,12 +101,12 @@ def pop(
   pages, _, valid = popped
   pool, removed = _unpublish(pool, pages, valid)
   num_evicted = jnp.int32(0) if removed is None else removed.total
-  place, new = ops.where_valid(valid, pages), pool.new
+  place, new = indexing.where_valid(valid, pages), pool.new
   if new is not None:
-    new = ops.put(new, place, values=True)
+    new = indexing.put(new, place, values=True)
   pool = dataclasses.replace(
     pool,
-    ref_count=ops.put(pool.ref_count, place, values=1),
+    ref_count=indexing.put(pool.ref_count, place, values=1),
     queue=queue,
     new=new,
     ages=_count_ages(pool, pages, removed),
@@ -124,9 +125,9 @@ def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
   queue, count = free_queue.remove(
     pool.queue, pages, valid & is_free(pool, pages)
   )
-  place = ops.read_before(count, ops.where_valid(valid, pages))
+  place = loops.read_before(count, indexing.where_valid(valid, pages))
   return dataclasses.replace(
-    pool, ref_count=ops.add(pool.ref_count, place, values=1), queue=queue
+    pool, ref_count=indexing.add(pool.ref_count, place, values=1), queue=queue
   )
 
 
@@ -147,9 +148,9 @@ def drop(
   Returns:
     The pool, and bool[W]: the items left outside of the queue.
   """
-  place = ops.where_valid(valid, pages)
-  ref_count = ops.add(pool.ref_count, place, values=-1)
-  unreferenced = valid & (ops.take(ref_count, pages, fill=1) == 0)
+  place = indexing.where_valid(valid, pages)
+  ref_count = indexing.add(pool.ref_count, place, values=-1)
+  unreferenced = valid & (indexing.take(ref_count, pages, fill=1) == 0)
   position, last = free_queue.mark_last(
     pool.queue.position, pages, unreferenced
   )
@@ -179,7 +180,7 @@ def to_front(
     owner: int32[W], as given to `drop`.
     valid: bool[W].
   """
-  left = ops.take(pool.queue.position, pages) == _left_by(owner)
+  left = indexing.take(pool.queue.position, pages) == _left_by(owner)
   queue = free_queue.push_front(pool.queue, pages, valid & left)
   return dataclasses.replace(pool, queue=queue)
 
@@ -246,7 +247,7 @@ def _count_ages(
 
 def is_free(pool: PoolState, pages: Array) -> Array:
   """bool[...]: whether pages, not the null page, stand in the queue."""
-  return ops.take(pool.ref_count, pages, fill=1) == 0
+  return indexing.take(pool.ref_count, pages, fill=1) == 0
 
 
 def is_cached(pool: PoolState, pages: Array) -> Array:
@@ -258,4 +259,4 @@ def is_cached(pool: PoolState, pages: Array) -> Array:
 
 def _left_by(owner: Array) -> Array:
   """The queue position of a page that `drop` left outside."""
-  return ops.NOWHERE + 1 + owner
+  return indexing.NOWHERE + 1 + owner

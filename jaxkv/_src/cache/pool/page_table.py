@@ -1,7 +1,7 @@
 """Ranges of page-table rows that are attached, filled, grown and shrunk.
 
 Every function takes the columns of many rows at once and walks over them in
-windows (`ops.for_each`), in the order of the rows.
+windows (`loops.for_each`), in the order of the rows.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.ops import Items
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.loops import Items
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
 
@@ -96,11 +98,13 @@ def attach(
   def step(carry, items: Items):
     pool, table = carry
     place = place_of(filled, items)
-    pages = read(table, ops.quotient(items.row, num_groups), place[1], place[2])
-    table = ops.put(table, *place, values=pages)
+    pages = read(
+      table, indexing.quotient(items.row, num_groups), place[1], place[2]
+    )
+    table = indexing.put(table, *place, values=pages)
     return page_pool.hold(pool, pages, items.valid & (pages > 0)), table
 
-  return ops.for_each(filled.counts, step, (pool, table))
+  return loops.for_each(filled.counts, step, (pool, table))
 
 
 def grow(
@@ -120,14 +124,14 @@ def grow(
 
   def trip(loop):
     done, evicted, pool, table = loop
-    pool, popped = page_pool.pop(pool, total - done, window=ops.WINDOW)
-    items = ops.locate(filled.counts, done + popped.rank)
+    pool, popped = page_pool.pop(pool, total - done, window=loops.WINDOW)
+    items = loops.locate(filled.counts, done + popped.rank)
     place = place_of(filled, items._replace(valid=popped.valid))
-    table = ops.put(table, *place, values=popped.pages)
+    table = indexing.put(table, *place, values=popped.pages)
     done = done + jnp.sum(popped.valid, dtype=jnp.int32)
     return done, evicted + popped.num_evicted, pool, table
 
-  zero = ops.zeros_like(total)
+  zero = sharding.zeros_like(total)
   _, evicted, pool, table = lax.while_loop(
     lambda loop: loop[0] < total, trip, (zero, zero, pool, table)
   )
@@ -157,28 +161,28 @@ def shrink(
   def give_back(loop, items: Items):
     pool, first_left = loop
     place = place_of(cleared, items, descending=True)
-    pages = ops.take(table, *place)
+    pages = indexing.take(table, *place)
     pool, outside = page_pool.drop(
       pool, pages, items.row, _is_page(pool, pages)
     )
-    first_left = ops.put_min(
-      first_left, ops.where_valid(outside, items.row), values=place[2]
+    first_left = indexing.put_min(
+      first_left, indexing.where_valid(outside, items.row), values=place[2]
     )
     return pool, first_left
 
   def push_front(pool: PoolState, items: Items) -> PoolState:
-    pages = ops.take(table, *place_of(rest, items))
+    pages = indexing.take(table, *place_of(rest, items))
     return page_pool.to_front(pool, pages, items.row, _is_page(pool, pages))
 
   pool = page_pool.reserve(pool, jnp.sum(cleared.counts, dtype=jnp.int32))
-  pool, first_left = ops.for_each(
+  pool, first_left = loops.for_each(
     cleared.counts, give_back, (pool, cleared.stop)
   )
   rest = cleared._replace(start=first_left)
   if pool.unhashed_first:
-    pool = ops.for_each(rest.counts, push_front, pool)
+    pool = loops.for_each(rest.counts, push_front, pool)
   # The loops above read the table; the one that writes it waits for them.
-  stop = ops.read_before(pool.queue.num_free, cleared.stop)
+  stop = loops.read_before(pool.queue.num_free, cleared.stop)
   return pool, fill(table, cleared._replace(stop=stop), left)
 
 
@@ -186,14 +190,14 @@ def fill(table: Array, filled: Ranges, page: int) -> Array:
   """The table with one page number in every column of every range."""
 
   def write(table: Array, items: Items) -> Array:
-    return ops.put(table, *place_of(filled, items), values=page)
+    return indexing.put(table, *place_of(filled, items), values=page)
 
-  return ops.for_each(filled.counts, write, table)
+  return loops.for_each(filled.counts, write, table)
 
 
 def fill_before(table: Array, slots: Array, first: Array, page: int) -> Array:
   """The table with one page number before columns int32[R, G] of slots."""
-  return fill(table, ranges(slots, ops.zeros_like(first), first), page)
+  return fill(table, ranges(slots, sharding.zeros_like(first), first), page)
 
 
 def place_of(
@@ -202,10 +206,10 @@ def place_of(
   """Slot, group and column of items; NOWHERE as column of invalid items."""
   edge = filled.stop if descending else filled.start
   of_range = jnp.stack([filled.slot, filled.group, edge], axis=-1)
-  found = ops.take(of_range, items.row, fill=ops.NOWHERE)
+  found = indexing.take(of_range, items.row, fill=indexing.NOWHERE)
   slot, group, column = (found[:, i] for i in range(3))
   column += -1 - items.offset if descending else items.offset
-  return slot, group, ops.where_valid(items.valid, column)
+  return slot, group, indexing.where_valid(items.valid, column)
 
 
 def _is_page(pool: PoolState, pages: Array) -> Array:

@@ -10,7 +10,7 @@ For caches without recurrent groups every function here is the identity.
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.pool import page_table
 
@@ -127,8 +127,8 @@ def num_pages(
   counts = stop - start
   if has_states(config):
     # Between two states there are only null pages.
-    inside = ops.between(start, stop, table.shape[-1])
-    held = ops.take(table, slots) > 0
+    inside = indexing.between(start, stop, table.shape[-1])
+    held = indexing.take(table, slots) > 0
     counts = jnp.sum(inside & held, axis=2, dtype=jnp.int32)
   return jnp.sum(counts, axis=1, dtype=jnp.int32)
 
@@ -149,7 +149,7 @@ def can_continue(
     return tokens >= 0
   last = config.sizes.by_group(lambda _, size: (tokens - 1) // size)
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
-  page = ops.take(table, slots[:, None], group, last)
+  page = indexing.take(table, slots[:, None], group, last)
   inside = config.sizes.open_pages(tokens) & (tokens < length)[:, None]
   kept = ((page > 0) & ~inside) | ~holds_states(config)
   return (tokens == 0) | jnp.all(kept, axis=1)
@@ -193,11 +193,11 @@ def _move(
   row = (slots[:, None], jnp.arange(config.num_groups, dtype=jnp.int32)[None])
   for nth in range(max(kind.num_speculative for kind in config.groups)):
     moves = nth < counts
-    old = ops.where_valid(moves, source + nth)
-    new = ops.where_valid(moves, target + nth)
-    pages = ops.take(table, *row, old)
-    table = ops.put(table, *row, new, values=pages)
-    table = ops.put(table, *row, old, values=left)
+    old = indexing.where_valid(moves, source + nth)
+    new = indexing.where_valid(moves, target + nth)
+    pages = indexing.take(table, *row, old)
+    table = indexing.put(table, *row, new, values=pages)
+    table = indexing.put(table, *row, old, values=left)
   return table
 
 

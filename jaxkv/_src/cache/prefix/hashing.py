@@ -33,7 +33,8 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 
 KEY_WORDS = 4
@@ -99,7 +100,7 @@ def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
   Returns:
     uint32[R, 4], or uint32[4] without salts.
   """
-  zero = ops.zeros_like(epoch)
+  zero = sharding.zeros_like(epoch)
   versions = (epoch, zero, zero, zero)
   root = _stack(_permute(_mixed(_unstack(secret[_ROOT]), versions)))
   if salts is None:
@@ -137,7 +138,7 @@ def page_digests(secret: Array, tokens: Array) -> Array:
   words = lax.bitcast_convert_type(tokens, jnp.uint32)
   words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])
   blocks = jnp.moveaxis(words.reshape(*batch, -1, KEY_WORDS), (-2, -1), (0, 1))
-  zero = ops.zeros_like(blocks[0, 0])
+  zero = sharding.zeros_like(blocks[0, 0])
   start = _mixed(_unstack(secret[_DIGEST]), (zero, zero, zero, zero))
 
   def absorb(state: Words, block: Array) -> tuple[Words, None]:
@@ -306,7 +307,7 @@ def init_slots(config: CacheConfig) -> SlotHashes | None:
 
 def start_slots(
   hashes: SlotHashes | None,
-  rows: ops.SlotRows,
+  rows: indexing.SlotRows,
   starts: Array,
   root: Array,
   *,
@@ -348,5 +349,6 @@ def copy_slots(
 ) -> SlotHashes | None:
   """Copies the rows of slots `src` to slots `dst`, int32[R] both."""
   return jax.tree.map(
-    lambda rows: ops.put(rows, dst, values=ops.take(rows, src)), hashes
+    lambda rows: indexing.put(rows, dst, values=indexing.take(rows, src)),
+    hashes,
   )

@@ -21,8 +21,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.ops import NOWHERE
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 
 BUCKET_PAGES = 8
@@ -92,17 +94,19 @@ def contains(index: PrefixIndex, pages: Array) -> Array:
 def position_of(index: PrefixIndex, pages: Array) -> Array:
   """int32[...]: positions in the flattened buckets; NOWHERE if not cached."""
   column = jnp.int32(_POSITION)
-  return ops.take(index.entry, pages, column, fill=NOWHERE).astype(jnp.int32)
+  return indexing.take(index.entry, pages, column, fill=NOWHERE).astype(
+    jnp.int32
+  )
 
 
 def key_of(index: PrefixIndex, pages: Array) -> Array:
   """uint32[..., 4]: keys of full pages."""
-  return _split(ops.take(index.entry, pages))[0]
+  return _split(indexing.take(index.entry, pages))[0]
 
 
 def stamp_of(index: PrefixIndex, pages: Array) -> Array:
   """uint32[...]: values of the clock when cached pages were published."""
-  return _split(ops.take(index.entry, pages))[1]
+  return _split(indexing.take(index.entry, pages))[1]
 
 
 def lookup(
@@ -126,8 +130,10 @@ def lookup(
 
   def visit(loop):
     bucket, going, best, best_age, limit = loop
-    candidates = ops.take(index.buckets, ops.where_valid(going, bucket))
-    key, stamp, _ = _split(ops.take(index.entry, candidates))
+    candidates = indexing.take(
+      index.buckets, indexing.where_valid(going, bucket)
+    )
+    key, stamp, _ = _split(indexing.take(index.entry, candidates))
     # Ages, not stamps: the clock may have wrapped around. They are at least 1,
     # since publishing a page advances the clock.
     age = stamp - index.clock if newest else index.clock - stamp
@@ -139,10 +145,10 @@ def lookup(
     best = jnp.where(age > best_age, page, best)
     best_age = jnp.maximum(age, best_age)
     following = _next_bucket(index, keys, bucket)
-    more = going & (ops.take(index.overflow, bucket) > 0)
+    more = going & (indexing.take(index.overflow, bucket) > 0)
     more &= following != first  # Else all buckets were visited.
     # A collision: once more, for the next page with this key.
-    same = jnp.all(ops.take(index.tokens, best) == tokens, axis=-1)
+    same = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
     again = going & ~more & (best > 0) & ~same
     return (
       jnp.where(again, first, following),
@@ -153,7 +159,7 @@ def lookup(
     )
 
   first = _first_bucket(index, keys)
-  zero, age = ops.zeros_like(first), ops.zeros_like(keys[:, 0])
+  zero, age = sharding.zeros_like(first), sharding.zeros_like(keys[:, 0])
   start = (first, first >= 0, zero, age, ~age)
   return lax.while_loop(lambda loop: jnp.any(loop[1]), visit, start)[2]
 
@@ -182,13 +188,13 @@ def insert(
   chex.assert_shape([pages, valid, published], (pages.size,))
   published &= valid
   order = jnp.cumsum(valid.astype(jnp.uint32))
-  place = ops.where_valid(valid, pages)
+  place = indexing.where_valid(valid, pages)
   earlier = jnp.tril(jnp.ones((pages.size, pages.size), bool), k=-1)
 
   def settle(loop):
     buckets, position, bucket, pending = loop
-    here = ops.where_valid(pending, bucket)
-    vacant = ops.take(buckets, here) == 0
+    here = indexing.where_valid(pending, bucket)
+    vacant = indexing.take(buckets, here) == 0
     # Pages that meet in one bucket take its empty places in their order.
     rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
     turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
@@ -197,7 +203,9 @@ def insert(
     fits = pending & jnp.any(chosen, axis=1)
     ways = jnp.arange(BUCKET_PAGES, dtype=jnp.int32)[None]
     way = jnp.max(jnp.where(chosen, ways, 0), axis=1)
-    buckets = ops.put(buckets, ops.where_valid(fits, bucket), way, values=pages)
+    buckets = indexing.put(
+      buckets, indexing.where_valid(fits, bucket), way, values=pages
+    )
     position = jnp.where(fits, bucket * BUCKET_PAGES + way, position)
     return buckets, position, _next_bucket(index, keys, bucket), pending & ~fits
 
@@ -219,8 +227,8 @@ def insert(
     index,
     buckets=buckets,
     overflow=_count_passed(index, keys, position, published, 1),
-    entry=ops.put(index.entry, place, values=entry),
-    tokens=ops.put(index.tokens, place, values=tokens),
+    entry=indexing.put(index.entry, place, values=entry),
+    tokens=indexing.put(index.tokens, place, values=tokens),
     clock=index.clock + order[-1],
   )
 
@@ -239,18 +247,20 @@ def remove(
     The index, and what was taken out of it.
   """
   keys, stamps, position = _split(
-    ops.take(index.entry, ops.where_valid(valid, pages), fill=NOWHERE)
+    indexing.take(index.entry, indexing.where_valid(valid, pages), fill=NOWHERE)
   )
   valid = position < NOWHERE
   count = jnp.sum(valid, dtype=jnp.int32)
-  home = ops.quotient(position, BUCKET_PAGES)
-  way = ops.remainder(position, BUCKET_PAGES)
-  place = ops.read_before(count, ops.where_valid(valid, pages))
+  home = indexing.quotient(position, BUCKET_PAGES)
+  way = indexing.remainder(position, BUCKET_PAGES)
+  place = loops.read_before(count, indexing.where_valid(valid, pages))
   index = dataclasses.replace(
     index,
-    buckets=ops.put(index.buckets, ops.where_valid(valid, home), way, values=0),
+    buckets=indexing.put(
+      index.buckets, indexing.where_valid(valid, home), way, values=0
+    ),
     overflow=_count_passed(index, keys, position, valid, -1),
-    entry=ops.put(
+    entry=indexing.put(
       index.entry, place, jnp.int32(_POSITION), values=jnp.uint32(NOWHERE)
     ),
   )
@@ -269,7 +279,9 @@ def clear(index: PrefixIndex) -> PrefixIndex:
 
 def recount(index: PrefixIndex, cached: Array) -> Array:
   """int32[Z]: the overflow counts that follow from the positions of pages."""
-  zero = dataclasses.replace(index, overflow=ops.zeros_like(index.overflow))
+  zero = dataclasses.replace(
+    index, overflow=sharding.zeros_like(index.overflow)
+  )
   key, _, position = _split(index.entry)
   return _count_passed(zero, key, position, cached, 1)
 
@@ -289,12 +301,14 @@ def _count_passed(
   Returns:
     int32[Z].
   """
-  home = ops.quotient(position, BUCKET_PAGES)
+  home = indexing.quotient(position, BUCKET_PAGES)
   first = _first_bucket(index, keys)
 
   def walk(loop):
     overflow, bucket, going = loop
-    overflow = ops.add(overflow, ops.where_valid(going, bucket), values=amount)
+    overflow = indexing.add(
+      overflow, indexing.where_valid(going, bucket), values=amount
+    )
     bucket = _next_bucket(index, keys, bucket)
     # A page that is not where its key leads ends after one round.
     return overflow, bucket, going & (bucket != home) & (bucket != first)

@@ -7,7 +7,7 @@ The one place that reads `CacheConfig.prefix_rules`, `use_eagle` and
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 
@@ -18,15 +18,15 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
   A hit ends where every group ends a page. Pages past the last such position
   get their keys later. With a draft model a group may need one page more.
   """
-  aligned = ops.quotient(tokens, config.alignment) * config.alignment
+  aligned = indexing.quotient(tokens, config.alignment) * config.alignment
 
   def final(_, size: int) -> Array:
     if config.prefix_rules == "classic":
-      return ops.quotient(tokens, size)
+      return indexing.quotient(tokens, size)
     if not config.use_eagle:
-      return ops.quotient(aligned, size)
+      return indexing.quotient(aligned, size)
     one_more = jnp.minimum(tokens, aligned + size)
-    return ops.quotient(jnp.where(aligned > 0, one_more, aligned), size)
+    return indexing.quotient(jnp.where(aligned > 0, one_more, aligned), size)
 
   return config.sizes.by_group(final)
 

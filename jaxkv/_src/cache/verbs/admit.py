@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.algorithms.reserve import reservation
 from jaxkv._src.cache.algorithms.reserve import reserve
-from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
@@ -216,7 +216,7 @@ def admit_found(
     (bad_length, Status.BAD_LENGTH),
     (jnp.maximum(lengths, encoder) > config.slot_tokens, Status.SLOT_FULL),
   )
-  taken = ~skipped & ops.any_earlier(slots, code == Status.OK)
+  taken = ~skipped & indexing.any_earlier(slots, code == Status.OK)
   code = jnp.where(taken, jnp.int32(Status.SLOT_IN_USE), code)
   asked = code == Status.OK
   found = find(asked)

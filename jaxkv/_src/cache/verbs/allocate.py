@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.algorithms.reserve import reservation
 from jaxkv._src.cache.algorithms.reserve import reserve
-from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.algorithms import reserve
-from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
@@ -80,9 +80,9 @@ def fork(
   """
   config = state.config
   skipped = ~mask_or_all(mask, src)
-  length = ops.take(state.length, src)
+  length = indexing.take(state.length, src)
   code = _first_code(state, src, dst, length, skipped)
-  held = ops.take(state.num_pages, src)
+  held = indexing.take(state.num_pages, src)
   full, stop = (
     config.sizes.keep_encoder(columns, held)
     for columns in (
@@ -90,7 +90,7 @@ def fork(
       config.sizes.columns_for(length, jnp.zeros_like(length)),
     )
   )
-  first = jnp.minimum(ops.take(state.num_skipped_pages, src), full)
+  first = jnp.minimum(indexing.take(state.num_skipped_pages, src), full)
   plan = reserve.reservation(
     state, first=first, hit=full, stop=stop, begins=jnp.ones_like(skipped)
   )
@@ -116,12 +116,12 @@ def share_prefix(
     dst: int32[R], empty slots, all different.
     served: bool[R], the rows that count.
   """
-  length, sizes = ops.take(state.length, src), state.config.sizes
-  held = ops.take(state.num_pages, src)
+  length, sizes = indexing.take(state.length, src), state.config.sizes
+  held = indexing.take(state.num_pages, src)
   full = sizes.keep_encoder(sizes.full_pages(length), held)
   plan = reserve.reservation(
     state,
-    first=jnp.minimum(ops.take(state.num_skipped_pages, src), full),
+    first=jnp.minimum(indexing.take(state.num_skipped_pages, src), full),
     hit=full,
     stop=full,
     begins=jnp.ones_like(served),
@@ -136,7 +136,7 @@ def owed_copies(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> Copies:
   """The copies of partly full pages, after a fork of slots int32[R]."""
-  sizes, length = state.config.sizes, ops.take(state.length, dst)
+  sizes, length = state.config.sizes, indexing.take(state.length, dst)
   full = sizes.full_pages(length)
   partial = sizes.open_pages(length) & served[:, None]
   return Copies(
@@ -157,13 +157,13 @@ def _share(
   """Attaches the full pages of `src`, and copies its length and hashes."""
 
   def read(table: Array, row: Array, group: Array, column: Array) -> Array:
-    return ops.take(table, ops.take(src, row), group, column)
+    return indexing.take(table, indexing.take(src, row), group, column)
 
-  length, place = ops.take(state.length, src), rows.where(served)
+  length, place = indexing.take(state.length, src), rows.where(served)
   state = reserve.attach(state, rows, plan, served, read)
   return dataclasses.replace(
     state,
-    length=ops.put(state.length, place, values=length),
+    length=indexing.put(state.length, place, values=length),
     hashes=hashing.copy_slots(state.hashes, src, place),
   )
 
@@ -183,6 +183,6 @@ def _first_code(
   )
   return first_code(
     (code != Status.OK, code),
-    (ops.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),
+    (indexing.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),
     (~kept, Status.RECYCLED),
   )

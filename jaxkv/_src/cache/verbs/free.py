@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.indexing import SlotRows
 from jaxkv._src.cache.algorithms import publish
 from jaxkv._src.cache.algorithms import reserve
-from jaxkv._src.cache.ops import SlotRows
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
@@ -269,7 +269,7 @@ def truncate(
   partial = config.sizes.open_pages(lengths)
   reopened = partial & (full < config.sizes.full_pages(length))
   last = reserve.pages_in(state, rows.slots, full, reopened)
-  shared = reopened & (ops.take(state.pool.ref_count, last) > 1)
+  shared = reopened & (indexing.take(state.pool.ref_count, last) > 1)
   keep = config.sizes.keep_encoder(full + partial.astype(jnp.int32), held)
   keep = jnp.where((lengths > 0)[:, None], keep, 0)
   # A shared last page is given back and replaced by a fresh one.

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
@@ -66,7 +67,7 @@ def touch(
   names = _names(state, pages, mask)
   if names.size == 0:
     return state, Outcome(code=pages)
-  known = (ops.take(state.pool.ref_count, names) > 0) | (
+  known = (indexing.take(state.pool.ref_count, names) > 0) | (
     page_pool.is_cached(state.pool, names)
   )
   code = _first_code(state, names, (~known, Status.NOT_CACHED))
@@ -159,7 +160,7 @@ def unpin(
     return state, Outcome(code=pages)
   columns = pages.shape[-1] if pages.ndim else 1
   earlier, later = _repeats(names, columns)
-  pins = ops.take(state.pool.pin_count, names)
+  pins = indexing.take(state.pool.pin_count, names)
   code = _first_code(state, names, (earlier >= pins, Status.NOT_PINNED))
   given = code == Status.OK
   # Of several pins of one page only the last one given back can free it.
@@ -214,11 +215,11 @@ def evict(
   names = _names(state, pages, mask)
   if names.size == 0:
     return state, Outcome(code=pages)
-  again = ops.num_earlier(names) > 0
+  again = indexing.num_earlier(names) > 0
   missing = ~page_pool.is_cached(state.pool, names) | again
   code = _first_code(state, names, (missing, Status.NOT_CACHED))
   # The count of free pages depends on every earlier read of the index.
-  place = ops.read_before(state.pool.queue.num_free, names)
+  place = loops.read_before(state.pool.queue.num_free, names)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
   return _finished(state, pool, code, pages)
 
@@ -251,21 +252,21 @@ def _repeats(names: Array, columns: int) -> tuple[Array, Array]:
     return values.reshape(-1, columns)[:, ::-1].reshape(-1)
 
   released = turned(names)
-  later = ops.num_earlier(released[::-1])[::-1]
-  return turned(ops.num_earlier(released)), turned(later)
+  later = indexing.num_earlier(released[::-1])[::-1]
+  return turned(indexing.num_earlier(released)), turned(later)
 
 
 def _hold(pool: PoolState, names: Array, valid: Array) -> PoolState:
-  place = ops.where_valid(valid, names)
+  place = indexing.where_valid(valid, names)
   pool = dataclasses.replace(
-    pool, pin_count=ops.add(pool.pin_count, place, values=1)
+    pool, pin_count=indexing.add(pool.pin_count, place, values=1)
   )
   return page_pool.hold(pool, names, valid)
 
 
 def _less(counts: Array, names: Array, valid: Array) -> Array:
   """int32[N]: the counts, one less for every valid name."""
-  return ops.add(counts, ops.where_valid(valid, names), values=-1)
+  return indexing.add(counts, indexing.where_valid(valid, names), values=-1)
 
 
 def _finished(

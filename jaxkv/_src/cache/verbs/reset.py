@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
@@ -92,7 +92,9 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   epoch, root = state.epoch + jnp.uint32(1), state.root
   if root is not None and state.secret is not None:
     # Computed from the old root too, so that a donated buffer is used again.
-    root = ops.zeros_like(root) ^ hashing.root_key(state.secret, epoch, None)
+    root = sharding.zeros_like(root) ^ hashing.root_key(
+      state.secret, epoch, None
+    )
   state = dataclasses.replace(state, epoch=epoch, root=root)
   return state, NewEpoch(epoch)
 
@@ -117,4 +119,6 @@ def clear_error(state: CacheState) -> tuple[CacheState, ClearedError]:
     ('BAD_LENGTH', 0)
   """
   cleared = ClearedError(state.error)
-  return dataclasses.replace(state, error=ops.zeros_like(state.error)), cleared
+  return dataclasses.replace(
+    state, error=sharding.zeros_like(state.error)
+  ), cleared

@@ -20,7 +20,8 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
@@ -34,7 +35,7 @@ from jaxkv._src.host.atomic import atomic
 from jaxkv._src.host.atomic import query
 from jaxkv._src.host.atomic import transition
 
-_LOOSE = ops.NOWHERE - 1
+_LOOSE = indexing.NOWHERE - 1
 """The position of a loose page: no entry of the queue is there."""
 
 
@@ -143,10 +144,10 @@ def touch(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
 def release(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
   """One reference less a page int32[X]; those without any are queued."""
   pool, valid = state.pool, pages > 0
-  place = ops.where_valid(valid, pages)
-  given = ops.add(ops.zeros_like(pool.pin_count), place, values=1)
-  own = ops.take(pool.pin_count, pages) - _num_loose(pool, pages)
-  missing = valid & (ops.take(given, pages) > own)
+  place = indexing.where_valid(valid, pages)
+  given = indexing.add(sharding.zeros_like(pool.pin_count), place, values=1)
+  own = indexing.take(pool.pin_count, pages) - _num_loose(pool, pages)
+  missing = valid & (indexing.take(given, pages) > own)
   code, page = _first((missing, Refusal.NOT_PINNED), pages=pages)
   pool = _dropped(pool, pages, valid & (code == Refusal.NONE))
   return dataclasses.replace(state, pool=pool), _answer(code, page)
@@ -200,8 +201,8 @@ def add_reference(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
   """One more reference of a page int32[1], free, loose or in use."""
   pool, valid = state.pool, pages > 0
   loose = valid & _is_loose(pool, pages)
-  place = ops.where_valid(loose, pages)
-  position = ops.put(pool.queue.position, place, values=ops.NOWHERE)
+  place = indexing.where_valid(loose, pages)
+  position = indexing.put(pool.queue.position, place, values=indexing.NOWHERE)
   queue = dataclasses.replace(pool.queue, position=position)
   # The pin that held the loose page is the reference now.
   pool = dataclasses.replace(pool, queue=queue)
@@ -216,7 +217,7 @@ def remove_reference(
 ) -> tuple[CacheState, Array]:
   """One reference less of a page int32[1]; without any it is loose."""
   pool = state.pool
-  own = ops.take(pool.pin_count, pages) - _num_loose(pool, pages)
+  own = indexing.take(pool.pin_count, pages) - _num_loose(pool, pages)
   references = _references(pool, pages)
   code, page = _first(
     (references < 1, Refusal.NO_REFERENCE),
@@ -267,8 +268,8 @@ def publish(
   index, _ = lax.scan(insert, pool.index, parts)
   log = pool.events
   if log is not None:
-    place = ops.where_valid(valid, pages)
-    group_of = ops.put(log.group_of, place, values=groups)
+    place = indexing.where_valid(valid, pages)
+    group_of = indexing.put(log.group_of, place, values=groups)
     log = dataclasses.replace(log, group_of=group_of)
   pool = dataclasses.replace(pool, index=index, events=log)
   return dataclasses.replace(state, pool=pool), _answer(code, page)
@@ -326,9 +327,9 @@ def hashes(state: CacheState, pages: Array) -> tuple[Array, ...]:
   """
   index, log = state.pool.index, state.pool.events
   assert index is not None
-  group = ops.zeros_like(pages)
+  group = sharding.zeros_like(pages)
   if log is not None:
-    group = ops.take(log.group_of, pages)
+    group = indexing.take(log.group_of, pages)
   age = index.clock - prefix_index.stamp_of(index, pages)
   cached = prefix_index.contains(index, pages)
   return cached, age, prefix_index.key_of(index, pages), group
@@ -339,7 +340,7 @@ def tokens_of(state: CacheState, pages: Array) -> Array:
   """int32[X, S]: tokens of pages with a hash."""
   index = state.pool.index
   assert index is not None
-  return ops.take(index.tokens, pages)
+  return indexing.take(index.tokens, pages)
 
 
 @query
@@ -369,11 +370,11 @@ def chain(state: CacheState, tokens: Array, salt: Array) -> Array:
 
 def _references(pool: PoolState, pages: Array) -> Array:
   """int32[X], without the pin that holds a loose page."""
-  return ops.take(pool.ref_count, pages) - _num_loose(pool, pages)
+  return indexing.take(pool.ref_count, pages) - _num_loose(pool, pages)
 
 
 def _is_loose(pool: PoolState, pages: Array) -> Array:
-  return ops.take(pool.queue.position, pages) == _LOOSE
+  return indexing.take(pool.queue.position, pages) == _LOOSE
 
 
 def _num_loose(pool: PoolState, pages: Array) -> Array:
@@ -384,7 +385,7 @@ def _num_loose(pool: PoolState, pages: Array) -> Array:
 def _dropped(pool: PoolState, pages: Array, valid: Array) -> PoolState:
   pool = pins.add(pool, pages, valid, -1)
   pool = page_pool.reserve(pool, jnp.sum(valid, dtype=jnp.int32))
-  return page_pool.drop(pool, pages, ops.zeros_like(pages), valid)[0]
+  return page_pool.drop(pool, pages, sharding.zeros_like(pages), valid)[0]
 
 
 def _loosened(pool: PoolState, pages: Array, valid: Array) -> PoolState:
@@ -393,15 +394,15 @@ def _loosened(pool: PoolState, pages: Array, valid: Array) -> PoolState:
 
 
 def _marked(pool: PoolState, pages: Array, valid: Array) -> PoolState:
-  place = ops.where_valid(valid, pages)
-  position = ops.put(pool.queue.position, place, values=_LOOSE)
+  place = indexing.where_valid(valid, pages)
+  position = indexing.put(pool.queue.position, place, values=_LOOSE)
   queue = dataclasses.replace(pool.queue, position=position)
   return dataclasses.replace(pool, queue=queue)
 
 
 def _named_again(pages: Array) -> Array:
   """bool[X]: not the null page, and named before."""
-  return (pages > 0) & (ops.num_earlier(pages) > 0)
+  return (pages > 0) & (indexing.num_earlier(pages) > 0)
 
 
 def _first(

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache import telemetry
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.prefix import prefix_index
@@ -299,8 +299,8 @@ class PageCache(CacheManager):
 def _hand_over(state: CacheState, slots: Array) -> tuple[CacheState, None]:
   """Pins the pages of slots int32[1] and frees the slots."""
   columns = jnp.arange(state.config.pages_per_slot, dtype=jnp.int32)
-  pages = ops.take(state.page_table, slots)
-  held = columns[None, None] < ops.take(state.num_pages, slots)[..., None]
+  pages = indexing.take(state.page_table, slots)
+  held = columns[None, None] < indexing.take(state.num_pages, slots)[..., None]
   state, _ = touch(state, pages, mask=held & (pages > 0))
   return free(state, slots=slots)[0], None
 
@@ -361,9 +361,11 @@ def _read_log(state: CacheState, tokens: Array) -> Array:
   first, before, after, behind = tokens
   rows = first + jnp.arange(_ROWS, dtype=jnp.int32)
   numbers = [log.kind, log.page, log.group, log.column]
-  parts = [ops.take(values, rows)[:, None] for values in numbers]
+  parts = [indexing.take(values, rows)[:, None] for values in numbers]
   for words in (log.key, log.parent):
-    parts.append(lax.bitcast_convert_type(ops.take(words, rows), jnp.int32))
+    parts.append(
+      lax.bitcast_convert_type(indexing.take(words, rows), jnp.int32)
+    )
   ends = [
     rules.final_pages(state.config, count).reshape(-1)
     for count in (before, after)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import loops
 from jaxkv._src.models.decoder import attention as attentions
 from jaxkv._src.models.decoder import block
 from jaxkv._src.models.decoder import layout
@@ -150,7 +150,7 @@ def _read(weights: Params, repetition: jax.Array, x: jax.Array) -> Params:
   first one: as much more memory, and on a CPU twice the time of a decode step.
   """
   known = (x[0, 0, 0] > 0).astype(jnp.int32)
-  index = ops.read_before(known, repetition)
+  index = loops.read_before(known, repetition)
   return jax.tree.map(
     lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
     weights,

@@ -19,7 +19,10 @@ from typing import Any
 
 import jax
 
-from jaxkv import kv as paged
+from jaxkv._src.kv.memory import KVPages
+from jaxkv._src.kv.shared_prefix import refresh_shared
+from jaxkv._src.kv.view import PackedView
+from jaxkv._src.kv.view import View
 from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import logits as all_logits
@@ -33,7 +36,7 @@ from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.own_pages import memory_within
 from jaxkv._src.models.decoder.params import Params
 
-_AnyView = paged.View | paged.PackedView
+_AnyView = View | PackedView
 
 
 @functools.partial(
@@ -106,7 +109,7 @@ def forward(
     ...                       mlp_dim=16)
     >>> cache = jaxkv.CacheConfig(num_pages=3, page_size=4, num_slots=1,
     ...                           pages_per_slot=2)
-    >>> view = paged.View(page_table=jnp.array([[2, 1]]),
+    >>> view = View(page_table=jnp.array([[2, 1]]),
     ...                   starts=jnp.array([0]), counts=jnp.array([3]))
     >>> logits, kv = forward(
     ...   models.init_params(jax.random.key(0), config),
@@ -120,16 +123,16 @@ def forward(
   views = view if isinstance(view, tuple) else (view,)
   pools = kv if type(kv) is tuple else (kv,)
   check_memory(pools, views, config)
-  counts = None if isinstance(views[0], paged.PackedView) else views[0].counts
+  counts = None if isinstance(views[0], PackedView) else views[0].counts
   kinds, numbers = layout.groups(config), layout.group_pools(config)
   seen: list[Any] = list(views)
   exact, each = is_exact(config), token_wise(config)
   for group, one in enumerate(views):
-    single = isinstance(one, paged.PackedView) or tokens.shape[1:] == (1,)
+    single = isinstance(one, PackedView) or tokens.shape[1:] == (1,)
     pool, kind = pools[numbers[group]], kinds[group]
     shares = not kind.skips_pages and not exact
     if single and shares and _has_keys(pool):
-      seen[group] = paged.refresh_shared(pool, one)
+      seen[group] = refresh_shared(pool, one)
   routing.check_experts(experts, tokens, config)
   keep = memories.Paged(tuple(seen), backend, heads, experts, exact, each)
   wanted = logits if columns is None else columns
@@ -313,4 +316,4 @@ def chosen_experts(
 
 
 def _has_keys(pool: Any) -> bool:
-  return isinstance(pool, paged.KVPages) and pool.v is not None
+  return isinstance(pool, KVPages) and pool.v is not None

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.cache import checks
+from jaxkv._src.arrays import arguments
 from jaxkv._src.models.decoder import blocks
 from jaxkv._src.models.decoder import log_probs
 from jaxkv._src.models.decoder import logits
@@ -16,9 +16,8 @@ from jaxkv._src.models.decoder import trees
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.own_pages import memory_within
 from jaxkv._src.models.decoder.params import Params
-from jaxkv._src.temperature import as_temperature
-from jaxkv._src.temperature import divisor
-from jaxkv_kernels._src import check
+from jaxkv._src.sampling.temperature import as_temperature
+from jaxkv._src.sampling.temperature import divisor
 
 Levels = jax.Array | tuple[jax.Array, ...]
 """What is said of completions, or of each level of a tree of them."""
@@ -128,7 +127,7 @@ def grouped_log_probs(
   """
   if not isinstance(config, Decoder):
     hint = "describe one, such as with `models.llama`"
-    check.refuse(TypeError, "config", "a Decoder", config, hint)
+    arguments.refuse(TypeError, "config", "a Decoder", config, hint)
   single = not isinstance(completions, tuple)
   levels, lengths = _checked(
     (prompts, *_levels(completions)),
@@ -263,11 +262,11 @@ def _checked(
   above, levels, sizes = (), [], []
   for own, length in zip(tokens, lengths, strict=True):
     name, more = ("completions", "GR") if levels else ("prompts", "NP")
-    own = checks.as_int32(name, own)
-    checks.check_shape(name, own, (*above, *more))
+    own = arguments.as_int32(name, own)
+    arguments.check_shape(name, own, (*above, *more))
     above, label = own.shape[:-1], f"{name.removesuffix('s')}_lengths"
-    length = checks.as_int32(label, length)
-    checks.check_shape(label, length, above, f", one for each row of {name}")
+    length = arguments.as_int32(label, length)
+    arguments.check_shape(label, length, above, f", one for each row of {name}")
     levels.append(own)
     sizes.append(length)
   return tuple(levels), tuple(sizes)
@@ -285,7 +284,7 @@ def _checked_experts(
   if experts is None:
     return None
   if not isinstance(experts, tuple) or len(experts) != 2:
-    found = check.described(experts)
+    found = arguments.describe(experts)
     if isinstance(experts, tuple | list):
       found = f"a {type(experts).__name__} of {len(experts)}"
     raise TypeError(
@@ -302,8 +301,8 @@ def _checked_experts(
     if not isinstance(own, jax.Array | np.ndarray):
       raise TypeError(
         "`experts` must be arrays, one for prompts and one for each level of "
-        f"completions, got {check.described(own)}; leave it out to choose them "
-        "anew."
+        f"completions, got {arguments.describe(own)}; leave it out to choose "
+        "them anew."
       )
     routing.check_experts(own, level, config)
   return used

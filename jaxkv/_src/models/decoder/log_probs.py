@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxkv._src import log_probs
+from jaxkv._src.exact import log_probs
 from jaxkv._src.models.decoder import logits as all_logits
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.numerics import is_exact

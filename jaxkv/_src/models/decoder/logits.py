@@ -8,12 +8,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxkv._src.arrays import arguments
 from jaxkv._src.models.decoder import blocks
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
-from jaxkv_kernels._src import check
 
 Wanted = Literal["all", "last", "none"]
 
@@ -93,8 +93,8 @@ def _pick(
 
 def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:
   """Raises unless both are integers [B, T]."""
-  check_integers("tokens", tokens)
-  check_integers("positions", positions)
+  arguments.check_integers("tokens", tokens)
+  arguments.check_integers("positions", positions)
   if tokens.ndim != 2:
     raise ValueError(f"`tokens` must be [B, T], got shape {tokens.shape}.")
   if positions.shape != tokens.shape:
@@ -102,13 +102,6 @@ def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:
       f"`positions` must have the shape of tokens, {tokens.shape}, got "
       f"{positions.shape}."
     )
-
-
-def check_integers(name: str, values: jax.Array) -> None:
-  """Raises TypeError unless it is an array of integers."""
-  check.is_array(name, values)
-  if not jnp.issubdtype(values.dtype, jnp.integer):
-    check.refuse(TypeError, name, "integers", values)
 
 
 def _check_wanted(

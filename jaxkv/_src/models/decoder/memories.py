@@ -17,8 +17,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
-from jaxkv import kv as paged
+from jaxkv._src.kv.append import write
+from jaxkv._src.kv.attention import attend
+from jaxkv._src.kv.tokens import TokenPages
+from jaxkv._src.kv.tokens import write_tokens
 from jaxkv._src.kv.view import AnyView
+from jaxkv._src.kv.view import PackedView
 from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder import states
@@ -81,8 +85,8 @@ class Paged:
   ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Keeps k and v [B, T, K, D]; what q [B, T, H, D] reads, alike."""
     view = self.views[place.group]
-    pool = paged.write(memory[place.pool], view, place.layer, k, v)
-    out = paged.attend(
+    pool = write(memory[place.pool], view, place.layer, k, v)
+    out = attend(
       pool,
       view,
       place.layer,
@@ -111,8 +115,8 @@ class Paged:
     """
     vector = jnp.concatenate([latent[:, :, None], rotated], axis=-1)
     view = self.views[place.group]
-    pool = paged.write(memory[place.pool], view, place.layer, vector)
-    out = paged.attend(
+    pool = write(memory[place.pool], view, place.layer, vector)
+    out = attend(
       pool,
       view,
       place.layer,
@@ -139,7 +143,7 @@ class Paged:
     """
     del attention
     pool, view = memory[place.pool], self.views[place.group]
-    if isinstance(view, paged.PackedView):
+    if isinstance(view, PackedView):
       out, pool = states.packed(run, inputs, pool, view, place.layer)
     else:
       out, pool = states.by_page(run, inputs, pool, view, place.layer)
@@ -150,10 +154,10 @@ class Paged:
   ) -> tuple[Any, ...]:
     """Keeps the experts int32[B, T, k] that tokens used, if it has pages."""
     pool = memory[-1]
-    if not isinstance(pool, paged.TokenPages):
+    if not isinstance(pool, TokenPages):
       return memory
     view = self.views[pool.group]
-    pool = paged.write_tokens(pool, view, place.routed, used)
+    pool = write_tokens(pool, view, place.routed, used)
     return (*memory[:-1], pool)
 
 

@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Any
 
-from jaxkv import kv as paged
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.kv.memory import init as init_pages
+from jaxkv._src.kv.states import init_states
+from jaxkv._src.kv.tokens import TokenPages
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import layout
@@ -124,14 +126,14 @@ def init_kv(
     if name == "keys and values":
       heads, dim = sizes
       pools.append(
-        paged.init(
+        init_pages(
           config, num_layers=layers, num_kv_heads=heads, head_dim=dim,
           dtype=dtype,
         )
       )  # fmt: skip
     elif name == "latents":
       pools.append(
-        paged.init(
+        init_pages(
           config, num_layers=layers, num_kv_heads=1, head_dim=sum(sizes),
           value_dim=sizes[0], dtype=dtype,
         )
@@ -140,7 +142,7 @@ def init_kv(
       shapes = states.state_shapes(
         DeltaNet(**dict(zip(_DELTA_NET, sizes, strict=True)))
       )
-      pools.append(paged.init_states(config, num_layers=layers, shapes=shapes))
+      pools.append(init_states(config, num_layers=layers, shapes=shapes))
   if experts:
     pools.append(routing.init_pool(decoder, config))
   return tuple(pools) if len(pools) > 1 else pools[0]
@@ -156,7 +158,7 @@ def check_memory(
       f"`view` must have a view for each of the {len(groups)} layer groups of "
       f"config, got {len(views)}; give a tuple in the order of cache_groups."
     )
-  if len(pools) > wanted and isinstance(pools[-1], paged.TokenPages):
+  if len(pools) > wanted and isinstance(pools[-1], TokenPages):
     routing.check_pool(pools[-1], config)
     pools = pools[:-1]
   if len(pools) != wanted:

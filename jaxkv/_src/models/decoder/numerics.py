@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv._src import tiles
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import sharding
+from jaxkv._src.exact import row_loop
 from jaxkv._src.models.decoder import attention as attentions
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
@@ -47,7 +47,7 @@ def _in_tiles(tile: int, function: Any, weights: Any, *arrays: Any) -> Any:
     return jax.tree.map(lambda x: x[0], function(weights, *rows))
 
   rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
-  out = tiles.in_tiles(one_row, weights, rows, tile=tile)
+  out = row_loop.in_tiles(one_row, weights, rows, tile=tile)
   return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), out)
 
 
@@ -65,7 +65,7 @@ def _recur(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """A token at a time, with the gradient of all of them at once."""
   step = functools.partial(_token_by_token, run)
-  return tiles.with_gradient(step, run, weights, *arguments)
+  return row_loop.with_gradient(step, run, weights, *arguments)
 
 
 def _token_by_token(
@@ -92,11 +92,13 @@ def _token_by_token(
       lambda x: lax.dynamic_index_in_dim(x, column, 1, keepdims=False), inputs
     )
     count = (column < counts).astype(jnp.int32)
-    read, states = tiles.loop(one, weights, (token, states, count), tile=_ROWS)
+    read, states = row_loop.loop(
+      one, weights, (token, states, count), tile=_ROWS
+    )
     return lax.dynamic_update_index_in_dim(out, read, column, 1), states
 
   most = jnp.minimum(jnp.max(counts, initial=0), columns).astype(jnp.int32)
-  out, states, most, _ = ops.alike(
+  out, states, most, _ = sharding.match_varying_axes(
     (out, states, most, (weights, inputs, counts))
   )
   return lax.fori_loop(jnp.zeros_like(most), most, trip, (out, states))

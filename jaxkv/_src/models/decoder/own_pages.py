@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
-from jaxkv import kv as paged
-from jaxkv._src import tiles
 from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.exact import row_loop
+from jaxkv._src.kv.append import write
+from jaxkv._src.kv.attention import attend
+from jaxkv._src.kv.memory import init as init_pages
+from jaxkv._src.kv.view import View
 from jaxkv._src.models.decoder import memories
 from jaxkv._src.models.decoder.branches import Branches
 from jaxkv._src.models.decoder.description import Decoder
@@ -100,7 +103,7 @@ class OwnPages(Nowhere):
     def like(tree: Any, q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
       return _fast(tree).attend(q, k, v, sinks=sinks, **numbers)
 
-    return tiles.with_gradient(exact, like, self._tree, q, k, v, sinks)
+    return row_loop.with_gradient(exact, like, self._tree, q, k, v, sinks)
 
   def latent(
     self,
@@ -137,7 +140,7 @@ class OwnPages(Nowhere):
       return fast.latent(attention, nowhere, weights, q, latent, rotated, ())[0]
 
     own = {name: weights[name] for name in ("key", "value")}
-    out: Any = tiles.with_gradient(
+    out: Any = row_loop.with_gradient(
       exact, like, self._tree, own, q, latent, rotated
     )
     return out, memory
@@ -214,7 +217,7 @@ def _attend(
     num_slots=rows,
     pages_per_slot=pages,
   )
-  pool = paged.init(
+  pool = init_pages(
     config,
     num_layers=1,
     num_kv_heads=heads,
@@ -224,13 +227,13 @@ def _attend(
   )
   table = jnp.arange(1, rows * pages + 1, dtype=jnp.int32)
   zeros = jnp.zeros((rows,), jnp.int32)
-  whole = paged.View(
+  whole = View(
     page_table=table.reshape(rows, pages),
     starts=zeros,
     counts=zeros + tokens,
   )
-  pool = paged.write(pool, whole, 0, *(x for x in (k, v) if x is not None))
-  view = paged.View(
+  pool = write(pool, whole, 0, *(x for x in (k, v) if x is not None))
+  view = View(
     page_table=whole.page_table, starts=starts, counts=zeros + q.shape[1]
   )
-  return paged.attend(pool, view, 0, q, options=options, exact=True)
+  return attend(pool, view, 0, q, options=options, exact=True)

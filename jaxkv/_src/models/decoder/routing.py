@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import kv as paged
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.kv.tokens import TokenPages
+from jaxkv._src.kv.tokens import init_tokens
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
@@ -59,14 +60,14 @@ def num_routed(decoder: Decoder, stop: int) -> int:
   return sum(isinstance(x.mlp, Experts) for x in decoder.layers[:stop])
 
 
-def init_pool(decoder: Decoder, config: CacheConfig) -> paged.TokenPages:
+def init_pool(decoder: Decoder, config: CacheConfig) -> TokenPages:
   """Memory for the experts of all tokens, see `init_kv`.
 
   Raises:
     ValueError: the decoder has no experts, or no layer keeps all tokens.
   """
   routing = routing_of(decoder)
-  return paged.init_tokens(
+  return init_tokens(
     config,
     num_layers=routing.num_layers,
     width=routing.num_chosen,
@@ -87,7 +88,7 @@ def _whole_group(decoder: Decoder) -> int:
   return whole.index(True)
 
 
-def check_pool(pool: paged.TokenPages, decoder: Decoder) -> None:
+def check_pool(pool: TokenPages, decoder: Decoder) -> None:
   """Raises unless a pool is for the experts of a decoder."""
   routing = routing_of(decoder, "config")
   wanted = (*routing[:2], _whole_group(decoder))

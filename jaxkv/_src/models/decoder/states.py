@@ -7,8 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv import kv as paged
+from jaxkv._src.kv.states import StatePages
+from jaxkv._src.kv.states import read_state
+from jaxkv._src.kv.states import write_state
 from jaxkv._src.kv.view import FreshView
+from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
 from jaxkv._src.models.decoder import delta_net
@@ -22,10 +25,10 @@ outputs [R, T, ...] and the states after so many tokens."""
 def by_page(
   run: Run,
   inputs: tuple[jax.Array, ...],
-  pool: paged.StatePages,
+  pool: StatePages,
   view: View | FreshView,
   layer: jax.Array | int,
-) -> tuple[jax.Array, paged.StatePages]:
+) -> tuple[jax.Array, StatePages]:
   """Rows of tokens, and the states after them.
 
   A page that is full is found by others, and must hold the state at its end. So
@@ -37,11 +40,11 @@ def by_page(
   room = -rows.starts % size
   first = jnp.where(room < rows.counts, room, 0)
 
-  def begin(pool: paged.StatePages) -> tuple[jax.Array, paged.StatePages]:
+  def begin(pool: StatePages) -> tuple[jax.Array, StatePages]:
     head = dataclasses.replace(rows, counts=first)
     return _once(run, inputs, pool, head, layer)
 
-  def nothing(pool: paged.StatePages) -> tuple[jax.Array, paged.StatePages]:
+  def nothing(pool: StatePages) -> tuple[jax.Array, StatePages]:
     shape = jax.eval_shape(begin, pool)[0]
     return jnp.zeros(shape.shape, shape.dtype), pool
 
@@ -68,10 +71,10 @@ def _columns(
 def packed(
   run: Run,
   inputs: tuple[jax.Array, ...],
-  pool: paged.StatePages,
-  view: paged.PackedView,
+  pool: StatePages,
+  view: PackedView,
   layer: jax.Array | int,
-) -> tuple[jax.Array, paged.StatePages]:
+) -> tuple[jax.Array, StatePages]:
   """Single tokens [1, B, ...] as rows, then those of prompts."""
   decode = rows_of(view.decode)
   count = decode.starts.shape[0]
@@ -94,13 +97,13 @@ def packed(
 def _once(
   run: Run,
   inputs: tuple[jax.Array, ...],
-  pool: paged.StatePages,
+  pool: StatePages,
   rows: View,
   layer: jax.Array | int,
-) -> tuple[jax.Array, paged.StatePages]:
-  states = paged.read_state(pool, rows, layer)
+) -> tuple[jax.Array, StatePages]:
+  states = read_state(pool, rows, layer)
   out, states = run(inputs, states, rows.counts)
-  return out, paged.write_state(pool, rows, layer, states)
+  return out, write_state(pool, rows, layer, states)
 
 
 def zeros(attention: DeltaNet, rows: int) -> dict[str, jax.Array]:

@@ -12,18 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src import log_probs
-from jaxkv._src import tiles
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.exact import log_probs
+from jaxkv._src.exact import row_loop
+from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import packed_positions
-from jaxkv._src.rollout import observed
 from jaxkv._src.rollout import packing
-from jaxkv._src.rollout import reductions
 from jaxkv._src.rollout import sequences as queue
-from jaxkv._src.rollout.arguments import as_logits
-from jaxkv._src.rollout.arguments import check_logits
 from jaxkv._src.rollout.model import Model
 from jaxkv._src.rollout.rows import Rows
 from jaxkv._src.rollout.scoring.group import Group
@@ -31,8 +29,11 @@ from jaxkv._src.rollout.scoring.group import Turn
 from jaxkv._src.rollout.scoring.group import Widths
 from jaxkv._src.rollout.scoring.scored import Given
 from jaxkv._src.rollout.scoring.scored import Scored
-from jaxkv._src.temperature import divisor
-from jaxkv.kv import PackedView
+from jaxkv._src.sampling import reductions
+from jaxkv._src.sampling import statistics
+from jaxkv._src.sampling.logits import as_logits
+from jaxkv._src.sampling.logits import check_logits
+from jaxkv._src.sampling.temperature import divisor
 
 _IDLE = 2
 """Columns of no sequence. XLA:CPU would copy a pool of states for only one: a
@@ -74,18 +75,20 @@ def compute(
   def samples(group: Group) -> Group:
     rows = queue.first_of(turn.counts > 0, widths.rows)
     own = Turn(
-      ops.take(turn.starts, rows), ops.take(turn.counts, rows), turn.prefills
+      indexing.take(turn.starts, rows),
+      indexing.take(turn.counts, rows),
+      turn.prefills,
     )
-    slots = ops.take(group.slots, rows, fill=group.cache.config.num_slots)
-    numbers = ops.take(group.samples, rows, fill=given.lengths.shape[1])
+    slots = indexing.take(group.slots, rows, fill=group.cache.config.num_slots)
+    numbers = indexing.take(group.samples, rows, fill=given.lengths.shape[1])
     packed = _Packed(group, own, given, slots, numbers, widths.samples)
     wanted = _IDLE + jnp.arange(widths.samples, dtype=jnp.int32)
     logits, kv = packed.logits(params, wanted, model)
     return group._replace(kv=kv, scored=packed.scored(logits))
 
   # A conditional would copy the memory.
-  group = ops.at_most_once(some & turn.prefills, prompt, group)
-  return ops.at_most_once(some & ~turn.prefills, samples, group)
+  group = loops.at_most_once(some & turn.prefills, prompt, group)
+  return loops.at_most_once(some & ~turn.prefills, samples, group)
 
 
 class _Packed:
@@ -107,7 +110,7 @@ class _Packed:
     self._real = row < rows
     self._positions = jnp.maximum(positions, 0)
     none = given.lengths.shape[1]
-    self._samples = ops.take(samples, row, fill=none)
+    self._samples = indexing.take(samples, row, fill=none)
     tokens = given.tokens(group.number, self._samples, self._positions)
     self._tokens = jnp.where(self._real, tokens, 0)
 
@@ -154,7 +157,7 @@ class _Packed:
       counts=jnp.pad(jnp.where(self._real, length - prompt, 0), (_IDLE, 0)),
       lengths=jnp.pad(length, (_IDLE, 0)),
       last_tokens=jnp.pad(last, (_IDLE, 0)),
-      user=jax.tree.map(lambda leaf: ops.take(leaf, user), given.user),
+      user=jax.tree.map(lambda leaf: indexing.take(leaf, user), given.user),
     )
 
   def scored(self, logits: Array) -> Scored:
@@ -170,7 +173,7 @@ class _Packed:
     )
     place = (
       jnp.broadcast_to(number, targets.shape),
-      ops.where_valid(self._real, self._samples),
+      indexing.where_valid(self._real, self._samples),
       after - given.prompt_lengths[number],
     )
     values: dict[str, Array | None] = {"log_probs": own}
@@ -179,7 +182,7 @@ class _Packed:
       top = scored.top_tokens.shape[-1]
     if entropy or top:
       observe = functools.partial(
-        observed.observe, entropy=entropy, top_log_probs=top
+        statistics.observe, entropy=entropy, top_log_probs=top
       )
 
       def observed_rows(heat: Array, logits: Array, *rows: Array) -> Any:
@@ -188,12 +191,12 @@ class _Packed:
         return observe((logits - best) / heat, *rows)
 
       rows = (logits, targets, own)
-      known = tiles.loop(observed_rows, heat, rows, tile=log_probs.ROWS)
+      known = row_loop.loop(observed_rows, heat, rows, tile=log_probs.ROWS)
       values["entropy"] = known.entropy
       values["top_tokens"] = known.top_tokens
       values["top_log_probs"] = known.top_log_probs
     updated = {
-      name: ops.put(getattr(scored, name), *place, values=value)
+      name: indexing.put(getattr(scored, name), *place, values=value)
       for name, value in values.items()
       if value is not None
     }

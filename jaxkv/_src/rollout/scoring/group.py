@@ -28,8 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv import kv as kv_memory
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import loops
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
@@ -43,11 +44,12 @@ from jaxkv._src.cache.verbs.fork import owed_copies
 from jaxkv._src.cache.verbs.fork import share_prefix
 from jaxkv._src.cache.verbs.free import drop_behind
 from jaxkv._src.cache.verbs.free import free
+from jaxkv._src.kv.pools import Pools
+from jaxkv._src.kv.pools import copy as copy_pages
 from jaxkv._src.rollout import packing
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.scoring.scored import Given
 from jaxkv._src.rollout.scoring.scored import Scored
-from jaxkv.kv import Pools
 
 _OUT_OF_PAGES = np.int32(Status.OUT_OF_PAGES)
 
@@ -86,7 +88,7 @@ class Group(NamedTuple):
 
   def lengths(self) -> Array:
     """int32[K]: tokens that are computed."""
-    return ops.take(self.cache.length, self.slots)
+    return indexing.take(self.cache.length, self.slots)
 
 
 class Turn(NamedTuple):
@@ -169,9 +171,9 @@ def with_group(group: Group, number: Array, given: Given) -> Group:
   right = group.scored.code[number] == Status.OK
   return group._replace(
     # The loop's number is the same on all devices, and a shard's is not.
-    number=ops.zeros_like(group.number) + number,
+    number=sharding.zeros_like(group.number) + number,
     waits=(given.lengths[number] > 0) & right,
-    alone=ops.zeros_like(group.alone),
+    alone=sharding.zeros_like(group.alone),
   )
 
 
@@ -188,10 +190,10 @@ def step(
 ) -> Group:
   """One trip; `compute` calls the model for the tokens of a turn."""
   begins = ~group.holds & ~jnp.any(group.runs())
-  group = ops.at_most_once(begins, lambda group: _begin(group, given), group)
+  group = loops.at_most_once(begins, lambda group: _begin(group, given), group)
   last = given.prompt_lengths[group.number] - 1
   ready = group.holds & (group.lengths()[-1] == last) & ~jnp.any(group.runs())
-  group = ops.at_most_once(ready, _share, group)
+  group = loops.at_most_once(ready, _share, group)
   group, turn = _grow(group, given, widths)
   group = compute(group, turn)
   return _finish(group, turn, given, widths)
@@ -207,9 +209,9 @@ def _begin(group: Group, given: Given) -> Group:
   slots = jnp.where(group.alone & (row > 0), none, slots)
   slots = jnp.roll(slots, -1)
   leader = slots[-1:]
-  prompt = ops.take(given.prompts, number)
-  length = ops.take(given.prompt_lengths, number)
-  salts = None if given.salts is None else ops.take(given.salts, number)
+  prompt = indexing.take(given.prompts, number)
+  length = indexing.take(given.prompt_lengths, number)
+  salts = None if given.salts is None else indexing.take(given.salts, number)
   cache, admitted = admit_found(
     cache,
     leader,
@@ -222,7 +224,7 @@ def _begin(group: Group, given: Given) -> Group:
   )
   code = jnp.where(leader == none, _OUT_OF_PAGES, admitted.code)[0]
   scored = group.scored
-  found = ops.add(
+  found = indexing.add(
     scored.cached_tokens, number, values=admitted.num_cached_tokens
   )
   group = group._replace(
@@ -260,7 +262,7 @@ def _share(group: Group) -> Group:
   last = (waiting <= slots) | (slots == 1)
   forks = jnp.minimum(waiting - last.astype(jnp.int32), slots - 1)
   order = queue.first_of(group.waits, rows)
-  own = jnp.where(last, ops.take(order, forks, fill=none), none)
+  own = jnp.where(last, indexing.take(order, forks, fill=none), none)
   fresh = row < forks
   samples = jnp.where(fresh, order, none).at[-1].set(own)
   cache = group.cache
@@ -271,14 +273,14 @@ def _share(group: Group) -> Group:
     cache=cache,
     samples=samples,
     fresh=fresh,
-    waits=ops.put(group.waits, samples, values=False),
+    waits=indexing.put(group.waits, samples, values=False),
   )
 
 
 def _targets(group: Group, given: Given) -> Array:
   """int32[K]: tokens of each row that are to be computed, 0 for an idle one."""
   prompt = given.prompt_lengths[group.number] - 1
-  more = ops.take(given.lengths, group.number, group.samples)
+  more = indexing.take(given.lengths, group.number, group.samples)
   row = jnp.arange(group.slots.shape[0], dtype=jnp.int32)
   holds = group.holds & (row == row.shape[0] - 1)
   return jnp.where(group.runs() | holds, prompt + more, 0)
@@ -297,7 +299,7 @@ def _grow(group: Group, given: Given, widths: Widths) -> tuple[Group, Turn]:
   rank = jnp.cumsum(missing > 0, dtype=jnp.int32)
   now = jnp.where(rank <= widths.rows, jnp.minimum(missing, widths.row), 0)
   if recurrent.has_states(config):
-    begun = ops.remainder(starts, config.page_size)
+    begun = indexing.remainder(starts, config.page_size)
     now = jnp.minimum(now, config.page_size - begun)
   before = jnp.cumsum(now, dtype=jnp.int32) - now
   most = jnp.where(prefills, widths.prompt, widths.samples)
@@ -318,11 +320,11 @@ def _grow(group: Group, given: Given, widths: Widths) -> tuple[Group, Turn]:
     owed = owed_copies(cache, source, slots[:-1], forked[:-1])
 
     def some(kv: Pools) -> Pools:
-      return kv_memory.copy(kv, *owed)
+      return copy_pages(kv, *owed)
 
-    kv = ops.at_most_once(jnp.any(forked), some, kv)
+    kv = loops.at_most_once(jnp.any(forked), some, kv)
   group = group._replace(cache=cache, kv=kv, fresh=fresh)
-  group = ops.at_most_once(scarce, _scarce, group)
+  group = loops.at_most_once(scarce, _scarce, group)
   return group, Turn(starts, counts, prefills & ~scarce)
 
 
@@ -332,7 +334,7 @@ def _scarce(group: Group) -> Group:
   others = jnp.any(group.runs()[:-1])
   fails = group.alone | ~others
   group = group._replace(
-    waits=ops.put(group.waits, group.samples, values=True),
+    waits=indexing.put(group.waits, group.samples, values=True),
     samples=jnp.full((rows,), none, jnp.int32),
     alone=group.alone | True,
     holds=group.holds & False,
@@ -360,9 +362,9 @@ def _finish(group: Group, turn: Turn, given: Given, widths: Widths) -> Group:
   leaving = ~keeps & (slots < cache.config.num_slots)
   cache, _ = free(cache, slots=slots, mask=leaving & ~is_empty(cache, slots))
   # One that shares a prompt without a full page holds none, but has its length.
-  place = ops.where_valid(leaving, slots)
+  place = indexing.where_valid(leaving, slots)
   cache = dataclasses.replace(
-    cache, length=ops.put(cache.length, place, values=0)
+    cache, length=indexing.put(cache.length, place, values=0)
   )
   return group._replace(
     cache=cache,

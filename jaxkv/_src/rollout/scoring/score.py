@@ -9,15 +9,15 @@ from jax import Array
 from jax import lax
 from jax.core import Tracer
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import as_key
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.arguments import as_count
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import as_key
+from jaxkv._src.arrays.arguments import check_bool
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
-from jaxkv._src.rollout.arguments import as_count
-from jaxkv._src.rollout.arguments import check_switch
 from jaxkv._src.rollout.checks import as_version
 from jaxkv._src.rollout.checks import check_pools
 from jaxkv._src.rollout.config import RolloutConfig
@@ -37,7 +37,7 @@ from jaxkv._src.rollout.scoring.scored import ScoreState
 from jaxkv._src.rollout.scoring.scored import nothing_scored
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.state import as_user
-from jaxkv._src.temperature import as_temperature
+from jaxkv._src.sampling.temperature import as_temperature
 
 
 def score(
@@ -202,7 +202,7 @@ def _score(
   """`score` with one state."""
   _check_state(state)
   check_model(model)
-  check_switch("entropy", entropy)
+  check_bool("entropy", entropy)
   given = _given(
     state,
     prompts,
@@ -222,7 +222,7 @@ def _score(
     entropy=entropy,
     top_log_probs=as_count("top_log_probs", top_log_probs, 0),
   )
-  params, cache, kv, scored, given = ops.alike(
+  params, cache, kv, scored, given = sharding.match_varying_axes(
     (params, state.cache, state.kv, scored, given)
   )
   widths = widths_of(given, cache, as_count("chunk", chunk, 1))
@@ -237,7 +237,7 @@ def _score(
       with_group(group, number, given),
     )
 
-  group = ops.alike(start(cache, kv, scored, given))
+  group = sharding.match_varying_axes(start(cache, kv, scored, given))
   group = lax.fori_loop(0, given.prompts.shape[0], one, group)
   state = dataclasses.replace(state, cache=group.cache, kv=group.kv)
   return state, _without_failed(group.scored, given)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
-from jaxkv.kv import Pools
+from jaxkv._src.kv.pools import Pools
 
 
 @jax.tree_util.register_dataclass
@@ -100,8 +100,8 @@ class Given(NamedTuple):
     length = self.prompt_lengths[group]
     return jnp.where(
       positions < length,
-      ops.take(self.prompts, group, positions),
-      ops.take(self.completions, group, samples, positions - length),
+      indexing.take(self.prompts, group, positions),
+      indexing.take(self.completions, group, samples, positions - length),
     )
 
 

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
@@ -48,8 +49,8 @@ def _abort(
   state, rows, code = _leave(state, ids, mask)
   served = code == Status.OK
   sequences = queue.with_status(state.sequences, rows, served, queue.DONE)
-  place = ops.where_valid(served, rows)
-  finish = ops.put(sequences.finish, place, values=int(Finish.ABORTED))
+  place = indexing.where_valid(served, rows)
+  finish = indexing.put(sequences.finish, place, values=int(Finish.ABORTED))
   sequences = dataclasses.replace(sequences, finish=finish)
   state = dataclasses.replace(state, sequences=sequences)
   return state, Outcome(code=code)
@@ -96,10 +97,10 @@ def _leave(
   Returns:
     The rollout, the rows int32[R], and the codes int32[R].
   """
-  state, ids, mask = ops.alike((state, ids, mask))
+  state, ids, mask = sharding.match_varying_axes((state, ids, mask))
   rows, status, code = find(state, ids, mask)
   code = first_code(
     (code != Status.OK, code), (status >= queue.DONE, Status.ENDED)
   )
-  place = ops.where_valid(code == Status.OK, rows)
+  place = indexing.where_valid(code == Status.OK, rows)
   return leave_slots(state, slots_of(state, place)), rows, code

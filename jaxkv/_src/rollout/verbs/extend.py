@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
@@ -90,14 +91,14 @@ def _extend(
   budget: Array | None,
   mask: Array,
 ) -> tuple[RolloutState, Outcome]:
-  state, ids, tokens, lengths, budget, mask = ops.alike(
+  state, ids, tokens, lengths, budget, mask = sharding.match_varying_axes(
     (state, ids, tokens, lengths, budget, mask)
   )
   width, columns = state.sequences.tokens.shape[1], tokens.shape[1]
   rows, status, code = find(state, ids, mask)
-  before = ops.take(state.sequences.length, rows)
+  before = indexing.take(state.sequences.length, rows)
   if budget is None:
-    budget = ops.take(state.sequences.budget, rows)
+    budget = indexing.take(state.sequences.budget, rows)
   bad = (lengths < 0) | (lengths > columns) | (budget < 1)
   # No sum that may overflow.
   bad |= budget > width - before - jnp.clip(lengths, 0, columns)
@@ -107,7 +108,7 @@ def _extend(
     (bad, Status.BAD_LENGTH),
   )
   served = code == Status.OK
-  place = ops.where_valid(served, rows)
+  place = indexing.where_valid(served, rows)
   state = leave_slots(state, slots_of(state, place))
   sequences = state.sequences
   column = jnp.arange(columns, dtype=jnp.int32)[None]
@@ -115,17 +116,17 @@ def _extend(
   length = before + lengths
   sequences = dataclasses.replace(
     queue.with_status(sequences, rows, served, queue.WAITING),
-    tokens=ops.put(
+    tokens=indexing.put(
       sequences.tokens,
       place[:, None],
-      ops.where_valid(inside, before[:, None] + column),
+      indexing.where_valid(inside, before[:, None] + column),
       values=tokens,
     ),
-    length=ops.put(sequences.length, place, values=length),
-    start=ops.put(sequences.start, place, values=length),
-    limit=ops.put(sequences.limit, place, values=length + budget),
-    finish=ops.put(sequences.finish, place, values=int(Finish.UNFINISHED)),
-    stop=ops.put(sequences.stop, place, values=-1),
+    length=indexing.put(sequences.length, place, values=length),
+    start=indexing.put(sequences.start, place, values=length),
+    limit=indexing.put(sequences.limit, place, values=length + budget),
+    finish=indexing.put(sequences.finish, place, values=int(Finish.UNFINISHED)),
+    stop=indexing.put(sequences.stop, place, values=-1),
   )
   known = state.drafts
   if known is not None:
@@ -136,6 +137,6 @@ def _extend(
     state,
     sequences=sequences,
     drafts=known,
-    overtaken=ops.put(state.overtaken, place, values=0),
+    overtaken=indexing.put(state.overtaken, place, values=0),
   )
   return rehashed(state, place), Outcome(code=code)

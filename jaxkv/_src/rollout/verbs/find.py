@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_bool
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import as_bool
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
@@ -76,10 +76,10 @@ def find(
   there = sequences.status != queue.EMPTY
   same = (ids[:, None] == sequences.ids[None]) & there[None]
   row = jnp.argmax(same, axis=1).astype(jnp.int32)
-  found = jnp.any(same, axis=1) & ~ops.any_earlier(ids, mask)
+  found = jnp.any(same, axis=1) & ~indexing.any_earlier(ids, mask)
   code = first_code((~mask, Status.SKIPPED), (~found, Status.BAD_SEQUENCE))
   row = jnp.where(code == Status.OK, row, none)
-  return row, ops.take(sequences.status, row, fill=queue.EMPTY), code
+  return row, indexing.take(sequences.status, row, fill=queue.EMPTY), code
 
 
 def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
@@ -93,7 +93,7 @@ def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
   """
   none, slots = state.sequences.length.shape[0], state.running.shape[0]
   slot = jnp.arange(slots, dtype=jnp.int32)
-  leaving |= ops.take(leaving, state.leader, fill=False)
+  leaving |= indexing.take(leaving, state.leader, fill=False)
   holds = leaving & ~is_empty(state.cache, slot)
   rows = jnp.where(holds, state.running, none)
   sequences = with_experts(state.sequences, state.kv, state.cache, rows)

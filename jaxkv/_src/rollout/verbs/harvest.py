@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
@@ -87,40 +88,40 @@ def _generated(state: RolloutState) -> Generated:
   state = dataclasses.replace(state, sequences=sequences)
   rows = jnp.arange(state.sequences.length.shape[0], dtype=jnp.int32)
   valid = state.sequences.status != queue.EMPTY
-  return _rows(state, ops.where_valid(valid, rows))
+  return _rows(state, indexing.where_valid(valid, rows))
 
 
 def _rows(state: RolloutState, rows: Array) -> Generated:
   """The sequences of some rows, int32[R]; those out of range are not valid."""
   sequences = state.sequences
-  versions = ops.take(sequences.versions, rows, fill=queue.NOT_DRAWN)
+  versions = indexing.take(sequences.versions, rows, fill=queue.NOT_DRAWN)
   width = sequences.tokens.shape[1]
   column = jnp.arange(width, dtype=jnp.int32)[None]
   return Generated(
-    ids=ops.take(sequences.ids, rows, fill=-1),
-    tokens=ops.take(sequences.tokens, rows),
+    ids=indexing.take(sequences.ids, rows, fill=-1),
+    tokens=indexing.take(sequences.tokens, rows),
     positions=jnp.broadcast_to(column, versions.shape),
-    lengths=ops.take(sequences.length, rows),
-    prompt_lengths=ops.take(sequences.prompt_length, rows),
-    turn_starts=ops.take(sequences.start, rows),
+    lengths=indexing.take(sequences.length, rows),
+    prompt_lengths=indexing.take(sequences.prompt_length, rows),
+    turn_starts=indexing.take(sequences.start, rows),
     mask=versions != queue.NOT_DRAWN,
-    log_probs=ops.take(sequences.log_probs, rows),
+    log_probs=indexing.take(sequences.log_probs, rows),
     versions=versions,
     records=_taken(sequences.records, rows),
     experts=_experts(sequences, rows),
-    finish=ops.take(sequences.finish, rows),
-    stop=ops.take(sequences.stop, rows, fill=-1),
+    finish=indexing.take(sequences.finish, rows),
+    stop=indexing.take(sequences.stop, rows, fill=-1),
     valid=rows < sequences.length.shape[0],
   )
 
 
 def _experts(sequences: Sequences, rows: Array) -> Array | None:
   experts = sequences.experts
-  return None if experts is None else ops.take(experts, rows, fill=-1)
+  return None if experts is None else indexing.take(experts, rows, fill=-1)
 
 
 def _taken(records: Records, rows: Array) -> Records:
-  return jax.tree.map(lambda leaf: ops.take(leaf, rows), records)
+  return jax.tree.map(lambda leaf: indexing.take(leaf, rows), records)
 
 
 @jax.tree_util.register_dataclass
@@ -173,7 +174,7 @@ def harvest(
 def _harvest(
   state: RolloutState, ids: Array | None, mask: Array, groups: bool
 ) -> tuple[RolloutState, Harvested]:
-  state, ids, mask = ops.alike((state, ids, mask))
+  state, ids, mask = sharding.match_varying_axes((state, ids, mask))
   sequences = state.sequences
   ready = has_ended(sequences.status)
   if groups:
@@ -186,10 +187,10 @@ def _harvest(
     code = jnp.broadcast_to(code, rows.shape)
   else:
     rows, _, code = find(state, ids, mask)
-    early = ~ops.take(ready, rows, fill=False)
+    early = ~indexing.take(ready, rows, fill=False)
     code = first_code((code != Status.OK, code), (early, Status.UNFINISHED))
   served = code == Status.OK
-  results = _rows(state, ops.where_valid(served, rows))
+  results = _rows(state, indexing.where_valid(served, rows))
   sequences = queue.with_status(sequences, rows, served, queue.EMPTY)
   state = dataclasses.replace(state, sequences=sequences)
   return state, Harvested(code=code, results=results)

@@ -7,27 +7,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import as_key
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import as_key
+from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.rollout import drafts
 from jaxkv._src.rollout import sequences as queue
-from jaxkv._src.rollout import settings
 from jaxkv._src.rollout.routing import unknown_experts
 from jaxkv._src.rollout.sequences import Sequences
-from jaxkv._src.rollout.settings import Sampling
-from jaxkv._src.rollout.settings import as_sampling
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.state import as_user
 from jaxkv._src.rollout.state import rehashed
 from jaxkv._src.rollout.state import with_stop_strings
 from jaxkv._src.rollout.verbs.find import as_counts
 from jaxkv._src.rollout.verbs.find import as_mask
+from jaxkv._src.sampling import settings
+from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.settings import as_sampling
 
 
 @jax.tree_util.register_dataclass
@@ -183,7 +184,9 @@ def _submit(
 ) -> tuple[RolloutState, Submitted]:
   config, width = state.config, state.sequences.tokens.shape[1]
   arguments = prompts, lengths, ids, num_samples, priority, sampling, salts
-  state, arguments, user, mask = ops.alike((state, arguments, user, mask))
+  state, arguments, user, mask = sharding.match_varying_axes(
+    (state, arguments, user, mask)
+  )
   prompts, lengths, ids, num_samples, priority, sampling, salts = arguments
   samples, rows = config.num_samples, prompts.shape[0]
   numbers = state.next_id + jnp.arange(rows, dtype=jnp.int32) * samples
@@ -214,7 +217,7 @@ def _submit(
   rank = jnp.cumsum(wanting, dtype=jnp.int32) - 1
   empty = (state.sequences.status == queue.EMPTY).reshape(-1, samples)
   groups = queue.first_of(jnp.all(empty, axis=1), rows)
-  group = ops.take(groups, rank, fill=empty.shape[0])
+  group = indexing.take(groups, rank, fill=empty.shape[0])
   served = wanting & (group < empty.shape[0])
   code = jnp.where(wanting & ~served, jnp.int32(Status.QUEUE_FULL), code)
   first = state.next_id + rank * samples if ids is None else ids
@@ -226,7 +229,7 @@ def _submit(
     keys=queue.keys_of(state.key, numbers, sampling.seed),
     experts=unknown_experts(state.kv, new.tokens, config),
   )
-  place = ops.where_valid(served, group * samples)[:, None] + sample[None]
+  place = indexing.where_valid(served, group * samples)[:, None] + sample[None]
   state = _put(state, place.reshape(-1), new, sampling, salts, user)
   last = jnp.max(jnp.where(served, first + samples, 0), initial=0)
   state = dataclasses.replace(state, next_id=jnp.maximum(state.next_id, last))
@@ -257,12 +260,14 @@ def _put(
 
   def put(old: Any, values: Any) -> Any:
     return jax.tree.map(
-      lambda one, other: ops.put(one, place, values=other), old, values
+      lambda one, other: indexing.put(one, place, values=other), old, values
     )
 
   strings = state.sampling.stop_strings
   if strings is not None:
-    start = ops.put(strings.start, place, values=sampling.stop_strings.start)
+    start = indexing.put(
+      strings.start, place, values=sampling.stop_strings.start
+    )
     strings = dataclasses.replace(strings, start=start)
     new = dataclasses.replace(new, stop_states=sampling.stop_strings.start)
   sequences = put(state.sequences, new)
@@ -274,8 +279,8 @@ def _put(
       settings.put(state.sampling, place, sampling), stop_strings=strings
     ),
     user=put(state.user, user),
-    computed=ops.put(state.computed, place, values=0),
-    overtaken=ops.put(state.overtaken, place, values=0),
+    computed=indexing.put(state.computed, place, values=0),
+    overtaken=indexing.put(state.overtaken, place, values=0),
     order=order,
     place=ranks,
     salts=put(state.salts, salts),

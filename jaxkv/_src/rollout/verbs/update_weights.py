@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.verbs.reset import new_epoch
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.sequences import Sequences
@@ -55,7 +56,7 @@ def update_weights(
 
 @jax.jit(static_argnums=1)
 def _update_weights(state: RolloutState, how: Policy) -> RolloutState:
-  state = ops.alike(state)
+  state = sharding.match_varying_axes(state)
   none, slots = state.sequences.length.shape[0], state.running.shape[0]
   if how != "keep":
     state = leave_slots(state, jnp.ones((slots,), bool))
@@ -74,7 +75,7 @@ def _update_weights(state: RolloutState, how: Policy) -> RolloutState:
   state = dataclasses.replace(state, cache=cache)
   rows = jnp.arange(none, dtype=jnp.int32)
   waits = state.sequences.status == queue.WAITING
-  return rehashed(state, ops.where_valid(waits, rows))
+  return rehashed(state, indexing.where_valid(waits, rows))
 
 
 def _begun_again(sequences: Sequences, mask: Array) -> Sequences:

@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
 
 UNROLL = 4
 """Bytes that are read in one trip of the loop."""
@@ -221,14 +222,16 @@ def fold_bytes(
       one, bool[R]; returns the carry.
     carry: any pytree of arrays.
   """
-  start = ops.take(tokens.starts, numbers)
+  start = indexing.take(tokens.starts, numbers)
   known = (numbers >= 0) & (numbers < tokens.vocab_size)
-  length = jnp.where(known, ops.take(tokens.starts, numbers + 1) - start, 0)
+  length = jnp.where(
+    known, indexing.take(tokens.starts, numbers + 1) - start, 0
+  )
 
   def trip(loop: tuple[Array, Any]) -> tuple[Array, Any]:
     step, carry = loop
     for _ in range(UNROLL):
-      byte = ops.take(tokens.data, start + step).astype(jnp.int32)
+      byte = indexing.take(tokens.data, start + step).astype(jnp.int32)
       carry = body(carry, byte, step < length)
       step = step + 1
     return step, carry
@@ -236,7 +239,7 @@ def fold_bytes(
   return lax.while_loop(
     lambda loop: jnp.any(loop[0] < length),
     trip,
-    (ops.zeros_like(length), carry),
+    (sharding.zeros_like(length), carry),
   )[1]
 
 
@@ -263,7 +266,9 @@ def advance_states(
     ... )
     Array([1, 0, 0], dtype=int32)
   """
-  next, tokens, states, numbers = ops.alike((next, tokens, states, numbers))
+  next, tokens, states, numbers = sharding.match_varying_axes(
+    (next, tokens, states, numbers)
+  )
 
   def body(states: Array, byte: Array, reads: Array) -> Array:
     return read_byte(next, states, byte, reads)
@@ -274,4 +279,4 @@ def advance_states(
 def read_byte(next: Array, states: Array, byte: Array, reads: Array) -> Array:
   """int32[R]: the states after a byte, where `reads` and the state exists."""
   inside = (states >= 0) & (states < next.shape[0])
-  return jnp.where(reads & inside, ops.take(next, states, byte), states)
+  return jnp.where(reads & inside, indexing.take(next, states, byte), states)

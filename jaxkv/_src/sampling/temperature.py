@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays.arguments import check_shape
 
 LEAST = float(np.finfo(np.float32).tiny)
 """Dividing by less overflows."""

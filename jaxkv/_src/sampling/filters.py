@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
-from jaxkv._src.rollout import reductions
+from jaxkv._src.arrays import sharding
+from jaxkv._src.sampling import reductions
 
 _WHOLE = 2**30
 """A probability of 1; the bits of the weight 2.0."""
@@ -65,7 +65,9 @@ def cutoff(
     >>> (weights >= least[:, None]).tolist()
     [[False, True, True, False]]
   """
-  weights, min_p, top_k, top_p = ops.alike((weights, min_p, top_k, top_p))
+  weights, min_p, top_k, top_p = sharding.match_varying_axes(
+    (weights, min_p, top_k, top_p)
+  )
   least = _weight(_bits(weights[:, 0]) & 0) if min_p is None else min_p
   searched = least < 0
   if top_k is not None:
@@ -194,7 +196,9 @@ def _search(
     return low, jnp.where(done, low, high)
 
   return lax.while_loop(
-    lambda loop: jnp.any(loop[0] + 1 < loop[1]), trip, ops.alike((least, high))
+    lambda loop: jnp.any(loop[0] + 1 < loop[1]),
+    trip,
+    sharding.match_varying_axes((least, high)),
   )[0]
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
+from jaxkv._src.arrays import sharding
 
 RowWise = Callable[..., Any]
 """`(weights, *rows) -> rows`: of pytrees of arrays with one leading axis, whose
@@ -167,7 +167,7 @@ def _loop(
 
   # With a number of trips that it knows, XLA might unroll the loop.
   trips = _unknown(-(-count // tile), rows)
-  out, trips, _ = ops.alike((out, trips, (rows, weights)))
+  out, trips, _ = sharding.match_varying_axes((out, trips, (rows, weights)))
   out = lax.fori_loop(jnp.zeros_like(trips), trips, trip, out)
   return jax.tree.map(lambda x: x[:count], out)
 

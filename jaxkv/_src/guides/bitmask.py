@@ -8,7 +8,7 @@ order, with words of int32; `words.view(jnp.uint32)` are the same bits.
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache.checks import as_bool
+from jaxkv._src.arrays.arguments import as_bool
 
 BITS = 32
 """Bits in a word."""

@@ -21,16 +21,16 @@ The expression describes the whole text, as in `re.fullmatch` with `re.ASCII`.
 
 from typing import NoReturn
 
-from jaxkv._src.rollout.automata.characters import LAST
-from jaxkv._src.rollout.automata.characters import Ranges
-from jaxkv._src.rollout.automata.characters import characters
-from jaxkv._src.rollout.automata.characters import others
-from jaxkv._src.rollout.automata.grammars import Chain
-from jaxkv._src.rollout.automata.grammars import Grammar
-from jaxkv._src.rollout.automata.grammars import Repeat
-from jaxkv._src.rollout.automata.grammars import byte_range
-from jaxkv._src.rollout.automata.grammars import chain
-from jaxkv._src.rollout.automata.grammars import choice
+from jaxkv._src.guides.characters import LAST
+from jaxkv._src.guides.characters import Ranges
+from jaxkv._src.guides.characters import characters
+from jaxkv._src.guides.characters import others
+from jaxkv._src.guides.grammars import Chain
+from jaxkv._src.guides.grammars import Grammar
+from jaxkv._src.guides.grammars import Repeat
+from jaxkv._src.guides.grammars import byte_range
+from jaxkv._src.guides.grammars import chain
+from jaxkv._src.guides.grammars import choice
 
 _DIGITS = [(48, 57)]
 _WORD = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -57,7 +57,7 @@ def regex(pattern: str | bytes) -> Grammar:
       around, references, names, flags, lazy or possessive quantifiers, anchors.
 
   Examples:
-    >>> from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
+    >>> from jaxkv._src.guides.dfa import compile_grammar
     >>> dfa = compile_grammar(regex(r"(yes|no), \d{1,3}%"))
     >>> dfa.matches(b"yes, 95%"), dfa.matches(b"yes, %")
     (True, False)

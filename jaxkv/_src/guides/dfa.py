@@ -10,13 +10,13 @@ import dataclasses
 
 import numpy as np
 
-from jaxkv._src.rollout.automata.grammars import ByteSet
-from jaxkv._src.rollout.automata.grammars import Chain
-from jaxkv._src.rollout.automata.grammars import Choice
-from jaxkv._src.rollout.automata.grammars import Grammar
-from jaxkv._src.rollout.automata.grammars import Repeat
-from jaxkv._src.rollout.automata.minimize import longest_accepted
-from jaxkv._src.rollout.automata.minimize import minimize
+from jaxkv._src.guides.grammars import ByteSet
+from jaxkv._src.guides.grammars import Chain
+from jaxkv._src.guides.grammars import Choice
+from jaxkv._src.guides.grammars import Grammar
+from jaxkv._src.guides.grammars import Repeat
+from jaxkv._src.guides.minimize import longest_accepted
+from jaxkv._src.guides.minimize import minimize
 
 START = 1
 """The state in which an automaton begins."""

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache import ops
-from jaxkv._src.rollout.arguments import as_logits
-from jaxkv._src.rollout.ragged import PADDING
-from jaxkv._src.rollout.settings import Sampling
+from jaxkv._src.arrays import indexing
+from jaxkv._src.sampling.logits import as_logits
+from jaxkv._src.sampling.padding import PADDING
+from jaxkv._src.sampling.settings import Sampling
 
 _IN_PROMPT = 1 << 15
 """The bit of `seen` for tokens of the prompt; the others are a count."""
@@ -75,7 +75,7 @@ def last_tokens_of(
     [[-1, 4, 5, 6]]
   """
   column = lengths[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
-  return ops.take(tokens, numbers[:, None], column, fill=PADDING)
+  return indexing.take(tokens, numbers[:, None], column, fill=PADDING)
 
 
 def seen_in(
@@ -102,16 +102,16 @@ def seen_in(
     ([[0, 1, 0, 1]], [[0, 2, 0, 0]])
   """
   rows, width = tokens.shape
-  there = ops.between(jnp.zeros_like(lengths), lengths, width)
+  there = indexing.between(jnp.zeros_like(lengths), lengths, width)
   # One number counts both kinds of tokens, so they are scattered once.
   once = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
-  column = jnp.where(there, tokens, ops.NOWHERE)
+  column = jnp.where(there, tokens, indexing.NOWHERE)
   row = jnp.arange(rows, dtype=jnp.int32)[:, None]
   seen = jnp.zeros((rows, vocab_size), jnp.uint16)
   for begin in range(0, width, _CHUNK):
     part = slice(begin, begin + _CHUNK)
     both = jnp.zeros((rows, vocab_size), jnp.uint32)
-    both = ops.add(both, row, column[:, part], values=once[:, part])
+    both = indexing.add(both, row, column[:, part], values=once[:, part])
     count = (both & jnp.uint32(_CHUNK)) + (seen & _MOST).astype(jnp.uint32)
     prompt = (both > _CHUNK) | (seen >= _IN_PROMPT)
     seen = jnp.minimum(count, jnp.uint32(_MOST)).astype(jnp.uint16)
@@ -128,10 +128,10 @@ def see(seen: Array, tokens: Array, mask: Array) -> Array:
     mask: bool[R], rows that have drawn one.
   """
   row = jnp.arange(seen.shape[0], dtype=jnp.int32)
-  before = ops.take(seen, row, tokens)
+  before = indexing.take(seen, row, tokens)
   full = (before & jnp.uint16(_MOST)) == jnp.uint16(_MOST)
-  place = ops.where_valid(mask & ~full, tokens)
-  return ops.put(seen, row, place, values=before + jnp.uint16(1))
+  place = indexing.where_valid(mask & ~full, tokens)
+  return indexing.put(seen, row, place, values=before + jnp.uint16(1))
 
 
 def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
@@ -158,7 +158,7 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
       jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True)
     )
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    logits = ops.add(logits, row, tokens, values=values)
+    logits = indexing.add(logits, row, tokens, values=values)
   return _penalized(logits, sampling, history.seen)
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src import tiles
+from jaxkv._src.exact import row_loop
 
 ROWS = 8
 """Rows of a tile: reductions over fewer are compiled in another way."""
@@ -23,7 +23,7 @@ def of_tokens(logits: Array, tokens: Array, temperature: Array) -> Array:
     float32[X].
   """
   rows = (logits, tokens, temperature)
-  return tiles.in_tiles(_of_tokens, (), rows, tile=ROWS)
+  return row_loop.in_tiles(_of_tokens, (), rows, tile=ROWS)
 
 
 def _of_tokens(

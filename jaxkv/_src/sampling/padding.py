@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
 
 PADDING = -1
 """A token that does not exist."""

@@ -1,16 +1,16 @@
 r"""JSON as a grammar, nested up to a fixed depth."""
 
-from jaxkv._src.rollout.automata.characters import LAST
-from jaxkv._src.rollout.automata.characters import characters
-from jaxkv._src.rollout.automata.characters import others
-from jaxkv._src.rollout.automata.grammars import Chain
-from jaxkv._src.rollout.automata.grammars import Grammar
-from jaxkv._src.rollout.automata.grammars import Repeat
-from jaxkv._src.rollout.automata.grammars import bytes_of
-from jaxkv._src.rollout.automata.grammars import chain
-from jaxkv._src.rollout.automata.grammars import choice
-from jaxkv._src.rollout.automata.grammars import literal
-from jaxkv._src.rollout.automata.grammars import optional
+from jaxkv._src.guides.characters import LAST
+from jaxkv._src.guides.characters import characters
+from jaxkv._src.guides.characters import others
+from jaxkv._src.guides.grammars import Chain
+from jaxkv._src.guides.grammars import Grammar
+from jaxkv._src.guides.grammars import Repeat
+from jaxkv._src.guides.grammars import bytes_of
+from jaxkv._src.guides.grammars import chain
+from jaxkv._src.guides.grammars import choice
+from jaxkv._src.guides.grammars import literal
+from jaxkv._src.guides.grammars import optional
 
 _DIGIT = bytes_of(b"0123456789")
 _HEX = bytes_of(b"0123456789abcdefABCDEF")
@@ -59,7 +59,7 @@ def json_grammar(
       an object or an array.
 
   Examples:
-    >>> from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
+    >>> from jaxkv._src.guides.dfa import compile_grammar
     >>> dfa = compile_grammar(json_grammar(1, max_spaces=1))
     >>> dfa.matches('{"a": -1.5e3, "b": "c"}'), dfa.matches('{"a": {}}')
     (True, False)

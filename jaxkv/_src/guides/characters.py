@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-from jaxkv._src.rollout.automata.grammars import Grammar
-from jaxkv._src.rollout.automata.grammars import byte_range
-from jaxkv._src.rollout.automata.grammars import chain
-from jaxkv._src.rollout.automata.grammars import choice
+from jaxkv._src.guides.grammars import Grammar
+from jaxkv._src.guides.grammars import byte_range
+from jaxkv._src.guides.grammars import chain
+from jaxkv._src.guides.grammars import choice
 
 LAST = 0x10FFFF
 """The last character."""

@@ -17,14 +17,14 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src import log_probs
-from jaxkv._src import tiles
-from jaxkv._src.cache import ops
-from jaxkv._src.rollout import filters
-from jaxkv._src.rollout import observed
-from jaxkv._src.rollout import reductions
-from jaxkv._src.rollout.arguments import as_logits
-from jaxkv._src.rollout.settings import Sampling
+from jaxkv._src.arrays import sharding
+from jaxkv._src.exact import log_probs
+from jaxkv._src.exact import row_loop
+from jaxkv._src.sampling import filters
+from jaxkv._src.sampling import reductions
+from jaxkv._src.sampling import statistics
+from jaxkv._src.sampling.logits import as_logits
+from jaxkv._src.sampling.settings import Sampling
 
 
 class Drawn(NamedTuple):
@@ -163,7 +163,9 @@ def draw(
     ValueError: `top_log_probs` is more than V.
   """
   logits = as_logits(logits)
-  keys, counts, logits, sampling = ops.alike((keys, counts, logits, sampling))
+  keys, counts, logits, sampling = sharding.match_varying_axes(
+    (keys, counts, logits, sampling)
+  )
   if exact:
     return _draw_exactly(
       keys,
@@ -182,7 +184,7 @@ def draw(
   drawn = Drawn(tokens=tokens, log_probs=own)
   raw_logits = logits if raw_logits is None else as_logits(raw_logits)
   if raw_log_probs or entropy or top_log_probs:
-    known = observed.observe(
+    known = statistics.observe(
       raw_logits,
       tokens,
       own,
@@ -217,7 +219,7 @@ def _draw_exactly(
   names = ("temperature", "min_p", "top_k", "top_p")
   sampling = Sampling(**{name: getattr(sampling, name) for name in names})
   rows = (keys, counts, logits, sampling, raw_logits)
-  drawn = tiles.loop(some, (), rows, tile=log_probs.ROWS)
+  drawn = row_loop.loop(some, (), rows, tile=log_probs.ROWS)
   ones = jnp.ones(counts.shape, jnp.float32)
   if (
     sampling.top_k is None and sampling.top_p is None and sampling.min_p is None

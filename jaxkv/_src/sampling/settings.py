@@ -11,10 +11,10 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.rollout import ragged
-from jaxkv._src.rollout.ragged import PADDING
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.sampling import padding
+from jaxkv._src.sampling.padding import PADDING
 
 _TINY = float(np.finfo(np.float32).tiny)
 _MOST = float(np.finfo(np.float32).max)
@@ -273,19 +273,19 @@ def _is_array(value: Any) -> bool:
 def _stop_tokens(value: Any, total: int) -> Array:
   name = "stop_tokens"
   if _is_array(value):
-    tokens = ragged.as_tokens(name, value, total, 2)
+    tokens = padding.as_tokens(name, value, total, 2)
   else:
-    lists = ragged.as_lists(name, value, total, 1)
-    tokens = ragged.padded_tokens(name, lists)
+    lists = padding.as_lists(name, value, total, 1)
+    tokens = padding.padded_tokens(name, lists)
   return _own(tokens, jnp.int32)
 
 
 def _bad_words(value: Any, total: int) -> Array:
   name = "bad_words"
   if not _is_array(value):
-    lists = ragged.as_lists(name, value, total, 2)
-    return _own(ragged.padded_words(name, lists), jnp.int32)
-  words = ragged.as_tokens(name, value, total, 3)
+    lists = padding.as_lists(name, value, total, 2)
+    return _own(padding.padded_words(name, lists), jnp.int32)
+  words = padding.as_tokens(name, value, total, 3)
   if _is_known(words):
     known = np.asarray(words) >= 0
     if np.any(known[..., :-1] & ~known[..., 1:]):
@@ -299,7 +299,7 @@ def _bad_words(value: Any, total: int) -> Array:
 def _logit_bias(value: Any, total: int) -> LogitBias:
   name = "logit_bias"
   if isinstance(value, LogitBias):
-    tokens = ragged.as_tokens(f"{name}.tokens", value.tokens, total, 2)
+    tokens = padding.as_tokens(f"{name}.tokens", value.tokens, total, 2)
     values = _as_real(f"{name}.values", value.values)
     if values.shape not in (tokens.shape, tokens.shape[1:]):
       raise ValueError(
@@ -307,7 +307,7 @@ def _logit_bias(value: Any, total: int) -> LogitBias:
         f"{[*tokens.shape]}, got {[*values.shape]}."
       )
   else:
-    tokens, values = ragged.padded_biases(name, value, total)
+    tokens, values = padding.padded_biases(name, value, total)
   if _is_known(values):
     _check_biases(name, np.asarray(values))
   values = jnp.broadcast_to(values, tokens.shape)
@@ -342,7 +342,7 @@ def rows(sampling: Sampling, numbers: Array) -> Sampling:
   """
 
   def take(array: Array | None, fill: Any) -> Array | None:
-    return None if array is None else ops.take(array, numbers, fill=fill)
+    return None if array is None else indexing.take(array, numbers, fill=fill)
 
   fields = {
     name: take(getattr(sampling, name), rule.fill)
@@ -394,7 +394,7 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
       values = jnp.asarray(fill, array.dtype)
     else:
       values = _widened(name, values, array.shape[1:], fill)
-    return ops.put(array, numbers, values=values)
+    return indexing.put(array, numbers, values=values)
 
   fields = {
     name: write(name, getattr(sampling, name), getattr(new, name), rule.neutral)

@@ -11,22 +11,22 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
-from jaxkv._src.rollout.automata.bitmask import BITS
-from jaxkv._src.rollout.automata.bitmask import mask_logits
-from jaxkv._src.rollout.automata.bitmask import num_words
-from jaxkv._src.rollout.automata.byte_dfa import START
-from jaxkv._src.rollout.automata.byte_dfa import compile_grammar
-from jaxkv._src.rollout.automata.grammars import Grammar
-from jaxkv._src.rollout.automata.regex import regex
-from jaxkv._src.rollout.automata.token_bytes import TokenBytes
-from jaxkv._src.rollout.automata.token_bytes import advance_states
-from jaxkv._src.rollout.automata.token_effects import FAR
-from jaxkv._src.rollout.automata.token_effects import Numbering
-from jaxkv._src.rollout.automata.token_effects import TokenMasks
-from jaxkv._src.rollout.automata.token_effects import token_masks
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.guides.bitmask import BITS
+from jaxkv._src.guides.bitmask import mask_logits
+from jaxkv._src.guides.bitmask import num_words
+from jaxkv._src.guides.dfa import START
+from jaxkv._src.guides.dfa import compile_grammar
+from jaxkv._src.guides.grammars import Grammar
+from jaxkv._src.guides.regex import regex
+from jaxkv._src.guides.token_bytes import TokenBytes
+from jaxkv._src.guides.token_bytes import advance_states
+from jaxkv._src.guides.token_masks import FAR
+from jaxkv._src.guides.token_masks import Numbering
+from jaxkv._src.guides.token_masks import TokenMasks
+from jaxkv._src.guides.token_masks import token_masks
 
 AnyGrammar = str | bytes | Grammar | None
 """A regular expression, another grammar, or none: every token is allowed."""
@@ -121,8 +121,8 @@ class Guide:
     if limit.ndim:
       check_shape("max_tokens", limit, shape, ", a number for each sequence")
     limit = jnp.broadcast_to(limit, shape)
-    state = ops.take(self.start, jnp.asarray(numbers))
-    least = ops.take(self.distance, state)
+    state = indexing.take(self.start, jnp.asarray(numbers))
+    least = indexing.take(self.distance, state)
     if not isinstance(limit - least, Tracer):
       for row in np.flatnonzero(np.asarray(limit < least)).tolist():
         raise ValueError(
@@ -188,7 +188,7 @@ class Guide:
         "of token_bytes if a model has more columns than tokens."
       )
     read = advance_states(self.next, self.tokens, user.state, rows.last_tokens)
-    home = ops.take(self.home, user.state)
+    home = indexing.take(self.home, user.state)
     state = jnp.where(rows.counts == 0, home, read)
     bits = self.allowed(state, user.limit - rows.counts)
     return mask_logits(logits, bits), GuideState(state, user.limit)
@@ -203,10 +203,13 @@ class Guide:
     Returns:
       uint32[R, ceil(V / 32)], as `pack_bits` makes them.
     """
-    more = jnp.maximum(left - ops.take(self.distance, state), 0)
-    first, last = ops.take(self.first, state), ops.take(self.last, state)
-    row = ops.take(self.rows, first + jnp.minimum(more, last - first))
-    return ops.take(self.masks, row)
+    more = jnp.maximum(left - indexing.take(self.distance, state), 0)
+    first, last = (
+      indexing.take(self.first, state),
+      indexing.take(self.last, state),
+    )
+    row = indexing.take(self.rows, first + jnp.minimum(more, last - first))
+    return indexing.take(self.masks, row)
 
 
 def guide(

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._src.cache import ops
-from jaxkv._src.cache.checks import as_int32
-from jaxkv._src.cache.checks import check_shape
-from jaxkv._src.rollout.automata.token_bytes import TokenBytes
-from jaxkv._src.rollout.automata.token_bytes import fold_bytes
-from jaxkv._src.rollout.automata.token_bytes import read_byte
+from jaxkv._src.arrays import indexing
+from jaxkv._src.arrays import sharding
+from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import check_shape
+from jaxkv._src.guides.token_bytes import TokenBytes
+from jaxkv._src.guides.token_bytes import fold_bytes
+from jaxkv._src.guides.token_bytes import read_byte
 
 Strings = Sequence[str | bytes]
 """The stop strings of a sequence, or of all; a `str` stands for its UTF-8."""
@@ -75,7 +76,7 @@ class StopStrings:
     check_shape("lists", lists, ("Q",))
     check_shape("start", self.start, ("Q",), ", one for each list")
     return dataclasses.replace(
-      self, start=ops.take(self.start, jnp.asarray(lists))
+      self, start=indexing.take(self.start, jnp.asarray(lists))
     )
 
   def advance(self, states: Array, numbers: Array) -> tuple[Array, Array]:
@@ -91,17 +92,17 @@ class StopStrings:
       none. If it completes several, the one that ends first, and of those that
       end at the same byte the first in the list.
     """
-    own, states, numbers = ops.alike((self, states, numbers))
+    own, states, numbers = sharding.match_varying_axes((self, states, numbers))
 
     def body(
       carry: tuple[Array, Array], byte: Array, reads: Array
     ) -> tuple[Array, Array]:
       states, found = carry
       states = read_byte(own.next, states, byte, reads)
-      ended = ops.take(own.ends, states, fill=-1)
+      ended = indexing.take(own.ends, states, fill=-1)
       return states, jnp.where(reads & (found < 0), ended, found)
 
-    none = ops.zeros_like(states) - 1
+    none = sharding.zeros_like(states) - 1
     return fold_bytes(own.tokens, numbers, body, (states, none))
 
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxkv._src.rollout.automata.bitmask import BITS
-from jaxkv._src.rollout.automata.bitmask import num_words
-from jaxkv._src.rollout.automata.byte_dfa import ByteDfa
+from jaxkv._src.guides.bitmask import BITS
+from jaxkv._src.guides.bitmask import num_words
+from jaxkv._src.guides.dfa import ByteDfa
 
 FAR = 2**30
 """The distance of an end that cannot be reached."""

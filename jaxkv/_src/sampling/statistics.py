@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache import ops
-from jaxkv._src.rollout import reductions
-from jaxkv._src.rollout.reductions import Block
+from jaxkv._src.arrays import sharding
+from jaxkv._src.sampling import reductions
+from jaxkv._src.sampling.reductions import Block
 
 
 class Observed(NamedTuple):
@@ -121,7 +121,7 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
 
   first = jnp.full((rows, 1), jnp.inf), jnp.full((rows, 1), -1, jnp.int32)
   _, (tokens, values) = lax.scan(
-    trip, ops.alike((highest, *first)), None, length=count
+    trip, sharding.match_varying_axes((highest, *first)), None, length=count
   )
   return tokens.T, values.T
 

@@ -1,0 +1,1 @@
+"""Array operations and checks of arguments, shared by all packages."""

@@ -1,0 +1,1 @@
+"""Exact numerics: results that are the same bits in every program."""

@@ -1,0 +1,1 @@
+"""Sampling: settings, penalties, filters, and the draw of a token."""

@@ -1,0 +1,59 @@
+"""Logits as a model returns them: checked when traced, and cast to float32."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv._src.arrays.arguments import check_shape
+
+_FROM_MODEL = ", as `model` returns them"
+
+
+def as_logits(logits: Array) -> Array:
+  """Casts logits to float32, whatever width the model computes in.
+
+  Raises:
+    TypeError: they are not floats.
+  """
+  _check_floats(logits)
+  return logits.astype(jnp.float32)
+
+
+def check_logits(logits: Any, rows: int) -> None:
+  """Raises unless logits are [B, V] for B rows.
+
+  Raises:
+    TypeError: they are not floats.
+    ValueError: they have another shape.
+  """
+  check_shape("logits", logits, (rows, "V"), _FROM_MODEL)
+  _check_floats(logits)
+
+
+def check_all_logits(logits: Any, columns: int) -> None:
+  """Raises ValueError unless logits are [1, C, V] for C columns."""
+  meaning = ", as the model of `all_logits` returns"
+  check_shape("logits", logits, (1, columns, "V"), meaning)
+
+
+def last_logits(logits: Array, rows: int) -> Array:
+  """Selects those of each row's last token, [B, V].
+
+  Args:
+    logits: [B, X, V], what a model returned.
+    rows: B.
+
+  Raises:
+    ValueError: they have another shape.
+  """
+  check_shape("logits", logits, (rows, "X", "V"), _FROM_MODEL)
+  return logits[:, -1]
+
+
+def _check_floats(logits: Any) -> None:
+  if not jnp.issubdtype(logits.dtype, jnp.floating):
+    raise TypeError(
+      f"`logits` must be floats, got {logits.dtype}; let the model return its "
+      "last layer's output."
+    )
