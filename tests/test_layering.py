@@ -17,35 +17,39 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Highest first. A file imports from its own layer and from lower ones; two
 # layers on one line know nothing of each other.
 _LAYERS = (
-  ("jaxkv.__main__",),
-  ("jaxkv._src.commands",),
-  ("jaxkv",),  # jaxkv/__init__.py, through which commands see the verbs
-  ("jaxkv.host",),
-  ("jaxkv._src.host", "jaxkv.integrations"),
-  ("jaxkv._src.integrations",),
-  ("jaxkv.models", "jaxkv.rl", "jaxkv.rollout"),
-  ("jaxkv._src.models", "jaxkv._src.rl", "jaxkv._src.rollout"),
-  ("jaxkv.kv",),
-  ("jaxkv._src.kv", "jaxkv._src.exact.log_probs"),
+  ("jaxkv.__main__", "jaxkv.integrations"),
+  ("jaxkv._src.commands", "jaxkv._src.integrations"),
+  ("jaxkv",),  # jaxkv/__init__.py, through which clients see the verbs
   (
-    "jaxkv.results",
-    "jaxkv.telemetry",
-    "jaxkv._src.show",
-    "jaxkv._src.sampling.temperature",
-    "jaxkv._src.exact.row_loop",
-  ),
-  ("jaxkv._src.cache",),
-  (
+    "jaxkv.host",
     "jaxkv.kernels",
-    "jaxkv._src.arrays.compiler_options",
-    "jaxkv._src.extras",
-    "jaxkv._src",
+    "jaxkv.kv",
+    "jaxkv.models",
+    "jaxkv.results",
+    "jaxkv.rl",
+    "jaxkv.rollout",
+    "jaxkv.telemetry",
   ),
+  (
+    "jaxkv._src.host",
+    "jaxkv._src.models",
+    "jaxkv._src.rl",
+    "jaxkv._src.rollout",
+  ),
+  ("jaxkv._src.guides", "jaxkv._src.kv", "jaxkv._src.sampling"),
+  ("jaxkv._src.exact", "jaxkv._src.show"),
+  ("jaxkv._src.cache",),
+  ("jaxkv._src.arrays", "jaxkv._src.extras", "jaxkv._src"),
   ("jaxkv_kernels",),
 )
 _RANK = {layer: rank for rank, row in enumerate(_LAYERS) for layer in row}
 
 _CACHE_PACKAGE = "jaxkv._src.cache"
+# They use the library as anybody does: by its public names.
+_CLIENTS = ("jaxkv._src.commands", "jaxkv._src.integrations")
+# Modules of `_src` that are not in a package.
+_LOOSE = {"extras", "show"}
+
 # Inside the cache, likewise; of `invariants`, only `jaxkv` knows.
 _CACHE_LAYERS = (
   ("verbs", "invariants"),
@@ -56,10 +60,11 @@ _CACHE_LAYERS = (
   ("prefix",),
   ("config",),
   ("group_kinds",),
-  ("ops", "checks", "describe"),
+  ("describe",),
 )
 # The cache's other imports, beside the standard library and itself.
 _CACHE_IMPORTS = {"chex", "jax", "numpy"}
+_ARRAYS_PACKAGE = "jaxkv._src.arrays"
 
 _MAX_FILE = 500
 _NAMELESS = {"helpers.py", "misc.py", "util.py", "utils.py", "common.py"}
@@ -135,6 +140,40 @@ def test_imports_only_downwards(module):
     assert _RANK[layer] > _RANK[own], f"{module} imports {imported}"
 
 
+def _is_private(module: str) -> bool:
+  return module.startswith("jaxkv._src.")
+
+
+def _is_client(module: str) -> bool:
+  return module.startswith(_CLIENTS)
+
+
+@over_modules
+def test_private_code_imports_no_public_module(module):
+  """Public modules gather names for users; what they gather knows them not."""
+  if not _is_private(module) or _is_client(module):
+    return
+  public = {
+    name
+    for name in _imports(module)
+    if name.partition(".")[0] == "jaxkv" and not name.startswith("jaxkv._src")
+  }
+  assert public == set()
+
+
+@over_modules
+def test_nothing_imports_clients(module):
+  """Except the modules through which users see them, which do nothing else."""
+  faces = ("jaxkv.__main__", "jaxkv.integrations", *_CLIENTS)
+  if not module.startswith(faces):
+    assert not any(_is_client(name) for name in _imports(module))
+
+
+def test_few_modules_are_loose():
+  loose = {path.stem for path in (_ROOT / "jaxkv" / "_src").glob("*.py")}
+  assert loose - {"__init__"} == _LOOSE
+
+
 def test_no_import_cycle():
   graph = {name: set(_imports(name)) - {name} for name in _PACKAGES}
   graphlib.TopologicalSorter(graph).prepare()
@@ -193,9 +232,8 @@ class TestCache:
   @pytest.mark.parametrize("module", _CACHE)
   def test_depends_on_jax_alone(self, module):
     known = _CACHE_IMPORTS | set(sys.stdlib_module_names)
-    others = {
-      name for name in _imports(module) if not name.startswith(_CACHE_PACKAGE)
-    }
+    ours = (_CACHE_PACKAGE, _ARRAYS_PACKAGE)
+    others = {name for name in _imports(module) if not name.startswith(ours)}
     assert {name.partition(".")[0] for name in others} - known == set()
 
   @pytest.mark.parametrize("module", _CACHE)

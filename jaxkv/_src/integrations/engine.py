@@ -19,21 +19,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv.kv
+from jaxkv import CacheConfig
+from jaxkv import CacheState
+from jaxkv import Status
+from jaxkv import init as init_cache
+from jaxkv import new_epoch
 from jaxkv import rollout
-from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.cache.state import CacheState
-from jaxkv._src.cache.state import Status
-from jaxkv._src.cache.state import init as init_cache
-from jaxkv._src.cache.verbs.reset import new_epoch
 from jaxkv._src.integrations import jobs as client_jobs
 from jaxkv._src.integrations.jobs import Answer
 from jaxkv._src.integrations.jobs import Batch
 from jaxkv._src.integrations.jobs import EngineSizes
 from jaxkv._src.integrations.jobs import Job
 from jaxkv._src.integrations.no_mesh import no_mesh
-from jaxkv._src.rollout.config import RolloutConfig
-from jaxkv._src.rollout.sequences import Records
-from jaxkv._src.rollout.state import RolloutState
+from jaxkv.rollout import Records
+from jaxkv.rollout import RolloutConfig
+from jaxkv.rollout import RolloutState
 
 
 class QueueEngine:

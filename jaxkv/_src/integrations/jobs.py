@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxkv._src.sampling.settings import Sampling
+from jaxkv.rollout import Sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

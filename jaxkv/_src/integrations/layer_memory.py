@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv import FullAttention
+from jaxkv import GroupKind
+from jaxkv import SlidingWindow
 from jaxkv import kernels
-from jaxkv import kv as kv_memory
-from jaxkv._src.cache.group_kinds import FullAttention
-from jaxkv._src.cache.group_kinds import GroupKind
-from jaxkv._src.cache.group_kinds import SlidingWindow
-from jaxkv._src.rollout.rows import Rows
+from jaxkv.kv import KVPages
+from jaxkv.kv import attend
+from jaxkv.kv import write
+from jaxkv.rollout import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,7 @@ class LayerMemory:
 
   def __init__(
     self,
-    kv: kv_memory.KVPages,
+    kv: KVPages,
     views: Any,
     columns: jax.Array,
     rows: Rows,
@@ -147,8 +149,8 @@ class LayerMemory:
     options = kernels.AttentionOptions(
       scale=scale, soft_cap=soft_cap, sinks=sinks, window=window
     )
-    self.kv = kv_memory.write(self.kv, view, layer, k, v)
-    return kv_memory.attend(self.kv, view, layer, q, options=options)
+    self.kv = write(self.kv, view, layer, k, v)
+    return attend(self.kv, view, layer, q, options=options)
 
   def pick(self, x: jax.Array) -> jax.Array:
     """The columns that get logits, [1, C, E] to [1, X, E].

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv.kv
-from jaxkv._src.cache.config import CacheConfig
+from jaxkv import CacheConfig
 from jaxkv._src.integrations import packages
 from jaxkv._src.integrations.layer_memory import LayerMemory
 from jaxkv._src.integrations.layer_memory import LayerPlan
 from jaxkv._src.integrations.layer_memory import plan_layers
 from jaxkv._src.integrations.no_mesh import no_mesh
-from jaxkv._src.rollout.rows import Rows
 from jaxkv.kv import KVPages
+from jaxkv.rollout import Rows
 
 Replacement = Callable[..., Any]
 """`(layer, memory, *args, **kwargs)`: called in place of a layer's method, with

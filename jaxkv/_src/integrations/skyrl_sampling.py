@@ -20,7 +20,7 @@ from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.skyrl_models import paged_module_of
 from jaxkv._src.integrations.weights import WeightWatch
 from jaxkv._src.integrations.weights import digest
-from jaxkv._src.rollout.sequences import Finish
+from jaxkv.rollout import Finish
 
 _ADAPTER_NAMES = ("lora_A", "lora_B", "lora_scaling", "lora_ranks")
 
