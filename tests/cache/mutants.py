@@ -124,14 +124,14 @@ def _pressure_stays(sticky):
 MUTANTS = {
   # --- the free queue --------------------------------------------------------
   "pop does not count": Mutant(
-    "pool.free_queue:pop",
+    "cache.pool.free_queue:pop",
     returned(
       lambda out, g: (replace(out[0], num_free=g.queue.num_free), out[1])
     ),
     ("allocate",),
   ),
   "head advances one too few": Mutant(
-    "pool.free_queue:pop",
+    "cache.pool.free_queue:pop",
     returned(
       lambda out, g: (
         replace(out[0], head=(out[0].head - 1) % g.queue.ring.size),
@@ -141,10 +141,12 @@ MUTANTS = {
     ("allocate",),
   ),
   "a page touched twice leaves twice": Mutant(
-    "pool.free_queue:remove", returned(_every_item_leaves), ("touch", "admit")
+    "cache.pool.free_queue:remove",
+    returned(_every_item_leaves),
+    ("touch", "admit"),
   ),
   "pushed to the back in the wrong order": Mutant(
-    "pool.free_queue:push_back",
+    "cache.pool.free_queue:push_back",
     given(
       pages=lambda g: g.pages[::-1],
       valid=lambda g: g.valid[::-1],
@@ -155,96 +157,99 @@ MUTANTS = {
     DUPLICATES,
   ),
   "pushed to the front in the wrong order": Mutant(
-    "pool.free_queue:push_front",
+    "cache.pool.free_queue:push_front",
     given(pages=lambda g: g.pages[::-1], valid=lambda g: g.valid[::-1]),
     FREE,
   ),
   "the sweep drops an entry": Mutant(
-    "pool.free_queue:reserve",
+    "cache.pool.free_queue:reserve",
     returned(_one_entry_less_if_swept),
     SWEEPS,
     ONE_WINDOW,
   ),
   "the sweep turns the order around": Mutant(
-    "pool.free_queue:in_order",
+    "cache.pool.free_queue:in_order",
     returned(lambda out, g: jnp.roll(out[::-1], g.queue.num_free)),
     SWEEPS,
     ONE_WINDOW,
   ),
   "the ring is never swept": Mutant(
-    "pool.free_queue:reserve",
+    "cache.pool.free_queue:reserve",
     returned(lambda out, g: g.queue),
     SWEEPS,
     ONE_WINDOW,
   ),
   # --- the pool --------------------------------------------------------------
   "a popped page has two references": Mutant(
-    "pool.page_pool:pop",
+    "cache.pool.page_pool:pop",
     returned(lambda out, g: (_counted_twice(out[0], g), out[1])),
     ("allocate",),
   ),
   "an evicted page keeps its key": Mutant(
-    "pool.page_pool:_unpublish",
+    "cache.pool.page_pool:_unpublish",
     returned(lambda out, g: (g.pool, out[1])),
     ("allocate", "admit"),
   ),
   "a hold counts twice": Mutant(
-    "pool.page_pool:hold",
+    "cache.pool.page_pool:hold",
     returned(lambda out, g: _counted_twice(out, g)),
     ("fork",),
   ),
   "a touched page stays in the queue": Mutant(
-    "pool.page_pool:hold",
+    "cache.pool.page_pool:hold",
     returned(lambda out, g: replace(out, queue=g.pool.queue)),
     ("touch", "admit"),
   ),
   "un-hashed pages go to the back": Mutant(
-    "pool.page_pool:is_cached", returned(lambda out, g: out | True), FREE
+    "cache.pool.page_pool:is_cached", returned(lambda out, g: out | True), FREE
   ),
   "hashed pages go to the front": Mutant(
-    "pool.page_pool:is_cached", returned(lambda out, g: out & False), FREE
+    "cache.pool.page_pool:is_cached", returned(lambda out, g: out & False), FREE
   ),
   # --- page tables -----------------------------------------------------------
   "the head of a sequence is released first": Mutant(
-    "pool.page_table:place_of",
+    "cache.pool.page_table:place_of",
     given(descending=lambda g: False),
     FREE,
     DUPLICATES,
   ),
   "the groups share one table": Mutant(
-    "pool.page_table:ranges",
+    "cache.pool.page_table:ranges",
     returned(lambda out, g: out._replace(group=out.group * 0)),
     ("allocate",),
   ),
   # --- the prefix index ------------------------------------------------------
   "tokens are not stored": Mutant(
-    "prefix.prefix_index:insert",
+    "cache.prefix.prefix_index:insert",
     given(tokens=lambda g: g.tokens * 0),
     ("commit",),
   ),
   "the newest duplicate is the hit": Mutant(
-    "prefix.prefix_index:lookup", given(newest=lambda g: True), LOOK, DUPLICATES
+    "cache.prefix.prefix_index:lookup",
+    given(newest=lambda g: True),
+    LOOK,
+    DUPLICATES,
   ),
   "the clock stands still": Mutant(
-    "prefix.prefix_index:insert",
+    "cache.prefix.prefix_index:insert",
     returned(lambda out, g: replace(out, clock=g.index.clock)),
     ("commit",),
     DUPLICATES,
   ),
   "a lookup ends at the first bucket": Mutant(
-    "prefix.prefix_index:lookup",
+    "cache.prefix.prefix_index:lookup",
     given(index=lambda g: replace(g.index, overflow=g.index.overflow * 0)),
     LOOK,
     DUPLICATES,
   ),
   "overflow is not counted": Mutant(
-    "prefix.prefix_index:insert",
+    "cache.prefix.prefix_index:insert",
     returned(lambda out, g: replace(out, overflow=g.index.overflow)),
     ("commit",),
     DUPLICATES,
   ),
   "overflow is not counted down": Mutant(
-    "prefix.prefix_index:remove",
+    "cache.prefix.prefix_index:remove",
     returned(
       lambda out, g: (replace(out[0], overflow=g.index.overflow), out[1])
     ),
@@ -252,84 +257,86 @@ MUTANTS = {
     DUPLICATES,
   ),
   "a removed page stays in its bucket": Mutant(
-    "prefix.prefix_index:remove",
+    "cache.prefix.prefix_index:remove",
     returned(lambda out, g: (replace(out[0], buckets=g.index.buckets), out[1])),
     ("evict",),
   ),
   # --- keys ------------------------------------------------------------------
   "the salt is ignored": Mutant(
-    "prefix.hashing:root_key",
+    "cache.prefix.hashing:root_key",
     given(salts=lambda g: None if g.salts is None else g.salts * 0),
     ("match", "admit"),
   ),
   "the epoch is ignored": Mutant(
-    "prefix.hashing:root_key",
+    "cache.prefix.hashing:root_key",
     given(epoch=lambda g: g.epoch * 0),
     ("match", "admit", "allocate"),
   ),
   "the group is ignored": Mutant(
-    "prefix.hashing:group_key", returned(lambda out, g: g.chain), ("commit",)
+    "cache.prefix.hashing:group_key",
+    returned(lambda out, g: g.chain),
+    ("commit",),
   ),
   "the prefix is ignored": Mutant(
-    "prefix.hashing:chain_keys", each_page_alone, ("commit",)
+    "cache.prefix.hashing:chain_keys", each_page_alone, ("commit",)
   ),
   # --- match -----------------------------------------------------------------
   "one group is enough for a hit": Mutant(
-    "algorithms.longest_prefix:_agree", given(cached=_by_any_group), LOOK
+    "cache.algorithms.longest_prefix:_agree", given(cached=_by_any_group), LOOK
   ),
   "hits go on after a miss": Mutant(
-    "group_kinds:GroupKind.longest_hit",
+    "cache.group_kinds:GroupKind.longest_hit",
     given(hits=lambda g: _up_to_the_last(g.hits)),
     ("match", "admit"),
     DUPLICATES,
   ),
   # --- allocate and admit ----------------------------------------------------
   "a slot is full one token early": Mutant(
-    "verbs.allocate:_columns_wanted",
+    "cache.verbs.allocate:_columns_wanted",
     returned(_full_when_filled),
     ("allocate",),
   ),
   "a new sequence goes on from the old keys": Mutant(
-    "prefix.hashing:start_slots",
+    "cache.prefix.hashing:start_slots",
     given(starts=lambda g: g.starts & False),
     ("allocate",),
   ),
   "later rows are not served": Mutant(
-    "algorithms.reserve:in_order",
+    "cache.algorithms.reserve:in_order",
     returned(_served_up_to_the_first_refusal),
     ("allocate",),
   ),
   "a slot is given twice": Mutant(
-    "ops:any_earlier",
+    "arrays.indexing:any_earlier",
     returned(lambda out, g: out & False),
     ("admit",),
   ),
   "hits may use what others were promised": Mutant(
-    "algorithms.reserve:_with_hits",
+    "cache.algorithms.reserve:_with_hits",
     given(keep_free=lambda g: g.keep_free * 0),
     ("admit",),
     SCARCE,
     SHARING,
   ),
   "newcomers may use what others were promised": Mutant(
-    "algorithms.reserve:in_order",
+    "cache.algorithms.reserve:in_order",
     given(keep_free=lambda g: g.keep_free * 0),
     ("admit",),
     UNCACHED,
   ),
   "a failed row moves the length": Mutant(
-    "ops:SlotRows.write",
+    "arrays.indexing:SlotRows.write",
     given(valid=lambda g: g.valid | _is_length(g.array)),
     ("admit",),
   ),
   # --- commit ----------------------------------------------------------------
   "room is not checked": Mutant(
-    "group_kinds:GroupSizes.tokens_with_room",
+    "cache.group_kinds:GroupSizes.tokens_with_room",
     returned(_a_page_more_than_held),
     ("commit",),
   ),
   "a merged page stays in the table": Mutant(
-    "algorithms.publish:_merge",
+    "cache.algorithms.publish:_merge",
     returned(
       lambda out, g: (out[0]._replace(page_table=g.done.page_table), out[1])
     ),
@@ -337,56 +344,56 @@ MUTANTS = {
   ),
   # --- fork ------------------------------------------------------------------
   "a fork shares the partial page": Mutant(
-    "algorithms.reserve:reservation",
+    "cache.algorithms.reserve:reservation",
     given(hit=lambda g: g.stop),
     ("fork",),
   ),
   "a fork forgets its keys": Mutant(
-    "prefix.hashing:copy_slots",
+    "cache.prefix.hashing:copy_slots",
     returned(lambda out, g: g.hashes),
     ("fork",),
   ),
   "a copy goes the wrong way": Mutant(
-    "state:Copies",
+    "cache.state:Copies",
     given(src=lambda g: g.dst, dst=lambda g: g.src),
     ("fork",),
   ),
   # --- truncate and free -----------------------------------------------------
   "truncate keeps a page": Mutant(
-    "group_kinds:GroupSizes.keep_encoder",
+    "cache.group_kinds:GroupSizes.keep_encoder",
     given(columns=lambda g: jnp.minimum(g.columns + 1, g.held)),
     ("truncate",),
   ),
   "a page that is written again keeps its key": Mutant(
-    "algorithms.publish:roll_back",
+    "cache.algorithms.publish:roll_back",
     given(reopened=lambda g: g.reopened & False),
     ("truncate",),
   ),
   "the tail of an earlier page is forgotten": Mutant(
-    "algorithms.publish:roll_back",
+    "cache.algorithms.publish:roll_back",
     returned(_without_the_tail),
     ("truncate",),
   ),
   "a slot is freed twice": Mutant(
-    "ops:num_earlier",
+    "arrays.indexing:num_earlier",
     returned(lambda out, g: jnp.maximum(out - 1, 0)),
     ("free_slots",),
   ),
   "a freed slot keeps its length": Mutant(
-    "ops:SlotRows.write",
+    "arrays.indexing:SlotRows.write",
     returned(lambda out, g: g.array if _is_length(g.array) else out),
     FREE,
   ),
   # --- failures --------------------------------------------------------------
   "the last failure sticks": Mutant(
-    "state:sticky", _last_sticks, ("commit", "free_slots")
+    "cache.state:sticky", _last_sticks, ("commit", "free_slots")
   ),
   "pressure hides a mistake": Mutant(
-    "state:sticky", _pressure_stays, ("allocate", "commit")
+    "cache.state:sticky", _pressure_stays, ("allocate", "commit")
   ),
   # --- pins, evict, reset ----------------------------------------------------
   "a pin is not counted": Mutant(
-    "verbs.pin:_hold",
+    "cache.verbs.pin:_hold",
     returned(lambda out, g: replace(out, pin_count=g.pool.pin_count)),
     ("touch", "pin"),
   ),

@@ -37,109 +37,109 @@ def _every_column(counts, g):
 KIND_MUTANTS = {
   # --- encoders --------------------------------------------------------------
   "an encoder's pages are counted by the decoder's tokens": Mutant(
-    "group_kinds:GroupSizes.columns_for",
+    "cache.group_kinds:GroupSizes.columns_for",
     given(encoder_tokens=lambda g: g.tokens),
     ("allocate_slots",),
     ENCODER,
   ),
   "an encoder's pages bound the sequence": Mutant(
-    "group_kinds:GroupSizes.holds_encoder",
+    "cache.group_kinds:GroupSizes.holds_encoder",
     returned(lambda out, g: out & False),
     ("commit",),
     ENCODER,
   ),
   "a fork gets pages of an encoder by its own length": Mutant(
-    "group_kinds:GroupSizes.keep_encoder",
+    "cache.group_kinds:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("fork",),
     ENCODER,
   ),
   "rolling back gives an encoder's pages back": Mutant(
-    "group_kinds:GroupSizes.keep_encoder",
+    "cache.group_kinds:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
     ("truncate",),
     ENCODER,
   ),
   "a slot without an encoder's pages is empty": Mutant(
-    "state:is_empty",
+    "cache.state:is_empty",
     returned(_first_group_is_empty),
     ("free_mask",),
     ENCODER,
   ),
   # --- states ----------------------------------------------------------------
   "a fork copies no state": Mutant(
-    "group_kinds:GroupSizes.open_pages",
+    "cache.group_kinds:GroupSizes.open_pages",
     returned(lambda out, g: out & False),
     ("fork",),
     SCRATCH,
   ),
   "states can be had at any token": Mutant(
-    "pool.recurrent:can_continue",
+    "cache.pool.recurrent:can_continue",
     returned(lambda out, g: g.tokens >= 0),
     ("fork", "truncate"),
     SCRATCH,
   ),
   "a state is rolled back to inside a page": Mutant(
-    "pool.recurrent:can_continue",
+    "cache.pool.recurrent:can_continue",
     given(length=lambda g: g.tokens),
     ("truncate",),
     SCRATCH,
   ),
   "scratch pages stay behind": Mutant(
-    "pool.recurrent:draw_back",
+    "cache.pool.recurrent:draw_back",
     returned(lambda out, g: g.table),
     ("truncate",),
     SCRATCH,
   ),
   "scratch pages are given back": Mutant(
-    "pool.recurrent:num_scratch",
+    "cache.pool.recurrent:num_scratch",
     returned(lambda out, g: out * 0),
     ("truncate",),
     SCRATCH,
   ),
   "null pages between states are given back": Mutant(
-    "pool.recurrent:num_pages",
+    "cache.pool.recurrent:num_pages",
     returned(_every_column),
     ("recycle",),
     SCRATCH,
   ),
   "scratch pages do not move along": Mutant(
-    "pool.recurrent:_growth",
+    "cache.pool.recurrent:_growth",
     returned(lambda out, g: (out[0], out[1] * 0)),
     ("allocate",),
     SCRATCH,
   ),
   # --- ages ------------------------------------------------------------------
   "age is counted from the first page on": Mutant(
-    "telemetry:count_evicted",
+    "cache.telemetry:count_evicted",
     given(stamps=lambda g: g.stamps * 0),
     ("allocate",),
     AGED,
   ),
   "pages without a key have an age": Mutant(
-    "telemetry:count_evicted",
+    "cache.telemetry:count_evicted",
     given(valid=lambda g: g.pages > 0),
     ("allocate",),
     AGED,
   ),
   "it is not noted when pages are given back": Mutant(
-    "telemetry:stamp_released",
+    "cache.telemetry:stamp_released",
     returned(lambda out, g: g.ages),
     ("free_mask",),
     AGED,
   ),
   # --- events ----------------------------------------------------------------
   "it is not noted in which group a page was stored": Mutant(
-    "telemetry:log_stored",
+    "cache.telemetry:log_stored",
     returned(lambda out, g: replace(out, group_of=g.log.group_of)),
     ("commit",),
     LOGGED,
   ),
   "a later window of events is written over the first": Mutant(
-    "telemetry:_push", _written_from_the_start, ("commit",), LOGGED
+    "cache.telemetry:_push", _written_from_the_start, ("commit",), LOGGED
   ),
   "events of a later window are not counted": Mutant(
-    "telemetry:_push",
+    "cache.telemetry:_push",
     returned(
       lambda out, g: replace(out, count=g.log.count | (out.count - g.log.count))
     ),
@@ -147,19 +147,19 @@ KIND_MUTANTS = {
     LOGGED,
   ),
   "a refused reset is told as done": Mutant(
-    "telemetry:log_cleared",
+    "cache.telemetry:log_cleared",
     given(done=lambda g: g.done | True),
     ("reset_prefix_cache",),
     LOGGED,
   ),
   "a page is its own parent": Mutant(
-    "telemetry:log_stored",
+    "cache.telemetry:log_stored",
     given(fields=lambda g: g.fields | {"parent": g.fields["key"]}),
     ("commit",),
     LOGGED,
   ),
   "all sequences have one root": Mutant(
-    "telemetry:log_stored",
+    "cache.telemetry:log_stored",
     given(fields=lambda g: g.fields | {"root": g.fields["root"] * 0}),
     ("commit",),
     LOGGED,

@@ -80,7 +80,7 @@ class Mutant:
   """One mistake.
 
   Attributes:
-    place: "module:function" or "module:Class.method" in `jaxkv._src.cache`.
+    place: "module:function" or "module:Class.method" in `jaxkv._src`.
     wrong: makes the function with the mistake: `given`, `returned`, or a
       function of its own.
     verbs: which verbs get the mistake, enough to see it. Each is compiled
@@ -97,7 +97,7 @@ class Mutant:
 
   def verbs_with_it(self) -> dict[str, Callable]:
     """The table of verbs, with the mistake in some of them."""
-    right, places = found(f"jaxkv._src.cache.{self.place}")
+    right, places = found(f"jaxkv._src.{self.place}")
     wrong = self.wrong(right)
     return VERBS | {
       verb: _compiled_anew(

@@ -46,7 +46,7 @@ _TABLE = {
     _CHARACTERS,
   ),
   "loops leak into what is before them": (
-    "byte_dfa:_Parts._after",
+    "dfa:_Parts._after",
     returned(lambda out, g: g.start),
     _DFA + "TestByHand::test_loops_do_not_leak_into_what_is_around_them",
   ),
@@ -65,15 +65,15 @@ _TABLE = {
     given(depth=lambda g: g.depth + 1),
     _JSON + "TestOptions::test_depth",
   ),
-  # --- token_effects ---------------------------------------------------------
+  # --- token_masks -----------------------------------------------------------
   "ways that no token goes": (
-    "token_effects:_distances",
+    "token_masks:_distances",
     returned(lambda out, g: out.clip(max=3)),
     _EFFECTS + "TestByHand::test_what_the_tokens_cannot_spell_is_no_way",
   ),
-  # --- guides ----------------------------------------------------------------
+  # --- guide -----------------------------------------------------------------
   "all sequences have the first grammar": (
-    "guides:Guide._grammars",
+    "guide:Guide._grammars",
     returned(lambda out, g: out * 0),
     _SEVERAL + "test_each_sequence_has_its_own",
   ),
