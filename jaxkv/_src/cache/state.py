@@ -320,8 +320,8 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
 
   Casts and checks the arguments: `mask` becomes bool, `salts` uint32, all
   others int32, and their shapes follow from their names, see
-  `arguments.check_rows`. Then jits; while it is traced, it checks the sizes of the
-  state. The end of every verb is here too: a failed row of its Outcome is
+  `arguments.check_rows`. Then jits; while it is traced, it checks the sizes of
+  the state. The end of every verb is here too: a failed row of its Outcome is
   counted, and the state keeps the error.
 
   It is jitted once and never donates: the old state stays usable. Inside the
