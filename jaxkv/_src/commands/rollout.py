@@ -1,0 +1,420 @@
+"""`python -m jaxkv rollout`: prompts through the jitted loop.
+
+By default, a small character model, trained once on this machine, continues
+prompts that share a preamble. Pages are allocated, shared, published, hit,
+evicted and released inside compiled spans of a `while_loop`. Then a forward
+pass without a cache computes the log-probability of every drawn token again.
+
+With `--model`, a pretrained model answers prompts.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+import jaxkv
+from jaxkv import models
+from jaxkv import rollout
+from jaxkv._src.commands import characters
+from jaxkv._src.commands import output
+from jaxkv._src.commands.errors import CommandError
+
+CLOSE = 1e-3
+"""The largest difference of log-probs that counts as equal.
+
+Float32 sums in another order change them by some 1e-5, a wrong page by 0.1.
+"""
+
+_SHOWN = 8
+_NUM_PROMPTS = 24
+_PREAMBLE = 224
+_OPENING = 40
+_MOST = 2**22
+
+
+Prompts = dict[str, str]
+"""The text of each prompt, by the place that it comes from."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the command's arguments to its parser."""
+  add = parser.add_argument
+  count, size = output.whole_number(1, _MOST), output.whole_number(2, _MOST)
+  seed = output.whole_number(0, 2**32 - 1)
+  default = "(default: %(default)s)"
+  add(
+    "--model",
+    metavar="M",
+    help="a folder, a .gguf file or a hub id; default: a small character model",
+  )
+  add("--prompt", metavar="TEXT", action="append", help="may be repeated")
+  add("--prompts", metavar="FILE", help="one prompt a line, UTF-8")
+  add("--chat", action="store_true", help="a prompt is a user's message")
+  add("--samples", metavar="G", type=count, help="a prompt (4; --model: 1)")
+  add("--max-tokens", metavar="T", type=count, default=96, help=default)
+  add("--temperature", type=float, default=0.8, help=f"0 is greedy {default}")
+  add("--seed", metavar="I", type=seed, default=0, help=default)
+  add("--slots", metavar="B", type=count, default=8, help=f"batch {default}")
+  add("--pages", metavar="N", type=size, help="of the pool; default: enough")
+  add("--page-size", metavar="S", type=count, default=16, help=default)
+  add("--json", metavar="FILE", help="also write texts and figures here")
+
+
+def run(args: argparse.Namespace) -> int:
+  """Generates, and prints texts and a table of figures.
+
+  Returns:
+    The exit status: 0, or 1 if log-probs differ from those of a forward pass
+    without a cache.
+
+  Raises:
+    CommandError: an argument, a prompt or the model cannot be used.
+  """
+  output.check_writable(args.json, args.prompts, args.model)
+  model = _model(args)
+  if args.max_tokens >= model.max_length:
+    raise CommandError(
+      f"--max-tokens must be below {model.max_length}, the longest sequence "
+      f"that the model was made for, not {args.max_tokens}"
+    )
+  prompts = chosen_prompts(args, model.tokenizer)
+  if args.samples is None:
+    args.samples = 4 if args.model is None else 1
+  tokens, lengths = _encoded(args, model, prompts)
+  state, seconds = generate(model, _initial(args, model, tokens, lengths))
+  jaxkv.check(state.cache)
+  result = seconds | _figures(state)
+  result["texts"] = _texts(model, list(prompts.values()), state)
+  if args.model is None:
+    print("comparing with a forward pass without a cache ...", file=sys.stderr)
+    result["largest_difference"] = largest_difference(model, state)
+  output.write_json(args.json, result)
+  output.print_table(*_rows(result), before=_shown(result["texts"]))
+  return 0 if result.get("largest_difference", 0.0) < CLOSE else 1
+
+
+def _model(args: argparse.Namespace) -> models.Pretrained:
+  # CPUs compute bfloat16 in float32, after a conversion.
+  dtype = "float32" if jax.default_backend() == "cpu" else None
+  try:
+    if args.model is None:
+      return characters.character_model()
+    model = models.load(args.model, dtype=dtype, progress=True)
+    _ = model.tokenizer  # A missing one is reported before the compilation.
+    return model
+  except (ImportError, ValueError) as error:
+    raise CommandError(f"--model: {_line(error)}") from error
+  except OSError as error:
+    advice = "" if args.model else "; set JAXKV_CACHE to a writable folder"
+    raise CommandError(f"the model: {_line(error)}{advice}") from error
+
+
+def _line(error: Exception) -> str:
+  return " ".join(str(error).split()).rstrip(".").replace("`", "")
+
+
+def chosen_prompts(
+  args: argparse.Namespace, tokenizer: models.Tokenizer
+) -> Prompts:
+  """Returns the prompts of `--prompt` and `--prompts`, or the default ones.
+
+  Raises:
+    CommandError: the file cannot be read, or there is no prompt.
+  """
+  prompts: Prompts = {
+    f"--prompt {number}": text
+    for number, text in enumerate(args.prompt or (), start=1)
+  }
+  if args.prompts is not None:
+    # Not `splitlines`, which also ends a line at a form feed.
+    prompts |= {
+      f"{args.prompts} line {number}": line
+      for number, line in enumerate(_text(args.prompts).split("\n"), start=1)
+      if line.strip()
+    }
+  elif not prompts and isinstance(tokenizer, characters.Vocabulary):
+    return default_prompts(characters.reference_text())
+  elif not prompts:
+    return {"the default prompt": "What is the capital of France?"}
+  if not prompts:
+    raise CommandError(f"{args.prompts} has no prompt; write one a line")
+  return prompts
+
+
+def _text(path: str) -> str:
+  try:
+    return pathlib.Path(path).read_text(encoding="utf-8")
+  except OSError as error:
+    raise CommandError(f"cannot read {path}: {error.strerror}") from error
+  except UnicodeDecodeError as error:
+    raise CommandError(
+      f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save "
+      "it as UTF-8"
+    ) from error
+
+
+def default_prompts(text: str) -> Prompts:
+  """Returns openings of a text's paragraphs, each after its first lines."""
+  preamble = text[:_PREAMBLE].rstrip() + "\n\n"
+  paragraphs = [part.strip() for part in text.split("\n\n")]
+  paragraphs = [part for part in paragraphs if len(part) > 2 * _OPENING]
+  stride = max(1, len(paragraphs) // _NUM_PROMPTS)
+  # Openings of different lengths, so that pages and prompts do not line up.
+  return {
+    f"default prompt {number}": preamble + part[: _OPENING - number % 7]
+    for number, part in enumerate(paragraphs[::stride][:_NUM_PROMPTS])
+  }
+
+
+def _encoded(
+  args: argparse.Namespace, model: models.Pretrained, prompts: Prompts
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns int32[P, L] tokens and int32[P] lengths."""
+  rows = []
+  room = model.max_length - args.max_tokens
+  for place, text in prompts.items():
+    try:
+      if args.chat:
+        message = {"role": "user", "content": text}
+        row = model.tokenizer.encode_chat([message])
+      else:
+        row = model.tokenizer.encode(text)
+    except (ImportError, ValueError) as error:
+      raise CommandError(f"{place}: {_line(error)}") from error
+    if not 0 < len(row) <= room:
+      raise CommandError(
+        f"{place}: a prompt must have 1 to {room} tokens, which "
+        f"--max-tokens leaves of the {model.max_length} that the model was "
+        f"made for, not {len(row)}; shorten it or lower --max-tokens"
+      )
+    rows.append(row)
+  lengths = np.asarray([len(row) for row in rows], np.int32)
+  tokens = np.zeros((len(rows), int(lengths.max())), np.int32)
+  for padded, row in zip(tokens, rows, strict=True):
+    padded[: len(row)] = row
+  return tokens, lengths
+
+
+def _initial(
+  args: argparse.Namespace,
+  model: models.Pretrained,
+  tokens: np.ndarray,
+  lengths: np.ndarray,
+) -> rollout.RolloutState:
+  config = rollout.RolloutConfig(
+    num_samples=args.samples,
+    max_new_tokens=args.max_tokens,
+    prefill_chunk=64,
+    # The model's own, which no temperature changes.
+    raw_log_probs=True,
+  )
+  sizes = _sizes(args, model, len(tokens), int(lengths.max()) + args.max_tokens)
+  try:
+    sampling = rollout.Sampling(
+      temperature=args.temperature,
+      stop_tokens=list(model.stop_tokens) or None,
+    )
+    return rollout.init(
+      jaxkv.init(sizes),
+      model.init_kv(sizes),
+      jnp.asarray(tokens),
+      jnp.asarray(lengths),
+      jax.random.key(args.seed),
+      config,
+      sampling=sampling,
+    )
+  except ValueError as error:
+    raise CommandError(f"{_line(error)} (--pages, --temperature)") from error
+
+
+def _sizes(
+  args: argparse.Namespace, model: models.Pretrained, count: int, longest: int
+) -> jaxkv.CacheConfig:
+  """Returns a cache with room for all slots, unless --pages is given."""
+  slots = min(args.slots, count * args.samples)
+  page_size = min(args.page_size, longest)
+  each = len(models.cache_groups(model.config)) * (1 + -(-longest // page_size))
+  return model.cache_config(
+    num_pages=1 + slots * each if args.pages is None else args.pages,
+    num_slots=slots,
+    page_size=page_size,
+    max_length=longest,
+  )
+
+
+def generate(
+  model: models.Pretrained, state: rollout.RolloutState
+) -> tuple[rollout.RolloutState, dict[str, float]]:
+  """Runs a rollout to its end, in spans of steps, with a progress bar.
+
+  A span has as many steps as take about half a second, so that the bar moves.
+
+  Args:
+    model: the model.
+    state: the rollout; it is donated.
+
+  Returns:
+    The end of the rollout, and seconds of it and of the compilation.
+  """
+  program = functools.partial(rollout.generate, model=model.forward)
+  steps, seconds = 8, 0.0
+  span = rollout.Until(steps=jnp.int32(steps))
+  print("compiling the loop ...", file=sys.stderr, flush=True)
+  begin = time.perf_counter()
+  program = jax.jit(program, donate_argnums=1)
+  compiled = program.lower(model.params, state, span).compile()
+  compile_seconds = time.perf_counter() - begin
+  total = state.sequences.length.size * state.config.max_new_tokens
+  with tqdm.tqdm(
+    total=total, desc="rollout", bar_format="{l_bar}{bar}| {elapsed}"
+  ) as bar:
+    while True:
+      begin = time.perf_counter()
+      span = rollout.Until(steps=jnp.int32(steps))
+      state = jax.block_until_ready(compiled(model.params, state, span))
+      elapsed = time.perf_counter() - begin
+      seconds += elapsed
+      steps = max(1, min(2 * steps, round(0.5 * steps / elapsed)))
+      bar.update(_progress(state) - bar.n)
+      if bool(jnp.all(state.sequences.status >= rollout.DONE)):
+        times = {"seconds": seconds, "compile_seconds": compile_seconds}
+        return state, times
+
+
+def _progress(state: rollout.RolloutState) -> int:
+  """Counts drawn tokens; a sequence that ended early counts as complete."""
+  sequences = state.sequences
+  drawn = sequences.length - sequences.prompt_length
+  ended = sequences.status >= rollout.DONE
+  return int(jnp.sum(jnp.where(ended, state.config.max_new_tokens, drawn)))
+
+
+def largest_difference(
+  model: models.Pretrained, state: rollout.RolloutState
+) -> float:
+  """Computes the log-probs of all drawn tokens again, without a cache.
+
+  Returns:
+    The largest difference from those of the rollout, in nats.
+  """
+  sequences = state.sequences
+  raw = sequences.records.raw_log_probs
+  assert raw is not None
+  columns = jnp.arange(raw.shape[1], dtype=jnp.int32)
+
+  def difference(row: tuple[jax.Array, ...]) -> jax.Array:
+    tokens, begin, end, log_probs = row
+    logits = models.forward_uncached(
+      model.params, tokens[None], columns[None], config=model.config
+    )
+    own = jnp.take_along_axis(
+      jax.nn.log_softmax(logits[0, :-1]), tokens[1:, None], axis=1
+    )[:, 0]
+    # NaN anywhere must not compare as equal.
+    drawn = (columns[1:] >= begin) & (columns[1:] < end)
+    return jnp.max(jnp.where(drawn, jnp.abs(own - log_probs[1:]), 0))
+
+  rows = (sequences.tokens, sequences.prompt_length, sequences.length, raw)
+  return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
+
+
+def _figures(state: rollout.RolloutState) -> dict[str, Any]:
+  """Returns counts of the loop and of the cache, and sizes."""
+  sizes = state.cache.config
+  kv_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.kv))
+  counts = vars(state.counters) | vars(state.cache.stats)
+  return {
+    "sequences": state.sequences.length.size,
+    "slots": sizes.num_slots,
+    "pages": sizes.num_pages,
+    "page_size": sizes.page_size,
+    "page_bytes": kv_bytes // sizes.num_pages,
+    "prompt_tokens": int(jnp.sum(state.sequences.prompt_length)),
+    **{name: int(count) for name, count in counts.items() if count.ndim == 0},
+  }
+
+
+def _texts(
+  model: models.Pretrained, prompts: list[str], state: rollout.RolloutState
+) -> list[dict[str, Any]]:
+  """Returns the answers, with the log-probs that they were drawn with."""
+  done = jax.tree.map(np.asarray, rollout.generated(state))
+  texts = []
+  for number, (row, mask) in enumerate(
+    zip(done.tokens, done.mask, strict=True)
+  ):
+    place, sample = divmod(number, state.config.num_samples)
+    texts.append(
+      {
+        "prompt_number": place,
+        "sample": sample,
+        "prompt": prompts[place],
+        "text": model.tokenizer.decode(row[mask]),
+        "finish": rollout.Finish(int(done.finish[number])).name.lower(),
+        "tokens": row[mask].tolist(),
+        "log_probs": done.log_probs[number][mask].astype(float).tolist(),
+      }
+    )
+  return texts
+
+
+def _shown(texts: list[dict[str, Any]]) -> str:
+  """Returns some of the texts, to be printed."""
+  lines = []
+  for text in texts[:_SHOWN]:
+    place = f"prompt {text['prompt_number']}, sample {text['sample']}"
+    lines += [f"--- {place} ({text['finish']})"]
+    lines += [f"...{text['prompt'][-60:]}[{text['text']}]"]
+  if len(texts) > _SHOWN:
+    lines += [f"--- and {len(texts) - _SHOWN} more (--json has all)"]
+  return "\n".join(lines) + "\n\n"
+
+
+def _rows(f: dict[str, Any]) -> list[tuple[str, str]]:
+  """Returns names and values of the table."""
+  hits = f["hit_tokens"] / max(f["queried_tokens"], 1)
+  rows = [
+    ("sequences", f"{f['sequences']} in {f['slots']} slots"),
+    (
+      "tokens/s",
+      f"{f['generated'] / f['seconds']:,.0f} ({f['generated']:,} in "
+      f"{f['seconds']:.2f} s, {f['steps']:,} steps; compiled in "
+      f"{f['compile_seconds']:.1f} s)",
+    ),
+    (
+      "prompt tokens",
+      f"{f['prompt_tokens']:,}, of which {f['prefilled']:,} were computed",
+    ),
+    ("prefix hit rate", f"{hits:.1%} of {f['queried_tokens']:,} tokens"),
+    (
+      "sequences forked",
+      f"{f['forked']:,}; {f['preempted']:,} were preempted",
+    ),
+    (
+      "pages",
+      f"{f['published_pages']:,} published, {f['evicted_pages']:,} evicted, "
+      f"{f['peak_shared']:,} shared at the peak",
+    ),
+    (
+      "K/V bytes used",
+      f"{f['peak_pages'] * f['page_bytes']:,} at the peak",
+    ),
+  ]
+  if "largest_difference" in f:
+    verdict = "yes" if f["largest_difference"] < CLOSE else "NO"
+    rows.append(
+      (
+        "equals uncached",
+        f"{verdict}, log-probs within {f['largest_difference']:.1g} of a "
+        "forward pass without a cache",
+      )
+    )
+  return rows
