@@ -47,6 +47,8 @@ _RANK = {layer: rank for rank, row in enumerate(_LAYERS) for layer in row}
 _CACHE_PACKAGE = "jaxkv._src.cache"
 # They use the library as anybody does: by its public names.
 _CLIENTS = ("jaxkv._src.commands", "jaxkv._src.integrations")
+# Imports a package that an extra installs; it has nothing of the cache.
+_OPEN_TO_CLIENTS = {"jaxkv._src.extras"}
 # Modules of `_src` that are not in a package.
 _LOOSE = {"extras", "show"}
 
@@ -159,6 +161,19 @@ def test_private_code_imports_no_public_module(module):
     if name.partition(".")[0] == "jaxkv" and not name.startswith("jaxkv._src")
   }
   assert public == set()
+
+
+@over_modules
+def test_clients_import_public_names(module):
+  if not _is_client(module):
+    return
+  own = _layer(module)
+  private = {
+    name
+    for name in _imports(module)
+    if name.startswith("jaxkv._src") and _layer(name) != own
+  }
+  assert private - _OPEN_TO_CLIENTS == set()
 
 
 @over_modules
