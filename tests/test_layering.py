@@ -10,8 +10,6 @@ import tomllib
 import types
 from collections.abc import Iterator
 
-import pytest
-
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Highest first. A file imports from its own layer and from lower ones; two
@@ -87,14 +85,6 @@ _ALL_FILES = _files("jaxkv", "kernels", "tests", "benchmarks")
 _TREES = {path: ast.parse(path.read_text("utf-8")) for path in _ALL_FILES}
 
 
-def _by_name(path: pathlib.Path) -> str:
-  return str(path.relative_to(_ROOT))
-
-
-over_modules = pytest.mark.parametrize("module", _PACKAGES)
-over_files = pytest.mark.parametrize("path", _ALL_FILES, ids=_by_name)
-
-
 def _imports(module: str) -> Iterator[str]:
   """Every module that one imports, wherever in the file it does so."""
   path = _PACKAGES[module]
@@ -127,61 +117,64 @@ def _layer(module: str) -> str | None:
   return ".".join(parts[: 3 if parts[1:2] == ["_src"] else 2])
 
 
-@over_modules
-def test_every_module_has_a_layer(module):
-  assert _layer(module) in _RANK, "name its layer in _LAYERS"
+_PAIRS = [(name, other) for name in _PACKAGES for other in _imports(name)]
+"""(module, what it imports) for all modules."""
 
 
-@over_modules
-def test_imports_only_downwards(module):
-  own = _layer(module)
-  for imported in _imports(module):
-    layer = _layer(imported)
-    if layer is None or layer == own:
-      continue
-    assert _RANK[layer] > _RANK[own], f"{module} imports {imported}"
+def test_every_module_has_a_layer():
+  """Add new packages to _LAYERS."""
+  assert {_layer(module) for module in _PACKAGES} - set(_RANK) == set()
+
+
+def test_imports_only_downwards():
+  assert [
+    (module, imported)
+    for module, imported in _PAIRS
+    if _layer(imported) not in (None, _layer(module))
+    and _RANK[_layer(imported)] <= _RANK[_layer(module)]
+  ] == []
 
 
 def _is_private(module: str) -> bool:
-  return module.startswith("jaxkv._src.")
+  return module.startswith("jaxkv._src")
+
+
+def _is_public(module: str) -> bool:
+  return module.partition(".")[0] == "jaxkv" and not _is_private(module)
 
 
 def _is_client(module: str) -> bool:
   return module.startswith(_CLIENTS)
 
 
-@over_modules
-def test_private_code_imports_no_public_module(module):
-  """Public modules gather names for users; what they gather knows them not."""
-  if not _is_private(module) or _is_client(module):
-    return
-  public = {
-    name
-    for name in _imports(module)
-    if name.partition(".")[0] == "jaxkv" and not name.startswith("jaxkv._src")
-  }
-  assert public == set()
+def test_private_code_imports_no_public_module():
+  """Public modules collect names for users and are imported by clients only."""
+  assert [
+    (module, imported)
+    for module, imported in _PAIRS
+    if _is_private(module) and not _is_client(module) and _is_public(imported)
+  ] == []
 
 
-@over_modules
-def test_clients_import_public_names(module):
-  if not _is_client(module):
-    return
-  own = _layer(module)
-  private = {
-    name
-    for name in _imports(module)
-    if name.startswith("jaxkv._src") and _layer(name) != own
-  }
-  assert private - _OPEN_TO_CLIENTS == set()
+def test_clients_import_public_names():
+  assert [
+    (module, imported)
+    for module, imported in _PAIRS
+    if _is_client(module)
+    and _is_private(imported)
+    and _layer(imported) != _layer(module)
+    and imported not in _OPEN_TO_CLIENTS
+  ] == []
 
 
-@over_modules
-def test_nothing_imports_clients(module):
-  """Except the modules through which users see them, which do nothing else."""
+def test_nothing_imports_clients():
+  """Only the modules through which users see them do."""
   faces = ("jaxkv.__main__", "jaxkv.integrations", *_CLIENTS)
-  if not module.startswith(faces):
-    assert not any(_is_client(name) for name in _imports(module))
+  assert [
+    (module, imported)
+    for module, imported in _PAIRS
+    if _is_client(imported) and not module.startswith(faces)
+  ] == []
 
 
 def test_few_modules_are_loose():
@@ -225,14 +218,14 @@ def _is_text(node: ast.expr) -> bool:
   return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-@over_modules
-def test_extras_bring_what_is_asked_for(module):
+def test_extras_bring_what_is_asked_for():
   """Such packages are imported by name, and only where they are needed."""
   project = tomllib.loads((_ROOT / "pyproject.toml").read_text("utf-8"))
   extras = project["project"]["optional-dependencies"]
-  for name, extra in _asked_for(_TREES[_PACKAGES[module]]):
-    brought = {re.split(r"[<>=!~\[; ]", line)[0] for line in extras[extra]}
-    assert name in {package.replace("-", "_") for package in brought}, module
+  for path in _PACKAGES.values():
+    for name, extra in _asked_for(_TREES[path]):
+      brought = {re.split(r"[<>=!~\[; ]", line)[0] for line in extras[extra]}
+      assert name in {package.replace("-", "_") for package in brought}, path
 
 
 def _cache_layer(module: str) -> str:
@@ -240,35 +233,32 @@ def _cache_layer(module: str) -> str:
   return ".".join(module.split(".")[:4])
 
 
-_CACHE = [name for name in _PACKAGES if name.startswith(_CACHE_PACKAGE)]
+_CACHE = [pair for pair in _PAIRS if pair[0].startswith(_CACHE_PACKAGE)]
 
 
 class TestCache:
-  @pytest.mark.parametrize("module", _CACHE)
-  def test_depends_on_jax_alone(self, module):
-    known = _CACHE_IMPORTS | set(sys.stdlib_module_names)
+  def test_depends_on_jax_alone(self):
+    allowed = _CACHE_IMPORTS | set(sys.stdlib_module_names)
     ours = (_CACHE_PACKAGE, _ARRAYS_PACKAGE)
-    others = {name for name in _imports(module) if not name.startswith(ours)}
-    assert {name.partition(".")[0] for name in others} - known == set()
+    others = {name for _, name in _CACHE if not name.startswith(ours)}
+    assert {name.partition(".")[0] for name in others} - allowed == set()
 
-  @pytest.mark.parametrize("module", _CACHE)
-  def test_imports_only_downwards(self, module):
+  def test_imports_only_downwards(self):
     rank = {
       f"{_CACHE_PACKAGE}.{layer}": rank
       for rank, row in enumerate(_CACHE_LAYERS)
       for layer in row
     }
-    own = _cache_layer(module)
-    for imported in _imports(module):
-      layer = _cache_layer(imported)
+    for module, imported in _CACHE:
+      layer, own = _cache_layer(imported), _cache_layer(module)
       if layer in rank and layer != own:
         assert rank[layer] > rank[own], f"{module} imports {imported}"
 
 
-@over_files
-def test_files_are_short(path):
-  lines = len(path.read_text("utf-8").splitlines())
-  assert lines <= _MAX_FILE, f"{lines} lines: which two things is it about?"
+def test_files_are_short():
+  """A longer file is about two things; split it by them."""
+  lines = {p: len(p.read_text("utf-8").splitlines()) for p in _ALL_FILES}
+  assert {p: count for p, count in lines.items() if count > _MAX_FILE} == {}
 
 
 def test_no_class_is_defined_twice():
@@ -281,14 +271,13 @@ def test_no_class_is_defined_twice():
   assert {name: own for name, own in homes.items() if len(own) > 1} == {}
 
 
-@over_modules
-def test_no_module_hides_behind_a_function(module):
+def test_no_module_hides_behind_a_function():
   """`package.name` is the module where there is one."""
-  package = importlib.import_module(module)
   for name in _PACKAGES:
     parent, _, last = name.rpartition(".")
-    if parent == module and last != "__main__":
+    if parent and last != "__main__":
       importlib.import_module(name)
+      package = importlib.import_module(parent)
       assert isinstance(getattr(package, last), types.ModuleType), name
 
 
@@ -299,9 +288,9 @@ def test_few_public_names():
   assert sorted(jaxkv.__all__) == jaxkv.__all__
 
 
-@over_files
-def test_files_have_a_name_of_their_own(path):
-  assert path.name not in _NAMELESS, "call it by what is in it"
+def test_files_have_a_name_of_their_own():
+  """A file is called by what is in it."""
+  assert [path for path in _ALL_FILES if path.name in _NAMELESS] == []
 
 
 def test_kernels_folder_is_no_package():
@@ -309,17 +298,20 @@ def test_kernels_folder_is_no_package():
   assert not (_ROOT / "kernels" / "__init__.py").exists()
 
 
-@over_files
-def test_test_files_are_not_imported(path):
+def test_test_files_are_not_imported():
   """What two test files need has a module of its own."""
   names = [
-    name
+    (path, name)
+    for path in _ALL_FILES
     for node in ast.walk(_TREES[path])
     for name in _names_in(node)
-    if name.startswith("tests.")
   ]
-  parts = {part for name in names for part in name.split(".")}
-  assert not {part for part in parts if part.startswith("test_")}
+  assert [
+    (path, name)
+    for path, name in names
+    if name.startswith("tests.")
+    and any(part.startswith("test_") for part in name.split("."))
+  ] == []
 
 
 def _names_in(node: ast.AST) -> list[str]:
