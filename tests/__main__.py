@@ -1,4 +1,4 @@
-"""The test command: `python -m tests [--only-pytest] [pytest arguments]`.
+"""The test command: `python -m tests [--only-pytest] [--all] [other options]`.
 
 Format, lint and types first, which take seconds, then pytest: doctests,
 layering, notebooks and tests. The first stage that fails ends the run with

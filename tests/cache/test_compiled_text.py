@@ -137,7 +137,7 @@ CASES = {
 
 
 # The others have the same parts.
-FAST = ("decode_scan", "decode_hybrid", "forgetting")
+FAST = ("decode_scan", "forgetting")
 
 
 @slow_except("case", CASES, *FAST)

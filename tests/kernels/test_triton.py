@@ -99,6 +99,7 @@ class TestReach:
     assert tuple(int(x) for x in span) == wanted
 
 
+@pytest.mark.slow
 class TestParts:
   def sizes(self, batch, columns, heads, kv_heads, pages_a_row):
     shape = jax.ShapeDtypeStruct

@@ -10,7 +10,7 @@ from tests.tools.mistakes import returned
 from tests.tools.mistakes import table
 
 _BY_HAND = "test_by_hand.py::"
-_SAMPLING = "test_sampling.py::TestMixed::"
+_SAMPLING = "test_sampling.py::TestMixed"
 _CUTOFFS = "test_filters.py::TestByHand"
 _PROCESSORS = "test_processors.py::"
 _PARTS = "test_parts.py::"

@@ -206,7 +206,7 @@ class TestEveryVerb:
     for verb in TABLE
   ],
 )
-@slow_except("verb", TABLE, "submit")
+@pytest.mark.slow
 class TestInsideOthers:
   def test_inside_control_flow(self, verb):
     """With another verb in a scan, in a jit."""

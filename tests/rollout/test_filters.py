@@ -188,6 +188,7 @@ class TestAgainstTheDefinition:
 _compiled = jax.jit(filters.cutoff)
 
 
+@pytest.mark.slow
 class TestTrips:
   """The search ends, and soon."""
 

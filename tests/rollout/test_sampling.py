@@ -20,9 +20,14 @@ from tests.rollout.by_definition import Row
 from tests.tools import traced_loops
 from tests.tools.tiers import slow_except
 
-_compiled = jax.jit(
-  draw, static_argnames=("raw_log_probs", "entropy", "top_log_probs")
+
+@functools.partial(
+  jax.jit, static_argnames=("raw_log_probs", "entropy", "top_log_probs")
 )
+def _compiled(*arguments, **options):
+  return draw(*arguments, **options)
+
+
 _LOGITS = jnp.asarray([[0.0, 1.0, 3.0, -2.0], [5.0, 5.0, 1.0, 0.0]])
 
 
@@ -85,6 +90,7 @@ class TestDraws:
     assert tokens.tolist() != later.tolist()
     assert tokens.tolist() != others.tolist()
 
+  @slow_except("size", [1, 2, 3, 100, 513], 3)
   @pytest.mark.parametrize("size", [1, 2, 3, 100, 513])
   def test_every_token_is_drawn_as_often_as_its_probability(self, size):
     """Whatever the size of the vocabulary: blocks may be padded."""
@@ -203,6 +209,7 @@ class TestMixed:
     np.testing.assert_allclose(found, expected, atol=5 * 0.5 / count**0.5)
     assert not np.any(found[expected == 0])
 
+  @slow_except("temperature", [0.0, 0.7, 1.0], 0.7)
   @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
   def test_one_temperature_is_that_of_all(self, temperature):
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(9, 300)))
@@ -336,6 +343,7 @@ class TestTheModelsOwn:
     )
 
 
+@pytest.mark.slow
 class TestTransforms:
   """A step of all settings, under all of them equal to that under `jit`."""
 

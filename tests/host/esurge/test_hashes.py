@@ -32,6 +32,7 @@ CACHE = CacheManager(30, GROUPS, 32, key=jaxkv.salt("the same for all"))
 IMAGE = MultimodalItem("cat", 5, 2)
 
 
+@pytest.mark.slow
 class TestOfAFunction:
   def test_the_function_gets_parent_tokens_and_extra_keys(self):
     seen = []

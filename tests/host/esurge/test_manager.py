@@ -104,6 +104,7 @@ class TestOneRequest:
     assert cache.get_computed_pages(EngineRequest("b", range(9)))[1] == 8
 
 
+@pytest.mark.slow
 class TestGroups:
   def test_a_window_gives_pages_back(self):
     cache, one = manager(window(5)), EngineRequest("a", range(12))
@@ -200,6 +201,7 @@ class TestGroups:
     assert admit(cache, EngineRequest("b", range(13)))[:2] == (([1, 2],), 8)
 
 
+@pytest.mark.slow
 class TestRightWhereTheOtherIsNot:
   def test_a_window_within_a_page(self):
     """The hashes started over behind it: strangers had a hit."""

@@ -120,6 +120,7 @@ class TestAlone:
     assert checked(pool) == [*range(601, 700), *range(1, 601)]
 
 
+@pytest.mark.slow
 class TestHashes:
   def test_hashes_are_completed(self):
     pool, hashes = PagePool(9, True), []
@@ -249,6 +250,7 @@ class TestHashes:
     ]
 
 
+@pytest.mark.slow
 class TestOfAManager:
   @pytest.fixture
   def cache(self):
@@ -380,6 +382,7 @@ def told(pool):
   return pool.references(pool.pages), checked(pool), hashed, counts.tolist()
 
 
+@pytest.mark.slow
 def test_threads():
   pool = PagePool(40, True)
 
