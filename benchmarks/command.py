@@ -66,9 +66,27 @@ def run(
     write(pathlib.Path(file), result)
 
 
-def write(path: pathlib.Path, report: Any) -> None:
+def _text(report: dict[str, Any]) -> str:
+  """Formats a report as JSON with one row on each line."""
+
+  def dump(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+  def field(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+      return "[\n" + ",\n".join(map(dump, value)) + "\n]"
+    if isinstance(value, dict) and value:
+      rows = (f"{dump(key)}: {dump(row)}" for key, row in value.items())
+      return "{\n" + ",\n".join(rows) + "\n}"
+    return dump(value)
+
+  fields = (f"{dump(key)}: {field(value)}" for key, value in report.items())
+  return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def write(path: pathlib.Path, report: dict[str, Any]) -> None:
   """Writes a report as JSON: a file atomically, a device or a link as such."""
-  text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+  text = _text(report)
   if path.is_symlink() or (path.exists() and not path.is_file()):
     path.write_text(text, "utf-8")
     return
