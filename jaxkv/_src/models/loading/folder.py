@@ -36,15 +36,16 @@ def opened(folder: pathlib.Path) -> OpenedCheckpoint:
   values = json_object(folder / "config.json")
   family = family_of(values.get("architectures"), where)
   stored = safetensors_files.open_folder(folder)
-  quantization = values.get("quantization_config")
+  outer = ConfigFile(values, where)
+  quantization = outer.table("quantization_config")
   if "text_config" in values:
-    outer, values = values, dict(values["text_config"])
+    outer, values = values, dict(outer.table("text_config"))
     for key in ("architectures", "eos_token_id", "tie_word_embeddings"):
       values.setdefault(key, outer.get(key))
-    quantization = values.get("quantization_config", quantization)
+    quantization = values.get("quantization_config") or quantization
     stored = _text_only(stored)
   stored = _unpacked(stored, quantization, where)
-  config = ConfigFile(values, where)
+  config = ConfigFile(values, where, num_tensors=len(stored))
 
   def plan(dtype: Any) -> Plan:
     made = family(config, dtype)
@@ -78,7 +79,13 @@ def stop_tokens(
     chosen = chosen if generation is None else generation
   if chosen is None:
     return ()
-  return tuple(chosen) if isinstance(chosen, list) else (int(chosen),)
+  tokens = chosen if isinstance(chosen, list) else [chosen]
+  if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+    raise ValueError(
+      f"`eos_token_id` in {folder} must be a token or a list of tokens, got "
+      f"{chosen!r}."
+    )
+  return tuple(tokens)
 
 
 def _dtype(values: dict[str, Any], where: str) -> Any:
@@ -105,16 +112,25 @@ def _text_only(stored: Stored) -> Stored:
 
 
 def _unpacked(stored: Stored, quantization: Any, where: str) -> Stored:
-  if quantization is None:
+  if not quantization:
     return stored
   method = quantization.get("quant_method")
   if method == "mxfp4":
     return unpacking.mxfp4(stored)
   block = quantization.get("weight_block_size")
-  if method == "fp8" and isinstance(block, list) and len(block) == 2:
-    return unpacking.fp8_blocks(stored, (int(block[0]), int(block[1])))
+  if method == "fp8" and _is_pair(block):
+    return unpacking.fp8_blocks(stored, (block[0], block[1]))
   raise ValueError(
     f"`quantization_config` in {where} must be mxfp4, or fp8 with a "
     f"`weight_block_size`, got {quantization!r}; load weights that are not "
     "quantized."
+  )
+
+
+def _is_pair(block: Any) -> bool:
+  """Whether a value is two positive ints."""
+  return (
+    isinstance(block, list)
+    and len(block) == 2
+    and all(type(size) is int and size > 0 for size in block)
   )

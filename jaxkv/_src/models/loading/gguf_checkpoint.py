@@ -28,7 +28,7 @@ def opened(path: pathlib.Path) -> OpenedCheckpoint:
     raise ValueError(f"there is no file {path}; name a .gguf file.")
   values, tensors = read_gguf(path)
   family = family_of(values["architectures"], str(path))
-  config = ConfigFile(values, str(path))
+  config = ConfigFile(values, str(path), num_tensors=len(tensors))
 
   def plan(dtype: Any) -> Plan:
     made = family(config, dtype)

@@ -16,6 +16,7 @@ from jaxkv._src.models.decoder import memory
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.models.loading import assemble
+from jaxkv._src.models.loading import damage
 from jaxkv._src.models.loading import folder as folders
 from jaxkv._src.models.loading import gguf_checkpoint
 from jaxkv._src.models.loading import hub
@@ -35,6 +36,7 @@ class Pretrained:
     max_length: the longest sequence that it was made for, in tokens.
     stop_tokens: tokens that end a text or a message.
     open_tokenizer: reads the tokenizer.
+    name: of the file or folder, for messages.
   """
 
   config: Decoder
@@ -42,6 +44,7 @@ class Pretrained:
   max_length: int
   stop_tokens: tuple[int, ...]
   open_tokenizer: Callable[[], Tokenizer]
+  name: str = "the model"
 
   @functools.cached_property
   def tokenizer(self) -> Tokenizer:
@@ -51,7 +54,8 @@ class Pretrained:
       ImportError: the package `tokenizers` is not installed.
       ValueError: the checkpoint has none, or it is damaged.
     """
-    return self.open_tokenizer()
+    with damage.reported(self.name):
+      return self.open_tokenizer()
 
   @property
   def forward(self) -> Callable[..., Any]:
@@ -135,12 +139,18 @@ def load(
     Traceback (most recent call last):
     ValueError: `source` must be a folder with a config.json, ...
   """
-  opened = _opened(source, local_files_only)
-  dtype = jnp.dtype(opened.dtype if dtype is None else dtype)
-  if dtype.name not in _DTYPES:
+  if dtype is not None and jnp.dtype(dtype).name not in _DTYPES:
     raise ValueError(
-      f"`dtype` must be one of {', '.join(_DTYPES)}, got {dtype.name}."
+      f"`dtype` must be one of {', '.join(_DTYPES)}, got "
+      f"{jnp.dtype(dtype).name}."
     )
+  with damage.reported(os.fspath(source)):
+    opened = _opened(source, local_files_only)
+    return _loaded(opened, jnp.dtype(dtype or opened.dtype), progress)
+
+
+def _loaded(opened: OpenedCheckpoint, dtype: Any, progress: bool) -> Pretrained:
+  """Reads the tensors of a checkpoint."""
   plan = opened.plan(dtype)
   assemble.check(plan, opened.stored, opened.name)
   total = assemble.num_parts(plan)
@@ -154,6 +164,7 @@ def load(
     max_length=opened.max_length,
     stop_tokens=opened.stop_tokens,
     open_tokenizer=opened.open_tokenizer,
+    name=opened.name,
   )
 
 

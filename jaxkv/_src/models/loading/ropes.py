@@ -19,11 +19,11 @@ def rope_table(config: ConfigFile, default_base: float) -> Table:
   The new form is `rope_parameters`; the old one is `rope_theta` and
   `rope_scaling`, whose `rope_type` may be called `type`.
   """
-  base = config.get("rope_theta", default_base)
-  fraction = config.get("partial_rotary_factor", 1.0)
-  old = config.get("rope_scaling", {})
+  base = config.number("rope_theta", default_base)
+  fraction = config.number("partial_rotary_factor", 1.0)
+  old = config.table("rope_scaling")
   table = {"rope_theta": base, "partial_rotary_factor": fraction, **old}
-  table |= config.get("rope_parameters", {})
+  table |= config.table("rope_parameters")
   if "type" in table:
     table.setdefault("rope_type", table["type"])
     del table["type"]
@@ -46,8 +46,8 @@ def rope_of(
     ValueError: the type of scaling is not built, or a key is not known.
   """
   own = ConfigFile(dict(table), f"the rope table of {config.where}")
-  base = float(own.get("rope_theta"))
-  dim = int(head_dim * own.get("partial_rotary_factor", 1.0))
+  base = own.number("rope_theta")
+  dim = int(head_dim * own.number("partial_rotary_factor", 1.0))
   own.only("rope_type", "default", "linear", "llama3", "yarn")
   scaling = _SCALINGS[own.get("rope_type")](own, config)
   own.check_all_read()
@@ -67,25 +67,25 @@ def _none(own: ConfigFile, config: ConfigFile) -> Scaling | None:
 def _linear(own: ConfigFile, config: ConfigFile) -> Scaling:
   del config
   own.ignore("original_max_position_embeddings")
-  return LinearScaling(factor=float(own.get("factor")))
+  return LinearScaling(factor=own.number("factor"))
 
 
 def _llama3(own: ConfigFile, config: ConfigFile) -> Scaling:
   return Llama3Scaling(
-    factor=float(own.get("factor")),
-    low_frequency_factor=float(own.get("low_freq_factor")),
-    high_frequency_factor=float(own.get("high_freq_factor")),
+    factor=own.number("factor"),
+    low_frequency_factor=own.number("low_freq_factor"),
+    high_frequency_factor=own.number("high_freq_factor"),
     original_length=_original(own, config),
   )
 
 
 def _yarn(own: ConfigFile, config: ConfigFile) -> Scaling:
-  factor, length = own.get("factor", None), _original(own, config)
+  factor, length = own.number("factor", None), _original(own, config)
   if factor is None:
     factor = config.size("max_position_embeddings") / length
-  factor = float(factor)
-  mscale, all_dim = own.get("mscale", 0), own.get("mscale_all_dim", 0)
-  attention = own.get("attention_factor", None)
+  mscale = own.number("mscale", 0.0)
+  all_dim = own.number("mscale_all_dim", 0.0)
+  attention = own.number("attention_factor", None)
   if attention is None and mscale and all_dim:
     attention = magnitude(factor, mscale) / magnitude(factor, all_dim)
   elif attention is None:
@@ -93,10 +93,10 @@ def _yarn(own: ConfigFile, config: ConfigFile) -> Scaling:
   return YarnScaling(
     factor=factor,
     original_length=length,
-    beta_fast=float(own.get("beta_fast", 32.0)),
-    beta_slow=float(own.get("beta_slow", 1.0)),
-    truncate=bool(own.get("truncate", True)),
-    attention_factor=float(attention),
+    beta_fast=own.number("beta_fast", 32.0),
+    beta_slow=own.number("beta_slow", 1.0),
+    truncate=own.flag("truncate", True),
+    attention_factor=attention,
   )
 
 
@@ -106,12 +106,11 @@ def magnitude(factor: float, mscale: float) -> float:
 
 
 def _original(own: ConfigFile, config: ConfigFile) -> int:
-  length = own.get("original_max_position_embeddings", None)
+  key = "original_max_position_embeddings"
+  length = own.size(key, None)
   if length is None:
-    length = config.get("original_max_position_embeddings", None)
-  return int(
-    config.size("max_position_embeddings") if length is None else length
-  )
+    length = config.size(key, None)
+  return config.size("max_position_embeddings") if length is None else length
 
 
 _SCALINGS = {

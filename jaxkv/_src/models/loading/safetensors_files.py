@@ -5,6 +5,7 @@ of all tensors. NumPy alone reads it, types of 8 bits and bfloat16 included.
 """
 
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -66,8 +67,13 @@ def open_folder(folder: pathlib.Path) -> Stored:
 def _indexed(folder: pathlib.Path) -> Stored:
   index = json_object(folder / _INDEX)
   homes = index.get("weight_map")
-  if not isinstance(homes, dict):
-    raise ValueError(f"{folder / _INDEX} has no `weight_map`; get it again.")
+  if not isinstance(homes, dict) or not all(
+    isinstance(home, str) for home in homes.values()
+  ):
+    raise ValueError(
+      f"`weight_map` in {folder / _INDEX} must have the file of each tensor; "
+      "get it again."
+    )
   files: dict[str, Stored] = {}
   for name in sorted(set(homes.values())):
     path = folder / name
@@ -109,14 +115,37 @@ def open_file(path: pathlib.Path) -> Stored:
       name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
       for name, entry in header.items()
     }
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    for _, shape, begin, end in entries.values():
+      if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError("sizes and offsets must be ints of at least 0")
+  except (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+  ) as error:
     raise ValueError(
       f"{path} has a damaged header ({error!r}); get it again."
     ) from error
+  _check_apart(path, entries)
   return {
     name: _tensor(path, size, 8 + length, name, entry)
     for name, entry in entries.items()
   }
+
+
+def _check_apart(path: pathlib.Path, entries: dict[str, Any]) -> None:
+  """Refuses tensors that share bytes."""
+  spans = sorted(
+    (begin, end, name) for name, (_, _, begin, end) in entries.items()
+  )
+  for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
+    if begin < end:
+      raise ValueError(
+        f"{path} has a damaged header: {name} and {other} overlap; get it "
+        "again."
+      )
 
 
 def _tensor(
@@ -197,7 +226,7 @@ def json_object(path: pathlib.Path) -> dict[str, Any]:
     raise ValueError(
       f"cannot read {path}: {error.strerror}; name a folder with a checkpoint."
     ) from error
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is no JSON ({error}); get it again.") from error
   if not isinstance(value, dict):
     raise ValueError(f"{path} holds no JSON object; get it again.")

@@ -46,7 +46,7 @@ def windows_of(
     default: the types if it does not.
     window: of layers with sliding attention.
   """
-  types = config.get("layer_types", default)
+  types = config.items("layer_types", str, default)
   layers = config.size("num_hidden_layers")
   known = {"full_attention", "sliding_attention"}
   if len(types) != layers or not known.issuperset(types):

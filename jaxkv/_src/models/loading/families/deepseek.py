@@ -44,30 +44,30 @@ def deepseek_v3(config: ConfigFile, dtype: Any) -> Plan:
   experts = Experts(
     num_experts=_num_experts(config, 256),
     scores="sigmoid",
-    normalized=bool(config.get("norm_topk_prob", True)),
+    normalized=config.flag("norm_topk_prob", True),
     corrected=True,
     num_groups=config.size("n_group", 8),
     num_chosen_groups=config.size("topk_group", 4),
     group_score="best_two",
     **_chosen(config, 2.5),
   )
-  interleaved = bool(config.get("rope_interleave", True))
+  interleaved = config.flag("rope_interleave", True)
   return _plan(config, dtype, experts, interleaved=interleaved)
 
 
 def _num_experts(config: ConfigFile, default: int) -> int:
-  number = config.get("n_routed_experts", default)
+  number = config.size("n_routed_experts", default)
   return config.size("num_local_experts", number)
 
 
 def _chosen(config: ConfigFile, scale: float) -> dict[str, Any]:
   inner = config.size("moe_intermediate_size")
-  shared = config.get("n_shared_experts", 0)
+  shared = config.count("n_shared_experts", 0)
   return {
     "num_chosen": config.size("num_experts_per_tok"),
     "inner_dim": inner,
     "activation": blocks.activation(config, "hidden_act", "silu"),
-    "scale": float(config.get("routed_scaling_factor", scale)),
+    "scale": config.number("routed_scaling_factor", scale),
     "shared_dim": inner * shared if shared else None,
   }
 
@@ -83,7 +83,7 @@ def _plan(
   config.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
   attention = _attention(config, interleaved)
   layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
-  first = config.get("first_k_dense_replace", 0)
+  first = config.count("first_k_dense_replace", 0)
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"), activation=experts.activation
   )
@@ -95,7 +95,7 @@ def _plan(
       for number in range(layers)
     ),
     norm_eps=1e-6,
-    tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+    tied_embeddings=config.flag("tie_word_embeddings", False),
     dtype=dtype,
   )
 
@@ -108,7 +108,7 @@ def _plan(
     return parts | _experts_parts(experts, e, f"{at}mlp.")
 
   # Layers after the last one predict further tokens, in training.
-  more = config.get("num_nextn_predict_layers", 0)
+  more = config.count("num_nextn_predict_layers", 0)
   extra = [rf"model\.layers\.{layers + number}\..*" for number in range(more)]
   return Plan(
     decoder=decoder,
@@ -126,7 +126,7 @@ def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
   if table["rope_type"] != "default" and table.get("mscale_all_dim"):
     growth = ropes.magnitude(table["factor"], table["mscale_all_dim"])
     scale *= growth * growth
-  rank = config.get("q_lora_rank", None)
+  rank = config.size("q_lora_rank", None)
   return LatentAttention(
     num_heads=config.size("num_attention_heads"),
     latent_dim=config.size("kv_lora_rank"),

@@ -33,8 +33,8 @@ def gemma3(config: ConfigFile, dtype: Any) -> Plan:
   """Gemma 3: queries and keys are normed; every sixth layer has no window."""
   config.only("use_bidirectional_attention", False)
   dim = config.size("head_dim", 256)
-  local = config.get("rope_local_base_freq", _FIXED_BASE)
-  every = config.get("_sliding_window_pattern", 6)
+  local = config.number("rope_local_base_freq", _FIXED_BASE)
+  every = config.size("_sliding_window_pattern", 6)
   every = config.size("sliding_window_pattern", every)
   both = ropes.rope_table(config, _GLOBAL_BASE)
   far = both.pop("full_attention", both)
@@ -87,8 +87,8 @@ def _plan(
       head_dim=config.size("head_dim", 256),
       window=window,
       rope=far if window is None else near,
-      scale=float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
-      soft_cap=config.get("attn_logit_softcapping", 50.0 if caps else None),
+      scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+      soft_cap=config.number("attn_logit_softcapping", 50.0 if caps else None),
       query_key_norm=query_key_norm,
     )
 
@@ -100,11 +100,11 @@ def _plan(
       Layer(attention=attention(window), mlp=mlp, post_norms=True)
       for window in windows
     ),
-    norm_eps=config.get("rms_norm_eps", 1e-6),
+    norm_eps=config.number("rms_norm_eps", 1e-6),
     norm_offset=1.0,
     embed_scale=math.sqrt(e),
-    logit_cap=config.get("final_logit_softcapping", 30.0 if caps else None),
-    tied_embeddings=bool(config.get("tie_word_embeddings", True)),
+    logit_cap=config.number("final_logit_softcapping", 30.0 if caps else None),
+    tied_embeddings=config.flag("tie_word_embeddings", True),
     dtype=dtype,
   )
 

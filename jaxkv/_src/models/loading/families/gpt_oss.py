@@ -32,7 +32,7 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> Plan:
   ]
   windows = blocks.windows_of(config, types, config.size("sliding_window", 128))
   dim = config.size("head_dim", 64)
-  biased = bool(config.get("attention_bias", True))
+  biased = config.flag("attention_bias", True)
   attention = Attention(
     num_heads=config.size("num_attention_heads"),
     num_kv_heads=config.size("num_key_value_heads"),
@@ -49,7 +49,7 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> Plan:
     scores="chosen_softmax",
     router_biased=True,
     biased=True,
-    limit=float(config.get("swiglu_limit", 7.0)),
+    limit=config.number("swiglu_limit", 7.0),
   )
   decoder = Decoder(
     vocab_size=config.size("vocab_size"),
@@ -60,8 +60,8 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> Plan:
       )
       for window in windows
     ),
-    norm_eps=config.get("rms_norm_eps", 1e-5),
-    tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+    norm_eps=config.number("rms_norm_eps", 1e-5),
+    tied_embeddings=config.flag("tie_word_embeddings", False),
     dtype=dtype,
   )
 

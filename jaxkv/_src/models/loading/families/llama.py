@@ -28,7 +28,7 @@ def llama(config: ConfigFile, dtype: Any) -> Plan:
   """Llama 1 to 3, and SmolLM2."""
   config.only("mlp_bias", False)
   config.only("rope_interleaved", False)
-  biased = bool(config.get("attention_bias", False))
+  biased = config.flag("attention_bias", False)
   windows = [None] * config.size("num_hidden_layers")
   attention = _attention(config, biased=biased, output_biased=biased)
   return _plan(config, dtype, attention, windows, _mlps(config))
@@ -49,7 +49,7 @@ def qwen2(config: ConfigFile, dtype: Any) -> Plan:
 
 def qwen3(config: ConfigFile, dtype: Any) -> Plan:
   """Qwen3: norms of queries and keys."""
-  biased = bool(config.get("attention_bias", False))
+  biased = config.flag("attention_bias", False)
   attention = _attention(
     config, biased=biased, output_biased=biased, query_key_norm=True
   )
@@ -74,7 +74,7 @@ def qwen3_moe(config: ConfigFile, dtype: Any) -> Plan:
   """Qwen3-MoE: experts in most layers."""
   config.only("use_sliding_window", False)
   config.ignore("sliding_window", "max_window_layers")
-  biased = bool(config.get("attention_bias", False))
+  biased = config.flag("attention_bias", False)
   attention = _attention(
     config, biased=biased, output_biased=biased, query_key_norm=True
   )
@@ -85,18 +85,18 @@ def qwen3_moe(config: ConfigFile, dtype: Any) -> Plan:
 def sparse_mlps(config: ConfigFile, **more: Any) -> list[Mlp | Experts]:
   """Experts as in Qwen3-MoE; `more` are further fields of theirs."""
   kind = blocks.activation(config, "hidden_act", "silu")
-  number = config.get("num_experts", None)
+  number = config.size("num_experts", None)
   experts = Experts(
     num_experts=config.size("num_local_experts", number),
     num_chosen=config.size("num_experts_per_tok"),
     inner_dim=config.size("moe_intermediate_size"),
     activation=kind,
-    normalized=bool(config.get("norm_topk_prob", False)),
+    normalized=config.flag("norm_topk_prob", False),
     **more,
   )
   dense = Mlp(inner_dim=config.size("intermediate_size"), activation=kind)
   step = config.size("decoder_sparse_step", 1)
-  only_dense = set(config.get("mlp_only_layers", []))
+  only_dense = set(config.items("mlp_only_layers", int, []))
   return [
     dense if number in only_dense or (number + 1) % step else experts
     for number in range(config.size("num_hidden_layers"))
@@ -124,7 +124,7 @@ def _mlps(config: ConfigFile) -> list[Mlp | Experts]:
 
 
 def _same_windows(config: ConfigFile) -> list[int | None]:
-  window = config.get("sliding_window", None)
+  window = config.size("sliding_window", None)
   layers = config.size("num_hidden_layers")
   kind = "full_attention" if window is None else "sliding_attention"
   return blocks.windows_of(config, [kind] * layers, window)
@@ -132,9 +132,9 @@ def _same_windows(config: ConfigFile) -> list[int | None]:
 
 def _later_windows(config: ConfigFile) -> list[int | None]:
   """Windows in layers from `max_window_layers` on, if they are switched on."""
-  used = config.get("use_sliding_window", False)
-  window = config.get("sliding_window", None)
-  first = config.get("max_window_layers", 0)
+  used = config.flag("use_sliding_window", False)
+  window = config.size("sliding_window", None)
+  first = config.count("max_window_layers", 0)
   layers = config.size("num_hidden_layers")
   first = first if used and window is not None else layers
   types = [
@@ -159,8 +159,8 @@ def _plan(
       Layer(attention=dataclasses.replace(attention, window=window), mlp=mlp)
       for window, mlp in zip(windows, mlps, strict=True)
     ),
-    norm_eps=config.get("rms_norm_eps", 1e-6),
-    tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+    norm_eps=config.number("rms_norm_eps", 1e-6),
+    tied_embeddings=config.flag("tie_word_embeddings", False),
     dtype=dtype,
   )
   e = decoder.embed_dim

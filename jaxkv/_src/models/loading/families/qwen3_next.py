@@ -40,9 +40,9 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> Plan:
       Layer(attention=attention if full else delta, mlp=mlp)
       for full, mlp in zip(_is_full(config), mlps, strict=True)
     ),
-    norm_eps=config.get("rms_norm_eps", 1e-6),
+    norm_eps=config.number("rms_norm_eps", 1e-6),
     norm_offset=1.0,
-    tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+    tied_embeddings=config.flag("tie_word_embeddings", False),
     dtype=dtype,
   )
 
@@ -73,7 +73,7 @@ def _is_full(config: ConfigFile) -> list[bool]:
     "linear_attention" if (number + 1) % every else "full_attention"
     for number in range(layers)
   ]
-  types = config.get("layer_types", default)
+  types = config.items("layer_types", str, default)
   if len(types) != layers or not set(kinds).issuperset(types):
     raise ValueError(
       f"`layer_types` in {config.where} must be {layers} of {sorted(kinds)}, "
