@@ -13,10 +13,7 @@ from tests.kernels.shapes import assert_matches
 from tests.kernels.shapes import edges
 from tests.kernels.shapes import problem
 from tests.kernels.shapes import queries
-
-# The newer jax of `.ci/run` has all of it at each commit.
-pytestmark = pytest.mark.slow
-
+from tests.tools.tiers import slow_except
 
 # DeepSeek-V2 and V3 (512 + 64 elements), and MiniCPM3 (256 + 32).
 DEEPSEEK, MINICPM3 = (576, 512), (288, 256)
@@ -46,6 +43,7 @@ def three_rows(*lengths):
 
 
 class TestDecode:
+  @slow_except("name", CASES, "float32")
   @pytest.mark.parametrize("runner", backends())
   @pytest.mark.parametrize("name", CASES)
   def test_equals_the_reference(self, runner, name):
@@ -158,6 +156,7 @@ class TestDecode:
 _COUNTS = (0, 1, 5, 9)
 
 
+@slow_except("name", CASES, "float32")
 @pytest.mark.parametrize("runner", backends())
 @pytest.mark.parametrize("name", CASES)
 class TestSeveralQueries:

@@ -25,10 +25,6 @@ from tests.kernels.shapes import problem
 from tests.kernels.shapes import put
 from tests.kernels.shapes import queries
 
-# The newer jax of `.ci/run` has all of it at each commit.
-pytestmark = pytest.mark.slow
-
-
 # On a Hopper `mosaic_gpu` is not interpreted.
 INTERPRETED: dict[str, Any] = {
   "mosaic_tpu": pltpu.InterpretParams(detect_races=True),

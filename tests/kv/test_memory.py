@@ -27,9 +27,6 @@ from tests.kv.memory import poisoned
 from tests.kv.memory import view
 from tests.kv.memory import write
 
-# The newer jax of `.ci/run` has all of it at each commit.
-pytestmark = pytest.mark.slow
-
 
 class TestInit:
   def test_storage_on_a_cpu(self):
