@@ -285,4 +285,4 @@ show(good=good, greedy=greedy)
 # %% [markdown]
 # `help(rollout.RolloutConfig)` explains all options, `help(rollout.Counters)` all
 # counters. `python -m jaxkv rollout` runs the loop with a small language model
-# and compares every token with those of a dense cache.
+# and compares log-probabilities with those of a forward pass without a cache.

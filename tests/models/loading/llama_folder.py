@@ -2,11 +2,11 @@
 
 import json
 import pathlib
+import struct
 
 import ml_dtypes
 import numpy as np
 
-from jaxkv._src.models.loading import safetensors_files
 from jaxkv._src.models.loading.stored import StoredTensor
 
 CONFIG = {
@@ -21,6 +21,12 @@ CONFIG = {
   "num_hidden_layers": 2,
   "num_key_value_heads": 1,
   "vocab_size": 11,
+}
+_NAMES = {
+  np.dtype(np.float32): "F32",
+  np.dtype(np.uint8): "U8",
+  np.dtype(ml_dtypes.bfloat16): "BF16",
+  np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3",
 }
 _LAYER = {
   "input_layernorm": (8,),
@@ -55,9 +61,17 @@ def tensors():
 
 
 def write_tensors(path, tensors, dtype=ml_dtypes.bfloat16):
-  with open(path, "wb") as file:
-    pairs = [(name, stored(values)) for name, values in tensors.items()]
-    safetensors_files.write(file, pairs, dtype)
+  """Writes a safetensors file: a header in JSON, then all bytes."""
+  header, data = {}, b""
+  for name, values in tensors.items():
+    begin, data = len(data), data + values.astype(dtype).tobytes()
+    header[name] = {
+      "dtype": _NAMES[np.dtype(dtype)],
+      "shape": list(values.shape),
+      "data_offsets": [begin, len(data)],
+    }
+  text = json.dumps(header).encode()
+  path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def write_folder(folder: pathlib.Path) -> None:

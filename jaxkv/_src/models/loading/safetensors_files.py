@@ -1,4 +1,4 @@
-"""Safetensors files, read as windows on the file and written in one pass.
+"""Safetensors files, read as windows on the file.
 
 A file is the length of a header in 8 bytes, the header in JSON, and the bytes
 of all tensors. NumPy alone reads it, types of 8 bits and bfloat16 included.
@@ -10,9 +10,7 @@ import json
 import math
 import pathlib
 import struct
-from collections.abc import Iterable
 from typing import Any
-from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -35,7 +33,6 @@ _DTYPES: dict[str, Any] = {
   "U8": np.uint8,
   "BOOL": np.bool_,
 }
-_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _MOST_HEADER = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -186,32 +183,6 @@ def _window(
     path, np.uint8, "r", begin, (math.prod(shape) * dtype.itemsize,)
   )
   return raw.view(dtype).reshape(shape)
-
-
-def write(
-  file: BinaryIO, tensors: Iterable[tuple[str, StoredTensor]], dtype: Any
-) -> None:
-  """Writes tensors as one file, each as `dtype`; one at a time is in memory.
-
-  Args:
-    file: open for writing.
-    tensors: names, and what to read.
-    dtype: of all.
-  """
-  dtype, tensors = np.dtype(dtype), list(tensors)
-  header, end = {}, 0
-  for name, tensor in tensors:
-    begin, end = end, end + math.prod(tensor.shape) * dtype.itemsize
-    header[name] = {
-      "dtype": _NAMES[dtype],
-      "shape": list(tensor.shape),
-      "data_offsets": [begin, end],
-    }
-  text = json.dumps(header).encode()
-  text += b" " * (-len(text) % 8)
-  file.write(struct.pack("<Q", len(text)) + text)
-  for _, tensor in tensors:
-    file.write(np.ascontiguousarray(tensor.read().astype(dtype)).tobytes())
 
 
 def json_object(path: pathlib.Path) -> dict[str, Any]:
