@@ -10,8 +10,7 @@ whose single run takes longer has two rounds.
 The host launches the kernels of a loop one after another, ahead of the GPU. A
 launch takes a few microseconds. In cases of a few MB a kernel takes less, so
 the launches are what is timed. With the XLA backend the host also waits for the
-trip count of an inner loop. torch's sides replay a CUDA graph and have no such
-cost.
+trip count of an inner loop.
 
 | column | what it is |
 |---|---|
@@ -27,8 +26,7 @@ Sides: our backends; the same with shared pages read once, in cases that have
 some; and with a plan, for backends that take plans. Cases marked `main` add:
 jax's own Pallas kernel with 1, 4 and 16 splits; cuDNN through jax, on pages if
 its wrapper supports them and on a dense cache; XLA on a dense cache, and on one
-gathered from pages in every call. `--torch` adds, in the same run: torch's SDPA
-on a dense cache, its FlexAttention on pages, and FlashInfer, if installed.
+gathered from pages in every call.
 Plans and clusters are made once, as for all layers of a step, and not timed.
 
 A side's `rotations` is the number of caches that it reads in turn, a row's
@@ -37,7 +35,7 @@ one stays in the GPU's cache, which flatters that side.
 
 Not measured: prefill, writes, allocation, the rest of a model.
 
-  python benchmarks/attention.py [--quick] [--torch] [--minutes M] [--json FILE]
+  python benchmarks/attention.py [--quick] [--minutes M] [--json FILE]
 
 With `--json` a run resumes where an earlier one with the same file ended. The
 file also records the side in progress: a side that has twice crashed the run,
@@ -168,7 +166,6 @@ def row_of(
   case: Case,
   quick: bool,
   speed: float,
-  with_torch: bool,
   report: Report,
   save: Callable[[], None],
 ) -> dict[str, Any]:
@@ -183,13 +180,6 @@ def row_of(
   results = {}
   if "arrays" not in reasons:
     results = results_of(case, quick, speed, watch, reasons)
-  if with_torch and case.main:
-    import attention_torch
-
-    for name, side in attention_torch.SIDES.items():
-      if name not in reasons:
-        with watch(name):
-          results[name] = figures(case, speed, *side(case))
   return {
     "bytes": case.bytes_read(),
     "copy GB/s": speed / 1e9,
@@ -308,9 +298,7 @@ def earlier(path: pathlib.Path | None, quick: bool) -> Report:
   return old
 
 
-def measure(
-  path: pathlib.Path | None, quick: bool, minutes: float, with_torch: bool
-) -> Report:
+def measure(path: pathlib.Path | None, quick: bool, minutes: float) -> Report:
   """Times the cases that the file does not have yet, until the time is over."""
   end = time.monotonic() + minutes * 60
   report = earlier(path, quick)
@@ -324,9 +312,7 @@ def measure(
     if time.monotonic() > end:
       print("the time is over; run it again to continue")
       break
-    row = row_of(
-      case, quick, speed, with_torch, report, lambda: save(path, report)
-    )
+    row = row_of(case, quick, speed, report, lambda: save(path, report))
     report["cases"][case.name] = row
     del report["begun"][case.name]
     save(path, report)
@@ -337,13 +323,10 @@ def measure(
 def main() -> None:
   parser = argparse.ArgumentParser(description="decode attention, timed")
   parser.add_argument("--quick", action="store_true", help="tiny sizes")
-  parser.add_argument("--torch", action="store_true", help="torch, FlashInfer")
   parser.add_argument("--minutes", type=float, default=60)
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   arguments = parser.parse_args()
-  report = measure(
-    arguments.json, arguments.quick, arguments.minutes, arguments.torch
-  )
+  report = measure(arguments.json, arguments.quick, arguments.minutes)
   failed = failures(report)
   if failed:
     raise SystemExit("\n".join(["failed:", *failed]))

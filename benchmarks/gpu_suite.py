@@ -5,7 +5,7 @@
 | numerics | attention, shared prefixes, writes and 8-bit pages on the GPU:
   every backend against the float64 reference, over all shapes that it serves |
 | launches | kernels in the body of a compiled loop of cache steps |
-| matrix | `attention.py --torch`: bandwidth of a copy, every case, every side |
+| matrix | `attention.py`: bandwidth of a copy, every case, every side |
 | transitions | the cache's own verbs at 256 slots, with `transitions.py`; not
   with `--quick`, since on a CPU they take minutes |
 | rollout | the rollout loop with a model of 360 M parameters: time a step and
@@ -59,7 +59,7 @@ _RESERVED = {"transitions": 150, "rollout": 100}
 
 # Each process has a GPU context of about half a GB.
 _MOST_PROCESSES = 12
-# Several processes share one GPU, and torch needs memory too.
+# Several processes share one GPU.
 _ROOM = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
@@ -204,7 +204,7 @@ def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
   if not quick:
     end -= _reserved(path, "transitions", "rollout")
   command = [sys.executable, "benchmarks/attention.py", "--json", str(path)]
-  command += ["--quick" if quick else "--torch", "--minutes"]
+  command += [*["--quick"] * quick, "--minutes"]
   code, report = None, _read(path)
   while (left := end - time.monotonic()) > 10:
     before = report

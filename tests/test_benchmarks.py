@@ -73,17 +73,17 @@ class TestAttention:
       attention_cases, "quick_cases", lambda: [cases[0], cases[-1]]
     )
     path = tmp_path / "attention.json"
-    first = attention.measure(path, quick=True, minutes=0, with_torch=False)
+    first = attention.measure(path, quick=True, minutes=0)
     assert first["cases"] == {}
     assert attention.earlier(path, quick=True) == first
-    second = attention.measure(path, quick=True, minutes=5, with_torch=False)
+    second = attention.measure(path, quick=True, minutes=5)
     assert attention.failures(second) == []
     assert second["begun"] == {}
     for row in second["cases"].values():
       assert row["bytes"] > 0
       assert row["sides"]["xla"]["error"] == 0
       assert all(side["error"] < 0.02 for side in row["sides"].values())
-    third = attention.measure(path, quick=True, minutes=0, with_torch=False)
+    third = attention.measure(path, quick=True, minutes=0)
     assert third["cases"] == second["cases"]
     assert "run it again" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="name a new file"):

