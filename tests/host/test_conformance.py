@@ -7,7 +7,8 @@ from tests import fuzz
 from tests.host.fuzz_setups import SETUPS
 from tests.host.fuzz_trace import Trace
 
-_DEFAULT = {"full", "full_window_sizes", "full_window_kept"}
+_FAST = {"full", "full_window_sizes"}
+_SHORT = _FAST | {"full_window_kept"}
 _OPERATIONS = 150
 _DEEP_OPERATIONS = 300
 _PAIRS = [
@@ -28,9 +29,14 @@ jax.monitoring.register_event_duration_secs_listener(_note)
 @pytest.mark.parametrize(
   ("name", "policy", "operations"),
   [
-    pytest.param(*pair, _OPERATIONS, id="-".join(pair))
+    pytest.param(
+      *pair,
+      _OPERATIONS,
+      id="-".join(pair),
+      marks=() if pair[0] in _FAST else pytest.mark.slow,
+    )
     for pair in _PAIRS
-    if pair[0] in _DEFAULT
+    if pair[0] in _SHORT
   ]
   + [
     pytest.param(
@@ -45,7 +51,7 @@ jax.monitoring.register_event_duration_secs_listener(_note)
 def test_equals_the_reference(name, policy, operations):
   seen = fuzz.run(SETUPS[name], policy, 0, operations, fuzz.host())
   assert seen["operations"] == operations
-  assert seen["hits"] > 0 or name not in _DEFAULT
+  assert seen["hits"] > 0 or name not in _SHORT
 
 
 def test_compiles_little():

@@ -204,6 +204,7 @@ class TestSharedPrefix:
     )
     assert out.shape == (32, 8, 128)
 
+  @pytest.mark.slow
   @pytest.mark.parametrize(
     ("num_clusters", "cluster_size"), [(1, 4), (2, 2), (7, 7), (1, 1)]
   )

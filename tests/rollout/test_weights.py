@@ -87,6 +87,7 @@ def _updated(how: str) -> rollout.Generated:
   return rollout.generated(_program()(_weights(1), state))
 
 
+@pytest.mark.slow
 class TestUpdateWeights:
   def test_recompute(self):
     """Each token has the log-probability of the weights that drew it."""

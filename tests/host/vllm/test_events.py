@@ -79,6 +79,7 @@ def test_what_is_evicted_and_cleared(cache):
   assert cache.take_events() == []
 
 
+@pytest.mark.slow
 def test_more_events_than_are_read_at_once():
   cache = manager(num_blocks=16, enable_kv_cache_events=True)
   for turn in range(40):
@@ -106,6 +107,7 @@ def test_without_hashes_of_its_own_a_block_has_its_key(cache):
   assert cache.take_events()[0].parent_block_hash == stored.block_hashes[1]
 
 
+@pytest.mark.slow
 def test_blocks_that_are_not_kept_have_tokens_but_no_hash():
   """As vLLM tells it."""
   cache = manager(
@@ -125,6 +127,7 @@ def test_blocks_that_are_not_kept_have_tokens_but_no_hash():
   assert later.extra_keys is None
 
 
+@pytest.mark.slow
 def test_groups_in_order():
   cache = manager(
     stand_ins.FullAttentionSpec(),
@@ -180,6 +183,7 @@ def test_delayed_blocks_are_told_when_they_are_cached(cache):
   assert len(cache.take_events()[0].block_hashes) == 3
 
 
+@pytest.mark.slow
 def test_names_are_forgotten_with_their_blocks():
   cache = manager(num_blocks=6)
   for turn in range(20):

@@ -55,6 +55,7 @@ def test_too_few_blocks(cache):
   )
 
 
+@pytest.mark.slow
 def test_more_requests_than_slots():
   cache = manager(max_requests=1)
   one = request("a", range(3))
@@ -129,6 +130,7 @@ class TestBlocks:
       cache.allocate_slots(request("b", [9] * 13), 5, 8, blocks)
 
 
+@pytest.mark.slow
 class TestPool:
   def test_deferred_frees(self):
     """Unlike `free`, the last group's blocks go first, as in vLLM."""
@@ -193,6 +195,7 @@ class TestPool:
     assert head.next_free_block is tail and tail.prev_free_block is head
 
 
+@pytest.mark.slow
 class TestScheduling:
   def test_windows_recycle_what_no_step_reads(self):
     cache = manager(stand_ins.SlidingWindowSpec(sliding_window=5))
@@ -333,6 +336,7 @@ class TestRefusals:
       KVCacheManager(host, 64, 4, 4)
 
 
+@pytest.mark.slow
 def test_running_states_have_one_block():
   state = stand_ins.MambaSpec(64, "none", num_speculative_blocks=2)
   groups = [stand_ins.Group(FULL), stand_ins.Group(state)]
