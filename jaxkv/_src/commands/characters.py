@@ -202,12 +202,12 @@ def _load(path: pathlib.Path, config: models.Decoder) -> Any:
   """Returns the weights in the file, or None if they must be trained."""
   if not path.exists():
     return None
-  like = jax.eval_shape(lambda: models.init_params(jax.random.key(0), config))
+  shapes = jax.eval_shape(lambda: models.init_params(jax.random.key(0), config))
   try:
     # The archive has a checksum of each array.
     with open(path, "rb") as file, np.load(file) as arrays:
       leaves = [jnp.asarray(arrays[name]) for name in arrays.files]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
   # Damage can raise in any layer: zip, header, dtype, ...
   except Exception as error:
     warnings.warn(

@@ -16,17 +16,17 @@ from jaxkv._src.commands.errors import CommandError
 _parts: set[pathlib.Path] = set()
 
 
-def whole_number(least: int, most: int) -> Callable[[str], int]:
-  """Returns a `type` for `add_argument`: an int in `least` .. `most`."""
+def whole_number(lower: int, upper: int) -> Callable[[str], int]:
+  """Returns a `type` for `add_argument`: an int in `lower` .. `upper`."""
 
   def parse(text: str) -> int:
     try:
       value = int(text)
     except ValueError:
       value = None
-    if value is None or not least <= value <= most:
+    if value is None or not lower <= value <= upper:
       raise argparse.ArgumentTypeError(
-        f"must be a whole number in {least} .. {most}, not {text}"
+        f"must be a whole number in {lower} .. {upper}, not {text}"
       )
     return value
 

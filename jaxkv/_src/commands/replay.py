@@ -151,14 +151,14 @@ def _request(place: str, number: int, line: bytes) -> TraceRequest:
     if not _is_count(record.get(key)):
       raise CommandError(f"{place}: {key} must be a whole number of at least 0")
   ids = record.get("hash_ids")
-  wanted = -(-record["input_length"] // BLOCK_TOKENS)
+  num_blocks = -(-record["input_length"] // BLOCK_TOKENS)
   if not isinstance(ids, list) or not all(map(_is_count, ids)):
     raise CommandError(
       f"{place}: hash_ids must be a list of whole numbers of at least 0"
     )
-  if len(ids) != wanted:
+  if len(ids) != num_blocks:
     raise CommandError(
-      f"{place}: hash_ids must have {wanted} ids, one for every {BLOCK_TOKENS} "
+      f"{place}: hash_ids must have {num_blocks} ids, one for {BLOCK_TOKENS} "
       f"tokens of input_length {record['input_length']}, not {len(ids)}"
     )
   return TraceRequest(
@@ -185,9 +185,9 @@ def _replay(
   total = int(blocks.sum())
   # Every request takes at most a page for each of its blocks, so more pages
   # than blocks of all requests would change nothing.
-  enough = max(1, total)
+  upper_bound = max(1, total)
   config = jaxkv.CacheConfig(
-    num_pages=2 + (min(pages, enough) if pages else enough),
+    num_pages=2 + (min(pages, upper_bound) if pages else upper_bound),
     page_size=1,
     num_slots=1,
     pages_per_slot=1 + int(blocks.max()),

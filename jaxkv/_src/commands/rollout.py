@@ -315,12 +315,12 @@ def largest_difference(
     logits = models.forward_uncached(
       model.params, tokens[None], columns[None], config=model.config
     )
-    own = jnp.take_along_axis(
+    uncached = jnp.take_along_axis(
       jax.nn.log_softmax(logits[0, :-1]), tokens[1:, None], axis=1
     )[:, 0]
     # NaN anywhere must not compare as equal.
     drawn = (columns[1:] >= begin) & (columns[1:] < end)
-    return jnp.max(jnp.where(drawn, jnp.abs(own - log_probs[1:]), 0))
+    return jnp.max(jnp.where(drawn, jnp.abs(uncached - log_probs[1:]), 0))
 
   rows = (sequences.tokens, sequences.prompt_length, sequences.length, raw)
   return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
