@@ -4,12 +4,13 @@ import jax
 import pytest
 
 from tests.commands import mutants as commands
+from tests.guides import mutants as guides
 from tests.kernels import mutants as kernels
 from tests.kv import mutants as kv
 from tests.rollout import mutants as rollout
-from tests.rollout.automata import mutants as automata
+from tests.sampling import mutants as sampling
 
-_TABLES = (automata, commands, kernels, kv, rollout)
+_TABLES = (commands, guides, kernels, kv, rollout, sampling)
 MUTANTS = {
   name: mutant for table in _TABLES for name, mutant in table.MUTANTS.items()
 }

@@ -12,7 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv import rollout
-from tests.rollout.automata import small_vocabulary
+from tests.guides import small_vocabulary
 
 pytestmark = pytest.mark.slow
 

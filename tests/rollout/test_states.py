@@ -16,8 +16,8 @@ import jaxkv
 from jaxkv import kv as memory
 from jaxkv import rollout
 from jaxkv.rollout import devices
-from tests.rollout import by_definition
 from tests.rollout import by_hand
+from tests.sampling import by_definition
 from tests.tools.pool_copies import pool_sized_rewrites
 from tests.tools.tiers import slow_except
 

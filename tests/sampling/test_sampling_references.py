@@ -14,8 +14,8 @@ import pytest
 
 from jaxkv._src.sampling.penalties import adjust
 from jaxkv._src.sampling.sample import probabilities
-from tests.rollout import by_definition
-from tests.rollout.by_definition import Row
+from tests.sampling import by_definition
+from tests.sampling.by_definition import Row
 
 _CASES, _BATCH = 1000, 100
 _STOP_TOKEN = 3

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
-from tests.rollout.automata import small_vocabulary
+from tests.guides import small_vocabulary
 
 
 class DrawnRows(NamedTuple):

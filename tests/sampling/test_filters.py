@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv._src.sampling import filters
-from tests.rollout import by_definition
-from tests.rollout.by_definition import Row
+from tests.sampling import by_definition
+from tests.sampling.by_definition import Row
 
 _WEIGHTS = [0.125, 1.0, 0.25, 0.5, 0.25]
 

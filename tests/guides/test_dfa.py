@@ -16,7 +16,7 @@ from jaxkv._src.guides.grammars import Repeat
 from jaxkv._src.guides.grammars import literal
 from jaxkv._src.guides.grammars import optional
 from jaxkv._src.guides.regex import regex
-from tests.rollout.automata.patterns import PATTERNS
+from tests.guides.patterns import PATTERNS
 
 
 class TestByHand:

@@ -13,10 +13,10 @@ _THOUSAND = (
 )
 _BITS = "test_bitmask.py::"
 _CHARACTERS = "test_characters.py::test_valid_utf8"
-_DFA = "test_byte_dfa.py::"
+_DFA = "test_dfa.py::"
 _JSON = "test_json_grammar.py::"
-_EFFECTS = "test_token_effects.py::"
-_SEVERAL = "test_guides.py::TestSeveralGrammars::"
+_EFFECTS = "test_token_masks.py::"
+_SEVERAL = "test_guide.py::TestSeveralGrammars::"
 
 _TABLE = {
   # --- token_bytes -----------------------------------------------------------
@@ -79,4 +79,4 @@ _TABLE = {
   ),
 }
 
-MUTANTS = table("jaxkv._src.guides", "tests/rollout/automata", _TABLE)
+MUTANTS = table("jaxkv._src.guides", "tests/guides", _TABLE)

@@ -14,8 +14,8 @@ from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import History
 from jaxkv._src.sampling.penalties import adjust
 from jaxkv._src.sampling.settings import Sampling
-from tests.rollout import by_definition
-from tests.rollout.by_definition import Row
+from tests.sampling import by_definition
+from tests.sampling.by_definition import Row
 
 pytestmark = pytest.mark.slow
 

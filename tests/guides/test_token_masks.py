@@ -11,7 +11,7 @@ from jaxkv._src.guides.dfa import compile_grammar
 from jaxkv._src.guides.regex import regex
 from jaxkv._src.guides.token_masks import FAR
 from jaxkv._src.guides.token_masks import token_masks
-from tests.rollout.automata.patterns import PATTERNS
+from tests.guides.patterns import PATTERNS
 
 _STOP = 0
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
-from tests.rollout.automata import small_vocabulary
+from tests.guides import small_vocabulary
 
 _TOKENS = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"bb a", b" ", b"aaaaa"]
 _END, _A, _B, _AB, _BA, _AAB, _BBA, _SPACE, _A5 = range(len(_TOKENS))

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
-from tests.rollout.automata import small_vocabulary
+from tests.guides import small_vocabulary
 
 _TOKENS = [b"a", b"", b"bc", b"x" * 300, b"\xff\x00"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxkv._src.guides.dfa import compile_grammar
 from jaxkv._src.guides.regex import regex
-from tests.rollout.automata.patterns import PATTERNS
+from tests.guides.patterns import PATTERNS
 
 
 def check(pattern, text):

@@ -15,8 +15,8 @@ from jaxkv._src.sampling.penalties import see
 from jaxkv._src.sampling.sample import draw
 from jaxkv._src.sampling.sample import probabilities
 from jaxkv._src.sampling.settings import Sampling
-from tests.rollout import by_definition
-from tests.rollout.by_definition import Row
+from tests.sampling import by_definition
+from tests.sampling.by_definition import Row
 from tests.tools import traced_loops
 from tests.tools.tiers import slow_except
 

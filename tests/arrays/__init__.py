@@ -1,0 +1,1 @@
+"""Tests of array operations and of checks of arguments."""

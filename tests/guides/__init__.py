@@ -1,0 +1,1 @@
+"""Tests of stop strings and guided decoding."""
