@@ -24,10 +24,9 @@ trip count of an inner loop.
 
 Sides: our backends; the same with shared pages read once, in cases that have
 some; and with a plan, for backends that take plans. Cases marked `main` add:
-jax's own Pallas kernel with 1, 4 and 16 splits; cuDNN through jax, on pages if
-its wrapper supports them and on a dense cache; XLA on a dense cache, and on one
-gathered from pages in every call.
-Plans and clusters are made once, as for all layers of a step, and not timed.
+jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and XLA on a dense
+cache. Plans and clusters are made once, as for all layers of a step, and not
+timed.
 
 A side's `rotations` is the number of caches that it reads in turn, a row's
 `bytes` the size of one. Dense sides in jax always read the same cache: a small

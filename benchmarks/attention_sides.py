@@ -234,57 +234,6 @@ def dense(
   return Call(function, (keys, values, arrays.lengths), 1)
 
 
-def gathered(case: Case, arrays: Arrays) -> Call:
-  """Pages gathered into a dense cache on every call, then attention."""
-  _only_plain(case)
-
-  def function(q, rotation, k_pages, v_pages, tables, lengths):
-    table = tables[rotation]
-    return jax.nn.dot_product_attention(
-      q[:, None],
-      kernels.gather_pages(k_pages, table),
-      kernels.gather_pages(v_pages, table),
-      key_value_seq_lengths=lengths,
-    )[:, 0]
-
-  inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths
-  return Call(function, inputs, len(arrays.tables))
-
-
-def cudnn_paged(case: Case, arrays: Arrays) -> Call:
-  """CuDNN's paged attention, as far as jax's wrapper supports it.
-
-  It needs a pool of exactly B * M pages, so there is no rotation.
-  """
-  from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-  _only_plain(case)
-  if case.ragged or arrays.tables.shape[0] > 1:
-    raise NotImplementedError("needs a pool of exactly B * M pages")
-  table = arrays.tables[0][:, None, :, None]
-  ones = jnp.ones_like(arrays.lengths)
-
-  attention: Any = cudnn.paged_attention
-
-  def function(q, rotation, k_pages, v_pages, table, ones, lengths):
-    del rotation
-    return attention(
-      q[:, :, None],
-      k_pages,
-      v_pages,
-      ones,
-      lengths,
-      table,
-      table,
-      scale=case.head_dim**-0.5,
-      mask_type=cudnn.MaskType.PADDING,
-      qkv_layout="BNTH",
-    )[:, :, 0]
-
-  inputs = arrays.k_pages, arrays.v_pages, table, ones, arrays.lengths
-  return Call(function, inputs, 1)
-
-
 def sides(
   platform: str, case: Case
 ) -> dict[str, Callable[[Case, Arrays], Call]]:
@@ -298,11 +247,9 @@ def sides(
     named["mosaic_gpu planned"] = functools.partial(ours, "mosaic_gpu", True)
   if not case.main:
     return named
-  named["xla gather"] = gathered
   named["xla dense"] = functools.partial(dense, "xla")
   if platform == "cuda":
     named["cudnn dense"] = functools.partial(dense, "cudnn")
-    named["cudnn paged"] = cudnn_paged
     for splits in (1, 4, 16):
       named[f"jax pallas {splits}"] = functools.partial(jax_pallas, splits)
   return named

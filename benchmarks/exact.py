@@ -25,9 +25,10 @@ import command
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rollout_rows import Row
-from rollout_rows import at_most
-from rollout_rows import report
+from rows import Row
+from rows import alternated
+from rows import at_most
+from rows import report
 
 import jaxkv
 from jaxkv import models
@@ -142,7 +143,7 @@ def _rows(quick: bool, rounds: int) -> Iterator[Row]:
     for tile in tiles:
       config = _config(quick, numerics="exact", tile=tile)
       sides[f"tile {tile}"] = make(config, params)
-    seconds = _timed(sides, rounds)
+    seconds = alternated(sides, rounds, time.process_time)
     fast = float(np.median(seconds["fast"]))
     for side, own in seconds.items():
       yield Row(name, f"{side}, CPU ms, least", min(own) * 1e3)
@@ -150,20 +151,6 @@ def _rows(quick: bool, rounds: int) -> Iterator[Row]:
       if side != "fast":
         times = float(np.median(own)) / fast
         yield at_most(name, f"{side}, times fast", times, most)
-
-
-def _timed(
-  sides: dict[str, Callable[[], Any]], rounds: int
-) -> dict[str, list[float]]:
-  """CPU seconds of calls, which take turns, after one that compiles."""
-  seconds: dict[str, list[float]] = {side: [] for side in sides}
-  for number in range(rounds + 1):
-    for side, call in sides.items():
-      begin = time.process_time()
-      jax.block_until_ready(call())
-      if number:
-        seconds[side].append(time.process_time() - begin)
-  return seconds
 
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:

@@ -13,7 +13,6 @@ of SmolLM2, float32, 8 completions of 64 tokens of one prompt of 512.
 | apart | the largest difference of gradients, relative to the largest element
   of the same parameters |
 
-With "again" both compute each layer again in the gradient (`jax.checkpoint`).
 With a vocabulary of 512 nearly all is layers; 49,152 is that of SmolLM2, where
 the plain form has 4,608 rows of logits.
 
@@ -30,19 +29,17 @@ import command
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rollout_rows import Row
-from rollout_rows import at_least
-from rollout_rows import at_most
-from rollout_rows import report
+from rows import Row
+from rows import alternated
+from rows import at_least
+from rows import at_most
+from rows import report
 
 from jaxkv import models
-from jaxkv._src.models.decoder import blocks
-from jaxkv._src.models.decoder import logits as all_logits
-from jaxkv._src.models.decoder import memories
 
 
 class Work(NamedTuple):
-  """A workload.
+  """The sizes of a workload.
 
   Attributes:
     vocab: of the model.
@@ -95,7 +92,7 @@ def _data(work: Work) -> Data:
   return Data(prompts, completions, jnp.asarray(good, jnp.float32))
 
 
-def _ours(params: Any, data: Data, *, work: Work, remat: bool) -> jax.Array:
+def _ours(params: Any, data: Data, *, work: Work) -> jax.Array:
   lengths = jnp.full(data.completions.shape[:2], work.answer, jnp.int32)
   found = models.grouped_log_probs(
     params,
@@ -104,22 +101,18 @@ def _ours(params: Any, data: Data, *, work: Work, remat: bool) -> jax.Array:
     data.completions,
     lengths,
     config=work.config(),
-    remat=remat,
   )
   return jnp.mean(found * data.good)
 
 
-def _plain(params: Any, data: Data, *, work: Work, remat: bool) -> jax.Array:
+def _plain(params: Any, data: Data, *, work: Work) -> jax.Array:
   prompts = jnp.repeat(data.prompts, work.samples, axis=0)
   tokens = jnp.concatenate([prompts, data.completions[0]], axis=1)
   positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
   positions = jnp.broadcast_to(positions, tokens.shape)
-  config, keep = work.config(), memories.Nowhere()
-  if remat:
-    x, _ = blocks.run(params, tokens, positions, (), keep, config, remat=True)
-    logits = all_logits.head(params, x, config)
-  else:
-    logits = models.forward_uncached(params, tokens, positions, config=config)
+  logits = models.forward_uncached(
+    params, tokens, positions, config=work.config()
+  )
   log_probs = jax.nn.log_softmax(logits[:, :-1])
   found = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=2)[..., 0]
   return jnp.mean(found[:, work.prompt - 1 :] * data.good[0])
@@ -131,44 +124,39 @@ def _rows(quick: bool, rounds: int) -> Iterator[Row]:
     work = Work(vocab, **small) if quick else Work(vocab)
     params = models.init_params(jax.random.key(0), work.config())
     data = _data(work)
-    for remat in (False, True):
-      yield from _compared(work, params, data, remat, rounds)
+    yield from _compared(work, params, data, rounds)
 
 
 def _compared(
-  work: Work, params: Any, data: Data, remat: bool, rounds: int
+  work: Work, params: Any, data: Data, rounds: int
 ) -> Iterator[Row]:
   """Our side beside the plain one."""
   sides, gradients = [], []
   for side in (_ours, _plain):
-    run = jax.value_and_grad(functools.partial(side, work=work, remat=remat))
+    run = jax.value_and_grad(functools.partial(side, work=work))
     sides.append(jax.jit(run).lower(params, data).compile())
     gradients.append(jax.block_until_ready(sides[-1](params, data))[1])
-  name = f"vocabulary {work.vocab}" + (", again" if remat else "")
+  name = f"vocabulary {work.vocab}"
   apart = jax.tree.map(
     lambda x, y: float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))),
     *gradients,
   )
   worst = max(jax.tree.leaves(apart))
   del gradients
-  seconds = [[_cpu_seconds(run, params, data) for run in sides]
-             for _ in range(rounds)]  # fmt: skip
-  own, other = (min(side) for side in zip(*seconds, strict=True))
+  calls = {
+    side: functools.partial(run, params, data)
+    for side, run in zip(("ours", "plain"), sides, strict=True)
+  }
+  seconds = alternated(calls, rounds, time.process_time)
+  own, other = min(seconds["ours"]), min(seconds["plain"])
   memory = [run.memory_analysis().temp_size_in_bytes / 2**20 for run in sides]
   yield Row(name, "CPU s", own)
   yield Row(name, "CPU s, plain", other)
   yield at_least(name, "times", other / own, 2.8)
   yield Row(name, "MiB", memory[0])
   yield Row(name, "MiB, plain", memory[1])
-  most = 0.6 if remat else 0.4
-  yield at_most(name, "share", memory[0] / memory[1], most)
+  yield at_most(name, "share", memory[0] / memory[1], 0.4)
   yield at_most(name, "gradient apart, millionths", worst * 1e6, 3)
-
-
-def _cpu_seconds(run: Any, params: Any, data: Data) -> float:
-  begin = time.process_time()
-  jax.block_until_ready(run(params, data))
-  return time.process_time() - begin
 
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:

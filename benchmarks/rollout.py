@@ -1,8 +1,8 @@
 """The rollout loop: what it computes, and what it takes, beside bounds.
 
-Counted on a model that costs nothing; `rollout_workloads.py` has the workloads
-and `rollout_ideal.py` what is possible. "Before" is the loop that computed
-prompts in calls of their own.
+Counted on a model that costs nothing; `rollout_ideal.py` has the workloads and
+what is possible. "Before" is the loop that computed prompts in calls of their
+own.
 
 | metric             | what                                   | bound | before |
 |--------------------|----------------------------------------|-------|--------|
@@ -25,14 +25,11 @@ prompts in calls of their own.
 |                    | in a slot draws nothing                |       |        |
 
 The need of a small pool is what its slots would reserve: room for a mean prompt
-and the longest answer each. 35 % of it are memory for 55 of 64 sequences when
-an ideal run uses most pages, and for 62 on average. Two smaller pools have
-parts of the most pages that the loop uses.
+and the longest answer each.
 
-Two bounds on rows cannot be kept. `families` has one slot, and computes tails
-of 8 to 32 tokens in calls of 65 columns at least. In the two smallest pools of
-`lengths`, slots without a sequence have a column in every call. Neither takes
-time on an accelerator, where a call costs 295 rows or more.
+One bound on rows cannot be kept. `families` has one slot, and computes tails of
+8 to 32 tokens in calls of 65 columns at least. That takes no time on an
+accelerator, where a call costs 295 rows or more.
 
 Timed, beside the counts:
 
@@ -41,16 +38,14 @@ Timed, beside the counts:
 | step, 2 tokens        | of 64 slots that decode, greedy, without | 110   |
 |                       | a model, microseconds                    |       |
 | step, 513 tokens      | likewise, with tokens drawn              | 400   |
-| sampler               | 64 x 49,152 beside `jax.nn.log_softmax`  | 1.3   |
-| characters            | tokens a second of the character model,  |       |
-|                       | beside `rollout.generate_dense`          |       |
+| characters            | tokens a second of the character model   |       |
 
 With `--device`, nothing but the lengths workload on the GPU or TPU at hand, see
-`rollout_device.py`. `--trace` names the trace of the workload conversation.
+`rollout_device.py`.
 
 Not measured: compilation, and without `--device` an accelerator.
 
-  python benchmarks/rollout.py [--quick] [--json FILE] [--trace FILE] [--device]
+  python benchmarks/rollout.py [--quick] [--json FILE] [--device]
 """
 
 from collections.abc import Iterator
@@ -60,28 +55,25 @@ import command
 import rollout_counts as counts
 import rollout_device
 import rollout_times
-from rollout_rows import Row
-from rollout_rows import show
-from rollout_rows import summary
+from rows import Row
+from rows import show
+from rows import summary
 
 
-def counted(quick: bool, trace: str | None) -> Iterator[Row]:
+def counted(quick: bool) -> Iterator[Row]:
   """The rows that are counts."""
   yield from counts.stall(quick)
   yield from counts.small(quick)
   yield from counts.long(quick)
-  yield from counts.conversation(trace)
 
 
-def measured(
-  quick: bool, rounds: int, trace: str | None, device: bool
-) -> dict[str, Any]:
+def measured(quick: bool, rounds: int, device: bool) -> dict[str, Any]:
   """All rows, printed as they come."""
   print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
   if device:
     return {"rows": rollout_device.by_part("", quick)}
   rows = show(rollout_times.all_rows(quick, rounds))
-  rows += show(counted(quick, trace))
+  rows += show(counted(quick))
   print(f"\n{summary(rows)}")
   return {"rows": [row.as_json() for row in rows]}
 
@@ -94,7 +86,6 @@ def main() -> None:
     quick_rounds=1,
     not_measured="compilation, accelerators without --device",
     arguments={
-      "--trace": {"metavar": "FILE", "help": "JSON lines, for conversation"},
       "--device": {"action": "store_true", "help": "a GPU or TPU, alone"},
     },
   )

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rollout_ideal as ideal
-import rollout_workloads as workloads
-from rollout_rows import Row
-from rollout_rows import at_least
-from rollout_rows import at_most
-from rollout_workloads import Workload
+from rollout_ideal import Workload
+from rows import Row
+from rows import at_least
+from rows import at_most
 
 import jaxkv
 from jaxkv import rollout
@@ -191,7 +190,7 @@ def common(name: str, run: Run) -> Iterator[Row]:
 
 def small(quick: bool) -> Iterator[Row]:
   """The rows of same_batch, grpo and families."""
-  work = workloads.same_batch()
+  work = ideal.same_batch()
   run = ran(work, 400)
   yield from common("same_batch", run)
   tokens = run.count("prefilled")
@@ -201,7 +200,7 @@ def small(quick: bool) -> Iterator[Row]:
   if quick:
     return
 
-  work = workloads.grpo()
+  work = ideal.grpo()
   run = ran(work, 4000)
   yield from common("grpo", run)
   least = int(ideal.new_tokens(work).sum())
@@ -211,20 +210,18 @@ def small(quick: bool) -> Iterator[Row]:
 
   for pages in (40, 80, 120, 200):
     for window, hits in FAMILIES_HITS.items():
-      work = workloads.families(window)
+      work = ideal.families(window)
       name = f"families {window}, {pages}"
       for row in common(name, ran(work, pages)):
         # The whole queue has the same aim in every pool.
         if row.metric == "hit rate" and (pages == 40 or window > 32):
           row = at_least(name, row.metric, row.value, hits)
         yield row
-    best = ideal.best_eviction(work, pages)
-    yield Row(f"families, {pages}", "Belady's hit rate in order", best)
 
 
 def long(quick: bool) -> Iterator[Row]:
   """The rows of lengths, in all pools; with `quick` an eighth of all sizes."""
-  work = workloads.lengths(64, 8, 8) if quick else workloads.lengths()
+  work = ideal.lengths(64, 8, 8) if quick else ideal.lengths()
   mixed = ideal.schedule(work, ideal.mixed_room)
   equal = ideal.schedule(work, ideal.loop_room(work.slots))
   ample = ran(work, 20_000)
@@ -251,19 +248,7 @@ def long(quick: bool) -> Iterator[Row]:
   run = ran(work, pages)
   yield from common(name, run)
   yield Row(name, "pages of the need", need)
-  for word, each in (
-    ("at the peak", mixed.pages_at_most),
-    ("on average", mixed.pages_a_sequence),
-  ):
-    held = pages / each
-    yield Row(name, f"sequences with memory, {word}", held)
-    yield Row(name, f"slots with memory, {word}", min(held / work.slots, 1))
-  yield from _scarce(name, run, bounded=True)
-  for part in () if quick else (0.5, 0.35):
-    name = f"lengths, {100 * part:.0f} % of peak"
-    run = ran(work, int(ample.count("peak_pages") * part))
-    yield from common(name, run)
-    yield from _scarce(name, run, bounded=False)
+  yield from _scarce(name, run)
 
 
 def _busy(
@@ -275,24 +260,23 @@ def _busy(
   yield Row(name, "busy, ideal equal columns", equal.busy)
 
 
-def _scarce(name: str, run: Run, *, bounded: bool) -> Iterator[Row]:
+def _scarce(name: str, run: Run) -> Iterator[Row]:
   """What a small pool costs."""
   work, pages = run.work, run.pages
   mixed = ideal.schedule(work, ideal.mixed_room, pages)
   equal = ideal.schedule(work, ideal.loop_room(work.slots), pages)
-  again = Row(name, "recomputed", run.count("recomputed"))
   busy, *others = _busy(name, run, mixed, equal)
-  if bounded:
-    busy = at_least(*busy[:3], SMALL_POOL_BUSY)
-    again = at_most(*again[:3], SMALL_POOL_RECOMPUTED)
-  yield from (busy, *others, again)
+  yield at_least(*busy[:3], SMALL_POOL_BUSY)
+  yield from others
+  recomputed = run.count("recomputed")
+  yield at_most(name, "recomputed", recomputed, SMALL_POOL_RECOMPUTED)
   yield Row(name, TIME, run.cost / mixed.cost)
   yield Row(name, "preempted", run.count("preempted"))
 
 
 def stall(quick: bool) -> Iterator[Row]:
   """How long a sequence that has begun to decode waits for its next token."""
-  work = workloads.lengths(48, slots=8, scale=8)
+  work = ideal.lengths(48, slots=8, scale=8)
   pools = {"stall, few pages": 40, "stall": 400}
   for name, pages in list(pools.items())[: 1 if quick else None]:
     run = ran(work, pages, timeline=1 << 12)
@@ -318,26 +302,3 @@ def longest_wait(found: rollout.Timeline) -> int:
       waited += span.stop - span.start
       longest = max(longest, waited)
   return longest
-
-
-def conversation(path: str | None) -> Iterator[Row]:
-  """The rows of a trace; none without one."""
-  if path is None:
-    print("conversation: skipped, --trace FILE names no trace")
-    return
-  work = workloads.conversation(path)
-  mixed = ideal.schedule(work, ideal.mixed_room)
-  equal = ideal.schedule(work, ideal.loop_room(work.slots))
-  least = int(ideal.new_tokens(work).sum())
-  for part in (None, SMALL_POOL):
-    name, pages = "conversation", 60_000
-    if part:
-      name = f"conversation, {100 * part:.0f} % of need"
-      pages = int(ideal.reserved_pages(work) * part)
-    run = ran(work, pages)
-    yield from common(name, run)
-    yield Row(name, "prompt tokens", run.count("prefilled"))
-    yield Row(name, "least prompt tokens", least)
-    yield Row(name, "recomputed", run.count("recomputed"))
-    yield Row(name, TIME, run.cost / mixed.cost)
-    yield from _busy(name, run, mixed, equal)

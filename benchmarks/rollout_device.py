@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rollout_counts as counts
-import rollout_workloads as workloads
-from rollout_rows import Row
-from rollout_rows import show
+import rollout_ideal as ideal
+from rows import Row
+from rows import show
 
 from jaxkv import models
 from jaxkv import rollout
@@ -109,7 +109,7 @@ class Job:
     """Makes the weights and compiles the loop."""
     small = {"count": 12, "slots": 4, "scale": 32} if quick else {}
     self.model = QUICK_MODEL if quick else MODEL
-    self.work = workloads.lengths(**small)
+    self.work = ideal.lengths(**small)
     self._single_steps = 8 if quick else _SINGLE_STEPS
     # Room for what all slots use at most.
     self.pages = 400 if quick else 6000

@@ -1,4 +1,18 @@
-"""What is possible, computed on the host in plain Python.
+"""The workloads of `rollout.py`, and what an ideal scheduler does with them.
+
+| workload     | what                                                         |
+|--------------|--------------------------------------------------------------|
+| lengths      | 512 sequences in 64 slots, pages of 16: prompts of 200 to    |
+|              | 2,000 tokens (mean 650), answers lognormal (median 200,      |
+|              | sigma 1, at most 2,048)                                      |
+| same_batch   | 16 prompts of 64 common tokens and 8 of their own, pages of  |
+|              | 8, into an empty cache                                       |
+| grpo         | 32 prompts of 100 to 400 tokens with 64 common ones, 8       |
+|              | samples each, 64 slots, pages of 16                          |
+| families     | 200 prompts of 20 families in random order, one slot, pages  |
+|              | of 8: prefixes of 6 to 14 pages, tails of 1 to 4             |
+
+Ideal schedulers are simulated on the host, in plain Python.
 
 | ideal          | rows of a step                                             |
 |----------------|------------------------------------------------------------|
@@ -22,13 +36,95 @@ weights takes as long as computing 295 rows, so it costs max(rows, 295).
 
 import math
 from collections.abc import Callable
+from typing import Any
 from typing import NamedTuple
 
 import numpy as np
-from rollout_workloads import Workload
 
 RIDGE = 295
 """Rows at which a call in bfloat16 takes as long as reading the weights."""
+
+
+class Workload(NamedTuple):
+  """Prompts and the lengths of their answers.
+
+  Attributes:
+    prompts: int32[P, L]. The last token of each is its number.
+    lengths: int32[P].
+    answers: int32[P], tokens drawn by each sample.
+    page_size: S.
+    slots: B.
+    samples: of each prompt.
+    options: of `RolloutConfig`.
+  """
+
+  prompts: np.ndarray
+  lengths: np.ndarray
+  answers: np.ndarray
+  page_size: int
+  slots: int
+  samples: int = 1
+  options: dict[str, int] | None = None
+
+
+def _of(rows: list[np.ndarray], answers: Any, **sizes: Any) -> Workload:
+  """A workload of prompts of different lengths."""
+  lengths = np.array([len(row) for row in rows], np.int32)
+  prompts = np.zeros((len(rows), lengths.max()), np.int32)
+  for number, row in enumerate(rows):
+    prompts[number, : len(row)] = row
+    prompts[number, len(row) - 1] = number
+  answers = np.broadcast_to(np.asarray(answers, np.int32), lengths.shape)
+  return Workload(prompts, lengths, answers, **sizes)
+
+
+def lengths(count: int = 512, slots: int = 64, scale: int = 1) -> Workload:
+  """See the table.
+
+  Args:
+    count: sequences.
+    slots: B.
+    scale: all lengths are divided by this number.
+  """
+  rng = np.random.default_rng(0)
+  prompts = np.clip(rng.lognormal(np.log(666) - 0.18, 0.6, count), 200, 2000)
+  answers = np.clip(rng.lognormal(np.log(200), 1.0, count), 1, 2048)
+  answers = np.maximum(answers // scale, 1).astype(np.int32)
+  rows = [rng.integers(0, count, int(length / scale)) for length in prompts]
+  return _of(rows, answers, page_size=16, slots=slots)
+
+
+def same_batch() -> Workload:
+  """See the table."""
+  rng = np.random.default_rng(0)
+  common = rng.integers(0, 16, 64)
+  rows = [np.concatenate([common, rng.integers(0, 16, 8)]) for _ in range(16)]
+  return _of(rows, 4, page_size=8, slots=16)
+
+
+def grpo() -> Workload:
+  """See the table."""
+  rng = np.random.default_rng(0)
+  common = rng.integers(0, 32, 64)
+  rows = [
+    np.concatenate([common, rng.integers(0, 32, rng.integers(36, 337))])
+    for _ in range(32)
+  ]
+  return _of(rows, 60, page_size=16, slots=64, samples=8)
+
+
+def families(window: int) -> Workload:
+  """See the table; sequences are chosen from `window` that wait."""
+  rng = np.random.default_rng(1)
+  begins = [rng.integers(0, 200, rng.integers(6, 15) * 8) for _ in range(20)]
+  order = np.repeat(np.arange(20), 10)
+  rng.shuffle(order)
+  rows = [
+    np.concatenate([begins[n], rng.integers(0, 200, rng.integers(1, 5) * 8)])
+    for n in order
+  ]
+  bound = {"window": window, "max_overtaken": max(window, 32)}
+  return _of(rows, 1, page_size=8, slots=1, options=bound)
 
 
 class Schedule(NamedTuple):
@@ -39,16 +135,12 @@ class Schedule(NamedTuple):
     cost: rows, where a call costs at least `RIDGE`.
     busy: slots that draw a token, of all, in all steps.
     most_pages: in use at once.
-    pages_a_sequence: mean of a running sequence, over all steps.
-    pages_at_most: mean of a running sequence when most pages are in use.
   """
 
   steps: int
   cost: int
   busy: float
   most_pages: int
-  pages_a_sequence: float
-  pages_at_most: float
 
 
 class _Running:
@@ -92,24 +184,20 @@ def schedule(
   ]
   queue.reverse()
   slots: list[_Running] = []
-  steps = cost = drawn = 0
-  used: list[tuple[int, int]] = []
+  steps = cost = drawn = most_pages = 0
   while queue or slots:
     while queue and len(slots) < work.slots:
       slots.append(queue.pop())
     active, in_use = _fitting(slots, pages, work.page_size)
-    used.append((len(active), in_use))
+    most_pages = max(most_pages, in_use)
     rows, draws = _step(active, room)
     slots = [one for one in slots if one.draw]
     steps, cost, drawn = steps + 1, cost + max(rows, RIDGE), drawn + draws
-  running, most = max(used, key=lambda pair: pair[1])
   return Schedule(
     steps=steps,
     cost=cost,
     busy=drawn / (steps * work.slots),
-    most_pages=most,
-    pages_a_sequence=sum(n for _, n in used) / sum(n for n, _ in used),
-    pages_at_most=most / running,
+    most_pages=most_pages,
   )
 
 
@@ -169,46 +257,3 @@ def reserved_pages(work: Workload) -> float:
   """
   most = -(-(work.lengths + work.answers.max()) // work.page_size)
   return float(work.slots * most.mean())
-
-
-def best_eviction(work: Workload, pages: int) -> float:
-  """The hit rate of Belady's MIN, one sequence after the other in their order.
-
-  Pages leave whose next use is farthest away, of one prefix the last page
-  first. The pages of the running sequence stay.
-
-  Args:
-    work: sequences for one slot.
-    pages: of the pool.
-  """
-  keys = [_page_keys(work, number) for number in range(len(work.lengths))]
-  uses: dict[bytes, list[int]] = {}
-  for number, row in enumerate(keys):
-    for key in row:
-      uses.setdefault(key, []).append(number)
-  cached: dict[bytes, int] = {}
-  hits = 0
-  for number, row in enumerate(keys):
-    most = (work.lengths[number] - 1) // work.page_size
-    found = 0
-    while found < most and row[found] in cached:
-      found += 1
-    hits += found
-    others = {key: at for key, at in cached.items() if key not in row}
-    last = work.lengths[number] + work.answers[number] - 1
-    needed = -(-last // work.page_size)
-
-    def next_use(key: bytes, now: int = number) -> float:
-      return next((use for use in uses[key] if use > now), math.inf)
-
-    order = sorted(others, key=lambda key: (next_use(key), len(key)))
-    kept = [*order[: max(pages - needed, 0)], *row]
-    cached = {key: 1 for key in kept if next_use(key) < math.inf}
-  return hits * work.page_size / int(work.lengths.sum())
-
-
-def _page_keys(work: Workload, number: int) -> list[bytes]:
-  """For each full page of a prompt all tokens up to its end."""
-  row, size = work.prompts[number], work.page_size
-  ends = range(size, int(work.lengths[number]) + 1, size)
-  return [row[:end].tobytes() for end in ends]

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rollout_rows import Row
-from rollout_rows import at_most
+from rows import Row
+from rows import at_most
 
 import jaxkv
 from jaxkv import models
@@ -26,8 +26,6 @@ from jaxkv._src.commands import characters as character_models
 # Microseconds of a step without a model: greedy of 2 tokens, drawn of 513.
 STEP = 110
 STEP_WITH_SAMPLER = 400
-# The sampler, against `jax.nn.log_softmax` of the same logits.
-SAMPLER = 1.3
 
 SLOTS = 64
 SHORT, LONG = 8, 248
@@ -36,19 +34,6 @@ _CHARACTER_SLOTS = 16
 _CHARACTER_PAGE = 16
 _LONGEST_PROMPT = 400
 _MEAN_ANSWER = 128
-
-
-def alternated(
-  calls: dict[str, Callable[[], Any]], rounds: int
-) -> dict[str, list[float]]:
-  """Seconds of each call, by name, after a round that is not counted."""
-  samples: dict[str, list[float]] = {name: [] for name in calls}
-  for number in range(rounds + 1):
-    for name, call in calls.items():
-      seconds = call()
-      if number:
-        samples[name].append(seconds)
-  return samples
 
 
 def timed(call: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
@@ -64,7 +49,6 @@ def all_rows(quick: bool, rounds: int) -> Iterator[Row]:
   if not quick:
     yield from step(0.0, 2, STEP, rounds)
   yield from step(1.0, 513, STEP_WITH_SAMPLER, rounds)
-  yield from sampler(rounds, 4096 if quick else 49_152)
   yield from characters(*(6, 16) if quick else (48, 512), rounds=rounds)
 
 
@@ -103,20 +87,18 @@ def step(
     assert int(end.counters.generated) - before == SLOTS * steps
     return seconds
 
-  samples = alternated(
-    {"short": lambda: span(SHORT), "long": lambda: span(LONG)}, rounds
-  )
+  for steps in (SHORT, LONG):
+    span(steps)
+  samples = [(span(SHORT), span(LONG)) for _ in range(rounds)]
+  short, long = zip(*samples, strict=True)
   name = f"step, {SLOTS} slots, {vocabulary} tokens"
   for metric, pick in (("us, minimum", min), ("us, median", statistics.median)):
-    seconds = pick(samples["long"]) - pick(samples["short"])
-    us = seconds * 1e6 / (LONG - SHORT)
+    us = (pick(long) - pick(short)) * 1e6 / (LONG - SHORT)
     yield at_most(name, metric, us, bound)
 
 
-def decoding(
-  sampling: rollout.Sampling, most: int = 2**31 - 1
-) -> rollout.RolloutState:
-  """A rollout of prompts of tokens below `most`, one a slot, that never end."""
+def decoding(sampling: rollout.Sampling) -> rollout.RolloutState:
+  """A rollout of random prompts, one a slot, that never end."""
   longest = SHORT + LONG + 8
   sizes = jaxkv.CacheConfig(
     num_pages=1 + SLOTS * (2 + longest // 16),
@@ -128,44 +110,12 @@ def decoding(
   return rollout.init(
     jaxkv.init(sizes),
     jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1),
-    jnp.asarray(rng.integers(0, most, (SLOTS, 4)), jnp.int32),
+    jnp.asarray(rng.integers(0, 2**31 - 1, (SLOTS, 4)), jnp.int32),
     jnp.full((SLOTS,), 4, jnp.int32),
     jax.random.key(0),
     rollout.RolloutConfig(max_new_tokens=longest, admissions=SLOTS),
     sampling=sampling,
   )
-
-
-def sampler(rounds: int, vocabulary: int) -> Iterator[Row]:
-  """A draw for each slot beside `jax.nn.log_softmax` of the same logits.
-
-  Compiled as by default, and with the options of the loop, under which an
-  operation on a CPU has one thread.
-  """
-  logits = jax.random.normal(jax.random.key(0), (SLOTS, vocabulary))
-  keys = jax.random.split(jax.random.key(1), SLOTS)
-  counts = jnp.arange(SLOTS, dtype=jnp.int32)
-  ways = {"": None, ", one thread": jaxkv.CPU_COMPILER_OPTIONS}
-  for way, options in ways.items():
-    draw = jax.jit(rollout.sample, compiler_options=options)
-    softmax = jax.jit(jax.nn.log_softmax, compiler_options=options)
-    samples = alternated(
-      {
-        "sampler": lambda draw=draw: timed(
-          draw, keys, counts, logits, jnp.float32(1)
-        )[0],
-        "log_softmax": lambda softmax=softmax: timed(softmax, logits)[0],
-      },
-      8 * rounds,
-    )
-    name = f"sampler{way}"
-    yield Row(name, "tokens of the vocabulary", vocabulary)
-    for side, seconds in samples.items():
-      yield Row(name, f"{side}, ms, minimum", min(seconds) * 1e3)
-      yield Row(name, f"{side}, ms, median", statistics.median(seconds) * 1e3)
-    for word, pick in (("minimum", min), ("median", statistics.median)):
-      ratio = pick(samples["sampler"]) / pick(samples["log_softmax"])
-      yield at_most(name, f"against log_softmax, {word}", ratio, SAMPLER)
 
 
 class _Job(NamedTuple):
@@ -183,53 +133,27 @@ class _Job(NamedTuple):
 
 
 def characters(count: int, most: int, rounds: int) -> Iterator[Row]:
-  """The character model, paged beside dense.
+  """The speed of the character model.
 
   Prompts are 100 to 400 characters of the reference text. An answer ends at
-  every token with the same probability, so answers are geometric; both sides
-  draw with the same keys, so their answers are equal.
+  every token with the same probability, so answers have geometric lengths.
 
   Args:
     count: sequences.
     most: tokens after which an answer ends in any case.
-    rounds: samples of each side.
+    rounds: samples.
   """
   job = _job(count, most)
-  paged, dense = _paged(job), _dense(job)
-  found: dict[str, rollout.Sequences] = {}
-
-  def side(name: str, run: Callable[[], tuple[float, Any]]) -> float:
-    seconds, found[name] = run()
-    return seconds
-
-  samples = alternated(
-    {
-      "paged": lambda: side("paged", paged),
-      "dense": lambda: side("dense", dense),
-    },
-    rounds,
-  )
-  generated = {
-    name: np.asarray(one.length - one.prompt_length)
-    for name, one in found.items()
-  }
+  run = _paged(job)
+  run()
+  seconds, found = zip(*[run() for _ in range(rounds)], strict=True)
+  generated = np.asarray(found[0].length - found[0].prompt_length)
   name = f"characters, {count} in {_CHARACTER_SLOTS}"
-  yield Row(name, "tokens of an answer, mean", float(generated["paged"].mean()))
-  yield Row(name, "tokens of an answer, most", int(generated["paged"].max()))
-  equal = np.asarray(
-    jnp.all(found["paged"].tokens == found["dense"].tokens, axis=1)
-  )
-  yield Row(name, "sequences with equal tokens", float(equal.mean()))
-  speeds = {
-    side: generated[side].sum() / statistics.median(seconds)
-    for side, seconds in samples.items()
-  }
-  for side_name, speed in speeds.items():
-    yield Row(name, f"{side_name}, tokens a second, median", float(speed))
-    fastest = generated[side_name].sum() / min(samples[side_name])
-    yield Row(name, f"{side_name}, tokens a second, best", float(fastest))
-  ratio = float(speeds["paged"] / speeds["dense"])
-  yield Row(name, "paged over dense, medians", ratio)
+  yield Row(name, "tokens of an answer, mean", float(generated.mean()))
+  yield Row(name, "tokens of an answer, most", int(generated.max()))
+  for metric, pick in (("median", statistics.median), ("best", min)):
+    speed = float(generated.sum() / pick(seconds))
+    yield Row(name, f"paged, tokens a second, {metric}", speed)
 
 
 def _job(count: int, most: int) -> _Job:
@@ -297,30 +221,3 @@ def _paged(job: _Job) -> Callable[[], tuple[float, rollout.Sequences]]:
     return seconds, end.sequences
 
   return run
-
-
-def _dense(job: _Job) -> Callable[[], tuple[float, rollout.Sequences]]:
-  """One static batch after the other."""
-  model = job.model.config
-  forward = functools.partial(models.forward_dense, config=model, logits="last")
-
-  def ending(*inputs):
-    logits, memory = forward(*inputs)
-    return _ending(logits, job.config.stop_token), memory
-
-  program = jax.jit(
-    functools.partial(
-      rollout.generate_dense,
-      batch_size=_CHARACTER_SLOTS,
-      model=ending,
-      config=job.config,
-    )
-  )
-  memory = models.init_dense(
-    model, batch_size=_CHARACTER_SLOTS, max_len=job.slot_tokens
-  )
-  sequences = rollout.from_prompts(
-    job.prompts, job.lengths, jax.random.key(0), job.config
-  )
-  inputs = (job.model.params, memory, sequences, jnp.float32(1))
-  return lambda: timed(program, *inputs)

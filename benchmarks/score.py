@@ -5,11 +5,9 @@
 | group  | `rollout.score` of a prompt and its 8 completions, nothing cached  |
 | cached | the same with the prompt cached, as after a rollout                |
 | whole  | `rollout.score` of 8 groups of one, in a cache that shares nothing |
-| dense  | `models.forward_uncached` of the 8 sequences, one after another,   |
-|        | with logits for the completions' tokens alone                      |
 
 Rows are the tokens that the model computes: P - 1 + G R for the group, and
-G (P - 1 + R) for the others. Seconds are medians of calls that take turns: by
+G (P - 1 + R) for `whole`. Seconds are medians of calls that take turns: by
 the clock, and of the processor in all threads. The model has the width of
 SmolLM2 (135M), 4 layers and 1,024 tokens: 576 wide, 9 heads, 3 K/V heads of 64,
 an MLP of 1,536; float32, chunks of 256.
@@ -29,10 +27,10 @@ import command
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rollout_rows import Row
-from rollout_rows import at_least
-from rollout_rows import at_most
-from rollout_rows import report
+from rows import Row
+from rows import at_least
+from rows import at_most
+from rows import report
 
 import jaxkv
 from jaxkv import models
@@ -126,36 +124,6 @@ class _Score:
       self._state = dataclasses.replace(self._state, cache=cache)
 
 
-class _Dense:
-  """A forward pass of each sequence, without a cache."""
-
-  def __init__(self, size: Size, params: Any):
-    self._params, self._size = params, size
-    prompts, _, completions, _ = _groups(size, ones=True)
-    self._tokens = jnp.concatenate([prompts, completions[:, 0]], axis=1)
-    self._run = jax.jit(self._scored)
-
-  def _scored(self, params: Any, tokens: jax.Array) -> jax.Array:
-    size = self._size
-    positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
-
-    def one(row: jax.Array) -> jax.Array:
-      logits = models.forward_uncached(
-        params, row[None, :-1], positions, config=_MODEL
-      )
-      scores = jax.nn.log_softmax(logits[0, size.prompt - 1 :])
-      own = row[size.prompt :, None]
-      return jnp.take_along_axis(scores, own, axis=1)[:, 0]
-
-    return jax.lax.map(one, tokens)
-
-  def __call__(self) -> jax.Array:
-    return jax.block_until_ready(self._run(self._params, self._tokens))
-
-  def reset(self) -> None:
-    """Nothing is kept."""
-
-
 def _timed(call: Callable[[], Any]) -> tuple[float, float]:
   wall, processor = time.perf_counter(), time.process_time()
   call()
@@ -168,23 +136,16 @@ def _sides(size: Size) -> dict[str, Any]:
     "group": _Score(size, params, shares=True, warm=False),
     "cached": _Score(size, params, shares=True, warm=True),
     "whole": _Score(size, params, shares=False, warm=False),
-    "dense": _Dense(size, params),
   }
 
 
-def _checked(size: Size, sides: dict[str, Any]) -> Iterator[Row]:
-  """First calls: what they give, and how many rows they compute."""
+def _counted(size: Size, sides: dict[str, Any]) -> Iterator[Row]:
+  """Calls every side once; yields how many rows of tokens each computes."""
   name, new = str(size), _SAMPLES * size.completion
-  dense = np.asarray(sides["dense"]())
-  found = {side: sides[side]() for side in ("group", "whole", "cached")}
-  # Only the second call finds the prompt.
-  found["cached"] = sides["cached"]()
-  for side, scored in found.items():
-    log_probs = np.asarray(scored.log_probs).reshape(dense.shape)
-    gap = 1e6 * float(np.abs(log_probs - dense).max())
-    yield at_most(name, f"{side}: gap to dense, 1e-6 nats", gap, 100)
+  # Only a second call finds the prompt in the cache.
+  sides["cached"]()
   rows = {
-    side: int(scored.computed_tokens.sum()) for side, scored in found.items()
+    side: int(score().computed_tokens.sum()) for side, score in sides.items()
   }
   bound = size.prompt - 1 + new
   yield at_most(name, "group: rows, P - 1 + G R", rows["group"], bound)
@@ -210,7 +171,7 @@ def _timings(
 
 def _rows_of(size: Size, rounds: int) -> Iterator[Row]:
   sides, name = _sides(size), str(size)
-  yield from _checked(size, sides)
+  yield from _counted(size, sides)
   medians = _timings(sides, rounds)
   for number, kind in enumerate(("seconds", "CPU seconds")):
     own = medians["group"][number]
@@ -221,7 +182,6 @@ def _rows_of(size: Size, rounds: int) -> Iterator[Row]:
       yield at_least(name, f"whole / group, {kind}", whole, 4)
     else:
       yield Row(name, f"whole / group, {kind}", whole)
-    yield Row(name, f"dense / group, {kind}", medians["dense"][number] / own)
 
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:

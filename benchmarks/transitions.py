@@ -10,7 +10,6 @@
 | match_4096  | `match`, one prompt of 4,096 tokens                          |
 | admit_4096  | `admit`, one prompt of 4,096 tokens, hashing included        |
 | free_16     | `free`, 16 sequences of 64 pages, all of them cached         |
-| growth      | a ratio: decode_step short, largest over smallest pool       |
 
 Modes. short: sequences end at 128 tokens (48 at 1,024 slots, so that every pool
 holds them); at 256 slots two end in a step. long: they end at 1,008 tokens, in
@@ -60,7 +59,6 @@ from transition_ops import PAGES
 from transition_ops import PROMPT
 
 import jaxkv
-from jaxkv._src.arrays.compiler_options import CPU_COMPILER_OPTIONS
 
 SLOTS = (64, 256, 1024)
 HYBRID = (256, 65536)  # slots and pages
@@ -68,7 +66,10 @@ GRAPHS = {
   "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,CONDITIONAL",
   "xla_gpu_graph_min_graph_size": 1,
 }
-WAYS = {"cpu": {"unsplit": CPU_COMPILER_OPTIONS}, "gpu": {"graphs": GRAPHS}}
+WAYS = {
+  "cpu": {"unsplit": jaxkv.CPU_COMPILER_OPTIONS},
+  "gpu": {"graphs": GRAPHS},
+}
 """Compiler options that are timed beside the defaults, by platform and mode."""
 
 
@@ -199,19 +200,6 @@ def by_row(name: str, rounds: int = 5) -> None:
   command.write(path, {**report, "complete": True})
 
 
-def growth_row(rows, slots: int, mode: str) -> dict[str, Any]:
-  """decode_step at the largest pool over that at the smallest."""
-  wanted = ("decode_step", mode, slots)
-  times = {
-    row["pages"]: row
-    for row in rows
-    if (row["op"], row["mode"], row["slots"]) == wanted
-  }
-  small, large = times[min(times)], times[max(times)]
-  ratios = {key: large[key] / small[key] for key in ("us_median", "us_min")}
-  return {**large, "op": "growth", **ratios}
-
-
 def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
   """All rows, printed as they come."""
   print(
@@ -228,9 +216,6 @@ def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
       (side.row() for side in sides),
       key=lambda row: (row["op"], row["mode"]),
     )
-    modes = {row["mode"] for row in new if row["op"] == "decode_step"}
-    short = sorted(mode for mode in modes if mode.startswith("short"))
-    new += [growth_row(new, slots, mode) for mode in short]
     for row in new:
       print_row(row)
     rows += new
@@ -238,11 +223,10 @@ def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-  digits = 2 if row["op"] == "growth" else 1
   print(
     f"{row['op']:12} {row['mode']:25} {row['slots']:5} {row['pages']:7}"
-    f" {row['page_size']:4} {row['us_min']:9.{digits}f}"
-    f" {row['us_median']:9.{digits}f}",
+    f" {row['page_size']:4} {row['us_min']:9.1f}"
+    f" {row['us_median']:9.1f}",
     flush=True,
   )
 

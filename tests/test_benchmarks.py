@@ -407,7 +407,7 @@ def test_a_quick_run_of_the_rollout_benchmark(
     assert not counted or row["met"] is not False, row
   found = {name: row["value"] for name, row in zip(names, rows, strict=True)}
   assert found["same_batch", "prompt tokens"] == 176
-  assert found["characters, 6 in 16", "sequences with equal tokens"] == 1
+  assert found["characters, 6 in 16", "paged, tokens a second, best"] > 0
 
 
 def test_launches_of_a_loop_are_counted():

@@ -17,19 +17,19 @@ def _benchmarks_can_be_imported(monkeypatch):
 
 
 def _work(lengths, answers, slots, page_size=4):
-  import rollout_workloads
+  import rollout_ideal
 
   rows = [np.arange(100, 100 + length) for length in lengths]
-  return rollout_workloads._of(rows, answers, page_size=page_size, slots=slots)
+  return rollout_ideal._of(rows, answers, page_size=page_size, slots=slots)
 
 
 class TestRows:
   def test_a_bound_has_a_side(self, capsys):
-    from rollout_rows import Row
-    from rollout_rows import at_least
-    from rollout_rows import at_most
-    from rollout_rows import show
-    from rollout_rows import summary
+    from rows import Row
+    from rows import at_least
+    from rows import at_most
+    from rows import show
+    from rows import summary
 
     rows = [
       at_most("a", "few", 3, 3),
@@ -63,8 +63,7 @@ class TestIdeal:
     # draws:     -  1  1    1  1  1
     # pages:     2  2  2    1  1  1
     assert (found.steps, found.busy) == (6, 5 / 6)
-    assert (found.most_pages, found.pages_at_most) == (2, 2)
-    assert found.pages_a_sequence == 9 / 6
+    assert found.most_pages == 2
     assert found.cost == 6 * ideal.RIDGE
 
   def test_prompts_ride_with_decoding(self):
@@ -88,52 +87,14 @@ class TestIdeal:
 
   def test_equal_pages_are_computed_once(self):
     import rollout_ideal as ideal
-    import rollout_workloads
 
-    counts = ideal.new_tokens(rollout_workloads.same_batch())
+    counts = ideal.new_tokens(ideal.same_batch())
     assert counts.tolist() == [71] + 15 * [7]
-
-  def test_the_eviction_that_looks_ahead(self):
-    import rollout_ideal as ideal
-    import rollout_workloads
-
-    # Pages of A, B, A, C, B: with room for one beside the running one.
-    names = {"A": 1, "B": 2, "C": 3}
-    rows = [np.full(8, names[name]) for name in "ABACB"]
-    work = rollout_workloads._of(rows, 1, page_size=4, slots=1)
-    hits = {pages: ideal.best_eviction(work, pages) for pages in (2, 3, 9)}
-    # A sequence needs both pages; the first one of each pair is common.
-    assert hits == {2: 0.0, 3: 8 / 40, 9: 8 / 40}
 
   def test_the_need_has_room_for_the_longest_answer(self):
     import rollout_ideal as ideal
 
     assert ideal.reserved_pages(_work([4, 8], [1, 8], slots=3)) == 3 * 3.5
-
-
-class TestWorkloads:
-  def test_a_trace_keeps_its_common_blocks(self, tmp_path):
-    import rollout_ideal as ideal
-    import rollout_workloads
-
-    requests = [
-      {"input_length": 1200, "output_length": 40, "hash_ids": [7, 8, 9]},
-      {"input_length": 1000, "output_length": 5, "hash_ids": [7, 8]},
-    ]
-    path = tmp_path / "trace.jsonl"
-    lines = [json.dumps({"timestamp": 0} | request) for request in requests]
-    path.write_text("\n".join(lines) + "\n\n", "utf-8")
-    work = rollout_workloads.conversation(str(path))
-    assert work.lengths.tolist() == [75, 62]
-    assert work.answers.tolist() == [2, 1]
-    # The second finds three pages of 16; its last one is its own.
-    assert ideal.new_tokens(work).tolist() == [74, 13]
-
-  def test_no_trace_is_said(self, capsys):
-    import rollout_counts
-
-    assert list(rollout_counts.conversation(None)) == []
-    assert "--trace FILE" in capsys.readouterr().out
 
 
 def test_the_longest_wait_begins_with_a_decoded_token():

@@ -1,8 +1,13 @@
-"""A figure beside its bound: the rows that `rollout.py` prints and writes."""
+"""Rows of a report: a figure and its bound."""
 
+import time
+from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 from typing import NamedTuple
+
+import jax
 
 
 class Row(NamedTuple):
@@ -42,6 +47,31 @@ def at_most(workload: str, metric: str, value: float, bound: float) -> Row:
 
 def at_least(workload: str, metric: str, value: float, bound: float) -> Row:
   return Row(workload, metric, value, bound, "at least")
+
+
+def alternated(
+  calls: Mapping[str, Callable[[], Any]],
+  rounds: int,
+  clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+  """Times calls that take turns, after a round that is not counted.
+
+  Args:
+    calls: functions of no arguments by name.
+    rounds: samples of each.
+    clock: returns seconds.
+
+  Returns:
+    Seconds of each call, by name.
+  """
+  seconds: dict[str, list[float]] = {name: [] for name in calls}
+  for number in range(rounds + 1):
+    for name, call in calls.items():
+      begin = clock()
+      jax.block_until_ready(call())
+      if number:
+        seconds[name].append(clock() - begin)
+  return seconds
 
 
 def show(rows: Iterable[Row]) -> list[Row]:
