@@ -22,8 +22,13 @@ def _softmax(**more):
   return models.Attention(num_heads=6, num_kv_heads=2, head_dim=8, **more)
 
 
-def _gemma(window):
-  attention = _softmax(window=window, soft_cap=20.0, query_key_norm=True)
+def _gemma(window, base):
+  attention = _softmax(
+    window=window,
+    rope=models.Rope(base=base),
+    soft_cap=20.0,
+    query_key_norm=True,
+  )
   return _layer(attention, post_norms=True)
 
 
@@ -41,7 +46,8 @@ _FAMILIES = {
   "llama": ((_layer(_softmax()),) * 2, {}),
   "qwen3": ((_layer(_softmax(query_key_norm=True, biased=True)),) * 2, {}),
   "gemma": (
-    (_gemma(8), _gemma(8), _gemma(None)),
+    # Two rotary bases, as in Gemma 3, and a soft cap, as in Gemma 2.
+    (_gemma(8, 1e4), _gemma(8, 1e4), _gemma(None, 1e6)),
     {"norm_offset": 1.0, "embed_scale": 7.0, "logit_cap": 30.0},
   ),
   "gpt_oss": (

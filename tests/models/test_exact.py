@@ -16,7 +16,9 @@ from tests.models import exact_families as families
 pytestmark = pytest.mark.slow
 _deep = pytest.mark.deep
 _FAMILIES = [
-  name if name in ("llama", "gpt_oss") else pytest.param(name, marks=_deep)
+  name
+  if name in ("llama", "gemma", "gpt_oss")
+  else pytest.param(name, marks=_deep)
   for name in families.NAMES
 ]
 _DTYPES = [jnp.float32, pytest.param(jnp.bfloat16, marks=_deep)]

@@ -197,7 +197,7 @@ def _families(mark, *fast):
   )
 
 
-@_families(_deep, ("llama", jnp.bfloat16))
+@_families(_deep, ("llama", jnp.bfloat16), ("gemma", jnp.float32))
 def test_rollout_score_and_trainer_have_the_same_bits(name, dtype):
   config, params = families.decoder(name, dtype)
   drawn = _drawn(config, params, _Setting(slots=3))
@@ -205,7 +205,7 @@ def test_rollout_score_and_trainer_have_the_same_bits(name, dtype):
 
 
 @pytest.mark.slow
-@_families(_deep, ("llama", jnp.bfloat16))
+@_families(_deep, ("llama", jnp.bfloat16), ("gemma", jnp.float32))
 def test_pages_and_chunks_change_no_bit(name, dtype):
   config, params = families.decoder(name, dtype)
   drawn = _drawn(config, params, _Setting(slots=3))

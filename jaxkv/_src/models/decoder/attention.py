@@ -11,6 +11,7 @@ alone.
 | `DeltaNet`        | `Recurrence`            | [B, T, H, X] |
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -29,7 +30,8 @@ from jaxkv._src.models.decoder.params import Params
 Angles = tuple[jax.Array, jax.Array]
 """Cosines and sines, see `rope.rotation`."""
 
-Rotations = dict[tuple[ropes.Rope, int], Angles]
+Rotations = tuple[Angles, ...]
+"""The angles of each of a decoder's different rotary encodings."""
 
 
 class Softmax(NamedTuple):
@@ -82,18 +84,27 @@ class Recurrence(NamedTuple):
 
 def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
   """The angles of all layers, each once, of positions int32[B, T]."""
-  wanted = dict.fromkeys(
-    key for layer in decoder.layers if (key := _rotation_of(layer)) is not None
+  return tuple(
+    ropes.rotation(rope, dim, positions) for rope, dim in _encodings(decoder)
   )
-  return {
-    (rope, dim): ropes.rotation(rope, dim, positions) for rope, dim in wanted
-  }
 
 
-def angles_of(layer: Layer, turned: Rotations) -> Angles | None:
+def angles_of(
+  layer: Layer, turned: Rotations, decoder: Decoder
+) -> Angles | None:
   """The angles of a layer; None if it has none."""
   key = _rotation_of(layer)
-  return None if key is None else turned[key]
+  return None if key is None else turned[_encodings(decoder).index(key)]
+
+
+@functools.cache
+def _encodings(decoder: Decoder) -> tuple[tuple[ropes.Rope, int], ...]:
+  """The different rotary encodings of a decoder, in the order of its layers.
+
+  A `Rope` has no order, so a dictionary of them would be no pytree.
+  """
+  keys = map(_rotation_of, decoder.layers)
+  return tuple(dict.fromkeys(key for key in keys if key is not None))
 
 
 def _rotation_of(layer: Layer) -> tuple[ropes.Rope, int] | None:

@@ -54,7 +54,7 @@ def run(
   """
   (x, memory), each = carry, token_wise(decoder)
   own = functools.partial
-  angles = attentions.angles_of(layer, turned)
+  angles = attentions.angles_of(layer, turned, decoder)
   seen = each(own(_before, layer, decoder), weights, x, angles)
   out, memory = _look(seen, layer, weights, place, keep, memory, decoder)
   gate = None if isinstance(seen, attentions.Latents) else seen.gate
