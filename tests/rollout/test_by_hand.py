@@ -94,7 +94,10 @@ def test_counters():
     jax.random.key(5), by_hand.sizes(20, 2), config, [[1, 2, 3, 4, 5], [6]]
   )
   end = by_hand.program()(state, 1.0, 50)
-  assert jax.tree.map(lambda x: x.tolist(), end.counters) == rollout.Counters(
+  found = {
+    name: np.asarray(x).tolist() for name, x in vars(end.counters).items()
+  }
+  assert found == dict(
     steps=7,
     calls=[6, 1],
     rows=(2 + 3) + 3 * 2 + 3 * 2,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import rollout
+from jaxkv._src.rollout.sequences import from_prompts
 from jaxkv.rollout import devices
 from tests.rollout import recipes
 from tests.tools.collectives import assert_two_all_reduces_a_layer
@@ -101,7 +102,7 @@ class TestDataParallel:
     end = _done_without_compiling(data_parallel)
     _assert_equal(jax.device_get(devices.merged(end.sequences)), alone)
     # No shard waits for another one.
-    assert len(set(end.counters.steps.tolist())) > 1
+    assert len(set(np.asarray(end.counters.steps).tolist())) > 1
     for shard in range(8):
       jaxkv.check(jax.tree.map(lambda leaf, i=shard: leaf[i], end.cache))
 
@@ -147,7 +148,7 @@ def _assert_pages_stay(names) -> None:
   """Two all-reduces a layer in each call of the model, and nothing else."""
   compiled, state = _compiled_run(names), names["state"]
   shape = state.kv.k.addressable_shards[0].data.shape
-  size, calls = math.prod(shape), state.counters.calls.shape[-1]
+  size, calls = math.prod(shape), np.asarray(state.counters.calls).shape[-1]
   assert_two_all_reduces_a_layer(compiled.as_text(), layers=calls, pool=size)
   assert pool_sized_rewrites(compiled, shape) == []
   memory = compiled.memory_analysis()
@@ -161,7 +162,7 @@ class TestBoth:
     names = _ran(*_BOTH)
     end = _done_without_compiling(names)
     _assert_equal(jax.device_get(devices.merged(end.sequences)), alone)
-    assert len(set(end.counters.steps.tolist())) > 1
+    assert len(set(np.asarray(end.counters.steps).tolist())) > 1
     _assert_pages_stay(names)
 
 
@@ -195,7 +196,7 @@ class TestPlaces:
 def test_keys_are_numbered_over_all_shards():
   prompts, lengths = jnp.ones((6, 2), jnp.int32), jnp.full((6,), 2, jnp.int32)
   config = rollout.RolloutConfig(num_samples=3)
-  begin = functools.partial(rollout.from_prompts, config=config)
+  begin = functools.partial(from_prompts, config=config)
   key = jax.random.key(1)
   whole = begin(prompts, lengths, key)
   part = begin(prompts[4:], lengths[4:], key, first_sequence=12)

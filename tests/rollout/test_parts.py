@@ -11,6 +11,7 @@ from jaxkv import rollout
 from jaxkv._src.rollout import drafts
 from jaxkv._src.rollout import endings
 from jaxkv._src.rollout import until
+from jaxkv._src.rollout.counts import Count
 from jaxkv._src.rollout.rows import rows_of
 from tests.rollout import by_hand
 
@@ -33,7 +34,8 @@ def test_until():
   status = [done, failed, runs, done, rollout.EMPTY, rollout.EMPTY]
   status = jnp.asarray(status, jnp.int32)
   sequences = dataclasses.replace(state.sequences, status=status)
-  counters = dataclasses.replace(state.counters, steps=jnp.int32(5))
+  steps = state.counters.steps + jnp.int32(5)
+  counters = dataclasses.replace(state.counters, steps=steps)
   state = dataclasses.replace(state, sequences=sequences, counters=counters)
   for limits, goes_on in (
     ({}, True),
@@ -46,7 +48,8 @@ def test_until():
     ({"steps": 9, "groups": 1, "sequences": 9}, False),
   ):
     limits = until.as_until(rollout.Until(**limits))
-    assert bool(until.goes_on(limits, state, jnp.int32(4))) == goes_on, limits
+    begin = Count.zeros() + jnp.int32(4)
+    assert bool(until.goes_on(limits, state, begin)) == goes_on, limits
 
 
 def test_endings():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -19,6 +20,18 @@ from jaxkv._src.kv.states import StatePages
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.routing import check_experts
+
+
+def check_random_key(key: Any) -> None:
+  """Raises TypeError unless `key` is a key[] of `jax.random.key`."""
+  dtype = getattr(key, "dtype", None)
+  if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    found = type(key).__name__ if dtype is None else dtype
+    raise TypeError(
+      f"`key` must be a jax.random.key, got {found}; make it with "
+      "jax.random.key(seed)."
+    )
+  check_shape("key", key, ())
 
 
 def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:

@@ -81,7 +81,8 @@ def generate(
 
   `generated` gives the tokens, aligned for a loss. A sequence that can never
   run, because other holders leave it too few pages, is given up: its status is
-  FAILED and its `code` says why.
+  FAILED and its `code` says why. So is one whose logits give no distribution,
+  such as NaN (BAD_LOGITS); it keeps the tokens that it drew before.
 
   Args:
     params: the model's.
@@ -281,6 +282,7 @@ def _count(
 ) -> RolloutState:
   before, numbers = state.counters, state.running
   columns = jnp.asarray([sum(size) for size in sizes], jnp.int32)
+  widths = jnp.arange(len(sizes), dtype=jnp.int32)
   rows = numbers.shape[0] + columns[work.width]
   in_use = cache.config.num_pages - 1 - cache.pool.queue.num_free
   held = cache.num_pages - cache.num_skipped_pages
@@ -295,8 +297,8 @@ def _count(
     accepted += jnp.sum(jnp.maximum(steps.counts - 1, 0), dtype=jnp.int32)
   counters = dataclasses.replace(
     before,
-    steps=before.steps + 1,
-    calls=before.calls.at[work.width].add(1),
+    steps=before.steps + jnp.int32(1),
+    calls=before.calls + (widths == work.width).astype(jnp.int32),
     rows=before.rows + rows,
     generated=before.generated + jnp.sum(steps.counts, dtype=jnp.int32),
     prefilled=before.prefilled

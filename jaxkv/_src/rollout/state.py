@@ -22,7 +22,9 @@ from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.checks import as_version
 from jaxkv._src.rollout.checks import check_fits
 from jaxkv._src.rollout.checks import check_memory
+from jaxkv._src.rollout.checks import check_random_key
 from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.counts import Count
 from jaxkv._src.rollout.drafts import Drafts
 from jaxkv._src.rollout.page_keys import page_keys
 from jaxkv._src.rollout.routing import unknown_experts
@@ -34,7 +36,10 @@ from jaxkv._src.sampling.settings import as_sampling
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counters:
-  """Counts of what a rollout has done so far, each an int32[] but `calls`.
+  """Counts of what a rollout has done so far.
+
+  They have 64 bits: `int(counters.steps)`, or `numpy.asarray` for `calls` and
+  for the counters of several rollouts.
 
   Attributes:
     steps: trips of the loop.
@@ -43,7 +48,7 @@ class Counters:
       quarter of `prefill_chunk` if that is at least 64, and `prefill_chunk`.
       With drafts each of these has 0, a quarter of `draft_columns` if that is
       at least 2, and `draft_columns` beside it, and those with fewer drafts
-      come first.  # int32[X]
+      come first.  # [X]
     rows: tokens that the model was called with, padding included.
     generated: tokens drawn. Each costs the row of the token before it.
     prefilled: tokens of prompts, and of what others said, that were computed
@@ -56,20 +61,21 @@ class Counters:
     preempted: times a sequence gave its pages back so that others could go on.
       Not counted: samples of its prompt that waited for it, and samples that
       found no page to fork. They only wait again.
-    peak_pages: most pages in use at once.
+    peak_pages: most pages in use at once.  # int32[]
     peak_shared: most page-table entries at once, minus the pages in use.
+      # int32[]
   """
 
-  steps: Array
-  calls: Array
-  rows: Array
-  generated: Array
-  prefilled: Array
-  recomputed: Array
-  drafted: Array
-  accepted: Array
-  forked: Array
-  preempted: Array
+  steps: Count
+  calls: Count
+  rows: Count
+  generated: Count
+  prefilled: Count
+  recomputed: Count
+  drafted: Count
+  accepted: Count
+  forked: Count
+  preempted: Count
   peak_pages: Array
   peak_shared: Array
 
@@ -168,8 +174,10 @@ def init(
     num_samples: int32[P], 0 .. G samples of each prompt; the rows of the others
       are EMPTY. None for G, `config.num_samples`.
     priority: int32[Q]: those with lower numbers enter first and are preempted
-      last. None if all are equal. With the expected length, negated, the
-      longest begin first, and slots stay busy to the end.
+      last. None if all are equal. Where pages are scarce, a later sequence that
+      needs fewer of them may still enter before one that finds no room, up to
+      `RolloutConfig.max_overtaken` times. With the expected length, negated,
+      the longest begin first, and slots stay busy to the end.
     salts: uint32[Q, 4], see `jaxkv.salt`; sequences of different salts share
       nothing, such as those of different adapters. None for no salt.
     user: what `process` and the model are to know of each sequence, a pytree of
@@ -187,16 +195,18 @@ def init(
     given here.
 
   Raises:
-    TypeError: an argument holds something else than integers.
+    TypeError: an argument holds something else than integers, or `key` is no
+      `jax.random.key`.
     ValueError: an argument has the wrong shape, the cache has a slot in use, a
       group of CrossAttention, or pages of another version, the memory has other
       pages than the cache, or none for a group, or lacks experts, a recurrent
       group has drafts or scratch pages, W tokens do not fit into a slot, a
-      prompt is empty or longer than L, a number of samples is out of range, or
-      the longest sequence does not fit into the pool. Traced lengths, slots and
-      versions are not checked; such sequences fail one by one, see
-      `Sequences.code`.
+      prompt is empty or longer than L, a number of samples or `first_sequence`
+      is out of range, or the longest sequence does not fit into the pool.
+      Traced lengths, slots and versions are not checked; such sequences fail
+      one by one, see `Sequences.code`.
   """
+  check_random_key(key)
   given = (key, sampling, priority, salts, user, prompts, lengths)
   given += (num_samples, version)
   prompts, lengths = queue.as_prompts(prompts, lengths, config)
@@ -337,12 +347,12 @@ def as_user(user: Any, total: int, *, each: str = "sequence") -> Any:
 
 
 def _no_counts(config: RolloutConfig) -> Counters:
-  zeros = {
-    field.name: jnp.zeros((), jnp.int32)
-    for field in dataclasses.fields(Counters)
-  }
-  calls = jnp.zeros((len(packing.widths(config)),), jnp.int32)
-  return Counters(**(zeros | {"calls": calls}))
+  names = [field.name for field in dataclasses.fields(Counters)]
+  counts: dict[str, Any] = {name: Count.zeros() for name in names}
+  counts["calls"] = Count.zeros((len(packing.widths(config)),))
+  for name in ("peak_pages", "peak_shared"):
+    counts[name] = jnp.zeros((), jnp.int32)
+  return Counters(**counts)
 
 
 def is_done(state: RolloutState) -> Array:

@@ -158,7 +158,7 @@ def record(
   kind = jnp.where(preempted < none, jnp.int32(PREEMPT), kind)
   owner = jnp.minimum(state.running, preempted)
   owner = indexing.take(state.sequences.ids, owner, fill=-1)
-  row = state.counters.steps % log.shape[0]
+  row = state.counters.steps.modulo(log.shape[0])
   return log.at[row].set(jnp.stack([owner, kind, counts]))
 
 

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.rollout import sequences as queue
+from jaxkv._src.rollout.counts import Count
 from jaxkv._src.rollout.state import RolloutState
 
 
@@ -78,12 +79,12 @@ def _as_count(name: str, value: Any) -> Array | None:
   return jnp.asarray(number, jnp.int32)
 
 
-def goes_on(until: Until, state: RolloutState, begin: Array) -> Array:
+def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
   """bool[]: whether a call that began at step `begin` goes on."""
   status = state.sequences.status
   going = jnp.any(status < queue.DONE)
   if until.steps is not None:
-    going &= state.counters.steps - begin < until.steps
+    going &= state.counters.steps.since(begin) < until.steps
   if until.groups is not None:
     going &= jnp.sum(ended_groups(state), dtype=jnp.int32) < until.groups
   if until.sequences is not None:

@@ -1,0 +1,55 @@
+"""Counters of a rollout that has run for a very long time."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import rollout
+from tests.rollout import by_hand
+
+
+def _begun(timeline=0):
+  config = rollout.RolloutConfig(max_new_tokens=5, timeline=timeline)
+  sizes = by_hand.sizes(5, 2)
+  return by_hand.begun(jax.random.key(5), sizes, config, [[1], [2], [3]])
+
+
+def _later(state, before):
+  """The rollout, as if each count had been `before` already."""
+
+  def words(count):
+    """Each count has a low and a high word; peaks are no counts."""
+    leaves = jax.tree.leaves(count)
+    if len(leaves) < 2:
+      return count
+    low, high = (np.uint32(before % 2**32), np.uint32(before >> 32))
+    return jax.tree.map(
+      lambda leaf, word: leaf + word, count, type(count)(low=low, high=high)
+    )
+
+  counters = {name: words(x) for name, x in vars(state.counters).items()}
+  counters = dataclasses.replace(state.counters, **counters)
+  return dataclasses.replace(state, counters=counters)
+
+
+@pytest.mark.parametrize("before", [2**31 - 3, 2**32 - 3, 2**40 + 2**32 - 3])
+def test_counters_do_not_wrap_around(before):
+  """Nor do limits and timelines of a rollout that goes past such a number."""
+  program = by_hand.program()
+  state = _begun(timeline=6)
+  for steps in (7, None):
+    found = program(_later(state, before), 1.0, steps)
+    fresh = program(state, 1.0, steps)
+    for name, count in vars(fresh.counters).items():
+      offset = 0 if name.startswith("peak") else before
+      wanted = np.asarray(count).astype(np.int64) + offset
+      counted = np.asarray(getattr(found.counters, name))
+      np.testing.assert_array_equal(counted, wanted.astype(counted.dtype))
+    assert int(found.counters.steps) > before
+    spans = rollout.timeline(found)
+    wanted = rollout.timeline(fresh)
+    assert spans.start == wanted.start + before
+    np.testing.assert_array_equal(spans.kinds, wanted.kinds)
+    np.testing.assert_array_equal(spans.tokens, wanted.tokens)
