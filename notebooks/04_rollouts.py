@@ -219,10 +219,11 @@ rollout.timeline(small)
 #
 # Preambles alternate in the queue. By default those sequences enter first whose
 # prefix is cached (`RolloutConfig.window`, `max_overtaken`), so a preamble is
-# used while it is there. With a priority of its own for each sequence, nobody
-# overtakes. In the small pool, preambles are then evicted before their next
-# turn: there is more orange, more prompt tokens are computed, and fewer tokens
-# are hit.
+# used while it is there. With a priority of its own for each sequence, they
+# enter in that order, unless pages are scarce: then one that needs fewer may
+# overtake, up to `max_overtaken` times. In the small pool, preambles are then
+# evicted before their next turn: there is more orange, more prompt tokens are
+# computed, and fewer tokens are hit.
 
 # %%
 arrival = generate(table, begin(26, priority=np.arange(48)))

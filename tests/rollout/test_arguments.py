@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
+from jaxkv._src.rollout.sequences import from_prompts
 
 _VOCABULARY = 7
 _FIELDS = (
@@ -95,7 +96,7 @@ class TestPrompts:
   def test_refused(self, prompts, lengths, error, message):
     key, config = jax.random.key(0), rollout.RolloutConfig(max_new_tokens=4)
     with pytest.raises(error, match=message):
-      rollout.from_prompts(prompts, lengths, key, config)
+      from_prompts(prompts, lengths, key, config)
     if not hasattr(prompts, "send"):
       with pytest.raises(error, match=message):
         _begin(prompts, lengths)
@@ -108,6 +109,95 @@ class TestPrompts:
   def test_too_many_samples(self):
     with pytest.raises(ValueError, match=r"num_samples` times .* got 2147483"):
       _begin(num_samples=2**31 - 1)
+
+
+class TestSampling:
+  """What is refused where settings are written, not where they are used."""
+
+  @pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+      ("temperature", "hot", TypeError, "must hold real numbers"),
+      ("temperature", -1.0, ValueError, "must be 0, or .* got -1.0"),
+      (
+        "temperature",
+        [[1.0]],
+        ValueError,
+        r"the shape \[\] or \[Q\]",
+      ),
+      ("top_k", 1.5, TypeError, "must hold integers, got float64"),
+      ("top_k", -2, ValueError, "must be at least 1, or .* got -2"),
+      ("top_p", 0.0, ValueError, "must be above 0 and at most 1, got 0.0"),
+      ("min_p", [0.1, 2.0], ValueError, r"\[1\]` must be 0 .. 1, got 2.0"),
+      ("presence_penalty", float("inf"), ValueError, "must be finite, got inf"),
+      (
+        "frequency_penalty",
+        {},
+        TypeError,
+        "must hold real numbers, got object",
+      ),
+      ("repetition_penalty", 0, ValueError, "must be a finite float32 of .* 0"),
+      ("min_tokens", -1, ValueError, "must be at least 0, got -1"),
+      ("max_tokens", 0, ValueError, "must be at least 1, got 0"),
+      ("seed", "a", TypeError, "must hold integers"),
+      ("stop_tokens", "ab", TypeError, "must be a list of ints"),
+      ("stop_strings", ["ab"], TypeError, "make it with rollout.stop_strings"),
+      ("logit_bias", [1, 2], TypeError, "must be a dictionary of tokens"),
+      ("bad_words", [1, 2], TypeError, "must be a list of lists of ints"),
+    ],
+  )
+  def test_values(self, field, value, error, message):
+    with pytest.raises(error, match=rf"`{field}.*{message}"):
+      rollout.Sampling(**{field: value})
+
+  def test_is_a_pytree_of_anything(self):
+    sampling = rollout.Sampling(temperature=[0.0, 1.0], top_k=jnp.int32(3))
+    shapes = jax.eval_shape(lambda: rollout.Sampling(top_p=jnp.ones(2)))
+    assert shapes.top_p.shape == (2,)
+    names = jax.tree_util.tree_map_with_path(
+      lambda path, _: jax.tree_util.keystr(path), sampling
+    )
+    assert names.top_k == ".top_k"
+    assert names.temperature == [".temperature[0]", ".temperature[1]"]
+
+
+class TestKeysAndNumbers:
+  @pytest.mark.parametrize("key", [0, np.uint32([0, 1])])
+  def test_keys(self, key):
+    kv = kv_memory.init(_SIZES, num_layers=1, num_kv_heads=1, head_dim=2)
+    config = rollout.RolloutConfig(max_new_tokens=4)
+    with pytest.raises(TypeError, match=r"`key` must be a jax\.random"):
+      rollout.init(jaxkv.init(_SIZES), kv, [[1, 2]], [2], key, config)
+
+  @pytest.mark.parametrize("number", [-1, 2**31 - 4])
+  def test_first_sequence(self, number):
+    kv = kv_memory.init(_SIZES, num_layers=1, num_kv_heads=1, head_dim=2)
+    config = rollout.RolloutConfig(max_new_tokens=4, num_samples=4)
+    with pytest.raises(ValueError, match=f"`first_sequence` .* got {number}"):
+      rollout.init(
+        jaxkv.init(_SIZES),
+        kv,
+        [[1, 2]],
+        [2],
+        jax.random.key(0),
+        config,
+        first_sequence=number,
+      )
+
+  def test_no_sequences_at_all(self):
+    state, nobody = _begin(), np.zeros((0, 1), np.int32)
+    for call in (
+      rollout.abort(state, []),
+      rollout.requeue(state, []),
+      rollout.harvest(state, []),
+      rollout.extend(state, [], nobody, []),
+    ):
+      after, out = call
+      assert out.code.shape == (0,)
+      jax.tree.map(
+        np.testing.assert_array_equal,
+        *(jax.tree.leaves(x.sequences.tokens) for x in (after, state)),
+      )
 
 
 def test_a_cache_with_cross_attention():
@@ -201,7 +291,7 @@ class TestLogits:
       rollout.generate(None, _begin(), model=model)
 
   def test_the_dense_run_does_the_same(self):
-    sequences = rollout.from_prompts(
+    sequences = from_prompts(
       [[1, 2, 3]], [3], jax.random.key(0), rollout.RolloutConfig()
     )
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv._src.guides.stop_strings import stop_strings
+from jaxkv._src.guides.token_bytes import token_bytes
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
@@ -23,6 +25,7 @@ _FLOATS = (
   "repetition_penalty",
 )
 _INTS = ("top_k", "min_tokens", "max_tokens", "seed")
+_STRINGS = stop_strings(["ab"], token_bytes([b"a", b"b"]))
 _NAN, _INF = float("nan"), float("inf")
 
 
@@ -103,8 +106,8 @@ class TestByHand:
     assert as_sampling(None, 3) == Sampling() == as_sampling(Sampling(), 3)
 
   def test_stop_strings_are_kept(self):
-    kept = {"start": _ints([1, 2, 3])}
-    assert as_sampling(Sampling(stop_strings=kept), 3).stop_strings is kept
+    sampling = as_sampling(Sampling(stop_strings=_STRINGS), 3)
+    assert sampling.stop_strings is _STRINGS
 
 
 _WIDE = {
@@ -130,11 +133,11 @@ class TestArrays:
     "value", [1, np.float64(0.5), jnp.bfloat16(0.5), np.array([1, 1]), True]
   )
   def test_real_numbers_of_any_width(self, field, value):
-    sampling = Sampling(**{field: value})
     if value is True:
       with pytest.raises(TypeError, match=f"`{field}` must hold real numbers"):
-        as_sampling(sampling, 2)
+        Sampling(**{field: value})
       return
+    sampling = Sampling(**{field: value})
     stored = getattr(as_sampling(sampling, 2), field)
     assert (stored.dtype, stored.shape) == (jnp.float32, (2,))
     np.testing.assert_array_equal(
@@ -236,7 +239,7 @@ class TestRefused:
   @pytest.mark.parametrize("field", (*_FLOATS, *_INTS))
   @pytest.mark.parametrize("value", [[1, 1, 1], [1], [[1, 1]], [[1], [1]]])
   def test_shapes(self, field, value):
-    message = rf"`{field}` must have the shape \[\] or \[2\], one for each"
+    message = rf"`{field}` must have the shape \[\] or \[[2Q]\], one for each"
     with pytest.raises(ValueError, match=message):
       as_sampling(Sampling(**{field: value}), 2)
 
@@ -309,7 +312,8 @@ class TestRows:
     sampling = as_sampling(Sampling(**_WIDE), 3)
     row = settings.rows(sampling, _ints([number]))
     found = jax.tree.map(lambda leaf: leaf.reshape(-1).tolist(), row)
-    assert found == Sampling(
+    assert vars(found) == dict(
+      stop_strings=None,
       temperature=[0],
       top_k=[0],
       top_p=[1],
@@ -330,9 +334,8 @@ class TestRows:
     assert dataclasses.replace(some, top_k=None) == Sampling()
 
   def test_stop_strings_stay(self):
-    kept = _ints([1, 2, 3])
-    sampling = as_sampling(Sampling(stop_strings=kept), 3)
-    assert settings.rows(sampling, _ints([1])).stop_strings is kept
+    sampling = as_sampling(Sampling(stop_strings=_STRINGS), 3)
+    assert settings.rows(sampling, _ints([1])).stop_strings is _STRINGS
 
 
 class TestPut:
@@ -391,7 +394,7 @@ class TestPut:
 
   @pytest.mark.parametrize("field", [*_WIDE, "stop_strings"])
   def test_fields_that_are_not_compiled_are_refused(self, field):
-    value = _WIDE.get(field, ["text"])
+    value = _WIDE.get(field, _STRINGS)
     new = as_sampling(Sampling(**{field: value}), 3)
     numbers, sampling = _ints([0, 1, 2]), as_sampling(Sampling(), 3)
     if field in ("seed", "max_tokens"):

@@ -59,6 +59,8 @@ class Status(enum.IntEnum):
   UNFINISHED: the sequence still waits or runs.
   QUEUE_FULL: no row is empty for the sequences of a prompt. This is pressure,
     not a mistake: retry after a harvest.
+  BAD_LOGITS: the logits of a sequence, as its settings change them, give no
+    distribution: one is NaN or infinite, or all are -inf.
   """
 
   OK = 0
@@ -80,6 +82,7 @@ class Status(enum.IntEnum):
   ENDED = 16
   UNFINISHED = 17
   QUEUE_FULL = 18
+  BAD_LOGITS = 19
 
 
 @jax.tree_util.register_dataclass

@@ -33,7 +33,9 @@ class RolloutConfig:
     admissions: R, the most sequences that enter in one step.
     window: waiting sequences among which those with the longest cached prefix
       enter first.
-    max_overtaken: how many later sequences may enter before a waiting one.
+    max_overtaken: how many later sequences may enter before a waiting one:
+      those with a longer cached prefix, of equal priority, and where pages are
+      scarce those that need fewer, of any priority. With 0 none does.
     draft_tokens: the most tokens that are guessed for a sequence in a step, and
       computed together with its next one; 0 for none. Guesses that the sequence
       would not have drawn itself are dropped, so drafts change no token.

@@ -17,6 +17,7 @@ from jax import lax
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
+from jaxkv._src.cache.state import Status
 from jaxkv._src.rollout import endings
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.model import Logits
@@ -158,7 +159,10 @@ def _one(
   read: Array,
   process: Process | None,
 ) -> tuple[Steps, Array]:
-  """One token of each slot that draws, from logits [B, V]."""
+  """One token of each slot that draws, from logits [B, V].
+
+  A sequence whose token has no finite log-prob fails instead.
+  """
   numbers, sequences = state.running, steps.sequences
   none, config = sequences.length.shape[0], state.config
   state = dataclasses.replace(state, sequences=sequences, user=steps.user)
@@ -184,6 +188,8 @@ def _one(
     top_log_probs=config.top_log_probs,
     exact=config.numerics == "exact",
   )
+  fails = draws & ~jnp.isfinite(drawn.log_probs)
+  draws &= ~fails
   ending = endings.ending(sequences, rows, drawn.tokens, own, config)
   read = jnp.maximum(read, jnp.max(drawn.tokens))
   sequences, ended = queue.append(
@@ -194,6 +200,8 @@ def _one(
     state.cache.epoch.astype(jnp.int32),
     ending,
   )
+  code = jnp.full_like(numbers, Status.BAD_LOGITS)
+  sequences = queue.fail(sequences, numbers, fails, code)
   seen = steps.seen
   if seen is not None:
     counts = penalties.see(seen.counts, drawn.tokens, draws)
@@ -202,7 +210,7 @@ def _one(
     sequences=sequences,
     user=user,
     seen=seen,
-    ended=steps.ended | ended,
+    ended=steps.ended | ended | fails,
     counts=steps.counts + draws.astype(jnp.int32),
   )
   return steps, drawn.tokens

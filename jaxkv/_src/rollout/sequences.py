@@ -149,7 +149,7 @@ def from_prompts(
     num_samples: int32[P], 0 .. G samples of each prompt; the rows of the others
       are EMPTY. None for G.
     priority: int32[Q], of all G samples of all prompts; None for none.
-    first_sequence: int32[], the number of the first one.
+    first_sequence: int32[], the number of the first one, at least 0.
     max_tokens: int32[Q], at least 1: tokens that each one draws at most, if
       that is less than `config.max_new_tokens`. None for no limit of its own.
     seed: int32[Q], from which a sequence's key is made instead; negative for
@@ -172,6 +172,12 @@ def from_prompts(
     check_shape("priority", priority, shape, ", one for each sequence")
   first = as_int32("first_sequence", first_sequence)
   check_shape("first_sequence", first, ())
+  most = 2**31 - 1 - num_prompts * config.num_samples
+  if not isinstance(first, Tracer) and not 0 <= int(first) <= most:
+    raise ValueError(
+      f"`first_sequence` must be 0 .. {most}, so that all numbers fit int32, "
+      f"got {int(first)}."
+    )
   numbers = jnp.arange(num_prompts, dtype=jnp.int32) * config.num_samples
   return samples_of(
     prompts,

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxkv._src.arrays import indexing
@@ -14,6 +15,7 @@ _IN_PROMPT = 1 << 15
 """The bit of `seen` for tokens of the prompt; the others are a count."""
 
 _MOST = _IN_PROMPT - 1
+_HIGHEST = float(np.finfo(np.float32).max)
 _CHUNK = 2**16 - 1
 """Columns whose tokens can be counted in 16 bits."""
 
@@ -139,6 +141,8 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
 
   In this order: `logit_bias`, `min_tokens`, `bad_words`, `repetition_penalty`,
   `frequency_penalty`, `presence_penalty`. `sampling.draw` does the rest.
+  Finite logits stay finite unless a token is banned: what would overflow
+  becomes the float32 of the largest magnitude.
 
   Args:
     logits: floats [R, V].
@@ -152,44 +156,44 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     ValueError: `history` lacks something that the settings need.
   """
   logits = as_logits(logits)
-  found = _additions(sampling, history)
-  if found:
-    tokens, values = (
-      jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True)
-    )
-    row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    logits = indexing.add(logits, row, tokens, values=values)
+  row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+  bias = sampling.logit_bias
+  if bias is not None:
+    # Bans come after all sums: an overflow plus -inf would be NaN.
+    values = jnp.where(bias.values == -jnp.inf, 0, bias.values)
+    biased = indexing.add(logits, row, bias.tokens, values=values)
+    logits = _saturated(biased, logits)
+  banned = _banned(sampling, history)
+  if banned:
+    tokens = jnp.concatenate(banned, axis=1)
+    logits = indexing.put_min(logits, row, tokens, values=jnp.float32(-jnp.inf))
   return _penalized(logits, sampling, history.seen)
 
 
-def _additions(
-  sampling: Sampling, history: History
-) -> list[tuple[Array, Array]]:
-  """What is added to logits of which tokens, each int32 and float32[R, X]."""
+def _saturated(logits: Array, before: Array) -> Array:
+  """Logits without overflow, but for those that were not finite before."""
+  return jnp.where(
+    jnp.isfinite(before), jnp.clip(logits, -_HIGHEST, _HIGHEST), logits
+  )
+
+
+def _banned(sampling: Sampling, history: History) -> list[Array]:
+  """The tokens that must not be drawn, int32[R, X] each; NOWHERE for none."""
   found = []
-  if sampling.logit_bias is not None:
-    found.append((sampling.logit_bias.tokens, sampling.logit_bias.values))
+  if (bias := sampling.logit_bias) is not None:
+    found.append(indexing.where_valid(bias.values == -jnp.inf, bias.tokens))
   if sampling.min_tokens is not None:
     rows = history.counts.shape[0]
     stops = jnp.full((rows, 1), history.stop_token, jnp.int32)
     if sampling.stop_tokens is not None:
       stops = jnp.concatenate([sampling.stop_tokens, stops], axis=1)
     early = history.counts < sampling.min_tokens
-    found.append((stops, _banned(early[:, None], stops)))
+    early = jnp.broadcast_to(early[:, None], stops.shape)
+    found.append(indexing.where_valid(early, stops))
   if sampling.bad_words is not None:
     begun = _begun(sampling.bad_words, history.last_tokens)
-    ends = sampling.bad_words[:, :, -1]
-    found.append((ends, _banned(begun, ends)))
+    found.append(indexing.where_valid(begun, sampling.bad_words[:, :, -1]))
   return found
-
-
-def _banned(banned: Array, tokens: Array) -> Array:
-  """float32[R, X], of the shape of the tokens."""
-  return jnp.where(
-    jnp.broadcast_to(banned, tokens.shape),
-    jnp.float32(-jnp.inf),
-    jnp.float32(0),
-  )
 
 
 def _begun(words: Array, last_tokens: Array | None) -> Array:
@@ -216,11 +220,16 @@ def _penalized(logits: Array, sampling: Sampling, seen: Array | None) -> Array:
   if sampling.repetition_penalty is not None:
     penalty = sampling.repetition_penalty[:, None]
     less = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    logits = jnp.where(seen > 0, less, logits)
+    less = jnp.where(seen > 0, less, logits)
+    logits = _saturated(less, logits)
   count = (seen & _MOST).astype(jnp.float32)
   if sampling.frequency_penalty is not None:
-    logits = logits - sampling.frequency_penalty[:, None] * count
+    penalty = sampling.frequency_penalty[:, None]
+    # Clipped, too: a banned logit minus -inf would be NaN.
+    penalty = jnp.clip(penalty * count, -_HIGHEST, _HIGHEST)
+    logits = _saturated(logits - penalty, logits)
   if sampling.presence_penalty is not None:
     penalty = sampling.presence_penalty[:, None]
-    logits = logits - jnp.where(count > 0, penalty, 0)
+    less = logits - jnp.where(count > 0, penalty, 0)
+    logits = _saturated(less, logits)
   return logits

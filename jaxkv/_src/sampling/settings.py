@@ -13,10 +13,13 @@ from jax.core import Tracer
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.guides.stop_strings import StopStrings
 from jaxkv._src.sampling import padding
 from jaxkv._src.sampling.padding import PADDING
+from jaxkv._src.sampling.temperature import HIGHEST
+from jaxkv._src.sampling.temperature import LEAST
+from jaxkv._src.sampling.temperature import RANGE
 
-_TINY = float(np.finfo(np.float32).tiny)
 _MOST = float(np.finfo(np.float32).max)
 _ENDLESS = 2**30
 _USED_ONCE = ("max_tokens", "seed")
@@ -37,7 +40,6 @@ class LogitBias:
   values: Any
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
   """How each of Q sequences draws its tokens, and when it ends.
@@ -51,7 +53,8 @@ class Sampling:
   `bad_words`, `repetition_penalty`, `frequency_penalty`, `presence_penalty`,
   the caller's own function, `temperature`. Then tokens that are too unlikely
   are left out: by `min_p`, by `top_k`, and by `top_p` among those that are
-  left. A token beyond the vocabulary has no effect in any list.
+  left. A token beyond the vocabulary has no effect in any list. Logits that
+  would overflow become the float32 of the largest magnitude.
 
   Attributes:
     temperature: what logits are divided by; 0 takes the most likely token, for
@@ -87,6 +90,11 @@ class Sampling:
     seed: from which a sequence's random key is made; negative for none of its
       own.  # int32[Q]
 
+  Raises:
+    TypeError: a field holds values of another kind.
+    ValueError: a field has a value that is not allowed. Those of arrays on a
+      device are checked by `init` and `submit`; traced ones never.
+
   Examples:
     >>> sampling = Sampling(temperature=[0.0, 0.7], logit_bias={5: -100.0})
     >>> sampling = as_sampling(sampling, 2)
@@ -108,6 +116,43 @@ class Sampling:
   logit_bias: Any = None
   bad_words: Any = None
   seed: Any = None
+
+  def __post_init__(self) -> None:
+    for name, rule in _RULES.items():
+      value = getattr(self, name)
+      if value is not None:
+        _as_numbers(name, value, rule)
+    for name, cast in _LISTS.items():
+      value = getattr(self, name)
+      if value is not None and not isinstance(value, Array | LogitBias):
+        sized = isinstance(value, list | tuple | np.ndarray) and len(value)
+        cast(value, len(value) if sized else 1)
+    strings = self.stop_strings
+    if strings is not None and not isinstance(strings, StopStrings):
+      raise TypeError(
+        "`stop_strings` must be a rollout.StopStrings, got "
+        f"{type(strings).__name__}; make it with rollout.stop_strings."
+      )
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+
+
+def _with_keys(sampling: Sampling) -> tuple[Any, None]:
+  key = jax.tree_util.GetAttrKey
+  return tuple((key(name), getattr(sampling, name)) for name in _FIELDS), None
+
+
+def _unflattened(_: None, leaves: Any) -> Sampling:
+  """Settings whose leaves may be anything, such as shapes; none is checked."""
+  sampling = object.__new__(Sampling)
+  for name, leaf in zip(_FIELDS, leaves, strict=True):
+    object.__setattr__(sampling, name, leaf)
+  return sampling
+
+
+# `register_dataclass` would call the constructor, which checks values.
+jax.tree_util.register_pytree_with_keys(Sampling, _with_keys, _unflattened)
 
 
 class _Rule(NamedTuple):
@@ -139,8 +184,8 @@ def _counts(wanted: str, least: int, neutral: int) -> _Rule:
 _RULES = {
   # A row without a sequence is greedy, so it costs no random number.
   "temperature": _numbers(
-    f"0, or a finite float32 of at least {_TINY:.2g}",
-    lambda x: (x == 0) | ((x >= _TINY) & (x <= _MOST)),
+    RANGE,
+    lambda x: (x == 0) | ((x >= LEAST) & (x <= HIGHEST)),
     1,
   )._replace(fill=0),
   "top_k": _counts("at least 1, or 0 or -1 for all tokens", -1, 0),
@@ -149,8 +194,8 @@ _RULES = {
   "presence_penalty": _numbers("finite", np.isfinite, 0),
   "frequency_penalty": _numbers("finite", np.isfinite, 0),
   "repetition_penalty": _numbers(
-    f"a finite float32 of at least {_TINY:.2g}",
-    lambda x: (x >= _TINY) & (x <= _MOST),
+    f"a finite float32 of at least {LEAST:.2g}",
+    lambda x: (x >= LEAST) & (x <= _MOST),
     1,
   ),
   "min_tokens": _counts("at least 0", 0, 0),
@@ -185,17 +230,12 @@ def as_sampling(sampling: Sampling | None, total: int) -> Sampling:
     raise TypeError(
       f"`sampling` must be a rollout.Sampling, got {type(sampling).__name__}."
     )
-  lists = {
-    "stop_tokens": _stop_tokens,
-    "logit_bias": _logit_bias,
-    "bad_words": _bad_words,
-  }
   fields: dict[str, Any] = {"stop_strings": sampling.stop_strings}
   for name, rule in _RULES.items():
     value = getattr(sampling, name)
     fields[name] = None if value is None else _column(name, value, total, rule)
   _check_order(fields["min_tokens"], fields["max_tokens"])
-  for name, cast in lists.items():
+  for name, cast in _LISTS.items():
     value = getattr(sampling, name)
     fields[name] = None if value is None else cast(value, total)
   return Sampling(**fields)
@@ -210,17 +250,27 @@ def _own(value: Any, dtype: Any) -> Array:
   return jnp.array(value, dtype=dtype, copy=True)
 
 
+def _as_numbers(name: str, value: Any, rule: _Rule) -> Any:
+  """Numbers of the right kind; those on the host are in range."""
+  as_kind = as_int32 if rule.dtype == jnp.int32 else _as_real
+  value = as_kind(name, value)
+  if value.ndim > 1:
+    raise ValueError(
+      f"`{name}` must have the shape [] or [Q], one for each sequence, got "
+      f"{[*value.shape]}."
+    )
+  if not isinstance(value, Array):
+    _check_values(name, value, rule)
+  return value
+
+
 def _column(name: str, value: Any, total: int, rule: _Rule) -> Array:
-  if rule.dtype == jnp.int32:
-    value = as_int32(name, value)
-  else:
-    value = _as_real(name, value)
-  if value.ndim:
-    if value.shape != (total,):
-      raise ValueError(
-        f"`{name}` must have the shape [] or [{total}], one for each sequence, "
-        f"got {[*value.shape]}."
-      )
+  value = _as_numbers(name, value, rule)
+  if value.ndim and value.shape != (total,):
+    raise ValueError(
+      f"`{name}` must have the shape [] or [{total}], one for each sequence, "
+      f"got {[*value.shape]}."
+    )
   if _is_known(value):
     _check_values(name, np.asarray(value), rule)
   return _own(jnp.broadcast_to(value, (total,)), rule.dtype)
@@ -240,7 +290,7 @@ def _as_real(name: str, value: Any) -> Any:
     isinstance(item, Tracer) for item in value
   ):
     value = jnp.asarray(value)
-  if not isinstance(value, Tracer):
+  if not isinstance(value, Array):
     try:
       value = np.asarray(value)
     except ValueError as error:
@@ -314,6 +364,13 @@ def _logit_bias(value: Any, total: int) -> LogitBias:
   return LogitBias(
     tokens=_own(tokens, jnp.int32), values=_own(values, jnp.float32)
   )
+
+
+_LISTS: dict[str, Callable[[Any, int], Any]] = {
+  "stop_tokens": _stop_tokens,
+  "logit_bias": _logit_bias,
+  "bad_words": _bad_words,
+}
 
 
 def _check_biases(name: str, values: np.ndarray) -> None:

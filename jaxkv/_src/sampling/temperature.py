@@ -11,7 +11,9 @@ from jaxkv._src.arrays.arguments import check_shape
 
 LEAST = float(np.finfo(np.float32).tiny)
 """Dividing by less overflows."""
-HIGHEST = float(np.finfo(np.float32).max)
+HIGHEST = 2.0**126
+"""The reciprocal of more is not normal: XLA may multiply -inf by 0 then."""
+RANGE = f"0, or a finite float32 of {LEAST:.2g} .. {HIGHEST:.2g}"
 
 
 def as_temperature(temperature: Any) -> Array:
@@ -21,7 +23,7 @@ def as_temperature(temperature: Any) -> Array:
 
   Raises:
     TypeError: it is not a real number.
-    ValueError: it is not a scalar, or is negative, infinite or NaN, or so small
+    ValueError: it is not a scalar, or is negative, NaN, too large, or so small
       that dividing by it overflows.
   """
   name = "temperature"
@@ -42,8 +44,8 @@ def as_temperature(temperature: Any) -> Array:
   check_shape(name, value, ())
   if known and float(value) != 0 and not LEAST <= float(value) <= HIGHEST:
     raise ValueError(
-      f"`{name}` must be 0, or a finite float32 of at least {LEAST:.2g}, got "
-      f"{float(value)}; use 0 for greedy decoding."
+      f"`{name}` must be {RANGE}, got {float(value)}; use 0 for greedy "
+      "decoding."
     )
   return jnp.asarray(value, jnp.float32)
 

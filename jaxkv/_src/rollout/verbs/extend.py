@@ -72,13 +72,17 @@ def extend(
   check_shape("tokens", tokens, (rows, "X"), ", a row for each sequence")
   if max_tokens is not None:
     max_tokens = as_counts("max_tokens", max_tokens, rows)
+  lengths = as_counts("lengths", lengths, rows)
+  mask = as_mask(mask, rows)
+  if rows == 0:  # There are no tokens to hash.
+    return state, Outcome(code=jnp.zeros((0,), jnp.int32))
   return _extend(
     state,
     ids,
     jnp.asarray(tokens),
-    as_counts("lengths", lengths, rows),
+    lengths,
     max_tokens,
-    as_mask(mask, rows),
+    mask,
   )
 
 

@@ -27,7 +27,8 @@ def as_ids(ids: Any) -> Array:
     ValueError: they have another shape, or do not fit int32.
   """
   ids = as_int32("ids", ids)
-  check_shape("ids", ids, ("R",), ", a list of numbers")
+  rows = ids.shape[0] if ids.ndim == 1 else "R"  # R may be 0.
+  check_shape("ids", ids, (rows,), ", a list of numbers")
   return jnp.asarray(ids)
 
 
