@@ -121,7 +121,7 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
       options=_scales(case),
       plan=plan,
       backend=backend,
-    )
+    )[0]
 
   inputs = arrays.k_pages, arrays.v_pages, arrays.tables, arrays.lengths, plan
   return Call(function, inputs, len(arrays.tables))
@@ -146,7 +146,10 @@ def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
 
   def function(q, rotation, k_pages, v_pages, shared):
     shared = jax.tree.map(lambda x: x[rotation], shared)
-    return kernels.cascade_decode(q, k_pages, v_pages, shared, backend=backend)
+    out, _ = kernels.cascade_decode(
+      q, k_pages, v_pages, shared, backend=backend
+    )
+    return out
 
   stacked = jax.tree.map(lambda *x: jnp.stack(x), *shared)
   inputs = arrays.k_pages, arrays.v_pages, stacked
@@ -160,7 +163,7 @@ def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
   spare = ((0, 0), (0, 0), (0, case.head_dim - value_dim))
 
   def function(q, rotation, pages, tables, lengths):
-    out = kernels.mla_decode(
+    out, _ = kernels.mla_decode(
       q,
       pages,
       tables[rotation],

@@ -12,6 +12,7 @@ for one call.
 | `refresh_shared` | checks which rows still share pages, once for all layers |
 | `plan_decode` | cuts a decode step's work, once for all layers |
 | `attend` | attention of new queries over all tokens so far, or an encoder's |
+| `attend_with_lse` | the same, with log-sum-exps |
 | `copy` | copies pages in every layer, as a fork or a swap requires |
 | `gather` | sequences as dense arrays |
 | `init_states` | empty states of recurrent layers, one in each page |
@@ -97,6 +98,7 @@ int8. The last three have a scale for each token and head.
 
 from jaxkv._src.kv.append import write
 from jaxkv._src.kv.attention import attend
+from jaxkv._src.kv.attention import attend_with_lse
 from jaxkv._src.kv.check import check
 from jaxkv._src.kv.decode_plan import plan_decode
 from jaxkv._src.kv.memory import KVPages
@@ -127,6 +129,7 @@ __all__ = [
   "TokenPages",
   "View",
   "attend",
+  "attend_with_lse",
   "check",
   "copy",
   "gather",

@@ -23,7 +23,6 @@ _STATIC = (
   "scale",
   "soft_cap",
   "window",
-  "return_lse",
   "backend",
   "value_dim",
   "max_query_len",
@@ -74,7 +73,6 @@ class Runner:
     try:
       out = _jitted(name)(
         *(jnp.asarray(array) for array in arguments),
-        return_lse=True,
         backend=self.backend,
         **options,
       )

@@ -127,7 +127,7 @@ def append_and_attend(pools, tokens, layer, backend):
     tokens["offsets"],
     page_offset=layer * PAGES,
   )
-  out = kernels.paged_decode(
+  out, _ = kernels.paged_decode(
     tokens["q"],
     k_pages,
     v_pages,

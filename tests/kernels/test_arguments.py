@@ -369,5 +369,5 @@ class TestErrors:
       kernels.plan_decode(lengths, workers=1)
 
   def test_good_arguments(self):
-    out = kernels.paged_decode(**arguments(), plan=plan_of(2))
+    out, _ = kernels.paged_decode(**arguments(), plan=plan_of(2))
     np.testing.assert_array_equal(out, np.ones((2, 4, 8)))

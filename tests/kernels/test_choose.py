@@ -54,14 +54,14 @@ def particular(monkeypatch):
 )
 class TestAuto:
   def test_the_first_that_serves(self, particular):
-    assert (kernels.paged_decode(**ARGUMENTS) == 7).all()
+    assert (kernels.paged_decode(**ARGUMENTS)[0] == 7).all()
 
   def test_passes_over_backends_that_do_not_serve_and_logs_why(
     self, particular, caplog
   ):
     with caplog.at_level(logging.INFO, "jaxkv_kernels"):
       kernels.paged_decode(**ARGUMENTS, options=CAPPED)
-      out = kernels.paged_decode(**ARGUMENTS, options=CAPPED)
+      out, _ = kernels.paged_decode(**ARGUMENTS, options=CAPPED)
     np.testing.assert_array_equal(out, 1)
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [
@@ -77,7 +77,7 @@ class TestAuto:
 
 class TestNamed:
   def test_it_is_taken(self, particular):
-    out = kernels.paged_decode(**ARGUMENTS, backend="particular")
+    out, _ = kernels.paged_decode(**ARGUMENTS, backend="particular")
     np.testing.assert_array_equal(out, 7)
 
   def test_it_is_not_replaced(self, particular):

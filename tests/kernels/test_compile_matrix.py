@@ -106,9 +106,7 @@ class TestDecode:
     ("target", "backend", "dtype", "size", "dim"), list(matrix())
   )
   def test_compiles(self, target, backend, dtype, size, dim):
-    decode = jax.jit(
-      functools.partial(kernels.paged_decode, backend=backend, return_lse=True)
-    )
+    decode = jax.jit(functools.partial(kernels.paged_decode, backend=backend))
     pools = pools_and_table(dtype, size, dim)
     program = compile_for(
       target,

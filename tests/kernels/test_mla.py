@@ -125,7 +125,7 @@ class TestDecode:
         (jnp.zeros((3, 1, 4, 1)), factors[..., None]),
       )
     ]
-    wanted, out = (
+    (wanted, _), (out, _) = (
       kernels.mla_decode(
         q,
         pages,

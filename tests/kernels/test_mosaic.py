@@ -49,7 +49,6 @@ def decode(backend, *arguments, **options):
     *put(*arguments),
     backend=backend,
     interpret=INTERPRETED[backend],
-    return_lse=True,
     **call_of(**options),
   )
   return [np.asarray(x) for x in out]
@@ -109,7 +108,6 @@ class TestKernels:
       **call_of(**jax.tree.map(jnp.asarray, options)),
       backend="mosaic_gpu",
       interpret=INTERPRETED["mosaic_gpu"],
-      return_lse=True,
     )
     assert_matches(out, lse, *wanted, q.dtype, 2e-6)
 
@@ -180,7 +178,6 @@ class TestKernels:
           ),
           backend=backend,
           interpret=INTERPRETED[backend],
-          return_lse=True,
         )
       )
     for a, b in zip(*results, strict=True):

@@ -44,7 +44,6 @@ def compiled(target, function, leading, *vectors, heads=None, **options):
     return function(
       *arguments,
       **call_of(**arrays, **static),
-      return_lse=True,
       backend=BACKENDS[target],
     )
 
@@ -193,7 +192,7 @@ class TestHopper:
       plan = kernels.plan_decode(lengths, workers=33) if planned else None
 
       def layer(index, q):
-        out = kernels.paged_decode(
+        out, _ = kernels.paged_decode(
           q,
           k_pages,
           v_pages,

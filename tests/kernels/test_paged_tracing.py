@@ -14,7 +14,7 @@ from tests.kernels.shapes import problem
 from tests.kernels.shapes import put
 from tests.kernels.shapes import queries
 
-STATIC = ("scale", "soft_cap", "window", "return_lse")
+STATIC = ("scale", "soft_cap", "window")
 
 
 def jitted(function, *static):
@@ -46,7 +46,6 @@ def run_decode(case, q):
   """Output and log-sum-exp of the jitted decode, as NumPy."""
   out = decode(
     *put(q, *case.pools, case.lengths),
-    return_lse=True,
     **on_device(case.options),
   )
   return [np.asarray(x) for x in out]
@@ -90,7 +89,7 @@ class TestBits:
 
   def test_the_three_functions_agree_on_single_tokens(self):
     case = problem(FULL)
-    options = {"return_lse": True, **on_device(case.options)}
+    options = on_device(case.options)
     batch = len(FULL.lengths)
     q, *pools = put(queries(case, FULL, batch), *case.pools)
     lengths = jnp.maximum(jnp.asarray(case.lengths), 1)
@@ -125,7 +124,6 @@ class TestBits:
         *put(part, *case.pools[:2], case.page_table[row : row + 1]),
         jnp.asarray([start], jnp.int32),
         jnp.asarray([count], jnp.int32),
-        return_lse=True,
         **on_device(case.options),
       )
       pieces.append((out[0, :count], lse[0, :count]))
@@ -138,7 +136,6 @@ class TestBits:
     ends = np.array([0, 0, 0, 5, 5, 5, 5, 9], np.int32)
     out, lse = packed(
       *put(q, *case.pools, case.lengths, ends),
-      return_lse=True,
       max_query_len=3,
     )
     out, lse = np.asarray(out), np.asarray(lse)
@@ -190,7 +187,7 @@ class TestTracing:
     shape = SHAPES["window20"]
     case = problem(shape)
     q = queries(case, shape, len(shape.lengths))
-    traced = jax.jit(kernels.paged_decode)(
+    traced, _ = jax.jit(kernels.paged_decode)(
       *put(q, *case.pools, case.lengths),
       options=kernels.AttentionOptions(window=20),
     )
@@ -207,7 +204,7 @@ class TestTracing:
         strict=True,
       )
     ]
-    out = jax.jit(jax.vmap(kernels.paged_decode))(*stacked)
+    out, _ = jax.jit(jax.vmap(kernels.paged_decode))(*stacked)
     for index, case in enumerate(cases):
       np.testing.assert_allclose(
         out[index], run_decode(case, q[index])[0], atol=1e-6

@@ -35,9 +35,7 @@ class TestTracing:
     pool = PartitionSpec() if shared else rows
 
     def decode(*arguments):
-      out, lse = kernels.paged_decode(
-        *arguments, backend=backend, return_lse=True
-      )
+      out, lse = kernels.paged_decode(*arguments, backend=backend)
       assert jax.typeof(out).shape == (2, 4, 128)
       return out, lse
 
@@ -61,7 +59,6 @@ class TestTracing:
         *arguments,
         options=kernels.AttentionOptions(window=7, soft_cap=30.0),
         backend=backend,
-        return_lse=True,
       )
 
     with jax.enable_x64(True):

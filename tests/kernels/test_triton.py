@@ -61,7 +61,6 @@ class TestReach:
       options=kernels.AttentionOptions(window=6),
       backend="triton",
       interpret=True,
-      return_lse=True,
     )
     keys, values = (
       x.astype(np.float64).reshape(16, 32) for x in (keys, values)
@@ -141,7 +140,6 @@ class TestParts:
     out, lse = kernels.paged_decode(
       *put(*arguments),
       options=kernels.AttentionOptions(window=window),
-      return_lse=True,
       backend="triton",
       interpret=True,
     )

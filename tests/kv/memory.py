@@ -50,12 +50,10 @@ write = jax.jit(memory.write)
 
 
 def attend_by_name(kv, view, layer, q, **options):
-  """`attend`, with the options as keywords."""
-  return memory.attend(kv, view, layer, q, **call_of(**options))
+  """`attend_with_lse`, with the options as keywords."""
+  return memory.attend_with_lse(kv, view, layer, q, **call_of(**options))
 
 
-attend = jax.jit(
-  attend_by_name, static_argnames=("soft_cap", "window", "return_lse")
-)
+attend = jax.jit(attend_by_name, static_argnames=("soft_cap", "window"))
 
 TABLE = [[5, 9, 2, 24, 24], [7, 1, 24, 24, 24], [24] * 5]

@@ -56,14 +56,13 @@ def test_queries_of_a_row_see_all(columns):
   k, v, kv = _filled(poisoned())
   q = draw(2, 4, columns, HEADS, DIM)
   counts = np.array([3, 0, 2, 23]).clip(max=columns)
-  out, lse = memory.attend(
+  out, lse = memory.attend_with_lse(
     kv,
     view(_TABLE, _LENGTHS, counts),
     1,
     q,
     options=_OPTIONS,
     causal=False,
-    return_lse=True,
   )
   for row, (length, count) in enumerate(zip(_LENGTHS, counts, strict=True)):
     wanted = _expected(q[row, :count], k[row], v[row], length, _OPTIONS)
@@ -85,14 +84,13 @@ def test_packed(alone):
     prefill = view(_TABLE, _LENGTHS, [40, 0, 2, 5])
     columns += [0] * 40 + [2] * 2 + [3] * 5 + [None] * 2
   q = draw(3, 1, len(columns), HEADS, DIM)
-  out, lse = memory.attend(
+  out, lse = memory.attend_with_lse(
     kv,
     memory.PackedView(decode=decode, prefill=prefill),
     1,
     q,
     options=_OPTIONS,
     causal=False,
-    return_lse=True,
   )
   for column, row in enumerate(columns):
     if row is None:

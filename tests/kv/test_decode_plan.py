@@ -72,7 +72,7 @@ class TestPlan:
       starts=jnp.asarray(starts, jnp.int32),
       counts=jnp.asarray(counts, jnp.int32),
     )
-    wanted = memory.attend(kv, view, 1, q, return_lse=True, backend="xla")
+    wanted = memory.attend_with_lse(kv, view, 1, q, backend="xla")
     given = []
 
     def interpreted(*arguments, plan, **options):
@@ -86,8 +86,7 @@ class TestPlan:
     # Calls that have been traced before would not be traced again.
     importlib.import_module("jaxkv._src.kv.attention")._attend.clear_cache()
     view = dataclasses.replace(view, plan=pieces)
-    options = {"return_lse": True, "backend": "mosaic_gpu"}
-    out, lse = memory.attend(kv, view, 1, q, **options)
+    out, lse = memory.attend_with_lse(kv, view, 1, q, backend="mosaic_gpu")
     assert [plan is not None for plan in given] == [True]
     np.testing.assert_allclose(
       np.asarray(out, np.float32),

@@ -89,13 +89,12 @@ def test_each_device_attends_to_its_own_heads(name, monkeypatch):
   q = draw(2, rows, columns, HEADS, DIM)
 
   def step(kv, where, q, heads=None):
-    return memory.attend(
+    return memory.attend_with_lse(
       kv,
       where,
       1,
       q,
       options=kernels.AttentionOptions(**options),
-      return_lse=True,
       heads=heads,
     )
 

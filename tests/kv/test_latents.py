@@ -135,9 +135,7 @@ class TestAttend:
   def test_several_columns(self, dtype, options):
     kv = filled(dtype)
     where, q = view(TABLE, [6, 5, 0], [5, 2, 0]), queries(dtype, 3, 5)
-    out, lse = attend(
-      kv, where, jnp.int32(2), q, return_lse=True, scale=SCALE, **options
-    )
+    out, lse = attend(kv, where, jnp.int32(2), q, scale=SCALE, **options)
     assert out.shape == (3, 5, HEADS, VALUE)
     wanted = expected(kv, where, q, **options)
     assert_matches(out, lse, *wanted, np.dtype(q.dtype))
@@ -147,9 +145,7 @@ class TestAttend:
   def test_one_column(self, dtype, options):
     kv = filled(dtype)
     where, q = view(TABLE, [10, 6, 0], [1, 1, 0]), queries(dtype, 3, 1)
-    out, lse = attend(
-      kv, where, jnp.int32(2), q, return_lse=True, scale=SCALE, **options
-    )
+    out, lse = attend(kv, where, jnp.int32(2), q, scale=SCALE, **options)
     wanted = expected(kv, where, q, **options)
     assert_matches(out, lse, *wanted, np.dtype(q.dtype))
 
@@ -157,9 +153,7 @@ class TestAttend:
     kv = filled()
     where, q = view(TABLE, [8, 4, 0], [3, 2, 0]), queries("float32", 3, 3)
     tree = jnp.tril(jnp.ones((3, 3, 3), bool)).at[:, 2, 1].set(False)
-    out, lse = attend(
-      kv, where, jnp.int32(2), q, return_lse=True, scale=SCALE, tree_mask=tree
-    )
+    out, lse = attend(kv, where, jnp.int32(2), q, scale=SCALE, tree_mask=tree)
     wanted = expected(kv, where, q, tree_mask=np.asarray(tree))
     assert_matches(out, lse, *wanted, np.dtype("float32"))
 
@@ -172,9 +166,7 @@ class TestAttend:
     decode = view([TABLE[2], TABLE[1]], [0, 6], [0, 1])
     prefill = view([TABLE[0]], [6], [5])
     packed = memory.PackedView(decode=decode, prefill=prefill)
-    out, lse = attend(
-      kv, packed, jnp.int32(2), q, return_lse=True, scale=SCALE, window=window
-    )
+    out, lse = attend(kv, packed, jnp.int32(2), q, scale=SCALE, window=window)
     assert out.shape == (1, 8, HEADS, VALUE)
     wanted = [
       (q[0, :2, None], decode, out[0, :2, None], lse[0, :2, None]),

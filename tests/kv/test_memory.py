@@ -189,7 +189,7 @@ class TestAttend:
       np.asarray(where.counts),
       page_offset=2 * PAGES,
     )
-    out, lse = attend(kv, where, jnp.int32(2), q, return_lse=True)
+    out, lse = attend(kv, where, jnp.int32(2), q)
     assert out.dtype == dtype
     assert_matches(out, lse, *wanted, dtype)
 
@@ -199,7 +199,7 @@ class TestAttend:
     k, v = (draw(seed, 3, 11, KV_HEADS, DIM) for seed in (0, 1))
     kv = write(kv, view(TABLE, [0] * 3, [11, 7, 0]), jnp.int32(0), k, v)
     q = draw(2, 3, 2, HEADS, DIM)
-    options = {"return_lse": True, "sinks": draw(3, HEADS), "window": 6}
+    options = {"sinks": draw(3, HEADS), "window": 6}
     where = view(TABLE, [10, 6, 0], [1, 0, 0])
     one = attend(kv, where, jnp.int32(0), q[:, :1], **options)
     two = attend(kv, where, jnp.int32(0), q, **options)

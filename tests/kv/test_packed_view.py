@@ -71,9 +71,7 @@ def call(kv, view, layer, k, v, q, **options):
   """Writes, then attends; the memory, the outputs and the log-sum-exps."""
   kv = kv_memory.write(kv, view, layer, k, v)
   options = AttentionOptions(**options)
-  out, lse = kv_memory.attend(
-    kv, view, layer, q, options=options, return_lse=True
-  )
+  out, lse = kv_memory.attend_with_lse(kv, view, layer, q, options=options)
   return kv, out, lse
 
 

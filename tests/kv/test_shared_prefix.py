@@ -91,9 +91,9 @@ class TestShare:
     )
     np.testing.assert_array_equal(shared.shared.tokens, PROMPT // SIZE * SIZE)
     q = draw(9, 6, 1, HEADS, DIM)
-    options = call_of(return_lse=True, sinks=draw(10, HEADS))
-    wanted = memory.attend(kv, view, 1, q, **options)
-    out, lse = memory.attend(kv, shared, 1, q, **options)
+    options = call_of(sinks=draw(10, HEADS))
+    wanted = memory.attend_with_lse(kv, view, 1, q, **options)
+    out, lse = memory.attend_with_lse(kv, shared, 1, q, **options)
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out, wanted[0], atol=1e-6)
     np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
@@ -104,9 +104,9 @@ class TestShare:
     view = dataclasses.replace(view, counts=counts)
     shared = memory.share(kv, view, num_clusters=2, cluster_size=SAMPLES)
     q = draw(9, 6, 1, HEADS, DIM)
-    options = call_of(return_lse=True, sinks=draw(10, HEADS))
-    wanted = memory.attend(kv, view, 1, q, **options)
-    out, lse = memory.attend(kv, shared, 1, q, **options)
+    options = call_of(sinks=draw(10, HEADS))
+    wanted = memory.attend_with_lse(kv, view, 1, q, **options)
+    out, lse = memory.attend_with_lse(kv, shared, 1, q, **options)
     np.testing.assert_allclose(out, wanted[0], atol=1e-6)
     np.testing.assert_array_equal(lse[counts == 0], -np.inf)
 
@@ -192,11 +192,11 @@ class TestShare:
     moved = dataclasses.replace(at, **changes)
     q = draw(9, 6, 1, HEADS, DIM)
     slopes = jnp.asarray([0.5, 0.25, 0.1, 0.05])
-    options = call_of(return_lse=True, alibi_slopes=slopes)
+    options = call_of(alibi_slopes=slopes)
     alone = dataclasses.replace(moved, shared=None)
-    wanted = memory.attend(kv, alone, 1, q, **options)
+    wanted = memory.attend_with_lse(kv, alone, 1, q, **options)
     assert np.isfinite(wanted[0]).all()
-    out, lse = memory.attend(kv, moved, 1, q, **options)
+    out, lse = memory.attend_with_lse(kv, moved, 1, q, **options)
     np.testing.assert_allclose(out, wanted[0], atol=1e-6)
     np.testing.assert_allclose(lse, wanted[1], atol=1e-5)
     np.testing.assert_array_equal(out[moved.counts == 0], 0)
@@ -358,7 +358,7 @@ class TestTree:
     q = draw(6, 6, 4, HEADS, DIM)
     # Branches 0, 1 and 2, 3.
     mask = jnp.asarray(np.kron(np.eye(2), np.tri(2)), bool)
-    tree = memory.attend(
+    tree = memory.attend_with_lse(
       memory.write(kv, view, 1, k, v),
       view,
       1,
@@ -366,16 +366,14 @@ class TestTree:
       options=kernels.AttentionOptions(
         tree_mask=jnp.broadcast_to(mask, (6, 4, 4))
       ),
-      return_lse=True,
     )
     short = dataclasses.replace(view, counts=jnp.minimum(counts, 2))
     for branch in (slice(0, 2), slice(2, 4)):
-      alone = memory.attend(
+      alone = memory.attend_with_lse(
         memory.write(kv, short, 1, k[:, branch], v[:, branch]),
         short,
         1,
         q[:, branch],
-        return_lse=True,
       )
       wanted = [np.asarray(x[:1], np.float64) for x in alone]
       assert_matches(*(x[:1, branch] for x in tree), *wanted, np.float32)

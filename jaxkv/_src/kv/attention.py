@@ -4,8 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-from typing import Literal
-from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -30,38 +28,6 @@ from jaxkv_kernels._src.attention.options import given
 from jaxkv_kernels._src.attention.options import refuse_options
 
 
-@overload
-def attend(
-  kv: KVPages,
-  view: AnyView,
-  layer: jax.Array | int,
-  q: jax.Array,
-  *,
-  options: kernels.AttentionOptions | None = ...,
-  causal: bool = ...,
-  return_lse: Literal[False] = ...,
-  exact: bool = ...,
-  backend: str = ...,
-  heads: NamedSharding | None = ...,
-) -> jax.Array: ...
-
-
-@overload
-def attend(
-  kv: KVPages,
-  view: AnyView,
-  layer: jax.Array | int,
-  q: jax.Array,
-  *,
-  options: kernels.AttentionOptions | None = ...,
-  causal: bool = ...,
-  return_lse: Literal[True],
-  exact: bool = ...,
-  backend: str = ...,
-  heads: NamedSharding | None = ...,
-) -> tuple[jax.Array, jax.Array]: ...
-
-
 def attend(
   kv: KVPages,
   view: AnyView,
@@ -70,11 +36,10 @@ def attend(
   *,
   options: kernels.AttentionOptions | None = None,
   causal: bool = True,
-  return_lse: bool = False,
   exact: bool = False,
   backend: str = "auto",
   heads: NamedSharding | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array:
   """Causal attention over positions 0 .. starts + counts - 1 of one layer.
 
   Write the new tokens first. Positions whose page was given back (behind a
@@ -112,7 +77,6 @@ def attend(
       `tree_mask[b, t, j]`.
     causal: False for the tokens of an encoder; `window`, `alibi_slopes`,
       `tree_mask` and latents have no meaning there.
-    return_lse: also return the log-sum-exp (natural log, sink included).
     exact: whether a query gets the same numbers, bit for bit, whatever the call
       computes beside it: decode steps, chunks and whole sequences agree. The
       page size must divide 64; with `xla`, all such sizes agree. Costs more.
@@ -125,13 +89,56 @@ def attend(
       for TPUs it fails.
 
   Returns:
-    [B, T, H, D] in q's dtype, of latents [B, T, H, Dv]; and float32[B, T, H]
-    with `return_lse`. Zeros and -inf in columns past `view.counts`.
+    [B, T, H, D] in q's dtype, of latents [B, T, H, Dv]. Zeros in columns past
+    `view.counts`.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
     NotImplementedError: the backend does not exist, or does not serve the call.
+  """
+  return attend_with_lse(
+    kv,
+    view,
+    layer,
+    q,
+    options=options,
+    causal=causal,
+    exact=exact,
+    backend=backend,
+    heads=heads,
+  )[0]
+
+
+def attend_with_lse(
+  kv: KVPages,
+  view: AnyView,
+  layer: jax.Array | int,
+  q: jax.Array,
+  *,
+  options: kernels.AttentionOptions | None = None,
+  causal: bool = True,
+  exact: bool = False,
+  backend: str = "auto",
+  heads: NamedSharding | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """`attend`, and the log-sum-exps, to merge it with attention to other keys.
+
+  Args:
+    kv: see `attend`, as for all others.
+    view: see there.
+    layer: see there.
+    q: see there.
+    options: see there.
+    causal: see there.
+    exact: see there.
+    backend: see there.
+    heads: see there.
+
+  Returns:
+    What `attend` returns, and float32[B, T, H], the natural-log log-sum-exps of
+    the logits, sink included; -inf in columns past `view.counts`. For
+    `jaxkv.kernels.merge_states`.
   """
   check_rows(view, "q", q)
   if q.ndim != 4:
@@ -160,8 +167,7 @@ def attend(
   )
   if heads is not None:
     call = _by_head(call, kv, arrays, heads)
-  out, lse = call(kv, view, jnp.asarray(layer, jnp.int32), q, arrays)
-  return (out, lse) if return_lse else out
+  return call(kv, view, jnp.asarray(layer, jnp.int32), q, arrays)
 
 
 def _check_encoder(kv: KVPages, options: kernels.AttentionOptions) -> None:
@@ -227,7 +233,6 @@ def _attend(
   call: dict[str, Any] = {
     "options": options,
     "page_offset": layer * kv.num_pages,
-    "return_lse": True,
     "backend": backend,
   }
   if kv.value_dim is not None:

@@ -9,8 +9,6 @@
 
 import dataclasses
 from typing import Any
-from typing import Literal
-from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -29,40 +27,6 @@ from jaxkv_kernels._src.attention.options import check_tree_mask
 from jaxkv_kernels._src.attention.options import refuse_options
 
 
-@overload
-def paged_decode(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  *,
-  options: AttentionOptions | None = ...,
-  page_offset: jax.Array | int = ...,
-  plan: DecodePlan | None = ...,
-  return_lse: Literal[False] = ...,
-  backend: str = ...,
-  interpret: Any = ...,
-) -> jax.Array: ...
-
-
-@overload
-def paged_decode(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  *,
-  options: AttentionOptions | None = ...,
-  page_offset: jax.Array | int = ...,
-  plan: DecodePlan | None = ...,
-  return_lse: Literal[True],
-  backend: str = ...,
-  interpret: Any = ...,
-) -> tuple[jax.Array, jax.Array]: ...
-
-
 def paged_decode(
   q: jax.Array,
   k_pages: jax.Array,
@@ -73,10 +37,9 @@ def paged_decode(
   options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
   plan: DecodePlan | None = None,
-  return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """Attention of one query for each sequence over the sequence's pages.
 
   The query is the last of its sequence's tokens, whose key and value are
@@ -100,14 +63,14 @@ def paged_decode(
       where layers share one pool.
     plan: from `plan_decode`, once for all layers; for backends that use it. It
       only cuts the work: a plan for other lengths gives the right result too.
-    return_lse: also return the log-sum-exp (natural log, sink included).
     backend: "auto", or one of `BACKENDS`.
     interpret: run a Pallas backend, named with `backend`, in its interpreter:
       True, or the interpreter's parameters.
 
   Returns:
-    [B, H, Dv] in q's dtype, and float32[B, H] with `return_lse`. A sequence
-    of length 0 gives zeros and a log-sum-exp of -inf (its sink, with sinks).
+    [B, H, Dv] in q's dtype, and float32[B, H], their log-sum-exps (natural
+    log, sink included). A sequence of length 0 gives zeros and -inf (its sink,
+    with sinks).
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -119,7 +82,7 @@ def paged_decode(
     >>> k_pages = jnp.zeros((9, 2, 4, 8))
     >>> v_pages = jnp.ones((9, 2, 4, 8))
     >>> table = jnp.asarray([[3, 7], [5, 0]], jnp.int32)
-    >>> out = paged_decode(
+    >>> out, lse = paged_decode(
     ...   jnp.ones((2, 6, 8)),
     ...   k_pages,
     ...   v_pages,
@@ -148,44 +111,7 @@ def paged_decode(
   )
   chosen = choose_backend("paged_decode", backend, q, k_pages, v_pages, call)
   out, lse = decode(chosen, q, k_pages, v_pages, page_table, lengths, call)
-  out = out.astype(q.dtype)
-  return (out, lse) if return_lse else out
-
-
-@overload
-def paged_attention_padded(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  *,
-  options: AttentionOptions | None = ...,
-  page_offset: jax.Array | int = ...,
-  query_tile: int | None = ...,
-  return_lse: Literal[False] = ...,
-  backend: str = ...,
-  interpret: Any = ...,
-) -> jax.Array: ...
-
-
-@overload
-def paged_attention_padded(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  *,
-  options: AttentionOptions | None = ...,
-  page_offset: jax.Array | int = ...,
-  query_tile: int | None = ...,
-  return_lse: Literal[True],
-  backend: str = ...,
-  interpret: Any = ...,
-) -> tuple[jax.Array, jax.Array]: ...
+  return out.astype(q.dtype), lse
 
 
 def paged_attention_padded(
@@ -199,10 +125,9 @@ def paged_attention_padded(
   options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
   query_tile: int | None = None,
-  return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """Causal attention of a rectangle of queries over their sequences' pages.
 
   Row b holds `counts[b]` queries, at positions `starts[b]`, `starts[b] + 1`
@@ -227,12 +152,11 @@ def paged_attention_padded(
     query_tile: static; computes so many columns at a time. What a query gets
       then comes from products of the same shapes whatever T is, at the same B.
       None: all columns at once. Not with a tree mask.
-    return_lse: also return the log-sum-exp (natural log, sink included).
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [B, T, H, Dv] in q's dtype, and float32[B, T, H] with `return_lse`.
+    [B, T, H, Dv] in q's dtype, and float32[B, T, H], their log-sum-exps.
     Padding gives zeros and -inf.
 
   Raises:
@@ -258,44 +182,7 @@ def paged_attention_padded(
   out, lse = attend_rectangle(
     chosen, q, k_pages, v_pages, page_table, starts, counts, call, query_tile
   )
-  out = out.astype(q.dtype)
-  return (out, lse) if return_lse else out
-
-
-@overload
-def paged_attention(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  kv_lens: jax.Array,
-  cu_q_lens: jax.Array,
-  *,
-  max_query_len: int | None = ...,
-  options: AttentionOptions | None = ...,
-  page_offset: jax.Array | int = ...,
-  return_lse: Literal[False] = ...,
-  backend: str = ...,
-  interpret: Any = ...,
-) -> jax.Array: ...
-
-
-@overload
-def paged_attention(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  kv_lens: jax.Array,
-  cu_q_lens: jax.Array,
-  *,
-  max_query_len: int | None = ...,
-  options: AttentionOptions | None = ...,
-  page_offset: jax.Array | int = ...,
-  return_lse: Literal[True],
-  backend: str = ...,
-  interpret: Any = ...,
-) -> tuple[jax.Array, jax.Array]: ...
+  return out.astype(q.dtype), lse
 
 
 def paged_attention(
@@ -309,10 +196,9 @@ def paged_attention(
   max_query_len: int | None = None,
   options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
-  return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """Causal attention of packed queries: prompts, chunks and single tokens.
 
   Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the last of the `kv_lens[b]`
@@ -333,13 +219,12 @@ def paged_attention(
       query of its own sequence only if `tree_mask[t, j]`. Rows outside of trees
       are all True.
     page_offset: as for `paged_decode`.
-    return_lse: also return the log-sum-exp (natural log, sink included).
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [T, H, Dv] in q's dtype, and float32[T, H] with `return_lse`. Rows from
-    `cu_q_lens[-1]` on give zeros and -inf.
+    [T, H, Dv] in q's dtype, and float32[T, H], their log-sum-exps. Rows
+    from `cu_q_lens[-1]` on give zeros and -inf.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -366,7 +251,7 @@ def paged_attention(
     mask,
     call,
   )
-  return (out, lse) if return_lse else out
+  return out, lse
 
 
 def attend_in_tiles(

@@ -10,8 +10,6 @@ section 3). `shared_prefix` finds the clusters.
 
 import dataclasses
 from typing import Any
-from typing import Literal
-from typing import overload
 
 import chex
 import jax
@@ -28,36 +26,6 @@ from jaxkv_kernels._src.attention.options import refuse_options
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 
 
-@overload
-def cascade_decode(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  shared: SharedPrefix,
-  *,
-  options: AttentionOptions | None = ...,
-  page_offset: jax.Array | int = ...,
-  return_lse: Literal[False] = ...,
-  backend: str = ...,
-  interpret: Any = ...,
-) -> jax.Array: ...
-
-
-@overload
-def cascade_decode(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  shared: SharedPrefix,
-  *,
-  options: AttentionOptions | None = ...,
-  page_offset: jax.Array | int = ...,
-  return_lse: Literal[True],
-  backend: str = ...,
-  interpret: Any = ...,
-) -> tuple[jax.Array, jax.Array]: ...
-
-
 def cascade_decode(
   q: jax.Array,
   k_pages: jax.Array,
@@ -66,10 +34,9 @@ def cascade_decode(
   *,
   options: AttentionOptions | None = None,
   page_offset: jax.Array | int = 0,
-  return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """`paged_decode`, except that pages shared by rows are read once.
 
   The result differs from that of `paged_decode` in rounding only. A window is
@@ -87,12 +54,11 @@ def cascade_decode(
       `SharedPrefix.refreshed`.
     options: all but `window` and `tree_mask`.
     page_offset: as for `paged_decode`.
-    return_lse: also return the log-sum-exp (natural log, sink included).
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [B, H, Dv] in q's dtype, and float32[B, H] with `return_lse`.
+    [B, H, Dv] in q's dtype, and float32[B, H], their log-sum-exps.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -126,8 +92,7 @@ def cascade_decode(
     )
   else:
     out, lse = with_prefix(own)
-  out = out.astype(q.dtype)
-  return (out, lse) if return_lse else out
+  return out.astype(q.dtype), lse
 
 
 def _check_shared(q: jax.Array, shared: SharedPrefix) -> None:

@@ -14,7 +14,7 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
 
   Args:
     out: [X, ..., H, Dv], a float dtype.
-    lse: float32[X, ..., H], natural-log log-sum-exps, as `return_lse` gives.
+    lse: float32[X, ..., H], natural-log log-sum-exps of the outputs.
 
   Returns:
     ([..., H, Dv] in out's dtype, float32[..., H]); zeros and -inf where no

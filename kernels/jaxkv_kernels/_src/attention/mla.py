@@ -9,8 +9,6 @@
 
 import dataclasses
 from typing import Any
-from typing import Literal
-from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -32,38 +30,6 @@ from jaxkv_kernels._src.attention.options import given
 from jaxkv_kernels._src.attention.options import refuse_options
 
 
-@overload
-def mla_decode(
-  q: jax.Array,
-  pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  *,
-  value_dim: int,
-  options: AttentionOptions,
-  page_offset: jax.Array | int = ...,
-  return_lse: Literal[False] = ...,
-  backend: str = ...,
-  interpret: Any = ...,
-) -> jax.Array: ...
-
-
-@overload
-def mla_decode(
-  q: jax.Array,
-  pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  *,
-  value_dim: int,
-  options: AttentionOptions,
-  page_offset: jax.Array | int = ...,
-  return_lse: Literal[True],
-  backend: str = ...,
-  interpret: Any = ...,
-) -> tuple[jax.Array, jax.Array]: ...
-
-
 def mla_decode(
   q: jax.Array,
   pages: jax.Array,
@@ -73,10 +39,9 @@ def mla_decode(
   value_dim: int,
   options: AttentionOptions,
   page_offset: jax.Array | int = 0,
-  return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """Attention of one query for each sequence over one pool of latent vectors.
 
   A token's vector is its compressed latent followed by its rotated key part,
@@ -97,13 +62,12 @@ def mla_decode(
       latents, float32[1] or float32[N, 1, S]. The only other options are
       `soft_cap` and `window`.
     page_offset: int32[], added to every page id.
-    return_lse: also return the natural-log log-sum-exp.
     backend: "auto", or one of `BACKENDS`; `triton` and `xla` serve it.
     interpret: as for `paged_decode`.
 
   Returns:
-    [B, H, Dv] in q's dtype, and float32[B, H] with `return_lse`. A sequence
-    of length 0 gives zeros and -inf.
+    [B, H, Dv] in q's dtype, and float32[B, H], their log-sum-exps (natural
+    log, sink included). A sequence of length 0 gives zeros and -inf.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -112,7 +76,7 @@ def mla_decode(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> out = mla_decode(
+    >>> out, lse = mla_decode(
     ...   jnp.ones((1, 16, 576)),
     ...   jnp.ones((4, 1, 8, 576)),
     ...   jnp.asarray([[2, 1]], jnp.int32),
@@ -132,44 +96,7 @@ def mla_decode(
   call = _check_latents(q, pages, value_dim, options, page_offset, interpret)
   chosen = choose_backend("mla_decode", backend, q, pages, pages, call)
   out, lse = decode(chosen, q, pages, pages, page_table, lengths, call)
-  out = out.astype(q.dtype)
-  return (out, lse) if return_lse else out
-
-
-@overload
-def mla_attention_padded(
-  q: jax.Array,
-  pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  *,
-  value_dim: int,
-  options: AttentionOptions,
-  page_offset: jax.Array | int = ...,
-  query_tile: int | None = ...,
-  return_lse: Literal[False] = ...,
-  backend: str = ...,
-  interpret: Any = ...,
-) -> jax.Array: ...
-
-
-@overload
-def mla_attention_padded(
-  q: jax.Array,
-  pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  *,
-  value_dim: int,
-  options: AttentionOptions,
-  page_offset: jax.Array | int = ...,
-  query_tile: int | None = ...,
-  return_lse: Literal[True],
-  backend: str = ...,
-  interpret: Any = ...,
-) -> tuple[jax.Array, jax.Array]: ...
+  return out.astype(q.dtype), lse
 
 
 def mla_attention_padded(
@@ -183,10 +110,9 @@ def mla_attention_padded(
   options: AttentionOptions,
   page_offset: jax.Array | int = 0,
   query_tile: int | None = None,
-  return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """Causal attention of a rectangle of queries over one pool of latents.
 
   The queries are absorbed, as for `mla_decode`; rows, columns and trees are as
@@ -202,12 +128,11 @@ def mla_attention_padded(
     options: as for `mla_decode`, and `tree_mask`, bool[B, T, X].
     page_offset: int32[], added to every page id.
     query_tile: as for `paged_attention_padded`.
-    return_lse: also return the natural-log log-sum-exp.
     backend: as for `mla_decode`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [B, T, H, Dv] in q's dtype, and float32[B, T, H] with `return_lse`.
+    [B, T, H, Dv] in q's dtype, and float32[B, T, H], their log-sum-exps.
     Padding gives zeros and -inf.
 
   Raises:
@@ -217,7 +142,7 @@ def mla_attention_padded(
 
   Examples:
     >>> import jax.numpy as jnp
-    >>> out = mla_attention_padded(
+    >>> out, lse = mla_attention_padded(
     ...   jnp.ones((1, 3, 16, 576)),
     ...   jnp.ones((4, 1, 8, 576)),
     ...   jnp.asarray([[2, 1]], jnp.int32),
@@ -243,44 +168,7 @@ def mla_attention_padded(
   out, lse = attend_rectangle(
     chosen, q, pages, pages, page_table, starts, counts, call, query_tile
   )
-  out = out.astype(q.dtype)
-  return (out, lse) if return_lse else out
-
-
-@overload
-def mla_attention(
-  q: jax.Array,
-  pages: jax.Array,
-  page_table: jax.Array,
-  kv_lens: jax.Array,
-  cu_q_lens: jax.Array,
-  *,
-  value_dim: int,
-  options: AttentionOptions,
-  max_query_len: int | None = ...,
-  page_offset: jax.Array | int = ...,
-  return_lse: Literal[False] = ...,
-  backend: str = ...,
-  interpret: Any = ...,
-) -> jax.Array: ...
-
-
-@overload
-def mla_attention(
-  q: jax.Array,
-  pages: jax.Array,
-  page_table: jax.Array,
-  kv_lens: jax.Array,
-  cu_q_lens: jax.Array,
-  *,
-  value_dim: int,
-  options: AttentionOptions,
-  max_query_len: int | None = ...,
-  page_offset: jax.Array | int = ...,
-  return_lse: Literal[True],
-  backend: str = ...,
-  interpret: Any = ...,
-) -> tuple[jax.Array, jax.Array]: ...
+  return out.astype(q.dtype), lse
 
 
 def mla_attention(
@@ -294,10 +182,9 @@ def mla_attention(
   options: AttentionOptions,
   max_query_len: int | None = None,
   page_offset: jax.Array | int = 0,
-  return_lse: bool = False,
   backend: str = "auto",
   interpret: Any = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
   """Causal attention of packed queries over one pool of latents.
 
   The queries are absorbed, as for `mla_decode`, and packed as for
@@ -313,13 +200,12 @@ def mla_attention(
     options: as for `mla_decode`, and `tree_mask`, bool[T, X].
     max_query_len: the most queries of one sequence, T if None.
     page_offset: int32[], added to every page id.
-    return_lse: also return the natural-log log-sum-exp.
     backend: as for `mla_decode`.
     interpret: as for `paged_decode`.
 
   Returns:
-    [T, H, Dv] in q's dtype, and float32[T, H] with `return_lse`. Rows from
-    `cu_q_lens[-1]` on give zeros and -inf.
+    [T, H, Dv] in q's dtype, and float32[T, H], their log-sum-exps. Rows
+    from `cu_q_lens[-1]` on give zeros and -inf.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -343,7 +229,7 @@ def mla_attention(
     mask,
     call,
   )
-  return (out, lse) if return_lse else out
+  return out, lse
 
 
 def _check_latents(
