@@ -23,8 +23,6 @@ nothing. So does `score`, with one for each prompt. `generate` and
 program.
 """
 
-from jaxkv._src.guides.bitmask import mask_logits
-from jaxkv._src.guides.bitmask import pack_bits
 from jaxkv._src.guides.grammars import Grammar
 from jaxkv._src.guides.guide import Guide
 from jaxkv._src.guides.guide import GuideState
@@ -34,9 +32,7 @@ from jaxkv._src.guides.regex import regex
 from jaxkv._src.guides.stop_strings import StopStrings
 from jaxkv._src.guides.stop_strings import stop_strings
 from jaxkv._src.guides.token_bytes import TokenBytes
-from jaxkv._src.guides.token_bytes import advance_states
 from jaxkv._src.guides.token_bytes import token_bytes
-from jaxkv._src.guides.token_bytes import vocabulary_bytes
 from jaxkv._src.rollout import devices
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.dense import generate_dense
@@ -61,7 +57,6 @@ from jaxkv._src.rollout.sequences import WAITING
 from jaxkv._src.rollout.sequences import Finish
 from jaxkv._src.rollout.sequences import Records
 from jaxkv._src.rollout.sequences import Sequences
-from jaxkv._src.rollout.sequences import from_prompts
 from jaxkv._src.rollout.state import Counters
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.state import init
@@ -80,7 +75,6 @@ from jaxkv._src.rollout.verbs.harvest import harvest
 from jaxkv._src.rollout.verbs.submit import Submitted
 from jaxkv._src.rollout.verbs.submit import submit
 from jaxkv._src.rollout.verbs.update_weights import update_weights
-from jaxkv._src.sampling.sample import sample
 from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
 
@@ -117,13 +111,11 @@ __all__ = [
   "TokenBytes",
   "Until",
   "abort",
-  "advance_states",
   "all_logits",
   "check",
   "check_invariants",
   "devices",
   "extend",
-  "from_prompts",
   "generate",
   "generate_dense",
   "generated",
@@ -133,16 +125,12 @@ __all__ = [
   "init",
   "is_done",
   "json_grammar",
-  "mask_logits",
-  "pack_bits",
   "regex",
   "requeue",
-  "sample",
   "score",
   "stop_strings",
   "submit",
   "timeline",
   "token_bytes",
   "update_weights",
-  "vocabulary_bytes",
 ]

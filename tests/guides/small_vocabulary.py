@@ -5,16 +5,14 @@ them, characters whose bytes are several tokens, and special tokens.
 """
 
 import functools
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
 
-from jaxkv import rollout
 from jaxkv._src.commands.characters import reference_text
 
-SPECIAL = ("<end>", "<start>")
-"""Tokens 0 and 1."""
+_NUM_SPECIAL = 2
+"""Tokens 0 and 1 have no bytes."""
 
 _LENGTH, _SIZE = 30_000, 256 + 300
 _OTHERS = ' {"name": "é", "list": [1, 2.5e-3, true, null]}\n\n→ naïve 東京 🙂 '
@@ -29,28 +27,7 @@ def text() -> bytes:
 @functools.cache
 def tokens() -> tuple[bytes, ...]:
   """The bytes of each token."""
-  return tuple(rollout.vocabulary_bytes(vocabulary(), special=SPECIAL))
-
-
-@functools.cache
-def vocabulary() -> dict[str, int]:
-  """The number of each token, in characters that stand for bytes."""
-  characters = alphabet()
-  pieces = [
-    *SPECIAL,
-    *("".join(characters[byte] for byte in piece) for piece in _pieces()),
-  ]
-  return {piece: number for number, piece in enumerate(pieces)}
-
-
-def alphabet() -> list[str]:
-  """The character of each byte: its own where it can be seen."""
-  others = map(chr, itertools.count(256))
-
-  def seen(byte: int) -> bool:
-    return byte != ord(" ") and chr(byte).isprintable()
-
-  return [chr(byte) if seen(byte) else next(others) for byte in range(256)]
+  return (b"",) * _NUM_SPECIAL + tuple(_pieces())
 
 
 def _pieces() -> Iterator[bytes]:

@@ -8,31 +8,32 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from jaxkv import rollout
+from jaxkv._src.guides.bitmask import mask_logits
+from jaxkv._src.guides.bitmask import pack_bits
 
 
 class TestPackBits:
   def test_token_33_is_bit_1_of_word_1(self):
     allowed = np.zeros(40, bool)
     allowed[[0, 5, 31, 33]] = True
-    words = rollout.pack_bits(allowed)
+    words = pack_bits(allowed)
     assert words.tolist() == [1 + 2**5 + 2**31, 2]
     assert words.dtype == jnp.uint32
 
   @pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 100])
   def test_what_is_past_the_last_token_is_0(self, size):
-    words = rollout.pack_bits(jnp.ones((2, 3, size), bool))
+    words = pack_bits(jnp.ones((2, 3, size), bool))
     assert words.shape == (2, 3, -(-size // 32))
     ones = sum(int(word).bit_count() for word in words[0, 0].tolist())
     assert ones == size
 
   def test_no_bools(self):
     with pytest.raises(TypeError, match="`allowed` must hold True and False"):
-      rollout.pack_bits(jnp.ones((4,), jnp.int32))
+      pack_bits(jnp.ones((4,), jnp.int32))
 
   def test_a_scalar(self):
     with pytest.raises(ValueError, match=r"the shape \[..., V\], got a scalar"):
-      rollout.pack_bits(jnp.asarray(True))
+      pack_bits(jnp.asarray(True))
 
 
 @settings(max_examples=20)
@@ -41,7 +42,7 @@ def test_only_what_is_allowed_stays(size, seed):
   random = np.random.default_rng(seed)
   allowed = random.random((3, size)) < 0.5
   logits = random.normal(size=(3, size)).astype(np.float32)
-  masked = rollout.mask_logits(jnp.asarray(logits), rollout.pack_bits(allowed))
+  masked = mask_logits(jnp.asarray(logits), pack_bits(allowed))
   np.testing.assert_array_equal(masked, np.where(allowed, logits, -np.inf))
 
 
@@ -49,8 +50,8 @@ class TestMaskLogits:
   @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
   def test_the_width_stays(self, dtype):
     logits = jnp.full((1, 3), jnp.nan, dtype)
-    bits = rollout.pack_bits(jnp.asarray([[False, True, False]]))
-    masked = rollout.mask_logits(logits, bits)
+    bits = pack_bits(jnp.asarray([[False, True, False]]))
+    masked = mask_logits(logits, bits)
     assert masked.dtype == dtype
     assert masked[0, 0] == -jnp.inf and jnp.isnan(masked[0, 1])
 
@@ -61,7 +62,7 @@ class TestMaskLogits:
     expected = jnp.where(allowed, logits, -jnp.inf)
 
     def masked(logits, allowed):
-      return rollout.mask_logits(logits, rollout.pack_bits(allowed))
+      return mask_logits(logits, pack_bits(allowed))
 
     np.testing.assert_array_equal(jax.jit(masked)(logits, allowed), expected)
     np.testing.assert_array_equal(jax.vmap(masked)(logits, allowed), expected)
@@ -83,4 +84,4 @@ class TestMaskLogits:
     logits = jnp.ones((1, 33)) if logits is None else logits
     bits = jnp.ones((1, 2), jnp.uint32) if bits is None else bits
     with pytest.raises(error, match=message):
-      rollout.mask_logits(logits, bits)
+      mask_logits(logits, bits)

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
+from jaxkv._src.sampling.sample import sample
 from tests.guides import small_vocabulary
 
 
@@ -250,7 +251,7 @@ def _draw(guide, user, steps, key, temperature):
       jax.random.fold_in(key, count), (size, vocab_size)
     )
     logits, user = guide.process(logits, DrawnRows(counts, last), user)
-    tokens, _ = rollout.sample(keys, counts, logits, temperature)
+    tokens, _ = sample(keys, counts, logits, temperature)
     return (user, tokens), tokens
 
   carry = user, jnp.zeros((size,), jnp.int32)

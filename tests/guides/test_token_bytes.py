@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
-from tests.guides import small_vocabulary
+from jaxkv._src.guides.token_bytes import advance_states
 
 _TOKENS = [b"a", b"", b"bc", b"x" * 300, b"\xff\x00"]
 
@@ -37,43 +37,6 @@ class TestTokenBytes:
       rollout.token_bytes(tokens, vocab_size=size)
 
 
-class TestVocabularyBytes:
-  def test_a_space_a_newline_and_what_is_after_them(self):
-    tokens = rollout.vocabulary_bytes(["Ġthe", "ĊĊ", "ĉ", "č", "~", "ÿ", "Ń"])
-    expected = [b" the", b"\n\n", b"\t", b"\r", b"~", b"\xff", b"\xad"]
-    assert tokens == expected
-
-  def test_every_byte_has_a_character(self):
-    tokens = rollout.vocabulary_bytes(small_vocabulary.alphabet())
-    assert tokens == [bytes([byte]) for byte in range(256)]
-
-  def test_special_tokens_have_no_bytes(self):
-    vocabulary = {"a": 0, "<end>": 3, "b c": 1}
-    tokens = rollout.vocabulary_bytes(vocabulary, special=["<end>", 1])
-    assert tokens == [b"a", b"", b"", b""]
-
-  def test_added_tokens_are_plain_text(self):
-    tokens = rollout.vocabulary_bytes(
-      {"Ġ": 0}, added={"  é": 2, "<end>": 1}, special=["<end>"]
-    )
-    assert tokens == [b" ", b"", "  é".encode()]
-
-  @pytest.mark.parametrize(
-    ("vocabulary", "special", "message"),
-    [
-      (["a b"], [], "must be a byte-level one, got 'a b', where ' ' stands"),
-      (["東"], [], "stands for no byte; name the token in `special`"),
-      ({"a": 0, "b": 0}, [], "a number of its own, got 0 for 'b'"),
-      ({"a": -1}, [], "a number of its own, got -1"),
-      (["a"], ["<end>"], "must name tokens of the vocabulary, got '<end>'"),
-      (["a"], [1], "must name tokens of the vocabulary, got 1"),
-    ],
-  )
-  def test_wrong_arguments(self, vocabulary, special, message):
-    with pytest.raises(ValueError, match=message):
-      rollout.vocabulary_bytes(vocabulary, special=special)
-
-
 def _counter(states: int) -> jax.Array:
   """State s goes to s + byte, modulo the number of states."""
   state = np.arange(states)[:, None]
@@ -81,7 +44,7 @@ def _counter(states: int) -> jax.Array:
 
 
 class TestAdvanceStates:
-  def _check(self, advance=rollout.advance_states):
+  def _check(self, advance=advance_states):
     table, tokens = _counter(7), rollout.token_bytes(_TOKENS)
     states = jnp.asarray([0, 1, 2, 3, 4, 5], jnp.int32)
     numbers = jnp.asarray([0, 1, 2, 3, 4, 0], jnp.int32)
@@ -96,18 +59,16 @@ class TestAdvanceStates:
     self._check()
 
   def test_under_jit(self):
-    self._check(jax.jit(rollout.advance_states))
+    self._check(jax.jit(advance_states))
 
   def test_with_64_bits(self):
     with jax.enable_x64(True):
-      self._check(jax.jit(rollout.advance_states))
+      self._check(jax.jit(advance_states))
 
   def test_under_vmap(self):
     def one(table, tokens, states, numbers):
       def row(state, number):
-        return rollout.advance_states(table, tokens, state[None], number[None])[
-          0
-        ]
+        return advance_states(table, tokens, state[None], number[None])[0]
 
       return jax.vmap(row)(states, numbers)
 
@@ -118,7 +79,7 @@ class TestAdvanceStates:
     self._check(
       jax.jit(
         jax.shard_map(
-          rollout.advance_states,
+          advance_states,
           mesh=mesh,
           in_specs=(P(), P(), P("data"), P("data")),
           out_specs=P("data"),
@@ -128,7 +89,7 @@ class TestAdvanceStates:
 
   @pytest.mark.parametrize("number", [-1, -5, 5, 6, 2**31 - 1, -(2**31)])
   def test_a_token_out_of_range_has_no_bytes(self, number):
-    found = rollout.advance_states(
+    found = advance_states(
       _counter(7),
       rollout.token_bytes(_TOKENS),
       jnp.asarray([3, 3], jnp.int32),
@@ -138,7 +99,7 @@ class TestAdvanceStates:
 
   @pytest.mark.parametrize("state", [-1, 7, 2**31 - 1])
   def test_a_state_out_of_range_stays(self, state):
-    found = rollout.advance_states(
+    found = advance_states(
       _counter(7),
       rollout.token_bytes(_TOKENS),
       jnp.asarray([state, 0], jnp.int32),
@@ -149,4 +110,4 @@ class TestAdvanceStates:
   def test_no_rows(self):
     none = jnp.zeros((0,), jnp.int32)
     tokens = rollout.token_bytes(_TOKENS)
-    assert rollout.advance_states(_counter(7), tokens, none, none).shape == (0,)
+    assert advance_states(_counter(7), tokens, none, none).shape == (0,)

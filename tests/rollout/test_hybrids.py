@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv._src.rollout.sequences import from_prompts
 from tests.rollout import by_hand
 
 pytestmark = pytest.mark.slow
@@ -56,9 +57,7 @@ def test_a_global_layer_and_five_windows():
   params |= {"embed": params["embed"] * 3}
   memory = models.init_dense(_MODEL, batch_size=5, max_len=_WIDTH + _NEW)
   dense = functools.partial(models.forward_dense, config=_MODEL, logits="last")
-  sequences = rollout.from_prompts(
-    prompts, lengths, jax.random.key(1), _OPTIONS
-  )
+  sequences = from_prompts(prompts, lengths, jax.random.key(1), _OPTIONS)
   expected = jax.jit(
     functools.partial(
       rollout.generate_dense, batch_size=5, model=dense, config=_OPTIONS

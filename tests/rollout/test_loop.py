@@ -15,6 +15,7 @@ import jaxkv
 import jaxkv_kernels as kernels
 from jaxkv import models
 from jaxkv import rollout
+from jaxkv._src.rollout.sequences import from_prompts
 from jaxkv_kernels._src.attention import shared_prefix
 from tests.models import small_model as texts
 from tests.rollout import by_hand
@@ -93,7 +94,7 @@ def _dense_run(config, samples: int, temperature: float, get_model) -> Any:
   forward = functools.partial(
     models.forward_dense, config=config, logits="last"
   )
-  sequences = rollout.from_prompts(*_prompts(model), jax.random.key(3), options)
+  sequences = from_prompts(*_prompts(model), jax.random.key(3), options)
   run = functools.partial(
     rollout.generate_dense, batch_size=5, model=forward, config=options
   )
@@ -235,7 +236,7 @@ class TestSpans:
     program = _program(small_model)
     state = by_hand.begun_at(_initial(small_model, 3, 40, 8, 1), jnp.float32(1))
     for lengths in ((5, 7, 9, 11, 13, 15), (1, 1, 1, 1, 1, 40)):
-      sequences = rollout.from_prompts(
+      sequences = from_prompts(
         _prompts(small_model)[0],
         jnp.asarray(lengths, jnp.int32),
         jax.random.key(0),

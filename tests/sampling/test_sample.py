@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxkv import rollout
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import adjust
 from jaxkv._src.sampling.penalties import see
 from jaxkv._src.sampling.sample import draw
 from jaxkv._src.sampling.sample import probabilities
+from jaxkv._src.sampling.sample import sample
 from jaxkv._src.sampling.settings import Sampling
 from tests.sampling import by_definition
 from tests.sampling.by_definition import Row
@@ -41,7 +41,7 @@ def _sample(temperature, logits=_LOGITS, counts=None, keys=None):
   rows = logits.shape[0]
   counts = jnp.zeros((rows,), jnp.int32) if counts is None else counts
   keys = _keys(rows) if keys is None else keys
-  return rollout.sample(keys, counts, logits, jnp.float32(temperature))
+  return sample(keys, counts, logits, jnp.float32(temperature))
 
 
 class TestGreedy:

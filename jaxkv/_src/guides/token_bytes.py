@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 from typing import TypeVar
@@ -80,8 +78,8 @@ def token_bytes(
     if not isinstance(piece, bytes):
       raise TypeError(
         f"`tokens[{number}]` must be bytes, got {piece!r} of type "
-        f"{type(piece).__name__}; `vocabulary_bytes` makes bytes of the "
-        "strings in a byte-level vocabulary."
+        f"{type(piece).__name__}; `jaxkv.models.Tokenizer.token_bytes` gives "
+        "those of a tokenizer."
       )
   size = len(pieces) if vocab_size is None else vocab_size
   if not 0 < len(pieces) <= size:
@@ -102,107 +100,6 @@ def token_bytes(
     data=jnp.asarray(np.frombuffer(joined, np.uint8)),
     starts=jnp.asarray(starts, jnp.int32),
   )
-
-
-def vocabulary_bytes(
-  vocabulary: Mapping[str, int] | Sequence[str],
-  *,
-  special: Iterable[str | int] = (),
-  added: Mapping[str, int] | None = None,
-) -> list[bytes]:
-  r"""The bytes of a byte-level vocabulary, as Hugging Face stores it.
-
-  Such vocabularies write each byte as a printable character; a space is "Ġ".
-  They are the `model.vocab` of a `tokenizer.json`, or a `vocab.json`.
-
-  Args:
-    vocabulary: the number of each token, or all tokens in order.
-    special: tokens without bytes, by string or by number: those that end a
-      text, separate messages, and so on.
-    added: the number of each token that is stored as plain text, such as those
-      under `added_tokens`. None for none.
-
-  Returns:
-    The bytes of each token, by number, for `token_bytes`. A number that no
-    token has gets no bytes.
-
-  Raises:
-    ValueError: a token has a character that stands for no byte, a number is
-      negative or two tokens have it, or a special token does not exist.
-
-  Examples:
-    >>> vocabulary_bytes(["a", "Ġthe", "Ã©", "<end>"], special=["<end>"])
-    [b'a', b' the', b'\xc3\xa9', b'']
-  """
-  numbers = vocabulary
-  if not isinstance(numbers, Mapping):
-    numbers = {i: token for i, token in enumerate(numbers)}
-  else:
-    numbers = _by_number(numbers)
-  plain = _by_number(added or {})
-  without = _numbers_of(special, numbers | plain)
-  tokens = [b""] * (max([-1, *numbers, *plain]) + 1)
-  for number, token in numbers.items():
-    if number not in without and number not in plain:
-      tokens[number] = _bytes_of(token)
-  for number, token in plain.items():
-    if number not in without:
-      tokens[number] = token.encode()
-  return tokens
-
-
-def _by_number(vocabulary: Mapping[str, int]) -> dict[int, str]:
-  found: dict[int, str] = {}
-  for token, number in vocabulary.items():
-    if number < 0 or number in found:
-      raise ValueError(
-        f"`vocabulary` must give each token a number of its own, got {number} "
-        f"for {token!r}."
-      )
-    found[number] = token
-  return found
-
-
-def _numbers_of(
-  special: Iterable[str | int], tokens: Mapping[int, str]
-) -> set[int]:
-  numbers = {token: number for number, token in tokens.items()}
-  found = set()
-  for token in special:
-    number = numbers.get(token, -1) if isinstance(token, str) else token
-    if number not in tokens:
-      raise ValueError(
-        f"`special` must name tokens of the vocabulary, got {token!r}."
-      )
-    found.add(int(number))
-  return found
-
-
-def _bytes_of(token: str) -> bytes:
-  try:
-    return bytes(_ALPHABET[character] for character in token)
-  except KeyError as error:
-    raise ValueError(
-      f"`vocabulary` must be a byte-level one, got {token!r}, where "
-      f"{error.args[0]!r} stands for no byte; name the token in `special` or "
-      "`added`."
-    ) from None
-
-
-def _alphabet() -> dict[str, int]:
-  """The byte of each character in a byte-level vocabulary.
-
-  Bytes that Latin-1 can print stand for themselves. The others follow from
-  character 256 on, in order.
-  """
-  printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-  others = [byte for byte in range(256) if byte not in printable]
-  return {chr(byte): byte for byte in printable} | {
-    chr(256 + place): byte for place, byte in enumerate(others)
-  }
-
-
-_ALPHABET = _alphabet()
 
 
 def fold_bytes(
