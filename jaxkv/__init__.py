@@ -74,7 +74,7 @@ others by name.
 | `jaxkv.results`, `jaxkv.telemetry` | result types; events, page ages |
 | `jaxkv.kv` | the K/V memory, a second pytree, to be donated |
 | `jaxkv.rollout` | the jitted loop: queue, prefill, decode, refill |
-| `jaxkv.models` | a Llama-family decoder in plain JAX: paged, dense, uncached |
+| `jaxkv.models` | decoders in plain JAX, with and without a cache |
 | `jaxkv.host` | a cache manager for schedulers in Python, over the same state |
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 

@@ -51,7 +51,6 @@ of them, and computes each prompt once, forward and backward:
   )
 """
 
-from jaxkv._src.models import dense
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
@@ -61,19 +60,16 @@ from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.decoder.forward import chosen_experts
 from jaxkv._src.models.decoder.forward import forward
-from jaxkv._src.models.decoder.forward import forward_dense
 from jaxkv._src.models.decoder.forward import forward_uncached
 from jaxkv._src.models.decoder.grouped import grouped_log_probs
 from jaxkv._src.models.decoder.llama import llama
 from jaxkv._src.models.decoder.memory import cache_groups
-from jaxkv._src.models.decoder.memory import init_dense
 from jaxkv._src.models.decoder.memory import init_kv
 from jaxkv._src.models.decoder.params import init_params
 from jaxkv._src.models.decoder.rope import LinearScaling
 from jaxkv._src.models.decoder.rope import Llama3Scaling
 from jaxkv._src.models.decoder.rope import Rope
 from jaxkv._src.models.decoder.rope import YarnScaling
-from jaxkv._src.models.dense import DenseCache
 from jaxkv._src.models.loading.load import Pretrained
 from jaxkv._src.models.loading.load import load
 from jaxkv._src.models.loading.tokenizer import Tokenizer
@@ -82,7 +78,6 @@ __all__ = [
   "Attention",
   "Decoder",
   "DeltaNet",
-  "DenseCache",
   "Experts",
   "LatentAttention",
   "Layer",
@@ -95,12 +90,9 @@ __all__ = [
   "YarnScaling",
   "cache_groups",
   "chosen_experts",
-  "dense",
   "forward",
-  "forward_dense",
   "forward_uncached",
   "grouped_log_probs",
-  "init_dense",
   "init_kv",
   "init_params",
   "llama",

@@ -35,7 +35,6 @@ from jaxkv._src.guides.token_bytes import TokenBytes
 from jaxkv._src.guides.token_bytes import token_bytes
 from jaxkv._src.rollout import devices
 from jaxkv._src.rollout.config import RolloutConfig
-from jaxkv._src.rollout.dense import generate_dense
 from jaxkv._src.rollout.drafts import Draft
 from jaxkv._src.rollout.grouped import Grouped
 from jaxkv._src.rollout.grouped import grouped
@@ -117,7 +116,6 @@ __all__ = [
   "devices",
   "extend",
   "generate",
-  "generate_dense",
   "generated",
   "grouped",
   "guide",

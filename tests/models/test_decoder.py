@@ -12,7 +12,6 @@ import pytest
 import jaxkv
 from jaxkv import kv as paged
 from jaxkv import models
-from jaxkv._src.models import dense
 from tests.models import numpy_decoder
 
 _VOCAB = 23
@@ -49,10 +48,6 @@ def _tokens(num_rows: int, num_tokens: int, vocab: int = _VOCAB) -> np.ndarray:
 def _positions(starts: Any, num_tokens: int) -> jax.Array:
   starts = jnp.asarray(starts, jnp.int32)
   return starts[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-
-
-def _dense(config: models.Decoder, num_rows: int, max_len: int) -> Any:
-  return models.init_dense(config, batch_size=num_rows, max_len=max_len)
 
 
 def _pages(
@@ -108,24 +103,6 @@ class _Paged:
     return np.asarray(logits)
 
 
-class _Dense:
-  """`forward_dense` with its cache, as a function of a step."""
-
-  def __init__(self, params, config, num_rows, max_len):
-    self.run = functools.partial(models.forward_dense, config=config)
-    self.params = params
-    self.cache = _dense(config, num_rows, max_len)
-
-  def __call__(self, tokens, starts, counts, **keywords):
-    starts, counts = (jnp.asarray(x, jnp.int32) for x in (starts, counts))
-    tokens = jnp.asarray(tokens)
-    positions = _positions(starts, tokens.shape[1])
-    logits, self.cache = self.run(
-      self.params, tokens, positions, self.cache, starts, counts, **keywords
-    )
-    return np.asarray(logits)
-
-
 def _chunked(step: Any, tokens: np.ndarray, lengths: Any, chunk: int) -> Any:
   """Prefills `lengths[b]` tokens in chunks, then decodes the rest one by one.
 
@@ -174,68 +151,58 @@ class TestDecoder:
       (16, 4, 1),  # one key head for all
     ],
   )
-  def test_three_ways_agree(self, page_size, num_heads, num_kv_heads):
+  def test_pages_change_nothing(self, page_size, num_heads, num_kv_heads):
     config = _config(num_heads=num_heads, num_kv_heads=num_kv_heads)
     params, tokens = _params(config), _tokens(3, 21)
     expected = _whole(params, tokens, config)
-    ways = [
-      _Paged(params, config, 3, 24, page_size),
-      _Dense(params, config, 3, 24),
-    ]
-    for way in ways:
-      found = _chunked(way, tokens, lengths=[17, 5, 9], chunk=6)
-      _assert_close(found, expected)
+    step = _Paged(params, config, 3, 24, page_size)
+    found = _chunked(step, tokens, lengths=[17, 5, 9], chunk=6)
+    _assert_close(found, expected)
 
-  def test_three_ways_agree_in_bfloat16(self):
+  def test_pages_change_nothing_in_bfloat16(self):
     config = _config(dtype=jnp.bfloat16)
     params, tokens = _params(config), _tokens(3, 21)
     expected = _whole(params, tokens, config)
     # Eight bits of mantissa through two layers; logits are of order 1.
-    for way in (_Paged(params, config, 3, 24), _Dense(params, config, 3, 24)):
-      found = _chunked(way, tokens, lengths=[21] * 3, chunk=6)
-      np.testing.assert_allclose(found, expected, atol=0.06, rtol=0)
+    step = _Paged(params, config, 3, 24)
+    found = _chunked(step, tokens, lengths=[21] * 3, chunk=6)
+    np.testing.assert_allclose(found, expected, atol=0.06, rtol=0)
 
   def test_greedy_tokens_are_equal(self, small_model):
     config, params = small_model.config, small_model.params
     prompt = small_model.tokenizer.encode("13 is 6 modulo")
     tokens = np.zeros((2, 40), np.int32)
     tokens[:, : len(prompt)] = [prompt, prompt[::-1]]
-    ways = [_Paged(params, config, 2, 40), _Dense(params, config, 2, 40)]
+    run = _Paged(params, config, 2, 40)
     counts = [len(prompt)] * 2
-    last = [
-      way(tokens[:, : len(prompt)], [0, 0], counts, logits="last")
-      for way in ways
-    ]
+    last = run(tokens[:, : len(prompt)], [0, 0], counts, logits="last")
     for step in range(len(prompt), tokens.shape[1]):
-      best = [logits[:, 0].argmax(axis=-1) for logits in last]
+      best = last[:, 0].argmax(axis=-1)
       whole = _whole(params, tokens, config)[:, step - 1].argmax(axis=-1)
-      np.testing.assert_array_equal(best[0], whole)
-      np.testing.assert_array_equal(best[1], whole)
+      np.testing.assert_array_equal(best, whole)
       tokens[:, step] = whole
       token = tokens[:, step : step + 1]
-      last = [way(token, [step] * 2, [1, 1], logits="last") for way in ways]
+      last = run(token, [step] * 2, [1, 1], logits="last")
 
   def test_rows_do_not_depend_on_each_other(self):
     config = _config()
     params, tokens = _params(config), _tokens(3, 6)
     others = tokens.copy()
     others[[0, 2]] = (others[[0, 2]] + 7) % _VOCAB
-    for way in (_Paged, _Dense):
-      first = way(params, config, 3, 24)(tokens, [0] * 3, [6, 6, 5])
-      second = way(params, config, 3, 24)(others, [0] * 3, [2, 6, 0])
-      np.testing.assert_array_equal(first[1], second[1])
-      alone = way(params, config, 1, 24)(tokens[1:2], [0], [6])
-      _assert_close(alone[0], first[1])
+    first = _Paged(params, config, 3, 24)(tokens, [0] * 3, [6, 6, 5])
+    second = _Paged(params, config, 3, 24)(others, [0] * 3, [2, 6, 0])
+    np.testing.assert_array_equal(first[1], second[1])
+    alone = _Paged(params, config, 1, 24)(tokens[1:2], [0], [6])
+    _assert_close(alone[0], first[1])
     np.testing.assert_array_equal(
       _whole(params, tokens, config)[1], _whole(params, others, config)[1]
     )
 
-  @pytest.mark.parametrize("way", [_Paged, _Dense])
-  def test_logits_only_where_wanted(self, way):
+  def test_logits_only_where_wanted(self):
     config = _config()
     params, tokens = _params(config), _tokens(3, 6)
     counts = [6, 3, 0]
-    steps = [way(params, config, 3, 24) for _ in range(3)]
+    steps = [_Paged(params, config, 3, 24) for _ in range(3)]
     all_, last, none = (
       step(tokens, [0] * 3, counts, logits=wanted)
       for step, wanted in zip(steps, ("all", "last", "none"), strict=True)
@@ -249,60 +216,40 @@ class TestDecoder:
     _assert_close(after[1], after[0])
     _assert_close(after[2], after[0])
 
-  @pytest.mark.parametrize("way", [_Paged, _Dense])
-  def test_a_token_outside_the_vocabulary_is_not_clamped(self, way):
+  def test_a_token_outside_the_vocabulary_is_not_clamped(self):
     config = _config()
     params, tokens = _params(config), _tokens(3, 6)
     tokens[0, 2], tokens[1, 1] = _VOCAB, -1
-    logits = way(params, config, 3, 24)(tokens, [0] * 3, [6] * 3)
+    logits = _Paged(params, config, 3, 24)(tokens, [0] * 3, [6] * 3)
     assert np.isnan(logits[0, 2:]).all()
     assert np.isnan(logits[1, 1:]).all()
     assert np.isfinite(logits[2]).all()
 
-  @pytest.mark.parametrize("way", [_Paged, _Dense])
-  def test_padding_may_be_anything(self, way):
+  def test_padding_may_be_anything(self):
     config = _config()
     params, tokens = _params(config), _tokens(3, 6)
     counts = [2, 6, 4]
     padded = np.where(np.arange(6) < np.array(counts)[:, None], tokens, -1)
-    runs = [way(params, config, 3, 24) for _ in range(2)]
+    runs = [_Paged(params, config, 3, 24) for _ in range(2)]
     for run, given in zip(runs, (tokens, padded), strict=True):
       run(given.astype(np.int32), [0] * 3, counts)
     first, second = (run(tokens[:, :1], counts, [1] * 3) for run in runs)
     np.testing.assert_array_equal(first, second)
 
-  def test_a_full_dense_cache_is_not_silent(self):
-    config = _config()
-    params, tokens = _params(config), _tokens(3, 6)
-    way = _Dense(params, config, 3, 24)
-    for start in (0, 6, 12, 18):
-      way(tokens, [start] * 3, [6] * 3)
-    before = way.cache
-    logits = way(tokens[:, :1], [24, 23, 0], [1] * 3)
-    assert np.isnan(logits[0]).all()
-    assert np.isfinite(logits[1:]).all()
-    np.testing.assert_array_equal(before.k[:, 0], way.cache.k[:, 0])
-
   def test_a_loop_updates_the_memory_in_place(self):
     config = _config()
     params = _params(config)
     kv, table = _pages(config, 3, 64, 4)
-    memories = {"paged": kv, "dense": _dense(config, 3, 64)}
 
     def loop(memory, params):
       def step(carry):
         memory, tokens, starts = carry
         ones = jnp.ones((3,), jnp.int32)
         positions = starts[:, None]
-        if isinstance(memory, dense.DenseCache):
-          logits, memory = models.forward_dense(
-            params, tokens, positions, memory, starts, ones, config=config
-          )
-        else:
-          view = paged.View(page_table=table, starts=starts, counts=ones)
-          logits, memory = models.forward(
-            params, tokens, positions, memory, view, config=config
-          )
+        view = paged.View(page_table=table, starts=starts, counts=ones)
+        logits, memory = models.forward(
+          params, tokens, positions, memory, view, config=config
+        )
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return memory, best, starts + 1
 
@@ -310,16 +257,15 @@ class TestDecoder:
       carry = (memory, zeros[:, None], zeros)
       return jax.lax.while_loop(lambda c: c[2][0] < 60, step, carry)
 
-    for memory in memories.values():
-      text = (
-        jax.jit(loop, donate_argnums=0).lower(memory, params).compile()
-      ).as_text() or ""
-      leaves = [leaf for leaf in jax.tree.leaves(memory) if leaf.ndim > 3]
-      assert len(leaves) == 2
-      for leaf in leaves:
-        shape = ",".join(map(str, leaf.shape))
-        assert re.search(rf"\[{shape}\]", text)
-        assert not re.search(rf"\[{shape}\]\S* copy\(", text)
+    text = (
+      jax.jit(loop, donate_argnums=0).lower(kv, params).compile()
+    ).as_text() or ""
+    leaves = [leaf for leaf in jax.tree.leaves(kv) if leaf.ndim > 3]
+    assert len(leaves) == 2
+    for leaf in leaves:
+      shape = ",".join(map(str, leaf.shape))
+      assert re.search(rf"\[{shape}\]", text)
+      assert not re.search(rf"\[{shape}\]\S* copy\(", text)
 
 
 class TestConfig:
@@ -400,13 +346,11 @@ class TestConfig:
     call |= {name: value}
     with pytest.raises(TypeError, match=f"^`{name}` must be"):
       models.forward_uncached(params, **call, config=config)
-    where = {
-      "starts": jnp.zeros(1, jnp.int32),
-      "counts": jnp.ones(1, jnp.int32),
-    }
-    cache = _dense(config, 1, 4)
+    kv, table = _pages(config, 1, 4, 4)
+    one = jnp.ones(1, jnp.int32)
+    view = paged.View(page_table=table, starts=one - 1, counts=one)
     with pytest.raises(TypeError, match=f"^`{name}` must be"):
-      models.forward_dense(params, **call, cache=cache, **where, config=config)
+      models.forward(params, **call, kv=kv, view=view, config=config)
 
   def test_inputs_of_other_shapes_are_refused(self):
     config = _config()
@@ -420,13 +364,4 @@ class TestConfig:
     with pytest.raises(ValueError, match="embed"):
       run(params, tokens, positions, config=_config(vocab_size=5))
     with pytest.raises(ValueError, match="logits"):
-      models.forward_dense(
-        params,
-        tokens,
-        positions,
-        _dense(config, 2, 4),
-        jnp.zeros(2, jnp.int32),
-        jnp.ones(2, jnp.int32),
-        config=config,
-        logits="first",
-      )
+      _Paged(params, config, 2, 4)(tokens, [0] * 2, [1] * 2, logits="first")

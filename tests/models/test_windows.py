@@ -190,29 +190,6 @@ class _Packed(_Paged):
     return logits
 
 
-class _Dense:
-  """`forward_dense` and its memory."""
-
-  def __init__(self, config: models.Decoder):
-    self.run = functools.partial(models.forward_dense, config=config)
-    self.params = _params(config)
-    self.starts = jnp.zeros((_ROWS,), jnp.int32)
-    self.cache = models.init_dense(config, batch_size=_ROWS, max_len=_TOTAL)
-
-  def __call__(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    width = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    logits, self.cache = self.run(
-      self.params,
-      jnp.asarray(tokens),
-      self.starts[:, None] + width[None],
-      self.cache,
-      self.starts,
-      jnp.asarray(counts),
-    )
-    self.starts += jnp.asarray(counts)
-    return np.asarray(logits)
-
-
 def _in_steps(step: Any) -> np.ndarray:
   """Logits of all tokens: prompts in chunks, then one token at a time."""
   tokens, prompts = _tokens(), np.array(_PROMPTS)
@@ -234,13 +211,12 @@ def _in_steps(step: Any) -> np.ndarray:
 
 class TestTokens:
   @pytest.mark.parametrize("pattern", _PATTERNS)
-  @pytest.mark.parametrize("way", [_Paged, _Packed, _Dense])
+  @pytest.mark.parametrize("way", [_Paged, _Packed])
   def test_equal_the_decoder_in_numpy(self, way, pattern):
     step = way(_config(**_PATTERNS[pattern]))
     _assert_close(_in_steps(step), _expected(pattern))
-    if way is not _Dense:
-      assert step.num_recycled > 0
-      jaxkv.check(step.state)
+    assert step.num_recycled > 0
+    jaxkv.check(step.state)
 
   @pytest.mark.parametrize("pattern", _PATTERNS)
   def test_without_memory(self, pattern):

@@ -290,29 +290,6 @@ class TestLogits:
     with pytest.raises(ValueError, match=r"`logits` must have .* \[2, V\].*3,"):
       rollout.generate(None, _begin(), model=model)
 
-  def test_the_dense_run_does_the_same(self):
-    sequences = from_prompts(
-      [[1, 2, 3]], [3], jax.random.key(0), rollout.RolloutConfig()
-    )
-
-    def run(temperature, change):
-      def model(params, tokens, positions, memory, starts, counts):
-        del starts, counts
-        return _model(params, tokens, positions, memory, None, change)
-
-      config = rollout.RolloutConfig()
-      return rollout.generate_dense(
-        None, (), sequences, temperature, batch_size=1, model=model,
-        config=config,
-      )  # fmt: skip
-
-    half = run(0, lambda logits: logits.astype(jnp.bfloat16))
-    assert half.tokens[0, :6].tolist() == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(ValueError, match="`temperature` must be 0, or"):
-      run(float("nan"), lambda logits: logits)
-    with pytest.raises(TypeError, match="`logits` must be floats"):
-      run(0, lambda logits: logits.astype(jnp.int32))
-
 
 def test_a_donated_rollout_leaves_the_callers_arrays():
   """Settings, prompts and what else is given serve any number of rollouts."""

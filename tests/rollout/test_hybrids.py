@@ -12,6 +12,7 @@ from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.rollout.sequences import from_prompts
 from tests.rollout import by_hand
+from tests.rollout import uncached
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +48,7 @@ def _arguments(prompts: jax.Array, lengths: jax.Array, pages: int):
 
 
 def test_a_global_layer_and_five_windows():
-  """Equal to dense attention with masks, and windows hold what they need."""
+  """Equal to attention without a cache, and windows hold what they need."""
   rng = np.random.default_rng(0)
   prompts = rng.integers(4, 31, (5, _WIDTH)).astype(np.int32)
   prompts[1:3, :17] = prompts[0, :17]
@@ -55,14 +56,10 @@ def test_a_global_layer_and_five_windows():
   # Larger logits: a wrong one leads to other tokens soon.
   params = models.init_params(jax.random.key(0), _MODEL)
   params |= {"embed": params["embed"] * 3}
-  memory = models.init_dense(_MODEL, batch_size=5, max_len=_WIDTH + _NEW)
-  dense = functools.partial(models.forward_dense, config=_MODEL, logits="last")
   sequences = from_prompts(prompts, lengths, jax.random.key(1), _OPTIONS)
   expected = jax.jit(
-    functools.partial(
-      rollout.generate_dense, batch_size=5, model=dense, config=_OPTIONS
-    )
-  )(params, memory, sequences, jnp.float32(1))
+    functools.partial(uncached.generate, decoder=_MODEL, config=_OPTIONS)
+  )(params, sequences, jnp.float32(1))
   paged = functools.partial(models.forward, config=_MODEL)
   program = by_hand.Runner(paged, params)
   most = [

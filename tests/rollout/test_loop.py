@@ -19,6 +19,7 @@ from jaxkv._src.rollout.sequences import from_prompts
 from jaxkv_kernels._src.attention import shared_prefix
 from tests.models import small_model as texts
 from tests.rollout import by_hand
+from tests.rollout import uncached
 from tests.tools.tiers import slow_except
 
 _PROMPT_WIDTH = 72
@@ -87,27 +88,23 @@ def _program(model) -> Any:
 
 
 @functools.cache
-def _dense_run(config, samples: int, temperature: float, get_model) -> Any:
+def _uncached_run(samples: int, temperature: float, get_model) -> Any:
   model = get_model()
   options = _config(model, samples)
-  memory = models.init_dense(config, batch_size=5, max_len=_PROMPT_WIDTH + _NEW)
-  forward = functools.partial(
-    models.forward_dense, config=config, logits="last"
-  )
   sequences = from_prompts(*_prompts(model), jax.random.key(3), options)
   run = functools.partial(
-    rollout.generate_dense, batch_size=5, model=forward, config=options
+    uncached.generate, decoder=model.config, config=options
   )
-  return jax.jit(run)(model.params, memory, sequences, jnp.float32(temperature))
+  return jax.jit(run)(model.params, sequences, jnp.float32(temperature))
 
 
 @pytest.fixture(scope="module")
-def dense_run(small_model):
+def uncached_run(small_model):
   def get_model():
     return small_model
 
-  return lambda samples, temperature: _dense_run(
-    small_model.config, samples, temperature, get_model
+  return lambda samples, temperature: _uncached_run(
+    samples, temperature, get_model
   )
 
 
@@ -129,13 +126,13 @@ class TestTokens:
       for name in _RUNS
     ],
   )
-  def test_equal_the_dense_run(self, name, small_model, dense_run):
+  def test_equal_those_of_forward_passes(self, name, small_model, uncached_run):
     slots, pages, page_size, samples, temperature = _RUNS[name]
     state = _initial(small_model, slots, pages, page_size, samples)
     end = _program(small_model)(
       small_model.params, state, jnp.float32(temperature), _END
     )
-    expected = dense_run(samples, temperature)
+    expected = uncached_run(samples, temperature)
     np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
     np.testing.assert_array_equal(end.sequences.length, expected.length)
     # float32, summed in another order.
@@ -149,7 +146,7 @@ class TestTokens:
 
   @pytest.mark.slow
   def test_pages_read_once_give_the_same_tokens(
-    self, monkeypatch, small_model, dense_run
+    self, monkeypatch, small_model, uncached_run
   ):
     """Sharing is forced, because it would not pay for a small model."""
     least = dict.fromkeys(shared_prefix._LEAST_SAVING, -(2**20))
@@ -167,7 +164,7 @@ class TestTokens:
       )
       end = _program(small_model)(small_model.params, *arguments)
     assert calls
-    expected = dense_run(samples, temperature)
+    expected = uncached_run(samples, temperature)
     np.testing.assert_array_equal(end.sequences.tokens, expected.tokens)
 
   def _check_what_happened(self, name: str, end: rollout.RolloutState) -> None:

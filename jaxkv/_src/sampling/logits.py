@@ -37,20 +37,6 @@ def check_all_logits(logits: Any, columns: int) -> None:
   check_shape("logits", logits, (1, columns, "V"), meaning)
 
 
-def last_logits(logits: Array, rows: int) -> Array:
-  """Selects those of each row's last token, [B, V].
-
-  Args:
-    logits: [B, X, V], what a model returned.
-    rows: B.
-
-  Raises:
-    ValueError: they have another shape.
-  """
-  check_shape("logits", logits, (rows, "X", "V"), _FROM_MODEL)
-  return logits[:, -1]
-
-
 def _check_floats(logits: Any) -> None:
   if not jnp.issubdtype(logits.dtype, jnp.floating):
     raise TypeError(

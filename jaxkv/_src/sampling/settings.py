@@ -13,7 +13,6 @@ from jax.core import Tracer
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_int32
-from jaxkv._src.guides.stop_strings import StopStrings
 from jaxkv._src.sampling import padding
 from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.temperature import HIGHEST
@@ -128,7 +127,8 @@ class Sampling:
         sized = isinstance(value, list | tuple | np.ndarray) and len(value)
         cast(value, len(value) if sized else 1)
     strings = self.stop_strings
-    if strings is not None and not isinstance(strings, StopStrings):
+    # `StopStrings` is of a higher layer.
+    if strings is not None and not hasattr(strings, "advance"):
       raise TypeError(
         "`stop_strings` must be a rollout.StopStrings, got "
         f"{type(strings).__name__}; make it with rollout.stop_strings."

@@ -80,7 +80,7 @@ def attend(
     q: [N, T, H, D] queries.
     k: [N, T, K, D] keys; K divides H.
     v: [N, T, K, X] values.
-    window: see `jaxkv._src.models.dense.attend_causal`.
+    window: see `causal_attention.attend_causal`.
     scale: see there.
     soft_cap: see there.
     sinks: see there.

@@ -1,9 +1,8 @@
-"""The decoder: one function of tokens, with three ways to keep what it reads.
+"""The decoder: one function of tokens, with two ways to keep what it reads.
 
 | function           | keys and values                   | used for         |
 |--------------------|-----------------------------------|------------------|
 | `forward`          | paged memory (`jaxkv.kv`)         | decoding         |
-| `forward_dense`    | `DenseCache`                      | the baseline     |
 | `forward_uncached` | those of the same call, no memory | training         |
 | `chosen_experts`   | the same; gives experts, not logits | routing replay |
 
@@ -23,7 +22,6 @@ from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.shared_prefix import refresh_shared
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
-from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import logits as all_logits
 from jaxkv._src.models.decoder import memories
@@ -141,58 +139,6 @@ def forward(
   )
   kv = pools if type(kv) is tuple else pools[0]
   return out if columns is None else out[0], kv
-
-
-@functools.partial(jax.jit, static_argnames=("config", "logits"))
-def forward_dense(
-  params: Params,
-  tokens: jax.Array,
-  positions: jax.Array,
-  cache: dense.DenseCache,
-  starts: jax.Array,
-  counts: jax.Array,
-  *,
-  config: Decoder,
-  logits: Wanted = "all",
-) -> tuple[jax.Array, dense.DenseCache]:
-  """Like `forward`, with one contiguous stretch of memory per row.
-
-  The baseline: no pages, no kernel. Tokens past `cache.max_len` are not
-  kept, and get NaN logits. Never donates.
-
-  Args:
-    params: as `init_params` returns.
-    tokens: int32[B, T].
-    positions: int32[B, T].
-    cache: the memory.
-    starts: int32[B], tokens of each row cached before.
-    counts: int32[B], how many of each row's T tokens to keep.
-    config: static; a decoder whose layers have `Attention` of equal sizes.
-    logits: static; as in `forward`.
-
-  Returns:
-    (logits, cache): float32[B, P, V] as in `forward`.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp
-    >>> from jaxkv import models
-    >>> config = models.llama(vocab_size=11, num_layers=2, embed_dim=8,
-    ...                       num_heads=4, num_kv_heads=2, head_dim=2,
-    ...                       mlp_dim=16)
-    >>> cache = models.init_dense(config, batch_size=1, max_len=8)
-    >>> logits, cache = forward_dense(
-    ...   models.init_params(jax.random.key(0), config),
-    ...   jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]]), cache,
-    ...   jnp.array([0]), jnp.array([3]), config=config, logits="last")
-    >>> logits.shape
-    (1, 1, 11)
-  """
-  all_logits.check_tokens(tokens, positions)
-  keep = memories.Dense(starts, counts, layout.period(config))
-  out, memory = all_logits.run(
-    params, tokens, positions, (cache,), keep, counts, logits, config
-  )
-  return out, memory[0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kv_dtype"))

@@ -1,9 +1,8 @@
-"""Three ways to keep keys and values, which differ in nothing else.
+"""Two ways to keep keys and values, which differ in nothing else.
 
 | way        | where                                        | used for     |
 |------------|----------------------------------------------|--------------|
 | `Paged`    | pages (`jaxkv.kv`)                           | decoding     |
-| `Dense`    | a stretch for each sequence                  | the baseline |
 | `Nowhere`  | those of the same call                       | training     |
 
 `Branches` (`branches`) is `Nowhere` for trees of tokens.
@@ -23,9 +22,9 @@ from jaxkv._src.kv.tokens import TokenPages
 from jaxkv._src.kv.tokens import write_tokens
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
-from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder import states
+from jaxkv._src.models.decoder.causal_attention import attend_causal
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
@@ -161,61 +160,6 @@ class Paged:
     return (*memory[:-1], pool)
 
 
-class _WithoutExperts:
-  """A memory that is given no experts, and keeps none."""
-
-  experts = None
-
-  def routed(
-    self, place: Place, used: jax.Array, memory: tuple[Any, ...]
-  ) -> tuple[Any, ...]:
-    """See `Paged`."""
-    del place, used
-    return memory
-
-
-@dataclasses.dataclass(frozen=True)
-class Dense(_WithoutExperts):
-  """Keys and values of layers that are all alike, in a `DenseCache`.
-
-  Attributes:
-    starts: int32[B], tokens of each row kept before.
-    counts: int32[B], tokens of this call to keep.
-    num_groups: C, of the cache that it stands for.
-  """
-
-  starts: jax.Array
-  counts: jax.Array
-  num_groups: int
-
-  def softmax(
-    self,
-    attention: Attention,
-    place: Place,
-    weights: Params,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    memory: tuple[dense.DenseCache, ...],
-  ) -> tuple[jax.Array, tuple[dense.DenseCache, ...]]:
-    """See `Paged`."""
-    layer = place.layer * self.num_groups + place.group
-    cache = dense.write(memory[0], layer, self.starts, self.counts, k, v)
-    out = dense.attend(
-      cache, layer, self.starts, q, **_options(attention, weights)
-    )
-    return out, (cache,)
-
-  def latent(self, *_: Any) -> Any:
-    """Raises: the baseline knows keys and values alone."""
-    raise NotImplementedError(
-      "`forward_dense` serves layers with `Attention` alone; use "
-      "forward_uncached."
-    )
-
-  recurrent = latent
-
-
 @dataclasses.dataclass(frozen=True)
 class Nowhere:
   """No memory of tokens: they attend to those of the same call.
@@ -250,9 +194,9 @@ class Nowhere:
       q: [B, T, H, D].
       k: [B, T, K, D].
       v: [B, T, K, X].
-      **options: see `dense.attend_causal`.
+      **options: see `attend_causal`.
     """
-    return dense.attend_causal(q, k, v, **options)
+    return attend_causal(q, k, v, **options)
 
   def latent(
     self,

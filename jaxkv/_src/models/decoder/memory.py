@@ -9,11 +9,9 @@ from jaxkv._src.kv.memory import init as init_pages
 from jaxkv._src.kv.states import init_states
 from jaxkv._src.kv.tokens import TokenPages
 from jaxkv._src.kv.view import AnyView
-from jaxkv._src.models import dense
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder import states
-from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
 
@@ -36,42 +34,6 @@ def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
     (3, SlidingWindow(page_size=None, window=8))
   """
   return layout.groups(decoder)
-
-
-def init_dense(
-  decoder: Decoder, *, batch_size: int, max_len: int
-) -> dense.DenseCache:
-  """The baseline's memory of a decoder, for `forward_dense`.
-
-  Args:
-    decoder: whose layers have `Attention` of equal sizes.
-    batch_size: B, rows.
-    max_len: tokens that fit in a row.
-
-  Raises:
-    ValueError: the layers have other attention, or other sizes.
-  """
-  sizes = {
-    (kind.num_kv_heads, kind.head_dim)
-    if isinstance(kind := layer.attention, Attention)
-    else None
-    for layer in decoder.layers
-  }
-  if len(sizes) > 1 or None in sizes:
-    raise ValueError(
-      "`decoder` must have layers with `Attention` of equal sizes, got "
-      f"{len(sizes)} kinds of them; the baseline serves no others."
-    )
-  kind = decoder.layers[0].attention
-  assert isinstance(kind, Attention)
-  return dense.init(
-    num_layers=decoder.num_layers,
-    batch_size=batch_size,
-    max_len=max_len,
-    num_kv_heads=kind.num_kv_heads,
-    head_dim=kind.head_dim,
-    dtype=decoder.dtype,
-  )
 
 
 def init_kv(
