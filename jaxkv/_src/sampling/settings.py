@@ -127,7 +127,6 @@ class Sampling:
         sized = isinstance(value, list | tuple | np.ndarray) and len(value)
         cast(value, len(value) if sized else 1)
     strings = self.stop_strings
-    # `StopStrings` is of a higher layer.
     if strings is not None and not hasattr(strings, "advance"):
       raise TypeError(
         "`stop_strings` must be a rollout.StopStrings, got "
@@ -461,16 +460,14 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
     fields[name] = write(
       name, getattr(sampling, name), getattr(new, name), PADDING
     )
-  bias, more = sampling.logit_bias, new.logit_bias or _NO_BIAS
+  bias = sampling.logit_bias
+  more = new.logit_bias or LogitBias(tokens=None, values=None)
   if bias is not None:
     bias = LogitBias(
       tokens=write("logit_bias", bias.tokens, more.tokens, PADDING),
       values=write("logit_bias", bias.values, more.values, 0),
     )
   return dataclasses.replace(sampling, logit_bias=bias, **fields)
-
-
-_NO_BIAS = LogitBias(tokens=None, values=None)
 
 
 def _check_fields(sampling: Sampling, new: Sampling) -> None:
