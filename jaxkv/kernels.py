@@ -12,6 +12,7 @@ they do not need a cache. `jaxkv_kernels` is the same package without `jaxkv`.
   attention over one pool; `xla` and `triton`
 - `plan_decode`, `decode_workers`: cut a step into equal pieces of work, for
   backends that take plans
+- `tile_queries`: cuts packed queries into tiles of one sequence each
 - `merge_states`: combines attention over parts of the keys
 - `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
   pages, in place
@@ -46,8 +47,10 @@ beside a plain copy and other libraries.
 """
 
 from jaxkv_kernels import BACKENDS
+from jaxkv_kernels import BLOCK_TOKENS
 from jaxkv_kernels import AttentionOptions
 from jaxkv_kernels import DecodePlan
+from jaxkv_kernels import QueryTiles
 from jaxkv_kernels import SharedPrefix
 from jaxkv_kernels import append_kv
 from jaxkv_kernels import append_pages
@@ -69,11 +72,14 @@ from jaxkv_kernels import plan_decode
 from jaxkv_kernels import plan_shared_prefix
 from jaxkv_kernels import quantize
 from jaxkv_kernels import store
+from jaxkv_kernels import tile_queries
 
 __all__ = [
   "BACKENDS",
+  "BLOCK_TOKENS",
   "AttentionOptions",
   "DecodePlan",
+  "QueryTiles",
   "SharedPrefix",
   "append_kv",
   "append_pages",
@@ -95,4 +101,5 @@ __all__ = [
   "plan_shared_prefix",
   "quantize",
   "store",
+  "tile_queries",
 ]

@@ -21,8 +21,11 @@ from jaxkv_kernels._src.attention.mla import mla_attention
 from jaxkv_kernels._src.attention.mla import mla_attention_padded
 from jaxkv_kernels._src.attention.mla import mla_decode
 from jaxkv_kernels._src.attention.options import AttentionOptions
+from jaxkv_kernels._src.attention.query_packing import QueryTiles
+from jaxkv_kernels._src.attention.query_packing import tile_queries
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 from jaxkv_kernels._src.attention.shared_prefix import plan_shared_prefix
+from jaxkv_kernels._src.attention.xla.backend import BLOCK_TOKENS
 from jaxkv_kernels._src.formats import load
 from jaxkv_kernels._src.formats import logical_dtype
 from jaxkv_kernels._src.formats import quantize
@@ -32,8 +35,10 @@ from jaxkv_kernels._src.pages import gather_pages
 
 __all__ = [
   "BACKENDS",
+  "BLOCK_TOKENS",
   "AttentionOptions",
   "DecodePlan",
+  "QueryTiles",
   "SharedPrefix",
   "append_kv",
   "append_pages",
@@ -55,4 +60,5 @@ __all__ = [
   "plan_shared_prefix",
   "quantize",
   "store",
+  "tile_queries",
 ]

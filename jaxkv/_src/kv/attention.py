@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
-from jaxkv._src.kv.cross_attention import attend_encoder
-from jaxkv._src.kv.exact_attention import attend_exact
-from jaxkv._src.kv.exact_attention import check_exact
+from jaxkv._src.exact import attention as exact_attention
+from jaxkv._src.kv import cross_attention
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.view import AnyView
@@ -24,8 +24,6 @@ from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import check_rows
 from jaxkv._src.kv.view import decode_lengths
 from jaxkv._src.kv.view import rows_of
-from jaxkv_kernels._src.attention.options import given
-from jaxkv_kernels._src.attention.options import refuse_options
 
 
 def attend(
@@ -144,14 +142,13 @@ def attend_with_lse(
   if q.ndim != 4:
     arguments.refuse(ValueError, "q", "[B, T, H, D]", q)
   check_layer(kv, layer)
-  options = given(options)
-  refuse_options(options, "kv has its own scales", "k_scale", "v_scale")
+  options = _checked(options)
   if isinstance(view, PackedView):
-    refuse_options(options, "a PackedView has no drafts", "tree_mask")
+    options.refuse("a PackedView has no drafts", "tree_mask")
   if not causal:
     _check_encoder(kv, options)
   if exact:
-    check_exact(kv, options, causal)
+    exact_attention.check_exact(kv.k.shape[2], options, causal)
   # Python numbers stay static under the `jit` below, so they can be checked.
   numbers = options.numbers()
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
@@ -170,13 +167,29 @@ def attend_with_lse(
   return call(kv, view, jnp.asarray(layer, jnp.int32), q, arrays)
 
 
+def _checked(
+  options: kernels.AttentionOptions | None,
+) -> kernels.AttentionOptions:
+  """Returns the caller's options, or the defaults for None."""
+  if options is None:
+    return kernels.AttentionOptions()
+  if not isinstance(options, kernels.AttentionOptions):
+    raise TypeError(
+      "`options` must be an AttentionOptions or None, got "
+      f"{type(options).__name__}; make one with "
+      "jaxkv.kernels.AttentionOptions(...)."
+    )
+  options.refuse("kv has its own scales", "k_scale", "v_scale")
+  return options
+
+
 def _check_encoder(kv: KVPages, options: kernels.AttentionOptions) -> None:
   """Raises if what is asked for makes no sense for an encoder's tokens."""
   if kv.value_dim is not None:
     wanted = "pages of keys and values with causal=False"
     arguments.refuse(ValueError, "kv", wanted, f"latents of {kv.value_dim}")
   why = "an encoder's tokens have no place before or after a query"
-  refuse_options(options, why, "window", "alibi_slopes", "tree_mask")
+  options.refuse(why, "window", "alibi_slopes", "tree_mask")
 
 
 def _by_head(
@@ -238,21 +251,22 @@ def _attend(
   if kv.value_dim is not None:
     call["value_dim"] = kv.value_dim
   if not causal:
-    return attend_encoder(kv, view, q, call)
-  if exact:
-    return attend_exact(kv, view, q, call)
-  if isinstance(view, PackedView):
-    return _attend_packed(kv, view, q, call)
-  rows = rows_of(view)
-  if q.shape[1] > 1 or options.tree_mask is not None:
-    attention: Callable[..., Any] = kernels.paged_attention_padded
-    if kv.v is None:
-      attention = kernels.mla_attention_padded
-    return attention(
-      q, *_pools(kv), rows.page_table, rows.starts, rows.counts, **call
-    )
-  out, lse = _attend_single(kv, view, q[:, 0], call)
-  return out[:, None], lse[:, None]
+    algorithm = _CROSS
+  elif exact:
+    algorithm = _EXACT
+  else:
+    algorithm = _CAUSAL
+  if not isinstance(view, PackedView):
+    return algorithm.rectangle(kv, view, q, call)
+  # Single tokens as in a decode step, then packed queries.
+  num_single = rows_of(view.decode).page_table.shape[0]
+  out, lse = algorithm.rectangle(kv, view.decode, q[0, :num_single, None], call)
+  out, lse = out[:, 0], lse[:, 0]
+  if view.prefill is not None:
+    more = algorithm.packed(kv, view.prefill, q[0, num_single:], call)
+    out = jnp.concatenate([out, more[0]])
+    lse = jnp.concatenate([lse, more[1]])
+  return out[None], lse[None]
 
 
 def _pools(kv: KVPages) -> tuple[jax.Array, ...]:
@@ -260,31 +274,39 @@ def _pools(kv: KVPages) -> tuple[jax.Array, ...]:
   return (kv.k,) if kv.v is None else (kv.k, kv.v)
 
 
-def _attend_packed(
-  kv: KVPages, view: PackedView, q: jax.Array, call: dict[str, Any]
+def _rectangle(
+  kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Single tokens as in a decode step, the others as packed queries."""
-  single = rows_of(view.decode).page_table.shape[0]
-  parts = [_attend_single(kv, view.decode, q[0, :single], call)]
-  if view.prefill is not None:
-    rows = view.prefill
-    begins = jnp.zeros((1,), jnp.int32)
-    ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
-    attention: Callable[..., Any] = kernels.paged_attention
-    if kv.v is None:
-      attention = kernels.mla_attention
-    parts.append(
-      attention(
-        q[0, single:],
-        *_pools(kv),
-        rows.page_table,
-        rows.starts + rows.counts,
-        jnp.concatenate([begins, ends]),
-        **call,
-      )
-    )
-  out, lse = zip(*parts, strict=True)
-  return jnp.concatenate(out)[None], jnp.concatenate(lse)[None]
+  """Queries [B, T, H, D]."""
+  if q.shape[1] == 1 and call["options"].tree_mask is None:
+    out, lse = _attend_single(kv, view, q[:, 0], call)
+    return out[:, None], lse[:, None]
+  rows = rows_of(view)
+  attention: Callable[..., Any] = kernels.paged_attention_padded
+  if kv.v is None:
+    attention = kernels.mla_attention_padded
+  return attention(
+    q, *_pools(kv), rows.page_table, rows.starts, rows.counts, **call
+  )
+
+
+def _packed(
+  kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+  """Queries [C, H, D] that stand one row after another."""
+  begins = jnp.zeros((1,), jnp.int32)
+  ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
+  attention: Callable[..., Any] = kernels.paged_attention
+  if kv.v is None:
+    attention = kernels.mla_attention
+  return attention(
+    q,
+    *_pools(kv),
+    rows.page_table,
+    rows.starts + rows.counts,
+    jnp.concatenate([begins, ends]),
+    **call,
+  )
 
 
 def _attend_single(
@@ -307,3 +329,43 @@ def _attend_single(
       q, kv.k, kv.v, rows.page_table, lengths, plan=rows.plan, **call
     )
   return out, jnp.where((rows.counts > 0)[:, None], lse, -jnp.inf)
+
+
+def _exact_rectangle(
+  kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+  """Queries [B, T, H, D], with the same bits in every call."""
+  sequences = _sequences(kv, rows_of(view))
+  return exact_attention.attend_rectangle(sequences, q, call)
+
+
+def _exact_packed(
+  kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+  """Queries [C, H, D], with the same bits in every call."""
+  return exact_attention.attend_packed(_sequences(kv, rows), q, call)
+
+
+def _sequences(kv: KVPages, rows: View) -> exact_attention.Sequences:
+  return exact_attention.Sequences(
+    _pools(kv), rows.page_table, rows.starts, rows.counts
+  )
+
+
+class _Algorithm(NamedTuple):
+  """Attention of both forms of queries.
+
+  Attributes:
+    rectangle: of queries [B, T, H, D] in a `View` or `FreshView`.
+    packed: of queries [C, H, D], one row of a `View` after another.
+  """
+
+  rectangle: Callable[..., tuple[jax.Array, jax.Array]]
+  packed: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+_CAUSAL = _Algorithm(_rectangle, _packed)
+_EXACT = _Algorithm(_exact_rectangle, _exact_packed)
+_CROSS = _Algorithm(
+  cross_attention.attend_rectangle, cross_attention.attend_packed
+)

@@ -13,65 +13,52 @@ import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.memory import KVPages
-from jaxkv._src.kv.view import AnyView
-from jaxkv._src.kv.view import PackedView
+from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
-from jaxkv_kernels._src.attention import query_packing
 
 _HEADS = 64
 """The most query heads of a key-value head that every backend serves."""
 
 
-def attend_encoder(
-  kv: KVPages, view: AnyView, q: jax.Array, call: dict[str, Any]
+def attend_packed(
+  kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Each query sees positions 0 .. starts - 1 of its row, and no others.
+  """Attention of queries that stand one row after another.
+
+  Each query sees positions 0 .. starts - 1 of its row, and no others.
 
   Args:
     kv: the pages.
-    view: the rows; of them `starts` are the tokens to be seen, and `counts` the
-      queries.
-    q: [B, T, H, D].
+    rows: their `starts` are the tokens to be seen, their `counts` the queries.
+    q: [C, H, D].
     call: further arguments of `kernels.paged_decode`.
 
   Returns:
-    [B, T, H, D]; float32[B, T, H].
+    [C, H, D]; float32[C, H], log-sum-exps.
   """
-  if not isinstance(view, PackedView):
-    return _rectangle(kv, rows_of(view), q, call)
-  decode = rows_of(view.decode)
-  single = decode.page_table.shape[0]
-  out, lse = _rectangle(kv, decode, q[0, :single, None], call)
-  parts = [(out[:, 0], lse[:, 0])]
-  if view.prefill is not None:
-    parts.append(_packed(kv, view.prefill, q[0, single:], call))
-  out, lse = zip(*parts, strict=True)
-  return jnp.concatenate(out)[None], jnp.concatenate(lse)[None]
-
-
-def _packed(
-  kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
-) -> tuple[jax.Array, jax.Array]:
-  """Queries [C, H, D] that stand one row after another."""
   begins = jnp.zeros((1,), jnp.int32)
   ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
   runs = jnp.concatenate([begins, ends])
   columns = q.shape[0]
-  tiles = query_packing.tile(rows.starts, runs, columns, columns)
+  tiles = kernels.tile_queries(rows.starts, runs, columns, columns)
   own = View(
     page_table=jnp.take(rows.page_table, tiles.sequences, axis=0, mode="clip"),
     starts=jnp.take(rows.starts, tiles.sequences, mode="clip"),
     counts=tiles.counts,
   )
-  out, lse = _rectangle(kv, own, query_packing.pack(q, tiles), call)
-  return query_packing.unpack(out, lse, tiles)
+  out, lse = attend_rectangle(kv, own, tiles.pack(q), call)
+  return tiles.unpack(out, lse)
 
 
-def _rectangle(
-  kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
+def attend_rectangle(
+  kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Queries [B, T, H, D], cut into pieces of few enough query heads."""
+  """Attention of queries [B, T, H, D]; see `attend_packed`.
+
+  The columns are cut into pieces of few enough query heads.
+  """
+  rows = rows_of(view)
   batch, columns, heads, dim = q.shape
   groups = kv.num_kv_heads
   size = max(1, min(columns, _HEADS * groups // heads))

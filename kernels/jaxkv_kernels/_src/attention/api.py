@@ -24,7 +24,7 @@ from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import check_options
 from jaxkv_kernels._src.attention.options import check_query_tile
 from jaxkv_kernels._src.attention.options import check_tree_mask
-from jaxkv_kernels._src.attention.options import refuse_options
+from jaxkv_kernels._src.attention.options import given
 
 
 def paged_decode(
@@ -99,7 +99,7 @@ def paged_decode(
   check.vector("lengths", lengths, q.shape[0])
   check.beside("q", q, page_table=page_table, lengths=lengths)
   why = "trees need several queries in a row: use paged_attention_padded"
-  refuse_options(options, why, "tree_mask")
+  given(options).refuse(why, "tree_mask")
   call = check_options(
     options,
     q,
@@ -240,7 +240,7 @@ def paged_attention(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
   kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
-  tiles = query_packing.tile(kv_lens, cu_q_lens, q.shape[0], longest)
+  tiles = query_packing.tile_queries(kv_lens, cu_q_lens, q.shape[0], longest)
   out, lse = attend_in_tiles(
     "paged_attention",
     backend,
@@ -260,7 +260,7 @@ def attend_in_tiles(
   q: jax.Array,
   pools: tuple[jax.Array, jax.Array],
   page_table: jax.Array,
-  tiles: query_packing.Packing,
+  tiles: query_packing.QueryTiles,
   mask: jax.Array | None,
   call: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
@@ -282,16 +282,16 @@ def attend_in_tiles(
   if mask is not None:
     call = dataclasses.replace(
       call,
-      tree_mask=query_packing.pack(mask, tiles),
+      tree_mask=tiles.pack(mask),
       tree_starts=tiles.run_starts,
     )
-  rows = query_packing.pack(q, tiles)
+  rows = tiles.pack(q)
   table = jnp.take(page_table, tiles.sequences, axis=0, mode="clip")
   chosen = choose_backend(function, backend, rows, *pools, call)
   out, lse = chosen.attend(
     rows, *pools, table, tiles.starts, tiles.counts, call
   )
-  out, lse = query_packing.unpack(out, lse, tiles)
+  out, lse = tiles.unpack(out, lse)
   return out.astype(q.dtype), lse
 
 

@@ -22,7 +22,7 @@ from jaxkv_kernels._src.attention.merge import merge_states
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import check_options
-from jaxkv_kernels._src.attention.options import refuse_options
+from jaxkv_kernels._src.attention.options import given
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 
 
@@ -68,7 +68,7 @@ def cascade_decode(
   check.queries("q", q, "BHD")
   check.pools(q, k_pages, v_pages)
   _check_shared(q, shared)
-  refuse_options(options, "use paged_decode instead", "window", "tree_mask")
+  given(options).refuse("use paged_decode instead", "window", "tree_mask")
   call = check_options(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )

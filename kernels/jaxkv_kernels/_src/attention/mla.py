@@ -27,7 +27,6 @@ from jaxkv_kernels._src.attention.options import check_options
 from jaxkv_kernels._src.attention.options import check_query_tile
 from jaxkv_kernels._src.attention.options import check_tree_mask
 from jaxkv_kernels._src.attention.options import given
-from jaxkv_kernels._src.attention.options import refuse_options
 
 
 def mla_decode(
@@ -89,7 +88,7 @@ def mla_decode(
   """
   check.queries("q", q, "BHD")
   why = "trees need several queries in a row: use mla_attention_padded"
-  refuse_options(options, why, "tree_mask")
+  given(options).refuse(why, "tree_mask")
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
   check.beside("q", q, page_table=page_table, lengths=lengths)
@@ -218,7 +217,7 @@ def mla_attention(
   longest = check.max_query_len(max_query_len, q.shape[0])
   call = _check_latents(q, pages, value_dim, options, page_offset, interpret)
   kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
-  tiles = query_packing.tile(kv_lens, cu_q_lens, q.shape[0], longest)
+  tiles = query_packing.tile_queries(kv_lens, cu_q_lens, q.shape[0], longest)
   out, lse = attend_in_tiles(
     "mla_attention",
     backend,
@@ -253,9 +252,9 @@ def _check_latents(
   options = given(options)
   check.scalar("options.scale", options.scale, np.floating)  # No default here.
   check.beside("q", q, pages=pages)
-  refuse_options(options, "k_scale scales keys and values", "v_scale")
+  given(options).refuse("k_scale scales keys and values", "v_scale")
   why = "attention over latents does not support it"
-  refuse_options(options, why, "sinks", "alibi_slopes")
+  given(options).refuse(why, "sinks", "alibi_slopes")
   return check_options(
     dataclasses.replace(options, v_scale=options.k_scale),
     q,

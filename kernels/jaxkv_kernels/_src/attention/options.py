@@ -62,6 +62,18 @@ class AttentionOptions:
     kinds = (int, float, np.generic)
     return {name: value for name, value in fields if isinstance(value, kinds)}
 
+  def refuse(self, reason: str, *names: str) -> None:
+    """Raises `ValueError` if one of the options named is given.
+
+    Args:
+      reason: why a function does not take them, for the message.
+      *names: of fields.
+    """
+    for name in names:
+      value = getattr(self, name)
+      if value is not None:
+        check.refuse(ValueError, f"options.{name}", "None", value, reason)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallOptions:
@@ -182,23 +194,6 @@ def given(options: AttentionOptions | None) -> AttentionOptions:
   return options
 
 
-def refuse_options(
-  options: AttentionOptions | None, why: str, *names: str
-) -> None:
-  """Raises `ValueError` if one of the options named is given.
-
-  Args:
-    options: of the caller.
-    why: why the public function does not take them.
-    *names: of fields.
-  """
-  options = given(options)
-  for name in names:
-    value = getattr(options, name)
-    if value is not None:
-      check.refuse(ValueError, f"options.{name}", "None", value, why)
-
-
 def check_tree_mask(
   options: AttentionOptions | None, leading: tuple[int, ...]
 ) -> jax.Array | None:
@@ -215,7 +210,7 @@ def check_query_tile(
   if query_tile is not None:
     check.count("query_tile", query_tile)
     why = "the columns of a tree are computed at once: no query_tile"
-    refuse_options(options, why, "tree_mask")
+    given(options).refuse(why, "tree_mask")
 
 
 def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 TILE = 32
 
 
-class Packing(NamedTuple):
-  """Which queries each tile holds, and where each query is.
+class QueryTiles(NamedTuple):
+  """Tiles of queries: which queries each one holds, and where each query is.
 
   Attributes:
     sequences: the sequence that each tile belongs to.
@@ -35,6 +35,22 @@ class Packing(NamedTuple):
   run_starts: jax.Array  # int32[Z]
   source: jax.Array  # int32[Z, size]
   flat: jax.Array  # int32[T]
+
+  def pack(self, q: jax.Array) -> jax.Array:
+    """Gathers packed [T, ...] into tiles [Z, size, ...], padded with zeros."""
+    return jnp.asarray(q).at[self.source].get(mode="fill", fill_value=0)
+
+  def unpack(
+    self, out: jax.Array, lse: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns tiles [Z, size, H, Dv], [Z, size, H] as [T, H, Dv], [T, H]."""
+    chex.assert_equal_shape_prefix([out, lse], 3)
+    out = out.reshape(-1, *out.shape[2:])
+    lse = lse.reshape(-1, *lse.shape[2:])
+    return (
+      out.at[self.flat].get(mode="fill", fill_value=0),
+      lse.at[self.flat].get(mode="fill", fill_value=-jnp.inf),
+    )
 
 
 def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
@@ -54,14 +70,14 @@ def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
   return row.astype(jnp.int32)
 
 
-def tile(
+def tile_queries(
   kv_lens: jax.Array,
   cu_q_lens: jax.Array,
   rows: int,
   max_query_len: int,
   *,
   size: int = TILE,
-) -> Packing:
+) -> QueryTiles:
   """Cuts the runs `cu_q_lens` of T = `rows` packed queries into tiles.
 
   Args:
@@ -98,29 +114,11 @@ def tile(
   flat = begins[jnp.minimum(owner, batch - 1)] * size + at
   run_start = kv_lens[sequence] - runs[sequence]
   found = (owner < batch) & (at >= 0) & (at < max_query_len)
-  return Packing(
+  return QueryTiles(
     sequences=sequence,
     starts=run_start + done,
     counts=count,
     run_starts=run_start,
     source=source,
     flat=jnp.where(found, flat, num * size),
-  )
-
-
-def pack(q: jax.Array, tiles: Packing) -> jax.Array:
-  """Packed [T, ...] to tiles [Z, size, ...], zeros where there is no query."""
-  return jnp.asarray(q).at[tiles.source].get(mode="fill", fill_value=0)
-
-
-def unpack(
-  out: jax.Array, lse: jax.Array, tiles: Packing
-) -> tuple[jax.Array, jax.Array]:
-  """Tiles [Z, size, H, Dv], [Z, size, H] to packed [T, H, Dv], [T, H]."""
-  chex.assert_equal_shape_prefix([out, lse], 3)
-  out = out.reshape(-1, *out.shape[2:])
-  lse = lse.reshape(-1, *lse.shape[2:])
-  return (
-    out.at[tiles.flat].get(mode="fill", fill_value=0),
-    lse.at[tiles.flat].get(mode="fill", fill_value=-jnp.inf),
   )
