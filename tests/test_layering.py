@@ -177,6 +177,15 @@ def test_nothing_imports_clients():
   ] == []
 
 
+def test_kernels_are_used_by_public_names():
+  assert [
+    (module, imported)
+    for module, imported in _PAIRS
+    if not module.startswith("jaxkv_kernels")
+    and imported.startswith("jaxkv_kernels._")
+  ] == []
+
+
 def test_few_modules_are_loose():
   loose = {path.stem for path in (_ROOT / "jaxkv" / "_src").glob("*.py")}
   assert loose - {"__init__"} == _LOOSE

@@ -1,0 +1,98 @@
+"""Functions of tokens, computed so that no token depends on its neighbours.
+
+`in_tiles` calls a function that treats each token alone with tiles of tokens.
+`recur` runs a recurrence one token at a time.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv._src.arrays import sharding
+from jaxkv._src.exact import row_loop
+
+_ROWS = 8
+"""Sequences whose recurrences are computed together."""
+
+Recurrence = Callable[..., tuple[jax.Array, Any]]
+"""`(weights, inputs, states, counts) -> (out, states)`: takes inputs
+[B, T, ...], states of B sequences and their int32[B] valid tokens; returns
+[B, T, ...]."""
+
+
+def in_tiles(
+  tile: int, function: Callable[..., Any], weights: Any, *arrays: Any
+) -> Any:
+  """Computes `function(weights, *arrays)`, a tile of tokens at a time.
+
+  Args:
+    tile: static; tokens of a trip.
+    function: treats each token alone, and closes over no arrays.
+    weights: a pytree of arrays.
+    *arrays: pytrees of arrays [B, T, ...].
+
+  Returns:
+    Arrays [B, T, ...].
+  """
+  shape = jax.tree.leaves(arrays)[0].shape[:2]
+
+  def one_row(weights: Any, *rows: Any) -> Any:
+    rows = jax.tree.map(lambda x: x[None], rows)
+    return jax.tree.map(lambda x: x[0], function(weights, *rows))
+
+  rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
+  out = row_loop.in_tiles(one_row, weights, rows, tile=tile)
+  return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), out)
+
+
+def recur(
+  run: Recurrence, weights: Any, *arguments: Any
+) -> tuple[jax.Array, Any]:
+  """Runs a recurrence a token at a time, with the gradient of all at once.
+
+  Args:
+    run: the recurrence; it closes over no arrays.
+    weights: a pytree of arrays.
+    *arguments: inputs, states and counts, see `Recurrence`.
+
+  Returns:
+    What `run` returns, up to rounding.
+  """
+  step = functools.partial(_token_by_token, run)
+  return row_loop.with_gradient(step, run, weights, *arguments)
+
+
+def _token_by_token(
+  run: Recurrence, weights: Any, inputs: Any, states: Any, counts: jax.Array
+) -> tuple[jax.Array, Any]:
+  columns = jax.tree.leaves(inputs)[0].shape[1]
+  shape = jax.eval_shape(run, weights, inputs, states, counts)[0]
+  out = jnp.zeros(shape.shape, shape.dtype)
+
+  def one_token(
+    weights: Any, token: Any, states: Any, count: jax.Array
+  ) -> tuple[Any, Any]:
+    token = jax.tree.map(lambda x: x[:, None], token)
+    out, states = run(weights, token, states, count)
+    return out[:, 0], states
+
+  def trip(column: jax.Array, loop: tuple[Any, Any]) -> tuple[Any, Any]:
+    out, states = loop
+    token = jax.tree.map(
+      lambda x: lax.dynamic_index_in_dim(x, column, 1, keepdims=False), inputs
+    )
+    count = (column < counts).astype(jnp.int32)
+    rows = (token, states, count)
+    read, states = row_loop.loop(one_token, weights, rows, tile=_ROWS)
+    return lax.dynamic_update_index_in_dim(out, read, column, 1), states
+
+  # Columns past the longest sequence are not computed.
+  end = jnp.minimum(jnp.max(counts, initial=0), columns).astype(jnp.int32)
+  out, states, end, _ = sharding.match_varying_axes(
+    (out, states, end, (weights, inputs, counts))
+  )
+  return lax.fori_loop(jnp.zeros_like(end), end, trip, (out, states))
