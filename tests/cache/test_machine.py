@@ -160,12 +160,13 @@ def walk(setup: Setup, walks: int) -> set[int]:
   return codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "options",
   [
     {},
-    pytest.param(MERGE, marks=pytest.mark.slow),
-    pytest.param(CLASSIC, marks=pytest.mark.slow),
+    MERGE,
+    CLASSIC,
   ],
 )
 def test_more_rows_than_a_window(options):

@@ -99,6 +99,7 @@ class TestVllm:
     assert queues[0] == queues[1]
 
 
+@pytest.mark.slow
 class TestESurge:
   def test_what_was_never_a_prefix_is_no_hit(self):
     """Behind a window the chain of keys began anew."""

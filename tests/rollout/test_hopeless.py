@@ -11,6 +11,7 @@ from jaxkv import rollout
 from tests.rollout import by_hand
 
 
+@pytest.mark.slow
 def test_hopeless():
   """Of 7 pages others hold 5; the 2 that are left have room for 4 tokens.
 

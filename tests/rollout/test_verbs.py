@@ -185,6 +185,7 @@ def test_harvest():
   assert _codes(out) == [*[_SKIPPED] * 3, _OK, *skipped]
 
 
+@pytest.mark.slow
 def test_update_weights():
   """Two draw, one has ended, and one waits that a tool has spoken to."""
   state = _program()(_begun(), 1.0, 5)
