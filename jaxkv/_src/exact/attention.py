@@ -31,7 +31,7 @@ _ROWS = 8
 _MOST_TILES = 16
 
 
-class Sequences(NamedTuple):
+class TokenRows(NamedTuple):
   """New tokens of sequences, and where their keys and values are.
 
   Attributes:
@@ -63,7 +63,7 @@ def check_exact(
 
 
 def attend_packed(
-  sequences: Sequences, q: jax.Array, call: dict[str, Any]
+  sequences: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Causal attention of queries that stand one sequence after another.
 
@@ -85,12 +85,12 @@ def attend_packed(
     size=_width(num_queries, num_queries, _tile(sequences, q)),
   )
   table = jnp.take(sequences.page_table, tiles.sequences, axis=0, mode="clip")
-  rows = Sequences(sequences.pools, table, tiles.starts, tiles.counts)
+  rows = TokenRows(sequences.pools, table, tiles.starts, tiles.counts)
   return tiles.unpack(*_read(rows, tiles.pack(q), call))
 
 
 def attend_rectangle(
-  sequences: Sequences, q: jax.Array, call: dict[str, Any]
+  sequences: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Causal attention of queries with an axis of columns.
 
@@ -109,7 +109,7 @@ def attend_rectangle(
   first = jnp.arange(num_rows, dtype=jnp.int32)[None] * width
   # Columns are padded to whole tiles: a count beyond them is not of this call.
   counts = jnp.minimum(sequences.counts, columns)
-  rows = Sequences(
+  rows = TokenRows(
     sequences.pools,
     jnp.repeat(sequences.page_table, num_rows, axis=0),
     (sequences.starts[:, None] + first).ravel(),
@@ -121,7 +121,7 @@ def attend_rectangle(
   return out, lse.reshape(batch, -1, lse.shape[-1])[:, :columns]
 
 
-def _tile(sequences: Sequences, q: jax.Array) -> int:
+def _tile(sequences: TokenRows, q: jax.Array) -> int:
   """Returns the queries of a tile."""
   return max(2, _TILE_HEADS * sequences.pools[0].shape[1] // q.shape[-2])
 
@@ -133,7 +133,7 @@ def _width(queries: int, longest: int, tile: int) -> int:
 
 
 def _read(
-  rows: Sequences, q: jax.Array, call: dict[str, Any]
+  rows: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Queries [Z, Y, H, D] to [Z, Y, H, Dv]; float32[Z, Y, H]."""
   attention: Callable[..., Any] = kernels.paged_attention_padded

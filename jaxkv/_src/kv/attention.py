@@ -346,8 +346,8 @@ def _exact_packed(
   return exact_attention.attend_packed(_sequences(kv, rows), q, call)
 
 
-def _sequences(kv: KVPages, rows: View) -> exact_attention.Sequences:
-  return exact_attention.Sequences(
+def _sequences(kv: KVPages, rows: View) -> exact_attention.TokenRows:
+  return exact_attention.TokenRows(
     _pools(kv), rows.page_table, rows.starts, rows.counts
   )
 
