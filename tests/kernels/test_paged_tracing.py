@@ -83,7 +83,7 @@ class TestBits:
     for size in (1, 4, 16, 64):
       pools = tokens.reshape(2, 3 * 192 // size, size, 2, 32).swapaxes(2, 3)
       table = np.arange(3 * 192 // size, dtype=np.int32).reshape(3, -1)
-      results.append(decode(*put(q, *pools, table, lengths)))
+      results.append(decode(*put(q, *pools, table, lengths))[0])
     for result in results[1:]:
       np.testing.assert_array_equal(results[0], result)
 
@@ -154,7 +154,7 @@ class TestTracing:
       np.concatenate([case.pools[side] for case in cases]) for side in (0, 1)
     )
     for layer, case in enumerate(cases):
-      out = decode(
+      out, _ = decode(
         *put(q, k_pages, v_pages, case.page_table, case.lengths),
         page_offset=jnp.int32(layer * len(case.k_pages)),
       )
