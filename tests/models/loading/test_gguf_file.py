@@ -1,13 +1,18 @@
-"""GGUF files: what they say of themselves, and their weights."""
+"""GGUF files: metadata, weights, and damage."""
 
 import re
 import sys
+import time
 
 import numpy as np
 import pytest
 
+from jaxkv import models
+from jaxkv._src.models.decoder.rope import LinearScaling
+from jaxkv._src.models.decoder.rope import Llama3Scaling
+from jaxkv._src.models.decoder.rope import YarnScaling
+from jaxkv._src.models.loading import gguf_checkpoint
 from jaxkv._src.models.loading import gguf_file
-from jaxkv._src.models.loading import gguf_header
 from tests.models.loading import gguf_writing as writing
 
 gguf = pytest.importorskip("gguf", reason="files are written by gguf")
@@ -54,7 +59,23 @@ def interleaved(weight, heads):
   return np.stack(rows)
 
 
-class TestHeader:
+def stored(path):
+  """The tensors by Hugging Face's names."""
+  return gguf_checkpoint.opened(path).stored
+
+
+def weight(path, name):
+  tensor = stored(path)[name]
+  found = tensor.read()
+  assert (found.shape, found.dtype) == (tensor.shape, np.float32)
+  return found
+
+
+def decoder(path):
+  return gguf_checkpoint.opened(path).plan(np.float32).decoder
+
+
+class TestMetadata:
   def test_is_what_the_package_reads(self, tmp_path):
     facts = {
       "a.list": [1, -2, 3],
@@ -65,29 +86,27 @@ class TestHeader:
       "a.fraction": 0.5,
     }
     path = small(tmp_path, facts=facts)
-    header = gguf_header.read_gguf_header(path)
+    metadata, tensors = gguf_file.read(path)
     reader = gguf.GGUFReader(path)
-    wanted = {
-      key: field.contents()
-      for key, field in reader.fields.items()
-      if not key.startswith("GGUF.")
-    }
-    found = {
-      key: value.tolist() if isinstance(value, np.ndarray) else value
-      for key, value in header.facts.items()
-    }
-    assert found == wanted
-    assert {
-      name: (tensor.shape, tensor.type, tensor.offset)
-      for name, tensor in header.tensors.items()
-    } == {
-      tensor.name: (
-        tuple(reversed(tensor.shape.tolist())),
-        tensor.tensor_type.name,
-        tensor.data_offset,
-      )
+    for key, field in reader.fields.items():
+      assert metadata.get(key) == field.contents(), key
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+      tensor.name: tuple(reversed(tensor.shape.tolist()))
       for tensor in reader.tensors
     }
+
+  def test_of_a_large_vocabulary_is_read_fast(self, tmp_path):
+    """262,144 tokens, as Gemma 3 has; the package's reader takes seconds."""
+    facts = {
+      "tokenizer.ggml.tokens": [f"token {i}" for i in range(1 << 18)],
+      "tokenizer.ggml.scores": [0.5] * (1 << 18),
+      "tokenizer.ggml.token_type": [1] * (1 << 18),
+    }
+    path = small(tmp_path, facts=facts)
+    begin = time.process_time()
+    metadata, _ = gguf_file.read(path)
+    assert time.process_time() - begin < 2
+    assert metadata.get("tokenizer.ggml.tokens")[-1] == "token 262143"
 
   @pytest.mark.parametrize("kept", [0, 3, 7, 8, 20, 40, 300, 2000, -400, -1])
   def test_a_file_that_ends_early_is_refused(self, tmp_path, kept):
@@ -95,85 +114,88 @@ class TestHeader:
     data = path.read_bytes()
     # Zeros after the last tensor belong to no tensor.
     end = max(
-      tensor.offset + tensor.num_blocks * tensor.block_bytes
-      for tensor in gguf_header.read_gguf_header(path).tensors.values()
+      tensor.data_offset + tensor.n_bytes
+      for tensor in gguf.GGUFReader(path).tensors
     )
     path.write_bytes(data[:end][:kept])
-    with pytest.raises(ValueError, match=re.escape(str(path))) as error:
-      gguf_header.read_gguf_header(path)
-    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="must be a whole GGUF file") as error:
+      models.load(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
   def test_every_damaged_byte_is_refused_or_read(self, tmp_path):
     """No damage leads to another error, to a hang or to gigabytes."""
     path = small(tmp_path)
     data = bytearray(path.read_bytes())
-    first = min(
-      tensor.offset
-      for tensor in gguf_header.read_gguf_header(path).tensors.values()
-    )
+    first = gguf.GGUFReader(path).data_offset
     for place in range(0, first, 3):
       damaged = bytearray(data)
       damaged[place] ^= 0xFF
       path.write_bytes(damaged)
       try:
-        gguf_file.read_gguf(path)
+        models.load(path)
       except ValueError as error:
         assert str(path) in str(error) and "\n" not in str(error)
 
-  def test_another_file_is_refused(self, tmp_path):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(b"PK\3\4 something else")
-    with pytest.raises(ValueError, match="must be a GGUF file, got one that"):
-      gguf_header.read_gguf_header(path)
-
-  def test_an_old_version_is_refused(self, tmp_path):
+  @pytest.mark.parametrize("place", [8, 16])
+  def test_counts_are_bounded(self, tmp_path, place):
+    """Zeros can be read as any number of tensors without a name."""
     path = small(tmp_path)
-    data = bytearray(path.read_bytes())
-    data[4] = 1
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match="got version 1"):
-      gguf_header.read_gguf_header(path)
+    header = bytearray(path.read_bytes()[: gguf.GGUFReader(path).data_offset])
+    header[place : place + 8] = (1 << 40).to_bytes(8, "little")
+    path.write_bytes(header + bytes(1 << 25))
+    begin = time.process_time()
+    with pytest.raises(ValueError, match="must be a whole GGUF file"):
+      models.load(path)
+    assert time.process_time() - begin < 2
+
+  @pytest.mark.parametrize(
+    "start", [b"PK\3\4", b"GGUF\1\0\0\0", b"GGUF\0\0\0\3"]
+  )
+  def test_another_file_is_refused(self, tmp_path, start):
+    """No GGUF file, one of version 1, and a big-endian one."""
+    path = small(tmp_path)
+    path.write_bytes(start + path.read_bytes()[len(start) :])
+    with pytest.raises(ValueError, match="version 2 or 3, little-endian"):
+      models.load(path)
 
   def test_a_part_is_refused(self, tmp_path):
     path = small(tmp_path, facts={"split.count": 3})
-    with pytest.raises(ValueError, match="one of 3 parts"):
-      gguf_header.read_gguf_header(path)
+    with pytest.raises(ValueError, match=r"`split\.count`.*must be .*got 3"):
+      models.load(path)
 
   def test_a_type_that_is_not_read_is_named(self, tmp_path):
-    data = np.zeros((64, 176), np.uint8)
-    tensors = {"blk.0.ffn_up.weight": (data, "Q5_K")}
+    tensors = {"blk.0.ffn_up.weight": np.zeros((96, 64), np.int32)}
     path = small(tmp_path, tensors=tensors)
-    with pytest.raises(ValueError, match=r"got Q5_K for 'blk\.0\.ffn_up"):
-      gguf_header.read_gguf_header(path)
+    with pytest.raises(ValueError, match="I32") as error:
+      models.load(path)
+    assert str(path) in str(error.value)
 
   def test_a_missing_file_is_named(self, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.gguf"):
-      gguf_header.read_gguf_header(tmp_path / "none.gguf")
+    with pytest.raises(ValueError, match=r"no file .*none\.gguf; name a"):
+      models.load(tmp_path / "none.gguf")
 
 
 class TestWeights:
   @pytest.mark.parametrize("kind", TYPES[3:])
-  def test_equal_the_package_s(self, tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(gguf_file, "_CHUNK", 5)
+  def test_equal_the_package_s(self, tmp_path, kind):
     data, number = quantised(kind, 7, 512)
     name = "blk.0.ffn_up.weight"
     path = small(tmp_path, tensors={name: (data, kind)})
-    weight = gguf_file.read_gguf(path)[1]["model.layers.0.mlp.up_proj.weight"]
+    found = weight(path, "model.layers.0.mlp.up_proj.weight")
     wanted = gguf.dequantize(data, number)
-    assert weight.dtype == np.float32 and weight.shape == (7, 512)
-    assert np.isfinite(wanted).all()
-    np.testing.assert_array_equal(weight, wanted)
+    assert found.shape == (7, 512) and np.isfinite(wanted).all()
+    np.testing.assert_array_equal(found, wanted)
 
   @pytest.mark.parametrize("kind", TYPES[:3])
   def test_plain_types_keep_their_numbers(self, tmp_path, kind):
     number = gguf.GGMLQuantizationType[kind]
-    weight = np.random.default_rng(0).standard_normal((6, 64), np.float32)
-    data = gguf.quantize(weight, number)
+    plain = np.random.default_rng(0).standard_normal((6, 64), np.float32)
+    data = gguf.quantize(plain, number)
     tensor = (data, kind) if kind == "BF16" else data
     path = small(tmp_path, tensors={"output.weight": tensor})
-    found = gguf_file.read_gguf(path)[1]["lm_head.weight"]
+    found = weight(path, "lm_head.weight")
     tolerance = {"F32": 0, "F16": 2**-10, "BF16": 2**-7}[kind]
-    np.testing.assert_allclose(found, weight, rtol=tolerance, atol=1e-6)
+    np.testing.assert_allclose(found, plain, rtol=tolerance, atol=1e-6)
 
   def test_of_q4_1_and_q8_0_by_their_definition(self, tmp_path):
     four, _ = quantised("Q4_1", 1, 32)
@@ -182,50 +204,50 @@ class TestWeights:
       "blk.0.ffn_up.weight": (four, "Q4_1"),
       "blk.1.ffn_up.weight": (eight, "Q8_0"),
     }
-    found = gguf_file.read_gguf(small(tmp_path, tensors=tensors))[1]
+    path = small(tmp_path, tensors=tensors)
     scale, least = four[0, :4].view(np.float16).astype(np.float32)
     nibbles = [*(four[0, 4:] & 15), *(four[0, 4:] >> 4)]
     np.testing.assert_allclose(
-      found["model.layers.0.mlp.up_proj.weight"][0],
+      weight(path, "model.layers.0.mlp.up_proj.weight")[0],
       [scale * nibble + least for nibble in nibbles],
       rtol=1e-6,
     )
     scale = eight[0, :2].view(np.float16).astype(np.float32)
     np.testing.assert_allclose(
-      found["model.layers.1.mlp.up_proj.weight"][0],
+      weight(path, "model.layers.1.mlp.up_proj.weight")[0],
       scale * eight[0, 2:].view(np.int8),
       rtol=1e-6,
     )
 
   def test_queries_and_keys_of_llama_are_put_back_in_order(self, tmp_path):
     plain = writing.weights("llama")
-    stored = {
+    tensors = {
       f"blk.0.attn_{name}.weight": interleaved(
         plain[f"blk.0.attn_{name}.weight"], heads
       )
       for name, heads in (("q", 4), ("k", 2))
     }
-    found = gguf_file.read_gguf(small(tmp_path, tensors=stored))[1]
+    path = small(tmp_path, tensors=tensors)
     for name in "qk":
       np.testing.assert_array_equal(
-        found[f"model.layers.0.self_attn.{name}_proj.weight"],
+        weight(path, f"model.layers.0.self_attn.{name}_proj.weight"),
         plain[f"blk.0.attn_{name}.weight"],
       )
     np.testing.assert_array_equal(
-      found["model.layers.0.self_attn.v_proj.weight"],
+      weight(path, "model.layers.0.self_attn.v_proj.weight"),
       plain["blk.0.attn_v.weight"],
     )
 
   @pytest.mark.parametrize("architecture", ARCHITECTURES[1:])
   def test_queries_of_others_are_in_order(self, tmp_path, architecture):
-    found = gguf_file.read_gguf(small(tmp_path, architecture))[1]
+    path = small(tmp_path, architecture)
     np.testing.assert_array_equal(
-      found["model.layers.1.self_attn.q_proj.weight"],
+      weight(path, "model.layers.1.self_attn.q_proj.weight"),
       writing.weights(architecture)["blk.1.attn_q.weight"],
     )
 
   def test_norms_of_gemma_have_no_offset(self, tmp_path):
-    found = gguf_file.read_gguf(small(tmp_path, "gemma3"))[1]
+    path = small(tmp_path, "gemma3")
     plain = writing.weights("gemma3")
     for name, source in (
       ("model.norm", "output_norm"),
@@ -239,44 +261,35 @@ class TestWeights:
       ),
     ):
       np.testing.assert_array_equal(
-        found[f"{name}.weight"], plain[f"{source}.weight"] - np.float32(1)
+        weight(path, f"{name}.weight"),
+        plain[f"{source}.weight"] - np.float32(1),
       )
     np.testing.assert_array_equal(
-      found["model.embed_tokens.weight"], plain["token_embd.weight"]
+      weight(path, "model.embed_tokens.weight"), plain["token_embd.weight"]
     )
 
   @pytest.mark.parametrize("architecture", ARCHITECTURES)
-  def test_are_those_that_transformers_has(self, tmp_path, architecture):
-    reason = "names and shapes are compared with its own"
-    transformers = pytest.importorskip("transformers", reason=reason)
-    torch = pytest.importorskip("torch", reason=reason)
-    head = {"attention.key_length": 16, "attention.value_length": 16}
-    path = small(tmp_path, architecture, facts=writing.sizes(**head))
-    if architecture == "gemma3":
-      window = {"attention.sliding_window": 32}
-      path = small(tmp_path, architecture, writing.sizes(**head, **window))
-    config, tensors = gguf_file.read_gguf(path)
-    plain = {key: value for key, value in config.items() if value is not None}
-    kind = getattr(transformers, config["architectures"][0])
-    with torch.device("meta"):
-      model = kind(kind.config_class(**plain))
-    assert {
-      name: tuple(tensor.shape)
-      for name, tensor in model.state_dict().items()
-      if name != "lm_head.weight"
-    } == {name: tensors.shape(name) for name in tensors}
+  def test_are_read_when_they_are_loaded(self, tmp_path, architecture):
+    path = small(tmp_path, architecture)
+    opened = gguf_checkpoint.opened(path)
+    with path.open("r+b") as file:
+      file.seek(gguf.GGUFReader(path).tensors[0].data_offset)
+      file.write(np.full(320 * 64, 7, np.float32).tobytes())
+    assert (opened.stored["model.embed_tokens.weight"].read() == 7).all()
+    model = models.load(path, dtype=np.float32)
+    assert (np.asarray(model.params["embed"]) == 7).all()
 
   def test_need_the_package(self, tmp_path, monkeypatch):
     path = small(tmp_path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ImportError, match=r'pip install "jaxkv\[gguf\]"'):
-      gguf_file.read_gguf(path)
+      models.load(path)
 
   def test_unknown_ones_are_refused_by_name(self, tmp_path):
     name = "blk.0.ffn_gate_inp.weight"
     path = small(tmp_path, tensors={name: np.zeros((4, 64), np.float32)})
     with pytest.raises(ValueError, match=re.escape(name)):
-      gguf_file.read_gguf(path)
+      models.load(path)
 
 
 class TestConfig:
@@ -286,71 +299,70 @@ class TestConfig:
       ".rope.dimension_count": 16,
       "tokenizer.ggml.eos_token_id": 2,
     }
-    assert gguf_file.read_gguf(small(tmp_path, facts=facts))[0] == {
-      "architectures": ["LlamaForCausalLM"],
-      "model_type": "llama",
-      "num_hidden_layers": 2,
-      "max_position_embeddings": 128,
-      "hidden_size": 64,
-      "intermediate_size": 96,
-      "num_attention_heads": 4,
-      "num_key_value_heads": 2,
-      "rms_norm_eps": 1e-5,
-      "head_dim": 16,
-      "vocab_size": 320,
-      "tie_word_embeddings": True,
-      "rope_theta": 1e5,
-      "rope_scaling": None,
-      "eos_token_id": 2,
-      "hidden_act": "silu",
-      "attention_bias": False,
-      "mlp_bias": False,
-    }
+    model = models.load(small(tmp_path, facts=facts), dtype=np.float32)
+    assert model.config == models.llama(
+      num_layers=2,
+      embed_dim=64,
+      num_heads=4,
+      num_kv_heads=2,
+      head_dim=16,
+      mlp_dim=96,
+      vocab_size=320,
+      rope_base=1e5,
+      norm_eps=1e-5,
+      tied_embeddings=True,
+      dtype=np.float32,
+    )
+    assert (model.max_length, model.stop_tokens) == (128, (2,))
 
   def test_of_gemma(self, tmp_path):
     facts = writing.sizes(block_count=7, attention__sliding_window=32)
-    config, _ = gguf_file.read_gguf(small(tmp_path, "gemma3", facts))
-    local = "sliding_attention"
-    wanted = [local] * 5 + ["full_attention", local]
-    assert config["layer_types"] == wanted
-    assert config["model_type"] == "gemma3_text"
-    assert config["sliding_window"] == 32
-    assert config["query_pre_attn_scalar"] == 16
-    assert (config["rope_theta"], config["rope_local_base_freq"]) == (1e6, 1e4)
+    layers = decoder(small(tmp_path, "gemma3", facts)).layers
+    windows = [layer.attention.window for layer in layers]
+    assert windows == [32] * 5 + [None, 32]
+    assert layers[0].attention.scale == 16**-0.5
+    assert layers[0].attention.rope.base == 1e4
+    assert layers[5].attention.rope.base == 1e6
+
+  def test_of_the_largest_gemma(self, tmp_path):
+    """Its queries are scaled by its width, of which a head has no part."""
+    head = {"attention.key_length": 32, "attention.value_length": 32}
+    facts = writing.sizes(block_count=62, attention__sliding_window=32, **head)
+    tensors = {f"blk.{i}.other": np.ones(1, np.float32) for i in range(62)}
+    tensors["blk.0.attn_q.weight"] = np.ones((4 * 32, 64), np.float32)
+    path = small(tmp_path, "gemma3", facts, tensors)
+    assert decoder(path).layers[0].attention.scale == 16**-0.5
 
   def test_of_gemma_with_windows_by_layer(self, tmp_path):
     facts = {".attention.sliding_window_pattern": [False, True]}
-    config, _ = gguf_file.read_gguf(small(tmp_path, "gemma3", facts))
-    assert config["layer_types"] == ["full_attention", "sliding_attention"]
+    layers = decoder(small(tmp_path, "gemma3", facts)).layers
+    assert [layer.attention.window for layer in layers] == [None, 32]
 
   def test_of_tables_with_an_output_of_their_own(self, tmp_path):
     tensors = {"output.weight": np.ones((320, 64), np.float32)}
-    config, found = gguf_file.read_gguf(small(tmp_path, tensors=tensors))
-    assert not config["tie_word_embeddings"]
-    assert found["lm_head.weight"].shape == (320, 64)
+    model = models.load(small(tmp_path, tensors=tensors))
+    assert not model.config.tied_embeddings
+    assert model.params["unembed"].shape == (64, 320)
 
   @pytest.mark.parametrize(
     ("facts", "wanted"),
     [
       ({"type": "none"}, None),
-      (
-        {"type": "linear", "factor": 8.0},
-        {"rope_type": "linear", "factor": 8.0},
-      ),
+      ({"type": "linear", "factor": 8.0}, LinearScaling(factor=8.0)),
       (
         {"type": "yarn", "factor": 4.0, "original_context_length": 32},
-        {
-          "rope_type": "yarn",
-          "factor": 4.0,
-          "original_max_position_embeddings": 32,
-        },
+        YarnScaling(
+          factor=4.0,
+          original_length=32,
+          attention_factor=0.1 * np.log(4.0) + 1,
+        ),
       ),
     ],
   )
   def test_of_scaled_rope(self, tmp_path, facts, wanted):
     facts = {f".rope.scaling.{key}": value for key, value in facts.items()}
-    config, _ = gguf_file.read_gguf(small(tmp_path, facts=facts))
-    assert config["rope_scaling"] == wanted
+    layers = decoder(small(tmp_path, facts=facts)).layers
+    assert layers[1].attention.rope.scaling == wanted
 
   @pytest.mark.parametrize("factor", [8.0, 32.0])
   def test_of_llama_3(self, tmp_path, factor):
@@ -368,51 +380,57 @@ class TestConfig:
     rope = np.asarray(divisors, np.float32)
     facts = {".attention.key_length": 128, ".attention.value_length": 128}
     facts |= {".rope.freq_base": 5e5}
-    path = small(tmp_path, facts=facts, tensors={"rope_freqs.weight": rope})
-    config, tensors = gguf_file.read_gguf(path)
-    assert config["rope_scaling"] == {
-      "rope_type": "llama3",
-      "factor": factor,
-      "low_freq_factor": 1.0,
-      "high_freq_factor": 4.0,
-      "original_max_position_embeddings": 8192,
+    tensors = {
+      "rope_freqs.weight": rope,
+      "blk.0.attn_q.weight": np.ones((4 * 128, 64), np.float32),
     }
-    assert all("rope" not in name for name in tensors)
+    path = small(tmp_path, facts=facts, tensors=tensors)
+    opened = gguf_checkpoint.opened(path)
+    layers = opened.plan(np.float32).decoder.layers
+    assert layers[0].attention.rope.scaling == Llama3Scaling(
+      factor=factor,
+      low_frequency_factor=1.0,
+      high_frequency_factor=4.0,
+      original_length=8192,
+    )
+    assert all("rope" not in name for name in opened.stored)
     rope[40] *= 1.01
-    path = small(tmp_path, facts=facts, tensors={"rope_freqs.weight": rope})
+    path = small(tmp_path, facts=facts, tensors=tensors)
     with pytest.raises(ValueError, match="Llama 3's scaling"):
-      gguf_file.read_gguf(path)
+      models.load(path)
 
   @pytest.mark.parametrize(
     ("facts", "named"),
     [
-      ({".expert_count": 8}, r"'llama\.expert_count' = 8"),
-      ({".rope.dimension_count": 8}, r"llama\.rope\.dimension_count, got 8"),
-      ({".rope.scaling.type": "su"}, r"rope\.scaling\.type, got 'su'"),
-      ({".attention.sliding_window": 9}, r"sliding_window, got 9"),
-      ({".attention.head_count_kv": [1, 2]}, r"head_count_kv, got \[1, 2\]"),
+      ({".expert_count": 8}, r"`llama\.expert_count`: 8"),
+      ({".rope.dimension_count": 8}, r"`llama\.rope\.dimension_count`.*got 8"),
+      ({".rope.scaling.type": "su"}, r"`llama\.rope\.scaling\.type`.*got 'su'"),
+      ({".rope.scaling.attn_factor": 2.0}, r"scaling\.attn_factor`.*got 2"),
+      ({".attention.sliding_window": 9}, r"sliding_window`.*got 9"),
+      ({".attention.head_count_kv": [1, 2]}, r"head_count_kv`.*got \[1, 2\]"),
+      ({".block_count": 1 << 31}, r"block_count`.*got 2147483648"),
+      ({"tokenizer.ggml.eos_token_id": "a"}, r"eos_token_id`.*got 'a'"),
     ],
   )
   def test_what_is_not_built_is_named(self, tmp_path, facts, named):
     path = small(tmp_path, facts=facts)
     with pytest.raises(ValueError, match=named) as error:
-      gguf_file.read_gguf(path)
+      models.load(path)
     assert str(path) in str(error.value)
 
   def test_none_of_something_is_nothing(self, tmp_path):
     facts = {".expert_count": 0}
-    config, _ = gguf_file.read_gguf(small(tmp_path, facts=facts))
-    assert config["model_type"] == "llama"
+    assert models.load(small(tmp_path, facts=facts)).max_length == 128
 
   def test_an_unknown_architecture_is_named(self, tmp_path):
     path = writing.write_gguf(tmp_path / "m.gguf", "mamba", {}, {})
     with pytest.raises(ValueError, match="got 'mamba'"):
-      gguf_file.read_gguf(path)
+      models.load(path)
 
   def test_a_missing_size_is_named(self, tmp_path):
     facts = facts_of("llama")
     del facts[".block_count"]
     tensors = writing.weights("llama")
     path = writing.write_gguf(tmp_path / "m.gguf", "llama", facts, tensors)
-    with pytest.raises(ValueError, match=r"llama\.block_count, got none"):
-      gguf_file.read_gguf(path)
+    with pytest.raises(ValueError, match=r"lacks `llama\.block_count`"):
+      models.load(path)

@@ -11,8 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
-from jaxkv._src.models.loading import gguf_header
-from jaxkv._src.models.loading import gguf_tokenizer
+from jaxkv._src.models.loading import gguf_checkpoint
 from tests.models.loading.mixed_text import lines
 from tests.models.loading.slow_byte_pairs import SlowBytePairs
 from tests.tools import named_models
@@ -53,23 +52,32 @@ def test_perplexity_of_a_sentence(model):
   assert abs(np.exp(-scores.mean()) - wanted) < within
 
 
-def test_tokens_of_smollm2_are_those_of_plain_python():
+def _facts(path):
+  gguf = pytest.importorskip("gguf", reason="it reads the file")
+  fields = gguf.GGUFReader(path).fields
+  return {key: field.contents() for key, field in fields.items()}
+
+
+def _tokenizer(path):
   pytest.importorskip("tokenizers", reason="it makes the tokens")
+  return gguf_checkpoint.opened(path).open_tokenizer()
+
+
+def test_tokens_of_smollm2_are_those_of_plain_python():
   path = named_models.fetch("smollm2")
-  slow = SlowBytePairs(gguf_header.read_gguf_header(path).facts)
-  own = gguf_tokenizer.from_file(path)
+  slow = SlowBytePairs(_facts(path))
+  own = _tokenizer(path)
   for line in lines(10_000):
     assert own.encode(line).tolist() == slow.encode(line)
 
 
 def test_tokens_of_gemma_are_those_of_sentencepiece():
   """The library itself, given the pieces and scores of the file."""
-  pytest.importorskip("tokenizers", reason="it makes the tokens")
   library = pytest.importorskip("sentencepiece", reason="it is the reference")
   from sentencepiece import sentencepiece_model_pb2 as protobuf  # pyright: ignore
 
   path = named_models.fetch("gemma3-270m")
-  facts = gguf_header.read_gguf_header(path).facts
+  facts = _facts(path)
   proto = protobuf.ModelProto()
   for piece, score, kind in zip(
     *(facts[f"tokenizer.ggml.{name}"] for name in _PIECES), strict=True
@@ -87,7 +95,7 @@ def test_tokens_of_gemma_are_those_of_sentencepiece():
   reference = library.SentencePieceProcessor(
     model_proto=proto.SerializeToString()
   )
-  own = gguf_tokenizer.from_file(path)
+  own = _tokenizer(path)
   for line in lines(10_000):
     assert own.encode(line, special=False).tolist() == reference.encode(line)
 

@@ -10,10 +10,15 @@ import pytest
 from jaxkv import rollout
 from jaxkv._src.models.loading import gguf_tokenizer
 from jaxkv._src.models.loading import tokenizer as tokenizers_of
+from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.tokenizer import Tokenizer
 from tests.models.loading.mixed_text import lines
 
 tokenizers = pytest.importorskip("tokenizers", reason="it makes the tokens")
+
+
+def _tokenizer(facts):
+  return gguf_tokenizer.open_tokenizer(ConfigFile(facts, "m.gguf"))
 
 
 def _byte_facts(pre="smollm"):
@@ -61,7 +66,7 @@ def _merged(word, ranks):
 class TestByteLevel:
   def test_pairs_are_merged_by_rank(self):
     facts = _byte_facts()
-    own = gguf_tokenizer.from_facts(facts)
+    own = _tokenizer(facts)
     tokens = facts["tokenizer.ggml.tokens"]
     ranks = {
       tuple(pair.split(" ")): rank
@@ -78,17 +83,17 @@ class TestByteLevel:
       facts["tokenizer.ggml.token_type"] += [1, 1, 1]
       facts["tokenizer.ggml.merges"] += ["1 2", "12 3", "123 4"]
       facts["tokenizer.ggml.add_bos_token"] = False
-      own = gguf_tokenizer.from_facts(facts)
+      own = _tokenizer(facts)
       pieces = [own.decode([i]) for i in own.encode("1234")]
       assert {len(piece) for piece in pieces} == sizes, pre
 
   def test_text_comes_back(self):
-    own = gguf_tokenizer.from_facts(_byte_facts("gpt-2"))
+    own = _tokenizer(_byte_facts("gpt-2"))
     for line in lines(200):
       assert own.decode(own.encode(line), special=True) == line
 
   def test_bytes_of_tokens(self):
-    own = gguf_tokenizer.from_facts(_byte_facts("gpt-2"))
+    own = _tokenizer(_byte_facts("gpt-2"))
     pieces = own.token_bytes()
     assert pieces[:3] == [b"", b"", b""]
     for line in lines(50):
@@ -98,7 +103,7 @@ class TestByteLevel:
     assert rollout.token_bytes(pieces).vocab_size == len(pieces)
 
   def test_chat(self):
-    own = gguf_tokenizer.from_facts(_byte_facts())
+    own = _tokenizer(_byte_facts())
     pytest.importorskip("jinja2", reason="it renders templates")
     messages = [{"role": "user", "content": "hi"}]
     text = own.chat(messages)
@@ -122,7 +127,7 @@ class TestSentencePieces:
   )
 
   def _facts(self):
-    scores = [0, 0, 0, 0, 0, 0, -9, -9, -9, -9, -2, -1, -3, -4, -5]
+    scores = [0.0] * 6 + [-9.0] * 4 + [-2.0, -1.0, -3.0, -4.0, -5.0]
     kinds = [2, 3, 3, 6, 6, 6] + [1] * 9
     return {
       "tokenizer.ggml.model": "llama",
@@ -135,30 +140,44 @@ class TestSentencePieces:
     }
 
   def test_the_best_score_is_merged_first(self):
-    own = gguf_tokenizer.from_facts(self._facts())
+    own = _tokenizer(self._facts())
     pieces = [self._TOKENS[i] for i in own.encode("abc ab")]
     assert pieces == ["<s>", "▁", "abc", "▁ab"]
     assert own.decode(own.encode("abc ab")) == "abc ab"
 
   def test_bytes_are_the_last_resort(self):
-    own = gguf_tokenizer.from_facts(self._facts())
+    own = _tokenizer(self._facts())
     pieces = [self._TOKENS[i] for i in own.encode("é", special=False)]
     assert pieces == ["▁", "<0xC3>", "<0xA9>"]
     assert own.token_bytes()[3:8] == [b"\n", b"\xc3", b"\xa9", b" ", b"a"]
 
   def test_no_space_is_put_before_a_text(self):
     facts = self._facts() | {"tokenizer.ggml.add_space_prefix": False}
-    own = gguf_tokenizer.from_facts(facts)
+    own = _tokenizer(facts)
     assert own.encode("ab", special=False).tolist() == [10]
 
 
 class TestRefused:
   def test_kinds_that_are_not_known(self):
-    with pytest.raises(ValueError, match=r"ggml\.model` must be gpt2 or llama"):
-      gguf_tokenizer.from_facts({"tokenizer.ggml.model": "rwkv"})
+    with pytest.raises(ValueError, match=r"model` in m\.gguf must be 'gpt2'"):
+      _tokenizer({"tokenizer.ggml.model": "rwkv"})
     facts = _byte_facts() | {"tokenizer.ggml.pre": "other"}
-    with pytest.raises(ValueError, match=r"ggml\.pre` must be default"):
-      gguf_tokenizer.from_facts(facts)
+    with pytest.raises(
+      ValueError, match=r"ggml\.pre` in m\.gguf must be .*'other'"
+    ):
+      _tokenizer(facts)
+
+  @pytest.mark.parametrize("key", ["model", "tokens", "merges"])
+  def test_facts_that_are_missing(self, key):
+    facts = _byte_facts()
+    del facts[f"tokenizer.ggml.{key}"]
+    with pytest.raises(ValueError, match=rf"m\.gguf lacks `.*\.{key}`"):
+      _tokenizer(facts)
+
+  def test_a_token_that_is_not_there(self):
+    facts = _byte_facts() | {"tokenizer.ggml.bos_token_id": 9999}
+    with pytest.raises(ValueError, match=r"bos_token_id` in m\.gguf must be"):
+      _tokenizer(facts)
 
   def test_damaged_file(self, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -168,7 +187,7 @@ class TestRefused:
 
 def test_a_folder_gives_what_the_library_gives(tmp_path):
   """Its options for padding and truncation are for training, and left out."""
-  made = gguf_tokenizer.from_facts(_byte_facts()).core
+  made = _tokenizer(_byte_facts()).core
   made.enable_truncation(4)
   made.enable_padding(length=8)
   made.save(str(tmp_path / "tokenizer.json"))

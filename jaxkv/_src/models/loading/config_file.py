@@ -105,7 +105,7 @@ class ConfigFile:
       raise self.wrong(key, "an object")
     return value
 
-  def items(self, key: str, kind: type, default: list[Any]) -> list[Any]:
+  def items(self, key: str, kind: type, default: Any = _REQUIRED) -> list[Any]:
     """Returns a list whose items have one type."""
     value = self.get(key, default)
     if not isinstance(value, list) or not all(type(x) is kind for x in value):

@@ -1,4 +1,4 @@
-"""A .gguf file as a checkpoint: its tensors, stop tokens and tokenizer."""
+"""Opens a GGUF file as a checkpoint with Hugging Face's names and layouts."""
 
 import functools
 import pathlib
@@ -7,47 +7,171 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._src.models.decoder.rope import Rope
+from jaxkv._src.models.decoder.rope import frequencies
+from jaxkv._src.models.loading import assemble
+from jaxkv._src.models.loading import gguf_file
 from jaxkv._src.models.loading import gguf_tokenizer
+from jaxkv._src.models.loading import ropes
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families.table import family_of
-from jaxkv._src.models.loading.gguf_file import read_gguf
+from jaxkv._src.models.loading.families import gemma
+from jaxkv._src.models.loading.families import llama
 from jaxkv._src.models.loading.opened import OpenedCheckpoint
 from jaxkv._src.models.loading.plans import Plan
-from jaxkv._src.models.loading.stored import StoredTensor
+from jaxkv._src.models.loading.stored import Stored
+from jaxkv._src.models.loading.stored import changed
+
+_FAMILIES = {
+  "llama": llama.llama,
+  "qwen2": llama.qwen2,
+  "qwen3": llama.qwen3,
+  "gemma3": gemma.gemma3,
+}
+_SIZES = {
+  "block_count": "num_hidden_layers",
+  "context_length": "max_position_embeddings",
+  "embedding_length": "hidden_size",
+  "feed_forward_length": "intermediate_size",
+  "attention.head_count": "num_attention_heads",
+}
+_GEMMA_27B_LAYERS = 62
 
 
 def opened(path: pathlib.Path) -> OpenedCheckpoint:
-  """Opens a .gguf file: reads its facts, and where its tensors are.
-
-  Raises:
-    ImportError: the package `gguf` is missing.
-    ValueError: the file is missing or damaged, or has an unsupported
-      architecture or tensor type.
-  """
+  """Reads the metadata of a .gguf file; errors are those of `models.load`."""
   if not path.exists():
     raise ValueError(f"there is no file {path}; name a .gguf file.")
-  values, tensors = read_gguf(path)
-  family = family_of(values["architectures"], str(path))
+  metadata, tensors = gguf_file.read(path)
+  name = metadata.get("general.architecture")
+  metadata.only("general.architecture", *_FAMILIES)
+  values = _config(metadata, name, tensors)
+  metadata.check_all_read()
   config = ConfigFile(values, str(path), num_tensors=len(tensors))
-
-  def plan(dtype: Any) -> Plan:
-    made = family(config, dtype)
-    config.check_all_read()
-    return made
-
+  plan = functools.partial(_FAMILIES[name], config)
+  ends = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))
+  tokens = (metadata.count(end, None) for end in ends)
+  stop_tokens = dict.fromkeys(end for end in tokens if end is not None)
   return OpenedCheckpoint(
     name=str(path),
     dtype=jnp.dtype(jnp.bfloat16),
     plan=plan,
-    stored={
-      name: StoredTensor(
-        tensors.shape(name),
-        np.dtype(np.float32),
-        functools.partial(tensors.__getitem__, name),
-      )
-      for name in tensors
-    },
-    stop_tokens=gguf_tokenizer.stop_tokens(path),
-    max_length=config.size("max_position_embeddings"),
-    open_tokenizer=functools.partial(gguf_tokenizer.from_file, path),
+    stored=_renamed(tensors, values, name, plan(jnp.float32)),
+    stop_tokens=tuple(stop_tokens),
+    max_length=values["max_position_embeddings"],
+    open_tokenizer=functools.partial(gguf_tokenizer.open_tokenizer, metadata),
   )
+
+
+def _config(metadata: ConfigFile, name: str, tensors: Stored) -> dict[str, Any]:
+  """Returns what a config.json of the same model contains."""
+  config = {key: metadata.size(f"{name}.{a}") for a, key in _SIZES.items()}
+  heads = config["num_attention_heads"]
+  head_dim = tensors["blk.0.attn_q.weight"].shape[0] // heads
+  metadata.only(f"{name}.attention.key_length", head_dim)
+  metadata.only(f"{name}.attention.value_length", head_dim)
+  metadata.only(f"{name}.rope.dimension_count", head_dim)
+  metadata.ignore(f"{name}.vocab_size", f"{name}.tensor_data_layout")
+  kv_heads = metadata.size(f"{name}.attention.head_count_kv", heads)
+  eps = metadata.number(f"{name}.attention.layer_norm_rms_epsilon")
+  base = 1e6 if name == "gemma3" else 1e4
+  config |= {
+    "num_key_value_heads": kv_heads,
+    # The float32 closest to 1e-5 is 9.99999975e-6.
+    "rms_norm_eps": float(f"{eps:.6g}"),
+    "head_dim": head_dim,
+    "vocab_size": tensors["token_embd.weight"].shape[0],
+    "tie_word_embeddings": "output.weight" not in tensors,
+    "rope_theta": metadata.number(f"{name}.rope.freq_base", base),
+  }
+  config["rope_scaling"] = _scaling(metadata, name, config, tensors)
+  if name == "gemma3":
+    return config | _gemma(metadata, config)
+  metadata.only(f"{name}.attention.sliding_window", 0)
+  if name == "llama":
+    config["attention_bias"] = "blk.0.attn_output.bias" in tensors
+  return config
+
+
+def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
+  """Returns the further keys of Gemma 3."""
+  window = "gemma3.attention.sliding_window"
+  scale = config["head_dim"]
+  if config["num_hidden_layers"] == _GEMMA_27B_LAYERS:
+    scale = config["hidden_size"] // config["num_attention_heads"]
+  keys = {
+    "query_pre_attn_scalar": scale,
+    "sliding_window": metadata.size(window),
+    "rope_local_base_freq": metadata.number("gemma3.rope.freq_base_swa", 1e4),
+  }
+  pattern = metadata.get(f"{window}_pattern", 6)
+  if not isinstance(pattern, list):
+    return keys | {"sliding_window_pattern": pattern}
+  kinds = ("full_attention", "sliding_attention")
+  return keys | {"layer_types": [kinds[slides] for slides in pattern]}
+
+
+def _scaling(
+  metadata: ConfigFile, name: str, config: dict[str, Any], tensors: Stored
+) -> dict[str, Any] | None:
+  """Returns `rope_scaling`, and removes the tensor that stores Llama 3's."""
+  prefix = f"{name}.rope.scaling."
+  metadata.ignore(f"{prefix}finetuned")
+  metadata.only(f"{prefix}type", "none", "linear", "yarn")
+  metadata.only(f"{prefix}attn_factor", 1.0)
+  original = metadata.size(f"{prefix}original_context_length", None)
+  table = {
+    "rope_type": metadata.get(f"{prefix}type", "none"),
+    "factor": metadata.number(f"{prefix}factor", 1.0),
+    "original_max_position_embeddings": original,
+  }
+  if "rope_freqs.weight" not in tensors:
+    return None if table["rope_type"] == "none" else table
+  divisors = tensors.pop("rope_freqs.weight").read()
+  table = {
+    "rope_type": "llama3",
+    "factor": float(divisors.max(initial=1.0)),
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+  }
+  base, head_dim = config["rope_theta"], config["head_dim"]
+  rope = ropes.rope_of({"rope_theta": base, **table}, metadata, head_dim)
+  plain, scaled = (frequencies(r, head_dim) for r in (Rope(base=base), rope))
+  expected = plain / scaled
+  if divisors.shape != expected.shape or not np.allclose(
+    divisors, expected, rtol=1e-4
+  ):
+    raise ValueError(
+      f"rope_freqs.weight in {metadata.where} must hold Llama 3's scaling; use "
+      "a checkpoint in another format."
+    )
+  return table
+
+
+def _renamed(
+  tensors: Stored, config: dict[str, Any], name: str, plan: Plan
+) -> Stored:
+  """Returns the tensors with Hugging Face's names, rows and norm weights."""
+  gguf = gguf_file.package()
+  architecture = gguf.MODEL_ARCH[name.upper()]
+  names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+  new_names = {
+    names.get_name(key, (".weight", ".bias")): key
+    for part in assemble.parts_of(plan)
+    for key, _ in part.tensors
+  }
+
+  def split_halves(weights: np.ndarray) -> np.ndarray:
+    """Moves the first row of each rotary pair of a head to the first half."""
+    pairs = weights.reshape(-1, config["head_dim"] // 2, 2, *weights.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weights.shape)
+
+  stored = {}
+  for source, tensor in tensors.items():
+    if name == "gemma3" and source.endswith("norm.weight"):
+      tensor = changed(tensor, lambda weights: weights - np.float32(1))
+    if name == "llama" and (".attn_q." in source or ".attn_k." in source):
+      tensor = changed(tensor, split_halves)
+    # Other tensors keep their names, under which they are refused.
+    stored[new_names.get(source, source)] = tensor
+  return stored
