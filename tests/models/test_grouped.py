@@ -222,12 +222,15 @@ def test_gradients(name, arguments):
 
   expected = jax.jit(jax.grad(functools.partial(loss, _whole)))(_params(name))
   largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(expected))
+  # A recurrence carries the rounding of each token on to all later ones: on
+  # CPUs that sum in another order, gradients through it differ by 5e-6.
+  rounding = 1e-5 if name == "states" else 3e-6
   for remat in (False, True):
     own = functools.partial(loss, _grouped, remat=remat)
     found = jax.jit(jax.grad(own))(_params(name))
     jax.tree.map(
       lambda x, y: np.testing.assert_allclose(
-        x, y, rtol=0, atol=3e-6 * max(largest, 1)
+        x, y, rtol=0, atol=rounding * max(largest, 1)
       ),
       found,
       expected,
