@@ -25,6 +25,7 @@ from jaxkv._src.sampling import reductions
 from jaxkv._src.sampling import statistics
 from jaxkv._src.sampling.logits import as_logits
 from jaxkv._src.sampling.settings import Sampling
+from jaxkv._src.sampling.temperature import LEAST
 
 
 class Drawn(NamedTuple):
@@ -260,18 +261,45 @@ def probabilities(logits: Array, sampling: Sampling) -> Array:
   return jnp.where(weights.greedy[:, None], taken.astype(jnp.float32), some)
 
 
+_OFF = {"min_p": 0, "top_k": 0, "top_p": 1}
+"""The values of filters that leave nothing out."""
+
+
+def _is_allowed(sampling: Sampling) -> Array | None:
+  """bool[R]: rows whose settings are in range; None for no settings.
+
+  Traced settings are not checked before, and the search for a cutoff needs not
+  end for some that are not.
+  """
+  heat, min_p, top_p = sampling.temperature, sampling.min_p, sampling.top_p
+  checks = []
+  if heat is not None:
+    checks.append((heat == 0) | ((heat >= LEAST) & (heat < jnp.inf)))
+  if min_p is not None:
+    checks.append((min_p >= 0) & (min_p <= 1))
+  if top_p is not None:
+    # On some devices the smallest numbers above 0 are 0.
+    checks.append((top_p >= 0) & (top_p <= 1))
+  return functools.reduce(jnp.logical_and, checks) if checks else None
+
+
 def _weights(logits: Array, sampling: Sampling) -> _Weights:
-  weights = _Weights(logits, reductions.maxima(logits)[:, None])
-  heat = sampling.temperature
+  allowed, best = _is_allowed(sampling), reductions.maxima(logits)
+  if allowed is not None:
+    # All weights of other rows become NaN, and so does the log-prob.
+    best = jnp.where(allowed, best, jnp.nan)
+  weights = _Weights(logits, best[:, None])
+  heat, used = sampling.temperature, allowed
   if heat is not None:
     divisor = jnp.where(heat == 0, 1, heat)[:, None]
     weights = weights._replace(divisor=divisor, greedy=heat == 0)
-  # For a greedy row all filters are off.
+    # For a greedy row all filters are off.
+    used = allowed & (heat != 0)
   options = {}
-  for name, off in (("min_p", 0), ("top_k", 0), ("top_p", 1)):
+  for name, off in _OFF.items():
     value = getattr(sampling, name)
-    if value is not None and heat is not None:
-      value = jnp.where(heat == 0, jnp.asarray(off, value.dtype), value)
+    if value is not None and used is not None:
+      value = jnp.where(used, value, jnp.asarray(off, value.dtype))
     if value is not None:
       options[name] = value
   if options:
