@@ -338,7 +338,9 @@ def _figures(state: rollout.RolloutState) -> dict[str, Any]:
     "page_size": sizes.page_size,
     "page_bytes": kv_bytes // sizes.num_pages,
     "prompt_tokens": int(jnp.sum(state.sequences.prompt_length)),
-    **{name: int(count) for name, count in counts.items() if count.ndim == 0},
+    **{
+      name: int(count) for name, count in counts.items() if not np.ndim(count)
+    },
   }
 
 
