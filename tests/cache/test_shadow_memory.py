@@ -31,47 +31,47 @@ LOOKED_UP = ("commit", "commit_slots", "admit", "match", "pin")
 
 PLANTED = {
   "the salt is ignored": Mutant(
-    "state:roots",
+    "cache.state:roots",
     given(salts=lambda g: None),
     ("admit", "match", "pin"),
     ROOMY,
   ),
   "the tokens before a page are ignored": Mutant(
-    "prefix.hashing:chain_keys", each_page_alone, LOOKED_UP, ROOMY
+    "cache.prefix.hashing:chain_keys", each_page_alone, LOOKED_UP, ROOMY
   ),
   "a fork owes no copy": Mutant(
-    "group_kinds:GroupSizes.open_pages",
+    "cache.group_kinds:GroupSizes.open_pages",
     returned(lambda out, g: out & False),
     ("fork",),
     PLAIN,
   ),
   "a hit lacks a page of the window": Mutant(
-    "group_kinds:SlidingWindow.num_skipped_tokens",
+    "cache.group_kinds:SlidingWindow.num_skipped_tokens",
     returned(lambda out, g: out + g.self.window // 2),
     ("admit",),
     WINDOWS,
   ),
   "pages are published before they are full": Mutant(
-    "prefix.rules:final_pages",
+    "cache.prefix.rules:final_pages",
     given(tokens=lambda g: g.tokens + 1),
     ("commit", "commit_slots"),
     PLAIN,
   ),
   "a page that is rolled back stays cached": Mutant(
-    "pool.page_pool:unpublish",
+    "cache.pool.page_pool:unpublish",
     returned(lambda out, g: (g.pool, out[1])),
     ("truncate", "truncate_slots"),
     ROOMY,
   ),
   "pages are found after a new epoch": Mutant(
-    "prefix.hashing:root_key",
+    "cache.prefix.hashing:root_key",
     given(epoch=lambda g: g.epoch * 0),
     ("new_epoch", "admit", "match", "pin"),
     ROOMY,
     (("new_epoch", 8),),
   ),
   "a page that is handed out stays cached": Mutant(
-    "pool.page_pool:_unpublish",
+    "cache.pool.page_pool:_unpublish",
     returned(lambda out, g: (g.pool, out[1])),
     ("allocate", "allocate_slots"),
     PLAIN,
