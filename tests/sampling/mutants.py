@@ -43,7 +43,7 @@ _FILTERS = {
 
 _SETTINGS = {
   "the stop token of all is allowed": (
-    "penalties:_additions",
+    "penalties:_banned",
     given(history=lambda g: g.history._replace(stop_token=-1)),
     _PENALTIES + "TestByHand",
   ),
