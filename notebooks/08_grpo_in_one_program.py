@@ -221,12 +221,14 @@ print("largest |ratio - 1| by step:", exact["off_ratio"].max(axis=0).round(2))
 
 # %%
 counters = exact["counters"]
+num_prefilled = np.asarray(counters.prefilled).sum()
+num_generated = np.asarray(counters.generated).sum()
 rounds = len(exact["reward"])
-print("prompt tokens computed:", counters.prefilled.sum())
+print("prompt tokens computed:", num_prefilled)
 print("each prompt once:", rounds * PROMPTS * (TOKENS - 1))
 print("each sample its own:", rounds * PROMPTS * SAMPLES * (TOKENS - 1))
-assert counters.prefilled.sum() <= rounds * PROMPTS * (TOKENS - 1)
-assert counters.generated.sum() == rounds * PROMPTS * SAMPLES * TOKENS
+assert num_prefilled <= rounds * PROMPTS * (TOKENS - 1)
+assert num_generated == rounds * PROMPTS * SAMPLES * TOKENS
 
 # %% [markdown]
 # ## One step behind

@@ -450,9 +450,17 @@ class User:
   def look(self, draws: Dice) -> None:
     """Everything that only reads."""
     group = draws.integer(0, self.config.num_groups - 1)
-    view = jaxkv.view(self.state, group=group, counts=[1] * len(self.slots))
+    ones = [1] * len(self.slots)
+    holds_encoder = self.config.groups[group].holds_encoder
+    view = jaxkv.view(
+      self.state,
+      group=group,
+      counts=ones,
+      num_encoder_tokens=ones if holds_encoder else None,
+    )
+    starts = ones if holds_encoder else self.memory.length
     same = np.array_equal(view.page_table, self.memory.table[:, group])
-    same &= np.array_equal(view.starts, self.memory.length)
+    same &= np.array_equal(view.starts, starts)
     _need(same, "a view is of other pages")
     pages, refs = self.config.num_pages - 1, self.memory.refs
     used = round(float(jaxkv.usage(self.state)) * pages)

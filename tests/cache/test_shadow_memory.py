@@ -89,7 +89,8 @@ def test_nothing_holds_false_content(name, request):
   with setup.patched():
     user = User(setup)
     stroll(user, 0, calls)
-  assert user.counts["sequences checked"] > calls
+  # Fewer where many calls fail, as in pages of one token.
+  assert user.counts["sequences checked"] > calls // 2
   # A window of one token needs no page of a prefix, so it alone never hits.
   if deep and setup.config.prefix_caching and name != "one_alone":
     assert user.counts["hits"] > 0

@@ -156,18 +156,24 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     ValueError: `history` lacks something that the settings need.
   """
   logits = as_logits(logits)
-  row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
   bias = sampling.logit_bias
   if bias is not None:
     # Bans come after all sums: an overflow plus -inf would be NaN.
     values = jnp.where(bias.values == -jnp.inf, 0, bias.values)
-    biased = indexing.add(logits, row, bias.tokens, values=values)
+    biased = indexing.add(logits, _rows(logits), bias.tokens, values=values)
     logits = _saturated(biased, logits)
   banned = _banned(sampling, history)
   if banned:
     tokens = jnp.concatenate(banned, axis=1)
-    logits = indexing.put_min(logits, row, tokens, values=jnp.float32(-jnp.inf))
+    logits = indexing.put_min(
+      logits, _rows(logits), tokens, values=jnp.float32(-jnp.inf)
+    )
   return _penalized(logits, sampling, history.seen)
+
+
+def _rows(logits: Array) -> Array:
+  """The index of each row, int32[R, 1]."""
+  return jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
 
 
 def _saturated(logits: Array, before: Array) -> Array:
