@@ -20,8 +20,8 @@ from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.formats import logical_dtype
 
 # Bytes of K and V that sharing must save in one layer's call to pay for the
-# second pass and the merge. For a CPU, measured with
-# benchmarks/attention_cpu.py; for others, a copy of 10 us at 4 TB/s.
+# second pass and the merge. For a CPU, measured; for others, a copy of 10 us at
+# 4 TB/s.
 _LEAST_SAVING = {"cpu": 2**20, "other": 40 * 2**20}
 
 
