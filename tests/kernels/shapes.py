@@ -44,7 +44,7 @@ class Shape:
     heads: (H, K).
     head_dim: D.
     page_size: S.
-    lengths: tokens of each sequence.
+    lengths: tokens of each sequence; those of `edges` by default.
     dtype: number format of the pools, and of queries if it has 16 bits or
       more; "bits" is bfloat16 in uint16, "bits8" float8_e4m3fn in uint8.
     query_dtype: format of queries to 8-bit pools.
@@ -54,15 +54,19 @@ class Shape:
       does `alibi_slopes=True`.
   """
 
-  heads: tuple[int, int]
-  head_dim: int
-  page_size: int
-  lengths: tuple[int, ...]
+  heads: tuple[int, int] = (4, 2)
+  head_dim: int = 64
+  page_size: int = 16
+  lengths: tuple[int, ...] = ()
   dtype: str = "float32"
   query_dtype: str = "float32"
   value_dim: int | None = None
   scales: str | None = None
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if not self.lengths:
+      object.__setattr__(self, "lengths", edges(self.page_size))
 
 
 def edges(size: int) -> tuple[int, ...]:
@@ -72,213 +76,74 @@ def edges(size: int) -> tuple[int, ...]:
 
 SHAPES = {
   # page sizes, ratios and head sizes, plain
-  "page1_mha_d32": Shape(
-    heads=(2, 2), head_dim=32, page_size=1, lengths=edges(1)
-  ),
-  "page8_mqa_d64": Shape(
-    heads=(8, 1), head_dim=64, page_size=8, lengths=edges(8)
-  ),
-  "page16_gqa4_d128": Shape(
-    heads=(8, 2), head_dim=128, page_size=16, lengths=edges(16)
-  ),
-  "page64_gqa8_d64": Shape(
-    heads=(16, 2), head_dim=64, page_size=64, lengths=edges(64)
-  ),
-  "page128_above_a_block": Shape(
-    heads=(4, 1), head_dim=32, page_size=128, lengths=edges(128)
-  ),
-  "page24_not_dividing_a_block": Shape(
-    heads=(4, 2), head_dim=32, page_size=24, lengths=edges(24)
-  ),
-  "head_dim_80": Shape(
-    heads=(4, 4), head_dim=80, page_size=16, lengths=edges(16)
-  ),
-  "head_dim_96_values_of_160": Shape(
-    heads=(4, 2),
-    head_dim=96,
-    page_size=16,
-    lengths=edges(16),
-    value_dim=160,
-  ),
-  "page32_gqa2_d256": Shape(
-    heads=(4, 2), head_dim=256, page_size=32, lengths=edges(32)
-  ),
+  "page1_mha_d32": Shape(heads=(2, 2), head_dim=32, page_size=1),
+  "page8_mqa_d64": Shape(heads=(8, 1), page_size=8),
+  "page16_gqa4_d128": Shape(heads=(8, 2), head_dim=128),
+  "page64_gqa8_d64": Shape(heads=(16, 2), page_size=64),
+  "page128_above_a_block": Shape(heads=(4, 1), head_dim=32, page_size=128),
+  "page24_not_dividing_a_block": Shape(head_dim=32, page_size=24),
+  "head_dim_80": Shape(heads=(4, 4), head_dim=80),
+  "head_dim_96_values_of_160": Shape(head_dim=96, value_dim=160),
+  "page32_gqa2_d256": Shape(head_dim=256, page_size=32),
   # number formats
-  "bits_gqa4": Shape(
-    heads=(8, 2), head_dim=64, page_size=16, lengths=edges(16), dtype="bits"
-  ),
-  "bfloat16_mqa": Shape(
-    heads=(4, 1), head_dim=64, page_size=8, lengths=edges(8), dtype="bfloat16"
-  ),
-  "bfloat16_page128_d256": Shape(
-    heads=(4, 2),
-    head_dim=256,
-    page_size=128,
-    lengths=edges(128),
-    dtype="bfloat16",
-  ),
-  "bfloat16_page64_d192": Shape(
-    heads=(4, 2),
-    head_dim=192,
-    page_size=64,
-    lengths=edges(64),
-    dtype="bfloat16",
-  ),
-  "float16_gqa8": Shape(
-    heads=(8, 1), head_dim=128, page_size=16, lengths=edges(16), dtype="float16"
-  ),
+  "bits_gqa4": Shape(heads=(8, 2), dtype="bits"),
+  "bfloat16_mqa": Shape(heads=(4, 1), page_size=8, dtype="bfloat16"),
+  "bfloat16_page128_d256": Shape(head_dim=256, page_size=128, dtype="bfloat16"),
+  "bfloat16_page64_d192": Shape(head_dim=192, page_size=64, dtype="bfloat16"),
+  "float16_gqa8": Shape(heads=(8, 1), head_dim=128, dtype="float16"),
   "int8_scale_per_token": Shape(
-    heads=(8, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    dtype="int8",
-    query_dtype="bfloat16",
-    scales="token",
+    heads=(8, 2), dtype="int8", query_dtype="bfloat16", scales="token"
   ),
   "int8_scale_per_head": Shape(
-    heads=(8, 2),
-    head_dim=128,
-    page_size=8,
-    lengths=edges(8),
-    dtype="int8",
-    scales="head",
+    heads=(8, 2), head_dim=128, page_size=8, dtype="int8", scales="head"
   ),
   "e4m3_scale_per_token": Shape(
-    heads=(4, 1),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    dtype="float8_e4m3fn",
-    query_dtype="bfloat16",
-    scales="token",
+    heads=(4, 1), dtype="float8_e4m3fn", query_dtype="bfloat16", scales="token"
   ),
   "e4m3_bits_scale_per_head": Shape(
-    heads=(8, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    dtype="bits8",
-    query_dtype="bfloat16",
-    scales="head",
+    heads=(8, 2), dtype="bits8", query_dtype="bfloat16", scales="head"
   ),
   "e4m3_scale_per_head_d128": Shape(
-    heads=(4, 2),
     head_dim=128,
     page_size=8,
-    lengths=edges(8),
     dtype="float8_e4m3fn",
     query_dtype="bfloat16",
     scales="head",
   ),
-  "e5m2_without_scale": Shape(
-    heads=(4, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    dtype="float8_e5m2",
-    query_dtype="float16",
-  ),
+  "e5m2_without_scale": Shape(dtype="float8_e5m2", query_dtype="float16"),
   # options, alone and together
-  "scale": Shape(
-    heads=(4, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    options={"scale": 0.3},
-  ),
-  "window1": Shape(
-    heads=(4, 2),
-    head_dim=32,
-    page_size=8,
-    lengths=edges(8),
-    options={"window": 1},
-  ),
-  "window20": Shape(
-    heads=(4, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    options={"window": 20},
-  ),
+  "scale": Shape(options={"scale": 0.3}),
+  "window1": Shape(head_dim=32, page_size=8, options={"window": 1}),
+  "window20": Shape(options={"window": 20}),
   "window_without_short_rows": Shape(
-    heads=(4, 2),
-    head_dim=32,
-    page_size=16,
-    lengths=(300, 290, 333),
-    options={"window": 33},
+    head_dim=32, lengths=(300, 290, 333), options={"window": 33}
   ),
-  "soft_cap1": Shape(
-    heads=(4, 2),
-    head_dim=32,
-    page_size=8,
-    lengths=edges(8),
-    options={"soft_cap": 1.0},
-  ),
-  "soft_cap50_bits": Shape(
-    heads=(4, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    dtype="bits",
-    options={"soft_cap": 50.0},
-  ),
-  "sinks": Shape(
-    heads=(8, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    options={"sinks": True},
-  ),
-  "alibi": Shape(
-    heads=(8, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    options={"alibi_slopes": True},
-  ),
-  "everything": Shape(
-    heads=(8, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
-    options=EVERYTHING,
-  ),
+  "soft_cap1": Shape(head_dim=32, page_size=8, options={"soft_cap": 1.0}),
+  "soft_cap50_bits": Shape(dtype="bits", options={"soft_cap": 50.0}),
+  "sinks": Shape(heads=(8, 2), options={"sinks": True}),
+  "alibi": Shape(heads=(8, 2), options={"alibi_slopes": True}),
+  "everything": Shape(heads=(8, 2), options=EVERYTHING),
   "everything_int8": Shape(
     heads=(8, 2),
-    head_dim=64,
-    page_size=16,
-    lengths=edges(16),
     dtype="int8",
     query_dtype="bfloat16",
     scales="token",
     options=EVERYTHING,
   ),
   "everything_bfloat16_d128": Shape(
-    heads=(8, 2),
-    head_dim=128,
-    page_size=16,
-    lengths=edges(16),
-    dtype="bfloat16",
-    options=EVERYTHING,
+    heads=(8, 2), head_dim=128, dtype="bfloat16", options=EVERYTHING
   ),
   "everything_int8_d128": Shape(
     heads=(4, 1),
     head_dim=128,
     page_size=32,
-    lengths=edges(32),
     dtype="int8",
     query_dtype="bfloat16",
     scales="token",
     options=EVERYTHING,
   ),
   "everything_bits": Shape(
-    heads=(8, 1),
-    head_dim=32,
-    page_size=8,
-    lengths=edges(8),
-    dtype="bits",
-    options=EVERYTHING,
+    heads=(8, 1), head_dim=32, page_size=8, dtype="bits", options=EVERYTHING
   ),
 }
 

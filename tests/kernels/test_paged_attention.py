@@ -199,6 +199,18 @@ class TestPacked:
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
 
+def decoded(runner, name):
+  """A problem, its queries, and the backend's answer."""
+  shape = SHAPES[name]
+  case = problem(shape)
+  q = queries(case, shape, len(shape.lengths))
+  return (
+    case,
+    q,
+    runner("paged_decode", q, *case.pools, case.lengths, **case.options),
+  )
+
+
 @slow_except("name", SHAPES, "everything", "window_without_short_rows")
 class TestProperties:
   @over_few_shapes
@@ -217,14 +229,9 @@ class TestProperties:
     ("runner", "name"), cases("window_without_short_rows")
   )
   def test_pages_behind_the_window_do_not_matter(self, runner, name):
-    shape = SHAPES[name]
-    case = problem(shape)
-    q = queries(case, shape, len(shape.lengths))
-    before = runner(
-      "paged_decode", q, *case.pools, case.lengths, **case.options
-    )
-    for b, length in enumerate(shape.lengths):
-      behind = (length - case.options["window"]) // shape.page_size
+    case, q, before = decoded(runner, name)
+    for b, length in enumerate(case.lengths):
+      behind = (length - case.options["window"]) // case.k_pages.shape[2]
       case.k_pages[case.page_table[b, :behind]] = np.nan
       case.v_pages[case.page_table[b, :behind]] = np.inf
       case.page_table[b, :behind] = 0
@@ -233,12 +240,7 @@ class TestProperties:
 
   @over_few_shapes
   def test_page_numbers_do_not_matter(self, runner, name):
-    shape = SHAPES[name]
-    case = problem(shape)
-    q = queries(case, shape, len(shape.lengths))
-    before = runner(
-      "paged_decode", q, *case.pools, case.lengths, **case.options
-    )
+    case, q, before = decoded(runner, name)
     order = np.random.default_rng(5).permutation(len(case.k_pages))
     back = np.argsort(order)
     named = (case.page_table >= 0) & (case.page_table < len(order))
@@ -263,12 +265,7 @@ class TestProperties:
 
   @over_few_shapes
   def test_neighbours_do_not_matter(self, runner, name):
-    shape = SHAPES[name]
-    case = problem(shape)
-    q = queries(case, shape, len(shape.lengths))
-    before = runner(
-      "paged_decode", q, *case.pools, case.lengths, **case.options
-    )
+    case, q, before = decoded(runner, name)
     row = 5
     changed = case.lengths.copy()
     changed[[0, 6]] = 0, 3
@@ -278,12 +275,7 @@ class TestProperties:
 
   @over_few_shapes
   def test_place_in_the_batch_does_not_matter(self, runner, name):
-    shape = SHAPES[name]
-    case = problem(shape)
-    q = queries(case, shape, len(shape.lengths))
-    before = runner(
-      "paged_decode", q, *case.pools, case.lengths, **case.options
-    )
+    case, q, before = decoded(runner, name)
     order = np.array([3, 6, 0, 5, 1, 4, 2])
     after = runner(
       "paged_decode",
