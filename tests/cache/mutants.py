@@ -16,7 +16,6 @@ from tests.cache.mutants_windows import WINDOW_MUTANTS
 from tests.cache.mutation import DUPLICATES
 from tests.cache.mutation import ONE_WINDOW
 from tests.cache.mutation import SCARCE
-from tests.cache.mutation import UNCACHED
 from tests.cache.mutation import Mutant
 from tests.tools.mistakes import given
 from tests.tools.mistakes import returned
@@ -34,12 +33,6 @@ def _every_item_leaves(out, g):
   """Items count as pages that leave the queue, also those named twice."""
   queue, count = out[0], jnp.sum(g.valid, dtype=jnp.int32)
   return replace(queue, num_free=g.queue.num_free - count), count
-
-
-def _one_entry_less_if_swept(queue, g):
-  """The last entry is behind the end."""
-  swept = queue.span < g.queue.span
-  return replace(queue, span=jnp.where(swept, queue.span - 1, queue.span))
 
 
 def _counted_twice(pool, g):
@@ -98,17 +91,6 @@ def _served_up_to_the_first_refusal(granted, g):
   return granted & (jnp.cumsum(refused, dtype=jnp.int32) == 0)
 
 
-def _last_sticks(sticky):
-  """A mistake replaces an earlier one."""
-
-  def call(error, code):
-    fresh = sticky(error * 0, code)
-    is_mistake = (fresh != Status.OK) & (fresh != Status.OUT_OF_PAGES)
-    return jnp.where(is_mistake, fresh, sticky(error, code))
-
-  return call
-
-
 def _pressure_stays(sticky):
   """Once pages ran out, no mistake is recorded any more."""
 
@@ -130,16 +112,6 @@ MUTANTS = {
     ),
     ("allocate",),
   ),
-  "head advances one too few": Mutant(
-    "cache.pool.free_queue:pop",
-    returned(
-      lambda out, g: (
-        replace(out[0], head=(out[0].head - 1) % g.queue.ring.size),
-        out[1],
-      )
-    ),
-    ("allocate",),
-  ),
   "a page touched twice leaves twice": Mutant(
     "cache.pool.free_queue:remove",
     returned(_every_item_leaves),
@@ -156,17 +128,6 @@ MUTANTS = {
     FREE,
     DUPLICATES,
   ),
-  "pushed to the front in the wrong order": Mutant(
-    "cache.pool.free_queue:push_front",
-    given(pages=lambda g: g.pages[::-1], valid=lambda g: g.valid[::-1]),
-    FREE,
-  ),
-  "the sweep drops an entry": Mutant(
-    "cache.pool.free_queue:reserve",
-    returned(_one_entry_less_if_swept),
-    SWEEPS,
-    ONE_WINDOW,
-  ),
   "the sweep turns the order around": Mutant(
     "cache.pool.free_queue:in_order",
     returned(lambda out, g: jnp.roll(out[::-1], g.queue.num_free)),
@@ -180,11 +141,6 @@ MUTANTS = {
     ONE_WINDOW,
   ),
   # --- the pool --------------------------------------------------------------
-  "a popped page has two references": Mutant(
-    "cache.pool.page_pool:pop",
-    returned(lambda out, g: (_counted_twice(out[0], g), out[1])),
-    ("allocate",),
-  ),
   "an evicted page keeps its key": Mutant(
     "cache.pool.page_pool:_unpublish",
     returned(lambda out, g: (g.pool, out[1])),
@@ -199,9 +155,6 @@ MUTANTS = {
     "cache.pool.page_pool:hold",
     returned(lambda out, g: replace(out, queue=g.pool.queue)),
     ("touch", "admit"),
-  ),
-  "un-hashed pages go to the back": Mutant(
-    "cache.pool.page_pool:is_cached", returned(lambda out, g: out | True), FREE
   ),
   "hashed pages go to the front": Mutant(
     "cache.pool.page_pool:is_cached", returned(lambda out, g: out & False), FREE
@@ -230,22 +183,10 @@ MUTANTS = {
     LOOK,
     DUPLICATES,
   ),
-  "the clock stands still": Mutant(
-    "cache.prefix.prefix_index:insert",
-    returned(lambda out, g: replace(out, clock=g.index.clock)),
-    ("commit",),
-    DUPLICATES,
-  ),
   "a lookup ends at the first bucket": Mutant(
     "cache.prefix.prefix_index:lookup",
     given(index=lambda g: replace(g.index, overflow=g.index.overflow * 0)),
     LOOK,
-    DUPLICATES,
-  ),
-  "overflow is not counted": Mutant(
-    "cache.prefix.prefix_index:insert",
-    returned(lambda out, g: replace(out, overflow=g.index.overflow)),
-    ("commit",),
     DUPLICATES,
   ),
   "overflow is not counted down": Mutant(
@@ -318,12 +259,6 @@ MUTANTS = {
     SCARCE,
     SHARING,
   ),
-  "newcomers may use what others were promised": Mutant(
-    "cache.algorithms.reserve:in_order",
-    given(keep_free=lambda g: g.keep_free * 0),
-    ("admit",),
-    UNCACHED,
-  ),
   "a failed row moves the length": Mutant(
     "arrays.indexing:SlotRows.write",
     given(valid=lambda g: g.valid | _is_length(g.array)),
@@ -385,9 +320,6 @@ MUTANTS = {
     FREE,
   ),
   # --- failures --------------------------------------------------------------
-  "the last failure sticks": Mutant(
-    "cache.state:sticky", _last_sticks, ("commit", "free_slots")
-  ),
   "pressure hides a mistake": Mutant(
     "cache.state:sticky", _pressure_stays, ("allocate", "commit")
   ),

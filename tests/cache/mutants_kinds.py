@@ -48,12 +48,6 @@ KIND_MUTANTS = {
     ("commit",),
     ENCODER,
   ),
-  "a fork gets pages of an encoder by its own length": Mutant(
-    "cache.group_kinds:GroupSizes.keep_encoder",
-    returned(lambda out, g: g.columns),
-    ("fork",),
-    ENCODER,
-  ),
   "rolling back gives an encoder's pages back": Mutant(
     "cache.group_kinds:GroupSizes.keep_encoder",
     returned(lambda out, g: g.columns),
@@ -71,12 +65,6 @@ KIND_MUTANTS = {
     "cache.group_kinds:GroupSizes.open_pages",
     returned(lambda out, g: out & False),
     ("fork",),
-    SCRATCH,
-  ),
-  "states can be had at any token": Mutant(
-    "cache.pool.recurrent:can_continue",
-    returned(lambda out, g: g.tokens >= 0),
-    ("fork", "truncate"),
     SCRATCH,
   ),
   "a state is rolled back to inside a page": Mutant(
@@ -110,12 +98,6 @@ KIND_MUTANTS = {
     SCRATCH,
   ),
   # --- ages ------------------------------------------------------------------
-  "age is counted from the first page on": Mutant(
-    "cache.telemetry:count_evicted",
-    given(stamps=lambda g: g.stamps * 0),
-    ("allocate",),
-    AGED,
-  ),
   "pages without a key have an age": Mutant(
     "cache.telemetry:count_evicted",
     given(valid=lambda g: g.pages > 0),
@@ -138,14 +120,6 @@ KIND_MUTANTS = {
   "a later window of events is written over the first": Mutant(
     "cache.telemetry:_push", _written_from_the_start, ("commit",), LOGGED
   ),
-  "events of a later window are not counted": Mutant(
-    "cache.telemetry:_push",
-    returned(
-      lambda out, g: replace(out, count=g.log.count | (out.count - g.log.count))
-    ),
-    ("commit",),
-    LOGGED,
-  ),
   "a refused reset is told as done": Mutant(
     "cache.telemetry:log_cleared",
     given(done=lambda g: g.done | True),
@@ -155,12 +129,6 @@ KIND_MUTANTS = {
   "a page is its own parent": Mutant(
     "cache.telemetry:log_stored",
     given(fields=lambda g: g.fields | {"parent": g.fields["key"]}),
-    ("commit",),
-    LOGGED,
-  ),
-  "all sequences have one root": Mutant(
-    "cache.telemetry:log_stored",
-    given(fields=lambda g: g.fields | {"root": g.fields["root"] * 0}),
     ("commit",),
     LOGGED,
   ),

@@ -41,12 +41,6 @@ def _all_at_once(g):
 
 WINDOW_MUTANTS = {
   # --- what is left behind ---------------------------------------------------
-  "a window loses its first token": Mutant(
-    "cache.group_kinds:SlidingWindow.num_skipped_tokens",
-    given(num_tokens=lambda g: g.num_tokens + 1),
-    RECYCLE,
-    SLIDING,
-  ),
   "a chunk is over one token early": Mutant(
     "cache.group_kinds:ChunkedLocal.num_skipped_tokens",
     given(num_tokens=lambda g: g.num_tokens + 1),
@@ -59,18 +53,6 @@ WINDOW_MUTANTS = {
     RECYCLE,
     SLIDING,
   ),
-  "nobody notes what was left behind": Mutant(
-    "cache.verbs.free:drop_behind",
-    returned(lambda out, g: (_as_much_behind(out[0], g), out[1])),
-    RECYCLE,
-    SLIDING,
-  ),
-  "a freed slot keeps null pages": Mutant(
-    "cache.pool.page_table:fill_before",
-    returned(lambda out, g: g.table),
-    ("free_mask",),
-    SLIDING,
-  ),
   "a fork has no null pages": Mutant(
     "cache.pool.page_table:fill_before",
     returned(lambda out, g: g.table),
@@ -81,12 +63,6 @@ WINDOW_MUTANTS = {
     "cache.algorithms.reserve:reservation",
     given(first=lambda g: g.first * 0),
     ("fork",),
-    SLIDING,
-  ),
-  "an admitted sequence has no null pages": Mutant(
-    "cache.pool.page_table:fill_before",
-    returned(lambda out, g: g.table),
-    ("admit",),
     SLIDING,
   ),
   "truncate needs no page that is gone": Mutant(
@@ -159,12 +135,6 @@ WINDOW_MUTANTS = {
     COMMIT,
     HYBRID,
   ),
-  "a window is published with a page too many": Mutant(
-    "cache.group_kinds:SlidingWindow._pages_back",
-    returned(lambda out, g: out + 1),
-    COMMIT,
-    HYBRID,
-  ),
   "the whole prompt is a prefix of itself": Mutant(
     "cache.prefix.rules:_kept_prefixes",
     given(prompt_length=lambda g: g.prompt_length + 1),
@@ -174,12 +144,6 @@ WINDOW_MUTANTS = {
   "nobody keeps where sequences diverged": Mutant(
     "cache.prefix.rules:_kept_prefixes",
     given(boundary=lambda g: g.boundary * 0),
-    COMMIT,
-    KEPT,
-  ),
-  "every aligned prefix is kept": Mutant(
-    "cache.prefix.rules:published",
-    given(config=lambda g: replace(g.config, prefix_retention_interval=None)),
     COMMIT,
     KEPT,
   ),

@@ -28,7 +28,6 @@ CURRENT = small(201, 2, groups=2, window=3, worse="crowded tight", **MERGE)
 DUPLICATES = small(202, 2, window=3, worse="crowded tight", **CLASSIC)
 # Half a ring of 16 entries for 15 pages: swept at every turn.
 ONE_WINDOW = small(203, 2, worse="tight", num_pages=16, **CLASSIC)
-UNCACHED = small(213, 2, num_pages=9, **NO_CACHING)
 # Eight pages for four slots of four: sequences are refused at every turn.
 SCARCE = small(204, 2, num_pages=9)
 SLIDING = small(205, 2, (Window(4),), **LONG)
