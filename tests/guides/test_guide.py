@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
 from jaxkv._src.sampling.sample import sample
 from tests.guides import small_vocabulary
+from tests.tools.transforms import TRANSFORMS
+from tests.tools.transforms import check_under
 
 
 class DrawnRows(NamedTuple):
@@ -140,8 +141,9 @@ class TestSeveralGrammars:
       assert allowed[0] == every and allowed[1] != every
 
 
-class TestTransformed:
-  def _check(self, process):
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transformed(transform):
+  def check(process):
     guide = _guide(["ab*c", "(ab)*c"])
     user = guide.init(2, grammars=[0, 1], max_tokens=[9, 4])
     one = jnp.ones((2,), jnp.int32)
@@ -153,36 +155,7 @@ class TestTransformed:
     assert logits.dtype == jnp.float32
     assert user.state.dtype == user.limit.dtype == jnp.int32
 
-  def test_without_jit(self):
-    self._check(rollout.Guide.process)
-
-  def test_with_64_bits(self):
-    with jax.enable_x64(True):
-      self._check(jax.jit(rollout.Guide.process))
-
-  def test_under_vmap(self):
-    def rows(guide, *rows):
-      def one(*row):
-        some = jax.tree.map(lambda x: x[None], row)
-        return jax.tree.map(lambda x: x[0], guide.process(*some))
-
-      return jax.vmap(one)(*rows)
-
-    self._check(jax.jit(rows))
-
-  def test_under_shard_map(self):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    rows = P("data")
-    self._check(
-      jax.jit(
-        jax.shard_map(
-          rollout.Guide.process,
-          mesh=mesh,
-          in_specs=(P(), rows, rows, rows),
-          out_specs=(rows, rows),
-        )
-      )
-    )
+  check_under(transform, check, rollout.Guide.process, shared=1)
 
 
 class TestWrongArguments:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
 from tests.guides import small_vocabulary
+from tests.tools.transforms import TRANSFORMS
+from tests.tools.transforms import check_under
 
 _TOKENS = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"bb a", b" ", b"aaaaa"]
 _END, _A, _B, _AB, _BA, _AAB, _BBA, _SPACE, _A5 = range(len(_TOKENS))
@@ -111,8 +112,9 @@ class TestSequences:
     assert len({*addresses, *own}) == len(addresses) + len(own)
 
 
-class TestTransformed:
-  def _check(self, advance):
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transformed(transform):
+  def check(advance):
     lists = [["ab"], ["bb", "b a"]]
     stop = rollout.stop_strings(lists, rollout.token_bytes(_TOKENS))
     states, found = advance(
@@ -123,36 +125,7 @@ class TestTransformed:
     assert found.tolist() == [0, 0]
     assert states.dtype == found.dtype == jnp.int32
 
-  def test_under_jit(self):
-    self._check(jax.jit(rollout.StopStrings.advance))
-
-  def test_with_64_bits(self):
-    with jax.enable_x64(True):
-      self._check(jax.jit(rollout.StopStrings.advance))
-
-  def test_under_vmap(self):
-    def rows(stop, states, numbers):
-      return jax.vmap(
-        lambda state, number: jax.tree.map(
-          lambda x: x[0], stop.advance(state[None], number[None])
-        )
-      )(states, numbers)
-
-    self._check(rows)
-
-  def test_under_shard_map(self):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    rows = P("data")
-    self._check(
-      jax.jit(
-        jax.shard_map(
-          rollout.StopStrings.advance,
-          mesh=mesh,
-          in_specs=(P(), rows, rows),
-          out_specs=(rows, rows),
-        )
-      )
-    )
+  check_under(transform, check, rollout.StopStrings.advance, shared=1)
 
 
 class TestWrongArguments:

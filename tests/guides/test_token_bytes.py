@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from jaxkv import rollout
 from jaxkv._src.guides.token_bytes import advance_states
+from tests.tools.transforms import TRANSFORMS
+from tests.tools.transforms import check_under
 
 _TOKENS = [b"a", b"", b"bc", b"x" * 300, b"\xff\x00"]
 
@@ -44,48 +45,20 @@ def _counter(states: int) -> jax.Array:
 
 
 class TestAdvanceStates:
-  def _check(self, advance=advance_states):
-    table, tokens = _counter(7), rollout.token_bytes(_TOKENS)
-    states = jnp.asarray([0, 1, 2, 3, 4, 5], jnp.int32)
-    numbers = jnp.asarray([0, 1, 2, 3, 4, 0], jnp.int32)
-    expected = [
-      (state + sum(_TOKENS[number])) % 7
-      for state, number in zip(states.tolist(), numbers.tolist(), strict=True)
-    ]
-    found = advance(table, tokens, states, numbers)
-    assert found.tolist() == expected and found.dtype == jnp.int32
+  @pytest.mark.parametrize("transform", TRANSFORMS)
+  def test_every_row_reads_all_bytes_of_its_token(self, transform):
+    def check(advance):
+      table, tokens = _counter(7), rollout.token_bytes(_TOKENS)
+      states = jnp.asarray([0, 1, 2, 3, 4, 5], jnp.int32)
+      numbers = jnp.asarray([0, 1, 2, 3, 4, 0], jnp.int32)
+      expected = [
+        (state + sum(_TOKENS[number])) % 7
+        for state, number in zip(states.tolist(), numbers.tolist(), strict=True)
+      ]
+      found = advance(table, tokens, states, numbers)
+      assert found.tolist() == expected and found.dtype == jnp.int32
 
-  def test_every_row_reads_all_bytes_of_its_token(self):
-    self._check()
-
-  def test_under_jit(self):
-    self._check(jax.jit(advance_states))
-
-  def test_with_64_bits(self):
-    with jax.enable_x64(True):
-      self._check(jax.jit(advance_states))
-
-  def test_under_vmap(self):
-    def one(table, tokens, states, numbers):
-      def row(state, number):
-        return advance_states(table, tokens, state[None], number[None])[0]
-
-      return jax.vmap(row)(states, numbers)
-
-    self._check(jax.jit(one))
-
-  def test_under_shard_map(self):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    self._check(
-      jax.jit(
-        jax.shard_map(
-          advance_states,
-          mesh=mesh,
-          in_specs=(P(), P(), P("data"), P("data")),
-          out_specs=P("data"),
-        )
-      )
-    )
+    check_under(transform, check, advance_states, shared=2)
 
   @pytest.mark.parametrize("number", [-1, -5, 5, 6, 2**31 - 1, -(2**31)])
   def test_a_token_out_of_range_has_no_bytes(self, number):

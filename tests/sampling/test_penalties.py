@@ -207,23 +207,6 @@ class TestCalls:
     assert found.dtype == jnp.float32
     assert float(found[0, 0]) == np.float32(2.001)
 
-  def test_under_jit(self):
-    row = Row(
-      drawn=[1, 2],
-      bad_words=[[1, 2, 3]],
-      logit_bias={1: 2.0},
-      frequency_penalty=0.5,
-      min_tokens=3,
-      stop_tokens=[0],
-    )
-    sampling = by_definition.sampling_of([row])
-    history = by_definition.history_of([row], sampling, _VOCABULARY, 5)
-    logits = jnp.asarray([_LOGITS])
-    np.testing.assert_array_equal(
-      jax.jit(adjust)(logits, sampling, history),
-      adjust(logits, sampling, history),
-    )
-
   @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

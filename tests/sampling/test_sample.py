@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import adjust
@@ -19,6 +18,8 @@ from tests.sampling import by_definition
 from tests.sampling.by_definition import Row
 from tests.tools import traced_loops
 from tests.tools.tiers import slow_except
+from tests.tools.transforms import TRANSFORMS
+from tests.tools.transforms import check_under
 
 
 @functools.partial(
@@ -66,18 +67,6 @@ class TestGreedy:
 
 
 class TestDraws:
-  def test_frequencies_are_those_of_the_softmax(self):
-    count = 20_000
-    logits = jnp.broadcast_to(_LOGITS[:1], (count, 4))
-    tokens, log_probs = _sample(2.0, logits)
-    expected = np.asarray(jax.nn.softmax(_LOGITS[0] / 2))
-    found = np.bincount(np.asarray(tokens), minlength=4) / count
-    # Five standard deviations of a share.
-    np.testing.assert_allclose(found, expected, atol=5 * 0.5 / count**0.5)
-    np.testing.assert_allclose(
-      log_probs, np.log(expected)[np.asarray(tokens)], rtol=1e-5
-    )
-
   def test_a_draw_depends_on_key_and_count_alone(self):
     logits, keys = jnp.zeros((6, 50)), _keys(6)
     counts = jnp.arange(6, dtype=jnp.int32)
@@ -109,12 +98,6 @@ class TestDraws:
     np.testing.assert_allclose(
       log_probs, np.log(expected[np.asarray(tokens)]), rtol=1e-4, atol=1e-6
     )
-
-  def test_masked_tokens_are_never_drawn(self):
-    logits = jnp.where(jnp.arange(4) == 1, 0.0, -jnp.inf)[None]
-    tokens, log_probs = _sample(1.0, jnp.repeat(logits, 100, axis=0))
-    assert set(tokens.tolist()) == {1}
-    np.testing.assert_array_equal(log_probs, 0)
 
 
 class TestMixed:
@@ -391,50 +374,31 @@ class TestTransforms:
     history = history._replace(stop_token=jnp.full((4, 1), 7, jnp.int32))
     return _keys(4), counts, jnp.asarray(logits), sampling, history
 
-  def _check(self, step):
-    found = step(*self._arguments())
+  @pytest.mark.parametrize("transform", TRANSFORMS)
+  def test_a_step(self, transform):
+    def check(step):
+      self._same(step(*self._arguments()))
+
+    check_under(transform, check, self._step)
+
+  def test_settings_of_all_sequences(self):
+    """Each shard has rows of its own, and takes their settings from all."""
+    keys, counts, logits, sampling, history = self._arguments()
+    numbers = jnp.arange(4, dtype=jnp.int32)
+
+    def step(sampling, keys, counts, logits, numbers, history):
+      own = settings.rows(sampling, numbers)
+      return self._step(keys, counts, logits, own, history)
+
+    def check(step):
+      self._same(step(sampling, keys, counts, logits, numbers, history))
+
+    check_under("shard_map", check, step, shared=1)
+
+  def _same(self, found):
     expected = jax.jit(self._step)(*self._arguments())
     for one, other in zip(
       jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
     ):
       assert one.dtype == other.dtype
       np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-  def test_without_jit(self):
-    self._check(self._step)
-
-  def test_with_64_bits(self):
-    with jax.enable_x64(True):
-      self._check(jax.jit(self._step))
-
-  def test_under_vmap(self):
-    def row(*arguments):
-      arguments = jax.tree.map(lambda leaf: leaf[None], arguments)
-      return jax.tree.map(lambda leaf: leaf[0], self._step(*arguments))
-
-    self._check(jax.jit(jax.vmap(row)))
-
-  @pytest.mark.parametrize("settings_are_split", [True, False])
-  def test_under_shard_map(self, settings_are_split):
-    """With settings of the shard's own sequences, or of all of them."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    split = P("data")
-    own = split if settings_are_split else P()
-
-    def step(keys, counts, logits, sampling, history):
-      if not settings_are_split:
-        first = 2 * jax.lax.axis_index("data")
-        numbers = first + jnp.arange(2, dtype=jnp.int32)
-        sampling = settings.rows(sampling, numbers)
-      return self._step(keys, counts, logits, sampling, history)
-
-    self._check(
-      jax.jit(
-        jax.shard_map(
-          step,
-          mesh=mesh,
-          in_specs=(split, split, split, own, split),
-          out_specs=split,
-        )
-      )
-    )

@@ -1,0 +1,65 @@
+"""A function of rows, checked under each of jax's transformations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+TRANSFORMS = ("no jit", "jit", "64 bits", "vmap", "shard_map")
+"""The names that `check_under` takes."""
+
+
+def check_under(
+  transform: str,
+  check: Callable[[Callable[..., Any]], None],
+  function: Callable[..., Any],
+  *,
+  shared: int = 0,
+) -> None:
+  """Runs a check with the function under a transformation.
+
+  Args:
+    transform: one of `TRANSFORMS`.
+    check: calls the function that it is given, and asserts what it returns.
+    function: of arrays whose first axis is rows, at least two of them.
+    shared: how many of its first arguments have no rows.
+  """
+  if transform == "no jit":
+    check(function)
+  elif transform == "jit":
+    check(jax.jit(function))
+  elif transform == "64 bits":
+    with jax.enable_x64(True):
+      check(jax.jit(function))
+  elif transform == "vmap":
+    check(jax.jit(_row_by_row(function, shared)))
+  else:
+    check(_sharded(function, shared))
+
+
+def _row_by_row(function, shared):
+  def call(*arguments):
+    def row(*arrays):
+      arrays = jax.tree.map(lambda leaf: leaf[None], arrays)
+      out = function(*arguments[:shared], *arrays)
+      return jax.tree.map(lambda leaf: leaf[0], out)
+
+    return jax.vmap(row)(*arguments[shared:])
+
+  return call
+
+
+def _sharded(function, shared):
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+  rows = PartitionSpec("data")
+
+  def call(*arguments):
+    specs = [PartitionSpec()] * shared + [rows] * (len(arguments) - shared)
+    split = jax.shard_map(
+      function, mesh=mesh, in_specs=tuple(specs), out_specs=rows
+    )
+    return jax.jit(split)(*arguments)
+
+  return call
