@@ -237,15 +237,6 @@ def test_gradients(name, arguments):
     )
 
 
-def test_remat_changes_no_value():
-  plain, again = (
-    _grouped("windows and caps", _params("windows and caps"), _trees(), remat=x)
-    for x in (False, True)
-  )
-  for own, other in zip(plain, again, strict=True):
-    _assert_close(own, other)
-
-
 def test_one_column():
   """Choices of one token each: the prompt alone matters."""
   prompts, sizes, completions, _ = _completions()

@@ -13,7 +13,6 @@ import jaxkv
 from jaxkv import kv as paged
 from jaxkv import models
 from tests.models import numpy_decoder
-from tests.tools import pool_copies
 
 pytestmark = pytest.mark.slow
 
@@ -153,43 +152,6 @@ class _Paged:
     )
 
 
-class _Packed(_Paged):
-  """Rows with one token stand among the single columns, others in chunks."""
-
-  def forward(self, tokens, positions, counts, views):
-    single, chunks = (
-      jnp.asarray(np.where(kind, counts, 0))
-      for kind in (counts == 1, counts > 1)
-    )
-    packed = tuple(
-      paged.PackedView(
-        decode=dataclasses.replace(view, counts=single),
-        prefill=dataclasses.replace(view, counts=chunks),
-      )
-      for view in views
-    )
-    # Which token stands in each column of the call.
-    places = [(row, 0) for row in range(_ROWS)]
-    for row in np.flatnonzero(counts > 1):
-      places += [(row, column) for column in range(counts[row])]
-    padding = _ROWS * (1 + _CHUNK) - len(places)
-    index = tuple(np.array(places + [(0, 0)] * padding).T)
-    out, self.kv = models.forward(
-      self.params,
-      jnp.asarray(tokens[index][None]),
-      jnp.asarray(positions[index][None]),
-      self.kv,
-      packed,
-      jnp.arange(len(index[0]), dtype=jnp.int32),
-      config=self.config,
-    )
-    logits = np.full((*tokens.shape, _VOCAB), np.nan, np.float32)
-    for i, (row, column) in enumerate(places):
-      if i >= _ROWS or counts[row] == 1:
-        logits[row, column] = out[i]
-    return logits
-
-
 def _in_steps(step: Any) -> np.ndarray:
   """Logits of all tokens: prompts in chunks, then one token at a time."""
   tokens, prompts = _tokens(), np.array(_PROMPTS)
@@ -211,9 +173,8 @@ def _in_steps(step: Any) -> np.ndarray:
 
 class TestTokens:
   @pytest.mark.parametrize("pattern", _PATTERNS)
-  @pytest.mark.parametrize("way", [_Paged, _Packed])
-  def test_equal_the_decoder_in_numpy(self, way, pattern):
-    step = way(_config(**_PATTERNS[pattern]))
+  def test_equal_the_decoder_in_numpy(self, pattern):
+    step = _Paged(_config(**_PATTERNS[pattern]))
     _assert_close(_in_steps(step), _expected(pattern))
     assert step.num_recycled > 0
     jaxkv.check(step.state)
@@ -230,62 +191,8 @@ class TestTokens:
     )
     _assert_close(found, _expected(pattern))
 
-  def test_a_cached_prefix(self):
-    """A second sequence computes what follows the last cached page only."""
-    pattern = "five and one"
-    step = _Paged(_config(**_PATTERNS[pattern]))
-    tokens, length = _tokens()[:1], 13
-    for start in range(0, length, _CHUNK):
-      piece = np.zeros((_ROWS, _CHUNK), np.int32)
-      count = min(_CHUNK, length - start)
-      piece[0, :count] = tokens[0, start : start + count]
-      step(piece, np.array([count, 0, 0], np.int32))
-    step.state, out = jaxkv.admit(step.state, [1], tokens[:, :length], [length])
-    assert np.all(out.ok)
-    cached = int(out.num_cached_tokens[0])
-    assert cached == length // _PAGE * _PAGE
-    piece = np.zeros((_ROWS, _CHUNK), np.int32)
-    piece[1, : length - cached] = tokens[0, cached:length]
-    logits = step(piece, np.array([0, length - cached, 0], np.int32))
-    expected = _expected(pattern)[0, cached:length]
-    _assert_close(logits[1, : length - cached], expected)
-
 
 class TestMemory:
-  def test_a_loop_updates_it_in_place(self):
-    config = _config(windows=(3, None))
-    sizes = jaxkv.CacheConfig(
-      num_pages=1000,
-      page_size=4,
-      num_slots=_ROWS,
-      pages_per_slot=16,
-      groups=models.cache_groups(config),
-    )
-    kv = models.init_kv(config, sizes)
-    table = jnp.arange(1, 1 + 2 * _ROWS * 16, dtype=jnp.int32)
-    table = table.reshape(2, _ROWS, 16)
-
-    def loop(kv, params):
-      def step(carry):
-        kv, tokens, starts = carry
-        views = tuple(
-          paged.View(
-            page_table=own, starts=starts, counts=jnp.ones_like(starts)
-          )
-          for own in table
-        )
-        logits, kv = models.forward(
-          params, tokens, starts[:, None], kv, views, config=config
-        )
-        return kv, jnp.argmax(logits, axis=-1).astype(jnp.int32), starts + 1
-
-      zeros = jnp.zeros((_ROWS,), jnp.int32)
-      carry = (kv, zeros[:, None], zeros)
-      return jax.lax.while_loop(lambda c: c[2][0] < 60, step, carry)
-
-    compiled = jax.jit(loop, donate_argnums=0).lower(kv, _params(config))
-    pool_copies.assert_in_place(compiled.compile(), [kv.k, kv.v])
-
   def test_weights_are_copied_a_layer_at_a_time(self):
     """Not those of all layers of a repetition, before the first one."""
     tokens = jnp.zeros((1, 1), jnp.int32)

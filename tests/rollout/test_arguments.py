@@ -112,38 +112,18 @@ class TestPrompts:
 
 
 class TestSampling:
-  """What is refused where settings are written, not where they are used."""
+  """What is refused where settings are written, not where they are used.
+
+  All fields are in `tests/sampling/test_settings.py`.
+  """
 
   @pytest.mark.parametrize(
     ("field", "value", "error", "message"),
     [
       ("temperature", "hot", TypeError, "must hold real numbers"),
-      ("temperature", -1.0, ValueError, "must be 0, or .* got -1.0"),
-      (
-        "temperature",
-        [[1.0]],
-        ValueError,
-        r"the shape \[\] or \[Q\]",
-      ),
-      ("top_k", 1.5, TypeError, "must hold integers, got float64"),
-      ("top_k", -2, ValueError, "must be at least 1, or .* got -2"),
-      ("top_p", 0.0, ValueError, "must be above 0 and at most 1, got 0.0"),
       ("min_p", [0.1, 2.0], ValueError, r"\[1\]` must be 0 .. 1, got 2.0"),
-      ("presence_penalty", float("inf"), ValueError, "must be finite, got inf"),
-      (
-        "frequency_penalty",
-        {},
-        TypeError,
-        "must hold real numbers, got object",
-      ),
-      ("repetition_penalty", 0, ValueError, "must be a finite float32 of .* 0"),
-      ("min_tokens", -1, ValueError, "must be at least 0, got -1"),
-      ("max_tokens", 0, ValueError, "must be at least 1, got 0"),
-      ("seed", "a", TypeError, "must hold integers"),
-      ("stop_tokens", "ab", TypeError, "must be a list of ints"),
       ("stop_strings", ["ab"], TypeError, "make it with rollout.stop_strings"),
       ("logit_bias", [1, 2], TypeError, "must be a dictionary of tokens"),
-      ("bad_words", [1, 2], TypeError, "must be a list of lists of ints"),
     ],
   )
   def test_values(self, field, value, error, message):

@@ -289,10 +289,7 @@ def test_the_trainer_finds_what_the_rollout_drew():
     def loss(params: Any) -> Any:
       found = models.grouped_log_probs(
         params,
-        out.prompts,
-        out.prompt_lengths,
-        out.completions,
-        out.completion_lengths,
+        *_fields(out),
         config=grpo.MODEL,
         temperature=0.7,
         remat=True,
@@ -325,14 +322,7 @@ def test_columns_that_do_not_hold_a_sample_are_seen():
     out = rollout.grouped(
       results, num_samples=4, prompt_columns=prompt, completion_columns=columns
     )
-    found = models.grouped_log_probs(
-      params,
-      out.prompts,
-      out.prompt_lengths,
-      out.completions,
-      out.completion_lengths,
-      config=grpo.MODEL,
-    )
+    found = models.grouped_log_probs(params, *_fields(out), config=grpo.MODEL)
     assert np.isnan(found).all(axis=(1, 2)).tolist() == expected
     assert np.isnan(found).any(axis=(1, 2)).tolist() == expected
     # How the docstring leaves them out of a loss.

@@ -41,21 +41,6 @@ def test_hopeless():
 
 
 @pytest.mark.slow
-def test_one_beside_a_hopeless_sequence():
-  """Of 7 pages others hold 5. Seven tokens never fit, one token does."""
-  config = rollout.RolloutConfig(max_new_tokens=1)
-  state = by_hand.begun(
-    jax.random.key(5), by_hand.sizes(8, 2), config, [[1, 2, 3, 1, 2, 3, 1], [1]]
-  )
-  cache, _ = jaxkv.allocate(state.cache, [10, 0])
-  cache, _ = jaxkv.touch(cache, cache.page_table[:1, 0])
-  cache, _ = jaxkv.free(cache, mask=[True, False])
-  state = dataclasses.replace(state, cache=cache)
-  end = by_hand.program()(state, 0.0, 50)
-  assert end.sequences.status.tolist() == [rollout.FAILED, rollout.DONE]
-
-
-@pytest.mark.slow
 def test_traced_lengths_out_of_range():
   """They fail from the start, and the others run."""
   sizes = dataclasses.replace(by_hand.sizes(40, 2), pages_per_slot=4)

@@ -193,29 +193,6 @@ class TestTokens:
         alone.tokens[number], together.tokens[number]
       )
 
-  def test_log_probs_are_the_models(self, small_model, program):
-    """They equal those of a forward pass without any cache."""
-    state = _initial(small_model, 3, 40, 8, 1)
-    end = program(small_model.params, state, jnp.float32(0.7), _END)
-    tokens = end.sequences.tokens
-    positions = jnp.broadcast_to(
-      jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
-    )
-    logits = models.forward_uncached(
-      small_model.params, tokens, positions, config=small_model.config
-    )
-    expected = jax.nn.log_softmax(logits / 0.7, axis=-1)
-    for row in range(tokens.shape[0]):
-      begin = int(end.sequences.prompt_length[row])
-      stop = int(end.sequences.length[row])
-      drawn = np.asarray(tokens[row, begin:stop])
-      wanted = np.asarray(expected[row, begin - 1 : stop - 1])
-      np.testing.assert_allclose(
-        end.sequences.log_probs[row, begin:stop],
-        wanted[np.arange(stop - begin), drawn],
-        atol=1e-5,
-      )
-
 
 class TestSpans:
   def test_any_span_gives_the_same_state(self, small_model, program):
@@ -282,18 +259,6 @@ class TestHopelessSequences:
     assert end.sequences.code.tolist() == expected.tolist()
     held = jnp.sum(cache.pool.pin_count)
     assert int(end.cache.pool.queue.num_free) == 39 - int(held)
-
-  def test_lengths_out_of_range(self, small_model, program):
-    state = _initial(small_model, 3, 40, 8, 1)
-    lengths = state.sequences.length.at[1].set(0).at[2].set(500)
-    sequences = dataclasses.replace(state.sequences, length=lengths)
-    state = dataclasses.replace(state, sequences=sequences)
-    end = program(small_model.params, state, jnp.float32(1), _END)
-    assert end.sequences.status.tolist() == [
-      rollout.DONE, rollout.FAILED, rollout.FAILED, *[rollout.DONE] * 3,
-    ]  # fmt: skip
-    assert end.sequences.code[1] == jaxkv.Status.BAD_LENGTH
-    assert end.sequences.code[2] == jaxkv.Status.BAD_LENGTH
 
   def test_no_number_of_steps_is_too_large(self, small_model, program):
     run = functools.partial(program, small_model.params)

@@ -197,28 +197,6 @@ class TestWeights:
     tolerance = {"F32": 0, "F16": 2**-10, "BF16": 2**-7}[kind]
     np.testing.assert_allclose(found, plain, rtol=tolerance, atol=1e-6)
 
-  def test_of_q4_1_and_q8_0_by_their_definition(self, tmp_path):
-    four, _ = quantised("Q4_1", 1, 32)
-    eight, _ = quantised("Q8_0", 1, 32)
-    tensors = {
-      "blk.0.ffn_up.weight": (four, "Q4_1"),
-      "blk.1.ffn_up.weight": (eight, "Q8_0"),
-    }
-    path = small(tmp_path, tensors=tensors)
-    scale, least = four[0, :4].view(np.float16).astype(np.float32)
-    nibbles = [*(four[0, 4:] & 15), *(four[0, 4:] >> 4)]
-    np.testing.assert_allclose(
-      weight(path, "model.layers.0.mlp.up_proj.weight")[0],
-      [scale * nibble + least for nibble in nibbles],
-      rtol=1e-6,
-    )
-    scale = eight[0, :2].view(np.float16).astype(np.float32)
-    np.testing.assert_allclose(
-      weight(path, "model.layers.1.mlp.up_proj.weight")[0],
-      scale * eight[0, 2:].view(np.int8),
-      rtol=1e-6,
-    )
-
   def test_queries_and_keys_of_llama_are_put_back_in_order(self, tmp_path):
     plain = writing.weights("llama")
     tensors = {

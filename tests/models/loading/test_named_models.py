@@ -1,7 +1,6 @@
 """SmolLM2 and Gemma 3 themselves, against what is known of them."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -138,42 +137,3 @@ def _greedy(model, encoded, new):
   )
   program = jax.jit(functools.partial(rollout.generate, model=model.forward))
   return rollout.generated(program(model.params, state))
-
-
-def test_a_window_holds_few_pages_of_a_long_text():
-  """2,048 tokens of Gemma 3: five groups with a window of 512, one without."""
-  pytest.importorskip("gguf", reason="it unpacks the weights")
-  pytest.importorskip("tokenizers", reason="it makes the tokens")
-  model = models.load(named_models.fetch("gemma3-270m"), dtype=jnp.float32)
-  text = model.tokenizer.encode(" ".join(lines(400)))[:2000]
-  chunk, size = 128, 16
-  sizes = model.cache_config(
-    num_pages=400, num_slots=1, page_size=size, max_length=2048
-  )
-  state = rollout.init(
-    jaxkv.init(sizes),
-    model.init_kv(sizes),
-    text[None],
-    np.asarray([2000]),
-    jax.random.key(0),
-    rollout.RolloutConfig(max_new_tokens=48, prefill_chunk=chunk),
-    sampling=rollout.Sampling(temperature=0.0),
-  )
-  once = jax.jit(
-    functools.partial(rollout.generate, model=model.forward), donate_argnums=1
-  )
-  most = np.zeros(len(sizes.groups), int)
-  while not rollout.is_done(state):
-    state = once(model.params, state, rollout.Until(steps=jnp.int32(1)))
-    cache = state.cache
-    held = np.asarray(cache.num_pages - cache.num_skipped_pages)[0]
-    most = np.maximum(most, held)
-  windows = [isinstance(one, jaxkv.SlidingWindow) for one in sizes.groups]
-  assert windows == [True] * 5 + [False]
-  assert most[:5].max() <= math.ceil((511 + chunk) / size) + 1
-  assert most[5] == 2048 // size
-  done = rollout.generated(state)
-  row = np.asarray(done.tokens)[0]
-  scores = _log_probs(model, row)
-  drawn = scores[np.arange(1999, 2047), row[2000:]]
-  np.testing.assert_allclose(drawn, scores[1999:2047].max(-1), atol=1e-4)
