@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton
 
@@ -57,6 +58,21 @@ def by_its_sums(columns):
   return scale, shape
 
 
+@pytest.fixture
+def no_kept_programs():
+  """A run without the cache of `JAXKV_TEST_CACHE`.
+
+  The assembler's reports of a kernel come when it is compiled.
+  """
+  enabled = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update("jax_enable_compilation_cache", enabled)
+  compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("no_kept_programs")
 class TestHarness:
   @over(["h200"])
   def test_spilled_registers_are_an_error(self, target):
