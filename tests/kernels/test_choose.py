@@ -23,12 +23,12 @@ ARGUMENTS = {
 CAPPED = kernels.AttentionOptions(soft_cap=30.0)
 
 
-def unsupported(platform, q, k_pages, v_pages, options):
+def unsupported(platform, call):
   """Serves float32 without a soft cap."""
-  if q.dtype != jnp.float32:
-    return f"`q` must be float32, got {q.dtype}"
-  if options.soft_cap is not None:
-    return f"`soft_cap` must be None, got {options.soft_cap}"
+  if call.q.dtype != jnp.float32:
+    return f"`q` must be float32, got {call.q.dtype}"
+  if call.options.soft_cap is not None:
+    return f"`soft_cap` must be None, got {call.options.soft_cap}"
   return None
 
 

@@ -11,6 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.experimental.pallas import tpu as pltpu
 
 import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention import head_epilogue
 from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import reference
@@ -79,11 +80,10 @@ class TestKernels:
       interpret=INTERPRETED["mosaic_gpu"],
       **{name: jnp.asarray(value) for name, value in scales.items()},
     )
-    out, _ = mosaic_gpu.attend(
-      *put(q[:, None], *pools, table, lengths - 1, np.ones(1, np.int32)),
-      options,
-    )
-    error = np.linalg.norm(np.asarray(out, np.float64)[:, 0] - wanted)
+    q, *pools, table, lengths = put(q, *pools, table, lengths)
+    call = calls.decode_call(q, tuple(pools), table, lengths, options)
+    out, _ = calls.decode_with(mosaic_gpu, call)
+    error = np.linalg.norm(np.asarray(out, np.float64) - wanted)
     assert error < 1e-3 * np.linalg.norm(wanted)
 
   @quickly_interpreted
@@ -335,5 +335,7 @@ class TestUnsupported:
     shape = jax.ShapeDtypeStruct((1, 1, 16, 128), jnp.bfloat16)
     module = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}[backend]
     options = CallOptions(page_offset=jnp.int32(0), scale=1.0)
-    reason = module.unsupported("cpu", shape, shape, shape, options)
+    none = jnp.zeros((1,), jnp.int32)
+    call = calls.decode_call(shape, (shape, shape), none[None], none, options)
+    reason = module.unsupported("cpu", call)
     assert reason.startswith("the platform must be")

@@ -14,6 +14,7 @@ from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
 from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Unit
+from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 from tests.kernels.shapes import put
@@ -45,17 +46,23 @@ merge = jax.jit(
 def work_of(lengths, columns, *, window=None, plan=None):
   """Work lists of decoding: (real units, where tiles begin, most results)."""
   lengths = jnp.asarray(lengths, jnp.int32)
-  reach = query_tiles.reach(
-    lengths - 1, jnp.ones_like(lengths), 1, columns * 16, window
-  )
-  q = jnp.zeros((len(lengths), 1, 8, 64))
-  tiles = query_tiles.tile(q, reach, kv_heads=2, size=1, multiple=8)
   options = CallOptions(
     page_offset=jnp.int32(0), scale=1.0, window=window, plan=plan
   )
+  pool = jnp.zeros((1, 2, 16, 64))
   none = jnp.zeros_like(lengths)
+  call = AttentionCall(
+    q=jnp.zeros((len(lengths), 1, 8, 64)),
+    k_pages=pool,
+    v_pages=pool,
+    page_table=jnp.zeros((len(lengths), columns), jnp.int32),
+    starts=lengths - 1,
+    counts=jnp.ones_like(lengths),
+    options=options,
+  )
+  tiles = query_tiles.tile(call, size=1, multiple=8)
   units, begins, most = mosaic_gpu.work_list(
-    tiles, none, columns * 16, static(), options
+    tiles, none, call.capacity, static(), options
   )
   return Unit(*np.asarray(units)[: int(begins[-1])].T), begins, most
 

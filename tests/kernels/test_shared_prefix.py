@@ -138,12 +138,12 @@ class TestSharedPrefix:
     )
     heads, attend, asked = q.shape[1], xla.attend, set()
 
-    def unsupported(platform, queries, *rest):
-      return "too many" if queries.shape[1] > most * heads else None
+    def unsupported(platform, call):
+      return "too many" if call.q.shape[1] > most * heads else None
 
-    def recorded(queries, *rest):
-      asked.add(queries.shape[:3])
-      return attend(queries, *rest)
+    def recorded(call):
+      asked.add(call.q.shape[:3])
+      return attend(call)
 
     monkeypatch.setattr(xla, "unsupported", unsupported)
     monkeypatch.setattr(xla, "attend", recorded)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import jaxkv_kernels as kernels
+from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention import query_tiles
 from jaxkv_kernels._src.attention import reference
+from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.triton import backend as triton
 from tests.kernels.shapes import assert_matches
@@ -40,11 +42,10 @@ class TestScales:
       interpret=True,
       **{name: jnp.asarray(value) for name, value in scales.items()},
     )
-    out, _ = triton.attend(
-      *put(q[:, None], *pools, table, lengths - 1, np.ones(1, np.int32)),
-      options,
-    )
-    error = np.linalg.norm(np.asarray(out, np.float64)[:, 0] - wanted)
+    q, *pools, table, lengths = put(q, *pools, table, lengths)
+    call = calls.decode_call(q, tuple(pools), table, lengths, options)
+    out, _ = calls.decode_with(triton, call)
+    error = np.linalg.norm(np.asarray(out, np.float64) - wanted)
     assert error < 1e-3 * np.linalg.norm(wanted)
 
 
@@ -98,14 +99,29 @@ class TestReach:
     assert tuple(int(x) for x in span) == wanted
 
 
+def sizes_of(q, k_pages, v_pages, page_table):
+  """How the work of a call is cut."""
+  rows = jnp.zeros(q.shape[0], jnp.int32)
+  return triton._sizes(
+    AttentionCall(
+      q=q,
+      k_pages=k_pages,
+      v_pages=v_pages,
+      page_table=page_table,
+      starts=rows,
+      counts=rows,
+      options=CallOptions(page_offset=jnp.int32(0), scale=1.0),
+    )
+  )
+
+
 @pytest.mark.slow
 class TestParts:
   def sizes(self, batch, columns, heads, kv_heads, pages_a_row):
     shape = jax.ShapeDtypeStruct
     pool = shape((1000, kv_heads, 16, 128), jnp.bfloat16)
     q = shape((batch, columns, heads, 128), jnp.bfloat16)
-    table = shape((batch, pages_a_row), jnp.int32)
-    return triton._sizes(q, pool, pool, table)
+    return sizes_of(q, pool, pool, shape((batch, pages_a_row), jnp.int32))
 
   @pytest.mark.parametrize(
     ("batch", "columns", "heads"), [(1, 8192, 32), (8, 1024, 64), (1, 2048, 32)]
@@ -136,7 +152,7 @@ class TestParts:
     q = rng.standard_normal((1, 2, 64)).astype(np.float32)
     table = rng.permutation(64).astype(np.int32)[None]
     arguments = (q, *pools, table, np.array([1000], np.int32))
-    assert triton._sizes(*put(q[:, None], *pools, table)).splits == splits
+    assert sizes_of(*put(q[:, None], *pools, table)).splits == splits
     out, lse = kernels.paged_decode(
       *put(*arguments),
       options=kernels.AttentionOptions(window=window),

@@ -7,7 +7,8 @@
 | `cascade` | decoding rows that share pages |
 | `shared_prefix` | finding the rows that share pages |
 | `mla` | multi-head latent attention |
-| `options` | the options of a call, as given and as checked |
+| `options` | the arguments of a call, as given and as checked |
+| `calls` | checking, choosing and attending, for all functions |
 | `choose` | which backend serves a call |
 | `decode_plan` | equal pieces of decode work |
 | `merge` | merging attention over disjoint parts of the keys |

@@ -7,23 +7,15 @@
 | `paged_attention` | packed one sequence after another: `[T, H, D]` |
 """
 
-import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention import query_packing
-from jaxkv_kernels._src.attention.choose import attend_rectangle
-from jaxkv_kernels._src.attention.choose import choose_backend
-from jaxkv_kernels._src.attention.choose import decode
+from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 from jaxkv_kernels._src.attention.options import AttentionOptions
-from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import check_options
-from jaxkv_kernels._src.attention.options import check_query_tile
-from jaxkv_kernels._src.attention.options import check_tree_mask
 from jaxkv_kernels._src.attention.options import given
 
 
@@ -95,12 +87,9 @@ def paged_decode(
   """
   check.queries("q", q, "BHD")
   check.pools(q, k_pages, v_pages)
-  check.table(page_table, q.shape[0])
-  check.vector("lengths", lengths, q.shape[0])
-  check.beside("q", q, page_table=page_table, lengths=lengths)
   why = "trees need several queries in a row: use paged_attention_padded"
   given(options).refuse(why, "tree_mask")
-  call = check_options(
+  checked = check_options(
     options,
     q,
     k_pages,
@@ -109,9 +98,10 @@ def paged_decode(
     plan=plan,
     interpret=interpret,
   )
-  chosen = choose_backend("paged_decode", backend, q, k_pages, v_pages, call)
-  out, lse = decode(chosen, q, k_pages, v_pages, page_table, lengths, call)
-  return out.astype(q.dtype), lse
+  pools = (k_pages, v_pages)
+  return calls.decode(
+    "paged_decode", backend, q, pools, page_table, lengths, checked
+  )
 
 
 def paged_attention_padded(
@@ -166,23 +156,20 @@ def paged_attention_padded(
   """
   check.queries("q", q, "BTHD")
   check.pools(q, k_pages, v_pages)
-  check.table(page_table, q.shape[0])
-  check.vector("starts", starts, q.shape[0])
-  check.vector("counts", counts, q.shape[0])
-  check.beside("q", q, page_table=page_table, starts=starts, counts=counts)
-  mask = check_tree_mask(options, q.shape[:2])
-  check_query_tile(query_tile, options)
-  call = check_options(
+  checked = check_options(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
-  call = dataclasses.replace(call, tree_starts=None if mask is None else starts)
-  chosen = choose_backend(
-    "paged_attention_padded", backend, q, k_pages, v_pages, call
+  return calls.attend_padded(
+    "paged_attention_padded",
+    backend,
+    q,
+    (k_pages, v_pages),
+    page_table,
+    starts,
+    counts,
+    query_tile,
+    checked,
   )
-  out, lse = attend_rectangle(
-    chosen, q, k_pages, v_pages, page_table, starts, counts, call, query_tile
-  )
-  return out.astype(q.dtype), lse
 
 
 def paged_attention(
@@ -233,78 +220,17 @@ def paged_attention(
   """
   check.queries("q", q, "THD")
   check.pools(q, k_pages, v_pages)
-  check_runs(q, page_table, kv_lens, cu_q_lens)
-  mask = check_tree_mask(options, q.shape[:1])
-  longest = check.max_query_len(max_query_len, q.shape[0])
-  call = check_options(
+  checked = check_options(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
-  kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
-  tiles = query_packing.tile_queries(kv_lens, cu_q_lens, q.shape[0], longest)
-  out, lse = attend_in_tiles(
+  return calls.attend_packed(
     "paged_attention",
     backend,
     q,
     (k_pages, v_pages),
     page_table,
-    tiles,
-    mask,
-    call,
-  )
-  return out, lse
-
-
-def attend_in_tiles(
-  function: str,
-  backend: str,
-  q: jax.Array,
-  pools: tuple[jax.Array, jax.Array],
-  page_table: jax.Array,
-  tiles: query_packing.QueryTiles,
-  mask: jax.Array | None,
-  call: CallOptions,
-) -> tuple[jax.Array, jax.Array]:
-  """Attention of packed queries [T, H, D] that were checked.
-
-  Args:
-    function: the public function, by which a backend is chosen.
-    backend: "auto", or one of `BACKENDS`.
-    q: [T, H, D].
-    pools: of keys and of values.
-    page_table: int32[B, M].
-    tiles: where the queries stand.
-    mask: bool[T, X], the tree mask, or None.
-    call: the other options.
-
-  Returns:
-    [T, H, Dv] in q's dtype, and float32[T, H].
-  """
-  if mask is not None:
-    call = dataclasses.replace(
-      call,
-      tree_mask=tiles.pack(mask),
-      tree_starts=tiles.run_starts,
-    )
-  rows = tiles.pack(q)
-  table = jnp.take(page_table, tiles.sequences, axis=0, mode="clip")
-  chosen = choose_backend(function, backend, rows, *pools, call)
-  out, lse = chosen.attend(
-    rows, *pools, table, tiles.starts, tiles.counts, call
-  )
-  out, lse = tiles.unpack(out, lse)
-  return out.astype(q.dtype), lse
-
-
-def check_runs(
-  q: jax.Array,
-  page_table: jax.Array,
-  kv_lens: jax.Array,
-  cu_q_lens: jax.Array,
-) -> None:
-  """Checks the arrays that say to which sequence each packed query belongs."""
-  check.table(page_table, None)
-  check.vector("kv_lens", kv_lens, page_table.shape[0])
-  check.vector("cu_q_lens", cu_q_lens, page_table.shape[0] + 1)
-  check.beside(
-    "q", q, page_table=page_table, kv_lens=kv_lens, cu_q_lens=cu_q_lens
+    kv_lens,
+    cu_q_lens,
+    max_query_len,
+    checked,
   )

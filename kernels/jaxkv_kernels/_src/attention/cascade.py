@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels._src import check
+from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention import choose
 from jaxkv_kernels._src.attention.merge import merge_states
+from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import AttentionOptions
-from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import check_options
 from jaxkv_kernels._src.attention.options import given
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
@@ -69,19 +70,19 @@ def cascade_decode(
   check.pools(q, k_pages, v_pages)
   _check_shared(q, shared)
   given(options).refuse("use paged_decode instead", "window", "tree_mask")
-  call = check_options(
+  checked = check_options(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
-  pools = (k_pages, v_pages)
-  chosen = choose.choose_backend("paged_decode", backend, q, *pools, call)
-  own = choose.decode(
-    chosen, q, *pools, shared.own_table, shared.own_tokens, call
+  call = calls.decode_call(
+    q, (k_pages, v_pages), shared.own_table, shared.own_tokens, checked
   )
+  chosen = choose.choose_backend("paged_decode", backend, call)
+  own = calls.decode_with(chosen, call)
 
   def with_prefix(own):
     here = choose.target(backend, q, k_pages)
-    parts = _parts(q, *pools, shared, call, chosen, here)
-    prefix = _prefix_states(q, *pools, parts, call, chosen)
+    parts = _parts(shared, call, chosen, here)
+    prefix = _prefix_states(parts, call, chosen)
     pairs = zip(own, prefix, strict=True)
     return merge_states(*(jnp.stack(pair) for pair in pairs))
 
@@ -109,26 +110,20 @@ def _check_shared(q: jax.Array, shared: SharedPrefix) -> None:
 
 
 def _parts(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  shared: SharedPrefix,
-  options: CallOptions,
-  chosen: choose.Backend,
-  here: str,
+  shared: SharedPrefix, call: AttentionCall, chosen: choose.Backend, here: str
 ) -> SharedPrefix:
   """Clusters cut into equal parts that the backend serves, by halving.
 
   The backend serves a part of one row, which has as many query heads as q.
   """
   clusters, size = shared.members.shape
-  batch, heads, dim = q.shape
+  batch, heads, dim = call.q.shape
 
   def served(rows):
     side_by_side = (-(-size // rows) * clusters, rows * heads, dim)
-    queries: Any = jax.ShapeDtypeStruct(side_by_side, q.dtype)
-    reason = chosen.unsupported(here, queries, k_pages, v_pages, options)
-    return reason is None
+    queries: Any = jax.ShapeDtypeStruct(side_by_side, call.q.dtype)
+    whole = dataclasses.replace(call, q=queries)
+    return chosen.unsupported(here, whole) is None
 
   rows = size
   while rows > 1 and not served(rows):
@@ -148,12 +143,7 @@ def _parts(
 
 
 def _prefix_states(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  shared: SharedPrefix,
-  options: CallOptions,
-  chosen: choose.Backend,
+  shared: SharedPrefix, call: AttentionCall, chosen: choose.Backend
 ) -> tuple[jax.Array, jax.Array]:
   """Attention over shared pages: float32[B, H, Dv], float32[B, H].
 
@@ -161,8 +151,8 @@ def _prefix_states(
   head of the K/V head, so that the backend's own rule (query head h reads K/V
   head h // (H // K)) holds for them.
   """
-  batch, heads, dim = q.shape
-  kv_heads = k_pages.shape[1]
+  batch, heads, dim = call.q.shape
+  kv_heads = call.k_pages.shape[1]
   clusters, size = shared.members.shape
 
   def side_by_side(rows):
@@ -180,21 +170,19 @@ def _prefix_states(
     rows = jnp.full((batch, heads, *rest), empty, jnp.float32)
     return rows.at[shared.members].set(states, mode="drop")
 
-  slopes = own_slopes = options.alibi_slopes
+  slopes = own_slopes = call.options.alibi_slopes
   if slopes is not None:
     slopes = jnp.tile(slopes.reshape(kv_heads, 1, -1), (1, size, 1)).ravel()
-  options = dataclasses.replace(options, sinks=None, alibi_slopes=slopes)
-  queries = side_by_side(q.at[shared.members].get(mode="fill", fill_value=0))
-  chex.assert_shape(queries, (clusters, size * heads, dim))
-  out, lse = choose.decode(
-    chosen,
-    queries,
-    k_pages,
-    v_pages,
-    shared.prefix_table,
-    shared.tokens,
-    options,
+  options = dataclasses.replace(call.options, sinks=None, alibi_slopes=slopes)
+  queries = side_by_side(
+    call.q.at[shared.members].get(mode="fill", fill_value=0)
   )
+  chex.assert_shape(queries, (clusters, size * heads, dim))
+  pools = (call.k_pages, call.v_pages)
+  prefixes = calls.decode_call(
+    queries, pools, shared.prefix_table, shared.tokens, options
+  )
+  out, lse = calls.decode_with(chosen, prefixes)
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if own_slopes is not None:
     # ALiBi was computed as if the queries were at the end of the prefix.

@@ -26,10 +26,9 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 from jax import core
-from jax import lax
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention.options import CallOptions
+from jaxkv_kernels._src.attention.options import AttentionCall
 
 _logger = logging.getLogger(__name__)
 
@@ -54,56 +53,26 @@ BACKENDS = ("auto", *_PLATFORMS)
 class Backend(Protocol):
   """Interface of a backend's module.
 
-  `api` has checked the arguments. Both functions are called while tracing. A
-  backend that takes plans also has `at_once(k_pages)`: how many pieces of work
-  it processes at once, over all K/V heads. One that saves work when it knows of
-  all tiles of queries has `TAKES_QUERY_TILES = True`, and its `attend` takes
-  `query_tile`; see `attend_rectangle`.
+  Both functions are called while tracing. A backend that takes plans also has
+  `at_once(k_pages)`: how many pieces of work it processes at once, over all K/V
+  heads. One that saves work when it knows of all tiles of queries has
+  `TAKES_QUERY_TILES = True` and reads `query_tile`.
   """
 
-  def attend(
-    self,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
-    options: CallOptions,
-  ) -> tuple[jax.Array, jax.Array]:
+  def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     """Attention of a rectangle; see `api.paged_attention_padded`.
-
-    Args:
-      q: [B, T, H, D].
-      k_pages: [N, K, S, D].
-      v_pages: [N, K, S, Dv].
-      page_table: int32[B, M]; entries without a page may be any number.
-      starts: int32[B], -1 where a row sees no key; may be past M * S.
-      counts: int32[B].
-      options: checked, with defaults filled in.
 
     Returns:
       (float32[B, T, H, Dv], float32[B, T, H]).
     """
     ...
 
-  def unsupported(
-    self,
-    platform: str,
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    options: CallOptions,
-  ) -> str | None:
+  def unsupported(self, platform: str, call: AttentionCall) -> str | None:
     """Why this backend does not serve a call.
 
     Args:
       platform: what the call is compiled for: "cpu", "cuda", "tpu" ...
-      q: [B, H, D] for a decode, [B, T, H, D] for a rectangle; only shape and
-        dtype may be used.
-      k_pages: [N, K, S, D]; only shape and dtype.
-      v_pages: [N, K, S, Dv]; only shape and dtype.
-      options: only static values, such as `soft_cap`, shapes and dtypes.
+      call: only static values, such as `soft_cap`, shapes and dtypes.
 
     Returns:
       "`name` must be X, got Y" without a period, or None if it serves.
@@ -112,22 +81,14 @@ class Backend(Protocol):
 
 
 def choose_backend(
-  operation: str,
-  backend: str,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  options: CallOptions,
+  operation: str, backend: str, call: AttentionCall
 ) -> Backend:
   """The backend for a call.
 
   Args:
     operation: the public function called, for the log.
     backend: one of `BACKENDS`.
-    q: as for `Backend.unsupported`.
-    k_pages: as for `Backend.unsupported`.
-    v_pages: as for `Backend.unsupported`.
-    options: as for `Backend.unsupported`.
+    call: as for `Backend.unsupported`.
 
   Returns:
     The backend's module.
@@ -137,19 +98,20 @@ def choose_backend(
     ValueError: `interpret` without the name of a Pallas backend.
   """
   check_name(backend)
-  if options.interpret and _PLATFORMS.get(backend) is None:
+  interpret = call.options.interpret
+  if interpret and _PLATFORMS.get(backend) is None:
     pallas = ", ".join(name for name, own in _PLATFORMS.items() if own)
     raise ValueError(
       f"`interpret` must be False with backend={backend!r}, got"
-      f" {options.interpret!r}; name the backend to interpret: {pallas}."
+      f" {interpret!r}; name the backend to interpret: {pallas}."
     )
   if backend != "auto":
-    return _named(operation, backend, q, k_pages, v_pages, options)
-  here = platform(q, k_pages)
+    return _named(operation, backend, call)
+  here = platform(call.q, call.k_pages)
   passed_over = []
   for name in _ORDER.get(here, ("xla",)):
     module = _load(name)
-    reason = module.unsupported(here, q, k_pages, v_pages, options)
+    reason = module.unsupported(here, call)
     if reason is None:
       _report(operation, name, here, "; ".join(passed_over))
       return module
@@ -157,121 +119,6 @@ def choose_backend(
   raise NotImplementedError(
     f"no backend serves {operation} on {here}: {'; '.join(passed_over)}."
   )
-
-
-def decode(
-  chosen: Backend,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  lengths: jax.Array,
-  options: CallOptions,
-) -> tuple[jax.Array, jax.Array]:
-  """Decodes one query per sequence, as a rectangle of one column.
-
-  Args:
-    chosen: the backend.
-    q: [B, H, D].
-    k_pages: [N, K, S, D].
-    v_pages: [N, K, S, Dv].
-    page_table: int32[B, M].
-    lengths: int32[B].
-    options: checked, with defaults filled in.
-
-  Returns:
-    (float32[B, H, Dv], float32[B, H]).
-  """
-  starts, counts = lengths - 1, jnp.ones_like(lengths)
-  out, lse = chosen.attend(
-    q[:, None], k_pages, v_pages, page_table, starts, counts, options
-  )
-  return out[:, 0], lse[:, 0]
-
-
-def attend_rectangle(
-  chosen: Backend,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  options: CallOptions,
-  query_tile: int | None,
-) -> tuple[jax.Array, jax.Array]:
-  """Attention of a rectangle, all columns at once or some at a time.
-
-  Args:
-    chosen: the backend.
-    q: [B, T, H, D].
-    k_pages: [N, K, S, D].
-    v_pages: [N, K, S, Dv].
-    page_table: int32[B, M].
-    starts: int32[B].
-    counts: int32[B].
-    options: checked, with defaults filled in.
-    query_tile: static; so many columns are computed at a time, by code that is
-      compiled once for [B, query_tile] queries, whatever T is. None: all.
-
-  Returns:
-    (float32[B, T, H, Dv], float32[B, T, H]).
-  """
-  pools = (k_pages, v_pages)
-  if query_tile is None:
-    return chosen.attend(q, *pools, page_table, starts, counts, options)
-  columns = q.shape[1]
-  # At least two tiles: else XLA would move parts of the only one out of its
-  # loop, and compile them together with what is around it.
-  number = max(-(-columns // query_tile), 2)
-  spare = number * query_tile - columns
-  q = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, 0)))
-  own: Any = functools.partial(_attend_in_turn, chosen)
-  if getattr(chosen, "TAKES_QUERY_TILES", False):
-    own = chosen.attend
-  out, lse = own(
-    q, *pools, page_table, starts, counts, options, query_tile=query_tile
-  )
-  return out[:, :columns], lse[:, :columns]
-
-
-def _attend_in_turn(
-  chosen: Backend,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  options: CallOptions,
-  *,
-  query_tile: int,
-) -> tuple[jax.Array, jax.Array]:
-  """`attend` of backends that take no query tiles, a tile at a time."""
-
-  def one(
-    number: jax.Array, whole: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
-    first = number * query_tile
-    queries = lax.dynamic_slice_in_dim(q, first, query_tile, 1)
-    real = jnp.clip(counts - first, 0, query_tile)
-    parts = chosen.attend(
-      queries, k_pages, v_pages, page_table, starts + first, real, options
-    )
-    return jax.tree.map(
-      lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 1),
-      whole,
-      parts,
-    )
-
-  value_dim = options.value_dim or v_pages.shape[-1]
-  shape = q.shape[:3]
-  whole = (
-    jnp.zeros_like(q, jnp.float32, shape=(*shape, value_dim)),
-    jnp.zeros_like(q, jnp.float32, shape=shape) - jnp.inf,
-  )
-  tiles = (jnp.max(counts) + query_tile - 1) // query_tile
-  return lax.fori_loop(jnp.zeros_like(tiles), tiles, one, whole)
 
 
 def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
@@ -366,12 +213,12 @@ def _platform_of(device: Any) -> str:
   return "rocm" if "rocm" in version.lower() else "cuda"
 
 
-def _named(operation, backend, q, k_pages, v_pages, options) -> Backend:
+def _named(operation: str, backend: str, call: AttentionCall) -> Backend:
   module = _load(backend)
-  here = target(backend, q, k_pages)
-  reason = module.unsupported(here, q, k_pages, v_pages, options)
-  if reason is None and not options.interpret:
-    reason = _elsewhere(backend, q, k_pages)
+  arrays = call.q, call.k_pages
+  reason = module.unsupported(target(backend, *arrays), call)
+  if reason is None and not call.options.interpret:
+    reason = _elsewhere(backend, *arrays)
   if reason is not None:
     raise NotImplementedError(
       f"backend {backend!r} does not serve {operation}: {reason}."

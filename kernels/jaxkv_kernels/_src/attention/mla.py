@@ -11,21 +11,13 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv_kernels._src import check
-from jaxkv_kernels._src.attention import query_packing
-from jaxkv_kernels._src.attention.api import attend_in_tiles
-from jaxkv_kernels._src.attention.api import check_runs
-from jaxkv_kernels._src.attention.choose import attend_rectangle
-from jaxkv_kernels._src.attention.choose import choose_backend
-from jaxkv_kernels._src.attention.choose import decode
+from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.options import check_options
-from jaxkv_kernels._src.attention.options import check_query_tile
-from jaxkv_kernels._src.attention.options import check_tree_mask
 from jaxkv_kernels._src.attention.options import given
 
 
@@ -89,13 +81,11 @@ def mla_decode(
   check.queries("q", q, "BHD")
   why = "trees need several queries in a row: use mla_attention_padded"
   given(options).refuse(why, "tree_mask")
-  check.table(page_table, q.shape[0])
-  check.vector("lengths", lengths, q.shape[0])
-  check.beside("q", q, page_table=page_table, lengths=lengths)
-  call = _check_latents(q, pages, value_dim, options, page_offset, interpret)
-  chosen = choose_backend("mla_decode", backend, q, pages, pages, call)
-  out, lse = decode(chosen, q, pages, pages, page_table, lengths, call)
-  return out.astype(q.dtype), lse
+  checked = _check_latents(q, pages, value_dim, options, page_offset, interpret)
+  pools = (pages, pages)
+  return calls.decode(
+    "mla_decode", backend, q, pools, page_table, lengths, checked
+  )
 
 
 def mla_attention_padded(
@@ -154,20 +144,18 @@ def mla_attention_padded(
     ((1, 3, 16, 512), [1.0, 1.0, 0.0])
   """
   check.queries("q", q, "BTHD")
-  check.table(page_table, q.shape[0])
-  check.vector("starts", starts, q.shape[0])
-  check.vector("counts", counts, q.shape[0])
-  check.beside("q", q, page_table=page_table, starts=starts, counts=counts)
-  mask = check_tree_mask(options, q.shape[:2])
-  check_query_tile(query_tile, options)
-  call = _check_latents(q, pages, value_dim, options, page_offset, interpret)
-  call = dataclasses.replace(call, tree_starts=None if mask is None else starts)
-  name = "mla_attention_padded"
-  chosen = choose_backend(name, backend, q, pages, pages, call)
-  out, lse = attend_rectangle(
-    chosen, q, pages, pages, page_table, starts, counts, call, query_tile
+  checked = _check_latents(q, pages, value_dim, options, page_offset, interpret)
+  return calls.attend_padded(
+    "mla_attention_padded",
+    backend,
+    q,
+    (pages, pages),
+    page_table,
+    starts,
+    counts,
+    query_tile,
+    checked,
   )
-  return out.astype(q.dtype), lse
 
 
 def mla_attention(
@@ -212,23 +200,18 @@ def mla_attention(
     NotImplementedError: the backend does not exist, or does not serve the call.
   """
   check.queries("q", q, "THD")
-  check_runs(q, page_table, kv_lens, cu_q_lens)
-  mask = check_tree_mask(options, q.shape[:1])
-  longest = check.max_query_len(max_query_len, q.shape[0])
-  call = _check_latents(q, pages, value_dim, options, page_offset, interpret)
-  kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
-  tiles = query_packing.tile_queries(kv_lens, cu_q_lens, q.shape[0], longest)
-  out, lse = attend_in_tiles(
+  checked = _check_latents(q, pages, value_dim, options, page_offset, interpret)
+  return calls.attend_packed(
     "mla_attention",
     backend,
     q,
     (pages, pages),
     page_table,
-    tiles,
-    mask,
-    call,
+    kv_lens,
+    cu_q_lens,
+    max_query_len,
+    checked,
   )
-  return out, lse
 
 
 def _check_latents(

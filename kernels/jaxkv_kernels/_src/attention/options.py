@@ -112,6 +112,48 @@ class CallOptions:
   interpret: Any = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+  """The checked arguments of a call: one rectangle of queries, for backends.
+
+  Attributes:
+    q: [B, T, H, D]. While a backend is chosen for a decode, [B, H, D].
+    k_pages: in one of the formats of `formats`.
+    v_pages: in the same format.
+    page_table: entries without a page may be any number.
+    starts: -1 where a row sees no key; may be past M * S.
+    counts: queries of each row.
+    options: checked, with defaults filled in.
+    query_tile: None, or for backends that take it how many columns to compute
+      at a time; see `calls.attend_rectangle`.
+  """
+
+  q: jax.Array
+  k_pages: jax.Array  # [N, K, S, D]
+  v_pages: jax.Array  # [N, K, S, Dv]
+  page_table: jax.Array  # int32[B, M]
+  starts: jax.Array  # int32[B]
+  counts: jax.Array  # int32[B]
+  options: CallOptions
+  query_tile: int | None = None
+
+  @property
+  def value_dim(self) -> int:
+    """Dv."""
+    return self.options.value_dim or self.v_pages.shape[3]
+
+  @property
+  def capacity(self) -> int:
+    """M * S, the tokens that a row of the page table holds."""
+    return self.page_table.shape[1] * self.k_pages.shape[2]
+
+  @property
+  def real(self) -> jax.Array:
+    """Which columns hold a query: bool[B, T]."""
+    columns = jnp.arange(self.q.shape[1], dtype=jnp.int32)
+    return columns[None] < self.counts[:, None]
+
+
 def check_options(
   options: AttentionOptions | None,
   q: jax.Array,
@@ -125,8 +167,7 @@ def check_options(
 ) -> CallOptions:
   """Checks the options of a call and fills in defaults.
 
-  `tree_mask` is passed on unchecked: its shape depends on the public function,
-  which checks it with `check_tree_mask`.
+  `tree_mask` is passed on unchecked: its shape depends on the public function.
 
   Args:
     options: of the caller.
@@ -192,25 +233,6 @@ def given(options: AttentionOptions | None) -> AttentionOptions:
       f" {type(options).__name__}; make one with AttentionOptions(...)."
     )
   return options
-
-
-def check_tree_mask(
-  options: AttentionOptions | None, leading: tuple[int, ...]
-) -> jax.Array | None:
-  """The tree mask, bool[*leading, X]; None if there is none."""
-  mask = given(options).tree_mask
-  check.tree_mask(mask, leading, "options.tree_mask")
-  return mask
-
-
-def check_query_tile(
-  query_tile: int | None, options: AttentionOptions | None
-) -> None:
-  """None, or a number of columns, for queries without a tree."""
-  if query_tile is not None:
-    check.count("query_tile", query_tile)
-    why = "the columns of a tree are computed at once: no query_tile"
-    given(options).refuse(why, "tree_mask")
 
 
 def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:

@@ -7,10 +7,10 @@ are multiplied with its keys at once.
 from typing import Any
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 
 
@@ -34,6 +34,20 @@ class Tiles(NamedTuple):
   position: jax.Array  # int32[Z]
 
 
+class Reach(NamedTuple):
+  """Which keys each query sees, as absolute positions, first <= p < end.
+
+  Attributes:
+    first: 0 where there is no query.
+    end: 0 where there is no query.
+    position: of the query itself.
+  """
+
+  first: jax.Array  # int32[B, T]
+  end: jax.Array  # int32[B, T]
+  position: jax.Array  # int32[B, T]
+
+
 def span(
   position: jax.Array, capacity: int, window: jax.Array | int | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -53,70 +67,44 @@ def span(
   return jnp.clip(position + 1 - window, 0, end), end
 
 
-def reach(
-  starts: jax.Array,
-  counts: jax.Array,
-  columns: int,
-  capacity: int,
-  window: jax.Array | int | None,
-) -> jax.Array:
-  """First key, end and own position of every query.
-
-  Args:
-    starts: int32[B].
-    counts: int32[B].
-    columns: T.
-    capacity: tokens that a row of the page table holds.
-    window: as in `CallOptions`.
-
-  Returns:
-    int32[B, T, 3]; first and end are 0 where there is no query.
-  """
-  column = jnp.arange(columns, dtype=jnp.int32)[None]
-  position = starts[:, None] + column
-  first, end = span(position, capacity, window)
-  real = column < counts[:, None]
-  first, end = (jnp.where(real, x, 0) for x in (first, end))
-  return jnp.stack([first, end, position], axis=-1)
+def reach(call: AttentionCall) -> Reach:
+  """Which keys each query of a rectangle sees."""
+  column = jnp.arange(call.q.shape[1], dtype=jnp.int32)[None]
+  position = call.starts[:, None] + column
+  first, end = span(position, call.capacity, call.options.window)
+  first, end = (jnp.where(call.real, x, 0) for x in (first, end))
+  return Reach(first, end, position)
 
 
-def tile(
-  q: jax.Array,
-  reach: jax.Array,
-  *,
-  kv_heads: int,
-  size: int,
-  multiple: int,
-) -> Tiles:
+def tile(call: AttentionCall, *, size: int, multiple: int) -> Tiles:
   """Cuts a rectangle into tiles.
 
   Args:
-    q: [B, T, H, D].
-    reach: int32[B, T, 3].
-    kv_heads: K.
+    call: the rectangle and its pages.
     size: queries of a tile.
     multiple: Y is the smallest multiple of it that fits.
 
   Returns:
     The tiles; those of one sequence are consecutive.
   """
-  columns, heads, dim = q.shape[1:]
-  chex.assert_shape(reach, (q.shape[0], columns, 3))
+  columns, heads, dim = call.q.shape[1:]
+  kv_heads = call.k_pages.shape[1]
   per_kv_head = heads // kv_heads
   spare = -columns % size
-  q = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, 0)))
-  reach = jnp.pad(reach, ((0, 0), (0, spare), (0, 0)))
+  q = jnp.pad(call.q, ((0, 0), (0, spare), (0, 0), (0, 0)))
+  rows = jnp.stack(reach(call), axis=-1)
+  rows = jnp.pad(rows, ((0, 0), (0, spare), (0, 0)))
   q = q.reshape(-1, size, kv_heads, per_kv_head, dim).swapaxes(1, 2)
   q = q.reshape(-1, kv_heads, size * per_kv_head, dim)
-  reach = reach.reshape(-1, size, 3)
-  first, end = reach[..., 0], reach[..., 1]
-  position = reach[:, 0, 2]
+  rows = rows.reshape(-1, size, 3)
+  first, end = rows[..., 0], rows[..., 1]
+  position = rows[:, 0, 2]
   last = jnp.max(end, axis=1)
   idle = -(size * per_kv_head) % multiple
-  reach = jnp.repeat(reach, per_kv_head, axis=1)
+  rows = jnp.repeat(rows, per_kv_head, axis=1)
   return Tiles(
     q=jnp.pad(q, ((0, 0), (0, 0), (0, idle), (0, 0))),
-    reach=jnp.pad(reach, ((0, 0), (0, idle), (0, 0))),
+    reach=jnp.pad(rows, ((0, 0), (0, idle), (0, 0))),
     first=jnp.min(jnp.where(end > 0, first, last[:, None]), axis=1),
     end=last,
     position=position,
@@ -165,10 +153,9 @@ def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=axes)
 
 
-def untile(
-  rows: jax.Array, batch: int, columns: int, heads: int, size: int
-) -> jax.Array:
+def untile(rows: jax.Array, call: AttentionCall, size: int) -> jax.Array:
   """Rows [Z, K, Y, X] of tiles of `size` queries back to [B, T, H, X]."""
+  batch, columns, heads, _ = call.q.shape
   kv_heads, last = rows.shape[1], rows.shape[3]
   per_kv_head = heads // kv_heads
   rows = rows[:, :, : size * per_kv_head]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels._src import check
+from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention import choose
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.query_packing import row_of
@@ -180,15 +181,14 @@ def _serves(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
     return backend
   dtype = logical_dtype(k_pages.dtype)
   # The real queries are not known here; this shape fits the pools.
-  query = jax.ShapeDtypeStruct(
+  query: Any = jax.ShapeDtypeStruct(
     (1, k_pages.shape[1], k_pages.shape[3]),
     dtype if dtype.itemsize > 1 else jnp.bfloat16,
   )
-  options: Any = CallOptions(page_offset=jnp.int32(0), scale=1.0)
-  like: Any = query
-  chosen = choose.choose_backend(
-    "plan_shared_prefix", "auto", like, k_pages, v_pages, options
-  )
+  options = CallOptions(page_offset=jnp.int32(0), scale=1.0)
+  row = jnp.zeros((1,), jnp.int32)
+  call = calls.decode_call(query, (k_pages, v_pages), row[None], row, options)
+  chosen = choose.choose_backend("plan_shared_prefix", "auto", call)
   return choose.name_of(chosen)
 
 

@@ -24,6 +24,7 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Unit
 from jaxkv_kernels._src.attention.mosaic_gpu.work import scales_of_block
+from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.attention.triton.merge import merge_pieces
@@ -53,33 +54,28 @@ _POOLS = (
 )
 
 
-def attend(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  options: CallOptions,
-) -> tuple[jax.Array, jax.Array]:
+def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
-  batch, columns, heads, _ = q.shape
-  num_pages, kv_heads, page_size, dim = k_pages.shape
+  options, k_pages, v_pages = call.options, call.k_pages, call.v_pages
+  batch, columns, heads, _ = call.q.shape
+  num_pages, kv_heads, _, dim = k_pages.shape
   per_kv_head = heads // kv_heads
-  capacity = page_table.shape[1] * page_size
   size = min(columns, ROWS // per_kv_head)
-  reach = query_tiles.reach(starts, counts, columns, capacity, options.window)
-  tiles = query_tiles.tile(q, reach, kv_heads=kv_heads, size=size, multiple=8)
+  tiles = query_tiles.tile(call, size=size, multiple=8)
   static = _static(k_pages, per_kv_head, size, options)
   trees, tree_first = _trees(options, tiles, batch, per_kv_head, size)
-  units, begins, most = work_list(tiles, tree_first, capacity, static, options)
+  units, begins, most = work_list(
+    tiles, tree_first, call.capacity, static, options
+  )
   rows = tiles.q.shape[2]
   out, totals = kernel.call(
     static,
     {
       "units": units,
       "begins": begins,
-      "table": jnp.clip(page_table + options.page_offset, 0, num_pages - 1),
+      "table": jnp.clip(
+        call.page_table + options.page_offset, 0, num_pages - 1
+      ),
       "factor": head_epilogue.factors(options, heads, kv_heads)[::per_kv_head],
       "q": tiles.q.reshape(-1, rows, dim),
       "k_pages": k_pages.reshape(-1, *k_pages.shape[2:]),
@@ -98,24 +94,19 @@ def attend(
     rows=size * per_kv_head,
     interpret=options.interpret,
   )
-  out = query_tiles.untile(out, batch, columns, heads, size)
-  lse = query_tiles.untile(lse[..., None], batch, columns, heads, size)[..., 0]
-  seen = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
+  out = query_tiles.untile(out, call, size)
+  lse = query_tiles.untile(lse[..., None], call, size)[..., 0]
+  seen = call.real
   out = jnp.where(seen[..., None, None], out, jnp.float32(0))
   lse = jnp.where(seen[..., None], lse, -jnp.inf)
   return head_epilogue.finish(out, lse, seen, options)
 
 
-def unsupported(
-  platform: str,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  options: CallOptions,
-) -> str | None:
+def unsupported(platform: str, call: AttentionCall) -> str | None:
   """Why this backend does not serve a call; None if it does."""
+  q, k_pages, options = call.q, call.k_pages, call.options
   kv_heads, size = k_pages.shape[1:3]
-  dims = k_pages.shape[3], v_pages.shape[3]
+  dims = k_pages.shape[3], call.v_pages.shape[3]
   pool = jnp.dtype(k_pages.dtype)
   others = check.architectures() - {_ARCHITECTURE}
   reasons = {

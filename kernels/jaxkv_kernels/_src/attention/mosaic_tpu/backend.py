@@ -12,6 +12,7 @@ from jaxkv_kernels._src.attention.mosaic_tpu import kernel
 from jaxkv_kernels._src.attention.mosaic_tpu.kernel import BUFFERS
 from jaxkv_kernels._src.attention.mosaic_tpu.kernel import MEMORY_BYTES
 from jaxkv_kernels._src.attention.mosaic_tpu.kernel import TpuStatic
+from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 
 # Query rows of a tile: the matrix unit takes 128 at once. A multiple of 16 is
@@ -32,33 +33,21 @@ _BYTES = (
 )
 
 
-def attend(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  options: CallOptions,
-) -> tuple[jax.Array, jax.Array]:
+def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
-  batch, columns, heads, _ = q.shape
+  options, k_pages, v_pages = call.options, call.k_pages, call.v_pages
+  columns, heads = call.q.shape[1:3]
   num_pages, kv_heads, page_size = k_pages.shape[:3]
-  per_kv_head = heads // kv_heads
-  capacity = page_table.shape[1] * page_size
-  size = _queries(q, k_pages, v_pages, options)
-  reach = query_tiles.reach(starts, counts, columns, capacity, options.window)
-  tiles = query_tiles.tile(
-    q, reach, kv_heads=kv_heads, size=size, multiple=_MULTIPLE
-  )
+  size = _queries(call)
+  tiles = query_tiles.tile(call, size=size, multiple=_MULTIPLE)
   static = TpuStatic(
     tiles=-(-columns // size),
     pages=_pages_per_block(k_pages, v_pages),
     page_size=page_size,
     soft_cap=options.soft_cap,
-    dtype=_compute_dtype(q, k_pages),
+    dtype=_compute_dtype(call.q, k_pages),
   )
-  table = jnp.clip(page_table + options.page_offset, 0, num_pages - 1)
+  table = jnp.clip(call.page_table + options.page_offset, 0, num_pages - 1)
   inputs = {
     "table": table[:, None],
     "next_table": table[:, None],
@@ -72,7 +61,7 @@ def attend(
   if options.tree_mask is not None:
     inputs["tree"], inputs["tree_first"] = query_tiles.trees(
       options,
-      per_kv_head=per_kv_head,
+      per_kv_head=heads // kv_heads,
       size=size,
       rows=tiles.q.shape[2],
       tokens=static.tokens,
@@ -80,28 +69,22 @@ def attend(
   out, lse = kernel.call(
     static, tiles.first, tiles.end, inputs, options.interpret
   )
-  out = query_tiles.untile(out, batch, columns, heads, size)
-  lse = query_tiles.untile(lse, batch, columns, heads, size)[..., 0]
-  seen = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
-  return head_epilogue.finish(out, lse, seen, options)
+  out = query_tiles.untile(out, call, size)
+  lse = query_tiles.untile(lse, call, size)[..., 0]
+  return head_epilogue.finish(out, lse, call.real, options)
 
 
-def unsupported(
-  platform: str,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  options: CallOptions,
-) -> str | None:
+def unsupported(platform: str, call: AttentionCall) -> str | None:
   """Why this backend does not serve a call; None if it does."""
+  q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
   size = k_pages.shape[2]
   dims = k_pages.shape[3], v_pages.shape[3]
   pool = jnp.dtype(k_pages.dtype)
   block = _pages_per_block(k_pages, v_pages) * _page_bytes(k_pages, v_pages)
-  least = _memory(1, q, k_pages, v_pages, options)
+  least = _memory(1, call)
   reasons = {
-    f"`value_dim` must be None, got {options.value_dim}": (
-      options.value_dim is not None
+    f"`value_dim` must be None, got {call.options.value_dim}": (
+      call.options.value_dim is not None
     ),
     f"the platform must be tpu, got {platform}": platform != "tpu",
     f"`q` must be float32 or bfloat16, got {q.dtype}": q.dtype not in _FLOATS,
@@ -168,26 +151,18 @@ def _token_scales(
   return result
 
 
-def _queries(
-  q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, options: CallOptions
-) -> int:
+def _queries(call: AttentionCall) -> int:
   """Queries of a tile: enough for the matrix unit, fewer if memory is short."""
-  size = min(q.shape[1], max(1, _ROWS * k_pages.shape[1] // q.shape[2]))
-  while size > 1 and (
-    _memory(size, q, k_pages, v_pages, options) > MEMORY_BYTES
-  ):
+  columns, heads = call.q.shape[1:3]
+  size = min(columns, max(1, _ROWS * call.k_pages.shape[1] // heads))
+  while size > 1 and _memory(size, call) > MEMORY_BYTES:
     size = -(-size // 2)
   return size
 
 
-def _memory(
-  size: int,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  options: CallOptions,
-) -> int:
+def _memory(size: int, call: AttentionCall) -> int:
   """Bytes of memory for tiles of `size` queries, if no buffers are shared."""
+  q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
   kv_heads, page_size, dim = k_pages.shape[1:]
   value_dim = v_pages.shape[3]
   pages = _pages_per_block(k_pages, v_pages)
@@ -199,8 +174,9 @@ def _memory(
   row = 2 * (dim * q.dtype.itemsize + value_dim * 4)
   row += (2 * 3 + 2) * _LANES * 4 + 2 * tokens * 4
   tree = 0
-  if options.tree_mask is not None:
-    tree = 2 * (options.tree_mask.shape[-1] + 2 * tokens)
+  mask = call.options.tree_mask
+  if mask is not None:
+    tree = 2 * (mask.shape[-1] + 2 * tokens)
   rows = size * (q.shape[-2] // kv_heads)
   rows += -rows % _MULTIPLE
   return ring + values + rows * (kv_heads * row + tree)

@@ -19,7 +19,7 @@ import numpy as np
 from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import query_tiles
-from jaxkv_kernels._src.attention.options import CallOptions
+from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.triton import compat
 from jaxkv_kernels._src.attention.triton.kernel import Sizes
 from jaxkv_kernels._src.attention.triton.kernel import attention_kernel
@@ -47,29 +47,20 @@ _LARGEST_HEAD = 256
 _LARGEST_VALUE, _LARGEST_BEHIND = 512, 64
 
 
-def attend(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  options: CallOptions,
-) -> tuple[jax.Array, jax.Array]:
+def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
-  value_dim = options.value_dim
-  sizes = _sizes(q, k_pages, v_pages, page_table, value_dim)
-  window = options.window
+  options, latent = call.options, call.options.value_dim
+  sizes = _sizes(call)
   inputs = {
-    "q": q,
-    "k": k_pages,
-    "v": v_pages if value_dim is None else None,
-    "table": page_table,
-    "starts": starts,
-    "counts": counts,
+    "q": call.q,
+    "k": call.k_pages,
+    "v": call.v_pages if latent is None else None,
+    "table": call.page_table,
+    "starts": call.starts,
+    "counts": call.counts,
     "page_offset": options.page_offset.reshape(1),
     "scale": jnp.asarray(options.scale, jnp.float32).reshape(1),
-    "window": _one_int32(window),
+    "window": _one_int32(options.window),
     "slopes": options.alibi_slopes,
     "k_scale": options.k_scale,
     "v_scale": options.v_scale,
@@ -77,7 +68,7 @@ def attend(
     "tree": _as_int8(options.tree_mask),
     "tree_starts": options.tree_starts,
   }
-  few = sizes.rows == _LEAST_ROWS and value_dim is None
+  few = sizes.rows == _LEAST_ROWS and latent is None
   shape = (sizes.splits, sizes.batch, sizes.columns, sizes.heads)
   parts, totals = compat.call(
     functools.partial(attention_kernel, sizes=sizes, soft_cap=options.soft_cap),
@@ -93,47 +84,39 @@ def attend(
     num_stages=3,
     interpret=options.interpret,
   )
-  column = jnp.arange(sizes.columns, dtype=jnp.int32)
-  real = (column[None] < counts[:, None])[:, :, None]
-  return _merge(parts, totals, options.sinks, real)
+  return _merge(parts, totals, options.sinks, call.real[:, :, None])
 
 
-def unsupported(
-  platform: str,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  options: CallOptions,
-) -> str | None:
+def unsupported(platform: str, call: AttentionCall) -> str | None:
   """Why this backend does not serve a call; None if it does."""
   if platform != "cuda":
     return f"the platform must be cuda, got {platform}"
-  reason = _too_large(q, k_pages, v_pages, options.value_dim)
+  reason = _too_large(call)
   if reason is not None:
     return reason
-  e4m3 = logical_dtype(k_pages.dtype).name == "float8_e4m3fn"
+  dtype = call.k_pages.dtype
+  e4m3 = logical_dtype(dtype).name == "float8_e4m3fn"
   least = 89 if e4m3 else 80
   oldest = min(check.architectures(), default=least)
-  if oldest < least and not options.interpret:
+  if oldest < least and not call.options.interpret:
     return (
-      f"the GPU must be sm_{least} or later for pages of {k_pages.dtype}, got"
+      f"the GPU must be sm_{least} or later for pages of {dtype}, got"
       f" sm_{oldest}"
     )
   return None
 
 
-def _too_large(
-  q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, latent: int | None
-) -> str | None:
+def _too_large(call: AttentionCall) -> str | None:
   """Which vectors or pools are too large; None if none are."""
+  latent = call.options.value_dim
   if latent is not None:
-    behind = q.shape[-1] - latent
+    behind = call.q.shape[-1] - latent
     if latent > _LARGEST_VALUE or behind > _LARGEST_BEHIND:
       return (
         f"`value_dim` must be at most {_LARGEST_VALUE}, with at most"
         f" {_LARGEST_BEHIND} elements behind it, got {latent} and {behind}"
       )
-  for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+  for name, pages in (("k_pages", call.k_pages), ("v_pages", call.v_pages)):
     if latent is None and pages.shape[3] > _LARGEST_HEAD:
       return (
         f"`{name}` must have a head size of at most {_LARGEST_HEAD}, got"
@@ -158,27 +141,21 @@ def _as_int8(mask: jax.Array | None) -> jax.Array | None:
   return None if mask is None else mask.astype(jnp.int8)
 
 
-def _sizes(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  latent: int | None = None,
-) -> Sizes:
-  """Cuts the work into programs, from shapes alone; `latent` is `value_dim`."""
-  batch, columns, heads, dim = q.shape
-  value_dim = latent or v_pages.shape[3]
+def _sizes(call: AttentionCall) -> Sizes:
+  """Cuts the work into programs, from shapes alone."""
+  batch, columns, heads, dim = call.q.shape
+  latent, value_dim = call.options.value_dim, call.value_dim
+  capacity, stored = call.capacity, call.k_pages.dtype
   cuts = (0, dim) if latent in (None, dim) else (0, latent, dim)
   parts = tuple((a, b - a) for a, b in itertools.pairwise(cuts))
-  pages, kv_heads, page_size, _ = k_pages.shape
-  capacity = page_table.shape[1] * page_size
+  pages, kv_heads, page_size, _ = call.k_pages.shape
   in_all = columns * heads // kv_heads
-  numbers = _numbers(q.dtype, logical_dtype(k_pages.dtype))
+  numbers = _numbers(call.q.dtype, logical_dtype(stored))
   rows = max(power_of_two(in_all), _LEAST_ROWS)
   rows = min(rows, _most_rows(numbers, latent))
   tiles = -(-in_all // rows)
   widest = power_of_two(max(value_dim, *(size for _, size in parts)))
-  block = _block(rows, widest, k_pages.dtype, numbers, latent is not None)
+  block = _block(rows, widest, stored, numbers, latent is not None)
   programs = batch * kv_heads * tiles
   idle = programs < _PROGRAMS
   part = batch * columns * heads * value_dim * 4

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels._src.attention import query_tiles
+from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.formats import load
 
@@ -49,13 +50,6 @@ class _Carry(NamedTuple):
   top: jax.Array  # float32[B, K, Y]
   total: jax.Array  # float32[B, K, Y]
   weighted: jax.Array  # float32[B, K, Y, Dv]
-
-
-class _Reach(NamedTuple):
-  """Which keys each query may see, as absolute positions, first <= p < end."""
-
-  first: jax.Array  # int32[B, T]
-  end: jax.Array  # int32[B, T]
 
 
 class _Block(NamedTuple):
@@ -97,56 +91,38 @@ class _Attended(NamedTuple):
   lse: jax.Array  # float32[B, T, H]
 
 
-def attend(
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  page_table: jax.Array,
-  starts: jax.Array,
-  counts: jax.Array,
-  options: CallOptions,
-  *,
-  query_tile: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Attention of a rectangle of queries; see `api.paged_attention_padded`.
 
   Args:
-    q: [B, T, H, D].
-    k_pages: [N, K, S, D].
-    v_pages: [N, K, S, Dv].
-    page_table: int32[B, M].
-    starts: int32[B].
-    counts: int32[B].
-    options: checked, with defaults filled in.
-    query_tile: see `choose.attend_rectangle`; T is a multiple, at least twice
-      as many.
+    call: if it has a `query_tile`, T is a multiple of it, at least twice as
+      many.
 
   Returns:
     (float32[B, T, H, Dv], float32[B, T, H]).
   """
-  batch, columns, heads, dim = q.shape
-  total_pages, kv_heads, page_size = k_pages.shape[:3]
+  options, page_table = call.options, call.page_table
+  batch, columns, heads, dim = call.q.shape
+  total_pages, kv_heads, page_size = call.k_pages.shape[:3]
   pages_per_block = max(1, BLOCK_TOKENS // page_size)
   block = pages_per_block * page_size
-  capacity = page_table.shape[1] * page_size
-  reach = _reach(starts, counts, columns, capacity, options.window)
+  reach = query_tiles.reach(call)
   first_block, end_block = _blocks(reach, block)
   spare = -page_table.shape[1] % pages_per_block
   table = jnp.pad(page_table, ((0, 0), (0, spare)))
   each, split, join = _at_once, _itself, _itself
-  if query_tile is not None:
-    tiles = (jnp.max(counts) + query_tile - 1) // query_tile
+  if call.query_tile is not None:
+    tiles = (jnp.max(call.counts) + call.query_tile - 1) // call.query_tile
     each = functools.partial(_in_turn, tiles)
-    split = functools.partial(_split, query_tile)
+    split = functools.partial(_split, call.query_tile)
     join = _join
   # float32[B, K, Y, D]: the query rows that share a K/V head.
-  scaled = q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
+  scaled = call.q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
   scaled = scaled.reshape(batch, columns, kv_heads, heads // kv_heads, dim)
   scaled = split(scaled).swapaxes(-4, -3)
   scaled = scaled.reshape(*scaled.shape[:-3], -1, dim)
   chex.assert_shape(scaled, (..., batch, kv_heads, None, dim))
-  column = jnp.arange(columns, dtype=jnp.int32)[None]
-  positions = split(starts[:, None] + column)
+  positions = split(reach.position)
 
   def step(index: jax.Array, carry: _Carry) -> _Carry:
     ids = lax.dynamic_slice_in_dim(
@@ -155,17 +131,15 @@ def attend(
     ids = jnp.clip(ids + options.page_offset, 0, total_pages - 1)
     keys_at = index * block + jnp.arange(block, dtype=jnp.int32)
     seen = _seen(keys_at, reach, options)  # bool[B, T, A]
-    tokens = _gather(
-      k_pages, v_pages, ids, keys_at, jnp.any(seen, axis=1), options
-    )
+    tokens = _gather(call, ids, keys_at, jnp.any(seen, axis=1))
     absorb = functools.partial(_absorb, tokens, options)
     return each(absorb, _Columns(scaled, positions, split(seen)), carry)
 
-  involved = (scaled, k_pages, v_pages, page_table, reach, _arrays(options))
-  value_dim = options.value_dim or v_pages.shape[-1]
+  pools, value_dim = (call.k_pages, call.v_pages), call.value_dim
+  involved = (scaled, pools, page_table, reach, _arrays(options))
   carry = _start(scaled.shape[:-1], value_dim, involved)
   carry = lax.fori_loop(first_block, end_block, step, carry)
-  real = split(column < counts[:, None])
+  real = split(call.real)
   empty = _Attended(
     out=jnp.zeros_like(carry.total, shape=(*real.shape, heads, value_dim)),
     lse=jnp.zeros_like(carry.total, shape=(*real.shape, heads)) - jnp.inf,
@@ -175,15 +149,9 @@ def attend(
   return join(out), join(lse)
 
 
-def unsupported(
-  platform: str,
-  q: jax.Array,
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  options: CallOptions,
-) -> str | None:
+def unsupported(platform: str, call: AttentionCall) -> str | None:
   """None: this backend serves every checked call on every platform."""
-  del platform, q, k_pages, v_pages, options
+  del platform, call
   return None
 
 
@@ -267,19 +235,9 @@ def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:
   )
 
 
-def _reach(
-  starts: jax.Array,
-  counts: jax.Array,
-  columns: int,
-  capacity: int,
-  window: jax.Array | int | None,
-) -> _Reach:
-  """Causal reach. Tokens past the table's capacity do not exist."""
-  reach = query_tiles.reach(starts, counts, columns, capacity, window)
-  return _Reach(first=reach[..., 0], end=reach[..., 1])
-
-
-def _blocks(reach: _Reach, block: int) -> tuple[jax.Array, jax.Array]:
+def _blocks(
+  reach: query_tiles.Reach, block: int
+) -> tuple[jax.Array, jax.Array]:
   """First block that some query sees, and one past the last."""
   end = jnp.max(reach.end)
   first = jnp.min(jnp.where(reach.end > 0, reach.first, end))
@@ -287,20 +245,15 @@ def _blocks(reach: _Reach, block: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _gather(
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  ids: jax.Array,
-  positions: jax.Array,
-  used: jax.Array,
-  options: CallOptions,
+  call: AttentionCall, ids: jax.Array, positions: jax.Array, used: jax.Array
 ) -> _Block:
   """The tokens of pages `ids` int32[B, X], in range; `used` is bool[B, A]."""
-  page_size = k_pages.shape[2]
-  keys = _read(k_pages, ids)
+  options, page_size = call.options, call.k_pages.shape[2]
+  keys = _read(call.k_pages, ids)
   if options.value_dim is not None:
     values = keys[..., : options.value_dim]
   else:
-    values = _read(v_pages, ids)
+    values = _read(call.v_pages, ids)
   used = used[:, None, :]
   v_scale = _read_scale(options.v_scale, ids, page_size)
   if v_scale is not None:
@@ -384,7 +337,7 @@ def _absorb(
 
 
 def _seen(
-  positions: jax.Array, reach: _Reach, options: CallOptions
+  positions: jax.Array, reach: query_tiles.Reach, options: CallOptions
 ) -> jax.Array:
   """Which tokens at positions int32[A] each query sees: bool[B, T, A]."""
   position = positions[None, None]

@@ -1,0 +1,253 @@
+"""The steps that attention functions share: check, choose a backend, attend.
+
+Each function takes the options of its call as `check_options` returns them, and
+pools that were checked against the queries.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels._src import check
+from jaxkv_kernels._src.attention import query_packing
+from jaxkv_kernels._src.attention.choose import Backend
+from jaxkv_kernels._src.attention.choose import choose_backend
+from jaxkv_kernels._src.attention.options import AttentionCall
+from jaxkv_kernels._src.attention.options import CallOptions
+
+Pools = tuple[jax.Array, jax.Array]
+
+
+def decode(
+  operation: str,
+  backend: str,
+  q: jax.Array,
+  pools: Pools,
+  page_table: jax.Array,
+  lengths: jax.Array,
+  options: CallOptions,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of one query [B, H, D] for each sequence.
+
+  Args:
+    operation: the public function, by which a backend is chosen.
+    backend: "auto", or one of `BACKENDS`.
+    q: [B, H, D], checked.
+    pools: of keys and of values.
+    page_table: int32[B, M].
+    lengths: int32[B].
+    options: of the call.
+
+  Returns:
+    [B, H, Dv] in q's dtype, and float32[B, H].
+  """
+  check.table(page_table, q.shape[0])
+  check.vector("lengths", lengths, q.shape[0])
+  check.beside("q", q, page_table=page_table, lengths=lengths)
+  call = decode_call(q, pools, page_table, lengths, options)
+  out, lse = decode_with(choose_backend(operation, backend, call), call)
+  return out.astype(q.dtype), lse
+
+
+def decode_call(
+  q: jax.Array,
+  pools: Pools,
+  page_table: jax.Array,
+  lengths: jax.Array,
+  options: CallOptions,
+) -> AttentionCall:
+  """The call of a decode; q is [B, H, D]."""
+  return AttentionCall(
+    q=q,
+    k_pages=pools[0],
+    v_pages=pools[1],
+    page_table=page_table,
+    starts=lengths - 1,
+    counts=jnp.ones_like(lengths),
+    options=options,
+  )
+
+
+def decode_with(
+  chosen: Backend, call: AttentionCall
+) -> tuple[jax.Array, jax.Array]:
+  """Decodes one query per sequence, as a rectangle of one column.
+
+  Args:
+    chosen: the backend.
+    call: from `decode_call`.
+
+  Returns:
+    (float32[B, H, Dv], float32[B, H]).
+  """
+  call = dataclasses.replace(call, q=call.q[:, None])
+  out, lse = chosen.attend(call)
+  return out[:, 0], lse[:, 0]
+
+
+def attend_padded(
+  operation: str,
+  backend: str,
+  q: jax.Array,
+  pools: Pools,
+  page_table: jax.Array,
+  starts: jax.Array,
+  counts: jax.Array,
+  query_tile: int | None,
+  options: CallOptions,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of a rectangle of queries [B, T, H, D].
+
+  Args:
+    operation: the public function, by which a backend is chosen.
+    backend: "auto", or one of `BACKENDS`.
+    q: [B, T, H, D], checked.
+    pools: of keys and of values.
+    page_table: int32[B, M].
+    starts: int32[B].
+    counts: int32[B].
+    query_tile: see `paged_attention_padded`.
+    options: of the call.
+
+  Returns:
+    [B, T, H, Dv] in q's dtype, and float32[B, T, H].
+  """
+  check.table(page_table, q.shape[0])
+  check.vector("starts", starts, q.shape[0])
+  check.vector("counts", counts, q.shape[0])
+  check.beside("q", q, page_table=page_table, starts=starts, counts=counts)
+  mask = options.tree_mask
+  check.tree_mask(mask, q.shape[:2], "options.tree_mask")
+  if query_tile is not None:
+    check.count("query_tile", query_tile)
+    if mask is not None:
+      hint = "the columns of a tree are computed at once: no query_tile"
+      check.refuse(ValueError, "options.tree_mask", "None", mask, hint)
+  if mask is not None:
+    options = dataclasses.replace(options, tree_starts=starts)
+  call = AttentionCall(
+    q=q,
+    k_pages=pools[0],
+    v_pages=pools[1],
+    page_table=page_table,
+    starts=starts,
+    counts=counts,
+    options=options,
+    query_tile=query_tile,
+  )
+  chosen = choose_backend(operation, backend, call)
+  out, lse = _attend_rectangle(chosen, call)
+  return out.astype(q.dtype), lse
+
+
+def attend_packed(
+  operation: str,
+  backend: str,
+  q: jax.Array,
+  pools: Pools,
+  page_table: jax.Array,
+  kv_lens: jax.Array,
+  cu_q_lens: jax.Array,
+  max_query_len: int | None,
+  options: CallOptions,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of packed queries [T, H, D].
+
+  Args:
+    operation: the public function, by which a backend is chosen.
+    backend: "auto", or one of `BACKENDS`.
+    q: [T, H, D], checked.
+    pools: of keys and of values.
+    page_table: int32[B, M].
+    kv_lens: int32[B].
+    cu_q_lens: int32[B + 1].
+    max_query_len: see `paged_attention`.
+    options: of the call.
+
+  Returns:
+    [T, H, Dv] in q's dtype, and float32[T, H].
+  """
+  check.table(page_table, None)
+  check.vector("kv_lens", kv_lens, page_table.shape[0])
+  check.vector("cu_q_lens", cu_q_lens, page_table.shape[0] + 1)
+  check.beside(
+    "q", q, page_table=page_table, kv_lens=kv_lens, cu_q_lens=cu_q_lens
+  )
+  mask = options.tree_mask
+  check.tree_mask(mask, q.shape[:1], "options.tree_mask")
+  longest = check.max_query_len(max_query_len, q.shape[0])
+  kv_lens, cu_q_lens = jnp.asarray(kv_lens), jnp.asarray(cu_q_lens)
+  tiles = query_packing.tile_queries(kv_lens, cu_q_lens, q.shape[0], longest)
+  if mask is not None:
+    options = dataclasses.replace(
+      options, tree_mask=tiles.pack(mask), tree_starts=tiles.run_starts
+    )
+  call = AttentionCall(
+    q=tiles.pack(q),
+    k_pages=pools[0],
+    v_pages=pools[1],
+    page_table=jnp.take(page_table, tiles.sequences, axis=0, mode="clip"),
+    starts=tiles.starts,
+    counts=tiles.counts,
+    options=options,
+  )
+  out, lse = choose_backend(operation, backend, call).attend(call)
+  out, lse = tiles.unpack(out, lse)
+  return out.astype(q.dtype), lse
+
+
+def _attend_rectangle(
+  chosen: Backend, call: AttentionCall
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of a rectangle, all columns at once or `query_tile` at a time.
+
+  Tiles are computed by code that is compiled once for [B, query_tile] queries,
+  whatever T is.
+  """
+  size = call.query_tile
+  if size is None:
+    return chosen.attend(call)
+  columns = call.q.shape[1]
+  # At least two tiles: else XLA would move parts of the only one out of its
+  # loop, and compile them together with what is around it.
+  number = max(-(-columns // size), 2)
+  spare = number * size - columns
+  q = jnp.pad(call.q, ((0, 0), (0, spare), (0, 0), (0, 0)))
+  call = dataclasses.replace(call, q=q)
+  if getattr(chosen, "TAKES_QUERY_TILES", False):
+    out, lse = chosen.attend(call)
+  else:
+    out, lse = _attend_in_turn(chosen, call, size)
+  return out[:, :columns], lse[:, :columns]
+
+
+def _attend_in_turn(
+  chosen: Backend, call: AttentionCall, query_tile: int
+) -> tuple[jax.Array, jax.Array]:
+  """`attend` of backends that take no query tiles, a tile at a time."""
+  q, counts = call.q, call.counts
+
+  def one(number: jax.Array, whole: Any) -> Any:
+    first = number * query_tile
+    tile = dataclasses.replace(
+      call,
+      q=lax.dynamic_slice_in_dim(q, first, query_tile, 1),
+      starts=call.starts + first,
+      counts=jnp.clip(counts - first, 0, query_tile),
+    )
+    return jax.tree.map(
+      lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 1),
+      whole,
+      chosen.attend(tile),
+    )
+
+  shape = q.shape[:3]
+  whole = (
+    jnp.zeros_like(q, jnp.float32, shape=(*shape, call.value_dim)),
+    jnp.zeros_like(q, jnp.float32, shape=shape) - jnp.inf,
+  )
+  tiles = (jnp.max(counts) + query_tile - 1) // query_tile
+  return lax.fori_loop(jnp.zeros_like(tiles), tiles, one, whole)
