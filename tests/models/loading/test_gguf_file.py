@@ -12,7 +12,6 @@ from jaxkv._src.models.decoder.rope import LinearScaling
 from jaxkv._src.models.decoder.rope import Llama3Scaling
 from jaxkv._src.models.decoder.rope import YarnScaling
 from jaxkv._src.models.loading import gguf_checkpoint
-from jaxkv._src.models.loading import gguf_file
 from tests.models.loading import gguf_writing as writing
 
 gguf = pytest.importorskip("gguf", reason="files are written by gguf")
@@ -86,7 +85,7 @@ class TestMetadata:
       "a.fraction": 0.5,
     }
     path = small(tmp_path, facts=facts)
-    metadata, tensors = gguf_file.read(path)
+    metadata, tensors = gguf_checkpoint.read(gguf, path)
     reader = gguf.GGUFReader(path)
     for key, field in reader.fields.items():
       assert metadata.get(key) == field.contents(), key
@@ -104,7 +103,7 @@ class TestMetadata:
     }
     path = small(tmp_path, facts=facts)
     begin = time.process_time()
-    metadata, _ = gguf_file.read(path)
+    metadata, _ = gguf_checkpoint.read(gguf, path)
     assert time.process_time() - begin < 2
     assert metadata.get("tokenizer.ggml.tokens")[-1] == "token 262143"
 

@@ -2,15 +2,14 @@
 
 import functools
 import pathlib
+import struct
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._src.models.decoder.rope import Rope
-from jaxkv._src.models.decoder.rope import frequencies
+from jaxkv._src.extras import extra_package
 from jaxkv._src.models.loading import assemble
-from jaxkv._src.models.loading import gguf_file
 from jaxkv._src.models.loading import gguf_tokenizer
 from jaxkv._src.models.loading import ropes
 from jaxkv._src.models.loading.config_file import ConfigFile
@@ -19,6 +18,7 @@ from jaxkv._src.models.loading.families import llama
 from jaxkv._src.models.loading.opened import OpenedCheckpoint
 from jaxkv._src.models.loading.plans import Plan
 from jaxkv._src.models.loading.stored import Stored
+from jaxkv._src.models.loading.stored import StoredTensor
 from jaxkv._src.models.loading.stored import changed
 
 _FAMILIES = {
@@ -34,14 +34,17 @@ _SIZES = {
   "feed_forward_length": "intermediate_size",
   "attention.head_count": "num_attention_heads",
 }
-_GEMMA_27B_LAYERS = 62
+# Bounds the loops over the keys and tensors that a damaged file announces.
+_MAX_COUNT = 1 << 16
 
 
 def opened(path: pathlib.Path) -> OpenedCheckpoint:
   """Reads the metadata of a .gguf file; errors are those of `models.load`."""
   if not path.exists():
     raise ValueError(f"there is no file {path}; name a .gguf file.")
-  metadata, tensors = gguf_file.read(path)
+  task = "To read a .gguf file"
+  gguf = extra_package("gguf", install="jaxkv[gguf]", task=task)
+  metadata, tensors = read(gguf, path)
   name = metadata.get("general.architecture")
   metadata.only("general.architecture", *_FAMILIES)
   values = _config(metadata, name, tensors)
@@ -55,11 +58,46 @@ def opened(path: pathlib.Path) -> OpenedCheckpoint:
     name=str(path),
     dtype=jnp.dtype(jnp.bfloat16),
     plan=plan,
-    stored=_renamed(tensors, values, name, plan(jnp.float32)),
+    stored=_renamed(gguf, tensors, values, name, plan(jnp.float32)),
     stop_tokens=tuple(stop_tokens),
     max_length=values["max_position_embeddings"],
     open_tokenizer=functools.partial(gguf_tokenizer.open_tokenizer, metadata),
   )
+
+
+def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Stored]:
+  """Reads the metadata, and the tensors by their names in the file.
+
+  Tensors are dequantized to float32 when they are loaded, with the outermost
+  axis first; the file must stay in place until then.
+  """
+  try:
+    with path.open("rb") as file:
+      magic, version, *counts = struct.unpack("<4sIQQ", file.read(24))
+    if magic != b"GGUF" or version not in (2, 3) or max(counts) > _MAX_COUNT:
+      raise ValueError(f"it starts with {magic}, {version}, {counts}")
+    # numpy only warns of an integer that overflows or is divided by zero.
+    with np.errstate(all="raise"):
+      reader = _reader_class(gguf)(path)
+    values = {key: field.contents() for key, field in reader.fields.items()}
+  except (ValueError, LookupError, ArithmeticError, struct.error) as error:
+    raise ValueError(
+      f"`{path}` must be a whole GGUF file of version 2 or 3, little-endian, "
+      f"got another ({error}); get it again."
+    ) from error
+  metadata = ConfigFile(values, str(path), num_tensors=len(reader.tensors))
+  metadata.only("split.count", 0, 1)
+  # Zero says that a model lacks a feature, and other prefixes say no sizes.
+  prefix = f"{values.get('general.architecture')}."
+  metadata.ignore(
+    *(k for k, v in values.items() if not v or not k.startswith(prefix))
+  )
+  stored = {}
+  for tensor in reader.tensors:
+    shape = tuple(reversed(tensor.shape.tolist()))
+    load = functools.partial(gguf.dequantize, tensor.data, tensor.tensor_type)
+    stored[tensor.name] = StoredTensor(shape, np.dtype(np.float32), load)
+  return metadata, stored
 
 
 def _config(metadata: ConfigFile, name: str, tensors: Stored) -> dict[str, Any]:
@@ -96,7 +134,7 @@ def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
   """Returns the further keys of Gemma 3."""
   window = "gemma3.attention.sliding_window"
   scale = config["head_dim"]
-  if config["num_hidden_layers"] == _GEMMA_27B_LAYERS:
+  if config["num_hidden_layers"] == 62:  # Gemma 3 27B.
     scale = config["hidden_size"] // config["num_attention_heads"]
   keys = {
     "query_pre_attn_scalar": scale,
@@ -124,35 +162,18 @@ def _scaling(
     "factor": metadata.number(f"{prefix}factor", 1.0),
     "original_max_position_embeddings": original,
   }
-  if "rope_freqs.weight" not in tensors:
-    return None if table["rope_type"] == "none" else table
-  divisors = tensors.pop("rope_freqs.weight").read()
-  table = {
-    "rope_type": "llama3",
-    "factor": float(divisors.max(initial=1.0)),
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-  }
-  base, head_dim = config["rope_theta"], config["head_dim"]
-  rope = ropes.rope_of({"rope_theta": base, **table}, metadata, head_dim)
-  plain, scaled = (frequencies(r, head_dim) for r in (Rope(base=base), rope))
-  expected = plain / scaled
-  if divisors.shape != expected.shape or not np.allclose(
-    divisors, expected, rtol=1e-4
-  ):
-    raise ValueError(
-      f"rope_freqs.weight in {metadata.where} must hold Llama 3's scaling; use "
-      "a checkpoint in another format."
+  if "rope_freqs.weight" in tensors:
+    divisors = tensors.pop("rope_freqs.weight").read()
+    return ropes.llama3_table(
+      divisors, config["rope_theta"], metadata, config["head_dim"]
     )
-  return table
+  return None if table["rope_type"] == "none" else table
 
 
 def _renamed(
-  tensors: Stored, config: dict[str, Any], name: str, plan: Plan
+  gguf: Any, tensors: Stored, config: dict[str, Any], name: str, plan: Plan
 ) -> Stored:
   """Returns the tensors with Hugging Face's names, rows and norm weights."""
-  gguf = gguf_file.package()
   architecture = gguf.MODEL_ARCH[name.upper()]
   names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
   new_names = {
@@ -175,3 +196,30 @@ def _renamed(
     # Other tensors keep their names, under which they are refused.
     stored[new_names.get(source, source)] = tensor
   return stored
+
+
+def _reader_class(gguf: Any) -> Any:
+  """Returns a `GGUFReader` that reads arrays fast and checks all bounds."""
+
+  class Reader(gguf.GGUFReader):
+    def _get(self, offset: int, dtype: Any, count: int = 1, **_: Any) -> Any:
+      return np.frombuffer(self.data, dtype, int(count), int(offset))
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+      # The package makes several objects for each element of an array, which
+      # takes seconds for the vocabulary of a large model.
+      if raw_type != gguf.GGUFValueType.ARRAY:
+        return super()._get_field_parts(orig_offs, raw_type)
+      kind, count = struct.unpack_from("<IQ", self.data, orig_offs)
+      kind, offset = gguf.GGUFValueType(kind), orig_offs + 12
+      types = [gguf.GGUFValueType.ARRAY, kind]
+      if kind != gguf.GGUFValueType.STRING:
+        values = self._get(offset, self.gguf_scalar_to_np[kind], count)
+        return 12 + values.nbytes, [values], [0], types
+      strings = []
+      for _ in range(count):
+        strings.append(self._get_str(offset)[1])
+        offset += 8 + len(strings[-1])
+      return offset - orig_offs, strings, list(range(count)), types
+
+  return Reader

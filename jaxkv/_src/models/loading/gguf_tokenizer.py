@@ -1,8 +1,4 @@
-"""Makes a tokenizer of the vocabulary in a GGUF file.
-
-`tokenizer.ggml.model` is "gpt2" for byte-level BPE with a list of merges, or
-"llama" for SentencePiece, whose merges follow from the scores of its pieces.
-"""
+"""Makes a tokenizer of the vocabulary in a GGUF file."""
 
 from typing import Any
 
@@ -38,9 +34,12 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
       raise metadata.wrong(key, f"below {len(tokens)}")
     if number is not None:
       special[f"{role}_token"] = tokens[number]
-  make = _sentence_pieces if is_pieces else _byte_level
   vocabulary = {token: number for number, token in enumerate(tokens)}
-  core = make(library, metadata, vocabulary, special.get("unknown_token"))
+  if is_pieces:
+    unknown = special.get("unknown_token")
+    core = _sentence_pieces(library, metadata, vocabulary, unknown)
+  else:
+    core = _byte_level(library, metadata, vocabulary)
   # Both are found in a text before it is split.
   for kind, add in (
     (_CONTROL, core.add_special_tokens),
@@ -65,9 +64,9 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
 
 
 def _byte_level(
-  library: Any, metadata: ConfigFile, vocabulary: dict[str, int], unknown: Any
+  library: Any, metadata: ConfigFile, vocabulary: dict[str, int]
 ) -> Any:
-  del unknown
+  """Makes a byte-level BPE, called "gpt2"; its merges are in the file."""
   metadata.only(f"{_GGML}pre", *_DIGITS)
   kind = metadata.get(f"{_GGML}pre", "default")
   merges = metadata.items(f"{_GGML}merges", str)
@@ -93,13 +92,13 @@ def _byte_level(
 def _sentence_pieces(
   library: Any, metadata: ConfigFile, vocabulary: dict[str, int], unknown: Any
 ) -> Any:
+  """Makes a SentencePiece, called "llama"; merges follow from its scores."""
   scores = metadata.items(f"{_GGML}scores", float)
   kinds = metadata.items(f"{_GGML}token_type", int)
-  whole = (_CONTROL, _USER_DEFINED, _BYTE)
   ranks = {
     token: (-scores[number], number)
     for token, number in vocabulary.items()
-    if kinds[number] not in whole
+    if kinds[number] not in (_CONTROL, _USER_DEFINED, _BYTE)
   }
   model = library.models.BPE(vocabulary, _merges(ranks), unk_token=unknown)
   model.byte_fallback = model.fuse_unk = True

@@ -3,11 +3,14 @@
 import math
 from typing import Any
 
+import numpy as np
+
 from jaxkv._src.models.decoder.rope import LinearScaling
 from jaxkv._src.models.decoder.rope import Llama3Scaling
 from jaxkv._src.models.decoder.rope import Rope
 from jaxkv._src.models.decoder.rope import Scaling
 from jaxkv._src.models.decoder.rope import YarnScaling
+from jaxkv._src.models.decoder.rope import frequencies
 from jaxkv._src.models.loading.config_file import ConfigFile
 
 Table = dict[str, Any]
@@ -57,6 +60,34 @@ def rope_of(
     interleaved=interleaved,
     scaling=scaling,
   )
+
+
+def llama3_table(
+  divisors: np.ndarray, base: float, config: ConfigFile, head_dim: int
+) -> Table:
+  """Llama 3's `rope_scaling`, by which frequencies have these divisors.
+
+  Raises:
+    ValueError: they are those of another scaling.
+  """
+  table = {
+    "rope_type": "llama3",
+    "factor": float(divisors.max(initial=1.0)),
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+  }
+  rope = rope_of({"rope_theta": base, **table}, config, head_dim)
+  plain, scaled = (frequencies(r, head_dim) for r in (Rope(base=base), rope))
+  expected = plain / scaled
+  if divisors.shape != expected.shape or not np.allclose(
+    divisors, expected, rtol=1e-4
+  ):
+    raise ValueError(
+      f"rope_freqs.weight in {config.where} must hold Llama 3's scaling; use "
+      "a checkpoint in another format."
+    )
+  return table
 
 
 def _none(own: ConfigFile, config: ConfigFile) -> Scaling | None:
