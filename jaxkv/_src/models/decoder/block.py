@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxkv._src.models.decoder import attention as attentions
+from jaxkv._src.models.decoder import memories
 from jaxkv._src.models.decoder import mlp as mlps
 from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.attention import Angles
@@ -21,13 +22,13 @@ from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
+from jaxkv._src.models.decoder.memories import Memory
 from jaxkv._src.models.decoder.memories import Place
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.numerics import recurrence
 from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 
-Memory = tuple[Any, ...]
 Carry = tuple[jax.Array, Memory]
 """[B, T, E] and the memory."""
 
@@ -56,7 +57,8 @@ def run(
   own = functools.partial
   angles = attentions.angles_of(layer, turned, decoder)
   seen = each(own(_before, layer, decoder), weights, x, angles)
-  out, memory = _look(seen, layer, weights, place, keep, memory, decoder)
+  mixer = memories.Mixer(layer.attention, place, weights)
+  out, memory = _look(seen, mixer, keep, memory, decoder)
   gate = None if isinstance(seen, attentions.Latents) else seen.gate
   given = None
   if not isinstance(layer.mlp, Mlp):
@@ -92,25 +94,19 @@ def _before(
 
 def _look(
   seen: Any,
-  layer: Layer,
-  weights: Params,
-  place: Place,
+  mixer: memories.Mixer,
   keep: Any,
   memory: Memory,
   decoder: Decoder,
-) -> tuple[jax.Array, Memory]:
-  """What tokens read of each other, [B, T, H, X]."""
-  kind = layer.attention
-  if isinstance(kind, DeltaNet):
+) -> memories.Read:
+  """What tokens read of each other."""
+  if isinstance(mixer.kind, DeltaNet):
     inputs = (seen.channels, seen.beta, seen.decay)
-    run = recurrence(decoder, kind, weights)
-    return keep.recurrent(kind, place, run, inputs, memory)
-  if isinstance(kind, LatentAttention):
-    q = seen.plain, seen.turned
-    return keep.latent(
-      kind, place, weights, q, seen.latent, seen.rotated, memory
-    )
-  return keep.softmax(kind, place, weights, seen.q, seen.k, seen.v, memory)
+    run = recurrence(decoder, mixer.kind, mixer.weights)
+    return keep.recurrent(mixer, run, inputs, memory)
+  if isinstance(mixer.kind, LatentAttention):
+    return keep.latent(mixer, seen, memory)
+  return keep.softmax(mixer, seen, memory)
 
 
 def _attended(

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jaxkv._src.models.decoder import memories
 from jaxkv._src.models.decoder import states
 from jaxkv._src.models.decoder import trees
-from jaxkv._src.models.decoder.description import DeltaNet
-from jaxkv._src.models.decoder.memories import Place
+from jaxkv._src.models.decoder.memories import Memory
+from jaxkv._src.models.decoder.memories import Mixer
+from jaxkv._src.models.decoder.memories import Read
 from jaxkv._src.models.decoder.trees import Tree
 
 
@@ -39,16 +40,14 @@ class Branches(memories.Nowhere):
 
   def recurrent(
     self,
-    attention: DeltaNet,
-    place: Place,
+    mixer: Mixer,
     run: states.Run,
     inputs: tuple[jax.Array, ...],
-    memory: tuple[Any, ...],
-  ) -> tuple[jax.Array, tuple[Any, ...]]:
+    memory: Memory,
+  ) -> Read:
     """See `Nowhere`: a branch goes on with the states after those above it."""
-    del place
     tree, outputs = self.tree, []
-    carried = states.zeros(attention, inputs[0].shape[0])
+    carried = states.zeros(mixer.kind, inputs[0].shape[0])
     levels = zip(*(tree.split(array) for array in inputs), strict=True)
     for level, own in enumerate(levels):
       shape = own[0].shape[:3]

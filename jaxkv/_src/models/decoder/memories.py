@@ -24,9 +24,10 @@ from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder import states
+from jaxkv._src.models.decoder.attention import Latents
+from jaxkv._src.models.decoder.attention import Softmax
 from jaxkv._src.models.decoder.causal_attention import attend_causal
 from jaxkv._src.models.decoder.description import Attention
-from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.numerics import Each
 from jaxkv._src.models.decoder.params import Params
@@ -46,6 +47,25 @@ class Place(NamedTuple):
   layer: jax.Array | int
   pool: int
   routed: jax.Array | int = 0
+
+
+class Mixer(NamedTuple):
+  """The part of a layer in which tokens look at each other.
+
+  Attributes:
+    kind: its sizes.
+    place: where it keeps what it keeps.
+    weights: of the layer.
+  """
+
+  kind: Any
+  place: Place
+  weights: Params
+
+
+Memory = tuple[Any, ...]
+Read = tuple[jax.Array, Memory]
+"""What tokens read, [B, T, H, X], and the memory."""
 
 
 def _at_once(function: Any, weights: Any, *arrays: Any) -> Any:
@@ -72,55 +92,38 @@ class Paged:
   exact: bool = False
   each: Each = _at_once
 
-  def softmax(
-    self,
-    attention: Attention,
-    place: Place,
-    weights: Params,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    memory: tuple[Any, ...],
-  ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """Keeps k and v [B, T, K, D]; what q [B, T, H, D] reads, alike."""
+  def softmax(self, mixer: Mixer, seen: Softmax, memory: Memory) -> Read:
+    """Keeps keys and values; what queries read of those up to their own."""
+    place = mixer.place
     view = self.views[place.group]
-    pool = write(memory[place.pool], view, place.layer, k, v)
+    pool = write(memory[place.pool], view, place.layer, seen.k, seen.v)
     out = attend(
       pool,
       view,
       place.layer,
-      q,
-      options=_kernel_options(attention, weights),
+      seen.q,
+      options=kernels.AttentionOptions(**_options(mixer)),
       exact=self.exact,
       backend=self.backend,
       heads=self.heads,
     )
     return out, with_pool(memory, place.pool, pool)
 
-  def latent(
-    self,
-    attention: LatentAttention,
-    place: Place,
-    weights: Params,
-    q: tuple[jax.Array, jax.Array],
-    latent: jax.Array,
-    rotated: jax.Array,
-    memory: tuple[Any, ...],
-  ) -> tuple[jax.Array, tuple[Any, ...]]:
+  def latent(self, mixer: Mixer, seen: Latents, memory: Memory) -> Read:
     """Keeps latents; see `Nowhere.latent`.
 
     Queries are multiplied by the projection of the keys, so that no key is
     made.
     """
-    vector = jnp.concatenate([latent[:, :, None], rotated], axis=-1)
+    place, weights = mixer.place, mixer.weights
     view = self.views[place.group]
-    pool = write(memory[place.pool], view, place.layer, vector)
+    pool = write(memory[place.pool], view, place.layer, vectors(seen))
     out = attend(
       pool,
       view,
       place.layer,
-      self.each(absorbed, weights["key"], *q),
-      options=kernels.AttentionOptions(scale=scale_of(attention)),
+      self.each(absorbed, weights["key"], seen.plain, seen.turned),
+      options=kernels.AttentionOptions(scale=scale_of(mixer.kind)),
       exact=self.exact,
       backend=self.backend,
     )
@@ -129,18 +132,17 @@ class Paged:
 
   def recurrent(
     self,
-    attention: DeltaNet,
-    place: Place,
+    mixer: Mixer,
     run: states.Run,
     inputs: tuple[jax.Array, ...],
-    memory: tuple[Any, ...],
-  ) -> tuple[jax.Array, tuple[Any, ...]]:
+    memory: Memory,
+  ) -> Read:
     """Keeps states; see `Nowhere.recurrent`.
 
     In a `PackedView` no row of the prefill may go past the end of a page; a
     rollout keeps to that.
     """
-    del attention
+    place = mixer.place
     pool, view = memory[place.pool], self.views[place.group]
     if isinstance(view, PackedView):
       out, pool = states.packed(run, inputs, pool, view, place.layer)
@@ -148,9 +150,7 @@ class Paged:
       out, pool = states.by_page(run, inputs, pool, view, place.layer)
     return out, with_pool(memory, place.pool, pool)
 
-  def routed(
-    self, place: Place, used: jax.Array, memory: tuple[Any, ...]
-  ) -> tuple[Any, ...]:
+  def routed(self, place: Place, used: jax.Array, memory: Memory) -> Memory:
     """Keeps the experts int32[B, T, k] that tokens used, if it has pages."""
     pool = memory[-1]
     if not isinstance(pool, TokenPages):
@@ -171,19 +171,9 @@ class Nowhere:
 
   experts: jax.Array | None = None
 
-  def softmax(
-    self,
-    attention: Attention,
-    place: Place,
-    weights: Params,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    memory: tuple[Any, ...],
-  ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """See `Paged`."""
-    del place
-    return self.attend(q, k, v, **_options(attention, weights)), memory
+  def softmax(self, mixer: Mixer, seen: Softmax, memory: Memory) -> Read:
+    """What queries read of keys and values up to their own."""
+    return self.attend(seen.q, seen.k, seen.v, **_options(mixer)), memory
 
   def attend(
     self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
@@ -198,52 +188,28 @@ class Nowhere:
     """
     return attend_causal(q, k, v, **options)
 
-  def latent(
-    self,
-    attention: LatentAttention,
-    place: Place,
-    weights: Params,
-    q: tuple[jax.Array, jax.Array],
-    latent: jax.Array,
-    rotated: jax.Array,
-    memory: tuple[Any, ...],
-  ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """What queries read from latents.
-
-    Args:
-      attention: its sizes.
-      place: where it keeps them.
-      weights: of the layer.
-      q: [B, T, H, plain_dim] and [B, T, H, rotated_dim].
-      latent: [B, T, latent_dim].
-      rotated: [B, T, 1, rotated_dim], the part of keys that heads share.
-      memory: that of `routed`, or none.
-
-    Returns:
-      [B, T, H, value_dim], and the memory.
-    """
-    del place
-    keys = jnp.einsum("btl,lhd->bthd", latent, weights["key"])
-    values = jnp.einsum("btl,lhv->bthv", latent, weights["value"])
+  def latent(self, mixer: Mixer, seen: Latents, memory: Memory) -> Read:
+    """What queries read from latents, [B, T, H, value_dim]."""
+    latent, rotated = seen.latent, seen.rotated
+    keys = jnp.einsum("btl,lhd->bthd", latent, mixer.weights["key"])
+    values = jnp.einsum("btl,lhv->bthv", latent, mixer.weights["value"])
     shape = (*keys.shape[:3], rotated.shape[3])
     keys = jnp.concatenate([keys, jnp.broadcast_to(rotated, shape)], axis=-1)
-    query = jnp.concatenate(q, axis=-1)
-    scale = scale_of(attention)
+    query = jnp.concatenate([seen.plain, seen.turned], axis=-1)
+    scale = scale_of(mixer.kind)
     return self.attend(query, keys, values, scale=scale), memory
 
   def recurrent(
     self,
-    attention: DeltaNet,
-    place: Place,
+    mixer: Mixer,
     run: states.Run,
     inputs: tuple[jax.Array, ...],
-    memory: tuple[Any, ...],
-  ) -> tuple[jax.Array, tuple[Any, ...]]:
+    memory: Memory,
+  ) -> Read:
     """What a recurrence gives for tokens.
 
     Args:
-      attention: its sizes.
-      place: where it keeps states.
+      mixer: the recurrence.
       run: takes inputs [R, T, ...], states and counts int32[R]; returns outputs
         [R, T, ...] and the states after so many tokens.
       inputs: [B, T, ...] each.
@@ -252,16 +218,18 @@ class Nowhere:
     Returns:
       [B, T, ...], and the memory.
     """
-    del place
     rows, tokens = inputs[0].shape[:2]
     counts = jnp.full((rows,), tokens, jnp.int32)
-    return run(inputs, states.zeros(attention, rows), counts)[0], memory
+    return run(inputs, states.zeros(mixer.kind, rows), counts)[0], memory
 
-  def routed(
-    self, place: Place, used: jax.Array, memory: tuple[Any, ...]
-  ) -> tuple[Any, ...]:
+  def routed(self, place: Place, used: jax.Array, memory: Memory) -> Memory:
     """Keeps the experts int32[B, T, k] that tokens used, if asked to."""
     return routing.with_chosen(memory, used, place.routed)
+
+
+def vectors(seen: Latents) -> jax.Array:
+  """What pages hold of latents: [B, T, 1, latent_dim + rotated_dim]."""
+  return jnp.concatenate([seen.latent[:, :, None], seen.rotated], axis=-1)
 
 
 def absorbed(
@@ -284,23 +252,16 @@ def scale_of(attention: LatentAttention) -> float:
   return (attention.plain_dim + attention.rotated_dim) ** -0.5
 
 
-def _options(attention: Attention, weights: Params) -> dict[str, Any]:
+def _options(mixer: Mixer) -> dict[str, Any]:
+  attention: Attention = mixer.kind
   return {
     "window": attention.window,
     "scale": attention.scale,
     "soft_cap": attention.soft_cap,
-    "sinks": weights.get("sinks"),
+    "sinks": mixer.weights.get("sinks"),
   }
 
 
-def _kernel_options(
-  attention: Attention, weights: Params
-) -> kernels.AttentionOptions:
-  return kernels.AttentionOptions(**_options(attention, weights))
-
-
-def with_pool(
-  memory: tuple[Any, ...], number: int, pool: Any
-) -> tuple[Any, ...]:
+def with_pool(memory: Memory, number: int, pool: Any) -> Memory:
   """The memory with another pool in place of one."""
   return (*memory[:number], pool, *memory[number + 1 :])

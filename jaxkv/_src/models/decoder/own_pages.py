@@ -18,11 +18,14 @@ from jaxkv._src.kv.attention import attend
 from jaxkv._src.kv.memory import init as init_pages
 from jaxkv._src.kv.view import View
 from jaxkv._src.models.decoder import memories
+from jaxkv._src.models.decoder.attention import Latents
 from jaxkv._src.models.decoder.branches import Branches
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.memories import Memory
+from jaxkv._src.models.decoder.memories import Mixer
 from jaxkv._src.models.decoder.memories import Nowhere
-from jaxkv._src.models.decoder.memories import Place
+from jaxkv._src.models.decoder.memories import Read
 from jaxkv._src.models.decoder.numerics import Each
 from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.numerics import token_wise
@@ -105,27 +108,16 @@ class OwnPages(Nowhere):
 
     return row_loop.with_gradient(exact, like, self._tree, q, k, v, sinks)
 
-  def latent(
-    self,
-    attention: LatentAttention,
-    place: Place,
-    weights: Params,
-    q: tuple[jax.Array, jax.Array],
-    latent: jax.Array,
-    rotated: jax.Array,
-    memory: tuple[Any, ...],
-  ) -> tuple[jax.Array, tuple[Any, ...]]:
+  def latent(self, mixer: Mixer, seen: Latents, memory: Memory) -> Read:
     """See `Nowhere`."""
-    nowhere = Place(0, 0, 0)
+    attention: LatentAttention = mixer.kind
 
-    def exact(
-      tree: Any, weights: Params, q: Any, latent: Any, rotated: Any
-    ) -> jax.Array:
+    def exact(tree: Any, weights: Params, seen: Any) -> jax.Array:
       scale = memories.scale_of(attention)
       out = _read(
         tree,
-        self.each(memories.absorbed, weights["key"], *q),
-        jnp.concatenate([latent[:, :, None], rotated], axis=-1),
+        self.each(memories.absorbed, weights["key"], seen.plain, seen.turned),
+        memories.vectors(seen),
         None,
         options=kernels.AttentionOptions(scale=scale),
         dtype=self.dtype,
@@ -133,16 +125,12 @@ class OwnPages(Nowhere):
       )
       return self.each(memories.values_of_latents, weights["value"], out)
 
-    def like(
-      tree: Any, weights: Params, q: Any, latent: Any, rotated: Any
-    ) -> jax.Array:
-      fast = _fast(tree)
-      return fast.latent(attention, nowhere, weights, q, latent, rotated, ())[0]
+    def like(tree: Any, weights: Params, seen: Any) -> jax.Array:
+      same = mixer._replace(weights=weights)
+      return _fast(tree).latent(same, seen, ())[0]
 
-    own = {name: weights[name] for name in ("key", "value")}
-    out: Any = row_loop.with_gradient(
-      exact, like, self._tree, own, q, latent, rotated
-    )
+    own = {name: mixer.weights[name] for name in ("key", "value")}
+    out: Any = row_loop.with_gradient(exact, like, self._tree, own, seen)
     return out, memory
 
 
