@@ -1,6 +1,5 @@
 """Programs compiled for other machines, without running them."""
 
-import contextlib
 import pathlib
 
 import jax
@@ -18,7 +17,6 @@ import jaxkv_kernels as kernels
 from jaxkv._src.cache.pool import free_queue
 from jaxkv_kernels._src.attention.mosaic_gpu import compat
 from tests.cache.setups import NumberedConfig
-from tests.tools import ahead_of_time
 from tests.tools.ahead_of_time import TARGETS
 from tests.tools.ahead_of_time import compile_for
 from tests.tools.ahead_of_time import for_target
@@ -103,21 +101,6 @@ class TestHarness:
         compile_for(target, jax.jit(scale), shape)
     program = compile_for(target, jax.jit(scale), shape, may_spill=True)
     assert [kernel.spilled > 0 for kernel in program.mosaic_kernels] == [True]
-
-  @over(["h200"])
-  def test_an_assembler_that_says_nothing_is_an_error(
-    self, target, monkeypatch
-  ):
-    @contextlib.contextmanager
-    def silent():
-      yield []
-
-    monkeypatch.setattr(ahead_of_time, "_mosaic_assembler_output", silent)
-    monkeypatch.setattr(ahead_of_time, "_reports", {})
-    # A shape that no other test has, since Mosaic caches compiled kernels.
-    scale, shape = by_its_sums(64)
-    with pytest.raises(ValueError, match="reports 0 of 1"):
-      compile_for(target, jax.jit(scale), shape)
 
   @over(TARGETS)
   def test_devices_here_stay_what_they_are(self, target):

@@ -35,6 +35,25 @@ def backends():
   return [pytest.param(RUNNERS[name], id=name) for name in ("xla", "triton")]
 
 
+def problem_of(name, lengths, most_heads=128):
+  """A case's shape, its arrays, and the options of a call."""
+  heads, (dim, value_dim), size, dtype, scales, window, soft_cap = CASES[name]
+  shape = Shape(
+    heads=(min(heads, most_heads), 1),
+    head_dim=dim,
+    page_size=size,
+    lengths=lengths,
+    dtype=dtype,
+    scales=scales,
+  )
+  case = problem(shape)
+  options = {"value_dim": value_dim, "scale": 192**-0.5}
+  options |= {"window": window, "soft_cap": soft_cap}
+  if scales is not None:
+    options["k_scale"] = case.options["k_scale"]
+  return shape, case, options
+
+
 def three_rows(*lengths):
   """A problem of DeepSeek's size in float32, and its queries."""
   shape = Shape(heads=(16, 1), head_dim=576, page_size=16, lengths=lengths)
@@ -47,30 +66,17 @@ class TestDecode:
   @pytest.mark.parametrize("runner", backends())
   @pytest.mark.parametrize("name", CASES)
   def test_equals_the_reference(self, runner, name):
-    heads, (dim, value_dim), size, dtype, scales, window, soft_cap = CASES[name]
-    shape = Shape(
-      heads=(heads, 1),
-      head_dim=dim,
-      page_size=size,
-      lengths=(*edges(size), 100),
-      dtype=dtype,
-      scales=scales,
-    )
-    case = problem(shape)
+    shape, case, options = problem_of(name, (*edges(CASES[name][2]), 100))
     arguments = (
       queries(case, shape, len(shape.lengths)),
       case.k_pages,
       case.page_table,
       case.lengths,
     )
-    options = {"value_dim": value_dim, "scale": 192**-0.5}
-    options |= {"window": window, "soft_cap": soft_cap}
-    factors = case.options.get("k_scale")
-    wanted = reference.mla_decode(*arguments, k_scale=factors, **options)
-    if factors is not None:
-      options["k_scale"] = factors
+    wanted = reference.mla_decode(*arguments, **options)
     out, lse = runner("mla_decode", *arguments, **options)
-    assert out.shape == (len(shape.lengths), heads, value_dim)
+    dims = (shape.heads[0], options["value_dim"])
+    assert out.shape == (len(shape.lengths), *dims)
     assert_matches(out, lse, *wanted, case.dtype, runner.float32_l2)
 
   @pytest.mark.parametrize("runner", backends())
@@ -164,60 +170,32 @@ class TestSeveralQueries:
 
   def problem(self, name):
     """Rows that end with `_COUNTS` queries, and the options of a call."""
-    heads, (dim, value_dim), size, dtype, scales, window, soft_cap = CASES[name]
-    shape = Shape(
-      heads=(min(heads, 40), 1),
-      head_dim=dim,
-      page_size=size,
-      lengths=(0, 3, 37, 80),
-      dtype=dtype,
-      scales=scales,
-    )
-    case = problem(shape)
-    options = {"value_dim": value_dim, "scale": 192**-0.5}
-    options |= {"window": window, "soft_cap": soft_cap}
-    factors = case.options.get("k_scale")
+    shape, case, options = problem_of(name, (0, 3, 37, 80), most_heads=40)
     wanted = {key: x for key, x in options.items() if key != "value_dim"}
+    factors = options.get("k_scale")
     wanted |= {"k_scale": factors, "v_scale": factors}
-    if factors is not None:
-      options["k_scale"] = factors
-    values = case.k_pages[..., :value_dim]
+    values = case.k_pages[..., : options["value_dim"]]
     return shape, case, options, (case.k_pages, values), wanted
 
-  @pytest.mark.parametrize("query_tile", [None, 2])
-  def test_rectangle(self, runner, name, query_tile):
+  @pytest.mark.parametrize("how", ["whole", "tiles", "tree"])
+  def test_rectangle(self, runner, name, how):
     shape, case, options, pools, wanted = self.problem(name)
     q = queries(case, shape, 4, max(_COUNTS))
     counts = np.asarray(_COUNTS, np.int32)
     where = (case.page_table, case.lengths - counts, counts)
+    if how == "tiles":
+      options["query_tile"] = 2
+    if how == "tree":
+      # Two branches, of even columns and of odd ones.
+      column = np.arange(max(_COUNTS))
+      tree = (column[:, None] - column) % 2 == 0
+      options["tree_mask"] = np.broadcast_to(tree, (4, *tree.shape))
+      wanted["tree_mask"] = options["tree_mask"]
     expected = reference.paged_attention_padded(q, *pools, *where, **wanted)
-    options["query_tile"] = query_tile
     out, lse = runner(
       "mla_attention_padded", q, case.k_pages, *where, **options
     )
     assert out.shape == (4, 9, shape.heads[0], options["value_dim"])
-    assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
-
-  def test_tree(self, runner, name):
-    shape, case, options, pools, wanted = self.problem(name)
-    q = queries(case, shape, 4, max(_COUNTS))
-    counts = np.asarray(_COUNTS, np.int32)
-    where = (case.page_table, case.lengths - counts, counts)
-    # Two branches, of even columns and of odd ones.
-    column = np.arange(max(_COUNTS))
-    tree = (column[:, None] - column) % 2 == 0
-    tree = np.broadcast_to(tree, (4, *tree.shape))
-    expected = reference.paged_attention_padded(
-      q, *pools, *where, **wanted, tree_mask=tree
-    )
-    out, lse = runner(
-      "mla_attention_padded",
-      q,
-      case.k_pages,
-      *where,
-      **options,
-      tree_mask=tree,
-    )
     assert_matches(out, lse, *expected, case.dtype, runner.float32_l2)
 
   def test_packed(self, runner, name):

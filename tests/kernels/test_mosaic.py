@@ -13,7 +13,6 @@ from jax.experimental.pallas import tpu as pltpu
 import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention import head_epilogue
-from jaxkv_kernels._src.attention import online_softmax
 from jaxkv_kernels._src.attention import reference
 from jaxkv_kernels._src.attention.mosaic_gpu import backend as mosaic_gpu
 from jaxkv_kernels._src.attention.mosaic_tpu import backend as mosaic_tpu
@@ -201,69 +200,6 @@ class TestHeadEpilogue:
     np.testing.assert_allclose(
       lse, [[0, two], [none, 0], [none, none]], rtol=1e-6
     )
-
-
-class TestOnlineSoftmax:
-  def attend(self, products, seen, values, **options):
-    """A row's softmax over blocks of 8 keys, [R, 8 * n]."""
-    top = jnp.full(len(products), online_softmax.LOWEST)
-    total = jnp.zeros(len(products))
-    weighted = jnp.zeros((len(products), values.shape[1]))
-    distance = np.arange(products.shape[1], dtype=np.int32)[None]
-    distance = np.broadcast_to(distance - products.shape[1], products.shape)
-    for start in range(0, products.shape[1], 8):
-      part = slice(start, start + 8)
-      logits = online_softmax.logits(
-        jnp.asarray(products[:, part]),
-        jnp.float32(options.get("factor", 1.0)),
-        jnp.asarray(distance[:, part]),
-        options.get("soft_cap"),
-        options.get("slopes"),
-      )
-      top, total, shrink, weights = online_softmax.absorb(
-        logits, jnp.asarray(seen[:, part]), top, total
-      )
-      weighted = weighted * shrink[:, None] + weights @ values[part]
-    out = online_softmax.normalise(total, weighted)
-    return (out, online_softmax.log_sum_exp(top, total)), distance
-
-  @pytest.mark.parametrize("soft_cap", [None, 1.0, 30.0, 50.0])
-  @pytest.mark.parametrize("sloped", [False, True])
-  def test_equals_softmax(self, soft_cap, sloped):
-    rng = np.random.default_rng(0)
-    products = rng.standard_normal((5, 24)).astype(np.float32) * 9
-    seen = rng.random((5, 24)) < 0.5
-    seen[:, :8], seen[1] = False, False
-    products[~seen] = np.nan
-    values = rng.standard_normal((24, 3)).astype(np.float32)
-    slopes = jnp.arange(5, dtype=jnp.float32) / 9 if sloped else None
-    (out, lse), distance = self.attend(
-      products, seen, values, factor=0.3, soft_cap=soft_cap, slopes=slopes
-    )
-    logits = products.astype(np.float64) * 0.3
-    if soft_cap is not None:
-      logits = soft_cap * np.tanh(logits / soft_cap)
-    if sloped:
-      logits += np.arange(5)[:, None] / 9 * distance
-    weights = np.where(seen, np.exp(logits), 0)
-    total = weights.sum(1)
-    rows = total > 0
-    assert rows.tolist() == [True, False, True, True, True]
-    np.testing.assert_allclose(
-      out[rows], (weights @ values)[rows] / total[rows, None], atol=3e-6
-    )
-    np.testing.assert_allclose(lse[rows], np.log(total[rows]), atol=3e-6)
-    np.testing.assert_array_equal(out[1], 0)
-    assert lse[1] == -np.inf
-
-  def test_extremes(self):
-    products = np.array([[-5e5] * 7 + [5e5] + [-5e5] * 8], np.float32)
-    values = np.arange(16, dtype=np.float32)[:, None]
-    seen = np.ones((1, 16), bool)
-    for soft_cap, wanted in ((None, 5e5), (50.0, 50.0)):
-      (out, lse), _ = self.attend(products, seen, values, soft_cap=soft_cap)
-      np.testing.assert_allclose(out, [[7.0]], rtol=1e-6)
-      np.testing.assert_allclose(lse, [wanted], rtol=1e-6)
 
 
 def call(backend, **changes):

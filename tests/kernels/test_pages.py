@@ -4,12 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jaxkv_kernels as kernels
 from tests.kernels.shapes import BF16
-from tests.tools.pool_copies import assert_in_place
-from tests.tools.pool_copies import pool_sized_rewrites
 
 POOL = (12, 2, 4, 8)  # L * N = 3 * 4
 STORAGE = ["float32", "float16", "uint16"]
@@ -188,56 +185,3 @@ class TestGather:
     np.testing.assert_array_equal(
       np.asarray(out).astype(np.float64), wanted.reshape(3, 8, 2, 8)
     )
-
-
-class TestInPlace:
-  """Checks the compiled program's text: no pool is copied or converted."""
-
-  big = (600, 2, 16, 32)
-
-  def step(self, carry, token):
-    k_pages, v_pages = carry
-    ids = jnp.full((3,), token, jnp.int32)
-    new = jnp.full((3, 2, 32), token, jnp.float32)
-    offsets = jnp.arange(3, dtype=jnp.int32)
-    k_pages, v_pages = kernels.append_kv(
-      k_pages, v_pages, new, new, ids, offsets
-    )
-    k_pages = kernels.copy_pages(k_pages, ids + offsets, ids + 20 + offsets)
-    return k_pages, v_pages
-
-  @pytest.mark.parametrize("storage", STORAGE)
-  def test_in_a_scan(self, storage):
-    def loop(k_pages, v_pages):
-      return lax.scan(
-        lambda carry, token: (self.step(carry, token), None),
-        (k_pages, v_pages),
-        jnp.arange(9, dtype=jnp.int32),
-      )[0]
-
-    pools = [jnp.zeros(self.big, storage) for _ in "kv"]
-    compiled = jax.jit(loop, donate_argnums=(0, 1)).lower(*pools).compile()
-    assert_in_place(compiled, pools)
-
-  @pytest.mark.parametrize("storage", STORAGE)
-  def test_in_one_call(self, storage):
-    pools = [jnp.zeros(self.big, storage) for _ in "kv"]
-    once = jax.jit(
-      lambda k_pages, v_pages, token: self.step((k_pages, v_pages), token),
-      donate_argnums=(0, 1),
-    )
-    assert_in_place(once.lower(*pools, jnp.int32(3)).compile(), pools)
-
-  def test_the_test_sees_a_copy(self):
-    pools = [jnp.zeros(self.big, jnp.float32) for _ in "kv"]
-
-    def guarded(k_pages, v_pages, token):
-      written = self.step((k_pages, v_pages), token)
-      return lax.cond(token > 0, lambda: written, lambda: (k_pages, v_pages))
-
-    compiled = (
-      jax.jit(guarded, donate_argnums=(0, 1))
-      .lower(*pools, jnp.int32(3))
-      .compile()
-    )
-    assert pool_sized_rewrites(compiled, self.big)

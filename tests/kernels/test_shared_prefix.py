@@ -76,6 +76,16 @@ def decode(case, q, **changes):
   return run(*put(q, *case.pools, case.lengths), clusters, options)
 
 
+def checked(shape, case, **changes):
+  """Compares a case with the reference; returns the clusters found."""
+  q = queries(case, shape, len(LENGTHS))
+  wanted = reference.paged_decode(q, *case.pools, case.lengths, **case.options)
+  shared, (out, lse) = decode(case, q, **changes)
+  assert out.dtype == case.dtype
+  assert_matches(out, lse, *wanted, case.dtype, FLOAT32_L2)
+  return shared
+
+
 class TestSharedPrefix:
   @pytest.fixture
   def always(self, monkeypatch):
@@ -100,29 +110,19 @@ class TestSharedPrefix:
     ],
   )
   def test_equals_the_reference(self, always, backend, name):
-    shape, case = sharing(SHAPES[name])
-    q = queries(case, shape, len(LENGTHS))
-    wanted = reference.paged_decode(
-      q, *case.pools, case.lengths, **case.options
-    )
     try:
-      shared, (out, lse) = decode(case, q, backend=backend)
+      shared = checked(*sharing(SHAPES[name]), backend=backend)
     except NotImplementedError as error:
       pytest.skip(str(error))
     assert sorted(shared.tokens.tolist()) == [32, 64]
-    assert out.dtype == case.dtype
-    assert_matches(out, lse, *wanted, case.dtype, FLOAT32_L2)
 
   def test_clusters_may_be_given(self, always):
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    q = queries(case, shape, len(LENGTHS))
     clusters = jnp.asarray([1, 1, 0, 1, 7, 0, -1], jnp.int32)
-    wanted = reference.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(case, q, clusters=clusters)
+    shape, case = sharing(SHAPES["page16_gqa4_d128"])
+    shared = checked(shape, case, clusters=clusters)
     np.testing.assert_array_equal(shared.members, [[2, 5, 7, 7], [0, 1, 3, 7]])
     np.testing.assert_array_equal(shared.tokens, [64, 32])
     np.testing.assert_array_equal(shared.own_tokens, [1, 8, 86, 15, 80, 1, 38])
-    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
   @slow_except("name", SHAPES, "page16_gqa4_d128", "alibi")
   @pytest.mark.parametrize("most", [1, 2, 3])
@@ -210,34 +210,23 @@ class TestSharedPrefix:
   def test_rows_that_do_not_fit_are_decoded_alone(
     self, always, num_clusters, cluster_size
   ):
-    shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    q = queries(case, shape, len(LENGTHS))
-    wanted = reference.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(
-      case, q, num_clusters=num_clusters, cluster_size=cluster_size
-    )
+    sizes = {"num_clusters": num_clusters, "cluster_size": cluster_size}
+    shared = checked(*sharing(SHAPES["page16_gqa4_d128"]), **sizes)
     assert shared.members.shape == (num_clusters, cluster_size)
-    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
   def test_many_rows_with_one_first_page_make_several_clusters(self, always):
     """Samples of several prompts that begin alike: all of them share."""
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
-    q = queries(case, shape, len(LENGTHS))
-    wanted = reference.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(case, q, num_clusters=3, cluster_size=2)
+    shared = checked(shape, case, num_clusters=3, cluster_size=2)
     found = [sorted(row) for row in shared.members.tolist()]
     assert sorted(found) == [[0, 1], [2, 5], [3, 6]]
     assert sorted(shared.tokens.tolist()) == [32, 32, 64]
-    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
   def test_idle_rows_are_in_no_cluster(self, always):
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     case.lengths[[0, 4]] = 0
-    q = queries(case, shape, len(LENGTHS))
-    wanted = reference.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(case, q)
+    shared = checked(shape, case)
     assert sorted(shared.tokens.tolist()) == [32, 64]
-    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
   @slow_except("name", SHAPES, "page16_gqa4_d128", "alibi")
   @pytest.mark.parametrize("name", ["page16_gqa4_d128", "sinks", "alibi"])
@@ -246,13 +235,8 @@ class TestSharedPrefix:
     shape, case = sharing(SHAPES[name])
     case = dataclasses.replace(case, page_table=case.page_table[:, :3])
     case.lengths[5] = 48  # and row 2, of the same cluster, has 150
-    q = queries(case, shape, len(LENGTHS))
-    wanted = reference.paged_decode(
-      q, *case.pools, case.lengths, **case.options
-    )
-    shared, out = decode(case, q)
+    shared = checked(shape, case)
     np.testing.assert_array_equal(shared.own_tokens, [1, 8, 150, 15, 80, 48, 6])
-    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
   def test_the_last_token_is_never_shared(self, always):
     """Rows whose pages are all the same still keep one page to themselves."""
@@ -265,12 +249,9 @@ class TestSharedPrefix:
     """Rows 2 and 5 share four pages, and row 4 has only two of them."""
     shape, case = sharing(SHAPES["page16_gqa4_d128"])
     case.page_table[4, :2] = case.page_table[2, :2]
-    q = queries(case, shape, len(LENGTHS))
-    wanted = reference.paged_decode(q, *case.pools, case.lengths)
-    shared, out = decode(case, q)
+    shared = checked(shape, case)
     np.testing.assert_array_equal(shared.tokens, [32, 32])
     np.testing.assert_array_equal(shared.own_tokens, [1, 8, 118, 15, 48, 33, 6])
-    assert_matches(*out, *wanted, np.float32, FLOAT32_L2)
 
   def test_small_savings_are_not_shared(self, monkeypatch):
     """With these lengths; longer rows in tables of this size could pay."""

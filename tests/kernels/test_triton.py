@@ -123,17 +123,6 @@ class TestParts:
     q = shape((batch, columns, heads, 128), jnp.bfloat16)
     return sizes_of(q, pool, pool, shape((batch, pages_a_row), jnp.int32))
 
-  @pytest.mark.parametrize(
-    ("batch", "columns", "heads"), [(1, 8192, 32), (8, 1024, 64), (1, 2048, 32)]
-  )
-  def test_prompts_with_many_programs_are_rarely_split(
-    self, batch, columns, heads
-  ):
-    """Each part is as large as the output, so there is little room for them."""
-    sizes = self.sizes(batch, columns, heads, 8, 8192)
-    output = batch * columns * heads * 128 * 4
-    assert sizes.splits == max(1, 64 * 2**20 // output)
-
   @pytest.mark.parametrize("batch", [1, 8, 64, 256])
   def test_long_rows_of_a_decode_are_split(self, batch):
     """Enough for all cores; no program has the whole of 128k tokens."""
