@@ -173,23 +173,6 @@ class TestSweep:
     (lines,) = work.values()
     assert any(re.search(rf"\[{capacity}\]\S* iota\(", line) for line in lines)
 
-  @pytest.mark.parametrize("loop", [scanned, looped])
-  def test_every_buffer_is_donated(self, loop):
-    program = compiled(decode, loop, SIZES[0], sweep=True)
-    state = jaxkv.init(
-      jaxkv.CacheConfig(
-        num_pages=SIZES[0], page_size=4, num_slots=SLOTS, pages_per_slot=16
-      )
-    )
-    leaves = jax.tree.leaves(state)
-    aliases = re.search(
-      r"input_output_alias=\{(.*)\}, entry", program.as_text()
-    )
-    assert aliases
-    assert len(re.findall(r"-alias\)", aliases[1])) == len(leaves)
-    size = sum(leaf.nbytes for leaf in leaves)
-    assert program.memory_analysis().alias_size_in_bytes >= size
-
 
 def test_the_reader_sees_a_copy():
   """A loop that copies and one that does not, so that the test can fail."""

@@ -29,6 +29,7 @@ from tests.cache.setups import MERGE
 from tests.cache.setups import Full
 from tests.cache.setups import Window
 from tests.cache.setups import small
+from tests.tools.collectives import collectives
 from tests.tools.tiers import slow_except
 
 SETUP = small(100, 2, (Window(3), Full(page_size=4)), **LONG, **MERGE)
@@ -55,10 +56,6 @@ ON_HOST = {
 }
 # test_reset
 ELSEWHERE = {"clear_error"}
-
-COLLECTIVES = (
-  "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-)
 
 
 @functools.cache
@@ -182,7 +179,7 @@ class TestEveryVerb:
     # Placed first: what the verb does not read would have no other sharding.
     placed = jax.device_put(stacked, jax.NamedSharding(mesh, spec))
     compiled = sharded.lower(placed).compile()
-    assert not re.search(COLLECTIVES, compiled.as_text())
+    assert collectives(compiled.as_text()) == {}
     # Fetched first: to index what is sharded would itself be a collective.
     out = jax.device_get(compiled(placed))
     for i, (state, args) in enumerate(calls):

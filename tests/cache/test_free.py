@@ -1,11 +1,7 @@
 """free: a sequence ends, and its pages come back in the order of eviction."""
 
 import jaxkv
-from jaxkv import FullAttention
-from jaxkv import SlidingWindow
 from jaxkv import Status
-from tests.cache.by_hand import PAGES
-from tests.cache.by_hand import freed
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import prompt
 from tests.cache.by_hand import references
@@ -48,10 +44,3 @@ def test_a_slot_is_freed_once():
   state, out = jaxkv.free(state, slots=ints(0, 0, 9))
   assert out.code.tolist() == [Status.OK, Status.SLOT_EMPTY, Status.BAD_SLOT]
   assert jaxkv.free_pages(state) == [2, 3, 4, 5, 6, 7, 1]
-
-
-def test_unhashed_pages_are_used_first():
-  """The example of SEMANTICS 4.7."""
-  state = freed(13, FullAttention(), SlidingWindow(20))
-  wanted = [14, 7, *range(15, PAGES), 6, 5, 4, 3, 2, 1, 13, 12, 11, 10, 9, 8]
-  assert jaxkv.free_pages(state) == wanted

@@ -83,15 +83,6 @@ class TestKinds:
     jaxkv.check(jaxkv.clear_error(state)[0])
 
   @pytest.mark.slow
-  def test_a_window_of_one_token_beside_full_attention(self):
-    state, tokens = _filled(FullAttention(), SlidingWindow(1))
-    # Pages that nobody will look at are not even published.
-    assert jaxkv.cached_pages(state) == [1, 2, 3]
-    state, out = jaxkv.admit(state, ints(1), tokens, ints(14))
-    assert out.num_cached_tokens.tolist() == [12]
-    assert state.page_table[1].tolist() == [[1, 2, 3, 9], [0, 0, 0, 10]]
-
-  @pytest.mark.slow
   def test_a_window_larger_than_the_slot(self):
     state, tokens = _filled(SlidingWindow(2**31 - 1))
     state, out = jaxkv.recycle(state)
@@ -109,23 +100,6 @@ class TestKinds:
       12
     ]
 
-  @pytest.mark.slow
-  def test_a_chunk_that_ends_inside_of_a_page(self):
-    """Chunks of 6 in pages of 4: a page stays while any of it is needed."""
-    state, tokens = _filled(FullAttention(), ChunkedLocal(6))
-    for length, behind in ((5, 0), (6, 1), (11, 1), (12, 3)):
-      later, _ = jaxkv.recycle(state, lengths=ints(length, 0))
-      assert _table(later, 1) == [0] * behind + list(range(5 + behind, 9))
-    # Twelve tokens need no page of the chunk, eight need the second one.
-    state, _ = jaxkv.evict(state, ints(5, 7))
-    assert jaxkv.match(state, tokens, ints(13)).num_cached_tokens.tolist() == [
-      12
-    ]
-    assert jaxkv.match(state, tokens, ints(12)).num_cached_tokens.tolist() == [
-      8
-    ]
-    assert jaxkv.match(state, tokens, ints(8)).num_cached_tokens.tolist() == [0]
-
   def test_somebody_s_own_kind(self):
     state, tokens = _filled(LastPages(2), FullAttention(page_size=8))
     state, out = jaxkv.recycle(state)
@@ -139,17 +113,6 @@ class TestKinds:
     state, out = jaxkv.truncate(state, [7, 0], mask=[True, False])
     assert out.code.tolist() == [jaxkv.Status.RECYCLED, jaxkv.Status.SKIPPED]
     jaxkv.check(jaxkv.clear_error(state)[0])
-
-  @pytest.mark.slow
-  def test_equal_kinds_said_in_two_ways(self):
-    """A page size that is the default one changes nothing."""
-    bare, tokens = _filled(FullAttention(), SlidingWindow(3))
-    said, _ = _filled(
-      FullAttention(page_size=4), SlidingWindow(window=3, page_size=4)
-    )
-    for state in (bare, said):
-      found = jaxkv.match(state, tokens, ints(14))
-      assert found.pages[0].tolist() == [[1, 2, 3, 16], [16, 16, 7, 16]]
 
 
 def test_group_kinds_check_their_sizes():

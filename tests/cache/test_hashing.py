@@ -199,30 +199,6 @@ class TestCollisions:
     keys.sort()
     assert np.all(keys[1:] != keys[:-1])
 
-  def test_bits_of_counters_are_balanced(self):
-    ones = bits(digests(_counters(0, 200_000))).mean(axis=0)
-    assert abs(ones - 0.5).max() < 0.0075  # 6.7 sigma
-
-  @pytest.mark.parametrize("column", range(8))
-  def test_one_token_that_counts(self, column):
-    tokens = np.zeros((100_000, 8), np.int32)
-    tokens[:, column] = np.arange(100_000)
-    assert distinct(digests(tokens)) == [100_000] * 2
-
-  def test_one_bit_set_anywhere(self):
-    """Pages of zeros with one bit set, and the page without."""
-    tokens = np.zeros((1 + 32 * 16, 16), np.uint32)
-    for i in range(32 * 16):
-      tokens[1 + i, i // 32] = BITS[i % 32]
-    assert distinct(digests(tokens.view(np.int32))) == [513] * 2
-
-  def test_permuted_pages(self):
-    """The same tokens in another order are another page."""
-    rng = np.random.default_rng(0)
-    tokens = np.stack([rng.permutation(16) for _ in range(50_000)])
-    tokens = np.unique(tokens.astype(np.int32), axis=0)
-    assert distinct(digests(tokens)) == [len(tokens)] * 2
-
   def test_equal_pages_at_other_places_of_a_sequence(self):
     """A chain of zero pages never comes back; nor does a chain of any page."""
     pages = jnp.zeros((1, 10_000, 4), jnp.uint32)

@@ -44,10 +44,6 @@ class TestColumns:
     assert columns(state) == [0, 0, 1, 2, 3]
     assert state.pool.queue.num_free == 16
 
-  def test_a_step_inside_the_page_takes_none(self):
-    state = grown(jaxkv.init(ALONE), 5)
-    assert columns(grown(state, 1, 5)) == [0, 0, 1, 2, 3]
-
   def test_scratch_pages_move_along(self):
     state = grown(jaxkv.init(ALONE), 5)
     # One page more: the first scratch page is the running state now.
@@ -57,13 +53,6 @@ class TestColumns:
     # other moves behind it. The state of column 2 was left behind.
     state = grown(state, 4, 7)
     assert columns(state) == [0, 0, 0, 2, 0, 4, 3, 5]
-
-  def test_all_pages_come_back(self):
-    state = grown(grown(jaxkv.init(ALONE), 5), 6, 5)
-    state, out = jaxkv.free(state, slots=ints(0))
-    assert out.ok.all()
-    jaxkv.check(state)
-    assert state.pool.queue.num_free == ALONE.num_pages - 1
 
   def test_scratch_pages_count_towards_a_full_slot(self):
     state, out = jaxkv.allocate(jaxkv.init(ALONE), ints(13, 12))
@@ -86,17 +75,6 @@ class TestHits:
     assert found.pages[0, 0].tolist() == [NO_PAGE] * 3 + [held[3]]
     found = jaxkv.match(state, tokens, ints(8))
     assert found.num_cached_tokens.tolist() == [4]
-
-  def test_what_is_found_is_shared_and_the_rest_allocated(self):
-    state = grown(jaxkv.init(ALONE), 4)
-    tokens = jnp.arange(9, dtype=jnp.int32)[None]
-    state, out = jaxkv.admit(state, ints(1), tokens, ints(9))
-    assert out.num_cached_tokens.tolist() == [4]
-    jaxkv.check(state)
-    mine, theirs = columns(state), columns(state, 1)
-    assert theirs[:2] == [0, mine[1]]
-    assert theirs[2:4] == [0, 0] and len(theirs) == 7
-    assert state.pool.ref_count[mine[1]] == 2
 
 
 HYBRID = jaxkv.CacheConfig(
@@ -190,27 +168,12 @@ class TestTruncate:
     assert int(state.pool.queue.num_free) == ALONE.num_pages - 1
 
 
-def test_all_scratch_pages_move_along():
-  """Pages 2 and 3 stand where six more tokens need null pages."""
-  state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(6, 0))
-  assert columns(state) == [0, 0, 1, 0, 0, 2, 3, 4]
-  jaxkv.check(state)
-
-
 def test_scratch_pages_are_no_room_for_tokens():
   """Else the next growth would move a page on that is published."""
   state, _ = jaxkv.allocate(jaxkv.init(ALONE), ints(1, 0))
   tokens = jnp.zeros((1, 3), jnp.int32)
   _, out = jaxkv.commit(state, tokens, ints(3), slots=ints(0))
   assert out.code.tolist() == [jaxkv.Status.NO_ROOM]
-
-
-def test_null_pages_are_not_given_back():
-  state, _ = jaxkv.allocate(grown(jaxkv.init(ALONE), 5), ints(4, 0))
-  tokens = jnp.zeros((1, 4), jnp.int32)
-  state, _ = jaxkv.commit(state, tokens, ints(4), slots=ints(0))
-  state, out = jaxkv.recycle(state)
-  assert out.num_recycled_pages.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True])

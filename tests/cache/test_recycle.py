@@ -36,13 +36,6 @@ def test_a_page_behind_the_window_becomes_the_null_page():
   assert jaxkv.free_pages(state) == [4, 5, 6, 7, 1]
 
 
-def test_full_attention_leaves_nothing_behind():
-  state = write(tiny(), 0, 0, 1, 2, 3, 4)
-  state, out = jaxkv.recycle(state)
-  assert out.num_recycled_pages.tolist() == [0, 0, 0]
-  assert pages(state, 0) == [1, 2, 3]
-
-
 def test_only_final_tokens_are_left_behind():
   """A window of 3 in the second group: 4 tokens have room, 3 are final.
 

@@ -39,9 +39,3 @@ def test_a_sequence_goes_on_in_the_epoch_it_began_in():
   assert jaxkv.match(
     state, *prompt(1, 2, 3, 4, 5)
   ).num_cached_tokens.tolist() == [0]
-
-
-def test_a_cleared_error_is_forgotten():
-  state, out = jaxkv.free(tiny(), slots=ints(7))
-  assert out.code.tolist() == [Status.BAD_SLOT] == [int(state.error)]
-  assert int(jaxkv.clear_error(state)[0].error) == Status.OK

@@ -7,9 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import kv as memory
@@ -21,7 +18,6 @@ from tests.kv.memory import draw
 from tests.kv.memory import make
 from tests.kv.memory import poisoned
 from tests.kv.memory import view
-from tests.tools.collectives import collectives
 
 _TABLE = [[5, 9, 2], [7, 24, 24], [24] * 3, [1, 3, 24]]
 _LENGTHS = [11, 3, 0, 8]
@@ -113,27 +109,6 @@ def test_formats(dtype):
   k, v = memory.gather(kv, 1, rows.page_table)
   wanted, _ = _expected(q[3], k[3], v[3], 8, _OPTIONS)
   np.testing.assert_allclose(out[3], wanted, atol=1e-5)
-
-
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-def test_heads_on_two_devices():
-  """Of eight; the devices have nothing to say."""
-  _, _, kv = _filled(make())
-  mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,))
-  rows, q = view(_TABLE, _LENGTHS, _COUNTS), draw(2, 4, 5, HEADS, DIM)
-
-  def read(kv, q, heads=None):
-    return memory.attend(
-      kv, rows, 1, q, options=_OPTIONS, causal=False, heads=heads
-    )
-
-  wanted = read(kv, q)
-  kv = jax.device_put(kv, NamedSharding(mesh, P(None, "heads")))
-  q = jax.device_put(q, NamedSharding(mesh, P(None, None, "heads")))
-  told = jax.jit(functools.partial(read, heads=NamedSharding(mesh, P("heads"))))
-  assert collectives(told.lower(kv, q).compile().as_text()) == {}
-  # Float32, summed in another order.
-  np.testing.assert_allclose(told(kv, q), wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_what_makes_no_sense():

@@ -150,24 +150,6 @@ class TestShare:
       memory.attend(kv, shared, 1, q), memory.attend(kv, view, 1, q)
     )
 
-  def test_in_a_loop(self, always, forked):
-    """Made and used inside jit, with lengths that change."""
-    view, kv = next_tokens(*forked, 2)
-
-    @jax.jit
-    def steps(kv, view, q):
-      def step(carry, back):
-        now = dataclasses.replace(view, starts=view.starts - back)
-        now = memory.share(kv, now, num_clusters=2, cluster_size=SAMPLES)
-        return carry, memory.attend(kv, now, 1, q)
-
-      return jax.lax.scan(step, 0, jnp.arange(2, dtype=jnp.int32))[1]
-
-    q = draw(9, 6, 1, HEADS, DIM)
-    for back, out in enumerate(steps(kv, view, q)):
-      now = dataclasses.replace(view, starts=view.starts - back)
-      np.testing.assert_allclose(out, memory.attend(kv, now, 1, q), atol=1e-6)
-
   @pytest.mark.slow
   @pytest.mark.parametrize("change", ["later", "earlier", "idle", "other"])
   def test_rows_that_have_changed_since_share(self, always, forked, change):
