@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+
+from jaxkv import models
 
 SIZES = {
   "vocab_size": 96,
@@ -146,6 +149,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
   ),
 }  # fmt: skip
 TOKENS = 33
+
+
+def randomized(model: Any) -> Any:
+  """A model of transformers in float32, none of whose weights is 0 or 1."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  model = model.eval().float()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.add_(torch.randn_like(parameter) * 0.1)
+  return model
+
+
+def model_of(transformers: Any, name: str, **changes: Any) -> Any:
+  """A random model of a family."""
+  import torch  # pyright: ignore[reportMissingImports]
+
+  kind, values = FAMILIES[name]
+  text = "Gemma3Text" if kind == "Gemma3" else kind
+  torch.manual_seed(0)
+  config = getattr(transformers, f"{text}Config")(**(SIZES | values | changes))
+  config._attn_implementation = "eager"
+  if hasattr(config, "_experts_implementation"):
+    config._experts_implementation = "eager"
+  return randomized(getattr(transformers, f"{kind}ForCausalLM")(config))
+
+
+def uncached(loaded: models.Pretrained, tokens: np.ndarray) -> np.ndarray:
+  """The logits of a model that was loaded."""
+  columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+  logits = models.forward_uncached(
+    loaded.params,
+    jnp.asarray(tokens),
+    jnp.broadcast_to(columns, tokens.shape),
+    config=loaded.config,
+  )
+  return np.asarray(logits)
 
 
 def expected(model: Any, tokens: np.ndarray) -> np.ndarray:

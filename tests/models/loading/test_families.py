@@ -22,19 +22,7 @@ _NEW = 12
 @functools.cache
 def _checkpoint(name: str, folder: Any, transformers: Any) -> Any:
   """A saved checkpoint: its folder, and the model of transformers."""
-  import torch  # pyright: ignore[reportMissingImports]
-
-  kind, changes = FAMILIES[name]
-  text = "Gemma3Text" if kind == "Gemma3" else kind
-  torch.manual_seed(0)
-  config = getattr(transformers, f"{text}Config")(**(families.SIZES | changes))
-  config._attn_implementation = "eager"
-  if hasattr(config, "_experts_implementation"):
-    config._experts_implementation = "eager"
-  model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
-  with torch.no_grad():
-    for parameter in model.parameters():
-      parameter.add_(torch.randn_like(parameter) * 0.1)
+  model = families.model_of(transformers, name)
   place = folder / name.replace(" ", "")
   model.save_pretrained(place)
   return place, model
@@ -87,14 +75,8 @@ def test_logits(name, checkpoint):
   decoder, params = loaded.config, loaded.params
   tokens = families.tokens()
   expected = families.expected(model, tokens)
-  positions = jnp.broadcast_to(
-    jnp.arange(families.TOKENS, dtype=jnp.int32)[None], tokens.shape
-  )
-  whole = models.forward_uncached(
-    params, jnp.asarray(tokens), positions, config=decoder
-  )
   paged = _paged(decoder, params, tokens, (13, 1, 8, 1, 1, 9))
-  for found in (np.asarray(whole), paged):
+  for found in (families.uncached(loaded, tokens), paged):
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
     np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
 

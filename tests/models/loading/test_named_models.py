@@ -1,18 +1,13 @@
 """SmolLM2 and Gemma 3 themselves, against what is known of them."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv import models
-from jaxkv import rollout
 from jaxkv._src.models.loading import gguf_checkpoint
 from tests.models.loading.mixed_text import lines
-from tests.models.loading.slow_byte_pairs import SlowBytePairs
 from tests.tools import named_models
 
 pytestmark = pytest.mark.deep
@@ -62,14 +57,6 @@ def _tokenizer(path):
   return gguf_checkpoint.opened(path).open_tokenizer()
 
 
-def test_tokens_of_smollm2_are_those_of_plain_python():
-  path = named_models.fetch("smollm2")
-  slow = SlowBytePairs(_facts(path))
-  own = _tokenizer(path)
-  for line in lines(10_000):
-    assert own.encode(line).tolist() == slow.encode(line)
-
-
 def test_tokens_of_gemma_are_those_of_sentencepiece():
   """The library itself, given the pieces and scores of the file."""
   library = pytest.importorskip("sentencepiece", reason="it is the reference")
@@ -100,40 +87,3 @@ def test_tokens_of_gemma_are_those_of_sentencepiece():
 
 
 _PIECES = ("tokens", "scores", "token_type")
-
-
-def test_greedy_tokens_are_those_without_a_cache(model):
-  name, model = model
-  count, new = (20, 64) if name == "smollm2" else (4, 32)
-  texts = [f"{number} things to know about the sea:" for number in range(count)]
-  done = _greedy(model, [model.tokenizer.encode(text) for text in texts], new)
-  for row, length in zip(
-    np.asarray(done.tokens), np.asarray(done.lengths), strict=True
-  ):
-    scores = _log_probs(model, row[:length])
-    begin = int(length) - new
-    drawn = row[begin:length]
-    best = scores[begin - 1 : length - 1].max(axis=-1)
-    own = scores[np.arange(begin - 1, length - 1), drawn]
-    np.testing.assert_allclose(own, best, rtol=0, atol=1e-4)
-
-
-def _greedy(model, encoded, new):
-  """`new` tokens for each prompt, from fewer slots than there are prompts."""
-  lengths = np.asarray([len(tokens) for tokens in encoded], np.int32)
-  prompts = np.zeros((len(encoded), lengths.max()), np.int32)
-  for row, tokens in zip(prompts, encoded, strict=True):
-    row[: len(tokens)] = tokens
-  longest = int(lengths.max()) + new
-  sizes = model.cache_config(num_pages=400, num_slots=7, max_length=longest)
-  state = rollout.init(
-    jaxkv.init(sizes),
-    model.init_kv(sizes),
-    prompts,
-    lengths,
-    jax.random.key(0),
-    rollout.RolloutConfig(max_new_tokens=new, prefill_chunk=16),
-    sampling=rollout.Sampling(temperature=0.0),
-  )
-  program = jax.jit(functools.partial(rollout.generate, model=model.forward))
-  return rollout.generated(program(model.params, state))

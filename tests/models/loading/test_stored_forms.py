@@ -14,7 +14,6 @@ import pytest
 from jaxkv import models
 from tests.models.loading import families
 
-_SCALE = 0.1
 # In numbers of 4 bits: sign, exponent, mantissa.
 _FOUR_BITS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _FOUR_BITS = np.concatenate([_FOUR_BITS, -_FOUR_BITS])
@@ -48,25 +47,6 @@ def _fp8(values, block):
       wide[part] = packed[part].astype(np.float32) * scale
       scales[row, column] = scale
   return packed, scales, wide
-
-
-def _random(transformers, name, **changes):
-  """A model of transformers with random weights."""
-  import torch  # pyright: ignore[reportMissingImports]
-
-  kind, values = families.FAMILIES[name]
-  torch.manual_seed(0)
-  config = getattr(transformers, f"{kind}Config")(
-    **(families.SIZES | values | changes)
-  )
-  config._attn_implementation = "eager"
-  if hasattr(config, "_experts_implementation"):
-    config._experts_implementation = "eager"
-  model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
-  with torch.no_grad():
-    for parameter in model.parameters():
-      parameter.add_(torch.randn_like(parameter) * _SCALE)
-  return model
 
 
 def _with(model, values):
@@ -103,19 +83,14 @@ def _saved(model, place, tensors, **config):
 
 def _assert_equal(loaded, model):
   tokens = families.tokens()
-  positions = jnp.broadcast_to(
-    jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
-  )
-  found = models.forward_uncached(
-    loaded.params, jnp.asarray(tokens), positions, config=loaded.config
-  )
+  found = families.uncached(loaded, tokens)
   expected = families.expected(model, tokens)
   np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
   np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
 
 
 def test_gpt_oss_in_four_bits(transformers, tmp_path):
-  model = _random(transformers, "gpt-oss", intermediate_size=64)
+  model = families.model_of(transformers, "gpt-oss", intermediate_size=64)
   rng, tensors, values = np.random.default_rng(0), {}, {}
   for layer in range(4):
     for name, shape in {
@@ -133,7 +108,7 @@ def test_gpt_oss_in_four_bits(transformers, tmp_path):
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3"])
 def test_blocks_of_float8(name, transformers, tmp_path):
-  model = _random(transformers, name)
+  model = families.model_of(transformers, name)
   model.save_pretrained(tmp_path / "float32")
   from safetensors import numpy as stored  # pyright: ignore
 
@@ -186,18 +161,10 @@ def test_the_text_of_a_model_that_sees_pictures(transformers, tmp_path):
   config._attn_implementation = "eager"
   torch.manual_seed(0)
   model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-  model = model.eval().float()
-  with torch.no_grad():
-    for parameter in model.parameters():
-      parameter.add_(torch.randn_like(parameter) * _SCALE)
+  model = families.randomized(model)
   model.save_pretrained(tmp_path)
   loaded = models.load(tmp_path, dtype=jnp.float32)
   tokens = np.minimum(families.tokens(), 92)
-  positions = jnp.broadcast_to(
-    jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
-  )
-  found = models.forward_uncached(
-    loaded.params, jnp.asarray(tokens), positions, config=loaded.config
-  )
+  found = families.uncached(loaded, tokens)
   expected = families.expected(model, tokens)
   np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
