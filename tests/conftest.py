@@ -92,15 +92,7 @@ _MANY_BYTES = 2 * 2**30
 """A test adds less than the 1 GB that is left."""
 _BYTES_OF_A_FILE = 2**30
 """Files share few programs, so less is kept from one to the next."""
-_compiled: list[str] = []
-
-
-def _note(event: str, _: float, **__: object) -> None:
-  if "backend_compile" in event:
-    _compiled.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_note)
+_counted = [0]
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +102,8 @@ def _few_programs():
   To count memory maps takes long, so that is done after some compilations only.
   """
   yield
-  if len(_compiled) >= 10:
-    _compiled.clear()
+  if compiled_programs.num_compiled() - _counted[0] >= 10:
+    _counted[0] = compiled_programs.num_compiled()
     if (
       compiled_programs.resident_bytes() > _MANY_BYTES
       or compiled_programs.memory_maps() > _MANY_MAPS

@@ -30,6 +30,17 @@ def hybrid(make: Any, **options: Any) -> Any:
   return make(25, HYBRID, LONGEST, **options)
 
 
+def filled(cache: Any) -> Any:
+  """Fills three pages of each group; a request that begins alike."""
+  first = request("0", [*range(12), *range(100, 103)])
+  assert admit(cache, first)[1] == [
+    [1, 2, 3, 4],
+    [5, 6, 7, 8],
+    [9, 10, 11, 12],
+  ]
+  return request("1", [*range(12), *range(200, 202)])
+
+
 def reference(num_pages=11, groups=(FULL,), max_model_len=8192, **options):
   """The model of the host's manager."""
   return ReferenceManager(num_pages, groups, max_model_len, **options)

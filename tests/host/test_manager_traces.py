@@ -13,6 +13,7 @@ from tests.host.scheduling import LONGEST
 from tests.host.scheduling import PAGE
 from tests.host.scheduling import admit
 from tests.host.scheduling import decode
+from tests.host.scheduling import filled
 from tests.host.scheduling import hit_of
 from tests.host.scheduling import hybrid
 from tests.host.scheduling import references
@@ -233,13 +234,7 @@ class TestHybrid:
 
   def _filled(self, make):
     cache = hybrid(make)
-    first = request("0", [*range(12), *range(100, 103)])
-    assert admit(cache, first)[1] == [
-      [1, 2, 3, 4],
-      [5, 6, 7, 8],
-      [9, 10, 11, 12],
-    ]
-    return cache, request("1", [*range(12), *range(200, 202)])
+    return cache, filled(cache)
 
   def test_prefill(self, make):
     cache, second = self._filled(make)

@@ -1,7 +1,6 @@
 """The engine for tunix, beside tunix's own."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import importlib
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.integrations import tunix_setup as setup
+from tests.tools.compiled_programs import num_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -20,20 +20,6 @@ _TEXTS = [text for text in _GROUPS for _ in range(4)]
 @pytest.fixture(scope="module")
 def model():
   return setup.tiny("llama3", seed=4)
-
-
-@contextlib.contextmanager
-def counted():
-  """The compilations in it."""
-  found = []
-
-  def note(event, _, **__):
-    if "backend_compile" in event:
-      found.append(event)
-
-  jax.monitoring.register_event_duration_secs_listener(note)
-  yield found
-  jax.monitoring.unregister_event_duration_listener(note)
 
 
 def _same(one, other):
@@ -108,19 +94,17 @@ def test_compiles_once(model):
   nnx = importlib.import_module("flax.nnx")
   other = nnx.state(setup.tiny("llama3", seed=5), nnx.Param)
   elsewhere = jax.device_put(other, jax.devices()[-1])
-  with counted() as found:
-    for limit, heat, count in ((3, 1.0, 16), (17, 0.3, 9), (24, 1.7, 2)):
-      options = {"max_tokens_to_generate": limit, "temperature": heat}
-      out = engine.generate(
-        _TEXTS[:count], dataclasses.replace(usual, **options)
-      )
-      assert max(map(len, out.tokens)) <= limit
-    engine.generate(_TEXTS[:1], dataclasses.replace(usual, seed=3))
-    engine.generate(_TEXTS * 2, usual)  # More than the queue holds.
-    for weights in (other, elsewhere):
-      engine.update_params(weights, (nnx.Param,))
-      engine.generate(_TEXTS, usual)
-  assert not found
+  before = num_compiled()
+  for limit, heat, count in ((3, 1.0, 16), (17, 0.3, 9), (24, 1.7, 2)):
+    options = {"max_tokens_to_generate": limit, "temperature": heat}
+    out = engine.generate(_TEXTS[:count], dataclasses.replace(usual, **options))
+    assert max(map(len, out.tokens)) <= limit
+  engine.generate(_TEXTS[:1], dataclasses.replace(usual, seed=3))
+  engine.generate(_TEXTS * 2, usual)  # More than the queue holds.
+  for weights in (other, elsewhere):
+    engine.update_params(weights, (nnx.Param,))
+    engine.generate(_TEXTS, usual)
+  assert num_compiled() == before
 
 
 def test_pad_is_not_drawn():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.integrations import tunix_setup as setup
+from tests.tools.compiled_programs import num_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -19,21 +20,14 @@ def _watched(seen):
   """The engine, which notes what a trainer asks of it."""
   setup.module("rl.rollout.base_rollout")
   client = importlib.import_module("jaxkv.integrations.tunix")
-  compiled = []
-
-  def note(event, _, **__):
-    if "backend_compile" in event:
-      compiled.append(event)
-
-  jax.monitoring.register_event_duration_secs_listener(note)
 
   class Watched(client.JaxkvRollout):
     def generate(self, prompts, rollout_config, **kwargs):
-      before, have = len(compiled), self.counters().get("prefilled", 0)
+      before, have = num_compiled(), self.counters().get("prefilled", 0)
       out = super().generate(prompts, rollout_config, **kwargs)
       seen.append(
         {
-          "compiled": len(compiled) - before,
+          "compiled": num_compiled() - before,
           "prefilled": self.counters()["prefilled"] - have,
           "out": out,
           "weights": jax.tree.leaves(self._params),

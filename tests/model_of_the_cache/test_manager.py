@@ -12,6 +12,7 @@ from tests.host.scheduling import HYBRID
 from tests.host.scheduling import PAGE
 from tests.host.scheduling import WINDOW
 from tests.host.scheduling import admit
+from tests.host.scheduling import filled
 from tests.host.scheduling import hit_of
 from tests.host.scheduling import reference as manager
 from tests.host.scheduling import request
@@ -58,13 +59,7 @@ class TestFull:
 class TestHybrid:
   def _filled(self, **options):
     cache = manager(21, HYBRID, **options)
-    first = request("0", [*range(12), *range(100, 103)])
-    assert admit(cache, first)[1] == [
-      [1, 2, 3, 4],
-      [5, 6, 7, 8],
-      [9, 10, 11, 12],
-    ]
-    return cache, request("1", [*range(12), *range(200, 202)])
+    return cache, filled(cache)
 
   @pytest.mark.parametrize(
     ("evicted", "pages"),

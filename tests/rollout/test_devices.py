@@ -18,21 +18,12 @@ from jaxkv.rollout import devices
 from tests.rollout import recipes
 from tests.tools.collectives import assert_two_all_reduces_a_layer
 from tests.tools.collectives import collectives
+from tests.tools.compiled_programs import num_compiled
 from tests.tools.pool_copies import pool_sized_rewrites
 
 pytestmark = [
   pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
 ]
-
-_compiled: list[str] = []
-
-
-def _note(event: str, _: float, **__: object) -> None:
-  if "backend_compile" in event:
-    _compiled.append(event)
-
-
-jax.monitoring.register_event_duration_secs_listener(_note)
 
 
 def _done_without_compiling(names) -> rollout.RolloutState:
@@ -40,9 +31,9 @@ def _done_without_compiling(names) -> rollout.RolloutState:
   assert not bool(rollout.is_done(names["state"]))
   state = jax.tree.map(jnp.copy, names["state"])
   while not bool(rollout.is_done(state)):
-    _compiled.clear()
+    before = num_compiled()
     state = names["run"](names["params"], state)
-    assert _compiled == []
+    assert num_compiled() == before
   return state
 
 

@@ -10,6 +10,21 @@ import sys
 
 import jax
 
+_compiled: list[str] = []
+
+
+def _note(event: str, _: float, **__: object) -> None:
+  if "backend_compile" in event:
+    _compiled.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+
+
+def num_compiled() -> int:
+  """How many programs this process has compiled so far."""
+  return len(_compiled)
+
 
 def resident_bytes() -> int:
   """Memory that this process holds; 0 where the system does not tell."""
