@@ -122,7 +122,7 @@ def begun(
   kv = options.pop("kv", None) or kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
   )
-  kv = dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
+  kv = jax.tree.map(lambda leaf: leaf * jnp.nan, kv)
   width = max(map(len, prompts))
   rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
   lengths = [len(prompt) for prompt in prompts]

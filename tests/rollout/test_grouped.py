@@ -13,8 +13,14 @@ import jaxkv
 from jaxkv import models
 from jaxkv import rl
 from jaxkv import rollout
-from tests.rollout import grpo
 
+_MODEL = models.llama(
+  vocab_size=16, num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1,
+  head_dim=16, mlp_dim=64,
+)  # fmt: skip
+_SIZES = jaxkv.CacheConfig(
+  num_pages=256, page_size=4, num_slots=16, pages_per_slot=4
+)
 _G, _W = 3, 9
 # Three prompts: with all samples, with the last one alone, with none.
 _PROMPTS = np.array([2, 2, 2, 0, 0, 4, 0, 0, 0], np.int32)
@@ -188,46 +194,6 @@ class TestPrompts:
     out = rollout.grouped(taken.results, num_samples=2, **sizes)
     assert out.prompt_lengths.tolist() == [4, 3, 1, 1]
 
-  @pytest.mark.slow
-  def test_a_traced_group_is_nan(self):
-    """The others have their log-probs, and their gradient is finite."""
-    params, state = _ended()
-    _, taken = rollout.harvest(state, jnp.array([0, 4, 1, 2, 8, 9]))
-
-    @jax.jit
-    def run(params, results):
-      out = rollout.grouped(
-        results, num_samples=2, prompt_columns=4, completion_columns=6
-      )
-      fits = out.prompt_lengths >= 0
-
-      def loss(params):
-        found = models.grouped_log_probs(
-          params, *_fields(out), config=grpo.MODEL, temperature=0.7
-        )
-        kept = out.mask & fits[:, None, None]
-        return jnp.sum(jnp.where(kept, found, 0)), found
-
-      scored = rollout.score(
-        params,
-        _scoring(),
-        *_fields(out),
-        model=grpo.forward,
-        temperature=0.7,
-      )[1]
-      return out, scored, jax.grad(loss, has_aux=True)(params)
-
-    out, scored, (gradient, found) = run(params, taken.results)
-    assert out.prompt_lengths.tolist() == [-1, 4, 1]
-    assert np.isnan(found[0]).all()
-    np.testing.assert_allclose(found[1:], out.log_probs[1:], atol=1e-5)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
-    code = [jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK, jaxkv.Status.OK]
-    assert scored.code.tolist() == code
-    real = np.arange(6) < np.asarray(out.completion_lengths)[..., None]
-    np.testing.assert_array_equal(np.isnan(scored.log_probs[0]), real[0])
-    np.testing.assert_allclose(scored.log_probs[1:], found[1:], atol=1e-5)
-
 
 def _fields(out: rollout.Grouped) -> tuple[jax.Array, ...]:
   """What `grouped_log_probs` and `score` take."""
@@ -235,19 +201,12 @@ def _fields(out: rollout.Grouped) -> tuple[jax.Array, ...]:
   return *prompts, out.completions, out.completion_lengths
 
 
-def _scoring() -> rollout.ScoreState:
-  return rollout.ScoreState(
-    cache=jaxkv.init(grpo.SIZES, jax.random.key(3)),
-    kv=models.init_kv(grpo.MODEL, grpo.SIZES),
-  )
-
-
 def _drawn(params: Any) -> rollout.RolloutState:
   """Prompts of three lengths; the second one has fewer samples."""
   prompts = jnp.asarray([[3, 1, 4, 1], [5, 9, 2, 0], [6, 0, 0, 0]], jnp.int32)
   state = rollout.init(
-    jaxkv.init(grpo.SIZES, jax.random.key(2)),
-    models.init_kv(grpo.MODEL, grpo.SIZES),
+    jaxkv.init(_SIZES, jax.random.key(2)),
+    models.init_kv(_MODEL, _SIZES),
     prompts,
     jnp.asarray([4, 3, 1], jnp.int32),
     jax.random.key(1),
@@ -258,13 +217,15 @@ def _drawn(params: Any) -> rollout.RolloutState:
       max_tokens=jnp.arange(12, dtype=jnp.int32) % 6 + 1,
     ),
   )
-  return rollout.generate(params, state, model=grpo.forward)
+  return rollout.generate(
+    params, state, model=functools.partial(models.forward, config=_MODEL)
+  )
 
 
 @functools.cache
 def _ended() -> tuple[Any, rollout.RolloutState]:
   """Weights, and what they have drawn."""
-  params = models.init_params(jax.random.key(0), grpo.MODEL)
+  params = models.init_params(jax.random.key(0), _MODEL)
   return params, jax.jit(_drawn)(params)
 
 
@@ -290,7 +251,7 @@ def test_the_trainer_finds_what_the_rollout_drew():
       found = models.grouped_log_probs(
         params,
         *_fields(out),
-        config=grpo.MODEL,
+        config=_MODEL,
         temperature=0.7,
         remat=True,
       )
@@ -299,7 +260,7 @@ def test_the_trainer_finds_what_the_rollout_drew():
 
     return out, jax.value_and_grad(loss, has_aux=True)(params)
 
-  params = models.init_params(jax.random.key(0), grpo.MODEL)
+  params = models.init_params(jax.random.key(0), _MODEL)
   out, ((_, (metrics, found)), gradient) = trained(params)
   np.testing.assert_allclose(found, out.log_probs, rtol=1e-5, atol=1e-5)
   lengths = np.arange(12).reshape(3, 4) % 6 + 1
@@ -309,29 +270,6 @@ def test_the_trainer_finds_what_the_rollout_drew():
   np.testing.assert_allclose(metrics.ratio, 1, atol=1e-5)
   largest = max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradient))
   assert 1e-4 < largest < np.inf
-
-
-def test_columns_that_do_not_hold_a_sample_are_seen():
-  params, state = _ended()
-  results = rollout.generated(state)
-  # A prompt of 4 tokens; samples of 6 of both other prompts.
-  for prompt, columns, expected in (
-    (3, 6, [True, False, False]),
-    (4, 5, [False, True, True]),
-  ):
-    out = rollout.grouped(
-      results, num_samples=4, prompt_columns=prompt, completion_columns=columns
-    )
-    found = models.grouped_log_probs(params, *_fields(out), config=grpo.MODEL)
-    assert np.isnan(found).all(axis=(1, 2)).tolist() == expected
-    assert np.isnan(found).any(axis=(1, 2)).tolist() == expected
-    # How the docstring leaves them out of a loss.
-    fits = (out.prompt_lengths <= prompt) & jnp.all(
-      out.completion_lengths <= columns, axis=1
-    )
-    kept = out.mask & fits[:, None, None]
-    loss = rl.grpo_loss(found, out.log_probs, jnp.ones((3, 4)), kept)[0]
-    assert np.isfinite(loss) and fits.tolist() == [not x for x in expected]
 
 
 def test_a_group_per_axis_has_the_loss_of_rows():

@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv import rollout
+from tests.rollout import by_hand
 
 _MODEL = models.llama(
   vocab_size=23,
@@ -142,6 +143,29 @@ class TestUpdateWeights:
     gaps = np.abs(np.asarray(out.log_probs - wanted))
     for row in rows:
       assert gaps[row, before[row] : int(out.lengths[row])].max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_leader_of_older_weights_is_not_followed():
+  """It keeps its half of the prompt; the other sample computes all anew."""
+  prompt, sizes = [1, 2, 3, 4, 5, 6, 7, 8], by_hand.sizes(40, 2)
+  config = rollout.RolloutConfig(
+    num_samples=2, max_new_tokens=4, max_length=14, prefill_chunk=4
+  )
+  key, kv = jax.random.key(5), models.init_kv(_MODEL, sizes)
+  state = by_hand.begun(key, sizes, config, [prompt], kv=kv)
+  state = _program()(_weights(0), state, rollout.Until(steps=1))
+  assert 0 < int(state.cache.length[0]) < len(prompt)
+  state, out = rollout.requeue(state, [1])
+  assert out.ok.tolist() == [True]
+  state = rollout.update_weights(state, "keep")
+  end = _program()(_weights(1), state, rollout.Until(steps=60))
+  out = rollout.generated(end)
+  wanted = _trainer(_weights(1), out.tokens, out.positions)
+  gaps = jnp.where(out.mask, jnp.abs(out.log_probs - wanted), 0)
+  # The first one goes on with K/V of both weights.
+  assert float(gaps[0].max()) > 1e-4
+  assert float(gaps[1].max()) <= 1e-5
 
 
 class TestVersions:
