@@ -115,35 +115,6 @@ class TestAttention:
     with pytest.raises(ValueError, match="JSON"):
       attention.save(tmp_path / "x.json", {"error": np.nan})
 
-  def test_a_side_that_fails_in_a_round_has_a_reason(self, monkeypatch):
-    import attention
-    import attention_cases
-    import attention_sides
-
-    class Fake:
-      rounds, rotations = 7, 1
-
-      def __init__(self, call, q, quick):
-        self.left = call
-
-      def round(self):
-        self.left -= 1
-        if not self.left:
-          raise RuntimeError("in a round")
-
-    reasons, begun = {}, {}
-    sides = {"a": lambda *_: 3, "b": lambda *_: 99}
-    monkeypatch.setattr(attention, "Timed", Fake)
-    monkeypatch.setattr(attention_sides, "sides", lambda *_: sides)
-    timed = attention.measured(
-      attention_cases.quick_cases()[0],
-      True,
-      lambda side: attention.watched(lambda: None, begun, reasons, side),
-      reasons,
-    )
-    assert (timed.keys(), timed["b"].left, begun) == ({"b"}, 92, {})
-    assert reasons == {"a": "RuntimeError: in a round"}
-
   def test_a_side_that_twice_ends_the_run_is_passed_over(self, monkeypatch):
     import attention
 
@@ -259,61 +230,6 @@ tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
     hangs = "import time; time.sleep(60)"
     assert gpu_suite._run([sys.executable, "-c", hangs], 0.1) is None
     assert "stopped after 0 s" in capsys.readouterr().out
-
-  def test_the_matrix_goes_on_beside_a_side_that_ends_it(
-    self, gpu_suite, tmp_path, monkeypatch
-  ):
-    import attention_cases
-
-    path, given = tmp_path / "matrix.json", []
-    names = [case.name for case in attention_cases.all_cases()]
-    ends = [
-      (1, {"begun": {"a": {}}, "cases": {}}),
-      (1, {"begun": {"a": {"b": ["no"]}}, "cases": {}}),
-      (0, {"begun": {}, "cases": dict.fromkeys(names)}),
-    ]
-
-    def run(command, seconds):
-      given.append(seconds)
-      code, report = ends[len(given) - 1]
-      gpu_suite._write(path, report)
-      return code
-
-    monkeypatch.setattr(gpu_suite, "_run", run)
-    assert gpu_suite.matrix(path, 400, quick=False)
-    assert len(given) == 3
-    for later in ("transitions", "rollout"):
-      gpu_suite._write(tmp_path / f"{later}.json", {"complete": True})
-    given.clear()
-    # The last of them changed nothing.
-    ends[:] = [ends[0], ends[0]]
-    assert not gpu_suite.matrix(path, 400, quick=False)
-    assert len(given) == 2
-    assert 395 < given[0] <= 400
-
-  def test_a_matrix_without_results(
-    self, gpu_suite, tmp_path, monkeypatch, capsys
-  ):
-    given = []
-    monkeypatch.setattr(gpu_suite, "_run", lambda _, s: given.append(s))
-    assert not gpu_suite.matrix(tmp_path / "matrix.json", 400, quick=False)
-    assert len(given) == 1
-    assert 145 < given[0] <= 150
-    assert "cases are left" in capsys.readouterr().out
-
-  def test_transitions_leave_time_for_the_rollout(
-    self, gpu_suite, tmp_path, monkeypatch, capsys
-  ):
-    given = []
-    monkeypatch.setattr(gpu_suite, "_run", lambda _, s: given.append(s) or 0)
-    path = tmp_path / "transitions.json"
-    assert gpu_suite.transitions(path, 400, quick=False)
-    assert not gpu_suite.transitions(path, 105, quick=False)
-    assert "that of rollout" in capsys.readouterr().out
-    gpu_suite._write(tmp_path / "rollout.json", {"complete": True})
-    assert gpu_suite.transitions(path, 105, quick=False)
-    assert gpu_suite.rollout(tmp_path / "rollout.json", 50, quick=False)
-    assert given == [300, 105]
 
   def test_an_exception_does_not_end_the_suite(
     self, gpu_suite, tmp_path, monkeypatch, capsys

@@ -1,6 +1,5 @@
 """The logic of `benchmarks/rollout.py` that no figure shows."""
 
-import json
 import pathlib
 
 import numpy as np
@@ -114,30 +113,3 @@ class TestDevice:
 
     with pytest.raises(SystemExit, match="only a CPU"):
       rollout_device.by_part("", quick=False)
-
-  @pytest.mark.deep
-  def test_a_second_run_goes_on_where_the_first_ended(
-    self, tmp_path, monkeypatch
-  ):
-    import rollout_device
-
-    path = tmp_path / "rollout.json"
-    whole = rollout_device.Job.whole
-
-    def stopped(job):
-      raise KeyboardInterrupt
-
-    monkeypatch.setattr(rollout_device.Job, "whole", stopped)
-    with pytest.raises(KeyboardInterrupt):
-      rollout_device.by_part(str(path), quick=True)
-    report = json.loads(path.read_text("utf-8"))
-    assert (list(report["parts"]), report["complete"]) == (["steps"], False)
-    monkeypatch.setattr(rollout_device.Job, "whole", whole)
-    monkeypatch.setattr(rollout_device.Job, "steps", stopped)
-    rows = rollout_device.by_part(str(path), quick=True)
-    report = json.loads(path.read_text("utf-8"))
-    assert (list(report["parts"]), report["complete"]) == (
-      ["steps", "whole"],
-      True,
-    )
-    assert rows[-1]["metric"] == "tokens computed a second"

@@ -277,19 +277,6 @@ class TestJson:
     # Much is drawn, and what would go on for long ends in time.
     assert len(set(texts)) > 500 and full.sum() > 300
 
-  def test_without_a_limit_where_texts_have_a_longest(self):
-    tokens = small_vocabulary.tokens()
-    options = dict(depth=1, max_items=2, max_characters=2, max_digits=2)
-    guide = rollout.guide(
-      rollout.json_grammar(**options), rollout.token_bytes(tokens), 0
-    )
-    assert guide.max_bytes is not None
-    steps = guide.max_bytes + 1
-    drawn = draw(guide, guide.init(100), steps, 0)
-    assert drawn.lengths.max() <= steps
-    for text in texts_of(drawn, tokens):
-      json.loads(text.decode())
-
   def test_the_shortest_limit(self):
     tokens = small_vocabulary.tokens()
     texts, _ = check_json(tokens, 0, limit=3, count=200, depth=2)

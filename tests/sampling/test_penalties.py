@@ -54,18 +54,18 @@ class TestByHand:
   def test_a_word_longer_than_the_sequence(self):
     assert _adjusted(Row(prompt=[2], bad_words=[[1, 2, 3]])) == _LOGITS
 
-  def test_repetition_penalty(self):
-    """Tokens of the prompt and drawn ones, once each."""
-    row = Row(prompt=[0, 1], drawn=[4, 4, 5], repetition_penalty=2.0)
-    assert _adjusted(row) == [1, -2, 0, 1, 2, -4]
-
-  def test_frequency_penalty(self):
-    row = Row(prompt=[0, 1], drawn=[4, 4, 5], frequency_penalty=0.5)
-    assert _adjusted(row) == [2, -1, 0, 1, 3, -2.5]
-
-  def test_presence_penalty(self):
-    row = Row(prompt=[0, 1], drawn=[4, 4, 5], presence_penalty=0.5)
-    assert _adjusted(row) == [2, -1, 0, 1, 3.5, -2.5]
+  @pytest.mark.parametrize(
+    ("penalty", "logits"),
+    [
+      # Tokens of the prompt and drawn ones, once each.
+      ({"repetition_penalty": 2.0}, [1, -2, 0, 1, 2, -4]),
+      ({"frequency_penalty": 0.5}, [2, -1, 0, 1, 3, -2.5]),
+      ({"presence_penalty": 0.5}, [2, -1, 0, 1, 3.5, -2.5]),
+    ],
+  )
+  def test_penalties(self, penalty, logits):
+    row = Row(prompt=[0, 1], drawn=[4, 4, 5], **penalty)
+    assert _adjusted(row) == logits
 
   def test_the_order(self):
     """The bias first: it makes a negative logit positive."""

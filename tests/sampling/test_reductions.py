@@ -17,11 +17,6 @@ def _values(size, rows=3):
 
 
 class TestRows:
-  def test_by_hand(self):
-    values = jnp.asarray([[1.0, -3.0, 2.5], [0.0, 0.0, -0.0]])
-    assert reductions.sums(values).tolist() == [0.5, 0]
-    assert reductions.maxima(values).tolist() == [2.5, 0]
-
   @pytest.mark.parametrize(
     ("row", "highest"),
     [
@@ -50,15 +45,6 @@ class TestRows:
     np.testing.assert_array_equal(
       jax.jit(reductions.maxima)(values), np.max(values, axis=1)
     )
-
-  def test_of_the_last_axis(self):
-    values = jnp.arange(24, dtype=jnp.float32).reshape(2, 3, 4)
-    np.testing.assert_array_equal(reductions.sums(values), values.sum(axis=2))
-    np.testing.assert_array_equal(reductions.maxima(values), values.max(axis=2))
-
-  def test_nan_stays(self):
-    values = jnp.asarray([[1.0, _NAN], [1.0, 2.0]])
-    assert jnp.isnan(reductions.sums(values)).tolist() == [True, False]
 
   def test_first_of(self):
     condition = jnp.asarray([[0, 1, 1], [1, 0, 1], [0, 0, 0]]) > 0
