@@ -1,15 +1,14 @@
 """`python -m jaxkv`: the commands."""
 
 import argparse
+import signal
 import sys
 
 import jax
 
 from jaxkv._src.commands import grpo
-from jaxkv._src.commands import output
 from jaxkv._src.commands import replay
 from jaxkv._src.commands import rollout
-from jaxkv._src.commands import signals
 from jaxkv._src.commands.errors import CommandError
 
 _EPILOG = (
@@ -24,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments: the command line; None for that of the process.
 
   Returns:
-    The exit status: the command's, or 2 for unusable input, for output that
+    The exit status: the command's, or 2 for unusable input, for a file that
     cannot be written and for too little memory, with one line on stderr.
   """
   args = _parser().parse_args(arguments)
@@ -68,7 +67,7 @@ def _report(text: str) -> int:
 
 
 if __name__ == "__main__":
-  signals.install(output.remove_parts)
-  code = main()
-  signals.uninstall()
-  sys.exit(code)
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # At once: Python's own handler would wait for the end of a compilation.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+  sys.exit(main())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from typing import NamedTuple
 
@@ -262,20 +263,8 @@ def _draw_row(
 def _draw_pool(picture: _Picture, kinds: list[str]) -> None:
   """Every page of the pool, by number."""
   picture.texts.append(_Text(0, picture.bottom + 0.5, "pool", bold=True))
-  for page, kind in enumerate(kinds):
-    row, column = divmod(page, picture.columns)
-    picture.cells.append(
-      _Cell(
-        x=picture.left + column,
-        y=picture.bottom + row,
-        width=1.0,
-        height=1.0,
-        kind=kind,
-        label=str(page),
-        dot=page in picture.cached and kind != "cached",
-      )
-    )
-  picture.bottom += math.ceil(len(kinds) / picture.columns) + 0.6
+  _draw_grid(picture, range(len(kinds)), kinds, 1.0)
+  picture.bottom += 0.6
 
 
 def _draw_free_queue(
@@ -293,8 +282,23 @@ def _draw_free_queue(
       align="right",
     ),
   ]
+  _draw_grid(picture, free[:_MAX_FREE], kinds, scale)
+  said = ""
+  if not free:
+    said = "empty"
+  elif len(free) > _MAX_FREE:
+    said = f"and {len(free) - _MAX_FREE} more"
+  if said:
+    picture.texts.append(_Text(picture.left, picture.bottom - 0.2, said, 0.3))
+  picture.bottom += 0.5
+
+
+def _draw_grid(
+  picture: _Picture, pages: Sequence[int], kinds: list[str], scale: float
+) -> None:
+  """Pages in the order given, in rows as wide as the picture."""
   per_row = int(picture.columns / scale)
-  for position, page in enumerate(free[:_MAX_FREE]):
+  for position, page in enumerate(pages):
     row, column = divmod(position, per_row)
     picture.cells.append(
       _Cell(
@@ -304,18 +308,10 @@ def _draw_free_queue(
         height=scale,
         kind=kinds[page],
         label=str(page),
+        dot=page in picture.cached and kinds[page] != "cached",
       )
     )
-  rows = max(1, math.ceil(min(len(free), _MAX_FREE) / per_row))
-  picture.bottom += rows * scale
-  said = ""
-  if not free:
-    said = "empty"
-  elif len(free) > _MAX_FREE:
-    said = f"and {len(free) - _MAX_FREE} more"
-  if said:
-    picture.texts.append(_Text(picture.left, picture.bottom - 0.2, said, 0.3))
-  picture.bottom += 0.5
+  picture.bottom += scale * max(1, math.ceil(len(pages) / per_row))
 
 
 def _draw_legend(picture: _Picture, kinds: list[str]) -> None:

@@ -17,10 +17,5 @@ MUTANTS = table(
       lambda right: lambda *paths: None,
       "test_output.py::test_files_that_cannot_be_written",
     ),
-    "a part is left behind": (
-      "output:remove_parts",
-      lambda right: lambda: None,
-      "test_output.py::test_a_signal_leaves_no_part",
-    ),
   },
 )

@@ -44,15 +44,6 @@ def test_a_failure_while_writing(tmp_path, monkeypatch, place):
   assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_signal_leaves_no_part(tmp_path):
-  with output.replacing(tmp_path / "file") as part:
-    part.write_text("half")
-    output.remove_parts()
-    assert os.listdir(tmp_path) == []
-    part.write_text("whole")
-  assert os.listdir(tmp_path) == ["file"]
-
-
 @pytest.mark.parametrize(
   ("name", "reason"),
   [

@@ -138,7 +138,7 @@ def test_equal_ids_after_different_blocks(tmp_path):
 GOOD = json.dumps(line(600, [1, 2]))
 BAD_LINES = {
   "not JSON": ["{", "line 2", "not JSON"],
-  "not text": [b"\xff\xfe\xff", "line 2", "not JSON"],
+  "not text": [b"\xff\xfe\xff", "not UTF-8", "byte"],
   "not an object": ["[1, 2]", "line 2", "object"],
   "a control character": [GOOD[:9] + "\0" + GOOD[9:], "line 2", "not JSON"],
   "no output_length": ['{"input_length": 1}', "line 2", "output_length"],

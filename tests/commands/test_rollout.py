@@ -1,11 +1,8 @@
 """`python -m jaxkv rollout`, and the command line itself."""
 
 import dataclasses
-import io
 import json
-import os
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +11,6 @@ import pytest
 from jaxkv import __main__ as command_line
 from jaxkv import models
 from jaxkv._src.commands import characters
-from jaxkv._src.commands import output
 from jaxkv._src.commands import rollout as command
 from jaxkv._src.commands.errors import CommandError
 from tests.models import small_model as texts
@@ -272,19 +268,3 @@ class TestCommandLine:
     monkeypatch.setattr(command, "run", run)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
       command_line.main(["rollout"])
-
-  def test_output_without_a_reader(self, monkeypatch, tmp_path, capsys):
-    class Closed(io.StringIO):
-      def flush(self):
-        raise BrokenPipeError(32, "Broken pipe")
-
-      def fileno(self):
-        return os.open(tmp_path / "copy", os.O_CREAT | os.O_WRONLY)
-
-    monkeypatch.setattr(
-      command, "run", lambda _: output.print_table(("a", "b"))
-    )
-    with monkeypatch.context() as patch:
-      patch.setattr(sys, "stdout", Closed())
-      assert command_line.main(["rollout"]) == 2
-    assert "cannot print the result: Broken pipe" in _last_line(capsys)

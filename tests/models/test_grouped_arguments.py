@@ -106,11 +106,11 @@ class TestTemperature:
       (np.float64(np.inf), ValueError, "must be 0, or .* got inf; use 0"),
       (1e-40, ValueError, "must be 0, or a finite float32 of .* got 1e-40"),
       (np.ones(3), ValueError, "must have the shape"),
-      (None, TypeError, "must be a real number, got None; use 1.0"),
-      ("hot", TypeError, "must be a real number, got 'hot'; use 1.0"),
-      (True, TypeError, "must be a real number, got True; use 1.0"),
-      (1j, TypeError, "must be a real number, got 1j; use 1.0"),
-      (np.array(1j), TypeError, "must be a real number, got complex128"),
+      (None, TypeError, "must hold real numbers, got object"),
+      ("hot", TypeError, "must hold real numbers"),
+      (True, TypeError, "must hold real numbers, got bool"),
+      (1j, TypeError, "must hold real numbers, got complex128"),
+      (np.array(1j), TypeError, "must hold real numbers, got complex128"),
     ],
   )
   def test_refused(self, wrong, error, message):

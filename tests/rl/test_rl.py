@@ -174,16 +174,16 @@ class TestRatios:
     ("values", "error", "message"),
     [
       ({"most": 0.0}, ValueError, "`most` must be positive, got 0.0"),
-      ({"most": "a"}, TypeError, "`most` must be a positive number or None"),
+      ({"most": "a"}, TypeError, "`most` must be a number"),
       (
         {"lag": np.ones((2, 3), int), "max_lag": "a"},
         TypeError,
-        "`max_lag` must be an integer, got 'a'",
+        "`max_lag` must be an integer scalar, got 'a'",
       ),
       (
         {"lag": np.ones((2, 3), int), "max_lag": 1.5},
         TypeError,
-        "`max_lag` must be an integer, got 1.5",
+        "`max_lag` must be an integer scalar, got 1.5",
       ),
       ({"max_lag": 1}, ValueError, "given together, got max_lag alone"),
       ({"lag": np.ones((2, 3), int)}, ValueError, "got lag alone"),

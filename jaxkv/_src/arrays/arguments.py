@@ -165,6 +165,19 @@ def as_int32(name: str, value: Any) -> Any:
   return array.astype(np.int32)
 
 
+def as_real_numbers(name: str, value: Any) -> Any:
+  """Floats or integers; a value on the host stays there, in its own dtype.
+
+  Raises:
+    TypeError: the value holds something else, such as bools.
+  """
+  array = value if isinstance(value, jax.Array) else _on_host(name, value)
+  kinds = (jnp.floating, jnp.integer)
+  if not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
+    raise TypeError(f"`{name}` must hold real numbers, got {array.dtype}.")
+  return array
+
+
 def as_bool(name: str, value: Any) -> Any:
   """A mask.
 

@@ -70,24 +70,15 @@ def _why_unreadable(state: Any) -> str:
   """What the leaves are if values cannot be read; empty if they can."""
   leaves = jax.tree.leaves(state)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-    return f"traced{_stack(state.length)}"
-  if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-    return f"shapes only{_stack(state.length)}"
-  if not leaves or not all(
-    isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves
-  ):
+    return "traced"
+  arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
+  if not leaves or len(arrays) < len(leaves):
     return "leaves are not arrays"
-  if _stack(state.length):
-    return _stack(state.length).lstrip(", ")
-  arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+  if state.length.ndim > 1:
+    return f"a stack of {state.length.shape[:-1]}"
+  arrays = [leaf for leaf in arrays if isinstance(leaf, jax.Array)]
   if any(leaf.is_deleted() for leaf in arrays):
     return "donated"
   if not all(leaf.is_fully_addressable for leaf in arrays):
     return "on several hosts"
   return ""
-
-
-def _stack(length: Any) -> str:
-  """How many caches are stacked; empty for one."""
-  lead = tuple(getattr(length, "shape", ())[:-1])
-  return f", a stack of {lead}" if lead else ""

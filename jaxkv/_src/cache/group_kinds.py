@@ -195,7 +195,7 @@ class SlidingWindow(GroupKind):
     drop: int,
   ) -> Array:
     """See `GroupKind`. Only the window at the end of a prefix is published."""
-    needed = self._pages_back(page_size) + drop
+    needed = -(-(self.window - 1) // page_size) + drop
     every = align if every is None else every
     if every and needed >= every:
       return pages >= 0
@@ -211,9 +211,6 @@ class SlidingWindow(GroupKind):
     """See `GroupKind`. A window may begin inside a page."""
     tokens = min(self.window - 1 + in_flight, longest)
     return -(-tokens // page_size) + 1
-
-  def _pages_back(self, page_size: int) -> int:
-    return -(-(self.window - 1) // page_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,15 +5,12 @@ import contextlib
 import json
 import os
 import pathlib
-import sys
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
 from jaxkv._src.commands.errors import CommandError
-
-_parts: set[pathlib.Path] = set()
 
 
 def whole_number(lower: int, upper: int) -> Callable[[str], int]:
@@ -58,6 +55,24 @@ def check_writable(path: str | None, *inputs: str | None) -> None:
     raise CommandError(f"cannot write {path}: {reason}; name another file")
 
 
+def read_lines(path: str) -> list[str]:
+  """Returns the lines of a text.
+
+  Raises:
+    CommandError: the file cannot be read.
+  """
+  try:
+    # Not `splitlines`, which also ends a line at a form feed.
+    return pathlib.Path(path).read_text(encoding="utf-8").split("\n")
+  except OSError as error:
+    raise CommandError(f"cannot read {path}: {error.strerror}") from error
+  except UnicodeDecodeError as error:
+    raise CommandError(
+      f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save "
+      "it as UTF-8"
+    ) from error
+
+
 def write_json(path: str | None, value: Any) -> None:
   """Writes a value as JSON; a reader sees the old file or the new one.
 
@@ -77,42 +92,21 @@ def write_json(path: str | None, value: Any) -> None:
 def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields the path of a new file, which replaces `path` when the block ends.
 
-  If the block raises, or a signal ends the process, the new file is removed.
+  If the block raises, the new file is removed.
   """
   target = pathlib.Path(os.path.realpath(path))
   name = f".jaxkv-{os.getpid()}-{threading.get_ident()}.part"
   part = target.with_name(name)
-  # Before the file is made, so that a signal never leaves it behind.
-  _parts.add(part)
   try:
     yield part
     os.replace(part, target)
   finally:
     part.unlink(missing_ok=True)
-    _parts.discard(part)
-
-
-def remove_parts() -> None:
-  """Removes files that are not complete, before a signal ends the process."""
-  for part in tuple(_parts):
-    part.unlink(missing_ok=True)
 
 
 def print_table(*rows: tuple[str, str], before: str = "") -> None:
-  """Prints names and values in two columns, after another text.
-
-  Raises:
-    CommandError: standard output is full or has no reader.
-  """
+  """Prints names and values in two columns, after another text."""
   width = max(len(name) for name, _ in rows)
-  try:
-    print(before, end="")
-    for name, value in rows:
-      print(f"{name:<{width}}  {value}")
-    sys.stdout.flush()
-  except OSError as error:
-    # Or Python would try again, and complain, when it ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise CommandError(
-      f"cannot print the result: {error.strerror}; send it to a file with room"
-    ) from error
+  print(before, end="")
+  for name, value in rows:
+    print(f"{name:<{width}}  {value}")

@@ -125,14 +125,9 @@ def read_trace(path: str) -> list[TraceRequest]:
   Raises:
     CommandError: the file or one of its lines cannot be used.
   """
-  try:
-    with open(path, "rb") as file:
-      lines = file.read().splitlines()
-  except OSError as error:
-    raise CommandError(f"cannot read {path}: {error.strerror}") from error
   requests = [
     _request(f"{path} line {number}", number, line)
-    for number, line in enumerate(lines, start=1)
+    for number, line in enumerate(output.read_lines(path), start=1)
     if line.strip()
   ]
   if not requests:
@@ -140,7 +135,7 @@ def read_trace(path: str) -> list[TraceRequest]:
   return requests
 
 
-def _request(place: str, number: int, line: bytes) -> TraceRequest:
+def _request(place: str, number: int, line: str) -> TraceRequest:
   try:
     record = json.loads(line)
   except (ValueError, RecursionError) as error:

@@ -10,7 +10,6 @@ With `--model`, a pretrained model answers prompts.
 
 import argparse
 import functools
-import pathlib
 import sys
 import time
 from typing import Any
@@ -134,10 +133,9 @@ def chosen_prompts(
     for number, text in enumerate(args.prompt or (), start=1)
   }
   if args.prompts is not None:
-    # Not `splitlines`, which also ends a line at a form feed.
     prompts |= {
       f"{args.prompts} line {number}": line
-      for number, line in enumerate(_text(args.prompts).split("\n"), start=1)
+      for number, line in enumerate(output.read_lines(args.prompts), start=1)
       if line.strip()
     }
   elif not prompts and isinstance(tokenizer, characters.Vocabulary):
@@ -147,18 +145,6 @@ def chosen_prompts(
   if not prompts:
     raise CommandError(f"{args.prompts} has no prompt; write one a line")
   return prompts
-
-
-def _text(path: str) -> str:
-  try:
-    return pathlib.Path(path).read_text(encoding="utf-8")
-  except OSError as error:
-    raise CommandError(f"cannot read {path}: {error.strerror}") from error
-  except UnicodeDecodeError as error:
-    raise CommandError(
-      f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save "
-      "it as UTF-8"
-    ) from error
 
 
 def default_prompts(text: str) -> Prompts:

@@ -7,6 +7,8 @@ in is a state of the automaton that is built from it.
 
 import collections
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -179,8 +181,8 @@ def _subsets(
     int32[S, C]; which states accept, bool[S]. It begins in state 0.
   """
   classes, members = _classes(parts)
-  reached = _Reached(parts, final)
-  numbers = {reached.of(0): 0}
+  reached = _closure(parts, final)
+  numbers = {reached(0): 0}
   rows: list[dict[int, int]] = []
   queue = collections.deque(numbers)
   while queue:
@@ -204,14 +206,14 @@ def _moves(
   subset: frozenset[int],
   parts: _Parts,
   members: dict[int, list[int]],
-  reached: "_Reached",
+  reached: Callable[[int], frozenset[int]],
 ) -> dict[int, set[int]]:
   """The states that some states lead to, by the class of the byte read."""
   moves: dict[int, set[int]] = collections.defaultdict(set)
   for state in subset:
     for mask, target in parts.bytes[state]:
       for one in members[mask]:
-        moves[one] |= reached.of(target)
+        moves[one] |= reached(target)
   return moves
 
 
@@ -223,26 +225,20 @@ def _check_size(size: int, most: int, what: str) -> None:
     )
 
 
-class _Reached:
-  """The states that each state leads to without a byte.
+def _closure(parts: _Parts, final: int) -> Callable[[int], frozenset[int]]:
+  """Returns the states that a state leads to without a byte.
 
   Only those count that read a byte, and the last one.
   """
 
-  def __init__(self, parts: _Parts, final: int):
-    self._parts, self._final = parts, final
-    self._known: dict[int, frozenset[int]] = {}
-
-  def of(self, state: int) -> frozenset[int]:
-    if state not in self._known:
-      self._known[state] = self._search(state)
-    return self._known[state]
-
-  def _search(self, state: int) -> frozenset[int]:
-    parts, seen, stack = self._parts, {state}, [state]
+  @functools.cache
+  def reached(state: int) -> frozenset[int]:
+    seen, stack = {state}, [state]
     while stack:
       for follower in parts.empty[stack.pop()]:
         if follower not in seen:
           seen.add(follower)
           stack.append(follower)
-    return frozenset(s for s in seen if parts.bytes[s] or s == self._final)
+    return frozenset(s for s in seen if parts.bytes[s] or s == final)
+
+  return reached

@@ -1,10 +1,7 @@
 """How much better an answer is than the others to its prompt."""
 
-import operator
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv._src.arrays import arguments
 from jaxkv._src.rl import per_token
@@ -95,10 +92,7 @@ def _groups(
   Relative ones, because a mean of equal numbers may differ from them. Rewards
   are 0 where the mask is 0.
   """
-  whole = isinstance(num_samples, int | np.integer)
-  if isinstance(num_samples, bool) or not whole:
-    raise TypeError(f"`num_samples` must be an int, got {num_samples!r}.")
-  num_samples = operator.index(num_samples)
+  num_samples = arguments.as_int("num_samples", num_samples)
   rewards = arguments.as_real("rewards", rewards)
   fits = num_samples > 0 and rewards.ndim == 1
   if not fits or rewards.shape[0] % num_samples:

@@ -1,6 +1,5 @@
 """How far the trained policy is from the one that drew the tokens."""
 
-import operator
 from typing import Any
 from typing import Literal
 
@@ -132,27 +131,15 @@ def importance_weights(
 
 
 def _bound(most: Any) -> jax.Array:
-  """The largest weight, float32[].
-
-  Raises:
-    TypeError: it is no number.
-    ValueError: it is not positive.
-  """
-  if not arguments.is_number(most):
-    arguments.refuse(TypeError, "most", "a positive number or None", most)
+  """The largest weight, float32[]; raises unless it is a positive number."""
+  bound = arguments.as_number("most", most)
   if arguments.is_concrete(most) and not most > 0:
     raise ValueError(f"`most` must be positive, got {most}.")
-  return jnp.asarray(most, jnp.float32)
+  return bound
 
 
 def _whole(name: str, value: Any, other: jax.Array) -> Any:
-  """An integer, also a traced one, to be compared with others.
-
-  Raises:
-    TypeError: it is none.
-  """
-  if not arguments.is_integer(value):
-    arguments.refuse(TypeError, name, "an integer", value)
-  if arguments.is_concrete(value):
-    return operator.index(value)
-  return value.astype(other.dtype)
+  """An integer, also a traced one, to be compared with others."""
+  arguments.check_integer(name, value)
+  concrete = arguments.is_concrete(value)
+  return int(value) if concrete else value.astype(other.dtype)

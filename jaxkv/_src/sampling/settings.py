@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.arguments import as_int32
+from jaxkv._src.arrays.arguments import as_real_numbers
 from jaxkv._src.sampling import padding
 from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.temperature import HIGHEST
@@ -251,7 +252,7 @@ def _own(value: Any, dtype: Any) -> Array:
 
 def _as_numbers(name: str, value: Any, rule: _Rule) -> Any:
   """Numbers of the right kind; those on the host are in range."""
-  as_kind = as_int32 if rule.dtype == jnp.int32 else _as_real
+  as_kind = as_int32 if rule.dtype == jnp.int32 else as_real_numbers
   value = as_kind(name, value)
   if value.ndim > 1:
     raise ValueError(
@@ -281,27 +282,6 @@ def _check_values(name: str, value: np.ndarray, rule: _Rule) -> None:
     label = f"{name}[{bad[0]}]" if value.ndim else name
     found = value.reshape(-1)[bad[0]]
     raise ValueError(f"`{label}` must be {rule.wanted}, got {found}.")
-
-
-def _as_real(name: str, value: Any) -> Any:
-  """Real numbers, on the host where they are known."""
-  if isinstance(value, list | tuple) and any(
-    isinstance(item, Tracer) for item in value
-  ):
-    value = jnp.asarray(value)
-  if not isinstance(value, Array):
-    try:
-      value = np.asarray(value)
-    except ValueError as error:
-      raise ValueError(
-        f"`{name}` must be a number or a list: {error}"
-      ) from None
-  kind = value.dtype
-  if not (
-    jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-  ):
-    raise TypeError(f"`{name}` must hold real numbers, got {kind}.")
-  return value
 
 
 def _check_order(least: Array | None, most: Array | None) -> None:
@@ -349,7 +329,7 @@ def _logit_bias(value: Any, total: int) -> LogitBias:
   name = "logit_bias"
   if isinstance(value, LogitBias):
     tokens = padding.as_tokens(f"{name}.tokens", value.tokens, total, 2)
-    values = _as_real(f"{name}.values", value.values)
+    values = as_real_numbers(f"{name}.values", value.values)
     if values.shape not in (tokens.shape, tokens.shape[1:]):
       raise ValueError(
         f"`{name}.values` must have the shape of `{name}.tokens`, "

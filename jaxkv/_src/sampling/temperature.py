@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from jaxkv._src.arrays.arguments import as_real_numbers
 from jaxkv._src.arrays.arguments import check_shape
 
 LEAST = float(np.finfo(np.float32).tiny)
@@ -27,21 +28,9 @@ def as_temperature(temperature: Any) -> Array:
       that dividing by it overflows.
   """
   name = "temperature"
-  known = not isinstance(temperature, Tracer)
-  value: Any = np.asarray(temperature) if known else temperature
-  if not (
-    jnp.issubdtype(value.dtype, jnp.floating)
-    or jnp.issubdtype(value.dtype, jnp.integer)
-  ):
-    arrays = (np.ndarray, Array)
-    given = (
-      value.dtype if isinstance(temperature, arrays) else repr(temperature)
-    )
-    raise TypeError(
-      f"`{name}` must be a real number, got {given}; use 1.0 for the "
-      "model's own distribution."
-    )
+  value = as_real_numbers(name, temperature)
   check_shape(name, value, ())
+  known = not isinstance(value, Tracer)
   if known and float(value) != 0 and not LEAST <= float(value) <= HIGHEST:
     raise ValueError(
       f"`{name}` must be {RANGE}, got {float(value)}; use 0 for greedy "
