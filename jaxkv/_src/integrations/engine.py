@@ -7,7 +7,6 @@ the prefix that it shares with an earlier prompt or answer.
 
 import dataclasses
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv.kv
-from jaxkv import CacheConfig
 from jaxkv import CacheState
 from jaxkv import Status
 from jaxkv import init as init_cache
@@ -31,6 +29,7 @@ from jaxkv._src.integrations.jobs import Batch
 from jaxkv._src.integrations.jobs import EngineSizes
 from jaxkv._src.integrations.jobs import Job
 from jaxkv._src.integrations.no_mesh import no_mesh
+from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv.rollout import Records
 from jaxkv.rollout import RolloutConfig
 from jaxkv.rollout import RolloutState
@@ -48,39 +47,35 @@ class QueueEngine:
 
   def __init__(
     self,
-    model: rollout.Model,
-    config: Callable[..., CacheConfig],
-    memory: Callable[[CacheConfig], jaxkv.kv.KVPages],
+    decoder: PagedModule,
     sizes: EngineSizes,
     *,
     scaled: bool = False,
     banned: tuple[int, ...] = (),
     salted: bool = False,
     mesh: Mesh | None = None,
-    heads: str | None = None,
+    split_heads: bool = False,
   ):
     """Compiles nothing yet.
 
     Args:
-      model: whose logits are drawn from.
-      config: makes the sizes of its cache.
-      memory: makes its pages.
+      decoder: whose logits are drawn from.
       sizes: the fixed shapes.
       scaled: whether log-probabilities are those of logits divided by the
         temperature.
       banned: tokens that no job draws unless it may.
       salted: whether jobs have salts.
       mesh: on whose devices the state lies.
-      heads: the axis of the mesh by which the pages are split.
+      split_heads: whether the pages are split by the axis "tp" of the mesh.
     """
     self.sizes = sizes
-    self._model = _Scaled(model) if scaled else model
-    self._memory = memory
+    self._model = _Scaled(decoder.model) if scaled else decoder.model
+    self._memory = decoder.init_kv
     self._scaled = scaled
     self._salted = salted
     self._process = _Ban(banned) if banned else None
-    self._mesh, self._heads = mesh, heads
-    self._cache = config(
+    self._mesh, self._split_heads = mesh, split_heads
+    self._cache = decoder.cache_config(
       num_pages=sizes.num_pages,
       page_size=sizes.page_size,
       num_slots=sizes.num_slots,
@@ -174,17 +169,11 @@ class QueueEngine:
       name: np.asarray(value).tolist()
       for name, value in results["counters"].items()
     }
-    return self._answers(jobs, results)
-
-  def _answers(
-    self, jobs: list[Job], results: dict[str, Any]
-  ) -> list[list[Answer]]:
-    answers = []
-    for number, job in enumerate(jobs):
-      first = number * self.sizes.num_samples
-      rows = range(first, first + len(job.seeds))
-      answers.append([self._answer(results, row) for row in rows])
-    return answers
+    firsts = range(0, self.sizes.total, self.sizes.num_samples)
+    return [
+      [self._answer(results, first + own) for own in range(len(job.seeds))]
+      for first, job in zip(firsts, jobs, strict=False)
+    ]
 
   def _answer(self, results: dict[str, Any], row: int) -> Answer:
     finish, code = int(results["finish"][row]), int(results["code"][row])
@@ -204,14 +193,12 @@ class QueueEngine:
 
   def _empty(self) -> RolloutState:
     words = np.frombuffer(os.urandom(16), np.uint32)
-    shapes = jax.eval_shape(self._begun, words)
-    if self._mesh is None:
-      places = None
-    elif self._heads is None:
-      everywhere = NamedSharding(self._mesh, P())
-      places = jax.tree.map(lambda _: everywhere, shapes)
-    else:
-      places = rollout.devices.shardings(shapes, self._mesh, heads=self._heads)
+    places = None
+    if self._mesh is not None and self._split_heads:
+      shapes = jax.eval_shape(self._begun, words)
+      places = rollout.devices.shardings(shapes, self._mesh, heads="tp")
+    elif self._mesh is not None:
+      places = NamedSharding(self._mesh, P())
     return jax.jit(self._begun, out_shardings=places)(words)
 
   def _begun(self, secret: Array) -> RolloutState:

@@ -1,6 +1,7 @@
 """What a client asks of an engine, and what it gets, on the host."""
 
 import dataclasses
+import itertools
 from typing import Any
 from typing import NamedTuple
 
@@ -26,8 +27,9 @@ class Job:
     salt: jobs of different salts share no page.  # uint32[4]
   """
 
-  prompt: np.ndarray
-  seeds: tuple[int, ...]
+  # Arrays have no truth value, so equality is about the other fields.
+  prompt: np.ndarray = dataclasses.field(compare=False)
+  seeds: tuple[int, ...] = dataclasses.field(compare=False)
   max_tokens: int
   temperature: float = 0.0
   top_k: int = 0
@@ -35,7 +37,7 @@ class Job:
   stop_tokens: tuple[int, ...] = ()
   may_draw_banned: bool = False
   adapter: int = 0
-  salt: np.ndarray | None = None
+  salt: np.ndarray | None = dataclasses.field(default=None, compare=False)
 
   @property
   def filters(self) -> bool:
@@ -110,6 +112,21 @@ class EngineSizes:
   def total(self) -> int:
     """Q."""
     return self.num_jobs * self.num_samples
+
+
+def joined(jobs: list[Job]) -> list[Job]:
+  """Jobs side by side that differ in their seeds alone, as one job."""
+
+  def without_seeds(job: Job) -> tuple[Job, bytes, bytes]:
+    salt = b"" if job.salt is None else job.salt.tobytes()
+    return job, job.prompt.tobytes(), salt
+
+  groups = []
+  for _, alike in itertools.groupby(jobs, without_seeds):
+    first, *others = alike
+    seeds = sum((job.seeds for job in others), first.seeds)
+    groups.append(dataclasses.replace(first, seeds=seeds))
+  return groups
 
 
 def split(jobs: list[Job], most: int) -> list[tuple[int, Job]]:

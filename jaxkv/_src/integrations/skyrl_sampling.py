@@ -131,16 +131,10 @@ class SkyrlSampler:
     if self._watch.see(params[0], by_contents=False):
       self._salts = {}
     jobs: list[Job] = []
-    last: Any = None
     for prompt, asked, adapter in zip(
       batch.all_prompts, batch.all_sampling_params, adapters, strict=True
     ):
       seed = int(asked.seed) & 0x7FFFFFFF
-      key = (tuple(prompt), asked.model_copy(update={"seed": 0}), adapter)
-      if last == key:
-        jobs[-1] = dataclasses.replace(jobs[-1], seeds=(*jobs[-1].seeds, seed))
-        continue
-      last = key
       jobs.append(
         Job(
           prompt=np.asarray(prompt, np.int32),
@@ -154,7 +148,7 @@ class SkyrlSampler:
           salt=self._salt(adapter, params),
         )
       )
-    return jobs
+    return client_jobs.joined(jobs)
 
   def _salt(self, adapter: int, params: Any) -> np.ndarray:
     """uint32[4]: a digest of an adapter's number and current weights."""
@@ -179,13 +173,11 @@ class SkyrlSampler:
     mesh = backend.mesh
     split = mesh.shape["tp"] > 1 and backend.config.shard_attention_heads
     self._engine = QueueEngine(
-      self._decoder.model,
-      self._decoder.cache_config,
-      self._decoder.init_kv,
+      self._decoder,
       self._sizes(jobs, stops),
       salted=True,
       mesh=mesh,
-      heads="tp" if split else None,
+      split_heads=split,
     )
     return self._engine
 

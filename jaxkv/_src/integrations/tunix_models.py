@@ -62,7 +62,7 @@ def _paged(
   kind: Any,
   dtype: Any,
   attention: Any,
-  windows: list[int | None],
+  windows: list[int | None] | None = None,
 ) -> PagedModule:
   config = module.config
   if dtype is None:
@@ -84,26 +84,34 @@ def _paged(
       "final_norm": _picked,
       **dict.fromkeys(plain, _plain),
     },
-    windows=windows,
+    windows=windows or [None] * config.num_layers,
     num_kv_heads=config.num_kv_heads,
     head_dim=config.head_dim,
     dtype=dtype,
   )
 
 
-def _llama3(module: Any, kind: Any, dtype: Any) -> PagedModule:
-  def attention(
-    layer: Any, memory: LayerMemory, x: Any, positions: Any, *_: Any
-  ) -> Any:
-    rotated = functools.partial(kind.apply_rope, head_dim=layer.head_dim)
-    q = rotated(layer.q_proj(x), positions)
-    k = rotated(layer.k_proj(x), positions)
-    out = memory.attend(q, k, layer.v_proj(x), scale=layer.scale)
-    return None, layer.o_proj(out)
+def _rotary(module: Any, kind: Any, dtype: Any) -> PagedModule:
+  """Llama 3 and Qwen3, which alone has norms of heads."""
 
-  return _paged(
-    module, kind, dtype, attention, [None] * module.config.num_layers
-  )
+  def attention(
+    layer: Any,
+    memory: LayerMemory,
+    x: Any,
+    positions: Any,
+    *_: Any,
+    **__: Any,
+  ) -> Any:
+    def rotated(name: str) -> Any:
+      out = getattr(layer, f"{name}_proj")(x)
+      norm = getattr(layer, f"{name}_norm", None)
+      out = out if norm is None else norm(out)
+      return kind.apply_rope(out, positions, head_dim=layer.head_dim)
+
+    q, k, v = rotated("q"), rotated("k"), layer.v_proj(x)
+    return None, layer.o_proj(memory.attend(q, k, v, scale=layer.scale))
+
+  return _paged(module, kind, dtype, attention)
 
 
 def _qwen2(module: Any, kind: Any, dtype: Any) -> PagedModule:
@@ -130,29 +138,7 @@ def _qwen2(module: Any, kind: Any, dtype: Any) -> PagedModule:
     k = kind.apply_rotary_embedding(k, sin, cos)
     return None, layer.o_proj(memory.attend(q, k, v, scale=layer.scale))
 
-  return _paged(
-    module, kind, dtype, attention, [None] * module.config.num_layers
-  )
-
-
-def _qwen3(module: Any, kind: Any, dtype: Any) -> PagedModule:
-  def attention(
-    layer: Any,
-    memory: LayerMemory,
-    x: Any,
-    positions: Any,
-    *_: Any,
-    **__: Any,
-  ) -> Any:
-    rotated = functools.partial(kind.apply_rope, head_dim=layer.head_dim)
-    q = rotated(layer.q_norm(layer.q_proj(x)), positions)
-    k = rotated(layer.k_norm(layer.k_proj(x)), positions)
-    out = memory.attend(q, k, layer.v_proj(x), scale=layer.scale)
-    return None, layer.o_proj(out)
-
-  return _paged(
-    module, kind, dtype, attention, [None] * module.config.num_layers
-  )
+  return _paged(module, kind, dtype, attention)
 
 
 def _gemma3(module: Any, kind: Any, dtype: Any) -> PagedModule:
@@ -189,8 +175,8 @@ def _gemma3(module: Any, kind: Any, dtype: Any) -> PagedModule:
 
 
 _PAGED = {
-  "llama3": _llama3,
+  "llama3": _rotary,
   "qwen2": _qwen2,
-  "qwen3": _qwen3,
+  "qwen3": _rotary,
   "gemma3": _gemma3,
 }

@@ -1,6 +1,5 @@
 """An engine by tunix's interface `BaseRollout`."""
 
-import dataclasses
 import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -187,10 +186,6 @@ class TunixRollout:
     seeds = client_jobs.seeds(self._root(config.seed), len(tokens))
     jobs: list[Job] = []
     for prompt, seed in zip(tokens, seeds, strict=True):
-      last = jobs[-1] if jobs else None
-      if last is not None and np.array_equal(last.prompt, prompt):
-        jobs[-1] = dataclasses.replace(last, seeds=(*last.seeds, seed))
-        continue
       jobs.append(
         Job(
           prompt=prompt,
@@ -203,7 +198,7 @@ class TunixRollout:
           may_draw_banned=self.pad_id() in stops,
         )
       )
-    return jobs
+    return client_jobs.joined(jobs)
 
   def _root(self, seed: Any) -> list[int]:
     """What the seeds of a call are made from; another one for each call."""
@@ -226,7 +221,7 @@ class TunixRollout:
     jobs = [job for own, _, _ in requests for job in own]
     wants = any(wants for _, wants, _ in requests)
     order = sorted(range(len(jobs)), key=lambda n: jobs[n].prompt.tobytes())
-    together = _together([jobs[number] for number in order])
+    together = client_jobs.joined([jobs[number] for number in order])
     found = iter(
       answer
       for answers in engine.run(params, together, log_probs=wants)
@@ -268,20 +263,15 @@ class TunixRollout:
       return self._engine
     self._max_length = longest
     sizes = self._sizes([job for own, _, _ in requests for job in own])
-    heads = None
     mesh = self._mesh
-    if mesh is not None and mesh.shape.get("tp", 1) > 1:
-      whole = self._decoder.num_kv_heads % mesh.shape["tp"] == 0
-      heads = "tp" if whole else None
+    parts = 1 if mesh is None else mesh.shape.get("tp", 1)
     self._engine = QueueEngine(
-      self._decoder.model,
-      self._decoder.cache_config,
-      self._decoder.init_kv,
+      self._decoder,
       sizes,
       scaled=True,
       banned=(self.pad_id(),),
       mesh=mesh,
-      heads=heads,
+      split_heads=parts > 1 and self._decoder.num_kv_heads % parts == 0,
     )
     return self._engine
 
@@ -348,28 +338,6 @@ def _longest(config: Any) -> int:
   if isinstance(config, Mapping):
     return max(_longest(one) for one in config.values())
   return int(config.kv_cache_size)
-
-
-def _together(jobs: list[Job]) -> list[Job]:
-  """Jobs that only differ in their seeds, one after the other, as one."""
-  joined: list[Job] = []
-  for job in jobs:
-    if joined and _alike(joined[-1], job):
-      last = joined[-1]
-      joined[-1] = dataclasses.replace(last, seeds=(*last.seeds, *job.seeds))
-    else:
-      joined.append(job)
-  return joined
-
-
-def _alike(one: Job, other: Job) -> bool:
-  def rest(job: Job) -> Job:
-    return dataclasses.replace(job, seeds=(), prompt=np.zeros(0), salt=None)
-
-  same = (
-    dataclasses.astuple(rest(one))[2:] == dataclasses.astuple(rest(other))[2:]
-  )
-  return same and np.array_equal(one.prompt, other.prompt)
 
 
 def _placed(params: Any, have: Any, reshard: Any) -> Any:
