@@ -63,13 +63,6 @@ def _by_any_group(g):
   return jnp.broadcast_to(some, g.cached.shape)
 
 
-def _full_when_filled(out, g):
-  """A slot may not be filled to its last token."""
-  length = g.rows.read(g.state.length)
-  fills = g.num_tokens == g.state.config.slot_tokens - length
-  return out[0], jnp.where(fills, jnp.int32(Status.SLOT_FULL), out[1])
-
-
 def _a_page_more_than_held(room, g):
   """Slots that hold a page have room for a page more."""
   return jnp.where(room > 0, room + g.self.page_sizes[0], room)
@@ -232,11 +225,6 @@ MUTANTS = {
     DUPLICATES,
   ),
   # --- allocate and admit ----------------------------------------------------
-  "a slot is full one token early": Mutant(
-    "cache.verbs.allocate:_columns_wanted",
-    returned(_full_when_filled),
-    ("allocate",),
-  ),
   "a new sequence goes on from the old keys": Mutant(
     "cache.prefix.hashing:start_slots",
     given(starts=lambda g: g.starts & False),

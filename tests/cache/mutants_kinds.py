@@ -29,11 +29,6 @@ def _first_group_is_empty(empty, g):
   return indexing.take(g.state.num_pages, g.slots, jnp.int32(0)) == 0
 
 
-def _every_column(counts, g):
-  """All columns count, those of null pages as well."""
-  return jnp.sum(g.stop - g.start, axis=1, dtype=jnp.int32)
-
-
 KIND_MUTANTS = {
   # --- encoders --------------------------------------------------------------
   "an encoder's pages are counted by the decoder's tokens": Mutant(
@@ -73,22 +68,10 @@ KIND_MUTANTS = {
     ("truncate",),
     SCRATCH,
   ),
-  "scratch pages stay behind": Mutant(
-    "cache.pool.recurrent:draw_back",
-    returned(lambda out, g: g.table),
-    ("truncate",),
-    SCRATCH,
-  ),
   "scratch pages are given back": Mutant(
     "cache.pool.recurrent:num_scratch",
     returned(lambda out, g: out * 0),
     ("truncate",),
-    SCRATCH,
-  ),
-  "null pages between states are given back": Mutant(
-    "cache.pool.recurrent:num_pages",
-    returned(_every_column),
-    ("recycle",),
     SCRATCH,
   ),
   "scratch pages do not move along": Mutant(

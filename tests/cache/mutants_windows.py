@@ -47,12 +47,6 @@ WINDOW_MUTANTS = {
     RECYCLE,
     CHUNKED,
   ),
-  "a page left behind is no null page": Mutant(
-    "cache.pool.page_table:shrink",
-    given(left=lambda g: g.pool.ref_count.size),
-    RECYCLE,
-    SLIDING,
-  ),
   "a fork has no null pages": Mutant(
     "cache.pool.page_table:fill_before",
     returned(lambda out, g: g.table),
@@ -135,12 +129,6 @@ WINDOW_MUTANTS = {
     COMMIT,
     HYBRID,
   ),
-  "the whole prompt is a prefix of itself": Mutant(
-    "cache.prefix.rules:_kept_prefixes",
-    given(prompt_length=lambda g: g.prompt_length + 1),
-    COMMIT,
-    KEPT,
-  ),
   "nobody keeps where sequences diverged": Mutant(
     "cache.prefix.rules:_kept_prefixes",
     given(boundary=lambda g: g.boundary * 0),
@@ -167,12 +155,6 @@ WINDOW_MUTANTS = {
     FORKS,
   ),
   # --- sizes -----------------------------------------------------------------
-  "all groups have pages of one size": Mutant(
-    "cache.group_kinds:GroupKind.num_columns",
-    given(page_size=lambda g: HYBRID.config.page_size),
-    ("allocate",),
-    HYBRID,
-  ),
   "a small page holds the tokens behind it too": Mutant(
     "cache.algorithms.publish:_page_tokens",
     given(step=lambda g: g.step * 0 + 99),

@@ -64,17 +64,6 @@ class TestTraining:
     with pytest.raises(ValueError, match=r"longer than 512, got .* 6 tok"):
       characters.character_model(text="abcde", folder=tmp_path)
 
-  @pytest.mark.parametrize(
-    ("steps", "num_shapes"), [(1, 1), (25, 1), (61, 2), (600, 3)]
-  )
-  def test_spans_cover_every_step_once(self, steps, num_shapes):
-    spans = list(characters._spans(steps))
-    covered = [step for _, first, last in spans for step in range(first, last)]
-    assert covered == list(range(steps))
-    # Each length costs a compilation: only the last span of all may be short.
-    assert {last - first for _, first, last in spans[:-1]} <= {25}
-    assert len({phase for phase, _, _ in spans}) == num_shapes
-
 
 class TestKeptWeights:
   """The file is used, or replaced with a warning."""

@@ -245,12 +245,6 @@ class TestErrors:
       ({"soft_cap": np.nan}, "`options.soft_cap` must be a finite .* got nan"),
       ({"soft_cap": True}, "`options.soft_cap` .* got True"),
       ({"page_offset": 2**31}, "`page_offset` .* fits int32, got 2147483648"),
-      ({"sinks": [1.0] * 4}, "`options.sinks` must be an array, got list"),
-      ({"page_table": [[1]]}, "`page_table` must be an array, got list; wrap"),
-      (
-        {"k_scale": 1.0, "v_scale": 1.0},
-        "`options.k_scale` must be an array, got float",
-      ),
       ({"plan": "junk"}, "`plan` must be a DecodePlan or None, got str; make"),
       ({"plan": plan_of(3)}, "`plan` must be for the 2 rows of q, got .* 3"),
       ({"plan": plan_of(2)._replace(row=jnp.ones(3))}, "`plan.row` .* int32"),

@@ -127,24 +127,6 @@ class TestWorkList:
       assert least * 64 >= 16 * rows
       assert most * least * 64 < capacity + least * 64
 
-  @pytest.mark.parametrize("dim", [64, 128, 192, 256])
-  def test_rings_fit_shared_memory(self, dim):
-    k_stages, v_stages = mosaic_gpu.stages(dim)
-    assert k_stages >= v_stages >= 2
-    per_stream = 64 * dim * 2 * (1 + k_stages + v_stages) + 64 * 32 * 4
-    assert per_stream * mosaic_gpu.streams(dim) <= 225 * 1024
-
-  @pytest.mark.parametrize("dim", [64, 128])
-  @pytest.mark.parametrize("size", [16, 32, 64, 128])
-  def test_rings_of_8_bits_fit_shared_memory(self, dim, size):
-    """The rings hold as many bytes as with 16 bits, or four blocks."""
-    k_stages, v_stages = mosaic_gpu.stages(dim, 1, size)
-    assert k_stages >= v_stages >= 3
-    block = 64 * dim + (64 // min(size, 64)) * max(min(size, 64) * 4, 128)
-    wide = 64 * dim * 2
-    per_stream = (k_stages + v_stages) * block + 3 * wide + 64 * 32 * 4
-    assert per_stream * mosaic_gpu.streams(dim) <= 221 * 1024
-
 
 class TestMerge:
   """Results of pieces, merged."""

@@ -117,20 +117,6 @@ def sizes_of(q, k_pages, v_pages, page_table):
 
 @pytest.mark.slow
 class TestParts:
-  def sizes(self, batch, columns, heads, kv_heads, pages_a_row):
-    shape = jax.ShapeDtypeStruct
-    pool = shape((1000, kv_heads, 16, 128), jnp.bfloat16)
-    q = shape((batch, columns, heads, 128), jnp.bfloat16)
-    return sizes_of(q, pool, pool, shape((batch, pages_a_row), jnp.int32))
-
-  @pytest.mark.parametrize("batch", [1, 8, 64, 256])
-  def test_long_rows_of_a_decode_are_split(self, batch):
-    """Enough for all cores; no program has the whole of 128k tokens."""
-    sizes = self.sizes(batch, 1, 32, 8, 8192)
-    assert batch * 8 * sizes.splits >= 264
-    assert sizes.splits >= 16
-    assert sizes.splits * batch * 32 * 128 * 4 <= 64 * 2**20
-
   @pytest.mark.parametrize("splits", [1, 2, 3, 8, 16])
   @pytest.mark.parametrize("window", [None, 300])
   def test_any_number_of_splits(self, monkeypatch, splits, window):

@@ -225,32 +225,3 @@ def test_json_under_a_guide():
     text = b"".join(tokens[token] for token in out.tokens[row][out.mask[row]])
     kinds.add(type(json.loads(text)).__name__)
   assert kinds == {"dict", "list", "str", "int", "float", "bool", "NoneType"}
-
-
-def test_stop_strings_begin_anew():
-  """In the next turn the text of the last one is forgotten."""
-  tokens = rollout.token_bytes([b"a", b"b", b"c", b"d"])
-  params = jnp.full((4, 4), -9.0) + 9 * jnp.eye(4)[jnp.asarray([1, 2, 0, 3])]
-  config = rollout.RolloutConfig(max_new_tokens=9, max_length=24)
-  state = _begun(
-    [[2]],
-    config,
-    rollout.Sampling(
-      temperature=0, stop_strings=rollout.stop_strings(["cab"], tokens)
-    ),
-  )
-
-  def model(params, tokens, positions, kv, views, columns, rows):
-    del positions, views, rows
-    return params[tokens[0].at[columns].get(mode="clip")], kv
-
-  run = jax.jit(functools.partial(rollout.generate, model=model))
-  state = run(params, state)
-  # a b c a b: "cab" of the answer alone, the prompt's "c" does not count.
-  assert state.sequences.tokens[0, :6].tolist() == [2, 0, 1, 2, 0, 1]
-  assert int(state.sequences.finish[0]) == rollout.Finish.STOP_STRING
-  assert int(state.sequences.stop[0]) == 0
-  state, _ = rollout.extend(state, [0], [[2]], [1])
-  state = run(params, state)
-  assert state.sequences.tokens[0, 7:12].tolist() == [0, 1, 2, 0, 1]
-  assert int(state.sequences.length[0]) == 12
