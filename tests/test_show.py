@@ -1,6 +1,6 @@
 """Pictures of a cache."""
 
-import builtins
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -128,13 +128,6 @@ def test_what_cannot_be_drawn_is_refused(state):
 
 
 def test_matplotlib_is_asked_for_by_its_extra(state, monkeypatch):
-  real = builtins.__import__
-
-  def without(name, *args, **kwargs):
-    if name.startswith("matplotlib"):
-      raise ImportError(name)
-    return real(name, *args, **kwargs)
-
-  monkeypatch.setattr(builtins, "__import__", without)
+  monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
   with pytest.raises(ImportError, match=r'pip install "jaxkv\[plots\]"'):
     show(state)

@@ -14,6 +14,7 @@ from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import check_single
 from jaxkv._src.cache.verbs.inspect import cached_pages
 from jaxkv._src.cache.verbs.inspect import free_pages
+from jaxkv._src.extras import extra_package
 
 if TYPE_CHECKING:
   from matplotlib.axes import Axes
@@ -122,7 +123,10 @@ def show(
       f"{state.config.num_pages}; use jaxkv.usage and jaxkv.stats for large "
       "pools."
     )
-  _require_matplotlib()
+  # pyplot teaches a notebook to display figures; no figure is made with it.
+  extra_package(
+    "matplotlib.pyplot", install="jaxkv[plots]", task="To draw a cache"
+  )
   kinds = page_kinds(state)
   columns = _COLUMNS
   if len(kinds) > _LARGE_POOL:
@@ -134,17 +138,6 @@ def show(
   _draw_free_queue(picture, state, kinds)
   _draw_legend(picture, kinds)
   return _render(picture, ax)
-
-
-def _require_matplotlib() -> None:
-  try:
-    # pyplot teaches a notebook to display figures; no figure is made with it.
-    import matplotlib.pyplot  # noqa: F401
-  except ImportError as error:
-    raise ImportError(
-      "jaxkv.show needs matplotlib; install it with "
-      '`pip install "jaxkv[plots]"`.'
-    ) from error
 
 
 class _Cell(NamedTuple):

@@ -13,8 +13,6 @@ imports only from its own line and those below:
 | `prefix/` | page keys, the prefix index, the rules of publication |
 | `config` | everything that is fixed when a program is compiled |
 | `group_kinds` | what the layers of a group keep, and its sizes in pages |
-| `ops` | array operations: bounds-safe gathers, windows of work, XLA idioms |
 
-`invariants` says what holds between calls. `checks` refuses arguments by name,
-and `describe` is the state's `repr`.
+`invariants` says what holds between calls; `describe` is the state's `repr`.
 """

@@ -34,9 +34,13 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
     )
   # Group 0 may belong to an encoder, so a slot counts if any group has a page.
   running = np.asarray(state.num_pages).max(axis=1) > 0
-  pages = [f"{_num_in_use(state)} of {config.num_pages - 1} pages in use"]
+  most = config.num_pages - 1
+  pages = [f"{most - int(state.pool.queue.num_free)} of {most} pages in use"]
   if state.pool.index is not None:
-    pages.append(f"{_num_free_cached(state)} free pages cached")
+    buckets = np.asarray(state.pool.index.buckets)
+    cached = buckets[buckets > 0]
+    free = np.asarray(state.pool.ref_count)[cached] == 0
+    pages.append(f"{np.count_nonzero(free)} free pages cached")
   error = int(state.error)
   return (
     f"CacheState({', '.join(pages)};"
@@ -44,16 +48,6 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
     f" {np.asarray(state.length).sum()} tokens; {kinds};"
     f" {status(error).name if error in list(status) else error})"
   )
-
-
-def _num_in_use(state: Any) -> int:
-  return state.config.num_pages - 1 - int(state.pool.queue.num_free)
-
-
-def _num_free_cached(state: Any) -> int:
-  buckets = np.asarray(state.pool.index.buckets)
-  held = np.asarray(state.pool.ref_count)[buckets[buckets > 0]] > 0
-  return int(np.count_nonzero(~held))
 
 
 def _kind_names(groups: tuple[Any, ...]) -> list[str]:
