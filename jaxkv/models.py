@@ -58,7 +58,6 @@ from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.decoder.forward import chosen_experts
 from jaxkv._src.models.decoder.forward import forward
 from jaxkv._src.models.decoder.forward import forward_uncached
 from jaxkv._src.models.decoder.grouped import grouped_log_probs
@@ -89,7 +88,6 @@ __all__ = [
   "Tokenizer",
   "YarnScaling",
   "cache_groups",
-  "chosen_experts",
   "forward",
   "forward_uncached",
   "grouped_log_probs",

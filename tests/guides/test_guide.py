@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxkv import rollout
-from jaxkv._src.sampling.sample import sample
 from tests.guides import small_vocabulary
+from tests.tools.draws import sample
 from tests.tools.transforms import TRANSFORMS
 from tests.tools.transforms import check_under
 

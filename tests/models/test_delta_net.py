@@ -121,15 +121,15 @@ class TestConvolution:
   @pytest.mark.parametrize("width", [1, 4])
   def test_equals_the_loop(self, columns, width):
     x, weight = _drawn(0, _ROWS, columns, 5), _drawn(1, 5, width)
-    state, bias = _drawn(2, _ROWS, 5, width - 1), _drawn(3, 5)
+    state = _drawn(2, _ROWS, 5, width - 1)
     counts = np.asarray([columns, columns // 2, 0], np.int32)
     out, after = jax.jit(delta_net.causal_conv)(
-      *_as_float32(x, weight, state), counts, bias=jnp.float32(bias)
+      *_as_float32(x, weight, state), counts
     )
     for row, count in enumerate(counts):
       inputs = np.concatenate([state[row].T, x[row, :count]])
       for t in range(count):
-        wanted = (inputs[t : t + width] * weight.T).sum(axis=0) + bias
+        wanted = (inputs[t : t + width] * weight.T).sum(axis=0)
         np.testing.assert_allclose(out[row, t], wanted, atol=2e-6)
       wanted = inputs[len(inputs) - (width - 1) :].T
       np.testing.assert_allclose(after[row], wanted, atol=1e-7)

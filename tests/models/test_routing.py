@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv import kv as paged
 from jaxkv import models
 from jaxkv._src.models.decoder import mlp as mlps
+from tests.models.chosen_experts import chosen_experts
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +91,7 @@ def _inputs() -> tuple[jax.Array, jax.Array]:
 
 @functools.cache
 def _chosen(name: str) -> jax.Array:
-  return models.chosen_experts(_params(name), *_inputs(), config=_decoder(name))
+  return chosen_experts(_params(name), *_inputs(), config=_decoder(name))
 
 
 @functools.cache
@@ -158,9 +159,7 @@ def test_experts_that_are_given(name):
   config, inputs = _decoder(name), _inputs()
   run = functools.partial(models.forward_uncached, config=config)
   logits = run(_params(name), *inputs, experts=given)
-  used = models.chosen_experts(
-    _params(name), *inputs, config=config, experts=given
-  )
+  used = chosen_experts(_params(name), *inputs, config=config, experts=given)
   wanted = np.asarray(given, np.int32)
   np.testing.assert_array_equal(np.where(wanted < 0, -1, used), wanted)
   assert np.all(np.asarray(used) >= 0)
@@ -251,9 +250,7 @@ def test_gradients_with_experts_that_are_given(name):
   plain, replayed = (gradient(params, x) for x in (None, _chosen(name)))
   same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
   jax.tree.map(same, plain, replayed)
-  fixed = models.chosen_experts(
-    params, *inputs, config=config, experts=_others(name)
-  )
+  fixed = chosen_experts(params, *inputs, config=config, experts=_others(name))
   slope = jax.tree_util.tree_map_with_path(
     lambda path, leaf: leaf * float(path[-1].key == "router"),
     gradient(params, fixed),
@@ -300,7 +297,7 @@ class TestArguments:
     layers = _layers((_ATTENTION,), "plain") + _layers((_ATTENTION,), "limit")
     config = models.Decoder(vocab_size=_VOCAB, embed_dim=16, layers=layers)
     with pytest.raises(ValueError, match=r"one `num_chosen`, got \[2, 3\]"):
-      models.chosen_experts({}, *_inputs(), config=config)
+      chosen_experts({}, *_inputs(), config=config)
 
   def test_experts_of_another_shape(self):
     run = functools.partial(

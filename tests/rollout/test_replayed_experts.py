@@ -13,6 +13,7 @@ import jaxkv
 from jaxkv import kv as memory
 from jaxkv import models
 from jaxkv import rollout
+from tests.models.chosen_experts import chosen_experts
 from tests.rollout import by_hand
 from tests.tools.pool_copies import pool_sized_rewrites
 
@@ -253,7 +254,7 @@ def test_a_trainer_uses_the_same():
   assert hits - before >= 12 + 12 + 12
   ran = np.arange(24)[None] < np.asarray(out.lengths)[:, None] - 1
   rows = (out.tokens, out.positions)
-  chosen = models.chosen_experts(params, *rows, config=_DECODER)
+  chosen = chosen_experts(params, *rows, config=_DECODER)
   wanted = np.where(ran[:, :, None, None], chosen, -1)
   np.testing.assert_array_equal(out.experts, wanted)
 
@@ -268,9 +269,7 @@ def test_a_trainer_uses_the_same():
   gaps = np.abs(log_probs(params, out.experts) - out.log_probs[:, 1:])
   assert mask.sum() == 6 * 8 and np.max(gaps[mask]) <= 1e-5
   other = _weights(2, 0.5)
-  own = models.chosen_experts(other, *rows, config=_DECODER)
+  own = chosen_experts(other, *rows, config=_DECODER)
   assert np.mean(np.asarray(own)[ran] != wanted[ran]) > 0.05
-  replayed = models.chosen_experts(
-    other, *rows, config=_DECODER, experts=out.experts
-  )
+  replayed = chosen_experts(other, *rows, config=_DECODER, experts=out.experts)
   np.testing.assert_array_equal(np.asarray(replayed)[ran], wanted[ran])

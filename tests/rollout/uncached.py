@@ -9,7 +9,7 @@ from jaxkv import models
 from jaxkv import rollout
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.sampling.sample import Drawn
-from jaxkv._src.sampling.sample import sample
+from tests.tools.draws import sample
 
 
 def generate(

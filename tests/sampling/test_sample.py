@@ -11,12 +11,12 @@ from jaxkv._src.sampling import settings
 from jaxkv._src.sampling.penalties import adjust
 from jaxkv._src.sampling.penalties import see
 from jaxkv._src.sampling.sample import draw
-from jaxkv._src.sampling.sample import probabilities
-from jaxkv._src.sampling.sample import sample
 from jaxkv._src.sampling.settings import Sampling
 from tests.sampling import by_definition
 from tests.sampling.by_definition import Row
 from tests.tools import traced_loops
+from tests.tools.draws import probabilities
+from tests.tools.draws import sample
 from tests.tools.tiers import slow_except
 from tests.tools.transforms import TRANSFORMS
 from tests.tools.transforms import check_under

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxkv._src.sampling.penalties import adjust
-from jaxkv._src.sampling.sample import probabilities
 from tests.sampling import by_definition
 from tests.sampling.by_definition import Row
+from tests.tools.draws import probabilities
 
 _CASES, _BATCH = 1000, 100
 _STOP_TOKEN = 3

@@ -122,16 +122,7 @@ def attend_with_lse(
 ) -> tuple[jax.Array, jax.Array]:
   """`attend`, and the log-sum-exps, to merge it with attention to other keys.
 
-  Args:
-    kv: see `attend`, as for all others.
-    view: see there.
-    layer: see there.
-    q: see there.
-    options: see there.
-    causal: see there.
-    exact: see there.
-    backend: see there.
-    heads: see there.
+  Takes the arguments of `attend`.
 
   Returns:
     What `attend` returns, and float32[B, T, H], the natural-log log-sum-exps of

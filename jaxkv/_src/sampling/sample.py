@@ -93,32 +93,6 @@ class _Weights(NamedTuple):
     return jnp.where(block.valid, weights, 0), block.columns
 
 
-def sample(
-  keys: Array, counts: Array, logits: Array, temperature: Array
-) -> tuple[Array, Array]:
-  """Draws a token for every row.
-
-  The draw depends on the row's own key and count alone, never on its place in
-  the batch or on the rows beside it. At temperature 0 nothing is drawn.
-
-  Args:
-    keys: key[B], a sequence's own key.
-    counts: int32[B], tokens the sequence has generated so far.
-    logits: floats [B, V] of any width; computed with in float32.
-    temperature: float32[] or float32[B]; 0 takes the most likely token.
-
-  Returns:
-    int32[B], and float32[B]: the log-probability of the token in the
-    distribution it was drawn from; for temperature 0, in the model's own.
-
-  Raises:
-    TypeError: `logits` holds no floats.
-  """
-  temperature = jnp.broadcast_to(temperature, keys.shape)
-  drawn = draw(keys, counts, logits, Sampling(temperature=temperature))
-  return drawn.tokens, drawn.log_probs
-
-
 def draw(
   keys: Array,
   counts: Array,
@@ -233,32 +207,6 @@ def _draw_exactly(
     own = log_probs.of_tokens(raw_logits, drawn.tokens, ones)
     drawn = drawn._replace(raw_log_probs=own)
   return drawn
-
-
-def probabilities(logits: Array, sampling: Sampling) -> Array:
-  """The distributions that `draw` draws from.
-
-  Args:
-    logits: floats [R, V].
-    sampling: of these R rows.
-
-  Returns:
-    float32[R, V]. In a row with temperature 0, 1 for the token that is taken.
-
-  Examples:
-    >>> sampling = Sampling(top_k=jnp.asarray([2], jnp.int32))
-    >>> probabilities(jnp.zeros((1, 2)), sampling).tolist()
-    [[0.5, 0.5]]
-  """
-  logits = as_logits(logits)
-  weights = _weights(logits, sampling)
-  some = weights.kept()
-  some = some / reductions.sums(some)[:, None]
-  if weights.greedy is None:
-    return some
-  column = jnp.arange(logits.shape[1], dtype=jnp.int32)
-  taken = column[None] == _most_likely(weights)[:, None]
-  return jnp.where(weights.greedy[:, None], taken.astype(jnp.float32), some)
 
 
 _OFF = {"min_p": 0, "top_k": 0, "top_p": 1}

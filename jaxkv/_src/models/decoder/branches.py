@@ -72,17 +72,7 @@ def attend(
   soft_cap: float | None = None,
   sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """Softmax attention in trees.
-
-  Args:
-    tree: where tokens stand.
-    q: [N, T, H, D] queries.
-    k: [N, T, K, D] keys; K divides H.
-    v: [N, T, K, X] values.
-    window: see `causal_attention.attend_causal`.
-    scale: see there.
-    soft_cap: see there.
-    sinks: see there.
+  """Softmax attention in trees, with the arguments of `attend_causal`.
 
   Returns:
     [N, T, H, X]. Columns without a token have numbers, too.

@@ -40,8 +40,6 @@ def causal_conv(
   weight: Array,
   state: Array,
   counts: Array,
-  *,
-  bias: Array | None = None,
 ) -> tuple[Array, Array]:
   """Each channel convolved with itself, over a token and the W - 1 before it.
 
@@ -53,7 +51,6 @@ def causal_conv(
     state: float[B, C, W - 1], the inputs before the first token, the oldest
       first; zeros where a sequence begins.
     counts: int32[B], tokens of each row.
-    bias: float[C], or None.
 
   Returns:
     [B, T, C] in x's dtype; and the last W - 1 inputs after `counts` tokens,
@@ -80,8 +77,6 @@ def causal_conv(
   for place in range(width):
     factor = weight[:, place].astype(jnp.float32)[None, None]
     out = out + inputs[:, place : place + columns] * factor
-  if bias is not None:
-    out = out + bias.astype(jnp.float32)[None, None]
   last = counts[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
   after = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
   return out.astype(x.dtype), after.swapaxes(1, 2).astype(state.dtype)
@@ -126,7 +121,6 @@ def gated_delta_rule(
   state: Array,
   counts: Array,
   *,
-  scale: float | None = None,
   chunk: int = 64,
 ) -> tuple[Array, Array]:
   """The outputs of all tokens, and the state after `counts` of them.
@@ -140,7 +134,6 @@ def gated_delta_rule(
     beta: float[B, T, H], 0 .. 1.
     state: float[B, H, Dk, Dv]; zeros where a sequence begins.
     counts: int32[B], tokens of each row, 0 .. T.
-    scale: factor of the queries, 1 / sqrt(Dk) if None.
     chunk: tokens that are computed at once.
 
   Returns:
@@ -174,12 +167,11 @@ def gated_delta_rule(
   chex.assert_equal_shape([q, k])
   chex.assert_shape([decay, beta], (batch, columns, heads))
   chex.assert_shape(state, (batch, heads, k.shape[3], value_dim))
-  scale = k.shape[3] ** -0.5 if scale is None else scale
   times = heads // k.shape[2]
   real = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
   real = real[..., None]
   tokens = _Tokens(
-    q=_by_head(jnp.repeat(q, times, axis=2)) * jnp.float32(scale),
+    q=_by_head(jnp.repeat(q, times, axis=2)) * jnp.float32(k.shape[3] ** -0.5),
     k=_by_head(jnp.repeat(k, times, axis=2)),
     v=_by_head(v),
     # Without decay and without a change a token leaves the state as it is.

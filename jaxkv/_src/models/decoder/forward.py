@@ -4,7 +4,6 @@
 |--------------------|-----------------------------------|------------------|
 | `forward`          | paged memory (`jaxkv.kv`)         | decoding         |
 | `forward_uncached` | those of the same call, no memory | training         |
-| `chosen_experts`   | the same; gives experts, not logits | routing replay |
 
 `grouped_log_probs` (`grouped`) trains on sequences that share prompts.
 
@@ -169,9 +168,9 @@ def forward_uncached(
       windows count tokens, in the order of T.
     config: static; the decoder.
     experts: signed integers [B, T, J, k], the k experts that each token uses in
-      each of the J layers with `Experts`, such as `jaxkv.rollout.generated` and
-      `chosen_experts` give them. A token's k are all given, or all below 0:
-      then they are chosen here. None: all are.
+      each of the J layers with `Experts`, such as `jaxkv.rollout.generated`
+      gives them. A token's k are all given, or all below 0: then they are
+      chosen here. None: all are.
     kv_dtype: static; with `config.numerics` of "exact", in which format the
       pages of those that drew the tokens keep keys and values, as given to
       `init_kv`; None for that of the decoder.
@@ -202,63 +201,6 @@ def forward_uncached(
   return all_logits.run(
     params, tokens, positions, (), keep, None, "all", config
   )[0]
-
-
-@functools.partial(jax.jit, static_argnames=("config",))
-def chosen_experts(
-  params: Params,
-  tokens: jax.Array,
-  positions: jax.Array,
-  *,
-  config: Decoder,
-  experts: jax.Array | None = None,
-) -> jax.Array:
-  """The experts that tokens use in `forward_uncached`.
-
-  Args:
-    params: as `init_params` returns.
-    tokens: int32[B, T], each in 0 ... V - 1.
-    positions: int32[B, T].
-    config: static; the decoder.
-    experts: see `forward_uncached`.
-
-  Returns:
-    int32[B, T, J, k], for the J layers with `Experts` from first to last.
-
-  Raises:
-    TypeError: `tokens`, `positions` or `experts` are no array of integers.
-    ValueError: an argument has another shape than the decoder's, is missing, or
-      given in vain, or the decoder has no experts.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp
-    >>> from jaxkv import models
-    >>> layer = models.Layer(
-    ...   attention=models.Attention(num_heads=2, num_kv_heads=1, head_dim=4),
-    ...   mlp=models.Experts(num_experts=5, num_chosen=2, inner_dim=8),
-    ... )
-    >>> config = models.Decoder(vocab_size=11, embed_dim=8, layers=(layer,) * 3)
-    >>> params = models.init_params(jax.random.key(0), config)
-    >>> tokens, positions = jnp.array([[3, 1, 4]]), jnp.array([[0, 1, 2]])
-    >>> experts = chosen_experts(params, tokens, positions, config=config)
-    >>> experts.shape
-    (1, 3, 3, 2)
-
-    Others, from the first layer on:
-
-    >>> other = forward_uncached(
-    ...   params, tokens, positions, config=config, experts=(experts + 1) % 5
-    ... )
-    >>> other.shape
-    (1, 3, 11)
-  """
-  all_logits.check_tokens(tokens, positions)
-  routing.check_experts(experts, tokens, config)
-  keep = memory_within(config, experts)
-  memory = routing.init_chosen(tokens, config)
-  return all_logits.run(
-    params, tokens, positions, memory, keep, None, "none", config
-  )[1][0]
 
 
 def _has_keys(pool: Any) -> bool:

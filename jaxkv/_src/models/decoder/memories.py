@@ -22,7 +22,6 @@ from jaxkv._src.kv.tokens import TokenPages
 from jaxkv._src.kv.tokens import write_tokens
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
-from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder import states
 from jaxkv._src.models.decoder.attention import Latents
 from jaxkv._src.models.decoder.attention import Softmax
@@ -213,7 +212,7 @@ class Nowhere:
       run: takes inputs [R, T, ...], states and counts int32[R]; returns outputs
         [R, T, ...] and the states after so many tokens.
       inputs: [B, T, ...] each.
-      memory: that of `routed`, or none.
+      memory: none.
 
     Returns:
       [B, T, ...], and the memory.
@@ -223,8 +222,9 @@ class Nowhere:
     return run(inputs, states.zeros(mixer.kind, rows), counts)[0], memory
 
   def routed(self, place: Place, used: jax.Array, memory: Memory) -> Memory:
-    """Keeps the experts int32[B, T, k] that tokens used, if asked to."""
-    return routing.with_chosen(memory, used, place.routed)
+    """Keeps nothing of the experts that tokens used."""
+    del place, used
+    return memory
 
 
 def vectors(seen: Latents) -> jax.Array:

@@ -4,7 +4,6 @@ Letters: J layers with experts, k experts of a token in each of them.
 """
 
 import functools
-from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -111,7 +110,7 @@ def check_experts(
   if experts.shape != wanted:
     raise ValueError(
       f"`experts` must be {list(wanted)}, for all layers with experts, got "
-      f"{list(experts.shape)}; give those of `generated` or `chosen_experts`."
+      f"{list(experts.shape)}; give those of `generated`."
     )
   if not jnp.issubdtype(experts.dtype, jnp.signedinteger):
     raise TypeError(
@@ -127,19 +126,3 @@ def given_to(
     return None
   own = jax.lax.dynamic_index_in_dim(experts, layer, axis=2, keepdims=False)
   return own.astype(jnp.int32)
-
-
-def init_chosen(tokens: jax.Array, decoder: Decoder) -> tuple[jax.Array]:
-  """int32[B, T, J, k], for `Nowhere` to write to."""
-  sizes = routing_of(decoder, "config")[:2]
-  return (jnp.zeros((*tokens.shape, *sizes), jnp.int32),)
-
-
-def with_chosen(
-  memory: tuple[Any, ...], used: jax.Array, layer: jax.Array | int
-) -> tuple[Any, ...]:
-  """What `init_chosen` made, with the experts int32[B, T, k] of a layer."""
-  if not memory:
-    return memory
-  (chosen,) = memory
-  return (jax.lax.dynamic_update_index_in_dim(chosen, used, layer, axis=2),)

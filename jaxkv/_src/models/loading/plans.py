@@ -84,12 +84,12 @@ def stacked(names: list[str], inputs: int, outputs: int) -> Part:
   )
 
 
-def top_parts(decoder: Decoder, prefix: str = "model.") -> dict[str, Part]:
+def top_parts(decoder: Decoder) -> dict[str, Part]:
   """The embedding, the last norm and the output projection."""
   v, e = decoder.vocab_size, decoder.embed_dim
   parts = {
-    "embed": plain(f"{prefix}embed_tokens.weight", v, e),
-    "final_norm": plain(f"{prefix}norm.weight", e),
+    "embed": plain("model.embed_tokens.weight", v, e),
+    "final_norm": plain("model.norm.weight", e),
   }
   if not decoder.tied_embeddings:
     parts["unembed"] = linear("lm_head.weight", e, v)

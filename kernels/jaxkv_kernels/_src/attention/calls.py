@@ -1,7 +1,15 @@
 """The steps that attention functions share: check, choose a backend, attend.
 
-Each function takes the options of its call as `check_options` returns them, and
-pools that were checked against the queries.
+| argument | what it is |
+|---|---|
+| `operation` | the public function, by which a backend is chosen |
+| `backend` | "auto", or one of `BACKENDS` |
+| `q` | queries, checked |
+| `pools` | of keys and of values, checked against the queries |
+| `options` | from `check_options` |
+
+All others are those of the public functions, and are checked here. Attention is
+in q's dtype, its log-sum-exps in float32.
 """
 
 import dataclasses
@@ -30,20 +38,7 @@ def decode(
   lengths: jax.Array,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of one query [B, H, D] for each sequence.
-
-  Args:
-    operation: the public function, by which a backend is chosen.
-    backend: "auto", or one of `BACKENDS`.
-    q: [B, H, D], checked.
-    pools: of keys and of values.
-    page_table: int32[B, M].
-    lengths: int32[B].
-    options: of the call.
-
-  Returns:
-    [B, H, Dv] in q's dtype, and float32[B, H].
-  """
+  """Attention of one query [B, H, D] for each sequence."""
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
   check.beside("q", q, page_table=page_table, lengths=lengths)
@@ -99,22 +94,7 @@ def attend_padded(
   query_tile: int | None,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of a rectangle of queries [B, T, H, D].
-
-  Args:
-    operation: the public function, by which a backend is chosen.
-    backend: "auto", or one of `BACKENDS`.
-    q: [B, T, H, D], checked.
-    pools: of keys and of values.
-    page_table: int32[B, M].
-    starts: int32[B].
-    counts: int32[B].
-    query_tile: see `paged_attention_padded`.
-    options: of the call.
-
-  Returns:
-    [B, T, H, Dv] in q's dtype, and float32[B, T, H].
-  """
+  """Attention of a rectangle of queries [B, T, H, D]."""
   check.table(page_table, q.shape[0])
   check.vector("starts", starts, q.shape[0])
   check.vector("counts", counts, q.shape[0])
@@ -154,22 +134,7 @@ def attend_packed(
   max_query_len: int | None,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of packed queries [T, H, D].
-
-  Args:
-    operation: the public function, by which a backend is chosen.
-    backend: "auto", or one of `BACKENDS`.
-    q: [T, H, D], checked.
-    pools: of keys and of values.
-    page_table: int32[B, M].
-    kv_lens: int32[B].
-    cu_q_lens: int32[B + 1].
-    max_query_len: see `paged_attention`.
-    options: of the call.
-
-  Returns:
-    [T, H, Dv] in q's dtype, and float32[T, H].
-  """
+  """Attention of packed queries [T, H, D]."""
   check.table(page_table, None)
   check.vector("kv_lens", kv_lens, page_table.shape[0])
   check.vector("cu_q_lens", cu_q_lens, page_table.shape[0] + 1)
