@@ -73,7 +73,7 @@ class Guide:
       are left. An entry for each further token follows.  # int32[S]
     last: the last of these entries, for all larger numbers.  # int32[S]
     rows: the row of each entry in `masks`.  # int32[X]
-    masks: sets of tokens, see `pack_bits`.  # uint32[U, ceil(V / 32)]
+    masks: sets of tokens, see `bitmask`.  # uint32[U, ceil(V / 32)]
     tokens: the bytes of all tokens.
     max_bytes: bytes of the longest text of the grammars; None if there is no
       longest.
@@ -201,7 +201,7 @@ class Guide:
       left: int32[R], tokens that may still be drawn, the stop token included.
 
     Returns:
-      uint32[R, ceil(V / 32)], as `pack_bits` makes them.
+      uint32[R, ceil(V / 32)], see `bitmask`.
     """
     more = jnp.maximum(left - indexing.take(self.distance, state), 0)
     first, last = (
