@@ -141,12 +141,9 @@ def init(
     ((10, 1, 4, 8), None)
   """
   check_config(config)
-  check_size("num_layers", num_layers)
-  check_size("num_kv_heads", num_kv_heads)
-  check_size("head_dim", head_dim)
+  sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+  check_sizes(config, group, num_layers=num_layers, **sizes)
   _check_latents(num_kv_heads, head_dim, value_dim)
-  check_group(config, group)
-  check_total(config, num_layers)
   dtype = np.dtype(dtype)
   if dtype.name not in _BITS:
     wanted = f"one of {', '.join(_BITS)}"
@@ -254,6 +251,27 @@ def check_group(config: CacheConfig, group: int) -> None:
     arguments.refuse(ValueError, "group", wanted, group)
 
 
+def check_sizes(
+  config: CacheConfig, group: int, *, num_layers: int, **sizes: int
+) -> None:
+  """Raises unless a memory of these sizes can be made for a group.
+
+  Args:
+    config: of the cache, checked.
+    group: must be a layer group of the cache.
+    num_layers: at least 1; the pages of all layers must have int32 numbers.
+    **sizes: further numbers by name, each at least 1.
+  """
+  for name, size in {"num_layers": num_layers, **sizes}.items():
+    check_size(name, size)
+  check_group(config, group)
+  if num_layers * config.num_pages > np.iinfo(np.int32).max:
+    raise ValueError(
+      "`num_layers` must be such that num_layers * num_pages fits int32, got"
+      f" {num_layers} * {config.num_pages}."
+    )
+
+
 def _check_latents(
   num_kv_heads: int, head_dim: int, value_dim: int | None
 ) -> None:
@@ -274,15 +292,6 @@ def storage_of(dtype: np.dtype) -> np.dtype:
   bits = _BITS[dtype.name]
   as_bits = bits is not None and jax.default_backend() == "cpu"
   return np.dtype(bits if as_bits else dtype)
-
-
-def check_total(config: CacheConfig, num_layers: int) -> None:
-  """Raises unless the pages of all layers have int32 numbers."""
-  if num_layers * config.num_pages > np.iinfo(np.int32).max:
-    raise ValueError(
-      "`num_layers` must be such that num_layers * num_pages fits int32, got"
-      f" {num_layers} * {config.num_pages}."
-    )
 
 
 def check_size(name: str, size: int) -> None:

@@ -21,7 +21,7 @@ from jaxkv._src.kv.memory import check_config
 from jaxkv._src.kv.memory import check_group
 from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.memory import check_size
-from jaxkv._src.kv.memory import check_total
+from jaxkv._src.kv.memory import check_sizes
 from jaxkv._src.kv.memory import storage_of
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
@@ -112,9 +112,8 @@ def init_states(
     ((15, 2, 8, 8), 5)
   """
   check_config(config)
-  check_size("num_layers", num_layers)
-  check_total(config, num_layers)
   group = _group_of(config, group)
+  check_sizes(config, group, num_layers=num_layers)
   if not shapes:
     arguments.refuse(ValueError, "shapes", "one array or more", shapes)
   states, dtypes = {}, []

@@ -16,10 +16,8 @@ from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.kv.append import places
 from jaxkv._src.kv.memory import check_config
-from jaxkv._src.kv.memory import check_group
 from jaxkv._src.kv.memory import check_layer
-from jaxkv._src.kv.memory import check_size
-from jaxkv._src.kv.memory import check_total
+from jaxkv._src.kv.memory import check_sizes
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import check_rows
 
@@ -104,10 +102,7 @@ def init_tokens(
     ((15, 4, 2), 5)
   """
   check_config(config)
-  check_size("num_layers", num_layers)
-  check_size("width", width)
-  check_group(config, group)
-  check_total(config, num_layers)
+  check_sizes(config, group, num_layers=num_layers, width=width)
   dtype = np.dtype(dtype)
   if dtype.name not in _FORMATS:
     arguments.refuse(
