@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -241,20 +240,20 @@ def _attend(
   }
   if kv.value_dim is not None:
     call["value_dim"] = kv.value_dim
+  rectangle, packed = _rectangle, _packed
   if not causal:
-    algorithm = _CROSS
+    rectangle = cross_attention.attend_rectangle
+    packed = cross_attention.attend_packed
   elif exact:
-    algorithm = _EXACT
-  else:
-    algorithm = _CAUSAL
+    rectangle, packed = _exact_rectangle, _exact_packed
   if not isinstance(view, PackedView):
-    return algorithm.rectangle(kv, view, q, call)
+    return rectangle(kv, view, q, call)
   # Single tokens as in a decode step, then packed queries.
   num_single = rows_of(view.decode).page_table.shape[0]
-  out, lse = algorithm.rectangle(kv, view.decode, q[0, :num_single, None], call)
+  out, lse = rectangle(kv, view.decode, q[0, :num_single, None], call)
   out, lse = out[:, 0], lse[:, 0]
   if view.prefill is not None:
-    more = algorithm.packed(kv, view.prefill, q[0, num_single:], call)
+    more = packed(kv, view.prefill, q[0, num_single:], call)
     out = jnp.concatenate([out, more[0]])
     lse = jnp.concatenate([lse, more[1]])
   return out[None], lse[None]
@@ -341,22 +340,3 @@ def _sequences(kv: KVPages, rows: View) -> exact_attention.TokenRows:
   return exact_attention.TokenRows(
     _pools(kv), rows.page_table, rows.starts, rows.counts
   )
-
-
-class _Algorithm(NamedTuple):
-  """Attention of both forms of queries.
-
-  Attributes:
-    rectangle: of queries [B, T, H, D] in a `View` or `FreshView`.
-    packed: of queries [C, H, D], one row of a `View` after another.
-  """
-
-  rectangle: Callable[..., tuple[jax.Array, jax.Array]]
-  packed: Callable[..., tuple[jax.Array, jax.Array]]
-
-
-_CAUSAL = _Algorithm(_rectangle, _packed)
-_EXACT = _Algorithm(_exact_rectangle, _exact_packed)
-_CROSS = _Algorithm(
-  cross_attention.attend_rectangle, cross_attention.attend_packed
-)

@@ -74,18 +74,10 @@ def append_kv(
     >>> k_pages[1, 0, 2], float(k_pages.sum())
     (Array([1., 1.], dtype=float32), 2.0)
   """
-  _check_sides(
-    k_pages,
-    v_pages,
-    k_new,
-    v_new,
-    page_ids=page_ids,
-    offsets=offsets,
-    page_offset=page_offset,
-    k_scale=k_scale,
-    v_scale=v_scale,
+  pools, scales = (k_pages, v_pages), (k_scale, v_scale)
+  where = _where_both(
+    pools, (k_new, v_new), scales, page_ids, offsets, page_offset
   )
-  where = _where(k_pages, page_ids, offsets, page_offset)
   k_stored = _elements("k_", k_new, k_pages, k_scale)
   v_stored = _elements("v_", v_new, v_pages, v_scale)
   return (
@@ -141,22 +133,14 @@ def append_quantized(
     >>> pages[1, 0, 0].tolist(), round(float(scale[1, 0, 0]) * 127, 4)
     ([64, -127], 6.0)
   """
-  _check_sides(
-    k_pages,
-    v_pages,
-    k_new,
-    v_new,
-    page_ids=page_ids,
-    offsets=offsets,
-    page_offset=page_offset,
-    k_scale=k_scale,
-    v_scale=v_scale,
+  pools, scales = (k_pages, v_pages), (k_scale, v_scale)
+  where = _where_both(
+    pools, (k_new, v_new), scales, page_ids, offsets, page_offset
   )
   scaled_dtype("k_pages", k_pages.dtype)
   for side, new, scale in (("k", k_new, k_scale), ("v", v_new, v_scale)):
     _check_floats(f"{side}_new", new)
     _check_scale(f"{side}_scale", scale, k_pages.shape[:3])
-  where = _where(k_pages, page_ids, offsets, page_offset)
   k_stored, k_factor = quantize(k_new, k_pages.dtype)
   v_stored, v_factor = quantize(v_new, v_pages.dtype)
   return (
@@ -301,29 +285,32 @@ def _check_floats(name: str, new: jax.Array) -> None:
     check.refuse(TypeError, name, "floats", new.dtype, hint)
 
 
-def _check_sides(
-  k_pages: jax.Array,
-  v_pages: jax.Array,
-  k_new: jax.Array,
-  v_new: jax.Array,
-  *,
+def _where_both(
+  pools: tuple[jax.Array, jax.Array],
+  new: tuple[jax.Array, jax.Array],
+  scales: tuple[jax.Array | None, jax.Array | None],
   page_ids: jax.Array,
-  **others: jax.Array | int | None,
-) -> None:
-  """Checks that pools and tokens go together and are on the same devices."""
-  check.alike(k_pages, v_pages)
+  offsets: jax.Array,
+  page_offset: jax.Array | int,
+) -> jax.Array:
+  """As `_where`, for keys and values whose arrays it checks."""
+  check.alike(*pools)
   check.vector("page_ids", page_ids, None)
   check.beside(
     "k_pages",
-    k_pages,
-    v_pages=v_pages,
-    k_new=k_new,
-    v_new=v_new,
+    pools[0],
+    v_pages=pools[1],
+    k_new=new[0],
+    v_new=new[1],
     page_ids=page_ids,
-    **others,
+    offsets=offsets,
+    page_offset=page_offset,
+    k_scale=scales[0],
+    v_scale=scales[1],
   )
-  _check_new("k_new", k_new, k_pages, page_ids.size)
-  _check_new("v_new", v_new, v_pages, page_ids.size)
+  for name, tokens, pages in zip(("k_new", "v_new"), new, pools, strict=True):
+    _check_new(name, tokens, pages, page_ids.size)
+  return _where(pools[0], page_ids, offsets, page_offset)
 
 
 def _check_new(
