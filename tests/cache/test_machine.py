@@ -1,6 +1,6 @@
 """The jitted cache against the oracle, move by move.
 
-The default run takes two setups and `--all` takes every one: 800 moves that
+The default run takes a hybrid and `--all` takes every one: 800 moves that
 hypothesis chooses and can shrink, and 2,000 at random, in each. `--deep` makes
 12,000 and 10,000 of them.
 """
@@ -120,7 +120,7 @@ def _leaves(state):
   return [np.array(leaf) for leaf in jax.tree.leaves(state)]
 
 
-@slow_except("name", SETUPS, "groups", "hybrid")
+@slow_except("name", SETUPS, "hybrid")
 @pytest.mark.parametrize("name", SETUPS)
 def test_machine(name, request):
   """Both walks in one test, because compiling is most of either."""

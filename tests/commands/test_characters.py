@@ -54,6 +54,7 @@ class TestTraining:
     untrained = models.init_params(jax.random.key(0), small_model.config)
     assert loss(small_model.params) < 0.5 * loss(untrained)
 
+  @pytest.mark.slow
   def test_same_recipe_same_weights(self, small_model, tmp_path):
     again = characters.character_model(
       steps=25, text=TEXT, folder=tmp_path, progress=False

@@ -102,6 +102,7 @@ class TestRollout:
     assert _status(main, "--prompt", "7 is", "--max-tokens", 4) == 1
     assert "equals uncached   NO" in capsys.readouterr().out
 
+  @pytest.mark.slow
   def test_the_bar_moves(self, main, monkeypatch):
     """A span of steps is short beside the whole rollout."""
     updates = []

@@ -23,7 +23,7 @@ from tests.models import exact_families as families
 
 _SAMPLES, _NEW, _PROMPT = 2, 12, 20
 _HEAT = 0.8
-_deep = pytest.mark.deep
+_deep, _slow = pytest.mark.deep, pytest.mark.slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,24 +188,23 @@ def _equal(drawn, other):
   )
 
 
-def _families(mark, *fast):
-  """Parameters (name, dtype), of which all but some have a mark."""
+def _families(marks):
+  """Parameters (name, dtype), which are deep unless they have another mark."""
   pairs = itertools.product(families.NAMES, (jnp.float32, jnp.bfloat16))
   return pytest.mark.parametrize(
     ("name", "dtype"),
-    [pytest.param(*pair, marks=() if pair in fast else mark) for pair in pairs],
+    [pytest.param(*pair, marks=marks.get(pair, _deep)) for pair in pairs],
   )
 
 
-@_families(_deep, ("llama", jnp.bfloat16), ("gemma", jnp.float32))
+@_families({("gemma", jnp.float32): (), ("llama", jnp.bfloat16): _slow})
 def test_rollout_score_and_trainer_have_the_same_bits(name, dtype):
   config, params = families.decoder(name, dtype)
   drawn = _drawn(config, params, _Setting(slots=3))
   _same_everywhere(config, params, drawn)
 
 
-@pytest.mark.slow
-@_families(_deep, ("llama", jnp.bfloat16), ("gemma", jnp.float32))
+@_families({("gemma", jnp.float32): _slow, ("llama", jnp.bfloat16): _slow})
 def test_pages_and_chunks_change_no_bit(name, dtype):
   config, params = families.decoder(name, dtype)
   drawn = _drawn(config, params, _Setting(slots=3))
