@@ -32,10 +32,10 @@ _TABLE = {
     _THOUSAND,
   ),
   # --- bitmask ---------------------------------------------------------------
-  "the first token is the highest bit": (
-    "bitmask:_places",
-    returned(lambda out, g: jnp.flip(out, axis=-1)),
-    _BITS + "TestPackBits::test_token_33_is_bit_1_of_word_1",
+  "the first token is bit 1": (
+    "bitmask:mask_logits",
+    given(bits=lambda g: g.bits << jnp.uint32(1)),
+    _BITS + "TestMaskLogits::test_token_33_is_bit_1_of_word_1",
   ),
   # --- grammars --------------------------------------------------------------
   "surrogates are characters": (
