@@ -108,7 +108,7 @@ def seen_in(
   # One number counts both kinds of tokens, so they are scattered once.
   once = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
   column = jnp.where(there, tokens, indexing.NOWHERE)
-  row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+  row = _rows(tokens)
   seen = jnp.zeros((rows, vocab_size), jnp.uint16)
   for begin in range(0, width, _CHUNK):
     part = slice(begin, begin + _CHUNK)
@@ -171,9 +171,9 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
   return _penalized(logits, sampling, history.seen)
 
 
-def _rows(logits: Array) -> Array:
+def _rows(matrix: Array) -> Array:
   """The index of each row, int32[R, 1]."""
-  return jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+  return jnp.arange(matrix.shape[0], dtype=jnp.int32)[:, None]
 
 
 def _saturated(logits: Array, before: Array) -> Array:
