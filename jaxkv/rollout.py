@@ -4,7 +4,7 @@
 |---------------------------|--------------------------------------------------|
 | begin, run, read          | `init`, `generate`, `Until`, `generated`         |
 | draw in another way       | `Sampling`, `stop_strings`                       |
-| constrain what is drawn   | `guide` of a `regex` or `json_grammar`; `Process`|
+| constrain what is drawn   | `guide` of a `regex` or `json_schema`; `Process`|
 | add prompts, take answers | `submit`, `harvest`                              |
 | go on after a tool        | `extend`                                         |
 | stop or interrupt         | `abort`, `requeue`                               |
@@ -27,8 +27,8 @@ from jaxkv._src.guides.grammars import Grammar
 from jaxkv._src.guides.guide import Guide
 from jaxkv._src.guides.guide import GuideState
 from jaxkv._src.guides.guide import guide
-from jaxkv._src.guides.json_grammar import json_grammar
 from jaxkv._src.guides.regex import regex
+from jaxkv._src.guides.schema import json_schema
 from jaxkv._src.guides.stop_strings import StopStrings
 from jaxkv._src.guides.stop_strings import stop_strings
 from jaxkv._src.guides.token_bytes import TokenBytes
@@ -122,7 +122,7 @@ __all__ = [
   "harvest",
   "init",
   "is_done",
-  "json_grammar",
+  "json_schema",
   "regex",
   "requeue",
   "score",

@@ -28,6 +28,7 @@
 # %%
 import functools
 import itertools
+import json
 import operator
 import re
 
@@ -50,7 +51,7 @@ from jaxkv import rollout
 # because the loop does not know what tokens mean.
 
 # %%
-CHARACTERS = "0123456789+-*= :.abcdefghijklmnopqrstuvwxyz"
+CHARACTERS = "0123456789+-*= :.abcdefghijklmnopqrstuvwxyz" + '{}",'
 EQUALS = CHARACTERS.index("=")
 decoder = models.llama(
   vocab_size=len(CHARACTERS),
@@ -456,7 +457,42 @@ for number, text in enumerate(texts):
     print(f"{number:2} {finish.name}: {text}")
 
 # %% [markdown]
-# A real agent differs in the model and in the guide: a tokenizer instead of
-# characters, and `rollout.json_grammar` instead of an expression.
+# ## Calls as JSON
+#
+# The arguments of most tools are JSON, and a schema describes them.
+# `rollout.json_schema` makes a grammar of a schema, so that every call can be
+# read and has the arguments that the tool needs. A keyword that a grammar cannot
+# express, such as `minimum`, is an error that names it.
+
+# %%
+schema = {
+  "type": "object",
+  "properties": {
+    "sign": {"enum": ["+", "-", "*"]},
+    "number": {"type": "integer"},
+  },
+  "required": ["sign", "number"],
+}
+grammar = rollout.json_schema(schema, whitespace="")
+calls = rollout.guide(grammar, tokens, stop_token=EQUALS)
+state = rollout.init(
+  jaxkv.init(sizes),
+  models.init_kv(decoder, sizes),
+  *encode(prompts[:4]),
+  jax.random.key(2),
+  rollout.RolloutConfig(
+    max_new_tokens=40, max_length=80, stop_token=EQUALS, prefill_chunk=32
+  ),
+  user=calls.init(4, max_tokens=40),
+)
+out, texts = read(generate(params, calls, state, rollout.Until()))
+for row, text in enumerate(texts):
+  arguments = json.loads(text[out.prompt_lengths[row] : -1])
+  start = int(text[: out.prompt_lengths[row]].split()[-1])
+  result = SIGNS[arguments["sign"]](start, arguments["number"])
+  print(f"{text} -> {result}")
+
+# %% [markdown]
+# A real agent differs in the model: a tokenizer instead of characters.
 # `Sampling.stop_strings` ends turns at strings. `help(rollout.extend)` and the
 # other verbs say what each row's code means.

@@ -14,7 +14,7 @@ _THOUSAND = (
 _BITS = "test_bitmask.py::"
 _CHARACTERS = "test_characters.py::test_valid_utf8"
 _DFA = "test_dfa.py::"
-_JSON = "test_json_grammar.py::"
+_SCHEMA = "test_schema.py::test_refuses_by_name"
 _EFFECTS = "test_token_masks.py::"
 _SEVERAL = "test_guide.py::TestSeveralGrammars::"
 
@@ -60,10 +60,11 @@ _TABLE = {
     returned(lambda out, g: jnp.arange(len(out)).__array__()),
     _DFA + "TestByHand::test_equal_ends_are_one",
   ),
-  "a level more": (
-    "json_grammar:json_grammar",
-    given(depth=lambda g: g.depth + 1),
-    _JSON + "TestOptions::test_depth",
+  # --- schema ----------------------------------------------------------------
+  "unknown keywords are ignored": (
+    "schema:_check_keywords",
+    given(keywords=lambda g: g.keywords - {"minimum"}),
+    _SCHEMA,
   ),
   # --- token_masks -----------------------------------------------------------
   "ways that no token goes": (

@@ -204,7 +204,7 @@ def test_json_under_a_guide():
   tokens = small_vocabulary.tokens()
   size, stop, most = len(tokens), 0, 48
   guide = rollout.guide(
-    rollout.json_grammar(3), rollout.token_bytes(tokens), stop
+    rollout.json_schema({}), rollout.token_bytes(tokens), stop
   )
   config = rollout.RolloutConfig(
     num_samples=8, max_new_tokens=most, stop_token=stop, prefill_chunk=64

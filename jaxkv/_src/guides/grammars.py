@@ -8,8 +8,8 @@ class Grammar:
   """A set of byte strings: one of the classes below.
 
   Examples:
-    >>> from jaxkv.rollout import json_grammar, regex
-    >>> answer = regex("Answer: ") + (regex("none") | json_grammar(1))
+    >>> from jaxkv.rollout import json_schema, regex
+    >>> answer = regex("Answer: ") + (regex("none") | json_schema({}))
   """
 
   def __add__(self, other: "Grammar") -> "Grammar":

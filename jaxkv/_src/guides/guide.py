@@ -223,7 +223,7 @@ def guide(
 
   Args:
     grammars: a regular expression, see `regex`, or another grammar, such as
-      `json_grammar`; or several, of which each sequence has one. None in a list
+      `json_schema`; or several, of which each sequence has one. None in a list
       leaves its sequences free.
     tokens: the bytes of V tokens; they are copied, so that a state with a guide
       may be donated.
@@ -276,7 +276,7 @@ def _part(
   if not isinstance(rules, Grammar):
     raise TypeError(
       "`grammars` must be a regular expression or a grammar, got "
-      f"{type(grammar).__name__}; see `regex` and `json_grammar`."
+      f"{type(grammar).__name__}; see `regex` and `json_schema`."
     )
   dfa = compile_grammar(rules)
   masks = token_masks(dfa, texts, stops)

@@ -1,0 +1,178 @@
+"""JSON schemas as grammars: every text is valid, unsupported keywords are not.
+
+jsonschema says what is valid; texts are random walks through the automaton.
+"""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+
+from jaxkv import rollout
+from jaxkv._src.guides.dfa import START
+from jaxkv._src.guides.dfa import compile_grammar
+from tests.guides.tool_schemas import TOOLS
+
+
+def _dfa(schema, **options):
+  return compile_grammar(rollout.json_schema(schema, **options))
+
+
+class _Walker:
+  """Random texts; after some bytes they take a shortest way to an end."""
+
+  def __init__(self, dfa, length=60):
+    self._dfa, self._length = dfa, length
+    distance = np.where(dfa.accepts, 0, 10**6)
+    for _ in dfa.accepts:
+      distance = np.minimum(distance, 1 + distance[dfa.next].min(axis=1))
+    self._distance = distance[dfa.next]
+
+  def text(self, rng) -> str:
+    state, text = START, b""
+    while not self._dfa.accepts[state] or (
+      len(text) < self._length and rng.random() < 0.9
+    ):
+      distance = self._distance[state]
+      is_late = len(text) >= self._length
+      choices = np.flatnonzero(
+        distance == distance.min() if is_late else distance < 10**6
+      )
+      if not len(choices):
+        break
+      # One byte for each next state: letters would drown the structure.
+      edges = self._dfa.next[state]
+      choices = {edges[byte]: byte for byte in rng.permutation(choices)}
+      byte = rng.choice([*choices.values()])
+      text += bytes([byte])
+      state = edges[byte]
+    return text.decode()
+
+
+_SCHEMAS = {
+  "anything": {},
+  "object": {"type": "object"},
+  "array": {"type": "array"},
+  "anything inside": {
+    "properties": {"a": {}, "b": {"type": "array", "items": {}}},
+    "required": ["a", "b"],
+  },
+  "an array that is not empty": {"type": "array", "minItems": 1},
+  "two or three items": {
+    "type": "array",
+    "items": {"type": "boolean"},
+    "minItems": 2,
+    "maxItems": 3,
+  },
+  "no items": {"type": "array", "items": True, "maxItems": 0},
+  "a list of types": {"type": ["string", "null", "array"], "maxLength": 3},
+  "lengths": {"type": "string", "minLength": 2, "maxLength": 4},
+  "the shortest length": {"type": "string", "minLength": 2},
+  "a pattern": {"type": "string", "pattern": "^[a-c]+|x$"},
+  "a pattern with anchors in sets": {"type": "string", "pattern": r"[\^$é]\$"},
+  "a date": {"type": "string", "format": "date"},
+  "values": {"enum": ['a"b', "ü\n", 1, None, True, 1.5, {"a": [1]}]},
+  "one value": {"const": {"a": "x+y"}, "type": "object"},
+  "no properties": {"type": "object", "additionalProperties": False},
+  "integers by name": {
+    "type": "object",
+    "additionalProperties": {"type": "integer"},
+  },
+  "a property in the middle is required": {
+    "properties": {name: {"type": "null"} for name in "abc"},
+    "required": ["b"],
+    "additionalProperties": False,
+  },
+  "references": {
+    "$defs": {"a/b": {"type": "number"}, "c": {"$ref": "#/$defs/a~1b"}},
+    "anyOf": [{"$ref": "#/$defs/c"}, {"type": "null"}],
+    "description": "a number or null",
+  },
+  **TOOLS,
+}
+
+
+@pytest.mark.parametrize("schema", _SCHEMAS.values(), ids=_SCHEMAS)
+def test_random_texts_are_valid(schema):
+  walker, rng = _Walker(_dfa(schema)), np.random.default_rng(0)
+  validator = jsonschema.Draft202012Validator(schema)
+  texts = {walker.text(rng) for _ in range(200)}
+  for text in texts:
+    validator.validate(json.loads(text))
+  assert len(texts) > 1 or schema in (
+    _SCHEMAS["one value"],
+    _SCHEMAS["no properties"],
+    _SCHEMAS["no items"],
+  )
+
+
+def test_what_is_read():
+  schema = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+    "required": ["a"],
+  }
+  for dfa in (_dfa(schema), _dfa(json.dumps(schema))):
+    for text in ['{"a":1}', '{ "a" : -20, "b": "é\\n"}']:
+      assert dfa.matches(text)
+    for text in ["{}", '{"a":1.5}', '{"b":"","a":1}', '{"a":1,"c":2}', "1"]:
+      assert not dfa.matches(text)
+
+
+def test_white_space():
+  dfa = _dfa({"properties": {"a": {}}, "required": ["a"]}, whitespace="")
+  assert dfa.matches('{"a":1}') and not dfa.matches('{"a": 1}')
+
+
+_RECURSIVE = {
+  "$defs": {"node": {"properties": {"next": {"$ref": "#/$defs/node"}}}},
+  "$ref": "#/$defs/node",
+}
+
+
+@pytest.mark.parametrize(
+  ("schema", "message"),
+  [
+    (
+      {"properties": {"days": {"type": "integer", "minimum": 3}}},
+      r"must not have `minimum` for integer at \$\.properties\.days, which",
+    ),
+    (
+      {"oneOf": [{}]},
+      r"must not have `oneOf` for a value without a type at \$",
+    ),
+    (
+      {"type": ["string", "null"], "minItems": 2},
+      "must not have `minItems` for string or null",
+    ),
+    ({"anyOf": [{}], "minimum": 1}, "must not have `minimum` beside `anyOf`"),
+    ({"enum": ["a"], "minLength": 2}, "`minLength` beside `enum`"),
+    ({"type": "strin"}, r"at \$\.type must be in \['object', .* got 'strin'"),
+    ({"type": "array", "items": 3}, r"\$\.items must be an object or true"),
+    (
+      {"type": "array", "minItems": 3, "maxItems": 2},
+      r"\$\.minItems must be at most `maxItems`, 2, got 3",
+    ),
+    (
+      {"type": "object", "properties": {}, "required": ["a"]},
+      r"\$\.required must name entries of `properties`, got 'a'",
+    ),
+    (
+      {"type": "string", "pattern": "a", "maxLength": 3},
+      r"\$\.pattern must not be combined with other limits of a string",
+    ),
+    ({"type": "string", "pattern": ".*"}, r"\$\.pattern must match no `\"`"),
+    ({"type": "string", "pattern": "(?=a)"}, r"\$\.pattern: `pattern` must"),
+    ({"type": "string", "format": "email"}, r"\$\.format must be in .*'date'"),
+    (
+      {"$ref": "https://example.com/a"},
+      r"\$\.\$ref must point into the schema",
+    ),
+    ({"$ref": "#/$defs/a"}, r"must point into the schema, .*got '#/\$defs/a'"),
+    (_RECURSIVE, r"\$ref must not be recursive, got '#/\$defs/node'"),
+  ],
+)
+def test_refuses_by_name(schema, message):
+  with pytest.raises(ValueError, match=message):
+    rollout.json_schema(schema)
