@@ -137,6 +137,9 @@ Letters of array shapes:
 | X | any other size |
 """
 
+import importlib
+from typing import Any
+
 from jaxkv import kv
 from jaxkv import rollout
 from jaxkv._src.arrays.compiler_options import CPU_COMPILER_OPTIONS
@@ -176,6 +179,19 @@ from jaxkv._src.cache.verbs.reset import new_epoch
 from jaxkv._src.cache.verbs.reset import reset_prefix_cache
 from jaxkv._src.kv.view import view
 from jaxkv._src.show import show
+
+__version__ = "0.1.0"
+
+# Imported when they are first used, so that `import jaxkv` stays fast.
+_LAZY_MODULES = (
+  "host",
+  "integrations",
+  "kernels",
+  "models",
+  "results",
+  "rl",
+  "telemetry",
+)
 
 __all__ = [
   "CPU_COMPILER_OPTIONS",
@@ -218,3 +234,13 @@ __all__ = [
   "usage",
   "view",
 ]
+
+
+def __getattr__(name: str) -> Any:
+  if name in _LAZY_MODULES:
+    return importlib.import_module(f"jaxkv.{name}")
+  raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *_LAZY_MODULES})

@@ -6,6 +6,7 @@ import sys
 
 import jax
 
+from jaxkv._src.commands import doctor
 from jaxkv._src.commands import grpo
 from jaxkv._src.commands import replay
 from jaxkv._src.commands import rollout
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     ("rollout", rollout, "generate from prompts inside a jitted loop"),
     ("replay", replay, "run a request trace through the cache"),
     ("grpo", grpo, "train a small model on its own answers, in one program"),
+    ("doctor", doctor, "print versions, devices and backends; check a verb"),
   ):
     subparser = commands.add_parser(name, help=text, description=text)
     command.add_arguments(subparser)

@@ -48,14 +48,10 @@ from jaxkv._src.rollout.rows import Rows
 from jaxkv._src.rollout.scoring.score import score
 from jaxkv._src.rollout.scoring.scored import Scored
 from jaxkv._src.rollout.scoring.scored import ScoreState
-from jaxkv._src.rollout.sequences import DONE
-from jaxkv._src.rollout.sequences import EMPTY
-from jaxkv._src.rollout.sequences import FAILED
-from jaxkv._src.rollout.sequences import RUNNING
-from jaxkv._src.rollout.sequences import WAITING
 from jaxkv._src.rollout.sequences import Finish
 from jaxkv._src.rollout.sequences import Records
 from jaxkv._src.rollout.sequences import Sequences
+from jaxkv._src.rollout.sequences import SequenceStatus
 from jaxkv._src.rollout.state import Counters
 from jaxkv._src.rollout.state import RolloutState
 from jaxkv._src.rollout.state import init
@@ -78,11 +74,6 @@ from jaxkv._src.sampling.settings import LogitBias
 from jaxkv._src.sampling.settings import Sampling
 
 __all__ = [
-  "DONE",
-  "EMPTY",
-  "FAILED",
-  "RUNNING",
-  "WAITING",
   "Counters",
   "Draft",
   "Finish",
@@ -102,6 +93,7 @@ __all__ = [
   "Sampling",
   "ScoreState",
   "Scored",
+  "SequenceStatus",
   "Sequences",
   "Span",
   "StopStrings",

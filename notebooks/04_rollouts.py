@@ -262,8 +262,8 @@ rollout.timeline(longest)
 # %%
 paused = generate(table, begin(128), rollout.Until(steps=60))
 status = paused.sequences.status
-for name in ("WAITING", "RUNNING", "DONE"):
-  print(name, int((status == getattr(rollout, name)).sum()))
+for kind in rollout.SequenceStatus:
+  print(kind.name, int((status == kind).sum()))
 jaxkv.check(paused.cache)
 rollout.timeline(paused)
 
@@ -279,7 +279,7 @@ chex.assert_trees_all_equal(end.counters, good.counters)
 # %%
 sampling = rollout.Sampling(temperature=jnp.zeros(48))
 greedy = generate(table, dataclasses.replace(paused, sampling=sampling))
-done = status == rollout.DONE
+done = status == rollout.SequenceStatus.DONE
 same = (greedy.sequences.tokens == good.sequences.tokens).all(axis=1)
 assert same[done].all() and not same.all()
 show(good=good, greedy=greedy)

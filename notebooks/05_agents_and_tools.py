@@ -444,7 +444,9 @@ for version, weights in enumerate((params, new_params)):
 
 # %%
 paused = run(params, begin(), steps=5)
-running = np.flatnonzero(paused.sequences.status == rollout.RUNNING)
+running = np.flatnonzero(
+  paused.sequences.status == rollout.SequenceStatus.RUNNING
+)
 left, outcome = rollout.abort(paused, paused.sequences.ids[running])
 assert outcome.ok.all()
 out, texts = read(run(params, left))

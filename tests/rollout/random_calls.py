@@ -16,6 +16,7 @@ import numpy as np
 import jaxkv
 from jaxkv import kv as kv_memory
 from jaxkv import rollout
+from jaxkv.rollout import SequenceStatus
 
 _VOCABULARY, _WIDTH, _MOST = 11, 4, 24
 _SAMPLES, _GROUPS, _PROMPT = 2, 4, 8
@@ -174,7 +175,7 @@ class Calls:
     return {
       int(number): int(status)
       for number, status in zip(*sequences, strict=True)
-      if status != rollout.EMPTY
+      if status != SequenceStatus.EMPTY
     }
 
   def _generate(self) -> None:
@@ -220,7 +221,7 @@ class Calls:
     self, out, prompts, lengths, counts, adapters, ids, mask
   ) -> None:
     status = np.asarray(self._before).reshape(-1, _SAMPLES)
-    room = int((status == rollout.EMPTY).all(axis=1).sum())
+    room = int((status == SequenceStatus.EMPTY).all(axis=1).sum())
     codes, numbers, asked = [], [], []
     there, upcoming = set(self.known), self.next_id
     for row, prompt in enumerate(prompts):
@@ -277,7 +278,7 @@ class Calls:
     ids, mask = self._ids(2), self._mask(2)
     codes, status = self._named(ids, mask), self._statuses()
     for row, number in enumerate(ids):
-      if codes[row] is None and status[number] >= rollout.DONE:
+      if codes[row] is None and status[number] >= SequenceStatus.DONE:
         codes[row] = jaxkv.Status.ENDED
       elif codes[row] is None:
         codes[row] = jaxkv.Status.OK
@@ -290,14 +291,14 @@ class Calls:
     codes, status = self._named(ids, mask), self._statuses()
     for row, number in enumerate(ids):
       if codes[row] is None:
-        ended = status[number] >= rollout.DONE
+        ended = status[number] >= SequenceStatus.DONE
         codes[row] = jaxkv.Status.ENDED if ended else jaxkv.Status.OK
     self.state, out = rollout.requeue(self.state, ids, mask=mask)
     self._codes("requeue", out.code, codes)
     status = self._statuses()
     for row, number in enumerate(ids):
       if codes[row] == jaxkv.Status.OK:
-        self._must(status[number] == rollout.WAITING, f"{number} runs")
+        self._must(status[number] == SequenceStatus.WAITING, f"{number} runs")
 
   def _extend(self) -> None:
     rng, columns = self._rng, 4
@@ -315,7 +316,7 @@ class Calls:
         continue
       one, more = self.known[number], CONFIG.max_new_tokens
       more = more if budget is None else budget[row]
-      if status[number] == rollout.FAILED:
+      if status[number] == SequenceStatus.FAILED:
         codes[row] = jaxkv.Status.ENDED
       elif (
         not 0 <= lengths[row] <= columns
@@ -340,9 +341,9 @@ class Calls:
     ids, status = jax.device_get(
       (self.state.sequences.ids, self.state.sequences.status)
     )
-    ready = (status == rollout.DONE) | (status == rollout.FAILED)
+    ready = (status == SequenceStatus.DONE) | (status == SequenceStatus.FAILED)
     if groups:
-      whole = (status.reshape(-1, _SAMPLES) >= rollout.DONE).all(axis=1)
+      whole = (status.reshape(-1, _SAMPLES) >= SequenceStatus.DONE).all(axis=1)
       ready &= np.repeat(whole, _SAMPLES)
     return set(ids[ready].tolist())
 
@@ -393,7 +394,7 @@ class Calls:
     noise = self._rng.normal(size=_TOKENS.shape).astype(np.float32)
     self._weights.append(_TOKENS + noise * np.float32(0.3))
     for number, one in self.known.items():
-      if how == "drop" and status[number] < rollout.DONE:
+      if how == "drop" and status[number] < SequenceStatus.DONE:
         one.tokens = one.tokens[: one.prompt]
         one.drawn = one.drawn[: one.prompt]
         one.ran = 0
@@ -407,7 +408,7 @@ class Calls:
     self._before, self._ids_before = some.status, some.ids
     there = {
       int(some.ids[row]): row
-      for row in np.flatnonzero(some.status != rollout.EMPTY)
+      for row in np.flatnonzero(some.status != SequenceStatus.EMPTY)
     }
     self._must(
       there.keys() == self.known.keys(),

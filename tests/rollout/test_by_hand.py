@@ -44,7 +44,7 @@ def check_sequences(
     assert bool(rollout.is_done(end)), "not done after 200 steps"
     for number, wanted in enumerate(_expected(temperature)):
       by_hand.check_sequence(end.sequences, number, wanted)
-    assert set(end.sequences.status.tolist()) == {rollout.DONE}
+    assert set(end.sequences.status.tolist()) == {rollout.SequenceStatus.DONE}
     assert set(end.sequences.code.tolist()) == {jaxkv.Status.OK}
     lengths = [len(wanted.log_probs) for wanted in _expected(temperature)]
     assert int(end.counters.generated) == sum(lengths)
@@ -129,7 +129,11 @@ def test_preemption():
   for _ in range(7):
     state = program(state, 1.0, 1)
     status.append(state.sequences.status.tolist())
-  waits, runs, done = rollout.WAITING, rollout.RUNNING, rollout.DONE
+  waits, runs, done = (
+    rollout.SequenceStatus.WAITING,
+    rollout.SequenceStatus.RUNNING,
+    rollout.SequenceStatus.DONE,
+  )
   assert status[3] == [runs, runs, waits]
   assert status[4] == [runs, waits, waits]
   assert status[5] == [done, waits, waits]
@@ -168,7 +172,10 @@ def test_victim():
   state = program(state, 0.0, 4)
   assert int(state.counters.preempted) == 1
   status = state.sequences.status.tolist()
-  assert status == [rollout.WAITING, rollout.RUNNING]
+  assert status == [
+    rollout.SequenceStatus.WAITING,
+    rollout.SequenceStatus.RUNNING,
+  ]
   state = program(state, 0.0, 50)
   assert bool(rollout.is_done(state)), "not done after 50 steps"
   # It had computed three tokens, and the page of two is still cached.
@@ -210,7 +217,9 @@ def test_order():
     program, order = by_hand.program(), []
     for _ in range(30):
       state = program(state, 0.0, 1)
-      for number in np.flatnonzero(state.sequences.status == rollout.DONE):
+      for number in np.flatnonzero(
+        state.sequences.status == rollout.SequenceStatus.DONE
+      ):
         if number not in order:
           order.append(int(number))
     assert order == wanted, bound
@@ -273,7 +282,7 @@ def test_priority():
   program, order = by_hand.program(), []
   for _ in range(30):
     state = program(state, 0.0, 1)
-    done = np.flatnonzero(state.sequences.status == rollout.DONE)
+    done = np.flatnonzero(state.sequences.status == rollout.SequenceStatus.DONE)
     order += [number for number in done.tolist() if number not in order]
   assert order == [1, 3, 0, 2]
   assert not np.any(state.overtaken)
@@ -287,7 +296,7 @@ def test_priority():
     priority=[1, 0, 2],
   )
   state = by_hand.program()(state, 1.0, 5)
-  waits, runs = rollout.WAITING, rollout.RUNNING
+  waits, runs = rollout.SequenceStatus.WAITING, rollout.SequenceStatus.RUNNING
   assert state.sequences.status.tolist() == [waits, runs, waits]
 
 
@@ -326,7 +335,7 @@ def test_nobody_who_decodes_is_stalled():
   program = by_hand.program()
   while not bool(rollout.is_done(state)):
     before, state = state, program(state, 0.7, 1)
-    drawing = (before.sequences.status == rollout.RUNNING) & (
+    drawing = (before.sequences.status == rollout.SequenceStatus.RUNNING) & (
       before.sequences.length > before.sequences.prompt_length
     )
     grown = state.sequences.length - before.sequences.length

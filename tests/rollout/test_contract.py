@@ -65,15 +65,18 @@ def _calls(seed: int) -> tuple[rollout.RolloutState, np.ndarray]:
 
 def _is_busy(status: np.ndarray) -> bool:
   """Whether each verb has something to do, of statuses by groups."""
-  some = {rollout.WAITING, rollout.RUNNING} <= set(status.ravel().tolist())
-  free = np.all(status == rollout.EMPTY, axis=1)
+  some = {
+    rollout.SequenceStatus.WAITING,
+    rollout.SequenceStatus.RUNNING,
+  } <= set(status.ravel().tolist())
+  free = np.all(status == rollout.SequenceStatus.EMPTY, axis=1)
   return some and bool(np.any(free)) and bool(np.any(_ended(status)))
 
 
 def _ended(status: np.ndarray) -> np.ndarray:
   """bool[P]: groups that can be harvested, of int[P, G]."""
-  done = np.any(status == rollout.DONE, axis=1)
-  return done & np.all(status >= rollout.DONE, axis=1)
+  done = np.any(status == rollout.SequenceStatus.DONE, axis=1)
+  return done & np.all(status >= rollout.SequenceStatus.DONE, axis=1)
 
 
 def example(verb: str, seed: int = 0):
@@ -104,11 +107,14 @@ def _arguments(verb: str, state: rollout.RolloutState) -> dict:
       "user": {"adapter": jnp.ones((6,), jnp.int32)},
       "mask": mask,
     }
-  wanted = {"extend": rollout.DONE, "harvest": rollout.DONE}
-  wanted = wanted.get(verb, rollout.RUNNING)
+  wanted = {
+    "extend": rollout.SequenceStatus.DONE,
+    "harvest": rollout.SequenceStatus.DONE,
+  }
+  wanted = wanted.get(verb, rollout.SequenceStatus.RUNNING)
   if verb == "harvest groups":
     ready = np.repeat(_ended(status.reshape(-1, 2)), 2)
-    rows = np.flatnonzero(ready & (status == rollout.DONE))
+    rows = np.flatnonzero(ready & (status == rollout.SequenceStatus.DONE))
   else:
     rows = np.flatnonzero(status == wanted)
   named = int(ids[rows[0]])

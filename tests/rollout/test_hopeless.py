@@ -30,7 +30,10 @@ def test_hopeless():
   cache, _ = jaxkv.free(cache, mask=[True])
   end = by_hand.program()(dataclasses.replace(state, cache=cache), 0.0, 50)
   assert bool(rollout.is_done(end)), "not done after 50 steps"
-  assert end.sequences.status.tolist() == [rollout.FAILED, rollout.FAILED]
+  assert end.sequences.status.tolist() == [
+    rollout.SequenceStatus.FAILED,
+    rollout.SequenceStatus.FAILED,
+  ]
   assert set(end.sequences.code.tolist()) == {jaxkv.Status.OUT_OF_PAGES}
   lengths = end.sequences.length - end.sequences.prompt_length
   assert lengths.tolist() == [0, 3]
@@ -54,7 +57,7 @@ def test_traced_lengths_out_of_range():
 
   state = jax.jit(begun)(jnp.asarray([6, 2, 0, 4], jnp.int32))
   end = by_hand.program()(state, 0.0, 50)
-  fails, done = rollout.FAILED, rollout.DONE
+  fails, done = rollout.SequenceStatus.FAILED, rollout.SequenceStatus.DONE
   assert end.sequences.status.tolist() == [fails, done, fails, done]
   bad, ok = jaxkv.Status.BAD_LENGTH, jaxkv.Status.OK
   assert end.sequences.code.tolist() == [bad, ok, bad, ok]

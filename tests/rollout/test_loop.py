@@ -183,9 +183,12 @@ class TestTokens:
     run = functools.partial(program, small_model.params)
     together = run(everyone, jnp.float32(1), _END).sequences
     for number in (0, 3, 5):
-      status = jnp.full_like(everyone.sequences.status, rollout.DONE)
+      status = jnp.full_like(
+        everyone.sequences.status, rollout.SequenceStatus.DONE
+      )
       sequences = dataclasses.replace(
-        everyone.sequences, status=status.at[number].set(rollout.WAITING)
+        everyone.sequences,
+        status=status.at[number].set(rollout.SequenceStatus.WAITING),
       )
       alone = dataclasses.replace(everyone, sequences=sequences)
       alone = run(alone, jnp.float32(1), _END).sequences
@@ -252,9 +255,9 @@ class TestHopelessSequences:
     state = dataclasses.replace(state, cache=cache)
     end = program(small_model.params, state, jnp.float32(1), _END)
     status = end.sequences.status.tolist()
-    assert rollout.FAILED in status
-    assert rollout.DONE in status
-    failed = end.sequences.status == rollout.FAILED
+    assert rollout.SequenceStatus.FAILED in status
+    assert rollout.SequenceStatus.DONE in status
+    failed = end.sequences.status == rollout.SequenceStatus.FAILED
     expected = jnp.where(failed, jaxkv.Status.OUT_OF_PAGES, jaxkv.Status.OK)
     assert end.sequences.code.tolist() == expected.tolist()
     held = jnp.sum(cache.pool.pin_count)

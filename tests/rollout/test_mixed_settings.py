@@ -141,9 +141,9 @@ def test_each_equals_its_run_alone(drafts):
     rollout.Finish.LENGTH,
   }
   for row in range(0, _COUNT, 4 if drafts else 1):
-    status = jnp.full((_COUNT,), rollout.DONE, jnp.int32)
+    status = jnp.full((_COUNT,), rollout.SequenceStatus.DONE, jnp.int32)
     sequences = dataclasses.replace(
-      state.sequences, status=status.at[row].set(rollout.WAITING)
+      state.sequences, status=status.at[row].set(rollout.SequenceStatus.WAITING)
     )
     alone = program(params, dataclasses.replace(state, sequences=sequences))
     assert _outcome(alone, row) == _outcome(together, row), row

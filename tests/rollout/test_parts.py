@@ -30,8 +30,19 @@ def _begun(config=_CONFIG, prompts=((1, 2), (3, 4, 5), (6,)), **options):
 def test_until():
   """A whole group has ended, half of another one, and one has no sample."""
   state = _begun()
-  runs, done, failed = rollout.RUNNING, rollout.DONE, rollout.FAILED
-  status = [done, failed, runs, done, rollout.EMPTY, rollout.EMPTY]
+  runs, done, failed = (
+    rollout.SequenceStatus.RUNNING,
+    rollout.SequenceStatus.DONE,
+    rollout.SequenceStatus.FAILED,
+  )
+  status = [
+    done,
+    failed,
+    runs,
+    done,
+    rollout.SequenceStatus.EMPTY,
+    rollout.SequenceStatus.EMPTY,
+  ]
   status = jnp.asarray(status, jnp.int32)
   sequences = dataclasses.replace(state.sequences, status=status)
   steps = state.counters.steps + jnp.int32(5)
@@ -67,7 +78,7 @@ def test_endings():
   # What an earlier turn has left of a string does not count.
   left, _ = strings.advance(strings.init(3), jnp.zeros((3,), jnp.int32))
   sequences = dataclasses.replace(state.sequences, stop_states=left)
-  rows = rows_of(state, numbers)
+  rows = rows_of(state.sequences, state.user, numbers)
   wanted = [
     ([1, 0, 0], [0, 0, 0], [-1, -1, -1]),
     # The last two have the string; the last one may end with it.

@@ -27,7 +27,7 @@ _generate = jax.jit(
 
 
 def _ended(state: rollout.RolloutState) -> np.ndarray:
-  return np.asarray(state.sequences.status) == rollout.DONE
+  return np.asarray(state.sequences.status) == rollout.SequenceStatus.DONE
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -58,7 +58,7 @@ def test_sequences_until_all_are_harvested():
       answers[int(out.results.ids[row])] = out.results.tokens[row].tolist()
   whole = _generate(_begun(), rollout.Until()).sequences
   assert [answers[n] for n in range(8)] == whole.tokens.tolist()
-  assert set(state.sequences.status.tolist()) == {rollout.EMPTY}
+  assert set(state.sequences.status.tolist()) == {rollout.SequenceStatus.EMPTY}
 
 
 def test_whichever_is_first():

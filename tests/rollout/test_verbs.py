@@ -18,8 +18,12 @@ from tests.rollout import by_hand
 
 _OK, _SKIPPED = jaxkv.Status.OK, jaxkv.Status.SKIPPED
 _UNKNOWN, _ENDED = jaxkv.Status.BAD_SEQUENCE, jaxkv.Status.ENDED
-_WAITS, _RUNS, _DONE = rollout.WAITING, rollout.RUNNING, rollout.DONE
-_EMPTY = rollout.EMPTY
+_WAITS, _RUNS, _DONE = (
+  rollout.SequenceStatus.WAITING,
+  rollout.SequenceStatus.RUNNING,
+  rollout.SequenceStatus.DONE,
+)
+_EMPTY = rollout.SequenceStatus.EMPTY
 _CONFIG = rollout.RolloutConfig(
   num_samples=2, max_new_tokens=4, max_length=14, prefill_chunk=3
 )

@@ -133,7 +133,7 @@ class TestUpdateWeights:
     state = _program()(_weights(1), state, rollout.Until(steps=2))
     ids = state.sequences.ids
     state, out = rollout.requeue(
-      state, ids, mask=state.sequences.status == rollout.RUNNING
+      state, ids, mask=state.sequences.status == rollout.SequenceStatus.RUNNING
     )
     assert np.any(np.asarray(out.ok))
     rows = np.flatnonzero(out.ok)
@@ -188,9 +188,11 @@ class TestVersions:
     def begun(version):
       return _begun(state.cache, version)
 
-    assert np.all(np.asarray(begun(0).sequences.status) == rollout.WAITING)
+    assert np.all(
+      np.asarray(begun(0).sequences.status) == rollout.SequenceStatus.WAITING
+    )
     refused = begun(3).sequences
-    assert np.all(np.asarray(refused.status) == rollout.FAILED)
+    assert np.all(np.asarray(refused.status) == rollout.SequenceStatus.FAILED)
     assert set(refused.code.tolist()) == {jaxkv.Status.STALE}
 
   def test_many_updates(self):

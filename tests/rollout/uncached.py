@@ -53,7 +53,7 @@ def generate(
     )
     return sequences, going & ~ended
 
-  going = sequences.status == rollout.WAITING
+  going = sequences.status == rollout.SequenceStatus.WAITING
   return jax.lax.while_loop(
     lambda loop: jnp.any(loop[1]), step, (sequences, going)
   )[0]

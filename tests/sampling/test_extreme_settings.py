@@ -103,7 +103,7 @@ def test_allowed_settings_give_finite_log_probs(scale, exact):
     sampling = dataclasses.replace(sampling, **dict.fromkeys(_FILTERS))
   numerics = "exact" if exact else "fast"
   status, code = _ended(_begun(sampling, numerics=numerics), _table(scale))
-  assert (status == rollout.DONE).all()
+  assert (status == rollout.SequenceStatus.DONE).all()
   assert (code == jaxkv.Status.OK).all()
 
 
@@ -129,7 +129,7 @@ def test_traced_settings_that_are_not_allowed():
     return _begun(sampling)
 
   status, code = _ended(begun(values, biases), _table(1.0))
-  failed = status == rollout.FAILED
+  failed = status == rollout.SequenceStatus.FAILED
   assert 0 < failed.sum() < _SEQUENCES
   assert (code[failed] == jaxkv.Status.BAD_LOGITS).all()
   assert (code[~failed] == jaxkv.Status.OK).all()
@@ -146,4 +146,9 @@ def test_logits_without_a_distribution(value, temperature):
   status, code = _ended(_begun(sampling), table)
   failed = code == jaxkv.Status.BAD_LOGITS
   assert 0 < failed.sum() < _SEQUENCES
-  assert (status == np.where(failed, rollout.FAILED, rollout.DONE)).all()
+  assert (
+    status
+    == np.where(
+      failed, rollout.SequenceStatus.FAILED, rollout.SequenceStatus.DONE
+    )
+  ).all()

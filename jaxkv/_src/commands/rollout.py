@@ -270,7 +270,7 @@ def generate(
       seconds += elapsed
       steps = max(1, min(2 * steps, round(0.5 * steps / elapsed)))
       bar.update(_progress(state) - bar.n)
-      if bool(jnp.all(state.sequences.status >= rollout.DONE)):
+      if bool(jnp.all(state.sequences.status >= rollout.SequenceStatus.DONE)):
         times = {"seconds": seconds, "compile_seconds": compile_seconds}
         return state, times
 
@@ -279,7 +279,7 @@ def _progress(state: rollout.RolloutState) -> int:
   """Counts drawn tokens; a sequence that ended early counts as complete."""
   sequences = state.sequences
   drawn = sequences.length - sequences.prompt_length
-  ended = sequences.status >= rollout.DONE
+  ended = sequences.status >= rollout.SequenceStatus.DONE
   return int(jnp.sum(jnp.where(ended, state.config.max_new_tokens, drawn)))
 
 

@@ -79,7 +79,7 @@ def candidates(state: RolloutState, computing: Array) -> Candidates:
   cache, sequences, keys = state.cache, state.sequences, state.page_keys
   none = sequences.length.shape[0]
   window = min(state.config.window, none)
-  waits = sequences.status == queue.WAITING
+  waits = sequences.status == queue.SequenceStatus.WAITING
   first = queue.first_of(waits[state.order], window)
   numbers = indexing.take(state.order, first, fill=none)
   priority = sequences.priority

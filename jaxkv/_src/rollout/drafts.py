@@ -10,8 +10,8 @@ were right, see `_lengths`.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,31 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
 from jaxkv._src.rollout.config import RolloutConfig
+from jaxkv._src.rollout.rows import Rows
 from jaxkv._src.rollout.sequences import Sequences
 
-Draft = Callable[..., tuple[Array, Array]]
-"""`(params, rows, tokens int32[B, W]) -> (int32[B, K], int32[B])`: tokens that
-are guessed to follow those of each slot's sequence, and how many. `rows` are
-its `Rows`, and K is `RolloutConfig.draft_tokens`."""
+
+class Draft(Protocol):
+  """A function that proposes the next tokens of every slot's sequence."""
+
+  def __call__(
+    self, params: Any, rows: Rows, tokens: Array, /
+  ) -> tuple[Array, Array]:
+    """Returns proposed tokens int32[B, K] and their numbers int32[B].
+
+    Args:
+      params: weights, as `generate` received them.
+      rows: the sequence of each slot, B rows.
+      tokens: int32[B, W], the tokens of each slot's sequence; W is the width of
+        the queue.
+
+    Returns:
+      Tokens int32[B, K], where K is `RolloutConfig.draft_tokens`, and how many
+      of each row count, int32[B]. The loop verifies them: a wrong one costs
+      time and changes no token.
+    """
+    ...
+
 
 _LIKELY = 0.5  # A token is guessed if all up to it are right that often.
 _BEGIN = 0.8  # Of the tokens guessed, how many are right, before any is.

@@ -166,7 +166,7 @@ def _one(
   numbers, sequences = state.running, steps.sequences
   none, config = sequences.length.shape[0], state.config
   state = dataclasses.replace(state, sequences=sequences, user=steps.user)
-  rows = rows_of(state, numbers)
+  rows = rows_of(state.sequences, state.user, numbers)
   own = settings.rows(state.sampling, numbers)
   raw = as_logits(logits)
   changed = penalties.adjust(raw, own, _history(state, own, rows, steps.seen))

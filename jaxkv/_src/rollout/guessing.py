@@ -46,7 +46,9 @@ def guess(
   else:
     buffer = indexing.take(state.sequences.tokens, rows)
     tokens, counts = drafts.checked(
-      draft(params, rows_of(state, rows), buffer), rows.shape[0], config
+      draft(params, rows_of(state.sequences, state.user, rows), buffer),
+      rows.shape[0],
+      config,
     )
     found = asked & (counts > 0)
     counts = drafts.limited(known, state.sequences, rows, counts, config)

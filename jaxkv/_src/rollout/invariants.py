@@ -80,7 +80,10 @@ def _check_invariants(state: RolloutState) -> dict[str, Array]:
 
 
 def _numbers(state: RolloutState) -> Array:
-  ids, there = state.sequences.ids, state.sequences.status != queue.EMPTY
+  ids, there = (
+    state.sequences.ids,
+    state.sequences.status != queue.SequenceStatus.EMPTY,
+  )
   ordered = jnp.sort(jnp.where(there, ids, jnp.int32(-1)))
   different = (ordered[1:] != ordered[:-1]) | (ordered[1:] < 0)
   return jnp.all(different) & jnp.all(~there | (ids < state.next_id))
@@ -110,7 +113,9 @@ def _lengths(state: RolloutState) -> Array:
 def _is_void(state: RolloutState) -> Array:
   """bool[Q]: rows that have no sequence that could ever run."""
   status = state.sequences.status
-  return (status == queue.EMPTY) | (status == queue.FAILED)
+  return (status == queue.SequenceStatus.EMPTY) | (
+    status == queue.SequenceStatus.FAILED
+  )
 
 
 def _drawn(state: RolloutState) -> Array:
@@ -132,9 +137,9 @@ def _ends(state: RolloutState) -> Array:
   status, finish = state.sequences.status, state.sequences.finish
   ended = (finish > Finish.UNFINISHED) & (finish < Finish.FAILED)
   failed = finish == Finish.FAILED
-  holds = jnp.where(status == queue.DONE, ended, finish == 0)
-  holds = jnp.where(status == queue.FAILED, failed, holds)
-  return jnp.all(holds | (status == queue.EMPTY))
+  holds = jnp.where(status == queue.SequenceStatus.DONE, ended, finish == 0)
+  holds = jnp.where(status == queue.SequenceStatus.FAILED, failed, holds)
+  return jnp.all(holds | (status == queue.SequenceStatus.EMPTY))
 
 
 def _slots(state: RolloutState) -> Array:
@@ -145,7 +150,7 @@ def _slots(state: RolloutState) -> Array:
     indexing.where_valid(running < none, running),
     values=1,
   )
-  runs = state.sequences.status == queue.RUNNING
+  runs = state.sequences.status == queue.SequenceStatus.RUNNING
   computed = state.cache.length
   computes = slots.computing(state)
   return (

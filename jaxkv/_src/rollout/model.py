@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +33,43 @@ from jaxkv._src.sampling.logits import as_logits
 from jaxkv._src.sampling.logits import check_all_logits
 from jaxkv._src.sampling.logits import check_logits
 
-Model = Callable[..., tuple[Array, Any]]
-"""`(params, tokens int32[1, C], positions int32[1, C], kv, views, columns
-int32[X], rows) -> (logits [X, V], kv)`: stores the K/V of the tokens, attends
-through `jaxkv.kv`, and gives the logits of some columns. `kv` is what `init`
-got, one pool or a tuple of pools. `views` has a `PackedView` for each layer
-group. `rows` says whose token stands in each of the C columns, as a `Rows`.
-Logits are floats of any width, which are sampled from
-in float32. `all_logits` makes one of a model that gives logits for all tokens,
-and needs no `rows`."""
+
+class Model(Protocol):
+  """A function that computes the logits of the tokens of a step.
+
+  It writes the keys and values of all tokens into the pool, attends through
+  `jaxkv.kv`, and returns logits of the columns that need them.
+  `functools.partial(jaxkv.models.forward, config=decoder)` is one, and
+  `all_logits` converts a function that returns logits of every token.
+  """
+
+  def __call__(
+    self,
+    params: Any,
+    tokens: Array,
+    positions: Array,
+    kv: Any,
+    views: Any,
+    columns: Array,
+    rows: Rows,
+    /,
+  ) -> tuple[Array, Any]:
+    """Returns logits and the new K/V memory.
+
+    Args:
+      params: weights, as `generate` received them.
+      tokens: int32[1, C], the tokens of all sequences in one row.
+      positions: int32[1, C], the position of each token in its sequence.
+      kv: K/V memory, as `init` received it: a pool or a tuple of pools.
+      views: a `jaxkv.kv.PackedView` for each group of the cache.
+      columns: int32[X], columns of the tokens whose logits are needed.
+      rows: the sequence of each column.
+
+    Returns:
+      Logits [X, V] of any float dtype, which are sampled from in float32, and
+      `kv` with the same structure, shapes and dtypes.
+    """
+    ...
 
 
 def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
@@ -162,7 +191,7 @@ def call(
       kv,
       packing.packed(views, chunks),
       columns,
-      rows_of(state, numbers),
+      rows_of(state.sequences, state.user, numbers),
     )
     check_logits(logits, columns.shape[0])
     if columns is not wanted:

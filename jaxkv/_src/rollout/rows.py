@@ -1,14 +1,14 @@
-"""What `process` and a model are told about the sequences of their rows."""
+"""The arguments of a `Process` and of a model that describe sequences."""
 
-from collections.abc import Callable
 from typing import Any
 from typing import NamedTuple
+from typing import Protocol
 
 import jax
 from jax import Array
 
 from jaxkv._src.arrays import indexing
-from jaxkv._src.rollout.state import RolloutState
+from jaxkv._src.rollout.sequences import Sequences
 
 
 class Rows(NamedTuple):
@@ -18,10 +18,10 @@ class Rows(NamedTuple):
     numbers: int32[R], the row of `Sequences`; Q for none.
     ids: int32[R], the number of the sequence.
     counts: int32[R], tokens drawn so far in this turn.
-    lengths: int32[R], tokens so far, with those of the prompt.
-    last_tokens: int32[R], the last one of them.
-    user: what the rollout carries of these sequences, a pytree of arrays
-      [R, ...]; see `rollout.init`.
+    lengths: int32[R], all tokens so far, those of the prompt included.
+    last_tokens: int32[R], the last token.
+    user: the values that the rollout carries for these sequences, a pytree of
+      arrays [R, ...]; see `rollout.init`.
   """
 
   numbers: Array
@@ -32,16 +32,32 @@ class Rows(NamedTuple):
   user: Any
 
 
-Process = Callable[[Array, Rows, Any], tuple[Array, Any]]
-"""`(logits float32[R, V], rows, user) -> (logits, user)`: changes the logits of
-each row, and what the rollout carries of its sequence, a pytree of arrays
-[R, ...]. It is called for every token that a sequence draws, and once for each.
-What it returns for rows that draw nothing is dropped."""
+class Process(Protocol):
+  """A function that changes the logits of a step before tokens are sampled.
+
+  It is called once for every token that a sequence draws.
+  """
+
+  def __call__(
+    self, logits: Array, rows: Rows, user: Any, /
+  ) -> tuple[Array, Any]:
+    """Returns new logits and new values of `user`.
+
+    Args:
+      logits: float32[R, V].
+      rows: the sequence of each row.
+      user: the values that the rollout carries for these sequences, a pytree of
+        arrays [R, ...]; see `init`.
+
+    Returns:
+      Logits float32[R, V] and `user` with the same structure, shapes and
+      dtypes. Both are ignored for rows that draw no token.
+    """
+    ...
 
 
-def rows_of(state: RolloutState, numbers: Array) -> Rows:
-  """The rows of some sequences, int32[R]."""
-  sequences = state.sequences
+def rows_of(sequences: Sequences, user: Any, numbers: Array) -> Rows:
+  """Returns the `Rows` of sequences `numbers`, int32[R]."""
   length = indexing.take(sequences.length, numbers)
   return Rows(
     numbers=numbers,
@@ -49,5 +65,5 @@ def rows_of(state: RolloutState, numbers: Array) -> Rows:
     counts=length - indexing.take(sequences.start, numbers),
     lengths=length,
     last_tokens=indexing.take(sequences.tokens, numbers, length - 1),
-    user=jax.tree.map(lambda leaf: indexing.take(leaf, numbers), state.user),
+    user=jax.tree.map(lambda leaf: indexing.take(leaf, numbers), user),
   )

@@ -23,10 +23,25 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.sampling.sample import Drawn
 
-WAITING, RUNNING, DONE, FAILED, EMPTY = range(5)
-
 NOT_DRAWN = -1
 """The version of a token that no weights drew."""
+
+
+class SequenceStatus(enum.IntEnum):
+  """The state of a sequence, or of its row of the queue.
+
+  WAITING: it waits for a slot.
+  RUNNING: it is in a slot.
+  DONE: it has ended; `finish` says why.
+  FAILED: it cannot run; `code` says why.
+  EMPTY: the row has no sequence.
+  """
+
+  WAITING = 0
+  RUNNING = 1
+  DONE = 2
+  FAILED = 3
+  EMPTY = 4
 
 
 class Finish(enum.IntEnum):
@@ -91,8 +106,7 @@ class Sequences:
     versions: of the weights that drew each token; NOT_DRAWN for tokens of
       prompts and what others said.  # int32[Q, W]
     records: what else is kept of each token.
-    status: WAITING, RUNNING, DONE, FAILED, or EMPTY for a row without a
-      sequence.  # int32[Q]
+    status: a `SequenceStatus`.  # int32[Q]
     code: why a sequence failed, a `jaxkv.Status`.  # int32[Q]
     finish: why a sequence ended, a `Finish`.  # int32[Q]
     stop: the stop token, or the index of the stop string, that ended it; -1
@@ -272,11 +286,12 @@ def samples_of(
   # Only of traced numbers: known ones are refused.
   bad = (lengths < 1) | (lengths > columns) | (budget < 1)
   bad |= lengths > width - budget
-  status = jnp.where(bad, jnp.int32(FAILED), jnp.int32(WAITING))
+  failed, waiting = SequenceStatus.FAILED, SequenceStatus.WAITING
+  status = jnp.where(bad, jnp.int32(failed), jnp.int32(waiting))
   if num_samples is not None:
     exists = sample < jnp.repeat(num_samples, samples)
-    status = jnp.where(exists, status, jnp.int32(EMPTY))
-  failed = status == FAILED
+    status = jnp.where(exists, status, jnp.int32(SequenceStatus.EMPTY))
+  failed = status == SequenceStatus.FAILED
   none = jnp.full((total,), -1, jnp.int32)
   return Sequences(
     tokens=jnp.pad(tokens, ((0, 0), (0, width - columns))),
@@ -374,7 +389,7 @@ def fail(
   sequences: Sequences, numbers: Array, mask: Array, code: Array
 ) -> Sequences:
   """Sets status FAILED and the codes of `numbers` where `mask` holds."""
-  sequences = with_status(sequences, numbers, mask, FAILED)
+  sequences = with_status(sequences, numbers, mask, SequenceStatus.FAILED)
   place = indexing.where_valid(mask, numbers)
   return dataclasses.replace(
     sequences,
@@ -443,4 +458,4 @@ def append(
     stop=indexing.put(sequences.stop, place, values=ending.stop),
     stop_states=states,
   )
-  return with_status(sequences, numbers, ended, DONE), ended
+  return with_status(sequences, numbers, ended, SequenceStatus.DONE), ended

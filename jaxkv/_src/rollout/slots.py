@@ -186,7 +186,7 @@ def _finish_forks(
     ),
     kv=loops.at_most_once(jnp.any(forked), some, state.kv),
     sequences=queue.with_status(
-      state.sequences, running, refused, queue.WAITING
+      state.sequences, running, refused, queue.SequenceStatus.WAITING
     ),
     running=jnp.where(refused, none, running),
     computed=indexing.put(state.computed, place, values=cache.length),
@@ -237,7 +237,7 @@ def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   alone = jnp.sum(holders, dtype=jnp.int32) == 1
   leaves = victim | (jnp.any(victim) & (state.leader == chosen))
   sequences = queue.with_status(
-    state.sequences, state.running, leaves, queue.WAITING
+    state.sequences, state.running, leaves, queue.SequenceStatus.WAITING
   )
   code = jnp.full_like(slot, Status.OUT_OF_PAGES)
   count = jnp.sum(victim & ~alone, dtype=jnp.int32)
@@ -265,7 +265,7 @@ def admit_waiting(state: RolloutState) -> RolloutState:
   # A victim's slot holds its pages until the end of the step.
   slot = jnp.arange(state.running.shape[0], dtype=jnp.int32)
   empty = (state.running == none) & is_empty(state.cache, slot)
-  waits = jnp.any(state.sequences.status == queue.WAITING)
+  waits = jnp.any(state.sequences.status == queue.SequenceStatus.WAITING)
   needed = needed_now(state)
   allowed = needed <= state.cache.pool.queue.num_free
 
@@ -335,13 +335,19 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
     alone | (admitted.code != Status.OUT_OF_PAGES)
   )
   place = indexing.where_valid(enters, slots)
-  sequences = queue.with_status(sequences, numbers, enters, queue.RUNNING)
+  sequences = queue.with_status(
+    sequences, numbers, enters, queue.SequenceStatus.RUNNING
+  )
   # Those before the last one that enters, and that stay, are overtaken.
   entered = jnp.where(enters, chosen.candidates, -1)
   position = jnp.arange(waiting.numbers.shape[0], dtype=jnp.int32)
   passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
-  stays = indexing.take(sequences.status, waiting.numbers, fill=queue.DONE)
-  stays = indexing.where_valid(stays == queue.WAITING, waiting.numbers)
+  stays = indexing.take(
+    sequences.status, waiting.numbers, fill=queue.SequenceStatus.DONE
+  )
+  stays = indexing.where_valid(
+    stays == queue.SequenceStatus.WAITING, waiting.numbers
+  )
   state = _begin_anew(state, numbers, enters)
   return dataclasses.replace(
     state,

@@ -277,7 +277,9 @@ def _next_id(
   sequences: Sequences, first: Array | int, config: RolloutConfig
 ) -> Array:
   """int32[]: the number behind the last group that has a sequence."""
-  there = (sequences.status != queue.EMPTY).reshape(-1, config.num_samples)
+  there = (sequences.status != queue.SequenceStatus.EMPTY).reshape(
+    -1, config.num_samples
+  )
   last = sequences.ids.reshape(there.shape)[:, -1] + 1
   used = jnp.where(jnp.any(there, axis=1), last, jnp.int32(0))
   first = jnp.asarray(as_int32("first_sequence", first))
@@ -357,12 +359,12 @@ def _no_counts(config: RolloutConfig) -> Counters:
 
 def is_done(state: RolloutState) -> Array:
   """bool[]: whether no sequence waits or runs."""
-  return jnp.all(state.sequences.status >= queue.DONE)
+  return jnp.all(state.sequences.status >= queue.SequenceStatus.DONE)
 
 
 def _refused(sequences: Sequences, refused: Array) -> Sequences:
   """All sequences that wait fail, as pages of other weights would be hit."""
   rows = jnp.arange(sequences.status.shape[0], dtype=jnp.int32)
-  refused = refused & (sequences.status == queue.WAITING)
+  refused = refused & (sequences.status == queue.SequenceStatus.WAITING)
   code = jnp.full_like(rows, Status.STALE)
   return queue.fail(sequences, rows, refused, code)

@@ -82,7 +82,7 @@ def _as_count(name: str, value: Any) -> Array | None:
 def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
   """bool[]: whether a call that began at step `begin` goes on."""
   status = state.sequences.status
-  going = jnp.any(status < queue.DONE)
+  going = jnp.any(status < queue.SequenceStatus.DONE)
   if until.steps is not None:
     going &= state.counters.steps.since(begin) < until.steps
   if until.groups is not None:
@@ -95,11 +95,13 @@ def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
 
 def has_ended(status: Array) -> Array:
   """bool[...]: whether sequences ended, of their statuses."""
-  return (status == queue.DONE) | (status == queue.FAILED)
+  return (status == queue.SequenceStatus.DONE) | (
+    status == queue.SequenceStatus.FAILED
+  )
 
 
 def ended_groups(state: RolloutState) -> Array:
   """bool[P]: prompts all of whose samples ended, of those that have any."""
   status = state.sequences.status.reshape(-1, state.config.num_samples)
   some = jnp.any(has_ended(status), axis=1)
-  return some & jnp.all(status >= queue.DONE, axis=1)
+  return some & jnp.all(status >= queue.SequenceStatus.DONE, axis=1)

@@ -48,7 +48,9 @@ def _abort(
 ) -> tuple[RolloutState, Outcome]:
   state, rows, code = _leave(state, ids, mask)
   served = code == Status.OK
-  sequences = queue.with_status(state.sequences, rows, served, queue.DONE)
+  sequences = queue.with_status(
+    state.sequences, rows, served, queue.SequenceStatus.DONE
+  )
   place = indexing.where_valid(served, rows)
   finish = indexing.put(sequences.finish, place, values=int(Finish.ABORTED))
   sequences = dataclasses.replace(sequences, finish=finish)
@@ -100,7 +102,8 @@ def _leave(
   state, ids, mask = sharding.match_varying_axes((state, ids, mask))
   rows, status, code = find(state, ids, mask)
   code = first_code(
-    (code != Status.OK, code), (status >= queue.DONE, Status.ENDED)
+    (code != Status.OK, code),
+    (status >= queue.SequenceStatus.DONE, Status.ENDED),
   )
   place = indexing.where_valid(code == Status.OK, rows)
   return leave_slots(state, slots_of(state, place)), rows, code

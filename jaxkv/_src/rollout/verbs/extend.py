@@ -108,7 +108,7 @@ def _extend(
   bad |= budget > width - before - jnp.clip(lengths, 0, columns)
   code = first_code(
     (code != Status.OK, code),
-    (status == queue.FAILED, Status.ENDED),
+    (status == queue.SequenceStatus.FAILED, Status.ENDED),
     (bad, Status.BAD_LENGTH),
   )
   served = code == Status.OK
@@ -119,7 +119,7 @@ def _extend(
   inside = served[:, None] & (column < lengths[:, None])
   length = before + lengths
   sequences = dataclasses.replace(
-    queue.with_status(sequences, rows, served, queue.WAITING),
+    queue.with_status(sequences, rows, served, queue.SequenceStatus.WAITING),
     tokens=indexing.put(
       sequences.tokens,
       place[:, None],

@@ -74,13 +74,17 @@ def find(
   """
   sequences = state.sequences
   none = sequences.ids.shape[0]
-  there = sequences.status != queue.EMPTY
+  there = sequences.status != queue.SequenceStatus.EMPTY
   same = (ids[:, None] == sequences.ids[None]) & there[None]
   row = jnp.argmax(same, axis=1).astype(jnp.int32)
   found = jnp.any(same, axis=1) & ~indexing.any_earlier(ids, mask)
   code = first_code((~mask, Status.SKIPPED), (~found, Status.BAD_SEQUENCE))
   row = jnp.where(code == Status.OK, row, none)
-  return row, indexing.take(sequences.status, row, fill=queue.EMPTY), code
+  return (
+    row,
+    indexing.take(sequences.status, row, fill=queue.SequenceStatus.EMPTY),
+    code,
+  )
 
 
 def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
@@ -103,7 +107,7 @@ def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
     state,
     cache=cache,
     sequences=queue.with_status(
-      sequences, state.running, leaving, queue.WAITING
+      sequences, state.running, leaving, queue.SequenceStatus.WAITING
     ),
     running=jnp.where(leaving, none, state.running),
     leader=jnp.where(leaving, slots, state.leader),

@@ -87,7 +87,7 @@ def _generated(state: RolloutState) -> Generated:
   )
   state = dataclasses.replace(state, sequences=sequences)
   rows = jnp.arange(state.sequences.length.shape[0], dtype=jnp.int32)
-  valid = state.sequences.status != queue.EMPTY
+  valid = state.sequences.status != queue.SequenceStatus.EMPTY
   return _rows(state, indexing.where_valid(valid, rows))
 
 
@@ -179,7 +179,7 @@ def _harvest(
   ready = has_ended(sequences.status)
   if groups:
     together = sequences.status.reshape(-1, state.config.num_samples)
-    whole = jnp.all(together >= queue.DONE, axis=1)
+    whole = jnp.all(together >= queue.SequenceStatus.DONE, axis=1)
     ready &= jnp.repeat(whole, state.config.num_samples)
   if ids is None:
     rows = jnp.arange(sequences.ids.shape[0], dtype=jnp.int32)
@@ -191,6 +191,8 @@ def _harvest(
     code = first_code((code != Status.OK, code), (early, Status.UNFINISHED))
   served = code == Status.OK
   results = _rows(state, indexing.where_valid(served, rows))
-  sequences = queue.with_status(sequences, rows, served, queue.EMPTY)
+  sequences = queue.with_status(
+    sequences, rows, served, queue.SequenceStatus.EMPTY
+  )
   state = dataclasses.replace(state, sequences=sequences)
   return state, Harvested(code=code, results=results)

@@ -201,7 +201,7 @@ def _submit(
     priority=priority,
     max_tokens=sampling.max_tokens,
   )
-  failed = (new.status == queue.FAILED).reshape(rows, samples)
+  failed = (new.status == queue.SequenceStatus.FAILED).reshape(rows, samples)
   bad = jnp.any(failed, axis=1)
   if num_samples is not None:
     bad |= (num_samples < 1) | (num_samples > samples)
@@ -215,7 +215,9 @@ def _submit(
   )
   wanting = code == Status.OK
   rank = jnp.cumsum(wanting, dtype=jnp.int32) - 1
-  empty = (state.sequences.status == queue.EMPTY).reshape(-1, samples)
+  empty = (state.sequences.status == queue.SequenceStatus.EMPTY).reshape(
+    -1, samples
+  )
   groups = queue.first_of(jnp.all(empty, axis=1), rows)
   group = indexing.take(groups, rank, fill=empty.shape[0])
   served = wanting & (group < empty.shape[0])
@@ -239,7 +241,7 @@ def _submit(
 def _taken(state: RolloutState, ids: Array, mask: Array) -> Array:
   """bool[R]: prompts one of whose numbers is no number, or another's."""
   samples = state.config.num_samples
-  there = state.sequences.status != queue.EMPTY
+  there = state.sequences.status != queue.SequenceStatus.EMPTY
   apart = state.sequences.ids[None] - ids[:, None]
   taken = jnp.any((apart >= 0) & (apart < samples) & there[None], axis=1)
   taken |= (ids < 0) | (ids > 2**31 - 1 - samples)

@@ -61,7 +61,7 @@ def _update_weights(state: RolloutState, how: Policy) -> RolloutState:
   if how != "keep":
     state = leave_slots(state, jnp.ones((slots,), bool))
   if how == "drop":
-    waits = state.sequences.status == queue.WAITING
+    waits = state.sequences.status == queue.SequenceStatus.WAITING
     state = dataclasses.replace(
       state,
       sequences=_begun_again(state.sequences, waits),
@@ -74,7 +74,7 @@ def _update_weights(state: RolloutState, how: Policy) -> RolloutState:
   cache, _ = new_epoch(state.cache)
   state = dataclasses.replace(state, cache=cache)
   rows = jnp.arange(none, dtype=jnp.int32)
-  waits = state.sequences.status == queue.WAITING
+  waits = state.sequences.status == queue.SequenceStatus.WAITING
   return rehashed(state, indexing.where_valid(waits, rows))
 
 

@@ -1,0 +1,141 @@
+"""`python -m jaxkv doctor`: versions, devices, kernels, and a small check.
+
+The output belongs in a bug report. The check allocates and commits tokens on
+the default device, attends to them with the backend that "auto" chooses, and
+compares the result with numpy.
+"""
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv._src.commands import output
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "chex", "optax")
+# One package of each extra.
+_EXTRAS = {
+  "plots": "matplotlib",
+  "hf": "tokenizers",
+  "hub": "huggingface_hub",
+  "gguf": "gguf",
+  "schema": "outlines_core",
+  "checkpoints": "orbax-checkpoint",
+  "clients": "google-tunix",
+}
+_TOLERANCE = 2e-2  # Of bfloat16 values near 1.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the command's arguments to its parser: none."""
+  del parser
+
+
+def run(args: argparse.Namespace) -> int:
+  """Prints the report; returns 1 if a device or the check fails, else 0."""
+  del args
+  extras = [name for name, package in _EXTRAS.items() if _version(package)]
+  rows = [
+    ("jaxkv", jaxkv.__version__),
+    ("Python", f"{platform.python_version()}, {platform.platform()}"),
+    ("packages", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)),
+    ("extras", ", ".join(extras) or "none"),
+  ]
+  try:
+    names = [f"{device.id}: {device.device_kind}" for device in jax.devices()]
+    rows += [
+      ("devices", f"{jax.default_backend()}, {'; '.join(names)}"),
+      ('backend "auto"', _attention()),
+      ("check", "passed"),
+    ]
+    status = 0
+  # A report of any failure is what the command is for.
+  except Exception as error:
+    text = " ".join(str(error).split())
+    rows.append(("FAILED", f"{type(error).__name__}: {text}"))
+    status = 1
+  try:
+    output.print_table(*rows)
+    if sys.stdout:  # None if it was closed before Python began.
+      sys.stdout.flush()
+  except BrokenPipeError:
+    # Python would report the pipe again when it closes the stream.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+  return status
+
+
+def _version(package: str) -> str | None:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+def _attention() -> str:
+  """Runs the check; returns the backend that served it, and the reason.
+
+  Raises:
+    ArithmeticError: the result differs from numpy's.
+  """
+  messages: list[str] = []
+  handler = logging.Handler()
+  handler.emit = lambda record: messages.append(record.getMessage())
+  logger = logging.getLogger("jaxkv_kernels")
+  level = logger.level
+  logger.addHandler(handler)
+  logger.setLevel(logging.INFO)
+  try:
+    _check()
+  finally:
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+  # The log gives a reason only if another backend does not serve the call.
+  return "; ".join(
+    text if "(" in text else f"{text}, the first choice there"
+    for text in messages
+  )
+
+
+def _check() -> None:
+  """Compares attention to five cached tokens with numpy."""
+  config = jaxkv.CacheConfig(
+    num_pages=4, page_size=16, num_slots=1, pages_per_slot=2
+  )
+  heads, head_dim, length = 8, 128, 5
+  kv = jaxkv.kv.init(
+    config,
+    num_layers=1,
+    num_kv_heads=heads,
+    head_dim=head_dim,
+    dtype=jnp.bfloat16,
+  )
+  counts = jnp.asarray([length], jnp.int32)
+  tokens = jnp.arange(length, dtype=jnp.int32)[None]
+  state, _ = jaxkv.allocate(jaxkv.init(config), counts)
+  view = jaxkv.view(state, counts=counts)
+  rng = np.random.default_rng(0)
+  q, k, v = (
+    jnp.asarray(rng.normal(size=(1, length, heads, head_dim)), jnp.bfloat16)
+    for _ in range(3)
+  )
+  kv = jaxkv.kv.write(kv, view, 0, k, v)
+  out = np.asarray(jaxkv.kv.attend(kv, view, 0, q), np.float32)
+  state, _ = jaxkv.commit(state, tokens, counts)
+  jaxkv.check(state)
+
+  q, k, v = (np.asarray(array, np.float32)[0] for array in (q, k, v))
+  scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(head_dim)
+  scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  weights /= weights.sum(-1, keepdims=True)
+  expected = np.einsum("hts,shd->thd", weights, v)
+  error = np.abs(out[0] - expected).max()
+  if not error < _TOLERANCE:
+    raise ArithmeticError(f"attention differs from numpy by {error:.3g}")

@@ -1,0 +1,44 @@
+"""`python -m jaxkv doctor`: what it reports, and where it must work."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxkv
+from jaxkv import __main__ as command_line
+
+
+def test_reports_versions_devices_and_the_backend(capsys):
+  assert command_line.main(["doctor"]) == 0
+  lines = capsys.readouterr().out.splitlines()
+  report = dict(line.split("  ", 1) for line in lines)
+  assert report["jaxkv"].strip() == jaxkv.__version__
+  assert f"jax {jax.__version__}" in report["packages"]
+  assert report["devices"].split()[0] == f"{jax.default_backend()},"
+  assert "backend xla, the first choice" in report['backend "auto"']
+  assert report["check"].strip() == "passed"
+
+
+def test_a_failure_is_a_line_and_a_status(capsys, monkeypatch):
+  def devices():
+    raise RuntimeError("no driver\nfound")
+
+  monkeypatch.setattr(jax, "devices", devices)
+  assert command_line.main(["doctor"]) == 1
+  last = capsys.readouterr().out.splitlines()[-1]
+  assert last.split(maxsplit=1) == ["FAILED", "RuntimeError: no driver found"]
+
+
+@pytest.mark.parametrize("redirection", [">&-", "| true"])
+def test_output_that_nobody_reads(redirection):
+  command = f"{sys.executable} -m jaxkv doctor {redirection}"
+  done = subprocess.run(
+    ["bash", "-o", "pipefail", "-c", command],
+    capture_output=True,
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    timeout=120,
+  )
+  assert (done.returncode, done.stderr) == (0, b"")
