@@ -22,10 +22,11 @@
 #
 # Set the environment variable `JAXKV_MODEL` to a folder, a `.gguf` file or the id
 # of a model on the hub, such as `HuggingFaceTB/SmolLM2-135M-Instruct`, and install
-# `jaxkv[hf,gguf,hub,notebooks]`. Otherwise the notebook writes a tiny checkpoint
-# with random weights. That one talks nonsense, but everything else is the same.
+# `jaxkv[hf,gguf,hub,notebooks]`. Otherwise the notebook writes a tiny checkpoint,
+# and teaches it the answers to four questions. Everything else is the same.
 
 # %%
+import dataclasses
 import functools
 import json
 import os
@@ -36,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+import optax
 import tokenizers
 from safetensors import numpy as safetensors
 
@@ -46,9 +48,8 @@ from jaxkv import rollout
 # %% [markdown]
 # ## A checkpoint
 #
-# A folder as Hugging Face's libraries write it: `config.json`, tensors, a
-# tokenizer and its chat template. Each character of this tokenizer is a token or
-# several, one for each of its bytes.
+# The function writes a folder as Hugging Face's libraries do: `config.json`,
+# tensors, a tokenizer and its chat template. A token of this tokenizer is a byte.
 
 # %%
 CHAT = (
@@ -93,7 +94,9 @@ def write_tiny(folder):
     }
   rng = np.random.default_rng(0)
   tensors = {
-    f"model.{name}.weight": rng.normal(0, 0.3, shape).astype(np.float32)
+    f"model.{name}.weight": np.float32(
+      np.ones(shape) if len(shape) == 1 else rng.normal(0, 0.1, shape)
+    )
     for name, shape in shapes.items()
   }
   bytes_ = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -113,17 +116,16 @@ def write_tiny(folder):
 # %% [markdown]
 # ## Load it
 #
-# Every tensor is used exactly once and every key of the configuration is known,
-# or `load` says what is wrong. Here weights become float32, whatever the file has.
+# `load` uses every tensor once and interprets every key of the configuration, or
+# raises an error that names it. `dtype` converts the weights to float32.
 
 # %%
 if source := os.environ.get("JAXKV_MODEL"):
   model = models.load(source, dtype=jnp.float32)
 else:
-  with tempfile.TemporaryDirectory() as folder:
-    write_tiny(pathlib.Path(folder))
-    model = models.load(folder)
-    _ = model.tokenizer  # Read while the folder is there.
+  folder = tempfile.TemporaryDirectory()
+  write_tiny(pathlib.Path(folder.name))
+  model = models.load(folder.name)
 
 config = model.config
 count = sum(leaf.size for leaf in jax.tree.leaves(model.params))
@@ -131,11 +133,10 @@ print(f"{count / 1e6:,.1f} million parameters, {config.num_layers} layers:")
 print(config.layers[0].attention)
 
 # %% [markdown]
-# ## Ask
+# ## Four questions
 #
-# The chat template writes what a message looks like to the model. Four questions
-# have one instruction in common, and each gets four answers. `Sampling` is per
-# sequence: the first answer to each question is greedy, the others get warmer.
+# The chat template turns messages into the text that the model expects. The four
+# prompts have one instruction in common.
 
 # %%
 INSTRUCTION = (
@@ -165,12 +166,75 @@ print("tokens of the prompts:", lengths)
 print(model.tokenizer.decode(encoded[0]))
 
 # %% [markdown]
-# A page of the cache holds 16 tokens. Layers that keep the same tokens are a
-# group: SmolLM2 has one. Gemma 3 has six, since five of six layers have a window.
+# A checkpoint of your own needs no lesson. The tiny one learns two answers to each
+# question by heart, with the loss on the tokens of the answers.
+
+# %%
+ANSWERS = [
+  ("Paris.", "It is Paris."),
+  ("Rome.", "It is Rome."),
+  ("Jupiter.", "It is Jupiter."),
+  ("Four.", "It is four."),
+]
+
+
+def taught(model, steps=100):
+  """The model after some steps of Adam on the eight answers."""
+  rows = [
+    (tokens, [*model.tokenizer.encode(answer), *model.stop_tokens])
+    for tokens, pair in zip(encoded, ANSWERS, strict=True)
+    for answer in pair
+  ]
+  width = max(len(prompt) + len(answer) for prompt, answer in rows)
+  tokens, mask = np.zeros((2, len(rows), width), np.int32)
+  for row, (prompt, answer) in enumerate(rows):
+    end = len(prompt) + len(answer)
+    tokens[row, :end] = [*prompt, *answer]
+    mask[row, len(prompt) : end] = 1
+  positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
+  optimizer = optax.adam(3e-3)
+
+  def loss(params):
+    logits = models.forward_uncached(
+      params, jnp.asarray(tokens), positions, config=model.config
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      logits[:, :-1], tokens[:, 1:]
+    )
+    return jnp.sum(losses * mask[:, 1:]) / mask.sum()
+
+  @jax.jit
+  def train(params):
+    def step(carry, _):
+      params, moments = carry
+      value, gradients = jax.value_and_grad(loss)(params)
+      updates, moments = optimizer.update(gradients, moments)
+      return (optax.apply_updates(params, updates), moments), value
+
+    carry = (params, optimizer.init(params))
+    (params, _), losses = jax.lax.scan(step, carry, length=steps)
+    return params, losses
+
+  params, losses = train(model.params)
+  print(f"loss of a token: {losses[0]:.2f} before, {losses[-1]:.2f} after")
+  return dataclasses.replace(model, params=params)
+
+
+if not source:
+  model = taught(model)
+
+# %% [markdown]
+# ## Ask
 #
-# `raw_log_probs` keeps the model's own log-probabilities, and `timeline` what each
-# slot did, for the pictures below. `version` counts updates of the weights; a
-# cache that is used again belongs to one of them.
+# Each question gets four answers. `Sampling` has settings for each sequence: the
+# first answer to a question is greedy, the others have rising temperatures.
+#
+# A page of the cache holds 16 tokens. Layers that keep the same tokens form a
+# group: SmolLM2 has one, Gemma 3 has six, because five of six layers have a window.
+#
+# `raw_log_probs` records the model's own log-probabilities, and `timeline` records
+# the work of each slot, for the pictures below. `version` counts updates of the
+# weights; a cache that is used again must have the same version.
 
 # %%
 SAMPLES, NEW, PAGE = 4, 24, 16
@@ -206,7 +270,8 @@ def begin(cache, kv, temperatures):
 generate = jax.jit(
   functools.partial(rollout.generate, model=model.forward), donate_argnums=1
 )
-state = begin(jaxkv.init(sizes), kv, [0.0, 0.5, 1.0, 1.5])
+TEMPERATURES = [0.0, 0.4, 0.8, 1.2]
+state = begin(jaxkv.init(sizes), kv, TEMPERATURES)
 state = generate(model.params, state)
 out = jax.device_get(rollout.generated(state))
 
@@ -226,8 +291,8 @@ for number, text in enumerate(answers(out)):
 # %% [markdown]
 # ## What was computed
 #
-# Sixteen sequences, but the instruction went through the model once, and each
-# question once. The picture shows what each slot did in each step.
+# There are sixteen sequences, but the model computed the instruction once, and each
+# question once. The picture shows the work of each slot in each step.
 
 # %%
 counters = state.counters
@@ -240,9 +305,9 @@ rollout.timeline(state)
 # %% [markdown]
 # ## Ask again
 #
-# The cache lives on in the state. The same questions at other temperatures find
-# their pages, so what is left of a prompt is less than a page. Temperatures are
-# arrays, so nothing is compiled again.
+# The state still has the cache. The same questions at other temperatures find their
+# pages, so less than a page of each prompt is computed. Temperatures are arrays, so
+# nothing is compiled again.
 
 # %%
 again = begin(state.cache, state.kv, [0.0, 0.2, 0.7, 1.2])
@@ -252,11 +317,11 @@ assert int(again.counters.prefilled) < len(QUESTIONS) * PAGE
 assert answers(jax.device_get(rollout.generated(again)))[0] == answers(out)[0]
 
 # %% [markdown]
-# ## The numbers of a trainer
+# ## A trainer's log-probabilities
 #
-# A trainer runs whole sequences without a cache. Its log-probabilities are those
-# of the loop up to rounding. `raw_log_probs` are those of the model itself,
-# whatever the temperature.
+# A trainer runs whole sequences without a cache. Its log-probabilities equal those
+# of the loop up to rounding. `raw_log_probs` are those of the model at temperature
+# 1, before the settings of `Sampling`.
 
 # %%
 positions = jnp.broadcast_to(
@@ -274,20 +339,27 @@ print(f"{gap.size} tokens, largest difference {gap.max():.1e}")
 assert gap.max() < 1e-3
 
 # %% [markdown]
-# ## How sure it is
+# ## The probability of each token
 #
-# The probability of each token of the four answers to the first question, from
-# the greedy one to the warmest. Tokens that only a high temperature makes
-# possible stand out. Random weights are sure of nothing, or of one token.
+# The bars show the model's probability of each token of the four answers to the
+# first question, by rising temperature. Low bars are tokens that a high temperature
+# made possible, or where the model knows two ways to go on.
 
 # %%
 figure, axes = plt.subplots(SAMPLES, 1, figsize=(9, 5), layout="constrained")
 for row, axis in enumerate(axes):
-  chances = np.exp(out.records.raw_log_probs[row][out.mask[row]])
+  probabilities = np.exp(out.records.raw_log_probs[row][out.mask[row]])
   words = [model.tokenizer.decode([t]) for t in out.tokens[row][out.mask[row]]]
-  axis.bar(range(len(words)), chances, color="#56b4e9")
+  axis.bar(range(len(words)), probabilities, color="#56b4e9")
   axis.set(ylim=(0, 1), xlim=(-0.6, NEW - 0.4))
-  names = [ascii(word)[1:-1].replace("$", r"\$") for word in words]
-  axis.set_xticks(range(len(words)), names, rotation=60, fontsize=7, ha="right")
+  axis.set_title(f"temperature {TEMPERATURES[row]}", fontsize=8, loc="left")
+  # A space, the stop token and a part of a character have no glyph of their own.
+  names = [
+    word.strip().replace("$", r"\$")
+    if word.strip() and word.isprintable() and "\ufffd" not in word
+    else "\u00b7"
+    for word in words
+  ]
+  axis.set_xticks(range(len(words)), names, fontsize=8)
 plt.close(figure)
 figure
