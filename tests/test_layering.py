@@ -53,7 +53,7 @@ _LOOSE = {"extras", "show"}
 # Inside the cache, likewise; of `invariants`, only `jaxkv` knows.
 _CACHE_LAYERS = (
   ("verbs", "invariants"),
-  ("algorithms",),
+  ("steps",),
   ("state",),
   ("pool",),
   ("telemetry",),

@@ -216,7 +216,7 @@ MUTANTS = {
   ),
   # --- match -----------------------------------------------------------------
   "one group is enough for a hit": Mutant(
-    "cache.algorithms.longest_prefix:_agree", given(cached=_by_any_group), LOOK
+    "cache.steps.find:_agree", given(cached=_by_any_group), LOOK
   ),
   "hits go on after a miss": Mutant(
     "cache.group_kinds:GroupKind.longest_hit",
@@ -231,7 +231,7 @@ MUTANTS = {
     ("allocate",),
   ),
   "later rows are not served": Mutant(
-    "cache.algorithms.reserve:in_order",
+    "cache.steps.reserve:in_order",
     returned(_served_up_to_the_first_refusal),
     ("allocate",),
   ),
@@ -241,7 +241,7 @@ MUTANTS = {
     ("admit",),
   ),
   "hits may use what others were promised": Mutant(
-    "cache.algorithms.reserve:_with_hits",
+    "cache.steps.reserve:_with_hits",
     given(keep_free=lambda g: g.keep_free * 0),
     ("admit",),
     SCARCE,
@@ -259,7 +259,7 @@ MUTANTS = {
     ("commit",),
   ),
   "a merged page stays in the table": Mutant(
-    "cache.algorithms.publish:_merge",
+    "cache.steps.publish:_merge",
     returned(
       lambda out, g: (out[0]._replace(page_table=g.done.page_table), out[1])
     ),
@@ -267,7 +267,7 @@ MUTANTS = {
   ),
   # --- fork ------------------------------------------------------------------
   "a fork shares the partial page": Mutant(
-    "cache.algorithms.reserve:reservation",
+    "cache.steps.reserve:reservation",
     given(hit=lambda g: g.stop),
     ("fork",),
   ),
@@ -288,12 +288,12 @@ MUTANTS = {
     ("truncate",),
   ),
   "a page that is written again keeps its key": Mutant(
-    "cache.algorithms.publish:roll_back",
+    "cache.steps.publish:roll_back",
     given(reopened=lambda g: g.reopened & False),
     ("truncate",),
   ),
   "the tail of an earlier page is forgotten": Mutant(
-    "cache.algorithms.publish:roll_back",
+    "cache.steps.publish:roll_back",
     returned(_without_the_tail),
     ("truncate",),
   ),

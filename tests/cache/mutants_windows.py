@@ -54,7 +54,7 @@ WINDOW_MUTANTS = {
     SLIDING,
   ),
   "a fork takes null pages for pages": Mutant(
-    "cache.algorithms.reserve:reservation",
+    "cache.steps.reserve:reservation",
     given(first=lambda g: g.first * 0),
     ("fork",),
     SLIDING,
@@ -156,7 +156,7 @@ WINDOW_MUTANTS = {
   ),
   # --- sizes -----------------------------------------------------------------
   "a small page holds the tokens behind it too": Mutant(
-    "cache.algorithms.publish:_page_tokens",
+    "cache.steps.publish:_page_tokens",
     given(step=lambda g: g.step * 0 + 99),
     COMMIT,
     HYBRID,

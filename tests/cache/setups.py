@@ -14,9 +14,9 @@ from jaxkv import GroupKind
 from jaxkv import Recurrent
 from jaxkv import SlidingWindow
 from jaxkv._src.arrays import loops
-from jaxkv._src.cache.algorithms import publish as publishing
 from jaxkv._src.cache.pool import free_queue
 from jaxkv._src.cache.prefix import prefix_index
+from jaxkv._src.cache.steps import publish as publishing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

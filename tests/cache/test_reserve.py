@@ -5,7 +5,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Status
-from jaxkv._src.cache.algorithms import reserve
+from jaxkv._src.cache.steps import reserve
 from tests.cache.by_hand import ints
 from tests.cache.by_hand import pages
 from tests.cache.by_hand import tiny

@@ -7,10 +7,10 @@ import numpy as np
 from jax import Array
 from jax import lax
 
-from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import roots
+from jaxkv._src.cache.steps.find import find_prefix
 from jaxkv._src.host.atomic import query
 
 _POLLS = 2000
@@ -45,9 +45,7 @@ def look_up(state: CacheState, packed: Array) -> tuple[Array, Prompt]:
   held = held.reshape(1, columns, config.page_size)
   root = jnp.broadcast_to(roots(state, salt), salt.shape)
   keys = hashing.row_keys(secret, root, held)
-  found = longest_prefix.find(
-    state, tokens, length, length > 0, hashed=(root, keys)
-  )
+  found = find_prefix(state, tokens, length, length > 0, hashed=(root, keys))
   pages = found.attached_pages(config, columns)[0]
   pages = jnp.where(pages < config.no_page, pages, 0)
   numbers = (found.num_cached_tokens, found.boundary, found.stop[0])

@@ -13,9 +13,6 @@ from jax import lax
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.indexing import SlotRows
-from jaxkv._src.cache.algorithms import reserve
-from jaxkv._src.cache.algorithms.publish import publish
-from jaxkv._src.cache.algorithms.reserve import Reservation
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
 from jaxkv._src.cache.pool import page_pool
@@ -25,6 +22,9 @@ from jaxkv._src.cache.prefix import prefix_index
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import in_range
+from jaxkv._src.cache.steps import reserve
+from jaxkv._src.cache.steps.publish import publish
+from jaxkv._src.cache.steps.reserve import Reservation
 from jaxkv._src.cache.verbs.free import drop_behind
 from jaxkv._src.cache.verbs.free import free
 from jaxkv._src.cache.verbs.reset import reset_prefix_cache

@@ -21,10 +21,10 @@ from jax import lax
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
-from jaxkv._src.cache.algorithms import longest_prefix
-from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import roots
+from jaxkv._src.cache.steps.find import Prefix
+from jaxkv._src.cache.steps.find import find_prefix
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.state import RolloutState
@@ -100,7 +100,7 @@ def candidates(state: RolloutState, computing: Array) -> Candidates:
     salts = indexing.take(state.salts, numbers)
   root = jnp.broadcast_to(roots(cache, salts), (window, hashing.KEY_WORDS))
   own = None if keys is None else indexing.take(keys, numbers)
-  found = longest_prefix.find(
+  found = find_prefix(
     cache,
     indexing.take(sequences.tokens, numbers),
     most,

@@ -12,13 +12,13 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
-from jaxkv._src.cache.algorithms.longest_prefix import Prefix
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import is_failure
 from jaxkv._src.cache.state import rows_of
+from jaxkv._src.cache.steps.find import Prefix
 from jaxkv._src.cache.verbs.admit import admit_found
 from jaxkv._src.cache.verbs.allocate import make_room
 from jaxkv._src.cache.verbs.fork import owed_copies

@@ -9,10 +9,6 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.indexing import SlotRows
-from jaxkv._src.cache.algorithms import longest_prefix
-from jaxkv._src.cache.algorithms.longest_prefix import Prefix
-from jaxkv._src.cache.algorithms.reserve import reservation
-from jaxkv._src.cache.algorithms.reserve import reserve
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
@@ -23,6 +19,10 @@ from jaxkv._src.cache.state import in_range
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import mask_or_all
 from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.steps.find import Prefix
+from jaxkv._src.cache.steps.find import find_prefix
+from jaxkv._src.cache.steps.reserve import reservation
+from jaxkv._src.cache.steps.reserve import reserve
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +92,7 @@ def match(
   """
   config = state.config
   asked = mask_or_all(mask, tokens)
-  found = longest_prefix.find(state, tokens, lengths, asked, salts)
+  found = find_prefix(state, tokens, lengths, asked, salts)
   pages = found.attached_pages(config, tokens.shape[1] // config.page_size)
   return Matched(num_cached_tokens=found.num_cached_tokens, pages=pages)
 
@@ -159,7 +159,7 @@ def admit(
   """
 
   def find(asked: Array) -> Prefix:
-    return longest_prefix.find(state, tokens, lengths, asked, salts)
+    return find_prefix(state, tokens, lengths, asked, salts)
 
   return admit_found(
     state,

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxkv._src.arrays.indexing import SlotRows
-from jaxkv._src.cache.algorithms.reserve import reservation
-from jaxkv._src.cache.algorithms.reserve import reserve
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
@@ -17,6 +15,8 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import roots
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.steps.reserve import reservation
+from jaxkv._src.cache.steps.reserve import reserve
 
 
 @jax.tree_util.register_dataclass

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxkv._src.cache.algorithms.publish import publish
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Outcome
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.steps.publish import publish
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,6 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.indexing import SlotRows
-from jaxkv._src.cache.algorithms import reserve
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.prefix import hashing
 from jaxkv._src.cache.state import CacheState
@@ -20,6 +19,7 @@ from jaxkv._src.cache.state import in_range
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import mask_or_all
 from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.steps import reserve
 
 
 @jax.tree_util.register_dataclass

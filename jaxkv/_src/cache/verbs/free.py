@@ -8,8 +8,6 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays.indexing import SlotRows
-from jaxkv._src.cache.algorithms import publish
-from jaxkv._src.cache.algorithms import reserve
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
@@ -20,6 +18,8 @@ from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import rows_of
 from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.steps import publish
+from jaxkv._src.cache.steps import reserve
 
 
 @verb

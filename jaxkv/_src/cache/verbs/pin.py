@@ -8,7 +8,6 @@ from jax import Array
 
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
-from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool import page_table
 from jaxkv._src.cache.pool.page_pool import PoolState
@@ -19,6 +18,7 @@ from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import first_code
 from jaxkv._src.cache.state import mask_or_all
 from jaxkv._src.cache.state import verb
+from jaxkv._src.cache.steps.find import find_prefix
 
 
 @jax.tree_util.register_dataclass
@@ -113,7 +113,7 @@ def pin(
   config = state.config
   asked = mask_or_all(mask, tokens)
   bad = (lengths < 1) | (lengths > tokens.shape[1])
-  found = longest_prefix.find(state, tokens, lengths, asked & ~bad, salts)
+  found = find_prefix(state, tokens, lengths, asked & ~bad, salts)
   code = first_code(
     (~asked, Status.SKIPPED),
     (bad, Status.BAD_LENGTH),

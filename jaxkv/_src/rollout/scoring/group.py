@@ -31,12 +31,12 @@ from jax import Array
 from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import loops
 from jaxkv._src.arrays import sharding
-from jaxkv._src.cache.algorithms import longest_prefix
 from jaxkv._src.cache.pool import recurrent
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import Status
 from jaxkv._src.cache.state import is_empty
 from jaxkv._src.cache.state import rows_of
+from jaxkv._src.cache.steps.find import find_prefix
 from jaxkv._src.cache.verbs.admit import admit_found
 from jaxkv._src.cache.verbs.allocate import make_room
 from jaxkv._src.cache.verbs.commit import commit
@@ -216,7 +216,7 @@ def _begin(group: Group, given: Given) -> Group:
     cache,
     leader,
     length,
-    lambda asked: longest_prefix.find(cache, prompt, length, asked, salts),
+    lambda asked: find_prefix(cache, prompt, length, asked, salts),
     most=prompt.shape[1],
     skipped=leader == none,
     pops=False,

@@ -53,7 +53,7 @@ class Prefix(NamedTuple):
     )
 
 
-def find(
+def find_prefix(
   state: CacheState,
   tokens: Array,
   lengths: Array,
