@@ -1,1 +1,1 @@
-"""Array operations and checks of arguments, shared by all packages."""
+"""Array operations and argument checks shared by all packages."""

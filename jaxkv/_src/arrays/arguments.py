@@ -1,8 +1,8 @@
-"""Checks of arguments: cast to the library's dtypes, or refused by name.
+"""Argument checks: casts to the library's dtypes, and errors with one form.
 
 A wrong type or dtype is a `TypeError`, a wrong shape or value a `ValueError`.
-Messages read "`name` must be X, got Y; do Z.". Arrays are checked when they are
-traced, so a check costs nothing at run time.
+Messages read "`name` must be X, got Y; do Z.". Arrays are checked while the
+caller is traced, so a check costs nothing at run time.
 """
 
 import operator
@@ -20,27 +20,31 @@ _INT32 = np.iinfo(np.int32)
 _WIDE = ("int64", "uint64", "uint32")
 
 Shape = tuple[int | str, ...]
-"""Sizes; a letter stands for any size but 0."""
+"""Sizes. A letter matches any size but 0."""
 
 
 def refuse(
-  error: type[Exception], name: str, wanted: str, got: Any, hint: str = ""
+  error: type[Exception],
+  name: str,
+  requirement: str,
+  value: Any,
+  hint: str = "",
 ) -> NoReturn:
-  """Raises `error` with a message in the form above.
+  """Raises `error` with the message "`name` must be X, got Y; do Z.".
 
   Args:
     error: `TypeError` or `ValueError`.
-    name: of the argument.
-    wanted: what it must be.
-    got: the value; an array is described by its dtype and shape.
-    hint: what to do, if that is not obvious.
+    name: the argument's name.
+    requirement: X.
+    value: Y, as `describe` prints it.
+    hint: Z; empty if the remedy is obvious.
   """
   tail = f"; {hint}." if hint else "."
-  raise error(f"`{name}` must be {wanted}, got {describe(got)}{tail}")
+  raise error(f"`{name}` must be {requirement}, got {describe(value)}{tail}")
 
 
 def describe(value: Any) -> str:
-  """A value for a message: arrays as `dtype[shape]`, others by `repr`."""
+  """Describes a value for a message: arrays as `dtype[shape]`, else `repr`."""
   if isinstance(value, np.dtype):
     return value.name
   if isinstance(value, jax.Array | np.ndarray):
@@ -49,22 +53,19 @@ def describe(value: Any) -> str:
 
 
 def as_int(name: str, value: Any) -> int:
-  """Converts a static number, of Python or of NumPy.
-
-  Raises:
-    TypeError: it is not an int.
-  """
+  """Converts a static Python or NumPy integer; raises TypeError for others."""
+  # A bool is an int in Python, but `num_pages=True` is always a mistake.
   if isinstance(value, bool) or not isinstance(value, int | np.integer):
     raise TypeError(f"`{name}` must be an int, got {_static(value)}.")
   return operator.index(value)
 
 
 def as_count(name: str, value: Any, minimum: int) -> int:
-  """Converts a static int32 of at least `minimum`.
+  """Converts a static integer of at least `minimum` that fits int32.
 
   Raises:
-    TypeError: it is not an int.
-    ValueError: it is out of range.
+    TypeError: the value is not an int.
+    ValueError: the value is out of range.
   """
   count = as_int(name, value)
   if not minimum <= count <= _INT32.max:
@@ -81,21 +82,21 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def _static(value: Any) -> str:
-  """A static value for a message."""
+  """Describes a static value for a message."""
   if isinstance(value, Array):
     return "a jax.Array; it is static, so give a value of Python"
   return f"{value!r} of type {type(value).__name__}"
 
 
 def is_number(value: Any) -> bool:
-  """Returns whether a value is a real number, or a scalar array of one."""
+  """Returns True for a real number or a scalar array of real dtype."""
   if isinstance(value, int | float) and not isinstance(value, bool):
     return True
   return is_integer(value) or _is_scalar(value, jnp.floating)
 
 
 def is_integer(value: Any) -> bool:
-  """Returns whether a value is an integer, or a scalar array of one."""
+  """Returns True for an integer or a scalar array of integer dtype."""
   if isinstance(value, int):
     return not isinstance(value, bool)
   return _is_scalar(value, jnp.integer)
@@ -107,37 +108,33 @@ def _is_scalar(value: Any, kind: Any) -> bool:
 
 
 def is_concrete(value: Any) -> bool:
-  """Returns whether a number can be read: it is not traced."""
+  """Returns True if a value can be read on the host: it is not traced."""
   return not isinstance(value, Tracer)
 
 
 def as_number(name: str, value: Any) -> Array:
-  """Converts a number, also a traced one, to float32[].
-
-  Raises:
-    TypeError: it is not a number.
-  """
+  """Converts a number, traced or not, to float32[]; else raises TypeError."""
   if not is_number(value):
     refuse(TypeError, name, "a number", value)
   return jnp.asarray(value, jnp.float32)
 
 
 def check_integer(name: str, value: Any) -> None:
-  """Raises unless it is an integer scalar; one of Python must fit int32."""
-  wanted = "an integer scalar"
+  """Raises unless `value` is an integer scalar that, if known, fits int32."""
+  requirement = "an integer scalar"
   if isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim:
-    refuse(ValueError, name, wanted, value)
+    refuse(ValueError, name, requirement, value)
   if not is_integer(value):
-    refuse(TypeError, name, wanted, value)
+    refuse(TypeError, name, requirement, value)
   if is_concrete(value) and not _INT32.min <= int(value) <= _INT32.max:
-    refuse(ValueError, name, f"{wanted} that fits int32", value)
+    refuse(ValueError, name, f"{requirement} that fits int32", value)
 
 
 def as_int32(name: str, value: Any) -> Any:
-  """Whole numbers as int32; a value on the host stays there.
+  """Converts integers to int32; a value on the host stays there.
 
   Raises:
-    TypeError: the value holds no integers, such as floats or bools.
+    TypeError: the elements are not integers, such as floats or bools.
     ValueError: a number does not fit int32.
   """
   if isinstance(value, jax.Array):
@@ -146,6 +143,7 @@ def as_int32(name: str, value: Any) -> Any:
     _check_kind(name, value.dtype, "iu", "integers")
     if value.dtype.name not in _WIDE:
       return value.astype(jnp.int32)
+    # The range of wide integers must be checked, and a tracer has no values.
     if isinstance(value, Tracer):
       raise TypeError(
         f"`{name}` must be int32 in a traced function, got {value.dtype}, "
@@ -154,6 +152,7 @@ def as_int32(name: str, value: Any) -> Any:
   array = _on_host(name, value)
   if isinstance(array, jax.Array):
     return as_int32(name, array)
+  # NumPy makes an empty list float64. No element can be wrong in it.
   if array.size == 0 and not hasattr(value, "dtype"):
     return array.astype(np.int32)
   _check_kind(name, array.dtype, "iu", "integers")
@@ -166,10 +165,10 @@ def as_int32(name: str, value: Any) -> Any:
 
 
 def as_real_numbers(name: str, value: Any) -> Any:
-  """Floats or integers; a value on the host stays there, in its own dtype.
+  """Checks for floats or integers; keeps the dtype, and the host's array.
 
   Raises:
-    TypeError: the value holds something else, such as bools.
+    TypeError: the elements are something else, such as bools.
   """
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   kinds = (jnp.floating, jnp.integer)
@@ -179,11 +178,7 @@ def as_real_numbers(name: str, value: Any) -> Any:
 
 
 def as_bool(name: str, value: Any) -> Any:
-  """A mask.
-
-  Raises:
-    TypeError: the value holds no bools.
-  """
+  """Converts a mask to an array; raises TypeError unless it holds bools."""
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   _check_kind(name, array.dtype, "b", "True and False")
   return array
@@ -192,11 +187,7 @@ def as_bool(name: str, value: Any) -> Any:
 def as_key(
   name: str, value: Any, remedy: str = "make it with jaxkv.salt"
 ) -> Any:
-  """Salts, uint32.
-
-  Raises:
-    TypeError: the value is no uint32 array.
-  """
+  """Converts salts or keys to an array; raises TypeError unless uint32."""
   array = value if isinstance(value, jax.Array) else _on_host(name, value)
   if array.dtype != np.uint32:
     raise TypeError(f"`{name}` must be uint32, got {array.dtype}; {remedy}.")
@@ -204,14 +195,15 @@ def as_key(
 
 
 def as_secret(name: str, value: Any) -> Array:
-  """The value as uint32[4]; for None, as many bits of the system's randomness.
+  """Converts a secret to uint32[4]; None draws 128 bits from the system.
 
   Raises:
-    TypeError: it is neither uint32 nor a `jax.random.key`.
-    ValueError: it has another shape, or is None while tracing or in one of
-      several processes.
+    TypeError: the value is neither uint32 nor a `jax.random.key`.
+    ValueError: the value has another shape, or is None while tracing or in one
+      of several processes.
   """
   if value is None:
+    # Inside a trace even a constant is a tracer.
     tracing = isinstance(jnp.zeros((), bool), Tracer)
     if tracing or jax.process_count() > 1:
       raise ValueError(
@@ -230,7 +222,7 @@ def as_secret(name: str, value: Any) -> Array:
 
 
 def _on_host(name: str, value: Any) -> Any:
-  """A numpy array; a jax array for a list of traced values."""
+  """Returns a numpy array, or a jax array for a list of traced values."""
   try:
     return np.asarray(value)
   except jax.errors.TracerArrayConversionError:
@@ -239,17 +231,13 @@ def _on_host(name: str, value: Any) -> Any:
     raise ValueError(f"`{name}` must be a rectangular array: {error}") from None
 
 
-def _check_kind(name: str, dtype: Any, kinds: str, wanted: str) -> None:
+def _check_kind(name: str, dtype: Any, kinds: str, content: str) -> None:
   if np.dtype(dtype).kind not in kinds:
-    raise TypeError(f"`{name}` must hold {wanted}, got {dtype}.")
+    raise TypeError(f"`{name}` must hold {content}, got {dtype}.")
 
 
 def as_floats(name: str, values: Any) -> Array:
-  """Converts floats of any width and shape to float32.
-
-  Raises:
-    TypeError: they are not floats.
-  """
+  """Converts floats of any width to float32; raises TypeError for others."""
   values = jnp.asarray(values)
   if not jnp.issubdtype(values.dtype, jnp.floating):
     raise TypeError(f"`{name}` must be floats, got {values.dtype.name}.")
@@ -257,11 +245,7 @@ def as_floats(name: str, values: Any) -> Array:
 
 
 def as_real(name: str, values: Any) -> Array:
-  """Converts floats, integers or bools of any shape to an array.
-
-  Raises:
-    TypeError: they are something else, such as complex numbers.
-  """
+  """Converts floats, integers or bools to an array; else raises TypeError."""
   values = jnp.asarray(values)
   kinds = (jnp.floating, jnp.integer, jnp.bool_)
   if not any(jnp.issubdtype(values.dtype, kind) for kind in kinds):
@@ -272,7 +256,7 @@ def as_real(name: str, values: Any) -> Array:
 
 
 def check_array(name: str, value: Any) -> None:
-  """Raises TypeError unless it is an array of JAX or NumPy."""
+  """Raises TypeError unless `value` is a JAX or NumPy array."""
   if not isinstance(value, jax.Array | np.ndarray):
     raise TypeError(
       f"`{name}` must be an array, got {type(value).__name__}; wrap it in "
@@ -281,14 +265,14 @@ def check_array(name: str, value: Any) -> None:
 
 
 def check_integers(name: str, values: Any) -> None:
-  """Raises TypeError unless it is an array of integers of any width."""
+  """Raises TypeError unless `values` is an array of integers of any width."""
   check_array(name, values)
   if not jnp.issubdtype(values.dtype, jnp.integer):
     refuse(TypeError, name, "integers", values)
 
 
 def check_int32(name: str, values: Any, shape: Shape) -> None:
-  """Raises unless it is an int32 array of a shape; see `check_shape`."""
+  """Raises unless `values` is an int32 array of a shape; see `check_shape`."""
   check_array(name, values)
   if values.dtype != jnp.int32:
     hint = f"cast it with {name}.astype(jnp.int32)"
@@ -300,31 +284,31 @@ def check_int32(name: str, values: Any, shape: Shape) -> None:
 def check_shape(
   name: str, value: Array, shape: Shape, meaning: str = ""
 ) -> None:
-  """Raises ValueError unless an argument has the shape given.
+  """Raises ValueError unless an argument has the given shape.
 
   Args:
     name: the argument's name, for the message.
     value: the argument.
-    shape: its sizes; a letter stands for any size but 0.
-    meaning: what the rows are, for the message.
+    shape: the sizes; a letter matches any size but 0.
+    meaning: a phrase for the message that explains the rows.
   """
   if not _fits(value, shape):
     letters = ", ".join(map(str, shape))
-    found = ", ".join(map(str, value.shape))
+    actual = ", ".join(map(str, value.shape))
     raise ValueError(
-      f"`{name}` must have the shape [{letters}]{meaning}, got [{found}]."
+      f"`{name}` must have the shape [{letters}]{meaning}, got [{actual}]."
     )
 
 
 def _fits(value: Array, shape: Shape) -> bool:
   return len(value.shape) == len(shape) and all(
-    found > 0 if isinstance(wanted, str) else found == wanted
-    for found, wanted in zip(value.shape, shape, strict=True)
+    size > 0 if isinstance(expected_size, str) else size == expected_size
+    for size, expected_size in zip(value.shape, shape, strict=True)
   )
 
 
 def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
-  """Returns the shape of each array of a pytree, by its path."""
+  """Returns the shape of each array of a pytree, keyed by its path."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
 
@@ -332,20 +316,25 @@ def shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
 def check_sizes(
   name: str, value: Any, expected: dict[str, tuple[int, ...]]
 ) -> None:
-  """Raises ValueError unless the arrays of a state have the sizes expected.
+  """Raises ValueError unless the arrays of a state have the expected shapes.
 
   Args:
-    name: the argument's name; it has a `config`.
-    value: the state.
-    expected: what `shapes_of` gives for a state of its config.
+    name: the argument's name, for the message.
+    value: the state; it has a `config`.
+    expected: `shapes_of` a new state with the same config.
   """
-  found = shapes_of(value)
-  for path in expected | found:
-    wanted, got = expected.get(path, "no array"), found.get(path, "no array")
-    if wanted != got:
+  actual = shapes_of(value)
+  # An array that one side lacks, as an optional part of the state, differs too.
+  for path in expected | actual:
+    expected_shape, actual_shape = (
+      expected.get(path, "no array"),
+      actual.get(path, "no array"),
+    )
+    if expected_shape != actual_shape:
       raise ValueError(
         f"`{name}{path}` must have the shape that `{name}.config` asks for, "
-        f"{wanted}, got {got}; make a state of that config with jaxkv.init."
+        f"{expected_shape}, got {actual_shape}; make a state of that config "
+        "with jaxkv.init."
       )
 
 
@@ -353,9 +342,9 @@ def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
   """Raises ValueError unless the arguments of a verb have the same rows.
 
   Args:
-    arguments: by name; None where not given.
-    lead: the argument whose rows count. Without `slots` they are all slots;
-      `pages` may have any shape.
+    arguments: the arguments by name; None for an omitted one.
+    lead: the argument that defines the rows. If it is `slots` and omitted, the
+      rows are all B slots. If it is `pages`, the rows have its whole shape.
     num_slots: B.
   """
   first, meaning = arguments.get(lead), f", one for each row of `{lead}`"
@@ -365,16 +354,16 @@ def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
   if first is not None and lead == "pages":
     rows = first.shape
   elif first is not None:
-    check_shape(lead, first, ("R", *_BEHIND_ROWS.get(lead, ())))
+    check_shape(lead, first, ("R", *_TRAILING_AXES.get(lead, ())))
     rows = first.shape[:1]
   for name, value in arguments.items():
     if value is not None and name != lead:
-      behind = _BEHIND_ROWS.get(name, ())
-      check_shape(name, value, (*rows, *behind), meaning)
+      trailing_axes = _TRAILING_AXES.get(name, ())
+      check_shape(name, value, (*rows, *trailing_axes), meaning)
 
 
-_BEHIND_ROWS: dict[str, Shape] = {
+_TRAILING_AXES: dict[str, Shape] = {
   "tokens": ("T",),
   "salts": (4,),
 }
-"""The axes behind R of the arguments that have more than one."""
+"""The axes after R of the arguments that have more than one axis."""

@@ -4,11 +4,11 @@ CPU_COMPILER_OPTIONS = {
   "xla_disable_hlo_passes": "cpu-parallel-task-assigner",
   "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
-"""For `compiler_options` of an outermost `jax.jit`.
+"""The `compiler_options` for an outermost `jax.jit` on a CPU.
 
-XLA:CPU splits a small gather or scatter over threads when the array behind it
-is large, and runs small operations that are independent on several threads. The
-hand-over costs more than the work. With these options it does neither: the
-first has a pass of its own, and a schedule that saves memory leaves few
-operations independent. Other compilers ignore both.
+XLA:CPU splits a small gather or scatter over threads if its operand is large,
+and runs independent small operations on several threads. The hand-over costs
+more than the work. The first option disables the pass that splits operations.
+The second option chooses a schedule that saves memory and therefore leaves few
+operations independent. Other compilers ignore both options.
 """

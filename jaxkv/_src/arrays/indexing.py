@@ -1,8 +1,6 @@
 """Bounds-safe gather and scatter, and arithmetic on indices.
 
-JAX wraps negative indices to the end of an array and clamps large ones to its
-edge; either turns a sentinel into another sequence's page. Here an index out of
-range, on either side, reads as `fill` and writes nothing.
+An index that is out of range, on either side, reads `fill` and writes nothing.
 """
 
 from typing import NamedTuple
@@ -11,68 +9,72 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
+# Sizes are at most 2**28, and small offsets may be added without an overflow.
 NOWHERE = 2**30
-"""An index outside of every array of the cache."""
+"""The sentinel for no index: outside of every array of the cache."""
 
 
 def where_valid(valid: Array, index: Array) -> Array:
-  """The index where `valid`, NOWHERE elsewhere."""
+  """Returns the index where `valid`, and NOWHERE elsewhere."""
   return jnp.where(valid, index, jnp.int32(NOWHERE))
 
 
+# JAX wraps a negative index to the end of an array and clamps a large one to
+# its edge. Either would turn a sentinel into another sequence's page.
 def take(array: Array, *index: Array, fill=0) -> Array:
-  """`array[index]`, and `fill` for an index outside of its axis."""
+  """Returns `array[index]`, and `fill` for an index outside of its axis."""
   return array.at[index].get(
     mode="fill", fill_value=fill, wrap_negative_indices=False
   )
 
 
 def put(array: Array, *index: Array, values) -> Array:
-  """`array[index] = values`; an index outside of its axis writes nothing.
+  """Sets `array[index] = values`; an index outside of its axis is dropped.
 
-  Indices inside must differ from each other: two writes to one element have
-  no defined winner.
+  The other indices must be distinct: XLA does not define which of two writes
+  to one element wins.
   """
   return array.at[index].set(values, mode="drop", wrap_negative_indices=False)
 
 
 def add(array: Array, *index: Array, values) -> Array:
-  """`array[index] += values`, duplicates added up."""
+  """Adds `values` to `array[index]`; repeated indices accumulate."""
   return array.at[index].add(values, mode="drop", wrap_negative_indices=False)
 
 
 def put_max(array: Array, *index: Array, values) -> Array:
-  """`array[index] = max(array[index], values)`."""
+  """Sets `array[index] = max(array[index], values)`."""
   return array.at[index].max(values, mode="drop", wrap_negative_indices=False)
 
 
 def put_min(array: Array, *index: Array, values) -> Array:
-  """`array[index] = min(array[index], values)`."""
+  """Sets `array[index] = min(array[index], values)`."""
   return array.at[index].min(values, mode="drop", wrap_negative_indices=False)
 
 
 class SlotRows(NamedTuple):
-  """The slots that the rows of a call are for.
+  """The slots of the rows of a call.
 
   Attributes:
     slots: int32[R], any numbers.
-    every: whether the rows are all slots in order, R = B. Reads and writes are
-      whole arrays then, without a gather or a scatter.
-    skipped: bool[R], masked out.
-    bad: bool[R], out of range, or named by an earlier row that counts.
+    all_slots: True if the rows are all slots in order, R = B.
+    skipped: bool[R], rows that are masked out.
+    bad: bool[R], rows whose slot is out of range, or repeats the slot of an
+      earlier row that is not masked out.
   """
 
   slots: Array
-  every: bool
+  all_slots: bool
   skipped: Array
   bad: Array
 
   def read(self, array: Array) -> Array:
-    """Each row's entry of an array by slots; zeros for bad rows."""
-    return array if self.every else take(array, self.slots)
+    """Reads each row's entry of an array over slots; 0 if out of range."""
+    # For all slots neither a gather nor a scatter is needed, here and in write.
+    return array if self.all_slots else take(array, self.slots)
 
   def write(self, array: Array, valid: Array, values: Array) -> Array:
-    """The array by slots, with the entries of valid rows replaced.
+    """Replaces the entries of valid rows in an array over slots.
 
     Args:
       array: [B, ...].
@@ -80,35 +82,30 @@ class SlotRows(NamedTuple):
       values: [R, ...], or one value for all rows.
     """
     values = jnp.broadcast_to(values, (*valid.shape, *array.shape[1:]))
-    if self.every:
+    if self.all_slots:
       valid = valid.reshape(-1, *(1,) * (array.ndim - 1))
       return jnp.where(valid, values, array)
     return put(array, self.where(valid), values=values)
 
   def where(self, valid: Array) -> Array:
-    """int32[R]: the slots of valid rows, NOWHERE for the others."""
+    """Returns int32[R]: the slots of valid rows, NOWHERE for the others."""
     return where_valid(valid, self.slots)
 
 
 def between(start: Array, stop: Array, size: int) -> Array:
-  """bool[..., size]: the positions `start .. stop`, int32[...] both."""
+  """Returns bool[..., size]: the positions from `start` up to `stop`."""
   position = jnp.arange(size, dtype=jnp.int32)
   position = position.reshape(*(1,) * start.ndim, size)
   return (position >= start[..., None]) & (position < stop[..., None])
 
 
 def num_earlier(values: Array) -> Array:
-  """The number of earlier elements that are equal to each element.
-
-  Args:
-    values: int32[X].
-
-  Returns:
-    int32[X].
-  """
+  """Counts the earlier equal elements of each element: int32[X] to int32[X]."""
   size = values.shape[0]
   if size == 0:
     return values
+  # A stable sort keeps equal elements in order: an element's count is its
+  # distance from the first element of its run.
   order = jnp.argsort(values, stable=True).astype(jnp.int32)
   ordered = values[order]
   lanes = jnp.arange(size, dtype=jnp.int32)
@@ -118,31 +115,31 @@ def num_earlier(values: Array) -> Array:
 
 
 def any_earlier(values: Array, counts: Array) -> Array:
-  """bool[X]: whether an equal element with `counts` stands before each one.
-
-  Compares all pairs; `num_earlier` sorts.
+  """Finds the elements that repeat an earlier one.
 
   Args:
     values: int32[X].
-    counts: bool[X], the elements that later ones are compared with.
+    counts: bool[X], the elements with which later ones are compared.
+
+  Returns:
+    bool[X].
   """
-  same = values[:, None] == values[None, :]
-  earlier = jnp.tril(jnp.ones(same.shape, bool), k=-1)
-  return jnp.any(same & earlier & counts[None, :], axis=1)
+  # For the few rows of a call, all pairs cost less than a sort.
+  equal = values[:, None] == values[None, :]
+  earlier = jnp.tril(jnp.ones(equal.shape, bool), k=-1)
+  return jnp.any(equal & earlier & counts[None, :], axis=1)
 
 
 def quotient(number: Array, divisor: int) -> Array:
-  """`number // divisor` for numbers that are not negative.
-
-  One operation; `//` rounds down, for which XLA computes signs and remainders.
-  """
+  """Computes `number // divisor` for numbers that are not negative."""
+  # `//` rounds down: XLA would compute signs and remainders for it.
   if divisor & (divisor - 1) == 0:
     return number >> (divisor.bit_length() - 1)
   return lax.div(number, lax.full_like(number, divisor))
 
 
 def remainder(number: Array, divisor: int) -> Array:
-  """`number % divisor` for numbers that are not negative; see `quotient`."""
+  """Computes `number % divisor` for numbers that are not negative."""
   if divisor & (divisor - 1) == 0:
     return number & (divisor - 1)
   return lax.rem(number, lax.full_like(number, divisor))

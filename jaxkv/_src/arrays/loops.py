@@ -1,8 +1,4 @@
-"""Loops whose cost follows the number of items, and updates in place.
-
-`for_each` walks over ranges of different lengths in windows of a fixed width.
-For no items it is one comparison.
-"""
+"""Loops whose cost grows with the number of items, and updates in place."""
 
 import functools
 from collections.abc import Callable
@@ -17,46 +13,46 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 WINDOW = 128
-"""Items of one trip of `for_each`, W: one trip is the common case."""
+"""Items of one trip of `for_each`, W. Most calls need a single trip."""
 
 Carry = TypeVar("Carry")
 
 
 def read_before(read: Array, index: Array) -> Array:
-  """The index of an update, made to depend on what was read before it.
+  """Makes the index of an update depend on an earlier read of the same array.
 
-  XLA updates an array in place only if every earlier read of it is known to be
-  done. A read whose result does not lead to the indices of the update is not
-  known to be, and then XLA copies the whole array, at every step of a loop.
-  `lax.optimization_barrier` does not help; a true dependency does.
+  XLA updates an array in place only if all earlier reads of it must be finished
+  by then. If the indices of the update do not depend on a read, XLA copies the
+  whole array, in every step of a loop.
 
   Args:
-    read: int32[], computed from what was read, never negative.
-    index: int32[...], where the update writes.
+    read: int32[], computed from the values that were read, never negative.
+    index: int32[...], the index of the update.
 
   Returns:
-    The index. XLA cannot tell that the comparison always holds.
+    The unchanged index.
   """
+  # XLA cannot prove that the comparison always holds, so the data dependency
+  # stays. `lax.optimization_barrier` does not prevent the copy.
   return jnp.where(read >= 0, index, jnp.int32(indexing.NOWHERE))
 
 
 def at_most_once(
   condition: Array, body: Callable[[Carry], Carry], carry: Carry
 ) -> Carry:
-  """`lax.cond(condition, body, identity, carry)` that updates in place.
-
-  XLA copies the operands of a conditional and runs the body of a loop in
-  place, so this is a loop of at most one trip.
+  """Computes `body(carry)` if `condition`, bool[], and updates in place.
 
   Args:
     condition: bool[].
-    body: takes and returns the carry.
+    body: a function from a carry to a carry.
     carry: any pytree of arrays.
   """
 
+  # XLA copies the operands of a `lax.cond`, but runs the body of a loop in
+  # place. So this is a loop with at most one trip.
   def trip(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
-    going, carry = loop
-    return sharding.zeros_like(going), body(carry)
+    active, carry = loop
+    return sharding.zeros_like(active), body(carry)
 
   start = sharding.match_varying_axes((condition, carry))
   return lax.while_loop(lambda loop: loop[0], trip, start)[1]
@@ -66,8 +62,8 @@ class Items(NamedTuple):
   """A window of items.
 
   Attributes:
-    row: int32[W], the range that the item belongs to.
-    offset: int32[W], its 0-based position in that range.
+    row: int32[W], the item's range.
+    offset: int32[W], the item's 0-based position in its range.
     valid: bool[W], False past the last item.
   """
 
@@ -77,15 +73,15 @@ class Items(NamedTuple):
 
 
 def locate(counts: Array, item: Array) -> Items:
-  """The ranges and offsets of items.
+  """Finds the ranges of items and their offsets in them.
 
   Args:
-    counts: int32[X], the items in each range.
+    counts: int32[X], the number of items in each range.
     item: int32[W], 0-based positions among all items.
   """
   ends = jnp.cumsum(counts, dtype=jnp.int32)
   # XLA:CPU would repeat an unrolled search for each use of `row`. On an
-  # accelerator a loop would be one launch for each step.
+  # accelerator a loop costs one launch a step.
   row = lax.platform_dependent(
     ends,
     item,
@@ -97,14 +93,14 @@ def locate(counts: Array, item: Array) -> Items:
 
 
 def _num_ended(ends: Array, item: Array, *, unroll: bool) -> Array:
-  """int32[W]: how many of the ascending ends are at most each item."""
+  """Counts the ascending `ends` that are at most each item: int32[W]."""
   size = ends.shape[0]
   steps = size.bit_length()
 
   def halve(step: Array, count: Array) -> Array:
-    more = count + (jnp.int32(1 << (steps - 1)) >> step)
-    end = ends.at[more - 1].get(mode="clip")
-    return jnp.where((more <= size) & (end <= item), more, count)
+    larger = count + (jnp.int32(1 << (steps - 1)) >> step)
+    end = ends.at[larger - 1].get(mode="clip")
+    return jnp.where((larger <= size) & (end <= item), larger, count)
 
   return lax.fori_loop(
     0, steps, halve, sharding.zeros_like(item), unroll=unroll
@@ -118,11 +114,11 @@ def for_each(
   *,
   window: int | None = None,
 ) -> Carry:
-  """Folds `body` over windows of all items, in order.
+  """Folds `body` over all items of ranges, in order, a window at a time.
 
   Args:
-    counts: int32[X], the items in each range, none negative.
-    body: takes the carry and a window of items, returns the carry.
+    counts: int32[X], the number of items in each range, not negative.
+    body: a function from a carry and a window of items to a carry.
     carry: any pytree of arrays.
     window: W, the items of one trip; None for WINDOW.
   """
@@ -130,6 +126,8 @@ def for_each(
   total = jnp.sum(counts, dtype=jnp.int32)
   lanes = jnp.arange(width, dtype=jnp.int32)
 
+  # The trips follow the number of items, not of ranges: no items cost one
+  # comparison, and one long range as much as many short ones.
   def trip(loop):
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))

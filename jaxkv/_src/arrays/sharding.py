@@ -1,4 +1,4 @@
-"""Arrays inside `shard_map`: the mesh axes over which they vary."""
+"""Mesh axes over which arrays vary inside `shard_map`."""
 
 from typing import Any
 
@@ -9,30 +9,31 @@ from jax import lax
 
 
 def zeros_like(array: Array) -> Array:
-  """Zeros (False for bool) that vary over the same mesh axes as an array.
+  """Returns zeros (False for bool) that vary over the mesh axes of an array.
 
-  A loop's carry must vary over the same axes of a `shard_map` at its start as
-  after a trip. `jnp.zeros_like` makes a constant, which varies over none.
+  The carry of a loop must vary over the same axes before and after a trip.
   """
+  # `jnp.zeros_like` makes a constant, which varies over no axis.
   return array & False if array.dtype == jnp.bool_ else array ^ array
 
 
 def match_varying_axes(tree: Any) -> Any:
-  """Makes all arrays vary over every mesh axis that one of them varies over.
+  """Makes all arrays vary over the union of the mesh axes that they vary over.
 
-  Inside `shard_map` the carry of a loop must not start to vary on the way. A
-  state made inside the shard is at first the same on all devices and tokens are
-  not, or the other way round. Outside of `shard_map` nothing is done.
+  Outside of `shard_map` it returns the tree unchanged.
   """
+  # A state made inside the shard is the same on all devices, but the tokens may
+  # differ between them, or the other way round. A loop that combines the two
+  # would have a carry that starts to vary during a trip, which JAX refuses.
   axes = frozenset().union(*map(_axes, jax.tree.leaves(tree)))
   if not axes:
     return tree
 
-  def widened(leaf: Any) -> Any:
+  def widen(leaf: Any) -> Any:
     missing = tuple(axes - _axes(leaf))
     return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-  return jax.tree.map(widened, tree)
+  return jax.tree.map(widen, tree)
 
 
 def _axes(leaf: Any) -> frozenset[str]:

@@ -6,7 +6,7 @@ imports only from its own line and those below:
 | module | what it holds |
 |---|---|
 | `verbs/` | the public functions, a file for each verb or close family |
-| `steps/` | steps that several verbs share: find a prefix, reserve pages, publish |
+| `steps/` | steps that verbs share: find a prefix, reserve pages, publish |
 | `state` | the state, statuses, and what makes a function a verb |
 | `pool/` | pages: references, eviction order, page-table rows |
 | `telemetry` | the event log, and the ages of evicted pages |
