@@ -115,8 +115,8 @@ MUTANTS = {
     given(
       pages=lambda g: g.pages[::-1],
       valid=lambda g: g.valid[::-1],
-      notes=lambda g: g.notes[::-1],
-      noted=lambda g: g.noted[::-1],
+      marks=lambda g: g.marks[::-1],
+      marked=lambda g: g.marked[::-1],
     ),
     FREE,
     DUPLICATES,

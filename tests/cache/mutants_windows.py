@@ -130,7 +130,7 @@ WINDOW_MUTANTS = {
     HYBRID,
   ),
   "nobody keeps where sequences diverged": Mutant(
-    "cache.prefix.rules:_kept_prefixes",
+    "cache.prefix.rules:_retained_prefixes",
     given(boundary=lambda g: g.boundary * 0),
     COMMIT,
     KEPT,

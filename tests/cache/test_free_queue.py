@@ -33,7 +33,7 @@ def pushed_back(queue, *pages):
   pages = ints(*pages)
   valid = jnp.ones(pages.shape, bool)
   return free_queue.push_back(
-    queue, pages, valid, notes=pages * 0, noted=~valid
+    queue, pages, valid, marks=pages * 0, marked=~valid
   )
 
 

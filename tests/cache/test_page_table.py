@@ -56,7 +56,7 @@ def test_the_last_column_goes_back_first(pool, table):
   filled = page_table.ranges(ints(0), ints((0, 0)), ints((3, 0)))
   pool, table, _ = page_table.grow(pool, table, filled)
   cleared = page_table.ranges(ints(0), ints((1, 0)), ints((3, 0)))
-  pool, table = page_table.shrink(pool, table, cleared, left=NONE)
+  pool, table = page_table.shrink(pool, table, cleared, replacement=NONE)
   assert table[0, 0].tolist() == [1, NONE, NONE, NONE]
   assert free(pool) == [3, 2, 4, 5, 6, 7]
 
@@ -65,7 +65,7 @@ def test_null_pages_are_passed_over(pool, table):
   table = page_table.fill_before(table, ints(0), ints((2, 1)), 0)
   assert table[0].tolist() == [[0, 0, NONE, NONE], [0, NONE, NONE, NONE]]
   cleared = page_table.ranges(ints(0), ints((0, 0)), ints((4, 4)))
-  pool, table = page_table.shrink(pool, table, cleared, left=NONE)
+  pool, table = page_table.shrink(pool, table, cleared, replacement=NONE)
   assert (table == NONE).all()
   assert free(pool) == [1, 2, 3, 4, 5, 6, 7]
 

@@ -140,7 +140,7 @@ class CacheManager(DeviceCache):
     tokens = first_tokens(known, num_tokens)
     answer, prompt = self._look_up(known, num_tokens, finds=True)
     found, boundary, pages = lookup.found_in(answer, self.config.num_groups)
-    boundary = boundary if rules.tells_boundary(self.config) else 0
+    boundary = boundary if rules.reports_boundary(self.config) else 0
     hashed = Lookup(tokens, known.salt, known.items, prompt)
     return CachePages(pages, (), boundary, hashed), found
 

@@ -1,10 +1,10 @@
 """The free pages in eviction order: a ring with lazy deletion.
 
-`ring[q]` is an entry; it is live iff its page still points back at it,
-`position[ring[q]] == q`. Taking a page out of the middle only forgets its
-position, so that nothing moves and no operation depends on the number of
-pages. Stale entries are skipped when they reach the front, and swept out when
-they fill the ring, once in many pushes.
+The entry `ring[q]` is live if its page still points back at it:
+`position[ring[q]] == q`. Removing a page from the middle only clears its
+position, so no entry moves and the cost does not depend on the number of pages.
+Stale entries are skipped when they reach the front. If they fill the ring, a
+sweep removes all of them, once in many pushes.
 """
 
 import dataclasses
@@ -24,18 +24,19 @@ from jaxkv._src.arrays.indexing import NOWHERE
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FreeQueue:
-  """The free pages, in the order in which they will be taken.
+  """The free pages, in the order in which they will be popped.
 
   C is the ring's capacity, a power of two of at least 2 N.
 
   Attributes:
-    ring: page numbers; the entries are those at `head .. head + span`, modulo
-      C.  # int32[C]
-    position: where a page's live entry is. For a page in use: a position where
-      it has no entry. For the null page: NOWHERE.  # int32[N]
-    head: position of the first entry.  # int32[]
-    span: entries, stale ones included.  # int32[]
-    num_free: live entries.  # int32[]
+    ring: page numbers; the entries are at `head .. head + span`, modulo C.
+      # int32[C]
+    position: the position of a page's live entry. For a page in use, any
+      position without an entry of that page. For the null page, NOWHERE.
+      # int32[N]
+    head: the position of the first entry.  # int32[]
+    span: the number of entries, stale ones included.  # int32[]
+    num_free: the number of live entries.  # int32[]
   """
 
   ring: Array
@@ -50,8 +51,8 @@ class Front(NamedTuple):
 
   Attributes:
     pages: int32[W].
-    rank: int32[W], 0-based position among all pages popped by this call.
-    valid: bool[W], whether the entry was popped.
+    rank: int32[W], 0-based position among the pages popped by this call.
+    valid: bool[W], True if the entry was popped.
   """
 
   pages: Array
@@ -60,7 +61,9 @@ class Front(NamedTuple):
 
 
 def init(num_pages: int) -> FreeQueue:
-  """All pages but the null page, in order of their numbers."""
+  """Returns a queue of all pages but the null page, in ascending order."""
+  # With a power of two, `_wrap` is one bitwise operation. With at least 2 N
+  # entries, there is room for N pushes between two sweeps.
   capacity = 2 << (num_pages - 1).bit_length()
   pages = jnp.arange(1, capacity + 1, dtype=jnp.int32)
   numbers = jnp.arange(num_pages, dtype=jnp.int32)
@@ -74,12 +77,12 @@ def init(num_pages: int) -> FreeQueue:
 
 
 def pop(
-  queue: FreeQueue, wanted: Array, *, window: int
+  queue: FreeQueue, num_pages: Array, *, window: int
 ) -> tuple[FreeQueue, Front]:
-  """Takes up to `wanted` pages among the first `window` entries.
+  """Pops up to `num_pages` pages from the first `window` entries.
 
-  Returns fewer when stale entries stand between them; the caller repeats until
-  it has all, which ends if `wanted <= num_free`.
+  Stale entries in the window make the result shorter. The caller repeats the
+  call for the rest, which terminates if `num_pages <= num_free`.
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
@@ -88,11 +91,14 @@ def pop(
     lanes < queue.span
   )
   count = jnp.cumsum(live, dtype=jnp.int32)
-  valid = live & (count <= wanted)
-  num_popped = count[-1] - jnp.maximum(count[-1] - wanted, 0)
+  valid = live & (count <= num_pages)
+  num_popped = count[-1] - jnp.maximum(count[-1] - num_pages, 0)
+  # The first entry that must stay stops the head. An entry past the span is not
+  # part of the queue.
   stays = (live & ~valid) | (lanes >= queue.span)
   passed = jnp.min(jnp.where(stays, lanes, window))
-  # The head passes every entry that is popped, so positions can stay.
+  # The head passes every popped entry, so the positions of the popped pages can
+  # stay as they are: no live entry is there any more.
   queue = dataclasses.replace(
     queue,
     head=_wrap(queue, queue.head + passed),
@@ -105,15 +111,10 @@ def pop(
 def remove(
   queue: FreeQueue, pages: Array, valid: Array
 ) -> tuple[FreeQueue, Array]:
-  """Takes pages out of the queue, at any position.
+  """Removes valid pages, int32[W], from any position of the queue.
 
-  Args:
-    queue: the queue.
-    pages: int32[W]; a page may be named more than once.
-    valid: bool[W], pages that stand in the queue.
-
-  Returns:
-    The queue, and int32[]: how many different pages were taken out.
+  All of them must be in the queue, and repeats are allowed. Returns the queue,
+  and int32[]: the number of distinct pages removed.
   """
   position, last = mark_last(queue.position, pages, valid)
   count = jnp.sum(last, dtype=jnp.int32)
@@ -127,25 +128,25 @@ def remove(
 
 
 def push_back(
-  queue: FreeQueue, pages: Array, valid: Array, *, notes: Array, noted: Array
+  queue: FreeQueue, pages: Array, valid: Array, *, marks: Array, marked: Array
 ) -> FreeQueue:
-  """Appends pages in the order given; room must have been reserved.
+  """Appends pages in the given order; the caller has reserved room.
 
   Args:
     queue: the queue.
     pages: int32[W].
-    valid: bool[W], the pages to append, all different.
-    notes: int32[W], the positions of noted pages.
-    noted: bool[W], pages that stay outside of the queue; not valid.
+    valid: bool[W], the pages to append, all distinct.
+    marks: int32[W], the new positions of marked pages.
+    marked: bool[W], pages that stay outside of the queue; none is valid.
   """
-  chex.assert_equal_shape([pages, valid, notes, noted])
+  chex.assert_equal_shape([pages, valid, marks, marked])
   rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = _wrap(queue, queue.head + queue.span + rank - 1)
-  return _grown(_write(queue, place, pages, valid, notes, noted), rank[-1])
+  return _grown(_write(queue, place, pages, valid, marks, marked), rank[-1])
 
 
 def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
-  """Puts pages before all others, one by one: the last one is the first."""
+  """Prepends pages one by one, so the last valid page becomes the first."""
   rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = _wrap(queue, queue.head - rank)
   queue = _write(queue, place, pages, valid, place, sharding.zeros_like(valid))
@@ -156,7 +157,7 @@ def push_front(queue: FreeQueue, pages: Array, valid: Array) -> FreeQueue:
 
 
 def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
-  """Makes room for `count` pushes: sweeps the ring if it is too full."""
+  """Makes room for `count` pushes; sweeps the ring if it is too full."""
   capacity = queue.ring.shape[0]
 
   def sweep(queue: FreeQueue) -> FreeQueue:
@@ -177,25 +178,27 @@ def reserve(queue: FreeQueue, count: Array) -> FreeQueue:
 def mark_last(
   position: Array, pages: Array, valid: Array
 ) -> tuple[Array, Array]:
-  """Finds the last of several items that name the same page.
+  """Finds the last valid item of each page.
 
   Args:
-    position: int32[N]; at valid pages a position in the ring or NOWHERE.
+    position: int32[N]; at most NOWHERE at valid pages.
     pages: int32[W].
     valid: bool[W].
 
   Returns:
     `position` with temporary marks at all valid pages, which the caller
-    overwrites, and bool[W]: valid, and no later valid item names the page.
+    overwrites, and bool[W]: the last valid item of each page.
   """
-  note = NOWHERE + 1 + jnp.arange(pages.shape[0], dtype=jnp.int32)
+  # The marks grow with the item, so the maximum in a page's position is the
+  # mark of its last item. This needs neither a sort nor all pairs of items.
+  mark = NOWHERE + 1 + jnp.arange(pages.shape[0], dtype=jnp.int32)
   place = indexing.where_valid(valid, pages)
-  position = indexing.put_max(position, place, values=note)
-  return position, valid & (indexing.take(position, place) == note)
+  position = indexing.put_max(position, place, values=mark)
+  return position, valid & (indexing.take(position, place) == mark)
 
 
 def in_order(queue: FreeQueue) -> Array:
-  """int32[C]: the free pages in eviction order, then zeros."""
+  """Returns int32[C]: the free pages in eviction order, then zeros."""
   capacity = queue.ring.shape[0]
   lanes = jnp.arange(capacity, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
@@ -214,8 +217,8 @@ def _write(
   place: Array,
   pages: Array,
   valid: Array,
-  notes: Array,
-  noted: Array,
+  marks: Array,
+  marked: Array,
 ) -> FreeQueue:
   return dataclasses.replace(
     queue,
@@ -224,8 +227,8 @@ def _write(
     ),
     position=indexing.put(
       queue.position,
-      indexing.where_valid(valid | noted, pages),
-      values=jnp.where(valid, place, notes),
+      indexing.where_valid(valid | marked, pages),
+      values=jnp.where(valid, place, marks),
     ),
   )
 

@@ -1,7 +1,7 @@
-"""The page pool: references, the free queue and the index, kept in step.
+"""The page pool: keeps references, the free queue and the index consistent.
 
-Three operations, and each keeps the laws: `pop` (free to in use), `hold` (one
-more reference), `drop` (one reference less; back to the queue at none).
+`pop` takes a free page into use, `hold` adds a reference, and `drop` removes
+one. A page without references returns to the queue.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ class PoolState:
   """The pages: their references, the free queue and the index.
 
   Attributes:
-    unhashed_first: whether pages without a key go to the front of the queue;
+    unhashed_first: True if pages without a key go to the front of the queue;
       see `CacheConfig.free_policy`.
     ref_count: page-table entries that name the page, plus its pins; 0 for the
       null page.  # int32[N]
-    pin_count: references held by `pin` and `touch`.  # int32[N]
+    pin_count: references taken by `pin` and `touch`.  # int32[N]
     queue: the free pages in eviction order.
     index: the cached pages; None without prefix caching.
     events: None unless `CacheConfig.event_log` > 0.
-    new: pages popped since `take_new_pages`; None unless
+    new: pages popped since the last `take_new_pages`; None unless
       `CacheConfig.track_new_pages`.  # bool[N]
     ages: None unless `CacheConfig.track_residency`.
   """
@@ -55,13 +55,13 @@ class PoolState:
 
 
 class Popped(NamedTuple):
-  """Pages that `pop` took.
+  """The result of `pop`.
 
   Attributes:
     pages: int32[W].
-    rank: int32[W], 0-based position among all pages popped by this call.
-    valid: bool[W].
-    num_evicted: int32[], how many of them were cached.
+    rank: int32[W], 0-based position among the pages popped by this call.
+    valid: bool[W], True if the page was popped.
+    num_evicted: int32[], the number of popped pages that were cached.
   """
 
   pages: Array
@@ -71,7 +71,7 @@ class Popped(NamedTuple):
 
 
 def init(config: CacheConfig) -> PoolState:
-  """All pages free, none cached."""
+  """Returns a pool of free pages, none of them cached."""
   pages = config.num_pages
   index = None
   if config.prefix_caching:
@@ -91,13 +91,13 @@ def init(config: CacheConfig) -> PoolState:
 
 
 def pop(
-  pool: PoolState, wanted: Array, *, window: int
+  pool: PoolState, num_pages: Array, *, window: int
 ) -> tuple[PoolState, Popped]:
-  """Takes up to `wanted` free pages and evicts what they cached.
+  """Pops up to `num_pages` free pages and removes them from the index.
 
-  As `free_queue.pop`, it may return fewer; the caller repeats.
+  Like `free_queue.pop`, it may return fewer; the caller repeats the call.
   """
-  queue, popped = free_queue.pop(pool.queue, wanted, window=window)
+  queue, popped = free_queue.pop(pool.queue, num_pages, window=window)
   pages, _, valid = popped
   pool, removed = _unpublish(pool, pages, valid)
   num_evicted = jnp.int32(0) if removed is None else removed.total
@@ -115,16 +115,14 @@ def pop(
 
 
 def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
-  """One more reference a valid item; free pages leave the queue.
+  """Adds a reference for each valid item of `pages`, int32[W].
 
-  Args:
-    pool: the pool.
-    pages: int32[W], repeats allowed.
-    valid: bool[W].
+  Repeats are allowed. Free pages leave the queue.
   """
   queue, count = free_queue.remove(
     pool.queue, pages, valid & is_free(pool, pages)
   )
+  # `is_free` reads the counts, so without a dependency XLA would copy them.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   return dataclasses.replace(
     pool, ref_count=indexing.add(pool.ref_count, place, values=1), queue=queue
@@ -134,15 +132,15 @@ def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
 def drop(
   pool: PoolState, pages: Array, owner: Array, valid: Array
 ) -> tuple[PoolState, Array]:
-  """One reference less a valid item; unreferenced pages go to the back.
+  """Removes a reference for each valid item; unreferenced pages are appended.
 
-  With `unhashed_first`, pages without a key stay outside of the queue: the
-  caller gives them to `to_front`, in the opposite order.
+  With `unhashed_first`, unreferenced pages without a key stay outside of the
+  queue. The caller passes them to `to_front`, in the opposite order.
 
   Args:
     pool: the pool, with room reserved in its queue.
-    pages: int32[W], repeats allowed; every valid one is referenced.
-    owner: int32[W], a number that identifies who gives the reference back.
+    pages: int32[W]; repeats are allowed, and every valid page is referenced.
+    owner: int32[W], a number that identifies the range of the reference.
     valid: bool[W].
 
   Returns:
@@ -151,42 +149,46 @@ def drop(
   place = indexing.where_valid(valid, pages)
   ref_count = indexing.add(pool.ref_count, place, values=-1)
   unreferenced = valid & (indexing.take(ref_count, pages, fill=1) == 0)
-  position, last = free_queue.mark_last(
+  # A page may be named by several items. It is queued for its last one, where
+  # the last reference goes when items are served in order.
+  position, freed = free_queue.mark_last(
     pool.queue.position, pages, unreferenced
   )
-  left = jnp.zeros_like(last)
+  unqueued = jnp.zeros_like(freed)
   if pool.unhashed_first:
-    left = last & ~is_cached(pool, pages)
+    unqueued = freed & ~is_cached(pool, pages)
   ages = pool.ages
   if ages is not None and pool.index is not None:
-    ages = telemetry.stamp_released(ages, pages, last, pool.index.clock)
+    ages = telemetry.stamp_released(ages, pages, freed, pool.index.clock)
   queue = dataclasses.replace(pool.queue, position=position)
   queue = free_queue.push_back(
-    queue, pages, last & ~left, notes=_left_by(owner), noted=left
+    queue, pages, freed & ~unqueued, marks=_mark_of(owner), marked=unqueued
   )
   pool = dataclasses.replace(pool, ref_count=ref_count, queue=queue, ages=ages)
-  return pool, left
+  return pool, unqueued
 
 
 def to_front(
   pool: PoolState, pages: Array, owner: Array, valid: Array
 ) -> PoolState:
-  """Puts pages that `drop` left outside before all others, the last one first.
+  """Prepends pages that `drop` left outside; the last one becomes the first.
 
   Args:
     pool: the pool.
-    pages: int32[W], the valid ones all different. Pages that this owner did
-      not leave outside are passed over.
-    owner: int32[W], as given to `drop`.
+    pages: int32[W], the valid ones distinct. Pages that this owner did not
+      leave outside are ignored.
+    owner: int32[W], as in the call of `drop`.
     valid: bool[W].
   """
-  left = indexing.take(pool.queue.position, pages) == _left_by(owner)
-  queue = free_queue.push_front(pool.queue, pages, valid & left)
+  # A page that several owners dropped belongs to the one that marked it last.
+  unqueued = indexing.take(pool.queue.position, pages) == _mark_of(owner)
+  queue = free_queue.push_front(pool.queue, pages, valid & unqueued)
   return dataclasses.replace(pool, queue=queue)
 
 
 def reserve(pool: PoolState, num_references: Array) -> PoolState:
-  """Makes room in the queue before so many references are dropped."""
+  """Makes room in the queue for the pages freed by `num_references` drops."""
+  # No more pages can become free than are in use, so one sweep always suffices.
   in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
   count = jnp.minimum(num_references, in_use)
   return dataclasses.replace(pool, queue=free_queue.reserve(pool.queue, count))
@@ -195,17 +197,17 @@ def reserve(pool: PoolState, num_references: Array) -> PoolState:
 def unpublish(
   pool: PoolState, pages: Array, valid: Array
 ) -> tuple[PoolState, Array]:
-  """Takes valid pages, all different, out of the index.
+  """Removes valid pages, all distinct, from the index.
 
   Returns:
-    The pool, and int32[]: how many of the pages were cached.
+    The pool, and int32[]: the number of those pages that were cached.
   """
   pool, removed = _unpublish(pool, pages, valid)
   return pool, jnp.int32(0) if removed is None else removed.total
 
 
 def clear(pool: PoolState, done: Array) -> PoolState:
-  """Takes all pages out of the index if `done`, bool[]."""
+  """Removes all pages from the index if `done`, bool[]."""
   index, log = pool.index, pool.events
   if index is not None:
     index = jax.tree.map(
@@ -217,7 +219,7 @@ def clear(pool: PoolState, done: Array) -> PoolState:
 
 
 def free_pages(pool: PoolState) -> Array:
-  """int32[C]: the free pages in eviction order, then zeros."""
+  """Returns int32[C]: the free pages in eviction order, then zeros."""
   return free_queue.in_order(pool.queue)
 
 
@@ -236,7 +238,7 @@ def _unpublish(
 def _count_ages(
   pool: PoolState, pages: Array, removed: RemovedPages | None
 ) -> PageAges | None:
-  """The ages, with the removed pages counted."""
+  """Counts the ages of removed pages."""
   ages, index = pool.ages, pool.index
   if ages is None or index is None or removed is None:
     return ages
@@ -246,17 +248,18 @@ def _count_ages(
 
 
 def is_free(pool: PoolState, pages: Array) -> Array:
-  """bool[...]: whether pages, not the null page, stand in the queue."""
+  """Returns bool[...]: the pages in the free queue, or the null page."""
   return indexing.take(pool.ref_count, pages, fill=1) == 0
 
 
 def is_cached(pool: PoolState, pages: Array) -> Array:
-  """bool[...]: whether pages can be found in the index."""
+  """Returns bool[...]: the pages that a lookup can find in the index."""
   if pool.index is None:
     return jnp.zeros(pages.shape, bool)
   return prefix_index.contains(pool.index, pages)
 
 
-def _left_by(owner: Array) -> Array:
-  """The queue position of a page that `drop` left outside."""
+def _mark_of(owner: Array) -> Array:
+  """Returns the queue position of a page that `drop` left outside."""
+  # Past NOWHERE, so it is no position of an entry and differs for each owner.
   return indexing.NOWHERE + 1 + owner

@@ -1,7 +1,7 @@
-"""Ranges of page-table rows that are attached, filled, grown and shrunk.
+"""Page-table rows: attaches, fills, grows and shrinks ranges of columns.
 
-Every function takes the columns of many rows at once and walks over them in
-windows (`loops.for_each`), in the order of the rows.
+Every function takes the ranges of many rows at once and processes their columns
+in windows (`loops.for_each`), in row order.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxkv._src.cache.pool import page_pool
 from jaxkv._src.cache.pool.page_pool import PoolState
 
 ReadPages = Callable[[Array, Array, Array, Array], Array]
-"""`(table, row, group, column) -> int32[W]`: the pages of `attach`'s items."""
+"""`(table, row, group, column) -> int32[W]`: the pages for `attach`."""
 
 
 class Ranges(NamedTuple):
@@ -40,12 +40,12 @@ class Ranges(NamedTuple):
 
   @property
   def counts(self) -> Array:
-    """int32[X]: the columns of each range."""
+    """int32[X]: the number of columns of each range."""
     return self.stop - self.start
 
 
 def ranges(slots: Array, start: Array, stop: Array) -> Ranges:
-  """Ranges of sequences, group by group within each sequence.
+  """Builds the ranges of rows, group by group within each row.
 
   Args:
     slots: int32[R].
@@ -64,10 +64,10 @@ def ranges(slots: Array, start: Array, stop: Array) -> Ranges:
   )
 
 
-def joined(one: Ranges, other: Ranges) -> Ranges:
-  """The ranges of both, those of `one` first."""
+def concatenated(first: Ranges, second: Ranges) -> Ranges:
+  """Concatenates two lists of ranges."""
   return Ranges(
-    *(jnp.concatenate(parts) for parts in zip(one, other, strict=True))
+    *(jnp.concatenate(parts) for parts in zip(first, second, strict=True))
   )
 
 
@@ -79,16 +79,16 @@ def attach(
   stop: Array,
   read: ReadPages,
 ) -> tuple[PoolState, Array]:
-  """Writes pages into rows of the table, one more reference for each.
+  """Writes existing pages into rows of the table and adds a reference for each.
 
   Args:
     pool: the pool.
     table: int32[B, G, M].
     slots: int32[R].
-    start: int32[R, G], the first column to fill; no such column holds a page.
+    start: int32[R, G], the first column to fill; the columns hold no page yet.
     stop: int32[R, G], one past the last.
-    read: gives the pages; it may read them from the table it is given. Null
-      pages are written without a reference.
+    read: returns the pages, also from the table passed to it. Null pages are
+      written without a reference.
 
   Returns:
     The pool and the table.
@@ -115,12 +115,14 @@ def grow(
   Args:
     pool: the pool, with a free page for every column.
     table: int32[B, G, M].
-    filled: the columns to fill, which hold no page.
+    filled: the columns to fill, which hold no page yet.
 
   Returns:
-    The pool, the table, and int32[]: how many of the pages were cached.
+    The pool, the table, and int32[]: the number of evicted pages.
   """
   total = jnp.sum(filled.counts, dtype=jnp.int32)
+
+  # Not `for_each`: stale entries of the queue make a trip pop fewer pages.
 
   def trip(loop):
     done, evicted, pool, table = loop
@@ -139,55 +141,57 @@ def grow(
 
 
 def shrink(
-  pool: PoolState, table: Array, cleared: Ranges, *, left: int
+  pool: PoolState, table: Array, cleared: Ranges, *, replacement: int
 ) -> tuple[PoolState, Array]:
-  """Drops the pages of every column of every range and clears the columns.
+  """Drops the pages in all columns of ranges and overwrites the columns.
 
-  A range gives back its last column first, so that a sequence's tail is
-  evicted before its prefix. Pages that go to the front of the queue are found
-  on a first pass and pushed on a second one, in the opposite order, which
-  visits a range only from its first such page on.
+  A range releases its last column first, so a sequence's tail is evicted before
+  its prefix.
 
   Args:
     pool: the pool.
-    table: int32[B, G, M]; null pages and NO_PAGE in it are passed over.
-    cleared: the columns to clear, no column named twice.
-    left: what the columns hold afterwards.
+    table: int32[B, G, M]; null pages and NO_PAGE in it are ignored.
+    cleared: the columns to clear, all distinct.
+    replacement: the page number that the columns hold afterwards.
 
   Returns:
     The pool and the table.
   """
 
   def give_back(loop, items: Items):
-    pool, first_left = loop
+    pool, first_unqueued = loop
     place = place_of(cleared, items, descending=True)
     pages = indexing.take(table, *place)
     pool, outside = page_pool.drop(
       pool, pages, items.row, _is_page(pool, pages)
     )
-    first_left = indexing.put_min(
-      first_left, indexing.where_valid(outside, items.row), values=place[2]
+    first_unqueued = indexing.put_min(
+      first_unqueued, indexing.where_valid(outside, items.row), values=place[2]
     )
-    return pool, first_left
+    return pool, first_unqueued
 
   def push_front(pool: PoolState, items: Items) -> PoolState:
-    pages = indexing.take(table, *place_of(rest, items))
+    pages = indexing.take(table, *place_of(unqueued, items))
     return page_pool.to_front(pool, pages, items.row, _is_page(pool, pages))
 
   pool = page_pool.reserve(pool, jnp.sum(cleared.counts, dtype=jnp.int32))
-  pool, first_left = loops.for_each(
+  pool, first_unqueued = loops.for_each(
     cleared.counts, give_back, (pool, cleared.stop)
   )
-  rest = cleared._replace(start=first_left)
+  # Pages for the front of the queue are pushed one before the other, so this
+  # pass visits the columns in ascending order. It starts each range at its
+  # first such page; usually there are few.
+  unqueued = cleared._replace(start=first_unqueued)
   if pool.unhashed_first:
-    pool = loops.for_each(rest.counts, push_front, pool)
-  # The loops above read the table; the one that writes it waits for them.
+    pool = loops.for_each(unqueued.counts, push_front, pool)
+  # The loops above read the table. Without this dependency of the loop that
+  # writes it, XLA would copy the table.
   stop = loops.read_before(pool.queue.num_free, cleared.stop)
-  return pool, fill(table, cleared._replace(stop=stop), left)
+  return pool, fill(table, cleared._replace(stop=stop), replacement)
 
 
 def fill(table: Array, filled: Ranges, page: int) -> Array:
-  """The table with one page number in every column of every range."""
+  """Writes one page number into all columns of ranges; returns the table."""
 
   def write(table: Array, items: Items) -> Array:
     return indexing.put(table, *place_of(filled, items), values=page)
@@ -196,18 +200,19 @@ def fill(table: Array, filled: Ranges, page: int) -> Array:
 
 
 def fill_before(table: Array, slots: Array, first: Array, page: int) -> Array:
-  """The table with one page number before columns int32[R, G] of slots."""
+  """Writes one page number into the columns before `first`, int32[R, G]."""
   return fill(table, ranges(slots, sharding.zeros_like(first), first), page)
 
 
 def place_of(
   filled: Ranges, items: Items, *, descending: bool = False
 ) -> tuple[Array, Array, Array]:
-  """Slot, group and column of items; NOWHERE as column of invalid items."""
+  """Returns slot, group and column of items; invalid items get NOWHERE."""
+  # One gather for all three instead of three.
   edge = filled.stop if descending else filled.start
-  of_range = jnp.stack([filled.slot, filled.group, edge], axis=-1)
-  found = indexing.take(of_range, items.row, fill=indexing.NOWHERE)
-  slot, group, column = (found[:, i] for i in range(3))
+  bounds = jnp.stack([filled.slot, filled.group, edge], axis=-1)
+  located = indexing.take(bounds, items.row, fill=indexing.NOWHERE)
+  slot, group, column = (located[:, i] for i in range(3))
   column += -1 - items.offset if descending else items.offset
   return slot, group, indexing.where_valid(items.valid, column)
 

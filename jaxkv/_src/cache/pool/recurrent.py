@@ -1,10 +1,10 @@
-"""Columns of recurrent groups: few pages, far apart.
+"""Columns of recurrent groups, which hold few pages with gaps between them.
 
-The state after t tokens stands in the column of token t - 1; columns between
-two states hold the null page. Behind the running state stand the scratch pages,
-one for each speculative token; they move along when a sequence grows.
+The state after t tokens is in the column of token t - 1. Columns between two
+states hold the null page. The scratch pages, one for each speculative token,
+follow the column of the running state and move along when the sequence grows.
 
-For caches without recurrent groups every function here is the identity.
+Without recurrent groups every function here returns its input unchanged.
 """
 
 import jax.numpy as jnp
@@ -16,40 +16,40 @@ from jaxkv._src.cache.pool import page_table
 
 
 def has_states(config: CacheConfig) -> bool:
-  """Whether some group is recurrent."""
+  """Returns True if at least one group is recurrent."""
   return any(kind.holds_states for kind in config.groups)
 
 
 def holds_states(config: CacheConfig) -> Array:
-  """bool[1, G]: the recurrent groups."""
+  """Returns bool[1, G]: the recurrent groups."""
   return jnp.asarray([[kind.holds_states for kind in config.groups]])
 
 
 def first_fresh(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> Array:
-  """The first column of each row that is filled from the free queue.
+  """Finds the first column of each row that gets a page from the free queue.
 
   Args:
     config: the cache's groups.
     held: int32[R, G], columns in use.
-    stop: int32[R, G], columns in use afterwards, not fewer.
-    begins: bool[R], sequences that have no scratch pages yet.
+    stop: int32[R, G], columns in use afterwards, at least `held`.
+    begins: bool[R], sequences without scratch pages so far.
 
   Returns:
-    int32[R, G]; `held` itself for groups that hold every token.
+    int32[R, G]; `held` for groups that are not recurrent.
   """
   if not has_states(config):
     return held
-  running, moved = _growth(config, held, stop, begins)
+  running, num_moved = _growth(config, held, stop, begins)
   return jnp.where(
     (stop > held) & holds_states(config),
-    jnp.maximum(held, running) + moved,
+    jnp.maximum(held, running) + num_moved,
     held,
   )
 
 
-def spread(
+def place_scratch(
   config: CacheConfig,
   table: Array,
   slots: Array,
@@ -57,57 +57,49 @@ def spread(
   stop: Array,
   begins: Array,
 ) -> Array:
-  """Puts null pages and moved scratch pages before the first fresh column.
+  """Writes null pages and moved scratch pages before the first fresh column.
 
-  Args:
-    config: the cache's groups.
-    table: int32[B, G, M].
-    slots: int32[R], out of range for rows to leave alone.
-    held: int32[R, G], as for `first_fresh`.
-    stop: int32[R, G], as for `first_fresh`.
-    begins: bool[R], as for `first_fresh`.
-
-  Returns:
-    The table.
+  Takes the arguments of `first_fresh`. Slots are int32[R]; a row whose slot is
+  out of range does not change. Returns the table.
   """
   if not has_states(config):
     return table
-  running, moved = _growth(config, held, stop, begins)
+  running, num_moved = _growth(config, held, stop, begins)
   states = holds_states(config)
   gap = jnp.where(states & (stop > held), jnp.maximum(held, running), held)
   table = page_table.fill(table, page_table.ranges(slots, held, gap), 0)
-  return _move(config, table, slots, moved, held - _scratch(config), gap, 0)
+  return _move(config, table, slots, num_moved, held - _scratch(config), gap, 0)
 
 
-def draw_back(
+def retract_scratch(
   config: CacheConfig,
   table: Array,
   slots: Array,
   held: Array,
   keep: Array,
-  left: Array,
+  num_remaining: Array,
 ) -> Array:
-  """Moves the scratch pages to the columns behind `keep`, which are empty.
+  """Moves the scratch pages of shortened sequences to the columns after `keep`.
 
   Args:
     config: the cache's groups.
-    table: int32[B, G, M].
-    slots: int32[R], out of range for rows to leave alone.
-    held: int32[R, G], columns in use; the last are those of scratch pages.
-    keep: int32[R, G].
-    left: int32[R, G], the number of scratch pages that remain.
-
-  Returns:
-    The table.
+    table: int32[B, G, M]; the columns from `keep` to the scratch pages are
+      empty.
+    slots: int32[R], out of range for rows that must not change.
+    held: int32[R, G], columns in use; the last ones hold scratch pages.
+    keep: int32[R, G], columns of tokens that remain.
+    num_remaining: int32[R, G], scratch pages that remain.
   """
   if not has_states(config):
     return table
-  moved = jnp.where(keep + left < held, left, 0)
-  return _move(config, table, slots, moved, held - left, keep, config.no_page)
+  num_moved = jnp.where(keep + num_remaining < held, num_remaining, 0)
+  return _move(
+    config, table, slots, num_moved, held - num_remaining, keep, config.no_page
+  )
 
 
 def num_scratch(config: CacheConfig, held: Array, keep: Array) -> Array:
-  """int32[R, G]: scratch pages among the columns `keep .. held`."""
+  """Counts the scratch pages in the columns `keep .. held`: int32[R, G]."""
   scratch = jnp.broadcast_to(_scratch(config), held.shape)
   return jnp.clip(held - keep, 0, scratch)
 
@@ -115,18 +107,13 @@ def num_scratch(config: CacheConfig, held: Array, keep: Array) -> Array:
 def num_pages(
   config: CacheConfig, table: Array, slots: Array, start: Array, stop: Array
 ) -> Array:
-  """int32[R]: pages in the columns `start .. stop`, null pages not counted.
+  """Counts the pages in the columns `start .. stop`, without null pages.
 
-  Args:
-    config: the cache's groups.
-    table: int32[B, G, M].
-    slots: int32[R].
-    start: int32[R, G].
-    stop: int32[R, G].
+  The columns are int32[R, G], the slots and the counts int32[R].
   """
   counts = stop - start
   if has_states(config):
-    # Between two states there are only null pages.
+    # The columns between two states hold null pages, which are not counted.
     inside = indexing.between(start, stop, table.shape[-1])
     held = indexing.take(table, slots) > 0
     counts = jnp.sum(inside & held, axis=2, dtype=jnp.int32)
@@ -136,35 +123,42 @@ def num_pages(
 def can_continue(
   config: CacheConfig, table: Array, slots: Array, length: Array, tokens: Array
 ) -> Array:
-  """bool[R]: whether every group holds the state after `tokens` tokens.
+  """Finds the rows whose groups all hold the state after `tokens` tokens.
 
   Args:
     config: the cache's groups.
     table: int32[B, G, M].
     slots: int32[R].
-    length: int32[R], tokens of the sequences: the last state.
-    tokens: int32[R], 0 .. length; before it, only ends of pages have a state.
+    length: int32[R], tokens of the sequences.
+    tokens: int32[R], 0 .. length.
+
+  Returns:
+    bool[R].
   """
   if not has_states(config):
     return tokens >= 0
   last = config.sizes.by_group(lambda _, size: (tokens - 1) // size)
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
   page = indexing.take(table, slots[:, None], group, last)
+  # A page holds one state: the one at the page's end, or the running state in
+  # the last page. States between them were overwritten.
   inside = config.sizes.open_pages(tokens) & (tokens < length)[:, None]
-  kept = ((page > 0) & ~inside) | ~holds_states(config)
-  return (tokens == 0) | jnp.all(kept, axis=1)
+  available = ((page > 0) & ~inside) | ~holds_states(config)
+  return (tokens == 0) | jnp.all(available, axis=1)
 
 
 def _growth(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> tuple[Array, Array]:
-  """Columns of the running states, and the scratch pages that move there."""
+  """Returns the running states' columns, and how many scratch pages move."""
+  # Scratch pages before the new column of the running state move to the columns
+  # after it. The others stay.
   scratch = _scratch(config)
   running = stop - scratch - 1
-  moved = jnp.minimum(held, running) - (held - scratch)
-  moved = jnp.clip(moved, 0, scratch)
+  num_moved = jnp.minimum(held, running) - (held - scratch)
+  num_moved = jnp.clip(num_moved, 0, scratch)
   moves = holds_states(config) & (stop > held) & ~begins[:, None]
-  return running, jnp.where(moves, moved, 0)
+  return running, jnp.where(moves, num_moved, 0)
 
 
 def _move(
@@ -174,34 +168,26 @@ def _move(
   counts: Array,
   source: Array,
   target: Array,
-  left: int,
+  replacement: int,
 ) -> Array:
-  """Moves pages to other columns of their rows and leaves `left` behind.
+  """Moves `counts` pages of each row from `source` on to `target` on.
 
-  Args:
-    config: the cache's groups.
-    table: int32[B, G, M].
-    slots: int32[R], out of range for rows to leave alone.
-    counts: int32[R, G], pages to move, at most `num_speculative`.
-    source: int32[R, G], the column of the first.
-    target: int32[R, G], the column it goes to.
-    left: a page number.
-
-  Returns:
-    The table.
+  The three are int32[R, G]. The old columns get the page `replacement`.
   """
   row = (slots[:, None], jnp.arange(config.num_groups, dtype=jnp.int32)[None])
-  for nth in range(max(kind.num_speculative for kind in config.groups)):
-    moves = nth < counts
-    old = indexing.where_valid(moves, source + nth)
-    new = indexing.where_valid(moves, target + nth)
+  # The new and old columns of a row may overlap, so the pages move one by one.
+  # Groups have few scratch pages: the loop is unrolled.
+  for index in range(max(kind.num_speculative for kind in config.groups)):
+    moves = index < counts
+    old = indexing.where_valid(moves, source + index)
+    new = indexing.where_valid(moves, target + index)
     pages = indexing.take(table, *row, old)
     table = indexing.put(table, *row, new, values=pages)
-    table = indexing.put(table, *row, old, values=left)
+    table = indexing.put(table, *row, old, values=replacement)
   return table
 
 
 def _scratch(config: CacheConfig) -> Array:
-  """int32[1, G]: scratch pages of a sequence."""
+  """Returns int32[1, G]: the scratch pages of a sequence in each group."""
   counts = [kind.num_speculative for kind in config.groups]
   return jnp.asarray([counts], jnp.int32)

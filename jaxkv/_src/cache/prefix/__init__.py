@@ -1,1 +1,1 @@
-"""The prefix cache: page keys, the index, the rules of publication."""
+"""The prefix cache: page keys, the prefix index, publication rules."""

@@ -1,26 +1,21 @@
 """Page keys: 128-bit, secret, chained page by page.
 
-The one primitive is the Chaskey permutation of four 32-bit words with 8 rounds
+The only primitive is the Chaskey permutation of four 32-bit words with 8 rounds
 (Mouha et al., "Chaskey: An Efficient MAC Algorithm for 32-bit
-Microcontrollers", SAC 2014). A page's tokens are absorbed four words at a time
-into a secret start value, all pages in parallel; the digests are then chained:
+Microcontrollers", SAC 2014). The tokens of a page are absorbed four words at a
+time into a secret start value, for all pages in parallel. The digests are then
+chained:
 
     digest_i = absorb(secret, tokens of page i)
     chain_i  = permute(chain_{i-1} ^ digest_i),  chain_{-1} = root(epoch, salt)
     key_i    = chain_i ^ mask of the group
 
-Only the chain is sequential, one permutation a page. The permutation can be
-inverted, so everything that enters it or leaves it is masked by a secret: who
-sees the keys and chooses the tokens, but does not know the secret, cannot make
-two prefixes with one key. (Chaskey's bound: tokens seen times permutations
-computed must reach 2**128.) A hit compares the page's own tokens besides, see
+Only the chain is sequential, with one permutation a page. The permutation can
+be inverted, so a secret masks all its inputs and outputs. An attacker who sees
+the keys and chooses the tokens, but does not know the secret, cannot construct
+two prefixes with the same key. (Chaskey's bound: tokens seen times permutations
+computed must reach 2**128.) A lookup also compares the page's own tokens, see
 `prefix_index`.
-
-A key is `uint32[..., 4]` outside and a tuple of four `uint32[...]` inside:
-XLA compiles the tuple form to straight code; stacking between rounds makes it
-recompute earlier rounds for every word. XLA:CPU computes one result at a time
-and recomputes them in straight code too, so there the rounds are a loop.
-Elsewhere a loop would be a dozen launches instead of one.
 """
 
 import dataclasses
@@ -42,6 +37,9 @@ _ROUNDS = 8
 # Rows of `make_secret`; from the last one on, a row for each group.
 _DIGEST, _ROOT, _GROUPS = range(3)
 
+# A key is uint32[..., 4] outside of this file and a tuple of four uint32[...]
+# inside. XLA compiles the tuple to straight code. If the words were stacked
+# between rounds, it would recompute the earlier rounds for every word.
 Words = tuple[Array, Array, Array, Array]
 
 
@@ -57,7 +55,7 @@ def salt(text: str | bytes) -> Array:
     uint32[4].
 
   Raises:
-    TypeError: `text` is neither.
+    TypeError: `text` is neither a str nor bytes.
 
   Examples:
     >>> import jaxkv
@@ -70,27 +68,23 @@ def salt(text: str | bytes) -> Array:
       f"{type(text).__name__}; write str(...) around it."
     )
   data = text.encode() if isinstance(text, str) else bytes(text)
-  return jnp.asarray(_words(b"salt", data))
+  return jnp.asarray(_blake2(b"salt", data))
 
 
 def make_secret(key: Array, num_groups: int) -> Array:
-  """The secrets of the digests, of the roots and of each group, from one key.
+  """Derives the secrets of digests, of roots and of each group from one key.
 
-  Args:
-    key: uint32[4].
-    num_groups: G.
-
-  Returns:
-    uint32[2 + G, 4].
+  The key is uint32[4], and the secrets are uint32[2 + G, 4].
   """
-  numbers = [number.to_bytes(4, "little") for number in range(2 + num_groups)]
-  purposes = np.stack([_words(b"secret", number) for number in numbers])
-  words = _mixed(_unstack(key), _unstack(jnp.asarray(purposes)))
-  return _stack(_mixed(_unstack(key), _permute(words)))
+  labels = [number.to_bytes(4, "little") for number in range(2 + num_groups)]
+  purposes = np.stack([_blake2(b"secret", number) for number in labels])
+  words = _xor(_unstack(key), _unstack(jnp.asarray(purposes)))
+  # Without the key at both ends, the permutation could be inverted.
+  return _stack(_xor(_unstack(key), _permute(words)))
 
 
 def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
-  """The key before the first page.
+  """Computes the key before the first page of a sequence.
 
   Args:
     secret: see `make_secret`.
@@ -102,62 +96,44 @@ def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
   """
   zero = sharding.zeros_like(epoch)
   versions = (epoch, zero, zero, zero)
-  root = _stack(_permute(_mixed(_unstack(secret[_ROOT]), versions)))
+  root = _stack(_permute(_xor(_unstack(secret[_ROOT]), versions)))
   if salts is None:
     salts = jnp.zeros((KEY_WORDS,), jnp.uint32)
   root = jnp.broadcast_to(root, salts.shape)
-  return _stack(_permute(_mixed(_unstack(root), _unstack(salts))))
+  return _stack(_permute(_xor(_unstack(root), _unstack(salts))))
 
 
 def group_key(secret: Array, chain: Array, group: Array) -> Array:
-  """The key of a page in one group, from the chain's key; its own inverse.
+  """Computes the keys of pages in their groups from the keys of the chain.
 
-  Args:
-    secret: see `make_secret`.
-    chain: uint32[..., 4].
-    group: int32[...], group numbers.
-
-  Returns:
-    uint32[..., 4].
+  The keys are uint32[..., 4] and the groups int32[...]. The function is its own
+  inverse.
   """
   return chain ^ secret.at[_GROUPS + group].get(mode="clip")
 
 
 def page_digests(secret: Array, tokens: Array) -> Array:
-  """Digests of the tokens of single pages.
-
-  Args:
-    secret: see `make_secret`.
-    tokens: int32[..., S], any numbers.
-
-  Returns:
-    uint32[..., 4].
-  """
+  """Digests the tokens of single pages, int32[..., S], to uint32[..., 4]."""
   batch, size = tokens.shape[:-1], tokens.shape[-1]
   padding = -size % KEY_WORDS
   words = lax.bitcast_convert_type(tokens, jnp.uint32)
   words = jnp.pad(words, [(0, 0)] * len(batch) + [(0, padding)])
   blocks = jnp.moveaxis(words.reshape(*batch, -1, KEY_WORDS), (-2, -1), (0, 1))
   zero = sharding.zeros_like(blocks[0, 0])
-  start = _mixed(_unstack(secret[_DIGEST]), (zero, zero, zero, zero))
+  start = _xor(_unstack(secret[_DIGEST]), (zero, zero, zero, zero))
 
   def absorb(state: Words, block: Array) -> tuple[Words, None]:
-    state = _mixed(state, (block[0], block[1], block[2], block[3]))
+    state = _xor(state, (block[0], block[1], block[2], block[3]))
     return _permute(state, at_once=4), None
 
   return _stack(lax.scan(absorb, start, blocks)[0])
 
 
 def row_keys(secret: Array, previous: Array, pages: Array) -> Array:
-  """Keys of rows of pages of tokens.
+  """Computes the keys of consecutive pages of tokens, int32[R, P, S].
 
-  Args:
-    secret: see `make_secret`.
-    previous: uint32[R, 4], the keys before the first page.
-    pages: int32[R, P, S].
-
-  Returns:
-    uint32[R, P, 4], the key after each page.
+  `previous` has the keys before the first page, uint32[R, 4]. Returns the key
+  after each page, uint32[R, P, 4].
   """
   return chain_keys(previous, page_digests(secret, pages))
 
@@ -165,40 +141,26 @@ def row_keys(secret: Array, previous: Array, pages: Array) -> Array:
 def keys_of_group(
   config: CacheConfig, secret: Array, chain: Array, group: int
 ) -> Array:
-  """Keys of the pages of a group, which may be larger than `page_size`.
+  """Computes the keys of a group's pages, which may exceed `page_size` tokens.
 
-  Args:
-    config: the cache's groups.
-    secret: see `make_secret`.
-    chain: uint32[R, P, 4], the key after every `page_size` tokens.
-    group: its number.
-
-  Returns:
-    uint32[R, X, 4], of its X whole pages.
+  `chain` has the key after every `page_size` tokens, uint32[R, P, 4]. Returns
+  the keys of the group's X whole pages, uint32[R, X, 4].
   """
   step = config.page_sizes[group] // config.page_size
-  own = _unstack(chain[:, step - 1 :: step])
-  return _stack(_mixed(own, _unstack(secret[_GROUPS + group])))
+  group_chain = _unstack(chain[:, step - 1 :: step])
+  return _stack(_xor(group_chain, _unstack(secret[_GROUPS + group])))
 
 
 def key_bytes(words) -> bytes:
-  """A key uint32[4] as 16 bytes, the lowest first."""
+  """Converts a key, uint32[4], to 16 bytes, little-endian."""
   return np.asarray(words).astype("<u4").tobytes()
 
 
 def chain_keys(previous: Array, digests: Array) -> Array:
-  """Keys of consecutive pages.
-
-  Args:
-    previous: uint32[R, 4], the keys before the first page.
-    digests: uint32[R, P, 4].
-
-  Returns:
-    uint32[R, P, 4], the key after each page.
-  """
+  """Chains the digests of consecutive pages, uint32[R, P, 4], to keys."""
 
   def link(key: Words, digest: Array) -> tuple[Words, Words]:
-    key = _permute(_mixed(key, _unstack(digest)))
+    key = _permute(_xor(key, _unstack(digest)))
     return key, key
 
   _, keys = lax.scan(link, _unstack(previous), jnp.moveaxis(digests, 1, 0))
@@ -206,7 +168,13 @@ def chain_keys(previous: Array, digests: Array) -> Array:
 
 
 def _permute(words: Words, at_once: int = 2) -> Words:
-  """Eight rounds; on a CPU so many at once in a loop."""
+  """Applies the eight rounds of the permutation.
+
+  On a CPU a loop runs `at_once` rounds in a trip.
+  """
+  # XLA:CPU computes one result at a time and recomputes shared values, also in
+  # straight code, so there the rounds are a loop. On an accelerator a loop
+  # would cost a dozen launches instead of one.
   return lax.platform_dependent(
     words,
     cpu=functools.partial(_rounds, at_once=at_once),
@@ -215,16 +183,16 @@ def _permute(words: Words, at_once: int = 2) -> Words:
 
 
 def _rounds(words: Words, *, at_once: int) -> Words:
-  def some(_, words: Words) -> Words:
+  def trip(_, words: Words) -> Words:
     for _ in range(at_once):
       words = _round(words)
     return words
 
   trips = _ROUNDS // at_once
-  return lax.fori_loop(0, trips, some, words, unroll=trips == 1)
+  return lax.fori_loop(0, trips, trip, words, unroll=trips == 1)
 
 
-def _mixed(a: Words, b: Words) -> Words:
+def _xor(a: Words, b: Words) -> Words:
   return a[0] ^ b[0], a[1] ^ b[1], a[2] ^ b[2], a[3] ^ b[3]
 
 
@@ -255,7 +223,7 @@ def _unstack(key: Array) -> Words:
   return key[..., 0], key[..., 1], key[..., 2], key[..., 3]
 
 
-def _words(purpose: bytes, data: bytes) -> np.ndarray:
+def _blake2(purpose: bytes, data: bytes) -> np.ndarray:
   digest = hashlib.blake2b(data, digest_size=16, person=b"jaxkv-" + purpose)
   return np.frombuffer(digest.digest(), dtype="<u4").astype(np.uint32)
 
@@ -263,20 +231,20 @@ def _words(purpose: bytes, data: bytes) -> np.ndarray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotHashes:
-  """The state of the hash of each slot's tokens; None without prefix caching.
+  """The running hash of each slot's tokens; None without prefix caching.
 
-  A is `CacheConfig.alignment`: every A tokens all groups end a page.
+  A is `CacheConfig.alignment`: all groups end a page after every A tokens.
 
   Attributes:
     root: the key before the slot's first page.  # uint32[B, 4]
-    chain: the key after the last A tokens that are complete; `root` before
-      there are any.  # uint32[B, 4]
-    tail: the tokens after them; of row b, `length[b] % A` count.
-      # int32[B, A]
-    prompt_length: tokens of the prompt that the slot was admitted with; None
+    chain: the key at the last multiple of A tokens; `root` before the first
+      multiple.  # uint32[B, 4]
+    tail: the tokens after that multiple; `length[b] % A` tokens of row b are
+      valid.  # int32[B, A]
+    prompt_length: tokens of the prompt with which the slot was admitted; None
       unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
-    shared_prefix_boundary: tokens of it that some groups had cached when not
-      all had; 0 for none. None as `prompt_length` is.  # int32[B]
+    shared_prefix_boundary: tokens of the prompt that only some groups had
+      cached; 0 for none. None if `prompt_length` is None.  # int32[B]
   """
 
   root: Array
@@ -287,7 +255,7 @@ class SlotHashes:
 
 
 def init_slots(config: CacheConfig) -> SlotHashes | None:
-  """The hashes of empty slots."""
+  """Returns the hashes of empty slots."""
   if not config.prefix_caching:
     return None
   slots = config.num_slots
@@ -315,12 +283,10 @@ def start_slots(
   prompt_length: Array | None = None,
   boundary: Array | None = None,
 ) -> SlotHashes | None:
-  """Starts sequences in some slots.
-
-  A sequence starts where all groups end a page, so `tail` stays as it is.
+  """Starts the hashes of new sequences.
 
   Args:
-    hashes: those of all slots.
+    hashes: the hashes of all slots.
     rows: the slots.
     starts: bool[R], the rows that start a sequence.
     root: uint32[R, 4] or uint32[4].
@@ -330,16 +296,17 @@ def start_slots(
   """
   if hashes is None:
     return None
-  new = {"root": root, "chain": root if chain is None else chain}
+  # A sequence starts where all groups end a page, so no token of `tail` counts.
+  updates = {"root": root, "chain": root if chain is None else chain}
   if hashes.prompt_length is not None:
     zero = jnp.int32(0)
-    new["prompt_length"] = zero if prompt_length is None else prompt_length
-    new["shared_prefix_boundary"] = zero if boundary is None else boundary
+    updates["prompt_length"] = zero if prompt_length is None else prompt_length
+    updates["shared_prefix_boundary"] = zero if boundary is None else boundary
   return dataclasses.replace(
     hashes,
     **{
       name: rows.write(getattr(hashes, name), starts, values)
-      for name, values in new.items()
+      for name, values in updates.items()
     },
   )
 
@@ -347,7 +314,7 @@ def start_slots(
 def copy_slots(
   hashes: SlotHashes | None, src: Array, dst: Array
 ) -> SlotHashes | None:
-  """Copies the rows of slots `src` to slots `dst`, int32[R] both."""
+  """Copies the hashes of slots `src`, int32[R], to slots `dst`, int32[R]."""
   return jax.tree.map(
     lambda rows: indexing.put(rows, dst, values=indexing.take(rows, src)),
     hashes,

@@ -1,15 +1,12 @@
-"""The prefix index: from a page's key to the pages that carry it.
+"""The prefix index: a hash table from page keys to cached pages.
 
-A hash table of buckets with eight page numbers each. A key starts at one
-bucket. Where that is full, the page moves on to the next bucket of its key's
-probe sequence, and the bucket it passed counts it in `overflow`. A lookup moves
-past a bucket only while that count is not zero, and taking a page out counts
-down again. So there are no tombstones, and any number of pages may carry one
-key. (The scheme of F14: Bronson and Shi, "Open-sourcing F14 for faster, more
-memory-efficient hash tables", 2019.)
-
-The buckets have room for four times the pages of the pool, so less than one
-bucket in a thousand ever overflows.
+A bucket holds eight page numbers. A page goes to the first bucket with an empty
+place in the probe sequence of its key. Every full bucket before that one counts
+the page in `overflow`. A lookup continues past a bucket only if this count is
+not zero, and removing a page decrements the counts. So the table needs no
+tombstones, and any number of pages may have the same key. (This is the scheme
+of F14: Bronson and Shi, "Open-sourcing F14 for faster, more memory-efficient
+hash tables", 2019.)
 """
 
 import dataclasses
@@ -28,6 +25,7 @@ from jaxkv._src.arrays.indexing import NOWHERE
 from jaxkv._src.cache.prefix.hashing import KEY_WORDS
 
 BUCKET_PAGES = 8
+# `insert` compares all pairs of its pages.
 INSERT_WINDOW = 32
 _POSITION = KEY_WORDS + 1  # Column of an entry.
 
@@ -35,7 +33,7 @@ _POSITION = KEY_WORDS + 1  # Column of an entry.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefixIndex:
-  """Which pages are cached, and under which key.
+  """The cached pages and their keys.
 
   Z is the number of buckets, a power of two of at least N / 2.
 
@@ -43,29 +41,29 @@ class PrefixIndex:
     buckets: page numbers, 0 for an empty place.  # int32[Z, 8]
     overflow: pages that found this bucket full.  # int32[Z]
     entry: a page's key, the value of `clock` when it was published, and its
-      position in the flattened buckets, NOWHERE if it is not cached. One row,
-      so that publishing writes them at once.  # uint32[N, 6]
-    tokens: the tokens of a full page, then zeros where another group's pages
-      are larger. Tokens and key of a page that left the index stay readable
-      until the page is filled again.  # int32[N, S]
+      position in the flattened buckets, NOWHERE if it is not cached.
+      # uint32[N, 6]
+    tokens: the tokens of a full page, padded with zeros if another group has
+      larger pages. The tokens and the key of a page that left the index stay
+      readable until the page is filled again.  # int32[N, S]
     clock: pages published so far, modulo 2**32.  # uint32[]
   """
 
   buckets: Array
   overflow: Array
-  entry: Array
+  entry: Array  # One row for three values, so publishing needs one scatter.
   tokens: Array
   clock: Array
 
 
 class RemovedPages(NamedTuple):
-  """Pages that `remove` took out.
+  """The pages removed by `remove`.
 
   Attributes:
     valid: bool[X], the pages that were cached.
     keys: uint32[X, 4], their keys.
     stamps: uint32[X], values of the clock when they were published.
-    total: int32[], how many they are.
+    total: int32[], the number of valid pages.
   """
 
   valid: Array
@@ -75,24 +73,25 @@ class RemovedPages(NamedTuple):
 
 
 def init(num_pages: int, page_size: int) -> PrefixIndex:
-  """An index of nothing."""
+  """Returns an empty index."""
+  # Room for four times the pages: less than one bucket in a thousand overflows.
   num_buckets = 1 << (-(-num_pages // 2) - 1).bit_length()
   return PrefixIndex(
     buckets=jnp.zeros((num_buckets, BUCKET_PAGES), jnp.int32),
     overflow=jnp.zeros((num_buckets,), jnp.int32),
-    entry=_nowhere(jnp.zeros((num_pages, _POSITION + 1), jnp.uint32)),
+    entry=_without_positions(jnp.zeros((num_pages, _POSITION + 1), jnp.uint32)),
     tokens=jnp.zeros((num_pages, page_size), jnp.int32),
     clock=jnp.uint32(0),
   )
 
 
 def contains(index: PrefixIndex, pages: Array) -> Array:
-  """bool[...]: whether pages are cached."""
+  """Returns bool[...]: the pages that are cached."""
   return position_of(index, pages) < NOWHERE
 
 
 def position_of(index: PrefixIndex, pages: Array) -> Array:
-  """int32[...]: positions in the flattened buckets; NOWHERE if not cached."""
+  """Returns int32[...]: positions in the flattened buckets, or NOWHERE."""
   column = jnp.int32(_POSITION)
   return indexing.take(index.entry, pages, column, fill=NOWHERE).astype(
     jnp.int32
@@ -100,62 +99,62 @@ def position_of(index: PrefixIndex, pages: Array) -> Array:
 
 
 def key_of(index: PrefixIndex, pages: Array) -> Array:
-  """uint32[..., 4]: keys of full pages."""
+  """Returns uint32[..., 4]: the keys of full pages."""
   return _split(indexing.take(index.entry, pages))[0]
 
 
 def stamp_of(index: PrefixIndex, pages: Array) -> Array:
-  """uint32[...]: values of the clock when cached pages were published."""
+  """Returns uint32[...]: the clock when each cached page was published."""
   return _split(indexing.take(index.entry, pages))[1]
 
 
 def lookup(
   index: PrefixIndex, keys: Array, tokens: Array, *, newest: bool = False
 ) -> Array:
-  """Finds cached pages.
+  """Finds cached pages by key and tokens.
 
   Args:
     index: the index.
     keys: uint32[X, 4].
-    tokens: int32[X, S], what the pages must hold. A page with the key and
-      other tokens is a collision: it is passed over.
-    newest: whether to find the page published last instead of first.
+    tokens: int32[X, S], the tokens of the pages. A page with the same key and
+      other tokens (a collision) is not found.
+    newest: True to find the page published last instead of first.
 
   Returns:
-    int32[X]: the page published first of those with this key and these tokens,
-    0 for none.
+    int32[X]: the first published page with the key and the tokens, 0 for none.
   """
   chex.assert_shape(keys, (None, KEY_WORDS))
   chex.assert_shape(tokens, (keys.shape[0], index.tokens.shape[1]))
 
   def visit(loop):
-    bucket, going, best, best_age, limit = loop
+    bucket, active, best, best_age, limit = loop
     candidates = indexing.take(
-      index.buckets, indexing.where_valid(going, bucket)
+      index.buckets, indexing.where_valid(active, bucket)
     )
     key, stamp, _ = _split(indexing.take(index.entry, candidates))
-    # Ages, not stamps: the clock may have wrapped around. They are at least 1,
-    # since publishing a page advances the clock.
+    # Ages are compared instead of stamps because the clock may wrap around. An
+    # age is at least 1, since publishing a page advances the clock.
     age = stamp - index.clock if newest else index.clock - stamp
-    found = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
-    age = jnp.where(found & (age <= limit[:, None]), age, jnp.uint32(0))
+    matches = jnp.all(key == keys[:, None, :], axis=-1) & (candidates > 0)
+    age = jnp.where(matches & (age <= limit[:, None]), age, jnp.uint32(0))
     oldest = jnp.argmax(age, axis=-1).astype(jnp.int32)[:, None]
     page = jnp.take_along_axis(candidates, oldest, axis=-1)[:, 0]
     age = jnp.take_along_axis(age, oldest, axis=-1)[:, 0]
     best = jnp.where(age > best_age, page, best)
     best_age = jnp.maximum(age, best_age)
     following = _next_bucket(index, keys, bucket)
-    more = going & (indexing.take(index.overflow, bucket) > 0)
-    more &= following != first  # Else all buckets were visited.
-    # A collision: once more, for the next page with this key.
-    same = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
-    again = going & ~more & (best > 0) & ~same
+    probes = active & (indexing.take(index.overflow, bucket) > 0)
+    probes &= following != first  # Else all buckets were visited.
+    # After a collision the search restarts, for a page published later. The
+    # tokens are compared only for the best page: they are the largest rows.
+    has_tokens = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
+    restarts = active & ~probes & (best > 0) & ~has_tokens
     return (
-      jnp.where(again, first, following),
-      more | again,
-      jnp.where(again, 0, best),
-      jnp.where(again, jnp.uint32(0), best_age),
-      jnp.where(again, best_age - 1, limit),
+      jnp.where(restarts, first, following),
+      probes | restarts,
+      jnp.where(restarts, 0, best),
+      jnp.where(restarts, jnp.uint32(0), best_age),
+      jnp.where(restarts, best_age - 1, limit),
     )
 
   first = _first_bucket(index, keys)
@@ -172,12 +171,12 @@ def insert(
   valid: Array,
   published: Array,
 ) -> PrefixIndex:
-  """Gives pages their keys and publishes them, in the order given.
+  """Stores the keys of pages and publishes the pages, in the given order.
 
   Args:
     index: the index.
-    pages: int32[X], all different, none of them cached. The cost grows with
-      the square of X; callers keep to INSERT_WINDOW.
+    pages: int32[X], distinct and not cached. The cost grows with the square of
+      X, so X is at most INSERT_WINDOW.
     keys: uint32[X, 4].
     tokens: int32[X, S].
     valid: bool[X].
@@ -193,13 +192,14 @@ def insert(
 
   def settle(loop):
     buckets, position, bucket, pending = loop
-    here = indexing.where_valid(pending, bucket)
-    vacant = indexing.take(buckets, here) == 0
-    # Pages that meet in one bucket take its empty places in their order.
+    target = indexing.where_valid(pending, bucket)
+    vacant = indexing.take(buckets, target) == 0
+    # Pages that probe the same bucket take its empty places in page order, so
+    # that no place is written twice.
     rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
     turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
-    nth = jnp.cumsum(vacant, axis=1, dtype=jnp.int32) - 1
-    chosen = vacant & (nth == turn[:, None])
+    rank = jnp.cumsum(vacant, axis=1, dtype=jnp.int32) - 1
+    chosen = vacant & (rank == turn[:, None])
     fits = pending & jnp.any(chosen, axis=1)
     ways = jnp.arange(BUCKET_PAGES, dtype=jnp.int32)[None]
     way = jnp.max(jnp.where(chosen, ways, 0), axis=1)
@@ -236,15 +236,9 @@ def insert(
 def remove(
   index: PrefixIndex, pages: Array, valid: Array
 ) -> tuple[PrefixIndex, RemovedPages]:
-  """Takes pages out; their keys and tokens stay readable.
+  """Removes valid pages, int32[X], all distinct, from the index.
 
-  Args:
-    index: the index.
-    pages: int32[X], the valid ones all different.
-    valid: bool[X]; a page that is not cached stays as it is.
-
-  Returns:
-    The index, and what was taken out of it.
+  Their keys and tokens stay readable. A page that is not cached is unchanged.
   """
   keys, stamps, position = _split(
     indexing.take(index.entry, indexing.where_valid(valid, pages), fill=NOWHERE)
@@ -253,6 +247,7 @@ def remove(
   count = jnp.sum(valid, dtype=jnp.int32)
   home = indexing.quotient(position, BUCKET_PAGES)
   way = indexing.remainder(position, BUCKET_PAGES)
+  # The entries were read above: without a dependency XLA would copy them.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   index = dataclasses.replace(
     index,
@@ -268,17 +263,17 @@ def remove(
 
 
 def clear(index: PrefixIndex) -> PrefixIndex:
-  """Takes every page out. Cost grows with the pool."""
+  """Removes all pages; the cost grows with the pool."""
   return dataclasses.replace(
     index,
     buckets=jnp.zeros_like(index.buckets),
     overflow=jnp.zeros_like(index.overflow),
-    entry=_nowhere(index.entry),
+    entry=_without_positions(index.entry),
   )
 
 
 def recount(index: PrefixIndex, cached: Array) -> Array:
-  """int32[Z]: the overflow counts that follow from the positions of pages."""
+  """Recomputes the overflow counts, int32[Z], from the positions of pages."""
   zero = dataclasses.replace(
     index, overflow=sharding.zeros_like(index.overflow)
   )
@@ -289,14 +284,14 @@ def recount(index: PrefixIndex, cached: Array) -> Array:
 def _count_passed(
   index: PrefixIndex, keys: Array, position: Array, valid: Array, amount: int
 ) -> Array:
-  """The overflow counts, with an amount added for every bucket passed.
+  """Adds `amount` to the overflow count of each bucket that pages passed.
 
   Args:
     index: the index.
-    keys: uint32[X, 4], of the pages.
-    position: int32[X], in the flattened buckets.
+    keys: uint32[X, 4], the keys of the pages.
+    position: int32[X], their positions in the flattened buckets.
     valid: bool[X].
-    amount: 1 for pages that come, -1 for pages that go.
+    amount: 1 for inserted pages, -1 for removed pages.
 
   Returns:
     int32[Z].
@@ -305,13 +300,14 @@ def _count_passed(
   first = _first_bucket(index, keys)
 
   def walk(loop):
-    overflow, bucket, going = loop
+    overflow, bucket, active = loop
     overflow = indexing.add(
-      overflow, indexing.where_valid(going, bucket), values=amount
+      overflow, indexing.where_valid(active, bucket), values=amount
     )
     bucket = _next_bucket(index, keys, bucket)
-    # A page that is not where its key leads ends after one round.
-    return overflow, bucket, going & (bucket != home) & (bucket != first)
+    # Ends after one round of all buckets if a page is in none of its key's
+    # places, as in a state that breaks its invariants.
+    return overflow, bucket, active & (bucket != home) & (bucket != first)
 
   return lax.while_loop(
     lambda loop: jnp.any(loop[2]),
@@ -321,12 +317,12 @@ def _count_passed(
 
 
 def _split(entry: Array) -> tuple[Array, Array, Array]:
-  """Key uint32[..., 4], stamp uint32[...], position int32[...] of entries."""
+  """Splits entries into key, stamp and position."""
   position = entry[..., _POSITION].astype(jnp.int32)
   return entry[..., :KEY_WORDS], entry[..., KEY_WORDS], position
 
 
-def _nowhere(entry: Array) -> Array:
+def _without_positions(entry: Array) -> Array:
   return entry.at[:, _POSITION].set(jnp.uint32(NOWHERE))
 
 
@@ -335,7 +331,9 @@ def _first_bucket(index: PrefixIndex, keys: Array) -> Array:
 
 
 def _next_bucket(index: PrefixIndex, keys: Array, bucket: Array) -> Array:
-  """The probe sequence: an odd stride visits every one of 2**k buckets."""
+  """Returns the next bucket of the probe sequence of each key."""
+  # An odd stride visits each of 2**k buckets. It comes from another word of the
+  # key, so keys that start at the same bucket part at the second one.
   stride = keys[:, 1] | jnp.uint32(1)
   return _bucket(index, bucket.astype(jnp.uint32) + stride)
 

@@ -1,6 +1,6 @@
-"""Which full pages are published, and which prefixes may hit.
+"""Rules for full pages that are published, and for prefixes that may hit.
 
-The one place that reads `CacheConfig.prefix_rules`, `use_eagle` and
+Only this module reads `CacheConfig.prefix_rules`, `use_eagle` and
 `prefix_retention_interval`.
 """
 
@@ -13,11 +13,13 @@ from jaxkv._src.cache.group_kinds import GroupKind
 
 
 def final_pages(config: CacheConfig, tokens: Array) -> Array:
-  """int32[..., G]: pages that have their key when tokens are committed.
+  """Counts the pages that have a key after int32[...] committed tokens.
 
-  A hit ends where every group ends a page. Pages past the last such position
-  get their keys later. With a draft model a group may need one page more.
+  Returns int32[..., G].
   """
+  # A hit ends where all groups end a page. Pages past the last such position
+  # cannot be hit yet, so they get their keys later. With a draft model a lookup
+  # drops one more page at the end, so that page needs a key too.
   aligned = indexing.quotient(tokens, config.alignment) * config.alignment
 
   def final(_, size: int) -> Array:
@@ -25,8 +27,8 @@ def final_pages(config: CacheConfig, tokens: Array) -> Array:
       return indexing.quotient(tokens, size)
     if not config.use_eagle:
       return indexing.quotient(aligned, size)
-    one_more = jnp.minimum(tokens, aligned + size)
-    return indexing.quotient(jnp.where(aligned > 0, one_more, aligned), size)
+    with_draft = jnp.minimum(tokens, aligned + size)
+    return indexing.quotient(jnp.where(aligned > 0, with_draft, aligned), size)
 
   return config.sizes.by_group(final)
 
@@ -38,24 +40,27 @@ def published(
   prompt_length: Array | None,
   boundary: Array | None,
 ) -> Array:
-  """bool[X]: whether full pages are published: whether they can be hit.
+  """Finds the full pages that are published, because a hit may include them.
 
   Args:
     config: the cache's groups and rules.
-    pages: int32[X], their columns in the page table.
+    pages: int32[X], the columns of the pages in the page table.
     group: int32[X], their groups.
     prompt_length: int32[X], `SlotHashes.prompt_length` of their sequences.
-    boundary: int32[X], `SlotHashes.shared_prefix_boundary` of them.
+    boundary: int32[X], `SlotHashes.shared_prefix_boundary` of their sequences.
+
+  Returns:
+    bool[X].
   """
   if config.prefix_rules == "classic":
     return pages >= 0
 
-  def kept(kind: GroupKind, size: int) -> Array:
+  def of_kind(kind: GroupKind, size: int) -> Array:
     ends = ()
     if prompt_length is not None and boundary is not None:
       ends = tuple(
         jnp.where(end >= 0, _hit_pages(config, end, size), -1)
-        for end in _kept_prefixes(config, prompt_length, boundary, size)
+        for end in _retained_prefixes(config, prompt_length, boundary, size)
       )
     interval = config.prefix_retention_interval
     return kind.published(
@@ -67,9 +72,9 @@ def published(
       int(config.use_eagle),
     )
 
-  numbers = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
-  own = group[:, None] == numbers
-  return jnp.any(config.sizes.by_group(kept) & own, axis=-1)
+  group_numbers = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
+  in_group = group[:, None] == group_numbers
+  return jnp.any(config.sizes.by_group(of_kind) & in_group, axis=-1)
 
 
 def lookup_bound(
@@ -80,68 +85,68 @@ def lookup_bound(
   num_hashed: Array,
   dropped: Array,
 ) -> tuple[Array, Array]:
-  """How far a kind looks for a prefix, and whether it drops its last page.
+  """Returns the bound of a kind's lookup, and if it drops the last page found.
 
-  With a draft model, a kind looks one page past the prefix and leaves out the
-  last page found. It does so once for each length; otherwise every round would
-  leave out one more page, as it does under the classic rules.
+  With a draft model, a kind looks one page past the candidate prefix and drops
+  the last page found. Under the classic rules it drops a page in every round,
+  without looking further.
 
   Args:
     config: the cache's groups and rules.
-    kind: of one group.
-    size: its tokens a page.
-    length: int32[R], tokens of the prefix so far.
+    kind: the kind of a group.
+    size: the group's tokens a page.
+    length: int32[R], tokens of the candidate prefix.
     num_hashed: int32[R], tokens that have a key.
-    dropped: bool[R], whether the kind dropped a page at this length.
+    dropped: bool[R], True if the kind dropped a page at this length before.
 
   Returns:
     int32[R], tokens, and bool[R].
   """
+  # At one length a page is dropped once. Otherwise every round would shorten
+  # the prefix by a page, and several kinds would agree on nothing.
   drop = config.use_eagle & ~dropped
   if config.prefix_rules == "classic":
     return length, drop | config.use_eagle
-  beyond = drop & (not kind.holds_states)
-  further = jnp.minimum(length + size, num_hashed)
-  return jnp.where(beyond, further, length), drop
+  extends = drop & (not kind.holds_states)
+  extended = jnp.minimum(length + size, num_hashed)
+  return jnp.where(extends, extended, length), drop
 
 
 def drops_last_page(config: CacheConfig, drop: Array) -> Array:
-  """`drop`, bool[R], for a draft model; False without one."""
+  """Returns `drop`, bool[R], with a draft model, and False without one."""
   return drop & config.use_eagle
 
 
-def tells_boundary(config: CacheConfig) -> bool:
-  """Whether a lookup tells where an earlier prompt diverged."""
+def reports_boundary(config: CacheConfig) -> bool:
+  """Returns True if a lookup reports where an earlier prompt diverged."""
   return config.prefix_rules == "current"
 
 
 def _hit_pages(config: CacheConfig, tokens: Array, size: int) -> Array:
-  """int32[X]: pages of the longest hit in int32[X] tokens, dropped included."""
+  """Counts the pages of the longest hit in int32[X] tokens, dropped included."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 
 
-def _kept_prefixes(
+def _retained_prefixes(
   config: CacheConfig, prompt_length: Array, boundary: Array, size: int
 ) -> tuple[Array, ...]:
-  """int32[X] each: tokens of the prefixes that are kept; negative for none.
-
-  Three prompts can be expected: the same one, a longer one, and one that
-  diverges at `boundary`. The prefixes are those that they would hit. With a
-  draft model a hit ends one page earlier.
-  """
+  """Returns the lengths of retained prefixes, int32[X] each; or negative."""
+  # Three later prompts are likely: the same one, a longer one, and one that
+  # diverges at `boundary`. The prefixes that they would hit are retained. With
+  # a draft model a hit ends one page earlier.
   boundary = jnp.where(boundary > 0, boundary, -1)
   if not config.use_eagle:
     return prompt_length - 1, boundary
   align = config.alignment
-  again = (prompt_length - 1) // align * align
+  repeated = (prompt_length - 1) // align * align
   longer = prompt_length // align * align
-  before = jnp.where(boundary > 0, boundary - size, -1)
+  before_boundary = jnp.where(boundary > 0, boundary - size, -1)
   return (
     *(
       jnp.where(prompt_length > 0, jnp.maximum(end - align, 0), -1)
-      for end in (again, longer)
+      for end in (repeated, longer)
     ),
     boundary,
-    before,
+    before_boundary,
   )

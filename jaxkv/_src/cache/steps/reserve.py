@@ -160,13 +160,13 @@ def take(
   num_pages = rows.write(state.num_pages, served, plan.stop)
   has_external = plan.external is not plan.hit
   plan = plan.of(served)
-  table = recurrent.spread(
+  table = recurrent.place_scratch(
     config, state.page_table, slots, plan.external, plan.stop, plan.begins
   )
   filled = page_table.ranges(slots, plan.fresh, plan.stop)
   if has_external:
     external = page_table.ranges(slots, plan.hit, plan.external)
-    filled = page_table.joined(external, filled)
+    filled = page_table.concatenated(external, filled)
   pool, table, evicted = page_table.grow(state.pool, table, filled)
   return dataclasses.replace(
     state,

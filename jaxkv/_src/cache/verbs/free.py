@@ -69,7 +69,7 @@ def free(
     state.pool,
     state.page_table,
     page_table.ranges(place, first, held),
-    left=config.no_page,
+    replacement=config.no_page,
   )
   if config.skips_pages:
     table = page_table.fill_before(table, place, first, config.no_page)
@@ -176,7 +176,7 @@ def drop_behind(
     state.pool,
     state.page_table,
     page_table.ranges(slots, first, behind),
-    left=0,
+    replacement=0,
   )
   skipped = rows.write(state.num_skipped_pages, served, behind)
   state = dataclasses.replace(
@@ -329,9 +329,9 @@ def _give_back(
     state.pool,
     state.page_table,
     page_table.ranges(slots, start, held - scratch),
-    left=config.no_page,
+    replacement=config.no_page,
   )
-  table = recurrent.draw_back(config, table, slots, held, keep, scratch)
+  table = recurrent.retract_scratch(config, table, slots, held, keep, scratch)
   state = dataclasses.replace(state, pool=pool, page_table=table)
   return state, scratch
 

@@ -181,7 +181,9 @@ def unpin(
     start=zeros,
     stop=jnp.where(some, columns, zeros),
   )
-  pool, _ = page_table.shrink(pool, table, ranges, left=state.config.no_page)
+  pool, _ = page_table.shrink(
+    pool, table, ranges, replacement=state.config.no_page
+  )
   return _finished(state, pool, code, pages)
 
 
