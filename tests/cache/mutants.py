@@ -241,7 +241,7 @@ MUTANTS = {
     ("admit",),
   ),
   "hits may use what others were promised": Mutant(
-    "cache.steps.reserve:_with_hits",
+    "cache.steps.reserve:_grant_with_hits",
     given(keep_free=lambda g: g.keep_free * 0),
     ("admit",),
     SCARCE,

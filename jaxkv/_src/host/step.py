@@ -345,8 +345,8 @@ def _whole_fits(
   most = 1 + jnp.where(begins, scratch, 0)
   need = jnp.where(states, jnp.minimum(need, most), need)
   if hits is not None:
-    woken = reserve.woken(state, plan, hits.pages)
-    need += jnp.sum(woken, axis=2, dtype=jnp.int32)
+    free_hits = reserve.free_hits(state, plan, hits.pages)
+    need += jnp.sum(free_hits, axis=2, dtype=jnp.int32)
   need = jnp.sum(need, axis=1, dtype=jnp.int32) + call.keep_free
   return (call.whole == 0) | (need <= state.pool.queue.num_free)
 

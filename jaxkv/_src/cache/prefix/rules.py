@@ -123,7 +123,7 @@ def reports_boundary(config: CacheConfig) -> bool:
 
 
 def _hit_pages(config: CacheConfig, tokens: Array, size: int) -> Array:
-  """Counts the pages of the longest hit in int32[X] tokens, dropped included."""
+  """Counts the pages of the longest hit, dropped one included: int32[X]."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 

@@ -1,1 +1,1 @@
-"""What several verbs do to the state: find a prefix, reserve pages, publish."""
+"""Steps that several verbs share: find a prefix, reserve pages, publish."""

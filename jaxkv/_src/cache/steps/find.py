@@ -1,4 +1,4 @@
-"""The longest cached prefix of token sequences."""
+"""Finds the longest cached prefix of token sequences."""
 
 from typing import NamedTuple
 
@@ -20,19 +20,19 @@ from jaxkv._src.cache.state import roots
 
 
 class Prefix(NamedTuple):
-  """What is cached of R sequences.
+  """The longest cached prefixes of R sequences.
 
-  P is T // S; without prefix caching it is 0.
+  P is T // S, or 0 without prefix caching.
 
   Attributes:
-    num_cached_tokens: int32[R].
-    first: int32[R, G], its leading columns that a group does not need.
-    stop: int32[R, G], all its columns.
-    pages: int32[R, G, P]; the columns `first .. stop` are the prefix.
+    num_cached_tokens: int32[R], tokens of the prefix.
+    first: int32[R, G], the first column that a group needs.
+    stop: int32[R, G], one past the last column.
+    pages: int32[R, G, P], pages by column; `first .. stop` are the prefix.
     root: uint32[R, 4], the key before the first page.
     chain: uint32[R, 4], the key after the prefix.
-    boundary: int32[R], tokens that some groups had cached when not all had; 0
-      where they agreed.
+    boundary: int32[R], tokens of a longer prefix that only some groups have
+      cached; 0 for none.
   """
 
   num_cached_tokens: Array
@@ -44,7 +44,7 @@ class Prefix(NamedTuple):
   boundary: Array
 
   def attached_pages(self, config: CacheConfig, num_columns: int) -> Array:
-    """int32[R, G, num_columns]: the pages of the prefix, NO_PAGE elsewhere."""
+    """Returns int32[R, G, num_columns]: the prefix's pages, else NO_PAGE."""
     inside = indexing.between(self.first, self.stop, self.pages.shape[2])
     pages = jnp.where(inside, self.pages, jnp.int32(config.no_page))
     missing = num_columns - pages.shape[2]
@@ -61,18 +61,19 @@ def find_prefix(
   salts: Array | None = None,
   hashed: tuple[Array, Array] | None = None,
 ) -> Prefix:
-  """Looks sequences up.
+  """Finds the longest cached prefix of each sequence.
 
-  At most `length - 1` tokens are found: one must be computed for its logits.
+  A prefix has at most `length - 1` tokens, since the last token must be
+  computed for its logits. If no row asks, the call costs next to nothing.
 
   Args:
-    state: the cache; without prefix caching nothing is found.
+    state: the cache; without prefix caching, no prefix is found.
     tokens: int32[R, T].
-    lengths: int32[R]; a length outside of 1 .. T finds nothing.
-    asked: bool[R], the sequences to look for. Costs nothing when all are False.
-    salts: uint32[R, 4]; None for none.
-    hashed: the keys before the first page, uint32[R, 4], and after each page,
-      uint32[R, P, 4], where the tokens are hashed already.
+    lengths: int32[R]; for a length outside of 1 .. T no prefix is found.
+    asked: bool[R], the sequences to find.
+    salts: uint32[R, 4]; None for no salts.
+    hashed: the keys of tokens that are hashed already: before the first page,
+      uint32[R, 4], and after each page, uint32[R, P, 4]. None to hash here.
   """
   config, index, secret = state.config, state.pool.index, state.secret
   rows, columns = tokens.shape[0], tokens.shape[1] // config.page_size
@@ -85,37 +86,42 @@ def find_prefix(
     root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
   else:
     root = hashed[0]
+  # The arrays of a miss are computed from `zero`, so that inside `shard_map`
+  # they vary over the same axes as those of a hit: `lax.cond` requires equal
+  # types.
   no_columns = config.sizes.full_pages(zero)
   no_pages = jnp.broadcast_to(
     no_columns[..., None], (*no_columns.shape, columns)
   )
-  nothing = Prefix(zero, no_columns, no_columns, no_pages, root, root, zero)
+  miss = Prefix(zero, no_columns, no_columns, no_pages, root, root, zero)
   if index is None or secret is None or columns == 0:
-    return nothing
+    return miss
 
   def search() -> Prefix:
-    held = tokens[:, : columns * config.page_size]
-    held = held.reshape(rows, columns, config.page_size)
-    chain = hashed[1] if hashed else hashing.row_keys(secret, root, held)
-    pages = _look_up(config, secret, index, chain, held)
-    found, longest = _agree(config, pages > 0, possible)
-    first = config.sizes.skipped_pages(found)
-    stop = config.sizes.full_pages(found)
-    # A prefix that needs no page would be a hit without anything cached.
-    found = jnp.where(jnp.any(first < stop, axis=1), found, 0)
+    page_tokens = tokens[:, : columns * config.page_size]
+    page_tokens = page_tokens.reshape(rows, columns, config.page_size)
+    chain = hashed[1] if hashed else hashing.row_keys(secret, root, page_tokens)
+    pages = _look_up(config, secret, index, chain, page_tokens)
+    num_cached, longest = _agree(config, pages > 0, possible)
+    first = config.sizes.skipped_pages(num_cached)
+    stop = config.sizes.full_pages(num_cached)
+    # If no group needs a page of the prefix, as for a chunk that ends there,
+    # the cache proves nothing about these tokens. So this is a miss.
+    num_cached = jnp.where(jnp.any(first < stop, axis=1), num_cached, 0)
     first, stop = (
-      jnp.where((found > 0)[:, None], columns, 0) for columns in (first, stop)
+      jnp.where((num_cached > 0)[:, None], columns, 0)
+      for columns in (first, stop)
     )
-    last = jnp.maximum(indexing.quotient(found, config.page_size) - 1, 0)
+    last = jnp.maximum(indexing.quotient(num_cached, config.page_size) - 1, 0)
     last = last[:, None, None]
-    end = jnp.take_along_axis(chain, last, axis=1)[:, 0]
-    end = jnp.where(found[:, None] > 0, end, root)
-    boundary = jnp.where(longest > found, longest, 0)
-    return Prefix(found, first, stop, pages, root, end, boundary)
+    last_key = jnp.take_along_axis(chain, last, axis=1)[:, 0]
+    last_key = jnp.where(num_cached[:, None] > 0, last_key, root)
+    boundary = jnp.where(longest > num_cached, longest, 0)
+    return Prefix(num_cached, first, stop, pages, root, last_key, boundary)
 
-  return lax.cond(
-    jnp.any(possible >= config.page_size), search, lambda: nothing
-  )
+  # A conditional, because hashing and lookup cost more than all else here. The
+  # index is only read, so its branches copy nothing.
+  return lax.cond(jnp.any(possible >= config.page_size), search, lambda: miss)
 
 
 def _look_up(
@@ -125,43 +131,49 @@ def _look_up(
   keys: Array,
   tokens: Array,
 ) -> Array:
-  """int32[R, G, P]: each group's page under each key, 0 for none.
+  """Looks up the page of each group under each key.
 
   Args:
     config: the cache's groups.
-    secret: of the keys.
-    index: where to look.
-    keys: uint32[R, P, 4], after every S tokens.
+    secret: see `hashing.make_secret`.
+    index: the prefix index.
+    keys: uint32[R, P, 4], the key after every S tokens.
     tokens: int32[R, P, S].
+
+  Returns:
+    int32[R, G, P], 0 where no page is cached.
   """
+  # One lookup for all groups: its loop then runs once, not once a group.
   width = max(config.page_sizes)
   queries, contents, shapes = [], [], []
   for group, size in enumerate(config.page_sizes):
     step = size // config.page_size
-    own = hashing.keys_of_group(config, secret, keys, group)
-    rows, columns = own.shape[:2]
-    queries.append(own.reshape(-1, hashing.KEY_WORDS))
-    held = tokens[:, : columns * step].reshape(-1, size)
-    contents.append(jnp.pad(held, ((0, 0), (0, width - size))))
+    group_keys = hashing.keys_of_group(config, secret, keys, group)
+    rows, columns = group_keys.shape[:2]
+    queries.append(group_keys.reshape(-1, hashing.KEY_WORDS))
+    page_tokens = tokens[:, : columns * step].reshape(-1, size)
+    contents.append(jnp.pad(page_tokens, ((0, 0), (0, width - size))))
     shapes.append((rows, columns))
-  found = prefix_index.lookup(
+  flat_pages = prefix_index.lookup(
     index, jnp.concatenate(queries), jnp.concatenate(contents)
   )
   pages, begin = [], 0
   for rows, columns in shapes:
-    own = found[begin : begin + rows * columns].reshape(rows, columns)
+    group_keys = flat_pages[begin : begin + rows * columns].reshape(
+      rows, columns
+    )
     begin += rows * columns
-    pages.append(jnp.pad(own, ((0, 0), (0, keys.shape[1] - columns))))
+    pages.append(jnp.pad(group_keys, ((0, 0), (0, keys.shape[1] - columns))))
   return jnp.stack(pages, axis=1)
 
 
 class _Kind(NamedTuple):
-  """The groups of one kind and page size, which hit together.
+  """The groups of one kind and page size, which are looked up together.
 
   Attributes:
     kind: the kind.
     size: tokens a page.
-    hits: bool[R, P], the pages that all of the groups have.
+    hits: bool[R, P], the pages that all these groups have cached.
   """
 
   kind: GroupKind
@@ -170,18 +182,18 @@ class _Kind(NamedTuple):
 
   @property
   def is_full(self) -> bool:
-    """Whether a shorter prefix of a hit is always a hit too."""
+    """True if every shorter prefix of a hit is a hit too."""
     return isinstance(self.kind, FullAttention)
 
 
-class _Agreement(NamedTuple):
-  """Where the kinds stand.
+class _Candidate(NamedTuple):
+  """A candidate for the longest prefix on which X kinds agree.
 
   Attributes:
-    length: int32[R], tokens of the prefix so far.
+    length: int32[R], tokens of the candidate.
     dropped: bool[X, R], kinds that dropped their last page at this length.
-    full: int32[X, R], what each kind of full attention has.
-    longest: int32[R], the most that a kind had within what the others have.
+    full: int32[X, R], tokens of the longest hit of each full-attention kind.
+    longest: int32[R], the longest hit of any kind within the candidate.
   """
 
   length: Array
@@ -193,17 +205,18 @@ class _Agreement(NamedTuple):
 def _agree(
   config: CacheConfig, cached: Array, limit: Array
 ) -> tuple[Array, Array]:
-  """The longest prefix from which all groups can continue.
+  """Finds the longest prefix from which all groups can continue.
 
-  Each kind in turn shortens the prefix, full attention first, until none does.
+  Each kind in turn shortens the candidate until all kinds agree, as in vLLM.
 
   Args:
     config: the cache's groups.
-    cached: bool[R, G, P], the pages there are.
-    limit: int32[R], tokens of the longest prefix allowed.
+    cached: bool[R, G, P], the cached pages.
+    limit: int32[R], the maximal tokens of a prefix.
 
   Returns:
-    Its tokens, int32[R], and the most that a kind had on the way, int32[R].
+    int32[R], tokens of the prefix, and int32[R], tokens of the longest hit that
+    a kind had on the way.
   """
   members: dict[tuple[GroupKind, int], list[int]] = {}
   for group, key in enumerate(
@@ -211,45 +224,48 @@ def _agree(
   ):
     members.setdefault(key, []).append(group)
   kinds = [
-    _Kind(*key, jnp.all(cached[:, jnp.asarray(own)], axis=1))
-    for key, own in members.items()
+    _Kind(*key, jnp.all(cached[:, jnp.asarray(numbers)], axis=1))
+    for key, numbers in members.items()
   ]
+  # Full attention first: a shorter prefix of its hit is a hit, so it is looked
+  # up once and never starts another round.
   kinds.sort(key=lambda kind: not kind.is_full)
   zero = sharding.zeros_like(limit)
   if config.num_groups == 1:
     return _shorten(config, kinds[0], limit, limit >= 0), zero
-  each = jnp.broadcast_to(zero, (len(kinds), *limit.shape))
-  before = _Agreement(limit, each > 0, each, zero)
+  per_kind = jnp.broadcast_to(zero, (len(kinds), *limit.shape))
+  before = _Candidate(limit, per_kind > 0, per_kind, zero)
   num_hashed = (limit + 1) // config.page_size * config.page_size
-  found = _round(config, kinds, num_hashed, before, first=True)
+  candidate = _round(config, kinds, num_hashed, before, first=True)
+  # One kind beside full attention has nobody to disagree with.
   if len(kinds) <= 2 and kinds[0].is_full:
-    return found.length, found.longest
+    return candidate.length, candidate.longest
 
-  def settle(loop):
-    going, before = loop
+  def trip(loop):
+    active, before = loop
     after = _round(config, kinds, num_hashed, before, first=False)
-    longest = jnp.where(going, after.longest, before.longest)
-    going &= after.length < before.length
-    length = jnp.where(going, after.length, before.length)
-    return going, after._replace(length=length, longest=longest)
+    longest = jnp.where(active, after.longest, before.longest)
+    active &= after.length < before.length
+    length = jnp.where(active, after.length, before.length)
+    return active, after._replace(length=length, longest=longest)
 
-  going = found.length < limit
-  _, found = lax.while_loop(
-    lambda loop: jnp.any(loop[0]), settle, (going, found)
+  active = candidate.length < limit
+  _, candidate = lax.while_loop(
+    lambda loop: jnp.any(loop[0]), trip, (active, candidate)
   )
-  return found.length, found.longest
+  return candidate.length, candidate.longest
 
 
 def _round(
   config: CacheConfig,
   kinds: list[_Kind],
   num_hashed: Array,
-  found: _Agreement,
+  candidate: _Candidate,
   *,
   first: bool,
-) -> _Agreement:
-  """Every kind shortens the prefix once; full attention in the first round."""
-  length, dropped, full, longest = found
+) -> _Candidate:
+  """Lets every kind shorten the candidate once."""
+  length, dropped, full, longest = candidate
   for number, kind in enumerate(kinds):
     if kind.is_full and not first:
       length = jnp.minimum(length, full[number])
@@ -258,17 +274,18 @@ def _round(
       config, kind.kind, kind.size, length, num_hashed, dropped[number]
     )
     shorter = _shorten(config, kind, bound, drop)
+    # A shorter candidate is a new one: kinds may drop a page at its length too.
     shrank = ~drop & (shorter < length)
     dropped = jnp.where(shrank[None], False, dropped).at[number].max(drop)
     full = full.at[number].set(shorter)
     length, longest = shorter, jnp.maximum(longest, shorter)
-  return _Agreement(length, dropped, full, longest)
+  return _Candidate(length, dropped, full, longest)
 
 
 def _shorten(
   config: CacheConfig, kind: _Kind, bound: Array, drop: Array
 ) -> Array:
-  """int32[R]: tokens of the longest prefix of one kind within a bound."""
+  """Returns int32[R]: tokens of a kind's longest prefix within a bound."""
   pages = kind.kind.longest_hit(
     kind.hits,
     bound,

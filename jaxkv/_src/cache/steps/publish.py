@@ -1,4 +1,4 @@
-"""Publication: pages that tokens fill get their keys and enter the index."""
+"""Publication: full pages get their keys and enter the prefix index."""
 
 import dataclasses
 import functools
@@ -25,23 +25,24 @@ from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import counted
 
+# A decode step completes pages in few of its rows: it hashes a window of these.
 ROWS_AT_ONCE = 32
-"""Rows whose tokens are hashed in one trip."""
+"""The number of rows whose tokens are hashed in one trip."""
 
 
 class _Stream(NamedTuple):
-  """The tokens of rows from their last aligned position on.
+  """The tokens of rows from their last multiple of A tokens on.
 
-  A is `CacheConfig.alignment`, and a position is aligned if A divides it. The
-  stream of a row is its slot's tail, then its new tokens.
+  A is `CacheConfig.alignment`. The stream of a row is its slot's tail followed
+  by its new tokens.
 
   Attributes:
-    slots: int32[R], NOWHERE for a row that does not count.
+    slots: int32[R], NOWHERE for a row without new tokens.
     tokens: int32[R, T], the new tokens.
-    tail: int32[R, A], the tokens before them.
-    tail_length: int32[R], how many of the tail count.
+    tail: int32[R, A], the tokens before the new ones.
+    tail_length: int32[R], the number of valid tokens in the tail.
     first: int32[R, G], the first column of the pages that become final.
-    stop: int32[R, G], one past the last.
+    stop: int32[R, G], one past the last such column.
     num_aligned: int32[R], multiples of A before the stream.
     num_completed: int32[R], multiples of A that the stream completes.
   """
@@ -57,14 +58,14 @@ class _Stream(NamedTuple):
 
 
 class _Progress(NamedTuple):
-  """What publishing changes.
+  """The arrays that publishing changes.
 
   Attributes:
     pool: the pool.
     page_table: int32[B, G, M].
     chain: uint32[B, 4], see `SlotHashes`.
-    num_published: int32[R], pages.
-    num_merged: int32[], pages.
+    num_published: int32[R], published pages.
+    num_merged: int32[], merged pages.
   """
 
   pool: PoolState
@@ -75,15 +76,15 @@ class _Progress(NamedTuple):
 
 
 class _FinalPages(NamedTuple):
-  """Pages that become final, and what the index and the log record of each.
+  """Pages that become final, with their data for the index and the log.
 
   Attributes:
     place: slot, group and column in the page table, int32[W] each.
     keys: uint32[W, 4].
     tokens: int32[W, S].
-    published: bool[W], those that can be part of a hit.
-    parents: uint32[W, 4], the keys before them.
-    roots: uint32[W, 4], the keys before their sequences.
+    published: bool[W], the pages that can be part of a hit.
+    parents: uint32[W, 4], the keys of the preceding pages.
+    roots: uint32[W, 4], the keys before the sequences' first pages.
   """
 
   place: tuple[Array, Array, Array]
@@ -99,25 +100,23 @@ def publish(
   rows: SlotRows,
   tokens: Array,
   counts: Array,
-  known: Array | None = None,
+  first: Array | None = None,
   keys: Array | None = None,
 ) -> tuple[CacheState, Array]:
-  """Advances slots by tokens, and hashes and publishes the pages they fill.
+  """Appends tokens to slots; hashes and publishes the pages that they fill.
 
   Args:
     state: the cache.
-    rows: the slots; those of rows that count are all different.
+    rows: the slots, distinct for rows with new tokens.
     tokens: int32[R, T].
-    counts: int32[R], 0 .. T, how many of the tokens are new; 0 for a row that
-      does not count.
-    known: int32[R, G], the leading columns that have their keys already, where
-      the slot's length does not tell it. The stream of such a row begins at
-      its slot's first token.
-    keys: uint32[R, P, 4], the chain's key after each page of the tokens, where
-      they are hashed already. All rows begin at their slots' first tokens.
+    counts: int32[R], 0 .. T, the number of new tokens of each row.
+    first: int32[R, G], the first column without a key, for streams that begin
+      at the slot's first token. None: it follows from the slot's length.
+    keys: uint32[R, P, 4], the key after each page of tokens that are hashed
+      already; all rows begin at the slot's first token. None to hash here.
 
   Returns:
-    The cache, and int32[R]: pages published.
+    The cache, and int32[R]: the number of published pages.
   """
   chex.assert_shape(tokens, (counts.shape[0], None))
   chex.assert_equal_shape([counts, rows.slots])
@@ -135,18 +134,19 @@ def publish(
     tokens=tokens,
     tail=rows.read(hashes.tail),
     tail_length=indexing.remainder(before, config.alignment),
-    first=rules.final_pages(config, before) if known is None else known,
+    first=rules.final_pages(config, before) if first is None else first,
     stop=rules.final_pages(config, after),
     num_aligned=num_aligned,
     num_completed=indexing.quotient(after, config.alignment) - num_aligned,
   )
+  # The cost follows the rows that complete something, not all rows of the call.
   completes = jnp.any(stream.stop > stream.first, axis=1)
   completes |= stream.num_completed > 0
   done = loops.for_each(
     completes.astype(jnp.int32),
     functools.partial(_publish_rows, config, secret, hashes, stream, keys),
     _Progress(
-      pool=_with_room(config, state.pool, stream),
+      pool=_reserve_queue_room(config, state.pool, stream),
       page_table=state.page_table,
       chain=hashes.chain,
       num_published=zeros,
@@ -169,20 +169,26 @@ def publish(
   return state, done.num_published
 
 
-def lost_tokens(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
-  """bool[R]: whether `roll_back` would read tokens from a page that is gone."""
+def needs_skipped_page(
+  state: CacheState, rows: SlotRows, lengths: Array
+) -> Array:
+  """Returns bool[R]: rows for which `roll_back` would read a skipped page."""
   config = state.config
   if state.hashes is None:
     return lengths < 0
   aligned = lengths // config.alignment * config.alignment
-  length, gone = rows.read(state.length), rows.read(state.num_skipped_pages)
+  length, num_skipped = (
+    rows.read(state.length),
+    rows.read(state.num_skipped_pages),
+  )
   moved = aligned < length // config.alignment * config.alignment
   group = config.token_group
   if config.groups[group].holds_states:
-    # Only the ends of pages have a state, and there no token is read back.
+    # A recurrent group keeps pages only where a state is. A sequence goes back
+    # to the end of such a page, and no token after it must be read.
     return moved & (aligned < lengths)
   begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
-  return moved & (begin < gone[:, group])
+  return moved & (begin < num_skipped[:, group])
 
 
 def roll_back(
@@ -193,23 +199,22 @@ def roll_back(
   last: Array,
   reopened: Array,
 ) -> CacheState:
-  """Takes the chain and the tail of slots back to a shorter length.
-
-  The tokens behind its last aligned position are read back from the pages of
-  one group.
+  """Rolls the chain and the tail of slots back to a shorter length.
 
   Args:
     state: the cache.
     rows: the slots.
-    lengths: int32[R].
-    served: bool[R], the rows that count.
+    lengths: int32[R], the new lengths.
+    served: bool[R], the rows to roll back.
     last: int32[R, G], the last page of each row.
-    reopened: bool[R, G], where that page leaves the index.
+    reopened: bool[R, G], True if the last page leaves the index.
   """
   config, hashes, secret = state.config, state.hashes, state.secret
   index = state.pool.index
   if hashes is None or index is None or secret is None:
     return state
+  # The index keeps the keys and tokens of full pages. So the chain and the tail
+  # are read back from the pages of one group instead of hashed again.
   size, slots = config.page_sizes[config.token_group], rows.slots
   group = jnp.full_like(slots, config.token_group)
   aligned = lengths // config.alignment
@@ -225,13 +230,15 @@ def roll_back(
   )
   tail = indexing.take(index.tokens, pages)[..., :size]
   tail = tail.reshape(slots.shape[0], config.alignment)
+  # Within the same multiple of A, the chain stays and the tail is a prefix.
   moved = served & (aligned < rows.read(state.length) // config.alignment)
   hashes = dataclasses.replace(
     hashes,
     chain=rows.write(hashes.chain, moved, chain),
     tail=rows.write(hashes.tail, moved, tail),
   )
-  # The keys are read before the index changes.
+  # The keys are read before the index changes: without a dependency XLA would
+  # copy the index.
   last = loops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
   pool, _ = page_pool.unpublish(
     state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)
@@ -244,25 +251,23 @@ def _publish_rows(
   secret: Array,
   hashes: SlotHashes,
   stream: _Stream,
-  known_keys: Array | None,
+  given_keys: Array | None,
   done: _Progress,
   items: Items,
 ) -> _Progress:
-  """Hashes the streams of some rows and publishes their final pages.
-
-  Two windows are nested here: `window` are rows of the call, at most
-  ROWS_AT_ONCE; inside, items are columns of those rows.
-  """
-  window = indexing.where_valid(items.valid, items.row)
-  slots = indexing.take(stream.slots, window, fill=indexing.NOWHERE)
-  pages = _stream_pages(config, stream, window)
+  """Hashes the streams of a window of rows and publishes their final pages."""
+  # Two windows are nested: `row_window` has at most ROWS_AT_ONCE rows of the
+  # call, and the items of the inner loop are columns of these rows.
+  row_window = indexing.where_valid(items.valid, items.row)
+  slots = indexing.take(stream.slots, row_window, fill=indexing.NOWHERE)
+  pages = _stream_pages(config, stream, row_window)
   before = indexing.take(done.chain, slots)
-  if known_keys is None:
+  if given_keys is None:
     keys = hashing.row_keys(secret, before, pages)
   else:
-    keys = indexing.take(known_keys, window)
+    keys = indexing.take(given_keys, row_window)
   steps = config.alignment // config.page_size
-  num_completed = indexing.take(stream.num_completed, window)
+  num_completed = indexing.take(stream.num_completed, row_window)
   last = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]
   chain = indexing.put(
     done.chain,
@@ -271,24 +276,24 @@ def _publish_rows(
   )
   final = page_table.ranges(
     slots,
-    indexing.take(stream.first, window),
-    indexing.take(stream.stop, window),
+    indexing.take(stream.first, row_window),
+    indexing.take(stream.stop, row_window),
   )
   page_steps = jnp.asarray(config.page_sizes, jnp.int32) // config.page_size
 
   def publish_columns(done: _Progress, items: Items) -> _Progress:
     place = page_table.place_of(final, items)
     slot, group, column = place
-    own = indexing.quotient(
+    position = indexing.quotient(
       items.row, config.num_groups
     )  # Position in `window`.
-    row = indexing.take(window, own, fill=indexing.NOWHERE)
+    row = indexing.take(row_window, position, fill=indexing.NOWHERE)
     step = indexing.take(page_steps, group)
     begin = column * step - indexing.take(stream.num_aligned, row) * steps
-    key = indexing.take(keys, own, begin + step - 1)
-    parent = indexing.take(keys, own, begin - 1)
+    key = indexing.take(keys, position, begin + step - 1)
+    parent = indexing.take(keys, position, begin - 1)
     parent = jnp.where(
-      (begin == 0)[:, None], indexing.take(before, own), parent
+      (begin == 0)[:, None], indexing.take(before, position), parent
     )
     prompt_length, boundary = (
       None if values is None else indexing.take(values, slot)
@@ -300,7 +305,7 @@ def _publish_rows(
       _FinalPages(
         place=place,
         keys=hashing.group_key(secret, key, group),
-        tokens=_page_tokens(config, pages, own, begin, step),
+        tokens=_page_tokens(config, pages, position, begin, step),
         published=rules.published(
           config, column, group, prompt_length, boundary
         ),
@@ -322,46 +327,44 @@ def _publish_rows(
 
 
 def _stream_pages(config: CacheConfig, stream: _Stream, rows: Array) -> Array:
-  """int32[W, P, S]: the streams of rows int32[W], as pages."""
+  """Returns int32[W, P, S]: the streams of rows, int32[W], cut into pages."""
   tokens = stream.tokens
-  most = (config.alignment - 1 + tokens.shape[1]) // config.page_size
-  column = jnp.arange(most * config.page_size, dtype=jnp.int32)[None, :]
+  num_pages = (config.alignment - 1 + tokens.shape[1]) // config.page_size
+  column = jnp.arange(num_pages * config.page_size, dtype=jnp.int32)[None, :]
   new = column - indexing.take(stream.tail_length, rows)[:, None]
   before = indexing.take(stream.tail, rows[:, None], column)
   after = indexing.take(tokens, rows[:, None], new)
   pages = jnp.where(new < 0, before, after)
-  return pages.reshape(rows.shape[0], most, config.page_size)
+  return pages.reshape(rows.shape[0], num_pages, config.page_size)
 
 
 def _page_tokens(
   config: CacheConfig, pages: Array, row: Array, begin: Array, step: Array
 ) -> Array:
-  """int32[W, S]: tokens of pages that span `step` pages of the stream."""
-  most = max(config.page_sizes) // config.page_size
-  if most == 1:
+  """Returns int32[W, S]: the tokens of pages made of `step` stream pages."""
+  max_step = max(config.page_sizes) // config.page_size
+  if max_step == 1:
     return indexing.take(pages, row, begin)
-  offset = jnp.arange(most, dtype=jnp.int32)[None]
+  offset = jnp.arange(max_step, dtype=jnp.int32)[None]
   column = indexing.where_valid(offset < step[:, None], begin[:, None] + offset)
-  held = indexing.take(pages, row[:, None], column)
-  return held.reshape(row.shape[0], -1)
+  page_tokens = indexing.take(pages, row[:, None], column)
+  return page_tokens.reshape(row.shape[0], -1)
 
 
 def _new_tail(config: CacheConfig, stream: _Stream, counts: Array) -> Array:
-  """int32[R, A]: the tokens after the last aligned position."""
+  """Returns int32[R, A]: the tokens after the last multiple of A tokens."""
   column = jnp.arange(config.alignment, dtype=jnp.int32)[None, :]
   completed = stream.num_completed * config.alignment - stream.tail_length
   new = column + completed[:, None]
   rows = jnp.arange(counts.shape[0], dtype=jnp.int32)[:, None]
-  arrived = (new >= 0) & (new < counts[:, None])
-  return jnp.where(
-    arrived, indexing.take(stream.tokens, rows, new), stream.tail
-  )
+  is_new = (new >= 0) & (new < counts[:, None])
+  return jnp.where(is_new, indexing.take(stream.tokens, rows, new), stream.tail)
 
 
-def _with_room(
+def _reserve_queue_room(
   config: CacheConfig, pool: PoolState, stream: _Stream
 ) -> PoolState:
-  """Room in the free queue for every page that merging may give back."""
+  """Reserves room in the free queue for the pages that merging may free."""
   if not config.merge_duplicates:
     return pool
   final = jnp.maximum(stream.stop - stream.first, 0)
@@ -371,29 +374,30 @@ def _with_room(
 def _insert(
   config: CacheConfig, done: _Progress, final: _FinalPages
 ) -> tuple[_Progress, Array]:
-  """Publishes pages; bool[W]: those that are cached now."""
+  """Publishes pages; returns also bool[W], the pages that are cached now."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
   pages = indexing.take(table, *final.place)
-  valid, again = pages > 0, sharding.zeros_like(final.published)
+  valid, repeated = pages > 0, sharding.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
-    # A full page may have been shared while it waited for its key.
+    # With an alignment larger than a page, a full page waits for its key. It
+    # may be shared in the meantime, and then several rows name it here.
     valid &= ~page_pool.is_cached(pool, pages)
-    again = valid & indexing.any_earlier(pages, valid)
+    repeated = valid & indexing.any_earlier(pages, valid)
   published = final.published & valid
   index = prefix_index.insert(
     pool.index,
     pages,
     final.keys,
     final.tokens,
-    valid & ~again,
-    published & ~again,
+    valid & ~repeated,
+    published & ~repeated,
   )
   log = pool.events
   if log is not None:
     log = telemetry.log_stored(
       log,
-      published & ~again,
+      published & ~repeated,
       pages,
       final.place[1],
       column=final.place[2],
@@ -405,21 +409,23 @@ def _insert(
   pool = dataclasses.replace(pool, index=index, events=log)
   done = done._replace(pool=pool)
   if config.merge_duplicates:
-    return _merge(done, final, published, again)
-  return done, published & ~again
+    return _merge(done, final, published, repeated)
+  return done, published & ~repeated
 
 
 def _merge(
-  done: _Progress, final: _FinalPages, published: Array, again: Array
+  done: _Progress, final: _FinalPages, published: Array, repeated: Array
 ) -> tuple[_Progress, Array]:
-  """Replaces pages by the page that was published first under their key."""
+  """Replaces pages by the first page published under the same key."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
   pages = indexing.take(table, *final.place)
   first = prefix_index.lookup(pool.index, final.keys, final.tokens)
   merges = published & (first > 0) & (first != pages)
   owner = jnp.zeros_like(pages)
-  pool, _ = page_pool.unpublish(pool, pages, merges & ~again)
+  # The duplicate leaves the index first: `drop` then treats it as a page without
+  # a key, which goes to the front of the queue.
+  pool, _ = page_pool.unpublish(pool, pages, merges & ~repeated)
   pool = page_pool.hold(pool, first, merges)
   pool, outside = page_pool.drop(pool, pages, owner, merges)
   pool = page_pool.to_front(pool, pages, owner, outside)
@@ -430,4 +436,4 @@ def _merge(
     page_table=indexing.put(table, slot, group, column, values=first),
     num_merged=done.num_merged + jnp.sum(merges, dtype=jnp.int32),
   )
-  return done, published & (merges | ~again)
+  return done, published & (merges | ~repeated)

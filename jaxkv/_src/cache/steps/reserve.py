@@ -1,10 +1,10 @@
-"""Who gets which pages: the one algorithm behind every verb that takes some.
+"""Reserves pages for the rows of a call: shared by all verbs that take pages.
 
-A verb computes a `Reservation`: the columns that its rows end up with. Then
-`reserve` prices the rows, serves them in order while pages last, attaches the
-pages that they share, pops the others, and writes their page-table rows.
+A verb computes a `Reservation`, the columns that its rows hold afterwards. Then
+`reserve` counts the pages that each row needs, serves rows in order while pages
+last, attaches shared pages, pops the others and writes the page-table rows.
 
-`grant` and `take` are its two halves, for a verb that does something between.
+A verb that acts in between calls the two halves: `grant`, then `take`.
 """
 
 import dataclasses
@@ -28,17 +28,17 @@ from jaxkv._src.cache.state import counted
 
 
 class Reservation(NamedTuple):
-  """Columns of page-table rows; each is at most the next one.
+  """Columns of page-table rows, in ascending order.
 
   Attributes:
-    first: int32[R, G], one past the null pages at the start.
-    hit: int32[R, G], one past the pages that are attached, or held already.
+    first: int32[R, G], one past the leading null pages.
+    hit: int32[R, G], one past the pages that are attached or held already.
     external: int32[R, G], one past the fresh pages for tokens whose K/V comes
-      from elsewhere; `hit` where there are none.
-    fresh: int32[R, G], the first column of the other fresh pages. Null and
-      scratch pages of recurrent groups may stand before it.
-    stop: int32[R, G], one past all.
-    begins: bool[R], whether the sequence starts with this call.
+      from elsewhere; `hit` without such tokens.
+    fresh: int32[R, G], the first column of the other fresh pages. Recurrent
+      groups may have null and scratch pages before it.
+    stop: int32[R, G], one past the last column.
+    begins: bool[R], True if the sequence starts with this call.
   """
 
   first: Array
@@ -50,11 +50,11 @@ class Reservation(NamedTuple):
 
   @property
   def num_fresh(self) -> Array:
-    """int32[R, G]: pages to be popped."""
+    """int32[R, G]: the number of pages to pop."""
     return self.external - self.hit + self.stop - self.fresh
 
   def of(self, valid: Array) -> "Reservation":
-    """The columns of valid rows, and none for the others."""
+    """Keeps the columns of valid rows; other rows get empty ranges."""
     first, hit, external, fresh, stop = (
       jnp.where(valid[:, None], columns, 0) for columns in self[:-1]
     )
@@ -71,7 +71,7 @@ def reservation(
   first: Array | None = None,
   external: Array | None = None,
 ) -> Reservation:
-  """The columns of rows that end at `stop`, or at `hit` where that is more."""
+  """Plans rows that end at `stop`, or at `hit` if that is larger."""
   first = sharding.zeros_like(hit) if first is None else first
   external = hit if external is None else external
   chex.assert_equal_shape([first, hit, external, stop])
@@ -91,26 +91,26 @@ def reserve(
   keep_free: Array | None = None,
   pops: bool = True,
 ) -> tuple[CacheState, Array]:
-  """Serves rows in order, all-or-nothing for each.
+  """Serves rows in order, all-or-nothing for each row.
 
-  A row that does not fit changes nothing, and a later one that needs fewer
-  pages may still be served. The hits of all rows that are served are attached
-  before any page is popped, so no row evicts what another one hits.
+  A row that does not fit changes nothing, and a later row that needs fewer
+  pages may still be served.
 
   Args:
     state: the cache.
     rows: the slots.
-    plan: the columns that they want.
-    code: int32[R]; the rows that are OK ask.
-    hits: int32[R, G, P], the pages that rows begin with, of which the columns
-      `first .. hit` are attached; None for none.
-    keep_free: int32[R], pages that must still be free when a row has its own.
-    pops: whether the fresh pages are popped now. If not, rows hold their hits,
-      and a later call of `reserve` finds fresh pages for them.
+    plan: the columns of the rows.
+    code: int32[R]; rows with OK take part.
+    hits: int32[R, G, P], the pages with which rows begin; the columns
+      `first .. hit` are attached. None for no hits.
+    keep_free: int32[R], pages that must stay free after a row is served.
+    pops: False to attach the hits only; a later `reserve` pops the fresh pages.
 
   Returns:
-    The cache, and `code` with OUT_OF_PAGES for the rows refused.
+    The cache, and `code` with OUT_OF_PAGES for the refused rows.
   """
+  # All hits are attached before any page is popped. Otherwise the fresh pages
+  # of one row could evict the hit of another row.
   code = grant(state, plan, code, hits=hits, keep_free=keep_free)
   served = code == Status.OK
   if hits is not None and hits.shape[-1] > 0:
@@ -134,9 +134,9 @@ def attach(
   served: Array,
   read: ReadPages,
 ) -> CacheState:
-  """Attaches shared pages in the columns `first .. hit`.
+  """Attaches shared pages in the columns `first .. hit` of rows that begin.
 
-  Only sequences that begin are attached to; others hold those columns already.
+  Other rows hold the pages of these columns already.
   """
   served &= plan.begins
   plan, slots = plan.of(served), rows.where(served)
@@ -155,9 +155,11 @@ def attach(
 def take(
   state: CacheState, rows: SlotRows, plan: Reservation, served: Array
 ) -> CacheState:
-  """Pops the fresh pages of rows that were served, and writes their columns."""
+  """Pops the fresh pages of served rows and writes their columns."""
   config, slots = state.config, rows.where(served)
   num_pages = rows.write(state.num_pages, served, plan.stop)
+  # Static: `reservation` reuses the array `hit` for callers without external
+  # tokens, and their program gets no second list of ranges.
   has_external = plan.external is not plan.hit
   plan = plan.of(served)
   table = recurrent.place_scratch(
@@ -187,10 +189,10 @@ def grant(
   hits: Array | None = None,
   keep_free: Array | None = None,
 ) -> Array:
-  """The statuses of the rows, with OUT_OF_PAGES for those refused.
+  """Returns `code` with OUT_OF_PAGES for the rows that do not fit.
 
-  A row costs the pages that it pops and the hits that it takes out of the free
-  queue. A hit that an earlier row already took out costs nothing.
+  A row costs the pages that it pops and the hits that it removes from the free
+  queue. A hit that an earlier row removed costs nothing.
   """
   chex.assert_equal_shape([code, plan.begins])
   asked, available = code == Status.OK, state.pool.queue.num_free
@@ -199,7 +201,7 @@ def grant(
   if hits is None or hits.shape[-1] == 0:
     granted = in_order(need, asked, available, keep_free)
   else:
-    granted = _with_hits(state, plan, hits, need, asked, keep_free)
+    granted = _grant_with_hits(state, plan, hits, need, asked, keep_free)
   refused = asked & ~granted
   return jnp.where(refused, jnp.int32(Status.OUT_OF_PAGES), code)
 
@@ -207,54 +209,49 @@ def grant(
 def in_order(
   need: Array, asked: Array, available: Array, keep_free: Array
 ) -> Array:
-  """Serves rows one after the other, passing over those that do not fit.
-
-  Every trip of the loop settles all rows up to the first that does not fit,
-  and every later one that needs more than what is left at that point. One trip
-  is enough when all fit, and two when no row needs more than one page.
+  """Serves rows in order and skips rows that do not fit.
 
   Args:
-    need: int32[R], pages a row needs, none negative.
-    asked: bool[R], rows that want to be served.
-    available: int32[].
-    keep_free: int32[R], pages that must be left when a row is served, none
+    need: int32[R], the pages that a row needs, not negative.
+    asked: bool[R], the rows to serve.
+    available: int32[], the number of free pages.
+    keep_free: int32[R], pages that must stay free after a row is served, not
       negative.
 
   Returns:
-    bool[R].
+    bool[R], the rows served.
   """
-  # A sum of needs may not overflow; what can never fit needs no exact number.
-  never = asked & (need > available - keep_free)
+  # Each trip settles all rows up to the first one that does not fit, and all
+  # later rows that need more than is left there. If all rows fit, no trip runs.
+  # The needs are clipped so that their sum cannot overflow. Rows that can never
+  # fit were refused before that.
+  hopeless = asked & (need > available - keep_free)
   need, keep_free = (jnp.minimum(n, available) for n in (need, keep_free))
 
   def overdrawn(granted: Array) -> Array:
-    taken = jnp.cumsum(jnp.where(granted, need, 0), dtype=jnp.int32)
-    return granted & (taken > available - keep_free)
+    num_taken = jnp.cumsum(jnp.where(granted, need, 0), dtype=jnp.int32)
+    return granted & (num_taken > available - keep_free)
 
   def refuse(granted: Array) -> Array:
     rows = jnp.arange(need.shape[0], dtype=jnp.int32)
-    over = overdrawn(granted)
-    before = rows < jnp.min(jnp.where(over, rows, need.shape[0]))
-    left = available - jnp.sum(
-      jnp.where(granted & before, need, 0), dtype=jnp.int32
+    exceeds = overdrawn(granted)
+    is_before = rows < jnp.min(jnp.where(exceeds, rows, need.shape[0]))
+    num_left = available - jnp.sum(
+      jnp.where(granted & is_before, need, 0), dtype=jnp.int32
     )
-    return granted & (before | (need <= left - keep_free))
+    return granted & (is_before | (need <= num_left - keep_free))
 
   return lax.while_loop(
-    lambda granted: jnp.any(overdrawn(granted)), refuse, asked & ~never
+    lambda granted: jnp.any(overdrawn(granted)), refuse, asked & ~hopeless
   )
 
 
-def pages_in(
+def pages_in_column(
   state: CacheState, slots: Array, column: Array, valid: Array
 ) -> Array:
-  """int32[R, G]: the pages in one column of each row; NO_PAGE if not valid.
+  """Reads one column, int32[R, G], of the page-table row of each slot.
 
-  Args:
-    state: the cache.
-    slots: int32[R].
-    column: int32[R, G].
-    valid: bool[R, G].
+  Returns int32[R, G], with NO_PAGE where `valid`, bool[R, G], is False.
   """
   group = jnp.arange(state.config.num_groups, dtype=jnp.int32)[None, :]
   column = indexing.where_valid(valid, column)
@@ -263,14 +260,14 @@ def pages_in(
   )
 
 
-def woken(state: CacheState, plan: Reservation, hits: Array) -> Array:
-  """bool[R, G, P]: hits in the free queue, of sequences that begin."""
+def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
+  """Returns bool[R, G, P]: hits of beginning sequences in the free queue."""
   inside = indexing.between(plan.first, plan.hit, hits.shape[2])
   inside &= plan.begins[:, None, None]
   return inside & page_pool.is_free(state.pool, hits)
 
 
-def _with_hits(
+def _grant_with_hits(
   state: CacheState,
   plan: Reservation,
   hits: Array,
@@ -278,25 +275,30 @@ def _with_hits(
   asked: Array,
   keep_free: Array,
 ) -> Array:
-  """bool[R]: the rows served, where they may share hits."""
+  """Serves rows in order if rows may share hits; returns bool[R]."""
   available = state.pool.queue.num_free
-  free = woken(state, plan, hits) & asked[:, None, None]
-  upper = need + jnp.sum(free, axis=(1, 2), dtype=jnp.int32)
+  free = free_hits(state, plan, hits) & asked[:, None, None]
+  max_need = need + jnp.sum(free, axis=(1, 2), dtype=jnp.int32)
 
   def one_by_one() -> Array:
     def serve(carry, row):
-      granted, left = carry
+      granted, num_left = carry
       # A page is in the same column of every sequence that hits it.
-      same = free & (hits == hits[row][None])
-      touched = jnp.any(same & granted[:, None, None], axis=0)
+      equal = free & (hits == hits[row][None])
+      touched = jnp.any(equal & granted[:, None, None], axis=0)
       cost = need[row] + jnp.sum(free[row] & ~touched, dtype=jnp.int32)
-      ok = asked[row] & (cost <= left - keep_free[row])
-      return (granted.at[row].set(ok), left - jnp.where(ok, cost, 0)), None
+      fits = asked[row] & (cost <= num_left - keep_free[row])
+      return (
+        granted.at[row].set(fits),
+        num_left - jnp.where(fits, cost, 0),
+      ), None
 
-    numbers = jnp.arange(need.shape[0], dtype=jnp.int32)
-    nobody = sharding.zeros_like(asked)
-    return lax.scan(serve, (nobody, available), numbers)[0][0]
+    row_numbers = jnp.arange(need.shape[0], dtype=jnp.int32)
+    no_rows = sharding.zeros_like(asked)
+    return lax.scan(serve, (no_rows, available), row_numbers)[0][0]
 
-  most = jnp.max(jnp.where(asked, keep_free, 0))
-  total = jnp.sum(jnp.where(asked, upper, 0), dtype=jnp.int32)
-  return lax.cond(total <= available - most, lambda: asked, one_by_one)
+  max_keep_free = jnp.max(jnp.where(asked, keep_free, 0))
+  # The sequential scan is only needed under pressure. If even the sum without
+  # sharing fits, all rows are served.
+  total = jnp.sum(jnp.where(asked, max_need, 0), dtype=jnp.int32)
+  return lax.cond(total <= available - max_keep_free, lambda: asked, one_by_one)

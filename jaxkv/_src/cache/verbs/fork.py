@@ -141,7 +141,7 @@ def owed_copies(
   partial = sizes.open_pages(length) & served[:, None]
   return Copies(
     *(
-      reserve.pages_in(state, slots, full, partial).reshape(-1)
+      reserve.pages_in_column(state, slots, full, partial).reshape(-1)
       for slots in (src, dst)
     )
   )

@@ -268,7 +268,7 @@ def truncate(
   full = config.sizes.full_pages(lengths)
   partial = config.sizes.open_pages(lengths)
   reopened = partial & (full < config.sizes.full_pages(length))
-  last = reserve.pages_in(state, rows.slots, full, reopened)
+  last = reserve.pages_in_column(state, rows.slots, full, reopened)
   shared = reopened & (indexing.take(state.pool.ref_count, last) > 1)
   keep = config.sizes.keep_encoder(full + partial.astype(jnp.int32), held)
   keep = jnp.where((lengths > 0)[:, None], keep, 0)
@@ -290,7 +290,9 @@ def truncate(
   no_page = jnp.int32(config.no_page)
   copies = Copies(
     src=jnp.where(replaced, last, no_page).reshape(-1),
-    dst=reserve.pages_in(state, rows.slots, plan.hit, replaced).reshape(-1),
+    dst=reserve.pages_in_column(state, rows.slots, plan.hit, replaced).reshape(
+      -1
+    ),
   )
   skipped = jnp.minimum(rows.read(state.num_skipped_pages), keep)
   state = dataclasses.replace(
@@ -348,4 +350,6 @@ def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
   needed |= ~recurrent.can_continue(
     config, state.page_table, rows.slots, length, lengths
   )
-  return needed | ((lengths > 0) & publish.lost_tokens(state, rows, lengths))
+  return needed | (
+    (lengths > 0) & publish.needs_skipped_page(state, rows, lengths)
+  )
