@@ -1,4 +1,4 @@
-"""The static sizes and options of a cache."""
+"""Static sizes and options of a cache."""
 
 import dataclasses
 import functools
@@ -11,39 +11,40 @@ from jaxkv._src.cache.group_kinds import GroupSizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-  """Everything about a cache that is fixed when a program is compiled.
+  """The static sizes and options of a cache, fixed when a program is compiled.
 
   Hashable: a static field of the state, and a static argument for `jax.jit`.
 
   Attributes:
     num_pages: N, pages in the pool. Page 0 is the null page and is never
-      handed out, so `num_pages - 1` can be used.
-    page_size: S, tokens a page. Groups may have larger pages of their own, in
-      multiples of it; a key is then made for every `page_size` tokens.
-    num_slots: B, sequences that can be held at once.
+      popped, so `num_pages - 1` pages are usable.
+    page_size: S, tokens a page. A group may have larger pages, in multiples of
+      S. Keys are computed for every `page_size` tokens.
+    num_slots: B, the number of sequences that can be held at once.
     pages_per_slot: M, columns of a slot's row in the page table. One sequence
       has room for `pages_per_slot * page_size` tokens in each group.
-    groups: the kinds of the G layer groups. Every group has a page table of its
-      own; all groups draw from one pool.
-    prefix_caching: whether full pages are hashed and found again. Without it
-      the state has no keys, no tokens and no index.
-    free_policy: where a page without a key goes when its last reference is
-      given back. "unhashed_first": to the front of the free queue, since
-      nothing can find it. "lru": to the back, like every other page.
-    prefix_rules: which full pages are published and found. "current": as in
-      vLLM since 0.25. "classic": as before and in eSurge; full pages are
-      published even where no hit can use them, and every group leaves out a
-      page for the draft model whenever it shortens a prefix.
-    merge_duplicates: whether a page that becomes full while an equal page is
-      cached is replaced by that page, so that it goes back to the pool at once.
-    use_eagle: whether hits leave out the last page found, because a draft
-      model (EAGLE) needs its hidden states computed again.
-    prefix_retention_interval: which of the prefixes that end in a window stay
-      cached. None: all. 0: the latest, which are the end of the prompt and the
-      place where an earlier prompt diverged. k: those and every k tokens.
+    groups: the kinds of the G layer groups. Every group has a separate page
+      table; all groups share one pool.
+    prefix_caching: True to hash full pages and find them again. If False, the
+      state has no keys, no tokens and no index.
+    free_policy: the destination of a page without a key when its last reference
+      is removed. "unhashed_first": the front of the free queue, since no lookup
+      can find it. "lru": the back, like every other page.
+    prefix_rules: the rules for published pages and hits. "current": as in vLLM
+      since 0.25. "classic": as before and in eSurge; full pages are published
+      even if no hit can use them, and every group drops a page for the draft
+      model whenever it shortens a prefix.
+    merge_duplicates: True to replace a page that becomes full by an equal
+      cached page, so that it returns to the pool at once.
+    use_eagle: True to drop the last page of a hit, because a draft model
+      (EAGLE) needs its hidden states computed again.
+    prefix_retention_interval: the prefixes of window and recurrent groups that
+      stay cached. None: all. 0: the latest, which are the end of the prompt and
+      the place where an earlier prompt diverged. k: the latest ones and one
+      every k tokens.
     event_log: events kept until `drain_events` reads them; 0 for no log.
-    track_new_pages: whether `take_new_pages` tells which pages were handed out.
-    track_residency: whether `residency` tells how old evicted pages were.
+    track_new_pages: True to record popped pages for `take_new_pages`.
+    track_residency: True to record the ages of evicted pages for `residency`.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -66,11 +67,11 @@ class CacheConfig:
   track_residency: bool = False
 
   def __post_init__(self):
-    least = {"num_pages": 2, "event_log": 0}
+    minima = {"num_pages": 2, "event_log": 0}
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if field.type is int:
-        _check_int(field.name, value, least.get(field.name, 1))
+        _check_int(field.name, value, minima.get(field.name, 1))
       if field.type is bool and not isinstance(value, bool):
         raise TypeError(
           f"`CacheConfig.{field.name}` must be True or False, got {value!r}."
@@ -83,12 +84,15 @@ class CacheConfig:
     self._check_caching()
 
   def _check_sizes(self):
+    # The sentinel NOWHERE is 2**30. The free queue's ring has up to 4 N
+    # entries, and marks past NOWHERE must stay below 2**31.
     if max(self.num_pages, self.slot_tokens) > 2**28:
       raise ValueError(
         "`CacheConfig.num_pages` and `pages_per_slot * page_size` must be at "
         f"most 2**28, got {self.num_pages} and {self.slot_tokens}; indices "
         "stay below 2**30."
       )
+    # The columns of all rows together are counted in int32.
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:
       raise ValueError(
         "`CacheConfig.num_slots * pages_per_slot` must be below 2**31 for all "
@@ -108,6 +112,8 @@ class CacheConfig:
           f"`CacheConfig.groups` must hold group kinds, got {kind!r}; use "
           "FullAttention(), SlidingWindow(window) or a subclass of GroupKind."
         )
+    # Whole pages of every group fit a slot, and every page of a group ends
+    # where a key is computed.
     for size in self.page_sizes:
       if size % self.page_size or self.slot_tokens % size:
         raise ValueError(
@@ -161,25 +167,23 @@ class CacheConfig:
 
   @property
   def page_sizes(self) -> tuple[int, ...]:
-    """Tokens a page, by group."""
+    """The tokens a page of each group."""
     return tuple(kind.page_size or self.page_size for kind in self.groups)
 
   @functools.cached_property
   def sizes(self) -> GroupSizes:
-    """Token counts as pages, by group."""
+    """The conversion of token counts to pages of each group."""
     return GroupSizes(self.groups, self.page_sizes, self.slot_tokens)
 
   @property
   def alignment(self) -> int:
-    """Every hit is a multiple of so many tokens: whole pages in all groups."""
+    """A: every hit is a multiple of A tokens, whole pages in all groups."""
     return math.lcm(*self.page_sizes)
 
   @property
   def token_group(self) -> int:
-    """The group from whose pages a sequence's tokens are read back.
-
-    A group that keeps all its pages, if there is one.
-    """
+    """The group whose pages are used to read a sequence's tokens back."""
+    # Preferably a group that keeps all its pages.
     keeps = [
       not kind.skips_pages and not kind.holds_encoder for kind in self.groups
     ]
@@ -187,48 +191,46 @@ class CacheConfig:
 
   @property
   def first_self_group(self) -> int:
-    """The first group with a page of every sequence: no cross attention."""
+    """The first group without cross attention: all sequences have its pages."""
     return [kind.holds_encoder for kind in self.groups].index(False)
 
   @property
   def holds_encoder(self) -> bool:
-    """Whether some group holds tokens of an encoder."""
+    """True if at least one group holds tokens of an encoder."""
     return any(kind.holds_encoder for kind in self.groups)
 
   @property
   def skips_pages(self) -> bool:
-    """Whether some group leaves pages behind while a sequence runs."""
+    """True if at least one group skips pages while a sequence runs."""
     return any(kind.skips_pages for kind in self.groups)
 
   @property
   def publishes_by_prompt(self) -> bool:
-    """Whether a sequence's prompt decides which of its pages are published."""
+    """True if the published pages of a sequence depend on its prompt length."""
     return self.prefix_retention_interval is not None
 
   @property
   def no_page(self) -> int:
-    """NO_PAGE = N: the entry of a page table where no page was ever attached.
-
-    It is out of range on purpose: a scatter drops it, where a negative number
-    would name the last page.
-    """
+    """NO_PAGE = N: the entry of a page-table column without a page."""
+    # Out of range on purpose: a scatter drops it. A negative number would name
+    # the last page.
     return self.num_pages
 
   @property
   def slot_tokens(self) -> int:
-    """Tokens for which one slot has room, M * S."""
+    """The tokens for which one slot has room, M * S."""
     return self.pages_per_slot * self.page_size
 
 
-def _check_int(name: str, value: object, least: int) -> None:
+def _check_int(name: str, value: object, minimum: int) -> None:
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(
       f"`CacheConfig.{name}` must be an int, got {value!r} of type "
       f"{type(value).__name__}."
     )
-  if value < least:
+  if value < minimum:
     raise ValueError(
-      f"`CacheConfig.{name}` must be at least {least}, got {value}."
+      f"`CacheConfig.{name}` must be at least {minimum}, got {value}."
     )
 
 

@@ -1,4 +1,4 @@
-"""A cache state in one line, for `repr` and for titles."""
+"""Formats a cache state in one line, for `repr` and for titles."""
 
 import enum
 from typing import Any
@@ -9,33 +9,30 @@ import numpy as np
 
 
 def describe(state: Any, status: type[enum.IntEnum]) -> str:
-  """One line about a cache: what it holds, or only its sizes.
+  """Describes a cache in one line.
 
-  The line says what the cache holds if its values can be read. Otherwise it
-  gives the sizes: under `jit` and `vmap`, for
-  `jax.eval_shape`, for a stack of caches, for donated buffers, and for trees
-  of the same structure whose leaves are something else. It never raises.
+  The line has the contents of the cache if its values can be read, for instance
+  `CacheState(5 of 63 pages in use, 12 free pages cached; 2 of 4 slots, 30
+  tokens; FullAttention; OK)`. Otherwise it has only the sizes.
 
   Args:
-    state: a CacheState, or a tree of its structure.
+    state: a CacheState, or a tree with its structure.
     status: the names of `state.error`.
-
-  Returns:
-    For instance `CacheState(5 of 63 pages in use, 12 free pages cached; 2 of 4
-    slots, 30 tokens; FullAttention; OK)`.
   """
+  # JAX formats states with any leaves in its errors: tracers, shapes, stacks or
+  # donated buffers. So this must never raise.
   config = state.config
   kinds = ", ".join(_kind_names(config.groups))
-  why = _why_unreadable(state)
-  if why:
+  obstacle = _obstacle(state)
+  if obstacle:
     return (
       f"CacheState({config.num_pages - 1} pages of {config.page_size} tokens;"
-      f" {config.num_slots} slots; {kinds}; {why})"
+      f" {config.num_slots} slots; {kinds}; {obstacle})"
     )
   # Group 0 may belong to an encoder, so a slot counts if any group has a page.
   running = np.asarray(state.num_pages).max(axis=1) > 0
-  most = config.num_pages - 1
-  pages = [f"{most - int(state.pool.queue.num_free)} of {most} pages in use"]
+  total = config.num_pages - 1
+  pages = [f"{total - int(state.pool.queue.num_free)} of {total} pages in use"]
   if state.pool.index is not None:
     buckets = np.asarray(state.pool.index.buckets)
     cached = buckets[buckets > 0]
@@ -51,17 +48,17 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
 
 
 def _kind_names(groups: tuple[Any, ...]) -> list[str]:
-  """Names of kinds in the order of the groups; equal ones are counted."""
+  """Returns the names of kinds in the order of groups, with counts."""
   names = [type(kind).__name__ for kind in groups]
-  found = dict.fromkeys(names)
+  distinct = dict.fromkeys(names)
   return [
     name if names.count(name) == 1 else f"{names.count(name)} {name}"
-    for name in found
+    for name in distinct
   ]
 
 
-def _why_unreadable(state: Any) -> str:
-  """What the leaves are if values cannot be read; empty if they can."""
+def _obstacle(state: Any) -> str:
+  """Returns the reason why values cannot be read, or an empty string."""
   leaves = jax.tree.leaves(state)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
     return "traced"

@@ -1,11 +1,10 @@
-"""Kinds of layer groups: which pages a group keeps, and which of them can hit.
+"""Kinds of layer groups: the pages that a group keeps, and its prefix hits.
 
 Layers with the same cache behaviour form a group. A kind is a small static
-object with a few pure functions over arrays of sequences. A subclass that
-overrides them is a kind of your own. Lengths are in tokens; P counts pages of
-the group's own size.
+object with a few pure functions over arrays of sequences. Users define further
+kinds as subclasses. Lengths are in tokens; P counts pages of the group's size.
 
-`GroupSizes` applies a function of every group to token counts.
+`GroupSizes` converts token counts to pages of every group.
 """
 
 import dataclasses
@@ -21,11 +20,11 @@ from jaxkv._src.arrays import indexing
 
 @dataclasses.dataclass(frozen=True)
 class GroupKind:
-  """Layers that attend to every earlier token; the base of all kinds.
+  """The base of all kinds: layers that attend to every earlier token.
 
   Attributes:
     page_size: tokens a page of this group, a multiple of
-      `CacheConfig.page_size`; None for that size itself.
+      `CacheConfig.page_size`; None for `CacheConfig.page_size`.
 
   Raises:
     TypeError: a size is not an int.
@@ -35,16 +34,16 @@ class GroupKind:
   page_size: int | None = dataclasses.field(default=None, kw_only=True)
 
   holds_states: ClassVar[bool] = False
-  """Whether a page holds the state after its last token, not K/V of tokens."""
+  """True if a page holds the state after its last token, not K/V of tokens."""
 
   holds_encoder: ClassVar[bool] = False
-  """Whether pages hold the encoder's tokens, not those of the sequence."""
+  """True if pages hold the encoder's tokens, not the sequence's tokens."""
 
   num_speculative: ClassVar[int] = 0
-  """Scratch pages behind the page of the last token."""
+  """The number of scratch pages after the page of the last token."""
 
   keeps_last_page: ClassVar[bool] = False
-  """Whether a running sequence keeps its last full page, needed or not."""
+  """True if a running sequence keeps its last full page, needed or not."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -56,56 +55,60 @@ class GroupKind:
           f"`{name}.{field.name}` must be an int, got {value!r} of type "
           f"{type(value).__name__}."
         )
-      least = field.metadata.get("least", 1)
-      if value < least:
+      minimum = field.metadata.get("minimum", 1)
+      if value < minimum:
         raise ValueError(
-          f"`{name}.{field.name}` must be at least {least}, got {value}."
+          f"`{name}.{field.name}` must be at least {minimum}, got {value}."
         )
 
   @property
   def skips_pages(self) -> bool:
-    """Whether a running sequence leaves pages behind."""
+    """True if pages become unnecessary while a sequence runs."""
+    # Static, so that kinds which keep all pages compile no code for skipped
+    # ones.
     return type(self).num_skipped_tokens is not GroupKind.num_skipped_tokens
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
-    """Leading tokens that no token after the first `num_tokens` attends to.
+    """Counts the leading tokens that no token after `num_tokens` attends to.
 
     Args:
       num_tokens: int32[...].
 
     Returns:
-      int32[...]. Pages with no other tokens are no longer needed.
+      int32[...]. A page is skipped when all its tokens are skipped.
     """
     return jnp.zeros_like(num_tokens)
 
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
-    """Pages of the longest prefix from which a sequence can continue.
+    """Counts the pages of the longest prefix that a sequence can continue.
 
-    Only the pages behind `num_skipped_tokens` of such a prefix must be cached.
+    Only the pages after the `num_skipped_tokens` of the prefix must be cached.
 
     Args:
       hits: bool[R, P], pages that are cached.
-      limit: int32[R], tokens of the longest prefix allowed.
-      drop: bool[R], whether the prefix leaves out the last page found, which a
-        draft model needs computed again.
+      limit: int32[R], the maximal tokens of a prefix.
+      drop: bool[R], True if the last page found is not part of the prefix,
+        because a draft model needs it computed again.
       page_size: tokens a page.
       align: the prefix ends at a multiple of this many pages.
 
     Returns:
       int32[R].
     """
+    # All P + 1 ends are tested at once. The pages from `begin` to an end are
+    # cached if the number of misses before both is the same.
     end = jnp.arange(hits.shape[1] + 1, dtype=jnp.int32)[None]
-    found = end - drop.astype(jnp.int32)[:, None]
-    skipped = self.num_skipped_tokens(jnp.maximum(found, 0) * page_size)
+    prefix = end - drop.astype(jnp.int32)[:, None]
+    skipped = self.num_skipped_tokens(jnp.maximum(prefix, 0) * page_size)
     begin = indexing.quotient(skipped, page_size)
     misses = jnp.cumsum(~hits, axis=1, dtype=jnp.int32)
     misses = jnp.pad(misses, ((0, 0), (1, 0)))
     whole = misses == jnp.take_along_axis(misses, begin, axis=1)
-    most = indexing.quotient(limit, page_size)[:, None]
-    whole &= (end <= most) & (indexing.remainder(found, align) == 0)
-    return jnp.max(jnp.where(whole, jnp.maximum(found, 0), 0), axis=1)
+    limit_pages = indexing.quotient(limit, page_size)[:, None]
+    whole &= (end <= limit_pages) & (indexing.remainder(prefix, align) == 0)
+    return jnp.max(jnp.where(whole, jnp.maximum(prefix, 0), 0), axis=1)
 
   def published(
     self,
@@ -116,17 +119,17 @@ class GroupKind:
     ends: tuple[Array, ...],
     drop: int,
   ) -> Array:
-    """Whether full pages are published: whether they can be part of a hit.
+    """Returns True for full pages to publish: they can be part of a hit.
 
     Args:
-      pages: int32[X], their columns in the page table.
+      pages: int32[X], the columns of the pages in the page table.
       page_size: tokens a page.
       align: hits end at multiples of this many pages.
-      every: hits are kept that end at multiples of this many pages; 0 for none
-        of them, None for all.
-      ends: int32[X] each, pages of further prefixes that are kept, dropped
-        pages included; negative for none.
-      drop: pages that a hit leaves out at its end, 0 or 1.
+      every: the cache retains hits that end at multiples of this many pages; 0
+        for none of them, None for all.
+      ends: int32[X] each, pages of further retained prefixes, dropped pages
+        included; negative for none.
+      drop: the number of pages that a hit drops at its end, 0 or 1.
 
     Returns:
       bool[X].
@@ -134,17 +137,17 @@ class GroupKind:
     return pages >= 0
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
-    """The most pages that one sequence holds.
+    """Returns the maximal number of pages that one sequence holds.
 
     Args:
       page_size: tokens a page.
-      in_flight: the most tokens that are allocated at once.
+      in_flight: the maximal number of tokens allocated at once.
       longest: tokens of the longest sequence.
     """
     return -(-longest // page_size)
 
   def num_columns(self, num_tokens: Array, page_size: int) -> Array:
-    """int32[...]: columns of the page table for int32[...] tokens."""
+    """Counts the page-table columns for int32[...] tokens: int32[...]."""
     pages = indexing.quotient(num_tokens + (page_size - 1), page_size)
     return pages + self.num_speculative
 
@@ -153,17 +156,17 @@ class GroupKind:
 class FullAttention(GroupKind):
   """Layers that attend to every earlier token.
 
-  Also for latent attention (MLA) and attention sinks: they change the contents
-  of a page, not which pages a sequence needs.
+  This is also the kind for latent attention (MLA) and attention sinks: they
+  change the contents of pages, but a sequence needs the same pages.
   """
 
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(GroupKind):
-  """Layers that attend to the last `window` tokens, their own included.
+  """Layers that attend to the last `window` tokens, the query's included.
 
   Attributes:
-    window: tokens.
+    window: the number of tokens.
   """
 
   window: int
@@ -175,15 +178,13 @@ class SlidingWindow(GroupKind):
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
-    """See `GroupKind`.
-
-    As in vLLM, a prefix shorter than the window is aligned twice: before and
-    after the last page is left out.
-    """
-    found = super().longest_hit(hits, limit, drop, page_size, align)
-    short = drop & (found * page_size < self.window - 1)
+    """See `GroupKind`."""
+    # As in vLLM, a prefix shorter than the window is aligned twice: before and
+    # after the last page is dropped.
+    num_pages = super().longest_hit(hits, limit, drop, page_size, align)
+    short = drop & (num_pages * page_size < self.window - 1)
     lost = jnp.where(short, align if align > 1 else 0, 0)
-    return jnp.maximum(found - lost, 0)
+    return jnp.maximum(num_pages - lost, 0)
 
   def published(
     self,
@@ -195,17 +196,18 @@ class SlidingWindow(GroupKind):
     drop: int,
   ) -> Array:
     """See `GroupKind`. Only the window at the end of a prefix is published."""
+    # If the windows of successive hits overlap, they cover all pages.
     needed = -(-(self.window - 1) // page_size) + drop
     every = align if every is None else every
     if every and needed >= every:
       return pages >= 0
-    kept = pages < 0
+    is_kept = pages < 0
     if every:
-      place = (pages - drop) % every
-      kept = (pages >= drop) & (place >= every - needed)
+      offset = (pages - drop) % every
+      is_kept = (pages >= drop) & (offset >= every - needed)
     for end in ends:
-      kept |= (pages >= end - needed) & (pages < end)
-    return kept
+      is_kept |= (pages >= end - needed) & (pages < end)
+    return is_kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
     """See `GroupKind`. A window may begin inside a page."""
@@ -215,10 +217,10 @@ class SlidingWindow(GroupKind):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedLocal(GroupKind):
-  """Layers that attend to earlier tokens of their own chunk.
+  """Layers that attend to earlier tokens of the same chunk.
 
   Attributes:
-    chunk: tokens.
+    chunk: the number of tokens.
   """
 
   chunk: int
@@ -238,14 +240,15 @@ class Recurrent(GroupKind):
 
   A page is a snapshot of the state at the page's end. A sequence continues from
   its last cached snapshot. A page is published when tokens past its end are
-  committed; a model that computes across a page's end writes its state there.
+  committed. A model that computes past the end of a page must write the page's
+  state.
 
   Attributes:
-    num_speculative: draft tokens, with a scratch page each.
+    num_speculative: the number of draft tokens; each has a scratch page.
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
-    default=0, metadata={"least": 0}
+    default=0, metadata={"minimum": 0}
   )
   holds_states: ClassVar[bool] = True
 
@@ -256,7 +259,8 @@ class Recurrent(GroupKind):
   def longest_hit(
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
-    """See `GroupKind`. A draft model has no states to compute again."""
+    """See `GroupKind`."""
+    # A draft model has no recurrent states, so no page is dropped for it.
     return super().longest_hit(hits, limit, drop & False, page_size, align)
 
   def published(
@@ -271,12 +275,12 @@ class Recurrent(GroupKind):
     """See `GroupKind`. Only the last state of a prefix is published."""
     if every is None:
       return pages >= 0
-    kept = pages < 0
+    is_kept = pages < 0
     if every:
-      kept = (pages + 1) % every == 0
+      is_kept = (pages + 1) % every == 0
     for end in ends:
-      kept |= (end > drop) & (pages == end - drop - 1)
-    return kept
+      is_kept |= (end > drop) & (pages == end - drop - 1)
+    return is_kept
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:
     """See `GroupKind`. Every page of tokens has a column."""
@@ -288,9 +292,8 @@ class CrossAttention(GroupKind):
   """Layers that attend to the output of an encoder.
 
   A sequence gets pages for all of the encoder's tokens once and keeps them
-  while it runs, whatever its own length. A cache with such a group has no
-  prefix cache: page keys do not cover the encoder's input, and K/V depends on
-  it.
+  while it runs. A cache with such a group has no prefix cache: K/V depends on
+  the encoder's input, which page keys do not cover.
   """
 
   holds_encoder: ClassVar[bool] = True
@@ -300,8 +303,7 @@ class CrossAttention(GroupKind):
 class GroupSizes:
   """The sizes of G groups: `CacheConfig.sizes`.
 
-  The methods take tokens int32[...] and give int32[..., G] or bool[..., G], or
-  the other way round.
+  Most methods map token counts, int32[...], to int32[..., G] or bool[..., G].
 
   Attributes:
     groups: the kind of each group.
@@ -314,10 +316,9 @@ class GroupSizes:
   slot_tokens: int
 
   def by_group(self, function: Callable[[GroupKind, int], Array]) -> Array:
-    """`function(kind, page_size)` of every group, stacked on a new last axis.
-
-    Equal groups share one computation.
-    """
+    """Stacks `function(kind, page_size)` of all groups on a new last axis."""
+    # Computed once for equal groups, and broadcast if all are equal: models
+    # with many layer groups then have no larger program.
     groups = list(zip(self.groups, self.page_sizes, strict=True))
     results = {group: function(*group) for group in dict.fromkeys(groups)}
     if len(results) == 1:
@@ -326,7 +327,7 @@ class GroupSizes:
     return jnp.stack([results[group] for group in groups], axis=-1)
 
   def columns_for(self, tokens: Array, encoder_tokens: Array) -> Array:
-    """int32[..., G]: columns for int32[...] tokens, and those of encoders."""
+    """Counts the columns for tokens and encoder tokens, int32[...] each."""
     return self.by_group(
       lambda kind, size: kind.num_columns(
         encoder_tokens if kind.holds_encoder else tokens, size
@@ -334,11 +335,11 @@ class GroupSizes:
     )
 
   def full_pages(self, tokens: Array) -> Array:
-    """int32[..., G]: pages that int32[...] tokens fill."""
+    """Counts the pages that int32[...] tokens fill: int32[..., G]."""
     return self.by_group(lambda _, size: indexing.quotient(tokens, size))
 
   def open_pages(self, tokens: Array) -> Array:
-    """bool[..., G]: whether int32[...] tokens end inside a page."""
+    """Returns bool[..., G]: True where int32[...] tokens end inside a page."""
     return self.by_group(
       lambda kind, size: (
         (indexing.remainder(tokens, size) > 0) & (not kind.holds_encoder)
@@ -346,72 +347,75 @@ class GroupSizes:
     )
 
   def skipped_pages(self, tokens: Array) -> Array:
-    """int32[..., G]: leading pages not needed after int32[...] tokens."""
+    """Counts the leading pages not needed after int32[...] tokens."""
     return self.by_group(
       lambda kind, size: indexing.quotient(
         kind.num_skipped_tokens(tokens), size
       )
     )
 
-  def without_kept(self, columns: Array, lengths: Array) -> Array:
-    """int32[..., G]: leading columns not needed, but those that a kind keeps.
+  def keep_last_page(self, columns: Array, lengths: Array) -> Array:
+    """Limits skipped columns, so that kinds keep their last full page.
 
     Args:
-      columns: int32[..., G].
+      columns: int32[..., G], leading columns that are not needed.
       lengths: int32[...], tokens of the sequences.
+
+    Returns:
+      int32[..., G].
     """
     keeps = [kind.keeps_last_page for kind in self.groups]
     if not any(keeps):
       return columns
     full = self.full_pages(lengths)
-    kept = _each(keeps, columns).astype(bool) & (full > 0)
-    return jnp.where(kept, jnp.minimum(columns, full - 1), columns)
+    holds_back = _broadcast(keeps, columns).astype(bool) & (full > 0)
+    return jnp.where(holds_back, jnp.minimum(columns, full - 1), columns)
 
   def tokens_with_room(self, columns: Array) -> Array:
-    """int32[...]: tokens for which all groups have columns, int32[..., G].
-
-    Scratch pages give no room, and groups of an encoder hold other tokens.
-    """
-    scratch = _each([kind.num_speculative for kind in self.groups], columns)
-    tokens = jnp.maximum(columns - scratch, 0) * _each(self.page_sizes, columns)
-    most = jnp.int32(jnp.iinfo(jnp.int32).max)
-    tokens = jnp.where(self.holds_encoder(columns), most, tokens)
+    """Returns the tokens, int32[...], that fit the columns, int32[..., G]."""
+    # Scratch pages hold no tokens, and groups of an encoder hold other tokens.
+    scratch = _broadcast(
+      [kind.num_speculative for kind in self.groups], columns
+    )
+    tokens = jnp.maximum(columns - scratch, 0) * _broadcast(
+      self.page_sizes, columns
+    )
+    unlimited = jnp.int32(jnp.iinfo(jnp.int32).max)
+    tokens = jnp.where(self.holds_encoder(columns), unlimited, tokens)
     return jnp.min(tokens, axis=-1)
 
-  def too_many(self, columns: Array) -> Array:
-    """bool[R]: whether columns, int32[R, G], are more than a slot has.
-
-    Only scratch pages can be too many for a sequence that fits its slot.
-    """
+  def exceed_slot(self, columns: Array) -> Array:
+    """Returns bool[R]: rows whose columns, int32[R, G], exceed their slot."""
+    # Sequences that fit their slot can exceed it only by scratch pages.
     if not any(kind.num_speculative for kind in self.groups):
       return jnp.bool_(False)
-    most = [self.slot_tokens // size for size in self.page_sizes]
-    return jnp.any(columns > _each(most, columns), axis=1)
+    limits = [self.slot_tokens // size for size in self.page_sizes]
+    return jnp.any(columns > _broadcast(limits, columns), axis=1)
 
   def holds_encoder(self, columns: Array) -> Array:
-    """bool[..., G], as `columns`: the groups that hold an encoder's tokens."""
-    held = [kind.holds_encoder for kind in self.groups]
-    return _each(held, columns).astype(bool)
+    """Returns the groups that hold an encoder's tokens, as `columns`."""
+    flags = [kind.holds_encoder for kind in self.groups]
+    return _broadcast(flags, columns).astype(bool)
 
   def keep_encoder(self, columns: Array, held: Array) -> Array:
-    """int32[..., G]: columns, but those held in groups of an encoder.
+    """Returns `held` for groups of an encoder and `columns` for other groups.
 
     Args:
-      columns: int32[..., G], by the sequences' own tokens.
-      held: int32[..., G], columns in use.
+      columns: int32[..., G], the columns for the sequences' tokens.
+      held: int32[..., G], the columns in use.
     """
     if not any(kind.holds_encoder for kind in self.groups):
       return columns
     return jnp.where(self.holds_encoder(columns), held, columns)
 
-  def encoder_tokens(self, counts: Array | None, like: Array) -> Array:
-    """int32[R]: the argument `num_encoder_tokens`, or zeros for None.
+  def encoder_tokens(self, counts: Array | None, rows: Array) -> Array:
+    """Returns the argument `num_encoder_tokens`, int32[R], or zeros for None.
 
     Raises:
-      ValueError: no group holds such tokens.
+      ValueError: no group holds tokens of an encoder.
     """
     if counts is None:
-      return jnp.zeros_like(like)
+      return jnp.zeros_like(rows)
     if not any(kind.holds_encoder for kind in self.groups):
       raise ValueError(
         "`num_encoder_tokens` must be None without a CrossAttention group; "
@@ -420,6 +424,6 @@ class GroupSizes:
     return counts
 
 
-def _each(values: Sequence[int], columns: Array) -> Array:
-  """int32[..., G]: one value a group, in the shape of `columns`."""
+def _broadcast(values: Sequence[int], columns: Array) -> Array:
+  """Broadcasts one value a group to the shape of `columns`, int32[..., G]."""
   return jnp.broadcast_to(jnp.asarray(values, jnp.int32), columns.shape)

@@ -1,4 +1,4 @@
-"""The invariants of a cache, checked."""
+"""Checks the invariants of a cache."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,20 +19,21 @@ from jaxkv._src.cache.state import verb
 
 
 class CacheError(RuntimeError):
-  """A cache that broke an invariant or recorded a misuse; see `check`."""
+  """The cache broke an invariant or recorded a misuse; see `check`."""
 
 
 def check(state: CacheState) -> None:
-  """Raises if the cache broke an invariant or a call misused it. On the host.
+  """Raises if the cache broke an invariant or a call misused it.
 
-  Running out of pages is not a misuse; see `stats(state).failed_rows`.
+  Running out of pages is not a misuse; see `stats(state).failed_rows`. Runs on
+  the host.
 
   Args:
     state: the cache.
 
   Raises:
     CacheError: names the invariants that do not hold, or the first misuse.
-    ValueError: an array has another size than `state.config` asks for.
+    ValueError: the size of an array does not follow from `state.config`.
 
   Examples:
     >>> import jaxkv
@@ -64,7 +65,7 @@ def check_invariants(state: CacheState) -> dict[str, Array]:
     state: the cache.
 
   Returns:
-    bool[] by the name of the invariant.
+    A dict from the name of an invariant to bool[].
 
   Examples:
     >>> import jaxkv
@@ -90,7 +91,7 @@ def _tables(state: CacheState) -> Array:
   skipped = column[None, None] < state.num_skipped_pages[..., None]
   table = state.page_table
   no_page = state.config.no_page
-  # Between two states of a recurrent group stand null pages.
+  # The columns between two states of a recurrent group hold null pages.
   may_be_null = recurrent.holds_states(state.config)[..., None]
   return (
     jnp.all(jnp.where(held, (table >= 0) & (table < no_page), table == no_page))
@@ -106,10 +107,12 @@ def _tables(state: CacheState) -> Array:
 def _refs(state: CacheState) -> Array:
   entries = state.page_table.reshape(-1)
   entries = indexing.where_valid(entries > 0, entries)
-  named = indexing.add(jnp.zeros_like(state.pool.ref_count), entries, values=1)
+  num_entries = indexing.add(
+    jnp.zeros_like(state.pool.ref_count), entries, values=1
+  )
   pins = state.pool.pin_count
   return (
-    jnp.all(state.pool.ref_count == named + pins)
+    jnp.all(state.pool.ref_count == num_entries + pins)
     & jnp.all(pins >= 0)
     & (state.pool.ref_count[0] == 0)
   )
@@ -149,14 +152,15 @@ def _index(state: CacheState) -> Array:
   places = jnp.arange(entries.shape[0], dtype=jnp.int32)
   position = prefix_index.position_of(index, pages)
   keys = prefix_index.key_of(index, pages)
-  known = indexing.take(position, entries, fill=-1) == places
+  is_placed = indexing.take(position, entries, fill=-1) == places
   first = prefix_index.lookup(index, keys, index.tokens)
-  same = prefix_index.key_of(index, first) == keys
+  same_key = prefix_index.key_of(index, first) == keys
+  # Lookups rely on these counts to stop: one too small would hide a page.
   overflow = prefix_index.recount(index, cached)
   return (
     jnp.all(jnp.where(cached, indexing.take(entries, position) == pages, True))
-    & jnp.all((entries == 0) | known)
-    & jnp.all(~cached | ((first > 0) & jnp.all(same, axis=1)))
+    & jnp.all((entries == 0) | is_placed)
+    & jnp.all(~cached | ((first > 0) & jnp.all(same_key, axis=1)))
     & jnp.all(overflow == index.overflow)
     & ~cached[0]
   )
@@ -168,33 +172,38 @@ def _keys(state: CacheState) -> Array:
   if hashes is None or index is None or secret is None:
     return jnp.bool_(True)
   chain, num_read = _chain_read_back(state, secret, hashes, index)
+  # If a page is missing, the keys of this slot cannot be checked.
   complete = num_read >= 0
   final = rules.final_pages(config, state.length)
-  right = jnp.bool_(True)
+  all_match = jnp.bool_(True)
   for group, size in enumerate(config.page_sizes):
-    own = hashing.keys_of_group(config, secret, chain, group)
-    columns = jnp.arange(own.shape[1], dtype=jnp.int32)[None]
-    pages = state.page_table[:, group, : own.shape[1]]
-    same = prefix_index.key_of(index, pages) == own
+    keys = hashing.keys_of_group(config, secret, chain, group)
+    columns = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
+    pages = state.page_table[:, group, : keys.shape[1]]
+    matches = prefix_index.key_of(index, pages) == keys
     stop = jnp.minimum(final[:, group], num_read // size)[:, None]
     inside = (columns < stop) & (pages > 0)
-    right &= jnp.all(jnp.all(same, axis=-1) | ~(inside & complete[:, None]))
+    all_match &= jnp.all(
+      jnp.all(matches, axis=-1) | ~(inside & complete[:, None])
+    )
   steps = config.alignment // config.page_size
   aligned = state.length // config.alignment * steps
   last = jnp.maximum(aligned - 1, 0)[:, None, None]
-  end = jnp.take_along_axis(chain, last, axis=1)[:, 0]
-  end = jnp.where(aligned[:, None] > 0, end, hashes.root)
-  return right & jnp.all(jnp.all(hashes.chain == end, axis=1) | ~complete)
+  last_key = jnp.take_along_axis(chain, last, axis=1)[:, 0]
+  last_key = jnp.where(aligned[:, None] > 0, last_key, hashes.root)
+  return all_match & jnp.all(
+    jnp.all(hashes.chain == last_key, axis=1) | ~complete
+  )
 
 
 def _chain_read_back(
   state: CacheState, secret: Array, hashes: SlotHashes, index: PrefixIndex
 ) -> tuple[Array, Array]:
-  """Keys of each slot, computed anew from the tokens in its pages.
+  """Recomputes the keys of each slot from the tokens in its pages.
 
   Returns:
-    uint32[B, P, 4], and int32[B]: the tokens that were read; -1 where pages are
-    missing that a window left behind or a recurrent group never kept.
+    uint32[B, P, 4], and int32[B]: the number of tokens read, or -1 if a page
+    was skipped by a window or not kept by a recurrent group.
   """
   config, group = state.config, state.config.token_group
   size, slots = config.page_sizes[group], config.num_slots

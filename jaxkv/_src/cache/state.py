@@ -1,6 +1,6 @@
 """The state of a cache: one immutable pytree of fixed-shape arrays.
 
-`jaxkv` defines the words and the dimension letters.
+The docstring of `jaxkv` defines the terms and the dimension letters.
 """
 
 import dataclasses
@@ -34,32 +34,32 @@ Out = TypeVar("Out")
 
 
 class Status(enum.IntEnum):
-  """What became of one row of a call.
+  """The result of one row of a call.
 
-  OK: done.
-  SKIPPED: masked out. Nothing was asked, so nothing failed.
+  OK: the row succeeded.
+  SKIPPED: the row is masked out; this is not a failure.
   OUT_OF_PAGES: too few pages are free. This is pressure, not a mistake: retry
     after pages were freed.
   SLOT_FULL: the sequence needs more pages than a slot holds.
-  BAD_SLOT: a slot number is out of range, or named twice.
+  BAD_SLOT: a slot number is out of range, or repeated.
   SLOT_IN_USE: the slot holds pages already.
   SLOT_EMPTY: the slot holds no page.
   BAD_LENGTH: a length or a count is zero, negative or too large.
   NO_ROOM: there are more tokens than the slot's pages have room for.
   BAD_PAGE: a page number is out of range, or the null page.
   NOT_CACHED: the page, or every page of the prefix, is missing from the index.
-  NOT_PINNED: the page has no pin to give back.
+  NOT_PINNED: the page has no pin to remove.
   STILL_HELD: a page is still referenced.
-  RECYCLED: a page that is needed was given back by `recycle`, or a recurrent
-    state that is needed was never kept.
-  STALE: the pages are of other weights than the caller's.
-  BAD_SEQUENCE: there is no sequence of that number, or another one has it, or
-    it was named before in the same call.
-  ENDED: the sequence has ended, or has failed.
-  UNFINISHED: the sequence still waits or runs.
-  QUEUE_FULL: no row is empty for the sequences of a prompt. This is pressure,
-    not a mistake: retry after a harvest.
-  BAD_LOGITS: the logits of a sequence, as its settings change them, give no
+  RECYCLED: a required page was released by `recycle`, or a required recurrent
+    state was not kept.
+  STALE: the pages were computed with other weights than the caller's.
+  BAD_SEQUENCE: no sequence has this id, or the id is already in use, or the
+    call repeats it.
+  ENDED: the sequence has ended or failed.
+  UNFINISHED: the sequence is waiting or running.
+  QUEUE_FULL: the queue has too few empty rows for the sequences of a prompt.
+    This is pressure, not a mistake: retry after a harvest.
+  BAD_LOGITS: the logits of a sequence, after its sampling settings, are not a
     distribution: one is NaN or infinite, or all are -inf.
   """
 
@@ -88,7 +88,7 @@ class Status(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-  """What a verb did with each row of its call.
+  """The result of a verb for each row of its call.
 
   Attributes:
     code: a `Status` for each row.  # int32[R]
@@ -98,25 +98,25 @@ class Outcome:
 
   @property
   def ok(self) -> Array:
-    """bool[R]: whether the row was done."""
+    """bool[R]: True if the row succeeded."""
     return self.code == Status.OK
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-  """What happened since `init`; every counter is a uint32[] and wraps around.
+  """Counters since `init`; each is a uint32[] and wraps around.
 
-  The difference of two readings, `later - earlier`, is right across a wrap.
+  The difference of two readings, `later - earlier`, is correct across a wrap.
 
   Attributes:
     queried_tokens: tokens of admitted sequences, looked up in the index.
     hit_tokens: queried tokens that were cached.
-    popped_pages: pages taken from the free queue.
+    popped_pages: pages popped from the free queue.
     evicted_pages: popped pages that were cached.
-    published_pages: pages hashed and cached.
-    merged_pages: pages replaced by an equal one.
-    failed_rows: rows that asked for something and did not get it.
+    published_pages: pages hashed and published.
+    merged_pages: pages replaced by an equal cached page.
+    failed_rows: rows that are neither OK nor SKIPPED.
   """
 
   queried_tokens: Array
@@ -128,42 +128,42 @@ class Stats:
   failed_rows: Array
 
   def __sub__(self, earlier: "Stats") -> "Stats":
-    """What happened between two readings."""
-    return jax.tree.map(lambda late, early: late - early, self, earlier)
+    """Returns the counts between two readings."""
+    return jax.tree.map(lambda end, start: end - start, self, earlier)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CacheState:
-  """A cache. Verbs take one and return another; none is ever changed.
+  """The state of a cache: immutable; verbs take a state and return a new one.
 
   Invariants, each tested by `check_invariants`:
     tables: row (b, g) holds `num_skipped_pages[b, g]` null pages, then pages up
       to column `num_pages[b, g]`, then NO_PAGE.
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` is the number of entries that name a page plus its pins.
-    free: a page stands in the queue exactly once iff nothing references it.
+    free: a page is in the queue, exactly once, iff nothing references it.
     index: a page is found under its key iff it is cached.
-    keys: a slot's pages carry the chained keys of the tokens they hold.
+    keys: the pages of a slot have the chained keys of their tokens.
 
   Attributes:
     config: the static sizes and options.
-    page_table: page numbers; 0 is the null page, NO_PAGE = N where no page
-      was ever attached.  # int32[B, G, M]
+    page_table: page numbers; 0 is the null page, NO_PAGE = N means that no page
+      is attached.  # int32[B, G, M]
     num_pages: columns in use of each row; a slot without any is empty.
       # int32[B, G]
-    num_skipped_pages: leading columns that a window or a chunk has left behind.
-      # int32[B, G]
+    num_skipped_pages: leading columns that are no longer needed, since they are
+      before a window or a chunk.  # int32[B, G]
     length: tokens whose K/V is final.  # int32[B]
-    secret: what the page keys are derived from, see `hashing.make_secret`; None
-      without prefix caching.  # uint32[2 + G, 4]
+    secret: the secret of the page keys, see `hashing.make_secret`; None without
+      prefix caching.  # uint32[2 + G, 4]
     root: the key before the first page of sequences without a salt in this
       epoch; None without prefix caching.  # uint32[4]
-    hashes: None without prefix caching.
+    hashes: the running hash of each slot; None without prefix caching.
     pool: the pages.
-    stats: what happened.
-    epoch: the version of the weights that pages are valid for.  # uint32[]
-    error: the first failure's `Status`; see `sticky`.  # int32[]
+    stats: counters.
+    epoch: the version of the weights for which pages are valid.  # uint32[]
+    error: the `Status` of the first failure; see `sticky`.  # int32[]
   """
 
   config: CacheConfig = dataclasses.field(metadata={"static": True})
@@ -184,14 +184,14 @@ class CacheState:
 
 
 class Copies(NamedTuple):
-  """Copies of page contents that the caller owes before the next write.
+  """Copies of page contents that the caller must make before the next write.
 
   The source of one copy may be the destination of another: read all sources
-  before any destination is written, as `jaxkv.kv.copy` does.
+  before writing any destination, as `jaxkv.kv.copy` does.
 
   Attributes:
-    src: int32[X], pages to read; NO_PAGE where nothing is owed.
-    dst: int32[X], pages to write; NO_PAGE where nothing is owed.
+    src: int32[X], pages to read; NO_PAGE for no copy.
+    dst: int32[X], pages to write; NO_PAGE for no copy.
   """
 
   src: Array
@@ -199,21 +199,22 @@ class Copies(NamedTuple):
 
 
 def init(config: CacheConfig, key: Array | None = None) -> CacheState:
-  """An empty cache.
+  """Creates an empty cache.
 
   Args:
     config: the sizes and options.
-    key: the secret of the page keys, uint32[4] or a `jax.random.key`. Only who
-      knows it can construct two prefixes that are taken for one. None: 128 bits
-      of the system's randomness. Page numbers and hits do not depend on it.
+    key: the secret of the page keys, uint32[4] or a `jax.random.key`. Only a
+      holder of the secret can construct two prefixes with the same key. None
+      draws 128 random bits from the system. Page numbers and hits do not depend
+      on the secret.
 
   Returns:
-    A state whose every array is a buffer of its own, so that it can be donated.
+    A state that can be donated: its arrays share no buffers.
 
   Raises:
-    TypeError: `config` is not a CacheConfig, or `key` is neither.
-    ValueError: `key` has another shape, or is None where all calls or all
-      processes would share one draw: while tracing, or with several processes.
+    TypeError: `config` is not a CacheConfig, or `key` has another type.
+    ValueError: `key` has another shape, or is None while tracing, where all
+      calls would share one draw, or with several processes, which must agree.
 
   Examples:
     >>> import jaxkv
@@ -240,6 +241,7 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
 def _empty(
   config: CacheConfig, epoch: Array, secret: Array | None, root: Array | None
 ) -> CacheState:
+  # A separate buffer for each leaf: XLA refuses to donate one buffer twice.
   rows = (config.num_slots, config.num_groups)
   counters = {
     field.name: jnp.zeros((), jnp.uint32) for field in dataclasses.fields(Stats)
@@ -271,13 +273,13 @@ def _secret_and_root(
 
 
 def check_single(state: Any) -> None:
-  """Raises unless `state` is a single CacheState whose arrays are there.
+  """Raises unless `state` is a single CacheState that was not donated.
 
   Raises:
     TypeError: `state` is not a CacheState (e.g. the whole `(state, out)` pair
       was passed).
-    ValueError: it is a stack of states, as `vmap` makes them, or its arrays
-      were donated to an earlier call.
+    ValueError: `state` is a stack of states, as `vmap` makes them, or its
+      arrays were donated to an earlier call.
   """
   if not isinstance(state, CacheState):
     hint = "make one with jaxkv.init."
@@ -302,7 +304,7 @@ def check_single(state: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _shapes(config: CacheConfig) -> dict[str, tuple[int, ...]]:
-  """The shape of each array of a cache with this config, by path."""
+  """Returns the shape of each array of a cache with this config, by path."""
   scalar = jax.ShapeDtypeStruct((), jnp.uint32)
   secret = root = None
   if config.prefix_caching:
@@ -319,17 +321,15 @@ def _is_deleted(array: Any) -> bool:
 
 
 def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
-  """Makes a function of a state public.
+  """Makes a public verb of a function whose first argument is a state.
 
-  Casts and checks the arguments: `mask` becomes bool, `salts` uint32, all
-  others int32, and their shapes follow from their names, see
-  `arguments.check_rows`. Then jits; while it is traced, it checks the sizes of
-  the state. The end of every verb is here too: a failed row of its Outcome is
-  counted, and the state keeps the error.
+  The verb casts its arguments (`mask` to bool, `salts` to uint32, all others to
+  int32), checks their shapes, which follow from their names
+  (`arguments.check_rows`), and calls the function under `jit`. It checks the
+  sizes of the state while tracing. It counts the failed rows of an Outcome and
+  records the error in the state.
 
-  It is jitted once and never donates: the old state stays usable. Inside the
-  caller's own `jit` the verb is inlined and the caller donates. Inside
-  `shard_map` all arguments vary over the same axes.
+  Inside `shard_map` all arguments vary over the same axes.
   """
   signature = inspect.signature(function)
   parameters = dict(list(signature.parameters.items())[1:])
@@ -338,30 +338,34 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     for name, parameter in parameters.items()
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
   ]
-  # A verb for all slots has rows by slots, others by their first arrays.
+  # A verb whose `slots` may be None has a row for each slot. The first array of
+  # any other verb defines its rows.
   slots = parameters.get("slots")
-  others = [name for name in parameters if name != "slots"]
+  other_names = [name for name in parameters if name != "slots"]
   all_slots = slots is not None and slots.default is None
-  lead = "slots" if all_slots or not others else others[0]
+  lead = "slots" if all_slots or not other_names else other_names[0]
 
   plain: Any = function
 
-  def vary_alike(state: CacheState, named: dict[str, Any]) -> Any:
+  def body(state: CacheState, named: dict[str, Any]) -> Any:
     # Shapes are static: this costs nothing at run time, and under vmap they
     # are those of a single cache.
     arguments.check_sizes("state", state, _shapes(state.config))
     state, named = sharding.match_varying_axes((state, named))
-    return _recorded(plain(state, **named))
+    return _record_failures(plain(state, **named))
 
-  vary_alike.__name__ = plain.__name__  # The verb's name in profiles.
-  jitted = jax.jit(vary_alike)
+  body.__name__ = plain.__name__  # The verb's name in profiles.
+  # Jitted once, so that equal shapes compile once. Never donates: the old state
+  # stays usable. Inside the caller's own `jit` the verb is inlined, and the
+  # caller donates.
+  jitted = jax.jit(body)
 
   @functools.wraps(function)
   def call(state: CacheState, *args: Any, **kwargs: Any) -> Any:
     check_single(state)
     named = dict(zip(positional, args, strict=False)) | kwargs
-    known = named.keys() <= parameters.keys()
-    if not known or len(named) < len(args) + len(kwargs):
+    are_known = named.keys() <= parameters.keys()
+    if not are_known or len(named) < len(args) + len(kwargs):
       signature.bind(state, *args, **kwargs)  # Raises TypeError.
     named = {
       name: value
@@ -381,58 +385,56 @@ _CASTS = {"mask": arguments.as_bool, "salts": arguments.as_key}
 def rows_of(
   state: CacheState, slots: Array | None, mask: Array | None
 ) -> indexing.SlotRows:
-  """The rows of a call with the arguments `slots` and `mask`.
+  """Builds the rows of a call from its arguments `slots` and `mask`.
 
   Args:
     state: the cache.
     slots: int32[R], or None for all slots in order.
-    mask: bool[R], the rows that count; None for all.
+    mask: bool[R], the rows to process; None for all.
   """
   if slots is None:
-    numbers = jnp.arange(state.config.num_slots, dtype=jnp.int32)
-    counts = mask_or_all(mask, numbers)
-    return indexing.SlotRows(numbers, True, ~counts, jnp.zeros_like(counts))
+    all_slots = jnp.arange(state.config.num_slots, dtype=jnp.int32)
+    counts = mask_or_all(mask, all_slots)
+    return indexing.SlotRows(all_slots, True, ~counts, jnp.zeros_like(counts))
   counts = mask_or_all(mask, slots)
-  again = indexing.num_earlier(indexing.where_valid(counts, slots)) > 0
-  bad = (again & counts) | ~in_range(state, slots)
+  is_repeated = indexing.num_earlier(indexing.where_valid(counts, slots)) > 0
+  bad = (is_repeated & counts) | ~in_range(state, slots)
   return indexing.SlotRows(slots, False, ~counts, bad)
 
 
 def mask_or_all(mask: Array | None, rows: Array) -> Array:
-  """bool[R]: the mask, all True for None, for rows int32[R, ...]."""
+  """Returns the mask, bool[R], or all True for None, for rows int32[R, ...]."""
   return jnp.ones(rows.shape[:1], bool) if mask is None else mask
 
 
 def in_range(state: CacheState, slots: Array) -> Array:
-  """bool[R]: whether slot numbers name a slot."""
+  """Returns bool[R]: True for slot numbers in range."""
   return (slots >= 0) & (slots < state.config.num_slots)
 
 
 def is_empty(state: CacheState, slots: Array) -> Array:
-  """bool[R]: whether slots hold no page (True for slots out of range)."""
+  """Returns bool[R]: True for slots without pages, and slots out of range."""
+  # Any group would do, except one of an encoder: it may have no page for a
+  # slot.
   group = jnp.int32(state.config.first_self_group)
   return indexing.take(state.num_pages, slots, group) == 0
 
 
 def roots(state: CacheState, salts: Array | None) -> Array:
-  """The keys before the first pages of sequences with these salts.
+  """Returns the keys before the first pages of sequences with these salts.
 
-  Args:
-    state: the cache.
-    salts: uint32[R, 4]; None for none.
-
-  Returns:
-    uint32[R, 4], or uint32[4] without salts.
+  The keys are uint32[R, 4], as the salts, or uint32[4] without salts.
   """
   if state.secret is None or state.root is None:
     return jnp.zeros((hashing.KEY_WORDS,), jnp.uint32)
+  # The root without a salt is kept in the state: most calls need no hashing.
   if salts is None:
     return state.root
   return hashing.root_key(state.secret, state.epoch, salts)
 
 
 def counted(stats: Stats, **amounts: Array) -> Stats:
-  """The counters with int32[...] amounts added to those named."""
+  """Adds int32[...] amounts to the named counters."""
   return dataclasses.replace(
     stats,
     **{
@@ -442,8 +444,8 @@ def counted(stats: Stats, **amounts: Array) -> Stats:
   )
 
 
-def _recorded(result: Any) -> Any:
-  """A verb's result, with the failures of its Outcome in its state."""
+def _record_failures(result: Any) -> Any:
+  """Records the failures of a verb's Outcome in its state."""
   if not isinstance(result, tuple) or not isinstance(result[1], Outcome):
     return result
   state, out = result
@@ -459,7 +461,7 @@ def _recorded(result: Any) -> Any:
 
 
 def first_code(*cases: tuple[Array, Status | Array]) -> Array:
-  """The status of the first condition that holds, row by row, else OK."""
+  """Returns, for each row, the status of the first true condition, else OK."""
   code = jnp.int32(Status.OK)
   for condition, value in reversed(cases):
     code = jnp.where(condition, jnp.asarray(value, jnp.int32), code)
@@ -467,23 +469,21 @@ def first_code(*cases: tuple[Array, Status | Array]) -> Array:
 
 
 def is_failure(code: Array) -> Array:
-  """Whether a row asked for something and did not get it."""
+  """Returns True for codes of failed rows: neither OK nor SKIPPED."""
   return (code != Status.OK) & (code != Status.SKIPPED)
 
 
 def sticky(error: Array, code: Array) -> Array:
-  """The state's error after a call.
+  """Returns the state's error after a call, int32[].
 
-  The first failure stays, except that a mistake replaces OUT_OF_PAGES: running
-  out of pages is part of normal operation and must not hide a mistake.
+  The first failure stays, except that a mistake replaces OUT_OF_PAGES.
 
   Args:
-    error: int32[], the error so far.
+    error: int32[], the error before the call.
     code: int32[...], the statuses of the call's rows.
-
-  Returns:
-    int32[].
   """
+  # Running out of pages is part of normal operation and must not hide a
+  # mistake.
   code = code.reshape(-1)
   mistake = is_failure(code) & (code != Status.OUT_OF_PAGES)
   pressure = code == Status.OUT_OF_PAGES

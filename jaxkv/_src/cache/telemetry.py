@@ -1,11 +1,12 @@
-"""What a cache tells about itself: its event log, and ages of evicted pages.
+"""Telemetry of a cache: the event log, and the ages of evicted pages.
 
-The log has a fixed size: pages stored, removed, cleared, for mirrors of the
-prefix index elsewhere, such as a router's. Where it is full, further events are
-counted and lost; the first ones stay.
+The log has a fixed size. It records pages that are stored, removed or cleared,
+so that another program, such as a router, can mirror the prefix index. When it
+is full, further events are counted and lost.
 
-The unit of an age is a published page (`PrefixIndex.clock`): which pages a
-cache of another size would have kept does not depend on how fast pages fill.
+The unit of an age is one published page (`PrefixIndex.clock`). So ages do not
+depend on how fast pages fill, and they show which pages a cache of another size
+would have kept.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from jaxkv._src.cache.prefix.hashing import key_bytes
 STORED, REMOVED, CLEARED = 0, 1, 2
 
 NUM_BINS = 33
-"""The numbers of bits that a uint32 can have, 0 to 32."""
+"""One bin for each bit length of a uint32, 0 to 32."""
 
 
 @jax.tree_util.register_dataclass
@@ -38,12 +39,12 @@ class EventLog:
   Attributes:
     kind: STORED, REMOVED or CLEARED.  # int32[E]
     page: the page's number.  # int32[E]
-    group: its group.  # int32[E]
-    column: its column in the page table.  # int32[E]
-    key: its key.  # uint32[E, 4]
-    parent: the key of the page before it.  # uint32[E, 4]
+    group: the page's group.  # int32[E]
+    column: the page's column in the page table.  # int32[E]
+    key: the page's key.  # uint32[E, 4]
+    parent: the key of the preceding page.  # uint32[E, 4]
     root: the key before the sequence's first page.  # uint32[E, 4]
-    tokens: the tokens it holds.  # int32[E, S]
+    tokens: the page's tokens.  # int32[E, S]
     count: events since the last reading, lost ones included.  # int32[]
     group_of: the group in which each page was stored.  # int32[N]
   """
@@ -65,12 +66,12 @@ class Stored(NamedTuple):
 
   Attributes:
     page: the page's number.
-    group: its group.
-    key: 16 bytes, the same for pages with equal tokens behind equal prefixes.
-    parent: the key of the page before it in this group, published or not; None
+    group: the page's group.
+    key: 16 bytes, equal for pages with equal tokens after equal prefixes.
+    parent: the key of the preceding page in this group, published or not; None
       for the first page of a sequence.
-    root: 16 bytes, the same for all sequences of one salt and epoch.
-    tokens: the tokens it holds.
+    root: 16 bytes, equal for all sequences of one salt and epoch.
+    tokens: the page's tokens.
   """
 
   page: int
@@ -98,8 +99,8 @@ class Drained(NamedTuple):
 
   Attributes:
     events: oldest first.
-    num_lost: later events, for which the log had no room. A mirror then must
-      start again from `cached_pages`.
+    num_lost: later events for which the log had no room. If there are any, a
+      mirror must start again from `cached_pages`.
   """
 
   events: list[Stored | Removed | Cleared]
@@ -107,7 +108,7 @@ class Drained(NamedTuple):
 
 
 def init_log(size: int, num_pages: int, page_size: int) -> EventLog:
-  """An empty log of so many events, for pages of at most `page_size` tokens."""
+  """Returns a log of `size` events, for pages of at most `page_size` tokens."""
   return EventLog(
     kind=jnp.zeros((size,), jnp.int32),
     page=jnp.zeros((size,), jnp.int32),
@@ -125,15 +126,17 @@ def init_log(size: int, num_pages: int, page_size: int) -> EventLog:
 def log_stored(
   log: EventLog, valid: Array, pages: Array, group: Array, **fields: Array
 ) -> EventLog:
-  """Logs valid pages that were published, in the order given.
+  """Logs valid pages that were published, in the given order.
 
   Args:
     log: the log.
     valid: bool[W].
-    pages: int32[W], the valid ones all different.
+    pages: int32[W], the valid ones distinct.
     group: int32[W].
     **fields: column, key, parent, root and tokens, as in `EventLog`.
   """
+  # The group is kept for the event of the page's removal: the pool does not
+  # know the groups of its pages.
   place = indexing.where_valid(valid, pages)
   log = dataclasses.replace(
     log, group_of=indexing.put(log.group_of, place, values=group)
@@ -145,7 +148,7 @@ def log_stored(
 def log_removed(
   log: EventLog, valid: Array, pages: Array, keys: Array
 ) -> EventLog:
-  """Logs valid pages that left the index, in the order given."""
+  """Logs valid pages that left the index, in the given order."""
   group = indexing.take(log.group_of, pages)
   kind = jnp.full_like(pages, REMOVED)
   return _push(log, valid, kind=kind, page=pages, group=group, key=keys)
@@ -157,7 +160,7 @@ def log_cleared(log: EventLog, done: Array) -> EventLog:
 
 
 def empty_log(log: EventLog) -> EventLog:
-  """The log after a reading: empty."""
+  """Empties the log after a reading."""
   return dataclasses.replace(log, count=jnp.zeros_like(log.count))
 
 
@@ -168,18 +171,13 @@ def _push(log: EventLog, valid: Array, **fields: Array) -> EventLog:
     name: indexing.put(getattr(log, name), place, values=values)
     for name, values in fields.items()
   }
-  # Counting stops far beyond the size of any log, so it cannot wrap.
+  # The count saturates far beyond the size of any log, so it cannot wrap.
   count = jnp.minimum(log.count, indexing.NOWHERE - rank[-1]) + rank[-1]
   return dataclasses.replace(log, count=count, **written)
 
 
 def read_log(log: EventLog, page_sizes: tuple[int, ...]) -> Drained:
-  """The events of a log, on the host.
-
-  Args:
-    log: the log.
-    page_sizes: `CacheConfig.page_sizes`.
-  """
+  """Reads the events of a log on the host; see `CacheConfig.page_sizes`."""
   log = jax.device_get(log)
   count, size = int(log.count), len(log.kind)
   return Drained(
@@ -206,11 +204,10 @@ def _event(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residency:
-  """Ages of the pages evicted since `init`, counted in published pages.
+  """Histograms of the ages of pages evicted since `init`, in published pages.
 
-  Ages are counted by their number of bits: entry 0 is for age 0, entry i for
-  ages of `2**(i - 1)` to `2**i - 1`. The difference of two readings, `later -
-  earlier`, tells of the time between them.
+  Bin 0 counts ages of 0, and bin i counts ages of `2**(i - 1)` to `2**i - 1`.
+  The difference of two readings, `later - earlier`, counts the time between.
 
   Attributes:
     lifetime: pages by their time since publication.  # uint32[33]
@@ -221,8 +218,8 @@ class Residency:
   idle: Array
 
   def __sub__(self, earlier: "Residency") -> "Residency":
-    """What happened between two readings."""
-    return jax.tree.map(lambda late, early: late - early, self, earlier)
+    """Returns the counts between two readings."""
+    return jax.tree.map(lambda end, start: end - start, self, earlier)
 
 
 @jax.tree_util.register_dataclass
@@ -231,8 +228,7 @@ class PageAges:
   """Per-page timestamps, and the ages counted so far.
 
   Attributes:
-    released: the clock when a page's last reference was given back.
-      # uint32[N]
+    released: the clock when a page's last reference was removed.  # uint32[N]
     evicted: the ages of evicted pages.
   """
 
@@ -241,7 +237,7 @@ class PageAges:
 
 
 def init_ages(num_pages: int) -> PageAges:
-  """No page was evicted yet."""
+  """Returns ages without an evicted page."""
   lifetime, idle = (jnp.zeros((NUM_BINS,), jnp.uint32) for _ in range(2))
   return PageAges(
     released=jnp.zeros((num_pages,), jnp.uint32),
@@ -252,7 +248,9 @@ def init_ages(num_pages: int) -> PageAges:
 def stamp_released(
   ages: PageAges, pages: Array, valid: Array, clock: Array
 ) -> PageAges:
-  """Stamps valid pages int32[W], all different, that became free."""
+  """Stores the clock for valid pages, int32[W], distinct, that became free."""
+  # The pages of an eviction are read from `released` before they are stamped
+  # here. The read ends in the histogram, which makes the stamps wait for it.
   count = (ages.evicted.idle[0] >> 1).astype(jnp.int32)
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   return dataclasses.replace(
@@ -267,19 +265,19 @@ def count_evicted(
 
   Args:
     ages: the ages so far.
-    pages: int32[W], from the free queue.
-    valid: bool[W], those that were cached until now.
+    pages: int32[W], popped pages.
+    valid: bool[W], the pages that were cached.
     stamps: uint32[W], the clock when they were published.
-    clock: uint32[], the clock now.
+    clock: uint32[], the current clock.
   """
-  since = indexing.take(ages.released, pages)
+  freed_at = indexing.take(ages.released, pages)
   counts = ages.evicted
   return dataclasses.replace(
     ages,
     evicted=Residency(
       # A page's stamp is the clock before its own publication.
       lifetime=_count(counts.lifetime, clock - stamps - 1, valid),
-      idle=_count(counts.idle, clock - since, valid),
+      idle=_count(counts.idle, clock - freed_at, valid),
     ),
   )
 

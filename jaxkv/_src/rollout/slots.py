@@ -318,7 +318,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
     slots,
     length,
     lambda _: found,
-    most=sequences.tokens.shape[1],
+    max_length=sequences.tokens.shape[1],
     skipped=~leads,
     pops=False,
     num_tokens=at_once,

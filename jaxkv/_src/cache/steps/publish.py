@@ -423,8 +423,8 @@ def _merge(
   first = prefix_index.lookup(pool.index, final.keys, final.tokens)
   merges = published & (first > 0) & (first != pages)
   owner = jnp.zeros_like(pages)
-  # The duplicate leaves the index first: `drop` then treats it as a page without
-  # a key, which goes to the front of the queue.
+  # The duplicate leaves the index first, so that `drop` treats it as a page
+  # without a key, which goes to the front of the queue.
   pool, _ = page_pool.unpublish(pool, pages, merges & ~repeated)
   pool = page_pool.hold(pool, first, merges)
   pool, outside = page_pool.drop(pool, pages, owner, merges)

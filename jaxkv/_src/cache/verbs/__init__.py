@@ -1,1 +1,1 @@
-"""The public functions of a cache, a file for each verb or close family."""
+"""The public verbs of a cache, one file for each verb or family of verbs."""

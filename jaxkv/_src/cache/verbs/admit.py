@@ -1,4 +1,4 @@
-"""match and admit: sequences enter on top of their cached prefixes."""
+"""match, admit: find cached prefixes and start sequences on top of them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,11 +28,11 @@ from jaxkv._src.cache.steps.reserve import reserve
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matched:
-  """What `match` found; P = T // S.
+  """The result of `match`; P = T // S.
 
   Attributes:
     num_cached_tokens: tokens of the longest cached prefix.  # int32[R]
-    pages: the pages of the prefix. NO_PAGE behind it, and before the pages
+    pages: the pages of the prefix; NO_PAGE past its end, and before the pages
       that a window or a chunk needs.  # int32[R, G, P]
   """
 
@@ -43,11 +43,11 @@ class Matched:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admitted(Outcome):
-  """What `admit` did; a row is OK if its sequence is in its slot.
+  """The result of `admit`; a row is OK if its sequence is in its slot.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
-    num_cached_tokens: tokens whose K/V is there already; prefill starts behind
+    num_cached_tokens: leading tokens whose K/V is cached; prefill starts after
       them.  # int32[R]
   """
 
@@ -65,21 +65,21 @@ def match(
 ) -> Matched:
   """Finds the longest cached prefix of every sequence.
 
-  Only full pages are cached. At most `length - 1` tokens are found, since one
-  must be computed for its logits. All groups must be able to continue from the
-  prefix: a sliding window needs only the pages of its last window. Changes
-  nothing and counts nothing.
+  Only full pages are cached. A prefix has at most `length - 1` tokens, since
+  the last token must be computed for its logits. All groups must be able to
+  continue from the prefix; a sliding window needs only the pages of its last
+  window. Does not change the state or its counters.
 
   Args:
     state: the cache.
     tokens: int32[R, T], padded at the end.
-    lengths: int32[R]; a length outside of 1 .. T finds nothing.
-    salts: uint32[R, 4], see `salt`; sequences of different salts share
-      nothing. None for no salt.
-    mask: bool[R], the rows that count; None for all.
+    lengths: int32[R]; no prefix is found for a length outside of 1 .. T.
+    salts: uint32[R, 4], see `salt`; sequences with different salts share no
+      pages. None for no salt.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The tokens found, and their pages.
+    The lengths of the prefixes, and their pages.
 
   Examples:
     >>> import jaxkv
@@ -92,9 +92,9 @@ def match(
   """
   config = state.config
   asked = mask_or_all(mask, tokens)
-  found = find_prefix(state, tokens, lengths, asked, salts)
-  pages = found.attached_pages(config, tokens.shape[1] // config.page_size)
-  return Matched(num_cached_tokens=found.num_cached_tokens, pages=pages)
+  prefix = find_prefix(state, tokens, lengths, asked, salts)
+  pages = prefix.attached_pages(config, tokens.shape[1] // config.page_size)
+  return Matched(num_cached_tokens=prefix.num_cached_tokens, pages=pages)
 
 
 @verb
@@ -112,19 +112,19 @@ def admit(
 ) -> tuple[CacheState, Admitted]:
   """Puts sequences into empty slots, on top of their cached prefixes.
 
-  The longest cached prefix is attached (its pages are shared, not copied), and
-  pages for the rest are allocated. `length` becomes the number of cached
-  tokens; the caller computes the K/V of the others and commits them.
+  Attaches the longest cached prefix (its pages are shared, not copied) and
+  allocates pages for the other tokens. `length` becomes the number of cached
+  tokens. The caller computes the K/V of the other tokens and commits them.
 
   All-or-nothing per sequence, in row order. A sequence that does not fit
   changes nothing, and a later one that needs fewer pages may still be served.
   A batch equals one call after the other, except that:
 
   - all lookups see the cache as it was before the call;
-  - the hits of all sequences that are served are touched before any page is
-    taken, so that none evicts what another one hits;
-  - a slot named twice is refused the second time, even if the first sequence
-    found no pages.
+  - the hits of all served sequences are attached before any page is popped, so
+    no sequence evicts the hit of another one;
+  - the second row with the same slot is refused, even if the first one was out
+    of pages.
 
   Args:
     state: the cache.
@@ -132,19 +132,19 @@ def admit(
     tokens: int32[R, T], padded at the end.
     lengths: int32[R], 1 .. T.
     salts: uint32[R, 4], see `salt`; None for no salt.
-    mask: bool[R], the rows that count; None for all.
-    num_tokens: int32[R], at least 1: tokens behind the cached prefix that get
-      pages now, where a prompt is computed in chunks and `allocate` makes room
-      for later chunks. None for all tokens.
-    keep_free: int32[R], pages that must still be free when the sequence has its
-      own: for running sequences (a watermark) or for the rest of a prompt that
-      is admitted in chunks. None for none.
+    mask: bool[R], the rows to process; None for all.
+    num_tokens: int32[R], at least 1: tokens after the cached prefix that get
+      pages now, for a prompt that is computed in chunks (`allocate` makes room
+      for later chunks). None for all tokens.
+    keep_free: int32[R], pages that must stay free after the sequence is served:
+      for running sequences (a watermark), or for later chunks of its prompt.
+      None for 0.
     num_encoder_tokens: int32[R], tokens of the encoder, for groups of
-      `CrossAttention`; None for none.
+      `CrossAttention`; None for 0.
 
   Returns:
-    The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_IN_USE (also for a slot
-    named twice), BAD_LENGTH (of `lengths`, `num_tokens`, `keep_free` or
+    The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_IN_USE (also for a
+    repeated slot), BAD_LENGTH (of `lengths`, `num_tokens`, `keep_free` or
     `num_encoder_tokens`), SLOT_FULL or OUT_OF_PAGES.
 
   Examples:
@@ -166,7 +166,7 @@ def admit(
     slots,
     lengths,
     find,
-    most=tokens.shape[1],
+    max_length=tokens.shape[1],
     skipped=~mask_or_all(mask, tokens),
     num_tokens=num_tokens,
     keep_free=keep_free,
@@ -180,25 +180,25 @@ def admit_found(
   lengths: Array,
   find: Callable[[Array], Prefix],
   *,
-  most: int,
+  max_length: int,
   skipped: Array,
   pops: bool = True,
   num_tokens: Array | None = None,
   keep_free: Array | None = None,
   num_encoder_tokens: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
-  """`admit` of sequences that something else looks up.
+  """Admits sequences whose prefixes are found by a function.
 
   Args:
     state: the cache.
     slots: int32[R].
-    lengths: int32[R], 1 .. `most`.
-    find: gives what is cached in `state` of the rows bool[R] that ask.
-    most: the most tokens of a sequence.
-    skipped: bool[R], the rows that do not count.
-    pops: whether pages for the tokens that are not cached are popped now, or
-      only counted, and popped by a later `make_room`; no pages may be taken
-      between that `keep_free` does not count.
+    lengths: int32[R], 1 .. `max_length`.
+    find: returns the cached prefixes of the rows that ask, bool[R].
+    max_length: the maximal tokens of a sequence.
+    skipped: bool[R], the rows that are masked out.
+    pops: False to count the pages for uncached tokens without popping them; a
+      later `make_room` pops them. Until then, other calls may take only pages
+      that `keep_free` counts.
     num_tokens: see `admit`.
     keep_free: see `admit`.
     num_encoder_tokens: see `admit`.
@@ -207,7 +207,7 @@ def admit_found(
   num_tokens = lengths if num_tokens is None else num_tokens
   keep_free = jnp.zeros_like(lengths) if keep_free is None else keep_free
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, slots)
-  bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > most)
+  bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > max_length)
   bad_length |= jnp.minimum(keep_free, encoder) < 0
   code = first_code(
     (skipped, Status.SKIPPED),
@@ -216,36 +216,38 @@ def admit_found(
     (bad_length, Status.BAD_LENGTH),
     (jnp.maximum(lengths, encoder) > config.slot_tokens, Status.SLOT_FULL),
   )
-  taken = ~skipped & indexing.any_earlier(slots, code == Status.OK)
-  code = jnp.where(taken, jnp.int32(Status.SLOT_IN_USE), code)
+  # A refused row leaves its slot empty, so it does not block a later row.
+  repeated = ~skipped & indexing.any_earlier(slots, code == Status.OK)
+  code = jnp.where(repeated, jnp.int32(Status.SLOT_IN_USE), code)
   asked = code == Status.OK
-  found = find(asked)
-  cached = found.num_cached_tokens
-  # The smaller of the two sums, without computing one that may overflow.
+  prefix = find(asked)
+  cached = prefix.num_cached_tokens
+  # Equal to min(cached + num_tokens, lengths), but the sum cannot overflow.
   room = cached + jnp.minimum(num_tokens, lengths - cached)
   stop = config.sizes.columns_for(
     jnp.where(asked, room, 0), jnp.where(asked, encoder, 0)
   )
-  too_many = asked & config.sizes.too_many(stop)
+  too_many = asked & config.sizes.exceed_slot(stop)
   code = jnp.where(too_many, jnp.int32(Status.SLOT_FULL), code)
   plan = reservation(
     state,
-    first=found.first,
-    hit=found.stop,
+    first=prefix.first,
+    hit=prefix.stop,
     stop=stop,
     begins=jnp.ones_like(asked),
   )
-  rows = SlotRows(slots, False, skipped, taken)
+  rows = SlotRows(slots, False, skipped, repeated)
   state, code = reserve(
     state,
     rows,
     plan,
     code,
-    hits=found.pages,
+    hits=prefix.pages,
     keep_free=keep_free,
     pops=pops,
   )
   served = code == Status.OK
+  # A refused row reports 0, and its slot keeps its bits: `write` drops it.
   cached = jnp.where(served, cached, 0)
   state = dataclasses.replace(
     state,
@@ -254,10 +256,10 @@ def admit_found(
       state.hashes,
       rows,
       served,
-      found.root,
-      chain=found.chain,
+      prefix.root,
+      chain=prefix.chain,
       prompt_length=lengths,
-      boundary=found.boundary,
+      boundary=prefix.boundary,
     ),
     stats=counted(
       state.stats,

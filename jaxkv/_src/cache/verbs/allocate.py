@@ -1,4 +1,4 @@
-"""allocate: room for more tokens."""
+"""allocate: reserves pages for more tokens."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from jaxkv._src.cache.steps.reserve import reserve
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocated(Outcome):
-  """What `allocate` did; a row is OK if its slot has the room it asked for.
+  """The result of `allocate`; a row is OK if its slot has the requested room.
 
   Attributes:
     code: a `Status` for each slot.  # int32[R]
@@ -43,26 +43,26 @@ def allocate(
 ) -> tuple[CacheState, Allocated]:
   """Makes room for more tokens.
 
-  All-or-nothing per slot, in row order. A slot that does not get its pages
-  keeps what it had, and a later one that needs fewer may still be served. Pages
-  come from the front of the free queue; a cached page among them is evicted. A
-  slot that holds nothing starts a new sequence without a salt.
+  All-or-nothing per slot, in row order. A refused slot keeps its pages, and a
+  later one that needs fewer pages may still be served. Pages come from the
+  front of the free queue; a cached page among them is evicted. An empty slot
+  starts a new sequence without a salt.
 
-  Writes no K/V and does not move `length`: `commit` does when the tokens are
-  final. `truncate` gives back room that turns out not to be needed.
+  Does not write K/V or advance `length`: `commit` advances it when the tokens
+  are final. `truncate` gives back room that was not needed.
 
   Args:
     state: the cache.
-    num_tokens: int32[R], tokens past `length` for which there must be room,
-      drafts included; 0 asks for nothing.
+    num_tokens: int32[R], tokens past `length` for which to make room, drafts
+      included. A slot with 0 does not change.
     slots: int32[R], the slots of the rows; None for all B slots in order.
-    mask: bool[R], the rows that count; None for all.
-    num_encoder_tokens: int32[R], tokens of the encoder for which slots that ask
-      for room get pages too, if they have fewer; None for none.
+    mask: bool[R], the rows to process; None for all.
+    num_encoder_tokens: int32[R], tokens of the encoder for which to make room,
+      too, where `num_tokens` is not 0; None for 0.
 
   Returns:
-    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or named by an
-    earlier row), BAD_LENGTH (negative), SLOT_FULL or OUT_OF_PAGES.
+    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
+    BAD_LENGTH (negative), SLOT_FULL or OUT_OF_PAGES.
 
   Examples:
     >>> import jaxkv
@@ -78,6 +78,7 @@ def allocate(
   state, out = make_room(
     state, rows, num_tokens, num_encoder_tokens=num_encoder_tokens
   )
+  # The hash starts only if the row was served: a failed row changes nothing.
   hashes = hashing.start_slots(
     state.hashes, rows, begins & (out.num_new_pages > 0), roots(state, None)
   )
@@ -91,18 +92,11 @@ def make_room(
   *,
   num_encoder_tokens: Array | None = None,
 ) -> tuple[CacheState, Allocated]:
-  """`allocate` for sequences that are begun elsewhere if a slot is empty.
-
-  Args:
-    state: the cache.
-    rows: the slots.
-    num_tokens: see `allocate`.
-    num_encoder_tokens: see `allocate`.
-  """
+  """Makes room as `allocate` does, but starts no hash for an empty slot."""
   config = state.config
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, rows.slots)
   held = rows.read(state.num_pages)
-  stop, code = _columns_wanted(state, rows, num_tokens, encoder)
+  stop, code = _required_columns(state, rows, num_tokens, encoder)
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),
@@ -118,20 +112,21 @@ def make_room(
   return state, Allocated(code=code, num_new_pages=num_new)
 
 
-def _columns_wanted(
+def _required_columns(
   state: CacheState, rows: SlotRows, num_tokens: Array, encoder: Array
 ) -> tuple[Array, Array]:
-  """Columns that rows ask for, int32[R, G], and the statuses of the rows."""
+  """Returns the columns that rows need, int32[R, G], and the rows' statuses."""
   config, length = state.config, rows.read(state.length)
+  # Compared by subtraction, and clipped below, since a sum may overflow int32.
   too_many = num_tokens > config.slot_tokens - length
   too_many |= encoder > config.slot_tokens
-  more, encoder_more = (
+  num_new, num_encoder = (
     jnp.where(too_many, 0, jnp.maximum(n, 0)) for n in (num_tokens, encoder)
   )
-  stop = config.sizes.columns_for(length + more, encoder_more)
+  stop = config.sizes.columns_for(length + num_new, num_encoder)
   stop = jnp.where(num_tokens[:, None] > 0, stop, 0)
   code = first_code(
     ((num_tokens < 0) | (encoder < 0), Status.BAD_LENGTH),
-    (too_many | config.sizes.too_many(stop), Status.SLOT_FULL),
+    (too_many | config.sizes.exceed_slot(stop), Status.SLOT_FULL),
   )
   return stop, code

@@ -1,4 +1,4 @@
-"""commit: tokens become final, and full pages are hashed and published."""
+"""commit: declares tokens final; hashes and publishes full pages."""
 
 import dataclasses
 
@@ -18,11 +18,11 @@ from jaxkv._src.cache.steps.publish import publish
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Committed(Outcome):
-  """What `commit` did; a row is OK if its tokens were taken.
+  """The result of `commit`; a row is OK if its tokens were committed.
 
   Attributes:
     code: a `Status` for each slot.  # int32[R]
-    num_published_pages: pages of the slot that were cached.  # int32[R]
+    num_published_pages: pages of the slot that were published.  # int32[R]
   """
 
   num_published_pages: Array
@@ -39,10 +39,10 @@ def commit(
 ) -> tuple[CacheState, Committed]:
   """Declares tokens final: their K/V is written and will not change.
 
-  Advances `length`. A page that becomes full is hashed, chained to the page
-  before it, and published: from now on `match` and `admit` find it. With
-  `merge_duplicates`, a page that equals a cached one is replaced by that one
-  in the page table, and goes back to the pool.
+  Advances `length`. A page that becomes full is hashed, with the key of the
+  preceding page, and published: from then on `match` and `admit` find it. With
+  `merge_duplicates`, a page that equals a cached page is replaced by it in the
+  page table and returns to the pool.
 
   All-or-nothing per slot. The pages must have been allocated.
 
@@ -52,12 +52,12 @@ def commit(
       tokens.
     counts: int32[R], 0 .. T; 0 leaves the slot as it is.
     slots: int32[R], the slots of the rows; None for all B slots in order.
-    mask: bool[R], the rows that count; None for all.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or named by an
-    earlier row), SLOT_EMPTY, BAD_LENGTH (negative or more than T) or NO_ROOM
-    (beyond the slot's pages).
+    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
+    SLOT_EMPTY, BAD_LENGTH (negative or more than T) or NO_ROOM (more tokens
+    than the slot's pages have room for).
 
   Examples:
     >>> import jaxkv
@@ -70,6 +70,7 @@ def commit(
   """
   rows = rows_of(state, slots, mask)
   room = rows.read(state.config.sizes.tokens_with_room(state.num_pages))
+  # A count of 0 is no failure, so decode loops may pass it for idle slots.
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),

@@ -1,4 +1,4 @@
-"""fork: sequences that continue from a common past."""
+"""fork: copies a sequence to empty slots, which share its full pages."""
 
 import dataclasses
 
@@ -25,11 +25,11 @@ from jaxkv._src.cache.steps import reserve
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forked(Outcome):
-  """What `fork` did; a row is OK if its sequence was forked.
+  """The result of `fork`; a row is OK if its sequence was forked.
 
   Attributes:
     code: a `Status` for each row.  # int32[R]
-    copies: R * G copies of page contents that the caller owes.
+    copies: R * G copies of page contents that the caller must make.
   """
 
   copies: Copies
@@ -41,32 +41,31 @@ def fork(
 ) -> tuple[CacheState, Forked]:
   """Makes empty slots continue the sequences of other slots.
 
-  `dst` shares the full pages of `src`. Both will write a page that is only
-  partly full, so `dst` gets a fresh page for it and a copy of its contents is
-  owed. Pages that `src` was allocated ahead are not shared. All pages
-  of an encoder are shared.
+  `dst` shares the full pages of `src`. Both sequences will write to a partly
+  full page, so `dst` gets a fresh page and a copy of the contents. Pages
+  allocated to `src` beyond its length are not shared. All pages of an encoder
+  are shared.
 
-  In a recurrent group, `dst` gets the state after the last token, which must
-  stand in that token's page. It is shared where the page ends with the token,
-  and copied like a partial page elsewhere. `dst` has empty scratch pages of its
-  own.
+  In a recurrent group, `dst` continues from the state after the last token. The
+  page of this state is shared if the token fills it, and copied otherwise.
+  `dst` gets fresh scratch pages.
 
   Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
 
   All-or-nothing per row, in row order. A batch equals one call after the other,
-  except that sources are read as they were before the call, and that a `dst`
-  named twice is refused the second time even if the first row found no page.
+  except that sources are read as they were before the call, and that the second
+  row with the same `dst` is refused even if the first one was out of pages.
 
   Args:
     state: the cache.
-    src: int32[R], slots with at least one committed token; repeats allowed.
+    src: int32[R], slots with at least one committed token; repeats are allowed.
     dst: int32[R], empty slots.
-    mask: bool[R], the rows that count; None for all.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_EMPTY (`src`),
-    SLOT_IN_USE (`dst`, also when named twice), RECYCLED (a state is not there)
-    or OUT_OF_PAGES.
+    SLOT_IN_USE (`dst`, also if repeated), RECYCLED (the page of a state was not
+    kept) or OUT_OF_PAGES.
 
   Examples:
     >>> import jaxkv
@@ -90,6 +89,7 @@ def fork(
       config.sizes.columns_for(length, jnp.zeros_like(length)),
     )
   )
+
   first = jnp.minimum(indexing.take(state.num_skipped_pages, src), full)
   plan = reserve.reservation(
     state, first=first, hit=full, stop=stop, begins=jnp.ones_like(skipped)
@@ -105,16 +105,16 @@ def fork(
 def share_prefix(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> CacheState:
-  """`fork` of the full pages, and of those of an encoder, alone.
+  """Shares only the full pages of `src`, and the pages of an encoder.
 
-  `allocate.make_room` for one more token gives `dst` the page that is copied,
-  see `owed_copies`. Until then `dst` has fewer pages than its length needs.
+  A later `allocate.make_room` for one more token pops the fresh page of `dst`,
+  see `owed_copies`. Until then `dst` has too few pages for its length.
 
   Args:
     state: the cache.
-    src: int32[R], slots with a token.
-    dst: int32[R], empty slots, all different.
-    served: bool[R], the rows that count.
+    src: int32[R], slots with at least one token.
+    dst: int32[R], empty slots, all distinct.
+    served: bool[R], the rows to process.
   """
   length, sizes = indexing.take(state.length, src), state.config.sizes
   held = indexing.take(state.num_pages, src)
@@ -135,7 +135,7 @@ def share_prefix(
 def owed_copies(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> Copies:
-  """The copies of partly full pages, after a fork of slots int32[R]."""
+  """Returns the copies of partly full pages after a fork of slots, int32[R]."""
   sizes, length = state.config.sizes, indexing.take(state.length, dst)
   full = sizes.full_pages(length)
   partial = sizes.open_pages(length) & served[:, None]
@@ -156,6 +156,8 @@ def _share(
 ) -> CacheState:
   """Attaches the full pages of `src`, and copies its length and hashes."""
 
+  # The table passed in by the loop is read: another one would have to be kept
+  # beside it, as a copy.
   def read(table: Array, row: Array, group: Array, column: Array) -> Array:
     return indexing.take(table, indexing.take(src, row), group, column)
 
@@ -171,18 +173,18 @@ def _share(
 def _first_code(
   state: CacheState, src: Array, dst: Array, length: Array, skipped: Array
 ) -> Array:
-  """Statuses of the rows that are refused without looking at the pool."""
+  """Returns the statuses of rows, apart from a lack of free pages."""
   code = first_code(
     (skipped, Status.SKIPPED),
     (~in_range(state, src) | ~in_range(state, dst), Status.BAD_SLOT),
     (is_empty(state, src) | (length == 0), Status.SLOT_EMPTY),
     (~is_empty(state, dst), Status.SLOT_IN_USE),
   )
-  kept = recurrent.can_continue(
+  has_states = recurrent.can_continue(
     state.config, state.page_table, src, length, length
   )
   return first_code(
     (code != Status.OK, code),
     (indexing.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),
-    (~kept, Status.RECYCLED),
+    (~has_states, Status.RECYCLED),
   )

@@ -1,4 +1,4 @@
-"""free, recycle, truncate: pages go back to the pool."""
+"""free, recycle, truncate: return pages to the pool."""
 
 import dataclasses
 
@@ -30,17 +30,17 @@ def free(
 
   Every page loses one reference, the last page of a sequence first, group by
   group. Pages without references go to the free queue and stay cached until
-  they are taken from it, so a prefix outlives its tail.
+  they are popped, so a prefix stays longer than its tail.
 
   Args:
     state: the cache.
     slots: int32[R], slots in the order in which to release them; None for all
       B slots in order.
-    mask: bool[R], the rows that count; None for all.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The cache, and per row OK, SKIPPED, BAD_SLOT or SLOT_EMPTY (also for a slot
-    named twice).
+    The cache, and per row OK, SKIPPED, BAD_SLOT or SLOT_EMPTY (also for a
+    repeated slot).
 
   Examples:
     >>> import jaxkv
@@ -53,11 +53,12 @@ def free(
   """
   config = state.config
   rows = rows_of(state, slots, mask)
-  again = rows.bad & (rows.slots >= 0) & (rows.slots < config.num_slots)
+  # A slot that an earlier row released is empty, not bad.
+  repeated = rows.bad & (rows.slots >= 0) & (rows.slots < config.num_slots)
   code = first_code(
     (rows.skipped, Status.SKIPPED),
-    (rows.bad & ~again, Status.BAD_SLOT),
-    (is_empty(state, rows.slots) | again, Status.SLOT_EMPTY),
+    (rows.bad & ~repeated, Status.BAD_SLOT),
+    (is_empty(state, rows.slots) | repeated, Status.SLOT_EMPTY),
   )
   served = code == Status.OK
   place = rows.where(served)
@@ -73,13 +74,13 @@ def free(
   )
   if config.skips_pages:
     table = page_table.fill_before(table, place, first, config.no_page)
-  none = jnp.zeros_like(held)
+  zeros = jnp.zeros_like(held)
   state = dataclasses.replace(
     state,
     page_table=table,
-    num_pages=rows.write(state.num_pages, served, none),
-    num_skipped_pages=rows.write(state.num_skipped_pages, served, none),
-    length=rows.write(state.length, served, none[:, 0]),
+    num_pages=rows.write(state.num_pages, served, zeros),
+    num_skipped_pages=rows.write(state.num_skipped_pages, served, zeros),
+    length=rows.write(state.length, served, zeros[:, 0]),
     pool=pool,
   )
   return state, Outcome(code=code)
@@ -88,11 +89,11 @@ def free(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recycled(Outcome):
-  """What `recycle` did.
+  """The result of `recycle`.
 
   Attributes:
     code: a `Status` for each slot.  # int32[R]
-    num_recycled_pages: pages that the slot gave back, all groups together.
+    num_recycled_pages: pages that the slot released, over all groups.
       # int32[R]
   """
 
@@ -107,26 +108,26 @@ def recycle(
   slots: Array | None = None,
   mask: Array | None = None,
 ) -> tuple[CacheState, Recycled]:
-  """Gives back pages that no later token of their sequence attends to.
+  """Releases pages to which no later token of their sequence attends.
 
-  A sliding window or a chunk leaves pages behind. The null page replaces them
-  in the page table. The last page goes back first. Published pages stay cached
-  until they are taken from the free queue. Costs next to nothing where nothing
-  fell behind. Called before `allocate` in a loop, it bounds what a sequence
-  holds: for a window of w tokens, at most `ceil((w - 1) / S) + 1` pages and
-  those for new tokens.
+  These are the pages before a sliding window or a chunk. The null page replaces
+  them in the page table. The last page is released first. Published pages stay
+  cached until they are popped. Called before `allocate` in a loop, it bounds
+  the pages of a sequence: for a window of w tokens, at most
+  `ceil((w - 1) / S) + 1` pages and those for new tokens. If there is nothing to
+  release, the cost is negligible.
 
   Args:
     state: the cache.
-    lengths: int32[R], tokens whose K/V no write in flight still needs, at most
-      `state.length` of the slot; None for `state.length`. Negative for none.
+    lengths: int32[R], tokens whose steps are finished, at most `state.length`
+      of the slot; pages needed by a later token stay. None for `state.length`;
+      a negative length releases nothing.
     slots: int32[R], the slots of the rows; None for all B slots in order.
-    mask: bool[R], the rows that count; None for all.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or named by an
-    earlier row) or BAD_LENGTH (more than the slot's length: later tokens still
-    need those pages).
+    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated) or
+    BAD_LENGTH (more than the slot's length).
 
   Examples:
     >>> import jaxkv
@@ -155,30 +156,35 @@ def recycle(
 def drop_behind(
   state: CacheState, rows: SlotRows, lengths: Array, served: Array
 ) -> tuple[CacheState, Array]:
-  """Gives back what int32[R] tokens of the rows served have left behind.
+  """Releases the pages of served rows not needed after `lengths` tokens.
 
   Returns:
-    The cache, and int32[R]: pages given back.
+    The cache, and int32[R]: the number of released pages.
   """
   config = state.config
   if not config.skips_pages:
     return state, jnp.zeros_like(lengths)
   held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
+  # A negative length, or one of a refused row, must not reach `quotient`.
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
-  behind = jnp.minimum(config.sizes.skipped_pages(lengths), held)
-  behind = config.sizes.without_kept(behind, rows.read(state.length))
-  behind = jnp.where(served[:, None], jnp.maximum(first, behind), first)
+  num_skipped = jnp.minimum(config.sizes.skipped_pages(lengths), held)
+  num_skipped = config.sizes.keep_last_page(
+    num_skipped, rows.read(state.length)
+  )
+  num_skipped = jnp.where(
+    served[:, None], jnp.maximum(first, num_skipped), first
+  )
   slots = rows.where(served)
   num_pages = recurrent.num_pages(
-    config, state.page_table, slots, first, behind
+    config, state.page_table, slots, first, num_skipped
   )
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
-    page_table.ranges(slots, first, behind),
+    page_table.ranges(slots, first, num_skipped),
     replacement=0,
   )
-  skipped = rows.write(state.num_skipped_pages, served, behind)
+  skipped = rows.write(state.num_skipped_pages, served, num_skipped)
   state = dataclasses.replace(
     state, page_table=table, num_skipped_pages=skipped, pool=pool
   )
@@ -188,11 +194,11 @@ def drop_behind(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Truncated(Outcome):
-  """What `truncate` did; a row is OK if its slot has the length asked for.
+  """The result of `truncate`; a row is OK if its slot has the new length.
 
   Attributes:
     code: a `Status` for each slot.  # int32[R]
-    copies: R * G copies of page contents that the caller owes.
+    copies: R * G copies of page contents that the caller must make.
   """
 
   copies: Copies
@@ -208,42 +214,41 @@ def truncate(
 ) -> tuple[CacheState, Truncated]:
   """Rolls sequences back to fewer tokens.
 
-  Whole pages past the end go back, tail first, also those that were allocated
-  ahead. Truncating to 0 empties the slot, as `free` does.
+  Whole pages past the new end are released, tail first, also those that were
+  allocated ahead. Truncating to 0 empties the slot, as `free` does.
 
-  The new last page may have been full, and so be cached or shared. It will be
-  written again, therefore:
+  The new last page may have been full, and therefore cached or shared. Since
+  later tokens will be written to it:
 
-  | the page is           | what happens                                     |
+  | the page is           | action                                           |
   |-----------------------|--------------------------------------------------|
-  | referenced only here  | it is taken out of the prefix index              |
-  | shared or pinned      | a fresh page replaces it, and a copy is owed     |
+  | referenced only here  | it is removed from the prefix index              |
+  | shared or pinned      | a fresh page replaces it, with a copy to make    |
 
   Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
 
-  Pages of an encoder stay until the slot is empty. Recurrent groups go back to
-  the end of a page whose state they still hold; or they stay where they are and
-  give back what was allocated ahead. Their scratch pages move along.
+  Pages of an encoder stay until the slot is empty. A recurrent group can only
+  go back to the end of a page whose state it still holds, or keep its length
+  and release pages allocated ahead. Its scratch pages move along.
 
-  Pages that `recycle` gave back do not return: the slot is refused where a
-  window or a state would be needed from one of them. (To try tokens out,
-  recycle after they were accepted, or keep the cache as it was.)
+  Pages released by `recycle` do not come back: the slot is refused if a window
+  or a state needs one of them. (For speculation, recycle after tokens were
+  accepted, or keep the old cache.)
 
-  All-or-nothing per slot. A batch differs from one call after the other:
-  whether a page is shared, and whether a fresh page is there, is judged by the
-  cache as it was before the call, and all pages are given back, in row order,
-  before fresh pages are taken, in row order.
+  All-or-nothing per slot. A batch differs from one call after the other: shared
+  pages and free pages are determined before the call. All pages are released,
+  in row order, before fresh pages are popped, in row order.
 
   Args:
     state: the cache.
     lengths: int32[R], 0 .. `state.length` of the slot.
     slots: int32[R], the slots of the rows; None for all B slots in order.
-    mask: bool[R], the rows that count; None for all.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or named by an
-    earlier row), SLOT_EMPTY, BAD_LENGTH (negative or more than there is:
-    truncate never grows), RECYCLED or OUT_OF_PAGES.
+    The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
+    SLOT_EMPTY, BAD_LENGTH (negative or more than the slot's length), RECYCLED
+    or OUT_OF_PAGES.
 
   Examples:
     >>> import jaxkv
@@ -268,11 +273,11 @@ def truncate(
   full = config.sizes.full_pages(lengths)
   partial = config.sizes.open_pages(lengths)
   reopened = partial & (full < config.sizes.full_pages(length))
-  last = reserve.pages_in_column(state, rows.slots, full, reopened)
-  shared = reopened & (indexing.take(state.pool.ref_count, last) > 1)
+  last_page = reserve.pages_in_column(state, rows.slots, full, reopened)
+  shared = reopened & (indexing.take(state.pool.ref_count, last_page) > 1)
   keep = config.sizes.keep_encoder(full + partial.astype(jnp.int32), held)
   keep = jnp.where((lengths > 0)[:, None], keep, 0)
-  # A shared last page is given back and replaced by a fresh one.
+  # A shared last page is released and replaced by a fresh page.
   plan = reserve.reservation(
     state,
     hit=keep - shared.astype(jnp.int32),
@@ -282,14 +287,14 @@ def truncate(
   code = reserve.grant(state, plan, code)
   served = code == Status.OK
   state = publish.roll_back(
-    state, rows, lengths, served, last, reopened & ~shared
+    state, rows, lengths, served, last_page, reopened & ~shared
   )
-  state, scratch = _give_back(state, rows, plan, served)
+  state, scratch = _release_columns(state, rows, plan, served)
   state = reserve.take(state, rows, plan, served)
   replaced = shared & served[:, None]
   no_page = jnp.int32(config.no_page)
   copies = Copies(
-    src=jnp.where(replaced, last, no_page).reshape(-1),
+    src=jnp.where(replaced, last_page, no_page).reshape(-1),
     dst=reserve.pages_in_column(state, rows.slots, plan.hit, replaced).reshape(
       -1
     ),
@@ -304,19 +309,13 @@ def truncate(
   return state, Truncated(code=code, copies=copies)
 
 
-def _give_back(
+def _release_columns(
   state: CacheState,
   rows: SlotRows,
   plan: reserve.Reservation,
   served: Array,
 ) -> tuple[CacheState, Array]:
-  """Gives back the columns behind `plan.hit`.
-
-  Args:
-    state: the cache.
-    rows: the slots.
-    plan: the columns that they keep, or get anew.
-    served: bool[R], the rows that count.
+  """Releases the columns past `plan.hit` of served rows, without scratch pages.
 
   Returns:
     The cache, and int32[R, G]: the scratch pages that remain.
@@ -339,17 +338,21 @@ def _give_back(
 
 
 def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
-  """bool[R]: whether a shorter sequence would need a page that is gone."""
+  """Returns bool[R]: rows whose shorter sequence would need a released page."""
   config = state.config
   if not config.skips_pages:
     return lengths < 0
-  length, gone = rows.read(state.length), rows.read(state.num_skipped_pages)
+  length, num_skipped = (
+    rows.read(state.length),
+    rows.read(state.num_skipped_pages),
+  )
+  # Rows with a bad length get another code; the arithmetic needs a valid one.
   lengths = jnp.clip(lengths, 0, length)
-  needed = jnp.any(config.sizes.skipped_pages(lengths) < gone, axis=1)
-  needed &= lengths > 0
-  needed |= ~recurrent.can_continue(
+  is_needed = jnp.any(config.sizes.skipped_pages(lengths) < num_skipped, axis=1)
+  is_needed &= lengths > 0
+  is_needed |= ~recurrent.can_continue(
     config, state.page_table, rows.slots, length, lengths
   )
-  return needed | (
+  return is_needed | (
     (lengths > 0) & publish.needs_skipped_page(state, rows, lengths)
   )

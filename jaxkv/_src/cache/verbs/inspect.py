@@ -1,4 +1,4 @@
-"""Reading a cache: counters, pages, events."""
+"""Reads a cache: counters, pages, events."""
 
 import dataclasses
 
@@ -20,13 +20,13 @@ from jaxkv._src.cache.telemetry import Residency
 
 @verb
 def stats(state: CacheState) -> Stats:
-  """The counters; subtract two readings to get an interval.
+  """Returns the counters; subtract two readings to get an interval.
 
   Args:
     state: the cache.
 
   Returns:
-    uint32[] counters, which wrap around.
+    uint32[] counters, modulo 2**32.
 
   Examples:
     >>> import jaxkv
@@ -35,21 +35,21 @@ def stats(state: CacheState) -> Stats:
     >>> int(jaxkv.stats(state).evicted_pages)
     0
   """
-  return _outliving(state.stats)
+  return _copied(state.stats)
 
 
 @verb
 def residency(state: CacheState) -> Residency:
-  """How old the evicted pages were; subtract two readings for an interval.
+  """Returns the ages of evicted pages; subtract two readings for an interval.
 
-  Only pages that are taken from the free queue count: not those that `evict`,
-  `truncate` or a reset take out of the index.
+  Counts only pages popped from the free queue, not pages that `evict`,
+  `truncate` or a reset remove from the index.
 
   Args:
     state: a cache with `CacheConfig.track_residency`.
 
   Returns:
-    Counts by age.
+    The number of pages by age.
 
   Raises:
     ValueError: the cache does not keep ages.
@@ -66,12 +66,12 @@ def residency(state: CacheState) -> Residency:
       "`state` must keep the ages of its pages; make it with "
       "CacheConfig(track_residency=True)."
     )
-  return _outliving(state.pool.ages.evicted)
+  return _copied(state.pool.ages.evicted)
 
 
 @verb
 def usage(state: CacheState) -> Array:
-  """The fraction of the pool that is referenced, the null page not counted.
+  """Returns the fraction of pages that are referenced, without the null page.
 
   Args:
     state: the cache.
@@ -93,16 +93,13 @@ def usage(state: CacheState) -> Array:
 
 @verb
 def num_common_prefix_pages(state: CacheState) -> Array:
-  """Leading pages that all sequences share.
-
-  Compares the page tables: reference counts would also count pages that only
-  some sequences share.
+  """Counts the leading pages that all sequences share.
 
   Args:
     state: the cache.
 
   Returns:
-    int32[G]; 0 if no slot holds a page, all its pages if only one slot does.
+    int32[G]; 0 if no slot holds a page. If only one slot does, all its pages.
 
   Examples:
     >>> import jaxkv
@@ -111,18 +108,20 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     >>> jaxkv.num_common_prefix_pages(state).tolist()
     [0]
   """
+  # Reference counts would not do: several forks of one sequence may raise the
+  # count of a page that other sequences do not share.
   active = state.num_pages[:, state.config.first_self_group] > 0
-  sample = state.page_table[jnp.argmax(active)]
-  same = (state.page_table == sample[None]) | ~active[:, None, None]
-  here = (sample > 0) & (sample < state.config.no_page)
-  common = jnp.all(same, axis=0) & here & jnp.any(active)
+  first_row = state.page_table[jnp.argmax(active)]
+  is_shared = (state.page_table == first_row[None]) | ~active[:, None, None]
+  has_page = (first_row > 0) & (first_row < state.config.no_page)
+  common = jnp.all(is_shared, axis=0) & has_page & jnp.any(active)
   return jnp.sum(
     jnp.cumprod(common, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32
   )
 
 
 def free_pages(state: CacheState) -> list[int]:
-  """The free pages in eviction order. On the host.
+  """Returns the free pages in eviction order. Runs on the host.
 
   Args:
     state: the cache.
@@ -143,7 +142,7 @@ def free_pages(state: CacheState) -> list[int]:
 
 
 def cached_pages(state: CacheState) -> list[int]:
-  """The cached pages in ascending order. On the host.
+  """Returns the cached pages in ascending order. Runs on the host.
 
   Args:
     state: the cache.
@@ -163,7 +162,7 @@ def cached_pages(state: CacheState) -> list[int]:
 
 
 def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
-  """Reads the event log and empties it. On the host.
+  """Reads the event log and empties it. Runs on the host.
 
   Args:
     state: a cache with `CacheConfig.event_log`.
@@ -198,11 +197,11 @@ def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
 
 @verb
 def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
-  """Tells which pages were handed out since the last call, and starts over.
+  """Returns the pages popped since the last call, and clears the record.
 
   For layers that require zeroed pages, such as recurrent states: zero these
-  pages before the next step. Pages found in the index are not new. The cost
-  grows with the pool.
+  pages before the next step. Pages of a hit are not new. The cost grows with
+  the pool.
 
   Args:
     state: a cache with `CacheConfig.track_new_pages`.
@@ -241,6 +240,7 @@ def _are_cached(pool: PoolState) -> Array:
   return page_pool.is_cached(pool, pages)
 
 
-def _outliving(counters):
-  """The counters in new buffers: the state may be donated."""
+def _copied(counters):
+  """Copies counters to new buffers."""
+  # Otherwise they would be deleted when the caller donates the state.
   return jax.tree.map(lambda counter: counter + jnp.uint32(0), counters)

@@ -1,4 +1,4 @@
-"""touch, pin, unpin, evict: single pages are held, let go or dropped."""
+"""touch, pin, unpin, evict: hold, release or unpublish single pages."""
 
 import dataclasses
 
@@ -24,12 +24,12 @@ from jaxkv._src.cache.steps.find import find_prefix
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pinned(Outcome):
-  """What `pin` did; P = T // S. A row is OK if a prefix is held.
+  """The result of `pin`; P = T // S. A row is OK if a prefix is pinned.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
-    num_cached_tokens: tokens of the prefix that is held now.  # int32[R]
-    pages: its pages, NO_PAGE elsewhere: the argument for `unpin`.
+    num_cached_tokens: tokens of the pinned prefix.  # int32[R]
+    pages: the pages of the prefix, else NO_PAGE; the argument for `unpin`.
       # int32[R, G, P]
   """
 
@@ -41,16 +41,16 @@ class Pinned(Outcome):
 def touch(
   state: CacheState, pages: Array, *, mask: Array | None = None
 ) -> tuple[CacheState, Outcome]:
-  """Takes one reference (a pin) on every page named.
+  """Adds one reference (a pin) to each given page.
 
   A free page that is cached leaves the free queue, so it cannot be evicted.
-  `unpin` gives the reference back.
+  `unpin` removes the reference.
 
   Args:
     state: the cache.
-    pages: int32[...], pages in use or cached; repeats count. NO_PAGE is passed
-      over.
-    mask: bool[...], the pages that count; None for all.
+    pages: int32[...], pages in use or cached; repeats count. NO_PAGE is
+      ignored.
+    mask: bool[...], the pages to process; None for all.
 
   Returns:
     The cache, and per page OK, SKIPPED (masked out, or NO_PAGE), BAD_PAGE or
@@ -64,15 +64,15 @@ def touch(
     >>> jaxkv.Status(int(out.code[0])).name
     'NOT_CACHED'
   """
-  names = _names(state, pages, mask)
-  if names.size == 0:
+  flat_pages = _flatten(state, pages, mask)
+  if flat_pages.size == 0:
     return state, Outcome(code=pages)
-  known = (indexing.take(state.pool.ref_count, names) > 0) | (
-    page_pool.is_cached(state.pool, names)
+  is_held = (indexing.take(state.pool.ref_count, flat_pages) > 0) | (
+    page_pool.is_cached(state.pool, flat_pages)
   )
-  code = _first_code(state, names, (~known, Status.NOT_CACHED))
-  pool = _hold(state.pool, names, code == Status.OK)
-  return _finished(state, pool, code, pages)
+  code = _first_code(state, flat_pages, (~is_held, Status.NOT_CACHED))
+  pool = _hold(state.pool, flat_pages, code == Status.OK)
+  return _result(state, pool, code, pages)
 
 
 @verb
@@ -84,21 +84,21 @@ def pin(
   salts: Array | None = None,
   mask: Array | None = None,
 ) -> tuple[CacheState, Pinned]:
-  """Holds the cached prefixes of sequences against eviction.
+  """Pins the cached prefixes of sequences, so that they cannot be evicted.
 
-  `match` and `touch` in one. Pin a system prompt that must stay after the first
-  sequence with it was committed.
+  Combines `match` and `touch`. To keep a system prompt, pin it after the first
+  sequence that contains it was committed.
 
   Args:
     state: the cache.
     tokens: int32[R, T], padded at the end.
-    lengths: int32[R], 1 .. T; at most `length - 1` tokens are held.
+    lengths: int32[R], 1 .. T; at most `length - 1` tokens are pinned.
     salts: uint32[R, 4], see `salt`; None for no salt.
-    mask: bool[R], the rows that count; None for all.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_LENGTH or NOT_CACHED (no page of the
-    sequence is cached). `unpin(state, out.pages)` lets go.
+    sequence is cached). `unpin(state, out.pages)` releases the prefix.
 
   Examples:
     >>> import jaxkv
@@ -113,17 +113,17 @@ def pin(
   config = state.config
   asked = mask_or_all(mask, tokens)
   bad = (lengths < 1) | (lengths > tokens.shape[1])
-  found = find_prefix(state, tokens, lengths, asked & ~bad, salts)
+  prefix = find_prefix(state, tokens, lengths, asked & ~bad, salts)
   code = first_code(
     (~asked, Status.SKIPPED),
     (bad, Status.BAD_LENGTH),
-    (found.num_cached_tokens == 0, Status.NOT_CACHED),
+    (prefix.num_cached_tokens == 0, Status.NOT_CACHED),
   )
-  pages = found.attached_pages(config, tokens.shape[1] // config.page_size)
-  names = pages.reshape(-1)
-  pool = _hold(state.pool, names, names < config.no_page)
+  pages = prefix.attached_pages(config, tokens.shape[1] // config.page_size)
+  flat_pages = pages.reshape(-1)
+  pool = _hold(state.pool, flat_pages, flat_pages < config.no_page)
   out = Pinned(
-    code=code, num_cached_tokens=found.num_cached_tokens, pages=pages
+    code=code, num_cached_tokens=prefix.num_cached_tokens, pages=pages
   )
   return dataclasses.replace(state, pool=pool), out
 
@@ -132,16 +132,16 @@ def pin(
 def unpin(
   state: CacheState, pages: Array, *, mask: Array | None = None
 ) -> tuple[CacheState, Outcome]:
-  """Gives back one pin on every page named.
+  """Removes one pin from each given page.
 
-  Along the last axis the last page goes first, as in `free`, so a prefix
-  outlives its tail; the other axes go in order.
+  The last page along the last axis is released first, as in `free`, so a prefix
+  stays longer than its tail. The other axes are processed in order.
 
   Args:
     state: the cache.
-    pages: int32[...], such as `Pinned.pages`; repeats count. NO_PAGE is passed
-      over.
-    mask: bool[...], the pages that count; None for all.
+    pages: int32[...], such as `Pinned.pages`; repeats count. NO_PAGE is
+      ignored.
+    mask: bool[...], the pages to process; None for all.
 
   Returns:
     The cache, and per page OK, SKIPPED (masked out, or NO_PAGE), BAD_PAGE or
@@ -155,54 +155,56 @@ def unpin(
     >>> jaxkv.Status(int(out.code[0])).name
     'NOT_PINNED'
   """
-  names = _names(state, pages, mask)
-  if names.size == 0:
+  flat_pages = _flatten(state, pages, mask)
+  if flat_pages.size == 0:
     return state, Outcome(code=pages)
   columns = pages.shape[-1] if pages.ndim else 1
-  earlier, later = _repeats(names, columns)
-  pins = indexing.take(state.pool.pin_count, names)
-  code = _first_code(state, names, (earlier >= pins, Status.NOT_PINNED))
-  given = code == Status.OK
-  # Of several pins of one page only the last one given back can free it.
-  last = given & ((later == 0) | (earlier == pins - 1))
+  earlier, later = _repeats(flat_pages, columns)
+  pins = indexing.take(state.pool.pin_count, flat_pages)
+  code = _first_code(state, flat_pages, (earlier >= pins, Status.NOT_PINNED))
+  served = code == Status.OK
+  # Only the last of several pins on one page can free it. The others are
+  # counted here; the last ones go through `shrink`, which keeps the order of
+  # release.
+  is_last = served & ((later == 0) | (earlier == pins - 1))
   pool = dataclasses.replace(
     state.pool,
-    pin_count=_less(state.pool.pin_count, names, given),
-    ref_count=_less(state.pool.ref_count, names, given & ~last),
+    pin_count=_decrement(state.pool.pin_count, flat_pages, served),
+    ref_count=_decrement(state.pool.ref_count, flat_pages, served & ~is_last),
   )
-  # The pins are released as if they were rows of a page table.
-  table = jnp.where(last, names, jnp.int32(state.config.no_page))
+  # `shrink` releases the pins as if they were rows of a page table.
+  table = jnp.where(is_last, flat_pages, jnp.int32(state.config.no_page))
   table = table.reshape(-1, 1, columns)
-  some = jnp.any(given.reshape(-1, columns), axis=1)
-  zeros = jnp.zeros(some.shape, jnp.int32)
+  has_pins = jnp.any(served.reshape(-1, columns), axis=1)
+  zeros = jnp.zeros(has_pins.shape, jnp.int32)
   ranges = Ranges(
-    slot=jnp.arange(some.shape[0], dtype=jnp.int32),
+    slot=jnp.arange(has_pins.shape[0], dtype=jnp.int32),
     group=zeros,
     start=zeros,
-    stop=jnp.where(some, columns, zeros),
+    stop=jnp.where(has_pins, columns, zeros),
   )
   pool, _ = page_table.shrink(
     pool, table, ranges, replacement=state.config.no_page
   )
-  return _finished(state, pool, code, pages)
+  return _result(state, pool, code, pages)
 
 
 @verb
 def evict(
   state: CacheState, pages: Array, *, mask: Array | None = None
 ) -> tuple[CacheState, Outcome]:
-  """Drops pages from the prefix index: they can no longer be hit.
+  """Removes pages from the prefix index, so that no lookup finds them.
 
-  References stay, and a free page keeps its position in the queue.
+  Their references stay, and a free page keeps its position in the queue.
 
   Args:
     state: the cache.
-    pages: int32[...], cached pages. NO_PAGE is passed over.
-    mask: bool[...], the pages that count; None for all.
+    pages: int32[...], cached pages. NO_PAGE is ignored.
+    mask: bool[...], the pages to process; None for all.
 
   Returns:
     The cache, and per page OK, SKIPPED (masked out, or NO_PAGE), BAD_PAGE or
-    NOT_CACHED (also for a page named twice).
+    NOT_CACHED (also for a repeated page).
 
   Examples:
     >>> import jaxkv
@@ -214,64 +216,65 @@ def evict(
     >>> out.ok.tolist(), jaxkv.cached_pages(state)
     ([True], [])
   """
-  names = _names(state, pages, mask)
-  if names.size == 0:
+  flat_pages = _flatten(state, pages, mask)
+  if flat_pages.size == 0:
     return state, Outcome(code=pages)
-  again = indexing.num_earlier(names) > 0
-  missing = ~page_pool.is_cached(state.pool, names) | again
-  code = _first_code(state, names, (missing, Status.NOT_CACHED))
-  # The count of free pages depends on every earlier read of the index.
-  place = loops.read_before(state.pool.queue.num_free, names)
+  is_repeated = indexing.num_earlier(flat_pages) > 0
+  is_missing = ~page_pool.is_cached(state.pool, flat_pages) | is_repeated
+  code = _first_code(state, flat_pages, (is_missing, Status.NOT_CACHED))
+  # `is_cached` reads the index, which `unpublish` updates: this dependency
+  # keeps XLA from copying it.
+  place = loops.read_before(state.pool.queue.num_free, flat_pages)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
-  return _finished(state, pool, code, pages)
+  return _result(state, pool, code, pages)
 
 
-def _names(state: CacheState, pages: Array, mask: Array | None) -> Array:
-  """int32[X]: the pages in one row, NO_PAGE for those masked out."""
+def _flatten(state: CacheState, pages: Array, mask: Array | None) -> Array:
+  """Returns int32[X]: the pages as one row, NO_PAGE if masked out."""
   if mask is not None:
     pages = jnp.where(mask, pages, jnp.int32(state.config.no_page))
   return pages.reshape(-1)
 
 
 def _first_code(
-  state: CacheState, names: Array, last: tuple[Array, Status]
+  state: CacheState, flat_pages: Array, case: tuple[Array, Status]
 ) -> Array:
   no_page = state.config.no_page
   return first_code(
-    (names == no_page, Status.SKIPPED),
-    ((names < 1) | (names > no_page), Status.BAD_PAGE),
-    last,
+    (flat_pages == no_page, Status.SKIPPED),
+    ((flat_pages < 1) | (flat_pages > no_page), Status.BAD_PAGE),
+    case,
   )
 
 
-def _repeats(names: Array, columns: int) -> tuple[Array, Array]:
-  """int32[X] each: equal names released earlier and later than each one.
+def _repeats(flat_pages: Array, columns: int) -> tuple[Array, Array]:
+  """Counts equal pages released before and after each page: int32[X] each."""
+  # Rows of `columns` pages are released in order, each from its end.
 
-  Rows of so many columns are released in order, each from its end.
-  """
-
-  def turned(values: Array) -> Array:
+  def reverse_rows(values: Array) -> Array:
     return values.reshape(-1, columns)[:, ::-1].reshape(-1)
 
-  released = turned(names)
+  released = reverse_rows(flat_pages)
   later = indexing.num_earlier(released[::-1])[::-1]
-  return turned(indexing.num_earlier(released)), turned(later)
+  return reverse_rows(indexing.num_earlier(released)), reverse_rows(later)
 
 
-def _hold(pool: PoolState, names: Array, valid: Array) -> PoolState:
-  place = indexing.where_valid(valid, names)
+def _hold(pool: PoolState, flat_pages: Array, valid: Array) -> PoolState:
+  place = indexing.where_valid(valid, flat_pages)
   pool = dataclasses.replace(
     pool, pin_count=indexing.add(pool.pin_count, place, values=1)
   )
-  return page_pool.hold(pool, names, valid)
+  return page_pool.hold(pool, flat_pages, valid)
 
 
-def _less(counts: Array, names: Array, valid: Array) -> Array:
-  """int32[N]: the counts, one less for every valid name."""
-  return indexing.add(counts, indexing.where_valid(valid, names), values=-1)
+def _decrement(counts: Array, flat_pages: Array, valid: Array) -> Array:
+  """Returns int32[N]: the counts, reduced by one for each valid page."""
+  return indexing.add(
+    counts, indexing.where_valid(valid, flat_pages), values=-1
+  )
 
 
-def _finished(
+def _result(
   state: CacheState, pool: PoolState, code: Array, pages: Array
 ) -> tuple[CacheState, Outcome]:
   state = dataclasses.replace(state, pool=pool)

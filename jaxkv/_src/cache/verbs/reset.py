@@ -1,4 +1,4 @@
-"""reset_prefix_cache, new_epoch, clear_error."""
+"""reset_prefix_cache, new_epoch, clear_error: drop keys or a recorded error."""
 
 import dataclasses
 from typing import NamedTuple
@@ -17,20 +17,20 @@ from jaxkv._src.cache.state import verb
 
 
 class NewEpoch(NamedTuple):
-  """What `new_epoch` did.
+  """The result of `new_epoch`.
 
   Attributes:
-    epoch: uint32[], the version of the weights from now on.
+    epoch: uint32[], the new version of the weights.
   """
 
   epoch: Array
 
 
 class ClearedError(NamedTuple):
-  """What `clear_error` cleared.
+  """The result of `clear_error`.
 
   Attributes:
-    code: int32[], the `Status` that was recorded.
+    code: int32[], the `Status` that was cleared.
   """
 
   code: Array
@@ -40,8 +40,8 @@ class ClearedError(NamedTuple):
 def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
   """Drops every key if no page is referenced; the queue keeps its order.
 
-  The cost grows with the pool. Inside a loop, `new_epoch` makes every older
-  page unreachable at no such cost.
+  The cost grows with the pool. Inside a loop, use `new_epoch`, which makes all
+  older pages unreachable at a constant cost.
 
   Args:
     state: the cache.
@@ -66,14 +66,14 @@ def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
 
 @verb
 def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
-  """Makes every page cached so far unreachable, at once.
+  """Makes every page cached so far unreachable, at a constant cost.
 
-  For a change of weights: K/V computed with the old weights must not be hit.
-  Running sequences keep their pages. What they publish from now on stays
-  unreachable too, since it depends on old K/V. A sequence runs from its
+  Call it after a change of weights: K/V computed with the old weights must not
+  be hit. Running sequences keep their pages. Pages that they publish later are
+  unreachable too, since their K/V depends on old K/V. A sequence runs from its
   admission on, with or without a committed token. With `merge_duplicates`, a
-  page that such a sequence fills may still be replaced by an equal old one. Old
-  pages are evicted when they reach the front of the free queue.
+  page that such a sequence fills may still be replaced by an equal old page.
+  Old pages are evicted when they reach the front of the free queue.
 
   Args:
     state: the cache.
@@ -91,7 +91,7 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """
   epoch, root = state.epoch + jnp.uint32(1), state.root
   if root is not None and state.secret is not None:
-    # Computed from the old root too, so that a donated buffer is used again.
+    # Computed from the old root too, so that XLA can reuse a donated buffer.
     root = sharding.zeros_like(root) ^ hashing.root_key(
       state.secret, epoch, None
     )
@@ -107,7 +107,7 @@ def clear_error(state: CacheState) -> tuple[CacheState, ClearedError]:
     state: the cache.
 
   Returns:
-    The cache with `error` OK, and the failure that was recorded.
+    The cache with `error` OK, and the failure that was cleared.
 
   Examples:
     >>> import jaxkv

@@ -50,7 +50,7 @@ class RunningState(GroupKind):
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
-    default=0, metadata={"least": 0}
+    default=0, metadata={"minimum": 0}
   )
 
   def most_pages(self, page_size: int, in_flight: int, longest: int) -> int:

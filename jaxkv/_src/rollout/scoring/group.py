@@ -217,7 +217,7 @@ def _begin(group: Group, given: Given) -> Group:
     leader,
     length,
     lambda asked: find_prefix(cache, prompt, length, asked, salts),
-    most=prompt.shape[1],
+    max_length=prompt.shape[1],
     skipped=leader == none,
     pops=False,
     num_tokens=jnp.ones_like(length),
