@@ -1,49 +1,50 @@
 """A functional, JAX-native paged key-value cache whose whole state is a value.
 
-The verbs run inside your own `jit`, `scan`, `while_loop`, `vmap` or
-`shard_map`, on the device, and never ask the host. An old state stays usable.
+The verbs run on the device, inside your own `jit`, `scan`, `while_loop`, `vmap`
+or `shard_map`, and never call the host. An old state stays usable.
 
-| verb | what it does |
+| verb | description |
 |---|---|
-| `init` | an empty cache |
+| `init` | creates an empty cache |
 | `match` | finds the longest cached prefix of sequences |
 | `admit` | puts sequences into slots, on top of their cached prefixes |
 | `allocate` | makes room for more tokens |
 | `commit` | declares tokens final: advances lengths, publishes full pages |
 | `fork` | copies a sequence to other slots, which share its full pages |
-| `recycle` | gives back the pages that windows and chunks left behind |
+| `recycle` | releases pages that windows and chunks no longer need |
 | `truncate` | rolls sequences back |
 | `free` | releases sequences, tail page first |
-| `pin`, `touch`, `unpin` | hold prefixes or pages against eviction |
-| `evict` | drops pages from the prefix index |
+| `pin`, `touch`, `unpin` | hold prefixes or pages against eviction; undo it |
+| `evict` | removes pages from the prefix index |
 | `new_epoch` | starts a new weight epoch: no older page can be hit again |
-| `reset_prefix_cache` | drops every key, if no page is held |
+| `reset_prefix_cache` | drops every key if no page is held |
 | `stats`, `usage`, `num_common_prefix_pages` | read the state, on the device |
 | `free_pages`, `cached_pages`, `show` | read the state, on the host |
 | `check_invariants`, `check` | test the state's invariants |
 | `clear_error` | clears a recorded failure |
+| `salt`, `view` | make a salt; make the arguments of a `jaxkv.kv` call |
 
-A verb takes the state first and returns `(state, out)`; a query returns its
-answer. `out.code` has a `Status` for each row; `out.ok` says which rows
-succeeded. A row that fails changes nothing. Every optional argument is a
-keyword. Verbs with rows for slots take `slots=None` (all slots in order) and
-`mask=None` (all rows). Integer arguments may be lists or arrays of any integer
-dtype.
+A verb takes the state first and returns `(state, out)`. A query returns only
+its answer. `out.code` has a `Status` for each row, and `out.ok` is True for the
+rows that succeeded. A row that fails changes nothing. Every optional argument
+is a keyword. Verbs with a row for each slot take `slots=None` (all slots in
+order) and `mask=None` (all rows). Integer arguments may be lists or arrays of
+any integer dtype.
 
-Rows of a batch are served in order: the result equals one call per row, in that
-order. A verb that differs says so in its docstring.
+The rows of a batch are served in order: the result equals one call per row, in
+that order. The docstring of a verb names its exceptions.
 
 Guarantees:
 
-- Pages are taken in exact LRU order: in the order in which they were released,
-  a sequence's tail before its prefix. `CacheConfig.free_policy` says where
-  pages without a key go.
-- There is no false hit. Keys are 128 bits, chained page by page with the salt
-  and the epoch in the root, and derived from the state's secret (`init(key=)`).
-  A page is a hit only if its stored tokens are those looked up. Nobody who
-  chooses prompts, and sees which are hits and even their keys, can make two
-  prefixes with one key; only who has the secret can. It is in the state:
-  whoever may read a saved state may read it.
+- Pages are evicted in exact LRU order: in the order in which they were
+  released, a sequence's tail before its prefix. `CacheConfig.free_policy`
+  decides about pages without a key.
+- There are only true hits. Keys have 128 bits, are chained page by page with
+  the salt and the epoch in the root, and depend on the state's secret
+  (`init(key=)`). A page is a hit only if its stored tokens equal the tokens
+  looked up. Only a holder of the secret can construct two prefixes with the
+  same key; an attacker who chooses prompts and sees hits and keys cannot. The
+  secret is part of the state: protect saved states accordingly.
 - The cost does not depend on the pool. No verb of a decode loop does work that
   grows with the number of pages, and the compiled loop copies no array of that
   size.
@@ -56,55 +57,56 @@ Kinds of groups (`notebooks/02_groups_windows_states`):
 |---|---|
 | `FullAttention` | every earlier token |
 | `SlidingWindow(window)` | the last `window` tokens |
-| `ChunkedLocal(chunk)` | earlier tokens of their own chunk |
-| `Recurrent` | a state; a page is a snapshot of it where the page ends |
+| `ChunkedLocal(chunk)` | earlier tokens of the same chunk |
+| `Recurrent` | a state; a page is a snapshot of the state at the page's end |
 | `CrossAttention` | an encoder's tokens; its pages are never cached |
 | a subclass of `GroupKind` | your own rule |
 
-Every group has a page table of its own, `state.page_table[:, g]`, and all
-groups draw from one pool. A prefix is a hit only if all groups can continue
-from it.
+Every group has a separate page table, `state.page_table[:, g]`, and all groups
+share one pool. A prefix is a hit only if all groups can continue from it.
 
-Packages. `import jaxkv` brings `jaxkv.kv` and `jaxkv.rollout`; import the
+Packages. `import jaxkv` also imports `jaxkv.kv` and `jaxkv.rollout`; import the
 others by name.
 
-| package | what it is |
+| package | description |
 |---|---|
 | `jaxkv` | the cache: its state and verbs; it needs no other package here |
 | `jaxkv.results`, `jaxkv.telemetry` | result types; events, page ages |
-| `jaxkv.kv` | the K/V memory, a second pytree, to be donated |
+| `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
 | `jaxkv.rollout` | the jitted loop: queue, prefill, decode, refill |
 | `jaxkv.models` | decoders in plain JAX, with and without a cache |
+| `jaxkv.rl`, `jaxkv.integrations` | losses for RL; clients for other trainers |
 | `jaxkv.host` | a cache manager for schedulers in Python, over the same state |
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 
 On a CPU, XLA hands small operations to other threads, which costs more than it
-saves. A loop over the cache is faster with the options that avoid it, and costs
-the same for any pool:
+saves. With these options, a loop over the cache is faster, and its cost does
+not depend on the pool:
 
   generate = jax.jit(generate, compiler_options=jaxkv.CPU_COMPILER_OPTIONS)
 
 Commands (`python -m jaxkv COMMAND --help` has all options):
 
-| command | what it does |
+| command | description |
 |---|---|
 | `rollout` | continues prompts with a small character model |
 | `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
+| `grpo` | trains a small model by GRPO, in one program |
 
 `rollout` runs in compiled spans of `--span` steps, with a progress bar between
 them; `--span 0` runs to the end in one call. `replay` reads JSON lines with
-`timestamp, input_length, output_length, hash_ids`, an id for every 512 tokens
+`timestamp, input_length, output_length, hash_ids`, one id for every 512 tokens
 of a prompt, and prints hits, evictions and the time per request. Both print
 tables and write `--json FILE`. On unusable input both print the reason and exit
 with code 2.
 
-Words:
+Terms:
 
-| word | meaning |
+| term | meaning |
 |---|---|
 | page | `page_size` tokens of K/V, and its number; page 0 is the null page |
-| null page | placeholder for pages behind a window; never read or written |
-| pool | all pages, and the queue of the free ones |
+| null page | placeholder for pages before a window; never read or written |
+| pool | all pages, and the queue of free pages |
 | slot | a row of the cache that holds one sequence, or is empty |
 | sequence | the tokens of a slot |
 | page table | the page numbers of each slot and group, in order |
@@ -112,9 +114,9 @@ Words:
 | group | layers with the same cache behaviour; all groups share the pool |
 | row | one entry of a call's batch |
 | prefix | the first tokens of a sequence, up to the end of a page |
-| key | 128 bits that stand for a page's tokens and the prefix before them |
+| key | a 128-bit hash of a page's tokens and of the prefix before them |
 | published | entered in the prefix index under its key |
-| cached | published, and not evicted since: a lookup finds it |
+| cached | published and not evicted since: a lookup finds the page |
 | hit | a cached page that a lookup finds |
 | held | referenced by a page-table entry or a pin |
 

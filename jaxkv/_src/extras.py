@@ -1,22 +1,22 @@
-"""Packages that only some users need."""
+"""Imports packages that only some users need."""
 
 import importlib
 from typing import Any
 
 
 def extra_package(name: str, *, install: str, task: str) -> Any:
-  """A package, or one of its modules, that is imported when it is needed.
+  """Imports an optional package, or one of its modules.
 
   Args:
-    name: what to import.
-    install: what to install for it, as pip is told.
-    task: what it is needed for, as in "To read a .gguf file".
+    name: the module to import.
+    install: the argument for `pip install`.
+    task: the purpose, for the message, as in "To read a .gguf file".
 
   Returns:
     The module.
 
   Raises:
-    ImportError: it is not installed; the message says what to do.
+    ImportError: the package is not installed.
 
   Examples:
     >>> extra_package("no_such", install="jaxkv[hf]", task="To read nothing")
@@ -28,6 +28,7 @@ def extra_package(name: str, *, install: str, task: str) -> Any:
     return importlib.import_module(name)
   except ImportError as error:
     package = name.partition(".")[0]
+    # An installed package may lack another one; that message is the useful one.
     if (error.name or "").partition(".")[0] != package:
       raise
     raise ImportError(

@@ -1,4 +1,4 @@
-"""Pictures of a cache: slots, pages and the free queue."""
+"""Draws a cache: its slots, pages and free queue."""
 
 import dataclasses
 import math
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
   from matplotlib.figure import Figure
   from matplotlib.patches import FancyBboxPatch
 
+# A picture of more pages would be unreadable, and slow to draw.
 MAX_PAGES = 4096
 _MAX_ROWS = 32
 _MAX_FREE = 256
@@ -36,14 +37,14 @@ _DARK, _LIGHT = "#24292f", "#ffffff"
 
 @dataclasses.dataclass(frozen=True)
 class _Look:
-  """How a page of one kind is drawn."""
+  """The label and the colours of one kind of page."""
 
   label: str
   face: str
   ink: str
 
 
-# The colours stay apart for readers who see no red or no green.
+# The colours stay distinct for readers who cannot see red or green.
 _LOOKS = {
   "in use": _Look("in use", "#4a86c8", _LIGHT),
   "shared": _Look("shared", "#d9662f", _LIGHT),
@@ -55,15 +56,15 @@ _LOOKS = {
 
 
 def page_kinds(state: CacheState) -> list[str]:
-  """What each page of the pool is.
+  """Classifies the pages of the pool.
 
   Args:
     state: the cache, with values that can be read.
 
   Returns:
-    A word for each of N pages: "null", "free", "cached" (free, and findable in
-    the prefix index), "in use", "shared" (several page-table entries name it),
-    or "pinned" (held by `pin` or `touch`).
+    A word for each of N pages: "null", "free", "cached" (free, but in the
+    prefix index), "in use", "shared" (several page-table entries name it), or
+    "pinned" (held by `pin` or `touch`).
   """
   held = np.asarray(state.pool.ref_count)
   pinned = np.asarray(state.pool.pin_count) > 0
@@ -86,12 +87,12 @@ def show(
 ) -> "Figure":
   """Draws a cache: its slots, its pool of pages and its free queue.
 
-  Each cell is a page with its number. The colour says what the page is: in
-  use by one sequence, shared by several, pinned, free, or free but still
-  cached. A dot marks a page in use that is cached: a new sequence can find it.
-  The slots show the pages of each sequence in order, with its length in tokens.
-  The last page is filled as far as its tokens reach. The free queue shows the
-  pages in the order in which they will be taken.
+  Each cell is a page with its number. The colour shows its kind: in use by one
+  sequence, shared by several, pinned, free, or free but still cached. A dot
+  marks a page in use that is cached, so that a new sequence can find it. The
+  slots show the pages of each sequence in order, with its length in tokens. A
+  bar shows how much of the last page is filled. The free queue shows the pages
+  in the order in which they will be popped.
 
   The background is transparent. The figure does not belong to pyplot: a
   notebook displays it if it is the last expression of a cell, and
@@ -123,7 +124,8 @@ def show(
       f"{state.config.num_pages}; use jaxkv.usage and jaxkv.stats for large "
       "pools."
     )
-  # pyplot teaches a notebook to display figures; no figure is made with it.
+  # pyplot registers the display of figures in notebooks; nothing is drawn with
+  # it.
   extra_package(
     "matplotlib.pyplot", install="jaxkv[plots]", task="To draw a cache"
   )
@@ -141,7 +143,7 @@ def show(
 
 
 class _Cell(NamedTuple):
-  """A page to be drawn; sizes are in cells of the pool."""
+  """A page to draw; sizes are in cells of the pool."""
 
   x: float
   y: float
@@ -154,7 +156,7 @@ class _Cell(NamedTuple):
 
 
 class _Text(NamedTuple):
-  """A text to be drawn; `size` is in heights of a cell."""
+  """A text to draw; `size` is in heights of a cell."""
 
   x: float
   y: float
@@ -167,7 +169,7 @@ class _Text(NamedTuple):
 
 @dataclasses.dataclass
 class _Picture:
-  """Everything to be drawn, in cells of the pool; `bottom` is the next row."""
+  """The cells and texts to draw; `bottom` is where the next row starts."""
 
   columns: int
   cached: frozenset[int]
@@ -188,27 +190,28 @@ def _draw_title(picture: _Picture, title: str) -> None:
 
 
 def _draw_slots(picture: _Picture, state: CacheState, kinds: list[str]) -> None:
-  """A row of pages for each group of each slot."""
+  """Draws a row of pages for each group of each slot."""
   config = state.config
   num_pages = np.asarray(state.num_pages)
   widest = max(1, num_pages.max())
   if config.num_groups > 1:
     picture.left = _GROUPS_LEFT
-  shown = range(config.num_slots)
+  slots = range(config.num_slots)
+  # With many slots, the empty ones are left out first.
   if config.num_slots > _MAX_ROWS:
-    shown = np.flatnonzero(num_pages.max(axis=1) > 0).tolist()[:_MAX_ROWS]
-  for slot in shown:
+    slots = np.flatnonzero(num_pages.max(axis=1) > 0).tolist()[:_MAX_ROWS]
+  for slot in slots:
     length = int(state.length[slot])
     empty = num_pages[slot].max() == 0
-    says = "empty" if empty else f"{length} token{'s' * (length != 1)}"
+    status = "empty" if empty else f"{length} token{'s' * (length != 1)}"
     middle = picture.bottom + 0.5
     picture.texts += [
       _Text(0, middle, f"slot {slot}", bold=True),
-      _Text(_LEFT - 0.3, middle, says, align="right"),
+      _Text(_LEFT - 0.3, middle, status, align="right"),
     ]
     for group in range(config.num_groups):
       _draw_row(picture, state, kinds, slot, group, widest)
-  hidden = config.num_slots - len(shown)
+  hidden = config.num_slots - len(slots)
   if hidden:
     picture.texts.append(
       _Text(0, picture.bottom + 0.5, f"and {hidden} more slots")
@@ -225,7 +228,7 @@ def _draw_row(
   group: int,
   widest: int,
 ) -> None:
-  """The pages that one slot holds in one group."""
+  """Draws the pages that one slot holds in one group."""
   config = state.config
   kind, size = config.groups[group], config.page_sizes[group]
   length, width = int(state.length[slot]), min(1.0, picture.columns / widest)
@@ -236,6 +239,7 @@ def _draw_row(
   count = int(state.num_pages[slot, group])
   for column, page in enumerate(pages[:count].tolist()):
     filled = 1.0
+    # Pages of states and of an encoder do not fill with the sequence's tokens.
     if not (kind.holds_states or kind.holds_encoder):
       filled = min(1.0, max(0.0, length / size - column))
     picture.cells.append(
@@ -254,7 +258,7 @@ def _draw_row(
 
 
 def _draw_pool(picture: _Picture, kinds: list[str]) -> None:
-  """Every page of the pool, by number."""
+  """Draws every page of the pool, by number."""
   picture.texts.append(_Text(0, picture.bottom + 0.5, "pool", bold=True))
   _draw_grid(picture, range(len(kinds)), kinds, 1.0)
   picture.bottom += 0.6
@@ -263,7 +267,7 @@ def _draw_pool(picture: _Picture, kinds: list[str]) -> None:
 def _draw_free_queue(
   picture: _Picture, state: CacheState, kinds: list[str]
 ) -> None:
-  """The free pages in the order in which they will be taken."""
+  """Draws the free pages in the order in which they will be popped."""
   free = free_pages(state)
   scale = _QUEUE_SCALE
   picture.texts += [
@@ -276,20 +280,20 @@ def _draw_free_queue(
     ),
   ]
   _draw_grid(picture, free[:_MAX_FREE], kinds, scale)
-  said = ""
+  note = ""
   if not free:
-    said = "empty"
+    note = "empty"
   elif len(free) > _MAX_FREE:
-    said = f"and {len(free) - _MAX_FREE} more"
-  if said:
-    picture.texts.append(_Text(picture.left, picture.bottom - 0.2, said, 0.3))
+    note = f"and {len(free) - _MAX_FREE} more"
+  if note:
+    picture.texts.append(_Text(picture.left, picture.bottom - 0.2, note, 0.3))
   picture.bottom += 0.5
 
 
 def _draw_grid(
   picture: _Picture, pages: Sequence[int], kinds: list[str], scale: float
 ) -> None:
-  """Pages in the order given, in rows as wide as the picture."""
+  """Draws pages in the given order, in rows as wide as the picture."""
   per_row = int(picture.columns / scale)
   for position, page in enumerate(pages):
     row, column = divmod(position, per_row)
@@ -308,7 +312,7 @@ def _draw_grid(
 
 
 def _draw_legend(picture: _Picture, kinds: list[str]) -> None:
-  """What the colours and marks mean, as far as they occur."""
+  """Draws the legend of the colours and marks that occur."""
   x = picture.left
   y = picture.bottom
   for kind in _LOOKS:
@@ -325,7 +329,7 @@ def _draw_legend(picture: _Picture, kinds: list[str]) -> None:
 
 
 def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
-  """Draws the picture, scaled to fit the axes or a figure of its own."""
+  """Draws the picture, scaled to fit the axes or a new figure."""
   from matplotlib.collections import PatchCollection
   from matplotlib.figure import Figure
 
@@ -341,6 +345,7 @@ def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
   box = ax.get_window_extent()
   points = 72 / figure.dpi * min(box.width / width, box.height / height)
 
+  # One collection, because matplotlib draws thousands of artists slowly.
   patches = [patch for cell in picture.cells for patch in _patches(cell)]
   ax.add_collection(
     PatchCollection(patches, match_original=True, clip_on=False)
@@ -358,6 +363,7 @@ def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
     )
   for text in picture.texts + [_label(cell) for cell in picture.cells]:
     size = text.size * points
+    # Numbers that nobody could read are left out.
     if not text.text or size < _LEAST_POINTS:
       continue
     ax.text(
@@ -374,7 +380,7 @@ def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
 
 
 def _patches(cell: _Cell) -> "list[FancyBboxPatch]":
-  """A rounded cell and, where its page is partly filled, a bar."""
+  """Returns a rounded cell and, for a partly filled page, a bar."""
   look, gap = _LOOKS[cell.kind], 0.04 * cell.height
   x, width = cell.x + gap, max(cell.width - 2 * gap, 0.02)
   edge = _INK if look.face == "none" else look.face

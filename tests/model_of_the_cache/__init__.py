@@ -1,16 +1,16 @@
-"""The cache in Python lists: slow, obvious, the definition of correct.
+"""The cache in Python lists: slow and obvious; it defines correct behaviour.
 
-| file | what it says |
+| file | content |
 |---|---|
 | `pool.py` | pages, the free queue, keys |
-| `groups.py` | what a layer group skips, keeps, publishes and asks for |
-| `lookup.py` | the longest prefix from which every group can go on |
+| `groups.py` | the pages that a layer group skips, needs and publishes |
+| `lookup.py` | the longest prefix that every group can continue |
 | `sequences.py` | pages of one sequence: grow, publish, recycle, release |
-| `slots.py` | sequences in slots, and what every verb needs |
+| `slots.py` | sequences in slots, and helpers of all verbs |
 | `branching.py` | fork and truncate |
 | `verbs.py` | all verbs of `jaxkv`: batches of slots, failures as codes |
 | `manager.py` | the manager of the reference systems: one request a call |
 
-`verbs.py` and `manager.py` are two faces of the rules in the others. Of the
-library nothing is used but its names for group kinds, configurations and codes.
+`verbs.py` and `manager.py` apply the rules of the other files. The model uses
+only the library's names for group kinds, configurations and codes.
 """

@@ -1,4 +1,4 @@
-"""What a layer group skips, keeps, publishes and asks for."""
+"""Layer groups: the pages that they skip, need and publish."""
 
 import dataclasses
 
@@ -11,20 +11,20 @@ from jaxkv import SlidingWindow
 from tests.model_of_the_cache.pool import NULL
 
 _NOWHERE = 2**40
-"""The end of a prompt that there is none of, behind all pages."""
+"""The length of a prompt if there is none: past all pages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-  """What all groups of a cache share.
+  """The rules that all groups of a cache share.
 
   Attributes:
-    page_size: tokens a key; page sizes are its multiples.
-    align: tokens at whose multiples all groups end a page.
-    classic: whether the older rules hold for what is found and published.
-    draft: whether a draft model needs the last page computed again.
-    retention: what is kept of windows and states. None: every place where a
-      hit can end; 0: the latest; k: every k tokens and the latest.
+    page_size: tokens a key; page sizes are multiples of it.
+    align: all groups end a page at multiples of this many tokens.
+    classic: True for the older rules of lookups and publication.
+    draft: True if a draft model needs the last page computed again.
+    retention: the retained prefixes of windows and states. None: every place
+      where a hit can end; 0: the latest; k: every k tokens and the latest.
   """
 
   page_size: int
@@ -35,18 +35,18 @@ class Rules:
 
 
 def ceil_div(tokens: int, size: int) -> int:
-  """Pages of `size` for so many tokens."""
+  """Returns the number of pages of `size` tokens."""
   return -(-tokens // size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """A group of layers; equal ones are looked up together.
+  """A group of layers; equal groups are looked up together.
 
   Attributes:
-    kind: its kind. The type and its sizes count, not its methods.
+    kind: the kind. Only its type and its sizes are used, not its methods.
     size: tokens a page.
-    rules: of the cache that it belongs to.
+    rules: the rules of the cache.
   """
 
   kind: GroupKind
@@ -55,40 +55,38 @@ class Group:
 
   @property
   def is_full(self) -> bool:
-    """Whether it attends to everything."""
+    """True if the group attends to all tokens."""
     return isinstance(self.kind, FullAttention)
 
   @property
   def is_cross(self) -> bool:
-    """Whether its pages are for an encoder's tokens."""
+    """True if the pages hold an encoder's tokens."""
     return isinstance(self.kind, CrossAttention)
 
   @property
   def holds_states(self) -> bool:
-    """Whether a page is a snapshot where it ends."""
+    """True if a page is a snapshot of a state at the page's end."""
     return isinstance(self.kind, Recurrent)
 
   @property
   def scratch(self) -> int:
-    """Scratch pages behind the last one."""
+    """The number of scratch pages after the last page."""
     return self.kind.num_speculative if isinstance(self.kind, Recurrent) else 0
 
-  # --- columns of a table ----------------------------------------------------
-
   def pages_for(self, tokens: int, encoder: int = 0) -> int:
-    """Columns for so many tokens, or so many of the encoder."""
+    """Counts the columns for tokens, or for tokens of the encoder."""
     columns = ceil_div(encoder if self.is_cross else tokens, self.size)
     return columns + self.scratch
 
   def full_pages(self, tokens: int) -> int:
-    """Pages that so many tokens fill."""
+    """Counts the pages that tokens fill."""
     return tokens // self.size
 
   def grown(self, pages: list[int], stop: int, begins: bool) -> list[int]:
-    """The table before its last columns up to `stop` are popped.
+    """Returns the table before its last columns up to `stop` are popped.
 
-    Of states only the running one has a page, and behind it stand the scratch
-    pages, those there are before the new ones.
+    Of the states only the running one gets a page. The scratch pages follow it,
+    the existing ones first.
     """
     if not self.holds_states or stop <= len(pages):
       return list(pages)
@@ -101,7 +99,7 @@ class Group:
     return table
 
   def most_pages(self, longest: int, in_flight: int) -> int | None:
-    """Most pages that a sequence holds at once; None for no such bound.
+    """Returns the maximal pages of a sequence at any time; None for no bound.
 
     Args:
       longest: tokens of the longest sequence.
@@ -116,10 +114,8 @@ class Group:
       case _:
         return None
 
-  # --- what is left behind ---------------------------------------------------
-
   def skipped_tokens(self, tokens: int) -> int:
-    """Leading tokens that nothing behind the first `tokens` looks at."""
+    """Counts the leading tokens that no token after `tokens` attends to."""
     match self.kind:
       case SlidingWindow(window=window):
         return max(0, tokens - window + 1)
@@ -131,16 +127,14 @@ class Group:
         return 0
 
   def skipped_pages(self, tokens: int) -> int:
-    """Leading pages that no token behind these tokens attends to."""
+    """Counts the leading pages that no token after `tokens` attends to."""
     return self.skipped_tokens(tokens) // self.size
 
-  # --- what is published -----------------------------------------------------
-
   def settled_pages(self, tokens: int) -> int:
-    """Pages whose turn to be published has come.
+    """Counts the pages that are considered for publication.
 
-    Hits end where all groups have whole pages, so no page behind the last such
-    place is of use yet, but for the one that a draft model asks for.
+    Hits end where all groups have whole pages, so a page after the last such
+    position is useless so far, except for one page that a draft model needs.
     """
     if self.rules.classic:
       return self.full_pages(tokens)
@@ -150,11 +144,11 @@ class Group:
     return self.full_pages(aligned)
 
   def is_published(self, column: int, prompt: int, junction: int) -> bool:
-    """Whether a page can ever be part of a hit.
+    """Returns True if a page can ever be part of a hit.
 
     Args:
-      column: of the page.
-      prompt: tokens that the sequence was admitted with; 0 for no prompt.
+      column: the column of the page.
+      prompt: tokens with which the sequence was admitted; 0 for no prompt.
       junction: where it diverged from tokens that some groups had; 0 for none.
     """
     if self.rules.classic:
@@ -170,7 +164,7 @@ class Group:
 
   @property
   def window_pages(self) -> int:
-    """Pages before a token that its window can reach into."""
+    """The number of pages before a token that its window can reach."""
     return ceil_div(self.kind.window - 1, self.size)
 
   def _window_is_published(self, column, ends):
@@ -196,12 +190,12 @@ class Group:
     return any(column == end - 1 for end in ends)
 
   def _kept_ends(self, prompt, junction):
-    """Pages where the same or a longer prompt, or a shared one, would go on."""
+    """Returns where a repeated, longer or diverging prompt would continue."""
     align = self.rules.align
     tokens = [prompt - 1] + [junction] * (junction > 0)
     if self.rules.draft:
-      again = (prompt - 1) // align * align
+      repeated = (prompt - 1) // align * align
       extended = prompt // align * align
-      tokens = [max(again - align, 0), max(extended - align, 0)]
+      tokens = [max(repeated - align, 0), max(extended - align, 0)]
       tokens += [junction, junction - self.size] * (junction > 0)
     return [length // align * align // self.size for length in tokens]

@@ -1,8 +1,9 @@
-"""The longest prefix from which every group can go on.
+"""Finds the longest prefix that every group can continue.
 
-Said as what is found, not how: the reference systems scan pages from either
-end. On purpose it differs from them where a window of one token asks them for
-a page that nobody looks at, and for chunks that end inside of pages.
+The model tests every possible length, where the reference systems scan pages
+from either end. It differs from them on purpose for a window of one token, for
+which they require a page that no token attends to, and for chunks that end
+inside a page.
 """
 
 import itertools
@@ -15,18 +16,17 @@ from tests.model_of_the_cache.pool import NULL
 from tests.model_of_the_cache.pool import Pool
 
 Cached = Callable[[int, int], bool]
-"""Number of a group and a column -> whether its page is cached."""
+"""`(group, column) -> bool`: True if the page is cached."""
 
 
 class Hit(NamedTuple):
   """A cached prefix.
 
   Attributes:
-    tokens: how long it is.
-    first: for each group, the columns of it that are not needed.
-    pages: for each group, those that are.
-    junction: how many tokens a kind had within what the kinds asked before it
-      have, where that is more than all have; else 0.
+    tokens: the number of tokens.
+    first: for each group, the number of leading columns that are not needed.
+    pages: for each group, the pages of the other columns.
+    junction: tokens of a longer prefix that only some kinds have; 0 for none.
   """
 
   tokens: int
@@ -35,29 +35,29 @@ class Hit(NamedTuple):
   junction: int = 0
 
   def all_pages(self) -> list[int]:
-    """Of all groups, group by group."""
+    """Returns the pages of all groups, group by group."""
     return list(itertools.chain(*self.pages))
 
   def tables(self) -> list[list[int]]:
-    """For each group a table that begins with this hit."""
+    """Returns, for each group, a table that begins with this hit."""
     rows = zip(self.first, self.pages, strict=True)
     return [[NULL] * first + pages for first, pages in rows]
 
 
 def miss(groups: list[Group]) -> Hit:
-  """A hit of nothing."""
+  """Returns an empty hit."""
   return Hit(0, [0 for _ in groups], [[] for _ in groups])
 
 
 def key_of(root: tuple, number: int, prefix: list[int]) -> tuple:
-  """The key of a page: its group and every token up to its last one."""
+  """Returns the key of a page: its group and all tokens up to its end."""
   return root, number, tuple(prefix)
 
 
 def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
-  """The longest cached prefix of a sequence, one token of which is left over.
+  """Finds the longest cached prefix that leaves a token to compute.
 
-  The query of that one is needed for the next token.
+  The next token is sampled from the logits of that token.
   """
   pages = {
     (number, column): pool.find(
@@ -82,31 +82,32 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
 def longest_prefix(
   groups: list[Group], cached: Cached, length: int
 ) -> tuple[int, int]:
-  """Tokens found of a sequence of `length`, and the junction."""
+  """Returns the cached tokens of a sequence of `length`, and the junction."""
   search = Search(groups, cached, length)
   if len(groups) == 1:
     drop = groups[0].rules.draft
-    found = search.longest(groups[0], length - 1, drop)
+    num_tokens = search.longest(groups[0], length - 1, drop)
   else:
-    found = search.all_agree(length - 1)
-  # A hit on nothing is no hit.
+    num_tokens = search.all_agree(length - 1)
+  # A prefix of which no group needs a page counts as a miss.
   used = [
-    group.full_pages(found) - group.skipped_pages(found) for group in groups
+    group.full_pages(num_tokens) - group.skipped_pages(num_tokens)
+    for group in groups
   ]
-  found = found if any(used) else 0
-  return found, search.most if search.most > found else 0
+  num_tokens = num_tokens if any(used) else 0
+  return num_tokens, search.most if search.most > num_tokens else 0
 
 
 class Search:
   """One lookup.
 
   Attributes:
-    members: the numbers of equal groups; full attention first, else as they
-      come.
+    members: the numbers of equal groups; full attention first, otherwise in
+      order.
     known: tokens in pages that have a key.
     full: hits of full attention, which is looked up only once.
     most: the longest prefix that a kind had on the way.
-    verified: groups that had one page more than the present candidate.
+    verified: groups that had one page more than the current candidate.
   """
 
   def __init__(self, groups: list[Group], cached: Cached, length: int):
@@ -122,17 +123,17 @@ class Search:
     self.verified: set[Group] = set()
 
   def longest(self, group: Group, bound: int, drop: bool) -> int:
-    """Tokens of the longest prefix of one kind.
+    """Returns the tokens of the longest prefix of one kind.
 
     Args:
-      group: its kind.
-      bound: no page ends behind it.
-      drop: whether a page behind the prefix must be cached too.
+      group: a group of this kind.
+      bound: no page may end after this many tokens.
+      drop: True if a page after the prefix must be cached too.
     """
     align = self.rules.align
     ends = range(align, bound // align * align + 1, align)
-    found = [end for end in ends if self._is_hit(group, end, bound, drop)]
-    return max(found, default=0)
+    hits = [end for end in ends if self._is_hit(group, end, bound, drop)]
+    return max(hits, default=0)
 
   def _is_hit(self, group: Group, tokens: int, bound: int, drop: bool) -> bool:
     begin, end = group.skipped_pages(tokens), group.full_pages(tokens)
@@ -147,10 +148,10 @@ class Search:
     )
 
   def _lost_to_alignment(self, group: Group, tokens: int) -> int:
-    """Pages that a prefix shorter than its window loses in addition.
+    """Counts the pages that a prefix shorter than its window loses in addition.
 
-    The text aligns such a prefix twice: before and after the last page is left
-    out. Other page sizes than the alignment lose a whole aligned piece.
+    vLLM aligns such a prefix twice: before and after it drops the last page.
+    Page sizes other than the alignment lose a whole aligned piece.
     """
     kind, size = group.kind, group.size
     if not isinstance(kind, SlidingWindow) or size == self.rules.align:
@@ -159,7 +160,7 @@ class Search:
     return self.rules.align // size if shorter else 0
 
   def all_agree(self, limit: int) -> int:
-    """Shortens a candidate until no kind wants it shorter."""
+    """Shortens a candidate until all kinds have it."""
     hit = limit
     while (current := self._one_round(hit)) < hit:
       hit = current
@@ -173,17 +174,17 @@ class Search:
         current = min(current, self.full[group])
         continue
       drop = self.rules.draft and group not in self.verified
-      # The classic rule looks no further, and leaves a page out every time.
+      # The classic rule looks no further, and drops a page in every round.
       bound = current
       if drop and not self.rules.classic and not group.holds_states:
         bound = min(current + group.size, self.known)
-      found = self.longest(group, bound, drop)
+      num_tokens = self.longest(group, bound, drop)
       if drop and not self.rules.classic:
         self.verified.add(group)
-      elif found < current:
+      elif num_tokens < current:
         self.verified.clear()
       if group.is_full:
-        self.full[group] = found
-      current = found
+        self.full[group] = num_tokens
+      current = num_tokens
       self.most = max(self.most, current)
     return current

@@ -1,7 +1,6 @@
 """The reference systems' cache manager, request by request.
 
-vLLM 0.33.0 is followed in what it does, not in its defects: there the right
-thing is done instead, and a comment says so.
+It behaves as vLLM 0.33.0, except for defects of vLLM, which comments name.
 """
 
 import dataclasses
@@ -29,15 +28,15 @@ class Request:
   """A sequence as its scheduler sees it.
 
   Attributes:
-    request_id: its name.
+    request_id: the name of the request.
     token_ids: prompt and output.
-    num_prompt_tokens: how many of them are the prompt.
-    num_computed_tokens: how many of them have their keys and values.
-    num_in_flight_tokens: those of them that a step still computes.
+    num_prompt_tokens: the number of prompt tokens.
+    num_computed_tokens: the number of tokens with K/V.
+    num_in_flight_tokens: computed tokens whose step is not finished yet.
     status: waiting, running or preempted.
     cache_salt, lora_name: requests that differ in one share no page.
     mm: not used.
-    prompt_logprobs: the whole prompt is computed, so that nothing can hit.
+    prompt_logprobs: True if the whole prompt is computed, without a lookup.
     shared_prefix_boundary: junction of the last lookup.
   """
 
@@ -55,31 +54,31 @@ class Request:
 
   @property
   def num_tokens(self) -> int:
-    """Tokens known so far."""
+    """The number of tokens so far."""
     return len(self.token_ids)
 
 
 @dataclasses.dataclass
 class CachePages:
-  """Pages by group; 0 is no page."""
+  """Pages by group; 0 is the null page."""
 
   pages: tuple[list[int], ...]
 
   def get_page_ids(self) -> tuple[list[int], ...]:
-    """Page ids by group."""
+    """Returns page ids by group."""
     return self.pages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demand:
-  """What one allocation asks for.
+  """The sizes of one allocation.
 
   Attributes:
     hits: pages found by the lookup, by group.
-    behind: tokens computed, here or elsewhere, before the new ones.
-    external: how many of them are computed elsewhere.
-    tokens: behind them and new.
-    slots: tokens to have room for, lookahead included.
+    behind: tokens computed before the new ones, here or elsewhere.
+    external: tokens of these that are computed elsewhere.
+    tokens: computed tokens and new tokens.
+    slots: tokens to make room for, lookahead included.
     encoder: tokens of the encoder.
   """
 
@@ -93,13 +92,13 @@ class Demand:
 
 @dataclasses.dataclass
 class Held:
-  """What a request has.
+  """The cache entries of a request.
 
   Attributes:
     sequence: its pages and the tokens of their keys.
-    considered: for each group, the leading columns whose turn to be published
-      has come; None until the first hit or the first full page.
-    grew: whether room was made for it before.
+    considered: for each group, the leading columns considered for publication;
+      None until the first hit or the first full page.
+    grew: True if room was made for the request before.
   """
 
   sequence: Sequence
@@ -108,23 +107,23 @@ class Held:
 
 
 class ReferenceManager:
-  """Which pages requests hold and which can be found.
+  """A cache manager in plain Python: the pages of requests, and cached pages.
 
   Args:
-    num_pages: pages, the null page 0 counted.
+    num_pages: pages, the null page 0 included.
     groups: kinds, each with its page size.
     max_model_len: tokens of the longest sequence.
-    enable_caching: whether pages are published and found.
-    use_eagle: whether a draft model needs the last page computed again.
+    enable_caching: True to publish pages and find them again.
+    use_eagle: True if a draft model needs the last page computed again.
     policy: "current" or "classic".
     prefix_retention_interval: see `Rules.retention`.
-    watermark: part of the pages kept free of newcomers.
+    watermark: the fraction of pages that new requests leave free.
     max_in_flight: tokens that steps in flight may write; None for
       `max_model_len`.
-    max_encoder_tokens: of the longest encoder input; nothing depends on it.
+    max_encoder_tokens: tokens of the longest encoder input; not used.
 
   Raises:
-    ValueError: the options do not go together.
+    ValueError: two options contradict each other.
   """
 
   def __init__(
@@ -156,18 +155,16 @@ class ReferenceManager:
     self.longest = max_model_len
     self.in_flight = max_model_len if max_in_flight is None else max_in_flight
     self.held: dict[str, Held] = {}
-    # Keys published in this step, whose states are not there yet.
+    # Keys published in this step, whose states are not computed yet.
     self.written: set[tuple] = set()
 
   def _held(self, request_id: str) -> Held:
-    """What a request has; an unknown one has nothing."""
-    nothing = Sequence([[] for _ in self.groups], [], ())
-    return self.held.get(request_id, Held(nothing, [None for _ in self.groups]))
-
-  # --- lookup ----------------------------------------------------------------
+    """Returns the entries of a request, empty for an unknown one."""
+    empty = Sequence([[] for _ in self.groups], [], ())
+    return self.held.get(request_id, Held(empty, [None for _ in self.groups]))
 
   def get_computed_pages(self, request: Request) -> tuple[CachePages, int]:
-    """The longest cached prefix that leaves a token to compute."""
+    """Finds the longest cached prefix that leaves a token to compute."""
     request.shared_prefix_boundary = 0
     if not self.caching or request.prompt_logprobs:
       return CachePages(tuple([] for _ in self.groups)), 0
@@ -176,8 +173,6 @@ class ReferenceManager:
     if not self.rules.classic:
       request.shared_prefix_boundary = hit.junction
     return CachePages(tuple(hit.tables())), hit.tokens
-
-  # --- allocation ------------------------------------------------------------
 
   def allocate_slots(
     self,
@@ -193,17 +188,19 @@ class ReferenceManager:
     has_scheduled_requests: bool = True,
     num_encoder_tokens: int = 0,
   ) -> CachePages | None:
-    """Pages for new tokens; None, and no page taken, if there are too few."""
+    """Allocates pages for new tokens; returns None if too few are free."""
     external, longest = num_external_computed_tokens, self.longest
     if num_new_tokens + external + num_new_computed_tokens == 0:
       raise ValueError("nothing to allocate for")
-    behind = request.num_computed_tokens + num_new_computed_tokens + external
-    total = min(behind, longest)
+    num_computed = (
+      request.num_computed_tokens + num_new_computed_tokens + external
+    )
+    total = min(num_computed, longest)
     tokens = total + num_new_tokens
     hits = new_computed_pages and new_computed_pages.get_page_ids()
     demand = Demand(
       hits=hits or [[] for _ in self.groups],
-      behind=behind,
+      behind=num_computed,
       external=external,
       tokens=tokens,
       slots=min(tokens + num_lookahead_tokens, longest),
@@ -232,12 +229,12 @@ class ReferenceManager:
     return CachePages(new)
 
   def need(self, request_id: str, demand: Demand, capped: bool = False) -> int:
-    """Pages that leave the free queue if the demand is met.
+    """Counts the pages that leave the free queue to satisfy a demand.
 
     Args:
-      request_id: whose.
-      demand: what it asks for.
-      capped: whether no group counts more than it can hold at once.
+      request_id: the request.
+      demand: the sizes of its allocation.
+      capped: True to limit each group to its maximal pages at any time.
     """
     held, total = self._held(request_id), 0
     for number, group in enumerate(self.groups):
@@ -253,47 +250,47 @@ class ReferenceManager:
   def _needed_pages(self, number, held, demand, capped):
     group, hit = self.groups[number], demand.hits[number]
     required = group.pages_for(demand.slots)
-    most = group.most_pages(self.longest, self.in_flight)
-    if capped and most is not None:
-      required = min(required, most)
+    limit = group.most_pages(self.longest, self.in_flight)
+    if capped and limit is not None:
+      required = min(required, limit)
     count = len(held.sequence.pages[number])
     if held.considered[number] is not None:
       return max(required - count, 0)
     skipped = group.skipped_pages(demand.behind)
-    have = max(skipped, len(hit) + count)
-    return max(required - have, 0) + self._unheld(hit[skipped:])
+    num_held = max(skipped, len(hit) + count)
+    return max(required - num_held, 0) + self._unheld(hit[skipped:])
 
   def _needed_states(self, number, held, demand, capped):
-    """More than there is when the hit is not written yet."""
+    """Returns more pages than exist if the hit is not written yet."""
     group, hit = self.groups[number], demand.hits[number]
     if hit and self.pool.keys.get(hit[-1]) in self.written:
       return len(self.pool.refs) + 1
-    most = 1 if held.grew else 1 + group.scratch
-    have = len(hit) + len(held.sequence.pages[number])
+    limit = 1 if held.grew else 1 + group.scratch
+    num_held = len(hit) + len(held.sequence.pages[number])
     external = 0
     if demand.external and held.considered[number] is None:
-      # Defect 1: the page of the external state counts too, and a hit state
-      # before it is not attached. A whole sequence holds one state in the end.
+      # Unlike vLLM, this also counts the external state's page, and attaches
+      # no hit state before it. A whole sequence holds one state in the end.
       skipped = group.skipped_pages(demand.behind)
       hit = hit[skipped:]
       if not capped:
-        have = max(skipped, have)
-        external = ceil_div(demand.behind, group.size) - have
-        have += external
-    growth = group.pages_for(demand.tokens) - have
-    growth = min(growth, most) if growth > 0 else growth
+        num_held = max(skipped, num_held)
+        external = ceil_div(demand.behind, group.size) - num_held
+        num_held += external
+    growth = group.pages_for(demand.tokens) - num_held
+    growth = min(growth, limit) if growth > 0 else growth
     return external + growth + self._unheld(hit)
 
   def _unheld(self, pages):
     return sum(page != NULL and self.pool.refs[page] == 0 for page in pages)
 
   def _attach(self, held, demand):
-    """The hit and the pages of external tokens, once for each request."""
+    """Attaches the hit and pages for external tokens, once for each request."""
     if not any(demand.hits) and not demand.external:
       return
     if any(considered is not None for considered in held.considered):
       return
-    # Classic goes group by group, and may pop what a later group would touch.
+    # Classic vLLM proceeds group by group, and may pop a later group's hit.
     for number, group in enumerate(self.groups):
       skipped = group.skipped_pages(demand.behind)
       pages = demand.hits[number][skipped:]
@@ -301,18 +298,18 @@ class ReferenceManager:
       held.sequence.pages[number] = [NULL] * skipped + pages
       held.considered[number] = skipped + len(pages)
     for group, pages in zip(self.groups, held.sequence.pages, strict=True):
-      unseen = demand.behind - group.skipped_tokens(demand.behind)
-      # An encoder's pages are not for tokens of the decoder.
-      if not group.is_cross and min(unseen, demand.external) > 0:
+      num_needed = demand.behind - group.skipped_tokens(demand.behind)
+      # An encoder's pages do not hold tokens of the decoder.
+      if not group.is_cross and min(num_needed, demand.external) > 0:
         stop = ceil_div(demand.behind, group.size)
         sequences.fill(self.pool, pages, stop)
 
   def _grow(self, held, demand):
-    """Pages for the new tokens and the lookahead; what was appended."""
+    """Adds pages for new tokens and the lookahead; returns the added pages."""
     begins, new = not held.grew, []
     held.grew = True
     for number, group in enumerate(self.groups):
-      # Where states stand, the lookahead is in scratch pages.
+      # In groups of states, the lookahead is in scratch pages.
       tokens = demand.tokens if group.holds_states else demand.slots
       stop = group.pages_for(tokens, demand.encoder)
       before = len(held.sequence.pages[number])
@@ -322,16 +319,14 @@ class ReferenceManager:
       new.append(pages[before:])
     return tuple(new)
 
-  # --- publication -----------------------------------------------------------
-
   def cache_pages(self, request: Request, num_computed_tokens: int) -> None:
-    """Publishes the full pages of so many tokens."""
+    """Publishes the full pages of the computed tokens."""
     if request.request_id not in self.held:
       raise KeyError(request.request_id)
     self._publish(request, num_computed_tokens)
 
   def _publish(self, request, tokens):
-    # Defect 3: no partial entry for the end of a prompt in larger pages.
+    # Unlike vLLM, the end of a prompt in larger pages gets no partial entry.
     if not self.caching:
       return
     held = self.held[request.request_id]
@@ -352,18 +347,16 @@ class ReferenceManager:
         self.written |= {self.pool.keys[page] for page in new}
       held.considered[number] = stop
 
-  # --- release ---------------------------------------------------------------
-
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
-    """Gives back pages that no token behind these tokens attends to."""
+    """Releases pages that no token after these tokens attends to."""
     tables = self._held(request_id).sequence.pages
     for group, pages in zip(self.groups, tables, strict=True):
       sequences.recycle(self.pool, group, pages, max(0, num_computed_tokens))
 
   def free(self, request: Request) -> None:
-    """Gives everything of a request back."""
+    """Releases all pages of a request."""
     sequences.release(self.pool, self._held(request.request_id).sequence)
     self.held.pop(request.request_id, None)
 
@@ -377,18 +370,16 @@ class ReferenceManager:
     return self.pool.reset()
 
   def new_step_starts(self) -> None:
-    """A new step begins: what was published before is written now."""
+    """Begins a new step: pages published before are written now."""
     self.written.clear()
 
-  # --- what there is ---------------------------------------------------------
-
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
-    """Pages of a request by group; of an unknown one, none."""
+    """Returns the pages of a request by group, empty for an unknown one."""
     tables = self._held(request_id).sequence.pages
     return tuple(list(pages) for pages in tables)
 
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
-    """By group, leading pages that all hold; only full attention has any."""
+    """Counts leading pages that all requests hold, for full attention only."""
     common = []
     for number, pages in enumerate(self.get_page_ids(request_id)):
       tables = [held.sequence.pages[number] for held in self.held.values()]
@@ -399,27 +390,27 @@ class ReferenceManager:
     return common
 
   def free_queue(self) -> list[int]:
-    """Free pages in the order in which they will be popped."""
+    """Returns the free pages in the order in which they will be popped."""
     return list(self.pool.free)
 
   def cached_page_ids(self) -> set[int]:
-    """Pages that can be found."""
+    """Returns the pages that a lookup can find."""
     return set(self.pool.keys)
 
   @property
   def num_free_pages(self) -> int:
-    """How many pages are free."""
+    """The number of free pages."""
     return len(self.pool.free)
 
   @property
   def usage(self) -> float:
-    """Part of the pages that is held, the null page not counted."""
+    """The fraction of pages that are held, without the null page."""
     usable = len(self.pool.refs) - 1
     return 1 - len(self.pool.free) / usable if usable else 0.0
 
 
 def _root(request: Any) -> tuple:
-  """What the keys of a request begin with."""
+  """Returns the start of a request's keys."""
   return request.cache_salt or None, request.lora_name or None
 
 

@@ -1,22 +1,22 @@
 """Pages: references, the free queue, and the keys of what is cached."""
 
 NULL = 0
-"""The page that stands in a table where none is needed any more."""
+"""The null page: the placeholder for a page that is no longer needed."""
 
 
 class Pool:
-  """Which pages are free, in which order, and what can be found in them.
+  """The pages: references, the free queue and keys.
 
   Attributes:
-    unhashed_first: whether pages without a key go to the front of the queue.
+    unhashed_first: True if pages without a key go to the front of the queue.
     free: free pages in the order in which they will be popped.
     refs, pins: a count for every page; a pin is one of the references. Those
       of the null page stay 0.
     keys: page -> key, in the order of publication.
     popped, evicted, published, merged: as in `Stats`.
-    clock: pages that got a key, of use or not.
+    clock: the number of pages that got a key, published or not.
     born: page -> value of the clock when it got its key.
-    released: value of the clock when each page was last given back.
+    released: value of the clock when each page last became free.
     lifetime, idle: evicted pages by the bits of their age.
   """
 
@@ -32,7 +32,7 @@ class Pool:
     self.lifetime, self.idle = [0] * 33, [0] * 33
 
   def pop(self) -> int:
-    """Takes the first free page; whatever was cached in it is lost."""
+    """Pops the first free page and evicts its content."""
     page = self.free.pop(0)
     self.popped += 1
     if self.keys.pop(page, None) is not None:
@@ -44,7 +44,7 @@ class Pool:
     return page
 
   def hold(self, pages: list[int]) -> None:
-    """One more reference each; a free page leaves the queue where it stands."""
+    """Adds a reference to each page; a free page leaves the queue."""
     for page in pages:
       if page == NULL:
         continue
@@ -53,7 +53,7 @@ class Pool:
       self.refs[page] += 1
 
   def release(self, pages: list[int]) -> None:
-    """Gives back one reference each; the first of the list is used first."""
+    """Removes a reference of each page; the first freed page is used first."""
     freed = []
     for page in pages:
       if page == NULL:
@@ -69,15 +69,15 @@ class Pool:
     self.free = front + self.free + back
 
   def find(self, key: tuple) -> int | None:
-    """The page published first among those that carry the key."""
+    """Returns the page published first under a key, or None."""
     return next((page for page, k in self.keys.items() if k == key), None)
 
   def forget(self, page: int) -> None:
-    """Drops the key of a page, if it has one; the page stays where it is."""
+    """Drops the key of a page, if any; the page keeps its queue position."""
     self.keys.pop(page, None)
 
   def reset(self) -> bool:
-    """Drops all keys if nothing is held; the order of the queue stays."""
+    """Drops all keys if no page is held; the queue keeps its order."""
     if any(self.refs):
       return False
     self.keys.clear()

@@ -1,4 +1,4 @@
-"""The pages of one sequence: found, grown, published, recycled, given back."""
+"""The pages of one sequence: attach, grow, publish, recycle, release."""
 
 import dataclasses
 
@@ -11,16 +11,16 @@ from tests.model_of_the_cache.pool import Pool
 
 @dataclasses.dataclass
 class Sequence:
-  """What a slot or a request holds.
+  """The sequence of a slot or a request.
 
   Attributes:
-    pages: page ids in order, one list a group; the null page where a window
-      or a chunk has moved on.
-    tokens: those that have their keys and values.
-    root: what its keys begin with, such as its salt.
-    prompt: tokens that it was admitted with.
-    junction: where it diverged from what was cached in some groups.
-    gone: for each group, the columns that were given back.
+    pages: page ids in order, one list a group; the null page before a window or
+      a chunk.
+    tokens: the tokens whose K/V is final.
+    root: the start of its keys, such as its salt.
+    prompt: tokens with which it was admitted.
+    junction: where it diverged from tokens cached in some groups.
+    gone: for each group, the number of leading columns that were released.
   """
 
   pages: list[list[int]]
@@ -32,13 +32,13 @@ class Sequence:
 
   @property
   def empty(self) -> bool:
-    """Whether it holds no page, not even a null page."""
+    """True if the sequence holds no page, not even a null page."""
     return not any(self.pages)
 
 
-def missing(tables: list[list[int]], wanted: list[int]) -> int:
-  """Pages to pop until each table has the columns wanted."""
-  rows = zip(tables, wanted, strict=True)
+def missing(tables: list[list[int]], columns: list[int]) -> int:
+  """Counts the pages to pop until each table has the given columns."""
+  rows = zip(tables, columns, strict=True)
   return sum(max(stop - len(pages), 0) for pages, stop in rows)
 
 
@@ -55,15 +55,15 @@ def publish(
   columns: range,
   merge: bool = False,
 ) -> None:
-  """Makes pages findable that can be of use.
+  """Publishes the full pages that can be part of a hit.
 
   Args:
-    pool: the pages.
-    group: the group of this number.
-    number: of the group.
-    sequence: whose pages.
-    columns: of the pages; they are full.
-    merge: whether an older page with the same key takes a page's place.
+    pool: the pool.
+    group: the group with this number.
+    number: the number of the group.
+    sequence: the owner of the pages.
+    columns: the columns of the pages; all are full.
+    merge: True to replace a page by an older one with the same key.
   """
   pages = sequence.pages[number]
   for column in columns:
@@ -78,7 +78,7 @@ def publish(
     prefix = sequence.tokens[: (column + 1) * group.size]
     key = key_of(sequence.root, number, prefix)
     if page in pool.keys:
-      # A fork that shares it came here first, or it was rolled back to.
+      # A fork that shares the page published it, or truncate came back to it.
       assert pool.keys[page] == key
       continue
     older = pool.find(key)
@@ -93,27 +93,24 @@ def publish(
 
 
 def recycle(pool: Pool, group: Group, pages: list[int], tokens: int) -> int:
-  """Gives back pages that no token behind these tokens attends to.
+  """Releases pages that no token after these tokens attends to.
 
-  The last page of it is the first to be used again.
-
-  Returns:
-    How many pages were given back.
+  The last such page is popped first. Returns the number of released pages.
   """
-  behind = min(group.skipped_pages(tokens), len(pages))
-  given = [page for page in pages[:behind] if page != NULL]
-  pool.release(given[::-1])
-  pages[:behind] = [NULL] * behind
-  return len(given)
+  num_skipped = min(group.skipped_pages(tokens), len(pages))
+  released = [page for page in pages[:num_skipped] if page != NULL]
+  pool.release(released[::-1])
+  pages[:num_skipped] = [NULL] * num_skipped
+  return len(released)
 
 
 def release(pool: Pool, sequence: Sequence) -> None:
-  """Gives everything back, group by group, the last page first."""
+  """Releases all pages, group by group, the last page first."""
   for pages in sequence.pages:
     pool.release(pages[::-1])
 
 
 def attach(pool: Pool, hit: Hit) -> list[list[int]]:
-  """Tables that begin with a hit, whose pages they hold."""
+  """Returns tables that begin with a hit, and holds its pages."""
   pool.hold(hit.all_pages())
   return hit.tables()

@@ -1,4 +1,4 @@
-"""Sequences in slots, and what every verb needs."""
+"""Sequences in slots, and helpers of all verbs."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from tests.model_of_the_cache.sequences import Sequence
 
 
 def groups_of(config: CacheConfig) -> list[Group]:
-  """The groups of a cache."""
+  """Returns the groups of a cache."""
   rules = Rules(
     page_size=config.page_size,
     align=config.alignment,
@@ -28,15 +28,15 @@ def groups_of(config: CacheConfig) -> list[Group]:
 
 
 class Slots:
-  """Sequences in slots, and what all verbs need.
+  """Sequences in slots, and helpers of all verbs.
 
   Attributes:
-    groups: of layers.
+    groups: the groups of layers.
     pool: the pages.
     slots: one `Sequence` a slot.
     epoch, error: as in `CacheState`.
-    queries, hits: tokens that `admit` was asked for, and found.
-    failed: rows that did not get what they asked for.
+    queries, hits: tokens that `admit` looked up, and found.
+    failed: the number of failed rows.
   """
 
   def __init__(self, config: CacheConfig):
@@ -49,7 +49,7 @@ class Slots:
     self.slots = [self._start(None) for _ in range(config.num_slots)]
 
   def _start(self, salt) -> Sequence:
-    """A sequence of nothing; without a salt it has that of zeros."""
+    """Returns an empty sequence; no salt equals a salt of zeros."""
     salt = (0, 0, 0, 0) if salt is None else tuple(salt)
     return Sequence(
       [[] for _ in self.groups],
@@ -59,7 +59,7 @@ class Slots:
     )
 
   def room(self, slot: int) -> int:
-    """Tokens for which every group of a slot has pages."""
+    """Counts the tokens for which every group of a slot has pages."""
     held = zip(self.groups, self.slots[slot].pages, strict=True)
     return min(
       max(len(pages) - group.scratch, 0) * group.size
@@ -71,7 +71,7 @@ class Slots:
     return 0 <= slot < self.config.num_slots
 
   def _named_slots(self, slots, mask) -> list[Status]:
-    """SKIPPED for rows masked out; BAD_SLOT for slots named before, or none."""
+    """Returns SKIPPED for masked rows, BAD_SLOT for repeated or bad slots."""
     codes, named = [], set()
     for row, slot in enumerate(slots):
       if mask is not None and not mask[row]:
@@ -83,7 +83,7 @@ class Slots:
     return codes
 
   def _note(self, codes: list[Status]) -> list[Status]:
-    """Counts failures and makes the first stick; a misuse replaces pressure."""
+    """Counts failures and records the first; a mistake replaces pressure."""
     for code in codes:
       if code in (Status.OK, Status.SKIPPED):
         continue
@@ -94,24 +94,22 @@ class Slots:
         self.error = code
     return codes
 
-  # --- columns ---------------------------------------------------------------
-
   def _pages_for(self, tokens: int, encoder: int = 0) -> list[int]:
-    """Columns for so many tokens, for each group."""
+    """Counts the columns of each group for tokens."""
     return [group.pages_for(tokens, encoder) for group in self.groups]
 
-  def _overfull(self, wanted: list[int]) -> bool:
-    """Whether scratch pages do not fit into the table."""
-    most = [self.config.slot_tokens // group.size for group in self.groups]
-    return any(n > m for n, m in zip(wanted, most, strict=True))
+  def _overfull(self, columns: list[int]) -> bool:
+    """Returns True if scratch pages do not fit into the table."""
+    limits = [self.config.slot_tokens // group.size for group in self.groups]
+    return any(n > m for n, m in zip(columns, limits, strict=True))
 
-  def _grown(self, tables, wanted, begins):
-    """The tables before their last columns are popped."""
-    rows = zip(self.groups, tables, wanted, strict=True)
+  def _grown(self, tables, columns, begins):
+    """Returns the tables before their last columns are popped."""
+    rows = zip(self.groups, tables, columns, strict=True)
     return [group.grown(pages, stop, begins) for group, pages, stop in rows]
 
-  def _fill(self, tables, wanted):
-    for pages, stop in zip(tables, wanted, strict=True):
+  def _fill(self, tables, columns):
+    for pages, stop in zip(tables, columns, strict=True):
       sequences.fill(self.pool, pages, stop)
     return tables
 
@@ -119,7 +117,7 @@ class Slots:
     return [(self.config.no_page,) * 2] * self.config.num_groups
 
   def _stateless(self, sequence, length):
-    """Whether some state after so many tokens is not in its page."""
+    """Returns True if the state after `length` tokens is not in a page."""
     for group, pages in zip(self.groups, sequence.pages, strict=True):
       if not group.holds_states or length == 0:
         continue

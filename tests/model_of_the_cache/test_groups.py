@@ -23,7 +23,7 @@ CHUNK = ChunkedLocal(chunk=4, page_size=2)
 
 
 def _found(kind, cached, tail=0):
-  """Pages of the longest hit, where the letters T are cached pages."""
+  """Counts the pages of the longest hit; each letter T is a cached page."""
   group = manager(2, (kind,)).groups[0]
   limit = len(cached) * group.size + tail
   search = Search([group], lambda _, column: cached[column] == "T", limit + 1)
@@ -63,9 +63,9 @@ class TestLookup:
 
   def test_chunk_alone_finds_nothing_in_an_empty_cache(self):
     cache = manager(40, (ChunkedLocal(chunk=48, page_size=16),))
-    one = request("0", range(100))
-    assert hit_of(cache, one) == ([[]], 0)
-    admit(cache, one)
+    seq = request("0", range(100))
+    assert hit_of(cache, seq) == ([[]], 0)
+    admit(cache, seq)
     # Tokens 96 to 99 are in a page that is not full, so nothing is found.
     assert hit_of(cache, request("1", range(100))) == ([[]], 0)
     hit, tokens = hit_of(cache, request("1", range(90)))
@@ -94,10 +94,10 @@ class TestLookup:
     admit(cache, request("0", range(72)))
     windows = cache.get_page_ids("0")[1]
     assert windows == [*range(4, 13)]
-    kept = [
+    columns = [
       place for place, page in enumerate(windows) if page in cache.pool.keys
     ]
-    assert kept == [3, 4, 7, 8]
+    assert columns == [3, 4, 7, 8]
     assert hit_of(cache, request("1", range(72)))[1] == 32
 
 
@@ -122,9 +122,9 @@ class TestRecycling:
 
   def test_frees_stay_when_there_is_no_room(self):
     cache = manager(5, (WINDOW,))
-    one = request("0", range(8))
-    admit(cache, one)
-    assert decode(cache, one, range(20)) is None
+    seq = request("0", range(8))
+    admit(cache, seq)
+    assert decode(cache, seq, range(20)) is None
     assert cache.get_page_ids("0") == ([0, 0, 3, 4],)
     assert cache.free_queue() == [2, 1]
 
@@ -133,11 +133,11 @@ class TestRecycling:
     window, chunk = manager(10, (WINDOW, CHUNK), enable_caching=False).groups
     assert window.most_pages(longest=100, in_flight=6) == 6  # ceil(9 / 2) + 1
     assert chunk.most_pages(longest=100, in_flight=6) == 5
-    one = request("0", range(60))
-    assert admit(cache, one, 6, full_sequence_must_fit=True)[1] == [[1, 2, 3]]
+    seq = request("0", range(60))
+    assert admit(cache, seq, 6, full_sequence_must_fit=True)[1] == [[1, 2, 3]]
     tight = manager(6, (WINDOW,), max_in_flight=6, max_model_len=100)
-    one = request("0", range(60))
-    assert admit(tight, one, 6, full_sequence_must_fit=True)[1] is None
+    seq = request("0", range(60))
+    assert admit(tight, seq, 6, full_sequence_must_fit=True)[1] is None
 
   @pytest.mark.parametrize("group", [WINDOW, CHUNK])
   @pytest.mark.parametrize(("nulls", "need"), [(0, 20), (5, 15)])
@@ -150,11 +150,11 @@ class TestRecycling:
 
   def test_uncached_pages_of_a_window_are_used_first(self):
     cache = manager(20, (WINDOW,), prefix_retention_interval=0)
-    one = request("0", range(12), num_prompt_tokens=7)
-    admit(cache, one)
+    seq = request("0", range(12), num_prompt_tokens=7)
+    admit(cache, seq)
     # Only the window before token 6 is kept: places 1 and 2.
     assert cache.cached_page_ids() == {2, 3}
-    cache.free(one)
+    cache.free(seq)
     assert cache.free_queue()[:4] == [6, 5, 4, 1]
     assert cache.free_queue()[-2:] == [3, 2]
 
@@ -162,23 +162,23 @@ class TestRecycling:
 class TestRetention:
   def test_latest_and_every(self):
     window = SlidingWindow(window=3, page_size=2)
-    for retention, kept in ((None, [*range(10)]), (0, [9]), (8, [3, 7, 9])):
+    for retention, columns in ((None, [*range(10)]), (0, [9]), (8, [3, 7, 9])):
       cache = manager(30, (window,), prefix_retention_interval=retention)
       admit(cache, request("0", [*range(21)]))
-      assert cache.cached_page_ids() == {place + 1 for place in kept}
+      assert cache.cached_page_ids() == {place + 1 for place in columns}
 
   def test_states(self):
-    for retention, kept in ((None, [0, 1, 2, 3]), (0, [3]), (8, [1, 3])):
+    for retention, columns in ((None, [0, 1, 2, 3]), (0, [3]), (8, [1, 3])):
       cache = manager(
         30, (Recurrent(page_size=4),), prefix_retention_interval=retention
       )
-      one = request("0", range(18))
+      seq = request("0", range(18))
       pages = []
       for new in (4, 4, 4, 4, 2):
         cache.new_step_starts()
-        pages += cache.allocate_slots(one, new).get_page_ids()[0]
-        one.num_computed_tokens += new
-      assert cache.cached_page_ids() == {pages[place] for place in kept}
+        pages += cache.allocate_slots(seq, new).get_page_ids()[0]
+        seq.num_computed_tokens += new
+      assert cache.cached_page_ids() == {pages[place] for place in columns}
 
   def test_junction_is_kept(self):
     window = SlidingWindow(window=3, page_size=2)
@@ -195,19 +195,19 @@ class TestRetention:
   def test_junction_of_states_is_kept(self):
     groups = (FullAttention(page_size=4), Recurrent(page_size=4))
     cache = manager(60, groups, prefix_retention_interval=0)
-    found = []
+    hits = []
     for name in range(3):
-      one = request(str(name), [*range(8), *range(100 * name, 100 * name + 9)])
-      found.append(hit_of(cache, one)[1])
+      seq = request(str(name), [*range(8), *range(100 * name, 100 * name + 9)])
+      hits.append(hit_of(cache, seq)[1])
       # As schedulers do: a chunk ends where a state is to be kept.
       for end in (8, 16, 17):
         cache.new_step_starts()
-        pages, hit = cache.get_computed_pages(one)
-        held = one.num_computed_tokens
+        pages, hit = cache.get_computed_pages(seq)
+        held = seq.num_computed_tokens
         pages, hit = (None, 0) if held else (pages, hit)
-        assert cache.allocate_slots(one, end - held - hit, hit, pages)
-        one.num_computed_tokens = end
-    assert found == [0, 0, 8]
+        assert cache.allocate_slots(seq, end - held - hit, hit, pages)
+        seq.num_computed_tokens = end
+    assert hits == [0, 0, 8]
 
   @pytest.mark.parametrize(
     ("groups", "retention"),
@@ -222,12 +222,12 @@ class TestRetention:
 class TestState:
   def test_table(self):
     cache = manager(12, (Recurrent(page_size=4),))
-    one = request("0", range(30))
+    seq = request("0", range(30))
     tables = []
     for new in (4, 4, 12, 2):
       cache.new_step_starts()
-      assert cache.allocate_slots(one, new)
-      one.num_computed_tokens += new
+      assert cache.allocate_slots(seq, new)
+      seq.num_computed_tokens += new
       tables.append(cache.get_page_ids("0")[0])
     assert tables == [
       [1],
@@ -237,14 +237,14 @@ class TestState:
       [0, 0, 0, 0, 3, 4],
     ]
     assert cache.cached_page_ids() == {1, 2, 3}
-    again = request("1", range(30))
-    assert hit_of(cache, again) == ([[0, 0, 0, 0, 3]], 20)
+    second = request("1", range(30))
+    assert hit_of(cache, second) == ([[0, 0, 0, 0, 3]], 20)
 
   def test_scratch_pages_move(self):
     cache = manager(12, (Recurrent(page_size=4, num_speculative=2),))
-    one = request("0", range(30))
-    assert admit(cache, one, 4)[1] == [[1, 2, 3]]
-    assert cache.allocate_slots(one, 12).get_page_ids() == ([2, 3, 4],)
+    seq = request("0", range(30))
+    assert admit(cache, seq, 4)[1] == [[1, 2, 3]]
+    assert cache.allocate_slots(seq, 12).get_page_ids() == ([2, 3, 4],)
     assert cache.get_page_ids("0") == ([1, 0, 0, 2, 3, 4],)
 
   def test_same_step_hit_waits(self):

@@ -1,6 +1,6 @@
-"""The reference model alone, where the library's manager is not asked too.
+"""Tests of the reference manager alone, without the library's manager.
 
-The traces that both tell are in `tests.host.test_manager_traces`.
+Traces that compare both are in `tests.host.test_manager_traces`.
 """
 
 import pytest
@@ -36,15 +36,15 @@ class TestFull:
     cache.free(first)
     cache.free(other)
     assert cache.free_queue() == [3, 1, 2]
-    again = request("2", range(8))
-    assert admit(cache, again) == ([[1]], [[3]])
+    repeated = request("2", range(8))
+    assert admit(cache, repeated) == ([[1]], [[3]])
 
   def test_caching_off(self):
     cache = manager(5, enable_caching=False)
-    one = request("0", range(10))
-    assert admit(cache, one) == ([[]], [[1, 2, 3]])
+    sequence = request("0", range(10))
+    assert admit(cache, sequence) == ([[]], [[1, 2, 3]])
     assert cache.cached_page_ids() == set()
-    cache.free(one)
+    cache.free(sequence)
     assert cache.free_queue() == [3, 2, 1, 4]
 
   def test_eagle_drops_a_page(self):
@@ -88,8 +88,8 @@ class TestHybrid:
     """Worked by hand: 18, 12, 8 and 2 tokens are tried."""
     windows = [SlidingWindow(window=size, page_size=2) for size in (3, 5)]
     cache = manager(40, (FullAttention(page_size=2), *windows), use_eagle=True)
-    one = request("0", range(21))
-    admit(cache, one)
+    sequence = request("0", range(21))
+    admit(cache, sequence)
     _, first, second = cache.get_page_ids("0")
     cache.evict_pages([first[place] for place in (2, 4, 5, 6, 7)])
     cache.evict_pages([second[place] for place in (7, 8, 9)])
@@ -104,14 +104,14 @@ class TestHybrid:
   def test_page_sizes(self):
     small = SlidingWindow(window=8, page_size=4)
     cache = manager(21, (FullAttention(page_size=8), small))
-    one = request("0", range(27))
-    assert admit(cache, one)[1] == [[1, 2, 3, 4], [*range(5, 12)]]
+    sequence = request("0", range(27))
+    assert admit(cache, sequence)[1] == [[1, 2, 3, 4], [*range(5, 12)]]
     # Only whole multiples of 8 tokens; the prompt's end is left alone.
     assert cache.cached_page_ids() == {1, 2, 3, 5, 6, 7, 8, 9, 10}
-    again = request("1", range(27))
-    assert hit_of(cache, again) == ([[1, 2, 3], [0, 0, 0, 0, 9, 10]], 24)
+    repeated = request("1", range(27))
+    assert hit_of(cache, repeated) == ([[1, 2, 3], [0, 0, 0, 0, 9, 10]], 24)
     cache.evict_pages([10])
-    assert hit_of(cache, again) == ([[1, 2], [0, 0, 7, 8]], 16)
+    assert hit_of(cache, repeated) == ([[1, 2], [0, 0, 7, 8]], 16)
 
   @pytest.mark.parametrize("policy", ["current", "classic"])
   def test_hits_of_all_groups_are_held_before_any_page_is_taken(self, policy):

@@ -1,9 +1,9 @@
-"""The verbs of `jaxkv`, over slots: what every one must return and leave.
+"""The verbs of `jaxkv` over slots: their correct results and states.
 
-A verb has the same arguments as the real one, as lists, and gives a dict of
-what that must return. Keys are tuples of the tokens themselves, the free queue
-is a list, and rows are worked off one by one, so that the batch law is how
-this file is written, not something it checks.
+A verb takes the arguments of the real verb as lists, and returns the expected
+result as a dict. Keys are tuples of the tokens themselves, and the free queue
+is a list. Rows are served one by one, so a batch equals one call a row by
+construction.
 """
 
 import copy
@@ -19,10 +19,10 @@ from tests.model_of_the_cache.slots import Slots
 
 
 class Arriving(Slots):
-  """match, admit, pin: sequences that come, with whatever of them is cached."""
+  """match, admit, pin: the verbs that look up cached prefixes."""
 
   def match(self, tokens, lengths, salts=None, mask=None):
-    """Longest cached prefix of each row; changes nothing."""
+    """Finds the longest cached prefix of each row; changes nothing."""
     rows = self._rows(tokens, lengths, salts)
     hits = [
       self._match(*row) if counts else lookup.miss(self.groups)
@@ -43,13 +43,13 @@ class Arriving(Slots):
     return lookup.find(self.groups, self.pool, root, row[:length])
 
   def _padded(self, hits, columns):
-    """Pages as [R, G, columns], NO_PAGE before and behind those needed."""
+    """Returns pages as [R, G, columns], NO_PAGE where none is needed."""
     no_page = self.config.no_page
     padded = []
     for hit in hits:
       padded.append([])
-      for first, own in zip(hit.first, hit.pages, strict=True):
-        pages = [no_page] * first + own
+      for first, needed in zip(hit.first, hit.pages, strict=True):
+        pages = [no_page] * first + needed
         padded[-1].append(pages + [no_page] * (columns - len(pages)))
     return padded
 
@@ -72,8 +72,8 @@ class Arriving(Slots):
     encoders = num_encoder_tokens or [0] * len(rows)
     for index, (row, length, salt) in enumerate(rows):
       encoder = encoders[index]
-      least = min(length - 1, room[index] - 1, keep[index], encoder)
-      fits = least >= 0 and length <= len(row)
+      smallest = min(length - 1, room[index] - 1, keep[index], encoder)
+      fits = smallest >= 0 and length <= len(row)
       code = self._check_admit(slots[index], max(length, encoder), fits, named)
       if mask is not None and not mask[index]:
         code = Status.SKIPPED
@@ -93,14 +93,14 @@ class Arriving(Slots):
       for index, (hit, _) in plans.items()
     }
     cached = [0] * len(rows)
-    for index, (hit, wanted) in plans.items():
+    for index, (hit, columns) in plans.items():
       row, length, salt = rows[index]
       sequence = self.slots[slots[index]] = self._start(salt)
       sequence.tokens = list(row[: hit.tokens])
       sequence.prompt, sequence.junction = length, hit.junction
       sequence.gone = list(hit.first)
-      grown = self._grown(tables[index], wanted, True)
-      sequence.pages = self._fill(grown, wanted)
+      grown = self._grown(tables[index], columns, True)
+      sequence.pages = self._fill(grown, columns)
       self.queries += length
       self.hits += hit.tokens
       cached[index] = hit.tokens
@@ -115,15 +115,15 @@ class Arriving(Slots):
       return Status.BAD_LENGTH
     return Status.SLOT_FULL if length > self.config.slot_tokens else Status.OK
 
-  def _price(self, hit, wanted, left, woken):
-    """Whether there is room, and what leaves the free list then.
+  def _price(self, hit, columns, left, woken):
+    """Returns a code, and the number of pages that leave the free queue.
 
-    That are pages to pop, and hits in it that no earlier row woke.
+    These are fresh pages, and free hits that no earlier row attached.
     """
-    if self._overfull(wanted):
+    if self._overfull(columns):
       return Status.SLOT_FULL, 0
-    tables = self._grown(hit.tables(), wanted, True)
-    need = sequences.missing(tables, wanted)
+    tables = self._grown(hit.tables(), columns, True)
+    need = sequences.missing(tables, columns)
     hits = set(hit.all_pages())
     wakes = {page for page in hits if not self.pool.refs[page]} - woken
     if need + len(wakes) > left:
@@ -156,10 +156,10 @@ class Arriving(Slots):
 
 
 class Growing(Slots):
-  """allocate, commit: sequences that get longer."""
+  """allocate, commit: the verbs that make sequences longer."""
 
   def allocate(self, num_tokens):
-    """Room for so many more tokens, slot by slot, group by group."""
+    """Makes room for more tokens, slot by slot, group by group."""
     return self.allocate_slots(num_tokens, range(self.config.num_slots))
 
   def allocate_slots(
@@ -180,20 +180,20 @@ class Growing(Slots):
     if min(count, encoder) < 0:
       return Status.BAD_LENGTH, 0
     total = len(sequence.tokens) + count
-    wanted = self._pages_for(total, encoder)
+    columns = self._pages_for(total, encoder)
     if max(total, encoder) > self.config.slot_tokens or (
-      count and self._overfull(wanted)
+      count and self._overfull(columns)
     ):
       return Status.SLOT_FULL, 0
     if count == 0:
       return Status.OK, 0
-    tables = self._grown(sequence.pages, wanted, sequence.empty)
-    need = sequences.missing(tables, wanted)
+    tables = self._grown(sequence.pages, columns, sequence.empty)
+    need = sequences.missing(tables, columns)
     if need > len(self.pool.free):
       return Status.OUT_OF_PAGES, 0
     if sequence.empty:
       sequence = self.slots[slot] = self._start(None)
-    sequence.pages = self._fill(tables, wanted)
+    sequence.pages = self._fill(tables, columns)
     return Status.OK, need
 
   def commit(self, tokens, counts):
@@ -234,10 +234,10 @@ class Growing(Slots):
 
 
 class Ending(Slots):
-  """recycle, free, unpin, evict and the rest: pages that come back."""
+  """recycle, free, unpin, evict and others: the verbs that release pages."""
 
   def recycle(self, lengths=None):
-    """Gives back what windows and chunks left behind, the last page first."""
+    """Releases pages before windows and chunks, the last page first."""
     if lengths is None:
       lengths = [len(sequence.tokens) for sequence in self.slots]
     return self.recycle_slots(lengths, range(self.config.num_slots))
@@ -250,27 +250,27 @@ class Ending(Slots):
         slots, lengths, self._named_slots(slots, mask), strict=True
       )
     ]
-    given = [
+    released = [
       0 if code else self._recycle(slot, length)
       for slot, length, code in zip(slots, lengths, codes, strict=True)
     ]
-    return {"code": self._note(codes), "num_recycled_pages": given}
+    return {"code": self._note(codes), "num_recycled_pages": released}
 
   def _not_final(self, slot, length):
-    """What is not final may still be attended to."""
+    """Returns BAD_LENGTH for a length past the final tokens."""
     final = len(self.slots[slot].tokens)
     return Status.BAD_LENGTH if length > final else Status.OK
 
   def _recycle(self, slot, length):
-    """The same for one slot."""
-    length, given = max(length, 0), 0
+    """Recycles one slot."""
+    length, released = max(length, 0), 0
     sequence = self.slots[slot]
     for number, group in enumerate(self.groups):
       pages = sequence.pages[number]
-      behind = min(group.skipped_pages(length), len(pages))
-      sequence.gone[number] = max(sequence.gone[number], behind)
-      given += sequences.recycle(self.pool, group, pages, length)
-    return given
+      num_skipped = min(group.skipped_pages(length), len(pages))
+      sequence.gone[number] = max(sequence.gone[number], num_skipped)
+      released += sequences.recycle(self.pool, group, pages, length)
+    return released
 
   def free_slots(self, slots, mask=None):
     """`jaxkv.free` with slot numbers."""
@@ -294,7 +294,7 @@ class Ending(Slots):
     return Status.OK
 
   def touch(self, pages, mask=None):
-    """Pins pages, given as [X][P], that are held or cached."""
+    """Pins pages, lists [X][P], that are held or cached."""
     return self._by_page(self._masked(pages, mask), self._touch)
 
   def _touch(self, page):
@@ -305,7 +305,7 @@ class Ending(Slots):
     return Status.OK
 
   def evict(self, pages, mask=None):
-    """Drops the keys of pages; they stay where they are."""
+    """Drops the keys of pages; the pages keep their queue positions."""
     return self._by_page(self._masked(pages, mask), self._evict)
 
   def _evict(self, page):
@@ -315,26 +315,26 @@ class Ending(Slots):
     return Status.OK
 
   def unpin(self, pages, mask=None):
-    """Gives pins back, in each row the last page first."""
+    """Removes pins, in each row the last page first."""
     codes = []
     for row in self._masked(pages, mask):
       backwards = [self._named(page, self._unpin) for page in row[::-1]]
       codes.append(backwards[::-1])
-      given = zip(row, codes[-1], strict=True)
-      ok = [page for page, code in given if code == Status.OK]
+      results = zip(row, codes[-1], strict=True)
+      ok = [page for page, code in results if code == Status.OK]
       self.pool.release(ok[::-1])
     self._note(list(itertools.chain(*codes)))
     return {"code": codes}
 
   def _unpin(self, page):
-    """Takes a pin away, but not yet its reference."""
+    """Removes a pin, but not yet its reference."""
     if self.pool.pins[page] == 0:
       return Status.NOT_PINNED
     self.pool.pins[page] -= 1
     return Status.OK
 
   def _masked(self, pages, mask):
-    """The pages, NO_PAGE where they are masked out."""
+    """Returns the pages, NO_PAGE where they are masked out."""
     if mask is None:
       return pages
     return [
@@ -363,31 +363,31 @@ class Ending(Slots):
     return {"code": self._note([code])[0]}
 
   def new_epoch(self):
-    """Nothing published so far will be found again."""
+    """Starts an epoch, whose lookups find no page published before."""
     self.epoch += 1
     return {"epoch": self.epoch}
 
   def num_common_prefix_pages(self):
-    """Leading pages that all sequences share, for each group."""
+    """Counts the leading pages that all sequences share, for each group."""
     running = [slot.pages for slot in self.slots if not slot.empty]
     common = []
     for tables in zip(*running, strict=True):
       columns = zip(*tables, strict=False)
-      same = [
+      is_shared = [
         len(set(column)) == 1 and NULL not in column for column in columns
       ]
-      common.append([*same, False].index(False))
+      common.append([*is_shared, False].index(False))
     return common or [0] * self.config.num_groups
 
 
 class Oracle(Arriving, Growing, Branching, Ending):
-  """A whole cache."""
+  """A cache with all verbs."""
 
   def copy(self) -> "Oracle":
-    """A cache that shares nothing with this one."""
+    """Returns a deep copy."""
     return copy.deepcopy(self)
 
 
 def _all(mask, rows):
-  """The mask, all True for None."""
+  """Returns the mask, all True for None."""
   return [True] * len(rows) if mask is None else mask

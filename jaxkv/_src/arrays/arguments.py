@@ -226,6 +226,7 @@ def _on_host(name: str, value: Any) -> Any:
   try:
     return np.asarray(value)
   except jax.errors.TracerArrayConversionError:
+    # A list that holds tracers cannot become a NumPy array.
     return jnp.asarray(value)
   except ValueError as error:
     raise ValueError(f"`{name}` must be a rectangular array: {error}") from None

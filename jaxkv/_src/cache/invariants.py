@@ -105,6 +105,7 @@ def _tables(state: CacheState) -> Array:
 
 
 def _refs(state: CacheState) -> Array:
+  # The null page is in many columns, but never counted; NO_PAGE is dropped.
   entries = state.page_table.reshape(-1)
   entries = indexing.where_valid(entries > 0, entries)
   num_entries = indexing.add(
@@ -153,6 +154,7 @@ def _index(state: CacheState) -> Array:
   position = prefix_index.position_of(index, pages)
   keys = prefix_index.key_of(index, pages)
   is_placed = indexing.take(position, entries, fill=-1) == places
+  # Several pages may have one key. A lookup finds the first page published.
   first = prefix_index.lookup(index, keys, index.tokens)
   same_key = prefix_index.key_of(index, first) == keys
   # Lookups rely on these counts to stop: one too small would hide a page.

@@ -165,6 +165,7 @@ def empty_log(log: EventLog) -> EventLog:
 
 
 def _push(log: EventLog, valid: Array, **fields: Array) -> EventLog:
+  # `put` drops the events that do not fit, as their places are out of range.
   rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = indexing.where_valid(valid, log.count + rank - 1)
   written = {

@@ -269,6 +269,7 @@ def _publish_rows(
   steps = config.alignment // config.page_size
   num_completed = indexing.take(stream.num_completed, row_window)
   last = jnp.maximum(num_completed * steps - 1, 0)[:, None, None]
+  # The chain advances to the last multiple of A. Later tokens go to the tail.
   chain = indexing.put(
     done.chain,
     indexing.where_valid(num_completed > 0, slots),
@@ -292,6 +293,7 @@ def _publish_rows(
     begin = column * step - indexing.take(stream.num_aligned, row) * steps
     key = indexing.take(keys, position, begin + step - 1)
     parent = indexing.take(keys, position, begin - 1)
+    # The first page of a stream follows the key of the slot's chain.
     parent = jnp.where(
       (begin == 0)[:, None], indexing.take(before, position), parent
     )

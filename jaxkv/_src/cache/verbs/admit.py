@@ -209,6 +209,7 @@ def admit_found(
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, slots)
   bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > max_length)
   bad_length |= jnp.minimum(keep_free, encoder) < 0
+  # The order of the cases is part of the contract: a row reports the first one.
   code = first_code(
     (skipped, Status.SKIPPED),
     (~in_range(state, slots), Status.BAD_SLOT),
@@ -224,6 +225,7 @@ def admit_found(
   cached = prefix.num_cached_tokens
   # Equal to min(cached + num_tokens, lengths), but the sum cannot overflow.
   room = cached + jnp.minimum(num_tokens, lengths - cached)
+  # The sizes of refused rows may be out of range, so they count as 0.
   stop = config.sizes.columns_for(
     jnp.where(asked, room, 0), jnp.where(asked, encoder, 0)
   )

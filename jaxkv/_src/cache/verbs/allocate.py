@@ -124,6 +124,7 @@ def _required_columns(
     jnp.where(too_many, 0, jnp.maximum(n, 0)) for n in (num_tokens, encoder)
   )
   stop = config.sizes.columns_for(length + num_new, num_encoder)
+  # A row without new tokens keeps its columns, even if an encoder needs more.
   stop = jnp.where(num_tokens[:, None] > 0, stop, 0)
   code = first_code(
     ((num_tokens < 0) | (encoder < 0), Status.BAD_LENGTH),

@@ -82,6 +82,7 @@ def fork(
   length = indexing.take(state.length, src)
   code = _first_code(state, src, dst, length, skipped)
   held = indexing.take(state.num_pages, src)
+  # An encoder's columns do not depend on the length: `dst` gets all of them.
   full, stop = (
     config.sizes.keep_encoder(columns, held)
     for columns in (
@@ -139,6 +140,7 @@ def owed_copies(
   sizes, length = state.config.sizes, indexing.take(state.length, dst)
   full = sizes.full_pages(length)
   partial = sizes.open_pages(length) & served[:, None]
+  # Fixed shapes: a row without a copy has NO_PAGE as source and destination.
   return Copies(
     *(
       reserve.pages_in_column(state, slots, full, partial).reshape(-1)
@@ -183,6 +185,7 @@ def _first_code(
   has_states = recurrent.can_continue(
     state.config, state.page_table, src, length, length
   )
+  # Only rows that passed so far occupy their `dst`.
   return first_code(
     (code != Status.OK, code),
     (indexing.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),

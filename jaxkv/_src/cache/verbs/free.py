@@ -72,6 +72,7 @@ def free(
     page_table.ranges(place, first, held),
     replacement=config.no_page,
   )
+  # The leading null pages have no reference to drop.
   if config.skips_pages:
     table = page_table.fill_before(table, place, first, config.no_page)
   zeros = jnp.zeros_like(held)
@@ -167,24 +168,19 @@ def drop_behind(
   held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
   # A negative length, or one of a refused row, must not reach `quotient`.
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
-  num_skipped = jnp.minimum(config.sizes.skipped_pages(lengths), held)
-  num_skipped = config.sizes.keep_last_page(
-    num_skipped, rows.read(state.length)
-  )
-  num_skipped = jnp.where(
-    served[:, None], jnp.maximum(first, num_skipped), first
-  )
+  stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
+  stop = config.sizes.keep_last_page(stop, rows.read(state.length))
+  # Skipped pages do not come back if `lengths` is less than in an earlier call.
+  stop = jnp.where(served[:, None], jnp.maximum(first, stop), first)
   slots = rows.where(served)
-  num_pages = recurrent.num_pages(
-    config, state.page_table, slots, first, num_skipped
-  )
+  num_pages = recurrent.num_pages(config, state.page_table, slots, first, stop)
   pool, table = page_table.shrink(
     state.pool,
     state.page_table,
-    page_table.ranges(slots, first, num_skipped),
+    page_table.ranges(slots, first, stop),
     replacement=0,
   )
-  skipped = rows.write(state.num_skipped_pages, served, num_skipped)
+  skipped = rows.write(state.num_skipped_pages, served, stop)
   state = dataclasses.replace(
     state, page_table=table, num_skipped_pages=skipped, pool=pool
   )
@@ -282,6 +278,7 @@ def truncate(
     state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
+    # `_release_columns` moves the scratch pages, as if the sequence were new.
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)
@@ -324,6 +321,7 @@ def _release_columns(
   keep = jnp.where(served[:, None], plan.stop, held)
   start = jnp.where(served[:, None], plan.hit, held)
   scratch = recurrent.num_scratch(config, held, keep)
+  # A slot that becomes empty releases its scratch pages too.
   scratch = jnp.where(keep > 0, scratch, 0)
   slots = rows.where(served)
   pool, table = page_table.shrink(

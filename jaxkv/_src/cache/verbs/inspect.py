@@ -115,6 +115,7 @@ def num_common_prefix_pages(state: CacheState) -> Array:
   is_shared = (state.page_table == first_row[None]) | ~active[:, None, None]
   has_page = (first_row > 0) & (first_row < state.config.no_page)
   common = jnp.all(is_shared, axis=0) & has_page & jnp.any(active)
+  # The product is 1 up to the first column that differs.
   return jnp.sum(
     jnp.cumprod(common, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32
   )
