@@ -284,6 +284,7 @@ def count_evicted(
 
 
 def _count(counts: Array, age: Array, valid: Array) -> Array:
+  # The bit length, from the number of leading zeros.
   bits = jnp.int32(32) - lax.clz(age).astype(jnp.int32)
   place = indexing.where_valid(valid, bits)
   return indexing.add(counts, place, values=jnp.uint32(1))

@@ -93,12 +93,11 @@ def pop(
   count = jnp.cumsum(live, dtype=jnp.int32)
   valid = live & (count <= num_pages)
   num_popped = count[-1] - jnp.maximum(count[-1] - num_pages, 0)
-  # The first entry that must stay stops the head. An entry past the span is not
-  # part of the queue.
+  # The head stops at the first live entry that was not popped, or at the end.
   stays = (live & ~valid) | (lanes >= queue.span)
   passed = jnp.min(jnp.where(stays, lanes, window))
-  # The head passes every popped entry, so the positions of the popped pages can
-  # stay as they are: no live entry is there any more.
+  # The positions of popped pages need no update: the head has passed them, and
+  # positions outside of the span are not live.
   queue = dataclasses.replace(
     queue,
     head=_wrap(queue, queue.head + passed),

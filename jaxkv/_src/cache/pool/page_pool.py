@@ -104,6 +104,7 @@ def pop(
   place, new = indexing.where_valid(valid, pages), pool.new
   if new is not None:
     new = indexing.put(new, place, values=True)
+  # A free page has no references, so its count is set instead of increased.
   pool = dataclasses.replace(
     pool,
     ref_count=indexing.put(pool.ref_count, place, values=1),

@@ -122,8 +122,8 @@ def grow(
   """
   total = jnp.sum(filled.counts, dtype=jnp.int32)
 
-  # Not `for_each`: stale entries of the queue make a trip pop fewer pages.
-
+  # Not `for_each`: because of stale entries in the queue, a trip may pop fewer
+  # pages than a window has.
   def trip(loop):
     done, evicted, pool, table = loop
     pool, popped = page_pool.pop(pool, total - done, window=loops.WINDOW)
@@ -208,7 +208,7 @@ def place_of(
   filled: Ranges, items: Items, *, descending: bool = False
 ) -> tuple[Array, Array, Array]:
   """Returns slot, group and column of items; invalid items get NOWHERE."""
-  # One gather for all three instead of three.
+  # One gather instead of three.
   edge = filled.stop if descending else filled.start
   bounds = jnp.stack([filled.slot, filled.group, edge], axis=-1)
   located = indexing.take(bounds, items.row, fill=indexing.NOWHERE)

@@ -99,6 +99,7 @@ def root_key(secret: Array, epoch: Array, salts: Array | None) -> Array:
   root = _stack(_permute(_xor(_unstack(secret[_ROOT]), versions)))
   if salts is None:
     salts = jnp.zeros((KEY_WORDS,), jnp.uint32)
+  # A permutation lies between epoch and salt, so no salt can cancel an epoch.
   root = jnp.broadcast_to(root, salts.shape)
   return _stack(_permute(_xor(_unstack(root), _unstack(salts))))
 

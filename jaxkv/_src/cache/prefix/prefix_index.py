@@ -240,6 +240,7 @@ def remove(
 
   Their keys and tokens stay readable. A page that is not cached is unchanged.
   """
+  # An invalid row reads NOWHERE as its position, so it counts as not cached.
   keys, stamps, position = _split(
     indexing.take(index.entry, indexing.where_valid(valid, pages), fill=NOWHERE)
   )

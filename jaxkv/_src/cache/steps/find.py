@@ -86,9 +86,8 @@ def find_prefix(
     root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
   else:
     root = hashed[0]
-  # The arrays of a miss are computed from `zero`, so that inside `shard_map`
-  # they vary over the same axes as those of a hit: `lax.cond` requires equal
-  # types.
+  # A miss is computed from `zero`: inside `shard_map` it must vary over the
+  # same axes as a hit, since `lax.cond` requires equal types.
   no_columns = config.sizes.full_pages(zero)
   no_pages = jnp.broadcast_to(
     no_columns[..., None], (*no_columns.shape, columns)
@@ -159,11 +158,11 @@ def _look_up(
   )
   pages, begin = [], 0
   for rows, columns in shapes:
-    group_keys = flat_pages[begin : begin + rows * columns].reshape(
+    group_pages = flat_pages[begin : begin + rows * columns].reshape(
       rows, columns
     )
     begin += rows * columns
-    pages.append(jnp.pad(group_keys, ((0, 0), (0, keys.shape[1] - columns))))
+    pages.append(jnp.pad(group_pages, ((0, 0), (0, keys.shape[1] - columns))))
   return jnp.stack(pages, axis=1)
 
 
@@ -237,7 +236,7 @@ def _agree(
   before = _Candidate(limit, per_kind > 0, per_kind, zero)
   num_hashed = (limit + 1) // config.page_size * config.page_size
   candidate = _round(config, kinds, num_hashed, before, first=True)
-  # One kind beside full attention has nobody to disagree with.
+  # With full attention and at most one other kind, one round is enough.
   if len(kinds) <= 2 and kinds[0].is_full:
     return candidate.length, candidate.longest
 

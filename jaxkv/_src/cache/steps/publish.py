@@ -25,7 +25,7 @@ from jaxkv._src.cache.prefix.hashing import SlotHashes
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.cache.state import counted
 
-# A decode step completes pages in few of its rows: it hashes a window of these.
+# In a decode step few rows complete a page. Only those are hashed, in windows.
 ROWS_AT_ONCE = 32
 """The number of rows whose tokens are hashed in one trip."""
 
@@ -177,15 +177,13 @@ def needs_skipped_page(
   if state.hashes is None:
     return lengths < 0
   aligned = lengths // config.alignment * config.alignment
-  length, num_skipped = (
-    rows.read(state.length),
-    rows.read(state.num_skipped_pages),
-  )
+  length = rows.read(state.length)
+  num_skipped = rows.read(state.num_skipped_pages)
   moved = aligned < length // config.alignment * config.alignment
   group = config.token_group
   if config.groups[group].holds_states:
-    # A recurrent group keeps pages only where a state is. A sequence goes back
-    # to the end of such a page, and no token after it must be read.
+    # A recurrent group has few pages, from which a tail cannot be read. It can
+    # only go back to a multiple of A, where the tail is empty.
     return moved & (aligned < lengths)
   begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
   return moved & (begin < num_skipped[:, group])
@@ -285,9 +283,8 @@ def _publish_rows(
   def publish_columns(done: _Progress, items: Items) -> _Progress:
     place = page_table.place_of(final, items)
     slot, group, column = place
-    position = indexing.quotient(
-      items.row, config.num_groups
-    )  # Position in `window`.
+    # A range for each row and group, so this is the row's place in the window.
+    position = indexing.quotient(items.row, config.num_groups)
     row = indexing.take(row_window, position, fill=indexing.NOWHERE)
     step = indexing.take(page_steps, group)
     begin = column * step - indexing.take(stream.num_aligned, row) * steps

@@ -109,10 +109,10 @@ def reserve(
   Returns:
     The cache, and `code` with OUT_OF_PAGES for the refused rows.
   """
-  # All hits are attached before any page is popped. Otherwise the fresh pages
-  # of one row could evict the hit of another row.
   code = grant(state, plan, code, hits=hits, keep_free=keep_free)
   served = code == Status.OK
+  # All hits are attached before any page is popped. Otherwise the fresh pages
+  # of one row could evict the hit of another row.
   if hits is not None and hits.shape[-1] > 0:
     state = attach(
       state,
@@ -282,16 +282,14 @@ def _grant_with_hits(
 
   def one_by_one() -> Array:
     def serve(carry, row):
-      granted, num_left = carry
+      granted, budget = carry
       # A page is in the same column of every sequence that hits it.
       equal = free & (hits == hits[row][None])
       touched = jnp.any(equal & granted[:, None, None], axis=0)
       cost = need[row] + jnp.sum(free[row] & ~touched, dtype=jnp.int32)
-      fits = asked[row] & (cost <= num_left - keep_free[row])
-      return (
-        granted.at[row].set(fits),
-        num_left - jnp.where(fits, cost, 0),
-      ), None
+      fits = asked[row] & (cost <= budget - keep_free[row])
+      granted = granted.at[row].set(fits)
+      return (granted, budget - jnp.where(fits, cost, 0)), None
 
     row_numbers = jnp.arange(need.shape[0], dtype=jnp.int32)
     no_rows = sharding.zeros_like(asked)

@@ -62,6 +62,7 @@ def free(
   )
   served = code == Status.OK
   place = rows.where(served)
+  # Rows that are not served get empty ranges.
   first, held = (
     jnp.where(served[:, None], rows.read(columns), 0)
     for columns in (state.num_skipped_pages, state.num_pages)
