@@ -88,7 +88,7 @@ class GroupKind:
 
     Args:
       hits: bool[R, P], pages that are cached.
-      limit: int32[R], the maximal tokens of a prefix.
+      limit: int32[R], the maximal number of tokens of a prefix.
       drop: bool[R], True if the last page found is not part of the prefix,
         because a draft model needs it computed again.
       page_size: tokens a page.

@@ -178,9 +178,9 @@ def shrink(
   pool, first_unqueued = loops.for_each(
     cleared.counts, give_back, (pool, cleared.stop)
   )
-  # Pages for the front of the queue are pushed one before the other, so this
+  # Each page pushed to the front precedes the pages pushed before it, so this
   # pass visits the columns in ascending order. It starts each range at its
-  # first such page; usually there are few.
+  # first such page, since usually only the tail of a sequence has no key.
   unqueued = cleared._replace(start=first_unqueued)
   if pool.unhashed_first:
     pool = loops.for_each(unqueued.counts, push_front, pool)

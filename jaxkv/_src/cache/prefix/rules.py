@@ -85,7 +85,7 @@ def lookup_bound(
   num_hashed: Array,
   dropped: Array,
 ) -> tuple[Array, Array]:
-  """Returns the bound of a kind's lookup, and if it drops the last page found.
+  """Returns a lookup's bound, and True where it drops the last page found.
 
   With a draft model, a kind looks one page past the candidate prefix and drops
   the last page found. Under the classic rules it drops a page in every round,
@@ -131,7 +131,7 @@ def _hit_pages(config: CacheConfig, tokens: Array, size: int) -> Array:
 def _retained_prefixes(
   config: CacheConfig, prompt_length: Array, boundary: Array, size: int
 ) -> tuple[Array, ...]:
-  """Returns the lengths of retained prefixes, int32[X] each; or negative."""
+  """Returns lengths of retained prefixes, int32[X] each; negative for none."""
   # Three later prompts are likely: the same one, a longer one, and one that
   # diverges at `boundary`. The prefixes that they would hit are retained. With
   # a draft model a hit ends one page earlier.

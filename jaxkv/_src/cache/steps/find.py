@@ -211,7 +211,7 @@ def _agree(
   Args:
     config: the cache's groups.
     cached: bool[R, G, P], the cached pages.
-    limit: int32[R], the maximal tokens of a prefix.
+    limit: int32[R], the maximal number of tokens of a prefix.
 
   Returns:
     int32[R], tokens of the prefix, and int32[R], tokens of the longest hit that

@@ -194,7 +194,7 @@ def admit_found(
     slots: int32[R].
     lengths: int32[R], 1 .. `max_length`.
     find: returns the cached prefixes of the rows that ask, bool[R].
-    max_length: the maximal tokens of a sequence.
+    max_length: the maximal number of tokens of a sequence.
     skipped: bool[R], the rows that are masked out.
     pops: False to count the pages for uncached tokens without popping them; a
       later `make_room` pops them. Until then, other calls may take only pages
@@ -249,7 +249,7 @@ def admit_found(
     pops=pops,
   )
   served = code == Status.OK
-  # A refused row reports 0, and its slot keeps its bits: `write` drops it.
+  # A refused row reports 0 cached tokens; `write` leaves its slot unchanged.
   cached = jnp.where(served, cached, 0)
   state = dataclasses.replace(
     state,

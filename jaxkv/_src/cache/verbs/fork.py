@@ -90,7 +90,6 @@ def fork(
       config.sizes.columns_for(length, jnp.zeros_like(length)),
     )
   )
-
   first = jnp.minimum(indexing.take(state.num_skipped_pages, src), full)
   plan = reserve.reservation(
     state, first=first, hit=full, stop=stop, begins=jnp.ones_like(skipped)
@@ -158,8 +157,8 @@ def _share(
 ) -> CacheState:
   """Attaches the full pages of `src`, and copies its length and hashes."""
 
-  # The table passed in by the loop is read: another one would have to be kept
-  # beside it, as a copy.
+  # Reads the table in the loop's carry: reading `state.page_table` would make
+  # XLA keep a copy of it.
   def read(table: Array, row: Array, group: Array, column: Array) -> Array:
     return indexing.take(table, indexing.take(src, row), group, column)
 

@@ -222,8 +222,8 @@ def evict(
   is_repeated = indexing.num_earlier(flat_pages) > 0
   is_missing = ~page_pool.is_cached(state.pool, flat_pages) | is_repeated
   code = _first_code(state, flat_pages, (is_missing, Status.NOT_CACHED))
-  # `is_cached` reads the index, which `unpublish` updates: this dependency
-  # keeps XLA from copying it.
+  # `num_free` depends on all reads of the index by earlier verbs, so XLA can
+  # update the index in place.
   place = loops.read_before(state.pool.queue.num_free, flat_pages)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
   return _result(state, pool, code, pages)
