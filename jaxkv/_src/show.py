@@ -131,6 +131,7 @@ def show(
   )
   kinds = page_kinds(state)
   columns = _COLUMNS
+  # The picture of a large pool is about twice as wide as high.
   if len(kinds) > _LARGE_POOL:
     columns = 8 * math.ceil(math.sqrt(2 * len(kinds)) / 8)
   picture = _Picture(columns=columns, cached=frozenset(cached_pages(state)))
@@ -330,6 +331,7 @@ def _draw_legend(picture: _Picture, kinds: list[str]) -> None:
 
 def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
   """Draws the picture, scaled to fit the axes or a new figure."""
+  # Imported here, because matplotlib is optional.
   from matplotlib.collections import PatchCollection
   from matplotlib.figure import Figure
 
@@ -343,6 +345,7 @@ def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
   figure = ax.get_figure(root=True)
   assert figure is not None
   box = ax.get_window_extent()
+  # The height of a cell in points, with which texts and dots scale.
   points = 72 / figure.dpi * min(box.width / width, box.height / height)
 
   # One collection, because matplotlib draws thousands of artists slowly.
