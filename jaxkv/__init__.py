@@ -24,6 +24,9 @@ or `shard_map`, and never call the host. An old state stays usable.
 | `clear_error` | clears a recorded failure |
 | `salt`, `view` | make a salt; make the arguments of a `jaxkv.kv` call |
 
+`CacheConfig` has the static sizes and options, `CacheState` is the state, and
+`check` raises `CacheError`.
+
 A verb takes the state first and returns `(state, out)`. A query returns only
 its answer. `out.code` has a `Status` for each row, and `out.ok` is True for the
 rows that succeeded. A row that fails changes nothing. Every optional argument
@@ -65,8 +68,8 @@ Kinds of groups (`notebooks/02_groups_windows_states`):
 Every group has a separate page table, `state.page_table[:, g]`, and all groups
 share one pool. A prefix is a hit only if all groups can continue from it.
 
-Packages. `import jaxkv` also imports `jaxkv.kv` and `jaxkv.rollout`; import the
-others by name.
+Packages. `jaxkv.models` and most others are imported when they are first used;
+modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
 
 | package | description |
 |---|---|
@@ -75,13 +78,16 @@ others by name.
 | `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
 | `jaxkv.rollout` | the jitted loop: queue, prefill, decode, refill |
 | `jaxkv.models` | decoders in plain JAX, with and without a cache |
-| `jaxkv.rl`, `jaxkv.integrations` | losses for RL; clients for other trainers |
+| `jaxkv.rl` | losses and advantages for RL |
 | `jaxkv.host` | a cache manager for schedulers in Python, over the same state |
+| `jaxkv.host.vllm`, `jaxkv.host.esurge` | the same under the systems' names |
+| `jaxkv.integrations.nnx` | `flax.nnx` models over the cache |
+| `jaxkv.integrations.tunix`, `jaxkv.integrations.skyrl_tx` | rollouts for both |
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 
 On a CPU, XLA hands small operations to other threads, which costs more than it
-saves. With these options, a loop over the cache is faster, and its cost does
-not depend on the pool:
+saves. With `CPU_COMPILER_OPTIONS`, a loop over the cache is faster, and its cost
+does not depend on the pool:
 
   generate = jax.jit(generate, compiler_options=jaxkv.CPU_COMPILER_OPTIONS)
 
@@ -92,13 +98,12 @@ Commands (`python -m jaxkv COMMAND --help` has all options):
 | `rollout` | continues prompts with a small character model |
 | `replay TRACE --pages N` | runs a request trace through the verbs in a scan |
 | `grpo` | trains a small model by GRPO, in one program |
+| `doctor` | prints versions, devices and backends, and runs a small check |
 
-`rollout` runs in compiled spans of `--span` steps, with a progress bar between
-them; `--span 0` runs to the end in one call. `replay` reads JSON lines with
-`timestamp, input_length, output_length, hash_ids`, one id for every 512 tokens
-of a prompt, and prints hits, evictions and the time per request. Both print
-tables and write `--json FILE`. On unusable input both print the reason and exit
-with code 2.
+`replay` reads JSON lines with `timestamp, input_length, output_length,
+hash_ids`, one id for every 512 tokens of a prompt, and prints hits, evictions
+and the time per request. Commands print tables, and most write `--json FILE`.
+On unusable input they print the reason and exit with status 2.
 
 Terms:
 

@@ -1,26 +1,57 @@
 """The jitted generation loop over the cache, generic over a model function.
 
-| to                        | use                                              |
-|---------------------------|--------------------------------------------------|
-| begin, run, read          | `init`, `generate`, `Until`, `generated`         |
-| draw in another way       | `Sampling`, `stop_strings`                       |
-| constrain what is drawn   | `guide` of a `regex` or `json_schema`; `Process`|
-| add prompts, take answers | `submit`, `harvest`                              |
-| go on after a tool        | `extend`                                         |
-| stop or interrupt         | `abort`, `requeue`                               |
-| train in between          | `grouped`, `update_weights`; `init(version=)`    |
-| replay experts            | `RolloutConfig.experts`, `Generated.experts`     |
-| guess tokens              | `RolloutConfig.draft_tokens`, `Draft`            |
-| have a trainer's numbers  | `RolloutConfig.numerics`                         |
-| look                      | `timeline`, `Counters`, `check`                  |
-| score given answers       | `score`, `ScoreState`                            |
-| use many devices, or save | `help(jaxkv.rollout.devices)`                    |
+Functions of a rollout's state:
+
+| function | purpose |
+|---|---|
+| `init` | makes the state of a rollout of prompts |
+| `generate` | runs the loop until all sequences have ended, or `Until` |
+| `is_done` | reports whether all sequences have ended |
+| `submit`, `harvest` | add prompts, and remove finished sequences |
+| `extend` | appends tokens of a tool or a user and resumes sequences |
+| `abort`, `requeue` | end sequences, or put running ones back into the queue |
+| `update_weights` | starts a new version of the weights |
+| `generated`, `grouped` | return tokens, masks and log-probs for a loss |
+| `score` | computes log-probs of given completions |
+| `timeline` | returns the work of each slot in recent steps |
+| `check`, `check_invariants` | test the state's invariants |
+
+Functions that make an argument:
+
+| function | result |
+|---|---|
+| `all_logits` | a `Model`, of a function that returns logits of all tokens |
+| `regex`, `json_schema` | a `Grammar` |
+| `token_bytes` | the bytes of each token, for guides and stop strings |
+| `guide` | a `Guide` that restricts texts to a grammar; a `Process` |
+| `stop_strings` | strings that end a sequence |
+
+Types:
+
+| type | purpose |
+|---|---|
+| `RolloutConfig` | static options |
+| `Sampling`, `LogitBias` | settings of each sequence |
+| `Model`, `Process`, `Draft`, `Rows` | your functions, and their arguments |
+| `Guide`, `GuideState`, `Grammar` | constrained generation |
+| `StopStrings`, `TokenBytes`, `Until` | arguments of `init` and `generate` |
+| `RolloutState`, `Sequences`, `Records`, `Counters` | the state and its parts |
+| `SequenceStatus`, `Finish` | the status of a sequence; the reason of its end |
+| `Submitted`, `Harvested`, `Generated`, `Grouped` | results |
+| `Scored`, `ScoreState` | the result of `score`, and a state to reuse |
+| `Timeline`, `Span` | the result of `timeline` |
 
 `submit`, `harvest`, `extend`, `abort` and `requeue` return the new state and an
-outcome, which has a `jaxkv.Status` for each row; a row that fails changes
-nothing. So does `score`, with one for each prompt. `generate` and
-`update_weights` return the state. All are pure, and can be part of a jitted
-program.
+outcome with a `jaxkv.Status` for each row. A row that fails changes nothing.
+`score` returns a status for each prompt. `generate` and `update_weights` return
+the state. All functions are pure and can be called inside `jit`.
+
+Call `generate` inside `jit`, with the state donated. Outside of `jit` it
+compiles again at every call. The first call compiles for about 15 s. With jax's
+persistent compilation cache, `jax.config.update("jax_compilation_cache_dir",
+FOLDER)`, it takes about 2 s in a later process.
+
+`help(jaxkv.rollout.devices)` explains rollouts on several devices, and saving.
 """
 
 from jaxkv._src.guides.grammars import Grammar

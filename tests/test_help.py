@@ -1,0 +1,82 @@
+"""`help` lists everything public: packages, commands, functions and types."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+
+import pytest
+
+import jaxkv
+from jaxkv import __main__ as command_line
+from jaxkv import rollout
+
+
+def _public_modules():
+  for module in pkgutil.walk_packages(jaxkv.__path__, "jaxkv."):
+    if not re.search(r"\._|__main__", module.name):
+      yield module.name
+
+
+def _quoted(text):
+  return set(re.findall(r"`([\w.]+)", text))
+
+
+def test_of_jaxkv_lists_every_module():
+  assert {*_public_modules()} - _quoted(jaxkv.__doc__) == set()
+
+
+def test_of_jaxkv_lists_every_command(capsys):
+  with pytest.raises(SystemExit):
+    command_line.main(["--help"])
+  commands = set(re.findall(r"^    (\w+)  ", capsys.readouterr().out, re.M))
+  assert len(commands) >= 4
+  assert commands - _quoted(jaxkv.__doc__) == set()
+
+
+def test_of_jaxkv_lists_every_name():
+  assert set(jaxkv.__all__) - _quoted(jaxkv.__doc__) == set()
+
+
+def test_of_rollout_lists_every_name_functions_first():
+  names = set(rollout.__all__) - {"devices"}
+  assert names - _quoted(rollout.__doc__) == set()
+  functions, types = map(_quoted, rollout.__doc__.split("\nTypes:\n"))
+  for name in names:
+    is_type = inspect.isclass(getattr(rollout, name))
+    assert name in (types if is_type else functions), name
+
+
+@pytest.mark.parametrize("name", ["Model", "Process", "Draft"])
+def test_functions_of_users_have_a_signature_and_a_contract(name):
+  protocol = getattr(rollout, name)
+  text = inspect.getdoc(protocol.__call__)
+  parameters = [*inspect.signature(protocol.__call__).parameters][1:]
+  assert all(f"{parameter}: " in text for parameter in parameters)
+  assert "Returns:" in text and "Callable" not in inspect.getdoc(protocol)
+
+
+def test_packages_are_found_and_cost_nothing():
+  """In a process of its own, in which nothing has imported them."""
+  lazy = ("models", "rl", "host", "kernels", "integrations")
+  program = f"""
+import sys, jaxkv
+for name in {lazy}:
+  assert name in dir(jaxkv), name
+assert "jaxkv.models" not in sys.modules and "jaxkv.host" not in sys.modules
+for name in {lazy}:
+  assert getattr(jaxkv, name) is sys.modules["jaxkv." + name]
+"""
+  subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_names_are_few():
+  """Over all modules; a name that two modules share counts once."""
+  names = {
+    name
+    for module in _public_modules()
+    for name in getattr(importlib.import_module(module), "__all__", ())
+  }
+  assert len(names | {*jaxkv.__all__}) <= 220
