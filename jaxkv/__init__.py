@@ -82,11 +82,11 @@ modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
 | `jaxkv.host` | a cache manager for schedulers in Python, over the same state |
 | `jaxkv.host.vllm`, `jaxkv.host.esurge` | the same under the systems' names |
 | `jaxkv.integrations.nnx` | `flax.nnx` models over the cache |
-| `jaxkv.integrations.tunix`, `jaxkv.integrations.skyrl_tx` | rollouts for both |
+| `jaxkv.integrations.tunix`, `jaxkv.integrations.skyrl_tx` | their rollouts |
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 
 On a CPU, XLA hands small operations to other threads, which costs more than it
-saves. With `CPU_COMPILER_OPTIONS`, a loop over the cache is faster, and its cost
+saves. With `CPU_COMPILER_OPTIONS` a loop over the cache is faster, and its cost
 does not depend on the pool:
 
   generate = jax.jit(generate, compiler_options=jaxkv.CPU_COMPILER_OPTIONS)

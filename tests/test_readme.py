@@ -16,13 +16,11 @@ _PROGRAMS = re.findall(r"```python\n(.*?)```", _TEXT, re.S)
 
 _RESULTS = _ROOT / "benchmarks" / "results" / "peers_cpu_jax0.10.2.json"
 _FIGURES = {
-  ("decode_step", "full", 64): "decode step, 64 sequences",
   ("decode_step", "full", 256): "decode step, 256 sequences",
   ("decode_step", "full", 1024): "decode step, 1,024 sequences",
   ("decode_step", "hybrid", 256): "decode step, 256 sequences, 6 groups",
   ("admit_4096", "hit", 256): "prompt of 4,096 tokens, cached",
   ("admit_4096", "miss", 256): "prompt of 4,096 tokens, not cached",
-  ("free_4096", "", 256): "free a sequence of 4,096 tokens",
 }
 
 
