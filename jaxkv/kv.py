@@ -83,7 +83,7 @@ state before its new tokens and writes the one after them:
 A call computes tokens up to the end of a page, so that the state there is kept
 for others; `write_state` says how to go past it.
 
-Numbers of tokens. `init_tokens` makes `TokenPages`: in the page of a token also
+Numbers of tokens. `init_tokens` makes `ExpertIdPages`: in the page of a token also
 a few small whole numbers of it, such as the experts that it used. Who finds the
 page in the cache finds them, too. `jaxkv.models.init_kv(experts=True)` does so.
 
@@ -96,37 +96,37 @@ Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
 int8. The last three have a scale for each token and head.
 """
 
-from jaxkv._src.kv.append import write
-from jaxkv._src.kv.attention import attend
-from jaxkv._src.kv.attention import attend_with_lse
+from jaxkv._src.kv.attend import attend
+from jaxkv._src.kv.attend import attend_with_lse
 from jaxkv._src.kv.check import check
 from jaxkv._src.kv.decode_plan import plan_decode
+from jaxkv._src.kv.expert_ids import ExpertIdPages
+from jaxkv._src.kv.expert_ids import init_tokens
+from jaxkv._src.kv.expert_ids import read_tokens
+from jaxkv._src.kv.expert_ids import write_tokens
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import gather
 from jaxkv._src.kv.memory import init
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.kv.pools import copy
+from jaxkv._src.kv.recurrent_pages import StatePages
+from jaxkv._src.kv.recurrent_pages import init_states
+from jaxkv._src.kv.recurrent_pages import read_state
+from jaxkv._src.kv.recurrent_pages import write_state
 from jaxkv._src.kv.shared_prefix import refresh_shared
 from jaxkv._src.kv.shared_prefix import share
-from jaxkv._src.kv.states import StatePages
-from jaxkv._src.kv.states import init_states
-from jaxkv._src.kv.states import read_state
-from jaxkv._src.kv.states import write_state
-from jaxkv._src.kv.tokens import TokenPages
-from jaxkv._src.kv.tokens import init_tokens
-from jaxkv._src.kv.tokens import read_tokens
-from jaxkv._src.kv.tokens import write_tokens
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
+from jaxkv._src.kv.write import write
 
 __all__ = [
+  "ExpertIdPages",
   "FreshView",
   "KVPages",
   "PackedView",
   "Pools",
   "StatePages",
-  "TokenPages",
   "View",
   "attend",
   "attend_with_lse",

@@ -84,7 +84,7 @@ class TestPlan:
     )
     monkeypatch.setattr(kernels, "paged_decode", interpreted)
     # Calls that have been traced before would not be traced again.
-    importlib.import_module("jaxkv._src.kv.attention")._attend.clear_cache()
+    importlib.import_module("jaxkv._src.kv.attend")._attend.clear_cache()
     view = dataclasses.replace(view, plan=pieces)
     out, lse = memory.attend_with_lse(kv, view, 1, q, backend="mosaic_gpu")
     assert [plan is not None for plan in given] == [True]

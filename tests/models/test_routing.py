@@ -314,7 +314,9 @@ class TestArguments:
     kv = models.init_kv(config, sizes)
     numbers = paged.init_tokens(sizes, num_layers=3, width=4)
     view = jaxkv.view(jaxkv.init(sizes), counts=[1])
-    with pytest.raises(ValueError, match="`kv` must have TokenPages of 3 lay"):
+    with pytest.raises(
+      ValueError, match="`kv` must have ExpertIdPages of 3 lay"
+    ):
       models.forward({}, tokens, tokens, (kv, numbers), view, config=config)
 
   def test_a_checkpoint(self):
@@ -324,7 +326,7 @@ class TestArguments:
       open_tokenizer=NotImplemented,
     )  # fmt: skip
     kv = model.init_kv(_sizes(config), experts=True)
-    assert isinstance(kv[-1], paged.TokenPages)
+    assert isinstance(kv[-1], paged.ExpertIdPages)
     assert isinstance(model.init_kv(_sizes(config)), paged.KVPages)
 
   def test_the_smallest_dtype(self):

@@ -172,7 +172,9 @@ class TestArguments:
     state = _begun()
     kv: Any = state.kv
     for pools in (kv[0], kv[::-1]):
-      with pytest.raises(ValueError, match="`kv` must have TokenPages as its"):
+      with pytest.raises(
+        ValueError, match="`kv` must have ExpertIdPages as its"
+      ):
         rollout.init(state.cache, pools, [[1]], [1], jax.random.key(0), _CONFIG)
 
   def test_a_group_that_loses_them(self):
@@ -181,7 +183,7 @@ class TestArguments:
     kv = memory.init(sizes, num_layers=1, num_kv_heads=1, head_dim=4)
     numbers = memory.init_tokens(sizes, num_layers=1, width=1, group=0)
     with pytest.raises(
-      ValueError, match=r"`TokenPages.group` must .* got 0, Slid"
+      ValueError, match=r"`ExpertIdPages.group` must .* got 0, Slid"
     ):
       rollout.init(
         jaxkv.init(sizes), (kv, numbers), [[1]], [1], jax.random.key(0), _CONFIG

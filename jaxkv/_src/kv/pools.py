@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._src.arrays import arguments
+from jaxkv._src.kv.expert_ids import ExpertIdPages
+from jaxkv._src.kv.expert_ids import copy_tokens
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import copy_kv
-from jaxkv._src.kv.states import StatePages
-from jaxkv._src.kv.states import copy_states
-from jaxkv._src.kv.tokens import TokenPages
-from jaxkv._src.kv.tokens import copy_tokens
+from jaxkv._src.kv.recurrent_pages import StatePages
+from jaxkv._src.kv.recurrent_pages import copy_states
 
-Pool = KVPages | StatePages | TokenPages
+Pool = KVPages | StatePages | ExpertIdPages
 Pools = Pool | tuple[Pool, ...]
 """The memory of a cache: one pool, or several with the same numbers of pages.
 Page ids are common to all of them; each layer group uses the pool of its
@@ -34,7 +34,7 @@ def pools_of(kv: Pools) -> tuple[Pool, ...]:
   for pool in pools:
     if not isinstance(pool, Pool):
       raise TypeError(
-        "`kv` must be KVPages, StatePages, TokenPages or a tuple of them, got"
+        "`kv` must be KVPages, StatePages, ExpertIdPages or a tuple of them, got"
         f" {type(pool).__name__}; make them with jaxkv.kv.init, init_states and"
         " init_tokens."
       )
@@ -80,6 +80,6 @@ def _copied(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
   dst = jnp.where(dst == 0, pool.num_pages, dst)  # Never the null page.
   if isinstance(pool, StatePages):
     return copy_states(pool, src, dst)
-  if isinstance(pool, TokenPages):
+  if isinstance(pool, ExpertIdPages):
     return copy_tokens(pool, src, dst)
   return copy_kv(pool, src, dst)

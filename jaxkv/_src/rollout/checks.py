@@ -16,7 +16,7 @@ from jaxkv._src.cache.state import check_single
 from jaxkv._src.kv.check import check
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.pools import Pools
-from jaxkv._src.kv.states import StatePages
+from jaxkv._src.kv.recurrent_pages import StatePages
 from jaxkv._src.rollout import sequences as queue
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.routing import check_experts

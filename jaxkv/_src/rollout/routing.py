@@ -1,6 +1,6 @@
 """The experts that tokens used, which a trainer is to use again.
 
-A model keeps them beside its K/V, in `jaxkv.kv.TokenPages`, so those of cached
+A model keeps them beside its K/V, in `jaxkv.kv.ExpertIdPages`, so those of cached
 prefixes are there, too. When a sequence leaves its slot, its pages may soon be
 another one's. What they say is written down then.
 """
@@ -14,9 +14,9 @@ from jax import lax
 from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
+from jaxkv._src.kv.expert_ids import ExpertIdPages
+from jaxkv._src.kv.expert_ids import read_tokens
 from jaxkv._src.kv.pools import Pools
-from jaxkv._src.kv.tokens import TokenPages
-from jaxkv._src.kv.tokens import read_tokens
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Sequences
 
@@ -30,16 +30,16 @@ def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
   if not config.experts:
     return
   pool = kv[-1] if isinstance(kv, tuple) else kv
-  if not isinstance(pool, TokenPages):
+  if not isinstance(pool, ExpertIdPages):
     raise ValueError(
-      "`kv` must have TokenPages as its last pool with RolloutConfig.experts, "
+      "`kv` must have ExpertIdPages as its last pool with RolloutConfig.experts, "
       f"got {type(pool).__name__}; make it with "
       "jaxkv.models.init_kv(experts=True)."
     )
   kind = sizes.groups[pool.group]
   if kind.skips_pages:
     raise ValueError(
-      "`TokenPages.group` must be a group that keeps its pages in a rollout, "
+      "`ExpertIdPages.group` must be a group that keeps its pages in a rollout, "
       f"got {pool.group}, {kind}; use one of FullAttention."
     )
 
@@ -94,7 +94,7 @@ def with_experts(
   return dataclasses.replace(sequences, experts=experts)
 
 
-def _pool(kv: Pools) -> TokenPages:
+def _pool(kv: Pools) -> ExpertIdPages:
   pool = kv[-1] if isinstance(kv, tuple) else kv
-  assert isinstance(pool, TokenPages)  # See `check_experts`.
+  assert isinstance(pool, ExpertIdPages)  # See `check_experts`.
   return pool

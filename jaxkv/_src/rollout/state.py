@@ -164,7 +164,7 @@ def init(
       With such a group a step computes no more tokens of a sequence than up to
       the end of a page, and each sequence has tokens in one part of a
       `PackedView` only. With `RolloutConfig.experts` the last one is a
-      `TokenPages`.
+      `ExpertIdPages`.
     prompts: int32[P, L], padded at the end.
     lengths: int32[P], 1 .. L.
     key: key[]; equal keys give equal samples.

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxkv_kernels as kernels
-from jaxkv._src.kv.append import write
-from jaxkv._src.kv.attention import attend
-from jaxkv._src.kv.tokens import TokenPages
-from jaxkv._src.kv.tokens import write_tokens
+from jaxkv._src.kv.attend import attend
+from jaxkv._src.kv.expert_ids import ExpertIdPages
+from jaxkv._src.kv.expert_ids import write_tokens
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
+from jaxkv._src.kv.write import write
 from jaxkv._src.models.decoder import states
 from jaxkv._src.models.decoder.attention import Latents
 from jaxkv._src.models.decoder.attention import Softmax
@@ -152,7 +152,7 @@ class Paged:
   def routed(self, place: Place, used: jax.Array, memory: Memory) -> Memory:
     """Keeps the experts int32[B, T, k] that tokens used, if it has pages."""
     pool = memory[-1]
-    if not isinstance(pool, TokenPages):
+    if not isinstance(pool, ExpertIdPages):
       return memory
     view = self.views[pool.group]
     pool = write_tokens(pool, view, place.routed, used)

@@ -5,9 +5,9 @@ from typing import Any
 
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.memory import init as init_pages
-from jaxkv._src.kv.states import init_states
-from jaxkv._src.kv.tokens import TokenPages
+from jaxkv._src.kv.recurrent_pages import init_states
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder import routing
@@ -54,7 +54,7 @@ def init_kv(
 
   Returns:
     `KVPages`, or a tuple if the layers need several kinds of memory. With
-    `experts` a tuple whose last pool is a `TokenPages`.
+    `experts` a tuple whose last pool is a `ExpertIdPages`.
 
   Raises:
     ValueError: the groups of the cache are not those of the decoder; or of
@@ -120,7 +120,7 @@ def check_memory(
       f"`view` must have a view for each of the {len(groups)} layer groups of "
       f"config, got {len(views)}; give a tuple in the order of cache_groups."
     )
-  if len(pools) > wanted and isinstance(pools[-1], TokenPages):
+  if len(pools) > wanted and isinstance(pools[-1], ExpertIdPages):
     routing.check_pool(pools[-1], config)
     pools = pools[:-1]
   if len(pools) != wanted:

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
-from jaxkv._src.kv.tokens import TokenPages
-from jaxkv._src.kv.tokens import init_tokens
+from jaxkv._src.kv.expert_ids import ExpertIdPages
+from jaxkv._src.kv.expert_ids import init_tokens
 from jaxkv._src.models.decoder import layout
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
@@ -59,7 +59,7 @@ def num_routed(decoder: Decoder, stop: int) -> int:
   return sum(isinstance(x.mlp, Experts) for x in decoder.layers[:stop])
 
 
-def init_pool(decoder: Decoder, config: CacheConfig) -> TokenPages:
+def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
   """Memory for the experts of all tokens, see `init_kv`.
 
   Raises:
@@ -87,13 +87,13 @@ def _whole_group(decoder: Decoder) -> int:
   return whole.index(True)
 
 
-def check_pool(pool: TokenPages, decoder: Decoder) -> None:
+def check_pool(pool: ExpertIdPages, decoder: Decoder) -> None:
   """Raises unless a pool is for the experts of a decoder."""
   routing = routing_of(decoder, "config")
   wanted = (*routing[:2], _whole_group(decoder))
   got = (pool.num_layers, pool.width, pool.group)
   if got != wanted:
-    names = "TokenPages of {} layers, {} experts of a token, and group {}"
+    names = "ExpertIdPages of {} layers, {} experts of a token, and group {}"
     raise ValueError(
       f"`kv` must have {names.format(*wanted)} for config, got "
       f"{names.format(*got)}; make it with init_kv(experts=True)."

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._src.kv.states import StatePages
-from jaxkv._src.kv.states import read_state
-from jaxkv._src.kv.states import write_state
+from jaxkv._src.kv.recurrent_pages import StatePages
+from jaxkv._src.kv.recurrent_pages import read_state
+from jaxkv._src.kv.recurrent_pages import write_state
 from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View

@@ -202,7 +202,7 @@ class TestPools:
     with pytest.raises(ValueError, match=r"`kv\[1\]` must have 24 pages of 4"):
       memory.check((kv, make(pages=25)), sizes)
     with pytest.raises(
-      TypeError, match="`kv` must be KVPages, StatePages, TokenPages or"
+      TypeError, match="`kv` must be KVPages, StatePages, ExpertIdPages or"
     ):
       memory.check((kv, kv.k), sizes)
     with pytest.raises(ValueError, match="`kv` must be one pool or more"):

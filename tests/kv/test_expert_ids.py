@@ -1,4 +1,4 @@
-"""Numbers of tokens: in the page of the token, in every layer."""
+"""Expert ids of tokens: in the page of the token, in every layer."""
 
 import dataclasses
 

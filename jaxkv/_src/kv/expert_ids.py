@@ -14,19 +14,19 @@ import numpy as np
 import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
-from jaxkv._src.kv.append import places
 from jaxkv._src.kv.memory import check_config
 from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.memory import check_sizes
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import check_rows
+from jaxkv._src.kv.write import places
 
 _FORMATS = ("uint8", "uint16")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenPages:
+class ExpertIdPages:
   """Numbers of all tokens and layers, in the pages of one layer group.
 
   Layers are flattened into the page axis, as in `KVPages`: page p of layer l is
@@ -71,7 +71,7 @@ def init_tokens(
   width: int,
   dtype=jnp.uint8,
   group: int = 0,
-) -> TokenPages:
+) -> ExpertIdPages:
   """Numbers of tokens for a cache, all zero.
 
   Takes L * N * S * X numbers. They are lost with their page: choose a group
@@ -109,14 +109,14 @@ def init_tokens(
       ValueError, "dtype", f"one of {', '.join(_FORMATS)}", dtype
     )
   shape = (num_layers * config.num_pages, config.page_sizes[group], width)
-  return TokenPages(
+  return ExpertIdPages(
     values=jnp.zeros(shape, dtype), num_layers=int(num_layers), group=group
   )
 
 
 def write_tokens(
-  pages: TokenPages, view: AnyView, layer: jax.Array | int, values: jax.Array
-) -> TokenPages:
+  pages: ExpertIdPages, view: AnyView, layer: jax.Array | int, values: jax.Array
+) -> ExpertIdPages:
   """Writes the numbers of new tokens in one layer.
 
   They go where `write` puts the keys of these tokens, and are dropped where it
@@ -163,8 +163,8 @@ def write_tokens(
 
 @functools.partial(jax.jit, inline=True)
 def _write(
-  pages: TokenPages, view: AnyView, layer: jax.Array, values: jax.Array
-) -> TokenPages:
+  pages: ExpertIdPages, view: AnyView, layer: jax.Array, values: jax.Array
+) -> ExpertIdPages:
   where = places(pages, view, values.shape[1])
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
   written = kernels.append_pages(
@@ -174,7 +174,7 @@ def _write(
 
 
 def read_tokens(
-  pages: TokenPages, page_table: jax.Array, lengths: jax.Array
+  pages: ExpertIdPages, page_table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
   """The numbers of some sequences, in all layers.
 
@@ -198,7 +198,7 @@ def read_tokens(
 
 @functools.partial(jax.jit, inline=True)
 def _read(
-  pages: TokenPages, page_table: jax.Array, lengths: jax.Array
+  pages: ExpertIdPages, page_table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
   column = jnp.arange(page_table.shape[1], dtype=jnp.int32)[None]
   fits = (page_table > 0) & (page_table < pages.num_pages)
@@ -216,8 +216,8 @@ def _read(
 
 
 def copy_tokens(
-  pages: TokenPages, src: jax.Array, dst: jax.Array
-) -> TokenPages:
+  pages: ExpertIdPages, src: jax.Array, dst: jax.Array
+) -> ExpertIdPages:
   """As `jaxkv.kv.copy`, after it has dropped the null page from `dst`."""
   copied = kernels.copy_pages(
     pages.values[:, None], src, dst, num_layers=pages.num_layers
