@@ -1,13 +1,13 @@
 """Paged attention and page operations on plain arrays.
 
 These functions take pools of pages, page tables and lengths, and return arrays;
-they do not need a cache. `jaxkv_kernels` is the same package without `jaxkv`.
+they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
 
-- `paged_decode`: one query a sequence
-- `paged_attention`, `paged_attention_padded`: prompts, chunks and trees of
-  drafts, packed or in a rectangle
-- `plan_shared_prefix`, `cascade_decode`: samples of one prompt; their shared
-  pages are read once
+- `paged_decode`: attention of one query for each sequence
+- `paged_attention`, `paged_attention_padded`: attention of prompts, chunks and
+  trees of drafts, packed or in a rectangle
+- `plan_shared_prefix`, `cascade_decode`: decoding of samples of one prompt,
+  which reads their shared pages once
 - `mla_decode`, `mla_attention`, `mla_attention_padded`: multi-head latent
   attention over one pool; `xla` and `triton`
 - `plan_decode`, `decode_workers`: cut a step into equal pieces of work, for
@@ -16,18 +16,18 @@ they do not need a cache. `jaxkv_kernels` is the same package without `jaxkv`.
 - `merge_states`: combines attention over parts of the keys
 - `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
   pages, in place
-- `copy_pages`, `gather_pages`: whole pages
+- `copy_pages`, `gather_pages`: copy pages within a pool, gather sequences
 
 Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,
 tree masks, keys and values of different size; pools of float32, bfloat16,
 float16, float8_e4m3fn, float8_e5m2 and int8, the last three with a scale for
-each head or for each token and head. Pages that no sequence uses may hold
-anything, NaN too. Attention is not for training: it has no gradient rule.
+each head or for each token and head. Unused pages may hold anything, including
+NaN. Attention has no gradient rule, so it cannot serve training.
 
 The same tests compare four backends with one float64 reference.
 `backend="auto"` chooses by platform, shapes and number formats. The logger
-`jaxkv_kernels` reports each choice once, at level INFO, and why other backends
-were passed over. No backend has been timed on a GPU or a TPU.
+`jaxkv_kernels` reports each choice once, at level INFO, with the reasons
+against other backends. No backend has been timed on a GPU or a TPU.
 
 - `xla`, a scan over blocks of tokens. For: CPUs, and calls that no other
   backend serves. Numerics checked: on CPUs. Compiled in tests for: CPUs, H200,

@@ -1,10 +1,10 @@
-"""Attention whose numbers do not depend on what else a call computes.
+"""Attention whose bits do not depend on the other queries of a call.
 
-Queries of one sequence stand in tiles of a few, and the tiles in rows. A fixed
-number of rows is computed at once, a tile of each at a time, by one piece of
-compiled code. A query that decodes has a row to itself. So the same products of
-the same shapes serve decode steps, chunks of prompts and a trainer's whole
-sequences; and all tiles of a row use the keys that the row has gathered.
+A tile holds a few queries of one sequence, and a row holds tiles. One piece of
+compiled code computes a fixed number of rows at once, one tile of each at a
+time. A decoding query has a row to itself. So products of the same shapes serve
+decode steps, chunks of prompts and a trainer's whole sequences. All tiles of a
+row read the keys that the row has gathered.
 """
 
 import dataclasses
@@ -19,20 +19,21 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.exact import row_loop
 
-# Query heads of a tile and K/V head: more make prompts cheap, fewer decoding.
+# Query heads of a tile for each K/V head. More make prompts cheaper, fewer make
+# decoding cheaper. Rounding depends on it.
 _TILE_HEADS = 8
 
-# Rows that are computed at once. Reductions over fewer are compiled in another
-# way.
+# Rows that are computed at once. XLA compiles reductions over fewer rows in
+# another way, with other bits.
 _ROWS = 8
 
-# The most tiles of a row. It changes no bit; with more, tiles wait for others
-# of their row that see more.
-_MOST_TILES = 16
+# The maximum number of tiles of a row. It changes no bit. With more, tiles of
+# short contexts wait for the longest context of their row.
+_MAX_TILES = 16
 
 
 class TokenRows(NamedTuple):
-  """New tokens of sequences, and where their keys and values are.
+  """New tokens of sequences, and the pages of their keys and values.
 
   Attributes:
     pools: keys and values [N, K, S, D]; one pool for latents.
@@ -50,12 +51,13 @@ class TokenRows(NamedTuple):
 def check_exact(
   page_size: int, options: kernels.AttentionOptions, causal: bool
 ) -> None:
-  """Raises ValueError unless there is an exact attention for a call."""
+  """Raises ValueError if exact attention does not serve a call."""
+  # Other page sizes change the size of a block, and so the order of sums.
   if kernels.BLOCK_TOKENS % page_size:
-    wanted = (
+    expected = (
       f"of a page size that divides {kernels.BLOCK_TOKENS} with exact=True"
     )
-    arguments.refuse(ValueError, "kv", wanted, f"one of {page_size}")
+    arguments.refuse(ValueError, "kv", expected, f"one of {page_size}")
   if not causal:
     arguments.refuse(ValueError, "causal", "True with exact=True", causal)
   reason = "no other program has such queries, with exact=True"
@@ -65,7 +67,7 @@ def check_exact(
 def attend_packed(
   sequences: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Causal attention of queries that stand one sequence after another.
+  """Computes causal attention of queries packed one sequence after another.
 
   Args:
     sequences: the sequences of the queries.
@@ -92,7 +94,7 @@ def attend_packed(
 def attend_rectangle(
   sequences: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Causal attention of queries with an axis of columns.
+  """Computes causal attention of queries with an axis of columns.
 
   Args:
     sequences: the sequences of the queries.
@@ -107,7 +109,7 @@ def attend_rectangle(
   num_rows = -(-columns // width)
   q = jnp.pad(q, ((0, 0), (0, num_rows * width - columns), (0, 0), (0, 0)))
   first = jnp.arange(num_rows, dtype=jnp.int32)[None] * width
-  # Columns are padded to whole tiles: a count beyond them is not of this call.
+  # Columns are padded to whole tiles: a larger count would see padding.
   counts = jnp.minimum(sequences.counts, columns)
   rows = TokenRows(
     sequences.pools,
@@ -122,35 +124,39 @@ def attend_rectangle(
 
 
 def _tile(sequences: TokenRows, q: jax.Array) -> int:
-  """Returns the queries of a tile."""
+  """Returns the number of queries of a tile."""
   return max(2, _TILE_HEADS * sequences.pools[0].shape[1] // q.shape[-2])
 
 
 def _width(queries: int, longest: int, tile: int) -> int:
-  """Queries of a row, where so many make up sequences of at most `longest`."""
+  """Returns the queries of a row, for sequences of at most `longest` queries.
+
+  `queries` is the number of all queries of a call.
+  """
+  # Enough tiles that `_ROWS` rows hold all queries in one trip.
   tiles_of_row = -(-queries // (tile * _ROWS))
-  return tile * max(min(tiles_of_row, -(-longest // tile), _MOST_TILES), 1)
+  return tile * max(min(tiles_of_row, -(-longest // tile), _MAX_TILES), 1)
 
 
 def _read(
   rows: TokenRows, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Queries [Z, Y, H, D] to [Z, Y, H, Dv]; float32[Z, Y, H]."""
+  """Computes attention of queries [Z, Y, H, D], `_ROWS` rows at a time."""
   attention: Callable[..., Any] = kernels.paged_attention_padded
   if len(rows.pools) == 1:
     attention = kernels.mla_attention_padded
   call = call | {"query_tile": _tile(rows, q)}
   options, offset = call["options"], call["page_offset"]
-  # Python numbers must stay static.
+  # Python numbers must stay static, but `loop` traces all leaves of `weights`.
   numbers = options.numbers()
   options = dataclasses.replace(options, **dict.fromkeys(numbers))
 
-  def attend_rows(weights: Any, q: jax.Array, *where: jax.Array) -> Any:
+  def attend_rows(weights: Any, q: jax.Array, *context: jax.Array) -> Any:
     pools, options, offset = weights
     options = dataclasses.replace(options, **numbers)
-    named = call | {"options": options, "page_offset": offset}
-    return attention(q, *pools, *where, **named)
+    keywords = call | {"options": options, "page_offset": offset}
+    return attention(q, *pools, *context, **keywords)
 
-  where = (rows.page_table, rows.starts, rows.counts)
+  context = (rows.page_table, rows.starts, rows.counts)
   weights = (rows.pools, options, offset)
-  return row_loop.loop(attend_rows, weights, (q, *where), tile=_ROWS)
+  return row_loop.loop(attend_rows, weights, (q, *context), tile=_ROWS)

@@ -1,10 +1,10 @@
-"""Rows computed a tile at a time, so that they do not depend on each other.
+"""Computes rows a tile at a time, so that no row depends on other rows.
 
-A product of matrices rounds in another way when it has another number of rows:
-libraries choose their kernels by it. So do sums over the last axis of few rows,
-and loops that XLA fuses in other ways. Where a row must be the same numbers in
-every program, all rows go through one piece of compiled code, of one shape: the
-body of a loop, which takes a tile of them in each trip.
+The rounding of a matrix product depends on its number of rows, by which
+libraries choose a kernel. So does the rounding of sums over the last axis of
+few rows, and of loops that XLA fuses differently. For equal bits in every
+program, one piece of compiled code with one shape computes all rows: the body
+of a loop, which takes one tile of rows in each trip.
 """
 
 import functools
@@ -19,23 +19,22 @@ from jax import lax
 from jaxkv._src.arrays import sharding
 
 RowWise = Callable[..., Any]
-"""`(weights, *rows) -> rows`: of pytrees of arrays with one leading axis, whose
-rows have nothing to do with each other; `weights` are what all of them read."""
+"""`(weights, *rows) -> rows`: computes each row of pytrees of arrays [X, ...]
+independently; all rows read `weights`."""
 
 
 def in_tiles(
   function: RowWise, weights: Any, rows: tuple[Any, ...], *, tile: int
 ) -> Any:
-  """`function(weights, *rows)`, a tile of rows at a time.
+  """Computes `function(weights, *rows)`, a tile of rows at a time.
 
   The gradient is that of the function of all rows at once.
 
   Args:
-    function: of arrays; it closes over none.
+    function: computes rows; it closes over no arrays.
     weights: a pytree of arrays.
     rows: pytrees of arrays [X, ...].
-    tile: static; rows of a trip. Part of the numbers: another tile rounds
-      in another way.
+    tile: static; rows of a trip. Rounding depends on it.
 
   Returns:
     Arrays [X, ...].
@@ -49,27 +48,28 @@ def in_tiles(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def with_gradient(
-  function: Callable[..., Any], like: Callable[..., Any], *arguments: Any
+  function: Callable[..., Any], surrogate: Callable[..., Any], *arguments: Any
 ) -> Any:
-  """`function(*arguments)`, with the gradient of another function.
+  """Computes `function(*arguments)`, with the gradient of another function.
 
   Args:
-    function: what is computed; it closes over no arrays.
-    like: the same up to rounding, and differentiable; it closes over none, too.
+    function: computes the result; it closes over no arrays.
+    surrogate: computes the same up to rounding, and is differentiable; it also
+      closes over no arrays.
     *arguments: pytrees of arrays.
   """
-  del like
+  del surrogate
   return function(*arguments)
 
 
-def _forward(function: Any, like: Any, *arguments: Any) -> Any:
-  del like
+def _forward(function: Any, surrogate: Any, *arguments: Any) -> Any:
+  del surrogate
   return function(*arguments), arguments
 
 
-def _backward(function: Any, like: Any, arguments: Any, grads: Any) -> Any:
+def _backward(function: Any, surrogate: Any, arguments: Any, grads: Any) -> Any:
   del function
-  return jax.vjp(like, *arguments)[1](grads)
+  return jax.vjp(surrogate, *arguments)[1](grads)
 
 
 with_gradient.defvjp(_forward, _backward)
@@ -78,10 +78,10 @@ with_gradient.defvjp(_forward, _backward)
 def loop(
   function: RowWise, weights: Any, rows: tuple[Any, ...], *, tile: int
 ) -> Any:
-  """`function(weights, *rows)`, a tile of rows at a time; not differentiable.
+  """Implements `in_tiles`, without a gradient.
 
   Args:
-    function: of arrays [tile, ...]; it closes over none.
+    function: computes rows [tile, ...]; it closes over no arrays.
     weights: a pytree of arrays.
     rows: pytrees of arrays [X, ...].
     tile: static; see `in_tiles`.
@@ -89,15 +89,16 @@ def loop(
   Returns:
     Arrays [X, ...].
   """
-  # Under `vmap` its own loop would be batched, and with it the products.
-  one = jax.custom_batching.custom_vmap(
+  # The default rule of `vmap` would batch the loop, and change the shapes of
+  # its products.
+  batchable = jax.custom_batching.custom_vmap(
     functools.partial(_loop, function, tile)
   )
-  one.def_vmap(functools.partial(_loops, function, tile))
-  return one(weights, rows)
+  batchable.def_vmap(functools.partial(_loop_of_batch, function, tile))
+  return batchable(weights, rows)
 
 
-def _loops(
+def _loop_of_batch(
   function: RowWise,
   tile: int,
   size: int,
@@ -105,23 +106,30 @@ def _loops(
   weights: Any,
   rows: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """`loop` of some values of weights and rows, and that all it gives is."""
+  """Computes `loop` for a batch of weights and rows, as a rule of `vmap`.
+
+  Returns:
+    The rows, and a tree of True: all outputs are batched.
+  """
   rows = jax.tree.map(
-    lambda x, own: x if own else jnp.broadcast_to(x, (size, *x.shape)),
+    lambda x, is_batched: (
+      x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+    ),
     rows,
     batched[1],
   )
+  # Each element of the batch has its own weights, so it needs its own loop.
   if any(jax.tree.leaves(batched[0])):
 
-    def one(number: Array) -> Any:
-      own = jax.tree.map(
-        lambda x, many: x[number] if many else x,
+    def loop_of_element(index: Array) -> Any:
+      element = jax.tree.map(
+        lambda x, is_batched: x[index] if is_batched else x,
         (weights, rows),
         (batched[0], jax.tree.map(lambda _: True, rows)),
       )
-      return loop(function, *own, tile=tile)
+      return loop(function, *element, tile=tile)
 
-    out = lax.map(one, jnp.arange(size, dtype=jnp.int32))
+    out = lax.map(loop_of_element, jnp.arange(size, dtype=jnp.int32))
   else:
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
     out = loop(function, weights, flat, tile=tile)
@@ -132,54 +140,58 @@ def _loops(
 def _loop(
   function: RowWise, tile: int, weights: Any, rows: tuple[Any, ...]
 ) -> Any:
-  """`loop`, not under `vmap`."""
+  """Computes `loop` outside of `vmap`."""
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # More rows than a tile: if all trips read the same rows, XLA would compute
-  # the body before the loop, and fuse it with what is around it.
-  spare = max(tile + 1 - count, 0)
-  if spare:
-    rows = jax.tree.map(lambda x: _padded(x, spare), rows)
-  # It must not see constants either, such as weights that a user's function
+  # More rows than a tile: if all trips read the same rows, XLA hoists the body
+  # out of the loop, and fuses it with the operations around it.
+  padding = max(tile + 1 - count, 0)
+  if padding:
+    rows = jax.tree.map(lambda x: _pad(x, padding), rows)
+  # XLA must not see constants either, such as weights that a user's function
   # closes over: it would transpose them, and compile other products.
   weights, rows = lax.optimization_barrier((weights, rows))
-  last = count + spare - tile
+  last_start = count + padding - tile
 
-  def some(number: Array) -> tuple[Any, Array]:
-    # The last tile begins earlier, rather than being padded.
-    start = jnp.minimum(number * tile, last)
-    own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, tile), rows)
-    return function(weights, *own), start
+  def compute_tile(index: Array) -> tuple[Any, Array]:
+    # The last tile overlaps the one before: it begins earlier, not padded.
+    start = jnp.minimum(index * tile, last_start)
+    rows_of_tile = jax.tree.map(
+      lambda x: lax.dynamic_slice_in_dim(x, start, tile), rows
+    )
+    return function(weights, *rows_of_tile), start
 
-  shapes = jax.eval_shape(some, jnp.zeros((), jnp.int32))[0]
+  shapes = jax.eval_shape(compute_tile, jnp.zeros((), jnp.int32))[0]
   out = jax.tree.map(
-    lambda x: jnp.zeros((count + spare, *x.shape[1:]), x.dtype), shapes
+    lambda x: jnp.zeros((count + padding, *x.shape[1:]), x.dtype), shapes
   )
 
-  def trip(number: Array, out: Any) -> Any:
-    own, start = some(number)
+  def trip(index: Array, out: Any) -> Any:
+    result, start = compute_tile(index)
     return jax.tree.map(
       lambda x, part: lax.dynamic_update_slice_in_dim(x, part, start, 0),
       out,
-      own,
+      result,
     )
 
-  # With a number of trips that it knows, XLA might unroll the loop.
-  trips = _unknown(-(-count // tile), rows)
+  # XLA might unroll a loop whose number of trips is a constant.
+  trips = _opaque(-(-count // tile), rows)
   out, trips, _ = sharding.match_varying_axes((out, trips, (rows, weights)))
   out = lax.fori_loop(jnp.zeros_like(trips), trips, trip, out)
   return jax.tree.map(lambda x: x[:count], out)
 
 
-def _padded(x: Array, spare: int) -> Array:
+def _pad(x: Array, padding: int) -> Array:
+  # PRNG keys have no zero, and `jnp.pad` refuses them.
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    return jnp.concatenate([x, jnp.broadcast_to(x[:1], (spare, *x.shape[1:]))])
-  return jnp.pad(x, ((0, spare),) + ((0, 0),) * (x.ndim - 1))
+    filler = jnp.broadcast_to(x[:1], (padding, *x.shape[1:]))
+    return jnp.concatenate([x, filler])
+  return jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
 
 
-def _unknown(number: int, tree: Any) -> Array:
-  """int32[]: a number, of which XLA cannot tell that it is always the same."""
+def _opaque(number: int, tree: Any) -> Array:
+  """Returns a number as int32[] that XLA cannot recognize as a constant."""
   for leaf in jax.tree.leaves(tree):
     if jnp.issubdtype(leaf.dtype, jnp.floating):
       value = lax.convert_element_type(leaf.ravel()[0], jnp.float32)
@@ -190,4 +202,5 @@ def _unknown(number: int, tree: Any) -> Array:
       break
   else:
     raise TypeError("`tree` must have an array of numbers.")
+  # Always true, as the sign bit is masked; XLA does not prove that.
   return jnp.where(bits & jnp.int32(2**31 - 1) >= 0, number, 0)

@@ -1,6 +1,6 @@
-"""Functions of tokens, computed so that no token depends on its neighbours.
+"""Computes functions of tokens so that no token's bits depend on other tokens.
 
-`in_tiles` calls a function that treats each token alone with tiles of tokens.
+`in_tiles` calls a function that treats tokens independently on tiles of tokens.
 `recur` runs a recurrence one token at a time.
 """
 
@@ -15,8 +15,8 @@ from jax import lax
 from jaxkv._src.arrays import sharding
 from jaxkv._src.exact import row_loop
 
+# Sequences whose recurrences are computed together.
 _ROWS = 8
-"""Sequences whose recurrences are computed together."""
 
 Recurrence = Callable[..., tuple[jax.Array, Any]]
 """`(weights, inputs, states, counts) -> (out, states)`: takes inputs
@@ -31,7 +31,7 @@ def in_tiles(
 
   Args:
     tile: static; tokens of a trip.
-    function: treats each token alone, and closes over no arrays.
+    function: treats tokens independently, and closes over no arrays.
     weights: a pytree of arrays.
     *arrays: pytrees of arrays [B, T, ...].
 
@@ -40,19 +40,19 @@ def in_tiles(
   """
   shape = jax.tree.leaves(arrays)[0].shape[:2]
 
-  def one_row(weights: Any, *rows: Any) -> Any:
+  def of_row(weights: Any, *rows: Any) -> Any:
     rows = jax.tree.map(lambda x: x[None], rows)
     return jax.tree.map(lambda x: x[0], function(weights, *rows))
 
   rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
-  out = row_loop.in_tiles(one_row, weights, rows, tile=tile)
+  out = row_loop.in_tiles(of_row, weights, rows, tile=tile)
   return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), out)
 
 
 def recur(
   run: Recurrence, weights: Any, *arguments: Any
 ) -> tuple[jax.Array, Any]:
-  """Runs a recurrence a token at a time, with the gradient of all at once.
+  """Runs a recurrence a token at a time, with the gradient of `run` itself.
 
   Args:
     run: the recurrence; it closes over no arrays.
@@ -60,7 +60,7 @@ def recur(
     *arguments: inputs, states and counts, see `Recurrence`.
 
   Returns:
-    What `run` returns, up to rounding.
+    The result of `run`, up to rounding.
   """
   step = functools.partial(_token_by_token, run)
   return row_loop.with_gradient(step, run, weights, *arguments)
@@ -73,21 +73,22 @@ def _token_by_token(
   shape = jax.eval_shape(run, weights, inputs, states, counts)[0]
   out = jnp.zeros(shape.shape, shape.dtype)
 
-  def one_token(
+  def of_token(
     weights: Any, token: Any, states: Any, count: jax.Array
   ) -> tuple[Any, Any]:
+    # A run of one token: `run` treats columns past `count` as padding.
     token = jax.tree.map(lambda x: x[:, None], token)
     out, states = run(weights, token, states, count)
     return out[:, 0], states
 
-  def trip(column: jax.Array, loop: tuple[Any, Any]) -> tuple[Any, Any]:
-    out, states = loop
+  def trip(column: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    out, states = carry
     token = jax.tree.map(
       lambda x: lax.dynamic_index_in_dim(x, column, 1, keepdims=False), inputs
     )
     count = (column < counts).astype(jnp.int32)
     rows = (token, states, count)
-    read, states = row_loop.loop(one_token, weights, rows, tile=_ROWS)
+    read, states = row_loop.loop(of_token, weights, rows, tile=_ROWS)
     return lax.dynamic_update_index_in_dim(out, read, column, 1), states
 
   # Columns past the longest sequence are not computed.

@@ -1,4 +1,4 @@
-"""Attention of new tokens over all tokens of their sequences."""
+"""Computes attention of new tokens over all tokens of their sequences."""
 
 import dataclasses
 import functools
@@ -37,56 +37,53 @@ def attend(
   backend: str = "auto",
   heads: NamedSharding | None = None,
 ) -> jax.Array:
-  """Causal attention over positions 0 .. starts + counts - 1 of one layer.
+  """Computes attention over the tokens that a view's rows have in one layer.
 
-  Write the new tokens first. Positions whose page was given back (behind a
-  sliding window) must lie outside the window of `options`: their table entries
-  are read like any other.
+  The query at position p sees positions 0 .. p. Write the new tokens first.
+  Positions whose page the cache has freed (behind a sliding window) must lie
+  outside the window of `options`: `attend` reads the pages of all others.
 
-  With one column, no window and a view from `share`, pages that rows have in
-  common are read once. That rounds differently, but no less precisely. A row
-  that no longer begins with those pages, because its table or position has
-  changed, is read alone; `refresh_shared` checks that once for all layers. A
-  plan from `plan_decode` is passed to backends that take plans.
+  With one column, no window and a view from `share`, `attend` reads pages that
+  rows have in common once; results differ in rounding only. It reads a row
+  separately if its table or position has changed so that it no longer begins
+  with those pages; `refresh_shared` checks this once for all layers. Backends
+  that take plans use the plan from `plan_decode`.
 
-  Latents. Queries over pages with a `value_dim` are absorbed: multiplied by the
-  up-projection of the keys, with their rotated part appended. The output has Dv
-  elements for each head; apply the up-projection of the values to it. Shared
-  pages are then read for each row.
+  Latents. Over pages with a `value_dim`, pass absorbed queries: multiplied by
+  the up-projection of the keys, with their rotated part appended. The output
+  has Dv elements for each head; apply the up-projection of the values to it.
+  Shared pages are read for each row.
 
-  Encoders. With `causal=False` each query sees positions 0 .. starts - 1, all
-  of them, and nothing else: the tokens of an encoder, in a group of
-  `CrossAttention`, whose keys and values `write` has stored from position 0.
-  The queries are not among them, so each read of a key serves up to 64 query
-  heads of a K/V head, of several columns. `shared` and plans are not used.
+  Encoders. With `causal=False` each query sees positions 0 .. starts - 1: the
+  tokens of an encoder, in a group of `CrossAttention`, whose keys and values
+  `write` has stored from position 0. `shared` and plans are not used.
 
   Not differentiable: a gradient is zeros, or an error of jax.
 
   Args:
     kv: the pages.
-    view: where the rows live and which columns are tokens; of a `PackedView`,
-      B is 1.
+    view: the rows and their new tokens; for a `PackedView`, B is 1.
     layer: int32[], 0..L-1.
     q: [B, T, H, D], H a multiple of K.
     options: all but `k_scale` and `v_scale`, which `kv` has. Latents require
       `scale`, and do not take `sinks` and `alibi_slopes`. A tree mask is
       bool[B, T, X], for drafts: column t sees column j <= t only if
       `tree_mask[b, t, j]`.
-    causal: False for the tokens of an encoder; `window`, `alibi_slopes`,
-      `tree_mask` and latents have no meaning there.
-    exact: whether a query gets the same numbers, bit for bit, whatever the call
-      computes beside it: decode steps, chunks and whole sequences agree. The
-      page size must divide 64; with `xla`, all such sizes agree. Costs more.
-      `shared` and plans are not used; not for `causal=False` and `tree_mask`.
+    causal: False for the tokens of an encoder, without `window`,
+      `alibi_slopes`, `tree_mask` and latents.
+    exact: True for results that do not depend, in any bit, on the other queries
+      of a call: decode steps, chunks and whole sequences agree. Costs more. The
+      page size must divide 64; with `xla`, all such sizes agree. `shared` and
+      plans are not used; `causal=False` and `tree_mask` are not supported.
     backend: one of `jaxkv.kernels.BACKENDS`.
-    heads: in a program whose pages are split by heads, over which mesh axis:
+    heads: the mesh axis that splits the heads of the pages, such as
       `NamedSharding(mesh, P("model"))`. Each device then calls the backend with
       its own heads. Without it XLA splits the operations of `xla`, but not the
       kernels of other backends: on GPUs it gathers the pages of all heads, and
       for TPUs it fails.
 
   Returns:
-    [B, T, H, D] in q's dtype, of latents [B, T, H, Dv]. Zeros in columns past
+    [B, T, H, D] in q's dtype, for latents [B, T, H, Dv]. Zeros in columns past
     `view.counts`.
 
   Raises:
@@ -119,27 +116,28 @@ def attend_with_lse(
   backend: str = "auto",
   heads: NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """`attend`, and the log-sum-exps, to merge it with attention to other keys.
+  """Computes `attend` and the log-sum-exps of its logits.
 
-  Takes the arguments of `attend`.
+  Takes the arguments of `attend`. `jaxkv.kernels.merge_states` merges the
+  results with attention over other keys.
 
   Returns:
-    What `attend` returns, and float32[B, T, H], the natural-log log-sum-exps of
-    the logits, sink included; -inf in columns past `view.counts`. For
-    `jaxkv.kernels.merge_states`.
+    The output of `attend`, and float32[B, T, H], natural-log log-sum-exps, sink
+    included; -inf in columns past `view.counts`.
   """
   check_rows(view, "q", q)
   if q.ndim != 4:
     arguments.refuse(ValueError, "q", "[B, T, H, D]", q)
   check_layer(kv, layer)
-  options = _checked(options)
+  options = _check_options(options)
   if isinstance(view, PackedView):
     options.refuse("a PackedView has no drafts", "tree_mask")
   if not causal:
     _check_encoder(kv, options)
   if exact:
     exact_attention.check_exact(kv.k.shape[2], options, causal)
-  # Python numbers stay static under the `jit` below, so they can be checked.
+  # Python numbers stay static under the `jit` below: backends check their
+  # values, and a traced `scale` or `window` has none.
   numbers = options.numbers()
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
   for name, value in vars(arrays).items():
@@ -157,7 +155,7 @@ def attend_with_lse(
   return call(kv, view, jnp.asarray(layer, jnp.int32), q, arrays)
 
 
-def _checked(
+def _check_options(
   options: kernels.AttentionOptions | None,
 ) -> kernels.AttentionOptions:
   """Returns the caller's options, or the defaults for None."""
@@ -174,12 +172,12 @@ def _checked(
 
 
 def _check_encoder(kv: KVPages, options: kernels.AttentionOptions) -> None:
-  """Raises if what is asked for makes no sense for an encoder's tokens."""
+  """Raises if an argument has no meaning for an encoder's tokens."""
   if kv.value_dim is not None:
-    wanted = "pages of keys and values with causal=False"
-    arguments.refuse(ValueError, "kv", wanted, f"latents of {kv.value_dim}")
-  why = "an encoder's tokens have no place before or after a query"
-  options.refuse(why, "window", "alibi_slopes", "tree_mask")
+    expected = "pages of keys and values with causal=False"
+    arguments.refuse(ValueError, "kv", expected, f"latents of {kv.value_dim}")
+  reason = "an encoder's tokens have no place before or after a query"
+  options.refuse(reason, "window", "alibi_slopes", "tree_mask")
 
 
 def _by_head(
@@ -188,11 +186,11 @@ def _by_head(
   arrays: kernels.AttentionOptions,
   heads: NamedSharding,
 ) -> Callable[..., Any]:
-  """`_attend` for the heads of each device."""
+  """Maps `_attend` over the devices that hold the heads."""
   axis = heads.spec[0] if len(heads.spec) == 1 else None
   if not isinstance(axis, str):
-    wanted = "a NamedSharding over one mesh axis"
-    arguments.refuse(ValueError, "heads", wanted, heads)
+    expected = "a NamedSharding over one mesh axis"
+    arguments.refuse(ValueError, "heads", expected, heads)
   by_head = {
     name: P(axis)
     for name in ("sinks", "alibi_slopes")
@@ -205,7 +203,7 @@ def _by_head(
   outer = jax.sharding.get_abstract_mesh()
   return jax.shard_map(
     call,
-    # Inside another `shard_map` it must be that one's.
+    # Inside another `shard_map`, jax accepts only the mesh in use.
     mesh=None if axis in outer.axis_names else heads.mesh,
     in_specs=(pages, P(), P(), columns, options),
     out_specs=columns,
@@ -213,6 +211,7 @@ def _by_head(
   )
 
 
+# Compiled once for eager calls; inlined into a caller's own `jit`.
 @functools.partial(
   jax.jit,
   static_argnames=("numbers", "backend", "causal", "exact"),
@@ -248,26 +247,29 @@ def _attend(
     rectangle, packed = _exact_rectangle, _exact_packed
   if not isinstance(view, PackedView):
     return rectangle(kv, view, q, call)
-  # Single tokens as in a decode step, then packed queries.
-  num_single = rows_of(view.decode).page_table.shape[0]
-  out, lse = rectangle(kv, view.decode, q[0, :num_single, None], call)
+  # Single tokens take the path of a decode step: a tile of packed queries would
+  # compute 32 columns for one token.
+  batch = rows_of(view.decode).page_table.shape[0]
+  out, lse = rectangle(kv, view.decode, q[0, :batch, None], call)
   out, lse = out[:, 0], lse[:, 0]
   if view.prefill is not None:
-    more = packed(kv, view.prefill, q[0, num_single:], call)
-    out = jnp.concatenate([out, more[0]])
-    lse = jnp.concatenate([lse, more[1]])
+    chunk_out, chunk_lse = packed(kv, view.prefill, q[0, batch:], call)
+    out = jnp.concatenate([out, chunk_out])
+    lse = jnp.concatenate([lse, chunk_lse])
   return out[None], lse[None]
 
 
 def _pools(kv: KVPages) -> tuple[jax.Array, ...]:
-  """Keys and values, or latents."""
+  """Returns the pools of keys and values, or the pool of latents."""
   return (kv.k,) if kv.v is None else (kv.k, kv.v)
 
 
 def _rectangle(
   kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Queries [B, T, H, D]."""
+  """Computes attention of queries [B, T, H, D]."""
+  # One column is a decode step, which may share pages and use a plan. A tree of
+  # one node may hide its own key, so it is no decode step.
   if q.shape[1] == 1 and call["options"].tree_mask is None:
     out, lse = _attend_single(kv, view, q[:, 0], call)
     return out[:, None], lse[:, None]
@@ -283,7 +285,7 @@ def _rectangle(
 def _packed(
   kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Queries [C, H, D] that stand one row after another."""
+  """Computes attention of queries [C, H, D], packed one row after another."""
   begins = jnp.zeros((1,), jnp.int32)
   ends = jnp.cumsum(rows.counts, dtype=jnp.int32)
   attention: Callable[..., Any] = kernels.paged_attention
@@ -302,14 +304,16 @@ def _packed(
 def _attend_single(
   kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """One query a row, q [B, H, D]."""
+  """Computes attention of one query for each row, q [B, H, D]."""
   rows = rows_of(view)
   lengths = decode_lengths(rows)
   if kv.v is None:
     out, lse = kernels.mla_decode(q, kv.k, rows.page_table, lengths, **call)
+  # Rows of different lengths see different parts of a prefix in a window.
   elif rows.shared is not None and call["options"].window is None:
     shared = rows.shared
-    if not isinstance(view, FreshView):  # Rows may have changed since `share`.
+    # Rows may have changed since `share`; `refresh_shared` has checked them.
+    if not isinstance(view, FreshView):
       shared = shared.refreshed(
         rows.page_table, lengths, page_size=kv.page_size
       )
@@ -318,13 +322,14 @@ def _attend_single(
     out, lse = kernels.paged_decode(
       q, kv.k, kv.v, rows.page_table, lengths, plan=rows.plan, **call
     )
+  # An idle row has length 0, and gives the log-sum-exp of its sink.
   return out, jnp.where((rows.counts > 0)[:, None], lse, -jnp.inf)
 
 
 def _exact_rectangle(
   kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Queries [B, T, H, D], with the same bits in every call."""
+  """Computes exact attention of queries [B, T, H, D]."""
   sequences = _sequences(kv, rows_of(view))
   return exact_attention.attend_rectangle(sequences, q, call)
 
@@ -332,7 +337,7 @@ def _exact_rectangle(
 def _exact_packed(
   kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Queries [C, H, D], with the same bits in every call."""
+  """Computes exact attention of packed queries [C, H, D]."""
   return exact_attention.attend_packed(_sequences(kv, rows), q, call)
 
 

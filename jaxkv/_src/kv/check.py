@@ -1,4 +1,4 @@
-"""Checks that K/V memory has the pages that a cache hands out."""
+"""Checks that K/V memory has the pages of a cache."""
 
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.kv.memory import check_config
@@ -9,16 +9,15 @@ from jaxkv._src.kv.pools import pools_of
 def check(kv: Pools, config: CacheConfig) -> None:
   """Raises unless the memory has the pages of a cache, or of one group of it.
 
-  Only sizes are compared, so it costs nothing under `jit`. The content of pages
-  is not checked. Memory from `init` with the same config always passes.
+  Compares sizes only, so it costs nothing under `jit`. Memory from `init` with
+  the same config always passes.
 
   Args:
     kv: the pages, of one pool or of a tuple of pools.
     config: of the cache, `state.config`.
 
   Raises:
-    TypeError: `config` is not a CacheConfig, or `kv` holds something else than
-      pages.
+    TypeError: `config` is not a CacheConfig, or `kv` holds no pools of pages.
     ValueError: the number of pages differs, or no group has pages of that size.
 
   Examples:
@@ -30,6 +29,7 @@ def check(kv: Pools, config: CacheConfig) -> None:
     >>> jaxkv.kv.check(kv, config)
   """
   check_config(config)
+  # A pool serves the groups of one kind, so one matching page size suffices.
   sizes = sorted(set(config.page_sizes))
   for number, pool in enumerate(pools_of(kv)):
     if pool.num_pages != config.num_pages or pool.page_size not in sizes:

@@ -1,8 +1,8 @@
 """Attention of new tokens over all tokens of an encoder.
 
-No kernel for it is needed. All queries of a row see the same keys, so they are
-further query heads of a single query: T queries with H heads, over K key-value
-heads, are a decode step with T * H heads, which reads the keys once.
+All queries of a row see the same keys, so a decode kernel serves them as heads
+of one query: T queries with H heads become one query with T * H heads, and the
+kernel reads the keys once.
 """
 
 import dataclasses
@@ -17,20 +17,18 @@ from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
 
+# Every backend serves this many query heads for a K/V head.
 _HEADS = 64
-"""The most query heads of a key-value head that every backend serves."""
 
 
 def attend_packed(
   kv: KVPages, rows: View, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of queries that stand one row after another.
-
-  Each query sees positions 0 .. starts - 1 of its row, and no others.
+  """Computes attention of queries that are packed one row after another.
 
   Args:
     kv: the pages.
-    rows: their `starts` are the tokens to be seen, their `counts` the queries.
+    rows: `counts` queries of each row, which see positions 0 .. starts - 1.
     q: [C, H, D].
     call: further arguments of `kernels.paged_decode`.
 
@@ -42,32 +40,31 @@ def attend_packed(
   runs = jnp.concatenate([begins, ends])
   columns = q.shape[0]
   tiles = kernels.tile_queries(rows.starts, runs, columns, columns)
-  own = View(
+  tile_rows = View(
     page_table=jnp.take(rows.page_table, tiles.sequences, axis=0, mode="clip"),
     starts=jnp.take(rows.starts, tiles.sequences, mode="clip"),
     counts=tiles.counts,
   )
-  out, lse = attend_rectangle(kv, own, tiles.pack(q), call)
+  out, lse = attend_rectangle(kv, tile_rows, tiles.pack(q), call)
   return tiles.unpack(out, lse)
 
 
 def attend_rectangle(
   kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of queries [B, T, H, D]; see `attend_packed`.
-
-  The columns are cut into pieces of few enough query heads.
-  """
+  """Computes attention of queries [B, T, H, D]; see `attend_packed`."""
   rows = rows_of(view)
   batch, columns, heads, dim = q.shape
   groups = kv.num_kv_heads
+  # A piece of `size` columns has at most `_HEADS` query heads for a K/V head.
   size = max(1, min(columns, _HEADS * groups // heads))
   pieces = -(-columns // size)
   q = jnp.pad(q, ((0, 0), (0, pieces * size - columns), (0, 0), (0, 0)))
   first = jnp.arange(pieces, dtype=jnp.int32)[None] * size
-  # A piece without queries reads nothing.
-  some = first < rows.counts[:, None]
-  lengths = jnp.where(some, rows.starts[:, None], 0).reshape(-1)
+  # A piece without queries has length 0, so that it reads nothing.
+  has_query = first < rows.counts[:, None]
+  lengths = jnp.where(has_query, rows.starts[:, None], 0).reshape(-1)
+  # K/V head first, then column: query head h reads K/V head h // (H // K).
   folded = q.reshape(batch * pieces, size, groups, heads // groups, dim)
   folded = folded.swapaxes(1, 2).reshape(batch * pieces, size * heads, dim)
   options: kernels.AttentionOptions = call["options"]
@@ -81,12 +78,12 @@ def attend_rectangle(
   out, lse = kernels.paged_decode(folded, kv.k, kv.v, table, lengths, **call)
 
   def unfolded(array: jax.Array) -> jax.Array:
-    """[B, T, H, X] of [B * pieces, size * H, X]."""
+    """Returns [B * pieces, size * H, X] as [B, T, H, X]."""
     shape = (batch * pieces, groups, size, heads // groups, array.shape[-1])
     array = array.reshape(shape).swapaxes(1, 2)
     return array.reshape(batch, pieces * size, heads, -1)[:, :columns]
 
-  real = jnp.arange(columns, dtype=jnp.int32)[None] < rows.counts[:, None]
+  is_query = jnp.arange(columns, dtype=jnp.int32)[None] < rows.counts[:, None]
   out, lse = unfolded(out), unfolded(lse[..., None])[..., 0]
-  out = jnp.where(real[..., None, None], out, jnp.zeros_like(out))
-  return out, jnp.where(real[..., None], lse, -jnp.inf)
+  out = jnp.where(is_query[..., None, None], out, jnp.zeros_like(out))
+  return out, jnp.where(is_query[..., None], lse, -jnp.inf)

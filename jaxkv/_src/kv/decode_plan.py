@@ -1,4 +1,4 @@
-"""Equal pieces of a decode step's work, for backends that take a plan."""
+"""Plans a decode step's work for backends that take plans."""
 
 import dataclasses
 
@@ -18,23 +18,22 @@ def plan_decode(
   window: jax.Array | int | None = None,
   backend: str = "auto",
 ) -> View:
-  """A view whose decode work is cut into equal pieces, for all layers.
+  """Cuts a decode step's work into equal pieces, once for all layers.
 
   Call it once a decode step, before the layers. Without a plan a backend cuts
-  each row by itself, in every layer, and long rows have longer pieces. A plan
-  changes the results of `attend` in rounding only, which then depends on other
-  rows. `attend` ignores a plan for several columns and with `shared` pages.
+  each row separately, in every layer, and long rows get longer pieces. A plan
+  changes only the rounding of `attend`, which then depends on the other rows.
+  `attend` ignores a plan for several columns and with `shared` pages.
 
   Args:
     kv: the pages; only their shape is used.
     view: the rows, with at most one new token each.
-    window: the window of most layers, None for none. In layers with another
-      window the pieces are less equal.
+    window: the window of most layers, or None. In layers with another window
+      the pieces are less equal.
     backend: as given to `attend`.
 
   Returns:
-    The view with a `plan`, which is None if the backend takes no plans, and
-    for latents.
+    The view with a `plan`; None for latents and if the backend takes no plans.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -59,9 +58,10 @@ def plan_decode(
   """
   check_view(view)
   workers = kernels.decode_workers(kv.k, backend=backend)
-  pieces = None
+  plan = None
+  # The backends that serve latents take no plans.
   if workers is not None and kv.v is not None:
-    pieces = kernels.plan_decode(
+    plan = kernels.plan_decode(
       decode_lengths(view), workers=workers, window=window
     )
-  return dataclasses.replace(view, plan=pieces)
+  return dataclasses.replace(view, plan=plan)

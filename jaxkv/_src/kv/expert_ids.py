@@ -1,7 +1,7 @@
-"""Small whole numbers of each token and layer, kept in pages beside its K/V.
+"""Small integers of each token and layer, in pages beside its K/V.
 
-Such as the experts that a token used: a sequence that finds a cached prefix
-finds those of its tokens, too.
+They record which experts a token used. A sequence that reuses a cached prefix
+also reuses the records of its tokens.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxkv._src.kv.memory import check_layer
 from jaxkv._src.kv.memory import check_sizes
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import check_rows
-from jaxkv._src.kv.write import places
+from jaxkv._src.kv.write import token_places
 
 _FORMATS = ("uint8", "uint16")
 
@@ -27,16 +27,16 @@ _FORMATS = ("uint8", "uint16")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertIdPages:
-  """Numbers of all tokens and layers, in the pages of one layer group.
+  """Integers of all tokens and layers, in the pages of one layer group.
 
   Layers are flattened into the page axis, as in `KVPages`: page p of layer l is
-  row l * N + p. They need not be the layers of other pools. Page 0 of each
-  layer is the null page and is never written.
+  row l * N + p. L may differ from that of other pools. Page 0 of each layer is
+  the null page and is never written.
 
   Attributes:
-    values: X numbers of each token.  # uint8 or uint16[L * N, S, X]
+    values: X integers of each token.  # uint8 or uint16[L * N, S, X]
     num_layers: L.
-    group: the layer group whose pages hold them.
+    group: the layer group whose pages hold the integers.
   """
 
   values: jax.Array
@@ -55,12 +55,12 @@ class ExpertIdPages:
 
   @property
   def width(self) -> int:
-    """X, numbers of a token in one layer."""
+    """X, integers of a token in one layer."""
     return self.values.shape[2]
 
   @property
   def read_dtype(self) -> np.dtype:
-    """The dtype that all numbers have, and -1: int16 or int32."""
+    """The dtype of `read_tokens`: int16 or int32, which can also hold -1."""
     return np.promote_types(self.values.dtype, np.int8)
 
 
@@ -72,18 +72,18 @@ def init_tokens(
   dtype=jnp.uint8,
   group: int = 0,
 ) -> ExpertIdPages:
-  """Numbers of tokens for a cache, all zero.
+  """Returns zeros for the integers of a cache's tokens.
 
-  Takes L * N * S * X numbers. They are lost with their page: choose a group
-  that gives no page back while a sequence runs, such as `FullAttention`.
+  Takes L * N * S * X integers. Freeing a page loses them: choose a group that
+  keeps its pages while a sequence runs, such as `FullAttention`.
 
   Args:
     config: of the cache. It gives N, the pages of a layer including the null
       page, and S, the tokens of a page.
     num_layers: L.
-    width: X, numbers of a token in one layer.
+    width: X, integers of a token in one layer.
     dtype: uint8 or uint16.
-    group: the layer group whose pages hold them.
+    group: the layer group whose pages hold the integers.
 
   Returns:
     The pages.
@@ -117,17 +117,17 @@ def init_tokens(
 def write_tokens(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array | int, values: jax.Array
 ) -> ExpertIdPages:
-  """Writes the numbers of new tokens in one layer.
+  """Writes the integers of new tokens in one layer.
 
-  They go where `write` puts the keys of these tokens, and are dropped where it
-  drops those.
+  Uses the page and offset that `write` uses for the keys of these tokens, and
+  drops the same tokens.
 
   Args:
-    pages: the numbers.
-    view: the rows, of the group `pages.group`; of a `PackedView`, B is 1.
+    pages: the integers.
+    view: the rows, of the group `pages.group`; for a `PackedView`, B is 1.
     layer: int32[], 0..L-1.
-    values: integers[B, T, X], cast to the dtype of the pages, in which they
-      must fit.
+    values: integers[B, T, X] in the range of the pages' dtype, to which they
+      are cast without a check.
 
   Returns:
     The pages.
@@ -165,10 +165,16 @@ def write_tokens(
 def _write(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array, values: jax.Array
 ) -> ExpertIdPages:
-  where = places(pages, view, values.shape[1])
+  page_ids, offsets = token_places(pages, view, values.shape[1])
+  # The X integers are one head of a vector pool, whose elements have the pool's
+  # dtype: `append_pages` stores such elements unchanged.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
   written = kernels.append_pages(
-    pages.values[:, None], new, *where, page_offset=layer * pages.num_pages
+    pages.values[:, None],
+    new,
+    page_ids,
+    offsets,
+    page_offset=layer * pages.num_pages,
   )
   return dataclasses.replace(pages, values=written[:, 0])
 
@@ -176,16 +182,16 @@ def _write(
 def read_tokens(
   pages: ExpertIdPages, page_table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-  """The numbers of some sequences, in all layers.
+  """Returns the integers of some sequences, in all layers.
 
   Args:
-    pages: the numbers.
+    pages: the integers.
     page_table: int32[R, M], of the group `pages.group`.
     lengths: int32[R], tokens of each sequence.
 
   Returns:
-    int16 for pages of uint8, int32 for those of uint16, [R, M * S, L, X]. -1
-    past a sequence's length, and where the page table has no page.
+    [R, M * S, L, X], int16 for pages of uint8, int32 for pages of uint16. -1
+    past a sequence's length and in missing pages.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -200,25 +206,29 @@ def read_tokens(
 def _read(
   pages: ExpertIdPages, page_table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-  column = jnp.arange(page_table.shape[1], dtype=jnp.int32)[None]
-  fits = (page_table > 0) & (page_table < pages.num_pages)
-  fits &= column * pages.page_size < lengths[:, None]
+  has_page = (page_table > 0) & (page_table < pages.num_pages)
   layer = jnp.arange(pages.num_layers, dtype=jnp.int32)
   ids = page_table[:, :, None] + (layer * pages.num_pages)[None, None]
-  ids = jnp.where(fits[:, :, None], ids, pages.values.shape[0])
-  found = pages.values.at[ids].get(mode="fill", fill_value=0)
+  # An id of L * N is past the last layer, so the gather fills it with zeros.
+  ids = jnp.where(has_page[:, :, None], ids, pages.values.shape[0])
+  values = pages.values.at[ids].get(mode="fill", fill_value=0)
   rows, columns = page_table.shape
   sizes = (columns * pages.page_size, pages.num_layers, pages.width)
-  found = found.swapaxes(2, 3).reshape(rows, *sizes).astype(pages.read_dtype)
+  # Widened before -1 is put in: the pages' unsigned dtype cannot hold it.
+  values = values.swapaxes(2, 3).reshape(rows, *sizes).astype(pages.read_dtype)
   token = jnp.arange(sizes[0], dtype=jnp.int32)[None]
-  known = jnp.repeat(fits, pages.page_size, axis=1) & (token < lengths[:, None])
-  return jnp.where(known[:, :, None, None], found, jnp.full_like(found, -1))
+  is_token = jnp.repeat(has_page, pages.page_size, axis=1)
+  # A page allocated beyond the length may hold values of an earlier sequence.
+  is_token &= token < lengths[:, None]
+  return jnp.where(
+    is_token[:, :, None, None], values, jnp.full_like(values, -1)
+  )
 
 
 def copy_tokens(
   pages: ExpertIdPages, src: jax.Array, dst: jax.Array
 ) -> ExpertIdPages:
-  """As `jaxkv.kv.copy`, after it has dropped the null page from `dst`."""
+  """Implements `jaxkv.kv.copy`; `dst` must not have the null page."""
   copied = kernels.copy_pages(
     pages.values[:, None], src, dst, num_layers=pages.num_layers
   )

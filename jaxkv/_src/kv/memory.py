@@ -12,7 +12,8 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 
-# Formats, and the integer dtype in which a CPU stores their bits.
+# Formats, and the integer dtype in which a CPU stores their bits. XLA for a CPU
+# converts a whole pool of bfloat16 or float8 to update one element.
 _BITS = {
   "float32": None,
   "bfloat16": "uint16",
@@ -29,11 +30,10 @@ class KVPages:
   """Keys and values of all layers, in pages.
 
   Layers are flattened into the page axis: page p of layer l is row l * N + p.
-  (If a scan over layers had the pools as inputs, each step would copy them.)
   Page 0 of each layer is the null page: never written, never attended to.
 
-  With `value_dim` the pages hold latent vectors (MLA): the leading elements of
-  a key are its value, and nothing is stored twice.
+  With `value_dim` the pages hold latent vectors (MLA), stored once: the leading
+  elements of a key are its value.
 
   Attributes:
     k: keys, in the storage dtype.
@@ -41,13 +41,14 @@ class KVPages:
     num_layers: L.
     dtype: the number format of keys and values, such as "bfloat16"; on a CPU
       bfloat16 is stored as its bits in uint16, float8_e4m3fn in uint8.
-    k_scale: for 8-bit formats, a factor for each token and head; None for
-      others.
+    k_scale: a factor for each token and head, for 8-bit formats only.
     v_scale: the same for values.
-    value_dim: for latents Dv, the leading elements of a key that are its value;
-      None for others.
+    value_dim: Dv, the leading elements of a key that are its value, for latents
+      only.
   """
 
+  # One axis for layers and pages: a scan over layers that took the pools as its
+  # inputs would copy them at each step.
   k: jax.Array  # storage dtype[L * N, K, S, D]
   v: jax.Array | None  # storage dtype[L * N, K, S, D]
   num_layers: int = dataclasses.field(metadata={"static": True})
@@ -90,12 +91,12 @@ def init(
   group: int = 0,
   storage_dtype=None,
 ) -> KVPages:
-  """Pages of zeros for a cache.
+  """Returns pages of zeros for a cache.
 
   Takes 2 * L * N * K * S * D elements, half of that for latents, and for 8-bit
-  formats one float32 for every D elements. Groups of one cache never have a
-  page in common, so layers of different groups may share one layer of memory:
-  L is then the number of layers of the largest group.
+  formats one float32 for every D elements. The groups of a cache never share a
+  page, so layers of different groups may share one layer of memory: L is then
+  the number of layers of the largest group.
 
   Args:
     config: of the cache. It gives N, the pages of a layer including the null
@@ -103,23 +104,23 @@ def init(
     num_layers: L.
     num_kv_heads: K, 1 for latents.
     head_dim: D.
-    value_dim: for the latents of MLA, how many of the D elements of a vector
-      are its value: 512 of 576 for DeepSeek. None: values have pages of their
-      own.
+    value_dim: for the latents of MLA, the number of leading elements of a
+      vector that are its value: 512 of 576 for DeepSeek. None: values have
+      separate pages.
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
-      the last three each token and head has a scale, set when it is written.
-    group: the layer group whose page size to use, if groups have their own.
+      the last three `write` sets a scale for each token and head.
+    group: the layer group whose page size to use, if page sizes differ.
     storage_dtype: dtype of the buffers. None: `dtype`, except on a CPU uint16
-      for bfloat16 and uint8 for float8_e4m3fn. XLA for a CPU rewrites a whole
-      buffer of those formats, and of float8_e5m2, at each write.
+      for bfloat16 and uint8 for float8_e4m3fn. A CPU writes float8_e5m2 slowly:
+      each write rewrites the buffer.
 
   Returns:
     The pages.
 
   Raises:
     TypeError: `config` is not a CacheConfig, or a size is not an integer.
-    ValueError: a size below 1, no such group, or dtypes that do not go
-      together.
+    ValueError: a size is below 1, the group does not exist, or `storage_dtype`
+      cannot store `dtype`.
 
   Examples:
     >>> import jaxkv
@@ -132,7 +133,7 @@ def init(
     >>> kv.k.shape, kv.num_pages
     ((10, 2, 4, 8), 5)
 
-    Latents of 6 elements with 2 rotated ones behind them.
+    Latents of 6 elements, followed by 2 rotated elements:
 
     >>> latents = init(
     ...   config, num_layers=2, num_kv_heads=1, head_dim=8, value_dim=6
@@ -146,53 +147,59 @@ def init(
   _check_latents(num_kv_heads, head_dim, value_dim)
   dtype = np.dtype(dtype)
   if dtype.name not in _BITS:
-    wanted = f"one of {', '.join(_BITS)}"
-    arguments.refuse(ValueError, "dtype", wanted, dtype)
+    expected = f"one of {', '.join(_BITS)}"
+    arguments.refuse(ValueError, "dtype", expected, dtype)
   bits = _BITS[dtype.name]
   if storage_dtype is None:
     storage_dtype = storage_of(dtype)
   if kernels.logical_dtype(storage_dtype) != dtype:
-    wanted = dtype.name if bits is None else f"{dtype.name} or {bits}, its bits"
+    expected = (
+      dtype.name if bits is None else f"{dtype.name} or {bits}, its bits"
+    )
     arguments.refuse(
-      ValueError, "storage_dtype", wanted, np.dtype(storage_dtype)
+      ValueError, "storage_dtype", expected, np.dtype(storage_dtype)
     )
   pages = num_layers * config.num_pages
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
-  scaled, latent = dtype.itemsize == 1, value_dim is not None
+  has_scales, is_latent = dtype.itemsize == 1, value_dim is not None
+  # A separate buffer for each field: a buffer cannot be donated twice.
   return KVPages(
     k=jnp.zeros(shape, storage_dtype),
-    v=None if latent else jnp.zeros(shape, storage_dtype),
+    v=None if is_latent else jnp.zeros(shape, storage_dtype),
     num_layers=int(num_layers),
     dtype=dtype.name,
-    k_scale=jnp.ones(shape[:3], jnp.float32) if scaled else None,
-    v_scale=jnp.ones(shape[:3], jnp.float32) if scaled and not latent else None,
+    k_scale=jnp.ones(shape[:3], jnp.float32) if has_scales else None,
+    v_scale=(
+      jnp.ones(shape[:3], jnp.float32) if has_scales and not is_latent else None
+    ),
     value_dim=None if value_dim is None else int(value_dim),
   )
 
 
 def copy_kv(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
-  """As `jaxkv.kv.copy`; `dst` has no null page."""
+  """Implements `jaxkv.kv.copy`; `dst` must not have the null page."""
 
-  def copied(pages: jax.Array | None) -> jax.Array | None:
+  def copy_in(pages: jax.Array | None) -> jax.Array | None:
     if pages is None:
       return None
-    every = pages.reshape(*pages.shape[:3], -1)  # A scale is one number.
-    every = kernels.copy_pages(every, src, dst, num_layers=kv.num_layers)
-    return every.reshape(pages.shape)
+    # `copy_pages` takes [N, K, S, D]: a scale is a vector of one element.
+    vectors = pages.reshape(*pages.shape[:3], -1)
+    vectors = kernels.copy_pages(vectors, src, dst, num_layers=kv.num_layers)
+    return vectors.reshape(pages.shape)
 
   return dataclasses.replace(
     kv,
-    k=copied(kv.k),
-    v=copied(kv.v),
-    k_scale=copied(kv.k_scale),
-    v_scale=copied(kv.v_scale),
+    k=copy_in(kv.k),
+    v=copy_in(kv.v),
+    k_scale=copy_in(kv.k_scale),
+    v_scale=copy_in(kv.v_scale),
   )
 
 
 def gather(
   kv: KVPages, layer: jax.Array | int, page_table: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """One layer's keys and values of some sequences, as dense arrays.
+  """Gathers one layer's keys and values of some sequences into dense arrays.
 
   Args:
     kv: the pages.
@@ -201,8 +208,8 @@ def gather(
 
   Returns:
     (keys, values), each [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit
-    formats in float32 with scales applied. Tokens past a sequence's length are
-    whatever the pages hold. Of latents the values are [B, M * S, 1, Dv].
+    formats in float32 with scales applied. Values of latents are
+    [B, M * S, 1, Dv]. Elements past a sequence's length are arbitrary.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -224,6 +231,7 @@ def _gather(
     tokens = kernels.gather_pages(pages, ids, page_offset=offset)
     if scale is None:
       return tokens
+    # Widened first: an 8-bit format cannot hold the products.
     factors = kernels.gather_pages(scale[..., None], ids, page_offset=offset)
     return tokens.astype(jnp.float32) * factors
 
@@ -243,28 +251,25 @@ def check_config(config: CacheConfig) -> None:
 
 
 def check_group(config: CacheConfig, group: int) -> None:
-  """Raises unless `group` is a layer group of a cache."""
+  """Raises unless `group` is the index of a layer group of a cache."""
   if not isinstance(group, int) or isinstance(group, bool):
     arguments.refuse(TypeError, "group", "a Python int", group)
   if not 0 <= group < config.num_groups:
-    wanted = f"from 0 to {config.num_groups - 1}"
-    arguments.refuse(ValueError, "group", wanted, group)
+    expected = f"from 0 to {config.num_groups - 1}"
+    arguments.refuse(ValueError, "group", expected, group)
 
 
 def check_sizes(
   config: CacheConfig, group: int, *, num_layers: int, **sizes: int
 ) -> None:
-  """Raises unless a memory of these sizes can be made for a group.
+  """Raises unless a group can have memory of these sizes, each at least 1.
 
-  Args:
-    config: of the cache, checked.
-    group: must be a layer group of the cache.
-    num_layers: at least 1; the pages of all layers must have int32 numbers.
-    **sizes: further numbers by name, each at least 1.
+  Does not check `config`.
   """
   for name, size in {"num_layers": num_layers, **sizes}.items():
     check_size(name, size)
   check_group(config, group)
+  # Page ids of all layers are int32.
   if num_layers * config.num_pages > np.iinfo(np.int32).max:
     raise ValueError(
       "`num_layers` must be such that num_layers * num_pages fits int32, got"
@@ -275,23 +280,23 @@ def check_sizes(
 def _check_latents(
   num_kv_heads: int, head_dim: int, value_dim: int | None
 ) -> None:
-  """Raises unless `value_dim` goes with the other sizes, or is None."""
+  """Raises unless `value_dim` is None or suits the other sizes."""
   if value_dim is None:
     return
   check_size("value_dim", value_dim)
   if value_dim > head_dim:
-    wanted = f"at most head_dim, {head_dim}"
-    arguments.refuse(ValueError, "value_dim", wanted, value_dim)
+    expected = f"at most head_dim, {head_dim}"
+    arguments.refuse(ValueError, "value_dim", expected, value_dim)
   if num_kv_heads != 1:
-    wanted = "1 with value_dim: all query heads read the same latents"
-    arguments.refuse(ValueError, "num_kv_heads", wanted, num_kv_heads)
+    expected = "1 with value_dim: all query heads read the same latents"
+    arguments.refuse(ValueError, "num_kv_heads", expected, num_kv_heads)
 
 
 def storage_of(dtype: np.dtype) -> np.dtype:
-  """The dtype of the buffer for a format, if nobody names one."""
+  """Returns the default dtype of a buffer for a format."""
   bits = _BITS[dtype.name]
-  as_bits = bits is not None and jax.default_backend() == "cpu"
-  return np.dtype(bits if as_bits else dtype)
+  stores_bits = bits is not None and jax.default_backend() == "cpu"
+  return np.dtype(bits if stores_bits else dtype)
 
 
 def check_size(name: str, size: int) -> None:
@@ -322,21 +327,18 @@ class Layered(Protocol):
 
 
 def check_layer(kv: Layered, layer: jax.Array | int) -> None:
-  """Raises unless `layer` is an integer, and in range if its value is known.
+  """Raises unless `layer` is an integer; a Python integer must be in range.
 
-  The value of a JAX array is not checked: if there is no such layer, nothing is
-  written, and reads are meaningless.
+  With an array out of range, writes are dropped and reads are meaningless.
   """
   arguments.check_integer("layer", layer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:
-    wanted = f"from 0 to {kv.num_layers - 1}"
-    arguments.refuse(ValueError, "layer", wanted, int(layer))
+    expected = f"from 0 to {kv.num_layers - 1}"
+    arguments.refuse(ValueError, "layer", expected, int(layer))
 
 
 def in_layer(kv: Layered, page_ids: jax.Array) -> jax.Array:
-  """Page ids, with those out of a layer's range replaced by L * N.
-
-  An id between N and L * N would be a page of another layer.
-  """
-  fits = (page_ids >= 0) & (page_ids < kv.num_pages)
-  return jnp.where(fits, page_ids, kv.num_layers * kv.num_pages)
+  """Returns page ids, with L * N in place of ids out of a layer's range."""
+  # An id between N and L * N would be a page of another layer.
+  is_page = (page_ids >= 0) & (page_ids < kv.num_pages)
+  return jnp.where(is_page, page_ids, kv.num_layers * kv.num_pages)

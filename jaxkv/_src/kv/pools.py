@@ -1,4 +1,4 @@
-"""What is done to pages of all kinds alike, and to several pools at once."""
+"""Operations on pages of any kind, and on several pools at once."""
 
 import functools
 from typing import TypeVar
@@ -16,27 +16,26 @@ from jaxkv._src.kv.recurrent_pages import copy_states
 
 Pool = KVPages | StatePages | ExpertIdPages
 Pools = Pool | tuple[Pool, ...]
-"""The memory of a cache: one pool, or several with the same numbers of pages.
-Page ids are common to all of them; each layer group uses the pool of its
-kind."""
+"""The memory of a cache: one pool, or several with the same page ids. Each
+layer group uses the pool of its kind."""
 
 Memory = TypeVar("Memory", bound=Pools)
 
 
 def pools_of(kv: Pools) -> tuple[Pool, ...]:
-  """The pools of a memory, however many.
+  """Returns the pools of a memory as a tuple.
 
   Raises:
-    TypeError: it is something else.
-    ValueError: there is none.
+    TypeError: `kv` is neither a pool nor a tuple of pools.
+    ValueError: the tuple is empty.
   """
   pools = kv if isinstance(kv, tuple) else (kv,)
   for pool in pools:
     if not isinstance(pool, Pool):
       raise TypeError(
-        "`kv` must be KVPages, StatePages, ExpertIdPages or a tuple of them, got"
-        f" {type(pool).__name__}; make them with jaxkv.kv.init, init_states and"
-        " init_tokens."
+        "`kv` must be KVPages, StatePages, ExpertIdPages or a tuple of them,"
+        f" got {type(pool).__name__}; make them with jaxkv.kv.init, init_states"
+        " and init_tokens."
       )
   if not pools:
     arguments.refuse(ValueError, "kv", "one pool or more", kv)
@@ -46,10 +45,9 @@ def pools_of(kv: Pools) -> tuple[Pool, ...]:
 def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
   """Copies page `src[r]` over page `dst[r]`, in every layer of every pool.
 
-  All sources are read before any destination is written. Pairs with an id out
-  of range are skipped, and so are those whose destination is the null page. It
-  costs nothing when all pairs are skipped, except under `vmap`, where it always
-  has its full cost.
+  Reads all sources before it writes any destination. Skips pairs with an id out
+  of range, and pairs whose destination is the null page. Costs nothing if it
+  skips all pairs, except under `vmap`, where it always has its full cost.
 
   Args:
     kv: the pages, of one pool or of a tuple of pools.
@@ -71,13 +69,15 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
 
 @functools.partial(jax.jit, inline=True)
 def _copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
-  copied = tuple(_copied(pool, src, dst) for pool in pools_of(kv))
-  memory: object = copied if isinstance(kv, tuple) else copied[0]
+  pools = tuple(_copy_in_pool(pool, src, dst) for pool in pools_of(kv))
+  # A pool stays a pool, a tuple a tuple: the memory may be a loop's carry.
+  memory: object = pools if isinstance(kv, tuple) else pools[0]
   return memory  # pyright: ignore[reportReturnType]
 
 
-def _copied(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
-  dst = jnp.where(dst == 0, pool.num_pages, dst)  # Never the null page.
+def _copy_in_pool(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
+  # `copy_pages` drops an id that is out of range, so the null page stays zero.
+  dst = jnp.where(dst == 0, pool.num_pages, dst)
   if isinstance(pool, StatePages):
     return copy_states(pool, src, dst)
   if isinstance(pool, ExpertIdPages):

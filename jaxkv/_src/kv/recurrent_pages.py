@@ -1,8 +1,8 @@
-"""Memory of recurrent layers: a state for each page of tokens.
+"""Memory of recurrent layers: one state for each page of tokens.
 
-The state after t tokens stands in the page of token t - 1, see
-`jaxkv._src.cache.pool.recurrent`. A step reads the state after the tokens that
-were there before it, and writes the one after its own.
+The page of token t - 1 holds the state after t tokens, see
+`jaxkv._src.cache.pool.recurrent`. A step reads the state before its new tokens
+and writes the state after them.
 """
 
 import dataclasses
@@ -68,12 +68,12 @@ def init_states(
   shapes: Mapping[str, tuple[tuple[int, ...], Any]],
   group: int | None = None,
 ) -> StatePages:
-  """States of zeros for the recurrent groups of a cache.
+  """Returns states of zeros for the recurrent groups of a cache.
 
   Takes L * N states. Layers of different groups may share one layer of memory,
-  as in `init`: L is then the number of layers of the largest group. The pages
-  of all groups come from one pool, so most of them hold no state; a page with
-  many tokens makes the states few.
+  as in `init`: L is then the number of layers of the largest group. All groups
+  share the N pages, so most of these states stay unused; larger pages need
+  fewer of them.
 
   Args:
     config: of the cache. It gives N, the pages of a layer including the null
@@ -88,8 +88,8 @@ def init_states(
 
   Raises:
     TypeError: `config` is not a CacheConfig, or a size is not an integer.
-    ValueError: a size below 1, no such group, no recurrent group, no array, or
-      a dtype that is not supported.
+    ValueError: a size is below 1, the group does not exist or is not recurrent,
+      `shapes` is empty, or a dtype is not supported.
 
   Examples:
     >>> import jaxkv
@@ -117,13 +117,15 @@ def init_states(
   if not shapes:
     arguments.refuse(ValueError, "shapes", "one array or more", shapes)
   states, dtypes = {}, []
+  # Sorted: `dtypes` is part of the pytree's structure, and must not depend on
+  # the order of a caller's dict.
   for name, (shape, dtype) in sorted(shapes.items()):
     for size in shape:
       check_size(f"shapes[{name!r}]", size)
     dtype = np.dtype(dtype)
     if dtype.name not in _FORMATS:
-      wanted = f"of {', '.join(_FORMATS)}"
-      arguments.refuse(ValueError, f"shapes[{name!r}]", wanted, dtype)
+      expected = f"of {', '.join(_FORMATS)}"
+      arguments.refuse(ValueError, f"shapes[{name!r}]", expected, dtype)
     rows = num_layers * config.num_pages
     states[name] = jnp.zeros((rows, *shape), storage_of(dtype))
     dtypes.append((name, dtype.name))
@@ -138,12 +140,12 @@ def init_states(
 def read_state(
   pages: StatePages, view: View | FreshView, layer: jax.Array | int
 ) -> dict[str, jax.Array]:
-  """One layer's state of each row, after its first `view.starts` tokens.
+  """Reads one layer's state of each row, after its first `view.starts` tokens.
 
-  Read a state before its row is written, and write what was computed from it:
-  then a loop updates the memory in place. Of a `PackedView`, read and write
-  `decode` first, then read and write `prefill`; a sequence may have tokens in
-  one of them only.
+  Write a state that depends on the state read here: then a loop updates the
+  memory in place. For a `PackedView`, read and write the rows of `decode`
+  first, then those of `prefill`; a sequence may have tokens in only one of
+  them.
 
   Args:
     pages: the states.
@@ -151,8 +153,8 @@ def read_state(
     layer: int32[], 0..L-1.
 
   Returns:
-    Arrays [B, ...] by name, in the formats of `pages.dtypes`. Zeros where
-    `starts` is 0, and where the page table has no page.
+    Arrays [B, ...] by name, in the formats of `pages.dtypes`. Zeros for rows
+    whose `starts` is 0 or whose page is missing.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -167,9 +169,10 @@ def read_state(
 def _read(
   pages: StatePages, rows: View, layer: jax.Array
 ) -> dict[str, jax.Array]:
-  where = _places(pages, rows, rows.starts, layer)
+  index = _state_rows(pages, rows, rows.starts, layer)
+  # `load` converts the B gathered states: on a CPU bfloat16 is stored as bits.
   return {
-    name: kernels.load(array.at[where].get(mode="fill", fill_value=0))
+    name: kernels.load(array.at[index].get(mode="fill", fill_value=0))
     for name, array in pages.states.items()
   }
 
@@ -182,15 +185,14 @@ def write_state(
 ) -> StatePages:
   """Writes one layer's state of each row, after `starts + counts` tokens.
 
-  It goes into the page of the row's last token. A row with `counts` of 0, or
-  without a page there, writes nothing.
+  Stores the state in the page of the row's last token. Skips a row whose
+  `counts` is 0 or whose page is missing.
 
-  A page that is full is found again by other sequences, and must then hold the
-  state at its end. So where tokens begin inside of a page and go past its end,
-  the state at that end is written too: first call this function with `counts`
-  up to the end of the page, and with the state there. Tokens that begin at the
-  start of a page may fill several pages, if `allocate` gave room for all of
-  them at once: only the last one has a page then.
+  Other sequences may reuse a full page, so it must hold the state at its end.
+  If the new tokens begin inside a page and go past its end, call this function
+  twice: first with `counts` up to the end of the page and the state there.
+  Tokens that begin at the start of a page may fill several pages in one call,
+  if one `allocate` made room for all of them: only the last page exists then.
 
   Args:
     pages: the states.
@@ -203,8 +205,8 @@ def write_state(
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
-    ValueError: an argument has a shape or value that is not supported, or
-      `states` has other names.
+    ValueError: an argument has a shape or value that is not supported, or the
+      names in `states` differ from those of `pages`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -237,10 +239,11 @@ def write_state(
 def _write(
   pages: StatePages, rows: View, layer: jax.Array, states: dict[str, jax.Array]
 ) -> StatePages:
+  # An idle row has 0 tokens, which `_state_rows` maps to no page.
   tokens = jnp.where(rows.counts > 0, rows.starts + rows.counts, 0)
-  where = _places(pages, rows, tokens, layer)
+  index = _state_rows(pages, rows, tokens, layer)
   written = {
-    name: array.at[where].set(
+    name: array.at[index].set(
       kernels.store(states[name], array.dtype), mode="drop"
     )
     for name, array in pages.states.items()
@@ -248,41 +251,44 @@ def _write(
   return dataclasses.replace(pages, states=written)
 
 
-def _places(
+def _state_rows(
   pages: StatePages, rows: View, tokens: jax.Array, layer: jax.Array
 ) -> jax.Array:
-  """int32[B]: rows of the arrays with the states after int32[B] tokens.
+  """Returns int32[B], each row's index of the state after int32[B] tokens.
 
-  L * N where there is none.
+  The index is L * N if the state has no page.
   """
   columns = rows.page_table.shape[1]
+  # After 0 tokens there is no state: read past the table, which gives page 0.
   column = jnp.where(tokens > 0, (tokens - 1) // pages.page_size, columns)
   row = jnp.arange(tokens.shape[0], dtype=jnp.int32)
   ids = rows.page_table.at[row, column].get(mode="fill", fill_value=0)
-  fits = (ids > 0) & (ids < pages.num_pages)
-  fits &= (layer >= 0) & (layer < pages.num_layers)
-  nowhere = jnp.int32(pages.num_layers * pages.num_pages)
-  return jnp.where(fits, ids + layer * pages.num_pages, nowhere)
+  # Without this check an id or a layer out of range could name another layer's
+  # page.
+  has_page = (ids > 0) & (ids < pages.num_pages)
+  has_page &= (layer >= 0) & (layer < pages.num_layers)
+  out_of_range = jnp.int32(pages.num_layers * pages.num_pages)
+  return jnp.where(has_page, ids + layer * pages.num_pages, out_of_range)
 
 
 def copy_states(
   pages: StatePages, src: jax.Array, dst: jax.Array
 ) -> StatePages:
-  """As `jaxkv.kv.copy`; `dst` has no null page."""
+  """Implements `jaxkv.kv.copy`; `dst` must not have the null page."""
 
-  def copied(array: jax.Array) -> jax.Array:
-    # The last two axes stay what they are: a TPU lays them out in tiles.
-    last = (1, 1, *array.shape[1:])[-2:]
-    pool = array.reshape(array.shape[0], -1, *last)
+  def copy_in(array: jax.Array) -> jax.Array:
+    # A TPU lays out the last two axes in tiles: to reshape them is a copy.
+    tile = (1, 1, *array.shape[1:])[-2:]
+    pool = array.reshape(array.shape[0], -1, *tile)
     pool = kernels.copy_pages(pool, src, dst, num_layers=pages.num_layers)
     return pool.reshape(array.shape)
 
-  copies = {name: copied(array) for name, array in pages.states.items()}
+  copies = {name: copy_in(array) for name, array in pages.states.items()}
   return dataclasses.replace(pages, states=copies)
 
 
 def _group_of(config: CacheConfig, group: int | None) -> int:
-  """The group that is asked for, or the first recurrent one."""
+  """Returns a group, checked to be recurrent; the first recurrent for None."""
   recurrent = [kind.holds_states for kind in config.groups]
   if True not in recurrent:
     raise ValueError(
@@ -298,7 +304,7 @@ def _group_of(config: CacheConfig, group: int | None) -> int:
 
 
 def _rows(view: View | FreshView) -> View:
-  """The rows of a view; raises for a `PackedView`."""
+  """Returns the checked rows of a view; raises for a `PackedView`."""
   if isinstance(view, PackedView):
     raise TypeError(
       "`view` must be a View, got PackedView; pass its `decode`, and then its"
@@ -312,15 +318,15 @@ def _rows(view: View | FreshView) -> View:
 def _check_states(
   pages: StatePages, rows: View, states: Mapping[str, jax.Array]
 ) -> None:
-  """Raises unless there is a new state for each row and array."""
+  """Raises unless `states` has a new state for each row and array."""
   names = [name for name, _ in pages.dtypes]
   if sorted(states) != names:
     arguments.refuse(ValueError, "states", f"arrays {names}", sorted(states))
   for name, array in pages.states.items():
-    new, label = states[name], f"states[{name!r}]"
-    arguments.check_array(label, new)
+    state, label = states[name], f"states[{name!r}]"
+    arguments.check_array(label, state)
     shape = (rows.starts.shape[0], *array.shape[1:])
-    if not jnp.issubdtype(new.dtype, jnp.floating):
-      arguments.refuse(TypeError, label, "floats", new.dtype)
-    if new.shape != shape:
-      arguments.refuse(ValueError, label, f"{list(shape)}", new)
+    if not jnp.issubdtype(state.dtype, jnp.floating):
+      arguments.refuse(TypeError, label, "floats", state.dtype)
+    if state.shape != shape:
+      arguments.refuse(ValueError, label, f"{list(shape)}", state)

@@ -1,4 +1,4 @@
-"""Finding the pages that sequences have in common."""
+"""Finds the pages that sequences have in common."""
 
 import dataclasses
 from typing import overload
@@ -27,26 +27,25 @@ def share(
 
   Call it once a decode step, and `refresh_shared` before the layers. Rows share
   pages if their page tables begin with the same pages: forks of one prompt
-  share its full pages, and so do rows with the same cached prefix. If sharing
-  would save too little, `attend` reads each row alone. It also does so for
-  several columns, and with a window.
+  share its full pages, and so do rows with the same cached prefix. `attend`
+  reads every row separately if sharing would save too little, for several
+  columns, and with a window.
 
   Args:
     kv: the pages; only their shape is used.
     view: the rows, with at most one new token each.
-    num_clusters: the most clusters. A cluster is a set of rows that share
-      pages. The work is that of `num_clusters * cluster_size` rows, so keep
-      the product near B: for example B / samples, with clusters of `samples`.
-    cluster_size: the most rows of a cluster.
-    clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`, or any
-      other number for none; of a cluster's rows those past `cluster_size` are
-      read alone. None: rows with the same first page are a cluster, or several
-      if they are more than `cluster_size`.
-    backend: as given to `attend`.
+    num_clusters: the maximum number of clusters, sets of rows that share pages.
+      The work grows with `num_clusters * cluster_size`, so keep the product
+      near B: for example B / samples clusters of `samples` rows.
+    cluster_size: the maximum number of rows of a cluster.
+    clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`; any
+      other number puts a row in no cluster. Rows past `cluster_size` in a
+      cluster are read separately. None: rows with the same first page form
+      clusters of at most `cluster_size`.
+    backend: the `backend` of `attend`.
 
   Returns:
-    The view with `shared`, which is None if sharing could never pay, and for
-    latents, which `attend` reads for each row.
+    The view with `shared`; None for latents and if sharing can never pay.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -69,7 +68,9 @@ def share(
     >>> view.shared.tokens  # three pages, read once for both
     Array([768], dtype=int32)
   """
+  # The old clusters may be those of another page table: they do not matter.
   check_view(dataclasses.replace(view, shared=None))
+  # `cascade_decode` has no form for latents.
   if kv.v is None:
     return dataclasses.replace(view, shared=None)
   shared = kernels.plan_shared_prefix(
@@ -96,20 +97,20 @@ def refresh_shared(kv: KVPages, view: PackedView) -> PackedView: ...
 def refresh_shared(
   kv: KVPages, view: View | PackedView
 ) -> FreshView | PackedView:
-  """Checks once for all layers which rows still share pages.
+  """Checks, once for all layers, which rows still share pages.
 
-  Given a `View`, `attend` makes this check in every layer, because rows may
+  With a `View`, `attend` repeats this check in every layer, because rows may
   have changed since `share`. XLA for a CPU moves the check out of a loop over
-  layers; XLA for a GPU or a TPU does not. So call this before such a loop, and
-  pass the result to `attend`. Outputs are the same.
+  layers; XLA for a GPU or a TPU does not. So call this function before such a
+  loop and pass its result to `attend`. Outputs are the same.
 
   Args:
     kv: the pages; only their shape is used.
     view: the rows, with at most one new token each; or a `PackedView`.
 
   Returns:
-    The view, with the rows in `shared` that still share pages; of a
-    `PackedView`, with a fresh `decode`.
+    The view, whose `shared` has only rows that still share pages; for a
+    `PackedView`, the view with a fresh `decode`.
 
   Raises:
     TypeError: a field of the view has a type or dtype that is not supported.
@@ -135,6 +136,7 @@ def refresh_shared(
   """
   if isinstance(view, PackedView):
     decode = view.decode
+    # Chunks in `prefill` never use `shared`.
     if isinstance(decode, View):
       decode = refresh_shared(kv, decode)
     return dataclasses.replace(view, decode=decode)

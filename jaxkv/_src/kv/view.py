@@ -1,4 +1,4 @@
-"""The part of the cache state that one call to the K/V memory needs."""
+"""Views: the part of the cache state that a call to the K/V memory needs."""
 
 import dataclasses
 from typing import Any
@@ -18,24 +18,24 @@ from jaxkv._src.kv.memory import check_group
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class View:
-  """Where B sequences live, and which of their tokens are new in this call.
+  """The pages of B sequences, and their new tokens in this call.
 
   A call has T columns in each row. The first `counts` of them are tokens at
-  positions `starts`, `starts + 1` ...; the others are padding. Make one with
-  `jaxkv.view`.
+  positions `starts`, `starts + 1` ...; the others are padding. `jaxkv.view`
+  makes views.
 
   For the next step, replace `starts` and `counts`, and keep `shared` and
-  `plan`. `attend` checks which rows still begin with the pages in `shared` and
-  reads the others alone; `refresh_shared` does that once for all layers. With
-  an old plan the work is less balanced; results are still right.
+  `plan`. `attend` checks which rows still begin with the pages in `shared`, and
+  reads all pages of any other row separately. An old plan balances the work
+  less well, but gives correct results.
 
   Attributes:
-    page_table: page ids of each row's sequence, in order, of one layer group; 0
-      (null page) or an id out of range where there is no page.
+    page_table: page ids of each row's sequence, in order, of one layer group; a
+      missing page is 0 (the null page) or an id out of range.
     starts: position of the first new token.
-    counts: how many columns are tokens; 0 for an idle row.
+    counts: the number of new tokens; 0 for an idle row.
     shared: pages that rows have in common, from `share`; or None.
-    plan: pieces into which a decode is cut, from `plan_decode`; or None.
+    plan: equal pieces of decode work, from `plan_decode`; or None.
   """
 
   page_table: jax.Array  # int32[B, M]
@@ -48,11 +48,11 @@ class View:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FreshView:
-  """A view whose `shared` has been checked; `attend` does not check it again.
+  """A view whose `shared` is already checked, so that `attend` need not do it.
 
-  Made by `refresh_shared`; `write` and `attend` take it in place of the view.
-  It serves the layers of one step. For the next step, change `view` and refresh
-  it again.
+  `refresh_shared` makes it for the layers of one step; `write` and `attend`
+  take it in place of the view. For the next step, change `view` and refresh it
+  again.
 
   Attributes:
     view: the view, with `shared` refreshed.
@@ -68,12 +68,12 @@ class PackedView:
 
   A call has a single row of B + C columns. Column b < B is the new token of row
   b of `decode`. Columns from B on are the new tokens of `prefill`, one row
-  after another: `prefill.counts[p]` for row p, then padding. So a step costs
-  what its tokens cost, not rows times the longest one. Single tokens are read
-  as in a decode step, which costs less than as a chunk of one token.
+  after another: `prefill.counts[p]` for row p, then padding. So the cost of a
+  step grows with its tokens, not with its rows times the longest of them.
+  `decode` tokens use the decode kernel, which is cheaper than a chunk of one.
 
-  A sequence may have tokens in both parts, in any order: all are written before
-  any is attended to.
+  A sequence may have tokens in both parts, in any order: `write` stores all of
+  them before `attend` reads.
 
   Attributes:
     decode: B rows with at most one new token each; with `shared` or a `plan`,
@@ -92,7 +92,7 @@ def view(
   counts: Any,
   num_encoder_tokens: Any = None,
 ) -> View:
-  """The view of all slots of a cache, for the layers of one group.
+  """Returns the view of all slots of a cache, for the layers of one group.
 
   Call it after `allocate`, and before `commit`.
 
@@ -101,18 +101,19 @@ def view(
     group: the layer group, 0..G-1.
     counts: int32[B], the new tokens of each slot in this call; 0 for an idle
       slot. Any integer array or list is cast.
-    num_encoder_tokens: int32[B], tokens of each slot's encoder, as `admit` and
-      `allocate` were told; for groups of `CrossAttention` alone.
+    num_encoder_tokens: int32[B], tokens of each slot's encoder, as passed to
+      `admit` and `allocate`; required for groups of `CrossAttention`, None for
+      others.
 
   Returns:
-    The view; `starts` is the length of each slot, or `num_encoder_tokens`: of
-    the latter, `attend(causal=False)` sees all.
+    The view; `starts` is the length of each slot, or `num_encoder_tokens`, all
+    of which `attend(causal=False)` sees.
 
   Raises:
     TypeError: `state` is not a CacheState, or `counts` does not hold integers.
-    ValueError: `state` is a stack of states, there is no such group, `counts`
-      or `num_encoder_tokens` has a shape or value that is not supported, or the
-      latter is missing, or given for a group of the sequences' own tokens.
+    ValueError: `state` is a stack of states, the group does not exist, `counts`
+      or `num_encoder_tokens` has a shape or value that is not supported, or
+      `num_encoder_tokens` does not go with the kind of the group.
 
   Examples:
     >>> import jaxkv
@@ -128,11 +129,12 @@ def view(
   check_shape("counts", counts, state.length.shape, ", one for each slot")
   kind, starts = state.config.groups[group], state.length
   if kind.holds_encoder != (num_encoder_tokens is not None):
-    wanted = "given" if kind.holds_encoder else "None"
+    expected = "given" if kind.holds_encoder else "None"
     raise ValueError(
-      f"`num_encoder_tokens` must be {wanted} for group {group}, {kind}."
+      f"`num_encoder_tokens` must be {expected} for group {group}, {kind}."
     )
   if kind.holds_encoder:
+    # Queries see positions 0 .. starts - 1: all of the encoder's tokens.
     name = "num_encoder_tokens"
     starts = jnp.asarray(as_int32(name, num_encoder_tokens))
     check_shape(name, starts, state.length.shape, ", one for each slot")
@@ -147,31 +149,33 @@ AnyView = View | FreshView | PackedView
 
 
 def rows_of(view: View | FreshView) -> View:
-  """The view, fresh or not."""
+  """Returns the `View` of a view or a fresh view."""
   return view.view if isinstance(view, FreshView) else view
 
 
 def decode_lengths(view: View) -> jax.Array:
-  """Tokens of each row, the new one included; 0 for idle rows: int32[B]."""
+  """Returns int32[B], the tokens of rows with the new one; 0 for idle rows."""
   return jnp.where(view.counts > 0, view.starts + 1, 0)
 
 
 def positions(view: View, columns: int) -> jax.Array:
-  """Position of each column's token, -1 for padding: int32[B, T]."""
+  """Returns int32[B, T], the position of each token, -1 for padding."""
   column = jnp.arange(columns, dtype=jnp.int32)[None]
-  real = column < view.counts[:, None]
-  return jnp.where(real, view.starts[:, None] + column, -1)
+  is_token = column < view.counts[:, None]
+  return jnp.where(is_token, view.starts[:, None] + column, -1)
 
 
 def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
-  """Row and position of tokens that stand one row after another.
+  """Returns the row and position of the C columns of packed rows.
 
   Returns:
     int32[C] rows, P for padding; int32[C] positions, -1 for padding.
   """
+  # A column's row is the number of rows that end at or before it.
   ends = jnp.cumsum(view.counts, dtype=jnp.int32)
   column = jnp.arange(columns, dtype=jnp.int32)
   row = jnp.sum(column[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+  # `ends - counts` is the column in which a row begins.
   first = (view.starts - (ends - view.counts)).at[row].get(mode="clip")
   return row, jnp.where(column < ends[-1], first + column, -1)
 
@@ -204,20 +208,20 @@ def check_rows(view: AnyView, name: str, array: jax.Array) -> None:
   check_view(rows)
   batch = rows.page_table.shape[0]
   if array.shape[:1] != (batch,):
-    wanted = f"[{batch}, ...], with the rows of view.page_table"
-    arguments.refuse(ValueError, name, wanted, array)
+    expected = f"[{batch}, ...], with the rows of view.page_table"
+    arguments.refuse(ValueError, name, expected, array)
 
 
 def _check_columns(view: PackedView, name: str, array: jax.Array) -> None:
   decode = rows_of(view.decode)
   check_view(decode)
-  single = decode.page_table.shape[0]
+  batch = decode.page_table.shape[0]
   if view.prefill is None:
-    fits, columns = array.shape[:2] == (1, single), f"{single}"
+    fits, columns = array.shape[:2] == (1, batch), f"{batch}"
   else:
     check_view(view.prefill)
-    fits = array.ndim > 1 and array.shape[0] == 1 and array.shape[1] > single
-    columns = f"more than {single}"
+    fits = array.ndim > 1 and array.shape[0] == 1 and array.shape[1] > batch
+    columns = f"more than {batch}"
   if not fits:
-    wanted = f"[1, {columns}, ...], with a column for each row of view.decode"
-    arguments.refuse(ValueError, name, wanted, array)
+    expected = f"[1, {columns}, ...], with a column for each row of view.decode"
+    arguments.refuse(ValueError, name, expected, array)

@@ -1,4 +1,4 @@
-"""Writing the keys and values of new tokens."""
+"""Writes the keys and values of new tokens into their pages."""
 
 import dataclasses
 import functools
@@ -31,16 +31,14 @@ def write(
 ) -> KVPages:
   """Writes the new tokens' keys and values in one layer.
 
-  Columns past `view.counts` are dropped, and so are positions whose table entry
-  is the null page, out of range, or past the table's end. A dropped token never
-  lands in another page or layer. Allocate before writing: `allocate` reports
-  what it could not grant. Not differentiable: pages stored as bits have a
-  gradient of zeros, without an error.
+  Drops columns past `view.counts`, and positions whose table entry is missing,
+  out of range or the null page. A dropped token changes no page of any layer.
+  Allocate before writing: `allocate` reports the tokens that got no page. Not
+  differentiable: pages stored as bits have a zero gradient, without an error.
 
   Args:
     kv: the pages.
-    view: where the rows live and which columns are tokens; of a `PackedView`,
-      B is 1.
+    view: the rows and their new tokens; for a `PackedView`, B is 1.
     layer: int32[], 0..L-1.
     k: [B, T, K, D], rounded to the format `kv.dtype`; 8-bit formats get a scale
       for each token and head.
@@ -53,27 +51,29 @@ def write(
     TypeError: an argument has a type or dtype that is not supported.
     ValueError: an argument has a shape or value that is not supported.
   """
-  given = {"k": k, "v": v}
+  new_tokens = {"k": k, "v": v}
   if kv.v is None:
-    _refuse_values(kv, given.pop("v"))
-  for name, new in given.items():
-    arguments.check_array(name, new)
+    _refuse_values(kv, new_tokens.pop("v"))
+  for name, array in new_tokens.items():
+    arguments.check_array(name, array)
     sizes = (kv.num_kv_heads, kv.head_dim)
-    if new.ndim != 4 or new.shape[2:] != sizes or new.shape != k.shape:
-      wanted = f"[B, T, {sizes[0]}, {sizes[1]}], k and v alike"
-      arguments.refuse(ValueError, name, wanted, new)
+    if array.ndim != 4 or array.shape[2:] != sizes or array.shape != k.shape:
+      expected = f"[B, T, {sizes[0]}, {sizes[1]}], k and v alike"
+      arguments.refuse(ValueError, name, expected, array)
   check_rows(view, "k", k)
   check_layer(kv, layer)
   return _write(kv, view, jnp.asarray(layer, jnp.int32), k, v)
 
 
 def _refuse_values(kv: KVPages, v: jax.Array | None) -> None:
-  """Raises unless no values are given for latents."""
+  """Raises `TypeError` if a call passes values for latents."""
   if v is not None:
-    wanted = f"None for latents, whose values are k[..., :{kv.value_dim}]"
-    arguments.refuse(TypeError, "v", wanted, v)
+    expected = f"None for latents, whose values are k[..., :{kv.value_dim}]"
+    arguments.refuse(TypeError, "v", expected, v)
 
 
+# Inlined into a caller's `jit`, which decides whether to donate the pools.
+# Without donation each call copies them.
 @functools.partial(jax.jit, inline=True)
 def _write(
   kv: KVPages,
@@ -82,18 +82,19 @@ def _write(
   k: jax.Array,
   v: jax.Array | None,
 ) -> KVPages:
-  where = places(kv, view, k.shape[1])
+  places = token_places(kv, view, k.shape[1])
   if kv.v is None or v is None:
-    return _write_latents(kv, layer, k, where)
+    return _write_latents(kv, layer, k, places)
   new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
+  # Page p of layer l is row l * N + p. A slice of one layer would be a copy.
   offset = layer * kv.num_pages
   if kv.k_scale is None or kv.v_scale is None:
     k_pages, v_pages = kernels.append_kv(
-      kv.k, kv.v, *new, *where, page_offset=offset
+      kv.k, kv.v, *new, *places, page_offset=offset
     )
     return dataclasses.replace(kv, k=k_pages, v=v_pages)
   k_pages, v_pages, k_scale, v_scale = kernels.append_quantized(
-    kv.k, kv.v, kv.k_scale, kv.v_scale, *new, *where, page_offset=offset
+    kv.k, kv.v, kv.k_scale, kv.v_scale, *new, *places, page_offset=offset
   )
   return dataclasses.replace(
     kv, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale
@@ -104,27 +105,29 @@ def _write_latents(
   kv: KVPages,
   layer: jax.Array,
   k: jax.Array,
-  where: tuple[jax.Array, jax.Array],
+  places: tuple[jax.Array, jax.Array],
 ) -> KVPages:
-  """Writes latents [B, T, 1, D]; `where` is that of `places`."""
+  """Writes latents [B, T, 1, D] at `places`, from `token_places`."""
   new, offset = k.reshape(-1, *k.shape[2:]), layer * kv.num_pages
   if kv.k_scale is None:
-    pages = kernels.append_pages(kv.k, new, *where, page_offset=offset)
+    pages = kernels.append_pages(kv.k, new, *places, page_offset=offset)
     return dataclasses.replace(kv, k=pages)
   stored, scale = kernels.quantize(new, kv.k.dtype)
-  pages = kernels.append_pages(kv.k, stored, *where, page_offset=offset)
+  pages = kernels.append_pages(kv.k, stored, *places, page_offset=offset)
+  # `append_pages` writes vectors, so a scale becomes a vector of one element.
   scales = kernels.append_pages(
-    kv.k_scale[..., None], scale[..., None], *where, page_offset=offset
+    kv.k_scale[..., None], scale[..., None], *places, page_offset=offset
   )
   return dataclasses.replace(kv, k=pages, k_scale=scales[..., 0])
 
 
-def places(
+def token_places(
   kv: Layered, view: AnyView, columns: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Page and offset of each token of a call, as `locate`, int32[B * T]."""
+  """Returns page and offset of each column of a call, int32[B * T] each."""
   if isinstance(view, PackedView):
-    parts = [places(kv, view.decode, 1)]
+    # `PackedView` puts the columns of `decode` before those of `prefill`.
+    parts = [token_places(kv, view.decode, 1)]
     if view.prefill is not None:
       row, position = packed_positions(
         view.prefill, columns - parts[0][0].shape[0]
@@ -140,16 +143,9 @@ def places(
 def locate(
   kv: Layered, view: View, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Page and offset of positions.
+  """Returns the page and the offset within it of positions int32[B, T].
 
-  Args:
-    kv: the pages.
-    view: the rows.
-    position: int32[B, T], -1 for none.
-
-  Returns:
-    (int32[B, T] page ids, out of range where there is no page; int32[B, T]
-    offsets).
+  A page id is out of range for position -1 and for positions without a page.
   """
   chex.assert_equal_shape_prefix([position, view.page_table], 1)
   row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None]
@@ -159,10 +155,12 @@ def locate(
 def _locate(
   kv: Layered, view: View, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """As `locate`, of positions in rows int32[X]."""
+  """Implements `locate` for positions int32[X] in rows int32[X]."""
+  # Padding reads past the table: column -1 would be the last one.
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )
   ids = view.page_table.at[row, column].get(mode="fill", fill_value=0)
+  # The null page is never written: a scatter drops an id that is out of range.
   ids = jnp.where(ids == 0, kv.num_pages, ids)
   return in_layer(kv, ids), position % kv.page_size

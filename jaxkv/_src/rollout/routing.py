@@ -1,8 +1,8 @@
 """The experts that tokens used, which a trainer is to use again.
 
-A model keeps them beside its K/V, in `jaxkv.kv.ExpertIdPages`, so those of cached
-prefixes are there, too. When a sequence leaves its slot, its pages may soon be
-another one's. What they say is written down then.
+A model keeps them beside its K/V, in `jaxkv.kv.ExpertIdPages`, so those of
+cached prefixes are there, too. When a sequence leaves its slot, its pages may
+soon be another one's. What they say is written down then.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
   pool = kv[-1] if isinstance(kv, tuple) else kv
   if not isinstance(pool, ExpertIdPages):
     raise ValueError(
-      "`kv` must have ExpertIdPages as its last pool with RolloutConfig.experts, "
-      f"got {type(pool).__name__}; make it with "
+      "`kv` must have ExpertIdPages as its last pool with"
+      f" RolloutConfig.experts, got {type(pool).__name__}; make it with "
       "jaxkv.models.init_kv(experts=True)."
     )
   kind = sizes.groups[pool.group]
   if kind.skips_pages:
     raise ValueError(
-      "`ExpertIdPages.group` must be a group that keeps its pages in a rollout, "
-      f"got {pool.group}, {kind}; use one of FullAttention."
+      "`ExpertIdPages.group` must be a group that keeps its pages in a rollout,"
+      f" got {pool.group}, {kind}; use one of FullAttention."
     )
 
 

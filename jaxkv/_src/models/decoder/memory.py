@@ -54,7 +54,7 @@ def init_kv(
 
   Returns:
     `KVPages`, or a tuple if the layers need several kinds of memory. With
-    `experts` a tuple whose last pool is a `ExpertIdPages`.
+    `experts` a tuple whose last pool is `ExpertIdPages`.
 
   Raises:
     ValueError: the groups of the cache are not those of the decoder; or of
