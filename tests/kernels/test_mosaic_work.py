@@ -159,7 +159,7 @@ class TestMerge:
     with np.errstate(divide="ignore"):
       lse = tops * np.log(2) + np.log(sums)
     merged = merge(
-      *put(*places, begins), most=None if planned else most, rows=rows
+      *put(*places, begins), max_pieces=None if planned else most, rows=rows
     )
     for tile, count in enumerate(counts):
       wanted = np.zeros((2, rows, dim)), np.full((2, rows), -np.inf)
@@ -179,11 +179,11 @@ class TestMerge:
     out = rng.standard_normal((6, 1, 1, 3)).astype(np.float32)
     totals = rng.uniform(1, 9, (6, 1, 2, 1)).astype(np.float32)
     most = None if planned else 2
-    before = merge(*put(out, totals, begins), most=most, rows=1)
+    before = merge(*put(out, totals, begins), max_pieces=most, rows=1)
     out[2] = bad
     if np.isnan(bad):
       totals[2] = bad
-    after = merge(*put(out, totals, begins), most=most, rows=1)
+    after = merge(*put(out, totals, begins), max_pieces=most, rows=1)
     assert not np.isfinite(after[0][1]).any()
     for a, b in zip(before, after, strict=True):
       np.testing.assert_array_equal(a[::2], b[::2])

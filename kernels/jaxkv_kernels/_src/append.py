@@ -1,19 +1,19 @@
-"""Writing the K/V of new tokens into pages.
+"""Writes the K/V of new tokens into pages.
 
 | function | pools |
 |---|---|
 | `append_kv` | keys and values; optionally with one fixed scale for each head |
-| `append_quantized` | 8-bit keys and values, and a scale of each token |
+| `append_quantized` | 8-bit keys and values, and a scale for each token |
 | `append_pages` | one pool, such as that of latent vectors |
 
-All write token t to page `page_ids[t]` at offset `offsets[t]`, in place when
-the pools are donated or carried by a loop (on a CPU: see `formats`). A token is
-dropped if its page id, with or without `page_offset`, or its offset is out of
-range. If two tokens have the same page and offset, either may win.
+All write token t to page `page_ids[t]` at offset `offsets[t]`, in place if the
+pools are donated or carried by a loop (on a CPU: see `formats`). They drop a
+token whose page id, with or without `page_offset`, or offset is out of range.
+If two tokens have the same page and offset, either may win.
 
-`append_kv` and `append_pages` round floats to the pool's format. They store
-elements of the pool, in its own dtype, unchanged; `quantize` returns such
-elements. An int8 pool does not take floats without a scale.
+`append_kv` and `append_pages` round floats to the pool's format, and store
+values that have the pool's dtype unchanged; `quantize` returns such values. An
+int8 pool does not take floats without a scale.
 """
 
 import chex
@@ -44,13 +44,13 @@ def append_kv(
   Args:
     k_pages: [N, K, S, D].
     v_pages: [N, K, S, Dv].
-    k_new: [T, K, D], floats or elements of the pool.
-    v_new: [T, K, Dv], floats or elements of the pool.
-    page_ids: int32[T]; an id out of range drops the token.
+    k_new: [T, K, D], floats or the pool's dtype.
+    v_new: [T, K, Dv], floats or the pool's dtype.
+    page_ids: int32[T]; the token of an id out of range is dropped.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
-    k_scale: float32[K]; divides `k_new`, which must then be floats. Give the
-      same to `AttentionOptions`. 8-bit formats saturate.
+    k_scale: float32[K]; divides `k_new`, which must then be floats. Pass the
+      same scale to `AttentionOptions`. 8-bit formats saturate.
     v_scale: float32[K], the same for `v_new`.
 
   Returns:
@@ -75,14 +75,14 @@ def append_kv(
     (Array([1., 1.], dtype=float32), 2.0)
   """
   pools, scales = (k_pages, v_pages), (k_scale, v_scale)
-  where = _where_both(
+  targets = _targets_of_pair(
     pools, (k_new, v_new), scales, page_ids, offsets, page_offset
   )
-  k_stored = _elements("k_", k_new, k_pages, k_scale)
-  v_stored = _elements("v_", v_new, v_pages, v_scale)
+  k_stored = _to_storage("k_", k_new, k_pages, k_scale)
+  v_stored = _to_storage("v_", v_new, v_pages, v_scale)
   return (
-    _put(k_pages, k_stored, where, offsets),
-    _put(v_pages, v_stored, where, offsets),
+    _put(k_pages, k_stored, targets, offsets),
+    _put(v_pages, v_stored, targets, offsets),
   )
 
 
@@ -100,8 +100,8 @@ def append_quantized(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Writes new tokens into 8-bit pools, and their scales into pools of scales.
 
-  The scale of a token and head maps its largest number to the format's largest,
-  so nothing saturates. The scale is NaN if a number is NaN or infinite.
+  The scale of a token and head maps its largest element to the largest number
+  of the format, so nothing saturates. A NaN or an infinity makes it NaN.
 
   Args:
     k_pages: [N, K, S, D], 8-bit.
@@ -110,7 +110,7 @@ def append_quantized(
     v_scale: float32[N, K, S].
     k_new: float[T, K, D].
     v_new: float[T, K, Dv].
-    page_ids: int32[T]; an id out of range drops the token.
+    page_ids: int32[T]; the token of an id out of range is dropped.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
 
@@ -134,7 +134,7 @@ def append_quantized(
     ([64, -127], 6.0)
   """
   pools, scales = (k_pages, v_pages), (k_scale, v_scale)
-  where = _where_both(
+  targets = _targets_of_pair(
     pools, (k_new, v_new), scales, page_ids, offsets, page_offset
   )
   scaled_dtype("k_pages", k_pages.dtype)
@@ -144,10 +144,10 @@ def append_quantized(
   k_stored, k_factor = quantize(k_new, k_pages.dtype)
   v_stored, v_factor = quantize(v_new, v_pages.dtype)
   return (
-    _put(k_pages, k_stored, where, offsets),
-    _put(v_pages, v_stored, where, offsets),
-    _put(k_scale, k_factor, where, offsets),
-    _put(v_scale, v_factor, where, offsets),
+    _put(k_pages, k_stored, targets, offsets),
+    _put(v_pages, v_stored, targets, offsets),
+    _put(k_scale, k_factor, targets, offsets),
+    _put(v_scale, v_factor, targets, offsets),
   )
 
 
@@ -163,8 +163,8 @@ def append_pages(
 
   Args:
     pages: [N, K, S, D].
-    new: [T, K, D], floats or elements of the pool.
-    page_ids: int32[T]; an id out of range drops the token.
+    new: [T, K, D], floats or the pool's dtype.
+    page_ids: int32[T]; the token of an id out of range is dropped.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
 
@@ -192,7 +192,7 @@ def append_pages(
   """
   check.pool("pages", pages)
   check.vector("page_ids", page_ids, None)
-  check.beside(
+  check.same_devices(
     "pages",
     pages,
     new=new,
@@ -201,56 +201,58 @@ def append_pages(
     page_offset=page_offset,
   )
   _check_new("new", new, pages, page_ids.size)
-  where = _where(pages, page_ids, offsets, page_offset)
-  return _put(pages, _elements("", new, pages), where, offsets)
+  targets = _target_pages(pages, page_ids, offsets, page_offset)
+  return _put(pages, _to_storage("", new, pages), targets, offsets)
 
 
-def _where(
+def _target_pages(
   pages: jax.Array, page_ids: jax.Array, offsets: jax.Array, page_offset
 ) -> jax.Array:
-  """The page of each token in the pool, N to drop the token: int32[T]."""
+  """Returns int32[T], the page of each token; N drops the token."""
   check.vector("offsets", offsets, page_ids.size)
   check.scalar("page_offset", page_offset, jnp.integer)
   total, page_size = pages.shape[0], pages.shape[2]
   chex.assert_equal_shape([page_ids, offsets])
-  where = page_ids + jnp.asarray(page_offset, jnp.int32)
-  fits = (page_ids >= 0) & (page_ids < total) & (where >= 0)
+  targets = page_ids + jnp.asarray(page_offset, jnp.int32)
+  # An id is also checked without the offset: -1 would become a page of the
+  # layer before. A negative index would wrap, even with mode="drop".
+  fits = (page_ids >= 0) & (page_ids < total) & (targets >= 0)
   fits &= (offsets >= 0) & (offsets < page_size)
-  return jnp.where(fits, where, total)
+  return jnp.where(fits, targets, total)
 
 
-def _put(pages, new, where, offsets) -> jax.Array:
+def _put(pages, new, targets, offsets) -> jax.Array:
   """Writes `new` [T, K, ...] into [N, K, S, ...]; page N drops the token."""
-  chex.assert_shape(new, (*where.shape, pages.shape[1], *pages.shape[3:]))
+  chex.assert_shape(new, (*targets.shape, pages.shape[1], *pages.shape[3:]))
   pages, offsets = jnp.asarray(pages), jnp.asarray(offsets)
   return lax.platform_dependent(
-    pages, new, where, offsets, tpu=_put_by_head, default=_put_all_heads
+    pages, new, targets, offsets, tpu=_put_by_head, default=_put_all_heads
   )
 
 
-def _put_all_heads(pages, new, where, offsets) -> jax.Array:
-  """One scatter for all heads; needs no collective if heads are sharded."""
-  return pages.at[where, :, offsets].set(new, mode="drop")
+def _put_all_heads(pages, new, targets, offsets) -> jax.Array:
+  """Scatters all heads of a token with one index."""
+  # The head axis has no index: a pool sharded by heads needs no collective.
+  return pages.at[targets, :, offsets].set(new, mode="drop")
 
 
-def _put_by_head(pages, new, where, offsets) -> jax.Array:
-  """One index for each head, for a TPU.
-
-  A scatter window over heads would be strided in memory, and XLA for a TPU
-  would transpose the whole pool around a loop. Where the compiler splits heads
-  over some axes of a mesh only, it gathers the new tokens' heads.
-  """
+def _put_by_head(pages, new, targets, offsets) -> jax.Array:
+  """Scatters each head of a token with its own index, for a TPU."""
+  # A scatter window over heads would be strided in memory, and XLA for a TPU
+  # would transpose the whole pool around a loop. If the compiler splits heads
+  # over only some axes of a mesh, it gathers the heads of the new tokens.
   heads = jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
-  return pages.at[where[:, None], heads, offsets[:, None]].set(new, mode="drop")
+  index = targets[:, None], heads, offsets[:, None]
+  return pages.at[index].set(new, mode="drop")
 
 
-def _elements(
+def _to_storage(
   prefix: str,
   new: jax.Array,
   pages: jax.Array,
   scale: jax.Array | None = None,
 ) -> jax.Array:
-  """`new` in the pool's storage format; `prefix` names arguments in errors."""
+  """Returns `new` in the pool's dtype; `prefix` names arguments in errors."""
   if scale is not None:
     _check_floats(f"{prefix}new", new)
     hint = "for one scale per token use append_quantized"
@@ -263,29 +265,31 @@ def _elements(
       "`quantize` it first, which returns its scales; for keys and values use"
       " append_quantized, or append_kv with k_scale and v_scale"
     )
-    wanted = "int8 for an int8 pool"
-    check.refuse(TypeError, f"{prefix}new", wanted, new.dtype, hint)
+    # Rounded to integers without a scale, small numbers would all become 0.
+    expected = "int8 for an int8 pool"
+    check.refuse(TypeError, f"{prefix}new", expected, new.dtype, hint)
   return store(new, pages.dtype)
 
 
 def _check_scale(
   name: str, scale: jax.Array, shape: tuple[int, ...], hint: str = ""
 ) -> None:
-  """A float32 array of a shape."""
-  wanted = f"float32{list(shape)}"
-  check.float32(name, scale, wanted)
+  """Raises unless a scale is float32 of a shape."""
+  expected = f"float32{list(shape)}"
+  check.float32(name, scale, expected)
   if scale.shape != shape:
-    check.refuse(ValueError, name, wanted, scale, hint)
+    check.refuse(ValueError, name, expected, scale, hint)
 
 
 def _check_floats(name: str, new: jax.Array) -> None:
-  """Floats; `_check_new` has refused all but these and elements of the pool."""
+  """Raises `TypeError` unless new tokens are floats."""
+  # `_check_new` has refused all other dtypes but the pool's.
   if not jnp.issubdtype(new.dtype, jnp.floating):
     hint = "elements of the pool cannot be scaled"
     check.refuse(TypeError, name, "floats", new.dtype, hint)
 
 
-def _where_both(
+def _targets_of_pair(
   pools: tuple[jax.Array, jax.Array],
   new: tuple[jax.Array, jax.Array],
   scales: tuple[jax.Array | None, jax.Array | None],
@@ -293,10 +297,10 @@ def _where_both(
   offsets: jax.Array,
   page_offset: jax.Array | int,
 ) -> jax.Array:
-  """As `_where`, for keys and values whose arrays it checks."""
-  check.alike(*pools)
+  """Checks keys and values, and returns `_target_pages` for both pools."""
+  check.pool_pair(*pools)
   check.vector("page_ids", page_ids, None)
-  check.beside(
+  check.same_devices(
     "k_pages",
     pools[0],
     v_pages=pools[1],
@@ -310,18 +314,18 @@ def _where_both(
   )
   for name, tokens, pages in zip(("k_new", "v_new"), new, pools, strict=True):
     _check_new(name, tokens, pages, page_ids.size)
-  return _where(pools[0], page_ids, offsets, page_offset)
+  return _target_pages(pools[0], page_ids, offsets, page_offset)
 
 
 def _check_new(
   name: str, new: jax.Array, pages: jax.Array, tokens: int
 ) -> None:
-  """[T, K, D], floats or elements of the pool."""
+  """Raises unless `new` is [T, K, D], floats or of the pool's dtype."""
   check.is_array(name, new)
   shape = (tokens, pages.shape[1], pages.shape[3])
-  wanted = f"floats or {pages.dtype}, {list(shape)}"
-  floats = jnp.issubdtype(new.dtype, jnp.floating)
-  if not floats and new.dtype != pages.dtype:
-    check.refuse(TypeError, name, wanted, new)
+  expected = f"floats or {pages.dtype}, {list(shape)}"
+  is_float = jnp.issubdtype(new.dtype, jnp.floating)
+  if not is_float and new.dtype != pages.dtype:
+    check.refuse(TypeError, name, expected, new)
   if new.shape != shape:
-    check.refuse(ValueError, name, wanted, new)
+    check.refuse(ValueError, name, expected, new)

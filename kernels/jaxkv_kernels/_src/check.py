@@ -1,8 +1,7 @@
-"""Checks of arguments when they are traced: types, shapes, static values.
+"""Checks arguments during tracing: types, shapes, static values.
 
-A wrong type or dtype is a `TypeError`, a wrong shape or value a `ValueError`.
-Messages read "`name` must be X, got Y; do Z.". The docstring of a check says
-what it accepts.
+A wrong type or dtype raises `TypeError`, a wrong shape or value `ValueError`.
+Messages read "`name` must be X, got Y; do Z.".
 """
 
 import functools
@@ -30,23 +29,23 @@ _POOL_DTYPES = (
 
 
 def refuse(
-  error: type[Exception], name: str, wanted: str, got: Any, hint: str = ""
+  error: type[Exception], name: str, expected: str, value: Any, hint: str = ""
 ) -> NoReturn:
   """Raises `error` with a message in the form above.
 
   Args:
     error: `TypeError` or `ValueError`.
-    name: of the argument.
-    wanted: what it must be.
-    got: the value; an array is described by its dtype and shape.
-    hint: what to do, if that is not obvious.
+    name: the argument.
+    expected: the values that are allowed.
+    value: the argument's value.
+    hint: the remedy, if it is not obvious.
   """
   tail = f"; {hint}." if hint else "."
-  raise error(f"`{name}` must be {wanted}, got {described(got)}{tail}")
+  raise error(f"`{name}` must be {expected}, got {describe(value)}{tail}")
 
 
-def described(value: Any) -> str:
-  """A value for a message: arrays as `dtype[shape]`, others by `repr`."""
+def describe(value: Any) -> str:
+  """Returns `dtype[shape]` for an array, `repr` for other values."""
   if isinstance(value, np.dtype):
     return value.name
   if isinstance(value, (jax.Array, np.ndarray)):
@@ -55,7 +54,7 @@ def described(value: Any) -> str:
 
 
 def is_array(name: str, value: Any) -> None:
-  """A JAX or NumPy array, traced or not."""
+  """Accepts a JAX or NumPy array, traced or not."""
   if not isinstance(value, (jax.Array, np.ndarray)):
     raise TypeError(
       f"`{name}` must be an array, got {type(value).__name__}; wrap it in"
@@ -64,24 +63,24 @@ def is_array(name: str, value: Any) -> None:
 
 
 def queries(name: str, q: jax.Array, letters: str) -> None:
-  """Queries: one non-empty axis for each letter, a float dtype."""
+  """Accepts float queries with one non-empty axis for each letter."""
   is_array(name, q)
   if q.ndim != len(letters) or 0 in q.shape:
-    wanted = f"[{', '.join(letters)}] with no axis of size 0"
-    refuse(ValueError, name, wanted, q)
+    expected = f"[{', '.join(letters)}] with no axis of size 0"
+    refuse(ValueError, name, expected, q)
   if q.dtype.name not in _QUERY_DTYPES:
     refuse(TypeError, name, _one_of(_QUERY_DTYPES), q.dtype)
 
 
 def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
-  """K and V pools that match each other and the queries."""
-  alike(k_pages, v_pages)
-  beside("q", q, k_pages=k_pages, v_pages=v_pages)
+  """Accepts K and V pools that match each other and the queries."""
+  pool_pair(k_pages, v_pages)
+  same_devices("q", q, k_pages=k_pages, v_pages=v_pages)
   heads, dim = q.shape[-2:]
-  _, kv_heads, page_size, found = k_pages.shape
-  if found != dim:
-    wanted = f"[N, {kv_heads}, {page_size}, {dim}], with the head size of q"
-    refuse(ValueError, "k_pages", wanted, k_pages)
+  _, kv_heads, page_size, key_dim = k_pages.shape
+  if key_dim != dim:
+    expected = f"[N, {kv_heads}, {page_size}, {dim}], with the head size of q"
+    refuse(ValueError, "k_pages", expected, k_pages)
   if heads % kv_heads != 0:
     raise ValueError(
       f"`q` must have a multiple of the {kv_heads} heads of k_pages, got"
@@ -89,20 +88,20 @@ def pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
     )
 
 
-def alike(k_pages: jax.Array, v_pages: jax.Array) -> None:
-  """K and V pools of one dtype and shape; only the head sizes may differ."""
+def pool_pair(k_pages: jax.Array, v_pages: jax.Array) -> None:
+  """Accepts K and V pools of one dtype, equal in all axes but the last."""
   pool("k_pages", k_pages)
   pool("v_pages", v_pages)
   if k_pages.dtype != v_pages.dtype:
-    wanted = f"{k_pages.dtype}, the dtype of k_pages"
-    refuse(TypeError, "v_pages", wanted, v_pages.dtype)
+    expected = f"{k_pages.dtype}, the dtype of k_pages"
+    refuse(TypeError, "v_pages", expected, v_pages.dtype)
   if k_pages.shape[:3] != v_pages.shape[:3]:
     sizes = ", ".join(map(str, k_pages.shape[:3]))
     refuse(ValueError, "v_pages", f"[{sizes}, Dv], as k_pages is", v_pages)
 
 
 def pool(name: str, pages: jax.Array) -> None:
-  """[N, K, S, D] without empty axes, in a dtype that pools may have."""
+  """Accepts [N, K, S, D] without empty axes, in a dtype of `formats`."""
   is_array(name, pages)
   if pages.ndim != 4 or 0 in pages.shape:
     refuse(ValueError, name, "[N, K, S, D] with no axis of size 0", pages)
@@ -110,45 +109,42 @@ def pool(name: str, pages: jax.Array) -> None:
 
 
 def pool_dtype(name: str, value: Any) -> np.dtype:
-  """The dtype that `value` is or names, if pools may have it."""
+  """Returns the dtype that `value` is or names; accepts those of `formats`."""
   try:
     dtype = None if value is None else np.dtype(value)
   except (TypeError, ValueError):
     dtype = None
   if dtype is None or dtype.name not in _POOL_DTYPES:
     hint = "use uint16 for the bits of bfloat16, uint8 for float8_e4m3fn"
-    found = value if dtype is None else dtype
-    refuse(TypeError, name, _one_of(_POOL_DTYPES), found, hint)
+    shown = value if dtype is None else dtype
+    refuse(TypeError, name, _one_of(_POOL_DTYPES), shown, hint)
   return dtype
 
 
 def real(name: str, values: jax.Array) -> None:
-  """An array of floats or integers."""
+  """Accepts an array of floats or integers."""
   is_array(name, values)
   kinds = (jnp.floating, jnp.integer)
   if not any(jnp.issubdtype(values.dtype, kind) for kind in kinds):
     refuse(TypeError, name, "floats or integers", values)
 
 
-def beside(name: str, array: jax.Array, **others: Any) -> None:
-  """Arrays on the same devices as the one named first.
-
-  Uncommitted arrays are not checked. Traced arrays are not checked either:
-  their placement is unknown until lowering, where jax checks it.
-  """
-  wanted = placed(array)
-  for other, value in others.items():
-    devices = placed(value)
-    if wanted is not None and devices is not None and devices != wanted:
+def same_devices(name: str, array: jax.Array, **arrays: Any) -> None:
+  """Accepts arrays on the devices of the first one, or uncommitted arrays."""
+  expected = devices_of(array)
+  for argument, value in arrays.items():
+    devices = devices_of(value)
+    if expected is not None and devices is not None and devices != expected:
       raise ValueError(
-        f"`{other}` must be on {_names(wanted)} like {name}, got"
+        f"`{argument}` must be on {_names(expected)} like {name}, got"
         f" {_names(devices)}; move one of them with jax.device_put."
       )
 
 
 @functools.cache
 def architectures() -> frozenset[int]:
-  """Compute capabilities of the local GPUs, 90 for sm_90; empty without one."""
+  """Returns compute capabilities of the local GPUs, such as 90 for sm_90."""
+  # A GPU without the attribute counts as a Hopper.
   return frozenset(
     int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
     for device in jax.local_devices()
@@ -156,8 +152,9 @@ def architectures() -> frozenset[int]:
   )
 
 
-def placed(array) -> set[Any] | None:
-  """The devices that an array is committed to; None if there are none."""
+def devices_of(array) -> set[Any] | None:
+  """Returns the devices that an array is committed to, if any."""
+  # The placement of a tracer is unknown until lowering, where jax checks it.
   if isinstance(array, core.Tracer) or not isinstance(array, jax.Array):
     return None
   return array.devices() if array.committed else None
@@ -170,7 +167,7 @@ def _names(devices: set[Any]) -> str:
 def table(
   page_table: jax.Array, batch: int | None, name: str = "page_table"
 ) -> None:
-  """int32[B, M] with B and M at least 1; any B if `batch` is None."""
+  """Accepts int32[B, M], B and M at least 1; any B if `batch` is None."""
   integers(name, page_table)
   shape = page_table.shape
   rows = shape[:1] if batch is None else (batch,)
@@ -180,15 +177,15 @@ def table(
 
 
 def vector(name: str, values: jax.Array, size: int | None) -> None:
-  """int32[size]; any size if it is None."""
+  """Accepts int32[size]; any size if it is None."""
   integers(name, values)
   if values.ndim != 1 or size not in (None, values.size):
-    wanted = "a vector" if size is None else f"int32[{size}]"
-    refuse(ValueError, name, wanted, values)
+    expected = "a vector" if size is None else f"int32[{size}]"
+    refuse(ValueError, name, expected, values)
 
 
 def integers(name: str, values: jax.Array) -> None:
-  """An int32 array."""
+  """Accepts an int32 array."""
   is_array(name, values)
   if values.dtype != jnp.int32:
     hint = f"cast it with {name}.astype(jnp.int32)"
@@ -196,7 +193,7 @@ def integers(name: str, values: jax.Array) -> None:
 
 
 def max_query_len(value: int | None, rows: int) -> int:
-  """The longest run of queries, at least 1; `rows` for None."""
+  """Returns the maximum length of a run, at least 1; `rows` for None."""
   if value is None:
     return max(rows, 1)
   count("max_query_len", value)
@@ -204,7 +201,7 @@ def max_query_len(value: int | None, rows: int) -> int:
 
 
 def window(value: jax.Array | int | None, name: str = "window") -> None:
-  """An integer scalar from 1 to 2**31 - 1, or None."""
+  """Accepts an integer scalar from 1 to 2**31 - 1, or None."""
   if value is None:
     return
   scalar(name, value, np.integer)
@@ -213,65 +210,65 @@ def window(value: jax.Array | int | None, name: str = "window") -> None:
 
 
 def soft_cap(value: float | None, name: str = "soft_cap") -> None:
-  """A finite Python number above 0, or None."""
+  """Accepts a finite Python number above 0, or None."""
   if value is None:
     return
-  wanted = "a finite Python number above 0, or None"
+  expected = "a finite Python number above 0, or None"
   if not isinstance(value, (int, float)) or isinstance(value, bool):
-    refuse(TypeError, name, wanted, value)
+    refuse(TypeError, name, expected, value)
   if not 0 < value < math.inf:
-    refuse(ValueError, name, wanted, value)
+    refuse(ValueError, name, expected, value)
 
 
 def per_head(name: str, values: jax.Array | None, heads: int) -> None:
-  """float[heads], or None."""
+  """Accepts float[heads], or None."""
   if values is None:
     return
   is_array(name, values)
-  wanted = f"float[{heads}], one number for each query head"
+  expected = f"float[{heads}], one number for each query head"
   if not jnp.issubdtype(values.dtype, jnp.floating):
-    refuse(TypeError, name, wanted, values)
+    refuse(TypeError, name, expected, values)
   if values.shape != (heads,):
-    refuse(ValueError, name, wanted, values)
+    refuse(ValueError, name, expected, values)
 
 
 def scales(name: str, values: jax.Array | None, pages: jax.Array) -> None:
-  """float32[K] or float32[N, K, S] for a pool [N, K, S, D]; or None."""
+  """Accepts float32[K] or float32[N, K, S] for a pool [N, K, S, D]; or None."""
   if values is None:
     return
   head, token = list(pages.shape[1:2]), list(pages.shape[:3])
-  wanted = (
+  expected = (
     f"float32{head}, one for each head, or float32{token}, one for each token"
     " and head"
   )
-  float32(name, values, wanted)
+  float32(name, values, expected)
   if list(values.shape) not in (head, token):
-    refuse(ValueError, name, wanted, values)
+    refuse(ValueError, name, expected, values)
 
 
-def float32(name: str, values: jax.Array, wanted: str = "float32") -> None:
-  """A float32 array."""
+def float32(name: str, values: jax.Array, expected: str = "float32") -> None:
+  """Accepts a float32 array."""
   is_array(name, values)
   if values.dtype != jnp.float32:
-    refuse(TypeError, name, wanted, values)
+    refuse(TypeError, name, expected, values)
 
 
 def tree_mask(
   mask: jax.Array | None, leading: tuple[int, ...], name: str = "tree_mask"
 ) -> None:
-  """bool[*leading, X], X at least 1; or None."""
+  """Accepts bool[*leading, X], X at least 1; or None."""
   if mask is None:
     return
   is_array(name, mask)
-  wanted = f"bool[{', '.join(map(str, leading))}, X] with X >= 1"
+  expected = f"bool[{', '.join(map(str, leading))}, X] with X >= 1"
   if mask.dtype != jnp.bool_:
-    refuse(TypeError, name, wanted, mask)
+    refuse(TypeError, name, expected, mask)
   if mask.ndim == 0 or mask.shape[:-1] != leading or mask.shape[-1] == 0:
-    refuse(ValueError, name, wanted, mask)
+    refuse(ValueError, name, expected, mask)
 
 
 def count(name: str, value: int) -> None:
-  """A Python integer of at least 1."""
+  """Accepts a Python integer of at least 1."""
   if not isinstance(value, int) or isinstance(value, bool):
     refuse(TypeError, name, "a Python int of at least 1", value)
   if value < 1:
@@ -279,22 +276,23 @@ def count(name: str, value: int) -> None:
 
 
 def scalar(name: str, value, kind) -> None:
-  """A Python number or array scalar of a kind; integers must fit int32."""
-  wanted = "an integer scalar" if kind is np.integer else "a float scalar"
+  """Accepts a number or array scalar of a kind; integers must fit int32."""
+  expected = "an integer scalar" if kind is np.integer else "a float scalar"
+  # Python counts a bool as an int; here it is a mistake.
   if isinstance(value, bool):
     fits = False
   elif isinstance(value, (int, float)):
     fits = isinstance(value, int) or kind is np.floating
   else:
-    array = isinstance(value, (jax.Array, np.ndarray, np.generic))
-    fits = array and jnp.issubdtype(value.dtype, kind)
+    is_array_like = isinstance(value, (jax.Array, np.ndarray, np.generic))
+    fits = is_array_like and jnp.issubdtype(value.dtype, kind)
   if not fits:
-    refuse(TypeError, name, wanted, value)
+    refuse(TypeError, name, expected, value)
   if np.ndim(value) != 0:
-    refuse(ValueError, name, wanted, value)
+    refuse(ValueError, name, expected, value)
   if kind is np.integer and isinstance(value, (int, np.integer)):
     if not -_INT32_MAX <= value <= _INT32_MAX:
-      refuse(ValueError, name, f"{wanted} that fits int32", value)
+      refuse(ValueError, name, f"{expected} that fits int32", value)
 
 
 def _one_of(names: tuple[str, ...]) -> str:

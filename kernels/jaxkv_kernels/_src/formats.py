@@ -1,8 +1,8 @@
 """Number formats of page pools.
 
 XLA for a CPU rewrites a whole bfloat16 or 8-bit float array to update one
-element. On a CPU such pools therefore hold the same bits in an integer type.
-Only elements that are read or written are reinterpreted, never the pool.
+element. On a CPU such pools therefore hold the same bits in an integer type,
+and only the elements that a call reads or writes are reinterpreted.
 
 | pool dtype | its elements |
 |---|---|
@@ -34,18 +34,19 @@ _MEANING = {
   _E5M2: _E5M2,
   np.dtype(np.int8): np.dtype(np.int8),
 }
-# The largest numbers of the 8-bit formats, which saturate.
+# The largest numbers of the 8-bit formats. Larger ones would become NaN or
+# infinite, so `store` clips.
 _LARGEST = {np.dtype(np.int8): 127.0, _E4M3: 448.0, _E5M2: 57344.0}
 
 
 def logical_dtype(pool_dtype) -> np.dtype:
-  """The number format that a pool of this dtype holds.
+  """Returns the number format of a pool's elements.
 
   Args:
     pool_dtype: dtype of a page pool.
 
   Returns:
-    The dtype of its elements once loaded.
+    The dtype of loaded elements.
 
   Raises:
     TypeError: a pool cannot have this dtype.
@@ -58,19 +59,19 @@ def logical_dtype(pool_dtype) -> np.dtype:
 
 
 def scaled_dtype(name: str, pool_dtype) -> np.dtype:
-  """`logical_dtype` of a pool with scales; raises for other formats."""
+  """Returns `logical_dtype` of an 8-bit pool; raises for other formats."""
   meaning = _MEANING[check.pool_dtype(name, pool_dtype)]
   if meaning not in _LARGEST:
-    wanted = "int8, float8_e4m3fn, float8_e5m2 or uint8 to have scales"
-    check.refuse(TypeError, name, wanted, np.dtype(pool_dtype))
+    expected = "int8, float8_e4m3fn, float8_e5m2 or uint8 to have scales"
+    check.refuse(TypeError, name, expected, np.dtype(pool_dtype))
   return meaning
 
 
 def load(stored: jax.Array) -> jax.Array:
-  """Elements of a pool as numbers, in the same shape. No scale is applied.
+  """Converts elements of a pool to numbers, without scales.
 
-  Call it on elements gathered from a pool, not on the pool: converting a pool
-  on a CPU costs a pass over all of it.
+  Call it on elements gathered from a pool, not on the pool: on a CPU it would
+  copy all of it.
   """
   check.is_array("stored", stored)
   meaning = _MEANING[check.pool_dtype("stored", stored.dtype)]
@@ -80,9 +81,9 @@ def load(stored: jax.Array) -> jax.Array:
 
 
 def store(values: jax.Array, pool_dtype) -> jax.Array:
-  """Numbers as elements of a pool of this dtype, rounded to its format.
+  """Rounds numbers to the format of a pool, and returns its elements.
 
-  8-bit formats saturate: numbers beyond the largest become the largest.
+  8-bit formats saturate: larger numbers become the largest.
   """
   check.real("values", values)
   meaning = logical_dtype(pool_dtype)
@@ -100,12 +101,12 @@ def store(values: jax.Array, pool_dtype) -> jax.Array:
 
 
 def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
-  """Numbers as elements of an 8-bit pool, and the scales to multiply them by.
+  """Quantizes vectors to 8 bits, with one scale for each.
 
-  Each vector (the last axis) has its own scale, which maps its largest number
-  to the format's largest. A vector of zeros has scale 1. A scale is never below
-  the smallest normal number of float32, so numbers below about 1e-36 lose
-  digits. A vector with a NaN or an infinity has the scale NaN.
+  A scale maps the largest element of its vector (the last axis) to the largest
+  number of the format. Elements times their scale are the vector. A vector of
+  zeros has scale 1, one with a NaN or an infinity has scale NaN. Elements below
+  about 1e-36 lose digits.
 
   Args:
     values: float[..., D].

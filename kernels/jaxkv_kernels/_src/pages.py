@@ -1,4 +1,4 @@
-"""Copying whole pages within a pool, and gathering them out of it."""
+"""Copies whole pages within a pool, and gathers pages out of it."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,10 @@ def copy_pages(
 ) -> jax.Array:
   """Copies page `src[r]` over page `dst[r]`, in every layer.
 
-  All sources are read before any destination is written. The copy is in place
-  when the pool is donated or carried by a loop. It costs nothing when there is
-  nothing to copy, except under `vmap`, where it always has its full cost. A
-  pair with either id out of range is skipped. If destinations are equal, any
-  pair may win.
+  Reads all sources before it writes any destination. Works in place if the pool
+  is donated or carried by a loop. Skips pairs with an id out of range. Costs
+  nothing if it skips all pairs, except under `vmap`, where it always has its
+  full cost. If destinations are equal, any pair may win.
 
   Args:
     pages: [L * N, K, S, D].
@@ -45,22 +44,23 @@ def copy_pages(
   total = pages.shape[0]
   check.count("num_layers", num_layers)
   if total % num_layers != 0:
-    wanted = f"a divisor of the pool's {total} pages"
-    check.refuse(ValueError, "num_layers", wanted, num_layers)
+    expected = f"a divisor of the pool's {total} pages"
+    check.refuse(ValueError, "num_layers", expected, num_layers)
   check.vector("src", src, None)
   check.vector("dst", dst, src.size)
-  check.beside("pages", pages, src=src, dst=dst)
+  check.same_devices("pages", pages, src=src, dst=dst)
   per_layer = total // num_layers
   fits = (src >= 0) & (src < per_layer) & (dst >= 0) & (dst < per_layer)
 
   def copy_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
     first = layer * per_layer
+    # Clipped, not filled: the scatter drops the pages of pairs that do not fit.
     content = pool.at[src + first].get(mode="clip")
     return pool.at[jnp.where(fits, dst + first, total)].set(
       content, mode="drop"
     )
 
-  # A loop that may have no steps, not a `cond`: a branch would copy the pool.
+  # A loop of zero steps skips the copies. A `cond` would copy the pool.
   steps = jnp.where(jnp.any(fits), num_layers, 0).astype(jnp.int32)
   return lax.fori_loop(0, steps, copy_layer, jnp.asarray(pages))
 
@@ -79,8 +79,7 @@ def gather_pages(
     page_offset: int32[], added to every page id.
 
   Returns:
-    [B, M * S, K, D]. Tokens past a sequence's length are whatever the pages
-    hold.
+    [B, M * S, K, D]. Elements past a sequence's length are arbitrary.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -89,12 +88,16 @@ def gather_pages(
   check.pool("pages", pages)
   check.table(page_table, None)
   check.scalar("page_offset", page_offset, jnp.integer)
-  check.beside("pages", pages, page_table=page_table, page_offset=page_offset)
+  check.same_devices(
+    "pages", pages, page_table=page_table, page_offset=page_offset
+  )
   pages = jnp.asarray(pages)
   total, kv_heads, _, dim = pages.shape
-  where = page_table + jnp.asarray(page_offset, jnp.int32)
-  fits = (page_table >= 0) & (page_table < total) & (where >= 0)
+  ids = page_table + jnp.asarray(page_offset, jnp.int32)
+  # An id is also checked without the offset: -1 would become a page of the
+  # layer before. Page N reads as zeros; a negative index would wrap.
+  fits = (page_table >= 0) & (page_table < total) & (ids >= 0)
   tiles = load(
-    pages.at[jnp.where(fits, where, total)].get(mode="fill", fill_value=0)
+    pages.at[jnp.where(fits, ids, total)].get(mode="fill", fill_value=0)
   )
   return tiles.swapaxes(2, 3).reshape(page_table.shape[0], -1, kv_heads, dim)

@@ -7,13 +7,13 @@
 | `cascade` | decoding rows that share pages |
 | `shared_prefix` | finding the rows that share pages |
 | `mla` | multi-head latent attention |
-| `options` | the arguments of a call, as given and as checked |
-| `calls` | checking, choosing and attending, for all functions |
-| `choose` | which backend serves a call |
+| `options` | the arguments of a call, unchecked and checked |
+| `calls` | the steps that all functions share |
+| `choose` | choosing the backend of a call |
 | `decode_plan` | equal pieces of decode work |
 | `merge` | merging attention over disjoint parts of the keys |
-| `query_packing` | packed queries to a rectangle of tiles, and back |
-| `query_tiles` | a rectangle of queries to tiles of rows, and back |
+| `query_packing` | cutting packed queries into tiles |
+| `query_tiles` | cutting a rectangle of queries into tiles of rows |
 | `online_softmax` | the online softmax of one block of keys |
 | `head_epilogue` | per-head scales and sinks, outside a kernel |
 | `xla` | backend: a scan over blocks of tokens, for every platform |
@@ -38,9 +38,9 @@ Letters in all of these modules:
 | M | pages of a row of the page table |
 | A | tokens of a block of keys, the unit of an online softmax step |
 | J | blocks of keys: of a row of the page table, or of a tree |
-| Z | tiles of queries, of all sequences |
+| Z | tiles of queries of all sequences |
 | Y | rows of a tile that share a K/V head: H / K for each query, padded |
-| U | units of work: pieces of rows' contexts |
+| U | units of work: pieces of contexts |
 | O | results of units of work |
 | F | stages of a ring buffer |
 | X | any length |

@@ -15,8 +15,8 @@ from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 from jaxkv_kernels._src.attention.options import AttentionOptions
+from jaxkv_kernels._src.attention.options import as_options
 from jaxkv_kernels._src.attention.options import check_options
-from jaxkv_kernels._src.attention.options import given
 
 
 def paged_decode(
@@ -32,16 +32,15 @@ def paged_decode(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of one query for each sequence over the sequence's pages.
+  """Computes attention of one query for each sequence over its pages.
 
-  The query is the last of its sequence's tokens, whose key and value are
-  already in the pool. Logits, softmax and sums are float32. Pages that the
-  sequence does not use, offsets past its length and pages behind its window may
-  hold anything, NaN included, and so may their scales. Page ids are clamped to
-  the pool, so unused table entries may be any number. A used entry that names
-  no page of the pool is the caller's error and reads some other page. Tokens
-  past the table's M * S do not exist; windows and ALiBi still count from the
-  query's position.
+  The query belongs to the last token of its sequence, whose key and value are
+  already in the pool. Logits, softmax and sums are float32. Unused pages,
+  offsets past a sequence's length and pages behind its window may hold
+  anything, including NaN, and so may their scales. Page ids are clamped to the
+  pool, so unused table entries may be any number; a used entry out of range
+  reads another page. Tokens past the table's M * S do not exist; windows and
+  ALiBi still count from the query's position.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
@@ -51,13 +50,13 @@ def paged_decode(
     page_table: int32[B, M], page ids in sequence order.
     lengths: int32[B], tokens of each sequence, the query's own included.
     options: all but `tree_mask`.
-    page_offset: int32[], added to every page id: layer * pages per layer
-      where layers share one pool.
-    plan: from `plan_decode`, once for all layers; for backends that use it. It
-      only cuts the work: a plan for other lengths gives the right result too.
+    page_offset: int32[], added to every page id: layer * pages per layer if
+      layers share one pool.
+    plan: from `plan_decode`, once for all layers; for backends that use it. A
+      plan for other lengths also gives correct results.
     backend: "auto", or one of `BACKENDS`.
-    interpret: run a Pallas backend, named with `backend`, in its interpreter:
-      True, or the interpreter's parameters.
+    interpret: True, or an interpreter's parameters, to run a Pallas backend,
+      named with `backend`, in its interpreter.
 
   Returns:
     [B, H, Dv] in q's dtype, and float32[B, H], their log-sum-exps (natural
@@ -87,8 +86,8 @@ def paged_decode(
   """
   check.queries("q", q, "BHD")
   check.pools(q, k_pages, v_pages)
-  why = "trees need several queries in a row: use paged_attention_padded"
-  given(options).refuse(why, "tree_mask")
+  reason = "trees need several queries in a row: use paged_attention_padded"
+  as_options(options).refuse(reason, "tree_mask")
   checked = check_options(
     options,
     q,
@@ -118,7 +117,7 @@ def paged_attention_padded(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Causal attention of a rectangle of queries over their sequences' pages.
+  """Computes causal attention of a rectangle of queries.
 
   Row b holds `counts[b]` queries, at positions `starts[b]`, `starts[b] + 1`
   ...; their keys and values are already in the pool. The columns after them
@@ -126,9 +125,8 @@ def paged_attention_padded(
 
   With a tree mask the queries of a row are the nodes of a tree of drafted
   tokens, parents before children, at consecutive positions. Windows and ALiBi
-  still count positions, not the depth in the tree. A node that no query sees
-  may hold anything, NaN included; a node that some query of its sequence sees
-  may not.
+  still count positions, not the depth in the tree. Only a node that no query of
+  its sequence sees may hold NaN.
 
   Args:
     q: [B, T, H, D], float32, bfloat16 or float16.
@@ -139,9 +137,9 @@ def paged_attention_padded(
     counts: int32[B], queries in row b, 0..T; 0 for an idle row.
     options: the tree mask is bool[B, T, X].
     page_offset: as for `paged_decode`.
-    query_tile: static; computes so many columns at a time. What a query gets
-      then comes from products of the same shapes whatever T is, at the same B.
-      None: all columns at once. Not with a tree mask.
+    query_tile: static; the number of columns to compute at a time, so that the
+      shapes of a query's products depend on B, but not on T. None: all columns
+      at once. Not supported with a tree mask.
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
 
@@ -186,11 +184,11 @@ def paged_attention(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Causal attention of packed queries: prompts, chunks and single tokens.
+  """Computes causal attention of packed queries: prompts, chunks, tokens.
 
   Rows `cu_q_lens[b]:cu_q_lens[b + 1]` of q are the last of the `kv_lens[b]`
-  tokens of sequence b. They are cut into tiles of at most 32 queries, so the
-  work grows with T and B, not with B times the longest run. Otherwise like
+  tokens of sequence b. Tiles of at most 32 queries divide them, so the work
+  grows with T and B, not with B times the longest run. Otherwise like
   `paged_attention_padded`.
 
   Args:
@@ -200,11 +198,11 @@ def paged_attention(
     page_table: int32[B, M], page ids in sequence order.
     kv_lens: int32[B], tokens of each sequence, its queries included.
     cu_q_lens: int32[B + 1], ascending from 0.
-    max_query_len: the most queries of one sequence, T if None; a query past
-      it gives zeros and -inf. Pass 1 when all sequences decode.
+    max_query_len: the maximum number of queries of one sequence, T if None; a
+      query past it gives zeros and -inf. Pass 1 if all sequences decode.
     options: the tree mask is bool[T, X]: row t of q sees the key of the j-th
-      query of its own sequence only if `tree_mask[t, j]`. Rows outside of trees
-      are all True.
+      query of its sequence only if `tree_mask[t, j]`. Rows outside of trees are
+      all True.
     page_offset: as for `paged_decode`.
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.

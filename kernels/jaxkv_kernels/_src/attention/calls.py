@@ -1,15 +1,15 @@
 """The steps that attention functions share: check, choose a backend, attend.
 
-| argument | what it is |
+| argument | meaning |
 |---|---|
-| `operation` | the public function, by which a backend is chosen |
+| `operation` | the public function, for the log and error messages |
 | `backend` | "auto", or one of `BACKENDS` |
 | `q` | queries, checked |
 | `pools` | of keys and of values, checked against the queries |
 | `options` | from `check_options` |
 
-All others are those of the public functions, and are checked here. Attention is
-in q's dtype, its log-sum-exps in float32.
+This module checks all other arguments of the public functions. Outputs have the
+dtype of q, log-sum-exps are float32.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ def decode(
   lengths: jax.Array,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of one query [B, H, D] for each sequence."""
+  """Checks and computes attention of one query [B, H, D] for each sequence."""
   check.table(page_table, q.shape[0])
   check.vector("lengths", lengths, q.shape[0])
-  check.beside("q", q, page_table=page_table, lengths=lengths)
+  check.same_devices("q", q, page_table=page_table, lengths=lengths)
   call = decode_call(q, pools, page_table, lengths, options)
   out, lse = decode_with(choose_backend(operation, backend, call), call)
   return out.astype(q.dtype), lse
@@ -54,12 +54,13 @@ def decode_call(
   lengths: jax.Array,
   options: CallOptions,
 ) -> AttentionCall:
-  """The call of a decode; q is [B, H, D]."""
+  """Returns the call of a decode step, without columns: q is [B, H, D]."""
   return AttentionCall(
     q=q,
     k_pages=pools[0],
     v_pages=pools[1],
     page_table=page_table,
+    # The query is the last token. An idle row starts at -1, and sees no key.
     starts=lengths - 1,
     counts=jnp.ones_like(lengths),
     options=options,
@@ -69,15 +70,7 @@ def decode_call(
 def decode_with(
   chosen: Backend, call: AttentionCall
 ) -> tuple[jax.Array, jax.Array]:
-  """Decodes one query per sequence, as a rectangle of one column.
-
-  Args:
-    chosen: the backend.
-    call: from `decode_call`.
-
-  Returns:
-    (float32[B, H, Dv], float32[B, H]).
-  """
+  """Computes a `decode_call`, as a rectangle of one column."""
   call = dataclasses.replace(call, q=call.q[:, None])
   out, lse = chosen.attend(call)
   return out[:, 0], lse[:, 0]
@@ -94,11 +87,13 @@ def attend_padded(
   query_tile: int | None,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of a rectangle of queries [B, T, H, D]."""
+  """Checks and computes attention of a rectangle of queries [B, T, H, D]."""
   check.table(page_table, q.shape[0])
   check.vector("starts", starts, q.shape[0])
   check.vector("counts", counts, q.shape[0])
-  check.beside("q", q, page_table=page_table, starts=starts, counts=counts)
+  check.same_devices(
+    "q", q, page_table=page_table, starts=starts, counts=counts
+  )
   mask = options.tree_mask
   check.tree_mask(mask, q.shape[:2], "options.tree_mask")
   if query_tile is not None:
@@ -134,11 +129,11 @@ def attend_packed(
   max_query_len: int | None,
   options: CallOptions,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of packed queries [T, H, D]."""
+  """Checks and computes attention of packed queries [T, H, D]."""
   check.table(page_table, None)
   check.vector("kv_lens", kv_lens, page_table.shape[0])
   check.vector("cu_q_lens", cu_q_lens, page_table.shape[0] + 1)
-  check.beside(
+  check.same_devices(
     "q", q, page_table=page_table, kv_lens=kv_lens, cu_q_lens=cu_q_lens
   )
   mask = options.tree_mask
@@ -167,20 +162,17 @@ def attend_packed(
 def _attend_rectangle(
   chosen: Backend, call: AttentionCall
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of a rectangle, all columns at once or `query_tile` at a time.
-
-  Tiles are computed by code that is compiled once for [B, query_tile] queries,
-  whatever T is.
-  """
+  """Computes all columns of a rectangle at once, or `query_tile` at a time."""
   size = call.query_tile
   if size is None:
     return chosen.attend(call)
   columns = call.q.shape[1]
-  # At least two tiles: else XLA would move parts of the only one out of its
-  # loop, and compile them together with what is around it.
-  number = max(-(-columns // size), 2)
-  spare = number * size - columns
-  q = jnp.pad(call.q, ((0, 0), (0, spare), (0, 0), (0, 0)))
+  # Code that is compiled once, for [B, query_tile] queries, computes each tile.
+  # At least two tiles: XLA would hoist parts of a single one out of its loop,
+  # and fuse them with the operations around it.
+  num_tiles = max(-(-columns // size), 2)
+  padding = num_tiles * size - columns
+  q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
   call = dataclasses.replace(call, q=q)
   if getattr(chosen, "TAKES_QUERY_TILES", False):
     out, lse = chosen.attend(call)
@@ -192,11 +184,11 @@ def _attend_rectangle(
 def _attend_in_turn(
   chosen: Backend, call: AttentionCall, query_tile: int
 ) -> tuple[jax.Array, jax.Array]:
-  """`attend` of backends that take no query tiles, a tile at a time."""
+  """Calls a backend that takes no query tiles with one tile at a time."""
   q, counts = call.q, call.counts
 
-  def one(number: jax.Array, whole: Any) -> Any:
-    first = number * query_tile
+  def attend_tile(index: jax.Array, results: Any) -> Any:
+    first = index * query_tile
     tile = dataclasses.replace(
       call,
       q=lax.dynamic_slice_in_dim(q, first, query_tile, 1),
@@ -205,14 +197,17 @@ def _attend_in_turn(
     )
     return jax.tree.map(
       lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 1),
-      whole,
+      results,
       chosen.attend(tile),
     )
 
   shape = q.shape[:3]
-  whole = (
+  # `zeros_like` keeps the mesh axes over which q varies under `shard_map`.
+  results = (
     jnp.zeros_like(q, jnp.float32, shape=(*shape, call.value_dim)),
     jnp.zeros_like(q, jnp.float32, shape=shape) - jnp.inf,
   )
+  # Tiles past the longest row are not computed. The number is not a constant,
+  # by which XLA might unroll the loop.
   tiles = (jnp.max(counts) + query_tile - 1) // query_tile
-  return lax.fori_loop(jnp.zeros_like(tiles), tiles, one, whole)
+  return lax.fori_loop(jnp.zeros_like(tiles), tiles, attend_tile, results)

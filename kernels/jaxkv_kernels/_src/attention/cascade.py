@@ -1,11 +1,11 @@
-"""Decoding rows that begin with the same pages; those pages are read once.
+"""Decodes rows that begin with the same pages, and reads those pages once.
 
-Samples of one prompt share its pages. Attention over shared pages is computed
-for all rows of a cluster at once: their queries are treated as heads of one
-sequence, so each key and value is read once for a cluster. Attention over the
-remaining pages is computed for each row. The two are merged by their
-log-sum-exps (cascade inference; Ye et al. 2024, and Juravsky et al. 2024,
-section 3). `shared_prefix` finds the clusters.
+Samples of one prompt share its pages. One pass computes attention over the
+shared pages for all rows of a cluster: it treats their queries as heads of one
+sequence, and reads each key and value once. Another pass computes attention
+over the remaining pages of each row. Log-sum-exps merge the two (cascade
+inference; Ye et al. 2024, and Juravsky et al. 2024, section 3). `shared_prefix`
+finds the clusters.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from jaxkv_kernels._src.attention import choose
 from jaxkv_kernels._src.attention.merge import merge_states
 from jaxkv_kernels._src.attention.options import AttentionCall
 from jaxkv_kernels._src.attention.options import AttentionOptions
+from jaxkv_kernels._src.attention.options import as_options
 from jaxkv_kernels._src.attention.options import check_options
-from jaxkv_kernels._src.attention.options import given
 from jaxkv_kernels._src.attention.shared_prefix import SharedPrefix
 
 
@@ -38,13 +38,11 @@ def cascade_decode(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """`paged_decode`, except that pages shared by rows are read once.
+  """Computes `paged_decode`, but reads pages that rows share once.
 
-  The result differs from that of `paged_decode` in rounding only. A window is
-  not supported: rows of different lengths would see different parts of a
-  prefix. If the backend does not serve the query heads of a whole cluster at
-  once, the cluster is halved until it does, and a prefix is read once for each
-  part.
+  Results differ from those of `paged_decode` in rounding only. If the backend
+  does not serve the query heads of a whole cluster at once, the cluster is
+  halved until it does, and each part reads the prefix once.
 
   Args:
     q: [B, H, D], float32, bfloat16 or float16.
@@ -53,7 +51,8 @@ def cascade_decode(
     shared: from `plan_shared_prefix`, for the tables and lengths that the B
       rows have in this call; if they may have changed, first call
       `SharedPrefix.refreshed`.
-    options: all but `window` and `tree_mask`.
+    options: all but `window`, as rows of different lengths would see different
+      parts of a prefix, and `tree_mask`.
     page_offset: as for `paged_decode`.
     backend: "auto", or one of `BACKENDS`.
     interpret: as for `paged_decode`.
@@ -69,7 +68,7 @@ def cascade_decode(
   check.queries("q", q, "BHD")
   check.pools(q, k_pages, v_pages)
   _check_shared(q, shared)
-  given(options).refuse("use paged_decode instead", "window", "tree_mask")
+  as_options(options).refuse("use paged_decode instead", "window", "tree_mask")
   checked = check_options(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
@@ -77,27 +76,26 @@ def cascade_decode(
     q, (k_pages, v_pages), shared.own_table, shared.own_tokens, checked
   )
   chosen = choose.choose_backend("paged_decode", backend, call)
-  own = calls.decode_with(chosen, call)
+  suffix = calls.decode_with(chosen, call)
 
-  def with_prefix(own):
-    here = choose.target(backend, q, k_pages)
-    parts = _parts(shared, call, chosen, here)
+  def merge_prefix(suffix):
+    parts = _parts(shared, call, chosen, choose.target(backend, q, k_pages))
     prefix = _prefix_states(parts, call, chosen)
-    pairs = zip(own, prefix, strict=True)
+    pairs = zip(suffix, prefix, strict=True)
     return merge_states(*(jnp.stack(pair) for pair in pairs))
 
+  # On other platforms a branch costs more than an empty pass and a merge.
   if choose.platform(q, k_pages) == "cpu":
-    # On other platforms a branch costs more than an empty pass and a merge.
     out, lse = lax.cond(
-      jnp.any(shared.tokens > 0), with_prefix, lambda own: own, own
+      jnp.any(shared.tokens > 0), merge_prefix, lambda suffix: suffix, suffix
     )
   else:
-    out, lse = with_prefix(own)
+    out, lse = merge_prefix(suffix)
   return out.astype(q.dtype), lse
 
 
 def _check_shared(q: jax.Array, shared: SharedPrefix) -> None:
-  """A SharedPrefix for the rows of q."""
+  """Raises unless `shared` is a SharedPrefix for the rows of q."""
   if not isinstance(shared, SharedPrefix):
     raise TypeError(
       f"`shared` must be a SharedPrefix, got {type(shared).__name__}; if"
@@ -106,38 +104,42 @@ def _check_shared(q: jax.Array, shared: SharedPrefix) -> None:
   check.table(shared.own_table, q.shape[0], name="shared.own_table")
   check.vector("shared.own_tokens", shared.own_tokens, q.shape[0])
   fields = shared._asdict().items()
-  check.beside("q", q, **{f"shared.{name}": value for name, value in fields})
+  check.same_devices(
+    "q", q, **{f"shared.{name}": value for name, value in fields}
+  )
 
 
 def _parts(
-  shared: SharedPrefix, call: AttentionCall, chosen: choose.Backend, here: str
+  shared: SharedPrefix,
+  call: AttentionCall,
+  chosen: choose.Backend,
+  platform: str,
 ) -> SharedPrefix:
-  """Clusters cut into equal parts that the backend serves, by halving.
-
-  The backend serves a part of one row, which has as many query heads as q.
-  """
+  """Halves all clusters until the backend serves their query heads."""
   clusters, size = shared.members.shape
   batch, heads, dim = call.q.shape
 
-  def served(rows):
-    side_by_side = (-(-size // rows) * clusters, rows * heads, dim)
-    queries: Any = jax.ShapeDtypeStruct(side_by_side, call.q.dtype)
-    whole = dataclasses.replace(call, q=queries)
-    return chosen.unsupported(here, whole) is None
+  def is_served(rows):
+    shape = (-(-size // rows) * clusters, rows * heads, dim)
+    queries: Any = jax.ShapeDtypeStruct(shape, call.q.dtype)
+    prefix_call = dataclasses.replace(call, q=queries)
+    return chosen.unsupported(platform, prefix_call) is None
 
   rows = size
-  while rows > 1 and not served(rows):
+  # Ends at one row, which has the heads of q: the backend serves those.
+  while rows > 1 and not is_served(rows):
     rows = -(-rows // 2)
   parts = -(-size // rows)
   if parts == 1:
     return shared
-  spare = ((0, 0), (0, parts * rows - size))
-  members = jnp.pad(shared.members, spare, constant_values=batch)
+  padding = ((0, 0), (0, parts * rows - size))
+  members = jnp.pad(shared.members, padding, constant_values=batch)
   members = members.reshape(clusters * parts, rows)
-  some = jnp.any(members < batch, axis=1)
+  # A part without rows must not read the prefix.
+  has_rows = jnp.any(members < batch, axis=1)
   return shared._replace(
     members=members,
-    tokens=jnp.where(some, jnp.repeat(shared.tokens, parts), 0),
+    tokens=jnp.where(has_rows, jnp.repeat(shared.tokens, parts), 0),
     prefix_table=jnp.repeat(shared.prefix_table, parts, axis=0),
   )
 
@@ -145,38 +147,33 @@ def _parts(
 def _prefix_states(
   shared: SharedPrefix, call: AttentionCall, chosen: choose.Backend
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention over shared pages: float32[B, H, Dv], float32[B, H].
-
-  The heads of a cluster's call are ordered K/V head first, then row, then query
-  head of the K/V head, so that the backend's own rule (query head h reads K/V
-  head h // (H // K)) holds for them.
-  """
+  """Computes attention over shared pages: float32[B, H, Dv], float32[B, H]."""
   batch, heads, dim = call.q.shape
   kv_heads = call.k_pages.shape[1]
   clusters, size = shared.members.shape
 
-  def side_by_side(rows):
-    """[clusters, size, H, ...] as [clusters, size * H, ...]."""
-    rest = rows.shape[3:]
-    rows = rows.reshape(clusters, size, kv_heads, -1, *rest).swapaxes(1, 2)
-    return rows.reshape(clusters, size * heads, *rest)
+  def to_heads(rows):
+    """Returns [clusters, size, H, ...] as [clusters, size * H, ...]."""
+    # K/V head first, then row: query head h reads K/V head h // (H // K).
+    shape = rows.shape[3:]
+    rows = rows.reshape(clusters, size, kv_heads, -1, *shape).swapaxes(1, 2)
+    return rows.reshape(clusters, size * heads, *shape)
 
   def to_rows(states, empty):
-    """[clusters, size * H, ...] as [B, H, ...], `empty` outside clusters."""
+    """Returns [clusters, size * H, ...] as [B, H, ...], `empty` elsewhere."""
     chex.assert_equal_shape_prefix([states, queries], 2)
-    rest = states.shape[2:]
-    states = states.reshape(clusters, kv_heads, size, -1, *rest).swapaxes(1, 2)
-    states = states.reshape(clusters, size, heads, *rest)
-    rows = jnp.full((batch, heads, *rest), empty, jnp.float32)
+    shape = states.shape[2:]
+    states = states.reshape(clusters, kv_heads, size, -1, *shape).swapaxes(1, 2)
+    states = states.reshape(clusters, size, heads, *shape)
+    rows = jnp.full((batch, heads, *shape), empty, jnp.float32)
     return rows.at[shared.members].set(states, mode="drop")
 
-  slopes = own_slopes = call.options.alibi_slopes
+  slopes = row_slopes = call.options.alibi_slopes
   if slopes is not None:
     slopes = jnp.tile(slopes.reshape(kv_heads, 1, -1), (1, size, 1)).ravel()
+  # The pass over each row's remaining pages includes the sinks.
   options = dataclasses.replace(call.options, sinks=None, alibi_slopes=slopes)
-  queries = side_by_side(
-    call.q.at[shared.members].get(mode="fill", fill_value=0)
-  )
+  queries = to_heads(call.q.at[shared.members].get(mode="fill", fill_value=0))
   chex.assert_shape(queries, (clusters, size * heads, dim))
   pools = (call.k_pages, call.v_pages)
   prefixes = calls.decode_call(
@@ -184,8 +181,9 @@ def _prefix_states(
   )
   out, lse = calls.decode_with(chosen, prefixes)
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
-  if own_slopes is not None:
-    # ALiBi was computed as if the queries were at the end of the prefix.
-    away = shared.own_tokens.astype(jnp.float32)[:, None]
-    lse = lse - own_slopes[None] * away
+  if row_slopes is not None:
+    # The pass computed ALiBi for queries at the end of the prefix. The rest of
+    # the distance adds one number to all logits of a row.
+    distance = shared.own_tokens.astype(jnp.float32)[:, None]
+    lse = lse - row_slopes[None] * distance
   return out, lse

@@ -1,4 +1,4 @@
-"""Which backend serves a call.
+"""Chooses the backend of a call.
 
 | platform | `backend="auto"` tries, in this order |
 |---|---|
@@ -6,14 +6,13 @@
 | tpu | mosaic_tpu, xla |
 | any other | xla |
 
-The platform is that of the first of these that is known: the device that the
-arrays were put on, the device of the abstract mesh in use, jax's default
+The platform is that of the first of these that exists: the device to which the
+arrays are committed, the device of the abstract mesh in use, jax's default
 device, the default backend. Tracing cannot know where `jit` will place a
 computation. So code that is compiled ahead of time for another platform, or
 placed on another device, must name its backend, which implies the platform. A
-call that a named backend does not serve is an error and never goes to another
-backend. Outside a trace it is also an error if the backend is not for the
-platform.
+call that a named backend does not serve is an error; it never goes to another
+backend. Outside of a trace, a backend for another platform is also an error.
 """
 
 import functools
@@ -33,7 +32,7 @@ from jaxkv_kernels._src.attention.options import AttentionCall
 _logger = logging.getLogger(__name__)
 
 # Platforms of each backend; None for all. A named backend implies the first of
-# its platforms. A backend is imported on first use.
+# its platforms. Backends are imported on first use, as Pallas imports slowly.
 _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "mosaic_gpu": ("cuda",),
   "mosaic_tpu": ("tpu",),
@@ -41,8 +40,7 @@ _PLATFORMS: dict[str, tuple[str, ...] | None] = {
   "xla": None,
 }
 _ORDER = {
-  # mosaic_gpu must be named until it has been checked and timed on a Hopper;
-  # it will come first there.
+  # mosaic_gpu must be named until it has been checked and timed on a Hopper.
   "cuda": ("triton", "xla"),
   "tpu": ("mosaic_tpu", "xla"),
 }
@@ -53,14 +51,14 @@ BACKENDS = ("auto", *_PLATFORMS)
 class Backend(Protocol):
   """Interface of a backend's module.
 
-  Both functions are called while tracing. A backend that takes plans also has
-  `at_once(k_pages)`: how many pieces of work it processes at once, over all K/V
-  heads. One that saves work when it knows of all tiles of queries has
+  Both functions run while tracing. A backend that takes plans also has
+  `at_once(k_pages)`, the number of pieces of work that it processes at once,
+  over all K/V heads. A backend that cuts columns into tiles itself has
   `TAKES_QUERY_TILES = True` and reads `query_tile`.
   """
 
   def attend(self, call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-    """Attention of a rectangle; see `api.paged_attention_padded`.
+    """Computes attention of a rectangle; see `api.paged_attention_padded`.
 
     Returns:
       (float32[B, T, H, Dv], float32[B, T, H]).
@@ -68,14 +66,14 @@ class Backend(Protocol):
     ...
 
   def unsupported(self, platform: str, call: AttentionCall) -> str | None:
-    """Why this backend does not serve a call.
+    """Returns the reason why this backend does not serve a call, if any.
 
     Args:
-      platform: what the call is compiled for: "cpu", "cuda", "tpu" ...
-      call: only static values, such as `soft_cap`, shapes and dtypes.
+      platform: the target of compilation: "cpu", "cuda", "tpu" ...
+      call: only its static values, such as `soft_cap`, shapes and dtypes.
 
     Returns:
-      "`name` must be X, got Y" without a period, or None if it serves.
+      "`name` must be X, got Y" without a period, or None.
     """
     ...
 
@@ -83,10 +81,10 @@ class Backend(Protocol):
 def choose_backend(
   operation: str, backend: str, call: AttentionCall
 ) -> Backend:
-  """The backend for a call.
+  """Chooses the backend of a call.
 
   Args:
-    operation: the public function called, for the log.
+    operation: the public function, for the log.
     backend: one of `BACKENDS`.
     call: as for `Backend.unsupported`.
 
@@ -100,37 +98,39 @@ def choose_backend(
   check_name(backend)
   interpret = call.options.interpret
   if interpret and _PLATFORMS.get(backend) is None:
-    pallas = ", ".join(name for name, own in _PLATFORMS.items() if own)
+    pallas = ", ".join(
+      name for name, platforms in _PLATFORMS.items() if platforms
+    )
     raise ValueError(
       f"`interpret` must be False with backend={backend!r}, got"
       f" {interpret!r}; name the backend to interpret: {pallas}."
     )
   if backend != "auto":
     return _named(operation, backend, call)
-  here = platform(call.q, call.k_pages)
-  passed_over = []
-  for name in _ORDER.get(here, ("xla",)):
+  target_platform = platform(call.q, call.k_pages)
+  reasons = []
+  for name in _ORDER.get(target_platform, ("xla",)):
     module = _load(name)
-    reason = module.unsupported(here, call)
+    reason = module.unsupported(target_platform, call)
     if reason is None:
-      _report(operation, name, here, "; ".join(passed_over))
+      _report(operation, name, target_platform, "; ".join(reasons))
       return module
-    passed_over.append(f"{name}: {reason}")
+    reasons.append(f"{name}: {reason}")
   raise NotImplementedError(
-    f"no backend serves {operation} on {here}: {'; '.join(passed_over)}."
+    f"no backend serves {operation} on {target_platform}: {'; '.join(reasons)}."
   )
 
 
 def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
-  """The number of workers to give to `plan_decode` for a backend.
+  """Returns the number of workers of a backend, for `plan_decode`.
 
   Args:
     k_pages: [N, K, S, D]; only shape and dtype are used.
-    backend: as given to `paged_decode`. "auto": the first backend that takes
-      plans among those tried on this platform; other backends ignore plans.
+    backend: the `backend` of `paged_decode`. "auto": the first backend of this
+      platform that takes plans; other backends ignore plans.
 
   Returns:
-    The number; None if no plan would be used.
+    The number; None if the backend takes no plans.
 
   Raises:
     TypeError: `k_pages` has a dtype that is not supported.
@@ -147,8 +147,8 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
   """
   check.pool("k_pages", k_pages)
   check_name(backend)
-  tried = _ORDER.get(platform(k_pages), ()) if backend == "auto" else (backend,)
-  for name in tried:
+  names = _ORDER.get(platform(k_pages), ()) if backend == "auto" else (backend,)
+  for name in names:
     at_once = getattr(_load(name), "at_once", None)
     if at_once is not None:
       return max(at_once(k_pages) // k_pages.shape[1], 1)
@@ -156,14 +156,16 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
 
 
 def for_platform(platform: str) -> tuple[str, ...]:
-  """The backends that can be named on "cpu", "cuda", "tpu" or another."""
+  """Returns the backends for "cpu", "cuda", "tpu" or another platform."""
   return tuple(
-    name for name, own in _PLATFORMS.items() if own is None or platform in own
+    name
+    for name, platforms in _PLATFORMS.items()
+    if platforms is None or platform in platforms
   )
 
 
 def check_name(backend: str) -> None:
-  """Raises `NotImplementedError` unless there is such a backend."""
+  """Raises `NotImplementedError` unless `backend` names one."""
   if backend not in BACKENDS:
     raise NotImplementedError(
       f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}."
@@ -171,19 +173,19 @@ def check_name(backend: str) -> None:
 
 
 def name_of(chosen: Backend) -> str:
-  """The name of a backend in `BACKENDS`."""
+  """Returns the name of a backend in `BACKENDS`."""
   module: Any = chosen
   return module.__name__.split(".")[-2]
 
 
 def target(backend: str, *arrays: Any) -> str:
-  """The platform that a call is compiled for; a named backend implies it."""
-  own = _PLATFORMS.get(backend)
-  return platform(*arrays) if own is None else own[0]
+  """Returns the platform of a call; a named backend implies it."""
+  platforms = _PLATFORMS.get(backend)
+  return platform(*arrays) if platforms is None else platforms[0]
 
 
 def platform(*arrays: Any) -> str:
-  """The platform that a call runs on, as far as can be known.
+  """Returns the platform on which a call most likely runs.
 
   Args:
     *arrays: arguments of the call, traced or not.
@@ -192,7 +194,7 @@ def platform(*arrays: Any) -> str:
     "cpu", "cuda", "rocm", "tpu" or another of jax's names.
   """
   for array in arrays:
-    devices = check.placed(array)
+    devices = check.devices_of(array)
     if devices:
       return _platform_of(next(iter(devices)))
   described = jax.sharding.get_abstract_mesh().abstract_device
@@ -218,7 +220,7 @@ def _named(operation: str, backend: str, call: AttentionCall) -> Backend:
   arrays = call.q, call.k_pages
   reason = module.unsupported(target(backend, *arrays), call)
   if reason is None and not call.options.interpret:
-    reason = _elsewhere(backend, *arrays)
+    reason = _wrong_platform(backend, *arrays)
   if reason is not None:
     raise NotImplementedError(
       f"backend {backend!r} does not serve {operation}: {reason}."
@@ -226,22 +228,20 @@ def _named(operation: str, backend: str, call: AttentionCall) -> Backend:
   return module
 
 
-def _elsewhere(backend: str, *arrays: Any) -> str | None:
-  """Why a backend cannot run where the arrays are; None if it can.
-
-  Always None in a trace: a traced function may be compiled for another platform
-  than that of the arrays, even if all of them are constants.
-  """
-  own, here = _PLATFORMS[backend], platform(*arrays)
-  if own is None or here in own:
+def _wrong_platform(backend: str, *arrays: Any) -> str | None:
+  """Returns a reason if a backend is not for the platform of the arrays."""
+  platforms, current = _PLATFORMS[backend], platform(*arrays)
+  if platforms is None or current in platforms:
     return None
-  # In a trace, operations on constants are traced too.
-  traced = any(isinstance(array, core.Tracer) for array in arrays)
-  if traced or isinstance(jnp.zeros(()), core.Tracer):
+  # A traced function may be compiled for another platform than that of its
+  # arrays, even if all of them are constants. In a trace, operations on
+  # constants are traced too.
+  is_traced = any(isinstance(array, core.Tracer) for array in arrays)
+  if is_traced or isinstance(jnp.zeros(()), core.Tracer):
     return None
   return (
-    f"the platform must be {', '.join(own)}, got {here}; use backend='auto', or"
-    " interpret=True"
+    f"the platform must be {', '.join(platforms)}, got {current}; use"
+    " backend='auto', or interpret=True"
   )
 
 
@@ -253,7 +253,7 @@ def _load(name: str) -> Backend:
 
 
 @functools.cache
-def _report(operation: str, name: str, here: str, passed_over: str) -> None:
-  """Logs a choice, once for each distinct one."""
-  why = f" ({passed_over})" if passed_over else ""
-  _logger.info("%s on %s: backend %s%s", operation, here, name, why)
+def _report(operation: str, name: str, platform: str, reasons: str) -> None:
+  """Logs a choice; the cache makes it once for each distinct choice."""
+  suffix = f" ({reasons})" if reasons else ""
+  _logger.info("%s on %s: backend %s%s", operation, platform, name, suffix)

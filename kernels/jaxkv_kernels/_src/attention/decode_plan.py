@@ -1,6 +1,6 @@
-"""Equal pieces of decode work, for kernels that give each core one piece.
+"""Cuts decode work into equal pieces, for kernels that give each core a piece.
 
-A plan determines where contexts are cut, never what a row attends to.
+A plan determines the cuts of contexts, never the keys that a row sees.
 """
 
 import functools
@@ -19,23 +19,23 @@ _NO_END = np.iinfo(np.int32).max
 class DecodePlan(NamedTuple):
   """Pieces of the rows' contexts, in row order. Made by `plan_decode`.
 
-  Unit i is the part `first[i] <= position < end[i]` of what row `row[i]`
-  attends to. The units of row b are `begins[b] <= i < begins[b + 1]`. A row has
-  at least one unit. Its units ascend from token 0, and the last has no end, so
-  they hold each token once for any length and window. For other lengths than
-  those it was made from, a plan is less even, and results are still right.
-  Units from `begins[B]` on are idle: row 0, no tokens.
+  Unit i has the keys `first[i] <= position < end[i]` of row `row[i]`. The units
+  of row b are `begins[b] <= i < begins[b + 1]`. A row has at least one unit.
+  Its units ascend from token 0, and the last has no end, so they hold each
+  token once for any length and window. With other lengths than those of
+  `plan_decode`, units are less even, and results are still correct. Units from
+  `begins[B]` on are idle: row 0, no tokens.
 
-  U, the number of units, is static; the rest are values. A unit begins at a
-  multiple of the `block` given to `plan_decode`.
+  U, the number of units, is static. A unit begins at a multiple of `block`, an
+  argument of `plan_decode`.
 
   Attributes:
     row: row of each unit.
     first: first position of each unit.
     end: one past its last position.
-    begins: where each row's units begin.
-    tokens: the most tokens in a unit, for the lengths and the window that the
-      plan was made from.
+    begins: the first unit of each row.
+    tokens: the maximum number of tokens in a unit, for the lengths and the
+      window of `plan_decode`.
   """
 
   row: jax.Array  # int32[U]
@@ -54,22 +54,21 @@ def plan_decode(
 ) -> DecodePlan:
   """Cuts the contexts of a decode step into equal pieces.
 
-  Call it once a step and pass the plan to `paged_decode` in every layer. There
-  are U = B + workers units, enough for pieces of ceil(X / workers) blocks where
-  X is the number of blocks in all rows: no piece is longer than a worker's fair
-  share, rounded up to a block. The pieces depend on all lengths, so with a plan
-  the last bits of a row's result depend on the other rows. `decode_workers`
-  says whether a backend takes plans, and for how many workers.
+  Call it once a step and pass the plan to `paged_decode` in every layer. No
+  piece is longer than a worker's fair share of all blocks, rounded up to a
+  block. The pieces depend on all lengths, so with a plan the last bits of a
+  row's result depend on the other rows. `decode_workers` returns the number of
+  workers of a backend.
 
   Args:
     lengths: int32[B], tokens of each sequence, as for `paged_decode`.
-    workers: pieces to aim at: cores that work at once, divided by K if a core
-      works on one K/V head.
+    workers: the number of pieces to aim at: cores that work at once, divided by
+      K if a core works on one K/V head.
     block: tokens; pieces begin at multiples of it. A multiple of the page
       size lets a kernel read whole pages.
-    window: the window of the layers that use this plan; tokens behind it are
-      not counted. None for no window. For layers with another window the pieces
-      are less even.
+    window: the window of the layers that use this plan, or None; the plan does
+      not count tokens behind it. For layers with another window the pieces are
+      less even.
 
   Returns:
     The plan.
@@ -113,17 +112,20 @@ def _plan(
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
   ends = jnp.cumsum(pieces, dtype=jnp.int32)
   begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
+  # Always enough: rounding up wastes less than one piece for each row.
   unit = jnp.arange(batch + workers, dtype=jnp.int32)
   row = row_of(ends, unit)
-  real = row < batch
-  row = jnp.where(real, row, 0)
+  is_used = row < batch
+  row = jnp.where(is_used, row, 0)
   begin = skipped[row] + (unit - begins[row]) * share
-  opens, closes = unit == begins[row], unit == begins[row + 1] - 1
-  end = jnp.where(closes, _NO_END, (begin + share) * block)
+  # The outer units of a row are open, so that a plan for other lengths or
+  # another window still covers every token.
+  is_first, is_last = unit == begins[row], unit == begins[row + 1] - 1
+  end = jnp.where(is_last, _NO_END, (begin + share) * block)
   return DecodePlan(
     row=row,
-    first=jnp.where(real & ~opens, begin * block, 0),
-    end=jnp.where(real, end, 0),
+    first=jnp.where(is_used & ~is_first, begin * block, 0),
+    end=jnp.where(is_used, end, 0),
     begins=begins,
     tokens=share * block,
   )

@@ -1,7 +1,6 @@
-"""Options that act on a whole head, applied outside a kernel.
+"""Applies options that act on a whole head, outside of a kernel.
 
-A kernel that uses these functions needs one factor for each head and computes a
-plain softmax.
+The kernel then needs one factor for each head, and computes a plain softmax.
 """
 
 import chex
@@ -12,10 +11,10 @@ from jaxkv_kernels._src.attention.options import CallOptions
 
 
 def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
-  """The factor of each query head's logits, before the soft cap.
+  """Returns the factor of each query head's logits, before the soft cap.
 
   Args:
-    options: of the call; `k_scale` is included if it is one for each head.
+    options: of the call; a `k_scale` for each head is part of the factor.
     heads: H.
     kv_heads: K.
 
@@ -29,20 +28,20 @@ def factors(options: CallOptions, heads: int, kv_heads: int) -> jax.Array:
 
 
 def finish(
-  out: jax.Array, lse: jax.Array, seen: jax.Array, options: CallOptions
+  out: jax.Array, lse: jax.Array, is_query: jax.Array, options: CallOptions
 ) -> tuple[jax.Array, jax.Array]:
-  """Applies the scales of values that are one for each head, and sinks.
+  """Applies a `v_scale` for each head, and sinks.
 
   Args:
-    out: float32[*X, H, Dv], normalised, 0 where no key was seen.
-    lse: float32[*X, H], -inf where no key was seen.
-    seen: bool[*X], False where there is no query at all.
+    out: float32[*X, H, Dv], normalised, 0 for queries that see no key.
+    lse: float32[*X, H], -inf for queries that see no key.
+    is_query: bool[*X], False for padding.
     options: of the call.
 
   Returns:
     (float32[*X, H, Dv], float32[*X, H]).
   """
-  chex.assert_equal_shape_prefix([out, lse, seen], seen.ndim)
+  chex.assert_equal_shape_prefix([out, lse, is_query], is_query.ndim)
   scale = options.v_scale
   if scale is not None and scale.ndim == 1:
     scale = jnp.repeat(scale, out.shape[-2] // scale.size)
@@ -51,8 +50,8 @@ def finish(
     return out, lse
   sinks = options.sinks.astype(jnp.float32)
   sinks = sinks.reshape(*(1,) * (lse.ndim - 1), -1)
-  whole = jnp.logaddexp(lse, sinks)
-  # A sink of -inf leaves a row without keys unchanged.
-  share = jnp.exp(lse - jnp.where(whole == -jnp.inf, jnp.float32(0), whole))
+  total = jnp.logaddexp(lse, sinks)
+  # -inf - -inf is NaN: a sink of -inf leaves a row without keys unchanged.
+  share = jnp.exp(lse - jnp.where(total == -jnp.inf, jnp.float32(0), total))
   out = out * share[..., None]
-  return out, jnp.where(seen[..., None], whole, -jnp.inf)
+  return out, jnp.where(is_query[..., None], total, -jnp.inf)

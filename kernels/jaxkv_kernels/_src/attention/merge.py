@@ -1,4 +1,4 @@
-"""Merging attention over disjoint parts of the keys."""
+"""Merges attention over disjoint parts of the keys."""
 
 import jax
 import jax.numpy as jnp
@@ -7,22 +7,22 @@ from jaxkv_kernels._src import check
 
 
 def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Attention over all keys, given attention over X disjoint parts of them.
+  """Merges attention over X disjoint parts of the keys.
 
-  Parts may be merged in any order and in steps. The output of a part without
-  keys (a log-sum-exp of -inf) does not matter. A sink belongs to one part only.
+  Merges may be in any order and in steps. The output of a part without keys (a
+  log-sum-exp of -inf) may be anything. Only one part may include a sink.
 
   Args:
     out: [X, ..., H, Dv], a float dtype.
     lse: float32[X, ..., H], natural-log log-sum-exps of the outputs.
 
   Returns:
-    ([..., H, Dv] in out's dtype, float32[..., H]); zeros and -inf where no
-    part has a key.
+    ([..., H, Dv] in out's dtype, float32[..., H]), attention over all keys;
+    zeros and -inf if no part has a key.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
-    ValueError: the shapes do not go together, or there is no part.
+    ValueError: the shapes do not match, or X is 0.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -37,20 +37,23 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     check.refuse(TypeError, "out", "float[X, ..., H, Dv]", out)
   if out.ndim < 2 or out.shape[0] == 0:
     check.refuse(ValueError, "out", "[X, ..., H, Dv] with X >= 1", out)
-  wanted = f"float32{list(out.shape[:-1])}, as out is"
-  check.float32("lse", lse, wanted)
+  expected = f"float32{list(out.shape[:-1])}, as out is"
+  check.float32("lse", lse, expected)
   if lse.shape != out.shape[:-1]:
-    check.refuse(ValueError, "lse", wanted, lse)
-  check.beside("out", out, lse=lse)
+    check.refuse(ValueError, "lse", expected, lse)
+  check.same_devices("out", out, lse=lse)
   out, lse = jnp.asarray(out), jnp.asarray(lse)
   top = jnp.max(lse, axis=0)
-  empty = top == -jnp.inf
-  weights = jnp.exp(lse - jnp.where(empty, jnp.float32(0), top)[None])
+  has_no_key = top == -jnp.inf
+  weights = jnp.exp(lse - jnp.where(has_no_key, jnp.float32(0), top)[None])
   total = jnp.sum(weights, axis=0)
-  share = weights / jnp.where(empty, jnp.float32(1), total)[None]
+  share = weights / jnp.where(has_no_key, jnp.float32(1), total)[None]
+  # 0 * NaN is NaN: a share of zero does not keep an output out.
   parts = jnp.where(
     share[..., None] > 0, out.astype(jnp.float32), jnp.float32(0)
   )
   merged = jnp.sum(share[..., None] * parts, axis=0)
-  lse = jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+  lse = jnp.where(
+    has_no_key, -jnp.inf, top + jnp.log(jnp.where(has_no_key, 1.0, total))
+  )
   return merged.astype(out.dtype), lse

@@ -17,8 +17,8 @@ from jaxkv_kernels._src import check
 from jaxkv_kernels._src.attention import calls
 from jaxkv_kernels._src.attention.options import AttentionOptions
 from jaxkv_kernels._src.attention.options import CallOptions
+from jaxkv_kernels._src.attention.options import as_options
 from jaxkv_kernels._src.attention.options import check_options
-from jaxkv_kernels._src.attention.options import given
 
 
 def mla_decode(
@@ -33,25 +33,24 @@ def mla_decode(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attention of one query for each sequence over one pool of latent vectors.
+  """Computes attention of one query for each sequence over latent vectors.
 
   A token's vector is its compressed latent followed by its rotated key part,
-  such as 512 + 64 elements; the latent is both key and value. Queries are
-  absorbed: multiplied by the up-projection of the keys, with their rotated part
-  appended. Apply the up-projection of the values to the output. The vectors are
-  read once for all heads. Write them with `append_pages`; apply `quantize`
-  first for 8-bit pools, as the example of `append_pages` shows.
+  such as 512 + 64 elements; the latent is both key and value. All heads read
+  the same vector. Absorbed queries are multiplied by the up-projection of the
+  keys, with their rotated part appended. Apply the up-projection of the values
+  to the output. Write vectors with `append_pages`; apply `quantize` first for
+  8-bit pools, as the example of `append_pages` shows.
 
   Args:
-    q: [B, H, D], float32, bfloat16 or float16.
+    q: [B, H, D], absorbed, in float32, bfloat16 or float16.
     pages: [N, 1, S, D], in one of the formats of `formats`.
     page_table: int32[B, M], page ids in sequence order.
     lengths: int32[B], tokens of each sequence, the query's own included.
     value_dim: Dv, the leading elements of a vector that are its value: 512.
-    options: `scale` is required. It is not 1 / sqrt(D) but the scale of the
-      heads before absorption, such as 1 / sqrt(128 + 64). `k_scale` scales the
-      latents, float32[1] or float32[N, 1, S]. The only other options are
-      `soft_cap` and `window`.
+    options: `scale` is required: the scale of the heads before absorption, such
+      as 1 / sqrt(128 + 64). `k_scale` scales the latents, float32[1] or
+      float32[N, 1, S]. The only other options are `soft_cap` and `window`.
     page_offset: int32[], added to every page id.
     backend: "auto", or one of `BACKENDS`; `triton` and `xla` serve it.
     interpret: as for `paged_decode`.
@@ -79,8 +78,8 @@ def mla_decode(
     ((1, 16, 512), 1.0)
   """
   check.queries("q", q, "BHD")
-  why = "trees need several queries in a row: use mla_attention_padded"
-  given(options).refuse(why, "tree_mask")
+  reason = "trees need several queries in a row: use mla_attention_padded"
+  as_options(options).refuse(reason, "tree_mask")
   checked = _check_latents(q, pages, value_dim, options, page_offset, interpret)
   pools = (pages, pages)
   return calls.decode(
@@ -102,7 +101,7 @@ def mla_attention_padded(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Causal attention of a rectangle of queries over one pool of latents.
+  """Computes causal attention of a rectangle of queries over latents.
 
   The queries are absorbed, as for `mla_decode`; rows, columns and trees are as
   for `paged_attention_padded`.
@@ -172,7 +171,7 @@ def mla_attention(
   backend: str = "auto",
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Causal attention of packed queries over one pool of latents.
+  """Computes causal attention of packed queries over latents.
 
   The queries are absorbed, as for `mla_decode`, and packed as for
   `paged_attention`.
@@ -185,7 +184,7 @@ def mla_attention(
     cu_q_lens: int32[B + 1], ascending from 0.
     value_dim: Dv, as for `mla_decode`.
     options: as for `mla_decode`, and `tree_mask`, bool[T, X].
-    max_query_len: the most queries of one sequence, T if None.
+    max_query_len: as for `paged_attention`.
     page_offset: int32[], added to every page id.
     backend: as for `mla_decode`.
     interpret: as for `paged_decode`.
@@ -222,22 +221,24 @@ def _check_latents(
   page_offset: jax.Array | int,
   interpret: Any,
 ) -> CallOptions:
-  """What all queries over latents have in common; q is [..., H, D]."""
+  """Checks the common arguments of all functions; q is [..., H, D]."""
   check.pool("pages", pages)
   dim = q.shape[-1]
   if pages.shape[1] != 1 or pages.shape[3] != dim:
-    wanted = f"[N, 1, S, {dim}], one head of the size of q's"
-    check.refuse(ValueError, "pages", wanted, pages)
+    expected = f"[N, 1, S, {dim}], one head of the size of q's"
+    check.refuse(ValueError, "pages", expected, pages)
   check.count("value_dim", value_dim)
   if value_dim > dim:
-    wanted = f"at most {dim}, the elements of a vector"
-    check.refuse(ValueError, "value_dim", wanted, value_dim)
-  options = given(options)
-  check.scalar("options.scale", options.scale, np.floating)  # No default here.
-  check.beside("q", q, pages=pages)
-  given(options).refuse("k_scale scales keys and values", "v_scale")
-  why = "attention over latents does not support it"
-  given(options).refuse(why, "sinks", "alibi_slopes")
+    expected = f"at most {dim}, the elements of a vector"
+    check.refuse(ValueError, "value_dim", expected, value_dim)
+  options = as_options(options)
+  # No default: 1 / sqrt(D) of a latent vector is not the scale of the heads.
+  check.scalar("options.scale", options.scale, np.floating)
+  check.same_devices("q", q, pages=pages)
+  options.refuse("k_scale scales keys and values", "v_scale")
+  reason = "attention over latents does not support it"
+  options.refuse(reason, "sinks", "alibi_slopes")
+  # The pool is both keys and values, and so is its scale.
   return check_options(
     dataclasses.replace(options, v_scale=options.k_scale),
     q,

@@ -1,8 +1,7 @@
 """The online softmax of one block of keys, in base 2, for kernels.
 
-The algorithm is that of FlashAttention (Dao et al. 2022, algorithm 1), on
-arrays in registers. It is plain `jax.numpy`, so it can be tested without a
-kernel. Y rows see A keys.
+Implements FlashAttention (Dao et al. 2022, algorithm 1) on arrays in registers,
+in plain `jax.numpy`, so that tests need no kernel. Y rows see A keys.
 """
 
 import math
@@ -12,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The largest logit of a row that has seen no key: below all logits, but finite.
+# The largest logit of a row that has seen no key: below all logits, but finite,
+# as -inf - -inf would be NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
+# GPUs have an instruction for 2 ** x, so logits are in base 2.
 LOG2_E = math.log2(math.e)
 
 
@@ -25,12 +26,12 @@ def logits(
   soft_cap: float | None,
   slopes: jax.Array | None,
 ) -> jax.Array:
-  """Products of queries and keys as logits in base 2.
+  """Returns the logits of products of queries and keys, in base 2.
 
   Args:
     products: float32[Y, A].
     factor: float32[], multiplies all products.
-    distance: int32[Y, A], position of the key minus that of the query.
+    distance: int32[Y, A], the key's position minus the query's.
     soft_cap: as in `CallOptions`.
     slopes: float32[Y], of ALiBi; or None.
 
@@ -51,23 +52,23 @@ def logits(
 
 
 def absorb(
-  logits: jax.Array, seen: jax.Array, top: jax.Array, total: jax.Array
+  logits: jax.Array, mask: jax.Array, top: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Adds one more block to the softmax.
+  """Adds a block of keys to the softmax.
 
   Args:
     logits: float32[Y, A].
-    seen: bool[Y, A].
+    mask: bool[Y, A], True for keys that a row sees.
     top: float32[Y], largest logit so far, never -inf.
     total: float32[Y], sum of 2 ** (logit - top).
 
   Returns:
-    (top, total, shrink, weights): the new top and total; the factor float32[Y]
-    for earlier sums; and 2 ** (logit - top), float32[Y, A].
+    (top, total, shrink, weights): the new top and total; float32[Y], a factor
+    for earlier sums; float32[Y, A], 2 ** (logit - top).
   """
-  chex.assert_equal_shape([logits, seen])
+  chex.assert_equal_shape([logits, mask])
   chex.assert_equal_shape([top, total])
-  logits = jnp.where(seen, logits, -jnp.inf)
+  logits = jnp.where(mask, logits, -jnp.inf)
   higher = jnp.maximum(top, jnp.max(logits, axis=1))
   shrink = jnp.exp2(top - higher)
   weights = jnp.exp2(logits - lax.broadcast_in_dim(higher, logits.shape, [0]))
@@ -76,27 +77,27 @@ def absorb(
 
 
 def normalise(total: jax.Array, weighted: jax.Array) -> jax.Array:
-  """The output of rows, from their sums.
+  """Divides rows by the sums of their weights.
 
   Args:
     total: float32[...], sums of weights.
     weighted: float32[..., D], sums of weights times values.
 
   Returns:
-    float32[..., D], 0 for a row that saw nothing.
+    float32[..., D], 0 for a row without keys.
   """
   chex.assert_shape(weighted, (*total.shape, None))
-  safe = jnp.where(total == 0, 1.0, total)
+  divisor = jnp.where(total == 0, 1.0, total)
   axes = tuple(range(total.ndim))
-  return weighted / lax.broadcast_in_dim(safe, weighted.shape, axes)
+  return weighted / lax.broadcast_in_dim(divisor, weighted.shape, axes)
 
 
 def log_sum_exp(top: jax.Array, total: jax.Array) -> jax.Array:
-  """The natural log-sum-exp, elementwise; -inf where total is 0.
+  """Returns natural log-sum-exps, elementwise; -inf if `total` is 0.
 
   A large `top` absorbs digits of the sum. To merge parts of a row, use `top`
-  and `total`, not this number.
+  and `total` instead.
   """
-  empty = total == 0
-  safe = jnp.where(empty, 1.0, total)
-  return jnp.where(empty, -jnp.inf, top / LOG2_E + jnp.log(safe))
+  has_no_key = total == 0
+  argument = jnp.where(has_no_key, 1.0, total)
+  return jnp.where(has_no_key, -jnp.inf, top / LOG2_E + jnp.log(argument))

@@ -1,4 +1,4 @@
-"""The options of an attention call: as given by the caller, and as checked."""
+"""The options of an attention call, unchecked and checked."""
 
 import dataclasses
 from typing import Any
@@ -16,29 +16,27 @@ from jaxkv_kernels._src.attention.decode_plan import DecodePlan
 class AttentionOptions:
   """Options of an attention call. All are optional.
 
-  A logit passes `scale`, `soft_cap` and `alibi_slopes` in this order; then keys
-  that the query must not see are masked out.
+  `scale`, `soft_cap` and `alibi_slopes` apply to a logit in this order; then
+  keys that the query must not see are masked.
 
   A pytree: `soft_cap` is static, all other fields are leaves. `scale` and
-  `window` may be Python numbers; they stay static unless the options are an
-  argument of a `jit` of yours, where they become arrays.
+  `window` may be Python numbers, which stay static unless the options are an
+  argument of your own `jit`.
 
   Attributes:
     scale: factor of the logits; 1 / sqrt(D) if None.
     soft_cap: c > 0 turns a logit x into c * tanh(x / c).
     window: a query at position p sees positions p - window + 1 .. p.
-    sinks: one logit for each head that joins the softmax's denominator and has
-      no value.
+    sinks: a logit for each head that adds to the softmax's denominator only.
     alibi_slopes: a query at position p adds slope * (j - p) to its logit with
       the key at position j.
     k_scale: factors of the numbers in the K pool, one for each head, or one for
-      each token and head, indexed like the pool. None: no scaling. Given
-      together with `v_scale`.
+      each token and head, indexed like the pool. Requires `v_scale`.
     v_scale: the same for the V pool.
     tree_mask: for several queries in a row: query t of row b sees the key of
       its row's j-th query, j < X, only if `tree_mask[b, t, j]`, and never if
-      j > t. The diagonal says whether a query sees its own key. Keys before
-      the first query are seen as usual. X is usually T.
+      j > t. A query need not see its own key. All queries see the keys before
+      the first query as usual. X is usually T.
 
   Examples:
     >>> AttentionOptions(window=4096, soft_cap=50.0).window
@@ -57,16 +55,16 @@ class AttentionOptions:
   tree_mask: jax.Array | None = None  # bool[B, T, X]; packed: bool[T, X]
 
   def numbers(self) -> dict[str, Any]:
-    """The fields that hold Python numbers, by name."""
+    """Returns the fields that hold Python numbers, by name."""
     fields = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
     kinds = (int, float, np.generic)
     return {name: value for name, value in fields if isinstance(value, kinds)}
 
   def refuse(self, reason: str, *names: str) -> None:
-    """Raises `ValueError` if one of the options named is given.
+    """Raises `ValueError` unless all named fields are None.
 
     Args:
-      reason: why a function does not take them, for the message.
+      reason: the reason against them, for the message.
       *names: of fields.
     """
     for name in names:
@@ -90,8 +88,8 @@ class CallOptions:
     v_scale: None where `k_scale` is None.
     tree_mask: or None. Its first key is at position `tree_starts[b]`.
     tree_starts: None where `tree_mask` is None.
-    plan: for a decode: equal pieces of work, or None. Backends that take no
-      plans ignore it.
+    plan: equal pieces of a decode's work, or None. Backends that take no plans
+      ignore it.
     value_dim: for latent attention: Dv, the leading elements of a key that are
       its value; `v_pages` is `k_pages` then. None otherwise.
     interpret: for `pallas_call(interpret=...)`.
@@ -120,12 +118,12 @@ class AttentionCall:
     q: [B, T, H, D]. While a backend is chosen for a decode, [B, H, D].
     k_pages: in one of the formats of `formats`.
     v_pages: in the same format.
-    page_table: entries without a page may be any number.
-    starts: -1 where a row sees no key; may be past M * S.
+    page_table: unused entries may be any number.
+    starts: -1 for a row that sees no key; may be past M * S.
     counts: queries of each row.
     options: checked, with defaults filled in.
-    query_tile: None, or for backends that take it how many columns to compute
-      at a time; see `calls.attend_rectangle`.
+    query_tile: the number of columns to compute at a time, for backends that
+      take it; or None.
   """
 
   q: jax.Array
@@ -148,8 +146,8 @@ class AttentionCall:
     return self.page_table.shape[1] * self.k_pages.shape[2]
 
   @property
-  def real(self) -> jax.Array:
-    """Which columns hold a query: bool[B, T]."""
+  def is_query(self) -> jax.Array:
+    """bool[B, T], True for columns that hold a query."""
     columns = jnp.arange(self.q.shape[1], dtype=jnp.int32)
     return columns[None] < self.counts[:, None]
 
@@ -167,7 +165,7 @@ def check_options(
 ) -> CallOptions:
   """Checks the options of a call and fills in defaults.
 
-  `tree_mask` is passed on unchecked: its shape depends on the public function.
+  Does not check `tree_mask`, whose shape depends on the public function.
 
   Args:
     options: of the caller.
@@ -177,7 +175,7 @@ def check_options(
     page_offset: an integer scalar.
     plan: for the rows of q, or None.
     value_dim: checked.
-    interpret: passed on.
+    interpret: not checked.
 
   Returns:
     The options, arrays in the dtypes that `CallOptions` names.
@@ -186,7 +184,7 @@ def check_options(
     TypeError: an option has a type or dtype that is not supported.
     ValueError: an option has a shape or value that is not supported.
   """
-  options = given(options)
+  options = as_options(options)
   heads, dim = q.shape[-2:]
   check.scalar("page_offset", page_offset, np.integer)
   if options.scale is not None:
@@ -201,7 +199,7 @@ def check_options(
   fields = {
     f.name: getattr(options, f.name) for f in dataclasses.fields(options)
   }
-  check.beside(
+  check.same_devices(
     "q",
     q,
     page_offset=page_offset,
@@ -223,8 +221,8 @@ def check_options(
   )
 
 
-def given(options: AttentionOptions | None) -> AttentionOptions:
-  """The caller's options; the defaults for None."""
+def as_options(options: AttentionOptions | None) -> AttentionOptions:
+  """Returns the caller's options; the defaults for None."""
   if options is None:
     return AttentionOptions()
   if not isinstance(options, AttentionOptions):
@@ -236,7 +234,7 @@ def given(options: AttentionOptions | None) -> AttentionOptions:
 
 
 def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:
-  """A plan for the rows of q, or None."""
+  """Raises unless `plan` is a plan for the rows of q, or None."""
   if plan is None:
     return
   if not isinstance(plan, DecodePlan):

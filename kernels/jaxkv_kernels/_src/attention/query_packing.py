@@ -1,9 +1,4 @@
-"""Packed queries as rows of a rectangle, and back.
-
-A sequence's run of queries is cut into tiles of `size` queries. Each tile
-becomes one row of the rectangle. Z = `ceil(T / size) + B - 1` tiles always
-suffice, since every sequence wastes less than one tile.
-"""
+"""Cuts packed queries into tiles, the rows of a rectangle, and back."""
 
 from typing import NamedTuple
 
@@ -11,22 +6,22 @@ import chex
 import jax
 import jax.numpy as jnp
 
-# The most queries of a tile. A tile reads its sequence's whole context, so
-# large tiles read less often. A single decode token occupies a whole tile, so
-# small tiles waste less.
+# The maximum number of queries of a tile. A tile reads its sequence's whole
+# context, so large tiles read less often. A single decode token occupies a
+# whole tile, so small tiles waste less.
 TILE = 32
 
 
 class QueryTiles(NamedTuple):
-  """Tiles of queries: which queries each one holds, and where each query is.
+  """Tiles of packed queries, each with queries of one sequence.
 
   Attributes:
-    sequences: the sequence that each tile belongs to.
+    sequences: the sequence of each tile.
     starts: absolute position of the tile's first query.
-    counts: how many queries the tile holds.
+    counts: the number of queries of a tile.
     run_starts: absolute position of the first query of the tile's sequence.
     source: row of the packed array for each column of a tile; T for padding.
-    flat: tile * size + column of each packed row; Z * size for none.
+    flat: tile * size + column of each packed row; Z * size for padding.
   """
 
   sequences: jax.Array  # int32[Z]
@@ -37,7 +32,7 @@ class QueryTiles(NamedTuple):
   flat: jax.Array  # int32[T]
 
   def pack(self, q: jax.Array) -> jax.Array:
-    """Gathers packed [T, ...] into tiles [Z, size, ...], padded with zeros."""
+    """Returns packed [T, ...] as tiles [Z, size, ...], padded with zeros."""
     return jnp.asarray(q).at[self.source].get(mode="fill", fill_value=0)
 
   def unpack(
@@ -54,10 +49,7 @@ class QueryTiles(NamedTuple):
 
 
 def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
-  """The row of each item; items are numbered through one row after another.
-
-  The search is unrolled into one kernel; a loop would take several kernels for
-  each bit of B.
+  """Returns the row of each item, if rows have consecutive items.
 
   Args:
     ends: int32[B], one past each row's last item, ascending.
@@ -66,6 +58,7 @@ def row_of(ends: jax.Array, items: jax.Array) -> jax.Array:
   Returns:
     int32[X]; B for an item past all rows.
   """
+  # Unrolled into one kernel; a loop would take several for each bit of B.
   row = jnp.searchsorted(ends, items, side="right", method="scan_unrolled")
   return row.astype(jnp.int32)
 
@@ -78,47 +71,50 @@ def tile_queries(
   *,
   size: int = TILE,
 ) -> QueryTiles:
-  """Cuts the runs `cu_q_lens` of T = `rows` packed queries into tiles.
+  """Cuts runs of packed queries into tiles.
 
   Args:
     kv_lens: int32[B].
-    cu_q_lens: int32[B + 1].
+    cu_q_lens: int32[B + 1], where the runs begin and end.
     rows: T.
-    max_query_len: further queries of a run are left out.
-    size: the most queries of a tile.
+    max_query_len: the maximum length of a run; its further queries are dropped.
+    size: the maximum number of queries of a tile.
 
   Returns:
     The tiles.
   """
   batch = kv_lens.shape[0]
   size = min(size, max_query_len, max(rows, 1))
+  # Always enough, since every sequence wastes less than one tile.
   num = -(-rows // size) + batch - 1
   num = max(1, min(num, batch * -(-max_query_len // size), rows))
   runs = jnp.maximum(cu_q_lens[1:] - cu_q_lens[:-1], 0)
-  kept = jnp.minimum(runs, max_query_len)
-  per_run = (kept + size - 1) // size
+  lengths = jnp.minimum(runs, max_query_len)
+  per_run = (lengths + size - 1) // size
   ends = jnp.cumsum(per_run, dtype=jnp.int32)
   begins = ends - per_run
   index = jnp.arange(num, dtype=jnp.int32)
   sequence = row_of(ends, index)
-  real = sequence < batch
+  is_used = sequence < batch
+  # Index B would be past the end of what is gathered below.
   sequence = jnp.minimum(sequence, batch - 1)
-  done = (index - begins[sequence]) * size
-  count = jnp.where(real, jnp.clip(kept[sequence] - done, 0, size), 0)
+  first = (index - begins[sequence]) * size
+  count = jnp.where(is_used, jnp.clip(lengths[sequence] - first, 0, size), 0)
   column = jnp.arange(size, dtype=jnp.int32)[None]
-  source = (cu_q_lens[sequence] + done)[:, None] + column
+  source = (cu_q_lens[sequence] + first)[:, None] + column
   source = jnp.where(column < count[:, None], source, rows)
   row = jnp.arange(rows, dtype=jnp.int32)
-  owner = row_of(cu_q_lens[1:], row)
-  at = row - cu_q_lens[jnp.minimum(owner, batch - 1)]
-  flat = begins[jnp.minimum(owner, batch - 1)] * size + at
+  run = row_of(cu_q_lens[1:], row)
+  offset = row - cu_q_lens[jnp.minimum(run, batch - 1)]
+  # A run's tiles are consecutive, so an offset in the run is one in its tiles.
+  flat = begins[jnp.minimum(run, batch - 1)] * size + offset
   run_start = kv_lens[sequence] - runs[sequence]
-  found = (owner < batch) & (at >= 0) & (at < max_query_len)
+  has_tile = (run < batch) & (offset >= 0) & (offset < max_query_len)
   return QueryTiles(
     sequences=sequence,
-    starts=run_start + done,
+    starts=run_start + first,
     counts=count,
     run_starts=run_start,
     source=source,
-    flat=jnp.where(found, flat, num * size),
+    flat=jnp.where(has_tile, flat, num * size),
   )

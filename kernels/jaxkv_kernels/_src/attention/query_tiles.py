@@ -1,7 +1,7 @@
-"""Rectangles of queries as tiles of rows, and which keys each row sees.
+"""Cuts rectangles of queries into tiles of rows, and finds their keys.
 
-A row is one query head of one query. The Y rows of a tile that share a K/V head
-are multiplied with its keys at once.
+A row is one query head of one query. One product multiplies the Y rows of a
+tile that share a K/V head with its keys.
 """
 
 from typing import Any
@@ -15,15 +15,15 @@ from jaxkv_kernels._src.attention.options import CallOptions
 
 
 class Tiles(NamedTuple):
-  """Queries in tiles, and which keys they see.
+  """Queries in tiles, and the range of keys that they see.
 
   Attributes:
     q: row t * H / K + h of a tile is query t and the h-th query head of the K/V
-      head; the rows after those are padding.
-    reach: for each row its first key, one past its last key, and its own
-      position; 0, 0, 0 for padding.
+      head; padding follows.
+    reach: each row's first key, one past its last key, and its position; zeros
+      for padding.
     first: first key that any row of the tile sees.
-    end: one past the last, 0 if no row sees a key.
+    end: one past the last key, 0 if no row sees a key.
     position: position of the tile's first query.
   """
 
@@ -35,11 +35,11 @@ class Tiles(NamedTuple):
 
 
 class Reach(NamedTuple):
-  """Which keys each query sees, as absolute positions, first <= p < end.
+  """The keys that each query sees, at positions first <= p < end.
 
   Attributes:
-    first: 0 where there is no query.
-    end: 0 where there is no query.
+    first: 0 for padding.
+    end: 0 for padding.
     position: of the query itself.
   """
 
@@ -51,15 +51,12 @@ class Reach(NamedTuple):
 def span(
   position: jax.Array, capacity: int, window: jax.Array | int | None
 ) -> tuple[jax.Array, jax.Array]:
-  """First key that a query at `position` sees, and one past the last.
+  """Returns the first key that a query sees, and one past the last.
 
   Args:
     position: int32[...], -1 for a query without keys; may exceed the capacity.
     capacity: tokens that a row of the page table holds; no others exist.
     window: as in `CallOptions`; it ends at the position, even past the table.
-
-  Returns:
-    int32[...] each.
   """
   end = jnp.clip(position + 1, 0, capacity)
   if window is None:
@@ -68,43 +65,42 @@ def span(
 
 
 def reach(call: AttentionCall) -> Reach:
-  """Which keys each query of a rectangle sees."""
+  """Returns the keys that each query of a rectangle sees."""
   column = jnp.arange(call.q.shape[1], dtype=jnp.int32)[None]
   position = call.starts[:, None] + column
   first, end = span(position, call.capacity, call.options.window)
-  first, end = (jnp.where(call.real, x, 0) for x in (first, end))
+  first, end = (jnp.where(call.is_query, x, 0) for x in (first, end))
   return Reach(first, end, position)
 
 
 def tile(call: AttentionCall, *, size: int, multiple: int) -> Tiles:
-  """Cuts a rectangle into tiles.
+  """Cuts a rectangle into tiles; the tiles of a sequence are consecutive.
 
   Args:
     call: the rectangle and its pages.
     size: queries of a tile.
-    multiple: Y is the smallest multiple of it that fits.
-
-  Returns:
-    The tiles; those of one sequence are consecutive.
+    multiple: Y is rounded up to a multiple of it.
   """
   columns, heads, dim = call.q.shape[1:]
   kv_heads = call.k_pages.shape[1]
   per_kv_head = heads // kv_heads
-  spare = -columns % size
-  q = jnp.pad(call.q, ((0, 0), (0, spare), (0, 0), (0, 0)))
+  padding = -columns % size
+  q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
   rows = jnp.stack(reach(call), axis=-1)
-  rows = jnp.pad(rows, ((0, 0), (0, spare), (0, 0)))
+  rows = jnp.pad(rows, ((0, 0), (0, padding), (0, 0)))
+  # [Z, K, size * H / K, D]: rows that share a K/V head are consecutive.
   q = q.reshape(-1, size, kv_heads, per_kv_head, dim).swapaxes(1, 2)
   q = q.reshape(-1, kv_heads, size * per_kv_head, dim)
   rows = rows.reshape(-1, size, 3)
   first, end = rows[..., 0], rows[..., 1]
   position = rows[:, 0, 2]
   last = jnp.max(end, axis=1)
-  idle = -(size * per_kv_head) % multiple
+  row_padding = -(size * per_kv_head) % multiple
   rows = jnp.repeat(rows, per_kv_head, axis=1)
   return Tiles(
-    q=jnp.pad(q, ((0, 0), (0, 0), (0, idle), (0, 0))),
-    reach=jnp.pad(rows, ((0, 0), (0, idle), (0, 0))),
+    q=jnp.pad(q, ((0, 0), (0, 0), (0, row_padding), (0, 0))),
+    reach=jnp.pad(rows, ((0, 0), (0, row_padding), (0, 0))),
+    # Padding has first 0 and end 0: it must not lower the tile's first key.
     first=jnp.min(jnp.where(end > 0, first, last[:, None]), axis=1),
     end=last,
     position=position,
@@ -114,37 +110,43 @@ def tile(call: AttentionCall, *, size: int, multiple: int) -> Tiles:
 def trees(
   options: CallOptions, *, per_kv_head: int, size: int, rows: int, tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-  """A tree mask cut into tiles of rows and blocks of keys.
+  """Cuts a tree mask into tiles of Y `rows` and blocks of A `tokens`.
 
   Args:
     options: of a call with a tree mask.
     per_kv_head: H / K.
     size: queries of a tile.
     rows: Y.
-    tokens: A, keys of a block.
+    tokens: A.
 
   Returns:
-    (int8[Z, J, Y, A], 0 where a row does not see a key; int32[B], the first of
-    the J blocks that a sequence's tree touches).
+    (int8[Z, J, Y, A], 0 for a key that a row does not see; int32[B], the first
+    of the J blocks of a sequence's tree).
   """
   mask, starts = options.tree_mask, options.tree_starts
   assert mask is not None and starts is not None
   columns, nodes = mask.shape[1:]
+  # One more block than the nodes fill: a tree may begin inside a block.
   num = -(-nodes // tokens) + 1
   first = jnp.maximum(starts, 0) // tokens
   key = jnp.arange(num * tokens, dtype=jnp.int32)[None]
   key = first[:, None] * tokens + key
   node = (key - starts[:, None])[:, None]
-  known = jnp.take_along_axis(mask, jnp.clip(node, 0, nodes - 1), axis=2)
-  seen = known | (node < 0) | (node >= nodes)
-  seen = jnp.pad(seen, ((0, 0), (0, -columns % size), (0, 0)))
-  seen = jnp.repeat(seen.reshape(-1, size, num, tokens), per_kv_head, axis=1)
-  seen = jnp.pad(seen, ((0, 0), (0, rows - size * per_kv_head), (0, 0), (0, 0)))
-  return seen.swapaxes(1, 2).astype(jnp.int8), first
+  # Keys outside of the tree are all True: other masks decide about them.
+  tiles = jnp.take_along_axis(mask, jnp.clip(node, 0, nodes - 1), axis=2)
+  tiles = tiles | (node < 0) | (node >= nodes)
+  tiles = jnp.pad(tiles, ((0, 0), (0, -columns % size), (0, 0)))
+  tiles = jnp.repeat(tiles.reshape(-1, size, num, tokens), per_kv_head, axis=1)
+  tiles = jnp.pad(
+    tiles, ((0, 0), (0, rows - size * per_kv_head), (0, 0), (0, 0))
+  )
+  return tiles.swapaxes(1, 2).astype(jnp.int8), first
 
 
 def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
-  """Type of a kernel's float32 output; varies over the inputs' mesh axes."""
+  """Returns the type of a kernel's float32 output."""
+  # Under `shard_map` the output varies over all mesh axes of the inputs; a sum
+  # of one zero for each input has these axes.
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
     for array in jax.tree.leaves(inputs)
@@ -154,10 +156,10 @@ def float32(shape: tuple[int, ...], inputs: Any) -> jax.ShapeDtypeStruct:
 
 
 def untile(rows: jax.Array, call: AttentionCall, size: int) -> jax.Array:
-  """Rows [Z, K, Y, X] of tiles of `size` queries back to [B, T, H, X]."""
+  """Returns rows [Z, K, Y, X] of tiles of `size` queries as [B, T, H, X]."""
   batch, columns, heads, _ = call.q.shape
-  kv_heads, last = rows.shape[1], rows.shape[3]
+  kv_heads, dim = rows.shape[1], rows.shape[3]
   per_kv_head = heads // kv_heads
   rows = rows[:, :, : size * per_kv_head]
-  rows = rows.reshape(-1, kv_heads, size, per_kv_head, last).swapaxes(1, 2)
-  return rows.reshape(batch, -1, heads, last)[:, :columns]
+  rows = rows.reshape(-1, kv_heads, size, per_kv_head, dim).swapaxes(1, 2)
+  return rows.reshape(batch, -1, heads, dim)[:, :columns]

@@ -1,16 +1,15 @@
 """The reference for paged attention, in float64 NumPy.
 
-Slow and obvious on purpose: one sequence, one head and one query at a time.
-Every backend is tested against it. Arguments are not checked.
+Slow and obvious on purpose: one sequence, one head and one query at a time. It
+does not check arguments. Tests compare every backend with it.
 
 A query at absolute position p sees the keys at positions 0..p, or with
 `window=w` at positions p-w+1..p. `soft_cap=c` turns a logit x into
-`c * tanh(x / c)`; `alibi_slopes` then add, for each head, slope * (j - p) to
-the logit of the key at position j. `sinks` adds, for each head, one logit that
-takes part in the softmax's denominator and has no value. A query that sees no
-key gives zeros, and a log-sum-exp of -inf (or of its sink). Tokens past the
-M * S that a row of the page table holds do not exist; windows still count from
-the query's own position.
+`c * tanh(x / c)`; then `alibi_slopes` add, for each head, slope * (j - p) to
+the logit of the key at position j. `sinks` adds, for each head, a logit to the
+softmax's denominator only. A query that sees no key gives zeros, and a
+log-sum-exp of -inf (or of its sink). Tokens past the M * S of a page table's
+row do not exist; windows still count from the query's position.
 """
 
 import ml_dtypes
@@ -40,7 +39,7 @@ def paged_attention_padded(
   v_scale=None,
   tree_mask=None,
 ):
-  """Queries in a rectangle: row b holds `counts[b]` of them.
+  """Computes attention of a rectangle; row b holds `counts[b]` queries.
 
   Args:
     q: [B, T, H, D].
@@ -57,7 +56,7 @@ def paged_attention_padded(
     alibi_slopes: float[H] or None.
     k_scale: factors of the pool's numbers, float[K] or float[N, K, S]; or None.
     v_scale: the same for values.
-    tree_mask: bool[B, T, X] or None: whether query t of row b sees the key at
+    tree_mask: bool[B, T, X] or None: True if query t of row b sees the key at
       position `starts[b] + j`, j < X.
 
   Returns:
@@ -77,23 +76,23 @@ def paged_attention_padded(
     values = sequence(v_pages, page_table[b], end, page_offset, v_scale)
     for t in range(count):
       mask = None if tree_mask is None else tree_mask[b, t]
-      seen = _seen(start + t, start, window, mask)
-      seen = seen[seen < capacity]
+      visible = _visible(start + t, start, window, mask)
+      visible = visible[visible < capacity]
       for h in range(heads):
-        logits = keys[seen, h // per_kv_head] @ (q[b, t, h] * scale)
+        logits = keys[visible, h // per_kv_head] @ (q[b, t, h] * scale)
         if soft_cap is not None:
           logits = soft_cap * np.tanh(logits / soft_cap)
         if alibi_slopes is not None:
-          logits = logits + float(alibi_slopes[h]) * (seen - (start + t))
+          logits = logits + float(alibi_slopes[h]) * (visible - (start + t))
         sink = None if sinks is None else float(sinks[h])
         out[b, t, h], lse[b, t, h] = _softmax(
-          logits, values[seen, h // per_kv_head], sink
+          logits, values[visible, h // per_kv_head], sink
         )
   return out, lse
 
 
 def paged_decode(q, k_pages, v_pages, page_table, lengths, **options):
-  """One query per sequence, the last of its `lengths[b]` tokens.
+  """Computes attention of each sequence's last token.
 
   Args:
     q: [B, H, D].
@@ -130,7 +129,7 @@ def paged_attention(
   tree_mask=None,
   **options,
 ):
-  """Queries of all sequences packed one after another.
+  """Computes attention of queries packed one sequence after another.
 
   Args:
     q: [T, H, D]; rows `cu_q_lens[b]:cu_q_lens[b + 1]` are the last of the
@@ -140,7 +139,7 @@ def paged_attention(
     page_table: int[B, M].
     kv_lens: int[B].
     cu_q_lens: int[B + 1].
-    tree_mask: bool[T, X] or None: whether row t sees the key of its sequence's
+    tree_mask: bool[T, X] or None: True if row t sees the key of its sequence's
       j-th query, j < X.
     **options: as for `paged_attention_padded`.
 
@@ -170,7 +169,7 @@ def paged_attention(
 
 
 def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
-  """One query per sequence over one pool of latent vectors.
+  """Computes attention of each sequence's last token over latent vectors.
 
   Args:
     q: [B, H, D].
@@ -189,7 +188,7 @@ def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
 
 
 def merge_states(out, lse):
-  """Attention over the union of X disjoint sets of keys, from that over each.
+  """Merges attention over X disjoint sets of keys.
 
   Args:
     out: [X, ..., H, Dv].
@@ -210,7 +209,7 @@ def merge_states(out, lse):
 
 
 def sequence(pages, table_row, length, page_offset=0, scale=None):
-  """One sequence's K or V, token by token, as float64[length, K, D]."""
+  """Returns one sequence's keys or values as float64[length, K, D]."""
   pages = np.asarray(pages)
   pages = pages.view(_BITS.get(pages.dtype, pages.dtype))
   factors = np.ones(pages.shape[1]) if scale is None else np.asarray(scale)
@@ -226,19 +225,19 @@ def sequence(pages, table_row, length, page_offset=0, scale=None):
   return tokens
 
 
-def _seen(position, start, window, mask):
-  """Positions of the keys that a query at `position` sees."""
+def _visible(position, start, window, mask):
+  """Returns the positions of the keys that a query at `position` sees."""
   first = 0 if window is None else max(0, position - int(window) + 1)
-  seen = np.arange(first, position + 1)
+  visible = np.arange(first, position + 1)
   if mask is None:
-    return seen
-  node = seen - start
+    return visible
+  node = visible - start
   inside = (node >= 0) & (node < len(mask))
-  return seen[~inside | mask[np.where(inside, node, 0)]]
+  return visible[~inside | mask[np.where(inside, node, 0)]]
 
 
 def _softmax(logits, values, sink):
-  """Values weighted by their logits; (float64[Dv], the log-sum-exp)."""
+  """Returns values weighted by their logits, and the log-sum-exp."""
   all_logits = logits if sink is None else np.append(logits, sink)
   if all_logits.size == 0:
     return np.zeros(values.shape[-1]), -np.inf

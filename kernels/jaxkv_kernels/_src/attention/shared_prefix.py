@@ -1,6 +1,6 @@
-"""Finding the rows that begin with the same pages.
+"""Finds the rows that begin with the same pages.
 
-This runs once a step, on page tables and lengths alone; `cascade` uses the
+It runs once a step, on page tables and lengths alone; `cascade` uses the
 result.
 """
 
@@ -21,8 +21,8 @@ from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.formats import logical_dtype
 
 # Bytes of K and V that sharing must save in one layer's call to pay for the
-# second pass and the merge. For a CPU, measured; for others, a copy of 10 us at
-# 4 TB/s.
+# second pass and the merge. Measured on a CPU; for others, the bytes that a GPU
+# copies in 10 us at 4 TB/s.
 _LEAST_SAVING = {"cpu": 2**20, "other": 40 * 2**20}
 
 
@@ -32,11 +32,11 @@ class SharedPrefix(NamedTuple):
   Made by `plan_shared_prefix`. Rows in no cluster share nothing.
 
   Attributes:
-    members: the rows of each cluster; B for no row.
-    tokens: how many tokens a cluster shares, in whole pages; 0 where sharing
-      does not pay.
+    members: the rows of each cluster, then B.
+    tokens: the number of tokens that a cluster shares, in whole pages; 0 if
+      sharing does not pay.
     prefix_table: the pages of the cluster's first row.
-    own_tokens: tokens of each row after those it shares.
+    own_tokens: tokens of each row after the shared ones.
     own_table: the pages of those tokens.
   """
 
@@ -49,19 +49,16 @@ class SharedPrefix(NamedTuple):
   def refreshed(
     self, page_table: jax.Array, lengths: jax.Array, *, page_size: int
   ) -> "SharedPrefix":
-    """The clusters, without rows that no longer belong to them.
+    """Returns the clusters without rows that no longer belong to them.
 
     A row stays in its cluster if its table still begins with the cluster's
     pages, its last token is behind them, and its table holds all its tokens.
-    Any other row is decoded alone, over its whole table.
+    Other rows are decoded separately, over their whole tables.
 
     Args:
-      page_table: int32[B, M], as wide as the one `self` was made from.
+      page_table: int32[B, M], as wide as that of `plan_shared_prefix`.
       lengths: int32[B].
       page_size: S.
-
-    Returns:
-      The clusters, valid for these tables and lengths.
     """
     batch, columns = page_table.shape
     chex.assert_shape(self.own_table, (batch, columns))
@@ -70,16 +67,17 @@ class SharedPrefix(NamedTuple):
     begins = _of_rows(self.members, self.prefix_table, batch)
     column = jnp.arange(columns, dtype=jnp.int32)[None]
     pages = (shared // page_size)[:, None]
-    fits = jnp.all((page_table == begins) | (column >= pages), axis=1)
-    fits &= (lengths > shared) & (lengths <= columns * page_size)
-    shared = jnp.where(fits, shared, 0)
-    stays = fits.at[self.members].get(mode="fill", fill_value=False)
-    own = column + (shared // page_size)[:, None]
+    belongs = jnp.all((page_table == begins) | (column >= pages), axis=1)
+    belongs &= (lengths > shared) & (lengths <= columns * page_size)
+    shared = jnp.where(belongs, shared, 0)
+    stays = belongs.at[self.members].get(mode="fill", fill_value=False)
+    # A row's remaining pages begin behind its shared pages.
+    suffix = column + (shared // page_size)[:, None]
     return self._replace(
       members=jnp.where(stays, self.members, batch),
       tokens=jnp.where(jnp.any(stays, axis=1), self.tokens, 0),
       own_tokens=lengths - shared,
-      own_table=jnp.take_along_axis(page_table, own, axis=1, mode="clip"),
+      own_table=jnp.take_along_axis(page_table, suffix, axis=1, mode="clip"),
     )
 
 
@@ -94,28 +92,28 @@ def plan_shared_prefix(
   clusters: jax.Array | None = None,
   backend: str = "auto",
 ) -> SharedPrefix | None:
-  """Finds the pages that rows share, and decides where reading them once pays.
+  """Finds the pages that rows share, and decides if reading them once pays.
 
   Call it once a step and pass the result to `cascade_decode` in every layer. A
   cluster shares the first pages that all its rows have in common, except pages
   that are not full without the row's last token. Rows of length 0, or of more
   tokens than the table holds, are in no cluster. Rows in no cluster, and those
-  past `cluster_size` in one, are decoded alone, which is slower but correct. If
+  past `cluster_size`, are decoded separately, which is slower but correct. If
   sharing saves fewer bytes than it costs, no cluster shares anything. If tables
-  of this size could never save enough, the result is None: use `paged_decode`.
+  of this size can never save enough, the result is None: use `paged_decode`.
 
   Args:
     page_table: int32[B, M], page ids in sequence order.
     lengths: int32[B], tokens of each sequence, the query's own included.
     k_pages: [N, K, S, D]; only shape and dtype are used.
     v_pages: [N, K, S, Dv]; only shape and dtype are used.
-    num_clusters: the most clusters. The work over prefixes is that of
-      `num_clusters * cluster_size` rows, so keep that near B.
-    cluster_size: the most rows of a cluster.
-    clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`, or any
-      other number for none. None: rows that begin with the same page are a
-      cluster, or several if they are more than `cluster_size`.
-    backend: as given to the decode.
+    num_clusters: the maximum number of clusters. The work over prefixes grows
+      with `num_clusters * cluster_size`, so keep that near B.
+    cluster_size: the maximum number of rows of a cluster.
+    clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`; any
+      other number puts a row in no cluster. None: rows that begin with the same
+      page form clusters of at most `cluster_size`.
+    backend: the `backend` of `cascade_decode`.
 
   Returns:
     The clusters, or None.
@@ -142,10 +140,12 @@ def plan_shared_prefix(
     >>> shared.own_tokens.tolist()
     [188, 300, 88]
   """
-  check.alike(k_pages, v_pages)
+  check.pool_pair(k_pages, v_pages)
   check.table(page_table, None)
   check.vector("lengths", lengths, page_table.shape[0])
-  check.beside("page_table", page_table, lengths=lengths, clusters=clusters)
+  check.same_devices(
+    "page_table", page_table, lengths=lengths, clusters=clusters
+  )
   if clusters is not None:
     check.vector("clusters", clusters, page_table.shape[0])
   check.count("num_clusters", num_clusters)
@@ -153,15 +153,20 @@ def plan_shared_prefix(
   choose.check_name(backend)
   batch, columns = page_table.shape
   page_size, itemsize = k_pages.shape[2], k_pages.dtype.itemsize
-  here = "cpu" if choose.platform(k_pages) == "cpu" else "other"
-  lockstep = here == "cpu" or _serves(backend, k_pages, v_pages) == "xla"
+  platform = "cpu" if choose.platform(k_pages) == "cpu" else "other"
+  # `xla` reads as many blocks for each row as the longest row needs.
+  name = (
+    "xla" if platform == "cpu" else _backend_name(backend, k_pages, v_pages)
+  )
+  lockstep = name == "xla"
   token = k_pages.shape[1] * (k_pages.shape[3] + v_pages.shape[3]) * itemsize
-  least = -(-_LEAST_SAVING[here] // token)
+  min_saving = -(-_LEAST_SAVING[platform] // token)
+  # Rows whose whole tables sharing can save at most.
   if lockstep:
     rows = batch - num_clusters
   else:
     rows = min(batch, num_clusters * cluster_size) - 1
-  if rows * columns * page_size < least:
+  if rows * columns * page_size < min_saving:
     return None
   return _find(
     page_table,
@@ -170,17 +175,17 @@ def plan_shared_prefix(
     num_clusters=num_clusters,
     cluster_size=cluster_size,
     page_size=page_size,
-    least=least,
+    min_saving=min_saving,
     lockstep=lockstep,
   )
 
 
-def _serves(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
-  """The name of the backend that most likely decodes from these pools."""
+def _backend_name(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
+  """Returns the name of the backend that most likely decodes these pools."""
   if backend != "auto":
     return backend
   dtype = logical_dtype(k_pages.dtype)
-  # The real queries are not known here; this shape fits the pools.
+  # The caller has no queries yet; this shape fits the pools.
   query: Any = jax.ShapeDtypeStruct(
     (1, k_pages.shape[1], k_pages.shape[3]),
     dtype if dtype.itemsize > 1 else jnp.bfloat16,
@@ -198,7 +203,7 @@ def _serves(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
     "num_clusters",
     "cluster_size",
     "page_size",
-    "least",
+    "min_saving",
     "lockstep",
   ),
   inline=True,
@@ -211,57 +216,64 @@ def _find(
   num_clusters: int,
   cluster_size: int,
   page_size: int,
-  least: int,
+  min_saving: int,
   lockstep: bool,
 ) -> SharedPrefix:
   batch, columns = page_table.shape
   # A row longer than its table attends to fewer tokens than its position says.
   # `own_tokens` could not express both, so such a row is not split.
-  alive = (lengths > 0) & (lengths <= columns * page_size)
+  is_active = (lengths > 0) & (lengths <= columns * page_size)
   if clusters is None:
-    clusters = _by_first_page(page_table[:, 0], alive, cluster_size)
-  members = _members(clusters, alive, num_clusters, cluster_size)
+    clusters = _cluster_by_first_page(page_table[:, 0], is_active, cluster_size)
+  members = _members(clusters, is_active, num_clusters, cluster_size)
   tables = page_table.at[members].get(mode="fill", fill_value=0)
-  present = members < batch
+  is_member = members < batch
   prefix_table = tables[:, 0]
-  same = (tables == prefix_table[:, None]) | ~present[:, :, None]
-  common = jnp.cumprod(jnp.all(same, axis=1), axis=1, dtype=jnp.int32)
-  full = lengths.at[members].get(mode="fill", fill_value=0) - 1
-  full = jnp.where(present, full // page_size, columns)
+  matches = (tables == prefix_table[:, None]) | ~is_member[:, :, None]
+  # The product ends at the first page in which some row differs.
+  common = jnp.cumprod(jnp.all(matches, axis=1), axis=1, dtype=jnp.int32)
+  # A row keeps at least its last token: it has an own part to merge with.
+  full_pages = lengths.at[members].get(mode="fill", fill_value=0) - 1
+  full_pages = jnp.where(is_member, full_pages // page_size, columns)
   pages = jnp.minimum(
-    jnp.sum(common, axis=1, dtype=jnp.int32), jnp.min(full, axis=1)
+    jnp.sum(common, axis=1, dtype=jnp.int32), jnp.min(full_pages, axis=1)
   )
-  several = jnp.sum(present, axis=1, dtype=jnp.int32) > 1
-  tokens = jnp.where(several, pages * page_size, 0)
+  has_several = jnp.sum(is_member, axis=1, dtype=jnp.int32) > 1
+  tokens = jnp.where(has_several, pages * page_size, 0)
   shared = _of_rows(members, tokens, batch)
   held = jnp.minimum(lengths, columns * page_size)
-  pays = _saved(held, tokens, shared, lockstep) >= float(least)
-  found = SharedPrefix(
+  pays = _saved(held, tokens, shared, lockstep) >= float(min_saving)
+  clustered = SharedPrefix(
     members=members,
     tokens=jnp.where(pays, tokens, 0),
     prefix_table=prefix_table,
     own_tokens=lengths,
     own_table=page_table,
   )
-  return found.refreshed(page_table, lengths, page_size=page_size)
+  return clustered.refreshed(page_table, lengths, page_size=page_size)
 
 
-def _by_first_page(first: jax.Array, alive: jax.Array, most: int) -> jax.Array:
-  """Clusters of 2 .. `most` rows that have the same first page: int32[B].
+def _cluster_by_first_page(
+  first: jax.Array, is_active: jax.Array, max_rows: int
+) -> jax.Array:
+  """Returns int32[B], clusters of 2 .. `max_rows` rows with one first page.
 
-  Clusters are numbered in the order of their first pages, then of their rows; B
-  for no cluster.
+  Clusters are in the order of their first pages, then of their rows; B means no
+  cluster.
   """
   batch = first.shape[0]
   position = jnp.arange(batch, dtype=jnp.int32)
-  order = jnp.lexsort((first, ~alive)).astype(jnp.int32)
+  # Sorted by page, rows with the same page become runs; idle rows come last.
+  order = jnp.lexsort((first, ~is_active)).astype(jnp.int32)
   page = first[order]
   begins = jnp.concatenate([jnp.ones((1,), bool), page[1:] != page[:-1]])
+  # The position in a run; each `max_rows`-th row begins another cluster.
   rank = position - lax.cummax(jnp.where(begins, position, 0))
-  begins = (begins | (rank % most == 0)) & alive[order]
+  begins = (begins | (rank % max_rows == 0)) & is_active[order]
   run = jnp.cumsum(begins, dtype=jnp.int32) - 1
-  run = jnp.where(alive[order], run, batch)
+  run = jnp.where(is_active[order], run, batch)
   size = jnp.zeros((batch,), jnp.int32).at[run].add(1, mode="drop")
+  # Rows without a partner need no cluster: only larger runs get a number.
   number = jnp.cumsum(size > 1, dtype=jnp.int32) - 1
   number = jnp.where(size > 1, number, batch)
   number = number.at[run].get(mode="fill", fill_value=batch)
@@ -269,14 +281,18 @@ def _by_first_page(first: jax.Array, alive: jax.Array, most: int) -> jax.Array:
 
 
 def _members(
-  clusters: jax.Array, alive: jax.Array, num_clusters: int, cluster_size: int
+  clusters: jax.Array,
+  is_active: jax.Array,
+  num_clusters: int,
+  cluster_size: int,
 ) -> jax.Array:
-  """Rows of each cluster, ascending, B for none: int32[clusters, size]."""
+  """Returns int32[clusters, size], the rows of each cluster, then B."""
   batch = clusters.shape[0]
-  fits = (clusters >= 0) & (clusters < num_clusters) & alive
+  fits = (clusters >= 0) & (clusters < num_clusters) & is_active
   cluster = jnp.where(fits, clusters, num_clusters)
   order = jnp.argsort(cluster, stable=True).astype(jnp.int32)
   cluster = cluster[order]
+  # A search in the sorted clusters gives the first position of each cluster.
   begin = row_of(cluster, cluster - 1)
   rank = jnp.arange(batch, dtype=jnp.int32) - begin
   members = jnp.full((num_clusters, cluster_size), batch, jnp.int32)
@@ -284,41 +300,31 @@ def _members(
 
 
 def _of_rows(members: jax.Array, values: jax.Array, batch: int) -> jax.Array:
-  """Values of clusters for their rows, 0 for rows in no cluster.
-
-  Args:
-    members: int32[clusters, size].
-    values: int32[clusters, ...].
-    batch: B.
-
-  Returns:
-    int32[B, ...].
-  """
+  """Returns values [clusters, ...] for the B rows, 0 outside of clusters."""
   chex.assert_equal_shape_prefix([members, values], 1)
-  rest = values.shape[1:]
-  spread = jnp.broadcast_to(values[:, None], (*members.shape, *rest))
-  rows = jnp.zeros((batch, *rest), jnp.int32)
-  return rows.at[members].set(spread, mode="drop")
+  shape = values.shape[1:]
+  copies = jnp.broadcast_to(values[:, None], (*members.shape, *shape))
+  rows = jnp.zeros((batch, *shape), jnp.int32)
+  return rows.at[members].set(copies, mode="drop")
 
 
 def _saved(
   lengths: jax.Array, tokens: jax.Array, shared: jax.Array, lockstep: bool
 ) -> jax.Array:
-  """Tokens of K and V that need not be read: float32[], as int32 may overflow.
-
-  A backend that works in lockstep reads, for every row, as many blocks as the
-  longest row needs.
+  """Returns float32[], the tokens of K and V that sharing does not read.
 
   Args:
     lengths: int32[B].
-    tokens: int32[clusters].
-    shared: int32[B].
-    lockstep: whether the backend works in lockstep.
+    tokens: int32[clusters], tokens that a cluster shares.
+    shared: int32[B], tokens that a row shares.
+    lockstep: True if the backend reads as many blocks for each row as the
+      longest row needs.
   """
+  # Sums over rows may overflow int32.
   lengths, tokens, shared = (
     x.astype(jnp.float32) for x in (lengths, tokens, shared)
   )
   if not lockstep:
     return jnp.sum(shared) - jnp.sum(tokens)
-  alone = lengths.shape[0] * (jnp.max(lengths) - jnp.max(lengths - shared))
-  return alone - tokens.shape[0] * jnp.max(tokens)
+  rows = lengths.shape[0] * (jnp.max(lengths) - jnp.max(lengths - shared))
+  return rows - tokens.shape[0] * jnp.max(tokens)

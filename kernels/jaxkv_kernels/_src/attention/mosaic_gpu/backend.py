@@ -1,9 +1,8 @@
 """Paged attention for Hopper GPUs: work lists and merges around the kernel.
 
-A tile of queries attends to its keys in pieces, the units of work of the
-kernel. Their results are merged by the sums of their softmaxes. Without a plan
-the pieces depend only on a row's own length, so a row's result does not depend
-on its neighbours.
+Units of work, the pieces of a tile's keys, are computed separately; the sums of
+their softmaxes merge the results. Without a plan the pieces depend only on a
+row's length, so a row's result does not depend on other rows.
 
 Compiled for an H200, not run on one. A CPU interprets all of it with race
 detection, with plain products in place of tensor core products.
@@ -29,7 +28,7 @@ from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.attention.query_packing import row_of
 from jaxkv_kernels._src.attention.triton.merge import merge_pieces
 
-# sm_90, Hopper; only it has these tensor core products.
+# sm_90, Hopper: only these GPUs have the instruction `wgmma`.
 _ARCHITECTURE = 90
 # Multiprocessors of an H100 or H200 SXM. Others work too, less evenly.
 _BLOCKS = 132
@@ -37,12 +36,12 @@ _BLOCKS = 132
 _INTERPRETED_BLOCKS = 2
 # Units for each stream if contexts fill their tables: enough for even work.
 _UNITS_PER_STREAM = 4
-# Tokens of a piece. A shorter one spends more on its output than it saves.
-_SHORTEST = 128
-_SHORTEST_PER_ROW = 16
-# Shared memory of a block of threads, minus that of barriers and sums.
+# Tokens of a piece: a shorter piece spends more on its output than it saves.
+_MIN_TOKENS = 128
+_MIN_TOKENS_PER_ROW = 16
+# Shared memory of a block of threads, without that of barriers and sums.
 _SHARED = 227 * 2**10 - 2 * 2**10
-_MOST_STAGES = 4
+_MAX_STAGES = 4
 _NO_WINDOW = 2**30
 
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -55,7 +54,7 @@ _POOLS = (
 
 
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-  """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
+  """Computes attention of a rectangle; see `choose.Backend`."""
   options, k_pages, v_pages = call.options, call.k_pages, call.v_pages
   batch, columns, heads, _ = call.q.shape
   num_pages, kv_heads, _, dim = k_pages.shape
@@ -64,7 +63,7 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   tiles = query_tiles.tile(call, size=size, multiple=8)
   static = _static(k_pages, per_kv_head, size, options)
   trees, tree_first = _trees(options, tiles, batch, per_kv_head, size)
-  units, begins, most = work_list(
+  units, begins, max_pieces = work_list(
     tiles, tree_first, call.capacity, static, options
   )
   rows = tiles.q.shape[2]
@@ -90,32 +89,33 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     out.reshape(-1, kv_heads, *out.shape[1:]),
     totals.reshape(-1, kv_heads, 2, ROWS),
     begins,
-    most=most,
+    max_pieces=max_pieces,
     rows=size * per_kv_head,
     interpret=options.interpret,
   )
   out = query_tiles.untile(out, call, size)
   lse = query_tiles.untile(lse[..., None], call, size)[..., 0]
-  seen = call.real
-  out = jnp.where(seen[..., None, None], out, jnp.float32(0))
-  lse = jnp.where(seen[..., None], lse, -jnp.inf)
-  return head_epilogue.finish(out, lse, seen, options)
+  # Rows of padding hold arbitrary numbers, as a product always has 64 rows.
+  is_query = call.is_query
+  out = jnp.where(is_query[..., None, None], out, jnp.float32(0))
+  lse = jnp.where(is_query[..., None], lse, -jnp.inf)
+  return head_epilogue.finish(out, lse, is_query, options)
 
 
 def unsupported(platform: str, call: AttentionCall) -> str | None:
-  """Why this backend does not serve a call; None if it does."""
+  """Returns the reason why this backend does not serve a call, if any."""
   q, k_pages, options = call.q, call.k_pages, call.options
   kv_heads, size = k_pages.shape[1:3]
   dims = k_pages.shape[3], call.v_pages.shape[3]
   pool = jnp.dtype(k_pages.dtype)
-  others = check.architectures() - {_ARCHITECTURE}
+  gpus = check.architectures() - {_ARCHITECTURE}
   reasons = {
     f"`value_dim` must be None, got {options.value_dim}": (
       options.value_dim is not None
     ),
     f"the platform must be cuda, got {platform}": platform != "cuda",
-    f"the GPU must be sm_{_ARCHITECTURE}, got sm_{min(others, default=0)}": (
-      bool(others) and not options.interpret
+    f"the GPU must be sm_{_ARCHITECTURE}, got sm_{min(gpus, default=0)}": (
+      bool(gpus) and not options.interpret
     ),
     f"`k_pages` must be one of {', '.join(map(str, _POOLS))}, got {pool}": (
       pool not in _POOLS
@@ -144,17 +144,17 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
 
 
 def at_once(k_pages: jax.Array) -> int:
-  """Units that a GPU works on at once; see `choose.decode_workers`."""
+  """Returns the number of units that a GPU works on at once."""
   return _BLOCKS * streams(k_pages.shape[3])
 
 
 def _static(
   k_pages: jax.Array, per_kv_head: int, size: int, options: CallOptions
 ) -> GpuStatic:
-  """Sizes and choices of the kernel, for tiles of `size` queries."""
+  """Returns sizes and choices of the kernel, for tiles of `size` queries."""
   _, kv_heads, page_size, dim = k_pages.shape
-  scaled = page_size if _token_scales(options) else None
-  k_stages, v_stages = stages(dim, k_pages.dtype.itemsize, scaled)
+  scaled_page_size = page_size if _token_scales(options) else None
+  k_stages, v_stages = stages(dim, k_pages.dtype.itemsize, scaled_page_size)
   return GpuStatic(
     kv_heads=kv_heads,
     per_kv_head=per_kv_head,
@@ -163,6 +163,7 @@ def _static(
     k_stages=k_stages,
     v_stages=v_stages,
     blocks=_INTERPRETED_BLOCKS if options.interpret else _BLOCKS,
+    # The rows of one query see the same keys.
     causal=size > 1,
     soft_cap=options.soft_cap,
     alibi=options.alibi_slopes is not None,
@@ -172,14 +173,14 @@ def _static(
 
 
 def streams(dim: int) -> int:
-  """Streams of a block of threads: as many as its registers allow."""
+  """Returns the streams of a block of threads, within its registers."""
   return 2 if dim <= 128 else 1
 
 
 def stages(
   dim: int, itemsize: int = 2, scaled: int | None = None
 ) -> tuple[int, int]:
-  """F of the rings of keys and of values: as many as shared memory holds.
+  """Returns F for the rings of keys and of values, within shared memory.
 
   Args:
     dim: D.
@@ -196,7 +197,7 @@ def stages(
     room -= 2 * 1024
     block += math.prod(scales_of_block(scaled)) * 4
   room //= block
-  return min(_MOST_STAGES, room - room // 2), min(_MOST_STAGES, room // 2)
+  return min(_MAX_STAGES, room - room // 2), min(_MAX_STAGES, room // 2)
 
 
 def work_list(
@@ -216,30 +217,31 @@ def work_list(
     options: of the call.
 
   Returns:
-    (int32[U, 8], rows of `Unit`s; int32[Z + 1], where each tile's units begin;
-    the most results of a tile, or None if results are packed). Units after
-    those of the last tile are idle.
+    (int32[U, 8], `Unit`s; int32[Z + 1], the first unit of each tile; the
+    maximum number of results of a tile, or None if results are packed). Units
+    after those of the last tile are idle.
   """
   num = tiles.q.shape[0]
   per_row = num // tree_first.shape[0]
   if options.plan is not None and per_row == 1 and not static.causal:
     plan = options.plan
-    tile, begins, most = plan.row, plan.begins, None
+    tile, begins, max_pieces = plan.row, plan.begins, None
     first, end = plan.first, plan.end
     result = jnp.arange(tile.shape[0], dtype=jnp.int32)
   else:
-    least, most = cuts(tiles, capacity, static)
+    min_blocks, max_pieces = cuts(tiles, capacity, static)
     begin = tiles.first // TOKENS
     blocks = jnp.maximum((tiles.end + TOKENS - 1) // TOKENS - begin, 0)
-    share = jnp.maximum((blocks + most - 1) // most, least)
+    share = jnp.maximum((blocks + max_pieces - 1) // max_pieces, min_blocks)
     ends = jnp.cumsum((blocks + share - 1) // share)
     begins = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
-    index = jnp.arange(num * most, dtype=jnp.int32)
+    index = jnp.arange(num * max_pieces, dtype=jnp.int32)
     tile = jnp.minimum(row_of(ends, index), num - 1)
-    nth = index - begins[tile]
-    first = (begin[tile] + nth * share[tile]) * TOKENS
+    piece = index - begins[tile]
+    # Idle units get tokens past their tile's end, which are cut off below.
+    first = (begin[tile] + piece * share[tile]) * TOKENS
     end = first + share[tile] * TOKENS
-    result = tile * most + nth
+    result = tile * max_pieces + piece
   window = _NO_WINDOW if options.window is None else options.window
   sequence = tile // per_row
   first = jnp.maximum(first, tiles.first[tile])
@@ -255,16 +257,13 @@ def work_list(
     tree=tree_first[sequence],
     result=result,
   )
-  return jnp.stack(unit, axis=1), begins, most
+  return jnp.stack(unit, axis=1), begins, max_pieces
 
 
 def cuts(
   tiles: query_tiles.Tiles, capacity: int, static: GpuStatic
 ) -> tuple[int, int]:
-  """How contexts are cut without a plan.
-
-  A function of shapes alone, so that a tile's pieces depend only on the keys
-  that it sees.
+  """Returns the limits of cuts without a plan.
 
   Args:
     tiles: of all sequences.
@@ -272,15 +271,16 @@ def cuts(
     static: of the kernel.
 
   Returns:
-    (the fewest blocks of a piece, the most pieces of a context).
+    (the minimum blocks of a piece, the maximum pieces of a context).
   """
+  # From shapes alone, so that a tile's pieces depend only on the keys it sees.
   contexts, rows = tiles.q.shape[0] * static.kv_heads, tiles.q.shape[2]
   workers = static.blocks * static.streams
-  wanted = -(-_UNITS_PER_STREAM * workers // contexts)
+  max_pieces = -(-_UNITS_PER_STREAM * workers // contexts)
   # A piece writes Y rows of float32, and the merge reads them.
-  least = -(-max(_SHORTEST, _SHORTEST_PER_ROW * rows) // TOKENS)
+  min_blocks = -(-max(_MIN_TOKENS, _MIN_TOKENS_PER_ROW * rows) // TOKENS)
   blocks = -(-capacity // TOKENS)
-  return least, min(wanted, -(-blocks // least))
+  return min_blocks, min(max_pieces, -(-blocks // min_blocks))
 
 
 def _trees(
@@ -290,12 +290,12 @@ def _trees(
   per_kv_head: int,
   size: int,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-  """Masks of trees, if there are any.
+  """Returns the masks of trees.
 
   Returns:
     ({"trees": int8[Z, J, 64, A], tree mask of each row; "shown": int32[Z, J,
-    A], whether any real row sees the key, by its tree, its own position and its
-    window}, int32[B], the block in which each tree begins).
+    A], 1 for keys that any row sees by its tree, its position and its window},
+    or {} without trees; int32[B], the block in which each tree begins).
   """
   if options.tree_mask is None:
     return {}, jnp.zeros((batch,), jnp.int32)
@@ -307,20 +307,20 @@ def _trees(
   token = jnp.arange(TOKENS, dtype=jnp.int32)[None, None, None]
   key = blocks[:, :, None, None] * TOKENS + token
   begin, end = (tiles.reach[:, None, :, i, None] for i in (0, 1))
-  seen = (key >= begin) & (key < end) & (mask[:, :, : end.shape[2]] != 0)
-  shown = jnp.any(seen, axis=2).astype(jnp.int32)
+  visible = (key >= begin) & (key < end) & (mask[:, :, : end.shape[2]] != 0)
+  shown = jnp.any(visible, axis=2).astype(jnp.int32)
   return {"trees": mask, "shown": shown}, first
 
 
 def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
-  """Scales of tokens, float32[N * K, S], if there are any."""
+  """Returns scales of tokens as float32[N * K, S], if there are any."""
   scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
   rows = {
     name: scale.reshape(-1, scale.shape[2])
     for name, scale in scales.items()
     if scale is not None and scale.ndim == 3
   }
-  # A copy of a row may read the row after it.
+  # Before jax 0.11 a copy of a short row also reads the rows after it.
   return {
     name: jnp.pad(scale, ((0, max(0, 2 - len(scale))), (0, 0)))
     for name, scale in rows.items()
@@ -330,10 +330,10 @@ def _token_scales(options: CallOptions) -> dict[str, jax.Array]:
 def _slopes(
   options: CallOptions, kv_heads: int, size: int
 ) -> dict[str, jax.Array]:
-  """ALiBi slopes of a tile's rows, float32[K, 64], if there are any."""
+  """Returns ALiBi slopes of a tile's rows, float32[K, 64], if any."""
   if options.alibi_slopes is None:
     return {}
   slopes = options.alibi_slopes.astype(jnp.float32).reshape(kv_heads, -1)
   slopes = jnp.tile(slopes, (1, size))
-  spare = ROWS - slopes.shape[1]
-  return {"slopes": jnp.pad(slopes, ((0, 0), (0, spare)))}
+  padding = ROWS - slopes.shape[1]
+  return {"slopes": jnp.pad(slopes, ((0, 0), (0, padding)))}

@@ -1,4 +1,4 @@
-"""Where releases of Pallas' Mosaic GPU dialect differ, from jax 0.10 on.
+"""Hides differences between releases of Pallas' Mosaic GPU, from jax 0.10 on.
 
 Its interpreter does not support layouts in jax 0.10, nor products of registers
 in any release. With `interpreted`, these functions avoid both.
@@ -26,7 +26,8 @@ _INDEXED = _index is not None and _index.default is inspect.Parameter.empty
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-  """Shared memory for an operand of a product, tiled and swizzled."""
+  """Returns shared memory for an operand of a product, tiled and swizzled."""
+  # Tensor cores read operands in this layout only.
   size = jnp.dtype(dtype).itemsize
   width = swizzle(shape[-1] * size)
   tile = plgpu.TilingTransform((8, width // size))
@@ -36,23 +37,22 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def swizzle(row: int) -> int:
-  """Bytes of the swizzle for rows of `row` bytes."""
+  """Returns the bytes of the swizzle for rows of `row` bytes."""
   return 128 if row % 128 == 0 else 64
 
 
-def least_rows(tokens: int, interpreted: bool) -> int:
-  """The fewest rows of float32[tokens] that one copy may have.
-
-  Before jax 0.11 a copy has at least 128 bytes. Rows after the first are not
-  used; past an array's end they read as zeros, except in the interpreter.
-  """
+def min_rows(tokens: int, interpreted: bool) -> int:
+  """Returns the minimum number of rows float32[tokens] of one copy."""
+  # Before jax 0.11 a copy has at least 128 bytes. Rows after the first are not
+  # used; past an array's end they read as zeros, except in the interpreter.
   return max(1, 32 // tokens) if _INDEXED and not interpreted else 1
 
 
 def load(ref: Any, layout: Any, *, interpreted: bool) -> jax.Array:
-  """Loads all of a ref into registers, even where that is slow."""
+  """Loads a whole ref into registers."""
   if interpreted:
     return ref[...]
+  # `optimized=False` permits layouts for which the load is slow.
   if _INDEXED:
     return _load(ref, (), layout=layout, optimized=False)
   return _load(ref, layout=layout, optimized=False)
@@ -61,7 +61,7 @@ def load(ref: Any, layout: Any, *, interpreted: bool) -> jax.Array:
 def full(
   shape: tuple[int, ...], value: float, layout: Any, *, interpreted: bool
 ) -> jax.Array:
-  """A float32 array of one value."""
+  """Returns a float32 array of one value."""
   array = jnp.full(shape, value, jnp.float32)
   return array if interpreted else plgpu.layout_cast(array, layout)
 
@@ -73,23 +73,23 @@ def iota(
   layout: Any = MATRIX,
   interpreted: bool,
 ) -> jax.Array:
-  """Indices along an axis, in int32."""
+  """Returns int32 indices along an axis."""
   if interpreted:
     return lax.broadcasted_iota(jnp.int32, shape, axis)
   return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
 def products(left: Any, right: Any, *, interpreted: bool) -> jax.Array:
-  """Products of the rows of two refs in shared memory: [X, D], [A, D]."""
+  """Returns the products of two refs in shared memory, [X, D] and [A, D]."""
   if interpreted:
     return _dot(left[...], right[...].T)
   # A method since jax 0.11, a function before.
-  exchanged = (
+  transposed = (
     plgpu.transpose_ref(right, (1, 0)) if _INDEXED else right.transpose((1, 0))
   )
 
   def multiply(result):
-    plgpu.wgmma(result, left, exchanged)
+    plgpu.wgmma(result, left, transposed)
     return result[...]
 
   shape = left.shape[0], right.shape[0]
@@ -111,10 +111,8 @@ def add_product(
 
 
 def _dot(left, right):
-  """A plain product, for the interpreter.
-
-  Its reads must finish before a copy may overwrite the memory. The reads of
-  tensor cores ensure that themselves.
-  """
+  """Returns a plain product, for the interpreter."""
+  # Its reads must finish before a copy may overwrite the memory. Tensor cores
+  # ensure that themselves.
   plgpu.commit_smem()
   return jnp.dot(left, right, preferred_element_type=jnp.float32)

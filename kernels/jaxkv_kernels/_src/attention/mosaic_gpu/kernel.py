@@ -3,8 +3,8 @@
 A block of threads has streams, each a pair of warpgroups: one copies pages
 into a ring in shared memory, one multiplies. Streams take units of work in
 turn. A copying warpgroup runs ahead of its partner by up to the length of the
-ring, also into the next unit. The arithmetic is that of FlashAttention 3 (Shah
-et al. 2024) without its overlap of two products: decoding is bound by memory.
+ring, also into the next unit. The arithmetic follows FlashAttention 3 (Shah et
+al. 2024), without its overlap of two products, as memory bounds decoding.
 """
 
 import functools
@@ -46,7 +46,7 @@ def call(
 
   Args:
     static: sizes.
-    arrays: the inputs of `Refs` by name; those of its sides as `k_pages`,
+    arrays: the inputs of `Refs` by name; those of its sides are `k_pages`,
       `v_pages` and, if tokens have scales, `k_scale` and `v_scale`.
     interpret: as in `CallOptions`.
 
@@ -60,8 +60,8 @@ def call(
   rows, value_dim = q.shape[1], arrays["v_pages"].shape[-1]
 
   def entry(*refs):
-    given = dict(zip((*arrays, "out", "totals"), refs, strict=True))
-    _with_scratch(static, q.dtype, given)
+    fields = dict(zip((*arrays, "out", "totals"), refs, strict=True))
+    _with_scratch(static, q.dtype, fields)
 
   return plgpu.kernel(
     entry,
@@ -80,22 +80,22 @@ def call(
   )(*arrays.values())
 
 
-def _with_scratch(static: GpuStatic, dtype, given: dict[str, Any]) -> None:
+def _with_scratch(static: GpuStatic, dtype, fields: dict[str, Any]) -> None:
   """Allocates scratch memory and runs the kernel on arrays by name."""
   sides = [
-    {name: given.pop(f"{side}_{name}", None) for name in ("pages", "scale")}
+    {name: fields.pop(f"{side}_{name}", None) for name in ("pages", "scale")}
     for side in "kv"
   ]
-  streams, dim = static.streams, given["q"].shape[2]
+  streams, dim = static.streams, fields["q"].shape[2]
 
   def scoped(queries, result, sums, rings, q_full, full, free, narrow):
-    own = zip(sides, rings, full, free, narrow, strict=True)
+    buffers = zip(sides, rings, full, free, narrow, strict=True)
     k, v = (
       Side(**side, ring=ring, full=full, free=free, **narrow)
-      for side, ring, full, free, narrow in own
+      for side, ring, full, free, narrow in buffers
     )
-    given.update(queries=queries, result=result, sums=sums, q_full=q_full)
-    _kernel(static, Refs(**given, k=k, v=v))
+    fields.update(queries=queries, result=result, sums=sums, q_full=q_full)
+    _kernel(static, Refs(**fields, k=k, v=v))
 
   rings, full, free, narrow = zip(
     _memory(static, static.k_stages, dtype, **sides[0]),
@@ -118,10 +118,11 @@ def _with_scratch(static: GpuStatic, dtype, given: dict[str, Any]) -> None:
 
 
 def _memory(static: GpuStatic, stages: int, dtype, *, pages, scale) -> tuple:
-  """Shared memory of a `Side`: (ring, full, free, other fields by name)."""
+  """Returns shared memory of a `Side`: (ring, full, free, others by name)."""
   streams, dim = static.streams, pages.shape[-1]
-  places = streams * stages
-  copies = static.pages * (1 if scale is None else 2)
+  num_stages = streams * stages
+  # A stage is full after one copy for each page, and one for its scales.
+  num_copies = static.pages * (1 if scale is None else 2)
   memory: dict[str, Any] = {}
   if pages.dtype != dtype:
     memory["wide"] = compat.tiled((streams, TOKENS, dim), dtype)
@@ -131,42 +132,44 @@ def _memory(static: GpuStatic, stages: int, dtype, *, pages, scale) -> tuple:
     memory["factors"] = plgpu.SMEM((streams, TOKENS), jnp.float32)
   return (
     compat.tiled((streams, stages, TOKENS, dim), pages.dtype),
-    plgpu.Barrier(num_arrivals=copies, num_barriers=places),
-    plgpu.Barrier(num_barriers=places),
+    plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages),
+    plgpu.Barrier(num_barriers=num_stages),
     memory,
   )
 
 
 def _kernel(static: GpuStatic, refs: Refs) -> None:
-  """One block of threads: the first half multiplies, the second copies."""
+  """Runs one block of threads: one half multiplies, the other copies."""
   warpgroup = lax.axis_index("warpgroup")
   multiplies = warpgroup < static.streams
   stream = remainder(warpgroup, static.streams)
-  # Two streams share all registers; a single stream has enough by default.
-  ask = static.streams == 2
+  # Two streams need the registers of the warpgroups that copy; a single stream
+  # has enough by default.
+  is_crowded = static.streams == 2
 
   @pl.when(multiplies)
   def _():
-    if ask:
+    if is_crowded:
       plgpu.set_max_registers(216, action="increase")
     _each_unit(static, refs, stream, functools.partial(_multiply, static, refs))
 
   @pl.when(jnp.logical_not(multiplies))
   def _():
-    if ask:
+    if is_crowded:
       plgpu.set_max_registers(40, action="decrease")
-    copied = _each_unit(
+    num_copied = _each_unit(
       static, refs, stream, functools.partial(_copy, static, refs)
     )
     for side in (refs.k, refs.v):
-      _await_all(side, stream, copied)
+      _await_all(side, stream, num_copied)
 
 
 def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
-  """Calls work(stream, head, unit, used) for each unit of a stream.
+  """Calls `work(stream, head, unit, used)` for each unit of a stream.
 
   `used` is the number of blocks in earlier units. Returns that of all units.
   """
+  # Both warpgroups of a stream count the same blocks, so they agree on stages.
   first = lax.axis_index("block") * static.streams + stream
   step = static.blocks * static.streams
   num = refs.begins[refs.begins.shape[0] - 1] * static.kv_heads
@@ -183,63 +186,62 @@ def _each_unit(static: GpuStatic, refs: Refs, stream, work) -> jax.Array:
   return lax.fori_loop(0, turns, body, jnp.int32(0))
 
 
-def _await_all(side: Side, stream, copied) -> None:
-  """Waits until the last blocks are used: every barrier must be awaited."""
+def _await_all(side: Side, stream, num_copied) -> None:
+  """Waits until the last blocks are used."""
+  # A kernel must not end before each arrival at a barrier has been awaited.
   stages = side.ring.shape[1]
   for stage in range(stages):
 
-    @pl.when(copied > stage)
-    def _(at=stream * stages + stage):
-      plgpu.barrier_wait(side.free.at[at])
+    @pl.when(num_copied > stage)
+    def _(barrier=stream * stages + stage):
+      plgpu.barrier_wait(side.free.at[barrier])
 
 
-def _copy(static: GpuStatic, refs: Refs, stream, head, unit, before) -> None:
-  """Fills the ring with a unit's blocks; `before` blocks preceded them."""
+def _copy(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
+  """Copies a unit's blocks into the ring, after `used` earlier blocks."""
   size, pieces = static.page_size, range(static.pages)
   rows = min(size, TOKENS)
   last = quotient(unit.end - 1, size)
-  within = pl.ds(0, size)
 
   def body(block, _):
     base = (first_block(unit) + block) * TOKENS
-    # Read before the wait, to hide the latency. Past the end, the last page is
-    # copied again: a barrier counts a fixed number of copies.
+    # Read before the wait, to hide the latency. Past the end the last page is
+    # copied again, as a barrier counts a fixed number of copies.
     ids = [
       refs.table[unit.sequence, jnp.minimum(quotient(base, size) + i, last)]
       for i in pieces
     ]
-    used = before + block
-    source = within if size <= TOKENS else pl.ds(remainder(base, size), TOKENS)
+    index = used + block
+    source = pl.ds(0 if size <= TOKENS else remainder(base, size), rows)
     for side in (refs.k, refs.v):
-      stage, at = stage_of(side.ring, stream, used)
+      stage, barrier = stage_of(side.ring, stream, index)
 
-      @pl.when(used >= side.ring.shape[1])
-      def _(free=side.free, at=at):
-        plgpu.barrier_wait(free.at[at])
+      # The ring is empty at first: nothing to await.
+      @pl.when(index >= side.ring.shape[1])
+      def _(free=side.free, barrier=barrier):
+        plgpu.barrier_wait(free.at[barrier])
 
       for i, page in enumerate(ids):
         row = page * static.kv_heads + head
         plgpu.copy_gmem_to_smem(
           side.pages.at[row, source],
           side.ring.at[stream, stage, pl.ds(i * rows, rows)],
-          side.full.at[at],
+          side.full.at[barrier],
         )
         if side.scale is not None:
-          more = compat.least_rows(rows, static.interpreted)
+          scale_rows = compat.min_rows(rows, static.interpreted)
           plgpu.copy_gmem_to_smem(
-            side.scale.at[pl.ds(row, more), source],
-            side.scales.at[stream, stage, i, pl.ds(0, more)],
-            side.full.at[at],
+            side.scale.at[pl.ds(row, scale_rows), source],
+            side.scales.at[stream, stage, i, pl.ds(0, scale_rows)],
+            side.full.at[barrier],
           )
     return ()
 
   lax.fori_loop(0, num_blocks(unit), body, ())
 
 
-def _multiply(
-  static: GpuStatic, refs: Refs, stream, head, unit, before
-) -> None:
-  """Attention of one tile of queries over a unit's blocks."""
+def _multiply(static: GpuStatic, refs: Refs, stream, head, unit, used) -> None:
+  """Computes attention of one tile of queries over a unit's blocks."""
   rows = refs.q.shape[1]
   value_dim = refs.v.pages.shape[2]
   interpreted = static.interpreted
@@ -257,33 +259,35 @@ def _multiply(
   def body(block, carry):
     top, total, weighted = carry
     base = (first_block(unit) + block) * TOKENS
-    keys, factors = _block(static, refs.k, stream, before + block)
+    keys, factors = _block(static, refs.k, stream, used + block)
     products = compat.products(
       refs.queries.at[stream], keys, interpreted=interpreted
     )
-    _release(refs.k, stream, before + block)
+    # The next block of keys may be copied while values are multiplied.
+    _release(refs.k, stream, used + block)
     products = quantized.scaled(products, factors)
-    seen, distance = _visible(static, unit, base)
+    mask, distance = _visible(static, unit, base)
     logits = online_softmax.logits(
       products, factor, distance, static.soft_cap, slopes
     )
     if static.tree:
-      seen &= _in_tree(static, refs.trees, unit, base, MATRIX) > 0
+      mask &= _in_tree(static, refs.trees, unit, base, MATRIX) > 0
     top, total, shrink, weights = online_softmax.absorb(
-      logits, seen, top, total
+      logits, mask, top, total
     )
     weighted *= lax.broadcast_in_dim(shrink, weighted.shape, [0])
-    values, factors = _block(static, refs.v, stream, before + block)
+    values, factors = _block(static, refs.v, stream, used + block)
     weights, largest = quantized.scaled_weights(
-      weights, seen, factors, refs.q.dtype
+      weights, mask, factors, refs.q.dtype
     )
+    # Earlier sums take the row's divisor too, so that one product adds to them.
     if largest is not None:
       weighted /= lax.broadcast_in_dim(largest, weighted.shape, [0])
     _clear_unused(static, refs, unit, base, values)
     weighted = compat.add_product(
       weighted, weights.astype(refs.q.dtype), values, interpreted=interpreted
     )
-    _release(refs.v, stream, before + block)
+    _release(refs.v, stream, used + block)
     if largest is not None:
       weighted *= lax.broadcast_in_dim(largest, weighted.shape, [0])
     return top, total, weighted
@@ -291,49 +295,49 @@ def _multiply(
   row = functools.partial(
     compat.full, (ROWS,), layout=ROW, interpreted=interpreted
   )
-  nothing = compat.full((ROWS, value_dim), 0.0, MATRIX, interpreted=interpreted)
-  carry = row(online_softmax.LOWEST), row(0.0), nothing
+  zeros = compat.full((ROWS, value_dim), 0.0, MATRIX, interpreted=interpreted)
+  carry = row(online_softmax.LOWEST), row(0.0), zeros
   carry = lax.fori_loop(0, num_blocks(unit), body, carry)
   _write(refs, stream, unit.result * static.kv_heads + head, *carry)
 
 
 def _block(static: GpuStatic, side: Side, stream, used):
   """Waits for a block; returns it in the queries' format, and its scales."""
-  stage, at = stage_of(side.ring, stream, used)
-  plgpu.barrier_wait(side.full.at[at])
+  stage, barrier = stage_of(side.ring, stream, used)
+  plgpu.barrier_wait(side.full.at[barrier])
   block, factors = quantized.unpack(static, side, stream, stage)
   if side.wide is not None:
-    plgpu.barrier_arrive(side.free.at[at])
+    plgpu.barrier_arrive(side.free.at[barrier])
   return block, factors
 
 
 def _release(side: Side, stream, used) -> None:
   """Frees a block's stage of the ring, unless `_block` has done so."""
   if side.wide is None:
-    _, at = stage_of(side.ring, stream, used)
-    plgpu.barrier_arrive(side.free.at[at])
+    _, barrier = stage_of(side.ring, stream, used)
+    plgpu.barrier_arrive(side.free.at[barrier])
 
 
 def _visible(static: GpuStatic, unit: Unit, base):
-  """Which keys of a block a row sees, and their distances.
+  """Returns the keys of a block that a row sees, and their distances.
 
   Returns:
-    (bool[64, A], int32[64, A]), the distance being the key's position minus the
-    query's; at most 0 for keys that are seen.
+    (bool[64, A]; int32[64, A], the key's position minus the query's, at most 0
+    for keys that the row sees).
   """
   iota = functools.partial(
     compat.iota, (ROWS, TOKENS), interpreted=static.interpreted
   )
   key = base + iota(1)
-  seen = (key >= unit.first) & (key < unit.end)
+  mask = (key >= unit.first) & (key < unit.end)
   if not static.causal:
-    return seen, key - unit.position
+    return mask, key - unit.position
   distance = key - unit.position - quotient(iota(0), static.per_kv_head)
-  return seen & (distance <= 0) & (distance > -unit.window), distance
+  return mask & (distance <= 0) & (distance > -unit.window), distance
 
 
 def _in_tree(static: GpuStatic, masks, unit: Unit, base, layout):
-  """The tree mask of a block, int32, not 0 if seen or outside the tree."""
+  """Returns the tree mask of a block, int32, not 0 outside of the tree."""
   blocks = masks.shape[1]
   index = quotient(base, TOKENS) - unit.tree
   outside = jnp.where((index < 0) | (index >= blocks), 1, 0)
@@ -348,40 +352,40 @@ def _in_tree(static: GpuStatic, masks, unit: Unit, base, layout):
 def _clear_unused(
   static: GpuStatic, refs: Refs, unit: Unit, base, values
 ) -> None:
-  """Writes zeros over the values of a block that no row of the unit sees.
-
-  0 * NaN is NaN: a weight of zero does not keep a value out.
-  """
+  """Writes zeros over the values of a block that no row of the unit sees."""
+  # 0 * NaN is NaN: a weight of zero does not keep a value out. Integers have no
+  # NaN. Only the outer blocks of a unit, and those of a tree, have such values.
   if jnp.issubdtype(refs.v.pages.dtype, jnp.integer):
     return
-  some = (base < unit.first) | (base + TOKENS > unit.end)
+  has_unused = (base < unit.first) | (base + TOKENS > unit.end)
   if static.tree:
     index = quotient(base, TOKENS) - unit.tree
-    some |= (index >= 0) & (index < refs.shown.shape[1])
+    has_unused |= (index >= 0) & (index < refs.shown.shape[1])
 
-  @pl.when(some)
+  @pl.when(has_unused)
   def _():
     interpreted = static.interpreted
     key = base + compat.iota((TOKENS,), 0, layout=ROW, interpreted=interpreted)
-    used = (key >= unit.first) & (key < unit.end)
+    is_used = (key >= unit.first) & (key < unit.end)
     if static.tree:
-      used &= _in_tree(static, refs.shown, unit, base, ROW) > 0
-    used = jnp.where(used, jnp.int32(1), jnp.int32(0))
-    used = lax.broadcast_in_dim(used, (TOKENS, 64), [0]) > 0
+      is_used &= _in_tree(static, refs.shown, unit, base, ROW) > 0
+    is_used = jnp.where(is_used, jnp.int32(1), jnp.int32(0))
+    is_used = lax.broadcast_in_dim(is_used, (TOKENS, 64), [0]) > 0
     # 64 columns at a time, to save registers.
     for start in range(0, values.shape[1], 64):
       part = values.at[:, pl.ds(start, 64)]
-      held = compat.load(part, MATRIX, interpreted=interpreted)
-      part[...] = jnp.where(used, held, jnp.zeros_like(held))
+      columns = compat.load(part, MATRIX, interpreted=interpreted)
+      part[...] = jnp.where(is_used, columns, jnp.zeros_like(columns))
     plgpu.commit_smem()
 
 
 def _write(refs: Refs, stream, index, top, total, weighted) -> None:
-  """Writes a unit's output through shared memory: Y of the 64 rows."""
+  """Writes a unit's output: Y of the 64 rows, through shared memory."""
   out = online_softmax.normalise(total, weighted)
   rows, value_dim = refs.out.shape[1:]
   refs.sums[stream, 0] = top
   refs.sums[stream, 1] = total
+  # Some columns at a time: shared memory is scarce, and the ring needs most.
   for start in range(0, value_dim, RESULT):
     refs.result[stream] = out[:, start : start + RESULT]
     plgpu.commit_smem()

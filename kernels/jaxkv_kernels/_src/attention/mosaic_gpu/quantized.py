@@ -1,9 +1,9 @@
 """Blocks of 8-bit numbers in the Hopper kernel.
 
-Pages are copied unchanged, in half the bytes. A block is widened in registers
-to the format of the queries, in which every 8-bit number is exact. Its stage of
-the ring is free before the product. Scales of tokens are copied with the pages;
-they multiply logits and weights in float32.
+Copies move the 8-bit pages, half the bytes. Registers widen a block to the
+format of the queries, in which every 8-bit number is exact; then its stage of
+the ring is free. Scales of tokens are copied with the pages, and multiply
+logits and weights in float32.
 """
 
 from typing import Any
@@ -21,22 +21,23 @@ from jaxkv_kernels._src.attention.mosaic_gpu.work import TOKENS
 from jaxkv_kernels._src.attention.mosaic_gpu.work import GpuStatic
 from jaxkv_kernels._src.attention.mosaic_gpu.work import Side
 
-# Far below any share of a row's largest value that float16 can represent.
-_LEAST = 2.0**-60
+# A divisor's lower bound, so that a row of zeros does not divide by zero. Far
+# below any share of a row's largest value that float16 can represent.
+_MIN_DIVISOR = 2.0**-60
 
 
 def unpack(
   static: GpuStatic, side: Side, stream: jax.Array, stage: jax.Array
 ) -> tuple[Any, jax.Array | None]:
-  """A block in 16-bit numbers, and the scales of its tokens.
+  """Returns a block in 16-bit numbers, and the scales of its tokens.
 
-  Afterwards the stage of an 8-bit block is no longer needed, nor are its
-  scales. All threads synchronise between two blocks of one side, so the memory
-  written here is no longer in use.
+  Afterwards the stage of an 8-bit block and its scales are free.
 
   Returns:
     (ref [A, D], float32[A] or None).
   """
+  # All threads synchronise between two blocks of one side, so the memory that
+  # is written here is no longer in use.
   narrow = side.ring.at[stream, stage]
   if side.scales is not None and side.wide is None:
     # With 16-bit pages there is no other synchronisation.
@@ -63,42 +64,42 @@ def unpack(
 
 def _widen(static: GpuStatic, narrow: Any, wide: Any) -> None:
   """Converts a block [A, D] to the format of `wide` [A, D]."""
-  held = compat.load(narrow, UPCAST, interpreted=static.interpreted)
-  if jnp.issubdtype(held.dtype, jnp.floating):
-    # The hardware converts these to float16 only, which then becomes float32.
-    held = held.astype(jnp.float32)
-  wide[...] = held.astype(wide.dtype)
+  block = compat.load(narrow, UPCAST, interpreted=static.interpreted)
+  if jnp.issubdtype(block.dtype, jnp.floating):
+    # The hardware converts 8-bit floats to float16 only, which then becomes
+    # float32.
+    block = block.astype(jnp.float32)
+  wide[...] = block.astype(wide.dtype)
 
 
 def scaled(numbers: jax.Array, factors: jax.Array | None) -> jax.Array:
-  """Columns float32[Y, A] times their factors float32[A], if any."""
+  """Multiplies columns float32[Y, A] by their factors float32[A], if any."""
   if factors is None:
     return numbers
   return numbers * lax.broadcast_in_dim(factors, numbers.shape, [1])
 
 
 def scaled_weights(
-  weights: jax.Array, seen: jax.Array, factors: jax.Array | None, dtype: Any
+  weights: jax.Array, mask: jax.Array, factors: jax.Array | None, dtype: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Weights times scales of values.
-
-  Such a product may be outside the range of float16. With float16 it is divided
-  by the largest of its row.
+  """Multiplies weights by the scales of values.
 
   Args:
     weights: float32[Y, A].
-    seen: bool[Y, A], whether a row sees a key; scales of others may be NaN.
+    mask: bool[Y, A], True for keys that a row sees; other scales may be NaN.
     factors: float32[A], or None.
     dtype: format of the product with values, bfloat16 or float16.
 
   Returns:
-    (float32[Y, A], float32[Y] to multiply its rows by, or None).
+    (float32[Y, A], float32[Y] by which to multiply its rows, or None).
   """
   if factors is None:
     return weights, None
-  weights = jnp.where(seen, scaled(weights, factors), 0.0)
+  weights = jnp.where(mask, scaled(weights, factors), 0.0)
   if dtype != jnp.float16:
     return weights, None
+  # A weight times a scale may be outside the range of float16: divide by the
+  # largest of its row.
   largest = jnp.maximum(jnp.max(weights, axis=1), jnp.max(-weights, axis=1))
-  largest = jnp.maximum(largest, _LEAST)
+  largest = jnp.maximum(largest, _MIN_DIVISOR)
   return weights / lax.broadcast_in_dim(largest, weights.shape, [0]), largest

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax import lax
 
-# Rows of a product on the tensor cores. A tile with fewer leaves the other rows
-# undefined: no row's result depends on another row.
+# Rows of a product on the tensor cores. A smaller tile leaves the other rows
+# undefined, as no row's result depends on another row.
 ROWS = 64
 # A, tokens of a block.
 TOKENS = 64
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
     sequence: row of the page table.
     tile: tile of queries.
     first: first token.
-    end: one past the last.
+    end: one past the last token.
     position: position of the tile's first query.
     window: as in `CallOptions`; larger than any context if there is none.
     tree: block in which the sequence's tree begins.
@@ -57,11 +57,11 @@ class GpuStatic:
     k_stages: F, for keys.
     v_stages: F, for values.
     blocks: blocks of threads, one for each multiprocessor.
-    causal: whether rows of a tile see different keys.
+    causal: True if rows of a tile see different keys.
     soft_cap: as in `CallOptions`.
-    alibi: whether logits have a bias.
-    tree: whether there is a tree mask.
-    interpreted: whether the kernel runs in the interpreter.
+    alibi: True if logits have a bias.
+    tree: True if the call has a tree mask.
+    interpreted: True in the interpreter.
   """
 
   kv_heads: int
@@ -124,43 +124,41 @@ class Refs(NamedTuple):
   # Input, in device memory, or None
   slopes: Any = None  # float32[K, 64]
   trees: Any = None  # int8[Z, J, 64, A], masks of J blocks
-  shown: Any = None  # int32[Z, J, A], 0 where no row sees a token
+  shown: Any = None  # int32[Z, J, A], 0 for tokens that no row sees
 
 
 def scales_of_block(page_size: int) -> tuple[int, int, int]:
-  """Shape of the memory for a block's scales: pages, rows of each, tokens.
-
-  A copy to shared memory begins at a multiple of 128 bytes, so a short page has
-  several rows, of which only the first is used.
-  """
+  """Returns the shape of a block's scales: pages, rows of each, tokens."""
+  # A copy to shared memory begins at a multiple of 128 bytes, so a short page
+  # has several rows, of which only the first is used.
   tokens = min(page_size, TOKENS)
   return TOKENS // tokens, max(1, 32 // tokens), tokens
 
 
-def quotient(number: Any, by: int) -> jax.Array:
-  """Quotient of a non-negative int32; stays int32 in 64-bit mode."""
-  return lax.div(number, np.int32(by))
+def quotient(number: Any, divisor: int) -> jax.Array:
+  """Returns the quotient of a non-negative int32; int32 in 64-bit mode too."""
+  return lax.div(number, np.int32(divisor))
 
 
-def remainder(number: Any, by: int) -> jax.Array:
-  """Remainder of a non-negative int32; stays int32 in 64-bit mode."""
-  return lax.rem(number, np.int32(by))
+def remainder(number: Any, divisor: int) -> jax.Array:
+  """Returns the remainder of a non-negative int32, as `quotient`."""
+  return lax.rem(number, np.int32(divisor))
 
 
 def first_block(unit: Unit) -> jax.Array:
-  """The block in which a unit begins, counted from its sequence's start."""
+  """Returns the block in which a unit begins, counted in its sequence."""
   return quotient(unit.first, TOKENS)
 
 
 def num_blocks(unit: Unit) -> jax.Array:
-  """The number of blocks that a unit touches."""
+  """Returns the number of blocks that a unit overlaps."""
   return quotient(unit.end + TOKENS - 1, TOKENS) - first_block(unit)
 
 
 def stage_of(
   ring: Any, stream: jax.Array, used: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Stage of a stream's next block after `used`: in its ring, in all rings."""
+  """Returns the stage of a stream's block `used`: in its ring, in all rings."""
   stages = ring.shape[1]
   stage = remainder(used, stages)
   return stage, stream * stages + stage

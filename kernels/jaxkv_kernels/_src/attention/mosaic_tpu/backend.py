@@ -18,7 +18,7 @@ from jaxkv_kernels._src.attention.options import CallOptions
 # Query rows of a tile: the matrix unit takes 128 at once. A multiple of 16 is
 # whole sublanes, also for pairs of 16-bit rows.
 _ROWS, _MULTIPLE = 128, 16
-# Lanes: one number for each row occupies this many.
+# Lanes of a vector register: a column of one number for each row occupies all.
 _LANES = 128
 # Tokens of a block, if its pages fit in memory.
 _TOKENS = 256
@@ -34,7 +34,7 @@ _BYTES = (
 
 
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-  """Attention of a rectangle: float32[B, T, H, Dv], float32[B, T, H]."""
+  """Computes attention of a rectangle; see `choose.Backend`."""
   options, k_pages, v_pages = call.options, call.k_pages, call.v_pages
   columns, heads = call.q.shape[1:3]
   num_pages, kv_heads, page_size = k_pages.shape[:3]
@@ -47,8 +47,10 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     soft_cap=options.soft_cap,
     dtype=_compute_dtype(call.q, k_pages),
   )
+  # Clipped, as the kernel copies pages without a check of their ids.
   table = jnp.clip(call.page_table + options.page_offset, 0, num_pages - 1)
   inputs = {
+    # Twice: a grid step also copies the first pages of the next step.
     "table": table[:, None],
     "next_table": table[:, None],
     "q": tiles.q,
@@ -71,17 +73,17 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   )
   out = query_tiles.untile(out, call, size)
   lse = query_tiles.untile(lse, call, size)[..., 0]
-  return head_epilogue.finish(out, lse, call.real, options)
+  return head_epilogue.finish(out, lse, call.is_query, options)
 
 
 def unsupported(platform: str, call: AttentionCall) -> str | None:
-  """Why this backend does not serve a call; None if it does."""
+  """Returns the reason why this backend does not serve a call, if any."""
   q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
   size = k_pages.shape[2]
   dims = k_pages.shape[3], v_pages.shape[3]
   pool = jnp.dtype(k_pages.dtype)
   block = _pages_per_block(k_pages, v_pages) * _page_bytes(k_pages, v_pages)
-  least = _memory(1, call)
+  min_memory = _memory(1, call)
   reasons = {
     f"`value_dim` must be None, got {call.options.value_dim}": (
       call.options.value_dim is not None
@@ -103,7 +105,7 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
     f" {_page_bytes(k_pages, v_pages)}": block * BUFFERS > _RING_BYTES,
     f"`q` must have few enough heads that a query takes {MEMORY_BYTES} bytes,"
     f" got {q.shape[-2]} heads for {k_pages.shape[1]} of k_pages, which take"
-    f" {least}": least > MEMORY_BYTES,
+    f" {min_memory}": min_memory > MEMORY_BYTES,
   }
   return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -111,12 +113,12 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
 def _per_head(
   options: CallOptions, heads: int, kv_heads: int, size: int, rows: int
 ) -> dict[str, jax.Array]:
-  """Options with one number for each query head, as float32[K, Y, 1]."""
+  """Returns options with a number for each query head, as float32[K, Y, 1]."""
 
   def spread(values: jax.Array) -> jax.Array:
     values = jnp.tile(values.reshape(kv_heads, -1), (1, size))
-    idle = rows - values.shape[1]
-    return jnp.pad(values, ((0, 0), (0, idle)))[..., None]
+    padding = rows - values.shape[1]
+    return jnp.pad(values, ((0, 0), (0, padding)))[..., None]
 
   result = {"factor": spread(head_epilogue.factors(options, heads, kv_heads))}
   if options.alibi_slopes is not None:
@@ -127,22 +129,22 @@ def _per_head(
 def _token_scales(
   options: CallOptions, table: jax.Array, static: TpuStatic
 ) -> dict[str, jax.Array]:
-  """Scales of tokens, as float32[B, J, K, A] for the J blocks of a table row.
+  """Returns scales of tokens, as float32[B, J, K, A] for J blocks of a row.
 
-  They are gathered before the kernel, whose copies cannot write into part of a
-  row of 128 numbers. The result has 8 * K bytes for each token that the table
-  can hold, whatever the lengths. With long tables for a small pool, that is
-  more than the pool.
+  They have 8 * K bytes for each token that the table can hold, which with long
+  tables for a small pool is more than the pool.
   """
+  # Gathered outside of the kernel, whose copies cannot write into part of a row
+  # of 128 numbers.
   result = {}
   for name in ("k_scale", "v_scale"):
     scale = getattr(options, name)
     if scale is None or scale.ndim == 1:
       continue
-    spare = -table.shape[1] % static.pages
-    ids = jnp.pad(table, ((0, 0), (0, spare)))
+    padding = -table.shape[1] % static.pages
+    ids = jnp.pad(table, ((0, 0), (0, padding)))
     batch, kv_heads = ids.shape[0], scale.shape[1]
-    # Gather long rows: a TPU would first copy all short ones to a new layout.
+    # Gather long rows: XLA would first copy all short ones to a new layout.
     tokens = scale.reshape(scale.shape[0], -1)[ids]
     tokens = tokens.reshape(batch, -1, kv_heads, static.page_size)
     tokens = tokens.swapaxes(1, 2)  # [B, K, M, S]
@@ -152,7 +154,7 @@ def _token_scales(
 
 
 def _queries(call: AttentionCall) -> int:
-  """Queries of a tile: enough for the matrix unit, fewer if memory is short."""
+  """Returns the queries of a tile: enough for the matrix unit, if they fit."""
   columns, heads = call.q.shape[1:3]
   size = min(columns, max(1, _ROWS * call.k_pages.shape[1] // heads))
   while size > 1 and _memory(size, call) > MEMORY_BYTES:
@@ -161,7 +163,7 @@ def _queries(call: AttentionCall) -> int:
 
 
 def _memory(size: int, call: AttentionCall) -> int:
-  """Bytes of memory for tiles of `size` queries, if no buffers are shared."""
+  """Returns the bytes that tiles of `size` queries take, at most."""
   q, k_pages, v_pages = call.q, call.k_pages, call.v_pages
   kv_heads, page_size, dim = k_pages.shape[1:]
   value_dim = v_pages.shape[3]
@@ -183,7 +185,7 @@ def _memory(size: int, call: AttentionCall) -> int:
 
 
 def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
-  """Bytes of one page of keys and one of values."""
+  """Returns the bytes of one page of keys and one of values."""
   return sum(
     pages.size // pages.shape[0] * pages.dtype.itemsize
     for pages in (k_pages, v_pages)
@@ -191,18 +193,16 @@ def _page_bytes(k_pages: jax.Array, v_pages: jax.Array) -> int:
 
 
 def _pages_per_block(k_pages: jax.Array, v_pages: jax.Array) -> int:
-  """Pages that make a block of the wanted size, fewer if memory is short.
-
-  A block takes memory in each stage of the ring and once for its values in
-  float32.
-  """
+  """Returns the pages of a block: `_TOKENS` tokens, if they fit in memory."""
+  # A block takes memory in each stage of the ring, and its values in float32.
   values = 4 * v_pages.size // v_pages.shape[0]
   fit = _RING_BYTES // (BUFFERS * _page_bytes(k_pages, v_pages) + values)
   return max(1, min(_TOKENS // k_pages.shape[2], fit))
 
 
 def _compute_dtype(q: jax.Array, k_pages: jax.Array) -> jnp.dtype:
-  """bfloat16, which holds 8-bit numbers exactly; float32 if any input is."""
+  """Returns the format of products: bfloat16, or float32 if any input is."""
   if jnp.dtype(jnp.float32) in (q.dtype, k_pages.dtype):
     return jnp.dtype(jnp.float32)
+  # bfloat16 holds every 8-bit number exactly.
   return jnp.dtype(jnp.bfloat16)

@@ -39,13 +39,10 @@ def call(
     inputs: a tree of arrays, passed to the kernel unchanged.
     name: for profiles.
     grid: programs along each axis.
-    out_shape: of the outputs.
+    out_shape: types of the outputs.
     num_warps: warps of 32 threads in a program.
     num_stages: steps of a loop whose loads are in flight.
-    interpret: if true, runs in Pallas's interpreter.
-
-  Returns:
-    The outputs.
+    interpret: true to run in Pallas's interpreter.
   """
   return pl.pallas_call(
     kernel,

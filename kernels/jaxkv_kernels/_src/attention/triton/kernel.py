@@ -1,8 +1,7 @@
 """The kernel of the backend `triton`: a tile of queries, a part of its keys.
 
-Written for Pallas-Triton: sizes are powers of two, offsets are computed by
-hand, and masks exclude elements that do not exist. Pallas's interpreter runs it
-unchanged.
+Pallas-Triton requires sizes that are powers of two, so masks exclude elements
+that do not exist. Pallas's interpreter runs the kernel unchanged.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ class Sizes:
     tiles: programs that share the T * H / K query rows of a K/V head.
     block: A, tokens of a step, a power of two.
     splits: programs that share a row's keys.
-    least: blocks of a program, unless fewer remain.
+    min_blocks: blocks of a program, unless fewer remain.
     numbers: the format that the tensor cores multiply.
   """
 
@@ -57,7 +56,7 @@ class Sizes:
   tiles: int
   block: int
   splits: int
-  least: int
+  min_blocks: int
   numbers: np.dtype
 
   @property
@@ -67,22 +66,22 @@ class Sizes:
 
 
 def power_of_two(number: int) -> int:
-  """The smallest power of two that is at least a number."""
+  """Returns a number, rounded up to a power of two."""
   return 1 << (number - 1).bit_length()
 
 
 def _width(dim: int) -> int:
-  """Columns for vectors of a size that tensor cores can multiply."""
+  """Returns a size that tensor cores can multiply, at least `dim`."""
   return max(power_of_two(dim), 16)
 
 
 def attention_kernel(
   refs, out_ref, totals_ref, *, sizes: Sizes, soft_cap: float | None
 ):
-  """One tile of query rows over one part of its keys.
+  """Computes one tile of query rows over one part of its keys.
 
   Args:
-    refs: whole arrays, None where an option is absent.
+    refs: whole arrays, None for an absent option:
       q [B, T, H, D], k [N, K, S, D], v [N, K, S, Dv] or None if the value is
       the first part of k, table int32[B, M], starts int32[B], counts int32[B],
       page_offset int32[1], scale float32[1], window int32[1], slopes
@@ -96,7 +95,7 @@ def attention_kernel(
   rows = _rows(refs, sizes)
   first_block, end_block = _blocks(rows, sizes)
   q = [
-    _read(refs["q"], rows.index, rows.real, *part).astype(sizes.numbers)
+    _read(refs["q"], rows.index, rows.exists, *part).astype(sizes.numbers)
     for part in sizes.key_parts
   ]
 
@@ -114,11 +113,12 @@ def attention_kernel(
       jnp.zeros((sizes.rows, value_dim), jnp.float32),
     ),
   )
-  where = (pl.program_id(1), *rows.index)
+  # A program without keys writes total 0, which the merge gives no weight.
+  target = (pl.program_id(1), *rows.index)
   for index, sums in enumerate((top, total)):
-    plt.store(totals_ref.at[(index, *where)], sums, mask=rows.real)
+    plt.store(totals_ref.at[(index, *target)], sums, mask=rows.exists)
   out = online_softmax.normalise(total, weighted)
-  _write(out_ref, where, rows.real, sizes.value_dim, out)
+  _write(out_ref, target, rows.exists, sizes.value_dim, out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,10 +130,10 @@ class _Rows:
     kv_head: K/V head.
     column: column of the row's query.
     head: query head of the row.
-    real: False past the last row.
+    exists: False for padding.
     position: absolute position of the query.
     first: first key that the row sees.
-    end: one past the last, 0 for padding.
+    end: one past the last key, 0 for padding.
     reach: first key that any row sees, and one past the last.
   """
 
@@ -141,7 +141,7 @@ class _Rows:
   kv_head: jax.Array  # int32[]
   column: jax.Array  # int32[Y]
   head: jax.Array  # int32[Y]
-  real: jax.Array  # bool[Y]
+  exists: jax.Array  # bool[Y]
   position: jax.Array  # int32[Y]
   first: jax.Array  # int32[Y]
   end: jax.Array  # int32[Y]
@@ -149,17 +149,18 @@ class _Rows:
 
   @property
   def index(self):
-    """Their index in an array [B, T, H, ...]."""
+    """The index of the rows in an array [B, T, H, ...]."""
     return self.batch, self.column, self.head
 
 
 def _rows(refs, sizes: Sizes) -> _Rows:
-  """The rows of this program."""
+  """Returns the rows of this program."""
+  # Tiles of a row vary fastest, so that an L2 cache serves their common keys.
   program = pl.program_id(0)
-  of_tiles = _divide(program, sizes.tiles)
-  tile = program - of_tiles * sizes.tiles
-  batch = _divide(of_tiles, sizes.kv_heads)
-  kv_head = of_tiles - batch * sizes.kv_heads
+  head_index = _divide(program, sizes.tiles)
+  tile = program - head_index * sizes.tiles
+  batch = _divide(head_index, sizes.kv_heads)
+  kv_head = head_index - batch * sizes.kv_heads
   row = tile * sizes.rows + jnp.arange(sizes.rows, dtype=jnp.int32)
   column = _divide(row, sizes.per_kv_head)
   head = kv_head * sizes.per_kv_head + row - column * sizes.per_kv_head
@@ -171,6 +172,7 @@ def _rows(refs, sizes: Sizes) -> _Rows:
   def span(column):
     return query_tiles.span(start + column, sizes.capacity, window)
 
+  # Queries ascend in a tile: its first and last one bound the keys of all.
   lowest = _divide(tile * sizes.rows, sizes.per_kv_head)
   highest = _divide((tile + 1) * sizes.rows - 1, sizes.per_kv_head)
   highest = jnp.minimum(highest, count - 1)
@@ -180,7 +182,7 @@ def _rows(refs, sizes: Sizes) -> _Rows:
     kv_head=kv_head,
     column=column,
     head=head,
-    real=row < sizes.columns * sizes.per_kv_head,
+    exists=row < sizes.columns * sizes.per_kv_head,
     position=start + column,
     first=first,
     end=jnp.where(column < count, end, 0),
@@ -192,51 +194,52 @@ def _rows(refs, sizes: Sizes) -> _Rows:
 
 
 def _blocks(rows: _Rows, sizes: Sizes):
-  """First block of keys of this program, and one past the last."""
+  """Returns the first block of keys of this program, and one past the last."""
   first = _divide(rows.reach[0], sizes.block)
   end = _divide(rows.reach[1] + sizes.block - 1, sizes.block)
   share = _divide(end - first + sizes.splits - 1, sizes.splits)
-  share = jnp.maximum(share, sizes.least)
+  share = jnp.maximum(share, sizes.min_blocks)
   first += pl.program_id(1) * share
   return first, jnp.minimum(first + share, end)
 
 
 def _step(refs, rows: _Rows, q, index, carry, sizes: Sizes, soft_cap):
-  """The online softmax of one more block of keys, in base 2."""
+  """Adds a block of keys to the online softmax, in base 2."""
   top, total, weighted = carry
   position = index * sizes.block + jnp.arange(sizes.block, dtype=jnp.int32)
-  inside = (position >= rows.reach[0]) & (position < rows.reach[1])
-  where = _locate(refs, rows, position, inside, sizes)
+  is_read = (position >= rows.reach[0]) & (position < rows.reach[1])
+  place = _locate(refs, rows, position, is_read, sizes)
   keys = [
-    load(_read(refs["k"], where, inside, *part)) for part in sizes.key_parts
+    load(_read(refs["k"], place, is_read, *part)) for part in sizes.key_parts
   ]
   logits = sum(map(functools.partial(_logits, sizes), q, keys))
   if refs["k_scale"] is not None:
-    logits *= _scale(refs["k_scale"], where, inside)[None]
-  logits = _shaped(refs, rows, logits * refs["scale"][0], position, soft_cap)
-  seen = (position[None] >= rows.first[:, None]) & (
+    logits *= _scale(refs["k_scale"], place, is_read)[None]
+  logits = _adjust(refs, rows, logits * refs["scale"][0], position, soft_cap)
+  mask = (position[None] >= rows.first[:, None]) & (
     position[None] < rows.end[:, None]
   )
   if refs["tree"] is not None:
-    seen &= _allowed(refs, rows, position)
-    inside &= jnp.max(seen.astype(jnp.int32), axis=0) > 0
-  logits = jnp.where(seen, logits, -jnp.inf)
+    mask &= _allowed(refs, rows, position)
+    # A node that no query sees may hold NaN.
+    is_read &= jnp.max(mask.astype(jnp.int32), axis=0) > 0
+  logits = jnp.where(mask, logits, -jnp.inf)
   highest = jnp.maximum(top, jnp.max(logits, axis=1))
   shrink = jnp.exp2(top - highest)
   weights = jnp.exp2(logits - highest[:, None])
   total = total * shrink + jnp.sum(weights, axis=1)
-  # Zeros where no value is read: a weight of zero does not keep NaN out.
+  # Unread values are zeros: a weight of zero does not keep NaN out.
   values = keys[0]
   if refs["v"] is not None:
-    values = load(_read(refs["v"], where, inside, 0, sizes.value_dim))
+    values = load(_read(refs["v"], place, is_read, 0, sizes.value_dim))
   if refs["v_scale"] is not None:
-    weights *= _scale(refs["v_scale"], where, inside)[None]
+    weights *= _scale(refs["v_scale"], place, is_read)[None]
   update = _weighted(weights, values, sizes, refs["v_scale"] is not None)
   return highest, total, weighted * shrink[:, None] + update
 
 
 def _logits(sizes: Sizes, q, keys):
-  """Products of a part of the queries with the same part of a block's keys."""
+  """Multiplies a part of the queries with the same part of a block's keys."""
   return jnp.dot(
     q,
     keys.astype(sizes.numbers).T,
@@ -245,14 +248,12 @@ def _logits(sizes: Sizes, q, keys):
   )
 
 
-def _weighted(weights, values, sizes: Sizes, scaled: bool):
-  """Weighted sums of a block's values: float32[Y, Dv].
-
-  A weight times a scale may be outside the range of float16. In float16,
-  weights are divided by the largest of their row, and sums multiplied by it.
-  """
+def _weighted(weights, values, sizes: Sizes, has_scales: bool):
+  """Returns the weighted sums of a block's values: float32[Y, Dv]."""
+  # A weight times a scale may be outside the range of float16: divide weights
+  # by the largest of their row, and multiply sums by it.
   largest = None
-  if scaled and sizes.numbers == np.dtype(np.float16):
+  if has_scales and sizes.numbers == np.dtype(np.float16):
     largest = jnp.max(jnp.abs(weights), axis=1)
     largest = jnp.where(largest == 0, 1.0, largest)
     weights /= largest[:, None]
@@ -265,73 +266,75 @@ def _weighted(weights, values, sizes: Sizes, scaled: bool):
   return sums if largest is None else sums * largest[:, None]
 
 
-def _locate(refs, rows: _Rows, position, inside, sizes: Sizes):
-  """Page, head and offset of each token of a block."""
+def _locate(refs, rows: _Rows, position, is_read, sizes: Sizes):
+  """Returns page, head and offset of each token of a block."""
   column = _divide(position, sizes.page_size)
-  page = plt.load(refs["table"].at[rows.batch, column], mask=inside, other=0)
+  page = plt.load(refs["table"].at[rows.batch, column], mask=is_read, other=0)
+  # A used entry may be out of range by mistake: it must not leave the pool.
   page = jnp.clip(page + refs["page_offset"][0], 0, sizes.pages - 1)
   return page, rows.kv_head, position - column * sizes.page_size
 
 
-def _read(ref, index, inside, begin: int, dim: int):
-  """Reads vectors, padded with zeros to a power of two; zeros outside."""
-  index, inside = _with_columns(index, inside, begin, dim)
-  return plt.load(ref.at[index], mask=inside, other=jnp.zeros((), ref.dtype))
+def _read(ref, index, mask, begin: int, dim: int):
+  """Reads vectors, padded with zeros to a power of two; zeros if masked."""
+  index, mask = _with_columns(index, mask, begin, dim)
+  return plt.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def _write(ref, index, inside, dim: int, values) -> None:
+def _write(ref, index, mask, dim: int, values) -> None:
   """Writes vectors; the reverse of `_read`."""
-  index, inside = _with_columns(index, inside, 0, dim)
-  plt.store(ref.at[index], values, mask=inside)
+  index, mask = _with_columns(index, mask, 0, dim)
+  plt.store(ref.at[index], values, mask=mask)
 
 
-def _with_columns(index, inside, begin: int, dim: int):
-  """An index and its mask with one more axis, for the elements of vectors."""
+def _with_columns(index, mask, begin: int, dim: int):
+  """Adds an axis for the elements of vectors to an index and its mask."""
   width = _width(dim)
   column = jnp.arange(width, dtype=jnp.int32)[None]
   index = tuple(x[:, None] if x.ndim else x for x in index)
-  inside = jnp.broadcast_to(inside[:, None], (inside.size, width))
-  return (*index, begin + column), inside & (column < dim)
+  mask = jnp.broadcast_to(mask[:, None], (mask.size, width))
+  return (*index, begin + column), mask & (column < dim)
 
 
-def _scale(ref, index, inside):
-  """The scale of each token of a block, 0 outside."""
+def _scale(ref, index, mask):
+  """Returns the scale of each token of a block, 0 if masked."""
   if ref.ndim == 1:
-    return jnp.where(inside, ref[index[1]], 0.0)
-  return plt.load(ref.at[index], mask=inside, other=0.0)
+    return jnp.where(mask, ref[index[1]], 0.0)
+  return plt.load(ref.at[index], mask=mask, other=0.0)
 
 
-def _shaped(refs, rows: _Rows, logits, position, soft_cap: float | None):
-  """Logits after soft cap and ALiBi, in base 2."""
+def _adjust(refs, rows: _Rows, logits, position, soft_cap: float | None):
+  """Applies the soft cap and ALiBi; returns logits in base 2."""
   if soft_cap is not None:
     logits = soft_cap * jnp.tanh(logits / soft_cap)
   if refs["slopes"] is not None:
-    slopes = plt.load(refs["slopes"].at[rows.head], mask=rows.real, other=0.0)
-    away = position[None] - rows.position[:, None]
-    logits += slopes[:, None] * away.astype(jnp.float32)
+    slopes = plt.load(refs["slopes"].at[rows.head], mask=rows.exists, other=0.0)
+    distance = position[None] - rows.position[:, None]
+    logits += slopes[:, None] * distance.astype(jnp.float32)
   return logits * online_softmax.LOG2_E
 
 
 def _allowed(refs, rows: _Rows, position):
-  """Which keys of a block the tree mask allows each row: bool[Y, A]."""
+  """Returns bool[Y, A], True for keys that the tree mask shows a row."""
   nodes = refs["tree"].shape[2]
   node = position[None] - refs["tree_starts"][rows.batch]
-  inside = (node >= 0) & (node < nodes)
-  mask = rows.real[:, None] & inside
-  allowed = plt.load(
+  is_node = (node >= 0) & (node < nodes)
+  mask = rows.exists[:, None] & is_node
+  shows = plt.load(
     refs["tree"].at[rows.batch, rows.column[:, None], node],
     mask=mask,
+    # Keys outside of the tree are left to the other masks.
     other=jnp.int8(1),
   )
-  return allowed != 0
+  return shows != 0
 
 
-def _divide(numbers, by: int):
-  """Integer division of non-negative int32."""
-  return lax.div(numbers, jnp.full_like(numbers, by))
+def _divide(numbers, divisor: int):
+  """Divides non-negative int32; `//` would add operations for signs."""
+  return lax.div(numbers, jnp.full_like(numbers, divisor))
 
 
 def _precision(numbers: np.dtype):
-  """HIGHEST for float32, whose default precision would be tf32."""
+  """Returns HIGHEST for float32, whose default precision would be tf32."""
   is_float32 = numbers == np.dtype(np.float32)
   return lax.Precision.HIGHEST if is_float32 else None

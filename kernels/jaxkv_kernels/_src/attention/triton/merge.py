@@ -1,9 +1,8 @@
-"""Merging the results of units of work, as one small kernel.
+"""Merges the results of units of work, as one small Pallas-Triton kernel.
 
-In XLA, merging a number of pieces known only at run time takes a scan, with at
-least one kernel for each step. Here a program has one row of queries and reads
-the pieces that exist. Written in Pallas-Triton; the interpreter runs it
-unchanged.
+XLA would need a loop for a number of pieces that only the run time knows, with
+at least one kernel for each step. Here a program merges one row of queries, and
+reads only the pieces that exist.
 """
 
 import functools
@@ -30,7 +29,7 @@ def merge_pieces(
   totals: jax.Array,
   begins: jax.Array,
   *,
-  most: int | None,
+  max_pieces: int | None,
   rows: int,
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -40,12 +39,12 @@ def merge_pieces(
   NaN in a piece stays in its tile.
 
   Args:
-    out: float32[O, K, >=Y, Dv], anything where no piece wrote a result.
+    out: float32[O, K, >=Y, Dv]; without a piece, any numbers.
     totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
-    begins: int32[Z + 1], where each tile's pieces begin.
-    most: the most pieces of a tile. The pieces of tile z are the first of
-      `z * most <= o < (z + 1) * most`, and O = Z * most. None: they are
-      `begins[z] <= o < begins[z + 1]`.
+    begins: int32[Z + 1], the first piece of each tile.
+    max_pieces: the maximum number of pieces of a tile; tile z then has the
+      first of the O = Z * max_pieces results from `z * max_pieces` on. None:
+      it has the results `begins[z] <= o < begins[z + 1]`.
     rows: Y.
     interpret: if true, runs in Pallas's interpreter.
 
@@ -55,16 +54,18 @@ def merge_pieces(
   """
   chex.assert_shape(totals, (*out.shape[:2], 2, None))
   tiles, (kv_heads, _, dim) = begins.size - 1, out.shape[1:]
-  if most == 1:
-    some = (begins[1:] > begins[:-1])[:, None, None]
+  # One piece for each tile needs no kernel. Results of absent pieces are not
+  # written, and may be NaN.
+  if max_pieces == 1:
+    has_piece = (begins[1:] > begins[:-1])[:, None, None]
     top, total = totals[:, :, 0, :rows], totals[:, :, 1, :rows]
-    total = jnp.where(some, total, jnp.float32(0))
-    some = (total != 0)[..., None]
-    out = jnp.where(some, out[:, :, :rows], jnp.float32(0))
+    total = jnp.where(has_piece, total, jnp.float32(0))
+    has_piece = (total != 0)[..., None]
+    out = jnp.where(has_piece, out[:, :, :rows], jnp.float32(0))
     return out, online_softmax.log_sum_exp(top, total)
   inputs = out, totals, begins
   return compat.call(
-    functools.partial(_kernel, most=most),
+    functools.partial(_kernel, max_pieces=max_pieces),
     inputs,
     name="jaxkv_merge",
     grid=(tiles * kv_heads, rows),
@@ -78,7 +79,7 @@ def merge_pieces(
   )
 
 
-def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
+def _kernel(refs, out_ref, lse_ref, *, max_pieces: int | None) -> None:
   """Merges all pieces of one row of queries, `_PIECES` at a time."""
   pieces_ref, totals_ref, begins_ref = refs
   dim = pieces_ref.shape[3]
@@ -88,24 +89,24 @@ def _kernel(refs, out_ref, lse_ref, *, most: int | None) -> None:
   row = pl.program_id(1)
   begin = begins_ref[tile]
   end = begins_ref[tile + 1]
-  first = begin if most is None else tile * most
+  first = begin if max_pieces is None else tile * max_pieces
   index = jnp.arange(_PIECES, dtype=jnp.int32)
   column = jnp.arange(pl.next_power_of_2(dim), dtype=jnp.int32)
   inside = column < dim
 
   def step(turn, carry):
     top, total, weighted = carry
-    nth = turn * _PIECES + index
-    real = nth < end - begin
-    piece = jnp.where(real, first + nth, 0)
+    offset = turn * _PIECES + index
+    exists = offset < end - begin
+    piece = jnp.where(exists, first + offset, 0)
     tops, shares = (
-      plt.load(totals_ref.at[piece, head, i, row], mask=real, other=other)
+      plt.load(totals_ref.at[piece, head, i, row], mask=exists, other=other)
       for i, other in ((0, LOWEST), (1, 0.0))
     )
     higher = jnp.maximum(top, jnp.max(tops))
     shrink = jnp.exp2(top - higher)
     weights = shares * jnp.exp2(tops - higher)
-    # A weight of zero does not keep NaN out.
+    # Absent pieces have weight 0, but 0 * NaN is NaN: they are not read.
     pieces = plt.load(
       pieces_ref.at[piece[:, None], head, row, column[None]],
       mask=(weights != 0)[:, None] & inside[None],

@@ -1,17 +1,16 @@
-"""Paged attention as plain XLA: a scan over blocks of tokens.
+"""Paged attention as plain XLA: a loop over blocks of tokens.
 
 All sequences advance in lockstep over blocks of a fixed number of tokens, with
 the online softmax of FlashAttention (Dao et al. 2022, algorithm 1) in float32.
-On a CPU, a block small enough for a core's cache beats both a gather of the
-whole table and a dense cache. The scan runs on any device that XLA supports.
+It runs on any device that XLA supports.
 
-Unused memory may hold NaN (see `api`). To keep it out, logits are masked after
-the product of queries and keys, and values that no query of the sequence sees
-are replaced before the product with weights.
+Unused memory may hold NaN (see `api`). A mask on the logits, after the product
+of queries and keys, keeps it out. Values that no query of the sequence sees are
+replaced before the product with weights.
 
-The columns are computed at once, or, for numbers that do not depend on how many
-there are, a tile of some at a time. All tiles read a block before the next is
-gathered; a leading axis is then that of the tiles.
+By default all T columns are computed together. With `query_tile`, fixed-size
+tiles make results independent of T. All tiles read a block before the loop
+gathers the next one; arrays have a leading axis for the tiles.
 """
 
 import functools
@@ -30,11 +29,13 @@ from jaxkv_kernels._src.attention.options import CallOptions
 from jaxkv_kernels._src.formats import load
 
 # Tokens per block. Fixed, so that results do not depend on the page size as
-# long as it divides this; 64 is within 5 % of the best on every shape timed.
+# long as it divides this. 64 is within 5 % of the best on every shape timed: a
+# block of keys stays in a core's cache, a gather of the whole table does not.
 BLOCK_TOKENS = 64
 
 TAKES_QUERY_TILES = True
 
+# Below all logits, but finite: -inf - -inf would be NaN.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -58,7 +59,7 @@ class _Block(NamedTuple):
   Attributes:
     positions: of the tokens, the same in all sequences.
     keys: without their scales.
-    values: without their scales; zeros where no query sees the token.
+    values: without their scales; zeros for tokens that no query sees.
     k_scale: factors of the keys, or None.
     v_scale: factors of the values, or None.
   """
@@ -76,30 +77,25 @@ class _Columns(NamedTuple):
   Attributes:
     scaled: the Y = T * H / K rows of each K/V head, times the scale.
     positions: of the queries.
-    seen: which tokens of a block each query sees.
+    mask: True for tokens of a block that a query sees.
   """
 
   scaled: jax.Array  # float32[B, K, Y, D]
   positions: jax.Array  # int32[B, T]
-  seen: jax.Array  # bool[B, T, A]
+  mask: jax.Array  # bool[B, T, A]
 
 
 class _Attended(NamedTuple):
-  """What queries read, and their log-sum-exps."""
+  """The outputs of queries, and their log-sum-exps."""
 
   out: jax.Array  # float32[B, T, H, Dv]
   lse: jax.Array  # float32[B, T, H]
 
 
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
-  """Attention of a rectangle of queries; see `api.paged_attention_padded`.
+  """Computes attention of a rectangle; see `choose.Backend`.
 
-  Args:
-    call: if it has a `query_tile`, T is a multiple of it, at least twice as
-      many.
-
-  Returns:
-    (float32[B, T, H, Dv], float32[B, T, H]).
+  If the call has a `query_tile`, T is at least the second multiple of it.
   """
   options, page_table = call.options, call.page_table
   batch, columns, heads, dim = call.q.shape
@@ -108,12 +104,12 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   block = pages_per_block * page_size
   reach = query_tiles.reach(call)
   first_block, end_block = _blocks(reach, block)
-  spare = -page_table.shape[1] % pages_per_block
-  table = jnp.pad(page_table, ((0, 0), (0, spare)))
-  each, split, join = _at_once, _itself, _itself
+  padding = -page_table.shape[1] % pages_per_block
+  table = jnp.pad(page_table, ((0, 0), (0, padding)))
+  apply, split, join = _apply_once, _identity, _identity
   if call.query_tile is not None:
     tiles = (jnp.max(call.counts) + call.query_tile - 1) // call.query_tile
-    each = functools.partial(_in_turn, tiles)
+    apply = functools.partial(_apply_by_tile, tiles)
     split = functools.partial(_split, call.query_tile)
     join = _join
   # float32[B, K, Y, D]: the query rows that share a K/V head.
@@ -128,86 +124,84 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     ids = lax.dynamic_slice_in_dim(
       table, index * pages_per_block, pages_per_block, axis=1
     )
+    # The gather below promises ids in range; unused entries may be any number.
     ids = jnp.clip(ids + options.page_offset, 0, total_pages - 1)
-    keys_at = index * block + jnp.arange(block, dtype=jnp.int32)
-    seen = _seen(keys_at, reach, options)  # bool[B, T, A]
-    tokens = _gather(call, ids, keys_at, jnp.any(seen, axis=1))
+    key_positions = index * block + jnp.arange(block, dtype=jnp.int32)
+    mask = _mask(key_positions, reach, options)  # bool[B, T, A]
+    tokens = _gather(call, ids, key_positions, jnp.any(mask, axis=1))
     absorb = functools.partial(_absorb, tokens, options)
-    return each(absorb, _Columns(scaled, positions, split(seen)), carry)
+    return apply(absorb, _Columns(scaled, positions, split(mask)), carry)
 
   pools, value_dim = (call.k_pages, call.v_pages), call.value_dim
-  involved = (scaled, pools, page_table, reach, _arrays(options))
-  carry = _start(scaled.shape[:-1], value_dim, involved)
+  inputs = (scaled, pools, page_table, reach, _arrays(options))
+  carry = _init_carry(scaled.shape[:-1], value_dim, inputs)
   carry = lax.fori_loop(first_block, end_block, step, carry)
-  real = split(call.real)
-  empty = _Attended(
-    out=jnp.zeros_like(carry.total, shape=(*real.shape, heads, value_dim)),
-    lse=jnp.zeros_like(carry.total, shape=(*real.shape, heads)) - jnp.inf,
+  is_query = split(call.is_query)
+  # The result of tiles that are not computed, as no row has queries there.
+  init = _Attended(
+    out=jnp.zeros_like(carry.total, shape=(*is_query.shape, heads, value_dim)),
+    lse=jnp.zeros_like(carry.total, shape=(*is_query.shape, heads)) - jnp.inf,
   )
   finish = functools.partial(_finish, options.sinks)
-  out, lse = each(finish, (carry, real), empty)
+  out, lse = apply(finish, (carry, is_query), init)
   return join(out), join(lse)
 
 
 def unsupported(platform: str, call: AttentionCall) -> str | None:
-  """None: this backend serves every checked call on every platform."""
+  """Returns None: this backend serves every checked call on every platform."""
   del platform, call
   return None
 
 
-def _itself(x: jax.Array) -> jax.Array:
+def _identity(x: jax.Array) -> jax.Array:
   return x
 
 
 def _split(tile: int, x: jax.Array) -> jax.Array:
-  """[B, J * tile, ...] to [J, B, tile, ...]."""
+  """Returns [B, J * tile, ...] as [J, B, tile, ...]."""
   return x.reshape(x.shape[0], -1, tile, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _join(x: jax.Array) -> jax.Array:
-  """[J, B, tile, ...] to [B, J * tile, ...]."""
+  """Returns [J, B, tile, ...] as [B, J * tile, ...]."""
   x = x.swapaxes(0, 1)
   return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _at_once(function: Callable[..., Any], rows: Any, out: Any) -> Any:
-  """`function(rows, out)` of all columns."""
+def _apply_once(function: Callable[..., Any], rows: Any, out: Any) -> Any:
+  """Applies `function(rows, out)` to all columns."""
   return function(rows, out)
 
 
-def _in_turn(
+def _apply_by_tile(
   end: jax.Array, function: Callable[..., Any], rows: Any, out: Any
 ) -> Any:
-  """`function(rows, out)` of the first tiles, one at a time.
-
-  XLA compiles it once, for one tile, whatever their number. There must be more
-  than one: else it would move parts of it out of the loop.
+  """Applies `function(rows, out)` to the first tiles, one at a time.
 
   Args:
-    end: int32[], how many tiles; not a constant.
+    end: int32[], the number of tiles; not a constant, as XLA might unroll the
+      loop. There must be at least two, or XLA would hoist parts of the body.
     function: takes the rows and the output of a tile; returns its new output.
     rows: leaves [J, ...].
     out: leaves [J, ...].
-
-  Returns:
-    Like `out`.
   """
 
-  def one(number: jax.Array, out: Any) -> Any:
-    own = jax.tree.map(
-      lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), (rows, out)
+  def body(index: jax.Array, out: Any) -> Any:
+    tile = jax.tree.map(
+      lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), (rows, out)
     )
     return jax.tree.map(
-      lambda x, new: lax.dynamic_update_index_in_dim(x, new, number, 0),
+      lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0),
       out,
-      function(*own),
+      function(*tile),
     )
 
-  return lax.fori_loop(jnp.zeros_like(end), end, one, out)
+  # One compiled body serves any number of tiles, so bits do not depend on it.
+  return lax.fori_loop(jnp.zeros_like(end), end, body, out)
 
 
 def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
-  """The arrays among the options that the scan reads."""
+  """Returns the arrays among the options that the loop reads."""
   return (
     options.page_offset,
     options.alibi_slopes,
@@ -218,15 +212,13 @@ def _arrays(options: CallOptions) -> tuple[jax.Array | None, ...]:
   )
 
 
-def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:
-  """The carry before the first block, for rows of shape [..., B, K, Y].
-
-  Under `shard_map` a loop's carry must vary from the start over all mesh axes
-  that it varies over later. A zero computed from everything involved does.
-  """
+def _init_carry(shape: tuple[int, ...], value_dim: int, inputs) -> _Carry:
+  """Returns the carry before the first block, for rows [..., B, K, Y]."""
+  # Under `shard_map` a loop's carry must vary from the start over all mesh axes
+  # that it varies over later. A zero computed from all inputs does.
   zero = sum(
     jnp.zeros_like(array, jnp.float32, shape=())
-    for array in jax.tree.leaves(involved)
+    for array in jax.tree.leaves(inputs)
   )
   return _Carry(
     top=jnp.full(shape, _LOWEST, jnp.float32) + zero,
@@ -238,39 +230,40 @@ def _start(shape: tuple[int, ...], value_dim: int, involved) -> _Carry:
 def _blocks(
   reach: query_tiles.Reach, block: int
 ) -> tuple[jax.Array, jax.Array]:
-  """First block that some query sees, and one past the last."""
+  """Returns the first block that some query sees, and one past the last."""
   end = jnp.max(reach.end)
   first = jnp.min(jnp.where(reach.end > 0, reach.first, end))
   return first // block, (end + block - 1) // block
 
 
 def _gather(
-  call: AttentionCall, ids: jax.Array, positions: jax.Array, used: jax.Array
+  call: AttentionCall, ids: jax.Array, positions: jax.Array, is_used: jax.Array
 ) -> _Block:
-  """The tokens of pages `ids` int32[B, X], in range; `used` is bool[B, A]."""
+  """Gathers pages `ids` int32[B, X], in range; `is_used` is bool[B, A]."""
   options, page_size = call.options, call.k_pages.shape[2]
   keys = _read(call.k_pages, ids)
+  # A slice of the gathered latents: a second gather would read them again.
   if options.value_dim is not None:
     values = keys[..., : options.value_dim]
   else:
     values = _read(call.v_pages, ids)
-  used = used[:, None, :]
+  is_used = is_used[:, None, :]
   v_scale = _read_scale(options.v_scale, ids, page_size)
   if v_scale is not None:
-    v_scale = jnp.where(used, v_scale, jnp.float32(0))
+    v_scale = jnp.where(is_used, v_scale, jnp.float32(0))
   return _Block(
     positions=positions,
     keys=keys,
     # 0 * NaN is NaN: a weight of zero does not keep a value out.
-    values=jnp.where(used[..., None], values, jnp.float32(0)),
+    values=jnp.where(is_used[..., None], values, jnp.float32(0)),
     k_scale=_read_scale(options.k_scale, ids, page_size),
     v_scale=v_scale,
   )
 
 
 def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
-  """Pages `ids` int32[B, X], in range, as float32[B, K, X * S, D]."""
-  # [B, K, X, S, D]: the gather itself puts heads before pages.
+  """Gathers pages `ids` int32[B, X], in range: float32[B, K, X * S, D]."""
+  # [B, K, X, S, D]: the gather itself puts heads before pages, without a copy.
   tiles = lax.gather(
     pages,
     ids[..., None],
@@ -281,6 +274,7 @@ def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
     mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
   )
   batch, kv_heads, num, size, dim = tiles.shape
+  # Converted after the gather: XLA for a CPU would convert the whole pool.
   tiles = tiles.reshape(batch, kv_heads, num * size, dim)
   return load(tiles).astype(jnp.float32)
 
@@ -288,7 +282,7 @@ def _read(pages: jax.Array, ids: jax.Array) -> jax.Array:
 def _read_scale(
   scale: jax.Array | None, ids: jax.Array, page_size: int
 ) -> jax.Array | None:
-  """Scales of the tokens of pages `ids` int32[B, X]: float32[B, K, X * S]."""
+  """Gathers scales of pages `ids` int32[B, X]: float32[B, K, X * S]."""
   if scale is None:
     return None
   batch, num = ids.shape
@@ -302,10 +296,10 @@ def _read_scale(
 def _absorb(
   block: _Block, options: CallOptions, queries: _Columns, carry: _Carry
 ) -> _Carry:
-  """The online softmax of one more block of tokens."""
-  scaled, positions, seen = queries
+  """Adds a block of tokens to the online softmax."""
+  scaled, positions, mask = queries
   batch, kv_heads, rows, _ = scaled.shape
-  columns = seen.shape[1]
+  columns = mask.shape[1]
   chex.assert_shape([scaled, block.keys], (batch, kv_heads, None, None))
   logits = jnp.einsum(
     "bkrd,bktd->bkrt", scaled, block.keys, precision=lax.Precision.HIGHEST
@@ -317,12 +311,12 @@ def _absorb(
   logits = logits.reshape(batch, kv_heads, columns, rows // columns, -1)
   if options.alibi_slopes is not None:
     slopes = options.alibi_slopes.reshape(1, kv_heads, 1, -1, 1)
-    away = block.positions[None, None] - positions[:, :, None]
-    logits = logits + slopes * away.astype(jnp.float32)[:, None, :, None]
-  logits = jnp.where(seen[:, None, :, None], logits, -jnp.inf)
+    distance = block.positions[None, None] - positions[:, :, None]
+    logits = logits + slopes * distance.astype(jnp.float32)[:, None, :, None]
+  logits = jnp.where(mask[:, None, :, None], logits, -jnp.inf)
   logits = logits.reshape(batch, kv_heads, rows, -1)
-  # `top` starts finite: a block in which a row sees nothing changes no bit
-  # of that row, so a row's result does not depend on its neighbours' lengths.
+  # `top` is finite: a block in which a row sees no key changes no bit of that
+  # row, so a row's result does not depend on the lengths of other rows.
   top = jnp.maximum(carry.top, jnp.max(logits, axis=-1))
   shrink = jnp.exp(carry.top - top)
   weights = jnp.exp(logits - top[..., None])
@@ -336,37 +330,38 @@ def _absorb(
   return _Carry(top=top, total=total, weighted=weighted)
 
 
-def _seen(
+def _mask(
   positions: jax.Array, reach: query_tiles.Reach, options: CallOptions
 ) -> jax.Array:
-  """Which tokens at positions int32[A] each query sees: bool[B, T, A]."""
+  """Returns bool[B, T, A]: the tokens at `positions` that each query sees."""
   position = positions[None, None]
-  seen = position >= reach.first[:, :, None]
-  seen &= position < reach.end[:, :, None]
+  mask = position >= reach.first[:, :, None]
+  mask &= position < reach.end[:, :, None]
   if options.tree_mask is None or options.tree_starts is None:
-    return seen
+    return mask
   nodes = options.tree_mask.shape[-1]
   node = positions[None] - options.tree_starts[:, None]  # [B, A]
-  inside = (node >= 0) & (node < nodes)
-  node = jnp.where(inside, node, 0)[:, None]
-  shape = (*seen.shape[:2], node.shape[-1])
-  allowed = jnp.take_along_axis(
+  is_node = (node >= 0) & (node < nodes)
+  node = jnp.where(is_node, node, 0)[:, None]
+  shape = (*mask.shape[:2], node.shape[-1])
+  in_tree = jnp.take_along_axis(
     options.tree_mask, jnp.broadcast_to(node, shape), axis=-1
   )
-  return seen & (allowed | ~inside[:, None])
+  return mask & (in_tree | ~is_node[:, None])
 
 
 def _finish(
   sinks: jax.Array | None, sums: tuple[_Carry, jax.Array], out: _Attended
 ) -> _Attended:
-  """Normalises sums; `bool[B, T]` says which queries are real."""
-  carry, real = sums
-  columns = real.shape[1]
+  """Divides sums by weights, with the sinks; -inf for padding."""
+  carry, is_query = sums
+  columns = is_query.shape[1]
   batch, kv_heads, rows, value_dim = carry.weighted.shape
   shape = (batch, kv_heads, columns, rows // columns)
   top = carry.top.reshape(shape)
   total = carry.total.reshape(shape)
   weighted = carry.weighted.reshape(*shape, value_dim)
+  # A sink adds to the denominator only, and may be the largest logit.
   if sinks is not None:
     sink = sinks.astype(jnp.float32).reshape(1, kv_heads, 1, -1)
     highest = jnp.maximum(top, sink)
@@ -374,10 +369,10 @@ def _finish(
     total = total * shrink + jnp.exp(sink - highest)
     weighted = weighted * shrink[..., None]
     top = highest
-  empty = total == 0
-  safe = jnp.where(empty, jnp.float32(1), total)
-  attended = weighted / safe[..., None]
-  lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
-  lse = jnp.where(real[:, None, :, None], lse, -jnp.inf)
+  has_no_key = total == 0
+  divisor = jnp.where(has_no_key, jnp.float32(1), total)
+  attended = weighted / divisor[..., None]
+  lse = jnp.where(has_no_key, -jnp.inf, top + jnp.log(divisor))
+  lse = jnp.where(is_query[:, None, :, None], lse, -jnp.inf)
   attended = attended.swapaxes(1, 2).reshape(batch, columns, -1, value_dim)
   return _Attended(attended, lse.swapaxes(1, 2).reshape(batch, columns, -1))
