@@ -39,7 +39,7 @@ def static(**changes):
 
 merge = jax.jit(
   functools.partial(merge_pieces, interpret=True),
-  static_argnames=("most", "rows"),
+  static_argnames=("max_pieces", "rows"),
 )
 
 

@@ -79,15 +79,10 @@ class CallOptions:
 
   Attributes:
     page_offset: added to every page id.
-    scale: as in `AttentionOptions`, like all fields up to `tree_mask`.
-    soft_cap: static.
-    window: at least 1 if static.
-    sinks: or None.
-    alibi_slopes: or None.
-    k_scale: or None.
-    v_scale: None where `k_scale` is None.
-    tree_mask: or None. Its first key is at position `tree_starts[b]`.
-    tree_starts: None where `tree_mask` is None.
+    scale: as in `AttentionOptions`, like all fields up to `tree_mask`, whose
+      first key is at position `tree_starts[b]`. `k_scale` and `v_scale` are
+      both arrays or both None; a static `window` is at least 1.
+    tree_starts: None if `tree_mask` is None.
     plan: equal pieces of a decode's work, or None. Backends that take no plans
       ignore it.
     value_dim: for latent attention: Dv, the leading elements of a key that are

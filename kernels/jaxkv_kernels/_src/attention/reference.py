@@ -94,16 +94,8 @@ def paged_attention_padded(
 def paged_decode(q, k_pages, v_pages, page_table, lengths, **options):
   """Computes attention of each sequence's last token.
 
-  Args:
-    q: [B, H, D].
-    k_pages: [N, K, S, D].
-    v_pages: [N, K, S, Dv].
-    page_table: int[B, M].
-    lengths: int[B].
-    **options: as for `paged_attention_padded`.
-
-  Returns:
-    (float64[B, H, Dv], float64[B, H]).
+  Takes the arguments of `api.paged_decode`, with the options of
+  `paged_attention_padded`. Returns (float64[B, H, Dv], float64[B, H]).
   """
   lengths = np.asarray(lengths)
   out, lse = paged_attention_padded(
@@ -131,20 +123,9 @@ def paged_attention(
 ):
   """Computes attention of queries packed one sequence after another.
 
-  Args:
-    q: [T, H, D]; rows `cu_q_lens[b]:cu_q_lens[b + 1]` are the last of the
-      `kv_lens[b]` tokens of sequence b.
-    k_pages: [N, K, S, D].
-    v_pages: [N, K, S, Dv].
-    page_table: int[B, M].
-    kv_lens: int[B].
-    cu_q_lens: int[B + 1].
-    tree_mask: bool[T, X] or None: True if row t sees the key of its sequence's
-      j-th query, j < X.
-    **options: as for `paged_attention_padded`.
-
-  Returns:
-    (float64[T, H, Dv], float64[T, H]); zeros and -inf after the last query.
+  Takes the arguments of `api.paged_attention`, with the options of
+  `paged_attention_padded`; `tree_mask` is bool[T, X]. Returns (float64[T, H,
+  Dv], float64[T, H]), zeros and -inf after the last query.
   """
   q = np.asarray(q)
   out = np.zeros((*q.shape[:2], v_pages.shape[-1]))
@@ -171,16 +152,8 @@ def paged_attention(
 def mla_decode(q, pages, page_table, lengths, *, value_dim, **options):
   """Computes attention of each sequence's last token over latent vectors.
 
-  Args:
-    q: [B, H, D].
-    pages: [N, 1, S, D]; the values are the first `value_dim` of D elements.
-    page_table: int[B, M].
-    lengths: int[B].
-    value_dim: Dv.
-    **options: as for `paged_attention_padded`; no `v_scale`.
-
-  Returns:
-    (float64[B, H, Dv], float64[B, H]).
+  Takes the arguments of `mla.mla_decode`, with the options of
+  `paged_attention_padded`. Returns (float64[B, H, Dv], float64[B, H]).
   """
   values = pages[..., :value_dim]
   options["v_scale"] = options.get("k_scale")
