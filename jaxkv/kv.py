@@ -48,8 +48,7 @@ model that takes tokens [B, T] computes such a step as tokens [1, C].
 
 Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the only
 backend that takes plans. With a plan all pieces of work are equally long, and a
-layer starts 8 kernels instead of 12. Without a plan, long rows have longer
-pieces.
+layer starts 8 kernels instead of 12.
 
 Latents. Pages made with `value_dim` hold one vector for each token, whose
 leading elements are its value, as multi-head latent attention (MLA) needs.
@@ -92,9 +91,6 @@ Several pools. If groups need memory of different shapes, the memory of a cache
 is a tuple of pools, such as `(kv, states)`, with common page ids. `copy`,
 `check` and `jaxkv.rollout` take the tuple; the other functions take the pool of
 one group.
-
-Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
-int8. The last three have a scale for each token and head.
 """
 
 from jaxkv._src.kv.attend import attend

@@ -1,1 +1,1 @@
-"""Exact numerics: results that are the same bits in every program."""
+"""Exact numerics: results with the same bits in every program."""

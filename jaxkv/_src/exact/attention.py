@@ -109,7 +109,7 @@ def attend_rectangle(
   num_rows = -(-columns // width)
   q = jnp.pad(q, ((0, 0), (0, num_rows * width - columns), (0, 0), (0, 0)))
   first = jnp.arange(num_rows, dtype=jnp.int32)[None] * width
-  # Columns are padded to whole tiles: a larger count would see padding.
+  # A larger count would turn the padding of the last tile into queries.
   counts = jnp.minimum(sequences.counts, columns)
   rows = TokenRows(
     sequences.pools,
@@ -129,10 +129,7 @@ def _tile(sequences: TokenRows, q: jax.Array) -> int:
 
 
 def _width(queries: int, longest: int, tile: int) -> int:
-  """Returns the queries of a row, for sequences of at most `longest` queries.
-
-  `queries` is the number of all queries of a call.
-  """
+  """Returns the queries of a row, of all `queries` of a call."""
   # Enough tiles that `_ROWS` rows hold all queries in one trip.
   tiles_of_row = -(-queries // (tile * _ROWS))
   return tile * max(min(tiles_of_row, -(-longest // tile), _MAX_TILES), 1)

@@ -54,8 +54,7 @@ def with_gradient(
 
   Args:
     function: computes the result; it closes over no arrays.
-    surrogate: computes the same up to rounding, and is differentiable; it also
-      closes over no arrays.
+    surrogate: differentiable, and equal up to rounding; it closes over none.
     *arguments: pytrees of arrays.
   """
   del surrogate
@@ -106,14 +105,10 @@ def _loop_of_batch(
   weights: Any,
   rows: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """Computes `loop` for a batch of weights and rows, as a rule of `vmap`.
-
-  Returns:
-    The rows, and a tree of True: all outputs are batched.
-  """
+  """Implements `loop` under `vmap`: returns rows, and that all are batched."""
   rows = jax.tree.map(
-    lambda x, is_batched: (
-      x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+    lambda x, has_axis: (
+      x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
     ),
     rows,
     batched[1],
@@ -123,7 +118,7 @@ def _loop_of_batch(
 
     def loop_of_element(index: Array) -> Any:
       element = jax.tree.map(
-        lambda x, is_batched: x[index] if is_batched else x,
+        lambda x, has_axis: x[index] if has_axis else x,
         (weights, rows),
         (batched[0], jax.tree.map(lambda _: True, rows)),
       )
@@ -157,10 +152,10 @@ def _loop(
   def compute_tile(index: Array) -> tuple[Any, Array]:
     # The last tile overlaps the one before: it begins earlier, not padded.
     start = jnp.minimum(index * tile, last_start)
-    rows_of_tile = jax.tree.map(
+    part = jax.tree.map(
       lambda x: lax.dynamic_slice_in_dim(x, start, tile), rows
     )
-    return function(weights, *rows_of_tile), start
+    return function(weights, *part), start
 
   shapes = jax.eval_shape(compute_tile, jnp.zeros((), jnp.int32))[0]
   out = jax.tree.map(

@@ -37,17 +37,16 @@ def attend(
   backend: str = "auto",
   heads: NamedSharding | None = None,
 ) -> jax.Array:
-  """Computes attention over the tokens that a view's rows have in one layer.
+  """Computes causal attention of new tokens over their sequences, in one layer.
 
   The query at position p sees positions 0 .. p. Write the new tokens first.
   Positions whose page the cache has freed (behind a sliding window) must lie
-  outside the window of `options`: `attend` reads the pages of all others.
+  outside the window of `options`: `attend` reads all positions inside it.
 
   With one column, no window and a view from `share`, `attend` reads pages that
-  rows have in common once; results differ in rounding only. It reads a row
-  separately if its table or position has changed so that it no longer begins
-  with those pages; `refresh_shared` checks this once for all layers. Backends
-  that take plans use the plan from `plan_decode`.
+  rows have in common once; results differ in rounding only. Rows that no longer
+  begin with those pages are read separately; `refresh_shared` finds them once
+  for all layers. Backends that take plans use the plan from `plan_decode`.
 
   Latents. Over pages with a `value_dim`, pass absorbed queries: multiplied by
   the up-projection of the keys, with their rotated part appended. The output
@@ -69,7 +68,7 @@ def attend(
       `scale`, and do not take `sinks` and `alibi_slopes`. A tree mask is
       bool[B, T, X], for drafts: column t sees column j <= t only if
       `tree_mask[b, t, j]`.
-    causal: False for the tokens of an encoder, without `window`,
+    causal: False for the tokens of an encoder; not supported with `window`,
       `alibi_slopes`, `tree_mask` and latents.
     exact: True for results that do not depend, in any bit, on the other queries
       of a call: decode steps, chunks and whole sequences agree. Costs more. The
@@ -136,8 +135,8 @@ def attend_with_lse(
     _check_encoder(kv, options)
   if exact:
     exact_attention.check_exact(kv.k.shape[2], options, causal)
-  # Python numbers stay static under the `jit` below: backends check their
-  # values, and a traced `scale` or `window` has none.
+  # Python numbers stay static under the `jit` below: a traced number has no
+  # value that the kernels could check.
   numbers = options.numbers()
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
   for name, value in vars(arrays).items():

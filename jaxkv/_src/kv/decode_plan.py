@@ -30,7 +30,7 @@ def plan_decode(
     view: the rows, with at most one new token each.
     window: the window of most layers, or None. In layers with another window
       the pieces are less equal.
-    backend: as given to `attend`.
+    backend: the `backend` of `attend`.
 
   Returns:
     The view with a `plan`; None for latents and if the backend takes no plans.

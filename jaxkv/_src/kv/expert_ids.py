@@ -165,16 +165,12 @@ def write_tokens(
 def _write(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array, values: jax.Array
 ) -> ExpertIdPages:
-  page_ids, offsets = token_places(pages, view, values.shape[1])
-  # The X integers are one head of a vector pool, whose elements have the pool's
-  # dtype: `append_pages` stores such elements unchanged.
+  places = token_places(pages, view, values.shape[1])
+  # A pool [N, 1, S, X] for `append_pages`, which stores values of the pool's
+  # dtype unchanged.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
   written = kernels.append_pages(
-    pages.values[:, None],
-    new,
-    page_ids,
-    offsets,
-    page_offset=layer * pages.num_pages,
+    pages.values[:, None], new, *places, page_offset=layer * pages.num_pages
   )
   return dataclasses.replace(pages, values=written[:, 0])
 

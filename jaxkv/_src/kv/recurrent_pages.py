@@ -72,8 +72,7 @@ def init_states(
 
   Takes L * N states. Layers of different groups may share one layer of memory,
   as in `init`: L is then the number of layers of the largest group. All groups
-  share the N pages, so most of these states stay unused; larger pages need
-  fewer of them.
+  share the N pages, so most states stay unused; larger pages mean fewer states.
 
   Args:
     config: of the cache. It gives N, the pages of a layer including the null
@@ -142,10 +141,10 @@ def read_state(
 ) -> dict[str, jax.Array]:
   """Reads one layer's state of each row, after its first `view.starts` tokens.
 
-  Write a state that depends on the state read here: then a loop updates the
-  memory in place. For a `PackedView`, read and write the rows of `decode`
-  first, then those of `prefill`; a sequence may have tokens in only one of
-  them.
+  A loop updates the memory in place only if the state that it writes depends on
+  the state that it reads here. For a `PackedView`, read and write the rows of
+  `decode` first, then those of `prefill`; a sequence may have tokens in only
+  one of them.
 
   Args:
     pages: the states.
@@ -254,9 +253,9 @@ def _write(
 def _state_rows(
   pages: StatePages, rows: View, tokens: jax.Array, layer: jax.Array
 ) -> jax.Array:
-  """Returns int32[B], each row's index of the state after int32[B] tokens.
+  """Returns int32[B], the index of each row's state after int32[B] `tokens`.
 
-  The index is L * N if the state has no page.
+  The index is L * N for a state without a page.
   """
   columns = rows.page_table.shape[1]
   # After 0 tokens there is no state: read past the table, which gives page 0.
@@ -288,7 +287,7 @@ def copy_states(
 
 
 def _group_of(config: CacheConfig, group: int | None) -> int:
-  """Returns a group, checked to be recurrent; the first recurrent for None."""
+  """Checks that a group is recurrent; returns the first such group for None."""
   recurrent = [kind.holds_states for kind in config.groups]
   if True not in recurrent:
     raise ValueError(

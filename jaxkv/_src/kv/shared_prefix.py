@@ -68,7 +68,7 @@ def share(
     >>> view.shared.tokens  # three pages, read once for both
     Array([768], dtype=int32)
   """
-  # The old clusters may be those of another page table: they do not matter.
+  # The old clusters are replaced, and may be those of another page table.
   check_view(dataclasses.replace(view, shared=None))
   # `cascade_decode` has no form for latents.
   if kv.v is None:

@@ -32,8 +32,8 @@ def write(
   """Writes the new tokens' keys and values in one layer.
 
   Drops columns past `view.counts`, and positions whose table entry is missing,
-  out of range or the null page. A dropped token changes no page of any layer.
-  Allocate before writing: `allocate` reports the tokens that got no page. Not
+  out of range or the null page. A dropped token never changes a page. Allocate
+  before writing: `allocate` reports which tokens got no page. Not
   differentiable: pages stored as bits have a zero gradient, without an error.
 
   Args:

@@ -46,7 +46,7 @@ def append_kv(
     v_pages: [N, K, S, Dv].
     k_new: [T, K, D], floats or the pool's dtype.
     v_new: [T, K, Dv], floats or the pool's dtype.
-    page_ids: int32[T]; the token of an id out of range is dropped.
+    page_ids: int32[T]; an id out of range drops its token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
     k_scale: float32[K]; divides `k_new`, which must then be floats. Pass the
@@ -110,7 +110,7 @@ def append_quantized(
     v_scale: float32[N, K, S].
     k_new: float[T, K, D].
     v_new: float[T, K, Dv].
-    page_ids: int32[T]; the token of an id out of range is dropped.
+    page_ids: int32[T]; an id out of range drops its token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
 
@@ -164,7 +164,7 @@ def append_pages(
   Args:
     pages: [N, K, S, D].
     new: [T, K, D], floats or the pool's dtype.
-    page_ids: int32[T]; the token of an id out of range is dropped.
+    page_ids: int32[T]; an id out of range drops its token.
     offsets: int32[T], 0..S-1.
     page_offset: int32[], added to every page id.
 

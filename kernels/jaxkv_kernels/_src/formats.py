@@ -104,9 +104,9 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   """Quantizes vectors to 8 bits, with one scale for each.
 
   A scale maps the largest element of its vector (the last axis) to the largest
-  number of the format. Elements times their scale are the vector. A vector of
-  zeros has scale 1, one with a NaN or an infinity has scale NaN. Elements below
-  about 1e-36 lose digits.
+  number of the format. The result times the scale approximates the vector. A
+  vector of zeros has scale 1, one with a NaN or an infinity has scale NaN.
+  Elements below about 1e-36 lose digits.
 
   Args:
     values: float[..., D].

@@ -207,7 +207,7 @@ def _attend_in_turn(
     jnp.zeros_like(q, jnp.float32, shape=(*shape, call.value_dim)),
     jnp.zeros_like(q, jnp.float32, shape=shape) - jnp.inf,
   )
-  # Tiles past the longest row are not computed. The number is not a constant,
-  # by which XLA might unroll the loop.
+  # Tiles past the longest row are not computed. As their number is not a
+  # constant, XLA cannot unroll the loop.
   tiles = (jnp.max(counts) + query_tile - 1) // query_tile
   return lax.fori_loop(jnp.zeros_like(tiles), tiles, attend_tile, results)

@@ -37,13 +37,13 @@ def mla_decode(
 
   A token's vector is its compressed latent followed by its rotated key part,
   such as 512 + 64 elements; the latent is both key and value. All heads read
-  the same vector. Absorbed queries are multiplied by the up-projection of the
-  keys, with their rotated part appended. Apply the up-projection of the values
-  to the output. Write vectors with `append_pages`; apply `quantize` first for
-  8-bit pools, as the example of `append_pages` shows.
+  the same vector. Queries must be absorbed: multiplied by the up-projection of
+  the keys, with their rotated part appended. Apply the up-projection of the
+  values to the output. Write vectors with `append_pages`; apply `quantize`
+  first for 8-bit pools, as the example of `append_pages` shows.
 
   Args:
-    q: [B, H, D], absorbed, in float32, bfloat16 or float16.
+    q: [B, H, D], float32, bfloat16 or float16.
     pages: [N, 1, S, D], in one of the formats of `formats`.
     page_table: int32[B, M], page ids in sequence order.
     lengths: int32[B], tokens of each sequence, the query's own included.

@@ -96,7 +96,7 @@ def tile_queries(
   index = jnp.arange(num, dtype=jnp.int32)
   sequence = row_of(ends, index)
   is_used = sequence < batch
-  # Index B would be past the end of what is gathered below.
+  # Unused tiles read the last sequence: index B would be out of range.
   sequence = jnp.minimum(sequence, batch - 1)
   first = (index - begins[sequence]) * size
   count = jnp.where(is_used, jnp.clip(lengths[sequence] - first, 0, size), 0)
@@ -106,7 +106,7 @@ def tile_queries(
   row = jnp.arange(rows, dtype=jnp.int32)
   run = row_of(cu_q_lens[1:], row)
   offset = row - cu_q_lens[jnp.minimum(run, batch - 1)]
-  # A run's tiles are consecutive, so an offset in the run is one in its tiles.
+  # A run's tiles are consecutive, so its offsets are also those in its tiles.
   flat = begins[jnp.minimum(run, batch - 1)] * size + offset
   run_start = kv_lens[sequence] - runs[sequence]
   has_tile = (run < batch) & (offset >= 0) & (offset < max_query_len)

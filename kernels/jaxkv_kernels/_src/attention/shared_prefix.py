@@ -161,7 +161,7 @@ def plan_shared_prefix(
   lockstep = name == "xla"
   token = k_pages.shape[1] * (k_pages.shape[3] + v_pages.shape[3]) * itemsize
   min_saving = -(-_LEAST_SAVING[platform] // token)
-  # Rows whose whole tables sharing can save at most.
+  # The number of rows whose reads sharing can save at most.
   if lockstep:
     rows = batch - num_clusters
   else:
@@ -230,9 +230,9 @@ def _find(
   is_member = members < batch
   prefix_table = tables[:, 0]
   matches = (tables == prefix_table[:, None]) | ~is_member[:, :, None]
-  # The product ends at the first page in which some row differs.
+  # The product is 0 from the first page on in which rows differ.
   common = jnp.cumprod(jnp.all(matches, axis=1), axis=1, dtype=jnp.int32)
-  # A row keeps at least its last token: it has an own part to merge with.
+  # The page of a row's last token is not shared: no row's suffix is empty.
   full_pages = lengths.at[members].get(mode="fill", fill_value=0) - 1
   full_pages = jnp.where(is_member, full_pages // page_size, columns)
   pages = jnp.minimum(
@@ -311,7 +311,7 @@ def _of_rows(members: jax.Array, values: jax.Array, batch: int) -> jax.Array:
 def _saved(
   lengths: jax.Array, tokens: jax.Array, shared: jax.Array, lockstep: bool
 ) -> jax.Array:
-  """Returns float32[], the tokens of K and V that sharing does not read.
+  """Returns float32[], the number of reads of tokens that sharing saves.
 
   Args:
     lengths: int32[B].

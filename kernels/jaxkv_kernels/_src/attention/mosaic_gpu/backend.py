@@ -1,8 +1,9 @@
 """Paged attention for Hopper GPUs: work lists and merges around the kernel.
 
-Units of work, the pieces of a tile's keys, are computed separately; the sums of
-their softmaxes merge the results. Without a plan the pieces depend only on a
-row's length, so a row's result does not depend on other rows.
+The kernel computes attention over pieces of a tile's keys, its units of work.
+`merge_pieces` weights their results by the sums of their softmaxes. Without a
+plan the pieces depend only on a row's length, so a row's result does not depend
+on other rows.
 
 Compiled for an H200, not run on one. A CPU interprets all of it with race
 detection, with plain products in place of tensor core products.
@@ -238,7 +239,7 @@ def work_list(
     index = jnp.arange(num * max_pieces, dtype=jnp.int32)
     tile = jnp.minimum(row_of(ends, index), num - 1)
     piece = index - begins[tile]
-    # Idle units get tokens past their tile's end, which are cut off below.
+    # Idle units begin past their tile's end, and become empty below.
     first = (begin[tile] + piece * share[tile]) * TOKENS
     end = first + share[tile] * TOKENS
     result = tile * max_pieces + piece

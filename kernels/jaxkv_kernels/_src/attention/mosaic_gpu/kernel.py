@@ -319,11 +319,9 @@ def _release(side: Side, stream, used) -> None:
 
 
 def _visible(static: GpuStatic, unit: Unit, base):
-  """Returns the keys of a block that a row sees, and their distances.
+  """Returns bool[64, A], the keys that a row sees, and int32[64, A], distances.
 
-  Returns:
-    (bool[64, A]; int32[64, A], the key's position minus the query's, at most 0
-    for keys that the row sees).
+  A distance is the key's position minus the query's.
   """
   iota = functools.partial(
     compat.iota, (ROWS, TOKENS), interpreted=static.interpreted
@@ -385,7 +383,7 @@ def _write(refs: Refs, stream, index, top, total, weighted) -> None:
   rows, value_dim = refs.out.shape[1:]
   refs.sums[stream, 0] = top
   refs.sums[stream, 1] = total
-  # Some columns at a time: shared memory is scarce, and the ring needs most.
+  # Some columns at a time, as the ring needs most of the shared memory.
   for start in range(0, value_dim, RESULT):
     refs.result[stream] = out[:, start : start + RESULT]
     plgpu.commit_smem()

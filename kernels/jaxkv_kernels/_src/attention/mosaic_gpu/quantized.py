@@ -29,12 +29,9 @@ _MIN_DIVISOR = 2.0**-60
 def unpack(
   static: GpuStatic, side: Side, stream: jax.Array, stage: jax.Array
 ) -> tuple[Any, jax.Array | None]:
-  """Returns a block in 16-bit numbers, and the scales of its tokens.
+  """Returns a block [A, D] in 16-bit numbers, and float32[A] scales, if any.
 
   Afterwards the stage of an 8-bit block and its scales are free.
-
-  Returns:
-    (ref [A, D], float32[A] or None).
   """
   # All threads synchronise between two blocks of one side, so the memory that
   # is written here is no longer in use.

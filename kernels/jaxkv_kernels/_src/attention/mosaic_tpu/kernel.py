@@ -217,10 +217,8 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
   def stage(block):
     return (ring + block) % BUFFERS
 
-  def fetch(grid_step: _Step, block, slot) -> None:
-    _copies(
-      static, grid_step, block, slot, inputs, scratch, lambda c: c.start()
-    )
+  def fetch(blocks: _Step, block, slot) -> None:
+    _copies(static, blocks, block, slot, inputs, scratch, lambda c: c.start())
 
   # The previous step fetched the other blocks, one for each of its blocks.
   @pl.loop(0, jnp.clip(BUFFERS - previous_step.num, 0, step.num))
@@ -249,12 +247,10 @@ def _kernel(static: TpuStatic, firsts, ends, inputs, out, lse, scratch) -> None:
 
   scratch["ring"][0] = stage(step.num)
   total = scratch["total"][...]
-  has_no_key = total == 0
-  divisor = jnp.where(has_no_key, jnp.float32(1), total)
+  is_empty = total == 0
+  divisor = jnp.where(is_empty, jnp.float32(1), total)
   out[0] = out[0] / divisor
-  lse[0] = jnp.where(
-    has_no_key, -jnp.inf, scratch["top"][...] + jnp.log(divisor)
-  )
+  lse[0] = jnp.where(is_empty, -jnp.inf, scratch["top"][...] + jnp.log(divisor))
 
 
 def _step(static: TpuStatic, index, firsts, ends, table) -> _Step:

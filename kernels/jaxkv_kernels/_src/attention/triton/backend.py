@@ -4,7 +4,7 @@ A program takes up to 64 of the query rows that share a K/V head, as one tile
 for the tensor cores, and a part of their keys. It reads each key and value
 once, token by token through the page table, so it supports any page size. With
 too few programs, or too much work for one of them, the keys of a row are split.
-Each part is normalised in float32; the sums of their softmaxes merge the parts.
+Each part is normalised in float32; `_merge` weights it by its softmax's sum.
 """
 
 import functools

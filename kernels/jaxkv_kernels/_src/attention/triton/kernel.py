@@ -315,7 +315,7 @@ def _adjust(refs, rows: _Rows, logits, position, soft_cap: float | None):
 
 
 def _allowed(refs, rows: _Rows, position):
-  """Returns bool[Y, A], True for keys that the tree mask shows a row."""
+  """Returns bool[Y, A], True for keys that the tree mask lets a row see."""
   nodes = refs["tree"].shape[2]
   node = position[None] - refs["tree_starts"][rows.batch]
   is_node = (node >= 0) & (node < nodes)

@@ -39,14 +39,14 @@ def merge_pieces(
   NaN in a piece stays in its tile.
 
   Args:
-    out: float32[O, K, >=Y, Dv]; without a piece, any numbers.
+    out: float32[O, K, >=Y, Dv]; unwritten results may be anything.
     totals: float32[O, K, 2, >=Y], `top` and `total` of `online_softmax`.
     begins: int32[Z + 1], the first piece of each tile.
     max_pieces: the maximum number of pieces of a tile; tile z then has the
       first of the O = Z * max_pieces results from `z * max_pieces` on. None:
       it has the results `begins[z] <= o < begins[z + 1]`.
     rows: Y.
-    interpret: if true, runs in Pallas's interpreter.
+    interpret: true to run in Pallas's interpreter.
 
   Returns:
     (float32[Z, K, Y, Dv], float32[Z, K, Y] natural log-sum-exps), 0 and -inf

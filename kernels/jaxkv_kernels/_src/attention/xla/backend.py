@@ -95,7 +95,7 @@ class _Attended(NamedTuple):
 def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
   """Computes attention of a rectangle; see `choose.Backend`.
 
-  If the call has a `query_tile`, T is at least the second multiple of it.
+  With a `query_tile`, T must be a multiple of it, and at least two tiles.
   """
   options, page_table = call.options, call.page_table
   batch, columns, heads, dim = call.q.shape
