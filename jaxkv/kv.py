@@ -91,6 +91,9 @@ Several pools. If groups need memory of different shapes, the memory of a cache
 is a tuple of pools, such as `(kv, states)`, with common page ids. `copy`,
 `check` and `jaxkv.rollout` take the tuple; the other functions take the pool of
 one group.
+
+Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
+int8. The last three have a scale for each token and head.
 """
 
 from jaxkv._src.kv.attend import attend

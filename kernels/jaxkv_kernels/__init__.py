@@ -1,8 +1,8 @@
 """Paged attention and page operations on plain arrays.
 
 The functions take pools of pages, tables of page ids and lengths, and return
-arrays. The package knows nothing of caches, requests or slots. `jaxkv` imports
-it, never the reverse.
+arrays. The package does not depend on caches, requests or slots. `jaxkv`
+imports it, never the reverse.
 """
 
 from jaxkv_kernels._src.append import append_kv

@@ -65,8 +65,8 @@ def attend_rectangle(
   has_query = first < rows.counts[:, None]
   lengths = jnp.where(has_query, rows.starts[:, None], 0).reshape(-1)
   # K/V head first, then column: query head h reads K/V head h // (H // K).
-  folded = q.reshape(batch * pieces, size, groups, heads // groups, dim)
-  folded = folded.swapaxes(1, 2).reshape(batch * pieces, size * heads, dim)
+  queries = q.reshape(batch * pieces, size, groups, heads // groups, dim)
+  queries = queries.swapaxes(1, 2).reshape(batch * pieces, size * heads, dim)
   options: kernels.AttentionOptions = call["options"]
   if options.sinks is not None:
     sinks = options.sinks.reshape(groups, 1, -1)
@@ -75,15 +75,15 @@ def attend_rectangle(
     call = call | {"options": options}
   table = jnp.repeat(rows.page_table, pieces, axis=0)
   assert kv.v is not None  # `attend` refuses latents.
-  out, lse = kernels.paged_decode(folded, kv.k, kv.v, table, lengths, **call)
+  out, lse = kernels.paged_decode(queries, kv.k, kv.v, table, lengths, **call)
 
-  def unfolded(array: jax.Array) -> jax.Array:
+  def to_columns(array: jax.Array) -> jax.Array:
     """Returns [B * pieces, size * H, X] as [B, T, H, X]."""
     shape = (batch * pieces, groups, size, heads // groups, array.shape[-1])
     array = array.reshape(shape).swapaxes(1, 2)
     return array.reshape(batch, pieces * size, heads, -1)[:, :columns]
 
   is_query = jnp.arange(columns, dtype=jnp.int32)[None] < rows.counts[:, None]
-  out, lse = unfolded(out), unfolded(lse[..., None])[..., 0]
+  out, lse = to_columns(out), to_columns(lse[..., None])[..., 0]
   out = jnp.where(is_query[..., None, None], out, jnp.zeros_like(out))
   return out, jnp.where(is_query[..., None], lse, -jnp.inf)

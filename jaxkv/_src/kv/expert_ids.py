@@ -169,10 +169,10 @@ def _write(
   # A pool [N, 1, S, X] for `append_pages`, which stores values of the pool's
   # dtype unchanged.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
-  written = kernels.append_pages(
+  pool = kernels.append_pages(
     pages.values[:, None], new, *places, page_offset=layer * pages.num_pages
   )
-  return dataclasses.replace(pages, values=written[:, 0])
+  return dataclasses.replace(pages, values=pool[:, 0])
 
 
 def read_tokens(
@@ -225,7 +225,7 @@ def copy_tokens(
   pages: ExpertIdPages, src: jax.Array, dst: jax.Array
 ) -> ExpertIdPages:
   """Implements `jaxkv.kv.copy`; `dst` must not have the null page."""
-  copied = kernels.copy_pages(
+  pool = kernels.copy_pages(
     pages.values[:, None], src, dst, num_layers=pages.num_layers
   )
-  return dataclasses.replace(pages, values=copied[:, 0])
+  return dataclasses.replace(pages, values=pool[:, 0])

@@ -241,13 +241,13 @@ def _write(
   # An idle row has 0 tokens, which `_state_rows` maps to no page.
   tokens = jnp.where(rows.counts > 0, rows.starts + rows.counts, 0)
   index = _state_rows(pages, rows, tokens, layer)
-  written = {
+  arrays = {
     name: array.at[index].set(
       kernels.store(states[name], array.dtype), mode="drop"
     )
     for name, array in pages.states.items()
   }
-  return dataclasses.replace(pages, states=written)
+  return dataclasses.replace(pages, states=arrays)
 
 
 def _state_rows(

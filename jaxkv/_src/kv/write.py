@@ -112,8 +112,8 @@ def _write_latents(
   if kv.k_scale is None:
     pages = kernels.append_pages(kv.k, new, *places, page_offset=offset)
     return dataclasses.replace(kv, k=pages)
-  stored, scale = kernels.quantize(new, kv.k.dtype)
-  pages = kernels.append_pages(kv.k, stored, *places, page_offset=offset)
+  elements, scale = kernels.quantize(new, kv.k.dtype)
+  pages = kernels.append_pages(kv.k, elements, *places, page_offset=offset)
   # `append_pages` writes vectors, so a scale becomes a vector of one element.
   scales = kernels.append_pages(
     kv.k_scale[..., None], scale[..., None], *places, page_offset=offset

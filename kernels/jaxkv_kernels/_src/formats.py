@@ -24,7 +24,7 @@ from jaxkv_kernels._src import check
 
 _E4M3 = np.dtype(jnp.float8_e4m3fn)
 _E5M2 = np.dtype(jnp.float8_e5m2)
-_MEANING = {
+_LOGICAL_DTYPE = {
   np.dtype(np.float32): np.dtype(np.float32),
   np.dtype(np.float16): np.dtype(np.float16),
   np.dtype(jnp.bfloat16): np.dtype(jnp.bfloat16),
@@ -55,16 +55,16 @@ def logical_dtype(pool_dtype) -> np.dtype:
     >>> logical_dtype("uint16")
     dtype(bfloat16)
   """
-  return _MEANING[check.pool_dtype("pool_dtype", pool_dtype)]
+  return _LOGICAL_DTYPE[check.pool_dtype("pool_dtype", pool_dtype)]
 
 
 def scaled_dtype(name: str, pool_dtype) -> np.dtype:
   """Returns `logical_dtype` of an 8-bit pool; raises for other formats."""
-  meaning = _MEANING[check.pool_dtype(name, pool_dtype)]
-  if meaning not in _LARGEST:
+  dtype = _LOGICAL_DTYPE[check.pool_dtype(name, pool_dtype)]
+  if dtype not in _LARGEST:
     expected = "int8, float8_e4m3fn, float8_e5m2 or uint8 to have scales"
     check.refuse(TypeError, name, expected, np.dtype(pool_dtype))
-  return meaning
+  return dtype
 
 
 def load(stored: jax.Array) -> jax.Array:
@@ -74,10 +74,10 @@ def load(stored: jax.Array) -> jax.Array:
   copy all of it.
   """
   check.is_array("stored", stored)
-  meaning = _MEANING[check.pool_dtype("stored", stored.dtype)]
-  if stored.dtype == meaning:
+  dtype = _LOGICAL_DTYPE[check.pool_dtype("stored", stored.dtype)]
+  if stored.dtype == dtype:
     return jnp.asarray(stored)
-  return lax.bitcast_convert_type(stored, meaning)
+  return lax.bitcast_convert_type(stored, dtype)
 
 
 def store(values: jax.Array, pool_dtype) -> jax.Array:
@@ -86,18 +86,18 @@ def store(values: jax.Array, pool_dtype) -> jax.Array:
   8-bit formats saturate: larger numbers become the largest.
   """
   check.real("values", values)
-  meaning = logical_dtype(pool_dtype)
+  dtype = logical_dtype(pool_dtype)
   values = jnp.asarray(values)
-  if meaning in _LARGEST:
+  if dtype in _LARGEST:
     values = values.astype(jnp.float32)
-    largest = jnp.float32(_LARGEST[meaning])
+    largest = jnp.float32(_LARGEST[dtype])
     values = jnp.clip(values, -largest, largest)
-    if meaning == np.dtype(np.int8):
+    if dtype == np.dtype(np.int8):
       values = jnp.round(values)
-  rounded = values.astype(meaning)
-  if np.dtype(pool_dtype) == meaning:
-    return rounded
-  return lax.bitcast_convert_type(rounded, np.dtype(pool_dtype))
+  elements = values.astype(dtype)
+  if np.dtype(pool_dtype) == dtype:
+    return elements
+  return lax.bitcast_convert_type(elements, np.dtype(pool_dtype))
 
 
 def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
@@ -128,12 +128,12 @@ def quantize(values: jax.Array, pool_dtype) -> tuple[jax.Array, jax.Array]:
   check.real("values", values)
   if values.shape[-1:] in ((), (0,)):
     check.refuse(ValueError, "values", "[..., D] with D >= 1", values)
-  meaning = scaled_dtype("pool_dtype", pool_dtype)
+  dtype = scaled_dtype("pool_dtype", pool_dtype)
   values = jnp.asarray(values, jnp.float32)
   largest = jnp.max(jnp.abs(values), axis=-1)
   # A subnormal scale would be flushed to 0, and 0 / 0 would be stored.
-  tiny = jnp.finfo(jnp.float32).tiny
-  scale = jnp.maximum(largest / _LARGEST[meaning], tiny)
+  min_normal = jnp.finfo(jnp.float32).tiny
+  scale = jnp.maximum(largest / _LARGEST[dtype], min_normal)
   scale = jnp.where(largest > 0, scale, jnp.float32(1))
   scale = jnp.where(jnp.isfinite(largest), scale, jnp.float32(jnp.nan))
   return store(values / scale[..., None], pool_dtype), scale

@@ -88,7 +88,7 @@ def paged_decode(
   check.pools(q, k_pages, v_pages)
   reason = "trees need several queries in a row: use paged_attention_padded"
   as_options(options).refuse(reason, "tree_mask")
-  checked = check_options(
+  call_options = check_options(
     options,
     q,
     k_pages,
@@ -99,7 +99,7 @@ def paged_decode(
   )
   pools = (k_pages, v_pages)
   return calls.decode(
-    "paged_decode", backend, q, pools, page_table, lengths, checked
+    "paged_decode", backend, q, pools, page_table, lengths, call_options
   )
 
 
@@ -154,7 +154,7 @@ def paged_attention_padded(
   """
   check.queries("q", q, "BTHD")
   check.pools(q, k_pages, v_pages)
-  checked = check_options(
+  call_options = check_options(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
   return calls.attend_padded(
@@ -166,7 +166,7 @@ def paged_attention_padded(
     starts,
     counts,
     query_tile,
-    checked,
+    call_options,
   )
 
 
@@ -218,7 +218,7 @@ def paged_attention(
   """
   check.queries("q", q, "THD")
   check.pools(q, k_pages, v_pages)
-  checked = check_options(
+  call_options = check_options(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
   return calls.attend_packed(
@@ -230,5 +230,5 @@ def paged_attention(
     kv_lens,
     cu_q_lens,
     max_query_len,
-    checked,
+    call_options,
   )

@@ -68,11 +68,11 @@ def decode_call(
 
 
 def decode_with(
-  chosen: Backend, call: AttentionCall
+  module: Backend, call: AttentionCall
 ) -> tuple[jax.Array, jax.Array]:
   """Computes a `decode_call`, as a rectangle of one column."""
   call = dataclasses.replace(call, q=call.q[:, None])
-  out, lse = chosen.attend(call)
+  out, lse = module.attend(call)
   return out[:, 0], lse[:, 0]
 
 
@@ -113,8 +113,8 @@ def attend_padded(
     options=options,
     query_tile=query_tile,
   )
-  chosen = choose_backend(operation, backend, call)
-  out, lse = _attend_rectangle(chosen, call)
+  module = choose_backend(operation, backend, call)
+  out, lse = _attend_rectangle(module, call)
   return out.astype(q.dtype), lse
 
 
@@ -160,12 +160,12 @@ def attend_packed(
 
 
 def _attend_rectangle(
-  chosen: Backend, call: AttentionCall
+  module: Backend, call: AttentionCall
 ) -> tuple[jax.Array, jax.Array]:
   """Computes all columns of a rectangle at once, or `query_tile` at a time."""
   size = call.query_tile
   if size is None:
-    return chosen.attend(call)
+    return module.attend(call)
   columns = call.q.shape[1]
   # Code that is compiled once, for [B, query_tile] queries, computes each tile.
   # At least two tiles: XLA would hoist parts of a single one out of its loop,
@@ -174,15 +174,15 @@ def _attend_rectangle(
   padding = num_tiles * size - columns
   q = jnp.pad(call.q, ((0, 0), (0, padding), (0, 0), (0, 0)))
   call = dataclasses.replace(call, q=q)
-  if getattr(chosen, "TAKES_QUERY_TILES", False):
-    out, lse = chosen.attend(call)
+  if getattr(module, "TAKES_QUERY_TILES", False):
+    out, lse = module.attend(call)
   else:
-    out, lse = _attend_in_turn(chosen, call, size)
+    out, lse = _attend_by_tile(module, call, size)
   return out[:, :columns], lse[:, :columns]
 
 
-def _attend_in_turn(
-  chosen: Backend, call: AttentionCall, query_tile: int
+def _attend_by_tile(
+  module: Backend, call: AttentionCall, query_tile: int
 ) -> tuple[jax.Array, jax.Array]:
   """Calls a backend that takes no query tiles with one tile at a time."""
   q, counts = call.q, call.counts
@@ -198,7 +198,7 @@ def _attend_in_turn(
     return jax.tree.map(
       lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 1),
       results,
-      chosen.attend(tile),
+      module.attend(tile),
     )
 
   shape = q.shape[:3]

@@ -69,18 +69,18 @@ def cascade_decode(
   check.pools(q, k_pages, v_pages)
   _check_shared(q, shared)
   as_options(options).refuse("use paged_decode instead", "window", "tree_mask")
-  checked = check_options(
+  call_options = check_options(
     options, q, k_pages, v_pages, page_offset=page_offset, interpret=interpret
   )
   call = calls.decode_call(
-    q, (k_pages, v_pages), shared.own_table, shared.own_tokens, checked
+    q, (k_pages, v_pages), shared.own_table, shared.own_tokens, call_options
   )
-  chosen = choose.choose_backend("paged_decode", backend, call)
-  suffix = calls.decode_with(chosen, call)
+  module = choose.choose_backend("paged_decode", backend, call)
+  suffix = calls.decode_with(module, call)
 
   def merge_prefix(suffix):
-    parts = _parts(shared, call, chosen, choose.target(backend, q, k_pages))
-    prefix = _prefix_states(parts, call, chosen)
+    parts = _parts(shared, call, module, choose.target(backend, q, k_pages))
+    prefix = _prefix_states(parts, call, module)
     pairs = zip(suffix, prefix, strict=True)
     return merge_states(*(jnp.stack(pair) for pair in pairs))
 
@@ -112,7 +112,7 @@ def _check_shared(q: jax.Array, shared: SharedPrefix) -> None:
 def _parts(
   shared: SharedPrefix,
   call: AttentionCall,
-  chosen: choose.Backend,
+  module: choose.Backend,
   platform: str,
 ) -> SharedPrefix:
   """Halves all clusters until the backend serves their query heads."""
@@ -123,7 +123,7 @@ def _parts(
     shape = (-(-size // rows) * clusters, rows * heads, dim)
     queries: Any = jax.ShapeDtypeStruct(shape, call.q.dtype)
     prefix_call = dataclasses.replace(call, q=queries)
-    return chosen.unsupported(platform, prefix_call) is None
+    return module.unsupported(platform, prefix_call) is None
 
   rows = size
   # Ends at one row, which has the heads of q: the backend serves those.
@@ -145,7 +145,7 @@ def _parts(
 
 
 def _prefix_states(
-  shared: SharedPrefix, call: AttentionCall, chosen: choose.Backend
+  shared: SharedPrefix, call: AttentionCall, module: choose.Backend
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention over shared pages: float32[B, H, Dv], float32[B, H]."""
   batch, heads, dim = call.q.shape
@@ -159,13 +159,13 @@ def _prefix_states(
     rows = rows.reshape(clusters, size, kv_heads, -1, *shape).swapaxes(1, 2)
     return rows.reshape(clusters, size * heads, *shape)
 
-  def to_rows(states, empty):
-    """Returns [clusters, size * H, ...] as [B, H, ...], `empty` elsewhere."""
+  def to_rows(states, fill_value):
+    """Returns [clusters, size * H, ...] as [B, H, ...], filled elsewhere."""
     chex.assert_equal_shape_prefix([states, queries], 2)
     shape = states.shape[2:]
     states = states.reshape(clusters, kv_heads, size, -1, *shape).swapaxes(1, 2)
     states = states.reshape(clusters, size, heads, *shape)
-    rows = jnp.full((batch, heads, *shape), empty, jnp.float32)
+    rows = jnp.full((batch, heads, *shape), fill_value, jnp.float32)
     return rows.at[shared.members].set(states, mode="drop")
 
   slopes = row_slopes = call.options.alibi_slopes
@@ -179,7 +179,7 @@ def _prefix_states(
   prefixes = calls.decode_call(
     queries, pools, shared.prefix_table, shared.tokens, options
   )
-  out, lse = calls.decode_with(chosen, prefixes)
+  out, lse = calls.decode_with(module, prefixes)
   out, lse = to_rows(out, 0), to_rows(lse, -jnp.inf)
   if row_slopes is not None:
     # The pass computed ALiBi for queries at the end of the prefix. The rest of

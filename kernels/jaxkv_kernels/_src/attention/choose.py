@@ -52,8 +52,8 @@ class Backend(Protocol):
   """Interface of a backend's module.
 
   Both functions run while tracing. A backend that takes plans also has
-  `at_once(k_pages)`, the number of pieces of work that it processes at once,
-  over all K/V heads. A backend that cuts columns into tiles itself has
+  `parallel_units(k_pages)`, the number of pieces of work that it processes at
+  once, over all K/V heads. A backend that cuts columns into tiles itself has
   `TAKES_QUERY_TILES = True` and reads `query_tile`.
   """
 
@@ -149,9 +149,9 @@ def decode_workers(k_pages: jax.Array, *, backend: str = "auto") -> int | None:
   check_name(backend)
   names = _ORDER.get(platform(k_pages), ()) if backend == "auto" else (backend,)
   for name in names:
-    at_once = getattr(_load(name), "at_once", None)
-    if at_once is not None:
-      return max(at_once(k_pages) // k_pages.shape[1], 1)
+    parallel_units = getattr(_load(name), "parallel_units", None)
+    if parallel_units is not None:
+      return max(parallel_units(k_pages) // k_pages.shape[1], 1)
   return None
 
 
@@ -172,9 +172,9 @@ def check_name(backend: str) -> None:
     )
 
 
-def name_of(chosen: Backend) -> str:
+def name_of(backend: Backend) -> str:
   """Returns the name of a backend in `BACKENDS`."""
-  module: Any = chosen
+  module: Any = backend
   return module.__name__.split(".")[-2]
 
 

@@ -103,10 +103,10 @@ def _plan(
 ) -> DecodePlan:
   batch = lengths.size
   lengths = jnp.maximum(lengths, 0)
-  skipped = jnp.zeros_like(lengths)
+  num_skipped = jnp.zeros_like(lengths)
   if window is not None:
-    skipped = jnp.maximum(lengths - window, 0) // block
-  blocks = (lengths + block - 1) // block - skipped
+    num_skipped = jnp.maximum(lengths - window, 0) // block
+  blocks = (lengths + block - 1) // block - num_skipped
   total = jnp.sum(blocks, dtype=jnp.int32)
   share = jnp.maximum((total + workers - 1) // workers, 1)
   pieces = jnp.maximum((blocks + share - 1) // share, 1)
@@ -117,7 +117,7 @@ def _plan(
   row = row_of(ends, unit)
   is_used = row < batch
   row = jnp.where(is_used, row, 0)
-  begin = skipped[row] + (unit - begins[row]) * share
+  begin = num_skipped[row] + (unit - begins[row]) * share
   # The outer units of a row are open, so that a plan for other lengths or
   # another window still covers every token.
   is_first, is_last = unit == begins[row], unit == begins[row + 1] - 1

@@ -52,8 +52,8 @@ def merge_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
   parts = jnp.where(
     share[..., None] > 0, out.astype(jnp.float32), jnp.float32(0)
   )
-  merged = jnp.sum(share[..., None] * parts, axis=0)
+  result = jnp.sum(share[..., None] * parts, axis=0)
   lse = jnp.where(
     has_no_key, -jnp.inf, top + jnp.log(jnp.where(has_no_key, 1.0, total))
   )
-  return merged.astype(out.dtype), lse
+  return result.astype(out.dtype), lse

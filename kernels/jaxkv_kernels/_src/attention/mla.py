@@ -80,10 +80,10 @@ def mla_decode(
   check.queries("q", q, "BHD")
   reason = "trees need several queries in a row: use mla_attention_padded"
   as_options(options).refuse(reason, "tree_mask")
-  checked = _check_latents(q, pages, value_dim, options, page_offset, interpret)
+  call_options = _check(q, pages, value_dim, options, page_offset, interpret)
   pools = (pages, pages)
   return calls.decode(
-    "mla_decode", backend, q, pools, page_table, lengths, checked
+    "mla_decode", backend, q, pools, page_table, lengths, call_options
   )
 
 
@@ -143,7 +143,7 @@ def mla_attention_padded(
     ((1, 3, 16, 512), [1.0, 1.0, 0.0])
   """
   check.queries("q", q, "BTHD")
-  checked = _check_latents(q, pages, value_dim, options, page_offset, interpret)
+  call_options = _check(q, pages, value_dim, options, page_offset, interpret)
   return calls.attend_padded(
     "mla_attention_padded",
     backend,
@@ -153,7 +153,7 @@ def mla_attention_padded(
     starts,
     counts,
     query_tile,
-    checked,
+    call_options,
   )
 
 
@@ -199,7 +199,7 @@ def mla_attention(
     NotImplementedError: the backend does not exist, or does not serve the call.
   """
   check.queries("q", q, "THD")
-  checked = _check_latents(q, pages, value_dim, options, page_offset, interpret)
+  call_options = _check(q, pages, value_dim, options, page_offset, interpret)
   return calls.attend_packed(
     "mla_attention",
     backend,
@@ -209,11 +209,11 @@ def mla_attention(
     kv_lens,
     cu_q_lens,
     max_query_len,
-    checked,
+    call_options,
   )
 
 
-def _check_latents(
+def _check(
   q: jax.Array,
   pages: jax.Array,
   value_dim: int,

@@ -63,8 +63,8 @@ class SharedPrefix(NamedTuple):
     batch, columns = page_table.shape
     chex.assert_shape(self.own_table, (batch, columns))
     chex.assert_shape(lengths, (batch,))
-    shared = _of_rows(self.members, self.tokens, batch)
-    begins = _of_rows(self.members, self.prefix_table, batch)
+    shared = _to_rows(self.members, self.tokens, batch)
+    begins = _to_rows(self.members, self.prefix_table, batch)
     column = jnp.arange(columns, dtype=jnp.int32)[None]
     pages = (shared // page_size)[:, None]
     belongs = jnp.all((page_table == begins) | (column >= pages), axis=1)
@@ -193,8 +193,8 @@ def _backend_name(backend: str, k_pages: jax.Array, v_pages: jax.Array) -> str:
   options = CallOptions(page_offset=jnp.int32(0), scale=1.0)
   row = jnp.zeros((1,), jnp.int32)
   call = calls.decode_call(query, (k_pages, v_pages), row[None], row, options)
-  chosen = choose.choose_backend("plan_shared_prefix", "auto", call)
-  return choose.name_of(chosen)
+  module = choose.choose_backend("plan_shared_prefix", "auto", call)
+  return choose.name_of(module)
 
 
 @functools.partial(
@@ -240,17 +240,17 @@ def _find(
   )
   has_several = jnp.sum(is_member, axis=1, dtype=jnp.int32) > 1
   tokens = jnp.where(has_several, pages * page_size, 0)
-  shared = _of_rows(members, tokens, batch)
-  held = jnp.minimum(lengths, columns * page_size)
-  pays = _saved(held, tokens, shared, lockstep) >= float(min_saving)
-  clustered = SharedPrefix(
+  shared = _to_rows(members, tokens, batch)
+  table_lengths = jnp.minimum(lengths, columns * page_size)
+  pays = _saved(table_lengths, tokens, shared, lockstep) >= float(min_saving)
+  prefix = SharedPrefix(
     members=members,
     tokens=jnp.where(pays, tokens, 0),
     prefix_table=prefix_table,
     own_tokens=lengths,
     own_table=page_table,
   )
-  return clustered.refreshed(page_table, lengths, page_size=page_size)
+  return prefix.refreshed(page_table, lengths, page_size=page_size)
 
 
 def _cluster_by_first_page(
@@ -299,7 +299,7 @@ def _members(
   return members.at[cluster, rank].set(order, mode="drop")
 
 
-def _of_rows(members: jax.Array, values: jax.Array, batch: int) -> jax.Array:
+def _to_rows(members: jax.Array, values: jax.Array, batch: int) -> jax.Array:
   """Returns values [clusters, ...] for the B rows, 0 outside of clusters."""
   chex.assert_equal_shape_prefix([members, values], 1)
   shape = values.shape[1:]

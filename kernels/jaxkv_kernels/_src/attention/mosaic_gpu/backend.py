@@ -144,7 +144,7 @@ def unsupported(platform: str, call: AttentionCall) -> str | None:
   return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def at_once(k_pages: jax.Array) -> int:
+def parallel_units(k_pages: jax.Array) -> int:
   """Returns the number of units that a GPU works on at once."""
   return _BLOCKS * streams(k_pages.shape[3])
 

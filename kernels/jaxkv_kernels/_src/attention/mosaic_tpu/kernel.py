@@ -307,10 +307,10 @@ def _absorb(static: TpuStatic, row, block, slot, inputs, out, scratch) -> None:
   base = block * static.tokens
   position = base + lax.broadcasted_iota(jnp.int32, (rows, static.tokens), 1)
   mask = (position >= first) & (position < end)
-  hidden = None
+  is_hidden = None
   if "tree" in inputs:
     mask &= _in_tree(block - inputs["tree_first"][row], inputs["tree"])
-    hidden = _hidden(mask)
+    is_hidden = _hidden(mask)
   mask = mask[None]
   logits = _dot(static, inputs["q"][0], scratch["k_pages"][slot], 2)
   if "k_scale" in inputs:
@@ -334,7 +334,7 @@ def _absorb(static: TpuStatic, row, block, slot, inputs, out, scratch) -> None:
   if "v_scale" in inputs:
     scale = scratch["v_scale"][slot][:, None]
     weights = jnp.where(mask, weights * scale, jnp.float32(0))
-  values = _values(base, first, end, scratch["v_pages"].at[slot], hidden)
+  values = _values(base, first, end, scratch["v_pages"].at[slot], is_hidden)
   out[0] = out[0] * shrink + _dot(static, weights, values, 1)
 
 
@@ -360,7 +360,7 @@ def _hidden(mask):
   return (rows[:, :1] == 0)[None]
 
 
-def _values(base, first, end, ref, hidden):
+def _values(base, first, end, ref, is_hidden):
   """Returns a block's values, with zeros for those that no row sees."""
   values = ref[...]
   # 0 * NaN is NaN: a weight of zero does not keep a value out. int8 has no NaN.
@@ -370,7 +370,7 @@ def _values(base, first, end, ref, hidden):
   lowest = jnp.min(jnp.where(end > 0, first, jnp.max(end)))
   is_used = (position >= lowest) & (position < jnp.max(end))
   values = jnp.where(is_used, values.astype(jnp.float32), jnp.float32(0))
-  return values if hidden is None else jnp.where(hidden, 0.0, values)
+  return values if is_hidden is None else jnp.where(is_hidden, 0.0, values)
 
 
 def _dot(static: TpuStatic, left, right, contracted: int):

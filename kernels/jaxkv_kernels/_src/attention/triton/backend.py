@@ -145,18 +145,18 @@ def _sizes(call: AttentionCall) -> Sizes:
   """Returns the sizes of programs, from shapes alone."""
   batch, columns, heads, dim = call.q.shape
   latent, value_dim = call.options.value_dim, call.value_dim
-  capacity, stored = call.capacity, call.k_pages.dtype
+  capacity, pool_dtype = call.capacity, call.k_pages.dtype
   # Vectors are padded to a power of two: 512 + 64 take less than 1,024.
   cuts = (0, dim) if latent in (None, dim) else (0, latent, dim)
   parts = tuple((a, b - a) for a, b in itertools.pairwise(cuts))
   pages, kv_heads, page_size, _ = call.k_pages.shape
   num_rows = columns * heads // kv_heads
-  numbers = _numbers(call.q.dtype, logical_dtype(stored))
+  dtype = _compute_dtype(call.q.dtype, logical_dtype(pool_dtype))
   rows = max(power_of_two(num_rows), _MIN_ROWS)
-  rows = min(rows, _max_rows(numbers, latent))
+  rows = min(rows, _max_rows(dtype, latent))
   tiles = -(-num_rows // rows)
-  widest = power_of_two(max(value_dim, *(size for _, size in parts)))
-  block = _block(rows, widest, stored, numbers, latent is not None)
+  vector_size = power_of_two(max(value_dim, *(size for _, size in parts)))
+  block = _block(rows, vector_size, pool_dtype, dtype, latent is not None)
   programs = batch * kv_heads * tiles
   has_idle_cores = programs < _PROGRAMS
   part_bytes = batch * columns * heads * value_dim * 4
@@ -179,39 +179,39 @@ def _sizes(call: AttentionCall) -> Sizes:
     block=block,
     splits=splits,
     min_blocks=1 if has_idle_cores else -(-_MIN_TOKENS // block),
-    numbers=numbers,
+    dtype=dtype,
   )
 
 
-def _max_rows(numbers: np.dtype, latent: int | None) -> int:
+def _max_rows(dtype: np.dtype, latent: int | None) -> int:
   """Returns the maximum number of query rows of a program."""
   # float32 is multiplied outside the tensor cores, which takes more registers.
-  if numbers.itemsize > 2:
+  if dtype.itemsize > 2:
     return _MIN_ROWS
   return _MAX_ROWS if latent is None else _MAX_ROWS // 2
 
 
 def _block(
-  rows: int, widest: int, stored: np.dtype, numbers: np.dtype, latent: bool
+  rows: int, size: int, pool_dtype: np.dtype, dtype: np.dtype, latent: bool
 ) -> int:
   """Returns the number of tokens of a step."""
   if latent:
     # A latent vector takes the space of a key and of a value.
-    return max(2 * _BLOCK_BYTES // (widest * numbers.itemsize), 16)
+    return max(2 * _BLOCK_BYTES // (size * dtype.itemsize), 16)
   # 8-bit numbers are widened in registers; many rows leave few for that.
   has_few_rows = rows == _MIN_ROWS
-  width = max(stored.itemsize, numbers.itemsize // (2 if has_few_rows else 1))
+  width = max(pool_dtype.itemsize, dtype.itemsize // (2 if has_few_rows else 1))
   limit = _MAX_BLOCK if has_few_rows else _MAX_BLOCK // 2
-  return min(max(_BLOCK_BYTES // (widest * width), 16), limit)
+  return min(max(_BLOCK_BYTES // (size * width), 16), limit)
 
 
-def _numbers(query, stored) -> np.dtype:
+def _compute_dtype(query_dtype, pool_dtype) -> np.dtype:
   """Returns the format of the products with keys and values."""
-  query, stored = np.dtype(query), np.dtype(stored)
+  query_dtype, pool_dtype = np.dtype(query_dtype), np.dtype(pool_dtype)
   # 8-bit numbers are exact in all wider formats. Two different wider formats
   # have only float32 in common.
-  if stored.itemsize == 1 or stored == query:
-    return query
+  if pool_dtype.itemsize == 1 or pool_dtype == query_dtype:
+    return query_dtype
   return np.dtype(np.float32)
 
 

@@ -40,7 +40,7 @@ class Sizes:
     block: A, tokens of a step, a power of two.
     splits: programs that share a row's keys.
     min_blocks: blocks of a program, unless fewer remain.
-    numbers: the format that the tensor cores multiply.
+    dtype: the format that the tensor cores multiply.
   """
 
   batch: int
@@ -57,7 +57,7 @@ class Sizes:
   block: int
   splits: int
   min_blocks: int
-  numbers: np.dtype
+  dtype: np.dtype
 
   @property
   def per_kv_head(self) -> int:
@@ -95,7 +95,7 @@ def attention_kernel(
   rows = _rows(refs, sizes)
   first_block, end_block = _blocks(rows, sizes)
   q = [
-    _read(refs["q"], rows.index, rows.exists, *part).astype(sizes.numbers)
+    _read(refs["q"], rows.index, rows.exists, *part).astype(sizes.dtype)
     for part in sizes.key_parts
   ]
 
@@ -242,8 +242,8 @@ def _logits(sizes: Sizes, q, keys):
   """Multiplies a part of the queries with the same part of a block's keys."""
   return jnp.dot(
     q,
-    keys.astype(sizes.numbers).T,
-    precision=_precision(sizes.numbers),
+    keys.astype(sizes.dtype).T,
+    precision=_precision(sizes.dtype),
     preferred_element_type=jnp.float32,
   )
 
@@ -253,14 +253,14 @@ def _weighted(weights, values, sizes: Sizes, has_scales: bool):
   # A weight times a scale may be outside the range of float16: divide weights
   # by the largest of their row, and multiply sums by it.
   largest = None
-  if has_scales and sizes.numbers == np.dtype(np.float16):
+  if has_scales and sizes.dtype == np.dtype(np.float16):
     largest = jnp.max(jnp.abs(weights), axis=1)
     largest = jnp.where(largest == 0, 1.0, largest)
     weights /= largest[:, None]
   sums = jnp.dot(
-    weights.astype(sizes.numbers),
-    values.astype(sizes.numbers),
-    precision=_precision(sizes.numbers),
+    weights.astype(sizes.dtype),
+    values.astype(sizes.dtype),
+    precision=_precision(sizes.dtype),
     preferred_element_type=jnp.float32,
   )
   return sums if largest is None else sums * largest[:, None]
@@ -334,7 +334,7 @@ def _divide(numbers, divisor: int):
   return lax.div(numbers, jnp.full_like(numbers, divisor))
 
 
-def _precision(numbers: np.dtype):
+def _precision(dtype: np.dtype):
   """Returns HIGHEST for float32, whose default precision would be tf32."""
-  is_float32 = numbers == np.dtype(np.float32)
+  is_float32 = dtype == np.dtype(np.float32)
   return lax.Precision.HIGHEST if is_float32 else None

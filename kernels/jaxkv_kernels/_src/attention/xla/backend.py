@@ -113,11 +113,11 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     split = functools.partial(_split, call.query_tile)
     join = _join
   # float32[B, K, Y, D]: the query rows that share a K/V head.
-  scaled = call.q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
-  scaled = scaled.reshape(batch, columns, kv_heads, heads // kv_heads, dim)
-  scaled = split(scaled).swapaxes(-4, -3)
-  scaled = scaled.reshape(*scaled.shape[:-3], -1, dim)
-  chex.assert_shape(scaled, (..., batch, kv_heads, None, dim))
+  queries = call.q.astype(jnp.float32) * jnp.asarray(options.scale, jnp.float32)
+  queries = queries.reshape(batch, columns, kv_heads, heads // kv_heads, dim)
+  queries = split(queries).swapaxes(-4, -3)
+  queries = queries.reshape(*queries.shape[:-3], -1, dim)
+  chex.assert_shape(queries, (..., batch, kv_heads, None, dim))
   positions = split(reach.position)
 
   def step(index: jax.Array, carry: _Carry) -> _Carry:
@@ -130,11 +130,11 @@ def attend(call: AttentionCall) -> tuple[jax.Array, jax.Array]:
     mask = _mask(key_positions, reach, options)  # bool[B, T, A]
     tokens = _gather(call, ids, key_positions, jnp.any(mask, axis=1))
     absorb = functools.partial(_absorb, tokens, options)
-    return apply(absorb, _Columns(scaled, positions, split(mask)), carry)
+    return apply(absorb, _Columns(queries, positions, split(mask)), carry)
 
   pools, value_dim = (call.k_pages, call.v_pages), call.value_dim
-  inputs = (scaled, pools, page_table, reach, _arrays(options))
-  carry = _init_carry(scaled.shape[:-1], value_dim, inputs)
+  inputs = (queries, pools, page_table, reach, _arrays(options))
+  carry = _init_carry(queries.shape[:-1], value_dim, inputs)
   carry = lax.fori_loop(first_block, end_block, step, carry)
   is_query = split(call.is_query)
   # The result of tiles that are not computed, as no row has queries there.
@@ -297,12 +297,12 @@ def _absorb(
   block: _Block, options: CallOptions, queries: _Columns, carry: _Carry
 ) -> _Carry:
   """Adds a block of tokens to the online softmax."""
-  scaled, positions, mask = queries
-  batch, kv_heads, rows, _ = scaled.shape
+  q, positions, mask = queries
+  batch, kv_heads, rows, _ = q.shape
   columns = mask.shape[1]
-  chex.assert_shape([scaled, block.keys], (batch, kv_heads, None, None))
+  chex.assert_shape([q, block.keys], (batch, kv_heads, None, None))
   logits = jnp.einsum(
-    "bkrd,bktd->bkrt", scaled, block.keys, precision=lax.Precision.HIGHEST
+    "bkrd,bktd->bkrt", q, block.keys, precision=lax.Precision.HIGHEST
   )
   if block.k_scale is not None:
     logits = logits * block.k_scale[:, :, None]
@@ -371,8 +371,8 @@ def _finish(
     top = highest
   has_no_key = total == 0
   divisor = jnp.where(has_no_key, jnp.float32(1), total)
-  attended = weighted / divisor[..., None]
+  result = weighted / divisor[..., None]
   lse = jnp.where(has_no_key, -jnp.inf, top + jnp.log(divisor))
   lse = jnp.where(is_query[:, None, :, None], lse, -jnp.inf)
-  attended = attended.swapaxes(1, 2).reshape(batch, columns, -1, value_dim)
-  return _Attended(attended, lse.swapaxes(1, 2).reshape(batch, columns, -1))
+  result = result.swapaxes(1, 2).reshape(batch, columns, -1, value_dim)
+  return _Attended(result, lse.swapaxes(1, 2).reshape(batch, columns, -1))
