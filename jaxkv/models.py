@@ -60,10 +60,10 @@ from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.decoder.forward import forward
 from jaxkv._src.models.decoder.forward import forward_uncached
-from jaxkv._src.models.decoder.grouped import grouped_log_probs
+from jaxkv._src.models.decoder.grouped_log_probs import grouped_log_probs
+from jaxkv._src.models.decoder.init_kv import cache_groups
+from jaxkv._src.models.decoder.init_kv import init_kv
 from jaxkv._src.models.decoder.llama import llama
-from jaxkv._src.models.decoder.memory import cache_groups
-from jaxkv._src.models.decoder.memory import init_kv
 from jaxkv._src.models.decoder.params import init_params
 from jaxkv._src.models.decoder.rope import LinearScaling
 from jaxkv._src.models.decoder.rope import Llama3Scaling

@@ -7,17 +7,18 @@ import jax.numpy as jnp
 
 from jaxkv import models
 from jaxkv._src.models.decoder import logits as all_logits
-from jaxkv._src.models.decoder.memories import Nowhere
-from jaxkv._src.models.decoder.routing import routing_of
+from jaxkv._src.models.decoder.expert_records import routing_of
+from jaxkv._src.models.decoder.kv_access import UncachedKV
 
 
-class _Recorded(Nowhere):
-  """Like `Nowhere`, with int32[B, T, J, k] as its memory."""
+class _Recorded(UncachedKV):
+  """An `UncachedKV` with int32[B, T, J, k] as its only pool."""
 
-  def routed(self, place, used, memory):
-    (chosen,) = memory
+  def record_experts(self, location, experts, pools):
+    (chosen,) = pools
+    layer = location.expert_layer
     return (
-      jax.lax.dynamic_update_index_in_dim(chosen, used, place.routed, axis=2),
+      jax.lax.dynamic_update_index_in_dim(chosen, experts, layer, axis=2),
     )
 
 
@@ -34,8 +35,8 @@ def chosen_experts(params, tokens, positions, *, config, experts=None):
   """
   assert isinstance(config, models.Decoder)
   sizes = routing_of(config, "config")[:2]
-  memory = (jnp.zeros((*tokens.shape, *sizes), jnp.int32),)
-  keep = _Recorded(experts)
+  pools = (jnp.zeros((*tokens.shape, *sizes), jnp.int32),)
+  access = _Recorded(experts)
   return all_logits.run(
-    params, tokens, positions, memory, keep, None, "none", config
+    params, tokens, positions, pools, access, None, "none", config
   )[1][0]

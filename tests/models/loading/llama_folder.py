@@ -7,7 +7,7 @@ import struct
 import ml_dtypes
 import numpy as np
 
-from jaxkv._src.models.loading.stored import StoredTensor
+from jaxkv._src.models.loading.lazy_tensor import LazyTensor
 
 CONFIG = {
   "architectures": ["LlamaForCausalLM"],
@@ -42,7 +42,7 @@ _LAYER = {
 
 
 def stored(values):
-  return StoredTensor(values.shape, values.dtype, lambda: values)
+  return LazyTensor(values.shape, values.dtype, lambda: values)
 
 
 def tensors():

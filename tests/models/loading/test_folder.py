@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv import models
-from jaxkv._src.models.loading import unpacking
+from jaxkv._src.models.loading import dequantize
 from tests.models.loading.llama_folder import CONFIG
 from tests.models.loading.llama_folder import stored
 from tests.models.loading.llama_folder import tensors
@@ -126,19 +126,19 @@ class TestFewBits:
     packed = draw.normal(size=(5, 7)).astype(ml_dtypes.float8_e4m3fn)
     scales = draw.uniform(1, 2, (3, 2)).astype(np.float32)
     parts = {"w": stored(packed), "w_scale_inv": stored(scales)}
-    (found,) = unpacking.fp8_blocks(parts, (2, 4)).values()
+    (found,) = dequantize.fp8_blocks(parts, (2, 4)).values()
     for (i, j), value in np.ndenumerate(found.read()):
       wanted = np.float32(packed[i, j]) * scales[i // 2, j // 4]
       assert value == wanted
     with pytest.raises(ValueError, match="w_scale_inv must have shape"):
-      unpacking.fp8_blocks(parts, (2, 2))
+      dequantize.fp8_blocks(parts, (2, 2))
 
   def test_mxfp4(self):
     draw = np.random.default_rng(0)
     blocks = draw.integers(0, 256, (2, 3, 2, 16), np.uint8)
     scales = draw.integers(120, 134, (2, 3, 2), np.uint8)
     parts = {"w_blocks": stored(blocks), "w_scales": stored(scales)}
-    (found,) = unpacking.mxfp4(parts).values()
+    (found,) = dequantize.mxfp4(parts).values()
     assert found.read().shape == found.shape == (2, 64, 3)
     magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     for (x, i, o), value in np.ndenumerate(found.read()):

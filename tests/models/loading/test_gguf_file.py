@@ -60,7 +60,7 @@ def interleaved(weight, heads):
 
 def stored(path):
   """The tensors by Hugging Face's names."""
-  return gguf_checkpoint.opened(path).stored
+  return gguf_checkpoint.open_checkpoint(path).tensors
 
 
 def weight(path, name):
@@ -71,7 +71,7 @@ def weight(path, name):
 
 
 def decoder(path):
-  return gguf_checkpoint.opened(path).plan(np.float32).decoder
+  return gguf_checkpoint.open_checkpoint(path).weight_map(np.float32).decoder
 
 
 class TestMetadata:
@@ -248,11 +248,11 @@ class TestWeights:
   @pytest.mark.parametrize("architecture", ARCHITECTURES)
   def test_are_read_when_they_are_loaded(self, tmp_path, architecture):
     path = small(tmp_path, architecture)
-    opened = gguf_checkpoint.opened(path)
+    opened = gguf_checkpoint.open_checkpoint(path)
     with path.open("r+b") as file:
       file.seek(gguf.GGUFReader(path).tensors[0].data_offset)
       file.write(np.full(320 * 64, 7, np.float32).tobytes())
-    assert (opened.stored["model.embed_tokens.weight"].read() == 7).all()
+    assert (opened.tensors["model.embed_tokens.weight"].read() == 7).all()
     model = models.load(path, dtype=np.float32)
     assert (np.asarray(model.params["embed"]) == 7).all()
 
@@ -362,15 +362,15 @@ class TestConfig:
       "blk.0.attn_q.weight": np.ones((4 * 128, 64), np.float32),
     }
     path = small(tmp_path, facts=facts, tensors=tensors)
-    opened = gguf_checkpoint.opened(path)
-    layers = opened.plan(np.float32).decoder.layers
+    opened = gguf_checkpoint.open_checkpoint(path)
+    layers = opened.weight_map(np.float32).decoder.layers
     assert layers[0].attention.rope.scaling == Llama3Scaling(
       factor=factor,
       low_frequency_factor=1.0,
       high_frequency_factor=4.0,
       original_length=8192,
     )
-    assert all("rope" not in name for name in opened.stored)
+    assert all("rope" not in name for name in opened.tensors)
     rope[40] *= 1.01
     path = small(tmp_path, facts=facts, tensors=tensors)
     with pytest.raises(ValueError, match="Llama 3's scaling"):

@@ -54,7 +54,7 @@ def _facts(path):
 
 def _tokenizer(path):
   pytest.importorskip("tokenizers", reason="it makes the tokens")
-  return gguf_checkpoint.opened(path).open_tokenizer()
+  return gguf_checkpoint.open_checkpoint(path).open_tokenizer()
 
 
 def test_tokens_of_gemma_are_those_of_sentencepiece():

@@ -1,1 +1,1 @@
-"""One decoder for many families, described layer by layer."""
+"""A decoder for many model families, described layer by layer."""

@@ -1,14 +1,14 @@
-"""What attention makes of tokens, before and after they look at each other.
+"""Projections before and after attention or a recurrence.
 
-Each kind has a `project_` function, whose result a memory takes, and an
-`output_` function of what the tokens then read. Both are about each token
-alone.
+Each kind of token mixer has a `project_` function, whose result goes to a
+`kv_access`, and an `output_` function for the mixer's output. Both treat each
+token on its own.
 
-| kind              | `project_`              | what is read |
-|-------------------|-------------------------|--------------|
-| `Attention`       | `Softmax`               | [B, T, H, D] |
-| `LatentAttention` | `Latents`               | [B, T, H, X] |
-| `DeltaNet`        | `Recurrence`            | [B, T, H, X] |
+| kind              | result of `project_` | mixer's output |
+|-------------------|----------------------|----------------|
+| `Attention`       | `SoftmaxInputs`      | [B, T, H, D]   |
+| `LatentAttention` | `LatentInputs`       | [B, T, H, X]   |
+| `DeltaNet`        | `RecurrenceInputs`   | [B, T, H, X]   |
 """
 
 import functools
@@ -31,17 +31,17 @@ Angles = tuple[jax.Array, jax.Array]
 """Cosines and sines, see `rope.rotation`."""
 
 Rotations = tuple[Angles, ...]
-"""The angles of each of a decoder's different rotary encodings."""
+"""The angles of each distinct rotary encoding of a decoder."""
 
 
-class Softmax(NamedTuple):
-  """Of tokens in a layer with `Attention`.
+class SoftmaxInputs(NamedTuple):
+  """Queries, keys and values of a layer with `Attention`.
 
   Attributes:
     q: [B, T, H, D].
     k: [B, T, K, D].
     v: [B, T, K, D].
-    gate: [B, T, H, D], a factor of what is read; None for none.
+    gate: [B, T, H, D], a factor of the output; None without a gate.
   """
 
   q: jax.Array
@@ -50,30 +50,30 @@ class Softmax(NamedTuple):
   gate: jax.Array | None
 
 
-class Latents(NamedTuple):
-  """Of tokens in a layer with `LatentAttention`.
+class LatentInputs(NamedTuple):
+  """Queries and latents of a layer with `LatentAttention`.
 
   Attributes:
-    plain: [B, T, H, plain_dim], of queries.
-    turned: [B, T, H, rotated_dim], of queries.
+    plain_query: [B, T, H, plain_dim], the part without rotation.
+    rotated_query: [B, T, H, rotated_dim].
     latent: [B, T, latent_dim].
-    rotated: [B, T, 1, rotated_dim], the part of keys that heads share.
+    rotated_key: [B, T, 1, rotated_dim], shared by all heads.
   """
 
-  plain: jax.Array
-  turned: jax.Array
+  plain_query: jax.Array
+  rotated_query: jax.Array
   latent: jax.Array
-  rotated: jax.Array
+  rotated_key: jax.Array
 
 
-class Recurrence(NamedTuple):
-  """Of tokens in a layer with `DeltaNet`.
+class RecurrenceInputs(NamedTuple):
+  """Inputs of the recurrence of a layer with `DeltaNet`.
 
   Attributes:
     channels: [B, T, C], queries, keys and values before the convolution.
     beta: [B, T, H].
     decay: float32[B, T, H].
-    gate: float32[B, T, H, X], a factor of what is read.
+    gate: float32[B, T, H, X], a factor of the output.
   """
 
   channels: jax.Array
@@ -83,26 +83,24 @@ class Recurrence(NamedTuple):
 
 
 def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
-  """The angles of all layers, each once, of positions int32[B, T]."""
+  """Computes the distinct angles of all layers for positions int32[B, T]."""
   return tuple(
     ropes.rotation(rope, dim, positions) for rope, dim in _encodings(decoder)
   )
 
 
 def angles_of(
-  layer: Layer, turned: Rotations, decoder: Decoder
+  layer: Layer, rotations: Rotations, decoder: Decoder
 ) -> Angles | None:
-  """The angles of a layer; None if it has none."""
+  """Returns the angles of a layer; None without rotary positions."""
   key = _rotation_of(layer)
-  return None if key is None else turned[_encodings(decoder).index(key)]
+  return None if key is None else rotations[_encodings(decoder).index(key)]
 
 
 @functools.cache
 def _encodings(decoder: Decoder) -> tuple[tuple[ropes.Rope, int], ...]:
-  """The different rotary encodings of a decoder, in the order of its layers.
-
-  A `Rope` has no order, so a dictionary of them would be no pytree.
-  """
+  """Returns the distinct rotary encodings, in the order of the layers."""
+  # A tuple, since jax sorts the keys of a dict and a `Rope` has no order.
   keys = map(_rotation_of, decoder.layers)
   return tuple(dict.fromkeys(key for key in keys if key is not None))
 
@@ -122,28 +120,20 @@ def project_softmax(
   attention: Attention,
   angles: Angles | None,
   decoder: Decoder,
-) -> Softmax:
-  """What normed tokens [B, T, E] ask for, and what they offer.
-
-  Args:
-    x: the tokens.
-    weights: of the layer.
-    attention: its sizes.
-    angles: of the tokens' positions; None for no rotations.
-    decoder: for norms.
-  """
+) -> SoftmaxInputs:
+  """Projects normalized tokens [B, T, E] to the inputs of attention."""
   q = queries(x, weights, attention, decoder)
   k, v = keys_and_values(x, weights, attention, decoder)
   if attention.rope is not None and angles is not None:
     q = ropes.rotate(q, angles, attention.rope)
     k = ropes.rotate(k, angles, attention.rope)
-  return Softmax(q, k, v, gate(x, weights, attention))
+  return SoftmaxInputs(q, k, v, gate(x, weights, attention))
 
 
 def queries(
   x: jax.Array, weights: Params, attention: Attention, decoder: Decoder
 ) -> jax.Array:
-  """[B, T, H, D], not rotated yet."""
+  """Projects tokens to queries [B, T, H, D], before the rotation."""
   q = jnp.einsum("bte,ehd->bthd", x, weights["query"])
   if attention.biased:
     q = q + weights["query_bias"][None, None]
@@ -156,7 +146,7 @@ def queries(
 def keys_and_values(
   x: jax.Array, weights: Params, attention: Attention, decoder: Decoder
 ) -> tuple[jax.Array, jax.Array]:
-  """[B, T, K, D] each, not rotated yet."""
+  """Projects tokens to keys and values [B, T, K, D], before the rotation."""
   k = jnp.einsum("bte,ekd->btkd", x, weights["key"])
   v = jnp.einsum("bte,ekd->btkd", x, weights["value"])
   if attention.biased:
@@ -171,7 +161,7 @@ def keys_and_values(
 def gate(
   x: jax.Array, weights: Params, attention: Attention
 ) -> jax.Array | None:
-  """[B, T, H, D]: a factor of what queries read; None for none."""
+  """Computes the gate [B, T, H, D]; None if attention has none."""
   if not attention.gated:
     return None
   return jax.nn.sigmoid(jnp.einsum("bte,ehd->bthd", x, weights["query_gate"]))
@@ -184,7 +174,7 @@ def output_softmax(
   attention: Attention,
   dtype: jnp.dtype,
 ) -> jax.Array:
-  """[B, T, E] of what queries read, [B, T, H, D]."""
+  """Projects attention's output [B, T, H, D] to [B, T, E]."""
   out = out.astype(dtype)
   if gate is not None:
     out = out * gate
@@ -200,35 +190,37 @@ def project_latents(
   attention: LatentAttention,
   angles: Angles,
   decoder: Decoder,
-) -> Latents:
-  """Like `project_softmax`: multi-head latent attention."""
+) -> LatentInputs:
+  """Projects tokens to the inputs of multi-head latent attention."""
   eps, offset = decoder.norm_eps, decoder.norm_offset
-  down = x
+  compressed = x
   if attention.query_rank is not None:
-    down = jnp.einsum("bte,er->btr", x, weights["query_down"])
-    down = rms_norm(down, weights["query_norm"], eps, offset)
-  q = jnp.einsum("btr,rhd->bthd", down, weights["query"])
-  both = jnp.einsum("bte,el->btl", x, weights["latent"])
-  kept = rms_norm(
-    both[..., : attention.latent_dim], weights["latent_norm"], eps, offset
+    compressed = jnp.einsum("bte,er->btr", x, weights["query_down"])
+    compressed = rms_norm(compressed, weights["query_norm"], eps, offset)
+  q = jnp.einsum("btr,rhd->bthd", compressed, weights["query"])
+  vectors = jnp.einsum("bte,el->btl", x, weights["latent"])
+  # The norm is of the latent alone: the shared key is rotated, not normalized.
+  latent = rms_norm(
+    vectors[..., : attention.latent_dim], weights["latent_norm"], eps, offset
   )
-  rotated = both[:, :, None, attention.latent_dim :]
-  plain, turned = jnp.split(q, [attention.plain_dim], axis=-1)
-  turned = ropes.rotate(turned, angles, attention.rope)
-  rotated = ropes.rotate(rotated, angles, attention.rope)
-  return Latents(plain, turned, kept, rotated)
+  rotated_key = vectors[:, :, None, attention.latent_dim :]
+  plain_query, rotated_query = jnp.split(q, [attention.plain_dim], axis=-1)
+  rotated_query = ropes.rotate(rotated_query, angles, attention.rope)
+  rotated_key = ropes.rotate(rotated_key, angles, attention.rope)
+  return LatentInputs(plain_query, rotated_query, latent, rotated_key)
 
 
 def output_latents(
   out: jax.Array, weights: Params, dtype: jnp.dtype
 ) -> jax.Array:
-  """[B, T, E] of what queries read, [B, T, H, value_dim]."""
+  """Projects attention's output [B, T, H, value_dim] to [B, T, E]."""
   return jnp.einsum("bthv,hve->bte", out.astype(dtype), weights["output"])
 
 
-def project_recurrence(x: jax.Array, weights: Params) -> Recurrence:
-  """Like `project_softmax`: the gated delta rule, as in Qwen3-Next."""
-  mixed = [
+def project_recurrence(x: jax.Array, weights: Params) -> RecurrenceInputs:
+  """Projects tokens to the inputs of the gated delta rule (Qwen3-Next)."""
+  # One convolution runs over the channels of queries, keys and values.
+  channels = [
     jnp.einsum("bte,ehd->bthd", x, weights[name]).reshape(*x.shape[:2], -1)
     for name in ("query", "key", "value")
   ]
@@ -239,8 +231,10 @@ def project_recurrence(x: jax.Array, weights: Params) -> Recurrence:
     weights["decay_bias"],
   )
   gate = jnp.einsum("bte,ehv->bthv", x, weights["output_gate"])
+  # float32, as in the reference: the output is multiplied in float32, too.
   gate = jax.nn.silu(gate.astype(jnp.float32))
-  return Recurrence(jnp.concatenate(mixed, axis=-1), beta, decay, gate)
+  channels = jnp.concatenate(channels, axis=-1)
+  return RecurrenceInputs(channels, beta, decay, gate)
 
 
 def recur(
@@ -254,20 +248,18 @@ def recur(
   """Runs the recurrence of a layer.
 
   Args:
-    weights: of the layer; its convolution is used.
-    inputs: channels, beta and decay of `Recurrence`, [R, T, ...].
-    states: of each row, before the tokens.
-    counts: int32[R], tokens of each row.
-    attention: its sizes.
-
-  Returns:
-    [R, T, H, X], and the states after so many tokens.
+    weights: has the convolution of the layer.
+    inputs: channels, beta and decay of `RecurrenceInputs`, [R, T, ...].
+    states: see `recurrent_pages.Recurrence`.
+    counts: see `recurrent_pages.Recurrence`.
+    attention: static; sizes of the recurrence.
   """
   a, (channels, beta, decay) = attention, inputs
   channels, last = delta_net.causal_conv(
     channels, weights["convolution"], states["convolution"], counts
   )
   channels = jax.nn.silu(channels)
+  # Channels are in the order of `project_recurrence`.
   keys = a.num_key_heads * a.key_dim
   parts = jnp.split(channels, [keys, 2 * keys], axis=-1)
   heads = (a.num_key_heads, a.num_key_heads, a.num_value_heads)
@@ -289,7 +281,8 @@ def output_recurrence(
   decoder: Decoder,
   dtype: jnp.dtype,
 ) -> jax.Array:
-  """[B, T, E] of what the recurrence gives, [B, T, H, X]."""
+  """Projects the recurrence's output [B, T, H, X] to [B, T, E]."""
+  # This norm has no offset, also where the decoder's norms have one.
   out = rms_norm(out, weights["output_norm"], decoder.norm_eps)
   out = out.astype(jnp.float32) * gate
   return jnp.einsum("bthv,hve->bte", out.astype(dtype), weights["output"])

@@ -1,4 +1,4 @@
-"""Causal softmax attention among the tokens of a call, without any memory."""
+"""Causal softmax attention among the tokens of a call, without a cache."""
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,17 @@ def attend_causal(
   soft_cap: float | None = None,
   sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """Causal attention among the tokens given, without any memory.
+  """Computes causal attention among the tokens of a call.
 
   Args:
     q: [B, T, H, D] queries.
     k: [B, T, K, D] keys; K divides H.
     v: [B, T, K, X] values.
     window: static; a token sees itself and the `window - 1` tokens before it;
-      None: all tokens before it.
+      None attends to all tokens before it.
     scale: static; factor of the logits; None for D ** -0.5.
-    soft_cap: static; c turns a logit x into c * tanh(x / c); None for no cap.
-    sinks: [H], a logit of each head that has no value; None for none.
+    soft_cap: static; c maps a logit x to c * tanh(x / c); None for no cap.
+    sinks: [H], a logit without a value for each head; None for no sinks.
 
   Returns:
     [B, T, H, X].
@@ -37,11 +37,12 @@ def attend_causal(
   """
   steps = jnp.arange(q.shape[1], dtype=jnp.int32)
   queries, keys = steps[:, None], steps[None, :]
-  seen = keys <= queries
+  mask = keys <= queries
   if window is not None:
-    seen &= keys > queries - window
+    mask &= keys > queries - window
   num_kv_heads, head_dim = k.shape[2:]
   grouped = q.reshape(*q.shape[:2], num_kv_heads, -1, head_dim)
+  # Scores are float32 for bfloat16 inputs, too: the softmax needs the digits.
   scores = jnp.einsum(
     "btkgd,bnkd->bkgtn",
     grouped,
@@ -51,11 +52,12 @@ def attend_causal(
   scores *= head_dim**-0.5 if scale is None else scale
   if soft_cap is not None:
     scores = soft_cap * jnp.tanh(scores / soft_cap)
-  scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
+  scores = jnp.where(mask[None, None, None], scores, -jnp.inf)
   if sinks is not None:
-    own = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
-    own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
-    scores = jnp.concatenate([scores, own], axis=-1)
+    # A sink takes part in the softmax and is dropped before the values.
+    logits = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
+    logits = jnp.broadcast_to(logits, (*scores.shape[:-1], 1))
+    scores = jnp.concatenate([scores, logits], axis=-1)
   weights = jax.nn.softmax(scores, axis=-1)
   if sinks is not None:
     weights = weights[..., :-1]

@@ -1,27 +1,18 @@
-"""The gated delta rule, and the convolution before it, with a carried state.
+"""The gated delta rule and its short convolution, with a recurrent state.
 
-Layers of Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025), as Qwen3-Next has
-them, replace keys and values by a matrix S for each head. Token t decays it,
-reads what it says of the token's key, and writes what it should say:
+Layers of Gated DeltaNet (Yang, Kautz and Hatamizadeh 2025), as in Qwen3-Next,
+replace keys and values by a matrix S per head, which maps keys to values. Token
+t decays S, moves the value stored for its key towards v_t, and reads S with its
+query:
 
   S = exp(decay_t) S
   S = S + beta_t k_t (v_t - k_t S)
   out_t = q_t S
 
-`jaxkv.kv.read_state` and `write_state` keep the matrix, and the last inputs of
-the convolution. All functions take rows of tokens, [B, T, ...], of which only
-the first `counts` count: the others change no state. Many tokens are computed
-in chunks by matrix products; one token is a single step.
-
-| function | what it does |
-|---|---|
-| `causal_conv` | depthwise convolution over a token and those before it |
-| `l2_normalized` | queries and keys of length 1 |
-| `log_decay` | the decays from a projection and the layer's parameters |
-| `gated_delta_rule` | the recurrence |
-| `to_rows`, `to_columns` | packed tokens as rows, and back |
-
-All are differentiable.
+`jaxkv.kv.read_state` and `write_state` store the matrix and the last inputs of
+the convolution. Functions take rows of tokens [B, T, ...]. Only the first
+`counts` tokens of a row are valid; the others do not change the state. All
+functions are differentiable.
 """
 
 from typing import NamedTuple
@@ -32,7 +23,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-_EXACT = lax.Precision.HIGHEST
+# On a GPU or TPU the default may round float32 products to fewer bits, and a
+# state sums such errors over all tokens.
+_PRECISION = lax.Precision.HIGHEST
 
 
 def causal_conv(
@@ -41,15 +34,15 @@ def causal_conv(
   state: Array,
   counts: Array,
 ) -> tuple[Array, Array]:
-  """Each channel convolved with itself, over a token and the W - 1 before it.
+  """Computes a depthwise convolution over a token and the W - 1 before it.
 
-  No activation is applied.
+  Applies no activation.
 
   Args:
     x: float[B, T, C].
-    weight: float[C, W]; the last one is that of the token itself.
-    state: float[B, C, W - 1], the inputs before the first token, the oldest
-      first; zeros where a sequence begins.
+    weight: float[C, W]; the last column is the weight of the token itself.
+    state: float[B, C, W - 1], the inputs before the first token, oldest first;
+      zeros at the start of a sequence.
     counts: int32[B], tokens of each row.
 
   Returns:
@@ -74,16 +67,18 @@ def causal_conv(
   before = state.swapaxes(1, 2).astype(jnp.float32)
   inputs = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
   out = jnp.zeros((batch, columns, channels), jnp.float32)
-  for place in range(width):
-    factor = weight[:, place].astype(jnp.float32)[None, None]
-    out = out + inputs[:, place : place + columns] * factor
+  # A sum of W shifted products: W is about 4, and XLA fuses it into one loop.
+  for shift in range(width):
+    factor = weight[:, shift].astype(jnp.float32)[None, None]
+    out = out + inputs[:, shift : shift + columns] * factor
+  # `inputs` starts W - 1 tokens early, so the state ends at `counts` there.
   last = counts[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
   after = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
   return out.astype(x.dtype), after.swapaxes(1, 2).astype(state.dtype)
 
 
 def l2_normalized(x: Array) -> Array:
-  """Vectors float[..., D] of length 1, in the same dtype.
+  """Normalizes vectors float[..., D] to length 1, in the same dtype.
 
   Examples:
     >>> l2_normalized(jnp.asarray([3.0, 4.0])).round(3).tolist()
@@ -95,10 +90,10 @@ def l2_normalized(x: Array) -> Array:
 
 
 def log_decay(a: Array, a_log: Array, dt_bias: Array) -> Array:
-  """The logarithms of the decays: -exp(a_log) softplus(a + dt_bias).
+  """Returns the logarithms of the decays: -exp(a_log) softplus(a + dt_bias).
 
   Args:
-    a: float[B, T, H], a projection of the tokens.
+    a: float[B, T, H], projections of the tokens.
     a_log: float[H].
     dt_bias: float[H].
 
@@ -106,8 +101,7 @@ def log_decay(a: Array, a_log: Array, dt_bias: Array) -> Array:
     float32[B, T, H], never positive.
   """
   a, a_log, dt_bias = (
-    some.astype(jnp.float32)
-    for some in (a, a_log[None, None], dt_bias[None, None])
+    x.astype(jnp.float32) for x in (a, a_log[None, None], dt_bias[None, None])
   )
   return -jnp.exp(a_log) * jax.nn.softplus(a + dt_bias)
 
@@ -123,32 +117,32 @@ def gated_delta_rule(
   *,
   chunk: int = 64,
 ) -> tuple[Array, Array]:
-  """The outputs of all tokens, and the state after `counts` of them.
+  """Runs the recurrence over all tokens.
 
   Args:
     q: float[B, T, K, Dk].
     k: float[B, T, K, Dk]. `l2_normalized` keeps the recurrence stable.
-    v: float[B, T, H, Dv], H a multiple of K; head h has the query and the key
-      of head h // (H // K).
+    v: float[B, T, H, Dv], H a multiple of K; head h uses the query and key head
+      h // (H // K).
     decay: float[B, T, H], logarithms; not positive.
     beta: float[B, T, H], 0 .. 1.
-    state: float[B, H, Dk, Dv]; zeros where a sequence begins.
+    state: float[B, H, Dk, Dv]; zeros at the start of a sequence.
     counts: int32[B], tokens of each row, 0 .. T.
-    chunk: tokens that are computed at once.
+    chunk: static; tokens that are computed together.
 
   Returns:
-    [B, T, H, Dv] in v's dtype, zeros behind `counts`; and the state,
-    float32[B, H, Dk, Dv].
+    [B, T, H, Dv] in v's dtype, zeros past `counts`; and the state after
+    `counts` tokens, float32[B, H, Dk, Dv].
 
   Raises:
     ValueError: H is not a multiple of K, or `chunk` is less than 1.
 
   Examples:
-    >>> one = jnp.ones((1, 2, 1, 1))
+    >>> ones = jnp.ones((1, 2, 1, 1))
     >>> out, state = gated_delta_rule(
-    ...   one,
-    ...   one,
-    ...   one * 8,
+    ...   ones,
+    ...   ones,
+    ...   ones * 8,
     ...   jnp.zeros((1, 2, 1)),
     ...   jnp.full((1, 2, 1), 0.5),
     ...   jnp.zeros((1, 1, 1, 1)),
@@ -168,23 +162,24 @@ def gated_delta_rule(
   chex.assert_shape([decay, beta], (batch, columns, heads))
   chex.assert_shape(state, (batch, heads, k.shape[3], value_dim))
   times = heads // k.shape[2]
-  real = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
-  real = real[..., None]
+  is_valid = jnp.arange(columns, dtype=jnp.int32)[None] < counts[:, None]
+  is_valid = is_valid[..., None]
   tokens = _Tokens(
     q=_by_head(jnp.repeat(q, times, axis=2)) * jnp.float32(k.shape[3] ** -0.5),
     k=_by_head(jnp.repeat(k, times, axis=2)),
     v=_by_head(v),
-    # Without decay and without a change a token leaves the state as it is.
-    decay=_by_head(jnp.where(real, decay, jnp.zeros_like(decay))),
-    beta=_by_head(jnp.where(real, beta, jnp.zeros_like(beta))),
+    # Without decay and without a change, padding leaves the state as it is.
+    decay=_by_head(jnp.where(is_valid, decay, jnp.zeros_like(decay))),
+    beta=_by_head(jnp.where(is_valid, beta, jnp.zeros_like(beta))),
   )
   state = state.astype(jnp.float32)
+  # Decode steps: a chunk of one would solve a system of one equation.
   if columns == 1:
-    state, out = _one(state, jax.tree.map(lambda x: x[:, :, 0], tokens))
+    state, out = _single_step(state, jax.tree.map(lambda x: x[:, :, 0], tokens))
     out = out[:, :, None]
   else:
-    state, out = _many(state, tokens, min(chunk, columns))
-  out = jnp.where(real[..., None], out.swapaxes(1, 2), jnp.float32(0))
+    state, out = _scan_chunks(state, tokens, min(chunk, columns))
+  out = jnp.where(is_valid[..., None], out.swapaxes(1, 2), jnp.float32(0))
   return out.astype(v.dtype), state
 
 
@@ -207,91 +202,95 @@ class _Tokens(NamedTuple):
 
 
 def _by_head(x: Array) -> Array:
-  """[B, T, H, ...] as float32[B, H, T, ...]."""
+  """Converts [B, T, H, ...] to float32[B, H, T, ...]."""
   return x.swapaxes(1, 2).astype(jnp.float32)
 
 
 def _einsum(terms: str, *arrays: Array) -> Array:
-  return jnp.einsum(terms, *arrays, precision=_EXACT)
+  return jnp.einsum(terms, *arrays, precision=_PRECISION)
 
 
-def _one(state: Array, token: _Tokens) -> tuple[Array, Array]:
-  """One step; the tokens have no axis T."""
+def _single_step(state: Array, token: _Tokens) -> tuple[Array, Array]:
+  """Runs one token per row; `token` has no axis T."""
   state = state * jnp.exp(token.decay)[..., None, None]
-  known = _einsum("bhk,bhkv->bhv", token.k, state)
-  change = (token.v - known) * token.beta[..., None]
+  stored = _einsum("bhk,bhkv->bhv", token.k, state)
+  change = (token.v - stored) * token.beta[..., None]
   state = state + token.k[..., None] * change[..., None, :]
   return state, _einsum("bhk,bhkv->bhv", token.q, state)
 
 
-def _many(state: Array, tokens: _Tokens, chunk: int) -> tuple[Array, Array]:
-  """Chunk after chunk; outputs float32[B, H, T, Dv]."""
+def _scan_chunks(
+  state: Array, tokens: _Tokens, chunk: int
+) -> tuple[Array, Array]:
+  """Runs chunk after chunk; returns the state and float32[B, H, T, Dv]."""
   columns = tokens.k.shape[2]
-  number = -(-columns // chunk)
+  num_chunks = -(-columns // chunk)
 
-  def cut(x: Array) -> Array:
-    """[B, H, T, ...] as [number, B, H, chunk, ...], padded with zeros."""
-    spare = [(0, 0)] * x.ndim
-    spare[2] = (0, number * chunk - columns)
-    x = jnp.pad(x, spare)
-    x = x.reshape(*x.shape[:2], number, chunk, *x.shape[3:])
+  def split(x: Array) -> Array:
+    """Splits [B, H, T, ...] into [num_chunks, B, H, chunk, ...]."""
+    # Zeros in the padding: no decay and no change.
+    padding = [(0, 0)] * x.ndim
+    padding[2] = (0, num_chunks * chunk - columns)
+    x = jnp.pad(x, padding)
+    x = x.reshape(*x.shape[:2], num_chunks, chunk, *x.shape[3:])
     return jnp.moveaxis(x, 2, 0)
 
-  state, out = lax.scan(_chunk, state, jax.tree.map(cut, tokens))
+  state, out = lax.scan(_chunk, state, jax.tree.map(split, tokens))
   out = jnp.moveaxis(out, 0, 2)
-  out = out.reshape(*out.shape[:2], number * chunk, out.shape[-1])
+  out = out.reshape(*out.shape[:2], num_chunks * chunk, out.shape[-1])
   return state, out[:, :, :columns]
 
 
 def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
-  """All tokens of a chunk at once.
+  """Runs all tokens of a chunk together, as one triangular system.
 
-  The change d_t that token t writes depends on the changes before it in the
-  chunk: d_t = beta_t (v_t - e^(G_t) k_t S - sum_(j<t) e^(G_t - G_j) (k_t k_j)
-  d_j), where G sums the decays. That is a triangular system.
+  The change d_t of token t depends on earlier changes of the chunk: d_t =
+  beta_t (v_t - e^(G_t) k_t S - sum_(j<t) e^(G_t - G_j) (k_t k_j) d_j), where G
+  is the cumulative sum of the decays.
   """
   q, k, v, decay, beta = tokens
   size = k.shape[2]
   total = jnp.cumsum(decay, axis=2)
-  place = jnp.arange(size, dtype=jnp.int32)
-  before = place[:, None] > place[None]
-  until = (place[:, None] >= place[None])[None, None]
-  # Differences that are positive are left out before the exponential.
-  between = total[..., :, None] - total[..., None, :]
-  between = jnp.exp(jnp.where(until, between, -jnp.inf))
-  alike = _einsum("bhtk,bhjk->bhtj", k, k) * between
+  index = jnp.arange(size, dtype=jnp.int32)
+  is_before = index[:, None] > index[None]
+  is_causal = (index[:, None] >= index[None])[None, None]
+  # Masked before the exponential: positive differences could overflow, and an
+  # inf behind a mask makes gradients NaN.
+  decays = total[..., :, None] - total[..., None, :]
+  decays = jnp.exp(jnp.where(is_causal, decays, -jnp.inf))
+  key_products = _einsum("bhtk,bhjk->bhtj", k, k) * decays
   system = jnp.where(
-    before[None, None], alike * beta[..., None], jnp.float32(0)
+    is_before[None, None], key_products * beta[..., None], jnp.float32(0)
   )
-  from_state = jnp.exp(total)[..., None]
-  known = _einsum("bhtk,bhkv->bhtv", k, state) * from_state
+  state_decay = jnp.exp(total)[..., None]
+  stored = _einsum("bhtk,bhkv->bhtv", k, state) * state_decay
   changes = lax.linalg.triangular_solve(
     system,
-    (v - known) * beta[..., None],
+    (v - stored) * beta[..., None],
     left_side=True,
     lower=True,
     unit_diagonal=True,
   )
-  seen = _einsum("bhtk,bhjk->bhtj", q, k) * between
-  out = _einsum("bhtk,bhkv->bhtv", q, state) * from_state
-  out = out + _einsum("bhtj,bhjv->bhtv", seen, changes)
-  # The last row says what is left of each change at the end of the chunk.
-  left = between[:, :, -1][..., None] * k
-  state = state * from_state[:, :, -1][..., None]
-  return state + _einsum("bhjk,bhjv->bhkv", left, changes), out
+  scores = _einsum("bhtk,bhjk->bhtj", q, k) * decays
+  out = _einsum("bhtk,bhkv->bhtv", q, state) * state_decay
+  out = out + _einsum("bhtj,bhjv->bhtv", scores, changes)
+  # The last row has the decay of each change up to the end of the chunk.
+  decayed_keys = decays[:, :, -1][..., None] * k
+  state = state * state_decay[:, :, -1][..., None]
+  return state + _einsum("bhjk,bhjv->bhkv", decayed_keys, changes), out
 
 
 def to_rows(packed: Array, counts: Array, width: int) -> Array:
-  """Tokens packed one row after another, as the prompts of a `PackedView`.
+  """Unpacks tokens that are stored row after row, as in a `PackedView`.
 
   Args:
     packed: [C, ...].
     counts: int32[P], tokens of each row.
-    width: T; the tokens of a row behind it are left out. In a rollout with
+    width: static; T. Further tokens of a row are dropped; in a rollout with
       recurrent groups no row has more than a page.
 
   Returns:
-    [P, T, ...]; whatever is near behind `counts`.
+    [P, T, ...], with arbitrary tokens past `counts`.
 
   Examples:
     >>> counts = jnp.asarray([1, 2], jnp.int32)
@@ -305,7 +304,7 @@ def to_rows(packed: Array, counts: Array, width: int) -> Array:
 
 
 def to_columns(rows: Array, counts: Array, columns: int) -> Array:
-  """What `to_rows` undid: [P, T, ...] as [C, ...], zeros behind all tokens.
+  """Packs rows: the inverse of `to_rows`, [C, ...] with zeros at the end.
 
   Args:
     rows: [P, T, ...].
@@ -313,9 +312,10 @@ def to_columns(rows: Array, counts: Array, columns: int) -> Array:
     columns: C.
   """
   begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
-  place = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+  column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+  # Padding goes to a column out of range, which "drop" ignores.
   target = jnp.where(
-    place < counts[:, None], begins[:, None] + place, jnp.int32(columns)
+    column < counts[:, None], begins[:, None] + column, jnp.int32(columns)
   )
   packed = jnp.zeros((columns, *rows.shape[2:]), rows.dtype)
   return packed.at[target].set(rows, mode="drop")

@@ -1,6 +1,6 @@
-"""What a decoder is, as data: one `Layer` for each block.
+"""The description of a decoder: a `Decoder` holds one `Layer` per block.
 
-Everything here is hashable, so a `Decoder` is static under `jit`. Letters: E
+All classes are hashable, so a `Decoder` is static under `jit`. Letters: E
 width, H query heads, K key-value heads, D head size, F inner width, X experts,
 V vocabulary, L layers.
 """
@@ -16,6 +16,7 @@ from jaxkv._src.models.decoder.rope import Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
+# A dataclass field may not have a call as its default (RUF009).
 _HALVES = Rope()
 _PAIRS = Rope(interleaved=True)
 
@@ -29,16 +30,16 @@ class Attention:
     num_kv_heads: K, divides H.
     head_dim: D. H * D need not be E.
     window: a token attends to itself and the `window - 1` tokens before it;
-      None for all tokens before it.
-    rope: rotary positions; None for none.
+      None attends to all tokens before it.
+    rope: rotary positions; None for no rotation.
     scale: factor of the logits; None for D ** -0.5.
-    soft_cap: c turns a logit x into c * tanh(x / c); None for no cap.
-    query_key_norm: whether each head of queries and keys is normed, before it
-      is rotated.
-    biased: whether queries, keys and values have biases.
-    output_biased: whether the output projection has one.
-    sinks: whether each head has a logit without a value.
-    gated: whether the output is multiplied by the sigmoid of a projection.
+    soft_cap: c maps a logit x to c * tanh(x / c); None for no cap.
+    query_key_norm: True to normalize each head of queries and keys before the
+      rotation.
+    biased: True if queries, keys and values have biases.
+    output_biased: True if the output projection has a bias.
+    sinks: True if each head has an attention sink: a logit without a value.
+    gated: True to multiply the output by the sigmoid of a projection.
   """
 
   num_heads: int
@@ -71,17 +72,18 @@ class Attention:
 class LatentAttention:
   """Multi-head latent attention (DeepSeek-V2, section 2.1).
 
-  The cache holds one vector for each token: the latent of keys and values, and
-  a rotated part of the keys that all heads share.
+  The cache holds one vector per token: the latent from which keys and values
+  are projected, and a rotated part of the key that all heads share.
 
   Attributes:
     num_heads: H.
-    latent_dim: elements of the latent.
-    plain_dim: elements of a head's query and key that are not rotated.
-    rotated_dim: elements that are.
-    value_dim: elements of a head's value.
-    query_rank: elements to which queries are compressed; None for not at all.
-    rope: rotary positions of `rotated_dim` elements.
+    latent_dim: size of the latent.
+    plain_dim: elements of a head's query and key without rotation.
+    rotated_dim: elements of a head's query and key with rotation.
+    value_dim: size of a head's value.
+    query_rank: rank of the low-rank query projection; None for a full
+      projection.
+    rope: rotary positions of the `rotated_dim` elements.
     scale: factor of the logits; None for (plain_dim + rotated_dim) ** -0.5.
   """
 
@@ -105,14 +107,14 @@ class LatentAttention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-  """The gated delta rule (Yang et al., 2024): a recurrent state, no keys.
+  """The gated delta rule (Yang et al., 2024), with a recurrent state.
 
   Attributes:
     num_key_heads: heads of queries and keys.
     num_value_heads: heads of values, a multiple of `num_key_heads`.
-    key_dim: elements of a head of queries and keys.
-    value_dim: elements of a head of values.
-    kernel_size: tokens of the convolution before it.
+    key_dim: size of a head of queries and keys.
+    value_dim: size of a head of values.
+    kernel_size: tokens that the convolution before the recurrence covers.
   """
 
   num_key_heads: int
@@ -131,7 +133,7 @@ class DeltaNet:
 
   @property
   def num_channels(self) -> int:
-    """C, of queries, keys and values together."""
+    """C, the channels of queries, keys and values together."""
     keys = 2 * self.num_key_heads * self.key_dim
     return keys + self.num_value_heads * self.value_dim
 
@@ -142,7 +144,7 @@ class Mlp:
 
   Attributes:
     inner_dim: F.
-    activation: of the gate.
+    activation: activation of the gate.
   """
 
   inner_dim: int
@@ -154,30 +156,31 @@ class Mlp:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-  """A mixture of gated MLPs, of which each token uses a few.
+  """A mixture of experts: a router sends each token to a few gated MLPs.
 
   Attributes:
     num_experts: X.
-    num_chosen: experts of a token.
-    inner_dim: F, of an expert.
-    activation: of the gate.
-    scores: "softmax" over all experts; "chosen_softmax" over those chosen; or
-      "sigmoid".
-    normalized: whether the weights of the chosen experts are divided by their
-      sum.
+    num_chosen: experts per token.
+    inner_dim: F of an expert.
+    activation: activation of the gate.
+    scores: "softmax" over all experts, "chosen_softmax" over the chosen
+      experts, or "sigmoid".
+    normalized: True to divide the weights of a token's experts by their sum.
     scale: factor of the weights.
-    corrected: whether a bias for each expert changes which are chosen, but not
+    corrected: True if a bias per expert changes the choice of experts, but not
       their weights.
-    num_groups: groups of experts; a token chooses `num_chosen_groups` of them
-      first. 1 for no groups.
-    num_chosen_groups: see above.
-    group_score: what a group is chosen by: its best expert, or its best two.
-    router_biased: whether the router has a bias.
-    biased: whether the MLPs of experts have biases.
-    limit: with one, the gate is at most `limit` and `up` within it, and the
-      expert is down((up + 1) * gate * sigmoid(1.702 * gate)), as in gpt-oss.
-    shared_dim: F of an MLP that every token uses; None for none.
-    shared_gated: whether that MLP's output is multiplied by a sigmoid.
+    num_groups: groups of experts. A token first chooses `num_chosen_groups`
+      groups, then experts within them. 1 for no groups.
+    num_chosen_groups: groups per token.
+    group_score: a group's score: the score of its best expert, or the sum of
+      its best two.
+    router_biased: True if the router has a bias.
+    biased: True if the MLPs of experts have biases.
+    limit: clips the gate from above and `up` on both sides; an expert is then
+      down((up + 1) * gate * sigmoid(1.702 * gate)), as in gpt-oss. None for a
+      plain gated MLP.
+    shared_dim: F of an MLP that every token uses; None for no such MLP.
+    shared_gated: True to multiply that MLP's output by a sigmoid.
   """
 
   num_experts: int
@@ -213,13 +216,13 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-  """A block: attention, then an MLP, each added to its input.
+  """A decoder block: attention, then an MLP, each with a residual connection.
 
   Attributes:
-    attention: how tokens look at each other.
-    mlp: what follows.
-    post_norms: whether the outputs of both are normed, too, before they are
-      added.
+    attention: the token mixer.
+    mlp: the MLP or mixture of experts.
+    post_norms: True to normalize the outputs of both, too, before they are
+      added to the residual stream.
   """
 
   attention: Attention | LatentAttention | DeltaNet
@@ -229,38 +232,36 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder:
-  """A decoder of tokens, layer by layer.
+  """A decoder-only language model, described layer by layer.
 
   Attributes:
     vocab_size: V.
     embed_dim: E.
-    layers: L blocks, from first to last.
+    layers: L layers, from first to last.
     norm_eps: added to the mean square in RMSNorm.
     norm_offset: added to the weights of norms: 1 in Gemma.
     embed_scale: factor of the embeddings, rounded to `dtype`.
-    logit_cap: c turns a logit x into c * tanh(x / c); None for no cap.
-    tied_embeddings: whether the embedding is also the output projection.
-    numerics: "exact" for the same numbers of a token, bit for bit, in
-      `forward`, whatever the slots, chunks, pages and neighbours, and in
-      `forward_uncached` and `grouped_log_probs`, inside of a gradient, too.
-      That holds for one kind of device and one version of jax, with one
-      `backend`, weights that are whole on each device, and page sizes that
-      divide 64 (on a GPU or TPU, for 16). A few tokens are computed at a time,
-      by code that is compiled for so many. Gradients are those of "fast", in
-      reverse mode alone.
-    tile: how many tokens, with "exact". They are part of the numbers. For
-      decode steps, as many as there are slots cost the least; for prompts and
-      gradients, 64.
-    dtype: of parameters and activations. Norms, rotations, softmax and logits
-      are always float32.
+    logit_cap: c maps a logit x to c * tanh(x / c); None for no cap.
+    tied_embeddings: True if the embedding is also the output projection.
+    numerics: "fast" or "exact". With "exact" a token has bit-identical logits
+      in `forward`, `forward_uncached` and `grouped_log_probs`, independent of
+      slots, chunks, pages and batch, also inside a gradient. Requires the same
+      kind of device, jax version and `backend`, weights that are not sharded,
+      and a page size that divides 64 (on a GPU or TPU, page size 16).
+      Gradients are those of "fast", in reverse mode only.
+    tile: with "exact", tokens that are computed together. Another tile rounds
+      differently, so sampler and trainer need the same. The number of slots is
+      fastest for decode steps, 64 for prompts and gradients.
+    dtype: dtype of parameters and activations. Norms, rotations, softmax and
+      logits are always float32.
 
   Raises:
     ValueError: a field is out of range.
 
   Examples:
-    Five layers with a window for each one without:
+    Five layers with a window for each layer without:
 
-    >>> near, far = (
+    >>> local, full = (
     ...   Layer(
     ...     attention=Attention(
     ...       num_heads=4, num_kv_heads=1, head_dim=8, window=window
@@ -270,7 +271,7 @@ class Decoder:
     ...   for window in (512, None)
     ... )
     >>> decoder = Decoder(
-    ...   vocab_size=11, embed_dim=8, layers=((near,) * 5 + (far,)) * 3
+    ...   vocab_size=11, embed_dim=8, layers=((local,) * 5 + (full,)) * 3
     ... )
     >>> len(decoder.layers)
     18
@@ -306,11 +307,13 @@ class Decoder:
     dtype = jnp.dtype(self.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(f"`dtype` must be a floating type, got {dtype.name}.")
+    # `jnp.bfloat16` and its dtype compare equal but hash differently: without
+    # this, jit would compile one decoder twice.
     object.__setattr__(self, "dtype", dtype)
 
   @property
   def num_layers(self) -> int:
-    """L."""
+    """L, the number of layers."""
     return len(self.layers)
 
 
@@ -319,18 +322,19 @@ def _check_rope(rope: Rope, name: str, dim: int) -> None:
     raise ValueError(
       f"`{name}` must be even, since rotary positions rotate pairs, got {dim}."
     )
-  turned = dim if rope.dim is None else rope.dim
-  if turned % 2 or not 0 < turned <= dim:
+  rotated = dim if rope.dim is None else rope.dim
+  if rotated % 2 or not 0 < rotated <= dim:
     raise ValueError(
       f"`rope.dim` must be even and at most {dim}, since pairs are rotated, "
-      f"got {turned}."
+      f"got {rotated}."
     )
 
 
 def _sizes(description: Any, *names: str) -> None:
-  """Raises unless some fields are ints of at least 1."""
+  """Raises ValueError unless the named fields are ints of at least 1."""
   for name in names:
     value = getattr(description, name)
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or value < 1:
+    # bool is a subclass of int, and True would pass as 1.
+    is_int = isinstance(value, int | np.integer)
+    if not is_int or isinstance(value, bool) or value < 1:
       raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}.")

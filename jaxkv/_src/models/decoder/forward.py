@@ -1,15 +1,14 @@
-"""The decoder: one function of tokens, with two ways to keep what it reads.
+"""The forward pass of a decoder, with and without a cache.
 
-| function           | keys and values                   | used for         |
-|--------------------|-----------------------------------|------------------|
-| `forward`          | paged memory (`jaxkv.kv`)         | decoding         |
-| `forward_uncached` | those of the same call, no memory | training         |
+| function           | keys and values           | used for |
+|--------------------|---------------------------|----------|
+| `forward`          | paged memory (`jaxkv.kv`) | decoding |
+| `forward_uncached` | of the same call only     | training |
 
-`grouped_log_probs` (`grouped`) trains on sequences that share prompts.
+`grouped_log_probs` trains on sequences that share prompts.
 
-Dimension letters besides the project's own (B rows, T tokens, H query heads, K
-key-value heads, D head size, L layers): V vocabulary, J layers with experts, k
-experts of a token in each.
+Dimension letters in addition to the project's: V vocabulary, J layers with
+experts, k experts per token in each of them.
 """
 
 import functools
@@ -21,16 +20,16 @@ from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.shared_prefix import refresh_shared
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.view import View
-from jaxkv._src.models.decoder import layout
+from jaxkv._src.models.decoder import expert_records
+from jaxkv._src.models.decoder import groups
+from jaxkv._src.models.decoder import kv_access
 from jaxkv._src.models.decoder import logits as all_logits
-from jaxkv._src.models.decoder import memories
-from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.description import Decoder
-from jaxkv._src.models.decoder.logits import Wanted
-from jaxkv._src.models.decoder.memory import check_memory
+from jaxkv._src.models.decoder.exact_trainer import uncached_access
+from jaxkv._src.models.decoder.init_kv import check_pools
+from jaxkv._src.models.decoder.logits import LogitSelection
 from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.numerics import token_wise
-from jaxkv._src.models.decoder.own_pages import memory_within
 from jaxkv._src.models.decoder.params import Params
 
 _AnyView = View | PackedView
@@ -49,44 +48,44 @@ def forward(
   rows: Any = None,
   *,
   config: Decoder,
-  logits: Wanted = "all",
+  logits: LogitSelection = "all",
   backend: str = "auto",
   heads: jax.sharding.NamedSharding | None = None,
   experts: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
   """Runs tokens through the decoder with keys and values in pages.
 
-  Writes the keys and values of row b's first `view.counts[b]` tokens after its
-  `view.starts[b]` cached tokens. Each token attends to all tokens up to itself,
-  in layers with a window to the last ones of them. Prefill, chunked prefill and
-  decode are this one call with different T and counts. With a `PackedView` B is
-  1, and the columns are the view's. A row's logits do not depend on other rows,
-  except for rounding if the view has `shared` pages or a `plan`. Layers with a
-  window ignore `shared`.
+  Writes keys and values of row b's first `view.counts[b]` tokens after its
+  `view.starts[b]` cached tokens. Each token attends to itself and to all tokens
+  before it, or to those within the layer's window. Prefill, chunked prefill and
+  decode are the same call with different T and counts. With a `PackedView` B is
+  1 and the columns are those of the view. A row's logits do not depend on other
+  rows, except for rounding if the view has `shared` pages or a `plan`. Layers
+  with a window ignore `shared`.
 
   Never donates: outside your own `jit`, each call copies the pages.
 
   Args:
-    params: as `init_params` returns.
+    params: parameters as returned by `init_params`.
     tokens: int32[B, T]. A token outside the vocabulary makes logits of its row
       NaN, unless it is past the row's count.
     positions: int32[B, T]; for row b of an ordinary sequence
       `view.starts[b] + arange(T)`.
-    kv: the memory, from `init_kv`: pages, or a tuple if the layers need several
-      kinds of them.
-    view: where each row's pages are, and how many tokens are written. A
-      tuple has a view for each of `cache_groups(config)`, which differ in the
-      page table only; one group needs no tuple.
-    columns: int32[X], of a packed call: the columns that get logits.
-    rows: what a rollout says about the sequence of each token; not used.
+    kv: the memory from `init_kv`: pages, or a tuple if layers need different
+      kinds of memory.
+    view: the page table of each row and the number of tokens to write; a tuple
+      with one view per group of `cache_groups(config)` if there are several
+      groups. The views may differ in the page table only.
+    columns: int32[X], the columns of a packed call that get logits.
+    rows: the sequence of each token, as a rollout passes it; not used.
     config: static; the decoder.
-    logits: static; if `columns` is None, which tokens get logits: "all";
+    logits: static; the tokens that get logits if `columns` is None: "all";
       "last", the token at `view.counts[b] - 1` (meaningless for a row with
-      count 0); or "none", as for a prompt's earlier chunks.
+      count 0); or "none", for all but the last chunk of a prompt.
     backend: static; see `jaxkv.kv.attend`.
     heads: static; see `jaxkv.kv.attend`.
-    experts: see `forward_uncached`. The experts that tokens use are kept in
-      `kv` if it is of `init_kv(experts=True)`.
+    experts: see `forward_uncached`. With `kv` from `init_kv(experts=True)` the
+      call also records the experts of each token there.
 
   Returns:
     (logits, kv): float32[B, P, V], where P is T, 1 or 0 for "all", "last"
@@ -94,9 +93,8 @@ def forward(
     `columns`, float32[X, V].
 
   Raises:
-    TypeError: `tokens` or `positions` are no array of integers.
-    ValueError: the views, the memory or the parameters are not those of the
-      decoder.
+    TypeError: `tokens` or `positions` is not an array of integers.
+    ValueError: the views, the memory or the parameters do not fit the decoder.
 
   Examples:
     >>> import jax, jax.numpy as jnp, jaxkv
@@ -118,26 +116,40 @@ def forward(
   del rows
   all_logits.check_tokens(tokens, positions)
   views = view if isinstance(view, tuple) else (view,)
+  # Pools are NamedTuples or dataclasses: only a plain tuple has several.
   pools = kv if type(kv) is tuple else (kv,)
-  check_memory(pools, views, config)
+  check_pools(pools, views, config)
   counts = None if isinstance(views[0], PackedView) else views[0].counts
-  kinds, numbers = layout.groups(config), layout.group_pools(config)
-  seen: list[Any] = list(views)
-  exact, each = is_exact(config), token_wise(config)
-  for group, one in enumerate(views):
-    single = isinstance(one, PackedView) or tokens.shape[1:] == (1,)
-    pool, kind = pools[numbers[group]], kinds[group]
-    shares = not kind.skips_pages and not exact
-    if single and shares and _has_keys(pool):
-      seen[group] = refresh_shared(pool, one)
-  routing.check_experts(experts, tokens, config)
-  keep = memories.Paged(tuple(seen), backend, heads, experts, exact, each)
-  wanted = logits if columns is None else columns
+  expert_records.check_experts(experts, tokens, config)
+  is_decode = isinstance(views[0], PackedView) or tokens.shape[1:] == (1,)
+  # Exact attention reads each row alone: merging parts of its keys would round
+  # differently from one pass over all of them.
+  if is_decode and not is_exact(config):
+    views = _with_shared_pages(pools, views, config)
+  access = kv_access.PagedKV(
+    views, backend, heads, experts, is_exact(config), token_wise(config)
+  )
+  selection = logits if columns is None else columns
   out, pools = all_logits.run(
-    params, tokens, positions, pools, keep, counts, wanted, config
+    params, tokens, positions, pools, access, counts, selection, config
   )
   kv = pools if type(kv) is tuple else pools[0]
   return out if columns is None else out[0], kv
+
+
+def _with_shared_pages(
+  pools: tuple[Any, ...], views: tuple[_AnyView, ...], config: Decoder
+) -> tuple[_AnyView, ...]:
+  """Checks once, before the loop over layers, which rows still share pages."""
+  refreshed: list[Any] = list(views)
+  pool_of_group = groups.pool_of_group(config)
+  for group, kind in enumerate(groups.group_kinds(config)):
+    pool = pools[pool_of_group[group]]
+    # `attend` ignores shared pages in layers with a window, and for latents.
+    has_keys = isinstance(pool, KVPages) and pool.v is not None
+    if has_keys and not kind.skips_pages:
+      refreshed[group] = refresh_shared(pool, views[group])
+  return tuple(refreshed)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kv_dtype"))
@@ -150,39 +162,37 @@ def forward_uncached(
   experts: jax.Array | None = None,
   kv_dtype: Any = None,
 ) -> jax.Array:
-  """Runs whole sequences; each token attends to all tokens up to itself.
+  """Runs whole sequences without a cache; differentiable in `params`.
 
-  In layers with a window it attends to the last ones of them. Differentiable in
-  `params`: this is the function to train. On several devices,
-  call it in `jax.shard_map`, or under `jit` with a mesh whose axes are
-  `AxisType.Auto`; see `grouped_log_probs`.
+  Each token attends to itself and to all tokens before it, or to those within
+  the layer's window. On several devices, call it in `jax.shard_map`, or under
+  `jit` with a mesh whose axes are `AxisType.Auto`; see `grouped_log_probs`.
 
-  With `experts` of those that drew the tokens it has the same experts, in
-  whatever order new weights, or another rounding, would rank them (routing
-  replay); their factors come from `params`.
+  `experts` replays the routing of a rollout: tokens use the experts recorded
+  there, even if new weights or another rounding would choose differently. The
+  factors of the experts come from `params`.
 
   Args:
-    params: as `init_params` returns.
+    params: parameters as returned by `init_params`.
     tokens: int32[B, T], each in 0 ... V - 1.
     positions: int32[B, T], for the rotations only; attention is causal, and
       windows count tokens, in the order of T.
     config: static; the decoder.
-    experts: signed integers [B, T, J, k], the k experts that each token uses in
-      each of the J layers with `Experts`, such as `jaxkv.rollout.generated`
-      gives them. A token's k are all given, or all below 0: then they are
-      chosen here. None: all are.
-    kv_dtype: static; with `config.numerics` of "exact", in which format the
-      pages of those that drew the tokens keep keys and values, as given to
-      `init_kv`; None for that of the decoder.
+    experts: signed integers [B, T, J, k], the k experts of each token in each
+      of the J layers with `Experts`, such as `jaxkv.rollout.generated` returns
+      them. A token whose k numbers are all negative is routed by `params`, as
+      are all tokens with None.
+    kv_dtype: static; with `config.numerics="exact"`, the `dtype` that the
+      rollout passed to `init_kv`; None for the decoder's.
 
   Returns:
     float32[B, T, V] logits. An expert that does not exist makes them NaN, for
     its token at least.
 
   Raises:
-    TypeError: `tokens`, `positions` or `experts` are no array of integers.
-    ValueError: an argument has another shape than the decoder's, is missing, or
-      given in vain.
+    TypeError: `tokens`, `positions` or `experts` is not an array of integers.
+    ValueError: a shape does not fit the decoder, or an argument is missing or
+      has no effect.
 
   Examples:
     >>> import jax, jax.numpy as jnp
@@ -196,12 +206,8 @@ def forward_uncached(
     (1, 3, 11)
   """
   all_logits.check_tokens(tokens, positions)
-  routing.check_experts(experts, tokens, config)
-  keep = memory_within(config, experts, kv_dtype=kv_dtype)
+  expert_records.check_experts(experts, tokens, config)
+  access = uncached_access(config, experts, kv_dtype=kv_dtype)
   return all_logits.run(
-    params, tokens, positions, (), keep, None, "all", config
+    params, tokens, positions, (), access, None, "all", config
   )[0]
-
-
-def _has_keys(pool: Any) -> bool:
-  return isinstance(pool, KVPages) and pool.v is not None

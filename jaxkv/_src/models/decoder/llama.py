@@ -1,4 +1,4 @@
-"""Decoders whose layers differ in window and rotary base alone."""
+"""Decoders whose layers differ only in window and rotary base."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def llama(
   tied_embeddings: bool = True,
   dtype: Any = jnp.float32,
 ) -> Decoder:
-  """A Llama-family decoder; layers may have windows, in a pattern.
+  """Describes a Llama-family decoder, with a pattern of windows.
 
   Args:
     vocab_size: V, number of tokens.
@@ -36,13 +36,13 @@ def llama(
     num_kv_heads: K, key-value heads; divides H.
     head_dim: D, size of a head; even. H * D need not be E.
     mlp_dim: F, inner width of the gated MLP.
-    windows: the pattern, repeated until all layers have one; see
-      `Attention.window`.
-    rope_base: wavelength base of the rotary positions; a tuple has one for each
-      layer of the pattern.
+    windows: window of each layer, see `Attention.window`; a pattern that
+      repeats over the layers.
+    rope_base: wavelength base of the rotary positions; a tuple has one base for
+      each layer of the pattern.
     norm_eps: added to the mean square in RMSNorm.
-    tied_embeddings: whether the embedding is also the output projection.
-    dtype: of parameters and activations.
+    tied_embeddings: True if the embedding is also the output projection.
+    dtype: dtype of parameters and activations.
 
   Raises:
     ValueError: an argument is out of range, or two contradict each other.
@@ -67,6 +67,7 @@ def llama(
       f"`rope_base` must have a base for each of the {len(windows)} windows, "
       f"got {rope_base}; or give one number for all layers."
     )
+  # `Decoder` checks the other sizes; this one is used before.
   if isinstance(num_layers, bool) or not isinstance(num_layers, int):
     raise ValueError(
       f"`num_layers` must be an int of at least 1, got {num_layers!r}."

@@ -1,4 +1,4 @@
-"""From what the last layer gives to the log-probs of some tokens."""
+"""Log-probs of tokens from the output of the last layer."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
-_MOST = 2**24
-"""Logits that exist at once: 64 MiB, and 341 rows of 49,152."""
+_MAX_LOGITS = 2**24
+"""Logits in memory at a time: 64 MiB, such as 341 rows of 49,152."""
 
 
 def of_tokens(
@@ -20,20 +20,19 @@ def of_tokens(
   temperature: jax.Array,
   config: Decoder,
   *,
-  most: int = _MOST,
+  max_logits: int = _MAX_LOGITS,
 ) -> jax.Array:
-  """Log-probs of tokens, in the distributions that rows of the model give.
+  """Computes log-probs of tokens without storing the logits of all rows.
 
-  The head runs over some rows at a time, in a gradient once more, so that there
-  are never the logits of all rows.
+  The head runs over chunks of rows, and again in the gradient.
 
   Args:
-    params: of the decoder.
-    x: [..., E], what the last layer gives; X rows in all.
-    tokens: int32[..., S], S tokens that might follow each row.
-    temperature: float32[], above 0, that logits are divided by.
-    config: static.
-    most: static; logits that may exist at once.
+    params: parameters of the decoder.
+    x: [..., E], output of the last layer; X rows in all.
+    tokens: int32[..., S], S candidates for the token after each row.
+    temperature: float32[], above 0, the divisor of the logits.
+    config: static; the decoder.
+    max_logits: static; logits in memory at a time.
 
   Returns:
     float32[..., S]; NaN for a token outside the vocabulary.
@@ -43,38 +42,43 @@ def of_tokens(
     return jnp.zeros(shape, jnp.float32)
   x, tokens = x.reshape(-1, x.shape[-1]), tokens.reshape(-1, shape[-1])
   rows = x.shape[0]
-  number = -(-rows // max(most // config.vocab_size, 1))
+  # Chunks of nearly the same size: little padding, and one shape to compile.
+  number = -(-rows // max(max_logits // config.vocab_size, 1))
   size = -(-rows // number)
-  spare = ((0, number * size - rows), (0, 0))
-  x = jnp.pad(x, spare).reshape(number, size, -1)
-  tokens = jnp.pad(tokens, spare).reshape(number, size, -1)
+  padding = ((0, number * size - rows), (0, 0))
+  x = jnp.pad(x, padding).reshape(number, size, -1)
+  tokens = jnp.pad(tokens, padding).reshape(number, size, -1)
 
-  def some(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+  def of_chunk(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
     x, tokens = inputs
     if is_exact(config):
       logits = all_logits.head(params, x[None], config)[0]
       return _exact(logits, tokens, temperature)
     logits = all_logits.head(params, x, config)
-    # Of the differences none overflows upwards, however low the temperature.
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    logits = (logits - jax.lax.stop_gradient(best)) / temperature
+    # Differences to the maximum are at most 0, so that a low temperature cannot
+    # make them overflow to +inf.
+    maximum = jnp.max(logits, axis=-1, keepdims=True)
+    logits = (logits - jax.lax.stop_gradient(maximum)) / temperature
     row = jnp.arange(size, dtype=jnp.int32)[:, None]
     chosen = logits.at[row, tokens].get(
       mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
     )
     return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
-  # A loop keeps XLA from computing what is alike once, and keeping it.
-  out = jax.lax.map(jax.checkpoint(some, prevent_cse=False), (x, tokens))
+  # `prevent_cse` is for code outside loops: in a loop XLA cannot merge the
+  # recomputation with the forward pass.
+  out = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), (x, tokens))
   return out.reshape(number * size, -1)[:rows].reshape(shape)
 
 
 def _exact(
   logits: jax.Array, tokens: jax.Array, temperature: jax.Array
 ) -> jax.Array:
-  """float32[X, S] of float32[X, V] and int32[X, S], a token at a time."""
+  """Returns exact log-probs float32[X, S] for float32[X, V], int32[X, S]."""
   count = tokens.shape[1]
+  # The exact function has one token per row of logits.
   if count > 1:
     logits = jnp.repeat(logits, count, axis=0)
-  heat = jnp.broadcast_to(temperature, (tokens.size,))
-  return log_probs.of_tokens(logits, tokens.ravel(), heat).reshape(tokens.shape)
+  temperatures = jnp.broadcast_to(temperature, (tokens.size,))
+  out = log_probs.of_tokens(logits, tokens.ravel(), temperatures)
+  return out.reshape(tokens.shape)

@@ -1,4 +1,4 @@
-"""All of a decoder: from tokens to the logits of those that are wanted."""
+"""Runs a decoder from tokens to logits, and checks its arguments."""
 
 import functools
 from collections.abc import Mapping
@@ -9,50 +9,49 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv._src.arrays import arguments
-from jaxkv._src.models.decoder import blocks
+from jaxkv._src.models.decoder import stack
 from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.kv_access import Pools
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 
-Wanted = Literal["all", "last", "none"]
+LogitSelection = Literal["all", "last", "none"]
 
 
 def run(
   params: Params,
   tokens: jax.Array,
   positions: jax.Array,
-  memory: blocks.Memory,
-  keep: Any,
+  pools: Pools,
+  access: Any,
   counts: jax.Array | None,
-  wanted: Wanted | jax.Array,
+  selection: LogitSelection | jax.Array,
   config: Decoder,
-) -> tuple[jax.Array, blocks.Memory]:
-  """Runs all layers: (float32[B, P, V] logits, memory).
+) -> tuple[jax.Array, Pools]:
+  """Runs all layers and the head; returns float32[B, P, V] and the pools.
 
   Args:
-    params: of the decoder.
+    params: parameters of the decoder.
     tokens: int32[B, T].
     positions: int32[B, T].
-    memory: what `keep` keeps.
-    keep: one of `memories`.
+    pools: the memory that `access` reads and writes.
+    access: an object of a class of `kv_access`.
     counts: int32[B], tokens of each row, for "last".
-    wanted: which tokens get logits, see `forward`; or their columns int32[P].
-    config: static.
-
-  Raises:
-    ValueError: an argument has another shape than the decoder's.
+    selection: the tokens that get logits, or their columns int32[P].
+    config: static; the decoder.
   """
-  _check_wanted(tokens, counts, wanted)
+  _check_selection(tokens, counts, selection)
   check_params(params, config)
-  x, memory = blocks.run(params, tokens, positions, memory, keep, config)
-  return head(params, _pick(x, counts, wanted), config), memory
+  x, pools = stack.run(params, tokens, positions, pools, access, config)
+  # Tokens are selected before the head, which would compute V logits for each.
+  return head(params, _select(x, counts, selection), config), pools
 
 
 def head(params: Params, x: jax.Array, config: Decoder) -> jax.Array:
-  """float32[..., V] logits of what the last layer gives, [..., E].
+  """Computes logits float32[..., V] from the last layer's output [..., E].
 
-  Exact numerics take [B, T, E] alone.
+  Exact numerics need [B, T, E].
   """
   unembed = params["embed"] if config.tied_embeddings else params["unembed"]
   weights = {"final_norm": params["final_norm"], "unembed": unembed}
@@ -63,6 +62,7 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
   x = rms_norm(x, weights["final_norm"], config.norm_eps, config.norm_offset)
   unembed = weights["unembed"]
   if config.tied_embeddings:
+    # Transposed in here: exact numerics compile this function on its own.
     unembed = unembed.T
   logits = jnp.einsum(
     "...e,ev->...v", x, unembed, preferred_element_type=jnp.float32
@@ -72,27 +72,28 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
   return logits
 
 
-def _pick(
-  x: jax.Array, counts: jax.Array | None, wanted: Wanted | jax.Array
+def _select(
+  x: jax.Array, counts: jax.Array | None, selection: LogitSelection | jax.Array
 ) -> jax.Array:
-  """[B, T, E] to [B, P, E]: the tokens that get logits."""
-  if not isinstance(wanted, str):
-    return x.at[:, wanted].get(mode="clip")
-  if wanted == "all":
+  """Selects the tokens that get logits: [B, T, E] to [B, P, E]."""
+  if not isinstance(selection, str):
+    return x.at[:, selection].get(mode="clip")
+  if selection == "all":
     return x
-  if wanted == "none":
+  if selection == "none":
     return x[:, :0]
   if counts is None:
     raise ValueError(
       '`logits` must be "all" or "none" with a PackedView, got "last"; give '
       "`columns`."
     )
+  # -1, of an empty row, would index from the end.
   last = jnp.maximum(counts - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 
 
 def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:
-  """Raises unless both are integers [B, T]."""
+  """Raises unless tokens and positions are integers [B, T]."""
   arguments.check_integers("tokens", tokens)
   arguments.check_integers("positions", positions)
   if tokens.ndim != 2:
@@ -104,32 +105,29 @@ def check_tokens(tokens: jax.Array, positions: jax.Array) -> None:
     )
 
 
-def _check_wanted(
-  tokens: jax.Array, counts: jax.Array | None, wanted: Wanted | jax.Array
+def _check_selection(
+  tokens: jax.Array,
+  counts: jax.Array | None,
+  selection: LogitSelection | jax.Array,
 ) -> None:
   if counts is not None and counts.shape != tokens.shape[:1]:
     raise ValueError(
       f"`counts` must have shape {tokens.shape[:1]}, got {counts.shape}."
     )
-  if isinstance(wanted, str) and wanted not in ("all", "last", "none"):
+  if isinstance(selection, str) and selection not in ("all", "last", "none"):
     raise ValueError(
-      f'`logits` must be "all", "last" or "none", got {wanted!r}.'
+      f'`logits` must be "all", "last" or "none", got {selection!r}.'
     )
 
 
 def check_params(params: Params, config: Decoder) -> None:
-  """Raises unless there is an embedding, and it is that of the decoder.
-
-  Raises:
-    TypeError: they are no dict with an embedding.
-    ValueError: it has another dtype or shape.
-  """
+  """Raises unless parameters have the decoder's embedding."""
   if not isinstance(params, Mapping) or "embed" not in params:
-    found = type(params).__name__
+    description = type(params).__name__
     if isinstance(params, Mapping):
-      found = f"one of {sorted(map(str, params))}"
+      description = f"one of {sorted(map(str, params))}"
     raise TypeError(
-      f'`params` must be a dict with "embed", got {found}; pass what '
+      f'`params` must be a dict with "embed", got {description}; pass what '
       "`init_params` or `load` returns."
     )
   embed = (config.vocab_size, config.embed_dim)

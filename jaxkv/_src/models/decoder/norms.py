@@ -10,16 +10,16 @@ def rms_norm(
   """Divides the last axis of [..., E] by its root mean square.
 
   Args:
-    x: of any floating dtype; computed in float32.
+    x: floats of any dtype; the norm is computed in float32.
     weight: [E], a factor of each element.
     eps: added to the mean square.
-    offset: added to the weights; then these are multiplied in float32, as in
-      Gemma.
+    offset: added to the weights.
   """
   wide = x.astype(jnp.float32)
   square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
   normed = wide * jax.lax.rsqrt(square + eps)
   weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+  # Gemma multiplies in float32, and has an offset; Llama rounds first.
   if offset:
     return (normed * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
   return normed.astype(x.dtype) * weight

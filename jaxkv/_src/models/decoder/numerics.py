@@ -1,8 +1,4 @@
-"""How a decoder computes what tokens do alone: all at once, or in tiles.
-
-With `Decoder.numerics="exact"` a token has the same numbers, bit for bit, in a
-rollout, in its score, and in a trainer; see `Decoder`.
-"""
+"""The choice between fast and exact numerics, see `Decoder.numerics`."""
 
 import functools
 from collections.abc import Callable
@@ -14,27 +10,30 @@ from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.params import Params
 
-Each = Callable[..., Any]
-"""`(function, weights, *arrays [B, T, ...])`: calls a function of them, which
-treats each token alone, and closes over no arrays."""
+TokenWise = Callable[..., Any]
+"""`(function, weights, *arrays) -> function(weights, *arrays)` for arrays
+[B, T, ...]. The function treats each token independently and closes over no
+arrays."""
 
 
 def is_exact(decoder: Decoder) -> bool:
-  """Whether tokens have the same numbers wherever they stand."""
+  """True if a token has the same bits in every batch and program."""
   return decoder.numerics == "exact"
 
 
-def token_wise(decoder: Decoder) -> Each:
-  """How functions that treat each token alone are called."""
+def token_wise(decoder: Decoder) -> TokenWise:
+  """Returns the caller of token-wise functions: all tokens, or in tiles."""
   if not is_exact(decoder):
     return lambda function, weights, *arrays: function(weights, *arrays)
+  # A product rounds differently with another number of rows: tiles fix it.
   return functools.partial(token_loop.in_tiles, decoder.tile)
 
 
 def recurrence(decoder: Decoder, attention: DeltaNet, weights: Params) -> Any:
-  """The recurrence of a layer, see `memories.Nowhere.recurrent`."""
+  """Returns the `recurrent_pages.Recurrence` of a layer."""
   run = functools.partial(attentions.recur, attention=attention)
-  own = {"convolution": weights["convolution"]}
+  weights = {"convolution": weights["convolution"]}
   if is_exact(decoder):
-    return functools.partial(token_loop.recur, run, own)
-  return functools.partial(run, own)
+    # Chunks would round by their length, so exact tokens run one by one.
+    return functools.partial(token_loop.recur, run, weights)
+  return functools.partial(run, weights)

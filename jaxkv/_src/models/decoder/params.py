@@ -1,9 +1,9 @@
-"""Parameters of a decoder: their names, their shapes, and random ones.
+"""Parameters of a decoder: names, shapes and random initialization.
 
-A tree: "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied, and
-"layers", a tuple with one entry for each stretch of `layout.stretches`: a tuple
-with a dict for each layer of its pattern, whose arrays have a leading axis of
-R repetitions. A layer's dict has
+The tree has "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied, and
+"layers": a tuple with one entry per stretch of `groups.stretches`. An entry is
+a tuple with one dict per layer of the pattern. Its arrays have a leading axis
+of R repetitions, so that a scan can slice them. A layer's dict has
 
 | name                   | of `Attention`                                      |
 |------------------------|-----------------------------------------------------|
@@ -13,9 +13,9 @@ R repetitions. A layer's dict has
 | `output`               | [H, D, E]                                           |
 | `query_bias`           | [H, D], if biased                                   |
 | `key_bias` ...         | [K, D], and `value_bias`, if biased                 |
-| `output_bias`          | [E], if its output is biased                        |
-| `query_norm` ...       | [D], and `key_norm`, if these are normed            |
-| `sinks`                | [H], if it has sinks                                |
+| `output_bias`          | [E], if the output is biased                        |
+| `query_norm` ...       | [D], and `key_norm`, with norms of queries and keys |
+| `sinks`                | [H], with sinks                                     |
 | `query_gate`           | [E, H, D], if gated                                 |
 | `post_attention_norm`  | [E], with post norms                                |
 
@@ -36,10 +36,10 @@ R repetitions. A layer's dict has
 | `query`, `key`         | [E, K, Dk]                                          |
 | `value`, `output_gate` | [E, H, Dv]                                          |
 | `beta`, `decay`        | [E, H]                                              |
-| `convolution`          | [C, kernel]: of queries, keys and values            |
+| `convolution`          | [C, kernel], of queries, keys and values            |
 | `decay_bias`           | [H]                                                 |
 | `decay_log`            | [H]                                                 |
-| `output_norm`          | [Dv], whose offset is 0                             |
+| `output_norm`          | [Dv], without `norm_offset`                         |
 | `output`               | [H, Dv, E]                                          |
 
 | name                   | of `Mlp`                                            |
@@ -59,7 +59,7 @@ R repetitions. A layer's dict has
 | `expert_down`          | [X, F, E]                                           |
 | `expert_gate_bias` ... | [X, F], `expert_up_bias`, and [X, E] for `down`     |
 | `shared_gate` ...      | [E, F'], `shared_up`, [F', E] `shared_down`         |
-| `shared_switch`        | [E, 1], if what is shared is gated                  |
+| `shared_switch`        | [E, 1], if the shared MLP is gated                  |
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._src.models.decoder import layout
+from jaxkv._src.models.decoder import groups
 from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
@@ -83,14 +83,14 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """One parameter.
+  """The shape and the initialization of one parameter.
 
   Attributes:
-    shape: of the array.
+    shape: shape of the array.
     fan_in: inputs of a random projection; None for ones, 0 for zeros.
-    residual: whether it is added to the residual stream.
-    offset: whether `Decoder.norm_offset` is added to it.
-    dtype: None for that of the decoder.
+    residual: True if the projection's output is added to the residual stream.
+    offset: True if `Decoder.norm_offset` is added to the parameter.
+    dtype: dtype of the array; None for the decoder's.
   """
 
   shape: tuple[int, ...]
@@ -101,12 +101,7 @@ class Leaf:
 
 
 def layer_leaves(layer: Layer, embed_dim: int) -> dict[str, Leaf]:
-  """The parameters of one layer, without the axis of repetitions.
-
-  Args:
-    layer: what they are for.
-    embed_dim: E.
-  """
+  """Returns the leaves of one layer, without the axis of repetitions."""
   attention = layer.attention
   leaves = {
     "attention_norm": Leaf((embed_dim,)),
@@ -162,6 +157,7 @@ def _latent(a: LatentAttention, e: int) -> dict[str, Leaf]:
     "output": Leaf((h, a.value_dim, e), h * a.value_dim, residual=True),
   }
   if rank is not None:
+    # A low-rank query: down to the rank, norm, up to the heads.
     leaves["query_down"] = Leaf((e, rank), e)
     leaves["query_norm"] = Leaf((rank,))
   return leaves
@@ -203,6 +199,7 @@ def _experts(m: Experts, e: int) -> dict[str, Leaf]:
   if m.router_biased:
     leaves["router_bias"] = Leaf((x,), 0)
   if m.corrected:
+    # DeepSeek keeps it in float32, whatever the type of the weights.
     leaves["correction"] = Leaf((x,), 0, dtype=jnp.float32)
   if m.biased:
     names = ("expert_gate_bias", "expert_up_bias")
@@ -217,7 +214,7 @@ def _experts(m: Experts, e: int) -> dict[str, Leaf]:
 
 
 def leaves_of(decoder: Decoder) -> Params:
-  """The tree of parameters, a `Leaf` in place of each array."""
+  """Returns the tree of parameters with a `Leaf` in place of each array."""
   v, e = decoder.vocab_size, decoder.embed_dim
   tree: Params = {"embed": Leaf((v, e), e), "final_norm": Leaf((e,))}
   tree["layers"] = tuple(
@@ -230,28 +227,19 @@ def leaves_of(decoder: Decoder) -> Params:
       }
       for layer in stretch.pattern
     )
-    for stretch in layout.stretches(decoder)
+    for stretch in groups.stretches(decoder)
   )
   if not decoder.tied_embeddings:
     tree["unembed"] = Leaf((e, v), e)
   return tree
 
 
-def shapes_of(decoder: Decoder) -> Params:
-  """The tree of parameters, a `jax.ShapeDtypeStruct` for each array."""
-  return jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype or decoder.dtype),
-    leaves_of(decoder),
-    is_leaf=_is_leaf,
-  )
-
-
 def init_params(key: jax.Array, decoder: Decoder) -> Params:
-  """Random parameters, as the table above names them.
+  """Returns random parameters; the module docstring has their names.
 
   Args:
     key: random key.
-    decoder: what they are for.
+    decoder: the decoder.
 
   Examples:
     >>> import jax
@@ -263,29 +251,33 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     (3, 8, 2, 2)
   """
   tree = leaves_of(decoder)
-  # One draw, cut up: separate draws would cost a compilation for each shape.
+  # One draw is cut into arrays: separate draws would compile once per shape.
   size = sum(
     math.prod(leaf.shape)
     for leaf in jax.tree.leaves(tree, is_leaf=_is_leaf)
     if leaf.fan_in
   )
   noise = jax.random.normal(key, (size,), jnp.float32)
-  residual = (2 * decoder.num_layers) ** -0.5
-  used = 0
+  # Each layer adds two outputs to the residual stream; this factor keeps its
+  # variance independent of the depth (GPT-2).
+  residual_gain = (2 * decoder.num_layers) ** -0.5
+  cursor = 0
 
   def array(leaf: Leaf) -> jax.Array:
-    nonlocal used
+    nonlocal cursor
     dtype = leaf.dtype or decoder.dtype
     if not leaf.fan_in:
+      # A norm multiplies by weight + offset, which is to be 1.
       offset = decoder.norm_offset if leaf.offset else 0
       value = 0 if leaf.fan_in == 0 else 1 - offset
       return jnp.full(leaf.shape, value, dtype)
-    begin, used = used, used + math.prod(leaf.shape)
-    gain = (residual if leaf.residual else 1.0) * leaf.fan_in**-0.5
-    return (noise[begin:used].reshape(leaf.shape) * gain).astype(dtype)
+    begin, cursor = cursor, cursor + math.prod(leaf.shape)
+    gain = (residual_gain if leaf.residual else 1.0) * leaf.fan_in**-0.5
+    return (noise[begin:cursor].reshape(leaf.shape) * gain).astype(dtype)
 
   def arrays(node: Any) -> Any:
-    """In the order of the names, which a tree's leaves are not in."""
+    # `jax.tree.map` sorts keys; the draw follows the order of the dicts, so
+    # that parameters of a seed stay the same.
     if isinstance(node, Leaf):
       return array(node)
     if isinstance(node, dict):

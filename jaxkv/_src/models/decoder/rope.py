@@ -1,8 +1,7 @@
-"""Rotary positions (Su et al., 2021), and how their range is stretched.
+"""Rotary positions (Su et al., 2021) and their scaling to longer contexts.
 
-The angle of pair i at position p is p * f[i]. A `Rope` says which elements of a
-head are turned, in which pairs, and what f is. It is computed on the host, in
-float64, and is a constant of the program.
+The angle of pair i at position p is p * f[i]. A `Rope` defines the rotated
+elements of a head, their pairs, and the frequencies f.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-  """All angles divided by a factor.
+  """Divides all frequencies by a factor.
 
   Attributes:
     factor: at least 1.
@@ -26,14 +25,15 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-  """Llama 3: slow angles divided by a factor, fast ones kept.
+  """Divides low frequencies by a factor and keeps high ones (Llama 3).
 
   Attributes:
-    factor: by which the slowest are divided.
-    low_frequency_factor: turns in `original_length` below which an angle is
-      slow.
-    high_frequency_factor: turns above which it is fast.
-    original_length: tokens of the context before it was stretched.
+    factor: divisor of the low frequencies.
+    low_frequency_factor: a pair with fewer turns in `original_length` tokens
+      has a low frequency.
+    high_frequency_factor: a pair with more turns has a high frequency.
+      Frequencies in between are interpolated.
+    original_length: context length before scaling, in tokens.
   """
 
   factor: float
@@ -44,14 +44,15 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-  """YaRN (Peng et al., 2023): a ramp between slow and fast pairs.
+  """Divides low frequencies and keeps high ones (YaRN, Peng et al., 2023).
 
   Attributes:
-    factor: by which the slowest are divided.
-    original_length: tokens of the context before it was stretched.
-    beta_fast: turns in `original_length` above which an angle is kept.
-    beta_slow: turns below which it is divided.
-    truncate: whether the ramp begins and ends at whole pairs.
+    factor: divisor of the low frequencies.
+    original_length: context length before scaling, in tokens.
+    beta_fast: a pair with more turns in `original_length` tokens keeps its
+      frequency.
+    beta_slow: a pair with fewer turns has its frequency divided.
+    truncate: True to round the ends of the ramp to whole pairs.
     attention_factor: factor of cosines and sines.
   """
 
@@ -72,10 +73,11 @@ class Rope:
 
   Attributes:
     base: the wavelength base.
-    dim: the leading elements of a head that are turned; None for all.
-    interleaved: whether a pair is elements 2 i and 2 i + 1. Otherwise it is i
+    dim: the number of leading elements of a head that are rotated; None for
+      all.
+    interleaved: True if pair i has the elements 2 i and 2 i + 1; False for i
       and i + dim / 2.
-    scaling: how the range is stretched; None for not at all.
+    scaling: scaling of the frequencies; None for none.
 
   Raises:
     ValueError: `base` is not a positive number.
@@ -87,21 +89,23 @@ class Rope:
   scaling: Scaling | None = None
 
   def __post_init__(self) -> None:
-    number = isinstance(self.base, int | float | np.number)
-    if isinstance(self.base, bool) or not number or not self.base > 0:
+    is_number = isinstance(self.base, int | float | np.number)
+    if isinstance(self.base, bool) or not is_number or not self.base > 0:
       raise ValueError(
         f"`rope_base` must be a positive number, got {self.base!r}."
       )
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-  """float32[dim / 2]: the angle of each pair at position 1.
+  """Returns the angle of each pair at position 1, float32[dim / 2].
 
   Examples:
     >>> frequencies(Rope(base=100.0), 4).tolist()
     [1.0, 0.10000000149011612]
   """
   dim = head_dim if rope.dim is None else rope.dim
+  # On the host, in float64, and rounded once: an error grows with the position.
+  # The result is a constant of the program.
   exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
   plain = rope.base**-exponents
   scaling = rope.scaling
@@ -117,15 +121,15 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
   turns = scaling.original_length * plain / (2 * math.pi)
   low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-  kept = np.clip((turns - low) / (high - low), 0, 1)
-  return plain * (kept + (1 - kept) / scaling.factor)
+  share = np.clip((turns - low) / (high - low), 0, 1)
+  return plain * (share + (1 - share) / scaling.factor)
 
 
 def _yarn(
   plain: np.ndarray, base: float, dim: int, scaling: YarnScaling
 ) -> np.ndarray:
   def pair_of(turns: float) -> float:
-    """The pair that makes so many turns in the original context."""
+    """Returns the pair with a number of turns in the original context."""
     wavelength = scaling.original_length / (turns * 2 * math.pi)
     return dim * math.log(wavelength) / (2 * math.log(base))
 
@@ -133,6 +137,7 @@ def _yarn(
   if scaling.truncate:
     begin, end = math.floor(begin), math.ceil(end)
   begin, end = max(begin, 0), min(end, dim - 1)
+  # Keeps the ramp from a division by zero, as in the reference code.
   end = end + 0.001 if begin == end else end
   divided = np.clip((np.arange(dim // 2) - begin) / (end - begin), 0, 1)
   return plain * (1 - divided + divided / scaling.factor)
@@ -141,15 +146,15 @@ def _yarn(
 def rotation(
   rope: Rope, head_dim: int, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Cosines and sines of each pair's angle, float32[B, T, 1, dim / 2].
+  """Computes cosines and sines of each pair, float32[B, T, 1, dim / 2].
 
   Args:
-    rope: which angles.
+    rope: the rotary encoding.
     head_dim: D.
     positions: int32[B, T].
   """
-  turns = jnp.asarray(frequencies(rope, head_dim))[None, None, None]
-  angles = positions.astype(jnp.float32)[:, :, None, None] * turns
+  frequency = jnp.asarray(frequencies(rope, head_dim))[None, None, None]
+  angles = positions.astype(jnp.float32)[:, :, None, None] * frequency
   factor = 1.0
   if isinstance(rope.scaling, YarnScaling):
     factor = rope.scaling.attention_factor
@@ -159,16 +164,16 @@ def rotation(
 
 
 def rotate(
-  x: jax.Array, turned: tuple[jax.Array, jax.Array], rope: Rope
+  x: jax.Array, angles: tuple[jax.Array, jax.Array], rope: Rope
 ) -> jax.Array:
-  """Turns the pairs of the leading elements of [B, T, H, D].
+  """Rotates the pairs of the leading elements of [B, T, H, D].
 
   Args:
     x: queries or keys.
-    turned: from `rotation`.
-    rope: how elements are paired.
+    angles: cosines and sines from `rotation`.
+    rope: defines the pairs.
   """
-  cos, sin = turned
+  cos, sin = angles
   dim = 2 * cos.shape[-1]
   wide = x[..., :dim].astype(jnp.float32)
   if rope.interleaved:

@@ -1,5 +1,6 @@
-"""Parameters made of stored tensors, each of which is used exactly once."""
+"""Assembles parameters from the tensors of a checkpoint."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -8,123 +9,156 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv._src.models.decoder import layout
+from jaxkv._src.models.decoder import groups
 from jaxkv._src.models.decoder import params as leaves
-from jaxkv._src.models.loading.plans import Part
-from jaxkv._src.models.loading.plans import Parts
-from jaxkv._src.models.loading.plans import Plan
-from jaxkv._src.models.loading.stored import Stored
+from jaxkv._src.models.loading.lazy_tensor import Tensors
+from jaxkv._src.models.loading.tokenizer import Tokenizer
+from jaxkv._src.models.loading.weight_maps import Source
+from jaxkv._src.models.loading.weight_maps import Sources
+from jaxkv._src.models.loading.weight_maps import WeightMap
 
-_NAMED = 3
+_MAX_NAMES = 3
+"""Tensors that an error message lists."""
 
 
-def check(plan: Plan, stored: Stored, where: str) -> None:
-  """Checks names and shapes of all tensors, before any is read.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+  """A checkpoint of any format, with its tensors not read yet.
 
-  Raises:
-    ValueError: tensors are missing, are not known, or have other shapes.
+  Attributes:
+    name: name of the file or folder, for messages.
+    dtype: dtype of most weights.
+    weight_map: returns the weight map for parameters of a dtype.
+    tensors: the tensors, with Hugging Face's names.
+    stop_tokens: tokens that end a text or a message.
+    max_length: the longest sequence that the model was trained for, in tokens.
+    open_tokenizer: reads the tokenizer.
   """
-  wanted: dict[str, tuple[int, ...]] = {}
+
+  name: str
+  dtype: Any
+  weight_map: Callable[[Any], WeightMap]
+  tensors: Tensors
+  stop_tokens: tuple[int, ...]
+  max_length: int
+  open_tokenizer: Callable[[], Tokenizer]
+
+
+def check(weight_map: WeightMap, tensors: Tensors, where: str) -> None:
+  """Checks names, shapes and dtypes of all tensors, before any is read."""
+  shapes: dict[str, tuple[int, ...]] = {}
   missing: dict[str, None] = {}
-  for part in parts_of(plan):
-    wanted |= dict(part.tensors)
-    missing |= {name: None for name, _ in part.tensors if name not in stored}
-    # A damaged config.json may name billions.
-    if len(missing) > 2 * _NAMED:
+  for source in sources_of(weight_map):
+    shapes |= dict(source.tensors)
+    missing |= {name: None for name, _ in source.tensors if name not in tensors}
+    # A damaged config.json may name billions of layers.
+    if len(missing) > 2 * _MAX_NAMES:
       break
   if missing:
     raise ValueError(
-      f"{where} lacks tensors: {_few(list(missing))}; get it again."
+      f"{where} lacks tensors: {_listing(list(missing))}; get it again."
     )
+  # An ignored tensor, such as a bias, would change the results silently.
   unknown = [
     name
-    for name in stored
-    if name not in wanted and not plan.unused.fullmatch(name)
+    for name in tensors
+    if name not in shapes and not weight_map.unused.fullmatch(name)
   ]
   if unknown:
     raise ValueError(
-      f"{where} has tensors that are not known: {_few(unknown)}; its "
+      f"{where} has tensors that are not known: {_listing(unknown)}; its "
       "architecture is not the one that its config.json names."
     )
-  for name, shape in wanted.items():
-    found = stored[name]
-    if found.shape != shape:
+  for name, shape in shapes.items():
+    tensor = tensors[name]
+    if tensor.shape != shape:
       raise ValueError(
         f"tensor {name} in {where} must have shape {list(shape)}, as its "
-        f"config.json says, got {list(found.shape)}."
+        f"config.json says, got {list(tensor.shape)}."
       )
-    if not jax.numpy.issubdtype(found.dtype, jax.numpy.floating):
+    if not jax.numpy.issubdtype(tensor.dtype, jax.numpy.floating):
       raise ValueError(
-        f"tensor {name} in {where} must hold floats, got {found.dtype.name}; "
+        f"tensor {name} in {where} must hold floats, got {tensor.dtype.name}; "
         "such quantized weights are not supported."
       )
 
 
 def assemble(
-  plan: Plan, stored: Stored, tick: Callable[[], Any] = lambda: None
+  weight_map: WeightMap,
+  tensors: Tensors,
+  tick: Callable[[], Any] = lambda: None,
 ) -> leaves.Params:
-  """Reads the tensors and makes the parameters.
-
-  A stacked array is filled layer by layer in its own type, so that beside the
-  parameters only one layer's tensor is in memory.
+  """Reads the tensors and assembles the parameters.
 
   Args:
-    plan: which tensors, and what of them; checked.
-    stored: the tensors.
-    tick: called after each parameter of a layer.
+    weight_map: the weight map, checked by `check`.
+    tensors: the tensors.
+    tick: called after each parameter of a layer, `num_sources` times.
   """
-  dtype = plan.decoder.dtype
+  dtype = weight_map.decoder.dtype
 
-  def array(leaf: leaves.Leaf, parts: list[Part], stacks: bool) -> jax.Array:
+  def array(
+    leaf: leaves.Leaf, sources: list[Source], stacks: bool
+  ) -> jax.Array:
+    # Filled row by row in its final dtype: at most one layer's tensor is in
+    # memory in addition to the parameters.
     out = np.empty(leaf.shape, leaf.dtype or dtype)
     rows = out if stacks else out[None]
-    for row, part in zip(rows, parts, strict=True):
-      row[...] = part.make(*(stored[name].read() for name, _ in part.tensors))
+    for row, source in zip(rows, sources, strict=True):
+      arrays = (tensors[name].read() for name, _ in source.tensors)
+      row[...] = source.convert(*arrays)
       tick()
     return jax.device_put(out)
 
-  tree = leaves.leaves_of(plan.decoder)
-  made: leaves.Params = {
-    name: array(tree[name], [part], False) for name, part in plan.top.items()
+  tree = leaves.leaves_of(weight_map.decoder)
+  params: leaves.Params = {
+    name: array(tree[name], [source], False)
+    for name, source in weight_map.top.items()
   }
-  made["layers"] = tuple(
+  params["layers"] = tuple(
     tuple(
       {
-        name: array(leaf, [parts[name] for parts in layers], True)
-        for name, leaf in place.items()
+        name: array(leaf, [sources[name] for sources in repetitions], True)
+        for name, leaf in layer.items()
       }
-      for place, layers in zip(own, _layers(plan, stretch), strict=True)
+      for layer, repetitions in zip(
+        pattern, _repetitions(weight_map, stretch), strict=True
+      )
     )
-    for own, stretch in zip(
-      tree["layers"], layout.stretches(plan.decoder), strict=True
+    for pattern, stretch in zip(
+      tree["layers"], groups.stretches(weight_map.decoder), strict=True
     )
   )
-  return made
+  return params
 
 
-def _layers(plan: Plan, stretch: layout.Stretch) -> Iterator[list[Parts]]:
-  """For each layer of a pattern, the parts of its repetitions."""
+def _repetitions(
+  weight_map: WeightMap, stretch: groups.Stretch
+) -> Iterator[list[Sources]]:
+  """Yields the sources of all repetitions, for each layer of a pattern."""
   size = len(stretch.pattern)
-  for place in range(size):
+  for index in range(size):
     yield [
-      plan.layer(stretch.first + place + size * number)
-      for number in range(stretch.repetitions)
+      weight_map.layer(stretch.first + index + size * repetition)
+      for repetition in range(stretch.repetitions)
     ]
 
 
-def parts_of(plan: Plan) -> Iterator[Part]:
-  layers = range(plan.decoder.num_layers)
+def sources_of(weight_map: WeightMap) -> Iterator[Source]:
+  """Yields the sources of all parameters."""
+  layers = range(weight_map.decoder.num_layers)
   return itertools.chain(
-    plan.top.values(),
-    *(plan.layer(number).values() for number in layers),
+    weight_map.top.values(),
+    *(weight_map.layer(number).values() for number in layers),
   )
 
 
-def num_parts(plan: Plan) -> int:
-  """How often `assemble` calls `tick`."""
-  return sum(1 for _ in parts_of(plan))
+def num_sources(weight_map: WeightMap) -> int:
+  """Counts the sources of all parameters."""
+  return sum(1 for _ in sources_of(weight_map))
 
 
-def _few(names: list[str]) -> str:
-  more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-  return ", ".join(names[:_NAMED]) + more
+def _listing(names: list[str]) -> str:
+  surplus = len(names) - _MAX_NAMES
+  suffix = f" and {surplus} more" if surplus > 0 else ""
+  return ", ".join(names[:_MAX_NAMES]) + suffix

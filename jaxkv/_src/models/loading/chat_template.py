@@ -1,4 +1,4 @@
-"""Chat templates: programs in Jinja, run without access to anything."""
+"""Renders chat templates, which are Jinja programs, in a sandbox."""
 
 import datetime
 import json
@@ -8,19 +8,17 @@ from typing import Any
 from jaxkv._src.extras import extra_package
 
 
-def rendered(template: str, variables: Mapping[str, Any]) -> str:
-  """The text of a conversation.
+def render(template: str, variables: Mapping[str, Any]) -> str:
+  """Renders the text of a conversation.
 
   Args:
-    template: from the checkpoint.
-    variables: what the template may use, beside the functions that Hugging
-      Face gives templates.
-
-  Raises:
-    ValueError: the template is damaged, or refuses the conversation.
+    template: the template of a checkpoint.
+    variables: variables of the template, such as `messages`.
   """
   task = "To render a chat template"
   sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=task)
+  # A template comes with the checkpoint, from a third party. These are the
+  # options, filters and functions that templates may expect (transformers).
   environment = sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
@@ -33,7 +31,7 @@ def rendered(template: str, variables: Mapping[str, Any]) -> str:
     return environment.from_string(template).render(**variables)
   except _RefusedError as error:
     raise ValueError(str(error)) from error
-  # A template is a program of someone else: it can raise anything.
+  # A program can raise anything.
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(
@@ -63,7 +61,7 @@ def _json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """Like JSON itself; Jinja's own filter would escape what HTML reserves."""
+  """Dumps JSON without the HTML escapes of Jinja's own `tojson`."""
   return json.dumps(
     value,
     ensure_ascii=ensure_ascii,

@@ -1,4 +1,4 @@
-"""config.json, every key of which is read, known to be harmless, or refused."""
+"""Typed reading of config.json, which refuses unknown keys."""
 
 import sys
 from typing import Any
@@ -24,38 +24,37 @@ _HARMLESS = frozenset(
   """.split()
 )
 """Keys of training, of other programs and of tokens: no logit depends on them.
-`quantization_config` is read before."""
+`folder` reads `quantization_config`."""
 
 
-_MOST = 2**31 - 1
-_LISTED = {
+_MAX_INT = 2**31 - 1
+_COUNTS_OF_TENSORS = {
   "num_hidden_layers",
   "num_experts",
   "num_local_experts",
   "n_routed_experts",
   "num_nextn_predict_layers",
 }
-"""Counts that a checkpoint has tensors for."""
+"""Counts of things that have at least one tensor each."""
 
 
 class ConfigFile:
-  """The typed values of a config.json, each of which must be accounted for.
+  """The values of a config.json, each of which must be read or harmless.
 
   Every method raises a ValueError that names the file and the key if the value
-  is missing and there is no default, or if it has another type. A value of
-  null counts as missing.
+  has the wrong type, or is missing without a default. null counts as missing.
   """
 
   def __init__(
-    self, values: dict[str, Any], where: str, *, num_tensors: int = _MOST
+    self, values: dict[str, Any], where: str, *, num_tensors: int = _MAX_INT
   ):
     """Wraps the values of a file.
 
     Args:
-      values: of the JSON object.
-      where: the name of the file, for messages.
-      num_tensors: how many tensors the checkpoint has; it cannot have more
-        layers or experts.
+      values: the JSON object.
+      where: name of the file, for messages.
+      num_tensors: tensors of the checkpoint, an upper bound for its layers and
+        experts.
     """
     self.where = where
     self._num_tensors = num_tensors
@@ -73,7 +72,7 @@ class ConfigFile:
     return default
 
   def size(self, key: str, default: Any = _REQUIRED) -> Any:
-    """Returns an int of at least 1, or a default of None."""
+    """Returns an int of at least 1, or the default, which may be None."""
     return self._int(key, default, 1)
 
   def count(self, key: str, default: Any = _REQUIRED) -> int:
@@ -81,12 +80,12 @@ class ConfigFile:
     return self._int(key, default, 0)
 
   def number(self, key: str, default: Any = _REQUIRED) -> Any:
-    """Returns a finite float, or a default of None."""
+    """Returns a finite float, or the default, which may be None."""
     value = self.get(key, default)
     if value is None:
       return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # An int of 400 digits has no float.
+    # An int of 400 digits would make `float` raise an OverflowError.
     if not is_number or not -_LARGEST <= value <= _LARGEST:
       raise self.wrong(key, "a finite number")
     return float(value)
@@ -112,46 +111,48 @@ class ConfigFile:
       raise self.wrong(key, f"a list of {kind.__name__}")
     return value
 
-  def wrong(self, key: str, wanted: str) -> ValueError:
-    """Returns the error of a value that is not what is wanted."""
+  def wrong(self, key: str, requirement: str) -> ValueError:
+    """Returns the error for a value that does not meet a requirement."""
     text = repr(self._values.get(key))
     text = text if len(text) <= 60 else f"{text[:57]}..."
-    return ValueError(f"`{key}` in {self.where} must be {wanted}, got {text}.")
+    return ValueError(
+      f"`{key}` in {self.where} must be {requirement}, got {text}."
+    )
 
-  def _int(self, key: str, default: Any, least: int) -> Any:
+  def _int(self, key: str, default: Any, minimum: int) -> Any:
     value = self.get(key, default)
     if value is None:
       return None
-    most = self._num_tensors if key in _LISTED else _MOST
-    if type(value) is not int or value < least:
-      raise self.wrong(key, f"an int of at least {least}")
-    if value > most:
-      raise self.wrong(
-        key, f"at most {most}" + " tensors, as there are" * (most < _MOST)
-      )
+    # A damaged count must not start a loop over billions of layers.
+    maximum = self._num_tensors if key in _COUNTS_OF_TENSORS else _MAX_INT
+    if type(value) is not int or value < minimum:
+      raise self.wrong(key, f"an int of at least {minimum}")
+    if value > maximum:
+      suffix = " tensors, as there are" if maximum < _MAX_INT else ""
+      raise self.wrong(key, f"at most {maximum}{suffix}")
     return value
 
   def only(self, key: str, *allowed: Any) -> None:
-    """Refuses a key unless it is missing, null or has a value that is built."""
+    """Refuses a key unless it is missing or has one of the allowed values."""
     value = self.get(key, None)
     if value is not None and value not in allowed:
-      known = " or ".join(repr(one) for one in allowed)
-      raise self.wrong(key, f"{known or 'null'}; nothing else is built")
+      names = " or ".join(repr(name) for name in allowed)
+      raise self.wrong(key, f"{names or 'null'}; nothing else is built")
 
   def ignore(self, *keys: str) -> None:
-    """Marks keys that change nothing in a family."""
+    """Marks keys that have no effect in a family as read."""
     self._read.update(keys)
 
   def check_all_read(self) -> None:
-    """Refuses keys that nobody has read and that may change the result."""
+    """Refuses keys that were not read and are not known to be harmless."""
     unknown = [
       key
       for key, value in self._values.items()
       if value is not None and key not in self._read | _HARMLESS
     ]
     if unknown:
-      named = ", ".join(f"`{key}`: {self._values[key]!r}" for key in unknown)
+      listing = ", ".join(f"`{key}`: {self._values[key]!r}" for key in unknown)
       raise ValueError(
         f"{self.where} has keys that are not known and may change the result: "
-        f"{named}; remove them there if they do not."
+        f"{listing}; remove them there if they do not."
       )

@@ -1,4 +1,4 @@
-"""A folder as Hugging Face writes it."""
+"""Opens a folder in Hugging Face's format."""
 
 import functools
 import pathlib
@@ -7,58 +7,56 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxkv._src.models.loading import dequantize
 from jaxkv._src.models.loading import safetensors_files
 from jaxkv._src.models.loading import tokenizer
-from jaxkv._src.models.loading import unpacking
+from jaxkv._src.models.loading.assemble import Checkpoint
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families.table import family_of
-from jaxkv._src.models.loading.opened import OpenedCheckpoint
-from jaxkv._src.models.loading.plans import Plan
+from jaxkv._src.models.loading.families.architectures import family_of
+from jaxkv._src.models.loading.lazy_tensor import Tensors
 from jaxkv._src.models.loading.safetensors_files import json_object
-from jaxkv._src.models.loading.stored import Stored
+from jaxkv._src.models.loading.weight_maps import WeightMap
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_LENGTH = 4096
-_OTHER_SENSES = re.compile(
+# For checkpoints that do not name the longest sequence.
+_DEFAULT_LENGTH = 4096
+_VISION = re.compile(
   r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\..*"
 )
 _TEXT = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 
 
-def opened(folder: pathlib.Path) -> OpenedCheckpoint:
-  """Opens a folder: reads its configuration and the headers of its files.
-
-  Raises:
-    ValueError: a file is missing or damaged, or config.json asks for an
-      unsupported feature.
-  """
+def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
+  """Reads the configuration and the headers of the tensor files."""
   where = str(folder / "config.json")
   values = json_object(folder / "config.json")
   family = family_of(values.get("architectures"), where)
-  stored = safetensors_files.open_folder(folder)
+  tensors = safetensors_files.open_folder(folder)
   outer = ConfigFile(values, where)
   quantization = outer.table("quantization_config")
+  # A multimodal checkpoint: the language model has a table of its own, but some
+  # keys of it are outside.
   if "text_config" in values:
     outer, values = values, dict(outer.table("text_config"))
     for key in ("architectures", "eos_token_id", "tie_word_embeddings"):
       values.setdefault(key, outer.get(key))
     quantization = values.get("quantization_config") or quantization
-    stored = _text_only(stored)
-  stored = _unpacked(stored, quantization, where)
-  config = ConfigFile(values, where, num_tensors=len(stored))
+    tensors = _text_tensors(tensors)
+  tensors = _dequantized(tensors, quantization, where)
+  config = ConfigFile(values, where, num_tensors=len(tensors))
 
-  def plan(dtype: Any) -> Plan:
-    made = family(config, dtype)
+  def weight_map(dtype: Any) -> WeightMap:
+    result = family(config, dtype)
     config.check_all_read()
-    return made
+    return result
 
-  return OpenedCheckpoint(
+  return Checkpoint(
     name=str(folder),
     dtype=_dtype(values, where),
-    plan=plan,
-    stored=stored,
+    weight_map=weight_map,
+    tensors=tensors,
     stop_tokens=stop_tokens(folder, values),
-    max_length=config.size("max_position_embeddings", _LENGTH),
+    max_length=config.size("max_position_embeddings", _DEFAULT_LENGTH),
     open_tokenizer=functools.partial(tokenizer.from_folder, folder),
   )
 
@@ -66,24 +64,25 @@ def opened(folder: pathlib.Path) -> OpenedCheckpoint:
 def stop_tokens(
   folder: pathlib.Path, config: dict[str, Any]
 ) -> tuple[int, ...]:
-  """The tokens that end a text, of generation_config.json if it is there.
+  """Returns the tokens that end a text.
 
   Args:
-    folder: may have it.
+    folder: the folder; its generation_config.json takes precedence.
     config: the keys of config.json.
   """
-  chosen = config.get("eos_token_id")
+  # Chat models end a message with a token that only generation_config.json has.
+  value = config.get("eos_token_id")
   path = folder / "generation_config.json"
   if path.exists():
     generation = json_object(path).get("eos_token_id")
-    chosen = chosen if generation is None else generation
-  if chosen is None:
+    value = value if generation is None else generation
+  if value is None:
     return ()
-  tokens = chosen if isinstance(chosen, list) else [chosen]
+  tokens = value if isinstance(value, list) else [value]
   if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
     raise ValueError(
       f"`eos_token_id` in {folder} must be a token or a list of tokens, got "
-      f"{chosen!r}."
+      f"{value!r}."
     )
   return tuple(tokens)
 
@@ -98,28 +97,29 @@ def _dtype(values: dict[str, Any], where: str) -> Any:
   return jnp.dtype(name)
 
 
-def _text_only(stored: Stored) -> Stored:
-  """The language model of a checkpoint that also sees."""
+def _text_tensors(tensors: Tensors) -> Tensors:
+  """Returns the language model's tensors of a multimodal checkpoint."""
+  # Versions of transformers differ in the order of the two prefixes.
   renamed = {
     _TEXT.sub("model.", name, count=1).removeprefix("language_model."): tensor
-    for name, tensor in stored.items()
+    for name, tensor in tensors.items()
   }
   return {
     name: tensor
     for name, tensor in renamed.items()
-    if not _OTHER_SENSES.fullmatch(name)
+    if not _VISION.fullmatch(name)
   }
 
 
-def _unpacked(stored: Stored, quantization: Any, where: str) -> Stored:
+def _dequantized(tensors: Tensors, quantization: Any, where: str) -> Tensors:
   if not quantization:
-    return stored
+    return tensors
   method = quantization.get("quant_method")
   if method == "mxfp4":
-    return unpacking.mxfp4(stored)
+    return dequantize.mxfp4(tensors)
   block = quantization.get("weight_block_size")
   if method == "fp8" and _is_pair(block):
-    return unpacking.fp8_blocks(stored, (block[0], block[1]))
+    return dequantize.fp8_blocks(tensors, (block[0], block[1]))
   raise ValueError(
     f"`quantization_config` in {where} must be mxfp4, or fp8 with a "
     f"`weight_block_size`, got {quantization!r}; load weights that are not "
@@ -128,7 +128,7 @@ def _unpacked(stored: Stored, quantization: Any, where: str) -> Stored:
 
 
 def _is_pair(block: Any) -> bool:
-  """Whether a value is two positive ints."""
+  """True if a value is a list of two positive ints."""
   return (
     isinstance(block, list)
     and len(block) == 2

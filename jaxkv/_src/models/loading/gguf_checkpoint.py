@@ -11,15 +11,15 @@ import numpy as np
 from jaxkv._src.extras import extra_package
 from jaxkv._src.models.loading import assemble
 from jaxkv._src.models.loading import gguf_tokenizer
-from jaxkv._src.models.loading import ropes
+from jaxkv._src.models.loading import rope_config
+from jaxkv._src.models.loading.assemble import Checkpoint
 from jaxkv._src.models.loading.config_file import ConfigFile
 from jaxkv._src.models.loading.families import gemma
 from jaxkv._src.models.loading.families import llama
-from jaxkv._src.models.loading.opened import OpenedCheckpoint
-from jaxkv._src.models.loading.plans import Plan
-from jaxkv._src.models.loading.stored import Stored
-from jaxkv._src.models.loading.stored import StoredTensor
-from jaxkv._src.models.loading.stored import changed
+from jaxkv._src.models.loading.lazy_tensor import LazyTensor
+from jaxkv._src.models.loading.lazy_tensor import Tensors
+from jaxkv._src.models.loading.lazy_tensor import transformed
+from jaxkv._src.models.loading.weight_maps import WeightMap
 
 _FAMILIES = {
   "llama": llama.llama,
@@ -38,7 +38,7 @@ _SIZES = {
 _MAX_COUNT = 1 << 16
 
 
-def opened(path: pathlib.Path) -> OpenedCheckpoint:
+def open_checkpoint(path: pathlib.Path) -> Checkpoint:
   """Reads the metadata of a .gguf file; errors are those of `models.load`."""
   if not path.exists():
     raise ValueError(f"there is no file {path}; name a .gguf file.")
@@ -50,22 +50,23 @@ def opened(path: pathlib.Path) -> OpenedCheckpoint:
   values = _config(metadata, name, tensors)
   metadata.check_all_read()
   config = ConfigFile(values, str(path), num_tensors=len(tensors))
-  plan = functools.partial(_FAMILIES[name], config)
-  ends = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))
-  tokens = (metadata.count(end, None) for end in ends)
-  stop_tokens = dict.fromkeys(end for end in tokens if end is not None)
-  return OpenedCheckpoint(
+  weight_map = functools.partial(_FAMILIES[name], config)
+  # Both are needed: chat models end a message with `eot`.
+  keys = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))
+  tokens = (metadata.count(key, None) for key in keys)
+  stop_tokens = dict.fromkeys(token for token in tokens if token is not None)
+  return Checkpoint(
     name=str(path),
     dtype=jnp.dtype(jnp.bfloat16),
-    plan=plan,
-    stored=_renamed(gguf, tensors, values, name, plan(jnp.float32)),
+    weight_map=weight_map,
+    tensors=_renamed(gguf, tensors, values, name, weight_map(jnp.float32)),
     stop_tokens=tuple(stop_tokens),
     max_length=values["max_position_embeddings"],
     open_tokenizer=functools.partial(gguf_tokenizer.open_tokenizer, metadata),
   )
 
 
-def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Stored]:
+def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
   """Reads the metadata, and the tensors by their names in the file.
 
   Tensors are dequantized to float32 when they are loaded, with the outermost
@@ -92,16 +93,19 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Stored]:
   metadata.ignore(
     *(k for k, v in values.items() if not v or not k.startswith(prefix))
   )
-  stored = {}
+  tensors = {}
   for tensor in reader.tensors:
+    # GGUF has the innermost axis first.
     shape = tuple(reversed(tensor.shape.tolist()))
     load = functools.partial(gguf.dequantize, tensor.data, tensor.tensor_type)
-    stored[tensor.name] = StoredTensor(shape, np.dtype(np.float32), load)
-  return metadata, stored
+    tensors[tensor.name] = LazyTensor(shape, np.dtype(np.float32), load)
+  return metadata, tensors
 
 
-def _config(metadata: ConfigFile, name: str, tensors: Stored) -> dict[str, Any]:
-  """Returns what a config.json of the same model contains."""
+def _config(
+  metadata: ConfigFile, name: str, tensors: Tensors
+) -> dict[str, Any]:
+  """Returns the values of an equivalent config.json."""
   config = {key: metadata.size(f"{name}.{a}") for a, key in _SIZES.items()}
   heads = config["num_attention_heads"]
   head_dim = tensors["blk.0.attn_q.weight"].shape[0] // heads
@@ -111,6 +115,7 @@ def _config(metadata: ConfigFile, name: str, tensors: Stored) -> dict[str, Any]:
   metadata.ignore(f"{name}.vocab_size", f"{name}.tensor_data_layout")
   kv_heads = metadata.size(f"{name}.attention.head_count_kv", heads)
   eps = metadata.number(f"{name}.attention.layer_norm_rms_epsilon")
+  # The default of llama.cpp, for files without a base.
   base = 1e6 if name == "gemma3" else 1e4
   config |= {
     "num_key_value_heads": kv_heads,
@@ -131,10 +136,11 @@ def _config(metadata: ConfigFile, name: str, tensors: Stored) -> dict[str, Any]:
 
 
 def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
-  """Returns the further keys of Gemma 3."""
+  """Returns additional keys of Gemma 3."""
   window = "gemma3.attention.sliding_window"
   scale = config["head_dim"]
-  if config["num_hidden_layers"] == 62:  # Gemma 3 27B.
+  # Gemma 3 27B scales by the width per head, and no key of the file says so.
+  if config["num_hidden_layers"] == 62:
     scale = config["hidden_size"] // config["num_attention_heads"]
   keys = {
     "query_pre_attn_scalar": scale,
@@ -149,7 +155,7 @@ def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(
-  metadata: ConfigFile, name: str, config: dict[str, Any], tensors: Stored
+  metadata: ConfigFile, name: str, config: dict[str, Any], tensors: Tensors
 ) -> dict[str, Any] | None:
   """Returns `rope_scaling`, and removes the tensor that stores Llama 3's."""
   prefix = f"{name}.rope.scaling."
@@ -164,22 +170,26 @@ def _scaling(
   }
   if "rope_freqs.weight" in tensors:
     divisors = tensors.pop("rope_freqs.weight").read()
-    return ropes.llama3_table(
+    return rope_config.llama3_table(
       divisors, config["rope_theta"], metadata, config["head_dim"]
     )
   return None if table["rope_type"] == "none" else table
 
 
 def _renamed(
-  gguf: Any, tensors: Stored, config: dict[str, Any], name: str, plan: Plan
-) -> Stored:
+  gguf: Any,
+  tensors: Tensors,
+  config: dict[str, Any],
+  name: str,
+  weight_map: WeightMap,
+) -> Tensors:
   """Returns the tensors with Hugging Face's names, rows and norm weights."""
   architecture = gguf.MODEL_ARCH[name.upper()]
   names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
   new_names = {
     names.get_name(key, (".weight", ".bias")): key
-    for part in assemble.parts_of(plan)
-    for key, _ in part.tensors
+    for source in assemble.sources_of(weight_map)
+    for key, _ in source.tensors
   }
 
   def split_halves(weights: np.ndarray) -> np.ndarray:
@@ -187,15 +197,17 @@ def _renamed(
     pairs = weights.reshape(-1, config["head_dim"] // 2, 2, *weights.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 
-  stored = {}
-  for source, tensor in tensors.items():
-    if name == "gemma3" and source.endswith("norm.weight"):
-      tensor = changed(tensor, lambda weights: weights - np.float32(1))
-    if name == "llama" and (".attn_q." in source or ".attn_k." in source):
-      tensor = changed(tensor, split_halves)
-    # Other tensors keep their names, under which they are refused.
-    stored[new_names.get(source, source)] = tensor
-  return stored
+  renamed = {}
+  for key, tensor in tensors.items():
+    # llama.cpp stores Gemma's norm weights with the offset of 1, and Llama's
+    # queries and keys with interleaved rotary pairs.
+    if name == "gemma3" and key.endswith("norm.weight"):
+      tensor = transformed(tensor, lambda weights: weights - np.float32(1))
+    if name == "llama" and (".attn_q." in key or ".attn_k." in key):
+      tensor = transformed(tensor, split_halves)
+    # Unknown tensors keep their names, and `assemble.check` refuses them.
+    renamed[new_names.get(key, key)] = tensor
+  return renamed
 
 
 def _reader_class(gguf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Makes a tokenizer of the vocabulary in a GGUF file."""
+"""Builds a tokenizer from the vocabulary in a GGUF file."""
 
 from typing import Any
 
@@ -9,21 +9,23 @@ from jaxkv._src.models.loading.tokenizer import TASK
 from jaxkv._src.models.loading.tokenizer import Tokenizer
 
 _GGML = "tokenizer.ggml."
+# Token types of llama.cpp.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+# The expression of GPT-4 and its successors, with a place for digits.
 _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The digits that form a word; None where GPT-2's expression splits the text.
+# The digits that form a word; None where GPT-2's expression is used.
 _DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 _DIGITS |= dict.fromkeys(("default", "gpt-2", "smollm"))
 
 
 def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
-  """Makes the tokenizer; errors are those of `Pretrained.tokenizer`."""
+  """Builds the tokenizer; raises the errors of `Pretrained.tokenizer`."""
   library = extra_package("tokenizers", install="jaxkv[gguf]", task=TASK)
   metadata.only(f"{_GGML}model", "gpt2", "llama")
-  is_pieces = metadata.get(f"{_GGML}model") == "llama"
+  is_sentence_piece = metadata.get(f"{_GGML}model") == "llama"
   tokens = metadata.items(f"{_GGML}tokens", str)
   kinds = metadata.items(f"{_GGML}token_type", int, [])
   special = {}
@@ -35,12 +37,12 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
     if number is not None:
       special[f"{role}_token"] = tokens[number]
   vocabulary = {token: number for number, token in enumerate(tokens)}
-  if is_pieces:
+  if is_sentence_piece:
     unknown = special.get("unknown_token")
-    core = _sentence_pieces(library, metadata, vocabulary, unknown)
+    core = _sentence_piece(library, metadata, vocabulary, unknown)
   else:
     core = _byte_level(library, metadata, vocabulary)
-  # Both are found in a text before it is split.
+  # Tokens of both kinds are recognized before the text is split into words.
   for kind, add in (
     (_CONTROL, core.add_special_tokens),
     (_USER_DEFINED, core.add_tokens),
@@ -48,7 +50,10 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
     pairs = zip(tokens, kinds, strict=False)
     names = [token for token, token_kind in pairs if token_kind == kind]
     add([library.AddedToken(name, normalized=False) for name in names])
-  adds_bos = is_pieces or metadata.get(f"{_GGML}pre", None) == "llama-bpe"
+  # The defaults of llama.cpp, for files that do not have the flags.
+  adds_bos = (
+    is_sentence_piece or metadata.get(f"{_GGML}pre", None) == "llama-bpe"
+  )
   ends = [
     special.get(key) if metadata.flag(f"{_GGML}add_{key}", default) else None
     for key, default in (("bos_token", adds_bos), ("eos_token", False))
@@ -66,13 +71,13 @@ def open_tokenizer(metadata: ConfigFile) -> Tokenizer:
 def _byte_level(
   library: Any, metadata: ConfigFile, vocabulary: dict[str, int]
 ) -> Any:
-  """Makes a byte-level BPE, called "gpt2"; its merges are in the file."""
+  """Builds a byte-level BPE, called "gpt2", with the merges of the file."""
   metadata.only(f"{_GGML}pre", *_DIGITS)
   kind = metadata.get(f"{_GGML}pre", "default")
   merges = metadata.items(f"{_GGML}merges", str)
   pairs = [tuple(pair.split(" ", 1)) for pair in merges]
   model = library.models.BPE(vocabulary, pairs)
-  # A word that is a token is left whole.
+  # A word that is a token is not split, even if no merges lead to it.
   model.ignore_merges = kind == "llama-bpe"
   core = library.Tokenizer(model)
   if kind == "qwen2":
@@ -89,33 +94,36 @@ def _byte_level(
   return core
 
 
-def _sentence_pieces(
+def _sentence_piece(
   library: Any, metadata: ConfigFile, vocabulary: dict[str, int], unknown: Any
 ) -> Any:
-  """Makes a SentencePiece, called "llama"; merges follow from its scores."""
+  """Builds a SentencePiece BPE, called "llama", with merges from its scores."""
   scores = metadata.items(f"{_GGML}scores", float)
   kinds = metadata.items(f"{_GGML}token_type", int)
   ranks = {
     token: (-scores[number], number)
     for token, number in vocabulary.items()
+    # Text never merges into these.
     if kinds[number] not in (_CONTROL, _USER_DEFINED, _BYTE)
   }
   model = library.models.BPE(vocabulary, _merges(ranks), unk_token=unknown)
   model.byte_fallback = model.fuse_unk = True
   core = library.Tokenizer(model)
   normalize, decode = library.normalizers, library.decoders
-  forward = [normalize.Replace(" ", SPACE)]
-  back = [decode.Replace(SPACE, " "), decode.ByteFallback(), decode.Fuse()]
+  encoding = [normalize.Replace(" ", SPACE)]
+  decoding = [decode.Replace(SPACE, " "), decode.ByteFallback(), decode.Fuse()]
   if metadata.flag(f"{_GGML}add_space_prefix", True):
-    forward.insert(0, normalize.Prepend(SPACE))
-    back.append(decode.Strip(" ", 1, 0))
-  core.normalizer = normalize.Sequence(forward)
-  core.decoder = decode.Sequence(back)
+    encoding.insert(0, normalize.Prepend(SPACE))
+    decoding.append(decode.Strip(" ", 1, 0))
+  core.normalizer = normalize.Sequence(encoding)
+  core.decoder = decode.Sequence(decoding)
   return core
 
 
 def _merges(ranks: dict[str, tuple[float, int]]) -> list[tuple[str, str]]:
-  """Returns the pairs that SentencePiece merges, the best result first."""
+  """Returns the pairs that SentencePiece merges, ordered by rank."""
+  # SentencePiece has no list of merges: any two pieces that form a piece merge,
+  # the pair with the best score first.
   merges = []
   for token, rank in ranks.items():
     for middle in range(1, len(token)):

@@ -1,4 +1,4 @@
-"""Checkpoints of the Hugging Face hub, by the package `huggingface_hub`."""
+"""Downloads checkpoints of the Hugging Face hub with `huggingface_hub`."""
 
 import pathlib
 import re
@@ -6,11 +6,12 @@ import re
 from jaxkv._src.extras import extra_package
 
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
+# No pickles, no images: only files that `folder` reads.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def is_id(source: str) -> bool:
-  """Whether a name could be that of a model on the hub.
+  """True if a name has the form of a model id of the hub.
 
   Examples:
     >>> is_id("Qwen/Qwen3-0.6B"), is_id("./folder/inner"), is_id("name")
@@ -19,16 +20,12 @@ def is_id(source: str) -> bool:
   return _ID.fullmatch(source) is not None and not source.startswith(".")
 
 
-def fetched(source: str, *, local_files_only: bool = False) -> pathlib.Path:
-  """The folder of a model, downloaded if it is not there yet.
+def download(source: str, *, local_files_only: bool = False) -> pathlib.Path:
+  """Returns the local folder of a model, after a download if necessary.
 
   Args:
     source: the id of the model.
-    local_files_only: whether to download nothing.
-
-  Raises:
-    ImportError: the package is not installed.
-    ValueError: the hub does not give the model.
+    local_files_only: True to use local files only.
   """
   task = f"There is no folder {source}; to get a model of that name"
   hub = extra_package("huggingface_hub", install="jaxkv[hub]", task=task)
@@ -36,7 +33,7 @@ def fetched(source: str, *, local_files_only: bool = False) -> pathlib.Path:
     folder = hub.snapshot_download(
       source, allow_patterns=_FILES, local_files_only=local_files_only
     )
-  # The package raises errors of its own, of HTTP, and of files.
+  # The package raises its own errors, and those of HTTP and of files.
   except Exception as error:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     raise ValueError(

@@ -1,4 +1,4 @@
-"""jaxkv.models.load: a checkpoint in one line."""
+"""Loads pretrained decoders."""
 
 import dataclasses
 import functools
@@ -12,15 +12,15 @@ import tqdm
 
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.models.decoder import forward as decoder_forward
-from jaxkv._src.models.decoder import memory
+from jaxkv._src.models.decoder import init_kv as decoder_kv
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.params import Params
 from jaxkv._src.models.loading import assemble
-from jaxkv._src.models.loading import damage
+from jaxkv._src.models.loading import checkpoint_errors
 from jaxkv._src.models.loading import folder as folders
 from jaxkv._src.models.loading import gguf_checkpoint
 from jaxkv._src.models.loading import hub
-from jaxkv._src.models.loading.opened import OpenedCheckpoint
+from jaxkv._src.models.loading.assemble import Checkpoint
 from jaxkv._src.models.loading.tokenizer import Tokenizer
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -28,15 +28,15 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretrained:
-  """A checkpoint, with everything that a loop needs.
+  """A pretrained decoder with its parameters and tokenizer.
 
   Attributes:
     config: the decoder.
-    params: its parameters.
-    max_length: the longest sequence that it was made for, in tokens.
+    params: parameters of the decoder.
+    max_length: the longest sequence that the model was trained for, in tokens.
     stop_tokens: tokens that end a text or a message.
     open_tokenizer: reads the tokenizer.
-    name: of the file or folder, for messages.
+    name: name of the file or folder, for messages.
   """
 
   config: Decoder
@@ -48,18 +48,18 @@ class Pretrained:
 
   @functools.cached_property
   def tokenizer(self) -> Tokenizer:
-    """Text to tokens and back, with the chat template.
+    """The tokenizer, with the chat template.
 
     Raises:
       ImportError: the package `tokenizers` is not installed.
-      ValueError: the checkpoint has none, or it is damaged.
+      ValueError: the checkpoint has no tokenizer, or it is damaged.
     """
-    with damage.reported(self.name):
+    with checkpoint_errors.one_line_errors(self.name):
       return self.open_tokenizer()
 
   @property
   def forward(self) -> Callable[..., Any]:
-    """`jaxkv.models.forward` of this decoder, as a rollout calls it."""
+    """`jaxkv.models.forward` with this decoder, for a rollout."""
     return functools.partial(decoder_forward.forward, config=self.config)
 
   def cache_config(
@@ -71,15 +71,14 @@ class Pretrained:
     max_length: int | None = None,
     **options: Any,
   ) -> CacheConfig:
-    """The sizes of a cache with the layer groups of this decoder.
+    """Returns the sizes of a cache with the layer groups of this decoder.
 
     Args:
       num_pages: N, pages of all groups together.
-      num_slots: B, sequences at once.
-      page_size: S, tokens a page.
-      max_length: of a sequence, in tokens; None for what the model was made
-        for.
-      **options: of `jaxkv.CacheConfig`.
+      num_slots: B, concurrent sequences.
+      page_size: S, tokens per page.
+      max_length: the longest sequence, in tokens; None for `self.max_length`.
+      **options: further arguments of `jaxkv.CacheConfig`.
     """
     longest = self.max_length if max_length is None else max_length
     return CacheConfig(
@@ -87,15 +86,15 @@ class Pretrained:
       page_size=page_size,
       num_slots=num_slots,
       pages_per_slot=-(-longest // page_size),
-      groups=memory.cache_groups(self.config),
+      groups=decoder_kv.cache_groups(self.config),
       **options,
     )
 
   def init_kv(
     self, config: CacheConfig, *, dtype: Any = None, experts: bool = False
   ) -> Any:
-    """The memory of this decoder for a cache; see `jaxkv.models.init_kv`."""
-    return memory.init_kv(self.config, config, dtype=dtype, experts=experts)
+    """Creates the memory of this decoder; see `jaxkv.models.init_kv`."""
+    return decoder_kv.init_kv(self.config, config, dtype=dtype, experts=experts)
 
 
 def load(
@@ -107,28 +106,27 @@ def load(
 ) -> Pretrained:
   """Loads a pretrained decoder.
 
-  Every tensor of the checkpoint is used exactly once, and every key of its
-  configuration is known, or the checkpoint is refused. Tensors are read one by
-  one, so it takes little memory beside that of the parameters.
+  A checkpoint with unknown tensors, or with unknown keys in its configuration,
+  is refused. Tensors are read one by one, so loading needs little more memory
+  than the parameters.
 
   Args:
     source: one of
 
-      - a folder as Hugging Face writes it: config.json, safetensors, and
+      - a folder in Hugging Face's format: config.json, safetensors, and
         tokenizer.json;
       - a .gguf file of the architectures llama, qwen2, qwen3 and gemma3;
       - the id of a model on the hub, if the package `huggingface_hub` is
         installed.
-    dtype: of parameters and activations: float32, bfloat16 or float16; None for
-      what the checkpoint says.
-    local_files_only: whether to download nothing: a model that is not there is
-      an error.
-    progress: whether to show a progress bar on stderr.
+    dtype: dtype of parameters and activations: float32, bfloat16 or float16;
+      None for the checkpoint's.
+    local_files_only: True to use local files only, without any download.
+    progress: True to show a progress bar on stderr.
 
   Raises:
     ImportError: a package is not installed; the message names the extra.
-    ValueError: there is no such checkpoint, it is damaged, or it asks for
-      something that is not built. The message names the file, key or tensor.
+    ValueError: the checkpoint does not exist, is damaged, or needs an
+      unsupported feature. The message names the file, key or tensor.
     OSError: a file cannot be read.
 
   Examples:
@@ -144,41 +142,43 @@ def load(
       f"`dtype` must be one of {', '.join(_DTYPES)}, got "
       f"{jnp.dtype(dtype).name}."
     )
-  with damage.reported(os.fspath(source)):
-    opened = _opened(source, local_files_only)
-    return _loaded(opened, jnp.dtype(dtype or opened.dtype), progress)
+  with checkpoint_errors.one_line_errors(os.fspath(source)):
+    checkpoint = _open_checkpoint(source, local_files_only)
+    return _read(checkpoint, jnp.dtype(dtype or checkpoint.dtype), progress)
 
 
-def _loaded(opened: OpenedCheckpoint, dtype: Any, progress: bool) -> Pretrained:
+def _read(checkpoint: Checkpoint, dtype: Any, progress: bool) -> Pretrained:
   """Reads the tensors of a checkpoint."""
-  plan = opened.plan(dtype)
-  assemble.check(plan, opened.stored, opened.name)
-  total = assemble.num_parts(plan)
+  weight_map = checkpoint.weight_map(dtype)
+  # Before any tensor is read: reading takes minutes for a large model.
+  assemble.check(weight_map, checkpoint.tensors, checkpoint.name)
+  total = assemble.num_sources(weight_map)
   with tqdm.tqdm(
     total=total, desc="loading", unit="tensor", disable=not progress
   ) as bar:
-    params = assemble.assemble(plan, opened.stored, bar.update)
+    params = assemble.assemble(weight_map, checkpoint.tensors, bar.update)
   return Pretrained(
-    config=plan.decoder,
+    config=weight_map.decoder,
     params=params,
-    max_length=opened.max_length,
-    stop_tokens=opened.stop_tokens,
-    open_tokenizer=opened.open_tokenizer,
-    name=opened.name,
+    max_length=checkpoint.max_length,
+    stop_tokens=checkpoint.stop_tokens,
+    open_tokenizer=checkpoint.open_tokenizer,
+    name=checkpoint.name,
   )
 
 
-def _opened(
+def _open_checkpoint(
   source: str | os.PathLike[str], local_files_only: bool
-) -> OpenedCheckpoint:
+) -> Checkpoint:
   path = pathlib.Path(source)
+  # A local folder wins over a model of the hub with the same name.
   if path.is_dir():
-    return folders.opened(path)
+    return folders.open_checkpoint(path)
   if path.suffix == ".gguf" or path.is_file():
-    return gguf_checkpoint.opened(path)
+    return gguf_checkpoint.open_checkpoint(path)
   if hub.is_id(str(source)):
-    return folders.opened(
-      hub.fetched(str(source), local_files_only=local_files_only)
+    return folders.open_checkpoint(
+      hub.download(str(source), local_files_only=local_files_only)
     )
   raise ValueError(
     "`source` must be a folder with a config.json, a .gguf file, or the id of "

@@ -1,7 +1,8 @@
-"""Safetensors files, read as windows on the file.
+"""Reads safetensors files through memory maps.
 
-A file is the length of a header in 8 bytes, the header in JSON, and the bytes
-of all tensors. NumPy alone reads it, types of 8 bits and bfloat16 included.
+A file has the length of its header in 8 bytes, the header in JSON, and the
+bytes of all tensors. The package `safetensors` is not used: its NumPy interface
+has neither bfloat16 nor float8.
 """
 
 import functools
@@ -15,8 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxkv._src.models.loading.stored import Stored
-from jaxkv._src.models.loading.stored import StoredTensor
+from jaxkv._src.models.loading.lazy_tensor import LazyTensor
+from jaxkv._src.models.loading.lazy_tensor import Tensors
 
 _DTYPES: dict[str, Any] = {
   "F64": np.float64,
@@ -33,26 +34,22 @@ _DTYPES: dict[str, Any] = {
   "U8": np.uint8,
   "BOOL": np.bool_,
 }
-_MOST_HEADER = 100_000_000
+# The limit of the format: a larger length means a damaged file.
+_MAX_HEADER = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-def open_folder(folder: pathlib.Path) -> Stored:
-  """All tensors of a folder as Hugging Face writes it.
-
-  Raises:
-    ValueError: there are none, a shard is missing or truncated, or a header is
-      damaged.
-  """
+def open_folder(folder: pathlib.Path) -> Tensors:
+  """Opens all tensors of a folder in Hugging Face's format."""
   if (folder / _INDEX).exists():
     return _indexed(folder)
   if (folder / _SINGLE).exists():
     return open_file(folder / _SINGLE)
-  others = [*folder.glob("*.bin"), *folder.glob("*.pth")]
-  if others:
+  pickles = [*folder.glob("*.bin"), *folder.glob("*.pth")]
+  if pickles:
     raise ValueError(
-      f"{folder} has no safetensors, but {others[0].name}, a format that runs "
+      f"{folder} has no safetensors, but {pickles[0].name}, a format that runs "
       "code when it is read; convert it to safetensors."
     )
   raise ValueError(
@@ -61,50 +58,51 @@ def open_folder(folder: pathlib.Path) -> Stored:
   )
 
 
-def _indexed(folder: pathlib.Path) -> Stored:
+def _indexed(folder: pathlib.Path) -> Tensors:
   index = json_object(folder / _INDEX)
-  homes = index.get("weight_map")
-  if not isinstance(homes, dict) or not all(
-    isinstance(home, str) for home in homes.values()
+  file_of_tensor = index.get("weight_map")
+  if not isinstance(file_of_tensor, dict) or not all(
+    isinstance(file, str) for file in file_of_tensor.values()
   ):
     raise ValueError(
       f"`weight_map` in {folder / _INDEX} must have the file of each tensor; "
       "get it again."
     )
-  files: dict[str, Stored] = {}
-  for name in sorted(set(homes.values())):
+  files: dict[str, Tensors] = {}
+  for name in sorted(set(file_of_tensor.values())):
     path = folder / name
+    # An index must not reach out of its folder.
     if path.name != name or not path.exists():
       raise ValueError(
         f"{folder} lacks the shard {name}, which {_INDEX} names; get it again."
       )
     files[name] = open_file(path)
-  held = {tensor: home for home, own in files.items() for tensor in own}
-  for tensor, home in homes.items():
-    if held.get(tensor) != home:
+  # Tensors without an entry in the index stay: `assemble.check` refuses them.
+  stored = {
+    tensor: file for file, tensors in files.items() for tensor in tensors
+  }
+  for tensor, file in file_of_tensor.items():
+    if stored.get(tensor) != file:
       raise ValueError(
-        f"{folder / home} lacks the tensor {tensor}, which {_INDEX} names; get "
+        f"{folder / file} lacks the tensor {tensor}, which {_INDEX} names; get "
         "it again."
       )
-  return {tensor: files[home][tensor] for tensor, home in held.items()}
+  return {tensor: files[file][tensor] for tensor, file in stored.items()}
 
 
-def open_file(path: pathlib.Path) -> Stored:
-  """The tensors of one file.
-
-  Raises:
-    ValueError: the file is truncated or its header is damaged.
-  """
+def open_file(path: pathlib.Path) -> Tensors:
+  """Opens the tensors of one file."""
   size = path.stat().st_size
   with open(path, "rb") as file:
     begin = file.read(8)
     length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else size
-    if length > min(size - 8, _MOST_HEADER):
+    if length > min(size - 8, _MAX_HEADER):
       raise ValueError(
         f"{path} is truncated or no safetensors file: {size} bytes cannot hold "
         "its header; get it again."
       )
     text = file.read(length)
+  # Any JSON may be in a damaged header, so every access may fail.
   try:
     header = json.loads(text)
     header.pop("__metadata__", None)
@@ -125,14 +123,14 @@ def open_file(path: pathlib.Path) -> Stored:
     raise ValueError(
       f"{path} has a damaged header ({error!r}); get it again."
     ) from error
-  _check_apart(path, entries)
+  _check_disjoint(path, entries)
   return {
     name: _tensor(path, size, 8 + length, name, entry)
     for name, entry in entries.items()
   }
 
 
-def _check_apart(path: pathlib.Path, entries: dict[str, Any]) -> None:
+def _check_disjoint(path: pathlib.Path, entries: dict[str, Any]) -> None:
   """Refuses tensors that share bytes."""
   spans = sorted(
     (begin, end, name) for name, (_, _, begin, end) in entries.items()
@@ -151,7 +149,7 @@ def _tensor(
   base: int,
   name: str,
   entry: tuple[str, tuple[int, ...], int, int],
-) -> StoredTensor:
+) -> LazyTensor:
   kind, shape, begin, end = entry
   if kind not in _DTYPES:
     raise ValueError(
@@ -170,13 +168,14 @@ def _tensor(
       f"{path} has a damaged header: {name} of shape {list(shape)} cannot take "
       f"{end - begin} bytes; get it again."
     )
-  read = functools.partial(_window, path, begin, shape, dtype)
-  return StoredTensor(shape, dtype, read)
+  read = functools.partial(_memory_map, path, begin, shape, dtype)
+  return LazyTensor(shape, dtype, read)
 
 
-def _window(
+def _memory_map(
   path: pathlib.Path, begin: int, shape: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
+  # The system cannot map zero bytes.
   if 0 in shape:
     return np.zeros(shape, dtype)
   raw = np.memmap(
@@ -186,11 +185,7 @@ def _window(
 
 
 def json_object(path: pathlib.Path) -> dict[str, Any]:
-  """A JSON file that holds an object.
-
-  Raises:
-    ValueError: it is missing, or holds something else.
-  """
+  """Reads the JSON object in a file."""
   try:
     value = json.loads(path.read_text(encoding="utf-8"))
   except OSError as error:

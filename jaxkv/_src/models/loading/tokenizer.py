@@ -1,7 +1,6 @@
-"""Text to tokens and back, and conversations to text.
+"""Tokenizers of pretrained models, and their chat templates.
 
-The package `tokenizers` does the work; `jinja2` renders chat templates. Both
-are imported when they are needed.
+Wraps the package `tokenizers`. It and `jinja2` are imported on demand.
 """
 
 import functools
@@ -18,19 +17,19 @@ from jaxkv._src.models.loading import chat_template
 from jaxkv._src.models.loading.safetensors_files import json_object
 
 Message = Mapping[str, Any]
-"""A message of a conversation: its "role" and its "content"."""
+"""A message of a conversation, with a "role" and a "content"."""
 
 TASK = "To read a tokenizer"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class Tokenizer:
-  """The tokens of a pretrained model.
+  """The tokenizer of a pretrained model.
 
   Attributes:
-    core: the `tokenizers.Tokenizer` that does the work.
-    template: the chat template, in Jinja; None if there is none.
-    variables: for the template, such as `bos_token`.
+    core: the wrapped `tokenizers.Tokenizer`.
+    template: the chat template, in Jinja; None without a chat template.
+    variables: variables of the template, such as `bos_token`.
   """
 
   def __init__(
@@ -40,29 +39,23 @@ class Tokenizer:
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
   ):
-    """A tokenizer.
-
-    Args:
-      core: a `tokenizers.Tokenizer`.
-      template: the chat template.
-      variables: for the template, such as `bos_token`.
-    """
+    """Wraps a `tokenizers.Tokenizer`; the class has the arguments."""
     self.core = core
     self.template = template
     self.variables = dict(variables or {})
 
   @property
   def vocab_size(self) -> int:
-    """Number of tokens; the model's may be larger."""
+    """Number of tokens; the model's vocabulary may be larger."""
     return self.core.get_vocab_size(with_added_tokens=True)
 
   def encode(self, text: str, *, special: bool = True) -> np.ndarray:
-    """The tokens of a text, int32[T].
+    """Returns the tokens of a text, int32[T].
 
     Args:
       text: the text.
-      special: whether to add the tokens that the model expects at the ends of
-        a text. Those written in the text are always found.
+      special: True to add the special tokens that the model expects at the ends
+        of a text. Special tokens within the text are always recognized.
     """
     encoded = self.core.encode(text, add_special_tokens=special)
     return np.asarray(encoded.ids, np.int32)
@@ -70,53 +63,56 @@ class Tokenizer:
   def decode(
     self, tokens: Sequence[int] | np.ndarray, *, special: bool = False
   ) -> str:
-    """The text of int[T] tokens; with `special`, special ones are written."""
+    """Returns the text of int[T] tokens, with or without special tokens."""
     ids = np.asarray(tokens).tolist()
     return self.core.decode(ids, skip_special_tokens=not special)
 
   def chat(
     self, messages: Sequence[Message], *, answer: bool = True, **variables: Any
   ) -> str:
-    """The text of a conversation.
+    """Returns the text of a conversation.
 
     Args:
-      messages: who says what, in order.
-      answer: whether the text ends with the beginning of an answer.
-      **variables: further ones for the template, such as `tools`.
+      messages: the messages, in order.
+      answer: True to end the text with the beginning of an answer.
+      **variables: further variables of the template, such as `tools`.
 
     Raises:
-      ValueError: there is no chat template, or it refuses the conversation.
+      ValueError: the model has no chat template, or the template refuses the
+        conversation.
     """
     if self.template is None:
       raise ValueError(
         "the checkpoint has no chat template; write the text of the "
         "conversation yourself, or use a model that was trained to chat."
       )
-    known = {
+    variables = {
       **self.variables,
       "messages": list(messages),
       "add_generation_prompt": answer,
       **variables,
     }
-    return chat_template.rendered(self.template, known)
+    return chat_template.render(self.template, variables)
 
   def encode_chat(
     self, messages: Sequence[Message], *, answer: bool = True, **variables: Any
   ) -> np.ndarray:
-    """The tokens of a conversation, int32[T]; see `chat`."""
+    """Returns the tokens of a conversation, int32[T]; see `chat`."""
+    # The template has written the special tokens already.
     text = self.chat(messages, answer=answer, **variables)
     return self.encode(text, special=False)
 
   def token_bytes(self) -> list[bytes]:
-    """The bytes of each token, for `jaxkv.rollout.token_bytes`.
+    """Returns the bytes of each token, for `jaxkv.rollout.token_bytes`.
 
-    Special tokens have none. A word that a token begins has its space.
+    Special tokens have no bytes. A space before a word belongs to its token.
 
     Raises:
-      ValueError: the vocabulary writes bytes in a way that is not known.
+      ValueError: the vocabulary has an unknown representation of bytes.
     """
     vocabulary = self.core.get_vocab(with_added_tokens=False)
     added = self.core.get_added_tokens_decoder()
+    # Numbers may have gaps, so the largest one counts.
     size = 1 + max([-1, *vocabulary.values(), *added])
     pieces = [b""] * size
     convert = self._piece_bytes
@@ -132,9 +128,9 @@ class Tokenizer:
   def _piece_bytes(self) -> Any:
     kinds = _decoder_types(self.core)
     if "ByteLevel" in kinds:
-      return _byte_level
+      return _byte_level_piece
     if kinds & {"ByteFallback", "Metaspace", "Replace"}:
-      return _with_fallback
+      return _fallback_piece
     raise ValueError(
       "the vocabulary must be byte-level, or have a fallback to bytes, got the "
       f"decoders {sorted(kinds)}; give `rollout.token_bytes` the bytes of each "
@@ -145,40 +141,37 @@ class Tokenizer:
 def _decoder_types(core: Any) -> set[str]:
   decoder = json.loads(core.to_str()).get("decoder") or {}
   inner = decoder.get("decoders", [])
-  return {decoder.get("type", "none"), *(one["type"] for one in inner)}
+  return {decoder.get("type", "none"), *(step["type"] for step in inner)}
 
 
-def _byte_level(piece: str) -> bytes:
+def _byte_level_piece(piece: str) -> bytes:
   try:
     return bytes(_ALPHABET[character] for character in piece)
   except KeyError:
-    # Some added tokens stand in the vocabulary as plain text.
+    # Some added tokens are plain text in the vocabulary.
     return piece.encode()
 
 
-def _with_fallback(piece: str) -> bytes:
+def _fallback_piece(piece: str) -> bytes:
   if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
     return bytes([int(piece[3:5], 16)])
   return piece.replace(SPACE, " ").encode()
 
 
 def _alphabet() -> dict[str, int]:
-  """The byte of each character of byte-level vocabularies."""
-  plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  others = [byte for byte in range(256) if byte not in set(plain)]
-  shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
-  return {chr(byte): byte for byte in plain} | shifted
+  """Returns the byte of each character of byte-level vocabularies (GPT-2)."""
+  # Visible characters are their own bytes; the others follow from 256 on.
+  visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  hidden = [byte for byte in range(256) if byte not in set(visible)]
+  shifted = {chr(256 + index): byte for index, byte in enumerate(hidden)}
+  return {chr(byte): byte for byte in visible} | shifted
 
 
 _ALPHABET = _alphabet()
 
 
 def from_folder(folder: pathlib.Path) -> Tokenizer:
-  """The tokenizer of a folder as Hugging Face writes it.
-
-  Raises:
-    ValueError: there is no tokenizer.json, or it cannot be read.
-  """
+  """Reads the tokenizer of a folder in Hugging Face's format."""
   path = folder / "tokenizer.json"
   if not path.exists():
     raise ValueError(
@@ -199,11 +192,7 @@ def from_folder(folder: pathlib.Path) -> Tokenizer:
 
 
 def from_file(path: pathlib.Path) -> Any:
-  """The `tokenizers.Tokenizer` in a file.
-
-  Raises:
-    ValueError: the file is damaged, or the package is not installed.
-  """
+  """Reads a `tokenizers.Tokenizer` from a file."""
   tokenizers = extra_package("tokenizers", install="jaxkv[hf]", task=TASK)
   try:
     core = tokenizers.Tokenizer.from_file(str(path))
@@ -211,13 +200,14 @@ def from_file(path: pathlib.Path) -> Any:
     raise ValueError(
       f"{path} cannot be read ({error}); get it again."
     ) from error
+  # A file may store options of training, which would change the tokens.
   core.no_truncation()
   core.no_padding()
   return core
 
 
 def _content(value: Any) -> Any:
-  """The text of a token, which may be stored with its options."""
+  """Returns the text of a token, which may be stored with its options."""
   return value.get("content") if isinstance(value, dict) else value
 
 
@@ -226,10 +216,11 @@ def _template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
   if path.exists():
     return path.read_text(encoding="utf-8")
   template = config.get("chat_template")
-  other = folder / "chat_template.json"
-  if template is None and other.exists():
-    template = json_object(other).get("chat_template")
+  processor = folder / "chat_template.json"
+  if template is None and processor.exists():
+    template = json_object(processor).get("chat_template")
+  # A list has templates for several purposes, such as tool use.
   if isinstance(template, list):
-    named = {one["name"]: one["template"] for one in template}
-    return named.get("default")
+    templates = {entry["name"]: entry["template"] for entry in template}
+    return templates.get("default")
   return template

@@ -1,1 +1,1 @@
-"""What each family's config.json and tensors mean."""
+"""Weight maps of model families, from their config.json."""

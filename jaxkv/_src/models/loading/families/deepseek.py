@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, and experts beside shared ones."""
+"""DeepSeek V2 and V3: latent attention, routed and shared experts."""
 
 from typing import Any
 
@@ -7,38 +7,38 @@ from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.loading import ropes
+from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import blocks
-from jaxkv._src.models.loading.plans import Part
-from jaxkv._src.models.loading.plans import Plan
-from jaxkv._src.models.loading.plans import into_heads
-from jaxkv._src.models.loading.plans import linear
-from jaxkv._src.models.loading.plans import out_of_heads
-from jaxkv._src.models.loading.plans import plain
-from jaxkv._src.models.loading.plans import top_parts
-from jaxkv._src.models.loading.plans import unused_names
+from jaxkv._src.models.loading.families import layer_weights
+from jaxkv._src.models.loading.weight_maps import Source
+from jaxkv._src.models.loading.weight_maps import WeightMap
+from jaxkv._src.models.loading.weight_maps import head_inputs
+from jaxkv._src.models.loading.weight_maps import head_outputs
+from jaxkv._src.models.loading.weight_maps import linear
+from jaxkv._src.models.loading.weight_maps import plain
+from jaxkv._src.models.loading.weight_maps import weight_map
 
 
-def deepseek_v2(config: ConfigFile, dtype: Any) -> Plan:
-  """DeepSeek V2: the best groups by their best expert, or no groups."""
+def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps DeepSeek V2: groups ranked by their best expert, or no groups."""
   config.only("norm_topk_prob", False)
   config.only("scoring_func", "softmax")
   config.only("topk_method", "greedy", "group_limited_greedy")
-  grouped = config.get("topk_method", "greedy") != "greedy"
+  has_groups = config.get("topk_method", "greedy") != "greedy"
+  # Also in files without groups, where they have no effect.
   config.ignore("n_group", "topk_group")
   experts = Experts(
     num_experts=_num_experts(config, 64),
     normalized=False,
-    num_groups=config.size("n_group") if grouped else 1,
-    num_chosen_groups=config.size("topk_group") if grouped else 1,
-    **_chosen(config, 1.0),
+    num_groups=config.size("n_group") if has_groups else 1,
+    num_chosen_groups=config.size("topk_group") if has_groups else 1,
+    **_expert_sizes(config, 1.0),
   )
   return _plan(config, dtype, experts, interleaved=True)
 
 
-def deepseek_v3(config: ConfigFile, dtype: Any) -> Plan:
-  """DeepSeek V3 and R1: sigmoid scores, with a correction of the choice."""
+def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps DeepSeek V3 and R1: sigmoid scores with a correction bias."""
   config.only("scoring_func", "sigmoid")
   config.only("topk_method", "noaux_tc")
   experts = Experts(
@@ -49,24 +49,25 @@ def deepseek_v3(config: ConfigFile, dtype: Any) -> Plan:
     num_groups=config.size("n_group", 8),
     num_chosen_groups=config.size("topk_group", 4),
     group_score="best_two",
-    **_chosen(config, 2.5),
+    **_expert_sizes(config, 2.5),
   )
   interleaved = config.flag("rope_interleave", True)
   return _plan(config, dtype, experts, interleaved=interleaved)
 
 
 def _num_experts(config: ConfigFile, default: int) -> int:
+  # Files have one of two names.
   number = config.size("n_routed_experts", default)
   return config.size("num_local_experts", number)
 
 
-def _chosen(config: ConfigFile, scale: float) -> dict[str, Any]:
+def _expert_sizes(config: ConfigFile, scale: float) -> dict[str, Any]:
   inner = config.size("moe_intermediate_size")
   shared = config.count("n_shared_experts", 0)
   return {
     "num_chosen": config.size("num_experts_per_tok"),
     "inner_dim": inner,
-    "activation": blocks.activation(config, "hidden_act", "silu"),
+    "activation": layer_weights.activation(config, "hidden_act", "silu"),
     "scale": config.number("routed_scaling_factor", scale),
     "shared_dim": inner * shared if shared else None,
   }
@@ -74,11 +75,12 @@ def _chosen(config: ConfigFile, scale: float) -> dict[str, Any]:
 
 def _plan(
   config: ConfigFile, dtype: Any, experts: Experts, *, interleaved: bool
-) -> Plan:
+) -> WeightMap:
   for key in ("attention_bias", "mlp_bias"):
     config.only(key, False)
   config.only("moe_layer_freq", 1)
-  # The norms of latents have this one whatever the others have.
+  # The reference code always has 1e-6 in the norms of latents, and a `Decoder`
+  # has one eps for all norms.
   config.only("rms_norm_eps", 1e-6)
   config.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
   attention = _attention(config, interleaved)
@@ -99,32 +101,30 @@ def _plan(
     dtype=dtype,
   )
 
-  def layer(number: int) -> dict[str, Part]:
-    at = f"model.layers.{number}."
-    parts = blocks.norm_parts(e, at)
-    parts |= _attention_parts(attention, e, f"{at}self_attn.")
+  def layer(number: int) -> dict[str, Source]:
+    path = f"model.layers.{number}."
+    sources = layer_weights.norm_sources(e, path)
+    sources |= _attention_sources(attention, e, f"{path}self_attn.")
     if number < first:
-      return parts | blocks.mlp_parts(mlp.inner_dim, e, f"{at}mlp.")
-    return parts | _experts_parts(experts, e, f"{at}mlp.")
+      return sources | layer_weights.mlp_sources(
+        mlp.inner_dim, e, f"{path}mlp."
+      )
+    return sources | _experts_sources(experts, e, f"{path}mlp.")
 
-  # Layers after the last one predict further tokens, in training.
-  more = config.count("num_nextn_predict_layers", 0)
-  extra = [rf"model\.layers\.{layers + number}\..*" for number in range(more)]
-  return Plan(
-    decoder=decoder,
-    top=top_parts(decoder),
-    layer=layer,
-    unused=unused_names(decoder, *extra),
-  )
+  # Layers past the last one are for multi-token prediction in training.
+  count = config.count("num_nextn_predict_layers", 0)
+  ignored = [rf"model\.layers\.{layers + i}\..*" for i in range(count)]
+  return weight_map(decoder, layer, *ignored)
 
 
 def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
   plain_dim = config.size("qk_nope_head_dim")
   rotated = config.size("qk_rope_head_dim")
-  table = ropes.rope_table(config, 10_000.0)
+  table = rope_config.rope_table(config, 10_000.0)
   scale = (plain_dim + rotated) ** -0.5
   if table["rope_type"] != "default" and table.get("mscale_all_dim"):
-    growth = ropes.magnitude(table["factor"], table["mscale_all_dim"])
+    # DeepSeek applies YaRN's growth to the scale of the logits.
+    growth = rope_config.magnitude(table["factor"], table["mscale_all_dim"])
     scale *= growth * growth
   rank = config.size("q_lora_rank", None)
   return LatentAttention(
@@ -134,45 +134,48 @@ def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
     rotated_dim=rotated,
     value_dim=config.size("v_head_dim"),
     query_rank=rank,
-    rope=ropes.rope_of(table, config, rotated, interleaved=interleaved),
+    rope=rope_config.rope_of(table, config, rotated, interleaved=interleaved),
     scale=scale,
   )
 
 
-def _attention_parts(a: LatentAttention, e: int, at: str) -> dict[str, Part]:
+def _attention_sources(
+  a: LatentAttention, e: int, path: str
+) -> dict[str, Source]:
   h, latent, rank = a.num_heads, a.latent_dim, a.query_rank
   n, v = a.plain_dim, a.value_dim
   size = n + a.rotated_dim
-  both = ((f"{at}kv_b_proj.weight", (h * (n + v), latent)),)
+  # Each head has its key and its value in one tensor.
+  keys_values = ((f"{path}kv_b_proj.weight", (h * (n + v), latent)),)
 
   def heads(w: Any) -> Any:
     return w.reshape(h, n + v, latent).transpose(2, 0, 1)
 
-  parts = {
+  sources = {
     "latent": linear(
-      f"{at}kv_a_proj_with_mqa.weight", e, latent + a.rotated_dim
+      f"{path}kv_a_proj_with_mqa.weight", e, latent + a.rotated_dim
     ),
-    "latent_norm": plain(f"{at}kv_a_layernorm.weight", latent),
-    "key": Part(both, lambda w: heads(w)[..., :n]),
-    "value": Part(both, lambda w: heads(w)[..., n:]),
-    "output": out_of_heads(f"{at}o_proj.weight", h, v, e),
+    "latent_norm": plain(f"{path}kv_a_layernorm.weight", latent),
+    "key": Source(keys_values, lambda w: heads(w)[..., :n]),
+    "value": Source(keys_values, lambda w: heads(w)[..., n:]),
+    "output": head_outputs(f"{path}o_proj.weight", h, v, e),
   }
   if rank is None:
-    parts["query"] = into_heads(f"{at}q_proj.weight", e, h, size)
-    return parts
-  return parts | {
-    "query_down": linear(f"{at}q_a_proj.weight", e, rank),
-    "query_norm": plain(f"{at}q_a_layernorm.weight", rank),
-    "query": into_heads(f"{at}q_b_proj.weight", rank, h, size),
+    sources["query"] = head_inputs(f"{path}q_proj.weight", e, h, size)
+    return sources
+  return sources | {
+    "query_down": linear(f"{path}q_a_proj.weight", e, rank),
+    "query_norm": plain(f"{path}q_a_layernorm.weight", rank),
+    "query": head_inputs(f"{path}q_b_proj.weight", rank, h, size),
   }
 
 
-def _experts_parts(m: Experts, e: int, at: str) -> dict[str, Part]:
-  parts = blocks.experts_parts(m, e, at)
+def _experts_sources(m: Experts, e: int, path: str) -> dict[str, Source]:
+  sources = layer_weights.experts_sources(m, e, path)
   if m.corrected:
-    name = f"{at}gate.e_score_correction_bias"
-    parts["correction"] = plain(name, m.num_experts)
+    name = f"{path}gate.e_score_correction_bias"
+    sources["correction"] = plain(name, m.num_experts)
   if m.shared_dim is not None:
-    at = f"{at}shared_experts."
-    parts |= blocks.mlp_parts(m.shared_dim, e, at, "shared_")
-  return parts
+    path = f"{path}shared_experts."
+    sources |= layer_weights.mlp_sources(m.shared_dim, e, path, "shared_")
+  return sources

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: four norms a block, with an offset, and scaled embeddings."""
+"""Gemma 2 and 3: four norms per layer with an offset, scaled embeddings."""
 
 import math
 from typing import Any
@@ -8,77 +8,84 @@ from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.decoder.rope import Rope
-from jaxkv._src.models.loading import ropes
+from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import blocks
-from jaxkv._src.models.loading.plans import Part
-from jaxkv._src.models.loading.plans import Plan
-from jaxkv._src.models.loading.plans import plain
-from jaxkv._src.models.loading.plans import top_parts
-from jaxkv._src.models.loading.plans import unused_names
+from jaxkv._src.models.loading.families import layer_weights
+from jaxkv._src.models.loading.weight_maps import Source
+from jaxkv._src.models.loading.weight_maps import WeightMap
+from jaxkv._src.models.loading.weight_maps import plain
+from jaxkv._src.models.loading.weight_maps import weight_map
 
 _FIXED_BASE = 10_000.0
 _GLOBAL_BASE = 1_000_000.0
 
 
-def gemma2(config: ConfigFile, dtype: Any) -> Plan:
-  """Gemma 2: soft caps; every second layer has a window."""
+def gemma2(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps Gemma 2: soft caps; every second layer has a window."""
   dim = config.size("head_dim", 256)
-  rope = ropes.rope_of(ropes.rope_table(config, _FIXED_BASE), config, dim)
+  rope = rope_config.rope_of(
+    rope_config.rope_table(config, _FIXED_BASE), config, dim
+  )
   config.ignore("use_bidirectional_attention")
-  return _plan(config, dtype, windows=_windows(config, 2), near=rope, far=rope)
+  windows = _windows(config, 2)
+  return _map(config, dtype, windows=windows, local=rope, full=rope)
 
 
-def gemma3(config: ConfigFile, dtype: Any) -> Plan:
-  """Gemma 3: queries and keys are normed; every sixth layer has no window."""
+def gemma3(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps Gemma 3: norms of queries and keys; every sixth layer is global."""
   config.only("use_bidirectional_attention", False)
   dim = config.size("head_dim", 256)
   local = config.number("rope_local_base_freq", _FIXED_BASE)
-  every = config.size("_sliding_window_pattern", 6)
-  every = config.size("sliding_window_pattern", every)
-  both = ropes.rope_table(config, _GLOBAL_BASE)
-  far = both.pop("full_attention", both)
-  near = both.pop("sliding_attention", {"rope_type": "default"})
-  near = {"rope_theta": local, **near}
-  far = {"rope_theta": _GLOBAL_BASE, **far}
-  return _plan(
+  interval = config.size("_sliding_window_pattern", 6)
+  interval = config.size("sliding_window_pattern", interval)
+  table = rope_config.rope_table(config, _GLOBAL_BASE)
+  # New files have a table per type of layer. In old ones `rope_scaling` is for
+  # global layers only.
+  full_table = table.pop("full_attention", table)
+  local_table = table.pop("sliding_attention", {"rope_type": "default"})
+  local_table = {"rope_theta": local, **local_table}
+  full_table = {"rope_theta": _GLOBAL_BASE, **full_table}
+  return _map(
     config,
     dtype,
-    windows=_windows(config, every),
-    near=ropes.rope_of(near, config, dim),
-    far=ropes.rope_of(far, config, dim),
+    windows=_windows(config, interval),
+    local=rope_config.rope_of(local_table, config, dim),
+    full=rope_config.rope_of(full_table, config, dim),
     query_key_norm=True,
   )
 
 
-def _windows(config: ConfigFile, every: int) -> list[int | None]:
+def _windows(config: ConfigFile, interval: int) -> list[int | None]:
   layers = config.size("num_hidden_layers")
   types = [
-    "sliding_attention" if (number + 1) % every else "full_attention"
+    "sliding_attention" if (number + 1) % interval else "full_attention"
     for number in range(layers)
   ]
-  return blocks.windows_of(config, types, config.size("sliding_window", 4096))
+  return layer_weights.windows_of(
+    config, types, config.size("sliding_window", 4096)
+  )
 
 
-def _plan(
+def _map(
   config: ConfigFile,
   dtype: Any,
   *,
   windows: list[int | None],
-  near: Rope,
-  far: Rope,
+  local: Rope,
+  full: Rope,
   query_key_norm: bool = False,
-) -> Plan:
+) -> WeightMap:
   config.only("attention_bias", False)
-  # Older files have "gelu" there, which the family has never meant.
+  # Older files have "gelu" there, but the family always uses the tanh form.
   config.ignore("hidden_act")
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"),
-    activation=blocks.activation(
+    activation=layer_weights.activation(
       config, "hidden_activation", "gelu_pytorch_tanh"
     ),
   )
-  caps = not query_key_norm
+  # Gemma 3 replaced the soft caps of Gemma 2 by norms of queries and keys.
+  has_caps = not query_key_norm
 
   def attention(window: int | None) -> Attention:
     return Attention(
@@ -86,15 +93,17 @@ def _plan(
       num_kv_heads=config.size("num_key_value_heads", 4),
       head_dim=config.size("head_dim", 256),
       window=window,
-      rope=far if window is None else near,
+      rope=full if window is None else local,
       scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
-      soft_cap=config.number("attn_logit_softcapping", 50.0 if caps else None),
+      soft_cap=config.number(
+        "attn_logit_softcapping", 50.0 if has_caps else None
+      ),
       query_key_norm=query_key_norm,
     )
 
   e = config.size("hidden_size")
   decoder = Decoder(
-    vocab_size=config.size("vocab_size", 256_000 if caps else 262_208),
+    vocab_size=config.size("vocab_size", 256_000 if has_caps else 262_208),
     embed_dim=e,
     layers=tuple(
       Layer(attention=attention(window), mlp=mlp, post_norms=True)
@@ -103,29 +112,26 @@ def _plan(
     norm_eps=config.number("rms_norm_eps", 1e-6),
     norm_offset=1.0,
     embed_scale=math.sqrt(e),
-    logit_cap=config.number("final_logit_softcapping", 30.0 if caps else None),
+    logit_cap=config.number(
+      "final_logit_softcapping", 30.0 if has_caps else None
+    ),
     tied_embeddings=config.flag("tie_word_embeddings", True),
     dtype=dtype,
   )
 
-  def layer(number: int) -> dict[str, Part]:
-    at, own = f"model.layers.{number}.", decoder.layers[number].attention
-    assert isinstance(own, Attention)
+  def layer(number: int) -> dict[str, Source]:
+    path, kind = f"model.layers.{number}.", decoder.layers[number].attention
+    assert isinstance(kind, Attention)
     names = {
       "attention_norm": "input_layernorm",
       "post_attention_norm": "post_attention_layernorm",
       "mlp_norm": "pre_feedforward_layernorm",
       "post_mlp_norm": "post_feedforward_layernorm",
     }
-    parts = {
-      name: plain(f"{at}{theirs}.weight", e) for name, theirs in names.items()
+    sources = {
+      name: plain(f"{path}{stored}.weight", e) for name, stored in names.items()
     }
-    parts |= blocks.attention_parts(own, e, f"{at}self_attn.")
-    return parts | blocks.mlp_parts(mlp.inner_dim, e, f"{at}mlp.")
+    sources |= layer_weights.attention_sources(kind, e, f"{path}self_attn.")
+    return sources | layer_weights.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
 
-  return Plan(
-    decoder=decoder,
-    top=top_parts(decoder),
-    layer=layer,
-    unused=unused_names(decoder),
-  )
+  return weight_map(decoder, layer)

@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, alternating windows, and experts whose gates are limited."""
+"""gpt-oss: sinks, alternating windows, and experts with clipped gates."""
 
 import dataclasses
 from typing import Any
@@ -7,37 +7,41 @@ from jaxkv._src.models.decoder.description import Attention
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import Layer
-from jaxkv._src.models.loading import ropes
+from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import blocks
-from jaxkv._src.models.loading.plans import Part
-from jaxkv._src.models.loading.plans import Plan
-from jaxkv._src.models.loading.plans import linear
-from jaxkv._src.models.loading.plans import plain
-from jaxkv._src.models.loading.plans import top_parts
-from jaxkv._src.models.loading.plans import unused_names
+from jaxkv._src.models.loading.families import layer_weights
+from jaxkv._src.models.loading.weight_maps import Source
+from jaxkv._src.models.loading.weight_maps import WeightMap
+from jaxkv._src.models.loading.weight_maps import linear
+from jaxkv._src.models.loading.weight_maps import plain
+from jaxkv._src.models.loading.weight_maps import weight_map
 
 _BASE = 150_000.0
 
 
-def gpt_oss(config: ConfigFile, dtype: Any) -> Plan:
-  """gpt-oss, from unpacked weights."""
+def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps gpt-oss, with dequantized weights."""
   config.only("hidden_act", "silu")
   config.only("swiglu_alpha", 1.702)
+  # Older names of keys that are read below.
   config.ignore("experts_per_token", "initial_context_length")
   layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
   types = [
     "full_attention" if number % 2 else "sliding_attention"
     for number in range(layers)
   ]
-  windows = blocks.windows_of(config, types, config.size("sliding_window", 128))
+  windows = layer_weights.windows_of(
+    config, types, config.size("sliding_window", 128)
+  )
   dim = config.size("head_dim", 64)
   biased = config.flag("attention_bias", True)
   attention = Attention(
     num_heads=config.size("num_attention_heads"),
     num_kv_heads=config.size("num_key_value_heads"),
     head_dim=dim,
-    rope=ropes.rope_of(ropes.rope_table(config, _BASE), config, dim),
+    rope=rope_config.rope_of(
+      rope_config.rope_table(config, _BASE), config, dim
+    ),
     biased=biased,
     output_biased=biased,
     sinks=True,
@@ -65,32 +69,29 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> Plan:
     dtype=dtype,
   )
 
-  def layer(number: int) -> dict[str, Part]:
-    at = f"model.layers.{number}."
-    parts = blocks.norm_parts(e, at)
-    parts |= blocks.attention_parts(attention, e, f"{at}self_attn.")
-    return parts | _experts(experts, e, f"{at}mlp.")
+  def layer(number: int) -> dict[str, Source]:
+    path = f"model.layers.{number}."
+    sources = layer_weights.norm_sources(e, path)
+    sources |= layer_weights.attention_sources(
+      attention, e, f"{path}self_attn."
+    )
+    return sources | _experts(experts, e, f"{path}mlp.")
 
-  return Plan(
-    decoder=decoder,
-    top=top_parts(decoder),
-    layer=layer,
-    unused=unused_names(decoder),
-  )
+  return weight_map(decoder, layer)
 
 
-def _experts(m: Experts, e: int, at: str) -> dict[str, Part]:
-  """Gate and up are stored as one, in turns."""
+def _experts(m: Experts, e: int, path: str) -> dict[str, Source]:
   x, f = m.num_experts, m.inner_dim
-  both = ((f"{at}experts.gate_up_proj", (x, e, 2 * f)),)
-  biases = ((f"{at}experts.gate_up_proj_bias", (x, 2 * f)),)
+  # Columns of gate and up alternate in one tensor.
+  gate_up = ((f"{path}experts.gate_up_proj", (x, e, 2 * f)),)
+  biases = ((f"{path}experts.gate_up_proj_bias", (x, 2 * f)),)
   return {
-    "router": linear(f"{at}router.weight", e, x),
-    "router_bias": plain(f"{at}router.bias", x),
-    "expert_gate": Part(both, lambda w: w[..., 0::2]),
-    "expert_up": Part(both, lambda w: w[..., 1::2]),
-    "expert_down": plain(f"{at}experts.down_proj", x, f, e),
-    "expert_gate_bias": Part(biases, lambda b: b[..., 0::2]),
-    "expert_up_bias": Part(biases, lambda b: b[..., 1::2]),
-    "expert_down_bias": plain(f"{at}experts.down_proj_bias", x, e),
+    "router": linear(f"{path}router.weight", e, x),
+    "router_bias": plain(f"{path}router.bias", x),
+    "expert_gate": Source(gate_up, lambda w: w[..., 0::2]),
+    "expert_up": Source(gate_up, lambda w: w[..., 1::2]),
+    "expert_down": plain(f"{path}experts.down_proj", x, f, e),
+    "expert_gate_bias": Source(biases, lambda b: b[..., 0::2]),
+    "expert_up_bias": Source(biases, lambda b: b[..., 1::2]),
+    "expert_down_bias": plain(f"{path}experts.down_proj_bias", x, e),
   }

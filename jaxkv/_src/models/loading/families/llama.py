@@ -1,4 +1,4 @@
-"""Llama and what is built like it: Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE.
+"""Llama and its relatives: Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
 
 They differ in biases, norms of queries and keys, windows, and experts.
 """
@@ -12,66 +12,68 @@ from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.loading import ropes
+from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import blocks
-from jaxkv._src.models.loading.plans import Part
-from jaxkv._src.models.loading.plans import Plan
-from jaxkv._src.models.loading.plans import top_parts
-from jaxkv._src.models.loading.plans import unused_names
+from jaxkv._src.models.loading.families import layer_weights
+from jaxkv._src.models.loading.weight_maps import Source
+from jaxkv._src.models.loading.weight_maps import WeightMap
+from jaxkv._src.models.loading.weight_maps import weight_map
 
-_NAMES = ("mlp", blocks.LINEAR)
+_NAMES = ("mlp", layer_weights.MLP_NAMES)
 _MIXTRAL_NAMES = ("block_sparse_moe", ("w1", "w3", "w2"))
 
 
-def llama(config: ConfigFile, dtype: Any) -> Plan:
-  """Llama 1 to 3, and SmolLM2."""
+def llama(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps Llama 1 to 3, and SmolLM2."""
   config.only("mlp_bias", False)
   config.only("rope_interleaved", False)
   biased = config.flag("attention_bias", False)
   windows = [None] * config.size("num_hidden_layers")
   attention = _attention(config, biased=biased, output_biased=biased)
-  return _plan(config, dtype, attention, windows, _mlps(config))
+  return _map(config, dtype, attention, windows, _mlps(config))
 
 
-def mistral(config: ConfigFile, dtype: Any) -> Plan:
-  """Mistral: all layers have a window, or none."""
+def mistral(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps Mistral: the same window in all layers, or none."""
   windows = _same_windows(config)
-  return _plan(config, dtype, _attention(config), windows, _mlps(config))
+  return _map(config, dtype, _attention(config), windows, _mlps(config))
 
 
-def qwen2(config: ConfigFile, dtype: Any) -> Plan:
-  """Qwen2 and Qwen2.5: biases of queries, keys and values."""
+def qwen2(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps Qwen2 and Qwen2.5: biases of queries, keys and values."""
+  # The biases are fixed: config.json has no key for them.
   attention = _attention(config, biased=True)
   windows = _later_windows(config)
-  return _plan(config, dtype, attention, windows, _mlps(config))
+  return _map(config, dtype, attention, windows, _mlps(config))
 
 
-def qwen3(config: ConfigFile, dtype: Any) -> Plan:
-  """Qwen3: norms of queries and keys."""
+def qwen3(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps Qwen3: norms of queries and keys."""
   biased = config.flag("attention_bias", False)
   attention = _attention(
     config, biased=biased, output_biased=biased, query_key_norm=True
   )
   windows = _later_windows(config)
-  return _plan(config, dtype, attention, windows, _mlps(config))
+  return _map(config, dtype, attention, windows, _mlps(config))
 
 
-def mixtral(config: ConfigFile, dtype: Any) -> Plan:
-  """Mixtral: experts in every layer, weighed by a softmax of the chosen."""
+def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps Mixtral: experts in every layer."""
+  # A softmax over the chosen experts is the normalized softmax over all.
   experts = Experts(
     num_experts=config.size("num_local_experts", 8),
     num_chosen=config.size("num_experts_per_tok", 2),
     inner_dim=config.size("intermediate_size"),
-    activation=blocks.activation(config, "hidden_act", "silu"),
+    activation=layer_weights.activation(config, "hidden_act", "silu"),
   )
   mlps: list[Mlp | Experts] = [experts] * config.size("num_hidden_layers")
   attention, windows = _attention(config), _same_windows(config)
-  return _plan(config, dtype, attention, windows, mlps, _MIXTRAL_NAMES)
+  return _map(config, dtype, attention, windows, mlps, _MIXTRAL_NAMES)
 
 
-def qwen3_moe(config: ConfigFile, dtype: Any) -> Plan:
-  """Qwen3-MoE: experts in most layers."""
+def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps Qwen3-MoE: experts in most layers."""
+  # Windows of this family are not supported.
   config.only("use_sliding_window", False)
   config.ignore("sliding_window", "max_window_layers")
   biased = config.flag("attention_bias", False)
@@ -79,12 +81,12 @@ def qwen3_moe(config: ConfigFile, dtype: Any) -> Plan:
     config, biased=biased, output_biased=biased, query_key_norm=True
   )
   windows = [None] * config.size("num_hidden_layers")
-  return _plan(config, dtype, attention, windows, sparse_mlps(config))
+  return _map(config, dtype, attention, windows, sparse_mlps(config))
 
 
-def sparse_mlps(config: ConfigFile, **more: Any) -> list[Mlp | Experts]:
-  """Experts as in Qwen3-MoE; `more` are further fields of theirs."""
-  kind = blocks.activation(config, "hidden_act", "silu")
+def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
+  """Returns MLPs as in Qwen3-MoE; `fields` are further ones of `Experts`."""
+  kind = layer_weights.activation(config, "hidden_act", "silu")
   number = config.size("num_experts", None)
   experts = Experts(
     num_experts=config.size("num_local_experts", number),
@@ -92,7 +94,7 @@ def sparse_mlps(config: ConfigFile, **more: Any) -> list[Mlp | Experts]:
     inner_dim=config.size("moe_intermediate_size"),
     activation=kind,
     normalized=config.flag("norm_topk_prob", False),
-    **more,
+    **fields,
   )
   dense = Mlp(inner_dim=config.size("intermediate_size"), activation=kind)
   step = config.size("decoder_sparse_step", 1)
@@ -103,22 +105,25 @@ def sparse_mlps(config: ConfigFile, **more: Any) -> list[Mlp | Experts]:
   ]
 
 
-def _attention(config: ConfigFile, **more: Any) -> Attention:
-  heads, dim = config.size("num_attention_heads"), blocks.head_dim_of(config)
-  table = ropes.rope_table(config, 10_000.0)
+def _attention(config: ConfigFile, **fields: Any) -> Attention:
+  heads, dim = (
+    config.size("num_attention_heads"),
+    layer_weights.head_dim_of(config),
+  )
+  table = rope_config.rope_table(config, 10_000.0)
   return Attention(
     num_heads=heads,
     num_kv_heads=config.size("num_key_value_heads", heads),
     head_dim=dim,
-    rope=ropes.rope_of(table, config, dim),
-    **more,
+    rope=rope_config.rope_of(table, config, dim),
+    **fields,
   )
 
 
 def _mlps(config: ConfigFile) -> list[Mlp | Experts]:
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"),
-    activation=blocks.activation(config, "hidden_act", "silu"),
+    activation=layer_weights.activation(config, "hidden_act", "silu"),
   )
   return [mlp] * config.size("num_hidden_layers")
 
@@ -127,31 +132,32 @@ def _same_windows(config: ConfigFile) -> list[int | None]:
   window = config.size("sliding_window", None)
   layers = config.size("num_hidden_layers")
   kind = "full_attention" if window is None else "sliding_attention"
-  return blocks.windows_of(config, [kind] * layers, window)
+  return layer_weights.windows_of(config, [kind] * layers, window)
 
 
 def _later_windows(config: ConfigFile) -> list[int | None]:
-  """Windows in layers from `max_window_layers` on, if they are switched on."""
-  used = config.flag("use_sliding_window", False)
+  """Returns windows for layers from `max_window_layers` on, if enabled."""
+  # Files have a `sliding_window` also where it is disabled.
+  is_enabled = config.flag("use_sliding_window", False)
   window = config.size("sliding_window", None)
   first = config.count("max_window_layers", 0)
   layers = config.size("num_hidden_layers")
-  first = first if used and window is not None else layers
+  first = first if is_enabled and window is not None else layers
   types = [
     "full_attention" if number < first else "sliding_attention"
     for number in range(layers)
   ]
-  return blocks.windows_of(config, types, window)
+  return layer_weights.windows_of(config, types, window)
 
 
-def _plan(
+def _map(
   config: ConfigFile,
   dtype: Any,
   attention: Attention,
   windows: Sequence[int | None],
   mlps: Sequence[Mlp | Experts],
   experts: tuple[str, tuple[str, str, str]] = _NAMES,
-) -> Plan:
+) -> WeightMap:
   decoder = Decoder(
     vocab_size=config.size("vocab_size"),
     embed_dim=config.size("hidden_size"),
@@ -165,19 +171,18 @@ def _plan(
   )
   e = decoder.embed_dim
 
-  def layer(number: int) -> dict[str, Part]:
-    at, mlp = f"model.layers.{number}.", decoder.layers[number].mlp
-    parts = blocks.norm_parts(e, at)
-    parts |= blocks.attention_parts(attention, e, f"{at}self_attn.")
+  def layer(number: int) -> dict[str, Source]:
+    path, mlp = f"model.layers.{number}.", decoder.layers[number].mlp
+    sources = layer_weights.norm_sources(e, path)
+    sources |= layer_weights.attention_sources(
+      attention, e, f"{path}self_attn."
+    )
     if isinstance(mlp, Mlp):
-      parts |= blocks.mlp_parts(mlp.inner_dim, e, f"{at}mlp.")
+      sources |= layer_weights.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     else:
-      parts |= blocks.experts_parts(mlp, e, f"{at}{experts[0]}.", experts[1])
-    return parts
+      sources |= layer_weights.experts_sources(
+        mlp, e, f"{path}{experts[0]}.", experts[1]
+      )
+    return sources
 
-  return Plan(
-    decoder=decoder,
-    top=top_parts(decoder),
-    layer=layer,
-    unused=unused_names(decoder),
-  )
+  return weight_map(decoder, layer)

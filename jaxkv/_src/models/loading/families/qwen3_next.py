@@ -1,4 +1,4 @@
-"""Qwen3-Next: three layers of the gated delta rule for each of attention."""
+"""Qwen3-Next: three layers of the gated delta rule per attention layer."""
 
 from typing import Any
 
@@ -10,21 +10,20 @@ from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.loading import ropes
+from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import blocks
+from jaxkv._src.models.loading.families import layer_weights
 from jaxkv._src.models.loading.families.llama import sparse_mlps
-from jaxkv._src.models.loading.plans import Part
-from jaxkv._src.models.loading.plans import Plan
-from jaxkv._src.models.loading.plans import linear
-from jaxkv._src.models.loading.plans import out_of_heads
-from jaxkv._src.models.loading.plans import plain
-from jaxkv._src.models.loading.plans import top_parts
-from jaxkv._src.models.loading.plans import unused_names
+from jaxkv._src.models.loading.weight_maps import Source
+from jaxkv._src.models.loading.weight_maps import WeightMap
+from jaxkv._src.models.loading.weight_maps import head_outputs
+from jaxkv._src.models.loading.weight_maps import linear
+from jaxkv._src.models.loading.weight_maps import plain
+from jaxkv._src.models.loading.weight_maps import weight_map
 
 
-def qwen3_next(config: ConfigFile, dtype: Any) -> Plan:
-  """Qwen3-Next."""
+def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
+  """Maps Qwen3-Next."""
   config.only("attention_bias", False)
   e = config.size("hidden_size")
   attention, delta = _attention(config), _delta(config)
@@ -46,31 +45,30 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> Plan:
     dtype=dtype,
   )
 
-  def layer(number: int) -> dict[str, Part]:
-    at, own = f"model.layers.{number}.", decoder.layers[number]
-    parts = blocks.norm_parts(e, at)
-    if isinstance(own.attention, Attention):
-      parts |= _attention_parts(attention, e, f"{at}self_attn.")
+  def layer(number: int) -> dict[str, Source]:
+    path, description = f"model.layers.{number}.", decoder.layers[number]
+    mlp = description.mlp
+    sources = layer_weights.norm_sources(e, path)
+    if isinstance(description.attention, Attention):
+      sources |= _attention_sources(attention, e, f"{path}self_attn.")
     else:
-      parts |= _delta_parts(delta, e, f"{at}linear_attn.")
-    if isinstance(own.mlp, Mlp):
-      return parts | blocks.mlp_parts(own.mlp.inner_dim, e, f"{at}mlp.")
-    return parts | _experts_parts(own.mlp, e, f"{at}mlp.")
+      sources |= _delta_sources(delta, e, f"{path}linear_attn.")
+    if isinstance(mlp, Mlp):
+      return sources | layer_weights.mlp_sources(
+        mlp.inner_dim, e, f"{path}mlp."
+      )
+    return sources | _experts_sources(mlp, e, f"{path}mlp.")
 
-  return Plan(
-    decoder=decoder,
-    top=top_parts(decoder),
-    layer=layer,
-    unused=unused_names(decoder, r"mtp\..*"),
-  )
+  # Multi-token prediction is for training.
+  return weight_map(decoder, layer, r"mtp\..*")
 
 
 def _is_full(config: ConfigFile) -> list[bool]:
   layers = config.size("num_hidden_layers")
-  every = config.size("full_attention_interval", 4)
+  interval = config.size("full_attention_interval", 4)
   kinds = {"full_attention": True, "linear_attention": False}
   default = [
-    "linear_attention" if (number + 1) % every else "full_attention"
+    "linear_attention" if (number + 1) % interval else "full_attention"
     for number in range(layers)
   ]
   types = config.items("layer_types", str, default)
@@ -79,17 +77,17 @@ def _is_full(config: ConfigFile) -> list[bool]:
       f"`layer_types` in {config.where} must be {layers} of {sorted(kinds)}, "
       f"got {types!r}."
     )
-  return [kinds[one] for one in types]
+  return [kinds[kind] for kind in types]
 
 
 def _attention(config: ConfigFile) -> Attention:
-  dim = blocks.head_dim_of(config)
-  table = ropes.rope_table(config, 10_000.0)
+  dim = layer_weights.head_dim_of(config)
+  table = rope_config.rope_table(config, 10_000.0)
   return Attention(
     num_heads=config.size("num_attention_heads"),
     num_kv_heads=config.size("num_key_value_heads"),
     head_dim=dim,
-    rope=ropes.rope_of(table, config, dim),
+    rope=rope_config.rope_of(table, config, dim),
     query_key_norm=True,
     gated=True,
   )
@@ -105,39 +103,40 @@ def _delta(config: ConfigFile) -> DeltaNet:
   )
 
 
-def _attention_parts(a: Attention, e: int, at: str) -> dict[str, Part]:
+def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
   h, d = a.num_heads, a.head_dim
-  both = ((f"{at}q_proj.weight", (2 * h * d, e)),)
+  # Each head has its query and its gate in one tensor.
+  query_gate = ((f"{path}q_proj.weight", (2 * h * d, e)),)
 
   def halves(w: np.ndarray) -> np.ndarray:
     return w.reshape(h, 2, d, e).transpose(1, 3, 0, 2)
 
-  return blocks.attention_parts(a, e, at) | {
-    "query": Part(both, lambda w: halves(w)[0]),
-    "query_gate": Part(both, lambda w: halves(w)[1]),
+  return layer_weights.attention_sources(a, e, path) | {
+    "query": Source(query_gate, lambda w: halves(w)[0]),
+    "query_gate": Source(query_gate, lambda w: halves(w)[1]),
   }
 
 
-def _delta_parts(a: DeltaNet, e: int, at: str) -> dict[str, Part]:
+def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
   k, h = a.num_key_heads, a.num_value_heads
   key, value = a.key_dim, h // k * a.value_dim
   ends = np.cumsum([key, key, value, value])
-  all_four = ((f"{at}in_proj_qkvz.weight", (k * int(ends[-1]), e)),)
-  both = ((f"{at}in_proj_ba.weight", (2 * h, e)),)
+  mixed = ((f"{path}in_proj_qkvz.weight", (k * int(ends[-1]), e)),)
+  beta_decay = ((f"{path}in_proj_ba.weight", (2 * h, e)),)
   channels = 2 * k * key + h * a.value_dim
 
-  def cut(number: int, dim: int) -> Part:
-    """Each key head has its query, key, values and gates together."""
+  def cut(number: int, dim: int) -> Source:
+    def convert(w: np.ndarray) -> np.ndarray:
+      # Each key head has its query, key, values and gates side by side.
+      rows = np.split(w.reshape(k, -1, e), ends[:-1], axis=1)[number]
+      return rows.reshape(-1, dim, e).transpose(2, 0, 1)
 
-    def make(w: np.ndarray) -> np.ndarray:
-      own = np.split(w.reshape(k, -1, e), ends[:-1], axis=1)[number]
-      return own.reshape(-1, dim, e).transpose(2, 0, 1)
+    return Source(mixed, convert)
 
-    return Part(all_four, make)
-
-  def half(number: int) -> Part:
-    return Part(
-      both, lambda w: w.reshape(k, 2, h // k, e)[:, number].reshape(h, e).T
+  def half(number: int) -> Source:
+    return Source(
+      beta_decay,
+      lambda w: w.reshape(k, 2, h // k, e)[:, number].reshape(h, e).T,
     )
 
   return {
@@ -147,21 +146,21 @@ def _delta_parts(a: DeltaNet, e: int, at: str) -> dict[str, Part]:
     "output_gate": cut(3, a.value_dim),
     "beta": half(0),
     "decay": half(1),
-    "convolution": Part(
-      ((f"{at}conv1d.weight", (channels, 1, a.kernel_size)),),
+    "convolution": Source(
+      ((f"{path}conv1d.weight", (channels, 1, a.kernel_size)),),
       lambda w: w[:, 0],
     ),
-    "decay_bias": plain(f"{at}dt_bias", h),
-    "decay_log": plain(f"{at}A_log", h),
-    "output_norm": plain(f"{at}norm.weight", a.value_dim),
-    "output": out_of_heads(f"{at}out_proj.weight", h, a.value_dim, e),
+    "decay_bias": plain(f"{path}dt_bias", h),
+    "decay_log": plain(f"{path}A_log", h),
+    "output_norm": plain(f"{path}norm.weight", a.value_dim),
+    "output": head_outputs(f"{path}out_proj.weight", h, a.value_dim, e),
   }
 
 
-def _experts_parts(m: Experts, e: int, at: str) -> dict[str, Part]:
+def _experts_sources(m: Experts, e: int, path: str) -> dict[str, Source]:
   assert m.shared_dim is not None
-  parts = blocks.experts_parts(m, e, at)
-  shared = f"{at}shared_expert."
-  parts |= blocks.mlp_parts(m.shared_dim, e, shared, "shared_")
-  parts["shared_switch"] = linear(f"{at}shared_expert_gate.weight", e, 1)
-  return parts
+  sources = layer_weights.experts_sources(m, e, path)
+  shared = f"{path}shared_expert."
+  sources |= layer_weights.mlp_sources(m.shared_dim, e, shared, "shared_")
+  sources["shared_switch"] = linear(f"{path}shared_expert_gate.weight", e, 1)
+  return sources

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxkv import models
-from jaxkv._src.models.loading import damage
+from jaxkv._src.models.loading import checkpoint_errors
 from tests.models.loading import gguf_writing
 from tests.models.loading import llama_folder
 
@@ -91,9 +91,12 @@ def test_a_panic_in_rust_is_reported():
   """Its class is private, and derives from BaseException."""
   panic = type("PanicException", (BaseException,), {})
   with pytest.raises(ValueError, match=r"file is damaged.*PanicException: no"):
-    with damage.reported("file"):
+    with checkpoint_errors.one_line_errors("file"):
       raise panic("no\nway")
-  with pytest.raises(KeyboardInterrupt), damage.reported("file"):
+  with (
+    pytest.raises(KeyboardInterrupt),
+    checkpoint_errors.one_line_errors("file"),
+  ):
     raise KeyboardInterrupt
 
 

@@ -368,7 +368,9 @@ def test_the_head_runs_over_some_rows_at_a_time():
   tokens, warm = jnp.asarray(_tokens(2, 5, 3)), jnp.float32(1.5)
 
   def loss(params: Any, x: jax.Array, most: int) -> Any:
-    found = log_probs.of_tokens(params, x, tokens, warm, config, most=most)
+    found = log_probs.of_tokens(
+      params, x, tokens, warm, config, max_logits=most
+    )
     return jnp.sum(jnp.sin(found)), found
 
   run = jax.value_and_grad(loss, (0, 1), has_aux=True)

@@ -1,37 +1,37 @@
-"""Turns every failure to read a checkpoint into one line that names its file.
+"""Converts errors of a damaged checkpoint to one line that names its file.
 
-The values of a file are checked where they are read, and such an error names
-the key. This is for everything else that a damaged file can cause, in this
-package and in those that it calls.
+Code that reads a value checks it, and its error names the key. This module is
+for all other errors that a damaged file can cause, here and in other packages.
 """
 
 import contextlib
 from collections.abc import Iterator
 
-_MOST = 600
+_MAX_CHARACTERS = 600
 
 
 @contextlib.contextmanager
-def reported(name: str) -> Iterator[None]:
-  """Lets a block raise nothing but errors that name a file, in one line.
+def one_line_errors(name: str) -> Iterator[None]:
+  """Makes errors of a block name a file, in one line.
 
   Args:
-    name: of the file or folder.
+    name: name of the file or folder.
 
   Raises:
     ImportError: a package is not installed.
     OSError: a file cannot be read.
-    ValueError: anything else.
+    ValueError: any other failure.
   """
   try:
     yield
+  # These are about the machine, not about the file.
   except (ImportError, OSError, MemoryError):
     raise
   except ValueError as error:
     line = _line(str(error))
     raise ValueError(line if name in line else f"{name}: {line}") from error
   except BaseException as error:
-    # A panic of a package in Rust is a BaseException, and its class is private.
+    # A panic of a Rust package is a BaseException with a private class.
     kind = type(error).__name__
     if not isinstance(error, Exception) and kind != "PanicException":
       raise
@@ -43,4 +43,6 @@ def reported(name: str) -> Iterator[None]:
 
 def _line(text: str) -> str:
   line = " ".join(text.split())
-  return line if len(line) <= _MOST else f"{line[:_MOST]}..."
+  return (
+    line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..."
+  )

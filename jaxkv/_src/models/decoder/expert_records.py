@@ -1,6 +1,6 @@
-"""Which experts tokens use: kept beside their pages, and used again.
+"""Records of the experts that tokens use, and their replay.
 
-Letters: J layers with experts, k experts of a token in each of them.
+Letters: J layers with experts, k experts per token in each of them.
 """
 
 import functools
@@ -14,18 +14,18 @@ from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.expert_ids import init_tokens
-from jaxkv._src.models.decoder import layout
+from jaxkv._src.models.decoder import groups
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
 
 
 class Routing(NamedTuple):
-  """What there is to choose in a decoder.
+  """Sizes of a decoder's routing.
 
   Attributes:
     num_layers: J.
     num_chosen: k.
-    num_experts: the most of a layer.
+    num_experts: the largest number of experts in a layer.
   """
 
   num_layers: int
@@ -35,67 +35,61 @@ class Routing(NamedTuple):
 
 @functools.cache
 def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
-  """What there is to choose in a decoder, which messages call `name`.
-
-  Raises:
-    ValueError: no layer has experts, or k differs from layer to layer.
-  """
-  found = [
+  """Returns the sizes of routing; error messages call the decoder `name`."""
+  mlps = [
     layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)
   ]
-  chosen = sorted({mlp.num_chosen for mlp in found})
+  # A record has one axis k for all layers.
+  chosen = sorted({mlp.num_chosen for mlp in mlps})
   if len(chosen) != 1:
     raise ValueError(
       f"`{name}` must have layers with `Experts` of one `num_chosen`, got "
       f"{chosen or 'no such layer'}; leave out `experts`."
     )
-  most = max(mlp.num_experts for mlp in found)
-  return Routing(len(found), chosen[0], most)
+  num_experts = max(mlp.num_experts for mlp in mlps)
+  return Routing(len(mlps), chosen[0], num_experts)
 
 
 @functools.cache
-def num_routed(decoder: Decoder, stop: int) -> int:
-  """Layers with experts among the first `stop`."""
+def num_expert_layers(decoder: Decoder, stop: int) -> int:
+  """Counts the layers with experts among the first `stop` layers."""
   return sum(isinstance(x.mlp, Experts) for x in decoder.layers[:stop])
 
 
 def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
-  """Memory for the experts of all tokens, see `init_kv`.
-
-  Raises:
-    ValueError: the decoder has no experts, or no layer keeps all tokens.
-  """
+  """Creates the pool for the experts of all tokens, see `init_kv`."""
   routing = routing_of(decoder)
   return init_tokens(
     config,
     num_layers=routing.num_layers,
     width=routing.num_chosen,
     dtype=jnp.uint8 if routing.num_experts <= 2**8 else jnp.uint16,
-    group=_whole_group(decoder),
+    group=_full_group(decoder),
   )
 
 
-def _whole_group(decoder: Decoder) -> int:
-  """The first layer group that keeps all tokens."""
-  groups = layout.groups(decoder)
-  whole = [isinstance(kind, FullAttention) for kind in groups]
-  if True not in whole:
+def _full_group(decoder: Decoder) -> int:
+  """Returns the first layer group that keeps all tokens."""
+  # Groups with a window free the pages of old tokens, and records with them.
+  kinds = groups.group_kinds(decoder)
+  is_full = [isinstance(kind, FullAttention) for kind in kinds]
+  if True not in is_full:
     raise ValueError(
       "`decoder` must have layers that keep all tokens, to keep the experts of "
-      f"tokens beside them, got groups of {groups}."
+      f"tokens beside them, got groups of {kinds}."
     )
-  return whole.index(True)
+  return is_full.index(True)
 
 
 def check_pool(pool: ExpertIdPages, decoder: Decoder) -> None:
-  """Raises unless a pool is for the experts of a decoder."""
+  """Raises ValueError unless a pool fits the experts of a decoder."""
   routing = routing_of(decoder, "config")
-  wanted = (*routing[:2], _whole_group(decoder))
+  expected = (*routing[:2], _full_group(decoder))
   got = (pool.num_layers, pool.width, pool.group)
-  if got != wanted:
+  if got != expected:
     names = "ExpertIdPages of {} layers, {} experts of a token, and group {}"
     raise ValueError(
-      f"`kv` must have {names.format(*wanted)} for config, got "
+      f"`kv` must have {names.format(*expected)} for config, got "
       f"{names.format(*got)}; make it with init_kv(experts=True)."
     )
 
@@ -103,26 +97,27 @@ def check_pool(pool: ExpertIdPages, decoder: Decoder) -> None:
 def check_experts(
   experts: jax.Array | np.ndarray | None, tokens: jax.Array, decoder: Decoder
 ) -> None:
-  """Raises unless experts that are given are of these tokens and layers."""
+  """Raises unless recorded experts fit the tokens and the decoder."""
   if experts is None:
     return
-  wanted = (*tokens.shape, *routing_of(decoder, "config")[:2])
-  if experts.shape != wanted:
+  expected = (*tokens.shape, *routing_of(decoder, "config")[:2])
+  if experts.shape != expected:
     raise ValueError(
-      f"`experts` must be {list(wanted)}, for all layers with experts, got "
+      f"`experts` must be {list(expected)}, for all layers with experts, got "
       f"{list(experts.shape)}; give those of `generated`."
     )
+  # Negative numbers mark tokens without a record.
   if not jnp.issubdtype(experts.dtype, jnp.signedinteger):
     raise TypeError(
       f"`experts` must be signed integers, got {experts.dtype.name}; cast them."
     )
 
 
-def given_to(
+def of_layer(
   experts: jax.Array | None, layer: jax.Array | int
 ) -> jax.Array | None:
-  """int32[B, T, k]: the experts given to a layer, from [B, T, J, k]."""
+  """Returns the records of one layer, int32[B, T, k], from [B, T, J, k]."""
   if experts is None:
     return None
-  own = jax.lax.dynamic_index_in_dim(experts, layer, axis=2, keepdims=False)
-  return own.astype(jnp.int32)
+  records = jax.lax.dynamic_index_in_dim(experts, layer, axis=2, keepdims=False)
+  return records.astype(jnp.int32)

@@ -1,8 +1,8 @@
-"""Trees of tokens, each in one row: who stands where, and after whom.
+"""The layout of a tree of tokens in one row.
 
-The root of a tree is a prompt, level 0. Each branch of a level begins where a
-branch of the level above ends. All tokens of a tree stand in one row, level
-after level, branch after branch:
+The root of a tree is a prompt, at level 0. Each branch of a level continues a
+branch of the level above. A row has all tokens of a tree, level after level and
+branch after branch:
 
   | prompt, P columns | G branches of R columns each | G * G' of R' | ...
 
@@ -22,15 +22,14 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tree:
-  """Where the tokens of N trees stand.
+  """N trees with the same layout.
 
   Attributes:
     branches: C_l of each level.
     widths: R_l of each level, at least 1.
-    lengths: int32[N, C_l] of each level, tokens of each branch; of the last
-      level perhaps more than there are columns.
-    starts: int32[N, C_l] of each level, tokens before each branch, from the
-      root on.
+    lengths: int32[N, C_l] of each level, tokens of each branch; at the last
+      level they may exceed the width by one.
+    starts: int32[N, C_l] of each level, tokens from the root to the branch.
   """
 
   branches: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -39,7 +38,7 @@ class Tree:
   starts: tuple[jax.Array, ...]
 
   def split(self, x: jax.Array) -> list[jax.Array]:
-    """Rows [N, T, ...] as levels [N, C_l, R_l, ...]."""
+    """Splits rows [N, T, ...] into levels [N, C_l, R_l, ...]."""
     parts, column = [], 0
     for count, width in zip(self.branches, self.widths, strict=True):
       part = x[:, column : column + count * width]
@@ -48,7 +47,7 @@ class Tree:
     return parts
 
   def join(self, parts: Iterable[jax.Array]) -> jax.Array:
-    """Levels [N, C_l, R_l or more, ...] as rows [N, T, ...]."""
+    """Joins levels [N, C_l, R_l or more, ...] to rows [N, T, ...]."""
     flat = []
     for part, width in zip(parts, self.widths, strict=True):
       rows, count, *_ = part.shape
@@ -57,27 +56,28 @@ class Tree:
     return jnp.concatenate(flat, axis=1)
 
   def positions(self) -> list[jax.Array]:
-    """int32[N, C_l, R_l] of each level, counted from the root."""
+    """Returns positions from the root, int32[N, C_l, R_l] of each level."""
     return [
       start[..., None] + columns(width)
       for start, width in zip(self.starts, self.widths, strict=True)
     ]
 
   def paths(self, x: jax.Array, level: int) -> jax.Array:
-    """Rows [N, T, ...] as [N * C_l, R_0 + ... + R_l, ...]: from the root on.
+    """Copies rows [N, T, ...] to one sequence per branch of a level.
 
-    The tokens of each branch of a level, after those of all its ancestors,
-    without columns between them; then anything.
+    Returns:
+      [N * C_l, R_0 + ... + R_l, ...]: the tokens of all ancestors and of the
+      branch, without padding between them; arbitrary values at the end.
     """
     count, stop = self.branches[level], sum(self.widths[: level + 1])
     dims = x.shape[2:]
     path = jnp.zeros((x.shape[0] * count, stop, *dims), x.dtype)
     put = jax.vmap(
-      lambda path, part, at: jax.lax.dynamic_update_slice_in_dim(
-        path, part, at, 0
+      lambda path, part, start: jax.lax.dynamic_update_slice_in_dim(
+        path, part, start, 0
       )
     )
-    # What stands behind a branch's end is overwritten by the next one.
+    # From the root down: each part overwrites the padding of the part before.
     for part, start in zip(
       self.split(x)[: level + 1], self.starts, strict=False
     ):
@@ -87,35 +87,30 @@ class Tree:
     return path
 
   def last(self, level: int) -> jax.Array:
-    """int32[N, C_l]: the row's column of the last token up to a branch's end.
+    """Returns the column of the last token on each path, int32[N, C_l].
 
-    That of a branch without tokens stands in one of its ancestors. 0 if there
-    are none at all.
+    For an empty branch it is the last token of an ancestor, and 0 if all
+    ancestors are empty.
     """
     begin, column = 0, jnp.zeros_like(self.lengths[0])
     for number in range(level + 1):
       count, width = self.branches[number], self.widths[number]
       column = jnp.repeat(column, count // column.shape[1], axis=1)
       first = begin + width * jnp.arange(count, dtype=jnp.int32)[None]
-      own = self.lengths[number]
-      column = jnp.where(own > 0, first + own - 1, column)
+      length = self.lengths[number]
+      column = jnp.where(length > 0, first + length - 1, column)
       begin += count * width
     return column
 
 
 def of_lengths(widths: Sequence[int], lengths: Sequence[jax.Array]) -> Tree:
-  """A tree of branches of so many columns and tokens.
-
-  Args:
-    widths: R_l of each level.
-    lengths: int32[N, C_l] of each level.
-  """
+  """Returns the trees with given widths and lengths, see `Tree`."""
   starts = [jnp.zeros_like(lengths[0])]
-  for above, own in itertools.pairwise(lengths):
-    times = own.shape[1] // above.shape[1]
-    starts.append(jnp.repeat(starts[-1] + above, times, axis=1))
+  for parent, child in itertools.pairwise(lengths):
+    times = child.shape[1] // parent.shape[1]
+    starts.append(jnp.repeat(starts[-1] + parent, times, axis=1))
   return Tree(
-    branches=tuple(own.shape[1] for own in lengths),
+    branches=tuple(length.shape[1] for length in lengths),
     widths=tuple(widths),
     lengths=tuple(lengths),
     starts=tuple(starts),
@@ -123,5 +118,5 @@ def of_lengths(widths: Sequence[int], lengths: Sequence[jax.Array]) -> Tree:
 
 
 def columns(width: int) -> jax.Array:
-  """int32[1, 1, R]: 0 .. R - 1."""
+  """Returns 0 .. R - 1 as int32[1, 1, R]."""
   return jnp.arange(width, dtype=jnp.int32)[None, None]

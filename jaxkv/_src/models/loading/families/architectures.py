@@ -1,4 +1,4 @@
-"""The families that are known, by the architecture that config.json names."""
+"""The table of supported architectures."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ from jaxkv._src.models.loading.families import gemma
 from jaxkv._src.models.loading.families import gpt_oss
 from jaxkv._src.models.loading.families import llama
 from jaxkv._src.models.loading.families import qwen3_next
-from jaxkv._src.models.loading.plans import Plan
+from jaxkv._src.models.loading.weight_maps import WeightMap
 
-Family = Callable[[ConfigFile, Any], Plan]
+Family = Callable[[ConfigFile, Any], WeightMap]
 
 _FAMILIES: dict[str, Family] = {
   "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
@@ -31,11 +31,7 @@ _FAMILIES: dict[str, Family] = {
 
 
 def family_of(architectures: Any, where: str) -> Family:
-  """The family of the architecture that a config.json names.
-
-  Raises:
-    ValueError: it names none, or one that is not known.
-  """
+  """Returns the family of the first supported architecture of a config.json."""
   names = architectures if isinstance(architectures, list) else []
   for name in names:
     if name in _FAMILIES:

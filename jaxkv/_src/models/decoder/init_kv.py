@@ -1,4 +1,4 @@
-"""The memory that a decoder needs."""
+"""Creates and checks the memory that a decoder's layers need."""
 
 import dataclasses
 from typing import Any
@@ -9,9 +9,9 @@ from jaxkv._src.kv.expert_ids import ExpertIdPages
 from jaxkv._src.kv.memory import init as init_pages
 from jaxkv._src.kv.recurrent_pages import init_states
 from jaxkv._src.kv.view import AnyView
-from jaxkv._src.models.decoder import layout
-from jaxkv._src.models.decoder import routing
-from jaxkv._src.models.decoder import states
+from jaxkv._src.models.decoder import expert_records
+from jaxkv._src.models.decoder import groups
+from jaxkv._src.models.decoder import recurrent_pages
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import DeltaNet
 
@@ -19,7 +19,7 @@ _DELTA_NET = [field.name for field in dataclasses.fields(DeltaNet)]
 
 
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
-  """For `CacheConfig.groups`: what a cache must keep for a decoder's layers.
+  """Returns `CacheConfig.groups` for a decoder.
 
   Layer i is in group i % C, where C is the period of the layers' windows.
 
@@ -33,7 +33,7 @@ def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
     >>> len(groups), groups[0]
     (3, SlidingWindow(page_size=None, window=8))
   """
-  return layout.groups(decoder)
+  return groups.group_kinds(decoder)
 
 
 def init_kv(
@@ -43,23 +43,24 @@ def init_kv(
   dtype: Any = None,
   experts: bool = False,
 ) -> Any:
-  """Memory of a decoder for a cache, for `forward`.
+  """Creates the memory of a decoder for a cache, as `forward` takes it.
 
   Args:
-    decoder: whose layers it serves.
-    config: of the cache, with `groups=cache_groups(decoder)`.
-    dtype: of keys and values, see `jaxkv.kv.init`; None for the decoder's.
-    experts: whether pages also keep which experts each token used, in all
-      layers with `Experts`. `jaxkv.kv.read_tokens(kv[-1], ...)` reads them.
+    decoder: the decoder.
+    config: sizes of the cache, with `groups=cache_groups(decoder)`.
+    dtype: format of keys and values, see `jaxkv.kv.init`; None for the
+      decoder's dtype.
+    experts: True to also record the experts of each token, in all layers with
+      `Experts`. `jaxkv.kv.read_tokens(kv[-1], ...)` reads them.
 
   Returns:
-    `KVPages`, or a tuple if the layers need several kinds of memory. With
-    `experts` a tuple whose last pool is `ExpertIdPages`.
+    `KVPages`, or a tuple if layers need different kinds of memory. With
+    `experts` a tuple whose last pool is a `ExpertIdPages`.
 
   Raises:
-    ValueError: the groups of the cache are not those of the decoder; or of
-      `experts`, there are none, layers choose different numbers of them, or no
-      layer keeps all tokens.
+    ValueError: the groups of the cache are not those of the decoder; or, with
+      `experts`, no layer has experts, layers differ in the number of experts
+      per token, or all layers have a window.
 
   Examples:
     >>> import jaxkv
@@ -75,16 +76,16 @@ def init_kv(
     >>> init_kv(decoder, config).k.shape  # two layers of three pages
     (6, 2, 4, 4)
   """
-  wanted = layout.groups(decoder)
-  if len(config.groups) != len(wanted):
+  num_groups = groups.period(decoder)
+  if len(config.groups) != num_groups:
     raise ValueError(
-      f"`config.groups` must be the {len(wanted)} of the decoder, got "
+      f"`config.groups` must be the {num_groups} of the decoder, got "
       f"{len(config.groups)}; make the cache with groups=cache_groups(decoder)."
     )
-  layers = layout.num_memory_layers(decoder)
+  layers = groups.num_memory_layers(decoder)
   dtype = decoder.dtype if dtype is None else dtype
   pools = []
-  for name, sizes in layout.pools(decoder):
+  for name, sizes in groups.pools(decoder):
     if name == "keys and values":
       heads, dim = sizes
       pools.append(
@@ -94,6 +95,7 @@ def init_kv(
         )
       )  # fmt: skip
     elif name == "latents":
+      # Attention reads the latent as the value, too: it is stored once.
       pools.append(
         init_pages(
           config, num_layers=layers, num_kv_heads=1, head_dim=sum(sizes),
@@ -101,37 +103,39 @@ def init_kv(
         )
       )  # fmt: skip
     else:
-      shapes = states.state_shapes(
+      shapes = recurrent_pages.state_shapes(
         DeltaNet(**dict(zip(_DELTA_NET, sizes, strict=True)))
       )
       pools.append(init_states(config, num_layers=layers, shapes=shapes))
+  # The last pool, so that the numbers of the others stay.
   if experts:
-    pools.append(routing.init_pool(decoder, config))
+    pools.append(expert_records.init_pool(decoder, config))
   return tuple(pools) if len(pools) > 1 else pools[0]
 
 
-def check_memory(
+def check_pools(
   pools: tuple[Any, ...], views: tuple[AnyView, ...], config: Decoder
 ) -> None:
-  """Raises ValueError unless a memory and views are those of a decoder."""
-  groups, wanted = layout.groups(config), len(layout.pools(config))
-  if len(views) != len(groups):
+  """Raises ValueError unless pools and views fit a decoder."""
+  num_groups, num_pools = groups.period(config), len(groups.pools(config))
+  if len(views) != num_groups:
     raise ValueError(
-      f"`view` must have a view for each of the {len(groups)} layer groups of "
+      f"`view` must have a view for each of the {num_groups} layer groups of "
       f"config, got {len(views)}; give a tuple in the order of cache_groups."
     )
-  if len(pools) > wanted and isinstance(pools[-1], ExpertIdPages):
-    routing.check_pool(pools[-1], config)
+  if len(pools) > num_pools and isinstance(pools[-1], ExpertIdPages):
+    expert_records.check_pool(pools[-1], config)
     pools = pools[:-1]
-  if len(pools) != wanted:
+  if len(pools) != num_pools:
     raise ValueError(
-      f"`kv` must have {wanted} pools for config, got {len(pools)}; make it "
+      f"`kv` must have {num_pools} pools for config, got {len(pools)}; make it "
       "with init_kv."
     )
-  least = layout.num_memory_layers(config)
+  num_layers = groups.num_memory_layers(config)
   for pool in pools:
-    if pool.num_layers < least:
+    # A memory with more layers works, too.
+    if pool.num_layers < num_layers:
       raise ValueError(
-        f"`kv` must have {least} layers for config, got {pool.num_layers}; "
-        "make it with init_kv."
+        f"`kv` must have {num_layers} layers for config, got "
+        f"{pool.num_layers}; make it with init_kv."
       )

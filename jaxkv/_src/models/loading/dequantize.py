@@ -1,49 +1,49 @@
-"""Weights that are stored in fewer bits, unpacked when they are read."""
+"""Dequantizes weights of Hugging Face checkpoints when they are read."""
 
 import ml_dtypes
 import numpy as np
 
-from jaxkv._src.models.loading.stored import Stored
-from jaxkv._src.models.loading.stored import StoredTensor
+from jaxkv._src.models.loading.lazy_tensor import LazyTensor
+from jaxkv._src.models.loading.lazy_tensor import Tensors
 
 _FLOAT32 = np.dtype(np.float32)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-# The values of 4 bits: sign, two bits of exponent, one of mantissa.
+# The 16 values of float4 E2M1: sign, two bits of exponent, one of mantissa.
 _E2M1 = np.array(
   [sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)],
   np.float32,
 )
 
 
-def fp8_blocks(stored: Stored, block: tuple[int, int]) -> Stored:
-  """Unpacks each `X` in float8_e4m3fn with `X_scale_inv`, a scale for a block.
+def fp8_blocks(tensors: Tensors, block: tuple[int, int]) -> Tensors:
+  """Dequantizes each float8_e4m3fn tensor `X` with `X_scale_inv`.
 
-  Raises:
-    ValueError: a tensor has no scales, or scales of another shape.
+  Args:
+    tensors: the tensors of a checkpoint.
+    block: rows and columns of `X` that share a scale.
   """
-  out = dict(stored)
-  for name, tensor in stored.items():
+  out = dict(tensors)
+  for name, tensor in tensors.items():
     if tensor.dtype != _E4M3:
       continue
     scales = out.pop(f"{name}_scale_inv", None)
-    wanted = tuple(
+    # The last block of an axis may be incomplete.
+    expected = tuple(
       -(-n // b) for n, b in zip(tensor.shape, block, strict=False)
     )
-    if len(tensor.shape) != 2 or scales is None or scales.shape != wanted:
-      found = "none" if scales is None else list(scales.shape)
+    if len(tensor.shape) != 2 or scales is None or scales.shape != expected:
+      shape = "none" if scales is None else list(scales.shape)
       raise ValueError(
-        f"tensor {name}_scale_inv must have shape {list(wanted)}, a scale for "
-        f"each block of {list(block)}, got {found}."
+        f"tensor {name}_scale_inv must have shape {list(expected)}, a scale "
+        f"for each block of {list(block)}, got {shape}."
       )
-    out[name] = StoredTensor(
+    out[name] = LazyTensor(
       tensor.shape, _FLOAT32, _fp8_reader(tensor, scales, block)
     )
   return out
 
 
-def _fp8_reader(
-  tensor: StoredTensor, scales: StoredTensor, block: tuple[int, int]
-):
+def _fp8_reader(tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int]):
   def read() -> np.ndarray:
     wide = tensor.read().astype(np.float32)
     factors = scales.read().astype(np.float32)
@@ -55,44 +55,43 @@ def _fp8_reader(
   return read
 
 
-def mxfp4(stored: Stored) -> Stored:
-  """Unpacks each `X_blocks` [..., N, G, 16] with `X_scales` [..., N, G].
+def mxfp4(tensors: Tensors) -> Tensors:
+  """Dequantizes each `X_blocks` [..., N, G, 16] with `X_scales` [..., N, G].
 
-  `X` is [..., 32 G, N]: a block has 32 values along the inputs, which come
-  before the outputs.
-
-  Raises:
-    ValueError: blocks have no scales, or scales of another shape.
+  A block has 32 values along the input axis. `X` is [..., 32 G, N], inputs
+  before outputs.
   """
   out = {
     name: tensor
-    for name, tensor in stored.items()
+    for name, tensor in tensors.items()
     if not name.endswith(("_blocks", "_scales"))
   }
-  for name, blocks in stored.items():
+  for name, blocks in tensors.items():
     if not name.endswith("_blocks"):
       continue
     base = name.removesuffix("_blocks")
-    scales = stored.get(f"{base}_scales")
+    scales = tensors.get(f"{base}_scales")
     if scales is None or scales.shape != blocks.shape[:-1]:
-      found = "none" if scales is None else list(scales.shape)
+      shape = "none" if scales is None else list(scales.shape)
       raise ValueError(
         f"tensor {base}_scales must have shape {list(blocks.shape[:-1])}, a "
-        f"scale for each block, got {found}."
+        f"scale for each block, got {shape}."
       )
     *lead, outputs, groups, width = blocks.shape
     shape = (*lead, groups * width * 2, outputs)
-    out[base] = StoredTensor(shape, _FLOAT32, _mxfp4_reader(blocks, scales))
+    out[base] = LazyTensor(shape, _FLOAT32, _mxfp4_reader(blocks, scales))
   return out
 
 
-def _mxfp4_reader(blocks: StoredTensor, scales: StoredTensor):
+def _mxfp4_reader(blocks: LazyTensor, scales: LazyTensor):
   def read() -> np.ndarray:
     packed = blocks.read().view(np.uint8)
     *lead, groups, width = packed.shape
     values = np.empty((*packed.shape, 2), np.float32)
+    # The low nibble of a byte comes first.
     values[..., 0] = _E2M1[packed & 15]
     values[..., 1] = _E2M1[packed >> 4]
+    # Scales are float8 E8M0: powers of two with a bias of 127.
     exponents = scales.read().view(np.uint8).astype(np.int32) - 127
     values = values.reshape(*lead, groups, 2 * width)
     values = np.ldexp(values, exponents[..., None], out=values)

@@ -1,8 +1,8 @@
-"""A block: attention and an MLP, each added to its input.
+"""A decoder layer: attention and an MLP, each added to its input.
 
-What a token does alone is in functions of tokens and weights, which
-`numerics.token_wise` calls with all tokens, or with a tile of them at a time.
-Between them tokens look at each other, through a memory.
+Functions of single tokens and weights run through `numerics.token_wise`: on all
+tokens together, or on a tile of them at a time. In between, the token mixer
+reads and writes keys and values through a `kv_access`.
 """
 
 import functools
@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from jaxkv._src.models.decoder import attention as attentions
-from jaxkv._src.models.decoder import memories
+from jaxkv._src.models.decoder import expert_records
+from jaxkv._src.models.decoder import kv_access
 from jaxkv._src.models.decoder import mlp as mlps
-from jaxkv._src.models.decoder import routing
 from jaxkv._src.models.decoder.attention import Angles
 from jaxkv._src.models.decoder.attention import Rotations
 from jaxkv._src.models.decoder.description import Attention
@@ -22,51 +22,44 @@ from jaxkv._src.models.decoder.description import DeltaNet
 from jaxkv._src.models.decoder.description import LatentAttention
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
-from jaxkv._src.models.decoder.memories import Memory
-from jaxkv._src.models.decoder.memories import Place
+from jaxkv._src.models.decoder.kv_access import Location
+from jaxkv._src.models.decoder.kv_access import Pools
 from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.numerics import recurrence
 from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 
-Carry = tuple[jax.Array, Memory]
-"""[B, T, E] and the memory."""
+Carry = tuple[jax.Array, Pools]
+"""The residual stream [B, T, E] and the pools."""
 
 
 def run(
   carry: Carry,
   layer: Layer,
   weights: Params,
-  place: Place,
-  turned: Rotations,
-  keep: Any,
+  location: Location,
+  rotations: Rotations,
+  access: Any,
   decoder: Decoder,
 ) -> Carry:
-  """The tokens after a layer, and the memory.
-
-  Args:
-    carry: before it.
-    layer: static.
-    weights: of the layer.
-    place: where it keeps what it keeps.
-    turned: the angles of the tokens.
-    keep: one of `memories`.
-    decoder: static; of which it is a layer.
-  """
-  (x, memory), each = carry, token_wise(decoder)
-  own = functools.partial
-  angles = attentions.angles_of(layer, turned, decoder)
-  seen = each(own(_before, layer, decoder), weights, x, angles)
-  mixer = memories.Mixer(layer.attention, place, weights)
-  out, memory = _look(seen, mixer, keep, memory, decoder)
-  gate = None if isinstance(seen, attentions.Latents) else seen.gate
-  given = None
+  """Runs one layer; `access` is an object of a class of `kv_access`."""
+  (x, pools), call = carry, token_wise(decoder)
+  # Exact numerics need functions that close over no arrays: descriptions are
+  # static and bound here, arrays are arguments.
+  bind = functools.partial
+  angles = attentions.angles_of(layer, rotations, decoder)
+  inputs = call(bind(_mixer_inputs, layer, decoder), weights, x, angles)
+  mixer = kv_access.Mixer(layer.attention, location, weights)
+  out, pools = _mix(inputs, mixer, access, pools, decoder)
+  gate = None if isinstance(inputs, attentions.LatentInputs) else inputs.gate
+  chosen = None
   if not isinstance(layer.mlp, Mlp):
-    given = routing.given_to(keep.experts, place.routed)
-  x, used = each(own(_after, layer, decoder), weights, x, out, gate, given)
-  if used is not None:
-    memory = keep.routed(place, used, memory)
-  return x, memory
+    chosen = expert_records.of_layer(access.experts, location.expert_layer)
+  after = bind(_after_mixer, layer, decoder)
+  x, experts = call(after, weights, x, out, gate, chosen)
+  if experts is not None:
+    pools = access.record_experts(location, experts, pools)
+  return x, pools
 
 
 def _norm(
@@ -75,14 +68,14 @@ def _norm(
   return rms_norm(x, weights[name], decoder.norm_eps, decoder.norm_offset)
 
 
-def _before(
+def _mixer_inputs(
   layer: Layer,
   decoder: Decoder,
   weights: Params,
   x: jax.Array,
   angles: Angles | None,
 ) -> Any:
-  """What tokens ask for and offer, see `attention`."""
+  """Normalizes tokens and projects them, see `attention`."""
   kind, y = layer.attention, _norm(x, weights, "attention_norm", decoder)
   if isinstance(kind, DeltaNet):
     return attentions.project_recurrence(y, weights)
@@ -92,24 +85,25 @@ def _before(
   return attentions.project_latents(y, weights, kind, angles, decoder)
 
 
-def _look(
-  seen: Any,
-  mixer: memories.Mixer,
-  keep: Any,
-  memory: Memory,
+def _mix(
+  inputs: Any,
+  mixer: kv_access.Mixer,
+  access: Any,
+  pools: Pools,
   decoder: Decoder,
-) -> memories.Read:
-  """What tokens read of each other."""
+) -> kv_access.MixerOutput:
+  """Runs the token mixer: the only step in which tokens read each other."""
   if isinstance(mixer.kind, DeltaNet):
-    inputs = (seen.channels, seen.beta, seen.decay)
+    # The gate multiplies the output, so it is no input of the recurrence.
+    arrays = (inputs.channels, inputs.beta, inputs.decay)
     run = recurrence(decoder, mixer.kind, mixer.weights)
-    return keep.recurrent(mixer, run, inputs, memory)
+    return access.recurrent(mixer, run, arrays, pools)
   if isinstance(mixer.kind, LatentAttention):
-    return keep.latent(mixer, seen, memory)
-  return keep.softmax(mixer, seen, memory)
+    return access.latent(mixer, inputs, pools)
+  return access.softmax(mixer, inputs, pools)
 
 
-def _attended(
+def _add_mixer_output(
   layer: Layer,
   decoder: Decoder,
   weights: Params,
@@ -117,7 +111,7 @@ def _attended(
   out: jax.Array,
   gate: jax.Array | None,
 ) -> jax.Array:
-  """[B, T, E] with what tokens read of each other."""
+  """Projects the mixer's output and adds it to x: [B, T, E]."""
   kind = layer.attention
   if isinstance(kind, DeltaNet):
     assert gate is not None
@@ -131,22 +125,22 @@ def _attended(
   return x + out
 
 
-def _after(
+def _after_mixer(
   layer: Layer,
   decoder: Decoder,
   weights: Params,
   x: jax.Array,
   out: jax.Array,
   gate: jax.Array | None,
-  given: jax.Array | None,
+  chosen: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """[B, T, E] after the MLP; int32[B, T, k], the experts that tokens used."""
-  x = _attended(layer, decoder, weights, x, out, gate)
-  y, used = _norm(x, weights, "mlp_norm", decoder), None
+  """Adds both outputs to x: [B, T, E], and experts int32[B, T, k]."""
+  x = _add_mixer_output(layer, decoder, weights, x, out, gate)
+  y, experts = _norm(x, weights, "mlp_norm", decoder), None
   if isinstance(layer.mlp, Mlp):
     out = mlps.gated(y, weights, layer.mlp)
   else:
-    out, used = mlps.mixture(y, weights, layer.mlp, given)
+    out, experts = mlps.mixture(y, weights, layer.mlp, chosen)
   if layer.post_norms:
     out = _norm(out, weights, "post_mlp_norm", decoder)
-  return x + out, used
+  return x + out, experts

@@ -1,0 +1,231 @@
+"""Uncached attention with the bits of paged attention, for exact trainers.
+
+A trainer has no cache. With `numerics="exact"` it still writes keys and values
+of a call to pages, and attends with the code that a rollout runs: the same
+products in the same order.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv_kernels as kernels
+from jaxkv._src.cache.config import CacheConfig
+from jaxkv._src.exact import row_loop
+from jaxkv._src.kv.attend import attend
+from jaxkv._src.kv.memory import init as init_pages
+from jaxkv._src.kv.view import View
+from jaxkv._src.kv.write import write
+from jaxkv._src.models.decoder import kv_access
+from jaxkv._src.models.decoder.attention import LatentInputs
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.kv_access import Mixer
+from jaxkv._src.models.decoder.kv_access import MixerOutput
+from jaxkv._src.models.decoder.kv_access import Pools
+from jaxkv._src.models.decoder.kv_access import UncachedKV
+from jaxkv._src.models.decoder.numerics import TokenWise
+from jaxkv._src.models.decoder.numerics import is_exact
+from jaxkv._src.models.decoder.numerics import token_wise
+from jaxkv._src.models.decoder.params import Params
+from jaxkv._src.models.decoder.prompt_tree import Tree
+from jaxkv._src.models.decoder.tree_attention import TreeKV
+
+_PAGE_SIZE = 16
+"""Tokens per page. On a CPU the bits do not depend on it; on a GPU or TPU they
+do, and rollouts need the same page size."""
+
+
+def uncached_access(
+  config: Decoder,
+  experts: jax.Array | None,
+  *,
+  tree: Tree | None = None,
+  kv_dtype: Any = None,
+) -> UncachedKV:
+  """Returns the access for `forward_uncached`, or for trees of tokens."""
+  if not is_exact(config):
+    if kv_dtype is not None:
+      raise ValueError(
+        f'`kv_dtype` must be None with numerics="fast", got {kv_dtype!r}.'
+      )
+    if tree is None:
+      return UncachedKV(experts)
+    return TreeKV(experts, tree=tree)
+  options: Any = {
+    "dtype": config.dtype if kv_dtype is None else kv_dtype,
+    "token_wise": token_wise(config),
+  }
+  if tree is None:
+    return ExactUncachedKV(experts, **options)
+  return ExactTreeKV(experts, tree=tree, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactUncachedKV(UncachedKV):
+  """An `UncachedKV` whose outputs have the bits of `kv_access.PagedKV`.
+
+  Gradients are those of `UncachedKV`.
+
+  Attributes:
+    dtype: format of keys and values in pages.
+    token_wise: see `numerics.token_wise`.
+  """
+
+  dtype: Any = dataclasses.field(kw_only=True)
+  token_wise: TokenWise = dataclasses.field(kw_only=True)
+
+  @property
+  def _tree(self) -> Tree | None:
+    return None
+
+  def attend(
+    self,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    sinks: jax.Array | None = None,
+    **numbers: Any,
+  ) -> jax.Array:
+    """See `UncachedKV`."""
+
+    # `with_gradient` takes functions that close over no arrays, so the tree is
+    # an argument of both.
+    def exact(tree: Any, q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+      options = kernels.AttentionOptions(sinks=sinks, **numbers)
+      return _attend_tree(tree, q, k, v, options=options, dtype=self.dtype)
+
+    def fast(tree: Any, q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+      return _fast(tree).attend(q, k, v, sinks=sinks, **numbers)
+
+    return row_loop.with_gradient(exact, fast, self._tree, q, k, v, sinks)
+
+  def latent(
+    self, mixer: Mixer, inputs: LatentInputs, pools: Pools
+  ) -> MixerOutput:
+    """See `UncachedKV`."""
+    attention: LatentAttention = mixer.kind
+
+    def exact(tree: Any, weights: Params, inputs: Any) -> jax.Array:
+      queries = self.token_wise(
+        kv_access.latent_queries,
+        weights["key"],
+        inputs.plain_query,
+        inputs.rotated_query,
+      )
+      scale = kv_access.scale_of(attention)
+      out = _attend_tree(
+        tree,
+        queries,
+        kv_access.cached_latents(inputs),
+        None,
+        options=kernels.AttentionOptions(scale=scale),
+        dtype=self.dtype,
+        value_dim=attention.latent_dim,
+      )
+      return self.token_wise(kv_access.latent_values, weights["value"], out)
+
+    def fast(tree: Any, weights: Params, inputs: Any) -> jax.Array:
+      return _fast(tree).latent(mixer._replace(weights=weights), inputs, ())[0]
+
+    weights = {name: mixer.weights[name] for name in ("key", "value")}
+    tree = self._tree
+    out: Any = row_loop.with_gradient(exact, fast, tree, weights, inputs)
+    return out, pools
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactTreeKV(ExactUncachedKV, TreeKV):
+  """A `TreeKV` whose outputs have the bits of `kv_access.PagedKV`."""
+
+  @property
+  def _tree(self) -> Tree | None:
+    return self.tree
+
+
+def _fast(tree: Tree | None) -> UncachedKV:
+  """Returns the access that gradients are taken of."""
+  return UncachedKV() if tree is None else TreeKV(tree=tree)
+
+
+def _attend_tree(
+  tree: Tree | None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array | None,
+  **options: Any,
+) -> jax.Array:
+  """Computes causal attention of queries [N, T, H, D] in trees or rows."""
+  if tree is None:
+    zeros = jnp.zeros(q.shape[:1], jnp.int32)
+    return _attend(q, k, v, zeros, **options)
+  outs = []
+  # A rollout has each branch as a sequence: here, too, the keys of its
+  # ancestors are copied in front of its own.
+  for level, queries in enumerate(tree.split(q)):
+    if queries.size == 0:
+      width = options.get("value_dim") or k.shape[3]
+      outs.append(jnp.zeros((*queries.shape[:4], width), q.dtype))
+      continue
+    keys, values = (None if x is None else tree.paths(x, level) for x in (k, v))
+    assert keys is not None
+    starts = tree.starts[level].ravel()
+    rows = queries.reshape(-1, *queries.shape[2:])
+    out = _attend(rows, keys, values, starts, **options)
+    outs.append(out.reshape(*queries.shape[:3], *out.shape[2:]))
+  return tree.join(outs)
+
+
+def _attend(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array | None,
+  starts: jax.Array,
+  *,
+  options: kernels.AttentionOptions,
+  dtype: Any,
+  value_dim: int | None = None,
+) -> jax.Array:
+  """Computes causal attention of the last tokens of Z sequences.
+
+  Args:
+    q: [Z, Y, H, D], queries of Y tokens.
+    k: [Z, T, K, D], keys of all tokens.
+    v: [Z, T, K, D]; None for latents.
+    starts: int32[Z], the number of tokens before the queries.
+    options: see `jaxkv.kv.attend`.
+    dtype: format of keys and values in pages.
+    value_dim: for latents, see `jaxkv.kv.init`.
+  """
+  rows, tokens, heads, dim = k.shape
+  pages = -(-tokens // _PAGE_SIZE)
+  # Page 0 is the null page of a cache.
+  config = CacheConfig(
+    num_pages=rows * pages + 1,
+    page_size=_PAGE_SIZE,
+    num_slots=rows,
+    pages_per_slot=pages,
+  )
+  pool = init_pages(
+    config,
+    num_layers=1,
+    num_kv_heads=heads,
+    head_dim=dim,
+    dtype=dtype,
+    value_dim=value_dim,
+  )
+  table = jnp.arange(1, rows * pages + 1, dtype=jnp.int32)
+  zeros = jnp.zeros((rows,), jnp.int32)
+  all_tokens = View(
+    page_table=table.reshape(rows, pages),
+    starts=zeros,
+    counts=zeros + tokens,
+  )
+  pool = write(pool, all_tokens, 0, *(x for x in (k, v) if x is not None))
+  view = View(
+    page_table=all_tokens.page_table, starts=starts, counts=zeros + q.shape[1]
+  )
+  return attend(pool, view, 0, q, options=options, exact=True)

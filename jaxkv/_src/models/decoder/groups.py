@@ -1,0 +1,146 @@
+"""Layer groups of a cache, pools of its memory, and loops over layers.
+
+Layers with the same `GroupKind` could share a layer group. But a page has room
+for one memory layer of each layer of its group, so all groups should have the
+same number of layers. Layer i is therefore in group i % C, in memory layer
+i // C, where C is the period of the layers' kinds: 1 if all are the same, 6 if
+every sixth layer has no window. If C does not divide L, some groups do not use
+the last memory layer.
+
+A stretch is a run of layers in which a pattern of P layers repeats R times. A
+scan runs it, so that one repetition is compiled. A decoder is cut into as few
+stretches as possible.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jaxkv._src.cache.group_kinds import FullAttention
+from jaxkv._src.cache.group_kinds import GroupKind
+from jaxkv._src.cache.group_kinds import Recurrent
+from jaxkv._src.cache.group_kinds import SlidingWindow
+from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import DeltaNet
+from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.description import Layer
+
+PoolKey = tuple[str, tuple[int, ...]]
+"""The kind and sizes of a pool; layers with the same key share a pool."""
+
+_MAX_PATTERN = 16
+"""Layers of the longest pattern that is tried; bounds the search."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+  """Consecutive layers that repeat a pattern.
+
+  Attributes:
+    first: index of the first layer.
+    pattern: P layers.
+    repetitions: R.
+  """
+
+  first: int
+  pattern: tuple[Layer, ...]
+  repetitions: int
+
+
+def kind_of(layer: Layer) -> GroupKind:
+  """Returns the kind of layer group that a layer needs."""
+  attention = layer.attention
+  if isinstance(attention, DeltaNet):
+    return Recurrent()
+  if isinstance(attention, Attention) and attention.window is not None:
+    return SlidingWindow(attention.window)
+  return FullAttention()
+
+
+def pool_key(attention: Any) -> PoolKey:
+  """Returns the kind and sizes of the pool of a token mixer."""
+  if isinstance(attention, Attention):
+    return "keys and values", (attention.num_kv_heads, attention.head_dim)
+  if isinstance(attention, LatentAttention):
+    return "latents", (attention.latent_dim, attention.rotated_dim)
+  return "states", dataclasses.astuple(attention)
+
+
+@functools.cache
+def period(decoder: Decoder) -> int:
+  """Returns C, the number of layer groups."""
+  # Pools count, too: a group has its pages in one pool.
+  return _period(
+    [(kind_of(layer), pool_key(layer.attention)) for layer in decoder.layers]
+  )
+
+
+@functools.cache
+def group_kinds(decoder: Decoder) -> tuple[GroupKind, ...]:
+  """Returns the kinds of the C groups, for `CacheConfig.groups`."""
+  return tuple(kind_of(layer) for layer in decoder.layers[: period(decoder)])
+
+
+@functools.cache
+def pool_of_group(decoder: Decoder) -> tuple[int, ...]:
+  """Returns the index of each group's pool."""
+  first = decoder.layers[: period(decoder)]
+  index = {key: number for number, key in enumerate(pools(decoder))}
+  return tuple(index[pool_key(layer.attention)] for layer in first)
+
+
+@functools.cache
+def num_memory_layers(decoder: Decoder) -> int:
+  """Returns the number of memory layers, the same for each pool."""
+  return -(-len(decoder.layers) // period(decoder))
+
+
+@functools.cache
+def pools(decoder: Decoder) -> tuple[PoolKey, ...]:
+  """Returns the distinct pools of a decoder's memory."""
+  # Not a set: pools keep the order of the layers.
+  return tuple(
+    dict.fromkeys(pool_key(layer.attention) for layer in decoder.layers)
+  )
+
+
+@functools.cache
+def stretches(decoder: Decoder) -> tuple[Stretch, ...]:
+  """Cuts the layers of a decoder into stretches, from first to last."""
+  layers, result, first = decoder.layers, [], 0
+  while first < len(layers):
+    size, repetitions = _longest_stretch(layers[first:], period(decoder))
+    pattern = layers[first : first + size]
+    result.append(Stretch(first, pattern, repetitions))
+    first += size * repetitions
+  return tuple(result)
+
+
+def _period(items: list) -> int:
+  """Returns the length of the shortest pattern that a list repeats.
+
+  The last repetition may be incomplete.
+  """
+  for period in range(1, len(items)):
+    if all(item == items[i % period] for i, item in enumerate(items)):
+      return period
+  return len(items)
+
+
+def _longest_stretch(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:
+  """Returns pattern size and repetitions of the longest stretch at the start.
+
+  If no pattern repeats, the stretch is one period.
+  """
+  best = (min(period, len(layers)), 1)
+  # A pattern is a multiple of the period, so that each of its layers stays in
+  # the same group: a group is a static index in the compiled loop.
+  longest = min(_MAX_PATTERN, len(layers) // 2)
+  for size in range(period, longest + 1, period):
+    times = 1
+    while layers[size * times : size * (times + 1)] == layers[:size]:
+      times += 1
+    if times > 1 and size * times > best[0] * best[1]:
+      best = (size, times)
+  return best

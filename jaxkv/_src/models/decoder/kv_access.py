@@ -1,0 +1,270 @@
+"""Access of layers to keys and values, with and without a cache.
+
+| class        | keys and values         | used for |
+|--------------|-------------------------|----------|
+| `PagedKV`    | in pages (`jaxkv.kv`)   | decoding |
+| `UncachedKV` | of the same call only   | training |
+
+The classes have the same methods. `tree_attention.TreeKV` is an `UncachedKV`
+for trees of tokens.
+"""
+
+import dataclasses
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jaxkv_kernels as kernels
+from jaxkv._src.kv.attend import attend
+from jaxkv._src.kv.expert_ids import ExpertIdPages
+from jaxkv._src.kv.expert_ids import write_tokens
+from jaxkv._src.kv.view import AnyView
+from jaxkv._src.kv.view import PackedView
+from jaxkv._src.kv.write import write
+from jaxkv._src.models.decoder import recurrent_pages
+from jaxkv._src.models.decoder.attention import LatentInputs
+from jaxkv._src.models.decoder.attention import SoftmaxInputs
+from jaxkv._src.models.decoder.causal_attention import attend_causal
+from jaxkv._src.models.decoder.description import Attention
+from jaxkv._src.models.decoder.description import LatentAttention
+from jaxkv._src.models.decoder.numerics import TokenWise
+from jaxkv._src.models.decoder.params import Params
+
+
+class Location(NamedTuple):
+  """The place of a layer in the memory of a decoder.
+
+  Attributes:
+    group: the layer group of the cache.
+    layer: int32[], the memory layer.
+    pool: index of the pool.
+    expert_layer: int32[], index of the layer among the layers with experts.
+  """
+
+  group: int
+  layer: jax.Array | int
+  pool: int
+  expert_layer: jax.Array | int = 0
+
+
+class Mixer(NamedTuple):
+  """The token mixer of a layer: attention or a recurrence.
+
+  Attributes:
+    kind: an `Attention`, a `LatentAttention` or a `DeltaNet`.
+    location: the place of its keys and values.
+    weights: parameters of the layer.
+  """
+
+  kind: Any
+  location: Location
+  weights: Params
+
+
+Pools = tuple[Any, ...]
+"""The memory of all layers; empty without a cache."""
+
+MixerOutput = tuple[jax.Array, Pools]
+"""The mixer's output [B, T, H, X], before the projection, and the pools."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedKV:
+  """Keys and values in pages.
+
+  Attributes:
+    views: a view per layer group.
+    backend: see `jaxkv.kv.attend`.
+    heads: see `jaxkv.kv.attend`.
+    experts: see `UncachedKV`.
+    exact: see `jaxkv.kv.attend`.
+    token_wise: see `numerics.token_wise`.
+  """
+
+  views: tuple[AnyView, ...]
+  backend: str
+  heads: jax.sharding.NamedSharding | None
+  experts: jax.Array | None
+  exact: bool
+  token_wise: TokenWise
+
+  def softmax(
+    self, mixer: Mixer, inputs: SoftmaxInputs, pools: Pools
+  ) -> MixerOutput:
+    """Writes keys and values; attends to all tokens up to each query."""
+    location = mixer.location
+    pool, view = pools[location.pool], self.views[location.group]
+    # Writing comes first: the tokens of a call attend to each other.
+    pool = write(pool, view, location.layer, inputs.k, inputs.v)
+    out = attend(
+      pool,
+      view,
+      location.layer,
+      inputs.q,
+      options=kernels.AttentionOptions(**_options(mixer)),
+      exact=self.exact,
+      backend=self.backend,
+      heads=self.heads,
+    )
+    return out, _with_pool(pools, location.pool, pool)
+
+  def latent(
+    self, mixer: Mixer, inputs: LatentInputs, pools: Pools
+  ) -> MixerOutput:
+    """Writes latents and attends to them; see `UncachedKV.latent`."""
+    location, weights = mixer.location, mixer.weights
+    pool, view = pools[location.pool], self.views[location.group]
+    pool = write(pool, view, location.layer, cached_latents(inputs))
+    # The key projection moves to the queries (DeepSeek-V2, section 2.1.2), so
+    # that attention reads latents and never builds a key.
+    queries = self.token_wise(
+      latent_queries, weights["key"], inputs.plain_query, inputs.rotated_query
+    )
+    out = attend(
+      pool,
+      view,
+      location.layer,
+      queries,
+      options=kernels.AttentionOptions(scale=scale_of(mixer.kind)),
+      exact=self.exact,
+      backend=self.backend,
+    )
+    out = self.token_wise(latent_values, weights["value"], out)
+    return out, _with_pool(pools, location.pool, pool)
+
+  def recurrent(
+    self,
+    mixer: Mixer,
+    run: recurrent_pages.Recurrence,
+    inputs: tuple[jax.Array, ...],
+    pools: Pools,
+  ) -> MixerOutput:
+    """Reads, advances and writes states; see `UncachedKV.recurrent`.
+
+    In a `PackedView` no row of the prefill may cross the end of a page;
+    rollouts schedule prompts accordingly.
+    """
+    location = mixer.location
+    pool, view = pools[location.pool], self.views[location.group]
+    layer = location.layer
+    if isinstance(view, PackedView):
+      out, pool = recurrent_pages.run_packed(run, inputs, pool, view, layer)
+    else:
+      out, pool = recurrent_pages.run_rows(run, inputs, pool, view, layer)
+    return out, _with_pool(pools, location.pool, pool)
+
+  def record_experts(
+    self, location: Location, experts: jax.Array, pools: Pools
+  ) -> Pools:
+    """Writes the experts int32[B, T, k] of tokens, if a pool records them."""
+    pool = pools[-1]
+    if not isinstance(pool, ExpertIdPages):
+      return pools
+    view = self.views[pool.group]
+    pool = write_tokens(pool, view, location.expert_layer, experts)
+    return (*pools[:-1], pool)
+
+
+@dataclasses.dataclass(frozen=True)
+class UncachedKV:
+  """Keys and values of the same call, without memory.
+
+  Attributes:
+    experts: signed integers [B, T, J, k], experts that tokens must use; None
+      lets the router choose.
+  """
+
+  experts: jax.Array | None = None
+
+  def softmax(
+    self, mixer: Mixer, inputs: SoftmaxInputs, pools: Pools
+  ) -> MixerOutput:
+    """Attends to keys and values of all tokens up to each query."""
+    out = self.attend(inputs.q, inputs.k, inputs.v, **_options(mixer))
+    return out, pools
+
+  def attend(
+    self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
+  ) -> jax.Array:
+    """Computes causal attention [B, T, H, X], see `attend_causal`."""
+    return attend_causal(q, k, v, **options)
+
+  def latent(
+    self, mixer: Mixer, inputs: LatentInputs, pools: Pools
+  ) -> MixerOutput:
+    """Attends to keys and values projected from latents."""
+    latent, rotated = inputs.latent, inputs.rotated_key
+    # Many queries read each key, so building keys once costs less here than
+    # queries of the latents' width.
+    keys = jnp.einsum("btl,lhd->bthd", latent, mixer.weights["key"])
+    values = jnp.einsum("btl,lhv->bthv", latent, mixer.weights["value"])
+    shape = (*keys.shape[:3], rotated.shape[3])
+    keys = jnp.concatenate([keys, jnp.broadcast_to(rotated, shape)], axis=-1)
+    query = (inputs.plain_query, inputs.rotated_query)
+    query = jnp.concatenate(query, axis=-1)
+    scale = scale_of(mixer.kind)
+    return self.attend(query, keys, values, scale=scale), pools
+
+  def recurrent(
+    self,
+    mixer: Mixer,
+    run: recurrent_pages.Recurrence,
+    inputs: tuple[jax.Array, ...],
+    pools: Pools,
+  ) -> MixerOutput:
+    """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
+    rows, tokens = inputs[0].shape[:2]
+    counts = jnp.full((rows,), tokens, jnp.int32)
+    state = recurrent_pages.empty_state(mixer.kind, rows)
+    return run(inputs, state, counts)[0], pools
+
+  def record_experts(
+    self, location: Location, experts: jax.Array, pools: Pools
+  ) -> Pools:
+    """Returns the pools unchanged: nothing is recorded without a cache."""
+    del location, experts
+    return pools
+
+
+def cached_latents(inputs: LatentInputs) -> jax.Array:
+  """Returns the vectors that pages hold: [B, T, 1, latent + rotated_dim]."""
+  return jnp.concatenate(
+    [inputs.latent[:, :, None], inputs.rotated_key], axis=-1
+  )
+
+
+def latent_queries(
+  weights: jax.Array, plain: jax.Array, rotated: jax.Array
+) -> jax.Array:
+  """Projects queries to the space of cached latents: [B, T, H, D]."""
+  absorbed = jnp.einsum("bthd,lhd->bthl", plain, weights)
+  return jnp.concatenate([absorbed, rotated], axis=-1)
+
+
+def latent_values(weights: jax.Array, out: jax.Array) -> jax.Array:
+  """Projects attended latents to values: [B, T, H, value_dim]."""
+  return jnp.einsum("bthl,lhv->bthv", out, weights)
+
+
+def scale_of(attention: LatentAttention) -> float:
+  """Returns the factor of the logits."""
+  if attention.scale is not None:
+    return attention.scale
+  return (attention.plain_dim + attention.rotated_dim) ** -0.5
+
+
+def _options(mixer: Mixer) -> dict[str, Any]:
+  attention: Attention = mixer.kind
+  return {
+    "window": attention.window,
+    "scale": attention.scale,
+    "soft_cap": attention.soft_cap,
+    "sinks": mixer.weights.get("sinks"),
+  }
+
+
+def _with_pool(pools: Pools, index: int, pool: Any) -> Pools:
+  """Returns the pools with one of them replaced."""
+  return (*pools[:index], pool, *pools[index + 1 :])

@@ -1,0 +1,133 @@
+"""Runs recurrences over states that are stored in pages."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._src.kv.recurrent_pages import StatePages
+from jaxkv._src.kv.recurrent_pages import read_state
+from jaxkv._src.kv.recurrent_pages import write_state
+from jaxkv._src.kv.view import FreshView
+from jaxkv._src.kv.view import PackedView
+from jaxkv._src.kv.view import View
+from jaxkv._src.kv.view import rows_of
+from jaxkv._src.models.decoder import delta_net
+from jaxkv._src.models.decoder.description import DeltaNet
+
+Recurrence = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+"""`(inputs, states, counts) -> (outputs, states)`: takes inputs [R, T, ...],
+states of R rows and int32[R] tokens of each row; returns outputs [R, T, ...]
+and the states after `counts` tokens."""
+
+
+def run_rows(
+  run: Recurrence,
+  inputs: tuple[jax.Array, ...],
+  pool: StatePages,
+  view: View | FreshView,
+  layer: jax.Array | int,
+) -> tuple[jax.Array, StatePages]:
+  """Runs rows of tokens and stores the states after them."""
+  rows, size = rows_of(view), pool.page_size
+  if inputs[0].shape[1] == 1:
+    return _run_stored(run, inputs, pool, rows, layer)
+  # A full page can be a prefix hit of other sequences, and must hold the state
+  # at its end. So the tokens that fill an open page run first, on their own.
+  room = -rows.starts % size
+  head_counts = jnp.where(room < rows.counts, room, 0)
+
+  def run_head(pool: StatePages) -> tuple[jax.Array, StatePages]:
+    head = dataclasses.replace(rows, counts=head_counts)
+    return _run_stored(run, inputs, pool, head, layer)
+
+  def skip_head(pool: StatePages) -> tuple[jax.Array, StatePages]:
+    shape = jax.eval_shape(run_head, pool)[0]
+    return jnp.zeros(shape.shape, shape.dtype), pool
+
+  # A call that fills no open page skips the head at run time.
+  head_out, pool = jax.lax.cond(
+    jnp.any(head_counts > 0), run_head, skip_head, pool
+  )
+  column = jnp.arange(inputs[0].shape[1], dtype=jnp.int32)[None]
+  tail_inputs = _columns(inputs, head_counts[:, None] + column)
+  tail = dataclasses.replace(
+    rows,
+    starts=rows.starts + head_counts,
+    counts=rows.counts - head_counts,
+  )
+  out, pool = _run_stored(run, tail_inputs, pool, tail, layer)
+  # Outputs of the tail move back to the columns of their tokens.
+  (out,) = _columns((out,), jnp.maximum(column - head_counts[:, None], 0))
+  is_head = (column < head_counts[:, None]).reshape(*out.shape[:2], 1, 1)
+  return jnp.where(is_head, head_out, out), pool
+
+
+def _columns(
+  arrays: tuple[jax.Array, ...], column: jax.Array
+) -> tuple[jax.Array, ...]:
+  """Gathers the columns int32[B, T] of arrays [B, T, ...]."""
+  row = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
+  # Columns past the end are past a row's count: any value will do.
+  return tuple(array.at[row, column].get(mode="clip") for array in arrays)
+
+
+def run_packed(
+  run: Recurrence,
+  inputs: tuple[jax.Array, ...],
+  pool: StatePages,
+  view: PackedView,
+  layer: jax.Array | int,
+) -> tuple[jax.Array, StatePages]:
+  """Runs the single tokens of a packed call [1, B, ...], then its prompts."""
+  decode = rows_of(view.decode)
+  count = decode.starts.shape[0]
+  single = tuple(array[0, :count, None] for array in inputs)
+  out, pool = _run_stored(run, single, pool, decode, layer)
+  out = out[:, 0]
+  if view.prefill is not None:
+    columns = inputs[0].shape[1] - count
+    counts = view.prefill.counts
+    # No row of the prefill crosses the end of a page, see `PagedKV.recurrent`.
+    width = min(pool.page_size, columns)
+    rows = tuple(
+      delta_net.to_rows(array[0, count:], counts, width) for array in inputs
+    )
+    prompts, pool = _run_stored(run, rows, pool, view.prefill, layer)
+    prompts = delta_net.to_columns(prompts, counts, columns)
+    out = jnp.concatenate([out, prompts])
+  return out[None], pool
+
+
+def _run_stored(
+  run: Recurrence,
+  inputs: tuple[jax.Array, ...],
+  pool: StatePages,
+  rows: View,
+  layer: jax.Array | int,
+) -> tuple[jax.Array, StatePages]:
+  states = read_state(pool, rows, layer)
+  out, states = run(inputs, states, rows.counts)
+  return out, write_state(pool, rows, layer, states)
+
+
+def empty_state(attention: DeltaNet, rows: int) -> dict[str, jax.Array]:
+  """Returns the states of sequences without tokens."""
+  return {
+    name: jnp.zeros((rows, *shape), dtype)
+    for name, (shape, dtype) in state_shapes(attention).items()
+  }
+
+
+def state_shapes(
+  attention: DeltaNet,
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+  """Returns the `shapes` of `jaxkv.kv.init_states` for a recurrent layer."""
+  a = attention
+  # float32 whatever the weights: a state sums the changes of all tokens.
+  return {
+    "convolution": ((a.num_channels, a.kernel_size - 1), jnp.float32),
+    "delta": ((a.num_value_heads, a.key_dim, a.value_dim), jnp.float32),
+  }

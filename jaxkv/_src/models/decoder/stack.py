@@ -1,0 +1,155 @@
+"""The stack of layers: embeds tokens and loops over the layers.
+
+Letters: E width, R repetitions of a pattern.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._src.arrays import loops
+from jaxkv._src.models.decoder import attention as attentions
+from jaxkv._src.models.decoder import expert_records
+from jaxkv._src.models.decoder import groups
+from jaxkv._src.models.decoder import layer as layers
+from jaxkv._src.models.decoder.description import Decoder
+from jaxkv._src.models.decoder.description import Experts
+from jaxkv._src.models.decoder.description import Layer
+from jaxkv._src.models.decoder.kv_access import Location
+from jaxkv._src.models.decoder.kv_access import Pools
+from jaxkv._src.models.decoder.layer import Carry
+from jaxkv._src.models.decoder.numerics import token_wise
+from jaxkv._src.models.decoder.params import Params
+
+LayerFunction = Callable[[Carry, Layer, Params, Location], Carry]
+"""`(carry, layer, weights of the layer, location) -> carry`."""
+
+
+def run(
+  params: Params,
+  tokens: jax.Array,
+  positions: jax.Array,
+  pools: Pools,
+  access: Any,
+  decoder: Decoder,
+  *,
+  remat: bool = False,
+) -> Carry:
+  """Runs all layers; returns [B, T, E] before the last norm, and the pools.
+
+  With `remat` a gradient saves only the input of each layer, and computes the
+  layer again.
+  """
+  embed = functools.partial(_embed, decoder)
+  x, rotations = token_wise(decoder)(embed, params["embed"], tokens, positions)
+
+  def run_layer(
+    carry: Carry, layer: Layer, weights: Params, location: Location
+  ) -> Carry:
+    def apply(carry: Carry, weights: Params) -> Carry:
+      return layers.run(
+        carry, layer, weights, location, rotations, access, decoder
+      )
+
+    return (jax.checkpoint(apply) if remat else apply)(carry, weights)
+
+  carry = (x, pools)
+  for stretch, weights in zip(
+    groups.stretches(decoder), params["layers"], strict=True
+  ):
+    carry = _repeat(carry, stretch, weights, run_layer, decoder)
+  return carry
+
+
+def _embed(
+  decoder: Decoder, embed: jax.Array, tokens: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, attentions.Rotations]:
+  """Returns embeddings [B, T, E] and the rotary angles of positions."""
+  # A token out of range must not read another row: jax clamps by default, and
+  # a negative index would count from the end.
+  x = embed.at[tokens].get(
+    mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+  )
+  if decoder.embed_scale != 1.0:
+    # Gemma rounds the factor to the type of the weights before it multiplies.
+    x = x * jnp.asarray(decoder.embed_scale, x.dtype)
+  return x, attentions.rotations(decoder, positions)
+
+
+def _repeat(
+  carry: Carry,
+  stretch: groups.Stretch,
+  weights: tuple[Params, ...],
+  function: LayerFunction,
+  decoder: Decoder,
+) -> Carry:
+  """Applies a function in the layers of a stretch."""
+  size = len(stretch.pattern)
+
+  def apply(
+    carry: Carry, number: int, repetition: jax.Array | int, leaves: Params
+  ) -> Carry:
+    location = _location(decoder, stretch, number, repetition)
+    return function(carry, stretch.pattern[number], leaves, location)
+
+  if stretch.repetitions == 1:
+    for number, leaves in enumerate(weights):
+      leaves = jax.tree.map(lambda leaf: leaf[0], leaves)
+      carry = apply(carry, number, 0, leaves)
+    return carry
+
+  def repeat(carry: Any, inputs: Any) -> tuple[Any, None]:
+    repetition, slices = inputs
+    if size == 1:
+      return apply(carry, 0, repetition, slices[0]), None
+    for number in range(size):
+      leaves = _read_weights(weights[number], repetition, carry[0])
+      carry = apply(carry, number, repetition, leaves)
+    return carry, None
+
+  repetitions = jnp.arange(stretch.repetitions, dtype=jnp.int32)
+  # A pattern of several layers reads its weights itself, see `_read_weights`.
+  slices = weights if size == 1 else None
+  # The carry holds the pools of all layers. As scanned inputs and outputs, with
+  # a slice per layer, they would be copied at every token.
+  return jax.lax.scan(repeat, carry, (repetitions, slices))[0]
+
+
+def _location(
+  decoder: Decoder,
+  stretch: groups.Stretch,
+  number: int,
+  repetition: jax.Array | int,
+) -> Location:
+  """Returns the pool and memory layer of layer `number` of a pattern."""
+  period, index = groups.period(decoder), stretch.first + number
+  group = index % period
+  # A repetition advances whole periods, so the group is static and only the
+  # memory layer depends on the repetition.
+  size = len(stretch.pattern)
+  num_experts = sum(isinstance(x.mlp, Experts) for x in stretch.pattern)
+  first_experts = expert_records.num_expert_layers(decoder, index)
+  return Location(
+    group=group,
+    layer=index // period + repetition * (size // period),
+    pool=groups.pool_of_group(decoder)[group],
+    expert_layer=first_experts + repetition * num_experts,
+  )
+
+
+def _read_weights(
+  weights: Params, repetition: jax.Array, x: jax.Array
+) -> Params:
+  """Slices the weights of one layer, after its input x is computed."""
+  # Without the dependency on x, XLA copies the weights of all layers of the
+  # repetition before the first layer. That takes as much memory again, and on a
+  # CPU twice the time of a decode step.
+  computed = (x[0, 0, 0] > 0).astype(jnp.int32)
+  index = loops.read_before(computed, repetition)
+  return jax.tree.map(
+    lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
+    weights,
+  )

@@ -1,0 +1,212 @@
+"""Attention and recurrences in trees of tokens.
+
+A token attends to its ancestors and to earlier tokens of its branch. Keys are
+read once: one product computes the scores of a prompt's keys with the queries
+of all its completions.
+
+Letters in addition to those of `prompt_tree`: H query heads, K key-value heads,
+D head size, g query heads per key-value head, Q queries in all descendants of a
+branch.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv._src.models.decoder import kv_access
+from jaxkv._src.models.decoder import prompt_tree
+from jaxkv._src.models.decoder import recurrent_pages
+from jaxkv._src.models.decoder.kv_access import Mixer
+from jaxkv._src.models.decoder.kv_access import MixerOutput
+from jaxkv._src.models.decoder.kv_access import Pools
+from jaxkv._src.models.decoder.prompt_tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeKV(kv_access.UncachedKV):
+  """Keys and values of the same call, in trees of tokens.
+
+  Attributes:
+    tree: the layout of the trees in rows.
+  """
+
+  tree: Tree = dataclasses.field(kw_only=True)
+
+  def attend(
+    self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
+  ) -> jax.Array:
+    """See `UncachedKV`."""
+    return attend(self.tree, q, k, v, **options)
+
+  def recurrent(
+    self,
+    mixer: Mixer,
+    run: recurrent_pages.Recurrence,
+    inputs: tuple[jax.Array, ...],
+    pools: Pools,
+  ) -> MixerOutput:
+    """See `UncachedKV`; a branch starts from the final state of its parent."""
+    tree, outputs = self.tree, []
+    states = recurrent_pages.empty_state(mixer.kind, inputs[0].shape[0])
+    levels = zip(*(tree.split(array) for array in inputs), strict=True)
+    for level, arrays in enumerate(levels):
+      shape = arrays[0].shape[:3]
+      rows = tuple(x.reshape(-1, *x.shape[2:]) for x in arrays)
+      times = tree.branches[level] // tree.branches[max(level - 1, 0)]
+      states = jax.tree.map(lambda x, n=times: jnp.repeat(x, n, 0), states)
+      # The last level has no column for its last token, which has no successor,
+      # but lengths count that token.
+      counts = jnp.minimum(tree.lengths[level], tree.widths[level]).ravel()
+      out, states = run(rows, states, counts)
+      outputs.append(out.reshape(*shape, *out.shape[2:]))
+    return tree.join(outputs), pools
+
+
+def attend(
+  tree: Tree,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  *,
+  window: int | None = None,
+  scale: float | None = None,
+  soft_cap: float | None = None,
+  sinks: jax.Array | None = None,
+) -> jax.Array:
+  """Computes softmax attention in trees; see `attend_causal`.
+
+  Returns:
+    [N, T, H, X], with arbitrary finite values in columns without a token.
+  """
+  factor = q.shape[3] ** -0.5 if scale is None else scale
+  keys, values = tree.split(k), tree.split(v)
+
+  def scores_with(q: jax.Array, level: int, ancestor: int) -> jax.Array:
+    """Scores a level's queries with an ancestor level's keys.
+
+    Returns float32[N, C_j, K, g, Q, R_j], by the branches of the ancestor.
+    """
+    scores = jnp.einsum(
+      "ncqkgd,ncrkd->nckgqr",
+      _by_ancestor(q, tree.branches[ancestor], k.shape[2]),
+      keys[ancestor].astype(q.dtype),
+      preferred_element_type=jnp.float32,
+    )
+    scores = scores * factor
+    if soft_cap is not None:
+      scores = soft_cap * jnp.tanh(scores / soft_cap)
+    # The gradient of an addition stores nothing; `where` on the scores would
+    # store its condition.
+    mask = _mask(tree, level, ancestor, window)[:, :, None, None]
+    return scores + jnp.where(mask, jnp.float32(0), -jnp.inf)
+
+  def attend_level(level: int, q: jax.Array) -> jax.Array:
+    """Returns [N, C_l, R_l, H, X] for queries [N, C_l, R_l, H, D]."""
+    parts = [scores_with(q, level, ancestor) for ancestor in range(level + 1)]
+    if sinks is not None:
+      logits = sinks.astype(jnp.float32).reshape(1, 1, k.shape[2], -1, 1, 1)
+      parts.append(jnp.broadcast_to(logits, (*parts[-1].shape[:-1], 1)))
+    weights = _softmax(tuple(parts))[: level + 1]
+    out = jnp.float32(0)
+    for weight, value in zip(weights, values, strict=False):
+      part = jnp.einsum(
+        "nckgqr,ncrkx->ncqkgx",
+        weight.astype(q.dtype),
+        value.astype(q.dtype),
+        preferred_element_type=jnp.float32,
+      )
+      out = out + part.reshape(*q.shape[:4], v.shape[3])
+    return out.astype(q.dtype)
+
+  levels = enumerate(tree.split(q))
+  return tree.join([attend_level(level, queries) for level, queries in levels])
+
+
+def _by_ancestor(q: jax.Array, count: int, num_kv_heads: int) -> jax.Array:
+  """Groups queries [N, C_l, R_l, H, D] by ancestor: [N, C_j, Q, K, g, D]."""
+  return q.reshape(
+    q.shape[0], count, -1, num_kv_heads, q.shape[3] // num_kv_heads, q.shape[4]
+  )
+
+
+def _mask(
+  tree: Tree, level: int, ancestor: int, window: int | None
+) -> jax.Array:
+  """Returns the attention mask: bool[N or 1, C_j or 1, Q or 1, R_j]."""
+  if level == ancestor:
+    keys = jnp.arange(tree.widths[level], dtype=jnp.int32)
+    distance = (keys[:, None] - keys[None])[None, None]
+    # Padding attends to itself as well, so that no softmax is over nothing.
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)
+  columns = prompt_tree.columns(tree.widths[ancestor])
+  mask = (columns < tree.lengths[ancestor][..., None])[:, :, None]
+  if window is None:
+    return mask
+  positions = tree.positions()
+  queries = positions[level].reshape(*mask.shape[:2], -1, 1)
+  distance = queries - positions[ancestor][:, :, None]
+  return mask & (distance < window)
+
+
+@jax.custom_jvp
+def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+  """Computes one softmax over the last axes of all parts.
+
+  Parts are scores [N, C_j, K, g, Q, R_j] of the same queries, each by the
+  branches of its keys; in the last part these are the queries' branches.
+  """
+  maxima = [_by_query_branch(jnp.max(part, axis=-1), parts) for part in parts]
+  maximum = maxima[0]
+  for part in maxima[1:]:
+    maximum = jnp.maximum(maximum, part)
+  powers = [jnp.exp(part - _by_key_branch(maximum, part)) for part in parts]
+  total = _sum(powers)
+  return tuple(power / _by_key_branch(total, power) for power in powers)
+
+
+# Like the gradient of `jax.nn.softmax`, it stores only the result. Derived from
+# the code above it would store scores and powers, too.
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals: Any, tangents: Any) -> Any:
+  weights = _softmax(*primals)
+  products = [
+    w * tangent for w, tangent in zip(weights, *tangents, strict=True)
+  ]
+  total = _sum(products)
+  changes = (
+    product - weight * _by_key_branch(total, weight)
+    for weight, product in zip(weights, products, strict=True)
+  )
+  return weights, tuple(changes)
+
+
+def _sum(parts: list[jax.Array]) -> jax.Array:
+  """Sums over the last axes of all parts: [N, C_l, K, g, R_l]."""
+  total = jnp.float32(0)
+  for part in parts:
+    total = total + _by_query_branch(jnp.sum(part, axis=-1), parts)
+  return total
+
+
+def _by_query_branch(x: jax.Array, parts: Any) -> jax.Array:
+  """Regroups [N, C_j, K, g, Q] by branches of queries: [N, C_l, K, g, R_l]."""
+  shape = parts[-1].shape[:-1]
+  if x.shape == shape:
+    return x
+  x = x.reshape(*x.shape[:4], shape[1] // x.shape[1], shape[4])
+  return jnp.moveaxis(x, 4, 2).reshape(shape)
+
+
+def _by_key_branch(x: jax.Array, part: jax.Array) -> jax.Array:
+  """Inverts `_by_query_branch` for a part: [N, C_j, K, g, Q, 1]."""
+  shape = part.shape[:-1]
+  if x.shape != shape:
+    count = shape[1]
+    x = x.reshape(x.shape[0], count, x.shape[1] // count, *x.shape[2:])
+    x = jnp.moveaxis(x, 2, 4).reshape(shape)
+  return x[..., None]

@@ -1,0 +1,153 @@
+"""Reads rotary positions from config.json, in its old and new form."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxkv._src.models.decoder.rope import LinearScaling
+from jaxkv._src.models.decoder.rope import Llama3Scaling
+from jaxkv._src.models.decoder.rope import Rope
+from jaxkv._src.models.decoder.rope import Scaling
+from jaxkv._src.models.decoder.rope import YarnScaling
+from jaxkv._src.models.decoder.rope import frequencies
+from jaxkv._src.models.loading.config_file import ConfigFile
+
+Table = dict[str, Any]
+
+
+def rope_table(config: ConfigFile, default_base: float) -> Table:
+  """Returns the rotary settings of config.json as one table.
+
+  The new form is `rope_parameters`. The old form is `rope_theta` and
+  `rope_scaling`, in which `rope_type` may be called `type`.
+  """
+  base = config.number("rope_theta", default_base)
+  fraction = config.number("partial_rotary_factor", 1.0)
+  scaling = config.table("rope_scaling")
+  table = {"rope_theta": base, "partial_rotary_factor": fraction, **scaling}
+  # Where a file has both forms, the new one is the current one.
+  table |= config.table("rope_parameters")
+  if "type" in table:
+    table.setdefault("rope_type", table["type"])
+    del table["type"]
+  table.setdefault("rope_type", "default")
+  return table
+
+
+def rope_of(
+  table: Table, config: ConfigFile, head_dim: int, *, interleaved: bool = False
+) -> Rope:
+  """Converts a table to the `Rope` of a layer.
+
+  Args:
+    table: from `rope_table`.
+    config: has the context length, and its name for messages.
+    head_dim: elements of a head that the fraction of the table refers to.
+    interleaved: see `Rope`.
+  """
+  # A `ConfigFile` of its own, so that unknown keys of the table are refused.
+  settings = ConfigFile(dict(table), f"the rope table of {config.where}")
+  base = settings.number("rope_theta")
+  dim = int(head_dim * settings.number("partial_rotary_factor", 1.0))
+  settings.only("rope_type", "default", "linear", "llama3", "yarn")
+  scaling = _SCALINGS[settings.get("rope_type")](settings, config)
+  settings.check_all_read()
+  return Rope(
+    base=base,
+    dim=None if dim == head_dim else dim,
+    interleaved=interleaved,
+    scaling=scaling,
+  )
+
+
+def llama3_table(
+  divisors: np.ndarray, base: float, config: ConfigFile, head_dim: int
+) -> Table:
+  """Returns Llama 3's `rope_scaling` with the given divisors of frequencies."""
+  # A GGUF file stores only the divisors. All Llama 3 models share the other
+  # settings; the check below would notice another scaling.
+  table = {
+    "rope_type": "llama3",
+    "factor": float(divisors.max(initial=1.0)),
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+  }
+  rope = rope_of({"rope_theta": base, **table}, config, head_dim)
+  plain, scaled = (frequencies(r, head_dim) for r in (Rope(base=base), rope))
+  expected = plain / scaled
+  if divisors.shape != expected.shape or not np.allclose(
+    divisors, expected, rtol=1e-4
+  ):
+    raise ValueError(
+      f"rope_freqs.weight in {config.where} must hold Llama 3's scaling; use "
+      "a checkpoint in another format."
+    )
+  return table
+
+
+def _no_scaling(settings: ConfigFile, config: ConfigFile) -> Scaling | None:
+  del settings, config
+  return None
+
+
+def _linear(settings: ConfigFile, config: ConfigFile) -> Scaling:
+  del config
+  # transformers writes it for every type; this one does not depend on it.
+  settings.ignore("original_max_position_embeddings")
+  return LinearScaling(factor=settings.number("factor"))
+
+
+def _llama3(settings: ConfigFile, config: ConfigFile) -> Scaling:
+  return Llama3Scaling(
+    factor=settings.number("factor"),
+    low_frequency_factor=settings.number("low_freq_factor"),
+    high_frequency_factor=settings.number("high_freq_factor"),
+    original_length=_original_length(settings, config),
+  )
+
+
+def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
+  factor = settings.number("factor", None)
+  length = _original_length(settings, config)
+  if factor is None:
+    factor = config.size("max_position_embeddings") / length
+  # DeepSeek's two scales divide each other; other models have the default.
+  mscale = settings.number("mscale", 0.0)
+  all_dim = settings.number("mscale_all_dim", 0.0)
+  attention = settings.number("attention_factor", None)
+  if attention is None and mscale and all_dim:
+    attention = magnitude(factor, mscale) / magnitude(factor, all_dim)
+  elif attention is None:
+    attention = magnitude(factor, 1.0)
+  return YarnScaling(
+    factor=factor,
+    original_length=length,
+    beta_fast=settings.number("beta_fast", 32.0),
+    beta_slow=settings.number("beta_slow", 1.0),
+    truncate=settings.flag("truncate", True),
+    attention_factor=attention,
+  )
+
+
+def magnitude(factor: float, mscale: float) -> float:
+  """Returns YaRN's factor of attention logits for a context length factor."""
+  return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _original_length(settings: ConfigFile, config: ConfigFile) -> int:
+  key = "original_max_position_embeddings"
+  # Some files have the key beside the table.
+  length = settings.size(key, None)
+  if length is None:
+    length = config.size(key, None)
+  return config.size("max_position_embeddings") if length is None else length
+
+
+_SCALINGS = {
+  "default": _no_scaling,
+  "linear": _linear,
+  "llama3": _llama3,
+  "yarn": _yarn,
+}

@@ -1,0 +1,104 @@
+"""Weight maps: the tensors that parameters are made of."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxkv._src.models.decoder.description import Decoder
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """The source of one parameter, without the axis of repetitions.
+
+  Attributes:
+    tensors: names and shapes of the tensors.
+    convert: converts their arrays, in this order, to the parameter.
+  """
+
+  tensors: tuple[tuple[str, Shape], ...]
+  convert: Callable[..., np.ndarray]
+
+
+Sources = Mapping[str, Source]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightMap:
+  """The map from the tensors of a checkpoint to the parameters of a decoder.
+
+  Attributes:
+    decoder: the decoder.
+    top: sources of the parameters outside layers.
+    layer: returns the sources of a layer's parameters, by its index.
+    unused: names of tensors that are allowed and ignored.
+  """
+
+  decoder: Decoder
+  top: Sources
+  layer: Callable[[int], Sources]
+  unused: re.Pattern[str]
+
+
+def plain(name: str, *shape: int) -> Source:
+  """Returns the source of a parameter that is one tensor."""
+  return Source(((name, shape),), lambda x: x)
+
+
+def linear(name: str, inputs: int, outputs: int) -> Source:
+  """Returns the source of [inputs, outputs] from [outputs, inputs]."""
+  # torch.nn.Linear stores its weight this way.
+  return Source(((name, (outputs, inputs)),), np.transpose)
+
+
+def head_inputs(name: str, inputs: int, heads: int, dim: int) -> Source:
+  """Returns the source of [inputs, heads, dim] from [heads * dim, inputs]."""
+  return Source(
+    ((name, (heads * dim, inputs)),),
+    lambda w: w.reshape(heads, dim, inputs).transpose(2, 0, 1),
+  )
+
+
+def head_outputs(name: str, heads: int, dim: int, outputs: int) -> Source:
+  """Returns the source of [heads, dim, outputs] from [outputs, heads * dim]."""
+  return Source(
+    ((name, (outputs, heads * dim)),),
+    lambda w: w.T.reshape(heads, dim, outputs),
+  )
+
+
+def head_bias(name: str, heads: int, dim: int) -> Source:
+  """Returns the source of [heads, dim] from [heads * dim]."""
+  return Source(((name, (heads * dim,)),), lambda b: b.reshape(heads, dim))
+
+
+def stacked(names: list[str], inputs: int, outputs: int) -> Source:
+  """Returns the source of [X, inputs, outputs] from X [outputs, inputs]."""
+  return Source(
+    tuple((name, (outputs, inputs)) for name in names),
+    lambda *weights: np.stack([w.T for w in weights]),
+  )
+
+
+def weight_map(
+  decoder: Decoder, layer: Callable[[int], Sources], *unused: str
+) -> WeightMap:
+  """Returns a map with the usual names outside layers; see `WeightMap`."""
+  v, e = decoder.vocab_size, decoder.embed_dim
+  sources = {
+    "embed": plain("model.embed_tokens.weight", v, e),
+    "final_norm": plain("model.norm.weight", e),
+  }
+  # Old checkpoints store rotary frequencies, and tied heads a second time.
+  patterns = [r".*\.rotary_emb\.inv_freq", *unused]
+  if decoder.tied_embeddings:
+    patterns.append(r"lm_head\.weight")
+  else:
+    sources["unembed"] = linear("lm_head.weight", e, v)
+  pattern = re.compile("|".join(patterns))
+  return WeightMap(decoder=decoder, top=sources, layer=layer, unused=pattern)
