@@ -1,21 +1,21 @@
 """Decoders in plain JAX that read and write through the cache.
 
-A `Decoder` is data: its layers, from first to last. Each `Layer` has attention
-(`Attention`, `LatentAttention`, `DeltaNet`) and an MLP (`Mlp`, `Experts`). One
-function runs all of them. `llama` describes the plainest.
+A `Decoder` describes a model layer by layer. Each `Layer` has a token mixer
+(`Attention`, `LatentAttention`, `DeltaNet`) and an MLP (`Mlp`, `Experts`).
+`forward` runs any of them. `llama` describes the simplest family.
 
-| what it may have                                | where                    |
+| feature                                         | class                    |
 |-------------------------------------------------|--------------------------|
 | windows, soft caps, sinks, biases, gates, norms | `Attention`              |
-| rotary positions, and how they are stretched    | `Rope`, `YarnScaling` .. |
+| rotary positions and their scaling              | `Rope`, `YarnScaling` .. |
 | latents in place of keys and values             | `LatentAttention`        |
-| experts, chosen in groups, and shared ones      | `Experts`                |
+| routed experts, in groups, and shared experts   | `Experts`                |
 | norms after attention and MLP                   | `Layer`                  |
 | offsets of norms, scaled embeddings             | `Decoder`                |
 
-Layers differ in what a cache keeps for them: a window, or everything. Their
-pattern gives the groups of the cache; `forward` takes a view for each. A
-decoder with five local layers for each global one:
+Layers with a window need fewer pages than layers without. The pattern of the
+layers defines the groups of the cache; `forward` takes one view per group. A
+decoder with five local layers for each global layer:
 
   config = llama(
     num_layers=12, windows=(512,) * 5 + (None,),
@@ -24,9 +24,9 @@ decoder with five local layers for each global one:
   cache = jaxkv.init(jaxkv.CacheConfig(groups=cache_groups(config), ...))
   kv = init_kv(config, cache.config)
 
-A step, of a prompt's chunk or of decoding:
+One step, of a chunk of a prompt or of decoding:
 
-  cache, _ = jaxkv.recycle(cache)  # gives back what windows left behind
+  cache, _ = jaxkv.recycle(cache)  # frees pages outside all windows
   cache, out = jaxkv.allocate(cache, counts)
   views = tuple(
     jaxkv.view(cache, group=group, counts=counts)
@@ -35,16 +35,16 @@ A step, of a prompt's chunk or of decoding:
   logits, kv = forward(params, tokens, positions, kv, views, config=config)
   cache, _ = jaxkv.commit(cache, tokens, counts)
 
-Exact numerics. With `dataclasses.replace(config, numerics="exact")` a token has
-the same logits and log-probs, bit for bit, in `forward` and in a trainer, so a
-policy's ratio is exactly 1 where nothing has changed. See `Decoder`.
+Exact numerics: with `dataclasses.replace(config, numerics="exact")` a token has
+bit-identical logits and log-probs in `forward` and in a trainer, so that a
+policy's ratio is exactly 1 before the first update. See `Decoder`.
 
-Which experts tokens used. With `init_kv(experts=True)` pages keep them beside
-keys and values, so those of a cached prefix are known, too. A trainer then uses
-the same ones: `forward_uncached(experts=)`.
+Routing replay: with `init_kv(experts=True)` pages also record the experts of
+each token, including those of cached prefixes. A trainer uses the same experts
+with `forward_uncached(experts=)`.
 
-To train on samples of prompts, `grouped_log_probs` gives the log-probs of all
-of them, and computes each prompt once, forward and backward:
+For training on samples, `grouped_log_probs` computes log-probs of all samples,
+and each prompt once, forward and backward:
 
   log_probs = grouped_log_probs(
     params, prompts, prompt_lengths, completions, lengths, config=config

@@ -1,46 +1,47 @@
-"""What a loss is made of when the policy is trained on its own answers.
+"""Losses for training a policy on its own samples.
 
-Small functions, to be composed like those of optax; no trainer. They take what
-`jaxkv.rollout.generated` gives: arrays [Q, T] with what is said of a token in
-the token's column. Or [N, G, R] for G samples of N prompts, of `grouped`.
+Small functions that compose like those of optax, without a trainer. They take
+the results of `jaxkv.rollout.generated`: arrays [Q, T] aligned with the tokens.
+Or arrays [N, G, R] for G samples of N prompts, from `jaxkv.rollout.grouped`.
 
   out = rollout.generated(state)
-  good = rl.group_normalized(rewards, num_samples=8)
+  advantages = rl.group_normalized(rewards, num_samples=8)
 
   def loss(params):
-    # Without a cache, at the temperature of the rollout; for 0, at 1.
+    # Without a cache, at the temperature of the rollout (1 for greedy).
     logits = forward(params, out.tokens, out.positions) / temperature
     log_probs = -optax.softmax_cross_entropy_with_integer_labels(
       logits[:, :-1], out.tokens[:, 1:]
     )
     return rl.grpo_loss(
-      log_probs, out.log_probs[:, 1:], good, out.mask[:, 1:]
+      log_probs, out.log_probs[:, 1:], advantages, out.mask[:, 1:]
     )
 
-The same with each prompt computed once:
+The same loss, with each prompt computed once per group:
 
   out = rollout.grouped(
     rollout.generated(state), num_samples=8, prompt_columns=P,
     completion_columns=R,
   )
-  good = good.reshape(out.mask.shape[:2])
+  advantages = advantages.reshape(out.mask.shape[:2])
 
   def loss(params):
     log_probs = models.grouped_log_probs(
       params, out.prompts, out.prompt_lengths, out.completions,
       out.completion_lengths, config=config, temperature=temperature,
     )
-    return rl.grpo_loss(log_probs, out.log_probs, good, out.mask)
+    return rl.grpo_loss(log_probs, out.log_probs, advantages, out.mask)
 
-A ratio compares two numbers of one distribution, here that of all tokens at a
-temperature, so `old` must be of it, too. `log_probs` of a rollout are of the
-distribution that tokens were drawn from, after all that `Sampling` and
-`process` change. They fit if that is one temperature alone. With top-k, top-p,
-min-p, penalties, biases or masks take `old` from `rollout.score(temperature=)`
-or, before the update, from `grouped_log_probs`; at temperature 1 it is also
-`records.raw_log_probs`, which `RolloutConfig(raw_log_probs=True)` keeps.
+A ratio compares two log-probs of one distribution, here the softmax over all
+tokens at a temperature, so `old` must be of this distribution, too. The
+`log_probs` of a rollout are of the distribution that tokens were drawn from,
+after all changes by `Sampling` and `process`. They fit if the only change is
+one temperature. With top-k, top-p, min-p, penalties, biases or masks, take
+`old` from `rollout.score(temperature=)` or, before the update, from
+`grouped_log_probs`. At temperature 1, `records.raw_log_probs` fit as well,
+which `RolloutConfig(raw_log_probs=True)` records.
 
-| function             | what                                                  |
+| function             | computes                                              |
 |----------------------|-------------------------------------------------------|
 | `group_normalized`   | advantages of GRPO and Dr. GRPO                       |
 | `leave_one_out`      | advantages of RLOO                                    |

@@ -1,1 +1,1 @@
-"""Parts of losses for policies that rollouts train."""
+"""Advantages, ratios and losses for policies trained on rollouts."""

@@ -1,4 +1,4 @@
-"""How much better an answer is than the others to its prompt."""
+"""Advantages of samples relative to other samples of the same prompt."""
 
 import jax
 import jax.numpy as jnp
@@ -15,96 +15,97 @@ def group_normalized(
   normalized: bool = True,
   eps: float = 1e-6,
 ) -> jax.Array:
-  """Rewards minus the mean of their group, divided by its deviation.
+  """Computes the advantages of GRPO (Shao et al., 2024, section 4.1.2).
 
-  As in GRPO (Shao et al., 2024, section 4.1.2), with the deviation of a whole
-  group, not of a sample of it. Without `normalized` they are not divided, as
-  in Dr. GRPO (Liu et al., 2025).
+  An advantage is the reward minus the mean of its group, divided by the
+  population standard deviation of the group. With `normalized=False` there is
+  no division, as in Dr. GRPO (Liu et al., 2025).
 
   Args:
-    rewards: floats, integers or bools [Q], those of a prompt side by side, as
-      in a rollout.
+    rewards: floats, integers or bools [Q], the samples of a prompt in
+      succession, as in a rollout.
     num_samples: G, the samples of each prompt; divides Q.
-    mask: bool[Q], the samples there are; None for all.
-    normalized: whether to divide.
+    mask: bool[Q], the samples to use; None for all.
+    normalized: True to divide by the deviation.
     eps: added to the deviation.
 
   Returns:
     float32[Q]; 0 where `mask` is False, and where a group's rewards are equal.
 
   Raises:
-    TypeError: `mask` is not bool, `num_samples` no int, or rewards are no real
-      numbers.
+    TypeError: `mask` is not bool, `num_samples` is not an int, or rewards are
+      not real numbers.
     ValueError: an argument has the wrong shape.
 
   Examples:
     >>> group_normalized(jnp.array([1.0, 0.0, 0.9, 0.9]), num_samples=2)
     Array([ 0.999998, -0.999998,  0.      ,  0.      ], dtype=float32)
   """
-  rewards, there = _groups(rewards, num_samples, mask)
-  count = jnp.maximum(jnp.sum(there, axis=1, keepdims=True), 1)
+  rewards, is_used = _groups(rewards, num_samples, mask)
+  # At least 1: a group without samples divides 0 by it.
+  count = jnp.maximum(jnp.sum(is_used, axis=1, keepdims=True), 1)
   mean = jnp.sum(rewards, axis=1, keepdims=True) / count
-  away = jnp.where(there > 0, rewards - mean, 0)
+  advantages = jnp.where(is_used > 0, rewards - mean, 0)
   if normalized:
-    variance = jnp.sum(away * away, axis=1, keepdims=True) / count
-    away = away / (jnp.sqrt(variance) + arguments.as_number("eps", eps))
-  return away.ravel()
+    variance = jnp.sum(advantages * advantages, axis=1, keepdims=True) / count
+    deviation = jnp.sqrt(variance) + arguments.as_number("eps", eps)
+    advantages = advantages / deviation
+  return advantages.ravel()
 
 
 def leave_one_out(
   rewards: jax.Array, *, num_samples: int, mask: jax.Array | None = None
 ) -> jax.Array:
-  """Rewards minus the mean of the others in their group.
+  """Computes the advantages of RLOO (Ahmadian et al., 2024, section 3.4).
 
-  As in RLOO (Ahmadian et al., 2024, section 3.4).
+  An advantage is the reward minus the mean of the other samples in its group.
 
   Args:
-    rewards: floats, integers or bools [Q], those of a prompt side by side, as
-      in a rollout.
+    rewards: floats, integers or bools [Q], the samples of a prompt in
+      succession, as in a rollout.
     num_samples: G, the samples of each prompt; divides Q.
-    mask: bool[Q], the samples there are; None for all.
+    mask: bool[Q], the samples to use; None for all.
 
   Returns:
-    float32[Q]; 0 where `mask` is False, and for a sample without others.
+    float32[Q]; 0 where `mask` is False, and for the only sample of a group.
 
   Raises:
-    TypeError: `mask` is not bool, `num_samples` no int, or rewards are no real
-      numbers.
+    TypeError: `mask` is not bool, `num_samples` is not an int, or rewards are
+      not real numbers.
     ValueError: an argument has the wrong shape.
 
   Examples:
     >>> leave_one_out(jnp.array([1.0, 0.0, 2.0]), num_samples=3)
     Array([ 0. , -1.5,  1.5], dtype=float32)
   """
-  rewards, there = _groups(rewards, num_samples, mask)
-  others = jnp.sum(there, axis=1, keepdims=True) - there
-  rest = jnp.sum(rewards, axis=1, keepdims=True) - rewards
-  known = (there > 0) & (others > 0)
-  away = rewards - rest / jnp.where(known, others, 1)
-  return jnp.where(known, away, 0).ravel()
+  rewards, is_used = _groups(rewards, num_samples, mask)
+  num_others = jnp.sum(is_used, axis=1, keepdims=True) - is_used
+  sum_others = jnp.sum(rewards, axis=1, keepdims=True) - rewards
+  has_baseline = (is_used > 0) & (num_others > 0)
+  # A divisor of 1 where there is no baseline: 0 / 0 would be NaN.
+  baseline = sum_others / jnp.where(has_baseline, num_others, 1)
+  return jnp.where(has_baseline, rewards - baseline, 0).ravel()
 
 
 def _groups(
   rewards: jax.Array, num_samples: int, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Rewards, relative to one of their group, and a mask: float32[P, G].
-
-  Relative ones, because a mean of equal numbers may differ from them. Rewards
-  are 0 where the mask is 0.
-  """
+  """Returns shifted rewards, 0 where unused, and the mask: float32[P, G]."""
   num_samples = arguments.as_int("num_samples", num_samples)
   rewards = arguments.as_real("rewards", rewards)
-  fits = num_samples > 0 and rewards.ndim == 1
-  if not fits or rewards.shape[0] % num_samples:
+  is_list = num_samples > 0 and rewards.ndim == 1
+  if not is_list or rewards.shape[0] % num_samples:
     raise ValueError(
       f"`rewards` must be [Q], Q a multiple of num_samples, {num_samples}, got "
       f"{list(rewards.shape)}."
     )
   if mask is None:
     mask = jnp.ones(rewards.shape, bool)
-  there = per_token.as_mask("mask", mask, rewards, ", one for each reward")
-  there = there.reshape(-1, num_samples)
+  is_used = per_token.as_mask("mask", mask, rewards, ", one for each reward")
+  is_used = is_used.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
-  first = jnp.argmax(there, axis=1, keepdims=True)
+  # Relative to the first used sample: the mean of equal floats may differ from
+  # them by rounding, but the mean of zeros does not.
+  first = jnp.argmax(is_used, axis=1, keepdims=True)
   rewards = rewards - jnp.take_along_axis(rewards, first, axis=1)
-  return jnp.where(there, rewards, 0), there.astype(jnp.float32)
+  return jnp.where(is_used, rewards, 0), is_used.astype(jnp.float32)

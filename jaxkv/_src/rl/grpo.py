@@ -1,4 +1,4 @@
-"""The loss of GRPO, token by token, and its mean."""
+"""The clipped policy loss of GRPO."""
 
 import math
 from typing import Any
@@ -17,14 +17,14 @@ Mean = Literal["token", "sequence"] | float | jax.Array
 
 
 class GrpoMetrics(NamedTuple):
-  """What a loss was made of, each a float32[]: means over all drawn tokens.
+  """Metrics of a loss, each a float32[] and a mean over all drawn tokens.
 
   Attributes:
-    ratio: the new policy's probability, divided by the old one's.
-    clipped: the share of tokens whose ratio no longer has a gradient.
-    kl: k3, from the old policy to the new one; 0 in the first step of an
-      update if both have the same numbers.
-    reference_kl: the estimate that the loss has; 0 without a reference.
+    ratio: probability under the new policy, divided by that under the old one.
+    clipped: the share of tokens whose ratio is clipped and has no gradient.
+    kl: the k3 estimate of KL(old || new); 0 in the first step of an update if
+      both policies have the same log-probs.
+    reference_kl: the divergence from the reference; 0 without a reference.
   """
 
   ratio: jax.Array
@@ -46,46 +46,47 @@ def grpo_loss(
   estimator: ratios.Estimator = "k3",
   mean: Mean = "sequence",
 ) -> tuple[jax.Array, GrpoMetrics]:
-  """The clipped policy loss of GRPO (Shao et al., 2024, equation 3).
+  """Computes the clipped policy loss of GRPO (Shao et al., 2024, equation 3).
 
-  For each drawn token -min(r A, clip(r, 1 - c, 1 + c) A), where r is the ratio
-  of the new to the old probability, plus `kl_weight` times a divergence from
-  the reference.
+  The loss of a drawn token is -min(r A, clip(r, 1 - c, 1 + c) A), where r is
+  the ratio of the new to the old probability and A the advantage, plus
+  `kl_weight` times a divergence from a reference policy.
 
   Args:
-    log_probs: floats[Q, T], of the policy that is trained; or [N, G, R] of
-      groups, and so all others.
-    old: floats[Q, T], of the policy that r is relative to: at the beginning of
-      the update. No gradient goes through them. They are of the distribution
-      that `log_probs` are of: at its temperature, and of all tokens, without
-      top-k, top-p, penalties and the like; see `jaxkv.rl`.
-    advantages: floats[Q] or [N, G], or floats of each token.
+    log_probs: floats[Q, T], of the policy in training; or, like all other
+      arrays, [N, G, R].
+    old: floats[Q, T], of the policy at the beginning of the update; without
+      gradient. Both must be log-probs of the same distribution: at the same
+      temperature and over all tokens, without top-k, top-p or penalties; see
+      `jaxkv.rl`.
+    advantages: floats[Q] or [N, G], or one for each token.
     mask: bool[Q, T], the tokens that were drawn, such as
-      `generated(state).mask`. Only they count; numbers elsewhere may be NaN.
-      `grouped_log_probs` gives NaN for a prompt with a length out of range, its
-      own or a completion's: `mask & ~jnp.isnan(log_probs)` leaves it out.
-    clip: static; c; or two, below and above 1 (Yu et al., 2025, "clip
+      `generated(state).mask`. Values elsewhere are ignored and may be NaN.
+      `grouped_log_probs` returns NaN for prompts with a length out of range;
+      `mask & ~jnp.isnan(log_probs)` excludes them.
+    clip: static; c, or a tuple of c below and above 1 (Yu et al., 2025, "clip
       higher").
     weights: floats[Q, T], factors of the policy loss, such as
       `importance_weights`; None for 1.
     reference: floats[Q, T], of the reference policy; None for no divergence.
-    kl_weight: a number, of the divergence.
-    estimator: static; of the divergence, see `kl`.
-    mean: over what losses of tokens are averaged; static if it is a string.
-      "sequence": over the tokens of a sequence, and then over sequences with
-      any. "token": over all drawn tokens. A number, also a traced one: what the
-      sum of all is divided by, such as the drawn tokens of all devices.
+    kl_weight: factor of the divergence.
+    estimator: static; estimator of the divergence, see `kl`.
+    mean: static if it is a string. "sequence" averages over the tokens of each
+      sequence, and then over sequences with any tokens. "token" averages over
+      all drawn tokens. A number, which may be traced, divides the sum over all
+      tokens, such as the number of drawn tokens on all devices.
 
   Returns:
-    The loss, float32[], and what it was made of.
+    The loss, float32[], and its metrics.
 
   Raises:
-    TypeError: `mask` is not bool, `kl_weight` no number, or others are no
-      floats.
-    ValueError: an argument has another shape, or is out of range.
+    TypeError: `mask` is not bool, `kl_weight` is not a number, or another
+      argument is not floats.
+    ValueError: an argument has the wrong shape, or is out of range.
 
   Examples:
-    Both tokens became twice as likely. The first was good, and is clipped:
+    Both tokens became twice as likely. The first has a positive advantage, and
+    is clipped:
 
     >>> old = jnp.log(jnp.array([[0.4], [0.4]]))
     >>> good, drawn = jnp.array([1.0, -1.0]), jnp.ones((2, 1), bool)
@@ -97,55 +98,60 @@ def grpo_loss(
   """
   low, high = _bounds(clip)
   ratios.check_estimator(estimator)
-  pull = arguments.as_number("kl_weight", kl_weight)
+  kl_weight = arguments.as_number("kl_weight", kl_weight)
   log_probs = per_token.as_log_probs("log_probs", log_probs)
   mask = per_token.as_mask("mask", mask, log_probs)
   old = per_token.as_floats_like("old", jax.lax.stop_gradient(old), log_probs)
-  # Where nothing was drawn nothing may be infinite: 0 * inf has no gradient.
-  away = jnp.where(mask, log_probs - old, 0)
-  good = _by_token(advantages, mask)
+  # Masked before `exp`: a masked inf or NaN would still make the gradient NaN.
+  log_ratio = jnp.where(mask, log_probs - old, 0)
+  advantages = _by_token(advantages, mask)
   factor = mask.astype(jnp.float32)
   if weights is not None:
     weights = per_token.as_floats_like("weights", weights, log_probs)
     factor = jnp.where(mask, jax.lax.stop_gradient(weights), 0)
-  # Decided by logarithms: a ratio may be too large for a float.
-  clipped = (good > 0) & (away > math.log1p(high))
-  clipped |= (good < 0) & (away < (math.log1p(-low) if low < 1 else -math.inf))
-  idle = clipped | (good == 0) | (factor == 0)
-  ratio = jnp.exp(jnp.where(idle, 0, away))
-  bound = jnp.where(good > 0, jnp.float32(1 + high), jnp.float32(1 - low))
-  losses = -jnp.where(clipped, bound, ratio) * good * factor
-  extra = jnp.zeros_like(losses)
+  # Compared as logarithms: the ratio itself may overflow.
+  min_log_ratio = math.log1p(-low) if low < 1 else -math.inf
+  clipped = (advantages > 0) & (log_ratio > math.log1p(high))
+  clipped |= (advantages < 0) & (log_ratio < min_log_ratio)
+  # Tokens without a gradient get a ratio of 1: `exp` may overflow for them, and
+  # inf * 0 is NaN.
+  is_constant = clipped | (advantages == 0) | (factor == 0)
+  ratio = jnp.exp(jnp.where(is_constant, 0, log_ratio))
+  bound = jnp.where(advantages > 0, jnp.float32(1 + high), jnp.float32(1 - low))
+  losses = -jnp.where(clipped, bound, ratio) * advantages * factor
+  reference_kl = jnp.zeros_like(losses)
   if reference is not None:
-    fixed = jax.lax.stop_gradient(reference)
-    fixed = per_token.as_floats_like("reference", fixed, log_probs)
-    apart = jnp.where(mask, log_probs - fixed, 0)
-    extra = ratios.divergence(apart, estimator)
-    losses = losses + pull * extra
-  fixed = jax.lax.stop_gradient(away)
+    reference = jax.lax.stop_gradient(reference)
+    reference = per_token.as_floats_like("reference", reference, log_probs)
+    difference = jnp.where(mask, log_probs - reference, 0)
+    reference_kl = ratios.divergence(difference, estimator)
+    losses = losses + kl_weight * reference_kl
+  log_ratio = jax.lax.stop_gradient(log_ratio)
   metrics = GrpoMetrics(
-    ratio=_mean(jnp.exp(fixed), mask, "token"),
+    ratio=_mean(jnp.exp(log_ratio), mask, "token"),
     clipped=_mean(clipped.astype(jnp.float32), mask, "token"),
-    kl=_mean(jnp.expm1(fixed) - fixed, mask, "token"),
-    reference_kl=_mean(jax.lax.stop_gradient(extra), mask, "token"),
+    kl=_mean(jnp.expm1(log_ratio) - log_ratio, mask, "token"),
+    reference_kl=_mean(jax.lax.stop_gradient(reference_kl), mask, "token"),
   )
   return _mean(losses, mask, mean), metrics
 
 
 def _bounds(clip: Any) -> tuple[float, float]:
-  """What a ratio may be below and above 1."""
-  both = clip if isinstance(clip, tuple) else (clip, clip)
-  numbers = all(isinstance(one, int | float | np.number) for one in both)
-  if len(both) != 2 or not numbers or not (0 <= both[0] <= 1 and both[1] >= 0):
+  """Returns the bounds of a ratio as distances below and above 1."""
+  bounds = clip if isinstance(clip, tuple) else (clip, clip)
+  is_pair = len(bounds) == 2 and all(
+    isinstance(bound, int | float | np.number) for bound in bounds
+  )
+  if not is_pair or not (0 <= bounds[0] <= 1 and bounds[1] >= 0):
     raise ValueError(
       "`clip` must be a number of 0 .. 1, or a tuple of such a one and another "
       f"of at least 0, got {clip!r}."
     )
-  return float(both[0]), float(both[1])
+  return float(bounds[0]), float(bounds[1])
 
 
 def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
-  """float32[..., T]: the advantage of each drawn token."""
+  """Returns the advantage of each drawn token, float32[..., T]."""
   advantages = jnp.asarray(advantages, jnp.float32)
   if advantages.ndim == mask.ndim - 1:
     advantages = advantages[..., None]
@@ -153,22 +159,22 @@ def _by_token(advantages: jax.Array, mask: jax.Array) -> jax.Array:
   else:
     meaning = ", or one for each sequence"
     arguments.check_shape("advantages", advantages, mask.shape, meaning)
-  spread = jnp.broadcast_to(advantages, mask.shape)
-  return jnp.where(mask, spread, 0)
+  return jnp.where(mask, jnp.broadcast_to(advantages, mask.shape), 0)
 
 
 def _mean(values: jax.Array, mask: jax.Array, mean: Mean) -> jax.Array:
-  """float32[]: the mean of values [..., T] where `mask` is True."""
-  values, there = jnp.where(mask, values, 0), mask.astype(jnp.float32)
+  """Returns the mean of values [..., T] where `mask` is True, float32[]."""
+  values, is_drawn = jnp.where(mask, values, 0), mask.astype(jnp.float32)
   if isinstance(mean, str) and mean == "sequence":
-    count = jnp.sum(there, axis=-1)
+    count = jnp.sum(is_drawn, axis=-1)
     rows = jnp.sum(values, axis=-1) / jnp.maximum(count, 1)
-    some = jnp.sum((count > 0).astype(jnp.float32))
-    return jnp.sum(rows) / jnp.maximum(some, 1)
+    num_rows = jnp.sum((count > 0).astype(jnp.float32))
+    return jnp.sum(rows) / jnp.maximum(num_rows, 1)
   if isinstance(mean, str) and mean == "token":
-    return jnp.sum(values) / jnp.maximum(jnp.sum(there), 1)
-  number = arguments.is_number(mean)
-  if not number or (arguments.is_concrete(mean) and not mean > 0):
+    return jnp.sum(values) / jnp.maximum(jnp.sum(is_drawn), 1)
+  is_number = arguments.is_number(mean)
+  # A traced number cannot be compared here.
+  if not is_number or (arguments.is_concrete(mean) and not mean > 0):
     raise ValueError(
       f'`mean` must be "sequence", "token" or a positive number, got {mean!r}.'
     )

@@ -1,4 +1,4 @@
-"""Checks of arrays that have a number for each token."""
+"""Checks of arrays with one value per token."""
 
 from typing import Any
 
@@ -12,12 +12,7 @@ _PER_TOKEN = ", one for each token"
 
 
 def as_log_probs(name: str, values: Any) -> jax.Array:
-  """Converts floats [Q, T], or of more axes, to float32.
-
-  Raises:
-    TypeError: they are not floats.
-    ValueError: they have fewer axes.
-  """
+  """Converts floats [Q, T] or [N, G, R] to float32, or raises."""
   values = jnp.asarray(values)
   if values.ndim < 2:
     raise ValueError(
@@ -28,12 +23,7 @@ def as_log_probs(name: str, values: Any) -> jax.Array:
 
 
 def as_floats_like(name: str, values: Any, other: jax.Array) -> jax.Array:
-  """Converts floats of the shape of `other` to float32.
-
-  Raises:
-    TypeError: they are not floats.
-    ValueError: they have another shape.
-  """
+  """Converts floats with the shape of `other` to float32, or raises."""
   values = jnp.asarray(values)
   check_shape(name, values, other.shape, _PER_TOKEN)
   return as_floats(name, values)
@@ -42,14 +32,10 @@ def as_floats_like(name: str, values: Any, other: jax.Array) -> jax.Array:
 def as_mask(
   name: str, mask: Any, other: jax.Array, meaning: str = _PER_TOKEN
 ) -> jax.Array:
-  """Converts a mask of the shape of `other` to an array.
-
-  Raises:
-    TypeError: it is not bool.
-    ValueError: it has another shape.
-  """
+  """Converts a bool mask with the shape of `other` to an array, or raises."""
   mask = jnp.asarray(mask)
   check_shape(name, mask, other.shape, meaning)
+  # Numbers could also be weights, or negative.
   if mask.dtype != jnp.bool_:
     raise TypeError(
       f"`{name}` must be bool, got {mask.dtype.name}; compare it with 0."

@@ -1,4 +1,4 @@
-"""How far the trained policy is from the one that drew the tokens."""
+"""Divergences and importance weights between policies."""
 
 from typing import Any
 from typing import Literal
@@ -28,16 +28,16 @@ def kl(
   Args:
     log_probs: floats[Q, T], of the policy p that drew the tokens.
     other: floats[Q, T], of the policy q, such as a reference.
-    mask: bool[Q, T], the tokens that were drawn; None for all. Numbers
-      elsewhere may be NaN: the result and its gradient are 0 there.
+    mask: bool[Q, T], the tokens that were drawn; None for all. Elsewhere the
+      result and its gradient are 0, even where an input is NaN.
     estimator: static; "k1", "k2" or "k3".
 
   Returns:
     float32[Q, T].
 
   Raises:
-    TypeError: the arguments are no floats, or `mask` is not bool.
-    ValueError: shapes differ, or there is no such estimator.
+    TypeError: an argument is not floats, or `mask` is not bool.
+    ValueError: shapes differ, or the estimator is unknown.
 
   Examples:
     >>> kl(jnp.log(jnp.array([[0.5]])), jnp.log(jnp.array([[0.25]])))
@@ -45,23 +45,25 @@ def kl(
   """
   check_estimator(estimator)
   log_probs = per_token.as_log_probs("log_probs", log_probs)
-  away = log_probs - per_token.as_floats_like("other", other, log_probs)
+  log_ratio = log_probs - per_token.as_floats_like("other", other, log_probs)
   if mask is not None:
-    away = jnp.where(per_token.as_mask("mask", mask, away), away, 0)
-  return divergence(away, estimator)
+    is_drawn = per_token.as_mask("mask", mask, log_ratio)
+    log_ratio = jnp.where(is_drawn, log_ratio, 0)
+  return divergence(log_ratio, estimator)
 
 
-def divergence(away: jax.Array, estimator: Estimator) -> jax.Array:
-  """The estimate of log-ratios."""
+def divergence(log_ratio: jax.Array, estimator: Estimator) -> jax.Array:
+  """Returns the estimate for log-ratios log p - log q."""
   if estimator == "k1":
-    return away
+    return log_ratio
   if estimator == "k2":
-    return away * away / 2
-  return jnp.expm1(-away) + away
+    return log_ratio * log_ratio / 2
+  # expm1 keeps the digits of small differences, which exp(-d) - 1 cancels.
+  return jnp.expm1(-log_ratio) + log_ratio
 
 
 def check_estimator(estimator: Estimator) -> None:
-  """Raises ValueError unless there is such an estimator."""
+  """Raises ValueError unless the estimator is known."""
   if estimator not in ("k1", "k2", "k3"):
     raise ValueError(
       f'`estimator` must be "k1", "k2" or "k3", got {estimator!r}.'
@@ -77,11 +79,10 @@ def importance_weights(
   lag: jax.Array | None = None,
   max_lag: int | None = None,
 ) -> jax.Array:
-  """How much more likely tokens are now than when they were drawn.
+  """Computes truncated importance weights (Ionides, 2008), without gradient.
 
-  exp(log_probs - behavior), truncated at `most` (Ionides, 2008). They multiply
-  the loss of tokens that another policy, or the same one in other numbers, has
-  drawn. No gradient goes through them.
+  A weight is min(exp(log_probs - behavior), most). It corrects the loss of a
+  token that was drawn by another policy, or with other rounding.
 
   Args:
     log_probs: floats[Q, T], of the policy at the beginning of the update.
@@ -91,21 +92,21 @@ def importance_weights(
     most: the largest weight; None for no bound.
     lag: integers[Q, T], updates since each token was drawn: the version of the
       weights minus `generated(state).versions`.
-    max_lag: an integer; tokens with a greater lag get weight 0. With `lag`
-      alone, and needed there.
+    max_lag: an integer; tokens with a greater lag get weight 0. `lag` and
+      `max_lag` must be given together.
 
   Returns:
     float32[Q, T]; 0 where `mask` is False.
 
   Raises:
-    TypeError: an argument has another dtype.
-    ValueError: an argument has another shape or is out of range, or of `lag`
-      and `max_lag` one is missing.
+    TypeError: an argument has the wrong dtype.
+    ValueError: an argument has the wrong shape or is out of range, or only one
+      of `lag` and `max_lag` is given.
 
   Examples:
     >>> drawn = jnp.array([[True, True, False]])
-    >>> now = jnp.array([[-0.5, -1.0, 0.0]])
-    >>> importance_weights(now, jnp.array([[-0.5, -9.0, 0.0]]), mask=drawn)
+    >>> new = jnp.array([[-0.5, -1.0, 0.0]])
+    >>> importance_weights(new, jnp.array([[-0.5, -9.0, 0.0]]), mask=drawn)
     Array([[1., 2., 0.]], dtype=float32)
   """
   bound = None if most is None else _bound(most)
@@ -115,31 +116,33 @@ def importance_weights(
       f"{'max_lag' if lag is None else 'lag'} alone."
     )
   log_probs = per_token.as_log_probs("log_probs", log_probs)
-  away = log_probs - per_token.as_floats_like("behavior", behavior, log_probs)
-  used = per_token.as_mask("mask", mask, away)
+  behavior = per_token.as_floats_like("behavior", behavior, log_probs)
+  log_ratio = log_probs - behavior
+  is_used = per_token.as_mask("mask", mask, log_ratio)
   if lag is not None and max_lag is not None:
     lag = jnp.asarray(lag)
-    arguments.check_shape("lag", lag, away.shape, ", one for each token")
+    arguments.check_shape("lag", lag, log_ratio.shape, ", one for each token")
     if not jnp.issubdtype(lag.dtype, jnp.integer):
       raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")
-    used &= lag <= _whole("max_lag", max_lag, lag)
-  # Elsewhere numbers may be anything, and exp of them infinite.
-  weights = jnp.exp(jnp.where(used, away, 0))
+    is_used &= lag <= _as_integer("max_lag", max_lag, lag)
+  # Other tokens may have any value, and an `exp` that overflows.
+  weights = jnp.exp(jnp.where(is_used, log_ratio, 0))
   if bound is not None:
     weights = jnp.minimum(weights, bound)
-  return jax.lax.stop_gradient(jnp.where(used, weights, 0))
+  return jax.lax.stop_gradient(jnp.where(is_used, weights, 0))
 
 
 def _bound(most: Any) -> jax.Array:
-  """The largest weight, float32[]; raises unless it is a positive number."""
+  """Converts the largest weight to float32[]; raises unless it is positive."""
   bound = arguments.as_number("most", most)
   if arguments.is_concrete(most) and not most > 0:
     raise ValueError(f"`most` must be positive, got {most}.")
   return bound
 
 
-def _whole(name: str, value: Any, other: jax.Array) -> Any:
-  """An integer, also a traced one, to be compared with others."""
+def _as_integer(name: str, value: Any, other: jax.Array) -> Any:
+  """Converts an integer, which may be traced, to compare it with `other`."""
   arguments.check_integer(name, value)
-  concrete = arguments.is_concrete(value)
-  return int(value) if concrete else value.astype(other.dtype)
+  # A Python int is weakly typed and takes the dtype of `other` by itself.
+  is_concrete = arguments.is_concrete(value)
+  return int(value) if is_concrete else value.astype(other.dtype)

@@ -245,15 +245,7 @@ def recur(
   *,
   attention: DeltaNet,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs the recurrence of a layer.
-
-  Args:
-    weights: has the convolution of the layer.
-    inputs: channels, beta and decay of `RecurrenceInputs`, [R, T, ...].
-    states: see `recurrent_pages.Recurrence`.
-    counts: see `recurrent_pages.Recurrence`.
-    attention: static; sizes of the recurrence.
-  """
+  """Runs a `recurrent_pages.Recurrence` on channels, beta and decay."""
   a, (channels, beta, decay) = attention, inputs
   channels, last = delta_net.causal_conv(
     channels, weights["convolution"], states["convolution"], counts
@@ -267,6 +259,7 @@ def recur(
     part.reshape(*part.shape[:2], count, -1)
     for part, count in zip(parts, heads, strict=True)
   )
+  # With keys of length 1 an update moves the stored value towards v, not past.
   q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
   out, delta = delta_net.gated_delta_rule(
     q, k, v, decay, beta, states["delta"], counts

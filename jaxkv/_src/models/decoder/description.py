@@ -57,6 +57,7 @@ class Attention:
 
   def __post_init__(self) -> None:
     _sizes(self, "num_heads", "num_kv_heads", "head_dim")
+    # A group of query heads shares a key-value head.
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"`num_kv_heads` must divide num_heads, {self.num_heads}, got "
@@ -302,6 +303,7 @@ class Decoder:
     for layer in self.layers:
       if not isinstance(layer, Layer):
         raise ValueError(f"`layers` must hold Layers, got {layer!r}.")
+    # Not `<= 0`, which a NaN would pass.
     if not self.norm_eps > 0:
       raise ValueError(f"`norm_eps` must be positive, got {self.norm_eps}.")
     dtype = jnp.dtype(self.dtype)

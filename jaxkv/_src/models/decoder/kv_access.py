@@ -141,14 +141,12 @@ class PagedKV:
     inputs: tuple[jax.Array, ...],
     pools: Pools,
   ) -> MixerOutput:
-    """Reads, advances and writes states; see `UncachedKV.recurrent`.
-
-    In a `PackedView` no row of the prefill may cross the end of a page;
-    rollouts schedule prompts accordingly.
-    """
+    """Reads, advances and writes states; see `UncachedKV.recurrent`."""
     location = mixer.location
     pool, view = pools[location.pool], self.views[location.group]
     layer = location.layer
+    # In a packed call no prompt may cross the end of a page, where a state is
+    # stored; rollouts schedule prompts accordingly.
     if isinstance(view, PackedView):
       out, pool = recurrent_pages.run_packed(run, inputs, pool, view, layer)
     else:
@@ -162,6 +160,7 @@ class PagedKV:
     pool = pools[-1]
     if not isinstance(pool, ExpertIdPages):
       return pools
+    # The records are pages of their own group, not of the layer's.
     view = self.views[pool.group]
     pool = write_tokens(pool, view, location.expert_layer, experts)
     return (*pools[:-1], pool)
@@ -216,6 +215,7 @@ class UncachedKV:
   ) -> MixerOutput:
     """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
     rows, tokens = inputs[0].shape[:2]
+    # Padding is at the end of a row, so it may run like a token.
     counts = jnp.full((rows,), tokens, jnp.int32)
     state = recurrent_pages.empty_state(mixer.kind, rows)
     return run(inputs, state, counts)[0], pools

@@ -51,6 +51,7 @@ def run(
   inputs = call(bind(_mixer_inputs, layer, decoder), weights, x, angles)
   mixer = kv_access.Mixer(layer.attention, location, weights)
   out, pools = _mix(inputs, mixer, access, pools, decoder)
+  # Latent attention is the only mixer without a gate.
   gate = None if isinstance(inputs, attentions.LatentInputs) else inputs.gate
   chosen = None
   if not isinstance(layer.mlp, Mlp):

@@ -61,6 +61,7 @@ def llama(
       f"`windows` must be a tuple of one or more windows, got {windows!r}; use "
       "(None,) for full attention in every layer."
     )
+  # One base for all windows, or one for each: Gemma has two.
   bases = rope_base if isinstance(rope_base, tuple) else (rope_base,)
   if len(bases) not in (1, len(windows)):
     raise ValueError(

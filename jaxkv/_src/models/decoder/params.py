@@ -235,11 +235,15 @@ def leaves_of(decoder: Decoder) -> Params:
 
 
 def init_params(key: jax.Array, decoder: Decoder) -> Params:
-  """Returns random parameters; the module docstring has their names.
+  """Returns random parameters of a decoder.
 
   Args:
-    key: random key.
+    key: a random key.
     decoder: the decoder.
+
+  Returns:
+    A dict with "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied,
+    and "layers": dicts of arrays that are stacked over repeated layers.
 
   Examples:
     >>> import jax

@@ -50,6 +50,7 @@ class Tree:
     """Joins levels [N, C_l, R_l or more, ...] to rows [N, T, ...]."""
     flat = []
     for part, width in zip(parts, self.widths, strict=True):
+      # Parts may have the last token of the last level, which rows leave out.
       rows, count, *_ = part.shape
       part = part[:, :, :width]
       flat.append(part.reshape(rows, count * width, *part.shape[3:]))
@@ -105,6 +106,7 @@ class Tree:
 
 def of_lengths(widths: Sequence[int], lengths: Sequence[jax.Array]) -> Tree:
   """Returns the trees with given widths and lengths, see `Tree`."""
+  # A branch starts where its parent ends, not where the parent's columns end.
   starts = [jnp.zeros_like(lengths[0])]
   for parent, child in itertools.pairwise(lengths):
     times = child.shape[1] // parent.shape[1]

@@ -90,7 +90,7 @@ def run_packed(
   if view.prefill is not None:
     columns = inputs[0].shape[1] - count
     counts = view.prefill.counts
-    # No row of the prefill crosses the end of a page, see `PagedKV.recurrent`.
+    # A row has at most a page of tokens, see `PagedKV.recurrent`.
     width = min(pool.page_size, columns)
     rows = tuple(
       delta_net.to_rows(array[0, count:], counts, width) for array in inputs

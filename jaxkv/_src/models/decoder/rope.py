@@ -146,15 +146,10 @@ def _yarn(
 def rotation(
   rope: Rope, head_dim: int, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes cosines and sines of each pair, float32[B, T, 1, dim / 2].
-
-  Args:
-    rope: the rotary encoding.
-    head_dim: D.
-    positions: int32[B, T].
-  """
+  """Computes cosines and sines float32[B, T, 1, dim / 2] of int32[B, T]."""
   frequency = jnp.asarray(frequencies(rope, head_dim))[None, None, None]
   angles = positions.astype(jnp.float32)[:, :, None, None] * frequency
+  # Without YaRN the program has no product with 1.0.
   factor = 1.0
   if isinstance(rope.scaling, YarnScaling):
     factor = rope.scaling.attention_factor
@@ -166,13 +161,7 @@ def rotation(
 def rotate(
   x: jax.Array, angles: tuple[jax.Array, jax.Array], rope: Rope
 ) -> jax.Array:
-  """Rotates the pairs of the leading elements of [B, T, H, D].
-
-  Args:
-    x: queries or keys.
-    angles: cosines and sines from `rotation`.
-    rope: defines the pairs.
-  """
+  """Rotates queries or keys [B, T, H, D] by the angles of `rotation`."""
   cos, sin = angles
   dim = 2 * cos.shape[-1]
   wide = x[..., :dim].astype(jnp.float32)

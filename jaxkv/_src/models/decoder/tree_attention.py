@@ -75,11 +75,7 @@ def attend(
   soft_cap: float | None = None,
   sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """Computes softmax attention in trees; see `attend_causal`.
-
-  Returns:
-    [N, T, H, X], with arbitrary finite values in columns without a token.
-  """
+  """Computes softmax attention [N, T, H, X] in trees; see `attend_causal`."""
   factor = q.shape[3] ** -0.5 if scale is None else scale
   keys, values = tree.split(k), tree.split(v)
 

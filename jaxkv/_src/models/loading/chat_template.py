@@ -9,12 +9,7 @@ from jaxkv._src.extras import extra_package
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-  """Renders the text of a conversation.
-
-  Args:
-    template: the template of a checkpoint.
-    variables: variables of the template, such as `messages`.
-  """
+  """Renders a template with variables such as `messages`, or raises."""
   task = "To render a chat template"
   sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=task)
   # A template comes with the checkpoint, from a third party. These are the

@@ -12,10 +12,7 @@ _MAX_CHARACTERS = 600
 
 @contextlib.contextmanager
 def one_line_errors(name: str) -> Iterator[None]:
-  """Makes errors of a block name a file, in one line.
-
-  Args:
-    name: name of the file or folder.
+  """Makes errors of a block name a file or folder, in one line.
 
   Raises:
     ImportError: a package is not installed.

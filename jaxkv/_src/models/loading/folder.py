@@ -64,12 +64,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
 def stop_tokens(
   folder: pathlib.Path, config: dict[str, Any]
 ) -> tuple[int, ...]:
-  """Returns the tokens that end a text.
-
-  Args:
-    folder: the folder; its generation_config.json takes precedence.
-    config: the keys of config.json.
-  """
+  """Returns the tokens that end a text, given the keys of config.json."""
   # Chat models end a message with a token that only generation_config.json has.
   value = config.get("eos_token_id")
   path = folder / "generation_config.json"

@@ -21,12 +21,7 @@ def is_id(source: str) -> bool:
 
 
 def download(source: str, *, local_files_only: bool = False) -> pathlib.Path:
-  """Returns the local folder of a model, after a download if necessary.
-
-  Args:
-    source: the id of the model.
-    local_files_only: True to use local files only.
-  """
+  """Returns the local folder of a model, after a download if necessary."""
   task = f"There is no folder {source}; to get a model of that name"
   hub = extra_package("huggingface_hub", install="jaxkv[hub]", task=task)
   try:

@@ -9,7 +9,7 @@ from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import layer_weights
+from jaxkv._src.models.loading.families import layers
 from jaxkv._src.models.loading.weight_maps import Source
 from jaxkv._src.models.loading.weight_maps import WeightMap
 from jaxkv._src.models.loading.weight_maps import head_inputs
@@ -67,7 +67,7 @@ def _expert_sizes(config: ConfigFile, scale: float) -> dict[str, Any]:
   return {
     "num_chosen": config.size("num_experts_per_tok"),
     "inner_dim": inner,
-    "activation": layer_weights.activation(config, "hidden_act", "silu"),
+    "activation": layers.activation(config, "hidden_act", "silu"),
     "scale": config.number("routed_scaling_factor", scale),
     "shared_dim": inner * shared if shared else None,
   }
@@ -84,7 +84,7 @@ def _plan(
   config.only("rms_norm_eps", 1e-6)
   config.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
   attention = _attention(config, interleaved)
-  layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
+  num_layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
   first = config.count("first_k_dense_replace", 0)
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"), activation=experts.activation
@@ -94,7 +94,7 @@ def _plan(
     embed_dim=e,
     layers=tuple(
       Layer(attention=attention, mlp=mlp if number < first else experts)
-      for number in range(layers)
+      for number in range(num_layers)
     ),
     norm_eps=1e-6,
     tied_embeddings=config.flag("tie_word_embeddings", False),
@@ -103,17 +103,15 @@ def _plan(
 
   def layer(number: int) -> dict[str, Source]:
     path = f"model.layers.{number}."
-    sources = layer_weights.norm_sources(e, path)
+    sources = layers.norm_sources(e, path)
     sources |= _attention_sources(attention, e, f"{path}self_attn.")
     if number < first:
-      return sources | layer_weights.mlp_sources(
-        mlp.inner_dim, e, f"{path}mlp."
-      )
+      return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(experts, e, f"{path}mlp.")
 
   # Layers past the last one are for multi-token prediction in training.
   count = config.count("num_nextn_predict_layers", 0)
-  ignored = [rf"model\.layers\.{layers + i}\..*" for i in range(count)]
+  ignored = [rf"model\.layers\.{num_layers + i}\..*" for i in range(count)]
   return weight_map(decoder, layer, *ignored)
 
 
@@ -171,11 +169,11 @@ def _attention_sources(
 
 
 def _experts_sources(m: Experts, e: int, path: str) -> dict[str, Source]:
-  sources = layer_weights.experts_sources(m, e, path)
+  sources = layers.experts_sources(m, e, path)
   if m.corrected:
     name = f"{path}gate.e_score_correction_bias"
     sources["correction"] = plain(name, m.num_experts)
   if m.shared_dim is not None:
     path = f"{path}shared_experts."
-    sources |= layer_weights.mlp_sources(m.shared_dim, e, path, "shared_")
+    sources |= layers.mlp_sources(m.shared_dim, e, path, "shared_")
   return sources

@@ -10,7 +10,7 @@ from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.decoder.rope import Rope
 from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import layer_weights
+from jaxkv._src.models.loading.families import layers
 from jaxkv._src.models.loading.weight_maps import Source
 from jaxkv._src.models.loading.weight_maps import WeightMap
 from jaxkv._src.models.loading.weight_maps import plain
@@ -56,14 +56,12 @@ def gemma3(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def _windows(config: ConfigFile, interval: int) -> list[int | None]:
-  layers = config.size("num_hidden_layers")
+  num_layers = config.size("num_hidden_layers")
   types = [
     "sliding_attention" if (number + 1) % interval else "full_attention"
-    for number in range(layers)
+    for number in range(num_layers)
   ]
-  return layer_weights.windows_of(
-    config, types, config.size("sliding_window", 4096)
-  )
+  return layers.windows_of(config, types, config.size("sliding_window", 4096))
 
 
 def _map(
@@ -80,7 +78,7 @@ def _map(
   config.ignore("hidden_act")
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"),
-    activation=layer_weights.activation(
+    activation=layers.activation(
       config, "hidden_activation", "gelu_pytorch_tanh"
     ),
   )
@@ -131,7 +129,7 @@ def _map(
     sources = {
       name: plain(f"{path}{stored}.weight", e) for name, stored in names.items()
     }
-    sources |= layer_weights.attention_sources(kind, e, f"{path}self_attn.")
-    return sources | layer_weights.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
+    sources |= layers.attention_sources(kind, e, f"{path}self_attn.")
+    return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
 
   return weight_map(decoder, layer)

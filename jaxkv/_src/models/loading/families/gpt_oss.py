@@ -9,7 +9,7 @@ from jaxkv._src.models.decoder.description import Experts
 from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import layer_weights
+from jaxkv._src.models.loading.families import layers
 from jaxkv._src.models.loading.weight_maps import Source
 from jaxkv._src.models.loading.weight_maps import WeightMap
 from jaxkv._src.models.loading.weight_maps import linear
@@ -25,15 +25,14 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
   config.only("swiglu_alpha", 1.702)
   # Older names of keys that are read below.
   config.ignore("experts_per_token", "initial_context_length")
-  layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
+  num_layers, e = config.size("num_hidden_layers"), config.size("hidden_size")
   types = [
     "full_attention" if number % 2 else "sliding_attention"
-    for number in range(layers)
+    for number in range(num_layers)
   ]
-  windows = layer_weights.windows_of(
-    config, types, config.size("sliding_window", 128)
-  )
+  windows = layers.windows_of(config, types, config.size("sliding_window", 128))
   dim = config.size("head_dim", 64)
+  # One flag is for the biases of all four projections.
   biased = config.flag("attention_bias", True)
   attention = Attention(
     num_heads=config.size("num_attention_heads"),
@@ -71,10 +70,8 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
 
   def layer(number: int) -> dict[str, Source]:
     path = f"model.layers.{number}."
-    sources = layer_weights.norm_sources(e, path)
-    sources |= layer_weights.attention_sources(
-      attention, e, f"{path}self_attn."
-    )
+    sources = layers.norm_sources(e, path)
+    sources |= layers.attention_sources(attention, e, f"{path}self_attn.")
     return sources | _experts(experts, e, f"{path}mlp.")
 
   return weight_map(decoder, layer)

@@ -14,12 +14,12 @@ from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import layer_weights
+from jaxkv._src.models.loading.families import layers
 from jaxkv._src.models.loading.weight_maps import Source
 from jaxkv._src.models.loading.weight_maps import WeightMap
 from jaxkv._src.models.loading.weight_maps import weight_map
 
-_NAMES = ("mlp", layer_weights.MLP_NAMES)
+_NAMES = ("mlp", layers.MLP_NAMES)
 _MIXTRAL_NAMES = ("block_sparse_moe", ("w1", "w3", "w2"))
 
 
@@ -64,7 +64,7 @@ def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
     num_experts=config.size("num_local_experts", 8),
     num_chosen=config.size("num_experts_per_tok", 2),
     inner_dim=config.size("intermediate_size"),
-    activation=layer_weights.activation(config, "hidden_act", "silu"),
+    activation=layers.activation(config, "hidden_act", "silu"),
   )
   mlps: list[Mlp | Experts] = [experts] * config.size("num_hidden_layers")
   attention, windows = _attention(config), _same_windows(config)
@@ -85,8 +85,8 @@ def qwen3_moe(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
-  """Returns MLPs as in Qwen3-MoE; `fields` are further ones of `Experts`."""
-  kind = layer_weights.activation(config, "hidden_act", "silu")
+  """Returns the MLPs of Qwen3-MoE; `fields` are added to `Experts`."""
+  kind = layers.activation(config, "hidden_act", "silu")
   number = config.size("num_experts", None)
   experts = Experts(
     num_experts=config.size("num_local_experts", number),
@@ -106,10 +106,7 @@ def sparse_mlps(config: ConfigFile, **fields: Any) -> list[Mlp | Experts]:
 
 
 def _attention(config: ConfigFile, **fields: Any) -> Attention:
-  heads, dim = (
-    config.size("num_attention_heads"),
-    layer_weights.head_dim_of(config),
-  )
+  heads, dim = config.size("num_attention_heads"), layers.head_dim_of(config)
   table = rope_config.rope_table(config, 10_000.0)
   return Attention(
     num_heads=heads,
@@ -123,16 +120,16 @@ def _attention(config: ConfigFile, **fields: Any) -> Attention:
 def _mlps(config: ConfigFile) -> list[Mlp | Experts]:
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"),
-    activation=layer_weights.activation(config, "hidden_act", "silu"),
+    activation=layers.activation(config, "hidden_act", "silu"),
   )
   return [mlp] * config.size("num_hidden_layers")
 
 
 def _same_windows(config: ConfigFile) -> list[int | None]:
   window = config.size("sliding_window", None)
-  layers = config.size("num_hidden_layers")
+  num_layers = config.size("num_hidden_layers")
   kind = "full_attention" if window is None else "sliding_attention"
-  return layer_weights.windows_of(config, [kind] * layers, window)
+  return layers.windows_of(config, [kind] * num_layers, window)
 
 
 def _later_windows(config: ConfigFile) -> list[int | None]:
@@ -141,13 +138,13 @@ def _later_windows(config: ConfigFile) -> list[int | None]:
   is_enabled = config.flag("use_sliding_window", False)
   window = config.size("sliding_window", None)
   first = config.count("max_window_layers", 0)
-  layers = config.size("num_hidden_layers")
-  first = first if is_enabled and window is not None else layers
+  num_layers = config.size("num_hidden_layers")
+  first = first if is_enabled and window is not None else num_layers
   types = [
     "full_attention" if number < first else "sliding_attention"
-    for number in range(layers)
+    for number in range(num_layers)
   ]
-  return layer_weights.windows_of(config, types, window)
+  return layers.windows_of(config, types, window)
 
 
 def _map(
@@ -173,14 +170,12 @@ def _map(
 
   def layer(number: int) -> dict[str, Source]:
     path, mlp = f"model.layers.{number}.", decoder.layers[number].mlp
-    sources = layer_weights.norm_sources(e, path)
-    sources |= layer_weights.attention_sources(
-      attention, e, f"{path}self_attn."
-    )
+    sources = layers.norm_sources(e, path)
+    sources |= layers.attention_sources(attention, e, f"{path}self_attn.")
     if isinstance(mlp, Mlp):
-      sources |= layer_weights.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
+      sources |= layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     else:
-      sources |= layer_weights.experts_sources(
+      sources |= layers.experts_sources(
         mlp, e, f"{path}{experts[0]}.", experts[1]
       )
     return sources

@@ -12,7 +12,7 @@ from jaxkv._src.models.decoder.description import Layer
 from jaxkv._src.models.decoder.description import Mlp
 from jaxkv._src.models.loading import rope_config
 from jaxkv._src.models.loading.config_file import ConfigFile
-from jaxkv._src.models.loading.families import layer_weights
+from jaxkv._src.models.loading.families import layers
 from jaxkv._src.models.loading.families.llama import sparse_mlps
 from jaxkv._src.models.loading.weight_maps import Source
 from jaxkv._src.models.loading.weight_maps import WeightMap
@@ -48,15 +48,13 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
   def layer(number: int) -> dict[str, Source]:
     path, description = f"model.layers.{number}.", decoder.layers[number]
     mlp = description.mlp
-    sources = layer_weights.norm_sources(e, path)
+    sources = layers.norm_sources(e, path)
     if isinstance(description.attention, Attention):
       sources |= _attention_sources(attention, e, f"{path}self_attn.")
     else:
       sources |= _delta_sources(delta, e, f"{path}linear_attn.")
     if isinstance(mlp, Mlp):
-      return sources | layer_weights.mlp_sources(
-        mlp.inner_dim, e, f"{path}mlp."
-      )
+      return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(mlp, e, f"{path}mlp.")
 
   # Multi-token prediction is for training.
@@ -64,24 +62,24 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def _is_full(config: ConfigFile) -> list[bool]:
-  layers = config.size("num_hidden_layers")
+  num_layers = config.size("num_hidden_layers")
   interval = config.size("full_attention_interval", 4)
   kinds = {"full_attention": True, "linear_attention": False}
   default = [
     "linear_attention" if (number + 1) % interval else "full_attention"
-    for number in range(layers)
+    for number in range(num_layers)
   ]
   types = config.items("layer_types", str, default)
-  if len(types) != layers or not set(kinds).issuperset(types):
+  if len(types) != num_layers or not set(kinds).issuperset(types):
     raise ValueError(
-      f"`layer_types` in {config.where} must be {layers} of {sorted(kinds)}, "
-      f"got {types!r}."
+      f"`layer_types` in {config.where} must be {num_layers} of "
+      f"{sorted(kinds)}, got {types!r}."
     )
   return [kinds[kind] for kind in types]
 
 
 def _attention(config: ConfigFile) -> Attention:
-  dim = layer_weights.head_dim_of(config)
+  dim = layers.head_dim_of(config)
   table = rope_config.rope_table(config, 10_000.0)
   return Attention(
     num_heads=config.size("num_attention_heads"),
@@ -111,7 +109,7 @@ def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
   def halves(w: np.ndarray) -> np.ndarray:
     return w.reshape(h, 2, d, e).transpose(1, 3, 0, 2)
 
-  return layer_weights.attention_sources(a, e, path) | {
+  return layers.attention_sources(a, e, path) | {
     "query": Source(query_gate, lambda w: halves(w)[0]),
     "query_gate": Source(query_gate, lambda w: halves(w)[1]),
   }
@@ -120,6 +118,7 @@ def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
 def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
   k, h = a.num_key_heads, a.num_value_heads
   key, value = a.key_dim, h // k * a.value_dim
+  # Each key head serves h // k value heads, whose rows are beside its own.
   ends = np.cumsum([key, key, value, value])
   mixed = ((f"{path}in_proj_qkvz.weight", (k * int(ends[-1]), e)),)
   beta_decay = ((f"{path}in_proj_ba.weight", (2 * h, e)),)
@@ -159,8 +158,8 @@ def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
 
 def _experts_sources(m: Experts, e: int, path: str) -> dict[str, Source]:
   assert m.shared_dim is not None
-  sources = layer_weights.experts_sources(m, e, path)
+  sources = layers.experts_sources(m, e, path)
   shared = f"{path}shared_expert."
-  sources |= layer_weights.mlp_sources(m.shared_dim, e, shared, "shared_")
+  sources |= layers.mlp_sources(m.shared_dim, e, shared, "shared_")
   sources["shared_switch"] = linear(f"{path}shared_expert_gate.weight", e, 1)
   return sources

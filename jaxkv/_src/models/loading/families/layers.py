@@ -32,27 +32,22 @@ def activation(config: ConfigFile, key: str, default: str) -> Activation:
 
 
 def head_dim_of(config: ConfigFile) -> int:
-  """Returns D, by default the width divided by the number of heads."""
+  """Returns D, which defaults to width // heads."""
   heads, width = config.size("num_attention_heads"), config.size("hidden_size")
+  # At least 1: a damaged file may have more heads than elements.
   return config.size("head_dim", max(width // heads, 1))
 
 
 def windows_of(
   config: ConfigFile, default: list[str], window: int | None
 ) -> list[int | None]:
-  """Returns the window of each layer, from `layer_types`.
-
-  Args:
-    config: the config.json.
-    default: the types if config.json has no `layer_types`.
-    window: the window of layers with sliding attention.
-  """
+  """Returns the window of each layer, from `layer_types` or its default."""
   types = config.items("layer_types", str, default)
-  layers = config.size("num_hidden_layers")
+  num_layers = config.size("num_hidden_layers")
   names = {"full_attention", "sliding_attention"}
-  if len(types) != layers or not names.issuperset(types):
+  if len(types) != num_layers or not names.issuperset(types):
     raise ValueError(
-      f"`layer_types` in {config.where} must be {layers} of "
+      f"`layer_types` in {config.where} must be {num_layers} of "
       f"{sorted(names)}, got {types!r}."
     )
   if window is None and "sliding_attention" in types:
@@ -61,13 +56,7 @@ def windows_of(
 
 
 def attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
-  """Returns the sources of an attention's parameters.
-
-  Args:
-    a: the attention.
-    e: E, the width of the decoder.
-    path: prefix of the names of tensors.
-  """
+  """Returns the sources of an attention; names of tensors begin with `path`."""
   h, k, d = a.num_heads, a.num_kv_heads, a.head_dim
   sources = {
     "query": head_inputs(f"{path}q_proj.weight", e, h, d),
