@@ -63,6 +63,7 @@ def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
     config,
     num_layers=routing.num_layers,
     width=routing.num_chosen,
+    # A token has J * k numbers, so they are as narrow as possible.
     dtype=jnp.uint8 if routing.num_experts <= 2**8 else jnp.uint16,
     group=_full_group(decoder),
   )

@@ -68,7 +68,7 @@ def llama(
       f"`rope_base` must have a base for each of the {len(windows)} windows, "
       f"got {rope_base}; or give one number for all layers."
     )
-  # `Decoder` checks the other sizes; this one is used before.
+  # `Decoder` checks the other sizes, but has no field for this one.
   if isinstance(num_layers, bool) or not isinstance(num_layers, int):
     raise ValueError(
       f"`num_layers` must be an int of at least 1, got {num_layers!r}."

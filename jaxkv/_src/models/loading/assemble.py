@@ -98,12 +98,12 @@ def assemble(
   dtype = weight_map.decoder.dtype
 
   def array(
-    leaf: leaves.Leaf, sources: list[Source], stacks: bool
+    leaf: leaves.Leaf, sources: list[Source], is_stacked: bool
   ) -> jax.Array:
     # Filled row by row in its final dtype: at most one layer's tensor is in
     # memory in addition to the parameters.
     out = np.empty(leaf.shape, leaf.dtype or dtype)
-    rows = out if stacks else out[None]
+    rows = out if is_stacked else out[None]
     for row, source in zip(rows, sources, strict=True):
       arrays = (tensors[name].read() for name, _ in source.tensors)
       row[...] = source.convert(*arrays)

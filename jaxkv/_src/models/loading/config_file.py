@@ -84,6 +84,7 @@ class ConfigFile:
     value = self.get(key, default)
     if value is None:
       return None
+    # bool is a subclass of int.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # An int of 400 digits would make `float` raise an OverflowError.
     if not is_number or not -_LARGEST <= value <= _LARGEST:

@@ -39,7 +39,7 @@ _MAX_COUNT = 1 << 16
 
 
 def open_checkpoint(path: pathlib.Path) -> Checkpoint:
-  """Reads the metadata of a .gguf file; errors are those of `models.load`."""
+  """Reads the metadata of a .gguf file; raises the errors of `models.load`."""
   if not path.exists():
     raise ValueError(f"there is no file {path}; name a .gguf file.")
   task = "To read a .gguf file"
@@ -88,7 +88,7 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
     ) from error
   metadata = ConfigFile(values, str(path), num_tensors=len(reader.tensors))
   metadata.only("split.count", 0, 1)
-  # Zero says that a model lacks a feature, and other prefixes say no sizes.
+  # Zero means an absent feature; keys with other prefixes change no logits.
   prefix = f"{values.get('general.architecture')}."
   metadata.ignore(
     *(k for k, v in values.items() if not v or not k.startswith(prefix))

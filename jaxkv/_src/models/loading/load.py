@@ -54,6 +54,7 @@ class Pretrained:
       ImportError: the package `tokenizers` is not installed.
       ValueError: the checkpoint has no tokenizer, or it is damaged.
     """
+    # Read on demand: training on tokens does not need `tokenizers`.
     with checkpoint_errors.one_line_errors(self.name):
       return self.open_tokenizer()
 
@@ -137,6 +138,7 @@ def load(
     Traceback (most recent call last):
     ValueError: `source` must be a folder with a config.json, ...
   """
+  # Before the checkpoint is opened, which may download it.
   if dtype is not None and jnp.dtype(dtype).name not in _DTYPES:
     raise ValueError(
       f"`dtype` must be one of {', '.join(_DTYPES)}, got "

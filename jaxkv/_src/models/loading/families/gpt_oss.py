@@ -22,6 +22,7 @@ _BASE = 150_000.0
 def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
   """Maps gpt-oss, with dequantized weights."""
   config.only("hidden_act", "silu")
+  # A constant of `decoder.mlp`.
   config.only("swiglu_alpha", 1.702)
   # Older names of keys that are read below.
   config.ignore("experts_per_token", "initial_context_length")

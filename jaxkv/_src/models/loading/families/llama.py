@@ -19,6 +19,7 @@ from jaxkv._src.models.loading.weight_maps import Source
 from jaxkv._src.models.loading.weight_maps import WeightMap
 from jaxkv._src.models.loading.weight_maps import weight_map
 
+# The path of an MLP and the names of its gate, up and down projections.
 _NAMES = ("mlp", layers.MLP_NAMES)
 _MIXTRAL_NAMES = ("block_sparse_moe", ("w1", "w3", "w2"))
 
@@ -153,7 +154,7 @@ def _map(
   attention: Attention,
   windows: Sequence[int | None],
   mlps: Sequence[Mlp | Experts],
-  experts: tuple[str, tuple[str, str, str]] = _NAMES,
+  names: tuple[str, tuple[str, str, str]] = _NAMES,
 ) -> WeightMap:
   decoder = Decoder(
     vocab_size=config.size("vocab_size"),
@@ -175,9 +176,7 @@ def _map(
     if isinstance(mlp, Mlp):
       sources |= layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     else:
-      sources |= layers.experts_sources(
-        mlp, e, f"{path}{experts[0]}.", experts[1]
-      )
+      sources |= layers.experts_sources(mlp, e, f"{path}{names[0]}.", names[1])
     return sources
 
   return weight_map(decoder, layer)
