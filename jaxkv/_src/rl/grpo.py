@@ -98,7 +98,7 @@ def grpo_loss(
   """
   low, high = _bounds(clip)
   ratios.check_estimator(estimator)
-  kl_weight = arguments.as_number("kl_weight", kl_weight)
+  kl_factor = arguments.as_number("kl_weight", kl_weight)
   log_probs = per_token.as_log_probs("log_probs", log_probs)
   mask = per_token.as_mask("mask", mask, log_probs)
   old = per_token.as_floats_like("old", jax.lax.stop_gradient(old), log_probs)
@@ -125,7 +125,7 @@ def grpo_loss(
     reference = per_token.as_floats_like("reference", reference, log_probs)
     difference = jnp.where(mask, log_probs - reference, 0)
     reference_kl = ratios.divergence(difference, estimator)
-    losses = losses + kl_weight * reference_kl
+    losses = losses + kl_factor * reference_kl
   log_ratio = jax.lax.stop_gradient(log_ratio)
   metrics = GrpoMetrics(
     ratio=_mean(jnp.exp(log_ratio), mask, "token"),

@@ -132,11 +132,11 @@ def importance_weights(
   return jax.lax.stop_gradient(jnp.where(is_used, weights, 0))
 
 
-def _bound(most: Any) -> jax.Array:
+def _bound(value: Any) -> jax.Array:
   """Converts the largest weight to float32[]; raises unless it is positive."""
-  bound = arguments.as_number("most", most)
-  if arguments.is_concrete(most) and not most > 0:
-    raise ValueError(f"`most` must be positive, got {most}.")
+  bound = arguments.as_number("most", value)
+  if arguments.is_concrete(value) and not value > 0:
+    raise ValueError(f"`most` must be positive, got {value}.")
   return bound
 
 
