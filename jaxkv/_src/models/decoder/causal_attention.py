@@ -41,11 +41,11 @@ def attend_causal(
   if window is not None:
     mask &= keys > queries - window
   num_kv_heads, head_dim = k.shape[2:]
-  grouped = q.reshape(*q.shape[:2], num_kv_heads, -1, head_dim)
+  q_heads = q.reshape(*q.shape[:2], num_kv_heads, -1, head_dim)
   # Scores are float32 for bfloat16 inputs, too: the softmax needs the digits.
   scores = jnp.einsum(
     "btkgd,bnkd->bkgtn",
-    grouped,
+    q_heads,
     k.astype(q.dtype),
     preferred_element_type=jnp.float32,
   )

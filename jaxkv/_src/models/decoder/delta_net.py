@@ -213,8 +213,8 @@ def _einsum(terms: str, *arrays: Array) -> Array:
 def _single_step(state: Array, token: _Tokens) -> tuple[Array, Array]:
   """Runs one token per row; `token` has no axis T."""
   state = state * jnp.exp(token.decay)[..., None, None]
-  stored = _einsum("bhk,bhkv->bhv", token.k, state)
-  change = (token.v - stored) * token.beta[..., None]
+  old_value = _einsum("bhk,bhkv->bhv", token.k, state)
+  change = (token.v - old_value) * token.beta[..., None]
   state = state + token.k[..., None] * change[..., None, :]
   return state, _einsum("bhk,bhkv->bhv", token.q, state)
 
@@ -263,10 +263,10 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
     is_before[None, None], key_products * beta[..., None], jnp.float32(0)
   )
   state_decay = jnp.exp(total)[..., None]
-  stored = _einsum("bhtk,bhkv->bhtv", k, state) * state_decay
+  old_value = _einsum("bhtk,bhkv->bhtv", k, state) * state_decay
   changes = lax.linalg.triangular_solve(
     system,
-    (v - stored) * beta[..., None],
+    (v - old_value) * beta[..., None],
     left_side=True,
     lower=True,
     unit_diagonal=True,

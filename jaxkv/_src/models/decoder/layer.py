@@ -53,11 +53,11 @@ def run(
   out, pools = _mix(inputs, mixer, access, pools, decoder)
   # Latent attention is the only mixer without a gate.
   gate = None if isinstance(inputs, attentions.LatentInputs) else inputs.gate
-  chosen = None
+  replay = None
   if not isinstance(layer.mlp, Mlp):
-    chosen = expert_records.of_layer(access.experts, location.expert_layer)
+    replay = expert_records.of_layer(access.experts, location.expert_layer)
   after = bind(_after_mixer, layer, decoder)
-  x, experts = call(after, weights, x, out, gate, chosen)
+  x, experts = call(after, weights, x, out, gate, replay)
   if experts is not None:
     pools = access.record_experts(location, experts, pools)
   return x, pools
@@ -133,7 +133,7 @@ def _after_mixer(
   x: jax.Array,
   out: jax.Array,
   gate: jax.Array | None,
-  chosen: jax.Array | None,
+  replay: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
   """Adds both outputs to x: [B, T, E], and experts int32[B, T, k]."""
   x = _add_mixer_output(layer, decoder, weights, x, out, gate)
@@ -141,7 +141,7 @@ def _after_mixer(
   if isinstance(layer.mlp, Mlp):
     out = mlps.gated(y, weights, layer.mlp)
   else:
-    out, experts = mlps.mixture(y, weights, layer.mlp, chosen)
+    out, experts = mlps.mixture(y, weights, layer.mlp, replay)
   if layer.post_norms:
     out = _norm(out, weights, "post_mlp_norm", decoder)
   return x + out, experts

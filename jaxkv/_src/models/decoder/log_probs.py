@@ -60,10 +60,10 @@ def of_tokens(
     maximum = jnp.max(logits, axis=-1, keepdims=True)
     logits = (logits - jax.lax.stop_gradient(maximum)) / temperature
     row = jnp.arange(size, dtype=jnp.int32)[:, None]
-    chosen = logits.at[row, tokens].get(
+    token_logits = logits.at[row, tokens].get(
       mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
     )
-    return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return token_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
   # `prevent_cse` is for code outside loops: in a loop XLA cannot merge the
   # recomputation with the forward pass.

@@ -46,7 +46,7 @@ def mixture(
   x: jax.Array,
   weights: Params,
   experts: Experts,
-  chosen: jax.Array | None = None,
+  replay: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Applies a mixture of experts.
 
@@ -54,7 +54,7 @@ def mixture(
     x: [B, T, E].
     weights: parameters of the layer.
     experts: static; the description of the mixture.
-    chosen: int32[B, T, k], experts to use in place of the router's choice; a
+    replay: int32[B, T, k], experts to use in place of the router's choice; a
       token whose k numbers are all negative is routed as usual, as are all
       tokens with None. An expert that does not exist makes the output of its
       token NaN.
@@ -63,10 +63,10 @@ def mixture(
     [B, T, E]; int32[B, T, k], the experts that were used.
   """
   tokens = x.reshape(-1, x.shape[-1])
-  if chosen is not None:
-    chosen = chosen.reshape(tokens.shape[0], -1)
-  used, factors = route(tokens, weights, experts, chosen)
-  out = _run_experts(tokens, used, factors, weights, experts).reshape(x.shape)
+  if replay is not None:
+    replay = replay.reshape(tokens.shape[0], -1)
+  choice, factors = route(tokens, weights, experts, replay)
+  out = _run_experts(tokens, choice, factors, weights, experts).reshape(x.shape)
   if experts.shared_dim is not None:
     shared = _gated(
       x,
@@ -79,31 +79,31 @@ def mixture(
       switch = jnp.einsum("bte,eo->bto", x, weights["shared_switch"])
       shared = jax.nn.sigmoid(switch) * shared
     out = out + shared
-  return out, used.reshape(*x.shape[:2], -1)
+  return out, choice.reshape(*x.shape[:2], -1)
 
 
 def route(
-  x: jax.Array, weights: Params, experts: Experts, chosen: jax.Array | None
+  x: jax.Array, weights: Params, experts: Experts, replay: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """Routes tokens [N, E] to experts int32[N, k], with factors float32[N, k]."""
   # A correction or a group changes the ranking only; factors are of `scores`.
-  scores = ranked = _scores(x, weights, experts)
+  scores = ranking = _scores(x, weights, experts)
   if experts.corrected:
-    ranked = ranked + weights["correction"].astype(jnp.float32)[None]
+    ranking = ranking + weights["correction"].astype(jnp.float32)[None]
   if experts.num_groups > 1:
-    ranked = _in_best_groups(ranked, experts)
-  used = jax.lax.top_k(ranked, experts.num_chosen)[1].astype(jnp.int32)
-  if chosen is not None:
-    used = jnp.where(chosen >= 0, chosen, used)
+    ranking = _in_best_groups(ranking, experts)
+  choice = jax.lax.top_k(ranking, experts.num_chosen)[1].astype(jnp.int32)
+  if replay is not None:
+    choice = jnp.where(replay >= 0, replay, choice)
   # "fill" gives NaN for an expert out of range, not the score of the last one.
-  factors = jnp.take_along_axis(scores, used, axis=-1, mode="fill")
+  factors = jnp.take_along_axis(scores, choice, axis=-1, mode="fill")
   if experts.scores == "chosen_softmax":
     factors = jax.nn.softmax(factors, axis=-1)
   elif experts.normalized:
     total = jnp.sum(factors, axis=-1, keepdims=True)
     # Sigmoids of all chosen experts may underflow to 0.
     factors = factors / (total + 1e-20)
-  return used, factors * experts.scale
+  return choice, factors * experts.scale
 
 
 def _scores(x: jax.Array, weights: Params, experts: Experts) -> jax.Array:
@@ -121,28 +121,28 @@ def _scores(x: jax.Array, weights: Params, experts: Experts) -> jax.Array:
   return logits
 
 
-def _in_best_groups(ranked: jax.Array, experts: Experts) -> jax.Array:
+def _in_best_groups(ranking: jax.Array, experts: Experts) -> jax.Array:
   """Returns scores with -inf for experts outside the best groups."""
-  grouped = ranked.reshape(ranked.shape[0], experts.num_groups, -1)
+  by_group = ranking.reshape(ranking.shape[0], experts.num_groups, -1)
   count = 2 if experts.group_score == "best_two" else 1
-  best = jnp.sum(jax.lax.top_k(grouped, count)[0], axis=-1)
-  chosen = jax.lax.top_k(best, experts.num_chosen_groups)[1]
-  group = jnp.arange(experts.num_groups, dtype=chosen.dtype)
-  inside = jnp.any(chosen[:, :, None] == group[None, None], axis=1)
-  masked = jnp.where(inside[:, :, None], grouped, -jnp.inf)
-  return masked.reshape(ranked.shape)
+  best = jnp.sum(jax.lax.top_k(by_group, count)[0], axis=-1)
+  best_groups = jax.lax.top_k(best, experts.num_chosen_groups)[1]
+  group = jnp.arange(experts.num_groups, dtype=best_groups.dtype)
+  inside = jnp.any(best_groups[:, :, None] == group[None, None], axis=1)
+  scores = jnp.where(inside[:, :, None], by_group, -jnp.inf)
+  return scores.reshape(ranking.shape)
 
 
 def _run_experts(
   x: jax.Array,
-  used: jax.Array,
+  choice: jax.Array,
   factors: jax.Array,
   weights: Params,
   experts: Experts,
 ) -> jax.Array:
   """Returns the weighted sum of each token's experts, [N, E]."""
-  count = used.shape[1]
-  expert = used.reshape(-1)
+  count = choice.shape[1]
+  expert = choice.reshape(-1)
   # Sorted by expert, so that each expert multiplies a contiguous run of rows:
   # `ragged_dot` needs no padding.
   order = jnp.argsort(expert, stable=True).astype(jnp.int32)

@@ -17,9 +17,9 @@ def rms_norm(
   """
   wide = x.astype(jnp.float32)
   square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-  normed = wide * jax.lax.rsqrt(square + eps)
+  normalized = wide * jax.lax.rsqrt(square + eps)
   weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
   # Gemma multiplies in float32, and has an offset; Llama rounds first.
   if offset:
-    return (normed * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
-  return normed.astype(x.dtype) * weight
+    return (normalized * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
+  return normalized.astype(x.dtype) * weight

@@ -44,7 +44,7 @@ class Checkpoint:
   open_tokenizer: Callable[[], Tokenizer]
 
 
-def check(weight_map: WeightMap, tensors: Tensors, where: str) -> None:
+def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
   """Checks names, shapes and dtypes of all tensors, before any is read."""
   shapes: dict[str, tuple[int, ...]] = {}
   missing: dict[str, None] = {}
@@ -56,7 +56,7 @@ def check(weight_map: WeightMap, tensors: Tensors, where: str) -> None:
       break
   if missing:
     raise ValueError(
-      f"{where} lacks tensors: {_listing(list(missing))}; get it again."
+      f"{file} lacks tensors: {_listing(list(missing))}; get it again."
     )
   # An ignored tensor, such as a bias, would change the results silently.
   unknown = [
@@ -66,19 +66,19 @@ def check(weight_map: WeightMap, tensors: Tensors, where: str) -> None:
   ]
   if unknown:
     raise ValueError(
-      f"{where} has tensors that are not known: {_listing(unknown)}; its "
+      f"{file} has tensors that are not known: {_listing(unknown)}; its "
       "architecture is not the one that its config.json names."
     )
   for name, shape in shapes.items():
     tensor = tensors[name]
     if tensor.shape != shape:
       raise ValueError(
-        f"tensor {name} in {where} must have shape {list(shape)}, as its "
+        f"tensor {name} in {file} must have shape {list(shape)}, as its "
         f"config.json says, got {list(tensor.shape)}."
       )
     if not jax.numpy.issubdtype(tensor.dtype, jax.numpy.floating):
       raise ValueError(
-        f"tensor {name} in {where} must hold floats, got {tensor.dtype.name}; "
+        f"tensor {name} in {file} must hold floats, got {tensor.dtype.name}; "
         "such quantized weights are not supported."
       )
 

@@ -46,17 +46,17 @@ class ConfigFile:
   """
 
   def __init__(
-    self, values: dict[str, Any], where: str, *, num_tensors: int = _MAX_INT
+    self, values: dict[str, Any], file: str, *, num_tensors: int = _MAX_INT
   ):
     """Wraps the values of a file.
 
     Args:
       values: the JSON object.
-      where: name of the file, for messages.
+      file: name of the file, for messages.
       num_tensors: tensors of the checkpoint, an upper bound for its layers and
         experts.
     """
-    self.where = where
+    self.file = file
     self._num_tensors = num_tensors
     self._values = values
     self._read: set[str] = set()
@@ -68,7 +68,7 @@ class ConfigFile:
     if value is not None:
       return value
     if default is _REQUIRED:
-      raise ValueError(f"{self.where} lacks `{key}`; complete it.")
+      raise ValueError(f"{self.file} lacks `{key}`; complete it.")
     return default
 
   def size(self, key: str, default: Any = _REQUIRED) -> Any:
@@ -117,7 +117,7 @@ class ConfigFile:
     text = repr(self._values.get(key))
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return ValueError(
-      f"`{key}` in {self.where} must be {requirement}, got {text}."
+      f"`{key}` in {self.file} must be {requirement}, got {text}."
     )
 
   def _int(self, key: str, default: Any, minimum: int) -> Any:
@@ -154,6 +154,6 @@ class ConfigFile:
     if unknown:
       listing = ", ".join(f"`{key}`: {self._values[key]!r}" for key in unknown)
       raise ValueError(
-        f"{self.where} has keys that are not known and may change the result: "
+        f"{self.file} has keys that are not known and may change the result: "
         f"{listing}; remove them there if they do not."
       )

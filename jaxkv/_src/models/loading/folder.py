@@ -28,11 +28,11 @@ _TEXT = re.compile(r"(model\.language_model\.|language_model\.model\.)")
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
   """Reads the configuration and the headers of the tensor files."""
-  where = str(folder / "config.json")
+  file = str(folder / "config.json")
   values = json_object(folder / "config.json")
-  family = family_of(values.get("architectures"), where)
+  family = family_of(values.get("architectures"), file)
   tensors = safetensors_files.open_folder(folder)
-  outer = ConfigFile(values, where)
+  outer = ConfigFile(values, file)
   quantization = outer.table("quantization_config")
   # A multimodal checkpoint: the language model has a table of its own, but some
   # keys of it are outside.
@@ -42,8 +42,8 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
       values.setdefault(key, outer.get(key))
     quantization = values.get("quantization_config") or quantization
     tensors = _text_tensors(tensors)
-  tensors = _dequantized(tensors, quantization, where)
-  config = ConfigFile(values, where, num_tensors=len(tensors))
+  tensors = _dequantized(tensors, quantization, file)
+  config = ConfigFile(values, file, num_tensors=len(tensors))
 
   def weight_map(dtype: Any) -> WeightMap:
     result = family(config, dtype)
@@ -52,7 +52,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
 
   return Checkpoint(
     name=str(folder),
-    dtype=_dtype(values, where),
+    dtype=_dtype(values, file),
     weight_map=weight_map,
     tensors=tensors,
     stop_tokens=stop_tokens(folder, values),
@@ -82,11 +82,11 @@ def stop_tokens(
   return tuple(tokens)
 
 
-def _dtype(values: dict[str, Any], where: str) -> Any:
+def _dtype(values: dict[str, Any], file: str) -> Any:
   name = values.get("dtype") or values.get("torch_dtype") or "float32"
   if name not in _DTYPES:
     raise ValueError(
-      f"`dtype` in {where} must be one of {', '.join(_DTYPES)}, got {name!r}; "
+      f"`dtype` in {file} must be one of {', '.join(_DTYPES)}, got {name!r}; "
       "name one in `load(dtype=)`."
     )
   return jnp.dtype(name)
@@ -106,7 +106,7 @@ def _text_tensors(tensors: Tensors) -> Tensors:
   }
 
 
-def _dequantized(tensors: Tensors, quantization: Any, where: str) -> Tensors:
+def _dequantized(tensors: Tensors, quantization: Any, file: str) -> Tensors:
   if not quantization:
     return tensors
   method = quantization.get("quant_method")
@@ -116,7 +116,7 @@ def _dequantized(tensors: Tensors, quantization: Any, where: str) -> Tensors:
   if method == "fp8" and _is_pair(block):
     return dequantize.fp8_blocks(tensors, (block[0], block[1]))
   raise ValueError(
-    f"`quantization_config` in {where} must be mxfp4, or fp8 with a "
+    f"`quantization_config` in {file} must be mxfp4, or fp8 with a "
     f"`weight_block_size`, got {quantization!r}; load weights that are not "
     "quantized."
   )

@@ -47,7 +47,7 @@ def rope_of(
     interleaved: see `Rope`.
   """
   # A `ConfigFile` of its own, so that unknown keys of the table are refused.
-  settings = ConfigFile(dict(table), f"the rope table of {config.where}")
+  settings = ConfigFile(dict(table), f"the rope table of {config.file}")
   base = settings.number("rope_theta")
   dim = int(head_dim * settings.number("partial_rotary_factor", 1.0))
   settings.only("rope_type", "default", "linear", "llama3", "yarn")
@@ -81,7 +81,7 @@ def llama3_table(
     divisors, expected, rtol=1e-4
   ):
     raise ValueError(
-      f"rope_freqs.weight in {config.where} must hold Llama 3's scaling; use "
+      f"rope_freqs.weight in {config.file} must hold Llama 3's scaling; use "
       "a checkpoint in another format."
     )
   return table

@@ -30,13 +30,13 @@ _FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(architectures: Any, where: str) -> Family:
+def family_of(architectures: Any, file: str) -> Family:
   """Returns the family of the first supported architecture of a config.json."""
   names = architectures if isinstance(architectures, list) else []
   for name in names:
     if name in _FAMILIES:
       return _FAMILIES[name]
   raise ValueError(
-    f"`architectures` in {where} must name one of {', '.join(_FAMILIES)}, got "
+    f"`architectures` in {file} must name one of {', '.join(_FAMILIES)}, got "
     f"{architectures!r}."
   )

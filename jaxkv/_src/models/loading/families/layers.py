@@ -48,11 +48,11 @@ def windows_of(
   # Another type would get no window, and change results silently.
   if len(types) != num_layers or not names.issuperset(types):
     raise ValueError(
-      f"`layer_types` in {config.where} must be {num_layers} of "
+      f"`layer_types` in {config.file} must be {num_layers} of "
       f"{sorted(names)}, got {types!r}."
     )
   if window is None and "sliding_attention" in types:
-    raise ValueError(f"{config.where} lacks `sliding_window`; complete it.")
+    raise ValueError(f"{config.file} lacks `sliding_window`; complete it.")
   return [window if kind == "sliding_attention" else None for kind in types]
 
 

@@ -72,7 +72,7 @@ def _is_full(config: ConfigFile) -> list[bool]:
   types = config.items("layer_types", str, default)
   if len(types) != num_layers or not set(kinds).issuperset(types):
     raise ValueError(
-      f"`layer_types` in {config.where} must be {num_layers} of "
+      f"`layer_types` in {config.file} must be {num_layers} of "
       f"{sorted(kinds)}, got {types!r}."
     )
   return [kinds[kind] for kind in types]
