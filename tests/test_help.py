@@ -52,10 +52,10 @@ def test_of_rollout_lists_every_name_functions_first():
 @pytest.mark.parametrize("name", ["Model", "Process", "Draft"])
 def test_functions_of_users_have_a_signature_and_a_contract(name):
   protocol = getattr(rollout, name)
-  text = inspect.getdoc(protocol.__call__)
+  text = inspect.getdoc(protocol.__call__) or ""
   parameters = [*inspect.signature(protocol.__call__).parameters][1:]
   assert all(f"{parameter}: " in text for parameter in parameters)
-  assert "Returns:" in text and "Callable" not in inspect.getdoc(protocol)
+  assert "Returns:" in text and "Callable" not in protocol.__doc__
 
 
 def test_packages_are_found_and_cost_nothing():

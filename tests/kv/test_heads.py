@@ -88,21 +88,23 @@ def test_each_device_attends_to_its_own_heads(name, monkeypatch):
   kv = jax.jit(memory.write)(kv, filled, 1, *new)
   q = draw(2, rows, columns, HEADS, DIM)
 
-  def step(kv, where, q, heads=None):
+  def step(kv, where, q, head_sharding=None):
     return memory.attend_with_lse(
       kv,
       where,
       1,
       q,
       options=kernels.AttentionOptions(**options),
-      heads=heads,
+      head_sharding=head_sharding,
     )
 
   wanted = jax.jit(step)(kv, where, q)
   mesh = _mesh()
   kv = jax.device_put(kv, NamedSharding(mesh, P(None, "heads")))
   q = jax.device_put(q, NamedSharding(mesh, P(None, None, "heads")))
-  told = jax.jit(functools.partial(step, heads=NamedSharding(mesh, P("heads"))))
+  told = jax.jit(
+    functools.partial(step, head_sharding=NamedSharding(mesh, P("heads")))
+  )
   compiled = told.lower(kv, where, q).compile()
   assert collectives(compiled.as_text()) == {}
   for found, one in zip(told(kv, where, q), wanted, strict=True):
@@ -114,13 +116,15 @@ def test_each_device_attends_to_its_own_heads(name, monkeypatch):
 def test_a_named_axis_is_needed():
   mesh, where = _mesh(), view(_TABLE, _STARTS, [1, 1, 0])
   for spec in (P(), P(None), P(None, "heads")):
-    with pytest.raises(ValueError, match="`heads` must be a NamedSharding ove"):
+    with pytest.raises(
+      ValueError, match="`head_sharding` must be a NamedSharding ove"
+    ):
       memory.attend(
         make(),
         where,
         1,
         draw(0, 3, 1, HEADS, DIM),
-        heads=NamedSharding(mesh, spec),
+        head_sharding=NamedSharding(mesh, spec),
       )
 
 
@@ -142,8 +146,10 @@ def test_kernels_of_four_devices(target, backend):
   def step(kv, where, q):
     new = q[:, :, ::2]
     kv = memory.write(kv, where, 1, new, new)
-    heads = NamedSharding(mesh, P("heads"))
-    return memory.attend(kv, where, 1, q, backend=backend, heads=heads), kv
+    head_sharding = NamedSharding(mesh, P("heads"))
+    return memory.attend(
+      kv, where, 1, q, backend=backend, head_sharding=head_sharding
+    ), kv
 
   def placed(tree, *spec):
     where = NamedSharding(mesh, P(*spec))

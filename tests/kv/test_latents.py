@@ -258,7 +258,9 @@ class TestAround:
       memory.attend, layer=2, options=AttentionOptions(scale=SCALE)
     )
     wanted = step(kv, where, q=q)
-    told = functools.partial(step, heads=NamedSharding(mesh, P("heads")))
+    told = functools.partial(
+      step, head_sharding=NamedSharding(mesh, P("heads"))
+    )
     kv = jax.device_put(kv, NamedSharding(mesh, P()))
     out = jax.jit(lambda kv, q: told(kv, where, q=q))(
       kv, jax.device_put(q, split)

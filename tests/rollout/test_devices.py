@@ -127,7 +127,7 @@ class TestTensorParallel:
   def test_each_device_attends_to_its_own_heads(self, recipe, alone):
     """As kernels need it that XLA cannot split; here the backend is XLA's."""
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
-    names = _ran(*recipe, heads=NamedSharding(mesh, P("model")))
+    names = _ran(*recipe, head_sharding=NamedSharding(mesh, P("model")))
     sequences = _done_without_compiling(names).sequences
     if recipe == _BOTH:
       sequences = devices.merged(sequences)
@@ -214,7 +214,9 @@ class TestArguments:
 
   def test_heads_over_two_axes(self):
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    names = recipes.llama(heads=NamedSharding(mesh, P("x", "y")))
+    names = recipes.llama(head_sharding=NamedSharding(mesh, P("x", "y")))
     state = recipes.begun(names)
-    with pytest.raises(ValueError, match="`heads` must be a NamedSharding"):
+    with pytest.raises(
+      ValueError, match="`head_sharding` must be a NamedSharding"
+    ):
       jax.eval_shape(names["generate"], names["params"], state)

@@ -123,7 +123,7 @@ class TestUpdateWeights:
     assert _gaps(out, _weights(1), 1).max() <= 1e-5
 
   def test_other_policies(self):
-    with pytest.raises(ValueError, match=r"`how` must be one of .*'keep'"):
+    with pytest.raises(ValueError, match=r"`policy` must be one of .*'keep'"):
       rollout.update_weights(_begun(), "forget")
 
   def test_kept_sequences_find_nothing_old(self):

@@ -35,7 +35,7 @@ def attend(
   causal: bool = True,
   exact: bool = False,
   backend: str = "auto",
-  heads: NamedSharding | None = None,
+  head_sharding: NamedSharding | None = None,
 ) -> jax.Array:
   """Computes causal attention of new tokens over their sequences, in one layer.
 
@@ -75,7 +75,7 @@ def attend(
       page size must divide 64; with `xla`, all such sizes agree. `shared` and
       plans are not used; `causal=False` and `tree_mask` are not supported.
     backend: one of `jaxkv.kernels.BACKENDS`.
-    heads: the mesh axis that splits the heads of the pages, such as
+    head_sharding: the mesh axis that splits the heads of the pages, such as
       `NamedSharding(mesh, P("model"))`. Each device then calls the backend with
       its own heads. Without it XLA splits the operations of `xla`, but not the
       kernels of other backends: on GPUs it gathers the pages of all heads, and
@@ -99,7 +99,7 @@ def attend(
     causal=causal,
     exact=exact,
     backend=backend,
-    heads=heads,
+    head_sharding=head_sharding,
   )[0]
 
 
@@ -113,7 +113,7 @@ def attend_with_lse(
   causal: bool = True,
   exact: bool = False,
   backend: str = "auto",
-  heads: NamedSharding | None = None,
+  head_sharding: NamedSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Computes `attend` and the log-sum-exps of its logits.
 
@@ -149,8 +149,8 @@ def attend_with_lse(
     causal=causal,
     exact=exact,
   )
-  if heads is not None:
-    call = _by_head(call, kv, arrays, heads)
+  if head_sharding is not None:
+    call = _by_head(call, kv, arrays, head_sharding)
   return call(kv, view, jnp.asarray(layer, jnp.int32), q, arrays)
 
 
@@ -183,13 +183,13 @@ def _by_head(
   call: Callable[..., Any],
   kv: KVPages,
   arrays: kernels.AttentionOptions,
-  heads: NamedSharding,
+  head_sharding: NamedSharding,
 ) -> Callable[..., Any]:
   """Maps `_attend` over the devices that hold the heads."""
-  axis = heads.spec[0] if len(heads.spec) == 1 else None
+  axis = head_sharding.spec[0] if len(head_sharding.spec) == 1 else None
   if not isinstance(axis, str):
     expected = "a NamedSharding over one mesh axis"
-    arguments.refuse(ValueError, "heads", expected, heads)
+    arguments.refuse(ValueError, "head_sharding", expected, head_sharding)
   by_head = {
     name: P(axis)
     for name in ("sinks", "alibi_slopes")
@@ -203,7 +203,7 @@ def _by_head(
   return jax.shard_map(
     call,
     # Inside another `shard_map`, jax accepts only the mesh in use.
-    mesh=None if axis in outer.axis_names else heads.mesh,
+    mesh=None if axis in outer.axis_names else head_sharding.mesh,
     in_specs=(pages, P(), P(), columns, options),
     out_specs=columns,
     axis_names={axis},

@@ -83,8 +83,8 @@ Then:
 A GPU or TPU needs more: the compiler splits attention of `backend="xla"`, but
 not the kernels of other backends. For those, say how heads are split: to
 `jaxkv.kv.attend` in a model of your own, to `jaxkv.models.forward` with
-`heads=NamedSharding(mesh, P("model"))`. If an output layer is split by its
-vocabulary, gather the logits in the model:
+`head_sharding=NamedSharding(mesh, P("model"))`. If an output layer is split by
+its vocabulary, gather the logits in the model:
 `jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P()))`. Otherwise
 the sampler communicates about twenty times in each step.
 

@@ -36,7 +36,7 @@ _AnyView = View | PackedView
 
 
 @functools.partial(
-  jax.jit, static_argnames=("config", "logits", "backend", "heads")
+  jax.jit, static_argnames=("config", "logits", "backend", "head_sharding")
 )
 def forward(
   params: Params,
@@ -50,7 +50,7 @@ def forward(
   config: Decoder,
   logits: LogitSelection = "all",
   backend: str = "auto",
-  heads: jax.sharding.NamedSharding | None = None,
+  head_sharding: jax.sharding.NamedSharding | None = None,
   experts: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
   """Runs tokens through the decoder with keys and values in pages.
@@ -83,7 +83,7 @@ def forward(
       "last", the token at `view.counts[b] - 1` (meaningless for a row with
       count 0); or "none", for all but the last chunk of a prompt.
     backend: static; see `jaxkv.kv.attend`.
-    heads: static; see `jaxkv.kv.attend`.
+    head_sharding: static; see `jaxkv.kv.attend`.
     experts: see `forward_uncached`. With `kv` from `init_kv(experts=True)` the
       call also records the experts of each token there.
 
@@ -127,7 +127,7 @@ def forward(
   if is_decode and not is_exact(config):
     views = _with_shared_pages(pools, views, config)
   access = kv_access.PagedKV(
-    views, backend, heads, experts, is_exact(config), token_wise(config)
+    views, backend, head_sharding, experts, is_exact(config), token_wise(config)
   )
   selection = logits if columns is None else columns
   out, pools = all_logits.run(

@@ -77,7 +77,7 @@ class PagedKV:
   Attributes:
     views: a view per layer group.
     backend: see `jaxkv.kv.attend`.
-    heads: see `jaxkv.kv.attend`.
+    head_sharding: see `jaxkv.kv.attend`.
     experts: see `UncachedKV`.
     exact: see `jaxkv.kv.attend`.
     token_wise: see `numerics.token_wise`.
@@ -85,7 +85,7 @@ class PagedKV:
 
   views: tuple[AnyView, ...]
   backend: str
-  heads: jax.sharding.NamedSharding | None
+  head_sharding: jax.sharding.NamedSharding | None
   experts: jax.Array | None
   exact: bool
   token_wise: TokenWise
@@ -106,7 +106,7 @@ class PagedKV:
       options=kernels.AttentionOptions(**_options(mixer)),
       exact=self.exact,
       backend=self.backend,
-      heads=self.heads,
+      head_sharding=self.head_sharding,
     )
     return out, _with_pool(pools, location.pool, pool)
 

@@ -21,7 +21,7 @@ Policy = Literal["recompute", "keep", "drop"]
 
 
 def update_weights(
-  state: RolloutState, how: Policy = "recompute"
+  state: RolloutState, policy: Policy = "recompute"
 ) -> RolloutState:
   """Says that the weights change: later calls of `generate` have new ones.
 
@@ -29,7 +29,7 @@ def update_weights(
   found any more, by this rollout or a later one of the same cache.
   `Generated.versions` says which version drew each token.
 
-  | `how`       | unfinished sequences                                      |
+  | `policy`    | unfinished sequences                                      |
   |-------------|-----------------------------------------------------------|
   | "recompute" | keep their tokens; all K/V is computed with new weights   |
   | "keep"      | those that run go on with the K/V that they have          |
@@ -40,27 +40,27 @@ def update_weights(
 
   Args:
     state: the rollout.
-    how: static; what becomes of unfinished sequences.
+    policy: static; what becomes of unfinished sequences.
 
   Returns:
     The rollout.
 
   Raises:
-    ValueError: `how` is something else.
+    ValueError: `policy` is something else.
   """
-  if how not in get_args(Policy):
+  if policy not in get_args(Policy):
     known = ", ".join(map(repr, get_args(Policy)))
-    raise ValueError(f"`how` must be one of {known}, got {how!r}.")
-  return _update_weights(state, how)
+    raise ValueError(f"`policy` must be one of {known}, got {policy!r}.")
+  return _update_weights(state, policy)
 
 
 @jax.jit(static_argnums=1)
-def _update_weights(state: RolloutState, how: Policy) -> RolloutState:
+def _update_weights(state: RolloutState, policy: Policy) -> RolloutState:
   state = sharding.match_varying_axes(state)
   none, slots = state.sequences.length.shape[0], state.running.shape[0]
-  if how != "keep":
+  if policy != "keep":
     state = leave_slots(state, jnp.ones((slots,), bool))
-  if how == "drop":
+  if policy == "drop":
     waits = state.sequences.status == queue.SequenceStatus.WAITING
     state = dataclasses.replace(
       state,
