@@ -43,12 +43,12 @@ _FILTERS = {
 
 _SETTINGS = {
   "the stop token of all is allowed": (
-    "penalties:_banned",
+    "penalties:_banned_tokens",
     given(history=lambda g: g.history._replace(stop_token=-1)),
     _PENALTIES + "TestByHand",
   ),
   "every bad word is begun": (
-    "penalties:_begun",
+    "penalties:_completed_words",
     returned(lambda out, g: out | True),
     _PENALTIES + "TestByHand",
   ),

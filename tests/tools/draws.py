@@ -29,7 +29,7 @@ def probabilities(logits, sampling):
   """
   logits = as_logits(logits)
   weights = drawing._weights(logits, sampling)
-  some = weights.kept()
+  some = weights.filtered()
   some = some / reductions.sums(some)[:, None]
   if weights.greedy is None:
     return some

@@ -1,18 +1,15 @@
-"""Which tokens are likely enough to be drawn: min-p, top-k and top-p.
+"""Filters unlikely tokens: min-p, top-k and top-p.
 
-A row has a weight for each token, 1 for the most likely one, in proportion to
-their probabilities. What is kept are the tokens above some weight, the cutoff,
-so nothing is sorted. The cutoff of top-k and that of top-p are searched for in
-the same way: each token counts for a number, 1 for top-k and its probability
-for top-p, and the tokens that are kept are the fewest heaviest ones whose sum
-is large enough.
+Each token of a row has a weight proportional to its probability; the most
+likely token has weight 1. A filter keeps the tokens whose weight is at least a
+cutoff, so nothing is sorted. Top-k and top-p share one search: it finds the
+highest cutoff at which the amounts of the kept tokens reach a target. A token's
+amount is 1 for top-k, and its probability in units of 2**-30 for top-p.
 
-Weights are searched by their bits, for numbers that are not negative have the
-order of their bits. A trip of the search reads all weights once and cuts the
-interval into four. It ends when no row has two different tokens left in its
-interval, after some ten trips. Sums are of integers: they are exact in any
-order, and XLA vectorizes several of them at once on a CPU, which it does not do
-for floats. Probabilities are counted in units of 2**-30.
+The search bisects the bits of the weights, because non-negative floats sort
+like their bits. An iteration reads all weights once and splits the interval in
+four. It ends after about ten iterations, when the interval of each row contains
+at most one distinct weight.
 """
 
 from collections.abc import Callable
@@ -26,14 +23,14 @@ from jax import lax
 from jaxkv._src.arrays import sharding
 from jaxkv._src.sampling import reductions
 
-_WHOLE = 2**30
-"""A probability of 1; the bits of the weight 2.0."""
+_ONE = 2**30
+"""The probability 1 in units of 2**-30, and the bits of the weight 2.0."""
 
-_NOTHING = 2**26
-"""The bits of a weight that is never drawn, some 1e-36."""
+_NEVER_DRAWN = 2**26
+"""The bits of a weight of about 1e-36, too small to be drawn."""
 
 _IN_CACHE = 2**18
-"""Weights that a core of a CPU has in its cache."""
+"""The number of weights that fit in the cache of a CPU core."""
 
 
 def cutoff(
@@ -43,71 +40,75 @@ def cutoff(
   top_k: Array | None = None,
   top_p: Array | None = None,
 ) -> Array:
-  """The least weight of a token that may be drawn.
+  """Returns the lowest weight that each row may draw.
 
-  Min-p is applied first, then top-k, then top-p. Top-p counts probabilities of
-  the tokens that the other two keep. Equal weights are all kept or all left
-  out, so more tokens than `top_k` may be kept, and more probability than
-  `top_p`. A row in which a weight is NaN gets some cutoff.
+  Applies min-p, then top-k, then top-p. Top-p normalizes over the tokens that
+  the first two keep. Tokens of equal weight are kept or dropped together, so a
+  row may keep more than `top_k` tokens. A row with a NaN gets an arbitrary
+  cutoff.
 
   Args:
     weights: float32[R, V], 0 .. 1, with a 1 in every row.
-    min_p: float32[R], the least weight; 0 for all.
-    top_k: int32[R], how many tokens to keep; below 1, or V and more, for all.
-    top_p: float32[R], their probability; 1 and more for all.
+    min_p: float32[R], the lowest weight to keep; 0 keeps all.
+    top_k: int32[R], the number of tokens to keep; values below 1 or from V on
+      keep all.
+    top_p: float32[R], the probability to keep; 1 and above keeps all.
 
   Returns:
-    float32[R]; 0 if nothing is asked for.
+    float32[R], 0 if no filter applies.
 
   Examples:
     >>> weights = jnp.asarray([[0.25, 1.0, 0.5, 0.125]])
-    >>> least = cutoff(weights, top_k=jnp.asarray([2], jnp.int32))
-    >>> (weights >= least[:, None]).tolist()
+    >>> lowest = cutoff(weights, top_k=jnp.asarray([2], jnp.int32))
+    >>> (weights >= lowest[:, None]).tolist()
     [[False, True, True, False]]
   """
   weights, min_p, top_k, top_p = sharding.match_varying_axes(
     (weights, min_p, top_k, top_p)
   )
-  least = _weight(_bits(weights[:, 0]) & 0) if min_p is None else min_p
-  searched = least < 0
+  # Zeros by way of `weights`, so that they vary over the same mesh axes.
+  lower_bound = _weight(_bits(weights[:, 0]) & 0) if min_p is None else min_p
+  needs_search = lower_bound < 0
   if top_k is not None:
-    searched |= (top_k > 0) & (top_k < weights.shape[1])
+    needs_search |= (top_k > 0) & (top_k < weights.shape[1])
   if top_p is not None:
-    searched |= top_p < 1
+    needs_search |= top_p < 1
   if top_k is None and top_p is None:
-    return least
+    return lower_bound
+  # The search is skipped at run time if every row has its filters turned off.
   return lax.cond(
-    jnp.any(searched),
-    lambda: _search_in_parts(weights, least, top_k, top_p),
-    lambda: least,
+    jnp.any(needs_search),
+    lambda: _search_in_parts(weights, lower_bound, top_k, top_p),
+    lambda: lower_bound,
   )
 
 
 def _search_in_parts(
-  weights: Array, least: Array, top_k: Array | None, top_p: Array | None
+  weights: Array, lower_bound: Array, top_k: Array | None, top_p: Array | None
 ) -> Array:
-  """Like `_search_cutoff`, a few rows at a time if there are many weights."""
-  arrays = weights, least, top_k, top_p
+  """Calls `_search_cutoff`, on a CPU for a few rows at a time."""
+  arrays = weights, lower_bound, top_k, top_p
   rows, size = weights.shape
-  some = max(1, _IN_CACHE // size)
-  if rows <= 2 * some:
+  rows_per_batch = max(1, _IN_CACHE // size)
+  if rows <= 2 * rows_per_batch:
     return _search_cutoff(*arrays)
 
-  def one(row: tuple[Array, ...]) -> Array:
+  def search_row(row: tuple[Array, ...]) -> Array:
     return _search_cutoff(*jax.tree.map(lambda array: array[None], row))[0]
 
-  # From memory a CPU reads slower than it sums: a few rows stay in its cache.
+  # A search reads the weights about ten times, and a CPU sums faster than it
+  # reads from memory. A few rows stay in its cache.
   return lax.platform_dependent(
     *arrays,
-    cpu=lambda *arrays: lax.map(one, arrays, batch_size=some),
+    cpu=lambda *arrays: lax.map(search_row, arrays, batch_size=rows_per_batch),
     default=_search_cutoff,
   )
 
 
 def _search_cutoff(
-  weights: Array, least: Array, top_k: Array | None, top_p: Array | None
+  weights: Array, lower_bound: Array, top_k: Array | None, top_p: Array | None
 ) -> Array:
-  bits = _bits(least)
+  bits = _bits(lower_bound)
   if top_k is not None:
     bits = _keep_count(weights, bits, top_k)
   if top_p is not None:
@@ -123,31 +124,37 @@ def _weight(bits: Array) -> Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _keep_count(weights: Array, least: Array, top_k: Array) -> Array:
-  """The cutoff of top-k, or `least` where that is higher."""
-  one = jnp.int32(1)
+def _keep_count(weights: Array, lower_bound: Array, top_k: Array) -> Array:
+  """Returns the bits of the top-k cutoff, at least `lower_bound`."""
+  unit = jnp.int32(1)
   active = (top_k > 0) & (top_k < weights.shape[1])
-  found = _search(
-    weights, one, lambda _: one, least & 0, jnp.maximum(top_k, 1), active
+  cutoff = _search(
+    weights,
+    unit,
+    lambda _: unit,
+    lower_bound & 0,
+    jnp.maximum(top_k, 1),
+    active,
   )
-  return jnp.maximum(least, found)
+  return jnp.maximum(lower_bound, cutoff)
 
 
-def _keep_mass(weights: Array, least: Array, top_p: Array) -> Array:
-  """The cutoff of top-p among the weights from `least` on."""
+def _keep_mass(weights: Array, lower_bound: Array, top_p: Array) -> Array:
+  """Returns the bits of the top-p cutoff among weights >= `lower_bound`."""
 
   def search() -> Array:
-    kept = jnp.where(weights >= _weight(least)[:, None], weights, 0)
-    unit = _WHOLE / reductions.sums(kept)
-    amounts = _units(kept, unit[:, None])
+    survivors = jnp.where(weights >= _weight(lower_bound)[:, None], weights, 0)
+    unit = _ONE / reductions.sums(survivors)
+    amounts = _units(survivors, unit[:, None])
 
-    def own(lightest: Array) -> Array:
+    def amount_of(lightest: Array) -> Array:
       return _units(_weight(lightest), unit)
 
-    wanted = jnp.maximum((top_p * _WHOLE).astype(jnp.int32), 1)
-    return _search(weights, amounts, own, least, wanted, top_p < 1)
+    # At least 1: a target of 0 would be reached by no token at all.
+    target = jnp.maximum((top_p * _ONE).astype(jnp.int32), 1)
+    return _search(weights, amounts, amount_of, lower_bound, target, top_p < 1)
 
-  return lax.cond(jnp.any(top_p < 1), search, lambda: least)
+  return lax.cond(jnp.any(top_p < 1), search, lambda: lower_bound)
 
 
 def _units(weights: Array, unit: Array) -> Array:
@@ -157,60 +164,60 @@ def _units(weights: Array, unit: Array) -> Array:
 def _search(
   weights: Array,
   amounts: Array,
-  own: Callable[[Array], Array],
-  least: Array,
-  wanted: Array,
+  amount_of: Callable[[Array], Array],
+  lower_bound: Array,
+  target: Array,
   active: Array,
 ) -> Array:
-  """The highest cutoff from which on the amounts sum to what is wanted.
+  """Finds the highest cutoff at which the kept amounts reach a target.
 
   Args:
     weights: float32[R, V].
-    amounts: int32[R, V] or int32[], what each token counts for; not less for
-      heavier tokens.
-    own: takes the bits of weights, and gives what each of them counts for.
-    least: int32[R], a cutoff that is low enough.
-    wanted: int32[R], at least 1.
-    active: bool[R]; other rows keep `least`.
+    amounts: int32[R, V] or int32[], the amount of each token; it must not
+      decrease with the weight.
+    amount_of: maps the bits of weights, int32[R], to their amounts.
+    lower_bound: int32[R], the bits of a cutoff that reaches the target.
+    target: int32[R], at least 1.
+    active: bool[R], the rows to search; others return `lower_bound`.
 
   Returns:
     int32[R], the bits of the cutoff.
   """
-  # The sum from `low` on is at least what is wanted; from `high` on, less.
-  high = jnp.where(active, jnp.int32(_WHOLE), least)
+  # Invariant: amounts from `low` on reach the target, from `high` on they do
+  # not. No weight is 2.0, so the first `high` keeps no token.
+  high = jnp.where(active, jnp.int32(_ONE), lower_bound)
 
   def trip(loop: tuple[Array, Array]) -> tuple[Array, Array]:
     low, high = loop
     pivots = _pivots(low, high)
     sums = _sums(weights, amounts, pivots)
     total = jnp.full_like(low, 2**31 - 1)
-    for pivot, found in zip(pivots, sums, strict=True):
-      enough = found >= wanted
-      low = jnp.where(enough, pivot, low)
-      total = jnp.where(enough, found, total)
-    for pivot, found in zip(pivots[::-1], sums[::-1], strict=True):
-      high = jnp.where(found < wanted, pivot, high)
-    # Without the lightest of them there is too little, or in any case: as where
-    # few tokens are left to draw.
-    done = (total - own(low) < wanted) | (high <= _NOTHING)
+    for pivot, total_of_pivot in zip(pivots, sums, strict=True):
+      reaches_target = total_of_pivot >= target
+      low = jnp.where(reaches_target, pivot, low)
+      total = jnp.where(reaches_target, total_of_pivot, total)
+    for pivot, total_of_pivot in zip(pivots[::-1], sums[::-1], strict=True):
+      high = jnp.where(total_of_pivot < target, pivot, high)
+    # Stop if all tokens from `low` on are needed: without the lightest, whose
+    # amount is at least that of `low`, they would miss the target. Stop too if
+    # only negligible weights are left, as when fewer than `top_k` are above 0.
+    done = (total - amount_of(low) < target) | (high <= _NEVER_DRAWN)
     return low, jnp.where(done, low, high)
 
   return lax.while_loop(
     lambda loop: jnp.any(loop[0] + 1 < loop[1]),
     trip,
-    sharding.match_varying_axes((least, high)),
+    sharding.match_varying_axes((lower_bound, high)),
   )[0]
 
 
 def _pivots(low: Array, high: Array) -> list[Array]:
-  """Bits of three weights between two, int32[R] each, ascending.
-
-  From 0 on, an interval has 128 powers of two, and the cutoff is most often one
-  of the last few: so first there are two weights near its end, and one to see
-  whether that many tokens have a weight at all.
-  """
+  """Returns the bits of three pivots in low .. high, ascending, int32[R]."""
   size = high - low
   step = (size >> 2) + 1
+  # Bits from 0 on span 128 powers of two, and the cutoff is mostly among the
+  # last few. The first iteration therefore tests two pivots near the upper end,
+  # and a low one that tells if enough tokens have any weight.
   uneven = low + (size >> 5), high - (size >> 4) - 2, high - (size >> 6) - 2
   return [
     jnp.clip(jnp.where(low > 0, low + step * number, first + 1), low, high)
@@ -221,7 +228,9 @@ def _pivots(low: Array, high: Array) -> list[Array]:
 def _sums(
   weights: Array, amounts: Array, pivots: list[Array]
 ) -> tuple[Any, ...]:
-  """For each pivot the sum of the amounts from it on, int32[R], in one pass."""
+  """Returns for each pivot the sum of the amounts >= it, int32[R] each."""
+  # One variadic reduction reads the weights once. Integer sums are exact in any
+  # order, and XLA vectorizes several at once on a CPU, unlike float sums.
   zero = jnp.int32(0)
   parts = [
     jnp.where(weights >= _weight(pivot)[:, None], amounts, zero)
@@ -229,6 +238,6 @@ def _sums(
   ]
 
   def add(left: tuple[Array, ...], right: tuple[Array, ...]) -> Any:
-    return tuple(one + other for one, other in zip(left, right, strict=True))
+    return tuple(x + y for x, y in zip(left, right, strict=True))
 
   return lax.reduce(tuple(parts), (zero,) * len(parts), add, (1,))

@@ -1,4 +1,4 @@
-"""Logits as a model returns them: checked when traced, and cast to float32."""
+"""Checks the logits that a model returns, and casts them to float32."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _FROM_MODEL = ", as `model` returns them"
 
 
 def as_logits(logits: Array) -> Array:
-  """Casts logits to float32, whatever width the model computes in.
+  """Casts logits of any float width to float32.
 
   Raises:
     TypeError: they are not floats.
@@ -21,7 +21,7 @@ def as_logits(logits: Array) -> Array:
 
 
 def check_logits(logits: Any, rows: int) -> None:
-  """Raises unless logits are [B, V] for B rows.
+  """Checks that logits are floats [B, V] for B rows.
 
   Raises:
     TypeError: they are not floats.
@@ -32,7 +32,7 @@ def check_logits(logits: Any, rows: int) -> None:
 
 
 def check_all_logits(logits: Any, columns: int) -> None:
-  """Raises ValueError unless logits are [1, C, V] for C columns."""
+  """Checks that logits are [1, C, V] for C columns; raises ValueError."""
   meaning = ", as the model of `all_logits` returns"
   check_shape("logits", logits, (1, columns, "V"), meaning)
 

@@ -1,4 +1,4 @@
-"""Lists of different lengths, as padded arrays."""
+"""Converts nested lists of different lengths to padded arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,16 +16,16 @@ _ONE_EACH = ", one list for each sequence"
 
 
 def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
-  """A list for each sequence, of a list for each or of one list for all.
+  """Returns one list for each sequence; repeats a list shared by all.
 
   Args:
     name: the argument's name, for messages.
-    value: nested lists.
+    value: one list for all sequences, or a list with one for each.
     total: Q, the number of sequences.
-    depth: how deep the list of one sequence is nested.
+    depth: the nesting depth of the list of one sequence.
 
   Raises:
-    TypeError: the lists are nested in another way.
+    TypeError: the nesting depth is another one.
     ValueError: the number of lists is not Q.
   """
   if _is_nested(value, depth + 1) and len(value):
@@ -45,14 +45,14 @@ def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
 
 
 def _is_nested(value: Any, depth: int) -> bool:
-  """Whether a value is lists of lists, so deep; 0 for no list."""
+  """True if all leaves of nested lists are at this depth; 0: not a list."""
   if not isinstance(value, list | tuple | np.ndarray):
     return depth == 0
   return depth > 0 and all(_is_nested(item, depth - 1) for item in value)
 
 
 def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
-  """int32[Q, X]: lists of tokens, padded with -1 at the end; X is at least 1.
+  """Pads lists of tokens with -1 at the end, to int32[Q, X] with X >= 1.
 
   Raises:
     TypeError: a token is not an integer.
@@ -66,7 +66,7 @@ def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
 
 
 def padded_words(name: str, lists: list[Any]) -> np.ndarray:
-  """int32[Q, X, Y]: words of some tokens, padded with -1 at the front.
+  """Pads words with -1 at the front, to int32[Q, X, Y].
 
   Raises:
     TypeError: a token is not an integer.
@@ -76,33 +76,32 @@ def padded_words(name: str, lists: list[Any]) -> np.ndarray:
   width = max([1, *(len(word) for words in lists for word in words)])
   out = np.full((len(lists), count, width), PADDING, np.int32)
   for row, words in enumerate(lists):
-    for place, word in enumerate(words):
-      label = f"{name}[{row}][{place}]"
+    for index, word in enumerate(words):
+      label = f"{name}[{row}][{index}]"
       if not len(word):
         raise ValueError(f"`{label}` must have a token, got an empty list.")
-      out[row, place, width - len(word) :] = _tokens(label, word)
+      out[row, index, width - len(word) :] = _tokens(label, word)
   return out
 
 
 def padded_biases(
   name: str, value: Any, total: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The tokens and numbers of dictionaries: int32[Q, X], float64[Q, X].
+  """Converts dictionaries to tokens int32[Q, X] and biases float64[Q, X].
 
   Args:
     name: the argument's name, for messages.
-    value: a dictionary for all sequences, or a list of one for each.
+    value: a dictionary for all sequences, or a list with one for each.
     total: Q, the number of sequences.
 
   Raises:
-    TypeError: it is something else, a token is not an integer, or a number is
-      not real.
+    TypeError: it is neither, a token is not an integer, or a bias is not real.
     ValueError: the number of dictionaries is not Q, or a token is negative.
   """
   if isinstance(value, Mapping):
     value = [value] * total
   if not isinstance(value, list | tuple) or not all(
-    isinstance(one, Mapping) for one in value
+    isinstance(biases, Mapping) for biases in value
   ):
     raise TypeError(
       f"`{name}` must be a dictionary of tokens and numbers, or a list with "
@@ -113,24 +112,24 @@ def padded_biases(
       f"`{name}` must have {total} dictionaries, one for each sequence, got "
       f"{len(value)}."
     )
-  tokens = padded_tokens(name, [list(one) for one in value])
+  tokens = padded_tokens(name, [list(biases) for biases in value])
   numbers = np.zeros(tokens.shape)
-  for row, one in enumerate(value):
-    values = np.asarray(list(one.values()))
-    if one and values.dtype.kind not in "fiu":
+  for row, biases in enumerate(value):
+    values = np.asarray(list(biases.values()))
+    if biases and values.dtype.kind not in "fiu":
       raise TypeError(
         f"`{name}[{row}]` must hold real numbers, got {values.dtype}."
       )
-    numbers[row, : len(one)] = values
+    numbers[row, : len(biases)] = values
   return tokens, numbers
 
 
 def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
-  """int32 of a rank, of an array for each sequence or of one for all.
+  """Converts an array of all sequences, or of each, to int32 with Q rows.
 
   Raises:
     TypeError: the array does not hold integers.
-    ValueError: it has another rank, or not Q rows.
+    ValueError: it has neither `rank` axes and Q rows nor `rank - 1` axes.
   """
   tokens = as_int32(name, value)
   if tokens.ndim == rank - 1:

@@ -1,4 +1,4 @@
-"""Logits of each sequence, changed by its settings before a token is drawn."""
+"""Applies the settings of each sequence to its logits before sampling."""
 
 from typing import NamedTuple
 
@@ -12,24 +12,24 @@ from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.settings import Sampling
 
 _IN_PROMPT = 1 << 15
-"""The bit of `seen` for tokens of the prompt; the others are a count."""
+"""The bit of `seen` that marks tokens of the prompt; the others are a count."""
 
-_MOST = _IN_PROMPT - 1
-_HIGHEST = float(np.finfo(np.float32).max)
-_CHUNK = 2**16 - 1
-"""Columns whose tokens can be counted in 16 bits."""
+_MAX_COUNT = _IN_PROMPT - 1
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_CHUNK_COLUMNS = 2**16 - 1
+"""The most columns whose token counts fit 16 bits."""
 
 
 class History(NamedTuple):
-  """What the sequences of R rows have drawn so far.
+  """The tokens that R sequences have so far, as `adjust` needs them.
 
   Attributes:
-    counts: int32[R], tokens drawn in this turn.
-    seen: uint16[R, V], which tokens occur, see `seen_in`; None without
+    counts: int32[R], the number of tokens drawn in this turn.
+    seen: uint16[R, V], occurrences of each token, see `seen_in`; None without
       penalties.
-    last_tokens: int32[R, Y - 1], see `last_tokens_of`; None without words of
-      several tokens.
-    stop_token: the stop token of all sequences; -1 for none.
+    last_tokens: int32[R, Y - 1], see `last_tokens_of`; None without bad words
+      of several tokens.
+    stop_token: the stop token of all sequences; -1 if there is none.
   """
 
   counts: Array
@@ -39,7 +39,7 @@ class History(NamedTuple):
 
 
 def needs_seen(sampling: Sampling) -> bool:
-  """Whether `adjust` needs `History.seen`: there are penalties."""
+  """True if a penalty is set, so `adjust` needs `History.seen`."""
   return any(
     penalty is not None
     for penalty in (
@@ -51,7 +51,7 @@ def needs_seen(sampling: Sampling) -> bool:
 
 
 def num_last_tokens(sampling: Sampling) -> int:
-  """The number of last tokens that `adjust` needs, Y - 1 for words of Y."""
+  """Returns the number of last tokens that `adjust` needs: Y - 1."""
   words = sampling.bad_words
   return 0 if words is None else words.shape[2] - 1
 
@@ -59,16 +59,16 @@ def num_last_tokens(sampling: Sampling) -> int:
 def last_tokens_of(
   tokens: Array, numbers: Array, lengths: Array, count: int
 ) -> Array:
-  """The last tokens of some sequences, -1 before the first.
+  """Gathers the last tokens of R sequences; -1 before the first token.
 
   Args:
-    tokens: int32[Q, W], of all sequences.
-    numbers: int32[R], those of the rows; any other number for none.
-    lengths: int32[R], how many tokens they have.
-    count: X, how many to take.
+    tokens: int32[Q, W], the tokens of all sequences.
+    numbers: int32[R], the sequence of each row; out of range for an empty row.
+    lengths: int32[R], the number of tokens of each row's sequence.
+    count: X, the number of tokens to take.
 
   Returns:
-    int32[R, X]; the last token is in the last place.
+    int32[R, X]; the last token is in the last column.
 
   Examples:
     >>> tokens = jnp.asarray([[4, 5, 6, 0]], jnp.int32)
@@ -83,18 +83,18 @@ def last_tokens_of(
 def seen_in(
   tokens: Array, lengths: Array, drawn: Array, *, vocab_size: int
 ) -> Array:
-  """Which tokens occur in sequences, and how often they were drawn.
+  """Counts the occurrences of each token in the sequences.
 
   Args:
     tokens: int32[R, W].
-    lengths: int32[R], how many of them are there.
-    drawn: bool[R, W], which of them the sequence has drawn itself. The others
+    lengths: int32[R], the number of tokens in each row.
+    drawn: bool[R, W], True for tokens that the sequence has drawn. The others
       count as tokens of the prompt.
     vocab_size: V.
 
   Returns:
     uint16[R, V]. The lower 15 bits count the times that a token was drawn, up
-    to 32,767. The highest one is set if it occurs in the prompt.
+    to 32,767. The highest bit is set if the token occurs in the prompt.
 
   Examples:
     >>> tokens = jnp.asarray([[3, 1, 1, 1]], jnp.int32)
@@ -104,56 +104,64 @@ def seen_in(
     ([[0, 1, 0, 1]], [[0, 2, 0, 0]])
   """
   rows, width = tokens.shape
-  there = indexing.between(jnp.zeros_like(lengths), lengths, width)
-  # One number counts both kinds of tokens, so they are scattered once.
-  once = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
-  column = jnp.where(there, tokens, indexing.NOWHERE)
+  is_token = indexing.between(jnp.zeros_like(lengths), lengths, width)
+  # One scatter counts both kinds: drawn tokens in the lower 16 bits, tokens of
+  # the prompt in the upper 16. Chunks of columns keep the halves from carrying.
+  increments = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
+  column = jnp.where(is_token, tokens, indexing.NOWHERE)
   row = _rows(tokens)
-  seen = jnp.zeros((rows, vocab_size), jnp.uint16)
-  for begin in range(0, width, _CHUNK):
-    part = slice(begin, begin + _CHUNK)
-    both = jnp.zeros((rows, vocab_size), jnp.uint32)
-    both = indexing.add(both, row, column[:, part], values=once[:, part])
-    count = (both & jnp.uint32(_CHUNK)) + (seen & _MOST).astype(jnp.uint32)
-    prompt = (both > _CHUNK) | (seen >= _IN_PROMPT)
-    seen = jnp.minimum(count, jnp.uint32(_MOST)).astype(jnp.uint16)
-    seen = jnp.where(prompt, seen | jnp.uint16(_IN_PROMPT), seen)
-  return seen
+  occurrences = jnp.zeros((rows, vocab_size), jnp.uint16)
+  for begin in range(0, width, _CHUNK_COLUMNS):
+    part = slice(begin, begin + _CHUNK_COLUMNS)
+    packed_counts = jnp.zeros((rows, vocab_size), jnp.uint32)
+    packed_counts = indexing.add(
+      packed_counts, row, column[:, part], values=increments[:, part]
+    )
+    count = (packed_counts & jnp.uint32(_CHUNK_COLUMNS)) + (
+      occurrences & _MAX_COUNT
+    ).astype(jnp.uint32)
+    prompt = (packed_counts > _CHUNK_COLUMNS) | (occurrences >= _IN_PROMPT)
+    occurrences = jnp.minimum(count, jnp.uint32(_MAX_COUNT)).astype(jnp.uint16)
+    occurrences = jnp.where(
+      prompt, occurrences | jnp.uint16(_IN_PROMPT), occurrences
+    )
+  return occurrences
 
 
-def see(seen: Array, tokens: Array, mask: Array) -> Array:
-  """Counts a token that each row has drawn.
+def see(occurrences: Array, tokens: Array, mask: Array) -> Array:
+  """Adds one drawn token of each row to the counts of `seen_in`.
 
   Args:
-    seen: uint16[R, V].
+    occurrences: uint16[R, V].
     tokens: int32[R].
-    mask: bool[R], rows that have drawn one.
+    mask: bool[R], True for rows that have drawn a token.
   """
-  row = jnp.arange(seen.shape[0], dtype=jnp.int32)
-  before = indexing.take(seen, row, tokens)
-  full = (before & jnp.uint16(_MOST)) == jnp.uint16(_MOST)
-  place = indexing.where_valid(mask & ~full, tokens)
-  return indexing.put(seen, row, place, values=before + jnp.uint16(1))
+  row = jnp.arange(occurrences.shape[0], dtype=jnp.int32)
+  count = indexing.take(occurrences, row, tokens)
+  # A full count stays: one more would carry into the bit of the prompt.
+  is_full = (count & jnp.uint16(_MAX_COUNT)) == jnp.uint16(_MAX_COUNT)
+  column = indexing.where_valid(mask & ~is_full, tokens)
+  return indexing.put(occurrences, row, column, values=count + jnp.uint16(1))
 
 
 def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
-  """Logits with all that the settings change, but for the temperature.
+  """Applies biases, bans and penalties to the logits.
 
-  In this order: `logit_bias`, `min_tokens`, `bad_words`, `repetition_penalty`,
-  `frequency_penalty`, `presence_penalty`. `sampling.draw` does the rest.
-  Finite logits stay finite unless a token is banned: what would overflow
-  becomes the float32 of the largest magnitude.
+  The order is `logit_bias`, `min_tokens`, `bad_words`, `repetition_penalty`,
+  `frequency_penalty`, `presence_penalty`. `sample.draw` applies the other
+  settings. The logits of banned tokens become -inf. Other finite logits stay
+  finite: a value that would overflow is clipped to the float32 range.
 
   Args:
     logits: floats [R, V].
-    sampling: of these R rows, see `settings.rows`.
-    history: what the rows have drawn so far.
+    sampling: settings of these R rows, see `settings.rows`.
+    history: the tokens of the rows so far.
 
   Returns:
-    float32[R, V]; the logits themselves if nothing changes them.
+    float32[R, V]; the same array if no setting changes it.
 
   Raises:
-    ValueError: `history` lacks something that the settings need.
+    ValueError: `history` lacks a field that the settings need.
   """
   logits = as_logits(logits)
   bias = sampling.logit_bias
@@ -161,81 +169,89 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
     # Bans come after all sums: an overflow plus -inf would be NaN.
     values = jnp.where(bias.values == -jnp.inf, 0, bias.values)
     biased = indexing.add(logits, _rows(logits), bias.tokens, values=values)
-    logits = _saturated(biased, logits)
-  banned = _banned(sampling, history)
+    logits = _saturate(biased, logits)
+  banned = _banned_tokens(sampling, history)
   if banned:
     tokens = jnp.concatenate(banned, axis=1)
     logits = indexing.put_min(
       logits, _rows(logits), tokens, values=jnp.float32(-jnp.inf)
     )
-  return _penalized(logits, sampling, history.seen)
+  return _penalize(logits, sampling, history.seen)
 
 
 def _rows(matrix: Array) -> Array:
-  """The index of each row, int32[R, 1]."""
+  """Returns the index of each row, int32[R, 1]."""
   return jnp.arange(matrix.shape[0], dtype=jnp.int32)[:, None]
 
 
-def _saturated(logits: Array, before: Array) -> Array:
-  """Logits without overflow, but for those that were not finite before."""
+def _saturate(logits: Array, original: Array) -> Array:
+  """Clips logits to the float32 range where they were finite originally."""
   return jnp.where(
-    jnp.isfinite(before), jnp.clip(logits, -_HIGHEST, _HIGHEST), logits
+    jnp.isfinite(original),
+    jnp.clip(logits, -_FLOAT32_MAX, _FLOAT32_MAX),
+    logits,
   )
 
 
-def _banned(sampling: Sampling, history: History) -> list[Array]:
-  """The tokens that must not be drawn, int32[R, X] each; NOWHERE for none."""
-  found = []
+def _banned_tokens(sampling: Sampling, history: History) -> list[Array]:
+  """Returns groups of banned tokens, int32[R, X] each, padded by NOWHERE."""
+  groups = []
   if (bias := sampling.logit_bias) is not None:
-    found.append(indexing.where_valid(bias.values == -jnp.inf, bias.tokens))
+    groups.append(indexing.where_valid(bias.values == -jnp.inf, bias.tokens))
   if sampling.min_tokens is not None:
     rows = history.counts.shape[0]
     stops = jnp.full((rows, 1), history.stop_token, jnp.int32)
     if sampling.stop_tokens is not None:
       stops = jnp.concatenate([sampling.stop_tokens, stops], axis=1)
-    early = history.counts < sampling.min_tokens
-    early = jnp.broadcast_to(early[:, None], stops.shape)
-    found.append(indexing.where_valid(early, stops))
+    is_early = history.counts < sampling.min_tokens
+    is_early = jnp.broadcast_to(is_early[:, None], stops.shape)
+    groups.append(indexing.where_valid(is_early, stops))
   if sampling.bad_words is not None:
-    begun = _begun(sampling.bad_words, history.last_tokens)
-    found.append(indexing.where_valid(begun, sampling.bad_words[:, :, -1]))
-  return found
+    is_complete = _completed_words(sampling.bad_words, history.last_tokens)
+    groups.append(
+      indexing.where_valid(is_complete, sampling.bad_words[:, :, -1])
+    )
+  return groups
 
 
-def _begun(words: Array, last_tokens: Array | None) -> Array:
-  """bool[R, X]: words of which only the last token is missing."""
-  before = words[:, :, :-1]
-  if before.shape[2] and last_tokens is None:
+def _completed_words(words: Array, last_tokens: Array | None) -> Array:
+  """Returns bool[R, X]: True for words that one more token would complete."""
+  prefixes = words[:, :, :-1]
+  if prefixes.shape[2] and last_tokens is None:
     raise ValueError(
       "`history.last_tokens` must be given for bad words of several tokens, "
       "got None; make it with last_tokens_of."
     )
   if last_tokens is None:
     return jnp.ones(words.shape[:2], bool)
-  return jnp.all((before == PADDING) | (before == last_tokens[:, None]), axis=2)
+  return jnp.all(
+    (prefixes == PADDING) | (prefixes == last_tokens[:, None]), axis=2
+  )
 
 
-def _penalized(logits: Array, sampling: Sampling, seen: Array | None) -> Array:
+def _penalize(
+  logits: Array, sampling: Sampling, occurrences: Array | None
+) -> Array:
   if not needs_seen(sampling):
     return logits
-  if seen is None:
+  if occurrences is None:
     raise ValueError(
       "`history.seen` must be given for penalties, got None; make it with "
       "seen_in."
     )
   if sampling.repetition_penalty is not None:
     penalty = sampling.repetition_penalty[:, None]
-    less = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    less = jnp.where(seen > 0, less, logits)
-    logits = _saturated(less, logits)
-  count = (seen & _MOST).astype(jnp.float32)
+    penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    penalized = jnp.where(occurrences > 0, penalized, logits)
+    logits = _saturate(penalized, logits)
+  count = (occurrences & _MAX_COUNT).astype(jnp.float32)
   if sampling.frequency_penalty is not None:
     penalty = sampling.frequency_penalty[:, None]
-    # Clipped, too: a banned logit minus -inf would be NaN.
-    penalty = jnp.clip(penalty * count, -_HIGHEST, _HIGHEST)
-    logits = _saturated(logits - penalty, logits)
+    # Clipped before the difference: for a banned logit, -inf - (-inf) is NaN.
+    penalty = jnp.clip(penalty * count, -_FLOAT32_MAX, _FLOAT32_MAX)
+    logits = _saturate(logits - penalty, logits)
   if sampling.presence_penalty is not None:
     penalty = sampling.presence_penalty[:, None]
-    less = logits - jnp.where(count > 0, penalty, 0)
-    logits = _saturated(less, logits)
+    penalized = logits - jnp.where(count > 0, penalty, 0)
+    logits = _saturate(penalized, logits)
   return logits

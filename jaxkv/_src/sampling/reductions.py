@@ -1,12 +1,13 @@
-"""Sums and maxima of rows, and of blocks of their tokens.
+"""Reduces rows, and blocks of rows, to sums and maxima.
 
-For one reduction of floats, XLA calls a library on a CPU, which writes what is
-reduced to memory first and wakes other threads. That takes two to ten times as
-long as a loop, which XLA makes of two reductions at once. So here a second one
-goes along, of integers: with two of floats, neither is vectorized.
+On a CPU, XLA hands a single float reduction to a library, which first writes
+its operand to memory and wakes other threads. A loop, which XLA emits for two
+reductions at once, is two to ten times faster. Each reduction here therefore
+carries an integer reduction along. With two float reductions XLA would
+vectorize neither.
 
-A block has about as many tokens as a row has blocks. Nothing is padded: on a
-CPU that takes longer than what is done with the blocks.
+A row of V tokens has blocks of about sqrt(V) tokens. Rows are not padded to
+whole blocks, because a CPU pads slower than it reduces the blocks.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,10 @@ class Block(NamedTuple):
   """One block of each row.
 
   Attributes:
-    values: [R, Y]. The last block of a row may be short: tokens of the block
-      before it are read then, too.
-    columns: int32[R, Y], where they stand.
-    valid: bool[R, Y], those that are in the block.
+    values: [R, Y]. If the last block of a row is short, the first values are
+      those of the block before it.
+    columns: int32[R, Y], the column of each value in its row.
+    valid: bool[R, Y], True for values of the block itself.
   """
 
   values: Array
@@ -34,46 +35,53 @@ class Block(NamedTuple):
 
 
 def sums(values: Array) -> Array:
-  """float32[...] of float32[..., X]."""
+  """Sums the last axis of float32[..., X]."""
 
   def add(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple:
     return left[0] + right[0], left[1] + right[1]
 
   zeros = jnp.float32(0), jnp.int32(0)
-  along = (values != 0).astype(jnp.int32)
-  total, count = lax.reduce((values, along), zeros, add, (values.ndim - 1,))
-  # XLA cannot tell that this always holds, and would drop the other one.
+  nonzero = (values != 0).astype(jnp.int32)
+  total, count = lax.reduce((values, nonzero), zeros, add, (values.ndim - 1,))
+  # Always true, but XLA cannot know it. Without a use of `count` it would drop
+  # the integer reduction and return to the slow library call.
   return jnp.where(count >= 0, total, 0)
 
 
 def maxima(values: Array) -> Array:
-  """float32[...] of float32[..., X]; NaN if there is one."""
+  """Returns the maxima over the last axis of float32[..., X].
 
-  def either(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple:
+  A row with a NaN gives NaN.
+  """
+
+  def combine(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple:
     return lax.max(left[0], right[0]), left[1] + right[1]
 
+  # Integer maxima would lose NaN, so the second reduction counts them.
   lowest = jnp.int32(-(2**31)), jnp.int32(0)
   nans = jnp.isnan(values).astype(jnp.int32)
   highest, count = lax.reduce(
-    (_turned(values), nans), lowest, either, (values.ndim - 1,)
+    (_as_ordered_int(values), nans), lowest, combine, (values.ndim - 1,)
   )
-  highest = lax.bitcast_convert_type(_turned_bits(highest), jnp.float32)
+  highest = lax.bitcast_convert_type(_ordered_bits(highest), jnp.float32)
   return jnp.where(count > 0, jnp.nan, highest)
 
 
-def _turned(values: Array) -> Array:
-  """Integers in the order of floats, of their bits."""
-  return _turned_bits(lax.bitcast_convert_type(values, jnp.int32))
+def _as_ordered_int(values: Array) -> Array:
+  """Maps floats to integers of the same order."""
+  return _ordered_bits(lax.bitcast_convert_type(values, jnp.int32))
 
 
-def _turned_bits(bits: Array) -> Array:
-  """The bits of negative numbers the other way round, but for the sign."""
+def _ordered_bits(bits: Array) -> Array:
+  """Converts bits of floats to ordered integers, and back."""
+  # Negative floats sort in reverse of their bits, so all bits but the sign are
+  # flipped. The map is its own inverse.
   return bits ^ ((bits >> 31) & jnp.int32(2**31 - 1))
 
 
 def first_of(condition: Array) -> Array:
-  """int32[R]: the first index at which bool[R, X] holds, 0 if none does."""
-  # `argmax` takes ten times as long on a CPU.
+  """Returns the first True index of each row of bool[R, X], else 0."""
+  # A minimum over indices: `argmax` takes ten times as long on a CPU.
   size = condition.shape[1]
   index = jnp.arange(size, dtype=jnp.int32)[None]
   first = jnp.min(jnp.where(condition, index, size), axis=1)
@@ -81,12 +89,12 @@ def first_of(condition: Array) -> Array:
 
 
 def width_of(size: int) -> int:
-  """The tokens of a block, about the square root of all: a power of two."""
+  """Returns the tokens of a block: a power of two, about sqrt(size)."""
   return 1 << ((size - 1).bit_length() + 1) // 2
 
 
 def by_block(reduce: Callable[[Array], Array], values: Array) -> Array:
-  """[R, X]: what `sums` or `maxima` makes of each block of [R, V]."""
+  """Applies `sums` or `maxima` to each block of [R, V]; returns [R, X]."""
   rows, size = values.shape
   width = width_of(size)
   whole = size // width * width
@@ -99,14 +107,16 @@ def by_block(reduce: Callable[[Array], Array], values: Array) -> Array:
 
 
 def read_block(values: Array, block: Array) -> Block:
-  """The block int32[R] of each row of [R, V]."""
+  """Reads one block of each row of [R, V]; `block` is int32[R]."""
+  # A slice must not pass the end of a row, so a short last block starts early
+  # and `valid` marks its own columns.
   size = values.shape[1]
   width = min(width_of(size), size)
   begin = block * width_of(size)
   start = jnp.minimum(begin, size - width)
 
-  def read(row: Array, at: Array) -> Array:
-    return lax.dynamic_slice(row, (at,), (width,))
+  def read(row: Array, start_of_row: Array) -> Array:
+    return lax.dynamic_slice(row, (start_of_row,), (width,))
 
   columns = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
   return Block(

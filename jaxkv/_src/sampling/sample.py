@@ -1,9 +1,9 @@
-"""From logits to a token and its log-probability.
+"""Samples a token from logits, with its log-probability.
 
-A row is cut into blocks of about the square root of its tokens. A block is
-chosen first, then a token in it, so nothing is sorted and no noise is made for
-a token. A token is drawn by inverting the cumulative distribution at two
-uniform numbers, one for each choice, whatever the size of the vocabulary.
+The V tokens of a row are cut into blocks of about sqrt(V) tokens. A row first
+draws a block, then a token of this block. Each draw inverts a cumulative
+distribution at one uniform number (inverse transform sampling), so a row needs
+two random numbers for any V, no Gumbel noise and no sort.
 """
 
 import functools
@@ -29,16 +29,18 @@ from jaxkv._src.sampling.temperature import LEAST
 
 
 class Drawn(NamedTuple):
-  """Tokens, and what is kept of them.
+  """Sampled tokens and their statistics; a statistic not asked for is None.
 
   Attributes:
     tokens: int32[R].
-    log_probs: float32[R], of the tokens in the distribution that they were
-      drawn from.
-    raw_log_probs: float32[R], of the tokens in the model's own distribution.
-    entropy: float32[R], of the model's own distribution, in nats.
-    top_tokens: int32[R, X], its most likely tokens, descending.
-    top_log_probs: float32[R, X], of those.
+    log_probs: float32[R], log-probs of `tokens` in the distribution that they
+      were drawn from.
+    raw_log_probs: float32[R], log-probs of `tokens` in the model's distribution
+      before settings change it.
+    entropy: float32[R], entropy of the model's distribution, in nats.
+    top_tokens: int32[R, X], the X most likely tokens of the model's
+      distribution, in descending order.
+    top_log_probs: float32[R, X], log-probs of `top_tokens`.
   """
 
   tokens: Array
@@ -50,45 +52,49 @@ class Drawn(NamedTuple):
 
 
 class _Weights(NamedTuple):
-  """The distribution of each row, up to a factor.
+  """The unnormalized distribution of each row.
 
   Attributes:
     logits: float32[R, V].
-    best: float32[R, 1], the highest of each row.
-    divisor: float32[R, 1], the temperature; None for 1.
-    greedy: bool[R], rows that take the most likely token; None for none.
-    all: float32[R, V], 1 for the highest logit; None where nothing is left out.
-    cutoff: float32[R, 1], the smallest of `all` that may be drawn; None where
-      nothing is left out.
+    best: float32[R, 1], the highest logit of each row.
+    divisor: float32[R, 1], the temperature; None if all are 1.
+    greedy: bool[R], True for rows that take the most likely token; None if no
+      row can be greedy.
+    unfiltered: float32[R, V], exp of the scaled logits, 1 for the highest; None
+      if no row has a filter.
+    cutoff: float32[R, 1], the lowest weight that may be drawn; None if no row
+      has a filter.
   """
 
   logits: Array
   best: Array
   divisor: Array | None = None
   greedy: Array | None = None
-  all: Array | None = None
+  unfiltered: Array | None = None
   cutoff: Array | None = None
 
   def scaled(self, logits: Array) -> Array:
-    """Some logits of each row, [R, X], as logarithms of their weights."""
-    # Of the differences none overflows upwards, however low the temperature.
+    """Returns the log-weights of logits [R, X] of the rows."""
+    # Subtracted before the division: differences are at most 0, so a low
+    # temperature cannot overflow to inf.
     scaled = logits - self.best
     return scaled if self.divisor is None else scaled / self.divisor
 
-  def kept(self) -> Array:
-    """float32[R, V]: 0 for what is left out."""
-    if self.all is None or self.cutoff is None:
+  def filtered(self) -> Array:
+    """Returns the weights, float32[R, V]; 0 for filtered tokens."""
+    if self.unfiltered is None or self.cutoff is None:
       return jnp.exp(self.scaled(self.logits))
-    return jnp.where(self.all >= self.cutoff, self.all, 0)
+    return jnp.where(self.unfiltered >= self.cutoff, self.unfiltered, 0)
 
-  def kept_in(self, number: Array) -> tuple[Array, Array]:
-    """The weights in a block of each row, and the tokens' numbers, [R, Y]."""
-    if self.all is None or self.cutoff is None:
+  def block_weights(self, number: Array) -> tuple[Array, Array]:
+    """Returns weights and token ids of one block of each row, [R, Y] each."""
+    if self.unfiltered is None or self.cutoff is None:
       block = reductions.read_block(self.logits, number)
       weights = jnp.exp(self.scaled(block.values))
     else:
-      # Not computed again: rounding could decide otherwise about a token.
-      block = reductions.read_block(self.all, number)
+      # Read back, not computed again: another rounding could move a token
+      # across the cutoff after the block masses were summed.
+      block = reductions.read_block(self.unfiltered, number)
       weights = jnp.where(block.values >= self.cutoff, block.values, 0)
     return jnp.where(block.valid, weights, 0), block.columns
 
@@ -105,36 +111,36 @@ def draw(
   top_log_probs: int = 0,
   exact: bool = False,
 ) -> Drawn:
-  """Draws a token for every row, each with its own settings.
+  """Draws one token for each row with the row's settings.
 
-  Of the settings, `temperature`, `min_p`, `top_k` and `top_p` count here;
-  `processors.adjust` is about the others. The draw depends on the row's own
-  key and count alone, never on its place in the batch or on the rows beside it.
-  A row with temperature 0 draws nothing.
+  Applies `temperature`, `min_p`, `top_k` and `top_p`; `penalties.adjust`
+  applies the other settings. A draw depends only on the row's logits, settings,
+  key and count, not on its position in the batch or on the other rows. A row
+  with temperature 0 takes its most likely token.
 
-  A row whose logits are all -inf, or in which one is NaN, gets some token of
-  the vocabulary, with the log-probability NaN.
+  A row with a NaN, or with -inf only, gets an arbitrary token of the vocabulary
+  and the log-probability NaN.
 
   Args:
-    keys: key[R], a sequence's own key.
-    counts: int32[R], tokens the sequence has generated so far.
-    logits: floats [R, V] of any width; computed with in float32.
-    sampling: of these R rows, see `settings.rows`.
-    raw_logits: floats [R, V], the model's own; None if `logits` are.
-    raw_log_probs: whether to give log-probabilities in the model's own
-      distribution.
-    entropy: whether to give the entropy of that distribution.
-    top_log_probs: X, how many of its most likely tokens to give.
-    exact: whether the numbers of a row, bit for bit, are those that it would
-      have beside other rows, and log-probs those of `log_probs.of_tokens`,
-      unless some tokens are left out.
+    keys: key[R], the random key of each row's sequence.
+    counts: int32[R], the number of tokens that the sequence has generated.
+    logits: floats [R, V]; cast to float32.
+    sampling: settings of these R rows, see `settings.rows`.
+    raw_logits: floats [R, V], the model's logits before `adjust`; None if they
+      are `logits`.
+    raw_log_probs: True to return log-probs in the model's distribution.
+    entropy: True to return the entropy of the model's distribution.
+    top_log_probs: X, the number of most likely tokens to return.
+    exact: True to make the result of a row independent of the other rows, bit
+      for bit. Without filters the log-probs then equal those of
+      `log_probs.of_tokens`.
 
   Returns:
-    What was drawn. For temperature 0, the log-probability is that of the token
-    at temperature 1.
+    The tokens and their statistics. The log-prob of a greedy token is taken at
+    temperature 1.
 
   Raises:
-    TypeError: `logits` holds no floats.
+    TypeError: `logits` are not floats.
     ValueError: `top_log_probs` is more than V.
   """
   logits = as_logits(logits)
@@ -152,25 +158,25 @@ def draw(
       functools.partial(draw, entropy=entropy, top_log_probs=top_log_probs),
     )
   weights = _weights(logits, sampling)
-  masses = reductions.by_block(reductions.sums, weights.kept())
-  tokens = _tokens(keys, counts, weights, masses)
-  chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-  own = weights.scaled(chosen)[:, 0] - jnp.log(reductions.sums(masses))
-  drawn = Drawn(tokens=tokens, log_probs=own)
+  masses = reductions.by_block(reductions.sums, weights.filtered())
+  tokens = _sample_or_greedy(keys, counts, weights, masses)
+  token_logits = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+  scores = weights.scaled(token_logits)[:, 0] - jnp.log(reductions.sums(masses))
+  drawn = Drawn(tokens=tokens, log_probs=scores)
   raw_logits = logits if raw_logits is None else as_logits(raw_logits)
   if raw_log_probs or entropy or top_log_probs:
-    known = statistics.observe(
+    observed = statistics.observe(
       raw_logits,
       tokens,
-      own,
+      scores,
       entropy=entropy,
       top_log_probs=top_log_probs,
     )
     drawn = drawn._replace(
-      raw_log_probs=known.log_probs if raw_log_probs else None,
-      entropy=known.entropy,
-      top_tokens=known.top_tokens,
-      top_log_probs=known.top_log_probs,
+      raw_log_probs=observed.log_probs if raw_log_probs else None,
+      entropy=observed.entropy,
+      top_tokens=observed.top_tokens,
+      top_log_probs=observed.top_log_probs,
     )
   return drawn
 
@@ -182,51 +188,62 @@ def _draw_exactly(
   sampling: Sampling,
   raw_logits: Array,
   raw_log_probs: bool,
-  draw_some: Callable[..., Drawn],
+  draw_tile: Callable[..., Drawn],
 ) -> Drawn:
-  """What `draw` gives, a few rows at a time."""
+  """Runs `draw` on tiles of a fixed number of rows."""
 
-  def some(none: tuple[()], keys: Array, *rows: Any) -> Drawn:
-    del none
+  def sample_tile(carry: tuple[()], keys: Array, *rows: Any) -> Drawn:
+    del carry
     counts, logits, sampling, raw = rows
-    return draw_some(keys, counts, logits, sampling, raw_logits=raw)
+    return draw_tile(keys, counts, logits, sampling, raw_logits=raw)
 
+  # `draw` reads no other field, and `row_loop` slices every leaf by rows.
   names = ("temperature", "min_p", "top_k", "top_p")
   sampling = Sampling(**{name: getattr(sampling, name) for name in names})
   rows = (keys, counts, logits, sampling, raw_logits)
-  drawn = row_loop.loop(some, (), rows, tile=log_probs.ROWS)
+  drawn = row_loop.loop(sample_tile, (), rows, tile=log_probs.ROWS)
   ones = jnp.ones(counts.shape, jnp.float32)
   if (
     sampling.top_k is None and sampling.top_p is None and sampling.min_p is None
   ):
-    heat = sampling.temperature
-    heat = ones if heat is None else jnp.where(heat == 0, 1, heat)
-    own = log_probs.of_tokens(logits, drawn.tokens, heat)
-    drawn = drawn._replace(log_probs=own)
+    temperature = sampling.temperature
+    temperature = (
+      ones
+      if temperature is None
+      else jnp.where(temperature == 0, 1, temperature)
+    )
+    scores = log_probs.of_tokens(logits, drawn.tokens, temperature)
+    drawn = drawn._replace(log_probs=scores)
   if raw_log_probs:
-    own = log_probs.of_tokens(raw_logits, drawn.tokens, ones)
-    drawn = drawn._replace(raw_log_probs=own)
+    scores = log_probs.of_tokens(raw_logits, drawn.tokens, ones)
+    drawn = drawn._replace(raw_log_probs=scores)
   return drawn
 
 
 _OFF = {"min_p": 0, "top_k": 0, "top_p": 1}
-"""The values of filters that leave nothing out."""
+"""The value that turns each filter off."""
 
 
 def _is_allowed(sampling: Sampling) -> Array | None:
-  """bool[R]: rows whose settings are in range; None for no settings.
+  """Returns bool[R], True if a row's settings are in range; None if unset.
 
-  Traced settings are not checked before, and the search for a cutoff needs not
-  end for some that are not.
+  Traced settings were not checked before. The search for a cutoff might not
+  terminate for values out of range.
   """
-  heat, min_p, top_p = sampling.temperature, sampling.min_p, sampling.top_p
+  temperature, min_p, top_p = (
+    sampling.temperature,
+    sampling.min_p,
+    sampling.top_p,
+  )
   checks = []
-  if heat is not None:
-    checks.append((heat == 0) | ((heat >= LEAST) & (heat < jnp.inf)))
+  if temperature is not None:
+    checks.append(
+      (temperature == 0) | ((temperature >= LEAST) & (temperature < jnp.inf))
+    )
   if min_p is not None:
     checks.append((min_p >= 0) & (min_p <= 1))
   if top_p is not None:
-    # On some devices the smallest numbers above 0 are 0.
+    # 0 is allowed: some devices flush a subnormal `top_p` to 0.
     checks.append((top_p >= 0) & (top_p <= 1))
   return functools.reduce(jnp.logical_and, checks) if checks else None
 
@@ -234,86 +251,97 @@ def _is_allowed(sampling: Sampling) -> Array | None:
 def _weights(logits: Array, sampling: Sampling) -> _Weights:
   allowed, best = _is_allowed(sampling), reductions.maxima(logits)
   if allowed is not None:
-    # All weights of other rows become NaN, and so does the log-prob.
+    # With a NaN as its highest logit, a row out of range gets NaN weights and
+    # the log-prob NaN, so the error stays visible.
     best = jnp.where(allowed, best, jnp.nan)
   weights = _Weights(logits, best[:, None])
-  heat, used = sampling.temperature, allowed
-  if heat is not None:
-    divisor = jnp.where(heat == 0, 1, heat)[:, None]
-    weights = weights._replace(divisor=divisor, greedy=heat == 0)
-    # For a greedy row all filters are off.
-    used = allowed & (heat != 0)
+  temperature, filters_apply = sampling.temperature, allowed
+  if temperature is not None:
+    divisor = jnp.where(temperature == 0, 1, temperature)[:, None]
+    weights = weights._replace(divisor=divisor, greedy=temperature == 0)
+    # A greedy row gets no filter, so it does not prolong the cutoff search.
+    filters_apply = allowed & (temperature != 0)
   options = {}
-  for name, off in _OFF.items():
+  for name, neutral in _OFF.items():
     value = getattr(sampling, name)
-    if value is not None and used is not None:
-      value = jnp.where(used, value, jnp.asarray(off, value.dtype))
+    if value is not None and filters_apply is not None:
+      value = jnp.where(filters_apply, value, jnp.asarray(neutral, value.dtype))
     if value is not None:
       options[name] = value
   if options:
-    every = weights.kept()
-    cutoff = filters.cutoff(every, **options)[:, None]
-    weights = weights._replace(all=every, cutoff=cutoff)
+    unfiltered = weights.filtered()
+    cutoff = filters.cutoff(unfiltered, **options)[:, None]
+    weights = weights._replace(unfiltered=unfiltered, cutoff=cutoff)
   return weights
 
 
-def _tokens(
+def _sample_or_greedy(
   keys: Array, counts: Array, weights: _Weights, masses: Array
 ) -> Array:
-  """int32[R]: the token of each row."""
+  """Returns the token of each row, int32[R]."""
   greedy = weights.greedy
   if greedy is None:
-    return _sampled(keys, counts, weights, masses)
+    return _sample(keys, counts, weights, masses)
 
-  def mixed(sampled: Array) -> Array:
+  def with_greedy_rows(sampled: Array) -> Array:
     return jnp.where(greedy, _most_likely(weights), sampled)
 
+  # Two conditions, so a batch with one kind of rows skips the other's work.
+  # `& 0` gives zeros with the varying mesh axes of the other branch.
   sampled = lax.cond(
     jnp.all(greedy),
     lambda: greedy.astype(jnp.int32) & 0,
-    lambda: _sampled(keys, counts, weights, masses),
+    lambda: _sample(keys, counts, weights, masses),
   )
-  return lax.cond(jnp.any(greedy), mixed, lambda sampled: sampled, sampled)
+  return lax.cond(
+    jnp.any(greedy), with_greedy_rows, lambda sampled: sampled, sampled
+  )
 
 
 def _most_likely(weights: _Weights) -> Array:
   return reductions.first_of(weights.logits == weights.best)
 
 
-def _sampled(
+def _sample(
   keys: Array, counts: Array, weights: _Weights, masses: Array
 ) -> Array:
   block_number, token_number = _uniforms(keys, counts)
-  inside, columns = weights.kept_in(_inverse(masses, block_number))
-  place = _inverse(inside, token_number)
+  block_weights, columns = weights.block_weights(
+    _invert_cumulative(masses, block_number)
+  )
+  place = _invert_cumulative(block_weights, token_number)
   return jnp.take_along_axis(columns, place[:, None], axis=1)[:, 0]
 
 
 def _uniforms(keys: Array, counts: Array) -> tuple[Array, Array]:
-  """Two numbers of [0, 1) for each row, float32[B] each."""
+  """Returns two uniform numbers in [0, 1) for each row, float32[R] each."""
+  # 24 bits fill a float32's significand, so the product is exact and below 1.
   keys = jax.vmap(jax.random.fold_in)(keys, counts)
   bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
   uniforms = (bits >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
   return uniforms[:, 0], uniforms[:, 1]
 
 
-def _inverse(weights: Array, uniforms: Array) -> Array:
-  """The index at which the cumulative distribution exceeds a number.
+def _invert_cumulative(weights: Array, uniforms: Array) -> Array:
+  """Inverts the cumulative distribution of each row at a uniform number.
 
   Args:
-    weights: float32[B, X], not negative, some positive in every row.
-    uniforms: float32[B], in [0, 1).
+    weights: float32[R, X], not negative, with a positive one in every row.
+    uniforms: float32[R], in [0, 1).
 
   Returns:
-    int32[B], never of an index whose weight is 0.
+    int32[R], the first index whose cumulative share exceeds the number. The
+    weight at this index is positive.
   """
-  # A product with a triangle: `cumsum` takes ten times as long on a CPU. Made
-  # on the host, because XLA would make it in every step, on another thread.
-  before = np.triu(np.ones((weights.shape[1],) * 2, np.float32))
-  ends = jnp.matmul(weights, before, precision=lax.Precision.HIGHEST)
-  inside = (ends > uniforms[:, None] * ends[:, -1:]) & (weights > 0)
-  # Sums are rounded in any order, so the last one need not be the largest.
+  # A matmul computes the prefix sums: `cumsum` takes ten times as long on a
+  # CPU. The triangle is a host constant, as XLA would otherwise build it in
+  # every step, on another thread.
+  upper_triangle = np.triu(np.ones((weights.shape[1],) * 2, np.float32))
+  ends = jnp.matmul(weights, upper_triangle, precision=lax.Precision.HIGHEST)
+  exceeds = (ends > uniforms[:, None] * ends[:, -1:]) & (weights > 0)
+  # Prefix sums are rounded independently, so the last may not be the largest
+  # and `exceeds` may be empty. The heaviest index is then a valid answer.
   heaviest = weights == reductions.maxima(weights)[:, None]
   return reductions.first_of(
-    jnp.where(jnp.any(inside, axis=1)[:, None], inside, heaviest)
+    jnp.where(jnp.any(exceeds, axis=1)[:, None], exceeds, heaviest)
   )

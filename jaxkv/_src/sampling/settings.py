@@ -1,4 +1,4 @@
-"""How each sequence draws its tokens, and when it ends."""
+"""Sampling settings: how each sequence draws its tokens, and when it ends."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,20 +20,20 @@ from jaxkv._src.sampling.temperature import HIGHEST
 from jaxkv._src.sampling.temperature import LEAST
 from jaxkv._src.sampling.temperature import RANGE
 
-_MOST = float(np.finfo(np.float32).max)
-_ENDLESS = 2**30
-_USED_ONCE = ("max_tokens", "seed")
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_NO_LIMIT = 2**30
+# Read only when a sequence is made, so the loop need not be compiled for them.
+_READ_ONCE = ("max_tokens", "seed")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitBias:
-  """What is added to the logits of some tokens of each sequence.
+  """Biases for the logits of X tokens of each sequence.
 
   Attributes:
-    tokens: padded with -1.  # int32[Q, X]
-    values: what is added; -inf for tokens that must not be drawn.
-      # float32[Q, X]
+    tokens: the tokens, padded with -1.  # int32[Q, X]
+    values: the bias of each token; -inf bans it.  # float32[Q, X]
   """
 
   tokens: Any
@@ -42,58 +42,55 @@ class LogitBias:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-  """How each of Q sequences draws its tokens, and when it ends.
+  """Sampling settings of Q sequences.
 
-  Names and meanings are those of vLLM's `SamplingParams`, but that its
-  `stop_token_ids` are `stop_tokens` here, and its `stop` is `stop_strings`. A
-  number is one for all sequences; a list or an array has one for each. A field
-  that is None is not compiled, and costs nothing.
+  Names and semantics follow vLLM's `SamplingParams`, except that
+  `stop_token_ids` is `stop_tokens` here, and `stop` is `stop_strings`. A number
+  applies to all sequences; a list or an array has one number for each. A field
+  that is None is not compiled and costs nothing.
 
-  The logits of a token are changed in this order: `logit_bias`, `min_tokens`,
+  The fields change the logits in this order: `logit_bias`, `min_tokens`,
   `bad_words`, `repetition_penalty`, `frequency_penalty`, `presence_penalty`,
-  the caller's own function, `temperature`. Then tokens that are too unlikely
-  are left out: by `min_p`, by `top_k`, and by `top_p` among those that are
-  left. A token beyond the vocabulary has no effect in any list. Logits that
-  would overflow become the float32 of the largest magnitude.
+  the caller's `process` function, `temperature`. Then the filters `min_p`,
+  `top_k` and `top_p` remove unlikely tokens; `top_p` normalizes over the tokens
+  that the others keep. Tokens beyond the vocabulary are ignored in all lists.
+  Logits that would overflow are clipped to the float32 range.
 
   Attributes:
-    temperature: what logits are divided by; 0 takes the most likely token, for
-      which `top_k`, `top_p` and `min_p` do nothing. None for 1.  # float32[Q]
-    top_k: the number of most likely tokens to draw from; 0 or -1 for all.
-      Tokens that are as likely as the last of them are not left out.
-      # int32[Q]
-    top_p: the probability, in (0, 1], that the most likely tokens to draw from
-      must have together at least. Tokens that are as likely as the last of
-      them are not left out.  # float32[Q]
-    min_p: the least probability of a token to draw, in [0, 1], in parts of that
-      of the most likely one.  # float32[Q]
-    presence_penalty: what is subtracted from the logits of tokens that the
-      sequence has drawn.  # float32[Q]
-    frequency_penalty: likewise, for each time the token was drawn.
+    temperature: divides the logits. 0 takes the most likely token and ignores
+      `top_k`, `top_p` and `min_p`. None means 1.  # float32[Q]
+    top_k: the number of most likely tokens to draw from; 0 or -1 for all. Ties
+      with the last of them are kept.  # int32[Q]
+    top_p: draws from the fewest most likely tokens whose probability sums to at
+      least this number, in (0, 1]. Ties with the last of them are kept.
       # float32[Q]
-    repetition_penalty: what positive logits of tokens in the prompt or among
-      the drawn ones are divided by, and negative ones multiplied by.
+    min_p: the lowest probability to draw, relative to that of the most likely
+      token, in [0, 1].  # float32[Q]
+    presence_penalty: is subtracted from the logits of tokens that the sequence
+      has drawn.  # float32[Q]
+    frequency_penalty: is subtracted once for each time the token was drawn.
       # float32[Q]
-    min_tokens: how many tokens a sequence draws before it may draw a stop
+    repetition_penalty: divides the positive logits, and multiplies the negative
+      ones, of tokens in the prompt or among the drawn tokens.  # float32[Q]
+    min_tokens: the number of tokens a sequence draws before it may draw a stop
       token: one of `stop_tokens`, or `RolloutConfig.stop_token`.  # int32[Q]
-    max_tokens: the most tokens it draws, if that is less than
+    max_tokens: the most tokens a sequence draws, if less than
       `RolloutConfig.max_new_tokens`.  # int32[Q]
-    stop_tokens: tokens that end a sequence, beside `RolloutConfig.stop_token`:
-      a list for all, or a list for each; stored padded with -1.  # int32[Q, X]
-    stop_strings: strings that end a sequence; kept as it is.
-    logit_bias: what is added to the logits of tokens: a dictionary for all
+    stop_tokens: tokens that end a sequence, like `RolloutConfig.stop_token`: a
+      list for all, or a list for each; stored padded with -1.  # int32[Q, X]
+    stop_strings: strings that end a sequence; stored unchanged.
+    logit_bias: adds biases to logits: a dictionary from token to bias for all
       sequences, or a list with one for each; stored as `LogitBias`.
     bad_words: words, as lists of tokens, that are never completed: a list for
-      all sequences, or a list of such lists; stored padded with -1, a word at
-      the front, so that its last token is in the last place.
-      # int32[Q, X, Y]
-    seed: from which a sequence's random key is made; negative for none of its
-      own.  # int32[Q]
+      all sequences, or a list of such lists. Stored padded with -1 in front of
+      a word, so its last token is in the last column.  # int32[Q, X, Y]
+    seed: seeds the random key of a sequence; a negative seed is ignored.
+      # int32[Q]
 
   Raises:
-    TypeError: a field holds values of another kind.
-    ValueError: a field has a value that is not allowed. Those of arrays on a
-      device are checked by `init` and `submit`; traced ones never.
+    TypeError: a field has values of a wrong type.
+    ValueError: a value is out of range. `init` and `submit` check arrays on a
+      device; traced values are not checked.
 
   Examples:
     >>> sampling = Sampling(temperature=[0.0, 0.7], logit_bias={5: -100.0})
@@ -138,47 +135,52 @@ class Sampling:
 _FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
-def _with_keys(sampling: Sampling) -> tuple[Any, None]:
+def _flatten_with_keys(sampling: Sampling) -> tuple[Any, None]:
   key = jax.tree_util.GetAttrKey
   return tuple((key(name), getattr(sampling, name)) for name in _FIELDS), None
 
 
-def _unflattened(_: None, leaves: Any) -> Sampling:
-  """Settings whose leaves may be anything, such as shapes; none is checked."""
+def _unflatten(_: None, leaves: Any) -> Sampling:
+  """Makes settings without checks: leaves may be shapes or other objects."""
   sampling = object.__new__(Sampling)
   for name, leaf in zip(_FIELDS, leaves, strict=True):
     object.__setattr__(sampling, name, leaf)
   return sampling
 
 
-# `register_dataclass` would call the constructor, which checks values.
-jax.tree_util.register_pytree_with_keys(Sampling, _with_keys, _unflattened)
+# Not `register_dataclass`: it would call the constructor, whose checks refuse
+# the placeholders that jax puts into trees.
+jax.tree_util.register_pytree_with_keys(
+  Sampling, _flatten_with_keys, _unflatten
+)
 
 
 class _Rule(NamedTuple):
-  """What the numbers of a field must be.
+  """The dtype, valid range and defaults of a numeric field.
 
   Attributes:
-    dtype: as which they are stored.
-    fits: takes an array of them, and says which are allowed.
-    wanted: what they must be, for the message.
-    neutral: the number that is as if the field were None.
-    fill: what a row without a sequence has.
+    dtype: the dtype in which numbers are stored.
+    fits: maps an array of numbers to bools, True for valid ones.
+    requirement: the phrase for "must be ..." in the message.
+    neutral: the number that has the effect of None.
+    fill: the number of a row without a sequence.
   """
 
   dtype: Any
   fits: Callable[[Any], Any]
-  wanted: str
+  requirement: str
   neutral: float
   fill: float
 
 
-def _numbers(wanted: str, fits: Callable[[Any], Any], neutral: float) -> _Rule:
-  return _Rule(jnp.float32, fits, wanted, neutral, neutral)
+def _numbers(
+  requirement: str, fits: Callable[[Any], Any], neutral: float
+) -> _Rule:
+  return _Rule(jnp.float32, fits, requirement, neutral, neutral)
 
 
-def _counts(wanted: str, least: int, neutral: int) -> _Rule:
-  return _Rule(jnp.int32, lambda x: x >= least, wanted, neutral, neutral)
+def _counts(requirement: str, minimum: int, neutral: int) -> _Rule:
+  return _Rule(jnp.int32, lambda x: x >= minimum, requirement, neutral, neutral)
 
 
 _RULES = {
@@ -195,29 +197,28 @@ _RULES = {
   "frequency_penalty": _numbers("finite", np.isfinite, 0),
   "repetition_penalty": _numbers(
     f"a finite float32 of at least {LEAST:.2g}",
-    lambda x: (x >= LEAST) & (x <= _MOST),
+    lambda x: (x >= LEAST) & (x <= _FLOAT32_MAX),
     1,
   ),
   "min_tokens": _counts("at least 0", 0, 0),
-  "max_tokens": _counts("at least 1", 1, _ENDLESS),
+  "max_tokens": _counts("at least 1", 1, _NO_LIMIT),
   "seed": _counts("an int32", -(2**31), -1),
 }
 
 
 def as_sampling(sampling: Sampling | None, total: int) -> Sampling:
-  """The settings of Q sequences, as arrays of their own.
+  """Checks settings and converts them to new arrays for Q sequences.
 
   Traced values are not checked.
 
   Args:
-    sampling: as the caller wrote it; None for none.
+    sampling: the caller's settings; None for the defaults.
     total: Q, the number of sequences.
 
   Raises:
-    TypeError: `sampling` is something else, or a field holds values of another
-      kind.
-    ValueError: a field has another number of entries, or a value that is not
-      allowed.
+    TypeError: `sampling` is not a `Sampling`, or a field has values of a wrong
+      type.
+    ValueError: a field does not have Q entries, or a value is out of range.
 
   Examples:
     >>> as_sampling(Sampling(top_k=50, stop_tokens=[2, 3]), 2).stop_tokens
@@ -241,17 +242,19 @@ def as_sampling(sampling: Sampling | None, total: int) -> Sampling:
   return Sampling(**fields)
 
 
-def _is_known(value: Any) -> bool:
+def _is_concrete(value: Any) -> bool:
   return value is not None and not isinstance(value, Tracer)
 
 
-def _own(value: Any, dtype: Any) -> Array:
-  """A copy, because what has the settings may be donated."""
+def _copy(value: Any, dtype: Any) -> Array:
+  """Returns a new array of a value."""
+  # A state that holds the settings may be donated, and the caller's array must
+  # survive that.
   return jnp.array(value, dtype=dtype, copy=True)
 
 
 def _as_numbers(name: str, value: Any, rule: _Rule) -> Any:
-  """Numbers of the right kind; those on the host are in range."""
+  """Converts numbers, and checks the range of those on the host."""
   as_kind = as_int32 if rule.dtype == jnp.int32 else as_real_numbers
   value = as_kind(name, value)
   if value.ndim > 1:
@@ -271,23 +274,23 @@ def _column(name: str, value: Any, total: int, rule: _Rule) -> Array:
       f"`{name}` must have the shape [] or [{total}], one for each sequence, "
       f"got {[*value.shape]}."
     )
-  if _is_known(value):
+  if _is_concrete(value):
     _check_values(name, np.asarray(value), rule)
-  return _own(jnp.broadcast_to(value, (total,)), rule.dtype)
+  return _copy(jnp.broadcast_to(value, (total,)), rule.dtype)
 
 
 def _check_values(name: str, value: np.ndarray, rule: _Rule) -> None:
   bad = np.flatnonzero(~np.asarray(rule.fits(value)))
   if bad.size:
     label = f"{name}[{bad[0]}]" if value.ndim else name
-    found = value.reshape(-1)[bad[0]]
-    raise ValueError(f"`{label}` must be {rule.wanted}, got {found}.")
+    number = value.reshape(-1)[bad[0]]
+    raise ValueError(f"`{label}` must be {rule.requirement}, got {number}.")
 
 
-def _check_order(least: Array | None, most: Array | None) -> None:
-  if not (_is_known(least) and _is_known(most)):
+def _check_order(min_tokens: Array | None, max_tokens: Array | None) -> None:
+  if not (_is_concrete(min_tokens) and _is_concrete(max_tokens)):
     return
-  low, high = np.asarray(least), np.asarray(most)
+  low, high = np.asarray(min_tokens), np.asarray(max_tokens)
   for row in np.flatnonzero(low > high)[:1]:
     raise ValueError(
       f"`min_tokens[{row}]` must be at most `max_tokens[{row}]`, got "
@@ -306,23 +309,23 @@ def _stop_tokens(value: Any, total: int) -> Array:
   else:
     lists = padding.as_lists(name, value, total, 1)
     tokens = padding.padded_tokens(name, lists)
-  return _own(tokens, jnp.int32)
+  return _copy(tokens, jnp.int32)
 
 
 def _bad_words(value: Any, total: int) -> Array:
   name = "bad_words"
   if not _is_array(value):
     lists = padding.as_lists(name, value, total, 2)
-    return _own(padding.padded_words(name, lists), jnp.int32)
+    return _copy(padding.padded_words(name, lists), jnp.int32)
   words = padding.as_tokens(name, value, total, 3)
-  if _is_known(words):
-    known = np.asarray(words) >= 0
-    if np.any(known[..., :-1] & ~known[..., 1:]):
+  if _is_concrete(words):
+    is_token = np.asarray(words) >= 0
+    if np.any(is_token[..., :-1] & ~is_token[..., 1:]):
       raise ValueError(
         f"`{name}` must be padded with {PADDING} in front of each word, got a "
         "word with padding behind a token; use lists of lists."
       )
-  return _own(words, jnp.int32)
+  return _copy(words, jnp.int32)
 
 
 def _logit_bias(value: Any, total: int) -> LogitBias:
@@ -337,11 +340,11 @@ def _logit_bias(value: Any, total: int) -> LogitBias:
       )
   else:
     tokens, values = padding.padded_biases(name, value, total)
-  if _is_known(values):
+  if _is_concrete(values):
     _check_biases(name, np.asarray(values))
   values = jnp.broadcast_to(values, tokens.shape)
   return LogitBias(
-    tokens=_own(tokens, jnp.int32), values=_own(values, jnp.float32)
+    tokens=_copy(tokens, jnp.int32), values=_copy(values, jnp.float32)
   )
 
 
@@ -353,7 +356,7 @@ _LISTS: dict[str, Callable[[Any, int], Any]] = {
 
 
 def _check_biases(name: str, values: np.ndarray) -> None:
-  bad = values[np.isnan(values) | (values > _MOST)]
+  bad = values[np.isnan(values) | (values > _FLOAT32_MAX)]
   if bad.size:
     raise ValueError(
       f"`{name}` must have finite numbers, or -inf for tokens that must not be "
@@ -362,14 +365,14 @@ def _check_biases(name: str, values: np.ndarray) -> None:
 
 
 def rows(sampling: Sampling, numbers: Array) -> Sampling:
-  """The settings of the sequences of some rows.
+  """Gathers the settings of the sequences in R rows.
 
-  A row without a sequence is greedy, and nothing else is done to it. Stop
-  strings stay as they are.
+  A row without a sequence is greedy and has no other setting. `stop_strings`
+  are not gathered.
 
   Args:
     sampling: from `as_sampling`.
-    numbers: int32[R], sequences; any other number for none.
+    numbers: int32[R], the sequence of each row; out of range for an empty row.
 
   Examples:
     >>> sampling = as_sampling(Sampling(top_k=[3, 4]), 2)
@@ -399,21 +402,19 @@ def rows(sampling: Sampling, numbers: Array) -> Sampling:
 
 
 def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
-  """Gives sequences other settings.
+  """Replaces the settings of R sequences.
 
-  What the new settings leave out has no effect on these sequences. Stop strings
-  stay as they are: the caller selects those of the new sequences. `max_tokens`
-  and `seed`, which are used once, when a sequence is made, may be new.
+  A field that is None in `new` is turned off for these sequences. Stop strings
+  do not change; the caller selects them with `StopStrings.select`.
 
   Args:
     sampling: from `as_sampling`, of Q sequences.
-    numbers: int32[R], the sequences, each at most once; any other number for a
-      row that changes none.
+    numbers: int32[R], distinct sequences; out of range for rows to skip.
     new: from `as_sampling`, of R sequences.
 
   Raises:
-    ValueError: `new` has a field that `sampling` does not have, or longer
-      lists.
+    ValueError: `new` has longer lists, or a field that is None in `sampling`,
+      other than `max_tokens` and `seed`.
 
   Examples:
     >>> sampling = as_sampling(Sampling(top_k=[3, 4]), 2)
@@ -429,7 +430,7 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
     if values is None:
       values = jnp.asarray(fill, array.dtype)
     else:
-      values = _widened(name, values, array.shape[1:], fill)
+      values = _pad_to(name, values, array.shape[1:], fill)
     return indexing.put(array, numbers, values=values)
 
   fields = {
@@ -441,11 +442,11 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
       name, getattr(sampling, name), getattr(new, name), PADDING
     )
   bias = sampling.logit_bias
-  more = new.logit_bias or LogitBias(tokens=None, values=None)
+  new_bias = new.logit_bias or LogitBias(tokens=None, values=None)
   if bias is not None:
     bias = LogitBias(
-      tokens=write("logit_bias", bias.tokens, more.tokens, PADDING),
-      values=write("logit_bias", bias.values, more.values, 0),
+      tokens=write("logit_bias", bias.tokens, new_bias.tokens, PADDING),
+      values=write("logit_bias", bias.values, new_bias.values, 0),
     )
   return dataclasses.replace(sampling, logit_bias=bias, **fields)
 
@@ -453,28 +454,33 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
 def _check_fields(sampling: Sampling, new: Sampling) -> None:
   for field in dataclasses.fields(Sampling):
     name = field.name
-    there, given = getattr(sampling, name), getattr(new, name)
-    if there is None and given is not None and name not in _USED_ONCE:
+    current, replacement = getattr(sampling, name), getattr(new, name)
+    if current is None and replacement is not None and name not in _READ_ONCE:
       raise ValueError(
         f"`sampling.{name}` must be None, because it was None when the rollout "
         "was made, and is not compiled; give it there, too."
       )
 
 
-def _widened(
+def _pad_to(
   name: str, values: Array, sizes: tuple[int, ...], fill: float
 ) -> Array:
-  """Padded at the end to as many entries, and words to as many tokens."""
-  if any(own > most for own, most in zip(values.shape[1:], sizes, strict=True)):
+  """Pads values to `sizes`: lists at the end, words at the front."""
+  if any(
+    size > capacity
+    for size, capacity in zip(values.shape[1:], sizes, strict=True)
+  ):
     raise ValueError(
       f"`sampling.{name}` must have at most {[*sizes]} entries for a sequence, "
       f"as when the rollout was made, got {[*values.shape[1:]]}; give longer "
       "lists there."
     )
   missing = [
-    most - own for own, most in zip(values.shape[1:], sizes, strict=True)
+    capacity - size
+    for size, capacity in zip(values.shape[1:], sizes, strict=True)
   ]
-  # Words stand at the end of their tokens.
+  # Axis 1 lists entries. A second axis holds the tokens of a word, whose last
+  # token must stay in the last column.
   padding = [(0, 0), *((0, count) for count in missing[:1])]
   padding += [(count, 0) for count in missing[1:]]
   return jnp.pad(values, padding, constant_values=fill)

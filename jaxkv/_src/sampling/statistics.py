@@ -1,4 +1,4 @@
-"""What is known of the model's own distribution, before anything changes it."""
+"""Statistics of the model's distribution, before settings change it."""
 
 from typing import NamedTuple
 
@@ -12,13 +12,13 @@ from jaxkv._src.sampling.reductions import Block
 
 
 class Observed(NamedTuple):
-  """Of the distribution of each row, at temperature 1.
+  """Statistics of each row's distribution at temperature 1.
 
   Attributes:
-    log_probs: float32[R], of some tokens.
+    log_probs: float32[R], of the tokens passed to `observe`.
     entropy: float32[R], in nats.
-    top_tokens: int32[R, X], the most likely tokens, descending.
-    top_log_probs: float32[R, X], of those.
+    top_tokens: int32[R, X], the most likely tokens in descending order.
+    top_log_probs: float32[R, X], of `top_tokens`.
   """
 
   log_probs: Array
@@ -35,21 +35,22 @@ def observe(
   entropy: bool,
   top_log_probs: int,
 ) -> Observed:
-  """Log-probabilities of tokens, and what else is asked for.
+  """Computes log-probs of tokens, and optionally entropy and top tokens.
 
   Args:
     logits: float32[R, V].
     tokens: int32[R].
-    log_probs: float32[R], the last that the draw computes.
-    entropy: whether to compute it.
-    top_log_probs: X, how many of the most likely tokens to find.
+    log_probs: float32[R], the last result of the draw, which orders the
+      computations.
+    entropy: True to compute the entropy.
+    top_log_probs: X, the number of most likely tokens to find.
 
   Raises:
     ValueError: `top_log_probs` is more than V.
   """
-  # After the draw, not beside it: XLA gives what is independent to another
-  # thread of a CPU, which takes longer than the work. It cannot tell that this
-  # always holds.
+  # A false dependency on the draw: XLA would run independent work on another
+  # CPU thread, and the handoff takes longer than the work. The condition below
+  # always holds, but XLA cannot know it.
   done = lax.bitcast_convert_type(log_probs, jnp.int32) & jnp.int32(2**31 - 1)
   logits = jnp.where(done[:, None] >= 0, logits, jnp.nan)
   best = reductions.maxima(logits)[:, None]
@@ -57,35 +58,35 @@ def observe(
   total = reductions.sums(weights)
   mass = jnp.log(total)[:, None]
   chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-  nats = top = top_logits = None
+  entropy_nats = top_tokens = top_logits = None
   if entropy:
-    # A logit of -inf has no part in it.
+    # 0 * -inf would be NaN for a token of probability 0.
     parts = jnp.where(weights > 0, weights * (logits - best), 0)
     mean = reductions.sums(parts) / total
-    nats = mass[:, 0] - mean
+    entropy_nats = mass[:, 0] - mean
   if top_log_probs:
-    top, top_logits = most_likely(logits, top_log_probs)
+    top_tokens, top_logits = most_likely(logits, top_log_probs)
     top_logits = top_logits - best - mass
   return Observed(
     log_probs=(chosen - best - mass)[:, 0],
-    entropy=nats,
-    top_tokens=top,
+    entropy=entropy_nats,
+    top_tokens=top_tokens,
     top_log_probs=top_logits,
   )
 
 
 def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
-  """The tokens with the highest logits, descending, and their logits.
+  """Finds the tokens with the highest logits in descending order.
 
-  Of equal logits, the first token comes first. Where fewer than X logits are
-  above -inf, the other tokens are any, with -inf.
+  Tokens of equal logits are in ascending order. If fewer than X logits are
+  above -inf, the remaining tokens are arbitrary, with logit -inf.
 
   Args:
     logits: float32[R, V].
-    count: X, how many.
+    count: X, the number of tokens.
 
   Returns:
-    int32[R, X] and float32[R, X].
+    The tokens, int32[R, X], and their logits, float32[R, X].
 
   Raises:
     ValueError: `count` is more than V.
@@ -100,33 +101,40 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
       f"`top_log_probs` must be at most {size}, the tokens there are, got "
       f"{count}."
     )
-  highest = reductions.by_block(reductions.maxima, logits)
-  number = jnp.arange(highest.shape[1], dtype=jnp.int32)[None]
+  block_maxima = reductions.by_block(reductions.maxima, logits)
+  block_numbers = jnp.arange(block_maxima.shape[1], dtype=jnp.int32)[None]
 
+  # Each iteration reads one block. Tokens already found are excluded by their
+  # order after the last one, so nothing is written to the logits.
   def trip(
     loop: tuple[Array, Array, Array], _: None
   ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
-    highest, value, token = loop
-    best = reductions.maxima(highest)[:, None]
-    own = reductions.first_of(highest == best)
-    block = reductions.read_block(logits, own)
-    left = block.valid & _is_behind(block, value, token)
-    place = reductions.first_of(left & (block.values == best))
-    token = jnp.take_along_axis(block.columns, place[:, None], axis=1)
-    left &= _is_behind(block, best, token)
-    rest = jnp.where(left, block.values, -jnp.inf)
-    rest = reductions.maxima(rest)[:, None]
-    highest = jnp.where(number == own[:, None], rest, highest)
-    return (highest, best, token), (token[:, 0], best[:, 0])
+    block_maxima, value, token = loop
+    best = reductions.maxima(block_maxima)[:, None]
+    block_of_best = reductions.first_of(block_maxima == best)
+    block = reductions.read_block(logits, block_of_best)
+    candidates = block.valid & _comes_after(block, value, token)
+    index = reductions.first_of(candidates & (block.values == best))
+    token = jnp.take_along_axis(block.columns, index[:, None], axis=1)
+    candidates &= _comes_after(block, best, token)
+    next_best = jnp.where(candidates, block.values, -jnp.inf)
+    next_best = reductions.maxima(next_best)[:, None]
+    block_maxima = jnp.where(
+      block_numbers == block_of_best[:, None], next_best, block_maxima
+    )
+    return (block_maxima, best, token), (token[:, 0], best[:, 0])
 
-  first = jnp.full((rows, 1), jnp.inf), jnp.full((rows, 1), -1, jnp.int32)
+  start = jnp.full((rows, 1), jnp.inf), jnp.full((rows, 1), -1, jnp.int32)
   _, (tokens, values) = lax.scan(
-    trip, sharding.match_varying_axes((highest, *first)), None, length=count
+    trip,
+    sharding.match_varying_axes((block_maxima, *start)),
+    None,
+    length=count,
   )
   return tokens.T, values.T
 
 
-def _is_behind(block: Block, value: Array, token: Array) -> Array:
-  """bool[R, Y]: tokens behind another one in the order of `most_likely`."""
+def _comes_after(block: Block, value: Array, token: Array) -> Array:
+  """Returns bool[R, Y]: tokens after `token` in the order of `most_likely`."""
   equal = block.values == value
   return (block.values < value) | (equal & (block.columns > token))

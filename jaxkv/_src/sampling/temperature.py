@@ -1,4 +1,4 @@
-"""Temperatures: what logits are divided by before a softmax."""
+"""Sampling temperatures: their valid range, and the divisor of logits."""
 
 from typing import Any
 
@@ -11,27 +11,27 @@ from jaxkv._src.arrays.arguments import as_real_numbers
 from jaxkv._src.arrays.arguments import check_shape
 
 LEAST = float(np.finfo(np.float32).tiny)
-"""Dividing by less overflows."""
+"""The lowest temperature above 0: division by a lower one overflows."""
 HIGHEST = 2.0**126
-"""The reciprocal of more is not normal: XLA may multiply -inf by 0 then."""
+"""The highest temperature: the reciprocal of a higher one is subnormal, and
+where XLA flushes it to 0, -inf * 0 is NaN."""
 RANGE = f"0, or a finite float32 of {LEAST:.2g} .. {HIGHEST:.2g}"
 
 
 def as_temperature(temperature: Any) -> Array:
-  """The temperature, float32[].
+  """Converts a temperature to float32[].
 
-  A traced one is not checked for its value.
+  The value of a traced temperature is not checked.
 
   Raises:
     TypeError: it is not a real number.
-    ValueError: it is not a scalar, or is negative, NaN, too large, or so small
-      that dividing by it overflows.
+    ValueError: it is not a scalar, or it is outside of `RANGE`.
   """
   name = "temperature"
   value = as_real_numbers(name, temperature)
   check_shape(name, value, ())
-  known = not isinstance(value, Tracer)
-  if known and float(value) != 0 and not LEAST <= float(value) <= HIGHEST:
+  is_concrete = not isinstance(value, Tracer)
+  if is_concrete and float(value) != 0 and not LEAST <= float(value) <= HIGHEST:
     raise ValueError(
       f"`{name}` must be {RANGE}, got {float(value)}; use 0 for greedy "
       "decoding."
@@ -40,9 +40,10 @@ def as_temperature(temperature: Any) -> Array:
 
 
 def divisor(temperature: Array) -> Array:
-  """What logits are divided by for log-probs: 1 for 0, which is greedy.
+  """Returns the divisor of logits for log-probs: 1 for temperature 0.
 
-  NaN for a number that `as_temperature` would have refused, were it known.
+  Returns NaN for traced temperatures out of range, which `as_temperature`
+  cannot check.
 
   Args:
     temperature: float32[...].
@@ -50,6 +51,8 @@ def divisor(temperature: Array) -> Array:
   Returns:
     float32[...].
   """
-  fits = (temperature >= LEAST) & (temperature <= HIGHEST)
-  one, none = jnp.ones_like(temperature), jnp.full_like(temperature, jnp.nan)
-  return jnp.where(temperature == 0, one, jnp.where(fits, temperature, none))
+  in_range = (temperature >= LEAST) & (temperature <= HIGHEST)
+  ones, nans = jnp.ones_like(temperature), jnp.full_like(temperature, jnp.nan)
+  return jnp.where(
+    temperature == 0, ones, jnp.where(in_range, temperature, nans)
+  )
