@@ -39,24 +39,24 @@ _TABLE = {
   ),
   # --- grammars --------------------------------------------------------------
   "surrogates are characters": (
-    "characters:_strings",
+    "characters:_byte_strings",
     given(
       high=lambda g: b"\xed\xbf\xbf" if g.high == b"\xed\x9f\xbf" else g.high
     ),
     _CHARACTERS,
   ),
   "loops leak into what is before them": (
-    "dfa:_Parts._after",
+    "nfa:Nfa._successor",
     returned(lambda out, g: g.start),
     _DFA + "TestByHand::test_loops_do_not_leak_into_what_is_around_them",
   ),
   "states that differ late are one": (
-    "minimize:_refined",
+    "minimize:_refine",
     returned(lambda out, g: g.origin),
     _DFA + "TestByHand::test_states_that_differ_late_are_two",
   ),
   "states that accept the same are two": (
-    "minimize:_refined",
+    "minimize:_refine",
     returned(lambda out, g: jnp.arange(len(out)).__array__()),
     _DFA + "TestByHand::test_equal_ends_are_one",
   ),

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import settings
 
 from jaxkv._src.guides import dfa
+from jaxkv._src.guides import nfa
 from jaxkv._src.guides.dfa import START
 from jaxkv._src.guides.dfa import compile_grammar
 from jaxkv._src.guides.grammars import Chain
@@ -124,6 +125,7 @@ class TestRefused:
 
   def test_too_many_states(self, monkeypatch):
     monkeypatch.setattr(dfa, "MOST_STATES", 1000)
+    monkeypatch.setattr(nfa, "MOST_STATES", 10_000)
     with pytest.raises(ValueError, match="at most 1000 states, got more"):
       compile_grammar(regex("[ab]*a[ab]{12}"))
     with pytest.raises(ValueError, match="at most 10000 parts, got more"):

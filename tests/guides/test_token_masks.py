@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxkv._src.guides.dfa import START
 from jaxkv._src.guides.dfa import compile_grammar
 from jaxkv._src.guides.regex import regex
-from jaxkv._src.guides.token_masks import FAR
+from jaxkv._src.guides.token_masks import UNREACHABLE
 from jaxkv._src.guides.token_masks import token_masks
 from tests.guides.patterns import PATTERNS
 
@@ -66,7 +66,7 @@ class TestByHand:
     dfa = compile_grammar(regex("(a|xy)*"))
     masks = token_masks(dfa, [b"", b"a", b"x"], [_STOP])
     after = dfa.next[START, ord("x")]
-    assert masks.distance[after] == FAR
+    assert masks.distance[after] == UNREACHABLE
     for state in (0, after):
       assert _allowed(masks, state, 9) == _allowed(masks, state, 1) == [_STOP]
 
@@ -101,11 +101,11 @@ def _expected(dfa, tokens):
       for byte in token:
         place = dfa.next[place, byte]
       after[state, number] = place if token else 0
-  distance = np.where(dfa.accepts, 1, FAR)
+  distance = np.where(dfa.accepts, 1, UNREACHABLE)
   for _ in range(size):
     distance = np.minimum(distance, 1 + distance[after].min(axis=1))
-  distance = np.minimum(distance, FAR)
-  return distance, np.minimum(1 + distance[after], FAR)
+  distance = np.minimum(distance, UNREACHABLE)
+  return distance, np.minimum(1 + distance[after], UNREACHABLE)
 
 
 @settings(max_examples=100)
@@ -125,9 +125,9 @@ def test_masks_are_those_of_every_way(pattern, tokens):
   assert masks.distance.tolist() == distance.tolist()
   for state in range(dfa.num_states):
     for left in range(1, 8):
-      if left < distance[state] < FAR:
+      if left < distance[state] < UNREACHABLE:
         continue
       wanted = np.flatnonzero(needed[state] <= left).tolist()
-      if dfa.accepts[state] or distance[state] == FAR:
+      if dfa.accepts[state] or distance[state] == UNREACHABLE:
         wanted = [_STOP, *wanted]
       assert _allowed(masks, state, left) == wanted

@@ -1,8 +1,8 @@
-"""Sets of tokens with a bit for each token, and logits outside of them.
+"""Bitmasks of tokens, and their application to logits.
 
 Token t is bit t % 32 of word t // 32, where bit 0 is the least significant. The
-bits past the last token are 0. Several libraries for guided decoding use this
-order, with words of int32; `words.view(jnp.uint32)` are the same bits.
+bits beyond the last token are 0. Other libraries for guided decoding use the
+same order with int32 words; `words.view(jnp.uint32)` converts them.
 """
 
 import chex
@@ -10,23 +10,23 @@ import jax.numpy as jnp
 from jax import Array
 
 BITS = 32
-"""Bits in a word."""
+"""Bits of a word."""
 
 
 def num_words(vocab_size: int) -> int:
-  """Words that hold a bit for each of V tokens, ceil(V / 32)."""
+  """Returns the number of words for V tokens, ceil(V / 32)."""
   return -(-vocab_size // BITS)
 
 
 def mask_logits(logits: Array, bits: Array) -> Array:
-  """Sets the logits of all tokens that are not allowed to -inf.
+  """Sets the logits of tokens outside of a bitmask to -inf.
 
   Args:
-    logits: floats [..., V] of any width.
-    bits: uint32[..., ceil(V / 32)].
+    logits: floats [..., V].
+    bits: uint32[..., ceil(V / 32)], 1 for allowed tokens.
 
   Returns:
-    Logits of the same shape and width.
+    Logits of the same shape and dtype.
 
   Examples:
     >>> bits = jnp.asarray([[0b101]], jnp.uint32)
@@ -36,6 +36,8 @@ def mask_logits(logits: Array, bits: Array) -> Array:
   *lead, size = logits.shape
   chex.assert_shape(bits, (*lead, num_words(size)))
   chex.assert_type(bits, jnp.uint32)
+  # An AND with 32 single-bit words expands each word elementwise. A gather of
+  # each token's word would read V indices a row.
   places = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
   places = places.reshape(*(1,) * bits.ndim, BITS)
   ones = (bits[..., None] & places) != jnp.uint32(0)

@@ -1,4 +1,4 @@
-"""Sets of characters as bytes of UTF-8."""
+"""Converts sets of characters to grammars over UTF-8 bytes."""
 
 from collections.abc import Iterable
 
@@ -8,30 +8,31 @@ from jaxkv._src.guides.grammars import chain
 from jaxkv._src.guides.grammars import choice
 
 LAST = 0x10FFFF
-"""The last character."""
+"""The last code point of Unicode."""
 
 Ranges = Iterable[tuple[int, int]]
-"""Numbers of characters, first and last of each range."""
+"""Ranges of code points: the first and the last of each, both included."""
 
-# Characters of one length in UTF-8. Surrogates are no characters.
+# Ranges of equal length in UTF-8. The gap excludes surrogates, which are not
+# characters and have no UTF-8.
 _LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF))
 _LENGTHS += ((0x10000, LAST),)
 _TAIL_LOW, _TAIL_HIGH = 0x80, 0xBF
 
 
 def characters(ranges: Ranges) -> Grammar:
-  """One character of some ranges, in UTF-8."""
+  """Returns the grammar of one character of the ranges, in UTF-8."""
   parts = []
   for low, high in ranges:
     for first, last in _LENGTHS:
       begin, end = max(low, first), min(high, last)
       if begin <= end:
-        parts += _strings(chr(begin).encode(), chr(end).encode())
+        parts += _byte_strings(chr(begin).encode(), chr(end).encode())
   return choice(*parts)
 
 
 def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
-  """The ranges of all numbers up to `last` that are in none of the ranges."""
+  """Returns the complement of the ranges in 0 .. `last`."""
   gaps, begin = [], 0
   for low, high in sorted(ranges):
     if begin < low:
@@ -40,20 +41,21 @@ def others(ranges: Ranges, last: int = LAST) -> list[tuple[int, int]]:
   return [*gaps, (begin, last)] if begin <= last else gaps
 
 
-def _strings(low: bytes, high: bytes) -> list[Grammar]:
-  """All strings of one length from one to another, in the order of UTF-8."""
+def _byte_strings(low: bytes, high: bytes) -> list[Grammar]:
+  """Returns the UTF-8 strings from `low` to `high`, of equal length."""
   if len(low) == 1:
     return [byte_range(low[0], high[0])]
   size = len(low) - 1
-  least, most = bytes([_TAIL_LOW]) * size, bytes([_TAIL_HIGH]) * size
+  tail_low, tail_high = bytes([_TAIL_LOW]) * size, bytes([_TAIL_HIGH]) * size
   if low[0] == high[0]:
-    return _after(low[0], low[1:], high[1:])
+    return _with_first_byte(low[0], low[1:], high[1:])
+  # Only the lowest and the highest first byte restrict the bytes after them.
   parts, begin, end = [], low[0], high[0]
-  if low[1:] != least:
-    parts += _after(begin, low[1:], most)
+  if low[1:] != tail_low:
+    parts += _with_first_byte(begin, low[1:], tail_high)
     begin += 1
-  if high[1:] != most:
-    parts += _after(end, least, high[1:])
+  if high[1:] != tail_high:
+    parts += _with_first_byte(end, tail_low, high[1:])
     end -= 1
   if begin <= end:
     tail = byte_range(_TAIL_LOW, _TAIL_HIGH)
@@ -61,7 +63,7 @@ def _strings(low: bytes, high: bytes) -> list[Grammar]:
   return parts
 
 
-def _after(byte: int, low: bytes, high: bytes) -> list[Grammar]:
-  """Strings that begin with one byte and go on from one to another."""
+def _with_first_byte(byte: int, low: bytes, high: bytes) -> list[Grammar]:
+  """Returns the strings of `byte` followed by one of `low` .. `high`."""
   first = byte_range(byte, byte)
-  return [chain(first, part) for part in _strings(low, high)]
+  return [chain(first, part) for part in _byte_strings(low, high)]

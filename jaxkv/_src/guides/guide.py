@@ -1,4 +1,4 @@
-"""Guides: which token may come next, so that every text is of a grammar."""
+"""Guided decoding: masks tokens so that each text matches a grammar."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,23 +23,23 @@ from jaxkv._src.guides.grammars import Grammar
 from jaxkv._src.guides.regex import regex
 from jaxkv._src.guides.token_bytes import TokenBytes
 from jaxkv._src.guides.token_bytes import advance_states
-from jaxkv._src.guides.token_masks import FAR
+from jaxkv._src.guides.token_masks import UNREACHABLE
 from jaxkv._src.guides.token_masks import Numbering
 from jaxkv._src.guides.token_masks import TokenMasks
 from jaxkv._src.guides.token_masks import token_masks
 
 AnyGrammar = str | bytes | Grammar | None
-"""A regular expression, another grammar, or none: every token is allowed."""
+"""A regular expression or another grammar; None allows every token."""
 
-NO_LIMIT = FAR
-"""More tokens than any sequence has."""
+NO_LIMIT = UNREACHABLE
+"""A token limit above the length of any sequence."""
 
 
 class GuideState(NamedTuple):
-  """What a loop carries for each sequence.
+  """The state of each sequence in its grammar, carried by the loop.
 
   Attributes:
-    state: where its text is in the grammar.  # int32[Q]
+    state: the state of the DFA after the tokens so far.  # int32[Q]
     limit: the most tokens of a turn, the stop token included.  # int32[Q]
   """
 
@@ -50,10 +50,11 @@ class GuideState(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guide:
-  """Grammars as tables, S states in all, over V tokens.
+  """N grammars compiled to tables of S states in total, over V tokens.
 
-  Pass it to a jitted function as an argument. Tables that a function closes
-  over would become constants of the program. With `init(user=guide.init(Q))`:
+  Pass a guide to a jitted function as an argument: if a function closes over
+  it, its tables become constants of the program. With
+  `init(user=guide.init(Q))`:
 
     @jax.jit
     def run(params, guide, state):
@@ -61,22 +62,22 @@ class Guide:
         params, state, model=model, process=guide.process
       )
 
-  The stop token may be any token, also one that has bytes of its own.
+  The stop token may be any token, even one that has bytes.
 
   Attributes:
-    start: the state in which each grammar begins.  # int32[N]
-    home: the state in which the grammar of each state begins.  # int32[S]
+    start: the start state of each grammar.  # int32[N]
+    home: the start state of each state's grammar.  # int32[S]
     next: the state after a state and a byte.  # int32[S, 256]
-    distance: the fewest tokens from each state to the end of a text, the stop
-      token included; 2**30 if there is no way.  # int32[S]
-    first: an entry of `rows` for each state: its mask when `distance` tokens
-      are left. An entry for each further token follows.  # int32[S]
-    last: the last of these entries, for all larger numbers.  # int32[S]
-    rows: the row of each entry in `masks`.  # int32[X]
-    masks: sets of tokens, see `bitmask`.  # uint32[U, ceil(V / 32)]
+    distance: the fewest tokens that complete a text from each state, with the
+      stop token; 2**30 if none can.  # int32[S]
+    first: the state's entry in `rows` for `distance` remaining tokens. Entries
+      for larger numbers follow.  # int32[S]
+    last: the state's last entry, for all larger numbers.  # int32[S]
+    rows: the row in `masks` of each entry.  # int32[X]
+    masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
     tokens: the bytes of all tokens.
-    max_bytes: bytes of the longest text of the grammars; None if there is no
-      longest.
+    max_bytes: bytes of the longest text of all grammars; None if the length is
+      unbounded.
   """
 
   start: Array
@@ -97,22 +98,21 @@ class Guide:
     grammars: Any = None,
     max_tokens: Any = None,
   ) -> GuideState:
-    """The state of Q sequences that have no token yet.
+    """Returns the state of Q sequences without tokens.
 
     Args:
       num_sequences: Q.
-      grammars: int32[Q], which grammar each sequence has; None if there is but
-        one.
-      max_tokens: int32[] or int32[Q], the most tokens that are drawn for a
-        text, the stop token included. All texts end by then: a token is only
-        allowed if an end can be reached in the tokens left after it. None for
-        no limit.
+      grammars: int32[Q], the index of each sequence's grammar; None if the
+        guide has only one.
+      max_tokens: int32[] or int32[Q], the most tokens of a text, with the stop
+        token. All texts end within the limit: a token is allowed only if the
+        remaining tokens can complete the text. None for no limit.
 
     Raises:
       TypeError: `grammars` or `max_tokens` does not hold integers.
-      ValueError: they have another shape, there is no such grammar, there are
-        several and `grammars` is None, or `max_tokens` is too small for any
-        text of a grammar. Traced numbers are not checked.
+      ValueError: a shape is wrong, an index is out of range, `grammars` is None
+        for several grammars, or `max_tokens` is below the shortest text of a
+        grammar. Traced numbers are not checked.
     """
     shape = (num_sequences,)
     numbers = self._grammars(grammars, shape)
@@ -122,46 +122,50 @@ class Guide:
       check_shape("max_tokens", limit, shape, ", a number for each sequence")
     limit = jnp.broadcast_to(limit, shape)
     state = indexing.take(self.start, jnp.asarray(numbers))
-    least = indexing.take(self.distance, state)
-    if not isinstance(limit - least, Tracer):
-      for row in np.flatnonzero(np.asarray(limit < least)).tolist():
+    shortest = indexing.take(self.distance, state)
+    if not isinstance(limit - shortest, Tracer):
+      for row in np.flatnonzero(np.asarray(limit < shortest)).tolist():
         raise ValueError(
-          f"`max_tokens` must be at least {least[row]}, the tokens of the "
+          f"`max_tokens` must be at least {shortest[row]}, the tokens of the "
           f"shortest text and its stop token, got {limit[row]} for sequence "
           f"{row}."
         )
+    # A copy, because the caller's array must survive a donation of the state.
     return GuideState(state=state, limit=jnp.copy(limit))
 
   def _grammars(self, grammars: Any, shape: tuple[int]) -> Any:
-    """`grammars` of `init`, checked."""
-    known = self.start.shape[0]
-    if grammars is None and known > 1:
+    """Checks the argument `grammars` of `init`."""
+    num_grammars = self.start.shape[0]
+    if grammars is None and num_grammars > 1:
       raise ValueError(
-        f"`grammars` must say which of the {known} grammars each sequence has, "
-        "got None."
+        f"`grammars` must say which of the {num_grammars} grammars each "
+        "sequence has, got None."
       )
-    numbers = np.zeros(shape, np.int32) if grammars is None else grammars
-    numbers = as_int32("grammars", numbers)
-    check_shape("grammars", numbers, shape, ", a number for each sequence")
-    if not isinstance(numbers, Tracer):
-      bad = (np.asarray(numbers) < 0) | (np.asarray(numbers) >= known)
-      for row in np.flatnonzero(bad).tolist():
+    indices = np.zeros(shape, np.int32) if grammars is None else grammars
+    indices = as_int32("grammars", indices)
+    check_shape("grammars", indices, shape, ", a number for each sequence")
+    if not isinstance(indices, Tracer):
+      is_invalid = (np.asarray(indices) < 0) | (
+        np.asarray(indices) >= num_grammars
+      )
+      for row in np.flatnonzero(is_invalid).tolist():
         raise ValueError(
-          f"`grammars[{row}]` must be 0 .. {known - 1}, got {numbers[row]}."
+          f"`grammars[{row}]` must be 0 .. {num_grammars - 1}, got "
+          f"{indices[row]}."
         )
-    return numbers
+    return indices
 
   def process(
     self, logits: Array, rows: Any, user: GuideState
   ) -> tuple[Array, GuideState]:
-    """Masks the logits of tokens that may not come next.
+    """Sets the logits of tokens that the grammar does not allow to -inf.
 
-    To be called once for each token that is drawn. At the first token of a turn
-    a text begins, whatever the state was; at others the last token is read.
+    Call it once for each drawn token. The first token of a turn begins a new
+    text; later calls advance the state by the last token.
 
-    A sequence whose text can have no end, because tokens were not drawn from
-    these logits, may only draw the stop token. One that has too few tokens left
-    may draw what leads to the nearest end.
+    If tokens were not drawn from these logits, a text may have left its
+    grammar. Such a sequence may only draw the stop token. A sequence with too
+    few remaining tokens may draw the tokens that complete its text earliest.
 
     Args:
       logits: floats [R, V].
@@ -170,11 +174,11 @@ class Guide:
       user: the states of the R sequences.
 
     Returns:
-      The logits, -inf where a token is not allowed, and the states.
+      The masked logits and the new states.
 
     Raises:
-      TypeError: `user` is no `GuideState`.
-      ValueError: the logits are not for V tokens.
+      TypeError: `user` is not a `GuideState`.
+      ValueError: the logits do not have V columns.
     """
     if not isinstance(user, GuideState):
       raise TypeError(
@@ -187,28 +191,36 @@ class Guide:
         f"each of the guide's tokens, got {[*logits.shape]}; use `vocab_size` "
         "of token_bytes if a model has more columns than tokens."
       )
+    # The last token before a turn belongs to the prompt, not to the new text.
     read = advance_states(self.next, self.tokens, user.state, rows.last_tokens)
+    # `home` is read from the state, so a row needs no index of its grammar. No
+    # byte leads to the states of another grammar.
     home = indexing.take(self.home, user.state)
     state = jnp.where(rows.counts == 0, home, read)
     bits = self.allowed(state, user.limit - rows.counts)
     return mask_logits(logits, bits), GuideState(state, user.limit)
 
   def allowed(self, state: Array, left: Array) -> Array:
-    """The tokens that may come next.
+    """Returns the bitmask of allowed tokens of each row.
 
     Args:
       state: int32[R].
-      left: int32[R], tokens that may still be drawn, the stop token included.
+      left: int32[R], the remaining tokens, with the stop token.
 
     Returns:
       uint32[R, ceil(V / 32)], see `bitmask`.
     """
-    more = jnp.maximum(left - indexing.take(self.distance, state), 0)
-    first, last = (
+    # With fewer tokens than `distance`, the text cannot end in time. The mask
+    # of `distance` then allows the tokens on the shortest way to its end.
+    extra_tokens = jnp.maximum(left - indexing.take(self.distance, state), 0)
+    first_entry, last_entry = (
       indexing.take(self.first, state),
       indexing.take(self.last, state),
     )
-    row = indexing.take(self.rows, first + jnp.minimum(more, last - first))
+    row = indexing.take(
+      self.rows,
+      first_entry + jnp.minimum(extra_tokens, last_entry - first_entry),
+    )
     return indexing.take(self.masks, row)
 
 
@@ -217,23 +229,23 @@ def guide(
   tokens: TokenBytes,
   stop_token: int | Sequence[int],
 ) -> Guide:
-  r"""Makes a guide, on the host.
+  r"""Compiles grammars to a guide, on the host.
 
-  A state takes about 1 KiB, and each of the different masks V / 8 bytes.
+  A state takes about 1 KiB, and each distinct mask V / 8 bytes.
 
   Args:
     grammars: a regular expression, see `regex`, or another grammar, such as
-      `json_schema`; or several, of which each sequence has one. None in a list
-      leaves its sequences free.
+      `json_schema`; or a list, from which `init` assigns one to each sequence.
+      None in a list allows every token.
     tokens: the bytes of V tokens; they are copied, so that a state with a guide
       may be donated.
     stop_token: the token that ends a text, or several of them. It is allowed
       where the text may end.
 
   Raises:
-    TypeError: a grammar is of no known type.
-    ValueError: a grammar is wrong, matches nothing, or the tokens cannot spell
-      any text of it, or there is no such stop token.
+    TypeError: a grammar has a wrong type.
+    ValueError: a grammar is malformed, matches nothing, or has no text that the
+      tokens can spell, or a stop token is out of range.
 
   Examples:
     >>> from jaxkv.rollout import token_bytes
@@ -245,33 +257,33 @@ def guide(
     ['00101']
   """
   texts = tokens.texts()
-  stops = _stop_tokens(stop_token, len(texts))
-  several = grammars if isinstance(grammars, list | tuple) else [grammars]
-  parts = [_part(one, texts, stops) for one in several]
+  stop_ids = _stop_tokens(stop_token, len(texts))
+  all_grammars = grammars if isinstance(grammars, list | tuple) else [grammars]
+  parts = [_tables(grammar, texts, stop_ids) for grammar in all_grammars]
   if not parts:
     raise ValueError("`grammars` must be one grammar or more, got none.")
-  longest = [part.max_bytes for part in parts]
-  known = [number for number in longest if number is not None]
+  lengths = [part.max_bytes for part in parts]
+  bounded = [number for number in lengths if number is not None]
   return Guide(
-    **_joined(parts),
+    **_concatenate(parts),
     tokens=tokens.copy(),
-    max_bytes=max(known) if len(known) == len(longest) else None,
+    max_bytes=max(bounded) if len(bounded) == len(lengths) else None,
   )
 
 
 class _GrammarTables(NamedTuple):
-  """The tables of one grammar, which begins in state 1."""
+  """The tables of one grammar, whose start is state 1."""
 
   next: np.ndarray
   masks: TokenMasks
   max_bytes: int | None
 
 
-def _part(
+def _tables(
   grammar: AnyGrammar, texts: Sequence[bytes], stops: Sequence[int]
 ) -> _GrammarTables:
   if grammar is None:
-    return _free(len(texts))
+    return _unrestricted(len(texts))
   rules = regex(grammar) if isinstance(grammar, str | bytes) else grammar
   if not isinstance(rules, Grammar):
     raise TypeError(
@@ -280,7 +292,7 @@ def _part(
     )
   dfa = compile_grammar(rules)
   masks = token_masks(dfa, texts, stops)
-  if masks.distance[START] == FAR:
+  if masks.distance[START] == UNREACHABLE:
     raise ValueError(
       "`tokens` must spell a text of each grammar, got tokens that spell none "
       f"of {grammar!r:.200}."
@@ -288,43 +300,43 @@ def _part(
   return _GrammarTables(dfa.next, masks, dfa.max_bytes)
 
 
-def _free(vocab_size: int) -> _GrammarTables:
-  """A grammar that allows every token, even those without bytes."""
+def _unrestricted(vocab_size: int) -> _GrammarTables:
+  """Returns tables that allow every token, even those without bytes."""
   masks = np.zeros((1, num_words(vocab_size) * BITS), np.uint8)
   masks[:, :vocab_size] = 1
   words = np.packbits(masks, axis=1, bitorder="little").view("<u4")
   zeros = np.zeros(2, np.int32)
-  one = TokenMasks(
+  tables = TokenMasks(
     distance=zeros + 1, first=zeros, last=zeros, rows=zeros[:1], masks=words
   )
-  return _GrammarTables(np.full((2, 256), START, np.int32), one, None)
+  return _GrammarTables(np.full((2, 256), START, np.int32), tables, None)
 
 
-def _joined(parts: Sequence[_GrammarTables]) -> dict[str, Array]:
-  """The tables of all grammars, their states one after the other."""
+def _concatenate(parts: Sequence[_GrammarTables]) -> dict[str, Array]:
+  """Concatenates the tables of all grammars and renumbers their states."""
   sizes = np.array([len(part.next) for part in parts])
-  begins = np.cumsum(sizes) - sizes
-  entries = np.cumsum([0, *(len(part.masks.rows) for part in parts)])
-  # Grammars have many masks in common, such as that of the dead state.
+  first_states = np.cumsum(sizes) - sizes
+  first_entries = np.cumsum([0, *(len(part.masks.rows) for part in parts)])
+  # Masks are shared between grammars: many are equal, as for the dead state.
   masks = np.concatenate([part.masks.masks for part in parts])
   numbering = Numbering()
-  row = np.array([numbering.of(mask) for mask in masks])
-  masks = masks[np.unique(row, return_index=True)[1]]
+  row_of_masks = np.array([numbering.of(mask) for mask in masks])
+  masks = masks[np.unique(row_of_masks, return_index=True)[1]]
   counts = [len(part.masks.masks) for part in parts]
-  rows = np.split(row, np.cumsum(counts)[:-1])
+  rows = np.split(row_of_masks, np.cumsum(counts)[:-1])
 
   def joined(arrays: Sequence[np.ndarray]) -> Array:
     return jnp.asarray(np.concatenate(arrays), jnp.int32)
 
-  numbered = list(zip(parts, begins, entries, rows, strict=False))
+  numbered = list(zip(parts, first_states, first_entries, rows, strict=False))
   return dict(
-    start=jnp.asarray(begins + START, jnp.int32),
-    home=jnp.asarray(np.repeat(begins + START, sizes), jnp.int32),
-    next=joined([part.next + begin for part, begin, _, _ in numbered]),
+    start=jnp.asarray(first_states + START, jnp.int32),
+    home=jnp.asarray(np.repeat(first_states + START, sizes), jnp.int32),
+    next=joined([part.next + offset for part, offset, _, _ in numbered]),
     distance=joined([part.masks.distance for part in parts]),
-    first=joined([part.masks.first + at for part, _, at, _ in numbered]),
-    last=joined([part.masks.last + at for part, _, at, _ in numbered]),
-    rows=joined([own[part.masks.rows] for part, _, _, own in numbered]),
+    first=joined([part.masks.first + entry for part, _, entry, _ in numbered]),
+    last=joined([part.masks.last + entry for part, _, entry, _ in numbered]),
+    rows=joined([new_row[part.masks.rows] for part, _, _, new_row in numbered]),
     masks=jnp.asarray(masks, jnp.uint32),
   )
 

@@ -1,9 +1,9 @@
-"""Strings that end a sequence, wherever they stand in its tokens.
+"""Stop strings: end a sequence when its text contains one of them.
 
-The strings of a sequence are searched all at once, by one automaton that reads
-the bytes of the generated tokens (Aho and Corasick, "Efficient string matching:
-an aid to bibliographic search", 1975). A string may begin in one token and end
-in the middle of a later one.
+An Aho-Corasick automaton searches all strings of a sequence at once ("Efficient
+string matching: an aid to bibliographic search", 1975). It reads the bytes of
+the generated tokens, so a string may begin in one token and end within a later
+one.
 """
 
 import collections
@@ -25,23 +25,24 @@ from jaxkv._src.guides.token_bytes import fold_bytes
 from jaxkv._src.guides.token_bytes import read_byte
 
 Strings = Sequence[str | bytes]
-"""The stop strings of a sequence, or of all; a `str` stands for its UTF-8."""
+"""The stop strings of one sequence, or of all; a `str` is encoded as UTF-8."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopStrings:
-  """The stop strings of Q sequences, as one automaton with S states.
+  """The stop strings of Q sequences, as one automaton of S states.
 
-  A sequence's state, an int32, belongs to the loop: it begins as `init` says,
-  and `advance` moves it by each generated token. The prompt is not searched.
+  The loop stores the state of each sequence, an int32: `init` returns the first
+  state, and `advance` updates it with each generated token. The prompt is not
+  searched.
 
   Attributes:
-    start: the state before the first generated token of each sequence. A
-      scalar if all have the same strings.  # int32[Q] or int32[]
+    start: the first state of each sequence; a scalar if all sequences have the
+      same strings.  # int32[Q] or int32[]
     next: the state after a state and a byte.  # int32[S, 256]
-    ends: the string that ends in each state, by its number in the sequence's
-      own list; -1 for none.  # int32[S]
+    ends: the index, in its list, of the string that ends in each state; -1 if
+      none ends there.  # int32[S]
     tokens: the bytes of all tokens.
   """
 
@@ -51,10 +52,10 @@ class StopStrings:
   tokens: TokenBytes
 
   def init(self, num_sequences: int) -> Array:
-    """int32[Q]: the state of each sequence before its first generated token.
+    """Returns the first state of each sequence, int32[Q].
 
     Raises:
-      ValueError: there are lists for another number of sequences.
+      ValueError: the number of lists is not Q.
     """
     if self.start.ndim == 0:
       return jnp.full((num_sequences,), self.start)
@@ -63,14 +64,14 @@ class StopStrings:
     return jnp.copy(self.start)
 
   def select(self, lists: Any) -> "StopStrings":
-    """The stop strings of other sequences, out of the lists that are known.
+    """Returns stop strings that assign the existing lists to new sequences.
 
     Args:
-      lists: int32[Q], for each sequence the row of the list it has.
+      lists: int32[Q], the row of each sequence's list.
 
     Raises:
       TypeError: `lists` does not hold integers.
-      ValueError: `lists` has another rank, or there is but one list for all.
+      ValueError: `lists` has another rank, or all sequences share one list.
     """
     lists = as_int32("lists", lists)
     check_shape("lists", lists, ("Q",))
@@ -83,36 +84,39 @@ class StopStrings:
     """Reads one token in each row.
 
     Args:
-      states: int32[R], the rows' states; any rows, in any order.
+      states: int32[R], the states of any rows.
       numbers: int32[R], the token that each row reads.
 
     Returns:
-      The states after the token, int32[R], and the string that this token
-      completes, by its number in the sequence's own list, int32[R], -1 for
-      none. If it completes several, the one that ends first, and of those that
-      end at the same byte the first in the list.
+      The states after the token, int32[R], and the index, in its list, of the
+      string that the token completes, int32[R], -1 for none. If a token
+      completes several, the one that ends first wins; at the same byte, the
+      lowest index.
     """
-    own, states, numbers = sharding.match_varying_axes((self, states, numbers))
+    automaton, states, numbers = sharding.match_varying_axes(
+      (self, states, numbers)
+    )
 
     def body(
       carry: tuple[Array, Array], byte: Array, reads: Array
     ) -> tuple[Array, Array]:
-      states, found = carry
-      states = read_byte(own.next, states, byte, reads)
-      ended = indexing.take(own.ends, states, fill=-1)
-      return states, jnp.where(reads & (found < 0), ended, found)
+      states, completed = carry
+      states = read_byte(automaton.next, states, byte, reads)
+      # The first completed string wins, so it is not overwritten by later ones.
+      ended = indexing.take(automaton.ends, states, fill=-1)
+      return states, jnp.where(reads & (completed < 0), ended, completed)
 
-    none = sharding.zeros_like(states) - 1
-    return fold_bytes(own.tokens, numbers, body, (states, none))
+    no_string = sharding.zeros_like(states) - 1
+    return fold_bytes(automaton.tokens, numbers, body, (states, no_string))
 
 
 def stop_strings(
   strings: Strings | Sequence[Strings | None], tokens: TokenBytes
 ) -> StopStrings:
-  """Makes the automaton of stop strings, on the host.
+  """Builds the automaton of stop strings, on the host.
 
-  It has at most one state for each byte of all different lists, and one more
-  for each list; a state takes 1 KiB.
+  The automaton has at most one state for each byte of the distinct lists, and
+  one more for each list. A state takes 1 KiB.
 
   Args:
     strings: a list for all sequences, or a list for each of Q sequences, where
@@ -121,7 +125,7 @@ def stop_strings(
       strings may be donated.
 
   Raises:
-    TypeError: `strings` is a single string, or holds something else.
+    TypeError: `strings` is a single string, or has entries of a wrong type.
     ValueError: a string is empty.
 
   Examples:
@@ -137,15 +141,16 @@ def stop_strings(
   tables: list[np.ndarray] = []
   ends: list[np.ndarray] = []
   size = 0
-  for own in lists:
-    if own in starts:
+  # Equal lists share an automaton; the automata follow each other in one table.
+  for row in lists:
+    if row in starts:
       continue
-    starts[own] = size
-    table, end = _automaton(own)
+    starts[row] = size
+    table, end = _build_automaton(row)
     tables.append(table + size)
     ends.append(end)
     size += len(end)
-  start = np.array([starts[own] for own in lists], np.int32)
+  start = np.array([starts[row] for row in lists], np.int32)
   return StopStrings(
     start=jnp.asarray(start[0] if shared else start),
     next=jnp.asarray(np.concatenate(tables), jnp.int32),
@@ -154,11 +159,11 @@ def stop_strings(
   )
 
 
-def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-  """`StopStrings.next` and `.ends` of one list; it starts in state 0."""
+def _build_automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+  """Builds `StopStrings.next` and `.ends` of one list; state 0 is the start."""
   children: list[dict[int, int]] = [{}]
   ends = [-1]
-  for number, string in enumerate(strings):
+  for index, string in enumerate(strings):
     state = 0
     for byte in string:
       if byte not in children[state]:
@@ -167,31 +172,32 @@ def _automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         ends.append(-1)
       state = children[state][byte]
     if ends[state] < 0:
-      ends[state] = number
+      ends[state] = index
   table = np.zeros((len(children), 256), np.int32)
-  # The longest other state that the bytes so far end with.
-  shorter = [0] * len(children)
+  # The failure function: the state of the longest proper suffix of the bytes
+  # read. Breadth-first order completes a fallback before its longer states.
+  fallback = [0] * len(children)
   queue = collections.deque([0])
   while queue:
     state = queue.popleft()
-    ends[state] = _first(ends[state], ends[shorter[state]])
-    table[state] = table[shorter[state]]
+    ends[state] = _lower_index(ends[state], ends[fallback[state]])
+    table[state] = table[fallback[state]]
     for byte, child in children[state].items():
-      shorter[child] = int(table[state, byte])
+      fallback[child] = int(table[state, byte])
       table[state, byte] = child
       queue.append(child)
   return table, np.array(ends, np.int32)
 
 
-def _first(number: int, other: int) -> int:
-  """The lower of two numbers of strings, where -1 is none."""
+def _lower_index(number: int, other: int) -> int:
+  """Returns the lower of two indices, where -1 means none."""
   return max(number, other) if min(number, other) < 0 else min(number, other)
 
 
 def _lists(
   strings: Strings | Sequence[Strings | None],
 ) -> tuple[list[tuple[bytes, ...]], bool]:
-  """The lists, and whether there is but one for all sequences."""
+  """Checks the lists; returns them and True if all sequences share one."""
   if isinstance(strings, str | bytes):
     raise TypeError(
       f"`strings` must be a list, got {strings!r}; write [{strings!r}]."
@@ -216,7 +222,7 @@ def _as_bytes(name: str, strings: Any) -> tuple[bytes, ...]:
     raise TypeError(
       f"`{name}` must be a list of strings or None, got {strings!r}."
     )
-  found = []
+  encoded = []
   for number, string in enumerate(strings):
     if not isinstance(string, str | bytes):
       raise TypeError(
@@ -228,5 +234,5 @@ def _as_bytes(name: str, strings: Any) -> tuple[bytes, ...]:
         f"`{name}[{number}]` must not be empty: it would end every sequence "
         "at its first token."
       )
-    found.append(string.encode() if isinstance(string, str) else string)
-  return tuple(found)
+    encoded.append(string.encode() if isinstance(string, str) else string)
+  return tuple(encoded)

@@ -1,4 +1,4 @@
-"""The bytes of every token, and automata that read them."""
+"""Token bytes on the device, and automata that read them."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 UNROLL = 4
-"""Bytes that are read in one trip of the loop."""
+"""Bytes read in one iteration of the loop: fewer iterations cost less."""
 
 Carry = TypeVar("Carry")
 
@@ -25,13 +25,12 @@ Carry = TypeVar("Carry")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenBytes:
-  """The bytes of V tokens, one token after the other.
-
-  Tokens of any length take no more memory than their bytes.
+  """The bytes of V tokens, concatenated without padding.
 
   Attributes:
     data: the bytes of all tokens.  # uint8[X]
-    starts: where each token begins; the last entry is X.  # int32[V + 1]
+    starts: the index in `data` of each token's first byte; the last entry is X.
+      # int32[V + 1]
   """
 
   data: Array
@@ -43,30 +42,30 @@ class TokenBytes:
     return self.starts.shape[0] - 1
 
   def texts(self) -> list[bytes]:
-    """The bytes of each token, on the host."""
+    """Returns the bytes of each token, on the host."""
     data = np.asarray(self.data).tobytes()
     starts = np.asarray(self.starts).tolist()
     return [data[i:j] for i, j in itertools.pairwise(starts)]
 
   def copy(self) -> "TokenBytes":
-    """The same bytes in memory of their own, for a state that is donated."""
+    """Returns a copy in new buffers, for a state that will be donated."""
     return jax.tree.map(jnp.copy, self)
 
 
 def token_bytes(
   tokens: Sequence[bytes], *, vocab_size: int | None = None
 ) -> TokenBytes:
-  """The bytes of tokens, as arrays.
+  """Packs the bytes of tokens into arrays.
 
   Args:
-    tokens: the bytes of each token, by its number. Special tokens have none:
-      they stand for no text.
-    vocab_size: V, if a model's logits have more columns than there are tokens.
-      The tokens after the last one have no bytes.
+    tokens: the bytes of each token, in the order of token ids; empty for
+      special tokens, which represent no text.
+    vocab_size: V, if the model's logits have more columns than `tokens` has
+      entries. The additional tokens have no bytes.
 
   Raises:
     TypeError: a token is not `bytes`.
-    ValueError: there are no tokens, or more than V, or 2**31 bytes.
+    ValueError: `tokens` is empty, has more than V entries, or 2**31 bytes.
 
   Examples:
     >>> tokens = token_bytes([b"a", b"", b"bc"], vocab_size=4)
@@ -74,10 +73,10 @@ def token_bytes(
     ([97, 98, 99], [0, 1, 1, 3, 3])
   """
   pieces = list(tokens)
-  for number, piece in enumerate(pieces):
+  for token, piece in enumerate(pieces):
     if not isinstance(piece, bytes):
       raise TypeError(
-        f"`tokens[{number}]` must be bytes, got {piece!r} of type "
+        f"`tokens[{token}]` must be bytes, got {piece!r} of type "
         f"{type(piece).__name__}; `jaxkv.models.Tokenizer.token_bytes` gives "
         "those of a tokenizer."
       )
@@ -87,6 +86,7 @@ def token_bytes(
       f"`tokens` must be 1 .. {size} tokens, got {len(pieces)}; raise "
       "`vocab_size` for more."
     )
+  # int64, so that a sum beyond int32 is noticed below and does not wrap.
   lengths = np.zeros(size + 1, np.int64)
   lengths[1 : len(pieces) + 1] = [len(piece) for piece in pieces]
   starts = np.cumsum(lengths)
@@ -94,7 +94,7 @@ def token_bytes(
     raise ValueError(
       f"`tokens` must have less than 2**31 bytes, got {starts[-1]}."
     )
-  # A gather needs something to read from, even where no token has a byte.
+  # A gather cannot read from an empty array, even if no token has a byte.
   joined = b"".join(pieces) or b"\0"
   return TokenBytes(
     data=jnp.asarray(np.frombuffer(joined, np.uint8)),
@@ -110,21 +110,21 @@ def fold_bytes(
 ) -> Carry:
   """Folds `body` over the bytes of one token in each row.
 
-  The loop ends with the longest of these tokens, whatever the vocabulary has.
-
   Args:
     tokens: the bytes of all tokens.
-    numbers: int32[R], a token for each row; one out of range has no bytes.
-    body: takes the carry, a byte for each row, int32[R], and which rows have
-      one, bool[R]; returns the carry.
+    numbers: int32[R], the token of each row; a token out of range has no bytes.
+    body: maps the carry, the next byte of each row, int32[R], and a mask of the
+      rows that have such a byte, bool[R], to the next carry.
     carry: any pytree of arrays.
   """
   start = indexing.take(tokens.starts, numbers)
-  known = (numbers >= 0) & (numbers < tokens.vocab_size)
+  has_bytes = (numbers >= 0) & (numbers < tokens.vocab_size)
   length = jnp.where(
-    known, indexing.take(tokens.starts, numbers + 1) - start, 0
+    has_bytes, indexing.take(tokens.starts, numbers + 1) - start, 0
   )
 
+  # A while_loop, because it ends after the longest token of these rows. A scan
+  # would always read as many bytes as the longest token of the vocabulary has.
   def trip(loop: tuple[Array, Any]) -> tuple[Array, Any]:
     step, carry = loop
     for _ in range(UNROLL):
@@ -143,17 +143,17 @@ def fold_bytes(
 def advance_states(
   next: Array, tokens: TokenBytes, states: Array, numbers: Array
 ) -> Array:
-  """The state of an automaton in each row after the bytes of one token.
+  """Advances the automaton of each row by the bytes of one token.
 
   Args:
     next: int32[S, 256], the state after a state and a byte.
     tokens: the bytes of all tokens.
-    states: int32[R]; one out of range stays as it is.
-    numbers: int32[R], the token that each row reads; after one without bytes,
-      or out of range, the state is what it was.
+    states: int32[R]; a state out of range does not change.
+    numbers: int32[R], the token that each row reads. A token out of range has
+      no bytes and does not change the state.
 
   Returns:
-    int32[R].
+    The new states, int32[R].
 
   Examples:
     >>> counts = jnp.asarray([[1] * 256, [2] * 256, [0] * 256])
@@ -174,6 +174,6 @@ def advance_states(
 
 
 def read_byte(next: Array, states: Array, byte: Array, reads: Array) -> Array:
-  """int32[R]: the states after a byte, where `reads` and the state exists."""
+  """Returns the states after a byte; rows without `reads` keep their state."""
   inside = (states >= 0) & (states < next.shape[0])
   return jnp.where(reads & inside, indexing.take(next, states, byte), states)

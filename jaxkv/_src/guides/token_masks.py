@@ -1,8 +1,9 @@
-"""What every token does to an automaton, and which tokens lead to an end.
+"""Computes the token masks of a DFA: the tokens allowed in each state.
 
-Tokens that lead each state to the same state are alike. A vocabulary of 50,000
-tokens has some thousand different effects on an automaton, often fewer, so
-everything is computed for effects, and for tokens only at the end.
+The effect of a token is the array of next states of all states. Tokens with the
+same effect are equivalent. A vocabulary of 50,000 tokens has at most a few
+thousand different effects, so masks are computed over effects and expanded to
+tokens at the end.
 """
 
 import dataclasses
@@ -14,26 +15,27 @@ from jaxkv._src.guides.bitmask import BITS
 from jaxkv._src.guides.bitmask import num_words
 from jaxkv._src.guides.dfa import ByteDfa
 
-FAR = 2**30
-"""The distance of an end that cannot be reached."""
+UNREACHABLE = 2**30
+"""The distance of a state from which no text can be completed."""
 
-_MOST_ENTRIES = 2**23
+_MAX_BATCH_ENTRIES = 2**23
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenMasks:
-  """Which tokens may follow in each state, by the tokens that are left.
+  """The allowed tokens of each state, by the number of remaining tokens.
 
-  A state whose end is `distance` tokens away has a mask for each number of
-  tokens left from there on, up to the number from which on nothing changes.
+  A state has one mask for each number of remaining tokens, from its `distance`
+  up to the number beyond which the mask does not change.
 
   Attributes:
-    distance: the fewest tokens to an end, the stop token included; FAR for
-      none.  # int32[S]
-    first: a state's entry in `rows` for `distance` tokens.  # int32[S]
-    last: its last entry.  # int32[S]
+    distance: the fewest tokens that complete a text, with the stop token;
+      UNREACHABLE if there are none.  # int32[S]
+    first: the state's entry in `rows` for `distance` remaining tokens.
+      # int32[S]
+    last: the state's last entry, for all larger numbers.  # int32[S]
     rows: the row in `masks` of each entry.  # int32[X]
-    masks: a bit for each token, as in `bitmask`.  # uint32[U, ceil(V / 32)]
+    masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
   """
 
   distance: np.ndarray
@@ -46,69 +48,71 @@ class TokenMasks:
 def token_masks(
   dfa: ByteDfa, tokens: Sequence[bytes], stop_tokens: Sequence[int]
 ) -> TokenMasks:
-  """The masks of an automaton.
+  """Computes the token masks of a DFA.
 
-  A token is allowed if an end can be reached after it, by tokens of this
-  vocabulary and in the tokens that are left. A stop token is allowed where the
-  automaton accepts, and stands for no text. It is allowed too in states from
-  which there is no way to an end; allowed tokens do not lead there. Tokens
-  without bytes never are.
+  A token is allowed if tokens of this vocabulary can complete the text after
+  it within the remaining tokens. A stop token is allowed in accepting states,
+  and in states from which no text can be completed (no allowed token leads
+  there). Its bytes are ignored. Other tokens without bytes are never allowed.
 
   Args:
     dfa: the automaton.
     tokens: the bytes of V tokens.
-    stop_tokens: numbers of tokens.
+    stop_tokens: ids of stop tokens.
   """
   texts = [b"" if i in stop_tokens else text for i, text in enumerate(tokens)]
-  effect, effects = _effects(dfa.next, texts)
+  effect, effects = _group_by_effect(dfa.next, texts)
   distance = _distances(effects, dfa.accepts)
-  after = np.where(distance < FAR, distance + 1, FAR)[effects]
-  # From a state without a way to an end, only the stop token leads on.
-  stops = np.where(dfa.accepts | (distance == FAR), 1, FAR)
-  # The last column is that of all stop tokens.
+  after = np.where(distance < UNREACHABLE, distance + 1, UNREACHABLE)[effects]
+  # A sequence in such a state must still be able to draw something: an empty
+  # mask would make all logits -inf.
+  stops = np.where(dfa.accepts | (distance == UNREACHABLE), 1, UNREACHABLE)
+  # All stop tokens share one more effect, in the last column.
   needed = np.concatenate([after, stops[None]]).T
   effect = effect.copy()
   effect[list(stop_tokens)] = len(effects)
-  return _masks(needed, effect, distance)
+  return _mask_table(needed, effect, distance)
 
 
-def _effects(
+def _group_by_effect(
   next: np.ndarray, texts: Sequence[bytes]
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Groups tokens by what they do.
-
-  All tokens are read at once, a byte of each in a trip.
+  """Groups tokens by their effect on the states.
 
   Returns:
-    For each token its effect, int[V], -1 where no state goes on or the token
-    has no bytes; for each effect the state after each state, int32[E, S].
+    The effect of each token, int[V], -1 for a token that has no bytes or leads
+    every state to the dead state; the next states of each effect, int32[E, S].
   """
   states = np.arange(len(next), dtype=np.int32)
-  known = Numbering()
+  numbering = Numbering()
   effects = [states]
-  known.of(states)
+  numbering.of(states)
   lengths = np.array([len(text) for text in texts])
   data = np.frombuffer(b"".join(texts), np.uint8)
   starts = np.cumsum(lengths) - lengths
   effect = np.where(lengths > 0, 0, -1)
-  reading = np.flatnonzero(lengths > 0)
-  place = 0
-  while len(reading):
-    keys = effect[reading] * 256 + data[starts[reading] + place]
-    pairs, own = np.unique(keys, return_inverse=True)
+  unread = np.flatnonzero(lengths > 0)
+  index = 0
+  # All tokens advance together, one byte an iteration. Tokens with the same
+  # effect so far and the same next byte share one table look-up.
+  while len(unread):
+    keys = effect[unread] * 256 + data[starts[unread] + index]
+    pairs, pair_of_token = np.unique(keys, return_inverse=True)
     numbers = np.empty(len(pairs), np.int64)
-    width = max(1, _MOST_ENTRIES // len(next))
+    # Batches bound the memory of the [pairs, S] table of next states.
+    width = max(1, _MAX_BATCH_ENTRIES // len(next))
     for begin in range(0, len(pairs), width):
-      some = pairs[begin : begin + width]
-      before = np.stack([effects[number] for number in some // 256])
-      for row, after in enumerate(next[before, (some % 256)[:, None]]):
-        number = known.of(after) if after.any() else -1
+      batch = pairs[begin : begin + width]
+      before = np.stack([effects[number] for number in batch // 256])
+      for row, after in enumerate(next[before, (batch % 256)[:, None]]):
+        # State 0 is dead: an effect of zeros only can never be allowed.
+        number = numbering.of(after) if after.any() else -1
         if number == len(effects):
           effects.append(after.copy())
         numbers[begin + row] = number
-    effect[reading] = numbers[own.reshape(-1)]
-    place += 1
-    reading = reading[(effect[reading] >= 0) & (lengths[reading] > place)]
+    effect[unread] = numbers[pair_of_token.reshape(-1)]
+    index += 1
+    unread = unread[(effect[unread] >= 0) & (lengths[unread] > index)]
   used, effect_of_used = np.unique(effect, return_inverse=True)
   shift = int(used[0] == -1)
   table = [effects[number] for number in used[shift:]]
@@ -117,50 +121,55 @@ def _effects(
 
 
 class Numbering:
-  """Gives equal arrays equal numbers, from 0 on."""
+  """Numbers distinct arrays from 0 on; equal arrays get equal numbers."""
 
   def __init__(self):
-    self._known: dict[bytes, int] = {}
+    self._numbers: dict[bytes, int] = {}
 
   def of(self, array: np.ndarray) -> int:
-    return self._known.setdefault(array.tobytes(), len(self._known))
+    return self._numbers.setdefault(array.tobytes(), len(self._numbers))
 
 
 def _distances(effects: np.ndarray, accepts: np.ndarray) -> np.ndarray:
-  """int[S]: the fewest tokens from each state to the stop token's end."""
-  distance = np.where(accepts, 1, FAR)
+  """Returns the fewest tokens that complete a text of each state, int[S]."""
+  distance = np.where(accepts, 1, UNREACHABLE)
   if not len(effects):
     return distance
   steps = 1
   while True:
-    near = (distance[effects] == steps).any(axis=0) & (distance == FAR)
-    if not near.any():
+    reaches_end = (distance[effects] == steps).any(axis=0) & (
+      distance == UNREACHABLE
+    )
+    if not reaches_end.any():
       return distance
     steps += 1
-    distance[near] = steps
+    distance[reaches_end] = steps
 
 
-def _masks(
+def _mask_table(
   needed: np.ndarray, effect: np.ndarray, distance: np.ndarray
 ) -> TokenMasks:
-  """The masks.
+  """Builds the masks of all states and numbers of remaining tokens.
 
   Args:
-    needed: int[S, E], tokens that an end takes by way of each effect.
-    effect: int[V], each token's effect, -1 for none.
+    needed: int[S, E], the fewest tokens that complete a text if the first of
+      them has this effect.
+    effect: int[V], the effect of each token; -1 for tokens that are never
+      allowed.
     distance: int[S].
   """
-  known, sets = Numbering(), []
+  numbering, effect_sets = Numbering(), []
   first, last, rows = [], [], []
-  least = needed.min(axis=1)
-  most = np.where(needed < FAR, needed, 0).max(axis=1)
+  min_needed = needed.min(axis=1)
+  max_needed = np.where(needed < UNREACHABLE, needed, 0).max(axis=1)
+  # Beyond the largest finite `needed`, more tokens allow no further effect.
   for state in range(len(needed)):
     first.append(len(rows))
-    for left in range(least[state], most[state] + 1):
-      allowed = np.packbits(needed[state] <= left)
-      row = known.of(allowed)
-      if row == len(sets):
-        sets.append(allowed)
+    for remaining in range(min_needed[state], max_needed[state] + 1):
+      allowed = np.packbits(needed[state] <= remaining)
+      row = numbering.of(allowed)
+      if row == len(effect_sets):
+        effect_sets.append(allowed)
       rows.append(row)
     last.append(len(rows) - 1)
   return TokenMasks(
@@ -168,21 +177,24 @@ def _masks(
     first=np.array(first, np.int32),
     last=np.array(last, np.int32),
     rows=np.array(rows, np.int32),
-    masks=_bits(np.stack(sets), needed.shape[1], effect),
+    masks=_expand_to_tokens(np.stack(effect_sets), needed.shape[1], effect),
   )
 
 
-def _bits(sets: np.ndarray, size: int, effect: np.ndarray) -> np.ndarray:
-  """uint32[U, ceil(V / 32)]: sets of effects as sets of tokens."""
+def _expand_to_tokens(
+  sets: np.ndarray, size: int, effect: np.ndarray
+) -> np.ndarray:
+  """Converts sets of effects to bitmasks of tokens, uint32[U, ceil(V / 32)]."""
   words = num_words(len(effect))
   masks = np.zeros((len(sets), words), np.uint32)
   column = np.where(effect < 0, size, effect)
-  width = max(1, _MOST_ENTRIES // len(effect))
+  width = max(1, _MAX_BATCH_ENTRIES // len(effect))
   for begin in range(0, len(sets), width):
-    some = np.unpackbits(sets[begin : begin + width], axis=1, count=size)
-    some = np.pad(some, ((0, 0), (0, 1)))  # Of tokens without an effect.
-    packed = np.packbits(some[:, column], axis=1, bitorder="little")
-    whole = np.zeros((len(packed), words * BITS // 8), np.uint8)
-    whole[:, : packed.shape[1]] = packed
-    masks[begin : begin + width] = whole.view("<u4")
+    unpacked = np.unpackbits(sets[begin : begin + width], axis=1, count=size)
+    # The added column is for tokens without an effect, which are not allowed.
+    unpacked = np.pad(unpacked, ((0, 0), (0, 1)))
+    packed = np.packbits(unpacked[:, column], axis=1, bitorder="little")
+    padded = np.zeros((len(packed), words * BITS // 8), np.uint8)
+    padded[:, : packed.shape[1]] = packed
+    masks[begin : begin + width] = padded.view("<u4")
   return masks

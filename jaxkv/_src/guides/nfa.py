@@ -1,0 +1,114 @@
+"""Builds the NFA of a grammar over bytes, by Thompson's construction.
+
+Thompson, "Regular expression search algorithm", 1968.
+"""
+
+import functools
+from collections.abc import Callable
+
+from jaxkv._src.guides.grammars import ByteSet
+from jaxkv._src.guides.grammars import Chain
+from jaxkv._src.guides.grammars import Choice
+from jaxkv._src.guides.grammars import Grammar
+from jaxkv._src.guides.grammars import Repeat
+
+MOST_STATES = 1_000_000
+"""The most states of an NFA."""
+
+
+class Nfa:
+  """A nondeterministic finite automaton that `add` extends by a grammar.
+
+  Attributes:
+    byte_edges: the edges of each state that read a byte: pairs of the set of
+      bytes, as `ByteSet.mask`, and the next state.
+    epsilon_edges: the next states of each state that read no byte.
+  """
+
+  def __init__(self):
+    self.byte_edges: list[list[tuple[int, int]]] = []
+    self.epsilon_edges: list[list[int]] = []
+
+  def new_state(self) -> int:
+    """Adds a state without edges."""
+    check_size(len(self.epsilon_edges), MOST_STATES, "parts")
+    self.byte_edges.append([])
+    self.epsilon_edges.append([])
+    return len(self.epsilon_edges) - 1
+
+  def add(self, grammar: Grammar, start: int) -> int:
+    """Adds a grammar that begins in a state; returns its final state."""
+    if isinstance(grammar, ByteSet):
+      end = self.new_state()
+      if grammar.mask:
+        self.byte_edges[start].append((grammar.mask, end))
+      return end
+    if isinstance(grammar, Chain):
+      for part in grammar.parts:
+        start = self.add(part, start)
+      return start
+    if isinstance(grammar, Choice):
+      end = self.new_state()
+      for part in grammar.parts:
+        part_end = self.add(part, self._successor(start))
+        self.epsilon_edges[part_end].append(end)
+      return end
+    if isinstance(grammar, Repeat):
+      return self._add_repeat(grammar, start)
+    raise TypeError(f"`grammar` must be a Grammar, got {grammar!r}.")
+
+  def _successor(self, start: int) -> int:
+    """Adds a state that an epsilon edge from `start` reaches."""
+    state = self.new_state()
+    self.epsilon_edges[start].append(state)
+    return state
+
+  def _add_repeat(self, grammar: Repeat, start: int) -> int:
+    end = self.new_state()
+    if grammar.least == 0:
+      self.epsilon_edges[start].append(end)
+    begin = state = start
+    # An unbounded repeat has at least one copy, to which its loop returns.
+    copies = grammar.most
+    if copies is None:
+      copies = max(grammar.least, 1)
+    for copy in range(copies):
+      separated = self.add(grammar.separator, state) if copy else state
+      # The item gets a begin state of its own. Without it, a loop back to
+      # `separated` could leave by other edges of this state.
+      begin = self._successor(separated)
+      state = self.add(grammar.item, begin)
+      if copy + 1 >= grammar.least:
+        self.epsilon_edges[state].append(end)
+    if grammar.most is None:
+      loop = self.add(grammar.separator, self._successor(state))
+      self.epsilon_edges[loop].append(begin)
+    return end
+
+  def closure(self, final: int) -> Callable[[int], frozenset[int]]:
+    """Returns a cached function from a state to its epsilon closure.
+
+    The closure keeps only states that read a byte, and `final`: the others do
+    not distinguish two sets of states.
+    """
+
+    @functools.cache
+    def closure_of(state: int) -> frozenset[int]:
+      reached, stack = {state}, [state]
+      while stack:
+        for follower in self.epsilon_edges[stack.pop()]:
+          if follower not in reached:
+            reached.add(follower)
+            stack.append(follower)
+      return frozenset(s for s in reached if self.byte_edges[s] or s == final)
+
+    return closure_of
+
+
+def check_size(size: int, limit: int, unit: str) -> None:
+  """Raises ValueError if a grammar needs an automaton beyond a limit."""
+  if size > limit:
+    raise ValueError(
+      f"`grammar` must need at most {limit} {unit}, got more; repeat less in "
+      "it, or make it less ambiguous."
+    )
