@@ -1,12 +1,12 @@
-"""Models and trainers of others, on the paged cache.
+"""Adapters that run models and trainers of other packages on the paged cache.
 
-| module                        | for                                         |
+| module                        | adapts                                      |
 |-------------------------------|---------------------------------------------|
 | `jaxkv.integrations.nnx`      | any decoder written in `flax.nnx`           |
-| `jaxkv.integrations.tunix`    | GRPO and agents of tunix                    |
+| `jaxkv.integrations.tunix`    | the GRPO and agent trainers of tunix        |
 | `jaxkv.integrations.skyrl_tx` | SkyRL-tx, a Tinker server                   |
 
-None of them is needed by the rest of the library, and none imports its package
-before it is used. `pip install "jaxkv[clients]"` brings flax and tunix;
-SkyRL-tx needs an environment of its own.
+The rest of the library does not need them. A package is imported when its
+module is first used. `pip install "jaxkv[clients]"` installs flax and tunix;
+SkyRL-tx needs a separate environment.
 """

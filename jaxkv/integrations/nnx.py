@@ -1,8 +1,8 @@
-"""Decoders of `flax.nnx` on the paged memory, without a change to their code.
+"""Runs decoders of `flax.nnx` on the paged memory without changing their code.
 
-A decoder whose layers attend to a dense cache runs in `jaxkv.rollout.generate`
-once its attention is said in another way: what it computes before, a call of
-`memory.attend`, and what it computes after. For the Qwen3 of tunix:
+`paged_module` replaces the attention of a decoder by a function: it computes
+queries, keys and values, calls `memory.attend`, and projects the output. The
+decoder then runs in `jaxkv.rollout.generate`. For the Qwen3 of tunix:
 
   def attention(layer, memory, x, positions, *_, **__):
     rotated = functools.partial(apply_rope, head_dim=layer.head_dim)
@@ -20,8 +20,8 @@ once its attention is said in another way: what it computes before, a call of
     head_dim=config.head_dim, dtype=config.dtype,
   )
 
-Then `decoder.model` is a `jaxkv.rollout.Model`, and `decoder.params` its first
-argument; other weights in the same tree may take their place.
+`decoder.model` is a `jaxkv.rollout.Model`. Its first argument is
+`decoder.params`, or a tree of other weights with the same structure.
 
   sizes = decoder.cache_config(
     num_pages=64, page_size=16, num_slots=4, pages_per_slot=8
@@ -31,21 +31,20 @@ argument; other weights in the same tree may take their place.
   )
   state = rollout.generate(decoder.params, state, model=decoder.model)
 
-| a decoder with                     |                                         |
+| feature of the decoder             | support                                 |
 |------------------------------------|-----------------------------------------|
-| grouped heads, one K and D for all | yes                                     |
-| windows, hybrids                   | `windows`; a group for each kind        |
+| grouped-query attention            | yes, with one K and D for all layers    |
+| sliding windows, hybrids           | `windows`; a group for each kind        |
 | soft caps, sinks, a query scale    | arguments of `attend`                   |
 | a large vocabulary                 | `memory.pick` before the output layer   |
 | LoRA as variables of the module    | yes; they are in `params`               |
-| other parameters for each row      | `memory.rows.user`, see `rollout.init`  |
-| `nnx.remat` around the attention   | replace the method that has it, too     |
-| `nnx.scan` over layers             | no: a layer is known when it is traced  |
-| layers of unlike K or D, MLA       | no                                      |
+| different parameters for each row  | `memory.rows.user`, see `rollout.init`  |
+| `nnx.remat` around the attention   | replace the rematerialized method too   |
+| `nnx.scan` over layers             | no: layers must be traced one by one    |
+| different K or D per layer, MLA    | no                                      |
 | encoders, images, bidirectional    | no                                      |
 
-`jaxkv.integrations.tunix.paged_module_of` has the recipes of tunix's own
-models.
+`jaxkv.integrations.tunix.paged_module_of` adapts tunix's own models.
 """
 
 from jaxkv._src.integrations.layer_memory import LayerMemory

@@ -1,38 +1,37 @@
-"""Sampling for SkyRL-tx, a Tinker server, on the paged cache.
+"""Samples for SkyRL-tx, a Tinker server, on the paged cache.
 
   from jaxkv.integrations import skyrl_tx
 
-  skyrl_tx.install()  # before the server begins
+  skyrl_tx.install()  # before the server starts
 
-`JaxBackendImpl.sample` then runs here; all else of the server stays.
+Then jaxkv runs `JaxBackendImpl.sample`; the rest of the server does not change.
 
-| what                                   | how                                 |
+| feature                                | behavior                            |
 |----------------------------------------|-------------------------------------|
-| samples of a prompt                    | computed once, pages shared         |
-| later prompts that begin with earlier  | their full pages are found          |
-| ones, and with earlier answers         |                                     |
-| LoRA                                   | each row has its own adapter; pages |
-|                                        | belong to an adapter and to what is |
-|                                        | in it, so training one adapter      |
-|                                        | loses no page of another            |
-| temperature, top_k, top_p, seed, limit,| of each row                         |
+| samples of a prompt                    | prompt computed once, pages shared  |
+| prompts that begin with earlier        | hit the cached full pages           |
+| prompts or answers                     |                                     |
+| LoRA                                   | an adapter for each row; pages are  |
+|                                        | keyed by adapter and its weights,   |
+|                                        | so training one adapter keeps the   |
+|                                        | pages of the others                 |
+| temperature, top_k, top_p, seed, limit,| set for each row                    |
 | stop tokens                            |                                     |
-| seeds                                  | equal ones draw equal tokens; these |
-|                                        | are not those of SkyRL's own engine |
-| stop strings                           | looked for when a sample is there,  |
-|                                        | as in SkyRL's own engine            |
-| log-probabilities                      | of the model's own logits, before   |
-|                                        | temperature and filters, likewise   |
-| prompt log-probabilities               | by the model's own forward          |
-| models                                 | Llama 3, Qwen3 and its experts      |
-| DeepSeek V3 (MLA), expert parallel     | no                                  |
+| seeds                                  | equal seeds draw equal tokens, but  |
+|                                        | not those of SkyRL's engine         |
+| stop strings                           | cut when a sample is complete, as   |
+|                                        | in SkyRL's engine                   |
+| log-probs                              | of the model's logits before        |
+|                                        | temperature and filters, as there   |
+| prompt log-probs                       | from the model's own forward pass   |
+| models                                 | Llama 3; Qwen3, also with experts   |
+| DeepSeek V3 (MLA), expert parallel     | not supported                       |
 | meshes, several processes              |                                     |
 
 The first call compiles the whole loop, which takes long on a CPU. SkyRL's own
 engine compiles again for each length and limit.
 
-Made for and tested with skyrl-tx 0.3.0, which is imported when something here
-is called.
+Tested with skyrl-tx 0.3.0, which is imported by the first call.
 """
 
 from jaxkv._src.integrations.skyrl_models import paged_module_of

@@ -1,43 +1,43 @@
-"""An engine for tunix's trainers: GRPO and agents on the paged cache.
+"""A rollout engine on the paged cache for tunix's GRPO and agent trainers.
 
   cluster_config = rl_cluster.ClusterConfig(
     rollout_engine=JaxkvRollout, ...  # was "vanilla"
   )
 
-Options go in with `functools.partial(JaxkvRollout, page_size=8)`.
+Pass options as `functools.partial(JaxkvRollout, page_size=8)`.
 
-| what                                   | how                                 |
+| feature                                | behavior                            |
 |----------------------------------------|-------------------------------------|
-| samples of a prompt                    | computed once, pages shared         |
-| later prompts that begin with earlier  | their full pages are found          |
-| ones, and with earlier answers         |                                     |
-| new weights                            | no page of the old ones is found    |
-| weights moved to the host and back     | pages are still found               |
-| other lengths, limits, temperatures    | nothing is compiled again           |
-| the first `top_k` or `top_p`, the first| compiled once more                  |
+| samples of a prompt                    | prompt computed once, pages shared  |
+| prompts that begin with earlier        | hit the cached full pages           |
+| prompts or answers                     |                                     |
+| new weights                            | drop all cached pages               |
+| weights moved to the host and back     | keep the cached pages               |
+| other lengths, limits, temperatures    | compile nothing again               |
+| the first `top_k` or `top_p`, the first| compile once more                   |
 | `return_logprobs`, a longer            |                                     |
 | `kv_cache_size`                        |                                     |
-| more prompts than in the first call    | served in turns                     |
-| calls from several threads             | gathered to a batch                 |
-| `return_logprobs`                      | of logits / temperature, before     |
-|                                        | `top_k` and `top_p`, as the trainer |
-|                                        | computes them                       |
-| `seed=None`                            | other draws in each call            |
+| more prompts than in the first call    | run in several batches              |
+| calls from several threads             | are gathered to a batch             |
+| `return_logprobs`                      | log-probs of logits / temperature,  |
+|                                        | before `top_k` and `top_p`, as in   |
+|                                        | the trainer                         |
+| `seed=None`                            | different samples in each call      |
 | `top_p=None`, or a temperature of 0    | greedy                              |
 | the pad token                          | never drawn, unless it ends answers |
-| LoRA                                   | yes                                 |
-| logits, beams, images, forbidden tokens| no                                  |
+| LoRA                                   | supported                           |
+| logits, beams, images, forbidden tokens| not supported                       |
 | models                                 | Llama 3, Qwen2, Qwen3, Gemma 3;     |
 |                                        | others with `decoder`               |
-| a mesh                                 | state on all of its devices, pages  |
-|                                        | split by heads over its axis "tp"   |
+| a mesh                                 | state on all devices, pages sharded |
+|                                        | by heads over the axis "tp"         |
 
-The first `generate` compiles the whole loop, and takes longer than that of the
-vanilla engine: on a CPU 4.5 times as long for two layers, 8.6 times for 24. The
-vanilla engine compiles again for each new limit.
+The first `generate` compiles the whole loop. On a CPU this takes 4.5 times as
+long as the vanilla engine for two layers, 8.6 times for 24. The vanilla engine
+compiles again for each new limit.
 
-Made for and tested with google-tunix 0.1.7, which is imported when
-`JaxkvRollout` is first looked up here.
+Tested with google-tunix 0.1.7, which is imported by the first access of
+`JaxkvRollout`.
 """
 
 import functools

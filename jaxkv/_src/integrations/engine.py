@@ -1,8 +1,8 @@
-"""An engine: a rollout of fixed shapes that lives across the calls of a client.
+"""An engine that serves a client's calls with one rollout of fixed shapes.
 
-Its program is compiled once. A call puts prompts into the empty queue, runs it
-to the end and takes the answers out. The pages stay, so a later prompt finds
-the prefix that it shares with an earlier prompt or answer.
+The program is compiled once. A call submits prompts to the empty queue, runs
+the rollout to its end and harvests the answers. The pages persist, so a later
+prompt hits the prefix that it shares with an earlier prompt or answer.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from jaxkv.rollout import RolloutState
 
 
 class QueueEngine:
-  """A rollout that serves batches of jobs, one after the other.
+  """Serves batches of jobs, one after another.
 
-  Not for several threads at once. If a call raises, its pages are lost, and
-  later calls begin with an empty cache.
+  Not thread-safe. If a call raises, the pages are lost and the next call begins
+  with an empty cache.
 
   Attributes:
     sizes: the fixed shapes.
@@ -56,21 +56,20 @@ class QueueEngine:
     mesh: Mesh | None = None,
     split_heads: bool = False,
   ):
-    """Compiles nothing yet.
+    """Creates an engine; the first `run` compiles it.
 
     Args:
-      decoder: whose logits are drawn from.
+      decoder: the model.
       sizes: the fixed shapes.
-      scaled: whether log-probabilities are those of logits divided by the
-        temperature.
-      banned: tokens that no job draws unless it may.
-      salted: whether jobs have salts.
-      mesh: on whose devices the state lies.
-      split_heads: whether the pages are split by the axis "tp" of the mesh.
+      scaled: True to return log-probs of logits divided by the temperature.
+      banned: tokens that only jobs with `may_draw_banned` may draw.
+      salted: True if jobs have salts.
+      mesh: the devices of the state.
+      split_heads: True to shard the pages over the axis "tp" of the mesh.
     """
     self.sizes = sizes
-    self._model = _Scaled(decoder.model) if scaled else decoder.model
-    self._memory = decoder.init_kv
+    self._model = _ScaledModel(decoder.model) if scaled else decoder.model
+    self._init_kv = decoder.init_kv
     self._scaled = scaled
     self._salted = salted
     self._process = _Ban(banned) if banned else None
@@ -89,28 +88,30 @@ class QueueEngine:
       admissions=min(16, sizes.num_slots),
     )
     self._state: RolloutState | None = None
-    self._stale = False
-    # Not read from the state, which another thread may have given away.
+    self._weights_changed = False
+    # A copy on the host: a call in another thread may have donated the state.
     self._counters: dict[str, Any] = {}
     options = None
     if jax.default_backend() == "cpu" and jax.__version__.startswith("0.10."):
-      # XLA's older way to make code for a CPU, which takes a quarter less time.
+      # XLA's older code generator for CPUs compiles in a quarter less time.
       options = {"xla_cpu_use_fusion_emitters": False}
-    self._run = jax.jit(self._ran, donate_argnums=1, compiler_options=options)
+    self._run = jax.jit(
+      self._run_on_device, donate_argnums=1, compiler_options=options
+    )
 
   def run(
     self, params: Any, jobs: list[Job], *, log_probs: bool = False
   ) -> list[list[Answer]]:
-    """The samples of each job, in the order of its seeds.
+    """Returns the samples of each job, in the order of its seeds.
 
     Args:
-      params: the model's.
-      jobs: any number of them.
-      log_probs: whether to keep log-probabilities. From the first call on that
-        keeps them, all do, which is compiled then.
+      params: the model's parameters.
+      jobs: any number of jobs.
+      log_probs: True to return log-probs. The first such call compiles again,
+        and all later calls record log-probs.
 
     Raises:
-      RuntimeError: a sample could not run, because the pool has too few pages.
+      RuntimeError: the pool has too few pages for a sample.
       ValueError: a job does not fit.
     """
     for job in jobs:
@@ -120,58 +121,64 @@ class QueueEngine:
     answers: list[list[Answer]] = [[] for _ in jobs]
     parts = client_jobs.split(jobs, self.sizes.num_samples)
     for first in range(0, len(parts), self.sizes.num_jobs):
-      some = parts[first : first + self.sizes.num_jobs]
-      found = self._serve(params, [job for _, job in some])
-      for (number, _), own in zip(some, found, strict=True):
-        answers[number] += own
+      chunk = parts[first : first + self.sizes.num_jobs]
+      chunk_answers = self._serve(params, [job for _, job in chunk])
+      for (index, _), part_answers in zip(chunk, chunk_answers, strict=True):
+        answers[index] += part_answers
     return answers
 
   def forget(self) -> None:
-    """The weights have changed: no page of before is found any more."""
-    self._stale = True
+    """Drops all cached pages, because the weights have changed."""
+    self._weights_changed = True
 
   def counters(self) -> dict[str, Any]:
-    """What has been done so far, see `jaxkv.rollout.Counters`."""
+    """Returns the counts of all work so far, see `jaxkv.rollout.Counters`."""
     return dict(self._counters)
 
   def num_bytes(self) -> int:
-    """Bytes of keys and values."""
-    pages = jax.eval_shape(lambda: self._memory(self._cache))
+    """Returns the bytes of keys and values."""
+    pages = jax.eval_shape(lambda: self._init_kv(self._cache))
     leaves = jax.tree.leaves(pages)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
   def _keep_log_probs(self) -> None:
     self._config = dataclasses.replace(self._config, raw_log_probs=True)
     if self._state is not None:
-      like = self._state.sequences.log_probs
+      log_probs = self._state.sequences.log_probs
       sequences = dataclasses.replace(
         self._state.sequences,
-        records=Records(raw_log_probs=jnp.zeros_like(like)),
+        records=Records(raw_log_probs=jnp.zeros_like(log_probs)),
       )
       self._state = dataclasses.replace(
         self._state, config=self._config, sequences=sequences
       )
 
   def _serve(self, params: Any, jobs: list[Job]) -> list[list[Answer]]:
-    """Up to P jobs of up to G samples."""
+    """Serves up to P jobs of up to G samples."""
     batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
     if self._salted and batch.salts is None:
       batch = batch._replace(salts=np.zeros((self.sizes.total, 4), np.uint32))
-    state, self._state = self._state, None  # Lost if the call raises.
+    # The state is donated, so it is lost if the call raises.
+    state, self._state = self._state, None
     with no_mesh():
       if state is None:
-        state = self._empty()
-        self._stale = False
-      state, results = self._run(params, state, batch, np.bool_(self._stale))
+        state = self._sharded_state()
+        self._weights_changed = False
+      state, results = self._run(
+        params, state, batch, np.bool_(self._weights_changed)
+      )
       results = jax.device_get(results)
-    self._state, self._stale = state, False
+    self._state, self._weights_changed = state, False
     self._counters = {
       name: np.asarray(value).tolist()
       for name, value in results["counters"].items()
     }
     firsts = range(0, self.sizes.total, self.sizes.num_samples)
     return [
-      [self._answer(results, first + own) for own in range(len(job.seeds))]
+      [
+        self._answer(results, first + sample)
+        for sample in range(len(job.seeds))
+      ]
       for first, job in zip(firsts, jobs, strict=False)
     ]
 
@@ -191,24 +198,24 @@ class QueueEngine:
       finish=finish,
     )
 
-  def _empty(self) -> RolloutState:
+  def _sharded_state(self) -> RolloutState:
     words = np.frombuffer(os.urandom(16), np.uint32)
     places = None
     if self._mesh is not None and self._split_heads:
-      shapes = jax.eval_shape(self._begun, words)
+      shapes = jax.eval_shape(self._init_state, words)
       places = rollout.devices.shardings(shapes, self._mesh, heads="tp")
     elif self._mesh is not None:
       places = NamedSharding(self._mesh, P())
-    return jax.jit(self._begun, out_shardings=places)(words)
+    return jax.jit(self._init_state, out_shardings=places)(words)
 
-  def _begun(self, secret: Array) -> RolloutState:
-    """A rollout whose rows are all empty."""
+  def _init_state(self, secret: Array) -> RolloutState:
+    """Returns a rollout whose rows are all empty."""
     batch = client_jobs.batch([], self.sizes, scaled=self._scaled)
     jobs = self.sizes.num_jobs
     salts = jnp.zeros((self.sizes.total, 4), jnp.uint32)
     return rollout.init(
       init_cache(self._cache, secret),
-      self._memory(self._cache),
+      self._init_kv(self._cache),
       jnp.zeros((jobs, 1), jnp.int32),
       jnp.ones((jobs,), jnp.int32),
       jax.random.key(0),
@@ -219,14 +226,14 @@ class QueueEngine:
       user=batch.user,
     )
 
-  def _ran(
-    self, params: Any, state: RolloutState, batch: Batch, stale: Array
+  def _run_on_device(
+    self, params: Any, state: RolloutState, batch: Batch, weights_changed: Array
   ) -> tuple[RolloutState, dict[str, Any]]:
-    """Everything that a call does on the device."""
+    """Runs the device program of one call."""
     state = dataclasses.replace(
       state,
-      cache=_renewed(state.cache, stale),
-      sampling=_with(state.sampling, batch.sampling),
+      cache=_drop_pages(state.cache, weights_changed),
+      sampling=_with_filters(state.sampling, batch.sampling),
     )
     numbers = jnp.arange(self.sizes.num_jobs, dtype=jnp.int32)
     state, _ = rollout.submit(
@@ -247,7 +254,7 @@ class QueueEngine:
     state, out = rollout.harvest(state)
     results = out.results
     state = dataclasses.replace(
-      state, sampling=_with(state.sampling, rollout.Sampling())
+      state, sampling=_with_filters(state.sampling, rollout.Sampling())
     )
     return state, {
       "tokens": results.tokens,
@@ -260,34 +267,35 @@ class QueueEngine:
     }
 
 
-def _renewed(cache: CacheState, stale: Array) -> CacheState:
-  """A cache that finds no page of before, if `stale`."""
-  newer, _ = new_epoch(cache)
+def _drop_pages(cache: CacheState, weights_changed: Array) -> CacheState:
+  """Returns a cache that hits no earlier page if `weights_changed`."""
+  # Selects the two small arrays that `new_epoch` changes. A `lax.cond` would
+  # pass the whole cache through both branches.
+  next_epoch, _ = new_epoch(cache)
 
-  def chosen(one: Array, other: Array) -> Array:
-    return jnp.where(stale, one, other)
+  def select(new: Array, old: Array) -> Array:
+    return jnp.where(weights_changed, new, old)
 
   epoch, root = jax.tree.map(
-    chosen, (newer.epoch, newer.root), (cache.epoch, cache.root)
+    select, (next_epoch.epoch, next_epoch.root), (cache.epoch, cache.root)
   )
   return dataclasses.replace(cache, epoch=epoch, root=root)
 
 
-def _with(have: rollout.Sampling, wanted: rollout.Sampling) -> rollout.Sampling:
-  """Settings with those filters that a batch has.
-
-  A filter that no job needs is not compiled, and between calls there is none,
-  so that one program follows any other.
-  """
+def _with_filters(
+  sampling: rollout.Sampling, batch: rollout.Sampling
+) -> rollout.Sampling:
+  """Sets the filters of a batch, or removes them."""
+  # Unused filters are None, so they are not compiled. States between calls have
+  # no filter at all: the programs with and without can follow each other.
   return dataclasses.replace(
-    have,
-    top_k=None if wanted.top_k is None else jnp.asarray(wanted.top_k),
-    top_p=None if wanted.top_p is None else jnp.asarray(wanted.top_p),
+    sampling,
+    **jax.tree.map(jnp.asarray, {"top_k": batch.top_k, "top_p": batch.top_p}),
   )
 
 
-class _Scaled:
-  """A model whose logits are divided by the temperature of their sequence."""
+class _ScaledModel:
+  """Divides a model's logits by the temperature of their sequence."""
 
   def __init__(self, model: rollout.Model):
     self._model = model
@@ -305,13 +313,13 @@ class _Scaled:
     logits, kv = self._model(
       params, tokens, positions, kv, views, columns, rows
     )
-    heat = rows.user["temperature"].at[columns].get(mode="clip")
-    heat = jnp.where(heat > 0, heat, 1)[:, None]
-    return logits.astype(jnp.float32) / heat, kv
+    temperature = rows.user["temperature"].at[columns].get(mode="clip")
+    temperature = jnp.where(temperature > 0, temperature, 1)[:, None]
+    return logits.astype(jnp.float32) / temperature, kv
 
 
 class _Ban:
-  """A `Process` that keeps tokens from being drawn."""
+  """A `Process` that sets the logits of banned tokens to -inf."""
 
   def __init__(self, tokens: tuple[int, ...]):
     self._tokens = tokens
@@ -321,6 +329,6 @@ class _Ban:
   ) -> tuple[Array, Any]:
     del rows
     for token in self._tokens:
-      own = jnp.where(user["may_draw"], logits[:, token], -jnp.inf)
-      logits = logits.at[:, token].set(own)
+      column = jnp.where(user["may_draw"], logits[:, token], -jnp.inf)
+      logits = logits.at[:, token].set(column)
     return logits, user

@@ -1,4 +1,4 @@
-"""Calls from several threads, served together."""
+"""Gathers calls from several threads into batches."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class _Call:
-  """One thread's request, and what became of it."""
+  """A thread's request and its result or error."""
 
   def __init__(self, request: Any):
     self.request = request
@@ -16,19 +16,19 @@ class _Call:
 
 
 class Gathering:
-  """Serves requests of threads in batches, without a thread of its own.
+  """Serves requests of several threads in batches, on the calling threads.
 
-  The thread that comes when nobody is served serves itself, at once. Those that
-  come meanwhile are served together by one of them, in the order in which they
-  came.
+  A call that finds no batch in progress serves its request at once. Requests
+  that arrive during a batch form the next one, in the order of their arrival;
+  the first of their threads to take the lock serves it.
   """
 
   def __init__(self, serve: Callable[[list[Any]], list[Any]]):
-    """Begins without requests.
+    """Creates a gathering without requests.
 
     Args:
-      serve: takes requests and gives their results; never called by two threads
-        at once. If it raises, all of them do.
+      serve: maps a list of requests to their results; never runs in two threads
+        at once. If it raises, each call of the batch raises.
     """
     self._serve = serve
     self._turn = threading.Lock()
@@ -36,20 +36,21 @@ class Gathering:
     self._calls: list[_Call] = []
 
   def call(self, request: Any) -> Any:
-    """The result of a request, from whichever thread served it.
+    """Returns the result of a request, which any thread may have served.
 
     Raises:
       BaseException: what `serve` raised.
     """
-    own = _Call(request)
+    call = _Call(request)
     with self._access:
-      self._calls.append(own)
+      self._calls.append(call)
+    # Another thread may have served this call while this one waited.
     with self._turn:
-      if not own.done:
+      if not call.done:
         self._serve_all()
-    if own.error is not None:
-      raise own.error
-    return own.result
+    if call.error is not None:
+      raise call.error
+    return call.result
 
   def _serve_all(self) -> None:
     with self._access:
@@ -58,6 +59,7 @@ class Gathering:
       results = self._serve([call.request for call in calls])
       for call, result in zip(calls, results, strict=True):
         call.result = result
+    # BaseException, because the waiting threads must end on Ctrl-C as well.
     except BaseException as error:
       for call in calls:
         call.error = error

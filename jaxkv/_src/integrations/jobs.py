@@ -1,4 +1,4 @@
-"""What a client asks of an engine, and what it gets, on the host."""
+"""The requests and answers of an engine's clients, on the host."""
 
 import dataclasses
 import itertools
@@ -12,22 +12,22 @@ from jaxkv.rollout import Sampling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-  """A prompt, and how its samples are drawn.
+  """A prompt and the settings of its samples.
 
   Attributes:
-    prompt: its tokens.  # int32[L]
-    seeds: one for each sample, not negative.
+    prompt: the tokens.  # int32[L]
+    seeds: a non-negative seed for each sample.
     max_tokens: the most tokens of each sample.
     temperature: 0 takes the most likely token.
     top_k: 0 for all tokens.
     top_p: 1 for all tokens.
     stop_tokens: tokens that end a sample.
-    may_draw_banned: whether the samples may draw the engine's banned tokens.
-    adapter: which of the model's adapters computes it.
+    may_draw_banned: True if samples may draw the engine's banned tokens.
+    adapter: the index of the model's adapter.
     salt: jobs of different salts share no page.  # uint32[4]
   """
 
-  # Arrays have no truth value, so equality is about the other fields.
+  # `==` of arrays is no bool, so the dataclass compares the other fields only.
   prompt: np.ndarray = dataclasses.field(compare=False)
   seeds: tuple[int, ...] = dataclasses.field(compare=False)
   max_tokens: int
@@ -41,7 +41,7 @@ class Job:
 
   @property
   def filters(self) -> bool:
-    """Whether some tokens are left out."""
+    """True if top-k or top-p may exclude tokens."""
     return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
@@ -50,9 +50,9 @@ class Answer:
   """A sample.
 
   Attributes:
-    tokens: what was drawn, its stop token included.  # int32[T]
-    log_probs: of each, in the distribution of the model, or of its scaled
-      logits; None if they were not asked for.  # float32[T]
+    tokens: the drawn tokens, the stop token included.  # int32[T]
+    log_probs: the log-prob of each token in the model's distribution, or in
+      that of its scaled logits; None if not requested.  # float32[T]
     finish: a `jaxkv.rollout.Finish`.
   """
 
@@ -67,10 +67,10 @@ class Batch(NamedTuple):
   Attributes:
     prompts: int32[P, L].
     lengths: int32[P].
-    mask: bool[P], which of them are jobs.
+    mask: bool[P], True for jobs, False for padding.
     num_samples: int32[P].
-    sampling: of the Q samples.
-    user: what the model is told of each, a dictionary of arrays [Q].
+    sampling: the settings of the Q samples.
+    user: arrays [Q] that the model and `process` read.
     salts: uint32[Q, 4], or None.
   """
 
@@ -88,15 +88,14 @@ class EngineSizes:
   """The fixed shapes of an engine.
 
   Attributes:
-    num_jobs: P, prompts that are in its queue at once.
+    num_jobs: P, the number of prompts in the queue.
     num_samples: G, the most samples of a job.
     max_length: W, the most tokens of a sample, with its prompt.
     num_stop_tokens: the most stop tokens of a job.
-    num_slots: samples that are computed at once.
+    num_slots: the number of samples that run at once.
     num_pages: pages of the pool, with the null page.
     page_size: tokens of a page.
-    prefill_chunk: the most prompt tokens that a step computes besides those
-      that take the places of slots which do not decode.
+    prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
   """
 
   num_jobs: int
@@ -110,41 +109,41 @@ class EngineSizes:
 
   @property
   def total(self) -> int:
-    """Q."""
+    """Q, the number of samples."""
     return self.num_jobs * self.num_samples
 
 
 def joined(jobs: list[Job]) -> list[Job]:
-  """Jobs side by side that differ in their seeds alone, as one job."""
+  """Merges adjacent jobs that differ only in their seeds."""
 
   def without_seeds(job: Job) -> tuple[Job, bytes, bytes]:
     salt = b"" if job.salt is None else job.salt.tobytes()
     return job, job.prompt.tobytes(), salt
 
   groups = []
-  for _, alike in itertools.groupby(jobs, without_seeds):
-    first, *others = alike
-    seeds = sum((job.seeds for job in others), first.seeds)
+  for _, equal_jobs in itertools.groupby(jobs, without_seeds):
+    first, *followers = equal_jobs
+    seeds = sum((job.seeds for job in followers), first.seeds)
     groups.append(dataclasses.replace(first, seeds=seeds))
   return groups
 
 
-def split(jobs: list[Job], most: int) -> list[tuple[int, Job]]:
-  """Jobs of at most so many samples, each with the number of its origin."""
+def split(jobs: list[Job], limit: int) -> list[tuple[int, Job]]:
+  """Splits jobs to at most `limit` samples; returns pairs of index and job."""
   parts = []
   for number, job in enumerate(jobs):
-    for first in range(0, len(job.seeds), most):
-      seeds = job.seeds[first : first + most]
+    for first in range(0, len(job.seeds), limit):
+      seeds = job.seeds[first : first + limit]
       parts.append((number, dataclasses.replace(job, seeds=seeds)))
   return parts
 
 
 def check(job: Job, sizes: EngineSizes) -> None:
-  """Raises unless a job fits.
+  """Checks that a job fits the shapes of an engine.
 
   Raises:
-    ValueError: it has no token, no sample, too many tokens or stop tokens, or a
-      number out of range.
+    ValueError: the job has no prompt token, `max_tokens` is below 1, or it has
+      too many tokens or stop tokens.
   """
   length = len(job.prompt)
   if not length:
@@ -167,12 +166,12 @@ def check(job: Job, sizes: EngineSizes) -> None:
 
 
 def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
-  """Up to P jobs of up to G samples as arrays.
+  """Converts up to P jobs of up to G samples to arrays.
 
   Args:
-    jobs: they fit, see `check`.
-    sizes: of the engine.
-    scaled: whether the model divides its logits by the temperature.
+    jobs: jobs that fit, see `check`.
+    sizes: the engine's sizes.
+    scaled: True if the model divides its logits by the temperature.
   """
   samples, total = sizes.num_samples, sizes.total
   prompts = np.zeros((sizes.num_jobs, sizes.max_length - 1), np.int32)
@@ -201,17 +200,21 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
     prompts[number, : len(job.prompt)] = job.prompt
     lengths[number], counts[number] = len(job.prompt), len(job.seeds)
     rows = slice(number * samples, number * samples + len(job.seeds))
-    heat = job.temperature
-    columns["temperature"][rows] = float(heat > 0) if scaled else heat
+    temperature = job.temperature
+    # Scaled logits are drawn at temperature 1; 0 is still greedy.
+    columns["temperature"][rows] = (
+      float(temperature > 0) if scaled else temperature
+    )
     columns["max_tokens"][rows] = job.max_tokens
     columns["top_k"][rows], columns["top_p"][rows] = job.top_k, job.top_p
     columns["seed"][rows] = job.seeds
     stops[rows, : len(job.stop_tokens)] = job.stop_tokens
-    user["temperature"][rows] = heat or 1
+    user["temperature"][rows] = temperature or 1
     user["may_draw"][rows] = job.may_draw_banned
     user["adapter"][rows] = job.adapter
     if salts is not None and job.salt is not None:
       salts[number * samples : (number + 1) * samples] = job.salt
+  # A filter that is None is not compiled, and most batches have none.
   if not any(job.filters for job in jobs):
     del columns["top_k"], columns["top_p"]
   return Batch(
@@ -226,15 +229,16 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
 
 
 def seeds(root: Any, count: int) -> tuple[int, ...]:
-  """Seeds of samples, from one seed.
+  """Derives the seeds of samples from one seed.
 
   Args:
-    root: integers, as `numpy.random.SeedSequence` takes them.
-    count: how many.
+    root: the entropy of a `numpy.random.SeedSequence`.
+    count: the number of seeds.
 
   Examples:
     >>> seeds(7, 2) == seeds(7, 3)[:2], len(set(seeds([7, 1], 100)))
     (True, 100)
   """
   words = np.random.SeedSequence(root).generate_state(count, np.uint32)
+  # 31 bits, because a negative seed of `Sampling` is ignored.
   return tuple((words >> np.uint32(1)).tolist())

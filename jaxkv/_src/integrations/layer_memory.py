@@ -1,4 +1,4 @@
-"""What the layers of somebody else's decoder write to and read from."""
+"""The paged memory as the layers of an adapted decoder use it."""
 
 import dataclasses
 from typing import Any
@@ -18,14 +18,14 @@ from jaxkv.rollout import Rows
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-  """Which layer group, and which layer of the memory, each layer uses.
+  """The layer group and the memory layer of each decoder layer.
 
   Attributes:
-    windows: the window of each layer, in the order in which they attend; None
-      for all tokens.
-    kinds: the layer groups, for `CacheConfig.groups`.
-    places: the group and the layer of the memory of each layer.
-    num_memory_layers: layers of the memory: those of the largest group.
+    windows: the window of each layer, in the order in which the layers attend;
+      None for full attention.
+    kinds: the kind of each group, for `CacheConfig.groups`.
+    places: the group and the memory layer of each layer.
+    num_memory_layers: the number of memory layers, that of the largest group.
   """
 
   windows: tuple[int | None, ...]
@@ -35,17 +35,17 @@ class LayerPlan:
 
 
 def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
-  """Groups of layers, as large as each other where that is possible.
+  """Divides layers into groups of equal size where possible.
 
-  Groups have no page in common, so layers of different groups share a layer of
-  the memory. If few layers attend to all tokens and many have a window, those
-  with a window make several groups, each of which gives its own pages back.
+  Groups never share a page, so layers of different groups can share a memory
+  layer. Layers with one window are split into several groups if another kind
+  has fewer layers. Each group frees its own pages.
 
   Args:
-    windows: of each layer.
+    windows: the window of each layer.
 
   Raises:
-    ValueError: there is no layer.
+    ValueError: `windows` is empty.
 
   Examples:
     >>> plan = plan_layers((4, 4, None, 4, 4, None))
@@ -57,6 +57,8 @@ def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
   by_kind: dict[int | None, list[int]] = {}
   for layer, window in enumerate(windows):
     by_kind.setdefault(window, []).append(layer)
+  # The smallest kind sets the size, so no group leaves memory layers unused
+  # except the last group of a kind.
   size = min(len(layers) for layers in by_kind.values())
   kinds: list[GroupKind] = []
   places: dict[int, tuple[int, int]] = {}
@@ -75,18 +77,18 @@ def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
 
 
 class LayerMemory:
-  """The paged memory in one call of a model, held for its layers.
+  """The paged memory in one call of a model.
 
-  The layers call `attend` one after the other, each once. It lives as long as a
-  trace, and is changed by it, so a layer that calls it must not be inside of a
-  `scan`, `remat` or `jit` of its own.
+  Each layer calls `attend` once, in order. The object lives for one trace and
+  is mutated by it, so the calls must not be inside of a nested `scan`, `remat`
+  or `jit`.
 
   Attributes:
     kv: the pages; `attend` replaces them.
-    views: for each layer group, where the tokens of the call live.
+    views: the view of the call's tokens for each layer group.
     columns: int32[X], the columns that get logits.
-    rows: whose token stands in each of the C columns.
-    picked: whether `pick` was called.
+    rows: the sequence, and its user data, of each of the C columns.
+    picked: True after a call of `pick`.
   """
 
   def __init__(
@@ -106,7 +108,7 @@ class LayerMemory:
     self._layer = 0
 
   def __getitem__(self, name: Any) -> "LayerMemory":
-    """Itself: models take the cache of a layer out of that of all layers."""
+    """Returns itself, because models index their cache by layer."""
     return self
 
   def attend(
@@ -119,23 +121,23 @@ class LayerMemory:
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
   ) -> jax.Array:
-    """Stores the keys and values of a layer, and attends to all so far.
+    """Writes a layer's keys and values, and attends to all tokens so far.
 
-    The window is that of the plan.
+    The window comes from the plan.
 
     Args:
-      q: [1, C, H, D], rotated and normalised, not scaled.
-      k: [1, C, K, D], rotated and normalised.
+      q: [1, C, H, D], rotated and normalized, not scaled.
+      k: [1, C, K, D], rotated and normalized.
       v: [1, C, K, D].
       scale: factor of the logits; None for 1 / sqrt(D).
       soft_cap: c > 0 turns a logit x into c * tanh(x / c).
-      sinks: float[H], logits that join the softmax and have no value.
+      sinks: float[H], logits that join the softmax without a value.
 
     Returns:
       [1, C, H, D], in q's dtype.
 
     Raises:
-      ValueError: more layers attend than are planned.
+      ValueError: more layers attend than the plan has.
     """
     if self._layer == len(self._plan.windows):
       raise ValueError(
@@ -153,25 +155,25 @@ class LayerMemory:
     return attend(self.kv, view, layer, q, options=options)
 
   def pick(self, x: jax.Array) -> jax.Array:
-    """The columns that get logits, [1, C, E] to [1, X, E].
+    """Selects the columns that get logits: [1, C, E] to [1, X, E].
 
-    Called before the output layer, it saves the logits of all other columns.
+    Call it before the output layer, to skip the logits of all other columns.
     """
     self.picked = True
     return x.at[:, self.columns].get(mode="clip")
 
   def of_columns(self, values: jax.Array) -> jax.Array:
-    """Of [C, ...], such as `rows.user`, what the columns with logits have."""
+    """Selects from [C, ...], as `rows.user`, the columns that get logits."""
     return values.at[self.columns].get(mode="clip")
 
   def logits(self, logits: jax.Array) -> jax.Array:
-    """The logits of the columns that get some, [X, V].
+    """Returns the logits of the selected columns, [X, V].
 
     Args:
       logits: [1, X, V] after `pick`, else [1, C, V].
 
     Raises:
-      ValueError: a planned layer has not attended.
+      ValueError: a layer of the plan has not attended.
     """
     if self._layer != len(self._plan.windows):
       raise ValueError(

@@ -1,4 +1,4 @@
-"""A context in which no mesh is set."""
+"""A context manager that hides the current mesh."""
 
 import contextlib
 import warnings
@@ -10,15 +10,16 @@ import numpy as np
 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
-  """In it, layers that ask for the mesh of the context find none.
+  """Hides the mesh of the context from layers that look it up.
 
-  A packed call has one row, which the mesh axis of a batch does not divide, so
-  what a layer asks of the compiler for a batch cannot hold for it. And a
-  program is compiled once, in whatever context it is called.
+  A packed call has one row, which a mesh axis of the batch does not divide, so
+  the layers' sharding constraints cannot be met. Without a mesh, a program is
+  also compiled only once for all contexts in which it is called.
   """
   with contextlib.ExitStack() as stack:
     with warnings.catch_warnings():
-      # Deprecated, but those layers look for what it sets.
+      # Entering a mesh is deprecated, but these layers read the variable that
+      # it sets.
       warnings.simplefilter("ignore", DeprecationWarning)
       stack.enter_context(jax.sharding.Mesh(np.empty((), object), ()))
     yield

@@ -1,4 +1,4 @@
-"""The packages that are integrated, imported when they are needed."""
+"""Imports of optional packages, made when they are first needed."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from jaxkv._src.extras import extra_package
 
 
 def nnx() -> Any:
-  """`flax.nnx`.
+  """Imports `flax.nnx`.
 
   Raises:
     ImportError: flax is not installed.
@@ -17,7 +17,7 @@ def nnx() -> Any:
 
 
 def of_tunix(name: str) -> Any:
-  """A module of tunix, by its whole name.
+  """Imports a module of tunix by its full name.
 
   Raises:
     ImportError: tunix is not installed.
@@ -28,7 +28,7 @@ def of_tunix(name: str) -> Any:
 
 
 def of_skyrl(name: str) -> Any:
-  """A module of SkyRL-tx, by its whole name.
+  """Imports a module of SkyRL-tx by its full name.
 
   Raises:
     ImportError: SkyRL-tx is not installed.

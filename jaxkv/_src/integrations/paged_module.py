@@ -1,4 +1,4 @@
-"""A `flax.nnx` decoder as a model of rollouts, without a change to its code."""
+"""Runs a `flax.nnx` decoder on the paged memory without changing its code."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,26 +20,26 @@ from jaxkv.kv import KVPages
 from jaxkv.rollout import Rows
 
 Replacement = Callable[..., Any]
-"""`(layer, memory, *args, **kwargs)`: called in place of a layer's method, with
-its arguments, and a `LayerMemory`; returns what the method would."""
+"""`(layer, memory, *args, **kwargs)`: replaces a method of a layer. It gets the
+method's arguments after a `LayerMemory`, and returns the same type of value."""
 
 Replaced = type | tuple[type, str] | str
-"""A class, of which `__call__` is replaced; a class and a method; or the path
-of one layer, such as "final_norm" or "layers.0.mlp", `__call__` as well."""
+"""The method to replace: `__call__` of a class; another method of a class, as
+`(Class, "method")`; or `__call__` of the layer at a path, as "layers.0.mlp"."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedModule:
-  """A decoder and what its layers do with the paged memory.
+  """A decoder whose layers read and write the paged memory.
 
   Attributes:
     graphdef: the decoder's structure.
-    params: its variables, the first argument of `model`; also as a tuple of
-      several states.
-    plan: which layer uses which group.
+    params: the decoder's variables, the first argument of `model`: one state,
+      or a tuple of several.
+    plan: the group of each layer.
     num_kv_heads: K.
     head_dim: D.
-    dtype: of the keys and values.
+    dtype: the dtype of keys and values.
     call: see `paged_module`.
     methods: see `paged_module`.
   """
@@ -54,15 +54,15 @@ class PagedModule:
   methods: Mapping[Replaced, Replacement]
 
   def cache_config(self, **sizes: Any) -> CacheConfig:
-    """The sizes of a cache for the decoder's layer groups.
+    """Returns the config of a cache for the decoder's layer groups.
 
     Args:
-      **sizes: of `jaxkv.CacheConfig`, all but `groups`.
+      **sizes: the fields of `jaxkv.CacheConfig` except `groups`.
     """
     return CacheConfig(groups=self.plan.kinds, **sizes)
 
   def init_kv(self, config: CacheConfig) -> KVPages:
-    """Pages of zeros for all layers of the decoder."""
+    """Returns pages of zeros for all layers of the decoder."""
     return jaxkv.kv.init(
       config,
       num_layers=self.plan.num_memory_layers,
@@ -81,10 +81,10 @@ class PagedModule:
     columns: jax.Array,
     rows: Rows,
   ) -> tuple[jax.Array, KVPages]:
-    """A `jaxkv.rollout.Model`.
+    """Calls the decoder; a `jaxkv.rollout.Model`.
 
-    The decoder is traced with jax's default promotions, and in no mesh: a call
-    has one row of packed tokens, which no mesh axis divides.
+    The decoder is traced with jax's default dtype and rank promotion, and
+    without a mesh: no mesh axis divides the single row of packed tokens.
     """
     nnx = packages.nnx()
     memory = LayerMemory(kv, views, columns, rows, self.plan)
@@ -109,41 +109,39 @@ def paged_module(
   head_dim: int,
   dtype: Any = jnp.bfloat16,
 ) -> PagedModule:
-  """Says how a decoder of `flax.nnx` is called, and how its layers attend.
+  """Adapts a decoder of `flax.nnx` to the paged memory.
 
-  The decoder is not changed. Each trace merges a copy of it, and the copy's
-  layers have the methods given here.
+  The decoder itself does not change: each trace merges a copy of it, and only
+  the copy's layers get the methods.
 
   Args:
     module: the decoder.
     call: `(module, memory, tokens int32[1, C], positions int32[1, C]) -> logits
-      [1, C, V]`, or [1, X, V] if a layer has called `memory.pick`. Positions of
-      padding are 0.
-    methods: what is called in place of methods of its layers: of `__call__` of
-      a class, of another method of one, `(Class, "method")`, or of `__call__`
-      of the layer at a path. `super(type(layer), layer).__call__` is still the
-      method that was replaced.
-    windows: of each layer, in the order in which they attend; None for all
-      tokens.
+      [1, C, V]`, or [1, X, V] if a layer calls `memory.pick`. Padding has
+      position 0.
+    methods: the replacement of each method, see `Replaced`. A replacement can
+      call the original as `super(type(layer), layer).__call__`.
+    windows: the sliding window of each layer, in the order in which the layers
+      attend; None for full attention.
     num_kv_heads: K.
     head_dim: D.
-    dtype: of the keys and values, as in `jaxkv.kv.init`.
+    dtype: the dtype of keys and values, as in `jaxkv.kv.init`.
 
   Returns:
-    The decoder, for `jaxkv.rollout`.
+    The adapted decoder, for `jaxkv.rollout`.
 
   Raises:
     ImportError: flax is not installed.
-    ValueError: there is no layer, or no layer is of a class of `methods`.
+    ValueError: `windows` is empty, or a key of `methods` matches no layer.
   """
   nnx = packages.nnx()
   layers = list(nnx.iter_modules(module))
   for key in methods:
-    if not any(_is_meant(key, path, layer) for path, layer in layers):
-      there = sorted({type(layer).__name__ for _, layer in layers})
+    if not any(_matches(key, path, layer) for path, layer in layers):
+      class_names = sorted({type(layer).__name__ for _, layer in layers})
       raise ValueError(
         f"`methods` must name layers of the decoder, got {key!r}, of which it "
-        f"has none; it has {', '.join(there)}."
+        f"has none; it has {', '.join(class_names)}."
       )
   graphdef, params = nnx.split(module)
   return PagedModule(
@@ -161,37 +159,47 @@ def paged_module(
 def bind(
   module: Any, methods: Mapping[Replaced, Replacement], memory: LayerMemory
 ) -> Any:
-  """Gives the layers of a module of one's own other methods.
+  """Replaces methods of a module's layers, in place.
 
   Args:
-    module: changed in place.
+    module: the module to change.
     methods: see `paged_module`.
-    memory: their second argument.
+    memory: the second argument of each method.
 
   Returns:
     The module.
   """
   nnx = packages.nnx()
   for path, layer in list(nnx.iter_modules(module)):
-    own = {
-      key[1] if isinstance(key, tuple) else "__call__": _bound(method, memory)
+    replacements = {
+      key[1] if isinstance(key, tuple) else "__call__": _bind_method(
+        method, memory
+      )
       for key, method in methods.items()
-      if _is_meant(key, path, layer)
+      if _matches(key, path, layer)
     }
-    if own:
-      kind = type(layer)
-      # Past `Module.__setattr__`, which takes no such thing for an attribute.
-      object.__setattr__(layer, "__class__", type(kind.__name__, (kind,), own))
+    if replacements:
+      layer_type = type(layer)
+      # A subclass for each layer: Python looks up `__call__` on the type, and
+      # other instances keep theirs. `object.__setattr__` bypasses
+      # `Module.__setattr__`, which does not accept a class.
+      object.__setattr__(
+        layer,
+        "__class__",
+        type(layer_type.__name__, (layer_type,), replacements),
+      )
   return module
 
 
-def _is_meant(key: Replaced, path: tuple[Any, ...], layer: Any) -> bool:
+def _matches(key: Replaced, path: tuple[Any, ...], layer: Any) -> bool:
   if isinstance(key, str):
     return key == ".".join(map(str, path))
   return isinstance(layer, key[0] if isinstance(key, tuple) else key)
 
 
-def _bound(replacement: Replacement, memory: LayerMemory) -> Callable[..., Any]:
+def _bind_method(
+  replacement: Replacement, memory: LayerMemory
+) -> Callable[..., Any]:
   def method(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return replacement(layer, memory, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""How the decoders of SkyRL-tx attend to the paged memory."""
+"""Adapts the decoders of SkyRL-tx to the paged memory."""
 
 from typing import Any
 
@@ -9,36 +9,36 @@ from jaxkv._src.integrations.layer_memory import LayerMemory
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.paged_module import paged_module
 
-_KNOWN = {"llama3": "Llama3Attention", "qwen3": "Qwen3Attention"}
+_SUPPORTED = {"llama3": "Llama3Attention", "qwen3": "Qwen3Attention"}
 
 
 def paged_module_of(module: Any) -> PagedModule:
-  """A decoder of SkyRL-tx as a model of rollouts.
+  """Adapts a decoder of SkyRL-tx for rollouts.
 
-  Each column of a call is a row of one token, as these decoders have an adapter
-  for each row; `rows.user["adapter"]` names it.
+  These decoders have one adapter for each row, so each column of a call becomes
+  a row of one token. `rows.user["adapter"]` has the adapter's index.
 
   Args:
-    module: an instance of tx's Llama 3 or Qwen3, its experts included.
+    module: an instance of tx's Llama 3 or Qwen3, with or without experts.
 
   Raises:
     ImportError: SkyRL-tx is not installed.
-    ValueError: it is another module.
+    ValueError: the module is not supported.
   """
-  home = type(module).__module__
-  name = home.removeprefix("tx.models.")
-  if name not in _KNOWN:
+  module_name = type(module).__module__
+  name = module_name.removeprefix("tx.models.")
+  if name not in _SUPPORTED:
     raise ValueError(
       f"`module` must be tx's Llama 3 or Qwen3, got {type(module).__name__} of "
-      f"{home}; sample with SkyRL's own engine."
+      f"{module_name}; sample with SkyRL's own engine."
     )
-  kind = packages.of_skyrl(home)
+  library = packages.of_skyrl(module_name)
   config = module.config
   layers = module.model.layers
   return paged_module(
     module,
     call=_call,
-    methods={getattr(kind, _KNOWN[name]): _attention(kind)},
+    methods={getattr(library, _SUPPORTED[name]): _attention(library)},
     windows=[None] * len(layers),
     num_kv_heads=config.num_key_value_heads,
     head_dim=layers[0].self_attn.head_dim,
@@ -61,8 +61,8 @@ def _call(module: Any, memory: LayerMemory, tokens: Any, positions: Any) -> Any:
   return logits.swapaxes(0, 1)
 
 
-def _attention(kind: Any) -> Any:
-  """Attention of both decoders; Qwen3 alone has norms of heads."""
+def _attention(library: Any) -> Any:
+  """Returns the attention of both decoders; only Qwen3 normalizes heads."""
 
   def attention(
     layer: Any,
@@ -82,14 +82,14 @@ def _attention(kind: Any) -> Any:
 
     def rotated(array: Any) -> Any:
       base = layer.config.rope_theta
-      return kind.apply_rope(array, positions, layer.head_dim, base)
+      return library.apply_rope(array, positions, layer.head_dim, base)
 
     q = rotated(heads("q", layer.num_heads))
     k = rotated(heads("k", layer.num_kv_heads))
     v = heads("v", layer.num_kv_heads)
     # From rows of one token, [C, 1, H, D], to a row of C columns.
-    turned = (array.swapaxes(0, 1) for array in (q, k, v))
-    out = memory.attend(*turned).swapaxes(0, 1).reshape(*x.shape[:2], -1)
+    packed = (array.swapaxes(0, 1) for array in (q, k, v))
+    out = memory.attend(*packed).swapaxes(0, 1).reshape(*x.shape[:2], -1)
     return layer.o_proj(out, adapter_indices=adapter_indices), (k, v)
 
   return attention

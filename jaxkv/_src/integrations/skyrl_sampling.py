@@ -1,4 +1,4 @@
-"""Sampling for SkyRL-tx's server, in place of its own engine's."""
+"""Samples for the server of SkyRL-tx, in place of its own engine."""
 
 import dataclasses
 import hashlib
@@ -27,17 +27,17 @@ _ADAPTER_NAMES = ("lora_A", "lora_B", "lora_scaling", "lora_ranks")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-  """EngineSizes of an engine; what is None follows from the first call.
+  """Sizes of an engine; a field that is None follows from the first call.
 
   Attributes:
     num_samples: the most samples of a prompt that share its computation.
-    num_jobs: prompts in the queue at once.
-    num_pages: of the pool; None for half of what a dense cache of the first
-      call takes.
+    num_jobs: the number of prompts in the queue.
+    num_pages: pages of the pool; None for half of what a dense cache of the
+      first call takes.
     page_size: tokens of a page.
     prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
-    max_length: the most tokens of a prompt and its answer; None for those of
-      the first call, and twice as many when more are needed.
+    max_length: the most tokens of a prompt with its answer. A longer request
+      raises it to the next power of two, and compiles again.
   """
 
   num_samples: int | None = None
@@ -49,21 +49,22 @@ class SamplingOptions:
 
 
 class SkyrlSampler:
-  """The engine of one backend.
+  """Samples for one backend.
 
   Attributes:
-    options: its sizes.
+    options: the sizes of the engine.
   """
 
   def __init__(self, backend: Any, options: SamplingOptions):
-    """Begins without a program; the first call makes it."""
+    """Creates a sampler; the first call compiles its program."""
     nnx = packages.nnx()
     self.options = options
     decoder = paged_module_of(backend.model)
     self._decoder: PagedModule = dataclasses.replace(
       decoder, graphdef=backend.graphdef, params=None
     )
-    graphdef = backend.graphdef  # Not hashable, so no static argument.
+    # Closed over: it is not hashable, so it cannot be a static argument.
+    graphdef = backend.graphdef
 
     def scores(params: Any, tokens: Any, mask: Any, adapter: Any) -> jax.Array:
       model = nnx.merge(graphdef, *params)
@@ -78,15 +79,15 @@ class SkyrlSampler:
     self._salts: dict[int, np.ndarray] = {}
 
   def sample(self, backend: Any, batch: Any) -> dict[str, Any]:
-    """What `JaxBackendImpl.sample` returns.
+    """Samples a batch; see `JaxBackendImpl.sample` for the result.
 
     Args:
       backend: a `JaxBackendImpl`.
       batch: tx's `PreparedSampleBatch`.
 
     Raises:
-      NotImplementedError: the backend runs in several processes, or splits
-        experts over devices.
+      NotImplementedError: the backend runs in several processes, or shards
+        experts.
     """
     if jax.process_count() > 1 or backend.mesh.shape["ep"] > 1:
       raise NotImplementedError(
@@ -102,17 +103,17 @@ class SkyrlSampler:
     drawn = engine.run(params, jobs, log_probs=True)
     types = packages.of_skyrl("tx.tinker.types")
     sequences = [
-      self._sequence(backend, types, answer, asked)
-      for answer, asked in zip(
+      self._sequence(backend, types, answer, settings)
+      for answer, settings in zip(
         itertools.chain.from_iterable(drawn),
         batch.all_sampling_params,
         strict=True,
       )
     ]
     results = {}
-    for name, _, first, end, wants in batch.request_batch_slices:
+    for name, _, first, end, wants_prompt in batch.request_batch_slices:
       scores = None
-      if wants:
+      if wants_prompt:
         prompt = batch.all_prompts[first]
         scores = self._prompt_log_probs(backend, prompt, adapters[first])
       results[name] = types.SampleOutput(
@@ -121,29 +122,30 @@ class SkyrlSampler:
     return results
 
   def counters(self) -> dict[str, Any]:
-    """What has been done so far, see `jaxkv.rollout.Counters`."""
+    """Returns the counts of all work so far, see `jaxkv.rollout.Counters`."""
     return {} if self._engine is None else self._engine.counters()
 
   def _jobs(
     self, backend: Any, batch: Any, adapters: list[int], params: Any
   ) -> list[Job]:
-    """A job for each run of rows that differ in their seeds alone."""
-    if self._watch.see(params[0], by_contents=False):
+    """Makes one job of adjacent rows that differ only in their seeds."""
+    # A salt digests an adapter's weights, so new weights invalidate all salts.
+    if self._watch.has_changed(params[0], by_contents=False):
       self._salts = {}
     jobs: list[Job] = []
-    for prompt, asked, adapter in zip(
+    for prompt, settings, adapter in zip(
       batch.all_prompts, batch.all_sampling_params, adapters, strict=True
     ):
-      seed = int(asked.seed) & 0x7FFFFFFF
+      seed = int(settings.seed) & 0x7FFFFFFF
       jobs.append(
         Job(
           prompt=np.asarray(prompt, np.int32),
           seeds=(seed,),
-          max_tokens=asked.max_tokens,
-          temperature=asked.temperature,
-          top_k=max(asked.top_k, 0),
-          top_p=asked.top_p,
-          stop_tokens=tuple(asked.stop_tokens or ()),
+          max_tokens=settings.max_tokens,
+          temperature=settings.temperature,
+          top_k=max(settings.top_k, 0),
+          top_p=settings.top_p,
+          stop_tokens=tuple(settings.stop_tokens or ()),
           adapter=adapter,
           salt=self._salt(adapter, params),
         )
@@ -151,7 +153,7 @@ class SkyrlSampler:
     return client_jobs.joined(jobs)
 
   def _salt(self, adapter: int, params: Any) -> np.ndarray:
-    """uint32[4]: a digest of an adapter's number and current weights."""
+    """Returns uint32[4], a digest of an adapter's index and weights."""
     if adapter not in self._salts:
       words = digest(_slices(params, jnp.int32(adapter)))
       text = ",".join(map(str, (adapter, *words))).encode()
@@ -184,14 +186,14 @@ class SkyrlSampler:
   def _sizes(self, jobs: list[Job], stops: int) -> EngineSizes:
     options, size = self.options, self.options.page_size
     samples = options.num_samples or max(len(job.seeds) for job in jobs)
-    most = options.num_jobs or len(client_jobs.split(jobs, samples))
+    num_jobs = options.num_jobs or len(client_jobs.split(jobs, samples))
     columns = -(-self._length // size)
-    half = most * samples * columns // 2
+    half = num_jobs * samples * columns // 2
     return EngineSizes(
-      num_jobs=most,
+      num_jobs=num_jobs,
       num_samples=samples,
       max_length=columns * size,
-      num_slots=min(most * samples, 256),
+      num_slots=min(num_jobs * samples, 256),
       num_pages=options.num_pages or max(half, columns + 2),
       page_size=size,
       prefill_chunk=options.prefill_chunk,
@@ -199,16 +201,16 @@ class SkyrlSampler:
     )
 
   def _sequence(
-    self, backend: Any, types: Any, answer: Answer, asked: Any
+    self, backend: Any, types: Any, answer: Answer, settings: Any
   ) -> Any:
-    """A `GeneratedSequence`; stop strings are looked for when it is there."""
+    """Converts an answer to a `GeneratedSequence`, cut at its stop string."""
     tokens = answer.tokens.tolist()
     scores = [] if answer.log_probs is None else answer.log_probs.tolist()
     reason = "stop" if answer.finish == Finish.STOP_TOKEN else "length"
-    if asked.stop_strings:
+    if settings.stop_strings:
       generator = packages.of_skyrl("tx.utils.generator")
       end = generator.find_string_stop_position(
-        tokens, backend.tokenizer, asked.stop_strings
+        tokens, backend.tokenizer, settings.stop_strings
       )
       if end is not None:
         tokens, scores, reason = tokens[:end], scores[:end], "stop"
@@ -219,7 +221,10 @@ class SkyrlSampler:
   def _prompt_log_probs(
     self, backend: Any, prompt: list[int], adapter: int
   ) -> list[float]:
-    """Of a prompt's tokens after the first one, by the model's own forward."""
+    """Computes log-probs of a prompt's tokens from the second on.
+
+    The model's own forward pass computes them, without the paged cache.
+    """
     models = packages.of_skyrl("tx.utils.models")
     width = models.round_up_seq_len(len(prompt))
     tokens = np.zeros((1, width), np.int32)
@@ -235,7 +240,7 @@ class SkyrlSampler:
 
 @jax.jit
 def _slices(params: Any, adapter: jax.Array) -> list[jax.Array]:
-  """The arrays of one adapter."""
+  """Returns the arrays of one adapter."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
   return [
     leaf[adapter]
@@ -247,14 +252,14 @@ def _slices(params: Any, adapter: jax.Array) -> list[jax.Array]:
 def sample(
   backend: Any, batch: Any, options: SamplingOptions | None = None
 ) -> dict[str, Any]:
-  """Samples for SkyRL-tx, as its `JaxBackendImpl.sample`, by jaxkv.
+  """Samples for SkyRL-tx like its `JaxBackendImpl.sample`, but with jaxkv.
 
-  The engine of a backend is made in its first call, and kept with it.
+  The first call for a backend creates an engine and stores it there.
 
   Args:
     backend: a `JaxBackendImpl`.
     batch: tx's `PreparedSampleBatch`.
-    options: sizes, which count in the first call.
+    options: sizes of the engine, read in the first call only.
 
   Returns:
     `{request_id: SampleOutput}`.
@@ -267,28 +272,28 @@ def sample(
 
 
 def install(options: SamplingOptions | None = None) -> Callable[[], None]:
-  """Has all backends of SkyRL-tx sample by jaxkv.
+  """Makes all backends of SkyRL-tx sample with jaxkv.
 
-  Call it before the server begins.
+  Call it before the server starts.
 
   Args:
-    options: sizes of their engines.
+    options: sizes of the engines.
 
   Returns:
-    A function that undoes it.
+    A function that restores the original method.
   """
   module = packages.of_skyrl("tx.tinker.backends.jax")
   kind = module.JaxBackendImpl
-  before = kind.sample
+  original = kind.sample
 
   def sampled(self: Any, prepared_batch: Any) -> dict[str, Any]:
     return sample(self, prepared_batch, options)
 
-  # Workers read the types of its arguments.
-  sampled.__annotations__ = dict(before.__annotations__)
+  # SkyRL's workers read the types of the arguments from the annotations.
+  sampled.__annotations__ = dict(original.__annotations__)
   kind.sample = sampled
 
   def undo() -> None:
-    kind.sample = before
+    kind.sample = original
 
   return undo

@@ -1,4 +1,4 @@
-"""How the decoders of tunix attend to the paged memory."""
+"""Adapts the decoders of tunix to the paged memory."""
 
 import functools
 from typing import Any
@@ -8,46 +8,50 @@ from jaxkv._src.integrations.layer_memory import LayerMemory
 from jaxkv._src.integrations.paged_module import PagedModule
 from jaxkv._src.integrations.paged_module import paged_module
 
-_KNOWN = ("llama3", "qwen2", "qwen3", "gemma3")
+_SUPPORTED = ("llama3", "qwen2", "qwen3", "gemma3")
 
 
 def paged_module_of(module: Any, *, dtype: Any = None) -> PagedModule:
-  """A decoder of tunix as a model of rollouts.
+  """Adapts a decoder of tunix for rollouts.
 
-  Known are Llama 3, Qwen2, Qwen3 (its experts included) and Gemma 3 without
-  images. Attention is jaxkv's: `use_flash_attention` and rematerialization,
+  Supports Llama 3, Qwen2, Qwen3 (also with experts) and Gemma 3 without images.
+  Attention is computed by jaxkv: `use_flash_attention` and rematerialization,
   which are for training, have no effect.
 
   Args:
     module: an instance of tunix's `Llama3`, `Qwen2`, `Qwen3` or `Gemma3`, with
       or without LoRA.
-    dtype: of keys and values; None for that of the embedding.
+    dtype: the dtype of keys and values; None for the dtype of the embedding.
 
   Raises:
     ImportError: tunix is not installed.
-    ValueError: it is another module.
+    ValueError: the module is not supported.
   """
-  # With LoRA, a model is of a class derived from tunix's.
-  homes = [kind.__module__ for kind in type(module).__mro__]
-  for name in _KNOWN:
-    home = f"tunix.models.{name}.model"
-    if home in homes:
-      return _PAGED[name](module, packages.of_tunix(home), dtype)
+  # LoRA derives the model's class from tunix's, so base classes are searched.
+  module_names = [cls.__module__ for cls in type(module).__mro__]
+  for name in _SUPPORTED:
+    module_name = f"tunix.models.{name}.model"
+    if module_name in module_names:
+      return _ADAPTERS[name](module, packages.of_tunix(module_name), dtype)
   raise ValueError(
-    f"`module` must be one of tunix's {', '.join(_KNOWN)}, got "
-    f"{type(module).__name__} of {homes[0]}; describe it with "
+    f"`module` must be one of tunix's {', '.join(_SUPPORTED)}, got "
+    f"{type(module).__name__} of {module_names[0]}; describe it with "
     "jaxkv.integrations.nnx.paged_module."
   )
 
 
-def _plain(layer: Any, memory: LayerMemory, *args: Any, **kwargs: Any) -> Any:
-  """A layer without rematerialization."""
+def _without_remat(
+  layer: Any, memory: LayerMemory, *args: Any, **kwargs: Any
+) -> Any:
+  """Calls a layer without rematerialization."""
   del memory
   return layer.block(*args, **kwargs)
 
 
-def _picked(layer: Any, memory: LayerMemory, x: Any) -> Any:
-  """The last norm, of the columns that get logits alone."""
+def _norm_of_picked(layer: Any, memory: LayerMemory, x: Any) -> Any:
+  """Applies the final norm to the columns that get logits."""
+  # The final norm is the last layer before the output layer, so the logits of
+  # other columns are never computed.
   norm: Any = super(type(layer), layer)
   return norm.__call__(memory.pick(x))
 
@@ -57,9 +61,9 @@ def _call(module: Any, memory: LayerMemory, tokens: Any, positions: Any) -> Any:
   return module(tokens, positions, None, None)[0]
 
 
-def _paged(
+def _adapt(
   module: Any,
-  kind: Any,
+  library: Any,
   dtype: Any,
   attention: Any,
   windows: list[int | None] | None = None,
@@ -69,20 +73,22 @@ def _paged(
     dtype = module.embedder.input_embedding[...].dtype
     dtype = getattr(config, "dtype", dtype)
   layer = module.layers[0]
-  plain = [
-    own
-    for own in vars(kind).values()
-    if isinstance(own, type)
-    and hasattr(own, "block")
-    and any(isinstance(part, own) for part in (layer, layer.mlp))
+  # A rematerialized `block` would be traced on its own, where `attend` must not
+  # mutate the memory.
+  remat_classes = [
+    cls
+    for cls in vars(library).values()
+    if isinstance(cls, type)
+    and hasattr(cls, "block")
+    and any(isinstance(part, cls) for part in (layer, layer.mlp))
   ]
   return paged_module(
     module,
     call=_call,
     methods={
-      kind.Attention: attention,
-      "final_norm": _picked,
-      **dict.fromkeys(plain, _plain),
+      library.Attention: attention,
+      "final_norm": _norm_of_picked,
+      **dict.fromkeys(remat_classes, _without_remat),
     },
     windows=windows or [None] * config.num_layers,
     num_kv_heads=config.num_kv_heads,
@@ -91,8 +97,8 @@ def _paged(
   )
 
 
-def _rotary(module: Any, kind: Any, dtype: Any) -> PagedModule:
-  """Llama 3 and Qwen3, which alone has norms of heads."""
+def _rotary(module: Any, library: Any, dtype: Any) -> PagedModule:
+  """Adapts Llama 3 and Qwen3; only Qwen3 normalizes heads."""
 
   def attention(
     layer: Any,
@@ -106,19 +112,19 @@ def _rotary(module: Any, kind: Any, dtype: Any) -> PagedModule:
       out = getattr(layer, f"{name}_proj")(x)
       norm = getattr(layer, f"{name}_norm", None)
       out = out if norm is None else norm(out)
-      return kind.apply_rope(out, positions, head_dim=layer.head_dim)
+      return library.apply_rope(out, positions, head_dim=layer.head_dim)
 
     q, k, v = rotated("q"), rotated("k"), layer.v_proj(x)
     return None, layer.o_proj(memory.attend(q, k, v, scale=layer.scale))
 
-  return _paged(module, kind, dtype, attention)
+  return _adapt(module, library, dtype, attention)
 
 
-def _qwen2(module: Any, kind: Any, dtype: Any) -> PagedModule:
-  wide = module.config.dtype
+def _qwen2(module: Any, library: Any, dtype: Any) -> PagedModule:
+  model_dtype = module.config.dtype
 
   def biased(x: Any, bias: Any) -> Any:
-    return x + bias[...].astype(wide).reshape(x.shape[2:])
+    return x + bias[...].astype(model_dtype).reshape(x.shape[2:])
 
   def attention(
     layer: Any,
@@ -134,14 +140,14 @@ def _qwen2(module: Any, kind: Any, dtype: Any) -> PagedModule:
     q = biased(layer.q_proj(x), layer.q_bias)
     k = biased(layer.k_proj(x), layer.k_bias)
     v = biased(layer.v_proj(x), layer.v_bias)
-    q = kind.apply_rotary_embedding(q, sin, cos)
-    k = kind.apply_rotary_embedding(k, sin, cos)
+    q = library.apply_rotary_embedding(q, sin, cos)
+    k = library.apply_rotary_embedding(k, sin, cos)
     return None, layer.o_proj(memory.attend(q, k, v, scale=layer.scale))
 
-  return _paged(module, kind, dtype, attention)
+  return _adapt(module, library, dtype, attention)
 
 
-def _gemma3(module: Any, kind: Any, dtype: Any) -> PagedModule:
+def _gemma3(module: Any, library: Any, dtype: Any) -> PagedModule:
   if module.vision_encoder is not None:
     raise ValueError(
       "`module` must be a Gemma3 of text alone, got one with a vision encoder; "
@@ -156,7 +162,7 @@ def _gemma3(module: Any, kind: Any, dtype: Any) -> PagedModule:
     else:
       q, (k, v) = layer.q_einsum(x), layer.kv_einsum(x)
     rotated = functools.partial(
-      kind.apply_rope,
+      library.apply_rope,
       head_dim=layer.head_dim,
       base_frequency=layer.rope_base_frequency,
       scale_factor=layer.rope_scale_factor,
@@ -166,15 +172,15 @@ def _gemma3(module: Any, kind: Any, dtype: Any) -> PagedModule:
     out = memory.attend(q, k, v, scale=layer.query_pre_attn_scalar)
     return None, layer.attn_vec_einsum(out)
 
-  local = kind.AttentionType.LOCAL_SLIDING
+  local = library.AttentionType.LOCAL_SLIDING
   windows = [
     layer.attn.sliding_window_size if layer.attn.attn_type == local else None
     for layer in module.layers
   ]
-  return _paged(module, kind, dtype, attention, windows)
+  return _adapt(module, library, dtype, attention, windows)
 
 
-_PAGED = {
+_ADAPTERS = {
   "llama3": _rotary,
   "qwen2": _qwen2,
   "qwen3": _rotary,

@@ -1,4 +1,4 @@
-"""An engine by tunix's interface `BaseRollout`."""
+"""Implements tunix's interface `BaseRollout` with an engine."""
 
 import itertools
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ from jaxkv._src.integrations.tunix_models import paged_module_of
 from jaxkv._src.integrations.weights import WeightWatch
 
 _SOLO_JOBS = 16
-"""Prompts in the queue of an engine that was first called with one prompt."""
-_MOST_SLOTS = 256
+"""The queue size of an engine whose first call has one prompt."""
+_MAX_SLOTS = 256
 
 
 class TunixRollout:
-  """The methods of `jaxkv.integrations.tunix.JaxkvRollout`; see there."""
+  """Implements the methods of `jaxkv.integrations.tunix.JaxkvRollout`."""
 
   def __init__(
     self,
@@ -46,25 +46,27 @@ class TunixRollout:
     keep_eos: bool = False,
     seed: int = 0,
   ):
-    """Begins without a program; the first `generate` makes it.
+    """Creates a rollout; the first `generate` compiles its program.
 
     Args:
-      rollout_actor: the policy, a model of tunix, or any with `decoder`.
-      tokenizer: as tunix takes it.
-      mesh: where the state lies; None for where jax puts it.
+      rollout_actor: the policy: a model of tunix, or any model with `decoder`.
+      tokenizer: the tokenizer, as tunix takes it.
+      mesh: the devices of the state; None for jax's default device.
       rollout_config: tunix's `RolloutConfig`, or a dictionary by mode.
-      decoder: how the policy attends; None for a known model.
-      num_samples: G; None for the most equal prompts in the first call.
-      num_jobs: prompts in the queue at once; None for those of the first call.
-      num_pages: of the pool; None for half of what a dense cache of the first
-        call takes.
+      decoder: the adapted policy; None for a supported model of tunix.
+      num_samples: G; None for the largest number of adjacent equal prompts in
+        the first call.
+      num_jobs: the number of prompts in the queue; None for those of the first
+        call.
+      num_pages: pages of the pool; None for half of what a dense cache of the
+        first call takes.
       page_size: tokens of a page.
       prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
-      max_length: the most tokens of a prompt and its answer; None for
+      max_length: the most tokens of a prompt with its answer; None for
         `kv_cache_size`.
-      keep_eos: whether answers keep the token that ended them. tunix's vanilla
+      keep_eos: True to keep the token that ended an answer. tunix's vanilla
         engine drops it.
-      seed: from which draws without a seed of their own are made.
+      seed: the seed of calls whose config has none.
     """
     nnx = packages.nnx()
     adapter = packages.of_tunix("tunix.generate.tokenizer_adapter")
@@ -74,48 +76,48 @@ class TunixRollout:
     self._decoder = decoder or paged_module_of(rollout_actor)
     self._graphdef, self._params = nnx.split(rollout_actor)
     self._mesh = mesh
-    self._wanted = (num_samples, num_jobs, num_pages)
+    self._sizes_of_caller = (num_samples, num_jobs, num_pages)
     self._page_size, self._chunk = page_size, prefill_chunk
-    self._max_length = max_length or _longest(rollout_config)
+    self._max_length = max_length or _max_tokens(rollout_config)
     self._keep_eos = keep_eos
     self._seed = seed
     self._calls = itertools.count()
     self._watch = WeightWatch()
-    self._places: list[Any] | None = None
-    self._moves = False
+    self._shardings: list[Any] | None = None
+    self._moves_weights = False
     self._engine: QueueEngine | None = None
     self._gathering = Gathering(self._serve)
 
   def generate(
     self, prompts: Sequence[str] | str, rollout_config: Any, **kwargs: Any
   ) -> Any:
-    """Answers to prompts, a tunix `RolloutOutput`.
+    """Generates answers; returns a tunix `RolloutOutput`.
 
-    Equal prompts that stand next to each other are samples of one prompt, which
-    is computed once. Threads may call it at the same time.
+    Adjacent equal prompts are samples of one prompt, which is computed once.
+    Several threads may call this at the same time.
 
     Args:
       prompts: texts, or one text.
-      rollout_config: tunix's `RolloutConfig`; all of its numbers may differ
-        from call to call.
+      rollout_config: tunix's `RolloutConfig`; its numbers may change between
+        calls.
       **kwargs: ignored.
 
     Raises:
-      ValueError: a prompt and its answer have more than `max_length` tokens.
+      ValueError: a prompt with its answer exceeds `max_length` tokens.
     """
     del kwargs
     if isinstance(prompts, str):
       prompts = [prompts]
     tokens = [self._tokens(text) for text in prompts]
     jobs = self._jobs(tokens, rollout_config)
-    wants = bool(rollout_config.return_logprobs)
-    answers = self._gathering.call((jobs, wants, rollout_config))
+    wants_log_probs = bool(rollout_config.return_logprobs)
+    answers = self._gathering.call((jobs, wants_log_probs, rollout_config))
     return self._output(tokens, answers, rollout_config)
 
   def get_per_token_logps(
     self, prompt_tokens: jax.Array, completion_tokens: jax.Array
   ) -> jax.Array:
-    """Log-probabilities as the trainer computes them, [B, T]."""
+    """Computes log-probs with tunix's own function, [B, T]."""
     common = packages.of_tunix("tunix.rl.common")
     return common.compute_per_token_logps(
       self._graphdef,
@@ -131,59 +133,58 @@ class TunixRollout:
   def update_params(
     self, params: Any, filter_types: tuple[Any, ...] | None = None
   ) -> None:
-    """The next call has these weights.
+    """Replaces the weights from the next call on.
 
-    No array is made or read here. Pages of other weights are not found later;
-    pages of the same arrays are. Where weights are handed over without
-    `filter_types`, as by a trainer that moves them between devices and host,
-    contents decide.
+    Cached pages are dropped unless the weights are unchanged. Arrays are
+    compared by identity. After a call without `filter_types`, as from a trainer
+    that moves weights between devices and host, they are compared by contents.
 
     Args:
-      params: all variables, or those of some types.
-      filter_types: these types; None for all.
+      params: all variables, or those of `filter_types`.
+      filter_types: the types of the variables; None for all.
     """
     nnx = packages.nnx()
     if filter_types is None:
-      self._moves = True
+      self._moves_weights = True
     else:
       reshard = packages.of_tunix("tunix.rl.reshard")
-      have = nnx.state(self.model(), filter_types)
-      params = _placed(params, have, reshard)
-    self._params = _merged(self._params, params, nnx)
+      current = nnx.state(self.model(), filter_types)
+      params = _reshard(params, current, reshard)
+    self._params = _merge(self._params, params, nnx)
 
   def pad_id(self) -> int:
-    """The token that pads prompts and answers."""
+    """Returns the token that pads prompts and answers."""
     return self.tokenizer.pad_id()
 
   def eos_id(self) -> int:
-    """The token that ends an answer."""
+    """Returns the token that ends an answer."""
     return self.tokenizer.eos_id()
 
   def model(self) -> Any:
-    """The policy, a new module with the arrays of the weights."""
+    """Returns the policy, a new module that shares the weights' arrays."""
     nnx = packages.nnx()
     return nnx.merge(self._graphdef, self._params)
 
   def counters(self) -> dict[str, Any]:
-    """What has been done so far, see `jaxkv.rollout.Counters`."""
+    """Returns the counts of all work so far, see `jaxkv.rollout.Counters`."""
     return {} if self._engine is None else self._engine.counters()
 
   def num_bytes(self) -> int:
-    """Bytes of keys and values; 0 before the first call."""
+    """Returns the bytes of keys and values; 0 before the first call."""
     return 0 if self._engine is None else self._engine.num_bytes()
 
   def _tokens(self, text: str) -> np.ndarray:
-    """As tunix's own sampler makes tokens of a text."""
+    """Tokenizes a text like tunix's own sampler."""
     bos = self.tokenizer.bos_id()
     ids = ([bos] if bos else []) + list(self.tokenizer.encode(text))
     return np.asarray(self.tokenizer.dedup_bos_ids(ids), np.int32)
 
   def _jobs(self, tokens: list[np.ndarray], config: Any) -> list[Job]:
-    """A job for each run of equal prompts."""
+    """Makes one job of adjacent equal prompts."""
     stops = tuple(config.eos_tokens or [self.eos_id()])
-    # As in tunix, nothing is drawn without a `top_p`.
-    heat = 0.0 if config.top_p is None else float(config.temperature)
-    seeds = client_jobs.seeds(self._root(config.seed), len(tokens))
+    # As in tunix, `top_p=None` is greedy decoding.
+    temperature = 0.0 if config.top_p is None else float(config.temperature)
+    seeds = client_jobs.seeds(self._entropy(config.seed), len(tokens))
     jobs: list[Job] = []
     for prompt, seed in zip(tokens, seeds, strict=True):
       jobs.append(
@@ -191,7 +192,7 @@ class TunixRollout:
           prompt=prompt,
           seeds=(seed,),
           max_tokens=int(config.max_tokens_to_generate),
-          temperature=heat,
+          temperature=temperature,
           top_k=max(config.top_k or 0, 0),
           top_p=1.0 if config.top_p is None else float(config.top_p),
           stop_tokens=stops,
@@ -200,8 +201,9 @@ class TunixRollout:
       )
     return client_jobs.joined(jobs)
 
-  def _root(self, seed: Any) -> list[int]:
-    """What the seeds of a call are made from; another one for each call."""
+  def _entropy(self, seed: Any) -> list[int]:
+    """Returns the entropy from which the seeds of a call are derived."""
+    # Without a seed, the call's number makes each call draw other samples.
     if seed is None:
       return [self._seed, next(self._calls)]
     if isinstance(seed, jax.Array):
@@ -212,44 +214,50 @@ class TunixRollout:
   def _serve(
     self, requests: list[tuple[list[Job], bool, Any]]
   ) -> list[list[Answer]]:
-    """What some threads have asked for, in one batch."""
+    """Serves the requests of several threads in one batch."""
     engine = self._engine_for(requests)
     params = self._params
-    if self._watch.see(params, by_contents=self._moves):
+    if self._watch.has_changed(params, by_contents=self._moves_weights):
       engine.forget()
-    params = self._settled(params)
-    jobs = [job for own, _, _ in requests for job in own]
-    wants = any(wants for _, wants, _ in requests)
-    order = sorted(range(len(jobs)), key=lambda n: jobs[n].prompt.tobytes())
-    together = client_jobs.joined([jobs[number] for number in order])
-    found = iter(
+    params = self._place(params)
+    jobs = [job for request_jobs, _, _ in requests for job in request_jobs]
+    wants_log_probs = any(wants_log_probs for _, wants_log_probs, _ in requests)
+    # Sorted by prompt, so equal prompts of different threads become one job.
+    order = sorted(
+      range(len(jobs)), key=lambda index: jobs[index].prompt.tobytes()
+    )
+    merged = client_jobs.joined([jobs[index] for index in order])
+    answers = iter(
       answer
-      for answers in engine.run(params, together, log_probs=wants)
-      for answer in answers
+      for samples in engine.run(params, merged, log_probs=wants_log_probs)
+      for answer in samples
     )
     by_job: list[list[Answer]] = [[] for _ in jobs]
-    for number in order:
-      by_job[number] = list(itertools.islice(found, len(jobs[number].seeds)))
+    for index in order:
+      by_job[index] = list(itertools.islice(answers, len(jobs[index].seeds)))
     ordered, results = iter(by_job), []
-    for own, _, _ in requests:
-      results.append([a for _ in own for a in next(ordered)])
+    for request_jobs, _, _ in requests:
+      results.append([a for _ in request_jobs for a in next(ordered)])
     return results
 
-  def _settled(self, params: Any) -> Any:
-    """Weights where the first ones lay; nothing is compiled for others."""
+  def _place(self, params: Any) -> Any:
+    """Moves weights to the shardings of the first ones.
+
+    Other shardings would compile the program again.
+    """
     leaves, structure = jax.tree.flatten(params)
-    if self._places is None:
-      everywhere = None
+    if self._shardings is None:
+      replicated = None
       if self._mesh is not None:
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-      # What was put nowhere, goes to the mesh.
-      self._places = [
-        leaf.sharding if leaf.committed else everywhere or leaf.sharding
+        replicated = NamedSharding(self._mesh, PartitionSpec())
+      # Uncommitted arrays have no chosen device and are replicated on the mesh.
+      self._shardings = [
+        leaf.sharding if leaf.committed else replicated or leaf.sharding
         for leaf in leaves
       ]
     leaves = [
-      leaf if leaf.sharding == place else jax.device_put(leaf, place)
-      for leaf, place in zip(leaves, self._places, strict=True)
+      leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
+      for leaf, sharding in zip(leaves, self._shardings, strict=True)
     ]
     return jax.tree.unflatten(structure, leaves)
 
@@ -257,47 +265,57 @@ class TunixRollout:
     self, requests: list[tuple[list[Job], bool, Any]]
   ) -> QueueEngine:
     longest = max(
-      self._max_length, *(_longest(config) for _, _, config in requests)
+      self._max_length, *(_max_tokens(config) for _, _, config in requests)
     )
     if self._engine is not None and longest <= self._max_length:
       return self._engine
     self._max_length = longest
-    sizes = self._sizes([job for own, _, _ in requests for job in own])
+    sizes = self._sizes(
+      [job for request_jobs, _, _ in requests for job in request_jobs]
+    )
     mesh = self._mesh
-    parts = 1 if mesh is None else mesh.shape.get("tp", 1)
+    num_shards = 1 if mesh is None else mesh.shape.get("tp", 1)
     self._engine = QueueEngine(
       self._decoder,
       sizes,
       scaled=True,
       banned=(self.pad_id(),),
       mesh=mesh,
-      split_heads=parts > 1 and self._decoder.num_kv_heads % parts == 0,
+      split_heads=num_shards > 1
+      and self._decoder.num_kv_heads % num_shards == 0,
     )
     return self._engine
 
   def _sizes(self, jobs: list[Job]) -> EngineSizes:
-    """Fixed shapes, from what the caller said and from the first call."""
-    samples, most, pages = self._wanted
-    total = sum(len(job.seeds) for job in jobs)
-    samples = samples or max(len(job.seeds) for job in jobs)
-    if most is None:
-      parts = client_jobs.split(jobs, samples)
-      most = _SOLO_JOBS if len(parts) == 1 and total == 1 else len(parts)
+    """Chooses the fixed shapes, by default from the first call."""
+    num_samples, num_jobs, num_pages = self._sizes_of_caller
+    num_rows = sum(len(job.seeds) for job in jobs)
+    num_samples = num_samples or max(len(job.seeds) for job in jobs)
+    if num_jobs is None:
+      parts = client_jobs.split(jobs, num_samples)
+      num_jobs = _SOLO_JOBS if len(parts) == 1 and num_rows == 1 else len(parts)
     size = self._page_size
     columns = -(-self._max_length // size)
-    if pages is None:
+    if num_pages is None:
       groups = len(self._decoder.plan.kinds)
-      # A layer of memory serves a layer of each group.
-      deep = len(self._decoder.plan.windows)
-      layers = self._decoder.plan.num_memory_layers
-      half = most * samples * self._max_length * deep // (2 * size * layers)
-      pages = max(half, columns * groups + groups + 1)
+      # A page has `size` tokens of each memory layer. At the least, a sequence
+      # of full length must fit.
+      num_layers = len(self._decoder.plan.windows)
+      num_memory_layers = self._decoder.plan.num_memory_layers
+      half = (
+        num_jobs
+        * num_samples
+        * self._max_length
+        * num_layers
+        // (2 * size * num_memory_layers)
+      )
+      num_pages = max(half, columns * groups + groups + 1)
     return EngineSizes(
-      num_jobs=most,
-      num_samples=samples,
+      num_jobs=num_jobs,
+      num_samples=num_samples,
       max_length=columns * size,
-      num_slots=min(most * samples, _MOST_SLOTS),
-      num_pages=pages,
+      num_slots=min(num_jobs * num_samples, _MAX_SLOTS),
+      num_pages=num_pages,
       page_size=size,
       prefill_chunk=self._chunk,
     )
@@ -309,61 +327,62 @@ class TunixRollout:
     stops = tuple(config.eos_tokens or [self.eos_id()])
     longest = max(len(prompt) for prompt in tokens)
     width = config.max_prompt_length or 0
+    # A power of two, so that a trainer compiles for few widths.
     if width < longest:
       width = 1 << (longest - 1).bit_length()
     padded = np.full((len(tokens), width), self.pad_id(), np.int32)
     for row, prompt in enumerate(tokens):
       padded[row, width - len(prompt) :] = prompt
-    drawn, log_probs = [], []
+    completions, log_probs = [], []
     for answer in answers:
       end = len(answer.tokens)
       if not self._keep_eos and end and answer.tokens[-1] in stops:
         end -= 1
-      drawn.append(answer.tokens[:end])
+      completions.append(answer.tokens[:end])
       if answer.log_probs is not None:
         log_probs.append(answer.log_probs[:end])
     return base.RolloutOutput(
-      text=[self.tokenizer.decode(own.tolist()) for own in drawn],
+      text=[self.tokenizer.decode(ids.tolist()) for ids in completions],
       logits=[],
-      tokens=drawn,
+      tokens=completions,
       left_padded_prompt_tokens=padded,
       logprobs=log_probs if config.return_logprobs else None,
     )
 
 
-def _longest(config: Any) -> int:
-  """The most tokens of a sequence that a configuration asks for."""
+def _max_tokens(config: Any) -> int:
+  """Returns the longest sequence of tunix's configs, in tokens."""
   if config is None:
     return 0
   if isinstance(config, Mapping):
-    return max(_longest(one) for one in config.values())
+    return max(_max_tokens(mode_config) for mode_config in config.values())
   return int(config.kv_cache_size)
 
 
-def _placed(params: Any, have: Any, reshard: Any) -> Any:
-  """Weights on the devices on which those lie that they replace."""
-  places = [leaf.sharding for leaf in jax.tree.leaves(have)]
-  same = places == [leaf.sharding for leaf in jax.tree.leaves(params)]
-  named = all(isinstance(place, NamedSharding) for place in places)
-  # What is on no mesh, tunix does not move; `_settled` does.
-  if same or not named:
+def _reshard(params: Any, current: Any, reshard: Any) -> Any:
+  """Moves weights to the devices of the weights that they replace."""
+  shardings = [leaf.sharding for leaf in jax.tree.leaves(current)]
+  is_placed = shardings == [leaf.sharding for leaf in jax.tree.leaves(params)]
+  all_named = all(isinstance(sharding, NamedSharding) for sharding in shardings)
+  # tunix moves arrays between meshes only; `_place` moves the others.
+  if is_placed or not all_named:
     return params
-  return reshard.reshard_pytree(params, have)
+  return reshard.reshard_pytree(params, current)
 
 
-def _merged(have: Any, params: Any, nnx: Any) -> Any:
-  """All weights, with those that are new, in the dtypes of before."""
-  old, new = nnx.to_pure_dict(have), params
+def _merge(current: Any, params: Any, nnx: Any) -> Any:
+  """Replaces some of the current weights and keeps the current dtypes."""
+  old, new = nnx.to_pure_dict(current), params
   if not isinstance(params, dict):
     new = nnx.to_pure_dict(params)
   old_leaves, structure = jax.tree_util.tree_flatten_with_path(old)
   by_path = dict(jax.tree_util.tree_leaves_with_path(new))
   leaves = [by_path.get(path, leaf) for path, leaf in old_leaves]
   leaves = [
-    leaf if leaf.dtype == before.dtype else leaf.astype(before.dtype)
-    for leaf, (_, before) in zip(leaves, old_leaves, strict=True)
+    leaf if leaf.dtype == old_leaf.dtype else leaf.astype(old_leaf.dtype)
+    for leaf, (_, old_leaf) in zip(leaves, old_leaves, strict=True)
   ]
   merged = jax.tree.unflatten(structure, leaves)
-  state = jax.tree.map(lambda leaf: leaf, have)
+  state = jax.tree.map(lambda leaf: leaf, current)
   nnx.replace_by_pure_dict(state, merged)
   return state

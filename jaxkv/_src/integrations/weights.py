@@ -1,4 +1,4 @@
-"""Whether weights have changed, told without reading them where possible."""
+"""Detects new weights, by the identity of arrays or by their contents."""
 
 import weakref
 from typing import Any
@@ -10,42 +10,46 @@ from jax import Array
 
 
 class WeightWatch:
-  """Tells new weights from the same ones in other arrays.
+  """Remembers the last weights and reports a change.
 
-  A trainer that keeps its weights on the host between calls hands out other
-  arrays with the same contents, again and again. Then contents are compared,
-  by 64 bits of each array, as no copy is kept to compare with.
+  A trainer that keeps its weights on the host between calls passes new arrays
+  with equal contents. For such trainers contents are compared, by a 64-bit
+  digest of each array, so no copy of the weights is stored.
   """
 
   def __init__(self):
     self._leaves: list[weakref.ref] = []
     self._digest: tuple[int, ...] | None = None
 
-  def see(self, tree: Any, *, by_contents: bool) -> bool:
-    """Whether a tree has other weights than the last one that was seen.
+  def has_changed(self, tree: Any, *, by_contents: bool) -> bool:
+    """Returns True if the weights differ from those of the last call.
 
     Args:
       tree: the weights.
-      by_contents: whether equal contents in other arrays are the same weights.
+      by_contents: True to treat new arrays with equal contents as unchanged.
 
     Returns:
-      True also for the first ones, and where contents were not known before.
+      True also in the first call, and for new arrays if the last call stored no
+      digest.
     """
     leaves = jax.tree.leaves(tree)
-    same = len(leaves) == len(self._leaves) and all(
-      one() is leaf for one, leaf in zip(self._leaves, leaves, strict=True)
+    is_same = len(leaves) == len(self._leaves) and all(
+      reference() is leaf
+      for reference, leaf in zip(self._leaves, leaves, strict=True)
     )
-    if same and not (by_contents and self._digest is None):
+    if is_same and not (by_contents and self._digest is None):
       return False
-    before, self._digest = self._digest, None
+    last_digest, self._digest = self._digest, None
     if by_contents:
       self._digest = digest(leaves)
+    # Weak references, so old weights can be freed. A dead one returns None and
+    # compares as a change.
     self._leaves = [weakref.ref(leaf) for leaf in leaves]
-    return not same and (before is None or before != self._digest)
+    return not is_same and (last_digest is None or last_digest != self._digest)
 
 
 def digest(leaves: list[Array]) -> tuple[int, ...]:
-  """Two words for each array, of its contents and their order.
+  """Returns two 32-bit words for each array, a hash of its ordered contents.
 
   Examples:
     >>> one, other = jnp.ones((2, 3)), jnp.ones((2, 3))
@@ -58,7 +62,7 @@ def digest(leaves: list[Array]) -> tuple[int, ...]:
 
 @jax.jit
 def _digest(leaf: Array) -> Array:
-  """uint32[2]: sums of mixed words, each with its place."""
+  """Returns uint32[2], two sums of hashed words."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     leaf = jax.random.key_data(leaf)
   bits = leaf.reshape(-1)
@@ -69,12 +73,14 @@ def _digest(leaf: Array) -> Array:
     bits, {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
   )
   words = bits.reshape(-1).astype(jnp.uint32)
-  place = jax.lax.iota(jnp.uint32, words.shape[0]) * jnp.uint32(0x9E3779B9)
+  # The index is part of each hashed word, so the sum depends on their order.
+  # The finalizer of MurmurHash3 mixes the words.
+  index = jax.lax.iota(jnp.uint32, words.shape[0]) * jnp.uint32(0x9E3779B9)
 
-  def mixed(start: int) -> Array:
-    x = words ^ (place + jnp.uint32(start))
+  def mix_words(start: int) -> Array:
+    x = words ^ (index + jnp.uint32(start))
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
       x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
     return jnp.sum(x ^ (x >> jnp.uint32(16)), dtype=jnp.uint32)
 
-  return jnp.stack([mixed(0), mixed(0x5BD1E995)])
+  return jnp.stack([mix_words(0), mix_words(0x5BD1E995)])
