@@ -63,13 +63,17 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _report(text: str) -> int:
   """Prints one line, whatever the text quotes, and returns status 2."""
-  line = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+  line = "".join(
+    character if character.isprintable() else repr(character)[1:-1]
+    for character in text
+  )
   print(line, file=sys.stderr, flush=True)
   return 2
 
 
 if __name__ == "__main__":
   if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # At once: Python's own handler would wait for the end of a compilation.
+    # The system's handler ends the process at once. Python's handler would wait
+    # for the end of a compilation.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
   sys.exit(main())

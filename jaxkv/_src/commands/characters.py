@@ -1,8 +1,8 @@
-"""A small character model, trained on this machine and kept in a file.
+"""A small character model, trained on this machine and stored in a file.
 
-Random weights hide cache bugs: the logits of the best two tokens are almost
-equal everywhere. This model is trained once, in about a minute, on a text
-that ships with Python, so examples and tests need no download.
+Random weights hide cache bugs, because the logits of the best two tokens are
+almost equal everywhere. This model is trained once, in about a minute, on a
+text that ships with Python, so examples and tests need no download.
 """
 
 import functools
@@ -27,10 +27,11 @@ from jaxkv import models
 from jaxkv._src.commands import output
 
 MAX_LENGTH = 512
-"""The longest sequence that the model learns, in tokens."""
+"""The longest sequence of the training, in tokens."""
 
 _STEPS = 600
 _SPAN = 25
+"""Steps between updates of the progress bar."""
 _LEARNING_RATE = 9e-3
 _WARMUP = 50
 _SEED = 0
@@ -44,10 +45,10 @@ _PHASES = (*((64, 32),) * 4, (192, 10), (MAX_LENGTH, 4))
 
 
 class Vocabulary(models.Tokenizer):
-  """One token for each character, and a stop token, which is the last one.
+  """A tokenizer with a token for each character; the last is the stop token.
 
   Attributes:
-    characters: the known characters, each once; token i is character i.
+    characters: distinct characters; token i is character i.
 
   Examples:
     >>> vocabulary = Vocabulary("abc")
@@ -103,7 +104,7 @@ def character_model(
   folder: str | os.PathLike[str] | None = None,
   progress: bool = True,
 ) -> models.Pretrained:
-  """Loads the character model, or trains it and keeps it in a cache folder.
+  """Loads the character model, or trains it and stores it in a cache folder.
 
   It has about 0.1 M parameters. The first call takes about a minute on two CPU
   cores. For a given text, `steps` and machine the weights are always the same.
@@ -112,9 +113,9 @@ def character_model(
     steps: optimizer steps; a few give a bad model quickly.
     text: the text to learn, longer than `MAX_LENGTH` characters; None for
       `reference_text`.
-    folder: the folder of the file; by default the environment variable
-      JAXKV_CACHE, or without it `jaxkv` in the user's cache folder.
-    progress: whether to show a progress bar on stderr.
+    folder: the folder of the file; None for the environment variable
+      JAXKV_CACHE, or else `jaxkv` in the user's cache folder.
+    progress: True to show a progress bar on stderr.
 
   Returns:
     The model, float32, whose tokenizer is a `Vocabulary`.
@@ -134,12 +135,14 @@ def character_model(
     head_dim=16,
     mlp_dim=176,
   )
-  # Everything that determines the weights is in the name of the file.
+  # The file's name has a digest of all that determines the weights, so that
+  # another recipe never loads them.
   recipe = (config, steps, _PHASES, _SPAN, _LEARNING_RATE, _WARMUP, _SEED)
   digest = hashlib.sha256(f"{recipe}{text}".encode()).hexdigest()
   path = _cache_folder(folder) / f"characters-{digest[:16]}.npz"
   params = _load(path, config)
   if params is None:
+    # A folder that is not writable must fail before the minute of training.
     path.parent.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=path.parent).close()
     params, _ = train(
@@ -174,7 +177,7 @@ def training_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
 
   Args:
     text: the text to learn.
-    vocabulary: has all its characters.
+    vocabulary: contains all characters of the text.
 
   Returns:
     int32[T] tokens; the last one is a stop token.
@@ -191,9 +194,9 @@ def training_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
 
 
 def _cache_folder(folder: str | os.PathLike[str] | None) -> pathlib.Path:
-  chosen = folder or os.environ.get("JAXKV_CACHE")
-  if chosen:
-    return pathlib.Path(chosen)
+  configured = folder or os.environ.get("JAXKV_CACHE")
+  if configured:
+    return pathlib.Path(configured)
   home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   return pathlib.Path(home) / "jaxkv"
 
@@ -224,11 +227,11 @@ def train(
   *,
   progress: bool = True,
 ) -> tuple[Any, np.ndarray]:
-  """Trains fresh parameters on random stretches of one token stream.
+  """Trains new parameters on random sections of one token stream.
 
   Returns:
-    (params, losses): losses float32[steps], nats a token, each measured before
-    the step's update.
+    (params, losses): losses float32[steps], in nats a token, each measured
+    before the step's update.
 
   Raises:
     ValueError: there are too few tokens or steps.
@@ -257,11 +260,9 @@ def train(
 
 
 def _spans(steps: int) -> Iterator[tuple[tuple[int, int], int, int]]:
-  """Yields (phase, first step, last step + 1) of each span of `_SPAN` steps.
-
-  A span belongs to the phase of its first step. Only the last span may be
-  shorter than the others: every length and shape costs a compilation.
-  """
+  """Yields (phase, first step, last step + 1) of each span of `_SPAN` steps."""
+  # A span belongs to the phase of its first step, and only the last span may be
+  # shorter: each pair of length and phase costs a compilation.
   for first in range(0, steps, _SPAN):
     phase = _PHASES[first * len(_PHASES) // steps]
     yield phase, first, min(first + _SPAN, steps)

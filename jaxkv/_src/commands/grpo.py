@@ -1,13 +1,13 @@
-"""`python -m jaxkv grpo`: a model learns a task, in one compiled program.
+"""`python -m jaxkv grpo`: trains a model by GRPO in one compiled program.
 
 A small model with random weights learns to repeat its prompt. A round draws
-answers, rewards them and updates the weights, all in one jitted program that
-owns weights and cache. With `--numerics exact` the update has the very numbers
-that the answers were drawn with; with `fast` they differ by rounding.
+answers, rewards them and updates the weights, in one jitted program that owns
+weights and cache. With `--numerics exact`, the first update computes the same
+log-probs, bit for bit, as the rollout; with `fast` they differ by rounding.
 
-A token of an answer is rewarded with 1 if it is right, so the reward of an
-answer is the share of its right tokens, 1 / `VOCABULARY` before training.
-`notebooks/08_grpo_in_one_program` has the same program, and explains it.
+A right token has reward 1, so the reward of an answer is its share of right
+tokens, about 1 / `VOCABULARY` before training. The notebook
+`08_grpo_in_one_program` explains the same program.
 """
 
 import argparse
@@ -35,13 +35,13 @@ VOCABULARY = 12
 PROMPTS = 32
 SAMPLES = 8
 TOKENS = 4
-"""Of a prompt, and of an answer."""
+"""Tokens of a prompt, and of an answer."""
 INNER_STEPS = 4
 """Updates of the weights in a round."""
 
 _OPTIMIZER = optax.adam(2e-3)
-_MEAN_OF = 10
-"""The final reward is the mean over at most this many last rounds."""
+_FINAL_ROUNDS = 10
+"""The final reward is the mean over at most this number of last rounds."""
 
 
 class Carry(NamedTuple):
@@ -49,9 +49,9 @@ class Carry(NamedTuple):
 
   Attributes:
     params: the weights.
-    moments: of the optimizer.
+    moments: the state of the optimizer.
     cache: the page tables.
-    kv: the contents of pages.
+    kv: the contents of the pages.
   """
 
   params: Any
@@ -64,10 +64,10 @@ class RoundFigures(NamedTuple):
   """Figures of a round.
 
   Attributes:
-    reward: the mean over all answers.
-    counters: of the rollout.
-    mismatch: the largest difference of a token's log-prob in the rollout and
-      in the first update.
+    reward: the mean reward of all answers.
+    counters: the counters of the rollout.
+    mismatch: the largest difference between a token's log-probs in the rollout
+      and in the first update.
   """
 
   reward: jax.Array  # float32[]
@@ -99,19 +99,20 @@ def run(args: argparse.Namespace) -> int:
   program = jax.jit(
     functools.partial(grpo_round, model=model), donate_argnums=0
   )
-  first, rest = jax.random.split(jax.random.key(args.seed))
-  carry = begin(model, first)
-  keys = list(jax.random.split(rest, args.rounds))
+  init_key, round_key = jax.random.split(jax.random.key(args.seed))
+  # Compiled ahead of time, so that no round's time contains the compilation.
+  carry = begin(model, init_key)
+  keys = list(jax.random.split(round_key, args.rounds))
   print("compiling a round ...", file=sys.stderr, flush=True)
-  start = time.perf_counter()
+  begin_time = time.perf_counter()
   compiled = program.lower(carry, keys[0]).compile()
-  compile_seconds = time.perf_counter() - start
+  compile_seconds = time.perf_counter() - begin_time
   rounds, seconds = [], []
   with tqdm.tqdm(total=args.rounds, desc="grpo", unit="round") as bar:
     for key in keys:
-      start = time.perf_counter()
+      begin_time = time.perf_counter()
       carry, figures = jax.block_until_ready(compiled(carry, key))
-      seconds.append(time.perf_counter() - start)
+      seconds.append(time.perf_counter() - begin_time)
       rounds.append(jax.tree.map(np.asarray, figures))
       bar.set_postfix_str(f"reward {figures.reward:.2f}", refresh=False)
       bar.update()
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 def decoder(
   numerics: Literal["exact", "fast"], dtype: Any = jnp.float32
 ) -> models.Decoder:
-  """Returns the model that learns: 2 layers, some 84,000 parameters."""
+  """Returns the model to train: 2 layers, about 84,000 parameters."""
   fast = models.llama(
     vocab_size=VOCABULARY,
     num_layers=2,
@@ -147,16 +148,16 @@ def begin(model: models.Decoder, key: jax.Array) -> Carry:
 
   Args:
     model: the decoder.
-    key: key[]; not one of the rounds'.
+    key: key[]; different from the keys of the rounds.
   """
-  first, secret = jax.random.split(key)
+  params_key, secret = jax.random.split(key)
   sizes = jaxkv.CacheConfig(
     num_pages=1024,
     page_size=2,
     num_slots=PROMPTS * SAMPLES,
     pages_per_slot=-(-2 * TOKENS // 2),
   )
-  params = models.init_params(first, model)
+  params = models.init_params(params_key, model)
   cache = jaxkv.init(sizes, secret)
   return Carry(
     params, _OPTIMIZER.init(params), cache, models.init_kv(model, sizes)
@@ -169,28 +170,30 @@ def grpo_round(
   """Draws answers, rewards them, and updates the weights.
 
   Args:
-    carry: of `begin`, or of the round before; to be donated.
-    key: key[]; of the round.
-    model: static.
+    carry: from `begin` or the previous round; donated.
+    key: key[], the key of the round.
+    model: the decoder, static.
 
   Returns:
     The carry of the next round, and figures.
   """
   params, moments, cache, kv = carry
-  ask, draw = jax.random.split(key)
-  prompts = jax.random.randint(ask, (PROMPTS, TOKENS), 0, VOCABULARY, jnp.int32)
+  prompt_key, rollout_key = jax.random.split(key)
+  prompts = jax.random.randint(
+    prompt_key, (PROMPTS, TOKENS), 0, VOCABULARY, jnp.int32
+  )
   lengths = jnp.full((PROMPTS,), TOKENS, jnp.int32)
   config = rollout.RolloutConfig(
     num_samples=SAMPLES,
     max_new_tokens=TOKENS,
     prefill_chunk=32,
-    # All sequences enter at once.
+    # All sequences enter in the first step, so the loop has no idle slots.
     admissions=PROMPTS * SAMPLES,
     window=PROMPTS * SAMPLES,
     max_overtaken=PROMPTS * SAMPLES,
     numerics=model.numerics,
   )
-  state = rollout.init(cache, kv, prompts, lengths, draw, config)
+  state = rollout.init(cache, kv, prompts, lengths, rollout_key, config)
   forward = functools.partial(models.forward, config=model)
   state = rollout.generate(params, state, model=forward)
   drawn = rollout.grouped(
@@ -200,9 +203,9 @@ def grpo_round(
     completion_columns=TOKENS,
   )
   # A token's advantage is relative to the other samples' tokens in its place.
-  right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
-  advantages = rl.group_normalized(right.ravel(), num_samples=SAMPLES)
-  advantages = jnp.swapaxes(advantages.reshape(right.shape), 1, 2)
+  is_right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
+  advantages = rl.group_normalized(is_right.ravel(), num_samples=SAMPLES)
+  advantages = jnp.swapaxes(advantages.reshape(is_right.shape), 1, 2)
 
   def loss(params: Any) -> tuple[jax.Array, jax.Array]:
     new = models.grouped_log_probs(
@@ -221,13 +224,13 @@ def grpo_round(
       clip=(0.2, 0.3),
       mean="token",
     )
-    change = jnp.where(drawn.mask, new - drawn.log_probs, 0)
-    return value, jnp.max(jnp.abs(change))
+    difference = jnp.where(drawn.mask, new - drawn.log_probs, 0)
+    return value, jnp.max(jnp.abs(difference))
 
   def update(carry: tuple[Any, Any], _: None) -> tuple[Any, Any]:
     params, moments = carry
     gradient, mismatch = jax.grad(loss, has_aux=True)(params)
-    # optax mixes dtypes.
+    # optax mixes dtypes, which a caller's strict promotion would refuse.
     with jax.numpy_dtype_promotion("standard"):
       updates, moments = _OPTIMIZER.update(gradient, moments)
       params = optax.apply_updates(params, updates)
@@ -237,7 +240,7 @@ def grpo_round(
     update, (params, moments), length=INNER_STEPS
   )
   state = rollout.update_weights(state)
-  figures = RoundFigures(jnp.mean(right), state.counters, mismatches[0])
+  figures = RoundFigures(jnp.mean(is_right), state.counters, mismatches[0])
   return Carry(params, moments, state.cache, state.kv), figures
 
 
@@ -247,11 +250,11 @@ def _summary(figures: RoundFigures) -> dict[str, Any]:
   return {
     "rewards": figures.reward.astype(float).tolist(),
     "reward_before": float(figures.reward[0]),
-    "reward_after": float(np.mean(figures.reward[-_MEAN_OF:])),
+    "reward_after": float(np.mean(figures.reward[-_FINAL_ROUNDS:])),
     "largest_mismatch": float(np.max(figures.mismatch)),
     "prefilled_tokens": int(np.sum(counters.prefilled)),
-    # The last token of a prompt is computed when the first one is drawn, and
-    # counts there.
+    # The last token of a prompt gives the logits of the first answer token. It
+    # counts as a generated row, not as prefill.
     "prompt_tokens": len(figures.reward) * PROMPTS * (TOKENS - 1),
     "generated_tokens": int(np.sum(counters.generated)),
     "computed_rows": int(np.sum(counters.rows)),
@@ -264,7 +267,7 @@ def _rows(f: dict[str, Any]) -> list[tuple[str, str]]:
     (
       "reward",
       f"{f['reward_before']:.3f} in the first round, {f['reward_after']:.3f} "
-      f"in the last {min(_MEAN_OF, len(f['rewards']))}",
+      f"in the last {min(_FINAL_ROUNDS, len(f['rewards']))}",
     ),
     (
       "mismatch",

@@ -1,4 +1,4 @@
-"""Results of commands: files that appear whole or not at all, and lines."""
+"""Reads inputs of commands, and writes results as a whole or not at all."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from jaxkv._src.commands.errors import CommandError
 
 
 def whole_number(lower: int, upper: int) -> Callable[[str], int]:
-  """Returns a `type` for `add_argument`: an int in `lower` .. `upper`."""
+  """Returns a `type` of `add_argument` that parses `lower` .. `upper`."""
 
   def parse(text: str) -> int:
     try:
@@ -31,10 +31,10 @@ def whole_number(lower: int, upper: int) -> Callable[[str], int]:
 
 
 def check_writable(path: str | None, *inputs: str | None) -> None:
-  """Checks that a result can be written, before there is one.
+  """Checks that a result can be written, before the work starts.
 
   Args:
-    path: the file; None for none.
+    path: the file; None if no file is to be written.
     *inputs: files that the command reads.
 
   Raises:
@@ -43,6 +43,7 @@ def check_writable(path: str | None, *inputs: str | None) -> None:
   """
   if path is None:
     return
+  # A link is followed, as `write_json` replaces the file behind it.
   target = pathlib.Path(os.path.realpath(path))
   reason = None
   if not os.access(target.parent, os.W_OK):
@@ -56,13 +57,13 @@ def check_writable(path: str | None, *inputs: str | None) -> None:
 
 
 def read_lines(path: str) -> list[str]:
-  """Returns the lines of a text.
+  """Returns the lines of a text file.
 
   Raises:
     CommandError: the file cannot be read.
   """
   try:
-    # Not `splitlines`, which also ends a line at a form feed.
+    # Not `splitlines`: it also splits at form feeds and other separators.
     return pathlib.Path(path).read_text(encoding="utf-8").split("\n")
   except OSError as error:
     raise CommandError(f"cannot read {path}: {error.strerror}") from error
@@ -74,7 +75,7 @@ def read_lines(path: str) -> list[str]:
 
 
 def write_json(path: str | None, value: Any) -> None:
-  """Writes a value as JSON; a reader sees the old file or the new one.
+  """Writes a value as JSON, replacing the file atomically.
 
   Raises:
     CommandError: the file cannot be written.
@@ -94,6 +95,8 @@ def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
   If the block raises, the new file is removed.
   """
+  # In the folder of the target, because `os.replace` is atomic only within a
+  # file system. The name is unique for each process and thread.
   target = pathlib.Path(os.path.realpath(path))
   name = f".jaxkv-{os.getpid()}-{threading.get_ident()}.part"
   part = target.with_name(name)
@@ -105,7 +108,7 @@ def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def print_table(*rows: tuple[str, str], before: str = "") -> None:
-  """Prints names and values in two columns, after another text."""
+  """Prints the text `before`, then names and values in two columns."""
   width = max(len(name) for name, _ in rows)
   print(before, end="")
   for name, value in rows:

@@ -1,29 +1,29 @@
-"""`python -m jaxkv replay`: a real request trace through the cache's verbs.
+"""`python -m jaxkv replay`: replays a request trace with the cache's verbs.
 
-Requests are served one at a time, in file order: admit (with the cached
-prefix), commit the rest, free. A compiled scan runs over the requests. The host
-only cuts the trace into equal spans, to update a progress bar.
+Requests run one at a time, in file order: `admit` with the cached prefix,
+`commit` of the remaining blocks, `free`. A compiled scan runs over the
+requests. The host splits the trace into equal spans, only to update a progress
+bar.
 
 A trace has JSON lines in the format of the Mooncake traces (Qin et al.,
-"Mooncake: Trading More Storage for Less Computation", FAST 2025): in each
-request, `hash_ids` has an id for every 512 tokens of the prompt, whose length
-is `input_length`; the last block may be partial. An id names a block and all
-before it. A page of the replay holds one "token", the id of a block. The two
-rules:
+"Mooncake: Trading More Storage for Less Computation", FAST 2025). In each
+request, `hash_ids` has an id for every block of 512 tokens of the prompt, whose
+length is `input_length`; the last block may be partial. An id identifies a
+block with all blocks before it. A page of the replay holds one "token", the id
+of a block. The two rules:
 
 | rule | blocks that are cached     | blocks that can be hit              |
 |------|----------------------------|-------------------------------------|
 | full | `input_length // 512`      | `(input_length - 1) // 512` of them |
 | all  | every block, also partial  | all of them                         |
 
-With `full`, the last token must be computed for its logits, so its block may
-not be hit if that block is full. The block takes a new page and is cached once
-more.
+With `full`, the last token must be computed for its logits, so its block cannot
+be hit if it is full. This block takes a new page and is cached again.
 
 Every request also holds one page that is never cached, for the tokens after its
-last cached block. `admit` never finds a whole sequence; thanks to this page it
-can find all blocks. The page has no key, so the next request takes it first.
-The pool has this page in addition to `--pages`. Outputs are not cached.
+last cached block. `admit` never hits a whole sequence, so this page lets it hit
+all blocks. The page has no key, so the next request takes it first. It is
+counted in addition to `--pages`. Outputs are not cached.
 """
 
 import argparse
@@ -45,6 +45,7 @@ from jaxkv._src.commands import output
 from jaxkv._src.commands.errors import CommandError
 
 BLOCK_TOKENS = 512
+"""Tokens of a block, fixed by the trace format."""
 
 _SPAN = 512
 """Requests in one call of the compiled scan."""
@@ -54,10 +55,10 @@ class TraceRequest(NamedTuple):
   """One line of a trace.
 
   Attributes:
-    line: its number, from 1.
+    line: the line's number, from 1.
     input_length: tokens of the prompt.
     output_length: tokens of the answer.
-    hash_ids: ids of its blocks.
+    hash_ids: the ids of the prompt's blocks.
   """
 
   line: int
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
   """Replays a trace and prints a table; returns the exit status, 0.
 
   Raises:
-    CommandError: the trace cannot be replayed, or a file not be written.
+    CommandError: the trace cannot be replayed, or the result not be written.
   """
   output.check_writable(args.json, args.trace)
   requests = read_trace(args.trace)
@@ -166,7 +167,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _num_blocks(request: TraceRequest, rule: str) -> int:
-  """Returns how many of a request's blocks are cached."""
+  """Returns the number of a request's blocks that are cached."""
   full = request.input_length // BLOCK_TOKENS
   return len(request.hash_ids) if rule == "all" else full
 
@@ -187,11 +188,11 @@ def _replay(
     num_slots=1,
     pages_per_slot=1 + int(blocks.max()),
   )
-  # Requests whose last full block may not be hit.
+  # With rule `full`, a prompt that ends with a full block may not hit it.
   lengths = np.asarray([request.input_length for request in requests])
   capped = (rule == "full") & (lengths % BLOCK_TOKENS == 0) & (blocks > 0)
-  # The first block among all blocks, blocks, and tokens to admit: at most one
-  # less is hit.
+  # For each request: its first block among all blocks, its number of blocks,
+  # and the tokens to admit, of which at most all but one are hit.
   columns = [np.cumsum(blocks) - blocks, blocks, blocks + 1 - capped]
   work = np.stack(columns, axis=1)
   state, hits, seconds = _timed_spans(config, _tokens(ids, config), work)
@@ -214,7 +215,11 @@ def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
   Ids may not fit int32, so they are numbered by first occurrence.
   """
   numbers: dict[int, int] = {}
-  flat = [numbers.setdefault(name, len(numbers)) for row in ids for name in row]
+  flat = [
+    numbers.setdefault(block_id, len(numbers))
+    for row in ids
+    for block_id in row
+  ]
   return jnp.asarray(flat + [0] * config.slot_tokens, jnp.int32)
 
 
@@ -223,7 +228,8 @@ def _timed_spans(
 ) -> tuple[jaxkv.CacheState, np.ndarray, float]:
   """Runs all requests; the seconds exclude compilation."""
   count = len(work)
-  # Rows that pad the last span admit no token.
+  # One program for spans of equal length. Rows that pad the last one admit no
+  # token.
   padded = np.pad(work, ((0, -count % _SPAN), (0, 0)))
   spans = jnp.asarray(padded.reshape(-1, _SPAN, 3), jnp.int32)
   state = jaxkv.init(config)
@@ -249,7 +255,7 @@ def _timed_spans(
 def _serve(
   state: jaxkv.CacheState, request: Array, *, tokens: Array
 ) -> tuple[jaxkv.CacheState, Array]:
-  """Serves one request: admit, commit, free. Returns the number of hits."""
+  """Serves one request: admit, commit, free; returns the number of hits."""
   width = state.config.slot_tokens
   slot = jnp.zeros((1,), jnp.int32)
   begin, blocks, length = request[0], request[1], request[2:]
@@ -261,7 +267,7 @@ def _serve(
     length,
     mask=is_real,
   )
-  # The page that is never cached, if `admit` has not taken it.
+  # Takes the page that is never cached, unless `admit` has taken it.
   state, _ = jaxkv.allocate(
     state,
     jnp.where(is_real, blocks + 1 - admitted.num_cached_tokens, 0),

@@ -1,11 +1,11 @@
-"""`python -m jaxkv rollout`: prompts through the jitted loop.
+"""`python -m jaxkv rollout`: generates from prompts in the jitted loop.
 
 By default, a small character model, trained once on this machine, continues
-prompts that share a preamble. Pages are allocated, shared, published, hit,
-evicted and released inside compiled spans of a `while_loop`. Then a forward
-pass without a cache computes the log-probability of every drawn token again.
+prompts that share a preamble. The compiled loop allocates, shares, publishes,
+hits, evicts and frees pages. Then a forward pass without a cache recomputes the
+log-prob of every drawn token.
 
-With `--model`, a pretrained model answers prompts.
+With `--model`, a pretrained model answers the prompts.
 """
 
 import argparse
@@ -29,24 +29,28 @@ from jaxkv._src.commands.errors import CommandError
 CLOSE = 1e-3
 """The largest difference of log-probs that counts as equal.
 
-Float32 sums in another order change them by some 1e-5, a wrong page by 0.1.
+Another order of float32 sums changes log-probs by about 1e-5, a wrong page by
+0.1.
 """
 
-_SHOWN = 8
+_MAX_PRINTED = 8
 _NUM_PROMPTS = 24
 _PREAMBLE = 224
 _OPENING = 40
-_MOST = 2**22
+_MAX_COUNT = 2**22
 
 
 Prompts = dict[str, str]
-"""The text of each prompt, by the place that it comes from."""
+"""The text of each prompt by its source, which error messages name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's arguments to its parser."""
   add = parser.add_argument
-  count, size = output.whole_number(1, _MOST), output.whole_number(2, _MOST)
+  count, size = (
+    output.whole_number(1, _MAX_COUNT),
+    output.whole_number(2, _MAX_COUNT),
+  )
   seed = output.whole_number(0, 2**32 - 1)
   default = "(default: %(default)s)"
   add(
@@ -68,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-  """Generates, and prints texts and a table of figures.
+  """Generates answers, and prints them with a table of figures.
 
   Returns:
     The exit status: 0, or 1 if log-probs differ from those of a forward pass
@@ -77,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
   Raises:
     CommandError: an argument, a prompt or the model cannot be used.
   """
+  # All checks come before the compilation, which takes the longest.
   output.check_writable(args.json, args.prompts, args.model)
   model = _model(args)
   if args.max_tokens >= model.max_length:
@@ -88,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
   if args.samples is None:
     args.samples = 4 if args.model is None else 1
   tokens, lengths = _encoded(args, model, prompts)
-  state, seconds = generate(model, _initial(args, model, tokens, lengths))
+  state, seconds = generate(model, _init_state(args, model, tokens, lengths))
   jaxkv.check(state.cache)
   result = seconds | _figures(state)
   result["texts"] = _texts(model, list(prompts.values()), state)
@@ -96,27 +101,28 @@ def run(args: argparse.Namespace) -> int:
     print("comparing with a forward pass without a cache ...", file=sys.stderr)
     result["largest_difference"] = largest_difference(model, state)
   output.write_json(args.json, result)
-  output.print_table(*_rows(result), before=_shown(result["texts"]))
+  output.print_table(*_rows(result), before=_printed_texts(result["texts"]))
   return 0 if result.get("largest_difference", 0.0) < CLOSE else 1
 
 
 def _model(args: argparse.Namespace) -> models.Pretrained:
-  # CPUs compute bfloat16 in float32, after a conversion.
+  # A CPU converts bfloat16 to float32 for each operation, so float32 is faster.
   dtype = "float32" if jax.default_backend() == "cpu" else None
   try:
     if args.model is None:
       return characters.character_model()
     model = models.load(args.model, dtype=dtype, progress=True)
-    _ = model.tokenizer  # A missing one is reported before the compilation.
+    # Read here, so that a missing tokenizer is reported before the compilation.
+    _ = model.tokenizer
     return model
   except (ImportError, ValueError) as error:
-    raise CommandError(f"--model: {_line(error)}") from error
+    raise CommandError(f"--model: {_one_line(error)}") from error
   except OSError as error:
     advice = "" if args.model else "; set JAXKV_CACHE to a writable folder"
-    raise CommandError(f"the model: {_line(error)}{advice}") from error
+    raise CommandError(f"the model: {_one_line(error)}{advice}") from error
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
   return " ".join(str(error).split()).rstrip(".").replace("`", "")
 
 
@@ -126,7 +132,7 @@ def chosen_prompts(
   """Returns the prompts of `--prompt` and `--prompts`, or the default ones.
 
   Raises:
-    CommandError: the file cannot be read, or there is no prompt.
+    CommandError: the file cannot be read or has no prompt.
   """
   prompts: Prompts = {
     f"--prompt {number}": text
@@ -148,12 +154,13 @@ def chosen_prompts(
 
 
 def default_prompts(text: str) -> Prompts:
-  """Returns openings of a text's paragraphs, each after its first lines."""
+  """Returns prompts: the text's first lines, then a paragraph's opening."""
   preamble = text[:_PREAMBLE].rstrip() + "\n\n"
   paragraphs = [part.strip() for part in text.split("\n\n")]
   paragraphs = [part for part in paragraphs if len(part) > 2 * _OPENING]
   stride = max(1, len(paragraphs) // _NUM_PROMPTS)
-  # Openings of different lengths, so that pages and prompts do not line up.
+  # The openings have different lengths, so prompts end at different offsets in
+  # their pages.
   return {
     f"default prompt {number}": preamble + part[: _OPENING - number % 7]
     for number, part in enumerate(paragraphs[::stride][:_NUM_PROMPTS])
@@ -174,7 +181,7 @@ def _encoded(
       else:
         row = model.tokenizer.encode(text)
     except (ImportError, ValueError) as error:
-      raise CommandError(f"{place}: {_line(error)}") from error
+      raise CommandError(f"{place}: {_one_line(error)}") from error
     if not 0 < len(row) <= room:
       raise CommandError(
         f"{place}: a prompt must have 1 to {room} tokens, which "
@@ -189,7 +196,7 @@ def _encoded(
   return tokens, lengths
 
 
-def _initial(
+def _init_state(
   args: argparse.Namespace,
   model: models.Pretrained,
   tokens: np.ndarray,
@@ -199,7 +206,7 @@ def _initial(
     num_samples=args.samples,
     max_new_tokens=args.max_tokens,
     prefill_chunk=64,
-    # The model's own, which no temperature changes.
+    # Log-probs before the temperature, as the forward pass computes them.
     raw_log_probs=True,
   )
   sizes = _sizes(args, model, len(tokens), int(lengths.max()) + args.max_tokens)
@@ -218,18 +225,24 @@ def _initial(
       sampling=sampling,
     )
   except ValueError as error:
-    raise CommandError(f"{_line(error)} (--pages, --temperature)") from error
+    raise CommandError(
+      f"{_one_line(error)} (--pages, --temperature)"
+    ) from error
 
 
 def _sizes(
   args: argparse.Namespace, model: models.Pretrained, count: int, longest: int
 ) -> jaxkv.CacheConfig:
-  """Returns a cache with room for all slots, unless --pages is given."""
+  """Returns sizes of the cache; by default all slots fit at full length."""
   slots = min(args.slots, count * args.samples)
   page_size = min(args.page_size, longest)
-  each = len(models.cache_groups(model.config)) * (1 + -(-longest // page_size))
+  pages_per_sequence = len(models.cache_groups(model.config)) * (
+    1 + -(-longest // page_size)
+  )
   return model.cache_config(
-    num_pages=1 + slots * each if args.pages is None else args.pages,
+    num_pages=1 + slots * pages_per_sequence
+    if args.pages is None
+    else args.pages,
     num_slots=slots,
     page_size=page_size,
     max_length=longest,
@@ -241,14 +254,12 @@ def generate(
 ) -> tuple[rollout.RolloutState, dict[str, float]]:
   """Runs a rollout to its end, in spans of steps, with a progress bar.
 
-  A span has as many steps as take about half a second, so that the bar moves.
-
   Args:
     model: the model.
-    state: the rollout; it is donated.
+    state: the rollout; donated.
 
   Returns:
-    The end of the rollout, and seconds of it and of the compilation.
+    The final state, and the seconds of the loop and of the compilation.
   """
   program = functools.partial(rollout.generate, model=model.forward)
   steps, seconds = 8, 0.0
@@ -268,6 +279,8 @@ def generate(
       state = jax.block_until_ready(compiled(model.params, state, span))
       elapsed = time.perf_counter() - begin
       seconds += elapsed
+      # Spans of about half a second keep the bar moving. The number of steps is
+      # traced, so a change does not compile again.
       steps = max(1, min(2 * steps, round(0.5 * steps / elapsed)))
       bar.update(_progress(state) - bar.n)
       if bool(jnp.all(state.sequences.status >= rollout.SequenceStatus.DONE)):
@@ -286,7 +299,7 @@ def _progress(state: rollout.RolloutState) -> int:
 def largest_difference(
   model: models.Pretrained, state: rollout.RolloutState
 ) -> float:
-  """Computes the log-probs of all drawn tokens again, without a cache.
+  """Recomputes the log-probs of all drawn tokens without a cache.
 
   Returns:
     The largest difference from those of the rollout, in nats.
@@ -304,10 +317,11 @@ def largest_difference(
     uncached = jnp.take_along_axis(
       jax.nn.log_softmax(logits[0, :-1]), tokens[1:, None], axis=1
     )[:, 0]
-    # NaN anywhere must not compare as equal.
+    # `max` propagates NaN, which then fails the comparison with `CLOSE`.
     drawn = (columns[1:] >= begin) & (columns[1:] < end)
     return jnp.max(jnp.where(drawn, jnp.abs(uncached - log_probs[1:]), 0))
 
+  # One sequence at a time: [Q, W, V] logits might not fit the memory.
   rows = (sequences.tokens, sequences.prompt_length, sequences.length, raw)
   return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
 
@@ -354,15 +368,15 @@ def _texts(
   return texts
 
 
-def _shown(texts: list[dict[str, Any]]) -> str:
-  """Returns some of the texts, to be printed."""
+def _printed_texts(texts: list[dict[str, Any]]) -> str:
+  """Formats the first texts for printing."""
   lines = []
-  for text in texts[:_SHOWN]:
+  for text in texts[:_MAX_PRINTED]:
     place = f"prompt {text['prompt_number']}, sample {text['sample']}"
     lines += [f"--- {place} ({text['finish']})"]
     lines += [f"...{text['prompt'][-60:]}[{text['text']}]"]
-  if len(texts) > _SHOWN:
-    lines += [f"--- and {len(texts) - _SHOWN} more (--json has all)"]
+  if len(texts) > _MAX_PRINTED:
+    lines += [f"--- and {len(texts) - _MAX_PRINTED} more (--json has all)"]
   return "\n".join(lines) + "\n\n"
 
 
