@@ -1,36 +1,35 @@
-"""Times paged decode attention on this device, other libraries, and a copy.
+"""Times paged decode attention, other libraries' attention, and a copy.
 
-A run is a jitted loop of CALLS calls. Each call has the result of the previous
-call in its query. Calls read different pages in turn, in a shuffled order, over
-256 MB in all: four times an H200's cache. The tiny kernel that adds the result
-to the query is timed too. Sides take turns in every round; figures are medians
-over the rounds. A round of a side has as many runs as fit into 0.2 s. A side
-whose single run takes longer has two rounds.
+A run is a jitted loop of CALLS calls. The result of a call is added to the
+query of the next one, which is timed too. Calls read different pages in turn,
+shuffled over 256 MB, four times an H200's cache. Sides take turns in every
+round; figures are medians over the rounds. A round of a side has the runs that
+fit into 0.2 s. A side whose single run takes longer has two rounds.
 
 The host launches the kernels of a loop one after another, ahead of the GPU. A
-launch takes a few microseconds. In cases of a few MB a kernel takes less, so
-the launches are what is timed. With the XLA backend the host also waits for the
+launch takes a few microseconds, longer than a kernel in cases of a few MB.
+There the launches are timed. With the XLA backend the host also waits for the
 trip count of an inner loop.
 
-| column | what it is |
+| column | meaning |
 |---|---|
 | us | microseconds a call |
 | GB/s | bytes of K and V, or of latents, over that time; pages that rows share
   count once, even if a side reads them more often |
-| of copy | the same as a share of the bandwidth of a 1 GB copy in the same run,
-  reads and writes counted |
+| of copy | GB/s as a share of the bandwidth, reads and writes, of a 1 GB copy
+  in the same run |
 | error | relative L2 distance from the XLA backend's result after CALLS calls;
-  the larger of those before and after all rounds |
+  the maximum of those before and after all rounds |
 
-Sides: our backends; the same with shared pages read once, in cases that have
-some; and with a plan, for backends that take plans. Cases marked `main` add:
-jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and XLA on a dense
-cache. Plans and clusters are made once, as for all layers of a step, and not
-timed.
+The sides are our backends; our backends with shared pages read once, in cases
+with shared pages; and our backends with a plan, if they take plans. Cases
+marked `main` add jax's own Pallas kernel with 1, 4 and 16 splits, and cuDNN and
+XLA on a dense cache. Plans and clusters are made once, as for all layers of a
+step, and not timed.
 
 A side's `rotations` is the number of caches that it reads in turn, a row's
-`bytes` the size of one. Dense sides in jax always read the same cache: a small
-one stays in the GPU's cache, which flatters that side.
+`bytes` the size of one cache. Dense sides in jax always read the same cache. If
+it is small, it stays in the GPU's cache, and the side appears too fast.
 
 Not measured: prefill, writes, allocation, the rest of a model.
 
@@ -72,17 +71,17 @@ from jaxkv_kernels._src.attention import choose
 
 LONGEST = 120  # seconds, to compile a side and run it once
 COPY_BYTES = 2**30
-# Both results are bfloat16, after CALLS calls each.
+# Both results are rounded to bfloat16 in each of CALLS calls.
 TOLERANCE = 2e-2
 
 Report = dict[str, Any]
-"""The JSON report: facts, `cases` by name, and the sides that have `begun`."""
+"""The JSON report: facts, `cases` by name, and `begun`, the sides started."""
 Watch = Callable[[str], contextlib.AbstractContextManager[None]]
 """`watched`, for a side by its name."""
 
 
 def copy_speed(size: int, rounds: int) -> float:
-  """Bandwidth of a large device copy: bytes a second, read and written."""
+  """Returns the bytes a second, read and written, of a large device copy."""
 
   def run(x):
     return lax.fori_loop(0, 16, lambda i, x: x ^ i, x)
@@ -114,9 +113,9 @@ def watched(
 
   Args:
     save: writes the report, which includes `begun`.
-    begun: of this case: how earlier tries of a side crashed; changed.
-    reasons: why a side has no figures; changed.
-    side: the side.
+    begun: the outcome of earlier tries of each side of the case; changed.
+    reasons: the reason of each side without figures; changed.
+    side: the side's name.
   """
   tries = begun.setdefault(side, [])
   tries.append("did not come back")
@@ -125,13 +124,14 @@ def watched(
   try:
     yield
   except Exception as error:
-    # A refusal is a result. A failure does not end the run: see `failures`.
+    # A side may refuse a case. A failure does not end the run, see `failures`.
     reasons[side] = tries[-1] = f"{type(error).__name__}: {error}"[:300]
     save()
+    # Raises if the side has broken the device.
     jax.block_until_ready(jnp.arange(8) + 1)
   finally:
     faulthandler.cancel_dump_traceback_later()
-  # Earlier crashes still count: the side's rounds may be what hangs.
+  # Only this try is removed: a later round of the side may hang again.
   tries.pop()
   if not tries:
     del begun[side]
@@ -140,7 +140,7 @@ def watched(
 def measured(
   case: Case, quick: bool, watch: Watch, reasons: dict[str, str]
 ) -> dict[str, Timed]:
-  """Times the sides of a case; records in `reasons` why others cannot run."""
+  """Times the sides of a case; adds the others with a reason to `reasons`."""
   timed: dict[str, Timed] = {}
   arrays = None
   with watch("arrays"):
@@ -168,7 +168,7 @@ def row_of(
   report: Report,
   save: Callable[[], None],
 ) -> dict[str, Any]:
-  """The row of a case: the figures of every side, or why it has none."""
+  """Returns the row of a case: figures of each side, or why it has none."""
   start = time.monotonic()
   begun = report["begun"].setdefault(case.name, {})
   reasons = gone(begun)
@@ -191,19 +191,19 @@ def row_of(
 def results_of(
   case: Case, quick: bool, speed: float, watch: Watch, reasons: dict[str, str]
 ) -> dict[str, Any]:
-  """Figures of the sides in jax that could be timed."""
+  """Returns the figures of the sides that could be timed."""
   timed = measured(case, quick, watch, reasons)
   results = {}
   for name, side in timed.items():
     results[name] = figures(case, speed, side.seconds(), side.rotations)
-    # With other rotations the last call reads another cache.
+    # Sides with other rotations read another cache in their last call.
     if "xla" in timed and side.rotations == timed["xla"].rotations:
       results[name]["error"] = distance(side.outs, timed["xla"].outs[0])
   return results
 
 
 def gone(begun: dict[str, list[str]]) -> dict[str, str]:
-  """The sides that are not tried again, and how their last try ended."""
+  """Returns the sides not to be tried again, with their last failure."""
   return {
     side: f"twice ended the run: {tries[-1]}"
     for side, tries in begun.items()
@@ -211,17 +211,17 @@ def gone(begun: dict[str, list[str]]) -> dict[str, str]:
   }
 
 
-def distance(outs: list[np.ndarray], wanted: np.ndarray) -> float | None:
-  """The largest relative L2 distance; None if one is not finite."""
-  size = np.linalg.norm(wanted)
-  far = [float(np.linalg.norm(out - wanted) / size) for out in outs]
-  return max(far) if all(map(math.isfinite, far)) else None
+def distance(outs: list[np.ndarray], expected: np.ndarray) -> float | None:
+  """Returns the largest relative L2 distance; None if one is not finite."""
+  size = np.linalg.norm(expected)
+  distances = [float(np.linalg.norm(out - expected) / size) for out in outs]
+  return max(distances) if all(map(math.isfinite, distances)) else None
 
 
 def figures(
   case: Case, speed: float, seconds: float, rotations: int
 ) -> dict[str, Any]:
-  """The reported figures of one side."""
+  """Returns the reported figures of one side."""
   rate = case.bytes_read() / seconds
   return {
     "us": seconds * 1e6,
@@ -233,7 +233,7 @@ def figures(
 
 
 def facts(quick: bool) -> dict[str, Any]:
-  """Where and how this was measured."""
+  """Returns the device and the versions of the measurement."""
   return {
     "device": jax.devices()[0].device_kind,
     "jax": jax.__version__,
@@ -243,7 +243,7 @@ def facts(quick: bool) -> dict[str, Any]:
 
 
 def failures(report: Report) -> list[str]:
-  """Cases in which one of our sides is wrong, or fails without refusing."""
+  """Lists our sides that are wrong, or fail without refusing a case."""
   failed = []
   for case, row in report["cases"].items():
     failed += [
@@ -262,7 +262,7 @@ def failures(report: Report) -> list[str]:
 
 
 def is_ours(side: str) -> bool:
-  """Whether a side is one of our backends; "xla dense" is not."""
+  """True if a side is one of our backends; "xla dense" is not."""
   backend = side.removesuffix(" shared").removesuffix(" planned")
   return backend in kernels.BACKENDS
 
@@ -281,13 +281,13 @@ def print_case(name: str, row: dict[str, Any]) -> None:
 
 
 def save(path: pathlib.Path | None, report: Report) -> None:
-  """Writes the report so far, if there is a file for it."""
+  """Writes the report so far if a file was named."""
   if path is not None:
     command.write(path, report)
 
 
 def earlier(path: pathlib.Path | None, quick: bool) -> Report:
-  """What an earlier run of the same kind wrote, or a new report."""
+  """Reads the report of an earlier run of the same kind, or makes a new one."""
   report = {"facts": facts(quick), "copy GB/s": None, "cases": {}, "begun": {}}
   if path is None or not path.exists():
     return report
@@ -298,7 +298,7 @@ def earlier(path: pathlib.Path | None, quick: bool) -> Report:
 
 
 def measure(path: pathlib.Path | None, quick: bool, minutes: float) -> Report:
-  """Times the cases that the file does not have yet, until the time is over."""
+  """Times the cases that the file lacks, until the time is over."""
   end = time.monotonic() + minutes * 60
   report = earlier(path, quick)
   speed = copy_speed(2**20 if quick else COPY_BYTES, 2 if quick else 9)

@@ -1,4 +1,4 @@
-"""The decode-attention cases of `attention.py`, and their arrays."""
+"""The decode attention cases of `attention.py` and their arrays."""
 
 import dataclasses
 import math
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Four times the 60 MB second-level cache of an H200, so that no call finds data
-# of an earlier call there.
+# Four times the 60 MB L2 cache of an H200, so that no call hits data of an
+# earlier call.
 COLD_BYTES = 256 * 2**20
 
 
@@ -17,20 +17,21 @@ class Case:
   """One attention layer of a decode step.
 
   Attributes:
-    model: whose heads these are.
+    model: the model that has these heads.
     heads: H.
     kv_heads: K.
     head_dim: D.
     batch: B.
     context: tokens of the longest sequence.
     page_size: S.
-    dtype: of the pool.
-    ragged: lengths follow Zipf's law down from `context`; else all are equal.
-    samples: number of consecutive rows that begin with the same pages.
-    prefix: tokens of those pages, whole pages.
-    value_dim: elements of a latent vector that are its value; None: there is a
-      pool of values.
-    main: whether other libraries are timed too, which takes most of the time.
+    dtype: the dtype of the pool.
+    ragged: True if lengths follow Zipf's law down from `context`; else they are
+      equal.
+    samples: the number of consecutive rows that share their first pages.
+    prefix: tokens of the shared pages, a multiple of the page size.
+    value_dim: elements of a latent vector that are its value; None if there is
+      a pool of values.
+    main: True to time other libraries too, which takes most of the time.
   """
 
   model: str
@@ -57,7 +58,7 @@ class Case:
     return f"{self.model} {heads} {shape} page {self.page_size} {self.dtype}"
 
   def lengths(self) -> np.ndarray:
-    """int32[B], unsorted."""
+    """Returns int32[B], unsorted."""
     if not self.ragged:
       return np.full(self.batch, self.context, np.int32)
     ranks = 1 + np.arange(self.batch)
@@ -65,10 +66,10 @@ class Case:
     return np.random.default_rng(1).permutation(lengths).astype(np.int32)
 
   def bytes_read(self) -> int:
-    """The fewest bytes of K and V, or of latents, that a call must read."""
+    """Returns the fewest bytes of K and V, or of latents, to read in a call."""
     numbers = self.kv_heads * self.head_dim * (1 if self.value_dim else 2)
-    again = (self.batch - self.batch // self.samples) * self.prefix
-    tokens = int(self.lengths().sum()) - again
+    shared_tokens = (self.batch - self.batch // self.samples) * self.prefix
+    tokens = int(self.lengths().sum()) - shared_tokens
     return tokens * numbers * jnp.dtype(self.dtype).itemsize
 
 
@@ -80,20 +81,19 @@ HEADS = (
   ("Llama-3.2-1B", 32, 8, 64),
 )
 LATENT = ("DeepSeek-V3", 128, 1, 576)
-# The most tokens of all sequences of a case: 8 GB of K and V for 8 heads of 128
-# in bfloat16.
-MOST_TOKENS = 2**21
+# The most tokens of a case: 8 GB of K and V for 8 heads of 128 in bfloat16.
+MAX_TOKENS = 2**21
 
 
 def cases(quick: bool) -> list[Case]:
-  """The cases to time, the most important first."""
+  """Returns the cases to time, the most important first."""
   return quick_cases() if quick else all_cases()
 
 
 def all_cases() -> list[Case]:
-  """The whole matrix. Eight shapes time other libraries too."""
+  """Returns all cases; eight shapes time other libraries too."""
   first = HEADS[0]
-  found = [
+  cases = [
     Case(*first, 64, 4096, main=True),
     Case(*first, 64, 4096, dtype="float8_e4m3fn"),
     Case(*first, 64, 4096, samples=8, prefix=3072),
@@ -106,23 +106,25 @@ def all_cases() -> list[Case]:
     Case(*first, 64, 512, main=True),
     Case(*first, 8, 4096, main=True),
   ]
-  names = [case.name for case in found]
-  return found + [case for case in _others(first) if case.name not in names]
+  names = [case.name for case in cases]
+  return cases + [
+    case for case in _cases_of_ours(first) if case.name not in names
+  ]
 
 
-def _others(first: tuple[str, int, int, int]) -> list[Case]:
-  """Cases for our backends alone, with as many tokens as fit."""
-  found = [
+def _cases_of_ours(first: tuple[str, int, int, int]) -> list[Case]:
+  """Returns the cases of our backends only, of at most MAX_TOKENS tokens."""
+  cases = [
     Case(*first, batch, context)
     for context in (4096, 512, 16_384, 65_536)
     for batch in (64, 1, 8, 32, 128, 256)
   ]
-  found += [
+  cases += [
     Case(*first, batch, 4096, dtype=dtype)
     for dtype in ("float8_e4m3fn", "int8")
     for batch in (64, 8, 256)
   ]
-  found += [
+  cases += [
     Case(*first, batch, prefix + 512, samples=samples, prefix=prefix)
     for batch, samples, prefix in (
       (64, 16, 2048),
@@ -130,22 +132,22 @@ def _others(first: tuple[str, int, int, int]) -> list[Case]:
       (256, 64, 4096),
     )
   ]
-  found += [
+  cases += [
     Case(*LATENT, batch, context, page_size=64, value_dim=512)
     for batch, context in ((1, 4096), (64, 16_384), (256, 4096))
   ]
-  found += [Case(*first, batch, 4096, page_size=64) for batch in (64, 1, 256)]
-  found += [
+  cases += [Case(*first, batch, 4096, page_size=64) for batch in (64, 1, 256)]
+  cases += [
     Case(*heads, batch, context)
     for heads in HEADS[1:]
     for batch, context in ((64, 4096), (8, 16_384), (1, 4096))
   ]
-  found += [Case(*first, 128, 32_768, ragged=True, page_size=64)]
-  return [c for c in found if c.batch * c.context <= MOST_TOKENS or c.ragged]
+  cases += [Case(*first, 128, 32_768, ragged=True, page_size=64)]
+  return [c for c in cases if c.batch * c.context <= MAX_TOKENS or c.ragged]
 
 
 def quick_cases() -> list[Case]:
-  """Tiny cases, to test the benchmark itself without an accelerator."""
+  """Returns tiny cases that test the benchmark without an accelerator."""
   return [
     Case("tiny", 8, 2, 64, 2, 128, main=True),
     Case("tiny", 8, 2, 64, 3, 100, ragged=True, page_size=8, dtype="int8"),
@@ -162,7 +164,7 @@ class Arrays:
     q: [B, H, D].
     k_pages: [P, K, S, D].
     v_pages: [P, K, S, D]; for latents `k_pages`.
-    tables: R tables that share no page, so that R calls read more than
+    tables: R tables without common pages, so that R calls read more than
       COLD_BYTES. int32[R, B, M]
     lengths: int32[B].
   """
@@ -175,7 +177,8 @@ class Arrays:
 
 
 def arrays(case: Case, cold_bytes: int = COLD_BYTES) -> Arrays:
-  """Draws a case's arrays; no zeros, which some hardware multiplies faster."""
+  """Draws a case's arrays."""
+  # Random numbers, because some hardware multiplies zeros faster.
   rotations = max(1, math.ceil(cold_bytes / max(case.bytes_read(), 1)))
   tables, pages = _tables(case, rotations)
   keys = jax.random.split(jax.random.key(0), 3)
@@ -194,7 +197,7 @@ def arrays(case: Case, cold_bytes: int = COLD_BYTES) -> Arrays:
 
 
 def _tables(case: Case, rotations: int) -> tuple[np.ndarray, int]:
-  """Tables of shuffled pages, int32[R, B, M], and the number of pages."""
+  """Returns tables of shuffled pages, int32[R, B, M], and the page count."""
   needed = -(-case.lengths() // case.page_size)
   common = case.prefix // case.page_size
   first = np.arange(case.batch) // case.samples * case.samples

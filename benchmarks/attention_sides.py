@@ -1,8 +1,8 @@
-"""The sides of the decode-attention benchmark: our backends and other code.
+"""The sides of the decode attention benchmark: our backends and others.
 
-A side turns a case and its arrays into a `Call`. A side that does not serve a
-case raises NotImplementedError with the reason. A library that is not installed
-is left out. `Timed` times a side as `attention.py` describes.
+A side converts a case and its arrays to a `Call`. It raises NotImplementedError
+with the reason if it does not support the case. `Timed` times a side as
+`attention.py` describes.
 """
 
 import functools
@@ -24,7 +24,7 @@ import jaxkv_kernels as kernels
 from jaxkv_kernels._src.attention import choose
 
 CALLS = 16
-MOST_RUNS = 64
+MAX_RUNS = 64
 ROUNDS = 7
 ROUND_SECONDS = 0.2
 
@@ -33,9 +33,9 @@ class Call(NamedTuple):
   """A function to time.
 
   Attributes:
-    function: (q, rotation, *inputs) -> [B, H, D].
-    inputs: its arrays.
-    rotations: number of caches that are read in turn; `rotation` is below it.
+    function: `(q, rotation, *inputs) -> [B, H, D]`.
+    inputs: the arrays of the function.
+    rotations: the number of caches to read in turn; `rotation` is below it.
   """
 
   function: Callable[..., jax.Array]
@@ -44,11 +44,9 @@ class Call(NamedTuple):
 
 
 def looped(call: Call, calls: int):
-  """`calls` calls as a jitted function of `(q, first rotation, *inputs)`.
+  """Jits a loop of calls: `(q, first rotation, *inputs) -> last result`."""
 
-  Returns the result of the last call.
-  """
-
+  # Each query depends on the previous result, so the calls cannot overlap.
   def run(q, first, *inputs):
     def body(index, carry):
       q, _ = carry
@@ -64,10 +62,13 @@ def looped(call: Call, calls: int):
 
 
 class Timed:
-  """A side being timed: its number of runs, its samples and its results."""
+  """Times a side: stores its number of runs, its samples and results."""
 
   def __init__(self, call: Call, q: jax.Array, quick: bool):
-    """Compiles, runs it twice, and chooses the number of runs and rounds."""
+    """Compiles the side, runs it twice, and chooses numbers of runs and rounds.
+
+    The first round contains the compilation, so the second one is the measure.
+    """
     self.calls = 2 if quick else CALLS
     self.rotations = call.rotations
     self._run, self._q, self._inputs = looped(call, self.calls), q, call.inputs
@@ -76,14 +77,14 @@ class Timed:
     for _ in range(2):
       self.round()
     seconds = self.samples[-1]
-    runs = 1 if quick else min(int(ROUND_SECONDS / seconds), MOST_RUNS)
+    runs = 1 if quick else min(int(ROUND_SECONDS / seconds), MAX_RUNS)
     self._firsts = [jnp.int32(self.calls * run) for run in range(max(runs, 1))]
     slow = quick or seconds > ROUND_SECONDS
     self.rounds = 2 if slow else ROUNDS
     self.samples = []
 
   def round(self) -> None:
-    """Times all runs; keeps the first and the last result of the first run."""
+    """Times all runs; stores the first and the last result of the first run."""
     begin = time.perf_counter()
     outs = [self._run(self._q, at, *self._inputs) for at in self._firsts]
     jax.block_until_ready(outs)
@@ -91,19 +92,17 @@ class Timed:
     self.outs = [*self.outs[:1], np.asarray(outs[0], np.float32)]
 
   def seconds(self) -> float:
-    """Seconds a call."""
+    """Returns the median seconds of a call."""
     return statistics.median(self.samples) / (len(self._firsts) * self.calls)
 
 
 def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
-  """Our attention with a backend; scales where the pool has 8 bits.
-
-  A plan is made once, as for all layers of a step.
-  """
+  """Calls our attention with a backend, with scales for 8-bit pools."""
   if case.value_dim is not None:
     if planned:
       raise NotImplementedError("latents take no plan")
     return _latent(backend, case, arrays)
+  # A plan is made once, as for all layers of a step.
   plan = None
   if planned:
     workers = kernels.decode_workers(arrays.k_pages, backend=backend)
@@ -128,7 +127,8 @@ def ours(backend: str, planned: bool, case: Case, arrays: Arrays) -> Call:
 
 
 def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
-  """The same with shared pages read once; the clusters are found once."""
+  """Calls our attention with shared pages read once."""
+  # Clusters are found once, as for all layers of a step.
   shared = [
     kernels.plan_shared_prefix(
       table,
@@ -157,10 +157,10 @@ def ours_shared(backend: str, case: Case, arrays: Arrays) -> Call:
 
 
 def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
-  """`mla_decode`; zeros are appended to its values, to form the next query."""
+  """Calls `mla_decode`, with zeros appended to form the next query."""
   value_dim = case.value_dim
   assert value_dim is not None
-  spare = ((0, 0), (0, 0), (0, case.head_dim - value_dim))
+  padding = ((0, 0), (0, 0), (0, case.head_dim - value_dim))
 
   def function(q, rotation, pages, tables, lengths):
     out, _ = kernels.mla_decode(
@@ -172,7 +172,7 @@ def _latent(backend: str, case: Case, arrays: Arrays) -> Call:
       options=kernels.AttentionOptions(scale=case.head_dim**-0.5),
       backend=backend,
     )
-    return jnp.pad(out, spare)
+    return jnp.pad(out, padding)
 
   inputs = arrays.k_pages, arrays.tables, arrays.lengths
   return Call(function, inputs, len(arrays.tables))
@@ -186,14 +186,14 @@ def _scales(case: Case) -> kernels.AttentionOptions | None:
 
 
 def jax_pallas(splits: int, case: Case, arrays: Arrays) -> Call:
-  """Jax's own Pallas-Triton kernel, whose pools have heads first."""
+  """Calls jax's own Pallas-Triton kernel, whose pools have heads first."""
   from jax.experimental.pallas.ops.gpu import paged_attention
 
   _only_plain(case)
   columns = arrays.tables.shape[-1]
   per_block = max(1, 64 // case.page_size)
-  spare = -columns % (splits * per_block)
-  tables = jnp.pad(arrays.tables, ((0, 0), (0, 0), (0, spare)))
+  padding = -columns % (splits * per_block)
+  tables = jnp.pad(arrays.tables, ((0, 0), (0, 0), (0, padding)))
 
   def function(q, rotation, k_pages, v_pages, tables, lengths):
     return paged_attention.paged_attention(
@@ -213,10 +213,8 @@ def jax_pallas(splits: int, case: Case, arrays: Arrays) -> Call:
 def dense(
   implementation: Literal["xla", "cudnn"], case: Case, arrays: Arrays
 ) -> Call:
-  """`jax.nn.dot_product_attention` on a cache without pages.
-
-  All calls read the same cache: choosing among several would copy it each time.
-  """
+  """Calls `jax.nn.dot_product_attention` on a cache without pages."""
+  # All calls read the same cache: an index of several would copy it each time.
   _only_plain(case)
   table = arrays.tables[0]
   keys, values = (
@@ -240,7 +238,7 @@ def dense(
 def sides(
   platform: str, case: Case
 ) -> dict[str, Callable[[Case, Arrays], Call]]:
-  """All sides of a case on a platform, ours first."""
+  """Returns all sides of a case on a platform, ours first."""
   named: dict[str, Callable[[Case, Arrays], Call]] = {}
   for backend in choose.for_platform(platform):
     named[backend] = functools.partial(ours, backend, False)

@@ -1,4 +1,4 @@
-"""The command line and the report file that all benchmarks share."""
+"""The command line and the report file of all benchmarks."""
 
 import argparse
 import json
@@ -21,18 +21,17 @@ def run(
   not_measured: str,
   arguments: Mapping[str, dict[str, Any]] | None = None,
 ) -> None:
-  """The command line `[--quick] [--json FILE]`, and a benchmark's own options.
+  """Runs a benchmark with the options `[--quick] [--json FILE]` and its own.
 
-  Prints the machine, measures, and writes the report if asked to.
+  Prints the machine, measures, and writes the report with `--json`.
 
   Args:
     description: the help text.
-    measured: (quick, rounds, its own options by name) -> rows of its tables by
-      name; prints the tables.
-    rounds: samples of everything.
-    quick_rounds: the same with `--quick`.
-    not_measured: printed as the last line.
-    arguments: its own options by flag, as `add_argument` takes them.
+    measured: `(quick, rounds, **options) -> rows by table`; prints the tables.
+    rounds: the number of samples of each row.
+    quick_rounds: the number of samples with `--quick`.
+    not_measured: the last line of the output.
+    arguments: further options by flag, as `add_argument` takes them.
   """
   parser = argparse.ArgumentParser(
     description=description,
@@ -46,6 +45,7 @@ def run(
   file, quick = options.pop("json"), options.pop("quick")
   rounds = quick_rounds if quick else rounds
   device = jax.devices()[0]
+  # Another busy process makes timings useless; a reader can see it by the load.
   before = os.getloadavg()
   print(
     f"{device.device_kind} ({device.platform}), {platform.machine()},"
@@ -85,11 +85,11 @@ def _text(report: dict[str, Any]) -> str:
 
 
 def write(path: pathlib.Path, report: dict[str, Any]) -> None:
-  """Writes a report as JSON: a file atomically, a device or a link as such."""
+  """Writes a report as JSON, atomically if it is a regular file."""
   text = _text(report)
   if path.is_symlink() or (path.exists() and not path.is_file()):
     path.write_text(text, "utf-8")
     return
-  beside = path.with_suffix(".part")
-  beside.write_text(text, "utf-8")
-  beside.replace(path)
+  part = path.with_suffix(".part")
+  part.write_text(text, "utf-8")
+  part.replace(path)

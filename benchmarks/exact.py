@@ -1,15 +1,15 @@
-"""What exact numerics cost: the same programs with "exact" and with "fast".
+"""Times exact numerics against fast ones, with the same programs.
 
-Four layers as wide as those of SmolLM2, float32, a vocabulary of 8,192. The
-tile is the number of tokens that are computed together.
+The model has four layers of SmolLM2's width, float32, and a vocabulary of
+8,192. The tile is the number of tokens that exact numerics compute together.
 
-| row | what |
+| row | contents |
 |---|---|
-| decode | a step of 16 or 64 sequences, after some 300 tokens of each |
+| decode | a step of 16 or 64 sequences, after about 300 tokens of each |
 | prefill | a prompt of 1,024 tokens in chunks of 256, without logits |
 | gradient | `value_and_grad` of the log-probs of 4 sequences of 256 tokens |
 
-CPU seconds, the least and the median of some calls; the two sides take turns.
+Figures are CPU seconds, minimum and median of calls that take turns.
 
   python benchmarks/exact.py [--quick] [--json FILE]
 """
@@ -37,7 +37,7 @@ _STEPS = 8
 _PAGE = 16
 
 
-def _config(quick: bool, **more: Any) -> models.Decoder:
+def _config(quick: bool, **fields: Any) -> models.Decoder:
   width = 72 if quick else 576
   config = models.llama(
     vocab_size=8192,
@@ -48,11 +48,11 @@ def _config(quick: bool, **more: Any) -> models.Decoder:
     head_dim=width // 9,
     mlp_dim=width * 8 // 3,
   )
-  return dataclasses.replace(config, **more)
+  return dataclasses.replace(config, **fields)
 
 
 def _cache(config: models.Decoder, rows: int, tokens: int) -> tuple[Any, Any]:
-  """A view of rows that hold so many tokens, and memory for them."""
+  """Returns a page table for rows of `tokens` tokens, and their K/V memory."""
   columns = -(-tokens // _PAGE)
   sizes = jaxkv.CacheConfig(
     num_pages=1 + rows * columns,
@@ -60,6 +60,7 @@ def _cache(config: models.Decoder, rows: int, tokens: int) -> tuple[Any, Any]:
     num_slots=rows,
     pages_per_slot=columns,
   )
+  # Shuffled, as the pages of a running cache are. Page 0 is the null page.
   table = 1 + np.random.default_rng(0).permutation(rows * columns)
   table = jnp.asarray(table.reshape(rows, columns), jnp.int32)
   return table, models.init_kv(config, sizes)
@@ -80,7 +81,7 @@ def _decode(
 
   @jax.jit
   def steps(params: Any, kv: Any, tokens: jax.Array) -> jax.Array:
-    def one(_: Any, loop: Any) -> Any:
+    def decode_step(_: Any, loop: Any) -> Any:
       kv, tokens, starts = loop
       view = _view(table, starts, 1)
       logits, kv = models.forward(
@@ -88,7 +89,7 @@ def _decode(
       )
       return kv, jnp.argmax(logits, -1).astype(jnp.int32), starts + 1
 
-    return jax.lax.fori_loop(0, _STEPS, one, (kv, tokens, starts))[1]
+    return jax.lax.fori_loop(0, _STEPS, decode_step, (kv, tokens, starts))[1]
 
   return lambda: steps(params, kv, jnp.ones((rows, 1), jnp.int32))
 
@@ -100,16 +101,23 @@ def _prefill(config: models.Decoder, params: Any) -> Callable[[], Any]:
 
   @jax.jit
   def chunks(params: Any, kv: Any, prompt: jax.Array) -> Any:
-    def one(number: jax.Array, kv: Any) -> Any:
+    def compute_chunk(number: jax.Array, kv: Any) -> Any:
       start = number * chunk
-      own = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, 1)
-      places = start + jnp.arange(chunk, dtype=jnp.int32)[None]
+      chunk_tokens = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, 1)
+      chunk_positions = start + jnp.arange(chunk, dtype=jnp.int32)[None]
       view = _view(table, start[None], chunk)
       return models.forward(
-        params, own, places, kv, view, config=config, logits="none"
+        params,
+        chunk_tokens,
+        chunk_positions,
+        kv,
+        view,
+        config=config,
+        logits="none",
       )[1]
 
-    kv = jax.lax.fori_loop(0, tokens // chunk, one, kv)
+    kv = jax.lax.fori_loop(0, tokens // chunk, compute_chunk, kv)
+    # One element of the result, so that the pages are not copied out.
     return kv.k[1, 0, 0, 0]
 
   return lambda: chunks(params, kv, jnp.asarray(prompt, jnp.int32))
@@ -138,23 +146,25 @@ def _rows(quick: bool, rounds: int) -> Iterator[Row]:
     ("prefill", _prefill, 1.4, (16, 64)),
     ("gradient", _gradient, 1.3, (16, 64)),
   )
-  for name, make, most, tiles in works:
+  for name, make, bound, tiles in works:
     sides = {"fast": make(_config(quick), params)}
     for tile in tiles:
       config = _config(quick, numerics="exact", tile=tile)
       sides[f"tile {tile}"] = make(config, params)
     seconds = alternated(sides, rounds, time.process_time)
     fast = float(np.median(seconds["fast"]))
-    for side, own in seconds.items():
-      yield Row(name, f"{side}, CPU ms, least", min(own) * 1e3)
-      yield Row(name, f"{side}, CPU ms, median", float(np.median(own)) * 1e3)
+    for side, samples in seconds.items():
+      yield Row(name, f"{side}, CPU ms, least", min(samples) * 1e3)
+      yield Row(
+        name, f"{side}, CPU ms, median", float(np.median(samples)) * 1e3
+      )
       if side != "fast":
-        times = float(np.median(own)) / fast
-        yield at_most(name, f"{side}, times fast", times, most)
+        times = float(np.median(samples)) / fast
+        yield at_most(name, f"{side}, times fast", times, bound)
 
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:
-  """All rows, printed as they come."""
+  """Measures and prints all rows."""
   return report(_rows(quick, rounds))
 
 

@@ -1,29 +1,25 @@
-"""All checks and benchmarks for a GPU, in one command, within ten minutes.
+"""Runs all checks and benchmarks for a GPU, in runs of at most ten minutes.
 
-| stage | what it does |
+| stage | contents |
 |---|---|
 | numerics | attention, shared prefixes, writes and 8-bit pages on the GPU:
-  every backend against the float64 reference, over all shapes that it serves |
+  every backend against the float64 reference, over all shapes it supports |
 | launches | kernels in the body of a compiled loop of cache steps |
 | matrix | `attention.py`: bandwidth of a copy, every case, every side |
-| transitions | the cache's own verbs at 256 slots, with `transitions.py`; not
-  with `--quick`, since on a CPU they take minutes |
+| transitions | the cache's verbs at 256 slots, with `transitions.py`; skipped
+  with `--quick`, as they take minutes on a CPU |
 | rollout | the rollout loop with a model of 360 M parameters: time a step and
   tokens a second, with `rollout_device.py` |
 
-Each stage writes its results to a file in the folder as it goes. Passed tests
-and finished cases and rows are not run again, so when the time is over, run the
-same command again. Numerics take at most half of the time; the matrix and
-transitions leave some for the stages after them. Parts that were stopped run
-after parts that have not been tried. Failed parts are not tried again, since a
-race might pass the second time. Results of other code, another jax or device,
-or of `--quick` in the folder are an error. The exit code is 0 if everything has
-run and passed.
+Each stage writes its results to a file in the folder as it runs. A second run
+of the same command continues: passed tests and finished cases and rows are not
+repeated. Results of other code, another jax or device, or of `--quick` in the
+folder are an error. The exit code is 0 if everything has run and passed.
 
   python benchmarks/gpu_suite.py [--quick] [--minutes 9.5] [--out FOLDER]
 
-`--quick` tests the suite itself with tiny sizes, and needs no GPU. The project
-need not be installed.
+`--quick` tests the suite with tiny sizes and needs no GPU. The project need not
+be installed.
 """
 
 import argparse
@@ -50,25 +46,25 @@ _PATH = [str(_ROOT), str(_ROOT / "kernels"), str(_BENCHMARKS)]
 sys.path[:0] = _PATH
 
 # The share of the remaining time that numerics may take.
-_FOR_NUMERICS = 0.5
-# Seconds: the limit of one part of numerics; the longest that a last case of
-# the matrix takes; what earlier stages leave for a stage until it is complete.
+_NUMERICS_SHARE = 0.5
+# Seconds: the limit of one part of numerics; the longest time of a last case of
+# the matrix; the time that earlier stages leave for incomplete later ones.
 _LONGEST_PART = 150
 _LAST_CASE = 130
 _RESERVED = {"transitions": 150, "rollout": 100}
 
-# Each process has a GPU context of about half a GB.
-_MOST_PROCESSES = 12
-# Several processes share one GPU.
-_ROOM = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+# Each process takes a GPU context of about half a GB.
+_MAX_PROCESSES = 12
+# Several processes share one GPU, so none may reserve most of its memory.
+_GPU_VARIABLES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 class Stage(NamedTuple):
-  """One part of the suite.
+  """A stage of the suite.
 
   Attributes:
     name: the stage's name; its results are in `name`.json.
-    run: (file, seconds left, quick) -> whether it is complete and passed.
+    run: `(file, seconds left, quick) -> bool`, True if complete and passed.
   """
 
   name: str
@@ -79,24 +75,24 @@ class Part(NamedTuple):
   """Tests that run together.
 
   Attributes:
-    files: of tests.
-    keyword: pytest's `-k`; empty: all.
-    wanted: a class or parameter with a test that must pass, not only skip.
+    files: test files.
+    keyword: pytest's `-k`; an empty one selects all tests.
+    required: a class or parameter of which a test must pass, not only skip.
   """
 
   files: tuple[str, ...]
   keyword: str = ""
-  wanted: str = ""
+  required: str = ""
 
 
 def parts(quick: bool) -> dict[str, Part]:
-  """The parts of numerics by name, those of the kernels first."""
+  """Returns the parts of numerics by name, those of the kernels first."""
   import jax
 
   attention = ("tests/kernels/test_paged_attention.py",)
   if quick:
     return {"xla": Part(attention, "TestNumerics and xla", "xla")}
-  found = {
+  all_parts = {
     "many blocks": Part(
       ("tests/kernels/test_many_blocks.py",), "", "TestManyBlocks"
     ),
@@ -112,71 +108,78 @@ def parts(quick: bool) -> dict[str, Part]:
     "exact": Part(("tests/models/test_exact.py",), "change_no_bit", "llama"),
   }
   if getattr(jax.devices()[0], "compute_capability", "") != "9.0":
-    del found["mosaic_gpu"], found["mosaic"]
-  return found
+    del all_parts["mosaic_gpu"], all_parts["mosaic"]
+  return all_parts
 
 
 def numerics(path: pathlib.Path, seconds: float, quick: bool) -> bool:
-  """The kernels' tests on this device, part by part."""
-  end = time.monotonic() + seconds * _FOR_NUMERICS
+  """Runs the kernels' tests on this device, part by part."""
+  end = time.monotonic() + seconds * _NUMERICS_SHARE
   report = {"parts": {}, **_read(path)}
   entries = report["parts"]
-  wanted = parts(quick)
-  left = [n for n in wanted if not entries.get(n, {}).get("ended")]
-  for name in sorted(left, key=lambda name: name in entries):
+  required = parts(quick)
+  open_parts = [n for n in required if not entries.get(n, {}).get("ended")]
+  # Parts that a time limit stopped come after parts that were never tried.
+  for name in sorted(open_parts, key=lambda name: name in entries):
     seconds = min(end - time.monotonic(), _LONGEST_PART)
     if seconds < 10:
       print("no time left for", name)
       break
-    entries[name] = tried(wanted[name], entries.get(name, {}), seconds, quick)
+    entries[name] = run_part(
+      required[name], entries.get(name, {}), seconds, quick
+    )
     _write(path, report)
   for name, entry in entries.items():
     print(f"{name}: {entry['result']}", flush=True)
-  return all(_complete(entries.get(name, {})) for name in wanted)
+  return all(_complete(entries.get(name, {})) for name in required)
 
 
-def tried(
-  part: Part, before: dict[str, Any], seconds: float, quick: bool
+def run_part(
+  part: Part, previous: dict[str, Any], seconds: float, quick: bool
 ) -> dict[str, Any]:
   """Runs the tests of a part that have not passed before.
 
   Args:
     part: the tests.
-    before: the result of the last try, or nothing.
+    previous: the report of the last try, or an empty one.
     seconds: the time limit.
-    quick: on a CPU, in one process.
+    quick: True to run on a CPU, in one process.
 
   Returns:
-    The report of the part: whether it has ended, and whether everything passed;
-    the tests that passed, and those that ever failed.
+    The report of the part: bools `ended` and `complete` (everything passed),
+    the tests that passed, and the tests that have ever failed.
   """
   command = [sys.executable, "-m", "pytest", "-v", "--color=no", *part.files]
-  # The cache would stay in the checkout; pytest-benchmark warns about `-n`.
+  # pytest's cache would be left in the checkout; pytest-benchmark warns about
+  # `-n`.
   command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
-  # Most of the time goes into compiling, which the cores share.
-  processes = 0 if quick else min(os.cpu_count() or 1, _MOST_PROCESSES)
+  # Most of the time is compilation, on the host's cores.
+  processes = 0 if quick else min(os.cpu_count() or 1, _MAX_PROCESSES)
   command += ["-n", str(processes), "-rs", "-k", part.keyword]
   # `--deselect` takes the beginning of a name; one that ends in "]" is exact.
-  for test in before.get("tests", []):
+  for test in previous.get("tests", []):
     command += ["--deselect", test] if test.endswith("]") else []
   platform = "cpu" if quick else "cuda"
   with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
     code = _run(command, seconds, output, JAXKV_TEST_PLATFORM=platform)
     output.seek(0)
     text = output.read()
-  passed = {*before.get("tests", []), *results(text, "PASSED")}
-  failed = {*before.get("failed", []), *results(text, "(?:FAILED|ERROR)")}
+  passed = {*previous.get("tests", []), *results(text, "PASSED")}
+  failed = {*previous.get("failed", []), *results(text, "(?:FAILED|ERROR)")}
   skipped = len(results(text, "SKIPPED"))
   result = f"{len(passed)} passed, {len(failed)} failed, {skipped} skipped"
-  # Exit code 5: no test was left to run.
-  fine = code == 0 or (code == 5 and bool(before))
+  # Failed tests count even if a second try passes: a race may pass by chance.
+  # Exit code 5 means that no test was left to run.
+  fine = code == 0 or (code == 5 and bool(previous))
   if code is None or not (fine or failed):
     result += f"; {'out of time' if code is None else f'exit code {code}'}"
-  idle = part.wanted not in {w for t in passed for w in re.split(r"\W", t)}
-  if part.wanted and idle:
-    result += f"; none of {part.wanted}"
+  lacks_required = part.required not in {
+    w for t in passed for w in re.split(r"\W", t)
+  }
+  if part.required and lacks_required:
+    result += f"; none of {part.required}"
   lines = text.splitlines()[-200:]
-  complete = fine and not failed and not (part.wanted and idle)
+  complete = fine and not failed and not (part.required and lacks_required)
   if not complete:
     print("\n".join(lines[-60:]))
   return {
@@ -190,9 +193,9 @@ def tried(
 
 
 def results(text: str, word: str) -> list[str]:
-  """Tests with the outcome `word` in pytest's output, with or without `-n`."""
-  many = re.findall(rf"^\[gw\d+\] \[ *\d+%\] {word} (.+?) *$", text, re.M)
-  return many + re.findall(rf"^(tests/.+?) {word}\b", text, re.M)
+  """Finds tests of an outcome in pytest's output, with or without `-n`."""
+  parallel = re.findall(rf"^\[gw\d+\] \[ *\d+%\] {word} (.+?) *$", text, re.M)
+  return parallel + re.findall(rf"^(tests/.+?) {word}\b", text, re.M)
 
 
 def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
@@ -211,7 +214,7 @@ def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
     minutes = max(left - _LAST_CASE, 0) / 60
     code = _run([*command, str(minutes)], left)
     report = _read(path)
-    # If a side has crashed the run, its case is in `begun`: run the rest.
+    # A side that crashed the run has its case in `begun`: run the other sides.
     if not report.get("begun") or report == before:
       break
   missing = [name for name in names if name not in report.get("cases", {})]
@@ -221,7 +224,7 @@ def matrix(path: pathlib.Path, seconds: float, quick: bool) -> bool:
 
 
 def transitions(path: pathlib.Path, seconds: float, quick: bool) -> bool:
-  """Times transitions of the cache, row by row."""
+  """Times the transitions of the cache, row by row."""
   if quick or _complete(_read(path)):
     return True
   seconds -= _reserved(path, "rollout")
@@ -242,11 +245,11 @@ def rollout(path: pathlib.Path, seconds: float, quick: bool) -> bool:
 
 
 def _reserved(path: pathlib.Path, *stages: str) -> float:
-  """Seconds for later stages that are not complete.
+  """Returns the seconds to reserve for incomplete later stages.
 
   Args:
-    path: a file in the folder of the results.
-    stages: their names.
+    path: a file in the folder of results.
+    stages: the names of the stages.
   """
   return sum(
     _RESERVED[stage]
@@ -306,11 +309,11 @@ def _run(
   """Runs a command; returns its exit code, or None if it takes too long."""
   path = [*_PATH, os.environ.get("PYTHONPATH", "")]
   joined = os.pathsep.join(part for part in path if part)
-  mine = {"PYTHONPATH": joined, "PYTHONUNBUFFERED": "1"}
+  variables = {"PYTHONPATH": joined, "PYTHONUNBUFFERED": "1"}
   process = subprocess.Popen(
     command,
     cwd=_ROOT,
-    env={**os.environ, **_ROOM, **mine, **environment},
+    env={**os.environ, **_GPU_VARIABLES, **variables, **environment},
     stdout=output,
     stderr=subprocess.STDOUT if output else None,
     process_group=0,
@@ -321,7 +324,7 @@ def _run(
     print(f"stopped after {seconds:.0f} s: {' '.join(command)[:200]}")
     return None
   finally:
-    # The whole group: child processes would go on using the GPU.
+    # The whole process group, as child processes would keep using the GPU.
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -332,7 +335,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _write(path: pathlib.Path, report: dict[str, Any]) -> None:
-  # Imported here, because the checkout must be on Python's path first.
+  # Imported here, after the checkout was added to Python's path.
   import command
 
   command.write(path, report)
@@ -342,8 +345,8 @@ def _complete(report: dict[str, Any]) -> bool:
   return report.get("complete", False)
 
 
-def tested(quick: bool) -> dict[str, Any]:
-  """What the results belong to: a hash of the code, and where it ran."""
+def run_facts(quick: bool) -> dict[str, Any]:
+  """Returns the facts that results depend on: code, jax, device, sizes."""
   import jax
 
   digest = hashlib.sha256()
@@ -359,18 +362,18 @@ def tested(quick: bool) -> dict[str, Any]:
 
 
 def check_same(path: pathlib.Path, quick: bool) -> None:
-  """Writes `tested` to a new folder; exits if the folder has other results."""
-  mine, there = tested(quick), _read(path)
-  if there not in ({}, mine):
+  """Writes the facts to a new folder; exits if the folder has other facts."""
+  facts, earlier = run_facts(quick), _read(path)
+  if earlier not in ({}, facts):
     sys.exit(
-      f"{path.parent} has results of {there}, and this is {mine}; name a new"
+      f"{path.parent} has results of {earlier}, and this is {facts}; name a new"
       " folder with --out"
     )
-  _write(path, mine)
+  _write(path, facts)
 
 
 def run(out: pathlib.Path, minutes: float, quick: bool) -> bool:
-  """Runs what has no results yet; returns whether everything has passed."""
+  """Runs all stages that have no results; returns True if all have passed."""
   end = time.monotonic() + minutes * 60
   out.mkdir(parents=True, exist_ok=True)
   check_same(out / "tested.json", quick)
@@ -405,8 +408,8 @@ def main() -> None:
     metavar="FOLDER",
   )
   arguments = parser.parse_args()
-  # Before jax takes a device.
-  os.environ.update(_ROOM)
+  # Before jax reads them, when it takes a device.
+  os.environ.update(_GPU_VARIABLES)
   import jax
 
   if not arguments.quick and jax.default_backend() != "gpu":

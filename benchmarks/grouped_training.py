@@ -1,20 +1,20 @@
-"""Training on samples of a prompt: the prompt once, or with each sample.
+"""Times training on samples of one prompt, which is computed once or for each.
 
-`models.grouped_log_probs` beside the plain form: `forward_uncached` over all
-whole sequences, and `log_softmax` of all logits. Four layers as wide as those
-of SmolLM2, float32, 8 completions of 64 tokens of one prompt of 512.
+Compares `models.grouped_log_probs` with the plain form: `forward_uncached` over
+whole sequences, and `log_softmax` of all logits. The model has four layers of
+SmolLM2's width, float32; a prompt of 512 tokens has 8 completions of 64.
 
-| row | what |
+| row | meaning |
 |---|---|
-| CPU s | of `value_and_grad`, the least of some calls; sides take turns |
-| MiB | of temporary arrays, as the compiler counts them |
-| times | the plain form's, divided by ours |
-| share | of the plain form's temporary arrays |
+| CPU s | minimum of calls to `value_and_grad` that take turns |
+| MiB | temporary arrays, as the compiler counts them |
+| times | CPU s of the plain form, divided by ours |
+| share | our temporary arrays, divided by those of the plain form |
 | apart | the largest difference of gradients, relative to the largest element
   of the same parameters |
 
-With a vocabulary of 512 nearly all is layers; 49,152 is that of SmolLM2, where
-the plain form has 4,608 rows of logits.
+With a vocabulary of 512 the layers take nearly all of the time. With 49,152, as
+SmolLM2 has, the plain form computes 4,608 rows of logits.
 
   python benchmarks/grouped_training.py [--quick] [--json FILE]
 """
@@ -42,11 +42,11 @@ class Work(NamedTuple):
   """The sizes of a workload.
 
   Attributes:
-    vocab: of the model.
+    vocab: the size of the vocabulary.
     width: E; a head has a ninth of it.
-    samples: G, of the prompt.
-    prompt: P, its tokens.
-    answer: R, tokens of each sample.
+    samples: G, the number of completions.
+    prompt: P, tokens of the prompt.
+    answer: R, tokens of each completion.
   """
 
   vocab: int
@@ -68,17 +68,17 @@ class Work(NamedTuple):
 
 
 class Data(NamedTuple):
-  """Tokens, and a factor of each sample.
+  """Tokens, and a factor of the loss for each sample.
 
   Attributes:
     prompts: int32[1, P].
     completions: int32[1, G, R].
-    good: float32[1, G, 1].
+    factors: float32[1, G, 1].
   """
 
   prompts: jax.Array
   completions: jax.Array
-  good: jax.Array
+  factors: jax.Array
 
 
 def _data(work: Work) -> Data:
@@ -88,13 +88,13 @@ def _data(work: Work) -> Data:
     jnp.asarray(draw.integers(0, work.vocab, shape), jnp.int32)
     for shape in shapes
   )
-  good = draw.normal(size=(1, work.samples, 1))
-  return Data(prompts, completions, jnp.asarray(good, jnp.float32))
+  factors = draw.normal(size=(1, work.samples, 1))
+  return Data(prompts, completions, jnp.asarray(factors, jnp.float32))
 
 
 def _ours(params: Any, data: Data, *, work: Work) -> jax.Array:
   lengths = jnp.full(data.completions.shape[:2], work.answer, jnp.int32)
-  found = models.grouped_log_probs(
+  log_probs = models.grouped_log_probs(
     params,
     data.prompts,
     jnp.full((1,), work.prompt, jnp.int32),
@@ -102,7 +102,7 @@ def _ours(params: Any, data: Data, *, work: Work) -> jax.Array:
     lengths,
     config=work.config(),
   )
-  return jnp.mean(found * data.good)
+  return jnp.mean(log_probs * data.factors)
 
 
 def _plain(params: Any, data: Data, *, work: Work) -> jax.Array:
@@ -114,8 +114,10 @@ def _plain(params: Any, data: Data, *, work: Work) -> jax.Array:
     params, tokens, positions, config=work.config()
   )
   log_probs = jax.nn.log_softmax(logits[:, :-1])
-  found = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=2)[..., 0]
-  return jnp.mean(found[:, work.prompt - 1 :] * data.good[0])
+  token_log_probs = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=2)[
+    ..., 0
+  ]
+  return jnp.mean(token_log_probs[:, work.prompt - 1 :] * data.factors[0])
 
 
 def _rows(quick: bool, rounds: int) -> Iterator[Row]:
@@ -130,29 +132,29 @@ def _rows(quick: bool, rounds: int) -> Iterator[Row]:
 def _compared(
   work: Work, params: Any, data: Data, rounds: int
 ) -> Iterator[Row]:
-  """Our side beside the plain one."""
+  """Yields the rows of our side and the plain one."""
   sides, gradients = [], []
   for side in (_ours, _plain):
     run = jax.value_and_grad(functools.partial(side, work=work))
     sides.append(jax.jit(run).lower(params, data).compile())
     gradients.append(jax.block_until_ready(sides[-1](params, data))[1])
   name = f"vocabulary {work.vocab}"
-  apart = jax.tree.map(
+  differences = jax.tree.map(
     lambda x, y: float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))),
     *gradients,
   )
-  worst = max(jax.tree.leaves(apart))
+  worst = max(jax.tree.leaves(differences))
   del gradients
   calls = {
     side: functools.partial(run, params, data)
     for side, run in zip(("ours", "plain"), sides, strict=True)
   }
   seconds = alternated(calls, rounds, time.process_time)
-  own, other = min(seconds["ours"]), min(seconds["plain"])
+  grouped_seconds, plain_seconds = min(seconds["ours"]), min(seconds["plain"])
   memory = [run.memory_analysis().temp_size_in_bytes / 2**20 for run in sides]
-  yield Row(name, "CPU s", own)
-  yield Row(name, "CPU s, plain", other)
-  yield at_least(name, "times", other / own, 2.8)
+  yield Row(name, "CPU s", grouped_seconds)
+  yield Row(name, "CPU s, plain", plain_seconds)
+  yield at_least(name, "times", plain_seconds / grouped_seconds, 2.8)
   yield Row(name, "MiB", memory[0])
   yield Row(name, "MiB, plain", memory[1])
   yield at_most(name, "share", memory[0] / memory[1], 0.4)
@@ -160,7 +162,7 @@ def _compared(
 
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:
-  """All rows, printed as they come."""
+  """Measures and prints all rows."""
   return report(_rows(quick, rounds))
 
 

@@ -1,25 +1,24 @@
-"""How long a Python scheduler waits for `jaxkv.host.CacheManager`.
+"""Times the calls of a Python scheduler to `jaxkv.host.CacheManager`.
 
 | op             | one call                                                   |
 |----------------|------------------------------------------------------------|
 | step_256       | `step`: one token for each of 256 running requests; 1/16   |
 |                | of them take a page in every group, 1/16 publish one       |
-| allocate_slots | the same for one of these requests alone                   |
+| allocate_slots | the same for one of these requests                         |
 | admit_4096     | `get_computed_pages` and `allocate_slots`, one prompt of   |
 |                | 4,096 tokens                                               |
 | free_4096      | `free`, one request of 4,096 tokens                        |
 
-Modes. full: one group of full attention. hybrid: the same and five groups of a
-sliding window of 1,024 tokens. hit: all pages but the last are found, in the
-free queue. miss: no page is found. Running requests: 96 of 1,024 to 1,536
-tokens, whose windows move, and 160 of at most 128 tokens, so that all six
-groups fit in 65,536 pages of 16 tokens.
+Modes. full: one group of full attention. hybrid: five more groups with a
+sliding window of 1,024 tokens. hit: all pages but the last are hits in the free
+queue. miss: no page is a hit. Running requests: 96 of 1,024 to 1,536 tokens,
+whose windows move, and 160 of at most 128 tokens, so that all six groups fit in
+65,536 pages of 16 tokens.
 
-How. A sample is the time of one Python call, including the wait until the new
+Method. A sample is the time of one Python call, with the wait until the new
 state is ready. Both modes alternate in every round. Appending tokens and
-updating the scheduler's own counts are not timed. All calls are made once
-before anything is timed. A round takes several samples of a row; the median and
-the minimum are over all of them.
+updating the scheduler's own counts are not timed. The first round is a warm-up.
+A round takes several samples of a row; median and minimum are over all of them.
 
 Not measured: compilation, K/V memory and the model, an accelerator unless jax
 runs on one. `peers.py` times the cache beside other managers.
@@ -43,7 +42,7 @@ PAGES = 65536
 PAGE_SIZE = 16
 PROMPT = 4096
 RUNNING = 256
-LONG_ONES = 96
+NUM_LONG = 96
 LONG = (1024, 1536)  # tokens of a long request at first
 SHORT = 128
 WINDOW = 1024
@@ -56,7 +55,7 @@ MODES = {
 
 
 class Side:
-  """One manager with its running requests, and samples (us) by row."""
+  """A manager with its running requests, and samples (us) by row."""
 
   def __init__(self, mode: str):
     """Admits all running requests."""
@@ -66,42 +65,43 @@ class Side:
       PAGES, MODES[mode], PROMPT, max_requests=RUNNING + 1
     )
     lengths = self._rng.integers(*LONG, RUNNING)
-    lengths[LONG_ONES:] = self._rng.integers(1, SHORT, RUNNING - LONG_ONES)
+    lengths[NUM_LONG:] = self._rng.integers(1, SHORT, RUNNING - NUM_LONG)
     self._running = [self._request(f"r{n}", c) for n, c in enumerate(lengths)]
     for request in self._running:
       self._admit(request)
-    self._known = self._tokens(PROMPT)
+    self._cached_prompt = self._tokens(PROMPT)
 
   def round(self) -> None:
-    """Takes samples of all rows; checks the results of the calls."""
+    """Times all rows once or more, and checks the results of the calls."""
     for _ in range(STEPS):
       self._append(self._running)
       answers = self._timed("step_256", self._step)
       assert None not in answers
-      self._computed(self._running)
+      self._mark_computed(self._running)
     for request in self._running[:: RUNNING // STEPS]:
       self._append([request])
       answer = self._timed(
         "allocate_slots", lambda one=request: self._allocate(one)
       )
       assert answer is not None
-      self._computed([request])
-    self._prompt(None, self._known)  # cached from here on
-    wanted = PROMPT - PAGE_SIZE  # the last token's page is never found
-    assert self._prompt("hit", self._known) == wanted
+      self._mark_computed([request])
+    # Untimed: it caches the prompt, of which the last token's page is no hit.
+    self._prompt(None, self._cached_prompt)
+    expected = PROMPT - PAGE_SIZE
+    assert self._prompt("hit", self._cached_prompt) == expected
     assert self._prompt("miss", self._tokens(PROMPT)) == 0
 
   def _prompt(self, mode: str | None, tokens: list[int]) -> int:
-    """Admits and frees a prompt; returns the tokens found."""
+    """Admits and frees a prompt; returns the number of hit tokens."""
     request = Request("prompt", list(tokens))
-    found = self._timed(
+    num_hit = self._timed(
       mode and f"admit_4096 {mode}", lambda: self._admit(request)
     )
     self._timed(mode and "free_4096", lambda: self._free(request))
-    return found
+    return num_hit
 
   def _timed(self, row: str | None, call: Callable[[], Any]) -> Any:
-    """Makes a call; records its time for the row unless that is None."""
+    """Makes a call; records its time if a row is named."""
     begin = time.perf_counter()
     answer = call()
     if row:
@@ -110,33 +110,34 @@ class Side:
     return answer
 
   def _step(self):
-    return self._waited(self._manager.step(self._running))
+    return self._wait_for(self._manager.step(self._running))
 
   def _allocate(self, request):
-    return self._waited(self._manager.allocate_slots(request, 1))
+    return self._wait_for(self._manager.allocate_slots(request, 1))
 
   def _free(self, request):
-    return self._waited(self._manager.free(request))
+    return self._wait_for(self._manager.free(request))
 
   def _admit(self, request):
-    """Tokens found."""
-    pages, found = self._manager.get_computed_pages(request)
-    new = request.num_tokens - found
-    answer = self._manager.allocate_slots(request, new, found, pages)
+    """Admits a request; returns the number of hit tokens."""
+    pages, num_hit = self._manager.get_computed_pages(request)
+    new = request.num_tokens - num_hit
+    answer = self._manager.allocate_slots(request, new, num_hit, pages)
     assert answer is not None
     request.num_computed_tokens = request.num_tokens
     request.status = "running"
-    return self._waited(found)
+    return self._wait_for(num_hit)
 
-  def _waited(self, answer):
-    _ = self._manager.num_free_pages  # Of the new state, when it is ready.
+  def _wait_for(self, answer):
+    # Reading the number blocks until the new state is ready.
+    _ = self._manager.num_free_pages
     return answer
 
   def _append(self, requests):
     for request in requests:
       request.token_ids.append(len(request.token_ids))
 
-  def _computed(self, requests):
+  def _mark_computed(self, requests):
     for request in requests:
       request.num_computed_tokens += 1
 
@@ -148,7 +149,7 @@ class Side:
 
 
 def measured(rounds: int) -> list[dict[str, Any]]:
-  """Measures all rows and prints each as it is ready."""
+  """Measures and prints all rows."""
   sides = [Side(mode) for mode in MODES]
   for number in range(rounds + 1):
     for side in sides:
@@ -162,13 +163,13 @@ def measured(rounds: int) -> list[dict[str, Any]]:
   rows = []
   for name in sorted(sides[0].samples):
     for side in sides:
-      op, _, found = name.partition(" ")
+      op, _, mode = name.partition(" ")
       row = {
         "op": op,
         "running": RUNNING,
         "pages": PAGES,
         "page_size": PAGE_SIZE,
-        "mode": f"{side.mode} {found}".strip(),
+        "mode": f"{side.mode} {mode}".strip(),
         "us_median": statistics.median(side.samples[name]),
         "us_min": min(side.samples[name]),
       }

@@ -1,10 +1,10 @@
-"""Counts what a compiled program launches on a GPU, in the program's text."""
+"""Counts the launches of a GPU program in its compiled text."""
 
 import re
 from typing import NamedTuple
 
-# Instructions of XLA for a GPU that launch nothing themselves.
-_FREE = {
+# Instructions for which XLA launches nothing on a GPU.
+_NO_LAUNCH = {
   "bitcast",
   "call",
   "conditional",
@@ -17,12 +17,13 @@ _FREE = {
 
 
 class Launches(NamedTuple):
-  """What one run launches.
+  """The launches of one run.
 
   Attributes:
-    kernels: kernels and copies, including those of inner loops; a loop whose
-      trip count depends on data counts with one trip.
-    questions: how often the host waits for the condition of such a loop.
+    kernels: kernels and copies, with those of inner loops. A loop whose trip
+      count depends on data counts as one iteration.
+    questions: the number of times that the host waits for the condition of a
+      loop whose trip count depends on data.
   """
 
   kernels: int
@@ -30,27 +31,28 @@ class Launches(NamedTuple):
 
 
 def in_largest_loop(text: str) -> Launches:
-  """Launches in one trip of the largest loop of a compiled program."""
+  """Counts the launches in one iteration of a program's largest loop."""
   lines = _lines(text)
   bodies = re.findall(r"body=%?([\w.\-]+)", text)
-  return max((_launches(lines, body) for body in bodies), default=_NONE)
+  return max((_launches(lines, body) for body in bodies), default=_NO_LOOP)
 
 
-_NONE = Launches(0, 0)
+_NO_LOOP = Launches(0, 0)
 
 
 def _launches(lines: dict[str, list[tuple[str, str]]], name: str) -> Launches:
   kernels = questions = 0
   for opcode, line in lines[name]:
-    kernels += opcode not in _FREE
+    kernels += opcode not in _NO_LAUNCH
     if opcode != "while":
       continue
     body = _launches(lines, _computation(line, "body"))
-    known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-    trips = int(known[1]) if known else 1
+    trip_count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+    trips = int(trip_count[1]) if trip_count else 1
     kernels += trips * body.kernels
     questions += trips * body.questions
-    if not known:
+    # One iteration evaluates the condition twice; the host reads each result.
+    if not trip_count:
       condition = _launches(lines, _computation(line, "condition"))
       kernels += 2 * condition.kernels
       questions += 2
@@ -58,21 +60,23 @@ def _launches(lines: dict[str, list[tuple[str, str]]], name: str) -> Launches:
 
 
 def _computation(line: str, role: str) -> str:
-  found = re.search(rf"{role}=%?([\w.\-]+)", line)
-  assert found, line
-  return found[1]
+  match = re.search(rf"{role}=%?([\w.\-]+)", line)
+  assert match, line
+  return match[1]
 
 
 def _lines(text: str) -> dict[str, list[tuple[str, str]]]:
-  """Opcode and line of the instructions of each computation."""
-  lines, inside = {}, ""
+  """Returns opcode and line of each instruction, by computation."""
+  lines, computation = {}, ""
   for line in text.splitlines():
     header = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
     if header:
-      inside = header[1]
-      lines[inside] = []
+      computation = header[1]
+      lines[computation] = []
       continue
-    found = re.match(r"\s+(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)
-    if found:
-      lines[inside].append((found[1], line))
+    instruction = re.match(
+      r"\s+(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line
+    )
+    if instruction:
+      lines[computation].append((instruction[1], line))
   return lines

@@ -1,6 +1,6 @@
-"""vLLM's `KVCacheManager` as a side of `peers.py`; importing this needs vllm.
+"""vLLM's `KVCacheManager` as a side of `peers.py`; requires vllm.
 
-Called as vLLM's own scheduler calls it, with vLLM's defaults: a SHA-256 hash
+It is called as vLLM's scheduler calls it, with vLLM's defaults: a SHA-256 hash
 for each full page, computed when a request gets its tokens.
 """
 
@@ -26,7 +26,7 @@ _PARAMS = SamplingParams(max_tokens=1 << 20)
 
 
 class Manager:
-  """A peer; `peers.Peer` documents its methods."""
+  """Implements `peers.Peer`, which documents the methods."""
 
   def __init__(self, num_pages, page_size, windows, max_tokens):
     init_none_hash(sha256)
@@ -62,13 +62,13 @@ class Manager:
     )
 
   def start(self, request):
-    pages, found, _ = self._manager.get_computed_blocks(request)
-    count = request.num_tokens - found
-    taken = self._manager.allocate_slots(request, count, found, pages)
-    assert taken is not None
+    pages, num_hit, _ = self._manager.get_computed_blocks(request)
+    count = request.num_tokens - num_hit
+    new_pages = self._manager.allocate_slots(request, count, num_hit, pages)
+    assert new_pages is not None
     request.num_computed_tokens = request.num_tokens
     request.status = RequestStatus.RUNNING
-    return found
+    return num_hit
 
   def extend(self, request, tokens):
     request.append_output_token_ids(tokens)

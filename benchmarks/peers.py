@@ -1,43 +1,42 @@
-r"""What a transition of the cache costs here and in other cache managers.
+r"""Times transitions of this cache and of other cache managers.
 
 | op          | mode         | one call                                        |
 |-------------|--------------|-------------------------------------------------|
 | decode_step | full, hybrid | every sequence gets one token: 1/16 of them     |
-|             |              | take a page and publish one; those that reach   |
-|             |              | their last token are freed, others take their   |
-|             |              | places                                          |
+|             |              | take a page and publish one; sequences at their |
+|             |              | last token are freed and replaced               |
 | admit_4096  | hit          | one prompt of 4,096 tokens, 255 of its 256      |
-|             |              | pages are found in the free queue               |
-| admit_4096  | miss         | the same, no page is found; each page taken     |
-|             |              | evicts one; all 256 are hashed and published    |
+|             |              | pages are hits in the free queue                |
+| admit_4096  | miss         | the same without a hit; each page taken evicts  |
+|             |              | one; all 256 are hashed and published           |
 | free_4096   |              | one sequence of 256 cached pages                |
 | free_16     |              | 16 sequences of 64 cached pages                 |
 
-The pool has 65,536 pages of 16 tokens. All pages are cached before anything is
-timed, so every page taken evicts one. full is one group of full attention, with
-sequences of up to 128 tokens (48 at 1,024 slots). hybrid is that and five
-groups of a sliding window of 1,024 tokens, with 96 of 256 sequences between
-1,024 and 1,536 tokens. Hashing is included on all sides.
+The pool has 65,536 pages of 16 tokens. All pages are cached beforehand, so
+every page taken evicts one. "full" has one group of full attention, and
+sequences of up to 128 tokens (48 at 1,024 slots). "hybrid" has five more groups
+with a sliding window of 1,024 tokens, and 96 of 256 sequences between 1,024 and
+1,536 tokens. Hashing is included on all sides.
 
-How. All sides run in one process and take turns in every round, after one round
-of warm-up. A call of jaxkv is a step of a compiled loop over a donated state;
-the same program with no steps is timed next to it and subtracted, as in
+Method. All sides run in one process and take turns in every round, after one
+round of warm-up. A call of jaxkv is a step of a compiled loop over a donated
+state; the same program without steps is timed too and subtracted, as in
 `transitions.py`. On a CPU it is compiled with `jaxkv.CPU_COMPILER_OPTIONS`. A
-call of a Python manager is what a scheduler calls for the same purpose, in a
-plain Python loop, with the garbage collector's heap frozen; requests are made
-beforehand, except in admit_4096, where making them hashes the prompt. Both
-sides get the same lengths and the same number of steps. Times are microseconds
-a step; medians and minima are over the rounds.
+call of a Python manager consists of the calls that a scheduler makes for the
+same purpose, in a plain Python loop, with the garbage collector's heap frozen.
+Requests are made beforehand, except in admit_4096, where making them hashes the
+prompt. Both sides get equal lengths and numbers of steps. Times are
+microseconds a step; medians and minima are over the rounds.
 
 Peers. A peer that cannot be imported is skipped, with the reason.
 
-  vllm  `KVCacheManager` of vLLM 0.33. Without a GPU it is built from its source
-        distribution, which compiles nothing:
+  vllm  `KVCacheManager` of vLLM 0.33. Without a GPU it is installed from its
+        source distribution, which compiles nothing:
           pip install torch setuptools setuptools_scm cmake ninja wheel jinja2
           VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0+cpu \
             pip install --no-deps --no-build-isolation vllm==0.33.0
-        then whatever `import vllm.v1.core.kv_cache_manager` misses, such as
-        transformers, msgspec, cloudpickle, cachetools, pyzmq, xgrammar.
+        then the packages that `import vllm.v1.core.kv_cache_manager` lacks,
+        such as transformers, msgspec, cloudpickle, cachetools, pyzmq, xgrammar.
 
 A new peer is a module like `peer_vllm.py` and a line in `PEERS`.
 
@@ -123,11 +122,11 @@ class Peer(Protocol):
   ): ...
 
   def new(self, tokens: list[int]) -> Any:
-    """A request with these tokens, hashed; no pages are taken."""
+    """Makes a request with hashed tokens, without pages."""
     ...
 
   def start(self, request: Any) -> int:
-    """Finds, takes and publishes its pages; returns the tokens found."""
+    """Hits, takes and publishes pages; returns the number of hit tokens."""
     ...
 
   def extend(self, request: Any, tokens: list[int]) -> None:
@@ -135,12 +134,12 @@ class Peer(Protocol):
     ...
 
   def free(self, request: Any) -> None:
-    """Gives back the request's pages, its tail first."""
+    """Frees the request's pages, the last one first."""
     ...
 
 
 def jaxkv_op(case: Case) -> ops.Op:
-  """The operation of jaxkv that is timed."""
+  """Returns the timed operation of jaxkv."""
   config = case.config
   if case.op == "decode_step":
     return ops.decode_op(config, "short")
@@ -153,20 +152,22 @@ def jaxkv_op(case: Case) -> ops.Op:
 
 
 def _admit_op(admit: ops.Op) -> ops.Op:
-  """`admit`, and `commit` of the tokens that were not found."""
+  """Returns `admit` with a `commit` of the tokens that are no hits."""
 
   def step(state, prompts, trip):
     length = jnp.full((1,), PROMPT, jnp.int32)
     state, out = jaxkv.admit(state, trip[None], prompts[trip], length)
-    found = out.num_cached_tokens
-    rest = lax.dynamic_slice(
+    num_hit = out.num_cached_tokens
+    uncached = lax.dynamic_slice(
       jnp.pad(prompts[trip], ((0, 0), (0, PROMPT))),
-      (jnp.int32(0), found[0]),
+      (jnp.int32(0), num_hit[0]),
       (1, PROMPT),
     )
-    state, done = jaxkv.commit(state, rest, length - found, slots=trip[None])
+    state, done = jaxkv.commit(
+      state, uncached, length - num_hit, slots=trip[None]
+    )
     failed = ~(out.ok[0] & done.ok[0])
-    return state, found[0] - failed.astype(jnp.int32)
+    return state, num_hit[0] - failed.astype(jnp.int32)
 
   return admit._replace(step=step)
 
@@ -175,7 +176,7 @@ def _free_one_op(config: jaxkv.CacheConfig, steps: int) -> ops.Op:
   def prepare(state, rng):
     tokens = ops.random_tokens(rng, (config.num_slots, PROMPT))
     lengths = [PROMPT] * steps
-    return ops.filled(ops.released(state, rng), tokens, lengths), ()
+    return ops.fill_slots(ops.free_all(state, rng), tokens, lengths), ()
 
   def step(state, _, trip):
     state, out = jaxkv.free(state, slots=trip[None])
@@ -190,21 +191,21 @@ class JaxSide:
   name = "jaxkv"
 
   def __init__(self, case: Case, state: jaxkv.CacheState):
-    """Takes a copy of the state."""
+    """Compiles the operation, and copies the state."""
     platform = jax.default_backend()
     options = jaxkv.CPU_COMPILER_OPTIONS if platform == "cpu" else None
     op = jaxkv_op(case)
-    run = transitions.compiled(op.step, options)
+    run = transitions.compile_steps(op.step, options)
     rng = np.random.default_rng(case.slots)
     self.case, self.steps = case, op.steps
     self._side = transitions.Side(case.config, op, run, state, rng)
 
   def round(self, *, record: bool) -> None:
-    """Prepares, times, checks."""
+    """Prepares, times and checks one call."""
     self._side.round(record=record)
 
   def times(self) -> dict[str, float]:
-    """Microseconds a step."""
+    """Returns the microseconds a step."""
     row = self._side.row()
     return {key: row[key] for key in ("us_median", "us_min")}
 
@@ -213,7 +214,7 @@ class PeerSide:
   """A peer in one case: its manager, and samples (us a step)."""
 
   def __init__(self, name: str, peer: type[Peer], case: Case, steps: int):
-    """Makes a manager in which every page is cached and free."""
+    """Makes a manager whose pages are all cached and free."""
     config = case.config
     windows = [getattr(kind, "window", None) for kind in config.groups]
     self.name, self.case, self.steps = name, case, steps
@@ -224,7 +225,7 @@ class PeerSide:
     self._age()
 
   def round(self, *, record: bool) -> None:
-    """Prepares, times, checks, gives everything back."""
+    """Prepares, times and checks one call, and frees all requests."""
     kind = self.case.op.partition("_")[0]
     run = getattr(self, f"_{kind}")()
     begin = time.perf_counter()
@@ -235,7 +236,7 @@ class PeerSide:
       self.samples.append(took * 1e6 / self.steps)
 
   def times(self) -> dict[str, float]:
-    """Microseconds a step."""
+    """Returns the microseconds a step."""
     return {
       "us_median": statistics.median(self.samples),
       "us_min": min(self.samples),
@@ -251,7 +252,7 @@ class PeerSide:
     )
     lengths = np.maximum(lengths, 1)
     self._fill(lengths)
-    # Every sequence that ends is replaced by one of these.
+    # Requests for the places of sequences that end; making them is not timed.
     ends = int(np.sum(self.steps // end + 2))
     spares = [manager.new([token]) for token in self._tokens(ends)]
     tokens = self._tokens(self.steps)
@@ -276,9 +277,10 @@ class PeerSide:
   def _admit(self):
     manager = self._manager
     prompts = [self._tokens(PROMPT) for _ in range(self.steps)]
-    wanted = 0
+    expected = 0
     if self.case.mode == "hit":
-      wanted = PROMPT - PAGE_SIZE  # the last token's page is never found
+      # The last token's page is never a hit.
+      expected = PROMPT - PAGE_SIZE
       for prompt in prompts:
         self._start(prompt)
       self._release()
@@ -286,7 +288,7 @@ class PeerSide:
     def run():
       for prompt in prompts:
         request = manager.new(prompt)
-        assert manager.start(request) == wanted
+        assert manager.start(request) == expected
         self._running.append(request)
 
     return run
@@ -314,7 +316,7 @@ class PeerSide:
       self._start(self._tokens(int(length)))
 
   def _release(self) -> None:
-    """Fills up and caches partly filled pages, then frees all requests."""
+    """Fills and caches partial pages, then frees all requests."""
     for request in self._running:
       missing = -request.num_tokens % PAGE_SIZE
       if missing:
@@ -334,22 +336,22 @@ class PeerSide:
     return self._rng.integers(0, 2**30, count).tolist()
 
 
-def found_peers() -> tuple[dict[str, Any], dict[str, str]]:
-  """Modules of the importable peers; a version or a reason for every peer."""
-  modules, said = {}, {}
+def import_peers() -> tuple[dict[str, Any], dict[str, str]]:
+  """Imports peers; returns their modules, and a version or reason of each."""
+  modules, versions = {}, {}
   for name, module in PEERS.items():
     try:
       modules[name] = importlib.import_module(module)
-      said[name] = modules[name].VERSION
+      versions[name] = modules[name].VERSION
     except ImportError as error:
-      said[name] = f"skipped: {error}"
-    print(f"{name}: {said[name]}")
-  return modules, said
+      versions[name] = f"skipped: {error}"
+    print(f"{name}: {versions[name]}")
+  return modules, versions
 
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:
-  """All rows, printed as they come, and the peers."""
-  modules, said = found_peers()
+  """Measures and prints all rows; returns them with the peers."""
+  modules, versions = import_peers()
   cases = QUICK_CASES if quick else CASES
   print(
     f"\n{'op':12} {'mode':7} {'slots':>5} {'side':8} {'us min':>9}"
@@ -359,8 +361,12 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
   for case in cases:
     config = case.config
     if config not in states:
-      # One at a time, so that states of other sizes take no memory.
-      states = {config: ops.aged(config, np.random.default_rng(case.slots))}
+      # Only one state is kept, to bound the memory.
+      states = {
+        config: ops.cache_of_free_pages(
+          config, np.random.default_rng(case.slots)
+        )
+      }
     ours = JaxSide(case, states[config])
     peers = [
       PeerSide(name, module.Manager, case, ours.steps)
@@ -370,13 +376,14 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
     for row in new:
       print_row(row, new[0])
     rows += new
-  return {"peers": said, "rows": rows}
+  return {"peers": versions, "rows": rows}
 
 
 def timed(sides: list[Any], rounds: int) -> list[dict[str, Any]]:
-  """Rows of sides that take turns."""
+  """Times sides in turns; returns their rows."""
   for side in sides:
     side.round(record=False)
+  # The collector would otherwise scan the requests of all managers.
   gc.collect()
   gc.freeze()
   for _ in range(rounds):

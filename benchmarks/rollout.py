@@ -1,45 +1,45 @@
-"""The rollout loop: what it computes, and what it takes, beside bounds.
+"""Counts the work of the rollout loop and times its steps, against bounds.
 
-Counted on a model that costs nothing; `rollout_ideal.py` has the workloads and
-what is possible. "Before" is the loop that computed prompts in calls of their
-own.
+A stub replaces the model. `rollout_ideal.py` has the workloads and simulates
+ideal schedulers. "Before" is an earlier loop that computed prompts in separate
+calls.
 
-| metric             | what                                   | bound | before |
+| metric             | meaning                                | bound | before |
 |--------------------|----------------------------------------|-------|--------|
-| rows a useful row  | tokens that the model is called with,  | 1.25  | 9.8    |
-|                    | for each needed: drawn, or of a prompt |       |        |
-|                    | and computed for the first time        |       |        |
-| roofline time      | bfloat16 calls, max(rows, 295) each,   | 1.2   | 5.8    |
-|                    | against ideal mixed batches            |       |        |
-| busy               | slots that draw a token, of all slots  | -1 %  |        |
-|                    | in all steps; against both ideals      |       |        |
+| rows a useful row  | rows of all model calls per useful row:| 1.25  | 9.8    |
+|                    | a drawn token, or a prompt token       |       |        |
+|                    | computed for the first time            |       |        |
+| roofline time      | sum of max(rows, 295) over the calls,  | 1.2   | 5.8    |
+|                    | relative to ideal mixed batches        |       |        |
+| busy               | share of slots that draw a token, over | -1 %  |        |
+|                    | all steps; relative to both ideals     |       |        |
 | 35 % of need: busy | in a small pool                        | 58 %  | 59.8 % |
 | and recomputed     | tokens computed again                  | 30 k  | 225 k  |
-| same_batch: prompt | tokens of prompts that were computed   | 176   | 1,136  |
-| grpo: prompt       | likewise; the least: equal pages once  | +5 %  |        |
-| families: hit rate | tokens found, of those looked up;      | 0.55  | 0.12   |
-|                    | chosen from 32 that wait, or from all  | 0.69  |        |
-| overtaken          | the most sequences that entered before | as    |        |
-|                    | one that waited                        | asked |        |
-| longest wait       | steps in which a sequence that decodes | 1     |        |
-|                    | in a slot draws nothing                |       |        |
+| same_batch: prompt | prompt tokens computed                 | 176   | 1,136  |
+| grpo: prompt       | the same; the least is each page once  | +5 %  |        |
+| families: hit rate | share of prompt tokens hit, with a     | 0.55  | 0.12   |
+|                    | window of 32, or of the whole queue    | 0.69  |        |
+| overtaken          | the most sequences that entered before | its   |        |
+|                    | a sequence ahead in the queue          | limit |        |
+| longest wait       | steps in which a decoding sequence in  | 1     |        |
+|                    | a slot draws nothing                   |       |        |
 
-The need of a small pool is what its slots would reserve: room for a mean prompt
-and the longest answer each.
+The need is what the slots of a cache without paging would reserve: a mean
+prompt and the longest answer each. A small pool has 35 % of it.
 
-One bound on rows cannot be kept. `families` has one slot, and computes tails of
-8 to 32 tokens in calls of 65 columns at least. That takes no time on an
-accelerator, where a call costs 295 rows or more.
+One bound on rows cannot be met. `families` has one slot, and computes tails of
+8 to 32 tokens in calls of at least 65 columns. On an accelerator this costs
+nothing, because a call costs at least 295 rows.
 
-Timed, beside the counts:
+Timed metrics:
 
-| metric                | what                                     | bound |
+| metric                | meaning                                  | bound |
 |-----------------------|------------------------------------------|-------|
-| step, 2 tokens        | of 64 slots that decode, greedy, without | 110   |
-|                       | a model, microseconds                    |       |
-| step, 513 tokens      | likewise, with tokens drawn              | 400   |
+| step, 2 tokens        | microseconds of a greedy decode step of  | 110   |
+|                       | 64 slots, vocabulary 2, without a model  |       |
+| step, 513 tokens      | the same, sampled, vocabulary 513        | 400   |
 
-With `--device`, nothing but the lengths workload on the GPU or TPU at hand, see
+`--device` runs only the lengths workload with a model on a GPU or TPU, see
 `rollout_device.py`.
 
 Not measured: compilation, and without `--device` an accelerator.
@@ -68,7 +68,7 @@ from rows import summary
 import jaxkv
 from jaxkv import rollout
 
-# Microseconds of a step without a model: greedy of 2 tokens, drawn of 513.
+# Bounds in microseconds of a step without a model.
 STEP = 110
 STEP_WITH_SAMPLER = 400
 
@@ -77,15 +77,16 @@ SHORT, LONG = 8, 248
 
 
 def timed(call: Callable[..., Any], *inputs: Any) -> tuple[float, Any]:
-  """Seconds of a call with inputs that are ready, and its result."""
+  """Returns the seconds of a call and its result."""
+  # Inputs may still be computed by earlier calls, which must not be timed.
   jax.block_until_ready(inputs)
   begin = time.perf_counter()
   result = jax.block_until_ready(call(*inputs))
   return time.perf_counter() - begin, result
 
 
-def stepped(quick: bool, rounds: int) -> Iterator[Row]:
-  """The rows that are times."""
+def step_rows(quick: bool, rounds: int) -> Iterator[Row]:
+  """Yields the timed rows."""
   if not quick:
     yield from step(0.0, 2, STEP, rounds)
   yield from step(1.0, 513, STEP_WITH_SAMPLER, rounds)
@@ -100,7 +101,7 @@ def stub(
   at: Any,
   rows: Any,
 ) -> tuple[jax.Array, Any]:
-  """Logits that a compiler cannot know before the step."""
+  """A model whose logits depend on positions, so they are not constants."""
   del tokens, views, rows
   position = positions[0].at[at].get(mode="clip").astype(jnp.float32)
   return params + position[:, None] * 1e-3, kv
@@ -109,8 +110,8 @@ def stub(
 def step(
   temperature: float, vocabulary: int, bound: float, rounds: int
 ) -> Iterator[Row]:
-  """A step of the loop in which all slots decode, and nothing else happens."""
-  state = decoding(rollout.Sampling(temperature=temperature))
+  """Times a step of the loop in which all slots decode."""
+  state = decoding_state(rollout.Sampling(temperature=temperature))
   params = jax.random.normal(jax.random.key(1), (SLOTS, vocabulary))
   program = jax.jit(
     functools.partial(rollout.generate, model=stub),
@@ -120,12 +121,13 @@ def step(
   _, state = timed(program, params, state, rollout.Until(steps=SHORT))
 
   def span(steps: int) -> float:
-    mine = jax.tree.map(jnp.copy, state)
-    before = int(mine.counters.generated)
-    seconds, end = timed(program, params, mine, rollout.Until(steps=steps))
-    assert int(end.counters.generated) - before == SLOTS * steps
+    copied = jax.tree.map(jnp.copy, state)
+    generated_before = int(copied.counters.generated)
+    seconds, end = timed(program, params, copied, rollout.Until(steps=steps))
+    assert int(end.counters.generated) - generated_before == SLOTS * steps
     return seconds
 
+  # The difference of a long and a short span removes the cost of a call.
   for steps in (SHORT, LONG):
     span(steps)
   samples = [(span(SHORT), span(LONG)) for _ in range(rounds)]
@@ -136,8 +138,8 @@ def step(
     yield at_most(name, metric, us, bound)
 
 
-def decoding(sampling: rollout.Sampling) -> rollout.RolloutState:
-  """A rollout of random prompts, one a slot, that never end."""
+def decoding_state(sampling: rollout.Sampling) -> rollout.RolloutState:
+  """Makes a rollout of one random prompt a slot, without a stop token."""
   longest = SHORT + LONG + 8
   sizes = jaxkv.CacheConfig(
     num_pages=1 + SLOTS * (2 + longest // 16),
@@ -157,20 +159,20 @@ def decoding(sampling: rollout.Sampling) -> rollout.RolloutState:
   )
 
 
-def counted(quick: bool) -> Iterator[Row]:
-  """The rows that are counts."""
+def count_rows(quick: bool) -> Iterator[Row]:
+  """Yields the counted rows."""
   yield from counts.stall(quick)
   yield from counts.small(quick)
   yield from counts.long(quick)
 
 
 def measured(quick: bool, rounds: int, device: bool) -> dict[str, Any]:
-  """All rows, printed as they come."""
+  """Measures and prints all rows."""
   print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
   if device:
     return {"rows": rollout_device.by_part("", quick)}
-  rows = show(stepped(quick, rounds))
-  rows += show(counted(quick))
+  rows = show(step_rows(quick, rounds))
+  rows += show(count_rows(quick))
   print(f"\n{summary(rows)}")
   return {"rows": [row.as_json() for row in rows]}
 

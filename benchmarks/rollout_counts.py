@@ -1,4 +1,4 @@
-"""What the rollout loop computes, counted on a model that costs nothing."""
+"""Counts the work of the rollout loop with a stub in place of the model."""
 
 import functools
 import time
@@ -37,10 +37,10 @@ class Run(NamedTuple):
   """A finished rollout.
 
   Attributes:
-    work: what was run.
-    pages: of the pool.
-    end: the state.
-    seconds: without compilation.
+    work: the workload.
+    pages: usable pages of the pool.
+    end: the final state.
+    seconds: the duration without compilation.
   """
 
   work: Workload
@@ -49,17 +49,17 @@ class Run(NamedTuple):
   seconds: float
 
   def count(self, name: str) -> int:
-    """One of the loop's counters."""
+    """Returns one of the loop's counters."""
     return int(getattr(self.end.counters, name))
 
   @property
   def busy(self) -> float:
-    """Slots that draw a token, of all, in all steps."""
+    """The share of slots that draw a token, over all steps."""
     return self.count("generated") / (self.count("steps") * self.work.slots)
 
   @property
   def cost(self) -> int:
-    """Rows of all calls, where a call costs at least `ideal.RIDGE`."""
+    """The roofline time in rows: a call costs at least `ideal.RIDGE`."""
     sizes = packing.widths(self.end.config)
     calls = np.asarray(self.end.counters.calls).tolist()
     return sum(
@@ -77,35 +77,35 @@ def _model(
   at: Any,
   rows: Any,
 ) -> tuple[jax.Array, Any]:
-  """Repeats a prompt's last token, its number, until its answer ends."""
+  """A stub that repeats a prompt's last token until its answer ends."""
   del views, rows
   number = tokens[0].at[at].get(mode="clip")
-  drawn = forced(stops, number, positions[0].at[at].get(mode="clip"))
+  drawn = forced_tokens(stops, number, positions[0].at[at].get(mode="clip"))
   return jax.nn.one_hot(drawn, stops.shape[0] + 1, dtype=jnp.float32), kv
 
 
-def forced(stops: jax.Array, number: Any, position: Any) -> jax.Array:
-  """The tokens that give every answer its length.
+def forced_tokens(stops: jax.Array, number: Any, position: Any) -> jax.Array:
+  """Returns the next tokens that give every answer its length.
 
   Args:
-    stops: int32[P], the position of the last token computed of each prompt.
-    number: int32[X], a sequence's last token.
-    position: int32[X], where it stands.
+    stops: int32[P], the last position to compute for each prompt's samples.
+    number: int32[X], the last token of a sequence: the index of its prompt.
+    position: int32[X], the position of the last token.
 
   Returns:
-    int32[X]: the number again, or P, which ends a sequence.
+    int32[X]: the same token, or P, which ends a sequence.
   """
   ends = position + 1 >= stops.at[number].get(mode="clip")
   return jnp.where(ends, stops.shape[0], number)
 
 
-def stops_of(work: Workload) -> jax.Array:
-  """See `forced`."""
+def last_positions(work: Workload) -> jax.Array:
+  """Returns `stops` of `forced_tokens`."""
   return jnp.asarray(work.lengths + work.answers - 1, jnp.int32)
 
 
 def sizes_of(work: Workload, pages: int) -> jaxkv.CacheConfig:
-  """A cache for a workload; `pages` can be used, beside the null page."""
+  """Returns the config of a cache with `pages` pages and the null page."""
   width = work.prompts.shape[1] + int(work.answers.max())
   return jaxkv.CacheConfig(
     num_pages=pages + 1,
@@ -115,14 +115,14 @@ def sizes_of(work: Workload, pages: int) -> jaxkv.CacheConfig:
   )
 
 
-def begun(
+def initial_state(
   work: Workload,
   pages: int,
   kv: jaxkv.kv.KVPages,
   timeline: int = 0,
   temperature: float = 0.0,
 ) -> rollout.RolloutState:
-  """A workload's rollout before its first step."""
+  """Makes a workload's rollout before its first step."""
   options: dict[str, Any] = work.options or {}
   config = rollout.RolloutConfig(
     num_samples=work.samples,
@@ -143,23 +143,23 @@ def begun(
 
 
 def check_answers(work: Workload, end: rollout.RolloutState) -> None:
-  """Raises unless every answer has its length."""
+  """Checks that every answer has its length."""
   assert bool(rollout.is_done(end))
-  found = np.asarray(end.sequences.length - end.sequences.prompt_length)
-  assert np.array_equal(found, np.repeat(work.answers, work.samples))
+  num_drawn = np.asarray(end.sequences.length - end.sequences.prompt_length)
+  assert np.array_equal(num_drawn, np.repeat(work.answers, work.samples))
 
 
-def ran(work: Workload, pages: int, timeline: int = 0) -> Run:
-  """Runs a workload with a model that costs nothing."""
+def run_workload(work: Workload, pages: int, timeline: int = 0) -> Run:
+  """Runs a workload with the stub."""
   sizes = sizes_of(work, pages)
   kv = jaxkv.kv.init(sizes, num_layers=1, num_kv_heads=1, head_dim=1)
-  state = begun(work, pages, kv, timeline)
+  state = initial_state(work, pages, kv, timeline)
   program = jax.jit(
     functools.partial(rollout.generate, model=_model),
     donate_argnums=1,
     compiler_options=jaxkv.CPU_COMPILER_OPTIONS,
   )
-  inputs = (stops_of(work), state)
+  inputs = (last_positions(work), state)
   compiled = program.lower(*inputs).compile()
   begin = time.perf_counter()
   end = jax.block_until_ready(compiled(*inputs))
@@ -169,9 +169,9 @@ def ran(work: Workload, pages: int, timeline: int = 0) -> Run:
 
 
 def common(name: str, run: Run) -> Iterator[Row]:
-  """The rows that every workload has."""
+  """Yields the rows of every workload."""
   useful = run.count("generated") + run.count("prefilled")
-  stats, most = run.end.cache.stats, run.end.config.max_overtaken
+  stats, limit = run.end.cache.stats, run.end.config.max_overtaken
   hits = int(stats.hit_tokens) / max(int(stats.queried_tokens), 1)
   steps = run.count("steps")
   yield at_most(
@@ -184,47 +184,48 @@ def common(name: str, run: Run) -> Iterator[Row]:
   yield Row(name, "most pages in use", run.count("peak_pages"))
   yield Row(name, "steps", steps)
   yield Row(name, "hit rate", hits)
-  yield at_most(name, "overtaken", int(run.end.overtaken.max()), most)
+  yield at_most(name, "overtaken", int(run.end.overtaken.max()), limit)
   yield Row(name, "us a step without a model", run.seconds * 1e6 / steps)
 
 
 def small(quick: bool) -> Iterator[Row]:
-  """The rows of same_batch, grpo and families."""
+  """Yields the rows of same_batch, grpo and families."""
   work = ideal.same_batch()
-  run = ran(work, 400)
+  run = run_workload(work, 400)
   yield from common("same_batch", run)
   tokens = run.count("prefilled")
   yield at_most("same_batch", "prompt tokens", tokens, SAME_BATCH_TOKENS)
-  least = int(ideal.new_tokens(work).sum())
-  yield Row("same_batch", "least prompt tokens", least)
+  fewest = int(ideal.new_tokens(work).sum())
+  yield Row("same_batch", "least prompt tokens", fewest)
   if quick:
     return
 
   work = ideal.grpo()
-  run = ran(work, 4000)
+  run = run_workload(work, 4000)
   yield from common("grpo", run)
-  least = int(ideal.new_tokens(work).sum())
-  bound = least * GRPO_TOKENS
+  fewest = int(ideal.new_tokens(work).sum())
+  bound = fewest * GRPO_TOKENS
   yield at_most("grpo", "prompt tokens", run.count("prefilled"), bound)
-  yield Row("grpo", "least prompt tokens", least)
+  yield Row("grpo", "least prompt tokens", fewest)
 
   for pages in (40, 80, 120, 200):
     for window, hits in FAMILIES_HITS.items():
       work = ideal.families(window)
       name = f"families {window}, {pages}"
-      for row in common(name, ran(work, pages)):
-        # The whole queue has the same aim in every pool.
+      for row in common(name, run_workload(work, pages)):
+        # With a window of the whole queue, all pools have the same bound. With
+        # the small window, only the smallest pool has one.
         if row.metric == "hit rate" and (pages == 40 or window > 32):
           row = at_least(name, row.metric, row.value, hits)
         yield row
 
 
 def long(quick: bool) -> Iterator[Row]:
-  """The rows of lengths, in all pools; with `quick` an eighth of all sizes."""
+  """Yields the rows of lengths; `quick` has an eighth of all sizes."""
   work = ideal.lengths(64, 8, 8) if quick else ideal.lengths()
   mixed = ideal.schedule(work, ideal.mixed_room)
   equal = ideal.schedule(work, ideal.loop_room(work.slots))
-  ample = ran(work, 20_000)
+  ample = run_workload(work, 20_000)
   name = "lengths"
   yield from common(name, ample)
   yield Row(name, "roofline time in rows", ample.cost)
@@ -234,7 +235,7 @@ def long(quick: bool) -> Iterator[Row]:
   yield Row(
     name, "roofline time against equal columns", ample.cost / equal.cost
   )
-  yield from _busy(name, ample, mixed, equal)
+  yield from _busy_rows(name, ample, mixed, equal)
   yield at_least(
     name, "busy against ideal mixed batches", ample.busy / mixed.busy, BUSY
   )
@@ -245,29 +246,29 @@ def long(quick: bool) -> Iterator[Row]:
   need = ideal.reserved_pages(work)
   pages = int(need * SMALL_POOL)
   name = "lengths, 35 % of need"
-  run = ran(work, pages)
+  run = run_workload(work, pages)
   yield from common(name, run)
   yield Row(name, "pages of the need", need)
-  yield from _scarce(name, run)
+  yield from _small_pool_rows(name, run)
 
 
-def _busy(
+def _busy_rows(
   name: str, run: Run, mixed: ideal.Schedule, equal: ideal.Schedule
 ) -> Iterator[Row]:
-  """The share of busy slots beside those of the ideals."""
+  """Yields the share of busy slots, of the loop and of both ideals."""
   yield Row(name, "busy", run.busy)
   yield Row(name, "busy, ideal mixed batches", mixed.busy)
   yield Row(name, "busy, ideal equal columns", equal.busy)
 
 
-def _scarce(name: str, run: Run) -> Iterator[Row]:
-  """What a small pool costs."""
+def _small_pool_rows(name: str, run: Run) -> Iterator[Row]:
+  """Yields the costs of a small pool."""
   work, pages = run.work, run.pages
   mixed = ideal.schedule(work, ideal.mixed_room, pages)
   equal = ideal.schedule(work, ideal.loop_room(work.slots), pages)
-  busy, *others = _busy(name, run, mixed, equal)
+  busy, *ideal_rows = _busy_rows(name, run, mixed, equal)
   yield at_least(*busy[:3], SMALL_POOL_BUSY)
-  yield from others
+  yield from ideal_rows
   recomputed = run.count("recomputed")
   yield at_most(name, "recomputed", recomputed, SMALL_POOL_RECOMPUTED)
   yield Row(name, TIME, run.cost / mixed.cost)
@@ -275,28 +276,28 @@ def _scarce(name: str, run: Run) -> Iterator[Row]:
 
 
 def stall(quick: bool) -> Iterator[Row]:
-  """How long a sequence that has begun to decode waits for its next token."""
+  """Yields the longest wait of a decoding sequence for its next token."""
   work = ideal.lengths(48, slots=8, scale=8)
   pools = {"stall, few pages": 40, "stall": 400}
   for name, pages in list(pools.items())[: 1 if quick else None]:
-    run = ran(work, pages, timeline=1 << 12)
+    run = run_workload(work, pages, timeline=1 << 12)
     wait = longest_wait(rollout.timeline(run.end))
     yield at_most(name, "longest wait in steps", wait, WAIT)
     yield Row(name, "preempted", run.count("preempted"))
 
 
-def longest_wait(found: rollout.Timeline) -> int:
-  """The most steps in a row in which a sequence in a slot draws nothing.
+def longest_wait(timeline: rollout.Timeline) -> int:
+  """Returns the most consecutive steps in which a sequence draws nothing.
 
-  Counted from its first token decoded in that slot to its last one, or to the
-  step in which it is preempted.
+  A wait counts from a sequence's first token decoded in a slot to its last one
+  there, or to the step of its preemption.
   """
   longest, waited, decoding = 0, 0, None
-  for span in found.spans():
-    here = span.slot, span.sequence
+  for span in timeline.spans():
+    place = span.slot, span.sequence
     if span.kind == "decode":
-      decoding, waited = here, 0
-    elif here != decoding or span.kind == "preempt":
+      decoding, waited = place, 0
+    elif place != decoding or span.kind == "preempt":
       decoding = None
     else:
       waited += span.stop - span.start

@@ -1,17 +1,17 @@
-"""The lengths workload with a model of realistic size, on an accelerator.
+"""Times the lengths workload with a real model, on an accelerator.
 
-The model has the sizes of SmolLM2-360M, bfloat16, with random weights. It
-computes and samples what any model would; then a large number is added to the
-logits of one token, so that every answer has the length that the workload says.
+The model has the sizes of SmolLM2-360M, bfloat16, with random weights. A large
+number is added to the logits of one token, so that every answer has the length
+of the workload.
 
-| part  | what                                                              |
+| part  | measures                                                          |
 |-------|-------------------------------------------------------------------|
-| steps | the first steps of the job, one call of the loop each, dispatch   |
-|       | included: milliseconds a step, by the columns for prompts         |
+| steps | the first steps of the job, each in one call of the loop, with    |
+|       | dispatch: milliseconds a step, by the number of prompt columns    |
 | whole | the whole job in one call: tokens a second, drawn and computed    |
 
 Both parts use one compiled program. Each part is written as soon as it has run,
-and a second call with the same file runs only what is missing.
+and a second call with the same file runs the missing parts.
 """
 
 import functools
@@ -60,7 +60,7 @@ _FORCE = 1e6
 
 
 def require_accelerator(quick: bool) -> None:
-  """Exits with a message if jax has only a CPU; `quick` needs no more."""
+  """Exits with a message if jax has only a CPU, unless `quick`."""
   if not quick and jax.default_backend() == "cpu":
     sys.exit(
       "--device times a model of 360 M parameters and jax has only a CPU; run "
@@ -69,11 +69,11 @@ def require_accelerator(quick: bool) -> None:
 
 
 def by_part(name: str, quick: bool = False) -> list[dict[str, Any]]:
-  """Runs what the file has not; writes each part at once.
+  """Runs the parts that the file lacks; writes each part at once.
 
   Args:
-    name: the file; empty for none.
-    quick: tiny sizes, on any device.
+    name: the file; an empty name writes none.
+    quick: True for tiny sizes, on any device.
 
   Returns:
     All rows.
@@ -111,17 +111,18 @@ class Job:
     self.model = QUICK_MODEL if quick else MODEL
     self.work = ideal.lengths(**small)
     self._single_steps = 8 if quick else _SINGLE_STEPS
-    # Room for what all slots use at most.
+    # Enough pages for all slots at their longest, so nothing is preempted.
     self.pages = 400 if quick else 6000
     params = models.init_params(jax.random.key(0), self.model)
-    self._inputs = params, counts.stops_of(self.work)
+    self._inputs = params, counts.last_positions(self.work)
     self._program = jax.jit(
       functools.partial(rollout.generate, model=self._call), donate_argnums=1
     )
     begin = time.perf_counter()
-    state = self._begun()
+    state = self._initial_state()
     inputs = self._inputs, state, rollout.Until(steps=0)
     self._compiled = self._program.lower(*inputs).compile()
+    # Freed, because the pool may not fit twice.
     del state, inputs
     self.compiling = time.perf_counter() - begin
     numbers = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -137,25 +138,25 @@ class Job:
     at: Any,
     rows: Any,
   ) -> tuple[jax.Array, Any]:
-    """The model, drawing the tokens that give answers their lengths."""
+    """Calls the model; changes its logits to draw `counts.forced_tokens`."""
     params, stops = inputs
     logits, kv = models.forward(
       params, tokens, positions, kv, views, at, rows, config=self.model
     )
     number = tokens[0].at[at].get(mode="clip")
     place = positions[0].at[at].get(mode="clip")
-    drawn = counts.forced(stops, number, place)
+    drawn = counts.forced_tokens(stops, number, place)
     forced = jax.nn.one_hot(drawn, logits.shape[1], dtype=logits.dtype)
     return logits + forced * _FORCE, kv
 
-  def _begun(self) -> rollout.RolloutState:
+  def _initial_state(self) -> rollout.RolloutState:
     kv = models.init_kv(self.model, counts.sizes_of(self.work, self.pages))
-    return counts.begun(self.work, self.pages, kv, temperature=1.0)
+    return counts.initial_state(self.work, self.pages, kv, temperature=1.0)
 
   def _run(
     self, state: rollout.RolloutState, steps: int
   ) -> tuple[float, rollout.RolloutState]:
-    """Seconds of some steps, and the state after them."""
+    """Returns the seconds of some steps, and the state after them."""
     limit = rollout.Until(steps=jnp.int32(steps))
     jax.block_until_ready((state, limit))
     begin = time.perf_counter()
@@ -164,8 +165,8 @@ class Job:
     return time.perf_counter() - begin, state
 
   def steps(self) -> list[Row]:
-    """Milliseconds of single steps, by width."""
-    state = self._begun()
+    """Times single steps, by width."""
+    state = self._initial_state()
     widths = packing.widths(state.config)
     before = np.asarray(state.counters.calls)
     samples: dict[packing.Width, list[float]] = {size: [] for size in widths}
@@ -187,10 +188,11 @@ class Job:
     return rows
 
   def whole(self) -> list[Row]:
-    """Tokens a second of the whole job."""
-    _, state = self._run(self._begun(), 4)  # warm
+    """Times the whole job."""
+    _, state = self._run(self._initial_state(), 4)  # Warms up.
+    # Freed, because the pool may not fit twice.
     del state
-    seconds, end = self._run(self._begun(), _ALL_STEPS)
+    seconds, end = self._run(self._initial_state(), _ALL_STEPS)
     counts.check_answers(self.work, end)
     steps = int(end.counters.steps)
     drawn = int(end.counters.generated)

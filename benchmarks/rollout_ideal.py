@@ -1,12 +1,12 @@
-"""The workloads of `rollout.py`, and what an ideal scheduler does with them.
+"""The workloads of `rollout.py`, and a simulation of ideal schedulers.
 
-| workload     | what                                                         |
+| workload     | contents                                                     |
 |--------------|--------------------------------------------------------------|
 | lengths      | 512 sequences in 64 slots, pages of 16: prompts of 200 to    |
 |              | 2,000 tokens (mean 650), answers lognormal (median 200,      |
 |              | sigma 1, at most 2,048)                                      |
-| same_batch   | 16 prompts of 64 common tokens and 8 of their own, pages of  |
-|              | 8, into an empty cache                                       |
+| same_batch   | 16 prompts of 64 common and 8 distinct tokens, pages of 8,   |
+|              | into an empty cache                                          |
 | grpo         | 32 prompts of 100 to 400 tokens with 64 common ones, 8       |
 |              | samples each, 64 slots, pages of 16                          |
 | families     | 200 prompts of 20 families in random order, one slot, pages  |
@@ -16,22 +16,21 @@ Ideal schedulers are simulated on the host, in plain Python.
 
 | ideal          | rows of a step                                             |
 |----------------|------------------------------------------------------------|
-| mixed batches  | one for each decoding sequence, and as many prompt tokens  |
-|                | as fit 295 rows in all, at least 1                         |
-| equal columns  | one for each decoding sequence, and as many prompt tokens  |
-|                | as the loop has columns for: `prefill_chunk` and those of  |
-|                | the slots that do not decode                               |
+| mixed batches  | one for each decoding sequence, and prompt tokens up to    |
+|                | 295 rows in total, but at least 1 prompt token             |
+| equal columns  | one for each decoding sequence, and prompt tokens for the  |
+|                | loop's columns: `prefill_chunk` and one for each slot that |
+|                | does not decode                                            |
 
 Both take sequences in the order of the queue, fill a slot in the step after it
-became empty, serve prompts in the order of entry, and compute no row that is
-not needed. A prompt's last row draws the first token. Sequences that do not fit
-into the pool stay in their slots and lose nothing: those that entered first
-have their pages, the others pause until pages are free, and what they hold is
-kept elsewhere. With a small pool this is a yardstick and no limit: other orders
-may do better.
+becomes empty, serve prompts in the order of entry, and compute only needed
+rows. A prompt's last row draws the first token. If sequences do not fit into
+the pool, the earliest in the slots run and the others pause, without losing
+their K/V. With a small pool this is a reference, not a bound: another order may
+do better.
 
-The cost of a step is that of a bfloat16 call on an accelerator: reading the
-weights takes as long as computing 295 rows, so it costs max(rows, 295).
+A step costs max(rows, 295), the cost of a bfloat16 call on an accelerator:
+reading the weights takes as long as computing 295 rows.
 """
 
 import math
@@ -42,20 +41,20 @@ from typing import NamedTuple
 import numpy as np
 
 RIDGE = 295
-"""Rows at which a call in bfloat16 takes as long as reading the weights."""
+"""The rows of a bfloat16 call that take as long as reading the weights."""
 
 
 class Workload(NamedTuple):
   """Prompts and the lengths of their answers.
 
   Attributes:
-    prompts: int32[P, L]. The last token of each is its number.
+    prompts: int32[P, L]. The last token of each prompt is its index.
     lengths: int32[P].
-    answers: int32[P], tokens drawn by each sample.
+    answers: int32[P], the tokens of each sample.
     page_size: S.
     slots: B.
-    samples: of each prompt.
-    options: of `RolloutConfig`.
+    samples: the number of samples of each prompt.
+    options: further fields of `RolloutConfig`.
   """
 
   prompts: np.ndarray
@@ -67,8 +66,10 @@ class Workload(NamedTuple):
   options: dict[str, int] | None = None
 
 
-def _of(rows: list[np.ndarray], answers: Any, **sizes: Any) -> Workload:
-  """A workload of prompts of different lengths."""
+def _workload_of(
+  rows: list[np.ndarray], answers: Any, **sizes: Any
+) -> Workload:
+  """Makes a workload of prompts of different lengths."""
   lengths = np.array([len(row) for row in rows], np.int32)
   prompts = np.zeros((len(rows), lengths.max()), np.int32)
   for number, row in enumerate(rows):
@@ -79,42 +80,42 @@ def _of(rows: list[np.ndarray], answers: Any, **sizes: Any) -> Workload:
 
 
 def lengths(count: int = 512, slots: int = 64, scale: int = 1) -> Workload:
-  """See the table.
+  """Makes the workload "lengths" of the table.
 
   Args:
-    count: sequences.
+    count: the number of sequences.
     slots: B.
-    scale: all lengths are divided by this number.
+    scale: a divisor of all lengths.
   """
   rng = np.random.default_rng(0)
   prompts = np.clip(rng.lognormal(np.log(666) - 0.18, 0.6, count), 200, 2000)
   answers = np.clip(rng.lognormal(np.log(200), 1.0, count), 1, 2048)
   answers = np.maximum(answers // scale, 1).astype(np.int32)
   rows = [rng.integers(0, count, int(length / scale)) for length in prompts]
-  return _of(rows, answers, page_size=16, slots=slots)
+  return _workload_of(rows, answers, page_size=16, slots=slots)
 
 
 def same_batch() -> Workload:
-  """See the table."""
+  """Makes the workload "same_batch" of the table."""
   rng = np.random.default_rng(0)
   common = rng.integers(0, 16, 64)
   rows = [np.concatenate([common, rng.integers(0, 16, 8)]) for _ in range(16)]
-  return _of(rows, 4, page_size=8, slots=16)
+  return _workload_of(rows, 4, page_size=8, slots=16)
 
 
 def grpo() -> Workload:
-  """See the table."""
+  """Makes the workload "grpo" of the table."""
   rng = np.random.default_rng(0)
   common = rng.integers(0, 32, 64)
   rows = [
     np.concatenate([common, rng.integers(0, 32, rng.integers(36, 337))])
     for _ in range(32)
   ]
-  return _of(rows, 60, page_size=16, slots=64, samples=8)
+  return _workload_of(rows, 60, page_size=16, slots=64, samples=8)
 
 
 def families(window: int) -> Workload:
-  """See the table; sequences are chosen from `window` that wait."""
+  """Makes the workload "families"; `window` sequences are candidates."""
   rng = np.random.default_rng(1)
   begins = [rng.integers(0, 200, rng.integers(6, 15) * 8) for _ in range(20)]
   order = np.repeat(np.arange(20), 10)
@@ -124,17 +125,17 @@ def families(window: int) -> Workload:
     for n in order
   ]
   bound = {"window": window, "max_overtaken": max(window, 32)}
-  return _of(rows, 1, page_size=8, slots=1, options=bound)
+  return _workload_of(rows, 1, page_size=8, slots=1, options=bound)
 
 
 class Schedule(NamedTuple):
-  """What an ideal scheduler does with a workload.
+  """The result of an ideal scheduler.
 
   Attributes:
-    steps: model calls.
-    cost: rows, where a call costs at least `RIDGE`.
-    busy: slots that draw a token, of all, in all steps.
-    most_pages: in use at once.
+    steps: the number of model calls.
+    cost: the sum of rows of all calls, at least `RIDGE` each.
+    busy: the share of slots that draw a token, over all steps.
+    most_pages: the most pages in use at once.
   """
 
   steps: int
@@ -144,19 +145,19 @@ class Schedule(NamedTuple):
 
 
 class _Running:
-  """A sequence in a slot: tokens to compute and to draw, and tokens held."""
+  """A running sequence: tokens to compute, to draw, and held in pages."""
 
   def __init__(self, compute: int, draw: int, held: int):
     self.compute, self.draw, self.held = compute, draw, held
 
 
 def mixed_room(decoding: int) -> int:
-  """Prompt tokens of a step of mixed batches."""
+  """Returns the prompt tokens of a step with mixed batches."""
   return max(RIDGE - decoding, 1)
 
 
 def loop_room(slots: int, chunk: int = 256) -> Callable[[int], int]:
-  """Prompt tokens of a step with the loop's columns."""
+  """Returns a function that gives a step's prompt tokens in the loop."""
   return lambda decoding: chunk + slots - decoding
 
 
@@ -165,13 +166,13 @@ def schedule(
 ) -> Schedule:
   """Simulates an ideal scheduler.
 
-  Pages that begin several prompts are computed once, by the first of them, and
-  each sequence is counted with all its pages.
+  The first prompt computes the pages that it shares with others. Pages in use
+  are counted without sharing.
 
   Args:
-    work: its sequences, one sample each.
-    room: (decoding sequences) -> prompt tokens that a step may compute.
-    pages: of the pool.
+    work: the workload, with one sample of each prompt.
+    room: `(decoding sequences) -> prompt tokens that a step may compute`.
+    pages: pages of the pool.
   """
   queue = [
     _Running(*sequence)
@@ -191,7 +192,7 @@ def schedule(
     active, in_use = _fitting(slots, pages, work.page_size)
     most_pages = max(most_pages, in_use)
     rows, draws = _step(active, room)
-    slots = [one for one in slots if one.draw]
+    slots = [running for running in slots if running.draw]
     steps, cost, drawn = steps + 1, cost + max(rows, RIDGE), drawn + draws
   return Schedule(
     steps=steps,
@@ -204,56 +205,59 @@ def schedule(
 def _fitting(
   slots: list[_Running], pages: float, page_size: int
 ) -> tuple[list[_Running], int]:
-  """The first sequences that fit into the pool, and their pages."""
+  """Returns the first sequences that fit into the pool, and their pages."""
   active, in_use = [], 0
-  for one in slots:
-    in_use_then = in_use - (-one.held // page_size)
-    if in_use_then > pages:
+  for running in slots:
+    needed = in_use - (-running.held // page_size)
+    if needed > pages:
       break
-    in_use = in_use_then
-    active.append(one)
+    in_use = needed
+    active.append(running)
   return active, in_use
 
 
 def _step(
   active: list[_Running], room: Callable[[int], int]
 ) -> tuple[int, int]:
-  """Advances sequences by a step; the rows computed and the tokens drawn."""
-  decoding = sum(one.compute == 0 for one in active)
-  left, rows, draws = room(decoding), decoding, 0
-  for one in active:
-    prefills = one.compute > 0
-    if prefills:
-      now = min(one.compute, left)
-      one.compute, left, rows = one.compute - now, left - now, rows + now
-    if one.compute == 0:
-      one.draw, one.held, draws = one.draw - 1, one.held + 1, draws + 1
+  """Runs a step; returns the rows computed and the tokens drawn."""
+  decoding = sum(running.compute == 0 for running in active)
+  remaining, rows, draws = room(decoding), decoding, 0
+  for running in active:
+    num_computed = min(running.compute, remaining)
+    running.compute -= num_computed
+    remaining -= num_computed
+    rows += num_computed
+    # The last row of a prompt draws the first token in the same step.
+    if running.compute == 0:
+      running.draw -= 1
+      running.held += 1
+      draws += 1
   return rows, draws
 
 
 def new_tokens(work: Workload) -> np.ndarray:
-  """int64[P]: tokens of each prompt, without the last one, to be computed.
+  """Returns the tokens of each prompt to compute, without the last, int64[P].
 
-  A page is computed once if it and all pages before it are equal. The tokens
-  behind a prompt's last full page belong to it alone.
+  Equal prefixes of full pages are computed once. The tokens after a prompt's
+  last full page are never shared.
   """
-  seen: dict[tuple[int, bytes], int] = {}
+  # A trie of pages: a node is the number of a prefix of full pages.
+  nodes: dict[tuple[int, bytes], int] = {}
   counts, size = [], work.page_size
   for row, length in zip(work.prompts, work.lengths, strict=True):
     node, needed = 0, length - 1
     for begin in range(0, (length - 1) // size * size, size):
       key = node, row[begin : begin + size].tobytes()
-      needed -= size * (key in seen)
-      node = seen.setdefault(key, len(seen) + 1)
+      needed -= size * (key in nodes)
+      node = nodes.setdefault(key, len(nodes) + 1)
     counts.append(needed)
   return np.asarray(counts)
 
 
 def reserved_pages(work: Workload) -> float:
-  """Pages of all slots if each answer had its room from the beginning.
+  """Returns the pages of a cache that reserves the longest answer.
 
-  A slot has room for a mean prompt and the longest answer that a sequence may
-  draw, as in a cache that reserves what a sequence might need.
+  Each slot has the pages of a mean prompt and the longest answer.
   """
-  most = -(-(work.lengths + work.answers.max()) // work.page_size)
-  return float(work.slots * most.mean())
+  pages_per_slot = -(-(work.lengths + work.answers.max()) // work.page_size)
+  return float(work.slots * pages_per_slot.mean())

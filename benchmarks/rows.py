@@ -1,4 +1,4 @@
-"""Rows of a report: a figure and its bound."""
+"""Rows of a report: figures with their bounds."""
 
 import time
 from collections.abc import Callable
@@ -14,11 +14,11 @@ class Row(NamedTuple):
   """One figure.
 
   Attributes:
-    workload: what was run.
-    metric: what was counted or timed.
+    workload: the name of the workload.
+    metric: the name of the count or time.
     value: the figure.
-    bound: what the figure should reach; None if there is no such number.
-    side: "at most" or "at least", the bound; None without one.
+    bound: the target of the figure; None if it has none.
+    side: "at most" or "at least"; None without a bound.
   """
 
   workload: str
@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
   @property
   def met(self) -> bool | None:
-    """Whether the figure keeps its bound; None without one."""
+    """True if the figure keeps its bound; None without a bound."""
     if self.bound is None:
       return None
     if self.side == "at least":
@@ -37,7 +37,7 @@ class Row(NamedTuple):
     return self.value <= self.bound
 
   def as_json(self) -> dict[str, Any]:
-    """The row of the report."""
+    """Returns the row as it is written to the report."""
     return {**self._asdict(), "met": self.met}
 
 
@@ -54,16 +54,17 @@ def alternated(
   rounds: int,
   clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-  """Times calls that take turns, after a round that is not counted.
+  """Times calls in turns, after one round of warm-up.
 
   Args:
-    calls: functions of no arguments by name.
-    rounds: samples of each.
+    calls: functions without arguments, by name.
+    rounds: the number of samples of each call.
     clock: returns seconds.
 
   Returns:
-    Seconds of each call, by name.
+    The seconds of each call, by name.
   """
+  # In turns, so that a change of the machine's speed affects all calls alike.
   seconds: dict[str, list[float]] = {name: [] for name in calls}
   for number in range(rounds + 1):
     for name, call in calls.items():
@@ -75,7 +76,7 @@ def alternated(
 
 
 def show(rows: Iterable[Row]) -> list[Row]:
-  """Prints rows as they come; returns them."""
+  """Prints each row as soon as it is measured; returns all rows."""
   done = []
   for row in rows:
     done.append(row)
@@ -92,14 +93,14 @@ def show(rows: Iterable[Row]) -> list[Row]:
 
 
 def number(value: float) -> str:
-  """A figure with about four digits."""
+  """Formats a figure with about four digits."""
   if float(value).is_integer() or abs(value) >= 1000:
     return f"{value:,.0f}"
   return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3f}"
 
 
 def report(rows: Iterable[Row]) -> dict[str, Any]:
-  """Prints a table of rows as they come, and a summary; returns them all."""
+  """Prints a table of rows and a summary; returns the report."""
   print(f"\n{'workload':26} {'metric':42} {'value':>10} {'bound':>20}")
   done = show(rows)
   print(f"\n{summary(done)}")
@@ -107,7 +108,7 @@ def report(rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def summary(rows: Iterable[Row]) -> str:
-  """One line: how many bounds are kept, and which are not."""
+  """Returns one line with the number of kept bounds and the missed ones."""
   rows = [row for row in rows if row.bound is not None]
   missed = [f"{row.workload}: {row.metric}" for row in rows if not row.met]
   text = f"{len(rows) - len(missed)} of {len(rows)} bounds are kept"

@@ -1,16 +1,16 @@
-"""Scoring completions that share a prompt, beside scoring each one whole.
+"""Times `rollout.score` of completions that share a prompt.
 
-| side   | what it does                                                       |
+| side   | computes                                                           |
 |--------|--------------------------------------------------------------------|
 | group  | `rollout.score` of a prompt and its 8 completions, nothing cached  |
 | cached | the same with the prompt cached, as after a rollout                |
-| whole  | `rollout.score` of 8 groups of one, in a cache that shares nothing |
+| whole  | `rollout.score` of 8 groups of one completion, without sharing     |
 
 Rows are the tokens that the model computes: P - 1 + G R for the group, and
-G (P - 1 + R) for `whole`. Seconds are medians of calls that take turns: by
-the clock, and of the processor in all threads. The model has the width of
-SmolLM2 (135M), 4 layers and 1,024 tokens: 576 wide, 9 heads, 3 K/V heads of 64,
-an MLP of 1,536; float32, chunks of 256.
+G (P - 1 + R) for `whole`. Seconds are medians of calls that take turns: wall
+time, and CPU time of all threads. The model has the width of SmolLM2 (135M), 4
+layers and a vocabulary of 1,024: 576 wide, 9 heads, 3 K/V heads of 64, an MLP
+of 1,536; float32, chunks of 256.
 
   python benchmarks/score.py [--quick] [--json FILE]
 """
@@ -65,7 +65,7 @@ QUICK = (Size(64, 8),)
 
 
 def _groups(size: Size, ones: bool) -> tuple[jax.Array, ...]:
-  """What `score` is given: one group, or a group for each completion."""
+  """Makes the groups of `score`: a single one, or one for each completion."""
   rng = np.random.default_rng(0)
   prompt = rng.integers(0, _VOCABULARY, (1, size.prompt))
   shape = (1, _SAMPLES, size.completion)
@@ -85,7 +85,7 @@ def _groups(size: Size, ones: bool) -> tuple[jax.Array, ...]:
   )
 
 
-def _fresh(size: Size, shares: bool) -> rollout.ScoreState:
+def _empty_state(size: Size, shares: bool) -> rollout.ScoreState:
   pages = -(-(size.prompt + size.completion) // _PAGE)
   sizes = jaxkv.CacheConfig(
     num_pages=(_SAMPLES + 1) * pages,
@@ -99,12 +99,12 @@ def _fresh(size: Size, shares: bool) -> rollout.ScoreState:
 
 
 class _Score:
-  """`rollout.score`, in place."""
+  """Runs `rollout.score` with a donated state."""
 
   def __init__(self, size: Size, params: Any, *, shares: bool, warm: bool):
     self._params, self._shares, self._warm = params, shares, warm
     self._groups = _groups(size, ones=not shares)
-    self._state = _fresh(size, shares)
+    self._state = _empty_state(size, shares)
     model = functools.partial(models.forward, config=_MODEL)
     self._score = jax.jit(
       functools.partial(rollout.score, model=model),
@@ -118,7 +118,7 @@ class _Score:
     return scored
 
   def reset(self) -> None:
-    """Forgets the prompt, if it is not to be cached."""
+    """Drops the cached prompt, unless this side times a cached one."""
     if self._shares and not self._warm:
       cache, _ = jaxkv.new_epoch(self._state.cache)
       self._state = dataclasses.replace(self._state, cache=cache)
@@ -139,10 +139,10 @@ def _sides(size: Size) -> dict[str, Any]:
   }
 
 
-def _counted(size: Size, sides: dict[str, Any]) -> Iterator[Row]:
-  """Calls every side once; yields how many rows of tokens each computes."""
+def _count_rows(size: Size, sides: dict[str, Any]) -> Iterator[Row]:
+  """Calls every side once; yields the number of tokens that each computes."""
   name, new = str(size), _SAMPLES * size.completion
-  # Only a second call finds the prompt in the cache.
+  # Only the second call hits the prompt in the cache.
   sides["cached"]()
   rows = {
     side: int(score().computed_tokens.sum()) for side, score in sides.items()
@@ -157,27 +157,27 @@ def _counted(size: Size, sides: dict[str, Any]) -> Iterator[Row]:
 def _timings(
   sides: dict[str, Any], rounds: int
 ) -> dict[str, tuple[float, float]]:
-  """Seconds and CPU seconds of each side, medians of rounds."""
+  """Returns the median seconds and CPU seconds of each side."""
   samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
   for _ in range(rounds):
     for name, side in sides.items():
       side.reset()
       samples[name].append(_timed(side))
   return {
-    name: tuple(map(statistics.median, zip(*taken, strict=True)))
-    for name, taken in samples.items()
+    name: tuple(map(statistics.median, zip(*timings, strict=True)))
+    for name, timings in samples.items()
   }
 
 
 def _rows_of(size: Size, rounds: int) -> Iterator[Row]:
   sides, name = _sides(size), str(size)
-  yield from _counted(size, sides)
+  yield from _count_rows(size, sides)
   medians = _timings(sides, rounds)
-  for number, kind in enumerate(("seconds", "CPU seconds")):
-    own = medians["group"][number]
+  for index, kind in enumerate(("seconds", "CPU seconds")):
+    group_median = medians["group"][index]
     for side, median in medians.items():
-      yield Row(name, f"{side}: {kind}", median[number])
-    whole = medians["whole"][number] / own
+      yield Row(name, f"{side}: {kind}", median[index])
+    whole = medians["whole"][index] / group_median
     if size == SIZES[0]:
       yield at_least(name, f"whole / group, {kind}", whole, 4)
     else:
@@ -185,7 +185,7 @@ def _rows_of(size: Size, rounds: int) -> Iterator[Row]:
 
 
 def measured(quick: bool, rounds: int) -> dict[str, Any]:
-  """All rows, printed as they come."""
+  """Measures and prints all rows."""
   return report(
     row
     for size in (QUICK if quick else SIZES)

@@ -1,4 +1,4 @@
-"""The operations that `transitions.py` times, and states to time them on."""
+"""The operations that `transitions.py` times, and the states they run on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,23 +16,22 @@ PAGES = (4096, 65536, 262144)
 STEPS = 512
 SHORT, LONG = 128, 1008  # tokens of a sequence in decode_step
 WINDOWS = (jaxkv.FullAttention(), *[jaxkv.SlidingWindow(1024)] * 5)
-LONG_ONES = 96  # sequences of a hybrid that outgrow the window
-OUTGROWN = (1024, 1536)
+NUM_LONG = 96  # sequences of a hybrid that are longer than the window
+LONG_HYBRID = (1024, 1536)  # their first and last lengths
 FREED = 16
 FREED_PAGES = 64
 
 
 class Op(NamedTuple):
-  """A transition to be timed at one size.
+  """A transition to time at one size.
 
   Attributes:
     name: the row's `op`.
     mode: the row's `mode`.
-    steps: trips of a timed call.
-    prepare: (state, rng) -> (state, inputs), untimed.
-    step: (state, inputs, trip number) -> (state, int32[]); the numbers are
-      added up.
-    expected: their sum; None if it varies.
+    steps: the number of steps in a timed call.
+    prepare: `(state, rng) -> (state, inputs)`, untimed.
+    step: `(state, inputs, step index) -> (state, int32[])`.
+    expected: the sum of the numbers of all steps; None if it varies.
   """
 
   name: str
@@ -47,8 +46,8 @@ def random_tokens(rng, shape) -> Array:
   return jnp.asarray(rng.integers(0, 2**31 - 1, shape, np.int32))
 
 
-def filled(state, tokens, lengths):
-  """The state with new sequences of those lengths in its first slots."""
+def fill_slots(state, tokens, lengths):
+  """Fills the first slots with new sequences of these lengths."""
   counts = np.zeros(state.config.num_slots, np.int32)
   counts[: len(lengths)] = lengths
   state, allocated = jaxkv.allocate(state, jnp.asarray(counts))
@@ -57,8 +56,8 @@ def filled(state, tokens, lengths):
   return state
 
 
-def released(state, rng):
-  """The state with all slots empty and all their pages cached."""
+def free_all(state, rng):
+  """Frees all slots, after filling their pages so that all are cached."""
   room = state.num_pages[:, 0] * state.config.page_size - state.length
   tokens = random_tokens(rng, (state.config.num_slots, PROMPT))
   state, committed = jaxkv.commit(state, tokens, room)
@@ -66,10 +65,11 @@ def released(state, rng):
   return jaxkv.free(state, mask=state.num_pages[:, 0] > 0)[0]
 
 
-def aged(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
-  """A cache in which every page is cached and free."""
+def cache_of_free_pages(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
+  """Returns a cache whose pages are all cached and free."""
   state = jaxkv.init(config)
-  # All groups take equally many pages; the remainder is handed out first.
+  # All groups take the same number of pages. The remainder stays uncached, and
+  # is handed out first.
   usable = (config.num_pages - 1) // config.num_groups
   left = usable
   while left > 0:
@@ -78,7 +78,7 @@ def aged(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
       lengths.append(min(left, config.pages_per_slot) * config.page_size)
       left -= lengths[-1] // config.page_size
     tokens = random_tokens(rng, (config.num_slots, PROMPT))
-    state = released(filled(state, tokens, lengths), rng)
+    state = free_all(fill_slots(state, tokens, lengths), rng)
   assert len(jaxkv.cached_pages(state)) == usable * config.num_groups
   return state
 
@@ -86,22 +86,19 @@ def aged(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
 def decode_lengths(
   config: jaxkv.CacheConfig, mode: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The least first length of each sequence, and the length at which it ends.
-
-  Short sequences end at the same length in every pool.
-  """
+  """Returns the lowest first length and the last length of each sequence."""
   slots, size = config.num_slots, config.page_size
   begin, end = np.zeros((2, slots), np.int32)
   end[:] = (
     LONG if mode == "long" else min(SHORT, (PAGES[0] - 1) // slots * size)
   )
   if config.skips_pages:
-    begin[:LONG_ONES], end[:LONG_ONES] = OUTGROWN
+    begin[:NUM_LONG], end[:NUM_LONG] = LONG_HYBRID
   return begin, end
 
 
 def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
-  """A decode step of all slots; no steps if the sequences do not fit."""
+  """Returns a decode step of all slots; 0 steps if sequences do not fit."""
   slots, size = config.num_slots, config.page_size
   begin, end = decode_lengths(config, mode)
   fits = config.num_groups * end.sum() < config.num_pages * size
@@ -112,7 +109,7 @@ def decode_op(config: jaxkv.CacheConfig, mode: str) -> Op:
     lengths = np.arange(slots) % size
     lengths += size * rng.integers(begin // size, end // size, slots)
     tokens = random_tokens(rng, (slots, PROMPT))
-    state = filled(released(state, rng), tokens, lengths)
+    state = fill_slots(free_all(state, rng), tokens, lengths)
     return jaxkv.recycle(state)[0], tokens[:, 0]
 
   def step(state, first, trip):
@@ -143,7 +140,7 @@ def allocate_op(config: jaxkv.CacheConfig) -> Op:
 
   def prepare(state, rng):
     state, _ = jaxkv.allocate(
-      released(state, rng), jnp.ones((slots,), jnp.int32)
+      free_all(state, rng), jnp.ones((slots,), jnp.int32)
     )
     lengths = jnp.arange(slots, dtype=jnp.int32) % size
     tokens = random_tokens(rng, (slots, PROMPT))
@@ -157,23 +154,23 @@ def allocate_op(config: jaxkv.CacheConfig) -> Op:
 
 
 def prompt_ops(config: jaxkv.CacheConfig) -> list[Op]:
-  """Match and admit, with cached prompts and with unknown ones."""
+  """Returns `match` and `admit` of cached and of new prompts."""
   slots = config.num_slots
   columns = PROMPT // config.page_size
   steps = min(slots, (config.num_pages - 1) // (columns + 1), 64)
 
   def cached(state, rng):
-    state = released(state, rng)
+    state = free_all(state, rng)
     tokens = random_tokens(rng, (slots, PROMPT))
-    state = filled(state, tokens, [PROMPT] * steps)
-    return released(state, rng), tokens[:steps, None]
+    state = fill_slots(state, tokens, [PROMPT] * steps)
+    return free_all(state, rng), tokens[:steps, None]
 
   def unknown(state, rng):
-    return released(state, rng), random_tokens(rng, (steps, 1, PROMPT))
+    return free_all(state, rng), random_tokens(rng, (steps, 1, PROMPT))
 
   def match(state, prompts, trip):
     out = jaxkv.match(state, prompts[trip], jnp.full((1,), PROMPT, jnp.int32))
-    # If the pages were not used, finding them would be compiled away.
+    # XLA would remove the search if the pages were not used.
     used = jnp.sum(out.pages < 0, dtype=jnp.int32)
     return state, out.num_cached_tokens[0] + used
 
@@ -198,7 +195,7 @@ def free_op(config: jaxkv.CacheConfig) -> Op:
   def prepare(state, rng):
     tokens = random_tokens(rng, (config.num_slots, PROMPT))
     lengths = [FREED_PAGES * config.page_size] * (steps * FREED)
-    return filled(released(state, rng), tokens, lengths), ()
+    return fill_slots(free_all(state, rng), tokens, lengths), ()
 
   def step(state, _, trip):
     slots = trip * FREED + jnp.arange(FREED, dtype=jnp.int32)

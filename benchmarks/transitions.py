@@ -1,40 +1,42 @@
-"""What a transition of the cache costs inside a compiled loop.
+"""Times transitions of the cache inside compiled loops.
 
 | op          | one step of the loop                                         |
 |-------------|--------------------------------------------------------------|
 | decode_step | `allocate` a token in every slot, `commit` it (1/16 of the   |
-|             | slots take a page, as many hash and publish one), `free` the |
+|             | slots take a page, 1/16 hash and publish one), `free` the    |
 |             | sequences that end, `admit` with all rows masked out; with   |
-|             | windows, `recycle` before                                    |
+|             | windows, `recycle` first                                     |
 | allocate    | one more token in every slot, 1/16 of them take a page       |
 | match_4096  | `match`, one prompt of 4,096 tokens                          |
 | admit_4096  | `admit`, one prompt of 4,096 tokens, hashing included        |
 | free_16     | `free`, 16 sequences of 64 pages, all of them cached         |
 
-Modes. short: sequences end at 128 tokens (48 at 1,024 slots, so that every pool
-holds them); at 256 slots two end in a step. long: they end at 1,008 tokens, in
-most steps none. hybrid: one group of full attention and five of a sliding
-window of 1,024 tokens; 96 of 256 sequences have 1,024 to 1,536 tokens, so six
-give pages back in a step; the others end at 128. all_hit: 255 of 256 pages are
-found in the free queue, and one is taken (the last token is never found).
-none_hit: nothing is found. none_hit_evicting: 256 pages are taken. All pages of
-a pool are cached before anything is timed, so every page taken evicts one, in
-every op. unsplit: compiled with `jaxkv.CPU_COMPILER_OPTIONS`, so that XLA:CPU
-does not hand small operations to other threads, which costs more than it saves.
-graphs: on a GPU, compiled so that loops whose trip count depends on data are
-part of a CUDA graph too.
+Modes.
+short: sequences end at 128 tokens (48 at 1,024 slots, to fit every pool); at
+  256 slots two end in a step.
+long: sequences end at 1,008 tokens; in most steps none ends.
+hybrid: one group of full attention and five with a sliding window of 1,024
+  tokens. 96 of 256 sequences have 1,024 to 1,536 tokens, so six free pages in
+  each step; the others end at 128.
+all_hit: 255 of 256 pages are hits in the free queue, and one is taken (the last
+  token is never a hit).
+none_hit, none_hit_evicting: no page is a hit; `admit` takes 256 pages.
+unsplit: compiled with `jaxkv.CPU_COMPILER_OPTIONS`, so that XLA:CPU does not
+  hand small operations to other threads, which costs more than it saves.
+graphs: compiled for a GPU so that loops whose trip count depends on data are
+  part of a CUDA graph.
+All pages are cached beforehand, so every page taken evicts one.
 
-How. A timed call is one `fori_loop` whose trip count is an argument and whose
-carry is the donated state. The same program with no trips is timed next to it
-and subtracted (minimum from minimum, median from median), so that dispatch does
-not count. No step undoes the work of another: every `admit` fills another slot
-with another prompt, every `free` takes other slots, and the state is prepared
-between calls, untimed. Small pools have fewer steps. All sizes alternate in
-every round.
+Method. A timed call is one `fori_loop` whose trip count is an argument and
+whose carry is the donated state. The same program with no trips is timed too
+and subtracted (minimum from minimum, median from median), which removes the
+dispatch. Every `admit` fills another slot with another prompt, every `free`
+frees other slots, and the state is prepared between calls, untimed. Small pools
+have fewer steps. All sizes alternate in every round.
 
 Not measured: dispatch from Python, compilation, K/V memory and the model,
-sweeps of the free queue's ring (after hits, at most once in as many releases as
-the pool has pages), an accelerator unless jax runs on one.
+sweeps of the free queue's ring (after hits, at most one per `num_pages`
+releases), an accelerator unless jax runs on one.
 
   python benchmarks/transitions.py [--quick] [--json FILE]
 
@@ -66,15 +68,15 @@ GRAPHS = {
   "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,CONDITIONAL",
   "xla_gpu_graph_min_graph_size": 1,
 }
-WAYS = {
+COMPILER_OPTIONS = {
   "cpu": {"unsplit": jaxkv.CPU_COMPILER_OPTIONS},
   "gpu": {"graphs": GRAPHS},
 }
-"""Compiler options that are timed beside the defaults, by platform and mode."""
+"""Compiler options to time besides the defaults, by platform and mode."""
 
 
-def compiled(step, options: dict[str, Any] | None):
-  """A timed call: `count` steps over a donated state."""
+def compile_steps(step, options: dict[str, Any] | None):
+  """Jits a loop of steps: `(state, inputs, count) -> (state, sum)`."""
 
   def run(state, inputs, count):
     def body(trip, carry):
@@ -88,16 +90,16 @@ def compiled(step, options: dict[str, Any] | None):
 
 
 class Side:
-  """One op at one size: its program, its state, its samples (us a call)."""
+  """One op at one size, with its program, state and samples (us a call)."""
 
   def __init__(self, config, op, run, state, rng):
-    """Takes a copy of the state."""
+    """Copies the state."""
     self.config, self.op, self.samples, self.idle = config, op, [], []
     self._run, self._rng = run, rng
     self._state = jax.tree.map(jnp.copy, state)
 
   def round(self, *, record: bool) -> None:
-    """Prepares, times, checks."""
+    """Prepares, times and checks one call."""
     state, inputs = self.op.prepare(self._state, self._rng)
     state, inputs = jax.block_until_ready((state, inputs))
     before = int(state.stats.evicted_pages), int(state.stats.popped_pages)
@@ -113,7 +115,7 @@ class Side:
       self.idle.append(empty * 1e6)
 
   def row(self) -> dict[str, Any]:
-    """The result."""
+    """Returns the row of the report."""
     return {
       "op": self.op.name,
       "slots": self.config.num_slots,
@@ -135,16 +137,16 @@ def timed(run, state, inputs, count):
 
 
 def sides_of(slots: int, pages: int) -> list[Side]:
-  """All ops at one size; those that do not fit are named and left out."""
+  """Returns all ops at one size, except those that do not fit."""
   config = jaxkv.CacheConfig(
     num_pages=pages,
     page_size=PAGE_SIZE,
     num_slots=slots,
     pages_per_slot=PROMPT // PAGE_SIZE,
   )
-  steps = [ops.decode_op(config, mode) for mode in ("short", "long")]
-  others = [ops.allocate_op(config), *ops.prompt_ops(config)]
-  sides = sides_with(config, [*steps, *others, ops.free_op(config)])
+  decode_ops = [ops.decode_op(config, mode) for mode in ("short", "long")]
+  other_ops = [ops.allocate_op(config), *ops.prompt_ops(config)]
+  sides = sides_with(config, [*decode_ops, *other_ops, ops.free_op(config)])
   if (slots, pages) == HYBRID:
     config = dataclasses.replace(config, groups=ops.WINDOWS)
     sides += sides_with(config, [ops.decode_op(config, "hybrid")])
@@ -152,20 +154,24 @@ def sides_of(slots: int, pages: int) -> list[Side]:
 
 
 def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
-  """These ops over one state, with and without a platform's options."""
+  """Returns sides of ops, with each of the platform's compiler options."""
   slots, pages = config.num_slots, config.num_pages
   rng = np.random.default_rng(slots + pages)
-  state = ops.aged(config, rng)
+  state = ops.cache_of_free_pages(config, rng)
   programs, sides = {}, []
   for op in all_ops:
     if op.steps < 2:
       print(f"skipped, pool too small: {op.name} {op.mode} {slots} {pages}")
       continue
-    ways = {"": None, **WAYS.get(jax.default_backend(), {})}
-    for way, options in ways.items():
-      mode = f"{op.mode} {way}".strip()
-      run = compiled(op.step, options)
-      run = programs.setdefault((op.step, way), run)
+    options_of_mode = {
+      "": None,
+      **COMPILER_OPTIONS.get(jax.default_backend(), {}),
+    }
+    for compiler_mode, options in options_of_mode.items():
+      mode = f"{op.mode} {compiler_mode}".strip()
+      run = compile_steps(op.step, options)
+      # Ops of equal steps share one program, so it is compiled once.
+      run = programs.setdefault((op.step, compiler_mode), run)
       sides.append(Side(config, op._replace(mode=mode), run, state, rng))
   return sides
 
@@ -173,12 +179,9 @@ def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
 def by_row(name: str, rounds: int = 5) -> None:
   """Times 256 slots, one side after another; a second call resumes.
 
-  The most important rows come first: all ops with 65,536 pages, then
-  decode_step with the smallest and the largest pool.
-
   Args:
-    name: the file; each row is written to it as soon as it is measured.
-    rounds: samples of everything.
+    name: the file; each row is written as soon as it is measured.
+    rounds: the number of samples of each row.
   """
   path = pathlib.Path(name)
   report: dict[str, Any] = {"rounds": rounds, "rows": []}
@@ -186,6 +189,8 @@ def by_row(name: str, rounds: int = 5) -> None:
     report = json.loads(path.read_text("utf-8"))
   keys = ("op", "mode", "pages")
   done = {tuple(row[key] for key in keys) for row in report["rows"]}
+  # The most important rows first: all ops with 65,536 pages, then decode_step
+  # with the smallest and the largest pool.
   for pages in (HYBRID[1], PAGES[0], PAGES[-1]):
     for side in sides_of(HYBRID[0], pages):
       op = side.op
@@ -201,7 +206,7 @@ def by_row(name: str, rounds: int = 5) -> None:
 
 
 def measured(all_slots, rounds: int) -> list[dict[str, Any]]:
-  """All rows, printed as they come."""
+  """Measures and prints all rows."""
   print(
     f"\n{'op':12} {'mode':25} {'slots':>5} {'pages':>7} {'page':>4}"
     f" {'us min':>9} {'median':>9}"

@@ -181,7 +181,7 @@ tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
     for part in parts.values():
       assert all((_ROOT / file).exists() for file in part.files)
     text = (_ROOT / "tests" / "kernels" / "test_mosaic.py").read_text("utf-8")
-    assert f"class {parts['mosaic'].wanted}:" in text
+    assert f"class {parts['mosaic'].required}:" in text
     device.compute_capability = "8.0"
     assert "mosaic_gpu" not in gpu_suite.parts(quick=False)
 
@@ -194,7 +194,7 @@ tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
       ("", 5),
     ]
     part = gpu_suite.Part(("tests/a.py",), "", "triton")
-    ended = [gpu_suite.tried(part, {}, 9, quick=True) for _ in range(4)]
+    ended = [gpu_suite.run_part(part, {}, 9, quick=True) for _ in range(4)]
     assert [e["complete"] for e in ended] == [False, True, False, False]
     assert "1 skipped; none of triton" in ended[0]["result"]
     assert "exit code 5" in ended[3]["result"]
@@ -203,8 +203,8 @@ tests/test_b.py::test_v SKIPPED (PASSED over)         [100%]
     _, answers = pytest_says
     answers += [("tests/a.py::test_x FAILED", None), ("", 0)]
     part = gpu_suite.Part(("tests/a.py",))
-    first = gpu_suite.tried(part, {}, 9, quick=True)
-    second = gpu_suite.tried(part, first, 9, quick=True)
+    first = gpu_suite.run_part(part, {}, 9, quick=True)
+    second = gpu_suite.run_part(part, first, 9, quick=True)
     assert (first["ended"], second["ended"]) == (False, True)
     assert second["failed"] == ["tests/a.py::test_x"]
     assert not second["complete"]

@@ -19,7 +19,9 @@ def _work(lengths, answers, slots, page_size=4):
   import rollout_ideal
 
   rows = [np.arange(100, 100 + length) for length in lengths]
-  return rollout_ideal._of(rows, answers, page_size=page_size, slots=slots)
+  return rollout_ideal._workload_of(
+    rows, answers, page_size=page_size, slots=slots
+  )
 
 
 class TestRows:
