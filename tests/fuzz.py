@@ -1,10 +1,10 @@
-"""The host cache manager against the reference model, on random traces.
+"""Compares the host cache manager with the reference model on random traces.
 
 `python -m tests.fuzz --operations N --policy current|classic --seed I` makes N
-random operations, shared out among the configurations of
-`tests.host.fuzz_setups`, or in the one of `--config NAME`, with both managers,
-and compares everything after every one. The first difference is printed and
-ends the run with exit code 1.
+random operations with both managers, divided among the configurations of
+`tests.host.fuzz_setups`, or all in that of `--config NAME`. It compares answers
+and states after each. The first difference is printed and ends the run with
+exit code 1.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from tests.model_of_the_cache.manager import ReferenceManager
 from tests.model_of_the_cache.manager import Request
 
 _EXPECTED_ERRORS = (ValueError, KeyError)
-_SHOWN = 10
+_NUM_RECENT = 10
 
 
 class Side:
-  """A manager with requests of its own.
+  """A manager with its requests.
 
   Attributes:
-    manager: a cache manager.
-    make_request: its class of requests.
-    requests: name -> request.
-    hits: name -> pages that its last lookup found.
+    manager: the cache manager.
+    make_request: the manager's class of requests.
+    requests: the requests by name.
+    hits: the pages of each request's last lookup, by name.
   """
 
   def __init__(self, manager: Any, make_request: Callable[..., Any]):
@@ -46,7 +46,10 @@ class Side:
     self.hits: dict[str, Any] = {}
 
   def apply(self, operation: Operation) -> Any:
-    """Does one thing; the answer in lists and numbers, or which error."""
+    """Runs an operation; returns the answer as lists and numbers, or an error.
+
+    Pages of both managers are converted, so that answers compare as equal.
+    """
     verb = getattr(self, f"_{operation.verb}")
     arguments = dict(operation.arguments)
     if operation.name:
@@ -70,8 +73,8 @@ class Side:
     request = self.requests[name]
     self.hits[name], tokens = self.manager.get_computed_pages(request)
     pages = _lists(self.hits[name].get_page_ids())
-    told = getattr(self.hits[name], "shared_prefix_boundary", 0)
-    return pages, int(tokens), int(told or request.shared_prefix_boundary)
+    boundary = getattr(self.hits[name], "shared_prefix_boundary", 0)
+    return pages, int(tokens), int(boundary or request.shared_prefix_boundary)
 
   def _allocate(self, name, with_hit=False, **arguments):
     if with_hit:
@@ -110,32 +113,34 @@ def _lists(pages):
 
 
 def compare(
-  oracle: Side, tested: Side, wanted: Any, got: Any, name: str = ""
+  oracle: Side, tested: Side, expected: Any, answer: Any, name: str = ""
 ) -> list[str]:
-  """In what two sides differ after an operation, one line a difference.
+  """Returns the differences of two sides after an operation, one a line.
 
   Args:
-    oracle: the reference.
-    tested: the other.
-    wanted: the reference's answer.
-    got: the other's.
-    name: the request that it was about, which may be finished by now.
+    oracle: the reference side.
+    tested: the side under test.
+    expected: the answer of the reference.
+    answer: the answer of the side under test.
+    name: the request of the operation, which may be finished.
   """
-  found = []
-  if wanted != got:
-    found.append(f"answer: wanted {wanted}, got {got}")
+  differences = []
+  if expected != answer:
+    differences.append(f"answer: wanted {expected}, got {answer}")
   for request in dict.fromkeys([*oracle.requests, *([name] if name else [])]):
     pages = [_lists(s.manager.get_page_ids(request)) for s in (oracle, tested)]
     if pages[0] != pages[1]:
-      found.append(f"pages of {request}: wanted {pages[0]}, got {pages[1]}")
+      differences.append(
+        f"pages of {request}: wanted {pages[0]}, got {pages[1]}"
+      )
   views = [_view(side.manager) for side in (oracle, tested)]
   for field, value in views[0].items():
     if value != views[1][field]:
-      found.append(f"{field}: wanted {value}, got {views[1][field]}")
+      differences.append(f"{field}: wanted {value}, got {views[1][field]}")
   usage = [side.manager.usage for side in (oracle, tested)]
   if not math.isclose(*usage, abs_tol=1e-9):
-    found.append(f"usage: wanted {usage[0]}, got {usage[1]}")
-  return found
+    differences.append(f"usage: wanted {usage[0]}, got {usage[1]}")
+  return differences
 
 
 def _view(manager):
@@ -152,13 +157,13 @@ class Mismatch(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Factory:
-  """How to make a side: classes of its manager and of its requests."""
+  """Makes sides from the classes of a manager and of its requests."""
 
   manager: Callable[..., Any]
   request: Callable[..., Any]
 
   def make(self, setup: Setup, policy: str) -> Side:
-    """A side of this configuration."""
+    """Makes a side of a configuration."""
     return Side(self.manager(**setup.arguments(policy)), self.request)
 
 
@@ -166,7 +171,7 @@ REFERENCE = Factory(ReferenceManager, Request)
 
 
 def host() -> Factory:
-  """The library's manager."""
+  """Returns the factory of the library's manager."""
   module = importlib.import_module("jaxkv.host")
   return Factory(module.CacheManager, module.Request)
 
@@ -179,73 +184,73 @@ def run(
   factory: Factory,
   oracle_factory: Factory = REFERENCE,
 ) -> collections.Counter[str]:
-  """Makes random operations with both; raises `Mismatch`.
+  """Runs random operations on both sides; raises `Mismatch` if they differ.
 
   Args:
     setup: the configuration.
-    policy: current or classic.
-    seed: of the trace.
-    operations: how many.
+    policy: "current" or "classic".
+    seed: the seed of the trace.
+    operations: the number of operations.
     factory: makes the side under test.
-    oracle_factory: makes the side that is right.
+    oracle_factory: makes the reference side.
 
   Returns:
-    How often the trace came by what it is there for.
+    Counts of the events that the trace is meant to cover.
   """
   oracle = oracle_factory.make(setup, policy)
   tested = factory.make(setup, policy)
   steps = Trace(setup, oracle, f"{setup.name} {policy} {seed}").operations()
-  last: collections.deque[str] = collections.deque(maxlen=_SHOWN)
-  seen: collections.Counter[str] = collections.Counter()
+  recent: collections.deque[str] = collections.deque(maxlen=_NUM_RECENT)
+  counts: collections.Counter[str] = collections.Counter()
   operation = next(steps)
   for number in range(operations):
-    wanted = oracle.apply(operation)
-    last.append(f"{number}: {operation} -> {wanted}")
-    failed = isinstance(wanted, str) and operation.name != "nobody"
+    expected = oracle.apply(operation)
+    recent.append(f"{number}: {operation} -> {expected}")
+    failed = isinstance(expected, str) and operation.name != "nobody"
     try:
-      found = ["the oracle itself failed"] if failed else []
-      got = tested.apply(operation)
-      found += compare(oracle, tested, wanted, got, operation.name)
+      differences = ["the oracle itself failed"] if failed else []
+      answer = tested.apply(operation)
+      differences += compare(oracle, tested, expected, answer, operation.name)
     except Exception as error:
-      found = [f"{type(error).__name__}: {error}"]
-      _report(setup, policy, seed, number, last, found, error)
-    if found:
-      _report(setup, policy, seed, number, last, found)
-    _note(seen, operation, wanted)
-    operation = steps.send(wanted)
-  return seen
+      differences = [f"{type(error).__name__}: {error}"]
+      _report(setup, policy, seed, number, recent, differences, error)
+    if differences:
+      _report(setup, policy, seed, number, recent, differences)
+    _note(counts, operation, expected)
+    operation = steps.send(expected)
+  return counts
 
 
-def _report(setup, policy, seed, number, last, found, cause=None):
+def _report(setup, policy, seed, number, recent, differences, cause=None):
   lines = [
     f"MISMATCH {setup.name}, policy {policy}, seed {seed}, operation {number}",
     f"  {setup}",
     "last operations, with the oracle's answers:",
-    *(f"  {line}" for line in last),
+    *(f"  {line}" for line in recent),
     "differences:",
-    *(f"  {line}" for line in found),
+    *(f"  {line}" for line in differences),
   ]
   raise Mismatch("\n".join(lines)) from cause
 
 
-def _note(seen, operation, wanted):
-  seen["operations"] += 1
+def _note(counts, operation, expected):
+  counts["operations"] += 1
   match operation.verb:
     case "lookup":
-      seen["hits"] += wanted[1] > 0
-      seen["junctions"] += wanted[2] > 0
+      counts["hits"] += expected[1] > 0
+      counts["junctions"] += expected[2] > 0
     case "allocate":
-      seen["refused"] += wanted is None
+      counts["refused"] += expected is None
       if operation.arguments.get("num_external_computed_tokens"):
-        seen["external"] += wanted is not None
+        counts["external"] += expected is not None
     case "update":
-      seen["preempted"] += operation.arguments.get("status") == "preempted"
+      counts["preempted"] += operation.arguments.get("status") == "preempted"
     case "reset":
-      seen["resets"] += wanted is True
+      counts["resets"] += expected is True
 
 
 def main(arguments: list[str]) -> int:
-  """The command; its exit code."""
+  """Runs the command; returns its exit code."""
   parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
   parser.add_argument(
     "--operations", type=int, default=10_000, help="in all configurations"
@@ -272,14 +277,14 @@ def main(arguments: list[str]) -> int:
   share, total = -(-options.operations // len(setups)), 0
   for setup in setups:
     try:
-      seen = run(setup, options.policy, options.seed, share, factory)
+      counts = run(setup, options.policy, options.seed, share, factory)
     except Mismatch as mismatch:
       print(mismatch, flush=True)
       return 1
-    # Compiled programs of a hundred configurations do not fit into memory.
+    # Compiled programs of all configurations do not fit into memory.
     jax.clear_caches()
-    total += seen["operations"]
-    counts = ", ".join(f"{key} {count}" for key, count in seen.items())
+    total += counts["operations"]
+    counts = ", ".join(f"{key} {count}" for key, count in counts.items())
     print(f"{setup.name}: {counts}", flush=True)
   print(
     f"0 mismatches in {total:,} operations, {len(setups)} configurations, "

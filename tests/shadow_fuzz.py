@@ -1,11 +1,10 @@
-"""Random calls beside a memory in which every page knows its content.
+"""Checks random calls against a shadow memory of each page's content.
 
 `python -m tests.shadow_fuzz --calls N --seed I` makes N random calls of all
-verbs, shared out among the caches of `tests.cache.shadow_setups`, or in the one
-of `--config NAME`. After each, every page that a hit or a sequence relies on
-must hold the K/V of exactly its tokens, and no page that anybody relies on is
-written to. The first that breaks this is printed and ends the run with exit
-code 1.
+verbs, divided among the caches of `tests.cache.shadow_setups`, or all in that
+of `--config NAME`. After each call, a page of a hit or of a sequence must hold
+the K/V of exactly its tokens, and must not be written to. The first violation
+is printed and ends the run with exit code 1.
 """
 
 import argparse
@@ -21,29 +20,29 @@ from tests.cache.shadow_user import User
 from tests.cache.shadow_user import stroll
 
 _CALLS_OF_A_CACHE = 2_000
-"""Then the next cache begins, with the next seed: names do not pile up."""
+"""The calls of a cache before the next begins, which bounds the sequences."""
 
 
 def run(name: str, seed: int, calls: int) -> collections.Counter[str]:
-  """Makes random calls in caches of one configuration; what happened.
+  """Makes random calls in caches of one configuration; returns counts.
 
   Args:
-    name: of `SHADOWED`.
-    seed: of the calls.
-    calls: how many.
+    name: a key of `SHADOWED`.
+    seed: the seed of the calls.
+    calls: the number of calls.
 
   Raises:
-    FalseContent: a page does not hold what somebody relies on.
+    FalseContent: a page does not hold the content that a reader relies on.
   """
   setup, counts = SHADOWED[name], collections.Counter()
   with setup.patched():
     for first in range(0, calls, _CALLS_OF_A_CACHE):
       user = User(setup)
-      own = seed * 1_000_003 + first
+      cache_seed = seed * 1_000_003 + first
       try:
-        stroll(user, own, min(_CALLS_OF_A_CACHE, calls - first))
+        stroll(user, cache_seed, min(_CALLS_OF_A_CACHE, calls - first))
       except FalseContent as error:
-        error.add_note(f"in {name}, seed {own}")
+        error.add_note(f"in {name}, seed {cache_seed}")
         raise
       counts += user.counts
       counts["page writes"] += user.memory.num_writes
@@ -51,7 +50,7 @@ def run(name: str, seed: int, calls: int) -> collections.Counter[str]:
 
 
 def main(arguments: list[str]) -> int:
-  """The command; its exit code."""
+  """Runs the command; returns its exit code."""
   parser = argparse.ArgumentParser(prog="python -m tests.shadow_fuzz")
   parser.add_argument(
     "--calls", type=int, default=50_000, help="in all configurations"

@@ -1,7 +1,7 @@
-"""What `Sampling` means, a row at a time in plain Python and float64.
+"""Defines `Sampling` row by row, in plain Python and float64.
 
-The rows of a batch are `Row`s. `sampling_of` and `history_of` make the arrays
-that the library takes, and the other functions say what must come of them.
+A batch is a list of `Row`. `sampling_of` and `history_of` make the library's
+arguments; the other functions compute the expected results.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from jaxkv._src.sampling.settings import Sampling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-  """A sequence with its settings; all are off by default.
+  """A sequence with its settings, which are off by default.
 
   Attributes:
-    prompt: its tokens.
-    drawn: those drawn so far.
+    prompt: the tokens of the prompt.
+    drawn: the tokens drawn so far.
   """
 
   prompt: Sequence[int] = (0,)
@@ -50,7 +50,7 @@ _FIELDS = [
 
 
 def sampling_of(rows: Sequence[Row], *fields: str) -> Sampling:
-  """The settings of all rows; some fields only, or all."""
+  """Returns the settings of all rows, by default all fields."""
   return settings.as_sampling(
     Sampling(
       **{
@@ -64,7 +64,7 @@ def sampling_of(rows: Sequence[Row], *fields: str) -> Sampling:
 def history_of(
   rows: Sequence[Row], sampling: Sampling, vocabulary: int, stop_token: int = -1
 ) -> History:
-  """What `adjust` takes of these rows."""
+  """Returns the history of the rows, as `adjust` takes it."""
   texts = [[*row.prompt, *row.drawn] for row in rows]
   width = max(len(text) for text in texts)
   tokens = np.full((len(rows), width), vocabulary - 1, np.int32)
@@ -74,14 +74,14 @@ def history_of(
     drawn[number, : len(row.prompt)] = False
   tokens = jnp.asarray(tokens)
   lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
-  seen = None
+  occurrences = None
   if penalties.needs_seen(sampling):
-    seen = penalties.seen_in(
+    occurrences = penalties.seen_in(
       tokens, lengths, jnp.asarray(drawn), vocab_size=vocabulary
     )
   return History(
     counts=jnp.asarray([len(row.drawn) for row in rows], jnp.int32),
-    seen=seen,
+    seen=occurrences,
     last_tokens=penalties.last_tokens_of(
       tokens,
       jnp.arange(len(rows), dtype=jnp.int32),
@@ -93,7 +93,7 @@ def history_of(
 
 
 def adjusted(logits: np.ndarray, row: Row, stop_token: int = -1) -> np.ndarray:
-  """float64[V]: logits with all but the temperature and what follows it."""
+  """Applies biases, bans and penalties to the logits of a row, float64[V]."""
   logits = np.array(logits, np.float64)
   text = [*row.prompt, *row.drawn]
   for token, value in row.logit_bias.items():
@@ -106,53 +106,53 @@ def adjusted(logits: np.ndarray, row: Row, stop_token: int = -1) -> np.ndarray:
     if not begin or text[-len(begin) :] == begin:
       logits[last] = -np.inf
   for token in range(len(logits)):
-    times = list(row.drawn).count(token)
+    count = list(row.drawn).count(token)
     if token in text:
-      by = row.repetition_penalty
-      logits[token] *= 1 / by if logits[token] > 0 else by
-    logits[token] -= row.frequency_penalty * times
-    logits[token] -= row.presence_penalty * (times > 0)
+      penalty = row.repetition_penalty
+      logits[token] *= 1 / penalty if logits[token] > 0 else penalty
+    logits[token] -= row.frequency_penalty * count
+    logits[token] -= row.presence_penalty * (count > 0)
   return logits
 
 
 def weights(logits: np.ndarray, row: Row) -> np.ndarray:
-  """float64[V]: 1 for the most likely token, 0 for what is not drawn."""
+  """Returns weights, float64[V]: 1 for the best token, 0 for filtered ones."""
   if row.temperature == 0:
     return (np.arange(len(logits)) == np.argmax(logits)).astype(np.float64)
   scaled = (logits - logits.max()) / np.float64(np.float32(row.temperature))
-  some = np.exp(scaled)
-  some[some < np.float32(row.min_p)] = 0
-  if 0 < row.top_k < len(some):
-    some[some < np.sort(some)[-row.top_k]] = 0
+  shares = np.exp(scaled)
+  shares[shares < np.float32(row.min_p)] = 0
+  if 0 < row.top_k < len(shares):
+    shares[shares < np.sort(shares)[-row.top_k]] = 0
   if row.top_p < 1:
-    order = np.sort(some)[::-1]
-    before = np.cumsum(order) - order
-    needed = before < np.float64(np.float32(row.top_p)) * some.sum()
-    some[some < order[np.count_nonzero(needed) - 1]] = 0
-  return some
+    order = np.sort(shares)[::-1]
+    mass_before = np.cumsum(order) - order
+    needed = mass_before < np.float64(np.float32(row.top_p)) * shares.sum()
+    shares[shares < order[np.count_nonzero(needed) - 1]] = 0
+  return shares
 
 
 def probabilities(logits: np.ndarray, row: Row) -> np.ndarray:
-  """float64[V]: the distribution that a token is drawn from."""
-  some = weights(logits, row)
-  return some / some.sum()
+  """Returns the distribution to sample from, float64[V]."""
+  shares = weights(logits, row)
+  return shares / shares.sum()
 
 
-def drawn(some: np.ndarray, key, count: int) -> int:
-  """A block of tokens, then one of them, by two uniform numbers.
+def drawn(shares: np.ndarray, key, count: int) -> int:
+  """Draws a block of tokens, then one of its tokens, by two uniform numbers.
 
   Args:
-    some: float64[V], weights.
-    key: of the sequence.
-    count: tokens that it has drawn.
+    shares: float64[V], weights.
+    key: the key of the sequence.
+    count: the number of tokens that the sequence has drawn.
   """
   bits = jax.random.bits(jax.random.fold_in(key, count), (2,), jnp.uint32)
   numbers = (np.asarray(bits) >> 8) / 2.0**24
   width = 1
-  while width * width < len(some):
+  while width * width < len(shares):
     width *= 2
-  sums = np.cumsum(np.add.reduceat(some, np.arange(0, len(some), width)))
+  sums = np.cumsum(np.add.reduceat(shares, np.arange(0, len(shares), width)))
   block = int(np.searchsorted(sums, numbers[0] * sums[-1], side="right"))
-  inside = np.cumsum(some[width * block : width * (block + 1)])
-  place = np.searchsorted(inside, numbers[1] * inside[-1], side="right")
-  return width * block + int(place)
+  cumulative = np.cumsum(shares[width * block : width * (block + 1)])
+  index = np.searchsorted(cumulative, numbers[1] * cumulative[-1], side="right")
+  return width * block + int(index)

@@ -1,1 +1,1 @@
-"""What tests read programs with: compiled text, jaxprs, other machines."""
+"""Tools of tests: compiled programs, jaxprs, mutants and other machines."""

@@ -1,12 +1,12 @@
-"""Compiles for machines that are not here: GPUs, and TPUs v5e, v6e and v7x.
+"""Compiles for absent devices: GPUs, and TPUs v5e, v6e and v7x.
 
-XLA's own compilers for them are in the wheels of the `aot` extra, and need no
-such device, driver or toolkit. What comes out is real machine code, so what a
-compiler refuses is seen: more shared memory than there is, a spilled register,
-a vector unit's tile that does not fit. Numbers and speed are not.
+XLA's compilers for them are in the wheels of the `aot` extra, and need no such
+device, driver or toolkit. They generate real machine code, so a test sees what
+a compiler refuses: too much shared memory, a spilled register, a tile that does
+not fit the vector unit. Tests of numbers and speed need the device.
 
-The compilers sit in the process that runs the tests and change nothing of its
-CPU devices. jax 0.10 to 0.12.
+The compilers run in the test process and leave its CPU devices unchanged. They
+are tested with jax 0.10 to 0.12.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ from jax.sharding import PartitionSpec
 
 from jaxkv_kernels._src.attention import choose
 
-# XLA asks these of a device. From NVIDIA's data sheets of the H200 SXM, the
-# A100 SXM of 80 GB and the L40, and its table of compute capabilities; bytes,
-# and bytes a second.
+# The device properties that XLA reads. Sources: NVIDIA's data sheets of the
+# H200 SXM, the A100 SXM of 80 GB and the L40, and its table of compute
+# capabilities. Units are bytes, and bytes a second.
 _GPU = """
 gpu_device_info {
   cuda_compute_capability { major: %(major)d minor: %(minor)d }
@@ -62,7 +62,7 @@ device_description_str: "%(name)s"
 
 
 def _gpu(name, capability, cores, lanes, clock, threads, *memory) -> str:
-  """What XLA asks, filled in; memory: KB a core, MB of L2, GB, TB a second."""
+  """Formats `_GPU`; `memory` is KB a core, MB of L2, GB, and TB a second."""
   shared, l2, size, bandwidth = memory
   return _GPU % {
     "name": name,
@@ -72,7 +72,7 @@ def _gpu(name, capability, cores, lanes, clock, threads, *memory) -> str:
     "lanes": lanes,
     "clock": clock,
     "threads": threads,
-    # A block may have all but 1 KB of a core's.
+    # A block may use all shared memory of a core but 1 KB.
     "shared": (shared - 1) * 1024,
     "shared_core": shared * 1024,
     "l2": l2 * 2**20,
@@ -89,14 +89,14 @@ _GPUS = {
   "l40": _gpu("NVIDIA L40", (8, 9), 142, 128, 2.49, 1536, 100, 96, 48, 0.864),
 }
 
-# Named as jax names the topologies; one chip of each is compiled for.
+# jax's names of the topologies; programs are compiled for one chip of each.
 _TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 
 TARGETS = ("h200", *_TPUS)
 OLDER_GPUS = ("a100", "l40")
 
-# Read when the TPU compiler is loaded. It would ask a metadata server where it
-# runs, keep a second process out by a file in /tmp, and log there.
+# Read when the TPU compiler is loaded. Without them it would query a metadata
+# server, lock out a second process by a file in /tmp, and write logs there.
 _TPU_ENVIRONMENT = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -106,19 +106,19 @@ _TPU_ENVIRONMENT = {
 }
 
 
-# What was said of Mosaic's kernels, by their hashes. It keeps what it compiled
-# and says nothing of a kernel the second time.
+# The reports of Mosaic's kernels, by their hashes. Mosaic caches kernels and
+# reports each only once.
 _reports: dict[str, tuple["Kernel", ...]] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-  """What the assembler says of one CUDA kernel.
+  """The assembler's report of one CUDA kernel.
 
   Attributes:
-    name: its entry point.
-    registers: per thread.
-    spilled: bytes of registers stored to memory, per thread.
+    name: the entry point.
+    registers: registers of a thread.
+    spilled: bytes of registers that a thread stores to memory.
   """
 
   name: str
@@ -128,13 +128,13 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-  """A program compiled for a machine that is not here.
+  """A program compiled for an absent device.
 
   Attributes:
-    compiled: what jax calls `jax.stages.Compiled`.
-    mosaic_kernels: the Mosaic GPU kernels in it, or more if some of these were
-      compiled with others; of other kernels the compiler says nothing but
-      whether they spill.
+    compiled: a `jax.stages.Compiled`.
+    mosaic_kernels: the reports of its Mosaic GPU kernels, and of kernels that
+      were compiled together with them. There are none of other kernels, but
+      their spills are errors.
   """
 
   compiled: Any
@@ -142,40 +142,40 @@ class Program:
 
   @property
   def text(self) -> str:
-    """The optimised HLO."""
+    """The optimized HLO."""
     return self.compiled.as_text()
 
   @property
   def temporary(self) -> int:
-    """Bytes beside arguments and results."""
+    """Bytes of temporary buffers."""
     return self.compiled.memory_analysis().temp_size_in_bytes
 
   @property
   def aliased(self) -> int:
-    """Bytes of arguments that are results too."""
+    """Bytes of arguments that results reuse."""
     return self.compiled.memory_analysis().alias_size_in_bytes
 
 
 def why_not(target: str) -> str | None:
-  """Why nothing can be compiled for this target here; None if it can."""
+  """Returns the reason why a target cannot be compiled for, or None."""
   module = "jax_plugins.xla_cuda13" if target in _GPUS else "libtpu"
   try:
-    found = importlib.util.find_spec(module)
+    spec = importlib.util.find_spec(module)
   except ModuleNotFoundError:
-    found = None
-  if found is None:
+    spec = None
+  if spec is None:
     return f"{target}: {module} is not installed; pip install jaxkv[aot]"
   return None
 
 
 def needs(*targets: str) -> pytest.MarkDecorator:
-  """Skips a test, with the reason, where one of the targets has no compiler."""
+  """Returns a mark that skips a test if a target's compiler is missing."""
   reasons = [reason for target in targets if (reason := why_not(target))]
   return pytest.mark.skipif(bool(reasons), reason="; ".join(reasons))
 
 
 def for_target(target: str) -> tuple[str, ...]:
-  """Names of the attention backends that can be compiled for a target."""
+  """Returns the attention backends that can be compiled for a target."""
   return choose.for_platform("cuda" if target in _GPUS else "tpu")
 
 
@@ -190,32 +190,34 @@ def compile_for(
 
   Args:
     target: one of `TARGETS` or `OLDER_GPUS`.
-    function: what `jax.jit` returned.
-    *arguments: arrays, or `jax.ShapeDtypeStruct`, in any tree. Only shapes and
-      dtypes are looked at.
-    may_spill: whether registers of a CUDA kernel may overflow into memory.
-    **keywords: static arguments, handed on as they are.
+    function: a result of `jax.jit`.
+    *arguments: trees of arrays or `jax.ShapeDtypeStruct`. Only shapes and
+      dtypes are read.
+    may_spill: True if registers of a CUDA kernel may spill to memory.
+    **keywords: static arguments.
 
   Returns:
     The program.
 
   Raises:
-    jax.errors.JaxRuntimeError: the target's compiler refuses the program, one
-      that spills without `may_spill` included.
-    ValueError: what the assembler says of a Mosaic GPU kernel is not found.
+    jax.errors.JaxRuntimeError: the target's compiler refuses the program, or it
+      spills without `may_spill`.
+    ValueError: the assembler's report of a Mosaic GPU kernel is not found.
   """
   mesh = mesh_of(target, "device", 1)
-  there = NamedSharding(mesh, PartitionSpec())
+  sharding = NamedSharding(mesh, PartitionSpec())
   shapes = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there),
+    lambda leaf: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=sharding
+    ),
     arguments,
   )
-  # Pallas asks the mesh, not the arguments, for which device it lowers.
+  # Pallas reads the target device from the mesh, not from the arguments.
   with jax.set_mesh(mesh):
     lowered = function.trace(*shapes, **keywords).lower()
   options = {}
   if target in _GPUS:
-    # Whatever conftest.py says of code for the CPU.
+    # conftest.py turns optimization off for CPU programs.
     options["xla_backend_optimization_level"] = 3
     options["xla_gpu_fail_ptx_compilation_on_register_spilling"] = not may_spill
   with _mosaic_assembler_output() as output:
@@ -228,7 +230,7 @@ def compile_for(
 
 
 def mesh_of(target: str, axis: str, size: int) -> Mesh:
-  """Devices of the target that can only be compiled for.
+  """Returns a mesh of the target's devices, for compilation only.
 
   Args:
     target: one of `TARGETS` or `OLDER_GPUS`.
@@ -245,50 +247,49 @@ def mesh_of(target: str, axis: str, size: int) -> Mesh:
     os.environ.update(_TPU_ENVIRONMENT)
     topology = topologies.get_topology_desc(_TPUS[target], platform="tpu")
   else:
-    known = (*_GPUS, *_TPUS)
-    raise ValueError(f"target={target!r}; it must be one of {known}")
-  chosen = np.array(topology.devices[:size])
-  return Mesh(chosen, (axis,), axis_types=(AxisType.Auto,))
+    targets = (*_GPUS, *_TPUS)
+    raise ValueError(f"target={target!r}; it must be one of {targets}")
+  devices = np.array(topology.devices[:size])
+  return Mesh(devices, (axis,), axis_types=(AxisType.Auto,))
 
 
 @contextlib.contextmanager
 def _mosaic_assembler_output() -> Iterator[list[str]]:
-  """Makes Mosaic GPU print what its assembler says, and catches it.
-
-  It does so from C, to the file descriptor.
-  """
+  """Captures the reports of Mosaic GPU's assembler."""
+  # Mosaic prints them from C to the file descriptor 1, so replacing
+  # `sys.stdout` would not capture them.
   output: list[str] = []
   c_library = ctypes.CDLL(None)
   sys.stdout.flush()
-  kept = os.dup(1)
+  stdout = os.dup(1)
   with tempfile.TemporaryFile() as file, _variable("MOSAIC_GPU_DUMP_PTXAS"):
     os.dup2(file.fileno(), 1)
     try:
       yield output
     finally:
       c_library.fflush(None)
-      os.dup2(kept, 1)
-      os.close(kept)
+      os.dup2(stdout, 1)
+      os.close(stdout)
       file.seek(0)
       output.append(file.read().decode(errors="replace"))
 
 
 @contextlib.contextmanager
 def _variable(name: str) -> Iterator[None]:
-  """An environment variable set to 1 for a while."""
-  before = os.environ.get(name)
+  """Sets an environment variable to 1 within a block."""
+  old_value = os.environ.get(name)
   os.environ[name] = "1"
   try:
     yield
   finally:
-    if before is None:
+    if old_value is None:
       del os.environ[name]
     else:
-      os.environ[name] = before
+      os.environ[name] = old_value
 
 
 def _mosaic_kernels(lowered: str, output: str) -> tuple[Kernel, ...]:
-  """The kernels that a program calls; no report of one is an error."""
+  """Returns the reports of a program's kernels; a missing one is an error."""
   hashes = set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered))
   if "custom_call @mosaic_gpu" in lowered and not hashes:
     raise ValueError("a call of a Mosaic GPU kernel is not understood")
@@ -303,19 +304,19 @@ def _mosaic_kernels(lowered: str, output: str) -> tuple[Kernel, ...]:
 
 
 def _kernels(output: str) -> tuple[Kernel, ...]:
-  """Reads `ptxas -v`."""
-  found = []
+  """Parses the output of `ptxas -v`."""
+  kernels = []
   for block in output.split("Compiling entry function ")[1:]:
     name = re.match(r"'([^']*)'", block)
     registers = re.search(r"Used (\d+) registers", block)
     spilled = re.search(r"(\d+) bytes spill stores", block)
     if name is None or registers is None or spilled is None:
       raise ValueError(f"the assembler's report is not understood: {block}")
-    found.append(
+    kernels.append(
       Kernel(
         name=name[1],
         registers=int(registers[1]),
         spilled=int(spilled[1]),
       )
     )
-  return tuple(found)
+  return tuple(kernels)

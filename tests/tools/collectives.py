@@ -1,4 +1,4 @@
-"""What the devices of a compiled program say to each other."""
+"""Finds the collective operations of a compiled program."""
 
 import re
 
@@ -11,15 +11,15 @@ _OPCODES = re.compile(
 
 
 def collectives(text: str) -> dict[str, list[Instruction]]:
-  """Operations over several devices, by the computation that they are in.
+  """Returns the collective operations of each computation.
 
-  One that is started and waited for is listed once, by its start.
+  An asynchronous operation is listed once, by its start.
   """
-  found = {
+  by_computation = {
     name: [line for line in lines if _communicates(line)]
     for name, lines in parse(text).items()
   }
-  return {name: lines for name, lines in found.items() if lines}
+  return {name: lines for name, lines in by_computation.items() if lines}
 
 
 def _communicates(line: Instruction) -> bool:
@@ -31,20 +31,20 @@ def _communicates(line: Instruction) -> bool:
 def assert_two_all_reduces_a_layer(
   text: str, *, layers: int, pool: int
 ) -> None:
-  """Of a program that is tensor parallel, whose layers are bodies of loops.
+  """Checks a tensor-parallel program whose layers are bodies of loops.
 
   Args:
-    text: of the program.
-    layers: loops over layers in the program.
-    pool: elements of a device's part of the pages.
+    text: the text of the program.
+    layers: the number of loops over layers.
+    pool: the elements of a device's shard of the pages.
   """
-  found = collectives(text)
-  assert len(found) == layers, found
-  for lines in found.values():
+  by_computation = collectives(text)
+  assert len(by_computation) == layers, by_computation
+  for lines in by_computation.values():
     assert len(lines) <= 2, lines
     for line in lines:
       assert line.opcode.startswith("all-reduce"), line.text
-      # Those of an operation that is started are in its text alone.
+      # An asynchronous start has a tuple shape; its sizes are in the text.
       sizes = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", line.text)
       assert sizes
       for size in sizes:

@@ -1,11 +1,11 @@
-"""Reads a compiled program's text: what is done in its loops, and how much."""
+"""Finds the large operations in the loops of a compiled program's text."""
 
 import dataclasses
 import math
 import re
 
-# These pass on, index, or update in place what they are given.
-_FREE = {
+# These forward, index, or update their operands in place.
+_NO_WORK = {
   "bitcast",
   "call",
   "conditional",
@@ -24,9 +24,9 @@ class Instruction:
   """One line of a computation.
 
   Attributes:
-    opcode: what it does.
-    elements: how many elements it makes; 0 for a tuple.
-    calls: computations that it runs.
+    opcode: the operation.
+    elements: the number of elements of its result; 0 for a tuple.
+    calls: the computations that it runs.
     text: the line.
   """
 
@@ -37,7 +37,7 @@ class Instruction:
 
 
 def parse(text: str) -> dict[str, list[Instruction]]:
-  """Computations by name."""
+  """Parses the instructions of each computation."""
   computations: dict[str, list[Instruction]] = {}
   lines: list[Instruction] = []
   for line in text.splitlines():
@@ -45,9 +45,9 @@ def parse(text: str) -> dict[str, list[Instruction]]:
     if header:
       lines = computations[header[1]] = []
       continue
-    found = re.match(r"\s+(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
-    if found:
-      lines.append(_instruction(found[1], found[2], line.strip()))
+    match = re.match(r"\s+(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
+    if match:
+      lines.append(_instruction(match[1], match[2], line.strip()))
   return computations
 
 
@@ -64,23 +64,23 @@ def _instruction(shape: str, opcode: str, line: str) -> Instruction:
 
 
 def work_in_loops(text: str, elements: int) -> dict[str, list[str]]:
-  """Instructions in loops that make at least so many elements, by loop body.
+  """Returns instructions in loops with at least `elements`, by loop body.
 
-  A body's own list holds what its fusions do, but not what the loops inside of
-  it do: those are bodies themselves.
+  The list of a body includes its fusions, but not its inner loops, which are
+  bodies themselves.
   """
   computations = parse(text)
-  found = {}
+  by_body = {}
   for body in _bodies(computations):
     large = [
       instruction.text
       for name in _reached(computations, body)
       for instruction in computations[name]
-      if instruction.opcode not in _FREE and instruction.elements >= elements
+      if instruction.opcode not in _NO_WORK and instruction.elements >= elements
     ]
     if large:
-      found[body] = large
-  return found
+      by_body[body] = large
+  return by_body
 
 
 def _bodies(computations) -> set[str]:
@@ -94,14 +94,14 @@ def _bodies(computations) -> set[str]:
 
 
 def _reached(computations, start: str) -> set[str]:
-  """Computations that run in one trip, inner loops left out."""
-  reached, waiting = set(), [start]
-  while waiting:
-    name = waiting.pop()
+  """Returns the computations of one iteration, without inner loops."""
+  reached, stack = set(), [start]
+  while stack:
+    name = stack.pop()
     if name in reached or name not in computations:
       continue
     reached.add(name)
     for instruction in computations[name]:
       if instruction.opcode != "while":
-        waiting += instruction.calls
+        stack += instruction.calls
   return reached

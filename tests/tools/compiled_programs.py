@@ -1,7 +1,7 @@
-"""Keeps a process that runs many tests small: compiled programs are dropped.
+"""Drops compiled programs to bound the memory of a test process.
 
-jax keeps every program that it has compiled, some 30 MB for the verbs of one
-cache, and the C library keeps the memory of those that were dropped.
+jax keeps every program that it has compiled, about 30 MB for the verbs of one
+cache, and the C library keeps the memory of dropped programs.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ jax.monitoring.register_event_duration_secs_listener(_note)
 
 
 def num_compiled() -> int:
-  """How many programs this process has compiled so far."""
+  """Returns the number of programs that this process has compiled."""
   return len(_compiled)
 
 
 def resident_bytes() -> int:
-  """Memory that this process holds; 0 where the system does not tell."""
+  """Returns the resident memory of this process; 0 if unknown."""
   try:
     with open("/proc/self/statm", encoding="ascii") as sizes:
       return int(sizes.read().split()[1]) * 4096
@@ -36,7 +36,7 @@ def resident_bytes() -> int:
 
 
 def memory_maps() -> int:
-  """Memory maps of this process; 0 where the system does not tell."""
+  """Returns the number of this process's memory maps; 0 if unknown."""
   try:
     with open("/proc/self/maps", "rb") as maps:
       return maps.read().count(b"\n")
@@ -45,10 +45,11 @@ def memory_maps() -> int:
 
 
 def drop() -> None:
-  """Drops all compiled programs, and gives their memory back."""
+  """Drops all compiled programs and returns their memory to the system."""
   jax.clear_caches()
   gc.collect()
   if sys.platform == "linux":
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # Of glibc.
+    # Only glibc has it.
+    if trim is not None:
       trim(0)

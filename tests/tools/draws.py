@@ -1,4 +1,4 @@
-"""Draws at one temperature, and the distributions that are drawn from."""
+"""Draws tokens at one temperature, and returns their distributions."""
 
 import jax.numpy as jnp
 
@@ -9,7 +9,7 @@ from jaxkv._src.sampling.settings import Sampling
 
 
 def sample(keys, counts, logits, temperature):
-  """Draws a token for every row: (int32[B], float32[B] log-probabilities).
+  """Draws a token for every row; returns tokens and their log-probs, [B].
 
   Args:
     keys: key[B].
@@ -23,16 +23,18 @@ def sample(keys, counts, logits, temperature):
 
 
 def probabilities(logits, sampling):
-  """float32[R, V]: the distributions that `draw` draws from.
+  """Returns the distributions that `draw` samples, float32[R, V].
 
-  In a row with temperature 0, 1 for the token that is taken.
+  A row with temperature 0 has 1 for its most likely token.
   """
   logits = as_logits(logits)
   weights = drawing._weights(logits, sampling)
-  some = weights.filtered()
-  some = some / reductions.sums(some)[:, None]
+  shares = weights.filtered()
+  shares = shares / reductions.sums(shares)[:, None]
   if weights.greedy is None:
-    return some
+    return shares
   column = jnp.arange(logits.shape[1], dtype=jnp.int32)
-  taken = column[None] == drawing._most_likely(weights)[:, None]
-  return jnp.where(weights.greedy[:, None], taken.astype(jnp.float32), some)
+  is_greedy_token = column[None] == drawing._most_likely(weights)[:, None]
+  return jnp.where(
+    weights.greedy[:, None], is_greedy_token.astype(jnp.float32), shares
+  )

@@ -1,18 +1,18 @@
-"""Leaves a call wherever a signal handler could."""
+"""Interrupts a call at any bytecode, as a signal handler can."""
 
 import sys
 from collections.abc import Callable
 
 
 class Interrupted(Exception):
-  """Raised where a signal handler could."""
+  """The exception that interrupts a call."""
 
 
 def interrupted(call: Callable[[], object], point: int) -> bool:
-  """Makes a call and leaves it before its bytecode number `point`.
+  """Makes a call and interrupts it before its bytecode number `point`.
 
   Returns:
-    Whether it was left.
+    True if the call was interrupted, False if it ended before.
   """
   count = 0
 
@@ -25,17 +25,17 @@ def interrupted(call: Callable[[], object], point: int) -> bool:
         raise Interrupted
     return trace
 
-  before = sys.gettrace()
+  old_trace = sys.gettrace()
   sys.settrace(trace)
   try:
     call()
   except Exception as error:
-    # jax may answer with an error of its own.
+    # jax may raise another error while it handles this one.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, Interrupted):
       cause = cause.__context__
     assert cause is not None, error
     return True
   finally:
-    sys.settrace(before)
+    sys.settrace(old_trace)
   return False

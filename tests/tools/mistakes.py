@@ -1,10 +1,8 @@
-"""Mistakes: a function of the library made wrong for the time of a test.
+"""Mutants: replace a function of the library by a wrong one during a test.
 
-A mutant is a function with wrong arguments (`given`) or a wrong result
-(`returned`), and names the test that must notice it, as on the command line.
-So it repeats nothing of the test, and shows that this very test is worth its
-time. `tests/test_mutants.py` runs them; those of the cache have random walks
-of their own, see `tests/cache/mutation.py`.
+A mutant calls a function with wrong arguments (`given`) or changes its result
+(`returned`), and names the test that must fail. `tests/test_mutants.py` runs
+all mutants, except those of the cache, see `tests/cache/mutation.py`.
 """
 
 import contextlib
@@ -24,17 +22,17 @@ Wrong = Callable[[Callable], Callable]
 """Makes a wrong function from the right one."""
 
 _OPTIONS = ("-q", "-x", "-s", "--no-header", "--tb=no", "-W", "ignore")
-_WITHOUT = ("cacheprovider", "faulthandler", "xdist")
+_DISABLED = ("cacheprovider", "faulthandler", "xdist")
 _PACKAGES = ("jaxkv", "jaxkv_kernels", "tests")
 
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-  """One mistake.
+  """One mutant.
 
   Attributes:
     place: "module:function" or "module:Class.method".
-    wrong: makes the function with the mistake.
+    wrong: makes the wrong function from the right one.
     test: the name of a test, or of a class of tests, that must fail.
   """
 
@@ -44,7 +42,7 @@ class Mistake:
 
   @contextlib.contextmanager
   def made(self) -> Iterator[None]:
-    """For a block in which the library has the mistake."""
+    """Applies the mutant to the library within a block."""
     right, places = found(self.place)
     wrong = self.wrong(right)
     with pytest.MonkeyPatch.context() as patch:
@@ -53,11 +51,15 @@ class Mistake:
       yield
 
   def is_noticed(self) -> bool:
-    """Whether the test fails with the mistake, compiled with it."""
-    # What a test module imports while a mistake is there, it would keep.
-    home = self.test.partition("::")[0].removesuffix(".py").replace("/", ".")
-    importlib.import_module(home)
+    """Returns True if the test fails with the mutant."""
+    # Imported before the mutant is applied: a test module would otherwise keep
+    # the wrong function after the block.
+    module_name = (
+      self.test.partition("::")[0].removesuffix(".py").replace("/", ".")
+    )
+    importlib.import_module(module_name)
     with self.made():
+      # Programs compiled earlier do not contain the mutant.
       jax.clear_caches()
       try:
         return _fails(self.test)
@@ -68,12 +70,12 @@ class Mistake:
 def table(
   package: str, folder: str, rows: dict[str, tuple[str, Wrong, str]]
 ) -> dict[str, Mistake]:
-  """Mistakes by their names.
+  """Makes a table of mutants by name.
 
   Args:
-    package: what `place` of each row is in.
-    folder: what `test` of each row is in.
-    rows: for each name `place`, `wrong` and `test` of a `Mistake`.
+    package: the package of the rows' `place`.
+    folder: the folder of the rows' `test`.
+    rows: `place`, `wrong` and `test` of each `Mistake`, by name.
   """
   return {
     name: Mistake(f"{package}.{place}", wrong, f"{folder}/{test}")
@@ -82,7 +84,7 @@ def table(
 
 
 def found(place: str) -> tuple[Callable, list[tuple[Any, str]]]:
-  """A function, and (owner, name) of all places that know it.
+  """Returns a function, and all references to it as pairs (owner, name).
 
   Args:
     place: "module:function" or "module:Class.method".
@@ -93,6 +95,7 @@ def found(place: str) -> tuple[Callable, list[tuple[Any, str]]]:
   for part in owners:
     owner = getattr(owner, part)
   right = getattr(owner, attribute)
+  # `from module import function` makes a reference in the importing module.
   aliases = [
     (module, alias)
     for module in list(sys.modules.values())
@@ -104,11 +107,11 @@ def found(place: str) -> tuple[Callable, list[tuple[Any, str]]]:
 
 
 def given(**changes: Callable[[types.SimpleNamespace], object]) -> Wrong:
-  """The right function with wrong arguments.
+  """Makes a mutant that changes arguments.
 
   Args:
-    **changes: for some parameters a function of all arguments, which are
-      attributes named after their parameters.
+    **changes: the new value of a parameter, as a function of a namespace of all
+      arguments.
   """
 
   def wrong(right: Callable) -> Callable:
@@ -129,10 +132,10 @@ def given(**changes: Callable[[types.SimpleNamespace], object]) -> Wrong:
 
 
 def returned(change: Callable[[Any, types.SimpleNamespace], object]) -> Wrong:
-  """The right function, whose result is then made wrong.
+  """Makes a mutant that changes the result.
 
   Args:
-    change: takes the result and all arguments, as for `given`.
+    change: maps the result and a namespace of all arguments to a new result.
   """
 
   def wrong(right: Callable) -> Callable:
@@ -146,20 +149,22 @@ def returned(change: Callable[[Any, types.SimpleNamespace], object]) -> Wrong:
 
 
 def _bound(function, args, kwargs):
-  """Arguments by the names of their parameters, defaults included."""
+  """Binds arguments, with defaults, to their parameters."""
   bound = inspect.signature(function).bind(*args, **kwargs)
   bound.apply_defaults()
   return types.SimpleNamespace(**bound.arguments), bound
 
 
 def _fails(test: str) -> bool:
-  """Whether a test fails; one that does not run at all is an error."""
-  without = [word for name in _WITHOUT for word in ("-p", f"no:{name}")]
+  """Returns True if a test fails; raises if it does not run at all."""
+  disabled_plugins = [
+    word for name in _DISABLED for word in ("-p", f"no:{name}")
+  ]
   with pytest.MonkeyPatch.context() as patch:
-    # Options of the outer run may belong to a plugin that is left out here.
+    # Options of the outer run may belong to a plugin that is disabled here.
     patch.delenv("PYTEST_ADDOPTS", raising=False)
-    code = pytest.main([*_OPTIONS, *without, test])
-  known = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-  if code not in known:
+    code = pytest.main([*_OPTIONS, *disabled_plugins, test])
+  valid_codes = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+  if code not in valid_codes:
     raise ValueError(f"`test` must be the name of a test, got {test!r}: {code}")
   return code == pytest.ExitCode.TESTS_FAILED

