@@ -108,12 +108,12 @@ def watched(
   """Runs a part of a side; an error is recorded as the side's reason.
 
   A side that kills the process or hangs leaves an entry in `begun`. So does a
-  side that breaks the device; it also ends the run, since all sides after it
-  would fail.
+  side that breaks the device; it also ends the run, since all later sides would
+  fail.
 
   Args:
     save: writes the report, which includes `begun`.
-    begun: the outcome of earlier tries of each side of the case; changed.
+    begun: the failures of each side of the case; changed.
     reasons: the reason of each side without figures; changed.
     side: the side's name.
   """

@@ -107,12 +107,10 @@ def all_cases() -> list[Case]:
     Case(*first, 8, 4096, main=True),
   ]
   names = [case.name for case in cases]
-  return cases + [
-    case for case in _cases_of_ours(first) if case.name not in names
-  ]
+  return cases + [c for c in _own_cases(first) if c.name not in names]
 
 
-def _cases_of_ours(first: tuple[str, int, int, int]) -> list[Case]:
+def _own_cases(first: tuple[str, int, int, int]) -> list[Case]:
   """Returns the cases of our backends only, of at most MAX_TOKENS tokens."""
   cases = [
     Case(*first, batch, context)

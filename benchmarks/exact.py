@@ -103,17 +103,11 @@ def _prefill(config: models.Decoder, params: Any) -> Callable[[], Any]:
   def chunks(params: Any, kv: Any, prompt: jax.Array) -> Any:
     def compute_chunk(number: jax.Array, kv: Any) -> Any:
       start = number * chunk
-      chunk_tokens = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, 1)
-      chunk_positions = start + jnp.arange(chunk, dtype=jnp.int32)[None]
+      part = jax.lax.dynamic_slice_in_dim(prompt, start, chunk, 1)
+      places = start + jnp.arange(chunk, dtype=jnp.int32)[None]
       view = _view(table, start[None], chunk)
       return models.forward(
-        params,
-        chunk_tokens,
-        chunk_positions,
-        kv,
-        view,
-        config=config,
-        logits="none",
+        params, part, places, kv, view, config=config, logits="none"
       )[1]
 
     kv = jax.lax.fori_loop(0, tokens // chunk, compute_chunk, kv)
@@ -153,13 +147,11 @@ def _rows(quick: bool, rounds: int) -> Iterator[Row]:
       sides[f"tile {tile}"] = make(config, params)
     seconds = alternated(sides, rounds, time.process_time)
     fast = float(np.median(seconds["fast"]))
-    for side, samples in seconds.items():
-      yield Row(name, f"{side}, CPU ms, least", min(samples) * 1e3)
-      yield Row(
-        name, f"{side}, CPU ms, median", float(np.median(samples)) * 1e3
-      )
+    for side, times in seconds.items():
+      yield Row(name, f"{side}, CPU ms, least", min(times) * 1e3)
+      yield Row(name, f"{side}, CPU ms, median", float(np.median(times)) * 1e3)
       if side != "fast":
-        times = float(np.median(samples)) / fast
+        times = float(np.median(times)) / fast
         yield at_most(name, f"{side}, times fast", times, bound)
 
 

@@ -137,7 +137,7 @@ def numerics(path: pathlib.Path, seconds: float, quick: bool) -> bool:
 def run_part(
   part: Part, previous: dict[str, Any], seconds: float, quick: bool
 ) -> dict[str, Any]:
-  """Runs the tests of a part that have not passed before.
+  """Runs the tests of a part that have not passed before, within a time limit.
 
   Args:
     part: the tests.
@@ -146,8 +146,7 @@ def run_part(
     quick: True to run on a CPU, in one process.
 
   Returns:
-    The report of the part: bools `ended` and `complete` (everything passed),
-    the tests that passed, and the tests that have ever failed.
+    The report, with bools `ended` and `complete` (everything passed).
   """
   command = [sys.executable, "-m", "pytest", "-v", "--color=no", *part.files]
   # pytest's cache would be left in the checkout; pytest-benchmark warns about
@@ -173,13 +172,12 @@ def run_part(
   fine = code == 0 or (code == 5 and bool(previous))
   if code is None or not (fine or failed):
     result += f"; {'out of time' if code is None else f'exit code {code}'}"
-  lacks_required = part.required not in {
-    w for t in passed for w in re.split(r"\W", t)
-  }
-  if part.required and lacks_required:
+  words = {word for test in passed for word in re.split(r"\W", test)}
+  is_missing = part.required not in words
+  if part.required and is_missing:
     result += f"; none of {part.required}"
   lines = text.splitlines()[-200:]
-  complete = fine and not failed and not (part.required and lacks_required)
+  complete = fine and not failed and not (part.required and is_missing)
   if not complete:
     print("\n".join(lines[-60:]))
   return {
@@ -245,12 +243,7 @@ def rollout(path: pathlib.Path, seconds: float, quick: bool) -> bool:
 
 
 def _reserved(path: pathlib.Path, *stages: str) -> float:
-  """Returns the seconds to reserve for incomplete later stages.
-
-  Args:
-    path: a file in the folder of results.
-    stages: the names of the stages.
-  """
+  """Returns the seconds to reserve for those stages that are incomplete."""
   return sum(
     _RESERVED[stage]
     for stage in stages

@@ -114,10 +114,8 @@ def _plain(params: Any, data: Data, *, work: Work) -> jax.Array:
     params, tokens, positions, config=work.config()
   )
   log_probs = jax.nn.log_softmax(logits[:, :-1])
-  token_log_probs = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=2)[
-    ..., 0
-  ]
-  return jnp.mean(token_log_probs[:, work.prompt - 1 :] * data.factors[0])
+  values = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=2)[..., 0]
+  return jnp.mean(values[:, work.prompt - 1 :] * data.factors[0])
 
 
 def _rows(quick: bool, rounds: int) -> Iterator[Row]:

@@ -74,9 +74,7 @@ def _lines(text: str) -> dict[str, list[tuple[str, str]]]:
       computation = header[1]
       lines[computation] = []
       continue
-    instruction = re.match(
-      r"\s+(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line
-    )
-    if instruction:
-      lines[computation].append((instruction[1], line))
+    match = re.match(r"\s+(?:ROOT )?%?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)
+    if match:
+      lines[computation].append((match[1], line))
   return lines

@@ -157,17 +157,15 @@ def _admit_op(admit: ops.Op) -> ops.Op:
   def step(state, prompts, trip):
     length = jnp.full((1,), PROMPT, jnp.int32)
     state, out = jaxkv.admit(state, trip[None], prompts[trip], length)
-    num_hit = out.num_cached_tokens
-    uncached = lax.dynamic_slice(
+    hits = out.num_cached_tokens
+    tail = lax.dynamic_slice(
       jnp.pad(prompts[trip], ((0, 0), (0, PROMPT))),
-      (jnp.int32(0), num_hit[0]),
+      (jnp.int32(0), hits[0]),
       (1, PROMPT),
     )
-    state, done = jaxkv.commit(
-      state, uncached, length - num_hit, slots=trip[None]
-    )
+    state, done = jaxkv.commit(state, tail, length - hits, slots=trip[None])
     failed = ~(out.ok[0] & done.ok[0])
-    return state, num_hit[0] - failed.astype(jnp.int32)
+    return state, hits[0] - failed.astype(jnp.int32)
 
   return admit._replace(step=step)
 
@@ -363,9 +361,7 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
     if config not in states:
       # Only one state is kept, to bound the memory.
       states = {
-        config: ops.cache_of_free_pages(
-          config, np.random.default_rng(case.slots)
-        )
+        config: ops.full_cache(config, np.random.default_rng(case.slots))
       }
     ours = JaxSide(case, states[config])
     peers = [

@@ -85,15 +85,13 @@ def _model(
 
 
 def forced_tokens(stops: jax.Array, number: Any, position: Any) -> jax.Array:
-  """Returns the next tokens that give every answer its length.
+  """Returns the next tokens, int32[X], that give every answer its length.
 
   Args:
     stops: int32[P], the last position to compute for each prompt's samples.
-    number: int32[X], the last token of a sequence: the index of its prompt.
+    number: int32[X], the last token of a sequence: the index of its prompt. It
+      is repeated, or followed by P, which ends a sequence.
     position: int32[X], the position of the last token.
-
-  Returns:
-    int32[X]: the same token, or P, which ends a sequence.
   """
   ends = position + 1 >= stops.at[number].get(mode="clip")
   return jnp.where(ends, stops.shape[0], number)
@@ -289,8 +287,7 @@ def stall(quick: bool) -> Iterator[Row]:
 def longest_wait(timeline: rollout.Timeline) -> int:
   """Returns the most consecutive steps in which a sequence draws nothing.
 
-  A wait counts from a sequence's first token decoded in a slot to its last one
-  there, or to the step of its preemption.
+  Counts from its first token decoded in a slot to its last one, or preemption.
   """
   longest, waited, decoding = 0, 0, None
   for span in timeline.spans():

@@ -69,14 +69,9 @@ def require_accelerator(quick: bool) -> None:
 
 
 def by_part(name: str, quick: bool = False) -> list[dict[str, Any]]:
-  """Runs the parts that the file lacks; writes each part at once.
+  """Runs the parts that the file `name` lacks and writes each at once.
 
-  Args:
-    name: the file; an empty name writes none.
-    quick: True for tiny sizes, on any device.
-
-  Returns:
-    All rows.
+  Without a name nothing is written. Returns all rows.
   """
   require_accelerator(quick)
   path = pathlib.Path(name) if name else None

@@ -80,13 +80,7 @@ def _workload_of(
 
 
 def lengths(count: int = 512, slots: int = 64, scale: int = 1) -> Workload:
-  """Makes the workload "lengths" of the table.
-
-  Args:
-    count: the number of sequences.
-    slots: B.
-    scale: a divisor of all lengths.
-  """
+  """Makes the workload "lengths" of the table; `scale` divides all lengths."""
   rng = np.random.default_rng(0)
   prompts = np.clip(rng.lognormal(np.log(666) - 0.18, 0.6, count), 200, 2000)
   answers = np.clip(rng.lognormal(np.log(200), 1.0, count), 1, 2048)
@@ -164,13 +158,13 @@ def loop_room(slots: int, chunk: int = 256) -> Callable[[int], int]:
 def schedule(
   work: Workload, room: Callable[[int], int], pages: float = math.inf
 ) -> Schedule:
-  """Simulates an ideal scheduler.
+  """Simulates an ideal scheduler for one sample of each prompt.
 
   The first prompt computes the pages that it shares with others. Pages in use
   are counted without sharing.
 
   Args:
-    work: the workload, with one sample of each prompt.
+    work: the workload.
     room: `(decoding sequences) -> prompt tokens that a step may compute`.
     pages: pages of the pool.
   """
@@ -238,8 +232,7 @@ def _step(
 def new_tokens(work: Workload) -> np.ndarray:
   """Returns the tokens of each prompt to compute, without the last, int64[P].
 
-  Equal prefixes of full pages are computed once. The tokens after a prompt's
-  last full page are never shared.
+  Equal prefixes of full pages are computed once; partial pages are not shared.
   """
   # A trie of pages: a node is the number of a prefix of full pages.
   nodes: dict[tuple[int, bytes], int] = {}
@@ -255,9 +248,6 @@ def new_tokens(work: Workload) -> np.ndarray:
 
 
 def reserved_pages(work: Workload) -> float:
-  """Returns the pages of a cache that reserves the longest answer.
-
-  Each slot has the pages of a mean prompt and the longest answer.
-  """
+  """Returns the pages that slots for a mean prompt and the longest answer take."""
   pages_per_slot = -(-(work.lengths + work.answers.max()) // work.page_size)
   return float(work.slots * pages_per_slot.mean())

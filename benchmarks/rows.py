@@ -56,13 +56,8 @@ def alternated(
 ) -> dict[str, list[float]]:
   """Times calls in turns, after one round of warm-up.
 
-  Args:
-    calls: functions without arguments, by name.
-    rounds: the number of samples of each call.
-    clock: returns seconds.
-
   Returns:
-    The seconds of each call, by name.
+    The seconds of each call by its name, one for each round.
   """
   # In turns, so that a change of the machine's speed affects all calls alike.
   seconds: dict[str, list[float]] = {name: [] for name in calls}

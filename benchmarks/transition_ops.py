@@ -65,7 +65,7 @@ def free_all(state, rng):
   return jaxkv.free(state, mask=state.num_pages[:, 0] > 0)[0]
 
 
-def cache_of_free_pages(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
+def full_cache(config: jaxkv.CacheConfig, rng) -> jaxkv.CacheState:
   """Returns a cache whose pages are all cached and free."""
   state = jaxkv.init(config)
   # All groups take the same number of pages. The remainder stays uncached, and

@@ -157,32 +157,27 @@ def sides_with(config: jaxkv.CacheConfig, all_ops: list[ops.Op]) -> list[Side]:
   """Returns sides of ops, with each of the platform's compiler options."""
   slots, pages = config.num_slots, config.num_pages
   rng = np.random.default_rng(slots + pages)
-  state = ops.cache_of_free_pages(config, rng)
+  state = ops.full_cache(config, rng)
   programs, sides = {}, []
   for op in all_ops:
     if op.steps < 2:
       print(f"skipped, pool too small: {op.name} {op.mode} {slots} {pages}")
       continue
-    options_of_mode = {
+    ways = {
       "": None,
       **COMPILER_OPTIONS.get(jax.default_backend(), {}),
     }
-    for compiler_mode, options in options_of_mode.items():
-      mode = f"{op.mode} {compiler_mode}".strip()
+    for way, options in ways.items():
+      mode = f"{op.mode} {way}".strip()
       run = compile_steps(op.step, options)
       # Ops of equal steps share one program, so it is compiled once.
-      run = programs.setdefault((op.step, compiler_mode), run)
+      run = programs.setdefault((op.step, way), run)
       sides.append(Side(config, op._replace(mode=mode), run, state, rng))
   return sides
 
 
 def by_row(name: str, rounds: int = 5) -> None:
-  """Times 256 slots, one side after another; a second call resumes.
-
-  Args:
-    name: the file; each row is written as soon as it is measured.
-    rounds: the number of samples of each row.
-  """
+  """Times 256 slots; writes each row to a file at once, where it can resume."""
   path = pathlib.Path(name)
   report: dict[str, Any] = {"rounds": rounds, "rows": []}
   if path.exists():

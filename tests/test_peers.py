@@ -67,7 +67,7 @@ def test_a_decode_step_extends_every_sequence():
 def test_a_peer_that_is_not_here_is_skipped(monkeypatch, capsys):
   monkeypatch.setattr(peers, "PEERS", {"none": "no_such_module"})
   monkeypatch.setattr(peers, "QUICK_CASES", peers.CASES[:1])
-  monkeypatch.setattr(peers.ops, "cache_of_free_pages", lambda *_: None)
+  monkeypatch.setattr(peers.ops, "full_cache", lambda *_: None)
   ours = types.SimpleNamespace(
     case=peers.CASES[0],
     steps=1,

@@ -48,7 +48,7 @@ _SETTINGS = {
     _PENALTIES + "TestByHand",
   ),
   "every bad word is begun": (
-    "penalties:_completed_words",
+    "penalties:_completes_word",
     returned(lambda out, g: out | True),
     _PENALTIES + "TestByHand",
   ),

@@ -34,7 +34,5 @@ def probabilities(logits, sampling):
   if weights.greedy is None:
     return shares
   column = jnp.arange(logits.shape[1], dtype=jnp.int32)
-  is_greedy_token = column[None] == drawing._most_likely(weights)[:, None]
-  return jnp.where(
-    weights.greedy[:, None], is_greedy_token.astype(jnp.float32), shares
-  )
+  best = column[None] == drawing._most_likely(weights)[:, None]
+  return jnp.where(weights.greedy[:, None], best.astype(jnp.float32), shares)

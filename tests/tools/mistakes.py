@@ -54,10 +54,8 @@ class Mistake:
     """Returns True if the test fails with the mutant."""
     # Imported before the mutant is applied: a test module would otherwise keep
     # the wrong function after the block.
-    module_name = (
-      self.test.partition("::")[0].removesuffix(".py").replace("/", ".")
-    )
-    importlib.import_module(module_name)
+    module = self.test.partition("::")[0].removesuffix(".py").replace("/", ".")
+    importlib.import_module(module)
     with self.made():
       # Programs compiled earlier do not contain the mutant.
       jax.clear_caches()
@@ -157,13 +155,11 @@ def _bound(function, args, kwargs):
 
 def _fails(test: str) -> bool:
   """Returns True if a test fails; raises if it does not run at all."""
-  disabled_plugins = [
-    word for name in _DISABLED for word in ("-p", f"no:{name}")
-  ]
+  disabled = [word for name in _DISABLED for word in ("-p", f"no:{name}")]
   with pytest.MonkeyPatch.context() as patch:
     # Options of the outer run may belong to a plugin that is disabled here.
     patch.delenv("PYTEST_ADDOPTS", raising=False)
-    code = pytest.main([*_OPTIONS, *disabled_plugins, test])
+    code = pytest.main([*_OPTIONS, *disabled, test])
   valid_codes = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
   if code not in valid_codes:
     raise ValueError(f"`test` must be the name of a test, got {test!r}: {code}")

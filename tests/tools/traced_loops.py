@@ -22,11 +22,7 @@ def equations(function: Callable[..., Any], *arguments: Any) -> list[Any]:
 def in_loops(function: Callable[..., Any], *arguments: Any) -> list[Any]:
   """Returns the equations inside of loops."""
   traced = jax.make_jaxpr(function)(*arguments)
-  return [
-    equation
-    for equation, runs_repeatedly in _walk(traced.jaxpr, False)
-    if runs_repeatedly
-  ]
+  return [equation for equation, inside in _walk(traced.jaxpr, False) if inside]
 
 
 def _walk(jaxpr: Any, inside: bool) -> Iterator[tuple[Any, bool]]:

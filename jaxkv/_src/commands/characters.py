@@ -148,6 +148,7 @@ def character_model(
     params, _ = train(
       training_tokens(text, vocabulary), config, steps, progress=progress
     )
+    # Replaced as a whole, because tests in several processes share the file.
     with output.replacing(path) as part, open(part, "wb") as file:
       np.savez(file, *jax.tree.leaves(params))
   return models.Pretrained(
@@ -310,6 +311,7 @@ def _run_span(
   def step(state: Any, number: jax.Array) -> tuple[Any, jax.Array]:
     params, moments = state
     key = jax.random.fold_in(base_key, number)
+    # The key depends on the step alone, so spans of any length draw alike.
     starts = jax.random.randint(
       key, (batch_size,), 0, data.size - context, jnp.int32
     )

@@ -240,6 +240,7 @@ def grpo_round(
     update, (params, moments), length=INNER_STEPS
   )
   state = rollout.update_weights(state)
+  # Only the first update uses the weights of the rollout.
   figures = RoundFigures(jnp.mean(is_right), state.counters, mismatches[0])
   return Carry(params, moments, state.cache, state.kv), figures
 

@@ -104,6 +104,7 @@ def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     yield part
     os.replace(part, target)
   finally:
+    # After a successful replacement there is nothing left to remove.
     part.unlink(missing_ok=True)
 
 

@@ -215,11 +215,7 @@ def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
   Ids may not fit int32, so they are numbered by first occurrence.
   """
   numbers: dict[int, int] = {}
-  flat = [
-    numbers.setdefault(block_id, len(numbers))
-    for row in ids
-    for block_id in row
-  ]
+  flat = [numbers.setdefault(key, len(numbers)) for row in ids for key in row]
   return jnp.asarray(flat + [0] * config.slot_tokens, jnp.int32)
 
 

@@ -37,7 +37,7 @@ _MAX_PRINTED = 8
 _NUM_PROMPTS = 24
 _PREAMBLE = 224
 _OPENING = 40
-_MAX_COUNT = 2**22
+_LIMIT = 2**22
 
 
 Prompts = dict[str, str]
@@ -47,10 +47,7 @@ Prompts = dict[str, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the command's arguments to its parser."""
   add = parser.add_argument
-  count, size = (
-    output.whole_number(1, _MAX_COUNT),
-    output.whole_number(2, _MAX_COUNT),
-  )
+  count, size = output.whole_number(1, _LIMIT), output.whole_number(2, _LIMIT)
   seed = output.whole_number(0, 2**32 - 1)
   default = "(default: %(default)s)"
   add(
@@ -116,13 +113,13 @@ def _model(args: argparse.Namespace) -> models.Pretrained:
     _ = model.tokenizer
     return model
   except (ImportError, ValueError) as error:
-    raise CommandError(f"--model: {_one_line(error)}") from error
+    raise CommandError(f"--model: {_text_of(error)}") from error
   except OSError as error:
     advice = "" if args.model else "; set JAXKV_CACHE to a writable folder"
-    raise CommandError(f"the model: {_one_line(error)}{advice}") from error
+    raise CommandError(f"the model: {_text_of(error)}{advice}") from error
 
 
-def _one_line(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
   return " ".join(str(error).split()).rstrip(".").replace("`", "")
 
 
@@ -181,7 +178,7 @@ def _encoded(
       else:
         row = model.tokenizer.encode(text)
     except (ImportError, ValueError) as error:
-      raise CommandError(f"{place}: {_one_line(error)}") from error
+      raise CommandError(f"{place}: {_text_of(error)}") from error
     if not 0 < len(row) <= room:
       raise CommandError(
         f"{place}: a prompt must have 1 to {room} tokens, which "
@@ -225,9 +222,7 @@ def _init_state(
       sampling=sampling,
     )
   except ValueError as error:
-    raise CommandError(
-      f"{_one_line(error)} (--pages, --temperature)"
-    ) from error
+    raise CommandError(f"{_text_of(error)} (--pages, --temperature)") from error
 
 
 def _sizes(
@@ -236,13 +231,10 @@ def _sizes(
   """Returns sizes of the cache; by default all slots fit at full length."""
   slots = min(args.slots, count * args.samples)
   page_size = min(args.page_size, longest)
-  pages_per_sequence = len(models.cache_groups(model.config)) * (
-    1 + -(-longest // page_size)
-  )
+  num_groups = len(models.cache_groups(model.config))
+  each = num_groups * (1 + -(-longest // page_size))
   return model.cache_config(
-    num_pages=1 + slots * pages_per_sequence
-    if args.pages is None
-    else args.pages,
+    num_pages=1 + slots * each if args.pages is None else args.pages,
     num_slots=slots,
     page_size=page_size,
     max_length=longest,

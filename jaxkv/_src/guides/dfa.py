@@ -123,9 +123,8 @@ def _determinize(
   queue = collections.deque(numbers)
   while queue:
     row = {}
-    for byte_class, subset in _moves(
-      queue.popleft(), nfa, classes_of_mask, closure
-    ).items():
+    moves = _moves(queue.popleft(), nfa, classes_of_mask, closure)
+    for byte_class, subset in moves.items():
       if subset not in numbers:
         numbers[subset] = len(numbers)
         queue.append(subset)

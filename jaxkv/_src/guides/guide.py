@@ -145,10 +145,8 @@ class Guide:
     indices = as_int32("grammars", indices)
     check_shape("grammars", indices, shape, ", a number for each sequence")
     if not isinstance(indices, Tracer):
-      is_invalid = (np.asarray(indices) < 0) | (
-        np.asarray(indices) >= num_grammars
-      )
-      for row in np.flatnonzero(is_invalid).tolist():
+      fits = (np.asarray(indices) >= 0) & (np.asarray(indices) < num_grammars)
+      for row in np.flatnonzero(~fits).tolist():
         raise ValueError(
           f"`grammars[{row}]` must be 0 .. {num_grammars - 1}, got "
           f"{indices[row]}."
@@ -201,26 +199,19 @@ class Guide:
     return mask_logits(logits, bits), GuideState(state, user.limit)
 
   def allowed(self, state: Array, left: Array) -> Array:
-    """Returns the bitmask of allowed tokens of each row.
+    """Returns the bitmask of allowed tokens, uint32[R, ceil(V / 32)].
 
     Args:
       state: int32[R].
       left: int32[R], the remaining tokens, with the stop token.
-
-    Returns:
-      uint32[R, ceil(V / 32)], see `bitmask`.
     """
     # With fewer tokens than `distance`, the text cannot end in time. The mask
     # of `distance` then allows the tokens on the shortest way to its end.
     extra_tokens = jnp.maximum(left - indexing.take(self.distance, state), 0)
-    first_entry, last_entry = (
-      indexing.take(self.first, state),
-      indexing.take(self.last, state),
-    )
-    row = indexing.take(
-      self.rows,
-      first_entry + jnp.minimum(extra_tokens, last_entry - first_entry),
-    )
+    entry = indexing.take(self.first, state)
+    num_entries = indexing.take(self.last, state) - entry
+    entry = entry + jnp.minimum(extra_tokens, num_entries)
+    row = indexing.take(self.rows, entry)
     return indexing.take(self.masks, row)
 
 

@@ -101,24 +101,17 @@ def shortest_accepted(next: np.ndarray, accepts: np.ndarray) -> np.ndarray:
   steps = 0
   while len(frontier):
     steps += 1
-    predecessors = [
-      begin[first[state] : first[state + 1]] for state in frontier
-    ]
-    frontier = np.unique(np.concatenate(predecessors))
+    sources = [begin[first[state] : first[state + 1]] for state in frontier]
+    frontier = np.unique(np.concatenate(sources))
     frontier = frontier[lengths[frontier] < 0]
     lengths[frontier] = steps
   return lengths
 
 
 def longest_accepted(table: np.ndarray, ends: np.ndarray) -> np.ndarray:
-  """Returns the length of each state's longest accepted string.
+  """Returns the bytes of each state's longest accepted string, int[S].
 
-  Args:
-    table: int32[S, C], the next states; only state 0 is dead.
-    ends: bool[S], the accepting states.
-
-  Returns:
-    int[S], in bytes; -1 for the dead state, 2**30 if the length is unbounded.
+  -1 for the dead state, 2**30 if the length is unbounded. Only state 0 is dead.
   """
   begin, end = _edges(table)
   is_live = (begin != DEAD) & (end != DEAD)

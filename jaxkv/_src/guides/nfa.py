@@ -48,6 +48,8 @@ class Nfa:
         start = self.add(part, start)
       return start
     if isinstance(grammar, Choice):
+      # Each part starts in a state of its own: a loop at its start must not
+      # lead into the other parts.
       end = self.new_state()
       for part in grammar.parts:
         part_end = self.add(part, self._successor(start))

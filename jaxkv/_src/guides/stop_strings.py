@@ -93,21 +93,19 @@ class StopStrings:
       completes several, the one that ends first wins; at the same byte, the
       lowest index.
     """
-    automaton, states, numbers = sharding.match_varying_axes(
-      (self, states, numbers)
-    )
+    dfa, states, numbers = sharding.match_varying_axes((self, states, numbers))
 
     def body(
       carry: tuple[Array, Array], byte: Array, reads: Array
     ) -> tuple[Array, Array]:
       states, completed = carry
-      states = read_byte(automaton.next, states, byte, reads)
+      states = read_byte(dfa.next, states, byte, reads)
       # The first completed string wins, so it is not overwritten by later ones.
-      ended = indexing.take(automaton.ends, states, fill=-1)
+      ended = indexing.take(dfa.ends, states, fill=-1)
       return states, jnp.where(reads & (completed < 0), ended, completed)
 
     no_string = sharding.zeros_like(states) - 1
-    return fold_bytes(automaton.tokens, numbers, body, (states, no_string))
+    return fold_bytes(dfa.tokens, numbers, body, (states, no_string))
 
 
 def stop_strings(
@@ -171,6 +169,7 @@ def _build_automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         children.append({})
         ends.append(-1)
       state = children[state][byte]
+    # Of equal strings the first index counts.
     if ends[state] < 0:
       ends[state] = index
   table = np.zeros((len(children), 256), np.int32)

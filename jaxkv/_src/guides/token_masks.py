@@ -132,18 +132,19 @@ class Numbering:
 
 def _distances(effects: np.ndarray, accepts: np.ndarray) -> np.ndarray:
   """Returns the fewest tokens that complete a text of each state, int[S]."""
+  # A breadth-first search, all states at once; an accepting state needs only
+  # the stop token.
   distance = np.where(accepts, 1, UNREACHABLE)
   if not len(effects):
     return distance
   steps = 1
   while True:
-    reaches_end = (distance[effects] == steps).any(axis=0) & (
-      distance == UNREACHABLE
-    )
-    if not reaches_end.any():
+    reached = (distance[effects] == steps).any(axis=0)
+    reached &= distance == UNREACHABLE
+    if not reached.any():
       return distance
     steps += 1
-    distance[reaches_end] = steps
+    distance[reached] = steps
 
 
 def _mask_table(
@@ -152,10 +153,9 @@ def _mask_table(
   """Builds the masks of all states and numbers of remaining tokens.
 
   Args:
-    needed: int[S, E], the fewest tokens that complete a text if the first of
-      them has this effect.
-    effect: int[V], the effect of each token; -1 for tokens that are never
-      allowed.
+    needed: int[S, E], the fewest tokens of a completion that starts with an
+      effect.
+    effect: int[V], each token's effect; -1 for tokens never allowed.
     distance: int[S].
   """
   numbering, effect_sets = Numbering(), []
@@ -177,13 +177,11 @@ def _mask_table(
     first=np.array(first, np.int32),
     last=np.array(last, np.int32),
     rows=np.array(rows, np.int32),
-    masks=_expand_to_tokens(np.stack(effect_sets), needed.shape[1], effect),
+    masks=_expand(np.stack(effect_sets), needed.shape[1], effect),
   )
 
 
-def _expand_to_tokens(
-  sets: np.ndarray, size: int, effect: np.ndarray
-) -> np.ndarray:
+def _expand(sets: np.ndarray, size: int, effect: np.ndarray) -> np.ndarray:
   """Converts sets of effects to bitmasks of tokens, uint32[U, ceil(V / 32)]."""
   words = num_words(len(effect))
   masks = np.zeros((len(sets), words), np.uint32)

@@ -88,7 +88,7 @@ class QueueEngine:
       admissions=min(16, sizes.num_slots),
     )
     self._state: RolloutState | None = None
-    self._weights_changed = False
+    self._is_stale = False
     # A copy on the host: a call in another thread may have donated the state.
     self._counters: dict[str, Any] = {}
     options = None
@@ -96,7 +96,7 @@ class QueueEngine:
       # XLA's older code generator for CPUs compiles in a quarter less time.
       options = {"xla_cpu_use_fusion_emitters": False}
     self._run = jax.jit(
-      self._run_on_device, donate_argnums=1, compiler_options=options
+      self._program, donate_argnums=1, compiler_options=options
     )
 
   def run(
@@ -129,7 +129,7 @@ class QueueEngine:
 
   def forget(self) -> None:
     """Drops all cached pages, because the weights have changed."""
-    self._weights_changed = True
+    self._is_stale = True
 
   def counters(self) -> dict[str, Any]:
     """Returns the counts of all work so far, see `jaxkv.rollout.Counters`."""
@@ -156,29 +156,26 @@ class QueueEngine:
   def _serve(self, params: Any, jobs: list[Job]) -> list[list[Answer]]:
     """Serves up to P jobs of up to G samples."""
     batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
+    # A state with salts needs them in each batch; zeros share as usual.
     if self._salted and batch.salts is None:
       batch = batch._replace(salts=np.zeros((self.sizes.total, 4), np.uint32))
     # The state is donated, so it is lost if the call raises.
     state, self._state = self._state, None
+    # A client may call within any mesh, which would be part of the cache key.
     with no_mesh():
       if state is None:
-        state = self._sharded_state()
-        self._weights_changed = False
-      state, results = self._run(
-        params, state, batch, np.bool_(self._weights_changed)
-      )
+        state = self._new_state()
+        self._is_stale = False
+      state, results = self._run(params, state, batch, np.bool_(self._is_stale))
       results = jax.device_get(results)
-    self._state, self._weights_changed = state, False
+    self._state, self._is_stale = state, False
     self._counters = {
       name: np.asarray(value).tolist()
       for name, value in results["counters"].items()
     }
     firsts = range(0, self.sizes.total, self.sizes.num_samples)
     return [
-      [
-        self._answer(results, first + sample)
-        for sample in range(len(job.seeds))
-      ]
+      [self._answer(results, first + n) for n in range(len(job.seeds))]
       for first, job in zip(firsts, jobs, strict=False)
     ]
 
@@ -198,7 +195,8 @@ class QueueEngine:
       finish=finish,
     )
 
-  def _sharded_state(self) -> RolloutState:
+  def _new_state(self) -> RolloutState:
+    # The secret of page keys is random, so nobody can construct equal keys.
     words = np.frombuffer(os.urandom(16), np.uint32)
     places = None
     if self._mesh is not None and self._split_heads:
@@ -226,13 +224,13 @@ class QueueEngine:
       user=batch.user,
     )
 
-  def _run_on_device(
-    self, params: Any, state: RolloutState, batch: Batch, weights_changed: Array
+  def _program(
+    self, params: Any, state: RolloutState, batch: Batch, stale: Array
   ) -> tuple[RolloutState, dict[str, Any]]:
     """Runs the device program of one call."""
     state = dataclasses.replace(
       state,
-      cache=_drop_pages(state.cache, weights_changed),
+      cache=_drop_pages(state.cache, stale),
       sampling=_with_filters(state.sampling, batch.sampling),
     )
     numbers = jnp.arange(self.sizes.num_jobs, dtype=jnp.int32)
@@ -250,6 +248,7 @@ class QueueEngine:
     state = rollout.generate(
       params, state, model=self._model, process=self._process
     )
+    # Read before the harvest, which empties the rows.
     code = state.sequences.code
     state, out = rollout.harvest(state)
     results = out.results
@@ -267,14 +266,14 @@ class QueueEngine:
     }
 
 
-def _drop_pages(cache: CacheState, weights_changed: Array) -> CacheState:
-  """Returns a cache that hits no earlier page if `weights_changed`."""
+def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
+  """Returns a cache that hits no earlier page if `stale`."""
   # Selects the two small arrays that `new_epoch` changes. A `lax.cond` would
   # pass the whole cache through both branches.
   next_epoch, _ = new_epoch(cache)
 
   def select(new: Array, old: Array) -> Array:
-    return jnp.where(weights_changed, new, old)
+    return jnp.where(stale, new, old)
 
   epoch, root = jax.tree.map(
     select, (next_epoch.epoch, next_epoch.root), (cache.epoch, cache.root)

@@ -26,9 +26,8 @@ class Gathering:
   def __init__(self, serve: Callable[[list[Any]], list[Any]]):
     """Creates a gathering without requests.
 
-    Args:
-      serve: maps a list of requests to their results; never runs in two threads
-        at once. If it raises, each call of the batch raises.
+    `serve` maps a list of requests to their results. It never runs in two
+    threads at once. If it raises, each call of the batch raises.
     """
     self._serve = serve
     self._turn = threading.Lock()
@@ -36,11 +35,7 @@ class Gathering:
     self._calls: list[_Call] = []
 
   def call(self, request: Any) -> Any:
-    """Returns the result of a request, which any thread may have served.
-
-    Raises:
-      BaseException: what `serve` raised.
-    """
+    """Returns the result of a request, or raises the error of `serve`."""
     call = _Call(request)
     with self._access:
       self._calls.append(call)

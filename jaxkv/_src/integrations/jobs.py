@@ -139,12 +139,7 @@ def split(jobs: list[Job], limit: int) -> list[tuple[int, Job]]:
 
 
 def check(job: Job, sizes: EngineSizes) -> None:
-  """Checks that a job fits the shapes of an engine.
-
-  Raises:
-    ValueError: the job has no prompt token, `max_tokens` is below 1, or it has
-      too many tokens or stop tokens.
-  """
+  """Checks that a job fits the shapes of an engine; raises ValueError."""
   length = len(job.prompt)
   if not length:
     raise ValueError("`prompt` must have at least one token, got none.")
@@ -166,15 +161,13 @@ def check(job: Job, sizes: EngineSizes) -> None:
 
 
 def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
-  """Converts up to P jobs of up to G samples to arrays.
+  """Converts up to P jobs of up to G samples, which fit, to arrays.
 
-  Args:
-    jobs: jobs that fit, see `check`.
-    sizes: the engine's sizes.
-    scaled: True if the model divides its logits by the temperature.
+  `scaled` is True if the model divides its logits by the temperature.
   """
   samples, total = sizes.num_samples, sizes.total
   prompts = np.zeros((sizes.num_jobs, sizes.max_length - 1), np.int32)
+  # Rows of padding have valid lengths and settings, and are masked out.
   lengths = np.ones((sizes.num_jobs,), np.int32)
   counts = np.ones((sizes.num_jobs,), np.int32)
   columns = {
@@ -200,16 +193,14 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
     prompts[number, : len(job.prompt)] = job.prompt
     lengths[number], counts[number] = len(job.prompt), len(job.seeds)
     rows = slice(number * samples, number * samples + len(job.seeds))
-    temperature = job.temperature
     # Scaled logits are drawn at temperature 1; 0 is still greedy.
-    columns["temperature"][rows] = (
-      float(temperature > 0) if scaled else temperature
-    )
+    drawn_at = float(job.temperature > 0) if scaled else job.temperature
+    columns["temperature"][rows] = drawn_at
     columns["max_tokens"][rows] = job.max_tokens
     columns["top_k"][rows], columns["top_p"][rows] = job.top_k, job.top_p
     columns["seed"][rows] = job.seeds
     stops[rows, : len(job.stop_tokens)] = job.stop_tokens
-    user["temperature"][rows] = temperature or 1
+    user["temperature"][rows] = job.temperature or 1
     user["may_draw"][rows] = job.may_draw_banned
     user["adapter"][rows] = job.adapter
     if salts is not None and job.salt is not None:
@@ -229,11 +220,7 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
 
 
 def seeds(root: Any, count: int) -> tuple[int, ...]:
-  """Derives the seeds of samples from one seed.
-
-  Args:
-    root: the entropy of a `numpy.random.SeedSequence`.
-    count: the number of seeds.
+  """Derives the seeds of samples from `root`, as `numpy.random.SeedSequence`.
 
   Examples:
     >>> seeds(7, 2) == seeds(7, 3)[:2], len(set(seeds([7, 1], 100)))

@@ -146,6 +146,8 @@ class LayerMemory:
       )
     window = self._plan.windows[self._layer]
     group, layer = self._plan.places[self._layer]
+    # Layers are counted in the order of their calls, as a module does not know
+    # its index.
     self._layer += 1
     view = self.views[group]
     options = kernels.AttentionOptions(
@@ -160,6 +162,7 @@ class LayerMemory:
     Call it before the output layer, to skip the logits of all other columns.
     """
     self.picked = True
+    # Columns of padding may be out of range; their logits are never read.
     return x.at[:, self.columns].get(mode="clip")
 
   def of_columns(self, values: jax.Array) -> jax.Array:

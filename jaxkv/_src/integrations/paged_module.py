@@ -90,6 +90,7 @@ class PagedModule:
     memory = LayerMemory(kv, views, columns, rows, self.plan)
     states = params if type(params) is tuple else (params,)
     module = bind(nnx.merge(self.graphdef, *states), self.methods, memory)
+    # Code of other projects relies on promotions that jaxkv's users may forbid.
     with (
       jax.numpy_dtype_promotion("standard"),
       jax.numpy_rank_promotion("allow"),
@@ -171,22 +172,20 @@ def bind(
   """
   nnx = packages.nnx()
   for path, layer in list(nnx.iter_modules(module)):
-    replacements = {
-      key[1] if isinstance(key, tuple) else "__call__": _bind_method(
-        method, memory
-      )
+    methods_of_layer = {
+      key[1] if isinstance(key, tuple) else "__call__": _bound(method, memory)
       for key, method in methods.items()
       if _matches(key, path, layer)
     }
-    if replacements:
-      layer_type = type(layer)
+    if methods_of_layer:
+      cls = type(layer)
       # A subclass for each layer: Python looks up `__call__` on the type, and
       # other instances keep theirs. `object.__setattr__` bypasses
       # `Module.__setattr__`, which does not accept a class.
       object.__setattr__(
         layer,
         "__class__",
-        type(layer_type.__name__, (layer_type,), replacements),
+        type(cls.__name__, (cls,), methods_of_layer),
       )
   return module
 
@@ -197,9 +196,7 @@ def _matches(key: Replaced, path: tuple[Any, ...], layer: Any) -> bool:
   return isinstance(layer, key[0] if isinstance(key, tuple) else key)
 
 
-def _bind_method(
-  replacement: Replacement, memory: LayerMemory
-) -> Callable[..., Any]:
+def _bound(replacement: Replacement, memory: LayerMemory) -> Callable[..., Any]:
   def method(layer: Any, *args: Any, **kwargs: Any) -> Any:
     return replacement(layer, memory, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Samples for the server of SkyRL-tx, in place of its own engine."""
+"""Samples for the server of SkyRL-tx with the paged engine."""
 
 import dataclasses
 import hashlib
@@ -79,11 +79,7 @@ class SkyrlSampler:
     self._salts: dict[int, np.ndarray] = {}
 
   def sample(self, backend: Any, batch: Any) -> dict[str, Any]:
-    """Samples a batch; see `JaxBackendImpl.sample` for the result.
-
-    Args:
-      backend: a `JaxBackendImpl`.
-      batch: tx's `PreparedSampleBatch`.
+    """Samples a batch; takes and returns what `JaxBackendImpl.sample` does.
 
     Raises:
       NotImplementedError: the backend runs in several processes, or shards
@@ -136,6 +132,7 @@ class SkyrlSampler:
     for prompt, settings, adapter in zip(
       batch.all_prompts, batch.all_sampling_params, adapters, strict=True
     ):
+      # 31 bits, because a negative seed of `rollout.Sampling` is ignored.
       seed = int(settings.seed) & 0x7FFFFFFF
       jobs.append(
         Job(
@@ -170,6 +167,7 @@ class SkyrlSampler:
       and stops <= engine.sizes.num_stop_tokens
     ):
       return engine
+    # A power of two, so that few lengths compile.
     if longest > self._length:
       self._length = 1 << (longest - 1).bit_length()
     mesh = backend.mesh
@@ -231,6 +229,7 @@ class SkyrlSampler:
     tokens[0, : len(prompt)] = prompt
     mask = (np.arange(width) < len(prompt)).astype(np.int32)[None]
     params = (backend.lora_params, backend.non_lora_params)
+    # The model's own forward pass runs on the mesh of the backend.
     with jax.set_mesh(backend.mesh):
       scores = self._scores(
         params, tokens, mask, np.asarray([adapter], np.int32)
@@ -264,6 +263,7 @@ def sample(
   Returns:
     `{request_id: SampleOutput}`.
   """
+  # Stored on the backend, so that it lives as long as the backend.
   engine = backend.__dict__.get("_jaxkv_sampler")
   if engine is None:
     engine = SkyrlSampler(backend, options or SamplingOptions())

@@ -40,9 +40,7 @@ def paged_module_of(module: Any, *, dtype: Any = None) -> PagedModule:
   )
 
 
-def _without_remat(
-  layer: Any, memory: LayerMemory, *args: Any, **kwargs: Any
-) -> Any:
+def _block(layer: Any, memory: LayerMemory, *args: Any, **kwargs: Any) -> Any:
   """Calls a layer without rematerialization."""
   del memory
   return layer.block(*args, **kwargs)
@@ -88,7 +86,7 @@ def _adapt(
     methods={
       library.Attention: attention,
       "final_norm": _norm_of_picked,
-      **dict.fromkeys(remat_classes, _without_remat),
+      **dict.fromkeys(remat_classes, _block),
     },
     windows=windows or [None] * config.num_layers,
     num_kv_heads=config.num_kv_heads,

@@ -184,6 +184,7 @@ class TunixRollout:
     stops = tuple(config.eos_tokens or [self.eos_id()])
     # As in tunix, `top_p=None` is greedy decoding.
     temperature = 0.0 if config.top_p is None else float(config.temperature)
+    # A seed for each prompt, not one for all: equal prompts are samples.
     seeds = client_jobs.seeds(self._entropy(config.seed), len(tokens))
     jobs: list[Job] = []
     for prompt, seed in zip(tokens, seeds, strict=True):
@@ -216,16 +217,15 @@ class TunixRollout:
   ) -> list[list[Answer]]:
     """Serves the requests of several threads in one batch."""
     engine = self._engine_for(requests)
+    # Read once: another thread may call `update_params` meanwhile.
     params = self._params
     if self._watch.has_changed(params, by_contents=self._moves_weights):
       engine.forget()
     params = self._place(params)
-    jobs = [job for request_jobs, _, _ in requests for job in request_jobs]
-    wants_log_probs = any(wants_log_probs for _, wants_log_probs, _ in requests)
+    jobs = [job for part, _, _ in requests for job in part]
+    wants_log_probs = any(wants for _, wants, _ in requests)
     # Sorted by prompt, so equal prompts of different threads become one job.
-    order = sorted(
-      range(len(jobs)), key=lambda index: jobs[index].prompt.tobytes()
-    )
+    order = sorted(range(len(jobs)), key=lambda n: jobs[n].prompt.tobytes())
     merged = client_jobs.joined([jobs[index] for index in order])
     answers = iter(
       answer
@@ -236,8 +236,8 @@ class TunixRollout:
     for index in order:
       by_job[index] = list(itertools.islice(answers, len(jobs[index].seeds)))
     ordered, results = iter(by_job), []
-    for request_jobs, _, _ in requests:
-      results.append([a for _ in request_jobs for a in next(ordered)])
+    for part, _, _ in requests:
+      results.append([a for _ in part for a in next(ordered)])
     return results
 
   def _place(self, params: Any) -> Any:
@@ -269,10 +269,10 @@ class TunixRollout:
     )
     if self._engine is not None and longest <= self._max_length:
       return self._engine
+    # A longer sequence does not fit the compiled shapes: a new engine starts,
+    # with an empty cache.
     self._max_length = longest
-    sizes = self._sizes(
-      [job for request_jobs, _, _ in requests for job in request_jobs]
-    )
+    sizes = self._sizes([job for part, _, _ in requests for job in part])
     mesh = self._mesh
     num_shards = 1 if mesh is None else mesh.shape.get("tp", 1)
     self._engine = QueueEngine(
@@ -281,6 +281,7 @@ class TunixRollout:
       scaled=True,
       banned=(self.pad_id(),),
       mesh=mesh,
+      # A pool can only be sharded if each device gets whole K/V heads.
       split_heads=num_shards > 1
       and self._decoder.num_kv_heads % num_shards == 0,
     )
@@ -300,15 +301,12 @@ class TunixRollout:
       groups = len(self._decoder.plan.kinds)
       # A page has `size` tokens of each memory layer. At the least, a sequence
       # of full length must fit.
-      num_layers = len(self._decoder.plan.windows)
-      num_memory_layers = self._decoder.plan.num_memory_layers
-      half = (
-        num_jobs
-        * num_samples
-        * self._max_length
-        * num_layers
-        // (2 * size * num_memory_layers)
+      plan, tokens = (
+        self._decoder.plan,
+        num_jobs * num_samples * self._max_length,
       )
+      page = size * plan.num_memory_layers
+      half = tokens * len(plan.windows) // (2 * page)
       num_pages = max(half, columns * groups + groups + 1)
     return EngineSizes(
       num_jobs=num_jobs,
@@ -382,6 +380,7 @@ def _merge(current: Any, params: Any, nnx: Any) -> Any:
     leaf if leaf.dtype == old_leaf.dtype else leaf.astype(old_leaf.dtype)
     for leaf, (_, old_leaf) in zip(leaves, old_leaves, strict=True)
   ]
+  # A trainer may keep weights in another dtype, which would compile again.
   merged = jax.tree.unflatten(structure, leaves)
   state = jax.tree.map(lambda leaf: leaf, current)
   nnx.replace_by_pure_dict(state, merged)

@@ -24,13 +24,8 @@ class WeightWatch:
   def has_changed(self, tree: Any, *, by_contents: bool) -> bool:
     """Returns True if the weights differ from those of the last call.
 
-    Args:
-      tree: the weights.
-      by_contents: True to treat new arrays with equal contents as unchanged.
-
-    Returns:
-      True also in the first call, and for new arrays if the last call stored no
-      digest.
+    With `by_contents`, new arrays of equal contents are no change. The first
+    call returns True, and so do new arrays after a call without a digest.
     """
     leaves = jax.tree.leaves(tree)
     is_same = len(leaves) == len(self._leaves) and all(
@@ -69,6 +64,7 @@ def _digest(leaf: Array) -> Array:
   if bits.dtype == jnp.bool_:
     bits = bits.astype(jnp.uint8)
   width = bits.dtype.itemsize
+  # Bits, not values: -0.0 and 0.0 differ, and a NaN equals itself.
   bits = jax.lax.bitcast_convert_type(
     bits, {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
   )

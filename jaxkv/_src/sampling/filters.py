@@ -67,27 +67,27 @@ def cutoff(
     (weights, min_p, top_k, top_p)
   )
   # Zeros by way of `weights`, so that they vary over the same mesh axes.
-  lower_bound = _weight(_bits(weights[:, 0]) & 0) if min_p is None else min_p
-  needs_search = lower_bound < 0
+  floor = _weight(_bits(weights[:, 0]) & 0) if min_p is None else min_p
+  needs_search = floor < 0
   if top_k is not None:
     needs_search |= (top_k > 0) & (top_k < weights.shape[1])
   if top_p is not None:
     needs_search |= top_p < 1
   if top_k is None and top_p is None:
-    return lower_bound
+    return floor
   # The search is skipped at run time if every row has its filters turned off.
   return lax.cond(
     jnp.any(needs_search),
-    lambda: _search_in_parts(weights, lower_bound, top_k, top_p),
-    lambda: lower_bound,
+    lambda: _search_in_parts(weights, floor, top_k, top_p),
+    lambda: floor,
   )
 
 
 def _search_in_parts(
-  weights: Array, lower_bound: Array, top_k: Array | None, top_p: Array | None
+  weights: Array, floor: Array, top_k: Array | None, top_p: Array | None
 ) -> Array:
   """Calls `_search_cutoff`, on a CPU for a few rows at a time."""
-  arrays = weights, lower_bound, top_k, top_p
+  arrays = weights, floor, top_k, top_p
   rows, size = weights.shape
   rows_per_batch = max(1, _IN_CACHE // size)
   if rows <= 2 * rows_per_batch:
@@ -106,9 +106,9 @@ def _search_in_parts(
 
 
 def _search_cutoff(
-  weights: Array, lower_bound: Array, top_k: Array | None, top_p: Array | None
+  weights: Array, floor: Array, top_k: Array | None, top_p: Array | None
 ) -> Array:
-  bits = _bits(lower_bound)
+  bits = _bits(floor)
   if top_k is not None:
     bits = _keep_count(weights, bits, top_k)
   if top_p is not None:
@@ -124,26 +124,21 @@ def _weight(bits: Array) -> Array:
   return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _keep_count(weights: Array, lower_bound: Array, top_k: Array) -> Array:
-  """Returns the bits of the top-k cutoff, at least `lower_bound`."""
+def _keep_count(weights: Array, floor: Array, top_k: Array) -> Array:
+  """Returns the bits of the top-k cutoff, at least `floor`."""
   unit = jnp.int32(1)
   active = (top_k > 0) & (top_k < weights.shape[1])
   cutoff = _search(
-    weights,
-    unit,
-    lambda _: unit,
-    lower_bound & 0,
-    jnp.maximum(top_k, 1),
-    active,
+    weights, unit, lambda _: unit, floor & 0, jnp.maximum(top_k, 1), active
   )
-  return jnp.maximum(lower_bound, cutoff)
+  return jnp.maximum(floor, cutoff)
 
 
-def _keep_mass(weights: Array, lower_bound: Array, top_p: Array) -> Array:
-  """Returns the bits of the top-p cutoff among weights >= `lower_bound`."""
+def _keep_mass(weights: Array, floor: Array, top_p: Array) -> Array:
+  """Returns the bits of the top-p cutoff among weights >= `floor`."""
 
   def search() -> Array:
-    survivors = jnp.where(weights >= _weight(lower_bound)[:, None], weights, 0)
+    survivors = jnp.where(weights >= _weight(floor)[:, None], weights, 0)
     unit = _ONE / reductions.sums(survivors)
     amounts = _units(survivors, unit[:, None])
 
@@ -152,9 +147,9 @@ def _keep_mass(weights: Array, lower_bound: Array, top_p: Array) -> Array:
 
     # At least 1: a target of 0 would be reached by no token at all.
     target = jnp.maximum((top_p * _ONE).astype(jnp.int32), 1)
-    return _search(weights, amounts, amount_of, lower_bound, target, top_p < 1)
+    return _search(weights, amounts, amount_of, floor, target, top_p < 1)
 
-  return lax.cond(jnp.any(top_p < 1), search, lambda: lower_bound)
+  return lax.cond(jnp.any(top_p < 1), search, lambda: floor)
 
 
 def _units(weights: Array, unit: Array) -> Array:
@@ -165,7 +160,7 @@ def _search(
   weights: Array,
   amounts: Array,
   amount_of: Callable[[Array], Array],
-  lower_bound: Array,
+  floor: Array,
   target: Array,
   active: Array,
 ) -> Array:
@@ -173,19 +168,15 @@ def _search(
 
   Args:
     weights: float32[R, V].
-    amounts: int32[R, V] or int32[], the amount of each token; it must not
-      decrease with the weight.
+    amounts: int32[R, V] or int32[], not decreasing with the weight.
     amount_of: maps the bits of weights, int32[R], to their amounts.
-    lower_bound: int32[R], the bits of a cutoff that reaches the target.
+    floor: int32[R], the bits of a cutoff that reaches the target.
     target: int32[R], at least 1.
-    active: bool[R], the rows to search; others return `lower_bound`.
-
-  Returns:
-    int32[R], the bits of the cutoff.
+    active: bool[R], the rows to search; others return `floor`.
   """
   # Invariant: amounts from `low` on reach the target, from `high` on they do
   # not. No weight is 2.0, so the first `high` keeps no token.
-  high = jnp.where(active, jnp.int32(_ONE), lower_bound)
+  high = jnp.where(active, jnp.int32(_ONE), floor)
 
   def trip(loop: tuple[Array, Array]) -> tuple[Array, Array]:
     low, high = loop
@@ -207,7 +198,7 @@ def _search(
   return lax.while_loop(
     lambda loop: jnp.any(loop[0] + 1 < loop[1]),
     trip,
-    sharding.match_varying_axes((lower_bound, high)),
+    sharding.match_varying_axes((floor, high)),
   )[0]
 
 

@@ -16,7 +16,7 @@ _ONE_EACH = ", one list for each sequence"
 
 
 def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
-  """Returns one list for each sequence; repeats a list shared by all.
+  """Returns one list for each of Q sequences; repeats a list shared by all.
 
   Args:
     name: the argument's name, for messages.
@@ -89,13 +89,9 @@ def padded_biases(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Converts dictionaries to tokens int32[Q, X] and biases float64[Q, X].
 
-  Args:
-    name: the argument's name, for messages.
-    value: a dictionary for all sequences, or a list with one for each.
-    total: Q, the number of sequences.
-
   Raises:
-    TypeError: it is neither, a token is not an integer, or a bias is not real.
+    TypeError: `value` is neither a dictionary nor a list of dictionaries, a
+      token is not an integer, or a bias is not real.
     ValueError: the number of dictionaries is not Q, or a token is negative.
   """
   if isinstance(value, Mapping):

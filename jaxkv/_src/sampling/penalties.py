@@ -15,8 +15,8 @@ _IN_PROMPT = 1 << 15
 """The bit of `seen` that marks tokens of the prompt; the others are a count."""
 
 _MAX_COUNT = _IN_PROMPT - 1
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-_CHUNK_COLUMNS = 2**16 - 1
+_LARGEST = float(np.finfo(np.float32).max)
+_CHUNK = 2**16 - 1
 """The most columns whose token counts fit 16 bits."""
 
 
@@ -25,7 +25,7 @@ class History(NamedTuple):
 
   Attributes:
     counts: int32[R], the number of tokens drawn in this turn.
-    seen: uint16[R, V], occurrences of each token, see `seen_in`; None without
+    seen: uint16[R, V], the tally of each token, see `seen_in`; None without
       penalties.
     last_tokens: int32[R, Y - 1], see `last_tokens_of`; None without bad words
       of several tokens.
@@ -110,38 +110,29 @@ def seen_in(
   increments = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
   column = jnp.where(is_token, tokens, indexing.NOWHERE)
   row = _rows(tokens)
-  occurrences = jnp.zeros((rows, vocab_size), jnp.uint16)
-  for begin in range(0, width, _CHUNK_COLUMNS):
-    part = slice(begin, begin + _CHUNK_COLUMNS)
-    packed_counts = jnp.zeros((rows, vocab_size), jnp.uint32)
-    packed_counts = indexing.add(
-      packed_counts, row, column[:, part], values=increments[:, part]
+  tally = jnp.zeros((rows, vocab_size), jnp.uint16)
+  for begin in range(0, width, _CHUNK):
+    part = slice(begin, begin + _CHUNK)
+    pairs = jnp.zeros((rows, vocab_size), jnp.uint32)
+    pairs = indexing.add(
+      pairs, row, column[:, part], values=increments[:, part]
     )
-    count = (packed_counts & jnp.uint32(_CHUNK_COLUMNS)) + (
-      occurrences & _MAX_COUNT
-    ).astype(jnp.uint32)
-    prompt = (packed_counts > _CHUNK_COLUMNS) | (occurrences >= _IN_PROMPT)
-    occurrences = jnp.minimum(count, jnp.uint32(_MAX_COUNT)).astype(jnp.uint16)
-    occurrences = jnp.where(
-      prompt, occurrences | jnp.uint16(_IN_PROMPT), occurrences
-    )
-  return occurrences
+    count = (tally & _MAX_COUNT).astype(jnp.uint32)
+    count += pairs & jnp.uint32(_CHUNK)
+    prompt = (pairs > _CHUNK) | (tally >= _IN_PROMPT)
+    tally = jnp.minimum(count, jnp.uint32(_MAX_COUNT)).astype(jnp.uint16)
+    tally = jnp.where(prompt, tally | jnp.uint16(_IN_PROMPT), tally)
+  return tally
 
 
-def see(occurrences: Array, tokens: Array, mask: Array) -> Array:
-  """Adds one drawn token of each row to the counts of `seen_in`.
-
-  Args:
-    occurrences: uint16[R, V].
-    tokens: int32[R].
-    mask: bool[R], True for rows that have drawn a token.
-  """
-  row = jnp.arange(occurrences.shape[0], dtype=jnp.int32)
-  count = indexing.take(occurrences, row, tokens)
+def see(tally: Array, tokens: Array, mask: Array) -> Array:
+  """Adds a drawn token of the rows in `mask` to the tally of `seen_in`."""
+  row = jnp.arange(tally.shape[0], dtype=jnp.int32)
+  count = indexing.take(tally, row, tokens)
   # A full count stays: one more would carry into the bit of the prompt.
   is_full = (count & jnp.uint16(_MAX_COUNT)) == jnp.uint16(_MAX_COUNT)
   column = indexing.where_valid(mask & ~is_full, tokens)
-  return indexing.put(occurrences, row, column, values=count + jnp.uint16(1))
+  return indexing.put(tally, row, column, values=count + jnp.uint16(1))
 
 
 def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
@@ -188,7 +179,7 @@ def _saturate(logits: Array, original: Array) -> Array:
   """Clips logits to the float32 range where they were finite originally."""
   return jnp.where(
     jnp.isfinite(original),
-    jnp.clip(logits, -_FLOAT32_MAX, _FLOAT32_MAX),
+    jnp.clip(logits, -_LARGEST, _LARGEST),
     logits,
   )
 
@@ -207,34 +198,28 @@ def _banned_tokens(sampling: Sampling, history: History) -> list[Array]:
     is_early = jnp.broadcast_to(is_early[:, None], stops.shape)
     groups.append(indexing.where_valid(is_early, stops))
   if sampling.bad_words is not None:
-    is_complete = _completed_words(sampling.bad_words, history.last_tokens)
-    groups.append(
-      indexing.where_valid(is_complete, sampling.bad_words[:, :, -1])
-    )
+    completes = _completes_word(sampling.bad_words, history.last_tokens)
+    groups.append(indexing.where_valid(completes, sampling.bad_words[:, :, -1]))
   return groups
 
 
-def _completed_words(words: Array, last_tokens: Array | None) -> Array:
+def _completes_word(words: Array, last_tokens: Array | None) -> Array:
   """Returns bool[R, X]: True for words that one more token would complete."""
-  prefixes = words[:, :, :-1]
-  if prefixes.shape[2] and last_tokens is None:
+  prefix = words[:, :, :-1]
+  if prefix.shape[2] and last_tokens is None:
     raise ValueError(
       "`history.last_tokens` must be given for bad words of several tokens, "
       "got None; make it with last_tokens_of."
     )
   if last_tokens is None:
     return jnp.ones(words.shape[:2], bool)
-  return jnp.all(
-    (prefixes == PADDING) | (prefixes == last_tokens[:, None]), axis=2
-  )
+  return jnp.all((prefix == PADDING) | (prefix == last_tokens[:, None]), axis=2)
 
 
-def _penalize(
-  logits: Array, sampling: Sampling, occurrences: Array | None
-) -> Array:
+def _penalize(logits: Array, sampling: Sampling, tally: Array | None) -> Array:
   if not needs_seen(sampling):
     return logits
-  if occurrences is None:
+  if tally is None:
     raise ValueError(
       "`history.seen` must be given for penalties, got None; make it with "
       "seen_in."
@@ -242,13 +227,13 @@ def _penalize(
   if sampling.repetition_penalty is not None:
     penalty = sampling.repetition_penalty[:, None]
     penalized = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    penalized = jnp.where(occurrences > 0, penalized, logits)
+    penalized = jnp.where(tally > 0, penalized, logits)
     logits = _saturate(penalized, logits)
-  count = (occurrences & _MAX_COUNT).astype(jnp.float32)
+  count = (tally & _MAX_COUNT).astype(jnp.float32)
   if sampling.frequency_penalty is not None:
     penalty = sampling.frequency_penalty[:, None]
     # Clipped before the difference: for a banned logit, -inf - (-inf) is NaN.
-    penalty = jnp.clip(penalty * count, -_FLOAT32_MAX, _FLOAT32_MAX)
+    penalty = jnp.clip(penalty * count, -_LARGEST, _LARGEST)
     logits = _saturate(logits - penalty, logits)
   if sampling.presence_penalty is not None:
     penalty = sampling.presence_penalty[:, None]

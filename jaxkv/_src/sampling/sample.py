@@ -206,13 +206,10 @@ def _draw_exactly(
   if (
     sampling.top_k is None and sampling.top_p is None and sampling.min_p is None
   ):
-    temperature = sampling.temperature
-    temperature = (
-      ones
-      if temperature is None
-      else jnp.where(temperature == 0, 1, temperature)
-    )
-    scores = log_probs.of_tokens(logits, drawn.tokens, temperature)
+    divisor = ones
+    if sampling.temperature is not None:
+      divisor = jnp.where(sampling.temperature == 0, 1, sampling.temperature)
+    scores = log_probs.of_tokens(logits, drawn.tokens, divisor)
     drawn = drawn._replace(log_probs=scores)
   if raw_log_probs:
     scores = log_probs.of_tokens(raw_logits, drawn.tokens, ones)
@@ -230,19 +227,12 @@ def _is_allowed(sampling: Sampling) -> Array | None:
   Traced settings were not checked before. The search for a cutoff might not
   terminate for values out of range.
   """
-  temperature, min_p, top_p = (
-    sampling.temperature,
-    sampling.min_p,
-    sampling.top_p,
-  )
   checks = []
-  if temperature is not None:
-    checks.append(
-      (temperature == 0) | ((temperature >= LEAST) & (temperature < jnp.inf))
-    )
-  if min_p is not None:
+  if (t := sampling.temperature) is not None:
+    checks.append((t == 0) | ((t >= LEAST) & (t < jnp.inf)))
+  if (min_p := sampling.min_p) is not None:
     checks.append((min_p >= 0) & (min_p <= 1))
-  if top_p is not None:
+  if (top_p := sampling.top_p) is not None:
     # 0 is allowed: some devices flush a subnormal `top_p` to 0.
     checks.append((top_p >= 0) & (top_p <= 1))
   return functools.reduce(jnp.logical_and, checks) if checks else None
@@ -283,7 +273,7 @@ def _sample_or_greedy(
   if greedy is None:
     return _sample(keys, counts, weights, masses)
 
-  def with_greedy_rows(sampled: Array) -> Array:
+  def select(sampled: Array) -> Array:
     return jnp.where(greedy, _most_likely(weights), sampled)
 
   # Two conditions, so a batch with one kind of rows skips the other's work.
@@ -293,9 +283,7 @@ def _sample_or_greedy(
     lambda: greedy.astype(jnp.int32) & 0,
     lambda: _sample(keys, counts, weights, masses),
   )
-  return lax.cond(
-    jnp.any(greedy), with_greedy_rows, lambda sampled: sampled, sampled
-  )
+  return lax.cond(jnp.any(greedy), select, lambda sampled: sampled, sampled)
 
 
 def _most_likely(weights: _Weights) -> Array:
@@ -305,11 +293,9 @@ def _most_likely(weights: _Weights) -> Array:
 def _sample(
   keys: Array, counts: Array, weights: _Weights, masses: Array
 ) -> Array:
-  block_number, token_number = _uniforms(keys, counts)
-  block_weights, columns = weights.block_weights(
-    _invert_cumulative(masses, block_number)
-  )
-  place = _invert_cumulative(block_weights, token_number)
+  for_block, for_token = _uniforms(keys, counts)
+  inside, columns = weights.block_weights(_inverse_cdf(masses, for_block))
+  place = _inverse_cdf(inside, for_token)
   return jnp.take_along_axis(columns, place[:, None], axis=1)[:, 0]
 
 
@@ -322,7 +308,7 @@ def _uniforms(keys: Array, counts: Array) -> tuple[Array, Array]:
   return uniforms[:, 0], uniforms[:, 1]
 
 
-def _invert_cumulative(weights: Array, uniforms: Array) -> Array:
+def _inverse_cdf(weights: Array, uniforms: Array) -> Array:
   """Inverts the cumulative distribution of each row at a uniform number.
 
   Args:
@@ -330,8 +316,7 @@ def _invert_cumulative(weights: Array, uniforms: Array) -> Array:
     uniforms: float32[R], in [0, 1).
 
   Returns:
-    int32[R], the first index whose cumulative share exceeds the number. The
-    weight at this index is positive.
+    The index, int32[R]; its weight is positive.
   """
   # A matmul computes the prefix sums: `cumsum` takes ten times as long on a
   # CPU. The triangle is a host constant, as XLA would otherwise build it in

@@ -135,7 +135,7 @@ class Sampling:
 _FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
-def _flatten_with_keys(sampling: Sampling) -> tuple[Any, None]:
+def _flatten(sampling: Sampling) -> tuple[Any, None]:
   key = jax.tree_util.GetAttrKey
   return tuple((key(name), getattr(sampling, name)) for name in _FIELDS), None
 
@@ -150,9 +150,7 @@ def _unflatten(_: None, leaves: Any) -> Sampling:
 
 # Not `register_dataclass`: it would call the constructor, whose checks refuse
 # the placeholders that jax puts into trees.
-jax.tree_util.register_pytree_with_keys(
-  Sampling, _flatten_with_keys, _unflatten
-)
+jax.tree_util.register_pytree_with_keys(Sampling, _flatten, _unflatten)
 
 
 class _Rule(NamedTuple):
@@ -466,18 +464,14 @@ def _pad_to(
   name: str, values: Array, sizes: tuple[int, ...], fill: float
 ) -> Array:
   """Pads values to `sizes`: lists at the end, words at the front."""
-  if any(
-    size > capacity
-    for size, capacity in zip(values.shape[1:], sizes, strict=True)
-  ):
+  if any(n > limit for n, limit in zip(values.shape[1:], sizes, strict=True)):
     raise ValueError(
       f"`sampling.{name}` must have at most {[*sizes]} entries for a sequence, "
       f"as when the rollout was made, got {[*values.shape[1:]]}; give longer "
       "lists there."
     )
   missing = [
-    capacity - size
-    for size, capacity in zip(values.shape[1:], sizes, strict=True)
+    limit - n for n, limit in zip(values.shape[1:], sizes, strict=True)
   ]
   # Axis 1 lists entries. A second axis holds the tokens of a word, whose last
   # token must stay in the last column.

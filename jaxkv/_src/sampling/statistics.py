@@ -40,13 +40,9 @@ def observe(
   Args:
     logits: float32[R, V].
     tokens: int32[R].
-    log_probs: float32[R], the last result of the draw, which orders the
-      computations.
+    log_probs: float32[R], a result of the draw, which must come first.
     entropy: True to compute the entropy.
-    top_log_probs: X, the number of most likely tokens to find.
-
-  Raises:
-    ValueError: `top_log_probs` is more than V.
+    top_log_probs: X, the number of most likely tokens, at most V.
   """
   # A false dependency on the draw: XLA would run independent work on another
   # CPU thread, and the handoff takes longer than the work. The condition below
@@ -101,35 +97,30 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
       f"`top_log_probs` must be at most {size}, the tokens there are, got "
       f"{count}."
     )
-  block_maxima = reductions.by_block(reductions.maxima, logits)
-  block_numbers = jnp.arange(block_maxima.shape[1], dtype=jnp.int32)[None]
+  maxima = reductions.by_block(reductions.maxima, logits)
+  block_ids = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
 
   # Each iteration reads one block. Tokens already found are excluded by their
   # order after the last one, so nothing is written to the logits.
   def trip(
     loop: tuple[Array, Array, Array], _: None
   ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:
-    block_maxima, value, token = loop
-    best = reductions.maxima(block_maxima)[:, None]
-    block_of_best = reductions.first_of(block_maxima == best)
-    block = reductions.read_block(logits, block_of_best)
+    maxima, value, token = loop
+    best = reductions.maxima(maxima)[:, None]
+    best_block = reductions.first_of(maxima == best)
+    block = reductions.read_block(logits, best_block)
     candidates = block.valid & _comes_after(block, value, token)
     index = reductions.first_of(candidates & (block.values == best))
     token = jnp.take_along_axis(block.columns, index[:, None], axis=1)
     candidates &= _comes_after(block, best, token)
-    next_best = jnp.where(candidates, block.values, -jnp.inf)
-    next_best = reductions.maxima(next_best)[:, None]
-    block_maxima = jnp.where(
-      block_numbers == block_of_best[:, None], next_best, block_maxima
-    )
-    return (block_maxima, best, token), (token[:, 0], best[:, 0])
+    next_max = jnp.where(candidates, block.values, -jnp.inf)
+    next_max = reductions.maxima(next_max)[:, None]
+    maxima = jnp.where(block_ids == best_block[:, None], next_max, maxima)
+    return (maxima, best, token), (token[:, 0], best[:, 0])
 
   start = jnp.full((rows, 1), jnp.inf), jnp.full((rows, 1), -1, jnp.int32)
   _, (tokens, values) = lax.scan(
-    trip,
-    sharding.match_varying_axes((block_maxima, *start)),
-    None,
-    length=count,
+    trip, sharding.match_varying_axes((maxima, *start)), None, length=count
   )
   return tokens.T, values.T
 

@@ -44,15 +44,7 @@ def divisor(temperature: Array) -> Array:
 
   Returns NaN for traced temperatures out of range, which `as_temperature`
   cannot check.
-
-  Args:
-    temperature: float32[...].
-
-  Returns:
-    float32[...].
   """
-  in_range = (temperature >= LEAST) & (temperature <= HIGHEST)
-  ones, nans = jnp.ones_like(temperature), jnp.full_like(temperature, jnp.nan)
-  return jnp.where(
-    temperature == 0, ones, jnp.where(in_range, temperature, nans)
-  )
+  fits = (temperature >= LEAST) & (temperature <= HIGHEST)
+  valid = jnp.where(fits, temperature, jnp.full_like(temperature, jnp.nan))
+  return jnp.where(temperature == 0, jnp.ones_like(temperature), valid)
