@@ -248,6 +248,6 @@ def new_tokens(work: Workload) -> np.ndarray:
 
 
 def reserved_pages(work: Workload) -> float:
-  """Returns the pages that slots for a mean prompt and the longest answer take."""
+  """Returns the pages of slots that reserve a mean prompt and answer limit."""
   pages_per_slot = -(-(work.lengths + work.answers.max()) // work.page_size)
   return float(work.slots * pages_per_slot.mean())

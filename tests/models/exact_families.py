@@ -1,4 +1,4 @@
-"""Small decoders of every kind, with exact numerics, and how they are fed."""
+"""Small decoders of every kind with exact numerics, and ways to call them."""
 
 import functools
 
@@ -13,13 +13,13 @@ from tests import as_users
 VOCABULARY = 61
 
 
-def _layer(attention, mlp=None, **more):
+def _layer(attention, mlp=None, **fields):
   mlp = models.Mlp(inner_dim=48) if mlp is None else mlp
-  return models.Layer(attention=attention, mlp=mlp, **more)
+  return models.Layer(attention=attention, mlp=mlp, **fields)
 
 
-def _softmax(**more):
-  return models.Attention(num_heads=6, num_kv_heads=2, head_dim=8, **more)
+def _softmax(**fields):
+  return models.Attention(num_heads=6, num_kv_heads=2, head_dim=8, **fields)
 
 
 def _gemma(window, base):
@@ -64,10 +64,10 @@ _FAMILIES = {
 NAMES = tuple(_FAMILIES)
 
 
-def decoder(name, dtype=jnp.float32, **more):
-  """A decoder of a family, and parameters of it."""
+def decoder(name, dtype=jnp.float32, **fields):
+  """Returns a decoder of a family, and its parameters."""
   layers, facts = _FAMILIES[name]
-  facts = {"numerics": "exact", "tile": 16} | facts | more
+  facts = {"numerics": "exact", "tile": 16} | facts | fields
   config = models.Decoder(
     vocab_size=VOCABULARY, embed_dim=48, layers=layers, dtype=dtype, **facts
   )
@@ -75,13 +75,13 @@ def decoder(name, dtype=jnp.float32, **more):
 
 
 def tokens_of(rows, columns):
-  """int32[B, T] of any tokens."""
+  """Returns random tokens, int32[B, T]."""
   rng = np.random.default_rng(3)
   return jnp.asarray(rng.integers(0, VOCABULARY, (rows, columns)), jnp.int32)
 
 
 def whole(config, params, tokens, **options):
-  """The logits [B, T, V] of tokens that a trainer gets."""
+  """Returns the logits [B, T, V] of the trainer's forward pass."""
   columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(columns, tokens.shape)
   call = functools.partial(models.forward_uncached, config=config, **options)
@@ -89,34 +89,34 @@ def whole(config, params, tokens, **options):
 
 
 def in_chunks(config, params, tokens, chunk, page_size=16, kv_dtype=None):
-  """The logits [B, T, V] of tokens that come a chunk at a time."""
+  """Returns the logits [B, T, V] of a forward pass in chunks of tokens."""
   rows, columns = tokens.shape
   cache = _cache(config, rows, columns, page_size)
   kv, parts = models.init_kv(config, cache.config, dtype=kv_dtype), []
   step = as_users.jit(functools.partial(models.forward, config=config))
   for start in range(0, columns, chunk):
-    own = jnp.full((rows,), min(chunk, columns - start), jnp.int32)
-    now = tokens[:, start : start + chunk]
-    now = jnp.pad(now, ((0, 0), (0, chunk - now.shape[1])))
+    counts = jnp.full((rows,), min(chunk, columns - start), jnp.int32)
+    part = tokens[:, start : start + chunk]
+    part = jnp.pad(part, ((0, 0), (0, chunk - part.shape[1])))
     cache, _ = jaxkv.recycle(cache)
-    cache, outcome = jaxkv.allocate(cache, own)
+    cache, outcome = jaxkv.allocate(cache, counts)
     assert outcome.ok.all()
-    views = _views(cache, own)
-    places = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
-    logits, kv = step(params, now, places, kv, views)
-    cache, _ = jaxkv.commit(cache, now, own)
+    views = _views(cache, counts)
+    positions = cache.length[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
+    logits, kv = step(params, part, positions, kv, views)
+    cache, _ = jaxkv.commit(cache, part, counts)
     parts.append(logits[:, : columns - start])
   return np.concatenate(parts, axis=1)
 
 
 def lowered(config, params, rows, columns):
-  """`forward` of so many tokens, as a program that is not compiled."""
+  """Lowers `forward` of [rows, columns] tokens, without compiling it."""
   cache = _cache(config, rows, 64, 16)
-  own = jnp.full((rows,), columns, jnp.int32)
+  counts = jnp.full((rows,), columns, jnp.int32)
   tokens = jnp.zeros((rows, columns), jnp.int32)
   call = functools.partial(models.forward, config=config)
   kv = models.init_kv(config, cache.config)
-  return jax.jit(call).lower(params, tokens, tokens, kv, _views(cache, own))
+  return jax.jit(call).lower(params, tokens, tokens, kv, _views(cache, counts))
 
 
 def _cache(config, rows, columns, page_size):

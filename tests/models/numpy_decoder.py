@@ -1,4 +1,4 @@
-"""The reference decoder in float64 NumPy, one token at a time."""
+"""The reference decoder: float64 NumPy, one token at a time."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ from jaxkv import models
 
 
 def layers_of(params: Any) -> list[dict[str, Any]]:
-  """The parameters of each layer, from first to last."""
-  found = []
+  """Returns the parameters of each layer, from first to last."""
+  layers = []
   for stretch in params["layers"]:
     repetitions = len(stretch[0]["mlp_norm"])
     for number in range(repetitions):
-      found += [
+      layers += [
         {name: leaf[number] for name, leaf in layer.items()}
         for layer in stretch
       ]
-  return found
+  return layers
 
 
 def logits(params: Any, tokens: Any, config: models.Decoder) -> Any:
-  """A decoder of `models.llama` in float64, a token and a head at a time."""
+  """Computes a decoder of `models.llama` in float64, token by token."""
   weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
   memory: list[list[Any]] = [[] for _ in config.layers]
 
@@ -38,20 +38,20 @@ def logits(params: Any, tokens: Any, config: models.Decoder) -> Any:
   logits = []
   for position, token in enumerate(tokens):
     x = weights["embed"][token]
-    for layer, w, kept in zip(
+    for layer, w, layer_memory in zip(
       config.layers, layers_of(weights), memory, strict=True
     ):
       a = layer.attention
       y = norm(x, w["attention_norm"])
       q = turn(np.einsum("e,ehd->hd", y, w["query"]), position, a.rope)
       k = turn(np.einsum("e,ekd->kd", y, w["key"]), position, a.rope)
-      kept.append((k, np.einsum("e,ekd->kd", y, w["value"])))
-      seen = kept[-(a.window or position + 1) :]
+      layer_memory.append((k, np.einsum("e,ekd->kd", y, w["value"])))
+      visible = layer_memory[-(a.window or position + 1) :]
       for head in range(a.num_heads):
-        own = head // (a.num_heads // a.num_kv_heads)
-        score = [q[head] @ k[own] for k, _ in seen]
+        kv_head = head // (a.num_heads // a.num_kv_heads)
+        score = [q[head] @ k[kv_head] for k, _ in visible]
         score = np.exp(np.array(score) / np.sqrt(a.head_dim))
-        values = np.array([v[own] for _, v in seen])
+        values = np.array([v[kv_head] for _, v in visible])
         x = x + (score / score.sum()) @ values @ w["output"][head]
       y = norm(x, w["mlp_norm"])
       gate = y @ w["gate"]

@@ -9,7 +9,7 @@ TEXT = "".join(f"{i} is {i % 7} modulo seven.\n\n" for i in range(200))
 
 
 def trained_in(folder: pathlib.Path) -> models.Pretrained:
-  """A character model of 25 steps: bad, but sure of its best token."""
+  """Trains a character model for 25 steps: bad, but sure of its best token."""
   return characters.character_model(
     steps=25, text=TEXT, folder=folder, progress=False
   )

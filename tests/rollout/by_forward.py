@@ -1,4 +1,4 @@
-"""Groups of completions, and a forward pass of each, without any cache."""
+"""Groups of completions, and their log-probs by uncached forward passes."""
 
 import dataclasses
 import functools
@@ -69,7 +69,7 @@ CHUNK = 6
 
 
 class Groups(NamedTuple):
-  """What `score` is given."""
+  """The groups of completions that `score` takes."""
 
   prompts: np.ndarray
   prompt_lengths: np.ndarray
@@ -114,7 +114,7 @@ def fresh(name: str = "plain", sizes=SIZES) -> rollout.ScoreState:
 
 @functools.cache
 def compiled(name: str = "plain", **options):
-  """A program that scores with one of the models."""
+  """Returns a jitted `rollout.score` with one of the models."""
   model = functools.partial(models.forward, config=MODELS[name])
   options = {"chunk": CHUNK, **options}
   return jax.jit(functools.partial(rollout.score, model=model, **options))
@@ -134,41 +134,43 @@ def _trainer(name: str):
 
 
 def distributions(params, groups: Groups, name="plain", temperature=1.0):
-  """The log-softmax of all logits in the place of a token, [N, G, R, V]."""
-  count, samples, most = groups.completions.shape
-  width = groups.prompts.shape[1] + most
+  """Returns the log-softmax of the logits of each token, [N, G, R, V]."""
+  count, samples, num_columns = groups.completions.shape
+  width = groups.prompts.shape[1] + num_columns
   tokens = np.zeros((count, samples, width), np.int32)
   for n, length in enumerate(groups.prompt_lengths):
     tokens[n, :, :length] = groups.prompts[n, :length]
-    tokens[n, :, length : length + most] = groups.completions[n]
+    tokens[n, :, length : length + num_columns] = groups.completions[n]
   logits = _trainer(name)(params, jnp.asarray(tokens.reshape(-1, width)))
   scores = np.asarray(jax.nn.log_softmax(logits / jnp.float32(temperature)))
   scores = scores.reshape(count, samples, width, -1)
-  places = groups.prompt_lengths[:, None] - 1 + np.arange(most)[None]
-  places = np.broadcast_to(places[:, None, :, None], (count, samples, most, 1))
+  places = groups.prompt_lengths[:, None] - 1 + np.arange(num_columns)[None]
+  places = np.broadcast_to(
+    places[:, None, :, None], (count, samples, num_columns, 1)
+  )
   return np.take_along_axis(scores, places, axis=2)
 
 
 def mask_of(groups: Groups) -> np.ndarray:
-  most = groups.completions.shape[2]
-  return np.arange(most) < groups.lengths[..., None]
+  num_columns = groups.completions.shape[2]
+  return np.arange(num_columns) < groups.lengths[..., None]
 
 
 def check_scored(
   scored, params, groups, name="plain", temperature=1.0, rows=None
 ):
-  """All log-probabilities; `rows` are the groups that do not fail."""
+  """Checks all log-probs; `rows` is True for groups that do not fail."""
   scores = distributions(params, groups, name, temperature)
-  wanted = np.take_along_axis(scores, groups.completions[..., None], axis=3)
-  wanted = np.where(mask_of(groups), wanted[..., 0], 0)
+  expected = np.take_along_axis(scores, groups.completions[..., None], axis=3)
+  expected = np.where(mask_of(groups), expected[..., 0], 0)
   if rows is not None:
     failed = np.where(mask_of(groups), np.nan, 0)
-    wanted = np.where(np.asarray(rows)[:, None, None], wanted, failed)
-  np.testing.assert_allclose(scored.log_probs, wanted, atol=1e-5)
+    expected = np.where(np.asarray(rows)[:, None, None], expected, failed)
+  np.testing.assert_allclose(scored.log_probs, expected, atol=1e-5)
 
 
 def rows_to_compute(groups: Groups, cached) -> list[int]:
-  """Tokens to compute: of a prompt once, and of each completion."""
+  """Returns the tokens to compute: a prompt once, and each completion."""
   total = groups.lengths.sum(axis=1)
   prompt = np.where(total > 0, groups.prompt_lengths - 1, 0)
   return (prompt - np.asarray(cached) + total).tolist()

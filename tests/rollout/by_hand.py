@@ -1,7 +1,7 @@
-"""A rollout in plain Python: one sequence after another, without any cache.
+"""A rollout in plain Python: one sequence after another, without a cache.
 
-The model is the sum of layers of attention over embeddings of tokens and
-positions: one for each window, where None is full attention.
+The model sums layers of attention over embeddings of tokens and positions, one
+for each window; None means full attention.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ PROMPTS = [
 
 
 def model(params, tokens, positions, kv, views, *, windows=(None,)):
-  """As `rollout.all_logits` takes it; each layer has a group of its own."""
+  """A model for `rollout.all_logits`; each layer is in a separate group."""
   del params
-  # Positions of columns that are no tokens may be beyond the last one.
+  # Columns of padding may have positions beyond the table.
   x = jnp.asarray(_TOKENS)[tokens] + jnp.asarray(_POSITIONS)[positions]
   x = x[:, :, None]
   total = jnp.zeros_like(x)
   for view, window in zip(views, windows, strict=True):
-    # Groups have different pages, so all of them are in one layer's memory.
+    # Groups never share a page, so all layers can use memory layer 0.
     kv = kv_memory.write(kv, view, 0, x, x)
     options = kernels.AttentionOptions(window=window)
     total = total + kv_memory.attend(kv, view, 0, x, options=options)
@@ -45,36 +45,36 @@ def model(params, tokens, positions, kv, views, *, windows=(None,)):
 
 
 def _logits(tokens: list[int], windows) -> np.ndarray:
-  """Those of the last token, float32[V], in float64 until then."""
+  """Returns the logits of the last token, float32[V], computed in float64."""
   x = (_TOKENS[tokens] + _POSITIONS[: len(tokens)]).astype(np.float64)
   total = np.zeros(WIDTH)
   for window in windows:
-    seen = x if window is None else x[-window:]
-    scores = seen @ x[-1] / WIDTH**0.5
+    visible = x if window is None else x[-window:]
+    scores = visible @ x[-1] / WIDTH**0.5
     weights = np.exp(scores - scores.max())
-    total += weights @ seen / weights.sum()
+    total += weights @ visible / weights.sum()
   return (_TOKENS @ total).astype(np.float32)
 
 
 def _drawn(logits: np.ndarray, key) -> int:
-  """A block of four tokens, then one of them, by two uniform numbers."""
+  """Draws a block of four tokens, then one of its tokens, by two uniforms."""
   bits = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
   numbers = (bits >> 8) / 2.0**24
   weights = np.exp(logits.astype(np.float64))
   sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), 4)))
   block = int(np.searchsorted(sums, numbers[0] * sums[-1], side="right"))
-  inside = np.cumsum(weights[4 * block : 4 * block + 4])
-  place = np.searchsorted(inside, numbers[1] * inside[-1], side="right")
-  return 4 * block + int(place)
+  cumulative = np.cumsum(weights[4 * block : 4 * block + 4])
+  index = np.searchsorted(cumulative, numbers[1] * cumulative[-1], side="right")
+  return 4 * block + int(index)
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-  """What one sequence must become.
+  """The expected result of one sequence.
 
   Attributes:
-    tokens: the prompt and what follows it.
-    log_probs: of the tokens that follow.
+    tokens: the prompt and the drawn tokens.
+    log_probs: the log-probs of the drawn tokens.
   """
 
   tokens: list[int]
@@ -89,7 +89,7 @@ def expected(
   config,
   windows=(None,),
 ) -> Expected:
-  """Sequence `number`, which begins with `prompt`."""
+  """Computes sequence `number`, which begins with `prompt`."""
   key, tokens, log_probs = jax.random.fold_in(key, number), [*prompt], []
   for count in range(config.max_new_tokens):
     logits = _logits(tokens, windows)
@@ -106,7 +106,7 @@ def expected(
 
 
 def sizes(pages: int, slots: int) -> jaxkv.CacheConfig:
-  """Pages of two tokens, eight for each slot."""
+  """Returns a cache of pages of two tokens, eight for each slot."""
   return jaxkv.CacheConfig(
     num_pages=pages, page_size=2, num_slots=slots, pages_per_slot=8
   )
@@ -115,9 +115,9 @@ def sizes(pages: int, slots: int) -> jaxkv.CacheConfig:
 def begun(
   key, sizes: jaxkv.CacheConfig, config, prompts=PROMPTS, **options
 ) -> rollout.RolloutState:
-  """A rollout of the prompts, in a memory of NaN; `options` of `init`.
+  """Makes a rollout of the prompts in a memory of NaN.
 
-  `kv` is the memory of another model.
+  `options` are those of `init`; `kv` is the memory of another model.
   """
   kv = options.pop("kv", None) or kv_memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=WIDTH, dtype=jnp.float32
@@ -131,16 +131,16 @@ def begun(
 
 
 def begun_at(state: rollout.RolloutState, temperature) -> rollout.RolloutState:
-  """A rollout all of whose sequences draw at one temperature."""
-  heat = jnp.full(state.sequences.ids.shape, temperature, jnp.float32)
-  sampling = dataclasses.replace(state.sampling, temperature=heat)
+  """Sets one temperature for all sequences."""
+  temperatures = jnp.full(state.sequences.ids.shape, temperature, jnp.float32)
+  sampling = dataclasses.replace(state.sampling, temperature=temperatures)
   return dataclasses.replace(state, sampling=sampling)
 
 
 class Runner:
-  """A compiled `rollout.generate`, of state, temperature and steps.
+  """A jitted `rollout.generate` of state, temperature and steps.
 
-  A new one, so that it is traced with what the library now is.
+  Each runner is traced anew, so it sees the current functions of the library.
   """
 
   def __init__(self, model, params=None):
@@ -159,19 +159,21 @@ class Runner:
 
 
 def program(windows=(None,)) -> Runner:
-  """The `Runner` of this file's model."""
+  """Returns the `Runner` of this file's model."""
   return Runner(rollout.all_logits(functools.partial(model, windows=windows)))
 
 
-def check_sequence(sequences, number: int, wanted: Expected) -> None:
-  """A finished sequence has the tokens, log-probs and versions wanted."""
+def check_sequence(sequences, number: int, expected: Expected) -> None:
+  """Checks the tokens, log-probs and versions of a finished sequence."""
   length = int(sequences.length[number])
-  assert sequences.tokens[number, :length].tolist() == wanted.tokens
+  assert sequences.tokens[number, :length].tolist() == expected.tokens
   assert not np.any(sequences.tokens[number, length:])
   begin = int(sequences.prompt_length[number])
   scores = np.asarray(sequences.log_probs[number])
   # float32, summed in another order.
-  np.testing.assert_allclose(scores[begin:length], wanted.log_probs, atol=1e-5)
+  np.testing.assert_allclose(
+    scores[begin:length], expected.log_probs, atol=1e-5
+  )
   assert not np.any(scores[:begin]) and not np.any(scores[length:])
   drawn = np.arange(len(scores)) >= begin
   drawn &= np.arange(len(scores)) < length

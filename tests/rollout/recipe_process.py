@@ -1,13 +1,13 @@
-"""A process in which a recipe of `jaxkv.rollout.devices` runs, for tests.
+"""A process that runs a recipe of `jaxkv.rollout.devices`, for tests.
 
-| command | what it does |
+| command | effect |
 |---|---|
-| `data FILE` | runs a job, data parallel, and writes its results |
+| `data FILE` | runs a data-parallel job and writes its results |
 | `data FILE ADDRESS N I` | the same as process I of N |
-| `save RECIPE FOLDER` | stops in the middle, saves there, writes the end |
-| `restore RECIPE FOLDER` | begins with what is there, writes the end |
+| `save RECIPE FOLDER` | stops in the middle, saves, finishes, writes the end |
+| `restore RECIPE FOLDER` | restores, finishes, writes the end |
 
-Started by `tests.rollout.started`, with two devices.
+`tests.rollout.started` starts it, with two devices.
 """
 
 import importlib
@@ -30,9 +30,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 def data(file: str, *process: str) -> None:
   names: dict[str, Any] = {"jax": jax}
   if process:
-    address, number, own = process
+    address, number, process_id = process
     names |= {"address": address, "num_processes": int(number)}
-    recipes.run("Several processes", names | {"process_id": int(own)})
+    recipes.run("Several processes", names | {"process_id": int(process_id)})
     assert jax.process_count() == int(number)
   names |= recipes.attention_alone()
   for piece in (0, 1):
@@ -46,7 +46,7 @@ def data(file: str, *process: str) -> None:
 
 
 def _is_done(state: rollout.RolloutState) -> bool:
-  # On each process: what it has of a result that all devices have.
+  # Each process reads its own copy of a replicated result.
   return bool(jax.jit(rollout.is_done)(state).addressable_data(0))
 
 
@@ -67,7 +67,7 @@ def restore(recipe: str, folder: str) -> None:
 
 
 def _begun(recipe: str) -> dict[str, Any]:
-  """The names of a recipe, of which only functions are called."""
+  """Returns the names of a recipe, which provides functions only."""
   llama = recipe == "Tensor parallel"
   names = recipes.llama() if llama else recipes.attention_alone()
   names["ocp"] = importlib.import_module("orbax.checkpoint")
@@ -82,21 +82,21 @@ def _begun(recipe: str) -> dict[str, Any]:
 
 
 def _write(names: dict[str, Any], file: str) -> None:
-  """Everything at the end of the rollout, each array by its path."""
+  """Finishes the rollout and writes all arrays by their paths."""
   state = names["state"]
   where = jax.tree.map(lambda leaf: leaf.sharding, state)
   while not _is_done(state):
     state = names["run"](names["params"], state)
   assert jax.tree.map(lambda leaf: leaf.sharding, state) == where
-  found = {}
+  arrays = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(state):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       leaf = jax.random.key_data(leaf)
-    found[jax.tree_util.keystr(path)] = np.asarray(leaf)
-  np.savez(file, **found)
+    arrays[jax.tree_util.keystr(path)] = np.asarray(leaf)
+  np.savez(file, **arrays)
 
 
 if __name__ == "__main__":
-  # Where it stands, should it hang.
+  # Printed first, to identify a process that hangs.
   print(os.getpid(), pathlib.Path(__file__).name, *sys.argv[1:], flush=True)
   {"data": data, "save": save, "restore": restore}[sys.argv[1]](*sys.argv[2:])

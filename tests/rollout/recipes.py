@@ -1,4 +1,4 @@
-"""Runs the recipes of `jaxkv.rollout.devices` as its docstring has them."""
+"""Runs the recipes in the docstring of `jaxkv.rollout.devices`."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ TITLES = (
   "A checkpoint",
 )
 _STEPS = 7
-"""Of a call: several calls make a rollout."""
+"""Steps of a call; a rollout takes several calls."""
 
 LLAMA = models.llama(
   vocab_size=48,
@@ -42,18 +42,18 @@ LLAMA = models.llama(
 
 
 def pieces(title: str) -> list[str]:
-  """The pieces of code in a recipe, in their order."""
+  """Returns the pieces of code of a recipe, in order."""
   text = devices.__doc__ or ""
   begins = {name: text.index(f"\n\n{name}") for name in TITLES}
   later = [place for place in begins.values() if place > begins[title]]
   lines = text[begins[title] : min(later, default=None)].split("\n")
-  found = [""]
+  code = [""]
   for line in lines:
-    if line.startswith("  ") or (found[-1] and not line):
-      found[-1] += line + "\n"
-    elif found[-1]:
-      found.append("")
-  return [textwrap.dedent(piece) for piece in found if piece.strip()]
+    if line.startswith("  ") or (code[-1] and not line):
+      code[-1] += line + "\n"
+    elif code[-1]:
+      code.append("")
+  return [textwrap.dedent(piece) for piece in code if piece.strip()]
 
 
 def run(
@@ -65,10 +65,10 @@ def run(
   """Runs a piece of a recipe, which reads and binds names.
 
   Args:
-    title: of the recipe.
-    names: what the recipe may use, and what it has made.
-    piece: which of its pieces.
-    device_count: the devices to use, None for all.
+    title: the title of the recipe.
+    names: the names that the recipe reads, and those that it binds.
+    piece: the index of the piece.
+    device_count: the number of devices to use; None for all.
   """
   code = pieces(title)[piece]
   if device_count is not None:
@@ -77,7 +77,7 @@ def run(
 
 
 def _names(model, params, sizes, config, memory, prompts) -> dict[str, Any]:
-  """What the recipes may use. Drawn with the samples' own temperature, 1."""
+  """Returns the names that recipes read; samples have temperature 1."""
   width = max(map(len, prompts))
   rows = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
   return {
@@ -109,12 +109,12 @@ def _names(model, params, sizes, config, memory, prompts) -> dict[str, Any]:
 
 
 def _poisoned(kv: kv_memory.KVPages) -> kv_memory.KVPages:
-  """Pages of NaN: what an unused one holds must not reach a logit."""
+  """Fills pages with NaN, so that an unused page must not reach a logit."""
   return dataclasses.replace(kv, k=kv.k * jnp.nan, v=kv.v * jnp.nan)
 
 
 def attention_alone() -> dict[str, Any]:
-  """Names for the model of `by_hand`, which compiles fast; four prompts."""
+  """Returns names for the fast model of `by_hand`, with four prompts."""
   sizes = by_hand.sizes(20, 3)
 
   def memory() -> kv_memory.KVPages:
@@ -140,10 +140,10 @@ def attention_alone() -> dict[str, Any]:
 
 
 def llama(**options: Any) -> dict[str, Any]:
-  """Names for a decoder with eight K/V heads; 16 prompts of 1 to 9 tokens.
+  """Returns names for a decoder with 8 K/V heads; 16 prompts of 1 to 9 tokens.
 
   Args:
-    **options: of `models.forward`.
+    **options: options of `models.forward`.
   """
   random = np.random.default_rng(1)
   sizes = jaxkv.CacheConfig(
@@ -162,18 +162,18 @@ def llama(**options: Any) -> dict[str, Any]:
 
 
 def begun(names: dict[str, Any], cache=None, kv=None) -> rollout.RolloutState:
-  """The job on one device, or in a cache and a memory that are there."""
+  """Returns the rollout of the job, by default in a new cache and memory."""
   *prompts, key, secret = names["job"]
   cache = jaxkv.init(names["sizes"], secret) if cache is None else cache
   kv = names["memory"]() if kv is None else kv
-  # The weights are those of the cache's pages.
+  # The weights have the version of the pages in the cache.
   return rollout.init(
     cache, kv, *prompts, key, names["config"], version=cache.epoch
   )
 
 
 def done(names: dict[str, Any], run: Any, state: Any) -> rollout.RolloutState:
-  """The state after as many calls as it needs."""
+  """Calls `run` until the rollout is done."""
   while not bool(rollout.is_done(state)):
     state = run(names["params"], state)
   return state

@@ -1,4 +1,4 @@
-"""Starts `recipe_process`, and waits for it, but not forever."""
+"""Starts `recipe_process`, and waits for it with a time limit."""
 
 import os
 import re
@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 _SECONDS = 400
-"""A process takes ten of them on a quiet machine."""
+"""The time limit of a process; it takes ten seconds on an idle machine."""
 
 
 def start(*words: str) -> subprocess.Popen:
-  """A process with two devices; it ends itself if the tests are killed."""
+  """Starts a process with two devices, which ends if the tests are killed."""
   flags = os.environ["XLA_FLAGS"]
   flags = re.sub(r"device_count=\d+", "device_count=2", flags)
   limit = []
@@ -35,11 +35,11 @@ def start(*words: str) -> subprocess.Popen:
 
 
 def wait(*processes: subprocess.Popen) -> None:
-  """Waits for all; when one fails or hangs, all are killed."""
+  """Waits for all processes; kills all if one fails or hangs."""
   try:
     for process in processes:
-      said, _ = process.communicate(timeout=_SECONDS + 20)
-      assert process.returncode == 0, said
+      text, _ = process.communicate(timeout=_SECONDS + 20)
+      assert process.returncode == 0, text
   finally:
     for process in processes:
       if process.poll() is None:
@@ -49,7 +49,7 @@ def wait(*processes: subprocess.Popen) -> None:
 
 
 def free_port() -> int:
-  """A port that nobody listens at."""
-  with socket.socket() as some:
-    some.bind(("localhost", 0))
-    return some.getsockname()[1]
+  """Returns a port that no process listens at."""
+  with socket.socket() as listener:
+    listener.bind(("localhost", 0))
+    return listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A rollout without any cache: a forward pass of all tokens for each draw."""
+"""A rollout without a cache: a forward pass of all tokens for each draw."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def generate(
   decoder: models.Decoder,
   config: rollout.RolloutConfig,
 ) -> rollout.Sequences:
-  """The sequences, all done; they draw one token each in every step."""
+  """Runs all sequences to their ends; each draws one token in every step."""
   total, width = sequences.tokens.shape
   numbers = jnp.arange(total, dtype=jnp.int32)
   columns = jnp.arange(width, dtype=jnp.int32)
