@@ -1,8 +1,8 @@
 """The test command: `python -m tests [--only-pytest] [--all] [other options]`.
 
-Format, lint and types first, which take seconds, then pytest: doctests,
-layering, notebooks and tests. The first stage that fails ends the run with
-its exit code; pytest comes last, so its summary is the last line.
+Runs format, lint and types, which take seconds, then pytest with doctests,
+layering, notebooks and tests. The first stage that fails ends the run with its
+exit code.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ _STAGES = {
 
 
 def main(arguments: list[str]) -> int:
-  """Runs the stages in order; the exit code of the first that fails, or 0."""
+  """Runs the stages in order; returns the first exit code that is not 0."""
   only_pytest = _ONLY_PYTEST in arguments
   extra = [word for word in arguments if word != _ONLY_PYTEST]
   for stage, command in _STAGES.items():
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     print(f"[{stage}] {' '.join(command)}", flush=True)
     done = subprocess.run([sys.executable, "-m", *command], cwd=_ROOT)
     if done.returncode:
-      # Behind pytest nothing is printed: its summary says it.
+      # The summary of pytest stays the last line.
       if stage != "tests":
         print(f"stopped: [{stage}] failed", flush=True)
       return done.returncode

@@ -1,12 +1,12 @@
-"""One configuration of jax, hypothesis and pytest for every test.
+"""Configures jax, hypothesis and pytest for all tests.
 
-Read before any test file, and so before jax makes its first device.
+pytest reads it before any test file, and so before jax creates its devices.
 
 | environment | effect |
 |---|---|
 | `JAXKV_TEST_PLATFORM` | `cuda`: run on a GPU; default `cpu`, 8 devices |
-| `JAXKV_TEST_OPTIMIZED` | `1`: code for a CPU is compiled as users' is; by
-  default in the way that takes the compiler the least time, most of a test's |
+| `JAXKV_TEST_OPTIMIZED` | `1`: compile for a CPU as users do; by default
+  with the fastest compilation, which is most of a test's time |
 | `JAXKV_TEST_CACHE` | a folder in which jax keeps compiled programs between
   runs; by default each run compiles everything |
 """
@@ -18,15 +18,15 @@ _PLATFORM = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
 _OPTIMIZED = os.environ.get("JAXKV_TEST_OPTIMIZED") == "1"
 _PROGRAMS = os.environ.get("JAXKV_TEST_CACHE")
 _LEVEL_FLAG = "--xla_backend_optimization_level"
-# XLA's older way to make code of fused operations: less than half of the time.
-# Later versions of jaxlib have no such flag, and end at one that they lack.
+# XLA's older code generator for fusions compiles in less than half of the time.
+# Later versions of jaxlib lack the flag, and abort at an unknown one.
 _EMITTER_FLAG = "--xla_cpu_use_fusion_emitters"
 _HAS_EMITTER_FLAG = importlib.metadata.version("jaxlib").startswith("0.10.")
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 
 def _set_environment() -> None:
-  """For this process, and for those that tests start."""
+  """Sets the environment of this process and of those that tests start."""
   flags = os.environ.get("XLA_FLAGS", "")
   if _DEVICE_FLAG not in flags:
     flags += f" {_DEVICE_FLAG}=8"
@@ -35,13 +35,13 @@ def _set_environment() -> None:
     if _HAS_EMITTER_FLAG:
       flags += f" {_EMITTER_FLAG}=false"
   os.environ["XLA_FLAGS"] = flags.strip()
-  # Beside a GPU tests still need the CPU, to compare with.
+  # Tests on a GPU need the CPU too, for comparisons.
   with_cpu = _PLATFORM if _PLATFORM == "cpu" else f"{_PLATFORM},cpu"
   os.environ["JAX_PLATFORMS"] = with_cpu
   # Several test processes share one GPU.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  # A cache from an earlier run could hide a compilation that now fails, so it
-  # is used on request alone.
+  # Only on request: programs of an earlier run could hide a compilation that
+  # fails now.
   os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true" if _PROGRAMS else "false"
   if _PROGRAMS:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _PROGRAMS
@@ -56,7 +56,7 @@ import pytest  # noqa: E402
 
 from tests.tools import compiled_programs  # noqa: E402
 
-# Again for jax, which a plugin may have imported before.
+# Set again in jax, which a plugin may have imported before this file.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_enable_compilation_cache", bool(_PROGRAMS))
 if _PROGRAMS:
@@ -65,13 +65,13 @@ if _PROGRAMS:
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# A first example includes compilation, so a deadline means nothing.
+# A first example includes compilation, so deadlines would be exceeded.
 hypothesis.settings.register_profile(
   "default",
   deadline=None,
   # The same tree gets the same examples; only --deep looks for new ones.
   derandomize=True,
-  # Its files would stay in the checkout; a failure prints how to repeat it.
+  # A database would leave files in the checkout; a failure prints its example.
   database=None,
   print_blob=True,
 )
@@ -87,21 +87,19 @@ hypothesis.settings.load_profile("default")
 
 
 _MANY_MAPS = 48_000
-"""Each program is some memory maps, of which Linux allows a process 65,530."""
+"""Memory maps. Linux allows 65,530 a process, and each program takes some."""
 _MANY_BYTES = 2 * 2**30
-"""A test adds less than the 1 GB that is left."""
+"""Resident bytes. A test adds at most 1 GB, for a limit of 3 GB."""
 _BYTES_OF_A_FILE = 2**30
-"""Files share few programs, so less is kept from one to the next."""
+"""Resident bytes at the end of a file. Files share few programs."""
 _counted = [0]
 
 
 @pytest.fixture(autouse=True)
 def _few_programs():
-  """Drops compiled programs before there are too many.
-
-  To count memory maps takes long, so that is done after some compilations only.
-  """
+  """Drops compiled programs before there are too many."""
   yield
+  # Counting memory maps is slow, so it is done after ten compilations.
   if compiled_programs.num_compiled() - _counted[0] >= 10:
     _counted[0] = compiled_programs.num_compiled()
     if (
@@ -113,7 +111,7 @@ def _few_programs():
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_programs_of_other_files():
-  """Drops compiled programs behind a file that has left many."""
+  """Drops compiled programs after a file that has left many."""
   yield
   if compiled_programs.resident_bytes() > _BYTES_OF_A_FILE:
     compiled_programs.drop()
@@ -121,7 +119,7 @@ def _few_programs_of_other_files():
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
-  """A character model of 25 steps, trained once for all tests."""
+  """Returns a character model of 25 steps, trained once for all tests."""
   from tests.models import small_model
 
   return small_model.trained_in(tmp_path_factory.mktemp("models"))
@@ -148,7 +146,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
   config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-  """Skips what this run or this machine cannot do, with the reason."""
+  """Skips tests that this run or this machine cannot run, with the reason."""
   deep = config.getoption("--deep")
   slow = deep or config.getoption("--all")
   for item in items:
@@ -163,7 +161,7 @@ def pytest_collection_modifyitems(
 
 
 def _is_slow(item: pytest.Item) -> bool:
-  """Whether a test is marked slow with its parameters; `tools/tiers.py`."""
+  """True if a test is marked slow for its parameters; see `tools/tiers.py`."""
   return any(
     not marker.args
     or str(item.callspec.params[marker.args[0]]) not in marker.kwargs["fast"]
@@ -172,12 +170,14 @@ def _is_slow(item: pytest.Item) -> bool:
 
 
 def _is_named(item: pytest.Item) -> bool:
-  """Whether the command line names a test, or its function or class."""
-  here = item.config.invocation_params.dir
+  """True if the command line names a test, or its function or class."""
+  folder = item.config.invocation_params.dir
   name = item.nodeid.partition("::")[2]
   for word in item.config.args:
-    file, _, asked = word.partition("::")
-    if asked and item.path == (here / file).resolve():
-      if name == asked or name.startswith((f"{asked}[", f"{asked}::")):
+    file, _, selection = word.partition("::")
+    if selection and item.path == (folder / file).resolve():
+      if name == selection or name.startswith(
+        (f"{selection}[", f"{selection}::")
+      ):
         return True
   return False

@@ -1,4 +1,4 @@
-"""Small caches for `tests.fuzz`: few pages, so that they are always short."""
+"""Small caches for `tests.fuzz`, with few pages so that allocations fail."""
 
 import dataclasses
 from typing import Any
@@ -12,18 +12,18 @@ from jaxkv import SlidingWindow
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-  """A manager and what its scheduler does.
+  """A manager's configuration, and options of its scheduler.
 
   Attributes:
-    name: of the configuration.
-    groups: kinds with their page sizes.
-    num_pages: the null page counted.
+    name: the name of the configuration.
+    groups: the kinds, with their page sizes.
+    num_pages: the pages, with the null page.
     max_model_len: tokens of the longest sequence.
     options: other arguments of the manager.
-    drafts: most speculative tokens of a step, also the lookahead.
-    external: whether some tokens are computed elsewhere.
-    encoder: most tokens of an encoder.
-    policies: which policies have such a manager.
+    drafts: the most speculative tokens of a step, also the lookahead.
+    external: True if some tokens are computed elsewhere.
+    encoder: the most tokens of an encoder.
+    policies: the policies that support the configuration.
   """
 
   name: str
@@ -37,7 +37,7 @@ class Setup:
   policies: tuple[str, ...]
 
   def arguments(self, policy: str) -> dict[str, Any]:
-    """Arguments of the manager's constructor."""
+    """Returns the arguments of the manager's constructor."""
     encoder = {"max_encoder_tokens": self.encoder} if self.encoder else {}
     return {
       "num_pages": self.num_pages,
@@ -58,7 +58,7 @@ _SIZED = {"window": (SlidingWindow, "window"), "chunk": (ChunkedLocal, "chunk")}
 
 
 def _group(text: str) -> Any:
-  """`full/4`, `cross/4`, `window6/4`, `chunk8/4`, `state/4` or `state2/4`."""
+  """Parses full/4, cross/4, window6/4, chunk8/4, state/4 or state2/4."""
   kind, _, size = text.partition("/")
   letters = kind.rstrip("0123456789")
   number = kind.removeprefix(letters)
@@ -82,8 +82,8 @@ def _setup(
   **options: Any,
 ) -> Setup:
   kinds = groups.split()
-  # With a draft model and pages of several sizes classic finds prefixes whose
-  # windows are not there.
+  # With a draft model and several page sizes, classic hits prefixes whose
+  # windows are missing.
   sizes = {kind.partition("/")[2] for kind in kinds}
   classic = "prefix_retention_interval" not in options
   classic &= len(sizes) == 1 or "use_eagle" not in options

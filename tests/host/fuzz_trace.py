@@ -1,4 +1,4 @@
-"""A random scheduler: what it asks of a cache manager, one step at a time."""
+"""A random scheduler: a trace of calls to a cache manager, step by step."""
 
 import random
 from collections.abc import Generator
@@ -9,13 +9,13 @@ from tests.host.fuzz_setups import Setup
 
 
 class Operation(NamedTuple):
-  """One thing done to a manager.
+  """One operation on a manager.
 
   Attributes:
     verb: add, update, finish, lookup, allocate, cache, free, recycle, evict,
       reset, step or common.
-    name: the request's, if it is about one.
-    arguments: of the verb.
+    name: the name of the request, if the verb has one.
+    arguments: the arguments of the verb.
   """
 
   verb: str
@@ -32,19 +32,19 @@ _MAX_WAITING = 3
 
 
 class Trace:
-  """Makes operations; it looks at the oracle alone.
+  """Makes operations; it reads only the state of the oracle.
 
   Attributes:
-    setup: sizes.
+    setup: the configuration.
     side: the oracle, with `manager` and `requests`.
     draws: the seeded generator.
-    waiting, running: names, in order.
-    loading: name -> tokens that are being computed elsewhere.
-    targets: name -> tokens at which the request is finished.
-    encoders: name -> tokens of its encoder input.
-    scheduled: name -> tokens and drafts of this step.
-    refused: steps in which nothing ran and the first in line did not fit.
-    finished: token lists for later prompts to begin with.
+    waiting, running: names of requests, in order.
+    loading: the tokens that are computed elsewhere, by name.
+    targets: the length at which a request is finished, by name.
+    encoders: the tokens of the encoder input, by name.
+    scheduled: the tokens and drafts of this step, by name.
+    refused: consecutive steps in which the first request did not fit.
+    finished: token lists that later prompts begin with.
   """
 
   def __init__(self, setup: Setup, side: Any, seed: str):
@@ -60,7 +60,7 @@ class Trace:
     self.finished = [self._tokens(setup.max_model_len) for _ in range(3)]
 
   def operations(self) -> Steps:
-    """Operations without end."""
+    """Yields operations without end."""
     while True:
       yield from self._disturb()
       yield Operation("step")
@@ -75,9 +75,9 @@ class Trace:
   def _tokens(self, count: int) -> list[int]:
     return [self.draws.randrange(_VOCABULARY) for _ in range(count)]
 
-  def _length(self, most: int) -> int:
-    """From 1 to `most`, often a multiple of a page."""
-    length = self.draws.randint(1, most)
+  def _length(self, limit: int) -> int:
+    """Draws a length from 1 to `limit`, often a multiple of a page."""
+    length = self.draws.randint(1, limit)
     size = self.draws.choice(self.setup.groups).page_size
     aligned = length // size * size
     return aligned if aligned and self._chance(50) else length
@@ -111,23 +111,23 @@ class Trace:
       )
 
   def _prompt(self) -> list[int]:
-    """Mostly a piece of an earlier sequence, with a little behind it."""
-    most = 3 if self._chance(60) else self.setup.max_model_len // 2
-    suffix = self._tokens(self.draws.randint(0, most))
+    """Draws a prompt, mostly a part of an earlier sequence with a suffix."""
+    limit = 3 if self._chance(60) else self.setup.max_model_len // 2
+    suffix = self._tokens(self.draws.randint(0, limit))
     if self._chance(20):
       return suffix or self._tokens(1)
-    known = self.draws.choice(self.finished)
-    cut = max(self._length(len(known)) for _ in range(2))
-    return known[:cut] + suffix
+    earlier = self.draws.choice(self.finished)
+    cut = max(self._length(len(earlier)) for _ in range(2))
+    return earlier[:cut] + suffix
 
   # --- running requests ------------------------------------------------------
 
   def _run(self) -> Steps:
-    """Whether anybody had to make room."""
+    """Schedules running requests; returns True if one was preempted."""
     self.scheduled, preempted, place = {}, False, 0
     while place < len(self.running):
       name = self.running[place]
-      new, drafts = self._wanted(name)
+      new, drafts = self._new_tokens(name)
       arguments = {
         "num_new_tokens": new,
         "num_lookahead_tokens": self.setup.drafts,
@@ -143,14 +143,16 @@ class Trace:
         place += 1
     return preempted
 
-  def _wanted(self, name: str) -> tuple[int, int]:
-    """New tokens of a step, and how many of them are drafts."""
+  def _new_tokens(self, name: str) -> tuple[int, int]:
+    """Returns the new tokens of a step, and the number of drafts among them."""
     request = self._request(name)
-    left = request.num_tokens - request.num_computed_tokens
-    if left > 1:
-      return (left if self._chance(40) else self._length(left)), 0
-    most = min(self.setup.drafts, self.setup.max_model_len - request.num_tokens)
-    drafts = self.draws.randint(0, most)
+    remaining = request.num_tokens - request.num_computed_tokens
+    if remaining > 1:
+      return (remaining if self._chance(40) else self._length(remaining)), 0
+    limit = min(
+      self.setup.drafts, self.setup.max_model_len - request.num_tokens
+    )
+    drafts = self.draws.randint(0, limit)
     return 1 + drafts, drafts
 
   def _schedule(self, name: str, new: int, drafts: int) -> Steps:
@@ -188,12 +190,12 @@ class Trace:
       name = self.waiting[0]
       answer = yield from self._try(name)
       if answer is None:
-        yield from self._despair(name)
+        yield from self._give_up(name)
         return
       self.refused = 0
 
   def _try(self, name: str) -> Steps:
-    """Looks up, allocates; None if there was no room."""
+    """Looks up and allocates a request; returns None if there is no room."""
     request = self._request(name)
     arguments: dict[str, Any] = {
       "num_lookahead_tokens": self.setup.drafts if self._chance(80) else 0,
@@ -210,9 +212,9 @@ class Trace:
       external = self._external(request.num_tokens - hit)
     if external < 0:
       return (yield from self._load(name, arguments, hit - external))
-    behind = request.num_computed_tokens + hit + external
-    left = request.num_tokens - behind
-    new = left if self._chance(50) else self._length(left)
+    num_computed = request.num_computed_tokens + hit + external
+    remaining = request.num_tokens - num_computed
+    new = remaining if self._chance(50) else self._length(remaining)
     arguments |= {
       "num_new_tokens": new,
       "num_external_computed_tokens": external,
@@ -221,34 +223,38 @@ class Trace:
     if answer is not None:
       self.waiting.remove(name)
       self.running.append(name)
-      yield from self._schedule(name, behind - request.num_computed_tokens, 0)
+      yield from self._schedule(
+        name, num_computed - request.num_computed_tokens, 0
+      )
       yield from self._schedule(name, new, 0)
     return answer
 
-  def _external(self, left: int) -> int:
-    """Tokens computed elsewhere; negative if they come later."""
+  def _external(self, remaining: int) -> int:
+    """Returns the tokens computed elsewhere; negative if they arrive later."""
     if not self.setup.external or not self._chance(50):
       return 0
     if self._chance(50):
-      return -self._length(left)
-    return self._length(left - 1) if left > 1 else 0
+      return -self._length(remaining)
+    return self._length(remaining - 1) if remaining > 1 else 0
 
-  def _load(self, name: str, arguments: dict[str, Any], behind: int) -> Steps:
-    """Makes room for tokens that come later."""
+  def _load(
+    self, name: str, arguments: dict[str, Any], num_loaded: int
+  ) -> Steps:
+    """Allocates pages for tokens that arrive later."""
     arguments |= {
       "num_new_tokens": 0,
-      "num_external_computed_tokens": behind
+      "num_external_computed_tokens": num_loaded
       - arguments["num_new_computed_tokens"],
       "delay_cache_pages": True,
     }
     answer = yield Operation("allocate", name, arguments)
     if answer is not None:
       self.waiting.remove(name)
-      self.loading[name] = behind
+      self.loading[name] = num_loaded
     return answer
 
-  def _despair(self, name: str) -> Steps:
-    """Gives up a request that does not even fit alone."""
+  def _give_up(self, name: str) -> Steps:
+    """Finishes a request that does not fit even without others."""
     if self.running or self.loading:
       return
     self.refused += 1
@@ -309,7 +315,7 @@ class Trace:
       yield from self._reset()
 
   def _reset(self) -> Steps:
-    """Refused while anything is held, so everything may end first."""
+    """Resets the cache, half of the time after finishing all requests."""
     if self._chance(50):
       for name in [*self.running, *self.loading, *self.waiting]:
         yield from self._finish(name)
@@ -331,11 +337,11 @@ class Trace:
 
   def _some_pages(self) -> list[int]:
     cached = sorted(self.side.manager.cached_page_ids())
-    some = self.draws.sample(cached, min(len(cached), 2))
-    return [*some, self.draws.randrange(1, self.setup.num_pages)]
+    pages = self.draws.sample(cached, min(len(cached), 2))
+    return [*pages, self.draws.randrange(1, self.setup.num_pages)]
 
   def _misuse(self) -> Steps:
-    """Calls that raise or do nothing."""
+    """Makes calls that raise or have no effect."""
     yield Operation("add", "nobody", {"token_ids": [0], "num_prompt_tokens": 1})
     yield Operation("allocate", "nobody", {"num_new_tokens": 0})
     yield Operation("cache", "nobody", {"num_computed_tokens": 1})
@@ -343,8 +349,8 @@ class Trace:
     yield Operation("finish", "nobody")
 
   def _loaded(self, name: str) -> Steps:
-    """External tokens have come, or will not."""
-    behind = self.loading.pop(name)
+    """Ends a load, which may have failed."""
+    num_loaded = self.loading.pop(name)
     self.waiting.insert(self.draws.randint(0, len(self.waiting)), name)
     if self._chance(20):
       pages = self.side.manager.get_page_ids(name)
@@ -353,9 +359,9 @@ class Trace:
       yield Operation("free", name)
       return
     # A sequence's last token is always computed here.
-    behind = min(behind, self._request(name).num_tokens - 1)
-    if behind:
-      yield from self._cache(name, behind)
-      yield Operation("update", name, {"num_computed_tokens": behind})
+    num_loaded = min(num_loaded, self._request(name).num_tokens - 1)
+    if num_loaded:
+      yield from self._cache(name, num_loaded)
+      yield Operation("update", name, {"num_computed_tokens": num_loaded})
     else:
       yield Operation("free", name)

@@ -1,4 +1,4 @@
-"""What a scheduler does with a cache manager, for tests that tell traces."""
+"""Calls of a scheduler to a cache manager, for tests that follow traces."""
 
 import contextlib
 from typing import Any
@@ -17,21 +17,21 @@ FULL = FullAttention(page_size=PAGE)
 WINDOW = SlidingWindow(window=2 * PAGE, page_size=PAGE)
 HYBRID = (FULL, WINDOW, WINDOW)
 LONGEST = 64
-"""Tokens of a sequence. Few sizes, since each is compiled for a while."""
+"""Tokens of a sequence. Tests share few sizes, as each is compiled."""
 
 
 def single(make: Any, **options: Any) -> Any:
-  """A manager of one group with 10 pages to use."""
+  """Makes a manager of one group with 10 usable pages."""
   return make(11, (FULL,), LONGEST, **options)
 
 
 def hybrid(make: Any, **options: Any) -> Any:
-  """A manager of three groups with 24 pages to use."""
+  """Makes a manager of three groups with 24 usable pages."""
   return make(25, HYBRID, LONGEST, **options)
 
 
 def filled(cache: Any) -> Any:
-  """Fills three pages of each group; a request that begins alike."""
+  """Fills three pages of each group; returns a request with the same prefix."""
   first = request("0", [*range(12), *range(100, 103)])
   assert admit(cache, first)[1] == [
     [1, 2, 3, 4],
@@ -42,7 +42,7 @@ def filled(cache: Any) -> Any:
 
 
 def reference(num_pages=11, groups=(FULL,), max_model_len=8192, **options):
-  """The model of the host's manager."""
+  """Makes the reference model of the host manager."""
   return ReferenceManager(num_pages, groups, max_model_len, **options)
 
 
@@ -51,7 +51,7 @@ def request(name, tokens, **fields):
 
 
 def admit(cache, request, new=None, **options):
-  """Lookup and allocation; (hit ids, new ids or None)."""
+  """Looks up and allocates; returns hit ids, and new ids or None."""
   pages, hit = cache.get_computed_pages(request)
   external = options.get("num_external_computed_tokens", 0)
   if new is None:
@@ -65,7 +65,7 @@ def admit(cache, request, new=None, **options):
 
 
 def decode(cache, request, tokens, **options):
-  """Appends tokens and allocates for what is not computed; new ids."""
+  """Appends tokens and allocates pages for them; returns new ids or None."""
   request.token_ids.extend(tokens)
   new = request.num_tokens - request.num_computed_tokens
   out = cache.allocate_slots(request, new, **options)
@@ -85,21 +85,21 @@ def ids(pages):
 
 
 def references(cache, pages):
-  """How often pages are held."""
+  """Returns the reference counts of pages."""
   pool = getattr(cache, "pool", None)
   counts = cache.state.pool.ref_count if pool is None else pool.refs
   return np.asarray(counts)[list(pages)].tolist()
 
 
 def running(name="a", **fields):
-  """The running request, as its scheduler has it."""
+  """Returns a running request in the state that a scheduler gives it."""
   fields = {"num_computed_tokens": 9, "status": "running", **fields}
   return request(name, range(9), **fields)
 
 
 @contextlib.contextmanager
 def unchanged(cache):
-  """Nothing of the manager's state differs behind the block."""
+  """Checks that the block does not change the manager's state."""
   before = jax.tree.map(np.array, cache.state)
   pages = [cache.get_page_ids(name) for name in "abc"]
   yield

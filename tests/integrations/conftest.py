@@ -1,4 +1,4 @@
-"""Other packages run with jax's defaults, whatever this project tests with."""
+"""Runs tests of integrations with jax's defaults, which clients expect."""
 
 import jax
 import pytest
@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _defaults_of_jax():
-  """In all threads: a context would hold in this one alone."""
+  """Sets the global config: a context would apply to one thread only."""
   names = ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
   before = [getattr(jax.config, name) for name in names]
   for name, value in zip(names, ("standard", "allow"), strict=True):

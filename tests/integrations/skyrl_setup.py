@@ -22,8 +22,8 @@ def module(name: str) -> Any:
   return importlib.import_module(f"tx.{name}")
 
 
-def write_checkpoint(folder: Any, name: str, **more: Any) -> None:
-  """A folder as Hugging Face writes it, of random weights and of words."""
+def write_checkpoint(folder: Any, name: str, **fields: Any) -> None:
+  """Writes a Hugging Face folder with random weights and a word tokenizer."""
   safetensors = importlib.import_module("safetensors.numpy")
   tokenizers = importlib.import_module("tokenizers")
   config = {
@@ -40,7 +40,7 @@ def write_checkpoint(folder: Any, name: str, **more: Any) -> None:
     "tie_word_embeddings": False,
     "dtype": "float32",
     "torch_dtype": "float32",
-  } | more
+  } | fields
   (folder / "config.json").write_text(json.dumps(config))
   rng = np.random.default_rng(0)
 
@@ -53,21 +53,21 @@ def write_checkpoint(folder: Any, name: str, **more: Any) -> None:
     "lm_head.weight": random(VOCABULARY, 32),
   }
   for layer in range(config["num_hidden_layers"]):
-    own = f"model.layers.{layer}"
+    prefix = f"model.layers.{layer}"
     for norm in ("input_layernorm", "post_attention_layernorm"):
-      tensors[f"{own}.{norm}.weight"] = 1 + random(32)
+      tensors[f"{prefix}.{norm}.weight"] = 1 + random(32)
     for part, rows in (("q", 64), ("k", 32), ("v", 32)):
-      tensors[f"{own}.self_attn.{part}_proj.weight"] = random(rows, 32)
-    tensors[f"{own}.self_attn.o_proj.weight"] = random(32, 64)
+      tensors[f"{prefix}.self_attn.{part}_proj.weight"] = random(rows, 32)
+    tensors[f"{prefix}.self_attn.o_proj.weight"] = random(32, 64)
     if name.startswith("Qwen3"):
       for part in ("q", "k"):
-        tensors[f"{own}.self_attn.{part}_norm.weight"] = 1 + random(16)
+        tensors[f"{prefix}.self_attn.{part}_norm.weight"] = 1 + random(16)
     for part, shape in (
       ("gate", (64, 32)),
       ("up", (64, 32)),
       ("down", (32, 64)),
     ):
-      tensors[f"{own}.mlp.{part}_proj.weight"] = random(*shape)
+      tensors[f"{prefix}.mlp.{part}_proj.weight"] = random(*shape)
   safetensors.save_file(tensors, folder / "model.safetensors")
   words = {f"w{number}": number for number in range(VOCABULARY)}
   tokenizer = tokenizers.Tokenizer(
@@ -80,27 +80,27 @@ def write_checkpoint(folder: Any, name: str, **more: Any) -> None:
 
 
 def backend(folder: Any) -> Any:
-  """SkyRL's backend for a checkpoint, with two trained adapters, a and b."""
+  """Returns SkyRL's backend for a checkpoint, with trained adapters a and b."""
   jax_backend = module("tinker.backends.jax")
   types = module("tinker.types")
-  made = jax_backend.JaxBackendImpl(
+  jax_impl = jax_backend.JaxBackendImpl(
     str(folder),
     jax_backend.JaxBackendConfig(max_lora_adapters=_ADAPTERS, max_lora_rank=4),
   )
   for number, name in enumerate("ab"):
-    made.create_model(
+    jax_impl.create_model(
       name, types.LoraConfig(rank=4, alpha=8.0, seed=number + 1)
     )
-    made.models[name].loaded_checkpoint_id = "now"
-    change(made, name, number)
-  return made
+    jax_impl.models[name].loaded_checkpoint_id = "now"
+    change(jax_impl, name, number)
+  return jax_impl
 
 
-def change(made: Any, name: str, seed: int) -> None:
-  """Other weights for an adapter, where training would put them."""
+def change(jax_impl: Any, name: str, seed: int) -> None:
+  """Replaces an adapter's weights, as training does."""
   nnx = importlib.import_module("flax.nnx")
-  index = made.models[name].adapter_index
-  state = nnx.state(made.model)
+  index = jax_impl.models[name].adapter_index
+  state = nnx.state(jax_impl.model)
   keys = iter(jax.random.split(jax.random.key(seed), 200))
 
   def changed(path: Any, leaf: Any) -> Any:
@@ -109,7 +109,7 @@ def change(made: Any, name: str, seed: int) -> None:
     noise = 0.1 * jax.random.normal(next(keys), leaf.shape[1:], leaf.dtype)
     return leaf.at[index].set(noise)
 
-  nnx.update(made.model, jax.tree.map_with_path(changed, state))
+  nnx.update(jax_impl.model, jax.tree.map_with_path(changed, state))
 
 
 def request(
@@ -120,28 +120,28 @@ def request(
   log_probs: bool = False,
   **params: Any,
 ) -> Any:
-  """A batch with a request for each prompt, of so many samples each.
+  """Makes a batch with a request for each prompt, of `samples` samples each.
 
-  Params are of `SamplingParams`; a list has one for each prompt.
+  `params` are of `SamplingParams`; a list has one for each prompt.
   """
   types = module("tinker.types")
   usual = {"temperature": 0.0, "max_tokens": 12, "seed": 0}
   rows, slices = [], []
   for number, prompt in enumerate(prompts):
-    own = {
+    settings = {
       name: value[number] if isinstance(value, list) else value
       for name, value in (usual | params).items()
     }
     first = len(rows)
     for sample in range(samples):
-      asked = own | {"seed": own["seed"] + sample}
-      rows.append((prompt, types.SamplingParams(**asked), number))
+      sample_settings = settings | {"seed": settings["seed"] + sample}
+      rows.append((prompt, types.SamplingParams(**sample_settings), number))
     model = (adapters or [""] * len(prompts))[number]
     slices.append((str(number), model, first, len(rows), log_probs))
   names = [(adapters or [""] * len(prompts))[number] for _, _, number in rows]
   return types.PreparedSampleBatch(
     all_prompts=[prompt for prompt, _, _ in rows],
-    all_sampling_params=[asked for _, asked, _ in rows],
+    all_sampling_params=[sample_settings for _, sample_settings, _ in rows],
     all_model_ids=names,
     all_checkpoint_ids=["now" if name else "" for name in names],
     all_checkpoint_paths=["" for _ in names],
@@ -151,17 +151,17 @@ def request(
 
 
 def prompt(seed: int, length: int) -> list[int]:
-  """Random tokens."""
+  """Draws tokens."""
   return np.random.default_rng(seed).integers(1, VOCABULARY, length).tolist()
 
 
-def distribution(made: Any, tokens: list[int]) -> np.ndarray:
-  """What the base model says of the token after some, float32[V]."""
+def distribution(jax_impl: Any, tokens: list[int]) -> np.ndarray:
+  """Returns the base model's distribution of the next token, float32[V]."""
   ids = jnp.asarray([tokens], jnp.int32)
-  out = made.model(
+  out = jax_impl.model(
     ids,
     attention_mask=jnp.ones_like(ids),
     adapter_indices=jnp.zeros((1,), jnp.int32),
   )
-  logits = made.model.compute_logits(out.last_hidden_state)
+  logits = jax_impl.model.compute_logits(out.last_hidden_state)
   return np.asarray(jax.nn.softmax(logits[0, -1]))

@@ -20,8 +20,8 @@ def module(name: str) -> Any:
   return importlib.import_module(f"tunix.{name}")
 
 
-def tiny(name: str, seed: int = 0, num_layers: int = 2, **more: Any) -> Any:
-  """A model with random weights: "llama3", "qwen2", "qwen3" or "gemma3"."""
+def tiny(name: str, seed: int = 0, num_layers: int = 2, **fields: Any) -> Any:
+  """Makes a random model: "llama3", "qwen2", "qwen3" or "gemma3"."""
   kind = module(f"models.{name}.model")
   nnx = importlib.import_module("flax.nnx")
   sizes = {
@@ -45,13 +45,13 @@ def tiny(name: str, seed: int = 0, num_layers: int = 2, **more: Any) -> Any:
       "rope_theta": 1_000_000,
       "norm_eps": 1e-6,
     }
-  config = kind.ModelConfig(**(sizes | more))
+  config = kind.ModelConfig(**(sizes | fields))
   model = getattr(kind, name.capitalize())(config, rngs=nnx.Rngs(seed))
   return with_noise(model, seed)
 
 
 def with_noise(model: Any, seed: int = 0, size: float = 0.15) -> Any:
-  """The model with other weights; many of tunix's begin as zeros."""
+  """Adds noise to a model's weights; many of tunix's are zeros at first."""
   nnx = importlib.import_module("flax.nnx")
   graphdef, state = nnx.split(model)
   leaves, structure = jax.tree.flatten(state)
@@ -64,25 +64,25 @@ def with_noise(model: Any, seed: int = 0, size: float = 0.15) -> Any:
 
 
 def words() -> Any:
-  """A tokenizer of 32 words, `w3` to `w31` beside pad, bos and eos."""
+  """Returns a tokenizer of 32 words: pad, bos, eos, and `w3` to `w31`."""
   named = {"<pad>": PAD, "<s>": BOS, "</s>": EOS}
   named |= {f"w{number}": number for number in range(3, NUM_WORDS)}
   return module("tests.test_common").MockVocab(named)
 
 
 def text(tokens: Any) -> str:
-  """The words of tokens."""
+  """Returns the words of tokens."""
   return " ".join(f"w{int(token)}" for token in tokens)
 
 
 def prompt(seed: int, length: int) -> str:
-  """A random text."""
+  """Draws a text."""
   draws = np.random.default_rng(seed).integers(3, NUM_WORDS, length)
   return text(draws)
 
 
 def config(**options: Any) -> Any:
-  """A RolloutConfig of tunix; greedy."""
+  """Makes a greedy RolloutConfig of tunix."""
   base = module("rl.rollout.base_rollout")
   usual = {
     "max_tokens_to_generate": 24,
@@ -96,7 +96,7 @@ def config(**options: Any) -> Any:
 
 
 def vanilla(model: Any, cache_size: int = 64) -> Any:
-  """The engine of tunix itself."""
+  """Makes tunix's own engine."""
   base = module("rl.rollout.base_rollout")
   engine = module("rl.rollout.vanilla_rollout").VanillaRollout
   sizes = base.CacheConfig(
@@ -109,7 +109,7 @@ def vanilla(model: Any, cache_size: int = 64) -> Any:
 
 
 def ours(model: Any, rollout_config: Any = None, **options: Any) -> Any:
-  """The engine under test."""
+  """Makes the engine under test."""
   module("rl.rollout.base_rollout")
   client = importlib.import_module("jaxkv.integrations.tunix")
   return client.JaxkvRollout(
@@ -122,7 +122,7 @@ def ours(model: Any, rollout_config: Any = None, **options: Any) -> Any:
 
 
 def one_device() -> Any:
-  """A mesh, as tunix's examples make it."""
+  """Makes a mesh of one device, as tunix's examples do."""
   return jax.sharding.Mesh(
     np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp")
   )
@@ -131,7 +131,7 @@ def one_device() -> Any:
 def cluster(
   model: Any, engine: Any, rollout_config: Any, **options: Any
 ) -> Any:
-  """An RLCluster for GRPO on one device."""
+  """Makes an RLCluster for GRPO on one device."""
   import optax
 
   rl = module("rl.rl_cluster")
@@ -161,10 +161,10 @@ def cluster(
 
 
 def reward(prompts: Any, completions: Any, **_: Any) -> list[float]:
-  """The share of words with an even number."""
+  """Returns the share of words with an even number."""
   del prompts
   even = [f"w{number}" for number in range(4, NUM_WORDS, 2)]
   return [
-    float(np.mean([word in even for word in own.split()] or [0]))
-    for own in completions
+    float(np.mean([word in even for word in completion.split()] or [0]))
+    for completion in completions
   ]

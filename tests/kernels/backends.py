@@ -1,7 +1,7 @@
-"""How each attention backend is run by the tests.
+"""Runs attention functions with each backend.
 
-To add a backend, add a line to `RUNNERS`. A test that the backend does not
-serve is skipped with the backend's reason. Shapes in `serves` must be served.
+To add a backend, add a line to `RUNNERS`. If a backend does not support a call,
+the test is skipped with the backend's reason, except for shapes in `serves`.
 """
 
 import dataclasses
@@ -39,16 +39,16 @@ COMMON = ("page16_gqa4_d128", "bits_gqa4")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runner:
-  """One backend, and how tests on this platform run it.
+  """A backend, and the way in which tests on this platform run it.
 
   Attributes:
-    backend: its name.
-    interpret: as the attention functions take it.
-    shapes: names of the shapes to try; fewer for a slow interpreter.
-    serves: names of the shapes that must not be skipped.
-    float32_l2: relative L2 error allowed for float32.
-    dtype: of tests in which the format does not matter.
-    required: whether a call that it does not serve is a failure, not a skip.
+    backend: the name of the backend.
+    interpret: an argument of the attention functions.
+    shapes: the names of the shapes to try; fewer for a slow interpreter.
+    serves: the names of the shapes that must not be skipped.
+    float32_l2: the relative L2 error allowed for float32.
+    dtype: the dtype of tests in which the format does not matter.
+    required: True if an unsupported call is a failure, not a skip.
   """
 
   backend: str
@@ -60,9 +60,9 @@ class Runner:
   required: bool = False
 
   def __call__(self, name: str, *arguments, **options):
-    """Calls a jitted attention function; (output, log-sum-exp) as NumPy.
+    """Calls a jitted attention function; returns output and log-sum-exp.
 
-    Skips the test if the backend says that it does not serve the call.
+    Skips the test if the backend does not support the call.
     """
     options = {
       key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
@@ -84,7 +84,7 @@ class Runner:
 
 
 def call_of(**keywords) -> dict[str, Any]:
-  """Keyword arguments of a call, those of `AttentionOptions` in one object."""
+  """Moves the fields of `AttentionOptions` among the keywords to one object."""
   names = {field.name for field in dataclasses.fields(kernels.AttentionOptions)}
   options = {name: keywords.pop(name) for name in names & keywords.keys()}
   if options:
@@ -94,7 +94,7 @@ def call_of(**keywords) -> dict[str, Any]:
 
 @functools.cache
 def _jitted(name: str):
-  """The function, jitted; it takes the options by their names."""
+  """Jits a function that takes the options as keywords."""
 
   def function(*arguments, **keywords):
     return getattr(kernels, name)(*arguments, **call_of(**keywords))
@@ -180,7 +180,7 @@ elif not _ON_CUDA and _NEW_JAX:
 
 
 def cases(*names: str):
-  """Parameters (runner, shape name): all backends over some or all shapes."""
+  """Returns parameters (runner, shape name) of all backends."""
   return [
     pytest.param(
       dataclasses.replace(runner, required=name in runner.serves),
@@ -194,5 +194,5 @@ def cases(*names: str):
 
 
 def backends():
-  """Parameters (runner): all backends."""
+  """Returns parameters (runner) of all backends."""
   return [pytest.param(runner, id=key) for key, runner in RUNNERS.items()]

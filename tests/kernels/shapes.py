@@ -1,7 +1,7 @@
-"""Named shapes for the kernel tests, and pools built from them.
+"""Named shapes of kernel tests, and pools for them.
 
-Every pool is poisoned: tokens that no sequence owns, including those past a
-sequence's length, hold NaN. Table entries past a sequence's pages hold garbage.
+Every pool is poisoned: tokens outside of all sequences, also those past a
+sequence's length, are NaN. Table entries past a sequence's pages are garbage.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-NOWHERE = 2**31 - 7  # a table entry without a page
+NOWHERE = 2**31 - 7  # A table entry without a page.
 
-# For each format's name: the format, and the dtype in which pools store it.
+# The number format of each name.
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _NUMBERS = {
   "float32": np.dtype(np.float32),
@@ -38,20 +38,20 @@ EVERYTHING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-  """One named attention problem.
+  """A named attention problem.
 
   Attributes:
     heads: (H, K).
     head_dim: D.
     page_size: S.
     lengths: tokens of each sequence; those of `edges` by default.
-    dtype: number format of the pools, and of queries if it has 16 bits or
-      more; "bits" is bfloat16 in uint16, "bits8" float8_e4m3fn in uint8.
-    query_dtype: format of queries to 8-bit pools.
+    dtype: the format of the pools, and of queries if it has 16 bits or more;
+      "bits" is bfloat16 in uint16, "bits8" float8_e4m3fn in uint8.
+    query_dtype: the format of queries to 8-bit pools.
     value_dim: Dv, D if None.
-    scales: "token" or "head": draws factors of 8-bit numbers.
-    options: keyword arguments of the call; `sinks=True` draws some, and so
-      does `alibi_slopes=True`.
+    scales: "token" or "head": the axis of the scales of 8-bit numbers.
+    options: keyword arguments of the call; True for `sinks` or `alibi_slopes`
+      draws random ones.
   """
 
   heads: tuple[int, int] = (4, 2)
@@ -70,7 +70,7 @@ class Shape:
 
 
 def edges(size: int) -> tuple[int, ...]:
-  """Lengths around the edges of a page, and of several."""
+  """Returns lengths around the edges of a page, and of several."""
   return (0, 1, max(size - 1, 1), size, size + 1, 3 * size + 2, 150)
 
 
@@ -166,7 +166,7 @@ class Problem:
 
 
 def problem(shape: Shape, *, seed: int = 0, poison: float = np.nan) -> Problem:
-  """Random sequences in randomly chosen pages of a poisoned pool.
+  """Draws sequences in random pages of a poisoned pool.
 
   int8 has no NaN; its scales are poisoned instead, if it has scales.
   """
@@ -200,7 +200,7 @@ def problem(shape: Shape, *, seed: int = 0, poison: float = np.nan) -> Problem:
 
 
 def _pool(rng, shape, dtype, dim, filled, poison) -> np.ndarray:
-  """[P, K, S, dim], random where `filled` bool[P, S], else poison."""
+  """Returns [P, K, S, dim], random where `filled` bool[P, S], else poison."""
   kv_heads = shape.heads[1]
   tokens = rng.standard_normal((*filled.shape, kv_heads, dim))
   if dtype == np.int8:
@@ -232,19 +232,19 @@ def _draw_options(rng, shape, filled, poison) -> dict[str, Any]:
 
 
 def queries(case: Problem, shape: Shape, *leading: int, seed: int = 1):
-  """Random queries [*leading, H, D]."""
+  """Draws queries [*leading, H, D]."""
   rng = np.random.default_rng(seed)
   values = rng.standard_normal((*leading, shape.heads[0], shape.head_dim))
   return values.astype(case.dtype)
 
 
 def put(*arrays):
-  """NumPy arrays as jax arrays."""
+  """Converts NumPy arrays to jax arrays."""
   return tuple(jnp.asarray(array) for array in arrays)
 
 
 def assert_matches(
-  out, lse, wanted, wanted_lse, dtype, float32_l2=1e-6
+  out, lse, expected, expected_lse, dtype, float32_l2=1e-6
 ) -> None:
   """Compares with the reference, at the tolerance of the number format."""
   out = np.asarray(out).astype(np.float64)
@@ -257,9 +257,9 @@ def assert_matches(
     "bfloat16": (4e-3, 2e-2, 1e-3),
     "float16": (1e-3, 5e-3, 1e-3),
   }[np.dtype(dtype).name]
-  assert out.shape == wanted.shape
+  assert out.shape == expected.shape
   assert np.isfinite(out).all()
-  error = np.linalg.norm(out - wanted)
-  assert error <= l2 * np.linalg.norm(wanted), error
-  np.testing.assert_allclose(out, wanted, rtol=0, atol=largest * 4)
-  np.testing.assert_allclose(np.asarray(lse), wanted_lse, atol=lse_error)
+  error = np.linalg.norm(out - expected)
+  assert error <= l2 * np.linalg.norm(expected), error
+  np.testing.assert_allclose(out, expected, rtol=0, atol=largest * 4)
+  np.testing.assert_allclose(np.asarray(lse), expected_lse, atol=lse_error)

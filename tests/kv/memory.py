@@ -16,7 +16,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def make(dtype="float32", **changes):
-  """Small pages."""
+  """Makes a memory of small pages."""
   pages = {"num_pages": PAGES, "page_size": SIZE}
   pages |= {name: changes.pop(name) for name in pages if name in changes}
   config = jaxkv.CacheConfig(num_slots=1, pages_per_slot=1, **pages)
@@ -25,14 +25,14 @@ def make(dtype="float32", **changes):
 
 
 def poisoned(dtype="float32"):
-  """Pages that hold NaN everywhere."""
+  """Makes a memory that holds NaN everywhere."""
   kv = make(dtype)
   nan = np.full(kv.k.shape, np.nan, jnp.dtype(dtype)).view(kv.k.dtype)
   return dataclasses.replace(kv, k=jnp.asarray(nan), v=jnp.asarray(nan) + 0)
 
 
 def view(table, starts, counts):
-  """A view from lists."""
+  """Makes a view from lists."""
   return memory.View(
     page_table=jnp.asarray(table, jnp.int32),
     starts=jnp.asarray(starts, jnp.int32),
@@ -41,7 +41,7 @@ def view(table, starts, counts):
 
 
 def draw(seed, *shape, dtype="float32"):
-  """Normal draws."""
+  """Draws normal numbers."""
   values = np.random.default_rng(seed).standard_normal(shape)
   return jnp.asarray(values, dtype)
 
@@ -50,7 +50,7 @@ write = jax.jit(memory.write)
 
 
 def attend_by_name(kv, view, layer, q, **options):
-  """`attend_with_lse`, with the options as keywords."""
+  """Calls `attend_with_lse` with the options as keywords."""
   return memory.attend_with_lse(kv, view, layer, q, **call_of(**options))
 
 

@@ -1,9 +1,8 @@
-"""Random calls of a rollout's verbs, beside sequences in plain Python.
+"""Random calls of a rollout's verbs, compared with sequences in plain Python.
 
-Every sequence is known by its number alone: its prompt, its adapter, what was
-said to it, and the weights of each moment determine every token that it draws.
-So each call is checked against a list of tokens that knows no slot, no page and
-no neighbour.
+A sequence's number, prompt, adapter, added tokens and the weights over time
+determine every token that it draws. So each call is checked against a list of
+tokens, without slots, pages or other sequences.
 """
 
 import dataclasses
@@ -18,19 +17,19 @@ from jaxkv import kv as kv_memory
 from jaxkv import rollout
 from jaxkv.rollout import SequenceStatus
 
-_VOCABULARY, _WIDTH, _MOST = 11, 4, 24
+_VOCABULARY, _WIDTH, _MAX_LENGTH = 11, 4, 24
 _SAMPLES, _GROUPS, _PROMPT = 2, 4, 8
 _STOP = 3
 _RNG = np.random.default_rng(3)
 _TOKENS = _RNG.normal(size=(_VOCABULARY, _WIDTH)).astype(np.float32)
-_POSITIONS = _RNG.normal(size=(_MOST + 8, _WIDTH)).astype(np.float32)
+_POSITIONS = _RNG.normal(size=(_MAX_LENGTH + 8, _WIDTH)).astype(np.float32)
 _SCALES = np.asarray([1.0, 1.5], np.float32)  # of two adapters
 _FAMILIES = _RNG.integers(4, _VOCABULARY, (3, _PROMPT)).tolist()
 
 CONFIG = rollout.RolloutConfig(
   num_samples=_SAMPLES,
   max_new_tokens=8,
-  max_length=_MOST,
+  max_length=_MAX_LENGTH,
   stop_token=_STOP,
   prefill_chunk=3,
   admissions=2,
@@ -39,7 +38,7 @@ CONFIG = rollout.RolloutConfig(
   experts=True,
 )
 SIZES = jaxkv.CacheConfig(
-  num_pages=22, page_size=2, num_slots=4, pages_per_slot=_MOST // 2
+  num_pages=22, page_size=2, num_slots=4, pages_per_slot=_MAX_LENGTH // 2
 )
 
 
@@ -57,23 +56,23 @@ def model(params, tokens, positions, kv, views, columns, rows):
 
 
 def _experts(table: Any, tokens: Any, positions: Any, adapter: Any) -> Any:
-  """The expert that tokens use, another one with other weights."""
+  """Returns the expert of each token; it depends on the weights."""
   mark = (abs(table[0, 0]) * np.float32(1000)).astype(np.int32) % 60
   return tokens * 3 + positions * 4 + adapter + mark
 
 
 @dataclasses.dataclass
 class Sequence:
-  """What is known of one sequence.
+  """The expected state of one sequence.
 
   Attributes:
-    tokens: so far.
-    prompt: tokens of the first prompt.
-    drawn: the version that drew each token, -1 for none.
-    limit: the length at which it ends.
+    tokens: the tokens so far.
+    prompt: the length of the first prompt.
+    drawn: the version of the weights that drew each token; -1 if not drawn.
+    limit: the length at which the sequence ends.
     adapter: 0 or 1.
     finish: a `Finish`.
-    ran: how many tokens have known experts.
+    ran: the number of tokens with recorded experts.
   """
 
   tokens: list[int]
@@ -89,22 +88,22 @@ class Sequence:
 
 
 class Mismatch(AssertionError):
-  """A rollout that differs from its sequences in plain Python."""
+  """The rollout differs from its sequences in plain Python."""
 
 
 class Calls:
-  """A rollout, and the same in plain Python.
+  """A rollout, and the same sequences in plain Python.
 
   Attributes:
     state: the rollout.
-    known: the sequences that are in it, by number.
-    version: of the weights.
-    done: how often each call was made, and with which code.
+    known: the sequences of the rollout, by number.
+    version: the version of the weights.
+    done: the number of calls, by verb and code.
   """
 
   def __init__(self, seed: int, temperature: float = 1.0, **options):
     self._rng = np.random.default_rng(seed)
-    self._heat = temperature
+    self._temperature = temperature
     self.known: dict[int, Sequence] = {}
     self.version, self.next_id = 0, 0
     self.done: dict[str, int] = {}
@@ -130,7 +129,7 @@ class Calls:
     self._compare("init")
 
   def step(self) -> None:
-    """One random call, with its checks."""
+    """Makes a random call and checks it."""
     names = ["generate"] * 5 + ["submit"] * 3 + ["extend", "harvest"] * 2
     names += ["abort", "requeue", "update"]
     name = names[self._rng.integers(len(names))]
@@ -143,21 +142,21 @@ class Calls:
     self._compare(name)
     self._compare_experts(name)
 
-  def _must(self, holds: bool, what: str) -> None:
+  def _must(self, holds: bool, message: str) -> None:
     if not holds:
-      raise Mismatch(what)
+      raise Mismatch(message)
 
-  def _codes(self, name: str, found: Any, wanted: list[int]) -> None:
-    found = np.asarray(found).tolist()
-    self._must(found == wanted, f"{name}: codes {found}, not {wanted}")
-    for code in wanted:
+  def _codes(self, name: str, codes: Any, expected: list[int]) -> None:
+    codes = np.asarray(codes).tolist()
+    self._must(codes == expected, f"{name}: codes {codes}, not {expected}")
+    for code in expected:
       key = f"{name} {jaxkv.Status(code).name}"
       self.done[key] = self.done.get(key, 0) + 1
 
   def _ids(self, count: int) -> list[int]:
-    """Numbers of sequences, a few of them of none, or twice."""
-    there = [*self.known] or [0]
-    ids = [int(self._rng.choice(there)) for _ in range(count)]
+    """Returns numbers of sequences, a few of them missing or repeated."""
+    present = [*self.known] or [0]
+    ids = [int(self._rng.choice(present)) for _ in range(count)]
     if self._rng.random() < 0.2:
       ids[0] = int(self._rng.integers(-2, self.next_id + 3))
     return ids
@@ -187,9 +186,9 @@ class Calls:
   def _prompt(self) -> list[int]:
     family = _FAMILIES[self._rng.integers(len(_FAMILIES))]
     shared = int(self._rng.integers(0, _PROMPT + 1))
-    own = self._rng.integers(4, _VOCABULARY, _PROMPT).tolist()
+    suffix = self._rng.integers(4, _VOCABULARY, _PROMPT).tolist()
     length = int(self._rng.integers(1, _PROMPT + 1))
-    return [*family[:shared], *own[shared:]][:length]
+    return [*family[:shared], *suffix[shared:]][:length]
 
   def _submit(self) -> None:
     rng, rows = self._rng, 2
@@ -223,16 +222,16 @@ class Calls:
     status = np.asarray(self._before).reshape(-1, _SAMPLES)
     room = int((status == SequenceStatus.EMPTY).all(axis=1).sum())
     codes, numbers, asked = [], [], []
-    there, upcoming = set(self.known), self.next_id
+    present, upcoming = set(self.known), self.next_id
     for row, prompt in enumerate(prompts):
       first = upcoming if ids is None else ids[row]
-      near = any(abs(first - other) < _SAMPLES for other in asked)
+      overlaps = any(abs(first - other) < _SAMPLES for other in asked)
       code = jaxkv.Status.OK
       if not mask[row]:
         code = jaxkv.Status.SKIPPED
       elif lengths[row] != len(prompt) or not 1 <= counts[row] <= _SAMPLES:
         code = jaxkv.Status.BAD_LENGTH
-      elif first < 0 or near or there & {*range(first, first + _SAMPLES)}:
+      elif first < 0 or overlaps or present & {*range(first, first + _SAMPLES)}:
         code = jaxkv.Status.BAD_SEQUENCE
       elif not room:
         code = jaxkv.Status.QUEUE_FULL
@@ -262,13 +261,15 @@ class Calls:
       )
 
   def _named(self, ids: list[int], mask: list[bool]) -> list[int | None]:
-    """Numbers of sequences that are there; else a code, as `find` gives it."""
+    """Returns the error code of each row; None if the sequence is present."""
     codes: list[int | None] = []
     for row, number in enumerate(ids):
-      again = any(mask[other] and ids[other] == number for other in range(row))
+      is_repeated = any(
+        mask[other] and ids[other] == number for other in range(row)
+      )
       if not mask[row]:
         codes.append(jaxkv.Status.SKIPPED)
-      elif again or number not in self.known:
+      elif is_repeated or number not in self.known:
         codes.append(jaxkv.Status.BAD_SEQUENCE)
       else:
         codes.append(None)
@@ -314,75 +315,80 @@ class Calls:
     for row, number in enumerate(ids):
       if codes[row] is not None:
         continue
-      one, more = self.known[number], CONFIG.max_new_tokens
-      more = more if budget is None else budget[row]
+      sequence, budget_of_row = self.known[number], CONFIG.max_new_tokens
+      budget_of_row = budget_of_row if budget is None else budget[row]
       if status[number] == SequenceStatus.FAILED:
         codes[row] = jaxkv.Status.ENDED
       elif (
         not 0 <= lengths[row] <= columns
-        or more < 1
-        or len(one.tokens) + lengths[row] + more > _MOST
+        or budget_of_row < 1
+        or len(sequence.tokens) + lengths[row] + budget_of_row > _MAX_LENGTH
       ):
         codes[row] = jaxkv.Status.BAD_LENGTH
       else:
         codes[row] = jaxkv.Status.OK
-        said = tokens[row][: lengths[row]]
-        one.tokens += said
-        one.drawn += [-1] * len(said)
-        one.limit = len(one.tokens) + more
-        one.finish = 0
+        addition = tokens[row][: lengths[row]]
+        sequence.tokens += addition
+        sequence.drawn += [-1] * len(addition)
+        sequence.limit = len(sequence.tokens) + budget_of_row
+        sequence.finish = 0
     self.state, out = rollout.extend(
       self.state, ids, tokens, lengths, max_tokens=budget, mask=mask
     )
     self._codes("extend", out.code, codes)
 
   def _ready(self, groups: bool) -> set[int]:
-    """Numbers of sequences that can be harvested."""
+    """Returns the numbers of sequences that can be harvested."""
     ids, status = jax.device_get(
       (self.state.sequences.ids, self.state.sequences.status)
     )
-    ready = (status == SequenceStatus.DONE) | (status == SequenceStatus.FAILED)
+    is_ready = (status == SequenceStatus.DONE) | (status == SequenceStatus.FAILED)
     if groups:
       whole = (status.reshape(-1, _SAMPLES) >= SequenceStatus.DONE).all(axis=1)
-      ready &= np.repeat(whole, _SAMPLES)
-    return set(ids[ready].tolist())
+      is_ready &= np.repeat(whole, _SAMPLES)
+    return set(ids[is_ready].tolist())
 
   def _harvest(self) -> None:
     groups = bool(self._rng.random() < 0.5)
-    ready = self._ready(groups)
+    expected = self._ready(groups)
     if self._rng.random() < 0.3:
       self.state, out = rollout.harvest(self.state, groups=groups)
       ok = np.asarray(out.code) == jaxkv.Status.OK
-      taken = set(np.asarray(self._ids_before)[ok].tolist())
-      self._must(taken == ready, f"harvested {taken}, not {ready}")
+      harvested = set(np.asarray(self._ids_before)[ok].tolist())
+      self._must(
+        harvested == expected, f"harvested {harvested}, not {expected}"
+      )
     else:
       ids, mask = self._ids(3), self._mask(3)
       codes = self._named(ids, mask)
       for row, number in enumerate(ids):
         if codes[row] is None:
-          code = "OK" if number in ready else "UNFINISHED"
+          code = "OK" if number in expected else "UNFINISHED"
           codes[row] = jaxkv.Status[code]
       self.state, out = rollout.harvest(
         self.state, ids, mask=mask, groups=groups
       )
       self._codes("harvest", out.code, codes)
       pairs = zip(ids, codes, strict=True)
-      taken = {number for number, code in pairs if code == jaxkv.Status.OK}
+      harvested = {number for number, code in pairs if code == jaxkv.Status.OK}
     self._check_results(out)
-    for number in taken:
+    for number in harvested:
       del self.known[number]
 
   def _check_results(self, out) -> None:
     results = jax.device_get(out.results)
     for row in np.flatnonzero(results.valid):
       number = int(results.ids[row])
-      one = self.known[number]
+      sequence = self.known[number]
       length = int(results.lengths[row])
       self._must(
-        results.tokens[row, :length].tolist() == one.tokens
+        results.tokens[row, :length].tolist() == sequence.tokens
         and results.mask[row].tolist()
-        == [*(mark >= 0 for mark in one.drawn), *[False] * (_MOST - length)]
-        and results.finish[row] == one.finish,
+        == [
+          *(mark >= 0 for mark in sequence.drawn),
+          *[False] * (_MAX_LENGTH - length),
+        ]
+        and results.finish[row] == sequence.finish,
         f"{number} was harvested as {results.tokens[row]}",
       )
 
@@ -393,92 +399,103 @@ class Calls:
     self.version += 1
     noise = self._rng.normal(size=_TOKENS.shape).astype(np.float32)
     self._weights.append(_TOKENS + noise * np.float32(0.3))
-    for number, one in self.known.items():
+    for number, sequence in self.known.items():
       if how == "drop" and status[number] < SequenceStatus.DONE:
-        one.tokens = one.tokens[: one.prompt]
-        one.drawn = one.drawn[: one.prompt]
-        one.ran = 0
-        one.limit = one.prompt + CONFIG.max_new_tokens
+        sequence.tokens = sequence.tokens[: sequence.prompt]
+        sequence.drawn = sequence.drawn[: sequence.prompt]
+        sequence.ran = 0
+        sequence.limit = sequence.prompt + CONFIG.max_new_tokens
     self.done[f"weights {how}"] = self.done.get(f"weights {how}", 0) + 1
 
   def _compare(self, name: str) -> None:
-    """Each sequence has the tokens that it must have."""
+    """Checks the tokens of all sequences, and appends the drawn ones."""
     left_out = {"keys": None, "records": None, "log_probs": None}
-    some = jax.device_get(dataclasses.replace(self.state.sequences, **left_out))
-    self._before, self._ids_before = some.status, some.ids
-    there = {
-      int(some.ids[row]): row
-      for row in np.flatnonzero(some.status != SequenceStatus.EMPTY)
+    actual = jax.device_get(
+      dataclasses.replace(self.state.sequences, **left_out)
+    )
+    self._before, self._ids_before = actual.status, actual.ids
+    row_of = {
+      int(actual.ids[row]): row
+      for row in np.flatnonzero(actual.status != SequenceStatus.EMPTY)
     }
     self._must(
-      there.keys() == self.known.keys(),
-      f"after {name} there are {there.keys()}, not {self.known.keys()}",
+      row_of.keys() == self.known.keys(),
+      f"after {name} there are {row_of.keys()}, not {self.known.keys()}",
     )
-    for number, row in there.items():
-      one, length = self.known[number], int(some.length[row])
-      found = some.tokens[row, :length].tolist()
-      for token in found[len(one.tokens) :]:
-        self._must(one.finish == 0, f"{number} went on after its end")
-        self._check_draw(number, one, token)
-        one.tokens.append(token)
-        one.drawn.append(self.version)
+    for number, row in row_of.items():
+      sequence, length = self.known[number], int(actual.length[row])
+      tokens = actual.tokens[row, :length].tolist()
+      for token in tokens[len(sequence.tokens) :]:
+        self._must(sequence.finish == 0, f"{number} went on after its end")
+        self._check_draw(number, sequence, token)
+        sequence.tokens.append(token)
+        sequence.drawn.append(self.version)
         if token == _STOP:
-          one.finish = int(rollout.Finish.STOP_TOKEN)
-        elif len(one.tokens) == one.limit:
-          one.finish = int(rollout.Finish.LENGTH)
-      self._must(found == one.tokens, f"{number} has {found}, not {one.tokens}")
+          sequence.finish = int(rollout.Finish.STOP_TOKEN)
+        elif len(sequence.tokens) == sequence.limit:
+          sequence.finish = int(rollout.Finish.LENGTH)
       self._must(
-        some.versions[row, :length].tolist() == one.drawn
-        and int(some.finish[row]) == one.finish
-        and int(some.limit[row]) == one.limit,
-        f"{number} after {name}: {some.finish[row]}, {some.limit[row]}",
+        tokens == sequence.tokens,
+        f"{number} has {tokens}, not {sequence.tokens}",
+      )
+      self._must(
+        actual.versions[row, :length].tolist() == sequence.drawn
+        and int(actual.finish[row]) == sequence.finish
+        and int(actual.limit[row]) == sequence.limit,
+        f"{number} after {name}: {actual.finish[row]}, {actual.limit[row]}",
       )
 
   def _compare_experts(self, name: str) -> None:
-    """What is known is right, and is never lost; at the end it is all known."""
-    some = jax.device_get(rollout.generated(self.state))
-    for row in np.flatnonzero(some.valid):
-      number, found = int(some.ids[row]), some.experts[row, :, 0, 0]
-      one = self.known[number]
-      ran = int(np.sum(found >= 0))
-      whole = 0 < one.finish < rollout.Finish.ABORTED
-      least = len(one.tokens) - 1 if whole else one.ran
+    """Checks recorded experts: never lost, and complete at the end."""
+    results = jax.device_get(rollout.generated(self.state))
+    for row in np.flatnonzero(results.valid):
+      number, experts = int(results.ids[row]), results.experts[row, :, 0, 0]
+      sequence = self.known[number]
+      ran = int(np.sum(experts >= 0))
+      whole = 0 < sequence.finish < rollout.Finish.ABORTED
+      minimum = len(sequence.tokens) - 1 if whole else sequence.ran
       self._must(
-        least <= ran < len(one.tokens) and np.all(found[ran:] == -1),
-        f"after {name} {number} has experts {found}, of {least} at least",
+        minimum <= ran < len(sequence.tokens) and np.all(experts[ran:] == -1),
+        f"after {name} {number} has experts {experts}, of {minimum} at least",
       )
-      one.ran = ran
-      # With new weights the first tokens are computed before the last ones.
-      versions = [one.drawn[-1]] if whole else range(self.version + 1)
-      where = np.asarray(one.tokens[:ran], int), np.arange(ran), one.adapter
-      wanted = [_experts(self._weights[x], *where) for x in versions]
-      right = np.any(np.asarray(wanted) == found[:ran], axis=0)
-      what = f"after {name} {number} has experts {found}, not {wanted}"
-      self._must(bool(np.all(right)), what)
+      sequence.ran = ran
+      # After an update, older tokens still have the experts of their version.
+      versions = [sequence.drawn[-1]] if whole else range(self.version + 1)
+      where = (
+        np.asarray(sequence.tokens[:ran], int),
+        np.arange(ran),
+        sequence.adapter,
+      )
+      expected = [_experts(self._weights[x], *where) for x in versions]
+      right = np.any(np.asarray(expected) == experts[:ran], axis=0)
+      message = f"after {name} {number} has experts {experts}, not {expected}"
+      self._must(bool(np.all(right)), message)
 
-  def _check_draw(self, number: int, one: Sequence, token: int) -> None:
-    """One uniform number chooses a block of four tokens, another the token."""
+  def _check_draw(self, number: int, sequence: Sequence, token: int) -> None:
+    """Checks a draw: one uniform selects a block of four, another the token."""
     table = self._weights[self.version].astype(np.float64)
-    x = table[one.tokens] * _SCALES[one.adapter]
+    x = table[sequence.tokens] * _SCALES[sequence.adapter]
     x = x + _POSITIONS[: len(x)]
     scores = x @ x[-1] / _WIDTH**0.5
     weights = np.exp(scores - scores.max())
-    logits = table @ (weights @ x / weights.sum()) / self._heat
+    logits = table @ (weights @ x / weights.sum()) / self._temperature
     chances = np.exp(logits - logits.max())
     chances /= chances.sum()
-    first, second = _uniforms(self._key, number, len(one.tokens) - one.prompt)
+    first, second = _uniforms(
+      self._key, number, len(sequence.tokens) - sequence.prompt
+    )
     sums = np.add.reduceat(chances, np.arange(0, _VOCABULARY, 4))
     block = token // 4
     low, high = sums[:block].sum(), sums[: block + 1].sum()
-    inside = chances[4 * block : 4 * block + 4] / sums[block]
-    place = token % 4
-    near = 1e-5  # float32, summed in another order
+    block_chances = chances[4 * block : 4 * block + 4] / sums[block]
+    index = token % 4
+    tolerance = 1e-5  # Float32 sums in another order.
     self._must(
-      low - near <= first <= high + near
-      and inside[:place].sum() - near
+      low - tolerance <= first <= high + tolerance
+      and block_chances[:index].sum() - tolerance
       <= second
-      <= inside[: place + 1].sum() + near,
-      f"{number} drew {token} after {one.tokens}",
+      <= block_chances[: index + 1].sum() + tolerance,
+      f"{number} drew {token} after {sequence.tokens}",
     )
 
 

@@ -1,7 +1,7 @@
-"""EasyDeL's own sources, of which only eSurge's manager and scheduler run.
+"""Imports eSurge's manager and scheduler from EasyDeL's sources.
 
-Their packages import much that neither needs. So the packages above are empty
-here, and what is imported from other libraries is replaced.
+Their packages import much that neither needs. So the parent packages are empty
+modules here, and imports of other libraries are replaced.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _ESURGE = "easydel.inference.esurge"
 
 @dataclasses.dataclass
 class SamplingParams:
-  """What a scheduler reads of sampling parameters."""
+  """The sampling parameters that a scheduler reads."""
 
   max_tokens: int | None = 16
   ignore_eos: bool = False
@@ -39,16 +39,16 @@ class Struct:
 
 
 def sources() -> pathlib.Path | None:
-  """The folder of the package `easydel`; None if none is given."""
-  given = os.environ.get(VARIABLE)
-  if not given:
+  """Returns the folder of the package `easydel`, or None."""
+  path = os.environ.get(VARIABLE)
+  if not path:
     return None
-  root = pathlib.Path(given)
+  root = pathlib.Path(path)
   for folder in (root, root / "src"):
     if (folder / "easydel" / "inference" / "esurge" / "core").is_dir():
       return folder / "easydel"
   raise FileNotFoundError(
-    f"`{VARIABLE}` must name a checkout of EasyDeL, got {given}."
+    f"`{VARIABLE}` must name a checkout of EasyDeL, got {path}."
   )
 
 

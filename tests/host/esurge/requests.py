@@ -1,4 +1,4 @@
-"""Groups and requests with the attributes of eSurge's."""
+"""Groups and requests with the attributes that `jaxkv.host.esurge` reads."""
 
 import dataclasses
 import enum
@@ -12,7 +12,7 @@ PAGE, LONGEST = 4, 64
 
 
 class Status(enum.IntEnum):
-  """Of `EngineRequestStatus`, what matters."""
+  """The members of `EngineRequestStatus` that a manager reads."""
 
   WAITING = 1
   RUNNING = 4
@@ -20,7 +20,7 @@ class Status(enum.IntEnum):
 
 
 class ConstantList(Sequence):
-  """A list that nobody changes from outside."""
+  """A read-only view of a list."""
 
   def __init__(self, held: list[int]):
     self._held = held
@@ -46,7 +46,7 @@ class Feature:
 
 
 class EngineRequest:
-  """What a manager and a pool read of a request."""
+  """A request with the attributes that a manager and a pool read."""
 
   def __init__(self, request_id: str, tokens: Any, **fields: Any):
     self.request_id = request_id
@@ -73,7 +73,7 @@ class EngineRequest:
 
 
 def group(**fields: Any) -> Any:
-  """A `CacheGroupSpec`."""
+  """Makes a `CacheGroupSpec`."""
   spec = types.SimpleNamespace(**{"page_size": PAGE} | fields)
   return types.SimpleNamespace(kv_cache_spec=spec, layer_names=None)
 
@@ -101,19 +101,19 @@ def manager(*groups: Any, num_pages: int = 40, **options: Any) -> Any:
 
 
 def admit(cache: Any, request: Any, new: int | None = None) -> Any:
-  """Lookup and allocation; ids found, tokens found, and new ids or None."""
-  pages, found = cache.get_computed_pages(request)
-  new = request.num_tokens - found if new is None else new
-  out = cache.allocate_slots(request, new, found, pages)
+  """Looks up and allocates; returns hit ids, hit tokens, new ids or None."""
+  pages, num_hit = cache.get_computed_pages(request)
+  new = request.num_tokens - num_hit if new is None else new
+  out = cache.allocate_slots(request, new, num_hit, pages)
   if out is None:
-    return pages.get_page_ids(), found, None
-  request.num_computed_tokens += found + new
+    return pages.get_page_ids(), num_hit, None
+  request.num_computed_tokens += num_hit + new
   request.status = Status.RUNNING
-  return pages.get_page_ids(), found, out.get_page_ids()
+  return pages.get_page_ids(), num_hit, out.get_page_ids()
 
 
 def decode(cache: Any, request: Any, tokens: Any) -> Any:
-  """Appends tokens and allocates for those not computed; new ids or None."""
+  """Appends tokens and allocates pages for them; returns new ids or None."""
   request.append(tokens)
   new = request.num_tokens - request.num_computed_tokens
   out = cache.allocate_slots(request, new)

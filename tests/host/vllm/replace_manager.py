@@ -1,10 +1,11 @@
-"""A pytest plugin that runs vLLM's own tests over `jaxkv.host.vllm`.
+"""A pytest plugin that runs vLLM's own tests with `jaxkv.host.vllm`.
 
-It replaces the names in vLLM's modules before its tests import them:
+It replaces names in vLLM's modules before the tests import them:
 
   PYTHONPATH=tests/host/vllm pytest -p replace_manager VLLM/tests/v1/core/FILE
 
-By this path, because vLLM's tests are a package of the name `tests` too.
+The plugin is named by this path, because vLLM's tests are also a package named
+`tests`.
 """
 
 # pyright: reportMissingImports=false
@@ -18,7 +19,7 @@ def pytest_configure() -> None:
 
   for name in ("AllBlocksCleared", "BlockRemoved", "BlockStored"):
     setattr(kv_events, name, getattr(ours, name))
-  # It takes the classes of events by name, so it is imported after them.
+  # Imported after the replacement, as it imports the event classes by name.
   import vllm.v1.core.kv_cache_manager as kv_cache_manager
 
   for name in ("KVCacheBlocks", "KVCacheManager"):

@@ -1,4 +1,4 @@
-"""Objects with the attributes of vLLM's that the facade reads."""
+"""Objects with the attributes of vLLM's that `jaxkv.host.vllm` reads."""
 
 import dataclasses
 import enum
@@ -110,7 +110,7 @@ def request(name, tokens, **fields):
 
 
 def manager(*specs, num_blocks=11, **options):
-  """A manager with blocks of four tokens; one group of full attention."""
+  """Makes a manager with blocks of four tokens; default: one full attention."""
   groups = [Group(spec) for spec in specs or (FullAttentionSpec(),)]
   config = Config(num_blocks, groups)
   for name in ("needs_kv_cache_zeroing", "prefix_cache_retention_interval"):
@@ -119,25 +119,27 @@ def manager(*specs, num_blocks=11, **options):
   return KVCacheManager(config, LONGEST, BLOCK, BLOCK, **options)
 
 
-def admit(cache, one, new=None, **options):
-  """Lookup and allocation; the new ids, or None."""
-  blocks, found, one.shared_prefix_boundary = cache.get_computed_blocks(one)
+def admit(cache, request, new=None, **options):
+  """Looks up and allocates; returns the new ids, or None."""
+  blocks, num_hit, request.shared_prefix_boundary = cache.get_computed_blocks(
+    request
+  )
   external = options.get("num_external_computed_tokens", 0)
-  new = one.num_tokens - found - external if new is None else new
-  out = cache.allocate_slots(one, new, found, blocks, **options)
+  new = request.num_tokens - num_hit - external if new is None else new
+  out = cache.allocate_slots(request, new, num_hit, blocks, **options)
   if out is None:
     return None
-  one.num_computed_tokens = found + external + new
-  one.status = Status.RUNNING
+  request.num_computed_tokens = num_hit + external + new
+  request.status = Status.RUNNING
   return out.get_block_ids()
 
 
-def decode(cache, one, tokens):
-  """Appends tokens and allocates for them; the new ids."""
-  one.all_token_ids.extend(tokens)
-  new = one.num_tokens - one.num_computed_tokens
-  out = cache.allocate_slots(one, new)
-  one.num_computed_tokens += new
+def decode(cache, request, tokens):
+  """Appends tokens and allocates blocks for them; returns the new ids."""
+  request.all_token_ids.extend(tokens)
+  new = request.num_tokens - request.num_computed_tokens
+  out = cache.allocate_slots(request, new)
+  request.num_computed_tokens += new
   return None if out is None else out.get_block_ids()
 
 
