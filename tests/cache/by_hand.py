@@ -15,7 +15,7 @@ SLOTS, COLUMNS = 3, 8
 
 
 def tiny(*groups, **options) -> jaxkv.CacheState:
-  """An empty cache: 3 slots, pages of 2 tokens, 1 to 7; 8 is NO_PAGE."""
+  """Returns an empty cache: 3 slots, pages 1 to 7 of 2 tokens; 8 is NO_PAGE."""
   sizes = {"num_pages": 8, "page_size": 2, "num_slots": SLOTS}
   sizes |= {"pages_per_slot": 4}
   if groups:
@@ -25,7 +25,7 @@ def tiny(*groups, **options) -> jaxkv.CacheState:
 
 
 def write(state: jaxkv.CacheState, slot: int, *tokens) -> jaxkv.CacheState:
-  """Makes room for tokens in a slot and commits them."""
+  """Allocates pages for tokens in a slot, and commits them."""
   counts = [0] * SLOTS
   counts[slot] = len(tokens)
   state, room = jaxkv.allocate(state, ints(*counts))
@@ -35,7 +35,7 @@ def write(state: jaxkv.CacheState, slot: int, *tokens) -> jaxkv.CacheState:
 
 
 def rows(texts: dict[int, tuple]) -> jax.Array:
-  """int32[3, 8]: tokens of some slots, zeros elsewhere."""
+  """Returns int32[3, 8]: the tokens of some slots, zeros elsewhere."""
   table = [[0] * COLUMNS for _ in range(SLOTS)]
   for slot, tokens in texts.items():
     table[slot][: len(tokens)] = tokens
@@ -43,18 +43,18 @@ def rows(texts: dict[int, tuple]) -> jax.Array:
 
 
 def prompt(*tokens) -> tuple[jax.Array, jax.Array]:
-  """One prompt as verbs want it: int32[1, 8] and int32[1]."""
+  """Returns one prompt as verbs take it: int32[1, 8] and int32[1]."""
   padded = [*tokens, *([0] * (COLUMNS - len(tokens)))]
   return ints(padded), ints(len(tokens))
 
 
 def pages(state: jaxkv.CacheState, slot: int, group: int = 0) -> list[int]:
-  """What stands in a slot's table."""
+  """Returns a slot's row of the page table."""
   return table(state, slot)[group]
 
 
 def references(state: jaxkv.CacheState, *numbers) -> list[int]:
-  """How many hold each of some pages."""
+  """Returns the reference counts of pages."""
   return state.pool.ref_count[ints(*numbers)].tolist()
 
 
@@ -70,12 +70,12 @@ def ints(*values) -> jax.Array:
 
 
 def text(start: int = 0) -> jax.Array:
-  """int32[1, 16]: the same tokens each time, from one of them on."""
+  """Returns int32[1, 16]: always the same tokens, from `start` on."""
   return jnp.arange(100 + start, 116 + start, dtype=jnp.int32)[None]
 
 
 def empty(*groups, **options) -> jaxkv.CacheState:
-  """One slot of eight pages of two tokens."""
+  """Returns a cache with one slot of eight pages of two tokens."""
   sizes = {"num_pages": PAGES, "page_size": 2, "num_slots": 1}
   sizes |= {"pages_per_slot": 8, "groups": groups}
   config = jaxkv.CacheConfig(**(sizes | options))
@@ -105,9 +105,9 @@ def without(state: jaxkv.CacheState, *pages) -> jaxkv.CacheState:
 
 
 def match(state: jaxkv.CacheState, length: int) -> tuple[int, list]:
-  """Tokens found of a text, and for each group the pages up to there."""
-  found = jaxkv.match(state, text(), ints(length))
-  tokens, pages = int(found.num_cached_tokens[0]), found.pages[0].tolist()
+  """Returns the hit tokens of a text, and the hit pages of each group."""
+  hit = jaxkv.match(state, text(), ints(length))
+  tokens, pages = int(hit.num_cached_tokens[0]), hit.pages[0].tolist()
   return tokens, [
     row[: tokens // size]
     for row, size in zip(pages, state.config.page_sizes, strict=True)
@@ -115,7 +115,7 @@ def match(state: jaxkv.CacheState, length: int) -> tuple[int, list]:
 
 
 def table(state: jaxkv.CacheState, slot: int = 0) -> list[list[int]]:
-  """A slot's page table, without what was never attached."""
+  """Returns a slot's page table without NO_PAGE."""
   rows = state.page_table[slot].tolist()
   return [
     [page for page in row if page != state.config.no_page] for row in rows
@@ -123,13 +123,13 @@ def table(state: jaxkv.CacheState, slot: int = 0) -> list[list[int]]:
 
 
 def config(**changes) -> jaxkv.CacheConfig:
-  """Sizes of a cache of two slots."""
+  """Returns the sizes of a cache of two slots."""
   sizes = {"num_pages": 16, "page_size": 4, "num_slots": 2}
   return jaxkv.CacheConfig(**(sizes | {"pages_per_slot": 4} | changes))
 
 
 def life(state, tokens, lengths):
-  """Most verbs, on one cache."""
+  """Calls most verbs on one cache."""
   slots = ints(0)
   state, out = jaxkv.admit(state, slots, tokens, lengths)
   rows = jnp.concatenate([tokens, tokens])
@@ -140,5 +140,5 @@ def life(state, tokens, lengths):
   state, held = jaxkv.pin(state, tokens, lengths)
   state, _ = jaxkv.free(state, mask=state.length > 0)
   state, _ = jaxkv.unpin(state, held.pages)
-  found = jaxkv.match(state, tokens, lengths)
-  return state, (out.ok, cut.ok, found.num_cached_tokens)
+  hit = jaxkv.match(state, tokens, lengths)
+  return state, (out.ok, cut.ok, hit.num_cached_tokens)

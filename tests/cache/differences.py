@@ -1,4 +1,4 @@
-"""In what a state differs from what the oracle says."""
+"""Compares a state with the oracle."""
 
 import jax
 import numpy as np
@@ -8,12 +8,12 @@ from tests.model_of_the_cache.verbs import Oracle
 
 
 def differences(oracle: Oracle, state: CacheState) -> list[str]:
-  """Everything in which a state is not what the oracle says."""
-  wanted, got = _expected(oracle), _found(state)
+  """Returns all differences of a state from the oracle, one a line."""
+  expected, actual = _expected(oracle), _found(state)
   return [
-    f"{name}: oracle {wanted[name]}, state {got[name]}"
-    for name in wanted
-    if wanted[name] != got[name]
+    f"{name}: oracle {expected[name]}, state {actual[name]}"
+    for name in expected
+    if expected[name] != actual[name]
   ]
 
 
@@ -51,7 +51,7 @@ def _expected(oracle):
 
 def _found(state):
   host = jax.device_get(state)
-  found = {
+  fields = {
     "page_table": host.page_table,
     "num_pages": host.num_pages,
     "num_skipped_pages": host.num_skipped_pages,
@@ -63,14 +63,14 @@ def _found(state):
     "epoch": host.epoch,
     "error": host.error,
   }
-  found |= {name: getattr(host.stats, name) for name in vars(host.stats)}
+  fields |= {name: getattr(host.stats, name) for name in vars(host.stats)}
   if host.pool.ages is not None:
-    found |= vars(host.pool.ages.evicted)
-  return {name: np.asarray(value).tolist() for name, value in found.items()}
+    fields |= vars(host.pool.ages.evicted)
+  return {name: np.asarray(value).tolist() for name, value in fields.items()}
 
 
 def _in_order(queue):
-  """Live entries of the ring: those that their page points back at."""
+  """Returns the live entries of the ring, to which their page points back."""
   places = (queue.head + np.arange(queue.span)) % len(queue.ring)
   return [
     queue.ring[place]
@@ -80,5 +80,5 @@ def _in_order(queue):
 
 
 def _cached(index):
-  """Pages that stand in a bucket."""
+  """Returns the pages in the buckets."""
   return [] if index is None else np.sort(index.buckets[index.buckets > 0])

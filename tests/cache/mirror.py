@@ -1,4 +1,4 @@
-"""What is cached, as told by events alone, beside what an oracle knows."""
+"""Follows a cache's events, to compare the cached pages with an oracle's."""
 
 import jaxkv
 from jaxkv.telemetry import Cleared
@@ -9,13 +9,13 @@ from tests.model_of_the_cache.pool import Pool
 
 
 class Mirror:
-  """Follows the events of one cache.
+  """The cached pages of one cache, according to its events.
 
   Attributes:
-    pages: page -> the event that told of it.
-    seen: kinds of events.
-    keys: the oracle's key of a page -> that of events, published or not.
-    roots: the oracle's root of a sequence -> that of events.
+    pages: the last `Stored` event of each cached page.
+    seen: the kinds of events so far.
+    keys: the events' key of each key of the oracle, published or not.
+    roots: the events' root of each root of the oracle.
   """
 
   def __init__(self):
@@ -25,42 +25,44 @@ class Mirror:
     self.roots: dict[tuple, bytes] = {}
 
   def follow(self, drained: Drained) -> list[str]:
-    """Takes a reading in; what of it makes no sense."""
-    found = [f"{drained.num_lost} events lost"] if drained.num_lost else []
+    """Applies a reading of events; returns inconsistencies."""
+    errors = [f"{drained.num_lost} events lost"] if drained.num_lost else []
     for event in drained.events:
       self.seen.add(type(event))
       match event:
         case Stored(page):
           if page in self.pages:
-            found.append(f"{event}, which was cached")
+            errors.append(f"{event}, which was cached")
           self.pages[page] = event
         case Removed(page, group, key):
-          known = self.pages.pop(page, None)
-          if known is None or (known.group, known.key) != (group, key):
-            found.append(f"{event}, but {known} was cached")
+          stored = self.pages.pop(page, None)
+          if stored is None or (stored.group, stored.key) != (group, key):
+            errors.append(f"{event}, but {stored} was cached")
         case Cleared():
           self.pages.clear()
-    return found
+    return errors
 
   def differences(self, pool: Pool, config: jaxkv.CacheConfig) -> list[str]:
-    """In what this is not what the oracle knows, one line a difference."""
+    """Returns the differences from the oracle, one a line."""
     if self.pages.keys() != pool.keys.keys():
-      told, wanted = sorted(self.pages), sorted(pool.keys)
-      return [f"cached pages: oracle {wanted}, events {told}"]
-    found = [
+      pages_of_events, pages_of_oracle = sorted(self.pages), sorted(pool.keys)
+      return [
+        f"cached pages: oracle {pages_of_oracle}, events {pages_of_events}"
+      ]
+    lines = [
       f"{event}: the oracle's key is {pool.keys[page]}"
       for page, event in self.pages.items()
       if not self._agree(event, pool.keys[page], config)
     ]
     for names in (self.keys, self.roots):
       if len(set(names.values())) < len(names):
-        found.append(f"one name for two: {names}")
-    return found
+        lines.append(f"one name for two: {names}")
+    return lines
 
   def _agree(
     self, event: Stored, key: tuple, config: jaxkv.CacheConfig
   ) -> bool:
-    """Whether an event tells what the oracle says, and names it as before."""
+    """True if an event agrees with the oracle and with the keys so far."""
     root, group, prefix = key
     before = prefix[: -config.page_sizes[group]]
     tokens = prefix[len(before) :]

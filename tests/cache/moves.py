@@ -1,8 +1,8 @@
-"""Moves for a cache: legal ones drawn from the oracle's own state, and others.
+"""Random moves for a cache, drawn from the oracle's state.
 
-Random slots and pages would mostly be refused, and what is refused tests
-little. So every legal move names what is really there. `spoiled` makes a move
-illegal by putting a bad number, or a number twice, into one place.
+Random slots and pages would mostly be refused, which tests little. So a legal
+move names existing slots and pages. `spoiled` makes a move illegal by one bad
+or repeated number.
 """
 
 import dataclasses
@@ -74,27 +74,27 @@ SALTS = ((0, 0, 0, 0), (0, 0, 0, 1), (7, 2**32 - 1, 0, 5))
 
 
 class Draws(Protocol):
-  """Where choices come from: hypothesis or a seeded generator."""
+  """A source of choices: hypothesis or a seeded generator."""
 
   def integer(self, low: int, high: int) -> int:
-    """An integer from low to high, both included."""
+    """Returns an integer from low to high, both included."""
     ...
 
 
 @dataclasses.dataclass
 class Moves:
-  """Draws arguments, as lists, for the verb that a method is named after."""
+  """Draws arguments, as lists; each method is named after its verb."""
 
   draws: Draws
   oracle: Oracle
   setup: Setup
 
   def make(self, verb: str) -> tuple | None:
-    """Arguments of a legal move; None where there is none."""
+    """Returns the arguments of a legal move, or None if there is none."""
     return getattr(self, verb)()
 
   def possible(self, verb: str) -> bool:
-    """Whether `make` can be worth a try."""
+    """True if `make` may find a move."""
     running, pool = self._slots(empty=False), self.oracle.pool
     needs = {
       "commit": running,
@@ -123,7 +123,7 @@ class Moves:
     return self.draws.integer(0, 3) > 0
 
   def _some(self, items, count) -> list:
-    """Up to `count` different items."""
+    """Chooses up to `count` different items."""
     items, chosen = list(items), []
     for _ in range(self.draws.integer(min(1, len(items)), count)):
       if items:
@@ -135,12 +135,12 @@ class Moves:
     return [slot for slot, sequence in slots if sequence.empty == empty]
 
   def _token(self, text, index) -> int:
-    """Texts branch wherever a hit may end, so that prefixes are shared."""
+    """Returns a token of a text; texts share prefixes up to hit ends."""
     branch = index // self.setup.config.alignment
     return 10 * (text >> branch % 3 & 1) + index % 3
 
   def _text(self, tokens) -> int:
-    """A text that begins with some tokens, most of the time."""
+    """Chooses a text, mostly one that begins with the tokens."""
     fits = [
       text
       for text in range(8)
@@ -151,18 +151,18 @@ class Moves:
     return self.draws.integer(0, 7)
 
   def _prompts(self):
-    """Tokens, lengths and salts of R rows."""
+    """Draws tokens, lengths and salts of R rows."""
     rows, columns = self.setup.rows, self.setup.columns
     texts = [self.draws.integer(0, 7) for _ in range(rows)]
-    most = min(columns, self.setup.config.slot_tokens)
+    limit = min(columns, self.setup.config.slot_tokens)
     return (
       [[self._token(text, i) for i in range(columns)] for text in texts],
-      [self.draws.integer(1, most) for _ in range(rows)],
+      [self.draws.integer(1, limit) for _ in range(rows)],
       [SALTS[max(0, self.draws.integer(-6, 2))] for _ in range(rows)],
     )
 
   def _grid(self, pages) -> list[list[int]]:
-    """Pages put into the shape PAGES, at random places."""
+    """Arranges pages in the shape PAGES, at random places."""
     rows, columns = PAGES
     grid = [[self.setup.config.no_page] * columns for _ in range(rows)]
     for page in pages:
@@ -171,7 +171,7 @@ class Moves:
     return grid
 
   def _masked_grid(self, pages):
-    """The same, and a mask in which most places count."""
+    """Arranges pages, with a mask that is mostly True."""
     rows, columns = PAGES
     mask = [
       [self._often() or self._often() for _ in range(columns)]
@@ -182,16 +182,16 @@ class Moves:
   # --- verbs over all slots --------------------------------------------------
 
   def allocate(self):
-    """Room for a few tokens here and there."""
-    return ([self._wanted(sequence) for sequence in self.oracle.slots],)
+    """Allocates a few tokens in some slots."""
+    return ([self._num_tokens(sequence) for sequence in self.oracle.slots],)
 
-  def _wanted(self, sequence: Sequence) -> int:
+  def _num_tokens(self, sequence: Sequence) -> int:
     room = self.setup.config.slot_tokens - len(sequence.tokens)
-    most = max(self.setup.config.page_sizes) * 2
-    return max(0, min(self.draws.integer(-2, most), room))
+    limit = max(self.setup.config.page_sizes) * 2
+    return max(0, min(self.draws.integer(-2, limit), room))
 
   def commit(self):
-    """Some of the tokens that there is room for."""
+    """Commits some of the tokens that have room."""
     return self._all_continued(range(self.setup.config.num_slots))
 
   def _all_continued(self, slots):
@@ -218,13 +218,13 @@ class Moves:
     return (lengths, mask) if any(mask) else None
 
   def recycle(self):
-    """Mostly up to where sequences are, else anywhere, also out of range."""
+    """Recycles mostly up to the lengths, else to any number."""
     slots = range(self.setup.config.num_slots)
-    return ([self._left_behind(slot) for slot in slots],)
+    return ([self._recycle_length(slot) for slot in slots],)
 
-  def _left_behind(self, slot: int) -> int:
-    most = self.setup.config.slot_tokens + 2
-    elsewhere = self.draws.integer(-2, most)
+  def _recycle_length(self, slot: int) -> int:
+    limit = self.setup.config.slot_tokens + 2
+    elsewhere = self.draws.integer(-2, limit)
     return len(self.oracle.slots[slot].tokens) if self._often() else elsewhere
 
   def free_mask(self):
@@ -236,7 +236,7 @@ class Moves:
   # --- verbs over named slots ------------------------------------------------
 
   def _order(self) -> list[int]:
-    """R different slots, in any order."""
+    """Returns R different slots in random order."""
     slots = list(range(self.setup.config.num_slots))
     return [
       slots.pop(self.draws.integer(0, len(slots) - 1))
@@ -244,17 +244,17 @@ class Moves:
     ]
 
   def allocate_slots(self):
-    """Room for a few tokens, slots in any order."""
+    """Allocates a few tokens in slots of random order."""
     slots = self._order()
-    wanted = [self._wanted(self.oracle.slots[slot]) for slot in slots]
-    return wanted, slots, self._mask(), self._encoders()
+    num_tokens = [self._num_tokens(self.oracle.slots[slot]) for slot in slots]
+    return num_tokens, slots, self._mask(), self._encoders()
 
   def _mask(self) -> list[bool]:
-    """R rows, most of which count."""
+    """Returns a mask of R rows that is mostly True."""
     return [self._often() or self._often() for _ in range(self.setup.rows)]
 
   def truncate_slots(self):
-    """Rolls slots back, in any order."""
+    """Rolls slots back in random order."""
     slots = self._order()
     lengths = [
       self.draws.integer(0, len(self.oracle.slots[slot].tokens))
@@ -263,24 +263,24 @@ class Moves:
     return lengths, slots, self._mask()
 
   def recycle_slots(self):
-    """Gives back what some slots left behind, slots in any order."""
+    """Recycles slots in random order."""
     slots = self._order()
-    return [self._left_behind(slot) for slot in slots], slots, self._mask()
+    return [self._recycle_length(slot) for slot in slots], slots, self._mask()
 
   def _encoders(self) -> list[int] | None:
-    """Tokens of R encoders, where there is a group; at times one too many."""
+    """Returns the encoder tokens of R rows, sometimes one too many, or None."""
     if not self.setup.config.holds_encoder:
       return None
-    most = self.setup.config.slot_tokens + 1
-    return [self.draws.integer(0, most) for _ in range(self.setup.rows)]
+    limit = self.setup.config.slot_tokens + 1
+    return [self.draws.integer(0, limit) for _ in range(self.setup.rows)]
 
   def commit_slots(self):
-    """Some of the tokens that there is room for, slots in any order."""
+    """Commits some of the tokens that have room, slots in random order."""
     slots = self._order()
     return *self._all_continued(slots), slots, self._mask()
 
   def match(self):
-    """Asks for prompts."""
+    """Looks prompts up."""
     return *self._prompts(), self._mask()
 
   def admit(self):
@@ -303,14 +303,14 @@ class Moves:
     return slots, tokens, lengths, salts, mask, room, keep, self._encoders()
 
   def pin(self):
-    """Pins prompts that are cached."""
+    """Pins cached prompts."""
     tokens, lengths, salts = self._prompts()
-    found = self.oracle.match(tokens, lengths, salts)["num_cached_tokens"]
-    mask = [hit > 0 and self._often() for hit in found]
+    hits = self.oracle.match(tokens, lengths, salts)["num_cached_tokens"]
+    mask = [hit > 0 and self._often() for hit in hits]
     return (tokens, lengths, salts, mask) if any(mask) else None
 
   def fork(self):
-    """Branches sequences off."""
+    """Forks sequences to empty slots."""
     sources, targets = self._slots(empty=False), self._slots(empty=True)
     if not sources or not targets:
       return None
@@ -321,7 +321,7 @@ class Moves:
     return src, dst, mask
 
   def free_slots(self):
-    """Ends sequences in any order."""
+    """Ends sequences in random order."""
     slots = self._some(self._slots(empty=False), FREED)
     if len(slots) < FREED:
       return None
@@ -340,7 +340,7 @@ class Moves:
     return self._masked_grid(self._some(pages, 3)) if pages else None
 
   def unpin(self):
-    """Gives back pins that there are."""
+    """Removes existing pins."""
     pins = [
       page
       for page, pins in enumerate(self.oracle.pool.pins)
@@ -349,30 +349,30 @@ class Moves:
     return self._masked_grid(self._some(pins, 4)) if pins else None
 
   def evict(self):
-    """Drops keys that there are."""
+    """Drops existing keys."""
     pages = sorted(self.oracle.pool.keys)
     return self._masked_grid(self._some(pages, 2)) if pages else None
 
   # --- verbs over everything -------------------------------------------------
 
   def reset_prefix_cache(self):
-    """Forgets everything; now and then although something is held."""
+    """Drops all keys, sometimes although pages are held."""
     if any(self.oracle.pool.refs) and self._often():
       return None
     return ()
 
   def new_epoch(self):
-    """New weights."""
+    """Starts a new version of the weights."""
     return ()
 
   def num_common_prefix_pages(self):
-    """A look."""
+    """Queries the common prefix."""
     return ()
 
   # --- illegal moves ---------------------------------------------------------
 
   def spoiled(self, verb: str, arguments: tuple) -> tuple:
-    """The same move with one number made bad, or used twice."""
+    """Returns the move with one bad or repeated number."""
     config = self.setup.config
     named = dict(zip(ARGUMENTS[verb], arguments, strict=True))
     places = [
@@ -395,8 +395,8 @@ class Moves:
       row = self.draws.integer(0, len(array) - 1)
     if self._often():
       # One too many and one too few of what is legal, too.
-      near = [array[row] - 1, array[row] + 1]
-      array[row] = self._choose((*values, *near, *near))
+      neighbors = [array[row] - 1, array[row] + 1]
+      array[row] = self._choose((*values, *neighbors, *neighbors))
     else:
       array[row] = self._choose(array)
     return tuple(named.values())

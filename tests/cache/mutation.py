@@ -1,4 +1,4 @@
-"""Puts a small mistake into verbs of the cache, for the time of a test."""
+"""Mutants of the cache: applies a wrong function to verbs during a test."""
 
 import dataclasses
 import inspect
@@ -76,16 +76,15 @@ CHUNKED = small(209, 2, (Chunk(6),), **LONG)
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-  """One mistake.
+  """One mutant.
 
   Attributes:
     place: "module:function" or "module:Class.method" in `jaxkv._src`.
-    wrong: makes the function with the mistake: `given`, `returned`, or a
-      function of its own.
-    verbs: which verbs get the mistake, enough to see it. Each is compiled
-      again, all others are not.
-    setup: the cache in which it shows.
-    others: weights of other verbs in the walks, where that helps it to show.
+    wrong: makes the wrong function: `given`, `returned`, or a custom one.
+    verbs: the verbs with the mutant, enough to notice it. Only these are
+      compiled again.
+    setup: the cache in which the mutant is noticed.
+    others: weights of other verbs in the walks, if they help to notice it.
   """
 
   place: str
@@ -95,7 +94,7 @@ class Mutant:
   others: tuple[tuple[str, int], ...] = ()
 
   def verbs_with_it(self) -> dict[str, Callable]:
-    """The table of verbs, with the mistake in some of them."""
+    """Returns the table of verbs, some of them with the mutant."""
     right, places = found(f"jaxkv._src.{self.place}")
     wrong = self.wrong(right)
     return VERBS | {
@@ -107,7 +106,7 @@ class Mutant:
 
 
 def _compiled_anew(verb: Callable, places: list, wrong: Callable) -> Callable:
-  """A verb that is traced with the mistake, as no other verb is."""
+  """Returns a verb that is traced with the mutant, unlike all other verbs."""
   plain = inspect.unwrap(verb)
   compiled = jax.jit(lambda state, **named: plain(state, **named))
 

@@ -1,4 +1,4 @@
-"""A cache and its oracle, moved together and compared after every move."""
+"""Moves a cache together with its oracle, and compares both after each move."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,19 +35,19 @@ invariants = jax.jit(jaxkv.check_invariants)
 
 
 class Mismatch(AssertionError):
-  """The cache does not do what the oracle says."""
+  """The cache differs from the oracle."""
 
 
 class Pair:
   """A cache and its oracle.
 
   Attributes:
-    setup: sizes of both.
-    verbs: what to call for each move; tests of broken caches replace some.
-    oracle, state: the two.
-    codes: every code that a move was answered with.
-    mirror: what is cached, as told by events.
-    moves: how many were made.
+    setup: the setup of both.
+    verbs: the verb to call for each move; tests of broken caches replace some.
+    oracle, state: the oracle and the cache.
+    codes: the codes of all answers so far.
+    mirror: the cached pages according to events.
+    moves: the number of moves.
   """
 
   def __init__(self, setup: Setup, verbs: dict[str, Callable] = VERBS):
@@ -59,40 +59,40 @@ class Pair:
     self.mirror, self.moves = Mirror(), 0
 
   def move(self, verb: str, arguments: tuple) -> dict:
-    """Makes one move with both; raises `Mismatch`, else the oracle's answer."""
-    wanted = getattr(self.oracle, verb)(*arguments)
-    got = self.verbs[verb](self.state, **arrays(verb, arguments))
+    """Makes a move on both sides; returns the oracle's answer."""
+    expected = getattr(self.oracle, verb)(*arguments)
+    result = self.verbs[verb](self.state, **arrays(verb, arguments))
     if verb in QUERIES:
-      out = got
+      out = result
     else:
-      self.state, out = got
-    found = _differing(wanted, out) + differences(self.oracle, self.state)
+      self.state, out = result
+    errors = _differing(expected, out) + differences(self.oracle, self.state)
     laws = jax.device_get(invariants(self.state))
-    found += [f"{name} is broken" for name, holds in laws.items() if not holds]
+    errors += [f"{name} is broken" for name, holds in laws.items() if not holds]
     self.moves += 1
     if self.setup.config.event_log and self.moves % _BETWEEN_READINGS == 0:
-      found += self._told()
-    if isinstance(wanted, dict):
-      self.codes.update(np.ravel(wanted.get("code", [])).tolist())
-    if found:
-      raise Mismatch(f"{verb}{arguments}:\n" + "\n".join(found))
-    return wanted
+      errors += self._compare_events()
+    if isinstance(expected, dict):
+      self.codes.update(np.ravel(expected.get("code", [])).tolist())
+    if errors:
+      raise Mismatch(f"{verb}{arguments}:\n" + "\n".join(errors))
+    return expected
 
-  def _told(self) -> list[str]:
-    """In what events differ from the oracle."""
+  def _compare_events(self) -> list[str]:
+    """Returns the differences of the events from the oracle."""
     self.state, drained = jaxkv.telemetry.drain_events(self.state)
-    found = self.mirror.follow(drained)
+    lines = self.mirror.follow(drained)
     pool, config = self.oracle.pool, self.setup.config
-    return found + self.mirror.differences(pool, config)
+    return lines + self.mirror.differences(pool, config)
 
   def forgive(self) -> None:
-    """Forgets the sticky error of both."""
+    """Clears the sticky error of both sides."""
     self.oracle.error = jaxkv.Status.OK
     self.state = dataclasses.replace(self.state, error=jnp.int32(0))
 
 
 def arrays(verb: str, arguments: tuple) -> dict:
-  """Lists by name, as arrays of the dtypes that the verb wants."""
+  """Converts lists to arrays by name, of the dtypes of the verb's arguments."""
   return {
     name: np.asarray(argument, DTYPES.get(name, np.int32))
     for name, argument in zip(ARGUMENTS[verb], arguments, strict=True)
@@ -100,19 +100,19 @@ def arrays(verb: str, arguments: tuple) -> dict:
   }
 
 
-def _differing(wanted, got) -> list[str]:
-  """Which fields of an output are not what they should be."""
-  if not isinstance(wanted, dict):
-    wanted, got = {"answer": wanted}, {"answer": got}
-  if not isinstance(got, dict):
-    got = got._asdict() if hasattr(got, "_asdict") else vars(got)
-  found = []
-  for name, value in wanted.items():
+def _differing(expected, result) -> list[str]:
+  """Returns the fields of an output that differ from the expected ones."""
+  if not isinstance(expected, dict):
+    expected, result = {"answer": expected}, {"answer": result}
+  if not isinstance(result, dict):
+    result = result._asdict() if hasattr(result, "_asdict") else vars(result)
+  lines = []
+  for name, value in expected.items():
     if isinstance(value, dict):
-      found += _differing(value, got[name])
-    elif np.asarray(got[name]).tolist() != np.asarray(value).tolist():
-      found.append(f"{name}: oracle {value}, got {got[name]}")
-  return found
+      lines += _differing(value, result[name])
+    elif np.asarray(result[name]).tolist() != np.asarray(value).tolist():
+      lines.append(f"{name}: oracle {value}, got {result[name]}")
+  return lines
 
 
 class Seeded:
@@ -122,14 +122,14 @@ class Seeded:
     self.generator = np.random.default_rng(seed)
 
   def integer(self, low: int, high: int) -> int:
-    """An integer from low to high, both included."""
+    """Returns an integer from low to high, both included."""
     return int(self.generator.integers(low, high + 1))
 
 
 def wander(
   pair: Pair, seed: int, steps: int, weights: dict[str, int] = WEIGHTS
 ) -> None:
-  """Makes random moves, one in six of them spoiled."""
+  """Makes random moves, one in six of them with a bad argument."""
   draws = Seeded(seed)
   verbs = [verb for verb, weight in weights.items() for _ in range(weight)]
   while steps > 0:

@@ -1,4 +1,4 @@
-"""Small caches for random tests, and what is made worse about them."""
+"""Small caches for random tests, with options that make failures likely."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ from jaxkv._src.cache.steps import publish as publishing
 class NumberedConfig(CacheConfig):
   """A config with a number.
 
-  Another number makes another config, so that jit finds no verb that was
-  compiled while the library was patched otherwise.
+  Configs of different numbers are different static arguments, so jit never
+  reuses a verb that was compiled while the library was patched in another way.
   """
 
   number: int = 1
@@ -35,15 +35,14 @@ class Setup:
   """A cache and the shapes of all calls, so that each verb compiles once.
 
   Attributes:
-    config: the cache's sizes. Its number is its own, so that no compiled verb
-      is shared with a cache that is patched otherwise.
+    config: the cache's config, with a distinct number.
     rows: R.
     columns: T, one more than fit into a slot.
-    window: items handled at once, where it is not as many as usual; everything
-      that is done in several windows is never done in these small caches.
-    crowded: all pages begin at one bucket of the prefix index, so that it
-      overflows.
-    tight: the free queue's ring has half its size, so that it is swept often.
+    window: the number of items handled at once, instead of the library's, which
+      these small caches never exceed.
+    crowded: True to start all pages in one bucket of the prefix index, so that
+      it overflows.
+    tight: True to halve the free queue's ring, so that it is swept often.
   """
 
   config: CacheConfig
@@ -55,7 +54,7 @@ class Setup:
 
   @contextlib.contextmanager
   def patched(self):
-    """The library as this cache wants it, while its verbs are traced."""
+    """Patches the library for this cache while its verbs are traced."""
     with pytest.MonkeyPatch.context() as patch:
       if self.window is not None:
         patch.setattr(loops, "WINDOW", self.window)
@@ -73,7 +72,7 @@ class Setup:
 
 
 def _half_a_ring(num_pages: int, init=free_queue.init) -> free_queue.FreeQueue:
-  """A queue that still has room for all pages, but for few stale entries."""
+  """Returns a queue with room for all pages, but few stale entries."""
   queue = init(num_pages)
   return dataclasses.replace(queue, ring=queue.ring[: queue.ring.size // 2])
 
@@ -89,17 +88,17 @@ def small(
   pages_per_slot: int = 4,
   **options: bool | int,
 ) -> Setup:
-  """Four slots of four pages, and pages for little more than two of them.
+  """Makes a setup of four slots, with pages for little more than two of them.
 
   Args:
-    number: of the config.
-    size: tokens a page.
-    groups: of layers; a number for so many of full attention.
+    number: the number of the config.
+    size: tokens of a page.
+    groups: the kinds, or the number of groups of full attention.
     window: see `Setup`.
-    worse: names of flags of `Setup`.
-    num_pages: N, where it is another one.
-    pages_per_slot: M, where it is another one.
-    **options: of the config.
+    worse: the names of `Setup`'s flags to set.
+    num_pages: N; None for the default.
+    pages_per_slot: M.
+    **options: other fields of the config.
   """
   kinds = groups
   if isinstance(kinds, int):

@@ -1,8 +1,8 @@
-"""A K/V memory of names: every page knows what was written to it.
+"""A shadow K/V memory: it stores the name of the content of every page.
 
 K/V depends on a token, on all tokens before it, on the salt and on the weights.
-A name stands for exactly that: equal names, equal K/V. Names come from the name
-before and are not told how the cache makes its keys.
+Names are equal if and only if all of these are equal. A name is derived from
+the name before it, independently of the cache's keys.
 """
 
 import jax
@@ -17,25 +17,25 @@ from jaxkv._src.cache.pool import page_pool
 
 
 class FalseContent(AssertionError):
-  """A page does not hold what somebody relies on."""
+  """A page does not hold the content that a reader relies on."""
 
 
 class Names:
-  """Numbers for contents, the same number for the same content."""
+  """Numbers contents; equal contents get equal numbers."""
 
   def __init__(self):
     self._numbers: dict[tuple, int] = {}
     self._contents: list[tuple] = [()]
 
   def of(self, *content: object) -> int:
-    """The number of anything that can be compared."""
+    """Returns the number of a content."""
     number = self._numbers.setdefault(content, len(self._contents))
     if number == len(self._contents):
       self._contents.append(content)
     return number
 
   def continued(self, before: int, tokens: list[int], epoch: int) -> list[int]:
-    """What each of some tokens writes behind a name, one after the other."""
+    """Returns the names of tokens that follow a name."""
     names = []
     for token in tokens:
       before = self.of(before, token, epoch)
@@ -43,7 +43,7 @@ class Names:
     return names
 
   def last_tokens(self, name: int, count: int) -> tuple[int, ...]:
-    """The tokens that end at a name."""
+    """Returns the tokens that end at a name."""
     tokens = []
     for _ in range(count):
       name, token, _ = self._contents[name]
@@ -52,21 +52,21 @@ class Names:
 
 
 class ShadowMemory:
-  """What the pages of a cache hold, and who relies on them.
+  """The content of a cache's pages, and the references to them.
 
-  A page of K/V holds a name for each token; a page of states holds one, in its
-  first place. Names differ between groups, since their layers do.
+  A page of K/V holds a name for each token; a page of states holds one name, in
+  its first place. Names differ between groups, as their layers do.
 
   Attributes:
-    config: sizes of the cache.
+    config: the cache's config.
     content: names, and 0 where nothing was written.  # int64[N + 1, S]
-    table: the page table, as last seen.  # int32[B, G, M]
-    length: lengths, as last seen.  # int32[B]
-    cached: which pages can be found, as last seen.  # bool[N]
+    table: the last page table.  # int32[B, G, M]
+    length: the last lengths.  # int32[B]
+    cached: True for pages in the index.  # bool[N]
     held: entries of the page table for each page.  # int64[N]
     pins: pins of each page.  # int64[N]
-    pinned: pinned pages that were full, so that nothing is written to them.
-    num_writes: pages that were written to.
+    pinned: full pinned pages, which must not be written to.
+    num_writes: the number of page writes.
   """
 
   def __init__(self, config: jaxkv.CacheConfig):
@@ -79,7 +79,7 @@ class ShadowMemory:
     self.look(jaxkv.init(config))
 
   def look(self, state: jaxkv.CacheState) -> None:
-    """Sees which pages are where."""
+    """Reads the page table, the lengths and the cached pages of a state."""
     self.table, self.length, self.cached = jax.device_get(_seen(state))
     entries = self.table.ravel()
     held = np.bincount(entries, minlength=self.config.num_pages + 1)
@@ -99,7 +99,7 @@ class ShadowMemory:
     return np.sum(self.table != self.config.no_page, axis=2)
 
   def room(self, slot: int) -> int:
-    """Tokens for which every group of a slot has pages."""
+    """Returns the tokens for which every group of a slot has pages."""
     config = self.config
     kinds = zip(config.groups, config.page_sizes, self.used[slot], strict=True)
     return min(
@@ -109,7 +109,7 @@ class ShadowMemory:
     )
 
   def pin(self, pages: np.ndarray) -> None:
-    """Relies on pages from now on, if they are full."""
+    """Pins pages; full ones must not be written to any more."""
     np.add.at(self.pins, pages, 1)
     full = self._full_pages()
     self.pinned |= {
@@ -117,14 +117,14 @@ class ShadowMemory:
     }
 
   def unpin(self, pages: np.ndarray) -> None:
-    """Gives pins back."""
+    """Removes pins."""
     np.subtract.at(self.pins, pages, 1)
     if self.pins.min() < 0:
       raise FalseContent("a pin was given back twice")
     self.pinned = {page for page in self.pinned if self.pins[page]}
 
   def _full_pages(self) -> set[int]:
-    """Pages that the tokens of a slot fill."""
+    """Returns the pages that the tokens of a slot fill."""
     full = set()
     for group, size in enumerate(self.config.page_sizes):
       ends = np.arange(1, self.table.shape[2] + 1) * size
@@ -162,9 +162,9 @@ class ShadowMemory:
     self.content[page] = self._in_group(name, group)
 
   def copy(self, src: np.ndarray, dst: np.ndarray) -> int:
-    """Makes the copies that a verb owes; how many."""
-    owed = dst != self.config.no_page
-    src, dst = src[owed], dst[owed]
+    """Makes the copies that a verb returned; returns their number."""
+    is_copy = dst != self.config.no_page
+    src, dst = src[is_copy], dst[is_copy]
     if len(set(dst.tolist())) < len(dst):
       raise FalseContent(f"several copies to one page: {dst}")
     content = self.content[src]
@@ -190,30 +190,33 @@ class ShadowMemory:
   def wrong(
     self, group: int, pages: np.ndarray, names: np.ndarray, lengths: np.ndarray
   ) -> np.ndarray:
-    """Which tokens or states are not what they should be.
+    """Finds tokens or states whose content is not the expected one.
 
     Args:
-      group: of the pages.
-      pages: int32[R, M], of R sequences in order.
-      names: int64[R, T], of their tokens.
+      group: the group of the pages.
+      pages: int32[R, M], the pages of R sequences in order.
+      names: int64[R, T], the names of their tokens.
       lengths: int32[R].
 
     Returns:
-      bool[R, X]; null pages and those that do not exist hold nothing wrong.
+      bool[R, X]; False for null pages and pages that do not exist.
     """
     kind, size = self.config.groups[group], self.config.page_sizes[group]
-    real = (pages > 0) & (pages < self.config.no_page)
+    exists = (pages > 0) & (pages < self.config.no_page)
     lengths = lengths[:, None]
     if kind.holds_states:
       begin = np.arange(pages.shape[1])[None] * size
       last = np.maximum(np.minimum(begin + size, lengths) - 1, 0)
-      want = np.take_along_axis(names, last, axis=1)
-      got, inside = self.content[pages, 0], begin < lengths
+      expected = np.take_along_axis(names, last, axis=1)
+      content, inside = self.content[pages, 0], begin < lengths
     else:
-      got = self.content[pages][..., :size].reshape(len(pages), -1)
-      want, real = names[:, : got.shape[1]], np.repeat(real, size, axis=1)
-      inside = np.arange(got.shape[1])[None] < lengths
-    return inside & real & (got != self._in_group(want, group))
+      content = self.content[pages][..., :size].reshape(len(pages), -1)
+      expected, exists = (
+        names[:, : content.shape[1]],
+        np.repeat(exists, size, axis=1),
+      )
+      inside = np.arange(content.shape[1])[None] < lengths
+    return inside & exists & (content != self._in_group(expected, group))
 
   def missing(self, group: int) -> np.ndarray:
     """bool[B, M]: columns of slots without a page that the next token needs."""
@@ -222,26 +225,26 @@ class ShadowMemory:
     begin = np.arange(pages.shape[1])[None] * size
     end = np.minimum(begin + size, lengths)
     needed = end > num_skipped_tokens(kind, lengths)
-    none = pages == self.config.no_page
-    return (begin < lengths) & (none | ((pages == 0) & needed))
+    has_no_page = pages == self.config.no_page
+    return (begin < lengths) & (has_no_page | ((pages == 0) & needed))
 
   def holds_page(self, page: int, group: int, name: int) -> bool:
-    """Whether a page was written as a whole."""
+    """True if a page was last written as a whole with this name."""
     return self.content[page, 0] == self._in_group(name, group)
 
   def last_name(self, page: int, group: int) -> int:
-    """The name of a page's last token, or of its state."""
+    """Returns the name of a page's last token, or of its state."""
     kind, size = self.config.groups[group], self.config.page_sizes[group]
     place = 0 if kind.holds_states else size - 1
     return int(self.content[page, place]) // self.config.num_groups
 
   def _in_group(self, names, group: int) -> np.ndarray:
-    """Names as the layers of one group write them."""
+    """Returns the names as the layers of one group write them."""
     return np.asarray(names, np.int64) * self.config.num_groups + group
 
 
 def num_skipped_tokens(kind: jaxkv.GroupKind, length: np.ndarray) -> np.ndarray:
-  """Leading tokens that no token behind `length` attends to."""
+  """Returns the leading tokens to which no token after `length` attends."""
   match kind:
     case SlidingWindow(window):
       return np.maximum(length - (window - 1), 0)

@@ -1,7 +1,6 @@
-"""Caches for random calls beside a shadow memory.
+"""Caches for random calls with a shadow memory.
 
-All of those of the state machine, and some whose pages are larger than an
-oracle in lists would like, or that tell what they do.
+All caches of the state machine, and caches with larger pages or telemetry.
 """
 
 from tests.cache.setups import CLASSIC

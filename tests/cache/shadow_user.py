@@ -1,10 +1,9 @@
-"""A user of the cache who remembers what was written to every page.
+"""A user of the cache with a shadow memory of the content of every page.
 
-The user computes what the cache has room for, writes it into the pages of the
-page table, makes the copies that are owed, and commits what was written. After
-every call each page that a hit or a sequence relies on must hold exactly the
-tokens that it stands for. Which pages those are is not judged:
-`tests/model_of_the_cache` does that.
+The user writes tokens into the pages of the page table, makes the copies that
+verbs return, and commits. After every call, each page of a hit or a sequence
+must hold exactly the expected tokens. The choice of pages is not checked here,
+but by `tests/model_of_the_cache`.
 """
 
 import collections
@@ -47,17 +46,17 @@ OTHERS = {"clear_error": 3, "take_new_pages": 2, "draft": 5, "look": 1}
 
 @dataclasses.dataclass
 class Written:
-  """What a slot holds, as its user knows it.
+  """The content of a slot, as its user expects it.
 
   Attributes:
-    tokens: those committed.
-    names: of their K/V.
-    root: the name before the first.
-    epoch: the version of the weights that it started with.
-    empty: whether it holds no page.
-    lost: whether no page was there for its last state.
+    tokens: the committed tokens.
+    names: the names of their K/V.
+    root: the name before the first token.
+    epoch: the version of the weights at its start.
+    empty: True if it holds no page.
+    lost: True if no page held its last state.
     encoder: the name of its encoder's tokens; 0 for none.
-    encoded: pages of its encoder that were written.
+    encoded: the pages of its encoder that were written.
   """
 
   tokens: list[int]
@@ -70,14 +69,14 @@ class Written:
   encoded: int = 0
 
   def copy(self) -> "Written":
-    """One that another slot can go on with."""
+    """Returns a copy for another slot."""
     tokens, names = list(self.tokens), list(self.names)
     return dataclasses.replace(self, tokens=tokens, names=names)
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-  """What `Moves` asks about a pool: references, pins and cached pages."""
+  """The references, pins and cached pages of a pool, as `Moves` reads them."""
 
   refs: list[int]
   pins: list[int]
@@ -91,26 +90,26 @@ class Dice:
     self._random = random.Random(seed).random
 
   def integer(self, low: int, high: int) -> int:
-    """An integer from low to high, both included."""
+    """Returns an integer from low to high, both included."""
     return low + int(self._random() * (high + 1 - low))
 
 
 class User:
-  """One who knows what was written where; `Moves` takes it for an oracle.
+  """A user of the cache; `Moves` takes it for an oracle.
 
   Attributes:
-    setup: sizes of the cache.
-    config: the cache's.
-    verbs: what to call; tests of broken caches replace some.
+    setup: the setup of the cache.
+    config: the cache's config.
+    verbs: the verbs to call; tests of broken caches replace some.
     state: the cache.
-    memory: its shadow.
-    names: of all contents.
-    slots: what each slot holds.
+    memory: the shadow memory.
+    names: the names of all contents.
+    slots: the expected content of each slot.
     epoch: the version of the weights.
-    calls: how many were made.
-    mirror: what is cached, as told by events.
-    taken: pages from the free queue that `take_new_pages` has not told of.
-    counts: how often things happened.
+    calls: the number of calls.
+    mirror: the cached pages according to events.
+    taken: pages taken from the free queue since the last `take_new_pages`.
+    counts: the number of events of each kind.
   """
 
   def __init__(self, setup: Setup, verbs: dict[str, Callable] = VERBS):
@@ -132,17 +131,17 @@ class User:
 
   @property
   def pool(self) -> Seen:
-    """The pool as it is now."""
+    """The current pool."""
     memory = self.memory
     keys = np.flatnonzero(memory.cached).tolist()
     return Seen(memory.refs.tolist(), memory.pins.tolist(), keys)
 
   def room(self, slot: int) -> int:
-    """Tokens for which a slot has pages."""
+    """Returns the tokens for which a slot has pages."""
     return self.memory.room(slot)
 
   def match(self, tokens, lengths, salts, mask=None) -> dict:
-    """Asks what is cached, and looks at it closely."""
+    """Looks up prompts, and checks the content of the hits."""
     self.counts["match"] += 1
     mask = [True] * len(tokens) if mask is None else mask
     named = {"tokens": tokens, "lengths": lengths, "salts": salts, "mask": mask}
@@ -156,10 +155,10 @@ class User:
   # --- calls -----------------------------------------------------------------
 
   def move(self, verb: str, arguments: tuple) -> None:
-    """Makes one call and looks at all that relies on pages.
+    """Makes one call and checks all pages that a reader relies on.
 
     Raises:
-      FalseContent: a page does not hold what it should.
+      FalseContent: a page does not hold the expected content.
     """
     try:
       self._move(verb, arguments)
@@ -189,14 +188,14 @@ class User:
     self._settle(before, hits or set())
 
   def _settle(self, before: np.ndarray, hits: set[int]) -> None:
-    """What follows every call.
+    """Updates the user and checks all pages after a call.
 
     Args:
-      before: int64[N], references before it.
-      hits: pages that it found in the index.
+      before: int64[N], the references before the call.
+      hits: the pages that the call hit in the index.
     """
-    now = np.flatnonzero((self.memory.held > 0) & (before == 0))
-    self.taken |= set(now.tolist()) - hits
+    new_pages = np.flatnonzero((self.memory.held > 0) & (before == 0))
+    self.taken |= set(new_pages.tolist()) - hits
     first = self.memory.used[:, self.config.first_self_group]
     for written, used in zip(self.slots, first.tolist(), strict=True):
       if written.empty and used:
@@ -215,7 +214,7 @@ class User:
       self.counts[Status(int(code)).name] += count
 
   def _rows(self, out, slots=None) -> list[tuple[int, int]]:
-    """Rows that were done, and their slots."""
+    """Returns the rows that succeeded, and their slots."""
     slots = range(self.config.num_slots) if slots is None else slots
     codes = enumerate(out.code.tolist())
     return [(row, slots[row]) for row, code in codes if code == Status.OK]
@@ -232,7 +231,7 @@ class User:
     return set(self.memory.table.ravel().tolist())
 
   def _has_no_state(self, slot: int) -> bool:
-    """Whether null pages stand where the last state should be."""
+    """True if the last state of a slot has a null page."""
     last = len(self.slots[slot].tokens) - 1
     return any(
       kind.holds_states and self.memory.table[slot, group, last // size] == 0
@@ -311,7 +310,7 @@ class User:
     return self.names.continued(before, tokens, epoch)
 
   def _compute(self, tokens, counts, slots=None, mask=None):
-    """Writes what is to be committed, as far as there is room for it."""
+    """Writes the tokens to be committed that have room."""
     slots, done = range(len(self.slots)) if slots is None else slots, set()
     for row, slot in enumerate(slots):
       asked = mask is None or mask[row]
@@ -350,7 +349,7 @@ class User:
         self.memory.write_page(page, group, name)
 
   def _encode(self):
-    """Writes the pages of encoders that are new, and looks at all of them."""
+    """Writes new pages of encoders, and checks all of them."""
     for group, kind, _ in self._groups():
       if not kind.holds_encoder:
         continue
@@ -368,7 +367,7 @@ class User:
   # --- checks ----------------------------------------------------------------
 
   def _check_slots(self):
-    """The K/V of every committed token is where the page table says."""
+    """Checks that the pages hold the K/V of every committed token."""
     wanted = [len(written.tokens) for written in self.slots]
     lengths = self.memory.length
     _need(lengths.tolist() == wanted, f"lengths are {lengths}, not {wanted}")
@@ -393,7 +392,7 @@ class User:
     _need(right, f"{found} tokens of {length} found")
 
   def _check_found(self, found, tokens, lengths, salts, mask):
-    """The pages of a hit hold the K/V of the tokens that it is found for."""
+    """Checks that the pages of a hit hold the K/V of its tokens."""
     cached = found.num_cached_tokens
     names = np.zeros((len(cached), self.setup.columns), np.int64)
     for row, count in enumerate(cached.tolist()):
@@ -471,9 +470,9 @@ class User:
     jaxkv.stats(self.state)
 
 
-def _need(holds: Any, what: str) -> None:
+def _need(holds: Any, message: str) -> None:
   if not holds:
-    raise FalseContent(what)
+    raise FalseContent(message)
 
 
 def stroll(
