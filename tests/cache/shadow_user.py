@@ -145,12 +145,12 @@ class User:
     self.counts["match"] += 1
     mask = [True] * len(tokens) if mask is None else mask
     named = {"tokens": tokens, "lengths": lengths, "salts": salts, "mask": mask}
-    found = self.verbs["match"](
+    hit = self.verbs["match"](
       self.state, **arrays("match", tuple(named.values()))
     )
-    found = jax.device_get(found)
-    self._check_found(found, **named)
-    return {"num_cached_tokens": found.num_cached_tokens.tolist()}
+    hit = jax.device_get(hit)
+    self._check_found(hit, **named)
+    return {"num_cached_tokens": hit.num_cached_tokens.tolist()}
 
   # --- calls -----------------------------------------------------------------
 
@@ -294,9 +294,9 @@ class User:
 
   def _after_pin(self, out, **named):
     self._check_found(out, **named)
-    found = out.num_cached_tokens > 0
-    _need(np.array_equal(out.code == Status.OK, found), "nothing was pinned")
-    pages = out.pages[found]
+    is_hit = out.num_cached_tokens > 0
+    _need(np.array_equal(out.code == Status.OK, is_hit), "nothing was pinned")
+    pages = out.pages[is_hit]
     self.memory.pin(pages[pages < self.config.no_page])
 
   # --- writing ---------------------------------------------------------------
@@ -368,12 +368,12 @@ class User:
 
   def _check_slots(self):
     """Checks that the pages hold the K/V of every committed token."""
-    wanted = [len(written.tokens) for written in self.slots]
+    totals = [len(written.tokens) for written in self.slots]
     lengths = self.memory.length
-    _need(lengths.tolist() == wanted, f"lengths are {lengths}, not {wanted}")
-    names = np.zeros((len(wanted), self.config.slot_tokens), np.int64)
+    _need(lengths.tolist() == totals, f"lengths are {lengths}, not {totals}")
+    names = np.zeros((len(totals), self.config.slot_tokens), np.int64)
     for slot, written in enumerate(self.slots):
-      names[slot, : wanted[slot]] = written.names
+      names[slot, : totals[slot]] = written.names
     lost = np.asarray([written.lost for written in self.slots])
     for group, kind, size in self._groups():
       if kind.holds_encoder:
@@ -387,13 +387,15 @@ class User:
       _need(not missing.any(), f"group {group} lacks pages that it needs")
     self.counts["sequences checked"] += int(np.sum(lengths > 0))
 
-  def _check_length(self, found: int, length: int):
-    right = found % self.config.alignment == 0 and 0 <= found < max(length, 1)
-    _need(right, f"{found} tokens of {length} found")
+  def _check_length(self, num_hit: int, length: int):
+    right = num_hit % self.config.alignment == 0 and 0 <= num_hit < max(
+      length, 1
+    )
+    _need(right, f"{num_hit} tokens of {length} found")
 
-  def _check_found(self, found, tokens, lengths, salts, mask):
+  def _check_found(self, hit, tokens, lengths, salts, mask):
     """Checks that the pages of a hit hold the K/V of its tokens."""
-    cached = found.num_cached_tokens
+    cached = hit.num_cached_tokens
     names = np.zeros((len(cached), self.setup.columns), np.int64)
     for row, count in enumerate(cached.tolist()):
       self._check_length(count, lengths[row] if mask[row] else 0)
@@ -403,7 +405,7 @@ class User:
       self.counts["hits"] += count > 0
       self.counts["hit tokens"] += count
     for group, kind, size in self._groups():
-      pages = found.pages[:, group, : self.setup.columns // size]
+      pages = hit.pages[:, group, : self.setup.columns // size]
       column = np.arange(pages.shape[1])[None]
       first = num_skipped_tokens(kind, cached)[:, None] // size
       needed = (column >= first) & (column < cached[:, None] // size)
@@ -421,12 +423,12 @@ class User:
   # --- other verbs -----------------------------------------------------------
 
   def clear_error(self, draws: Dice) -> None:
-    """Forgets a failure."""
+    """Clears the sticky error."""
     del draws
     self.state, _ = jaxkv.clear_error(self.state)
 
   def take_new_pages(self, draws: Dice) -> None:
-    """Every page that came from the free queue must be told."""
+    """Checks that each page from the free queue is reported as new."""
     del draws
     if self.config.track_new_pages:
       self.state, new = jaxkv.telemetry.take_new_pages(self.state)
@@ -435,11 +437,11 @@ class User:
       self.taken = set()
 
   def _drain_events(self):
-    """Events tell which pages are cached, and their tokens."""
+    """Checks that events report the cached pages, and their tokens."""
     self.counts["drain_events"] += 1
     self.state, drained = jaxkv.telemetry.drain_events(self.state)
-    found = self.mirror.follow(drained)
-    _need(not found, f"{found}")
+    errors = self.mirror.follow(drained)
+    _need(not errors, f"{errors}")
     _need(sorted(self.mirror.pages) == self.pool.keys, "cached pages, as told")
     for page, event in self.mirror.pages.items():
       name = self.memory.last_name(page, event.group)
@@ -447,7 +449,7 @@ class User:
       _need(event.tokens == tokens, f"{event}, but it holds {tokens}")
 
   def look(self, draws: Dice) -> None:
-    """Everything that only reads."""
+    """Checks all queries."""
     group = draws.integer(0, self.config.num_groups - 1)
     ones = [1] * len(self.slots)
     holds_encoder = self.config.groups[group].holds_encoder
@@ -458,9 +460,9 @@ class User:
       num_encoder_tokens=ones if holds_encoder else None,
     )
     starts = ones if holds_encoder else self.memory.length
-    same = np.array_equal(view.page_table, self.memory.table[:, group])
-    same &= np.array_equal(view.starts, starts)
-    _need(same, "a view is of other pages")
+    agrees = np.array_equal(view.page_table, self.memory.table[:, group])
+    agrees &= np.array_equal(view.starts, starts)
+    _need(agrees, "a view is of other pages")
     pages, refs = self.config.num_pages - 1, self.memory.refs
     used = round(float(jaxkv.usage(self.state)) * pages)
     free = sorted(jaxkv.free_pages(self.state))

@@ -1,4 +1,4 @@
-"""Mistakes in commands: one each, and the test that notices it."""
+"""Mutants of commands, with the test that notices each."""
 
 from tests.tools.mistakes import returned
 from tests.tools.mistakes import table

@@ -1,4 +1,4 @@
-"""Mistakes in the automata: one each, and the test that notices it."""
+"""Mutants of the automata, with the test that notices each."""
 
 import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""Mistakes in sampling: one each, and the test that notices it."""
+"""Mutants of sampling, with the test that notices each."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ _SEQUENCES = "rollout/test_by_hand.py::test_sequences"
 
 
 def _least_likely(g):
-  """The distributions turned round."""
+  """Reverses the order of the distributions."""
   logits = -g.weights.logits
   return g.weights._replace(
     logits=logits, best=jnp.max(logits, axis=1, keepdims=True)
@@ -22,10 +22,10 @@ def _least_likely(g):
 
 
 def _at_temperature_1(out, g):
-  """Log-probabilities of the model's own distribution."""
+  """Returns log-probs of the model's distribution."""
   scores = jax.nn.log_softmax(g.logits, axis=1)
-  own = jnp.take_along_axis(scores, out.tokens[:, None], axis=1)
-  return out._replace(log_probs=own[:, 0])
+  log_probs = jnp.take_along_axis(scores, out.tokens[:, None], axis=1)
+  return out._replace(log_probs=log_probs[:, 0])
 
 
 _FILTERS = {

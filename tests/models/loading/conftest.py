@@ -1,4 +1,4 @@
-"""Fixtures of tests that read checkpoints."""
+"""Fixtures of tests that load checkpoints."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from tests.models.loading import llama_folder
 
 @pytest.fixture
 def folder(tmp_path):
-  """A folder with a tiny Llama."""
+  """Returns a folder with a tiny Llama."""
   llama_folder.write_folder(tmp_path)
   return tmp_path
 
 
 @pytest.fixture(scope="module")
 def transformers():
-  """The library, with its logits on a CPU."""
+  """Imports transformers, or skips."""
   pytest.importorskip("torch")
   pytest.importorskip("safetensors")
   return pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""Families of models that transformers can make, in tiny sizes."""
+"""Model families of transformers, in tiny sizes."""
 
 from typing import Any
 
@@ -152,7 +152,7 @@ TOKENS = 33
 
 
 def randomized(model: Any) -> Any:
-  """A model of transformers in float32, none of whose weights is 0 or 1."""
+  """Adds noise to a model of transformers, so that no weight is 0 or 1."""
   import torch  # pyright: ignore[reportMissingImports]
 
   model = model.eval().float()
@@ -163,7 +163,7 @@ def randomized(model: Any) -> Any:
 
 
 def model_of(transformers: Any, name: str, **changes: Any) -> Any:
-  """A random model of a family."""
+  """Makes a random model of a family."""
   import torch  # pyright: ignore[reportMissingImports]
 
   kind, values = FAMILIES[name]
@@ -177,7 +177,7 @@ def model_of(transformers: Any, name: str, **changes: Any) -> Any:
 
 
 def uncached(loaded: models.Pretrained, tokens: np.ndarray) -> np.ndarray:
-  """The logits of a model that was loaded."""
+  """Returns the logits of a loaded model."""
   columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
   logits = models.forward_uncached(
     loaded.params,

@@ -1,4 +1,4 @@
-"""Small GGUF files, written by the package `gguf`."""
+"""Writes small GGUF files with the package `gguf`."""
 
 import pathlib
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def write_gguf(
   facts: Mapping[str, Any],
   tensors: Mapping[str, np.ndarray | Blocks],
 ) -> pathlib.Path:
-  """Facts whose names start with a dot belong to the architecture."""
+  """Writes a file; names of facts that start with a dot get the architecture."""
   gguf = pytest.importorskip("gguf", reason="it writes the files")
   writer = gguf.GGUFWriter(path, architecture)
   for key, value in facts.items():
@@ -60,13 +60,13 @@ def _add_fact(writer: Any, key: str, value: Any) -> None:
 
 
 def sizes(**others: Any) -> dict[str, Any]:
-  """Facts of a small model; `rope__freq_base=1.0` means `.rope.freq_base`."""
+  """Returns facts of a small model; `rope__freq_base` is `.rope.freq_base`."""
   named = {key.replace("__", "."): value for key, value in others.items()}
   return {f".{key}": value for key, value in (SIZES | named).items()}
 
 
 def weights(architecture: str, seed: int = 0) -> dict[str, np.ndarray]:
-  """Random float32 tensors of a small model, by the names in the file."""
+  """Draws float32 tensors of a small model, by their names in the file."""
   width, inner, queries, keys, head = 64, 96, 64, 32, 16
   layer = {
     "attn_norm.weight": (width,),

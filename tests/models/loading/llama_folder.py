@@ -1,4 +1,4 @@
-"""A folder with a tiny Llama of random weights, written by hand."""
+"""Writes a folder with a tiny Llama of random weights."""
 
 import json
 import pathlib
