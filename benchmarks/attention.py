@@ -105,17 +105,11 @@ def watched(
   reasons: dict[str, str],
   side: str,
 ) -> Iterator[None]:
-  """Runs a part of a side; an error is recorded as the side's reason.
+  """Runs a part of a side; an error is added to the `reasons` of sides.
 
-  A side that kills the process or hangs leaves an entry in `begun`. So does a
-  side that breaks the device; it also ends the run, since all later sides would
-  fail.
-
-  Args:
-    save: writes the report, which includes `begun`.
-    begun: the failures of each side of the case; changed.
-    reasons: the reason of each side without figures; changed.
-    side: the side's name.
+  A side that kills the process or hangs leaves an entry in `begun`, which
+  `save` writes. So does a side that breaks the device. It also ends the run,
+  since all later sides would fail.
   """
   tries = begun.setdefault(side, [])
   tries.append("did not come back")

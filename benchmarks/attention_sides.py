@@ -65,15 +65,13 @@ class Timed:
   """Times a side: stores its number of runs, its samples and results."""
 
   def __init__(self, call: Call, q: jax.Array, quick: bool):
-    """Compiles the side, runs it twice, and chooses numbers of runs and rounds.
-
-    The first round contains the compilation, so the second one is the measure.
-    """
+    """Compiles the side, and chooses the number of runs and of rounds."""
     self.calls = 2 if quick else CALLS
     self.rotations = call.rotations
     self._run, self._q, self._inputs = looped(call, self.calls), q, call.inputs
     self._firsts = [jnp.int32(0)]
     self.outs, self.samples = [], []
+    # The first round contains the compilation.
     for _ in range(2):
       self.round()
     seconds = self.samples[-1]

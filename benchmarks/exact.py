@@ -160,7 +160,7 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
   return report(_rows(quick, rounds))
 
 
-def main() -> None:
+if __name__ == "__main__":
   command.run(
     __doc__,
     measured,
@@ -168,7 +168,3 @@ def main() -> None:
     quick_rounds=2,
     not_measured="compilation, accelerators, bfloat16, other families",
   )
-
-
-if __name__ == "__main__":
-  main()

@@ -164,7 +164,7 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
   return report(_rows(quick, rounds))
 
 
-def main() -> None:
+if __name__ == "__main__":
   command.run(
     __doc__,
     measured,
@@ -172,7 +172,3 @@ def main() -> None:
     quick_rounds=1,
     not_measured="compilation, accelerators, other dtypes, ragged lengths",
   )
-
-
-if __name__ == "__main__":
-  main()

@@ -285,10 +285,7 @@ def stall(quick: bool) -> Iterator[Row]:
 
 
 def longest_wait(timeline: rollout.Timeline) -> int:
-  """Returns the most consecutive steps in which a sequence draws nothing.
-
-  Counts from its first token decoded in a slot to its last one, or preemption.
-  """
+  """Returns the most consecutive steps in which a decoding sequence idles."""
   longest, waited, decoding = 0, 0, None
   for span in timeline.spans():
     place = span.slot, span.sequence

@@ -69,10 +69,7 @@ def require_accelerator(quick: bool) -> None:
 
 
 def by_part(name: str, quick: bool = False) -> list[dict[str, Any]]:
-  """Runs the parts that the file `name` lacks and writes each at once.
-
-  Without a name nothing is written. Returns all rows.
-  """
+  """Runs the parts that a file lacks, and writes each at once."""
   require_accelerator(quick)
   path = pathlib.Path(name) if name else None
   parts: dict[str, list[dict[str, Any]]] = {}

@@ -161,12 +161,8 @@ def schedule(
   """Simulates an ideal scheduler for one sample of each prompt.
 
   The first prompt computes the pages that it shares with others. Pages in use
-  are counted without sharing.
-
-  Args:
-    work: the workload.
-    room: `(decoding sequences) -> prompt tokens that a step may compute`.
-    pages: pages of the pool.
+  are counted without sharing. `room` maps the number of decoding sequences to
+  the prompt tokens that a step may compute.
   """
   queue = [
     _Running(*sequence)

@@ -193,7 +193,7 @@ def measured(quick: bool, rounds: int) -> dict[str, Any]:
   )
 
 
-def main() -> None:
+if __name__ == "__main__":
   command.run(
     __doc__,
     measured,
@@ -201,7 +201,3 @@ def main() -> None:
     quick_rounds=1,
     not_measured="accelerators, other models, compilation",
   )
-
-
-if __name__ == "__main__":
-  main()

@@ -174,10 +174,8 @@ def _is_named(item: pytest.Item) -> bool:
   folder = item.config.invocation_params.dir
   name = item.nodeid.partition("::")[2]
   for word in item.config.args:
-    file, _, selection = word.partition("::")
-    if selection and item.path == (folder / file).resolve():
-      if name == selection or name.startswith(
-        (f"{selection}[", f"{selection}::")
-      ):
+    file, _, words = word.partition("::")
+    if words and item.path == (folder / file).resolve():
+      if name == words or name.startswith((f"{words}[", f"{words}::")):
         return True
   return False

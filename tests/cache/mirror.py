@@ -45,10 +45,8 @@ class Mirror:
   def differences(self, pool: Pool, config: jaxkv.CacheConfig) -> list[str]:
     """Returns the differences from the oracle, one a line."""
     if self.pages.keys() != pool.keys.keys():
-      pages_of_events, pages_of_oracle = sorted(self.pages), sorted(pool.keys)
-      return [
-        f"cached pages: oracle {pages_of_oracle}, events {pages_of_events}"
-      ]
+      events, oracle = sorted(self.pages), sorted(pool.keys)
+      return [f"cached pages: oracle {oracle}, events {events}"]
     lines = [
       f"{event}: the oracle's key is {pool.keys[page]}"
       for page, event in self.pages.items()

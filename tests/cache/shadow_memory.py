@@ -211,10 +211,8 @@ class ShadowMemory:
       content, inside = self.content[pages, 0], begin < lengths
     else:
       content = self.content[pages][..., :size].reshape(len(pages), -1)
-      expected, exists = (
-        names[:, : content.shape[1]],
-        np.repeat(exists, size, axis=1),
-      )
+      expected = names[:, : content.shape[1]]
+      exists = np.repeat(exists, size, axis=1)
       inside = np.arange(content.shape[1])[None] < lengths
     return inside & exists & (content != self._in_group(expected, group))
 

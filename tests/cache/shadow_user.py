@@ -2,8 +2,8 @@
 
 The user writes tokens into the pages of the page table, makes the copies that
 verbs return, and commits. After every call, each page of a hit or a sequence
-must hold exactly the expected tokens. The choice of pages is not checked here,
-but by `tests/model_of_the_cache`.
+must hold exactly the expected tokens. `tests/model_of_the_cache` checks which
+pages these are.
 """
 
 import collections
@@ -388,10 +388,9 @@ class User:
     self.counts["sequences checked"] += int(np.sum(lengths > 0))
 
   def _check_length(self, num_hit: int, length: int):
-    right = num_hit % self.config.alignment == 0 and 0 <= num_hit < max(
-      length, 1
-    )
-    _need(right, f"{num_hit} tokens of {length} found")
+    fits = 0 <= num_hit < max(length, 1)
+    fits &= num_hit % self.config.alignment == 0
+    _need(fits, f"{num_hit} tokens of {length} found")
 
   def _check_found(self, hit, tokens, lengths, salts, mask):
     """Checks that the pages of a hit hold the K/V of its tokens."""

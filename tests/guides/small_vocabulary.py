@@ -15,15 +15,13 @@ _NUM_SPECIAL = 2
 """Tokens 0 and 1 have no bytes."""
 
 _LENGTH, _SIZE = 30_000, 256 + 300
-_UNUSUAL_TEXT = (
-  ' {"name": "é", "list": [1, 2.5e-3, true, null]}\n\n→ naïve 東京 🙂 '
-)
+_RARE = ' {"name": "é", "list": [1, 2.5e-3, true, null]}\n\n→ naïve 東京 🙂 '
 
 
 @functools.cache
 def text() -> bytes:
   """Returns the training text."""
-  return (reference_text()[:_LENGTH] + _UNUSUAL_TEXT * 4).encode()
+  return (reference_text()[:_LENGTH] + _RARE * 4).encode()
 
 
 @functools.cache

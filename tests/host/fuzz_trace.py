@@ -149,10 +149,8 @@ class Trace:
     remaining = request.num_tokens - request.num_computed_tokens
     if remaining > 1:
       return (remaining if self._chance(40) else self._length(remaining)), 0
-    limit = min(
-      self.setup.drafts, self.setup.max_model_len - request.num_tokens
-    )
-    drafts = self.draws.randint(0, limit)
+    room = self.setup.max_model_len - request.num_tokens
+    drafts = self.draws.randint(0, min(self.setup.drafts, room))
     return 1 + drafts, drafts
 
   def _schedule(self, name: str, new: int, drafts: int) -> Steps:
@@ -212,8 +210,8 @@ class Trace:
       external = self._external(request.num_tokens - hit)
     if external < 0:
       return (yield from self._load(name, arguments, hit - external))
-    num_computed = request.num_computed_tokens + hit + external
-    remaining = request.num_tokens - num_computed
+    before = request.num_computed_tokens + hit + external
+    remaining = request.num_tokens - before
     new = remaining if self._chance(50) else self._length(remaining)
     arguments |= {
       "num_new_tokens": new,
@@ -223,9 +221,7 @@ class Trace:
     if answer is not None:
       self.waiting.remove(name)
       self.running.append(name)
-      yield from self._schedule(
-        name, num_computed - request.num_computed_tokens, 0
-      )
+      yield from self._schedule(name, before - request.num_computed_tokens, 0)
       yield from self._schedule(name, new, 0)
     return answer
 
@@ -237,20 +233,18 @@ class Trace:
       return -self._length(remaining)
     return self._length(remaining - 1) if remaining > 1 else 0
 
-  def _load(
-    self, name: str, arguments: dict[str, Any], num_loaded: int
-  ) -> Steps:
+  def _load(self, name: str, arguments: dict[str, Any], loaded: int) -> Steps:
     """Allocates pages for tokens that arrive later."""
     arguments |= {
       "num_new_tokens": 0,
-      "num_external_computed_tokens": num_loaded
+      "num_external_computed_tokens": loaded
       - arguments["num_new_computed_tokens"],
       "delay_cache_pages": True,
     }
     answer = yield Operation("allocate", name, arguments)
     if answer is not None:
       self.waiting.remove(name)
-      self.loading[name] = num_loaded
+      self.loading[name] = loaded
     return answer
 
   def _give_up(self, name: str) -> Steps:
@@ -350,7 +344,7 @@ class Trace:
 
   def _loaded(self, name: str) -> Steps:
     """Ends a load, which may have failed."""
-    num_loaded = self.loading.pop(name)
+    loaded = self.loading.pop(name)
     self.waiting.insert(self.draws.randint(0, len(self.waiting)), name)
     if self._chance(20):
       pages = self.side.manager.get_page_ids(name)
@@ -359,9 +353,9 @@ class Trace:
       yield Operation("free", name)
       return
     # A sequence's last token is always computed here.
-    num_loaded = min(num_loaded, self._request(name).num_tokens - 1)
-    if num_loaded:
-      yield from self._cache(name, num_loaded)
-      yield Operation("update", name, {"num_computed_tokens": num_loaded})
+    loaded = min(loaded, self._request(name).num_tokens - 1)
+    if loaded:
+      yield from self._cache(name, loaded)
+      yield Operation("update", name, {"num_computed_tokens": loaded})
     else:
       yield Operation("free", name)

@@ -197,15 +197,13 @@ class ReferenceManager:
     external, longest = num_external_computed_tokens, self.longest
     if num_new_tokens + external + num_new_computed_tokens == 0:
       raise ValueError("nothing to allocate for")
-    num_before = (
-      request.num_computed_tokens + num_new_computed_tokens + external
-    )
-    total = min(num_before, longest)
+    start = request.num_computed_tokens + num_new_computed_tokens + external
+    total = min(start, longest)
     tokens = total + num_new_tokens
     hits = new_computed_pages and new_computed_pages.get_page_ids()
     demand = Demand(
       hits=hits or [[] for _ in self.groups],
-      behind=num_before,
+      behind=start,
       external=external,
       tokens=tokens,
       slots=min(tokens + num_lookahead_tokens, longest),

@@ -135,25 +135,25 @@ def _trainer(name: str):
 
 def distributions(params, groups: Groups, name="plain", temperature=1.0):
   """Returns the log-softmax of the logits of each token, [N, G, R, V]."""
-  count, samples, num_columns = groups.completions.shape
-  width = groups.prompts.shape[1] + num_columns
+  count, samples, columns = groups.completions.shape
+  width = groups.prompts.shape[1] + columns
   tokens = np.zeros((count, samples, width), np.int32)
   for n, length in enumerate(groups.prompt_lengths):
     tokens[n, :, :length] = groups.prompts[n, :length]
-    tokens[n, :, length : length + num_columns] = groups.completions[n]
+    tokens[n, :, length : length + columns] = groups.completions[n]
   logits = _trainer(name)(params, jnp.asarray(tokens.reshape(-1, width)))
   scores = np.asarray(jax.nn.log_softmax(logits / jnp.float32(temperature)))
   scores = scores.reshape(count, samples, width, -1)
-  places = groups.prompt_lengths[:, None] - 1 + np.arange(num_columns)[None]
+  places = groups.prompt_lengths[:, None] - 1 + np.arange(columns)[None]
   places = np.broadcast_to(
-    places[:, None, :, None], (count, samples, num_columns, 1)
+    places[:, None, :, None], (count, samples, columns, 1)
   )
   return np.take_along_axis(scores, places, axis=2)
 
 
 def mask_of(groups: Groups) -> np.ndarray:
-  num_columns = groups.completions.shape[2]
-  return np.arange(num_columns) < groups.lengths[..., None]
+  columns = groups.completions.shape[2]
+  return np.arange(columns) < groups.lengths[..., None]
 
 
 def check_scored(

@@ -1,6 +1,6 @@
 """Random calls of a rollout's verbs, compared with sequences in plain Python.
 
-A sequence's number, prompt, adapter, added tokens and the weights over time
+A seq's number, prompt, adapter, added tokens and the weights over time
 determine every token that it draws. So each call is checked against a list of
 tokens, without slots, pages or other sequences.
 """
@@ -17,19 +17,19 @@ from jaxkv import kv as kv_memory
 from jaxkv import rollout
 from jaxkv.rollout import SequenceStatus
 
-_VOCABULARY, _WIDTH, _MAX_LENGTH = 11, 4, 24
+_VOCABULARY, _WIDTH, _LIMIT = 11, 4, 24
 _SAMPLES, _GROUPS, _PROMPT = 2, 4, 8
 _STOP = 3
 _RNG = np.random.default_rng(3)
 _TOKENS = _RNG.normal(size=(_VOCABULARY, _WIDTH)).astype(np.float32)
-_POSITIONS = _RNG.normal(size=(_MAX_LENGTH + 8, _WIDTH)).astype(np.float32)
+_POSITIONS = _RNG.normal(size=(_LIMIT + 8, _WIDTH)).astype(np.float32)
 _SCALES = np.asarray([1.0, 1.5], np.float32)  # of two adapters
 _FAMILIES = _RNG.integers(4, _VOCABULARY, (3, _PROMPT)).tolist()
 
 CONFIG = rollout.RolloutConfig(
   num_samples=_SAMPLES,
   max_new_tokens=8,
-  max_length=_MAX_LENGTH,
+  max_length=_LIMIT,
   stop_token=_STOP,
   prefill_chunk=3,
   admissions=2,
@@ -38,7 +38,7 @@ CONFIG = rollout.RolloutConfig(
   experts=True,
 )
 SIZES = jaxkv.CacheConfig(
-  num_pages=22, page_size=2, num_slots=4, pages_per_slot=_MAX_LENGTH // 2
+  num_pages=22, page_size=2, num_slots=4, pages_per_slot=_LIMIT // 2
 )
 
 
@@ -69,7 +69,7 @@ class Sequence:
     tokens: the tokens so far.
     prompt: the length of the first prompt.
     drawn: the version of the weights that drew each token; -1 if not drawn.
-    limit: the length at which the sequence ends.
+    limit: the length at which the seq ends.
     adapter: 0 or 1.
     finish: a `Finish`.
     ran: the number of tokens with recorded experts.
@@ -264,12 +264,10 @@ class Calls:
     """Returns the error code of each row; None if the sequence is present."""
     codes: list[int | None] = []
     for row, number in enumerate(ids):
-      is_repeated = any(
-        mask[other] and ids[other] == number for other in range(row)
-      )
+      repeated = any(mask[n] and ids[n] == number for n in range(row))
       if not mask[row]:
         codes.append(jaxkv.Status.SKIPPED)
-      elif is_repeated or number not in self.known:
+      elif repeated or number not in self.known:
         codes.append(jaxkv.Status.BAD_SEQUENCE)
       else:
         codes.append(None)
@@ -315,30 +313,30 @@ class Calls:
     for row, number in enumerate(ids):
       if codes[row] is not None:
         continue
-      sequence, budget_of_row = self.known[number], CONFIG.max_new_tokens
-      budget_of_row = budget_of_row if budget is None else budget[row]
+      seq, room = self.known[number], CONFIG.max_new_tokens
+      room = room if budget is None else budget[row]
       if status[number] == SequenceStatus.FAILED:
         codes[row] = jaxkv.Status.ENDED
       elif (
         not 0 <= lengths[row] <= columns
-        or budget_of_row < 1
-        or len(sequence.tokens) + lengths[row] + budget_of_row > _MAX_LENGTH
+        or room < 1
+        or len(seq.tokens) + lengths[row] + room > _LIMIT
       ):
         codes[row] = jaxkv.Status.BAD_LENGTH
       else:
         codes[row] = jaxkv.Status.OK
         addition = tokens[row][: lengths[row]]
-        sequence.tokens += addition
-        sequence.drawn += [-1] * len(addition)
-        sequence.limit = len(sequence.tokens) + budget_of_row
-        sequence.finish = 0
+        seq.tokens += addition
+        seq.drawn += [-1] * len(addition)
+        seq.limit = len(seq.tokens) + room
+        seq.finish = 0
     self.state, out = rollout.extend(
       self.state, ids, tokens, lengths, max_tokens=budget, mask=mask
     )
     self._codes("extend", out.code, codes)
 
   def _ready(self, groups: bool) -> set[int]:
-    """Returns the numbers of sequences that can be harvested."""
+    """Returns the numbers of sequences that can be ended."""
     ids, status = jax.device_get(
       (self.state.sequences.ids, self.state.sequences.status)
     )
@@ -354,10 +352,8 @@ class Calls:
     if self._rng.random() < 0.3:
       self.state, out = rollout.harvest(self.state, groups=groups)
       ok = np.asarray(out.code) == jaxkv.Status.OK
-      harvested = set(np.asarray(self._ids_before)[ok].tolist())
-      self._must(
-        harvested == expected, f"harvested {harvested}, not {expected}"
-      )
+      ended = set(np.asarray(self._ids_before)[ok].tolist())
+      self._must(ended == expected, f"harvested {ended}, not {expected}")
     else:
       ids, mask = self._ids(3), self._mask(3)
       codes = self._named(ids, mask)
@@ -370,25 +366,22 @@ class Calls:
       )
       self._codes("harvest", out.code, codes)
       pairs = zip(ids, codes, strict=True)
-      harvested = {number for number, code in pairs if code == jaxkv.Status.OK}
+      ended = {number for number, code in pairs if code == jaxkv.Status.OK}
     self._check_results(out)
-    for number in harvested:
+    for number in ended:
       del self.known[number]
 
   def _check_results(self, out) -> None:
     results = jax.device_get(out.results)
     for row in np.flatnonzero(results.valid):
       number = int(results.ids[row])
-      sequence = self.known[number]
+      seq = self.known[number]
       length = int(results.lengths[row])
       self._must(
-        results.tokens[row, :length].tolist() == sequence.tokens
+        results.tokens[row, :length].tolist() == seq.tokens
         and results.mask[row].tolist()
-        == [
-          *(mark >= 0 for mark in sequence.drawn),
-          *[False] * (_MAX_LENGTH - length),
-        ]
-        and results.finish[row] == sequence.finish,
+        == [*(mark >= 0 for mark in seq.drawn), *[False] * (_LIMIT - length)]
+        and results.finish[row] == seq.finish,
         f"{number} was harvested as {results.tokens[row]}",
       )
 
@@ -399,50 +392,45 @@ class Calls:
     self.version += 1
     noise = self._rng.normal(size=_TOKENS.shape).astype(np.float32)
     self._weights.append(_TOKENS + noise * np.float32(0.3))
-    for number, sequence in self.known.items():
+    for number, seq in self.known.items():
       if how == "drop" and status[number] < SequenceStatus.DONE:
-        sequence.tokens = sequence.tokens[: sequence.prompt]
-        sequence.drawn = sequence.drawn[: sequence.prompt]
-        sequence.ran = 0
-        sequence.limit = sequence.prompt + CONFIG.max_new_tokens
+        seq.tokens = seq.tokens[: seq.prompt]
+        seq.drawn = seq.drawn[: seq.prompt]
+        seq.ran = 0
+        seq.limit = seq.prompt + CONFIG.max_new_tokens
     self.done[f"weights {how}"] = self.done.get(f"weights {how}", 0) + 1
 
   def _compare(self, name: str) -> None:
     """Checks the tokens of all sequences, and appends the drawn ones."""
     left_out = {"keys": None, "records": None, "log_probs": None}
-    actual = jax.device_get(
-      dataclasses.replace(self.state.sequences, **left_out)
-    )
-    self._before, self._ids_before = actual.status, actual.ids
+    rows = jax.device_get(dataclasses.replace(self.state.sequences, **left_out))
+    self._before, self._ids_before = rows.status, rows.ids
     row_of = {
-      int(actual.ids[row]): row
-      for row in np.flatnonzero(actual.status != SequenceStatus.EMPTY)
+      int(rows.ids[row]): row
+      for row in np.flatnonzero(rows.status != SequenceStatus.EMPTY)
     }
     self._must(
       row_of.keys() == self.known.keys(),
       f"after {name} there are {row_of.keys()}, not {self.known.keys()}",
     )
     for number, row in row_of.items():
-      sequence, length = self.known[number], int(actual.length[row])
-      tokens = actual.tokens[row, :length].tolist()
-      for token in tokens[len(sequence.tokens) :]:
-        self._must(sequence.finish == 0, f"{number} went on after its end")
-        self._check_draw(number, sequence, token)
-        sequence.tokens.append(token)
-        sequence.drawn.append(self.version)
+      seq, length = self.known[number], int(rows.length[row])
+      tokens = rows.tokens[row, :length].tolist()
+      for token in tokens[len(seq.tokens) :]:
+        self._must(seq.finish == 0, f"{number} went on after its end")
+        self._check_draw(number, seq, token)
+        seq.tokens.append(token)
+        seq.drawn.append(self.version)
         if token == _STOP:
-          sequence.finish = int(rollout.Finish.STOP_TOKEN)
-        elif len(sequence.tokens) == sequence.limit:
-          sequence.finish = int(rollout.Finish.LENGTH)
+          seq.finish = int(rollout.Finish.STOP_TOKEN)
+        elif len(seq.tokens) == seq.limit:
+          seq.finish = int(rollout.Finish.LENGTH)
+      self._must(tokens == seq.tokens, f"{number}: {tokens}, not {seq.tokens}")
       self._must(
-        tokens == sequence.tokens,
-        f"{number} has {tokens}, not {sequence.tokens}",
-      )
-      self._must(
-        actual.versions[row, :length].tolist() == sequence.drawn
-        and int(actual.finish[row]) == sequence.finish
-        and int(actual.limit[row]) == sequence.limit,
-        f"{number} after {name}: {actual.finish[row]}, {actual.limit[row]}",
+        rows.versions[row, :length].tolist() == seq.drawn
+        and int(rows.finish[row]) == seq.finish
+        and int(rows.limit[row]) == seq.limit,
+        f"{number} after {name}: {rows.finish[row]}, {rows.limit[row]}",
       )
 
   def _compare_experts(self, name: str) -> None:
@@ -450,40 +438,34 @@ class Calls:
     results = jax.device_get(rollout.generated(self.state))
     for row in np.flatnonzero(results.valid):
       number, experts = int(results.ids[row]), results.experts[row, :, 0, 0]
-      sequence = self.known[number]
+      seq = self.known[number]
       ran = int(np.sum(experts >= 0))
-      whole = 0 < sequence.finish < rollout.Finish.ABORTED
-      minimum = len(sequence.tokens) - 1 if whole else sequence.ran
+      whole = 0 < seq.finish < rollout.Finish.ABORTED
+      minimum = len(seq.tokens) - 1 if whole else seq.ran
       self._must(
-        minimum <= ran < len(sequence.tokens) and np.all(experts[ran:] == -1),
+        minimum <= ran < len(seq.tokens) and np.all(experts[ran:] == -1),
         f"after {name} {number} has experts {experts}, of {minimum} at least",
       )
-      sequence.ran = ran
-      # After an update, older tokens still have the experts of their version.
-      versions = [sequence.drawn[-1]] if whole else range(self.version + 1)
-      where = (
-        np.asarray(sequence.tokens[:ran], int),
-        np.arange(ran),
-        sequence.adapter,
-      )
+      seq.ran = ran
+      # Before the end, experts may be those of older weights.
+      versions = [seq.drawn[-1]] if whole else range(self.version + 1)
+      where = np.asarray(seq.tokens[:ran], int), np.arange(ran), seq.adapter
       expected = [_experts(self._weights[x], *where) for x in versions]
       right = np.any(np.asarray(expected) == experts[:ran], axis=0)
       message = f"after {name} {number} has experts {experts}, not {expected}"
       self._must(bool(np.all(right)), message)
 
-  def _check_draw(self, number: int, sequence: Sequence, token: int) -> None:
+  def _check_draw(self, number: int, seq: Sequence, token: int) -> None:
     """Checks a draw: one uniform selects a block of four, another the token."""
     table = self._weights[self.version].astype(np.float64)
-    x = table[sequence.tokens] * _SCALES[sequence.adapter]
+    x = table[seq.tokens] * _SCALES[seq.adapter]
     x = x + _POSITIONS[: len(x)]
     scores = x @ x[-1] / _WIDTH**0.5
     weights = np.exp(scores - scores.max())
     logits = table @ (weights @ x / weights.sum()) / self._temperature
     chances = np.exp(logits - logits.max())
     chances /= chances.sum()
-    first, second = _uniforms(
-      self._key, number, len(sequence.tokens) - sequence.prompt
-    )
+    first, second = _uniforms(self._key, number, len(seq.tokens) - seq.prompt)
     sums = np.add.reduceat(chances, np.arange(0, _VOCABULARY, 4))
     block = token // 4
     low, high = sums[:block].sum(), sums[: block + 1].sum()
@@ -495,7 +477,7 @@ class Calls:
       and block_chances[:index].sum() - tolerance
       <= second
       <= block_chances[: index + 1].sum() + tolerance,
-      f"{number} drew {token} after {sequence.tokens}",
+      f"{number} drew {token} after {seq.tokens}",
     )
 
 

@@ -191,13 +191,9 @@ def compile_for(
   Args:
     target: one of `TARGETS` or `OLDER_GPUS`.
     function: a result of `jax.jit`.
-    *arguments: trees of arrays or `jax.ShapeDtypeStruct`. Only shapes and
-      dtypes are read.
+    *arguments: trees of arrays or of shapes with dtypes.
     may_spill: True if registers of a CUDA kernel may spill to memory.
     **keywords: static arguments.
-
-  Returns:
-    The program.
 
   Raises:
     jax.errors.JaxRuntimeError: the target's compiler refuses the program, or it
@@ -205,11 +201,9 @@ def compile_for(
     ValueError: the assembler's report of a Mosaic GPU kernel is not found.
   """
   mesh = mesh_of(target, "device", 1)
-  sharding = NamedSharding(mesh, PartitionSpec())
+  place = NamedSharding(mesh, PartitionSpec())
   shapes = jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=sharding
-    ),
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
     arguments,
   )
   # Pallas reads the target device from the mesh, not from the arguments.
@@ -230,13 +224,7 @@ def compile_for(
 
 
 def mesh_of(target: str, axis: str, size: int) -> Mesh:
-  """Returns a mesh of the target's devices, for compilation only.
-
-  Args:
-    target: one of `TARGETS` or `OLDER_GPUS`.
-    axis: the name of the mesh's only axis.
-    size: up to four devices.
-  """
+  """Returns a mesh of up to four devices of a target, for compilation only."""
   if target in _GPUS:
     topology = topologies.get_topology_desc(
       platform="cuda",

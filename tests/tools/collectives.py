@@ -31,12 +31,9 @@ def _communicates(line: Instruction) -> bool:
 def assert_two_all_reduces_a_layer(
   text: str, *, layers: int, pool: int
 ) -> None:
-  """Checks a tensor-parallel program whose layers are bodies of loops.
+  """Checks a tensor-parallel program with `layers` loops over layers.
 
-  Args:
-    text: the text of the program.
-    layers: the number of loops over layers.
-    pool: the elements of a device's shard of the pages.
+  `pool` is the number of elements of a device's shard of the pages.
   """
   by_computation = collectives(text)
   assert len(by_computation) == layers, by_computation

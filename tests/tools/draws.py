@@ -9,14 +9,7 @@ from jaxkv._src.sampling.settings import Sampling
 
 
 def sample(keys, counts, logits, temperature):
-  """Draws a token for every row; returns tokens and their log-probs, [B].
-
-  Args:
-    keys: key[B].
-    counts: int32[B].
-    logits: floats [B, V].
-    temperature: float32[] or float32[B].
-  """
+  """Draws a token for every row; returns tokens and log-probs, [B] each."""
   temperature = jnp.broadcast_to(temperature, keys.shape)
   drawn = drawing.draw(keys, counts, logits, Sampling(temperature=temperature))
   return drawn.tokens, drawn.log_probs

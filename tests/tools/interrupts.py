@@ -9,11 +9,7 @@ class Interrupted(Exception):
 
 
 def interrupted(call: Callable[[], object], point: int) -> bool:
-  """Makes a call and interrupts it before its bytecode number `point`.
-
-  Returns:
-    True if the call was interrupted, False if it ended before.
-  """
+  """Interrupts a call before its bytecode `point`; False if it ended first."""
   count = 0
 
   def trace(frame, event, _):

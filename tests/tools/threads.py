@@ -7,8 +7,7 @@ from collections.abc import Callable
 def run_in_threads(work: Callable[[int], None], count: int = 4) -> None:
   """Runs `work` with the numbers 0 .. count - 1, each in a thread.
 
-  Raises:
-    AssertionError: a thread raised an error.
+  Errors of the threads are raised as one AssertionError.
   """
   errors: list[Exception] = []
 

@@ -11,15 +11,12 @@ import pytest
 def slow_except(
   parameter: str, values: Iterable[object], *fast: object
 ) -> pytest.MarkDecorator:
-  """Marks a parametrized test slow, except for a few of its parameters.
+  """Marks a parametrized test slow, except for the `fast` ones of its `values`.
 
-  Args:
-    parameter: the name of the parameter.
-    values: all values of the parameter, distinguished by their `str`.
-    *fast: the values of the default run.
+  Values are distinguished by their `str`.
 
   Raises:
-    ValueError: one of `fast` is not in `values`, for example after a renaming.
+    ValueError: one of `fast` is not in `values`, as after a renaming.
   """
   texts = {str(value) for value in values}
   missing = {str(value) for value in fast} - texts

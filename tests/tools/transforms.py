@@ -18,13 +18,10 @@ def check_under(
   *,
   shared: int = 0,
 ) -> None:
-  """Runs a check with the function under a transformation.
+  """Runs a check with a function under one of `TRANSFORMS`.
 
-  Args:
-    transform: one of `TRANSFORMS`.
-    check: calls its argument, and asserts the result.
-    function: takes arrays whose first axis is rows, at least two.
-    shared: the number of first arguments without rows.
+  `check` calls its argument and asserts the result. The function takes arrays
+  of at least two rows, except its first `shared` arguments.
   """
   if transform == "no jit":
     check(function)

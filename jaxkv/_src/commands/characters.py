@@ -174,14 +174,8 @@ def training_tokens(text: str, vocabulary: Vocabulary) -> np.ndarray:
   r"""Encodes a text, with a stop token after every second blank line.
 
   A model trained on it sometimes stops at the end of a paragraph, so lengths
-  vary, and a prompt may hold several paragraphs.
-
-  Args:
-    text: the text to learn.
-    vocabulary: contains all characters of the text.
-
-  Returns:
-    int32[T] tokens; the last one is a stop token.
+  vary, and a prompt may hold several paragraphs. Returns int32[T]; the last
+  token is a stop token.
 
   Examples:
     >>> tokens = training_tokens("a\n\nb\n\nc", Vocabulary("\nabc"))

@@ -173,9 +173,6 @@ def grpo_round(
     carry: from `begin` or the previous round; donated.
     key: key[], the key of the round.
     model: the decoder, static.
-
-  Returns:
-    The carry of the next round, and figures.
   """
   params, moments, cache, kv = carry
   prompt_key, rollout_key = jax.random.split(key)

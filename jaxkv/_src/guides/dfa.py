@@ -61,9 +61,6 @@ class ByteDfa:
 def compile_grammar(grammar: Grammar) -> ByteDfa:
   """Compiles a grammar to its minimal DFA.
 
-  Args:
-    grammar: the strings to accept.
-
   Raises:
     ValueError: the grammar matches nothing, or needs too many states.
 

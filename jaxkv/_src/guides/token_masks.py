@@ -48,17 +48,12 @@ class TokenMasks:
 def token_masks(
   dfa: ByteDfa, tokens: Sequence[bytes], stop_tokens: Sequence[int]
 ) -> TokenMasks:
-  """Computes the token masks of a DFA.
+  """Computes the token masks of a DFA over V tokens.
 
-  A token is allowed if tokens of this vocabulary can complete the text after
-  it within the remaining tokens. A stop token is allowed in accepting states,
-  and in states from which no text can be completed (no allowed token leads
-  there). Its bytes are ignored. Other tokens without bytes are never allowed.
-
-  Args:
-    dfa: the automaton.
-    tokens: the bytes of V tokens.
-    stop_tokens: ids of stop tokens.
+  A token is allowed if tokens of this vocabulary can complete the text after it
+  within the remaining tokens. A stop token is allowed in accepting states, and
+  in states from which no text can be completed (no allowed token leads there).
+  Its bytes are ignored. Other tokens without bytes are never allowed.
   """
   texts = [b"" if i in stop_tokens else text for i, text in enumerate(tokens)]
   effect, effects = _group_by_effect(dfa.next, texts)

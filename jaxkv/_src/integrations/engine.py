@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxkv.kv
 from jaxkv import CacheState
 from jaxkv import Status
 from jaxkv import init as init_cache
@@ -68,11 +67,11 @@ class QueueEngine:
       split_heads: True to shard the pages over the axis "tp" of the mesh.
     """
     self.sizes = sizes
-    self._model = _ScaledModel(decoder.model) if scaled else decoder.model
+    self._model = _scaled_model(decoder.model) if scaled else decoder.model
     self._init_kv = decoder.init_kv
     self._scaled = scaled
     self._salted = salted
-    self._process = _Ban(banned) if banned else None
+    self._process = _ban(banned) if banned else None
     self._mesh, self._split_heads = mesh, split_heads
     self._cache = decoder.cache_config(
       num_pages=sizes.num_pages,
@@ -293,41 +292,31 @@ def _with_filters(
   )
 
 
-class _ScaledModel:
+def _scaled_model(model: rollout.Model) -> rollout.Model:
   """Divides a model's logits by the temperature of their sequence."""
 
-  def __init__(self, model: rollout.Model):
-    self._model = model
-
-  def __call__(
-    self,
-    params: Any,
-    tokens: Array,
-    positions: Array,
-    kv: jaxkv.kv.KVPages,
-    views: Any,
-    columns: Array,
-    rows: rollout.Rows,
-  ) -> tuple[Array, jaxkv.kv.KVPages]:
-    logits, kv = self._model(
-      params, tokens, positions, kv, views, columns, rows
-    )
+  def call(
+    params: Any, tokens: Array, positions: Array, kv: Any, *views_and_rows: Any
+  ) -> tuple[Array, Any]:
+    logits, kv = model(params, tokens, positions, kv, *views_and_rows)
+    _, columns, rows = views_and_rows
     temperature = rows.user["temperature"].at[columns].get(mode="clip")
     temperature = jnp.where(temperature > 0, temperature, 1)[:, None]
     return logits.astype(jnp.float32) / temperature, kv
 
+  return call
 
-class _Ban:
-  """A `Process` that sets the logits of banned tokens to -inf."""
 
-  def __init__(self, tokens: tuple[int, ...]):
-    self._tokens = tokens
+def _ban(tokens: tuple[int, ...]) -> rollout.Process:
+  """Makes a `Process` that sets the logits of banned tokens to -inf."""
 
-  def __call__(
-    self, logits: Array, rows: rollout.Rows, user: Any
+  def process(
+    logits: Array, rows: rollout.Rows, user: Any
   ) -> tuple[Array, Any]:
     del rows
-    for token in self._tokens:
+    for token in tokens:
       column = jnp.where(user["may_draw"], logits[:, token], -jnp.inf)
       logits = logits.at[:, token].set(column)
     return logits, user
+
+  return process

@@ -41,9 +41,6 @@ def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
   layer. Layers with one window are split into several groups if another kind
   has fewer layers. Each group frees its own pages.
 
-  Args:
-    windows: the window of each layer.
-
   Raises:
     ValueError: `windows` is empty.
 

@@ -11,11 +11,7 @@ _FROM_MODEL = ", as `model` returns them"
 
 
 def as_logits(logits: Array) -> Array:
-  """Casts logits of any float width to float32.
-
-  Raises:
-    TypeError: they are not floats.
-  """
+  """Casts logits of any float width to float32; raises TypeError for others."""
   _check_floats(logits)
   return logits.astype(jnp.float32)
 

@@ -54,9 +54,7 @@ def _is_nested(value: Any, depth: int) -> bool:
 def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
   """Pads lists of tokens with -1 at the end, to int32[Q, X] with X >= 1.
 
-  Raises:
-    TypeError: a token is not an integer.
-    ValueError: a token is negative or does not fit int32.
+  Tokens must be non-negative int32, else TypeError or ValueError.
   """
   width = max([1, *map(len, lists)])
   out = np.full((len(lists), width), PADDING, np.int32)
@@ -68,9 +66,7 @@ def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
 def padded_words(name: str, lists: list[Any]) -> np.ndarray:
   """Pads words with -1 at the front, to int32[Q, X, Y].
 
-  Raises:
-    TypeError: a token is not an integer.
-    ValueError: a word has no token, or one that is negative or too large.
+  Words need a token and non-negative int32, else TypeError or ValueError.
   """
   count = max([1, *map(len, lists)])
   width = max([1, *(len(word) for words in lists for word in words)])

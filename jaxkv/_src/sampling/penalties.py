@@ -59,13 +59,13 @@ def num_last_tokens(sampling: Sampling) -> int:
 def last_tokens_of(
   tokens: Array, numbers: Array, lengths: Array, count: int
 ) -> Array:
-  """Gathers the last tokens of R sequences; -1 before the first token.
+  """Gathers the last X tokens of R sequences; -1 before the first token.
 
   Args:
     tokens: int32[Q, W], the tokens of all sequences.
     numbers: int32[R], the sequence of each row; out of range for an empty row.
     lengths: int32[R], the number of tokens of each row's sequence.
-    count: X, the number of tokens to take.
+    count: X.
 
   Returns:
     int32[R, X]; the last token is in the last column.

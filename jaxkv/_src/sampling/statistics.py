@@ -72,20 +72,17 @@ def observe(
 
 
 def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
-  """Finds the tokens with the highest logits in descending order.
+  """Finds the X tokens with the highest logits in descending order.
 
   Tokens of equal logits are in ascending order. If fewer than X logits are
   above -inf, the remaining tokens are arbitrary, with logit -inf.
 
   Args:
     logits: float32[R, V].
-    count: X, the number of tokens.
+    count: X; ValueError if it exceeds V.
 
   Returns:
     The tokens, int32[R, X], and their logits, float32[R, X].
-
-  Raises:
-    ValueError: `count` is more than V.
 
   Examples:
     >>> most_likely(jnp.asarray([[2.0, 5.0, 3.0, 5.0]]), 3)[0]

@@ -121,9 +121,8 @@ def manager(*specs, num_blocks=11, **options):
 
 def admit(cache, request, new=None, **options):
   """Looks up and allocates; returns the new ids, or None."""
-  blocks, num_hit, request.shared_prefix_boundary = cache.get_computed_blocks(
-    request
-  )
+  blocks, num_hit, junction = cache.get_computed_blocks(request)
+  request.shared_prefix_boundary = junction
   external = options.get("num_external_computed_tokens", 0)
   new = request.num_tokens - num_hit - external if new is None else new
   out = cache.allocate_slots(request, new, num_hit, blocks, **options)

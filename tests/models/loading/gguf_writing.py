@@ -27,7 +27,7 @@ def write_gguf(
   facts: Mapping[str, Any],
   tensors: Mapping[str, np.ndarray | Blocks],
 ) -> pathlib.Path:
-  """Writes a file; names of facts that start with a dot get the architecture."""
+  """Writes a file; fact names that start with a dot get the architecture."""
   gguf = pytest.importorskip("gguf", reason="it writes the files")
   writer = gguf.GGUFWriter(path, architecture)
   for key, value in facts.items():
