@@ -229,6 +229,7 @@ def _sizes(
   args: argparse.Namespace, model: models.Pretrained, count: int, longest: int
 ) -> jaxkv.CacheConfig:
   """Returns sizes of the cache; by default all slots fit at full length."""
+  # More slots than sequences would stay empty, but cost time in each step.
   slots = min(args.slots, count * args.samples)
   page_size = min(args.page_size, longest)
   num_groups = len(models.cache_groups(model.config))

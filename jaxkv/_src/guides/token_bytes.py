@@ -29,8 +29,7 @@ class TokenBytes:
 
   Attributes:
     data: the bytes of all tokens.  # uint8[X]
-    starts: the index in `data` of each token's first byte; the last entry is X.
-      # int32[V + 1]
+    starts: the index of each token's first byte, then X.  # int32[V + 1]
   """
 
   data: Array

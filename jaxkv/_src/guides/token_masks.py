@@ -30,9 +30,8 @@ class TokenMasks:
 
   Attributes:
     distance: the fewest tokens that complete a text, with the stop token;
-      UNREACHABLE if there are none.  # int32[S]
-    first: the state's entry in `rows` for `distance` remaining tokens.
-      # int32[S]
+      UNREACHABLE if none can.  # int32[S]
+    first: the state's entry in `rows` for `distance` tokens.  # int32[S]
     last: the state's last entry, for all larger numbers.  # int32[S]
     rows: the row in `masks` of each entry.  # int32[X]
     masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]

@@ -172,6 +172,7 @@ class QueueEngine:
       name: np.asarray(value).tolist()
       for name, value in results["counters"].items()
     }
+    # The samples of job n are in the rows from n * G on.
     firsts = range(0, self.sizes.total, self.sizes.num_samples)
     return [
       [self._answer(results, first + n) for n in range(len(job.seeds))]

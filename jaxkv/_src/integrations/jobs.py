@@ -116,6 +116,7 @@ class EngineSizes:
 def joined(jobs: list[Job]) -> list[Job]:
   """Merges adjacent jobs that differ only in their seeds."""
 
+  # Equality of jobs ignores arrays, so their bytes are part of the key.
   def without_seeds(job: Job) -> tuple[Job, bytes, bytes]:
     salt = b"" if job.salt is None else job.salt.tobytes()
     return job, job.prompt.tobytes(), salt

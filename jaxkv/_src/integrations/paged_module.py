@@ -137,6 +137,7 @@ def paged_module(
   """
   nnx = packages.nnx()
   layers = list(nnx.iter_modules(module))
+  # A key that matches nothing would leave the original attention in place.
   for key in methods:
     if not any(_matches(key, path, layer) for path, layer in layers):
       class_names = sorted({type(layer).__name__ for _, layer in layers})

@@ -49,11 +49,7 @@ class SamplingOptions:
 
 
 class SkyrlSampler:
-  """Samples for one backend.
-
-  Attributes:
-    options: the sizes of the engine.
-  """
+  """Samples for one backend, with an engine of the sizes in `options`."""
 
   def __init__(self, backend: Any, options: SamplingOptions):
     """Creates a sampler; the first call compiles its program."""

@@ -112,6 +112,7 @@ def _rotary(module: Any, library: Any, dtype: Any) -> PagedModule:
       out = out if norm is None else norm(out)
       return library.apply_rope(out, positions, head_dim=layer.head_dim)
 
+    # tunix's attention returns its dense cache too, which does not exist here.
     q, k, v = rotated("q"), rotated("k"), layer.v_proj(x)
     return None, layer.o_proj(memory.attend(q, k, v, scale=layer.scale))
 

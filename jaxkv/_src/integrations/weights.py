@@ -24,8 +24,8 @@ class WeightWatch:
   def has_changed(self, tree: Any, *, by_contents: bool) -> bool:
     """Returns True if the weights differ from those of the last call.
 
-    With `by_contents`, new arrays of equal contents are no change. The first
-    call returns True, and so do new arrays after a call without a digest.
+    With `by_contents`, equal contents in new arrays count as unchanged. The
+    first call returns True, and so do new arrays after a call without a digest.
     """
     leaves = jax.tree.leaves(tree)
     is_same = len(leaves) == len(self._leaves) and all(
@@ -44,7 +44,7 @@ class WeightWatch:
 
 
 def digest(leaves: list[Array]) -> tuple[int, ...]:
-  """Returns two 32-bit words for each array, a hash of its ordered contents.
+  """Returns a hash of the ordered contents of each array, two words each.
 
   Examples:
     >>> one, other = jnp.ones((2, 3)), jnp.ones((2, 3))
