@@ -58,8 +58,8 @@ def token_masks(
   effect, effects = _group_by_effect(dfa.next, texts)
   distance = _distances(effects, dfa.accepts)
   after = np.where(distance < UNREACHABLE, distance + 1, UNREACHABLE)[effects]
-  # A sequence in such a state must still be able to draw something: an empty
-  # mask would make all logits -inf.
+  # Stop tokens are allowed in a state that cannot complete a text, because an
+  # empty mask would make all logits -inf.
   stops = np.where(dfa.accepts | (distance == UNREACHABLE), 1, UNREACHABLE)
   # All stop tokens share one more effect, in the last column.
   needed = np.concatenate([after, stops[None]]).T

@@ -298,16 +298,13 @@ class TunixRollout:
     size = self._page_size
     columns = -(-self._max_length // size)
     if num_pages is None:
-      groups = len(self._decoder.plan.kinds)
       # A page has `size` tokens of each memory layer. At the least, a sequence
       # of full length must fit.
-      plan, tokens = (
-        self._decoder.plan,
-        num_jobs * num_samples * self._max_length,
-      )
+      plan = self._decoder.plan
+      tokens = num_jobs * num_samples * self._max_length
       page = size * plan.num_memory_layers
       half = tokens * len(plan.windows) // (2 * page)
-      num_pages = max(half, columns * groups + groups + 1)
+      num_pages = max(half, (columns + 1) * len(plan.kinds) + 1)
     return EngineSizes(
       num_jobs=num_jobs,
       num_samples=num_samples,

@@ -301,9 +301,9 @@ def _sample(
 
 def _uniforms(keys: Array, counts: Array) -> tuple[Array, Array]:
   """Returns two uniform numbers in [0, 1) for each row, float32[R] each."""
-  # 24 bits fill a float32's significand, so the product is exact and below 1.
   keys = jax.vmap(jax.random.fold_in)(keys, counts)
   bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
+  # 24 bits fill a float32's significand, so the product is exact and below 1.
   uniforms = (bits >> jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
   return uniforms[:, 0], uniforms[:, 1]
 
