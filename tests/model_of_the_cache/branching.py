@@ -1,4 +1,4 @@
-"""fork and truncate: the verbs that share pages and roll back."""
+"""fork, truncate: sequences share pages, and roll back."""
 
 import copy
 import dataclasses
@@ -10,10 +10,10 @@ from tests.model_of_the_cache.slots import Slots
 
 
 class Branching(Slots):
-  """Adds fork and truncate."""
+  """The verbs fork and truncate."""
 
   def fork(self, src, dst, mask=None):
-    """Shares full pages; sources are read as they were before the call."""
+    """Shares full pages; reads sources as they were before the call."""
     before = copy.deepcopy(self.slots)
     codes, copies, named = [], [], set()
     for index, (source, target) in enumerate(zip(src, dst, strict=True)):
@@ -46,20 +46,20 @@ class Branching(Slots):
     return Status.OK
 
   def _partial(self, tokens):
-    """Returns for each group if the last page is partially filled."""
+    """Returns, for each group, True if the last page is not full."""
     return [
       tokens % group.size > 0 and not group.is_cross for group in self.groups
     ]
 
   def _share(self, source, target, partial):
-    """Fills a slot from another; returns the copies to make."""
+    """Fills a slot from another one; returns the copies to make."""
     tables, owed = [], self._nothing_owed()
     for number, group in enumerate(self.groups):
       pages, full = source.pages[number], group.full_pages(len(source.tokens))
       full = len(pages) if group.is_cross else full
       self.pool.hold(pages[:full])
       tables.append(pages[:full])
-    skipped = [
+    num_skipped = [
       min(n, len(pages)) for n, pages in zip(source.gone, tables, strict=True)
     ]
     for number, pages in enumerate(tables):
@@ -69,16 +69,16 @@ class Branching(Slots):
       scratch = self.groups[number].scratch
       sequences.fill(self.pool, pages, len(pages) + scratch)
     self.slots[target] = dataclasses.replace(
-      source, pages=tables, tokens=list(source.tokens), gone=skipped
+      source, pages=tables, tokens=list(source.tokens), gone=num_skipped
     )
     return owed
 
   def truncate(self, lengths, mask=None):
-    """Rolls back, slot by slot."""
+    """Rolls all slots back, in order."""
     return self.truncate_slots(lengths, range(self.config.num_slots), mask)
 
   def truncate_slots(self, lengths, slots, mask=None):
-    """Rolls back; all releases come before any page is popped for a copy."""
+    """Rolls slots back; all pages are released before a copy gets a page."""
     room, codes, plans = len(self.pool.free), [], []
     named = self._named_slots(slots, mask)
     for slot, length, code in zip(slots, lengths, named, strict=True):
@@ -94,7 +94,7 @@ class Branching(Slots):
       codes.append(code)
     for plan in plans:
       self._cut(*plan)
-    owed = {slot: self._copied(slot, *plan) for slot, *plan in plans}
+    owed = {slot: self._copied(slot, *details) for slot, *details in plans}
     copies = [
       pair
       for slot, code in zip(slots, codes, strict=True)
@@ -111,28 +111,28 @@ class Branching(Slots):
     return Status.RECYCLED if lost else Status.OK
 
   def _lost(self, sequence, length):
-    """True if a shorter sequence would need a page that was released."""
-    config, skipped = self.config, sequence.gone
+    """Returns True if a shorter sequence would need a released page."""
+    config, num_skipped = self.config, sequence.gone
     if self._stateless(sequence, length):
       return True
-    for group, missing in zip(self.groups, skipped, strict=True):
-      if group.skipped_pages(length) < missing:
+    for group, skipped in zip(self.groups, num_skipped, strict=True):
+      if group.skipped_pages(length) < skipped:
         return True
-    # Keys go on from the last place where all groups end a page. If that moves
-    # back, the key there and the tokens behind are read from one group's pages.
+    # Keys continue from the last position where all groups end a page. If it
+    # moves back, its key and the tokens after it are read from a group's pages.
     align = config.alignment
     if (
       not config.prefix_caching
       or length // align == len(sequence.tokens) // align
     ):
       return False
-    aligned, text = length // align * align, config.token_group
-    if self.groups[text].holds_states:
+    aligned, source = length // align * align, config.token_group
+    if self.groups[source].holds_states:
       return aligned < length
-    return max(aligned - 1, 0) // self.groups[text].size < skipped[text]
+    return max(aligned - 1, 0) // self.groups[source].size < num_skipped[source]
 
   def _reopens(self, slot, length):
-    """Returns for each group if a full last page will be written again."""
+    """Returns, for each group, True if a full page will be written again."""
     before = len(self.slots[slot].tokens)
     return [
       partial and group.full_pages(length) < group.full_pages(before)
@@ -140,7 +140,7 @@ class Branching(Slots):
     ]
 
   def _shared_groups(self, slot, length):
-    """Returns for each group if another reader holds the reopened page."""
+    """Returns, for each group, True if the reopened page has other users."""
     tables, reopens = self.slots[slot].pages, self._reopens(slot, length)
     return [
       reopens[number]
@@ -149,7 +149,7 @@ class Branching(Slots):
     ]
 
   def _cut(self, slot, length, shared):
-    """Releases pages, also a shared last page, which stays in the table."""
+    """Releases pages; a shared last page stays in the table nevertheless."""
     sequence, numbers = self.slots[slot], range(len(self.groups))
     keeps = [self._kept(sequence, number, length) for number in numbers]
     reopens = self._reopens(slot, length)
@@ -172,7 +172,7 @@ class Branching(Slots):
     return keep, min(group.scratch, held - keep)
 
   def _copied(self, slot, length, shared):
-    """Replaces shared last pages by new ones; returns the copies to make."""
+    """Replaces shared last pages by fresh ones; returns the copies to make."""
     owed = self._nothing_owed()
     for group, copied in enumerate(shared):
       if copied:
@@ -183,6 +183,6 @@ class Branching(Slots):
 
 
 def _columns(rows):
-  """Converts the copies of all rows to the lists of `Copies(src, dst)`."""
+  """Lists the copies of all rows as `Copies(src, dst)` does."""
   pairs = list(itertools.chain(*rows))
   return {"src": [s for s, _ in pairs], "dst": [d for _, d in pairs]}

@@ -1,4 +1,4 @@
-"""The rules of layer groups: skipped, published and required pages."""
+"""Layer groups: the pages that they skip, need and publish."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jaxkv import SlidingWindow
 from tests.model_of_the_cache.pool import NULL
 
 _NOWHERE = 2**40
-"""The end of a missing prompt, after all pages."""
+"""The length of a prompt if there is none: past all pages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,11 +19,11 @@ class Rules:
   """The rules that all groups of a cache share.
 
   Attributes:
-    page_size: tokens of a key; page sizes are multiples of it.
-    align: all groups end a page at multiples of this number of tokens.
-    classic: True for the older rules of lookup and publication.
+    page_size: tokens a key; page sizes are multiples of it.
+    align: all groups end a page at multiples of this many tokens.
+    classic: True for the older rules of lookups and publication.
     draft: True if a draft model needs the last page computed again.
-    retention: the published pages of windows and states. None: every place
+    retention: the retained prefixes of windows and states. None: every place
       where a hit can end; 0: the latest; k: every k tokens and the latest.
   """
 
@@ -35,7 +35,7 @@ class Rules:
 
 
 def ceil_div(tokens: int, size: int) -> int:
-  """Returns the pages of `size` that hold the tokens."""
+  """Returns the number of pages of `size` tokens."""
   return -(-tokens // size)
 
 
@@ -44,8 +44,8 @@ class Group:
   """A group of layers; equal groups are looked up together.
 
   Attributes:
-    kind: the kind of the group; only its type and sizes are used.
-    size: tokens of a page.
+    kind: the kind. Only its type and its sizes are used, not its methods.
+    size: tokens a page.
     rules: the rules of the cache.
   """
 
@@ -55,7 +55,7 @@ class Group:
 
   @property
   def is_full(self) -> bool:
-    """True for full attention."""
+    """True if the group attends to all tokens."""
     return isinstance(self.kind, FullAttention)
 
   @property
@@ -65,7 +65,7 @@ class Group:
 
   @property
   def holds_states(self) -> bool:
-    """True if a page holds the state at its end."""
+    """True if a page is a snapshot of a state at the page's end."""
     return isinstance(self.kind, Recurrent)
 
   @property
@@ -73,22 +73,20 @@ class Group:
     """The number of scratch pages after the last page."""
     return self.kind.num_speculative if isinstance(self.kind, Recurrent) else 0
 
-  # --- columns of a table ----------------------------------------------------
-
   def pages_for(self, tokens: int, encoder: int = 0) -> int:
-    """Returns the columns for the tokens, or for those of the encoder."""
+    """Counts the columns for tokens, or for tokens of the encoder."""
     columns = ceil_div(encoder if self.is_cross else tokens, self.size)
     return columns + self.scratch
 
   def full_pages(self, tokens: int) -> int:
-    """Returns the pages that the tokens fill."""
+    """Counts the pages that tokens fill."""
     return tokens // self.size
 
   def grown(self, pages: list[int], stop: int, begins: bool) -> list[int]:
     """Returns the table before its last columns up to `stop` are popped.
 
-    Of states only the running one has a page. The scratch pages follow it, old
-    ones before new ones.
+    Of the states only the running one gets a page. The scratch pages follow it,
+    the existing ones first.
     """
     if not self.holds_states or stop <= len(pages):
       return list(pages)
@@ -101,7 +99,7 @@ class Group:
     return table
 
   def most_pages(self, longest: int, in_flight: int) -> int | None:
-    """Returns the most pages that a sequence holds at once; None if unbounded.
+    """Returns the maximal pages of a sequence at any time; None for no bound.
 
     Args:
       longest: tokens of the longest sequence.
@@ -116,10 +114,8 @@ class Group:
       case _:
         return None
 
-  # --- what is left behind ---------------------------------------------------
-
   def skipped_tokens(self, tokens: int) -> int:
-    """Returns the leading tokens to which no token after `tokens` attends."""
+    """Counts the leading tokens that no token after `tokens` attends to."""
     match self.kind:
       case SlidingWindow(window=window):
         return max(0, tokens - window + 1)
@@ -131,16 +127,14 @@ class Group:
         return 0
 
   def skipped_pages(self, tokens: int) -> int:
-    """Returns the leading pages to which no later token attends."""
+    """Counts the leading pages that no token after `tokens` attends to."""
     return self.skipped_tokens(tokens) // self.size
 
-  # --- what is published -----------------------------------------------------
-
   def settled_pages(self, tokens: int) -> int:
-    """Returns the number of pages that can be published.
+    """Counts the pages that are considered for publication.
 
-    Hits end where all groups end a page. Pages after the last such place are
-    not published, except the one that a draft model needs.
+    Hits end where all groups have whole pages, so a page after the last such
+    position is useless so far, except for one page that a draft model needs.
     """
     if self.rules.classic:
       return self.full_pages(tokens)
@@ -150,13 +144,12 @@ class Group:
     return self.full_pages(aligned)
 
   def is_published(self, column: int, prompt: int, junction: int) -> bool:
-    """True if a page can ever be part of a hit.
+    """Returns True if a page can ever be part of a hit.
 
     Args:
       column: the column of the page.
-      prompt: tokens that the sequence was admitted with; 0 for no prompt.
-      junction: the length at which it left a prefix that some groups had; 0 for
-        none.
+      prompt: tokens with which the sequence was admitted; 0 for no prompt.
+      junction: where it diverged from tokens that some groups had; 0 for none.
     """
     if self.rules.classic:
       return True
@@ -197,7 +190,7 @@ class Group:
     return any(column == end - 1 for end in ends)
 
   def _kept_ends(self, prompt, junction):
-    """Returns the page ends where an equal, longer or shared prompt resumes."""
+    """Returns where a repeated, longer or diverging prompt would continue."""
     align = self.rules.align
     tokens = [prompt - 1] + [junction] * (junction > 0)
     if self.rules.draft:

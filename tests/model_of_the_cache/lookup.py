@@ -1,8 +1,9 @@
-"""The longest prefix with which every group can continue.
+"""Finds the longest prefix that every group can continue.
 
-This defines the result, not the algorithm: the reference systems scan pages
-from either end. It differs from them on purpose where a window of one token
-asks them for an unneeded page, and for chunks that end within pages.
+The model tests every possible length, where the reference systems scan pages
+from either end. It differs from them on purpose for a window of one token, for
+which they require a page that no token attends to, and for chunks that end
+inside a page.
 """
 
 import itertools
@@ -15,18 +16,17 @@ from tests.model_of_the_cache.pool import NULL
 from tests.model_of_the_cache.pool import Pool
 
 Cached = Callable[[int, int], bool]
-"""Maps the index of a group and a column to True if the page is cached."""
+"""`(group, column) -> bool`: True if the page is cached."""
 
 
 class Hit(NamedTuple):
   """A cached prefix.
 
   Attributes:
-    tokens: the length of the prefix.
-    first: the number of unneeded columns of each group.
-    pages: the needed pages of each group.
-    junction: the longest prefix that one kind had, within the candidate of the
-      kinds before it, if it is longer than the hit; else 0.
+    tokens: the number of tokens.
+    first: for each group, the number of leading columns that are not needed.
+    pages: for each group, the pages of the other columns.
+    junction: tokens of a longer prefix that only some kinds have; 0 for none.
   """
 
   tokens: int
@@ -39,25 +39,25 @@ class Hit(NamedTuple):
     return list(itertools.chain(*self.pages))
 
   def tables(self) -> list[list[int]]:
-    """Returns a table for each group that begins with this hit."""
+    """Returns, for each group, a table that begins with this hit."""
     rows = zip(self.first, self.pages, strict=True)
     return [[NULL] * first + pages for first, pages in rows]
 
 
 def miss(groups: list[Group]) -> Hit:
-  """Returns a hit of 0 tokens."""
+  """Returns an empty hit."""
   return Hit(0, [0 for _ in groups], [[] for _ in groups])
 
 
 def key_of(root: tuple, number: int, prefix: list[int]) -> tuple:
-  """Returns the key of a page: its group and all tokens up to its last one."""
+  """Returns the key of a page: its group and all tokens up to its end."""
   return root, number, tuple(prefix)
 
 
 def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
-  """Finds the longest cached prefix that leaves at least one token to compute.
+  """Finds the longest cached prefix that leaves a token to compute.
 
-  The query of this token is needed for the next token.
+  The next token is sampled from the logits of that token.
   """
   pages = {
     (number, column): pool.find(
@@ -82,29 +82,31 @@ def find(groups: list[Group], pool: Pool, root: tuple, tokens: list) -> Hit:
 def longest_prefix(
   groups: list[Group], cached: Cached, length: int
 ) -> tuple[int, int]:
-  """Returns the hit tokens of a sequence of `length`, and the junction."""
+  """Returns the cached tokens of a sequence of `length`, and the junction."""
   search = Search(groups, cached, length)
   if len(groups) == 1:
     drop = groups[0].rules.draft
-    num_hit = search.longest(groups[0], length - 1, drop)
+    num_tokens = search.longest(groups[0], length - 1, drop)
   else:
-    num_hit = search.all_agree(length - 1)
-  # A prefix without needed pages is not a hit.
+    num_tokens = search.all_agree(length - 1)
+  # A prefix of which no group needs a page counts as a miss.
   used = [
-    group.full_pages(num_hit) - group.skipped_pages(num_hit) for group in groups
+    group.full_pages(num_tokens) - group.skipped_pages(num_tokens)
+    for group in groups
   ]
-  num_hit = num_hit if any(used) else 0
-  return num_hit, search.most if search.most > num_hit else 0
+  num_tokens = num_tokens if any(used) else 0
+  return num_tokens, search.most if search.most > num_tokens else 0
 
 
 class Search:
   """One lookup.
 
   Attributes:
-    members: the indices of equal groups; full attention first, else in order.
+    members: the numbers of equal groups; full attention first, otherwise in
+      order.
     known: tokens in pages that have a key.
     full: hits of full attention, which is looked up only once.
-    most: the longest prefix that a kind had so far.
+    most: the longest prefix that a kind had on the way.
     verified: groups that had one page more than the current candidate.
   """
 
@@ -124,8 +126,8 @@ class Search:
     """Returns the tokens of the longest prefix of one kind.
 
     Args:
-      group: a group of the kind.
-      bound: no page ends after it.
+      group: a group of this kind.
+      bound: no page may end after this many tokens.
       drop: True if a page after the prefix must be cached too.
     """
     align = self.rules.align
@@ -146,10 +148,10 @@ class Search:
     )
 
   def _lost_to_alignment(self, group: Group, tokens: int) -> int:
-    """Returns the additional pages that a prefix shorter than its window loses.
+    """Counts the pages that a prefix shorter than its window loses in addition.
 
-    The reference systems align such a prefix twice: before and after the last
-    page is dropped. Other page sizes than the alignment lose an aligned piece.
+    vLLM aligns such a prefix twice: before and after it drops the last page.
+    Page sizes other than the alignment lose a whole aligned piece.
     """
     kind, size = group.kind, group.size
     if not isinstance(kind, SlidingWindow) or size == self.rules.align:
@@ -158,7 +160,7 @@ class Search:
     return self.rules.align // size if shorter else 0
 
   def all_agree(self, limit: int) -> int:
-    """Shortens a candidate until all kinds accept it."""
+    """Shortens a candidate until all kinds have it."""
     hit = limit
     while (current := self._one_round(hit)) < hit:
       hit = current
@@ -172,17 +174,17 @@ class Search:
         current = min(current, self.full[group])
         continue
       drop = self.rules.draft and group not in self.verified
-      # The classic rule looks no further, and leaves a page out every time.
+      # The classic rule looks no further, and drops a page in every round.
       bound = current
       if drop and not self.rules.classic and not group.holds_states:
         bound = min(current + group.size, self.known)
-      num_hit = self.longest(group, bound, drop)
+      num_tokens = self.longest(group, bound, drop)
       if drop and not self.rules.classic:
         self.verified.add(group)
-      elif num_hit < current:
+      elif num_tokens < current:
         self.verified.clear()
       if group.is_full:
-        self.full[group] = num_hit
-      current = num_hit
+        self.full[group] = num_tokens
+      current = num_tokens
       self.most = max(self.most, current)
     return current

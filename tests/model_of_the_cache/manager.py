@@ -1,7 +1,6 @@
-"""The cache manager of the reference systems, request by request.
+"""The reference systems' cache manager, request by request.
 
-It follows the behavior of vLLM 0.33.0, except for its defects: a comment marks
-each place where the correct behavior differs.
+It behaves as vLLM 0.33.0, except for defects of vLLM, which comments name.
 """
 
 import dataclasses
@@ -26,19 +25,19 @@ from tests.model_of_the_cache.sequences import Sequence
 
 @dataclasses.dataclass
 class Request:
-  """A sequence as its scheduler describes it.
+  """A sequence as its scheduler sees it.
 
   Attributes:
     request_id: the name of the request.
-    token_ids: the tokens of prompt and output.
-    num_prompt_tokens: the tokens of the prompt.
-    num_computed_tokens: the tokens with keys and values.
-    num_in_flight_tokens: those of them that a step still computes.
+    token_ids: prompt and output.
+    num_prompt_tokens: the number of prompt tokens.
+    num_computed_tokens: the number of tokens with K/V.
+    num_in_flight_tokens: computed tokens whose step is not finished yet.
     status: waiting, running or preempted.
-    cache_salt, lora_name: requests that differ in one of them share no page.
+    cache_salt, lora_name: requests that differ in one share no page.
     mm: not used.
-    prompt_logprobs: True if the whole prompt is computed, without hits.
-    shared_prefix_boundary: the junction of the last lookup.
+    prompt_logprobs: True if the whole prompt is computed, without a lookup.
+    shared_prefix_boundary: junction of the last lookup.
   """
 
   request_id: str
@@ -72,15 +71,15 @@ class CachePages:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demand:
-  """The demand of one allocation.
+  """The sizes of one allocation.
 
   Attributes:
-    hits: the pages of the lookup, by group.
-    behind: the tokens before the new ones, computed here or elsewhere.
-    external: the tokens that are computed elsewhere.
-    tokens: all tokens, with the new ones.
-    slots: the tokens to have room for, with the lookahead.
-    encoder: the tokens of the encoder.
+    hits: pages found by the lookup, by group.
+    behind: tokens computed before the new ones, here or elsewhere.
+    external: tokens of these that are computed elsewhere.
+    tokens: computed tokens and new tokens.
+    slots: tokens to make room for, lookahead included.
+    encoder: tokens of the encoder.
   """
 
   hits: Listed[list[int]]
@@ -93,13 +92,13 @@ class Demand:
 
 @dataclasses.dataclass
 class Held:
-  """The pages of a request.
+  """The cache entries of a request.
 
   Attributes:
-    sequence: the pages, and the tokens of their keys.
-    considered: the leading columns of each group that were published or
-      skipped; None before the first hit or full page.
-    grew: True after the first allocation.
+    sequence: its pages and the tokens of their keys.
+    considered: for each group, the leading columns considered for publication;
+      None until the first hit or the first full page.
+    grew: True if room was made for the request before.
   """
 
   sequence: Sequence
@@ -108,23 +107,23 @@ class Held:
 
 
 class ReferenceManager:
-  """The pages of requests, and the prefix cache.
+  """A cache manager in plain Python: the pages of requests, and cached pages.
 
   Args:
-    num_pages: the number of pages, with the null page 0.
-    groups: the kinds, each with its page size.
+    num_pages: pages, the null page 0 included.
+    groups: kinds, each with its page size.
     max_model_len: tokens of the longest sequence.
-    enable_caching: True to publish and look up pages.
+    enable_caching: True to publish pages and find them again.
     use_eagle: True if a draft model needs the last page computed again.
     policy: "current" or "classic".
     prefix_retention_interval: see `Rules.retention`.
-    watermark: the share of pages kept free of new requests.
+    watermark: the fraction of pages that new requests leave free.
     max_in_flight: tokens that steps in flight may write; None for
       `max_model_len`.
     max_encoder_tokens: tokens of the longest encoder input; not used.
 
   Raises:
-    ValueError: the options contradict each other.
+    ValueError: two options contradict each other.
   """
 
   def __init__(
@@ -156,15 +155,13 @@ class ReferenceManager:
     self.longest = max_model_len
     self.in_flight = max_model_len if max_in_flight is None else max_in_flight
     self.held: dict[str, Held] = {}
-    # Keys published in this step, whose states are not there yet.
+    # Keys published in this step, whose states are not computed yet.
     self.written: set[tuple] = set()
 
   def _held(self, request_id: str) -> Held:
-    """Returns the pages of a request; an unknown request has none."""
+    """Returns the entries of a request, empty for an unknown one."""
     empty = Sequence([[] for _ in self.groups], [], ())
     return self.held.get(request_id, Held(empty, [None for _ in self.groups]))
-
-  # --- lookup ----------------------------------------------------------------
 
   def get_computed_pages(self, request: Request) -> tuple[CachePages, int]:
     """Finds the longest cached prefix that leaves a token to compute."""
@@ -176,8 +173,6 @@ class ReferenceManager:
     if not self.rules.classic:
       request.shared_prefix_boundary = hit.junction
     return CachePages(tuple(hit.tables())), hit.tokens
-
-  # --- allocation ------------------------------------------------------------
 
   def allocate_slots(
     self,
@@ -193,17 +188,19 @@ class ReferenceManager:
     has_scheduled_requests: bool = True,
     num_encoder_tokens: int = 0,
   ) -> CachePages | None:
-    """Allocates pages for new tokens; returns None if there are too few."""
+    """Allocates pages for new tokens; returns None if too few are free."""
     external, longest = num_external_computed_tokens, self.longest
     if num_new_tokens + external + num_new_computed_tokens == 0:
       raise ValueError("nothing to allocate for")
-    start = request.num_computed_tokens + num_new_computed_tokens + external
-    total = min(start, longest)
+    num_computed = (
+      request.num_computed_tokens + num_new_computed_tokens + external
+    )
+    total = min(num_computed, longest)
     tokens = total + num_new_tokens
     hits = new_computed_pages and new_computed_pages.get_page_ids()
     demand = Demand(
       hits=hits or [[] for _ in self.groups],
-      behind=start,
+      behind=num_computed,
       external=external,
       tokens=tokens,
       slots=min(tokens + num_lookahead_tokens, longest),
@@ -232,12 +229,12 @@ class ReferenceManager:
     return CachePages(new)
 
   def need(self, request_id: str, demand: Demand, capped: bool = False) -> int:
-    """Returns the pages that leave the free queue if the demand is met.
+    """Counts the pages that leave the free queue to satisfy a demand.
 
     Args:
-      request_id: the name of the request.
-      demand: the demand.
-      capped: True to count at most the pages that a group can hold at once.
+      request_id: the request.
+      demand: the sizes of its allocation.
+      capped: True to limit each group to its maximal pages at any time.
     """
     held, total = self._held(request_id), 0
     for number, group in enumerate(self.groups):
@@ -260,27 +257,27 @@ class ReferenceManager:
     if held.considered[number] is not None:
       return max(required - count, 0)
     skipped = group.skipped_pages(demand.behind)
-    have = max(skipped, len(hit) + count)
-    return max(required - have, 0) + self._unheld(hit[skipped:])
+    num_held = max(skipped, len(hit) + count)
+    return max(required - num_held, 0) + self._unheld(hit[skipped:])
 
   def _needed_states(self, number, held, demand, capped):
-    """Returns the needed pages; too many if the hit is not written yet."""
+    """Returns more pages than exist if the hit is not written yet."""
     group, hit = self.groups[number], demand.hits[number]
     if hit and self.pool.keys.get(hit[-1]) in self.written:
       return len(self.pool.refs) + 1
     limit = 1 if held.grew else 1 + group.scratch
-    have = len(hit) + len(held.sequence.pages[number])
+    num_held = len(hit) + len(held.sequence.pages[number])
     external = 0
     if demand.external and held.considered[number] is None:
-      # Defect 1: the page of the external state counts too, and a hit state
-      # before it is not attached. A whole sequence holds one state in the end.
+      # Unlike vLLM, this also counts the external state's page, and attaches
+      # no hit state before it. A whole sequence holds one state in the end.
       skipped = group.skipped_pages(demand.behind)
       hit = hit[skipped:]
       if not capped:
-        have = max(skipped, have)
-        external = ceil_div(demand.behind, group.size) - have
-        have += external
-    growth = group.pages_for(demand.tokens) - have
+        num_held = max(skipped, num_held)
+        external = ceil_div(demand.behind, group.size) - num_held
+        num_held += external
+    growth = group.pages_for(demand.tokens) - num_held
     growth = min(growth, limit) if growth > 0 else growth
     return external + growth + self._unheld(hit)
 
@@ -288,12 +285,12 @@ class ReferenceManager:
     return sum(page != NULL and self.pool.refs[page] == 0 for page in pages)
 
   def _attach(self, held, demand):
-    """Attaches the hit and external tokens' pages, once for each request."""
+    """Attaches the hit and pages for external tokens, once for each request."""
     if not any(demand.hits) and not demand.external:
       return
     if any(considered is not None for considered in held.considered):
       return
-    # Classic goes group by group, and may pop what a later group would touch.
+    # Classic vLLM proceeds group by group, and may pop a later group's hit.
     for number, group in enumerate(self.groups):
       skipped = group.skipped_pages(demand.behind)
       pages = demand.hits[number][skipped:]
@@ -301,18 +298,18 @@ class ReferenceManager:
       held.sequence.pages[number] = [NULL] * skipped + pages
       held.considered[number] = skipped + len(pages)
     for group, pages in zip(self.groups, held.sequence.pages, strict=True):
-      unseen = demand.behind - group.skipped_tokens(demand.behind)
-      # An encoder's pages are not for tokens of the decoder.
-      if not group.is_cross and min(unseen, demand.external) > 0:
+      num_needed = demand.behind - group.skipped_tokens(demand.behind)
+      # An encoder's pages do not hold tokens of the decoder.
+      if not group.is_cross and min(num_needed, demand.external) > 0:
         stop = ceil_div(demand.behind, group.size)
         sequences.fill(self.pool, pages, stop)
 
   def _grow(self, held, demand):
-    """Appends pages for new tokens and the lookahead; returns them."""
+    """Adds pages for new tokens and the lookahead; returns the added pages."""
     begins, new = not held.grew, []
     held.grew = True
     for number, group in enumerate(self.groups):
-      # Where states stand, the lookahead is in scratch pages.
+      # In groups of states, the lookahead is in scratch pages.
       tokens = demand.tokens if group.holds_states else demand.slots
       stop = group.pages_for(tokens, demand.encoder)
       before = len(held.sequence.pages[number])
@@ -322,16 +319,14 @@ class ReferenceManager:
       new.append(pages[before:])
     return tuple(new)
 
-  # --- publication -----------------------------------------------------------
-
   def cache_pages(self, request: Request, num_computed_tokens: int) -> None:
-    """Publishes the full pages of the first `num_computed_tokens` tokens."""
+    """Publishes the full pages of the computed tokens."""
     if request.request_id not in self.held:
       raise KeyError(request.request_id)
     self._publish(request, num_computed_tokens)
 
   def _publish(self, request, tokens):
-    # Defect 3: no partial entry for the end of a prompt in larger pages.
+    # Unlike vLLM, the end of a prompt in larger pages gets no partial entry.
     if not self.caching:
       return
     held = self.held[request.request_id]
@@ -352,12 +347,10 @@ class ReferenceManager:
         self.written |= {self.pool.keys[page] for page in new}
       held.considered[number] = stop
 
-  # --- release ---------------------------------------------------------------
-
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
-    """Releases pages to which no later token attends."""
+    """Releases pages that no token after these tokens attends to."""
     tables = self._held(request_id).sequence.pages
     for group, pages in zip(self.groups, tables, strict=True):
       sequences.recycle(self.pool, group, pages, max(0, num_computed_tokens))
@@ -377,21 +370,16 @@ class ReferenceManager:
     return self.pool.reset()
 
   def new_step_starts(self) -> None:
-    """Starts a step; pages published before are written now."""
+    """Begins a new step: pages published before are written now."""
     self.written.clear()
 
-  # --- what there is ---------------------------------------------------------
-
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
-    """Returns the pages of a request by group; none of an unknown one."""
+    """Returns the pages of a request by group, empty for an unknown one."""
     tables = self._held(request_id).sequence.pages
     return tuple(list(pages) for pages in tables)
 
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
-    """Returns, by group, the leading pages that all requests hold.
-
-    Only full attention has any.
-    """
+    """Counts leading pages that all requests hold, for full attention only."""
     common = []
     for number, pages in enumerate(self.get_page_ids(request_id)):
       tables = [held.sequence.pages[number] for held in self.held.values()]
@@ -406,7 +394,7 @@ class ReferenceManager:
     return list(self.pool.free)
 
   def cached_page_ids(self) -> set[int]:
-    """Returns the cached pages."""
+    """Returns the pages that a lookup can find."""
     return set(self.pool.keys)
 
   @property
@@ -416,13 +404,13 @@ class ReferenceManager:
 
   @property
   def usage(self) -> float:
-    """The share of pages that are held, without the null page."""
+    """The fraction of pages that are held, without the null page."""
     usable = len(self.pool.refs) - 1
     return 1 - len(self.pool.free) / usable if usable else 0.0
 
 
 def _root(request: Any) -> tuple:
-  """Returns the first part of a request's keys."""
+  """Returns the start of a request's keys."""
   return request.cache_salt or None, request.lora_name or None
 
 

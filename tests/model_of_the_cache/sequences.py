@@ -11,16 +11,16 @@ from tests.model_of_the_cache.pool import Pool
 
 @dataclasses.dataclass
 class Sequence:
-  """The pages and tokens of a slot or a request.
+  """The sequence of a slot or a request.
 
   Attributes:
-    pages: page ids in order, one list a group; the null page where a window or
-      a chunk has moved on.
-    tokens: the tokens with keys and values.
-    root: the first part of its keys, such as its salt.
-    prompt: the tokens that it was admitted with.
-    junction: the length at which it left a prefix that some groups had.
-    gone: the number of released leading columns of each group.
+    pages: page ids in order, one list a group; the null page before a window or
+      a chunk.
+    tokens: the tokens whose K/V is final.
+    root: the start of its keys, such as its salt.
+    prompt: tokens with which it was admitted.
+    junction: where it diverged from tokens cached in some groups.
+    gone: for each group, the number of leading columns that were released.
   """
 
   pages: list[list[int]]
@@ -32,18 +32,18 @@ class Sequence:
 
   @property
   def empty(self) -> bool:
-    """True if it holds no page, not even a null page."""
+    """True if the sequence holds no page, not even a null page."""
     return not any(self.pages)
 
 
 def missing(tables: list[list[int]], columns: list[int]) -> int:
-  """Returns the pages to pop until each table has its columns."""
+  """Counts the pages to pop until each table has the given columns."""
   rows = zip(tables, columns, strict=True)
   return sum(max(stop - len(pages), 0) for pages, stop in rows)
 
 
 def fill(pool: Pool, pages: list[int], stop: int) -> None:
-  """Appends new pages up to a column."""
+  """Appends fresh pages up to a column."""
   pages.extend([pool.pop() for _ in range(stop - len(pages))])
 
 
@@ -55,14 +55,14 @@ def publish(
   columns: range,
   merge: bool = False,
 ) -> None:
-  """Publishes pages that can be part of a hit.
+  """Publishes the full pages that can be part of a hit.
 
   Args:
-    pool: the pages.
-    group: the group.
-    number: the index of the group.
-    sequence: the sequence of the pages.
-    columns: the columns of the pages, which are full.
+    pool: the pool.
+    group: the group with this number.
+    number: the number of the group.
+    sequence: the owner of the pages.
+    columns: the columns of the pages; all are full.
     merge: True to replace a page by an older one with the same key.
   """
   pages = sequence.pages[number]
@@ -78,7 +78,7 @@ def publish(
     prefix = sequence.tokens[: (column + 1) * group.size]
     key = key_of(sequence.root, number, prefix)
     if page in pool.keys:
-      # Published by a fork that shares it, or before a rollback.
+      # A fork that shares the page published it, or truncate came back to it.
       assert pool.keys[page] == key
       continue
     older = pool.find(key)
@@ -93,15 +93,15 @@ def publish(
 
 
 def recycle(pool: Pool, group: Group, pages: list[int], tokens: int) -> int:
-  """Releases pages to which no later token attends; returns their number.
+  """Releases pages that no token after these tokens attends to.
 
-  The last of these pages is reused first.
+  The last such page is popped first. Returns the number of released pages.
   """
   num_skipped = min(group.skipped_pages(tokens), len(pages))
-  pages_to_free = [page for page in pages[:num_skipped] if page != NULL]
-  pool.release(pages_to_free[::-1])
+  released = [page for page in pages[:num_skipped] if page != NULL]
+  pool.release(released[::-1])
   pages[:num_skipped] = [NULL] * num_skipped
-  return len(pages_to_free)
+  return len(released)
 
 
 def release(pool: Pool, sequence: Sequence) -> None:
@@ -111,6 +111,6 @@ def release(pool: Pool, sequence: Sequence) -> None:
 
 
 def attach(pool: Pool, hit: Hit) -> list[list[int]]:
-  """Holds the pages of a hit; returns tables that begin with them."""
+  """Returns tables that begin with a hit, and holds its pages."""
   pool.hold(hit.all_pages())
   return hit.tables()

@@ -31,11 +31,11 @@ class Slots:
   """Sequences in slots, and helpers of all verbs.
 
   Attributes:
-    groups: the layer groups.
+    groups: the groups of layers.
     pool: the pages.
-    slots: the `Sequence` of each slot.
+    slots: one `Sequence` a slot.
     epoch, error: as in `CacheState`.
-    queries, hits: tokens looked up by `admit`, and tokens hit.
+    queries, hits: tokens that `admit` looked up, and found.
     failed: the number of failed rows.
   """
 
@@ -49,7 +49,7 @@ class Slots:
     self.slots = [self._start(None) for _ in range(config.num_slots)]
 
   def _start(self, salt) -> Sequence:
-    """Returns an empty sequence; the default salt is zeros."""
+    """Returns an empty sequence; no salt equals a salt of zeros."""
     salt = (0, 0, 0, 0) if salt is None else tuple(salt)
     return Sequence(
       [[] for _ in self.groups],
@@ -59,7 +59,7 @@ class Slots:
     )
 
   def room(self, slot: int) -> int:
-    """Returns the tokens for which every group of a slot has pages."""
+    """Counts the tokens for which every group of a slot has pages."""
     held = zip(self.groups, self.slots[slot].pages, strict=True)
     return min(
       max(len(pages) - group.scratch, 0) * group.size
@@ -83,7 +83,7 @@ class Slots:
     return codes
 
   def _note(self, codes: list[Status]) -> list[Status]:
-    """Counts failures; the first sticks, but a misuse replaces OUT_OF_PAGES."""
+    """Counts failures and records the first; a mistake replaces pressure."""
     for code in codes:
       if code in (Status.OK, Status.SKIPPED):
         continue
@@ -94,14 +94,12 @@ class Slots:
         self.error = code
     return codes
 
-  # --- columns ---------------------------------------------------------------
-
   def _pages_for(self, tokens: int, encoder: int = 0) -> list[int]:
-    """Returns the columns for a number of tokens, for each group."""
+    """Counts the columns of each group for tokens."""
     return [group.pages_for(tokens, encoder) for group in self.groups]
 
   def _overfull(self, columns: list[int]) -> bool:
-    """True if scratch pages do not fit into the table."""
+    """Returns True if scratch pages do not fit into the table."""
     limits = [self.config.slot_tokens // group.size for group in self.groups]
     return any(n > m for n, m in zip(columns, limits, strict=True))
 
@@ -119,7 +117,7 @@ class Slots:
     return [(self.config.no_page,) * 2] * self.config.num_groups
 
   def _stateless(self, sequence, length):
-    """True if a needed state after `length` tokens is not in its page."""
+    """Returns True if the state after `length` tokens is not in a page."""
     for group, pages in zip(self.groups, sequence.pages, strict=True):
       if not group.holds_states or length == 0:
         continue

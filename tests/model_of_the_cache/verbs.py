@@ -1,8 +1,9 @@
-"""The verbs of `jaxkv` over slots: their results and their effects.
+"""The verbs of `jaxkv` over slots: their correct results and states.
 
-A verb has the arguments of the real one, as lists, and returns a dict of the
-expected outputs. Keys are tuples of tokens, the free queue is a list, and rows
-are processed one by one. So the order of rows is defined by these loops.
+A verb takes the arguments of the real verb as lists, and returns the expected
+result as a dict. Keys are tuples of the tokens themselves, and the free queue
+is a list. Rows are served one by one, so a batch equals one call a row by
+construction.
 """
 
 import copy
@@ -18,7 +19,7 @@ from tests.model_of_the_cache.slots import Slots
 
 
 class Arriving(Slots):
-  """match, admit, pin: the verbs that look prefixes up."""
+  """match, admit, pin: the verbs that look up cached prefixes."""
 
   def match(self, tokens, lengths, salts=None, mask=None):
     """Finds the longest cached prefix of each row; changes nothing."""
@@ -42,13 +43,13 @@ class Arriving(Slots):
     return lookup.find(self.groups, self.pool, root, row[:length])
 
   def _padded(self, hits, columns):
-    """Returns pages as [R, G, columns], padded by NO_PAGE on both sides."""
+    """Returns pages as [R, G, columns], NO_PAGE where none is needed."""
     no_page = self.config.no_page
     padded = []
     for hit in hits:
       padded.append([])
-      for first, hit_pages in zip(hit.first, hit.pages, strict=True):
-        pages = [no_page] * first + hit_pages
+      for first, needed in zip(hit.first, hit.pages, strict=True):
+        pages = [no_page] * first + needed
         padded[-1].append(pages + [no_page] * (columns - len(pages)))
     return padded
 
@@ -71,8 +72,8 @@ class Arriving(Slots):
     encoders = num_encoder_tokens or [0] * len(rows)
     for index, (row, length, salt) in enumerate(rows):
       encoder = encoders[index]
-      minimum = min(length - 1, room[index] - 1, keep[index], encoder)
-      fits = minimum >= 0 and length <= len(row)
+      smallest = min(length - 1, room[index] - 1, keep[index], encoder)
+      fits = smallest >= 0 and length <= len(row)
       code = self._check_admit(slots[index], max(length, encoder), fits, named)
       if mask is not None and not mask[index]:
         code = Status.SKIPPED
@@ -117,7 +118,7 @@ class Arriving(Slots):
   def _price(self, hit, columns, left, woken):
     """Returns a code, and the number of pages that leave the free queue.
 
-    These are pages to pop, and free hits that no earlier row has taken.
+    These are fresh pages, and free hits that no earlier row attached.
     """
     if self._overfull(columns):
       return Status.SLOT_FULL, 0
@@ -158,13 +159,13 @@ class Growing(Slots):
   """allocate, commit: the verbs that make sequences longer."""
 
   def allocate(self, num_tokens):
-    """Allocates pages for more tokens, slot by slot, group by group."""
+    """Makes room for more tokens, slot by slot, group by group."""
     return self.allocate_slots(num_tokens, range(self.config.num_slots))
 
   def allocate_slots(
     self, num_tokens, slots, mask=None, num_encoder_tokens=None
   ):
-    """Like `jaxkv.allocate` with slot numbers."""
+    """`jaxkv.allocate` with slot numbers."""
     encoders = num_encoder_tokens or [0] * len(num_tokens)
     rows = zip(slots, num_tokens, encoders, strict=True)
     done = [
@@ -196,11 +197,11 @@ class Growing(Slots):
     return Status.OK, need
 
   def commit(self, tokens, counts):
-    """Makes tokens final, and publishes the pages that became full."""
+    """Makes tokens final and publishes the pages that became full."""
     return self.commit_slots(tokens, counts, range(self.config.num_slots))
 
   def commit_slots(self, tokens, counts, slots, mask=None):
-    """Like `jaxkv.commit` with slot numbers."""
+    """`jaxkv.commit` with slot numbers."""
     done = [
       (code, 0) if code else self._commit(slot, row, count)
       for slot, row, count, code in zip(
@@ -233,46 +234,46 @@ class Growing(Slots):
 
 
 class Ending(Slots):
-  """recycle, free, unpin, evict and the other verbs that release pages."""
+  """recycle, free, unpin, evict and others: the verbs that release pages."""
 
   def recycle(self, lengths=None):
-    """Releases pages that windows and chunks have passed, the last first."""
+    """Releases pages before windows and chunks, the last page first."""
     if lengths is None:
       lengths = [len(sequence.tokens) for sequence in self.slots]
     return self.recycle_slots(lengths, range(self.config.num_slots))
 
   def recycle_slots(self, lengths, slots, mask=None):
-    """Like `jaxkv.recycle` with slot numbers."""
+    """`jaxkv.recycle` with slot numbers."""
     codes = [
       code or self._not_final(slot, length)
       for slot, length, code in zip(
         slots, lengths, self._named_slots(slots, mask), strict=True
       )
     ]
-    counts = [
+    released = [
       0 if code else self._recycle(slot, length)
       for slot, length, code in zip(slots, lengths, codes, strict=True)
     ]
-    return {"code": self._note(codes), "num_recycled_pages": counts}
+    return {"code": self._note(codes), "num_recycled_pages": released}
 
   def _not_final(self, slot, length):
-    """Refuses lengths beyond the final tokens, which may need their pages."""
+    """Returns BAD_LENGTH for a length past the final tokens."""
     final = len(self.slots[slot].tokens)
     return Status.BAD_LENGTH if length > final else Status.OK
 
   def _recycle(self, slot, length):
-    """Recycles one slot; returns the number of pages."""
-    length, count = max(length, 0), 0
+    """Recycles one slot."""
+    length, released = max(length, 0), 0
     sequence = self.slots[slot]
     for number, group in enumerate(self.groups):
       pages = sequence.pages[number]
       num_skipped = min(group.skipped_pages(length), len(pages))
       sequence.gone[number] = max(sequence.gone[number], num_skipped)
-      count += sequences.recycle(self.pool, group, pages, length)
-    return count
+      released += sequences.recycle(self.pool, group, pages, length)
+    return released
 
   def free_slots(self, slots, mask=None):
-    """Like `jaxkv.free` with slot numbers."""
+    """`jaxkv.free` with slot numbers."""
     codes = [
       self._free(slot) if counts else Status.SKIPPED
       for slot, counts in zip(slots, _all(mask, slots), strict=True)
@@ -280,7 +281,7 @@ class Ending(Slots):
     return {"code": self._note(codes)}
 
   def free_mask(self, mask):
-    """Like `jaxkv.free` with a mask over all slots."""
+    """`jaxkv.free` with a mask over all slots."""
     return self.free_slots(range(self.config.num_slots), mask)
 
   def _free(self, slot):
@@ -293,7 +294,7 @@ class Ending(Slots):
     return Status.OK
 
   def touch(self, pages, mask=None):
-    """Pins pages, lists of [X][P], that are held or cached."""
+    """Pins pages, lists [X][P], that are held or cached."""
     return self._by_page(self._masked(pages, mask), self._touch)
 
   def _touch(self, page):
@@ -304,7 +305,7 @@ class Ending(Slots):
     return Status.OK
 
   def evict(self, pages, mask=None):
-    """Drops the keys of pages; the queue does not change."""
+    """Drops the keys of pages; the pages keep their queue positions."""
     return self._by_page(self._masked(pages, mask), self._evict)
 
   def _evict(self, page):
@@ -319,21 +320,21 @@ class Ending(Slots):
     for row in self._masked(pages, mask):
       backwards = [self._named(page, self._unpin) for page in row[::-1]]
       codes.append(backwards[::-1])
-      pairs = zip(row, codes[-1], strict=True)
-      ok = [page for page, code in pairs if code == Status.OK]
+      results = zip(row, codes[-1], strict=True)
+      ok = [page for page, code in results if code == Status.OK]
       self.pool.release(ok[::-1])
     self._note(list(itertools.chain(*codes)))
     return {"code": codes}
 
   def _unpin(self, page):
-    """Removes a pin, but not its reference."""
+    """Removes a pin, but not yet its reference."""
     if self.pool.pins[page] == 0:
       return Status.NOT_PINNED
     self.pool.pins[page] -= 1
     return Status.OK
 
   def _masked(self, pages, mask):
-    """Returns the pages, with NO_PAGE where they are masked out."""
+    """Returns the pages, NO_PAGE where they are masked out."""
     if mask is None:
       return pages
     return [
@@ -357,30 +358,30 @@ class Ending(Slots):
     return verb(page)
 
   def reset_prefix_cache(self):
-    """Drops all keys if no page is held."""
+    """Forgets all cached pages if none is held."""
     code = Status.OK if self.pool.reset() else Status.STILL_HELD
     return {"code": self._note([code])[0]}
 
   def new_epoch(self):
-    """Starts an epoch; earlier pages are never hit again."""
+    """Starts an epoch, whose lookups find no page published before."""
     self.epoch += 1
     return {"epoch": self.epoch}
 
   def num_common_prefix_pages(self):
-    """Returns the leading pages that all sequences share, for each group."""
+    """Counts the leading pages that all sequences share, for each group."""
     running = [slot.pages for slot in self.slots if not slot.empty]
     common = []
     for tables in zip(*running, strict=True):
       columns = zip(*tables, strict=False)
-      equal = [
+      is_shared = [
         len(set(column)) == 1 and NULL not in column for column in columns
       ]
-      common.append([*equal, False].index(False))
+      common.append([*is_shared, False].index(False))
     return common or [0] * self.config.num_groups
 
 
 class Oracle(Arriving, Growing, Branching, Ending):
-  """The whole cache."""
+  """A cache with all verbs."""
 
   def copy(self) -> "Oracle":
     """Returns a deep copy."""
@@ -388,5 +389,5 @@ class Oracle(Arriving, Growing, Branching, Ending):
 
 
 def _all(mask, rows):
-  """Returns the mask; all True for None."""
+  """Returns the mask, all True for None."""
   return [True] * len(rows) if mask is None else mask

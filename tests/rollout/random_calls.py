@@ -340,7 +340,8 @@ class Calls:
     ids, status = jax.device_get(
       (self.state.sequences.ids, self.state.sequences.status)
     )
-    is_ready = (status == SequenceStatus.DONE) | (status == SequenceStatus.FAILED)
+    ended = (SequenceStatus.DONE, SequenceStatus.FAILED)
+    is_ready = np.isin(status, ended)
     if groups:
       whole = (status.reshape(-1, _SAMPLES) >= SequenceStatus.DONE).all(axis=1)
       is_ready &= np.repeat(whole, _SAMPLES)
