@@ -1,7 +1,6 @@
-"""Sets of byte strings, put together from smaller ones."""
+"""Sets of byte strings, composed from smaller sets."""
 
 import dataclasses
-from collections.abc import Iterable
 
 
 class Grammar:
@@ -13,17 +12,17 @@ class Grammar:
   """
 
   def __add__(self, other: "Grammar") -> "Grammar":
-    """The strings of one with those of the other after them."""
+    """Concatenates each string of one set with each of the other."""
     return chain(self, other)
 
   def __or__(self, other: "Grammar") -> "Grammar":
-    """The strings of both."""
+    """Returns the union of both sets."""
     return choice(self, other)
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteSet(Grammar):
-  """One byte out of a set.
+  """A single byte of a set.
 
   Attributes:
     mask: bit b is set if byte b is in the set.
@@ -34,73 +33,58 @@ class ByteSet(Grammar):
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Grammar):
-  """Parts one after the other; the empty string if there are none."""
+  """A concatenation of parts; the empty string if there are none."""
 
   parts: tuple[Grammar, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Grammar):
-  """One of several parts; not even the empty string if there are none."""
+  """A union of parts; the empty set if there are none."""
 
   parts: tuple[Grammar, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeat(Grammar):
-  """An item several times.
+  """A repetition of an item.
 
   Attributes:
-    item: what is repeated.
-    least: the fewest times.
-    most: the most times; None for any number.
-    separator: what stands between two items.
+    item: the repeated grammar.
+    least: minimum number of repetitions.
+    most: maximum number of repetitions; None for no limit.
   """
 
   item: Grammar
   least: int = 0
   most: int | None = None
-  separator: Grammar = Chain(())
 
 
 def byte_range(low: int, high: int) -> ByteSet:
-  """The bytes low .. high, both included."""
+  """Returns the bytes `low` .. `high`, inclusive."""
   return ByteSet((1 << (high + 1)) - (1 << low))
 
 
-def bytes_of(members: Iterable[int]) -> ByteSet:
-  """The bytes given."""
-  mask = 0
-  for byte in members:
-    mask |= 1 << byte
-  return ByteSet(mask)
-
-
 def literal(text: str | bytes) -> Grammar:
-  """The one string given; a `str` stands for its UTF-8."""
+  """Returns the set of one string; a `str` is encoded as UTF-8."""
   data = text.encode() if isinstance(text, str) else text
   return Chain(tuple(ByteSet(1 << byte) for byte in data))
 
 
 def chain(*parts: Grammar) -> Grammar:
-  """Parts one after the other."""
+  """Concatenates parts."""
   return parts[0] if len(parts) == 1 else Chain(parts)
 
 
 def choice(*parts: Grammar) -> Grammar:
-  """One of several parts; those of one byte become one part."""
+  """Returns the union of parts, with all single bytes in one `ByteSet`."""
   mask = 0
-  others: list[Grammar] = []
+  longer: list[Grammar] = []
   for part in parts:
     if isinstance(part, ByteSet):
       mask |= part.mask
     else:
-      others.append(part)
-  if mask or not others:
-    others.insert(0, ByteSet(mask))
-  return others[0] if len(others) == 1 else Choice(tuple(others))
-
-
-def optional(item: Grammar) -> Grammar:
-  """The item or nothing."""
-  return Repeat(item, 0, 1)
+      longer.append(part)
+  if mask or not longer:
+    longer.insert(0, ByteSet(mask))
+  return longer[0] if len(longer) == 1 else Choice(tuple(longer))

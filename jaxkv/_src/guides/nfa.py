@@ -75,16 +75,14 @@ class Nfa:
     if copies is None:
       copies = max(grammar.least, 1)
     for copy in range(copies):
-      separated = self.add(grammar.separator, state) if copy else state
-      # The item gets a begin state of its own. Without it, a loop back to
-      # `separated` could leave by other edges of this state.
-      begin = self._successor(separated)
+      # The item gets a separate begin state. Without it, a loop back to `state`
+      # could leave by other edges of that state.
+      begin = self._successor(state)
       state = self.add(grammar.item, begin)
       if copy + 1 >= grammar.least:
         self.epsilon_edges[state].append(end)
     if grammar.most is None:
-      loop = self.add(grammar.separator, self._successor(state))
-      self.epsilon_edges[loop].append(begin)
+      self.epsilon_edges[self._successor(state)].append(begin)
     return end
 
   def closure(self, final: int) -> Callable[[int], frozenset[int]]:

@@ -53,7 +53,7 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
 
   Every text of the grammar is valid under the schema, but not every valid text
   is in the grammar: properties come in the order of the schema, an object with
-  `properties` has no others, strings contain no escapes of code points, and
+  `properties` has no additional, strings contain no escapes of code points, and
   `{}`, objects and arrays without further keywords are nested a few levels
   deep. The module's table lists the keywords.
 
@@ -174,15 +174,15 @@ class _Reader:
       if name not in properties:
         rule = "name entries of `properties`"
         _refuse(f"{path}.required", rule, name, "describe that property")
-    others = plain.pop("additionalProperties", True)
-    if properties or others is False:
+    additional = plain.pop("additionalProperties", True)
+    if properties or additional is False:
       plain["properties"] = {
         name: self.schema(part, f"{path}.properties.{name}", refs)
         for name, part in properties.items()
       }
-    elif others is not True:
+    elif additional is not True:
       place = f"{path}.additionalProperties"
-      plain["additionalProperties"] = self.schema(others, place, refs)
+      plain["additionalProperties"] = self.schema(additional, place, refs)
 
 
 def _string(plain: dict[str, Any], path: str) -> None:

@@ -186,6 +186,7 @@ def _by_head(
   head_sharding: NamedSharding,
 ) -> Callable[..., Any]:
   """Maps `_attend` over the devices that hold the heads."""
+  # The pages are split over one axis; two would need an order of heads.
   axis = head_sharding.spec[0] if len(head_sharding.spec) == 1 else None
   if not isinstance(axis, str):
     expected = "a NamedSharding over one mesh axis"

@@ -160,6 +160,7 @@ def decode_lengths(view: View) -> jax.Array:
 
 def positions(view: View, columns: int) -> jax.Array:
   """Returns int32[B, T], the position of each token, -1 for padding."""
+  # -1 is no valid position of a rotation or mask, so padding cannot pass for one.
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   is_token = column < view.counts[:, None]
   return jnp.where(is_token, view.starts[:, None] + column, -1)
@@ -191,6 +192,7 @@ def check_view(view: View) -> None:
   shape = view.page_table.shape
   arguments.check_int32("view.starts", view.starts, (shape[0],))
   arguments.check_int32("view.counts", view.counts, (shape[0],))
+  # `own_table` has the shape of the table that `share` split.
   if view.shared is not None and view.shared.own_table.shape != shape:
     raise ValueError(
       f"`view.shared` must be for a page_table of shape {shape}, got one for"
@@ -220,6 +222,7 @@ def _check_columns(view: PackedView, name: str, array: jax.Array) -> None:
     fits, columns = array.shape[:2] == (1, batch), f"{batch}"
   else:
     check_view(view.prefill)
+    # A chunk follows the decoding rows, so there is at least one more column.
     fits = array.ndim > 1 and array.shape[0] == 1 and array.shape[1] > batch
     columns = f"more than {batch}"
   if not fits:
