@@ -160,7 +160,7 @@ def decode_lengths(view: View) -> jax.Array:
 
 def positions(view: View, columns: int) -> jax.Array:
   """Returns int32[B, T], the position of each token, -1 for padding."""
-  # -1 is no valid position of a rotation or mask, so padding cannot pass for one.
+  # -1 is not a valid position, so padding cannot pass for a token.
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   is_token = column < view.counts[:, None]
   return jnp.where(is_token, view.starts[:, None] + column, -1)
