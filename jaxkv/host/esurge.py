@@ -1,100 +1,96 @@
-"""EasyDeL eSurge's cache manager, over a state on the device.
+"""A drop-in replacement for the cache manager of EasyDeL eSurge.
 
 The classes have the names, methods and meanings of `easydel.inference.esurge`:
-its `core.manager` (`CacheManager`, `CachePages`), `core.page_pool` (`PagePool`)
-and `core.utils` (the others). Its scheduler runs with the import changed:
+`core.manager` (`CacheManager`, `CachePages`), `core.page_pool` (`PagePool`) and
+`core.utils` (the others). eSurge's scheduler runs with the import changed:
 
-    from jaxkv.host.esurge import CacheManager
+from jaxkv.host.esurge import CacheManager
 
-It then gives the same page ids, hits and order in every step;
-`tests/host/esurge/test_scheduler.py` runs the scheduler itself over both.
-Underneath is `jaxkv.host.CacheManager`. Pages, queue and hashes are views of
-its state: what they tell is read from the device, and what they change is
-changed there.
+It gets the same page ids, hits and order in every step;
+`tests/host/esurge/test_scheduler.py` runs the scheduler over both.
+`jaxkv.host.CacheManager` does the work. Pages, queue and hashes are views: they
+read from and write to its state on the device.
 
-The differences, all on purpose:
+The differences from eSurge are intended.
 
 **Prefixes**
 
-- a window no longer than a page. Here: hits are those of equal prefixes. There:
-  the hashes start over behind the window, so a prompt that nobody had "hits",
-  and a real prefix is missed.
-- pages of several sizes. Here: each group is hashed by its own pages, whatever
-  their sizes. There: by those of the first group, so that pages of others hit
-  for half of their tokens.
-- images. Here: they tell apart the pages of their placeholders and all behind
-  them, also pages of output; without a `placeholder_range`, all pages;
-  `pixel_values` without `mm_features` are refused. There: no page of output;
-  pixels alone tell nothing apart.
-- `cache_salt`, `lora_request`, `prompt_embeds`. Here: tell requests apart.
-  There: unknown.
-- chunks without full attention beside them. Here: a hit needs a page. There:
-  an empty cache "hits" up to the last chunk.
-- chunks that are not a multiple of the page size. Here: every page that the
-  last chunk needs is checked. There: one of them may be missing.
-- a window of one token. Here: needs no page, so other groups decide. There: its
+- Windows no longer than a page: only equal prefixes hit. In eSurge the hashes
+  start over behind the window, so unseen prompts hit and real prefixes miss.
+- Several page sizes: each group is hashed by its own pages. eSurge hashes all
+  by the first group's, so that pages of the others hit with half their tokens.
+- Images separate the pages of their placeholders and all later pages, also of
+  output; without a `placeholder_range`, all pages. `pixel_values` without
+  `mm_features` are refused. In eSurge images do not separate pages of output,
+  and pixels alone separate nothing.
+- `cache_salt`, `lora_request` and `prompt_embeds` separate requests. eSurge
+  ignores them.
+- Chunks without full attention: a hit needs a page. In eSurge an empty cache
+  hits up to the last chunk.
+- Chunks that are not a multiple of the page size: every page that the last
+  chunk needs is checked. In eSurge one may be missing.
+- A window of one token: it needs no page, so other groups decide. In eSurge its
   last page must be cached.
-- output that came after a preemption. Here: looked up too. There: only pages
-  that had been hashed before; a window then ends in an IndexError.
-- groups of three kinds, kinds in any order, chunks with a draft model. Here:
-  served. There: refused.
+- Output after a preemption is looked up. eSurge looks up only pages that had
+  hashes before; with a window it raises IndexError.
+- Groups of three kinds, kinds in any order, and chunks with a draft model are
+  accepted. eSurge refuses them.
 
 **Requests**
 
-- `dp_shard_hint`, `data_parallel_size`. Here: refused, except None or 0 and
-  None or 1; make a manager for each shard. There: one manager for all shards.
-  Both: ignored if the pages cannot be divided by the number of shards.
-- `max_requests`. Here: so many hold pages at once, 256 unless it is given.
-  There: any number.
-- more tokens than `max_model_len`. Here: `ValueError`. There: cut off.
-- `new_computed_pages`. Here: refused unless they hold the request's tokens.
-  There: not checked.
-- computed tokens of a request without pages, as its scheduler counts them for
-  one that it preempts in the step in which it scheduled it. Both: all pages are
-  new, and published as the scheduler says. There, with a window: an IndexError
-  if it has moved on.
-- `cache_pages` up to fewer tokens than before. Here: changes nothing. There:
-  pages are hashed twice, an error.
-- `cache_pages` past the known tokens. Here: up to them. There: an error.
-- groups of states. Here: one page a request, whatever their `page_size`; beside
-  them no page is hashed, since none could be found. There: a request longer
-  than their page is an error; pages are hashed, and none is found.
+- `dp_shard_hint` must be None or 0, `data_parallel_size` None or 1: use one
+  manager for each shard. eSurge has one for all shards. Both ignore the
+  arguments if the number of shards does not divide the pages.
+- `max_requests` (256 by default) limits the requests that hold pages.
+- More tokens than `max_model_len`: `ValueError`. eSurge cuts them off.
+- `new_computed_pages` that do not hold the request's tokens: `ValueError`.
+  eSurge does not check.
+- A request without pages that counts computed tokens, as eSurge's scheduler
+  does after it preempts a request in the step that scheduled it: both allocate
+  all pages anew and publish what the scheduler says. With a window that has
+  moved on, eSurge raises IndexError.
+- `cache_pages` with fewer tokens than before changes nothing. eSurge hashes
+  pages twice and fails.
+- `cache_pages` beyond the request's tokens stops at their end. eSurge fails.
+- Groups of states: one page a request, whatever their `page_size`, and no page
+  of the model is hashed, because no hit is possible. In eSurge a request longer
+  than their page fails, and pages get hashes that are never found.
 
 **Hashes**
 
-- of a manager. Here: 128 bits from a secret, made on the device; `extra_keys`
-  is None, and `token_ids` of pages with placeholders are masked. Its pool knows
-  the hashes in `req_to_page_hashes` and `page_hash`. There: `hash` of tuples,
-  as of `hash_request_tokens`.
-- `page_hash`. Here: a page has one while it can be found by it; setting it
-  publishes the page. There: set apart from `cached_page_hash_to_page`.
-- `req_to_page_hashes`, `cached_page_hash_to_page`. Here: views, read-only.
-  There: dictionaries; reading the latter at a new key adds it.
-- `cache_full_pages`. Here: extra keys also for pages of output; passes over
-  null pages. There: neither.
-- `NONE_HASH`. Here: one value, from the start; PYTHONHASHSEED may be "random".
-  There: `none_hash`, which each new manager draws anew, so that older ones find
-  their pages no more; "random" is an error.
+- A manager's hashes have 128 bits, depend on a secret and are computed on the
+  device. `extra_keys` is None, and `token_ids` are masked in pages with
+  placeholders. Its pool accepts the hashes in `req_to_page_hashes` and
+  `page_hash`. eSurge calls `hash` on tuples, as `hash_request_tokens` does.
+- `page_hash`: a page has one while a lookup can find it, and setting it
+  publishes the page. eSurge stores it apart from `cached_page_hash_to_page`.
+- `req_to_page_hashes` and `cached_page_hash_to_page` are read-only views. In
+  eSurge they are dictionaries, and reading the latter adds missing keys.
+- `cache_full_pages` uses extra keys also for pages of output, and skips null
+  pages. eSurge does neither.
+- `NONE_HASH` is fixed at import; PYTHONHASHSEED may be "random". In eSurge each
+  new manager draws another `none_hash`, so that older managers lose their
+  pages, and "random" fails.
 
 **Pages and queue**
 
-- the null page. Here: has no references. There: they are counted, and go below
-  zero. `num_pages` is at least 2 here, 1 there.
-- references. Here: the pool takes back those that it gave; those of a request
-  go with `CacheManager.free`; more than there are is refused; a page that is
-  named twice in `free_pages` is queued once. There: not checked; below zero.
-- `append` of a page that is held or queued. Here: refused. There: not checked.
-- a call that is refused. Here: changes nothing. There: is done in part.
-- `incr_ref` of a queued page. Here: it leaves the queue. There: stays.
-- `ref_cnt`, `prev_free_page`, `next_free_page` of a pool's page. Here:
-  read-only. There: fields.
-- pages of `FreeCachePageQueue(...)`. Here: have no pool. There: any.
+- The null page has no references. eSurge counts them, below zero too.
+  `num_pages` is at least 2 here, 1 in eSurge.
+- `free_pages` accepts only references that the pool gave (`CacheManager.free`
+  returns those of a request), and queues a page that is named twice once.
+  eSurge does not check, and counts below zero.
+- `append` of a page that is held or queued: refused. eSurge does not check.
+- A refused call changes nothing. In eSurge part of it is done.
+- `incr_ref` of a queued page takes it out of the queue. In eSurge it stays.
+- `ref_cnt`, `prev_free_page` and `next_free_page` of a pool's page are
+  read-only. In eSurge they are fields.
+- `FreeCachePageQueue(...)` takes only pages without a pool.
 
-**Elsewhere**
+**Other**
 
-- `coordinator`. Here: has its attributes, `get_pages`, `remove_skipped_pages`
-  and `get_num_common_prefix_pages`. There: also managers of single groups.
-- what is asserted there raises `ValueError` or `RuntimeError` here.
+- `coordinator` has its attributes, `get_pages`, `remove_skipped_pages` and
+  `get_num_common_prefix_pages`, but no managers of single groups.
+- eSurge's assertions are `ValueError` or `RuntimeError` here.
 """
 
 from jaxkv._src.host.esurge.hashes import NONE_HASH

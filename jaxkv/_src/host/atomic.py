@@ -1,9 +1,9 @@
-"""A state that changes whole: a call happened, or it did not.
+"""State changes that happen completely or not at all.
 
 A signal handler runs between any two bytecodes of the main thread and may raise
-there, as ctrl-C does. A transition consumes the arrays of the state, so between
-its call and the storing of its result there must be no bytecode: then neither
-the old state nor the new one would be left.
+there, as ctrl-C does. A transition donates the arrays of the state. So no
+bytecode may run between its call and the storing of its result: otherwise both
+the old and the new state could be lost.
 """
 
 import functools
@@ -31,12 +31,11 @@ _called: set[Any] = set()
 
 
 def transition(function: Callable[..., tuple[CacheState, Any]]) -> Callable:
-  """Makes a function of a state, arrays and static keywords a transition.
+  """Makes a transition of a function of a state, arrays and static keywords.
 
-  Returns:
-    A function of a state's layout and the keywords. It returns the compiled
-    function, from the leaves of a state, which it consumes, and arrays to new
-    leaves and what `function` returns besides.
+  Returns a function of a `Layout` and the keywords. It returns a compiled
+  function from a state's leaves, which it donates, and the arrays to the new
+  leaves and the second result of `function`.
   """
 
   @functools.cache
@@ -54,11 +53,7 @@ def transition(function: Callable[..., tuple[CacheState, Any]]) -> Callable:
 
 
 def query(function: Callable[..., Any]) -> Callable:
-  """Makes a function of a state and arrays a query.
-
-  Returns:
-    As `transition`, but nothing is consumed and only the answer is returned.
-  """
+  """Like `transition`, but donates nothing and returns only the answer."""
 
   @functools.cache
   def specialized(layout: Layout) -> Callable:
@@ -72,7 +67,7 @@ def query(function: Callable[..., Any]) -> Callable:
 
 
 class Atomic:
-  """A state, and what is still to be done on the host after its last change.
+  """A state, and the host's part of its last transition.
 
   Attributes:
     config: sizes of the state.
@@ -90,7 +85,7 @@ class Atomic:
 
   @property
   def state(self) -> CacheState:
-    """The newest state. The next call takes its arrays: copy what you keep."""
+    """The newest state. The next call donates its arrays: copy to keep."""
     return self._layout.unpack(self._results[-1][0])
 
   @state.setter
@@ -98,7 +93,7 @@ class Atomic:
     self._results.append((self._layout.pack(state), None))
 
   def read(self, which: Callable[[Any], Any]) -> np.ndarray:
-    """An array of the newest state, on the host."""
+    """Copies one array of the newest state to the host."""
     return self._layout.read(self._results[-1][0], which)
 
   def run(
@@ -110,16 +105,9 @@ class Atomic:
   ) -> Any:
     """Runs a transition, and then its part on the host.
 
-    Args:
-      specialized: see `transition`.
-      *args: its arrays.
-      then: takes what the transition gives besides the state, and changes the
-        host's data accordingly. If it is interrupted it is run again before
-        the next call, so it must be idempotent.
-      **static: its static keywords.
-
-    Returns:
-      What `then` returns.
+    `then` receives the transition's second result, updates the host's data and
+    returns the result of `run`. If it is interrupted, the next call runs it
+    again, so it must be idempotent.
     """
     compiled = self._specialized(specialized, **static)
     before = self._results[-1]
@@ -134,7 +122,7 @@ class Atomic:
     return self._settle()
 
   def ask(self, specialized: Callable, *args: Any) -> Any:
-    """The answer of a query about the newest state."""
+    """Runs a query on the newest state."""
     return self._specialized(specialized)(self._results[-1][0], *args)
 
   def _specialized(self, function: Callable, **static: Any) -> Callable:
@@ -145,12 +133,12 @@ class Atomic:
     return self._compiled[name]
 
   def run_on_host(self, then: Callable[[Any], Any]) -> Any:
-    """Runs a change of the host's data alone; it must be idempotent too."""
+    """Changes the host's data alone; `then` must be idempotent too."""
     self._unsettled = None, then
     return self._settle()
 
   def _settle(self) -> Any:
-    """Does what the last transition left to do on the host, if it was made."""
+    """Runs the host's part of the last transition, if it is still pending."""
     if self._unsettled is None:
       return None
     before, then = self._unsettled
@@ -165,7 +153,7 @@ class Atomic:
 def atomic(
   method: Callable[Concatenate[Self, Args], Out],
 ) -> Callable[Concatenate[Self, Args], Out]:
-  """A method of an `Atomic` that one thread at a time is in."""
+  """Makes a method of an `Atomic` that one thread at a time runs."""
 
   @functools.wraps(method)
   def call(self: Self, *args: Args.args, **kwargs: Args.kwargs) -> Out:

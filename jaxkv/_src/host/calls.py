@@ -1,4 +1,4 @@
-"""A manager's calls: arguments validated, sent as arrays, answers as lists."""
+"""Validates and packs the arguments of a manager's calls, unpacks results."""
 
 import operator
 from collections.abc import Callable
@@ -33,25 +33,19 @@ _NOWHERE = np.iinfo(np.int32).max
 
 
 class Limits(NamedTuple):
-  """What a manager enforces.
+  """The limits that a manager enforces."""
 
-  Attributes:
-    config: sizes of its cache.
-    max_model_len: tokens of the longest sequence.
-    max_encoder_tokens: tokens of the longest encoder input.
-    keep_free: pages that waiting requests leave free while others run.
-    most_pages: the most pages that one sequence ever holds, by group.
-  """
-
-  config: CacheConfig
-  max_model_len: int
-  max_encoder_tokens: int
-  keep_free: int
-  most_pages: tuple[int, ...]
+  config: CacheConfig  # sizes of its cache
+  max_model_len: int  # tokens of the longest sequence
+  max_encoder_tokens: int  # tokens of the longest encoder input
+  keep_free: int  # pages that waiting requests leave free while others run
+  most_pages: tuple[
+    int, ...
+  ]  # the most pages of one sequence at once, by group
 
 
 def at_least(name: str, value: int, least: int) -> int:
-  """The value as an int; raises if it is none, or less than `least`."""
+  """Returns the value as an int; raises if it is not one or is too small."""
   try:
     if isinstance(value, bool | np.bool_):
       raise TypeError
@@ -66,7 +60,7 @@ def at_least(name: str, value: int, least: int) -> int:
 
 
 def check_length(limits: Limits, name: str, length: int) -> None:
-  """Raises for a sequence that would be too long."""
+  """Raises if a sequence is too long."""
   if length > limits.max_model_len:
     raise ValueError(
       f"`max_model_len` is {limits.max_model_len}; {name!r} must have at most "
@@ -85,7 +79,7 @@ def allocation_fields(
   has_scheduled_requests: bool,
   **counts: int,
 ) -> dict[str, int]:
-  """The fields of `step.Call` of a valid `allocate_slots`."""
+  """Validates `allocate_slots` and returns its fields of `step.Call`."""
   found = counts["num_new_computed_tokens"]
   external = counts["num_external_computed_tokens"]
   _check_counts(limits, request, counts)
@@ -140,7 +134,7 @@ def _check_hit(
   found: int,
   hit: CachePages | None,
 ) -> None:
-  """The device checks besides that the pages hold the request's tokens."""
+  """Raises for an impossible hit; the device compares the pages' tokens."""
   pages, name = _pages_of(config, request.request_id, hit), request.request_id
   if slot is not None and (found or any(pages)):
     raise ValueError(
@@ -198,14 +192,14 @@ def _check_pages(config: CacheConfig, name: str, column: list[int]) -> None:
 
 
 def pad_pages(pages: Sequence[int]) -> np.ndarray:
-  """int32[X]: pages, then null pages."""
+  """Returns int32[X]: the pages, then null pages."""
   out = np.zeros((width_for(len(pages)),), np.int32)
   out[: len(pages)] = pages
   return out
 
 
 def width_for(count: int) -> int:
-  """One of a few widths, for each of which transitions are compiled."""
+  """Returns one of a few widths, for each of which transitions compile."""
   width = 32
   while width < count:
     width *= 8
@@ -213,7 +207,7 @@ def width_for(count: int) -> int:
 
 
 def check_groups(config: CacheConfig, groups: Sequence[int]) -> None:
-  """Raises for groups that do not exist."""
+  """Raises if a group does not exist."""
   if not all(group in range(config.num_groups) for group in groups):
     raise ValueError(
       f"`skip_zeroing_group_ids` must be 0 to {config.num_groups - 1}, got "
@@ -228,7 +222,7 @@ def pack_step(
   num_new_tokens: Any,
   num_lookahead_tokens: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Slots int32[R], and the argument of `step.advance`, of a valid `step`."""
+  """Validates `step`; returns slots int32[R], the array of `step.advance`."""
   if not isinstance(running, Sequence):
     raise TypeError(f"`running` must be a list of requests, got {running!r}.")
   config, slots = limits.config, held.slots_of(running)
@@ -256,7 +250,7 @@ def pack_step(
 
 
 def _new_tokens(num_new_tokens: Any, num_running: int) -> np.ndarray:
-  """int64[R] or int64[]."""
+  """Returns int64[R] or int64[]."""
   if isinstance(num_new_tokens, int):
     _within("num_new_tokens", num_new_tokens, 1)
     return np.asarray(num_new_tokens, np.int64)
@@ -281,9 +275,9 @@ def _within(name: str, value: int, least: int) -> None:
 def _progress(
   running: Sequence[Any], skips_pages: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-  """int32[R] each: tokens written, and with those in flight.
+  """Returns int32[R] each: tokens written, and those including in-flight ones.
 
-  Both are the same where no group leaves pages behind.
+  Both are the same if no group frees pages behind a window.
   """
   try:
     computed = int32s([request.num_computed_tokens for request in running])
@@ -304,9 +298,9 @@ def _progress(
 def pack_lookup(
   held: RequestSlots, request: KnownRequest, stop: int, *, finds: bool = True
 ) -> np.ndarray:
-  """The array of `lookup.look_up`, for tokens up to `stop`.
+  """Packs the array of `lookup.look_up`, for tokens up to `stop`.
 
-  Without `finds` they are hashed, but not looked for.
+  Without `finds` they are only hashed.
   """
   length = np.array([stop if finds else 0], np.int32)
   salt = np.frombuffer(salt_of(request, held.config.page_size), np.int32)
@@ -319,7 +313,7 @@ def pack_begin(
   silent: Sequence[int] = (),
   **fields: int,
 ) -> np.ndarray:
-  """The array of `step.begin`."""
+  """Packs the array of `step.begin`."""
   config = held.config
   counts = np.zeros((config.num_groups,), np.int32)
   pages = np.zeros((config.num_groups, config.pages_per_slot), np.int32)
@@ -336,7 +330,7 @@ def pack_one(
   silent: Sequence[int] = (),
   **fields: int,
 ) -> np.ndarray:
-  """The array of `step.advance` for one request that has a slot."""
+  """Packs the array of `step.advance` for one request that has a slot."""
   begin = int(held.sent[fields["slots"]])
   tokens = _pad_one(held, request, begin, fields.get("publish", 0))
   flags = _flags(held.config, silent)
@@ -356,7 +350,7 @@ def _flags(config: CacheConfig, silent: Sequence[int]) -> np.ndarray:
 def _pad_one(
   held: RequestSlots, request: KnownRequest, begin: int, end: int
 ) -> np.ndarray:
-  """int32[T]: tokens `begin .. end` of a request, T one of a few widths."""
+  """Returns int32[T], tokens `begin .. end`, with T one of few widths."""
   config = held.config
   padded = np.zeros((_width(config, end - begin),), np.int32)
   if end > begin:
@@ -376,9 +370,9 @@ def _pad_all(
   start: np.ndarray,
   stop: np.ndarray,
 ) -> np.ndarray:
-  """int32[B, T]: tokens `start .. stop` of requests, int32[R] each.
+  """Returns int32[B, T], tokens `start .. stop` of requests, int32[R] each.
 
-  T is as for one request, or 1 if no placeholder is among the tokens.
+  T is as for one request, or 1 if the tokens have no placeholders.
   """
   counts, num_rows = stop - start, len(held.sent)
   most = int(counts.max())
@@ -406,7 +400,7 @@ def answers(
   out: Advanced,
   newest: Callable[[], CacheState],
 ) -> list[CachePages | None]:
-  """New pages of each row, None where there were too few."""
+  """Returns the new pages of each row, None if too few were free."""
   nothing = CachePages(tuple([] for _ in out.begin[0]))
   results: list[CachePages | None] = [nothing] * len(slots)
   counts = out.stop - out.begin
@@ -424,7 +418,7 @@ def _fill(
   counts: np.ndarray,
   newest: Callable[[], CacheState],
 ) -> None:
-  """Writes the pages of rows that have new ones; few rows have any."""
+  """Writes the pages of rows that have new ones, usually few."""
   rows = np.flatnonzero(counts.any(axis=1))
   counts = counts[rows]
   most = int(counts.max())
@@ -449,7 +443,7 @@ def _fill(
 def _all_pages(
   state: CacheState, slots: np.ndarray, begin: np.ndarray, most: int
 ) -> np.ndarray:
-  """int32[R, G, most]: as `Advanced.pages`, of slots int32[R], but more."""
+  """Returns all new pages of slots int32[R], like `Advanced.pages`."""
   table, index = np.asarray(state.page_table)[slots], state.pool.index
   columns = begin[..., None] + np.arange(most)
   columns = np.minimum(columns, table.shape[2] - 1)

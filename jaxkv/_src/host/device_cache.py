@@ -1,4 +1,4 @@
-"""A cache on the device, the slots of requests, and its calls."""
+"""The cache on the device, the slots of requests, and the calls on them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,11 +25,11 @@ from jaxkv._src.host.types import PrefixCacheStats
 
 
 class DeviceCache(Atomic):
-  """A cache and the slots of requests; arguments are checked by its user.
+  """A cache and the slots of its requests. Callers validate the arguments.
 
   Attributes:
     config: sizes of the state.
-    state: the cache. The next call takes its arrays: copy what you keep.
+    state: the cache. The next call donates its arrays: copy what you keep.
   """
 
   def __init__(self, limits: Limits, max_requests: int, key: Any):
@@ -45,7 +45,7 @@ class DeviceCache(Atomic):
     self._popped: dict[int, PoppedPages] = {}
 
   def holds_pages(self, request_id: str) -> bool:
-    """Whether a request holds pages."""
+    """True if a request holds pages."""
     return request_id in self._slots.by_name
 
   def _newest(self) -> CacheState:
@@ -54,14 +54,14 @@ class DeviceCache(Atomic):
   def _look_up(
     self, known: KnownRequest, stop: int, *, finds: bool
   ) -> tuple[jax.Array, Prompt]:
-    """What `lookup.look_up` gives for a request's first tokens."""
+    """Runs `lookup.look_up` for a request's first tokens."""
     packed = calls.pack_lookup(self._slots, known, stop, finds=finds)
     return self.ask(lookup.look_up, packed)
 
   def _prompt(
     self, known: KnownRequest, hashed: Lookup | None, stop: int
   ) -> Prompt | None:
-    """A request's first tokens, hashed by its lookup or now."""
+    """Returns a request's hashed first tokens, those of its lookup if valid."""
     if not self.config.prefix_caching:
       return None
     if hashed is not None and hashed.serves(known, stop):
@@ -76,7 +76,7 @@ class DeviceCache(Atomic):
     silent: Sequence[int],
     **fields: int,
   ) -> Advanced:
-    """Gives a request a vacant slot and its first pages, if all are there."""
+    """Gives a request a vacant slot and its first pages, if all are free."""
     hashed = hit.lookup if hit is not None else None
     prompt = self._prompt(known, hashed, fields["publish"])
     call = calls.pack_begin(self._slots, hit, silent, slots=slot, **fields)
@@ -103,7 +103,7 @@ class DeviceCache(Atomic):
     silent: Sequence[int] = (),
     **fields: int,
   ) -> CachePages | None:
-    """New pages of a request that has a slot; None if there are too few."""
+    """Allocates for a request with a slot; None if too few pages are free."""
     fields["slots"] = slot
     call = calls.pack_one(self._slots, known, silent, **fields)
     whole = fields.get("whole", 0) > 0
@@ -129,7 +129,7 @@ class DeviceCache(Atomic):
     return self.run(step.advance, call, then=then, num_rows=num_rows, caps=caps)
 
   def _release(self, slot: int, name: str | None = None) -> None:
-    """Gives the pages of a slot back; its request, if named, is forgotten."""
+    """Frees the pages of a slot and, if named, forgets its request."""
 
     def then(_: None) -> None:
       if name is not None and self._slots.by_name.get(name) == slot:

@@ -1,4 +1,4 @@
-"""What tells requests with equal tokens apart: a salt, and items at pages."""
+"""Separates requests with equal tokens: by a salt, and by items at pages."""
 
 import dataclasses
 import hashlib
@@ -30,11 +30,11 @@ class Placed(NamedTuple):
 
   @classmethod
   def at(cls, identifier: str, place: Any) -> "Placed":
-    """The input in a range with `offset` and `length`."""
+    """Makes the input at a range with `offset` and `length`."""
     return cls(identifier, place.offset, place.offset + place.length)
 
   def key(self, begin: int, end: int) -> Any:
-    """What tells the page of tokens `begin .. end` apart."""
+    """Returns the input's part of the key of the tokens `begin .. end`."""
     stop = min(self.stop, end)
     return ("mm", self.identifier, self.start - begin, stop - begin)
 
@@ -50,7 +50,7 @@ class Embeddings:
 
   @classmethod
   def of(cls, name: str, values: Any) -> "Embeddings":
-    """Embeddings [P, D] of numpy, jax or torch."""
+    """Reads embeddings [P, D] of numpy, jax or torch."""
     if str(getattr(values, "dtype", "")).startswith("torch."):
       values = values.detach().cpu().float()  # numpy has no bfloat16.
     rows = np.asarray(values)
@@ -62,7 +62,7 @@ class Embeddings:
     return cls(_digest_of(rows), 0, len(rows), rows)
 
   def key(self, begin: int, end: int) -> Any:
-    """What tells the page of tokens `begin .. end` apart."""
+    """Returns the embeddings' part of the key of the tokens `begin .. end`."""
     return ("prompt_embeds", _digest_of(self.rows[begin:end]))
 
 
@@ -76,11 +76,10 @@ Item = Placed | Embeddings
 
 
 def identity_of(request: Any) -> tuple[bytes, tuple[Item, ...]]:
-  """A salt of 16 bytes, for all pages of a request, and items at some pages.
+  """Returns a salt of 16 bytes for all pages, and items at some pages.
 
   Raises:
-    TypeError, ValueError: an attribute that tells requests apart cannot be
-      read; the error names it.
+    TypeError, ValueError: an attribute that separates requests cannot be read.
   """
   telling = {}
   for name in _TELLING:
@@ -114,7 +113,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _texts(name: str, telling: dict[str, Any]) -> dict[str, bytes]:
-  """What tells all pages of a request apart, by attribute."""
+  """Returns the data that separates all pages of a request, by attribute."""
   parts = {}
   for tag in ("cache_salt", "lora_name"):
     if tag in telling:
@@ -132,7 +131,7 @@ def _texts(name: str, telling: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _digest(parts: dict[str, bytes]) -> bytes:
-  """16 bytes; each part has a tag and a length, so none stands for another."""
+  """Hashes to 16 bytes; tags and lengths keep different parts distinct."""
   digest = hashlib.blake2b(digest_size=16, person=b"jaxkv-request")
   for tag, data in parts.items():
     digest.update(f"{tag}:{len(data)}:".encode() + data)

@@ -1,7 +1,7 @@
-"""How a state is handed to a call: its small arrays as one.
+"""Packs the small arrays of a state into one array for each call.
 
-On a CPU each array that a call takes and gives back costs more than a
-microsecond. A state has some thirty; half of them are single numbers.
+On a CPU each array that a call takes or returns costs more than a microsecond.
+A state has about thirty; half of them are single numbers.
 """
 
 import dataclasses
@@ -30,40 +30,29 @@ A plain tuple: to make any other pytree runs Python code.
 
 
 class _Place(NamedTuple):
-  """Where an array of a state is.
+  """The position of an array of a state among its `Leaves`."""
 
-  Attributes:
-    shape, dtype: of the array.
-    begin: its first element among the bits, or its number among the leaves.
-    is_small: which of the two.
-  """
-
-  shape: tuple[int, ...]
+  shape: tuple[int, ...]  # of the array, as `dtype`
   dtype: np.dtype
-  begin: int
-  is_small: bool
+  begin: int  # its first element among the bits, or its leaf's index
+  is_small: bool  # True if it is among the bits
 
   @property
   def part(self) -> slice:
-    """Its elements among the bits."""
+    """The slice of its elements among the bits."""
     return slice(self.begin, self.begin + math.prod(self.shape))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where the arrays of a state are among its `Leaves`.
+  """The positions of a state's arrays among its `Leaves`."""
 
-  Attributes:
-    structure: of the state.
-    places: of its arrays, in order.
-  """
-
-  structure: Any
-  places: tuple[_Place, ...]
+  structure: Any  # of the state
+  places: tuple[_Place, ...]  # of its arrays, in order
 
   @classmethod
   def of(cls, state: CacheState) -> "Layout":
-    """The layout of a state and of all that transitions make of it."""
+    """Returns the layout of a state and of all its successors."""
     arrays, structure = jax.tree.flatten(state)
     places, num_elements, num_leaves = [], 0, 1
     for array in arrays:
@@ -75,13 +64,13 @@ class Layout:
     return cls(structure, tuple(places))
 
   def pack(self, state: CacheState) -> Leaves:
-    """The arrays of a state."""
+    """Returns the leaves of a state."""
     pairs = [*zip(jax.tree.leaves(state), self.places, strict=True)]
     small = _joined([array for array, place in pairs if place.is_small])
     return (small, *(array for array, place in pairs if not place.is_small))
 
   def unpack(self, leaves: Leaves) -> CacheState:
-    """The state of arrays."""
+    """Returns the state with the given leaves."""
     places = tuple(place for place in self.places if place.is_small)
     small = iter(_parts(places)(leaves[0]))
     arrays = [
@@ -91,7 +80,7 @@ class Layout:
     return jax.tree.unflatten(self.structure, arrays)
 
   def read(self, leaves: Leaves, which: Callable[[Any], Any]) -> np.ndarray:
-    """One array of a state on the host, without unpacking the others."""
+    """Copies one array of a state to the host without unpacking the others."""
     place = which(self._map)
     if not place.is_small:
       return np.asarray(leaves[place.begin])
@@ -100,20 +89,20 @@ class Layout:
 
   @functools.cached_property
   def _map(self) -> Any:
-    """A state of places."""
+    """A state whose arrays are replaced by their places."""
     return jax.tree.unflatten(self.structure, self.places)
 
 
 @jax.jit
 def _joined(arrays: list[Array]) -> Array:
-  """int32[X]: the bits of arrays, one after another."""
+  """Concatenates the bits of arrays into int32[X]."""
   bits = [lax.bitcast_convert_type(array, jnp.int32) for array in arrays]
   return jnp.concatenate([one.reshape(-1) for one in bits])
 
 
 @functools.cache
 def _parts(places: tuple[_Place, ...]) -> Callable[[Array], list[Array]]:
-  """The inverse of `_joined` for small arrays at `places`."""
+  """Returns the inverse of `_joined` for small arrays at `places`."""
 
   @jax.jit
   def parts(small: Array) -> list[Array]:

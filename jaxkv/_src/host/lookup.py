@@ -1,4 +1,4 @@
-"""The lookup of one request: its hashed tokens, and the prefix found."""
+"""The lookup of one request: hashes its tokens and finds a cached prefix."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ _POLLS = 2000
 
 
 class Prompt(NamedTuple):
-  """The tokens that a request begins with, hashed."""
+  """The hashed first tokens of a request."""
 
   tokens: Array  # int32[1, T]
   keys: Array  # uint32[1, P, 4], the chain's key after each page
@@ -26,15 +26,11 @@ class Prompt(NamedTuple):
 
 @query
 def look_up(state: CacheState, packed: Array) -> tuple[Array, Prompt]:
-  """The longest cached prefix of one request, and the keys of all its pages.
+  """Finds one request's longest cached prefix and hashes all its pages.
 
-  Args:
-    state: a cache with prefix caching.
-    packed: int32[5 + T]: the number of tokens, 0 to look for nothing; the words
-      of the salt; the tokens.
-
-  Returns:
-    For `found_in`, int32[X]; and what `begin` takes.
+  `packed` is int32[5 + T]: the number of tokens (0 hashes without a search),
+  the words of the salt, and the tokens. Returns int32[X] for `found_in`, and
+  the prompt for `step.begin`.
   """
   config, secret = state.config, state.secret
   assert secret is not None
@@ -56,7 +52,7 @@ def look_up(state: CacheState, packed: Array) -> tuple[Array, Prompt]:
 def found_in(
   answer: Array, num_groups: int
 ) -> tuple[int, int, tuple[list[int], ...]]:
-  """What `look_up` found: tokens, the boundary of `SlotHashes`, and pages."""
+  """Unpacks a lookup: its tokens, the boundary of `SlotHashes`, its pages."""
   numbers = fetched(answer).tolist()
   num_tokens, boundary, *rest = numbers
   stop, pages = rest[:num_groups], rest[num_groups:]
@@ -69,10 +65,10 @@ def found_in(
 
 
 def fetched(array: Array) -> np.ndarray:
-  """An array on the host.
+  """Copies an array to the host.
 
-  Polls for a while before it blocks: waking a thread that sleeps costs as much
-  as a decode step takes on a CPU.
+  Polls for a while before it blocks: waking a sleeping thread costs as much as
+  a decode step takes on a CPU.
   """
   for _ in range(_POLLS):
     if array.is_ready():  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""A cache manager for schedulers in Python, over a state on the device."""
+"""Cache manager for schedulers in Python, over a cache on the device."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -30,45 +30,46 @@ from jaxkv._src.host.types import PrefixCacheStats
 
 
 class CacheManager(DeviceCache):
-  """Manages the pages of requests, as vLLM's and eSurge's managers do.
+  """Manages the pages of requests like the managers of vLLM and eSurge.
 
-  The methods are those that schedulers written for vLLM's `KVCacheManager` or
-  eSurge's `CacheManager` call, with the same page ids, hits and order. The
-  state is a `jaxkv.CacheState`; a call is a jitted transition of it.
+  It has the methods that schedulers call on vLLM's `KVCacheManager` or eSurge's
+  `CacheManager`, and returns the same page ids, hits and order. A call is a
+  jitted transition of a `jaxkv.CacheState`.
 
-  The first request of each width (64, 4,096 or 65,536 tokens, or the longest)
-  is compiled for, which takes some 10 s on a CPU. To warm up, send one of each
-  width through all calls that will be made, free it, and call
+  Each width of request (64, 4,096 or 65,536 tokens, or the longest) compiles
+  when it first occurs, which takes about 10 s on a CPU. To warm up, send one
+  request of each width through all calls, free it, and call
   `reset_prefix_cache`.
 
   Args:
-    num_pages: pages of the pool, the null page 0 included; ids begin at 1.
+    num_pages: pages of the pool, including the null page 0; ids begin at 1.
     groups: the layer groups, each with its `page_size`.
     max_model_len: tokens of the longest sequence.
-    enable_caching: whether pages are published and found.
-    use_eagle: whether a draft model needs the last page found computed again.
+    enable_caching: publishes pages and looks them up.
+    use_eagle: computes the last page of a hit again, for a draft model.
     policy: "current" for the order of vLLM since 0.25, where pages without a
       key are used first; "classic" for earlier versions and eSurge.
-    prefix_retention_interval: which prefixes a window keeps; see `CacheConfig`.
-    watermark: fraction of the pages kept free when waiting requests are
+    prefix_retention_interval: the prefixes that a window keeps; see
+      `CacheConfig`.
+    watermark: fraction of the pages kept free when a waiting request is
       admitted.
-    max_in_flight: the most tokens scheduled at once, for the check whether a
-      whole sequence fits; None for `max_model_len`.
+    max_in_flight: the most tokens scheduled at once, used by
+      `full_sequence_must_fit`; None for `max_model_len`.
     max_encoder_tokens: tokens of the longest encoder input, for groups of
       `CrossAttention`; None for `max_model_len`.
     max_requests: the most requests that hold pages at once.
     num_events: events kept until `take_events`; 0 for none.
-    track_new_pages: whether `take_new_page_ids` is used.
-    track_residency: whether statistics tell how old evicted pages were.
+    track_new_pages: enables `take_new_page_ids`.
+    track_residency: adds the ages of evicted pages to the statistics.
     key: the secret of the page keys, see `jaxkv.init`; None for a random one.
 
   Attributes:
     config: sizes of the state.
-    state: the cache. The next call takes its arrays: copy what you keep.
+    state: the cache. The next call donates its arrays: copy what you keep.
 
   Raises:
-    TypeError: an argument is of the wrong type.
-    ValueError: an argument is out of range, or two do not go together.
+    TypeError: an argument has the wrong type.
+    ValueError: an argument is out of range, or two arguments conflict.
 
   Examples:
     >>> from jaxkv import FullAttention
@@ -124,13 +125,15 @@ class CacheManager(DeviceCache):
 
   @atomic
   def get_computed_pages(self, request: Any) -> tuple[CachePages, int]:
-    """The longest cached prefix that leaves a token to compute.
+    """Finds the longest cached prefix that leaves a token to compute.
 
     Args:
       request: any object with the attributes of `Request`.
 
     Returns:
-      Its pages by group, null pages where a window needs none, and its tokens.
+      The prefix's pages by group, with null pages where a window needs none,
+      and
+      its number of tokens.
     """
     known = read_request(request)
     if not self.config.prefix_caching or known.skips_lookup:
@@ -161,39 +164,37 @@ class CacheManager(DeviceCache):
     num_encoder_tokens: int = 0,
     skip_zeroing_group_ids: Sequence[int] = (),
   ) -> CachePages | None:
-    """Makes room for tokens of a request, and publishes those that are known.
+    """Allocates pages for a request's tokens and publishes its full pages.
 
-    First gives back what fell behind a window, even if there is no room.
+    Pages behind a window are freed first, even if the allocation then fails.
 
     Args:
       request: any object with the attributes of `Request`.
-      num_new_tokens: tokens that will be computed, drafts included.
+      num_new_tokens: tokens to compute, drafts included.
       num_new_computed_tokens: tokens that a lookup found.
-      new_computed_pages: what the lookup returned; it spares hashing the
-        tokens again.
-      num_lookahead_tokens: tokens behind the new ones that must have room too.
-      num_external_computed_tokens: tokens behind those found whose K/V comes
+      new_computed_pages: the result of the lookup, whose hashes are reused.
+      num_lookahead_tokens: further tokens that need pages after the new ones.
+      num_external_computed_tokens: tokens after the hit whose K/V is loaded
         from elsewhere.
-      delay_cache_pages: whether publishing waits for `cache_pages`, because
-        the K/V is not there yet.
-      full_sequence_must_fit: whether all known tokens must have room, though
-        only some are asked for.
-      reserved_pages: pages promised to others.
-      has_scheduled_requests: whether the watermark applies.
-      num_encoder_tokens: tokens of the encoder for which groups of
-        `CrossAttention` have pages.
-      skip_zeroing_group_ids: groups whose new pages `take_new_page_ids` leaves
-        out.
+      delay_cache_pages: leaves publishing to `cache_pages`, because the K/V has
+        not arrived yet.
+      full_sequence_must_fit: requires free pages for the whole sequence.
+      reserved_pages: pages promised to other requests.
+      has_scheduled_requests: applies the watermark.
+      num_encoder_tokens: encoder tokens that need pages in `CrossAttention`
+        groups.
+      skip_zeroing_group_ids: groups whose new pages `take_new_page_ids` omits.
 
     Returns:
-      The new pages behind those found and those for external tokens; None,
-      with no page taken, if there are too few.
+      The new pages, after those of the hit and of external tokens; None, with
+      no
+      page taken, if too few are free.
 
     Raises:
       TypeError: a number is not an int.
-      ValueError: nothing is asked for, a number is negative, the sequence is
-        too long, or a hit is given that no lookup found.
-      RuntimeError: there are `max_requests` already.
+      ValueError: all token counts are 0, a number is negative, the sequence is
+        too long, or no lookup returned this hit.
+      RuntimeError: `max_requests` requests already hold pages.
     """
     calls.check_groups(self.config, skip_zeroing_group_ids)
     known, hit = read_request(request), new_computed_pages
@@ -234,26 +235,27 @@ class CacheManager(DeviceCache):
     num_new_tokens: Sequence[int] | int = 1,
     num_lookahead_tokens: int = 0,
   ) -> list[CachePages | None]:
-    """One scheduling step of many running requests in one call.
+    """Allocates for many running requests in one call.
 
-    As `allocate_slots` for each request in order, except that all requests give
-    back what fell behind their windows before any takes a page, and all are
-    published after all have taken theirs.
+    Serves the requests in order, like `allocate_slots` for each. But all free
+    their pages behind windows before any allocates, and all allocate before any
+    publishes.
 
     Args:
       running: different requests that hold pages.
-      num_new_tokens: tokens of each, at least 1, or one number for all.
-      num_lookahead_tokens: tokens behind them that must have room too.
+      num_new_tokens: tokens of each request, at least 1, or one number for all.
+      num_lookahead_tokens: further tokens that need pages.
 
     Returns:
-      New pages of each request; None where there were too few. Later requests
-      that need fewer may still be served.
+      The new pages of each request; None if too few are free. Later requests
+      that
+      need fewer may still succeed.
 
     Raises:
       KeyError: a request holds no page.
       TypeError: a number is not an int.
       ValueError: a number is too small, a sequence too long, or a request
-        named twice.
+        repeated.
     """
     if not running:
       return []
@@ -267,11 +269,11 @@ class CacheManager(DeviceCache):
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
     """Publishes the full pages of a request's first tokens.
 
-    For external tokens that have arrived, and for accepted drafts.
+    Call it when external tokens have arrived, or drafts are accepted.
 
     Args:
-      request: one that holds pages.
-      num_computed_tokens: tokens whose K/V is there.
+      request: a request that holds pages.
+      num_computed_tokens: tokens whose K/V is written.
 
     Raises:
       KeyError: the request holds no page.
@@ -286,11 +288,11 @@ class CacheManager(DeviceCache):
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
-    """Frees pages outside every window once these tokens are computed.
+    """Frees the pages that the given number of tokens leaves behind windows.
 
     Args:
-      request_id: a request; nothing is done for one that holds no page.
-      num_computed_tokens: tokens whose K/V no write in flight still needs.
+      request_id: a request; one without pages is ignored.
+      num_computed_tokens: tokens that no write in flight still needs.
     """
     calls.at_least("num_computed_tokens", num_computed_tokens, 0)
     slot = self._slots.by_name.get(request_id)
@@ -301,10 +303,10 @@ class CacheManager(DeviceCache):
 
   @atomic
   def free(self, request: Any) -> None:
-    """Gives all pages of a request back, the last one first.
+    """Frees all pages of a request, the last page first.
 
-    They stay cached until they are handed out again. Nothing is done for a
-    request that holds none.
+    They stay cached until they are allocated again. A request without pages is
+    ignored.
     """
     slot = self._slots.by_name.get(request.request_id)
     if slot is not None:
@@ -312,13 +314,14 @@ class CacheManager(DeviceCache):
 
   @atomic
   def pop_pages_for_free(self, request: Any) -> PoppedPages | None:
-    """Forgets a request; `free_pages` gives its pages back later.
+    """Removes a request but keeps its pages until `free_pages`.
 
-    For a step in flight that may still write them.
+    Use it while a step in flight may still write to them.
 
     Returns:
-      The argument for `free_pages`; None for a request that holds nothing. The
-      same again until they are given back or the request has new ones.
+      The argument for `free_pages`, the same object at each call until then;
+      None
+      for a request without pages.
     """
     name = request.request_id
     slot = self._slots.by_name.get(name)
@@ -336,10 +339,10 @@ class CacheManager(DeviceCache):
 
   @atomic
   def free_pages(self, popped: PoppedPages | None) -> None:
-    """Gives pages back, in the order of `free`.
+    """Frees popped pages in the order of `free`; does nothing for None.
 
     Raises:
-      ValueError: they were given back before.
+      ValueError: they were freed before.
     """
     if popped is None:
       return
@@ -348,18 +351,18 @@ class CacheManager(DeviceCache):
     self._release(popped.slot)
 
   def free_page_hashes(self, request: Any) -> None:
-    """Forgets the page keys of a request; `free` does so already."""
+    """Does nothing: `free` already forgets the page keys of a request."""
 
   @atomic
   def evict_pages(self, page_ids: Iterable[int]) -> None:
-    """Takes pages out of the prefix cache; requests that hold them keep them.
+    """Removes pages from the prefix cache; requests keep them.
 
     Args:
       page_ids: pages, cached or not.
 
     Raises:
       TypeError: an id is not an int.
-      ValueError: there is no such page.
+      ValueError: an id is out of range.
     """
     pages = sorted({calls.at_least("page_ids", one, 0) for one in page_ids})
     most = self.config.num_pages
@@ -370,10 +373,10 @@ class CacheManager(DeviceCache):
 
   @atomic
   def reset_prefix_cache(self) -> bool:
-    """Takes every page out of the prefix cache, unless a request holds one.
+    """Removes all pages from the prefix cache, unless a request holds one.
 
     Returns:
-      Whether it was done.
+      True if the cache was reset.
     """
     if self.num_free_pages < self.config.num_pages - 1:
       return False
@@ -387,14 +390,14 @@ class CacheManager(DeviceCache):
 
   @atomic
   def new_step_starts(self) -> None:
-    """Starts a scheduling step: states published before are written now."""
+    """Starts a scheduling step; states published before it count as written."""
     if self.config.prefix_caching and recurrent.has_states(self.config):
       clock = self.read(lambda state: state.pool.index.clock)
       self._step_clock = int(clock.view(np.int32))
 
   @atomic
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
-    """Pages of a request by group; empty lists for one that holds none."""
+    """Returns a request's pages by group; empty lists if it holds none."""
     slot = self._slots.by_name.get(request_id)
     if slot is None:
       return self.create_empty_page_list().pages
@@ -403,12 +406,12 @@ class CacheManager(DeviceCache):
     return tuple(row[:count] for row, count in zip(table, counts, strict=True))
 
   def create_empty_page_list(self) -> CachePages:
-    """No pages, for every group."""
+    """Returns empty pages, with a list for each group."""
     return CachePages(tuple([] for _ in self.config.groups))
 
   @atomic
   def get_num_common_prefix_pages(self, request_id: str) -> list[int]:
-    """Leading pages of a request that all requests hold; 0 for windows."""
+    """Counts the leading pages that all requests hold; 0 for windows."""
     holders, held = len(self._slots.by_name), self.get_page_ids(request_id)
     refs = self.read(lambda state: state.pool.ref_count)
     return [
@@ -420,7 +423,7 @@ class CacheManager(DeviceCache):
 
   @atomic
   def make_prefix_cache_stats(self) -> PrefixCacheStats:
-    """Prefix-cache hits and evictions since the last call."""
+    """Returns prefix-cache hits and evictions since the last call."""
     taken, ages = self._statistics
     if self.config.track_residency:
       evicted = jax.device_get(inspect.residency(self.state))
@@ -432,10 +435,10 @@ class CacheManager(DeviceCache):
 
   @atomic
   def take_events(self) -> Drained:
-    """Pages published and removed since the last call.
+    """Returns the pages published and removed since the last call.
 
     Raises:
-      ValueError: the manager was made without `num_events`.
+      ValueError: `num_events` is 0.
     """
     if not self.config.event_log:
       raise ValueError(
@@ -450,10 +453,10 @@ class CacheManager(DeviceCache):
 
   @atomic
   def take_new_page_ids(self) -> list[int]:
-    """Pages handed out since the last call, in ascending order, to be zeroed.
+    """Returns the pages allocated since the last call, sorted, for zeroing.
 
     Raises:
-      ValueError: the manager was made without `track_new_pages`.
+      ValueError: `track_new_pages` is False.
     """
     if not self.config.track_new_pages:
       raise ValueError(
@@ -466,11 +469,11 @@ class CacheManager(DeviceCache):
     return pages
 
   def free_queue(self) -> list[int]:
-    """The free pages in eviction order."""
+    """Returns the free pages in eviction order."""
     return inspect.free_pages(self.state)
 
   def cached_page_ids(self) -> set[int]:
-    """Pages that a lookup can find."""
+    """Returns the pages that a lookup can find."""
     return set(inspect.cached_pages(self.state))
 
   @property
@@ -480,5 +483,5 @@ class CacheManager(DeviceCache):
 
   @property
   def usage(self) -> float:
-    """The fraction of the pages that is held, the null page not counted."""
+    """The fraction of the pages that are held, without the null page."""
     return 1 - self.num_free_pages / (self.config.num_pages - 1)

@@ -1,4 +1,4 @@
-"""The options of a manager, validated, and what follows from them."""
+"""Validates a manager's options and derives its limits."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ def make(
   watermark: float,
   **options: Any,
 ) -> Limits:
-  """The limits of a `CacheManager`, whose arguments these are.
+  """Returns the limits of a `CacheManager` from its arguments.
 
-  `options` have the names of fields of `CacheConfig`.
+  `options` are fields of `CacheConfig`.
   """
   at_least("max_model_len", max_model_len, 1)
   at_least("max_requests", max_requests, 1)
@@ -111,7 +111,7 @@ def _check_caching(
 def _longest_encoder(
   groups: Sequence[GroupKind], max_model_len: int, most: int | None
 ) -> int:
-  """Tokens of the longest encoder input; 0 without such a group."""
+  """Returns the tokens of the longest encoder input; 0 without such a group."""
   if any(group.holds_encoder for group in groups):
     most = max_model_len if most is None else most
     return at_least("max_encoder_tokens", most, 1)

@@ -1,4 +1,4 @@
-"""Pages that a pool's user holds, not a request: in the state they are pins."""
+"""Pins: page references that a pool's user holds, not a request."""
 
 import dataclasses
 
@@ -13,15 +13,10 @@ from jaxkv._src.cache.pool.page_pool import PoolState
 
 
 def take(pool: PoolState, count: Array, width: int) -> tuple[PoolState, Array]:
-  """Pops pages from the free queue, with one pin and no key each.
+  """Pops `count` pages from the free queue, with one pin and no key each.
 
-  Args:
-    pool: the pool.
-    count: int32[]; nothing is done if fewer pages are free.
-    width: the most pages.
-
-  Returns:
-    The pool, and int32[width]: the pages, then null pages.
+  Takes nothing if fewer are free. Returns the pool and int32[width], the pages
+  and then null pages.
   """
   wanted = jnp.where(count > pool.queue.num_free, 0, count)
 
@@ -38,7 +33,7 @@ def take(pool: PoolState, count: Array, width: int) -> tuple[PoolState, Array]:
 
 
 def add(pool: PoolState, pages: Array, valid: Array, amount: int) -> PoolState:
-  """The pool with a number of pins more on the valid pages int32[X]."""
+  """Adds `amount` pins to the valid pages int32[X]."""
   place = indexing.where_valid(valid, pages)
   pins = indexing.add(pool.pin_count, place, values=amount)
   return dataclasses.replace(pool, pin_count=pins)

@@ -16,12 +16,12 @@ from jaxkv._src.host.identity import identity_of
 
 
 class MultimodalItem(NamedTuple):
-  """An image or similar input, for which placeholder tokens stand.
+  """An image or similar input, which placeholder tokens represent.
 
   Attributes:
-    identifier: a name of its contents, such as a hash.
-    offset: the position of its first placeholder in the sequence.
-    length: the number of its placeholders.
+    identifier: a name of the contents, such as a hash.
+    offset: the position of the first placeholder in the sequence.
+    length: the number of placeholders.
   """
 
   identifier: str
@@ -31,39 +31,38 @@ class MultimodalItem(NamedTuple):
 
 @dataclasses.dataclass
 class Request:
-  """A sequence, as its scheduler sees it.
+  """A sequence, as its scheduler describes it.
 
-  Managers take any object with `request_id`, `token_ids` (or `all_token_ids`)
-  and `num_computed_tokens`, and write to none. Other attributes that an object
-  lacks have the defaults given here, except that an object without a `status`
-  is running as soon as it has computed tokens.
+  A manager takes any object with `request_id`, `token_ids` (or `all_token_ids`)
+  and `num_computed_tokens`, and never writes to it. Missing attributes have the
+  defaults below, except that an object without `status` is running once it has
+  computed tokens.
 
-  Requests of vLLM and eSurge are told apart by what tells them apart there:
-  `lora_request` (its `lora_name`, `lora_path` and `lora_int_id`), `mm_features`
-  (each with an `identifier` or `mm_hash`, and a range `mm_position` or
-  `placeholder_range`, without which it tells the whole request apart) and
-  `prompt_embeds`. With `skip_reading_prefix_cache`, or else
-  `sampling_params.prompt_logprobs`, no prefix is looked up.
+  Attributes of vLLM's and eSurge's requests also separate their pages:
+  `lora_request` (by `lora_name`, `lora_path` and `lora_int_id`), `mm_features`
+  (each with an `identifier` or `mm_hash` and a range `mm_position` or
+  `placeholder_range`; without a range it separates all pages) and
+  `prompt_embeds`. A true `skip_reading_prefix_cache` skips the lookup; without
+  that attribute, `sampling_params.prompt_logprobs` does.
 
   Attributes:
-    request_id: its name.
+    request_id: the request's name.
     token_ids: prompt and output.
-    num_prompt_tokens: length of the prompt; None if all tokens are prompt at
-      first.
-    num_computed_tokens: tokens whose K/V is computed, as the scheduler counts.
-    num_in_flight_tokens: computed tokens of a step that has not ended. Pages
-      that this step reads are not given back yet.
+    num_prompt_tokens: length of the prompt; None for all initial tokens.
+    num_computed_tokens: tokens with computed K/V, as the scheduler counts.
+    num_in_flight_tokens: computed tokens of an unfinished step, whose pages are
+      not freed yet.
     status: "waiting", "running" or "preempted".
     cache_salt: a str or bytes; requests with different salts share no page. ""
-      is none, as in vLLM.
+      and None are the same, as in vLLM.
     lora_name: requests with different adapters share no page.
-    mm: items whose placeholders stand among the tokens.
-    prompt_embeds: array [P, D] of the embeddings that stand for the first P
-      tokens; pages with different ones are different.
-    prompt_logprobs: whether the whole prompt must be computed, so that no
-      prefix of it is looked up. It is still cached for others.
-    shared_prefix_boundary: tokens of it that some groups had cached when not
-      all had; 0 for what the lookup found.
+    mm: images and similar inputs with placeholders among the tokens.
+    prompt_embeds: array [P, D] of embeddings that replace the first P tokens;
+      pages with different embeddings are not shared.
+    prompt_logprobs: computes the whole prompt without a lookup; its pages are
+      still cached for others.
+    shared_prefix_boundary: tokens that some groups had cached but not all; 0
+      for the result of the lookup.
   """
 
   request_id: str
@@ -85,34 +84,22 @@ class Request:
 
   @property
   def num_tokens(self) -> int:
-    """The number of tokens, prompt and output."""
+    """The number of prompt and output tokens."""
     return len(self.token_ids)
 
 
 class KnownRequest(NamedTuple):
-  """What a call knows of a request, read once.
-
-  Attributes:
-    request_id, num_computed_tokens, num_in_flight_tokens,
-      shared_prefix_boundary: as in `Request`.
-    token_ids: the sequence, not copied.
-    num_tokens: its length.
-    num_prompt_tokens: length of the prompt.
-    status: in lower case, also that of a member of an enum.
-    salt: 16 bytes; requests with different ones share no page.
-    items: what stands at its tokens besides them, see `content`.
-    skips_lookup: whether no prefix is looked up.
-  """
+  """The attributes of a request, read once for a call; see `Request`."""
 
   request_id: str
-  token_ids: Sequence[int]
+  token_ids: Sequence[int]  # not copied
   num_tokens: int
   num_prompt_tokens: int
   num_computed_tokens: int
   num_in_flight_tokens: int
-  status: str
-  salt: bytes
-  items: tuple[Item, ...]
+  status: str  # in lower case, also for an enum member
+  salt: bytes  # 16 bytes; requests with different salts share no page
+  items: tuple[Item, ...]  # see `content`
   skips_lookup: bool
   shared_prefix_boundary: int
 
@@ -120,11 +107,8 @@ class KnownRequest(NamedTuple):
 def read_request(request: Any) -> KnownRequest:
   """Reads any object with the attributes of `Request`.
 
-  Besides them, as vLLM and eSurge have them, what `identity_of` reads, and
-  `skip_reading_prefix_cache` or else `sampling_params.prompt_logprobs`.
-
   Raises:
-    AttributeError: it lacks one of the three attributes.
+    AttributeError: it lacks one of the three required attributes.
     TypeError, ValueError: as `identity_of`.
   """
   tokens = tokens_of(request)
@@ -147,7 +131,7 @@ def read_request(request: Any) -> KnownRequest:
 
 
 def tokens_of(request: Any) -> Sequence[int]:
-  """The sequence of a request."""
+  """Returns a request's tokens, prompt and output."""
   try:
     return request.token_ids
   except AttributeError:
@@ -155,7 +139,7 @@ def tokens_of(request: Any) -> Sequence[int]:
 
 
 def tokens_of_all(running: Sequence[Any]) -> list[Sequence[int]]:
-  """The sequence of each request, in one pass: a step has many."""
+  """Returns the tokens of many requests in one pass, for a step."""
   try:
     return [request.token_ids for request in running]
   except AttributeError:
@@ -163,7 +147,7 @@ def tokens_of_all(running: Sequence[Any]) -> list[Sequence[int]]:
 
 
 def first_tokens(request: KnownRequest, count: int) -> list[int]:
-  """A copy of a request's first tokens."""
+  """Returns a copy of a request's first tokens."""
   tokens = request.token_ids[:count]
   return tokens if isinstance(tokens, list) else list(tokens)
 
@@ -188,13 +172,9 @@ def _skips_lookup(request: Any) -> bool:
 def salt_of(request: KnownRequest, size: int) -> bytes:
   """Returns the salt of a request's page keys, 16 bytes.
 
-  A mask has 32 bits for each token of a page: fewer than 128 in a page of less
-  than 4 tokens. There the salt covers all items, so two requests share pages
-  only if their items are all equal.
-
-  Args:
-    request: the request.
-    size: tokens a page.
+  A mask has 32 bits for each token of a page. Pages of less than 4 tokens have
+  fewer than 128, so there the salt covers all items: two requests share pages
+  only if all their items are equal.
   """
   if not request.items or size >= KEY_WORDS:
     return request.salt
@@ -207,18 +187,11 @@ def salt_of(request: KnownRequest, size: int) -> bytes:
 def content(
   request: KnownRequest, start: int, stop: int, size: int, secret: bytes
 ) -> np.ndarray:
-  """int32[stop - start]: the contents that the request's tokens stand for.
+  """Returns int32[stop - start], the tokens with items mixed in.
 
-  In a page that an item touches, its tokens are masked by a hash of the secret
-  and of all items there, so pages with different items are different contents,
-  with `32 * size` bits between them. See `salt_of` for small pages.
-
-  Args:
-    request: the request.
-    start: its first token asked for.
-    stop: one past the last.
-    size: tokens a page.
-    secret: of the cache.
+  In a page that an item touches, the tokens are masked by a hash of the secret
+  and of all its items. So pages with different items have different contents,
+  which `32 * size` bits separate. See `salt_of` for small pages.
   """
   try:
     held = int32s(request.token_ids[start:stop])
@@ -238,7 +211,7 @@ def content(
 def touched_pages(
   request: KnownRequest, start: int, stop: int, size: int
 ) -> list[int]:
-  """Pages among the tokens `start .. stop` that an item touches."""
+  """Returns the pages of tokens `start .. stop` that an item touches."""
   pages: set[int] = set()
   for item in request.items:
     first = max(item.start // size, start // size)
@@ -250,7 +223,7 @@ def touched_pages(
 def page_mask(
   request: KnownRequest, page: int, size: int, secret: bytes
 ) -> np.ndarray:
-  """int32[size]: the mask of a page that an item touches."""
+  """Returns int32[size], the mask of a page that an item touches."""
   begin, end = page * size, (page + 1) * size
   keys = [
     item.key(begin, end)
@@ -262,7 +235,7 @@ def page_mask(
 
 
 def int32s(values: Sequence[int]) -> np.ndarray:
-  """int32[len(values)], without rounding or wrapping.
+  """Converts to int32[len(values)] without rounding or wrapping.
 
   Twice as fast as numpy, which would cast floats and strings of digits.
 

@@ -1,4 +1,4 @@
-"""Which request stands in which slot, and how many tokens it published."""
+"""The slot of each request, and its number of published tokens."""
 
 import operator
 from collections.abc import Sequence
@@ -17,16 +17,15 @@ from jaxkv._src.host.request import touched_pages
 
 
 class RequestSlots:
-  """Which request stands in which slot of the state.
+  """The slots of the state and the requests in them.
 
   Attributes:
     config: sizes of the state.
-    by_name: request id -> slot, of the requests that hold pages.
-    sent: int32[B], tokens of each slot that were published, as the device
-      answered; the next call sends those behind them.
-    with_items: slots of requests with placeholders among their tokens.
-    masked: contents of pages -> their tokens, where an item touches them; only
-      for events that are still to be read.
+    by_name: request id -> slot, for the requests that hold pages.
+    sent: int32[B], each slot's published tokens, as the device reported them.
+      The next call sends the tokens after them.
+    with_items: slots of requests that have placeholders among their tokens.
+    masked: masked tokens of a page -> its real tokens, for unread events.
   """
 
   def __init__(self, config: CacheConfig, max_requests: int, secret: bytes):
@@ -42,16 +41,16 @@ class RequestSlots:
 
   @property
   def is_full(self) -> bool:
-    """Whether every slot is taken."""
+    """True if every slot is in use."""
     return not self._vacant
 
   def vacant(self) -> int | None:
-    """A slot for one more request; it is not taken until `hold`.
+    """Returns a vacant slot, which `hold` then takes.
 
-    None if every page has a slot and no slot is vacant.
+    Returns None if no slot is vacant because every page has one.
 
     Raises:
-      RuntimeError: there are `max_requests` already.
+      RuntimeError: `max_requests` requests already hold pages.
     """
     if self._vacant:
       return self._vacant[-1]
@@ -64,7 +63,7 @@ class RequestSlots:
     return None
 
   def hold(self, request: KnownRequest, slot: int) -> None:
-    """Gives a vacant slot to a request; twice is as once."""
+    """Gives a vacant slot to a request; idempotent."""
     if request.items:
       self.with_items.add(slot)
     self.by_name[request.request_id] = slot
@@ -72,24 +71,19 @@ class RequestSlots:
       self._vacant.pop()
 
   def slot_of(self, name: str) -> int:
-    """The slot of a request that holds pages.
-
-    Raises:
-      KeyError: it holds none.
-    """
+    """Returns the slot of a request; a KeyError if it holds no page."""
     if name not in self.by_name:
       raise KeyError(f"{name!r} holds no page; call allocate_slots for it.")
     return self.by_name[name]
 
   def slots_of(self, running: Sequence[Any]) -> np.ndarray:
-    """int32[R]: the slots of requests.
+    """Returns int32[R], the slots of requests.
 
-    A scheduler asks for the same requests at every step and gets the same
-    array.
+    Consecutive calls with the same requests return the same array.
 
     Raises:
       KeyError: a request holds no page.
-      ValueError: a request is named twice.
+      ValueError: a request is repeated.
     """
     if self._last_asked is not None:
       before, slots = self._last_asked
@@ -106,19 +100,19 @@ class RequestSlots:
     return slots
 
   def forget(self, name: str) -> int | None:
-    """Takes a request out; its slot, which stays in use, or None."""
+    """Removes a request. Returns its slot, which stays in use, or None."""
     self._last_asked = None
     return self.by_name.pop(name, None)
 
   def release(self, slot: int) -> None:
-    """Makes the slot of a forgotten request vacant; twice is as once."""
+    """Makes the slot of a removed request vacant; idempotent."""
     self.sent[slot] = 0
     self.with_items.discard(slot)
     if slot not in self._vacant[-1:]:
       self._vacant.append(slot)
 
   def content(self, request: KnownRequest, begin: int, end: int) -> np.ndarray:
-    """int32[end - begin]: what stands for the tokens, see `content`."""
+    """Returns the masked tokens `begin .. end`, see `request.content`."""
     size = self.config.page_size
     held = content(request, begin, end, size, self._secret)
     if self.config.event_log:
@@ -134,7 +128,7 @@ class RequestSlots:
         self.masked[tuple((real ^ mask).tolist())] = tuple(real.tolist())
 
   def unmasked(self, drained: Drained) -> Drained:
-    """Events with the tokens of requests, not what stands for them."""
+    """Restores the real tokens in events."""
     if not self.masked:
       return drained
     size = self.config.page_size

@@ -1,7 +1,4 @@
-"""The transitions of a manager's state: one for scheduled requests, few others.
-
-Built from the mechanisms of the cache, as its verbs are.
-"""
+"""Transitions of a manager's state, built from the cache's mechanisms."""
 
 import dataclasses
 from typing import NamedTuple
@@ -40,52 +37,35 @@ CACHED = 2**30
 
 
 class Call(NamedTuple):
-  """What R requests ask for, in order.
+  """The arguments of R requests, served in order."""
 
-  Attributes:
-    slots: their slots; out of range for a row that does not count.
-    behind: tokens computed before the new ones, here or elsewhere.
-    external: the part of `behind` that comes from elsewhere.
-    room: tokens that must have room, lookahead included.
-    tokens: the part of `room` that recurrent groups count: no lookahead.
-    encoder: tokens of the encoder that must have pages.
-    whole: tokens for which there must be pages now, or nothing is done; 0 for
-      no such condition.
-    keep_free: pages that must stay free, also for a whole sequence.
-    reserved: pages that must stay free besides.
-    publish: tokens to publish up to; none if fewer than are published.
-    prompt_length, boundary: see `SlotHashes`.
-    since: value of `PrefixIndex.clock` when the scheduling step began, as bits;
-      states published after it are not written yet.
-  """
-
-  slots: Array  # int32[R], as all fields
-  behind: Array
-  external: Array
-  room: Array
-  tokens: Array
-  encoder: Array
-  whole: Array
-  keep_free: Array
-  reserved: Array
-  publish: Array
-  prompt_length: Array
-  boundary: Array
-  since: Array
+  slots: Array  # int32[R], as all fields; out of range for padding
+  behind: Array  # tokens computed before the new ones, here or elsewhere
+  external: Array  # the part of `behind` whose K/V comes from elsewhere
+  room: Array  # tokens that need pages, lookahead included
+  tokens: Array  # the part of `room` that recurrent groups count: no lookahead
+  encoder: Array  # encoder tokens that need pages
+  whole: Array  # tokens that must fit now, or nothing is done; 0: no condition
+  keep_free: Array  # pages that must stay free, also for a whole sequence
+  reserved: Array  # further pages that must stay free
+  publish: Array  # tokens to publish up to; may be below the published ones
+  prompt_length: Array  # as in `SlotHashes`
+  boundary: Array  # as in `SlotHashes`
+  since: Array  # bits of `PrefixIndex.clock` at the start of the scheduling step  # bits of `PrefixIndex.clock` at the scheduling step's start
 
 
 class RequestHits(NamedTuple):
-  """Pages that a request begins with."""
+  """Cached pages with which a request begins."""
 
-  stop: Array  # int32[1, G], how many pages
-  pages: Array  # int32[1, G, M], the null page where a window has moved on
+  stop: Array  # int32[1, G], the number of pages
+  pages: Array  # int32[1, G, M], the null page behind a window
 
 
 class Advanced(NamedTuple):
-  """What became of R requests; arrays on the host."""
+  """The results of R requests, on the host."""
 
   ok: np.ndarray  # bool[R]
-  sound: np.ndarray  # bool[R], whether the hits hold the request's tokens
+  sound: np.ndarray  # bool[R], true if the hits hold the request's tokens
   length: np.ndarray  # int32[R], tokens published
   begin: np.ndarray  # int32[R, G], the first new column
   stop: np.ndarray  # int32[R, G], one past the last
@@ -100,18 +80,18 @@ def begin(
   *,
   caps: tuple[int, ...],
 ) -> tuple[CacheState, Array]:
-  """Attaches the hits of a request to an empty slot, allocates and publishes.
+  """Attaches a request's hits to an empty slot, allocates and publishes.
 
   Args:
     state: the cache.
     packed: int32[X], the fields of `Call` for one row and of `RequestHits`, and
-      bool[G]: groups whose new pages `take_new_pages` leaves out.
+      bool[G]: groups whose new pages `take_new_pages` omits.
     prompt: from `look_up`; None without prefix caching.
     caps: the most pages that one sequence ever holds, by group.
 
   Returns:
-    The cache, and what became of the request, for `fetch`. One array comes and
-    one goes, because each array that is moved costs as much as this one.
+    The cache, and the result for `fetch`. Arguments and result are one array
+    each, because each array that is moved costs as much as this one.
   """
   config = state.config
   groups, columns = config.num_groups, config.pages_per_slot
@@ -149,19 +129,15 @@ def advance(
 ) -> tuple[CacheState, Array]:
   """Recycles, allocates and publishes for requests that have slots.
 
-  Requests are served in order, all-or-nothing. What fell behind a window is
-  given back even where nothing can be allocated. All requests give back first,
-  then all take pages, then all publish.
+  Requests are served in order, each all-or-nothing, except that all free their
+  pages behind windows first. All allocate before any publishes.
 
   Args:
     state: the cache.
     packed: int32[X], the fields of `Call`, each for all rows; bool[G] for a
-      single row, as for `begin`; and the tokens after those published.
+      single row, as for `begin`; and the tokens after the published ones.
     num_rows: R.
     caps: as for `begin`; empty if `whole` is 0 in all rows.
-
-  Returns:
-    As `begin`.
   """
   num_fields = len(Call._fields) * num_rows
   fields, rest = packed[:num_fields], packed[num_fields:]
@@ -187,13 +163,13 @@ def advance(
 
 
 def _rows_of(state: CacheState, call: Call) -> tuple[SlotRows, Array]:
-  """The rows of a call, and bool[R]: those that count."""
+  """Returns the rows of a call, and bool[R]: rows that are not padding."""
   asked = in_range(state, call.slots)
   return SlotRows(call.slots, False, ~asked, ~asked), asked
 
 
 def _nothing_hashed(config: CacheConfig, call: Call) -> Prompt:
-  """A prompt without keys, of the tokens that a slot has room for."""
+  """Returns a prompt without keys, as long as a slot."""
   shape = (*call.slots.shape, config.slot_tokens)
   none = jnp.zeros((1, hashing.KEY_WORDS), jnp.uint32)
   return Prompt(jnp.zeros(shape, jnp.int32), none[:, :0, None], none)
@@ -207,7 +183,7 @@ def _reserve(
   asked: Array,
   hits: RequestHits | None,
 ) -> tuple[CacheState, Array]:
-  """Takes the pages of a plan; bool[R]: the rows that got theirs."""
+  """Allocates a plan's pages; bool[R]: the rows that succeeded."""
   code = jnp.where(asked, Status.OK, Status.SKIPPED).astype(jnp.int32)
   state, code = reserve.reserve(
     state,
@@ -228,7 +204,7 @@ def _publishable(
   ok: Array,
   tokens: Array,
 ) -> Array:
-  """int32[R]: how many tokens are published."""
+  """Returns int32[R], the number of tokens to publish."""
   room = state.config.sizes.tokens_with_room(plan.stop)
   counts = jnp.minimum(call.publish, room) - rows.read(state.length)
   return jnp.where(ok, jnp.clip(counts, 0, tokens.shape[1]), 0)
@@ -243,7 +219,7 @@ def _packed(
   sound: Array,
   width: int,
 ) -> Array:
-  """int32[X], for `fetch`."""
+  """Packs the results for `fetch` into int32[X]."""
   columns = jnp.arange(width, dtype=jnp.int32)[None, None]
   columns = columns + plan.external[..., None]
   group = jnp.arange(state.config.num_groups, dtype=jnp.int32)[None, :, None]
@@ -258,7 +234,7 @@ def _packed(
 
 
 def fetch(packed: Array, num_rows: int, num_groups: int) -> Advanced:
-  """What `begin` or `advance` packed, on the host."""
+  """Unpacks the result of `begin` or `advance`, on the host."""
   flat, pairs = fetched(packed), num_rows * num_groups
   pages = 3 * num_rows + 2 * pairs
   ok, sound, length = flat[: 3 * num_rows].reshape(3, num_rows)
@@ -280,7 +256,7 @@ def _plan(
   held: Array,
   begins: Array,
 ) -> Reservation:
-  """The columns that rows ask for; `held` is int32[R, G]."""
+  """Plans the columns of each row; `held` is int32[R, G]."""
   config = state.config
   required = _columns(config, call.room, call.tokens, call.encoder)
   if hits is None:
@@ -310,7 +286,7 @@ def _plan(
 def _columns(
   config: CacheConfig, room: Array, tokens: Array, encoder: Array
 ) -> Array:
-  """int32[R, G]: columns for `room`; for `tokens` in recurrent groups."""
+  """Returns int32[R, G], columns for `room`, or `tokens` if recurrent."""
   return jnp.where(
     recurrent.holds_states(config),
     config.sizes.columns_for(tokens, encoder),
@@ -325,11 +301,11 @@ def _whole_fits(
   plan: Reservation,
   caps: tuple[int, ...],
 ) -> Array:
-  """bool[R]: rows whose whole sequences have room, where that is asked.
+  """Returns bool[R]: rows whose whole sequences fit, where `whole` asks for it.
 
-  As in vLLM, a sequence counts the pages it ever holds at once, without those
-  that a hit or a window covers. Of states these are the running one, also where
-  another one arrives for external tokens, and the scratch pages.
+  As in vLLM, a sequence counts the most pages that it holds at once, without
+  those that a hit or a window covers. A recurrent group counts its running
+  state, even if another one arrives for external tokens, and the scratch pages.
   """
   config = state.config
   required = _columns(config, call.whole, call.whole, call.encoder)
@@ -352,9 +328,9 @@ def _whole_fits(
 
 
 def _unwritten(state: CacheState, call: Call, hits: RequestHits) -> Array:
-  """bool[R]: whether a state among the hits was published in this step.
+  """Returns bool[R]: rows with a hit on a state that this step published.
 
-  Its request computes it in the same step, so nobody can read it yet.
+  Its request computes the state in the same step, so it is not readable yet.
   """
   index = state.pool.index
   if index is None or not recurrent.has_states(state.config):
@@ -375,9 +351,9 @@ def _unwritten(state: CacheState, call: Call, hits: RequestHits) -> Array:
 def _sound(
   state: CacheState, call: Call, hits: RequestHits, prompt: Prompt
 ) -> Array:
-  """bool[R]: whether the pages of hits hold what their requests begin with.
+  """Returns bool[R]: rows whose hits hold the tokens of the request.
 
-  After the lookup they may have been evicted and handed to another request.
+  After the lookup a page may have been evicted and given to another request.
   """
   config, index, secret = state.config, state.pool.index, state.secret
   first = config.sizes.skipped_pages(call.behind)
@@ -405,9 +381,9 @@ def _sound(
 def _silence(
   state: CacheState, call: Call, silent: Array, plan: Reservation
 ) -> CacheState:
-  """Takes fresh pages of silent groups out of what `take_new_pages` tells.
+  """Hides fresh pages of silent groups from `take_new_pages`.
 
-  A page found stays: another request may have got it as new.
+  Pages of a hit stay listed: another request may have received them as new.
   """
   if state.pool.new is None:
     return state
@@ -428,7 +404,7 @@ def release(state: CacheState, slots: Array) -> tuple[CacheState, None]:
 
 @transition
 def evict(state: CacheState, pages: Array) -> tuple[CacheState, None]:
-  """Takes pages int32[X], all different, out of the index if they are in it."""
+  """Removes pages int32[X], all different, from the index."""
   valid = (pages > 0) & (pages < state.config.num_pages)
   pool, _ = page_pool.unpublish(state.pool, pages, valid)
   return dataclasses.replace(state, pool=pool), None
@@ -436,5 +412,5 @@ def evict(state: CacheState, pages: Array) -> tuple[CacheState, None]:
 
 @transition
 def reset(state: CacheState) -> tuple[CacheState, None]:
-  """Takes all pages out of the index, of a cache in which none is held."""
+  """Removes all pages from the index; no page may be held."""
   return reset_prefix_cache(state)[0], None

@@ -1,4 +1,4 @@
-"""What schedulers get from a manager: pages and statistics."""
+"""Values that a manager returns to schedulers: pages and statistics."""
 
 import dataclasses
 from typing import Any
@@ -10,21 +10,15 @@ from jaxkv._src.host.request import first_tokens
 
 
 class Lookup(NamedTuple):
-  """What a lookup hashed, so that the allocation need not.
+  """The hashed tokens of a lookup, which the allocation reuses."""
 
-  Attributes:
-    token_ids: the sequence as it was then.
-    salt, items: of the request, see `KnownRequest`.
-    prompt: the hashed tokens on the device.
-  """
-
-  token_ids: list[int]
-  salt: bytes
-  items: tuple[Any, ...]
-  prompt: Prompt
+  token_ids: list[int]  # the sequence at the lookup
+  salt: bytes  # as in `KnownRequest`
+  items: tuple[Any, ...]  # as in `KnownRequest`
+  prompt: Prompt  # the hashed tokens on the device
 
   def serves(self, request: KnownRequest, num_tokens: int) -> bool:
-    """Whether these are still the request's first tokens."""
+    """True if these are still the request's first tokens."""
     if self.salt != request.salt or self.items != request.items:
       return False
     if num_tokens == len(self.token_ids) == request.num_tokens:
@@ -37,14 +31,14 @@ class Lookup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CachePages:
-  """Page ids by group; the null page 0 where a window has moved on.
+  """Page ids by group, with the null page 0 behind a window.
 
   Attributes:
     pages: a list of page ids for each group.
-    unhashed: the ids that were not cached when the call that gave them ended.
-    shared_prefix_boundary: of a lookup: tokens that some groups had cached when
-      not all had; 0 where they agreed.
-    lookup: of a lookup: the hashed tokens, for the allocation that follows.
+    unhashed: the ids that were not cached when the call returned.
+    shared_prefix_boundary: tokens that some groups had cached but not all, in a
+      lookup; 0 if all agreed.
+    lookup: the hashed tokens of a lookup, for the allocation that follows.
   """
 
   pages: tuple[list[int], ...]
@@ -59,7 +53,7 @@ class CachePages:
   )
 
   def __add__(self, other: "CachePages") -> "CachePages":
-    """Pages of both, group by group."""
+    """Concatenates the pages of each group."""
     if len(self.pages) != len(other.pages):
       raise ValueError(
         f"CachePages must have {len(self.pages)} groups to be added, got "
@@ -73,24 +67,24 @@ class CachePages:
     return CachePages(joined(self.pages, other.pages), joined(*unhashed))
 
   def get_page_ids(self) -> tuple[list[int], ...]:
-    """Page ids by group."""
+    """Returns page ids by group."""
     return self.pages
 
   def get_unhashed_page_ids(self) -> list[int]:
-    """Ids of the first group's pages that the call did not leave cached."""
+    """Returns the first group's page ids that the call left uncached."""
     return [*self.unhashed[0]] if self.unhashed else []
 
   def get_unhashed_page_ids_all_groups(self) -> tuple[list[int], ...]:
-    """Ids that the call did not leave cached, by group."""
+    """Returns the page ids that the call left uncached, by group."""
     return self.unhashed or self.new_empty().pages
 
   def new_empty(self) -> "CachePages":
-    """No pages, for the same number of groups."""
+    """Returns empty pages with as many groups."""
     return CachePages(tuple([] for _ in self.pages))
 
 
 class PoppedPages(NamedTuple):
-  """Pages of a request that is gone, still in the slot where it stood.
+  """Pages of a removed request, which keep its slot until they are freed.
 
   Attributes:
     slot: the slot.
@@ -108,12 +102,12 @@ class PrefixCacheStats:
   """Prefix-cache hits of the requests admitted since the last reading.
 
   Attributes:
-    requests: requests that got their first pages.
-    queries: tokens that they were looked up with.
-    hits: queried tokens that were cached.
-    preempted_requests, preempted_queries, preempted_hits: the same for requests
-      that had been preempted, which are not counted above.
-    reset: whether the cache was reset.
+    requests: requests that received their first pages.
+    queries: tokens that were looked up.
+    hits: looked-up tokens that were cached.
+    preempted_requests, preempted_queries, preempted_hits: the same for
+      preempted requests, which the first three exclude.
+    reset: True if the cache was reset.
     lifetime, idle: evicted pages by age, see `jaxkv.telemetry.Residency`; empty
       without `track_residency`.
   """
@@ -131,7 +125,7 @@ class PrefixCacheStats:
   def counting(
     self, request: KnownRequest, num_hits: int
   ) -> "PrefixCacheStats":
-    """The statistics with a request, unless it skips the lookup."""
+    """Adds a request to the statistics, unless it skips the lookup."""
     if request.skips_lookup:
       return self
     prefix = "preempted_" if request.status == "preempted" else ""

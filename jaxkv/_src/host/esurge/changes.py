@@ -1,13 +1,11 @@
-"""What a pool's methods do to its state: transitions, and questions.
+"""Transitions and queries of a pool's state.
 
-A reference that was taken through a pool, not by a request, is a pin. A page
-that was taken out of the free queue, but has no reference, is loose: in the
-state one pin holds it, and its position in the queue says so. Its holder may
-give it back to the queue at any time. So the invariants of a cache hold for
-every pool.
+A reference taken through a pool, not by a request, is a pin. A page outside the
+free queue without references is loose: one pin holds it in the state, and its
+queue position marks it, until its holder appends it to the queue. So the
+invariants of a cache hold for every pool.
 
-Each transition does all or nothing, and returns a `Refusal` and the page that
-it is about.
+Each transition is all-or-nothing. It returns a `Refusal` and the page refused.
 """
 
 import dataclasses
@@ -40,7 +38,7 @@ _LOOSE = indexing.NOWHERE - 1
 
 
 class Refusal(enum.IntEnum):
-  """Why a transition did nothing."""
+  """The reason for which a transition did nothing."""
 
   NONE = 0
   TOO_FEW = 1
@@ -86,10 +84,7 @@ _ERRORS: dict[Refusal, tuple[type[Exception], str]] = {
 
 @atomic
 def change(holder: Atomic, specialized: Any, *args: Any, **static: Any) -> Any:
-  """Runs a transition of this file.
-
-  Returns:
-    int32[X]: its answer.
+  """Runs a transition of this file and returns int32[X], its answer.
 
   Raises:
     RuntimeError, ValueError: it refused.
@@ -104,7 +99,7 @@ def change(holder: Atomic, specialized: Any, *args: Any, **static: Any) -> Any:
 
 @atomic
 def read(holder: Atomic, specialized: Any, *args: Any) -> Any:
-  """The answer of a query, on the host."""
+  """Runs a query and copies its answer to the host."""
   return jax.device_get(holder.ask(specialized, *args))
 
 
@@ -112,15 +107,10 @@ def read(holder: Atomic, specialized: Any, *args: Any) -> Any:
 def take_new(
   state: CacheState, count: Array, *, width: int
 ) -> tuple[CacheState, Array]:
-  """Pops pages from the free queue, with one reference and no hash each.
+  """Pops `count` pages, at most `width`, with a reference and no hash each.
 
-  Args:
-    state: the cache.
-    count: int32[].
-    width: the most pages.
-
-  Returns:
-    The cache, and int32[2 + width]: the pages after the first two numbers.
+  Returns the cache, and int32[2 + width]: the pages after the first two
+  numbers.
   """
   free = state.pool.queue.num_free
   pool, pages = pins.take(state.pool, count, width)
@@ -131,7 +121,7 @@ def take_new(
 
 @transition
 def touch(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
-  """One more reference a page int32[X]; free pages leave the queue."""
+  """Adds a reference to pages int32[X]; free pages leave the queue."""
   pool, valid = state.pool, pages > 0
   loose = valid & _is_loose(pool, pages) & (_references(pool, pages) == 0)
   code, page = _first((loose, Refusal.LOOSE), pages=pages)
@@ -142,7 +132,7 @@ def touch(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
 
 @transition
 def release(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
-  """One reference less a page int32[X]; those without any are queued."""
+  """Removes a reference from pages int32[X]; those without any are queued."""
   pool, valid = state.pool, pages > 0
   place = indexing.where_valid(valid, pages)
   given = indexing.add(sharding.zeros_like(pool.pin_count), place, values=1)
@@ -155,7 +145,7 @@ def release(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
 
 @transition
 def take_out(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
-  """Takes pages int32[X] out of the queue; they are loose then."""
+  """Removes pages int32[X] from the queue and makes them loose."""
   pool, valid = state.pool, pages > 0
   code, page = _first(
     (_named_again(pages), Refusal.NAMED_TWICE),
@@ -170,7 +160,7 @@ def take_out(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
 def take_front(
   state: CacheState, count: Array, *, width: int
 ) -> tuple[CacheState, Array]:
-  """Takes the first pages out of the queue; returns as `take_new`."""
+  """Removes the first pages from the queue; returns as `take_new`."""
   pool, free = state.pool, state.pool.queue.num_free
   wanted = jnp.where(count > free, 0, count)
   queued = free_queue.in_order(pool.queue)[:width]
@@ -198,7 +188,7 @@ def put_back(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
 
 @transition
 def add_reference(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
-  """One more reference of a page int32[1], free, loose or in use."""
+  """Adds a reference to a page int32[1], free, loose or in use."""
   pool, valid = state.pool, pages > 0
   loose = valid & _is_loose(pool, pages)
   place = indexing.where_valid(loose, pages)
@@ -215,7 +205,7 @@ def add_reference(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
 def remove_reference(
   state: CacheState, pages: Array
 ) -> tuple[CacheState, Array]:
-  """One reference less of a page int32[1]; without any it is loose."""
+  """Removes a reference from a page int32[1]; the last makes it loose."""
   pool = state.pool
   own = indexing.take(pool.pin_count, pages) - _num_loose(pool, pages)
   references = _references(pool, pages)
@@ -239,14 +229,10 @@ def publish(
   tokens: Array,
   groups: Array,
 ) -> tuple[CacheState, Array]:
-  """Gives pages their hashes, in the order given.
+  """Gives pages int32[X] their hashes, in order.
 
-  Args:
-    state: a cache with prefix caching.
-    pages: int32[X], X a multiple of INSERT_WINDOW.
-    keys: uint32[X, 4].
-    tokens: int32[X, S].
-    groups: int32[X].
+  X is a multiple of INSERT_WINDOW; `keys` is uint32[X, 4], `tokens` int32[X,
+  S], `groups` int32[X].
   """
   pool = state.pool
   assert pool.index is not None
@@ -277,14 +263,14 @@ def publish(
 
 @transition
 def evict(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
-  """Takes the hashes of pages int32[X], all different."""
+  """Removes the hashes of pages int32[X], all different."""
   pool, _ = page_pool.unpublish(state.pool, pages, pages > 0)
   return dataclasses.replace(state, pool=pool), _answer(Refusal.NONE, 0)
 
 
 @transition
 def reset(state: CacheState) -> tuple[CacheState, Array]:
-  """Takes all hashes, if all pages are free."""
+  """Removes all hashes, if all pages are free."""
   num_free, usable = state.pool.queue.num_free, state.config.num_pages - 1
   done = num_free == usable
   pool = page_pool.clear(state.pool, done)
@@ -295,35 +281,34 @@ def reset(state: CacheState) -> tuple[CacheState, Array]:
 
 @query
 def num_free(state: CacheState) -> Array:
-  """int32[]: free pages."""
+  """Returns int32[], the number of free pages."""
   return state.pool.queue.num_free
 
 
 @query
 def queued(state: CacheState) -> tuple[Array, Array]:
-  """The number of free pages, and int32[C]: they in order, then zeros."""
+  """Returns the number of free pages, and int32[C]: them in order, then 0."""
   return state.pool.queue.num_free, free_queue.in_order(state.pool.queue)
 
 
 @query
 def references(state: CacheState, pages: Array) -> Array:
-  """int32[X]: references of pages."""
+  """Returns int32[X], references of pages."""
   return _references(state.pool, pages)
 
 
 @query
 def are_hashed(state: CacheState, pages: Array) -> Array:
-  """bool[X]: whether pages have a hash."""
+  """Returns bool[X]: pages with a hash."""
   return page_pool.is_cached(state.pool, pages)
 
 
 @query
 def hashes(state: CacheState, pages: Array) -> tuple[Array, ...]:
-  """Of pages int32[X] of a cache with prefix caching.
+  """Reads the hashes of pages int32[X].
 
-  Returns:
-    bool[X]: whether they have a hash; uint32[X]: how many pages were published
-    since; uint32[X, 4]: their keys; int32[X]: their groups.
+  Returns bool[X], True for pages with a hash; uint32[X], the number of pages
+  published since; uint32[X, 4], keys; and int32[X], groups.
   """
   index, log = state.pool.index, state.pool.events
   assert index is not None
@@ -337,7 +322,7 @@ def hashes(state: CacheState, pages: Array) -> tuple[Array, ...]:
 
 @query
 def tokens_of(state: CacheState, pages: Array) -> Array:
-  """int32[X, S]: tokens of pages with a hash."""
+  """Returns int32[X, S], tokens of pages with a hash."""
   index = state.pool.index
   assert index is not None
   return indexing.take(index.tokens, pages)
@@ -345,7 +330,7 @@ def tokens_of(state: CacheState, pages: Array) -> Array:
 
 @query
 def find(state: CacheState, keys: Array, tokens: Array) -> Array:
-  """int32[X]: the first page with each key and tokens; 0 for none."""
+  """Returns int32[X], the first page with each key and tokens; 0 for none."""
   index = state.pool.index
   assert index is not None
   return prefix_index.lookup(index, keys, tokens)
@@ -353,15 +338,9 @@ def find(state: CacheState, keys: Array, tokens: Array) -> Array:
 
 @query
 def chain(state: CacheState, tokens: Array, salt: Array) -> Array:
-  """The keys of a sequence's pages, the same for all groups.
+  """Returns uint32[P, 4], the keys of a sequence's pages in all groups.
 
-  Args:
-    state: a cache with prefix caching.
-    tokens: int32[1, P, S].
-    salt: uint32[1, 4].
-
-  Returns:
-    uint32[P, 4].
+  `tokens` is int32[1, P, S], `salt` uint32[1, 4].
   """
   assert state.secret is not None
   root = jnp.broadcast_to(roots(state, salt), salt.shape)
@@ -369,7 +348,7 @@ def chain(state: CacheState, tokens: Array, salt: Array) -> Array:
 
 
 def _references(pool: PoolState, pages: Array) -> Array:
-  """int32[X], without the pin that holds a loose page."""
+  """Returns int32[X], without the pins of loose pages."""
   return indexing.take(pool.ref_count, pages) - _num_loose(pool, pages)
 
 
@@ -378,7 +357,7 @@ def _is_loose(pool: PoolState, pages: Array) -> Array:
 
 
 def _num_loose(pool: PoolState, pages: Array) -> Array:
-  """int32[X]: pins that hold loose pages, 0 or 1."""
+  """Returns int32[X], pins that hold loose pages, 0 or 1."""
   return _is_loose(pool, pages).astype(jnp.int32)
 
 
@@ -401,14 +380,14 @@ def _marked(pool: PoolState, pages: Array, valid: Array) -> PoolState:
 
 
 def _named_again(pages: Array) -> Array:
-  """bool[X]: not the null page, and named before."""
+  """Returns bool[X]: pages that occur earlier, without the null page."""
   return (pages > 0) & (indexing.num_earlier(pages) > 0)
 
 
 def _first(
   *reasons: tuple[Array, Refusal], pages: Array
 ) -> tuple[Array, Array]:
-  """The first reason that some page meets, and that page."""
+  """Returns the first reason that applies to a page, and that page."""
   code, page = jnp.int32(Refusal.NONE), jnp.int32(0)
   for met, refusal in reversed(reasons):
     some = jnp.any(met)

@@ -16,7 +16,7 @@ from jaxkv._src.host.request import tokens_of
 
 
 class CacheCoordinator:
-  """The part of a manager that knows requests by their ids.
+  """Access to a manager's requests by their ids.
 
   Attributes:
     page_pool, num_pages, kv_cache_groups, max_model_len, enable_caching,
@@ -33,12 +33,12 @@ class CacheCoordinator:
     self.use_eagle: bool = given["use_eagle"]
 
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
-    """Ids of a request's pages by group."""
+    """Returns the ids of a request's pages by group."""
     groups = len(self.kv_cache_groups)
     return self._cache.get_page_ids(request_id)[:groups]
 
   def get_pages(self, request_id: str) -> tuple[list[CachePage], ...]:
-    """A request's pages by group."""
+    """Returns a request's pages by group."""
     pages = self.page_pool.pages
     held = self.get_page_ids(request_id)
     return tuple([pages[page] for page in group] for group in held)
@@ -46,13 +46,13 @@ class CacheCoordinator:
   def remove_skipped_pages(
     self, request_id: str, num_computed_tokens: int
   ) -> None:
-    """Gives back what these tokens have left behind windows and chunks."""
+    """Frees the pages that these tokens leave behind windows and chunks."""
     self._cache.remove_skipped_pages(request_id, num_computed_tokens)
 
   def get_num_common_prefix_pages(
     self, request_id: str, num_scheduled_requests: int
   ) -> list[int]:
-    """Leading pages with so many references; 0 for windows, chunks, states."""
+    """Counts leading pages with that many references in full attention."""
     at_least("num_scheduled_requests", num_scheduled_requests, 0)
     common = [0] * len(self.kv_cache_groups)
     if not self.enable_caching:
@@ -66,10 +66,11 @@ class CacheCoordinator:
 
 
 class RequestHashes(Mapping[str, list[PageHash]]):
-  """The hashes of requests' pages; a view.
+  """A view of the hashes of requests' pages.
 
-  A request has them from its first lookup to `free_page_hashes`: those of its
-  full pages then, and of pages that were published since. Any other has none.
+  It has a request from its first lookup to `free_page_hashes`, with the pages
+  that were full at the lookup or published since. Other requests have no
+  hashes.
   """
 
   def __init__(self, keys: ChainKeys | None, page_size: int | None):
@@ -77,12 +78,12 @@ class RequestHashes(Mapping[str, list[PageHash]]):
     self._known: dict[str, tuple[Any, int]] = {}
 
   def look_up(self, request: Any) -> None:
-    """Notes a lookup."""
+    """Records a lookup."""
     if self._known.get(request.request_id, (None, 0))[1] == 0:
       self._known[request.request_id] = request, self._full(request)
 
   def publish(self, request: Any, num_tokens: int) -> None:
-    """Notes that a request's first tokens were published."""
+    """Records that a request's first tokens were published."""
     full = self._full(request, num_tokens)
     before = self._known.get(request.request_id, (None, 0))[1]
     self._known[request.request_id] = request, max(before, full)

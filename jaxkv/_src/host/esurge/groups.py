@@ -1,4 +1,4 @@
-"""Layer groups as eSurge specifies them, as kinds of this library."""
+"""Converts eSurge's KV-cache group specs to `GroupKind`."""
 
 import dataclasses
 import math
@@ -15,9 +15,9 @@ from jaxkv._src.host.calls import at_least
 
 @dataclasses.dataclass(frozen=True)
 class ChunkKeepingLastPage(ChunkedLocal):
-  """Layers with chunks, whose sequences keep their last full page, as eSurge's.
+  """Chunked layers whose sequences keep their last full page, as in eSurge.
 
-  It goes back when the next page is full.
+  The page is freed when the next one is full.
   """
 
   keeps_last_page: ClassVar[bool] = True
@@ -26,18 +26,17 @@ class ChunkKeepingLastPage(ChunkedLocal):
 def kinds_of(
   groups: Sequence[Any], max_model_len: int, *, caching: bool
 ) -> tuple[GroupKind, ...]:
-  """The kind of each group.
+  """Returns the kind of each group.
 
   Args:
-    groups: kinds, or objects with a `kv_cache_spec`, of which these attributes
-      are read: `page_size`, and `sliding_window`, `attention_chunk_size` or
-      `shapes`. A spec with both a window and a chunk, even None, is that of
-      full attention.
+    groups: kinds, or objects with a `kv_cache_spec` that has a `page_size`, and
+      `sliding_window`, `attention_chunk_size` or `shapes`. A spec that has both
+      window and chunk, even None, is full attention.
     max_model_len: tokens of the longest sequence.
-    caching: whether pages are published.
+    caching: True if pages are published.
 
   Raises:
-    TypeError: an object is none of these.
+    TypeError: an object is neither.
     ValueError: a size is out of range.
   """
   at_least("max_model_len", max_model_len, 1)
@@ -50,12 +49,12 @@ def kinds_of(
 
 
 def has_states(group: Any) -> bool:
-  """Whether a group is one of states, of which a sequence has one page."""
+  """True if a group holds states, one page a sequence."""
   return _has_states(_spec_of(group))
 
 
 def shares_prefixes(group: Any) -> bool:
-  """Whether a group keeps every page, so that leading ones can be common."""
+  """True if a group keeps every page, so that leading ones can be shared."""
   spec = _spec_of(group)
   if isinstance(spec, GroupKind):
     return isinstance(spec, FullAttention)
@@ -65,7 +64,7 @@ def shares_prefixes(group: Any) -> bool:
 
 
 def page_size_of(group: Any) -> int:
-  """Tokens a page of a group."""
+  """Returns the tokens a page of a group."""
   return _spec_of(group).page_size
 
 

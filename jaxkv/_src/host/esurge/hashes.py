@@ -1,4 +1,4 @@
-"""Hashes of pages, as eSurge computes them: with any function, on the host."""
+"""Hashes of pages as eSurge computes them, on the host."""
 
 import os
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from jaxkv._src.host.request import tokens_of
 
 
 class PageHash(NamedTuple):
-  """What a page is known by.
+  """The hash of a page, with the data that was hashed.
 
   Attributes:
     hash_value: the hash of this page and of all pages before it.
     token_ids: the tokens of the page.
-    extra_keys: what else tells the page apart; None for nothing.
+    extra_keys: data besides the tokens, such as images; None for nothing.
   """
 
   hash_value: Any
@@ -25,23 +25,23 @@ class PageHash(NamedTuple):
 
 
 class PageHashWithGroupId(NamedTuple):
-  """What a page of one group is known by.
+  """The hash of a page in one group.
 
   Attributes:
-    page_hash: the same for all groups.
-    group_id: the number of the group.
+    page_hash: the hash.
+    group_id: the index of the group.
   """
 
   page_hash: PageHash
   group_id: int
 
   def get_hash_value(self) -> Any:
-    """The hash of this page and of all pages before it."""
+    """Returns the hash of this page and of all pages before it."""
     return self.page_hash.hash_value
 
 
 def _first_parent() -> int:
-  """Of PYTHONHASHSEED, if that is a number; else 256 random bits."""
+  """Returns the hash of a numeric PYTHONHASHSEED, else 256 random bits."""
   seed = os.environ.get("PYTHONHASHSEED", "")
   if seed.isdecimal():
     return hash(int(seed))
@@ -53,7 +53,7 @@ NONE_HASH = _first_parent()
 
 
 def init_none_hash() -> None:
-  """Does nothing: `NONE_HASH` is there from the start and stays."""
+  """Does nothing: `NONE_HASH` is set at import and never changes."""
 
 
 def hash_page_tokens(
@@ -62,14 +62,14 @@ def hash_page_tokens(
   curr_page_token_ids: Sequence[int],
   extra_keys: tuple[Any, ...] | None = None,
 ) -> PageHash:
-  """The hash of one page.
+  """Returns the hash of one page.
 
   Args:
-    hash_function: of a tuple of the parent's hash, the tokens and the extra
-      keys, such as `hash`.
+    hash_function: a function of a tuple of the parent's hash, the tokens and
+      the extra keys, such as `hash`.
     parent_page_hash: the `hash_value` of the page before; None for none.
     curr_page_token_ids: the tokens of the page.
-    extra_keys: what else tells the page apart.
+    extra_keys: data besides the tokens.
 
   Examples:
     >>> first = hash_page_tokens(hash, None, [1, 2])
@@ -88,13 +88,13 @@ def hash_page_tokens(
 def hash_request_tokens(
   hash_function: Callable[[Any], Any], page_size: int, request: Any
 ) -> list[PageHash]:
-  """The hashes of a request's full pages.
+  """Returns the hashes of a request's full pages.
 
   Args:
     hash_function: as for `hash_page_tokens`.
     page_size: tokens a page.
-    request: its tokens count, and with `has_vision` the `modality`
-      and `mm_hash` of its `mm_features`, which are extra keys of every page.
+    request: the tokens and, with `has_vision`, the `modality` and `mm_hash` of
+      its `mm_features`, which are extra keys of every page.
   """
   tokens = tokens_of(request)
   full = len(tokens) // page_size
@@ -110,7 +110,7 @@ def chained(
   pages: Iterable[Sequence[int]],
   extra_keys: tuple[Any, ...] | None,
 ) -> list[PageHash]:
-  """The hashes of consecutive pages behind a parent."""
+  """Returns the hashes of consecutive pages after a parent."""
   hashes = []
   for tokens in pages:
     hashes.append(hash_page_tokens(hash_function, parent, tokens, extra_keys))
@@ -119,7 +119,7 @@ def chained(
 
 
 def extra_keys_of(request: Any) -> tuple[Any, ...] | None:
-  """What tells a request apart besides its tokens; None for nothing."""
+  """Returns a request's data besides its tokens; None for nothing."""
   features = getattr(request, "mm_features", None)
   if not features or not getattr(request, "has_vision", False):
     return None

@@ -1,11 +1,11 @@
-"""How hashes of pages become keys of the prefix index, and back.
+"""Converts hashes of pages to keys of the prefix index, and back.
 
-A manager hashes on the device: `PageHash.hash_value` is the key of the page in
-the first group, 128 bits, from which those in other groups follow. (The key of
-the chain itself must not be told, see `hashing`.)
+A manager hashes on the device: `PageHash.hash_value` is the page's key in the
+first group, 128 bits, from which those in other groups follow. (The key of the
+chain itself must stay secret, see `hashing`.)
 
-A pool on its own is given hashes of any kind. Its keys are digests of them,
-from a secret, and it remembers what each digest stands for.
+A pool without a manager accepts any hashes. Its keys are keyed digests of them,
+and it remembers the hash of each digest.
 """
 
 import hashlib
@@ -34,26 +34,21 @@ _GROUPS = 2  # Row of a state's secret, from which on each group has one.
 
 
 class IndexKey(NamedTuple):
-  """What the index knows a page by.
+  """The key of a page in the index."""
 
-  Attributes:
-    words: uint32[4].
-    tokens: int32[S], what a page must hold to be found.
-  """
-
-  words: np.ndarray
-  tokens: np.ndarray
+  words: np.ndarray  # uint32[4]
+  tokens: np.ndarray  # int32[S], the tokens of a page with this key
 
 
 class DigestKeys:
-  """Keys of a pool on its own; the tokens of a page are in its key."""
+  """Keys of a pool without a manager; a key covers the page's tokens."""
 
   def __init__(self, secret: bytes):
     self._secret = secret
     self._named: dict[bytes, PageHashWithGroupId] = {}
 
   def key_of(self, page_hash: PageHash, group: int) -> IndexKey:
-    """The key of a hash."""
+    """Returns the key of a hash."""
     value, tokens, extra = page_hash
     named = repr((value, tuple(tokens), extra, group)).encode()
     digest = hashlib.blake2b(
@@ -65,29 +60,29 @@ class DigestKeys:
   def remember(
     self, page_hash: PageHash, group: int, words: np.ndarray
   ) -> None:
-    """Keeps what a key stands for, so that `hash_of` tells it."""
+    """Records the hash of a key, for `hash_of`."""
     named = PageHashWithGroupId(page_hash, group)
     self._named[key_bytes(words)] = named
 
   def remembers_many(self, num_pages: int) -> bool:
-    """Whether it is time to forget what no page is known by any more."""
+    """True if it is time to forget the hashes that no page has."""
     return len(self._named) > 2 * num_pages + 1024
 
   def forget_others(self, words: np.ndarray) -> None:
-    """Keeps what uint32[X, 4] keys stand for, and nothing else."""
+    """Forgets all but the keys uint32[X, 4]."""
     kept = {key_bytes(key) for key in words}
     self._named = {k: v for k, v in self._named.items() if k in kept}
 
   def hash_of(
     self, words: np.ndarray, tokens: np.ndarray, group: int
   ) -> PageHashWithGroupId:
-    """The hash that a key stands for."""
+    """Returns the hash of a key."""
     return self._named[key_bytes(words)]
 
   def missing(
     self, request: Any, parent: Any, first: int, stop: int, size: int
   ) -> list[PageHash]:
-    """The hashes of the pages `first .. stop` of a request behind a parent."""
+    """Returns the hashes of a request's pages `first .. stop`."""
     tokens = tokens_of(request)
     pages = (
       tokens[page * size : page * size + size] for page in range(first, stop)
@@ -96,14 +91,14 @@ class DigestKeys:
 
 
 class ChainKeys:
-  """Keys of a manager; the index compares the tokens of a page besides."""
+  """Keys of a manager; the index also compares the tokens of a page."""
 
   def __init__(self, cache: DeviceCache):
     self._cache = cache
     self._secret = cache.read(lambda state: state.secret)
 
   def key_of(self, page_hash: PageHash, group: int) -> IndexKey | None:
-    """The key of a hash in a group; None if no page can have it."""
+    """Returns the key of a hash in a group; None if no page can have it."""
     value, tokens, _ = page_hash
     sizes = self._cache.config.page_sizes
     if not isinstance(value, int) or not 0 <= value < 1 << 128:
@@ -123,7 +118,7 @@ class ChainKeys:
   def remember(
     self, page_hash: PageHash, group: int, words: np.ndarray
   ) -> None:
-    """Does nothing: the state tells."""
+    """Does nothing: the state has all hashes."""
 
   def remembers_many(self, num_pages: int) -> bool:
     """False: nothing is remembered."""
@@ -135,7 +130,7 @@ class ChainKeys:
   def hash_of(
     self, words: np.ndarray, tokens: np.ndarray, group: int
   ) -> PageHashWithGroupId:
-    """The hash that a key stands for."""
+    """Returns the hash of a key."""
     size = self._cache.config.page_sizes[group]
     words = words ^ self._mask(0) ^ self._mask(group)
     page_hash = _page_hash(words, tokens[:size])
@@ -144,11 +139,11 @@ class ChainKeys:
   def missing(
     self, request: Any, parent: Any, first: int, stop: int, size: int
   ) -> list[PageHash]:
-    """The hashes of the pages `first .. stop` of a request."""
+    """Returns the hashes of a request's pages `first .. stop`."""
     return self.hashes_of(request, stop, size)[first:]
 
   def hashes_of(self, request: Any, count: int, size: int) -> list[PageHash]:
-    """The hashes of a request's first pages of so many tokens."""
+    """Returns the hashes of a request's first `count` pages."""
     known, config = read_request(request), self._cache.config
     count = min(count, known.num_tokens // size)
     if count == 0:
@@ -175,7 +170,7 @@ Keys = DigestKeys | ChainKeys
 def stacked(
   keys: Iterable[IndexKey], width: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """uint32[width, 4] and int32[width, S]: at least one key, then zeros."""
+  """Returns uint32[width, 4] and int32[width, S]: the keys, then zeros."""
   rows = list(keys)
   words = np.zeros((width, KEY_WORDS), np.uint32)
   tokens = np.zeros((width, len(rows[0].tokens)), np.int32)

@@ -20,32 +20,32 @@ from jaxkv._src.host.types import CachePages
 class EsurgeCacheManager:
   """Manages the pages of requests for eSurge's schedulers.
 
-  The first request of each width is compiled for, see
+  Each width of request compiles when it first occurs, see
   `jaxkv.host.CacheManager`.
 
   Args:
-    num_pages: pages of the pool, the null page 0 included.
+    num_pages: pages of the pool, including the null page 0.
     kv_cache_groups: the layer groups: eSurge's `CacheGroupSpec`, or kinds such
-      as `jaxkv.FullAttention(page_size=16)`. Without any, nothing is cached and
-      no request needs a page.
+      as `jaxkv.FullAttention(page_size=16)`. Without groups nothing is cached
+      and no request needs a page.
     max_model_len: tokens of the longest sequence.
-    enable_caching: whether pages are published and found.
-    use_eagle: whether a draft model needs the last page found computed again.
+    enable_caching: publishes pages and looks them up.
+    use_eagle: computes the last page of a hit again, for a draft model.
     max_requests: the most requests that hold pages at once.
     key: the secret of the page hashes, see `jaxkv.init`; None for a random one.
 
   Attributes:
-    num_pages, kv_cache_groups, max_model_len, use_eagle: as given.
-    enable_caching: as given, but False without groups.
+    num_pages, kv_cache_groups, max_model_len, use_eagle: the arguments.
+    enable_caching: the argument, but False without groups.
     page_size: tokens a page of the first group; None without caching.
-    num_kv_cache_groups: how many groups there are.
-    coordinator: knows requests by their ids.
+    num_kv_cache_groups: the number of groups.
+    coordinator: access to requests by their ids.
     page_pool: the pages.
     req_to_page_hashes: request id -> `PageHash` of its pages; a view.
 
   Raises:
-    TypeError: an argument is of the wrong type.
-    ValueError: an argument is out of range, or two do not go together.
+    TypeError: an argument has the wrong type.
+    ValueError: an argument is out of range, or two arguments conflict.
 
   Examples:
     >>> from jaxkv import FullAttention
@@ -116,7 +116,7 @@ class EsurgeCacheManager:
 
   @property
   def usage(self) -> float:
-    """The fraction of the pages that is not free, the null page counted."""
+    """The fraction of the pages that are not free, with the null page."""
     return self.page_pool.get_usage()
 
   def get_computed_pages(
@@ -126,16 +126,18 @@ class EsurgeCacheManager:
     dp_shard_hint: int | None = None,
     data_parallel_size: int | None = None,
   ) -> tuple[EsurgeCachePages, int]:
-    """The longest cached prefix that leaves a token to compute.
+    """Finds the longest cached prefix that leaves a token to compute.
 
     Args:
       request: eSurge's `EngineRequest`, or any object with the attributes of
         `jaxkv.host.Request`.
       dp_shard_hint: None or 0.
-      data_parallel_size: None or 1, or one that does not divide the pages.
+      data_parallel_size: None or 1, or a number that does not divide the pages.
 
     Returns:
-      Its pages by group, null pages where a window needs none, and its tokens.
+      The prefix's pages by group, with null pages where a window needs none,
+      and
+      its number of tokens.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     found, num_tokens = self._cache.get_computed_pages(request)
@@ -154,28 +156,13 @@ class EsurgeCacheManager:
     dp_shard_hint: int | None = None,
     data_parallel_size: int | None = None,
   ) -> EsurgeCachePages | None:
-    """Makes room for tokens of a request, and publishes those that are known.
+    """Allocates pages for a request's tokens and publishes its full pages.
 
-    First gives back what fell behind a window, even if there is no room.
-
-    Args:
-      request: as for `get_computed_pages`.
-      num_new_tokens: tokens that will be computed, drafts included.
-      num_new_computed_tokens: tokens that a lookup found.
-      new_computed_pages: what the lookup returned.
-      num_lookahead_tokens: tokens behind the new ones that must have room too.
-      delay_cache_pages: whether publishing waits for `cache_pages`.
-      dp_shard_hint: None or 0.
-      data_parallel_size: None or 1, or one that does not divide the pages.
+    Arguments and errors are those of `jaxkv.host.CacheManager.allocate_slots`
+    and of `get_computed_pages`; `num_new_tokens` must be at least 1.
 
     Returns:
-      The new pages; None, with no page taken, if there are too few.
-
-    Raises:
-      TypeError: a number is not an int.
-      ValueError: no new token is asked for, a number is negative, the sequence
-        is too long, or a hit is given that no lookup found.
-      RuntimeError: there are `max_requests` already.
+      The new pages; None, with no page taken, if too few are free.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     if num_new_tokens == 0:
@@ -200,28 +187,24 @@ class EsurgeCacheManager:
     return self._viewed(new)
 
   def free(self, request: Any) -> None:
-    """Gives all pages of a request back, the last one first."""
+    """Frees all pages of a request, the last page first."""
     self._cache.free(request)
 
   def free_page_hashes(self, request: Any) -> None:
-    """Forgets the page hashes of a request that is finished."""
+    """Forgets the page hashes of a finished request."""
     self.req_to_page_hashes.forget(request.request_id)
 
   def reset_prefix_cache(self) -> bool:
-    """Takes all pages out of the prefix cache, if all are free.
-
-    Returns:
-      Whether it was done.
-    """
+    """Resets the prefix cache and returns True, if all pages are free."""
     return self._cache.reset_prefix_cache()
 
   def get_num_common_prefix_pages(
     self, request: Any, num_scheduled_requests: int
   ) -> list[int]:
-    """Leading pages of a request with so many references, by group.
+    """Counts leading pages with enough references, by group.
 
-    Pages that others share, but not with each other, count too. 0 for windows,
-    chunks and states, and without caching.
+    A page counts if it has `num_scheduled_requests` references, whoever holds
+    them. 0 for windows, chunks and states, and without caching.
 
     Raises:
       ValueError: the request is not running.
@@ -237,7 +220,7 @@ class EsurgeCacheManager:
     )
 
   def get_page_ids(self, request_id: str) -> tuple[list[int], ...]:
-    """Ids of a request's pages by group; empty lists if it holds none."""
+    """Returns a request's pages by group; empty lists if it holds none."""
     return self.coordinator.get_page_ids(request_id)
 
   def cache_pages(self, request: Any, num_computed_tokens: int) -> None:
@@ -253,7 +236,7 @@ class EsurgeCacheManager:
     self.req_to_page_hashes.publish(request, num_computed_tokens)
 
   def create_empty_page_list(self) -> EsurgeCachePages:
-    """No pages, for every group."""
+    """Returns empty pages, with a list for each group."""
     return EsurgeCachePages(tuple([] for _ in self.kv_cache_groups))
 
   def _viewed(self, pages: CachePages) -> EsurgeCachePages:
@@ -263,10 +246,10 @@ class EsurgeCacheManager:
 
 
 class _FromTheStart:
-  """A request that holds no page, whatever its scheduler has counted.
+  """A request without pages, whose computed tokens count as new.
 
-  eSurge's scheduler counts on for one that it preempts in the step in which it
-  has scheduled it. Its pages are all new then.
+  eSurge's scheduler keeps counting a request that it preempts in the step that
+  scheduled it. All pages of such a request are new.
   """
 
   num_computed_tokens = 0
@@ -279,7 +262,7 @@ class _FromTheStart:
 
 
 def _found_pages(pages: EsurgeCachePages | None) -> CachePages | None:
-  """What a lookup found, with what it hashed if these are still its pages."""
+  """Returns the result of a lookup, with its hashes if the pages match."""
   if pages is None:
     return None
   ids = pages.get_page_ids()

@@ -1,4 +1,4 @@
-"""Pages as a scheduler holds them: views of a pool, and lists of them."""
+"""Pages for eSurge's schedulers: views of a pool, and lists of them."""
 
 import dataclasses
 from typing import Any
@@ -10,17 +10,17 @@ from jaxkv._src.host.types import CachePages
 class CachePage:
   """One page.
 
-  A page of a pool is a view: whatever it tells, it reads from the newest state.
-  A page that was made alone has a count and a hash of its own.
+  A page of a pool is a view, whose properties read the newest state. A page
+  made alone has its own count and hash.
 
   Args:
-    page_id: its number.
-    ref_cnt: references, of a page that is made alone.
-    is_null: whether it stands for no page.
+    page_id: its id.
+    ref_cnt: references, of a page made alone.
+    is_null: True for a null page.
 
   Attributes:
-    page_id: its number.
-    is_null: whether it is the null page, which is never free and never counted.
+    page_id: its id.
+    is_null: True for the null page, which is never free and has no references.
 
   Examples:
     >>> from jaxkv.host.esurge import CachePage
@@ -43,28 +43,28 @@ class CachePage:
 
   @classmethod
   def of_pool(cls, pool: Any, page_id: int) -> "CachePage":
-    """The view of a pool's page."""
+    """Returns the view of a pool's page."""
     page = cls(page_id, is_null=page_id == 0)
     page._pool = pool
     return page
 
   @property
   def pool(self) -> Any:
-    """Its pool; None for a page that was made alone."""
+    """Its pool; None for a page made alone."""
     return self._pool
 
   @property
   def queue(self) -> Any:
-    """The free queue that it may stand in."""
+    """The free queue to which it can belong."""
     return self._queue
 
   def join(self, queue: Any) -> None:
-    """Makes a queue the one whose neighbors the page tells."""
+    """Sets the queue that gives the page's neighbors."""
     self._queue = queue
 
   @property
   def ref_cnt(self) -> int:
-    """References; always 0 for the null page of a pool."""
+    """The reference count; 0 for the null page of a pool."""
     if self._pool is None:
       return self._count
     return self._pool.references([self])[0]
@@ -79,14 +79,14 @@ class CachePage:
     self._count = count
 
   def incr_ref(self) -> None:
-    """One more reference. A free page leaves the queue."""
+    """Adds a reference. A free page leaves the queue."""
     if self._pool is None:
       self._count += 1
     elif not self.is_null:
       self._pool.add_reference(self)
 
   def decr_ref(self) -> None:
-    """One reference less. The queue stays as it is: `append` puts it there.
+    """Removes a reference, without an effect on the queue; see `append`.
 
     Raises:
       RuntimeError: it has none, or only those of requests.
@@ -102,7 +102,7 @@ class CachePage:
 
   @property
   def page_hash(self) -> PageHashWithGroupId | None:
-    """What it is known by; None if it cannot be found."""
+    """The page's hash; None if lookups cannot find it."""
     return self._hash if self._pool is None else self._pool.hash_of(self)
 
   @page_hash.setter
@@ -115,7 +115,7 @@ class CachePage:
       self._hash = page_hash
 
   def reset_hash(self) -> None:
-    """Takes its hash."""
+    """Removes the hash."""
     if self._pool is not None:
       self._pool.evict([self])
     self._hash = None
@@ -162,10 +162,9 @@ class EsurgeCachePages:
   """Pages by group.
 
   Attributes:
-    pages: a list of `CachePage` for each group; the null page where a window
-      has moved on.
-    found: of a lookup: its answer, so that the allocation that follows need not
-      hash again.
+    pages: a list of `CachePage` for each group, with the null page behind a
+      window.
+    found: the result of a lookup, whose hashes the allocation reuses.
   """
 
   pages: tuple[list[CachePage], ...]
@@ -174,7 +173,7 @@ class EsurgeCachePages:
   )
 
   def __add__(self, other: "EsurgeCachePages") -> "EsurgeCachePages":
-    """Pages of both, group by group."""
+    """Concatenates the pages of each group."""
     if len(self.pages) != len(other.pages):
       raise ValueError(
         f"CachePages must have {len(self.pages)} groups to be added, got "
@@ -184,14 +183,14 @@ class EsurgeCachePages:
     return EsurgeCachePages(tuple(one + two for one, two in both))
 
   def get_page_ids(self) -> tuple[list[int], ...]:
-    """Page ids by group."""
+    """Returns page ids by group."""
     return tuple([page.page_id for page in group] for group in self.pages)
 
   def get_unhashed_page_ids(self) -> list[int]:
-    """Ids of the pages that have no hash now.
+    """Returns ids of the pages that have no hash now.
 
     Raises:
-      ValueError: there is not one group.
+      ValueError: there is not exactly one group.
     """
     if len(self.pages) != 1:
       raise ValueError(
@@ -205,5 +204,5 @@ class EsurgeCachePages:
     return [page.page_id for page, known in marked if not known]
 
   def new_empty(self) -> "EsurgeCachePages":
-    """No pages, for the same number of groups."""
+    """Returns empty pages with as many groups."""
     return EsurgeCachePages(tuple([] for _ in self.pages))

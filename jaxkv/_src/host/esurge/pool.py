@@ -34,7 +34,7 @@ def refuse_shards(
 ) -> None:
   """Raises for more than one shard.
 
-  Pages that cannot be divided evenly are in no shards, as in eSurge.
+  Ignores shards that do not divide the pages, as eSurge does.
   """
   shards = data_parallel_size or 1
   if shards > 1 and num_pages % shards:
@@ -48,18 +48,17 @@ def refuse_shards(
 
 
 class PagePool:
-  """Pages, those that are free, and those that can be found by a hash.
+  """The pages, with their references, hashes and free queue.
 
-  Page 0 is the null page. References that are taken here are given back here;
-  those of requests are a manager's.
+  Page 0 is the null page. The pool drops only references that it took;
+  `CacheManager.free` drops those of requests.
 
   Args:
-    num_pages: pages, the null page included.
-    enable_caching: whether pages can have hashes.
+    num_pages: pages, including the null page.
+    enable_caching: gives pages hashes.
 
   Attributes:
-    num_pages: as given.
-    enable_caching: as given.
+    num_pages, enable_caching: the arguments.
     pages: a view of each page.
     null_page: the first of them.
     free_page_queue: the free pages.
@@ -90,7 +89,7 @@ class PagePool:
 
   @classmethod
   def of_manager(cls, cache: DeviceCache) -> "PagePool":
-    """The pool of a manager."""
+    """Returns the pool of a manager."""
     pool = cls.__new__(cls)
     keys = ChainKeys(cache) if cache.config.prefix_caching else None
     pool._join(cache, keys, cache.config.num_pages)
@@ -106,7 +105,7 @@ class PagePool:
 
   @property
   def keys(self) -> Keys | None:
-    """How hashes become keys; None without caching."""
+    """The conversion of hashes to keys; None without caching."""
     return self._keys
 
   def get_cached_page(
@@ -117,9 +116,9 @@ class PagePool:
     dp_shard_hint: int | None = None,
     data_parallel_size: int | None = None,
   ) -> list[CachePage] | None:
-    """The page with a hash in each group; None if one has none.
+    """Returns each group's page with a hash; None if a group has none.
 
-    Of several such pages it is the one that has had the hash longest.
+    Of several pages, it is the one that has had the hash longest.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     if self._keys is None:
@@ -147,17 +146,17 @@ class PagePool:
     """Gives pages of a request their hashes.
 
     Args:
-      request: its tokens count where hashes are missing.
-      pages: its pages in one group; null pages are passed over.
-      page_hashes: hashes of its first pages; those that are missing are added.
-      num_cached_pages: pages at the start that are left as they are.
-      num_full_pages: one past the last page to get a hash.
+      request: its tokens give the missing hashes.
+      pages: its pages in one group; null pages are skipped.
+      page_hashes: hashes of its first pages; missing ones are appended.
+      num_cached_pages: leading pages to leave unchanged.
+      num_full_pages: one past the last page to hash.
       page_size: tokens a page.
       kv_cache_group_id: the group.
 
     Raises:
       RuntimeError: a page has a hash, or the request too few tokens.
-      ValueError: there are fewer hashes than pages that are left.
+      ValueError: there are fewer hashes than `num_cached_pages`.
     """
     if num_cached_pages >= num_full_pages:
       return
@@ -184,7 +183,7 @@ class PagePool:
     num_full_pages: int,
     page_size: int,
   ) -> None:
-    """Adds the missing hashes of a request's first full pages."""
+    """Appends the missing hashes of a request's first full pages."""
     first = len(page_hashes)
     if first >= num_full_pages:
       return
@@ -207,10 +206,10 @@ class PagePool:
     dp_shard_hint: int | None = None,
     data_parallel_size: int | None = None,
   ) -> list[CachePage]:
-    """Takes the first free pages. They lose their hashes.
+    """Takes the first free pages and removes their hashes.
 
     Raises:
-      ValueError: there are fewer.
+      ValueError: too few are free.
     """
     refuse_shards(self.num_pages, dp_shard_hint, data_parallel_size)
     count = min(at_least("num_pages", num_pages, 0), self.num_pages)
@@ -219,9 +218,9 @@ class PagePool:
     return [self.pages[page] for page in taken[1 : 1 + count]]
 
   def touch(self, pages: Iterable[Iterable[CachePage]]) -> None:
-    """One more reference for each page of each group.
+    """Adds a reference to each page of each group.
 
-    Pages in the free queue leave it. Null pages are passed over.
+    Free pages leave the queue. Null pages are skipped.
 
     Raises:
       RuntimeError: a page was taken out of the free queue by hand.
@@ -230,10 +229,10 @@ class PagePool:
     self._change(changes.touch, self._numbers(flat))
 
   def free_pages(self, ordered_pages: Iterable[CachePage]) -> None:
-    """One reference less for each page, the first to be used again first.
+    """Removes a reference from each page, the first to be reused first.
 
-    Pages without a reference go to the end of the free queue and keep their
-    hashes. Null pages are passed over.
+    Pages without references are appended to the free queue and keep their
+    hashes. Null pages are skipped.
 
     Raises:
       RuntimeError: a page has fewer references of this pool; nothing is done.
@@ -241,38 +240,34 @@ class PagePool:
     self._change(changes.release, self._numbers(ordered_pages))
 
   def evict(self, pages: Iterable[CachePage]) -> None:
-    """Takes the hashes of pages; references and queue stay as they are."""
+    """Removes the hashes of pages; references and queue do not change."""
     numbers = self._numbers(pages)
     self._change(changes.evict, calls.pad_pages(sorted({*numbers.tolist()})))
 
   def reset_prefix_cache(self) -> bool:
-    """Takes the hashes of all pages, if all are free.
-
-    Returns:
-      Whether it was done.
-    """
+    """Removes all hashes and returns True, if all pages are free."""
     return bool(self._change(changes.reset)[0])
 
   def get_num_free_pages(self) -> int:
-    """The number of free pages."""
+    """Returns the number of free pages."""
     return self.free_page_queue.num_free_pages
 
   def get_usage(self) -> float:
-    """The fraction of the pages that is not free, the null page counted."""
+    """Returns the fraction of pages that are not free, with the null page."""
     return 1 - self.get_num_free_pages() / self.num_pages
 
   def references(self, pages: Sequence[CachePage]) -> list[int]:
-    """The number of references of each page."""
+    """Returns the number of references of each page."""
     numbers = self._numbers(pages)
     return self._read(changes.references, numbers)[: len(pages)].tolist()
 
   def are_hashed(self, pages: Sequence[CachePage]) -> list[bool]:
-    """Whether each page has a hash."""
+    """Returns for each page True if it has a hash."""
     numbers = self._numbers(pages)
     return self._read(changes.are_hashed, numbers)[: len(pages)].tolist()
 
   def hash_of(self, page: CachePage) -> PageHashWithGroupId | None:
-    """What a page is known by; None if it cannot be found."""
+    """Returns the hash of a page; None if lookups cannot find it."""
     if self._keys is None:
       return None
     return next(iter(_named(self._holder, self._keys, [page.page_id])), None)
@@ -291,11 +286,11 @@ class PagePool:
     page_hashes: Sequence[PageHash],
     group: int,
   ) -> None:
-    """Gives pages of a group their hashes, in the order given.
+    """Gives pages of a group their hashes, in order.
 
     Raises:
       RuntimeError: a page has a hash.
-      ValueError: the pool has no hashes, or not such ones.
+      ValueError: caching is disabled, or a hash is not of this pool's form.
     """
     keys = self._caching()
     if pages:
@@ -326,9 +321,9 @@ class PagePool:
 
 
 class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
-  """The pages with a hash, by hash and then by page id; a view.
+  """A view of the pages with a hash, by hash and then by page id.
 
-  Pages of one hash are in the order in which they got it, and so are hashes, by
+  Pages of one hash are in the order of publication, and hashes in the order of
   their first pages.
   """
 
@@ -355,7 +350,7 @@ class CachedPages(Mapping[PageHashWithGroupId, dict[int, CachePage]]):
     return {page: self._pool.pages[page] for page in pages}
 
   def _entries(self) -> list[tuple[int, bytes]]:
-    """Pages with a hash and their keys, in the order of their publication."""
+    """Returns pages with a hash and their keys, in order of publication."""
     if self._pool.keys is None:
       return []
     cached, age, words, _ = _hashes_of_all(self._pool)
@@ -373,7 +368,7 @@ def _hashes_of_all(pool: PagePool) -> Any:
 def _named(
   holder: Atomic, keys: Keys, pages: list[int]
 ) -> list[PageHashWithGroupId]:
-  """The hashes of those pages that have one."""
+  """Returns the hashes of those pages that have one."""
   numbers = calls.pad_pages(pages)
   cached, _, words, groups = jax.device_get(holder.ask(changes.hashes, numbers))
   tokens = np.asarray(holder.ask(changes.tokens_of, numbers))
@@ -392,7 +387,7 @@ def _publish(
   page_hashes: Sequence[PageHash],
   group: int,
 ) -> None:
-  """Runs `changes.publish`; what the keys stand for is known before."""
+  """Runs `changes.publish`, after the keys have been remembered."""
   rows = []
   for page_hash in page_hashes:
     key = keys.key_of(page_hash, group)

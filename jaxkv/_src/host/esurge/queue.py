@@ -1,4 +1,4 @@
-"""The free pages in eviction order, page by page."""
+"""The free queue of pages, in eviction order."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxkv._src.host.esurge.pages import CachePage
 
 
 def config_of(num_pages: int, *, caching: bool) -> CacheConfig:
-  """A pool alone, for no sequence; least recently used pages go first."""
+  """Returns the config of a pool without sequences, in LRU order."""
   return CacheConfig(
     num_pages=num_pages,
     page_size=1,
@@ -31,11 +31,11 @@ class FreeCachePageQueue:
   """Free pages, the next one to be used first.
 
   Args:
-    pages: made alone, with different ids, to be queued in this order.
+    pages: pages without a pool and with different ids, in this order.
 
   Attributes:
-    fake_free_list_head: what stands before the first page; its id is -1.
-    fake_free_list_tail: what stands after the last page; its id is -1.
+    fake_free_list_head: sentinel before the first page, with id -1.
+    fake_free_list_tail: sentinel after the last page, with id -1.
 
   Raises:
     ValueError: two pages have one id, or a page has a pool.
@@ -68,7 +68,7 @@ class FreeCachePageQueue:
   def of_pool(
     cls, holder: Atomic, pages: Sequence[CachePage]
   ) -> "FreeCachePageQueue":
-    """The queue of a pool, whose null page stands first in `pages`."""
+    """Returns the queue of a pool, whose null page is the first of `pages`."""
     queue = cls.__new__(cls)
     queue._join(holder, pages)
     return queue
@@ -88,15 +88,15 @@ class FreeCachePageQueue:
     return int(changes.read(self._holder, changes.num_free))
 
   def popleft(self) -> CachePage:
-    """Takes the first page out; it keeps its hash.
+    """Removes and returns the first page, which keeps its hash.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the queue is empty.
     """
     return self.popleft_n(1)[0]
 
   def popleft_n(self, n: int) -> list[CachePage]:
-    """Takes the first n pages out; they keep their hashes.
+    """Removes and returns the first n pages, which keep their hashes.
 
     Raises:
       ValueError: there are fewer.
@@ -109,39 +109,39 @@ class FreeCachePageQueue:
     return [self._pages[place] for place in taken[1 : 1 + count]]
 
   def remove(self, page: CachePage) -> None:
-    """Takes a page out, wherever it stands; it keeps its hash.
+    """Removes a page from anywhere in the queue; it keeps its hash.
 
     Raises:
-      RuntimeError: it does not stand in the queue.
+      RuntimeError: it is not in the queue.
     """
     changes.change(self._holder, changes.take_out, self._places_of([page]))
 
   def append(self, page: CachePage) -> None:
-    """Puts a page behind all others.
+    """Appends a page to the queue.
 
     Raises:
-      RuntimeError: it stands in the queue, or has references.
+      RuntimeError: it is in the queue, or has references.
     """
     self.append_n([page])
 
   def append_n(self, pages: Iterable[CachePage]) -> None:
-    """Puts pages behind all others, in the order given.
+    """Appends pages to the queue, in order.
 
     Raises:
-      RuntimeError: one stands in the queue, or has references.
-      ValueError: one is named twice.
+      RuntimeError: a page is in the queue, or has references.
+      ValueError: a page is repeated.
     """
     changes.change(self._holder, changes.put_back, self._places_of(pages))
 
   def get_all_free_pages(self) -> list[CachePage]:
-    """The pages, the first one first."""
+    """Returns the free pages in eviction order."""
     count, order = changes.read(self._holder, changes.queued)
     return [self._pages[place] for place in order[: int(count)]]
 
   def neighbors(
     self, page: CachePage
   ) -> tuple[CachePage | None, CachePage | None]:
-    """What stands before and after a page; None if it is not in the queue."""
+    """Returns the pages or sentinels around a page; None if not queued."""
     line = [
       self.fake_free_list_head,
       *self.get_all_free_pages(),

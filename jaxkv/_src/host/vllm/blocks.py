@@ -1,4 +1,4 @@
-"""Blocks as vLLM's schedulers see them: a pool and a number, no state."""
+"""Blocks for vLLM's schedulers: views of a pool, without state."""
 
 import dataclasses
 import itertools
@@ -12,10 +12,10 @@ BlockIds = tuple[list[int], ...]
 
 
 class KVCacheBlock:
-  """A block of a pool; every attribute but the first two is read when asked.
+  """A block of a pool. Its properties read the newest state.
 
   Attributes:
-    block_id: its number.
+    block_id: its id.
     pool: the `BlockPool`.
   """
 
@@ -27,12 +27,12 @@ class KVCacheBlock:
 
   @property
   def is_null(self) -> bool:
-    """Whether it is the null block, which stands where a window moved on."""
+    """True for the null block, which replaces blocks behind a window."""
     return self.block_id == 0
 
   @property
   def ref_cnt(self) -> int:
-    """Its references; 0 for the null block."""
+    """Its reference count; 0 for the null block."""
     return int(self.pool.ref_counts()[self.block_id])
 
   @property
@@ -62,10 +62,9 @@ class KVCacheBlocks:
   """Blocks by group.
 
   Attributes:
-    blocks: a list of blocks for each group; the null block where a window has
-      moved on. An empty tuple for no blocks.
-    found: what a lookup knows besides the blocks, so that the allocation need
-      not hash the tokens again.
+    blocks: a list of blocks for each group, with the null block behind a
+      window; empty tuples for no blocks.
+    found: the result of a lookup, whose hashes the allocation reuses.
   """
 
   blocks: tuple[Sequence[KVCacheBlock], ...]
@@ -75,27 +74,24 @@ class KVCacheBlocks:
 
   @property
   def pages(self) -> CachePages | None:
-    """The same for the core; None if there is no block."""
+    """The blocks as `CachePages`; None if there are none."""
     if self.found is not None or not any(self.blocks):
       return self.found
     return CachePages(self.get_block_ids())
 
   def __add__(self, other: "KVCacheBlocks") -> "KVCacheBlocks":
-    """Blocks of both, group by group."""
+    """Concatenates the blocks of each group."""
     pairs = zip(self.blocks, other.blocks, strict=True)
     return KVCacheBlocks(tuple([*one, *two] for one, two in pairs))
 
   def get_block_ids(
     self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
   ) -> Any:
-    """Ids by group.
+    """Returns ids by group.
 
     Args:
-      allow_none: whether the answer is None if there is no block at all.
-      group_ids: the groups asked for; None for all.
-
-    Returns:
-      A tuple of lists, or None.
+      allow_none: returns None in place of empty lists.
+      group_ids: the groups to return; None for all.
     """
     groups = self.blocks
     if group_ids is not None:
@@ -105,7 +101,7 @@ class KVCacheBlocks:
     return tuple([block.block_id for block in group] for group in groups)
 
   def get_unhashed_block_ids(self) -> list[int]:
-    """Ids of the only group's blocks that are not cached now.
+    """Returns ids of the only group's blocks that are not cached now.
 
     Raises:
       ValueError: there are several groups.
@@ -118,19 +114,19 @@ class KVCacheBlocks:
     return [block.block_id for block in _unhashed(self.blocks[0])]
 
   def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
-    """Ids of blocks that are not cached now, by group; no null blocks."""
+    """Returns ids of blocks that are not cached now, without null blocks."""
     return [
       [block.block_id for block in _unhashed(group) if not block.is_null]
       for group in self.blocks
     ]
 
   def new_empty(self) -> "KVCacheBlocks":
-    """No blocks, for the same number of groups."""
+    """Returns empty blocks with as many groups."""
     return KVCacheBlocks(tuple(() for _ in self.blocks))
 
 
 def _unhashed(blocks: Sequence[Any]) -> Iterator[Any]:
-  """The blocks that are not cached; one reading for all that are ours."""
+  """Yields the blocks that are not cached, after one reading of the state."""
   if not blocks or not isinstance(blocks[0], KVCacheBlock):
     return (block for block in blocks if block.block_hash is None)
   hashes = blocks[0].pool.hashes_of([block.block_id for block in blocks])

@@ -1,4 +1,4 @@
-"""What each call of a manager cached, read from the core's event log."""
+"""Reads the blocks that each call cached from the core's event log."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from jaxkv._src.host.vllm.page_cache import PageCache
 
 
 class CallLog:
-  """Reads the event log after each call that cached something.
+  """Reads the event log after each call that cached blocks.
 
-  The rows of the log tell no request, so they are read before another request
-  caches anything. A call says first whose pages it may cache: if it is
-  interrupted afterwards, the next call reads them.
+  Log rows do not name a request, so they are read before another request caches
+  anything. `expect` names the request before its call, so that the next call
+  reads the rows of an interrupted one.
   """
 
   def __init__(self, cache: PageCache, reader: EventReader):
@@ -30,17 +30,17 @@ class CallLog:
     self._states: dict[str, list[tuple[int, int, int]]] = {}
 
   def expect(self, request: Any) -> None:
-    """Says whose pages the next call may cache."""
+    """Names the request whose pages the next call may cache."""
     if self._logged:
       before = self._cache.num_published_tokens(request.request_id)
       self._unread = request, before
 
   def read(self, hit: CachePages | None = None, behind: int = 0) -> None:
-    """Reads what the last call cached, if it is not read yet.
+    """Reads the rows of the last call, unless they are read already.
 
     Args:
-      hit: pages that its request began with.
-      behind: tokens that it began with; 0 if it began before, or with none.
+      hit: pages with which its request began.
+      behind: tokens with which it began; 0 if it began before, or with none.
     """
     if self._unread is None:
       return
@@ -52,13 +52,13 @@ class CallLog:
     self._unread = None
 
   def forget(self, request: Any) -> None:
-    """Reads what is left to read; the request will hold no page."""
+    """Reads the pending rows of a request that is about to lose its pages."""
     self.read()
     self._attached.pop(request.request_id, None)
     self._states.pop(request.request_id, None)
 
   def events(self) -> list[KVCacheEvent]:
-    """The events that `take` would give."""
+    """Returns the events that `take` would return."""
     self.read()
     if self._logged:
       rows, _ = self._cache.read_log()
@@ -66,14 +66,14 @@ class CallLog:
     return self._reader.queue
 
   def take(self) -> list[KVCacheEvent]:
-    """The events since the last call."""
+    """Returns the events since the last call."""
     self.events()
     return self._reader.take()
 
   def take_states(self) -> dict[str, list[tuple[int, int, int]]]:
-    """States cached since the last call, of requests that hold pages.
+    """Returns states cached since the last call, of requests with pages.
 
-    By request: a group, a page, and the tokens up to the page's end.
+    For each request: group, page, and tokens up to the page's end.
     """
     self.read()
     states, self._states = self._states, {}

@@ -1,7 +1,6 @@
-"""Reads vLLM's `KVCacheConfig` as group kinds. Refuses unsupported options.
+"""Converts vLLM's `KVCacheConfig` to group kinds. Refuses unsupported options.
 
-vLLM's classes are not imported. A spec is known by the names of its class and
-of the classes below it.
+vLLM is not imported: a spec is recognized by the names of its class and bases.
 """
 
 import dataclasses
@@ -43,10 +42,8 @@ class RunningState(GroupKind):
   """Layers with one state a sequence, which is never cached.
 
   vLLM's `MambaSpec` with `mamba_cache_mode="none"`. A page is as long as the
-  longest sequence, so there is one, and one more for each draft token.
-
-  Attributes:
-    num_speculative: draft tokens, with a scratch page each.
+  longest sequence, so there is one, and one more for each of the
+  `num_speculative` draft tokens.
   """
 
   num_speculative: int = dataclasses.field(  # pyright: ignore
@@ -59,19 +56,19 @@ class RunningState(GroupKind):
 
 
 def has_class(spec: Any, name: str) -> bool:
-  """Whether a spec is of vLLM's class of this name."""
+  """True if a spec is of vLLM's class of this name."""
   return any(base.__name__ == name for base in type(spec).__mro__)
 
 
 def layer_specs(spec: Any) -> list[Any]:
-  """The specs of the layers of a group, or the spec itself."""
+  """Returns the specs of a group's layers, or the spec itself."""
   if has_class(spec, "UniformTypeKVCacheSpecs"):
     return list(spec.kv_cache_specs.values())
   return [spec]
 
 
 def kind_name(spec: Any) -> str:
-  """What events call a spec."""
+  """Returns the name of a spec's kind in events."""
   names = {
     next((_KINDS[name] for name in _KINDS if has_class(layer, name)), "unknown")
     for layer in layer_specs(spec)
@@ -83,7 +80,7 @@ def kind_name(spec: Any) -> str:
 
 
 def window_of(spec: Any) -> int | None:
-  """The window that events tell of a spec."""
+  """Returns the window of a spec in events."""
   windows = {
     layer.sliding_window if has_class(layer, "SlidingWindowSpec") else None
     for layer in layer_specs(spec)
@@ -92,17 +89,17 @@ def window_of(spec: Any) -> int | None:
 
 
 def is_attention(spec: Any) -> bool:
-  """Whether new blocks of a spec are zeroed, where vLLM zeroes any."""
+  """True for specs whose new blocks vLLM zeroes, if it zeroes any."""
   return all(has_class(one, "AttentionSpec") for one in layer_specs(spec))
 
 
 def group_kinds(
   groups: Sequence[Any], max_model_len: int, *, enable_caching: bool
 ) -> list[GroupKind]:
-  """The kinds of vLLM's groups, objects with a `kv_cache_spec`.
+  """Converts vLLM's groups, which have a `kv_cache_spec`, to group kinds.
 
   Raises:
-    ValueError: a group is of a kind that is not supported.
+    ValueError: a group's kind is not supported.
   """
   if not groups:
     raise ValueError(
@@ -201,7 +198,7 @@ def check_sizes(
   hash_block_size: int,
   enable_caching: bool,
 ) -> None:
-  """Raises for block sizes with which vLLM would find parts of blocks."""
+  """Raises for block sizes with which hits in vLLM end inside blocks."""
   if not enable_caching:
     return  # There is no hit that could end anywhere.
   sizes = [kind.page_size or 0 for kind in kinds]
@@ -226,10 +223,10 @@ def check_sizes(
 def draft_groups(
   groups: Sequence[Any], kinds: Sequence[GroupKind], use_eagle: bool
 ) -> set[int]:
-  """The groups of a draft model, as vLLM names them.
+  """Returns the groups of a draft model, as vLLM flags them.
 
   Raises:
-    ValueError: only some of the groups would leave out their last block.
+    ValueError: only some of the groups would drop their last block.
   """
   flagged = {
     number
@@ -246,7 +243,7 @@ def draft_groups(
 
 
 def check_options(**options: tuple[int, int]) -> None:
-  """Raises for options that are not supported: name=(value, the most)."""
+  """Raises for unsupported options, name=(value, maximum)."""
   for name, (value, most) in options.items():
     if value > most:
       wanted = "None" if name == "metrics_collector" else f"at most {most}"
@@ -261,10 +258,10 @@ def retention(
   scheduler_block_size: int,
   enable_caching: bool,
 ) -> int | None:
-  """The option `prefix_cache_retention_interval` of vLLM's config.
+  """Reads `prefix_cache_retention_interval` of vLLM's config.
 
   Raises:
-    ValueError: it is not a multiple of what hits are multiples of.
+    ValueError: it is not a multiple of the hit's granularity.
   """
   name = "prefix_cache_retention_interval"
   interval = getattr(kv_cache_config, name, None)
@@ -287,7 +284,7 @@ def retention(
 
 
 def holds_tokens(kind: GroupKind) -> bool:
-  """Whether the blocks of a kind hold K/V of the sequence's own tokens."""
+  """True if blocks of a kind hold K/V of the sequence's own tokens."""
   return not (
     kind.holds_states or kind.holds_encoder or isinstance(kind, RunningState)
   )

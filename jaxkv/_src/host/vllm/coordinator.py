@@ -1,4 +1,4 @@
-"""What schedulers and connectors read below a manager: its groups."""
+"""The groups of a manager, for vLLM's schedulers and connectors."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from jaxkv._src.host.vllm.page_cache import PageCache
 
 
 class RequestBlocks:
-  """The blocks of requests in one group, by request; read when asked."""
+  """A view of the blocks of requests in one group, by request."""
 
   def __init__(self, cache: PageCache, pool: BlockPool, group: int):
     self._cache = cache
@@ -28,7 +28,7 @@ class RequestBlocks:
   def get(
     self, request_id: str, default: Sequence[KVCacheBlock] = ()
   ) -> Sequence[KVCacheBlock]:
-    """The blocks of a request; `default` if it holds none."""
+    """Returns the blocks of a request; `default` if it holds none."""
     return self[request_id] if request_id in self else default
 
   def __iter__(self) -> Iterator[str]:
@@ -39,7 +39,7 @@ class RequestBlocks:
 
 
 class CachedCounts:
-  """How many leading blocks of requests are full and known, in one group."""
+  """A view of the number of cached leading blocks, by request."""
 
   def __init__(self, cache: PageCache, block_size: int):
     self._cache = cache
@@ -63,15 +63,15 @@ class SingleTypeKVCacheManager:
 
   Attributes:
     kv_cache_spec: vLLM's spec.
-    kv_cache_group_id: its number.
+    kv_cache_group_id: its index.
     block_size: tokens a block.
-    block_pool: the pool, which all groups share.
+    block_pool: the pool of all groups.
     req_to_blocks: the blocks of requests.
-    num_cached_block: how many of them are full and known.
-    enable_caching: whether blocks are cached.
-    use_eagle: whether hits leave out a block for a draft model.
-    max_admission_blocks_per_request: the most blocks of one request, where
-      blocks fall behind; else None.
+    num_cached_block: the number of their cached leading blocks.
+    enable_caching: True if blocks are cached.
+    use_eagle: True if hits drop a block for a draft model.
+    max_admission_blocks_per_request: the most blocks of one request if windows
+      free blocks; else None.
   """
 
   def __init__(
@@ -105,10 +105,10 @@ class KVCacheCoordinator:
     single_type_managers: one for each group.
     block_pool: the pool.
     eagle_group_ids: groups of a draft model.
-    enable_partial_hash_hits: False; hits end where blocks end.
+    enable_partial_hash_hits: False; hits end at ends of blocks.
     num_reprefillable_tokens: 0.
     retention_interval: see `CacheConfig.prefix_retention_interval`.
-    scheduler_block_size: every hit is a multiple of it.
+    scheduler_block_size: a divisor of every hit.
   """
 
   enable_partial_hash_hits = False
@@ -154,21 +154,21 @@ class KVCacheCoordinator:
     apply_admission_cap: bool = False,
     prefill_end: int = 0,
   ) -> int:
-    """Blocks that a request which holds some still needs.
+    """Counts the further blocks that a request with blocks needs.
 
     Args:
       request_id: the request.
-      num_tokens: tokens that need room.
+      num_tokens: tokens that need blocks.
       new_computed_blocks: empty for each group.
-      num_encoder_tokens: tokens of the encoder.
+      num_encoder_tokens: encoder tokens that need blocks.
       total_computed_tokens: not used.
       num_local_computed_tokens: not used.
       num_tokens_main_model: the part of `num_tokens` that states count.
-      apply_admission_cap: whether a window counts what it holds at once.
+      apply_admission_cap: counts for a window only the most blocks at once.
       prefill_end: not used.
 
     Raises:
-      ValueError: blocks are given; ask `allocate_slots` then.
+      ValueError: `new_computed_blocks` has blocks; use `allocate_slots`.
     """
     if any(new_computed_blocks):
       raise ValueError(

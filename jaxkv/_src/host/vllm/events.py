@@ -1,8 +1,8 @@
-"""What vLLM's event publishers send: blocks stored, removed, all cleared.
+"""vLLM's events of cached blocks: stored, removed, all cleared.
 
-`EventReader` makes them of the rows of the core's event log, and remembers
-under which hash of its request a block was stored. Without a hash of its own, a
-block is called by its key in the cache.
+`EventReader` makes them from the rows of the core's event log, and records
+under which hash of its request a block was stored. A block without such a hash
+is named by its key in the cache.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ ExternalHash = int | bytes
 
 
 class KVCacheEvent:
-  """Something that happened to blocks."""
+  """Base class of events."""
 
   def __hash__(self) -> int:
     return hash(repr(self))
@@ -34,20 +34,21 @@ class BlockStored(KVCacheEvent):
   """Blocks of one request and group that one call published.
 
   Attributes:
-    block_hashes: of the blocks that can be found, in order.
-    parent_block_hash: of the block before the first; None at the beginning.
+    block_hashes: hashes of the blocks that lookups can find, in order.
+    parent_block_hash: hash of the preceding block; None at the beginning.
     token_ids: all tokens from the first block to the last, also of blocks
       between them that are not published.
     block_size: tokens a block.
     lora_id, lora_name: the request's adapter.
-    medium: where the blocks are.
-    extra_keys: what tells a block apart besides its tokens, for each hash.
+    medium: where the blocks are stored.
+    extra_keys: for each hash, the block's key besides its tokens.
     group_idx: the group.
-    kv_cache_spec_kind: what the group's layers are, such as "full_attention".
+    kv_cache_spec_kind: the kind of the group's layers, such as
+      "full_attention".
     kv_cache_spec_sliding_window: its window, if it has one.
     locality, ownership, lookahead_token_ids: not used.
-    session_id: of the request.
-    type: the name of the class, by which receivers know it.
+    session_id: the request's session.
+    type: the name of the class, by which receivers recognize it.
   """
 
   block_hashes: list[ExternalHash]
@@ -72,14 +73,14 @@ class BlockStored(KVCacheEvent):
 
 @dataclasses.dataclass
 class BlockRemoved(KVCacheEvent):
-  """A block that can no longer be found.
+  """A block that lookups can no longer find.
 
   Attributes:
     block_hashes: its hash.
-    medium: where it was.
+    medium: where it was stored.
     group_idx: its group.
     locality, ownership: not used.
-    type: the name of the class, by which receivers know it.
+    type: the name of the class, by which receivers recognize it.
   """
 
   block_hashes: list[ExternalHash]
@@ -94,10 +95,10 @@ class BlockRemoved(KVCacheEvent):
 
 @dataclasses.dataclass
 class AllBlocksCleared(KVCacheEvent):
-  """No block can be found any more.
+  """Removal of all blocks from the prefix cache.
 
   Attributes:
-    type: the name of the class, by which receivers know it.
+    type: the name of the class, by which receivers recognize it.
   """
 
   type: str = "AllBlocksCleared"
@@ -106,25 +107,15 @@ class AllBlocksCleared(KVCacheEvent):
 
 
 class BlockName(NamedTuple):
-  """How a block is called outside.
+  """The external name of a block."""
 
-  Attributes:
-    hash: its hash, as its request has it, or its key.
-    num_tokens: tokens from the sequence's start to the block's end.
-  """
-
-  hash: bytes
-  num_tokens: int
+  hash: bytes  # the hash of its request, or its key
+  num_tokens: int  # tokens from the sequence's start to the block's end
 
 
 @dataclasses.dataclass(frozen=True)
 class EventGroup:
-  """What events tell of a group.
-
-  Attributes:
-    block_size: tokens a block.
-    kind, window: see `BlockStored`.
-  """
+  """The fields of a group in events, see `BlockStored`."""
 
   block_size: int
   kind: str
@@ -132,11 +123,11 @@ class EventGroup:
 
 
 class EventReader:
-  """Turns rows of the core's log into events.
+  """Converts rows of the core's log to events.
 
   Attributes:
-    queue: the events since `take`; none are kept unless events are enabled.
-    names: key of a page -> what the block is called outside.
+    queue: the events since `take`; empty unless events are enabled.
+    names: key of a page -> its block's external name.
     keys: hash and group -> key.
   """
 
@@ -151,7 +142,7 @@ class EventReader:
     self._enabled = enabled
 
   def take(self) -> list[KVCacheEvent]:
-    """The events since the last call."""
+    """Returns the events since the last call."""
     events, self.queue = self.queue, []
     return events
 
@@ -161,12 +152,9 @@ class EventReader:
     request: Any = None,
     spans: Sequence[tuple[int, int]] = (),
   ) -> None:
-    """Takes note of what one call did.
+    """Records the rows of one call of a request.
 
-    Args:
-      rows: of the log.
-      request: the one whose blocks it published.
-      spans: the columns that the call made full, by group.
+    `spans` are the columns that the call filled, by group.
     """
     stored: dict[int, list[LogRow]] = {}
     for row in rows:
@@ -185,7 +173,7 @@ class EventReader:
         self._add(self._stored(request, group, first, stop, new))
 
   def repeat(self, request: Any, group: int, num_blocks: int) -> None:
-    """Tells of the first blocks of a request again, which it has found."""
+    """Reports the first blocks of a request again, for a hit."""
     if self._enabled and num_blocks:
       columns = list(range(num_blocks))
       hashes = [self._hash(request, group, column) for column in columns]
@@ -199,7 +187,7 @@ class EventReader:
     self.keys = {name: key for name, key in self.keys.items() if key in keys}
 
   def name_of(self, key: bytes) -> BlockName:
-    """What a page with this key is called."""
+    """Returns the external name of a page with this key."""
     return self.names.get(key) or BlockName(key, 0)
 
   def _add(self, event: KVCacheEvent) -> None:
@@ -213,7 +201,7 @@ class EventReader:
     self.keys[with_group(own, row.group)] = row.key
 
   def _hash(self, request: Any, group: int, column: int) -> bytes | None:
-    """The request's own hash of a block; None if it has none."""
+    """Returns the request's hash of a block, if it has one."""
     hashes = getattr(request, "block_hashes", None) or ()
     end = (column + 1) * self._groups[group].block_size
     place = end // self._hash_block_size - 1
@@ -241,7 +229,7 @@ class EventReader:
   def _event(
     self, request: Any, group: int, first: int, stop: int, columns: list[int]
   ) -> BlockStored:
-    """An event without hashes."""
+    """Returns an event without hashes."""
     told = self._groups[group]
     tokens = getattr(request, "all_token_ids", None)
     tokens = request.token_ids if tokens is None else tokens
@@ -265,19 +253,19 @@ class EventReader:
 
 
 def with_group(block_hash: bytes, group: int) -> bytes:
-  """A hash, then its group in four bytes, the highest first."""
+  """Appends a group to a hash, as four big-endian bytes."""
   return block_hash + group.to_bytes(4, "big")
 
 
 def _external(block_hash: bytes) -> ExternalHash:
-  """A hash as events carry it; the variable is vLLM's."""
+  """Converts a hash as vLLM's environment variable says."""
   if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") == "0":
     return block_hash
   return int.from_bytes(block_hash[-8:], "big")
 
 
 def _extra_keys(request: Any, begin: int, end: int) -> tuple[Any, ...] | None:
-  """What tells a block apart: adapter, items, salt, embeddings."""
+  """Returns a block's adapter, items, salt and embeddings; None if empty."""
   adapter = getattr(request, "lora_request", None)
   salt = getattr(request, "cache_salt", None)
   keys: list[Any] = []

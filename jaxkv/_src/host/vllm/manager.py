@@ -1,4 +1,4 @@
-"""vLLM's `KVCacheManager` over the one manager of `jaxkv.host`."""
+"""vLLM's `KVCacheManager`, over the manager of `jaxkv.host`."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -32,25 +32,25 @@ class KVCacheManager:
       with a `kv_cache_spec`, as vLLM's.
     max_model_len: tokens of the longest sequence.
     scheduler_block_size: the least common multiple of all block sizes.
-    hash_block_size: tokens of which the requests' `block_hashes` are made.
-    max_in_flight_tokens: the most tokens scheduled at once, for the check
-      whether a whole sequence fits; None for `max_model_len`.
-    enable_caching: whether blocks are cached and found.
-    use_eagle: whether a draft model needs the last block found computed again.
+    hash_block_size: tokens of each of a request's `block_hashes`.
+    max_in_flight_tokens: the most tokens scheduled at once, used by
+      `full_sequence_must_fit`; None for `max_model_len`.
+    enable_caching: caches blocks and looks them up.
+    use_eagle: computes the last block of a hit again, for a draft model.
     num_hash_lookahead_tokens: must be 0.
     num_prefill_lookahead: at most 1.
-    log_stats: whether hits are counted.
-    enable_kv_cache_events: whether `take_events` has any.
+    log_stats: counts hits.
+    enable_kv_cache_events: records events for `take_events`.
     dcp_world_size, pcp_world_size: must be 1.
     metrics_collector: must be None.
-    watermark: fraction of the blocks kept free when waiting requests are
+    watermark: fraction of the blocks kept free when a waiting request is
       admitted.
-    enable_mamba_shared_prefix_checkpoint: without effect, as in vLLM where no
-      hit ends inside a block.
+    enable_mamba_shared_prefix_checkpoint: no effect, as in vLLM if no hit ends
+      inside a block.
     policy: "current" for the order of vLLM since 0.25; "classic" for that of
       0.19.
-    max_requests: the most requests that hold blocks at once; None for 1,024, or
-      fewer where the table of their blocks would have more than 2**26 entries.
+    max_requests: the most requests that hold blocks at once. None for 1,024, or
+      fewer if their block table would exceed 2**26 entries.
     key: the secret of the page keys; None for a random one.
 
   Attributes:
@@ -59,10 +59,10 @@ class KVCacheManager:
     empty_kv_cache_blocks: no blocks, for every group.
     prefix_cache_stats: hits since the last `make_prefix_cache_stats`; None
       without `log_stats`.
-    watermark_blocks: blocks kept free when waiting requests are admitted.
+    watermark_blocks: blocks kept free when a waiting request is admitted.
 
   Raises:
-    ValueError: an option is not supported, or out of range.
+    ValueError: an option is unsupported or out of range.
   """
 
   mamba_shared_prefix_checkpoint = False
@@ -171,16 +171,16 @@ class KVCacheManager:
 
   @property
   def usage(self) -> float:
-    """The fraction of the blocks that is held, the null block not counted."""
+    """The fraction of the blocks that are held, without the null block."""
     return self.block_pool.get_usage()
 
   def prefix_cache_lookup_enabled(self, request: Any) -> bool:
-    """Whether cached blocks are looked for."""
+    """True if a lookup would search for cached blocks."""
     skips = getattr(request, "skip_reading_prefix_cache", False)
     return self.enable_caching and not skips
 
   def record_prefix_cache_stats(self, request: Any, num_hits: int) -> None:
-    """Counts a lookup whose request was admitted."""
+    """Counts the lookup of an admitted request."""
     stats = self.prefix_cache_stats
     if stats is None or not self.prefix_cache_lookup_enabled(request):
       return
@@ -191,7 +191,7 @@ class KVCacheManager:
       setattr(stats, prefix + name, getattr(stats, prefix + name) + amount)
 
   def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
-    """Hits since the last call; None without `log_stats`."""
+    """Returns the hits since the last call; None without `log_stats`."""
     stats = self.prefix_cache_stats
     if stats is not None:
       self.prefix_cache_stats = PrefixCacheStats()
@@ -200,15 +200,16 @@ class KVCacheManager:
   def get_computed_blocks(
     self, request: Any, max_cache_hit_length: int | None = None
   ) -> tuple[KVCacheBlocks, int, int]:
-    """The longest cached prefix that leaves a token to compute.
+    """Finds the longest cached prefix that leaves a token to compute.
 
     Args:
-      request: any object with vLLM's attributes of a request.
+      request: any object with the attributes of vLLM's requests.
       max_cache_hit_length: tokens of the longest hit; None for all but one.
 
     Returns:
-      Its blocks, its tokens, and where an earlier prompt had diverged: tokens
-      that some groups have cached when not all have, or 0.
+      The prefix's blocks, its tokens, and the shared-prefix boundary: tokens
+      that
+      some groups have cached but not all, or 0.
     """
     if not self.prefix_cache_lookup_enabled(request):
       return self.empty_kv_cache_blocks, 0, 0
@@ -222,7 +223,7 @@ class KVCacheManager:
   def get_computed_blocks_for_connector(
     self, request: Any, max_cache_hit_length: int | None = None
   ) -> tuple[KVCacheBlocks, int, int, bool]:
-    """As `get_computed_blocks`, and False: all groups have the whole hit."""
+    """Calls `get_computed_blocks`; adds False, as all groups share the hit."""
     return *self.get_computed_blocks(request, max_cache_hit_length), False
 
   def allocate_slots(
@@ -240,32 +241,16 @@ class KVCacheManager:
     has_scheduled_reqs: bool = True,
     skip_zeroing_group_ids: Sequence[int] = (),
   ) -> KVCacheBlocks | None:
-    """Makes room for tokens of a request, and caches what is known of them.
+    """Allocates blocks for a request's tokens and caches its full blocks.
 
-    First gives back what fell behind a window, even if there is no room.
-
-    Args:
-      request: any object with vLLM's attributes of a request.
-      num_new_tokens: tokens that will be computed, drafts included.
-      num_new_computed_tokens: tokens that a lookup found.
-      new_computed_blocks: the blocks that it found.
-      num_lookahead_tokens: tokens behind the new ones that must have room too.
-      num_external_computed_tokens: tokens behind those found whose K/V comes
-        from elsewhere.
-      delay_cache_blocks: whether caching waits for `cache_blocks`.
-      num_encoder_tokens: tokens of the encoder.
-      full_sequence_must_fit: whether all known tokens must have room.
-      reserved_blocks: blocks promised to others.
-      has_scheduled_reqs: whether the watermark applies.
-      skip_zeroing_group_ids: groups whose blocks for external tokens
-        `take_new_block_ids` leaves out.
+    Arguments, with blocks for pages, and errors are those of
+    `jaxkv.host.CacheManager.allocate_slots`, except that
+    `skip_zeroing_group_ids` concerns only blocks for external tokens.
 
     Returns:
-      The new blocks behind those found and those for external tokens; None,
-      with no block taken, if there are too few.
-
-    Raises:
-      ValueError: nothing is asked for, or a hit is given that no lookup found.
+      The new blocks, after those of the hit and of external tokens; None, with
+      no
+      block taken, if too few are free or `max_requests` requests hold blocks.
     """
     self._log.read()
     name = request.request_id
@@ -301,23 +286,21 @@ class KVCacheManager:
     return self._blocks_of(pages.pages)
 
   def free(self, request: Any) -> None:
-    """Gives all blocks of a request back, the last one first."""
+    """Frees all blocks of a request, the last block first."""
     self._log.forget(request)
     self._cache.free(request)
 
   def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
-    """Forgets a request, whose blocks `free_blocks` gives back later.
+    """Removes a request but keeps its blocks until `free_blocks`.
 
-    For a step in flight that may still write them.
-
-    Returns:
-      Its blocks in order. They go back reversed, the last one first.
+    Use it while a step in flight may still write to them. Returns the blocks in
+    order; pass them to `free_blocks` in reverse.
     """
     self._log.forget(request)
     return [self.block_pool.blocks[n] for n in self._cache.hand_over(request)]
 
   def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
-    """As `BlockPool.free_blocks`."""
+    """Calls `BlockPool.free_blocks`."""
     self.block_pool.free_blocks(ordered_blocks)
 
   def remove_skipped_blocks(
@@ -326,25 +309,21 @@ class KVCacheManager:
     processed_computed_tokens: int,
     num_prompt_tokens: int | None = None,
   ) -> None:
-    """Frees blocks outside every window once these tokens are computed.
+    """Frees the blocks that the given number of tokens leaves behind windows.
 
     Args:
-      request_id: a request; nothing is done for one that holds no block.
+      request_id: a request; one without blocks is ignored.
       processed_computed_tokens: tokens whose K/V no step in flight writes.
       num_prompt_tokens: not used.
     """
     self._cache.remove_skipped_pages(request_id, processed_computed_tokens)
 
   def evict_blocks(self, block_ids: Iterable[int]) -> None:
-    """As `BlockPool.evict_blocks`."""
+    """Calls `BlockPool.evict_blocks`."""
     self.block_pool.evict_blocks(block_ids)
 
   def reset_prefix_cache(self) -> bool:
-    """Takes every block out of the prefix cache, unless a request holds one.
-
-    Returns:
-      Whether it was done.
-    """
+    """Resets the prefix cache; returns False if a request holds a block."""
     done = self.block_pool.reset_prefix_cache()
     if done and self.prefix_cache_stats is not None:
       self.prefix_cache_stats.reset = True
@@ -353,10 +332,7 @@ class KVCacheManager:
   def can_fit_full_sequence(
     self, request: Any, num_encoder_tokens: int = 0
   ) -> bool:
-    """Whether all known tokens of a request would have room now.
-
-    vLLM 0.19 asks this before `allocate_slots`, which does it since then.
-    """
+    """True if all tokens of a request would fit now; for vLLM 0.19."""
     tokens = min(request.num_tokens, self.max_model_len)
     need = self._cache.num_needed_pages(
       request.request_id, tokens, tokens, num_encoder_tokens, capped=True
@@ -364,30 +340,30 @@ class KVCacheManager:
     return need <= self.block_pool.get_num_free_blocks()
 
   def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-    """Leading blocks of a request that all requests hold, by group.
+    """Counts a request's leading blocks that all requests hold, by group.
 
-    As in vLLM since 0.33, always 0, unless `policy` is "classic".
+    Always 0 unless `policy` is "classic", as in vLLM since 0.33.
     """
     if self._cache.config.prefix_rules == "current":
       return [0] * self.num_kv_cache_groups
     return self._cache.get_num_common_prefix_pages(running_request_id)
 
   def take_events(self) -> list[KVCacheEvent]:
-    """Blocks stored and removed since the last call; [] unless enabled."""
+    """Returns events since the last call; none unless they are enabled."""
     return self.block_pool.take_events()
 
   def get_blocks(self, request_id: str) -> KVCacheBlocks:
-    """The blocks of a request."""
+    """Returns the blocks of a request."""
     return self._blocks_of(self._cache.get_page_ids(request_id))
 
   def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-    """The ids of a request's blocks."""
+    """Returns the ids of a request's blocks."""
     return self._cache.get_page_ids(request_id)
 
   def get_block_ids_for_computed_tokens(
     self, request_id: str, num_computed_tokens: int
   ) -> tuple[list[int], ...]:
-    """The ids of a request's blocks, of attention only so many tokens."""
+    """Returns a request's block ids, in attention only up to these tokens."""
     ids = self.get_block_ids(request_id)
     return tuple(
       column[: -(-num_computed_tokens // size)]
@@ -402,7 +378,7 @@ class KVCacheManager:
     )
 
   def estimate_cached_tokens(self, request: Any) -> int:
-    """Tokens of a request up to which blocks of every group are cached."""
+    """Returns the tokens up to which all groups have a cached block."""
     if not self.enable_caching:
       return 0
     ends = []
@@ -414,7 +390,7 @@ class KVCacheManager:
   def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
     """Caches the full blocks of a request's first tokens.
 
-    For external tokens that have arrived, and for accepted drafts.
+    Call it when external tokens have arrived, or drafts are accepted.
 
     Raises:
       KeyError: the request holds no block.
@@ -428,13 +404,13 @@ class KVCacheManager:
   def create_kv_cache_blocks(
     self, blocks: tuple[Sequence[KVCacheBlock], ...]
   ) -> KVCacheBlocks:
-    """The blocks, or `empty_kv_cache_blocks` if there are none."""
+    """Wraps blocks; returns `empty_kv_cache_blocks` if there are none."""
     return KVCacheBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks
 
   def truncate_computed_blocks(
     self, blocks: KVCacheBlocks, num_computed_tokens: int
   ) -> KVCacheBlocks:
-    """The first blocks of a lookup, for so many tokens."""
+    """Returns the blocks of a lookup that the first tokens fill."""
     sizes = self._cache.config.page_sizes
     return self.create_kv_cache_blocks(
       tuple(
@@ -444,9 +420,9 @@ class KVCacheManager:
     )
 
   def take_new_block_ids(self) -> list[int]:
-    """Ids of new attention blocks since the last call, to be zeroed.
+    """Returns the new attention blocks since the last call, for zeroing.
 
-    Group by group, as handed out; none unless
+    In order of groups and allocation; empty unless
     `kv_cache_config.needs_kv_cache_zeroing`.
     """
     return self._zeroing.take()
@@ -454,7 +430,7 @@ class KVCacheManager:
   def record_blocks_for_zeroing(
     self, request_id: str, start_token: int
   ) -> None:
-    """Has `take_new_block_ids` tell a request's blocks from a token on."""
+    """Adds a request's blocks from a token on to `take_new_block_ids`."""
     ids = self._cache.get_page_ids(request_id)
     sizes = self._cache.config.page_sizes
     self._zeroing.add_from(ids, [start_token // size for size in sizes])
@@ -462,30 +438,30 @@ class KVCacheManager:
   def take_kv_cache_block_copies(
     self,
   ) -> tuple[list[Any], list[KVCacheBlock]]:
-    """Nothing: no hit ends inside a block, so none is copied."""
+    """Returns empty lists: no hit ends inside a block."""
     return [], []
 
   def take_boundary_state_offloads(
     self,
   ) -> dict[str, list[tuple[int, int, int]]]:
-    """States cached since the last call, for a connector to copy.
+    """Returns states cached since the last call, for a connector to copy.
 
-    By request: a group, a block, and the tokens up to the block's end.
+    For each request: group, block, and tokens up to the block's end.
     """
     return self._log.take_states()
 
   def finalize_partial_tail_offloads(
     self, request: Any
   ) -> list[tuple[int, int, int]]:
-    """Nothing: no block is cached with a part of its tokens."""
+    """Returns an empty list: no partial block is cached."""
     return []
 
   def new_step_starts(self) -> None:
-    """Starts a scheduling step: states cached before are written now."""
+    """Starts a scheduling step; states cached before it count as written."""
     self._cache.new_step_starts()
 
   def _found(self, pages: CachePages) -> KVCacheBlocks:
-    """The blocks of a lookup."""
+    """Returns the blocks of a lookup."""
     blocks = self._blocks_of(pages.pages)
     if blocks is self.empty_kv_cache_blocks:
       return blocks

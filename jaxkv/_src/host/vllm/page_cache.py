@@ -1,7 +1,6 @@
-"""The manager, with what vLLM's schedulers and connectors need besides.
+"""A manager with page references and a readable event log, for vLLM's classes.
 
-References to single pages, requests whose pages outlive them, and the event
-log as rows. Pages here; `jaxkv._src.host.vllm.manager` calls them blocks.
+Pages here are blocks in `jaxkv._src.host.vllm.manager`.
 """
 
 import dataclasses
@@ -38,41 +37,26 @@ _ROWS = 64  # Of the log that are read at once.
 
 
 class LogRow(NamedTuple):
-  """A row of the event log.
+  """A row of the event log."""
 
-  Attributes:
-    kind: STORED, REMOVED or CLEARED, see `jaxkv._src.cache.telemetry`.
-    page: the page.
-    group: its group.
-    column: its column in the page table; for stored pages.
-    key: its key.
-    parent: the key of the page before it; for stored pages.
-  """
-
-  kind: int
+  kind: int  # STORED, REMOVED or CLEARED of `jaxkv._src.cache.telemetry`
   page: int
   group: int
-  column: int
+  column: int  # in the page table; for stored pages
   key: bytes
-  parent: bytes
+  parent: bytes  # key of the page before; for stored pages
 
 
 class Columns(NamedTuple):
-  """Columns of a request's pages, by group.
+  """Columns of a request's pages, by group."""
 
-  Attributes:
-    first: the first column that a call made full.
-    stop: one past the last.
-    skipped: columns that the request did without when it began.
-  """
-
-  first: list[int]
-  stop: list[int]
-  skipped: list[int]
+  first: list[int]  # the first column that a call filled
+  stop: list[int]  # one past the last
+  skipped: list[int]  # columns that the request skipped when it began
 
 
 class _Beginning:
-  """The first tokens of a request; all else is the request's own."""
+  """A request with only its first tokens."""
 
   def __init__(self, request: Any, num_tokens: int):
     self._request = request
@@ -83,21 +67,21 @@ class _Beginning:
 
 
 class PageCache(CacheManager):
-  """A `CacheManager` of which single pages can be held.
+  """A `CacheManager` that also holds references to single pages.
 
   Attributes:
-    num_rows_read: rows of the event log that were read since it was emptied.
+    num_rows_read: rows of the event log read since it was emptied.
   """
 
   num_rows_read = 0
 
   @property
   def is_full(self) -> bool:
-    """Whether `max_requests` requests hold pages."""
+    """True if `max_requests` requests hold pages."""
     return self._slots.is_full
 
   def request_ids(self) -> list[str]:
-    """The requests that hold pages."""
+    """Returns the requests that hold pages."""
     return list(self._slots.by_name)
 
   @property
@@ -114,15 +98,10 @@ class PageCache(CacheManager):
     *,
     capped: bool,
   ) -> int:
-    """Pages that a request needs besides those that it holds.
+    """Counts the further pages that a request needs.
 
-    Args:
-      request_id: the request.
-      num_tokens: tokens that need room.
-      num_state_tokens: the part of them that recurrent groups count.
-      num_encoder_tokens: tokens of the encoder.
-      capped: whether a group that gives pages back counts what it holds at
-        once.
+    Recurrent groups count `num_state_tokens`. With `capped`, a group that frees
+    pages counts the most that it holds at once.
     """
     config, needed = self.config, 0
     held = self.get_page_ids(request_id)
@@ -141,23 +120,23 @@ class PageCache(CacheManager):
     return needed
 
   def num_published_tokens(self, request_id: str) -> int:
-    """Tokens of a request up to which pages were published."""
+    """Returns the number of a request's published tokens."""
     slot = self._slots.by_name.get(request_id)
     return 0 if slot is None else int(self._slots.sent[slot])
 
   def find_pages(
     self, request: Any, most: int | None
   ) -> tuple[CachePages, int]:
-    """As `get_computed_pages`, of at most so many tokens; None for all."""
+    """Runs `get_computed_pages` for a hit of at most `most` tokens."""
     if most is None:
       return self.get_computed_pages(request)
     return self.get_computed_pages(_Beginning(request, most + 1))
 
   @atomic
   def hand_over(self, request: Any) -> list[int]:
-    """Forgets a request, but keeps its references; its pages, in order.
+    """Removes a request, and returns its pages with their references.
 
-    `release_pages` gives the references back.
+    `release_pages` drops the references.
     """
     name = request.request_id
     slot = self._slots.by_name.get(name)
@@ -175,10 +154,10 @@ class PageCache(CacheManager):
 
   @atomic
   def take_pages(self, count: int) -> list[int]:
-    """Takes pages from the free queue; `release_pages` gives them back.
+    """Takes pages from the free queue, until `release_pages`.
 
     Raises:
-      ValueError: there are too few.
+      ValueError: too few are free.
     """
     if count > self.num_free_pages:
       raise ValueError(
@@ -193,7 +172,7 @@ class PageCache(CacheManager):
 
   @atomic
   def hold_pages(self, page_ids: Sequence[int]) -> None:
-    """Takes a reference on pages; free ones leave the free queue.
+    """Adds a reference to pages; free ones leave the free queue.
 
     Raises:
       ValueError: a page is neither in use nor cached.
@@ -204,12 +183,12 @@ class PageCache(CacheManager):
 
   @atomic
   def release_pages(self, page_ids: Sequence[int]) -> None:
-    """Gives back references on pages, the page evicted first at the beginning.
+    """Drops references of `hold_pages`, `take_pages` and `hand_over`.
 
-    Those of `hold_pages`, `take_pages` and `hand_over`.
+    The first page is evicted first.
 
     Raises:
-      ValueError: there is no such reference.
+      ValueError: a reference does not exist.
     """
     if page_ids:
       ok = self.run(_release, calls.pad_pages(page_ids), then=np.asarray)
@@ -224,12 +203,12 @@ class PageCache(CacheManager):
   def read_log(
     self, before: int = 0, after: int = 0, behind: int = 0
   ) -> tuple[list[LogRow], Columns]:
-    """The rows of the event log since the last reading.
+    """Reads the rows of the event log since the last reading.
 
     Args:
-      before: tokens of a request that were published.
-      after: those that are now.
-      behind: tokens that it began with.
+      before: a request's published tokens before a call.
+      after: its published tokens now.
+      behind: tokens with which it began.
 
     Returns:
       The rows, oldest first, and the columns of these token counts.
@@ -255,7 +234,7 @@ class PageCache(CacheManager):
     return rows, columns
 
   def keys_of(self, page_ids: Sequence[int]) -> list[bytes | None]:
-    """Keys of pages; None for pages that are not cached."""
+    """Returns the keys of pages; None for pages that are not cached."""
     if not self.config.prefix_caching or not len(page_ids):
       return [None] * len(page_ids)
     cached, keys, _ = self._entries()
@@ -265,14 +244,14 @@ class PageCache(CacheManager):
     ]
 
   def groups_of(self, page_ids: Sequence[int]) -> list[int]:
-    """The groups in which pages were published last."""
+    """Returns the groups in which pages were last published."""
     if not self.config.event_log or not len(page_ids):
       return [0] * len(page_ids)
     group_of = self.read(lambda state: state.pool.events.group_of)
     return group_of[np.asarray(page_ids, np.int32)].tolist()
 
   def pages_of(self, key: bytes) -> list[int]:
-    """The cached pages with a key, the one published first at the beginning."""
+    """Returns the cached pages with a key, in order of publication."""
     if not self.config.prefix_caching:
       return []
     cached, keys, age = self._entries()
@@ -281,17 +260,17 @@ class PageCache(CacheManager):
     return pages[np.argsort(age[pages])[::-1]].tolist()
 
   def _entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of all pages, whether they are cached, their keys and their ages."""
+    """Returns, for all pages: whether they are cached, keys and ages."""
     cached, keys, age = jax.device_get(self.ask(_entries))
     return cached, keys, age
 
   def cached_keys(self) -> set[bytes]:
-    """The keys of all cached pages."""
+    """Returns the keys of all cached pages."""
     found = self.keys_of(range(self.config.num_pages))
     return {key for key in found if key is not None}
 
   def ref_counts(self) -> np.ndarray:
-    """int32[N]: references of all pages."""
+    """Returns int32[N], the reference counts of all pages."""
     return self.read(lambda state: state.pool.ref_count)
 
 
@@ -309,21 +288,21 @@ def _hand_over(state: CacheState, slots: Array) -> tuple[CacheState, None]:
 def _take(
   state: CacheState, count: Array, *, width: int
 ) -> tuple[CacheState, Array]:
-  """Pops and pins int32[] pages; int32[width]: they, then null pages."""
+  """Pops and pins pages; returns int32[width], padded by null pages."""
   pool, pages = pins.take(state.pool, count, width)
   return dataclasses.replace(state, pool=pool), pages
 
 
 @transition
 def _hold(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
-  """Pins pages int32[X], 0 for none; bool[X]: where that was done."""
+  """Pins pages int32[X], 0 for none; returns bool[X]: those pinned."""
   state, out = touch(state, pages, mask=pages > 0)
   return state, out.ok
 
 
 @transition
 def _release(state: CacheState, pages: Array) -> tuple[CacheState, Array]:
-  """Gives pins of pages int32[X] back, 0 for none, the first page first."""
+  """Unpins pages int32[X], 0 for none, in order."""
   pages = pages[::-1]  # The verb begins at the end.
   state, out = unpin(state, pages, mask=pages > 0)
   return state, out.ok[::-1]
@@ -339,7 +318,7 @@ def _empty_log(state: CacheState) -> tuple[CacheState, None]:
 
 @query
 def _entries(state: CacheState) -> tuple[Array, Array, Array]:
-  """bool[N], uint32[N, 4] and uint32[N], see `PageCache._entries`."""
+  """Returns bool[N], uint32[N, 4] and uint32[N] for `PageCache._entries`."""
   index = state.pool.index
   assert index is not None
   pages = jnp.arange(state.config.num_pages, dtype=jnp.int32)
@@ -350,11 +329,10 @@ def _entries(state: CacheState) -> tuple[Array, Array, Array]:
 
 @query
 def _read_log(state: CacheState, tokens: Array) -> Array:
-  """int32[X]: the events of the log, columns by group, and some of its rows.
+  """Returns int32[X]: the number of events, columns by group, and log rows.
 
-  Args:
-    state: a cache with an event log.
-    tokens: int32[4], the first row, and the arguments of `PageCache.read_log`.
+  `tokens` is int32[4]: the first row, and the arguments of
+  `PageCache.read_log`.
   """
   log = state.pool.events
   assert log is not None

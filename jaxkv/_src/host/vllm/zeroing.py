@@ -6,18 +6,14 @@ from jaxkv._src.host.types import CachePages
 
 
 class ZeroingList:
-  """Ids of new blocks, by group, until they are taken.
-
-  Attributes:
-    groups: the groups whose blocks are zeroed.
-  """
+  """Ids of new blocks, by group, until `take`. `groups` are the zeroed ones."""
 
   def __init__(self, zeroed: Sequence[bool]):
     self.groups = [group for group, zeroes in enumerate(zeroed) if zeroes]
     self._ids: dict[int, list[int]] = {group: [] for group in self.groups}
 
   def add(self, new: CachePages) -> None:
-    """Adds what an allocation gave."""
+    """Adds the pages of an allocation."""
     for group in self.groups:
       self._ids[group] += new.pages[group]
 
@@ -30,11 +26,8 @@ class ZeroingList:
   ) -> None:
     """Adds the blocks for external tokens of a request that begins.
 
-    Args:
-      held: all its blocks by group.
-      new: those behind external tokens.
-      hit: those that it began with.
-      skipped_groups: groups whose blocks another writer fills.
+    They are those of `held` that are neither in `new` nor in `hit`. Other
+    writers fill the blocks of `skipped_groups`.
     """
     for group in set(self.groups) - set(skipped_groups):
       found = set(hit.pages[group]) if hit else set()
@@ -49,7 +42,7 @@ class ZeroingList:
       self._ids[group] += held[group][first[group] :]
 
   def take(self) -> list[int]:
-    """The ids since the last call, group by group."""
+    """Returns the ids since the last call, group by group."""
     taken = [number for ids in self._ids.values() for number in ids]
     self._ids = {group: [] for group in self.groups}
     return taken
