@@ -21,7 +21,7 @@ vLLM and eSurge, for schedulers that must not be changed. Each lists its
 differences from the original.
 
 `tests/host/test_conformance.py` compares the manager with a model of vLLM and
-eSurge, the reference. The differences are intended:
+eSurge, called the reference below. The differences are intended:
 
 - Several kinds of groups, `policy="classic"`: every full group is cut to the
   hit. The reference cuts only the first, so it computes tokens into pages that
@@ -64,9 +64,9 @@ eSurge, the reference. The differences are intended:
   divisor of all page sizes): requests share pages only if all of them are
   equal, since such a page has too few bits to mark them. The reference shares
   the pages before the first difference.
-- `ValueError`s: `new_computed_pages` that do not hold the request's tokens,
-  computed tokens of a request without pages (neither is checked in the
-  reference), and more tokens than `max_model_len` (cut off in the reference).
+- `new_computed_pages` that do not hold the request's tokens, and computed
+  tokens of a request without pages: `ValueError`. The reference does not check.
+- More tokens than `max_model_len`: `ValueError`. The reference cuts them off.
 """
 
 from jaxkv._src.host.manager import CacheManager

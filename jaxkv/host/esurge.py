@@ -4,7 +4,7 @@ The classes have the names, methods and meanings of `easydel.inference.esurge`:
 `core.manager` (`CacheManager`, `CachePages`), `core.page_pool` (`PagePool`) and
 `core.utils` (the others). eSurge's scheduler runs with the import changed:
 
-from jaxkv.host.esurge import CacheManager
+    from jaxkv.host.esurge import CacheManager
 
 It gets the same page ids, hits and order in every step;
 `tests/host/esurge/test_scheduler.py` runs the scheduler over both.

@@ -6,7 +6,8 @@ vLLM's scheduler runs over it unchanged:
 import vllm.v1.core.sched.scheduler as scheduler
 from jaxkv.host.vllm import KVCacheManager
 
-scheduler.KVCacheManager = KVCacheManager ```
+scheduler.KVCacheManager = KVCacheManager
+```
 
 It returns vLLM's block ids, hits, free order and events; `tests/host/vllm` runs
 vLLM's scheduler over both. It does not import vLLM: it reads configs, specs and
@@ -17,8 +18,8 @@ Each call serves one request, as in vLLM, and takes longer than vLLM's Python. A
 scheduler that may be changed should use `jaxkv.host`, whose `step` serves all
 running requests in one call.
 
-It differs from vLLM in these points. A `ValueError` that names the option
-refuses:
+The differences from vLLM are intended. These options raise a `ValueError` that
+names them:
 
 - `num_hash_lookahead_tokens` (set `disable_lookahead_block_hashes` with a draft
   model), `num_prefill_lookahead` above 1, `dcp_world_size`, `pcp_world_size`,

@@ -39,9 +39,7 @@ class Limits(NamedTuple):
   max_model_len: int  # tokens of the longest sequence
   max_encoder_tokens: int  # tokens of the longest encoder input
   keep_free: int  # pages that waiting requests leave free while others run
-  most_pages: tuple[
-    int, ...
-  ]  # the most pages of one sequence at once, by group
+  most_pages: tuple[int, ...]  # of one sequence at once, by group
 
 
 def at_least(name: str, value: int, least: int) -> int:

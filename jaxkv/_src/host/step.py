@@ -30,10 +30,10 @@ from jaxkv._src.host.lookup import Prompt
 from jaxkv._src.host.lookup import fetched
 
 NEW_PAGES = 2
-"""New pages of a group and a request that are told, besides what T fill."""
+"""New pages that a result holds, besides those that T tokens fill."""
 
 CACHED = 2**30
-"""Added to the number of a page that is cached now."""
+"""Added to the id of a page that is cached."""
 
 
 class Call(NamedTuple):
@@ -51,7 +51,7 @@ class Call(NamedTuple):
   publish: Array  # tokens to publish up to; may be below the published ones
   prompt_length: Array  # as in `SlotHashes`
   boundary: Array  # as in `SlotHashes`
-  since: Array  # bits of `PrefixIndex.clock` at the start of the scheduling step  # bits of `PrefixIndex.clock` at the scheduling step's start
+  since: Array  # `PrefixIndex.clock` bits at the step's start, see `_unwritten`
 
 
 class RequestHits(NamedTuple):

@@ -231,8 +231,8 @@ def publish(
 ) -> tuple[CacheState, Array]:
   """Gives pages int32[X] their hashes, in order.
 
-  X is a multiple of INSERT_WINDOW; `keys` is uint32[X, 4], `tokens` int32[X,
-  S], `groups` int32[X].
+  X is a multiple of INSERT_WINDOW. `keys` is uint32[X, 4], `tokens` is
+  int32[X, S] and `groups` is int32[X].
   """
   pool = state.pool
   assert pool.index is not None
@@ -287,7 +287,7 @@ def num_free(state: CacheState) -> Array:
 
 @query
 def queued(state: CacheState) -> tuple[Array, Array]:
-  """Returns the number of free pages, and int32[C]: them in order, then 0."""
+  """Returns the number of free pages, and int32[C]: their ids, then 0."""
   return state.pool.queue.num_free, free_queue.in_order(state.pool.queue)
 
 

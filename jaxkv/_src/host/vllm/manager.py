@@ -243,9 +243,10 @@ class KVCacheManager:
   ) -> KVCacheBlocks | None:
     """Allocates blocks for a request's tokens and caches its full blocks.
 
-    Arguments, with blocks for pages, and errors are those of
-    `jaxkv.host.CacheManager.allocate_slots`, except that
-    `skip_zeroing_group_ids` concerns only blocks for external tokens.
+    Arguments and errors are those of `jaxkv.host.CacheManager.allocate_slots`,
+    with blocks for pages, except for two points. New tokens beyond
+    `max_model_len` are cut off, and `skip_zeroing_group_ids` concerns only
+    blocks for external tokens.
 
     Returns:
       The new blocks, after those of the hit and of external tokens; None, with
