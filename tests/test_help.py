@@ -1,5 +1,6 @@
 """`help` lists everything public: packages, commands, functions and types."""
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -7,10 +8,13 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxkv
 from jaxkv import __main__ as command_line
+from jaxkv import models
 from jaxkv import rollout
 
 
@@ -80,3 +84,36 @@ def test_names_are_few():
     for name in getattr(importlib.import_module(module), "__all__", ())
   }
   assert len(names | {*jaxkv.__all__}) <= 220
+
+
+def test_profiles_name_verbs_steps_and_layers():
+  """Names of scopes are in the metadata of compiled programs."""
+  sizes = jaxkv.CacheConfig(
+    num_pages=8, page_size=4, num_slots=2, pages_per_slot=4
+  )
+  decoder = models.llama(
+    vocab_size=5,
+    num_layers=1,
+    embed_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    mlp_dim=8,
+  )
+  state = rollout.init(
+    jaxkv.init(sizes),
+    models.init_kv(decoder, sizes),
+    jnp.ones((2, 3), jnp.int32),
+    jnp.full((2,), 3, jnp.int32),
+    jax.random.key(0),
+    rollout.RolloutConfig(max_new_tokens=2),
+  )
+  model = functools.partial(models.forward, config=decoder)
+  lowered = jax.jit(functools.partial(rollout.generate, model=model)).lower(
+    models.init_params(jax.random.key(1), decoder), state
+  )
+  text = lowered.as_text(debug_info=True)
+  steps = ("admit", "fork", "grow", "model", "sample")
+  verbs = ("jit(commit)", "jit(free)")
+  for name in (*steps, *verbs, "attention", "mlp"):
+    assert re.search(rf"/{re.escape(name)}[/\"]", text), name

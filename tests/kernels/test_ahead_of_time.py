@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton
 
@@ -23,6 +22,7 @@ from tests.tools.ahead_of_time import for_target
 from tests.tools.ahead_of_time import needs
 from tests.tools.compiled_loops import work_in_loops
 from tests.tools.pool_copies import pool_sized_rewrites
+from tests.tools.tiers import slow_except
 
 LAYERS, PAGES, KV_HEADS, SIZE, DIM = 4, 512, 8, 16, 128
 SLOTS, HEADS, COLUMNS = 8, 32, 16
@@ -56,21 +56,6 @@ def by_its_sums(columns):
   return scale, shape
 
 
-@pytest.fixture
-def no_kept_programs():
-  """A run without the cache of `JAXKV_TEST_CACHE`.
-
-  The assembler's reports of a kernel come when it is compiled.
-  """
-  enabled = jax.config.jax_enable_compilation_cache
-  jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()
-  yield
-  jax.config.update("jax_enable_compilation_cache", enabled)
-  compilation_cache.reset_cache()
-
-
-@pytest.mark.usefixtures("no_kept_programs")
 class TestHarness:
   @over(["h200"])
   def test_spilled_registers_are_an_error(self, target):
@@ -212,6 +197,7 @@ class TestInPlace:
     lowered = jitted(loop).lower(pools, tokens, backend="xla")
     assert_in_place(lowered.compile(), pools)
 
+  @slow_except("target", TARGETS, "h200", "v6e")
   @over_backends
   @pytest.mark.parametrize("loop", LOOPS)
   def test_elsewhere(self, target, backend, loop):
@@ -219,6 +205,7 @@ class TestInPlace:
     program = compile_for(target, jitted(loop), pools, tokens, backend=backend)
     assert_in_place(program.compiled, pools)
 
+  @slow_except("target", TARGETS, "h200", "v6e")
   @over(TARGETS)
   @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "int8"])
   def test_formats(self, target, dtype):

@@ -102,6 +102,8 @@ def compile_latent(target, dtype, heads):
 
 class TestDecode:
   @slow_except("dim", sorted({*sum(DIMS.values(), ())}), 128)
+  @slow_except("size", SIZES, 16)
+  @slow_except("target", TARGETS, "h200", "v6e")
   @pytest.mark.parametrize(
     ("target", "backend", "dtype", "size", "dim"), list(matrix())
   )
@@ -206,6 +208,7 @@ class TestTriton:
     assert_small(program, k_pages, v_pages)
 
   @needs("h200")
+  @slow_except("heads", [8, 32, 64, 256], 32)
   @pytest.mark.parametrize("heads", [8, 32, 64, 256])
   @pytest.mark.parametrize("dims", [(80, 80), (96, 160), (192, 128)])
   def test_groups_and_head_sizes(self, heads, dims):
@@ -267,6 +270,7 @@ class TestTriton:
     )
 
   @needs("h200")
+  @slow_except("heads", [16, 128], 16)
   @pytest.mark.parametrize("heads", [16, 128])
   @pytest.mark.parametrize(
     "dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"]

@@ -10,6 +10,7 @@ import jaxkv_kernels as kernels
 from tests.kernels.backends import call_of
 from tests.tools.ahead_of_time import compile_for
 from tests.tools.ahead_of_time import needs
+from tests.tools.tiers import slow_except
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 BATCH, HEADS, KV_HEADS, SIZE, DIM = 8, 32, 8, 16, 128
@@ -121,6 +122,7 @@ class TestAllTargets:
       **EVERYTHING,
     )
 
+  @slow_except("heads", [(8, 1), (64, 1), (32, 32), (24, 3)], (24, 3))
   @pytest.mark.parametrize("heads", [(8, 1), (64, 1), (32, 32), (24, 3)])
   def test_groups(self, target, heads):
     compiled(target, kernels.paged_decode, (BATCH,), vector(), heads=heads)
@@ -132,6 +134,8 @@ class TestAllTargets:
 
 class TestHopper:
   @needs("h200")
+  @slow_except("dim", [64, 128], 128)
+  @slow_except("size", [8, 16, 64], 16)
   @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
   @pytest.mark.parametrize("dim", [64, 128])
   @pytest.mark.parametrize("size", [8, 16, 64])
@@ -217,6 +221,7 @@ class TestHopper:
     assert launches.questions == 0
 
 
+@slow_except("target", BACKENDS, "v7x")
 @over_tpus
 class TestTpu:
   @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])

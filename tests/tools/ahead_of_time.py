@@ -24,6 +24,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -214,7 +215,7 @@ def compile_for(
     # conftest.py turns optimization off for CPU programs.
     options["xla_backend_optimization_level"] = 3
     options["xla_gpu_fail_ptx_compilation_on_register_spilling"] = not may_spill
-  with _mosaic_assembler_output() as output:
+  with _mosaic_assembler_output() as output, _without_kept_programs():
     compiled = lowered.compile(compiler_options=options)
   kernels = _mosaic_kernels(lowered.as_text(), "".join(output))
   spilling = [kernel for kernel in kernels if kernel.spilled]
@@ -239,6 +240,23 @@ def mesh_of(target: str, axis: str, size: int) -> Mesh:
     raise ValueError(f"target={target!r}; it must be one of {targets}")
   devices = np.array(topology.devices[:size])
   return Mesh(devices, (axis,), axis_types=(AxisType.Auto,))
+
+
+@contextlib.contextmanager
+def _without_kept_programs() -> Iterator[None]:
+  """Disables jax's persistent cache.
+
+  It cannot load programs for devices that are absent, and the assembler reports
+  a kernel only when it is compiled.
+  """
+  enabled = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager

@@ -102,6 +102,7 @@ def _strange(seen: Seen, running: Array, none: int) -> Array:
   return (seen.owners != running) & (running < none)
 
 
+@jax.named_scope("sample")
 def draw(
   state: RolloutState,
   work: Work,

@@ -24,6 +24,7 @@ gets further.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax import lax
@@ -116,11 +117,15 @@ def generate(
   def step(loop: _Loop) -> _Loop:
     state, seen, room = loop
     state = slots.recycle_windows(state)
-    state, forks = slots.share_prompts(state)
-    state = slots.admit_waiting(state)
-    guesses = guess(params, state, draft)
+    with jax.named_scope("fork"):
+      state, forks = slots.share_prompts(state)
+    with jax.named_scope("admit"):
+      state = slots.admit_waiting(state)
+    with jax.named_scope("draft"):
+      guesses = guess(params, state, draft)
     counts = None if guesses is None else guesses.counts
-    state, starved, preempted = slots.grow(state, forks, counts)
+    with jax.named_scope("grow"):
+      state, starved, preempted = slots.grow(state, forks, counts)
     seen = looked_at(state, seen)
     return _compute(
       params,
@@ -167,9 +172,10 @@ def _compute(
   )
   tokens = None if guesses is None else guesses.tokens
   draws = (work.counts > 0) & (work.counts == missing)
-  kv, logits, records = call(
-    params, state, work, tokens, sizes, room, model=model
-  )
+  with jax.named_scope("model"):
+    kv, logits, records = call(
+      params, state, work, tokens, sizes, room, model=model
+    )
   state = dataclasses.replace(
     state, sequences=dataclasses.replace(state.sequences, records=records)
   )

@@ -86,6 +86,7 @@ def _mixer_inputs(
   return attentions.project_latents(y, weights, kind, angles, decoder)
 
 
+@jax.named_scope("attention")
 def _mix(
   inputs: Any,
   mixer: kv_access.Mixer,
@@ -126,6 +127,7 @@ def _add_mixer_output(
   return x + out
 
 
+@jax.named_scope("mlp")
 def _after_mixer(
   layer: Layer,
   decoder: Decoder,
