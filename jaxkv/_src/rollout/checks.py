@@ -1,4 +1,4 @@
-"""Whether the cache, the memory and the prompts of a rollout fit each other."""
+"""Checks that the cache, the memory and the prompts of a rollout fit together."""
 
 from typing import Any
 
@@ -35,11 +35,11 @@ def check_random_key(key: Any) -> None:
 
 
 def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
-  """Raises unless a rollout can use the cache, and the memory is its memory.
+  """Raises unless a rollout can use the cache and its memory `kv`.
 
   Raises:
-    TypeError: the memory is something else than pages.
-    ValueError: it cannot, or is not, or a slot of the cache is in use.
+    TypeError: the memory does not hold pages.
+    ValueError: they do not fit together, or a slot of the cache is in use.
   """
   check_pools(cache, kv, config)
   check_experts(cache.config, kv, config)
@@ -52,12 +52,7 @@ def check_memory(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
 
 
 def check_pools(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
-  """Raises unless a cache and its memory can be used, and fit each other.
-
-  Raises:
-    TypeError: the memory is something else than pages.
-    ValueError: they cannot, or do not.
-  """
+  """Raises unless the cache and its memory are supported and fit together."""
   check_single(cache)
   sizes = cache.config
   if len(set(sizes.page_sizes)) > 1:
@@ -76,7 +71,7 @@ def check_pools(cache: CacheState, kv: Pools, config: RolloutConfig) -> None:
 
 
 def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
-  """Raises unless every group has a pool of its kind, and can be served."""
+  """Raises ValueError unless each group is supported and has a pool."""
   pools = kv if isinstance(kv, tuple) else (kv,)
   for kind in sizes.groups:
     wanted = StatePages if kind.holds_states else KVPages
@@ -103,15 +98,10 @@ def _check_kinds(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
 def most_pages(
   sizes: CacheConfig, in_flight: int, longest: int
 ) -> tuple[int, ...]:
-  """The most pages that one sequence of a rollout holds, by group.
+  """Returns the maximum pages of one sequence of `longest` tokens, by group.
 
-  A recurrent group gives back all pages but that of the last state, and takes
-  one for the next: a step never goes past the end of a page.
-
-  Args:
-    sizes: of the cache.
-    in_flight: the most tokens that are allocated at once.
-    longest: tokens of the longest sequence.
+  A recurrent group holds the page of the last state and one for the next,
+  because a step never passes the end of a page.
   """
   return tuple(
     min(2, -(-longest // size))
@@ -122,12 +112,12 @@ def most_pages(
 
 
 def as_version(cache: CacheState, version: Array | int | None) -> Array:
-  """bool[]: whether the cache's pages are of these weights.
+  """Returns bool[], True if the cache's pages belong to weights `version`.
 
   Raises:
-    TypeError: the version is no integer.
+    TypeError: the version is not an integer.
     ValueError: it is not a scalar, or the pages are known to be of other
-      weights, or of none that is named.
+      weights; or it is None and the cache holds pages.
   """
   epoch, index = cache.epoch, cache.pool.index
   # NumPy, because in a trace jax would trace even concrete arrays.
@@ -164,10 +154,9 @@ def check_fits(
   max_tokens: Array | None,
   config: RolloutConfig,
 ) -> None:
-  """Raises unless sequences fit into slots, rows and the pool.
+  """Raises ValueError unless the sequences fit into slots, rows and the pool.
 
-  Raises:
-    ValueError: names what is too small. Traced numbers are not checked.
+  Traced numbers are not checked.
   """
   columns, width = prompts.shape[1], queue.width_of(prompts.shape[1], config)
   if width > sizes.slot_tokens:
@@ -202,7 +191,7 @@ def _longest(
   max_tokens: Any,
   config: RolloutConfig,
 ) -> int:
-  """The most tokens that a sequence may have, 0 without sequences."""
+  """Returns the maximum length of a sequence, 0 without sequences."""
   # NumPy, because in a trace jax would trace even concrete arrays.
   known = np.asarray(lengths)
   exists = np.full(known.shape, True)

@@ -18,53 +18,51 @@ _LEAST = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-  """Everything about a rollout that is fixed when it is compiled.
+  """Static options of a rollout; a change compiles `generate` again.
 
   Attributes:
-    num_samples: G, sequences generated for each prompt. Samples that are
-      admitted together prefill the prompt once and fork.
-    max_new_tokens: tokens after which a sequence ends without a stop token.
-    max_length: W, the most tokens of a sequence, with its prompt and all its
-      turns; 0 for the width of the first prompts plus `max_new_tokens`.
-    stop_token: the token that ends a sequence; -1 for none. `Sampling` has
-      further ones for each sequence.
-    prefill_chunk: the most prompt tokens that a step computes besides those
-      that take the places of slots which do not decode.
-    admissions: R, the most sequences that enter in one step.
-    window: waiting sequences among which those with the longest cached prefix
-      enter first.
-    max_overtaken: how many later sequences may enter before a waiting one:
-      those with a longer cached prefix, of equal priority, and where pages are
-      scarce those that need fewer, of any priority. With 0 none does.
-    draft_tokens: the most tokens that are guessed for a sequence in a step, and
-      computed together with its next one; 0 for none. Guesses that the sequence
-      would not have drawn itself are dropped, so drafts change no token.
-    draft_match: a guess is what followed the last place of the prompt, or of a
-      sample of it, that has the same tokens as the sequence's end; this is the
-      number of those tokens.
-    draft_columns: the most guessed tokens of all sequences in a step.
-    raw_log_probs: whether to keep the log-probability of each drawn token in
-      the model's own distribution, before everything that `Sampling` and
-      `process` change.
-    entropy: whether to keep the entropy of that distribution, in nats: at
-      temperature 1, where that of `score` is at its `temperature`.
+    num_samples: G, sequences generated for each prompt. Samples admitted in one
+      step prefill the prompt once and fork.
+    max_new_tokens: the maximum number of tokens that a sequence generates.
+    max_length: W, the maximum length of a sequence, including its prompt and
+      all turns; 0 for the width of the first prompts plus `max_new_tokens`.
+    stop_token: the token that ends every sequence; -1 for none. `Sampling` can
+      add stop tokens for each sequence.
+    prefill_chunk: the maximum number of prompt tokens in a step, not counting
+      those in the columns of slots that do not decode.
+    admissions: R, the maximum number of sequences that are admitted in a step.
+    window: the number of waiting sequences that are compared; those with the
+      longest cached prefix are admitted first.
+    max_overtaken: how many later sequences may be admitted before a waiting
+      one. A later sequence overtakes if its cached prefix is longer, at equal
+      priority, or if pages are scarce and it needs fewer, at any priority.
+    draft_tokens: K, the maximum number of tokens guessed for a sequence in a
+      step; 0 for no speculation. Rejected guesses are dropped, so speculation
+      changes no token.
+    draft_match: the length of an n-gram match. The guess is the text after the
+      last place in the prompt, or in one of its samples, with the same n-gram
+      as the end of the sequence.
+    draft_columns: the maximum number of guessed tokens in a step.
+    raw_log_probs: whether to record the log-prob of each sampled token under
+      the model's distribution, before `Sampling` and `process` change it.
+    entropy: whether to record the entropy of that distribution in nats, at
+      temperature 1. (`score` uses its `temperature`.)
     top_log_probs: the number of most likely tokens of that distribution to
-      keep, with their log-probabilities; at temperature 1, too.
-    prompt_log_probs: whether to keep the log-probability of each token of a
-      prompt, too. Prompts are then computed whole: no cached prefix is used.
-    numerics: "exact" if the model is (`jaxkv.models.Decoder.numerics`): tokens
-      and log-probs are then drawn with the same numbers, bit for bit, in every
-      slot, and log-probs are those of a trainer and of `score` at the same
-      temperature. Those know of no filters, penalties and `process`: with them,
-      the log-probs of a rollout are of another distribution.
-    experts: whether to keep the experts that each token used, those of prompts
-      and of cached prefixes too, for a trainer to use again. Needs a memory
-      that has them, such as that of `jaxkv.models.init_kv(experts=True)`.
-    timeline: the number of last steps of which the state keeps what each slot
-      did, for `timeline`.
+      record, with their log-probs at temperature 1.
+    prompt_log_probs: whether to also record the log-prob of each prompt token.
+      Prompts are then computed in full, without cached prefixes.
+    numerics: "exact" for a model with exact numerics
+      (`jaxkv.models.Decoder.numerics`). Tokens and log-probs are then
+      bit-identical in every slot, and equal to those of a trainer and of
+      `score` at the same temperature, unless filters, penalties or `process`
+      change the distribution.
+    experts: whether to record the experts of each token, also in prompts and
+      cached prefixes, for a trainer to replay. Needs a memory with expert ids,
+      as from `jaxkv.models.init_kv(experts=True)`.
+    timeline: X, the number of recent steps that `timeline` can show.
 
   Raises:
-    TypeError: a number is not an int, or a switch not a bool.
+    TypeError: a number is not an int, or an option not a bool.
     ValueError: a number is out of range.
   """
 

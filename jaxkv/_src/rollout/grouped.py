@@ -1,4 +1,4 @@
-"""grouped: what a rollout has drawn, as prompts and their samples."""
+"""grouped: reshapes results into prompts and their samples."""
 
 import dataclasses
 import functools
@@ -24,17 +24,17 @@ from jaxkv._src.rollout.verbs.harvest import Harvested
 class Grouped:
   """N prompts of up to P tokens, and G samples of each, of up to R tokens.
 
-  A sample is all that follows its prompt: what was drawn, and what others said.
-  What is said of its tokens stands in their columns, as in `Generated`.
+  A sample is all that follows the first prompt, including tokens of `extend`.
+  All arrays [N, G, R] are aligned with `completions`.
 
   Attributes:
     prompts: the first prompt of each group; then 0.  # int32[N, P]
-    prompt_lengths: 0 for a group without samples; -1 for one whose sequences
-      have different prompts.  # int32[N]
+    prompt_lengths: 0 for a group without samples; -1 for a group with different
+      prompts.  # int32[N]
     completions: the samples; then 0.  # int32[N, G, R]
-    completion_lengths: tokens of each, also of those that R columns do not
-      hold; 0 for one that does not exist.  # int32[N, G]
-    mask: the tokens that were drawn.  # bool[N, G, R]
+    completion_lengths: the length of each sample, even if it exceeds R; 0 for a
+      row without one.  # int32[N, G]
+    mask: True for sampled tokens.  # bool[N, G, R]
     log_probs: see `Generated`.  # float32[N, G, R]
     versions: see `Generated`.  # int32[N, G, R]
     records: see `Generated`.
@@ -60,41 +60,36 @@ def grouped(
   prompt_columns: int,
   completion_columns: int,
 ) -> Grouped:
-  """What was drawn, as prompts and their samples: for a loss of groups.
+  """Reshapes results into prompts and samples that begin in column 0.
 
-  `jaxkv.models.grouped_log_probs` computes each prompt once, and takes the
-  first four fields. Rows of `results` hold prompts of different lengths, then
-  samples; here every sample begins in column 0. Sizes are given, because
-  everything here has static shapes.
+  The first four fields are arguments of `jaxkv.models.grouped_log_probs`, which
+  computes each prompt once.
 
-  A prompt or a sample that does not fit keeps its length. For that,
-  `grouped_log_probs` gives NaN to all samples of its prompt, and so does a loss
-  of them. To leave those groups out, give the loss another mask, under which
-  numbers may be NaN:
+  Prompts and samples that do not fit keep their lengths, and
+  `grouped_log_probs` returns NaN for all samples of the prompt. This mask
+  leaves them out of a loss:
 
     fits = (out.prompt_lengths <= prompt_columns) & jnp.all(
       out.completion_lengths <= completion_columns, axis=1
     )
     mask = out.mask & fits[:, None, None]
 
-  All sequences of a group must have the same prompt. Under `jax.jit`, where
-  that cannot be checked, a group of several prompts has the length -1: it
-  becomes NaN, too, and BAD_LENGTH in `score`.
+  All sequences of a group must have the same prompt. Under `jax.jit`, which
+  cannot check this, the prompt length of other groups is -1, which gives NaN in
+  `grouped_log_probs` and BAD_LENGTH in `score`.
 
   Args:
-    results: of `generated(state)`, or the `results` of `harvest` with all rows.
+    results: from `generated(state)`, or the `results` of `harvest`; all rows.
     num_samples: static; G, `RolloutConfig.num_samples`.
-    prompt_columns: static; P, the columns of the prompts that `init` and
-      `submit` were given. Fewer give NaN, see above.
-    completion_columns: static; R: `RolloutConfig.max_new_tokens`, or more if
-      sequences were extended; W - 1 holds all of any sequence. Fewer give NaN,
-      see above.
+    prompt_columns: static; P, the columns of the prompts of `init` and
+      `submit`.
+    completion_columns: static; R: `RolloutConfig.max_new_tokens`, or more after
+      `extend`; W - 1 fits all sequences.
 
   Raises:
-    TypeError: `results` is something else, or a number is not an int.
-    ValueError: the sequences are not groups of so many samples, those of a
-      group are known to have different prompts, or a number of columns is not
-      1 .. W.
+    TypeError: `results` is not a `Generated`, or a number is not an int.
+    ValueError: G does not divide the number of rows, a group is known to have
+      different prompts, or a number of columns is not in 1 .. W.
 
   Examples:
     >>> import jaxkv
@@ -162,12 +157,7 @@ def _check_results(results: Any) -> None:
 
 
 def _as_columns(name: str, columns: Any, width: int) -> int:
-  """A number of columns.
-
-  Raises:
-    TypeError: it is not an int.
-    ValueError: there are not so many.
-  """
+  """Returns `columns` as an int; raises unless it is in 1 .. `width`."""
   columns = as_int(name, columns)
   if not 1 <= columns <= width:
     raise ValueError(
@@ -191,7 +181,7 @@ def _check_prompts(differs: np.ndarray, num_samples: int) -> None:
 def _grouped(
   results: Generated, num_samples: int, prompt_width: int, width: int
 ) -> tuple[Grouped, Array]:
-  """Groups, and bool[Q]: the sequences whose prompt is another one."""
+  """Returns groups, and bool[Q], the sequences with a different prompt."""
   begins = results.prompt_lengths
   real = jnp.arange(width, dtype=jnp.int32)[None]
   real = real < (results.lengths - begins)[:, None]
@@ -236,7 +226,7 @@ def _grouped(
 
 
 def _differs(results: Generated, first: Array) -> Array:
-  """bool[Q]: sequences with another prompt than those of rows int32[Q]."""
+  """Returns bool[Q], True if the prompt differs from that of row `first`."""
   begins, tokens = results.prompt_lengths, results.tokens
   column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
   other = tokens != tokens.at[first].get(mode="clip")
@@ -246,6 +236,6 @@ def _differs(results: Generated, first: Array) -> Array:
 
 
 def _where(real: Array, values: Array, fill: Any) -> Array:
-  """Values [X, Y, ...] where [X, Y] is True, and a number elsewhere."""
+  """Returns values [X, Y, ...] where `real` [X, Y] is True, `fill` elsewhere."""
   real = real.reshape(*real.shape, *(1,) * (values.ndim - 2))
   return jnp.where(real, values, jnp.array(fill, values.dtype))

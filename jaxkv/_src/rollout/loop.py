@@ -1,24 +1,23 @@
-"""The loop: share, admit, grow, compute, commit, sample, free.
+"""Generation loop: share, admit, grow, compute, commit, sample, free.
 
-The parts of a step, in order; a part with nothing to do costs almost nothing:
+Each step has these parts, in order; a part without work costs almost nothing:
 
-| part     | what happens                                                     |
-|----------|------------------------------------------------------------------|
-| share    | further samples of a prompt share the pages of the first one     |
-| admit    | waiting sequences take empty slots; cached prefixes are attached |
-| grow     | all of them get pages for their next tokens                      |
-| compute  | one call of the model: the next token of every sequence that     |
-|          | decodes, and tokens of prompts                                   |
-| commit   | the tokens become final; full pages are cached                   |
-| sample   | sequences without missing tokens draw the next one               |
-| free     | ended sequences give their pages back                            |
+| part     | action                                                         |
+|----------|----------------------------------------------------------------|
+| share    | further samples of a prompt share the pages of the first one   |
+| admit    | waiting sequences take empty slots and cached prefixes         |
+| grow     | reserves pages for the next tokens of all slots                |
+| compute  | one call of the model: the next token of each sequence that    |
+|          | decodes, and tokens of prompts                                 |
+| commit   | the tokens become final; full pages are cached                 |
+| sample   | sequences whose tokens are all computed sample the next one    |
+| free     | ended sequences return their pages                             |
 
 When the pool is empty, the running sequence with the fewest tokens is
-preempted: it gives its slot back and waits. Its generated tokens are kept, its
-pages stay cached until they are evicted, and it resumes later with the same
-draws. Newcomers leave a page free for each running sequence, so this is rare;
-and none enters while a running sequence lacks a page, so the longest one always
-gets further.
+preempted: it returns to the queue and later resumes with the same samples. Its
+pages stay cached until they are evicted. Admission keeps a page free for each
+running sequence, so preemption is rare, and admits none while a running
+sequence lacks a page, so the longest sequence always makes progress.
 """
 
 import dataclasses
@@ -74,33 +73,32 @@ def generate(
   process: Process | None = None,
   draft: Draft | None = None,
 ) -> RolloutState:
-  """Runs until every sequence has ended, or until what `until` names.
+  """Generates tokens until all sequences have ended, or until `until`.
 
-  One `while_loop` without a host round trip. Jit it with the state donated, as
+  One `while_loop` without host round trips. Jit it with the state donated, as
   `jax.jit(functools.partial(generate, model=model), donate_argnums=1)`, so that
   the K/V memory is updated in place.
 
-  `generated` gives the tokens, aligned for a loss. A sequence that can never
-  run, because other holders leave it too few pages, is given up: its status is
-  FAILED and its `code` says why. So is one whose logits give no distribution,
-  such as NaN (BAD_LOGITS); it keeps the tokens that it drew before.
+  A sequence that can never run, because other holders leave it too few pages,
+  is FAILED, with the reason in its `code`. A sequence without finite logits to
+  sample from fails with BAD_LOGITS and keeps its earlier tokens.
 
   Args:
-    params: the model's.
-    state: from `init`, or from an earlier call that stopped before the end.
+    params: the model's parameters.
+    state: from `init`, or from an earlier call, which it resumes.
     until: when to return; None for the end of all sequences.
     model: such as `functools.partial(models.forward, config=config)`; see
       `Model`.
-    process: changes logits before a token is drawn from them, see `Process`.
-    draft: guesses tokens, see `Draft`; None for those that followed the same
-      tokens before. With `RolloutConfig.draft_tokens` alone.
+    process: changes logits before a token is sampled, see `Process`.
+    draft: proposes tokens, see `Draft`; None for n-gram matches. Used only if
+      `RolloutConfig.draft_tokens` is positive.
 
   Returns:
-    The state; `is_done` tells whether all sequences have ended.
+    The state. `is_done` tests for the end; `generated` returns the tokens.
 
   Raises:
-    TypeError: `until` is something else, or the model's logits are not floats.
-    ValueError: a number of `until` is negative, logits have another shape, or
+    TypeError: `until` is not an `Until`, or the logits are not floats.
+    ValueError: a number of `until` is negative, logits have the wrong shape, or
       a `functools.partial` of a model has other numerics than the rollout.
   """
   check_numerics(state.config, model)
@@ -157,7 +155,7 @@ def _compute(
   model: Model,
   process: Process | None,
 ) -> _Loop:
-  """The tokens of a step, and what follows from them."""
+  """Computes, commits and samples the tokens of a step, and frees slots."""
   none, before, numbers = state.sequences.length.shape[0], state, state.running
   missing = jnp.where(starved, 0, slots.missing_tokens(state))
   followed = slots.followed(state)
@@ -210,7 +208,7 @@ def _compute(
 
 
 def _read(cache: CacheState) -> Array:
-  """int32[], not negative: from tokens that a step has read; `read_before`."""
+  """Returns a non-negative int32[] that depends on a step's tokens."""
   if cache.hashes is None:
     return jnp.zeros((), jnp.int32)
   return jnp.max(cache.hashes.tail) & jnp.int32(2**31 - 1)
@@ -219,7 +217,7 @@ def _read(cache: CacheState) -> Array:
 def _learn(
   state: RolloutState, work: Work, guesses: Guesses | None, steps: Steps
 ) -> RolloutState:
-  """What later guesses know of the tokens that were drawn."""
+  """Updates the n-gram tables and acceptance rates with the sampled tokens."""
   known, config = state.drafts, state.config
   if known is None or guesses is None or work.drafts is None:
     return state
@@ -241,7 +239,7 @@ def _learn(
 def _commit(
   state: RolloutState, counts: Array
 ) -> tuple[CacheState, Array | None]:
-  """Commits each slot's next tokens, a page's worth in a trip.
+  """Commits each slot's next tokens, one page in each iteration.
 
   Returns:
     The cache, and `RolloutState.page_keys` with the keys of the pages filled.

@@ -1,8 +1,7 @@
-"""The sequences of a rollout: the queue, the results, and their order.
+"""Sequences of a rollout: the queue, the results, and their order.
 
-One buffer holds a sequence's prompt, its generated tokens and what others said
-in between, so a preempted sequence, or one in its next turn, is admitted
-exactly like a new one.
+One buffer holds a sequence's prompt, its generated tokens and the tokens of
+`extend`, so preempted and extended sequences are admitted like new ones.
 """
 
 import dataclasses
@@ -28,12 +27,12 @@ NOT_DRAWN = -1
 
 
 class SequenceStatus(enum.IntEnum):
-  """The state of a sequence, or of its row of the queue.
+  """Status of a sequence, or of its row of the queue.
 
-  WAITING: it waits for a slot.
-  RUNNING: it is in a slot.
-  DONE: it has ended; `finish` says why.
-  FAILED: it cannot run; `code` says why.
+  WAITING: waits for a slot.
+  RUNNING: occupies a slot.
+  DONE: has ended; `finish` has the reason.
+  FAILED: cannot run; `code` has the reason.
   EMPTY: the row has no sequence.
   """
 
@@ -45,14 +44,14 @@ class SequenceStatus(enum.IntEnum):
 
 
 class Finish(enum.IntEnum):
-  """Why a sequence ended.
+  """Reason for the end of a sequence.
 
-  UNFINISHED: it has not.
-  STOP_TOKEN: it drew a stop token, which is kept; `stop` says which.
-  STOP_STRING: its text contains a stop string; `stop` says which.
-  LENGTH: it has as many tokens as it may.
+  UNFINISHED: the sequence has not ended.
+  STOP_TOKEN: it sampled a stop token, which is kept and is in `stop`.
+  STOP_STRING: its text contains the stop string with the index `stop`.
+  LENGTH: it reached its maximum length.
   ABORTED: `abort` ended it.
-  FAILED: it could never run; `code` says why.
+  FAILED: it cannot run; `code` has the reason.
   """
 
   UNFINISHED = 0
@@ -66,15 +65,16 @@ class Finish(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Records:
-  """What is kept of a token where `RolloutConfig` asks for it; 0 elsewhere.
+  """Optional statistics of each token, if `RolloutConfig` enables them.
 
-  All of it is about the model's own distribution, before `Sampling`.
+  All describe the model's distribution before `Sampling` changes it. Columns
+  without a record are 0.
 
   Attributes:
-    raw_log_probs: of the token.  # float32[Q, W]
-    entropy: of the distribution, in nats.  # float32[Q, W]
+    raw_log_probs: the log-prob of the token.  # float32[Q, W]
+    entropy: the entropy of the distribution in nats.  # float32[Q, W]
     top_tokens: the most likely tokens, descending.  # int32[Q, W, X]
-    top_log_probs: of those.  # float32[Q, W, X]
+    top_log_probs: their log-probs.  # float32[Q, W, X]
   """
 
   raw_log_probs: Array | None = None
@@ -88,36 +88,36 @@ class Records:
 class Sequences:
   """Q sequences of up to W tokens; rows p * G to p * G + G - 1 are a group.
 
-  A group has the G samples of one prompt. What is said of tokens stands in the
-  column of its token.
+  A group has the G samples of one prompt. All arrays [Q, W] are aligned with
+  `tokens`.
 
   Attributes:
-    tokens: the prompt, then what was drawn and what others said, then 0.
+    tokens: the prompt, then sampled tokens and those of `extend`, then 0.
       # int32[Q, W]
-    ids: the number of the sequence in each row.  # int32[Q]
-    prompt_length: tokens of the first prompt.  # int32[Q]
-    length: tokens in all.  # int32[Q]
-    start: tokens when it began to draw in this turn: the prompt's length, or
-      the length after `extend`.  # int32[Q]
-    limit: the length at which it ends.  # int32[Q]
-    budget: tokens that it may draw in its first turn.  # int32[Q]
-    log_probs: of each drawn token, in the distribution that it was drawn from;
-      0 elsewhere.  # float32[Q, W]
-    versions: of the weights that drew each token; NOT_DRAWN for tokens of
-      prompts and what others said.  # int32[Q, W]
-    records: what else is kept of each token.
+    ids: the id of the sequence in each row.  # int32[Q]
+    prompt_length: the length of the first prompt.  # int32[Q]
+    length: the total number of tokens.  # int32[Q]
+    start: the length at the start of this turn: that of the prompt, or that
+      after `extend`.  # int32[Q]
+    limit: the length at which the sequence ends.  # int32[Q]
+    budget: the maximum number of tokens sampled in the first turn.  # int32[Q]
+    log_probs: the log-prob of each sampled token in the distribution that it
+      was sampled from; 0 elsewhere.  # float32[Q, W]
+    versions: the version of the weights that sampled each token; NOT_DRAWN for
+      other tokens.  # int32[Q, W]
+    records: optional statistics of each token.
     status: a `SequenceStatus`.  # int32[Q]
-    code: why a sequence failed, a `jaxkv.Status`.  # int32[Q]
-    finish: why a sequence ended, a `Finish`.  # int32[Q]
-    stop: the stop token, or the index of the stop string, that ended it; -1
-      for none.  # int32[Q]
-    keys: a random key for each sequence.  # key[Q]
-    priority: those with lower numbers enter first and are preempted last; None
-      if all are equal.  # int32[Q]
-    stop_states: what each one has of a stop string; None without stop strings.
-      # int32[Q]
-    experts: that each token used, as the sequence last left a slot; -1 for
-      tokens of which none are known. None if `RolloutConfig` does not ask.
+    code: the reason for a failure, a `jaxkv.Status`.  # int32[Q]
+    finish: the reason for the end, a `Finish`.  # int32[Q]
+    stop: the stop token, or the index of the stop string, that ended the
+      sequence; -1 for none.  # int32[Q]
+    keys: the random key of each sequence.  # key[Q]
+    priority: lower numbers are admitted first and preempted last; None for
+      equal priorities.  # int32[Q]
+    stop_states: the stop-string automaton's state of each sequence; None
+      without stop strings.  # int32[Q]
+    experts: the experts of each token, written when the sequence leaves a slot;
+      -1 if unknown. None unless `RolloutConfig.experts`.
       # int16 or int32[Q, W, J, k]
   """
 
@@ -153,27 +153,9 @@ def from_prompts(
   max_tokens: Array | None = None,
   seed: Array | None = None,
 ) -> Sequences:
-  """All samples of all prompts, waiting.
+  """Returns all samples of all prompts as waiting sequences.
 
-  Args:
-    prompts: int32[P, L], padded at the end.
-    lengths: int32[P], 1 .. L.
-    key: key[], from which every sequence's key is derived.
-    config: how many samples, of how many tokens.
-    num_samples: int32[P], 0 .. G samples of each prompt; the rows of the others
-      are EMPTY. None for G.
-    priority: int32[Q], of all G samples of all prompts; None for none.
-    first_sequence: int32[], the number of the first one, at least 0.
-    max_tokens: int32[Q], at least 1: tokens that each one draws at most, if
-      that is less than `config.max_new_tokens`. None for no limit of its own.
-    seed: int32[Q], from which a sequence's key is made instead; negative for
-      none of its own.
-
-  Raises:
-    TypeError: an argument does not hold integers.
-    ValueError: an argument has the wrong shape or does not fit int32, a number
-      of samples is out of range, a prompt leaves no room for a token, or there
-      are 2**31 sequences or more. Traced numbers are not checked.
+  `init` documents the arguments and errors. Traced numbers are not checked.
   """
   prompts, lengths = as_prompts(prompts, lengths, config)
   num_prompts, columns = prompts.shape
@@ -208,11 +190,7 @@ def from_prompts(
 
 
 def width_of(columns: int, config: RolloutConfig) -> int:
-  """W, for first prompts of up to so many tokens.
-
-  Raises:
-    ValueError: no token could follow the longest prompt.
-  """
+  """Returns W for prompts of `columns` tokens; raises ValueError if too few."""
   width = config.max_length or columns + config.max_new_tokens
   if columns >= width:
     raise ValueError(
@@ -225,7 +203,7 @@ def width_of(columns: int, config: RolloutConfig) -> int:
 def as_num_samples(
   num_samples: Any, num_prompts: int, config: RolloutConfig
 ) -> Array:
-  """The samples of each prompt, int32[P]; raises what `from_prompts` does."""
+  """Returns `num_samples` as int32[P]; raises as `from_prompts`."""
   counts = as_int32("num_samples", num_samples)
   most = config.num_samples
   check_shape("num_samples", counts, (num_prompts,), ", one for each prompt")
@@ -242,7 +220,7 @@ def as_num_samples(
 def as_prompts(
   prompts: Any, lengths: Any, config: RolloutConfig
 ) -> tuple[Any, Any]:
-  """The prompts and their lengths as int32; raises what `from_prompts` does."""
+  """Returns prompts and lengths as int32; raises as `from_prompts`."""
   prompts, lengths = as_int32("prompts", prompts), as_int32("lengths", lengths)
   check_shape("prompts", prompts, ("P", "L"))
   check_shape("lengths", lengths, prompts.shape[:1], ", one for each prompt")
@@ -267,10 +245,10 @@ def samples_of(
   max_tokens: Array | None = None,
   seed: Array | None = None,
 ) -> Sequences:
-  """All samples of all prompts, waiting; `ids` are those of the first ones.
+  """Returns waiting samples of prompts whose first samples have `ids`.
 
-  A sequence without room for its tokens, or with a length or a number of tokens
-  out of range, is FAILED.
+  A sequence is FAILED if its length or budget is out of range, or if their sum
+  exceeds the width.
   """
   samples, columns = config.num_samples, prompts.shape[1]
   total = prompts.shape[0] * samples
@@ -314,7 +292,7 @@ def samples_of(
 
 
 def keys_of(key: Array, ids: Array, seed: Array | None) -> Array:
-  """key[Q]: from the numbers of sequences, or from seeds of their own."""
+  """Returns key[Q], from `seed` where it is not negative, else from `ids`."""
   keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, ids)
   if seed is None:
     return keys
@@ -337,10 +315,10 @@ def _no_records(total: int, width: int, config: RolloutConfig) -> Records:
 
 
 def order_of(sequences: Sequences) -> tuple[Array, Array]:
-  """The sequences by priority, then by number.
+  """Sorts the sequences by priority, then by id.
 
   Returns:
-    int32[Q], the row of each place; int32[Q], the place of each row.
+    int32[Q], the row at each place; int32[Q], the place of each row.
   """
   keys = [sequences.ids]
   if sequences.priority is not None:
@@ -351,20 +329,12 @@ def order_of(sequences: Sequences) -> tuple[Array, Array]:
 
 
 def num_generated(sequences: Sequences) -> Array:
-  """int32[Q]: tokens after the first prompt."""
+  """Returns the number of tokens after the first prompt, int32[Q]."""
   return sequences.length - sequences.prompt_length
 
 
 def first_of(condition: Array, count: int) -> Array:
-  """The first indices at which a condition holds.
-
-  Args:
-    condition: bool[X].
-    count: how many indices to return.
-
-  Returns:
-    int32[count], padded with X.
-  """
+  """Returns the first `count` indices of True in bool[X], padded with X."""
   size = condition.shape[0]
   rank = jnp.cumsum(condition, dtype=jnp.int32) - 1
   return indexing.put(
@@ -399,10 +369,10 @@ def fail(
 
 
 class Ending(NamedTuple):
-  """Why sequences end with a token.
+  """Reasons for the end of sequences after a token.
 
   Attributes:
-    finish: int32[R], a `Finish`; 0 for those that go on.
+    finish: int32[R], a `Finish`; 0 for sequences that continue.
     stop: int32[R], see `Sequences.stop`.
     states: int32[R], see `Sequences.stop_states`; None without stop strings.
   """
@@ -420,18 +390,10 @@ def append(
   version: Array,
   ending: Ending,
 ) -> tuple[Sequences, Array]:
-  """Appends a token to each sequence named, and ends those that are complete.
-
-  Args:
-    sequences: all sequences.
-    numbers: int32[B], the rows to append to.
-    mask: bool[B], which of them got a token.
-    drawn: the tokens, and what is kept of them.
-    version: int32[], of the weights that drew them.
-    ending: which sequences end with their token.
+  """Appends a token to `numbers` where `mask` holds; ends complete sequences.
 
   Returns:
-    The sequences, and bool[B]: which of `numbers` ended.
+    The sequences, and bool[B], the rows of `numbers` that ended.
   """
   place = indexing.where_valid(mask, numbers)
   length = indexing.take(sequences.length, place)

@@ -1,4 +1,4 @@
-"""A rollout as a value: the cache, its memory, and the sequences."""
+"""State of a rollout: the cache, its K/V memory, and the sequences."""
 
 import dataclasses
 from typing import Any
@@ -36,33 +36,32 @@ from jaxkv._src.sampling.settings import as_sampling
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counters:
-  """Counts of what a rollout has done so far.
+  """Totals since the start of a rollout.
 
-  They have 64 bits: `int(counters.steps)`, or `numpy.asarray` for `calls` and
-  for the counters of several rollouts.
+  Most are 64-bit `Count`s: read them with `int(counters.steps)`, or with
+  `numpy.asarray` for `calls` and for the counters of several rollouts.
 
   Attributes:
-    steps: trips of the loop.
-    calls: steps in which the model was called with B columns and as many more
-      as each width has. Without drafts there are two or three widths: 0, a
-      quarter of `prefill_chunk` if that is at least 64, and `prefill_chunk`.
-      With drafts each of these has 0, a quarter of `draft_columns` if that is
-      at least 2, and `draft_columns` beside it, and those with fewer drafts
-      come first.  # [X]
-    rows: tokens that the model was called with, padding included.
-    generated: tokens drawn. Each costs the row of the token before it.
-    prefilled: tokens of prompts, and of what others said, that were computed
-      for the first time, without the last ones before a draw.
-    recomputed: tokens computed again: after a preemption, in a later turn, or
+    steps: steps of the loop.
+    calls: calls of the model by width, which is the number of columns beyond B.
+      Prompts have the widths 0, a quarter of `prefill_chunk` if that is at
+      least 64, and `prefill_chunk`. With speculation, these repeat for each
+      number of draft columns: 0, a quarter of `draft_columns` if that is at
+      least 2, and `draft_columns`.  # [X]
+    rows: columns of all calls, including padding.
+    generated: sampled tokens. Each counts the row of the token before it.
+    prefilled: tokens of prompts and `extend` computed for the first time,
+      except the last token before a sample.
+    recomputed: tokens computed again: after preemption, in a later turn, or
       with new weights.
     drafted: guessed tokens that were computed.
-    accepted: those that were drawn.
+    accepted: guessed tokens that were accepted.
     forked: samples that shared another sample's prefill.
-    preempted: times a sequence gave its pages back so that others could go on.
-      Not counted: samples of its prompt that waited for it, and samples that
-      found no page to fork. They only wait again.
-    peak_pages: most pages in use at once.  # int32[]
-    peak_shared: most page-table entries at once, minus the pages in use.
+    preempted: preemptions of running sequences. Samples that wait for a
+      victim's prompt, or that find no page to fork, return to the queue and do
+      not count.
+    peak_pages: maximum number of pages in use.  # int32[]
+    peak_shared: maximum number of page-table entries minus pages in use.
       # int32[]
   """
 
@@ -83,37 +82,37 @@ class Counters:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutState:
-  """A rollout in progress: a value that can be kept and resumed.
+  """State of a rollout, which can be saved and resumed.
 
   Attributes:
-    cache: who owns which pages. Its `epoch` is the version of the weights.
-    kv: their contents, in one pool or in a tuple of pools.
+    config: static options.
+    cache: the cache; `cache.epoch` is the version of the weights.
+    kv: the K/V memory: a pool or a tuple of pools.
     sequences: the queue and the results.
-    sampling: how each sequence draws; what is None is not compiled.
-    user: what `process` and the model know of each sequence, a pytree of
-      arrays [Q, ...]; None for nothing.
-    config: the options.
-    key: from which the keys of sequences are derived.  # key[]
-    next_id: the number of the next sequence that `submit` takes.  # int32[]
+    sampling: settings of each sequence; fields that are None are not compiled.
+    user: the values for `process` and the model, a pytree of arrays [Q, ...];
+      None for no values.
+    key: the key from which the sequences' keys are derived.  # key[]
+    next_id: the id of the next sequence that `submit` adds.  # int32[]
     running: the row of the sequence in each slot, Q for none.  # int32[B]
-    leader: the slot whose prompt this one waits for, to fork from it; B for
-      none.  # int32[B]
-    computed: the most tokens of each sequence that were ever computed.
-      # int32[Q]
-    overtaken: later sequences that entered before each one.  # int32[Q]
-    order: the rows by priority, then by number.  # int32[Q]
-    place: where each row stands in that order.  # int32[Q]
-    page_keys: the key after each page that a prompt or computed tokens fill,
-      of the latter where all groups end a page; None without prefix caching.
-      # uint32[Q, W // S, 4]
-    epochs: the cache's epoch for which the keys of a row hold. In another one
-      it looks nothing up.  # uint32[Q]
-    salts: see `jaxkv.salt`; sequences of different salts share no page. None
-      for no salt.  # uint32[Q, 4]
-    drafts: what later tokens are guessed from; None without drafts.
-    counters: what has been done.
-    log: the sequence in each slot, what it did and how many tokens, in the last
-      X steps, see `timeline`; None without.  # int32[X, 3, B]
+    leader: the slot that computes this slot's prompt, which then forks from it;
+      B for none.  # int32[B]
+    computed: the maximum number of tokens of each sequence that was ever
+      computed.  # int32[Q]
+    overtaken: how many later sequences entered before each one.  # int32[Q]
+    order: the rows, sorted by priority, then by id.  # int32[Q]
+    place: the position of each row in `order`.  # int32[Q]
+    page_keys: the chain key after each page of a prompt, and after each run of
+      computed pages at which all groups end a page; None without prefix
+      caching.  # uint32[Q, W // S, 4]
+    epochs: the epoch for which a row's keys are valid. In other epochs the
+      sequence does not look up pages.  # uint32[Q]
+    salts: see `jaxkv.salt`: sequences with different salts share no page. None
+      for no salts.  # uint32[Q, 4]
+    drafts: tables of n-grams for speculation; None without it.
+    counters: totals.
+    log: the sequence, the kind of work and the number of tokens of each slot in
+      the last X steps, see `timeline`; None without.  # int32[X, 3, B]
   """
 
   config: RolloutConfig = dataclasses.field(metadata={"static": True})
@@ -154,57 +153,53 @@ def init(
   first_sequence: Array | int = 0,
   version: Array | int | None = None,
 ) -> RolloutState:
-  """A rollout that has not begun.
+  """Returns the initial state of a rollout.
 
   Args:
-    cache: an empty cache, or one that still holds prefixes of earlier
-      rollouts; no slot in use.
-    kv: the K/V memory of its pages; or a tuple of pools, see `jaxkv.kv`, which
-      the model gets as it is. Recurrent groups need a `StatePages` among them.
-      With such a group a step computes no more tokens of a sequence than up to
-      the end of a page, and each sequence has tokens in one part of a
-      `PackedView` only. With `RolloutConfig.experts` the last one is a
-      `ExpertIdPages`.
+    cache: a cache without slots in use. It may hold prefixes of earlier
+      rollouts.
+    kv: the K/V memory of its pages: a pool, or a tuple of pools (see
+      `jaxkv.kv`), which the model receives unchanged. Recurrent groups need
+      `StatePages`. They stop each chunk of a sequence at the end of a page, and
+      place it in one part of a `PackedView`. `RolloutConfig.experts` needs
+      `ExpertIdPages` last.
     prompts: int32[P, L], padded at the end.
     lengths: int32[P], 1 .. L.
     key: key[]; equal keys give equal samples.
-    config: the options.
-    sampling: how each of the Q = P * G sequences draws, and when it ends. What
-      `submit` may set later must be set here, for it is compiled or not.
-    num_samples: int32[P], 0 .. G samples of each prompt; the rows of the others
-      are EMPTY. None for G, `config.num_samples`.
-    priority: int32[Q]: those with lower numbers enter first and are preempted
-      last. None if all are equal. Where pages are scarce, a later sequence that
-      needs fewer of them may still enter before one that finds no room, up to
-      `RolloutConfig.max_overtaken` times. With the expected length, negated,
-      the longest begin first, and slots stay busy to the end.
-    salts: uint32[Q, 4], see `jaxkv.salt`; sequences of different salts share
-      nothing, such as those of different adapters. None for no salt.
-    user: what `process` and the model are to know of each sequence, a pytree of
+    config: static options.
+    sampling: settings of each of the Q = P * G sequences. A field that `submit`
+      sets later must be set here too, so that it is compiled.
+    num_samples: int32[P], 0 .. G samples of each prompt; the other rows are
+      EMPTY. None for G.
+    priority: int32[Q]: lower numbers are admitted first and preempted last.
+      None for equal priorities. If pages are scarce, later sequences that need
+      fewer may still enter first, up to `RolloutConfig.max_overtaken` times.
+      The negated expected length starts the longest sequences first, which
+      keeps slots busy to the end.
+    salts: uint32[Q, 4], see `jaxkv.salt`. Sequences with different salts, such
+      as those of different adapters, share no pages. None for no salts.
+    user: values of each sequence for `process` and the model, a pytree of
       arrays [Q, ...].
-    first_sequence: int32[], the number of the first sequence among those of all
-      shards of a job, see `devices`. A sequence's draws depend on `key` and its
-      number alone, so they do not depend on how the job is split.
+    first_sequence: int32[], the id of the first sequence among all shards of a
+      job, see `devices`. Samples depend on `key` and the id alone, not on how
+      the job is split.
     version: int32[], the version of the weights: the number of updates since
-      the cache was made, see `update_weights` and `jaxkv.new_epoch`. Needed
-      where the cache holds pages, which other weights would hit.
+      the cache was made, see `update_weights` and `jaxkv.new_epoch`. Required
+      if the cache holds pages, which may be of other weights.
 
   Returns:
-    The state, for `generate`, on the devices of the memory. A program to which
-    it is donated takes the cache and the memory away, but nothing else that was
-    given here.
+    The state for `generate`, on the devices of the memory. Donating it deletes
+    `cache` and `kv`, but no other argument.
 
   Raises:
-    TypeError: an argument holds something else than integers, or `key` is no
+    TypeError: an argument does not hold integers, or `key` is not a
       `jax.random.key`.
-    ValueError: an argument has the wrong shape, the cache has a slot in use, a
-      group of CrossAttention, or pages of another version, the memory has other
-      pages than the cache, or none for a group, or lacks experts, a recurrent
-      group has drafts or scratch pages, W tokens do not fit into a slot, a
-      prompt is empty or longer than L, a number of samples or `first_sequence`
-      is out of range, or the longest sequence does not fit into the pool.
-      Traced lengths, slots and versions are not checked; such sequences fail
-      one by one, see `Sequences.code`.
+    ValueError: an argument has the wrong shape or is out of range; the cache
+      has slots in use, a CrossAttention group or pages of another version; `kv`
+      does not fit the cache, or lacks a pool; a recurrent group has drafts or
+      scratch pages; W exceeds a slot; or the longest sequence exceeds the pool.
+      Traced lengths, slots and versions are not checked; their sequences fail
+      individually, see `Sequences.code`.
   """
   check_random_key(key)
   given = (key, sampling, priority, salts, user, prompts, lengths)
@@ -276,7 +271,7 @@ def init(
 def _next_id(
   sequences: Sequences, first: Array | int, config: RolloutConfig
 ) -> Array:
-  """int32[]: the number behind the last group that has a sequence."""
+  """Returns the id after the last group that has a sequence, int32[]."""
   there = (sequences.status != queue.SequenceStatus.EMPTY).reshape(
     -1, config.num_samples
   )
@@ -287,7 +282,7 @@ def _next_id(
 
 
 def with_stop_strings(sampling: Sampling, total: int) -> Sampling:
-  """Settings whose stop strings have an entry for each of Q sequences."""
+  """Returns settings whose stop strings have an entry for each sequence."""
   strings = sampling.stop_strings
   if strings is None:
     return sampling
@@ -302,7 +297,7 @@ def _page_keys(
   sequences: Sequences,
   salts: Array | None,
 ) -> Array | None:
-  """See `RolloutState.page_keys`; a prompt is hashed once for all samples."""
+  """Returns `RolloutState.page_keys`; hashes a prompt once for all samples."""
   total, width = sequences.tokens.shape
   samples = total // max(prompts.shape[0], 1)
   if salts is not None:
@@ -316,7 +311,7 @@ def _page_keys(
 
 
 def rehashed(state: RolloutState, rows: Array) -> RolloutState:
-  """Hashes all tokens of some rows, int32[R], for the cache's epoch."""
+  """Hashes all tokens of the rows int32[R] for the current epoch."""
   salts = state.salts
   keys = page_keys(
     state.cache,
@@ -330,11 +325,7 @@ def rehashed(state: RolloutState, rows: Array) -> RolloutState:
 
 
 def as_user(user: Any, total: int, *, each: str = "sequence") -> Any:
-  """A pytree whose arrays have a row for each of Q sequences, or of others.
-
-  Raises:
-    ValueError: an array has another number of rows.
-  """
+  """Returns `user` as arrays with `total` rows each, or raises ValueError."""
 
   def checked(path: Any, leaf: Any) -> Array:
     array = jnp.asarray(leaf)
@@ -358,12 +349,12 @@ def _no_counts(config: RolloutConfig) -> Counters:
 
 
 def is_done(state: RolloutState) -> Array:
-  """bool[]: whether no sequence waits or runs."""
+  """Returns bool[], True if no sequence waits or runs."""
   return jnp.all(state.sequences.status >= queue.SequenceStatus.DONE)
 
 
 def _refused(sequences: Sequences, refused: Array) -> Sequences:
-  """All sequences that wait fail, as pages of other weights would be hit."""
+  """Fails waiting sequences as STALE: they would hit pages of other weights."""
   rows = jnp.arange(sequences.status.shape[0], dtype=jnp.int32)
   refused = refused & (sequences.status == queue.SequenceStatus.WAITING)
   code = jnp.full_like(rows, Status.STALE)

@@ -57,75 +57,59 @@ def score(
   user: Any = None,
   version: Array | int | None = None,
 ) -> tuple[Any, Any]:
-  """Log-probabilities of G completions of each of N prompts.
+  """Computes log-probs of G completions of each of N prompts.
 
-  A prompt is computed once for all its completions, and what is cached of it
-  is not computed at all: P - 1 tokens for a prompt, and as many as it has for
-  a completion. What is computed is cached for others. So scoring what a rollout
-  has just drawn costs little more than the completions.
+  A prompt is computed once for all its completions, and only beyond its cached
+  prefix; computed pages are cached. So scoring a rollout's own samples costs
+  little more than the completions.
 
-  One loop without a host round trip. Call it under `jax.jit`, with the state
-  donated so that the K/V memory is updated in place, as
-  `jax.jit(functools.partial(score, model=model), donate_argnums=1)`. Outside of
-  `jax.jit`, every call compiles it again.
+  One loop without host round trips. Jit it with the state donated, as
+  `jax.jit(functools.partial(score, model=model), donate_argnums=1)`, so that
+  the K/V memory is updated in place. Not differentiable;
+  `jaxkv.models.grouped_log_probs` is.
 
-  Not differentiable: `jaxkv.models.grouped_log_probs` is, for the same groups.
+  Uses empty slots only, and frees them afterwards; running sequences are
+  unchanged. Up to 8 completions share their prompt's pages at a time. If slots
+  or pages are scarce, completions are computed one by one, and each recomputes
+  the end of the prompt, which fills no page.
 
-  What fails is data: see `Scored.ok`. The numbers of a group that fails are
-  NaN, so they do not pass for probabilities of 1.
+  After a change of the weights, call `update_weights`, or `jaxkv.new_epoch` for
+  the cache of a `ScoreState`; otherwise pages of the old weights are hit.
 
-  Only empty slots are used, and they are empty again afterwards; sequences in
-  other slots stay as they are. The completions of a group share the prompt's
-  pages in as many slots as are empty, 8 at most, and take turns in them. With
-  very few slots or pages they are computed one after another, and the end of
-  the prompt, which fills no page, with each of them.
-
-  After a change of the weights, call `update_weights` with a rollout, or
-  `jaxkv.new_epoch` with the cache of a `ScoreState`, as before `generate`:
-  otherwise pages of the old weights are hit.
-
-  Several models of one kind, such as a policy and its reference, have memories
-  of their own: with a tuple of states, `params` is a tuple as long, and a tuple
-  of states and a tuple of results come back. Each state needs a cache of its
-  own, from another `jaxkv.init`: XLA cannot donate two states that hold the
-  same arrays ("donate the same buffer twice").
+  To score with several models, such as a policy and its reference, pass tuples
+  of `params` and `state`; states and results are then tuples too. Each state
+  needs a separate cache and memory, because XLA cannot donate a buffer twice.
 
   Args:
-    params: the model's.
-    state: a `RolloutState`, between two calls of `generate`; or a `ScoreState`
-      where there is no rollout.
+    params: the model's parameters.
+    state: a `RolloutState` between calls of `generate`, or a `ScoreState`.
     prompts: int32[N, P], padded at the end.
     prompt_lengths: int32[N], 1 .. P; 0 for a group without completions.
     completions: int32[N, G, R], padded at the end.
     completion_lengths: int32[N, G], 0 .. R.
-    model: the one that `generate` takes; see `Model`. Its `rows` count
-      sequences from 0 to N * G - 1, with the same lengths as when the tokens
-      were drawn.
-    temperature: float32[]: the distribution is softmax(logits / temperature),
-      as `Sampling.temperature` has it; for 0, that at temperature 1.
-    entropy: static; whether to compute the entropy of that distribution. That
-      of `RolloutConfig.entropy` is at temperature 1.
-    top_log_probs: static; how many of its most likely tokens to find. Those of
-      `RolloutConfig.top_log_probs` are at temperature 1.
-    chunk: static; the most tokens of a call of the model.
-    salts: uint32[N, 4], see `jaxkv.salt`; None for no salt.
-    user: what the model is to know of each group, a pytree of arrays [N, ...].
-    version: int32[], the version of the weights, as for `init`: if the cache is
-      of another one, groups are STALE. None to trust the cache.
+    model: see `Model`. Its `rows` number the sequences 0 .. N * G - 1, with the
+      same lengths as during sampling.
+    temperature: float32[]: the distribution is softmax(logits / temperature); 0
+      means temperature 1.
+    entropy: static; whether to compute the distribution's entropy.
+    top_log_probs: static; the number of most likely tokens to return.
+    chunk: static; the maximum number of tokens in a call of the model.
+    salts: uint32[N, 4], see `jaxkv.salt`; None for no salts.
+    user: values of each group for the model, a pytree of arrays [N, ...].
+    version: int32[], the version of the weights, as in `init`; groups are STALE
+      if the cache has another one. None to skip the check.
 
   Returns:
-    The state, and a `Scored` with a code for each group: OK, also for one
-    without completions; OUT_OF_PAGES, if no slot is empty, or the pool has too
-    few free pages for the prompt and a completion; SLOT_FULL, if those have
-    more tokens than a slot; BAD_LENGTH, if a length is out of range; or STALE.
-    `ok` says which groups are OK. The others have NaN for their tokens, and
-    hold no pages.
+    The state, and a `Scored` with a code for each group: OK; OUT_OF_PAGES, if
+    no slot is empty, or the pool has too few free pages for the prompt and a
+    completion; SLOT_FULL, if both exceed a slot; BAD_LENGTH, if a length is out
+    of range; or STALE. A group that fails has NaN log-probs and holds no pages.
 
   Raises:
-    TypeError: an argument has the wrong dtype, or is something else.
-    ValueError: an argument has the wrong shape; the cache has a group
-      of CrossAttention, or is known to be of another version; the memory is not
-      that of the cache; or the model's logits have another shape.
+    TypeError: an argument has the wrong type or dtype.
+    ValueError: an argument or the logits have the wrong shape; the cache has a
+      CrossAttention group or is known to have another version; or the memory
+      does not fit the cache.
 
   Examples:
     >>> import functools, jax, jaxkv
@@ -199,7 +183,7 @@ def _score(
   user: Any,
   version: Array | int | None,
 ) -> tuple[Any, Scored]:
-  """`score` with one state."""
+  """Scores with one state."""
   _check_state(state)
   check_model(model)
   check_bool("entropy", entropy)
@@ -244,7 +228,7 @@ def _score(
 
 
 def _check_state(state: Any) -> None:
-  """Raises unless there is a cache for `score`, and its memory."""
+  """Raises unless `state` has a cache and a memory that `score` can use."""
   if not isinstance(state, RolloutState | ScoreState):
     what = "make a ScoreState of a cache and its memory"
     if isinstance(state, list):
@@ -267,7 +251,7 @@ def _given(
   salts: Any,
   user: Any,
 ) -> Given:
-  """The arguments as arrays, or refused by name."""
+  """Returns the arguments as arrays; raises for invalid ones."""
   prompts = as_int32("prompts", prompts)
   prompt_lengths = as_int32("prompt_lengths", prompt_lengths)
   completions = as_int32("completions", completions)
@@ -308,7 +292,7 @@ def _given(
 
 
 def _codes(given: Given, slot_tokens: int, stale: Array) -> Array:
-  """int32[N]: the statuses of groups before anything is computed."""
+  """Returns the statuses of groups before any computation, int32[N]."""
   prompt, lengths = given.prompt_lengths, given.lengths
   most = given.prompts.shape[1], given.completions.shape[2]
   # `grouped` gives such a group where a prompt has no samples.
@@ -325,7 +309,7 @@ def _codes(given: Given, slot_tokens: int, stale: Array) -> Array:
 
 
 def _without_failed(scored: Scored, given: Given) -> Scored:
-  """NaN for the tokens of groups that are not OK, and zeros around them."""
+  """Sets the tokens of failed groups to NaN, and their padding to 0."""
   column = jnp.arange(given.completions.shape[2], dtype=jnp.int32)[None, None]
   lengths = given.lengths[..., None]
   # Of a length that is out of range, nobody knows which columns are real.

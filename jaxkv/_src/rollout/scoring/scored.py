@@ -1,4 +1,4 @@
-"""What `score` takes and gives."""
+"""Arguments and results of `score`."""
 
 import dataclasses
 from typing import Any
@@ -17,17 +17,17 @@ from jaxkv._src.kv.pools import Pools
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreState:
-  """A cache and its memory, for `score` where there is no rollout.
+  """A cache and its memory, for `score` without a rollout.
 
-  Such as those of a reference model:
+  For example, of a reference model:
 
     ScoreState(
       cache=jaxkv.init(sizes), kv=jaxkv.models.init_kv(config, sizes)
     )
 
   Attributes:
-    cache: who owns which pages; with at least one empty slot.
-    kv: their contents, in one pool or in a tuple of pools.
+    cache: a cache with at least one empty slot.
+    kv: its K/V memory: a pool or a tuple of pools.
   """
 
   cache: CacheState
@@ -37,25 +37,24 @@ class ScoreState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored(Outcome):
-  """What a model thinks of G completions of each of N prompts.
+  """Log-probs of G completions of each of N prompts.
 
-  Where a completion has no token, all is 0. In groups that are not OK, as `ok`
-  says, each token has NaN, and 0 in `top_tokens`; so has every column of a
-  completion with a length that is out of range. X is `top_log_probs`.
+  Padding is 0. All tokens of a failed group are NaN, and 0 in `top_tokens`; if
+  the length of a completion is negative, all its columns are. X is
+  `top_log_probs`.
 
   Attributes:
-    code: a `Status` for each group; `ok` is True where it is OK.  # int32[N]
-    log_probs: of each token.  # float32[N, G, R]
-    entropy: of the distribution of each token, at the `temperature` of `score`,
-      in nats; None if not asked for.  # float32[N, G, R]
-    top_tokens: the most likely tokens in the place of each one, descending;
-      None if not asked for.  # int32[N, G, R, X]
-    top_log_probs: of those.  # float32[N, G, R, X]
+    code: the `Status` of each group; `ok` is True for OK.  # int32[N]
+    log_probs: the log-prob of each token.  # float32[N, G, R]
+    entropy: the entropy of each token's distribution in nats; None if not
+      requested.  # float32[N, G, R]
+    top_tokens: the most likely tokens at each position, descending; None if not
+      requested.  # int32[N, G, R, X]
+    top_log_probs: their log-probs.  # float32[N, G, R, X]
     computed_tokens: tokens that the model computed for each group, without
       padding.  # int32[N]
-    cached_tokens: tokens of each prompt that were found in the cache, summed
-      over all times that it was looked up: once, but where slots or pages are
-      few.  # int32[N]
+    cached_tokens: tokens of each prompt found in the cache, summed over all
+      lookups: one, or several if slots or pages are scarce.  # int32[N]
   """
 
   log_probs: Array
@@ -67,16 +66,16 @@ class Scored(Outcome):
 
 
 class Given(NamedTuple):
-  """The groups.
+  """Arguments of `score`.
 
   Attributes:
     prompts: int32[N, P].
     prompt_lengths: int32[N].
     completions: int32[N, G, R].
     lengths: int32[N, G].
-    salts: uint32[N, 4]; None for none.
+    salts: uint32[N, 4]; None for no salts.
     user: a pytree of arrays [N, ...].
-    busy: bool[B], slots that are not to be used, empty or not.
+    busy: bool[B], slots that may not be used.
     temperature: float32[]; None for 1.
   """
 
@@ -90,12 +89,10 @@ class Given(NamedTuple):
   temperature: Array | None
 
   def tokens(self, group: Array, samples: Array, positions: Array) -> Array:
-    """int32[...]: tokens of one group; 0 where there is none.
+    """Returns tokens of one group at int32[...] samples and positions.
 
-    Args:
-      group: int32[].
-      samples: int32[...], of no matter for a prompt's tokens.
-      positions: int32[...].
+    Positions inside the prompt ignore `samples`; positions beyond the end give
+    0.
     """
     length = self.prompt_lengths[group]
     return jnp.where(
@@ -108,7 +105,7 @@ class Given(NamedTuple):
 def nothing_scored(
   given: Given, code: Array, *, entropy: bool, top_log_probs: int
 ) -> Scored:
-  """Zeros for all groups, whose statuses are int32[N] so far."""
+  """Returns zeros for all groups, with the initial statuses `code`."""
   shape, groups = given.completions.shape, given.prompts.shape[:1]
   top = (*shape, top_log_probs)
   return Scored(
