@@ -1,4 +1,4 @@
-"""Checks that the cache, the memory and the prompts of a rollout fit together."""
+"""Checks that the cache, the memory and the prompts of a rollout fit."""
 
 from typing import Any
 

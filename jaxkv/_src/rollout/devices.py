@@ -165,9 +165,9 @@ Tree = TypeVar("Tree")
 
 
 def stacked(tree: Tree) -> Tree:
-  """What a shard returns from `jax.shard_map`: each array [...] as [1, ...].
+  """Adds an axis to each array, so that `jax.shard_map` stacks shards.
 
-  Outside, with `out_specs=P("data")`, there is one entry for each shard.
+  With `out_specs=P("data")`, [1, ...] of each shard becomes [X, ...].
 
   Args:
     tree: any pytree of arrays, such as a `RolloutState`.
@@ -181,7 +181,7 @@ def stacked(tree: Tree) -> Tree:
 
 
 def local(tree: Tree) -> Tree:
-  """A shard's own part of what `stacked` made: each array [1, ...] as [...].
+  """Removes the axis that `stacked` added: [1, ...] becomes [...].
 
   Args:
     tree: any pytree of arrays.
@@ -205,7 +205,7 @@ def local(tree: Tree) -> Tree:
 
 
 def merged(tree: Tree) -> Tree:
-  """The rows of all shards one after another: [X, Q, ...] as [X * Q, ...].
+  """Concatenates the rows of all shards: [X, Q, ...] becomes [X * Q, ...].
 
   Args:
     tree: a pytree of arrays with an entry for each of X shards, such as the
@@ -231,23 +231,23 @@ def merged(tree: Tree) -> Tree:
 def shardings(
   state: RolloutState, mesh: Mesh, *, heads: str, shards: str | None = None
 ) -> RolloutState:
-  """Where the arrays of a tensor-parallel rollout lie.
+  """Returns the shardings of a tensor-parallel rollout.
 
-  The pages are split by K/V heads. All other arrays, latents, states of
-  recurrent layers and numbers of tokens among them, are on each device. For
-  `jax.device_put`, `jax.jit(out_shardings=)` and abstract values.
+  K/V pages are split by heads. All other arrays, including latents, recurrent
+  states and token counts, are replicated. Use them with `jax.device_put`,
+  `jax.jit(out_shardings=)` and abstract values.
 
   Args:
     state: arrays, or shapes as of `jax.eval_shape`.
     mesh: the devices.
-    heads: the mesh axis over which the pages are split.
+    heads: the mesh axis over which the heads are split.
     shards: the mesh axis of the shards, if the state is `stacked`.
 
   Returns:
     A `NamedSharding` for each array, in a tree like `state`.
 
   Raises:
-    ValueError: the mesh has no such axis, or one that does not divide K.
+    ValueError: the mesh has no such axis, or its size does not divide K.
 
   Examples:
     >>> import jaxkv, jax.numpy as jnp

@@ -236,6 +236,6 @@ def _differs(results: Generated, first: Array) -> Array:
 
 
 def _where(real: Array, values: Array, fill: Any) -> Array:
-  """Returns values [X, Y, ...] where `real` [X, Y] is True, `fill` elsewhere."""
+  """Returns values [X, Y, ...] where `real` [X, Y] is True, else `fill`."""
   real = real.reshape(*real.shape, *(1,) * (values.ndim - 2))
   return jnp.where(real, values, jnp.array(fill, values.dtype))

@@ -1,4 +1,4 @@
-"""The invariants of a rollout between two steps, checked."""
+"""Checks the invariants of a rollout between two steps."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxkv._src.rollout.state import RolloutState
 
 
 def check(state: RolloutState) -> None:
-  """Raises if a rollout, or its cache, broke an invariant. On the host.
+  """Raises on the host if a rollout, or its cache, breaks an invariant.
 
   Args:
     state: the rollout.
@@ -36,21 +36,21 @@ def check(state: RolloutState) -> None:
 
 
 def check_invariants(state: RolloutState) -> dict[str, Array]:
-  """Tests every invariant of a rollout, as it is between two calls.
+  """Tests every invariant of a rollout between two calls.
 
-  | law       | what holds                                                   |
+  | name      | invariant                                                    |
   |-----------|--------------------------------------------------------------|
-  | numbers   | sequences have different numbers, below `next_id`            |
-  | order     | `order` sorts the rows by priority and number; `place` is    |
-  |           | its inverse                                                  |
-  | lengths   | prompt <= start <= length <= limit <= W; no token behind     |
-  | drawn     | no token of a prompt is drawn, and every other one has the   |
-  |           | version of some weights so far, or was said by others        |
-  | ends      | `finish` says why a sequence ended, if it did                |
-  | slots     | a sequence runs if and only if one slot has it; a slot       |
-  |           | without one holds no page, and one token is left to compute  |
+  | numbers   | the ids of sequences are distinct and below `next_id`        |
+  | order     | `order` sorts the rows by priority and id; `place` is its    |
+  |           | inverse                                                      |
+  | lengths   | prompt <= start <= length <= limit <= W; later tokens are 0  |
+  | drawn     | only tokens after the prompt are sampled, by a version up to |
+  |           | the current one; others there are tokens of `extend`         |
+  | ends      | `finish` has a reason if and only if a sequence ended        |
+  | slots     | exactly one slot has each running sequence; it has tokens    |
+  |           | left to compute; other slots hold no pages                   |
   | leaders   | a sample waits for the slot of a sample of the same prompt   |
-  | page_keys | the key of a page that a slot has filled is its tokens'      |
+  | page_keys | the key of each page filled by a slot is that of its tokens  |
 
   Those of the cache have the prefix "cache_". The cost grows with the pool and
   with the queue.
@@ -111,7 +111,7 @@ def _lengths(state: RolloutState) -> Array:
 
 
 def _is_void(state: RolloutState) -> Array:
-  """bool[Q]: rows that have no sequence that could ever run."""
+  """Returns bool[Q], rows that are EMPTY or FAILED."""
   status = state.sequences.status
   return (status == queue.SequenceStatus.EMPTY) | (
     status == queue.SequenceStatus.FAILED

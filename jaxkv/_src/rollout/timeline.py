@@ -1,4 +1,4 @@
-"""What each slot did in each step: a log on the device, and its picture."""
+"""timeline: a log of each slot's work on the device, and its picture."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ _COLOURS = ("none", "#e69f00", "#56b4e9", "#cccccc", "#d55e00")
 
 
 class Span(NamedTuple):
-  """Steps in a row in which a slot did the same for one sequence.
+  """Consecutive steps of one slot with one kind of work for one sequence.
 
   Attributes:
-    slot: its number.
-    sequence: the sequence's number.
+    slot: the slot.
+    sequence: the id of the sequence.
     kind: "prefill", "decode", "wait" or "preempt".
     start: the first step.
     stop: one past the last step.
-    tokens: computed in these steps.
+    tokens: the number of tokens computed.
   """
 
   slot: int
@@ -38,20 +38,18 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-  """The last steps of a rollout. In a notebook it shows itself as a picture.
+  """The last X steps of a rollout, which a notebook shows as a picture.
 
   `notebooks/04_rollouts` has examples.
 
   Attributes:
-    start: the first step, X in all.
-    sequences: the sequence in each slot, -1 for none.  # int32[X, B]
-    kinds: IDLE, PREFILL, DECODE, WAIT or PREEMPT. A slot decodes where one
-      token is computed and the next one drawn. It waits where nothing is
-      computed: for the prompt that it forks from, for a place in the packed
-      call, or for a page. It preempts in the step in which its sequence gives
-      its pages back: a victim, a sample that found no page to fork, or one
-      that is given up.  # int32[X, B]
-    tokens: tokens computed.  # int32[X, B]
+    start: the first step.
+    sequences: the id of the sequence in each slot, -1 for none.  # int32[X, B]
+    kinds: IDLE, PREFILL, DECODE, WAIT or PREEMPT. DECODE: one token is computed
+      and the next one sampled. WAIT: the slot waits for a prompt to fork from,
+      a column of the call, or a page. PREEMPT: the sequence loses its pages,
+      because it is preempted, finds no page to fork, or fails.  # int32[X, B]
+    tokens: the number of tokens computed.  # int32[X, B]
   """
 
   start: int
@@ -60,7 +58,7 @@ class Timeline(NamedTuple):
   tokens: np.ndarray
 
   def spans(self) -> Iterator[Span]:
-    """The spans of each slot, one slot after the other."""
+    """Yields the spans of each slot in turn."""
     for slot in range(self.kinds.shape[1]):
       kinds, owners = self.kinds[:, slot], self.sequences[:, slot]
       changes = (np.diff(kinds) != 0) | (np.diff(owners) != 0)
@@ -77,7 +75,7 @@ class Timeline(NamedTuple):
           )
 
   def svg(self, width: int = 900, row: int = 14) -> str:
-    """The picture: a row for each slot, steps from left to right.
+    """Returns the picture: a row for each slot, steps from left to right.
 
     Args:
       width: pixels of all steps.
@@ -141,12 +139,12 @@ def record(
   draws: Array,
   preempted: Array,
 ) -> Array | None:
-  """`RolloutState.log` with the step that `state` is in.
+  """Adds the current step to `RolloutState.log`.
 
   Args:
     state: the sequences in the slots.
     counts: int32[B], tokens that the step computes.
-    draws: bool[B], slots whose sequences draw a token.
+    draws: bool[B], slots whose sequences sample a token.
     preempted: int32[B], the sequence that leaves each slot, Q for none.
   """
   log, none = state.log, state.sequences.length.shape[0]
@@ -163,18 +161,17 @@ def record(
 
 
 def timeline(state: RolloutState) -> Timeline:
-  """What each slot did in the last steps.
+  """Returns the work of each slot in the last steps.
 
   Args:
-    state: of a rollout with `RolloutConfig.timeline`, the number of steps that
-      are kept.
+    state: of a rollout with a positive `RolloutConfig.timeline`.
 
   Returns:
-    The steps; none before the first one. `print(timeline(state).svg())` writes
+    Up to `RolloutConfig.timeline` steps. `print(timeline(state).svg())` prints
     the picture that a notebook shows.
 
   Raises:
-    ValueError: no steps are kept.
+    ValueError: `RolloutConfig.timeline` is 0.
   """
   if state.log is None:
     raise ValueError(

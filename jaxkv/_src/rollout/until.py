@@ -1,4 +1,4 @@
-"""When a call of `generate` returns."""
+"""Conditions under which `generate` returns."""
 
 import dataclasses
 from typing import Any
@@ -18,19 +18,19 @@ from jaxkv._src.rollout.state import RolloutState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Until:
-  """`generate` returns at the first of these, or when all sequences ended.
+  """Limits of a `generate` call, which returns at the first one reached.
 
-  Numbers may be traced, so another number compiles nothing again; a number in
-  place of None does. Groups and sequences are counted as they are in the queue:
-  those that ended before the call count too, until `harvest` takes them out or
-  `extend` makes them go on. With nothing taken out, a call may return at once.
+  It also returns when all sequences have ended. Numbers may be traced: a new
+  number does not compile again, but a number in place of None does. `groups`
+  and `sequences` include those that ended before the call, until `harvest`
+  removes them or `extend` resumes them, so a call may return at once.
 
   Attributes:
     steps: steps of this call; None for no limit.  # int32[]
-    groups: prompts in the queue all of whose samples have ended; None for all.
-      The others stay as they are, and a later call resumes them.  # int32[]
-    sequences: sequences in the queue that have ended; None for all. With 1,
-      a server returns for each answer, and harvests it.  # int32[]
+    groups: prompts in the queue whose samples have all ended; None for all.
+      Later calls resume the others.  # int32[]
+    sequences: ended sequences in the queue; None for all. With 1, a server can
+      harvest each answer when it ends.  # int32[]
 
   Examples:
     >>> from jaxkv import rollout
@@ -44,12 +44,12 @@ class Until:
 
 
 def as_until(until: Until | None) -> Until:
-  """The same with int32[] for numbers.
+  """Returns `until` with int32[] numbers.
 
   Raises:
-    TypeError: it is no `Until`, or a number is no integer.
-    ValueError: a number is not a scalar, is negative or does not fit int32.
-      Traced ones are not checked: a negative one stops at once.
+    TypeError: it is not an `Until`, or a number is not an integer.
+    ValueError: a number is not a scalar, is negative or exceeds int32. Traced
+      numbers are not checked.
   """
   if until is None:
     return Until()
@@ -80,7 +80,7 @@ def _as_count(name: str, value: Any) -> Array | None:
 
 
 def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
-  """bool[]: whether a call that began at step `begin` goes on."""
+  """Returns bool[], True if a call that began at step `begin` continues."""
   status = state.sequences.status
   going = jnp.any(status < queue.SequenceStatus.DONE)
   if until.steps is not None:
@@ -94,14 +94,14 @@ def goes_on(until: Until, state: RolloutState, begin: Count) -> Array:
 
 
 def has_ended(status: Array) -> Array:
-  """bool[...]: whether sequences ended, of their statuses."""
+  """Returns bool[...], True for the status of an ended sequence."""
   return (status == queue.SequenceStatus.DONE) | (
     status == queue.SequenceStatus.FAILED
   )
 
 
 def ended_groups(state: RolloutState) -> Array:
-  """bool[P]: prompts all of whose samples ended, of those that have any."""
+  """Returns bool[P], True for prompts whose samples, at least one, ended."""
   status = state.sequences.status.reshape(-1, state.config.num_samples)
   some = jnp.any(has_ended(status), axis=1)
   return some & jnp.all(status >= queue.SequenceStatus.DONE, axis=1)

@@ -40,7 +40,7 @@ class Scored(Outcome):
   """Log-probs of G completions of each of N prompts.
 
   Padding is 0. All tokens of a failed group are NaN, and 0 in `top_tokens`; if
-  the length of a completion is negative, all its columns are. X is
+  the length of a completion is out of range, all its columns are. X is
   `top_log_probs`.
 
   Attributes:

@@ -1,1 +1,1 @@
-"""What changes a rollout between steps, by the numbers of sequences."""
+"""Functions that change a rollout between steps; they take sequence ids."""

@@ -1,4 +1,4 @@
-"""abort, requeue: sequences leave their slots before they end."""
+"""abort, requeue: remove sequences from their slots before they end."""
 
 import dataclasses
 
@@ -23,20 +23,20 @@ from jaxkv._src.rollout.verbs.find import slots_of
 def abort(
   state: RolloutState, ids: Array, *, mask: Array | None = None
 ) -> tuple[RolloutState, Outcome]:
-  """Ends sequences. Their tokens are kept, and their pages given back.
+  """Ends sequences. Keeps their tokens and frees their pages.
 
   Args:
     state: the rollout.
-    ids: int32[R], numbers of sequences.
-    mask: bool[R], the rows that count; None for all.
+    ids: int32[R], ids of sequences.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED for one that
-    had ended before.
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED if the sequence
+    had already ended.
 
   Raises:
-    TypeError: `ids` are no integers, or `mask` holds no bools.
-    ValueError: one of them has another shape.
+    TypeError: `ids` does not hold integers, or `mask` bools.
+    ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
   return _abort(state, ids, as_mask(mask, ids.shape[0]))
@@ -61,23 +61,22 @@ def _abort(
 def requeue(
   state: RolloutState, ids: Array, *, mask: Array | None = None
 ) -> tuple[RolloutState, Outcome]:
-  """Running sequences give their slots and pages back, and wait again.
+  """Puts running sequences back into the queue and frees their pages.
 
-  They resume later with the same draws. Their pages stay cached until they are
-  evicted. A sequence that waits already is left as it is.
+  They resume later with the same samples; their pages stay cached until they
+  are evicted. A waiting sequence is unchanged.
 
   Args:
     state: the rollout.
-    ids: int32[R], numbers of sequences.
-    mask: bool[R], the rows that count; None for all.
+    ids: int32[R], ids of sequences.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED for one that
-    has ended.
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or ENDED.
 
   Raises:
-    TypeError: `ids` are no integers, or `mask` holds no bools.
-    ValueError: one of them has another shape.
+    TypeError: `ids` does not hold integers, or `mask` bools.
+    ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
   return _requeue(state, ids, as_mask(mask, ids.shape[0]))
@@ -94,7 +93,7 @@ def _requeue(
 def _leave(
   state: RolloutState, ids: Array, mask: Array
 ) -> tuple[RolloutState, Array, Array]:
-  """Sequences that have not ended leave their slots, if they have one.
+  """Puts sequences that have not ended back into the queue.
 
   Returns:
     The rollout, the rows int32[R], and the codes int32[R].

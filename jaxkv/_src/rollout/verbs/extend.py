@@ -1,4 +1,4 @@
-"""extend: what a tool or a user said, and another turn."""
+"""extend: appends tokens of a tool or a user, and starts another turn."""
 
 import dataclasses
 
@@ -35,36 +35,34 @@ def extend(
   max_tokens: Array | None = None,
   mask: Array | None = None,
 ) -> tuple[RolloutState, Outcome]:
-  """Appends tokens that a tool or a user said; the sequences then go on.
+  """Appends tokens of a tool or a user, and resumes the sequences.
 
-  A sequence that has ended waits again. It finds the pages of its earlier turns
-  in the cache, unless they were evicted, so little more than the new tokens is
-  computed. One that runs leaves its slot first. The new tokens are no part of a
-  loss: `Generated.mask` leaves them out.
+  A sequence that has ended waits again; one that runs leaves its slot first.
+  Pages of earlier turns are found in the cache unless they were evicted, so
+  little more than the new tokens is computed. `Generated.mask` is False for the
+  new tokens.
 
-  Pad to one width, and name as many sequences in each call, with a mask: other
-  shapes are compiled again.
-
-  All that counts tokens counts those of this turn: `max_tokens`, `min_tokens`,
-  stop strings and `Rows.counts`.
+  `max_tokens`, `min_tokens`, stop strings and `Rows.counts` count the tokens of
+  this turn only. A call with other shapes compiles again, so pad the tokens to
+  one width and mask unused rows.
 
   Args:
     state: the rollout.
-    ids: int32[R], numbers of sequences.
+    ids: int32[R], ids of sequences.
     tokens: int32[R, X], padded at the end.
     lengths: int32[R], 0 .. X.
-    max_tokens: int32[R], at least 1: the most tokens to draw in this turn. None
-      for the limit of the first turn.
-    mask: bool[R], the rows that count; None for all.
+    max_tokens: int32[R], the maximum number of tokens to sample in this turn,
+      at least 1; None for the limit of the first turn.
+    mask: bool[R], the rows to process; None for all.
 
   Returns:
-    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, ENDED for a sequence
-    that has failed, or BAD_LENGTH (of `lengths` or `max_tokens`, or more than W
-    tokens in all).
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, ENDED for a failed
+    sequence, or BAD_LENGTH if `lengths` or `max_tokens` is out of range or the
+    sequence could exceed W tokens.
 
   Raises:
-    TypeError: numbers are no integers, or `mask` holds no bools.
-    ValueError: an argument has another shape.
+    TypeError: an argument does not hold integers, or `mask` bools.
+    ValueError: an argument has the wrong shape.
   """
   ids = as_ids(ids)
   rows = ids.shape[0]

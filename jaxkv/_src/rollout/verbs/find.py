@@ -1,4 +1,4 @@
-"""The sequences that a call names, and slots that they leave."""
+"""Finds sequences by their ids, and removes them from slots."""
 
 import dataclasses
 from typing import Any
@@ -20,12 +20,7 @@ from jaxkv._src.rollout.state import RolloutState
 
 
 def as_ids(ids: Any) -> Array:
-  """Numbers of sequences, int32[R].
-
-  Raises:
-    TypeError: they are no integers.
-    ValueError: they have another shape, or do not fit int32.
-  """
+  """Returns ids of sequences as int32[R]; raises for other types or shapes."""
   ids = as_int32("ids", ids)
   rows = ids.shape[0] if ids.ndim == 1 else "R"  # R may be 0.
   check_shape("ids", ids, (rows,), ", a list of numbers")
@@ -33,12 +28,7 @@ def as_ids(ids: Any) -> Array:
 
 
 def as_mask(mask: Any, rows: int) -> Array:
-  """The rows of a call that count, bool[R]; all for None.
-
-  Raises:
-    TypeError: the mask holds no bools.
-    ValueError: it has another shape.
-  """
+  """Returns the rows to process, bool[R]; all for None."""
   if mask is None:
     return jnp.ones((rows,), bool)
   mask = as_bool("mask", mask)
@@ -47,12 +37,7 @@ def as_mask(mask: Any, rows: int) -> Array:
 
 
 def as_counts(name: str, counts: Any, rows: int) -> Array:
-  """Numbers for the rows of a call, int32[R].
-
-  Raises:
-    TypeError: they are no integers.
-    ValueError: they have another shape, or do not fit int32.
-  """
+  """Returns a number for each row, int32[R]; raises for other shapes."""
   counts = as_int32(name, counts)
   check_shape(name, counts, (rows,), ", one for each row")
   return jnp.asarray(counts)
@@ -61,16 +46,11 @@ def as_counts(name: str, counts: Any, rows: int) -> Array:
 def find(
   state: RolloutState, ids: Array, mask: Array
 ) -> tuple[Array, Array, Array]:
-  """Where some sequences are.
-
-  Args:
-    state: the rollout.
-    ids: int32[R], their numbers.
-    mask: bool[R], those that count.
+  """Finds sequences by `ids`, int32[R], in rows where `mask` is True.
 
   Returns:
-    int32[R], the rows of `Sequences`, Q for none; int32[R], what they do there;
-    int32[R], SKIPPED, BAD_SEQUENCE or OK.
+    int32[R], rows of `Sequences`, Q for none; int32[R], their status; int32[R],
+    SKIPPED, BAD_SEQUENCE or OK.
   """
   sequences = state.sequences
   none = sequences.ids.shape[0]
@@ -88,13 +68,9 @@ def find(
 
 
 def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
-  """Slots give their pages back, and their sequences wait again.
+  """Frees slots bool[B] and puts their sequences back into the queue.
 
-  Samples that wait for a prompt in one of them wait again, too.
-
-  Args:
-    state: the rollout.
-    leaving: bool[B].
+  Samples that wait for a prompt in one of them also return to the queue.
   """
   none, slots = state.sequences.length.shape[0], state.running.shape[0]
   slot = jnp.arange(slots, dtype=jnp.int32)
@@ -115,7 +91,7 @@ def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
 
 
 def slots_of(state: RolloutState, rows: Array) -> Array:
-  """bool[B]: slots with a sequence of some rows, int32[R]; Q for none."""
+  """Returns bool[B], slots whose sequence is in `rows`, int32[R]; Q for none."""
   none = state.sequences.length.shape[0]
   same = (state.running[:, None] == rows[None]) & (rows < none)[None]
   return jnp.any(same, axis=1)

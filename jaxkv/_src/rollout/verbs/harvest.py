@@ -1,4 +1,4 @@
-"""generated, harvest: what a rollout has drawn, aligned for a loss."""
+"""generated, harvest: return tokens and log-probs, aligned for a loss."""
 
 import dataclasses
 
@@ -25,38 +25,37 @@ from jaxkv._src.rollout.verbs.find import find
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-  """R sequences of up to W tokens, with what is known of each token.
+  """R sequences of up to W tokens, with statistics of each token.
 
-  Every array has what it says of a token in the column of that token. So a loss
-  shifts the model's logits by one column, and nothing else:
-  `logits[:, :-1]` are for `tokens[:, 1:]`, with `mask[:, 1:]`.
+  All arrays [R, W] are aligned with `tokens`. So a loss only shifts the logits
+  by one column: `logits[:, :-1]` predict `tokens[:, 1:]`, with `mask[:, 1:]`.
 
   Attributes:
-    ids: the number of each sequence.  # int32[R]
-    tokens: the prompt, what was drawn, and what others said; then 0.
+    ids: the id of each sequence.  # int32[R]
+    tokens: the prompt, sampled tokens and those of `extend`; then 0.
       # int32[R, W]
     positions: 0 .. W - 1.  # int32[R, W]
-    lengths: tokens of each sequence, with its prompt.  # int32[R]
-    prompt_lengths: tokens of the first prompt.  # int32[R]
-    turn_starts: tokens before what was drawn in the last turn.  # int32[R]
-    mask: the tokens that were drawn; all others are no part of a loss.
-      # bool[R, W]
-    log_probs: of the drawn tokens, in the distribution that each was drawn
-      from: after temperature, top-k, and all that `Sampling` and `process`
-      change. 0 elsewhere.  # float32[R, W]
-    versions: of the weights that drew each token; -1 elsewhere.
+    lengths: the length of each sequence, including its prompt.  # int32[R]
+    prompt_lengths: the length of the first prompt.  # int32[R]
+    turn_starts: the number of tokens before the last turn's samples.
+      # int32[R]
+    mask: True for sampled tokens, which a loss uses.  # bool[R, W]
+    log_probs: the log-prob of each sampled token in the distribution that it
+      was sampled from, after `Sampling` and `process`; 0 elsewhere.
+      # float32[R, W]
+    versions: the version of the weights that sampled each token; -1 elsewhere.
       # int32[R, W]
-    records: what else is kept of each token, where `RolloutConfig` asks.
-    experts: that each token used in each layer with experts, if
-      `RolloutConfig` asks, for `jaxkv.models.forward_uncached(experts=)`; -1
-      for those that the model never ran, such as the last one. After a
-      preemption, in a later turn, or with new weights they are those of the K/V
-      computed last.  # int16 or int32[R, W, J, k]
-    finish: why each sequence ended, a `Finish`.  # int32[R]
-    stop: the stop token, or the index of the stop string, that ended it; -1
-      for none.  # int32[R]
-    valid: the rows that are sequences; in the others all is 0, and `ids`,
-      `versions` and `stop` are -1.  # bool[R]
+    records: optional statistics, see `RolloutConfig`.
+    experts: the experts of each token in each MoE layer, for
+      `jaxkv.models.forward_uncached(experts=)`; -1 for tokens that were never
+      computed, such as the last one; None unless `RolloutConfig.experts`.
+      Recomputed tokens have the experts of their last computation.
+      # int16 or int32[R, W, J, k]
+    finish: the reason for the end of each sequence, a `Finish`.  # int32[R]
+    stop: the stop token, or the index of the stop string, that ended it; -1 for
+      none.  # int32[R]
+    valid: True for rows with a sequence. Other rows are 0, and -1 in `ids`,
+      `versions` and `stop`.  # bool[R]
   """
 
   ids: Array
@@ -76,7 +75,7 @@ class Generated:
 
 
 def generated(state: RolloutState) -> Generated:
-  """What the sequences of all Q rows have become so far, in their order."""
+  """Returns the current tokens of the sequences of all Q rows, in order."""
   return _generated(state)
 
 
@@ -92,7 +91,7 @@ def _generated(state: RolloutState) -> Generated:
 
 
 def _rows(state: RolloutState, rows: Array) -> Generated:
-  """The sequences of some rows, int32[R]; those out of range are not valid."""
+  """Returns sequences of `rows`, int32[R]; rows out of range are not valid."""
   sequences = state.sequences
   versions = indexing.take(sequences.versions, rows, fill=queue.NOT_DRAWN)
   width = sequences.tokens.shape[1]
@@ -127,11 +126,11 @@ def _taken(records: Records, rows: Array) -> Records:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Harvested(Outcome):
-  """What `harvest` took out; a row is OK if its sequence is among them.
+  """Result of `harvest`; a row is OK if its sequence was removed.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
-    results: the sequences; those of rows that are not OK are not valid.
+    results: the sequences; only rows that are OK are valid.
   """
 
   results: Generated
@@ -144,25 +143,25 @@ def harvest(
   mask: Array | None = None,
   groups: bool = False,
 ) -> tuple[RolloutState, Harvested]:
-  """Takes sequences that have ended out of the queue. Their rows are EMPTY.
+  """Removes ended sequences from the queue, and sets their rows to EMPTY.
 
-  `submit` uses the rows of a prompt again when all of them are EMPTY.
+  `submit` can reuse the rows of a prompt when all of them are EMPTY.
 
   Args:
     state: the rollout.
-    ids: int32[R], numbers of sequences; None for those of all Q rows, of which
-      the ones that have not ended are skipped.
-    mask: bool[R], the rows that count; None for all.
-    groups: static; whether to leave sequences whose prompt has samples that
-      have not ended.
+    ids: int32[R], ids of sequences; None for all Q rows, where sequences that
+      have not ended are SKIPPED.
+    mask: bool[R], the rows to process; None for all.
+    groups: static; whether to keep sequences until all samples of their prompt
+      have ended.
 
   Returns:
-    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or UNFINISHED for one
-    that has not ended, or with `groups` for one whose group has not.
+    The rollout, and per row OK, SKIPPED, BAD_SEQUENCE, or UNFINISHED if the
+    sequence, or with `groups` its group, has not ended.
 
   Raises:
-    TypeError: `ids` are no integers, or `mask` holds no bools.
-    ValueError: one of them has another shape.
+    TypeError: `ids` does not hold integers, or `mask` bools.
+    ValueError: an argument has the wrong shape.
   """
   if ids is not None:
     ids = as_ids(ids)

@@ -1,4 +1,4 @@
-"""submit: further prompts for a rollout that is under way."""
+"""submit: adds prompts to a rollout in progress."""
 
 import dataclasses
 from typing import Any
@@ -34,12 +34,12 @@ from jaxkv._src.sampling.settings import as_sampling
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Submitted(Outcome):
-  """What `submit` did; a row is OK if its prompt is in the queue.
+  """Result of `submit`; a row is OK if its prompt entered the queue.
 
   Attributes:
     code: a `Status` for each prompt.  # int32[R]
-    ids: the number of the first sample of each prompt; the others follow. -1
-      for a prompt that is not in the queue.  # int32[R]
+    ids: the id of the first sample of each prompt, which the other samples' ids
+      follow; -1 if the prompt was refused.  # int32[R]
   """
 
   ids: Array
@@ -58,35 +58,36 @@ def submit(
   user: Any = None,
   mask: Array | None = None,
 ) -> tuple[RolloutState, Submitted]:
-  """Puts prompts into the queue, in rows that are EMPTY.
+  """Adds prompts to the queue, in EMPTY rows.
 
-  A prompt takes the G rows of a group, all of which must be EMPTY: never used,
-  or harvested. Prompts are served in order; those that find no rows are
-  refused, and can be submitted again after a harvest.
+  A prompt needs a group of G rows that are all EMPTY: never used, or harvested.
+  Prompts are placed in order; those that find no rows are refused, and can be
+  submitted again after a harvest.
 
   Args:
     state: the rollout.
     prompts: int32[R, L], padded at the end; L < W.
     lengths: int32[R], 1 .. L.
-    ids: int32[R], the number of each prompt's first sample, of which its draws
-      depend; the G - 1 that follow are the other samples'. None for the next
-      ones.
+    ids: int32[R], the id of each prompt's first sample; its G - 1 successors
+      are the ids of the other samples. The id seeds a sample's random draws.
+      None for the next ids.
     num_samples: int32[R], 1 .. G samples of each prompt; None for G.
     priority: int32[R * G]; None for 0.
-    sampling: of the R * G sequences; what it leaves out has no effect on them.
-      It can set what `init` has set for some sequence.
-    salts: uint32[R * G, 4], given if and only if `init` had salts.
+    sampling: settings of the R * G sequences, only of fields that `init` has
+      set; a field that is None has no effect on them.
+    salts: uint32[R * G, 4], required if and only if `init` had salts.
     user: a pytree of arrays [R * G, ...], as in `init`.
-    mask: bool[R], the prompts that count; None for all.
+    mask: bool[R], the prompts to process; None for all.
 
   Returns:
-    The rollout, and per prompt OK, SKIPPED, BAD_LENGTH (of `lengths`,
-    `num_samples` or `max_tokens`, or more than W tokens in all), BAD_SEQUENCE
-    (an id is negative or taken) or QUEUE_FULL.
+    The rollout, and per prompt OK, SKIPPED, QUEUE_FULL, BAD_SEQUENCE (an id is
+    negative or in use) or BAD_LENGTH (`lengths`, `num_samples` or `max_tokens`
+    is out of range, or a sequence could exceed W tokens).
 
   Raises:
     TypeError: an argument has the wrong dtype.
-    ValueError: an argument has the wrong shape, or sets what `init` has not.
+    ValueError: an argument has the wrong shape, or sets a field that `init` has
+      not set.
   """
   config = state.config
   prompts, lengths = queue.as_prompts(prompts, lengths, config)
@@ -239,7 +240,7 @@ def _submit(
 
 
 def _taken(state: RolloutState, ids: Array, mask: Array) -> Array:
-  """bool[R]: prompts one of whose numbers is no number, or another's."""
+  """Returns bool[R], prompts with ids out of range or already in use."""
   samples = state.config.num_samples
   there = state.sequences.status != queue.SequenceStatus.EMPTY
   apart = state.sequences.ids[None] - ids[:, None]

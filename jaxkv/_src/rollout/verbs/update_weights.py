@@ -1,4 +1,4 @@
-"""update_weights: the sequences of a rollout meet new weights."""
+"""update_weights: starts a new version of the weights."""
 
 import dataclasses
 from typing import Literal
@@ -23,30 +23,30 @@ Policy = Literal["recompute", "keep", "drop"]
 def update_weights(
   state: RolloutState, policy: Policy = "recompute"
 ) -> RolloutState:
-  """Says that the weights change: later calls of `generate` have new ones.
+  """Starts a new version of the weights, before `generate` receives them.
 
-  The version, `state.cache.epoch`, grows by one. No page of the old weights is
-  found any more, by this rollout or a later one of the same cache.
-  `Generated.versions` says which version drew each token.
+  The version, `state.cache.epoch`, increases by one. Pages of earlier versions
+  are never hit again, in this rollout or a later one of the same cache.
+  `Generated.versions` has the version that sampled each token.
 
-  | `policy`    | unfinished sequences                                      |
-  |-------------|-----------------------------------------------------------|
-  | "recompute" | keep their tokens; all K/V is computed with new weights   |
-  | "keep"      | those that run go on with the K/V that they have          |
-  | "drop"      | lose what they drew, and begin again from the first prompt|
+  | `policy`    | unfinished sequences                                       |
+  |-------------|------------------------------------------------------------|
+  | "recompute" | keep their tokens; the new weights recompute all K/V       |
+  | "keep"      | keep running with their K/V                                |
+  | "drop"      | lose their samples, and restart from the first prompt      |
 
-  Sequences that have ended stay as they are. With "keep", the log-probabilities
-  of later tokens are of neither version alone.
+  Sequences that have ended are unchanged. With "keep", log-probs of later
+  tokens belong to a mixture of versions.
 
   Args:
     state: the rollout.
-    policy: static; what becomes of unfinished sequences.
+    policy: static; see the table.
 
   Returns:
     The rollout.
 
   Raises:
-    ValueError: `policy` is something else.
+    ValueError: `policy` is not in the table.
   """
   if policy not in get_args(Policy):
     known = ", ".join(map(repr, get_args(Policy)))
@@ -79,7 +79,7 @@ def _update_weights(state: RolloutState, policy: Policy) -> RolloutState:
 
 
 def _begun_again(sequences: Sequences, mask: Array) -> Sequences:
-  """Sequences of which some, bool[Q], have their first prompt alone."""
+  """Resets the sequences in `mask`, bool[Q], to their first prompt."""
   width = sequences.tokens.shape[1]
   column = jnp.arange(width, dtype=jnp.int32)[None]
   prompt = sequences.prompt_length
