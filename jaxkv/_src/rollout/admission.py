@@ -1,16 +1,15 @@
-"""Who enters: the sequences that take empty slots.
+"""Ranks waiting sequences and chooses those that enter empty slots.
 
-Sequences wait in the order of their priorities, then of their numbers. Among
-the first ones of equal priority those enter first whose cached prefix is the
-longest, because what is cached now may be evicted when their turn comes. Two
-rules go before that:
+Sequences wait in the order of their priorities, then of their ids. Among the
+first ones of equal priority, the one with the longest cached prefix enters
+first, because the prefix may be evicted later. Two rules take precedence:
 
 - A sequence whose next page is being computed by another one waits, a step or
-  two, and then finds that page.
+  two, to find that page in the cache.
 - A sequence that was overtaken too often enters before all others.
 
-Further samples of a prompt take slots when the first one does. They follow it:
-they hold no pages until its prompt is computed, and then fork.
+Further samples of a prompt take slots together with the first one. They hold no
+pages until its prompt is computed, and then fork.
 """
 
 from typing import NamedTuple
@@ -34,13 +33,13 @@ class Candidates(NamedTuple):
   """Waiting sequences, in order; X is the window.
 
   Attributes:
-    numbers: int32[X], Q for none.
-    valid: bool[X], whether there is one.
+    numbers: int32[X], the row of each; Q for none.
+    valid: bool[X], False without a sequence.
     priority: int32[X]; None if all are equal.
-    found: what is cached of each.
-    blocked: bool[X], whether a running sequence computes the next page.
-    same: bool[X, X], whether candidate j would compute the next page of i.
-    siblings: bool[X, X], whether both are fresh samples of one prompt.
+    found: the cached prefix of each.
+    blocked: bool[X], True if a running sequence computes the next page.
+    same: bool[X, X], True if candidate j would compute the next page of i.
+    siblings: bool[X, X], True if both are fresh samples of one prompt.
     leader: int32[X], the slot of a sample that computes the same prompt; B for
       none.
   """
@@ -59,9 +58,9 @@ class Chosen(NamedTuple):
   """Up to R candidates, in the order in which they enter.
 
   Attributes:
-    candidates: int32[R], positions among the candidates; X for none.
-    leads: int32[R], the row of the sample that each one follows, or its own.
-    leader: int32[R], the slot that each one follows, if it runs; B for none.
+    candidates: int32[R], indices of candidates; X for none.
+    leads: int32[R], the row of the sample that each one follows, or itself.
+    leader: int32[R], the running slot that each one follows; B for none.
   """
 
   candidates: Array
@@ -70,7 +69,7 @@ class Chosen(NamedTuple):
 
 
 def candidates(state: RolloutState, computing: Array) -> Candidates:
-  """The first waiting sequences, and what each of them finds.
+  """Returns the first waiting sequences and their cached prefixes.
 
   Args:
     state: the rollout.
@@ -93,7 +92,7 @@ def candidates(state: RolloutState, computing: Array) -> Candidates:
   known = valid & (indexing.take(state.epochs, numbers) == cache.epoch)
   most = length
   if state.config.prompt_log_probs:
-    # What is found is not computed. So it must have been computed before.
+    # A cached token yields no log-prob, so it must have been computed before.
     most = jnp.minimum(length, indexing.take(state.computed, numbers) + 1)
   salts = None
   if state.salts is not None:
@@ -131,7 +130,7 @@ def candidates(state: RolloutState, computing: Array) -> Candidates:
   )
 
   def computes(some: Array) -> Array:
-    """bool[X, Y]: whether sequence j has the next page of candidate i."""
+    """Returns bool[X, Y], True if sequence j has the next page of i."""
     theirs = indexing.take(keys, some[None], page[:, None])
     lengths = indexing.take(sequences.start, some)
     return jnp.all(theirs == key, axis=-1) & (stop[:, None] <= lengths[None])
@@ -147,10 +146,10 @@ def candidates(state: RolloutState, computing: Array) -> Candidates:
 def _siblings(
   state: RolloutState, numbers: Array, computing: Array
 ) -> tuple[Array, Array]:
-  """`Candidates.siblings` and `leader` of the sequences `numbers`, int32[X].
+  """Returns `Candidates.siblings` and `leader` of the rows int32[X].
 
-  A sample is fresh if it has drawn nothing and has more than its last token to
-  compute. Samples of different salts share nothing.
+  A sample is fresh if it has sampled nothing and has more than its last token
+  to compute. Samples with different salts share nothing.
   """
   sequences, running, samples = (
     state.sequences,
@@ -165,7 +164,7 @@ def _siblings(
     )
 
   def alike(others: Array) -> Array:
-    """bool[X, Y]: whether two sequences have one prompt and one salt."""
+    """Returns bool[X, Y], True for equal prompts and salts."""
     same = (numbers // samples)[:, None] == (others // samples)[None]
     if state.salts is None:
       return same
@@ -191,13 +190,13 @@ def choose(
   free: Array,
   config: RolloutConfig,
 ) -> Chosen:
-  """Up to R candidates that enter together.
+  """Chooses up to R candidates that enter together.
 
   Args:
     waiting: the candidates.
     overtaken: int32[X], how often each was overtaken.
     num_slots: B.
-    free: int32[], the empty slots.
+    free: int32[], the number of empty slots.
     config: R, and how often a sequence may be overtaken.
   """
   window = waiting.numbers.shape[0]
@@ -207,8 +206,8 @@ def choose(
 
   def one(row, carry):
     chosen, left, passed, blocked, following = carry
-    # One that was overtaken too often enters next and nobody after it, even if
-    # it computes what others compute, or finds no room.
+    # A candidate that was overtaken too often enters next, and none after it,
+    # even if another sequence computes its pages, or it finds no room.
     often = waiting.valid & (passed >= config.max_overtaken)
     late = left & often
     first = late & (position == jnp.argmax(late).astype(jnp.int32))
@@ -219,9 +218,9 @@ def choose(
       eligible &= others == jnp.min(others)
     score = jnp.where(follows, jnp.int32(indexing.NOWHERE), cached)
     pick = jnp.argmax(jnp.where(eligible, score, -1)).astype(jnp.int32)
-    # One that is chosen may still find no room, so it may be overtaken, too.
+    # A chosen candidate may still find no room, so it may be overtaken too.
     ok = jnp.any(eligible) & (row < free) & ~jnp.any(often & ~left)
-    # Samples of the same prompt follow the one that it follows, or it.
+    # Samples of its prompt follow its leader, or itself if it has none.
     own = following.at[pick].get(mode="clip")
     joins = ok & waiting.siblings[:, pick] & ~follows
     following = jnp.where(joins, jnp.where(own < nobody, own, row), following)
@@ -236,7 +235,7 @@ def choose(
       following,
     )
 
-  # Below R a row of this call, then slots; R + B for nobody.
+  # Rows of this call are 0 .. R - 1, slots R .. R + B - 1; R + B is no leader.
   following = jnp.where(
     waiting.leader < num_slots, rows + waiting.leader, nobody
   )

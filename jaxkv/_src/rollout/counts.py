@@ -1,4 +1,4 @@
-"""Counts of 64 bits, in two words, because jax's integers have 32."""
+"""64-bit counts in two words, because jax's integers have 32 bits."""
 
 import dataclasses
 from typing import Any
@@ -31,25 +31,26 @@ class Count:
 
   @classmethod
   def zeros(cls, shape: tuple[int, ...] = ()) -> "Count":
-    """Counts of 0, in buffers of their own."""
+    """Returns zeros, in buffers that no other count shares."""
     return cls(
       low=jnp.zeros(shape, jnp.uint32), high=jnp.zeros(shape, jnp.uint32)
     )
 
   def __add__(self, more: Array) -> "Count":
-    """Adds int32[...], not negative."""
+    """Adds a non-negative int32[...]."""
     low = self.low + more.astype(jnp.uint32)
     # A sum that wrapped around is less than each of its terms.
     return Count(low=low, high=self.high + (low < self.low).astype(jnp.uint32))
 
   def since(self, earlier: "Count") -> Array:
-    """int32[...]: the difference, if it is below 2**31."""
+    """Returns the difference, int32[...], which must be below 2**31."""
     return (self.low - earlier.low).astype(jnp.int32)
 
   def modulo(self, size: int) -> Array:
-    """int32[...]: the remainder of the division by `size`.
+    """Returns the remainder of the division by `size`, int32[...].
 
-    Right as long as `high * size` is below 2**32: of a million, up to 2**44.
+    Correct while `high * size` is below 2**32: for a size of 10**6, up to
+    2**44.
     """
     number = jnp.uint32(size)
     wrapped = self.high * jnp.uint32(2**32 % size) % number

@@ -1,9 +1,9 @@
-"""Rollouts on many devices: recipes, and the functions that they need.
+"""Recipes for rollouts on several devices, and functions that they use.
 
-The recipes use these names, where a cache, its memory and its options are those
-of one shard:
+The recipes use these names. The cache sizes, memory and options are those of
+one shard:
 
-| name | what it is |
+| name | value |
 |---|---|
 | `params` | the model's parameters |
 | `generate` | `(params, state) -> state`: `rollout.generate` with a model |
@@ -14,8 +14,8 @@ of one shard:
 | `P` | `jax.sharding.PartitionSpec` |
 | `AxisType`, `NamedSharding` | from `jax.sharding` too |
 
-Data parallel. Each device has a cache, a memory and a queue of its own, and
-takes as many steps as its sequences need. Nothing is communicated.
+Data parallel. Each device has a separate cache, memory and queue, and runs
+until its sequences end. Devices do not communicate.
 
   def begin_one(prompts, lengths, key, secret):
     first = jax.lax.axis_index("data") * len(prompts) * config.num_samples
@@ -44,15 +44,15 @@ With these two functions of a shard:
   state = run(params, begin(*job))
   sequences = devices.merged(state.sequences)
 
-The sequences stand in the order of the prompts, [P * G, ...]. A sequence's
-draws depend on its number among all of them, `first_sequence` and on, so they
-are those of a single device. The devices must divide P; prompts that only fill
-it up get 0 of `num_samples`.
+The sequences have the order of the prompts, [P * G, ...]. A sequence's samples
+depend on its id among all shards, so they equal those of a single device. The
+number of devices must divide P; padding prompts get `num_samples` of 0.
 
 Tensor parallel. One cache, whose pages are split by K/V heads; all other arrays
-of the state are on each device. The compiler splits the model as its parameters
-are split. It adds two all-reduces of activations for each layer, and moves no
-page. The devices must divide K. The parameters of `jaxkv.models` are split so:
+of the state are replicated. The compiler partitions the model by the shardings
+of its parameters, with two all-reduces of activations for each layer, and moves
+no page. The number of devices must divide K. This splits the parameters of
+`jaxkv.models`:
 
   split = {"output": P(None, "model"), "down": P(None, "model")}
   for name in ("query", "key", "value", "gate", "up"):
@@ -80,16 +80,16 @@ Then:
   run = jax.jit(generate, donate_argnums=1, out_shardings=places)
   state = run(params, begin(*job))
 
-A GPU or TPU needs more: the compiler splits attention of `backend="xla"`, but
-not the kernels of other backends. For those, say how heads are split: to
-`jaxkv.kv.attend` in a model of your own, to `jaxkv.models.forward` with
-`head_sharding=NamedSharding(mesh, P("model"))`. If an output layer is split by
-its vocabulary, gather the logits in the model:
+On a GPU or TPU, the compiler partitions attention with `backend="xla"`, but not
+the kernels of other backends. They need
+`head_sharding=NamedSharding(mesh, P("model"))`, an argument of
+`jaxkv.models.forward` and `jaxkv.kv.attend`. If the output layer is split by
+vocabulary, gather the logits in the model:
 `jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P()))`. Otherwise
 the sampler communicates about twenty times in each step.
 
-Both, with the functions above. The first mesh axis is split by hand, the second
-one by the compiler. jax cannot check such a `shard_map` (`check_vma`) yet.
+Both, with the functions above. `shard_map` splits the first mesh axis, the
+compiler the second one. jax cannot check such a `shard_map` (`check_vma`) yet.
 
   mesh = jax.make_mesh(
     (2, jax.device_count() // 2),
@@ -117,36 +117,35 @@ one by the compiler. jax cannot check such a `shard_map` (`check_vma`) yet.
   state = run(params, begin(*job))
 
 Several processes. Each begins as follows (gloo is for CPUs), and then runs a
-recipe as it stands, with the same `job`. `jax.device_count()` counts the
-devices of all.
+recipe unchanged, with the same `job`. `jax.device_count()` counts the devices
+of all processes.
 
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(address, num_processes, process_id)
 
-A process sees the sequences of its own devices. All of them, in each process:
+A process sees only the sequences of its devices. This gathers all of them:
 
   tokens, lengths = multihost_utils.process_allgather(
     (sequences.tokens, sequences.length), tiled=True
   )
 
-A checkpoint, with `import orbax.checkpoint as ocp`, of a state that `run` has
-returned before it was done. The state is an ordinary pytree, random keys
-included.
+A checkpoint, with `import orbax.checkpoint as ocp`, of an unfinished state that
+`run` returned. The state is an ordinary pytree, including its random keys.
 
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder, state)
 
-A new process with the same `sizes` and `config` makes `begin` and `run` as in
-the recipes, or for one device with `jax.jit`. It begins nothing: the shapes,
-and the devices of each array, are enough. Every bit of what follows is as if
-nothing had happened.
+A new process with the same `sizes` and `config` defines `begin` and `run` as in
+the recipes, or with `jax.jit` for one device. It does not call `begin`: the
+shapes and shardings suffice. All later results are bit-identical to those of an
+uninterrupted run.
 
   with ocp.StandardCheckpointer() as checkpointer:
     state = checkpointer.restore(folder, begin.eval_shape(*job))
   state = run(params, state)
 
-No call of `run` but the first one compiles, as long as its state comes from
-`begin` or `run`, or from `rollout.init` with a memory that is on the mesh.
+Only the first call of `run` compiles, if its state comes from `begin` or `run`,
+or from `rollout.init` with a memory on the mesh.
 """
 
 import dataclasses

@@ -1,12 +1,10 @@
-"""Drafts: tokens guessed for a sequence, from what its group has drawn.
+"""Speculation: guesses tokens by n-gram matches within a group.
 
-An n-gram is followed by what followed it before: in the prompt, in the sequence
-itself, or in another sample of its prompt. A table for each prompt has the last
-place of each n-gram. It is never believed: a place counts only if the tokens
-before it are the sequence's last ones. And a wrong guess only costs time.
-
-How many tokens are guessed depends on how many of the sequence's earlier ones
-were right, see `_lengths`.
+The guess is the text that followed the last match of the sequence's n-gram in
+the prompt, in the sequence, or in another sample of the prompt. A hash table
+for each prompt has the last place of each n-gram; a place counts only if its
+tokens match. The number of guesses depends on the acceptance rate of earlier
+ones, see `_lengths`.
 """
 
 import dataclasses
@@ -58,12 +56,12 @@ _RETRY = 0.01  # Added for each guess that was not made.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafts:
-  """What sequences are guessed from; Z places in a table.
+  """Tables of n-grams with Z entries, and acceptance rates.
 
   Attributes:
-    table: the last place of each n-gram, a column * G + a sample + 1; 0 for
-      none. One table for each prompt.  # int32[P, Z]
-    rate: which part of a sequence's guesses were right.  # float32[Q]
+    table: the last place of each n-gram as column * G + sample + 1; 0 for none.
+      One table for each prompt.  # int32[P, Z]
+    rate: the acceptance rate of each sequence's guesses.  # float32[Q]
   """
 
   table: Array
@@ -71,7 +69,7 @@ class Drafts:
 
 
 def init(sequences: Sequences, config: RolloutConfig) -> Drafts | None:
-  """Tables with the prompts in them; None without drafts."""
+  """Returns tables with the prompts' n-grams; None without speculation."""
   if not config.draft_tokens:
     return None
   total, width = sequences.tokens.shape
@@ -88,7 +86,7 @@ def init(sequences: Sequences, config: RolloutConfig) -> Drafts | None:
 def with_prompts(
   drafts: Drafts, sequences: Sequences, rows: Array, config: RolloutConfig
 ) -> Drafts:
-  """Tables of new sequences, int32[R]; R is whole groups."""
+  """Resets the tables of new sequences, int32[R]; R is whole groups."""
   samples, none = config.num_samples, sequences.length.shape[0]
   first = rows[::samples]
   group = jnp.where(first < none, first // samples, drafts.table.shape[0])
@@ -112,16 +110,9 @@ def with_tokens(
   config: RolloutConfig,
   most: int,
 ) -> Drafts:
-  """Tables with the tokens `start .. stop` of some rows, int32[R] all three.
+  """Adds the tokens `start .. stop` of rows to the tables, int32[R] each.
 
-  Args:
-    drafts: the tables.
-    sequences: with those tokens.
-    rows: int32[R]; Q for none.
-    start: int32[R].
-    stop: int32[R].
-    config: how long an n-gram is, and the samples of a prompt.
-    most: the most tokens of a row.
+  At most `most` tokens of a row are added; row Q has no tokens.
   """
   samples, none = config.num_samples, sequences.length.shape[0]
   column = start[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
@@ -138,14 +129,14 @@ def with_tokens(
 def _before(
   sequences: Sequences, rows: Array, column: Array, config: RolloutConfig
 ) -> Array:
-  """int32[R, X, N]: the tokens before each column, int32[R, X]."""
+  """Returns the tokens before each column int32[R, X], int32[R, X, N]."""
   back = jnp.arange(-config.draft_match, 0, dtype=jnp.int32)
   where = column[..., None] + back[None, None]
   return indexing.take(sequences.tokens, rows[:, None, None], where, fill=-1)
 
 
 def _place(drafts: Drafts, tokens: Array) -> Array:
-  """int32[...]: where the table has the n-grams int32[..., N]."""
+  """Returns the table index of n-grams int32[..., N]."""
   key = jnp.zeros(tokens.shape[:-1], jnp.uint32)
   for number in range(tokens.shape[-1]):
     key = (key ^ tokens[..., number].astype(jnp.uint32)) * jnp.uint32(
@@ -163,18 +154,11 @@ def propose(
   asked: Array,
   config: RolloutConfig,
 ) -> tuple[Array, Array, Array]:
-  """Guesses the next tokens of some rows.
-
-  Args:
-    drafts: the tables.
-    sequences: all sequences.
-    rows: int32[B]; Q for none.
-    asked: bool[B], rows that can use a guess.
-    config: how many tokens are guessed.
+  """Guesses the next tokens of rows, int32[B], where `asked` is True.
 
   Returns:
-    int32[B, K], the guesses; int32[B], how many; and bool[B], rows of which
-    there was something to guess, see `learn`.
+    int32[B, K], the guesses; int32[B], their number; and bool[B], rows with an
+    n-gram match, see `learn`.
   """
   samples, most = config.num_samples, config.draft_tokens
   length = indexing.take(sequences.length, rows)
@@ -206,10 +190,10 @@ def limited(
   counts: Array,
   config: RolloutConfig,
 ) -> Array:
-  """int32[B]: how many guesses of some rows are made, of int32[B] that can be.
+  """Limits the number of guesses, int32[B], of each row.
 
-  No more than a sequence may draw before the last token, and than are likely to
-  be right.
+  Leaves room for a last sampled token, and drops guesses that are unlikely to
+  be accepted.
   """
   room = (
     indexing.take(sequences.limit, rows)
@@ -221,7 +205,7 @@ def limited(
 
 
 def _lengths(rate: Array, most: int) -> Array:
-  """int32[B]: how many tokens in a row are right with a chance of a half."""
+  """Returns how many tokens are all accepted with probability 1/2."""
   powers = jnp.cumprod(
     jnp.broadcast_to(rate[:, None], (rate.shape[0], most)), axis=1
   )
@@ -231,15 +215,15 @@ def _lengths(rate: Array, most: int) -> Array:
 def learn(
   drafts: Drafts, rows: Array, found: Array, guessed: Array, accepted: Array
 ) -> Drafts:
-  """Drafts that know how many guesses of some rows were right.
+  """Updates the acceptance rates of rows.
 
   Args:
     drafts: the drafts.
     rows: int32[B]; Q for none.
-    found: bool[B], rows of which there was something to guess. Those that are
-      too often wrong to be guessed are tried again, later.
-    guessed: int32[B], tokens guessed.
-    accepted: int32[B], those that were right.
+    found: bool[B], rows with an n-gram match. The rate of rows that match but
+      are not guessed recovers slowly, so they are tried again later.
+    guessed: int32[B], the number of guessed tokens.
+    accepted: int32[B], the number of accepted tokens.
   """
 
   def learned() -> Array:
@@ -259,12 +243,7 @@ def learn(
 
 
 def checked(guess: Any, num_slots: int, config: RolloutConfig) -> Any:
-  """A user's guesses, with int32 of the right shapes.
-
-  Raises:
-    TypeError: they are no pair of integer arrays.
-    ValueError: they have other shapes.
-  """
+  """Returns a user's guesses as int32; raises for wrong types and shapes."""
   tokens, counts = guess
   tokens, counts = as_int32("tokens", tokens), as_int32("counts", counts)
   wanted = (num_slots, config.draft_tokens)

@@ -1,8 +1,8 @@
-"""The tokens that sequences draw in a step.
+"""Samples the tokens of a step.
 
-Without drafts a sequence draws one token. With drafts it goes on as long as
-what it draws is what was guessed, for then the logits of the next token are
-there. So drafts change no token, whatever `Sampling` and `process` do.
+Without speculation a sequence samples one token. With it, sampling continues
+while the token equals the draft, whose logits are then the next token's. So
+speculation changes no token, whatever `Sampling` and `process` do.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from jaxkv._src.sampling.settings import Sampling
 
 
 class Seen(NamedTuple):
-  """Which tokens the sequences in the slots have, for penalties.
+  """Token counts of the sequences in the slots, for penalties.
 
   Attributes:
-    owners: int32[B], the row of the sequence that each slot's entry is about.
+    owners: int32[B], the row of the sequence that each entry describes.
     counts: uint16[B, V], see `penalties.seen_in`.
   """
 
@@ -48,14 +48,14 @@ class Seen(NamedTuple):
 
 
 class Steps(NamedTuple):
-  """What a step has drawn so far.
+  """Results of a step so far.
 
   Attributes:
-    sequences: with the tokens.
+    sequences: with the sampled tokens.
     user: see `RolloutState.user`.
     seen: None without penalties.
     ended: bool[B], sequences that ended.
-    counts: int32[B], tokens drawn by each slot.
+    counts: int32[B], tokens sampled by each slot.
   """
 
   sequences: Sequences
@@ -66,14 +66,14 @@ class Steps(NamedTuple):
 
 
 def nothing_seen(state: RolloutState, vocab_size: int) -> Seen:
-  """Of no sequence at all."""
+  """Returns entries that describe no sequence."""
   slots, none = state.running.shape[0], state.sequences.length.shape[0]
   owners = jnp.full((slots,), none, jnp.int32)
   return Seen(owners, jnp.zeros((slots, vocab_size), jnp.uint16))
 
 
 def looked_at(state: RolloutState, seen: Seen | None) -> Seen | None:
-  """What sequences have that entered slots since it was last known."""
+  """Counts the tokens of sequences that entered slots since the last step."""
   if seen is None:
     return None
   sequences, running = state.sequences, state.running
@@ -113,14 +113,14 @@ def draw(
   read: Array,
   process: Process | None,
 ) -> Steps:
-  """Draws the next tokens of some slots.
+  """Samples the next tokens of slots.
 
   Args:
     state: the sequences in the slots.
-    work: where the logits are.
-    draws: bool[B], the slots that draw.
-    logits: of `model.call`.
-    guesses: int32[B, K], drafts of each slot; None without any.
+    work: the columns of the logits.
+    draws: bool[B], the slots that sample.
+    logits: from `model.call`.
+    guesses: int32[B, K], drafts of each slot; None without speculation.
     seen: from `looked_at`.
     read: int32[], see `loops.read_before`.
     process: see `generate`.
@@ -160,7 +160,7 @@ def _one(
   read: Array,
   process: Process | None,
 ) -> tuple[Steps, Array]:
-  """One token of each slot that draws, from logits [B, V].
+  """Samples one token of each slot that draws, from logits [B, V].
 
   A sequence whose token has no finite log-prob fails instead.
   """

@@ -1,4 +1,4 @@
-"""Why a sequence ends with the token that it draws."""
+"""Stop rules: ends sequences after stop tokens, stop strings or the limit."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -19,16 +19,17 @@ def ending(
   own: Sampling,
   config: RolloutConfig,
 ) -> Ending:
-  """Why sequences end with the tokens that they drew.
+  """Returns the reasons for which sequences end after their new tokens.
 
-  A stop token comes before a stop string, and that before the length.
+  If several apply, a stop token comes before a stop string, and that before the
+  length.
 
   Args:
     sequences: before the tokens are appended.
-    rows: their rows.
-    tokens: int32[R], what they drew.
+    rows: the rows of these sequences.
+    tokens: int32[R], the sampled tokens.
     own: the settings of the rows.
-    config: the stop token of all.
+    config: has the stop token of all sequences.
   """
   limit = indexing.take(sequences.limit, rows.numbers)
   ends = rows.lengths + 1 >= limit

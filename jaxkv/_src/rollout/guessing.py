@@ -1,4 +1,4 @@
-"""Who guesses in a step: sequences that decode, as far as pages are free."""
+"""Chooses the slots that speculate in a step, limited by the free pages."""
 
 from typing import Any
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from jaxkv._src.rollout.state import RolloutState
 
 
 class Guesses(NamedTuple):
-  """What is guessed to follow the tokens of each slot.
+  """Guessed tokens of each slot.
 
   Attributes:
     tokens: int32[B, K].
-    counts: int32[B], how many of them are guesses.
-    found: bool[B], slots of which there was something to guess.
+    counts: int32[B], the number of guesses.
+    found: bool[B], slots with an n-gram match.
   """
 
   tokens: Array
@@ -32,7 +32,7 @@ class Guesses(NamedTuple):
 def guess(
   params: Any, state: RolloutState, draft: Draft | None
 ) -> Guesses | None:
-  """Guesses the next tokens of slots that decode; None without drafts."""
+  """Guesses the next tokens of slots that decode; None without speculation."""
   config, known = state.config, state.drafts
   if known is None:
     return None
@@ -61,7 +61,7 @@ def guess(
 
 
 def _fit(state: RolloutState, counts: Array) -> Array:
-  """bool[B]: guesses for which pages are free that nobody else needs now."""
+  """Returns bool[B], guesses that fit pages that no other slot needs now."""
   cache, sizes = state.cache, state.cache.config.sizes
   zero = jnp.zeros_like(counts)
   tokens = jnp.minimum(slots.missing_tokens(state), slots.tokens_at_once(state))

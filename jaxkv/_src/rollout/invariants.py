@@ -47,8 +47,8 @@ def check_invariants(state: RolloutState) -> dict[str, Array]:
   | drawn     | only tokens after the prompt are sampled, by a version up to |
   |           | the current one; others there are tokens of `extend`         |
   | ends      | `finish` has a reason if and only if a sequence ended        |
-  | slots     | exactly one slot has each running sequence; it has tokens    |
-  |           | left to compute; other slots hold no pages                   |
+  | slots     | each running sequence has exactly one slot and tokens left   |
+  |           | to compute; other slots hold no pages                        |
   | leaders   | a sample waits for the slot of a sample of the same prompt   |
   | page_keys | the key of each page filled by a slot is that of its tokens  |
 

@@ -261,7 +261,7 @@ def _commit(
     )
     cache, _ = commit(cache, tokens, now)
     if keys is not None and cache.hashes is not None:
-      # The chain's key is that after the last page that all groups end.
+      # `chain` is the key after the last page at which all groups end one.
       after = indexing.quotient(cache.length, aligned)
       place = indexing.where_valid(after > before, state.running)
       last = after * (aligned // size) - 1

@@ -1,4 +1,4 @@
-"""Calls of the model: the tokens of a step, packed into one row."""
+"""Calls the model with the tokens of a step, packed into one row."""
 
 import dataclasses
 import functools
@@ -73,14 +73,14 @@ class Model(Protocol):
 
 
 def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
-  """A `Model` of one that gives logits for all tokens, [1, C, V].
+  """Converts a function that returns logits of all tokens to a `Model`.
 
   Args:
     model: `(params, tokens int32[1, C], positions int32[1, C], kv, views) ->
       (logits [1, C, V], kv)`.
 
   Raises:
-    ValueError: when the model is called, if its logits have another shape.
+    ValueError: during the call, if the logits have the wrong shape.
   """
 
   def call(
@@ -101,7 +101,7 @@ def all_logits(model: Callable[..., tuple[Array, Any]]) -> Model:
 
 
 def check_model(model: Any) -> None:
-  """Raises TypeError unless a model can be called."""
+  """Raises TypeError unless `model` is callable."""
   if not callable(model):
     raise TypeError(
       "`model` must be a function, see `Model`, got "
@@ -111,7 +111,7 @@ def check_model(model: Any) -> None:
 
 
 def check_numerics(config: RolloutConfig, model: Model) -> None:
-  """Raises ValueError if a model is known to have other numerics."""
+  """Raises ValueError if a `functools.partial` model has other numerics."""
   if not isinstance(model, functools.partial):
     return
   theirs = getattr(model.keywords.get("config"), "numerics", None)
@@ -123,11 +123,11 @@ def check_numerics(config: RolloutConfig, model: Model) -> None:
 
 
 class Logits(NamedTuple):
-  """What a model gives the tokens of a step.
+  """Logits of a step.
 
   Attributes:
-    last: [B, V], of each slot's last token that is no draft.
-    drafts: [D, V], of the drafts that there are; None without any.
+    last: [B, V], of each slot's last token, excluding drafts.
+    drafts: [D, V], of the drafts; None without speculation.
   """
 
   last: Array
@@ -144,20 +144,19 @@ def call(
   *,
   model: Model,
 ) -> tuple[Pools, Logits, Records]:
-  """Calls the model with the tokens of a step, in the width that was chosen.
+  """Calls the model with the tokens of a step, in the scheduled width.
 
   Args:
-    params: the model's.
+    params: the model's parameters.
     state: the sequences in the slots.
     work: the tokens.
-    guesses: int32[B, K], drafts of each slot; None without any.
+    guesses: int32[B, K], drafts of each slot; None without speculation.
     sizes: from `packing.widths`.
-    room: for the logits of drafts, from `room_for_drafts`.
+    room: a buffer for the logits of drafts, from `room_for_drafts`.
     model: see `Model`.
 
   Returns:
-    The memory; the logits; and the records, with what the model gave tokens of
-    prompts.
+    The memory, the logits, and the records with log-probs of prompt tokens.
   """
   num_slots, none = state.running.shape[0], state.sequences.length.shape[0]
   single = packing.single_views(state.cache, work)
@@ -221,7 +220,7 @@ def call(
 def room_for_drafts(
   params: Any, state: RolloutState, *, model: Model
 ) -> Array | None:
-  """Zeros [D, V], kept from step to step; None without drafts."""
+  """Returns zeros [D, V] for the logits of drafts; None without speculation."""
   most = packing.most_drafts(packing.widths(state.config))
   if not most:
     return None
@@ -230,7 +229,7 @@ def room_for_drafts(
 
 
 def shape_of_logits(params: Any, state: RolloutState, *, model: Model) -> Any:
-  """The shape [B, V] and the dtype of what a model gives each slot."""
+  """Returns the shape [B, V] and the dtype of the model's logits."""
   slots = state.running.shape[0]
   sizes = packing.widths(state.config)
 
@@ -247,7 +246,7 @@ def shape_of_logits(params: Any, state: RolloutState, *, model: Model) -> Any:
 
 
 def _columns(state: RolloutState, wanted: Array, size: int) -> Array:
-  """int32[X]: columns that get logits, all if those of prompts are kept."""
+  """Returns the columns that need logits: all if prompts are recorded."""
   if state.config.prompt_log_probs:
     return jnp.arange(size, dtype=jnp.int32)
   return wanted
@@ -260,14 +259,14 @@ def _with_prompts(
   numbers: Array,
   places: Array,
 ) -> Records:
-  """Records of what the model gave the tokens that nobody drew.
+  """Records log-probs of tokens that were not sampled.
 
   Args:
     state: the sequences.
-    records: theirs.
+    records: their records.
     logits: [X, V], of every column.
     numbers: int32[X], the row of each column's sequence.
-    places: int32[X], where the column's token stands.
+    places: int32[X], the position of each column's token.
   """
   sequences, raw = state.sequences, records.raw_log_probs
   if raw is None:
@@ -296,7 +295,7 @@ def _first(views: tuple[View, ...], rows: int) -> tuple[View, ...]:
 
 
 def _shared(state: RolloutState, views: tuple[View, ...]) -> tuple[View, ...]:
-  """Views with the pages that forks have in common, where that pays."""
+  """Returns views that mark the pages that forks share, where that pays."""
   num_slots, samples = state.running.shape[0], state.config.num_samples
   kv = _pages_to_share(state.kv)
   if samples == 1 or kv is None:
@@ -315,7 +314,7 @@ def _shared(state: RolloutState, views: tuple[View, ...]) -> tuple[View, ...]:
 
 
 def _pages_to_share(memory: Pools) -> KVPages | None:
-  """The first pool of keys and values, whose size says what sharing saves."""
+  """Returns the first K/V pool, whose sizes decide if sharing pays."""
   pools = memory if isinstance(memory, tuple) else (memory,)
   for pool in pools:
     if isinstance(pool, KVPages) and pool.v is not None:
@@ -326,7 +325,7 @@ def _pages_to_share(memory: Pools) -> KVPages | None:
 def _singles(
   state: RolloutState, work: Work, starts: Array, guesses: Array | None
 ) -> Array:
-  """int32[B + D]: the tokens of the single columns."""
+  """Returns the tokens of the single columns, int32[B + D]."""
   tokens = _tokens(state, work.slots, starts)
   if guesses is None:
     return tokens
@@ -337,7 +336,7 @@ def _singles(
 
 
 def _tokens(state: RolloutState, slots: Array, positions: Array) -> Array:
-  """int32[X]: tokens of the sequences in slots; 0 for an empty one."""
+  """Returns tokens of the sequences in slots, int32[X]; 0 for an empty slot."""
   none = state.sequences.length.shape[0]
   numbers = indexing.take(state.running, slots, fill=none)
   return indexing.take(state.sequences.tokens, numbers, positions)

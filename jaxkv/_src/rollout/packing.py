@@ -1,8 +1,8 @@
-"""Which tokens a step computes, and where they stand in its packed call.
+"""Schedules the tokens of a step and packs them into one call.
 
-Every slot that decodes has a column of its own. Prompt tokens fill the columns
-of the slots that do not, and C further ones, in the order of their sequences.
-C is one of a few widths, so a step without prompts costs what decoding costs.
+Each slot that decodes has one column. Prompt tokens fill the columns of other
+slots and C further columns, in the order of their sequences. C is one of a few
+widths, so a step without prompts costs only its decoding.
 """
 
 from typing import NamedTuple
@@ -24,10 +24,10 @@ CHUNK_ROWS = 8
 
 
 class Width(NamedTuple):
-  """Columns of a call beside one for each slot.
+  """Columns of a call beyond one for each slot.
 
   Attributes:
-    drafts: for tokens that are guessed.
+    drafts: for guessed tokens.
     prompts: for tokens of prompts.
   """
 
@@ -36,20 +36,19 @@ class Width(NamedTuple):
 
 
 class Work(NamedTuple):
-  """The tokens of a step; B slots, D columns for drafts at most.
+  """Tokens of a step; B slots, at most D columns for drafts.
 
   Attributes:
     counts: int32[B], tokens of each slot, without drafts.
-    width: int32[], the width that was chosen, as an index of `widths`.
+    width: int32[], the chosen width, as an index of `widths`.
     order: int32[B], slots that prefill, oldest sequence first; then others.
-    chunks: int32[B], tokens among the prompts' columns, of the slots in
-      `order`.
-    slots: int32[B + D], the slot whose token is in each single column; B for
-      none. The drafts come last.
-    offsets: int32[B + D], tokens of that slot before that one in this step.
-    last: int32[B], the column of each slot's last token that is no draft.
-    drafts: int32[B], drafts of each slot; None without any.
-    begins: int32[B], the number of the first one among all drafts.
+    chunks: int32[B], tokens in the prompts' columns, by `order`.
+    slots: int32[B + D], the slot of each single column; B for none. The drafts
+      come last.
+    offsets: int32[B + D], the token's index among its slot's tokens.
+    last: int32[B], the column of each slot's last token, without drafts.
+    drafts: int32[B], drafts of each slot; None without speculation.
+    begins: int32[B], the index of each slot's first draft among all drafts.
   """
 
   counts: Array
@@ -64,12 +63,12 @@ class Work(NamedTuple):
 
 
 def widths(config: RolloutConfig) -> tuple[Width, ...]:
-  """The widths of calls, ascending from one without further columns.
+  """Returns the widths of calls, in ascending order, starting at 0.
 
-  Prompts have a width of a chunk and one of a quarter of it, so that the end of
-  a prompt costs little. The quarter is left out below 64: it would save little
-  on an accelerator, and the model is compiled once for each width. Drafts have
-  a width of `draft_columns`, and one of a quarter of it if that is at least 2.
+  Prompts have a width of a chunk and of a quarter of it, so that the end of a
+  prompt costs little. A quarter below 64 is left out: it would save little on
+  an accelerator, and each width compiles the model once. Drafts have the width
+  `draft_columns`, and a quarter of it if that is at least 2.
   """
   prompts = _sizes(config.prefill_chunk, 64)
   drafts = (0,)
@@ -84,7 +83,7 @@ def _sizes(most: int, least: int) -> tuple[int, ...]:
 
 
 def most_drafts(sizes: tuple[Width, ...]) -> int:
-  """D: the most columns for drafts."""
+  """Returns D, the maximum number of columns for drafts."""
   return sizes[-1].drafts
 
 
@@ -99,20 +98,18 @@ def schedule(
 ) -> Work:
   """Chooses the tokens of a step.
 
-  A width is taken only if prompts fill three quarters of it, or if it is the
-  smallest, so few columns are padding. A width for drafts is taken only if they
-  fill three quarters of it; drafts that find no column are left out.
+  To limit padding, a width is chosen only if tokens fill three quarters of it,
+  except the smallest width for prompts. Drafts without a column are dropped.
 
   Args:
     missing: int32[B], tokens that each slot could compute; 0 for none.
-    prefills: bool[B], slots whose tokens need not be computed in this step.
-      The others have one token.
-    turns: int32[B], a number for each slot; lower ones come first.
+    prefills: bool[B], slots whose tokens may wait for a later step. The others
+      have one token.
+    turns: int32[B], a sort key for each slot; lower ones come first.
     sizes: from `widths`.
-    drafts: int32[B], drafts of slots that decode; None without any.
-    one_part: whether all tokens of a sequence stand in one part of the call,
-      as recurrent layers need them. Then no prompt's token fills the column of
-      an idle slot.
+    drafts: int32[B], drafts of slots that decode; None without speculation.
+    one_part: whether a sequence's tokens must be in one part of the call, as
+      recurrent layers require. Idle slots then get no prompt tokens.
   """
   num_slots = missing.shape[0]
   slot = jnp.arange(num_slots, dtype=jnp.int32)
@@ -172,7 +169,7 @@ def schedule(
 def _with_drafts(
   work: Work, drafts: Array, sizes: tuple[Width, ...]
 ) -> tuple[Work, Array]:
-  """Columns for drafts, int32[B] of each slot; and how many, int32[]."""
+  """Adds columns for drafts, int32[B]; returns the number of columns too."""
   columns = jnp.asarray(sorted({size.drafts for size in sizes}), jnp.int32)
   ways = len({size.prompts for size in sizes})
   total = jnp.sum(drafts, dtype=jnp.int32)
@@ -205,12 +202,7 @@ def _with_drafts(
 
 
 def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
-  """The tokens of the single columns, drafts included, in each group.
-
-  Args:
-    cache: who has which pages.
-    work: the tokens.
-  """
+  """Returns the views of the single columns, including drafts, by group."""
   valid = work.slots < cache.config.num_slots
   starts = indexing.take(cache.length, work.slots) + work.offsets
   counts = valid.astype(jnp.int32)
@@ -218,7 +210,7 @@ def single_views(cache: CacheState, work: Work) -> tuple[View, ...]:
 
 
 def chunk_views(cache: CacheState, work: Work) -> tuple[View, ...]:
-  """The rows of the other columns in each group; see `single_views`."""
+  """Returns the views of the prompts' columns, by group."""
   slots = work.order[:CHUNK_ROWS]
   starts, counts = indexing.take(cache.length, slots), work.chunks[:CHUNK_ROWS]
   return views(cache, slots, starts, counts)
@@ -230,7 +222,7 @@ def views(
   starts: Array,
   counts: Array,
 ) -> tuple[View, ...]:
-  """The views of some slots, int32[R], B for none, in each group."""
+  """Returns the views of slots, int32[R], B for none, by group."""
   tables = indexing.take(cache.page_table, slots, fill=cache.config.no_page)
   return tuple(
     View(page_table=tables[:, group], starts=starts, counts=counts)
@@ -241,7 +233,7 @@ def views(
 def packed(
   single: tuple[View, ...], chunks: tuple[View, ...] | None
 ) -> tuple[PackedView, ...]:
-  """The views of a call, one for each group."""
+  """Returns the views of a call, one for each group."""
   rows = chunks or (None,) * len(single)
   return tuple(
     PackedView(decode=decode, prefill=prefill)

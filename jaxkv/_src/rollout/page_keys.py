@@ -1,4 +1,4 @@
-"""Keys of pages that sequences fill, before any of them is computed."""
+"""Computes chain keys of pages, before any of them is computed."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,15 +12,9 @@ from jaxkv._src.cache.state import roots
 def page_keys(
   cache: CacheState, tokens: Array, salts: Array | None
 ) -> Array | None:
-  """The key after each page of some tokens, None without prefix caching.
+  """Returns the key after each page of tokens int32[R, X].
 
-  Args:
-    cache: its secret and its epoch count.
-    tokens: int32[R, X].
-    salts: uint32[R, 4]; None for none.
-
-  Returns:
-    uint32[R, X // S, 4].
+  The keys are uint32[R, X // S, 4]; None without prefix caching.
   """
   cache, tokens, salts = sharding.match_varying_axes((cache, tokens, salts))
   if cache.secret is None:

@@ -1,4 +1,4 @@
-"""Where the arrays of a new rollout lie, and whose they are."""
+"""Device placement of the arrays of a new rollout."""
 
 from typing import Any
 
@@ -10,19 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 
 def beside(tree: Any, memory: jax.Array) -> Any:
-  """A tree whose arrays lie on the devices on which the memory lies.
+  """Moves arrays to the devices of the memory.
 
-  Arrays that were put on a device, or computed from such arrays, stay where
-  they are. The others, which jax may move, go to the device of the memory, or
-  to each device of its mesh. Otherwise they would be moved by the first call of
-  a program, and the second one, with all arrays in place, be compiled again.
-
-  Args:
-    tree: any pytree.
-    memory: an array. If it is traced or was not put anywhere, nothing is moved.
-
-  Returns:
-    The tree.
+  Arrays that were put on a device, or computed from such arrays, stay there.
+  The others go to the memory's device, or to each device of its mesh. Otherwise
+  the first call of a program would move them, and the second would compile
+  again. Nothing moves if the memory is traced or uncommitted.
   """
   if isinstance(memory, Tracer) or not memory.committed:
     return tree
@@ -44,17 +37,10 @@ def beside(tree: Any, memory: jax.Array) -> Any:
 
 
 def own(tree: Any, given: Any) -> Any:
-  """A tree that shares no array with what a caller gave.
+  """Copies the arrays that `tree` shares with the caller's `given`.
 
-  Otherwise the first program that takes the tree's arrays away, by donation,
-  would take the caller's, which may be meant for further rollouts.
-
-  Args:
-    tree: any pytree.
-    given: any pytree. Traced arrays may be shared: they cannot be taken away.
-
-  Returns:
-    The tree, with copies in place of the caller's arrays.
+  Otherwise donating the tree would delete the caller's arrays, which may serve
+  further rollouts. Traced arrays are not copied: they cannot be deleted.
   """
   theirs = {
     id(leaf)

@@ -1,8 +1,8 @@
-"""The experts that tokens used, which a trainer is to use again.
+"""Records the experts of tokens, for a trainer to replay.
 
-A model keeps them beside its K/V, in `jaxkv.kv.ExpertIdPages`, so those of
-cached prefixes are there, too. When a sequence leaves its slot, its pages may
-soon be another one's. What they say is written down then.
+The model stores them beside its K/V, in `jaxkv.kv.ExpertIdPages`, so cached
+prefixes have them too. They are read when a sequence leaves its slot, before
+its pages are reused.
 """
 
 import dataclasses
@@ -22,11 +22,7 @@ from jaxkv._src.rollout.sequences import Sequences
 
 
 def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
-  """Raises unless the memory has the experts that a rollout is to keep.
-
-  Raises:
-    ValueError: it has not, or loses them while a sequence runs.
-  """
+  """Raises ValueError unless the memory records experts, if requested."""
   if not config.experts:
     return
   pool = kv[-1] if isinstance(kv, tuple) else kv
@@ -47,7 +43,7 @@ def check_experts(sizes: CacheConfig, kv: Pools, config: RolloutConfig) -> None:
 def unknown_experts(
   kv: Pools, tokens: Array, config: RolloutConfig
 ) -> Array | None:
-  """Of tokens [Q, W] that never ran: [Q, W, J, k]; None if none are kept."""
+  """Returns -1 for all tokens, [Q, W, J, k]; None without experts."""
   if not config.experts:
     return None
   pool = _pool(kv)
@@ -58,15 +54,14 @@ def unknown_experts(
 def with_experts(
   sequences: Sequences, kv: Pools, cache: CacheState, rows: Array
 ) -> Sequences:
-  """Sequences with the experts that stand in the pages of their slots.
+  """Copies the experts of slots' pages to their sequences.
 
-  What is known of tokens that a slot has not computed yet stays: those of a
-  sequence that entered again.
+  Tokens that a resumed sequence has not computed again keep theirs.
 
   Args:
     sequences: all sequences.
     kv: the memory.
-    cache: who owns which pages.
+    cache: the cache.
     rows: int32[B], the row of the sequence in each slot, Q for none.
   """
   if sequences.experts is None:

@@ -12,16 +12,16 @@ from jaxkv._src.rollout.sequences import Sequences
 
 
 class Rows(NamedTuple):
-  """The sequences of R rows: of logits, or of the tokens in a packed call.
+  """Sequences of R rows: rows of logits, or tokens of a packed call.
 
   Attributes:
     numbers: int32[R], the row of `Sequences`; Q for none.
-    ids: int32[R], the number of the sequence.
-    counts: int32[R], tokens drawn so far in this turn.
-    lengths: int32[R], all tokens so far, those of the prompt included.
+    ids: int32[R], the id of the sequence.
+    counts: int32[R], tokens sampled so far in this turn.
+    lengths: int32[R], the current length, including the prompt.
     last_tokens: int32[R], the last token.
-    user: the values that the rollout carries for these sequences, a pytree of
-      arrays [R, ...]; see `rollout.init`.
+    user: values of these sequences, a pytree of arrays [R, ...]; see
+      `rollout.init`.
   """
 
   numbers: Array

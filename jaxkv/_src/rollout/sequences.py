@@ -261,7 +261,7 @@ def samples_of(
   budget = jnp.full((total,), config.max_new_tokens, jnp.int32)
   if max_tokens is not None:
     budget = jnp.minimum(budget, max_tokens)
-  # Only of traced numbers: known ones are refused.
+  # Only traced numbers can be bad here; `init` refuses concrete ones.
   bad = (lengths < 1) | (lengths > columns) | (budget < 1)
   bad |= lengths > width - budget
   failed, waiting = SequenceStatus.FAILED, SequenceStatus.WAITING

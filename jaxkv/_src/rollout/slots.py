@@ -1,7 +1,7 @@
-"""The slots of a rollout: forks, newcomers, growth and victims.
+"""Scheduler: forks, admits, grows and preempts sequences in slots.
 
-What happens in a step before the model is called. Forks and newcomers share
-pages that are there, and `grow` takes fresh ones for all slots at once.
+These parts of a step run before the model is called. Forks and admitted
+sequences share cached pages; `grow` takes fresh pages for all slots at once.
 """
 
 import dataclasses
@@ -33,33 +33,32 @@ from jaxkv._src.rollout.state import RolloutState
 
 
 def computing(state: RolloutState) -> Array:
-  """bool[B]: slots with a sequence, except those that wait to fork."""
+  """Returns bool[B], slots with a sequence that does not wait to fork."""
   slots, none = state.running.shape[0], state.sequences.length.shape[0]
   return (state.running < none) & (state.leader == slots)
 
 
 def lengths(state: RolloutState) -> Array:
-  """int32[B]: tokens of the sequence in each slot, 0 for none."""
+  """Returns the length of the sequence in each slot, 0 for none, int32[B]."""
   return indexing.take(state.sequences.length, state.running)
 
 
 def missing_tokens(state: RolloutState) -> Array:
-  """int32[B]: tokens that each slot has to compute; 0 for none."""
+  """Returns the number of tokens that each slot must compute, int32[B]."""
   missing = lengths(state) - state.cache.length
   return jnp.where(computing(state), missing, 0)
 
 
 def turns(state: RolloutState) -> Array:
-  """int32[B]: numbers by which sequences in slots come one after the other."""
+  """Returns the place of each slot's sequence in the queue, int32[B]."""
   return indexing.take(state.place, state.running)
 
 
 def tokens_at_once(state: RolloutState) -> int:
-  """The most tokens of a sequence that a step computes.
+  """Returns the maximum number of tokens of a sequence in a step.
 
-  Where a window leaves pages behind, a sequence has pages for no more than
-  that, so a chunk at a time bounds what it holds. Elsewhere it has pages for
-  all its tokens from the start.
+  With sliding windows, chunks bound the number of pages that a sequence holds.
+  Otherwise it reserves pages for all its tokens at the start.
   """
   sizes = state.cache.config
   if recurrent.has_states(sizes):
@@ -68,10 +67,9 @@ def tokens_at_once(state: RolloutState) -> int:
 
 
 def tokens_now(state: RolloutState, missing: Array) -> Array:
-  """int32[B]: as many of the missing tokens as a step may compute.
+  """Returns how many of the missing tokens a step may compute, int32[B].
 
-  With recurrent groups they end where a page ends, because the state there is
-  kept.
+  Recurrent groups stop at the end of a page, where the state is kept.
   """
   tokens, sizes = (
     jnp.minimum(missing, tokens_at_once(state)),
@@ -84,7 +82,7 @@ def tokens_now(state: RolloutState, missing: Array) -> Array:
 
 
 class Forks(NamedTuple):
-  """Sequences that begin on top of the prompt of another sample.
+  """Samples that fork from the prompt of another sample.
 
   Attributes:
     ready: bool[B], the slots that fork in this step.
@@ -96,7 +94,7 @@ class Forks(NamedTuple):
 
 
 def share_prompts(state: RolloutState) -> tuple[RolloutState, Forks]:
-  """Samples whose prompt is computed share its full pages."""
+  """Shares full pages of computed prompts with the samples that wait."""
   slots = state.running.shape[0]
   forks = Forks(
     ready=(state.leader < slots)
@@ -116,14 +114,14 @@ def share_prompts(state: RolloutState) -> tuple[RolloutState, Forks]:
 
 
 def recycle_windows(state: RolloutState) -> RolloutState:
-  """Pages that windows left behind are given back."""
+  """Frees pages behind sliding windows."""
   if not state.cache.config.skips_pages:
     return state
   return dataclasses.replace(state, cache=recycle(state.cache)[0])
 
 
 def followed(state: RolloutState) -> Array:
-  """bool[B]: slots for whose prompt another one waits."""
+  """Returns bool[B], slots whose prompt another slot waits for."""
   slots = state.running.shape[0]
   some = jnp.zeros((slots + 1,), bool)
   return some.at[state.leader].set(True)[:slots]
@@ -132,16 +130,16 @@ def followed(state: RolloutState) -> Array:
 def grow(
   state: RolloutState, forks: Forks, drafts: Array | None
 ) -> tuple[RolloutState, Array, Array]:
-  """Pages for the next tokens of all slots; a victim if there are too few.
+  """Reserves pages for the next tokens; preempts a sequence if too few.
 
   Args:
     state: the rollout.
     forks: the samples that fork in this step.
-    drafts: int32[B], tokens that are guessed beside those; None for none.
+    drafts: int32[B], guessed tokens of each slot; None without speculation.
 
   Returns:
-    The state; bool[B], slots that got no page; int32[B], the sequence that
-    leaves each slot, Q for none: its pages are freed at the step's end.
+    The state; bool[B], slots without pages; int32[B], the sequence that leaves
+    each slot, Q for none: its pages are freed at the step's end.
   """
   missing = missing_tokens(state)
   rows = rows_of(state.cache, None, None)
@@ -159,9 +157,7 @@ def grow(
 def _finish_forks(
   state: RolloutState, forks: Forks, starved: Array
 ) -> tuple[RolloutState, Array]:
-  """Copies the page that is partly full to forks that got one.
-
-  The others wait again, and leave their slots; their prompt is cached.
+  """Copies the partly full page to forks with pages; requeues the others.
 
   Returns:
     The state; int32[B], the sequence that leaves each slot, Q for none.
@@ -202,7 +198,7 @@ def _finish_forks(
 def _with_prompt_records(
   state: RolloutState, forks: Forks, place: Array
 ) -> RolloutState:
-  """What the model gave the tokens of a prompt, for forks, int32[B]."""
+  """Copies the log-probs of a prompt to its forks, int32[B]."""
   records = state.sequences.records
   raw = records.raw_log_probs
   if raw is None or not state.config.prompt_log_probs:
@@ -215,11 +211,11 @@ def _with_prompt_records(
 
 
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
-  """Preempts the sequence with the fewest tokens if a slot got no page.
+  """Preempts a sequence if a slot got no page.
 
-  It is one of the lowest priority, and of equal ones the youngest. A sequence
-  that runs alone cannot get more pages, so it is given up. Samples that wait
-  for the prompt of a victim wait again.
+  The victim has the lowest priority, then the fewest computed tokens, then the last
+  place. A sequence that runs alone fails instead, because no more pages can
+  become free. Samples that wait for the victim's prompt return to the queue.
   """
   none, slots = state.sequences.length.shape[0], state.running.shape[0]
   holders = computing(state)
@@ -255,11 +251,11 @@ def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
 
 
 def admit_waiting(state: RolloutState) -> RolloutState:
-  """Waiting sequences enter empty slots, see `admission`.
+  """Admits waiting sequences to empty slots, see `admission`.
 
-  They share the pages of their cached prefixes; `grow` takes the others, which
-  are free after all that running sequences need in this step. Nobody enters if
-  those do not get what they need.
+  They share the pages of cached prefixes; `grow` takes the others from the
+  pages that running sequences leave free. None enters if the running sequences
+  lack pages.
   """
   none = state.sequences.length.shape[0]
   # A victim's slot holds its pages until the end of the step.
@@ -276,7 +272,7 @@ def admit_waiting(state: RolloutState) -> RolloutState:
 
 
 def needed_now(state: RolloutState) -> Array:
-  """int32[]: pages that `grow` takes for the sequences in slots."""
+  """Returns the number of pages that `grow` takes for the slots, int32[]."""
   sizes, cache = state.cache.config.sizes, state.cache
   tokens = tokens_now(state, missing_tokens(state))
   stop = sizes.columns_for(cache.length + tokens, jnp.zeros_like(tokens))
@@ -329,7 +325,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   leader = jnp.where(follows_slot, chosen.leader, num_slots)
   leader = jnp.where(follows, indexing.take(slots, chosen.leads), leader)
   enters = admitted.ok | follows | follows_slot
-  # Only the first one is tried with all pages that are free.
+  # Only the first candidate may use all free pages, so only it can be hopeless.
   alone = ~jnp.any(enters) & (runners == 0) & (row == 0)
   hopeless = is_failure(admitted.code) & (
     alone | (admitted.code != Status.OUT_OF_PAGES)
@@ -338,7 +334,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
   sequences = queue.with_status(
     sequences, numbers, enters, queue.SequenceStatus.RUNNING
   )
-  # Those before the last one that enters, and that stay, are overtaken.
+  # A waiting sequence is overtaken when a later one enters first.
   entered = jnp.where(enters, chosen.candidates, -1)
   position = jnp.arange(waiting.numbers.shape[0], dtype=jnp.int32)
   passed = jnp.sum(entered[None] > position[:, None], axis=1, dtype=jnp.int32)
@@ -362,10 +358,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
 def _begin_anew(
   state: RolloutState, numbers: Array, enters: Array
 ) -> RolloutState:
-  """Forgets keys of another epoch of sequences that enter, int32[R].
-
-  Their pages are computed again, and have keys of this epoch.
-  """
+  """Clears the keys of admitted sequences, int32[R], from another epoch."""
   epoch = state.cache.epoch
   stale = enters & (indexing.take(state.epochs, numbers) != epoch)
   keys = state.page_keys
@@ -382,7 +375,7 @@ def _begin_anew(
 
 
 def _promised(state: RolloutState) -> Array:
-  """int32[]: pages that running sequences still need for their tokens."""
+  """Returns the pages that running sequences still need, int32[]."""
   cache = state.cache
   if not cache.config.skips_pages:
     return jnp.zeros((), jnp.int32)
@@ -398,7 +391,7 @@ def _promised(state: RolloutState) -> Array:
 def _pages_later(
   state: RolloutState, numbers: Array, found: Prefix, at_once: Array
 ) -> Array:
-  """int32[R]: pages that newcomers need beyond those of their first tokens."""
+  """Returns the pages that follow those of the first tokens, int32[R]."""
   length = indexing.take(state.sequences.length, numbers)
   if not state.cache.config.skips_pages:
     return jnp.zeros_like(length)
@@ -409,7 +402,7 @@ def _pages_later(
 
 
 def _most_pages(state: RolloutState, numbers: Array, length: Array) -> Array:
-  """int32[R, G]: the most pages that tokens of sequences ever hold."""
+  """Returns the maximum number of pages that sequences hold, int32[R, G]."""
   config, chunk = state.cache.config, tokens_at_once(state)
   columns = config.sizes.columns_for(length, jnp.zeros_like(length))
   most = most_pages(config, chunk, config.slot_tokens)

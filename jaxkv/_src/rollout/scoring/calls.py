@@ -1,7 +1,7 @@
-"""Calls of the model: the tokens of a trip, packed into one row.
+"""Calls the model with the tokens of a step of `score`, packed into one row.
 
-A call begins with columns of no sequence, since a `PackedView` has single
-tokens first. The others are the tokens of all rows, one row after another.
+A `PackedView` has single tokens first, so a call begins with columns of no
+sequence. The tokens of all rows follow, one row after another.
 """
 
 import dataclasses
@@ -49,18 +49,15 @@ def compute(
   *,
   model: Model,
 ) -> Group:
-  """Calls the model with the tokens of a trip, if there are any.
+  """Calls the model with the tokens of a step, and records log-probs.
 
   Args:
-    params: the model's.
+    params: the model's parameters.
     group: with pages for the tokens.
-    turn: which tokens.
-    given: their values.
+    turn: the number of tokens of each row.
+    given: the arguments of `score`.
     widths: the columns of calls.
     model: see `Model`.
-
-  Returns:
-    The group, with what the model thinks of samples' tokens.
   """
   some = jnp.any(turn.counts > 0)
 
@@ -92,7 +89,7 @@ def compute(
 
 
 class _Packed:
-  """The tokens of a call, in C columns behind those of no sequence."""
+  """Tokens of a call, in C columns after those of no sequence."""
 
   def __init__(
     self,
@@ -117,7 +114,7 @@ class _Packed:
   def logits(
     self, params: Any, wanted: Array, model: Model
   ) -> tuple[Array, Any]:
-    """What the model gives columns int32[X]: [X, V], and the memory."""
+    """Returns logits [X, V] of columns int32[X], and the memory."""
     views = tuple(
       PackedView(decode=single, prefill=view)
       for single, view in zip(
@@ -137,7 +134,7 @@ class _Packed:
     return as_logits(logits), kv
 
   def _rows(self) -> Rows:
-    """What the model is told: the same as when a sample drew these tokens."""
+    """Returns the same `Rows` as when a sample drew these tokens."""
     group, given = self._group, self._given
     groups, samples = given.lengths.shape
     prompt = given.prompt_lengths[group.number]
@@ -161,7 +158,7 @@ class _Packed:
     )
 
   def scored(self, logits: Array) -> Scored:
-    """What is known of all groups, with the tokens after those of the call."""
+    """Records statistics of the tokens that follow those of the call."""
     given, number, scored = self._given, self._group.number, self._group.scored
     after = self._positions + 1
     targets = given.tokens(number, self._samples, after)
@@ -204,7 +201,7 @@ class _Packed:
 
 
 def _idle(cache: CacheState) -> tuple[View, ...]:
-  """Rows without a sequence, in each layer group."""
+  """Returns rows without a sequence, by group."""
   zero = jnp.zeros((_IDLE,), jnp.int32)
   slot = jnp.full_like(zero, cache.config.num_slots)
   return packing.views(cache, slot, zero, zero)

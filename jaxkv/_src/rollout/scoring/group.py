@@ -1,23 +1,23 @@
-"""The samples of one prompt, a chunk of tokens in each trip of a loop.
+"""Scores the samples of one prompt, a chunk of tokens in each step.
 
-The parts of a trip, in order; a part with nothing to do costs almost nothing:
+Each step has these parts, in order; a part without work costs almost nothing:
 
-| part    | what happens                                                     |
-|---------|------------------------------------------------------------------|
-| begin   | the prompt takes an empty slot; its cached prefix is attached    |
-| share   | samples take empty slots, and share the prompt's full pages      |
-| grow    | the tokens of this trip get pages                                |
-| compute | one call of the model, of the prompt or of samples               |
-| commit  | the tokens become final; full pages are cached                   |
-| free    | samples whose last token is known give their pages back          |
+| part    | action                                                          |
+|---------|-----------------------------------------------------------------|
+| begin   | the prompt takes an empty slot and its cached prefix            |
+| share   | samples take empty slots and share the prompt's full pages      |
+| grow    | reserves pages for the tokens of this step                      |
+| compute | one call of the model, of the prompt or of samples              |
+| commit  | the tokens become final; full pages are cached                  |
+| free    | samples whose last token is scored return their pages           |
 
-The last row is the prompt's, and the last sample goes on in its slot. The
+The last row is the prompt's, and the last sample continues in its slot. The
 others are computed in order, each as far as the columns of a call reach, so at
-most one of them is half done, and holds pages that another one may lack.
-Recurrent layers stop where a page ends; there, all samples are under way.
+most one is incomplete and holds pages that another may lack. Recurrent layers
+stop at the end of a page; with them all samples advance together.
 
-Where pages do not suffice for that, everything is given back, and the samples
-are computed one after another, each in the slot of the prompt.
+If pages do not suffice, all are freed, and the samples are computed one by one
+in the slot of the prompt.
 """
 
 import dataclasses
@@ -55,20 +55,20 @@ _OUT_OF_PAGES = np.int32(Status.OUT_OF_PAGES)
 
 
 class Group(NamedTuple):
-  """A group on its way; K rows, of which the last one is the prompt's.
+  """State of a group; K rows, the last of which is the prompt's.
 
   Attributes:
-    cache: who owns which pages.
-    kv: their contents.
-    scored: what is known of all groups.
-    number: int32[], of the group.
+    cache: the cache.
+    kv: its memory.
+    scored: the results of all groups so far.
+    number: int32[], the index of the group.
     slots: int32[K], the slot of each row; B for none.
     samples: int32[K], the sample in each row; G for none.
-    fresh: bool[K], samples that share the prompt's full pages, and lack the
-      page that is partly full.
-    waits: bool[G], samples that no row has, and that are not known yet.
-    holds: bool[], whether the prompt is in its slot, or a sample on top of it.
-    alone: bool[], whether samples are computed one after another.
+    fresh: bool[K], samples that share the prompt's full pages, but lack a copy
+      of its partly full page.
+    waits: bool[G], samples without a row that are not scored yet.
+    holds: bool[], whether the prompt's slot has the prompt or a sample.
+    alone: bool[], whether samples are computed one by one.
   """
 
   cache: CacheState
@@ -83,21 +83,21 @@ class Group(NamedTuple):
   alone: Array
 
   def runs(self) -> Array:
-    """bool[K]: rows with a sample."""
+    """Returns bool[K], rows with a sample."""
     return self.samples < self.waits.shape[0]
 
   def lengths(self) -> Array:
-    """int32[K]: tokens that are computed."""
+    """Returns the number of computed tokens, int32[K]."""
     return indexing.take(self.cache.length, self.slots)
 
 
 class Turn(NamedTuple):
-  """The tokens of a trip.
+  """Tokens of a step.
 
   Attributes:
-    starts: int32[K], tokens of each row that are computed before.
-    counts: int32[K], tokens of each row.
-    prefills: bool[], whether they are the prompt's; else they are of samples.
+    starts: int32[K], tokens of each row that were computed before.
+    counts: int32[K], tokens of each row in this step.
+    prefills: bool[], True for the prompt's tokens, False for samples'.
   """
 
   starts: Array
@@ -106,14 +106,14 @@ class Turn(NamedTuple):
 
 
 class Widths(NamedTuple):
-  """The sizes of a call, in columns.
+  """Numbers of columns of a call.
 
   Attributes:
-    prompt: if its tokens are a prompt's.
-    samples: if they are of samples.
-    rows: samples that may have tokens in a call.
-    row: the most tokens of a row.
-    commit: the most tokens of a row that there can be.
+    prompt: columns of a call for a prompt.
+    samples: columns of a call for samples.
+    rows: the maximum number of samples in a call.
+    row: the maximum number of tokens of a row, by configuration.
+    commit: the maximum number of tokens of a row that can occur.
   """
 
   prompt: int
@@ -124,13 +124,13 @@ class Widths(NamedTuple):
 
 
 def num_rows(given: Given) -> int:
-  """K, samples in slots at once."""
+  """Returns K, the number of samples in slots at once."""
   samples, slots = given.lengths.shape[1], given.busy.shape[0]
   return min(samples, slots, packing.CHUNK_ROWS)
 
 
 def widths_of(given: Given, cache: CacheState, chunk: int) -> Widths:
-  """The columns of calls of at most `chunk` tokens."""
+  """Returns the columns of calls of at most `chunk` tokens."""
   longest, every = given.completions.shape[2], num_rows(given)
   samples, row = min(chunk, every * longest), chunk
   # Attention pays for rows without tokens, too. So many fill the columns if
@@ -149,7 +149,7 @@ def widths_of(given: Given, cache: CacheState, chunk: int) -> Widths:
 
 
 def start(cache: CacheState, kv: Pools, scored: Scored, given: Given) -> Group:
-  """Nothing in any row, before the first group."""
+  """Returns empty rows, before the first group."""
   rows, slots = num_rows(given), given.busy.shape[0]
   samples = given.lengths.shape[1]
   return Group(
@@ -167,7 +167,7 @@ def start(cache: CacheState, kv: Pools, scored: Scored, given: Given) -> Group:
 
 
 def with_group(group: Group, number: Array, given: Given) -> Group:
-  """All samples of a group wait that have a token, if nothing is wrong."""
+  """Queues the samples of a group that have tokens, if its status is OK."""
   right = group.scored.code[number] == Status.OK
   return group._replace(
     # The loop's number is the same on all devices, and a shard's is not.
@@ -178,7 +178,7 @@ def with_group(group: Group, number: Array, given: Given) -> Group:
 
 
 def is_under_way(group: Group) -> Array:
-  """bool[]: whether some sample is not known yet."""
+  """Returns bool[], True if a sample is not scored yet."""
   return jnp.any(group.waits) | jnp.any(group.runs())
 
 
@@ -188,7 +188,7 @@ def step(
   widths: Widths,
   compute: Callable[[Group, Turn], Group],
 ) -> Group:
-  """One trip; `compute` calls the model for the tokens of a turn."""
+  """Runs one step; `compute` calls the model for the tokens of a turn."""
   begins = ~group.holds & ~jnp.any(group.runs())
   group = loops.at_most_once(begins, lambda group: _begin(group, given), group)
   last = given.prompt_lengths[group.number] - 1
@@ -200,7 +200,7 @@ def step(
 
 
 def _begin(group: Group, given: Given) -> Group:
-  """The prompt enters a slot; the others are for its samples."""
+  """Admits the prompt to a slot, and reserves the others for its samples."""
   cache, number = group.cache, group.number[None]
   rows, none = group.slots.shape[0], given.busy.shape[0]
   slot = jnp.arange(none, dtype=jnp.int32)
@@ -237,7 +237,7 @@ def _begin(group: Group, given: Given) -> Group:
 
 
 def _given_up(group: Group, code: Array) -> Group:
-  """The group without its samples, if a status is not OK."""
+  """Drops the samples of the group if `code` is not OK."""
   fails, none = code != Status.OK, group.waits.shape[0]
   codes = group.scored.code
   codes = codes.at[group.number].set(jnp.where(fails, code, 0))
@@ -249,10 +249,10 @@ def _given_up(group: Group, code: Array) -> Group:
 
 
 def _share(group: Group) -> Group:
-  """Samples that wait take the rows, on top of the prompt's full pages.
+  """Puts waiting samples into rows, on top of the prompt's full pages.
 
-  The last one of all goes on in the prompt's slot, and so does every one where
-  there is no other slot.
+  The last sample continues in the prompt's slot, as does every sample if there
+  is no other slot.
   """
   rows, none = group.slots.shape[0], group.waits.shape[0]
   row = jnp.arange(rows, dtype=jnp.int32)
@@ -278,7 +278,7 @@ def _share(group: Group) -> Group:
 
 
 def _targets(group: Group, given: Given) -> Array:
-  """int32[K]: tokens of each row that are to be computed, 0 for an idle one."""
+  """Returns the tokens that each row must compute in total, int32[K]."""
   prompt = given.prompt_lengths[group.number] - 1
   more = indexing.take(given.lengths, group.number, group.samples)
   row = jnp.arange(group.slots.shape[0], dtype=jnp.int32)
@@ -287,9 +287,9 @@ def _targets(group: Group, given: Given) -> Array:
 
 
 def _grow(group: Group, given: Given, widths: Widths) -> tuple[Group, Turn]:
-  """Pages for the tokens of this trip, and those tokens.
+  """Reserves pages for the tokens of this step, and returns the tokens.
 
-  If the first row that lacks tokens gets no page, nothing is computed: see
+  If the first row with missing tokens gets no page, nothing is computed: see
   `_scarce`.
   """
   cache, slots = group.cache, group.slots
@@ -329,7 +329,7 @@ def _grow(group: Group, given: Given, widths: Widths) -> tuple[Group, Turn]:
 
 
 def _scarce(group: Group) -> Group:
-  """Samples wait to be computed one by one; or all fail, if they were."""
+  """Requeues samples to be computed one by one; fails if they already are."""
   none, rows = group.waits.shape[0], group.slots.shape[0]
   others = jnp.any(group.runs()[:-1])
   fails = group.alone | ~others

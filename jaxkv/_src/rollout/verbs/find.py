@@ -91,7 +91,7 @@ def leave_slots(state: RolloutState, leaving: Array) -> RolloutState:
 
 
 def slots_of(state: RolloutState, rows: Array) -> Array:
-  """Returns bool[B], slots whose sequence is in `rows`, int32[R]; Q for none."""
+  """Returns bool[B], slots with a sequence of `rows`, int32[R]; Q for none."""
   none = state.sequences.length.shape[0]
   same = (state.running[:, None] == rows[None]) & (rows < none)[None]
   return jnp.any(same, axis=1)
