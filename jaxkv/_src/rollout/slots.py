@@ -213,7 +213,7 @@ def _with_prompt_records(
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   """Preempts a sequence if a slot got no page.
 
-  The victim has the lowest priority, then the fewest computed tokens, then the last
+  # Only the first candidate may use all free pages.
   place. A sequence that runs alone fails instead, because no more pages can
   become free. Samples that wait for the victim's prompt return to the queue.
   """
