@@ -129,7 +129,7 @@ def with_tokens(
 def _before(
   sequences: Sequences, rows: Array, column: Array, config: RolloutConfig
 ) -> Array:
-  """Returns the tokens before each column int32[R, X], int32[R, X, N]."""
+  """Returns the N tokens before each column int32[R, X], as int32[R, X, N]."""
   back = jnp.arange(-config.draft_match, 0, dtype=jnp.int32)
   where = column[..., None] + back[None, None]
   return indexing.take(sequences.tokens, rows[:, None, None], where, fill=-1)

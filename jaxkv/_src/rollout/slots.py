@@ -213,9 +213,10 @@ def _with_prompt_records(
 def _preempt(state: RolloutState, starved: Array) -> tuple[RolloutState, Array]:
   """Preempts a sequence if a slot got no page.
 
-  # Only the first candidate may use all free pages.
-  place. A sequence that runs alone fails instead, because no more pages can
-  become free. Samples that wait for the victim's prompt return to the queue.
+  The victim has the lowest priority, then the fewest computed tokens, then the
+  last place. A sequence that runs alone fails instead, because no more pages
+  can become free. Samples that wait for the victim's prompt return to the
+  queue.
   """
   none, slots = state.sequences.length.shape[0], state.running.shape[0]
   holders = computing(state)
@@ -358,7 +359,7 @@ def _enter(state: RolloutState, empty: Array, needed: Array) -> RolloutState:
 def _begin_anew(
   state: RolloutState, numbers: Array, enters: Array
 ) -> RolloutState:
-  """Clears the keys of admitted sequences, int32[R], from another epoch."""
+  """Clears keys of other epochs of the admitted sequences, int32[R]."""
   epoch = state.cache.epoch
   stale = enters & (indexing.take(state.epochs, numbers) != epoch)
   keys = state.page_keys
