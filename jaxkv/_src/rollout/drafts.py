@@ -47,10 +47,10 @@ class Draft(Protocol):
     ...
 
 
-_LIKELY = 0.5  # A token is guessed if all up to it are right that often.
-_BEGIN = 0.8  # Of the tokens guessed, how many are right, before any is.
-_MEMORY = 0.8  # What an earlier guess counts beside a later one.
-_RETRY = 0.01  # Added for each guess that was not made.
+_LIKELY = 0.5  # Least probability that a guess and all before it are accepted.
+_BEGIN = 0.8  # Initial acceptance rate.
+_MEMORY = 0.8  # Decay of the moving average of acceptance rates.
+_RETRY = 0.01  # Added to a low rate at each match that was not guessed.
 
 
 @jax.tree_util.register_dataclass

@@ -126,7 +126,7 @@ def _drawn(state: RolloutState) -> Array:
   drawn = some.versions != queue.NOT_DRAWN
   epoch = state.cache.epoch.astype(jnp.int32)
   holds = ~drawn | (inside & (some.versions >= 0) & (some.versions <= epoch))
-  # In this turn all are.
+  # All tokens of this turn are sampled.
   now = inside & (column >= some.start[:, None])
   holds &= ~now | drawn
   holds &= drawn | (some.log_probs == 0)
@@ -169,7 +169,7 @@ def _leaders(state: RolloutState) -> Array:
   holds = (running < none) & (first < none)
   holds &= indexing.take(slots.computing(state), leader)
   holds &= running // samples == first // samples
-  # It computes no more than what both have in common.
+  # The leader computes no more than the common prompt.
   lengths = indexing.take(state.sequences.length, running)
   holds &= indexing.take(state.cache.length, leader) < lengths
   return jnp.all(~waits | holds)

@@ -23,7 +23,7 @@ from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.sampling.sample import Drawn
 
 NOT_DRAWN = -1
-"""The version of a token that no weights drew."""
+"""The version of a token that was not sampled."""
 
 
 class SequenceStatus(enum.IntEnum):

@@ -251,8 +251,8 @@ def _given_up(group: Group, code: Array) -> Group:
 def _share(group: Group) -> Group:
   """Puts waiting samples into rows, on top of the prompt's full pages.
 
-  The last sample continues in the prompt's slot, as does every sample if there
-  is no other slot.
+  The last sample continues in the prompt's slot, as does every sample if it is
+  the only slot.
   """
   rows, none = group.slots.shape[0], group.waits.shape[0]
   row = jnp.arange(rows, dtype=jnp.int32)
