@@ -116,4 +116,4 @@ def test_profiles_name_verbs_steps_and_layers():
   steps = ("admit", "fork", "grow", "model", "sample")
   verbs = ("jit(commit)", "jit(free)")
   for name in (*steps, *verbs, "attention", "mlp"):
-    assert re.search(rf"/{re.escape(name)}[/\"]", text), name
+    assert re.search(rf"[/\"]{re.escape(name)}[/\"]", text), name
