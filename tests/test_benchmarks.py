@@ -298,7 +298,7 @@ def test_transitions_are_written_row_by_row(tmp_path, monkeypatch):
   ]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_quick_run_of_the_rollout_benchmark(monkeypatch, tmp_path):
   import rollout
 
