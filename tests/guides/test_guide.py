@@ -13,6 +13,7 @@ import pytest
 
 from jaxkv import rollout
 from tests.guides import small_vocabulary
+from tests.guides.tool_schemas import TOOLS
 from tests.tools.draws import sample
 from tests.tools.transforms import TRANSFORMS
 from tests.tools.transforms import check_under
@@ -278,6 +279,12 @@ class TestJson:
     texts, full = check_json({"type": "object"}, tokens, 0, limit=32)
     # Much is drawn, and what would go on for long ends in time.
     assert len(set(texts)) > 500 and full.sum() > 300
+
+  @pytest.mark.parametrize("tool", TOOLS)
+  def test_calls_of_tools(self, tool):
+    tokens = small_vocabulary.tokens()
+    texts, _ = check_json(TOOLS[tool], tokens, 0, limit=120, count=200)
+    assert len(set(texts)) > 100
 
   def test_the_shortest_limit(self):
     tokens = small_vocabulary.tokens()
