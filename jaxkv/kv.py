@@ -17,8 +17,8 @@ for one call.
 | `gather` | gathers sequences into dense arrays |
 | `init_states` | makes empty states of recurrent layers, one for each page |
 | `read_state`, `write_state` | read the old state, write the new one |
-| `init_tokens` | makes empty pages of expert ids |
-| `write_tokens`, `read_tokens` | write and read the expert ids of tokens |
+| `init_expert_ids` | makes empty pages of expert ids |
+| `write_expert_ids`, `read_expert_ids` | write and read expert ids |
 | `check` | checks that the memory has the pages of a cache |
 
 All are pure and donate nothing. Writes are in place if you donate the pages to
@@ -82,7 +82,7 @@ state before its new tokens and writes the one after them:
 End a call at the end of a page, so that the page holds the state there for
 other sequences; `write_state` says how to go past it.
 
-Expert ids. `init_tokens` makes `ExpertIdPages`, which hold a few small integers
+Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold small integers
 of each token, such as the experts that it used. A sequence that reuses a cached
 page also reuses its expert ids. For a model, call
 `jaxkv.models.init_kv(experts=True)`.
@@ -101,9 +101,9 @@ from jaxkv._src.kv.attend import attend_with_lse
 from jaxkv._src.kv.check import check
 from jaxkv._src.kv.decode_plan import plan_decode
 from jaxkv._src.kv.expert_ids import ExpertIdPages
-from jaxkv._src.kv.expert_ids import init_tokens
-from jaxkv._src.kv.expert_ids import read_tokens
-from jaxkv._src.kv.expert_ids import write_tokens
+from jaxkv._src.kv.expert_ids import init_expert_ids
+from jaxkv._src.kv.expert_ids import read_expert_ids
+from jaxkv._src.kv.expert_ids import write_expert_ids
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import gather
 from jaxkv._src.kv.memory import init
@@ -134,14 +134,14 @@ __all__ = [
   "copy",
   "gather",
   "init",
+  "init_expert_ids",
   "init_states",
-  "init_tokens",
   "plan_decode",
+  "read_expert_ids",
   "read_state",
-  "read_tokens",
   "refresh_shared",
   "share",
   "write",
+  "write_expert_ids",
   "write_state",
-  "write_tokens",
 ]

@@ -134,7 +134,7 @@ class ShadowMemory:
 
   # --- writing ---------------------------------------------------------------
 
-  def write_tokens(
+  def write_expert_ids(
     self, slot: int, group: int, start: int, names: list[int]
   ) -> None:
     """Writes K/V at positions `start`, `start + 1` ... of a slot."""

@@ -329,7 +329,7 @@ class User:
       if kind.holds_states and states:
         self.memory.write_states(slot, group, start, names)
       elif not kind.holds_states and not kind.holds_encoder:
-        self.memory.write_tokens(slot, group, start, names)
+        self.memory.write_expert_ids(slot, group, start, names)
 
   def draft(self, draws: Dice) -> None:
     """Writes tokens that are not committed, and states after them."""

@@ -136,11 +136,11 @@ _RECURSIVE = {
   [
     (
       {"properties": {"days": {"type": "integer", "minimum": 3}}},
-      r"must not have `minimum` for integer at \$\.properties\.days, which",
+      r"at \$\.properties\.days must not have `minimum` for integer",
     ),
     (
       {"oneOf": [{}]},
-      r"must not have `oneOf` for a value without a type at \$",
+      r"at \$ must not have `oneOf` for a value without a type",
     ),
     (
       {"type": ["string", "null"], "minItems": 2},
@@ -152,7 +152,7 @@ _RECURSIVE = {
     ({"type": "array", "items": 3}, r"\$\.items must be an object or true"),
     (
       {"type": "array", "minItems": 3, "maxItems": 2},
-      r"\$\.minItems must be at most `maxItems`, 2, got 3",
+      r"\$\.minItems must be at most `maxItems` \(2\), got 3",
     ),
     (
       {"type": "object", "properties": {}, "required": ["a"]},

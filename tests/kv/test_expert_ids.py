@@ -26,7 +26,7 @@ def _config(**changes):
 
 
 def _make(dtype="uint8", **changes):
-  return memory.init_tokens(
+  return memory.init_expert_ids(
     _config(**changes), num_layers=LAYERS, width=_WIDTH, dtype=dtype
   )
 
@@ -40,7 +40,7 @@ class TestInit:
   def test_sizes(self):
     groups = (jaxkv.SlidingWindow(3), jaxkv.FullAttention(page_size=8))
     sizes = _config(groups=groups)
-    pages = memory.init_tokens(sizes, num_layers=5, width=2, group=1)
+    pages = memory.init_expert_ids(sizes, num_layers=5, width=2, group=1)
     assert pages.values.shape == (5 * PAGES, 8, 2)
     assert (pages.num_pages, pages.page_size, pages.width) == (PAGES, 8, 2)
     assert pages.values.dtype == np.uint8 and pages.group == 1
@@ -60,7 +60,7 @@ class TestInit:
   def test_bad_arguments(self, changes, message):
     given = {"num_layers": 2, "width": 1, **changes}
     with pytest.raises((TypeError, ValueError), match=message):
-      memory.init_tokens(_config(), **given)
+      memory.init_expert_ids(_config(), **given)
 
 
 class TestWriteAndRead:
@@ -68,7 +68,7 @@ class TestWriteAndRead:
     """Positions 6 .. 10 of row 0, 3 and 4 of row 1; row 2 has no pages."""
     pages, new = _make(), _numbers(0, 3, 5)
     where = view(TABLE, [6, 3, 0], [5, 2, 3])
-    out = jax.jit(memory.write_tokens)(pages, where, jnp.int32(1), new)
+    out = jax.jit(memory.write_expert_ids)(pages, where, jnp.int32(1), new)
     wanted = np.zeros(pages.values.shape, np.uint8)
     for row, start, count in ((0, 6, 5), (1, 3, 2)):
       for column in range(count):
@@ -76,7 +76,7 @@ class TestWriteAndRead:
         wanted[page, (start + column) % SIZE] = new[row, column]
     np.testing.assert_array_equal(out.values, wanted)
     lengths = jnp.asarray([10, 5, 3], jnp.int32)
-    read = memory.read_tokens(out, where.page_table, lengths)
+    read = memory.read_expert_ids(out, where.page_table, lengths)
     assert read.shape == (3, 5 * SIZE, LAYERS, _WIDTH)
     assert read.dtype == np.int16
     expected = np.full(read.shape, -1)
@@ -87,8 +87,8 @@ class TestWriteAndRead:
   def test_16_bits(self):
     new = _numbers(1, 1, 2, most=2**16)
     where = view([[3]], [1], [2])
-    out = memory.write_tokens(_make("uint16"), where, 2, new)
-    read = memory.read_tokens(
+    out = memory.write_expert_ids(_make("uint16"), where, 2, new)
+    read = memory.read_expert_ids(
       out, where.page_table, jnp.asarray([3], jnp.int32)
     )
     assert read.dtype == np.int32
@@ -100,14 +100,18 @@ class TestWriteAndRead:
   )
   def test_nothing_lands_elsewhere(self, entry, start):
     where = view([[entry]], [start], [2])
-    out = memory.write_tokens(_make(), where, jnp.int32(1), _numbers(0, 1, 2))
+    out = memory.write_expert_ids(
+      _make(), where, jnp.int32(1), _numbers(0, 1, 2)
+    )
     np.testing.assert_array_equal(out.values, 0)
 
   @pytest.mark.parametrize("entry", [0, PAGES, PAGES + 3, -1, 2**31 - 1])
   def test_nothing_is_read_from_elsewhere(self, entry):
     pages = dataclasses.replace(_make(), values=_make().values + 7)
     table = jnp.asarray([[entry, 3]], jnp.int32)
-    read = memory.read_tokens(pages, table, jnp.asarray([SIZE + 2], jnp.int32))
+    read = memory.read_expert_ids(
+      pages, table, jnp.asarray([SIZE + 2], jnp.int32)
+    )
     np.testing.assert_array_equal(read[0, :SIZE], -1)
     np.testing.assert_array_equal(read[0, SIZE : SIZE + 2], 7)
     np.testing.assert_array_equal(read[0, SIZE + 2 :], -1)
@@ -118,7 +122,7 @@ class TestWriteAndRead:
     prefill = view([[4, 8], [11, 0]], [2, 0], [3, 1])
     packed = memory.PackedView(decode=decode, prefill=prefill)
     new = _numbers(2, 1, 8)  # two columns are padding
-    out = memory.write_tokens(_make(), packed, 0, new)
+    out = memory.write_expert_ids(_make(), packed, 0, new)
     places = [(9, 2), (7, 3), (4, 2), (4, 3), (8, 0), (11, 0)]
     wanted = np.zeros(out.values.shape, np.uint8)
     for column, (page, offset) in enumerate(places):
@@ -136,11 +140,13 @@ class TestWriteAndRead:
   )
   def test_bad_values(self, values, error, message):
     with pytest.raises(error, match=message):
-      memory.write_tokens(_make(), view([[3]], [0], [1]), 0, values)
+      memory.write_expert_ids(_make(), view([[3]], [0], [1]), 0, values)
 
   def test_a_layer_that_does_not_exist(self):
     with pytest.raises(ValueError, match="`layer` must be from 0 to 2, got 3"):
-      memory.write_tokens(_make(), view([[3]], [0], [1]), 3, _numbers(0, 1, 1))
+      memory.write_expert_ids(
+        _make(), view([[3]], [0], [1]), 3, _numbers(0, 1, 1)
+      )
 
 
 def test_copies_beside_keys_and_values():
@@ -148,12 +154,12 @@ def test_copies_beside_keys_and_values():
   kv = memory.init(_config(), num_layers=1, num_kv_heads=1, head_dim=8)
   pages, new = _make(), _numbers(3, 1, 2)
   for layer in range(LAYERS):
-    pages = memory.write_tokens(pages, view([[3]], [1], [2]), layer, new)
+    pages = memory.write_expert_ids(pages, view([[3]], [1], [2]), layer, new)
   src, dst = jnp.asarray([3, 3], jnp.int32), jnp.asarray([4, 0], jnp.int32)
   out = jax.jit(memory.copy)((kv, pages), src, dst)[1]
   memory.check((kv, out), _config())
   table = jnp.asarray([[4]], jnp.int32)
-  read = memory.read_tokens(out, table, jnp.asarray([SIZE], jnp.int32))
+  read = memory.read_expert_ids(out, table, jnp.asarray([SIZE], jnp.int32))
   for layer in range(LAYERS):
     np.testing.assert_array_equal(read[0, 1:3, layer], new[0])
     np.testing.assert_array_equal(out.values[layer * PAGES], 0)
@@ -172,11 +178,11 @@ def test_loops_are_in_place():
     new = jnp.full((2, 1, _WIDTH), step, jnp.int32)
 
     def layer(index, pages):
-      return memory.write_tokens(pages, where, index, new)
+      return memory.write_expert_ids(pages, where, index, new)
 
     pages = lax.fori_loop(0, LAYERS, layer, pages)
     pages = memory.copy(pages, where.starts, where.starts + 30)
-    return pages, memory.read_tokens(pages, table[:1], step[None] + 1)
+    return pages, memory.read_expert_ids(pages, table[:1], step[None] + 1)
 
   def run(pages):
     return lax.scan(token, pages, jnp.arange(9, dtype=jnp.int32))

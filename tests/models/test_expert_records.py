@@ -129,7 +129,7 @@ def _in_pages(
     )  # fmt: skip
     logits.append(now)
   lengths = jnp.full((_ROWS,), _TOKENS, jnp.int32)
-  read = paged.read_tokens(kv[-1], tables[kv[-1].group], lengths)
+  read = paged.read_expert_ids(kv[-1], tables[kv[-1].group], lengths)
   assert np.all(np.asarray(read[:, _TOKENS:]) == -1)
   return jnp.concatenate(logits, axis=1)[:, :_TOKENS], read[:, :_TOKENS]
 
@@ -312,7 +312,7 @@ class TestArguments:
     config, tokens = _decoder("plain"), jnp.zeros((1, 1), jnp.int32)
     sizes = _sizes(config)
     kv = models.init_kv(config, sizes)
-    numbers = paged.init_tokens(sizes, num_layers=3, width=4)
+    numbers = paged.init_expert_ids(sizes, num_layers=3, width=4)
     view = jaxkv.view(jaxkv.init(sizes), counts=[1])
     with pytest.raises(
       ValueError, match="`kv` must have ExpertIdPages of 3 lay"

@@ -49,7 +49,7 @@ def model(params, tokens, positions, kv, views, columns, rows):
   x = (x + jnp.asarray(_POSITIONS)[positions])[:, :, None]
   kv, numbers = kv
   used = _experts(params, tokens, positions, rows.user["adapter"][None])
-  numbers = kv_memory.write_tokens(numbers, views[0], 0, used[..., None])
+  numbers = kv_memory.write_expert_ids(numbers, views[0], 0, used[..., None])
   kv = kv_memory.write(kv, views[0], 0, x, x)
   out = kv_memory.attend(kv, views[0], 0, x)[0].at[columns].get(mode="clip")
   return jnp.einsum("xhd,vd->xv", out, params), (kv, numbers)
@@ -115,7 +115,7 @@ class Calls:
     rows = _GROUPS * _SAMPLES
     self.state = rollout.init(
       jaxkv.init(SIZES, jax.random.key(9)),
-      (kv, kv_memory.init_tokens(SIZES, num_layers=1, width=1)),
+      (kv, kv_memory.init_expert_ids(SIZES, num_layers=1, width=1)),
       np.zeros((_GROUPS, _PROMPT), np.int32),
       np.zeros(_GROUPS, np.int32),
       self._key,

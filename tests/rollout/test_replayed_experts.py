@@ -46,7 +46,9 @@ def _model(version, tokens, positions, kv, views):
   logits, pages = by_hand.model(None, tokens, positions, pages, views)
   used = _used(tokens, positions, version)
   for layer in range(_LAYERS):
-    numbers = memory.write_tokens(numbers, views[0], layer, used[:, :, layer])
+    numbers = memory.write_expert_ids(
+      numbers, views[0], layer, used[:, :, layer]
+    )
   return logits, (pages, numbers)
 
 
@@ -56,7 +58,7 @@ def _begun(pages=14, slots=3, config=_CONFIG, prompts=by_hand.PROMPTS):
   kv = memory.init(
     sizes, num_layers=1, num_kv_heads=1, head_dim=by_hand.WIDTH, dtype="float32"
   )
-  numbers = memory.init_tokens(sizes, num_layers=_LAYERS, width=_CHOSEN)
+  numbers = memory.init_expert_ids(sizes, num_layers=_LAYERS, width=_CHOSEN)
   numbers = dataclasses.replace(numbers, values=numbers.values + 255)
   width = max(map(len, prompts))
   rows = [[*prompt, *[10] * (width - len(prompt))] for prompt in prompts]
@@ -181,7 +183,7 @@ class TestArguments:
     groups = (jaxkv.SlidingWindow(3), jaxkv.FullAttention())
     sizes = dataclasses.replace(by_hand.sizes(40, 3), groups=groups)
     kv = memory.init(sizes, num_layers=1, num_kv_heads=1, head_dim=4)
-    numbers = memory.init_tokens(sizes, num_layers=1, width=1, group=0)
+    numbers = memory.init_expert_ids(sizes, num_layers=1, width=1, group=0)
     with pytest.raises(
       ValueError, match=r"`ExpertIdPages.group` must .* got 0, Slid"
     ):

@@ -12,7 +12,8 @@
 | `format`                                         | date, date-time, uuid     |
 | `title`, `description`, `default` and the like   | ignored                   |
 
-Any other keyword is refused, because a text of the grammar could violate it.
+Any other keyword is refused: the grammar would not enforce it, so a generated
+text could violate it.
 """
 
 import json
@@ -52,10 +53,11 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
   r"""Returns the JSON texts that a JSON schema describes, as a grammar.
 
   Every text of the grammar is valid under the schema, but not every valid text
-  is in the grammar: properties come in the order of the schema, an object with
-  `properties` has no additional, strings contain no escapes of code points, and
-  `{}`, objects and arrays without further keywords are nested a few levels
-  deep. The module's table lists the keywords.
+  is in the grammar. Properties come in the order of the schema. An object with
+  `properties` has no others, even if `additionalProperties` allows them.
+  Strings have no `\uXXXX` escapes. A value described by `{}`, or by an object
+  or array type alone, nests a few levels at most. The module's table lists the
+  keywords.
 
   Needs the extra `schema` (`outlines_core`).
 
@@ -85,21 +87,24 @@ def json_schema(schema: Schema | str, *, whitespace: str = "[ ]?") -> Grammar:
     task="To read a JSON schema",
   )
   root = json.loads(schema) if isinstance(schema, str) else schema
-  plain = _Reader(root).schema(root, "$", ())
-  return regex(outlines.build_regex_from_schema(json.dumps(plain), whitespace))
+  reduced = _Reducer(root).reduce(root, "$", ())
+  return regex(
+    outlines.build_regex_from_schema(json.dumps(reduced), whitespace)
+  )
 
 
-class _Reader:
+class _Reducer:
   """Checks a schema and reduces it to keywords that outlines_core expresses.
 
-  outlines_core ignores keywords that it does not know, and of some pairs of
-  keywords it ignores one. So a schema is rebuilt from what is checked here.
+  outlines_core ignores keywords that it does not know. Of some pairs, such as
+  `pattern` and `maxLength`, it ignores one. So the schema is rebuilt from the
+  keywords that are checked here.
   """
 
   def __init__(self, root: Schema):
     self._root = root
 
-  def schema(self, schema: Any, path: str, refs: tuple[str, ...]) -> Any:
+  def reduce(self, schema: Any, path: str, refs: tuple[str, ...]) -> Any:
     """Returns the reduced schema.
 
     Args:
@@ -114,10 +119,10 @@ class _Reader:
     keywords = set(schema) - _ANNOTATIONS
     for form in ("$ref", "anyOf", "enum", "const"):
       if form in keywords:
-        # A type beside values says nothing new.
+        # `type` is redundant beside values, which have types already.
         allowed = {form, "type"} if form in ("enum", "const") else {form}
         _check_keywords(keywords - allowed, path, f"beside `{form}`")
-        return self._form(form, schema[form], f"{path}.{form}", refs)
+        return self._reduce_keyword(form, schema[form], f"{path}.{form}", refs)
     types = schema.get("type", "object" if "properties" in keywords else ())
     types = [types] if isinstance(types, str) else list(types)
     for name in types:
@@ -128,17 +133,20 @@ class _Reader:
     allowed = set().union(*(_KEYWORDS_OF_TYPE[name] for name in types))
     place = f"for {' or '.join(types) or 'a value without a type'}"
     _check_keywords(keywords - allowed - {"type"}, path, place)
-    # outlines_core writes `{}` as alternatives without a group around them.
+    # Without a type, all types are written out: for `{}` outlines_core returns
+    # `a|b|c` without parentheses, which is wrong inside of a larger expression.
     names = types or ("object", "array", "string", "number", "boolean", "null")
-    parts = [self._typed(name, schema, path, refs) for name in names]
+    parts = [self._reduce_type(name, schema, path, refs) for name in names]
     return {"anyOf": parts} if len(parts) > 1 else parts[0]
 
-  def _form(self, form: str, value: Any, path: str, refs: Any) -> Any:
-    if form == "anyOf":
+  def _reduce_keyword(
+    self, keyword: str, value: Any, path: str, refs: Any
+  ) -> Any:
+    if keyword == "anyOf":
       parts = enumerate(value)
-      return {"anyOf": [self.schema(x, f"{path}[{i}]", refs) for i, x in parts]}
-    if form != "$ref":
-      return {form: value}
+      return {"anyOf": [self.reduce(x, f"{path}[{i}]", refs) for i, x in parts]}
+    if keyword != "$ref":
+      return {keyword: value}
     if value in refs:
       _refuse(path, "not be recursive", value, "write the levels out")
     part: Any = self._root
@@ -148,56 +156,63 @@ class _Reader:
       part = part.get(name) if isinstance(part, Mapping) else None
     if root != "#" or part is None:
       _refuse(
-        path, "point into the schema, as '#/$defs/name'", value, "correct it"
+        path,
+        "point into the schema, such as '#/$defs/name'",
+        value,
+        "correct it",
       )
-    return self.schema(part, f"{path}({value})", (*refs, value))
+    return self.reduce(part, f"{path}({value})", (*refs, value))
 
-  def _typed(self, name: str, schema: Schema, path: str, refs: Any) -> Any:
+  def _reduce_type(
+    self, name: str, schema: Schema, path: str, refs: Any
+  ) -> Any:
     """Returns the reduced schema of one type."""
     keywords = _KEYWORDS_OF_TYPE[name] & set(schema)
-    plain: dict[str, Any] = {"type": name}
-    plain |= {keyword: schema[keyword] for keyword in keywords}
+    reduced: dict[str, Any] = {"type": name}
+    reduced |= {keyword: schema[keyword] for keyword in keywords}
     if name == "object":
-      self._object(plain, path, refs)
+      self._reduce_object(reduced, path, refs)
     elif name == "array":
-      _check_order(plain, "minItems", "maxItems", path)
-      if "items" in plain:
-        plain["items"] = self.schema(plain["items"], f"{path}.items", refs)
+      _check_order(reduced, "minItems", "maxItems", path)
+      if "items" in reduced:
+        reduced["items"] = self.reduce(reduced["items"], f"{path}.items", refs)
     elif name == "string":
-      _check_order(plain, "minLength", "maxLength", path)
-      _string(plain, path)
-    return plain
+      _check_order(reduced, "minLength", "maxLength", path)
+      _reduce_string(reduced, path)
+    return reduced
 
-  def _object(self, plain: dict[str, Any], path: str, refs: Any) -> None:
-    properties = plain.get("properties", {})
-    for name in plain.get("required", ()):
+  def _reduce_object(
+    self, reduced: dict[str, Any], path: str, refs: Any
+  ) -> None:
+    properties = reduced.get("properties", {})
+    for name in reduced.get("required", ()):
       if name not in properties:
         rule = "name entries of `properties`"
         _refuse(f"{path}.required", rule, name, "describe that property")
-    additional = plain.pop("additionalProperties", True)
+    additional = reduced.pop("additionalProperties", True)
     if properties or additional is False:
-      plain["properties"] = {
-        name: self.schema(part, f"{path}.properties.{name}", refs)
+      reduced["properties"] = {
+        name: self.reduce(part, f"{path}.properties.{name}", refs)
         for name, part in properties.items()
       }
     elif additional is not True:
       place = f"{path}.additionalProperties"
-      plain["additionalProperties"] = self.schema(additional, place, refs)
+      reduced["additionalProperties"] = self.reduce(additional, place, refs)
 
 
-def _string(plain: dict[str, Any], path: str) -> None:
-  limits = {"minLength", "maxLength", "pattern", "format"} & set(plain)
+def _reduce_string(reduced: dict[str, Any], path: str) -> None:
+  limits = {"minLength", "maxLength", "pattern", "format"} & set(reduced)
   if len(limits - {"maxLength"} if "minLength" in limits else limits) > 1:
     rule = "not be combined with other limits of a string"
     keyword = min(limits & {"pattern", "format"})
-    _refuse(f"{path}.{keyword}", rule, plain[keyword], "keep one of them")
-  if plain.get("format", "uuid") not in _FORMATS:
+    _refuse(f"{path}.{keyword}", rule, reduced[keyword], "keep one of them")
+  if reduced.get("format", "uuid") not in _FORMATS:
     rule = f"be in {_FORMATS}"
-    _refuse(f"{path}.format", rule, plain["format"], "use `pattern`")
-  if "pattern" in plain:
-    # A pattern may match anywhere; the grammar has the texts that it matches
-    # from begin to end, so anchors at its ends say nothing new.
-    pattern = plain["pattern"].removeprefix("^")
+    _refuse(f"{path}.format", rule, reduced["format"], "use `pattern`")
+  if "pattern" in reduced:
+    # JSON Schema lets a pattern match anywhere in a string. The grammar has the
+    # strings that it matches as a whole, so outer anchors are redundant.
+    pattern = reduced["pattern"].removeprefix("^")
     if pattern.endswith("$") and not pattern.endswith("\\$"):
       pattern = pattern[:-1]
     try:
@@ -209,12 +224,12 @@ def _string(plain: dict[str, Any], path: str) -> None:
         r'match no `"`, no `\` and no control characters, which JSON escapes'
       )
       remedy = r'write [^"\\\x00-\x1f] in place of `.`'
-      _refuse(f"{path}.pattern", rule, plain["pattern"], remedy)
-    plain["pattern"] = f"(?:{pattern})"
+      _refuse(f"{path}.pattern", rule, reduced["pattern"], remedy)
+    reduced["pattern"] = f"(?:{pattern})"
 
 
 def _has_escaped(grammar: Grammar) -> bool:
-  """Returns whether a text of a grammar may have a byte of `_ESCAPED`."""
+  """Returns True if a text of a grammar may have a byte of `_ESCAPED`."""
   match grammar:
     case ByteSet(mask):
       return bool(mask & _ESCAPED)
@@ -226,18 +241,18 @@ def _has_escaped(grammar: Grammar) -> bool:
 
 
 def _check_keywords(keywords: set[str], path: str, place: str) -> None:
-  """Refuses keywords that a text of the grammar could violate."""
+  """Raises if there are keywords that the grammar cannot enforce."""
   if keywords:
     raise ValueError(
-      f"`schema` must not have `{min(keywords)}` {place} at {path}, which a "
-      "grammar cannot express; remove it and check the finished text."
+      f"`schema` at {path} must not have `{min(keywords)}` {place}, because a "
+      "grammar cannot express it; remove it and check the generated text."
     )
 
 
-def _check_order(plain: Schema, low: str, high: str, path: str) -> None:
-  if plain.get(low, 0) > plain.get(high, plain.get(low, 0)):
-    rule = f"be at most `{high}`, {plain[high]}"
-    _refuse(f"{path}.{low}", rule, plain[low], "exchange them")
+def _check_order(reduced: Schema, low: str, high: str, path: str) -> None:
+  if reduced.get(low, 0) > reduced.get(high, reduced.get(low, 0)):
+    rule = f"be at most `{high}` ({reduced[high]})"
+    _refuse(f"{path}.{low}", rule, reduced[low], "swap the two")
 
 
 def _refuse(path: str, rule: str, value: Any, remedy: str) -> NoReturn:

@@ -1,7 +1,7 @@
-"""Small integers of each token and layer, in pages beside its K/V.
+"""The ids of the experts that each token used in each layer, in pages.
 
-They record which experts a token used. A sequence that reuses a cached prefix
-also reuses the records of its tokens.
+They are stored like keys and values, so a sequence that reuses a cached prefix
+also finds the expert ids of its tokens.
 """
 
 import dataclasses
@@ -27,16 +27,17 @@ _FORMATS = ("uint8", "uint16")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertIdPages:
-  """Integers of all tokens and layers, in the pages of one layer group.
+  """Expert ids of all tokens and layers, in the pages of one layer group.
 
   Layers are flattened into the page axis, as in `KVPages`: page p of layer l is
-  row l * N + p. L may differ from that of other pools. Page 0 of each layer is
-  the null page and is never written.
+  row l * N + p. L counts the layers with experts alone, so it may be smaller
+  than L of the K/V pools. Page 0 of each layer is the null page and is never
+  written.
 
   Attributes:
-    values: X integers of each token.  # uint8 or uint16[L * N, S, X]
+    values: X expert ids of each token.  # uint8 or uint16[L * N, S, X]
     num_layers: L.
-    group: the layer group whose pages hold the integers.
+    group: the layer group whose pages hold the ids.
   """
 
   values: jax.Array
@@ -55,16 +56,16 @@ class ExpertIdPages:
 
   @property
   def width(self) -> int:
-    """X, integers of a token in one layer."""
+    """X, expert ids of a token in one layer."""
     return self.values.shape[2]
 
   @property
   def read_dtype(self) -> np.dtype:
-    """The dtype of `read_tokens`: int16 or int32, which can also hold -1."""
+    """The dtype that `read_expert_ids` returns: int16 or int32, for -1."""
     return np.promote_types(self.values.dtype, np.int8)
 
 
-def init_tokens(
+def init_expert_ids(
   config: CacheConfig,
   *,
   num_layers: int,
@@ -72,18 +73,18 @@ def init_tokens(
   dtype=jnp.uint8,
   group: int = 0,
 ) -> ExpertIdPages:
-  """Returns zeros for the integers of a cache's tokens.
+  """Returns pages of zeros for the expert ids of a cache's tokens.
 
-  Takes L * N * S * X integers. Freeing a page loses them: choose a group that
-  keeps its pages while a sequence runs, such as `FullAttention`.
+  Allocates L * N * S * X integers. A freed page loses its ids, so choose a
+  group that keeps its pages while a sequence runs, such as `FullAttention`.
 
   Args:
     config: of the cache. It gives N, the pages of a layer including the null
       page, and S, the tokens of a page.
     num_layers: L.
-    width: X, integers of a token in one layer.
+    width: X, expert ids of a token in one layer.
     dtype: uint8 or uint16.
-    group: the layer group whose pages hold the integers.
+    group: the layer group whose pages hold the ids.
 
   Returns:
     The pages.
@@ -97,7 +98,7 @@ def init_tokens(
     >>> config = jaxkv.CacheConfig(
     ...   num_pages=5, page_size=4, num_slots=2, pages_per_slot=4
     ... )
-    >>> pages = init_tokens(config, num_layers=3, width=2)
+    >>> pages = init_expert_ids(config, num_layers=3, width=2)
     >>> pages.values.shape, pages.num_pages
     ((15, 4, 2), 5)
   """
@@ -114,17 +115,18 @@ def init_tokens(
   )
 
 
-def write_tokens(
+def write_expert_ids(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array | int, values: jax.Array
 ) -> ExpertIdPages:
-  """Writes the integers of new tokens in one layer.
+  """Writes the expert ids of new tokens in one layer.
 
-  Uses the page and offset that `write` uses for the keys of these tokens, and
-  drops the same tokens.
+  Stores the ids of a token at the page and offset where `jaxkv.kv.write` stores
+  its key, and skips the tokens that `jaxkv.kv.write` skips.
 
   Args:
-    pages: the integers.
-    view: the rows, of the group `pages.group`; for a `PackedView`, B is 1.
+    pages: the expert ids.
+    view: the new tokens of each row, a view of group `pages.group`. For a
+      `PackedView`, B is 1.
     layer: int32[], 0..L-1.
     values: integers[B, T, X] in the range of the pages' dtype, to which they
       are cast without a check.
@@ -142,13 +144,13 @@ def write_tokens(
     >>> config = jaxkv.CacheConfig(
     ...   num_pages=5, page_size=4, num_slots=1, pages_per_slot=2
     ... )
-    >>> pages = init_tokens(config, num_layers=1, width=2)
+    >>> pages = init_expert_ids(config, num_layers=1, width=2)
     >>> cache, _ = jaxkv.allocate(jaxkv.init(config), [3])
     >>> new = jnp.asarray([[[1, 6], [0, 3], [5, 4]]])
-    >>> pages = write_tokens(pages, jaxkv.view(cache, counts=[3]), 0, new)
+    >>> pages = write_expert_ids(pages, jaxkv.view(cache, counts=[3]), 0, new)
     >>> cache, _ = jaxkv.commit(cache, [[7, 8, 9]], [3])
     >>> table = cache.page_table[:, pages.group]
-    >>> read_tokens(pages, table, cache.length)[0, :4, 0].tolist()
+    >>> read_expert_ids(pages, table, cache.length)[0, :4, 0].tolist()
     [[1, 6], [0, 3], [5, 4], [-1, -1]]
   """
   arguments.check_array("values", values)
@@ -166,8 +168,8 @@ def _write(
   pages: ExpertIdPages, view: AnyView, layer: jax.Array, values: jax.Array
 ) -> ExpertIdPages:
   places = token_places(pages, view, values.shape[1])
-  # A pool [N, 1, S, X] for `append_pages`, which stores values of the pool's
-  # dtype unchanged.
+  # `append_pages` expects an axis of heads: [L * N, 1, S, X]. It stores values
+  # that have the pool's dtype unchanged.
   new = values.astype(pages.values.dtype).reshape(-1, 1, pages.width)
   pool = kernels.append_pages(
     pages.values[:, None], new, *places, page_offset=layer * pages.num_pages
@@ -175,7 +177,7 @@ def _write(
   return dataclasses.replace(pages, values=pool[:, 0])
 
 
-def read_tokens(
+def read_expert_ids(
   pages: ExpertIdPages, page_table: jax.Array, lengths: jax.Array
 ) -> jax.Array:
   """Returns the integers of some sequences, in all layers.
@@ -221,10 +223,10 @@ def _read(
   )
 
 
-def copy_tokens(
+def copy_expert_ids(
   pages: ExpertIdPages, src: jax.Array, dst: jax.Array
 ) -> ExpertIdPages:
-  """Implements `jaxkv.kv.copy`; `dst` must not have the null page."""
+  """Implements `jaxkv.kv.copy`; `dst` must not contain the null page."""
   pool = kernels.copy_pages(
     pages.values[:, None], src, dst, num_layers=pages.num_layers
   )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxkv._src.arrays import arguments
 from jaxkv._src.kv.expert_ids import ExpertIdPages
-from jaxkv._src.kv.expert_ids import copy_tokens
+from jaxkv._src.kv.expert_ids import copy_expert_ids
 from jaxkv._src.kv.memory import KVPages
 from jaxkv._src.kv.memory import copy_kv
 from jaxkv._src.kv.recurrent_pages import StatePages
@@ -35,7 +35,7 @@ def pools_of(kv: Pools) -> tuple[Pool, ...]:
       raise TypeError(
         "`kv` must be KVPages, StatePages, ExpertIdPages or a tuple of them,"
         f" got {type(pool).__name__}; make them with jaxkv.kv.init, init_states"
-        " and init_tokens."
+        " and init_expert_ids."
       )
   if not pools:
     arguments.refuse(ValueError, "kv", "one pool or more", kv)
@@ -81,5 +81,5 @@ def _copy_in_pool(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
   if isinstance(pool, StatePages):
     return copy_states(pool, src, dst)
   if isinstance(pool, ExpertIdPages):
-    return copy_tokens(pool, src, dst)
+    return copy_expert_ids(pool, src, dst)
   return copy_kv(pool, src, dst)

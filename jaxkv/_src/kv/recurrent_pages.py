@@ -1,8 +1,8 @@
 """Memory of recurrent layers: one state for each page of tokens.
 
-The page of token t - 1 holds the state after t tokens, see
-`jaxkv._src.cache.pool.recurrent`. A step reads the state before its new tokens
-and writes the state after them.
+The state after t tokens is in the page of token t - 1, where it replaces the
+state after fewer tokens; see `jaxkv._src.cache.pool.recurrent`. A step reads
+the state before its new tokens and writes the state after them.
 """
 
 import dataclasses
@@ -70,16 +70,17 @@ def init_states(
 ) -> StatePages:
   """Returns states of zeros for the recurrent groups of a cache.
 
-  Takes L * N states. Layers of different groups may share one layer of memory,
-  as in `init`: L is then the number of layers of the largest group. All groups
-  share the N pages, so most states stay unused; larger pages mean fewer states.
+  Allocates L * N states. Layers of different groups use different pages, so
+  they can have the same index in 0 .. L-1, as in `jaxkv.kv.init`; L is then the
+  number of layers of the largest group. A page that an attention group takes
+  leaves its state unused. Larger pages waste less, because N is smaller.
 
   Args:
     config: of the cache. It gives N, the pages of a layer including the null
       page, and S, the tokens of a page.
     num_layers: L.
-    shapes: the shape of one sequence's state in one layer and its dtype, by
-      name: float32, bfloat16 or float16.
+    shapes: for the name of each array, the shape of one sequence's state in one
+      layer, and its dtype, which is float32, bfloat16 or float16.
     group: the recurrent group whose page size to use; None for the first.
 
   Returns:
@@ -139,16 +140,16 @@ def init_states(
 def read_state(
   pages: StatePages, view: View | FreshView, layer: jax.Array | int
 ) -> dict[str, jax.Array]:
-  """Reads one layer's state of each row, after its first `view.starts` tokens.
+  """Reads each row's state in one layer as of its first `view.starts` tokens.
 
-  A loop updates the memory in place only if the state that it writes depends on
-  the state that it reads here. For a `PackedView`, read and write the rows of
-  `decode` first, then those of `prefill`; a sequence may have tokens in only
-  one of them.
+  In a loop, compute the written state from the state that was read. Otherwise
+  XLA cannot order the read before the write and copies the memory. For a
+  `PackedView`, read and write the rows of `decode`, then those of `prefill`. No
+  sequence must have tokens in both.
 
   Args:
     pages: the states.
-    view: the rows, of a recurrent group.
+    view: a view of a recurrent group.
     layer: int32[], 0..L-1.
 
   Returns:
@@ -182,20 +183,21 @@ def write_state(
   layer: jax.Array | int,
   states: Mapping[str, jax.Array],
 ) -> StatePages:
-  """Writes one layer's state of each row, after `starts + counts` tokens.
+  """Writes each row's state in one layer as of `starts + counts` tokens.
 
   Stores the state in the page of the row's last token. Skips a row whose
   `counts` is 0 or whose page is missing.
 
   Other sequences may reuse a full page, so it must hold the state at its end.
   If the new tokens begin inside a page and go past its end, call this function
-  twice: first with `counts` up to the end of the page and the state there.
-  Tokens that begin at the start of a page may fill several pages in one call,
-  if one `allocate` made room for all of them: only the last page exists then.
+  twice: first with the state at the end of the page and `counts` up to there.
+  Tokens that begin at the start of a page can span several pages in one call if
+  a single `allocate` made room for them: it allocates the last of these pages
+  alone, so there is no other state to store.
 
   Args:
     pages: the states.
-    view: the rows, of a recurrent group.
+    view: a view of a recurrent group.
     layer: int32[], 0..L-1.
     states: float[B, ...] by name, rounded to the formats of `pages.dtypes`.
 
@@ -238,7 +240,8 @@ def write_state(
 def _write(
   pages: StatePages, rows: View, layer: jax.Array, states: dict[str, jax.Array]
 ) -> StatePages:
-  # An idle row has 0 tokens, which `_state_rows` maps to no page.
+  # A row without new tokens counts as 0 tokens, for which `_state_rows` returns
+  # an index out of range, so nothing is written.
   tokens = jnp.where(rows.counts > 0, rows.starts + rows.counts, 0)
   index = _state_rows(pages, rows, tokens, layer)
   arrays = {
@@ -273,10 +276,11 @@ def _state_rows(
 def copy_states(
   pages: StatePages, src: jax.Array, dst: jax.Array
 ) -> StatePages:
-  """Implements `jaxkv.kv.copy`; `dst` must not have the null page."""
+  """Implements `jaxkv.kv.copy`; `dst` must not contain the null page."""
 
   def copy_in(array: jax.Array) -> jax.Array:
-    # A TPU lays out the last two axes in tiles: to reshape them is a copy.
+    # A TPU tiles the last two axes. They stay, because reshaping them would
+    # copy the pool.
     tile = (1, 1, *array.shape[1:])[-2:]
     pool = array.reshape(array.shape[0], -1, *tile)
     pool = kernels.copy_pages(pool, src, dst, num_layers=pages.num_layers)

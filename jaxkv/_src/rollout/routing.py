@@ -15,7 +15,7 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.state import CacheState
 from jaxkv._src.kv.expert_ids import ExpertIdPages
-from jaxkv._src.kv.expert_ids import read_tokens
+from jaxkv._src.kv.expert_ids import read_expert_ids
 from jaxkv._src.kv.pools import Pools
 from jaxkv._src.rollout.config import RolloutConfig
 from jaxkv._src.rollout.sequences import Sequences
@@ -76,7 +76,7 @@ def with_experts(
     rows, experts = loop
     slot = jnp.argmax(rows < none).astype(jnp.int32)
     row = rows[slot]
-    found = read_tokens(pool, table[slot][None], cache.length[slot][None])
+    found = read_expert_ids(pool, table[slot][None], cache.length[slot][None])
     found, before = found[0, :width], experts[row]
     found = jnp.where(found < 0, before, found)
     return rows.at[slot].set(none), experts.at[row].set(found)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxkv._src.cache.config import CacheConfig
 from jaxkv._src.cache.group_kinds import FullAttention
 from jaxkv._src.kv.expert_ids import ExpertIdPages
-from jaxkv._src.kv.expert_ids import init_tokens
+from jaxkv._src.kv.expert_ids import init_expert_ids
 from jaxkv._src.models.decoder import groups
 from jaxkv._src.models.decoder.description import Decoder
 from jaxkv._src.models.decoder.description import Experts
@@ -59,7 +59,7 @@ def num_expert_layers(decoder: Decoder, stop: int) -> int:
 def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
   """Creates the pool for the experts of all tokens, see `init_kv`."""
   routing = routing_of(decoder)
-  return init_tokens(
+  return init_expert_ids(
     config,
     num_layers=routing.num_layers,
     width=routing.num_chosen,

@@ -51,7 +51,7 @@ def init_kv(
     dtype: format of keys and values, see `jaxkv.kv.init`; None for the
       decoder's dtype.
     experts: True to also record the experts of each token, in all layers with
-      `Experts`. `jaxkv.kv.read_tokens(kv[-1], ...)` reads them.
+      `Experts`. `jaxkv.kv.read_expert_ids(kv[-1], ...)` reads them.
 
   Returns:
     `KVPages`, or a tuple if layers need different kinds of memory. With

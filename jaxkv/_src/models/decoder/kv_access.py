@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import jaxkv_kernels as kernels
 from jaxkv._src.kv.attend import attend
 from jaxkv._src.kv.expert_ids import ExpertIdPages
-from jaxkv._src.kv.expert_ids import write_tokens
+from jaxkv._src.kv.expert_ids import write_expert_ids
 from jaxkv._src.kv.view import AnyView
 from jaxkv._src.kv.view import PackedView
 from jaxkv._src.kv.write import write
@@ -162,7 +162,7 @@ class PagedKV:
       return pools
     # The records are pages of their own group, not of the layer's.
     view = self.views[pool.group]
-    pool = write_tokens(pool, view, location.expert_layer, experts)
+    pool = write_expert_ids(pool, view, location.expert_layer, experts)
     return (*pools[:-1], pool)
 
 

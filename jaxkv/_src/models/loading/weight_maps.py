@@ -1,4 +1,4 @@
-"""Weight maps: the tensors that parameters are made of."""
+"""Weight maps: the checkpoint tensors of which each parameter is made."""
 
 import dataclasses
 import re
@@ -14,7 +14,9 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """The source of one parameter, without the axis of repetitions.
+  """The source of one parameter of one layer.
+
+  Parameters of repeated layers are stacked later, along a new first axis.
 
   Attributes:
     tensors: names and shapes of the tensors.
@@ -51,8 +53,8 @@ def plain(name: str, *shape: int) -> Source:
 
 
 def linear(name: str, inputs: int, outputs: int) -> Source:
-  """Returns the source of [inputs, outputs] from [outputs, inputs]."""
-  # torch.nn.Linear stores its weight this way.
+  """Returns the source of [inputs, outputs] that is stored transposed."""
+  # torch.nn.Linear stores its weight as [outputs, inputs].
   return Source(((name, (outputs, inputs)),), np.transpose)
 
 
@@ -78,7 +80,7 @@ def head_bias(name: str, heads: int, dim: int) -> Source:
 
 
 def stacked(names: list[str], inputs: int, outputs: int) -> Source:
-  """Returns the source of [X, inputs, outputs] from X [outputs, inputs]."""
+  """Returns the source of [X, inputs, outputs] from X stored matrices."""
   return Source(
     tuple((name, (outputs, inputs)) for name in names),
     lambda *weights: np.stack([w.T for w in weights]),
@@ -88,13 +90,20 @@ def stacked(names: list[str], inputs: int, outputs: int) -> Source:
 def weight_map(
   decoder: Decoder, layer: Callable[[int], Sources], *unused: str
 ) -> WeightMap:
-  """Returns a map with the usual names outside layers; see `WeightMap`."""
+  """Returns a map with Hugging Face's usual names of parameters outside layers.
+
+  Args:
+    decoder: the decoder.
+    layer: see `WeightMap`.
+    *unused: regular expressions of further tensors to ignore.
+  """
   v, e = decoder.vocab_size, decoder.embed_dim
   sources = {
     "embed": plain("model.embed_tokens.weight", v, e),
     "final_norm": plain("model.norm.weight", e),
   }
-  # Old checkpoints store rotary frequencies, and tied heads a second time.
+  # Ignored: rotary frequencies, which old checkpoints store, and the head of a
+  # tied model, which repeats the embedding.
   patterns = [r".*\.rotary_emb\.inv_freq", *unused]
   if decoder.tied_embeddings:
     patterns.append(r"lm_head\.weight")

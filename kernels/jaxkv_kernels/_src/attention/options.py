@@ -19,9 +19,12 @@ class AttentionOptions:
   `scale`, `soft_cap` and `alibi_slopes` apply to a logit in this order; then
   keys that the query must not see are masked.
 
-  A pytree: `soft_cap` is static, all other fields are leaves. `scale` and
-  `window` may be Python numbers, which stay static unless the options are an
-  argument of your own `jit`.
+  A pytree, in which `soft_cap` is static and all other fields are leaves. A
+  Python number in `scale` or `window` is a constant of the compiled program,
+  unless the options are an argument of your own `jit`, which traces it.
+
+  H is the number of query heads, and K that of key-value heads. The pools have
+  N pages of S tokens. B rows have T queries each.
 
   Attributes:
     scale: factor of the logits; 1 / sqrt(D) if None.
@@ -30,13 +33,13 @@ class AttentionOptions:
     sinks: a logit for each head that adds to the softmax's denominator only.
     alibi_slopes: a query at position p adds slope * (j - p) to its logit with
       the key at position j.
-    k_scale: factors of the numbers in the K pool, one for each head, or one for
-      each token and head, indexed like the pool. Requires `v_scale`.
-    v_scale: the same for the V pool.
-    tree_mask: for several queries in a row: query t of row b sees the key of
-      its row's j-th query, j < X, only if `tree_mask[b, t, j]`, and never if
-      j > t. A query need not see its own key. All queries see the keys before
-      the first query as usual. X is usually T.
+    k_scale: dequantization factors of the stored keys: one for each key-value
+      head, or one for each page, head and token. Requires `v_scale`.
+    v_scale: the same for the stored values.
+    tree_mask: for rows with several queries, such as a tree of drafts. Query t
+      of row b sees the key of query j < X only if j <= t and
+      `tree_mask[b, t, j]`; `tree_mask[b, t, t]` may be False. All queries see
+      the keys before the first query.
 
   Examples:
     >>> AttentionOptions(window=4096, soft_cap=50.0).window
@@ -78,15 +81,16 @@ class CallOptions:
   """Checked options of one call, with defaults filled in, for backends.
 
   Attributes:
-    page_offset: added to every page id.
-    scale: as in `AttentionOptions`, like all fields up to `tree_mask`, whose
-      first key is at position `tree_starts[b]`. `k_scale` and `v_scale` are
-      both arrays or both None; a static `window` is at least 1.
-    tree_starts: None if `tree_mask` is None.
-    plan: equal pieces of a decode's work, or None. Backends that take no plans
-      ignore it.
-    value_dim: for latent attention: Dv, the leading elements of a key that are
-      its value; `v_pages` is `k_pages` then. None otherwise.
+    page_offset: added to every page id, to select a layer of the pool.
+    scale: this field and those up to `tree_mask` are as in `AttentionOptions`.
+      `k_scale` and `v_scale` are both arrays or both None. A static `window` is
+      at least 1.
+    tree_starts: the position of the key that column 0 of `tree_mask[b]` masks;
+      None if `tree_mask` is None.
+    plan: a division of a decode's work into equal pieces, see `plan_decode`; or
+      None. Backends that take no plans ignore it.
+    value_dim: Dv of latent attention, in which a value is the first Dv elements
+      of its key, and `v_pages` is `k_pages`. None for other attention.
     interpret: for `pallas_call(interpret=...)`.
   """
 
@@ -107,18 +111,20 @@ class CallOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-  """The checked arguments of a call: one rectangle of queries, for backends.
+  """The checked arguments of a call, with queries padded to [B, T].
 
   Attributes:
-    q: [B, T, H, D]. While a backend is chosen for a decode, [B, H, D].
-    k_pages: in one of the formats of `formats`.
+    q: [B, T, H, D]; [B, H, D] while a backend is chosen for a decode, which has
+      no axis T yet.
+    k_pages: in a format of `jaxkv_kernels/_src/formats.py`.
     v_pages: in the same format.
     page_table: unused entries may be any number.
-    starts: -1 for a row that sees no key; may be past M * S.
+    starts: the position of each row's first query; -1 for a row that sees no
+      key. It may exceed M * S, where rows have no pages.
     counts: queries of each row.
     options: checked, with defaults filled in.
-    query_tile: the number of columns to compute at a time, for backends that
-      take it; or None.
+    query_tile: the number of queries of a row to compute at a time, for
+      backends that take it; or None.
   """
 
   q: jax.Array
@@ -243,7 +249,8 @@ def _check_plan(plan: DecodePlan | None, q: jax.Array) -> None:
   if plan.begins.shape != (q.shape[0] + 1,):
     raise ValueError(
       f"`plan` must be for the {q.shape[0]} rows of q, got one for"
-      f" {plan.begins.size - 1}; make it with plan_decode for these lengths."
+      f" {plan.begins.size - 1}; make one with plan_decode for the lengths of"
+      " these rows."
     )
 
 
