@@ -1,12 +1,12 @@
-"""A functional, JAX-native paged key-value cache whose whole state is a value.
+"""A functional, paged key-value cache for JAX, with its state in one pytree.
 
 The verbs run on the device, inside your own `jit`, `scan`, `while_loop`, `vmap`
-or `shard_map`, and never call the host. An old state stays usable.
+or `shard_map`. A verb returns a new state, and the old state stays usable.
 
 | verb | description |
 |---|---|
 | `init` | creates an empty cache |
-| `match` | finds the longest cached prefix of sequences |
+| `match` | finds the longest cached prefix of each sequence |
 | `admit` | puts sequences into slots, on top of their cached prefixes |
 | `allocate` | makes room for more tokens |
 | `commit` | declares tokens final: advances lengths, publishes full pages |
@@ -14,15 +14,17 @@ or `shard_map`, and never call the host. An old state stays usable.
 | `recycle` | releases pages that windows and chunks no longer need |
 | `truncate` | rolls sequences back |
 | `free` | releases sequences, tail page first |
-| `pin`, `touch`, `unpin` | hold prefixes or pages against eviction; undo it |
+| `pin`, `touch`, `unpin` | protect prefixes or pages from eviction; end that |
 | `evict` | removes pages from the prefix index |
-| `new_epoch` | starts a new weight epoch: no older page can be hit again |
-| `reset_prefix_cache` | drops every key if no page is held |
+| `new_epoch` | makes cached pages unreachable when the weights change |
+| `reset_prefix_cache` | empties the prefix index if no page is held |
 | `stats`, `usage`, `num_common_prefix_pages` | read the state, on the device |
 | `free_pages`, `cached_pages`, `show` | read the state, on the host |
-| `check_invariants`, `check` | test the state's invariants |
+| `check_invariants` | tests the state's invariants, on the device |
+| `check` | raises if an invariant or a call failed, on the host |
 | `clear_error` | clears a recorded failure |
-| `salt`, `view` | make a salt; make the arguments of a `jaxkv.kv` call |
+| `salt` | makes a salt, which keeps the prefixes of tenants apart |
+| `view` | makes the view of the state that calls of `jaxkv.kv` take |
 
 `CacheConfig` has the static sizes and options, `CacheState` is the state, and
 `check` raises `CacheError`.
@@ -30,29 +32,30 @@ or `shard_map`, and never call the host. An old state stays usable.
 A verb takes the state first and returns `(state, out)`. A query returns only
 its answer. `out.code` has a `Status` for each row, and `out.ok` is True for the
 rows that succeeded. A row that fails changes nothing. Every optional argument
-is a keyword. Verbs with a row for each slot take `slots=None` (all slots in
-order) and `mask=None` (all rows). Integer arguments may be lists or arrays of
+is a keyword. If the rows of a verb are slots, `slots=None` means all slots in
+order. `mask=None` means all rows. Integer arguments can be lists or arrays of
 any integer dtype.
 
 The rows of a batch are served in order: the result equals one call per row, in
-that order. The docstring of a verb names its exceptions.
+that order. If a verb has exceptions to this rule, its docstring names them.
 
 Guarantees:
 
-- Pages are evicted in exact LRU order: in the order in which they were
-  released, a sequence's tail before its prefix. `CacheConfig.free_policy`
-  decides about pages without a key.
-- There are only true hits. Keys have 128 bits, are chained page by page with
-  the salt and the epoch in the root, and depend on the state's secret
-  (`init(key=)`). A page is a hit only if its stored tokens equal the tokens
-  looked up. Only a holder of the secret can construct two prefixes with the
-  same key; an attacker who chooses prompts and sees hits and keys cannot. The
-  secret is part of the state: protect saved states accordingly.
+- Cached pages are evicted in exact LRU order: the page that was released first
+  is evicted first. A sequence releases its tail before its prefix.
+  `CacheConfig.free_policy` says when pages that are not cached are reused.
+- There are no false hits. A page is a hit only if its stored tokens equal the
+  tokens looked up, and if its 128-bit key matches. The key is a hash of these
+  tokens and of the preceding page's key; the first page follows a hash of the
+  salt and the epoch. All hashes depend on the state's secret (`init(key=)`).
+  Without the secret, nobody can construct two prefixes with the same key, not
+  even an attacker who chooses prompts and sees hits and keys. The state holds
+  the secret, so protect saved states.
 - The cost does not depend on the pool. No verb of a decode loop does work that
-  grows with the number of pages, and the compiled loop copies no array of that
-  size.
-- `fork` and `truncate` return the copies of partly filled pages that the caller
-  must make: `kv = jaxkv.kv.copy(kv, *out.copies)`.
+  grows with the number of pages, and the compiled loop copies no array with an
+  entry for each page.
+- `fork` and `truncate` do not copy page contents. They return the copies that
+  the caller must make: `kv = jaxkv.kv.copy(kv, *out.copies)`.
 
 Kinds of groups (`notebooks/02_groups_windows_states`):
 
@@ -61,7 +64,7 @@ Kinds of groups (`notebooks/02_groups_windows_states`):
 | `FullAttention` | every earlier token |
 | `SlidingWindow(window)` | the last `window` tokens |
 | `ChunkedLocal(chunk)` | earlier tokens of the same chunk |
-| `Recurrent` | a state; a page is a snapshot of the state at the page's end |
+| `Recurrent` | a recurrent state; a page holds the state at the page's end |
 | `CrossAttention` | an encoder's tokens; its pages are never cached |
 | a subclass of `GroupKind` | your own rule |
 
@@ -73,21 +76,22 @@ modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
 
 | package | description |
 |---|---|
-| `jaxkv` | the cache: its state and verbs; it needs no other package here |
+| `jaxkv` | the cache: its state and verbs |
 | `jaxkv.results`, `jaxkv.telemetry` | result types; events, page ages |
 | `jaxkv.kv` | the K/V memory, a second pytree, meant to be donated |
-| `jaxkv.rollout` | the jitted loop: queue, prefill, decode, refill |
+| `jaxkv.rollout` | the jitted generation loop: queue, prefill, decode, refill |
 | `jaxkv.models` | decoders in plain JAX, with and without a cache |
 | `jaxkv.rl` | losses and advantages for RL |
 | `jaxkv.host` | a cache manager for schedulers in Python, over the same state |
-| `jaxkv.host.vllm`, `jaxkv.host.esurge` | the same under the systems' names |
+| `jaxkv.host.vllm`, `jaxkv.host.esurge` | the same, for vLLM and eSurge |
 | `jaxkv.integrations.nnx` | `flax.nnx` models over the cache |
-| `jaxkv.integrations.tunix`, `jaxkv.integrations.skyrl_tx` | their rollouts |
+| `jaxkv.integrations.tunix` | a rollout engine for tunix |
+| `jaxkv.integrations.skyrl_tx` | samples for SkyRL-tx |
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 
-On a CPU, XLA hands small operations to other threads, which costs more than it
-saves. With `CPU_COMPILER_OPTIONS` a loop over the cache is faster, and its cost
-does not depend on the pool:
+On a CPU, XLA runs parts of small operations in other threads, which costs more
+time than it saves. `CPU_COMPILER_OPTIONS` prevents this. A loop over the cache
+is then faster, and its cost does not depend on the size of the pool:
 
   generate = jax.jit(generate, compiler_options=jaxkv.CPU_COMPILER_OPTIONS)
 
@@ -101,17 +105,17 @@ Commands (`python -m jaxkv COMMAND --help` has all options):
 | `doctor` | prints versions, devices and backends, and runs a small check |
 
 `replay` reads JSON lines with `timestamp, input_length, output_length,
-hash_ids`, one id for every 512 tokens of a prompt, and prints hits, evictions
-and the time per request. Commands print tables, and most write `--json FILE`.
-On unusable input they print the reason and exit with status 2.
+hash_ids`, and prints hits, evictions and the time per request. `hash_ids` has
+one id for every 512 tokens of a prompt. Commands print tables, and most write
+`--json FILE`. On unusable input they print the reason and exit with status 2.
 
 Terms:
 
 | term | meaning |
 |---|---|
-| page | `page_size` tokens of K/V, and its number; page 0 is the null page |
-| null page | placeholder for pages before a window; never read or written |
-| pool | all pages, and the queue of free pages |
+| page | memory for the K/V of `page_size` tokens, identified by its number |
+| null page | page 0, in columns that need no page; never read or written |
+| pool | all pages, with the queue of free pages and the prefix index |
 | slot | a row of the cache that holds one sequence, or is empty |
 | sequence | the tokens of a slot |
 | page table | the page numbers of each slot and group, in order |
@@ -136,10 +140,10 @@ Letters of array shapes:
 | N | pages in the pool |
 | S | tokens a page |
 | T | tokens |
-| P | pages of a call's longest sequence, T // S |
-| A | alignment: all groups end a page after every A tokens |
-| W | items of a work window |
-| C, Z, E | capacities: of the free queue's ring, of the index, of the log |
+| P | whole pages in T tokens, T // S |
+| A | alignment: at every multiple of A tokens, all groups end a page |
+| W | items that one trip of a loop processes together |
+| C, Z, E | entries of the free queue, buckets of the index, events of the log |
 | L, H, K, D | layers, query heads, K/V heads, head size |
 | X | any other size |
 """

@@ -1,6 +1,6 @@
 """The result types of the verbs of `jaxkv`, for type annotations.
 
-Every result with a `code` also has `ok`: whether the row succeeded.
+Every result with a `code` also has `ok`, which is True for successful rows.
 """
 
 from jaxkv._src.cache.state import Copies

@@ -1,4 +1,4 @@
-"""Telemetry of a cache: events, ages of evicted pages, new pages."""
+"""Telemetry of a cache: event log, ages of evicted pages, popped pages."""
 
 from jaxkv._src.cache.telemetry import Cleared
 from jaxkv._src.cache.telemetry import Drained

@@ -10,7 +10,7 @@ def extra_package(name: str, *, install: str, task: str) -> Any:
   Args:
     name: the module to import.
     install: the argument for `pip install`.
-    task: the purpose, for the message, as in "To read a .gguf file".
+    task: the start of the error message, such as "To read a .gguf file".
 
   Returns:
     The module.
@@ -28,7 +28,7 @@ def extra_package(name: str, *, install: str, task: str) -> Any:
     return importlib.import_module(name)
   except ImportError as error:
     package = name.partition(".")[0]
-    # An installed package may lack another one; that message is the useful one.
+    # Another module is missing, which this one imports: the error names it.
     if (error.name or "").partition(".")[0] != package:
       raise
     raise ImportError(

@@ -30,7 +30,7 @@ _LEFT, _GROUPS_LEFT = 4.4, 6.4
 _QUEUE_SCALE = 0.7
 _CELL_INCHES, _FIGURE_INCHES = 0.42, 14.0
 _LEAST_POINTS = 3.0
-# Grey of 4:1 contrast on white and on black: the figure has no background.
+# The background is transparent: this grey has 4:1 contrast on black and white.
 _INK = "#7d8590"
 _DARK, _LIGHT = "#24292f", "#ffffff"
 
@@ -59,7 +59,7 @@ def page_kinds(state: CacheState) -> list[str]:
   """Classifies the pages of the pool.
 
   Args:
-    state: the cache, with values that can be read.
+    state: the cache, not traced.
 
   Returns:
     A word for each of N pages: "null", "free", "cached" (free, but in the
@@ -87,11 +87,11 @@ def show(
 ) -> "Figure":
   """Draws a cache: its slots, its pool of pages and its free queue.
 
-  Each cell is a page with its number. The colour shows its kind: in use by one
-  sequence, shared by several, pinned, free, or free but still cached. A dot
-  marks a page in use that is cached, so that a new sequence can find it. The
-  slots show the pages of each sequence in order, with its length in tokens. A
-  bar shows how much of the last page is filled. The free queue shows the pages
+  Each cell is a page with its number. The colour shows the page's kind: in use
+  by one sequence, shared by several, pinned, free, or free but still cached. A
+  dot marks a page that is in use and cached: a new sequence can also hit it. A
+  slot shows the pages of its sequence in order, and the length in tokens. A bar
+  shows how much of the last page is filled. The free queue shows the free pages
   in the order in which they will be popped.
 
   The background is transparent. The figure does not belong to pyplot: a
@@ -102,7 +102,7 @@ def show(
   Args:
     state: one cache of at most 4,096 pages.
     title: a line above the picture.
-    ax: matplotlib axes to draw in; a new figure if None.
+    ax: the matplotlib axes to draw in; None for a new figure.
 
   Returns:
     The figure that holds the picture.
@@ -124,14 +124,14 @@ def show(
       f"{state.config.num_pages}; use jaxkv.usage and jaxkv.stats for large "
       "pools."
     )
-  # pyplot registers the display of figures in notebooks; nothing is drawn with
-  # it.
+  # Notebooks display figures only after pyplot was imported. The code below
+  # does not use it.
   extra_package(
     "matplotlib.pyplot", install="jaxkv[plots]", task="To draw a cache"
   )
   kinds = page_kinds(state)
   columns = _COLUMNS
-  # The picture of a large pool is about twice as wide as high.
+  # For a large pool, this makes the picture about twice as wide as high.
   if len(kinds) > _LARGE_POOL:
     columns = 8 * math.ceil(math.sqrt(2 * len(kinds)) / 8)
   picture = _Picture(columns=columns, cached=frozenset(cached_pages(state)))
@@ -144,7 +144,7 @@ def show(
 
 
 class _Cell(NamedTuple):
-  """A page to draw; sizes are in cells of the pool."""
+  """A page to draw; the unit of lengths is the side of a cell in the pool."""
 
   x: float
   y: float
@@ -157,7 +157,7 @@ class _Cell(NamedTuple):
 
 
 class _Text(NamedTuple):
-  """A text to draw; `size` is in heights of a cell."""
+  """A text to draw; the font size is in units of a cell's height."""
 
   x: float
   y: float
@@ -198,7 +198,7 @@ def _draw_slots(picture: _Picture, state: CacheState, kinds: list[str]) -> None:
   if config.num_groups > 1:
     picture.left = _GROUPS_LEFT
   slots = range(config.num_slots)
-  # With many slots, the empty ones are left out first.
+  # A picture has at most _MAX_ROWS slots, so with more, empty ones are omitted.
   if config.num_slots > _MAX_ROWS:
     slots = np.flatnonzero(num_pages.max(axis=1) > 0).tolist()[:_MAX_ROWS]
   for slot in slots:
@@ -240,7 +240,7 @@ def _draw_row(
   count = int(state.num_pages[slot, group])
   for column, page in enumerate(pages[:count].tolist()):
     filled = 1.0
-    # Pages of states and of an encoder do not fill with the sequence's tokens.
+    # Pages of states and encoders do not fill token by token: no bar is drawn.
     if not (kind.holds_states or kind.holds_encoder):
       filled = min(1.0, max(0.0, length / size - column))
     picture.cells.append(
@@ -294,7 +294,7 @@ def _draw_free_queue(
 def _draw_grid(
   picture: _Picture, pages: Sequence[int], kinds: list[str], scale: float
 ) -> None:
-  """Draws pages in the given order, in rows as wide as the picture."""
+  """Draws `pages` in order, in rows as wide as the picture."""
   per_row = int(picture.columns / scale)
   for position, page in enumerate(pages):
     row, column = divmod(position, per_row)
@@ -345,7 +345,7 @@ def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
   figure = ax.get_figure(root=True)
   assert figure is not None
   box = ax.get_window_extent()
-  # The height of a cell in points, with which texts and dots scale.
+  # The height of a cell in points: the sizes of texts and dots are relative.
   points = 72 / figure.dpi * min(box.width / width, box.height / height)
 
   # One collection, because matplotlib draws thousands of artists slowly.
@@ -366,7 +366,7 @@ def _render(picture: _Picture, ax: "Axes | None") -> "Figure":
     )
   for text in picture.texts + [_label(cell) for cell in picture.cells]:
     size = text.size * points
-    # Numbers that nobody could read are left out.
+    # Texts too small to read are omitted.
     if not text.text or size < _LEAST_POINTS:
       continue
     ax.text(

@@ -13,12 +13,12 @@ from jaxkv._src.cache.group_kinds import GroupSizes
 class CacheConfig:
   """The static sizes and options of a cache, fixed when a program is compiled.
 
-  Hashable: a static field of the state, and a static argument for `jax.jit`.
+  A config is hashable, so it can be a static argument of `jax.jit`.
 
   Attributes:
     num_pages: N, pages in the pool. Page 0 is the null page and is never
       popped, so `num_pages - 1` pages are usable.
-    page_size: S, tokens a page. A group may have larger pages, in multiples of
+    page_size: S, tokens a page. Groups can have larger pages, in multiples of
       S. Keys are computed for every `page_size` tokens.
     num_slots: B, the number of sequences that can be held at once.
     pages_per_slot: M, columns of a slot's row in the page table. One sequence
@@ -27,24 +27,25 @@ class CacheConfig:
       table; all groups share one pool.
     prefix_caching: True to hash full pages and find them again. If False, the
       state has no keys, no tokens and no index.
-    free_policy: the destination of a page without a key when its last reference
-      is removed. "unhashed_first": the front of the free queue, since no lookup
-      can find it. "lru": the back, like every other page.
-    prefix_rules: the rules for published pages and hits. "current": as in vLLM
-      since 0.25. "classic": as before and in eSurge; full pages are published
-      even if no hit can use them, and every group drops a page for the draft
-      model whenever it shortens a prefix.
-    merge_duplicates: True to replace a page that becomes full by an equal
-      cached page, so that it returns to the pool at once.
+    free_policy: the end of the free queue to which a page that is not cached
+      goes when its last reference is removed. "unhashed_first": the front, so
+      that it is reused before cached pages are evicted. "lru": the back, to
+      which cached pages go.
+    prefix_rules: the rules for published pages and hits. "current": those of
+      vLLM since 0.25. "classic": those of earlier versions and of eSurge. Every
+      full page is published, even if no hit can use it, and for a draft model
+      each group drops a page in every round of a lookup.
+    merge_duplicates: True to look for an equal cached page when a page becomes
+      full. The cached page replaces it, and it returns to the pool at once.
     use_eagle: True to drop the last page of a hit, because a draft model
-      (EAGLE) needs its hidden states computed again.
-    prefix_retention_interval: the prefixes of window and recurrent groups that
-      stay cached. None: all. 0: the latest, which are the end of the prompt and
-      the place where an earlier prompt diverged. k: the latest ones and one
-      every k tokens.
-    event_log: events kept until `drain_events` reads them; 0 for no log.
-    track_new_pages: True to record popped pages for `take_new_pages`.
-    track_residency: True to record the ages of evicted pages for `residency`.
+      (EAGLE) needs the hidden states of that page's tokens computed again.
+    prefix_retention_interval: selects the pages that sliding-window and
+      recurrent groups publish. None: those of all prefixes. 0: those of two
+      prefixes, one of the whole prompt and one up to the token where an earlier
+      prompt diverged. k: in addition one prefix every k tokens.
+    event_log: the number of events for which the log has room; 0 for no log.
+    track_new_pages: True to record popped pages for `telemetry.take_new_pages`.
+    track_residency: True to record ages for `jaxkv.telemetry.residency`.
 
   Raises:
     TypeError: a field has the wrong type.
@@ -84,15 +85,15 @@ class CacheConfig:
     self._check_caching()
 
   def _check_sizes(self):
-    # The sentinel NOWHERE is 2**30. The free queue's ring has up to 4 N
-    # entries, and marks past NOWHERE must stay below 2**31.
+    # The free queue's ring has up to 4 N positions. They must stay below the
+    # sentinel NOWHERE, 2**30, because numbers above it have another meaning.
     if max(self.num_pages, self.slot_tokens) > 2**28:
       raise ValueError(
         "`CacheConfig.num_pages` and `pages_per_slot * page_size` must be at "
         f"most 2**28, got {self.num_pages} and {self.slot_tokens}; indices "
         "stay below 2**30."
       )
-    # The columns of all rows together are counted in int32.
+    # Loops count the columns of all rows together in int32.
     if self.num_groups * self.num_slots * self.pages_per_slot >= 2**31:
       raise ValueError(
         "`CacheConfig.num_slots * pages_per_slot` must be below 2**31 for all "
@@ -112,8 +113,8 @@ class CacheConfig:
           f"`CacheConfig.groups` must hold group kinds, got {kind!r}; use "
           "FullAttention(), SlidingWindow(window) or a subclass of GroupKind."
         )
-    # Whole pages of every group fit a slot, and every page of a group ends
-    # where a key is computed.
+    # A slot must hold whole pages of every group. A page must end where a key
+    # is computed, which is after every `page_size` tokens.
     for size in self.page_sizes:
       if size % self.page_size or self.slot_tokens % size:
         raise ValueError(
@@ -162,28 +163,28 @@ class CacheConfig:
 
   @property
   def num_groups(self) -> int:
-    """G."""
+    """G, the number of groups."""
     return len(self.groups)
 
   @property
   def page_sizes(self) -> tuple[int, ...]:
-    """The tokens a page of each group."""
+    """The number of tokens a page, for each group."""
     return tuple(kind.page_size or self.page_size for kind in self.groups)
 
   @functools.cached_property
   def sizes(self) -> GroupSizes:
-    """The conversion of token counts to pages of each group."""
+    """The functions that convert token counts to pages, for each group."""
     return GroupSizes(self.groups, self.page_sizes, self.slot_tokens)
 
   @property
   def alignment(self) -> int:
-    """A: every hit is a multiple of A tokens, whole pages in all groups."""
+    """A: the tokens of a hit are a multiple of A, so they fill their pages."""
     return math.lcm(*self.page_sizes)
 
   @property
   def token_group(self) -> int:
     """The group whose pages are used to read a sequence's tokens back."""
-    # Preferably a group that keeps all its pages.
+    # Preferably a group that keeps all its pages: skipped ones are unreadable.
     keeps = [
       not kind.skips_pages and not kind.holds_encoder for kind in self.groups
     ]
@@ -191,7 +192,7 @@ class CacheConfig:
 
   @property
   def first_self_group(self) -> int:
-    """The first group without cross attention: all sequences have its pages."""
+    """The first group without cross attention; every sequence has its pages."""
     return [kind.holds_encoder for kind in self.groups].index(False)
 
   @property
@@ -212,8 +213,8 @@ class CacheConfig:
   @property
   def no_page(self) -> int:
     """NO_PAGE = N: the entry of a page-table column without a page."""
-    # Out of range on purpose: a scatter drops it. A negative number would name
-    # the last page.
+    # Out of range on purpose, so that a scatter drops it. A negative index
+    # would mean the last page.
     return self.num_pages
 
   @property

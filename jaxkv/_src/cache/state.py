@@ -37,7 +37,7 @@ class Status(enum.IntEnum):
   """The result of one row of a call.
 
   OK: the row succeeded.
-  SKIPPED: the row is masked out; this is not a failure.
+  SKIPPED: the row is masked out. This is not a failure.
   OUT_OF_PAGES: too few pages are free. This is pressure, not a mistake: retry
     after pages were freed.
   SLOT_FULL: the sequence needs more pages than a slot holds.
@@ -52,7 +52,7 @@ class Status(enum.IntEnum):
   STILL_HELD: a page is still referenced.
   RECYCLED: a required page was released by `recycle`, or a required recurrent
     state was not kept.
-  STALE: the pages were computed with other weights than the caller's.
+  STALE: the pages were computed with weights other than the current ones.
   BAD_SEQUENCE: no sequence has this id, or the id is already in use, or the
     call repeats it.
   ENDED: the sequence has ended or failed.
@@ -105,13 +105,13 @@ class Outcome:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-  """Counters since `init`; each is a uint32[] and wraps around.
+  """Counters since `init`, each a uint32[], modulo 2**32.
 
   The difference of two readings, `later - earlier`, is correct across a wrap.
 
   Attributes:
-    queried_tokens: tokens of admitted sequences, looked up in the index.
-    hit_tokens: queried tokens that were cached.
+    queried_tokens: tokens of admitted sequences.
+    hit_tokens: tokens of admitted sequences that were cached.
     popped_pages: pages popped from the free queue.
     evicted_pages: popped pages that were cached.
     published_pages: pages hashed and published.
@@ -135,35 +135,35 @@ class Stats:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CacheState:
-  """The state of a cache: immutable; verbs take a state and return a new one.
+  """The immutable state of a cache: verbs take a state and return a new one.
 
   Invariants, each tested by `check_invariants`:
     tables: row (b, g) holds `num_skipped_pages[b, g]` null pages, then pages up
       to column `num_pages[b, g]`, then NO_PAGE.
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` is the number of entries that name a page plus its pins.
-    free: a page is in the queue, exactly once, iff nothing references it.
-    index: a page is found under its key iff it is cached.
+    free: pages without references are in the queue once, the others are not.
+    index: the buckets hold the cached pages under their keys, and no others.
     keys: the pages of a slot have the chained keys of their tokens.
 
   Attributes:
     config: the static sizes and options.
-    page_table: page numbers; 0 is the null page, NO_PAGE = N means that no page
-      is attached.  # int32[B, G, M]
-    num_pages: columns in use of each row; a slot without any is empty.
-      # int32[B, G]
-    num_skipped_pages: leading columns that are no longer needed, since they are
-      before a window or a chunk.  # int32[B, G]
+    page_table: the page number of each column: 0 for the null page, NO_PAGE = N
+      for a column without a page.  # int32[B, G, M]
+    num_pages: the number of columns in use in each row; a slot without any is
+      empty.  # int32[B, G]
+    num_skipped_pages: the number of leading columns with the null page, because
+      a window or a chunk no longer needs their pages.  # int32[B, G]
     length: tokens whose K/V is final.  # int32[B]
     secret: the secret of the page keys, see `hashing.make_secret`; None without
       prefix caching.  # uint32[2 + G, 4]
-    root: the key before the first page of sequences without a salt in this
-      epoch; None without prefix caching.  # uint32[4]
+    root: the key that stands before the first page of a sequence without a salt
+      in this epoch; None without prefix caching.  # uint32[4]
     hashes: the running hash of each slot; None without prefix caching.
     pool: the pages.
     stats: counters.
-    epoch: the version of the weights for which pages are valid.  # uint32[]
-    error: the `Status` of the first failure; see `sticky`.  # int32[]
+    epoch: the version of the weights; `new_epoch` adds 1.  # uint32[]
+    error: the `Status` of the first failure, see `sticky`.  # int32[]
   """
 
   config: CacheConfig = dataclasses.field(metadata={"static": True})
@@ -213,7 +213,7 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
 
   Raises:
     TypeError: `config` is not a CacheConfig, or `key` has another type.
-    ValueError: `key` has another shape, or is None while tracing, where all
+    ValueError: `key` has another shape. Or it is None under a trace, where all
       calls would share one draw, or with several processes, which must agree.
 
   Examples:
@@ -324,12 +324,12 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   """Makes a public verb of a function whose first argument is a state.
 
   The verb casts its arguments (`mask` to bool, `salts` to uint32, all others to
-  int32), checks their shapes, which follow from their names
-  (`arguments.check_rows`), and calls the function under `jit`. It checks the
-  sizes of the state while tracing. It counts the failed rows of an Outcome and
-  records the error in the state.
+  int32) and checks their shapes, which `arguments.check_rows` derives from
+  their names. It calls the function under `jit`, and checks the sizes of the
+  state while it is traced. If the function returns an Outcome, the verb counts
+  the failed rows and records the error in the state.
 
-  Inside `shard_map` all arguments vary over the same axes.
+  Inside `shard_map`, the function gets arguments that vary over the same axes.
   """
   signature = inspect.signature(function)
   parameters = dict(list(signature.parameters.items())[1:])
@@ -338,8 +338,8 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
     for name, parameter in parameters.items()
     if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
   ]
-  # A verb whose `slots` may be None has a row for each slot. The first array of
-  # any other verb defines its rows.
+  # If `slots` can be None, the rows of a verb are slots. Otherwise its first
+  # array defines the number of rows.
   slots = parameters.get("slots")
   other_names = [name for name in parameters if name != "slots"]
   all_slots = slots is not None and slots.default is None
@@ -348,16 +348,16 @@ def verb(function: Callable[Args, Out]) -> Callable[Args, Out]:
   plain: Any = function
 
   def body(state: CacheState, named: dict[str, Any]) -> Any:
-    # Shapes are static: this costs nothing at run time, and under vmap they
-    # are those of a single cache.
+    # Checked inside the trace: it costs nothing at run time, and under vmap
+    # the shapes are those of a single cache.
     arguments.check_sizes("state", state, _shapes(state.config))
     state, named = sharding.match_varying_axes((state, named))
     return _record_failures(plain(state, **named))
 
-  body.__name__ = plain.__name__  # The verb's name in profiles.
-  # Jitted once, so that equal shapes compile once. Never donates: the old state
-  # stays usable. Inside the caller's own `jit` the verb is inlined, and the
-  # caller donates.
+  body.__name__ = plain.__name__  # Profiles show this name.
+  # Jitted once, so that equal shapes compile once. It must not donate, because
+  # the old state stays usable. Callers who want donation call the verb inside
+  # their own `jit`, where it is inlined.
   jitted = jax.jit(body)
 
   @functools.wraps(function)
@@ -403,7 +403,7 @@ def rows_of(
 
 
 def mask_or_all(mask: Array | None, rows: Array) -> Array:
-  """Returns the mask, bool[R], or all True for None, for rows int32[R, ...]."""
+  """Returns `mask`, or bool[R] of True if it is None; `rows` is [R, ...]."""
   return jnp.ones(rows.shape[:1], bool) if mask is None else mask
 
 
@@ -414,20 +414,20 @@ def in_range(state: CacheState, slots: Array) -> Array:
 
 def is_empty(state: CacheState, slots: Array) -> Array:
   """Returns bool[R]: True for slots without pages, and slots out of range."""
-  # Any group would do, except one of an encoder: it may have no page for a
-  # slot.
+  # Any group would do except an encoder's, in which a slot in use may have no
+  # page.
   group = jnp.int32(state.config.first_self_group)
   return indexing.take(state.num_pages, slots, group) == 0
 
 
 def roots(state: CacheState, salts: Array | None) -> Array:
-  """Returns the keys before the first pages of sequences with these salts.
+  """Returns the root keys of sequences, which stand before their first pages.
 
-  The keys are uint32[R, 4], as the salts, or uint32[4] without salts.
+  The result is uint32[R, 4] for salts uint32[R, 4], and uint32[4] for None.
   """
   if state.secret is None or state.root is None:
     return jnp.zeros((hashing.KEY_WORDS,), jnp.uint32)
-  # The root without a salt is kept in the state: most calls need no hashing.
+  # The state has the root without a salt, so most calls need no hashing.
   if salts is None:
     return state.root
   return hashing.root_key(state.secret, state.epoch, salts)

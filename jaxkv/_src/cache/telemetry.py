@@ -1,12 +1,12 @@
 """Telemetry of a cache: the event log, and the ages of evicted pages.
 
 The log has a fixed size. It records pages that are stored, removed or cleared,
-so that another program, such as a router, can mirror the prefix index. When it
-is full, further events are counted and lost.
+so that another program, such as a router, can mirror the prefix index. When the
+log is full, further events are counted but not stored.
 
-The unit of an age is one published page (`PrefixIndex.clock`). So ages do not
-depend on how fast pages fill, and they show which pages a cache of another size
-would have kept.
+The clock (`PrefixIndex.clock`) advances by one for each published page, so the
+unit of an age is a page. Such ages do not depend on how fast pages fill, and
+they show which pages a cache of another size would have kept.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class EventLog:
     root: the key before the sequence's first page.  # uint32[E, 4]
     tokens: the page's tokens.  # int32[E, S]
     count: events since the last reading, lost ones included.  # int32[]
-    group_of: the group in which each page was stored.  # int32[N]
+    group_of: the group of the latest STORED event of each page.  # int32[N]
   """
 
   kind: Array
@@ -67,7 +67,7 @@ class Stored(NamedTuple):
   Attributes:
     page: the page's number.
     group: the page's group.
-    key: 16 bytes, equal for pages with equal tokens after equal prefixes.
+    key: 16 bytes; equal tokens after an equal prefix give an equal key.
     parent: the key of the preceding page in this group, published or not; None
       for the first page of a sequence.
     root: 16 bytes, equal for all sequences of one salt and epoch.
@@ -99,8 +99,8 @@ class Drained(NamedTuple):
 
   Attributes:
     events: oldest first.
-    num_lost: later events for which the log had no room. If there are any, a
-      mirror must start again from `cached_pages`.
+    num_lost: the number of later events for which the log had no room. After a
+      loss, a mirror must start again from `jaxkv.cached_pages`.
   """
 
   events: list[Stored | Removed | Cleared]
@@ -130,12 +130,12 @@ def log_stored(
 
   Args:
     log: the log.
-    valid: bool[W].
-    pages: int32[W], the valid ones distinct.
-    group: int32[W].
+    valid: bool[W], the items to log.
+    pages: int32[W], the page of each item; valid pages are distinct.
+    group: int32[W], the group of each page.
     **fields: column, key, parent, root and tokens, as in `EventLog`.
   """
-  # The group is kept for the event of the page's removal: the pool does not
+  # The event of the page's removal will need the group, and the pool does not
   # know the groups of its pages.
   place = indexing.where_valid(valid, pages)
   log = dataclasses.replace(
@@ -155,7 +155,7 @@ def log_removed(
 
 
 def log_cleared(log: EventLog, done: Array) -> EventLog:
-  """Logs that all pages left the index, if `done`, bool[]."""
+  """If `done`, bool[], logs that all pages left the index."""
   return _push(log, done[None], kind=jnp.full((1,), CLEARED, jnp.int32))
 
 
@@ -165,7 +165,7 @@ def empty_log(log: EventLog) -> EventLog:
 
 
 def _push(log: EventLog, valid: Array, **fields: Array) -> EventLog:
-  # `put` drops the events that do not fit, as their places are out of range.
+  # Events that do not fit have places out of range, so `put` drops them.
   rank = jnp.cumsum(valid, dtype=jnp.int32)
   place = indexing.where_valid(valid, log.count + rank - 1)
   written = {
@@ -178,7 +178,7 @@ def _push(log: EventLog, valid: Array, **fields: Array) -> EventLog:
 
 
 def read_log(log: EventLog, page_sizes: tuple[int, ...]) -> Drained:
-  """Reads the events of a log on the host; see `CacheConfig.page_sizes`."""
+  """Reads the events on the host; `page_sizes` has the tokens a page by group."""
   log = jax.device_get(log)
   count, size = int(log.count), len(log.kind)
   return Drained(
@@ -208,7 +208,7 @@ class Residency:
   """Histograms of the ages of pages evicted since `init`, in published pages.
 
   Bin 0 counts ages of 0, and bin i counts ages of `2**(i - 1)` to `2**i - 1`.
-  The difference of two readings, `later - earlier`, counts the time between.
+  The difference of two readings, `later - earlier`, counts the pages between.
 
   Attributes:
     lifetime: pages by their time since publication.  # uint32[33]
@@ -238,7 +238,7 @@ class PageAges:
 
 
 def init_ages(num_pages: int) -> PageAges:
-  """Returns ages without an evicted page."""
+  """Returns empty histograms, and a release time of 0 for every page."""
   lifetime, idle = (jnp.zeros((NUM_BINS,), jnp.uint32) for _ in range(2))
   return PageAges(
     released=jnp.zeros((num_pages,), jnp.uint32),
@@ -249,9 +249,9 @@ def init_ages(num_pages: int) -> PageAges:
 def stamp_released(
   ages: PageAges, pages: Array, valid: Array, clock: Array
 ) -> PageAges:
-  """Stores the clock for valid pages, int32[W], distinct, that became free."""
-  # The pages of an eviction are read from `released` before they are stamped
-  # here. The read ends in the histogram, which makes the stamps wait for it.
+  """Stores the release time of valid pages, int32[W], which are distinct."""
+  # `count_evicted` read `released` and changed the histogram. The dependency on
+  # the histogram makes this write wait, so that XLA need not copy `released`.
   count = (ages.evicted.idle[0] >> 1).astype(jnp.int32)
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   return dataclasses.replace(
@@ -276,7 +276,7 @@ def count_evicted(
   return dataclasses.replace(
     ages,
     evicted=Residency(
-      # A page's stamp is the clock before its own publication.
+      # A stamp is the clock before the page's own publication: subtract that.
       lifetime=_count(counts.lifetime, clock - stamps - 1, valid),
       idle=_count(counts.idle, clock - freed_at, valid),
     ),
@@ -284,7 +284,7 @@ def count_evicted(
 
 
 def _count(counts: Array, age: Array, valid: Array) -> Array:
-  # The bit length, from the number of leading zeros.
+  # An age of 0 has 32 leading zeros, so the bin is the age's bit length.
   bits = jnp.int32(32) - lax.clz(age).astype(jnp.int32)
   place = indexing.where_valid(valid, bits)
   return indexing.add(counts, place, values=jnp.uint32(1))

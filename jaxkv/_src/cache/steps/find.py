@@ -27,12 +27,13 @@ class Prefix(NamedTuple):
   Attributes:
     num_cached_tokens: int32[R], tokens of the prefix.
     first: int32[R, G], the first column that a group needs.
-    stop: int32[R, G], one past the last column.
-    pages: int32[R, G, P], pages by column; `first .. stop` are the prefix.
+    stop: int32[R, G], one past the last column that it needs.
+    pages: int32[R, G, P], the cached page of each column, 0 for none. The
+      prefix has the columns `first .. stop`.
     root: uint32[R, 4], the key before the first page.
-    chain: uint32[R, 4], the key after the prefix.
-    boundary: int32[R], tokens of a longer prefix that only some groups have
-      cached; 0 for none.
+    chain: uint32[R, 4], the key at the end of the prefix.
+    boundary: int32[R], tokens of a longer prefix that some groups have cached,
+      but not all of them; 0 for none.
   """
 
   num_cached_tokens: Array
@@ -70,9 +71,9 @@ def find_prefix(
     state: the cache; without prefix caching, no prefix is found.
     tokens: int32[R, T].
     lengths: int32[R]; for a length outside of 1 .. T no prefix is found.
-    asked: bool[R], the sequences to find.
+    asked: bool[R], the sequences to look up.
     salts: uint32[R, 4]; None for no salts.
-    hashed: the keys of tokens that are hashed already: before the first page,
+    hashed: the keys of `tokens`, if the caller has them: before the first page,
       uint32[R, 4], and after each page, uint32[R, P, 4]. None to hash here.
   """
   config, index, secret = state.config, state.pool.index, state.secret
@@ -86,8 +87,8 @@ def find_prefix(
     root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
   else:
     root = hashed[0]
-  # A miss is computed from `zero`: inside `shard_map` it must vary over the
-  # same axes as a hit, since `lax.cond` requires equal types.
+  # A miss is computed from `zero`, so that inside `shard_map` it varies over the
+  # same mesh axes as a hit: `lax.cond` requires equal types of both.
   no_columns = config.sizes.full_pages(zero)
   no_pages = jnp.broadcast_to(
     no_columns[..., None], (*no_columns.shape, columns)
@@ -118,8 +119,8 @@ def find_prefix(
     boundary = jnp.where(longest > num_cached, longest, 0)
     return Prefix(num_cached, first, stop, pages, root, last_key, boundary)
 
-  # A conditional, because hashing and lookup cost more than all else here. The
-  # index is only read, so its branches copy nothing.
+  # Hashing and lookup cost most here, so they run only if a hit is possible. The
+  # branches only read the index, so XLA need not copy it.
   return lax.cond(jnp.any(possible >= config.page_size), search, lambda: miss)
 
 
@@ -172,7 +173,7 @@ class _Kind(NamedTuple):
   Attributes:
     kind: the kind.
     size: tokens a page.
-    hits: bool[R, P], the pages that all these groups have cached.
+    hits: bool[R, P], True for columns that all these groups have cached.
   """
 
   kind: GroupKind
@@ -190,9 +191,9 @@ class _Candidate(NamedTuple):
 
   Attributes:
     length: int32[R], tokens of the candidate.
-    dropped: bool[X, R], kinds that dropped their last page at this length.
+    dropped: bool[X, R], True if a kind dropped its last page at this length.
     full: int32[X, R], tokens of the longest hit of each full-attention kind.
-    longest: int32[R], the longest hit of any kind within the candidate.
+    longest: int32[R], tokens of the longest hit that any kind has had so far.
   """
 
   length: Array
@@ -215,7 +216,7 @@ def _agree(
 
   Returns:
     int32[R], tokens of the prefix, and int32[R], tokens of the longest hit that
-    a kind had on the way.
+    any kind had in a round.
   """
   members: dict[tuple[GroupKind, int], list[int]] = {}
   for group, key in enumerate(
@@ -226,8 +227,8 @@ def _agree(
     _Kind(*key, jnp.all(cached[:, jnp.asarray(numbers)], axis=1))
     for key, numbers in members.items()
   ]
-  # Full attention first: a shorter prefix of its hit is a hit, so it is looked
-  # up once and never starts another round.
+  # Full attention comes first. Every shorter prefix of its hit is a hit too, so
+  # it is looked up once and never starts another round.
   kinds.sort(key=lambda kind: not kind.is_full)
   zero = sharding.zeros_like(limit)
   if config.num_groups == 1:
@@ -273,7 +274,7 @@ def _round(
       config, kind.kind, kind.size, length, num_hashed, dropped[number]
     )
     shorter = _shorten(config, kind, bound, drop)
-    # A shorter candidate is a new one: kinds may drop a page at its length too.
+    # Kinds drop one page at each length, so a shorter candidate resets `dropped`.
     shrank = ~drop & (shorter < length)
     dropped = jnp.where(shrank[None], False, dropped).at[number].max(drop)
     full = full.at[number].set(shorter)

@@ -28,12 +28,12 @@ from jaxkv._src.cache.steps.reserve import reserve
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matched:
-  """The result of `match`; P = T // S.
+  """The result of `match`; P = T // S, the number of whole pages in T tokens.
 
   Attributes:
     num_cached_tokens: tokens of the longest cached prefix.  # int32[R]
-    pages: the pages of the prefix; NO_PAGE past its end, and before the pages
-      that a window or a chunk needs.  # int32[R, G, P]
+    pages: the page of each column of the prefix. NO_PAGE in columns past its
+      end, and in columns before its window or chunk.  # int32[R, G, P]
   """
 
   num_cached_tokens: Array
@@ -47,8 +47,8 @@ class Admitted(Outcome):
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
-    num_cached_tokens: leading tokens whose K/V is cached; prefill starts after
-      them.  # int32[R]
+    num_cached_tokens: the number of leading tokens whose K/V is cached, so that
+      prefill starts after them.  # int32[R]
   """
 
   num_cached_tokens: Array
@@ -67,8 +67,8 @@ def match(
 
   Only full pages are cached. A prefix has at most `length - 1` tokens, since
   the last token must be computed for its logits. All groups must be able to
-  continue from the prefix; a sliding window needs only the pages of its last
-  window. Does not change the state or its counters.
+  continue from the prefix. For that, a sliding-window group needs only the
+  pages of the last window. Does not change the state or its counters.
 
   Args:
     state: the cache.
@@ -117,8 +117,8 @@ def admit(
   tokens. The caller computes the K/V of the other tokens and commits them.
 
   All-or-nothing per sequence, in row order. A sequence that does not fit
-  changes nothing, and a later one that needs fewer pages may still be served.
-  A batch equals one call after the other, except that:
+  changes nothing, and a later one that needs fewer pages can still be served.
+  A batch equals one call for each row in turn, except that:
 
   - all lookups see the cache as it was before the call;
   - the hits of all served sequences are attached before any page is popped, so
@@ -133,19 +133,19 @@ def admit(
     lengths: int32[R], 1 .. T.
     salts: uint32[R, 4], see `salt`; None for no salt.
     mask: bool[R], the rows to process; None for all.
-    num_tokens: int32[R], at least 1: tokens after the cached prefix that get
-      pages now, for a prompt that is computed in chunks (`allocate` makes room
-      for later chunks). None for all tokens.
-    keep_free: int32[R], pages that must stay free after the sequence is served:
-      for running sequences (a watermark), or for later chunks of its prompt.
-      None for 0.
-    num_encoder_tokens: int32[R], tokens of the encoder, for groups of
-      `CrossAttention`; None for 0.
+    num_tokens: int32[R], at least 1, the number of tokens after the cached
+      prefix that get pages now. For a prompt that is computed in chunks:
+      `allocate` makes room for the later ones. None for all tokens.
+    keep_free: int32[R], pages that must stay free after the sequence is served,
+      as a reserve for running sequences (a watermark) or for later chunks of
+      the prompt. None for 0.
+    num_encoder_tokens: int32[R], tokens of the encoder, for `CrossAttention`
+      groups; None for 0.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT, SLOT_IN_USE (also for a
-    repeated slot), BAD_LENGTH (of `lengths`, `num_tokens`, `keep_free` or
-    `num_encoder_tokens`), SLOT_FULL or OUT_OF_PAGES.
+    repeated slot), BAD_LENGTH (`lengths`, `num_tokens`, `keep_free` or
+    `num_encoder_tokens` is out of range), SLOT_FULL or OUT_OF_PAGES.
 
   Examples:
     >>> import jaxkv
@@ -187,18 +187,18 @@ def admit_found(
   keep_free: Array | None = None,
   num_encoder_tokens: Array | None = None,
 ) -> tuple[CacheState, Admitted]:
-  """Admits sequences whose prefixes are found by a function.
+  """Admits sequences as `admit` does; `find` looks up their cached prefixes.
 
   Args:
     state: the cache.
     slots: int32[R].
     lengths: int32[R], 1 .. `max_length`.
-    find: returns the cached prefixes of the rows that ask, bool[R].
+    find: maps the rows to look up, bool[R], to the prefixes of all rows.
     max_length: the maximal number of tokens of a sequence.
     skipped: bool[R], the rows that are masked out.
-    pops: False to count the pages for uncached tokens without popping them; a
-      later `make_room` pops them. Until then, other calls may take only pages
-      that `keep_free` counts.
+    pops: False to check that pages for the uncached tokens are free, but not to
+      pop them: a later `allocate.make_room` does. Until then, other calls must
+      not pop more pages than `keep_free` reserves.
     num_tokens: see `admit`.
     keep_free: see `admit`.
     num_encoder_tokens: see `admit`.
@@ -209,7 +209,7 @@ def admit_found(
   encoder = config.sizes.encoder_tokens(num_encoder_tokens, slots)
   bad_length = (jnp.minimum(lengths, num_tokens) < 1) | (lengths > max_length)
   bad_length |= jnp.minimum(keep_free, encoder) < 0
-  # The order of the cases is part of the contract: a row reports the first one.
+  # The order is part of the contract: a row reports the first case that holds.
   code = first_code(
     (skipped, Status.SKIPPED),
     (~in_range(state, slots), Status.BAD_SLOT),
@@ -217,13 +217,13 @@ def admit_found(
     (bad_length, Status.BAD_LENGTH),
     (jnp.maximum(lengths, encoder) > config.slot_tokens, Status.SLOT_FULL),
   )
-  # A refused row leaves its slot empty, so it does not block a later row.
+  # A row refused so far leaves its slot empty and does not block later rows.
   repeated = ~skipped & indexing.any_earlier(slots, code == Status.OK)
   code = jnp.where(repeated, jnp.int32(Status.SLOT_IN_USE), code)
   asked = code == Status.OK
   prefix = find(asked)
   cached = prefix.num_cached_tokens
-  # Equal to min(cached + num_tokens, lengths), but the sum cannot overflow.
+  # This is min(cached + num_tokens, lengths) without a sum that can overflow.
   room = cached + jnp.minimum(num_tokens, lengths - cached)
   # The sizes of refused rows may be out of range, so they count as 0.
   stop = config.sizes.columns_for(

@@ -44,8 +44,8 @@ def allocate(
   """Makes room for more tokens.
 
   All-or-nothing per slot, in row order. A refused slot keeps its pages, and a
-  later one that needs fewer pages may still be served. Pages come from the
-  front of the free queue; a cached page among them is evicted. An empty slot
+  later slot that needs fewer pages can still be served. Pages come from the
+  front of the free queue, and those that are cached are evicted. An empty slot
   starts a new sequence without a salt.
 
   Does not write K/V or advance `length`: `commit` advances it when the tokens
@@ -53,12 +53,12 @@ def allocate(
 
   Args:
     state: the cache.
-    num_tokens: int32[R], tokens past `length` for which to make room, drafts
-      included. A slot with 0 does not change.
+    num_tokens: int32[R], tokens past `length` for which to make room, including
+      draft tokens. A slot with 0 does not change.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
-    num_encoder_tokens: int32[R], tokens of the encoder for which to make room,
-      too, where `num_tokens` is not 0; None for 0.
+    num_encoder_tokens: int32[R], all tokens of the encoder, for which
+      `CrossAttention` groups get room if `num_tokens` is not 0. None for 0.
 
   Returns:
     The cache, and per row OK, SKIPPED, BAD_SLOT (out of range, or repeated),
@@ -117,14 +117,14 @@ def _required_columns(
 ) -> tuple[Array, Array]:
   """Returns the columns that rows need, int32[R, G], and the rows' statuses."""
   config, length = state.config, rows.read(state.length)
-  # Compared by subtraction, and clipped below, since a sum may overflow int32.
+  # A sum of counts can overflow int32, so this subtracts, and clips below.
   too_many = num_tokens > config.slot_tokens - length
   too_many |= encoder > config.slot_tokens
   num_new, num_encoder = (
     jnp.where(too_many, 0, jnp.maximum(n, 0)) for n in (num_tokens, encoder)
   )
   stop = config.sizes.columns_for(length + num_new, num_encoder)
-  # A row without new tokens keeps its columns, even if an encoder needs more.
+  # Without new tokens a row does not change, even if its encoder needs pages.
   stop = jnp.where(num_tokens[:, None] > 0, stop, 0)
   code = first_code(
     ((num_tokens < 0) | (encoder < 0), Status.BAD_LENGTH),

@@ -39,18 +39,18 @@ def commit(
 ) -> tuple[CacheState, Committed]:
   """Declares tokens final: their K/V is written and will not change.
 
-  Advances `length`. A page that becomes full is hashed, with the key of the
-  preceding page, and published: from then on `match` and `admit` find it. With
-  `merge_duplicates`, a page that equals a cached page is replaced by it in the
-  page table and returns to the pool.
+  Advances `length`. A page that becomes full is hashed together with the key of
+  the preceding page. It is then published: `match` and `admit` find it. With
+  `merge_duplicates`, if an equal page is already cached, the page table gets
+  that page, and the new page returns to the pool.
 
-  All-or-nothing per slot. The pages must have been allocated.
+  All-or-nothing per slot. `allocate` must have made room for the tokens.
 
   Args:
     state: the cache.
     tokens: int32[R, T]; the first `counts[r]` of row r are the slot's next
       tokens.
-    counts: int32[R], 0 .. T; 0 leaves the slot as it is.
+    counts: int32[R], 0 .. T; a slot with 0 does not change.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
 
@@ -70,7 +70,7 @@ def commit(
   """
   rows = rows_of(state, slots, mask)
   room = rows.read(state.config.sizes.tokens_with_room(state.num_pages))
-  # A count of 0 is no failure, so decode loops may pass it for idle slots.
+  # A count of 0 is OK in an empty slot: decode loops pass it for idle slots.
   code = first_code(
     (rows.skipped, Status.SKIPPED),
     (rows.bad, Status.BAD_SLOT),

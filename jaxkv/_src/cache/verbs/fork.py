@@ -41,20 +41,20 @@ def fork(
 ) -> tuple[CacheState, Forked]:
   """Makes empty slots continue the sequences of other slots.
 
-  `dst` shares the full pages of `src`. Both sequences will write to a partly
-  full page, so `dst` gets a fresh page and a copy of the contents. Pages
-  allocated to `src` beyond its length are not shared. All pages of an encoder
-  are shared.
+  `dst` shares the full pages of `src`. If the last page is partly full, both
+  sequences will write to it, so `dst` gets a fresh page and a copy of the
+  contents. Pages allocated to `src` beyond its length are not shared. All pages
+  of an encoder are shared.
 
   In a recurrent group, `dst` continues from the state after the last token. The
-  page of this state is shared if the token fills it, and copied otherwise.
-  `dst` gets fresh scratch pages.
+  page of this state is shared if that token fills the page, and copied
+  otherwise. `dst` gets fresh scratch pages.
 
   Does not copy contents: apply `copies` (`jaxkv.kv.copy`) before writing.
 
-  All-or-nothing per row, in row order. A batch equals one call after the other,
-  except that sources are read as they were before the call, and that the second
-  row with the same `dst` is refused even if the first one was out of pages.
+  All-or-nothing per row, in row order. A batch equals one call for each row in
+  turn, except that sources are read as they were before the call, and that the
+  second row with the same `dst` is refused even if the first was out of pages.
 
   Args:
     state: the cache.
@@ -82,7 +82,7 @@ def fork(
   length = indexing.take(state.length, src)
   code = _first_code(state, src, dst, length, skipped)
   held = indexing.take(state.num_pages, src)
-  # An encoder's columns do not depend on the length: `dst` gets all of them.
+  # An encoder's pages do not depend on the length, so `dst` shares all of them.
   full, stop = (
     config.sizes.keep_encoder(columns, held)
     for columns in (
@@ -105,10 +105,10 @@ def fork(
 def share_prefix(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> CacheState:
-  """Shares only the full pages of `src`, and the pages of an encoder.
+  """Makes `dst` share the full pages of `src`, and those of an encoder.
 
-  A later `allocate.make_room` for one more token pops the fresh page of `dst`,
-  see `owed_copies`. Until then `dst` has too few pages for its length.
+  Until a later `allocate.make_room` for one more token pops the fresh page of
+  `dst`, `dst` has too few pages for its length; see `owed_copies`.
 
   Args:
     state: the cache.
@@ -135,7 +135,7 @@ def share_prefix(
 def owed_copies(
   state: CacheState, src: Array, dst: Array, served: Array
 ) -> Copies:
-  """Returns the copies of partly full pages after a fork of slots, int32[R]."""
+  """Returns the copies that forks of `src` to `dst`, int32[R] each, require."""
   sizes, length = state.config.sizes, indexing.take(state.length, dst)
   full = sizes.full_pages(length)
   partial = sizes.open_pages(length) & served[:, None]
@@ -157,8 +157,8 @@ def _share(
 ) -> CacheState:
   """Attaches the full pages of `src`, and copies its length and hashes."""
 
-  # Reads the table in the loop's carry: reading `state.page_table` would make
-  # XLA keep a copy of it.
+  # `table` is a loop's carry, which XLA updates in place. If this function read
+  # `state.page_table`, XLA would keep a copy of it.
   def read(table: Array, row: Array, group: Array, column: Array) -> Array:
     return indexing.take(table, indexing.take(src, row), group, column)
 
@@ -174,7 +174,7 @@ def _share(
 def _first_code(
   state: CacheState, src: Array, dst: Array, length: Array, skipped: Array
 ) -> Array:
-  """Returns the statuses of rows, apart from a lack of free pages."""
+  """Returns the status of each row before free pages are counted."""
   code = first_code(
     (skipped, Status.SKIPPED),
     (~in_range(state, src) | ~in_range(state, dst), Status.BAD_SLOT),
@@ -184,7 +184,7 @@ def _first_code(
   has_states = recurrent.can_continue(
     state.config, state.page_table, src, length, length
   )
-  # Only rows that passed so far occupy their `dst`.
+  # Only a row that passed so far makes later rows with its `dst` fail.
   return first_code(
     (code != Status.OK, code),
     (indexing.any_earlier(dst, code == Status.OK), Status.SLOT_IN_USE),

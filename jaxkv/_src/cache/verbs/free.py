@@ -28,9 +28,9 @@ def free(
 ) -> tuple[CacheState, Outcome]:
   """Releases sequences; their slots become empty.
 
-  Every page loses one reference, the last page of a sequence first, group by
-  group. Pages without references go to the free queue and stay cached until
-  they are popped, so a prefix stays longer than its tail.
+  Every page of a sequence loses one reference: group by group, the last page
+  first. Pages without references go to the free queue and stay cached until
+  they are popped. A tail is popped before its prefix, which stays longer.
 
   Args:
     state: the cache.
@@ -53,7 +53,7 @@ def free(
   """
   config = state.config
   rows = rows_of(state, slots, mask)
-  # A slot that an earlier row released is empty, not bad.
+  # An earlier row released a repeated slot, so it counts as empty, not as bad.
   repeated = rows.bad & (rows.slots >= 0) & (rows.slots < config.num_slots)
   code = first_code(
     (rows.skipped, Status.SKIPPED),
@@ -73,7 +73,7 @@ def free(
     page_table.ranges(place, first, held),
     replacement=config.no_page,
   )
-  # The leading null pages have no reference to drop.
+  # Null pages have no references to drop, so these columns are only cleared.
   if config.skips_pages:
     table = page_table.fill_before(table, place, first, config.no_page)
   zeros = jnp.zeros_like(held)
@@ -113,17 +113,17 @@ def recycle(
   """Releases pages to which no later token of their sequence attends.
 
   These are the pages before a sliding window or a chunk. The null page replaces
-  them in the page table. The last page is released first. Published pages stay
-  cached until they are popped. Called before `allocate` in a loop, it bounds
-  the pages of a sequence: for a window of w tokens, at most
-  `ceil((w - 1) / S) + 1` pages and those for new tokens. If there is nothing to
-  release, the cost is negligible.
+  them in the page table. The last of these pages is released first. Published
+  pages stay cached until they are popped. If a loop calls this verb before
+  `allocate`, a sequence with a window of w tokens has at most
+  `ceil((w - 1) / S) + 1` pages, and those for new tokens. If there is nothing
+  to release, the cost is negligible.
 
   Args:
     state: the cache.
-    lengths: int32[R], tokens whose steps are finished, at most `state.length`
-      of the slot; pages needed by a later token stay. None for `state.length`;
-      a negative length releases nothing.
+    lengths: int32[R], at most `state.length` of the slot: the number of tokens
+      whose steps are finished. Pages that a later token needs stay. A negative
+      number releases nothing. None for `state.length`.
     slots: int32[R], the slots of the rows; None for all B slots in order.
     mask: bool[R], the rows to process; None for all.
 
@@ -158,7 +158,7 @@ def recycle(
 def drop_behind(
   state: CacheState, rows: SlotRows, lengths: Array, served: Array
 ) -> tuple[CacheState, Array]:
-  """Releases the pages of served rows not needed after `lengths` tokens.
+  """Releases the pages that served rows do not need after `lengths` tokens.
 
   Returns:
     The cache, and int32[R]: the number of released pages.
@@ -167,7 +167,7 @@ def drop_behind(
   if not config.skips_pages:
     return state, jnp.zeros_like(lengths)
   held, first = rows.read(state.num_pages), rows.read(state.num_skipped_pages)
-  # A negative length, or one of a refused row, must not reach `quotient`.
+  # `quotient` is wrong for negative numbers, and a refused row can have any.
   lengths = jnp.clip(lengths, 0, config.slot_tokens)
   stop = jnp.minimum(config.sizes.skipped_pages(lengths), held)
   stop = config.sizes.keep_last_page(stop, rows.read(state.length))
@@ -211,11 +211,11 @@ def truncate(
 ) -> tuple[CacheState, Truncated]:
   """Rolls sequences back to fewer tokens.
 
-  Whole pages past the new end are released, tail first, also those that were
-  allocated ahead. Truncating to 0 empties the slot, as `free` does.
+  Whole pages past the new end are released, the last page first, including
+  pages allocated ahead. Truncating to 0 empties the slot, as `free` does.
 
-  The new last page may have been full, and therefore cached or shared. Since
-  later tokens will be written to it:
+  The new last page may have been full, and therefore cached or shared. Later
+  tokens will be written to it, so:
 
   | the page is           | action                                           |
   |-----------------------|--------------------------------------------------|
@@ -226,15 +226,15 @@ def truncate(
 
   Pages of an encoder stay until the slot is empty. A recurrent group can only
   go back to the end of a page whose state it still holds, or keep its length
-  and release pages allocated ahead. Its scratch pages move along.
+  and release pages allocated ahead. Its scratch pages move to the new end.
 
   Pages released by `recycle` do not come back: the slot is refused if a window
-  or a state needs one of them. (For speculation, recycle after tokens were
-  accepted, or keep the old cache.)
+  or a state needs one of them. (With speculation, call `recycle` only after
+  tokens were accepted, or keep the old state.)
 
-  All-or-nothing per slot. A batch differs from one call after the other: shared
-  pages and free pages are determined before the call. All pages are released,
-  in row order, before fresh pages are popped, in row order.
+  All-or-nothing per slot. A batch differs from one call for each row in turn:
+  it counts references and free pages before any row is served. All rows release
+  pages, in row order, before any row pops fresh pages, in row order.
 
   Args:
     state: the cache.
@@ -279,7 +279,7 @@ def truncate(
     state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
-    # `_release_columns` moves the scratch pages, as if the sequence were new.
+    # True plans no moves of scratch pages, which `_release_columns` does.
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)
@@ -313,10 +313,10 @@ def _release_columns(
   plan: reserve.Reservation,
   served: Array,
 ) -> tuple[CacheState, Array]:
-  """Releases the columns past `plan.hit` of served rows, without scratch pages.
+  """Releases the columns past `plan.hit` of served rows, except scratch pages.
 
   Returns:
-    The cache, and int32[R, G]: the scratch pages that remain.
+    The cache, and int32[R, G]: the number of scratch pages that remain.
   """
   config, held = state.config, rows.read(state.num_pages)
   keep = jnp.where(served[:, None], plan.stop, held)
@@ -337,7 +337,7 @@ def _release_columns(
 
 
 def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
-  """Returns bool[R]: rows whose shorter sequence would need a released page."""
+  """Returns bool[R]: rows that need a released page at the new length."""
   config = state.config
   if not config.skips_pages:
     return lengths < 0
@@ -345,7 +345,7 @@ def _needs_recycled(state: CacheState, rows: SlotRows, lengths: Array) -> Array:
     rows.read(state.length),
     rows.read(state.num_skipped_pages),
   )
-  # Rows with a bad length get another code; the arithmetic needs a valid one.
+  # Rows with a bad length get another code, but the arithmetic must be valid.
   lengths = jnp.clip(lengths, 0, length)
   is_needed = jnp.any(config.sizes.skipped_pages(lengths) < num_skipped, axis=1)
   is_needed &= lengths > 0

@@ -71,7 +71,7 @@ def residency(state: CacheState) -> Residency:
 
 @verb
 def usage(state: CacheState) -> Array:
-  """Returns the fraction of pages that are referenced, without the null page.
+  """Returns the fraction of pages in use, not counting the null page.
 
   Args:
     state: the cache.
@@ -99,7 +99,7 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     state: the cache.
 
   Returns:
-    int32[G]; 0 if no slot holds a page. If only one slot does, all its pages.
+    int32[G]; 0 without sequences, and all pages with only one sequence.
 
   Examples:
     >>> import jaxkv
@@ -108,14 +108,14 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     >>> jaxkv.num_common_prefix_pages(state).tolist()
     [0]
   """
-  # Reference counts would not do: several forks of one sequence may raise the
-  # count of a page that other sequences do not share.
+  # Page numbers are compared, because a reference count does not tell who shares
+  # a page: several forks of one sequence can raise it, or pins.
   active = state.num_pages[:, state.config.first_self_group] > 0
   first_row = state.page_table[jnp.argmax(active)]
   is_shared = (state.page_table == first_row[None]) | ~active[:, None, None]
   has_page = (first_row > 0) & (first_row < state.config.no_page)
   common = jnp.all(is_shared, axis=0) & has_page & jnp.any(active)
-  # The product is 1 up to the first column that differs.
+  # The product is 1 before the first column that is not common, then 0.
   return jnp.sum(
     jnp.cumprod(common, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32
   )
@@ -200,9 +200,9 @@ def drain_events(state: CacheState) -> tuple[CacheState, Drained]:
 def take_new_pages(state: CacheState) -> tuple[CacheState, Array]:
   """Returns the pages popped since the last call, and clears the record.
 
-  For layers that require zeroed pages, such as recurrent states: zero these
-  pages before the next step. Pages of a hit are not new. The cost grows with
-  the pool.
+  If layers require zeroed pages, such as recurrent states, zero these pages
+  before the next step. Pages of a hit are not popped, so they are not among
+  them. The cost grows with the pool.
 
   Args:
     state: a cache with `CacheConfig.track_new_pages`.
@@ -243,5 +243,5 @@ def _are_cached(pool: PoolState) -> Array:
 
 def _copied(counters):
   """Copies counters to new buffers."""
-  # Otherwise they would be deleted when the caller donates the state.
+  # If the caller donates the state, its buffers are deleted; these stay.
   return jax.tree.map(lambda counter: counter + jnp.uint32(0), counters)

@@ -24,12 +24,12 @@ from jaxkv._src.cache.steps.find import find_prefix
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pinned(Outcome):
-  """The result of `pin`; P = T // S. A row is OK if a prefix is pinned.
+  """The result of `pin`; P = T // S. A row is OK if its prefix is pinned.
 
   Attributes:
     code: a `Status` for each sequence.  # int32[R]
     num_cached_tokens: tokens of the pinned prefix.  # int32[R]
-    pages: the pages of the prefix, else NO_PAGE; the argument for `unpin`.
+    pages: the pinned page of each column, or NO_PAGE. Pass it to `unpin`.
       # int32[R, G, P]
   """
 
@@ -48,8 +48,8 @@ def touch(
 
   Args:
     state: the cache.
-    pages: int32[...], pages in use or cached; repeats count. NO_PAGE is
-      ignored.
+    pages: int32[...], pages in use or cached; a repeated page gets several
+      pins. NO_PAGE is ignored.
     mask: bool[...], the pages to process; None for all.
 
   Returns:
@@ -139,8 +139,8 @@ def unpin(
 
   Args:
     state: the cache.
-    pages: int32[...], such as `Pinned.pages`; repeats count. NO_PAGE is
-      ignored.
+    pages: int32[...], such as `Pinned.pages`; a repeated page loses several
+      pins. NO_PAGE is ignored.
     mask: bool[...], the pages to process; None for all.
 
   Returns:
@@ -163,9 +163,9 @@ def unpin(
   pins = indexing.take(state.pool.pin_count, flat_pages)
   code = _first_code(state, flat_pages, (earlier >= pins, Status.NOT_PINNED))
   served = code == Status.OK
-  # Only the last of several pins on one page can free it. The others are
-  # counted here; the last ones go through `shrink`, which keeps the order of
-  # release.
+  # If a call removes several pins of a page, only the last removal can free it.
+  # The earlier ones only decrement the counts here. The last ones go through
+  # `shrink`, which queues freed pages in the order of release.
   is_last = served & ((later == 0) | (earlier == pins - 1))
   pool = dataclasses.replace(
     state.pool,
@@ -222,8 +222,8 @@ def evict(
   is_repeated = indexing.num_earlier(flat_pages) > 0
   is_missing = ~page_pool.is_cached(state.pool, flat_pages) | is_repeated
   code = _first_code(state, flat_pages, (is_missing, Status.NOT_CACHED))
-  # `num_free` depends on all reads of the index by earlier verbs, so XLA can
-  # update the index in place.
+  # `num_free` depends on all reads of the index by earlier verbs. With this
+  # dependency XLA updates the index in place: otherwise it would copy it.
   place = loops.read_before(state.pool.queue.num_free, flat_pages)
   pool, _ = page_pool.unpublish(state.pool, place, code == Status.OK)
   return _result(state, pool, code, pages)
@@ -248,7 +248,7 @@ def _first_code(
 
 
 def _repeats(flat_pages: Array, columns: int) -> tuple[Array, Array]:
-  """Counts equal pages released before and after each page: int32[X] each."""
+  """Counts the releases of a page before and after each: int32[X] both."""
   # Rows of `columns` pages are released in order, each from its end.
 
   def reverse_rows(values: Array) -> Array:

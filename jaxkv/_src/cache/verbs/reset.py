@@ -38,10 +38,10 @@ class ClearedError(NamedTuple):
 
 @verb
 def reset_prefix_cache(state: CacheState) -> tuple[CacheState, Outcome]:
-  """Drops every key if no page is referenced; the queue keeps its order.
+  """Removes all pages from the prefix index if no page is referenced.
 
-  The cost grows with the pool. Inside a loop, use `new_epoch`, which makes all
-  older pages unreachable at a constant cost.
+  The free queue keeps its order. The cost grows with the pool. In a loop, use
+  `new_epoch`, which makes all older pages unreachable at a constant cost.
 
   Args:
     state: the cache.
@@ -70,9 +70,9 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
 
   Call it after a change of weights: K/V computed with the old weights must not
   be hit. Running sequences keep their pages. Pages that they publish later are
-  unreachable too, since their K/V depends on old K/V. A sequence runs from its
-  admission on, with or without a committed token. With `merge_duplicates`, a
-  page that such a sequence fills may still be replaced by an equal old page.
+  unreachable too, since their K/V depends on old K/V. A sequence counts as
+  running once it is admitted, even before its first commit. When it fills a
+  page, `merge_duplicates` can still replace that page with an equal old page.
   Old pages are evicted when they reach the front of the free queue.
 
   Args:
@@ -91,7 +91,7 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """
   epoch, root = state.epoch + jnp.uint32(1), state.root
   if root is not None and state.secret is not None:
-    # Computed from the old root too, so that XLA can reuse a donated buffer.
+    # XOR with zeros of the old root: so XLA can reuse its buffer if donated.
     root = sharding.zeros_like(root) ^ hashing.root_key(
       state.secret, epoch, None
     )
