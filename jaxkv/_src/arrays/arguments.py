@@ -2,7 +2,7 @@
 
 A wrong type or dtype is a `TypeError`, a wrong shape or value a `ValueError`.
 Messages read "`name` must be X, got Y; do Z.". Arrays are checked while the
-caller is traced, so a check costs nothing at run time.
+caller is traced, so that a compiled program contains no checks.
 """
 
 import operator
@@ -120,7 +120,7 @@ def as_number(name: str, value: Any) -> Array:
 
 
 def check_integer(name: str, value: Any) -> None:
-  """Raises unless `value` is an integer scalar that, if known, fits int32."""
+  """Raises unless `value` is an integer scalar, which fits int32 if concrete."""
   requirement = "an integer scalar"
   if isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim:
     refuse(ValueError, name, requirement, value)
@@ -131,7 +131,7 @@ def check_integer(name: str, value: Any) -> None:
 
 
 def as_int32(name: str, value: Any) -> Any:
-  """Converts integers to int32; a value on the host stays there.
+  """Converts integers to int32; a value on the host becomes a NumPy array.
 
   Raises:
     TypeError: the elements are not integers, such as floats or bools.
@@ -143,7 +143,7 @@ def as_int32(name: str, value: Any) -> Any:
     _check_kind(name, value.dtype, "iu", "integers")
     if value.dtype.name not in _WIDE:
       return value.astype(jnp.int32)
-    # The range of wide integers must be checked, and a tracer has no values.
+    # Wide integers can be out of range, and the values of tracers are unknown.
     if isinstance(value, Tracer):
       raise TypeError(
         f"`{name}` must be int32 in a traced function, got {value.dtype}, "
@@ -152,7 +152,7 @@ def as_int32(name: str, value: Any) -> Any:
   array = _on_host(name, value)
   if isinstance(array, jax.Array):
     return as_int32(name, array)
-  # NumPy makes an empty list float64. No element can be wrong in it.
+  # NumPy converts an empty list to float64, so its dtype means nothing.
   if array.size == 0 and not hasattr(value, "dtype"):
     return array.astype(np.int32)
   _check_kind(name, array.dtype, "iu", "integers")
@@ -165,7 +165,7 @@ def as_int32(name: str, value: Any) -> Any:
 
 
 def as_real_numbers(name: str, value: Any) -> Any:
-  """Checks for floats or integers; keeps the dtype, and the host's array.
+  """Checks that a value holds floats or integers; does not cast or move it.
 
   Raises:
     TypeError: the elements are something else, such as bools.
@@ -199,11 +199,11 @@ def as_secret(name: str, value: Any) -> Array:
 
   Raises:
     TypeError: the value is neither uint32 nor a `jax.random.key`.
-    ValueError: the value has another shape, or is None while tracing or in one
-      of several processes.
+    ValueError: the value has another shape, or is None under a trace or with
+      several processes.
   """
   if value is None:
-    # Inside a trace even a constant is a tracer.
+    # Under a trace even a new constant is a tracer, so this detects tracing.
     tracing = isinstance(jnp.zeros((), bool), Tracer)
     if tracing or jax.process_count() > 1:
       raise ValueError(
@@ -291,7 +291,7 @@ def check_shape(
     name: the argument's name, for the message.
     value: the argument.
     shape: the sizes; a letter matches any size but 0.
-    meaning: a phrase for the message that explains the rows.
+    meaning: a phrase that explains the rows, such as ", one for each slot".
   """
   if not _fits(value, shape):
     letters = ", ".join(map(str, shape))
@@ -325,7 +325,7 @@ def check_sizes(
     expected: `shapes_of` a new state with the same config.
   """
   actual = shapes_of(value)
-  # An array that one side lacks, as an optional part of the state, differs too.
+  # An optional part of the state can be missing on one side: this differs too.
   for path in expected | actual:
     expected_shape, actual_shape = (
       expected.get(path, "no array"),
@@ -345,8 +345,8 @@ def check_rows(arguments: dict[str, Any], lead: str, num_slots: int) -> None:
   Args:
     arguments: the arguments by name; None for an omitted one.
     lead: the argument that defines the rows. If it is `slots` and omitted, the
-      rows are all B slots. If it is `pages`, the rows have its whole shape.
-    num_slots: B.
+      rows are all B slots. If it is `pages`, every element is a row.
+    num_slots: B, the number of slots.
   """
   first, meaning = arguments.get(lead), f", one for each row of `{lead}`"
   if lead == "slots":

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax import lax
 
-# Sizes are at most 2**28, and small offsets may be added without an overflow.
+# Above every size (at most 2**28), and adding an offset cannot overflow int32.
 NOWHERE = 2**30
 """The sentinel for no index: outside of every array of the cache."""
 
@@ -19,8 +19,8 @@ def where_valid(valid: Array, index: Array) -> Array:
   return jnp.where(valid, index, jnp.int32(NOWHERE))
 
 
-# JAX wraps a negative index to the end of an array and clamps a large one to
-# its edge. Either would turn a sentinel into another sequence's page.
+# By default JAX wraps a negative index to the end of an array and clamps a too
+# large one to its edge. Either turns a sentinel into another sequence's page.
 def take(array: Array, *index: Array, fill=0) -> Array:
   """Returns `array[index]`, and `fill` for an index outside of its axis."""
   return array.at[index].get(
@@ -31,8 +31,8 @@ def take(array: Array, *index: Array, fill=0) -> Array:
 def put(array: Array, *index: Array, values) -> Array:
   """Sets `array[index] = values`; an index outside of its axis is dropped.
 
-  The other indices must be distinct: XLA does not define which of two writes
-  to one element wins.
+  Indices within the axis must be distinct: XLA does not define which of two
+  writes to one element wins.
   """
   return array.at[index].set(values, mode="drop", wrap_negative_indices=False)
 
@@ -69,12 +69,12 @@ class SlotRows(NamedTuple):
   bad: Array
 
   def read(self, array: Array) -> Array:
-    """Reads each row's entry of an array over slots; 0 if out of range."""
-    # For all slots neither a gather nor a scatter is needed, here and in write.
+    """Reads the entry of each row's slot from [B, ...]; 0 if out of range."""
+    # If the rows are all slots, `read` needs no gather and `write` no scatter.
     return array if self.all_slots else take(array, self.slots)
 
   def write(self, array: Array, valid: Array, values: Array) -> Array:
-    """Replaces the entries of valid rows in an array over slots.
+    """Replaces the entries of the slots of valid rows.
 
     Args:
       array: [B, ...].
@@ -93,7 +93,7 @@ class SlotRows(NamedTuple):
 
 
 def between(start: Array, stop: Array, size: int) -> Array:
-  """Returns bool[..., size]: the positions from `start` up to `stop`."""
+  """Returns bool[..., size]: True at positions from `start` up to `stop`."""
   position = jnp.arange(size, dtype=jnp.int32)
   position = position.reshape(*(1,) * start.ndim, size)
   return (position >= start[..., None]) & (position < stop[..., None])
@@ -104,8 +104,8 @@ def num_earlier(values: Array) -> Array:
   size = values.shape[0]
   if size == 0:
     return values
-  # A stable sort keeps equal elements in order: an element's count is its
-  # distance from the first element of its run.
+  # A stable sort keeps equal elements in order, in one run. So the count of an
+  # element is its distance from the first element of the run.
   order = jnp.argsort(values, stable=True).astype(jnp.int32)
   ordered = values[order]
   lanes = jnp.arange(size, dtype=jnp.int32)
@@ -119,12 +119,12 @@ def any_earlier(values: Array, counts: Array) -> Array:
 
   Args:
     values: int32[X].
-    counts: bool[X], the elements with which later ones are compared.
+    counts: bool[X], True for elements that later ones must not repeat.
 
   Returns:
     bool[X].
   """
-  # For the few rows of a call, all pairs cost less than a sort.
+  # A call has few rows, so comparing all pairs costs less than a sort.
   equal = values[:, None] == values[None, :]
   earlier = jnp.tril(jnp.ones(equal.shape, bool), k=-1)
   return jnp.any(equal & earlier & counts[None, :], axis=1)
@@ -132,7 +132,7 @@ def any_earlier(values: Array, counts: Array) -> Array:
 
 def quotient(number: Array, divisor: int) -> Array:
   """Computes `number // divisor` for numbers that are not negative."""
-  # `//` rounds down: XLA would compute signs and remainders for it.
+  # For `//`, XLA would also compute signs and remainders, to round down.
   if divisor & (divisor - 1) == 0:
     return number >> (divisor.bit_length() - 1)
   return lax.div(number, lax.full_like(number, divisor))

@@ -13,7 +13,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 WINDOW = 128
-"""Items of one trip of `for_each`, W. Most calls need a single trip."""
+"""W, the items of one trip of `for_each`. Most calls need a single trip."""
 
 Carry = TypeVar("Carry")
 
@@ -22,8 +22,8 @@ def read_before(read: Array, index: Array) -> Array:
   """Makes the index of an update depend on an earlier read of the same array.
 
   XLA updates an array in place only if all earlier reads of it must be finished
-  by then. If the indices of the update do not depend on a read, XLA copies the
-  whole array, in every step of a loop.
+  before the update. If the indices of the update do not depend on a read, XLA
+  copies the whole array, in every step of a loop.
 
   Args:
     read: int32[], computed from the values that were read, never negative.
@@ -40,7 +40,7 @@ def read_before(read: Array, index: Array) -> Array:
 def at_most_once(
   condition: Array, body: Callable[[Carry], Carry], carry: Carry
 ) -> Carry:
-  """Computes `body(carry)` if `condition`, bool[], and updates in place.
+  """Returns `body(carry)` if `condition`, else `carry`, updated in place.
 
   Args:
     condition: bool[].
@@ -48,7 +48,7 @@ def at_most_once(
     carry: any pytree of arrays.
   """
 
-  # XLA copies the operands of a `lax.cond`, but runs the body of a loop in
+  # XLA copies the operands of a `lax.cond`, but updates the carry of a loop in
   # place. So this is a loop with at most one trip.
   def trip(loop: tuple[Array, Carry]) -> tuple[Array, Carry]:
     active, carry = loop
@@ -62,8 +62,8 @@ class Items(NamedTuple):
   """A window of items.
 
   Attributes:
-    row: int32[W], the item's range.
-    offset: int32[W], the item's 0-based position in its range.
+    row: int32[W], the number of the item's range.
+    offset: int32[W], the item's 0-based position in that range.
     valid: bool[W], False past the last item.
   """
 
@@ -80,15 +80,15 @@ def locate(counts: Array, item: Array) -> Items:
     item: int32[W], 0-based positions among all items.
   """
   ends = jnp.cumsum(counts, dtype=jnp.int32)
-  # XLA:CPU would repeat an unrolled search for each use of `row`. On an
-  # accelerator a loop costs one launch a step.
+  # XLA:CPU would repeat an unrolled search for each use of `row`, so it runs a
+  # loop. On an accelerator a loop would cost one launch a step.
   row = lax.platform_dependent(
     ends,
     item,
     cpu=functools.partial(_num_ended, unroll=False),
     default=functools.partial(_num_ended, unroll=True),
   )
-  begin = indexing.take(ends, row - 1)  # 0 for the first.
+  begin = indexing.take(ends, row - 1)  # Row 0 reads 0.
   return Items(row, item - begin, (item >= 0) & (item < ends[-1]))
 
 
@@ -126,8 +126,8 @@ def for_each(
   total = jnp.sum(counts, dtype=jnp.int32)
   lanes = jnp.arange(width, dtype=jnp.int32)
 
-  # The trips follow the number of items, not of ranges: no items cost one
-  # comparison, and one long range as much as many short ones.
+  # The number of trips depends on the number of items, not of ranges. No items
+  # cost one comparison, and one long range costs as much as many short ones.
   def trip(loop):
     begin, carry = loop
     return begin + width, body(carry, locate(counts, begin + lanes))

@@ -11,7 +11,7 @@ from jax import lax
 def zeros_like(array: Array) -> Array:
   """Returns zeros (False for bool) that vary over the mesh axes of an array.
 
-  The carry of a loop must vary over the same axes before and after a trip.
+  A loop needs them: its carry must vary over the same axes in every trip.
   """
   # `jnp.zeros_like` makes a constant, which varies over no axis.
   return array & False if array.dtype == jnp.bool_ else array ^ array

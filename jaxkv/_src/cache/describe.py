@@ -17,10 +17,10 @@ def describe(state: Any, status: type[enum.IntEnum]) -> str:
 
   Args:
     state: a CacheState, or a tree with its structure.
-    status: the names of `state.error`.
+    status: the enum with the names for `state.error`.
   """
-  # JAX formats states with any leaves in its errors: tracers, shapes, stacks or
-  # donated buffers. So this must never raise.
+  # JAX formats states in its error messages, also if their leaves are tracers,
+  # shapes, stacks or donated buffers. So this must never raise.
   config = state.config
   kinds = ", ".join(_kind_names(config.groups))
   obstacle = _obstacle(state)

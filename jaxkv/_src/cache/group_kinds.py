@@ -1,8 +1,8 @@
 """Kinds of layer groups: the pages that a group keeps, and its prefix hits.
 
 Layers with the same cache behaviour form a group. A kind is a small static
-object with a few pure functions over arrays of sequences. Users define further
-kinds as subclasses. Lengths are in tokens; P counts pages of the group's size.
+object with pure functions over arrays of R sequences. Users can define further
+kinds as subclasses. Lengths are in tokens. P is a number of the group's pages.
 
 `GroupSizes` converts token counts to pages of every group.
 """
@@ -43,7 +43,7 @@ class GroupKind:
   """The number of scratch pages after the page of the last token."""
 
   keeps_last_page: ClassVar[bool] = False
-  """True if a running sequence keeps its last full page, needed or not."""
+  """True if a running sequence keeps its last full page, even if unneeded."""
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -64,15 +64,15 @@ class GroupKind:
   @property
   def skips_pages(self) -> bool:
     """True if pages become unnecessary while a sequence runs."""
-    # Static, so that kinds which keep all pages compile no code for skipped
-    # ones.
+    # A static test, so that programs with kinds that keep all pages contain no
+    # code for skipped pages.
     return type(self).num_skipped_tokens is not GroupKind.num_skipped_tokens
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:
     """Counts the leading tokens that no token after `num_tokens` attends to.
 
     Args:
-      num_tokens: int32[...].
+      num_tokens: int32[...], the tokens so far.
 
     Returns:
       int32[...]. A page is skipped when all its tokens are skipped.
@@ -84,10 +84,10 @@ class GroupKind:
   ) -> Array:
     """Counts the pages of the longest prefix that a sequence can continue.
 
-    Only the pages after the `num_skipped_tokens` of the prefix must be cached.
+    Pages within the `num_skipped_tokens` of the prefix need not be cached.
 
     Args:
-      hits: bool[R, P], pages that are cached.
+      hits: bool[R, P], True for columns with a cached page.
       limit: int32[R], the maximal number of tokens of a prefix.
       drop: bool[R], True if the last page found is not part of the prefix,
         because a draft model needs it computed again.
@@ -97,8 +97,8 @@ class GroupKind:
     Returns:
       int32[R].
     """
-    # All P + 1 ends are tested at once. The pages from `begin` to an end are
-    # cached if the number of misses before both is the same.
+    # All P + 1 ends are tested at once. If `begin` and an end have the same
+    # number of misses before them, all pages between the two are cached.
     end = jnp.arange(hits.shape[1] + 1, dtype=jnp.int32)[None]
     prefix = end - drop.astype(jnp.int32)[:, None]
     skipped = self.num_skipped_tokens(jnp.maximum(prefix, 0) * page_size)
@@ -119,16 +119,16 @@ class GroupKind:
     ends: tuple[Array, ...],
     drop: int,
   ) -> Array:
-    """Returns True for full pages to publish: they can be part of a hit.
+    """Finds the full pages to publish, because they can be part of a hit.
 
     Args:
       pages: int32[X], the columns of the pages in the page table.
       page_size: tokens a page.
       align: hits end at multiples of this many pages.
-      every: the cache retains hits that end at multiples of this many pages; 0
+      every: prefixes that end at multiples of this many pages must stay hits; 0
         for none of them, None for all.
-      ends: int32[X] each, pages of further retained prefixes, dropped pages
-        included; negative for none.
+      ends: int32[X] each, the lengths in pages of other prefixes that must stay
+        hits, with the page that the hit drops; negative for none.
       drop: the number of pages that a hit drops at its end, 0 or 1.
 
     Returns:
@@ -179,8 +179,8 @@ class SlidingWindow(GroupKind):
     self, hits: Array, limit: Array, drop: Array, page_size: int, align: int
   ) -> Array:
     """See `GroupKind`."""
-    # As in vLLM, a prefix shorter than the window is aligned twice: before and
-    # after the last page is dropped.
+    # As in vLLM, a prefix shorter than the window is aligned both before and
+    # after its last page is dropped. So it loses another `align` pages.
     num_pages = super().longest_hit(hits, limit, drop, page_size, align)
     short = drop & (num_pages * page_size < self.window - 1)
     lost = jnp.where(short, align if align > 1 else 0, 0)
@@ -196,7 +196,7 @@ class SlidingWindow(GroupKind):
     drop: int,
   ) -> Array:
     """See `GroupKind`. Only the window at the end of a prefix is published."""
-    # If the windows of successive hits overlap, they cover all pages.
+    # If windows of successive hits touch, they cover all pages: publish all.
     needed = -(-(self.window - 1) // page_size) + drop
     every = align if every is None else every
     if every and needed >= every:
@@ -238,10 +238,10 @@ class ChunkedLocal(GroupKind):
 class Recurrent(GroupKind):
   """Layers with a state instead of keys and values, such as Mamba's.
 
-  A page is a snapshot of the state at the page's end. A sequence continues from
-  its last cached snapshot. A page is published when tokens past its end are
-  committed. A model that computes past the end of a page must write the page's
-  state.
+  A page is a snapshot of the state after the page's last token. A sequence
+  continues from its last cached snapshot. A page is published when its last
+  token is committed. So when a model computes that token, it must write the
+  state to the page.
 
   Attributes:
     num_speculative: the number of draft tokens; each has a scratch page.
@@ -301,7 +301,7 @@ class CrossAttention(GroupKind):
 
 @dataclasses.dataclass(frozen=True)
 class GroupSizes:
-  """The sizes of G groups: `CacheConfig.sizes`.
+  """Converts token counts to pages for G groups; see `CacheConfig.sizes`.
 
   Most methods map token counts, int32[...], to int32[..., G] or bool[..., G].
 
@@ -317,8 +317,8 @@ class GroupSizes:
 
   def by_group(self, function: Callable[[GroupKind, int], Array]) -> Array:
     """Stacks `function(kind, page_size)` of all groups on a new last axis."""
-    # Computed once for equal groups, and broadcast if all are equal: models
-    # with many layer groups then have no larger program.
+    # Equal groups are computed once. If all are equal, the result is broadcast,
+    # so the program does not grow with the number of groups.
     groups = list(zip(self.groups, self.page_sizes, strict=True))
     results = {group: function(*group) for group in dict.fromkeys(groups)}
     if len(results) == 1:
@@ -373,7 +373,7 @@ class GroupSizes:
 
   def tokens_with_room(self, columns: Array) -> Array:
     """Returns the tokens, int32[...], that fit the columns, int32[..., G]."""
-    # Scratch pages hold no tokens, and groups of an encoder hold other tokens.
+    # Scratch pages hold no tokens. Encoder groups hold others, so set no limit.
     scratch = _broadcast(
       [kind.num_speculative for kind in self.groups], columns
     )
@@ -386,14 +386,14 @@ class GroupSizes:
 
   def exceed_slot(self, columns: Array) -> Array:
     """Returns bool[R]: rows whose columns, int32[R, G], exceed their slot."""
-    # Sequences that fit their slot can exceed it only by scratch pages.
+    # Callers have compared the tokens, so only scratch pages can exceed a slot.
     if not any(kind.num_speculative for kind in self.groups):
       return jnp.bool_(False)
     limits = [self.slot_tokens // size for size in self.page_sizes]
     return jnp.any(columns > _broadcast(limits, columns), axis=1)
 
   def holds_encoder(self, columns: Array) -> Array:
-    """Returns the groups that hold an encoder's tokens, as `columns`."""
+    """Returns bool[..., G], shaped as `columns`: groups of an encoder."""
     flags = [kind.holds_encoder for kind in self.groups]
     return _broadcast(flags, columns).astype(bool)
 

@@ -23,7 +23,7 @@ class CacheError(RuntimeError):
 
 
 def check(state: CacheState) -> None:
-  """Raises if the cache broke an invariant or a call misused it.
+  """Raises if the cache broke an invariant, or if a call recorded a misuse.
 
   Running out of pages is not a misuse; see `stats(state).failed_rows`. Runs on
   the host.
@@ -33,7 +33,7 @@ def check(state: CacheState) -> None:
 
   Raises:
     CacheError: names the invariants that do not hold, or the first misuse.
-    ValueError: the size of an array does not follow from `state.config`.
+    ValueError: an array does not have the size that `state.config` requires.
 
   Examples:
     >>> import jaxkv
@@ -105,7 +105,7 @@ def _tables(state: CacheState) -> Array:
 
 
 def _refs(state: CacheState) -> Array:
-  # The null page is in many columns, but never counted; NO_PAGE is dropped.
+  # The null page has no references, and `add` drops NO_PAGE: out of range.
   entries = state.page_table.reshape(-1)
   entries = indexing.where_valid(entries > 0, entries)
   num_entries = indexing.add(
@@ -154,10 +154,10 @@ def _index(state: CacheState) -> Array:
   position = prefix_index.position_of(index, pages)
   keys = prefix_index.key_of(index, pages)
   is_placed = indexing.take(position, entries, fill=-1) == places
-  # Several pages may have one key. A lookup finds the first page published.
+  # Several pages can have one key, and a lookup finds the oldest: compare keys.
   first = prefix_index.lookup(index, keys, index.tokens)
   same_key = prefix_index.key_of(index, first) == keys
-  # Lookups rely on these counts to stop: one too small would hide a page.
+  # A lookup stops where a count is 0, so a count too small would hide a page.
   overflow = prefix_index.recount(index, cached)
   return (
     jnp.all(jnp.where(cached, indexing.take(entries, position) == pages, True))
@@ -174,7 +174,7 @@ def _keys(state: CacheState) -> Array:
   if hashes is None or index is None or secret is None:
     return jnp.bool_(True)
   chain, num_read = _chain_read_back(state, secret, hashes, index)
-  # If a page is missing, the keys of this slot cannot be checked.
+  # Without the tokens of all pages, the keys of a slot cannot be checked.
   complete = num_read >= 0
   final = rules.final_pages(config, state.length)
   all_match = jnp.bool_(True)
@@ -204,8 +204,8 @@ def _chain_read_back(
   """Recomputes the keys of each slot from the tokens in its pages.
 
   Returns:
-    uint32[B, P, 4], and int32[B]: the number of tokens read, or -1 if a page
-    was skipped by a window or not kept by a recurrent group.
+    uint32[B, P, 4], and int32[B]: the number of tokens read, or -1 if a window
+    skipped a page, or a recurrent group did not keep it.
   """
   config, group = state.config, state.config.token_group
   size, slots = config.page_sizes[group], config.num_slots

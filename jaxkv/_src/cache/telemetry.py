@@ -178,7 +178,7 @@ def _push(log: EventLog, valid: Array, **fields: Array) -> EventLog:
 
 
 def read_log(log: EventLog, page_sizes: tuple[int, ...]) -> Drained:
-  """Reads the events on the host; `page_sizes` has the tokens a page by group."""
+  """Reads the events on the host; `page_sizes` has one size for each group."""
   log = jax.device_get(log)
   count, size = int(log.count), len(log.kind)
   return Drained(

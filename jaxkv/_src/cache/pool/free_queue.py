@@ -4,7 +4,7 @@ The entry `ring[q]` is live if its page still points back at it:
 `position[ring[q]] == q`. Removing a page from the middle only clears its
 position, so no entry moves and the cost does not depend on the number of pages.
 Stale entries are skipped when they reach the front. If they fill the ring, a
-sweep removes all of them, once in many pushes.
+sweep removes all of them. The ring has at least 2 N entries: sweeps are rare.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ class FreeQueue:
   Attributes:
     ring: page numbers; the entries are at `head .. head + span`, modulo C.
       # int32[C]
-    position: the position of a page's live entry. For a page in use, any
-      position without an entry of that page. For the null page, NOWHERE.
-      # int32[N]
+    position: the ring position of a free page's live entry. For a page in use,
+      any number except the position of an entry of that page. For the null
+      page, NOWHERE.  # int32[N]
     head: the position of the first entry.  # int32[]
     span: the number of entries, stale ones included.  # int32[]
     num_free: the number of live entries.  # int32[]
@@ -50,7 +50,7 @@ class Front(NamedTuple):
   """A window over the front of the queue.
 
   Attributes:
-    pages: int32[W].
+    pages: int32[W], the page of each entry.
     rank: int32[W], 0-based position among the pages popped by this call.
     valid: bool[W], True if the entry was popped.
   """
@@ -62,8 +62,8 @@ class Front(NamedTuple):
 
 def init(num_pages: int) -> FreeQueue:
   """Returns a queue of all pages but the null page, in ascending order."""
-  # With a power of two, `_wrap` is one bitwise operation. With at least 2 N
-  # entries, there is room for N pushes between two sweeps.
+  # A power of two, because `_wrap` is then one bitwise operation. With at least
+  # 2 N entries, there is room for N pushes between two sweeps.
   capacity = 2 << (num_pages - 1).bit_length()
   pages = jnp.arange(1, capacity + 1, dtype=jnp.int32)
   numbers = jnp.arange(num_pages, dtype=jnp.int32)
@@ -81,8 +81,8 @@ def pop(
 ) -> tuple[FreeQueue, Front]:
   """Pops up to `num_pages` pages from the first `window` entries.
 
-  Stale entries in the window make the result shorter. The caller repeats the
-  call for the rest, which terminates if `num_pages <= num_free`.
+  Stale entries in the window make the result shorter. The caller then calls
+  again for the missing pages. This terminates if `num_pages <= num_free`.
   """
   lanes = jnp.arange(window, dtype=jnp.int32)
   place = _wrap(queue, queue.head + lanes)
@@ -129,14 +129,14 @@ def remove(
 def push_back(
   queue: FreeQueue, pages: Array, valid: Array, *, marks: Array, marked: Array
 ) -> FreeQueue:
-  """Appends pages in the given order; the caller has reserved room.
+  """Appends pages in the given order; the caller must have reserved room.
 
   Args:
     queue: the queue.
     pages: int32[W].
     valid: bool[W], the pages to append, all distinct.
-    marks: int32[W], the new positions of marked pages.
-    marked: bool[W], pages that stay outside of the queue; none is valid.
+    marks: int32[W], the numbers that marked pages get in place of positions.
+    marked: bool[W], pages that stay outside of the queue; none of them valid.
   """
   chex.assert_equal_shape([pages, valid, marks, marked])
   rank = jnp.cumsum(valid, dtype=jnp.int32)

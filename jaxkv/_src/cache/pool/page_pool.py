@@ -31,10 +31,10 @@ class PoolState:
   """The pages: their references, the free queue and the index.
 
   Attributes:
-    unhashed_first: True if pages without a key go to the front of the queue;
-      see `CacheConfig.free_policy`.
-    ref_count: page-table entries that name the page, plus its pins; 0 for the
-      null page.  # int32[N]
+    unhashed_first: True if pages that are not cached go to the front of the
+      queue; see `CacheConfig.free_policy`.
+    ref_count: the number of page-table entries that hold the page, plus its
+      pins; 0 for the null page.  # int32[N]
     pin_count: references taken by `pin` and `touch`.  # int32[N]
     queue: the free pages in eviction order.
     index: the cached pages; None without prefix caching.
@@ -58,7 +58,7 @@ class Popped(NamedTuple):
   """The result of `pop`.
 
   Attributes:
-    pages: int32[W].
+    pages: int32[W], page numbers.
     rank: int32[W], 0-based position among the pages popped by this call.
     valid: bool[W], True if the page was popped.
     num_evicted: int32[], the number of popped pages that were cached.
@@ -95,7 +95,7 @@ def pop(
 ) -> tuple[PoolState, Popped]:
   """Pops up to `num_pages` free pages and removes them from the index.
 
-  Like `free_queue.pop`, it may return fewer; the caller repeats the call.
+  Like `free_queue.pop`, it can return fewer: the caller then calls again.
   """
   queue, popped = free_queue.pop(pool.queue, num_pages, window=window)
   pages, _, valid = popped
@@ -133,15 +133,15 @@ def hold(pool: PoolState, pages: Array, valid: Array) -> PoolState:
 def drop(
   pool: PoolState, pages: Array, owner: Array, valid: Array
 ) -> tuple[PoolState, Array]:
-  """Removes a reference for each valid item; unreferenced pages are appended.
+  """Removes a reference for each valid item, and queues unreferenced pages.
 
-  With `unhashed_first`, unreferenced pages without a key stay outside of the
-  queue. The caller passes them to `to_front`, in the opposite order.
+  With `unhashed_first`, unreferenced pages that are not cached stay outside of
+  the queue. The caller must pass them to `to_front`, in the opposite order.
 
   Args:
     pool: the pool, with room reserved in its queue.
     pages: int32[W]; repeats are allowed, and every valid page is referenced.
-    owner: int32[W], a number that identifies the range of the reference.
+    owner: int32[W], the number of the column range that holds each reference.
     valid: bool[W].
 
   Returns:
@@ -150,8 +150,8 @@ def drop(
   place = indexing.where_valid(valid, pages)
   ref_count = indexing.add(pool.ref_count, place, values=-1)
   unreferenced = valid & (indexing.take(ref_count, pages, fill=1) == 0)
-  # A page may be named by several items. It is queued for its last one, where
-  # the last reference goes when items are served in order.
+  # Several items can hold one page. Served in order, the last item removes the
+  # last reference, so the page is queued at that item's turn.
   position, freed = free_queue.mark_last(
     pool.queue.position, pages, unreferenced
   )
@@ -181,7 +181,7 @@ def to_front(
     owner: int32[W], as in the call of `drop`.
     valid: bool[W].
   """
-  # A page that several owners dropped belongs to the one that marked it last.
+  # If several owners dropped a page, the mark is that of the last one.
   unqueued = indexing.take(pool.queue.position, pages) == _mark_of(owner)
   queue = free_queue.push_front(pool.queue, pages, valid & unqueued)
   return dataclasses.replace(pool, queue=queue)
@@ -189,7 +189,7 @@ def to_front(
 
 def reserve(pool: PoolState, num_references: Array) -> PoolState:
   """Makes room in the queue for the pages freed by `num_references` drops."""
-  # No more pages can become free than are in use, so one sweep always suffices.
+  # Only pages in use can become free, so after one sweep all of them fit.
   in_use = jnp.int32(pool.ref_count.shape[0] - 1) - pool.queue.num_free
   count = jnp.minimum(num_references, in_use)
   return dataclasses.replace(pool, queue=free_queue.reserve(pool.queue, count))
@@ -262,5 +262,5 @@ def is_cached(pool: PoolState, pages: Array) -> Array:
 
 def _mark_of(owner: Array) -> Array:
   """Returns the queue position of a page that `drop` left outside."""
-  # Past NOWHERE, so it is no position of an entry and differs for each owner.
+  # Numbers past NOWHERE are never positions of entries. Each owner has one.
   return indexing.NOWHERE + 1 + owner

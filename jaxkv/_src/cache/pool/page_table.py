@@ -27,8 +27,8 @@ class Ranges(NamedTuple):
   """Ranges of columns in rows of the page table.
 
   Attributes:
-    slot: int32[X], out of range for an empty range.
-    group: int32[X].
+    slot: int32[X], the slot of each range; out of range if the range is empty.
+    group: int32[X], the group of each range.
     start: int32[X], the first column.
     stop: int32[X], one past the last column; `start` for an empty range.
   """
@@ -86,9 +86,9 @@ def attach(
     table: int32[B, G, M].
     slots: int32[R].
     start: int32[R, G], the first column to fill; the columns hold no page yet.
-    stop: int32[R, G], one past the last.
-    read: returns the pages, also from the table passed to it. Null pages are
-      written without a reference.
+    stop: int32[R, G], one past the last column.
+    read: returns the pages to write. It gets the current table, from which it
+      can read them. Null pages are written without a reference.
 
   Returns:
     The pool and the table.
@@ -178,14 +178,14 @@ def shrink(
   pool, first_unqueued = loops.for_each(
     cleared.counts, give_back, (pool, cleared.stop)
   )
-  # Each page pushed to the front precedes the pages pushed before it, so this
-  # pass visits the columns in ascending order. It starts each range at its
-  # first such page, since usually only the tail of a sequence has no key.
+  # A page pushed to the front precedes all others, and the tail must be popped
+  # first, so this pass visits columns in ascending order. It begins at a
+  # range's first page that is not cached: usually only the tail is not.
   unqueued = cleared._replace(start=first_unqueued)
   if pool.unhashed_first:
     pool = loops.for_each(unqueued.counts, push_front, pool)
-  # The loops above read the table. Without this dependency of the loop that
-  # writes it, XLA would copy the table.
+  # The loops above read the table, and `fill` writes it. If the write did not
+  # depend on the reads, XLA would copy the table.
   stop = loops.read_before(pool.queue.num_free, cleared.stop)
   return pool, fill(table, cleared._replace(stop=stop), replacement)
 
@@ -208,7 +208,7 @@ def place_of(
   filled: Ranges, items: Items, *, descending: bool = False
 ) -> tuple[Array, Array, Array]:
   """Returns slot, group and column of items; invalid items get NOWHERE."""
-  # One gather instead of three.
+  # Stacked, so that one gather replaces three.
   edge = filled.stop if descending else filled.start
   bounds = jnp.stack([filled.slot, filled.group, edge], axis=-1)
   located = indexing.take(bounds, items.row, fill=indexing.NOWHERE)

@@ -1,10 +1,10 @@
-"""Columns of recurrent groups, which hold few pages with gaps between them.
+"""Page-table columns of recurrent groups: few pages, with gaps between them.
 
 The state after t tokens is in the column of token t - 1. Columns between two
-states hold the null page. The scratch pages, one for each speculative token,
-follow the column of the running state and move along when the sequence grows.
-
-Without recurrent groups every function here returns its input unchanged.
+states hold the null page. The running state is the one after the last token.
+The scratch pages, one for each speculative token, are in the columns after it.
+They move to later columns when the sequence grows. Without recurrent groups,
+the functions here leave the page table unchanged.
 """
 
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def first_fresh(
     config: the cache's groups.
     held: int32[R, G], columns in use.
     stop: int32[R, G], columns in use afterwards, at least `held`.
-    begins: bool[R], sequences without scratch pages so far.
+    begins: bool[R], True for new sequences, which have no scratch pages yet.
 
   Returns:
     int32[R, G]; `held` for groups that are not recurrent.
@@ -59,8 +59,8 @@ def place_scratch(
 ) -> Array:
   """Writes null pages and moved scratch pages before the first fresh column.
 
-  Takes the arguments of `first_fresh`. Slots are int32[R]; a row whose slot is
-  out of range does not change. Returns the table.
+  The arguments are those of `first_fresh`, the table, int32[B, G, M], and
+  slots, int32[R], out of range for rows that must not change.
   """
   if not has_states(config):
     return table
@@ -141,7 +141,7 @@ def can_continue(
   group = jnp.arange(config.num_groups, dtype=jnp.int32)[None]
   page = indexing.take(table, slots[:, None], group, last)
   # A page holds one state: the one at the page's end, or the running state in
-  # the last page. States between them were overwritten.
+  # the last page. So a state inside a page is lost once later tokens follow.
   inside = config.sizes.open_pages(tokens) & (tokens < length)[:, None]
   available = ((page > 0) & ~inside) | ~holds_states(config)
   return (tokens == 0) | jnp.all(available, axis=1)
@@ -150,7 +150,7 @@ def can_continue(
 def _growth(
   config: CacheConfig, held: Array, stop: Array, begins: Array
 ) -> tuple[Array, Array]:
-  """Returns the running states' columns, and how many scratch pages move."""
+  """Returns the columns of running states, and counts scratch pages to move."""
   # Scratch pages before the new column of the running state move to the columns
   # after it. The others stay.
   scratch = _scratch(config)
@@ -170,9 +170,10 @@ def _move(
   target: Array,
   replacement: int,
 ) -> Array:
-  """Moves `counts` pages of each row from `source` on to `target` on.
+  """Moves pages of each row from columns at `source` to columns at `target`.
 
-  The three are int32[R, G]. The old columns get the page `replacement`.
+  `counts`, `source` and `target` are int32[R, G]: the number of pages, and the
+  first old and new column. The old columns get the page `replacement`.
   """
   row = (slots[:, None], jnp.arange(config.num_groups, dtype=jnp.int32)[None])
   # The new and old columns of a row may overlap, so the pages move one by one.

@@ -3,19 +3,19 @@
 The only primitive is the Chaskey permutation of four 32-bit words with 8 rounds
 (Mouha et al., "Chaskey: An Efficient MAC Algorithm for 32-bit
 Microcontrollers", SAC 2014). The tokens of a page are absorbed four words at a
-time into a secret start value, for all pages in parallel. The digests are then
-chained:
+time into a secret start value, for all pages in parallel. The results are the
+digests of the pages, which are then chained:
 
     digest_i = absorb(secret, tokens of page i)
     chain_i  = permute(chain_{i-1} ^ digest_i),  chain_{-1} = root(epoch, salt)
     key_i    = chain_i ^ mask of the group
 
-Only the chain is sequential, with one permutation a page. The permutation can
-be inverted, so a secret masks all its inputs and outputs. An attacker who sees
+Only the chain is sequential, with one permutation a page. Anyone can invert the
+permutation, so a secret masks all its inputs and outputs. An attacker who sees
 the keys and chooses the tokens, but does not know the secret, cannot construct
-two prefixes with the same key. (Chaskey's bound: tokens seen times permutations
-computed must reach 2**128.) A lookup also compares the page's own tokens, see
-`prefix_index`.
+two prefixes with the same key. (In Chaskey's bound, an attack succeeds when
+tokens seen times permutations computed reach 2**128.) A lookup also compares
+the page's own tokens, see `prefix_index`.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from jaxkv._src.cache.config import CacheConfig
 
 KEY_WORDS = 4
 _ROUNDS = 8
-# Rows of `make_secret`; from the last one on, a row for each group.
+# Rows of the array of secrets; from _GROUPS on, it has a row for each group.
 _DIGEST, _ROOT, _GROUPS = range(3)
 
 # A key is uint32[..., 4] outside of this file and a tuple of four uint32[...]
 # inside. XLA compiles the tuple to straight code. If the words were stacked
-# between rounds, it would recompute the earlier rounds for every word.
+# between rounds, XLA would recompute the earlier rounds for every word.
 Words = tuple[Array, Array, Array, Array]
 
 
@@ -79,7 +79,7 @@ def make_secret(key: Array, num_groups: int) -> Array:
   labels = [number.to_bytes(4, "little") for number in range(2 + num_groups)]
   purposes = np.stack([_blake2(b"secret", number) for number in labels])
   words = _xor(_unstack(key), _unstack(jnp.asarray(purposes)))
-  # Without the key at both ends, the permutation could be inverted.
+  # The key masks input and output, because the permutation can be inverted.
   return _stack(_xor(_unstack(key), _permute(words)))
 
 
@@ -108,7 +108,7 @@ def group_key(secret: Array, chain: Array, group: Array) -> Array:
   """Computes the keys of pages in their groups from the keys of the chain.
 
   The keys are uint32[..., 4] and the groups int32[...]. The function is its own
-  inverse.
+  inverse, so it also computes the keys of the chain from those of pages.
   """
   return chain ^ secret.at[_GROUPS + group].get(mode="clip")
 
@@ -142,7 +142,7 @@ def row_keys(secret: Array, previous: Array, pages: Array) -> Array:
 def keys_of_group(
   config: CacheConfig, secret: Array, chain: Array, group: int
 ) -> Array:
-  """Computes the keys of a group's pages, which may exceed `page_size` tokens.
+  """Computes the keys of a group's pages, which can exceed `page_size` tokens.
 
   `chain` has the key after every `page_size` tokens, uint32[R, P, 4]. Returns
   the keys of the group's X whole pages, uint32[R, X, 4].
@@ -171,10 +171,10 @@ def chain_keys(previous: Array, digests: Array) -> Array:
 def _permute(words: Words, at_once: int = 2) -> Words:
   """Applies the eight rounds of the permutation.
 
-  On a CPU a loop runs `at_once` rounds in a trip.
+  On a CPU the rounds are a loop, with `at_once` rounds in each trip.
   """
-  # XLA:CPU computes one result at a time and recomputes shared values, also in
-  # straight code, so there the rounds are a loop. On an accelerator a loop
+  # XLA:CPU computes one word at a time and recomputes shared values, also
+  # in straight code, so there the rounds are a loop. On an accelerator a loop
   # would cost a dozen launches instead of one.
   return lax.platform_dependent(
     words,
@@ -238,14 +238,14 @@ class SlotHashes:
 
   Attributes:
     root: the key before the slot's first page.  # uint32[B, 4]
-    chain: the key at the last multiple of A tokens; `root` before the first
+    chain: the key at the last multiple of A tokens, or `root` before the first
       multiple.  # uint32[B, 4]
-    tail: the tokens after that multiple; `length[b] % A` tokens of row b are
-      valid.  # int32[B, A]
+    tail: the tokens after that multiple, of which the first `length[b] % A` of
+      row b are valid.  # int32[B, A]
     prompt_length: tokens of the prompt with which the slot was admitted; None
       unless `CacheConfig.prefix_retention_interval` is set.  # int32[B]
-    shared_prefix_boundary: tokens of the prompt that only some groups had
-      cached; 0 for none. None if `prompt_length` is None.  # int32[B]
+    shared_prefix_boundary: leading prompt tokens that some groups had cached,
+      but not all; 0 for none. None if `prompt_length` is None.  # int32[B]
   """
 
   root: Array
@@ -290,14 +290,14 @@ def start_slots(
     hashes: the hashes of all slots.
     rows: the slots.
     starts: bool[R], the rows that start a sequence.
-    root: uint32[R, 4] or uint32[4].
-    chain: uint32[R, 4]; None for the root.
+    root: uint32[R, 4] or uint32[4], the keys before the first pages.
+    chain: uint32[R, 4], the keys after cached prefixes; None for `root`.
     prompt_length: int32[R]; None for zeros.
-    boundary: int32[R]; None for zeros.
+    boundary: int32[R], see `SlotHashes.shared_prefix_boundary`; None for zeros.
   """
   if hashes is None:
     return None
-  # A sequence starts where all groups end a page, so no token of `tail` counts.
+  # A cached prefix ends at a multiple of A, so no token of `tail` is valid yet.
   updates = {"root": root, "chain": root if chain is None else chain}
   if hashes.prompt_length is not None:
     zero = jnp.int32(0)

@@ -3,8 +3,8 @@
 A bucket holds eight page numbers. A page goes to the first bucket with an empty
 place in the probe sequence of its key. Every full bucket before that one counts
 the page in `overflow`. A lookup continues past a bucket only if this count is
-not zero, and removing a page decrements the counts. So the table needs no
-tombstones, and any number of pages may have the same key. (This is the scheme
+not zero. Removing a page decrements the counts, so the table needs no
+tombstones. Any number of pages can have the same key. (This is the scheme
 of F14: Bronson and Shi, "Open-sourcing F14 for faster, more memory-efficient
 hash tables", 2019.)
 """
@@ -39,19 +39,19 @@ class PrefixIndex:
 
   Attributes:
     buckets: page numbers, 0 for an empty place.  # int32[Z, 8]
-    overflow: pages that found this bucket full.  # int32[Z]
-    entry: a page's key, the value of `clock` when it was published, and its
-      position in the flattened buckets, NOWHERE if it is not cached.
+    overflow: the number of pages that found the bucket full.  # int32[Z]
+    entry: the key of each page, the value of `clock` when it was published, and
+      its position in the flattened buckets, or NOWHERE if it is not cached.
       # uint32[N, 6]
-    tokens: the tokens of a full page, padded with zeros if another group has
-      larger pages. The tokens and the key of a page that left the index stay
+    tokens: the tokens of each full page, padded with zeros if another group has
+      larger pages. When a page leaves the index, its tokens and key stay
       readable until the page is filled again.  # int32[N, S]
     clock: pages published so far, modulo 2**32.  # uint32[]
   """
 
   buckets: Array
   overflow: Array
-  entry: Array  # One row for three values, so publishing needs one scatter.
+  entry: Array  # Three values in one row, so publishing needs one scatter.
   tokens: Array
   clock: Array
 
@@ -74,7 +74,7 @@ class RemovedPages(NamedTuple):
 
 def init(num_pages: int, page_size: int) -> PrefixIndex:
   """Returns an empty index."""
-  # Room for four times the pages: less than one bucket in a thousand overflows.
+  # With 4 N places, less than one bucket in a thousand overflows.
   num_buckets = 1 << (-(-num_pages // 2) - 1).bit_length()
   return PrefixIndex(
     buckets=jnp.zeros((num_buckets, BUCKET_PAGES), jnp.int32),
@@ -118,10 +118,10 @@ def lookup(
     keys: uint32[X, 4].
     tokens: int32[X, S], the tokens of the pages. A page with the same key and
       other tokens (a collision) is not found.
-    newest: True to find the page published last instead of first.
+    newest: True to find the page published last; False for the first one.
 
   Returns:
-    int32[X]: the first published page with the key and the tokens, 0 for none.
+    int32[X]: a page with the key and the tokens, 0 for none.
   """
   chex.assert_shape(keys, (None, KEY_WORDS))
   chex.assert_shape(tokens, (keys.shape[0], index.tokens.shape[1]))
@@ -145,8 +145,8 @@ def lookup(
     following = _next_bucket(index, keys, bucket)
     probes = active & (indexing.take(index.overflow, bucket) > 0)
     probes &= following != first  # Else all buckets were visited.
-    # After a collision the search restarts, for a page published later. The
-    # tokens are compared only for the best page: they are the largest rows.
+    # After a collision the search restarts for a page published later. Tokens
+    # are the largest rows, so they are read only for the best page.
     has_tokens = jnp.all(indexing.take(index.tokens, best) == tokens, axis=-1)
     restarts = active & ~probes & (best > 0) & ~has_tokens
     return (
@@ -180,7 +180,7 @@ def insert(
     keys: uint32[X, 4].
     tokens: int32[X, S].
     valid: bool[X].
-    published: bool[X]; the other valid pages get a key, but cannot be found.
+    published: bool[X]. Other valid pages get a key, but no lookup finds them.
   """
   chex.assert_shape(keys, (pages.size, KEY_WORDS))
   chex.assert_shape(tokens, (pages.size, index.tokens.shape[1]))
@@ -194,8 +194,8 @@ def insert(
     buckets, position, bucket, pending = loop
     target = indexing.where_valid(pending, bucket)
     vacant = indexing.take(buckets, target) == 0
-    # Pages that probe the same bucket take its empty places in page order, so
-    # that no place is written twice.
+    # If several pages probe one bucket, each takes another empty place, in the
+    # order of `pages`, so that no place is written twice.
     rivals = earlier & (bucket[:, None] == bucket[None, :]) & pending[None, :]
     turn = jnp.sum(rivals, axis=1, dtype=jnp.int32)
     rank = jnp.cumsum(vacant, axis=1, dtype=jnp.int32) - 1
@@ -248,7 +248,7 @@ def remove(
   count = jnp.sum(valid, dtype=jnp.int32)
   home = indexing.quotient(position, BUCKET_PAGES)
   way = indexing.remainder(position, BUCKET_PAGES)
-  # The entries were read above: without a dependency XLA would copy them.
+  # The entries were read above. Without this dependency XLA would copy them.
   place = loops.read_before(count, indexing.where_valid(valid, pages))
   index = dataclasses.replace(
     index,
@@ -306,8 +306,8 @@ def _count_passed(
       overflow, indexing.where_valid(active, bucket), values=amount
     )
     bucket = _next_bucket(index, keys, bucket)
-    # Ends after one round of all buckets if a page is in none of its key's
-    # places, as in a state that breaks its invariants.
+    # If a state breaks its invariants, a page can be in none of the buckets of
+    # its key. The loop then ends after one round of all buckets.
     return overflow, bucket, active & (bucket != home) & (bucket != first)
 
   return lax.while_loop(
@@ -334,7 +334,7 @@ def _first_bucket(index: PrefixIndex, keys: Array) -> Array:
 def _next_bucket(index: PrefixIndex, keys: Array, bucket: Array) -> Array:
   """Returns the next bucket of the probe sequence of each key."""
   # An odd stride visits each of 2**k buckets. It comes from another word of the
-  # key, so keys that start at the same bucket part at the second one.
+  # key, so keys that share their first bucket rarely share the second one.
   stride = keys[:, 1] | jnp.uint32(1)
   return _bucket(index, bucket.astype(jnp.uint32) + stride)
 

@@ -1,4 +1,4 @@
-"""Rules for full pages that are published, and for prefixes that may hit.
+"""Rules for the full pages to publish, and for the prefixes that can be hit.
 
 Only this module reads `CacheConfig.prefix_rules`, `use_eagle` and
 `prefix_retention_interval`.
@@ -88,8 +88,8 @@ def lookup_bound(
   """Returns a lookup's bound, and True where it drops the last page found.
 
   With a draft model, a kind looks one page past the candidate prefix and drops
-  the last page found. Under the classic rules it drops a page in every round,
-  without looking further.
+  the last page found. Under the classic rules it looks no further than
+  the candidate and drops a page in every round.
 
   Args:
     config: the cache's groups and rules.
@@ -102,8 +102,8 @@ def lookup_bound(
   Returns:
     int32[R], tokens, and bool[R].
   """
-  # At one length a page is dropped once. Otherwise every round would shorten
-  # the prefix by a page, and several kinds would agree on nothing.
+  # At each length, a kind drops only one page. Otherwise every round would
+  # shorten the prefix, until several kinds agree on an empty one.
   drop = config.use_eagle & ~dropped
   if config.prefix_rules == "classic":
     return length, drop | config.use_eagle
@@ -123,7 +123,7 @@ def reports_boundary(config: CacheConfig) -> bool:
 
 
 def _hit_pages(config: CacheConfig, tokens: Array, size: int) -> Array:
-  """Counts the pages of the longest hit, dropped one included: int32[X]."""
+  """Counts the pages of a hit in int32[X] tokens, with a dropped page."""
   aligned = tokens // config.alignment * config.alignment
   return aligned // size + int(config.use_eagle)
 
@@ -133,7 +133,7 @@ def _retained_prefixes(
 ) -> tuple[Array, ...]:
   """Returns lengths of retained prefixes, int32[X] each; negative for none."""
   # Three later prompts are likely: the same one, a longer one, and one that
-  # diverges at `boundary`. The prefixes that they would hit are retained. With
+  # diverges at `boundary`. The prefixes that these would hit are retained. With
   # a draft model a hit ends one page earlier.
   boundary = jnp.where(boundary > 0, boundary, -1)
   if not config.use_eagle:

@@ -87,8 +87,8 @@ def find_prefix(
     root = jnp.broadcast_to(roots(state, salts), (rows, hashing.KEY_WORDS))
   else:
     root = hashed[0]
-  # A miss is computed from `zero`, so that inside `shard_map` it varies over the
-  # same mesh axes as a hit: `lax.cond` requires equal types of both.
+  # A miss is computed from `zero`, not from constants. So inside `shard_map` it
+  # varies over the same axes as a hit, which `lax.cond` requires.
   no_columns = config.sizes.full_pages(zero)
   no_pages = jnp.broadcast_to(
     no_columns[..., None], (*no_columns.shape, columns)
@@ -119,8 +119,8 @@ def find_prefix(
     boundary = jnp.where(longest > num_cached, longest, 0)
     return Prefix(num_cached, first, stop, pages, root, last_key, boundary)
 
-  # Hashing and lookup cost most here, so they run only if a hit is possible. The
-  # branches only read the index, so XLA need not copy it.
+  # Hashing and lookup cost most, so they run only if a hit is possible. Both
+  # branches only read the index, so XLA does not copy it.
   return lax.cond(jnp.any(possible >= config.page_size), search, lambda: miss)
 
 
@@ -274,7 +274,7 @@ def _round(
       config, kind.kind, kind.size, length, num_hashed, dropped[number]
     )
     shorter = _shorten(config, kind, bound, drop)
-    # Kinds drop one page at each length, so a shorter candidate resets `dropped`.
+    # Kinds drop one page per length, so a shorter candidate resets `dropped`.
     shrank = ~drop & (shorter < length)
     dropped = jnp.where(shrank[None], False, dropped).at[number].max(drop)
     full = full.at[number].set(shorter)

@@ -31,10 +31,10 @@ ROWS_AT_ONCE = 32
 
 
 class _Stream(NamedTuple):
-  """The tokens of rows from their last multiple of A tokens on.
+  """The tokens of rows after the last multiple of A that is already hashed.
 
-  A is `CacheConfig.alignment`. The stream of a row is its slot's tail followed
-  by its new tokens.
+  A is `CacheConfig.alignment`. The stream of a row is the tail of its slot,
+  followed by its new tokens. A page becomes final when it gets its key.
 
   Attributes:
     slots: int32[R], NOWHERE for a row without new tokens.
@@ -43,8 +43,8 @@ class _Stream(NamedTuple):
     tail_length: int32[R], the number of valid tokens in the tail.
     first: int32[R, G], the first column of the pages that become final.
     stop: int32[R, G], one past the last such column.
-    num_aligned: int32[R], multiples of A before the stream.
-    num_completed: int32[R], multiples of A that the stream completes.
+    num_aligned: int32[R], the tokens before the stream, divided by A.
+    num_completed: int32[R], the number of times that the stream fills A tokens.
   """
 
   slots: Array
@@ -76,12 +76,12 @@ class _Progress(NamedTuple):
 
 
 class _FinalPages(NamedTuple):
-  """Pages that become final, with their data for the index and the log.
+  """A window of W pages that become final, with data for index and log.
 
   Attributes:
     place: slot, group and column in the page table, int32[W] each.
-    keys: uint32[W, 4].
-    tokens: int32[W, S].
+    keys: uint32[W, 4], the keys of the pages.
+    tokens: int32[W, S], their tokens.
     published: bool[W], the pages that can be part of a hit.
     parents: uint32[W, 4], the keys of the preceding pages.
     roots: uint32[W, 4], the keys before the sequences' first pages.
@@ -111,9 +111,9 @@ def publish(
     tokens: int32[R, T].
     counts: int32[R], 0 .. T, the number of new tokens of each row.
     first: int32[R, G], the first column without a key, for streams that begin
-      at the slot's first token. None: it follows from the slot's length.
-    keys: uint32[R, P, 4], the key after each page of tokens that are hashed
-      already; all rows begin at the slot's first token. None to hash here.
+      at the slot's first token. None to compute it from the slot's length.
+    keys: uint32[R, P, 4], the key after each page of `tokens`, if the caller
+      has them and all rows begin at the slot's first token. None to hash here.
 
   Returns:
     The cache, and int32[R]: the number of published pages.
@@ -139,7 +139,7 @@ def publish(
     num_aligned=num_aligned,
     num_completed=indexing.quotient(after, config.alignment) - num_aligned,
   )
-  # The cost follows the rows that complete something, not all rows of the call.
+  # Only rows that complete something enter the loop, so its cost is theirs.
   completes = jnp.any(stream.stop > stream.first, axis=1)
   completes |= stream.num_completed > 0
   done = loops.for_each(
@@ -182,7 +182,7 @@ def needs_skipped_page(
   moved = aligned < length // config.alignment * config.alignment
   group = config.token_group
   if config.groups[group].holds_states:
-    # A recurrent group has few pages, from which a tail cannot be read. It can
+    # A recurrent group has too few pages to read a tail from them. So it can
     # only go back to a multiple of A, where the tail is empty.
     return moved & (aligned < lengths)
   begin = jnp.maximum(aligned - 1, 0) // config.page_sizes[group]
@@ -204,8 +204,8 @@ def roll_back(
     rows: the slots.
     lengths: int32[R], the new lengths.
     served: bool[R], the rows to roll back.
-    last: int32[R, G], the last page of each row.
-    reopened: bool[R, G], True if the last page leaves the index.
+    last: int32[R, G], the last page of each row at its new length.
+    reopened: bool[R, G], True if that page must leave the index.
   """
   config, hashes, secret = state.config, state.hashes, state.secret
   index = state.pool.index
@@ -228,15 +228,15 @@ def roll_back(
   )
   tail = indexing.take(index.tokens, pages)[..., :size]
   tail = tail.reshape(slots.shape[0], config.alignment)
-  # Within the same multiple of A, the chain stays and the tail is a prefix.
+  # Otherwise the chain stays, and the old tail begins with the new one.
   moved = served & (aligned < rows.read(state.length) // config.alignment)
   hashes = dataclasses.replace(
     hashes,
     chain=rows.write(hashes.chain, moved, chain),
     tail=rows.write(hashes.tail, moved, tail),
   )
-  # The keys are read before the index changes: without a dependency XLA would
-  # copy the index.
+  # The keys must be read before the index changes. Without this dependency XLA
+  # would copy the index.
   last = loops.read_before(jnp.max(key >> 1).astype(jnp.int32), last)
   pool, _ = page_pool.unpublish(
     state.pool, last.reshape(-1), (reopened & served[:, None]).reshape(-1)
@@ -254,8 +254,8 @@ def _publish_rows(
   items: Items,
 ) -> _Progress:
   """Hashes the streams of a window of rows and publishes their final pages."""
-  # Two windows are nested: `row_window` has at most ROWS_AT_ONCE rows of the
-  # call, and the items of the inner loop are columns of these rows.
+  # Two loops are nested. `row_window` has at most ROWS_AT_ONCE rows of a call,
+  # and an item of the inner loop is a column of one of these rows.
   row_window = indexing.where_valid(items.valid, items.row)
   slots = indexing.take(stream.slots, row_window, fill=indexing.NOWHERE)
   pages = _stream_pages(config, stream, row_window)
@@ -283,14 +283,14 @@ def _publish_rows(
   def publish_columns(done: _Progress, items: Items) -> _Progress:
     place = page_table.place_of(final, items)
     slot, group, column = place
-    # A range for each row and group, so this is the row's place in the window.
+    # `final` has G ranges for each row: this is the row's place in the window.
     position = indexing.quotient(items.row, config.num_groups)
     row = indexing.take(row_window, position, fill=indexing.NOWHERE)
     step = indexing.take(page_steps, group)
     begin = column * step - indexing.take(stream.num_aligned, row) * steps
     key = indexing.take(keys, position, begin + step - 1)
     parent = indexing.take(keys, position, begin - 1)
-    # The first page of a stream follows the key of the slot's chain.
+    # The parent of a stream's first page is the key of the slot's chain.
     parent = jnp.where(
       (begin == 0)[:, None], indexing.take(before, position), parent
     )
@@ -340,7 +340,7 @@ def _stream_pages(config: CacheConfig, stream: _Stream, rows: Array) -> Array:
 def _page_tokens(
   config: CacheConfig, pages: Array, row: Array, begin: Array, step: Array
 ) -> Array:
-  """Returns int32[W, S]: the tokens of pages made of `step` stream pages."""
+  """Returns int32[W, S]: tokens of pages with `step` stream pages each."""
   max_step = max(config.page_sizes) // config.page_size
   if max_step == 1:
     return indexing.take(pages, row, begin)
@@ -373,14 +373,14 @@ def _reserve_queue_room(
 def _insert(
   config: CacheConfig, done: _Progress, final: _FinalPages
 ) -> tuple[_Progress, Array]:
-  """Publishes pages; returns also bool[W], the pages that are cached now."""
+  """Publishes pages; also returns bool[W], True for pages that got cached."""
   pool, table = done.pool, done.page_table
   assert pool.index is not None
   pages = indexing.take(table, *final.place)
   valid, repeated = pages > 0, sharding.zeros_like(final.published)
   if config.alignment > min(config.page_sizes):
-    # With an alignment larger than a page, a full page waits for its key. It
-    # may be shared in the meantime, and then several rows name it here.
+    # If A exceeds the size of a page, a full page waits for its key. A fork can
+    # share it in the meantime, and then several rows publish it here.
     valid &= ~page_pool.is_cached(pool, pages)
     repeated = valid & indexing.any_earlier(pages, valid)
   published = final.published & valid
@@ -422,8 +422,8 @@ def _merge(
   first = prefix_index.lookup(pool.index, final.keys, final.tokens)
   merges = published & (first > 0) & (first != pages)
   owner = jnp.zeros_like(pages)
-  # The duplicate leaves the index first, so that `drop` treats it as a page
-  # without a key, which goes to the front of the queue.
+  # The duplicate leaves the index first. So `drop` sees a page that is not
+  # cached, which goes to the front of the queue.
   pool, _ = page_pool.unpublish(pool, pages, merges & ~repeated)
   pool = page_pool.hold(pool, first, merges)
   pool, outside = page_pool.drop(pool, pages, owner, merges)

@@ -1,10 +1,10 @@
 """Reserves pages for the rows of a call: shared by all verbs that take pages.
 
-A verb computes a `Reservation`, the columns that its rows hold afterwards. Then
-`reserve` counts the pages that each row needs, serves rows in order while pages
+A verb computes a `Reservation`: the columns that its rows will have. `reserve`
+then counts the pages that each row needs, serves rows in order while pages
 last, attaches shared pages, pops the others and writes the page-table rows.
 
-A verb that acts in between calls the two halves: `grant`, then `take`.
+A verb that must act between counting and popping calls `grant`, then `take`.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ from jaxkv._src.cache.state import counted
 
 
 class Reservation(NamedTuple):
-  """Columns of page-table rows, in ascending order.
+  """Bounds between ranges of columns in page-table rows, in ascending order.
 
   Attributes:
     first: int32[R, G], one past the leading null pages.
     hit: int32[R, G], one past the pages that are attached or held already.
-    external: int32[R, G], one past the fresh pages for tokens whose K/V comes
-      from elsewhere; `hit` without such tokens.
+    external: int32[R, G], one past the fresh pages for tokens whose K/V is
+      loaded and not computed; equal to `hit` without such tokens.
     fresh: int32[R, G], the first column of the other fresh pages. Recurrent
       groups may have null and scratch pages before it.
     stop: int32[R, G], one past the last column.
@@ -71,7 +71,7 @@ def reservation(
   first: Array | None = None,
   external: Array | None = None,
 ) -> Reservation:
-  """Plans rows that end at `stop`, or at `hit` if that is larger."""
+  """Plans rows that end at `stop`, or at `external` if that is larger."""
   first = sharding.zeros_like(hit) if first is None else first
   external = hit if external is None else external
   chex.assert_equal_shape([first, hit, external, stop])
@@ -100,7 +100,7 @@ def reserve(
     state: the cache.
     rows: the slots.
     plan: the columns of the rows.
-    code: int32[R]; rows with OK take part.
+    code: int32[R], the statuses so far; only rows with OK are served.
     hits: int32[R, G, P], the pages with which rows begin; the columns
       `first .. hit` are attached. None for no hits.
     keep_free: int32[R], pages that must stay free after a row is served.
@@ -158,8 +158,8 @@ def take(
   """Pops the fresh pages of served rows and writes their columns."""
   config, slots = state.config, rows.where(served)
   num_pages = rows.write(state.num_pages, served, plan.stop)
-  # Static: `reservation` reuses the array `hit` for callers without external
-  # tokens, and their program gets no second list of ranges.
+  # Without external tokens, `reservation` uses `hit` itself as `external`. So
+  # this test is static, and such programs have no second list of ranges.
   has_external = plan.external is not plan.hit
   plan = plan.of(served)
   table = recurrent.place_scratch(
@@ -221,10 +221,10 @@ def in_order(
   Returns:
     bool[R], the rows served.
   """
-  # Each trip settles all rows up to the first one that does not fit, and all
-  # later rows that need more than is left there. If all rows fit, no trip runs.
-  # The needs are clipped so that their sum cannot overflow. Rows that can never
-  # fit were refused before that.
+  # Each trip keeps the rows before the first one that does not fit. From there
+  # on, it refuses all rows that need more pages than are left at that row. If
+  # all rows fit, no trip runs. Rows that can never fit are refused before the
+  # loop. Needs are clipped to the free pages, which bounds their sum.
   hopeless = asked & (need > available - keep_free)
   need, keep_free = (jnp.minimum(n, available) for n in (need, keep_free))
 
@@ -261,7 +261,7 @@ def pages_in_column(
 
 
 def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
-  """Returns bool[R, G, P]: hits of beginning sequences in the free queue."""
+  """Returns bool[R, G, P]: hits of new sequences that are in the free queue."""
   inside = indexing.between(plan.first, plan.hit, hits.shape[2])
   inside &= plan.begins[:, None, None]
   return inside & page_pool.is_free(state.pool, hits)
@@ -275,7 +275,7 @@ def _grant_with_hits(
   asked: Array,
   keep_free: Array,
 ) -> Array:
-  """Serves rows in order if rows may share hits; returns bool[R]."""
+  """Returns bool[R], the rows served in order, where rows can share hits."""
   available = state.pool.queue.num_free
   free = free_hits(state, plan, hits) & asked[:, None, None]
   max_need = need + jnp.sum(free, axis=(1, 2), dtype=jnp.int32)
@@ -296,7 +296,7 @@ def _grant_with_hits(
     return lax.scan(serve, (no_rows, available), row_numbers)[0][0]
 
   max_keep_free = jnp.max(jnp.where(asked, keep_free, 0))
-  # The sequential scan is only needed under pressure. If even the sum without
-  # sharing fits, all rows are served.
+  # If the rows fit even when they share no hits, all are served. Otherwise the
+  # sequential scan decides.
   total = jnp.sum(jnp.where(asked, max_need, 0), dtype=jnp.int32)
   return lax.cond(total <= available - max_keep_free, lambda: asked, one_by_one)

@@ -99,7 +99,7 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     state: the cache.
 
   Returns:
-    int32[G]; 0 without sequences, and all pages with only one sequence.
+    int32[G]; 0 if no slot holds a page. With one sequence, all pages count.
 
   Examples:
     >>> import jaxkv
@@ -108,8 +108,8 @@ def num_common_prefix_pages(state: CacheState) -> Array:
     >>> jaxkv.num_common_prefix_pages(state).tolist()
     [0]
   """
-  # Page numbers are compared, because a reference count does not tell who shares
-  # a page: several forks of one sequence can raise it, or pins.
+  # Compares page numbers, because a reference count does not tell who holds the
+  # page: several forks of one sequence raise the count too, and so do pins.
   active = state.num_pages[:, state.config.first_self_group] > 0
   first_row = state.page_table[jnp.argmax(active)]
   is_shared = (state.page_table == first_row[None]) | ~active[:, None, None]
