@@ -14,14 +14,15 @@ or `shard_map`. A verb returns a new state, and the old state stays usable.
 | `recycle` | releases pages that windows and chunks no longer need |
 | `truncate` | rolls sequences back |
 | `free` | releases sequences, tail page first |
-| `pin`, `touch`, `unpin` | protect prefixes or pages from eviction; end that |
+| `pin`, `touch` | protect prefixes or single pages from eviction |
+| `unpin` | ends this protection |
 | `evict` | removes pages from the prefix index |
 | `new_epoch` | makes cached pages unreachable when the weights change |
 | `reset_prefix_cache` | empties the prefix index if no page is held |
 | `stats`, `usage`, `num_common_prefix_pages` | read the state, on the device |
 | `free_pages`, `cached_pages`, `show` | read the state, on the host |
 | `check_invariants` | tests the state's invariants, on the device |
-| `check` | raises if an invariant or a call failed, on the host |
+| `check` | raises if an invariant is broken or a call failed, on the host |
 | `clear_error` | clears a recorded failure |
 | `salt` | makes a salt, which keeps the prefixes of tenants apart |
 | `view` | makes the view of the state that calls of `jaxkv.kv` take |
@@ -46,14 +47,13 @@ Guarantees:
   `CacheConfig.free_policy` says when pages that are not cached are reused.
 - There are no false hits. A page is a hit only if its stored tokens equal the
   tokens looked up, and if its 128-bit key matches. The key is a hash of these
-  tokens and of the preceding page's key; the first page follows a hash of the
-  salt and the epoch. All hashes depend on the state's secret (`init(key=)`).
-  Without the secret, nobody can construct two prefixes with the same key, not
-  even an attacker who chooses prompts and sees hits and keys. The state holds
-  the secret, so protect saved states.
-- The cost does not depend on the pool. No verb of a decode loop does work that
-  grows with the number of pages, and the compiled loop copies no array with an
-  entry for each page.
+  tokens and of the preceding page's key. For the first page, a hash of salt and
+  epoch replaces the preceding key. Hashes depend on a secret, `init(key=)`.
+  Without the secret, an attacker who chooses prompts and sees hits and keys
+  cannot construct two prefixes with the same key. The state has the secret, so
+  protect saved states.
+- The cost does not depend on the size of the pool. The verbs of a decode loop
+  never work on all pages, and the compiled loop copies no array of the pool.
 - `fork` and `truncate` do not copy page contents. They return the copies that
   the caller must make: `kv = jaxkv.kv.copy(kv, *out.copies)`.
 
@@ -83,10 +83,10 @@ modules of `jaxkv.host` and `jaxkv.integrations` must be imported by name.
 | `jaxkv.models` | decoders in plain JAX, with and without a cache |
 | `jaxkv.rl` | losses and advantages for RL |
 | `jaxkv.host` | a cache manager for schedulers in Python, over the same state |
-| `jaxkv.host.vllm`, `jaxkv.host.esurge` | the same, for vLLM and eSurge |
+| `jaxkv.host.vllm`, `jaxkv.host.esurge` | managers for vLLM and eSurge |
 | `jaxkv.integrations.nnx` | `flax.nnx` models over the cache |
 | `jaxkv.integrations.tunix` | a rollout engine for tunix |
-| `jaxkv.integrations.skyrl_tx` | samples for SkyRL-tx |
+| `jaxkv.integrations.skyrl_tx` | sampling for SkyRL-tx |
 | `jaxkv.kernels` | paged attention and page operations on plain arrays |
 
 On a CPU, XLA runs parts of small operations in other threads, which costs more

@@ -124,8 +124,7 @@ def show(
       f"{state.config.num_pages}; use jaxkv.usage and jaxkv.stats for large "
       "pools."
     )
-  # Notebooks display figures only after pyplot was imported. The code below
-  # does not use it.
+  # Notebooks display figures only if pyplot was imported. Nothing else uses it.
   extra_package(
     "matplotlib.pyplot", install="jaxkv[plots]", task="To draw a cache"
   )

@@ -120,7 +120,7 @@ def as_number(name: str, value: Any) -> Array:
 
 
 def check_integer(name: str, value: Any) -> None:
-  """Raises unless `value` is an integer scalar, which fits int32 if concrete."""
+  """Raises unless `value` is an integer scalar that fits int32, if concrete."""
   requirement = "an integer scalar"
   if isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim:
     refuse(ValueError, name, requirement, value)

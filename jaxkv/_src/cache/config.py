@@ -35,14 +35,14 @@ class CacheConfig:
       vLLM since 0.25. "classic": those of earlier versions and of eSurge. Every
       full page is published, even if no hit can use it, and for a draft model
       each group drops a page in every round of a lookup.
-    merge_duplicates: True to look for an equal cached page when a page becomes
-      full. The cached page replaces it, and it returns to the pool at once.
+    merge_duplicates: True to replace a page that becomes full with an equal
+      cached page, if there is one. The full page returns to the pool at once.
     use_eagle: True to drop the last page of a hit, because a draft model
       (EAGLE) needs the hidden states of that page's tokens computed again.
     prefix_retention_interval: selects the pages that sliding-window and
       recurrent groups publish. None: those of all prefixes. 0: those of two
       prefixes, one of the whole prompt and one up to the token where an earlier
-      prompt diverged. k: in addition one prefix every k tokens.
+      prompt diverged. k: also those of a prefix every k tokens.
     event_log: the number of events for which the log has room; 0 for no log.
     track_new_pages: True to record popped pages for `telemetry.take_new_pages`.
     track_residency: True to record ages for `jaxkv.telemetry.residency`.
@@ -178,7 +178,7 @@ class CacheConfig:
 
   @property
   def alignment(self) -> int:
-    """A: the tokens of a hit are a multiple of A, so they fill their pages."""
+    """A: all groups end a page after every A tokens, and hits end only there."""
     return math.lcm(*self.page_sizes)
 
   @property

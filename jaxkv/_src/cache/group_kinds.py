@@ -2,7 +2,7 @@
 
 Layers with the same cache behaviour form a group. A kind is a small static
 object with pure functions over arrays of R sequences. Users can define further
-kinds as subclasses. Lengths are in tokens. P is a number of the group's pages.
+kinds as subclasses. Lengths are in tokens, and P and X are pages of the group.
 
 `GroupSizes` converts token counts to pages of every group.
 """
@@ -64,8 +64,7 @@ class GroupKind:
   @property
   def skips_pages(self) -> bool:
     """True if pages become unnecessary while a sequence runs."""
-    # A static test, so that programs with kinds that keep all pages contain no
-    # code for skipped pages.
+    # Static, so that kinds without skipped pages compile no code for them.
     return type(self).num_skipped_tokens is not GroupKind.num_skipped_tokens
 
   def num_skipped_tokens(self, num_tokens: Array) -> Array:

@@ -60,7 +60,7 @@ class Status(enum.IntEnum):
   QUEUE_FULL: the queue has too few empty rows for the sequences of a prompt.
     This is pressure, not a mistake: retry after a harvest.
   BAD_LOGITS: the logits of a sequence, after its sampling settings, are not a
-    distribution: one is NaN or infinite, or all are -inf.
+    distribution: one is NaN or +inf, or all are -inf.
   """
 
   OK = 0
@@ -142,7 +142,7 @@ class CacheState:
       to column `num_pages[b, g]`, then NO_PAGE.
     lengths: the pages of a slot have room for its tokens.
     refs: `ref_count` is the number of entries that name a page plus its pins.
-    free: pages without references are in the queue once, the others are not.
+    free: the queue holds each page without references once, except page 0.
     index: the buckets hold the cached pages under their keys, and no others.
     keys: the pages of a slot have the chained keys of their tokens.
 
@@ -157,8 +157,8 @@ class CacheState:
     length: tokens whose K/V is final.  # int32[B]
     secret: the secret of the page keys, see `hashing.make_secret`; None without
       prefix caching.  # uint32[2 + G, 4]
-    root: the key that stands before the first page of a sequence without a salt
-      in this epoch; None without prefix caching.  # uint32[4]
+    root: the `hashing.root_key` of sequences without a salt in this epoch; None
+      without prefix caching.  # uint32[4]
     hashes: the running hash of each slot; None without prefix caching.
     pool: the pages.
     stats: counters.
@@ -213,8 +213,8 @@ def init(config: CacheConfig, key: Array | None = None) -> CacheState:
 
   Raises:
     TypeError: `config` is not a CacheConfig, or `key` has another type.
-    ValueError: `key` has another shape. Or it is None under a trace, where all
-      calls would share one draw, or with several processes, which must agree.
+    ValueError: `key` has another shape. Or it is None: under a trace all calls
+      would share one draw, and several processes must share one secret.
 
   Examples:
     >>> import jaxkv
@@ -414,14 +414,13 @@ def in_range(state: CacheState, slots: Array) -> Array:
 
 def is_empty(state: CacheState, slots: Array) -> Array:
   """Returns bool[R]: True for slots without pages, and slots out of range."""
-  # Any group would do except an encoder's, in which a slot in use may have no
-  # page.
+  # Not in an encoder's group, where a slot in use can be without pages.
   group = jnp.int32(state.config.first_self_group)
   return indexing.take(state.num_pages, slots, group) == 0
 
 
 def roots(state: CacheState, salts: Array | None) -> Array:
-  """Returns the root keys of sequences, which stand before their first pages.
+  """Returns the root keys of sequences, see `hashing.root_key`.
 
   The result is uint32[R, 4] for salts uint32[R, 4], and uint32[4] for None.
   """
@@ -482,8 +481,7 @@ def sticky(error: Array, code: Array) -> Array:
     error: int32[], the error before the call.
     code: int32[...], the statuses of the call's rows.
   """
-  # Running out of pages is part of normal operation and must not hide a
-  # mistake.
+  # Running out of pages is normal operation and must not hide a mistake.
   code = code.reshape(-1)
   mistake = is_failure(code) & (code != Status.OUT_OF_PAGES)
   pressure = code == Status.OUT_OF_PAGES

@@ -276,7 +276,7 @@ def count_evicted(
   return dataclasses.replace(
     ages,
     evicted=Residency(
-      # A stamp is the clock before the page's own publication: subtract that.
+      # The page's own publication advanced the clock by 1 after its stamp.
       lifetime=_count(counts.lifetime, clock - stamps - 1, valid),
       idle=_count(counts.idle, clock - freed_at, valid),
     ),

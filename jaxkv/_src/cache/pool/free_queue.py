@@ -112,8 +112,8 @@ def remove(
 ) -> tuple[FreeQueue, Array]:
   """Removes valid pages, int32[W], from any position of the queue.
 
-  All of them must be in the queue, and repeats are allowed. Returns the queue,
-  and int32[]: the number of distinct pages removed.
+  All must be in the queue, and repeats are allowed. Also returns int32[], the
+  number of distinct pages removed.
   """
   position, last = mark_last(queue.position, pages, valid)
   count = jnp.sum(last, dtype=jnp.int32)

@@ -181,7 +181,7 @@ def to_front(
     owner: int32[W], as in the call of `drop`.
     valid: bool[W].
   """
-  # If several owners dropped a page, the mark is that of the last one.
+  # If several owners dropped a page, it has the mark of the last one.
   unqueued = indexing.take(pool.queue.position, pages) == _mark_of(owner)
   queue = free_queue.push_front(pool.queue, pages, valid & unqueued)
   return dataclasses.replace(pool, queue=queue)
@@ -249,18 +249,18 @@ def _count_ages(
 
 
 def is_free(pool: PoolState, pages: Array) -> Array:
-  """Returns bool[...]: the pages in the free queue, or the null page."""
+  """Returns bool[...]: True for pages in the free queue and the null page."""
   return indexing.take(pool.ref_count, pages, fill=1) == 0
 
 
 def is_cached(pool: PoolState, pages: Array) -> Array:
-  """Returns bool[...]: the pages that a lookup can find in the index."""
+  """Returns bool[...]: True for pages that a lookup can find in the index."""
   if pool.index is None:
     return jnp.zeros(pages.shape, bool)
   return prefix_index.contains(pool.index, pages)
 
 
 def _mark_of(owner: Array) -> Array:
-  """Returns the queue position of a page that `drop` left outside."""
-  # Numbers past NOWHERE are never positions of entries. Each owner has one.
+  """Returns the position that `drop` gives to a page left outside."""
+  # Distinct for each owner, and past NOWHERE, where no entry has its position.
   return indexing.NOWHERE + 1 + owner

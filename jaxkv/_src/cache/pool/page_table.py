@@ -122,8 +122,7 @@ def grow(
   """
   total = jnp.sum(filled.counts, dtype=jnp.int32)
 
-  # Not `for_each`: because of stale entries in the queue, a trip may pop fewer
-  # pages than a window has.
+  # Not `for_each`: if the queue has stale entries, a trip can pop fewer pages.
   def trip(loop):
     done, evicted, pool, table = loop
     pool, popped = page_pool.pop(pool, total - done, window=loops.WINDOW)

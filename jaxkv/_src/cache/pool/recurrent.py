@@ -1,10 +1,9 @@
 """Page-table columns of recurrent groups: few pages, with gaps between them.
 
 The state after t tokens is in the column of token t - 1. Columns between two
-states hold the null page. The running state is the one after the last token.
-The scratch pages, one for each speculative token, are in the columns after it.
-They move to later columns when the sequence grows. Without recurrent groups,
-the functions here leave the page table unchanged.
+states hold the null page. The columns after the running (last) state hold the
+scratch pages, one for each speculative token, which move when the sequence
+grows. Without recurrent groups, the functions here do not change the table.
 """
 
 import jax.numpy as jnp

@@ -297,7 +297,7 @@ def start_slots(
   """
   if hashes is None:
     return None
-  # A cached prefix ends at a multiple of A, so no token of `tail` is valid yet.
+  # A new slot has a multiple of A tokens, so no token of `tail` is valid yet.
   updates = {"root": root, "chain": root if chain is None else chain}
   if hashes.prompt_length is not None:
     zero = jnp.int32(0)

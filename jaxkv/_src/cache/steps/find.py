@@ -28,8 +28,7 @@ class Prefix(NamedTuple):
     num_cached_tokens: int32[R], tokens of the prefix.
     first: int32[R, G], the first column that a group needs.
     stop: int32[R, G], one past the last column that it needs.
-    pages: int32[R, G, P], the cached page of each column, 0 for none. The
-      prefix has the columns `first .. stop`.
+    pages: int32[R, G, P], cached pages, 0 for none; `first .. stop` are needed.
     root: uint32[R, 4], the key before the first page.
     chain: uint32[R, 4], the key at the end of the prefix.
     boundary: int32[R], tokens of a longer prefix that some groups have cached,

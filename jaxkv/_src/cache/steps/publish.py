@@ -44,7 +44,7 @@ class _Stream(NamedTuple):
     first: int32[R, G], the first column of the pages that become final.
     stop: int32[R, G], one past the last such column.
     num_aligned: int32[R], the tokens before the stream, divided by A.
-    num_completed: int32[R], the number of times that the stream fills A tokens.
+    num_completed: int32[R], the number of multiples of A that a stream reaches.
   """
 
   slots: Array
@@ -139,7 +139,7 @@ def publish(
     num_aligned=num_aligned,
     num_completed=indexing.quotient(after, config.alignment) - num_aligned,
   )
-  # Only rows that complete something enter the loop, so its cost is theirs.
+  # Only rows that complete a page or A tokens enter the loop and cost time.
   completes = jnp.any(stream.stop > stream.first, axis=1)
   completes |= stream.num_completed > 0
   done = loops.for_each(
@@ -228,7 +228,8 @@ def roll_back(
   )
   tail = indexing.take(index.tokens, pages)[..., :size]
   tail = tail.reshape(slots.shape[0], config.alignment)
-  # Otherwise the chain stays, and the old tail begins with the new one.
+  # A row moves if it goes back past a multiple of A. Otherwise its chain stays,
+  # and its old tail begins with the new one.
   moved = served & (aligned < rows.read(state.length) // config.alignment)
   hashes = dataclasses.replace(
     hashes,

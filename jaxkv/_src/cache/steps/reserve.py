@@ -249,7 +249,7 @@ def in_order(
 def pages_in_column(
   state: CacheState, slots: Array, column: Array, valid: Array
 ) -> Array:
-  """Reads one column, int32[R, G], of the page-table row of each slot.
+  """Reads the page in `column`, int32[R, G], of each slot's page-table rows.
 
   Returns int32[R, G], with NO_PAGE where `valid`, bool[R, G], is False.
   """
@@ -261,7 +261,7 @@ def pages_in_column(
 
 
 def free_hits(state: CacheState, plan: Reservation, hits: Array) -> Array:
-  """Returns bool[R, G, P]: hits of new sequences that are in the free queue."""
+  """Returns bool[R, G, P]: True for free pages that a new sequence hits."""
   inside = indexing.between(plan.first, plan.hit, hits.shape[2])
   inside &= plan.begins[:, None, None]
   return inside & page_pool.is_free(state.pool, hits)
@@ -296,7 +296,6 @@ def _grant_with_hits(
     return lax.scan(serve, (no_rows, available), row_numbers)[0][0]
 
   max_keep_free = jnp.max(jnp.where(asked, keep_free, 0))
-  # If the rows fit even when they share no hits, all are served. Otherwise the
-  # sequential scan decides.
+  # If all rows fit even without sharing hits, no sequential scan is needed.
   total = jnp.sum(jnp.where(asked, max_need, 0), dtype=jnp.int32)
   return lax.cond(total <= available - max_keep_free, lambda: asked, one_by_one)

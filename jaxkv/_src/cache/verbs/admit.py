@@ -134,8 +134,8 @@ def admit(
     salts: uint32[R, 4], see `salt`; None for no salt.
     mask: bool[R], the rows to process; None for all.
     num_tokens: int32[R], at least 1, the number of tokens after the cached
-      prefix that get pages now. For a prompt that is computed in chunks:
-      `allocate` makes room for the later ones. None for all tokens.
+      prefix that get pages now, such as the first chunk of a prompt. `allocate`
+      makes room for later chunks. None for all tokens.
     keep_free: int32[R], pages that must stay free after the sequence is served,
       as a reserve for running sequences (a watermark) or for later chunks of
       the prompt. None for 0.

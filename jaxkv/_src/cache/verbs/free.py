@@ -30,7 +30,7 @@ def free(
 
   Every page of a sequence loses one reference: group by group, the last page
   first. Pages without references go to the free queue and stay cached until
-  they are popped. A tail is popped before its prefix, which stays longer.
+  they are popped. A tail is popped before its prefix, so prefixes stay longer.
 
   Args:
     state: the cache.
@@ -279,7 +279,7 @@ def truncate(
     state,
     hit=keep - shared.astype(jnp.int32),
     stop=keep,
-    # True plans no moves of scratch pages, which `_release_columns` does.
+    # If True, the plan moves no scratch pages: `_release_columns` moves them.
     begins=jnp.ones_like(rows.skipped),
   )
   code = reserve.grant(state, plan, code)
