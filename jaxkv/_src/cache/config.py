@@ -178,7 +178,7 @@ class CacheConfig:
 
   @property
   def alignment(self) -> int:
-    """A: all groups end a page after every A tokens, and hits end only there."""
+    """A: all groups end a page after every A tokens, so hits end there."""
     return math.lcm(*self.page_sizes)
 
   @property

@@ -25,8 +25,8 @@ class CacheError(RuntimeError):
 def check(state: CacheState) -> None:
   """Raises if the cache broke an invariant, or if a call recorded a misuse.
 
-  Running out of pages is not a misuse; see `stats(state).failed_rows`. Runs on
-  the host.
+  Running out of pages is not a misuse: `stats(state).failed_rows` counts it.
+  Runs on the host.
 
   Args:
     state: the cache.
@@ -105,7 +105,7 @@ def _tables(state: CacheState) -> Array:
 
 
 def _refs(state: CacheState) -> Array:
-  # The null page has no references, and `add` drops NO_PAGE: out of range.
+  # Entries with the null page do not count. `add` drops NO_PAGE: out of range.
   entries = state.page_table.reshape(-1)
   entries = indexing.where_valid(entries > 0, entries)
   num_entries = indexing.add(
@@ -154,7 +154,7 @@ def _index(state: CacheState) -> Array:
   position = prefix_index.position_of(index, pages)
   keys = prefix_index.key_of(index, pages)
   is_placed = indexing.take(position, entries, fill=-1) == places
-  # Several pages can have one key, and a lookup finds the oldest: compare keys.
+  # Several pages can have one key, and a lookup finds the first: compare keys.
   first = prefix_index.lookup(index, keys, index.tokens)
   same_key = prefix_index.key_of(index, first) == keys
   # A lookup stops where a count is 0, so a count too small would hide a page.

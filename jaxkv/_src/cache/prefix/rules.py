@@ -40,7 +40,7 @@ def published(
   prompt_length: Array | None,
   boundary: Array | None,
 ) -> Array:
-  """Finds the full pages that are published, because a hit may include them.
+  """Finds the full pages to publish, which are those that a hit can include.
 
   Args:
     config: the cache's groups and rules.
@@ -88,8 +88,8 @@ def lookup_bound(
   """Returns a lookup's bound, and True where it drops the last page found.
 
   With a draft model, a kind looks one page past the candidate prefix and drops
-  the last page found. Under the classic rules it looks no further than
-  the candidate and drops a page in every round.
+  the last page found. Under the classic rules it looks no further than the
+  candidate and drops a page in every round.
 
   Args:
     config: the cache's groups and rules.
@@ -100,7 +100,7 @@ def lookup_bound(
     dropped: bool[R], True if the kind dropped a page at this length before.
 
   Returns:
-    int32[R], tokens, and bool[R].
+    int32[R], the bound in tokens, and bool[R], True to drop the last page.
   """
   # At each length, a kind drops only one page. Otherwise every round would
   # shorten the prefix, until several kinds agree on an empty one.

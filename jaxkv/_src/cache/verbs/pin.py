@@ -248,7 +248,7 @@ def _first_code(
 
 
 def _repeats(flat_pages: Array, columns: int) -> tuple[Array, Array]:
-  """Counts the releases of a page before and after each: int32[X] both."""
+  """Counts releases of the same page before and after each: int32[X] both."""
   # Rows of `columns` pages are released in order, each from its end.
 
   def reverse_rows(values: Array) -> Array:

@@ -71,9 +71,9 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   Call it after a change of weights: K/V computed with the old weights must not
   be hit. Running sequences keep their pages. Pages that they publish later are
   unreachable too, since their K/V depends on old K/V. A sequence counts as
-  running once it is admitted, even before its first commit. When it fills a
-  page, `merge_duplicates` can still replace that page with an equal old page.
-  Old pages are evicted when they reach the front of the free queue.
+  running once it is admitted, even before its first commit. When a running
+  sequence fills a page, `merge_duplicates` can still replace that page with an
+  equal old page. Old pages are evicted at the front of the free queue.
 
   Args:
     state: the cache.
@@ -91,7 +91,7 @@ def new_epoch(state: CacheState) -> tuple[CacheState, NewEpoch]:
   """
   epoch, root = state.epoch + jnp.uint32(1), state.root
   if root is not None and state.secret is not None:
-    # XOR with zeros of the old root: so XLA can reuse its buffer if donated.
+    # XOR with zeros of the old root lets XLA reuse that root's donated buffer.
     root = sharding.zeros_like(root) ^ hashing.root_key(
       state.secret, epoch, None
     )
