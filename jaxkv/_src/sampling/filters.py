@@ -24,7 +24,7 @@ from jaxkv._src.arrays import sharding
 from jaxkv._src.sampling import reductions
 
 _ONE = 2**30
-"""The probability 1 in units of 2**-30, and the bits of the weight 2.0."""
+"""The probability 1 in units of 2**-30; also the bits of the float32 2.0."""
 
 _NEVER_DRAWN = 2**26
 """The bits of a weight of about 1e-36, too small to be drawn."""
@@ -66,7 +66,7 @@ def cutoff(
   weights, min_p, top_k, top_p = sharding.match_varying_axes(
     (weights, min_p, top_k, top_p)
   )
-  # Zeros by way of `weights`, so that they vary over the same mesh axes.
+  # The zeros are computed from `weights` to vary over the same mesh axes.
   floor = _weight(_bits(weights[:, 0]) & 0) if min_p is None else min_p
   needs_search = floor < 0
   if top_k is not None:
@@ -145,7 +145,7 @@ def _keep_mass(weights: Array, floor: Array, top_p: Array) -> Array:
     def amount_of(lightest: Array) -> Array:
       return _units(_weight(lightest), unit)
 
-    # At least 1: a target of 0 would be reached by no token at all.
+    # At least 1: a target of 0 is reached even if no token is kept.
     target = jnp.maximum((top_p * _ONE).astype(jnp.int32), 1)
     return _search(weights, amounts, amount_of, floor, target, top_p < 1)
 
@@ -168,14 +168,14 @@ def _search(
 
   Args:
     weights: float32[R, V].
-    amounts: int32[R, V] or int32[], not decreasing with the weight.
+    amounts: int32[R, V] or int32[]; a larger weight has no smaller amount.
     amount_of: maps the bits of weights, int32[R], to their amounts.
     floor: int32[R], the bits of a cutoff that reaches the target.
     target: int32[R], at least 1.
     active: bool[R], the rows to search; others return `floor`.
   """
-  # Invariant: amounts from `low` on reach the target, from `high` on they do
-  # not. No weight is 2.0, so the first `high` keeps no token.
+  # Invariant: amounts of weights >= `low` reach the target, those of weights >=
+  # `high` do not. No weight is 2.0, so the first `high` keeps no token.
   high = jnp.where(active, jnp.int32(_ONE), floor)
 
   def trip(loop: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -189,9 +189,9 @@ def _search(
       total = jnp.where(reaches_target, total_of_pivot, total)
     for pivot, total_of_pivot in zip(pivots[::-1], sums[::-1], strict=True):
       high = jnp.where(total_of_pivot < target, pivot, high)
-    # Stop if all tokens from `low` on are needed: without the lightest, whose
-    # amount is at least that of `low`, they would miss the target. Stop too if
-    # only negligible weights are left, as when fewer than `top_k` are above 0.
+    # Stop if all weights >= `low` are needed: without the lightest, whose
+    # amount is at least that of `low`, they would miss the target. Stop also if
+    # the cutoff is negligible, as when fewer than `top_k` weights are above 0.
     done = (total - amount_of(low) < target) | (high <= _NEVER_DRAWN)
     return low, jnp.where(done, low, high)
 
@@ -206,9 +206,9 @@ def _pivots(low: Array, high: Array) -> list[Array]:
   """Returns the bits of three pivots in low .. high, ascending, int32[R]."""
   size = high - low
   step = (size >> 2) + 1
-  # Bits from 0 on span 128 powers of two, and the cutoff is mostly among the
-  # last few. The first iteration therefore tests two pivots near the upper end,
-  # and a low one that tells if enough tokens have any weight.
+  # The first interval spans 128 powers of two, but most cutoffs are among the
+  # highest few. So the first iteration tests two pivots near the upper end, and
+  # a low one to find rows in which too few tokens have any weight.
   uneven = low + (size >> 5), high - (size >> 4) - 2, high - (size >> 6) - 2
   return [
     jnp.clip(jnp.where(low > 0, low + step * number, first + 1), low, high)
@@ -219,7 +219,7 @@ def _pivots(low: Array, high: Array) -> list[Array]:
 def _sums(
   weights: Array, amounts: Array, pivots: list[Array]
 ) -> tuple[Any, ...]:
-  """Returns for each pivot the sum of the amounts >= it, int32[R] each."""
+  """Sums the amounts of weights >= each pivot; returns int32[R] per pivot."""
   # One variadic reduction reads the weights once. Integer sums are exact in any
   # order, and XLA vectorizes several at once on a CPU, unlike float sums.
   zero = jnp.int32(0)

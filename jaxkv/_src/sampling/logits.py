@@ -11,7 +11,7 @@ _FROM_MODEL = ", as `model` returns them"
 
 
 def as_logits(logits: Array) -> Array:
-  """Casts logits of any float width to float32; raises TypeError for others."""
+  """Casts floats of any width to float32; raises TypeError for other types."""
   _check_floats(logits)
   return logits.astype(jnp.float32)
 

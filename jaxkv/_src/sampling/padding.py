@@ -10,13 +10,13 @@ from jaxkv._src.arrays.arguments import as_int32
 from jaxkv._src.arrays.arguments import check_shape
 
 PADDING = -1
-"""A token that does not exist."""
+"""An id that no token has."""
 
 _ONE_EACH = ", one list for each sequence"
 
 
 def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
-  """Returns one list for each of Q sequences; repeats a list shared by all.
+  """Returns one list for each of Q sequences; repeats a single list for all.
 
   Args:
     name: the argument's name, for messages.
@@ -25,7 +25,7 @@ def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
     depth: the nesting depth of the list of one sequence.
 
   Raises:
-    TypeError: the nesting depth is another one.
+    TypeError: the nesting depth is neither `depth` nor `depth + 1`.
     ValueError: the number of lists is not Q.
   """
   if _is_nested(value, depth + 1) and len(value):
@@ -45,7 +45,7 @@ def as_lists(name: str, value: Any, total: int, depth: int) -> list[Any]:
 
 
 def _is_nested(value: Any, depth: int) -> bool:
-  """True if all leaves of nested lists are at this depth; 0: not a list."""
+  """True if all leaves are at this depth; depth 0 means no list at all."""
   if not isinstance(value, list | tuple | np.ndarray):
     return depth == 0
   return depth > 0 and all(_is_nested(item, depth - 1) for item in value)
@@ -64,9 +64,9 @@ def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
 
 
 def padded_words(name: str, lists: list[Any]) -> np.ndarray:
-  """Pads words with -1 at the front, to int32[Q, X, Y].
+  """Pads X words of Y tokens with -1 at the front, to int32[Q, X, Y].
 
-  Words need a token and non-negative int32, else TypeError or ValueError.
+  Words must have one or more non-negative int32, else TypeError or ValueError.
   """
   count = max([1, *map(len, lists)])
   width = max([1, *(len(word) for words in lists for word in words)])
@@ -117,7 +117,7 @@ def padded_biases(
 
 
 def as_tokens(name: str, value: Array, total: int, rank: int) -> Any:
-  """Converts an array of all sequences, or of each, to int32 with Q rows.
+  """Converts an array for all sequences, or one with Q rows, to Q int32 rows.
 
   Raises:
     TypeError: the array does not hold integers.

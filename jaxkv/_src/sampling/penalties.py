@@ -12,7 +12,7 @@ from jaxkv._src.sampling.padding import PADDING
 from jaxkv._src.sampling.settings import Sampling
 
 _IN_PROMPT = 1 << 15
-"""The bit of `seen` that marks tokens of the prompt; the others are a count."""
+"""The bit of `seen` that marks prompt tokens; the lower bits are a count."""
 
 _MAX_COUNT = _IN_PROMPT - 1
 _LARGEST = float(np.finfo(np.float32).max)
@@ -21,14 +21,14 @@ _CHUNK = 2**16 - 1
 
 
 class History(NamedTuple):
-  """The tokens that R sequences have so far, as `adjust` needs them.
+  """Summary of the tokens that R sequences have so far, for `adjust`.
 
   Attributes:
     counts: int32[R], the number of tokens drawn in this turn.
     seen: uint16[R, V], the tally of each token, see `seen_in`; None without
       penalties.
-    last_tokens: int32[R, Y - 1], see `last_tokens_of`; None without bad words
-      of several tokens.
+    last_tokens: int32[R, Y - 1] for bad words of up to Y tokens, see
+      `last_tokens_of`; None without bad words of several tokens.
     stop_token: the stop token of all sequences; -1 if there is none.
   """
 
@@ -106,7 +106,8 @@ def seen_in(
   rows, width = tokens.shape
   is_token = indexing.between(jnp.zeros_like(lengths), lengths, width)
   # One scatter counts both kinds: drawn tokens in the lower 16 bits, tokens of
-  # the prompt in the upper 16. Chunks of columns keep the halves from carrying.
+  # the prompt in the upper 16. A chunk has too few columns for the lower half
+  # to carry into the upper half.
   increments = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
   column = jnp.where(is_token, tokens, indexing.NOWHERE)
   row = _rows(tokens)
@@ -126,7 +127,7 @@ def seen_in(
 
 
 def see(tally: Array, tokens: Array, mask: Array) -> Array:
-  """Adds a drawn token of the rows in `mask` to the tally of `seen_in`."""
+  """Counts one drawn token of each row in `mask` in a tally of `seen_in`."""
   row = jnp.arange(tally.shape[0], dtype=jnp.int32)
   count = indexing.take(tally, row, tokens)
   # A full count stays: one more would carry into the bit of the prompt.
@@ -157,7 +158,8 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
   logits = as_logits(logits)
   bias = sampling.logit_bias
   if bias is not None:
-    # Bans come after all sums: an overflow plus -inf would be NaN.
+    # A bias of -inf is applied later, as a ban: inf from an overflow plus -inf
+    # would be NaN.
     values = jnp.where(bias.values == -jnp.inf, 0, bias.values)
     biased = indexing.add(logits, _rows(logits), bias.tokens, values=values)
     logits = _saturate(biased, logits)
@@ -232,7 +234,7 @@ def _penalize(logits: Array, sampling: Sampling, tally: Array | None) -> Array:
   count = (tally & _MAX_COUNT).astype(jnp.float32)
   if sampling.frequency_penalty is not None:
     penalty = sampling.frequency_penalty[:, None]
-    # Clipped before the difference: for a banned logit, -inf - (-inf) is NaN.
+    # Clipped to finite values: for a banned logit, -inf - (-inf) is NaN.
     penalty = jnp.clip(penalty * count, -_LARGEST, _LARGEST)
     logits = _saturate(logits - penalty, logits)
   if sampling.presence_penalty is not None:

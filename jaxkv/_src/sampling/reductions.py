@@ -43,8 +43,8 @@ def sums(values: Array) -> Array:
   zeros = jnp.float32(0), jnp.int32(0)
   nonzero = (values != 0).astype(jnp.int32)
   total, count = lax.reduce((values, nonzero), zeros, add, (values.ndim - 1,))
-  # Always true, but XLA cannot know it. Without a use of `count` it would drop
-  # the integer reduction and return to the slow library call.
+  # The condition is always true, but XLA cannot know this. Without a use of
+  # `count` XLA would drop the integer reduction and use the slow library call.
   return jnp.where(count >= 0, total, 0)
 
 
@@ -57,7 +57,7 @@ def maxima(values: Array) -> Array:
   def combine(left: tuple[Array, ...], right: tuple[Array, ...]) -> tuple:
     return lax.max(left[0], right[0]), left[1] + right[1]
 
-  # Integer maxima would lose NaN, so the second reduction counts them.
+  # Integer maxima would lose NaN, so the second reduction counts NaNs.
   lowest = jnp.int32(-(2**31)), jnp.int32(0)
   nans = jnp.isnan(values).astype(jnp.int32)
   highest, count = lax.reduce(
@@ -108,8 +108,8 @@ def by_block(reduce: Callable[[Array], Array], values: Array) -> Array:
 
 def read_block(values: Array, block: Array) -> Block:
   """Reads one block of each row of [R, V]; `block` is int32[R]."""
-  # A slice must not pass the end of a row, so a short last block starts early
-  # and `valid` marks its own columns.
+  # A slice must not pass the end of a row. So a short last block is read from
+  # an earlier column, and `valid` marks the columns of the block.
   size = values.shape[1]
   width = min(width_of(size), size)
   begin = block * width_of(size)

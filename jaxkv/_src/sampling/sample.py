@@ -2,8 +2,8 @@
 
 The V tokens of a row are cut into blocks of about sqrt(V) tokens. A row first
 draws a block, then a token of this block. Each draw inverts a cumulative
-distribution at one uniform number (inverse transform sampling), so a row needs
-two random numbers for any V, no Gumbel noise and no sort.
+distribution at one uniform number (inverse transform sampling). So a row needs
+only two random numbers for any V, and neither Gumbel noise nor a sort.
 """
 
 import functools
@@ -29,7 +29,7 @@ from jaxkv._src.sampling.temperature import LEAST
 
 
 class Drawn(NamedTuple):
-  """Sampled tokens and their statistics; a statistic not asked for is None.
+  """Sampled tokens and their statistics, which are None unless requested.
 
   Attributes:
     tokens: int32[R].
@@ -92,8 +92,8 @@ class _Weights(NamedTuple):
       block = reductions.read_block(self.logits, number)
       weights = jnp.exp(self.scaled(block.values))
     else:
-      # Read back, not computed again: another rounding could move a token
-      # across the cutoff after the block masses were summed.
+      # Weights are read back and not recomputed: other rounding could move a
+      # token across the cutoff after the block masses were summed.
       block = reductions.read_block(self.unfiltered, number)
       weights = jnp.where(block.values >= self.cutoff, block.values, 0)
     return jnp.where(block.valid, weights, 0), block.columns
@@ -197,7 +197,8 @@ def _draw_exactly(
     counts, logits, sampling, raw = rows
     return draw_tile(keys, counts, logits, sampling, raw_logits=raw)
 
-  # `draw` reads no other field, and `row_loop` slices every leaf by rows.
+  # Fields that `draw` does not read are left out, because `row_loop` would
+  # slice each of them by rows.
   names = ("temperature", "min_p", "top_k", "top_p")
   sampling = Sampling(**{name: getattr(sampling, name) for name in names})
   rows = (keys, counts, logits, sampling, raw_logits)
@@ -224,8 +225,8 @@ _OFF = {"min_p": 0, "top_k": 0, "top_p": 1}
 def _is_allowed(sampling: Sampling) -> Array | None:
   """Returns bool[R], True if a row's settings are in range; None if unset.
 
-  Traced settings were not checked before. The search for a cutoff might not
-  terminate for values out of range.
+  Traced settings cannot be checked earlier. If they are out of range, the
+  search for a cutoff might not terminate.
   """
   checks = []
   if (t := sampling.temperature) is not None:
@@ -276,8 +277,8 @@ def _sample_or_greedy(
   def select(sampled: Array) -> Array:
     return jnp.where(greedy, _most_likely(weights), sampled)
 
-  # Two conditions, so a batch with one kind of rows skips the other's work.
-  # `& 0` gives zeros with the varying mesh axes of the other branch.
+  # With two conditions, a batch of only greedy or only sampled rows skips the
+  # other work. `& 0` gives zeros with the mesh axes of the other branch.
   sampled = lax.cond(
     jnp.all(greedy),
     lambda: greedy.astype(jnp.int32) & 0,
@@ -316,7 +317,7 @@ def _inverse_cdf(weights: Array, uniforms: Array) -> Array:
     uniforms: float32[R], in [0, 1).
 
   Returns:
-    The index, int32[R]; its weight is positive.
+    int32[R], indices of positive weights.
   """
   # A matmul computes the prefix sums: `cumsum` takes ten times as long on a
   # CPU. The triangle is a host constant, as XLA would otherwise build it in

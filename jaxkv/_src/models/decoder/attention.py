@@ -1,8 +1,9 @@
 """Projections before and after attention or a recurrence.
 
-Each kind of token mixer has a `project_` function, whose result goes to a
-`kv_access`, and an `output_` function for the mixer's output. Both treat each
-token on its own.
+Each kind of token mixer has two functions, which treat each token on its own.
+`project_` computes the inputs that a class of `kv_access` mixes, and `output_`
+projects the mixer's output to the residual stream. Letters: B rows of T tokens,
+E width, H query heads, K key-value heads, D head size, X size of an output.
 
 | kind              | result of `project_` | mixer's output |
 |-------------------|----------------------|----------------|
@@ -28,7 +29,7 @@ from jaxkv._src.models.decoder.norms import rms_norm
 from jaxkv._src.models.decoder.params import Params
 
 Angles = tuple[jax.Array, jax.Array]
-"""Cosines and sines, see `rope.rotation`."""
+"""Cosines and sines of rotary angles, see `rope.rotation`."""
 
 Rotations = tuple[Angles, ...]
 """The angles of each distinct rotary encoding of a decoder."""
@@ -38,10 +39,10 @@ class SoftmaxInputs(NamedTuple):
   """Queries, keys and values of a layer with `Attention`.
 
   Attributes:
-    q: [B, T, H, D].
-    k: [B, T, K, D].
-    v: [B, T, K, D].
-    gate: [B, T, H, D], a factor of the output; None without a gate.
+    q: [B, T, H, D], rotated queries.
+    k: [B, T, K, D], rotated keys.
+    v: [B, T, K, D], values.
+    gate: [B, T, H, D], multiplies attention's output; None without a gate.
   """
 
   q: jax.Array
@@ -54,10 +55,10 @@ class LatentInputs(NamedTuple):
   """Queries and latents of a layer with `LatentAttention`.
 
   Attributes:
-    plain_query: [B, T, H, plain_dim], the part without rotation.
-    rotated_query: [B, T, H, rotated_dim].
-    latent: [B, T, latent_dim].
-    rotated_key: [B, T, 1, rotated_dim], shared by all heads.
+    plain_query: [B, T, H, plain_dim], the part of queries without rotation.
+    rotated_query: [B, T, H, rotated_dim], the rotated part of queries.
+    latent: [B, T, latent_dim], projected to keys and values.
+    rotated_key: [B, T, 1, rotated_dim], the rotated part of all heads' keys.
   """
 
   plain_query: jax.Array
@@ -71,9 +72,9 @@ class RecurrenceInputs(NamedTuple):
 
   Attributes:
     channels: [B, T, C], queries, keys and values before the convolution.
-    beta: [B, T, H].
-    decay: float32[B, T, H].
-    gate: float32[B, T, H, X], a factor of the output.
+    beta: [B, T, H], 0 .. 1, the share of a stored value that is replaced.
+    decay: float32[B, T, H], logarithms of the state's decay factors.
+    gate: float32[B, T, H, X], multiplies the recurrence's output.
   """
 
   channels: jax.Array
@@ -83,7 +84,7 @@ class RecurrenceInputs(NamedTuple):
 
 
 def rotations(decoder: Decoder, positions: jax.Array) -> Rotations:
-  """Computes the distinct angles of all layers for positions int32[B, T]."""
+  """Computes the angles of int32[B, T] for each distinct rotary encoding."""
   return tuple(
     ropes.rotation(rope, dim, positions) for rope, dim in _encodings(decoder)
   )
@@ -100,7 +101,7 @@ def angles_of(
 @functools.cache
 def _encodings(decoder: Decoder) -> tuple[tuple[ropes.Rope, int], ...]:
   """Returns the distinct rotary encodings, in the order of the layers."""
-  # A tuple, since jax sorts the keys of a dict and a `Rope` has no order.
+  # A tuple and no dict: jax sorts the keys of dicts, but `Rope` has no order.
   keys = map(_rotation_of, decoder.layers)
   return tuple(dict.fromkeys(key for key in keys if key is not None))
 
@@ -231,7 +232,7 @@ def project_recurrence(x: jax.Array, weights: Params) -> RecurrenceInputs:
     weights["decay_bias"],
   )
   gate = jnp.einsum("bte,ehv->bthv", x, weights["output_gate"])
-  # float32, as in the reference: the output is multiplied in float32, too.
+  # float32 as in the reference code, which multiplies the output in float32.
   gate = jax.nn.silu(gate.astype(jnp.float32))
   channels = jnp.concatenate(channels, axis=-1)
   return RecurrenceInputs(channels, beta, decay, gate)
@@ -245,7 +246,7 @@ def recur(
   *,
   attention: DeltaNet,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Runs a `recurrent_pages.Recurrence` on channels, beta and decay."""
+  """Runs convolution and delta rule; see `recurrent_pages.Recurrence`."""
   a, (channels, beta, decay) = attention, inputs
   channels, last = delta_net.causal_conv(
     channels, weights["convolution"], states["convolution"], counts
@@ -259,7 +260,7 @@ def recur(
     part.reshape(*part.shape[:2], count, -1)
     for part, count in zip(parts, heads, strict=True)
   )
-  # With keys of length 1 an update moves the stored value towards v, not past.
+  # With keys of norm 1 an update moves the stored value towards v, not past v.
   q, k = delta_net.l2_normalized(q), delta_net.l2_normalized(k)
   out, delta = delta_net.gated_delta_rule(
     q, k, v, decay, beta, states["delta"], counts
@@ -275,7 +276,7 @@ def output_recurrence(
   dtype: jnp.dtype,
 ) -> jax.Array:
   """Projects the recurrence's output [B, T, H, X] to [B, T, E]."""
-  # This norm has no offset, also where the decoder's norms have one.
+  # This norm never has an offset, even if `decoder.norm_offset` is not 0.
   out = rms_norm(out, weights["output_norm"], decoder.norm_eps)
   out = out.astype(jnp.float32) * gate
   return jnp.einsum("bthv,hve->bte", out.astype(dtype), weights["output"])

@@ -9,10 +9,11 @@ query:
   S = S + beta_t k_t (v_t - k_t S)
   out_t = q_t S
 
-`jaxkv.kv.read_state` and `write_state` store the matrix and the last inputs of
-the convolution. Functions take rows of tokens [B, T, ...]. Only the first
-`counts` tokens of a row are valid; the others do not change the state. All
-functions are differentiable.
+`jaxkv.kv.write_state` stores S and the last inputs of the convolution in pages.
+Functions take B rows of T tokens. Only the first `counts` tokens of a row are
+valid; the others do not change the state. All functions are differentiable.
+Letters: C channels, W width of the convolution, K key heads of size Dk, H value
+heads of size Dv.
 """
 
 from typing import NamedTuple
@@ -46,8 +47,8 @@ def causal_conv(
     counts: int32[B], tokens of each row.
 
   Returns:
-    [B, T, C] in x's dtype; and the last W - 1 inputs after `counts` tokens,
-    in the dtype of `state`.
+    The outputs [B, T, C] in x's dtype; and the state after `counts` tokens, the
+    last W - 1 inputs, in the dtype of `state`.
 
   Examples:
     >>> x = jnp.asarray([[[1.0], [2.0], [3.0]]])
@@ -71,7 +72,8 @@ def causal_conv(
   for shift in range(width):
     factor = weight[:, shift].astype(jnp.float32)[None, None]
     out = out + inputs[:, shift : shift + columns] * factor
-  # `inputs` starts W - 1 tokens early, so the state ends at `counts` there.
+  # `inputs` begins W - 1 tokens before x, so its columns from `counts` on are
+  # the last W - 1 inputs.
   last = counts[:, None] + jnp.arange(width - 1, dtype=jnp.int32)[None]
   after = jnp.take_along_axis(inputs, last[..., None], axis=1, mode="clip")
   return out.astype(x.dtype), after.swapaxes(1, 2).astype(state.dtype)
@@ -94,8 +96,8 @@ def log_decay(a: Array, a_log: Array, dt_bias: Array) -> Array:
 
   Args:
     a: float[B, T, H], projections of the tokens.
-    a_log: float[H].
-    dt_bias: float[H].
+    a_log: float[H], a parameter of the layer.
+    dt_bias: float[H], a parameter of the layer.
 
   Returns:
     float32[B, T, H], never positive.
@@ -120,12 +122,13 @@ def gated_delta_rule(
   """Runs the recurrence over all tokens.
 
   Args:
-    q: float[B, T, K, Dk].
-    k: float[B, T, K, Dk]. `l2_normalized` keeps the recurrence stable.
-    v: float[B, T, H, Dv], H a multiple of K; head h uses the query and key head
-      h // (H // K).
-    decay: float[B, T, H], logarithms; not positive.
-    beta: float[B, T, H], 0 .. 1.
+    q: float[B, T, K, Dk], queries.
+    k: float[B, T, K, Dk], keys. With longer keys than those of `l2_normalized`
+      the state may diverge.
+    v: float[B, T, H, Dv], values; H is a multiple of K. Value head h uses the
+      query and key head h // (H // K).
+    decay: float[B, T, H], logarithms of the decay factors; at most 0.
+    beta: float[B, T, H], 0 .. 1, the share of a stored value that is replaced.
     state: float[B, H, Dk, Dv]; zeros at the start of a sequence.
     counts: int32[B], tokens of each row, 0 .. T.
     chunk: static; tokens that are computed together.
@@ -168,12 +171,12 @@ def gated_delta_rule(
     q=_by_head(jnp.repeat(q, times, axis=2)) * jnp.float32(k.shape[3] ** -0.5),
     k=_by_head(jnp.repeat(k, times, axis=2)),
     v=_by_head(v),
-    # Without decay and without a change, padding leaves the state as it is.
+    # Zeros in the padding: no decay and no change of the state.
     decay=_by_head(jnp.where(is_valid, decay, jnp.zeros_like(decay))),
     beta=_by_head(jnp.where(is_valid, beta, jnp.zeros_like(beta))),
   )
   state = state.astype(jnp.float32)
-  # Decode steps: a chunk of one would solve a system of one equation.
+  # The step of one token needs no triangular system.
   if columns == 1:
     state, out = _single_step(state, jax.tree.map(lambda x: x[:, :, 0], tokens))
     out = out[:, :, None]
@@ -274,7 +277,7 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   scores = _einsum("bhtk,bhjk->bhtj", q, k) * decays
   out = _einsum("bhtk,bhkv->bhtv", q, state) * state_decay
   out = out + _einsum("bhtj,bhjv->bhtv", scores, changes)
-  # The last row has the decay of each change up to the end of the chunk.
+  # The last row of `decays` has each change's decay until the chunk ends.
   decayed_keys = decays[:, :, -1][..., None] * k
   state = state * state_decay[:, :, -1][..., None]
   return state + _einsum("bhjk,bhjv->bhkv", decayed_keys, changes), out
@@ -284,10 +287,10 @@ def to_rows(packed: Array, counts: Array, width: int) -> Array:
   """Unpacks tokens that are stored row after row, as in a `PackedView`.
 
   Args:
-    packed: [C, ...].
+    packed: [C, ...], C columns with the tokens of P rows.
     counts: int32[P], tokens of each row.
-    width: static; T. Further tokens of a row are dropped; in a rollout with
-      recurrent groups no row has more than a page.
+    width: static; T. A row's tokens beyond T are dropped. Rollouts lose none,
+      because they schedule at most a page of tokens per recurrent row.
 
   Returns:
     [P, T, ...], with arbitrary tokens past `counts`.
@@ -304,12 +307,12 @@ def to_rows(packed: Array, counts: Array, width: int) -> Array:
 
 
 def to_columns(rows: Array, counts: Array, columns: int) -> Array:
-  """Packs rows: the inverse of `to_rows`, [C, ...] with zeros at the end.
+  """Packs rows into [C, ...] with zeros at the end, the inverse of `to_rows`.
 
   Args:
-    rows: [P, T, ...].
-    counts: int32[P], at most T.
-    columns: C.
+    rows: [P, T, ...], tokens of P rows.
+    counts: int32[P], tokens of each row, at most T.
+    columns: C, the length of the result.
   """
   begins = jnp.cumsum(counts, dtype=jnp.int32) - counts
   column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]

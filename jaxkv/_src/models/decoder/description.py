@@ -16,7 +16,7 @@ from jaxkv._src.models.decoder.rope import Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
-# A dataclass field may not have a call as its default (RUF009).
+# Defaults of dataclass fields must not be calls (RUF009).
 _HALVES = Rope()
 _PAIRS = Rope(interleaved=True)
 
@@ -28,7 +28,7 @@ class Attention:
   Attributes:
     num_heads: H.
     num_kv_heads: K, divides H.
-    head_dim: D. H * D need not be E.
+    head_dim: D. H * D can differ from E.
     window: a token attends to itself and the `window - 1` tokens before it;
       None attends to all tokens before it.
     rope: rotary positions; None for no rotation.
@@ -38,7 +38,8 @@ class Attention:
       rotation.
     biased: True if queries, keys and values have biases.
     output_biased: True if the output projection has a bias.
-    sinks: True if each head has an attention sink: a logit without a value.
+    sinks: True if each head has an attention sink: an additional logit in the
+      softmax, whose weight multiplies no value.
     gated: True to multiply the output by the sigmoid of a projection.
   """
 
@@ -57,7 +58,7 @@ class Attention:
 
   def __post_init__(self) -> None:
     _sizes(self, "num_heads", "num_kv_heads", "head_dim")
-    # A group of query heads shares a key-value head.
+    # Each key-value head serves the same number of query heads.
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"`num_kv_heads` must divide num_heads, {self.num_heads}, got "
@@ -173,15 +174,15 @@ class Experts:
     num_groups: groups of experts. A token first chooses `num_chosen_groups`
       groups, then experts within them. 1 for no groups.
     num_chosen_groups: groups per token.
-    group_score: a group's score: the score of its best expert, or the sum of
-      its best two.
+    group_score: a group's score is the score of its best expert ("best"), or
+      the sum of its two best scores ("best_two").
     router_biased: True if the router has a bias.
     biased: True if the MLPs of experts have biases.
     limit: clips the gate from above and `up` on both sides; an expert is then
       down((up + 1) * gate * sigmoid(1.702 * gate)), as in gpt-oss. None for a
       plain gated MLP.
     shared_dim: F of an MLP that every token uses; None for no such MLP.
-    shared_gated: True to multiply that MLP's output by a sigmoid.
+    shared_gated: True to multiply the shared MLP's output by a sigmoid gate.
   """
 
   num_experts: int
@@ -222,8 +223,8 @@ class Layer:
   Attributes:
     attention: the token mixer.
     mlp: the MLP or mixture of experts.
-    post_norms: True to normalize the outputs of both, too, before they are
-      added to the residual stream.
+    post_norms: True to also normalize the outputs of attention and MLP, before
+      they are added to the residual stream.
   """
 
   attention: Attention | LatentAttention | DeltaNet
@@ -250,9 +251,9 @@ class Decoder:
       kind of device, jax version and `backend`, weights that are not sharded,
       and a page size that divides 64 (on a GPU or TPU, page size 16).
       Gradients are those of "fast", in reverse mode only.
-    tile: with "exact", tokens that are computed together. Another tile rounds
-      differently, so sampler and trainer need the same. The number of slots is
-      fastest for decode steps, 64 for prompts and gradients.
+    tile: with "exact", the number of tokens that are computed together. Sampler
+      and trainer need the same tile, because rounding depends on it. Decode
+      steps are fastest with the number of slots, prompts and gradients with 64.
     dtype: dtype of parameters and activations. Norms, rotations, softmax and
       logits are always float32.
 

@@ -1,8 +1,8 @@
-"""Uncached attention with the bits of paged attention, for exact trainers.
+"""Uncached attention, bit-identical to paged attention, for exact trainers.
 
-A trainer has no cache. With `numerics="exact"` it still writes keys and values
-of a call to pages, and attends with the code that a rollout runs: the same
-products in the same order.
+A trainer has no cache. But with `numerics="exact"` it writes the keys and
+values of a call to temporary pages and runs the attention code of rollouts, so
+that the same products are summed in the same order.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ from jaxkv._src.models.decoder.prompt_tree import Tree
 from jaxkv._src.models.decoder.tree_attention import TreeKV
 
 _PAGE_SIZE = 16
-"""Tokens per page. On a CPU the bits do not depend on it; on a GPU or TPU they
-do, and rollouts need the same page size."""
+"""Tokens per page. On a GPU or TPU rounding depends on the page size, so
+rollouts must use the same; on a CPU it does not."""
 
 
 def uncached_access(
@@ -45,7 +45,7 @@ def uncached_access(
   tree: Tree | None = None,
   kv_dtype: Any = None,
 ) -> UncachedKV:
-  """Returns the access for `forward_uncached`, or for trees of tokens."""
+  """Returns the access of `forward_uncached`; with `tree`, one for trees."""
   if not is_exact(config):
     if kv_dtype is not None:
       raise ValueError(
@@ -65,7 +65,7 @@ def uncached_access(
 
 @dataclasses.dataclass(frozen=True)
 class ExactUncachedKV(UncachedKV):
-  """An `UncachedKV` whose outputs have the bits of `kv_access.PagedKV`.
+  """An `UncachedKV` with outputs bit-identical to `kv_access.PagedKV`.
 
   Gradients are those of `UncachedKV`.
 
@@ -139,7 +139,7 @@ class ExactUncachedKV(UncachedKV):
 
 @dataclasses.dataclass(frozen=True)
 class ExactTreeKV(ExactUncachedKV, TreeKV):
-  """A `TreeKV` whose outputs have the bits of `kv_access.PagedKV`."""
+  """A `TreeKV` with outputs bit-identical to `kv_access.PagedKV`."""
 
   @property
   def _tree(self) -> Tree | None:
@@ -147,7 +147,7 @@ class ExactTreeKV(ExactUncachedKV, TreeKV):
 
 
 def _fast(tree: Tree | None) -> UncachedKV:
-  """Returns the access that gradients are taken of."""
+  """Returns the access whose operations are differentiated."""
   return UncachedKV() if tree is None else TreeKV(tree=tree)
 
 
@@ -163,8 +163,8 @@ def _attend_tree(
     zeros = jnp.zeros(q.shape[:1], jnp.int32)
     return _attend(q, k, v, zeros, **options)
   outs = []
-  # A rollout has each branch as a sequence: here, too, the keys of its
-  # ancestors are copied in front of its own.
+  # A rollout runs each branch as a separate sequence. To round as there, keys
+  # of the ancestors are copied in front of the branch's keys.
   for level, queries in enumerate(tree.split(q)):
     if queries.size == 0:
       width = options.get("value_dim") or k.shape[3]

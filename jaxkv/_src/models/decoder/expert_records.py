@@ -39,7 +39,7 @@ def routing_of(decoder: Decoder, name: str = "decoder") -> Routing:
   mlps = [
     layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts)
   ]
-  # A record has one axis k for all layers.
+  # All layers are in one array with one axis k, so they need the same k.
   chosen = sorted({mlp.num_chosen for mlp in mlps})
   if len(chosen) != 1:
     raise ValueError(
@@ -63,15 +63,15 @@ def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
     config,
     num_layers=routing.num_layers,
     width=routing.num_chosen,
-    # A token has J * k numbers, so they are as narrow as possible.
+    # A token has J * k ids, so the smallest dtype saves memory.
     dtype=jnp.uint8 if routing.num_experts <= 2**8 else jnp.uint16,
     group=_full_group(decoder),
   )
 
 
 def _full_group(decoder: Decoder) -> int:
-  """Returns the first layer group that keeps all tokens."""
-  # Groups with a window free the pages of old tokens, and records with them.
+  """Returns the index of the first layer group that keeps all tokens."""
+  # Groups with a window free the pages of old tokens, which loses records.
   kinds = groups.group_kinds(decoder)
   is_full = [isinstance(kind, FullAttention) for kind in kinds]
   if True not in is_full:

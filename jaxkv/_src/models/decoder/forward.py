@@ -58,12 +58,13 @@ def forward(
   Writes keys and values of row b's first `view.counts[b]` tokens after its
   `view.starts[b]` cached tokens. Each token attends to itself and to all tokens
   before it, or to those within the layer's window. Prefill, chunked prefill and
-  decode are the same call with different T and counts. With a `PackedView` B is
-  1 and the columns are those of the view. A row's logits do not depend on other
+  decode are the same call with different T and counts. With a `PackedView`, B
+  is 1 and T is the number of its columns. A row's logits do not depend on other
   rows, except for rounding if the view has `shared` pages or a `plan`. Layers
   with a window ignore `shared`.
 
-  Never donates: outside your own `jit`, each call copies the pages.
+  The function does not donate `kv`. So outside your own `jit` each call copies
+  all pages.
 
   Args:
     params: parameters as returned by `init_params`.
@@ -76,12 +77,13 @@ def forward(
     view: the page table of each row and the number of tokens to write; a tuple
       with one view per group of `cache_groups(config)` if there are several
       groups. The views may differ in the page table only.
-    columns: int32[X], the columns of a packed call that get logits.
-    rows: the sequence of each token, as a rollout passes it; not used.
+    columns: int32[X], the columns of a packed call that get logits; None if
+      `logits` selects tokens.
+    rows: ignored; a rollout passes the sequence of each token to all models.
     config: static; the decoder.
     logits: static; the tokens that get logits if `columns` is None: "all";
       "last", the token at `view.counts[b] - 1` (meaningless for a row with
-      count 0); or "none", for all but the last chunk of a prompt.
+      count 0); or "none", such as for the first chunks of a long prompt.
     backend: static; see `jaxkv.kv.attend`.
     head_sharding: static; see `jaxkv.kv.attend`.
     experts: see `forward_uncached`. With `kv` from `init_kv(experts=True)` the
@@ -116,14 +118,14 @@ def forward(
   del rows
   all_logits.check_tokens(tokens, positions)
   views = view if isinstance(view, tuple) else (view,)
-  # Pools are NamedTuples or dataclasses: only a plain tuple has several.
+  # Not `isinstance`: a single pool can be a NamedTuple.
   pools = kv if type(kv) is tuple else (kv,)
   check_pools(pools, views, config)
   counts = None if isinstance(views[0], PackedView) else views[0].counts
   expert_records.check_experts(experts, tokens, config)
   is_decode = isinstance(views[0], PackedView) or tokens.shape[1:] == (1,)
-  # Exact attention reads each row alone: merging parts of its keys would round
-  # differently from one pass over all of them.
+  # Shared pages make attention merge partial results, which rounds differently
+  # from one pass over all keys. So exact attention does not share pages.
   if is_decode and not is_exact(config):
     views = _with_shared_pages(pools, views, config)
   access = kv_access.PagedKV(
@@ -145,7 +147,7 @@ def _with_shared_pages(
   pool_of_group = groups.pool_of_group(config)
   for group, kind in enumerate(groups.group_kinds(config)):
     pool = pools[pool_of_group[group]]
-    # `attend` ignores shared pages in layers with a window, and for latents.
+    # `attend` shares no pages in layers with a window or with latents.
     has_keys = isinstance(pool, KVPages) and pool.v is not None
     if has_keys and not kind.skips_pages:
       refreshed[group] = refresh_shared(pool, views[group])
@@ -168,26 +170,26 @@ def forward_uncached(
   the layer's window. On several devices, call it in `jax.shard_map`, or under
   `jit` with a mesh whose axes are `AxisType.Auto`; see `grouped_log_probs`.
 
-  `experts` replays the routing of a rollout: tokens use the experts recorded
-  there, even if new weights or another rounding would choose differently. The
-  factors of the experts come from `params`.
+  `experts` replays the routing of a rollout: tokens use the recorded experts,
+  even if new weights or other rounding would make the router choose others.
+  The factors of the experts are still computed from `params`.
 
   Args:
     params: parameters as returned by `init_params`.
     tokens: int32[B, T], each in 0 ... V - 1.
-    positions: int32[B, T], for the rotations only; attention is causal, and
-      windows count tokens, in the order of T.
+    positions: int32[B, T], used only by rotary positions. Causal masks and
+      windows follow the order of the T tokens.
     config: static; the decoder.
     experts: signed integers [B, T, J, k], the k experts of each token in each
-      of the J layers with `Experts`, such as `jaxkv.rollout.generated` returns
-      them. A token whose k numbers are all negative is routed by `params`, as
-      are all tokens with None.
+      of the J layers with `Experts`, as from `jaxkv.rollout.generated`. If all
+      k ids of a token are negative, the router chooses its experts. None lets
+      the router choose for all tokens.
     kv_dtype: static; with `config.numerics="exact"`, the `dtype` that the
       rollout passed to `init_kv`; None for the decoder's.
 
   Returns:
-    float32[B, T, V] logits. An expert that does not exist makes them NaN, for
-    its token at least.
+    float32[B, T, V] logits. An expert id out of range makes the logits of its
+    token NaN, and can make those of later tokens NaN.
 
   Raises:
     TypeError: `tokens`, `positions` or `experts` is not an array of integers.

@@ -36,13 +36,13 @@ def grouped_log_probs(
   remat: bool = False,
   kv_dtype: Any = None,
 ) -> Any:
-  """Computes log-probs of completions, G of which share each prompt.
+  """Computes log-probs of completions that share prompts.
 
-  Returns the log-probs of `forward_uncached` over each prompt with each
-  completion, but computes each prompt once, forward and backward, and logits
-  only for tokens of completions, in chunks. Differentiable in `params`; with
-  exact numerics in reverse mode only, not by `jax.jvp`. To score a sequence on
-  its own, pass its first token as the prompt.
+  Returns the log-probs that `forward_uncached` gives for each prompt followed
+  by each completion. But each prompt is computed once, forward and backward,
+  and logits are computed in chunks, only for tokens of completions.
+  Differentiable in `params`; with exact numerics in reverse mode only, not by
+  `jax.jvp`. To score a sequence on its own, pass its first token as the prompt.
   Letters: N prompts of up to P tokens, with G completions of up to R tokens.
 
   Completions may form a tree, such as the turns of a search. Then
@@ -53,10 +53,10 @@ def grouped_log_probs(
   the root.
 
   On several devices, call it in `jax.shard_map` with all arrays split by N:
-  nothing is gathered, and exact numerics keep their bits. Under `jit` alone the
+  nothing is gathered, and exact numerics keep their bits. Under `jit` without
+  `shard_map`, exact numerics gather the whole batch on each device, and the
   axes of the mesh must be `AxisType.Auto`: with `AxisType.Explicit` jax raises
-  a ShardingTypeError. Exact numerics then gather the whole batch on each
-  device.
+  a ShardingTypeError.
 
   Args:
     params: parameters as returned by `init_params`.
@@ -66,23 +66,24 @@ def grouped_log_probs(
     completion_lengths: int32[N, G], 0 .. R, 0 for an absent completion; or a
       tuple of levels.
     config: static; the decoder.
-    temperature: divisor of the logits, as in `Sampling`; 0 counts as 1, as in a
-      rollout and in `score`. A traced temperature that is negative, infinite or
-      NaN gives NaN.
+    temperature: divisor of the logits, as in `Sampling`; 0 has the effect of 1,
+      as in a rollout and in `score`. A traced temperature that is negative,
+      infinite or NaN gives NaN.
     experts: recorded experts of prompts and completions: signed integers
       [N, P, J, k] and [N, G, R, J, k], or a tuple of levels; see
       `forward_uncached`.
-    remat: static; True to save only the input of each layer for the gradient:
-      less memory, and up to a third more time.
+    remat: static; True to save only the input of each layer for the gradient,
+      which needs less memory and up to a third more time.
     kv_dtype: static; see `forward_uncached`.
 
   Returns:
     float32[N, G, R], or a tuple of levels: the log-prob of each token given all
-    tokens before it, and 0 past the lengths. A token outside the vocabulary has
-    NaN. It also makes NaN of later tokens of its completion, of continuations
-    and of all gradients, even if a mask excludes them. If a length of a prompt
-    or of its completions is out of range, all its completions have NaN, but
-    `mask & ~jnp.isnan(log_probs)` excludes them from a loss and its gradient.
+    tokens before it, and 0 past the lengths. A token outside the vocabulary
+    gets NaN, and so do later tokens of its completion, tokens of continuations
+    and all gradients, even if a mask excludes the token. If a length of a
+    prompt or of one of its completions is out of range, all completions of the
+    prompt get NaN; `mask & ~jnp.isnan(log_probs)` excludes these completions
+    from a loss and its gradient.
 
   Raises:
     TypeError: an argument has the wrong type, such as tokens that are floats.
@@ -114,7 +115,7 @@ def grouped_log_probs(
     >>> bool(jnp.allclose(log_probs[0, 1], plain, atol=1e-5))
     True
 
-    A tree: both completions have a second turn, the second one two of them:
+    A tree: the first completion has one continuation, the second has two:
 
     >>> turns = jnp.array([[[[7, 7], [0, 0]], [[2, 0], [8, 3]]]])
     >>> tree = grouped_log_probs(
@@ -176,7 +177,7 @@ def _log_probs_of_levels(
   records = None
   if experts is not None:
     records = _padded([_flat(level, 3) for level in experts], lengths, -1)
-  # The last column of the last level has no successor, so no logits.
+  # The last column of the last level predicts no token, so it is not computed.
   tree = prompt_tree.of_lengths([*widths[:-1], max(widths[-1] - 1, 1)], lengths)
   access = uncached_access(
     config,
@@ -205,8 +206,8 @@ def _head_of_levels(
   """Returns log-probs float32[N, C, R] of each level, from x [N, T, E]."""
   outs = []
   for level, targets in enumerate(tokens[1:], 1):
-    # The last token of a parent predicts the first tokens of all its children:
-    # one row of logits for all of them.
+    # The last token of a parent predicts the first tokens of all its children,
+    # so they share one row of logits.
     last = tree.last(level - 1)
     inputs = jnp.take_along_axis(x, last[..., None], axis=1, mode="clip")
     children = targets[..., 0].reshape(*last.shape, -1)
@@ -232,7 +233,7 @@ def _padded(
 
 
 def _flat(values: jax.Array, dims: int) -> jax.Array:
-  """Merges the branching axes, before the last `dims`: [N, C, ...]."""
+  """Merges all axes between the first and the last `dims`: [N, C, ...]."""
   last = values.shape[values.ndim - dims :]
   return values.reshape(values.shape[0], -1, *last)
 

@@ -1,15 +1,15 @@
 """Layer groups of a cache, pools of its memory, and loops over layers.
 
-Layers with the same `GroupKind` could share a layer group. But a page has room
-for one memory layer of each layer of its group, so all groups should have the
-same number of layers. Layer i is therefore in group i % C, in memory layer
-i // C, where C is the period of the layers' kinds: 1 if all are the same, 6 if
-every sixth layer has no window. If C does not divide L, some groups do not use
-the last memory layer.
+A page has one memory layer for each layer of its group, and all pages have the
+same number of memory layers. So the L layers of a decoder are divided evenly
+among C groups: layer i is in memory layer i // C of group i % C. C is the
+period of the layers' kinds, such as 1 if all are the same, or 6 if every sixth
+layer has no window. If C does not divide L, some groups do not use the last
+memory layer.
 
 A stretch is a run of layers in which a pattern of P layers repeats R times. A
-scan runs it, so that one repetition is compiled. A decoder is cut into as few
-stretches as possible.
+`lax.scan` over the repetitions runs the stretch, so XLA compiles the pattern
+once. Few stretches make a small program.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Stretch:
 
   Attributes:
     first: index of the first layer.
-    pattern: P layers.
-    repetitions: R.
+    pattern: the P layers of one repetition.
+    repetitions: R, the number of repetitions.
   """
 
   first: int
@@ -70,7 +70,7 @@ def pool_key(attention: Any) -> PoolKey:
 @functools.cache
 def period(decoder: Decoder) -> int:
   """Returns C, the number of layer groups."""
-  # Pools count, too: a group has its pages in one pool.
+  # A group has its pages in one pool, so layers of other pools end a period.
   return _period(
     [(kind_of(layer), pool_key(layer.attention)) for layer in decoder.layers]
   )
@@ -134,8 +134,8 @@ def _longest_stretch(layers: tuple[Layer, ...], period: int) -> tuple[int, int]:
   If no pattern repeats, the stretch is one period.
   """
   best = (min(period, len(layers)), 1)
-  # A pattern is a multiple of the period, so that each of its layers stays in
-  # the same group: a group is a static index in the compiled loop.
+  # A group is a static index in the compiled loop, so a layer of the pattern
+  # must be in the same group in each repetition. Multiples of the period do so.
   longest = min(_MAX_PATTERN, len(layers) // 2)
   for size in range(period, longest + 1, period):
     times = 1

@@ -21,7 +21,8 @@ _DELTA_NET = [field.name for field in dataclasses.fields(DeltaNet)]
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
   """Returns `CacheConfig.groups` for a decoder.
 
-  Layer i is in group i % C, where C is the period of the layers' windows.
+  Layer i is in group i % C, where C is the length of the pattern that repeats
+  over the layers, such as of windows.
 
   Examples:
     >>> from jaxkv import models
@@ -43,7 +44,7 @@ def init_kv(
   dtype: Any = None,
   experts: bool = False,
 ) -> Any:
-  """Creates the memory of a decoder for a cache, as `forward` takes it.
+  """Creates the memory of a decoder's layers, the `kv` of `forward`.
 
   Args:
     decoder: the decoder.
@@ -55,7 +56,7 @@ def init_kv(
 
   Returns:
     `KVPages`, or a tuple if layers need different kinds of memory. With
-    `experts` a tuple whose last pool is a `ExpertIdPages`.
+    `experts`, a tuple whose last item is an `ExpertIdPages`.
 
   Raises:
     ValueError: the groups of the cache are not those of the decoder; or, with
@@ -95,7 +96,7 @@ def init_kv(
         )
       )  # fmt: skip
     elif name == "latents":
-      # Attention reads the latent as the value, too: it is stored once.
+      # Attention reads the latent as key and as value: it is stored once.
       pools.append(
         init_pages(
           config, num_layers=layers, num_kv_heads=1, head_dim=sum(sizes),
@@ -107,7 +108,7 @@ def init_kv(
         DeltaNet(**dict(zip(_DELTA_NET, sizes, strict=True)))
       )
       pools.append(init_states(config, num_layers=layers, shapes=shapes))
-  # The last pool, so that the numbers of the others stay.
+  # Appended last, so that the indices of the other pools do not change.
   if experts:
     pools.append(expert_records.init_pool(decoder, config))
   return tuple(pools) if len(pools) > 1 else pools[0]
@@ -133,7 +134,7 @@ def check_pools(
     )
   num_layers = groups.num_memory_layers(config)
   for pool in pools:
-    # A memory with more layers works, too.
+    # More layers than the decoder has are allowed.
     if pool.num_layers < num_layers:
       raise ValueError(
         f"`kv` must have {num_layers} layers for config, got "

@@ -54,7 +54,7 @@ class Mixer(NamedTuple):
 
   Attributes:
     kind: an `Attention`, a `LatentAttention` or a `DeltaNet`.
-    location: the place of its keys and values.
+    location: the place of the layer's keys and values.
     weights: parameters of the layer.
   """
 
@@ -117,8 +117,8 @@ class PagedKV:
     location, weights = mixer.location, mixer.weights
     pool, view = pools[location.pool], self.views[location.group]
     pool = write(pool, view, location.layer, cached_latents(inputs))
-    # The key projection moves to the queries (DeepSeek-V2, section 2.1.2), so
-    # that attention reads latents and never builds a key.
+    # The key projection is applied to the queries (DeepSeek-V2, section 2.1.2),
+    # so that attention reads latents and never builds keys.
     queries = self.token_wise(
       latent_queries, weights["key"], inputs.plain_query, inputs.rotated_query
     )
@@ -145,8 +145,9 @@ class PagedKV:
     location = mixer.location
     pool, view = pools[location.pool], self.views[location.group]
     layer = location.layer
-    # In a packed call no prompt may cross the end of a page, where a state is
-    # stored; rollouts schedule prompts accordingly.
+    # A packed call writes one state per row, and a full page must hold the
+    # state at its end. So prompts must not cross the end of a page; rollouts
+    # schedule them accordingly.
     if isinstance(view, PackedView):
       out, pool = recurrent_pages.run_packed(run, inputs, pool, view, layer)
     else:
@@ -160,7 +161,8 @@ class PagedKV:
     pool = pools[-1]
     if not isinstance(pool, ExpertIdPages):
       return pools
-    # The records are pages of their own group, not of the layer's.
+    # Records are in pages of the pool's group, which can differ from the
+    # layer's.
     view = self.views[pool.group]
     pool = write_expert_ids(pool, view, location.expert_layer, experts)
     return (*pools[:-1], pool)
@@ -195,8 +197,8 @@ class UncachedKV:
   ) -> MixerOutput:
     """Attends to keys and values projected from latents."""
     latent, rotated = inputs.latent, inputs.rotated_key
-    # Many queries read each key, so building keys once costs less here than
-    # queries of the latents' width.
+    # Without a cache many queries read each key. Building the keys once costs
+    # less than queries of the latents' width.
     keys = jnp.einsum("btl,lhd->bthd", latent, mixer.weights["key"])
     values = jnp.einsum("btl,lhv->bthv", latent, mixer.weights["value"])
     shape = (*keys.shape[:3], rotated.shape[3])
@@ -215,7 +217,7 @@ class UncachedKV:
   ) -> MixerOutput:
     """Runs a recurrence on inputs [B, T, ...] of whole sequences."""
     rows, tokens = inputs[0].shape[:2]
-    # Padding is at the end of a row, so it may run like a token.
+    # Padding is at the end of a row, so it can run without effect on tokens.
     counts = jnp.full((rows,), tokens, jnp.int32)
     state = recurrent_pages.empty_state(mixer.kind, rows)
     return run(inputs, state, counts)[0], pools

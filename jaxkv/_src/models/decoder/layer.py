@@ -1,8 +1,8 @@
 """A decoder layer: attention and an MLP, each added to its input.
 
-Functions of single tokens and weights run through `numerics.token_wise`: on all
-tokens together, or on a tile of them at a time. In between, the token mixer
-reads and writes keys and values through a `kv_access`.
+Steps that treat each token independently run through `numerics.token_wise`: on
+all tokens together, or on one tile of tokens at a time. Between these steps the
+token mixer reads and writes keys and values through a class of `kv_access`.
 """
 
 import functools
@@ -44,8 +44,8 @@ def run(
 ) -> Carry:
   """Runs one layer; `access` is an object of a class of `kv_access`."""
   (x, pools), call = carry, token_wise(decoder)
-  # Exact numerics need functions that close over no arrays: descriptions are
-  # static and bound here, arrays are arguments.
+  # Exact numerics need functions that close over no arrays. So only the static
+  # descriptions are bound here, and all arrays are arguments.
   bind = functools.partial
   angles = attentions.angles_of(layer, rotations, decoder)
   inputs = call(bind(_mixer_inputs, layer, decoder), weights, x, angles)
@@ -96,7 +96,7 @@ def _mix(
 ) -> kv_access.MixerOutput:
   """Runs the token mixer: the only step in which tokens read each other."""
   if isinstance(mixer.kind, DeltaNet):
-    # The gate multiplies the output, so it is no input of the recurrence.
+    # The gate is left out: it multiplies the output of the recurrence later.
     arrays = (inputs.channels, inputs.beta, inputs.decay)
     run = recurrence(decoder, mixer.kind, mixer.weights)
     return access.recurrent(mixer, run, arrays, pools)
@@ -137,7 +137,7 @@ def _after_mixer(
   gate: jax.Array | None,
   replay: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """Adds both outputs to x: [B, T, E], and experts int32[B, T, k]."""
+  """Adds the outputs of mixer and MLP; returns [B, T, E] and expert ids."""
   x = _add_mixer_output(layer, decoder, weights, x, out, gate)
   y, experts = _norm(x, weights, "mlp_norm", decoder), None
   if isinstance(layer.mlp, Mlp):

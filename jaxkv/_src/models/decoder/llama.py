@@ -34,10 +34,10 @@ def llama(
     embed_dim: E, width of the residual stream.
     num_heads: H, query heads.
     num_kv_heads: K, key-value heads; divides H.
-    head_dim: D, size of a head; even. H * D need not be E.
+    head_dim: D, size of a head; even. H * D can differ from E.
     mlp_dim: F, inner width of the gated MLP.
-    windows: window of each layer, see `Attention.window`; a pattern that
-      repeats over the layers.
+    windows: a pattern of windows that repeats over the layers, one for each
+      layer; see `Attention.window`.
     rope_base: wavelength base of the rotary positions; a tuple has one base for
       each layer of the pattern.
     norm_eps: added to the mean square in RMSNorm.
@@ -61,7 +61,7 @@ def llama(
       f"`windows` must be a tuple of one or more windows, got {windows!r}; use "
       "(None,) for full attention in every layer."
     )
-  # One base for all windows, or one for each: Gemma has two.
+  # One base for all windows, or one for each, since Gemma has two bases.
   bases = rope_base if isinstance(rope_base, tuple) else (rope_base,)
   if len(bases) not in (1, len(windows)):
     raise ValueError(

@@ -10,7 +10,7 @@ from jaxkv._src.models.decoder.numerics import is_exact
 from jaxkv._src.models.decoder.params import Params
 
 _MAX_LOGITS = 2**24
-"""Logits in memory at a time: 64 MiB, such as 341 rows of 49,152."""
+"""The most logits in memory at a time: 64 MiB, or 341 rows of 49,152."""
 
 
 def of_tokens(
@@ -24,7 +24,7 @@ def of_tokens(
 ) -> jax.Array:
   """Computes log-probs of tokens without storing the logits of all rows.
 
-  The head runs over chunks of rows, and again in the gradient.
+  Logits are computed in chunks of rows, and again for the gradient.
 
   Args:
     params: parameters of the decoder.
@@ -76,7 +76,7 @@ def _exact(
 ) -> jax.Array:
   """Returns exact log-probs float32[X, S] for float32[X, V], int32[X, S]."""
   count = tokens.shape[1]
-  # The exact function has one token per row of logits.
+  # The exact function takes one token per row of logits.
   if count > 1:
     logits = jnp.repeat(logits, count, axis=0)
   temperatures = jnp.broadcast_to(temperature, (tokens.size,))

@@ -51,7 +51,7 @@ def run(
 def head(params: Params, x: jax.Array, config: Decoder) -> jax.Array:
   """Computes logits float32[..., V] from the last layer's output [..., E].
 
-  Exact numerics need [B, T, E].
+  With exact numerics the output must be [B, T, E].
   """
   unembed = params["embed"] if config.tied_embeddings else params["unembed"]
   weights = {"final_norm": params["final_norm"], "unembed": unembed}
@@ -62,7 +62,7 @@ def _head(config: Decoder, weights: Params, x: jax.Array) -> jax.Array:
   x = rms_norm(x, weights["final_norm"], config.norm_eps, config.norm_offset)
   unembed = weights["unembed"]
   if config.tied_embeddings:
-    # Transposed in here: exact numerics compile this function on its own.
+    # Transposed inside, because exact numerics compile this function alone.
     unembed = unembed.T
   logits = jnp.einsum(
     "...e,ev->...v", x, unembed, preferred_element_type=jnp.float32
@@ -87,7 +87,7 @@ def _select(
       '`logits` must be "all" or "none" with a PackedView, got "last"; give '
       "`columns`."
     )
-  # -1, of an empty row, would index from the end.
+  # An empty row would have index -1, which counts from the end.
   last = jnp.maximum(counts - 1, 0)[:, None, None]
   return jnp.take_along_axis(x, last, axis=1, mode="fill")
 

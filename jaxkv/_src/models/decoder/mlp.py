@@ -1,4 +1,7 @@
-"""Gated MLPs and mixtures of experts."""
+"""Gated MLPs and mixtures of experts.
+
+Letters: E width, F inner width, X experts, k experts per token.
+"""
 
 import functools
 
@@ -54,10 +57,9 @@ def mixture(
     x: [B, T, E].
     weights: parameters of the layer.
     experts: static; the description of the mixture.
-    replay: int32[B, T, k], experts to use in place of the router's choice; a
-      token whose k numbers are all negative is routed as usual, as are all
-      tokens with None. An expert that does not exist makes the output of its
-      token NaN.
+    replay: int32[B, T, k], experts to use in place of the router's choice. If
+      all k ids of a token are negative, or with None, the router chooses. An id
+      out of range makes the output of its token NaN.
 
   Returns:
     [B, T, E]; int32[B, T, k], the experts that were used.
@@ -86,7 +88,7 @@ def route(
   x: jax.Array, weights: Params, experts: Experts, replay: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """Routes tokens [N, E] to experts int32[N, k], with factors float32[N, k]."""
-  # A correction or a group changes the ranking only; factors are of `scores`.
+  # Corrections and groups change only the ranking, not the factors.
   scores = ranking = _scores(x, weights, experts)
   if experts.corrected:
     ranking = ranking + weights["correction"].astype(jnp.float32)[None]
@@ -101,7 +103,7 @@ def route(
     factors = jax.nn.softmax(factors, axis=-1)
   elif experts.normalized:
     total = jnp.sum(factors, axis=-1, keepdims=True)
-    # Sigmoids of all chosen experts may underflow to 0.
+    # Sigmoids of all chosen experts can underflow to 0, and 0 / 0 is NaN.
     factors = factors / (total + 1e-20)
   return choice, factors * experts.scale
 
@@ -143,8 +145,8 @@ def _run_experts(
   """Returns the weighted sum of each token's experts, [N, E]."""
   count = choice.shape[1]
   expert = choice.reshape(-1)
-  # Sorted by expert, so that each expert multiplies a contiguous run of rows:
-  # `ragged_dot` needs no padding.
+  # Sorted by expert, so that each expert multiplies a contiguous run of rows,
+  # as `ragged_dot` requires.
   order = jnp.argsort(expert, stable=True).astype(jnp.int32)
   sizes = jnp.zeros((experts.num_experts,), jnp.int32).at[expert].add(1)
   rows = x[order // count]

@@ -19,7 +19,7 @@ def rms_norm(
   square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
   normalized = wide * jax.lax.rsqrt(square + eps)
   weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
-  # Gemma multiplies in float32, and has an offset; Llama rounds first.
+  # Gemma, which has an offset, multiplies in float32. Llama rounds first.
   if offset:
     return (normalized * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
   return normalized.astype(x.dtype) * weight

@@ -22,10 +22,10 @@ def is_exact(decoder: Decoder) -> bool:
 
 
 def token_wise(decoder: Decoder) -> TokenWise:
-  """Returns the caller of token-wise functions: all tokens, or in tiles."""
+  """Returns a function that applies others to all tokens, or in tiles."""
   if not is_exact(decoder):
     return lambda function, weights, *arrays: function(weights, *arrays)
-  # A product rounds differently with another number of rows: tiles fix it.
+  # Rounding of a product depends on its number of rows, which tiles fix.
   return functools.partial(token_loop.in_tiles, decoder.tile)
 
 
@@ -34,6 +34,6 @@ def recurrence(decoder: Decoder, attention: DeltaNet, weights: Params) -> Any:
   run = functools.partial(attentions.recur, attention=attention)
   weights = {"convolution": weights["convolution"]}
   if is_exact(decoder):
-    # Chunks would round by their length, so exact tokens run one by one.
+    # Rounding depends on the length of chunks, so tokens run one by one.
     return functools.partial(token_loop.recur, run, weights)
   return functools.partial(run, weights)

@@ -2,8 +2,9 @@
 
 The tree has "embed" [V, E], "final_norm" [E], "unembed" [E, V] unless tied, and
 "layers": a tuple with one entry per stretch of `groups.stretches`. An entry is
-a tuple with one dict per layer of the pattern. Its arrays have a leading axis
-of R repetitions, so that a scan can slice them. A layer's dict has
+a tuple with one dict per layer of the stretch's pattern. All arrays of a dict
+have a leading axis of R repetitions, so that a scan can slice them. The tables
+list the arrays of a layer's dict without this axis. A layer has
 
 | name                   | of `Attention`                                      |
 |------------------------|-----------------------------------------------------|
@@ -101,7 +102,7 @@ class Leaf:
 
 
 def layer_leaves(layer: Layer, embed_dim: int) -> dict[str, Leaf]:
-  """Returns the leaves of one layer, without the axis of repetitions."""
+  """Describes the parameters of one layer, without the axis R."""
   attention = layer.attention
   leaves = {
     "attention_norm": Leaf((embed_dim,)),
@@ -199,7 +200,7 @@ def _experts(m: Experts, e: int) -> dict[str, Leaf]:
   if m.router_biased:
     leaves["router_bias"] = Leaf((x,), 0)
   if m.corrected:
-    # DeepSeek keeps it in float32, whatever the type of the weights.
+    # DeepSeek stores the correction in float32, even with bfloat16 weights.
     leaves["correction"] = Leaf((x,), 0, dtype=jnp.float32)
   if m.biased:
     names = ("expert_gate_bias", "expert_up_bias")
@@ -271,7 +272,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     nonlocal cursor
     dtype = leaf.dtype or decoder.dtype
     if not leaf.fan_in:
-      # A norm multiplies by weight + offset, which is to be 1.
+      # A norm multiplies by weight + offset, which must be 1 at first.
       offset = decoder.norm_offset if leaf.offset else 0
       value = 0 if leaf.fan_in == 0 else 1 - offset
       return jnp.full(leaf.shape, value, dtype)
@@ -280,8 +281,8 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     return (noise[begin:cursor].reshape(leaf.shape) * gain).astype(dtype)
 
   def arrays(node: Any) -> Any:
-    # `jax.tree.map` sorts keys; the draw follows the order of the dicts, so
-    # that parameters of a seed stay the same.
+    # Not `jax.tree.map`, which sorts keys: another order would give a seed
+    # other parameters.
     if isinstance(node, Leaf):
       return array(node)
     if isinstance(node, dict):

@@ -27,8 +27,8 @@ class Tree:
   Attributes:
     branches: C_l of each level.
     widths: R_l of each level, at least 1.
-    lengths: int32[N, C_l] of each level, tokens of each branch; at the last
-      level they may exceed the width by one.
+    lengths: int32[N, C_l] of each level, tokens of each branch. At the last
+      level a length can be R_l + 1, because rows can leave out its last token.
     starts: int32[N, C_l] of each level, tokens from the root to the branch.
   """
 
@@ -50,7 +50,7 @@ class Tree:
     """Joins levels [N, C_l, R_l or more, ...] to rows [N, T, ...]."""
     flat = []
     for part, width in zip(parts, self.widths, strict=True):
-      # Parts may have the last token of the last level, which rows leave out.
+      # At the last level a part can have one token more, which rows leave out.
       rows, count, *_ = part.shape
       part = part[:, :, :width]
       flat.append(part.reshape(rows, count * width, *part.shape[3:]))
@@ -90,8 +90,8 @@ class Tree:
   def last(self, level: int) -> jax.Array:
     """Returns the column of the last token on each path, int32[N, C_l].
 
-    For an empty branch it is the last token of an ancestor, and 0 if all
-    ancestors are empty.
+    For an empty branch, returns the column of the nearest ancestor's last
+    token, or 0 if all ancestors are empty.
     """
     begin, column = 0, jnp.zeros_like(self.lengths[0])
     for number in range(level + 1):

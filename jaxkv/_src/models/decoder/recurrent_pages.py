@@ -34,7 +34,7 @@ def run_rows(
   rows, size = rows_of(view), pool.page_size
   if inputs[0].shape[1] == 1:
     return _run_stored(run, inputs, pool, rows, layer)
-  # A full page can be a prefix hit of other sequences, and must hold the state
+  # Other sequences can reuse a full page as a prefix, so it must hold the state
   # at its end. So the tokens that fill an open page run first, on their own.
   room = -rows.starts % size
   head_counts = jnp.where(room < rows.counts, room, 0)
@@ -81,7 +81,7 @@ def run_packed(
   view: PackedView,
   layer: jax.Array | int,
 ) -> tuple[jax.Array, StatePages]:
-  """Runs the single tokens of a packed call [1, B, ...], then its prompts."""
+  """Runs the decode tokens of a packed call [1, T, ...], then its prompts."""
   decode = rows_of(view.decode)
   count = decode.starts.shape[0]
   single = tuple(array[0, :count, None] for array in inputs)
@@ -114,7 +114,7 @@ def _run_stored(
 
 
 def empty_state(attention: DeltaNet, rows: int) -> dict[str, jax.Array]:
-  """Returns the states of sequences without tokens."""
+  """Returns zeros, the states of sequences before their first token."""
   return {
     name: jnp.zeros((rows, *shape), dtype)
     for name, (shape, dtype) in state_shapes(attention).items()
@@ -126,7 +126,7 @@ def state_shapes(
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
   """Returns the `shapes` of `jaxkv.kv.init_states` for a recurrent layer."""
   a = attention
-  # float32 whatever the weights: a state sums the changes of all tokens.
+  # float32 for any weights, because a state sums the changes of all tokens.
   return {
     "convolution": ((a.num_channels, a.kernel_size - 1), jnp.float32),
     "delta": ((a.num_value_heads, a.key_dim, a.value_dim), jnp.float32),

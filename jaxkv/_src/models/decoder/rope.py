@@ -29,10 +29,10 @@ class Llama3Scaling:
 
   Attributes:
     factor: divisor of the low frequencies.
-    low_frequency_factor: a pair with fewer turns in `original_length` tokens
-      has a low frequency.
-    high_frequency_factor: a pair with more turns has a high frequency.
-      Frequencies in between are interpolated.
+    low_frequency_factor: turns in `original_length` tokens; a pair with fewer
+      turns has a low frequency.
+    high_frequency_factor: turns in `original_length` tokens; a pair with more
+      turns has a high frequency. Frequencies in between are interpolated.
     original_length: context length before scaling, in tokens.
   """
 
@@ -49,10 +49,12 @@ class YarnScaling:
   Attributes:
     factor: divisor of the low frequencies.
     original_length: context length before scaling, in tokens.
-    beta_fast: a pair with more turns in `original_length` tokens keeps its
-      frequency.
-    beta_slow: a pair with fewer turns has its frequency divided.
-    truncate: True to round the ends of the ramp to whole pairs.
+    beta_fast: turns in `original_length` tokens; a pair with more turns keeps
+      its frequency.
+    beta_slow: turns in `original_length` tokens; the frequency of a pair with
+      fewer turns is divided. Frequencies in between are interpolated.
+    truncate: True to round the first and the last interpolated pair to whole
+      pairs.
     attention_factor: factor of cosines and sines.
   """
 
@@ -77,7 +79,7 @@ class Rope:
       all.
     interleaved: True if pair i has the elements 2 i and 2 i + 1; False for i
       and i + dim / 2.
-    scaling: scaling of the frequencies; None for none.
+    scaling: scaling of the frequencies; None for no scaling.
 
   Raises:
     ValueError: `base` is not a positive number.
@@ -104,8 +106,8 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     [1.0, 0.10000000149011612]
   """
   dim = head_dim if rope.dim is None else rope.dim
-  # On the host, in float64, and rounded once: an error grows with the position.
-  # The result is a constant of the program.
+  # An error of a frequency grows with the position, so frequencies are computed
+  # on the host, in float64, and rounded once.
   exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
   plain = rope.base**-exponents
   scaling = rope.scaling
@@ -149,7 +151,7 @@ def rotation(
   """Computes cosines and sines float32[B, T, 1, dim / 2] of int32[B, T]."""
   frequency = jnp.asarray(frequencies(rope, head_dim))[None, None, None]
   angles = positions.astype(jnp.float32)[:, :, None, None] * frequency
-  # Without YaRN the program has no product with 1.0.
+  # A factor of 1.0 is skipped, so that programs without YaRN do not multiply.
   factor = 1.0
   if isinstance(rope.scaling, YarnScaling):
     factor = rope.scaling.attention_factor

@@ -86,7 +86,7 @@ def _repeat(
   function: LayerFunction,
   decoder: Decoder,
 ) -> Carry:
-  """Applies a function in the layers of a stretch."""
+  """Applies a function to each layer of a stretch."""
   size = len(stretch.pattern)
 
   def apply(
@@ -113,8 +113,8 @@ def _repeat(
   repetitions = jnp.arange(stretch.repetitions, dtype=jnp.int32)
   # A pattern of several layers reads its weights itself, see `_read_weights`.
   slices = weights if size == 1 else None
-  # The carry holds the pools of all layers. As scanned inputs and outputs, with
-  # a slice per layer, they would be copied at every token.
+  # The pools of all layers are in the carry. As scanned inputs and outputs,
+  # with a slice per layer, XLA would copy them in each step.
   return jax.lax.scan(repeat, carry, (repetitions, slices))[0]
 
 

@@ -1,12 +1,12 @@
 """Attention and recurrences in trees of tokens.
 
-A token attends to its ancestors and to earlier tokens of its branch. Keys are
-read once: one product computes the scores of a prompt's keys with the queries
-of all its completions.
+A token attends to its ancestors and to earlier tokens of its branch. One
+product computes the scores of a prompt's keys with the queries of all its
+completions, so that the keys are read once.
 
 Letters in addition to those of `prompt_tree`: H query heads, K key-value heads,
-D head size, g query heads per key-value head, Q queries in all descendants of a
-branch.
+D head size, g query heads per key-value head, l level of the queries, j level
+of the keys, Q queries in all descendants of a branch at level j.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def attend(
   def scores_with(q: jax.Array, level: int, ancestor: int) -> jax.Array:
     """Scores a level's queries with an ancestor level's keys.
 
-    Returns float32[N, C_j, K, g, Q, R_j], by the branches of the ancestor.
+    Returns float32[N, C_j, K, g, Q, R_j], grouped by branch of the ancestor.
     """
     scores = jnp.einsum(
       "ncqkgd,ncrkd->nckgqr",
@@ -134,7 +134,7 @@ def _mask(
   if level == ancestor:
     keys = jnp.arange(tree.widths[level], dtype=jnp.int32)
     distance = (keys[:, None] - keys[None])[None, None]
-    # Padding attends to itself as well, so that no softmax is over nothing.
+    # Padding attends to itself, too, so that each softmax has a finite score.
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
   columns = prompt_tree.columns(tree.widths[ancestor])
@@ -151,8 +151,9 @@ def _mask(
 def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   """Computes one softmax over the last axes of all parts.
 
-  Parts are scores [N, C_j, K, g, Q, R_j] of the same queries, each by the
-  branches of its keys; in the last part these are the queries' branches.
+  Parts are scores [N, C_j, K, g, Q, R_j] of the same queries with keys of each
+  level j. A part is grouped by the branches of its keys, which in the last part
+  are also the branches of the queries.
   """
   maxima = [_by_query_branch(jnp.max(part, axis=-1), parts) for part in parts]
   maximum = maxima[0]
@@ -163,8 +164,8 @@ def _softmax(parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
   return tuple(power / _by_key_branch(total, power) for power in powers)
 
 
-# Like the gradient of `jax.nn.softmax`, it stores only the result. Derived from
-# the code above it would store scores and powers, too.
+# Like the gradient of `jax.nn.softmax`, this rule stores only the result. jax's
+# gradient of the code above would store scores and powers, too.
 
 
 @_softmax.defjvp

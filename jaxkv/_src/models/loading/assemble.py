@@ -18,12 +18,12 @@ from jaxkv._src.models.loading.weight_maps import Sources
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
 _MAX_NAMES = 3
-"""Tensors that an error message lists."""
+"""The most tensors that an error message lists."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-  """A checkpoint of any format, with its tensors not read yet.
+  """An opened checkpoint of any format; its tensors are read later.
 
   Attributes:
     name: name of the file or folder, for messages.
@@ -51,14 +51,14 @@ def check(weight_map: WeightMap, tensors: Tensors, file: str) -> None:
   for source in sources_of(weight_map):
     shapes |= dict(source.tensors)
     missing |= {name: None for name, _ in source.tensors if name not in tensors}
-    # A damaged config.json may name billions of layers.
+    # Stops early, because a damaged config.json can name billions of layers.
     if len(missing) > 2 * _MAX_NAMES:
       break
   if missing:
     raise ValueError(
       f"{file} lacks tensors: {_listing(list(missing))}; get it again."
     )
-  # An ignored tensor, such as a bias, would change the results silently.
+  # Without an unknown tensor, such as a bias, results would be wrong.
   unknown = [
     name
     for name in tensors
@@ -93,15 +93,15 @@ def assemble(
   Args:
     weight_map: the weight map, checked by `check`.
     tensors: the tensors.
-    tick: called after each parameter of a layer, `num_sources` times.
+    tick: called after each source is read, `num_sources` times in all.
   """
   dtype = weight_map.decoder.dtype
 
   def array(
     leaf: leaves.Leaf, sources: list[Source], is_stacked: bool
   ) -> jax.Array:
-    # Filled row by row in its final dtype: at most one layer's tensor is in
-    # memory in addition to the parameters.
+    # The array is filled row by row in its final dtype, so that at most one
+    # layer's tensor is in memory in addition to the parameters.
     out = np.empty(leaf.shape, leaf.dtype or dtype)
     rows = out if is_stacked else out[None]
     for row, source in zip(rows, sources, strict=True):
@@ -135,7 +135,7 @@ def assemble(
 def _repetitions(
   weight_map: WeightMap, stretch: groups.Stretch
 ) -> Iterator[list[Sources]]:
-  """Yields the sources of all repetitions, for each layer of a pattern."""
+  """Yields, for each layer of a pattern, the sources of its repetitions."""
   size = len(stretch.pattern)
   for index in range(size):
     yield [

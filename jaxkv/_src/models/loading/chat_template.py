@@ -12,8 +12,8 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
   """Renders a template with variables such as `messages`, or raises."""
   task = "To render a chat template"
   sandbox = extra_package("jinja2.sandbox", install="jaxkv[hf]", task=task)
-  # A template comes with the checkpoint, from a third party. These are the
-  # options, filters and functions that templates may expect (transformers).
+  # A template is a program of a third party, so it runs in a sandbox. Templates
+  # expect the options, filters and functions that transformers gives them.
   environment = sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
@@ -26,7 +26,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     return environment.from_string(template).render(**variables)
   except _RefusedError as error:
     raise ValueError(str(error)) from error
-  # A program can raise anything.
+  # A template can raise any exception.
   except Exception as error:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     raise ValueError(

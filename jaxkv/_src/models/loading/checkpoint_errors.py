@@ -21,7 +21,7 @@ def one_line_errors(name: str) -> Iterator[None]:
   """
   try:
     yield
-  # These are about the machine, not about the file.
+  # These errors are about the machine and not about the file, so they stay.
   except (ImportError, OSError, MemoryError):
     raise
   except ValueError as error:

@@ -1,4 +1,4 @@
-"""Typed reading of config.json, which refuses unknown keys."""
+"""Reads typed values from config.json, and refuses unknown keys."""
 
 import sys
 from typing import Any
@@ -23,8 +23,8 @@ _HARMLESS = frozenset(
   unsloth_version use_bfloat16 use_cache use_return_dict
   """.split()
 )
-"""Keys of training, of other programs and of tokens: no logit depends on them.
-`folder` reads `quantization_config`."""
+"""Keys without effect on logits: they are for training, for other programs or
+for tokens. `folder.py` reads `quantization_config`."""
 
 
 _MAX_INT = 2**31 - 1
@@ -35,14 +35,14 @@ _COUNTS_OF_TENSORS = {
   "n_routed_experts",
   "num_nextn_predict_layers",
 }
-"""Counts of things that have at least one tensor each."""
+"""Keys that count parts of a model, each of which has at least one tensor."""
 
 
 class ConfigFile:
   """The values of a config.json, each of which must be read or harmless.
 
   Every method raises a ValueError that names the file and the key if the value
-  has the wrong type, or is missing without a default. null counts as missing.
+  has the wrong type, or is missing without a default. null means missing.
   """
 
   def __init__(
@@ -84,7 +84,7 @@ class ConfigFile:
     value = self.get(key, default)
     if value is None:
       return None
-    # bool is a subclass of int.
+    # bool is a subclass of int, and must be refused.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # An int of 400 digits would make `float` raise an OverflowError.
     if not is_number or not -_LARGEST <= value <= _LARGEST:

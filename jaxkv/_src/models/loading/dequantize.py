@@ -16,7 +16,7 @@ _E2M1 = np.array(
 
 
 def fp8_blocks(tensors: Tensors, block: tuple[int, int]) -> Tensors:
-  """Dequantizes each float8_e4m3fn tensor `X` with `X_scale_inv`.
+  """Dequantizes each float8_e4m3fn tensor `X` with scales `X_scale_inv`.
 
   Args:
     tensors: the tensors of a checkpoint.
@@ -58,8 +58,8 @@ def _fp8_reader(tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int]):
 def mxfp4(tensors: Tensors) -> Tensors:
   """Dequantizes each `X_blocks` [..., N, G, 16] with `X_scales` [..., N, G].
 
-  A block has 32 values along the input axis. `X` is [..., 32 G, N], inputs
-  before outputs.
+  N is the number of outputs. Each output has G blocks of 32 values along the
+  input axis, two in a byte. The result `X` is [..., 32 G, N].
   """
   out = {
     name: tensor

@@ -18,7 +18,7 @@ from jaxkv._src.models.loading.safetensors_files import json_object
 from jaxkv._src.models.loading.weight_maps import WeightMap
 
 _DTYPES = ("float32", "bfloat16", "float16")
-# For checkpoints that do not name the longest sequence.
+# For checkpoints that do not state their longest sequence.
 _DEFAULT_LENGTH = 4096
 _VISION = re.compile(
   r"(model\.)?(vision_tower|multi_modal_projector|vision_model)\..*"
@@ -34,8 +34,8 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
   tensors = safetensors_files.open_folder(folder)
   outer = ConfigFile(values, file)
   quantization = outer.table("quantization_config")
-  # A multimodal checkpoint: the language model has a table of its own, but some
-  # keys of it are outside.
+  # In a multimodal checkpoint the keys of the language model are in the table
+  # `text_config`, except for some that are outside.
   if "text_config" in values:
     outer, values = values, dict(outer.table("text_config"))
     for key in ("architectures", "eos_token_id", "tie_word_embeddings"):
@@ -65,7 +65,8 @@ def stop_tokens(
   folder: pathlib.Path, config: dict[str, Any]
 ) -> tuple[int, ...]:
   """Returns the tokens that end a text, given the keys of config.json."""
-  # Chat models end a message with a token that only generation_config.json has.
+  # generation_config.json is used first: chat models end a message with a token
+  # that config.json lacks.
   value = config.get("eos_token_id")
   path = folder / "generation_config.json"
   if path.exists():

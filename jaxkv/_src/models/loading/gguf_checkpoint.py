@@ -51,7 +51,7 @@ def open_checkpoint(path: pathlib.Path) -> Checkpoint:
   metadata.check_all_read()
   config = ConfigFile(values, str(path), num_tensors=len(tensors))
   weight_map = functools.partial(_FAMILIES[name], config)
-  # Both are needed: chat models end a message with `eot`.
+  # Both roles stop generation: chat models end a message with `eot`.
   keys = (f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot"))
   tokens = (metadata.count(key, None) for key in keys)
   stop_tokens = dict.fromkeys(token for token in tokens if token is not None)
@@ -77,7 +77,7 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
       magic, version, *counts = struct.unpack("<4sIQQ", file.read(24))
     if magic != b"GGUF" or version not in (2, 3) or max(counts) > _MAX_COUNT:
       raise ValueError(f"it starts with {magic}, {version}, {counts}")
-    # numpy only warns of an integer that overflows or is divided by zero.
+    # By default numpy only warns if an integer overflows or is divided by 0.
     with np.errstate(all="raise"):
       reader = _reader_class(gguf)(path)
     values = {key: field.contents() for key, field in reader.fields.items()}
@@ -88,7 +88,8 @@ def read(gguf: Any, path: pathlib.Path) -> tuple[ConfigFile, Tensors]:
     ) from error
   metadata = ConfigFile(values, str(path), num_tensors=len(reader.tensors))
   metadata.only("split.count", 0, 1)
-  # Zero means an absent feature; keys with other prefixes change no logits.
+  # These keys do not change logits: a zero turns a feature off, and keys with
+  # other prefixes are for other programs.
   prefix = f"{values.get('general.architecture')}."
   metadata.ignore(
     *(k for k, v in values.items() if not v or not k.startswith(prefix))
@@ -119,7 +120,7 @@ def _config(
   base = 1e6 if name == "gemma3" else 1e4
   config |= {
     "num_key_value_heads": kv_heads,
-    # The float32 closest to 1e-5 is 9.99999975e-6.
+    # Rounded to restore 1e-5: the file has its float32, 9.99999975e-6.
     "rms_norm_eps": float(f"{eps:.6g}"),
     "head_dim": head_dim,
     "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -139,7 +140,8 @@ def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
   """Returns additional keys of Gemma 3."""
   window = "gemma3.attention.sliding_window"
   scale = config["head_dim"]
-  # Gemma 3 27B scales by the width per head, and no key of the file says so.
+  # Gemma 3 27B, the model with 62 layers, scales by the width per head. The
+  # file has no key for this.
   if config["num_hidden_layers"] == 62:
     scale = config["hidden_size"] // config["num_attention_heads"]
   keys = {
@@ -157,7 +159,7 @@ def _gemma(metadata: ConfigFile, config: dict[str, Any]) -> dict[str, Any]:
 def _scaling(
   metadata: ConfigFile, name: str, config: dict[str, Any], tensors: Tensors
 ) -> dict[str, Any] | None:
-  """Returns `rope_scaling`, and removes the tensor that stores Llama 3's."""
+  """Returns `rope_scaling`; removes the tensor with Llama 3's divisors."""
   prefix = f"{name}.rope.scaling."
   metadata.ignore(f"{prefix}finetuned")
   metadata.only(f"{prefix}type", "none", "linear", "yarn")
@@ -183,7 +185,7 @@ def _renamed(
   name: str,
   weight_map: WeightMap,
 ) -> Tensors:
-  """Returns the tensors with Hugging Face's names, rows and norm weights."""
+  """Converts names, order of rows and norm weights to Hugging Face's."""
   architecture = gguf.MODEL_ARCH[name.upper()]
   names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
   new_names = {
@@ -218,8 +220,8 @@ def _reader_class(gguf: Any) -> Any:
       return np.frombuffer(self.data, dtype, int(count), int(offset))
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-      # The package makes several objects for each element of an array, which
-      # takes seconds for the vocabulary of a large model.
+      # The package `gguf` makes several objects for each element of an array,
+      # which takes seconds for the vocabulary of a large model.
       if raw_type != gguf.GGUFValueType.ARRAY:
         return super()._get_field_parts(orig_offs, raw_type)
       kind, count = struct.unpack_from("<IQ", self.data, orig_offs)

@@ -11,12 +11,12 @@ from jaxkv._src.models.loading.tokenizer import Tokenizer
 _GGML = "tokenizer.ggml."
 # Token types of llama.cpp.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
-# The expression of GPT-4 and its successors, with a place for digits.
+# GPT-4's regular expression for words; %s becomes the one for digits.
 _WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The digits that form a word; None where GPT-2's expression is used.
+# The expression for a word of digits; None to use GPT-2's for all words.
 _DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 _DIGITS |= dict.fromkeys(("default", "gpt-2", "smollm"))
 
@@ -103,7 +103,7 @@ def _sentence_piece(
   ranks = {
     token: (-scores[number], number)
     for token, number in vocabulary.items()
-    # Text never merges into these.
+    # Merges never produce tokens of these kinds.
     if kinds[number] not in (_CONTROL, _USER_DEFINED, _BYTE)
   }
   model = library.models.BPE(vocabulary, _merges(ranks), unk_token=unknown)
@@ -122,8 +122,8 @@ def _sentence_piece(
 
 def _merges(ranks: dict[str, tuple[float, int]]) -> list[tuple[str, str]]:
   """Returns the pairs that SentencePiece merges, ordered by rank."""
-  # SentencePiece has no list of merges: any two pieces that form a piece merge,
-  # the pair with the best score first.
+  # SentencePiece has no list of merges. It merges any two pieces that together
+  # form a piece, and of several such pairs the one with the best score first.
   merges = []
   for token, rank in ranks.items():
     for middle in range(1, len(token)):

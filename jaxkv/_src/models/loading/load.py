@@ -138,7 +138,7 @@ def load(
     Traceback (most recent call last):
     ValueError: `source` must be a folder with a config.json, ...
   """
-  # Before the checkpoint is opened, which may download it.
+  # Checked first, because opening a checkpoint can start a download.
   if dtype is not None and jnp.dtype(dtype).name not in _DTYPES:
     raise ValueError(
       f"`dtype` must be one of {', '.join(_DTYPES)}, got "
@@ -152,7 +152,7 @@ def load(
 def _read(checkpoint: Checkpoint, dtype: Any, progress: bool) -> Pretrained:
   """Reads the tensors of a checkpoint."""
   weight_map = checkpoint.weight_map(dtype)
-  # Before any tensor is read: reading takes minutes for a large model.
+  # Checked first, because reading takes minutes for a large model.
   assemble.check(weight_map, checkpoint.tensors, checkpoint.name)
   total = assemble.num_sources(weight_map)
   with tqdm.tqdm(
@@ -173,7 +173,7 @@ def _open_checkpoint(
   source: str | os.PathLike[str], local_files_only: bool
 ) -> Checkpoint:
   path = pathlib.Path(source)
-  # A local folder wins over a model of the hub with the same name.
+  # A local folder takes precedence over a model of that name on the hub.
   if path.is_dir():
     return folders.open_checkpoint(path)
   if path.suffix == ".gguf" or path.is_file():

@@ -26,7 +26,7 @@ def rope_table(config: ConfigFile, default_base: float) -> Table:
   fraction = config.number("partial_rotary_factor", 1.0)
   scaling = config.table("rope_scaling")
   table = {"rope_theta": base, "partial_rotary_factor": fraction, **scaling}
-  # Where a file has both forms, the new one is the current one.
+  # If a file has both forms, the new one takes precedence.
   table |= config.table("rope_parameters")
   if "type" in table:
     table.setdefault("rope_type", table["type"])
@@ -42,11 +42,11 @@ def rope_of(
 
   Args:
     table: from `rope_table`.
-    config: has the context length, and its name for messages.
+    config: the file, for the context length and for messages.
     head_dim: elements of a head that the fraction of the table refers to.
     interleaved: see `Rope`.
   """
-  # A `ConfigFile` of its own, so that unknown keys of the table are refused.
+  # A separate `ConfigFile` refuses unknown keys of the table.
   settings = ConfigFile(dict(table), f"the rope table of {config.file}")
   base = settings.number("rope_theta")
   dim = int(head_dim * settings.number("partial_rotary_factor", 1.0))
@@ -65,8 +65,8 @@ def llama3_table(
   divisors: np.ndarray, base: float, config: ConfigFile, head_dim: int
 ) -> Table:
   """Returns Llama 3's `rope_scaling` with the given divisors of frequencies."""
-  # A GGUF file stores only the divisors. All Llama 3 models share the other
-  # settings; the check below would notice another scaling.
+  # A GGUF file stores only the divisors, but all Llama 3 models share the other
+  # settings. The check below refuses files with another scaling.
   table = {
     "rope_type": "llama3",
     "factor": float(divisors.max(initial=1.0)),
@@ -94,7 +94,7 @@ def _no_scaling(settings: ConfigFile, config: ConfigFile) -> Scaling | None:
 
 def _linear(settings: ConfigFile, config: ConfigFile) -> Scaling:
   del config
-  # transformers writes it for every type; this one does not depend on it.
+  # transformers writes this key for all types, but linear scaling ignores it.
   settings.ignore("original_max_position_embeddings")
   return LinearScaling(factor=settings.number("factor"))
 
@@ -113,7 +113,7 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
   length = _original_length(settings, config)
   if factor is None:
     factor = config.size("max_position_embeddings") / length
-  # DeepSeek's two scales divide each other; other models have the default.
+  # DeepSeek's factor is the ratio of two scales. Other models use the default.
   mscale = settings.number("mscale", 0.0)
   all_dim = settings.number("mscale_all_dim", 0.0)
   attention = settings.number("attention_factor", None)
@@ -132,13 +132,13 @@ def _yarn(settings: ConfigFile, config: ConfigFile) -> Scaling:
 
 
 def magnitude(factor: float, mscale: float) -> float:
-  """Returns YaRN's factor of attention logits for a context length factor."""
+  """Returns YaRN's factor of queries and keys for a context length factor."""
   return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _original_length(settings: ConfigFile, config: ConfigFile) -> int:
   key = "original_max_position_embeddings"
-  # Some files have the key beside the table.
+  # Some files have the key outside the rope table.
   length = settings.size(key, None)
   if length is None:
     length = config.size(key, None)

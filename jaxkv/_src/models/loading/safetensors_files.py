@@ -1,8 +1,8 @@
 """Reads safetensors files through memory maps.
 
 A file has the length of its header in 8 bytes, the header in JSON, and the
-bytes of all tensors. The package `safetensors` is not used: its NumPy interface
-has neither bfloat16 nor float8.
+bytes of all tensors. The package `safetensors` is not used, because its NumPy
+interface has neither bfloat16 nor float8.
 """
 
 import functools
@@ -71,7 +71,7 @@ def _indexed(folder: pathlib.Path) -> Tensors:
   files: dict[str, Tensors] = {}
   for name in sorted(set(file_of_tensor.values())):
     path = folder / name
-    # An index must not reach out of its folder.
+    # An index must not name files outside its folder.
     if path.name != name or not path.exists():
       raise ValueError(
         f"{folder} lacks the shard {name}, which {_INDEX} names; get it again."
@@ -102,7 +102,7 @@ def open_file(path: pathlib.Path) -> Tensors:
         "its header; get it again."
       )
     text = file.read(length)
-  # Any JSON may be in a damaged header, so every access may fail.
+  # A damaged header can be any JSON, so every access can fail.
   try:
     header = json.loads(text)
     header.pop("__metadata__", None)

@@ -1,6 +1,6 @@
 """Tokenizers of pretrained models, and their chat templates.
 
-Wraps the package `tokenizers`. It and `jinja2` are imported on demand.
+Wraps the package `tokenizers`, which is imported on demand, as is `jinja2`.
 """
 
 import functools
@@ -39,14 +39,14 @@ class Tokenizer:
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
   ):
-    """Wraps a `tokenizers.Tokenizer`; the class has the arguments."""
+    """Wraps a `tokenizers.Tokenizer`; see the attributes of the class."""
     self.core = core
     self.template = template
     self.variables = dict(variables or {})
 
   @property
   def vocab_size(self) -> int:
-    """Number of tokens; the model's vocabulary may be larger."""
+    """Number of tokens; the model's vocabulary can be larger."""
     return self.core.get_vocab_size(with_added_tokens=True)
 
   def encode(self, text: str, *, special: bool = True) -> np.ndarray:
@@ -98,21 +98,22 @@ class Tokenizer:
     self, messages: Sequence[Message], *, answer: bool = True, **variables: Any
   ) -> np.ndarray:
     """Returns the tokens of a conversation, int32[T]; see `chat`."""
-    # The template has written the special tokens already.
+    # The template has already written the special tokens.
     text = self.chat(messages, answer=answer, **variables)
     return self.encode(text, special=False)
 
   def token_bytes(self) -> list[bytes]:
     """Returns the bytes of each token, for `jaxkv.rollout.token_bytes`.
 
-    Special tokens have no bytes. A space before a word belongs to its token.
+    Special tokens have no bytes. The space before a word is in the word's first
+    token.
 
     Raises:
       ValueError: the vocabulary has an unknown representation of bytes.
     """
     vocabulary = self.core.get_vocab(with_added_tokens=False)
     added = self.core.get_added_tokens_decoder()
-    # Numbers may have gaps, so the largest one counts.
+    # Token ids can have gaps, so the largest one sets the length.
     size = 1 + max([-1, *vocabulary.values(), *added])
     pieces = [b""] * size
     convert = self._piece_bytes
@@ -160,7 +161,8 @@ def _fallback_piece(piece: str) -> bytes:
 
 def _alphabet() -> dict[str, int]:
   """Returns the byte of each character of byte-level vocabularies (GPT-2)."""
-  # Visible characters are their own bytes; the others follow from 256 on.
+  # A visible character stands for its own byte. Other bytes have characters
+  # from 256 on.
   visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
   hidden = [byte for byte in range(256) if byte not in set(visible)]
   shifted = {chr(256 + index): byte for index, byte in enumerate(hidden)}
@@ -200,7 +202,7 @@ def from_file(path: pathlib.Path) -> Any:
     raise ValueError(
       f"{path} cannot be read ({error}); get it again."
     ) from error
-  # A file may store options of training, which would change the tokens.
+  # A file can store truncation and padding of training, which must not apply.
   core.no_truncation()
   core.no_padding()
   return core

@@ -25,7 +25,7 @@ def deepseek_v2(config: ConfigFile, dtype: Any) -> WeightMap:
   config.only("scoring_func", "softmax")
   config.only("topk_method", "greedy", "group_limited_greedy")
   has_groups = config.get("topk_method", "greedy") != "greedy"
-  # Also in files without groups, where they have no effect.
+  # Files without groups can have these keys, too, without effect.
   config.ignore("n_group", "topk_group")
   experts = Experts(
     num_experts=_num_experts(config, 64),
@@ -56,7 +56,7 @@ def deepseek_v3(config: ConfigFile, dtype: Any) -> WeightMap:
 
 
 def _num_experts(config: ConfigFile, default: int) -> int:
-  # Files have one of two names.
+  # A config.json uses one of two names for the number of experts.
   number = config.size("n_routed_experts", default)
   return config.size("num_local_experts", number)
 
@@ -79,8 +79,8 @@ def _plan(
   for key in ("attention_bias", "mlp_bias"):
     config.only(key, False)
   config.only("moe_layer_freq", 1)
-  # The reference code always has 1e-6 in the norms of latents, and a `Decoder`
-  # has one eps for all norms.
+  # The reference code always uses 1e-6 in norms of latents, and a `Decoder` has
+  # one eps for all norms. So no other eps is supported.
   config.only("rms_norm_eps", 1e-6)
   config.ignore("head_dim", "qk_head_dim", "num_key_value_heads")
   attention = _attention(config, interleaved)
@@ -109,7 +109,7 @@ def _plan(
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(experts, e, f"{path}mlp.")
 
-  # Layers past the last one are for multi-token prediction in training.
+  # Layers after `num_layers` predict several tokens in training; not loaded.
   count = config.count("num_nextn_predict_layers", 0)
   ignored = [rf"model\.layers\.{num_layers + i}\..*" for i in range(count)]
   return weight_map(decoder, layer, *ignored)
@@ -121,7 +121,7 @@ def _attention(config: ConfigFile, interleaved: bool) -> LatentAttention:
   table = rope_config.rope_table(config, 10_000.0)
   scale = (plain_dim + rotated) ** -0.5
   if table["rope_type"] != "default" and table.get("mscale_all_dim"):
-    # DeepSeek applies YaRN's growth to the scale of the logits.
+    # YaRN's growth of queries and of keys is applied to the logits, squared.
     growth = rope_config.magnitude(table["factor"], table["mscale_all_dim"])
     scale *= growth * growth
   rank = config.size("q_lora_rank", None)
@@ -143,7 +143,7 @@ def _attention_sources(
   h, latent, rank = a.num_heads, a.latent_dim, a.query_rank
   n, v = a.plain_dim, a.value_dim
   size = n + a.rotated_dim
-  # Each head has its key and its value in one tensor.
+  # One tensor has each head's key projection, followed by its value projection.
   keys_values = ((f"{path}kv_b_proj.weight", (h * (n + v), latent)),)
 
   def heads(w: Any) -> Any:

@@ -39,8 +39,8 @@ def gemma3(config: ConfigFile, dtype: Any) -> WeightMap:
   interval = config.size("_sliding_window_pattern", 6)
   interval = config.size("sliding_window_pattern", interval)
   table = rope_config.rope_table(config, _GLOBAL_BASE)
-  # New files have a table per type of layer. In old ones `rope_scaling` is for
-  # global layers only.
+  # New files have a rope table per type of layer. In old files `rope_scaling`
+  # applies to global layers only.
   full_table = table.pop("full_attention", table)
   local_table = table.pop("sliding_attention", {"rope_type": "default"})
   local_table = {"rope_theta": local, **local_table}
@@ -74,7 +74,7 @@ def _map(
   query_key_norm: bool = False,
 ) -> WeightMap:
   config.only("attention_bias", False)
-  # Older files have "gelu" there, but the family always uses the tanh form.
+  # Older files have "gelu" here, but the models always use the tanh form.
   config.ignore("hidden_act")
   mlp = Mlp(
     inner_dim=config.size("intermediate_size"),

@@ -22,7 +22,7 @@ _BASE = 150_000.0
 def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
   """Maps gpt-oss, with dequantized weights."""
   config.only("hidden_act", "silu")
-  # A constant of `decoder.mlp`.
+  # The value is a constant in `decoder/mlp.py`.
   config.only("swiglu_alpha", 1.702)
   # Older names of keys that are read below.
   config.ignore("experts_per_token", "initial_context_length")
@@ -33,7 +33,7 @@ def gpt_oss(config: ConfigFile, dtype: Any) -> WeightMap:
   ]
   windows = layers.windows_of(config, types, config.size("sliding_window", 128))
   dim = config.size("head_dim", 64)
-  # One flag is for the biases of all four projections.
+  # One flag turns on the biases of all four projections.
   biased = config.flag("attention_bias", True)
   attention = Attention(
     num_heads=config.size("num_attention_heads"),

@@ -45,7 +45,7 @@ def windows_of(
   types = config.items("layer_types", str, default)
   num_layers = config.size("num_hidden_layers")
   names = {"full_attention", "sliding_attention"}
-  # Another type would get no window, and change results silently.
+  # A layer of an unknown type would get no window, and results would be wrong.
   if len(types) != num_layers or not names.issuperset(types):
     raise ValueError(
       f"`layer_types` in {config.file} must be {num_layers} of "

@@ -42,7 +42,7 @@ def mistral(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def qwen2(config: ConfigFile, dtype: Any) -> WeightMap:
   """Maps Qwen2 and Qwen2.5: biases of queries, keys and values."""
-  # The biases are fixed: config.json has no key for them.
+  # Qwen2 always has biases, so config.json has no key for them.
   attention = _attention(config, biased=True)
   windows = _later_windows(config)
   return _map(config, dtype, attention, windows, _mlps(config))
@@ -60,7 +60,7 @@ def qwen3(config: ConfigFile, dtype: Any) -> WeightMap:
 
 def mixtral(config: ConfigFile, dtype: Any) -> WeightMap:
   """Maps Mixtral: experts in every layer."""
-  # A softmax over the chosen experts is the normalized softmax over all.
+  # A softmax over the chosen experts equals the normalized softmax over all.
   experts = Experts(
     num_experts=config.size("num_local_experts", 8),
     num_chosen=config.size("num_experts_per_tok", 2),
@@ -135,7 +135,7 @@ def _same_windows(config: ConfigFile) -> list[int | None]:
 
 def _later_windows(config: ConfigFile) -> list[int | None]:
   """Returns windows for layers from `max_window_layers` on, if enabled."""
-  # Files have a `sliding_window` also where it is disabled.
+  # Files have `sliding_window` even if windows are disabled.
   is_enabled = config.flag("use_sliding_window", False)
   window = config.size("sliding_window", None)
   first = config.count("max_window_layers", 0)

@@ -57,7 +57,7 @@ def qwen3_next(config: ConfigFile, dtype: Any) -> WeightMap:
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(mlp, e, f"{path}mlp.")
 
-  # Multi-token prediction is for training.
+  # Multi-token prediction is only for training, so it is not loaded.
   return weight_map(decoder, layer, r"mtp\..*")
 
 
@@ -103,7 +103,7 @@ def _delta(config: ConfigFile) -> DeltaNet:
 
 def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
   h, d = a.num_heads, a.head_dim
-  # Each head has its query and its gate in one tensor.
+  # One tensor has each head's query projection, followed by its gate.
   query_gate = ((f"{path}q_proj.weight", (2 * h * d, e)),)
 
   def halves(w: np.ndarray) -> np.ndarray:
@@ -118,7 +118,7 @@ def _attention_sources(a: Attention, e: int, path: str) -> dict[str, Source]:
 def _delta_sources(a: DeltaNet, e: int, path: str) -> dict[str, Source]:
   k, h = a.num_key_heads, a.num_value_heads
   key, value = a.key_dim, h // k * a.value_dim
-  # Each key head serves h // k value heads, whose rows are beside its own.
+  # Each key head serves h // k value heads. Their rows follow its own rows.
   ends = np.cumsum([key, key, value, value])
   mixed = ((f"{path}in_proj_qkvz.weight", (k * int(ends[-1]), e)),)
   beta_decay = ((f"{path}in_proj_ba.weight", (2 * h, e)),)
