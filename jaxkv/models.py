@@ -40,11 +40,11 @@ bit-identical logits and log-probs in `forward` and in a trainer, so that a
 policy's ratio is exactly 1 before the first update. See `Decoder`.
 
 Routing replay: with `init_kv(experts=True)` pages also record the experts of
-each token, including those of cached prefixes. A trainer uses the same experts
+each token, including tokens of cached prefixes. A trainer uses the same experts
 with `forward_uncached(experts=)`.
 
-For training on samples, `grouped_log_probs` computes log-probs of all samples,
-and each prompt once, forward and backward:
+For training on samples, `grouped_log_probs` computes the log-probs of all
+samples. Each prompt is computed only once, forward and backward:
 
   log_probs = grouped_log_probs(
     params, prompts, prompt_lengths, completions, lengths, config=config

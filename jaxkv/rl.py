@@ -1,8 +1,9 @@
 """Losses for training a policy on its own samples.
 
 Small functions that compose like those of optax, without a trainer. They take
-the results of `jaxkv.rollout.generated`: arrays [Q, T] aligned with the tokens.
-Or arrays [N, G, R] for G samples of N prompts, from `jaxkv.rollout.grouped`.
+arrays [Q, T], Q sequences of T tokens, as from `jaxkv.rollout.generated`. Or
+arrays [N, G, R], for each of N prompts G samples of R tokens, as from
+`jaxkv.rollout.grouped`.
 
   out = rollout.generated(state)
   advantages = rl.group_normalized(rewards, num_samples=8)
@@ -32,14 +33,14 @@ The same loss, with each prompt computed once per group:
     )
     return rl.grpo_loss(log_probs, out.log_probs, advantages, out.mask)
 
-A ratio compares two log-probs of one distribution, here the softmax over all
-tokens at a temperature, so `old` must be of this distribution, too. The
-`log_probs` of a rollout are of the distribution that tokens were drawn from,
-after all changes by `Sampling` and `process`. They fit if the only change is
-one temperature. With top-k, top-p, min-p, penalties, biases or masks, take
-`old` from `rollout.score(temperature=)` or, before the update, from
-`grouped_log_probs`. At temperature 1, `records.raw_log_probs` fit as well,
-which `RolloutConfig(raw_log_probs=True)` records.
+The new and the old log-probs of a ratio must be of the same distribution, here
+the softmax over all tokens at one temperature. A rollout returns `log_probs` of
+the distribution that tokens were drawn from, after all changes by `Sampling`
+and `process`. They can be `old` only if the temperature is the only change.
+With top-k, top-p, min-p, penalties, biases or masks, take `old` from
+`rollout.score(temperature=)` or, before the update, from `grouped_log_probs`.
+At temperature 1, `old` can also be `records.raw_log_probs`, which
+`RolloutConfig(raw_log_probs=True)` records.
 
 | function             | computes                                              |
 |----------------------|-------------------------------------------------------|

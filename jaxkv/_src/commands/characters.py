@@ -38,9 +38,9 @@ _SEED = 0
 _BLANK_LINE = re.compile(r"\n\n+")
 
 
-# Tokens of a sequence and sequences of a step, for each sixth of all steps.
-# Most steps use short sequences, which are cheap. Without the longer ones, the
-# loss beyond position 128 is 1 nat a character worse.
+# For each sixth of all steps, the tokens of a sequence and the sequences of a
+# step. Most steps use short sequences, which are cheap. Without the long ones,
+# the loss beyond position 128 is 1 nat a character worse.
 _PHASES = (*((64, 32),) * 4, (192, 10), (MAX_LENGTH, 4))
 
 
@@ -202,7 +202,7 @@ def _load(path: pathlib.Path, config: models.Decoder) -> Any:
     return None
   shapes = jax.eval_shape(lambda: models.init_params(jax.random.key(0), config))
   try:
-    # The archive has a checksum of each array.
+    # Damage raises, because the archive has a checksum of each array.
     with open(path, "rb") as file, np.load(file) as arrays:
       leaves = [jnp.asarray(arrays[name]) for name in arrays.files]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
@@ -305,7 +305,7 @@ def _run_span(
   def step(state: Any, number: jax.Array) -> tuple[Any, jax.Array]:
     params, moments = state
     key = jax.random.fold_in(base_key, number)
-    # The key depends on the step alone, so spans of any length draw alike.
+    # The key depends only on the step, and not on the length of the span.
     starts = jax.random.randint(
       key, (batch_size,), 0, data.size - context, jnp.int32
     )

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
       ("check", "passed"),
     ]
     status = 0
-  # A report of any failure is what the command is for.
+  # The command must report any failure, so it catches all exceptions.
   except Exception as error:
     text = " ".join(str(error).split())
     rows.append(("FAILED", f"{type(error).__name__}: {text}"))

@@ -43,7 +43,7 @@ def check_writable(path: str | None, *inputs: str | None) -> None:
   """
   if path is None:
     return
-  # A link is followed, as `write_json` replaces the file behind it.
+  # A link is followed, because `write_json` replaces the file it points to.
   target = pathlib.Path(os.path.realpath(path))
   reason = None
   if not os.access(target.parent, os.W_OK):
@@ -95,8 +95,8 @@ def replacing(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
   If the block raises, the new file is removed.
   """
-  # In the folder of the target, because `os.replace` is atomic only within a
-  # file system. The name is unique for each process and thread.
+  # The new file is in the folder of the target, because `os.replace` is atomic
+  # only within a file system. Its name is unique to the process and thread.
   target = pathlib.Path(os.path.realpath(path))
   name = f".jaxkv-{os.getpid()}-{threading.get_ident()}.part"
   part = target.with_name(name)

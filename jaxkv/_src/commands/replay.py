@@ -8,17 +8,17 @@ bar.
 A trace has JSON lines in the format of the Mooncake traces (Qin et al.,
 "Mooncake: Trading More Storage for Less Computation", FAST 2025). In each
 request, `hash_ids` has an id for every block of 512 tokens of the prompt, whose
-length is `input_length`; the last block may be partial. An id identifies a
-block with all blocks before it. A page of the replay holds one "token", the id
-of a block. The two rules:
+length is `input_length`; the last block can be partial. An id identifies a
+block together with all blocks before it. A page of the replay holds one
+"token", the id of a block. The two rules:
 
 | rule | blocks that are cached     | blocks that can be hit              |
 |------|----------------------------|-------------------------------------|
 | full | `input_length // 512`      | `(input_length - 1) // 512` of them |
 | all  | every block, also partial  | all of them                         |
 
-With `full`, the last token must be computed for its logits, so its block cannot
-be hit if it is full. This block takes a new page and is cached again.
+With `full`, the last token must be computed for its logits. So if the last
+block is full, it cannot be hit: it takes a new page and is cached again.
 
 Every request also holds one page that is never cached, for the tokens after its
 last cached block. `admit` never hits a whole sequence, so this page lets it hit
@@ -188,7 +188,7 @@ def _replay(
     num_slots=1,
     pages_per_slot=1 + int(blocks.max()),
   )
-  # With rule `full`, a prompt that ends with a full block may not hit it.
+  # With rule `full`, a prompt that ends with a full block must not hit it.
   lengths = np.asarray([request.input_length for request in requests])
   capped = (rule == "full") & (lengths % BLOCK_TOKENS == 0) & (blocks > 0)
   # For each request: its first block among all blocks, its number of blocks,
@@ -224,8 +224,8 @@ def _timed_spans(
 ) -> tuple[jaxkv.CacheState, np.ndarray, float]:
   """Runs all requests; the seconds exclude compilation."""
   count = len(work)
-  # One program for spans of equal length. Rows that pad the last one admit no
-  # token.
+  # Spans have equal length, so that one program runs them all. Rows that pad
+  # the last span admit no token.
   padded = np.pad(work, ((0, -count % _SPAN), (0, 0)))
   spans = jnp.asarray(padded.reshape(-1, _SPAN, 3), jnp.int32)
   state = jaxkv.init(config)

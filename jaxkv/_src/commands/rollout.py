@@ -151,7 +151,7 @@ def chosen_prompts(
 
 
 def default_prompts(text: str) -> Prompts:
-  """Returns prompts: the text's first lines, then a paragraph's opening."""
+  """Makes prompts of the text's first lines and the opening of a paragraph."""
   preamble = text[:_PREAMBLE].rstrip() + "\n\n"
   paragraphs = [part.strip() for part in text.split("\n\n")]
   paragraphs = [part for part in paragraphs if len(part) > 2 * _OPENING]

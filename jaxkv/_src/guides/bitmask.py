@@ -36,8 +36,8 @@ def mask_logits(logits: Array, bits: Array) -> Array:
   *lead, size = logits.shape
   chex.assert_shape(bits, (*lead, num_words(size)))
   chex.assert_type(bits, jnp.uint32)
-  # An AND with 32 single-bit words expands each word elementwise. A gather of
-  # each token's word would read V indices a row.
+  # An AND with 32 single-bit words expands each word elementwise, without a
+  # gather of each token's word, which would read V indices a row.
   places = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
   places = places.reshape(*(1,) * bits.ndim, BITS)
   ones = (bits[..., None] & places) != jnp.uint32(0)

@@ -13,8 +13,8 @@ LAST = 0x10FFFF
 Ranges = Iterable[tuple[int, int]]
 """Ranges of code points: the first and the last of each, both included."""
 
-# Ranges of equal length in UTF-8. The gap excludes surrogates, which are not
-# characters and have no UTF-8.
+# In each range all characters have UTF-8 of the same length. The gap excludes
+# surrogates, which are not characters and have no UTF-8.
 _LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF))
 _LENGTHS += ((0x10000, LAST),)
 _TAIL_LOW, _TAIL_HIGH = 0x80, 0xBF

@@ -112,7 +112,7 @@ def _determinize(
     The class of each byte, int[256]; the state after each state and byte class,
     int32[S, C]; True for accepting states, bool[S]. The start is state 0.
   """
-  # Bytes of one class always move alike, so C columns replace 256.
+  # Bytes of one class lead to the same states, so C columns replace 256.
   classes, classes_of_mask = _byte_classes(nfa)
   closure = nfa.closure(final)
   numbers = {closure(0): 0}
@@ -128,7 +128,7 @@ def _determinize(
       row[byte_class] = numbers[subset]
     rows.append(row)
     check_size(len(numbers), MOST_STATES, "states")
-  # The last state is dead: the target of all pairs without an edge.
+  # The last state is dead: all pairs without an edge lead to it.
   table = np.full((len(rows) + 1, int(classes.max()) + 1), len(rows), np.int32)
   for state, row in enumerate(rows):
     table[state, [*row]] = [*row.values()]

@@ -66,13 +66,14 @@ class Guide:
 
   Attributes:
     start: the start state of each grammar.  # int32[N]
-    home: the start state of each state's grammar.  # int32[S]
+    home: for each state, the start state of its grammar.  # int32[S]
     next: the state after a state and a byte.  # int32[S, 256]
     distance: the fewest tokens that complete a text from each state, with the
       stop token; 2**30 if none can.  # int32[S]
-    first: the state's entry in `rows` for `distance` remaining tokens. Entries
-      for larger numbers follow.  # int32[S]
-    last: the state's last entry, for all larger numbers.  # int32[S]
+    first: for each state, its entry in `rows` for `distance` remaining tokens.
+      The next entries are for one token more each.  # int32[S]
+    last: for each state, its last entry in `rows`, which is also for all larger
+      numbers of remaining tokens.  # int32[S]
     rows: the row in `masks` of each entry.  # int32[X]
     masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
     tokens: the bytes of all tokens.
@@ -98,7 +99,7 @@ class Guide:
     grammars: Any = None,
     max_tokens: Any = None,
   ) -> GuideState:
-    """Returns the state of Q sequences without tokens.
+    """Returns the start states of Q sequences.
 
     Args:
       num_sequences: Q.
@@ -161,9 +162,9 @@ class Guide:
     Call it once for each drawn token. The first token of a turn begins a new
     text; later calls advance the state by the last token.
 
-    If tokens were not drawn from these logits, a text may have left its
-    grammar. Such a sequence may only draw the stop token. A sequence with too
-    few remaining tokens may draw the tokens that complete its text earliest.
+    If a token was drawn from other logits, its text can leave the grammar. Then
+    only the stop token is allowed. If too few tokens remain to complete a text,
+    the allowed tokens are those on the shortest way to its end.
 
     Args:
       logits: floats [R, V].
@@ -191,8 +192,8 @@ class Guide:
       )
     # The last token before a turn belongs to the prompt, not to the new text.
     read = advance_states(self.next, self.tokens, user.state, rows.last_tokens)
-    # `home` is read from the state, so a row needs no index of its grammar. No
-    # byte leads to the states of another grammar.
+    # No byte leads to a state of another grammar. So the state gives the start
+    # of its grammar, and rows need no index of their grammar.
     home = indexing.take(self.home, user.state)
     state = jnp.where(rows.counts == 0, home, read)
     bits = self.allowed(state, user.limit - rows.counts)
@@ -229,9 +230,9 @@ def guide(
       `json_schema`; or a list, from which `init` assigns one to each sequence.
       None in a list allows every token.
     tokens: the bytes of V tokens; they are copied, so that a state with a guide
-      may be donated.
-    stop_token: the token that ends a text, or several of them. It is allowed
-      where the text may end.
+      can be donated.
+    stop_token: the token that ends a text, or several such tokens. They are
+      allowed where the grammar lets a text end.
 
   Raises:
     TypeError: a grammar has a wrong type.
@@ -308,7 +309,7 @@ def _concatenate(parts: Sequence[_GrammarTables]) -> dict[str, Array]:
   sizes = np.array([len(part.next) for part in parts])
   first_states = np.cumsum(sizes) - sizes
   first_entries = np.cumsum([0, *(len(part.masks.rows) for part in parts)])
-  # Masks are shared between grammars: many are equal, as for the dead state.
+  # Grammars share equal masks, such as that of the dead state.
   masks = np.concatenate([part.masks.masks for part in parts])
   numbering = Numbering()
   row_of_masks = np.array([numbering.of(mask) for mask in masks])

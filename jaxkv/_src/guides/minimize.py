@@ -3,8 +3,8 @@
 The blocks of a partition are split until all states of a block lead to the same
 blocks (Moore, "Gedanken-experiments on sequential machines", 1956). The first
 partition already separates states by the lengths of the shortest and longest
-string that they accept. It distinguishes most states of counted repeats, which
-would otherwise take one iteration per repetition.
+string that they accept. These lengths distinguish most states of counted
+repeats, which would otherwise take one iteration per repetition.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ def minimize(
   Args:
     next: int32[S, C], the state after a state and a byte class; the start is
       state 0.
-    accepts: bool[S].
+    accepts: bool[S], True for accepting states.
 
   Returns:
     `next` and `accepts` of the minimal DFA. State 0 is `DEAD`, state 1 is the

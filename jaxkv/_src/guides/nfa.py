@@ -20,9 +20,9 @@ class Nfa:
   """A nondeterministic finite automaton that `add` extends by a grammar.
 
   Attributes:
-    byte_edges: the edges of each state that read a byte: pairs of the set of
-      bytes, as `ByteSet.mask`, and the next state.
-    epsilon_edges: the next states of each state that read no byte.
+    byte_edges: for each state, its edges that read a byte, as pairs of a set of
+      bytes (see `ByteSet.mask`) and the next state.
+    epsilon_edges: for each state, the next states of edges without a byte.
   """
 
   def __init__(self):
@@ -48,8 +48,8 @@ class Nfa:
         start = self.add(part, start)
       return start
     if isinstance(grammar, Choice):
-      # Each part starts in a state of its own: a loop at its start must not
-      # lead into the other parts.
+      # Each part gets a separate start state. Otherwise a loop at the start of
+      # one part could lead into the other parts.
       end = self.new_state()
       for part in grammar.parts:
         part_end = self.add(part, self._successor(start))
@@ -88,8 +88,8 @@ class Nfa:
   def closure(self, final: int) -> Callable[[int], frozenset[int]]:
     """Returns a cached function from a state to its epsilon closure.
 
-    The closure keeps only states that read a byte, and `final`: the others do
-    not distinguish two sets of states.
+    The closure keeps only states that read a byte, and `final`, because other
+    states do not distinguish two sets of states.
     """
 
     @functools.cache

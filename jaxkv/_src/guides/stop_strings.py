@@ -41,8 +41,8 @@ class StopStrings:
     start: the first state of each sequence; a scalar if all sequences have the
       same strings.  # int32[Q] or int32[]
     next: the state after a state and a byte.  # int32[S, 256]
-    ends: the index, in its list, of the string that ends in each state; -1 if
-      none ends there.  # int32[S]
+    ends: for each state, the index of the string that ends there, within its
+      list; -1 if none ends there.  # int32[S]
     tokens: the bytes of all tokens.
   """
 
@@ -67,7 +67,7 @@ class StopStrings:
     """Returns stop strings that assign the existing lists to new sequences.
 
     Args:
-      lists: int32[Q], the row of each sequence's list.
+      lists: int32[Q], for each new sequence, the index of its list.
 
     Raises:
       TypeError: `lists` does not hold integers.
@@ -88,10 +88,10 @@ class StopStrings:
       numbers: int32[R], the token that each row reads.
 
     Returns:
-      The states after the token, int32[R], and the index, in its list, of the
-      string that the token completes, int32[R], -1 for none. If a token
-      completes several, the one that ends first wins; at the same byte, the
-      lowest index.
+      The states after the token, int32[R], and the index of the string that the
+      token completes, within its list, int32[R]; -1 for none. If a token
+      completes several strings, returns the one that ends first, or of those
+      that end at the same byte the lowest index.
     """
     dfa, states, numbers = sharding.match_varying_axes((self, states, numbers))
 
@@ -120,7 +120,7 @@ def stop_strings(
     strings: a list for all sequences, or a list for each of Q sequences, where
       None and an empty list mean no stop strings.
     tokens: the bytes of all tokens; they are copied, so that a state with stop
-      strings may be donated.
+      strings can be donated.
 
   Raises:
     TypeError: `strings` is a single string, or has entries of a wrong type.
@@ -169,7 +169,7 @@ def _build_automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         children.append({})
         ends.append(-1)
       state = children[state][byte]
-    # Of equal strings the first index counts.
+    # Equal strings have the first one's index.
     if ends[state] < 0:
       ends[state] = index
   table = np.zeros((len(children), 256), np.int32)

@@ -17,7 +17,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 UNROLL = 4
-"""Bytes read in one iteration of the loop: fewer iterations cost less."""
+"""Bytes per iteration of the loop, because each iteration has a fixed cost."""
 
 Carry = TypeVar("Carry")
 
@@ -122,8 +122,8 @@ def fold_bytes(
     has_bytes, indexing.take(tokens.starts, numbers + 1) - start, 0
   )
 
-  # A while_loop, because it ends after the longest token of these rows. A scan
-  # would always read as many bytes as the longest token of the vocabulary has.
+  # A while_loop ends after the longest token of these rows. A scan would always
+  # run for the longest token of the vocabulary.
   def trip(loop: tuple[Array, Any]) -> tuple[Array, Any]:
     step, carry = loop
     for _ in range(UNROLL):

@@ -1,9 +1,8 @@
 """Computes the token masks of a DFA: the tokens allowed in each state.
 
-The effect of a token is the array of next states of all states. Tokens with the
-same effect are equivalent. A vocabulary of 50,000 tokens has at most a few
-thousand different effects, so masks are computed over effects and expanded to
-tokens at the end.
+The effect of a token is an array with, for each state, the state after the
+token. A vocabulary of 50,000 tokens has at most a few thousand different
+effects. So masks are computed over effects, and expanded to tokens at the end.
 """
 
 import dataclasses
@@ -31,8 +30,8 @@ class TokenMasks:
   Attributes:
     distance: the fewest tokens that complete a text, with the stop token;
       UNREACHABLE if none can.  # int32[S]
-    first: the state's entry in `rows` for `distance` tokens.  # int32[S]
-    last: the state's last entry, for all larger numbers.  # int32[S]
+    first: each state's entry in `rows` for `distance` tokens.  # int32[S]
+    last: each state's last entry, also for more remaining tokens.  # int32[S]
     rows: the row in `masks` of each entry.  # int32[X]
     masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
   """
@@ -49,10 +48,10 @@ def token_masks(
 ) -> TokenMasks:
   """Computes the token masks of a DFA over V tokens.
 
-  A token is allowed if tokens of this vocabulary can complete the text after it
-  within the remaining tokens. A stop token is allowed in accepting states, and
-  in states from which no text can be completed (no allowed token leads there).
-  Its bytes are ignored. Other tokens without bytes are never allowed.
+  A token is allowed if the remaining tokens suffice to complete the text after
+  it. Stop tokens are allowed in accepting states, and in states from which no
+  text can be completed (no allowed token leads there). The bytes of stop tokens
+  are ignored. Other tokens without bytes are never allowed.
   """
   texts = [b"" if i in stop_tokens else text for i, text in enumerate(tokens)]
   effect, effects = _group_by_effect(dfa.next, texts)
@@ -61,7 +60,7 @@ def token_masks(
   # Stop tokens are allowed in a state that cannot complete a text, because an
   # empty mask would make all logits -inf.
   stops = np.where(dfa.accepts | (distance == UNREACHABLE), 1, UNREACHABLE)
-  # All stop tokens share one more effect, in the last column.
+  # All stop tokens share one additional effect, in the last column.
   needed = np.concatenate([after, stops[None]]).T
   effect = effect.copy()
   effect[list(stop_tokens)] = len(effects)
@@ -99,7 +98,7 @@ def _group_by_effect(
       batch = pairs[begin : begin + width]
       before = np.stack([effects[number] for number in batch // 256])
       for row, after in enumerate(next[before, (batch % 256)[:, None]]):
-        # State 0 is dead: an effect of zeros only can never be allowed.
+        # A token that leads all states to the dead state 0 is never allowed.
         number = numbering.of(after) if after.any() else -1
         if number == len(effects):
           effects.append(after.copy())
@@ -147,10 +146,10 @@ def _mask_table(
   """Builds the masks of all states and numbers of remaining tokens.
 
   Args:
-    needed: int[S, E], the fewest tokens of a completion that starts with an
-      effect.
+    needed: int[S, E], for each state and effect, the fewest tokens that
+      complete a text and begin with a token of this effect.
     effect: int[V], each token's effect; -1 for tokens never allowed.
-    distance: int[S].
+    distance: int[S], see `TokenMasks`.
   """
   numbering, effect_sets = Numbering(), []
   first, last, rows = [], [], []

@@ -1,1 +1,1 @@
-"""Clients of the library: models and trainers that others have written."""
+"""Adapters for models and trainers of other projects."""

@@ -58,7 +58,7 @@ class QueueEngine:
     """Creates an engine; the first `run` compiles it.
 
     Args:
-      decoder: the model.
+      decoder: the adapted model.
       sizes: the fixed shapes.
       scaled: True to return log-probs of logits divided by the temperature.
       banned: tokens that only jobs with `may_draw_banned` may draw.
@@ -88,7 +88,7 @@ class QueueEngine:
     )
     self._state: RolloutState | None = None
     self._is_stale = False
-    # A copy on the host: a call in another thread may have donated the state.
+    # Copied to the host, because a call in another thread can donate the state.
     self._counters: dict[str, Any] = {}
     options = None
     if jax.default_backend() == "cpu" and jax.__version__.startswith("0.10."):
@@ -155,12 +155,13 @@ class QueueEngine:
   def _serve(self, params: Any, jobs: list[Job]) -> list[list[Answer]]:
     """Serves up to P jobs of up to G samples."""
     batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
-    # A state with salts needs them in each batch; zeros share as usual.
+    # A state with salts needs salts in each batch. Equal salts, as these zeros,
+    # share pages.
     if self._salted and batch.salts is None:
       batch = batch._replace(salts=np.zeros((self.sizes.total, 4), np.uint32))
     # The state is donated, so it is lost if the call raises.
     state, self._state = self._state, None
-    # A client may call within any mesh, which would be part of the cache key.
+    # Clients call within different meshes, and each would compile again.
     with no_mesh():
       if state is None:
         state = self._new_state()
@@ -267,7 +268,7 @@ class QueueEngine:
 
 
 def _drop_pages(cache: CacheState, stale: Array) -> CacheState:
-  """Returns a cache that hits no earlier page if `stale`."""
+  """Makes a cache hit none of its earlier pages, if `stale`."""
   # Selects the two small arrays that `new_epoch` changes. A `lax.cond` would
   # pass the whole cache through both branches.
   next_epoch, _ = new_epoch(cache)
@@ -286,7 +287,7 @@ def _with_filters(
 ) -> rollout.Sampling:
   """Sets the filters of a batch, or removes them."""
   # Unused filters are None, so they are not compiled. States between calls have
-  # no filter at all: the programs with and without can follow each other.
+  # no filters, so that programs with and without filters take the same state.
   return dataclasses.replace(
     sampling,
     **jax.tree.map(jnp.asarray, {"top_k": batch.top_k, "top_p": batch.top_p}),

@@ -18,9 +18,9 @@ class _Call:
 class Gathering:
   """Serves requests of several threads in batches, on the calling threads.
 
-  A call that finds no batch in progress serves its request at once. Requests
-  that arrive during a batch form the next one, in the order of their arrival;
-  the first of their threads to take the lock serves it.
+  If no batch is in progress, a call serves its request at once. Requests that
+  arrive during a batch form the next batch, in the order of their arrival. The
+  first of their threads that takes the lock serves this batch.
   """
 
   def __init__(self, serve: Callable[[list[Any]], list[Any]]):

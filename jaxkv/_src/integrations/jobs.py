@@ -27,7 +27,8 @@ class Job:
     salt: jobs of different salts share no page.  # uint32[4]
   """
 
-  # `==` of arrays is no bool, so the dataclass compares the other fields only.
+  # Arrays are not compared, because their `==` is no bool. Neither are seeds,
+  # because `joined` merges jobs that differ only in seeds.
   prompt: np.ndarray = dataclasses.field(compare=False)
   seeds: tuple[int, ...] = dataclasses.field(compare=False)
   max_tokens: int
@@ -162,7 +163,7 @@ def check(job: Job, sizes: EngineSizes) -> None:
 
 
 def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
-  """Converts up to P jobs of up to G samples, which fit, to arrays.
+  """Converts up to P jobs, which `check` has accepted, to arrays.
 
   `scaled` is True if the model divides its logits by the temperature.
   """
@@ -194,7 +195,7 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
     prompts[number, : len(job.prompt)] = job.prompt
     lengths[number], counts[number] = len(job.prompt), len(job.seeds)
     rows = slice(number * samples, number * samples + len(job.seeds))
-    # Scaled logits are drawn at temperature 1; 0 is still greedy.
+    # Logits that the model has scaled are drawn at temperature 1, or greedily.
     drawn_at = float(job.temperature > 0) if scaled else job.temperature
     columns["temperature"][rows] = drawn_at
     columns["max_tokens"][rows] = job.max_tokens
@@ -221,7 +222,7 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
 
 
 def seeds(root: Any, count: int) -> tuple[int, ...]:
-  """Derives the seeds of samples from `root`, as `numpy.random.SeedSequence`.
+  """Derives seeds of samples from `root`, with `numpy.random.SeedSequence`.
 
   Examples:
     >>> seeds(7, 2) == seeds(7, 3)[:2], len(set(seeds([7, 1], 100)))

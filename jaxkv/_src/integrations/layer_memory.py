@@ -1,4 +1,4 @@
-"""The paged memory as the layers of an adapted decoder use it."""
+"""The interface between an adapted decoder's layers and the paged memory."""
 
 import dataclasses
 from typing import Any
@@ -35,11 +35,11 @@ class LayerPlan:
 
 
 def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
-  """Divides layers into groups of equal size where possible.
+  """Divides layers into groups of equal size if possible.
 
-  Groups never share a page, so layers of different groups can share a memory
-  layer. Layers with one window are split into several groups if another kind
-  has fewer layers. Each group frees its own pages.
+  All layers of a group have the same window. The window with the fewest layers
+  sets the size of groups, so other windows can have several groups. Layers of
+  different groups use the same memory layers, because groups share no page.
 
   Raises:
     ValueError: `windows` is empty.
@@ -54,8 +54,8 @@ def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
   by_kind: dict[int | None, list[int]] = {}
   for layer, window in enumerate(windows):
     by_kind.setdefault(window, []).append(layer)
-  # The smallest kind sets the size, so no group leaves memory layers unused
-  # except the last group of a kind.
+  # With this size, only the last group of a kind can leave memory layers
+  # unused.
   size = min(len(layers) for layers in by_kind.values())
   kinds: list[GroupKind] = []
   places: dict[int, tuple[int, int]] = {}
@@ -128,7 +128,7 @@ class LayerMemory:
       v: [1, C, K, D].
       scale: factor of the logits; None for 1 / sqrt(D).
       soft_cap: c > 0 turns a logit x into c * tanh(x / c).
-      sinks: float[H], logits that join the softmax without a value.
+      sinks: float[H], an additional logit of each head's softmax.
 
     Returns:
       [1, C, H, D], in q's dtype.
@@ -143,8 +143,8 @@ class LayerMemory:
       )
     window = self._plan.windows[self._layer]
     group, layer = self._plan.places[self._layer]
-    # Layers are counted in the order of their calls, as a module does not know
-    # its index.
+    # Layers are counted in the order of their calls, because a module does not
+    # know its index.
     self._layer += 1
     view = self.views[group]
     options = kernels.AttentionOptions(
@@ -159,11 +159,11 @@ class LayerMemory:
     Call it before the output layer, to skip the logits of all other columns.
     """
     self.picked = True
-    # Columns of padding may be out of range; their logits are never read.
+    # Columns of padding can be out of range, but their logits are never read.
     return x.at[:, self.columns].get(mode="clip")
 
   def of_columns(self, values: jax.Array) -> jax.Array:
-    """Selects from [C, ...], as `rows.user`, the columns that get logits."""
+    """Selects the columns that get logits from [C, ...], as in `rows.user`."""
     return values.at[self.columns].get(mode="clip")
 
   def logits(self, logits: jax.Array) -> jax.Array:

@@ -18,8 +18,8 @@ def no_mesh() -> Iterator[None]:
   """
   with contextlib.ExitStack() as stack:
     with warnings.catch_warnings():
-      # Entering a mesh is deprecated, but these layers read the variable that
-      # it sets.
+      # Entering a `Mesh` is deprecated, but the layers look up the mesh that
+      # this sets.
       warnings.simplefilter("ignore", DeprecationWarning)
       stack.enter_context(jax.sharding.Mesh(np.empty((), object), ()))
     yield

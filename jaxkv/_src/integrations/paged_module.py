@@ -90,7 +90,7 @@ class PagedModule:
     memory = LayerMemory(kv, views, columns, rows, self.plan)
     states = params if type(params) is tuple else (params,)
     module = bind(nnx.merge(self.graphdef, *states), self.methods, memory)
-    # Code of other projects relies on promotions that jaxkv's users may forbid.
+    # The decoder's code can rely on promotions that jaxkv's users forbid.
     with (
       jax.numpy_dtype_promotion("standard"),
       jax.numpy_rank_promotion("allow"),
@@ -180,9 +180,9 @@ def bind(
     }
     if methods_of_layer:
       cls = type(layer)
-      # A subclass for each layer: Python looks up `__call__` on the type, and
-      # other instances keep theirs. `object.__setattr__` bypasses
-      # `Module.__setattr__`, which does not accept a class.
+      # Each layer gets a subclass, because Python looks up `__call__` on the
+      # type, and other instances must keep theirs. `object.__setattr__`
+      # bypasses `Module.__setattr__`, which does not accept a class.
       object.__setattr__(
         layer,
         "__class__",

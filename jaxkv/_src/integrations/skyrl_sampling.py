@@ -27,7 +27,7 @@ _ADAPTER_NAMES = ("lora_A", "lora_B", "lora_scaling", "lora_ranks")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-  """Sizes of an engine; a field that is None follows from the first call.
+  """Sizes of an engine; a field that is None is set from the first call.
 
   Attributes:
     num_samples: the most samples of a prompt that share its computation.
@@ -59,7 +59,7 @@ class SkyrlSampler:
     self._decoder: PagedModule = dataclasses.replace(
       decoder, graphdef=backend.graphdef, params=None
     )
-    # Closed over: it is not hashable, so it cannot be a static argument.
+    # A closure, because `graphdef` is not hashable and so cannot be static.
     graphdef = backend.graphdef
 
     def scores(params: Any, tokens: Any, mask: Any, adapter: Any) -> jax.Array:
@@ -120,7 +120,7 @@ class SkyrlSampler:
   def _jobs(
     self, backend: Any, batch: Any, adapters: list[int], params: Any
   ) -> list[Job]:
-    """Makes one job of adjacent rows that differ only in their seeds."""
+    """Makes a job of each run of rows that differ only in their seeds."""
     # A salt digests an adapter's weights, so new weights invalidate all salts.
     if self._watch.has_changed(params[0], by_contents=False):
       self._salts = {}

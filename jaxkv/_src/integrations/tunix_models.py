@@ -27,7 +27,7 @@ def paged_module_of(module: Any, *, dtype: Any = None) -> PagedModule:
     ImportError: tunix is not installed.
     ValueError: the module is not supported.
   """
-  # LoRA derives the model's class from tunix's, so base classes are searched.
+  # With LoRA the class is derived from tunix's, so base classes are searched.
   module_names = [cls.__module__ for cls in type(module).__mro__]
   for name in _SUPPORTED:
     module_name = f"tunix.models.{name}.model"
@@ -71,8 +71,8 @@ def _adapt(
     dtype = module.embedder.input_embedding[...].dtype
     dtype = getattr(config, "dtype", dtype)
   layer = module.layers[0]
-  # A rematerialized `block` would be traced on its own, where `attend` must not
-  # mutate the memory.
+  # A rematerialized `block` would be traced separately, and in such a trace
+  # `attend` must not mutate the memory.
   remat_classes = [
     cls
     for cls in vars(library).values()
@@ -112,7 +112,7 @@ def _rotary(module: Any, library: Any, dtype: Any) -> PagedModule:
       out = out if norm is None else norm(out)
       return library.apply_rope(out, positions, head_dim=layer.head_dim)
 
-    # tunix's attention returns its dense cache too, which does not exist here.
+    # tunix's attention also returns its dense cache, which is None here.
     q, k, v = rotated("q"), rotated("k"), layer.v_proj(x)
     return None, layer.o_proj(memory.attend(q, k, v, scale=layer.scale))
 

@@ -56,8 +56,8 @@ class TunixRollout:
       decoder: the adapted policy; None for a supported model of tunix.
       num_samples: G; None for the largest number of adjacent equal prompts in
         the first call.
-      num_jobs: the number of prompts in the queue; None for those of the first
-        call.
+      num_jobs: the number of prompts in the queue; None for the number of the
+        first call.
       num_pages: pages of the pool; None for half of what a dense cache of the
         first call takes.
       page_size: tokens of a page.
@@ -135,9 +135,10 @@ class TunixRollout:
   ) -> None:
     """Replaces the weights from the next call on.
 
-    Cached pages are dropped unless the weights are unchanged. Arrays are
-    compared by identity. After a call without `filter_types`, as from a trainer
-    that moves weights between devices and host, they are compared by contents.
+    Cached pages are dropped unless the weights are unchanged. By default arrays
+    are compared by identity. From the first call without `filter_types` on, as
+    by a trainer that moves weights between devices and host, contents are
+    compared.
 
     Args:
       params: all variables, or those of `filter_types`.
@@ -180,11 +181,11 @@ class TunixRollout:
     return np.asarray(self.tokenizer.dedup_bos_ids(ids), np.int32)
 
   def _jobs(self, tokens: list[np.ndarray], config: Any) -> list[Job]:
-    """Makes one job of adjacent equal prompts."""
+    """Makes one job of each run of equal prompts."""
     stops = tuple(config.eos_tokens or [self.eos_id()])
     # As in tunix, `top_p=None` is greedy decoding.
     temperature = 0.0 if config.top_p is None else float(config.temperature)
-    # A seed for each prompt, not one for all: equal prompts are samples.
+    # Equal prompts are samples, which must differ: each prompt has its seed.
     seeds = client_jobs.seeds(self._entropy(config.seed), len(tokens))
     jobs: list[Job] = []
     for prompt, seed in zip(tokens, seeds, strict=True):
@@ -241,9 +242,9 @@ class TunixRollout:
     return results
 
   def _place(self, params: Any) -> Any:
-    """Moves weights to the shardings of the first ones.
+    """Moves weights to the shardings that the first weights had.
 
-    Other shardings would compile the program again.
+    With other shardings the program would be compiled again.
     """
     leaves, structure = jax.tree.flatten(params)
     if self._shardings is None:
@@ -359,7 +360,7 @@ def _reshard(params: Any, current: Any, reshard: Any) -> Any:
   shardings = [leaf.sharding for leaf in jax.tree.leaves(current)]
   is_placed = shardings == [leaf.sharding for leaf in jax.tree.leaves(params)]
   all_named = all(isinstance(sharding, NamedSharding) for sharding in shardings)
-  # tunix moves arrays between meshes only; `_place` moves the others.
+  # tunix moves only arrays on meshes. `_place` moves other arrays.
   if is_placed or not all_named:
     return params
   return reshard.reshard_pytree(params, current)
@@ -377,7 +378,7 @@ def _merge(current: Any, params: Any, nnx: Any) -> Any:
     leaf if leaf.dtype == old_leaf.dtype else leaf.astype(old_leaf.dtype)
     for leaf, (_, old_leaf) in zip(leaves, old_leaves, strict=True)
   ]
-  # A trainer may keep weights in another dtype, which would compile again.
+  # Without the cast, a trainer's weights in another dtype would compile again.
   merged = jax.tree.unflatten(structure, leaves)
   state = jax.tree.map(lambda leaf: leaf, current)
   nnx.replace_by_pure_dict(state, merged)

@@ -24,8 +24,8 @@ class WeightWatch:
   def has_changed(self, tree: Any, *, by_contents: bool) -> bool:
     """Returns True if the weights differ from those of the last call.
 
-    With `by_contents`, equal contents in new arrays count as unchanged. The
-    first call returns True, and so do new arrays after a call without a digest.
+    With `by_contents`, new arrays with equal contents are no change. Returns
+    True for the first call, and for new arrays if the last call made no digest.
     """
     leaves = jax.tree.leaves(tree)
     is_same = len(leaves) == len(self._leaves) and all(
@@ -37,8 +37,8 @@ class WeightWatch:
     last_digest, self._digest = self._digest, None
     if by_contents:
       self._digest = digest(leaves)
-    # Weak references, so old weights can be freed. A dead one returns None and
-    # compares as a change.
+    # Weak references let old weights be freed. A dead reference returns None,
+    # so it differs from any new leaf.
     self._leaves = [weakref.ref(leaf) for leaf in leaves]
     return not is_same and (last_digest is None or last_digest != self._digest)
 

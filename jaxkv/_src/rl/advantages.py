@@ -42,7 +42,7 @@ def group_normalized(
     Array([ 0.999998, -0.999998,  0.      ,  0.      ], dtype=float32)
   """
   rewards, is_used = _groups(rewards, num_samples, mask)
-  # At least 1: a group without samples divides 0 by it.
+  # At least 1, because a group without used samples would compute 0 / 0.
   count = jnp.maximum(jnp.sum(is_used, axis=1, keepdims=True), 1)
   mean = jnp.sum(rewards, axis=1, keepdims=True) / count
   advantages = jnp.where(is_used > 0, rewards - mean, 0)
@@ -90,7 +90,7 @@ def leave_one_out(
 def _groups(
   rewards: jax.Array, num_samples: int, mask: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns shifted rewards, 0 where unused, and the mask: float32[P, G]."""
+  """Returns shifted rewards (0 if unused) and the mask, both float32[P, G]."""
   num_samples = arguments.as_int("num_samples", num_samples)
   rewards = arguments.as_real("rewards", rewards)
   is_list = num_samples > 0 and rewards.ndim == 1
@@ -104,8 +104,8 @@ def _groups(
   is_used = per_token.as_mask("mask", mask, rewards, ", one for each reward")
   is_used = is_used.reshape(-1, num_samples)
   rewards = rewards.astype(jnp.float32).reshape(-1, num_samples)
-  # Relative to the first used sample: the mean of equal floats may differ from
-  # them by rounding, but the mean of zeros does not.
+  # Rewards are relative to the first used sample. Rounding can make the mean of
+  # equal floats differ from them, but the mean of zeros is 0.
   first = jnp.argmax(is_used, axis=1, keepdims=True)
   rewards = rewards - jnp.take_along_axis(rewards, first, axis=1)
   return jnp.where(is_used, rewards, 0), is_used.astype(jnp.float32)

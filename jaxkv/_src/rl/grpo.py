@@ -53,28 +53,29 @@ def grpo_loss(
   `kl_weight` times a divergence from a reference policy.
 
   Args:
-    log_probs: floats[Q, T], of the policy in training; or, like all other
-      arrays, [N, G, R].
-    old: floats[Q, T], of the policy at the beginning of the update; without
-      gradient. Both must be log-probs of the same distribution: at the same
-      temperature and over all tokens, without top-k, top-p or penalties; see
-      `jaxkv.rl`.
+    log_probs: floats[Q, T], log-probs of the policy in training. All arrays
+      can also be [N, G, R].
+    old: floats[Q, T], log-probs of the policy at the beginning of the update;
+      without gradient. `log_probs` and `old` must be of the same distribution:
+      the softmax over all tokens at the same temperature, without top-k, top-p
+      or penalties; see `jaxkv.rl`.
     advantages: floats[Q] or [N, G], or one for each token.
     mask: bool[Q, T], the tokens that were drawn, such as
-      `generated(state).mask`. Values elsewhere are ignored and may be NaN.
+      `generated(state).mask`. Values elsewhere are ignored and can be NaN.
       `grouped_log_probs` returns NaN for prompts with a length out of range;
       `mask & ~jnp.isnan(log_probs)` excludes them.
     clip: static; c, or a tuple of c below and above 1 (Yu et al., 2025, "clip
       higher").
     weights: floats[Q, T], factors of the policy loss, such as
       `importance_weights`; None for 1.
-    reference: floats[Q, T], of the reference policy; None for no divergence.
+    reference: floats[Q, T], log-probs of the reference policy; None for no
+      divergence.
     kl_weight: factor of the divergence.
     estimator: static; estimator of the divergence, see `kl`.
     mean: static if it is a string. "sequence" averages over the tokens of each
       sequence, and then over sequences with any tokens. "token" averages over
-      all drawn tokens. A number, which may be traced, divides the sum over all
-      tokens, such as the number of drawn tokens on all devices.
+      all drawn tokens. A number, such as the number of drawn tokens on all
+      devices, divides the sum over all tokens; it can be traced.
 
   Returns:
     The loss, float32[], and its metrics.
@@ -102,7 +103,7 @@ def grpo_loss(
   log_probs = per_token.as_log_probs("log_probs", log_probs)
   mask = per_token.as_mask("mask", mask, log_probs)
   old = per_token.as_floats_like("old", jax.lax.stop_gradient(old), log_probs)
-  # Masked before `exp`: a masked inf or NaN would still make the gradient NaN.
+  # Masked before `exp`: if masked after it, inf or NaN makes the gradient NaN.
   log_ratio = jnp.where(mask, log_probs - old, 0)
   advantages = _by_token(advantages, mask)
   factor = mask.astype(jnp.float32)
@@ -113,8 +114,8 @@ def grpo_loss(
   min_log_ratio = math.log1p(-low) if low < 1 else -math.inf
   clipped = (advantages > 0) & (log_ratio > math.log1p(high))
   clipped |= (advantages < 0) & (log_ratio < min_log_ratio)
-  # Tokens without a gradient get a ratio of 1: `exp` may overflow for them, and
-  # inf * 0 is NaN.
+  # Tokens without a gradient get a ratio of 1, because `exp` could overflow for
+  # them, and inf * 0 is NaN.
   is_constant = clipped | (advantages == 0) | (factor == 0)
   ratio = jnp.exp(jnp.where(is_constant, 0, log_ratio))
   bound = jnp.where(advantages > 0, jnp.float32(1 + high), jnp.float32(1 - low))

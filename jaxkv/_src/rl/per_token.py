@@ -35,7 +35,7 @@ def as_mask(
   """Converts a bool mask with the shape of `other` to an array, or raises."""
   mask = jnp.asarray(mask)
   check_shape(name, mask, other.shape, meaning)
-  # Numbers could also be weights, or negative.
+  # Numbers are refused, because they could be weights or negative.
   if mask.dtype != jnp.bool_:
     raise TypeError(
       f"`{name}` must be bool, got {mask.dtype.name}; compare it with 0."

@@ -26,8 +26,8 @@ def kl(
   exp(-d) - 1 + d, without bias and never negative.
 
   Args:
-    log_probs: floats[Q, T], of the policy p that drew the tokens.
-    other: floats[Q, T], of the policy q, such as a reference.
+    log_probs: floats[Q, T], log-probs of the policy p that drew the tokens.
+    other: floats[Q, T], log-probs of the policy q, such as a reference.
     mask: bool[Q, T], the tokens that were drawn; None for all. Elsewhere the
       result and its gradient are 0, even where an input is NaN.
     estimator: static; "k1", "k2" or "k3".
@@ -82,12 +82,12 @@ def importance_weights(
   """Computes truncated importance weights (Ionides, 2008), without gradient.
 
   A weight is min(exp(log_probs - behavior), most). It corrects the loss of a
-  token that was drawn by another policy, or with other rounding.
+  token that was drawn by an older policy, or with other rounding.
 
   Args:
-    log_probs: floats[Q, T], of the policy at the beginning of the update.
-    behavior: floats[Q, T], of the policy that drew the tokens, such as
-      `generated(state).log_probs`.
+    log_probs: floats[Q, T], log-probs of the policy before the update.
+    behavior: floats[Q, T], log-probs of the policy that drew the tokens, such
+      as `generated(state).log_probs`.
     mask: bool[Q, T], the tokens that were drawn.
     most: the largest weight; None for no bound.
     lag: integers[Q, T], updates since each token was drawn: the version of the
@@ -125,7 +125,7 @@ def importance_weights(
     if not jnp.issubdtype(lag.dtype, jnp.integer):
       raise TypeError(f"`lag` must be integers, got {lag.dtype.name}.")
     is_used &= lag <= _as_integer("max_lag", max_lag, lag)
-  # Other tokens may have any value, and an `exp` that overflows.
+  # Unused tokens can have any log-ratio, also one that overflows in `exp`.
   weights = jnp.exp(jnp.where(is_used, log_ratio, 0))
   if bound is not None:
     weights = jnp.minimum(weights, bound)

@@ -22,7 +22,7 @@ from jaxkv._src.sampling.temperature import RANGE
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NO_LIMIT = 2**30
-# Read only when a sequence is made, so the loop need not be compiled for them.
+# Fields that are read when a sequence is created, and not by the compiled loop.
 _READ_ONCE = ("max_tokens", "seed")
 
 
@@ -53,17 +53,17 @@ class Sampling:
   `bad_words`, `repetition_penalty`, `frequency_penalty`, `presence_penalty`,
   the caller's `process` function, `temperature`. Then the filters `min_p`,
   `top_k` and `top_p` remove unlikely tokens; `top_p` normalizes over the tokens
-  that the others keep. Tokens beyond the vocabulary are ignored in all lists.
-  Logits that would overflow are clipped to the float32 range.
+  that `min_p` and `top_k` keep. In all lists, tokens beyond the vocabulary are
+  ignored. Logits that would overflow are clipped to the float32 range.
 
   Attributes:
     temperature: divides the logits. 0 takes the most likely token and ignores
       `top_k`, `top_p` and `min_p`. None means 1.  # float32[Q]
-    top_k: the number of most likely tokens to draw from; 0 or -1 for all. Ties
-      with the last of them are kept.  # int32[Q]
+    top_k: the number of most likely tokens to draw from; 0 or -1 for all.
+      Tokens as likely as the last of them are kept, too.  # int32[Q]
     top_p: draws from the fewest most likely tokens whose probability sums to at
-      least this number, in (0, 1]. Ties with the last of them are kept.
-      # float32[Q]
+      least this number, in (0, 1]. Tokens as likely as the last of them are
+      kept, too.  # float32[Q]
     min_p: the lowest probability to draw, relative to that of the most likely
       token, in [0, 1].  # float32[Q]
     presence_penalty: is subtracted from the logits of tokens that the sequence
@@ -246,13 +246,13 @@ def _is_concrete(value: Any) -> bool:
 
 def _copy(value: Any, dtype: Any) -> Array:
   """Returns a new array of a value."""
-  # A state that holds the settings may be donated, and the caller's array must
-  # survive that.
+  # A state with the settings can be donated. Without a copy, the donation would
+  # delete the caller's array.
   return jnp.array(value, dtype=dtype, copy=True)
 
 
 def _as_numbers(name: str, value: Any, rule: _Rule) -> Any:
-  """Converts numbers, and checks the range of those on the host."""
+  """Converts numbers; checks their range unless they are on a device."""
   as_kind = as_int32 if rule.dtype == jnp.int32 else as_real_numbers
   value = as_kind(name, value)
   if value.ndim > 1:
@@ -411,8 +411,8 @@ def put(sampling: Sampling, numbers: Array, new: Sampling) -> Sampling:
     new: from `as_sampling`, of R sequences.
 
   Raises:
-    ValueError: `new` has longer lists, or a field that is None in `sampling`,
-      other than `max_tokens` and `seed`.
+    ValueError: `new` has longer lists than `sampling`, or sets a field that is
+      None in `sampling`, other than `max_tokens` and `seed`.
 
   Examples:
     >>> sampling = as_sampling(Sampling(top_k=[3, 4]), 2)
@@ -473,8 +473,8 @@ def _pad_to(
   missing = [
     limit - n for n, limit in zip(values.shape[1:], sizes, strict=True)
   ]
-  # Axis 1 lists entries. A second axis holds the tokens of a word, whose last
-  # token must stay in the last column.
+  # Axis 1 has the entries of a list. Axis 2, if any, has the tokens of a word,
+  # whose last token must stay in the last column.
   padding = [(0, 0), *((0, count) for count in missing[:1])]
   padding += [(count, 0) for count in missing[1:]]
   return jnp.pad(values, padding, constant_values=fill)

@@ -40,13 +40,13 @@ def observe(
   Args:
     logits: float32[R, V].
     tokens: int32[R].
-    log_probs: float32[R], a result of the draw, which must come first.
+    log_probs: float32[R], a result of the draw, which must be computed first.
     entropy: True to compute the entropy.
     top_log_probs: X, the number of most likely tokens, at most V.
   """
-  # A false dependency on the draw: XLA would run independent work on another
-  # CPU thread, and the handoff takes longer than the work. The condition below
-  # always holds, but XLA cannot know it.
+  # XLA would run independent work on another CPU thread, and the handoff takes
+  # longer than the work. So the logits get a false dependency on the draw: the
+  # condition always holds, but XLA cannot know it.
   done = lax.bitcast_convert_type(log_probs, jnp.int32) & jnp.int32(2**31 - 1)
   logits = jnp.where(done[:, None] >= 0, logits, jnp.nan)
   best = reductions.maxima(logits)[:, None]
@@ -97,8 +97,8 @@ def most_likely(logits: Array, count: int) -> tuple[Array, Array]:
   maxima = reductions.by_block(reductions.maxima, logits)
   block_ids = jnp.arange(maxima.shape[1], dtype=jnp.int32)[None]
 
-  # Each iteration reads one block. Tokens already found are excluded by their
-  # order after the last one, so nothing is written to the logits.
+  # Each iteration reads one block. Only tokens that come after the last one in
+  # the order are candidates, so found tokens need no mark in the logits.
   def trip(
     loop: tuple[Array, Array, Array], _: None
   ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array]]:

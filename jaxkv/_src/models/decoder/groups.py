@@ -70,7 +70,7 @@ def pool_key(attention: Any) -> PoolKey:
 @functools.cache
 def period(decoder: Decoder) -> int:
   """Returns C, the number of layer groups."""
-  # A group has its pages in one pool, so layers of other pools end a period.
+  # A group has its pages in one pool, so the period must distinguish pools.
   return _period(
     [(kind_of(layer), pool_key(layer.attention)) for layer in decoder.layers]
   )
