@@ -199,8 +199,7 @@ def grpo_round(
     prompt_columns=TOKENS,
     completion_columns=TOKENS,
   )
-  # A token's advantage compares it with the other samples' tokens at the same
-  # position.
+  # A token's advantage compares the samples' tokens at the same position.
   is_right = jnp.swapaxes(drawn.completions == drawn.prompts[:, None], 1, 2)
   advantages = rl.group_normalized(is_right.ravel(), num_samples=SAMPLES)
   advantages = jnp.swapaxes(advantages.reshape(is_right.shape), 1, 2)

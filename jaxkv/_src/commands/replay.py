@@ -2,8 +2,7 @@
 
 Requests run one at a time, in file order: `admit` with the cached prefix,
 `commit` of the remaining blocks, `free`. A compiled scan runs over the
-requests. The host splits the trace into equal spans, only to update a progress
-bar.
+requests. Spans of requests are separate calls, only to update a progress bar.
 
 A trace has JSON lines in the format of the Mooncake traces (Qin et al.,
 "Mooncake: Trading More Storage for Less Computation", FAST 2025). In each

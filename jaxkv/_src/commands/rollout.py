@@ -72,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
   """Generates answers, and prints them with a table of figures.
 
   Returns:
-    The exit status: 0, or 1 if log-probs differ from those of a forward pass
-    without a cache.
+    The exit status: 1 if log-probs without a cache differ, else 0.
 
   Raises:
     CommandError: an argument, a prompt or the model cannot be used.
@@ -156,8 +155,7 @@ def default_prompts(text: str) -> Prompts:
   paragraphs = [part.strip() for part in text.split("\n\n")]
   paragraphs = [part for part in paragraphs if len(part) > 2 * _OPENING]
   stride = max(1, len(paragraphs) // _NUM_PROMPTS)
-  # The openings have different lengths, so prompts end at different offsets in
-  # their pages.
+  # Openings differ in length, so prompts end at different offsets in pages.
   return {
     f"default prompt {number}": preamble + part[: _OPENING - number % 7]
     for number, part in enumerate(paragraphs[::stride][:_NUM_PROMPTS])

@@ -28,8 +28,7 @@ MOST_STATES = 100_000
 class ByteDfa:
   """The minimal DFA of a set of byte strings.
 
-  State 0 is dead: no string leads from it to an accepting state. State 1 is the
-  start.
+  State 1 is the start. State 0 is dead: it leads to no accepting state.
 
   Attributes:
     next: the state after a state and a byte.  # int32[S, 256]

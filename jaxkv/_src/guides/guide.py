@@ -77,8 +77,7 @@ class Guide:
     rows: the row in `masks` of each entry.  # int32[X]
     masks: distinct bitmasks, see `bitmask`.  # uint32[U, ceil(V / 32)]
     tokens: the bytes of all tokens.
-    max_bytes: bytes of the longest text of all grammars; None if the length is
-      unbounded.
+    max_bytes: bytes of the longest text of all grammars; None if unbounded.
   """
 
   start: Array
@@ -103,8 +102,7 @@ class Guide:
 
     Args:
       num_sequences: Q.
-      grammars: int32[Q], the index of each sequence's grammar; None if the
-        guide has only one.
+      grammars: int32[Q], each sequence's grammar; None if there is only one.
       max_tokens: int32[] or int32[Q], the most tokens of a text, with the stop
         token. All texts end within the limit: a token is allowed only if the
         remaining tokens can complete the text. None for no limit.

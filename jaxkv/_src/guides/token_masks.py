@@ -125,8 +125,7 @@ class Numbering:
 
 def _distances(effects: np.ndarray, accepts: np.ndarray) -> np.ndarray:
   """Returns the fewest tokens that complete a text of each state, int[S]."""
-  # A breadth-first search, all states at once; an accepting state needs only
-  # the stop token.
+  # A breadth-first search. An accepting state needs only the stop token.
   distance = np.where(accepts, 1, UNREACHABLE)
   if not len(effects):
     return distance

@@ -54,8 +54,7 @@ def plan_layers(windows: tuple[int | None, ...]) -> LayerPlan:
   by_kind: dict[int | None, list[int]] = {}
   for layer, window in enumerate(windows):
     by_kind.setdefault(window, []).append(layer)
-  # With this size, only the last group of a kind can leave memory layers
-  # unused.
+  # With this size only the last group of a kind can have unused memory layers.
   size = min(len(layers) for layers in by_kind.values())
   kinds: list[GroupKind] = []
   places: dict[int, tuple[int, int]] = {}
@@ -143,8 +142,7 @@ class LayerMemory:
       )
     window = self._plan.windows[self._layer]
     group, layer = self._plan.places[self._layer]
-    # Layers are counted in the order of their calls, because a module does not
-    # know its index.
+    # Layers are counted by their calls, because they do not know their index.
     self._layer += 1
     view = self.views[group]
     options = kernels.AttentionOptions(

@@ -18,8 +18,7 @@ def no_mesh() -> Iterator[None]:
   """
   with contextlib.ExitStack() as stack:
     with warnings.catch_warnings():
-      # Entering a `Mesh` is deprecated, but the layers look up the mesh that
-      # this sets.
+      # Entering a `Mesh` is deprecated, but sets the mesh that layers look up.
       warnings.simplefilter("ignore", DeprecationWarning)
       stack.enter_context(jax.sharding.Mesh(np.empty((), object), ()))
     yield

@@ -56,16 +56,14 @@ class TunixRollout:
       decoder: the adapted policy; None for a supported model of tunix.
       num_samples: G; None for the largest number of adjacent equal prompts in
         the first call.
-      num_jobs: the number of prompts in the queue; None for the number of the
-        first call.
+      num_jobs: prompts in the queue; None for the number in the first call.
       num_pages: pages of the pool; None for half of what a dense cache of the
         first call takes.
       page_size: tokens of a page.
       prefill_chunk: see `jaxkv.rollout.RolloutConfig`.
       max_length: the most tokens of a prompt with its answer; None for
         `kv_cache_size`.
-      keep_eos: True to keep the token that ended an answer. tunix's vanilla
-        engine drops it.
+      keep_eos: True to keep final stop tokens; tunix's vanilla engine does not.
       seed: the seed of calls whose config has none.
     """
     nnx = packages.nnx()
@@ -98,8 +96,7 @@ class TunixRollout:
 
     Args:
       prompts: texts, or one text.
-      rollout_config: tunix's `RolloutConfig`; its numbers may change between
-        calls.
+      rollout_config: tunix's `RolloutConfig`; numbers can differ between calls.
       **kwargs: ignored.
 
     Raises:
@@ -135,10 +132,9 @@ class TunixRollout:
   ) -> None:
     """Replaces the weights from the next call on.
 
-    Cached pages are dropped unless the weights are unchanged. By default arrays
-    are compared by identity. From the first call without `filter_types` on, as
-    by a trainer that moves weights between devices and host, contents are
-    compared.
+    Cached pages are dropped unless the weights are unchanged. Arrays are
+    compared by identity. Trainers that move weights between devices and host
+    call this without `filter_types`; from then on, contents are compared.
 
     Args:
       params: all variables, or those of `filter_types`.

@@ -50,8 +50,7 @@ def cutoff(
   Args:
     weights: float32[R, V], 0 .. 1, with a 1 in every row.
     min_p: float32[R], the lowest weight to keep; 0 keeps all.
-    top_k: int32[R], the number of tokens to keep; values below 1 or from V on
-      keep all.
+    top_k: int32[R], the number of tokens to keep; below 1 or above V keeps all.
     top_p: float32[R], the probability to keep; 1 and above keeps all.
 
   Returns:

@@ -106,8 +106,7 @@ def seen_in(
   rows, width = tokens.shape
   is_token = indexing.between(jnp.zeros_like(lengths), lengths, width)
   # One scatter counts both kinds: drawn tokens in the lower 16 bits, tokens of
-  # the prompt in the upper 16. A chunk has too few columns for the lower half
-  # to carry into the upper half.
+  # the prompt in the upper 16. Chunks are too narrow for a carry between them.
   increments = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
   column = jnp.where(is_token, tokens, indexing.NOWHERE)
   row = _rows(tokens)
@@ -158,8 +157,7 @@ def adjust(logits: Array, sampling: Sampling, history: History) -> Array:
   logits = as_logits(logits)
   bias = sampling.logit_bias
   if bias is not None:
-    # A bias of -inf is applied later, as a ban: inf from an overflow plus -inf
-    # would be NaN.
+    # Biases of -inf are applied later, as bans: an overflow - inf would be NaN.
     values = jnp.where(bias.values == -jnp.inf, 0, bias.values)
     biased = indexing.add(logits, _rows(logits), bias.tokens, values=values)
     logits = _saturate(biased, logits)

@@ -197,8 +197,7 @@ def _draw_exactly(
     counts, logits, sampling, raw = rows
     return draw_tile(keys, counts, logits, sampling, raw_logits=raw)
 
-  # Fields that `draw` does not read are left out, because `row_loop` would
-  # slice each of them by rows.
+  # Other fields are left out, because `row_loop` would slice them by rows.
   names = ("temperature", "min_p", "top_k", "top_p")
   sampling = Sampling(**{name: getattr(sampling, name) for name in names})
   rows = (keys, counts, logits, sampling, raw_logits)

@@ -10,10 +10,9 @@ query:
   out_t = q_t S
 
 `jaxkv.kv.write_state` stores S and the last inputs of the convolution in pages.
-Functions take B rows of T tokens. Only the first `counts` tokens of a row are
-valid; the others do not change the state. All functions are differentiable.
-Letters: C channels, W width of the convolution, K key heads of size Dk, H value
-heads of size Dv.
+All functions are differentiable. Functions take B rows of T tokens. Only the
+first `counts` tokens of a row are valid; the others do not change the state.
+Letters: C channels, W kernel width, K key heads (size Dk), H value heads (Dv).
 """
 
 from typing import NamedTuple

@@ -83,8 +83,7 @@ class LatentAttention:
     plain_dim: elements of a head's query and key without rotation.
     rotated_dim: elements of a head's query and key with rotation.
     value_dim: size of a head's value.
-    query_rank: rank of the low-rank query projection; None for a full
-      projection.
+    query_rank: rank of the query projection; None for full rank.
     rope: rotary positions of the `rotated_dim` elements.
     scale: factor of the logits; None for (plain_dim + rotated_dim) ** -0.5.
   """

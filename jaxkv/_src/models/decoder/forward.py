@@ -63,8 +63,7 @@ def forward(
   rows, except for rounding if the view has `shared` pages or a `plan`. Layers
   with a window ignore `shared`.
 
-  The function does not donate `kv`. So outside your own `jit` each call copies
-  all pages.
+  `kv` is not donated, so outside your own `jit` each call copies all pages.
 
   Args:
     params: parameters as returned by `init_params`.

@@ -3,9 +3,8 @@
 A page has one memory layer for each layer of its group, and all pages have the
 same number of memory layers. So the L layers of a decoder are divided evenly
 among C groups: layer i is in memory layer i // C of group i % C. C is the
-period of the layers' kinds, such as 1 if all are the same, or 6 if every sixth
-layer has no window. If C does not divide L, some groups do not use the last
-memory layer.
+period of the layers' kinds: 1 if all are the same, 6 if every sixth layer has
+no window. If C does not divide L, some groups leave the last memory layer free.
 
 A stretch is a run of layers in which a pattern of P layers repeats R times. A
 `lax.scan` over the repetitions runs the stretch, so XLA compiles the pattern

@@ -21,8 +21,7 @@ _DELTA_NET = [field.name for field in dataclasses.fields(DeltaNet)]
 def cache_groups(decoder: Decoder) -> tuple[GroupKind, ...]:
   """Returns `CacheConfig.groups` for a decoder.
 
-  Layer i is in group i % C, where C is the length of the pattern that repeats
-  over the layers, such as of windows.
+  Layer i is in group i % C, where C is the period of the pattern of layers.
 
   Examples:
     >>> from jaxkv import models

@@ -161,8 +161,7 @@ class PagedKV:
     pool = pools[-1]
     if not isinstance(pool, ExpertIdPages):
       return pools
-    # Records are in pages of the pool's group, which can differ from the
-    # layer's.
+    # Records are in pages of the pool's group, not of the layer's group.
     view = self.views[pool.group]
     pool = write_expert_ids(pool, view, location.expert_layer, experts)
     return (*pools[:-1], pool)

@@ -281,8 +281,7 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     return (noise[begin:cursor].reshape(leaf.shape) * gain).astype(dtype)
 
   def arrays(node: Any) -> Any:
-    # Not `jax.tree.map`, which sorts keys: another order would give a seed
-    # other parameters.
+    # Not `jax.tree.map`: it sorts keys, so a seed would give other parameters.
     if isinstance(node, Leaf):
       return array(node)
     if isinstance(node, dict):

@@ -53,8 +53,7 @@ class YarnScaling:
       its frequency.
     beta_slow: turns in `original_length` tokens; the frequency of a pair with
       fewer turns is divided. Frequencies in between are interpolated.
-    truncate: True to round the first and the last interpolated pair to whole
-      pairs.
+    truncate: True to round the ends of the interpolated range to whole pairs.
     attention_factor: factor of cosines and sines.
   """
 
@@ -75,8 +74,7 @@ class Rope:
 
   Attributes:
     base: the wavelength base.
-    dim: the number of leading elements of a head that are rotated; None for
-      all.
+    dim: number of a head's leading elements that are rotated; None for all.
     interleaved: True if pair i has the elements 2 i and 2 i + 1; False for i
       and i + dim / 2.
     scaling: scaling of the frequencies; None for no scaling.

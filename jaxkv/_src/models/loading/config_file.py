@@ -53,8 +53,7 @@ class ConfigFile:
     Args:
       values: the JSON object.
       file: name of the file, for messages.
-      num_tensors: tensors of the checkpoint, an upper bound for its layers and
-        experts.
+      num_tensors: tensors of the checkpoint, a bound for layers and experts.
     """
     self.file = file
     self._num_tensors = num_tensors

@@ -105,8 +105,7 @@ class Tokenizer:
   def token_bytes(self) -> list[bytes]:
     """Returns the bytes of each token, for `jaxkv.rollout.token_bytes`.
 
-    Special tokens have no bytes. The space before a word is in the word's first
-    token.
+    Special tokens have no bytes. The space before a word is part of its token.
 
     Raises:
       ValueError: the vocabulary has an unknown representation of bytes.
@@ -161,8 +160,7 @@ def _fallback_piece(piece: str) -> bytes:
 
 def _alphabet() -> dict[str, int]:
   """Returns the byte of each character of byte-level vocabularies (GPT-2)."""
-  # A visible character stands for its own byte. Other bytes have characters
-  # from 256 on.
+  # Visible characters encode their own byte; other bytes use 256 and above.
   visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
   hidden = [byte for byte in range(256) if byte not in set(visible)]
   shifted = {chr(256 + index): byte for index, byte in enumerate(hidden)}
