@@ -195,7 +195,7 @@ def batch(jobs: list[Job], sizes: EngineSizes, *, scaled: bool) -> Batch:
     prompts[number, : len(job.prompt)] = job.prompt
     lengths[number], counts[number] = len(job.prompt), len(job.seeds)
     rows = slice(number * samples, number * samples + len(job.seeds))
-    # Logits that the model has scaled are drawn at temperature 1, or greedily.
+    # The model has divided scaled logits, so the draw must not divide again.
     drawn_at = float(job.temperature > 0) if scaled else job.temperature
     columns["temperature"][rows] = drawn_at
     columns["max_tokens"][rows] = job.max_tokens

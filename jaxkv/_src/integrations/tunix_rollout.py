@@ -54,8 +54,8 @@ class TunixRollout:
       mesh: the devices of the state; None for jax's default device.
       rollout_config: tunix's `RolloutConfig`, or a dictionary by mode.
       decoder: the adapted policy; None for a supported model of tunix.
-      num_samples: G; None for the largest number of adjacent equal prompts in
-        the first call.
+      num_samples: the most samples of a prompt that share its computation; None
+        for the longest run of equal prompts in the first call.
       num_jobs: prompts in the queue; None for the number in the first call.
       num_pages: pages of the pool; None for half of what a dense cache of the
         first call takes.

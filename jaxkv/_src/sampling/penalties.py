@@ -65,7 +65,7 @@ def last_tokens_of(
     tokens: int32[Q, W], the tokens of all sequences.
     numbers: int32[R], the sequence of each row; out of range for an empty row.
     lengths: int32[R], the number of tokens of each row's sequence.
-    count: X.
+    count: X, the number of tokens to gather.
 
   Returns:
     int32[R, X]; the last token is in the last column.

@@ -3,7 +3,7 @@
 Each kind of token mixer has two functions, which treat each token on its own.
 `project_` computes the inputs that a class of `kv_access` mixes, and `output_`
 projects the mixer's output to the residual stream. Letters: B rows of T tokens,
-E width, H query heads, K key-value heads, D head size, X size of an output.
+E width, H query heads, K key-value heads, D head size, X a head's output size.
 
 | kind              | result of `project_` | mixer's output |
 |-------------------|----------------------|----------------|

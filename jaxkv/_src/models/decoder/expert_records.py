@@ -71,7 +71,7 @@ def init_pool(decoder: Decoder, config: CacheConfig) -> ExpertIdPages:
 
 def _full_group(decoder: Decoder) -> int:
   """Returns the index of the first layer group that keeps all tokens."""
-  # Groups with a window free the pages of old tokens, which loses records.
+  # Groups with a window free the pages of old tokens, and so their records.
   kinds = groups.group_kinds(decoder)
   is_full = [isinstance(kind, FullAttention) for kind in kinds]
   if True not in is_full:

@@ -7,8 +7,8 @@
 
 `grouped_log_probs` trains on sequences that share prompts.
 
-Dimension letters in addition to the project's: V vocabulary, J layers with
-experts, k experts per token in each of them.
+Letters: B rows of T tokens, V vocabulary, J layers with experts, k experts per
+token in each of them.
 """
 
 import functools
@@ -75,7 +75,7 @@ def forward(
       kinds of memory.
     view: the page table of each row and the number of tokens to write; a tuple
       with one view per group of `cache_groups(config)` if there are several
-      groups. The views may differ in the page table only.
+      groups. Views of groups must differ only in their page tables.
     columns: int32[X], the columns of a packed call that get logits; None if
       `logits` selects tokens.
     rows: ignored; a rollout passes the sequence of each token to all models.

@@ -6,7 +6,7 @@
 | `UncachedKV` | of the same call only   | training |
 
 The classes have the same methods. `tree_attention.TreeKV` is an `UncachedKV`
-for trees of tokens.
+for trees of tokens. `attention` defines the letters of axes.
 """
 
 import dataclasses
@@ -239,7 +239,7 @@ def cached_latents(inputs: LatentInputs) -> jax.Array:
 def latent_queries(
   weights: jax.Array, plain: jax.Array, rotated: jax.Array
 ) -> jax.Array:
-  """Projects queries to the space of cached latents: [B, T, H, D]."""
+  """Projects queries to [B, T, H, latent + rotated_dim], as cached vectors."""
   absorbed = jnp.einsum("bthd,lhd->bthl", plain, weights)
   return jnp.concatenate([absorbed, rotated], axis=-1)
 

@@ -30,7 +30,7 @@ from jaxkv._src.models.decoder.numerics import token_wise
 from jaxkv._src.models.decoder.params import Params
 
 Carry = tuple[jax.Array, Pools]
-"""The residual stream [B, T, E] and the pools."""
+"""The residual stream, B rows of T tokens of width E, and the pools."""
 
 
 def run(

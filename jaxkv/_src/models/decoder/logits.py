@@ -29,7 +29,7 @@ def run(
   selection: LogitSelection | jax.Array,
   config: Decoder,
 ) -> tuple[jax.Array, Pools]:
-  """Runs all layers and the head; returns float32[B, P, V] and the pools.
+  """Returns logits float32[B, P, V] of P tokens per row, and the pools.
 
   Args:
     params: parameters of the decoder.

@@ -22,7 +22,7 @@ def is_exact(decoder: Decoder) -> bool:
 
 
 def token_wise(decoder: Decoder) -> TokenWise:
-  """Returns a function that applies others to all tokens, or in tiles."""
+  """Returns a `TokenWise` that runs functions on all tokens, or on tiles."""
   if not is_exact(decoder):
     return lambda function, weights, *arrays: function(weights, *arrays)
   # Rounding of a product depends on its number of rows, which tiles fix.

@@ -109,7 +109,7 @@ def _plan(
       return sources | layers.mlp_sources(mlp.inner_dim, e, f"{path}mlp.")
     return sources | _experts_sources(experts, e, f"{path}mlp.")
 
-  # Layers after `num_layers` predict several tokens in training; not loaded.
+  # Layers after `num_layers` are not loaded: they are only used in training.
   count = config.count("num_nextn_predict_layers", 0)
   ignored = [rf"model\.layers\.{num_layers + i}\..*" for i in range(count)]
   return weight_map(decoder, layer, *ignored)
