@@ -256,8 +256,8 @@ def train(
 
 def _spans(steps: int) -> Iterator[tuple[tuple[int, int], int, int]]:
   """Yields (phase, first step, last step + 1) of each span of `_SPAN` steps."""
-  # A span belongs to the phase of its first step, and only the last span may be
-  # shorter: each pair of length and phase costs a compilation.
+  # Each pair of span length and phase costs a compilation. So a span has one
+  # phase, that of its first step, and only the last span can be shorter.
   for first in range(0, steps, _SPAN):
     phase = _PHASES[first * len(_PHASES) // steps]
     yield phase, first, min(first + _SPAN, steps)

@@ -63,7 +63,7 @@ def read_lines(path: str) -> list[str]:
     CommandError: the file cannot be read.
   """
   try:
-    # Not `splitlines`: it also splits at form feeds and other separators.
+    # Not `splitlines`, which also splits at form feeds and other separators.
     return pathlib.Path(path).read_text(encoding="utf-8").split("\n")
   except OSError as error:
     raise CommandError(f"cannot read {path}: {error.strerror}") from error

@@ -211,7 +211,7 @@ def _replay(
 def _tokens(ids: list[tuple[int, ...]], config: jaxkv.CacheConfig) -> Array:
   """Returns int32[X]: all blocks in order, then one slot's width of zeros.
 
-  Ids may not fit int32, so they are numbered by first occurrence.
+  Ids can exceed int32, so each is replaced by the number of its first use.
   """
   numbers: dict[int, int] = {}
   flat = [numbers.setdefault(key, len(numbers)) for row in ids for key in row]

@@ -293,7 +293,7 @@ def largest_difference(
   """Recomputes the log-probs of all drawn tokens without a cache.
 
   Returns:
-    The largest difference from those of the rollout, in nats.
+    The largest difference from the log-probs of the rollout, in nats.
   """
   sequences = state.sequences
   raw = sequences.records.raw_log_probs
@@ -312,7 +312,7 @@ def largest_difference(
     drawn = (columns[1:] >= begin) & (columns[1:] < end)
     return jnp.max(jnp.where(drawn, jnp.abs(uncached - log_probs[1:]), 0))
 
-  # One sequence at a time: [Q, W, V] logits might not fit the memory.
+  # One sequence at a time, because logits of all might not fit the memory.
   rows = (sequences.tokens, sequences.prompt_length, sequences.length, raw)
   return float(jnp.max(jax.jit(lambda: jax.lax.map(difference, rows))()))
 

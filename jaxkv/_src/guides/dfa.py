@@ -32,7 +32,7 @@ class ByteDfa:
 
   Attributes:
     next: the state after a state and a byte.  # int32[S, 256]
-    accepts: True for states in which a string may end.  # bool[S]
+    accepts: True for accepting states.  # bool[S]
   """
 
   next: np.ndarray
@@ -88,7 +88,7 @@ def _byte_classes(nfa: Nfa) -> tuple[np.ndarray, dict[int, list[int]]]:
     The class of each byte, int[256], and the classes in each byte set.
   """
   masks = sorted({mask for edges in nfa.byte_edges for mask, _ in edges})
-  # The extra column is never set: it keeps the matrix non-empty without edges.
+  # The extra column stays False: without edges the matrix would be empty.
   members = np.zeros((256, len(masks) + 1), bool)
   for column, mask in enumerate(masks):
     bits = np.frombuffer(mask.to_bytes(32, "little"), np.uint8)

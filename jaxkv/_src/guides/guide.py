@@ -62,7 +62,7 @@ class Guide:
         params, state, model=model, process=guide.process
       )
 
-  The stop token may be any token, even one that has bytes.
+  Any token can be the stop token, even one that has bytes.
 
   Attributes:
     start: the start state of each grammar.  # int32[N]
@@ -262,7 +262,7 @@ def guide(
 
 
 class _GrammarTables(NamedTuple):
-  """The tables of one grammar, whose start is state 1."""
+  """The tables of one grammar; state 1 is its start."""
 
   next: np.ndarray
   masks: TokenMasks

@@ -46,7 +46,7 @@ def minimize(
 
 def _refine(table: np.ndarray, origin: np.ndarray) -> np.ndarray:
   """Returns the coarsest refinement that is closed under transitions."""
-  # Random hashes of rows distinguish blocks quickly. Hashes may collide, so the
+  # Random hashes of rows distinguish blocks quickly. Hashes can collide, so the
   # last iterations compare rows entry by entry.
   random = np.random.default_rng(0)
   # Odd weights are invertible modulo 2**64, so no column's label is lost.

@@ -17,7 +17,7 @@ MOST_STATES = 1_000_000
 
 
 class Nfa:
-  """A nondeterministic finite automaton that `add` extends by a grammar.
+  """A nondeterministic finite automaton, to which `add` adds grammars.
 
   Attributes:
     byte_edges: for each state, its edges that read a byte, as pairs of a set of

@@ -2,8 +2,7 @@
 
 An Aho-Corasick automaton searches all strings of a sequence at once ("Efficient
 string matching: an aid to bibliographic search", 1975). It reads the bytes of
-the generated tokens, so a string may begin in one token and end within a later
-one.
+generated tokens, so a string can begin in one token and end in a later one.
 """
 
 import collections
@@ -173,8 +172,8 @@ def _build_automaton(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     if ends[state] < 0:
       ends[state] = index
   table = np.zeros((len(children), 256), np.int32)
-  # The failure function: the state of the longest proper suffix of the bytes
-  # read. Breadth-first order completes a fallback before its longer states.
+  # The failure function gives the state of the longest proper suffix of the
+  # bytes read. Breadth-first order completes it before longer states use it.
   fallback = [0] * len(children)
   queue = collections.deque([0])
   while queue:

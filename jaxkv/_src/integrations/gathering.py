@@ -39,7 +39,7 @@ class Gathering:
     call = _Call(request)
     with self._access:
       self._calls.append(call)
-    # Another thread may have served this call while this one waited.
+    # While this thread waited for the lock, another may have served this call.
     with self._turn:
       if not call.done:
         self._serve_all()

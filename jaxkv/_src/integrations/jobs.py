@@ -42,7 +42,7 @@ class Job:
 
   @property
   def filters(self) -> bool:
-    """True if top-k or top-p may exclude tokens."""
+    """True if top-k or top-p can exclude tokens."""
     return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 

@@ -22,7 +22,7 @@ from jaxkv._src.integrations.tunix_models import paged_module_of
 from jaxkv._src.integrations.weights import WeightWatch
 
 _SOLO_JOBS = 16
-"""The queue size of an engine whose first call has one prompt."""
+"""The queue size of an engine if its first call has only one prompt."""
 _MAX_SLOTS = 256
 
 
@@ -92,7 +92,7 @@ class TunixRollout:
     """Generates answers; returns a tunix `RolloutOutput`.
 
     Adjacent equal prompts are samples of one prompt, which is computed once.
-    Several threads may call this at the same time.
+    Several threads can call this method at the same time.
 
     Args:
       prompts: texts, or one text.
@@ -181,7 +181,7 @@ class TunixRollout:
     stops = tuple(config.eos_tokens or [self.eos_id()])
     # As in tunix, `top_p=None` is greedy decoding.
     temperature = 0.0 if config.top_p is None else float(config.temperature)
-    # Equal prompts are samples, which must differ: each prompt has its seed.
+    # Each prompt gets a seed, because samples of equal prompts must differ.
     seeds = client_jobs.seeds(self._entropy(config.seed), len(tokens))
     jobs: list[Job] = []
     for prompt, seed in zip(tokens, seeds, strict=True):
@@ -214,7 +214,7 @@ class TunixRollout:
   ) -> list[list[Answer]]:
     """Serves the requests of several threads in one batch."""
     engine = self._engine_for(requests)
-    # Read once: another thread may call `update_params` meanwhile.
+    # Read once, because another thread can call `update_params` meanwhile.
     params = self._params
     if self._watch.has_changed(params, by_contents=self._moves_weights):
       engine.forget()
@@ -266,8 +266,8 @@ class TunixRollout:
     )
     if self._engine is not None and longest <= self._max_length:
       return self._engine
-    # A longer sequence does not fit the compiled shapes: a new engine starts,
-    # with an empty cache.
+    # A longer sequence does not fit the compiled shapes, so a new engine
+    # replaces this one, with an empty cache.
     self._max_length = longest
     sizes = self._sizes([job for part, _, _ in requests for job in part])
     mesh = self._mesh

@@ -64,7 +64,7 @@ def _digest(leaf: Array) -> Array:
   if bits.dtype == jnp.bool_:
     bits = bits.astype(jnp.uint8)
   width = bits.dtype.itemsize
-  # Bits, not values: -0.0 and 0.0 differ, and a NaN equals itself.
+  # Bits are hashed, because as values 0.0 equals -0.0, and NaN is not NaN.
   bits = jax.lax.bitcast_convert_type(
     bits, {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32)
   )

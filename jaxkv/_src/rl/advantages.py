@@ -82,7 +82,7 @@ def leave_one_out(
   num_others = jnp.sum(is_used, axis=1, keepdims=True) - is_used
   sum_others = jnp.sum(rewards, axis=1, keepdims=True) - rewards
   has_baseline = (is_used > 0) & (num_others > 0)
-  # A divisor of 1 where there is no baseline: 0 / 0 would be NaN.
+  # The divisor is 1 if there is no baseline, because 0 / 0 would be NaN.
   baseline = sum_others / jnp.where(has_baseline, num_others, 1)
   return jnp.where(has_baseline, rewards - baseline, 0).ravel()
 

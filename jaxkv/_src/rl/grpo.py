@@ -110,7 +110,7 @@ def grpo_loss(
   if weights is not None:
     weights = per_token.as_floats_like("weights", weights, log_probs)
     factor = jnp.where(mask, jax.lax.stop_gradient(weights), 0)
-  # Compared as logarithms: the ratio itself may overflow.
+  # Compared as logarithms, because the ratio itself can overflow.
   min_log_ratio = math.log1p(-low) if low < 1 else -math.inf
   clipped = (advantages > 0) & (log_ratio > math.log1p(high))
   clipped |= (advantages < 0) & (log_ratio < min_log_ratio)

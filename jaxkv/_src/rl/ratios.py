@@ -141,7 +141,7 @@ def _bound(value: Any) -> jax.Array:
 
 
 def _as_integer(name: str, value: Any, other: jax.Array) -> Any:
-  """Converts an integer, which may be traced, to compare it with `other`."""
+  """Converts a possibly traced integer, to compare it with `other`."""
   arguments.check_integer(name, value)
   # A Python int is weakly typed and takes the dtype of `other` by itself.
   is_concrete = arguments.is_concrete(value)

@@ -40,12 +40,11 @@ def cutoff(
   top_k: Array | None = None,
   top_p: Array | None = None,
 ) -> Array:
-  """Returns the lowest weight that each row may draw.
+  """Returns the lowest weight that each row can draw.
 
   Applies min-p, then top-k, then top-p. Top-p normalizes over the tokens that
   the first two keep. Tokens of equal weight are kept or dropped together, so a
-  row may keep more than `top_k` tokens. A row with a NaN gets an arbitrary
-  cutoff.
+  row can keep more than `top_k` tokens. A NaN makes a row's cutoff arbitrary.
 
   Args:
     weights: float32[R, V], 0 .. 1, with a 1 in every row.

@@ -17,7 +17,7 @@ _IN_PROMPT = 1 << 15
 _MAX_COUNT = _IN_PROMPT - 1
 _LARGEST = float(np.finfo(np.float32).max)
 _CHUNK = 2**16 - 1
-"""The most columns whose token counts fit 16 bits."""
+"""The most columns in which every count of a token fits 16 bits."""
 
 
 class History(NamedTuple):
@@ -129,7 +129,7 @@ def see(tally: Array, tokens: Array, mask: Array) -> Array:
   """Counts one drawn token of each row in `mask` in a tally of `seen_in`."""
   row = jnp.arange(tally.shape[0], dtype=jnp.int32)
   count = indexing.take(tally, row, tokens)
-  # A full count stays: one more would carry into the bit of the prompt.
+  # A full count stays, because one more would carry into the prompt's bit.
   is_full = (count & jnp.uint16(_MAX_COUNT)) == jnp.uint16(_MAX_COUNT)
   column = indexing.where_valid(mask & ~is_full, tokens)
   return indexing.put(tally, row, column, values=count + jnp.uint16(1))

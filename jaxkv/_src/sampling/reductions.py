@@ -81,7 +81,7 @@ def _ordered_bits(bits: Array) -> Array:
 
 def first_of(condition: Array) -> Array:
   """Returns the first True index of each row of bool[R, X], else 0."""
-  # A minimum over indices: `argmax` takes ten times as long on a CPU.
+  # A minimum over indices, because `argmax` takes ten times as long on a CPU.
   size = condition.shape[1]
   index = jnp.arange(size, dtype=jnp.int32)[None]
   first = jnp.min(jnp.where(condition, index, size), axis=1)

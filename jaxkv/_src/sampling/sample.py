@@ -62,7 +62,7 @@ class _Weights(NamedTuple):
       row can be greedy.
     unfiltered: float32[R, V], exp of the scaled logits, 1 for the highest; None
       if no row has a filter.
-    cutoff: float32[R, 1], the lowest weight that may be drawn; None if no row
+    cutoff: float32[R, 1], the lowest weight that can be drawn; None if no row
       has a filter.
   """
 
@@ -324,8 +324,8 @@ def _inverse_cdf(weights: Array, uniforms: Array) -> Array:
   upper_triangle = np.triu(np.ones((weights.shape[1],) * 2, np.float32))
   ends = jnp.matmul(weights, upper_triangle, precision=lax.Precision.HIGHEST)
   exceeds = (ends > uniforms[:, None] * ends[:, -1:]) & (weights > 0)
-  # Prefix sums are rounded independently, so the last may not be the largest
-  # and `exceeds` may be empty. The heaviest index is then a valid answer.
+  # Prefix sums are rounded independently, so the last one can be smaller than
+  # another, and `exceeds` can be empty. The heaviest index is then valid.
   heaviest = weights == reductions.maxima(weights)[:, None]
   return reductions.first_of(
     jnp.where(jnp.any(exceeds, axis=1)[:, None], exceeds, heaviest)

@@ -141,7 +141,7 @@ def _flatten(sampling: Sampling) -> tuple[Any, None]:
 
 
 def _unflatten(_: None, leaves: Any) -> Sampling:
-  """Makes settings without checks: leaves may be shapes or other objects."""
+  """Makes settings without checks, because leaves can be placeholders."""
   sampling = object.__new__(Sampling)
   for name, leaf in zip(_FIELDS, leaves, strict=True):
     object.__setattr__(sampling, name, leaf)

@@ -200,7 +200,7 @@ def project_latents(
     compressed = rms_norm(compressed, weights["query_norm"], eps, offset)
   q = jnp.einsum("btr,rhd->bthd", compressed, weights["query"])
   vectors = jnp.einsum("bte,el->btl", x, weights["latent"])
-  # The norm is of the latent alone: the shared key is rotated, not normalized.
+  # Only the latent is normalized. The shared key is rotated instead.
   latent = rms_norm(
     vectors[..., : attention.latent_dim], weights["latent_norm"], eps, offset
   )

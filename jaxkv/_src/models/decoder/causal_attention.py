@@ -42,7 +42,7 @@ def attend_causal(
     mask &= keys > queries - window
   num_kv_heads, head_dim = k.shape[2:]
   q_heads = q.reshape(*q.shape[:2], num_kv_heads, -1, head_dim)
-  # Scores are float32 for bfloat16 inputs, too: the softmax needs the digits.
+  # Scores are float32 even for bfloat16 inputs, for the accuracy of softmax.
   scores = jnp.einsum(
     "btkgd,bnkd->bkgtn",
     q_heads,

@@ -67,7 +67,7 @@ def causal_conv(
   before = state.swapaxes(1, 2).astype(jnp.float32)
   inputs = jnp.concatenate([before, x.astype(jnp.float32)], axis=1)
   out = jnp.zeros((batch, columns, channels), jnp.float32)
-  # A sum of W shifted products: W is about 4, and XLA fuses it into one loop.
+  # A sum of W shifted products, which XLA fuses into one loop, as W is small.
   for shift in range(width):
     factor = weight[:, shift].astype(jnp.float32)[None, None]
     out = out + inputs[:, shift : shift + columns] * factor
@@ -256,8 +256,8 @@ def _chunk(state: Array, tokens: _Tokens) -> tuple[Array, Array]:
   index = jnp.arange(size, dtype=jnp.int32)
   is_before = index[:, None] > index[None]
   is_causal = (index[:, None] >= index[None])[None, None]
-  # Masked before the exponential: positive differences could overflow, and an
-  # inf behind a mask makes gradients NaN.
+  # Masked before the exponential, because positive differences could overflow,
+  # and an inf makes gradients NaN even if it is masked later.
   decays = total[..., :, None] - total[..., None, :]
   decays = jnp.exp(jnp.where(is_causal, decays, -jnp.inf))
   key_products = _einsum("bhtk,bhjk->bhtj", k, k) * decays

@@ -309,8 +309,8 @@ class Decoder:
     dtype = jnp.dtype(self.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
       raise ValueError(f"`dtype` must be a floating type, got {dtype.name}.")
-    # `jnp.bfloat16` and its dtype compare equal but hash differently: without
-    # this, jit would compile one decoder twice.
+    # `jnp.bfloat16` and its dtype compare equal but hash differently. Without
+    # this conversion jit would compile for each of them.
     object.__setattr__(self, "dtype", dtype)
 
   @property

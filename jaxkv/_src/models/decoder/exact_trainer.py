@@ -163,7 +163,7 @@ def _attend_tree(
     zeros = jnp.zeros(q.shape[:1], jnp.int32)
     return _attend(q, k, v, zeros, **options)
   outs = []
-  # A rollout runs each branch as a separate sequence. To round as there, keys
+  # A rollout runs each branch as a separate sequence. For the same bits, keys
   # of the ancestors are copied in front of the branch's keys.
   for level, queries in enumerate(tree.split(q)):
     if queries.size == 0:

@@ -45,7 +45,7 @@ def grouped_log_probs(
   `jax.jvp`. To score a sequence on its own, pass its first token as the prompt.
   Letters: N prompts of up to P tokens, with G completions of up to R tokens.
 
-  Completions may form a tree, such as the turns of a search. Then
+  Completions can form a tree, such as the turns of a search. Then
   `completions` is a tuple of levels: int32[N, G, R], int32[N, G, G', R'],
   int32[N, G, G', G'', R''] and so on. Lengths have the same shapes without the
   last axis. Each of the G branches of the first level has G' continuations at
@@ -133,7 +133,7 @@ def grouped_log_probs(
     (prompts, *_levels(completions)),
     (prompt_lengths, *_levels(completion_lengths)),
   )
-  # Checked outside of jit: inside, values such as the temperature are traced.
+  # Checked outside of jit, because inside the temperature is traced.
   temperature = divisor(as_temperature(temperature))
   records = _checked_experts(experts, levels, config)
   out = _log_probs_of_levels(
@@ -170,8 +170,8 @@ def _log_probs_of_levels(
   widths = [level.shape[-1] for level in levels]
   lengths = tuple(_flat(length, 0) for length in lengths)
   is_valid = _lengths_fit(lengths, widths)
-  # Padding and prompts with wrong lengths must not produce NaN: a mask sets the
-  # factor of their gradient to 0, and 0 * NaN is NaN.
+  # Padding and prompts with wrong lengths must not produce NaN, because a mask
+  # only multiplies their gradient by 0, and 0 * NaN is NaN.
   lengths = tuple(jnp.where(is_valid[:, None], x, 0) for x in lengths)
   tokens = _padded([_flat(level, 1) for level in levels], lengths, 0)
   records = None

@@ -119,7 +119,7 @@ def stretches(decoder: Decoder) -> tuple[Stretch, ...]:
 def _period(items: list) -> int:
   """Returns the length of the shortest pattern that a list repeats.
 
-  The last repetition may be incomplete.
+  The last repetition can be incomplete.
   """
   for period in range(1, len(items)):
     if all(item == items[i % period] for i, item in enumerate(items)):

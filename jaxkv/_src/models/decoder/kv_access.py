@@ -96,7 +96,7 @@ class PagedKV:
     """Writes keys and values; attends to all tokens up to each query."""
     location = mixer.location
     pool, view = pools[location.pool], self.views[location.group]
-    # Writing comes first: the tokens of a call attend to each other.
+    # Written before `attend`, because tokens of a call attend to each other.
     pool = write(pool, view, location.layer, inputs.k, inputs.v)
     out = attend(
       pool,

@@ -42,7 +42,7 @@ def of_tokens(
     return jnp.zeros(shape, jnp.float32)
   x, tokens = x.reshape(-1, x.shape[-1]), tokens.reshape(-1, shape[-1])
   rows = x.shape[0]
-  # Chunks of nearly the same size: little padding, and one shape to compile.
+  # Chunks of equal size compile once, and need little padding at the end.
   number = -(-rows // max(max_logits // config.vocab_size, 1))
   size = -(-rows // number)
   padding = ((0, number * size - rows), (0, 0))
@@ -65,8 +65,8 @@ def of_tokens(
     )
     return token_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
-  # `prevent_cse` is for code outside loops: in a loop XLA cannot merge the
-  # recomputation with the forward pass.
+  # In a loop XLA cannot merge the recomputation with the forward pass, so
+  # `prevent_cse`, which costs time, is not needed.
   out = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), (x, tokens))
   return out.reshape(number * size, -1)[:rows].reshape(shape)
 

@@ -110,7 +110,7 @@ def route(
 
 def _scores(x: jax.Array, weights: Params, experts: Experts) -> jax.Array:
   """Computes the router's scores float32[N, X], before the correction."""
-  # float32: experts have close scores, and bfloat16 would change the choice.
+  # float32, because with close scores bfloat16 would change the choice.
   logits = jnp.einsum(
     "ne,ex->nx", x, weights["router"], preferred_element_type=jnp.float32
   )

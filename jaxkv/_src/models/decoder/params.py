@@ -256,15 +256,15 @@ def init_params(key: jax.Array, decoder: Decoder) -> Params:
     (3, 8, 2, 2)
   """
   tree = leaves_of(decoder)
-  # One draw is cut into arrays: separate draws would compile once per shape.
+  # One draw is cut into arrays, because each shape of a draw would compile.
   size = sum(
     math.prod(leaf.shape)
     for leaf in jax.tree.leaves(tree, is_leaf=_is_leaf)
     if leaf.fan_in
   )
   noise = jax.random.normal(key, (size,), jnp.float32)
-  # Each layer adds two outputs to the residual stream; this factor keeps its
-  # variance independent of the depth (GPT-2).
+  # Each layer adds two outputs to the residual stream. This factor keeps the
+  # variance of the stream independent of the depth (GPT-2).
   residual_gain = (2 * decoder.num_layers) ** -0.5
   cursor = 0
 

@@ -70,7 +70,7 @@ def _columns(
 ) -> tuple[jax.Array, ...]:
   """Gathers the columns int32[B, T] of arrays [B, T, ...]."""
   row = jnp.arange(column.shape[0], dtype=jnp.int32)[:, None]
-  # Columns past the end are past a row's count: any value will do.
+  # Columns past the end are past a row's count, so their values do not matter.
   return tuple(array.at[row, column].get(mode="clip") for array in arrays)
 
 

@@ -68,8 +68,8 @@ def _embed(
   decoder: Decoder, embed: jax.Array, tokens: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, attentions.Rotations]:
   """Returns embeddings [B, T, E] and the rotary angles of positions."""
-  # A token out of range must not read another row: jax clamps by default, and
-  # a negative index would count from the end.
+  # A token out of range must give NaN. By default jax would read another row:
+  # it clamps large indices, and negative ones count from the end.
   x = embed.at[tokens].get(
     mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
   )

@@ -93,8 +93,8 @@ def attend(
     scores = scores * factor
     if soft_cap is not None:
       scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # The gradient of an addition stores nothing; `where` on the scores would
-    # store its condition.
+    # The mask is added, because the gradient of an addition stores nothing.
+    # `where` on the scores would store its condition.
     mask = _mask(tree, level, ancestor, window)[:, :, None, None]
     return scores + jnp.where(mask, jnp.float32(0), -jnp.inf)
 

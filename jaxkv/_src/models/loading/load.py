@@ -54,7 +54,7 @@ class Pretrained:
       ImportError: the package `tokenizers` is not installed.
       ValueError: the checkpoint has no tokenizer, or it is damaged.
     """
-    # Read on demand: training on tokens does not need `tokenizers`.
+    # Read on demand, because training on tokens does not need `tokenizers`.
     with checkpoint_errors.one_line_errors(self.name):
       return self.open_tokenizer()
 

@@ -20,7 +20,7 @@ def rope_table(config: ConfigFile, default_base: float) -> Table:
   """Returns the rotary settings of config.json as one table.
 
   The new form is `rope_parameters`. The old form is `rope_theta` and
-  `rope_scaling`, in which `rope_type` may be called `type`.
+  `rope_scaling`, in which `rope_type` can have the name `type`.
   """
   base = config.number("rope_theta", default_base)
   fraction = config.number("partial_rotary_factor", 1.0)

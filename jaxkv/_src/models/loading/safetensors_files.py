@@ -77,7 +77,7 @@ def _indexed(folder: pathlib.Path) -> Tensors:
         f"{folder} lacks the shard {name}, which {_INDEX} names; get it again."
       )
     files[name] = open_file(path)
-  # Tensors without an entry in the index stay: `assemble.check` refuses them.
+  # Tensors that the index lacks are kept, and `assemble.check` refuses them.
   stored = {
     tensor: file for file, tensors in files.items() for tensor in tensors
   }
