@@ -50,7 +50,7 @@ def token_masks(
 
   A token is allowed if the remaining tokens suffice to complete the text after
   it. Stop tokens are allowed in accepting states, and in states from which no
-  text can be completed (no allowed token leads there). The bytes of stop tokens
+  text can be completed; no allowed token leads there. The bytes of stop tokens
   are ignored. Other tokens without bytes are never allowed.
   """
   texts = [b"" if i in stop_tokens else text for i, text in enumerate(tokens)]

@@ -1,7 +1,7 @@
 """Projections before and after attention or a recurrence.
 
 Each kind of token mixer has two functions, which treat each token on its own.
-`project_` computes the inputs that a class of `kv_access` mixes, and `output_`
+`project_` computes the inputs of the mixer (see `kv_access`), and `output_`
 projects the mixer's output to the residual stream. Letters: B rows of T tokens,
 E width, H query heads, K key-value heads, D head size, X a head's output size.
 

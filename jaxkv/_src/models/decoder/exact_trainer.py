@@ -34,8 +34,8 @@ from jaxkv._src.models.decoder.prompt_tree import Tree
 from jaxkv._src.models.decoder.tree_attention import TreeKV
 
 _PAGE_SIZE = 16
-"""Tokens per page. On a GPU or TPU rounding depends on the page size, so
-rollouts must use the same; on a CPU it does not."""
+"""Tokens per page. Rollouts on a GPU or TPU must use the same page size,
+because rounding depends on it there. On a CPU any page size gives the same."""
 
 
 def uncached_access(
