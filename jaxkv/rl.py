@@ -1,8 +1,8 @@
 """Losses for training a policy on its own samples.
 
 Small functions that compose like those of optax, without a trainer. They take
-arrays [Q, T], Q sequences of T tokens, as from `jaxkv.rollout.generated`. Or
-arrays [N, G, R], for each of N prompts G samples of R tokens, as from
+arrays [Q, T], Q sequences of T tokens, as from `jaxkv.rollout.generated`, or
+arrays [N, G, R], G samples of R tokens for each of N prompts, as from
 `jaxkv.rollout.grouped`.
 
   out = rollout.generated(state)

@@ -17,7 +17,7 @@ from jaxkv._src.arrays import indexing
 from jaxkv._src.arrays import sharding
 
 UNROLL = 4
-"""Bytes per iteration of the loop, because each iteration has a fixed cost."""
+"""Bytes per iteration of the loop, which share the iteration's fixed cost."""
 
 Carry = TypeVar("Carry")
 

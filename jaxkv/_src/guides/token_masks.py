@@ -49,9 +49,9 @@ def token_masks(
   """Computes the token masks of a DFA over V tokens.
 
   A token is allowed if the remaining tokens suffice to complete the text after
-  it. Stop tokens are allowed in accepting states, and in states from which no
-  text can be completed; no allowed token leads there. The bytes of stop tokens
-  are ignored. Other tokens without bytes are never allowed.
+  it. Stop tokens, whose bytes are ignored, are allowed in accepting states and
+  in states from which no text can be completed. No allowed token leads to such
+  a state. Other tokens without bytes are never allowed.
   """
   texts = [b"" if i in stop_tokens else text for i, text in enumerate(tokens)]
   effect, effects = _group_by_effect(dfa.next, texts)

@@ -155,7 +155,7 @@ class QueueEngine:
   def _serve(self, params: Any, jobs: list[Job]) -> list[list[Answer]]:
     """Serves up to P jobs of up to G samples."""
     batch = client_jobs.batch(jobs, self.sizes, scaled=self._scaled)
-    # A state with salts needs them in each batch. Jobs of equal salts share.
+    # A state with salts needs them in each batch. Equal salts share pages.
     if self._salted and batch.salts is None:
       batch = batch._replace(salts=np.zeros((self.sizes.total, 4), np.uint32))
     # The state is donated, so it is lost if the call raises.

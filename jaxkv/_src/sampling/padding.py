@@ -64,7 +64,7 @@ def padded_tokens(name: str, lists: list[Any]) -> np.ndarray:
 
 
 def padded_words(name: str, lists: list[Any]) -> np.ndarray:
-  """Pads X words of Y tokens with -1 at the front, to int32[Q, X, Y].
+  """Pads X words of up to Y tokens with -1 in front, to int32[Q, X, Y].
 
   Words must have one or more non-negative int32, else TypeError or ValueError.
   """

@@ -106,7 +106,7 @@ def seen_in(
   rows, width = tokens.shape
   is_token = indexing.between(jnp.zeros_like(lengths), lengths, width)
   # One scatter counts both kinds: drawn tokens in the lower 16 bits, tokens of
-  # the prompt in the upper 16. Chunks are too narrow for a carry between them.
+  # the prompt in the upper 16. In narrow chunks the lower half cannot overflow.
   increments = jnp.where(drawn, jnp.uint32(1), jnp.uint32(1 << 16))
   column = jnp.where(is_token, tokens, indexing.NOWHERE)
   row = _rows(tokens)

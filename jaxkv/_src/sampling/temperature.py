@@ -13,8 +13,8 @@ from jaxkv._src.arrays.arguments import check_shape
 LEAST = float(np.finfo(np.float32).tiny)
 """The lowest temperature above 0: division by a lower one overflows."""
 HIGHEST = 2.0**126
-"""The highest temperature. The reciprocal of a higher one is subnormal, XLA can
-flush it to 0, and for a logit of -inf the product -inf * 0 is NaN."""
+"""The highest temperature. A higher one has a subnormal reciprocal, which XLA
+can flush to 0. A logit of -inf would then become -inf * 0, which is NaN."""
 RANGE = f"0, or a finite float32 of {LEAST:.2g} .. {HIGHEST:.2g}"
 
 
