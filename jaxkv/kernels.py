@@ -10,8 +10,8 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
   which reads their shared pages once
 - `mla_decode`, `mla_attention`, `mla_attention_padded`: multi-head latent
   attention over one pool; `xla` and `triton`
-- `plan_decode`, `decode_workers`: cut a step into equal pieces of work, for
-  backends that take plans
+- `plan_decode`: cuts a decode step into equal pieces of work, for backends that
+  take plans; `decode_workers` returns how many pieces a backend wants
 - `tile_queries`: cuts packed queries into tiles of one sequence each
 - `merge_states`: combines attention over parts of the keys
 - `append_kv`, `append_quantized`, `append_pages`: write new tokens into their
@@ -21,27 +21,27 @@ they do not need a cache. `jaxkv_kernels` has the same names without `jaxkv`.
 Options: grouped and multi-query heads, soft cap, sliding window, sinks, ALiBi,
 tree masks, keys and values of different size; pools of float32, bfloat16,
 float16, float8_e4m3fn, float8_e5m2 and int8, the last three with a scale for
-each head or for each token and head. Unused pages may hold anything, including
+each head or for each token and head. Unused pages can hold anything, including
 NaN. Attention has no gradient rule, so it cannot serve training.
 
 The same tests compare four backends with one float64 reference.
 `backend="auto"` chooses by platform, shapes and number formats. The logger
-`jaxkv_kernels` reports each choice once, at level INFO, with the reasons
-against other backends. No backend has been timed on a GPU or a TPU.
+`jaxkv_kernels` reports each choice once, at level INFO, with the reasons why
+other backends were not chosen. No backend has been timed on a GPU or a TPU.
 
 - `xla`, a scan over blocks of tokens. For: CPUs, and calls that no other
   backend serves. Numerics checked: on CPUs. Compiled in tests for: CPUs, H200,
   TPU v5e, v6e, v7x.
 - `triton`, Pallas-Triton. For: NVIDIA GPUs from sm_80. Numerics checked: in an
   interpreter. Compiled in tests for: H200; A100, L40 in fewer shapes.
-- `mosaic_gpu`, Pallas Mosaic GPU. For: Hopper, only if named: 16-bit pools, and
-  8-bit pools with head sizes of 64 and 128. Numerics checked: in an
-  interpreter, except tensor core products. Compiled in tests for: H200.
+- `mosaic_gpu`, Pallas Mosaic GPU, which "auto" never chooses. For: Hopper, with
+  16-bit pools, and 8-bit pools with head sizes of 64 and 128. Numerics checked:
+  in an interpreter, except tensor core products. Compiled in tests for: H200.
 - `mosaic_tpu`, Pallas Mosaic TPU. For: TPUs, head sizes of 128 and 256.
   Numerics checked: in an interpreter with race detection. Compiled in tests
   for: TPU v5e, v6e, v7x.
 
-`pip install "jaxkv[aot]"` brings the compilers that need no device.
+`pip install "jaxkv[aot]"` installs the compilers, which need no device.
 `benchmarks/gpu_suite.py` checks every backend on the GPU at hand and times it
 beside a plain copy and other libraries.
 """

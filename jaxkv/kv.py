@@ -1,8 +1,8 @@
 """K/V memory: the pages themselves, a second pytree beside the cache state.
 
-The cache state (which page belongs to which slot) is small and cheap to keep as
-a snapshot. The pages are large and meant to be donated. A `View` joins the two
-for one call.
+The cache state records which page belongs to which slot. It is small, so a
+snapshot of it is cheap. The pages are large, so donate them. A `View` holds the
+part of the cache state that one call on the pages needs.
 
 | function | what it does |
 |---|---|
@@ -10,49 +10,51 @@ for one call.
 | `write` | stores the keys and values of new tokens |
 | `share` | finds the pages that rows have in common, to read them once |
 | `refresh_shared` | checks which rows still share pages, once for all layers |
-| `plan_decode` | cuts a decode step's work, once for all layers |
-| `attend` | computes attention over a sequence's tokens, or an encoder's |
+| `plan_decode` | cuts a decode step into equal pieces, once for all layers |
+| `attend` | computes attention over the tokens of a sequence or an encoder |
 | `attend_with_lse` | also returns the log-sum-exps |
 | `copy` | copies pages in every layer, as a fork or a swap requires |
 | `gather` | gathers sequences into dense arrays |
 | `init_states` | makes empty states of recurrent layers, one for each page |
-| `read_state`, `write_state` | read the old state, write the new one |
+| `read_state`, `write_state` | read and write states of recurrent layers |
 | `init_expert_ids` | makes empty pages of expert ids |
-| `write_expert_ids`, `read_expert_ids` | write and read expert ids |
+| `write_expert_ids`, `read_expert_ids` | write and read the expert ids of tokens |
 | `check` | checks that the memory has the pages of a cache |
 
-All are pure and donate nothing. Writes are in place if you donate the pages to
-your own `jit`, or carry them through a loop.
+All functions are pure and donate nothing. Writes are in place if you donate the
+pages to your own `jit`, or carry them through a loop.
 
-A cache state is valid with the pages of its time. It is valid with later pages
-only if no other sequence has received a page that it holds or has cached.
+A snapshot of the cache state fits the pages of the same moment. It fits later
+pages only if no page that it holds or has cached went to another sequence.
 
-Shared prefixes. Rows whose page tables begin with the same pages, such as forks
-of one prompt, read those pages once if the view has `shared`:
+Shared prefixes. Page tables of some rows begin with the same pages, such as
+those of forks of one prompt. `share` lets `attend` read such pages once:
 
   view = jaxkv.kv.share(kv, view, num_clusters=4, cluster_size=8)
 
-Call `share` once a decode step. Call `refresh_shared` once in a function that
-takes a view and loops over layers, as `jaxkv.models.forward` does. Otherwise
-`attend` repeats the check in every layer: compiled for an H200 with `triton`, a
-layer of such a loop starts 25 kernels instead of 17. If sharing would save too
-little, `attend` reads the pages of each row. With 4 prompts of 1,024 tokens, 8
-samples each and 128 more tokens per sample, sharing makes two CPU cores 2.2
-times as fast (8 K/V heads of 64, 4 query heads each), or 1.7 to 1.9 times where
-arithmetic costs more than reads (2 K/V heads, 7 query heads each).
+Call `share` once a decode step. A function that takes a view and loops over
+layers should call `refresh_shared` once before the loop, as
+`jaxkv.models.forward` does. Otherwise `attend` checks in every layer which rows
+still share pages: compiled for an H200 with `triton`, a layer then starts 25
+kernels instead of 17. If sharing would save too little, `attend` reads all
+pages of each row. Take 4 prompts of 1,024 tokens, 8 samples of each prompt and
+128 more tokens in each sample. Sharing then makes two CPU cores 2.2 times as
+fast, with 8 K/V heads of 64 elements and 4 query heads for each. With 2 K/V
+heads and 7 query heads for each, arithmetic costs more than reads, so the
+factor is 1.7 to 1.9.
 
 Mixed steps. A `PackedView` has the tokens of many sequences in one row: one
 token of each decoding sequence, then chunks of prompts. `write` and `attend`
-take it like a `View`. The rest of a model treats each token independently, so a
-model that takes tokens [B, T] computes such a step as tokens [1, C].
+take it like a `View`. The other layers of a model treat tokens independently.
+So a model for tokens [B, T] computes a mixed step of C tokens as [1, C].
 
 Plans. `plan_decode` puts a `DecodePlan` into a view for `mosaic_gpu`, the only
 backend that takes plans. With a plan all pieces of work are equally long, and a
 layer starts 8 kernels instead of 12.
 
-Latents. Pages made with `value_dim` hold one vector for each token, whose
-leading elements are its value, as multi-head latent attention (MLA) needs.
-`write` takes no values, and `attend` takes absorbed queries:
+Latents. Multi-head latent attention (MLA) stores one vector for each token: its
+key, of which the leading elements are its value. Pages made with `value_dim`
+hold such vectors. `write` takes no values, and `attend` takes absorbed queries:
 
   kv = jaxkv.kv.init(
     config, num_layers=27, num_kv_heads=1, head_dim=576, value_dim=512
@@ -63,34 +65,34 @@ leading elements are its value, as multi-head latent attention (MLA) needs.
 
 Backends `xla` and `triton` serve latents.
 
-Encoders. A group of `CrossAttention` holds an encoder's tokens. Write them
-once; then each query of the decoder sees all of them:
+Encoders. A layer group of kind `CrossAttention` holds the tokens of an encoder.
+Write them once. Then each query of the decoder sees all of them:
 
   view = jaxkv.view(
     state, group=1, counts=counts, num_encoder_tokens=lengths
   )
   out = jaxkv.kv.attend(kv, view, layer, q, causal=False)
 
-Recurrent layers. `init_states` makes `StatePages` for groups of kind
-`Recurrent`: a page holds the state after its last token. A layer reads the
-state before its new tokens and writes the one after them:
+Recurrent layers. `init_states` makes `StatePages` for layer groups of kind
+`Recurrent`. A page holds the state after the last token of the page. A layer
+reads the state before its new tokens and writes the state after them:
 
   before = jaxkv.kv.read_state(states, view, layer)
   out, after = recurrence(before, x, counts=view.counts)
   states = jaxkv.kv.write_state(states, view, layer, after)
 
-End a call at the end of a page, so that the page holds the state there for
-other sequences; `write_state` says how to go past it.
+Sequences that reuse a full page start from its state. So a call should end at
+the end of a page; `write_state` explains how to write past it.
 
-Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold small integers
-of each token, such as the experts that it used. A sequence that reuses a cached
-page also reuses its expert ids. For a model, call
-`jaxkv.models.init_kv(experts=True)`.
+Expert ids. `init_expert_ids` makes `ExpertIdPages`, which hold a few small integers
+for each token, such as the experts that it used. A sequence that reuses a
+cached page also reuses its expert ids. `jaxkv.models.init_kv(experts=True)`
+makes such pages for a model.
 
-Several pools. If groups need memory of different shapes, the memory of a cache
-is a tuple of pools, such as `(kv, states)`, with common page ids. `copy`,
-`check` and `jaxkv.rollout` take the tuple; the other functions take the pool of
-one group.
+Several pools. If layer groups need memory of different shapes, the memory of a
+cache is a tuple of pools, such as `(kv, states)`. Page ids are the same in all
+pools. `copy`, `check` and `jaxkv.rollout` take the tuple. The other functions
+take the pool of one group.
 
 Formats. Pools hold float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or
 int8. The last three have a scale for each token and head.

@@ -1,10 +1,10 @@
 """Attention whose bits do not depend on the other queries of a call.
 
-A tile holds a few queries of one sequence, and a row holds tiles. One piece of
-compiled code computes a fixed number of rows at once, one tile of each at a
-time. A decoding query has a row to itself. So products of the same shapes serve
-decode steps, chunks of prompts and a trainer's whole sequences. All tiles of a
-row read the keys that the row has gathered.
+A tile holds a few queries of one sequence, and a row holds tiles. The same
+compiled code serves every call: it computes a fixed number of rows at once, one
+tile of each row at a time. A decoding query has a row to itself. So decode
+steps, chunks of prompts and a trainer's whole sequences use products of the
+same shapes, which round alike. A row's keys are gathered once for its tiles.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.exact import row_loop
 
-# Query heads of a tile for each K/V head. More make prompts cheaper, fewer make
-# decoding cheaper. Rounding depends on it.
+# Queries of a tile, times the query heads for each K/V head. A larger number
+# makes prompts cheaper, a smaller one decoding. Rounding depends on it.
 _TILE_HEADS = 8
 
-# Rows that are computed at once. XLA compiles reductions over fewer rows in
-# another way, with other bits.
+# The number of rows computed at once. With fewer rows, XLA compiles reductions
+# in another way, which gives other bits.
 _ROWS = 8
 
-# The maximum number of tiles of a row. It changes no bit. With more, tiles of
-# short contexts wait for the longest context of their row.
+# The maximum number of tiles in a row. It changes no bit. With more, tiles with
+# short contexts would wait for the longest context of their row.
 _MAX_TILES = 16
 
 
@@ -37,9 +37,9 @@ class TokenRows(NamedTuple):
 
   Attributes:
     pools: keys and values [N, K, S, D]; one pool for latents.
-    page_table: int32[B, M].
-    starts: int32[B], position of each sequence's first new token.
-    counts: int32[B], new tokens.
+    page_table: int32[B, M], the page ids of each sequence.
+    starts: int32[B], the position of each sequence's first new token.
+    counts: int32[B], the number of new tokens of each sequence.
   """
 
   pools: tuple[jax.Array, ...]
@@ -52,7 +52,7 @@ def check_exact(
   page_size: int, options: kernels.AttentionOptions, causal: bool
 ) -> None:
   """Raises ValueError if exact attention does not serve a call."""
-  # Other page sizes change the size of a block, and so the order of sums.
+  # Other page sizes would change the block size, and so the order of sums.
   if kernels.BLOCK_TOKENS % page_size:
     expected = (
       f"of a page size that divides {kernels.BLOCK_TOKENS} with exact=True"
@@ -129,7 +129,7 @@ def _tile(sequences: TokenRows, q: jax.Array) -> int:
 
 
 def _width(queries: int, longest: int, tile: int) -> int:
-  """Returns the queries of a row, of all `queries` of a call."""
+  """Returns the number of queries in a row, for a call with `queries`."""
   # Enough tiles that `_ROWS` rows hold all queries in one trip.
   tiles_of_row = -(-queries // (tile * _ROWS))
   return tile * max(min(tiles_of_row, -(-longest // tile), _MAX_TILES), 1)
@@ -144,7 +144,8 @@ def _read(
     attention = kernels.mla_attention_padded
   call = call | {"query_tile": _tile(rows, q)}
   options, offset = call["options"], call["page_offset"]
-  # Python numbers must stay static, but `loop` traces all leaves of `weights`.
+  # `loop` traces all leaves of `weights`, so Python numbers, which must stay
+  # static, are taken out here and put back in `attend_rows`.
   numbers = options.numbers()
   options = dataclasses.replace(options, **dict.fromkeys(numbers))
 

@@ -5,7 +5,7 @@ from jax import Array
 
 from jaxkv._src.exact import row_loop
 
-# Rows of a tile. XLA compiles reductions over fewer rows in another way.
+# Rows of a tile. XLA compiles reductions over fewer rows to other bits.
 ROWS = 8
 
 
@@ -15,7 +15,7 @@ def of_tokens(logits: Array, tokens: Array, temperature: Array) -> Array:
   A row has the same bits in every program. Differentiable.
 
   Args:
-    logits: float32[X, V].
+    logits: float32[X, V], X rows for a vocabulary of V tokens.
     tokens: int32[X]; a token outside of the vocabulary gets NaN.
     temperature: float32[X], above 0.
 
@@ -31,7 +31,7 @@ def _of_tokens(
 ) -> Array:
   del weights
   highest = jnp.max(logits, axis=-1, keepdims=True)
-  # Subtracted before the division: a low temperature must not overflow.
+  # The maximum is subtracted first, so that a low temperature cannot overflow.
   scaled = (logits - highest) / temperature[:, None]
   logit = jnp.take_along_axis(scaled, tokens[:, None], axis=1, mode="fill")
   # "fill" gives NaN past the vocabulary, but wraps negative tokens.

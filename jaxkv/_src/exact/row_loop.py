@@ -1,10 +1,10 @@
 """Computes rows a tile at a time, so that no row depends on other rows.
 
-The rounding of a matrix product depends on its number of rows, by which
-libraries choose a kernel. So does the rounding of sums over the last axis of
-few rows, and of loops that XLA fuses differently. For equal bits in every
-program, one piece of compiled code with one shape computes all rows: the body
-of a loop, which takes one tile of rows in each trip.
+The rounding of a matrix product depends on its number of rows, because
+libraries choose a kernel by it. Sums over the last axis round in another way
+for few rows, and so do operations that XLA fuses in another way. For equal bits
+in every program, the body of one loop computes all rows: it is compiled for one
+shape, and takes one tile of rows in each trip.
 """
 
 import functools
@@ -28,13 +28,13 @@ def in_tiles(
 ) -> Any:
   """Computes `function(weights, *rows)`, a tile of rows at a time.
 
-  The gradient is that of the function of all rows at once.
+  Its gradient is that of `function(weights, *rows)`, without tiles.
 
   Args:
-    function: computes rows; it closes over no arrays.
+    function: computes rows; it must not close over arrays.
     weights: a pytree of arrays.
     rows: pytrees of arrays [X, ...].
-    tile: static; rows of a trip. Rounding depends on it.
+    tile: static; the number of rows in a trip, on which rounding depends.
 
   Returns:
     Arrays [X, ...].
@@ -53,8 +53,9 @@ def with_gradient(
   """Computes `function(*arguments)`, with the gradient of another function.
 
   Args:
-    function: computes the result; it closes over no arrays.
-    surrogate: differentiable, and equal up to rounding; it closes over none.
+    function: computes the result; it must not close over arrays.
+    surrogate: gives the gradient: equal to `function` up to rounding, and
+      differentiable; it must not close over arrays.
     *arguments: pytrees of arrays.
   """
   del surrogate
@@ -80,7 +81,7 @@ def loop(
   """Implements `in_tiles`, without a gradient.
 
   Args:
-    function: computes rows [tile, ...]; it closes over no arrays.
+    function: computes rows [tile, ...]; it must not close over arrays.
     weights: a pytree of arrays.
     rows: pytrees of arrays [X, ...].
     tile: static; see `in_tiles`.
@@ -88,8 +89,8 @@ def loop(
   Returns:
     Arrays [X, ...].
   """
-  # The default rule of `vmap` would batch the loop, and change the shapes of
-  # its products.
+  # This replaces the default rule of `vmap`, which would batch the loop, and so
+  # change the shapes of its products.
   batchable = jax.custom_batching.custom_vmap(
     functools.partial(_loop, function, tile)
   )
@@ -105,7 +106,7 @@ def _loop_of_batch(
   weights: Any,
   rows: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """Implements `loop` under `vmap`: returns rows, and that all are batched."""
+  """Implements `loop` under `vmap`: returns rows, and True for each array."""
   rows = jax.tree.map(
     lambda x, has_axis: (
       x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
@@ -139,18 +140,18 @@ def _loop(
   count = jax.tree.leaves(rows)[0].shape[0]
   if not count:
     return function(weights, *rows)
-  # More rows than a tile: if all trips read the same rows, XLA hoists the body
-  # out of the loop, and fuses it with the operations around it.
+  # Padding makes more rows than a tile has: if all trips read the same rows, XLA
+  # hoists the body out of the loop, and fuses it with operations around it.
   padding = max(tile + 1 - count, 0)
   if padding:
     rows = jax.tree.map(lambda x: _pad(x, padding), rows)
-  # XLA must not see constants either, such as weights that a user's function
-  # closes over: it would transpose them, and compile other products.
+  # The barrier hides constants from XLA, such as weights that a user's function
+  # closes over: XLA would transpose them, and compile other products.
   weights, rows = lax.optimization_barrier((weights, rows))
   last_start = count + padding - tile
 
   def compute_tile(index: Array) -> tuple[Any, Array]:
-    # The last tile overlaps the one before: it begins earlier, not padded.
+    # The last tile is not padded: it begins earlier, inside the tile before.
     start = jnp.minimum(index * tile, last_start)
     part = jax.tree.map(
       lambda x: lax.dynamic_slice_in_dim(x, start, tile), rows
@@ -170,7 +171,7 @@ def _loop(
       result,
     )
 
-  # XLA might unroll a loop whose number of trips is a constant.
+  # XLA might unroll a loop with a constant number of trips.
   trips = _opaque(-(-count // tile), rows)
   out, trips, _ = sharding.match_varying_axes((out, trips, (rows, weights)))
   out = lax.fori_loop(jnp.zeros_like(trips), trips, trip, out)
@@ -197,5 +198,6 @@ def _opaque(number: int, tree: Any) -> Array:
       break
   else:
     raise TypeError("`tree` must have an array of numbers.")
-  # Always true, as the sign bit is masked; XLA does not prove that.
+  # The condition is always true, as the sign bit is masked, but XLA does not
+  # prove that.
   return jnp.where(bits & jnp.int32(2**31 - 1) >= 0, number, 0)

@@ -1,7 +1,7 @@
 """Computes functions of tokens so that no token's bits depend on other tokens.
 
-`in_tiles` calls a function that treats tokens independently on tiles of tokens.
-`recur` runs a recurrence one token at a time.
+`in_tiles` calls a function on one tile of tokens at a time; the function must
+treat tokens independently. `recur` runs a recurrence one token at a time.
 """
 
 import functools
@@ -20,8 +20,8 @@ _ROWS = 8
 
 Recurrence = Callable[..., tuple[jax.Array, Any]]
 """`(weights, inputs, states, counts) -> (out, states)`: takes inputs
-[B, T, ...], states of B sequences and their int32[B] valid tokens; returns
-[B, T, ...]."""
+[B, T, ...], the states of B sequences, and int32[B], how many of each row's
+inputs are tokens; returns outputs [B, T, ...] and the new states."""
 
 
 def in_tiles(
@@ -30,8 +30,8 @@ def in_tiles(
   """Computes `function(weights, *arrays)`, a tile of tokens at a time.
 
   Args:
-    tile: static; tokens of a trip.
-    function: treats tokens independently, and closes over no arrays.
+    tile: static; the number of tokens in a trip.
+    function: treats tokens independently; it must not close over arrays.
     weights: a pytree of arrays.
     *arrays: pytrees of arrays [B, T, ...].
 
@@ -52,10 +52,10 @@ def in_tiles(
 def recur(
   run: Recurrence, weights: Any, *arguments: Any
 ) -> tuple[jax.Array, Any]:
-  """Runs a recurrence a token at a time, with the gradient of `run` itself.
+  """Runs a recurrence token by token, with the gradient of `run` on all tokens.
 
   Args:
-    run: the recurrence; it closes over no arrays.
+    run: the recurrence; it must not close over arrays.
     weights: a pytree of arrays.
     *arguments: inputs, states and counts, see `Recurrence`.
 

@@ -39,51 +39,54 @@ def attend(
 ) -> jax.Array:
   """Computes causal attention of new tokens over their sequences, in one layer.
 
-  The query at position p sees positions 0 .. p. Write the new tokens first.
-  Positions whose page the cache has freed (behind a sliding window) must lie
-  outside the window of `options`: `attend` reads all positions inside it.
+  The query at position p sees positions 0 .. p, so write the new tokens first.
+  `attend` reads all positions inside `options.window`. So that window must not
+  include pages that the cache has freed behind its own sliding window.
 
-  With one column, no window and a view from `share`, `attend` reads pages that
-  rows have in common once; results differ in rounding only. Rows that no longer
-  begin with those pages are read separately; `refresh_shared` finds them once
-  for all layers. Backends that take plans use the plan from `plan_decode`.
+  Shared pages. With a view from `share`, one column and no window, `attend`
+  reads pages that rows have in common once. Results differ in rounding only. A
+  row that no longer begins with those pages is read separately. `attend` looks
+  for such rows in every layer; `jaxkv.kv.refresh_shared` does so once.
 
-  Latents. Over pages with a `value_dim`, pass absorbed queries: multiplied by
-  the up-projection of the keys, with their rotated part appended. The output
-  has Dv elements for each head; apply the up-projection of the values to it.
-  Shared pages are read for each row.
+  Latents. For pages with a `value_dim`, pass absorbed queries: the part of a
+  query without rotation, times the up-projection of the keys, followed by the
+  rotated part. Apply the up-projection of the values to the output. Every row
+  reads all its pages; `view.shared` is not used.
 
-  Encoders. With `causal=False` each query sees positions 0 .. starts - 1: the
-  tokens of an encoder, in a group of `CrossAttention`, whose keys and values
-  `write` has stored from position 0. `shared` and plans are not used.
+  Encoders. With `causal=False` each query sees positions 0 .. starts - 1. They
+  hold the tokens of an encoder, in a layer group of kind `CrossAttention`.
+  `view.shared` and `view.plan` are not used.
 
   Not differentiable: a gradient is zeros, or an error of jax.
 
   Args:
     kv: the pages.
-    view: the rows and their new tokens; for a `PackedView`, B is 1.
+    view: the rows and their new tokens; for a `PackedView`, B is 1. Backends
+      that take plans use `view.plan`.
     layer: int32[], 0..L-1.
-    q: [B, T, H, D], H a multiple of K.
-    options: all but `k_scale` and `v_scale`, which `kv` has. Latents require
-      `scale`, and do not take `sinks` and `alibi_slopes`. A tree mask is
-      bool[B, T, X], for drafts: column t sees column j <= t only if
-      `tree_mask[b, t, j]`.
-    causal: False for the tokens of an encoder; not supported with `window`,
-      `alibi_slopes`, `tree_mask` and latents.
-    exact: True for results that do not depend, in any bit, on the other queries
-      of a call: decode steps, chunks and whole sequences agree. Costs more. The
-      page size must divide 64; with `xla`, all such sizes agree. `shared` and
-      plans are not used; `causal=False` and `tree_mask` are not supported.
+    q: [B, T, H, D], queries of H heads in T columns of B rows. H is a multiple
+      of K, the number of K/V heads.
+    options: all options but `k_scale` and `v_scale`, because `kv` has its own
+      scales. Latents require `scale`, and take neither `sinks` nor
+      `alibi_slopes`. `tree_mask` is bool[B, T, X], for trees of drafted tokens:
+      column t of row b sees column j <= t only if `tree_mask[b, t, j]`.
+    causal: False to attend to the tokens of an encoder; not supported with
+      `window`, `alibi_slopes`, `tree_mask` or latents.
+    exact: True to compute each query with bits that do not depend on the other
+      queries of the call. Decode steps, chunks and whole sequences then give
+      equal results, at a higher cost. The page size must divide 64; with `xla`
+      all such sizes give equal results. `view.shared` and `view.plan` are not
+      used. Not supported with `causal=False` or `tree_mask`.
     backend: one of `jaxkv.kernels.BACKENDS`.
-    head_sharding: the mesh axis that splits the heads of the pages, such as
-      `NamedSharding(mesh, P("model"))`. Each device then calls the backend with
-      its own heads. Without it XLA splits the operations of `xla`, but not the
-      kernels of other backends: on GPUs it gathers the pages of all heads, and
-      for TPUs it fails.
+    head_sharding: the sharding of the heads of the pages, over one mesh axis,
+      such as `NamedSharding(mesh, P("model"))`. Each device then calls the
+      backend with its own heads. Without `head_sharding` XLA splits the
+      operations of `xla`, but cannot split the kernels of other backends: on
+      GPUs it gathers the pages of all heads, and for TPUs compilation fails.
 
   Returns:
-    [B, T, H, D] in q's dtype, for latents [B, T, H, Dv]. Zeros in columns past
-    `view.counts`.
+    [B, T, H, D] in q's dtype, or [B, T, H, Dv] for latents with `value_dim` Dv.
+    Zeros in columns past `view.counts`.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -117,12 +120,12 @@ def attend_with_lse(
 ) -> tuple[jax.Array, jax.Array]:
   """Computes `attend` and the log-sum-exps of its logits.
 
-  Takes the arguments of `attend`. `jaxkv.kernels.merge_states` merges the
-  results with attention over other keys.
+  Takes the arguments of `attend`. `jaxkv.kernels.merge_states` can merge the
+  results with those of attention over other keys.
 
   Returns:
-    The output of `attend`, and float32[B, T, H], natural-log log-sum-exps, sink
-    included; -inf in columns past `view.counts`.
+    The output of `attend`, and float32[B, T, H], log-sum-exps (natural log,
+    with the sinks); -inf in columns past `view.counts`.
   """
   check_rows(view, "q", q)
   if q.ndim != 4:
@@ -135,8 +138,8 @@ def attend_with_lse(
     _check_encoder(kv, options)
   if exact:
     exact_attention.check_exact(kv.k.shape[2], options, causal)
-  # Python numbers stay static under the `jit` below: a traced number has no
-  # value that the kernels could check.
+  # Python numbers are static arguments of the `jit` below, because the kernels
+  # check their values, and a traced number has none.
   numbers = options.numbers()
   arrays = dataclasses.replace(options, **dict.fromkeys(numbers))
   for name, value in vars(arrays).items():
@@ -186,7 +189,7 @@ def _by_head(
   head_sharding: NamedSharding,
 ) -> Callable[..., Any]:
   """Maps `_attend` over the devices that hold the heads."""
-  # The pages are split over one axis; two would need an order of heads.
+  # Two axes would need a rule for the order of heads.
   axis = head_sharding.spec[0] if len(head_sharding.spec) == 1 else None
   if not isinstance(axis, str):
     expected = "a NamedSharding over one mesh axis"
@@ -203,7 +206,7 @@ def _by_head(
   outer = jax.sharding.get_abstract_mesh()
   return jax.shard_map(
     call,
-    # Inside another `shard_map`, jax accepts only the mesh in use.
+    # Inside another `shard_map`, jax accepts only the mesh in use: pass None.
     mesh=None if axis in outer.axis_names else head_sharding.mesh,
     in_specs=(pages, P(), P(), columns, options),
     out_specs=columns,
@@ -247,8 +250,8 @@ def _attend(
     rectangle, packed = _exact_rectangle, _exact_packed
   if not isinstance(view, PackedView):
     return rectangle(kv, view, q, call)
-  # Single tokens take the path of a decode step: a tile of packed queries would
-  # compute 32 columns for one token.
+  # Decoding tokens take the path of a decode step. On the path of packed
+  # queries, each token would take a tile of 32 columns.
   batch = rows_of(view.decode).page_table.shape[0]
   out, lse = rectangle(kv, view.decode, q[0, :batch, None], call)
   out, lse = out[:, 0], lse[:, 0]
@@ -268,8 +271,8 @@ def _rectangle(
   kv: KVPages, view: View | FreshView, q: jax.Array, call: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
   """Computes attention of queries [B, T, H, D]."""
-  # One column is a decode step, which may share pages and use a plan. A tree of
-  # one node may hide its own key, so it is no decode step.
+  # A call with one column is a decode step, which can use shared pages and a
+  # plan. With a tree mask it is not: a query may then not see its own key.
   if q.shape[1] == 1 and call["options"].tree_mask is None:
     out, lse = _attend_single(kv, view, q[:, 0], call)
     return out[:, None], lse[:, None]
@@ -309,10 +312,12 @@ def _attend_single(
   lengths = decode_lengths(rows)
   if kv.v is None:
     out, lse = kernels.mla_decode(q, kv.k, rows.page_table, lengths, **call)
-  # Rows of different lengths see different parts of a prefix in a window.
+  # With a window, rows of different lengths see different parts of a prefix, so
+  # each row is read separately.
   elif rows.shared is not None and call["options"].window is None:
     shared = rows.shared
-    # Rows may have changed since `share`; `refresh_shared` has checked them.
+    # Rows may have changed since `share`, so check them, unless
+    # `refresh_shared` has done so.
     if not isinstance(view, FreshView):
       shared = shared.refreshed(
         rows.page_table, lengths, page_size=kv.page_size
@@ -322,7 +327,7 @@ def _attend_single(
     out, lse = kernels.paged_decode(
       q, kv.k, kv.v, rows.page_table, lengths, plan=rows.plan, **call
     )
-  # An idle row has length 0, and gives the log-sum-exp of its sink.
+  # The kernels return the sink's log-sum-exp for an idle row, of length 0.
   return out, jnp.where((rows.counts > 0)[:, None], lse, -jnp.inf)
 
 

@@ -7,14 +7,14 @@ from jaxkv._src.kv.pools import pools_of
 
 
 def check(kv: Pools, config: CacheConfig) -> None:
-  """Raises unless the memory has the pages of a cache, or of one group of it.
+  """Raises unless the pools have as many pages as a cache, of one of its sizes.
 
   Compares sizes only, so it costs nothing under `jit`. Memory from `init` with
   the same config always passes.
 
   Args:
     kv: the pages, of one pool or of a tuple of pools.
-    config: of the cache, `state.config`.
+    config: the configuration of the cache, `state.config`.
 
   Raises:
     TypeError: `config` is not a CacheConfig, or `kv` holds no pools of pages.
@@ -29,7 +29,7 @@ def check(kv: Pools, config: CacheConfig) -> None:
     >>> jaxkv.kv.check(kv, config)
   """
   check_config(config)
-  # A pool serves the groups of one kind, so one matching page size suffices.
+  # Page sizes may differ between groups, and a pool can serve one group only.
   sizes = sorted(set(config.page_sizes))
   for number, pool in enumerate(pools_of(kv)):
     if pool.num_pages != config.num_pages or pool.page_size not in sizes:

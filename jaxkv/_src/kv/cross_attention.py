@@ -17,7 +17,7 @@ from jaxkv._src.kv.view import FreshView
 from jaxkv._src.kv.view import View
 from jaxkv._src.kv.view import rows_of
 
-# Every backend serves this many query heads for a K/V head.
+# The number of query heads for each K/V head that every backend serves.
 _HEADS = 64
 
 
@@ -28,8 +28,8 @@ def attend_packed(
 
   Args:
     kv: the pages.
-    rows: `counts` queries of each row, which see positions 0 .. starts - 1.
-    q: [C, H, D].
+    rows: row b has `counts[b]` queries, which see positions 0 .. starts[b] - 1.
+    q: [C, H, D], C queries with H heads.
     call: further arguments of `kernels.paged_decode`.
 
   Returns:
@@ -56,15 +56,16 @@ def attend_rectangle(
   rows = rows_of(view)
   batch, columns, heads, dim = q.shape
   groups = kv.num_kv_heads
-  # A piece of `size` columns has at most `_HEADS` query heads for a K/V head.
+  # Columns are cut into pieces with at most `_HEADS` query heads a K/V head.
   size = max(1, min(columns, _HEADS * groups // heads))
   pieces = -(-columns // size)
   q = jnp.pad(q, ((0, 0), (0, pieces * size - columns), (0, 0), (0, 0)))
   first = jnp.arange(pieces, dtype=jnp.int32)[None] * size
-  # A piece without queries has length 0, so that it reads nothing.
+  # A piece without queries gets length 0, so that it reads nothing.
   has_query = first < rows.counts[:, None]
   lengths = jnp.where(has_query, rows.starts[:, None], 0).reshape(-1)
-  # K/V head first, then column: query head h reads K/V head h // (H // K).
+  # The axis of K/V heads must come before that of columns, because query head h
+  # reads K/V head h // (H // K).
   queries = q.reshape(batch * pieces, size, groups, heads // groups, dim)
   queries = queries.swapaxes(1, 2).reshape(batch * pieces, size * heads, dim)
   options: kernels.AttentionOptions = call["options"]

@@ -12,8 +12,8 @@ import jaxkv_kernels as kernels
 from jaxkv._src.arrays import arguments
 from jaxkv._src.cache.config import CacheConfig
 
-# Formats, and the integer dtype in which a CPU stores their bits. XLA for a CPU
-# converts a whole pool of bfloat16 or float8 to update one element.
+# The formats, each with the integer dtype in which a CPU stores its bits. XLA for
+# a CPU would convert a whole pool of bfloat16 or float8 to update one number.
 _BITS = {
   "float32": None,
   "bfloat16": "uint16",
@@ -29,26 +29,29 @@ _BITS = {
 class KVPages:
   """Keys and values of all layers, in pages.
 
-  Layers are flattened into the page axis: page p of layer l is row l * N + p.
-  Page 0 of each layer is the null page: never written, never attended to.
+  The first axis holds the N pages of each of L layers: page p of layer l is at
+  index l * N + p. A page holds S tokens with K heads of D elements. Page 0 of
+  each layer is the null page, which is never written and never attended to.
 
-  With `value_dim` the pages hold latent vectors (MLA), stored once: the leading
-  elements of a key are its value.
+  With `value_dim` the pages hold latent vectors (MLA). A latent is the key of a
+  token, and its leading elements are the value, so `v` is None.
 
   Attributes:
     k: keys, in the storage dtype.
-    v: values, in the storage dtype, in a separate buffer; None for latents.
+    v: values, in the storage dtype; None for latents.
     num_layers: L.
-    dtype: the number format of keys and values, such as "bfloat16"; on a CPU
-      bfloat16 is stored as its bits in uint16, float8_e4m3fn in uint8.
-    k_scale: a factor for each token and head, for 8-bit formats only.
+    dtype: the number format of keys and values, such as "bfloat16". On a CPU
+      the storage dtype differs: uint16 for the bits of bfloat16, uint8 for
+      those of float8_e4m3fn.
+    k_scale: for 8-bit formats only: a factor of the keys for each token and
+      head.
     v_scale: the same for values.
-    value_dim: Dv, the leading elements of a key that are its value, for latents
-      only.
+    value_dim: Dv, the number of leading elements of a latent that are its
+      value; None for separate keys and values.
   """
 
-  # One axis for layers and pages: a scan over layers that took the pools as its
-  # inputs would copy them at each step.
+  # Layers have no axis of their own: a scan over such an axis would copy the
+  # pages of each layer.
   k: jax.Array  # storage dtype[L * N, K, S, D]
   v: jax.Array | None  # storage dtype[L * N, K, S, D]
   num_layers: int = dataclasses.field(metadata={"static": True})
@@ -93,26 +96,25 @@ def init(
 ) -> KVPages:
   """Returns pages of zeros for a cache.
 
-  Takes 2 * L * N * K * S * D elements, half of that for latents, and for 8-bit
-  formats one float32 for every D elements. The groups of a cache never share a
-  page, so layers of different groups may share one layer of memory: L is then
-  the number of layers of the largest group.
+  The pages have 2 * L * N * K * S * D elements, half of that for latents, and
+  for 8-bit formats one float32 for every D elements. A page belongs to at most
+  one layer group, so layers of different groups can use the same layer of
+  memory. L is then the number of layers of the largest group.
 
   Args:
-    config: of the cache. It gives N, the pages of a layer including the null
-      page, and S, the tokens of a page.
+    config: the configuration of the cache. It gives N, the number of pages in a
+      layer with the null page, and S, the number of tokens in a page.
     num_layers: L.
     num_kv_heads: K, 1 for latents.
-    head_dim: D.
-    value_dim: for the latents of MLA, the number of leading elements of a
-      vector that are its value: 512 of 576 for DeepSeek. None: values have
-      separate pages.
+    head_dim: D, elements of a key; also of a value, unless pages hold latents.
+    value_dim: Dv for the latents of MLA: the number of leading elements that
+      are the value, such as 512 of 576 for DeepSeek. None for separate values.
     dtype: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8. With
-      the last three `write` sets a scale for each token and head.
+      the last three `write` computes a scale for each token and head.
     group: the layer group whose page size to use, if page sizes differ.
     storage_dtype: dtype of the buffers. None: `dtype`, except on a CPU uint16
-      for bfloat16 and uint8 for float8_e4m3fn. A CPU writes float8_e5m2 slowly:
-      each write rewrites the buffer.
+      for bfloat16 and uint8 for float8_e4m3fn. On a CPU each write into a pool
+      of float8_e5m2 rewrites the whole buffer, which is slow.
 
   Returns:
     The pages.
@@ -162,7 +164,7 @@ def init(
   pages = num_layers * config.num_pages
   shape = (pages, num_kv_heads, config.page_sizes[group], head_dim)
   has_scales, is_latent = dtype.itemsize == 1, value_dim is not None
-  # A separate buffer for each field: a buffer cannot be donated twice.
+  # Each field gets its own buffer, because a buffer cannot be donated twice.
   return KVPages(
     k=jnp.zeros(shape, storage_dtype),
     v=None if is_latent else jnp.zeros(shape, storage_dtype),
@@ -177,12 +179,12 @@ def init(
 
 
 def copy_kv(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
-  """Implements `jaxkv.kv.copy`; `dst` must not have the null page."""
+  """Implements `jaxkv.kv.copy`; `dst` must not contain the null page."""
 
   def copy_in(pages: jax.Array | None) -> jax.Array | None:
     if pages is None:
       return None
-    # `copy_pages` takes [N, K, S, D]: a scale is a vector of one element.
+    # `copy_pages` takes four axes, so a scale becomes a vector of one element.
     vectors = pages.reshape(*pages.shape[:3], -1)
     vectors = kernels.copy_pages(vectors, src, dst, num_layers=kv.num_layers)
     return vectors.reshape(pages.shape)
@@ -204,7 +206,8 @@ def gather(
   Args:
     kv: the pages.
     layer: int32[], 0..L-1.
-    page_table: int32[B, M]; an id out of range reads as a page of zeros.
+    page_table: int32[B, M], the page ids of B sequences; an id out of range
+      reads as a page of zeros.
 
   Returns:
     (keys, values), each [B, M * S, K, D] in the format `kv.dtype`, or for 8-bit
@@ -231,7 +234,7 @@ def _gather(
     tokens = kernels.gather_pages(pages, ids, page_offset=offset)
     if scale is None:
       return tokens
-    # Widened first: an 8-bit format cannot hold the products.
+    # Widened to float32 first, because 8 bits cannot hold the products.
     factors = kernels.gather_pages(scale[..., None], ids, page_offset=offset)
     return tokens.astype(jnp.float32) * factors
 
@@ -262,14 +265,11 @@ def check_group(config: CacheConfig, group: int) -> None:
 def check_sizes(
   config: CacheConfig, group: int, *, num_layers: int, **sizes: int
 ) -> None:
-  """Raises unless a group can have memory of these sizes, each at least 1.
-
-  Does not check `config`.
-  """
+  """Raises unless the group exists, and its memory can have these sizes."""
   for name, size in {"num_layers": num_layers, **sizes}.items():
     check_size(name, size)
   check_group(config, group)
-  # Page ids of all layers are int32.
+  # An int32 holds the index of a page over all layers.
   if num_layers * config.num_pages > np.iinfo(np.int32).max:
     raise ValueError(
       "`num_layers` must be such that num_layers * num_pages fits int32, got"
@@ -280,7 +280,7 @@ def check_sizes(
 def _check_latents(
   num_kv_heads: int, head_dim: int, value_dim: int | None
 ) -> None:
-  """Raises unless `value_dim` is None or suits the other sizes."""
+  """Raises unless `value_dim` is None, or fits `head_dim` and one K/V head."""
   if value_dim is None:
     return
   check_size("value_dim", value_dim)
@@ -293,7 +293,7 @@ def _check_latents(
 
 
 def storage_of(dtype: np.dtype) -> np.dtype:
-  """Returns the default dtype of a buffer for a format."""
+  """Returns the default storage dtype of a number format."""
   bits = _BITS[dtype.name]
   stores_bits = bits is not None and jax.default_backend() == "cpu"
   return np.dtype(bits if stores_bits else dtype)
@@ -308,7 +308,7 @@ def check_size(name: str, size: int) -> None:
 
 
 class Layered(Protocol):
-  """Memory of several layers, in pages."""
+  """A pool that holds pages of several layers."""
 
   @property
   def num_layers(self) -> int:
@@ -329,7 +329,8 @@ class Layered(Protocol):
 def check_layer(kv: Layered, layer: jax.Array | int) -> None:
   """Raises unless `layer` is an integer; a Python integer must be in range.
 
-  With an array out of range, writes are dropped and reads are meaningless.
+  The value of an array is not checked. If it is out of range, writes are
+  dropped and reads are meaningless.
   """
   arguments.check_integer("layer", layer)
   if not isinstance(layer, jax.Array) and not 0 <= layer < kv.num_layers:
@@ -339,6 +340,6 @@ def check_layer(kv: Layered, layer: jax.Array | int) -> None:
 
 def in_layer(kv: Layered, page_ids: jax.Array) -> jax.Array:
   """Returns page ids, with L * N in place of ids out of a layer's range."""
-  # An id between N and L * N would be a page of another layer.
+  # An id from N to L * N - 1 would be a page of another layer.
   is_page = (page_ids >= 0) & (page_ids < kv.num_pages)
   return jnp.where(is_page, page_ids, kv.num_layers * kv.num_pages)

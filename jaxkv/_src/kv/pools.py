@@ -46,8 +46,8 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
   """Copies page `src[r]` over page `dst[r]`, in every layer of every pool.
 
   Reads all sources before it writes any destination. Skips pairs with an id out
-  of range, and pairs whose destination is the null page. Costs nothing if it
-  skips all pairs, except under `vmap`, where it always has its full cost.
+  of range, and pairs whose destination is the null page. If it skips all pairs
+  it costs nothing, except under `vmap`, where it always has its full cost.
 
   Args:
     kv: the pages, of one pool or of a tuple of pools.
@@ -70,13 +70,14 @@ def copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
 @functools.partial(jax.jit, inline=True)
 def _copy(kv: Memory, src: jax.Array, dst: jax.Array) -> Memory:
   pools = tuple(_copy_in_pool(pool, src, dst) for pool in pools_of(kv))
-  # A pool stays a pool, a tuple a tuple: the memory may be a loop's carry.
+  # The type of a loop's carry must not change: a pool stays a pool, a tuple a
+  # tuple.
   memory: object = pools if isinstance(kv, tuple) else pools[0]
   return memory  # pyright: ignore[reportReturnType]
 
 
 def _copy_in_pool(pool: Pool, src: jax.Array, dst: jax.Array) -> Pool:
-  # `copy_pages` drops an id that is out of range, so the null page stays zero.
+  # The null page becomes an id out of range, which `copy_pages` drops.
   dst = jnp.where(dst == 0, pool.num_pages, dst)
   if isinstance(pool, StatePages):
     return copy_states(pool, src, dst)

@@ -25,27 +25,28 @@ def share(
 ) -> View:
   """Finds the pages that rows share, so that `attend` reads them once.
 
-  Call it once a decode step, and `refresh_shared` before the layers. Rows share
-  pages if their page tables begin with the same pages: forks of one prompt
-  share its full pages, and so do rows with the same cached prefix. `attend`
-  reads every row separately if sharing would save too little, for several
-  columns, and with a window.
+  Call it once a decode step, and then `jaxkv.kv.refresh_shared` before the
+  layers. Rows share pages if their page tables begin with the same pages: forks
+  of one prompt share its full pages, and so do rows with the same cached
+  prefix. `attend` reads every row separately if sharing would save too little,
+  or if the call has several columns or a window.
 
   Args:
     kv: the pages; only their shape is used.
     view: the rows, with at most one new token each.
-    num_clusters: the maximum number of clusters, sets of rows that share pages.
-      The work grows with `num_clusters * cluster_size`, so keep the product
-      near B: for example B / samples clusters of `samples` rows.
+    num_clusters: the maximum number of clusters. A cluster is a set of rows
+      that share pages. The work grows with `num_clusters * cluster_size`, so
+      keep that near B: with n samples of a prompt, use B / n clusters of n.
     cluster_size: the maximum number of rows of a cluster.
     clusters: int32[B], the cluster of each row, 0 to `num_clusters - 1`; any
-      other number puts a row in no cluster. Rows past `cluster_size` in a
-      cluster are read separately. None: rows with the same first page form
-      clusters of at most `cluster_size`.
-    backend: the `backend` of `attend`.
+      other number puts a row in no cluster. Rows of a cluster past its first
+      `cluster_size` are read separately. None: rows with the same first page
+      form clusters of at most `cluster_size`.
+    backend: the `backend` that you pass to `attend`.
 
   Returns:
-    The view with `shared`; None for latents and if sharing can never pay.
+    The view with `shared`, which is None for latents, and if tables of this
+    size can never save enough.
 
   Raises:
     TypeError: an argument has a type or dtype that is not supported.
@@ -68,7 +69,8 @@ def share(
     >>> view.shared.tokens  # three pages, read once for both
     Array([768], dtype=int32)
   """
-  # The old clusters are replaced, and may be those of another page table.
+  # The view is checked without its old clusters: they may be for another page
+  # table, and are replaced below.
   check_view(dataclasses.replace(view, shared=None))
   # `cascade_decode` has no form for latents.
   if kv.v is None:
@@ -102,15 +104,15 @@ def refresh_shared(
   With a `View`, `attend` repeats this check in every layer, because rows may
   have changed since `share`. XLA for a CPU moves the check out of a loop over
   layers; XLA for a GPU or a TPU does not. So call this function before such a
-  loop and pass its result to `attend`. Outputs are the same.
+  loop and pass its result to `attend`. The outputs of `attend` stay the same.
 
   Args:
     kv: the pages; only their shape is used.
     view: the rows, with at most one new token each; or a `PackedView`.
 
   Returns:
-    The view, whose `shared` has only rows that still share pages; for a
-    `PackedView`, the view with a fresh `decode`.
+    A `FreshView` whose `shared` has only rows that still share pages. For a
+    `PackedView`: the `PackedView`, with such a `FreshView` as `decode`.
 
   Raises:
     TypeError: a field of the view has a type or dtype that is not supported.

@@ -20,22 +20,22 @@ from jaxkv._src.kv.memory import check_group
 class View:
   """The pages of B sequences, and their new tokens in this call.
 
-  A call has T columns in each row. The first `counts` of them are tokens at
-  positions `starts`, `starts + 1` ...; the others are padding. `jaxkv.view`
-  makes views.
+  Arrays of a call have T columns in each row. The first `counts[b]` columns of
+  row b are tokens at positions `starts[b]`, `starts[b] + 1` ...; the others are
+  padding. `jaxkv.view` makes views.
 
-  For the next step, replace `starts` and `counts`, and keep `shared` and
+  For the next step, replace `starts` and `counts`; you can keep `shared` and
   `plan`. `attend` checks which rows still begin with the pages in `shared`, and
-  reads all pages of any other row separately. An old plan balances the work
-  less well, but gives correct results.
+  reads all other rows separately. An old plan balances the work less well, but
+  gives correct results.
 
   Attributes:
-    page_table: page ids of each row's sequence, in order, of one layer group; a
-      missing page is 0 (the null page) or an id out of range.
-    starts: position of the first new token.
-    counts: the number of new tokens; 0 for an idle row.
-    shared: pages that rows have in common, from `share`; or None.
-    plan: equal pieces of decode work, from `plan_decode`; or None.
+    page_table: page ids of each row's sequence, in the order of its tokens, for
+      one layer group; a missing page is 0 (the null page) or out of range.
+    starts: the position of each row's first new token.
+    counts: the number of new tokens in each row; 0 for an idle row.
+    shared: pages that rows have in common, from `jaxkv.kv.share`; or None.
+    plan: equal pieces of decode work, from `jaxkv.kv.plan_decode`; or None.
   """
 
   page_table: jax.Array  # int32[B, M]
@@ -48,11 +48,11 @@ class View:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FreshView:
-  """A view whose `shared` is already checked, so that `attend` need not do it.
+  """A view whose `shared` is already checked, so `attend` skips the check.
 
-  `refresh_shared` makes it for the layers of one step; `write` and `attend`
-  take it in place of the view. For the next step, change `view` and refresh it
-  again.
+  `jaxkv.kv.refresh_shared` makes it for the layers of one step. `write` and
+  `attend` take it in place of the view. For the next step, change the view and
+  call `refresh_shared` again.
 
   Attributes:
     view: the view, with `shared` refreshed.
@@ -69,15 +69,16 @@ class PackedView:
   A call has a single row of B + C columns. Column b < B is the new token of row
   b of `decode`. Columns from B on are the new tokens of `prefill`, one row
   after another: `prefill.counts[p]` for row p, then padding. So the cost of a
-  step grows with its tokens, not with its rows times the longest of them.
-  `decode` tokens use the decode kernel, which is cheaper than a chunk of one.
+  step grows with its number of tokens, not with the length of its longest row.
+  Tokens of `decode` use the decode kernel, which costs less than a chunk of one
+  token.
 
-  A sequence may have tokens in both parts, in any order: `write` stores all of
-  them before `attend` reads.
+  A sequence can have tokens in both parts, in any order, because `write` stores
+  all of them before `attend` reads.
 
   Attributes:
-    decode: B rows with at most one new token each; with `shared` or a `plan`,
-      as in a decode step.
+    decode: B rows with at most one new token each. It can have `shared` and
+      `plan`.
     prefill: P rows; None if C is 0.
   """
 
@@ -106,14 +107,14 @@ def view(
       others.
 
   Returns:
-    The view; `starts` is the length of each slot, or `num_encoder_tokens`, all
-    of which `attend(causal=False)` sees.
+    The view. `starts` is the length of each slot, or for `CrossAttention`
+    `num_encoder_tokens`, so that `attend(causal=False)` sees all of them.
 
   Raises:
     TypeError: `state` is not a CacheState, or `counts` does not hold integers.
     ValueError: `state` is a stack of states, the group does not exist, `counts`
       or `num_encoder_tokens` has a shape or value that is not supported, or
-      `num_encoder_tokens` does not go with the kind of the group.
+      `num_encoder_tokens` is missing for an encoder's group or set for another.
 
   Examples:
     >>> import jaxkv
@@ -149,25 +150,25 @@ AnyView = View | FreshView | PackedView
 
 
 def rows_of(view: View | FreshView) -> View:
-  """Returns the `View` of a view or a fresh view."""
+  """Returns a `View` unchanged, or the `View` in a `FreshView`."""
   return view.view if isinstance(view, FreshView) else view
 
 
 def decode_lengths(view: View) -> jax.Array:
-  """Returns int32[B], the tokens of rows with the new one; 0 for idle rows."""
+  """Returns int32[B], lengths including the new token; 0 for idle rows."""
   return jnp.where(view.counts > 0, view.starts + 1, 0)
 
 
 def positions(view: View, columns: int) -> jax.Array:
   """Returns int32[B, T], the position of each token, -1 for padding."""
-  # -1 is not a valid position, so padding cannot pass for a token.
+  # No token has position -1, so callers can tell padding from tokens.
   column = jnp.arange(columns, dtype=jnp.int32)[None]
   is_token = column < view.counts[:, None]
   return jnp.where(is_token, view.starts[:, None] + column, -1)
 
 
 def packed_positions(view: View, columns: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the row and position of the C columns of packed rows.
+  """Returns the row and the position of each of C packed columns.
 
   Returns:
     int32[C] rows, P for padding; int32[C] positions, -1 for padding.
@@ -201,7 +202,7 @@ def check_view(view: View) -> None:
 
 
 def check_rows(view: AnyView, name: str, array: jax.Array) -> None:
-  """Raises unless an array has the rows, or the columns, of a view."""
+  """Raises unless an array has a view's rows, or a PackedView's columns."""
   arguments.check_array(name, array)
   if isinstance(view, PackedView):
     _check_columns(view, name, array)
@@ -222,7 +223,7 @@ def _check_columns(view: PackedView, name: str, array: jax.Array) -> None:
     fits, columns = array.shape[:2] == (1, batch), f"{batch}"
   else:
     check_view(view.prefill)
-    # A chunk follows the decoding rows, so there is at least one more column.
+    # The columns of `prefill` follow those of `decode`; there is at least one.
     fits = array.ndim > 1 and array.shape[0] == 1 and array.shape[1] > batch
     columns = f"more than {batch}"
   if not fits:

@@ -31,18 +31,18 @@ def write(
 ) -> KVPages:
   """Writes the new tokens' keys and values in one layer.
 
-  Drops columns past `view.counts`, and positions whose table entry is missing,
-  out of range or the null page. A dropped token never changes a page. Allocate
-  before writing: `allocate` reports which tokens got no page. Not
+  Does not write columns past `view.counts`, nor tokens without a page: those
+  whose entry in the page table is 0 (the null page), out of range or missing.
+  Call `jaxkv.allocate` first, which reports the tokens that get no page. Not
   differentiable: pages stored as bits have a zero gradient, without an error.
 
   Args:
     kv: the pages.
     view: the rows and their new tokens; for a `PackedView`, B is 1.
     layer: int32[], 0..L-1.
-    k: [B, T, K, D], rounded to the format `kv.dtype`; 8-bit formats get a scale
-      for each token and head.
-    v: [B, T, K, D]; None for latents, whose values are part of their keys.
+    k: [B, T, K, D], keys of T columns in B rows, rounded to `kv.dtype`; 8-bit
+      formats get a scale for each token and head.
+    v: [B, T, K, D], values; None for latents, which contain their values.
 
   Returns:
     The pages.
@@ -86,7 +86,7 @@ def _write(
   if kv.v is None or v is None:
     return _write_latents(kv, layer, k, places)
   new = (k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]))
-  # Page p of layer l is row l * N + p. A slice of one layer would be a copy.
+  # The offset selects the layer; a slice of one layer would be a copy.
   offset = layer * kv.num_pages
   if kv.k_scale is None or kv.v_scale is None:
     k_pages, v_pages = kernels.append_kv(
@@ -124,7 +124,7 @@ def _write_latents(
 def token_places(
   kv: Layered, view: AnyView, columns: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns page and offset of each column of a call, int32[B * T] each."""
+  """Returns each column's page, and its offset in it: int32[B * T] each."""
   if isinstance(view, PackedView):
     # `PackedView` puts the columns of `decode` before those of `prefill`.
     parts = [token_places(kv, view.decode, 1)]
@@ -156,11 +156,11 @@ def _locate(
   kv: Layered, view: View, row: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Implements `locate` for positions int32[X] in rows int32[X]."""
-  # Padding reads past the table: column -1 would be the last one.
+  # Padding reads past the table: index -1 would be its last column.
   column = jnp.where(
     position >= 0, position // kv.page_size, view.page_table.shape[1]
   )
   ids = view.page_table.at[row, column].get(mode="fill", fill_value=0)
-  # The null page is never written: a scatter drops an id that is out of range.
+  # The null page becomes an id out of range, which a scatter drops.
   ids = jnp.where(ids == 0, kv.num_pages, ids)
   return in_layer(kv, ids), position % kv.page_size
